@@ -1,0 +1,5 @@
+"""The shared code of the notebooks. ``from helpers import flash_attention`` is where to begin."""
+
+from helpers.attention.api import flash_attention
+
+__all__ = ["flash_attention"]

@@ -1,0 +1,165 @@
+"""The public function: check the call, choose an implementation, return what was asked for."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from helpers.attention.portable import forward as portable
+from helpers.attention.problem import Call, check_call
+from helpers.attention.reference import naive_attention
+
+IMPLEMENTATIONS = ("reference", "portable", "hopper", "cudnn")
+
+
+def flash_attention(
+    query,
+    key,
+    value,
+    *,
+    scale=None,
+    is_causal=False,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+    local_window_size=None,
+    implementation=None,
+    return_residual=False,
+):
+    """Exact attention, softmax(scale Q K^T) V; a drop-in for `jax.nn.dot_product_attention`.
+
+    Args:
+      query: (B, T, N, H) or (T, N, H); float32, bfloat16 or float16. H is at most 256.
+      key, value: (B, S, K, H) or (S, K, H), same dtype. N is a multiple of K: each key/value head
+        serves N // K query heads (MHA, GQA, MQA).
+      scale: a Python number; None means 1 / sqrt(H).
+      is_causal: query i sees keys j <= i, counted from the start of both.
+      query_seq_lengths, key_value_seq_lengths: int32 (B,); positions from there on are padding.
+      local_window_size: (left, right), or one integer for both: query i sees keys
+        i - left <= j <= i + right.
+      implementation: "reference" (naive, the whole matrix in memory), "portable" (the Pallas
+        kernel: compiled on an NVIDIA GPU from Ampere on, interpreted on a CPU), "cudnn" (handed to
+        `jax.nn`, where it can serve the call), or None for the fastest here: portable on such a
+        GPU, reference elsewhere.
+      return_residual: also return the log-sum-exp of the scaled logits.
+
+    Returns:
+      out, with the shape and dtype of query; with return_residual, (out, lse), where lse is a
+      natural logarithm, float32, of shape (B, T, N) or (T, N). Sums are float32 whatever the
+      dtype. A query that sees no key gets out = 0 and lse = -inf.
+
+    Raises:
+      TypeError, ValueError: an argument is not as described; the message names it.
+      NotImplementedError: the chosen implementation cannot serve this call; the message says
+        why and which can.
+
+    The algorithm is FlashAttention-2, arXiv 2307.08691.
+    """
+    call = check_call(
+        query,
+        key,
+        value,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+    )
+    if not isinstance(return_residual, bool):
+        raise TypeError(f"return_residual must be True or False, got {return_residual!r}")
+    out, lse = _choose(implementation, call, return_residual)(call)
+    if query.ndim == 3:
+        out = out[0]
+    if not return_residual:
+        return out
+    lse = jnp.swapaxes(lse, 1, 2)
+    return out, lse if query.ndim == 4 else lse[0]
+
+
+def _choose(implementation, call, return_residual):
+    """The function that serves this call: it takes the call and returns out and lse (B, N, T)."""
+    if implementation is None:
+        implementation = "portable" if _compute_capability() >= (8, 0) else "reference"
+    match implementation:
+        case "reference":
+            return naive_attention
+        case "portable":
+            return _portable
+        case "hopper":
+            raise NotImplementedError('there is no hopper kernel yet; use implementation="portable"')
+        case "cudnn":
+            _check_cudnn(call, return_residual)
+            return _cudnn
+    raise ValueError(f"implementation must be None or one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
+
+
+def _compute_capability():
+    """(major, minor) of the default device where that is an NVIDIA GPU, otherwise (0, 0)."""
+    capability = getattr(jax.devices()[0], "compute_capability", None)
+    if jax.default_backend() != "gpu" or capability is None or "." not in str(capability):
+        return (0, 0)
+    major, minor = str(capability).split(".")[:2]
+    return int(major), int(minor)
+
+
+def _portable(call):
+    if jax.default_backend() == "gpu" and _compute_capability() < (8, 0):
+        raise NotImplementedError(
+            "the portable kernel needs an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, this is "
+            f'{jax.devices()[0].device_kind}; use implementation="reference"'
+        )
+    arrays = call.query, call.key, call.value, call.query_lengths, call.key_lengths
+    return _portable_attention(call.problem, *arrays)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _portable_attention(problem, *arrays):
+    def run(interpret):
+        return lambda *arrays: portable.forward(Call(problem, *arrays), interpret=interpret)
+
+    # Decided when the program is compiled for a device, so that one trace serves them all.
+    return jax.lax.platform_dependent(*arrays, cpu=run(True), cuda=run(False))
+
+
+def _no_gradient(*_):
+    raise NotImplementedError(
+        "the portable kernel has no backward pass yet, so it cannot be differentiated; "
+        'use implementation="reference" for gradients'
+    )
+
+
+_portable_attention.defvjp(_no_gradient, _no_gradient)
+
+
+def _check_cudnn(call, return_residual):
+    """Raise NotImplementedError where cuDNN cannot keep the contract of `flash_attention`."""
+    problem = call.problem
+    right = problem.band.right
+    reason = None
+    if _compute_capability() < (8, 0):
+        reason = "it needs an NVIDIA GPU of compute capability 8.0 or newer"
+    elif problem.dtype == jnp.float32:
+        reason = "it takes bfloat16 and float16 only"
+    elif problem.H % 8 or problem.H > 128:
+        reason = f"it takes head_dim up to 128 in multiples of 8, and this is {problem.H}"
+    elif (right is not None and right != 0) or (problem.band.left is not None and right is None):
+        reason = "it takes a local window only with nothing to the right"
+    elif return_residual:
+        reason = "jax.nn rounds its lse to the dtype of key and stops its gradient"
+    if reason:
+        raise NotImplementedError(f'cudnn cannot serve this call: {reason}; use implementation="portable"')
+
+
+def _cudnn(call):
+    band = call.problem.band
+    out = jax.nn.dot_product_attention(
+        call.query,
+        call.key,
+        call.value,
+        scale=call.problem.scale,
+        is_causal=band.right == 0,
+        query_seq_lengths=call.query_lengths,
+        key_value_seq_lengths=call.key_lengths,
+        local_window_size=None if band.left is None else (band.left, 0),
+        implementation="cudnn",
+    )
+    return out, None

@@ -1,0 +1,142 @@
+"""The portable forward kernel: one program for each tile of queries, in plain Pallas.
+
+FlashAttention-2 (arXiv 2307.08691), algorithm 1. For one tile of block_q queries, over tiles j of
+block_k keys, with everything base 2 (scale_2 = scale log2 e, so that exp2 does the work of exp):
+
+    s      = scale_2 q k_j^T          masked to -inf
+    m'     = max(m, rowmax s)
+    alpha  = 2^(m - m')
+    p      = 2^(s - m')
+    l      = alpha l + rowsum p
+    acc    = alpha acc + p v_j
+    out    = acc / l                  once, after the last tile
+    lse    = ln 2 (m + log2 l)
+
+Refs, as one program sees them (H' is head_dim rounded up to a power of two):
+
+    q_ref    (block_q, H')  this tile of queries
+    k_ref    (S, H')        all keys of the head that serves this query head
+    v_ref    (S, H')        its values
+    lengths  ()             how many queries and keys of this batch entry are real, or None
+    out_ref  (block_q, H')
+    lse_ref  (block_q,)     float32
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from helpers.attention.masking import key_tiles, visible
+
+LOG2_E = math.log2(math.e)
+MIN_BLOCK = 16  # the smallest side that a tensor core product accepts
+
+
+def forward_kernel(
+    q_ref, k_ref, v_ref, query_length_ref, key_length_ref, out_ref, lse_ref, *, problem, block_q, block_k
+):
+    query_length = problem.T if query_length_ref is None else jnp.minimum(query_length_ref[...], problem.T)
+    key_length = problem.S if key_length_ref is None else jnp.minimum(key_length_ref[...], problem.S)
+    q_start = pl.program_id(0) * block_q
+    rows = q_start + jnp.arange(block_q)
+    head_padded = q_ref.shape[-1]
+    in_head = jnp.arange(head_padded)[None, :] < problem.H
+    q_mask = (rows < problem.T)[:, None] & in_head
+    q = plt.load(q_ref, mask=q_mask, other=0)
+
+    def one_key_tile(j, state):
+        m, l, acc = state
+        cols = j * block_k + jnp.arange(block_k)
+        tile = pl.ds(j * block_k, block_k)
+        # Masked lanes are not read: the tail of the last tile belongs to somebody else.
+        k_mask = (cols < key_length)[:, None] & in_head
+        k = plt.load(k_ref.at[tile, :], mask=k_mask, other=0)
+        v = plt.load(v_ref.at[tile, :], mask=k_mask, other=0)
+
+        s = (problem.scale * LOG2_E) * _dot(q, k.T)
+        s = jnp.where(visible(rows[:, None], cols[None, :], problem.band, query_length, key_length), s, -jnp.inf)
+        m_new = jnp.maximum(m, s.max(axis=1))
+        reference = jnp.where(m_new == -jnp.inf, 0, m_new)  # a row may have seen no key yet
+        alpha = jnp.exp2(m - reference)
+        p = jnp.exp2(s - reference[:, None])
+        l = alpha * l + p.sum(axis=1)
+        acc = alpha[:, None] * acc + _dot(p.astype(v.dtype), v)
+        return m_new, l, acc
+
+    state = (
+        jnp.full(block_q, -jnp.inf, jnp.float32),
+        jnp.zeros(block_q, jnp.float32),
+        jnp.zeros((block_q, head_padded), jnp.float32),
+    )
+    first, stop = key_tiles(q_start, q_start + block_q, block_k, problem.band, query_length, key_length, xp=jnp)
+    m, l, acc = lax.fori_loop(first, stop, one_key_tile, state)
+
+    empty = l == 0
+    l = jnp.where(empty, 1, l)
+    lse = jnp.where(empty, -jnp.inf, (m + jnp.log2(l)) / LOG2_E)
+    plt.store(out_ref, (acc / l[:, None]).astype(out_ref.dtype), mask=q_mask)
+    plt.store(lse_ref, lse, mask=rows < problem.T)
+
+
+def _dot(a, b):
+    """a @ b with 16-bit operands left as they are and a float32 sum."""
+    return lax.dot(a, b, preferred_element_type=jnp.float32)
+
+
+def default_blocks(problem):
+    """(block_q, block_k) for a problem: large tiles, but no larger than the sequences need."""
+    largest = 128 if problem.H <= 64 else 64 if problem.H <= 128 else 32
+    return tuple(min(largest, max(MIN_BLOCK, pl.next_power_of_2(length))) for length in (problem.T, problem.S))
+
+
+def check_blocks(block_q, block_k):
+    """Raise ValueError unless both block sizes are powers of two of at least 16."""
+    for name, block in (("block_q", block_q), ("block_k", block_k)):
+        if not isinstance(block, int) or block < MIN_BLOCK or block & (block - 1):
+            raise ValueError(f"{name} must be a power of two of at least {MIN_BLOCK}, got {block!r}")
+
+
+def forward(call, *, block_q=None, block_k=None, interpret=False):
+    """Attention of a checked `Call` by the kernel above.
+
+    Returns out (B, T, N, H) in the dtype of query and lse (B, N, T) in float32. Beyond its inputs
+    and outputs it allocates nothing. block_q, block_k: tile sizes, powers of two of at least 16.
+    interpret: run the kernel's operations one by one on any device, for learning and testing.
+    """
+    problem = call.problem
+    defaults = default_blocks(problem)
+    block_q = defaults[0] if block_q is None else block_q
+    block_k = defaults[1] if block_k is None else block_k
+    check_blocks(block_q, block_k)
+    B, T, S, N, H = problem.B, problem.T, problem.S, problem.N, problem.H
+    head_padded = max(MIN_BLOCK, pl.next_power_of_2(H))
+
+    q_spec = pl.BlockSpec((None, block_q, None, head_padded), lambda i, n, b: (b, i, n, 0))
+    # Grouped queries: `group` query heads read the same key/value head, in place.
+    kv_spec = pl.BlockSpec((None, S, None, head_padded), lambda i, n, b: (b, 0, n // problem.group, 0))
+    lse_spec = pl.BlockSpec((None, None, block_q), lambda i, n, b: (b, n, i))
+    length_spec = pl.BlockSpec((None,), lambda i, n, b: (b,))
+    return pl.pallas_call(
+        functools.partial(forward_kernel, problem=problem, block_q=block_q, block_k=block_k),
+        grid=(pl.cdiv(T, block_q), N, B),
+        in_specs=[
+            q_spec,
+            kv_spec,
+            kv_spec,
+            None if call.query_lengths is None else length_spec,
+            None if call.key_lengths is None else length_spec,
+        ],
+        out_specs=[q_spec, lse_spec],
+        out_shape=[
+            jax.ShapeDtypeStruct((B, T, N, H), problem.dtype),
+            jax.ShapeDtypeStruct((B, N, T), jnp.float32),
+        ],
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name="flash_attention_forward",
+    )(call.query, call.key, call.value, call.query_lengths, call.key_lengths)

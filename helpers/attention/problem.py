@@ -1,0 +1,190 @@
+"""What one call of attention asks for: shapes, dtype, scale and mask, checked once.
+
+Every complaint about the arguments of `flash_attention` is raised here, before any kernel runs.
+"""
+
+import math
+import numbers
+import operator
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from helpers.attention.masking import Band
+
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The static part of an attention call: hashable, so that `jax.jit` can specialise on it.
+
+    B batch, T queries, S keys, N query heads, K key/value heads, H head_dim (the letters of
+    `jax.nn.dot_product_attention`); dtype of query, key and value; scale of the logits; band of
+    visible keys (see `masking`).
+    """
+
+    B: int
+    T: int
+    S: int
+    N: int
+    K: int
+    H: int
+    dtype: np.dtype
+    scale: float
+    band: Band
+
+    @property
+    def group(self):
+        """Query heads that share one key/value head."""
+        return self.N // self.K
+
+
+@dataclass(frozen=True)
+class Call:
+    """A checked call: the static problem and its arrays, always with a batch axis.
+
+    query (B, T, N, H); key, value (B, S, K, H); query_lengths, key_lengths int32 (B,) or None.
+    """
+
+    problem: Problem
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    query_lengths: jax.Array | None
+    key_lengths: jax.Array | None
+
+
+def check_call(
+    query,
+    key,
+    value,
+    *,
+    scale=None,
+    is_causal=False,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+    local_window_size=None,
+):
+    """Check the arguments of `flash_attention` and return them as a `Call`.
+
+    Raises TypeError for a wrong type or dtype and ValueError for a wrong shape or value. The
+    message names the argument, what it was, and what was expected.
+    """
+    arrays = {"query": query, "key": key, "value": value}
+    for name, array in arrays.items():
+        _check_array(name, array)
+    if key.dtype != query.dtype or value.dtype != query.dtype:
+        raise TypeError(
+            "query, key and value must share one dtype, got "
+            + ", ".join(f"{name} {array.dtype}" for name, array in arrays.items())
+        )
+    if not (query.ndim == key.ndim == value.ndim):
+        raise ValueError(
+            "query, key and value must all have a batch axis or all have none, got shapes "
+            + ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
+        )
+    if value.shape != key.shape:
+        raise ValueError(f"value must have the shape of key, {key.shape}, got {value.shape}")
+    batched = query.ndim == 4
+    if not batched:
+        query, key, value = (jnp.asarray(array)[None] for array in arrays.values())
+
+    B, T, N, H = query.shape
+    key_batch, S, K, key_dim = key.shape
+    if key_batch != B:
+        raise ValueError(f"key must have the batch size of query, {B}, got shape {key.shape}")
+    if key_dim != H:
+        raise ValueError(f"key must have the head_dim of query, {H}, got shape {key.shape}")
+    if N % K:
+        raise ValueError(f"query heads must be a multiple of key/value heads, got {N} and {K}")
+    if H > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, got {H}")
+    if not isinstance(is_causal, bool | np.bool_):
+        raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
+
+    problem = Problem(
+        B=B,
+        T=T,
+        S=S,
+        N=N,
+        K=K,
+        H=H,
+        dtype=jnp.dtype(query.dtype),
+        scale=_check_scale(scale, H),
+        band=Band.of(bool(is_causal), _check_window(local_window_size)),
+    )
+    return Call(
+        problem,
+        jnp.asarray(query),
+        jnp.asarray(key),
+        jnp.asarray(value),
+        _check_lengths("query_seq_lengths", query_seq_lengths, B, T),
+        _check_lengths("key_value_seq_lengths", key_value_seq_lengths, B, S),
+    )
+
+
+def _check_array(name, array):
+    if not isinstance(array, jax.Array | np.ndarray):
+        raise TypeError(f"{name} must be a JAX or NumPy array, got {type(array).__name__}")
+    if array.dtype not in DTYPES:
+        allowed = ", ".join(jnp.dtype(dtype).name for dtype in DTYPES)
+        raise TypeError(f"{name} must have one of the dtypes {allowed}, got {array.dtype}")
+    if array.ndim not in (3, 4):
+        raise ValueError(
+            f"{name} must have shape (batch, length, heads, head_dim) or (length, heads, head_dim), got {array.shape}"
+        )
+    if 0 in array.shape:
+        raise ValueError(f"{name} must have at least one element on every axis, got shape {array.shape}")
+
+
+def _check_scale(scale, head_dim):
+    if scale is None:
+        return 1 / math.sqrt(head_dim)
+    if isinstance(scale, jax.core.Tracer):
+        raise TypeError("scale must be known when the function is traced; pass a Python number")
+    if isinstance(scale, jax.Array | np.ndarray) and scale.ndim == 0:
+        scale = scale.item()
+    if isinstance(scale, bool | np.bool_) or not isinstance(scale, numbers.Real):
+        raise TypeError(f"scale must be a real number or None, got {scale!r}")
+    # float32 is what the kernels multiply with, so a scale must survive there.
+    if not math.isfinite(scale) or abs(scale) > np.finfo(np.float32).max:
+        raise ValueError(f"scale must be finite in float32, got {scale!r}")
+    return float(scale)
+
+
+def _check_window(window):
+    if window is None:
+        return None
+    pair = window if isinstance(window, tuple | list) else (window, window)
+    expected = "local_window_size must be None, an integer, or a (left, right) pair of integers"
+    if len(pair) != 2 or any(isinstance(edge, bool | np.bool_) for edge in pair):
+        raise TypeError(f"{expected}, got {window!r}")
+    try:
+        left, right = (operator.index(edge) for edge in pair)
+    except TypeError:
+        raise TypeError(f"{expected}, got {window!r}") from None
+    if left < 0 or right < 0:
+        raise ValueError(f"local_window_size must not be negative, got {window!r}")
+    # Beyond any length the window hides nothing; the bound keeps int32 positions from overflowing.
+    return min(left, 2**30), min(right, 2**30)
+
+
+def _check_lengths(name, lengths, batch, longest):
+    if lengths is None:
+        return None
+    if not isinstance(lengths, jax.Array | np.ndarray):
+        raise TypeError(f"{name} must be an int32 array of shape ({batch},), got {type(lengths).__name__}")
+    if lengths.dtype != jnp.int32:
+        raise TypeError(f"{name} must have dtype int32, got {lengths.dtype}")
+    if lengths.shape != (batch,):
+        raise ValueError(f"{name} must have shape ({batch},), got {lengths.shape}")
+    # Under jit the values are not known yet; there, lengths past the end act like the full length.
+    if not isinstance(lengths, jax.core.Tracer):
+        values = np.asarray(lengths)
+        if values.min() < 0 or values.max() > longest:
+            raise ValueError(f"{name} must lie between 0 and {longest}, got {values.tolist()}")
+    return jnp.asarray(lengths)

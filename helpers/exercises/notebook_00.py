@@ -1,0 +1,65 @@
+"""The exercise of notebook 00."""
+
+import numpy as np
+
+from helpers.attention.reference import oracle
+from helpers.exercises.checking import Case, Exercise, Mistake
+
+
+def _cases():
+    random = np.random.default_rng(0)
+    by_hand = Case("the case worked by hand", (np.ones(1), np.log([[1.0], [3.0]]), np.array([[2.0], [6.0]])))
+    shapes = [(1, 1), (2, 3), (7, 4), (5, 64)]
+    return [by_hand] + [
+        Case(
+            f"S={S}, H={H}",
+            (random.standard_normal(H), random.standard_normal((S, H)), random.standard_normal((S, H))),
+        )
+        for S, H in shapes
+    ]
+
+
+def _expected(q, k, v):
+    as_head = (array.astype(np.float32).reshape(-1, 1, len(q)) for array in (q, k, v))
+    out, _ = oracle(*as_head)
+    return out[0, 0]
+
+
+def _attend(q, k, v, scale=None):
+    s = k @ q * (1 / np.sqrt(len(q)) if scale is None else scale)
+    w = np.exp(s)
+    return w @ v / w.sum()
+
+
+EXERCISES = (
+    Exercise(
+        number="0.1",
+        title="Attention for one query",
+        outputs=("out",),
+        cases=_cases,
+        expected=_expected,
+        tried="1 to 7 keys, head_dim 1 to 64",
+        mistakes=(
+            Mistake(
+                "the logits are not scaled",
+                lambda q, k, v: _attend(q, k, v, scale=1.0),
+                "Divide q · k by the square root of H: see the formula of the exercise.",
+            ),
+            Mistake(
+                "the logits are divided by H instead of its square root",
+                lambda q, k, v: _attend(q, k, v, scale=1 / len(q)),
+                "See the formula of the exercise.",
+            ),
+            Mistake(
+                "the exponentials are not divided by their sum",
+                lambda q, k, v: np.exp(k @ q / np.sqrt(len(q))) @ v,
+                "The weights of a query must add up to one: see section 1.",
+            ),
+            Mistake(
+                "every key gets the same weight",
+                lambda q, k, v: v.mean(axis=0),
+                "The weights must depend on q · k: see the formula of the exercise.",
+            ),
+        ),
+    ),
+)

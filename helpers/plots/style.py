@@ -1,0 +1,62 @@
+"""One visual language for the whole series.
+
+Every picture is drawn by a function in `helpers.plots` that returns a Matplotlib figure. Colours
+have a role, and the role keeps its colour from the first notebook to the last. The palette is
+that of Okabe and Ito, which readers with any of the common colour blindnesses can tell apart.
+Figures stand on an opaque light ground, so that they read the same in a dark theme.
+"""
+
+import matplotlib.pyplot as plt
+from matplotlib.colors import LinearSegmentedColormap
+
+QUERY = "#0072B2"  # blue
+KEY = "#E69F00"  # orange
+VALUE = "#009E73"  # green
+LOGITS = "#CC79A7"  # pink: logits, probabilities
+OUTPUT = "#D55E00"  # vermilion
+STATE = "#56B4E9"  # light blue: m, l, acc, lse
+SKIPPED = "#C9CDD3"  # what is never touched
+INK = "#24292F"
+FAINT = "#8C959F"
+PAPER = "#FBFBFA"
+
+PROBABILITY_MAP = LinearSegmentedColormap.from_list("probability", [PAPER, LOGITS, "#5B1A45"])
+
+_RC = {
+    "figure.dpi": 100,
+    "figure.facecolor": PAPER,
+    "axes.facecolor": PAPER,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": False,
+    "font.size": 10,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "legend.frameon": False,
+    "lines.linewidth": 2,
+    "savefig.facecolor": PAPER,
+}
+
+
+def subplots(rows=1, columns=1, width=8.0, height=3.5, **options):
+    """(figure, axes) in the style of the series; width and height in inches, at 100 dots each.
+
+    The figure is detached from pyplot: return it from a cell to show it once.
+    """
+    with plt.rc_context(_RC):
+        figure, axes = plt.subplots(rows, columns, figsize=(width, height), layout="constrained", **options)
+    plt.close(figure)
+    return figure, axes
+
+
+def bare(axes):
+    """Take the frame, ticks and grid off axes that hold a drawing rather than data."""
+    axes.set_xticks([])
+    axes.set_yticks([])
+    for spine in axes.spines.values():
+        spine.set_visible(False)
