@@ -22,6 +22,7 @@ NOTEBOOKS = ROOT / "notebooks"
 WORKBOOK = ROOT / "workbook"
 KEPT_METADATA = ("tags", "jupyter")
 CELL_TIMEOUT_S = 120
+WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 def execute(path):
@@ -57,6 +58,8 @@ def normalise(notebook, number):
         if cell.cell_type == "code":
             count += 1
             cell.execution_count = count
+            # A widget lives only while its kernel does, and its id differs from run to run.
+            cell.outputs = [output for output in cell.outputs if WIDGET not in output.get("data", {})]
             for output in cell.outputs:
                 output.pop("transient", None)
                 if "metadata" in output:

@@ -3,7 +3,6 @@
 import importlib
 
 import lessons
-import nbformat
 import numpy as np
 import pytest
 from nbclient import NotebookClient
@@ -22,7 +21,9 @@ def test_the_notebook_shows_a_complete_exercise(lesson):
     assert "minute" in heading.source and "line" in heading.source and "★" in heading.source
     assert "**By hand.**" in heading.source
     assert "raise NotImplementedError" in stub.source and '"""' in stub.source
-    assert [f"<summary>{name}</summary>\n\n" in folded.source for name in ("Hint 1", "Hint 2", "Solution")] == [True] * 3
+    assert [f"<summary>{name}</summary>\n\n" in folded.source for name in ("Hint 1", "Hint 2", "Solution")] == [
+        True
+    ] * 3
     assert folded.source.count("<details>") == folded.source.count("</details>")
 
 

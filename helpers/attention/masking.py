@@ -53,11 +53,14 @@ def key_tiles(q_start, q_stop, block_k, band, query_length, key_length, xp=np):
     empty (first >= stop) when these queries see nothing.
     """
     q_stop = xp.minimum(q_stop, query_length)
-    first_key = 0 if band.left is None else xp.maximum(q_start - band.left, 0)
-    stop_key = key_length
+    sees_some = q_start < q_stop
+    first_key, stop_key = 0, key_length
     if band.right is not None:
-        stop_key = xp.minimum(key_length, q_stop + band.right)
-    stop_key = xp.where(q_start < q_stop, stop_key, 0)
+        stop_key = xp.minimum(stop_key, q_stop + band.right)
+    if band.left is not None:
+        first_key = xp.maximum(q_start - band.left, 0)
+        sees_some &= first_key < stop_key
+    stop_key = stop_key * sees_some  # not `where`: the GPU lowering mistakes where(…, 1, 0) for a boolean
     return first_key // block_k, (stop_key + block_k - 1) // block_k
 
 

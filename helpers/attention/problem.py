@@ -151,7 +151,7 @@ def _check_scale(scale, head_dim):
     if isinstance(scale, bool | np.bool_) or not isinstance(scale, numbers.Real):
         raise TypeError(f"scale must be a real number or None, got {scale!r}")
     # float32 is what the kernels multiply with, so a scale must survive there.
-    if not math.isfinite(scale) or abs(scale) > np.finfo(np.float32).max:
+    if not math.isfinite(scale) or abs(scale) > float(np.finfo(np.float32).max):
         raise ValueError(f"scale must be finite in float32, got {scale!r}")
     return float(scale)
 

@@ -1,4 +1,4 @@
-"""What attention costs by formula: floating-point operations and bytes moved, for one head.
+"""What attention costs by formula: floating-point operations, bytes moved and footprint, for one head.
 
 T queries, S keys, H head_dim; itemsize is the number of bytes of one element of q, k, v and out.
 The formulas count every byte that crosses between the large memory and the chip, and ignore
@@ -9,6 +9,7 @@ and FlashAttention-2 (arXiv 2307.08691); the exact counts are derived in noteboo
 from helpers.attention.masking import NO_BAND, key_tiles, query_tiles
 
 STATISTIC_BYTES = 4
+TABLE_BYTES = 4  # of one entry of the (T, S) tables that `reference.naive_attention` keeps: float32
 
 
 def forward_flops(T, S, H, is_causal=False):
@@ -25,6 +26,21 @@ def naive_bytes(T, S, H, itemsize):
     S is written and read, P is written and read: itemsize (4 T S + 2 T H + 2 S H).
     """
     return itemsize * (4 * T * S + 2 * T * H + 2 * S * H)
+
+
+def naive_footprint(T, S, H, itemsize):
+    """Most bytes that naive attention holds at once: itemsize (2 T H + 2 S H) + 8 T S.
+
+    q, k, v, out, and two (T, S) tables in float32, because each step reads one table while it
+    writes the next. That is what the compiler reports for `reference.naive_attention`, up to one
+    statistic for each row.
+    """
+    return itemsize * (2 * T * H + 2 * S * H) + 2 * TABLE_BYTES * T * S
+
+
+def flash_footprint(T, S, H, itemsize):
+    """Most bytes that flash attention holds in the large memory at once: q, k, v, out and the lse."""
+    return itemsize * (2 * T * H + 2 * S * H) + STATISTIC_BYTES * T
 
 
 def query_outer_bytes(T, S, H, itemsize, block_q, block_k, band=NO_BAND):

@@ -27,6 +27,7 @@ class Operand:
     single position. block_of: block indices, (programs, axes), programs in the order of `programs`.
     reads, writes: how often each element was loaded and stored, in the shape of the array.
     outside: elements loaded from beyond the end of the array without a mask.
+    outside_writes: elements stored beyond its end without a mask.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Operand:
     reads: np.ndarray = field(init=False)
     writes: np.ndarray = field(init=False)
     outside: int = 0
+    outside_writes: int = 0
 
     def __post_init__(self):
         self.reads = np.zeros(self.values.shape, np.int64)
@@ -139,6 +141,7 @@ class _Ref:
         self.flat[positions[valid]] = np.broadcast_to(np.asarray(value), positions.shape)[valid]
         if self.operand:
             self.operand.writes.reshape(-1)[positions[valid]] += 1
+            self.operand.outside_writes += int((wanted & ~valid).sum())
         return jnp.asarray(before)
 
 
@@ -218,8 +221,8 @@ class _Interpreter:
         return carry
 
     def scan(self, params, values):
-        body, num_carry = params["jaxpr"], params["num_carry"]
-        num_consts = params["num_consts"]
+        body = params["jaxpr"]
+        num_consts, num_carry, _ = (len(group.vals) for group in params["ft_in"].unpack())
         consts, carry, xs = values[:num_consts], values[num_consts:][:num_carry], values[num_consts + num_carry :]
         collected = []
         order = range(params["length"])
@@ -257,7 +260,9 @@ class _Interpreter:
                     is_output=is_output,
                     values=array,
                     block_shape=tuple(_block_size(size) for size in block.block_shape),
-                    block_of=np.stack([np.broadcast_to(index, len(programs)) for index in indices], axis=-1),
+                    block_of=np.array([np.broadcast_to(index, len(programs)) for index in indices], int)
+                    .reshape(array.ndim, len(programs))
+                    .T,
                 )
             )
         scratch = [_poisoned(variable.aval.shape, variable.aval.dtype) for variable in jaxpr.invars[len(operands) :]]

@@ -1,0 +1,456 @@
+"""The exercises of notebook 01."""
+
+import math
+
+import numpy as np
+
+from helpers.attention.reference import oracle
+from helpers.exercises.checking import Case, Exercise, Mistake
+from helpers.measure import roofline
+from helpers.measure.cost import forward_flops, naive_bytes, naive_footprint
+
+# 1.1 Attention with scale and causal mask
+
+
+def _attention_cases():
+    random = np.random.default_rng(11)
+    root = math.sqrt(2)
+    by_hand = (np.array([[5.0], [1.0]]), np.log([[1.0], [3.0]]), np.array([[2.0], [6.0]]), True)
+    cases = [Case("the case worked by hand", by_hand)]
+    for T, S, H, is_causal in [
+        (3, 5, 2, False),
+        (3, 5, 2, True),
+        (6, 4, 3, True),
+        (9, 9, 64, True),
+        (7, 12, 16, False),
+    ]:
+        q, k, v = (random.standard_normal(shape) for shape in ((T, H), (S, H), (S, H)))
+        cases.append(Case(f"T={T}, S={S}, H={H}, {'causal' if is_causal else 'no mask'}", (q, k, v, is_causal)))
+
+    # Whole numbers, so that these logits are exact in float32 too, for answers in jax.numpy.
+    v = random.standard_normal((5, 4))
+    down = np.zeros((5, 4))
+    down[:, 0] = [40, 39.75, 40.25, 39.5, 40.5]
+    q = np.zeros((5, 4))
+    q[:, 0] = -100
+    cases.append(Case("every logit near -2000, causal", (q, down, v, True)))
+    rising = np.zeros((5, 4))
+    rising[:, 0] = [-20, 20, 0.25, 0.5, 60]
+    cases.append(Case("the largest logit, 3000, hidden by the mask", (-q, rising, v, True)))
+    steep = q * np.array([[1.0], [-1.0], [0.0], [0.125], [-0.125]])
+    cases.append(Case("rows of very different size", (steep, down, v, False)))
+    values = random.standard_normal((6, 2)) * root
+    cases.append(Case("equal keys", (random.standard_normal((4, 2)), np.ones((6, 2)), values, True)))
+    return cases
+
+
+def _attention_expected(q, k, v, is_causal):
+    q, k, v = (np.asarray(array, np.float32)[:, None] for array in (q, k, v))
+    return oracle(q, k, v, is_causal=is_causal)[0][:, 0]
+
+
+def _mask(T, S, offset=0):
+    return np.arange(S)[None, :] <= np.arange(T)[:, None] + offset
+
+
+def _softmax(s, axis=-1):
+    p = np.exp(s - s.max(axis=axis, keepdims=True))
+    return p / p.sum(axis=axis, keepdims=True)
+
+
+def _attention(scale=lambda T, S, H: 1 / math.sqrt(H), seen=_mask, hidden=-np.inf, softmax=_softmax):
+    """A wrong answer that differs from the right one in the parts that are passed."""
+
+    def answer(q, k, v, is_causal):
+        (T, H), S = q.shape, len(k)
+        s = q @ k.T * scale(T, S, H)
+        if is_causal:
+            s = np.where(seen(T, S), s, hidden)
+        return softmax(s) @ v
+
+    return answer
+
+
+def _masked_after(q, k, v, is_causal):
+    p = _softmax(q @ k.T / math.sqrt(q.shape[1]))
+    return (np.where(_mask(*p.shape), p, 0) if is_causal else p) @ v
+
+
+def _maximum_before_mask(q, k, v, is_causal):
+    s = q @ k.T / math.sqrt(q.shape[1])
+    p = np.exp(s - s.max(axis=-1, keepdims=True))
+    if is_causal:
+        p = np.where(_mask(*p.shape), p, 0)
+    return p / p.sum(axis=-1, keepdims=True) @ v
+
+
+def _one_maximum(s):
+    p = np.exp(s - s.max())
+    return p / p.sum(axis=-1, keepdims=True)
+
+
+def _no_maximum(s):
+    p = np.exp(s)
+    return p / p.sum(axis=-1, keepdims=True)
+
+
+ATTENTION = Exercise(
+    number="1.1",
+    title="Attention with scale and causal mask",
+    outputs=("out",),
+    cases=_attention_cases,
+    expected=_attention_expected,
+    tried="T below, equal to and above S, with and without the mask, logits from -2000 to 3000",
+    mistakes=(
+        Mistake(
+            "the logits are not scaled",
+            _attention(scale=lambda T, S, H: 1.0),
+            "Divide by the square root of H: reread section 2.",
+        ),
+        Mistake(
+            "the logits are divided by H instead of its square root",
+            _attention(scale=lambda T, S, H: 1 / H),
+            "The spread grows with the square root of H: reread section 2.",
+        ),
+        Mistake(
+            "the logits are multiplied by the square root of H",
+            _attention(scale=lambda T, S, H: math.sqrt(H)),
+            "The scale makes large logits smaller: reread section 2.",
+        ),
+        Mistake(
+            "the scale is taken from the number of keys instead of the head dimension",
+            _attention(scale=lambda T, S, H: 1 / math.sqrt(S)),
+            "The last axis of q has length H, and each logit is a sum over it: reread section 2.",
+        ),
+        Mistake(
+            "the mask is forgotten",
+            lambda q, k, v, is_causal: _attention()(q, k, v, False),
+            "Where is_causal is True, query i must not see keys after i: reread section 3.",
+        ),
+        Mistake(
+            "the mask is applied even when is_causal is False",
+            lambda q, k, v, is_causal: _attention()(q, k, v, True),
+            "Look at is_causal before you mask: see the signature of the exercise.",
+        ),
+        Mistake(
+            "a query cannot see the key at its own position",
+            _attention(seen=lambda T, S: _mask(T, S, offset=-1)),
+            "Query i sees keys j ≤ i, its own position included: reread section 3.",
+        ),
+        Mistake(
+            "the mask hides the past and shows the future",
+            _attention(seen=lambda T, S: _mask(S, T).T),
+            "Rows are queries and columns are keys; the visible part is the lower left: reread section 3.",
+        ),
+        Mistake(
+            "the mask is aligned with the last query and the last key",
+            _attention(seen=lambda T, S: _mask(T, S, offset=S - T)),
+            "Query i sees keys j ≤ i, both counted from the start, whatever T and S are: reread section 3.",
+        ),
+        Mistake(
+            "hidden logits are set to 0",
+            _attention(hidden=0.0),
+            "The exponential of 0 is 1, so a logit of 0 still gets weight: reread section 3.",
+        ),
+        Mistake(
+            "the weights are masked after the softmax, so that they no longer sum to one",
+            _masked_after,
+            "Mask the logits, before the exponentials are summed: reread section 3.",
+        ),
+        Mistake(
+            "the softmax runs over the queries instead of the keys",
+            _attention(softmax=lambda s: _softmax(s, axis=0)),
+            "The weights of one query, a row, must sum to one: reread section 1.",
+        ),
+        Mistake(
+            "the largest logit is not subtracted, and large exponentials overflow or vanish",
+            _attention(softmax=_no_maximum),
+            "Subtract each row's maximum before the exponential: reread section 1.",
+        ),
+        Mistake(
+            "one maximum is subtracted from the whole table, and rows far below it vanish",
+            _attention(softmax=_one_maximum),
+            "Every row needs its own maximum, s.max(axis=-1, keepdims=True): reread section 1.",
+        ),
+        Mistake(
+            "the maximum is taken before the mask, so that a hidden logit makes all visible ones vanish",
+            _maximum_before_mask,
+            "Mask first, then take the maximum of what is left: reread section 3.",
+        ),
+    ),
+)
+
+# 1.2 FLOPs and bytes by hand
+
+
+def _bill_cases():
+    shapes = [(2, 3, 4, 2), (1, 5, 3, 4), (6, 2, 8, 1), (1024, 384, 64, 4), (4096, 4096, 128, 2)]
+    by_hand, *others = (Case(f"T={T}, S={S}, H={H}, itemsize={e}", (T, S, H, e)) for T, S, H, e in shapes)
+    return [Case(f"the case worked by hand, {by_hand.label}", by_hand.arguments), *others]
+
+
+def _bill_expected(T, S, H, itemsize):
+    return {"flops": forward_flops(T, S, H), "bytes": naive_bytes(T, S, H, itemsize)}
+
+
+def _bill(flops=forward_flops, moved=naive_bytes):
+    """A wrong answer that differs from the right one in the part that is passed."""
+    return lambda T, S, H, itemsize: {"flops": flops(T, S, H), "bytes": moved(T, S, H, itemsize)}
+
+
+BILL = Exercise(
+    number="1.2",
+    title="FLOPs and bytes by hand",
+    outputs=("the bill",),
+    cases=_bill_cases,
+    expected=_bill_expected,
+    tried="T and S equal and different, elements of 1, 2 and 4 bytes",
+    mistakes=(
+        Mistake(
+            "only one of the two products is counted, or a multiplication and its addition as one operation",
+            _bill(flops=lambda T, S, H: 2 * T * S * H),
+            "There are two products, and each term of a sum costs two operations: reread section 4.",
+        ),
+        Mistake(
+            "only multiplications of one product are counted",
+            _bill(flops=lambda T, S, H: T * S * H),
+            "Count additions too, and the second product: reread section 4.",
+        ),
+        Mistake(
+            "T is squared although there are S keys",
+            _bill(
+                flops=lambda T, S, H: 4 * T * T * H,
+                moved=lambda T, S, H, e: e * (4 * T * T + 4 * T * H),
+            ),
+            "The table has T rows and S columns: reread section 4.",
+        ),
+        Mistake(
+            "one of the four passes over a table is forgotten",
+            _bill(moved=lambda T, S, H, e: e * (3 * T * S + 2 * T * H + 2 * S * H)),
+            "s is written and read, then p is written and read: reread section 5.",
+        ),
+        Mistake(
+            "each table is counted once, as if what was written came back for nothing",
+            _bill(moved=lambda T, S, H, e: e * (2 * T * S + 2 * T * H + 2 * S * H)),
+            "What one step writes, the next one must read: reread section 5.",
+        ),
+        Mistake(
+            "only one of the two tables is counted",
+            _bill(moved=lambda T, S, H, e: e * (T * S + 2 * T * H + 2 * S * H)),
+            "There are two tables, s and p, and each is written and read: reread section 5.",
+        ),
+        Mistake(
+            "q, k, v and out are left out",
+            _bill(moved=lambda T, S, H, e: e * 4 * T * S),
+            "The inputs are read and the result is written too: reread section 5.",
+        ),
+        Mistake(
+            "k and v are given T rows instead of S",
+            _bill(moved=lambda T, S, H, e: e * (4 * T * S + 4 * T * H)),
+            "q and out have T rows, k and v have S: see the table of section 5.",
+        ),
+        Mistake(
+            "elements are counted instead of bytes",
+            _bill(moved=lambda T, S, H, e: 4 * T * S + 2 * T * H + 2 * S * H),
+            "Multiply by itemsize, the bytes of one element: reread section 5.",
+        ),
+        Mistake(
+            "the two numbers are exchanged",
+            lambda T, S, H, itemsize: {"flops": naive_bytes(T, S, H, itemsize), "bytes": forward_flops(T, S, H)},
+            "FLOPs are arithmetic and bytes are traffic: see the picture of section 4.",
+        ),
+    ),
+)
+
+# 1.3 The longest sequence that fits
+
+
+def _fit_cases():
+    cases = [
+        Case("the case worked by hand", (64, 1, 2, 2)),
+        Case("one byte less than the case worked by hand", (63, 1, 2, 2)),
+        Case("less than one query needs", (10, 1, 2, 2)),
+        Case("memory=1000, heads=2, H=3, itemsize=4", (1000, 2, 3, 4)),
+        Case("just enough for T=100 with 3 heads", (3 * naive_footprint(100, 100, 64, 2), 3, 64, 2)),
+    ]
+    cards = [(roofline.T4, 1, 64, 4), (roofline.RTX_4090, 32, 128, 2), (roofline.H200, 128, 256, 2)]
+    return cases + [
+        Case(f"{card.name}, {heads} head{'s' if heads > 1 else ''}, H={H}, itemsize={e}", (card.memory, heads, H, e))
+        for card, heads, H, e in cards
+    ]
+
+
+def _longest(fits):
+    """The largest T for which fits(T) holds, by bisection; fits(0) is taken to hold."""
+    low, high = 0, 1
+    while fits(high):
+        high *= 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _fit(footprint=lambda T, H, e: naive_footprint(T, T, H, e), all_heads=True, spare=0, beyond=0):
+    """The answer to 1.3, or a wrong one that differs from it in the parts that are passed."""
+
+    def answer(memory, heads, H, itemsize):
+        count = heads if all_heads else 1
+        return _longest(lambda T: count * footprint(T, H, itemsize) + spare <= memory) + beyond
+
+    return answer
+
+
+FIT = Exercise(
+    number="1.3",
+    title="The longest sequence that fits",
+    outputs=("T",),
+    cases=_fit_cases,
+    expected=_fit(),
+    tried="exact fits, one byte too few, no room at all, and real cards with up to 128 heads",
+    mistakes=(
+        Mistake(
+            "q, k, v and out are forgotten",
+            _fit(lambda T, H, e: 8 * T * T),
+            "The four small matrices must fit too: reread section 6.",
+        ),
+        Mistake(
+            "only one of q, k, v and out is counted",
+            _fit(lambda T, H, e: 8 * T * T + e * T * H),
+            "There are four of them, each T by H: reread section 6.",
+        ),
+        Mistake(
+            "the footprint of one head is taken for that of all of them",
+            _fit(all_heads=False),
+            "All heads are in memory at once: multiply by their number, see the exercise.",
+        ),
+        Mistake(
+            "one table is counted instead of two",
+            _fit(lambda T, H, e: 4 * T * T + 4 * e * T * H),
+            "A step reads one table while it writes the next, so two are alive: reread section 6.",
+        ),
+        Mistake(
+            "the tables are given elements of itemsize bytes, like q, k and v",
+            _fit(lambda T, H, e: 2 * e * T * T + 4 * e * T * H),
+            "The reference keeps both tables in float32, whatever the inputs are: reread section 6.",
+        ),
+        Mistake(
+            "bytes moved are taken for the footprint, four passes instead of two tables",
+            _fit(lambda T, H, e: 16 * T * T + 4 * e * T * H),
+            "What must fit is what is alive at one moment: see the picture of section 4.",
+        ),
+        Mistake(
+            "an exact fit is refused",
+            _fit(spare=1),
+            "Memory that is filled to the last byte still fits: compare with ≤.",
+        ),
+        Mistake(
+            "the first length that no longer fits is returned",
+            _fit(beyond=1),
+            "Return the last T that fits, one less.",
+        ),
+    ),
+)
+
+# 1.4 The shortest time
+
+
+def _time_cases():
+    shapes = [
+        (roofline.Card("a toy card", 1024, 48.0, 32.0), 2, 3, 4, 2),
+        (roofline.Card("a slower toy card", 1024, 16.0, 32.0), 2, 3, 4, 2),
+        (roofline.T4, 100, 300, 64, 4),
+        (roofline.T4, 8192, 8192, 512, 2),
+        (roofline.RTX_4090, 2048, 512, 128, 2),
+        (roofline.A100_80GB, 4096, 16384, 128, 1),
+        (roofline.H100, 4096, 4096, 128, 2),
+        (roofline.H100, 8192, 4096, 1024, 2),
+    ]
+    by_hand, *others = (
+        Case(f"{card.name}, T={T}, S={S}, H={H}, itemsize={e}", (T, S, H, e, card)) for card, T, S, H, e in shapes
+    )
+    return [Case("the case worked by hand, T=2, S=3, H=4, itemsize=2", by_hand.arguments), *others]
+
+
+def _sides(T, S, H, itemsize, card):
+    """Seconds that the matrix units and the memory need."""
+    return forward_flops(T, S, H) / card.matrix_rate, naive_bytes(T, S, H, itemsize) / card.bandwidth
+
+
+def _time(seconds=max, limit=lambda compute, memory: "memory" if memory > compute else "compute"):
+    """The answer to 1.4, or a wrong one: seconds and limit take the seconds of both sides."""
+
+    def answer(T, S, H, itemsize, card):
+        compute, memory = _sides(T, S, H, itemsize, card)
+        return seconds(compute, memory), limit(compute, memory)
+
+    return answer
+
+
+def _compared_as_numbers(T, S, H, itemsize, card):
+    limit = "memory" if naive_bytes(T, S, H, itemsize) > forward_flops(T, S, H) else "compute"
+    return max(_sides(T, S, H, itemsize, card)), limit
+
+
+def _one_product(T, S, H, itemsize, card):
+    compute, memory = _sides(T, S, H, itemsize, card)
+    return max(compute / 2, memory), "memory" if memory > compute / 2 else "compute"
+
+
+TIME = Exercise(
+    number="1.4",
+    title="The shortest possible time",
+    outputs=("seconds", "limit"),
+    cases=_time_cases,
+    expected=_time(),
+    tried="both limits, five cards, real and toy, T and S equal and different",
+    mistakes=(
+        Mistake(
+            "the two times are added",
+            _time(seconds=lambda compute, memory: compute + memory),
+            "Arithmetic and traffic can go on at once, so only the longer one counts: reread section 8.",
+        ),
+        Mistake(
+            "the shorter of the two times is taken",
+            _time(seconds=min, limit=lambda compute, memory: "memory" if memory < compute else "compute"),
+            "Both sides must finish, so the longer one decides: reread section 8.",
+        ),
+        Mistake(
+            "the shorter of the two times is taken, though the limit is named rightly",
+            _time(seconds=min),
+            "Both sides must finish, so the longer one decides: reread section 8.",
+        ),
+        Mistake(
+            "the two limits are exchanged",
+            _time(limit=lambda compute, memory: "compute" if memory > compute else "memory"),
+            "The limit is the side that takes longer: reread section 8.",
+        ),
+        Mistake(
+            "naive attention is taken to be limited by the memory always",
+            _time(seconds=lambda compute, memory: memory, limit=lambda compute, memory: "memory"),
+            "With a large head dimension the matrix units can be slower: compute both times.",
+        ),
+        Mistake(
+            "the memory is taken to be fast enough always",
+            _time(seconds=lambda compute, memory: compute, limit=lambda compute, memory: "compute"),
+            "Compute the seconds of the traffic too: reread section 8.",
+        ),
+        Mistake(
+            "the number of bytes is compared with the number of FLOPs",
+            _compared_as_numbers,
+            "Compare seconds, or the intensity with card.ridge: reread section 8.",
+        ),
+        Mistake(
+            "the FLOPs of one product are left out",
+            _one_product,
+            "Both products count, 4 T S H: reread section 4, or call forward_flops.",
+        ),
+        Mistake(
+            "the time is given in milliseconds",
+            _time(seconds=lambda compute, memory: 1000 * max(compute, memory)),
+            "Rates are per second, so FLOPs divided by FLOP/s are seconds already.",
+        ),
+    ),
+)
+
+EXERCISES = (ATTENTION, BILL, FIT, TIME)

@@ -1,0 +1,710 @@
+"""The exercises of notebook 02, and the ways to choose a reference that it compares."""
+
+import math
+
+import numpy as np
+
+from helpers.exercises.checking import Case, Exercise, Mistake
+
+
+def lse_by_tiles(s, block_k, choose, m):
+    """lse of one row of logits in float32, tile by tile.
+
+    m: the reference before the first tile. choose(m, tile): the next reference.
+    """
+    s, m, l = np.float32(s), np.float32(m), np.float32(0)
+    for start in range(0, len(s), block_k):
+        tile = s[start : start + block_k]
+        m_new = np.float32(choose(m, tile))
+        alpha = np.exp(m - m_new)
+        p = np.exp(tile - m_new)
+        l = alpha * l + p.sum()
+        m = m_new
+    return float(m + np.log(l))
+
+
+RUNNING_MAX = {"choose": lambda m, tile: max(m, tile.max()), "m": -np.inf}
+SHORTCUTS = {
+    "no max": {"choose": lambda m, tile: 0.0, "m": 0.0},
+    "m starts at 0": {"choose": lambda m, tile: max(m, tile.max()), "m": 0.0},
+    "tile max": {"choose": lambda m, tile: tile.max(), "m": -np.inf},
+}
+
+
+def _definition(s, v):
+    """(m, l, acc) of logits s (…, keys) and values v (keys, H), from their definition; -inf is masked."""
+    if s.shape[-1] == 0:
+        s, v = np.full((*s.shape[:-1], 1), -np.inf), np.zeros((1, v.shape[1]))
+    m = s.max(axis=-1)
+    p = np.exp(s - np.where(m == -np.inf, 0, m)[..., None])
+    return m, p.sum(axis=-1), p @ v
+
+
+def _out_and_lse(s, v):
+    """(out, lse), from the definition. No visible key gives 0 and -inf."""
+    m, l, acc = _definition(s, v)
+    empty = l == 0
+    l = np.where(empty, 1, l)
+    return acc / l[..., None], np.where(empty, -np.inf, m + np.log(l))
+
+
+HAND_S = np.log([1.0, 3.0, 2.0, 8.0])
+HAND_V = np.array([[1.0], [2.0], [3.0], [4.0]])
+
+
+# 2.1
+
+
+def _update_cases():
+    random = np.random.default_rng(21)
+
+    def case(label, before, block_k, H, s=None):
+        s = random.standard_normal(before + block_k) if s is None else s
+        v = random.standard_normal((before + block_k, H))
+        return Case(f"{label}, block_k={block_k}, H={H}", (s[:before], v[:before], s[before:], v[before:]))
+
+    rising, falling = np.arange(9.0), np.arange(9.0)[::-1]
+    return [
+        Case("tile 2 of the hand case", (HAND_S[:2], HAND_V[:2], HAND_S[2:], HAND_V[2:])),
+        case("the first tile of a row", 0, 3, 2),
+        case("3 keys before", 3, 2, 4),
+        case("rising logits", 4, 5, 3, rising),
+        case("falling logits", 4, 5, 3, falling),
+        case("the largest logit in the middle of the tile", 5, 3, 2, np.array([1.0, 0, 2, -1, 1, 0, 6, 1])),
+        case("logits near 1000", 6, 4, 3, 1000 + 3 * random.standard_normal(10)),
+        case("logits near -1000", 6, 4, 3, -1000 + 3 * random.standard_normal(10)),
+    ]
+
+
+def _run_update(answer, s_before, v_before, s, v):
+    return answer(*_definition(s_before, v_before), s, v)
+
+
+def _expected_update(s_before, v_before, s, v):
+    return _definition(np.concatenate([s_before, s]), np.concatenate([v_before, v]))
+
+
+def _update(
+    m,
+    l,
+    acc,
+    s,
+    v,
+    rescale_l=1,
+    rescale_acc=1,
+    inverted=False,
+    old_max_in_p=False,
+    tile_max=False,
+    keep_m=False,
+    halfway=False,
+    forget=False,
+):
+    """The update with the mistakes that people make in it; rescale_* are powers of alpha."""
+    m_new = s.max() if tile_max else max(m, s.max())
+    alpha = np.exp(m_new - m if inverted else m - m_new)
+    p = np.exp(s - (m if old_max_in_p else m_new))
+    l_new = alpha**rescale_l * l + p.sum()
+    acc_new = alpha**rescale_acc * acc + p @ v
+    if forget:
+        l_new, acc_new = p.sum(), p @ v
+    return (m if keep_m else m_new), l_new, acc_new / l_new if halfway else acc_new
+
+
+def _wrong_update(**options):
+    return lambda m, l, acc, s, v: _update(m, l, acc, s, v, **options)
+
+
+UPDATE_MISTAKES = (
+    Mistake(
+        "neither l nor acc is rescaled",
+        _wrong_update(rescale_l=0, rescale_acc=0),
+        "Both are measured in units of e^m, so both change when m does: see section 3.",
+    ),
+    Mistake(
+        "acc is not rescaled",
+        _wrong_update(rescale_acc=0),
+        "acc is a sum of the same exponentials as l and needs the same alpha: see section 4.",
+    ),
+    Mistake(
+        "l is not rescaled",
+        _wrong_update(rescale_l=0),
+        "l needs the same alpha as acc, or their ratio is off: see section 3.",
+    ),
+    Mistake(
+        "alpha is inverted",
+        _wrong_update(inverted=True),
+        "alpha = e^(m - m_new) is at most 1, because m never falls: see section 3.",
+    ),
+    Mistake(
+        "p uses the old m",
+        _wrong_update(old_max_in_p=True),
+        "The new exponentials must be in the new units, e^(s - m_new): see section 3.",
+    ),
+    Mistake(
+        "alpha is applied twice",
+        _wrong_update(rescale_l=2, rescale_acc=2),
+        "One change of m asks for one correction: see section 3.",
+    ),
+    Mistake(
+        "acc is divided by l half-way",
+        _wrong_update(halfway=True),
+        "Divide once, after the last tile: see the common slip in section 4.",
+    ),
+    Mistake(
+        "only the last tile is kept",
+        _wrong_update(forget=True),
+        "The old l and acc stand for all the keys before this tile: see section 4.",
+    ),
+    Mistake(
+        "m is the maximum of the tile instead of the running maximum",
+        _wrong_update(tile_max=True),
+        "m_new is the larger of m and the largest logit of the tile: see section 3.",
+    ),
+    Mistake(
+        "the old m is returned",
+        _wrong_update(keep_m=True),
+        "l and acc are now in units of e^(m_new), so m_new is what belongs to them: see section 3.",
+    ),
+)
+
+
+# 2.2
+
+
+def _merge_cases():
+    random = np.random.default_rng(22)
+
+    def case(label, rows, a, b, H, shift_a=0.0, shift_b=0.0, spread=1.0):
+        s_a = spread * random.standard_normal((rows, a)) + shift_a
+        s_b = spread * random.standard_normal((rows, b)) + shift_b
+        v = random.standard_normal((a + b, H))
+        return Case(f"{label}, rows={rows}, H={H}", (s_a, v[:a], s_b, v[a:]))
+
+    return [
+        Case("the hand case", (HAND_S[None, :2], HAND_V[:2], HAND_S[None, 2:], HAND_V[2:])),
+        Case("the hand case the other way round", (HAND_S[None, 2:], HAND_V[2:], HAND_S[None, :2], HAND_V[:2])),
+        case("3 and 5 keys", 4, 3, 5, 2, spread=2.0),
+        case("nothing and 4 keys", 3, 0, 4, 2),
+        case("4 keys and nothing", 3, 4, 0, 2),
+        case("larger logits in a", 5, 2, 7, 3, shift_a=4.0),
+        case("larger logits in b", 5, 7, 2, 3, shift_b=4.0),
+        case("logits near 1000", 2, 3, 4, 5, 1000.0, 1000.0, 3.0),
+        case("logits near -1000", 2, 3, 4, 5, -1000.0, -1000.0, 3.0),
+    ]
+
+
+def _run_merge(answer, s_a, v_a, s_b, v_b):
+    return answer(_definition(s_a, v_a), _definition(s_b, v_b))
+
+
+def _expected_merge(s_a, v_a, s_b, v_b):
+    return _definition(np.concatenate([s_a, s_b], axis=-1), np.concatenate([v_a, v_b]))
+
+
+def _merge(a, b, choose=np.maximum, factor_l=None, factor_acc=None, average=False):
+    """Merge of (m, l, acc) with the mistakes that people make in it. factor_*(m_part, m, part)."""
+    (m_a, l_a, acc_a), (m_b, l_b, acc_b) = a, b
+    m = choose(m_a, m_b)
+    right = lambda m_part, m, part: np.exp(m_part - m)
+    factor_l, factor_acc = factor_l or right, factor_acc or right
+    l = factor_l(m_a, m, "a") * l_a + factor_l(m_b, m, "b") * l_b
+    if average:
+        acc_a, acc_b = (acc / np.where(l_part == 0, 1, l_part)[:, None] for acc, l_part in ((acc_a, l_a), (acc_b, l_b)))
+    acc = factor_acc(m_a, m, "a")[:, None] * acc_a + factor_acc(m_b, m, "b")[:, None] * acc_b
+    return m, l, acc
+
+
+def _wrong_merge(both=None, **options):
+    if both:
+        options |= {"factor_l": both, "factor_acc": both}
+    return lambda a, b: _merge(a, b, **options)
+
+
+def _one(m_part, m, part):
+    return np.ones_like(m)
+
+
+MERGE_MISTAKES = (
+    Mistake(
+        "the sums are added as they are",
+        _wrong_merge(both=_one),
+        "The two parts are in different units, e^m_a and e^m_b: see section 5.",
+    ),
+    Mistake(
+        "acc is added as it is",
+        _wrong_merge(factor_acc=_one),
+        "acc needs the same two factors as l: see section 5.",
+    ),
+    Mistake(
+        "l is added as it is",
+        _wrong_merge(factor_l=_one),
+        "l needs the same two factors as acc: see section 5.",
+    ),
+    Mistake(
+        "only a is rescaled",
+        _wrong_merge(both=lambda m_part, m, part: np.exp(m_part - m) if part == "a" else np.ones_like(m)),
+        "Either part may hold the larger maximum, so each has its own factor: see section 5.",
+    ),
+    Mistake(
+        "only b is rescaled",
+        _wrong_merge(both=lambda m_part, m, part: np.exp(m_part - m) if part == "b" else np.ones_like(m)),
+        "Either part may hold the larger maximum, so each has its own factor: see section 5.",
+    ),
+    Mistake(
+        "the factors are inverted",
+        _wrong_merge(both=lambda m_part, m, part: np.exp(m - m_part)),
+        "The factor of a part is e^(m_part - m), which is at most 1: see section 5.",
+    ),
+    Mistake(
+        "acc is divided by l before it is merged",
+        _wrong_merge(average=True),
+        "A state holds sums, not averages; the only division comes after the last merge: see section 4.",
+    ),
+    Mistake(
+        "all rows share one maximum",
+        _wrong_merge(choose=lambda m_a, m_b: np.full_like(m_a, max(m_a.max(), m_b.max()))),
+        "Each row is a softmax of its own, with its own m: see the shapes in the exercise.",
+    ),
+)
+
+
+# 2.3
+
+
+def _break_cases():
+    return [Case(f"block_k={block_k}", (block_k,)) for block_k in (2, 4, 32)]
+
+
+def _run_break(answer, block_k):
+    """Which rows break which shortcuts: {row: {shortcut: True where it breaks}}, or a complaint.
+
+    The pattern, and not the rows, is the result, so that a misunderstanding is recognised
+    whatever numbers it comes with.
+    """
+    rows = answer(block_k)
+    if not isinstance(rows, dict):
+        return "expected a dict of three rows"
+    pattern = {}
+    for name in SHORTCUTS:
+        if name not in rows:
+            return f"the dict lacks the key {name!r}"
+        try:
+            row = np.asarray(rows[name], np.float32)
+        except (TypeError, ValueError):
+            return f"{name!r}: expected a row of numbers"
+        if row.ndim != 1 or not 1 <= row.size <= 10_000:
+            return f"{name!r}: expected a row of 1 to 10000 logits, shape (S,), got shape {row.shape}"
+        if not np.isfinite(row).all():
+            return f"{name!r}: {int((~np.isfinite(row)).sum())} of {row.size} logits are not finite in float32"
+        pattern[name] = {shortcut: _breaks(row, block_k, **options) for shortcut, options in SHORTCUTS.items()}
+    return pattern
+
+
+def _breaks(row, block_k, choose, m):
+    row = row.astype(np.float64)
+    right = row.max() + np.log(np.exp(row - row.max()).sum())
+    mine = lse_by_tiles(row, block_k, choose, m)
+    return not math.isclose(mine, right, rel_tol=1e-4, abs_tol=1e-4)
+
+
+SPARED = {
+    "no max": ("m starts at 0", "tile max"),
+    "m starts at 0": ("tile max",),
+    "tile max": ("no max", "m starts at 0"),
+}
+
+
+def _judge_break(result, case):
+    if isinstance(result, str):
+        return result
+    for name, spared in SPARED.items():
+        if not result[name][name]:
+            return f'row "{name}": the shortcut "{name}" still gives the right lse for it'
+        for other in spared:
+            if result[name][other]:
+                return f'row "{name}": it breaks the shortcut "{other}" as well, and should not'
+    return None
+
+
+def _rows(no_max, starts_at_0, tile_max):
+    """An answer: each argument lists the constant logits of consecutive tiles."""
+
+    def answer(block_k):
+        rows = (np.repeat(np.array(tiles, float), block_k) for tiles in (no_max, starts_at_0, tile_max))
+        return dict(zip(SHORTCUTS, rows, strict=True))
+
+    return answer
+
+
+BREAK_MISTAKES = (
+    Mistake(
+        "the logits are of ordinary size in every row, as N(0, 1) would give",
+        _rows([1, -1], [-1, 1], [1, -1]),
+        "No reference matters until an exponential leaves the range of float32: see the picture in section 6.",
+    ),
+    Mistake(
+        "every row holds large logits only",
+        _rows([500], [500], [500]),
+        "A large logit replaces a reference of 0 and a constant row has no falling maximum: see the picture in section 6.",
+    ),
+    Mistake(
+        "one logit is far below zero but not all of them",
+        _rows([100], [0, -200], [0, -100]),
+        "An m of 0 is harmless as long as some logit is near it or above: see section 6.",
+    ),
+    Mistake(
+        "the row for “no max” is low instead of high",
+        _rows([-200], [-200], [0, -100]),
+        "A low row breaks two shortcuts; find what hurts “no max” alone: see the picture in section 6.",
+    ),
+    Mistake(
+        "the row for “tile max” never falls from one tile to the next",
+        _rows([100], [-200], [-100, 0]),
+        "Rising maxima are what the correction expects, and inside a tile the tile max is the true one: see section 6.",
+    ),
+    Mistake(
+        "the first tile of “tile max” is so large that “no max” overflows too",
+        _rows([100], [-200], [200, 0]),
+        "What matters is the fall from one tile to the next, not the height: see section 6.",
+    ),
+)
+
+
+# 2.4
+
+
+def _attend_cases():
+    random = np.random.default_rng(24)
+
+    def case(label, s, block_k, H):
+        s = np.asarray(s, float)
+        return Case(f"{label}, S={len(s)}, block_k={block_k}, H={H}", (s, random.standard_normal((len(s), H)), block_k))
+
+    masked = random.standard_normal(7)
+    masked[[0, 1, 2, 5]] = -np.inf
+    return [
+        Case("the hand case", (HAND_S, HAND_V, 2)),
+        case("a ragged last tile", random.standard_normal(5), 2, 3),
+        case("the largest logit first", [5.0, 1, 0, 2, -1, 3, 1], 3, 2),
+        case("the largest logit last", [-1.0, 1, 0, 2, 1, 3, 7], 3, 2),
+        case("the largest logit in the middle", [0.0, 1, 2, 9, 1, 0, -1, 3], 3, 4),
+        case("tiles of one key", 2 * random.standard_normal(4), 1, 2),
+        case("first tile fully masked", masked, 3, 2),
+        case("every key masked", np.full(4, -np.inf), 2, 3),
+        case("logits near 1000", 1000 + 2 * random.standard_normal(9), 4, 2),
+        case("logits near -1000", -1000 + 2 * random.standard_normal(9), 4, 2),
+        case("a fall from 1000 to 0", np.repeat([1000.0, 0.0], 3) + random.standard_normal(6), 3, 2),
+    ]
+
+
+def _expected_attend(s, v, block_k):
+    stops = [min(start + block_k, len(s)) for start in range(0, len(s), block_k)]
+    prefixes = [_out_and_lse(s[:stop], v[:stop]) for stop in stops]
+    return np.stack([out for out, _ in prefixes]), np.stack([lse for _, lse in prefixes])
+
+
+def _attend(
+    s,
+    v,
+    block_k,
+    start_m=-np.inf,
+    choose=max,
+    rescale_l=1,
+    rescale_acc=1,
+    inverted=False,
+    old_max_in_p=False,
+    halfway=False,
+    forget=False,
+    divide=True,
+    guard=True,
+    mask_value=None,
+    lse_of=lambda m, l: m + np.log(l),
+):
+    """One pass over a row with the mistakes that people make in it; rescale_* are powers of alpha."""
+    if mask_value is not None:
+        s = np.where(s == -np.inf, mask_value, s)
+    m, l, acc = start_m, 0.0, np.zeros(v.shape[1])
+    outs, lses = [], []
+    for start in range(0, len(s), block_k):
+        tile, values = s[start : start + block_k], v[start : start + block_k]
+        m_new = choose(m, tile.max())
+        reference = 0.0 if guard and m_new == -np.inf else m_new
+        old = 0.0 if guard and m == -np.inf and old_max_in_p else m
+        alpha = np.exp(reference - m if inverted else m - reference)
+        if inverted == "later" and m == -np.inf:
+            alpha = 1.0
+        p = np.exp(tile - (old if old_max_in_p else reference))
+        l = p.sum() if forget else alpha**rescale_l * l + p.sum()
+        acc = p @ values if forget else alpha**rescale_acc * acc + p @ values
+        m = m_new
+        out = acc if not divide else acc / (1 if guard and l == 0 else l)
+        if halfway:
+            acc = out
+        outs.append(out)
+        lses.append(lse_of(m, l))
+    return np.stack(outs), np.array(lses)
+
+
+def _wrong_attend(**options):
+    return lambda s, v, block_k: _attend(s, v, block_k, **options)
+
+
+ATTEND_MISTAKES = (
+    Mistake(
+        "neither l nor acc is rescaled",
+        _wrong_attend(rescale_l=0, rescale_acc=0),
+        "Both are measured in units of e^m, so both change when m does: see section 3.",
+    ),
+    Mistake(
+        "acc is not rescaled",
+        _wrong_attend(rescale_acc=0),
+        "acc needs the same alpha as l, or out can exceed every value: see section 4.",
+    ),
+    Mistake(
+        "l is not rescaled",
+        _wrong_attend(rescale_l=0),
+        "l needs the same alpha as acc: see section 3.",
+    ),
+    Mistake(
+        "alpha is inverted",
+        _wrong_attend(inverted="later"),
+        "alpha = e^(m - m_new) is at most 1: see section 3.",
+    ),
+    Mistake(
+        "alpha is inverted, which makes it infinite where m is still -inf",
+        _wrong_attend(inverted=True),
+        "alpha = e^(m - m_new) is at most 1, and 0 for the first tile: see section 3.",
+    ),
+    Mistake(
+        "p uses the old m",
+        _wrong_attend(old_max_in_p=True),
+        "The new exponentials must be in the new units, e^(s - m_new): see section 3.",
+    ),
+    Mistake(
+        "alpha is applied twice",
+        _wrong_attend(rescale_l=2, rescale_acc=2),
+        "One change of m asks for one correction: see section 3.",
+    ),
+    Mistake(
+        "acc is divided by l half-way and then rescaled again",
+        _wrong_attend(halfway=True),
+        "Keep acc undivided from tile to tile and divide a copy of it: see the common slip in section 4.",
+    ),
+    Mistake(
+        "out is never divided by l",
+        _wrong_attend(divide=False),
+        "out = acc / l: see section 4.",
+    ),
+    Mistake(
+        "only the last tile is kept",
+        _wrong_attend(forget=True),
+        "l and acc stand for all keys so far, not for those of one tile: see section 4.",
+    ),
+    Mistake(
+        "lse is log l, without m",
+        _wrong_attend(lse_of=lambda m, l: np.log(l)),
+        "l is in units of e^m, so lse = m + log l: see section 4.",
+    ),
+    Mistake(
+        "lse is m + l, without the logarithm",
+        _wrong_attend(lse_of=lambda m, l: m + l),
+        "lse = m + log l: see section 4.",
+    ),
+    Mistake(
+        "m is the maximum of the tile instead of the running maximum",
+        _wrong_attend(choose=lambda m, largest: largest),
+        "The result is right until m falls so far that alpha overflows: see section 6.",
+    ),
+    Mistake(
+        "m starts at 0",
+        _wrong_attend(start_m=0.0),
+        "The neutral element has m = -inf; 0 fails when every logit is far below it: see section 6.",
+    ),
+    Mistake(
+        "no maximum is subtracted",
+        _wrong_attend(start_m=0.0, choose=lambda m, largest: 0.0),
+        "e^s overflows for large logits and vanishes for low ones: see section 6.",
+    ),
+    Mistake(
+        "-inf is subtracted from -inf in a masked tile",
+        _wrong_attend(guard=False),
+        "Use 0 as the reference while m is still -inf: see section 7.",
+    ),
+    Mistake(
+        "masked keys get a large negative logit instead of -inf",
+        _wrong_attend(mask_value=-1e9),
+        "A tile with nothing but masked keys then counts as a tile of equal keys: see section 7.",
+    ),
+)
+
+
+# 2.5
+
+
+def _lse_cases():
+    random = np.random.default_rng(25)
+
+    def case(label, rows, a, b, H, shift_a=0.0, shift_b=0.0):
+        s_a = 2 * random.standard_normal((rows, a)) + shift_a
+        s_b = 2 * random.standard_normal((rows, b)) + shift_b
+        v = random.standard_normal((a + b, H))
+        return Case(f"{label}, rows={rows}, H={H}", (s_a, v[:a], s_b, v[a:]))
+
+    return [
+        Case("the hand case", (HAND_S[None, :2], HAND_V[:2], HAND_S[None, 2:], HAND_V[2:])),
+        case("1 and 6 keys", 3, 1, 6, 2),
+        case("6 and 1 keys", 4, 6, 1, 3),
+        case("larger logits in a", 3, 2, 5, 4, shift_a=5.0),
+        case("logits near 1000", 2, 3, 4, 3, 1000.0, 1000.0),
+        case("logits near -1000", 2, 3, 4, 3, -1000.0, -1000.0),
+        case("a saw no key", 3, 0, 4, 2),
+        case("neither saw a key", 2, 0, 0, 3),
+    ]
+
+
+def _run_lse(answer, s_a, v_a, s_b, v_b):
+    return answer(*_out_and_lse(s_a, v_a), *_out_and_lse(s_b, v_b))
+
+
+def _expected_lse(s_a, v_a, s_b, v_b):
+    return _out_and_lse(np.concatenate([s_a, s_b], axis=-1), np.concatenate([v_a, v_b]))
+
+
+def _safe(lse):
+    return np.where(lse == -np.inf, 0, lse)
+
+
+def _by_weights(weights, lse=lambda lse_a, lse_b: np.logaddexp(lse_a, lse_b)):
+    """An answer that weighs the two outputs by weights(lse_a, lse_b)."""
+
+    def answer(out_a, lse_a, out_b, lse_b):
+        w_a, w_b = weights(lse_a, lse_b)
+        return w_a[:, None] * out_a + w_b[:, None] * out_b, lse(lse_a, lse_b)
+
+    return answer
+
+
+def _softmax_pair(lse_a, lse_b):
+    lse = _safe(np.logaddexp(lse_a, lse_b))
+    return np.exp(lse_a - lse), np.exp(lse_b - lse)
+
+
+def _not_normalised(lse_a, lse_b):
+    m = _safe(np.maximum(lse_a, lse_b))
+    return np.exp(lse_a - m), np.exp(lse_b - m)
+
+
+def _plain_pair(lse_a, lse_b):
+    w_a, w_b = np.exp(lse_a), np.exp(lse_b)
+    return w_a / (w_a + w_b), w_b / (w_a + w_b)
+
+
+def _unguarded(lse_a, lse_b):
+    lse = np.logaddexp(lse_a, lse_b)
+    return np.exp(lse_a - lse), np.exp(lse_b - lse)
+
+
+def _ratio(lse_a, lse_b):
+    return lse_a / (lse_a + lse_b), lse_b / (lse_a + lse_b)
+
+
+LSE_MISTAKES = (
+    Mistake(
+        "the two outputs are averaged",
+        _by_weights(lambda a, b: (np.full_like(a, 0.5), np.full_like(b, 0.5))),
+        "A part counts by the size of its exponentials, e^lse: see section 8.",
+    ),
+    Mistake(
+        "the two outputs are added",
+        _by_weights(lambda a, b: (np.ones_like(a), np.ones_like(b))),
+        "Each output is already divided by its own sum; weigh it before you add: see section 8.",
+    ),
+    Mistake(
+        "the weights are swapped",
+        _by_weights(lambda a, b: _softmax_pair(b, a)),
+        "The part with the larger lse has the larger weight: see section 8.",
+    ),
+    Mistake(
+        "the weights are the lse themselves, without the exponential",
+        _by_weights(_ratio),
+        "lse is a logarithm; the weights are in proportion to e^lse: see section 8.",
+    ),
+    Mistake(
+        "the weights do not add up to one",
+        _by_weights(_not_normalised),
+        "Subtract the lse of the whole row, not the larger of the two: see section 8.",
+    ),
+    Mistake(
+        "e^lse is taken without subtracting anything",
+        _by_weights(_plain_pair, lse=lambda a, b: np.log(np.exp(a) + np.exp(b))),
+        "e^lse overflows exactly as e^s does; only differences are safe: see section 1.",
+    ),
+    Mistake(
+        "the two lse are added",
+        _by_weights(_softmax_pair, lse=lambda a, b: a + b),
+        "Sums of exponentials add, their logarithms do not: see section 8.",
+    ),
+    Mistake(
+        "the larger lse is taken for the lse of the row",
+        _by_weights(_softmax_pair, lse=np.maximum),
+        "lse = log(e^lse_a + e^lse_b) is larger than both: see section 8.",
+    ),
+    Mistake(
+        "-inf is subtracted from -inf where neither part saw a key",
+        _by_weights(_unguarded),
+        "Use 0 as the reference there: see section 7.",
+    ),
+)
+
+
+EXERCISES = (
+    Exercise(
+        number="2.1",
+        title="The update",
+        outputs=("m", "l", "acc"),
+        cases=_update_cases,
+        run=_run_update,
+        expected=_expected_update,
+        tried="tiles of 2 to 5 keys, maximum first, in the middle and last, logits near 1000 and -1000",
+        mistakes=UPDATE_MISTAKES,
+    ),
+    Exercise(
+        number="2.2",
+        title="Merge two states",
+        outputs=("m", "l", "acc"),
+        cases=_merge_cases,
+        run=_run_merge,
+        expected=_expected_merge,
+        tried="1 to 5 rows, either part the larger, either part empty, logits near 1000 and -1000",
+        mistakes=MERGE_MISTAKES,
+    ),
+    Exercise(
+        number="2.3",
+        title="Break the shortcuts",
+        outputs=("rows",),
+        cases=_break_cases,
+        run=_run_break,
+        judge=_judge_break,
+        tried="each row breaks its shortcut, and no other that it could spare",
+        mistakes=BREAK_MISTAKES,
+    ),
+    Exercise(
+        number="2.4",
+        title="One pass, and the answer after every tile",
+        outputs=("out", "lse"),
+        cases=_attend_cases,
+        expected=_expected_attend,
+        tried="ragged tiles, maximum first, in the middle and last, masked tiles, logits near 1000 and -1000",
+        mistakes=ATTEND_MISTAKES,
+    ),
+    Exercise(
+        number="2.5",
+        title="Merge by lse",
+        outputs=("out", "lse"),
+        cases=_lse_cases,
+        run=_run_lse,
+        expected=_expected_lse,
+        tried="uneven parts, logits near 1000 and -1000, parts that saw no key",
+        mistakes=LSE_MISTAKES,
+    ),
+)

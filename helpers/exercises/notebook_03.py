@@ -1,0 +1,709 @@
+"""The exercises of notebook 03."""
+
+import numpy as np
+
+from helpers.attention.masking import Band, tile_kind
+from helpers.attention.reference import oracle
+from helpers.attention.tiled import SlowMemory
+from helpers.exercises.checking import Case, Exercise, Mistake
+from helpers.measure import cost
+
+KIB = 1024
+
+
+def _inputs(T, S, H, seed, peak=None, shift=0.0):
+    """q, k, v in float64, exact in float32, so that the oracle sees the same numbers.
+
+    peak: keys whose logits are far above the others, for every query. shift: added to every logit.
+    """
+    random = np.random.default_rng(seed)
+    q, k, v = (random.standard_normal((rows, H)).astype(np.float32) for rows in (T, S, S))
+    q[:, 0] = 4
+    k[:, 0] = shift / 4 * np.sqrt(H)
+    if peak is not None:
+        k[peak, 0] += 3 * np.sqrt(H)
+    return tuple(array.astype(np.float64) for array in (q, k, v))
+
+
+def _attention_cases():
+    """Arguments (q, k, v, scale, block_q, block_k)."""
+    by_hand = np.log([[1.0], [3.0], [2.0], [8.0]]).astype(np.float32).astype(np.float64)
+    cases = [
+        Case(
+            "the case worked by hand",
+            (np.ones((1, 1)), by_hand, np.array([[1.0], [2.0], [3.0], [4.0]]), 1.0, 1, 2),
+        )
+    ]
+    settings = [
+        (4, 6, 2, 2, 3, {}, ""),
+        (5, 7, 3, 2, 3, {}, ", ragged tails"),
+        (7, 12, 4, 3, 2, {"peak": 1}, ", largest logits first"),
+        (6, 13, 8, 4, 5, {"peak": 12}, ", largest logits last"),
+        (9, 11, 5, 2, 4, {"peak": 5}, ", largest logits in the middle"),
+        (5, 10, 4, 3, 4, {"shift": 1000.0}, ", logits near 1000"),
+        (5, 10, 4, 3, 4, {"shift": -1000.0}, ", logits near -1000"),
+        (33, 50, 16, 16, 8, {}, ""),
+    ]
+    for seed, (T, S, H, block_q, block_k, options, note) in enumerate(settings):
+        label = f"T={T}, S={S}, H={H}, block_q={block_q}, block_k={block_k}{note}"
+        cases.append(Case(label, (*_inputs(T, S, H, seed, **options), 1 / np.sqrt(H), block_q, block_k)))
+    return cases
+
+
+def _oracle(q, k, v, scale):
+    out, lse = oracle(*(array.astype(np.float32)[:, None] for array in (q, k, v)), scale=float(scale))
+    return out[:, 0], lse[:, 0]
+
+
+# 3.1, and a wrong answer for each thing that can be forgotten
+
+
+def _query_outer(
+    q,
+    k,
+    v,
+    scale,
+    block_q,
+    block_k,
+    *,
+    rescale_l=True,
+    rescale_acc=True,
+    normalise_early=False,
+    divide=True,
+    lse_of=lambda m, l: m + np.log(l),
+    whole_tiles_only=False,
+    pad_keys=False,
+):
+    T, S = len(q), len(k)
+    out, lse = np.zeros(q.shape), np.zeros(T)
+    if pad_keys:
+        missing = -S % block_k
+        k, v = np.pad(k, ((0, missing), (0, 0))), np.pad(v, ((0, missing), (0, 0)))
+        S += missing
+    if whole_tiles_only:
+        S = S // block_k * block_k
+    for q_start in range(0, T, block_q):
+        rows = slice(q_start, q_start + block_q)
+        m, l, acc = -np.inf, 0.0, 0.0
+        for k_start in range(0, S, block_k):
+            cols = slice(k_start, k_start + block_k)
+            s = scale * (q[rows] @ k[cols].T)
+            m_new = np.maximum(m, s.max(axis=1))
+            alpha = np.exp(m - m_new)
+            p = np.exp(s - m_new[:, None])
+            l = (alpha if rescale_l else 1) * l + p.sum(axis=1)
+            acc = (alpha[:, None] if rescale_acc else 1) * acc + p @ v[cols]
+            if normalise_early:
+                acc = acc / l[:, None]
+            m = m_new
+        out[rows] = acc / l[:, None] if divide and not normalise_early else acc
+        lse[rows] = lse_of(m, l)
+    return out, lse
+
+
+def _separate_softmaxes(combine):
+    """A softmax of its own for each key tile, the results combined; lse as it should be."""
+
+    def answer(q, k, v, scale, block_q, block_k):
+        _, lse = _query_outer(q, k, v, scale, block_q, block_k)
+        parts = []
+        for k_start in range(0, len(k), block_k):
+            cols = slice(k_start, k_start + block_k)
+            parts.append(_query_outer(q, k[cols], v[cols], scale, block_q, block_k)[0])
+        return combine(parts), lse
+
+    return answer
+
+
+def _with(**options):
+    return lambda *arguments: _query_outer(*arguments, **options)
+
+
+def _rescaled(change):
+    return lambda q, k, v, scale, *blocks: _query_outer(q, k, v, change(scale), *blocks)
+
+
+QUERY_OUTER = Exercise(
+    number="3.1",
+    title="Query tiles outside",
+    outputs=("out", "lse"),
+    cases=_attention_cases,
+    expected=lambda q, k, v, scale, *_: _oracle(q, k, v, scale),
+    tried="T ≠ S, ragged tails, unequal blocks, the largest logits first, last and in the middle, logits near ±1000",
+    mistakes=(
+        Mistake(
+            "acc is not multiplied by alpha when the maximum grows",
+            _with(rescale_acc=False),
+            "What was added under the old maximum must shrink too: see the equation of section 1.",
+        ),
+        Mistake(
+            "l is not multiplied by alpha when the maximum grows",
+            _with(rescale_l=False),
+            "l and acc are sums with the same reference, so both need alpha: see the equation of section 1.",
+        ),
+        Mistake(
+            "neither l nor acc is multiplied by alpha",
+            _with(rescale_l=False, rescale_acc=False),
+            "Terms added under different maxima do not mix: see the equation of section 1.",
+        ),
+        Mistake(
+            "each key tile gets a softmax of its own and the results are added",
+            _separate_softmaxes(sum),
+            "The tiles share one denominator: see the equation of section 1.",
+        ),
+        Mistake(
+            "each key tile gets a softmax of its own and the results are averaged",
+            _separate_softmaxes(lambda parts: sum(parts) / len(parts)),
+            "A tile with large logits must weigh more than others: see the equation of section 1.",
+        ),
+        Mistake(
+            "acc is divided by l after every tile, then updated as if it had not been",
+            _with(normalise_early=True),
+            "Divide once, after the last key tile: see the loop of section 1. Section 6 shows the other convention.",
+        ),
+        Mistake(
+            "the final division by l is missing",
+            _with(divide=False),
+            "finalize divides acc by l once: see the end of the loop in section 1.",
+        ),
+        Mistake(
+            "lse is log l, without m",
+            _with(lse_of=lambda m, l: np.log(l)),
+            "The exponentials were taken relative to m, so m must be added back: see section 1.",
+        ),
+        Mistake(
+            "lse is m + l, without the logarithm",
+            _with(lse_of=lambda m, l: m + l),
+            "lse = m + log l: see section 1.",
+        ),
+        Mistake(
+            "the logits are not scaled",
+            _rescaled(lambda scale: 1.0),
+            "s = scale * q k^T: see the equation of section 1.",
+        ),
+        Mistake(
+            "the scale is applied twice",
+            _rescaled(lambda scale: scale**2),
+            "s = scale * q k^T, once: see the equation of section 1.",
+        ),
+        Mistake(
+            "the logits are divided by scale",
+            _rescaled(lambda scale: 1 / scale),
+            "scale is already one over the square root of H: see the equation of section 1.",
+        ),
+        Mistake(
+            "the last, shorter key tile is left out",
+            _with(whole_tiles_only=True),
+            "range(0, S, block_k) reaches the tail, S // block_k tiles do not: see section 4.",
+        ),
+        Mistake(
+            "the last key tile is filled up with zeros and not masked",
+            _with(pad_keys=True),
+            "A key of zeros has logit 0 and takes weight: see section 4.",
+        ),
+    ),
+)
+
+
+# 3.2
+
+
+class _WatchedMemory(SlowMemory):
+    """Keeps a copy of out at the moment when the second key tile is first asked for."""
+
+    snapshot = None
+
+    def load(self, name, start, stop):
+        if name == "k" and start > 0 and self.snapshot is None:
+            self.snapshot = self.arrays["out"].copy()
+        return super().load(name, start, stop)
+
+
+def _run_on_memory(answer, q, k, v, scale, block_q, block_k):
+    memory = _WatchedMemory(q=q, k=k, v=v)
+    memory.allocate("out", q.shape, np.float64, 0)
+    memory.allocate("m", len(q), np.float64, -np.inf)
+    memory.allocate("l", len(q), np.float64, 0)
+    answer(memory, scale, block_q, block_k)
+    out = memory.arrays["out"]
+    first = out if memory.snapshot is None else memory.snapshot
+    return first, out, memory.arrays["m"] + np.log(memory.arrays["l"]), memory.bytes_moved
+
+
+def _expected_on_memory(q, k, v, scale, block_q, block_k):
+    (T, H), S = q.shape, len(k)
+    first, _ = _oracle(q, k[:block_k], v[:block_k], scale)
+    visits = -(-S // block_k)
+    elements = 2 * S * H + visits * (3 * T * H + 4 * T) + T * H + 2 * T
+    return first, *_oracle(q, k, v, scale), 8 * elements
+
+
+def _key_outer(memory, scale, block_q, block_k, *, combine=None, rescale_l=True, k_inside=False, swapped=False):
+    """combine(out, acc_new, alpha, l, l_new) returns the out to store."""
+    T, S = len(memory.arrays["q"]), len(memory.arrays["k"])
+    if combine is None:
+        combine = _normalised
+    pairs = [(i, j) for j in range(0, S, block_k) for i in range(0, T, block_q)]
+    loaded = None
+    for q_start, k_start in sorted(pairs) if swapped else pairs:
+        if k_inside or swapped or loaded != k_start:
+            k, v = (memory.load(name, k_start, k_start + block_k) for name in "kv")
+            loaded = k_start
+        q, m, l, out = (memory.load(name, q_start, q_start + block_q) for name in ("q", "m", "l", "out"))
+        s = scale * (q @ k.T)
+        m_new = np.maximum(m, s.max(axis=1))
+        alpha = np.exp(m - m_new)
+        p = np.exp(s - m_new[:, None])
+        l_new = (alpha if rescale_l else 1) * l + p.sum(axis=1)
+        columns = (column[:, None] for column in (alpha, l, l_new))
+        memory.store("out", q_start, combine(out, p @ v, *columns))
+        memory.store("m", q_start, m_new)
+        memory.store("l", q_start, l_new)
+
+
+def _normalised(out, new, alpha, l, l_new):
+    return (l * alpha * out + new) / l_new
+
+
+def _divide_at_the_end(memory, scale, block_q, block_k):
+    _key_outer(memory, scale, block_q, block_k, combine=lambda out, new, alpha, l, l_new: alpha * out + new)
+    for q_start in range(0, len(memory.arrays["q"]), block_q):
+        out, l = (memory.load(name, q_start, q_start + block_q) for name in ("out", "l"))
+        memory.store("out", q_start, out / l[:, None])
+
+
+def _visit(**options):
+    return lambda *arguments: _key_outer(*arguments, **options)
+
+
+KEY_OUTER = Exercise(
+    number="3.2",
+    title="Key tiles outside",
+    outputs=("out after the first key tile", "out", "lse from m and l", "bytes moved"),
+    cases=_attention_cases,
+    run=_run_on_memory,
+    expected=_expected_on_memory,
+    tried="out after the first key tile, out, m, l and bytes, with T ≠ S, ragged tails and logits near ±1000",
+    mistakes=(
+        Mistake(
+            "the old out is never multiplied by the old l",
+            _visit(combine=lambda out, new, alpha, l, l_new: (alpha * out + new) / l_new),
+            "out is stored divided by l, so l must come back before anything is added: see the equation of section 6.",
+        ),
+        Mistake(
+            "the old out is thrown away at each visit",
+            _visit(combine=lambda out, new, alpha, l, l_new: new / l_new),
+            "The keys of earlier tiles stay part of the result: see the equation of section 6.",
+        ),
+        Mistake(
+            "the old out is not multiplied by alpha",
+            _visit(combine=lambda out, new, alpha, l, l_new: (l * out + new) / l_new),
+            "The old sum has the old maximum as its reference: see the equation of section 6.",
+        ),
+        Mistake(
+            "l is not multiplied by alpha",
+            _visit(rescale_l=False),
+            "The old l has the old maximum as its reference: see the equation of section 6.",
+        ),
+        Mistake(
+            "out is kept unnormalised and divided in a pass of its own at the end",
+            _divide_at_the_end,
+            "The result is right, but the task is to store a normalised out at every visit: see section 6.",
+        ),
+        Mistake(
+            "k and v are loaded again for each query tile",
+            _visit(k_inside=True),
+            "Load a key tile once, before the inner loop: see the picture of section 6.",
+        ),
+        Mistake(
+            "the loop over query tiles is outside",
+            _visit(swapped=True),
+            "Here each key tile meets every query tile before the next key tile comes: see the picture of section 6.",
+        ),
+    ),
+)
+
+
+# 3.3 and 3.4
+
+POWERS = (16, 32, 64, 128, 256, 512, 1024)
+LARGE_POWERS = (64, 128, 256, 512, 1024)
+
+
+def _needed(block_q, block_k, H, itemsize):
+    """Bytes on chip: tiles of q, k, v and the logits between them."""
+    return itemsize * (block_q * H + 2 * block_k * H + block_q * block_k)
+
+
+def _pairs(sizes, fits):
+    return [(block_q, block_k) for block_q in sizes for block_k in sizes if fits(block_q, block_k)]
+
+
+def _fitting(H, itemsize, budget, sizes):
+    return _pairs(sizes, lambda *blocks: _needed(*blocks, H, itemsize) <= budget)
+
+
+def _as_blocks(result):
+    """The result as a pair of integers, or None."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        return None
+    if not all(isinstance(size, int | np.integer | np.ndarray) and np.ndim(size) == 0 for size in result):
+        return None
+    if any(isinstance(size, bool) or np.asarray(size).dtype.kind not in "iu" for size in result):
+        return None
+    return int(result[0]), int(result[1])
+
+
+def _cannot_be_used(result, H, itemsize, budget, sizes):
+    """Why a result is no pair of block sizes that fits, or None."""
+    blocks = _as_blocks(result)
+    if blocks is None:
+        return "expected two integers (block_q, block_k)"
+    for name, size in zip(("block_q", "block_k"), blocks, strict=True):
+        if size not in sizes:
+            return f"{name} = {str(size)[:20]} is not one of the allowed sizes"
+    needed = _needed(*blocks, H, itemsize)
+    if needed > budget:
+        return f"block_q, block_k = {blocks} need {needed} bytes on chip, the budget is {budget}"
+    return None
+
+
+def _judge_largest(result, case):
+    H, itemsize, budget, sizes = case.arguments
+    complaint = _cannot_be_used(result, H, itemsize, budget, sizes)
+    if complaint:
+        return complaint
+    block_q, block_k = _as_blocks(result)
+    best = max(q * k for q, k in _fitting(H, itemsize, budget, sizes))
+    if block_q * block_k < best:
+        return (
+            f"block_q, block_k = {block_q, block_k} fit, and their product is {block_q * block_k}; "
+            f"other sizes that fit reach {best}"
+        )
+    return None
+
+
+def _largest(H, itemsize, budget, sizes, *, needed=_needed, strictly=False, size=lambda q, k: q * k, square=False):
+    pairs = _pairs(
+        sizes,
+        lambda q, k: (needed(q, k, H, itemsize) < budget + (not strictly)) and (q == k or not square),
+    )
+    return max(pairs, key=lambda blocks: size(*blocks))
+
+
+def _budget_cases():
+    settings = [
+        (64, 2, 128 * KIB, POWERS, "H=64, 2 bytes, 128 KiB"),
+        (64, 2, 164 * KIB, POWERS, "H=64, 2 bytes, 164 KiB"),
+        (128, 2, 164 * KIB, POWERS, "H=128, 2 bytes, 164 KiB"),
+        (128, 2, 100 * KIB, POWERS, "H=128, 2 bytes, 100 KiB"),
+        (64, 4, 96 * KIB, POWERS, "H=64, 4 bytes, 96 KiB"),
+        (256, 2, 228 * KIB, POWERS, "H=256, 2 bytes, 228 KiB"),
+    ]
+    return [Case(label, arguments) for *arguments, label in settings for arguments in [tuple(arguments)]]
+
+
+LARGEST_BLOCKS = Exercise(
+    number="3.3",
+    title="The largest tile that fits",
+    outputs=("block_q, block_k",),
+    cases=_budget_cases,
+    judge=_judge_largest,
+    tried="head_dim 64 to 256, 2 and 4 bytes, 96 to 228 KiB; of several largest tiles any one counts",
+    mistakes=(
+        Mistake(
+            "the tile of v is left out of the budget",
+            lambda *a: _largest(*a, needed=lambda q, k, H, e: e * (q * H + k * H + q * k)),
+            "A key tile brings its values along, so it counts twice: see the sum in section 8.",
+        ),
+        Mistake(
+            "the tile of logits is left out of the budget",
+            lambda *a: _largest(*a, needed=lambda q, k, H, e: e * (q * H + 2 * k * H)),
+            "block_q times block_k logits live on chip as well: see the sum in section 8.",
+        ),
+        Mistake(
+            "elements are compared with a budget in bytes",
+            lambda *a: _largest(*a, needed=lambda q, k, H, e: q * H + 2 * k * H + q * k),
+            "Multiply the number of elements by the bytes of one: see the sum in section 8.",
+        ),
+        Mistake(
+            "a tile that fills the budget exactly is turned away",
+            lambda *a: _largest(*a, strictly=True),
+            "Exactly full still fits: see the ≤ in section 8.",
+        ),
+        Mistake(
+            "only square tiles are tried",
+            lambda *a: _largest(*a, square=True),
+            "block_q and block_k may differ: see the map in section 8.",
+        ),
+        Mistake(
+            "block_q + block_k is made large instead of the product",
+            lambda *a: _largest(*a, size=lambda q, k: q + k),
+            "The tile of logits has block_q times block_k entries: see section 8.",
+        ),
+    ),
+)
+
+
+def _judge_least_traffic(result, case):
+    T, S, H, itemsize, budget, sizes = case.arguments
+    complaint = _cannot_be_used(result, H, itemsize, budget, sizes)
+    if complaint:
+        return complaint
+    block_q, block_k = _as_blocks(result)
+    mine = cost.query_outer_bytes(T, S, H, itemsize, block_q, block_k)
+    best = min(cost.query_outer_bytes(T, S, H, itemsize, *pair) for pair in _fitting(H, itemsize, budget, sizes))
+    if mine > best:
+        return f"block_q, block_k = {block_q, block_k} fit, and move {mine} bytes; other sizes that fit move {best}"
+    return None
+
+
+def _best(score, needed=_needed):
+    """The answer that takes the pair with the best score among those that it thinks fit; the first of equals."""
+
+    def answer(T, S, H, itemsize, budget, sizes):
+        pairs = _pairs(sizes, lambda *blocks: needed(*blocks, H, itemsize) <= budget)
+        return max(pairs, key=lambda blocks: score(*blocks))
+
+    return answer
+
+
+def _traffic_cases():
+    settings = [
+        (1000, 700, 64, 2, 164 * KIB, LARGE_POWERS, "T=1000, S=700, H=64, 2 bytes, 164 KiB"),
+        (4096, 4096, 64, 2, 164 * KIB, LARGE_POWERS, "T=S=4096, H=64, 2 bytes, 164 KiB"),
+        (4096, 4096, 128, 2, 164 * KIB, LARGE_POWERS, "T=S=4096, H=128, 2 bytes, 164 KiB"),
+        (5000, 300, 64, 2, 228 * KIB, POWERS, "T=5000, S=300, H=64, 2 bytes, 228 KiB"),
+        (3000, 9000, 64, 4, 164 * KIB, POWERS, "T=3000, S=9000, H=64, 4 bytes, 164 KiB"),
+    ]
+    return [Case(label, arguments) for *arguments, label in settings for arguments in [tuple(arguments)]]
+
+
+LEAST_TRAFFIC = Exercise(
+    number="3.4",
+    title="The tile that moves the fewest bytes",
+    outputs=("block_q, block_k",),
+    cases=_traffic_cases,
+    judge=_judge_least_traffic,
+    tried="T ≠ S, head_dim 64 and 128, 2 and 4 bytes, 164 and 228 KiB; of several best tiles any one counts",
+    mistakes=(
+        Mistake(
+            "the largest tile is taken for the one with the least traffic",
+            _best(lambda q, k: q * k),
+            "Query-outer traffic does not depend on the product of the block sizes: see section 7.",
+        ),
+        Mistake(
+            "block_k is made as large as it can be",
+            _best(lambda q, k: (k, q)),
+            "k and v are read once for each query tile, however they are cut: see section 7.",
+        ),
+        Mistake(
+            "only square tiles are tried",
+            _best(lambda q, k: (q == k, q)),
+            "block_q and block_k may differ: see the map in section 8.",
+        ),
+        Mistake(
+            "the budget is ignored",
+            _best(lambda q, k: q, needed=lambda *_: 0),
+            "Only sizes that fit count: see the sum in section 8.",
+        ),
+        Mistake(
+            "the tile of logits is left out of the budget",
+            _best(lambda q, k: q, needed=lambda q, k, H, e: e * (q * H + 2 * k * H)),
+            "block_q times block_k logits live on chip as well: see the sum in section 8.",
+        ),
+        Mistake(
+            "elements are compared with a budget in bytes",
+            _best(lambda q, k: q, needed=lambda q, k, H, e: _needed(q, k, H, 1)),
+            "Multiply the number of elements by the bytes of one: see the sum in section 8.",
+        ),
+        Mistake(
+            "block_q is made as small as it can be",
+            _best(lambda q, k: (-q, k)),
+            "Each query tile reads all of k and v again, so fewer and larger ones are better: see section 7.",
+        ),
+    ),
+)
+
+
+# 3.5
+
+
+def _table(T, S, H, itemsize, block_q, block_k):
+    return {
+        "naive": cost.naive_bytes(T, S, H, itemsize),
+        "query-outer": cost.query_outer_bytes(T, S, H, itemsize, block_q, block_k),
+        "key-outer": cost.key_outer_bytes(T, S, H, itemsize, block_q, block_k),
+    }
+
+
+def _wrong_table(naive=None, query_outer=None, key_outer=None):
+    """The right table with some entries computed by others."""
+
+    def answer(*arguments):
+        changed = {"naive": naive, "query-outer": query_outer, "key-outer": key_outer}
+        return _table(*arguments) | {name: wrong(*arguments) for name, wrong in changed.items() if wrong}
+
+    return answer
+
+
+def _tiles(length, block):
+    return -(-length // block)
+
+
+def _table_cases():
+    settings = [
+        (2, 3, 1, 2, 1, 2),
+        (8, 16, 4, 4, 4, 4),
+        (10, 13, 8, 2, 4, 5),
+        (1000, 700, 64, 2, 128, 32),
+        (4096, 4096, 128, 2, 128, 128),
+    ]
+    return [
+        Case(f"T={T}, S={S}, H={H}, {e} bytes, block_q={block_q}, block_k={block_k}", (T, S, H, e, block_q, block_k))
+        for T, S, H, e, block_q, block_k in settings
+    ]
+
+
+TRAFFIC_TABLE = Exercise(
+    number="3.5",
+    title="The traffic table",
+    outputs=("bytes",),
+    cases=_table_cases,
+    expected=_table,
+    tolerance=1e-9,
+    tried="T ≠ S, ragged tails, unequal blocks, 2 and 4 bytes, up to T = S = 4096",
+    mistakes=(
+        Mistake(
+            "one of the four trips of the T × S tables is forgotten, for example reading S back for the softmax",
+            _wrong_table(naive=lambda T, S, H, e, bq, bk: e * (3 * T * S + 2 * T * H + 2 * S * H)),
+            "S is written and read, P is written and read: see the naive cell of section 7.",
+        ),
+        Mistake(
+            "lse is forgotten",
+            _wrong_table(query_outer=lambda T, S, H, e, bq, bk: e * (2 * T * H + 2 * S * H * _tiles(T, bq))),
+            "Query-outer writes one float32 for each query besides out: see the formula of section 7.",
+        ),
+        Mistake(
+            "lse is counted in the element size of q instead of 4 bytes",
+            _wrong_table(query_outer=lambda T, S, H, e, bq, bk: e * (2 * T * H + 2 * S * H * _tiles(T, bq) + T)),
+            "Statistics are float32 whatever q is: see the formula of section 7.",
+        ),
+        Mistake(
+            "query-outer reads k and v only once",
+            _wrong_table(query_outer=lambda T, S, H, e, bq, bk: e * (2 * T * H + 2 * S * H) + 4 * T),
+            "Every query tile reads all of k and v: see section 3.",
+        ),
+        Mistake(
+            "the number of tiles is rounded down",
+            _wrong_table(
+                query_outer=lambda T, S, H, e, bq, bk: e * (2 * T * H + 2 * S * H * (T // bq)) + 4 * T,
+                key_outer=lambda T, S, H, e, bq, bk: (
+                    e * (2 * S * H + T * H) + 8 * T + (S // bk) * (e * 3 * T * H + 16 * T)
+                ),
+            ),
+            "A shorter last tile is a tile too, so round up: see section 4.",
+        ),
+        Mistake(
+            "the two block sizes are swapped",
+            lambda T, S, H, e, bq, bk: _table(T, S, H, e, bk, bq),
+            "What is read again is what the inner loop walks over, once for each tile outside: see section 7.",
+        ),
+        Mistake(
+            "key-outer does not read out back before it updates it",
+            _wrong_table(
+                key_outer=lambda T, S, H, e, bq, bk: (
+                    e * (2 * S * H + T * H) + 8 * T + _tiles(S, bk) * (e * 2 * T * H + 16 * T)
+                )
+            ),
+            "At each visit q, out, m and l come in, and out, m and l go back: see section 6.",
+        ),
+        Mistake(
+            "key-outer moves no m and l",
+            _wrong_table(key_outer=lambda T, S, H, e, bq, bk: e * (2 * S * H + T * H) + _tiles(S, bk) * e * 3 * T * H),
+            "m and l travel with out, four bytes each, there and back: see section 6.",
+        ),
+        Mistake(
+            "the filling of out, m and l before key-outer starts is forgotten",
+            _wrong_table(key_outer=lambda T, S, H, e, bq, bk: e * 2 * S * H + _tiles(S, bk) * (e * 3 * T * H + 16 * T)),
+            "Someone must write the zeros and the minus infinity first: see the formula of section 7.",
+        ),
+    ),
+)
+
+
+# 3.6
+
+
+def _kinds(answer, T, S, block_q, block_k):
+    """The answer's word for every tile of a causal problem."""
+    return {
+        f"queries {i}–{i + block_q - 1}, keys {j}–{j + block_k - 1}": answer(i, i + block_q, j, j + block_k, T, S)
+        for i in range(0, T, block_q)
+        for j in range(0, S, block_k)
+    }
+
+
+def _right_kind(q_start, q_stop, k_start, k_stop, T, S):
+    return tile_kind(range(q_start, q_stop), range(k_start, k_stop), Band(right=0), T, S)
+
+
+def _word(skipped, full):
+    return "skipped" if skipped else "full" if full else "partial"
+
+
+def _kind_cases():
+    settings = [(4, 4, 2, 2), (5, 8, 4, 2), (6, 9, 3, 4), (9, 5, 2, 3), (13, 11, 4, 4), (7, 7, 1, 1), (8, 20, 8, 4)]
+    return [
+        Case(f"T={T}, S={S}, block_q={block_q}, block_k={block_k}", (T, S, block_q, block_k))
+        for T, S, block_q, block_k in settings
+    ]
+
+
+CLASSIFY = Exercise(
+    number="3.6",
+    title="Skipped, partial or full",
+    outputs=("kind",),
+    cases=_kind_cases,
+    run=_kinds,
+    expected=lambda *arguments: _kinds(_right_kind, *arguments),
+    tried="every tile of seven causal problems, T < S, T = S and T > S, ragged tails, unequal blocks",
+    mistakes=(
+        Mistake(
+            "tiles that stick out past the end are called full",
+            lambda i, i_stop, j, j_stop, T, S: _word(j > min(i_stop, T) - 1, j_stop - 1 <= i),
+            "Positions past T or S count as not visible, so a tile that holds some is at most partial: see section 10.",
+        ),
+        Mistake(
+            "a tile counts as seen if only a query past the end would see it",
+            lambda i, i_stop, j, j_stop, T, S: _word(j > i_stop - 1, j_stop - 1 <= i and i_stop <= T and j_stop <= S),
+            "The last query that exists is min(q_stop, T) - 1: see section 10.",
+        ),
+        Mistake(
+            "a tile is skipped as soon as its first query does not see it",
+            lambda i, i_stop, j, j_stop, T, S: _word(j > i, j_stop - 1 <= i and i_stop <= T and j_stop <= S),
+            "The last query of the tile sees the most keys: see section 10.",
+        ),
+        Mistake(
+            "a tile is called full if only its last query sees every key",
+            lambda i, i_stop, j, j_stop, T, S: _word(
+                j > min(i_stop, T) - 1, j_stop <= i_stop and i_stop <= T and j_stop <= S
+            ),
+            "The first query of the tile sees the fewest keys: see section 10.",
+        ),
+        Mistake(
+            "a query is not allowed to see its own position",
+            lambda i, i_stop, j, j_stop, T, S: _word(
+                j >= min(i_stop, T) - 1, j_stop - 1 < i and i_stop <= T and j_stop <= S
+            ),
+            "Causal means j ≤ i, the diagonal included: see section 5.",
+        ),
+        Mistake(
+            "the mask is upside down: keys that come later are the visible ones",
+            lambda i, i_stop, j, j_stop, T, S: tile_kind(range(i, i_stop), range(j, j_stop), Band(left=0), T, S),
+            "A query sees itself and what came before, j ≤ i: see section 5.",
+        ),
+    ),
+)
+
+EXERCISES = (QUERY_OUTER, KEY_OUTER, LARGEST_BLOCKS, LEAST_TRAFFIC, TRAFFIC_TABLE, CLASSIFY)

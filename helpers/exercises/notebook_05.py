@@ -1,0 +1,606 @@
+"""The exercises of notebook 05.
+
+Kernels are interpreted here on every device: the small cases need tiles that a GPU rejects, a
+wrong index must do no harm, and a verdict must not depend on the hardware.
+"""
+
+import math
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from helpers.attention.masking import Band, visible
+from helpers.attention.reference import oracle
+from helpers.exercises.checking import Case, Exercise, Mistake
+from helpers.measure.traffic import replay
+
+LOG2_E = math.log2(math.e)
+
+
+def _float32(array):
+    return np.asarray(array, np.float32)
+
+
+def _head_oracle(q, k, v):
+    """(out, lse) of one head whose logits are q @ k.T."""
+    out, lse = oracle(*(_float32(array)[:, None, :] for array in (q, k, v)), scale=1.0)
+    return out[:, 0], lse[:, 0]
+
+
+# 5.1 The loop body
+
+
+def _body_cases():
+    by_hand = (np.ones((1, 1)), np.log([[1.0], [3.0], [2.0], [8.0]]), np.array([[1.0], [2.0], [3.0], [4.0]]), 2)
+    cases = [Case("the case worked by hand", tuple(map(_float32, by_hand[:3])) + (2,))]
+    random = np.random.default_rng(51)
+    for label, T, S, H, block_k, push in [
+        ("T=4, S=12, H=3, block_k=4, the largest logits in the last tile", 4, 12, 3, 4, (0, 20, 60)),
+        ("T=8, S=15, H=4, block_k=5, the largest logits in the first tile", 8, 15, 4, 5, (200, 0, -20)),
+        ("T=5, S=16, H=2, block_k=4, the largest in the middle, all far below 0", 5, 16, 2, 4, (-400, -300, -170, -350)),
+    ]:
+        q, k, v = (random.standard_normal((length, H)) for length in (T, S, S))
+        # The first component of q is 1, so that of k moves the logits of a whole tile.
+        q[:, 0] = 1
+        k[:, 0] += np.repeat(push, block_k)
+        cases.append(Case(label, (*map(_float32, (q, k, v)), block_k)))
+    return cases
+
+
+def _run_body(answer, q, k, v, block_k):
+    (T, H), S = q.shape, len(k)
+
+    def kernel(q_ref, k_ref, v_ref, out_ref, lse_ref):
+        def one_key_tile(j, state):
+            tile = pl.ds(j * block_k, block_k)
+            new = answer(q_ref[...], k_ref[tile, :], v_ref[tile, :], *state)
+            return _like(new, ("m", "l", "acc"), state)
+
+        state = jnp.full(T, -jnp.inf, jnp.float32), jnp.zeros(T, jnp.float32), jnp.zeros((T, H), jnp.float32)
+        m, l, acc = lax.fori_loop(0, S // block_k, one_key_tile, state)
+        out_ref[...] = acc / l[:, None]
+        lse_ref[...] = m + jnp.log(l)
+
+    return _interpret(kernel, ((T, H), (T,)), q, k, v)
+
+
+def _like(values, names, templates):
+    """The values as float32, or an error that says which of them is missing or has a wrong shape."""
+    wanted = f"({', '.join(names)})"
+    if not isinstance(values, tuple | list) or len(values) != len(names):
+        got = f"{len(values)} values" if isinstance(values, tuple | list) else type(values).__name__
+        raise TypeError(f"return {wanted}, got {got}")
+    for name, value, template in zip(names, values, templates, strict=True):
+        if not hasattr(value, "shape") or value.shape != template.shape:
+            raise ValueError(f"{name} must have shape {template.shape}, got {getattr(value, 'shape', 'no array')}")
+    return tuple(value.astype(jnp.float32) for value in values)
+
+
+def _interpret(kernel, shapes, *arguments):
+    with jax.default_matmul_precision("highest"):
+        return pl.pallas_call(
+            kernel, out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes], interpret=True
+        )(*arguments)
+
+
+def _body(
+    scale_acc=True, scale_l=True, invert=False, old_reference=False, tile_reference=False, divide=False, forget=False, keep_m=False
+):
+    def one_key_tile(q, k, v, m, l, acc):
+        s = q @ k.T
+        m_new = s.max(axis=1) if tile_reference else jnp.maximum(m, s.max(axis=1))
+        alpha = jnp.exp(m_new - m) if invert else jnp.exp(m - m_new)
+        p = jnp.exp(s - (m if old_reference else m_new)[:, None])
+        alpha_l, alpha_acc = (alpha if scale_l else 1), (alpha[:, None] if scale_acc else 1)
+        if forget:
+            return m_new, p.sum(axis=1), p @ v
+        l_new, acc = alpha_l * l + p.sum(axis=1), alpha_acc * acc + p @ v
+        return m if keep_m else m_new, l_new, acc / l_new[:, None] if divide else acc
+
+    return one_key_tile
+
+
+_LOOP_BODY = Exercise(
+    number="5.1",
+    title="The loop body",
+    outputs=("out (from your acc and l)", "lse (from your m and l)"),
+    cases=_body_cases,
+    expected=lambda q, k, v, block_k: _head_oracle(q, k, v),
+    run=_run_body,
+    tried="2 to 4 tiles of 2 to 5 keys, the largest logits first, last and in the middle, up to 200 and down to -400",
+    mistakes=(
+        Mistake(
+            "acc is not rescaled by alpha",
+            _body(scale_acc=False),
+            "What acc holds was measured from the old maximum, just like l: reread the equations of section 2.",
+        ),
+        Mistake(
+            "l is not rescaled by alpha",
+            _body(scale_l=False),
+            "What l holds was measured from the old maximum, just like acc: reread the equations of section 2.",
+        ),
+        Mistake(
+            "neither l nor acc is rescaled by alpha",
+            _body(scale_acc=False, scale_l=False),
+            "When the maximum moves, everything summed so far shrinks by alpha: reread the equations of section 2.",
+        ),
+        Mistake(
+            "alpha is upside down",
+            _body(invert=True),
+            "alpha is exp(old - new), never above one: reread the equations of section 2.",
+        ),
+        Mistake(
+            "p is taken with the old maximum",
+            _body(old_reference=True),
+            "Compute the new maximum first and subtract that one: reread the equations of section 2.",
+        ),
+        Mistake(
+            "m is the maximum of the tile instead of the maximum so far",
+            _body(tile_reference=True),
+            "It works until a tile lies far below an earlier one, then alpha overflows: section 2 takes max(m, ...).",
+        ),
+        Mistake(
+            "the old m is returned instead of the new one",
+            _body(keep_m=True),
+            "The next tile must know the maximum so far: return m' of section 2.",
+        ),
+        Mistake(
+            "acc is divided by l inside the loop",
+            _body(divide=True),
+            "The division comes once, after the loop: reread the equations of section 2.",
+        ),
+        Mistake(
+            "each tile starts afresh and the state so far is lost",
+            _body(forget=True),
+            "The new l and acc must contain the old ones, times alpha: reread the equations of section 2.",
+        ),
+    ),
+)
+
+
+# 5.2 The end of the kernel
+
+
+def _finish_cases():
+    random = np.random.default_rng(52)
+    by_hand = Case("the case worked by hand", (_float32([1, -np.inf]), _float32([1.5, 0]), _float32([[3, 6], [0, 0]])))
+    cases = [by_hand]
+    for rows, H, shift, empty in [(4, 2, 0, [1]), (9, 5, 300, []), (16, 16, -300, [0, 7, 15])]:
+        m = shift + 4 * random.standard_normal(rows)
+        l = 1 + 9 * random.random(rows)
+        acc = random.standard_normal((rows, H)) * l[:, None]
+        m[empty], l[empty], acc[empty] = -np.inf, 0, 0
+        label = f"{rows} rows, H={H}, m near {shift}, {len(empty)} of them without a key"
+        cases.append(Case(label, tuple(map(_float32, (m, l, acc)))))
+    return cases
+
+
+def _finish_expected(m, l, acc):
+    m, l, acc = (array.astype(np.float64) for array in (m, l, acc))
+    out, lse = np.zeros_like(acc), np.full_like(m, -np.inf)
+    for row in np.flatnonzero(l):
+        out[row] = acc[row] / l[row]
+        lse[row] = math.log(2) * m[row] + math.log(l[row])
+    return out, lse
+
+
+def _run_finish(answer, m, l, acc):
+    def kernel(m_ref, l_ref, acc_ref, out_ref, lse_ref):
+        state = m_ref[...], l_ref[...], acc_ref[...]
+        out_ref[...], lse_ref[...] = _like(answer(*state), ("out", "lse"), (state[2], state[0]))
+
+    return _interpret(kernel, (acc.shape, m.shape), m, l, acc)
+
+
+def _finish(lse=None, guard=True, finite_m=False, divide=True):
+    def finish(m, l, acc):
+        l_safe = jnp.where(l == 0, 1, l) if guard else l
+        m_used = jnp.where(m == -jnp.inf, 0, m) if finite_m else m
+        right = (m_used + jnp.log2(l_safe)) / LOG2_E
+        out = acc / l_safe[:, None] if divide else acc
+        return out, right if lse is None else lse(m_used, l_safe)
+
+    return finish
+
+
+_FINISH = Exercise(
+    number="5.2",
+    title="The end of the kernel",
+    outputs=("out", "lse"),
+    cases=_finish_cases,
+    expected=_finish_expected,
+    run=_run_finish,
+    tried="2 to 16 rows, m from far below 0 to far above, rows without a key among them",
+    mistakes=(
+        Mistake(
+            "lse is left in base 2",
+            _finish(lambda m, l: m + jnp.log2(l)),
+            "Multiply by ln 2, which is dividing by log2 e: see the last equation of section 5.",
+        ),
+        Mistake(
+            "lse is multiplied by log2 e instead of divided",
+            _finish(lambda m, l: (m + jnp.log2(l)) * LOG2_E),
+            "A natural logarithm is smaller than one in base 2: see the last equation of section 5.",
+        ),
+        Mistake(
+            "m in base 2 is added to a natural logarithm of l",
+            _finish(lambda m, l: m + jnp.log(l)),
+            "Both terms must have one base: see the last equation of section 5.",
+        ),
+        Mistake(
+            "only m is converted and the logarithm of l stays in base 2",
+            _finish(lambda m, l: m / LOG2_E + jnp.log2(l)),
+            "Both terms must have one base: see the last equation of section 5.",
+        ),
+        Mistake(
+            "l is added without its logarithm",
+            _finish(lambda m, l: m / LOG2_E + l),
+            "lse is the logarithm of the sum: see the equation of section 4.",
+        ),
+        Mistake(
+            "a row without a key is divided by zero",
+            _finish(guard=False),
+            "Put 1 in place of an l that is 0 before you divide: see the text of the exercise.",
+        ),
+        Mistake(
+            "a row without a key gets the lse 0 instead of minus infinity",
+            _finish(finite_m=True),
+            "exp(lse) is the sum over the keys seen, which is 0 for no key: see the text of the exercise.",
+        ),
+        Mistake(
+            "out is not divided by l",
+            _finish(divide=False),
+            "acc is a sum of p v; the weights add up to one only after the division: see section 1.",
+        ),
+    ),
+)
+
+
+# 5.3 The bounds of the loop
+
+
+def _bounds_cases():
+    shapes = [
+        # i, T, S, block_q, block_k, left
+        (0, 64, 64, 32, 16, None),
+        (1, 64, 64, 32, 16, None),
+        (1, 64, 64, 16, 32, None),
+        (2, 48, 48, 16, 32, None),
+        (2, 40, 128, 16, 8, None),
+        (3, 128, 40, 32, 16, None),
+        (1, 64, 64, 32, 16, 8),
+        (0, 64, 64, 16, 16, 20),
+        (3, 128, 128, 32, 16, 20),
+        (2, 96, 96, 32, 64, 0),
+        (4, 100, 70, 16, 16, 30),
+        (6, 128, 40, 16, 16, 8),
+    ]
+    return [
+        Case(
+            f"query tile {i}, T={T}, S={S}, block_q={block_q}, block_k={block_k}, left={left}",
+            (i, T, S, block_q, block_k, left),
+        )
+        for i, T, S, block_q, block_k, left in shapes
+    ]
+
+
+def _needed_tiles(i, T, S, block_q, block_k, left):
+    """The key tiles in which some query of the tile sees some key, found by looking at every pair."""
+    rows = np.arange(i * block_q, (i + 1) * block_q)[:, None]
+    seen = visible(rows, np.arange(S)[None, :], Band(left=left, right=0), T, S).any(axis=0)
+    return sorted({int(key) // block_k for key in np.flatnonzero(seen)})
+
+
+def _run_bounds(answer, *arguments):
+    result = answer(*arguments)
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise TypeError("return two integers, (first, stop)")
+    first, stop = (operator.index(bound) for bound in result)
+    return (first, stop) if first < stop else (0, 0)
+
+
+def _judge_bounds(result, case):
+    first, stop = (int(bound) for bound in result)
+    needed = _needed_tiles(*case.arguments)
+    if first == stop == 0 or not needed:
+        if first < stop:
+            return f"yours visits key tiles {first} to {stop - 1}, but these queries see no key at all"
+        return f"yours visits no tile, but these queries see keys in tiles {needed[0]} to {needed[-1]}" if needed else None
+    yours = f"yours visits key tiles {first} to {stop - 1}"
+    block_k, S = case.arguments[4], case.arguments[2]
+    if first > needed[0]:
+        return f"{yours}: too few, these queries see keys in tile {needed[0]}"
+    if stop - 1 < needed[-1]:
+        return f"{yours}: too few, these queries see keys in tile {needed[-1]}"
+    if first < 0:
+        return f"{yours}: there is no tile {first}"
+    if stop > -(-S // block_k):
+        return f"{yours}: too many, the keys end in tile {-(-S // block_k) - 1}"
+    if first < needed[0]:
+        return f"{yours}: too many, these queries see nothing in tile {first}"
+    if stop - 1 > needed[-1]:
+        return f"{yours}: too many, these queries see nothing in tile {stop - 1}"
+    return None
+
+
+def _bounds(
+    stop_key=lambda q_start, q_stop, T, S: min(q_stop, T, S),
+    first_key=lambda q_start, q_stop, left: max(q_start - left, 0),
+    stop_floor=False,
+    first_ceil=False,
+):
+    def tile_range(i, T, S, block_q, block_k, left=None):
+        q_start, q_stop = i * block_q, (i + 1) * block_q
+        first = 0 if left is None else first_key(q_start, q_stop, left)
+        stop = stop_key(q_start, q_stop, T, S)
+        first = -(-first // block_k) if first_ceil else first // block_k
+        return first, stop // block_k if stop_floor else -(-stop // block_k)
+
+    return tile_range
+
+
+_BOUNDS = Exercise(
+    number="5.3",
+    title="The bounds of the loop",
+    outputs=("(first, stop)",),
+    cases=_bounds_cases,
+    run=_run_bounds,
+    judge=_judge_bounds,
+    tried="T below, equal to and above S, block_q below and above block_k, ragged ends, with and without a window",
+    mistakes=(
+        Mistake(
+            "stop is rounded down instead of up (too few tiles)",
+            _bounds(stop_floor=True),
+            "A tile that holds one visible key must be visited: reread the rounding rule of section 6.",
+        ),
+        Mistake(
+            "stop is measured from the first query of the tile instead of the last (too few tiles)",
+            _bounds(stop_key=lambda q_start, q_stop, T, S: min(q_start + 1, T, S)),
+            "The last query of the tile sees furthest: reread section 6.",
+        ),
+        Mistake(
+            "stop is off by one at the diagonal (too many tiles)",
+            _bounds(stop_key=lambda q_start, q_stop, T, S: min(q_stop + 1, S)),
+            "The last query, q_stop - 1, sees keys up to itself, so the first hidden key is q_stop: see section 6.",
+        ),
+        Mistake(
+            "stop is i + 1, which holds only when block_q equals block_k",
+            lambda i, T, S, block_q, block_k, left=None: (0 if left is None else max(i * block_q - left, 0) // block_k, i + 1),
+            "Count in keys first, then divide by block_k: reread section 6.",
+        ),
+        Mistake(
+            "no tile is skipped on the right (too many tiles)",
+            _bounds(stop_key=lambda q_start, q_stop, T, S: S),
+            "Causal queries see nothing to the right of the diagonal: reread section 6.",
+        ),
+        Mistake(
+            "stop runs past the last key (too many tiles)",
+            _bounds(stop_key=lambda q_start, q_stop, T, S: min(q_stop, T)),
+            "With T above S the diagonal leaves the table: cut it at S, as in section 6.",
+        ),
+        Mistake(
+            "the last tile of queries is taken to be full (too many tiles)",
+            _bounds(stop_key=lambda q_start, q_stop, T, S: min(q_stop, S)),
+            "Queries from T on do not exist and see nothing: cut q_stop at T, as in section 6.",
+        ),
+        Mistake(
+            "the left window is ignored (too many tiles)",
+            _bounds(first_key=lambda q_start, q_stop, left: 0),
+            "The first query of the tile sees back to key q_start - left: see the text of the exercise.",
+        ),
+        Mistake(
+            "first is rounded up instead of down (too few tiles)",
+            _bounds(first_ceil=True),
+            "The tile that holds the first visible key must be visited: reread the rounding rule of section 6.",
+        ),
+        Mistake(
+            "first is measured from the last query of the tile instead of the first (too few tiles)",
+            _bounds(first_key=lambda q_start, q_stop, left: max(q_stop - 1 - left, 0)),
+            "The first query of the tile sees furthest to the left: see the text of the exercise.",
+        ),
+        Mistake(
+            "first is not cut at 0, so the loop starts before the first key",
+            _bounds(first_key=lambda q_start, q_stop, left: q_start - left),
+            "There is no key below 0: see the text of the exercise.",
+        ),
+    ),
+)
+
+
+# 5.4 The index map of grouped queries
+
+
+def _gqa_cases():
+    random = np.random.default_rng(54)
+    cases = []
+    for B, T, S, N, K, H in [(1, 2, 3, 6, 2, 2), (2, 4, 3, 4, 2, 3), (2, 2, 5, 3, 1, 2), (2, 4, 2, 3, 3, 2)]:
+        q = random.standard_normal((B, T, N, H))
+        k, v = random.standard_normal((2, B, S, K, H))
+        label = f"{N} query heads, {K} key/value head{'s' if K > 1 else ''}, B={B}, {T // 2} query tile{'s' if T > 2 else ''}"
+        cases.append(Case(label, tuple(map(_float32, (q, k, v)))))
+    return cases
+
+
+def _run_gqa(answer, q, k, v):
+    (B, T, N, H), (_, S, K, _) = q.shape, k.shape
+    block_q = 2
+
+    def kernel(q_ref, k_ref, v_ref, out_ref):
+        s = q_ref[...] @ k_ref[...].T / math.sqrt(H)
+        p = jnp.exp(s - s.max(axis=1, keepdims=True))
+        out_ref[...] = (p @ v_ref[...]) / p.sum(axis=1, keepdims=True)
+
+    def index_map(i, n, b):
+        block = answer(i, n, b, N, K)
+        if not isinstance(block, tuple | list) or len(block) != 4:
+            raise TypeError("return four block indices, one for each axis of k (B, S, K, H)")
+        if any(np.shape(index) or isinstance(index, float | str) for index in block):
+            raise TypeError("every block index must be an integer")
+        return tuple(block)
+
+    q_spec = pl.BlockSpec((None, block_q, None, H), lambda i, n, b: (b, i, n, 0))
+    kv_spec = pl.BlockSpec((None, S, None, H), index_map)
+    call = pl.pallas_call(
+        kernel,
+        grid=(T // block_q, N, B),
+        in_specs=[q_spec, kv_spec, kv_spec],
+        out_specs=q_spec,
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        interpret=True,
+    )
+    # Replayed, because there a block outside the array is NaN; interpret mode would clamp it.
+    with jax.default_matmul_precision("highest"):
+        return replay(call, q, k, v)[1]
+
+
+_GQA = Exercise(
+    number="5.4",
+    title="The index map of grouped queries",
+    outputs=("out",),
+    cases=_gqa_cases,
+    expected=lambda q, k, v: oracle(q, k, v)[0],
+    run=_run_gqa,
+    tried="6 heads on 2, 4 on 2, 3 on 1 and 3 on 3, one and two batch entries, one and two query tiles",
+    mistakes=(
+        Mistake(
+            "the key/value head is n % K",
+            lambda i, n, b, N, K: (b, 0, n % K, 0),
+            "That deals the query heads out in turn; neighbours share a head: see the picture of section 8.",
+        ),
+        Mistake(
+            "the key/value head is n itself, which runs past the last head",
+            lambda i, n, b, N, K: (b, 0, n, 0),
+            "There are only K heads of keys: see the picture of section 8.",
+        ),
+        Mistake(
+            "n is divided by K instead of by the size of a group",
+            lambda i, n, b, N, K: (b, 0, n // K, 0),
+            "A group has N // K query heads: see the equation of section 8.",
+        ),
+        Mistake(
+            "every query head reads key/value head 0",
+            lambda i, n, b, N, K: (b, 0, 0, 0),
+            "Only with K = 1 do all heads share one: see the picture of section 8.",
+        ),
+        Mistake(
+            "every batch entry reads the keys of the first",
+            lambda i, n, b, N, K: (0, 0, n // (N // K), 0),
+            "The first block index must be b: see the specs of section 8.",
+        ),
+        Mistake(
+            "the keys move along with the query tile",
+            lambda i, n, b, N, K: (b, i, n // (N // K), 0),
+            "Every query tile sees all keys, so the index on the axis of S is 0: see the specs of section 8.",
+        ),
+        Mistake(
+            "the index counts elements instead of blocks",
+            lambda i, n, b, N, K: (b, 0, n // (N // K) * (N // K), 0),
+            "With block size None an index is the head itself: see the specs of section 8.",
+        ),
+    ),
+)
+
+
+# 5.5 The bytes of a causal kernel
+
+
+def _bytes_cases():
+    shapes = [(4, 2, 4, 2, 2), (64, 32, 2, 16, 32), (128, 64, 2, 64, 16), (256, 128, 4, 32, 32), (192, 16, 2, 32, 64)]
+    return [
+        Case(f"T=S={T}, H={H}, {itemsize} bytes an element, block_q={block_q}, block_k={block_k}", shape)
+        for shape in shapes
+        for T, H, itemsize, block_q, block_k in [shape]
+    ]
+
+
+def _bytes_expected(T, H, itemsize, block_q, block_k):
+    rows_read = sum(
+        block_k * len(_needed_tiles(i, T, T, block_q, block_k, None)) for i in range(T // block_q)
+    )  # of k, and as many of v
+    return 2 * T * H * itemsize + 4 * T + 2 * rows_read * H * itemsize
+
+
+def _bytes(rows="tiles", q_rows=None, lse_bytes=4, kv=2, qo=2):
+    def causal_bytes(T, H, itemsize, block_q, block_k):
+        programs = T // block_q
+        stops = [-(-(i + 1) * block_q // block_k) for i in range(programs)]
+        rows_read = {
+            "tiles": block_k * sum(stops),
+            "all": T * programs,
+            "half": T * programs // 2,
+            "pairs": T * (T + 1) // 2,
+            "once": T,
+            "count": sum(stops),
+        }[rows]
+        extra = H * itemsize * block_q * (sum(stops) - programs) if q_rows == "again" else 0
+        return qo * T * H * itemsize + T * (itemsize if lse_bytes is None else lse_bytes) + kv * rows_read * H * itemsize + extra
+
+    return causal_bytes
+
+
+_BYTES = Exercise(
+    number="5.5",
+    title="The bytes of a causal kernel",
+    outputs=("bytes",),
+    cases=_bytes_cases,
+    expected=_bytes_expected,
+    tried="4 to 256 queries, 2 and 4 bytes an element, block_q below, equal to and above block_k",
+    mistakes=(
+        Mistake(
+            "no tile of keys is skipped",
+            _bytes(rows="all"),
+            "Query tile i stops at the diagonal: see the picture of section 6.",
+        ),
+        Mistake(
+            "the key traffic without a mask is halved",
+            _bytes(rows="half"),
+            "Tiles on the diagonal are read whole, so it is more than half: see the picture of section 6.",
+        ),
+        Mistake(
+            "a visible pair is charged instead of a tile that is read",
+            _bytes(rows="pairs"),
+            "A program reads a tile once for all of its queries: see section 3.",
+        ),
+        Mistake(
+            "keys and values are read only once",
+            _bytes(rows="once"),
+            "Every query tile reads them again, up to the diagonal: see section 3.",
+        ),
+        Mistake(
+            "tiles are counted as if each held one row",
+            _bytes(rows="count"),
+            "A tile of keys has block_k rows of H elements: see the text of the exercise.",
+        ),
+        Mistake(
+            "the values are forgotten",
+            _bytes(kv=1),
+            "Each visit reads a tile of k and a tile of v: see the picture of section 1.",
+        ),
+        Mistake(
+            "lse is forgotten",
+            _bytes(lse_bytes=0),
+            "The kernel writes one float32 for each query: see section 4.",
+        ),
+        Mistake(
+            "lse is counted in the dtype of the inputs",
+            _bytes(lse_bytes=None),
+            "lse is float32 whatever the inputs are: see section 4.",
+        ),
+        Mistake(
+            "q is read again for each key tile",
+            _bytes(q_rows="again"),
+            "A program loads its queries once, before the loop: see the picture of section 1.",
+        ),
+        Mistake(
+            "out is forgotten",
+            _bytes(qo=1),
+            "out has as many elements as q and is written once: see the picture of section 1.",
+        ),
+    ),
+)
+
+EXERCISES = (_LOOP_BODY, _FINISH, _BOUNDS, _GQA, _BYTES)

@@ -1,0 +1,383 @@
+"""Pictures of notebook 04: which block each program of a kernel sees, and what a tail holds.
+
+All but the drawings in FIGURES are made from a `helpers.measure.traffic.KernelCall`, so they show
+the real grid, BlockSpecs and loads of any `pallas_call`. Of an array with more than two axes they
+draw two: those along which its blocks move, or along which its counts differ.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from matplotlib.colors import BoundaryNorm, LinearSegmentedColormap
+from matplotlib.patches import Rectangle
+
+from helpers.measure.traffic import replay
+from helpers.plots import style
+
+# Drawn as light tints, and every block is labelled: here colour only helps to find a program again.
+PROGRAM_COLOURS = (style.QUERY, style.KEY, style.VALUE, style.LOGITS, style.STATE, style.OUTPUT)
+COUNT_MAP = LinearSegmentedColormap.from_list("counts", [style.PAPER, style.STATE, style.QUERY])
+OVERHANG = "////"
+MOST_NAMES = 4  # programs named on one block before the list is shortened
+MOST_REGIONS = 64  # numbers written on one panel of counts
+MOST_COLUMNS = 3  # panels side by side
+
+
+def program_blocks(call):
+    """One panel for each array: every block carries the numbers of the programs that see it.
+
+    A block that several programs share is grey. The part of a block that hangs over the end of
+    its array is hatched.
+    """
+    views = [_View(operand) for operand in call.operands.values()]
+    figure, panels = _panels(views)
+    for axes, view in zip(panels, views, strict=True):
+        _outline(axes, view)
+        for block, numbers in view.owners().items():
+            shared = len(numbers) > 1
+            colour = style.SKIPPED if shared else PROGRAM_COLOURS[numbers[0] % len(PROGRAM_COLOURS)]
+            _draw_block(axes, view, block, colour, 0.8 if shared else 0.45)
+            (x, width), (y, height) = view.visible(block)
+            if width and height:
+                names = _names([call.programs[number] for number in numbers])
+                size = 9 if len(call.grid) < 3 else 7.5
+                axes.text(x + width / 2, y + height / 2, names, ha="center", va="center", size=size)
+        _title(axes, view)
+    figure.suptitle("Each block with the programs that see it", x=0.01, ha="left", size=11)
+    return figure
+
+
+def one_program(call, *programs):
+    """One row for each program, such as (0, 1), one panel for each array: the block it sees."""
+    numbers = [call.programs.index(tuple(program)) for program in programs]
+    views = [_View(operand, number) for number in numbers for operand in call.operands.values()]
+    figure, panels = _panels(views, columns=len(call.operands))
+    for axes, view in zip(panels, views, strict=True):
+        _outline(axes, view)
+        for block in view.owners():
+            _draw_block(axes, view, block, style.PAPER, 1, ink=style.SKIPPED)
+        colour = style.OUTPUT if view.operand.is_output else style.QUERY
+        _draw_block(axes, view, view.block(view.number), colour, 0.6)
+        _title(axes, view)
+    for axes, program in zip(panels[:: len(call.operands)], programs, strict=True):
+        axes.set_ylabel(f"program {_name(program)}\n{axes.get_ylabel()}", size=9)
+    return figure
+
+
+def read_counts(call, *names):
+    """How often each element is loaded (or stored, for an output), one panel for each array.
+
+    names: the arrays to draw, all by default.
+    """
+    operands = [call.operands[name] for name in names or call.operands]
+    totals = [operand.writes if operand.is_output else operand.reads for operand in operands]
+    views = [_View(operand, counts=counts) for operand, counts in zip(operands, totals, strict=True)]
+    figure, panels = _panels(views)
+    most = max(1, *(int(counts.max(initial=0)) for counts in totals))
+    norm = BoundaryNorm(np.arange(most + 2) - 0.5, COUNT_MAP.N)
+    for axes, view, total in zip(panels, views, totals, strict=True):
+        operand, counts = view.operand, view.plane(total)
+        _outline(axes, view)
+        rows, columns = counts.shape
+        image = axes.imshow(counts, cmap=COUNT_MAP, norm=norm, aspect="auto", extent=(0, columns, rows, 0))
+        for top, bottom, left, right in _regions(counts):
+            ink = style.PAPER if counts[top, left] > 0.6 * most else style.INK
+            middle = (left + right) / 2, (top + bottom) / 2
+            axes.text(*middle, f"{counts[top, left]}×", ha="center", va="center", color=ink, size=9)
+        word = "stored" if operand.is_output else "loaded"
+        outside = f"\n{operand.outside} elements loaded outside" if operand.outside else ""
+        axes.set_title(f"{operand.name}: times {word}{outside}", size=10)
+    figure.colorbar(image, ax=panels.tolist(), label="times", ticks=_thin(range(most + 1)), shrink=0.8)
+    return figure
+
+
+def tail(length, tiles):
+    """What each way of loading puts into the tiles of an array that holds 1, 2, …, length.
+
+    tiles: {name of the way: what it loaded, shape (tiles, block)}.
+    """
+    count, block = next(iter(tiles.values())).shape
+    figure, axes = style.subplots(width=9, height=0.75 * len(tiles) + 0.9)
+    style.bare(axes)
+    for row, (way, loaded) in enumerate(tiles.items()):
+        axes.text(-0.25, row + 0.4, way, ha="right", va="center", size=10)
+        for position, value in enumerate(np.asarray(loaded).reshape(-1)):
+            x = position + 0.35 * (position // block)
+            right = value == position + 1
+            if np.isnan(value):
+                colour, hatch, text = style.SKIPPED, OVERHANG, "NaN"
+            elif right:
+                colour, hatch, text = style.KEY, None, f"{value:g}"
+            elif position >= length and value == 0:
+                colour, hatch, text = style.PAPER, None, "0"
+            else:
+                colour, hatch, text = style.OUTPUT, "....", f"{value:g}"
+            axes.add_patch(
+                Rectangle((x, row), 1, 0.8, facecolor=colour, edgecolor=style.FAINT, hatch=hatch, alpha=0.55, lw=1)
+            )
+            box = {"facecolor": style.PAPER, "edgecolor": "none", "pad": 1.5} if hatch else None
+            axes.text(x + 0.5, row + 0.4, text, ha="center", va="center", size=10, bbox=box)
+    for number in range(count):
+        start = number * (block + 0.35)
+        axes.text(start + block / 2, -0.22, f"tile {number}", ha="center", va="center", size=10, color=style.FAINT)
+    end = length + 0.35 * (length // block)
+    axes.plot([end, end], [-0.1, len(tiles) - 0.1], color=style.INK, lw=1.6, ls="--")
+    axes.text(end + 0.08, len(tiles) + 0.05, f"end of the array ({length})", size=9, va="center", ha="center")
+    axes.set_xlim(-4.4, count * (block + 0.35))
+    axes.set_ylim(len(tiles) + 0.3, -0.5)
+    return figure
+
+
+def exercise_index_map():
+    """The picture of exercise 4.1, drawn from a kernel with the index map that it asks for."""
+    spec = pl.BlockSpec((2, 4), lambda i, j: (i, j))
+    copy = pl.pallas_call(
+        _copy,
+        grid=(3, 4),
+        in_specs=[pl.BlockSpec((2, 4), lambda i, j: (j // 2, i))],
+        out_specs=spec,
+        out_shape=jax.ShapeDtypeStruct((6, 16), jnp.float32),
+        interpret=True,
+    )
+    (call,), _ = replay(copy, np.zeros((4, 12), np.float32))
+    return program_blocks(call)
+
+
+def grid_and_refs():
+    """A kernel in one picture: arrays in memory, blocks cut from them, one program for each."""
+    figure, axes = style.subplots(width=9, height=3.3)
+    style.bare(axes)
+    for column in range(4):
+        colour, x = PROGRAM_COLOURS[column], 2.2 + 1.8 * column
+        for y in (2.5, 0.0):
+            axes.add_patch(Rectangle((x, y), 1.8, 0.5, facecolor=colour, alpha=0.45, edgecolor=style.INK, lw=1.2))
+            axes.text(x + 0.9, y + 0.25, f"block {column}", ha="center", va="center", size=9.5)
+        axes.add_patch(Rectangle((x + 0.2, 1.05), 1.4, 0.9, facecolor=style.PAPER, edgecolor=colour, lw=2))
+        axes.text(x + 0.9, 1.72, f"program {column}", ha="center", va="center", size=9.5, weight="bold")
+        axes.text(x + 0.9, 1.32, "x_ref → out_ref", ha="center", va="center", size=9)
+        for start, stop in ((2.48, 1.99), (1.03, 0.52)):
+            axes.annotate(
+                "", (x + 0.9, stop), (x + 0.9, start), arrowprops={"arrowstyle": "-|>", "color": style.INK, "lw": 1.3}
+            )
+    for y, label in ((2.75, "array x, in memory"), (1.5, "the grid: (4,)"), (0.25, "array out, in memory")):
+        axes.text(2.0, y, label, ha="right", va="center", size=10)
+    axes.text(9.5, 2.24, "in_specs", va="center", size=9.5, color=style.FAINT)
+    axes.text(9.5, 0.78, "out_specs", va="center", size=9.5, color=style.FAINT)
+    axes.set_xlim(-0.3, 10.5)
+    axes.set_ylim(-0.1, 3.1)
+    return figure
+
+
+def matmul_tiles():
+    """Program (1, 0) of the matmul, at step j = 2 of its loop."""
+    figure, axes = style.subplots(width=9, height=3.7)
+    style.bare(axes)
+    p, v, out = (0.0, 0.0, 6.0, 3.0), (7.9, -0.0, 3.0, 4.2), (12.8, 0.0, 3.0, 3.0)  # x, y, width, height
+
+    def part(array, x, y, width, height, colour, hatch=None, alpha=0.3):
+        rectangle = Rectangle((array[0] + x, array[1] + y), width, height, lw=1.2, edgecolor=style.INK)
+        rectangle.set(facecolor=colour, alpha=alpha, hatch=hatch)
+        axes.add_patch(rectangle)
+
+    for array in (p, v, out):
+        axes.add_patch(Rectangle(array[:2], *array[2:], facecolor="none", edgecolor=style.INK, lw=1.6))
+    part(p, 0, 1.5, 6, 1.5, style.LOGITS)
+    part(p, 3, 1.5, 1.5, 1.5, style.LOGITS, "///", 0.75)
+    part(v, 0, 0, 1.5, 4.2, style.VALUE)
+    part(v, 0, 2.1, 1.5, 1.05, style.VALUE, "///", 0.75)
+    part(out, 0, 1.5, 1.5, 1.5, style.OUTPUT, None, 0.6)
+    box = {"facecolor": style.PAPER, "edgecolor": "none", "pad": 1.5}
+    axes.text(3.75, 2.25, "tile j", ha="center", va="center", size=9.5, bbox=box)
+    axes.text(8.65, 2.62, "tile j", ha="center", va="center", size=9.5, bbox=box)
+    axes.text(13.55, 2.25, "acc", ha="center", va="center", size=10)
+    for array, name, below in ((p, "p", "S"), (v, "v", "H"), (out, "out", "H")):
+        axes.text(array[0], array[1] - 0.2, name, size=12, weight="bold", va="bottom")
+        axes.text(array[0] + array[2] / 2, array[1] + array[3] + 0.12, below, ha="center", va="top", color=style.FAINT)
+    for array, side in ((p, "T"), (v, "S"), (out, "T")):
+        axes.text(array[0] - 0.12, array[1] + array[3] / 2, side, ha="right", va="center", color=style.FAINT)
+    axes.text(6.6, 1.6, "×", size=18, ha="center", va="center")
+    axes.text(11.85, 1.6, "=", size=18, ha="center", va="center")
+    axes.annotate("", (5.9, 3.62), (0.1, 3.62), arrowprops={"arrowstyle": "-|>", "color": style.INK})
+    axes.text(3, 3.75, "j = 0, 1, 2, …", ha="center", va="top", size=9.5)
+    axes.annotate("", (11.2, 4.1), (11.2, 0.1), arrowprops={"arrowstyle": "-|>", "color": style.INK})
+    axes.set_xlim(-0.6, 16.1)
+    axes.set_ylim(4.6, -0.6)
+    return figure
+
+
+def _copy(x_ref, out_ref):
+    out_ref[...] = x_ref[...]
+
+
+class _View:
+    """The two axes of an operand that are drawn, rows first, and where its blocks lie on them.
+
+    number: the program at whose blocks the axes that are not drawn are cut. counts: if given, axes
+    along which they differ are drawn first.
+    """
+
+    def __init__(self, operand, number=0, counts=None):
+        self.operand = operand
+        self.number = number
+        ndim = operand.values.ndim
+        distinct = [len(np.unique(operand.block_of[:, axis])) for axis in range(ndim)]
+
+        def interest(axis):
+            differ = counts is not None and bool((counts != counts.take([0], axis)).any())
+            return differ, distinct[axis] > 1, operand.block_shape[axis] is not None, operand.values.shape[axis]
+
+        self.drawn = tuple(sorted(sorted(range(ndim), key=interest, reverse=True)[:2]))
+        self.hidden = tuple(axis for axis in range(ndim) if axis not in self.drawn)
+
+    @property
+    def shape(self):
+        """(rows, columns) of the picture; an array of one axis is a row."""
+        sizes = [self.operand.values.shape[axis] for axis in self.drawn]
+        return tuple([1] * (2 - len(sizes)) + sizes)
+
+    @property
+    def note(self):
+        """Where the axes that are not drawn are cut, such as "axis 2 at 0", if blocks differ there."""
+        sizes, blocks = self.operand.block_shape, self.operand.block_of
+        return ", ".join(
+            f"axis {axis} at {int(blocks[self.number, axis]) * (sizes[axis] or 1)}"
+            for axis in self.hidden
+            if len(np.unique(blocks[:, axis])) > 1
+        )
+
+    @property
+    def labels(self):
+        names = [f"axis {axis}" for axis in self.drawn]
+        return [""] * (2 - len(names)) + names
+
+    def block(self, number):
+        """The block of a program: ((start, size) along the columns, (start, size) along the rows)."""
+        sides = []
+        for axis in self.drawn:
+            size = self.operand.block_shape[axis] or 1
+            sides.append((int(self.operand.block_of[number, axis]) * size, size))
+        sides = [(0, 1)] * (2 - len(sides)) + sides
+        return sides[1], sides[0]
+
+    def visible(self, block):
+        """The part of a block that lies inside the array."""
+        parts = []
+        for (start, size), length in zip(block, reversed(self.shape), strict=True):
+            low, high = min(max(start, 0), length), min(max(start + size, 0), length)
+            parts.append((low, high - low))
+        return tuple(parts)
+
+    def owners(self):
+        """{block: numbers of the programs that see it}, on the hidden axes as program `number`."""
+        blocks = self.operand.block_of
+        found = {}
+        for number in range(len(blocks)):
+            if all(blocks[number, axis] == blocks[self.number, axis] for axis in self.hidden):
+                found.setdefault(self.block(number), []).append(number)
+        return found
+
+    def plane(self, counts):
+        """Counts of the elements, cut down to the two axes that are drawn."""
+        cut = []
+        for axis in range(counts.ndim):
+            start = int(self.operand.block_of[self.number, axis]) * (self.operand.block_shape[axis] or 1)
+            cut.append(slice(None) if axis in self.drawn else start)
+        return counts[tuple(cut)].reshape(self.shape)
+
+    def edges(self):
+        """Edges of the blocks, ((along columns), (along rows)), for ticks."""
+        sides = [{0, length} for length in reversed(self.shape)]
+        for number in range(len(self.operand.block_of)):
+            for edges, (start, size), length in zip(sides, self.block(number), reversed(self.shape), strict=True):
+                edges.update(edge for edge in (start, start + size) if 0 <= edge <= length)
+        return tuple(sorted(edges) for edges in sides)
+
+
+def _panels(views, columns=None):
+    """(figure, array of axes), one for each view, as high as its blocks need."""
+    columns = columns or min(len(views), MOST_COLUMNS)
+    rows = -(-len(views) // columns)
+    flat = all(view.shape[0] == 1 for view in views)
+    notes = any(view.note for view in views)
+    height = 1.3 if flat else max(min(3.2, 0.45 * len(view.edges()[1]) + 1.1) for view in views)
+    figure, panels = style.subplots(
+        rows,
+        columns,
+        width=min(10.0, 3.0 * columns + 0.6),
+        height=rows * (height + 0.2 * notes) + 0.3,
+        squeeze=False,
+    )
+    for axes in panels.reshape(-1)[len(views) :]:
+        axes.remove()
+    return figure, panels.reshape(-1)[: len(views)]
+
+
+def _outline(axes, view):
+    rows, columns = view.shape
+    axes.add_patch(Rectangle((0, 0), columns, rows, facecolor="none", edgecolor=style.INK, lw=1.8, zorder=4))
+    across, down = view.edges()
+    axes.set_xticks(_thin(across))
+    axes.set_yticks(_thin(down) if view.labels[0] else [])
+    axes.tick_params(labelsize=8, length=2)
+    over = [max((start + size for start, size in sides), default=0) for sides in zip(*view.owners(), strict=True)]
+    axes.set_xlim(-0.02 * columns, max(1.02 * columns, over[0]))
+    axes.set_ylim(max(1.02 * rows, over[1]), -0.02 * rows)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.set_xlabel(f"{view.labels[1]} (elements)" if view.labels[1] else "", size=9)
+    axes.set_ylabel(f"{view.labels[0]} (elements)" if view.labels[0] else "", size=9)
+
+
+def _thin(edges, most=9):
+    step = -(-len(edges) // most)
+    return [*edges[:-1:step], edges[-1]]
+
+
+def _draw_block(axes, view, block, colour, alpha, ink=style.INK):
+    (x, width), (y, height) = block
+    (inner_x, inner_width), (inner_y, inner_height) = view.visible(block)
+    axes.add_patch(Rectangle((x, y), width, height, facecolor="none", edgecolor=style.FAINT, hatch=OVERHANG, lw=0.8))
+    if inner_width and inner_height:
+        inside = (inner_x, inner_y), inner_width, inner_height
+        axes.add_patch(Rectangle(*inside, facecolor=style.PAPER, edgecolor="none"))
+        axes.add_patch(Rectangle(*inside, facecolor=colour, alpha=alpha, edgecolor="none"))
+        axes.add_patch(Rectangle(*inside, facecolor="none", edgecolor=ink, lw=0.9))
+
+
+def _title(axes, view):
+    shape = " × ".join(map(str, view.operand.values.shape)) or "one number"
+    axes.set_title(f"{view.operand.name} ({shape})" + (f"\n{view.note}" if view.note else ""), size=10)
+
+
+def _name(program):
+    return (", " if len(program) < 3 else ",").join(map(str, program)) if program else "0"
+
+
+def _names(programs):
+    names = [_name(program) for program in programs]
+    if len(names) > MOST_NAMES:
+        return f"{names[0]}\n…\n{names[-1]}"
+    return "\n".join(names) if len(programs[0]) > 1 else "  ".join(names)
+
+
+def _regions(counts):
+    """Rectangles (top, bottom, left, right) of equal counts, if they can be cut by straight lines."""
+    down, across = (
+        [0, *(1 + np.flatnonzero((np.diff(counts, axis=axis) != 0).any(axis=1 - axis))), counts.shape[axis]]
+        for axis in (0, 1)
+    )
+    if (len(down) - 1) * (len(across) - 1) > MOST_REGIONS:
+        return
+    for top, bottom in itertools.pairwise(down):
+        for left, right in itertools.pairwise(across):
+            yield top, bottom, left, right
+
+
+FIGURES = {
+    "04-grid-and-refs.png": grid_and_refs,
+    "04-exercise-index-map.png": exercise_index_map,
+    "04-matmul-tiles.png": matmul_tiles,
+}

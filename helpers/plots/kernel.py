@@ -1,0 +1,232 @@
+"""Pictures of notebook 05: what one program of the forward kernel reads, keeps and writes."""
+
+import matplotlib.ticker
+import numpy as np
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
+
+from helpers.plots import style
+
+KIB = 1024
+
+
+def one_program():
+    """What one program holds on chip, what streams past it, and what it writes at the end."""
+    figure, axes = style.subplots(width=10, height=4.6)
+    style.bare(axes)
+    axes.set_xlim(0, 20)
+    axes.set_ylim(0, 9.2)
+
+    axes.text(0.3, 8.75, "large memory", size=11, weight="bold", va="center")
+    _stack(axes, 0.4, 4, 1.5, "q", style.QUERY, highlighted=1, note="read once")
+    _stack(axes, 2.8, 5, 1.5, "k", style.KEY, highlighted=2, note="streams by")
+    _stack(axes, 5.2, 5, 1.5, "v", style.VALUE, highlighted=2, note="streams by")
+
+    axes.add_patch(
+        FancyBboxPatch((8.5, 0.4), 7.4, 8.0, boxstyle="round,pad=0,rounding_size=0.25", fc="#EEF1F4", ec=style.INK, lw=1.5)
+    )
+    axes.text(8.5, 8.75, "on chip, while program i runs", size=11, weight="bold", va="center")
+    _box(axes, 8.9, 6.6, 2.0, 1.3, style.QUERY, "q", "block_q × H")
+    _box(axes, 11.2, 6.6, 2.0, 1.3, style.KEY, "k tile j", "block_k × H", hatch="//")
+    _box(axes, 13.5, 6.6, 2.0, 1.3, style.VALUE, "v tile j", "block_k × H", hatch="\\\\")
+    _box(axes, 8.9, 4.2, 6.6, 1.5, style.LOGITS, "s, then p", "block_q × block_k, replaced for each j")
+    _box(axes, 8.9, 0.8, 1.15, 2.2, style.STATE, "m", "block_q")
+    _box(axes, 10.3, 0.8, 1.15, 2.2, style.STATE, "l", "block_q")
+    _box(axes, 11.7, 0.8, 3.8, 2.2, style.STATE, "acc", "block_q × H")
+    axes.text(12.2, 3.35, "the state: stays for the whole loop", size=9, ha="center", va="center")
+    axes.text(12.2, 6.12, "tile j leaves when tile j + 1 arrives", size=9, ha="center", va="center")
+
+    axes.text(17.1, 8.75, "large memory", size=11, weight="bold", va="center")
+    _stack(axes, 17.0, 4, 1.2, "out", style.OUTPUT, highlighted=1, note="written\nonce")
+    _stack(axes, 18.8, 4, 0.5, "lse", style.STATE, highlighted=1, note="written\nonce")
+    _arrow(axes, (6.9, 4.9), (8.4, 4.9))
+    _arrow(axes, (16.0, 4.9), (16.9, 4.9))
+    return figure
+
+
+def reads_of_each_row(call, names=("q", "k", "v")):
+    """How often each row of some operands was read, from a replayed `KernelCall` with 2-D operands."""
+    colours = {"q": style.QUERY, "k": style.KEY, "v": style.VALUE}
+    hatches = {"q": "", "k": "//", "v": "\\\\"}
+    figure, axes = style.subplots(1, len(names), width=9, height=2.6, sharey=True)
+    for panel, name in zip(axes, names, strict=True):
+        reads = call.operands[name].reads[:, 0]
+        panel.bar(
+            np.arange(len(reads)), reads, width=1.0, color=colours[name], alpha=0.55, hatch=hatches[name], ec=colours[name]
+        )
+        panel.set_title(f"rows of {name}", loc="left")
+        panel.set_xlabel("row")
+    axes[0].set_ylabel("times read")
+    axes[0].yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+    return figure
+
+
+def tiles_visited(panels, block_q, block_k):
+    """Which key tiles each program read.
+
+    panels: {title: (reads, seen)}; reads (programs, S) says how often a program read each key, and
+    seen (T, S) which pairs the mask shows.
+    """
+    figure, axes = style.subplots(1, len(panels), width=4.9 * len(panels), height=4.6, squeeze=False)
+    for panel, (title, (reads, seen)) in zip(axes[0], panels.items(), strict=True):
+        programs, S = reads.shape
+        visited = reads[:, ::block_k] > 0
+        for i in range(programs):
+            for j in range(S // block_k):
+                tile = seen[i * block_q : (i + 1) * block_q, j * block_k : (j + 1) * block_k]
+                partial = visited[i, j] and not tile.all()
+                panel.add_patch(
+                    Rectangle(
+                        (j, i),
+                        1,
+                        1,
+                        fc=style.SKIPPED if not visited[i, j] else "#F6D9A6" if partial else style.KEY,
+                        ec=style.PAPER,
+                        hatch="//" if partial else None,
+                        lw=1.5,
+                    )
+                )
+        # The edges of what the mask shows, row by row, in units of tiles.
+        rows = np.arange(seen.shape[0])
+        first, last = seen.argmax(axis=1), seen.shape[1] - seen[:, ::-1].argmax(axis=1)
+        y = np.repeat(np.append(rows, len(rows)), 2)[1:-1] / block_q
+        for edge in (first, last):
+            panel.plot(np.repeat(edge, 2) / block_k, y, color=style.INK, lw=1.6)
+        panel.set_xlim(0, S // block_k)
+        panel.set_ylim(programs, 0)
+        panel.set_xticks(np.arange(S // block_k) + 0.5, range(S // block_k))
+        panel.set_yticks(np.arange(programs) + 0.5, range(programs))
+        panel.tick_params(length=0)
+        panel.set_xlabel(f"key tile j ({block_k} keys each)")
+        panel.set_ylabel(f"program i ({block_q} queries each)")
+        panel.set_title(f"{title}: {int(visited.sum())} of {visited.size} tiles read", loc="left")
+    figure.legend(
+        handles=[
+            Patch(fc=style.KEY, label="read, every pair visible"),
+            Patch(fc="#F6D9A6", ec=style.PAPER, hatch="//", label="read and masked"),
+            Patch(fc=style.SKIPPED, label="never read"),
+        ],
+        loc="outside lower center",
+        ncols=3,
+    )
+    return figure
+
+
+def lanes(masks, colours=(style.QUERY, style.KEY)):
+    """Which elements of padded tiles are really loaded. masks: {title: boolean array (rows, H')}."""
+    figure, axes = style.subplots(1, len(masks), width=4.9 * len(masks), height=3.6)
+    for panel, (title, mask), colour in zip(axes, masks.items(), colours, strict=True):
+        rows, columns = mask.shape
+        for row in range(rows):
+            for column in range(columns):
+                real = mask[row, column]
+                panel.add_patch(
+                    Rectangle((column, row), 1, 1, fc=colour if real else style.SKIPPED, ec=style.PAPER, lw=0.6)
+                )
+        height, width = mask.any(axis=1).sum(), mask.any(axis=0).sum()
+        panel.text(width / 2, height / 2, "loaded", color="white", weight="bold", ha="center", va="center")
+        if height < rows:
+            panel.text(width / 2, (height + rows) / 2, "0, not loaded", ha="center", va="center", size=9)
+        if width < columns:
+            panel.text((width + columns) / 2, rows / 2, "0, not loaded", rotation=90, ha="center", va="center", size=9)
+        panel.set_xlim(0, columns)
+        panel.set_ylim(rows, 0)
+        panel.set_aspect("equal")
+        panel.set_xlabel("position in the head")
+        panel.set_ylabel("row of the tile")
+        panel.set_title(title, loc="left")
+    return figure
+
+
+def shared_heads(block_of, query_heads, key_heads):
+    """Lines from each query head to the key/value head that it reads.
+
+    block_of: {query head: key/value head}, as the programs of a kernel were seen to use them.
+    """
+    figure, axes = style.subplots(width=8, height=2.9)
+    style.bare(axes)
+    spread = query_heads / key_heads
+    centre = lambda head: (head + 0.5) * spread
+    for n, head in sorted(block_of.items()):
+        axes.plot([n + 0.5, centre(head)], [2.0, 1.0], color=style.FAINT, lw=1.6, zorder=0)
+    for n in range(query_heads):
+        _box(axes, n + 0.12, 2.0, 0.76, 0.62, style.QUERY, f"n = {n}", size=9)
+    for head in range(key_heads):
+        _box(axes, centre(head) - 0.6, 0.38, 1.2, 0.62, style.KEY, f"head {head}", size=9, hatch="//")
+    axes.text(-0.15, 2.31, "query heads", ha="right", va="center")
+    axes.text(-0.15, 0.69, "key/value heads", ha="right", va="center")
+    axes.set_xlim(-1.9, query_heads)
+    axes.set_ylim(0.2, 2.75)
+    axes.set_title("Which keys each query head reads", loc="left")
+    return figure
+
+
+def error_by_dtype(errors):
+    """Bars on a logarithmic axis. errors: {dtype name: {implementation name: relative error}}."""
+    figure, axes = style.subplots(width=8, height=3.6)
+    implementations = list(next(iter(errors.values())))
+    looks = [(style.OUTPUT, ""), (style.SKIPPED, "//"), (style.STATE, "..")]
+    width = 0.8 / len(implementations)
+    for number, (name, (colour, hatch)) in enumerate(zip(implementations, looks, strict=False)):
+        x = np.arange(len(errors)) + (number - (len(implementations) - 1) / 2) * width
+        heights = [row[name] for row in errors.values()]
+        axes.bar(x, heights, 0.92 * width, color=colour, hatch=hatch, ec=style.INK, lw=0.8, label=name)
+    axes.set_yscale("log")
+    axes.set_ylim(1e-8, 1e-1)
+    axes.set_xticks(range(len(errors)), errors)
+    axes.tick_params(axis="x", length=0)
+    axes.set_ylabel("relative error of out")
+    axes.set_title("Error against the float64 oracle", loc="left")
+    axes.legend(loc="upper left", ncols=len(implementations))
+    return figure
+
+
+def bytes_moved(moved):
+    """Horizontal bars. moved: {label: bytes}; the first bar is what the others are measured against."""
+    figure, axes = style.subplots(width=8.5, height=0.42 * len(moved) + 1.2)
+    labels, heights = list(moved), np.array(list(moved.values())) / KIB
+    looks = [
+        (style.SKIPPED, "//") if "naive" in label else (style.KEY, "..") if "causal" in label else (style.OUTPUT, "")
+        for label in labels
+    ]
+    y = np.arange(len(labels))
+    for position, height, (colour, hatch) in zip(y, heights, looks, strict=True):
+        axes.barh(position, height, 0.7, color=colour, hatch=hatch, ec=style.INK, lw=0.8)
+        axes.text(height + heights.max() * 0.012, position, f"{height:.0f}", va="center", size=9)
+    axes.axvline(heights[0], color=style.INK, lw=1, ls="--")
+    axes.set_yticks(y, labels)
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.set_xlim(0, heights.max() * 1.1)
+    axes.set_xlabel("KiB moved between the large memory and the chip")
+    axes.set_title("The bill of one head", loc="left")
+    return figure
+
+
+def _stack(axes, x, count, width, name, colour, highlighted, note):
+    """An array in memory as a column of tiles, one of them in full colour."""
+    height = 6.2 / count
+    for number in range(count):
+        active = number == highlighted
+        axes.add_patch(
+            Rectangle((x, 7.3 - (number + 1) * height), width, height, fc=colour, alpha=0.95 if active else 0.28, ec="white", lw=2)
+        )
+    axes.text(x + width / 2, 7.7, name, ha="center", va="center", weight="bold")
+    axes.text(x + width / 2, 0.95, note, ha="center", va="top", size=9, color=style.INK, linespacing=1.1)
+
+
+def _box(axes, x, y, width, height, colour, name, note=None, size=10, hatch=None):
+    axes.add_patch(Rectangle((x, y), width, height, fc=colour, alpha=0.30, ec="none"))
+    axes.add_patch(Rectangle((x, y), width, height, fc="none", ec=colour, lw=1.6))
+    if hatch:
+        axes.add_patch(Rectangle((x, y), width, height, fc="none", ec=colour, hatch=hatch, lw=0, alpha=0.25))
+    middle = y + height * (0.62 if note else 0.5)
+    axes.text(x + width / 2, middle, name, ha="center", va="center", weight="bold", size=size)
+    if note:
+        axes.text(x + width / 2, y + height * 0.24, note, ha="center", va="center", size=8)
+
+
+def _arrow(axes, start, stop):
+    axes.add_patch(FancyArrowPatch(start, stop, arrowstyle="-|>", mutation_scale=16, color=style.INK, lw=1.6))
+
+
+FIGURES = {"05-one-program.png": one_program}

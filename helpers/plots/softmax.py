@@ -1,0 +1,290 @@
+"""Pictures of notebook 02: the range of a dtype, the running state, the tree of merges."""
+
+import numpy as np
+from matplotlib.patches import FancyBboxPatch, Rectangle
+
+from helpers.plots import style
+
+
+def exponent_range(limits):
+    """For which logits e^s is a number that a dtype can hold.
+
+    limits: {name of the dtype: (lowest, highest)}; below lowest e^s is 0, above highest it is inf.
+    """
+    figure, axes = style.subplots(width=8.5, height=0.62 * len(limits) + 1.5)
+    edge = 1.18 * max(abs(limit) for pair in limits.values() for limit in pair)
+    for y, (low, high) in enumerate(limits.values()):
+        axes.barh(y, low + edge, left=-edge, color=style.SKIPPED, height=0.6)
+        axes.barh(y, high - low, left=low, color=style.STATE, height=0.6)
+        axes.barh(y, edge - high, left=high, color=style.OUTPUT, height=0.6, hatch="///", edgecolor=style.PAPER)
+        box = {"facecolor": style.PAPER, "edgecolor": "none", "pad": 1.5}
+        for limit, side in ((low, "left"), (high, "right")):
+            inward = 2 if side == "left" else -2
+            axes.text(limit + inward, y, f"{limit:.1f}", ha=side, va="center", size=8.5, bbox=box)
+    top = len(limits) - 0.45
+    axes.text(-edge, top, "$e^s$ becomes 0", ha="left", size=9, color=style.INK)
+    axes.text(0, top, "$e^s$ can be stored", ha="center", size=9, color=style.INK)
+    axes.text(edge, top, "$e^s$ becomes inf", ha="right", size=9, color=style.INK)
+    axes.set_yticks(range(len(limits)), list(limits))
+    axes.axvline(0, color=style.INK, linewidth=0.8)
+    axes.set_xlim(-edge, edge)
+    axes.set_ylim(-0.5, len(limits) - 0.1)
+    axes.set_xlabel("logit s")
+    axes.set_title("Which logits survive the exponential", loc="left")
+    return figure
+
+
+def passes(traces, labels):
+    """Which logit is read at each step.
+
+    traces: {name of the algorithm: positions in the order in which they were read}.
+    labels: {name of the algorithm: what each pass over the row computes, in order}.
+    """
+    longest = max(map(len, traces.values()))
+    figure, axes = style.subplots(1, len(traces), width=10, height=2.9, sharey=True)
+    for panel, (name, positions) in zip(axes, traces.items(), strict=True):
+        size = max(positions) + 1
+        panel.plot(positions, "o", color=style.KEY, markersize=3.5)
+        for number, label in enumerate(labels[name]):
+            panel.axvline(number * size - 0.5, color=style.FAINT, linewidth=0.8, linestyle=":")
+            panel.text((number + 0.5) * size, size + 1, label, ha="center", va="bottom", size=9, color=style.INK)
+        panel.set_title(f"{name}: {len(positions)} reads", loc="left", pad=8)
+        panel.set_xlim(-2, longest + 1)
+        panel.set_ylim(-1, size + 4.5)
+        panel.set_yticks([0, size - 1])
+        panel.set_xlabel("reads so far")
+    axes[0].set_ylabel("position in the row")
+    return figure
+
+
+def running_state(tokens, history, query):
+    """The running m and l as the logits of one row arrive.
+
+    history: one (s, m, alpha, l) for each token. query: the word whose row this is.
+    """
+    s, m, alpha, l = (np.array(column, float) for column in zip(*history, strict=True))
+    steps = np.arange(len(tokens))
+    raised = np.flatnonzero(alpha < 1)
+    figure, (above, below) = style.subplots(2, 1, width=9, height=5.2, sharex=True)
+
+    above.plot(steps, s, "o", color=style.LOGITS, markersize=6, label="logit s", zorder=3)
+    above.step(np.append(steps, len(steps)) - 0.5, np.append(m, m[-1]), where="post", color=style.STATE, label="m")
+    above.set_ylabel("logit")
+    above.set_ylim(s.min() - 0.8, m.max() + 2.0)
+    above.set_title(f"Row of “{query}”: the largest logit so far, m", loc="left")
+    above.legend(loc="center right", ncols=2, bbox_to_anchor=(1, 0.72))
+
+    below.step(np.append(steps, len(steps)) - 0.5, np.append(l, l[-1]), where="post", color=style.STATE, label="l")
+    below.set_ylabel("l  (no unit)")
+    below.set_ylim(0, l.max() * 1.28)
+    below.set_title("The sum so far, l, measured in units of $e^m$", loc="left")
+    below.set_xticks(steps, tokens, rotation=90, size=9)
+    below.set_xlabel("key, in order of arrival")
+    for j in raised:
+        for panel in (above, below):
+            panel.axvline(j - 0.5, color=style.OUTPUT, linewidth=1.1, linestyle="--", zorder=0)
+        top = m.max() + 1.9 if j == 0 or alpha[j] > 0.3 else m.max() + 1.9
+        text = "start" if j == 0 else f"α = {alpha[j]:.2g}"
+        above.text(j - 0.4, top, text, color=style.OUTPUT, size=9, va="top", ha="left")
+    return figure
+
+
+def correction_factor(jumps):
+    """alpha = e^(m_old - m_new) against the jump of m, with the jumps of one row marked.
+
+    jumps: {word whose logit raised m: m_new - m_old}.
+    """
+    figure, axes = style.subplots(width=8, height=3.5)
+    axis = np.linspace(0, 8, 400)
+    axes.plot(axis, np.exp(-axis), color=style.STATE)
+    for word, jump in jumps.items():
+        axes.plot(jump, np.exp(-jump), "o", color=style.OUTPUT, markersize=7)
+        axes.annotate(
+            f"{word}: × {np.exp(-jump):.2g}",
+            (jump, np.exp(-jump)),
+            (8, 8),
+            textcoords="offset points",
+            color=style.INK,
+            size=9.5,
+        )
+    axes.plot(0, 1, "s", color=style.INK, markersize=6, clip_on=False)
+    axes.annotate(
+        "every other key: × 1", (0, 1), (10, -2), textcoords="offset points", color=style.INK, size=9.5, va="center"
+    )
+    axes.set_xlim(0, 8)
+    axes.set_ylim(0, 1.1)
+    axes.set_xlabel("jump of the largest logit, m_new − m_old")
+    axes.set_ylabel("correction α")
+    axes.set_title("What the old sum is multiplied by", loc="left")
+    return figure
+
+
+def hand_case():
+    """The state of the hand case after each of its two tiles."""
+    figure, axes = style.subplots(width=9.5, height=3.1)
+    style.bare(axes)
+    boxes = (
+        (0.0, "state\nbefore", ("m = −∞", "l = 0", "acc = 0"), style.STATE),
+        (3.1, "after\ntile 1", ("m = ln 3", "l = 1/3 + 1 = 4/3", "acc = 1/3·1 + 1·2 = 7/3"), style.STATE),
+        (7.0, "after\ntile 2", ("m = ln 8", "l = 3/8·4/3 + 5/4 = 7/4", "acc = 3/8·7/3 + 19/4 = 45/8"), style.STATE),
+    )
+    widths = (1.55, 2.65, 3.0)
+    for (x, name, lines, colour), width in zip(boxes, widths, strict=True):
+        axes.add_patch(_rounded(x, 0.75, width, 1.15, colour))
+        axes.text(x + width / 2, 2.03, name.replace("\n", " "), ha="center", va="bottom", weight="bold", size=10)
+        for row, line in enumerate(lines):
+            axes.text(x + 0.12, 1.65 - 0.32 * row, line, va="center", size=10)
+    for x, to, label, tile in (
+        (1.6, 3.05, "α = 0", "tile 1\ns = ln 1, ln 3\nv = 1, 2"),
+        (5.8, 6.95, "α = 3/8", "tile 2\ns = ln 2, ln 8\nv = 3, 4"),
+    ):
+        middle = (x + to) / 2
+        axes.annotate("", (to, 1.32), (x, 1.32), arrowprops={"arrowstyle": "-|>", "color": style.INK, "lw": 1.4})
+        axes.text(middle, 1.42, label, ha="center", va="bottom", size=10.5, color=style.OUTPUT, weight="bold")
+        axes.text(middle, 0.18, tile, ha="center", va="center", size=9.5, color=style.INK, linespacing=1.35)
+        axes.annotate(
+            "", (middle, 1.28), (middle, 0.6), arrowprops={"arrowstyle": "-|>", "color": style.KEY, "lw": 1.8}
+        )
+    axes.text(8.5, 0.18, "out = acc / l = 45/14\nlse = m + log l = ln 14", ha="center", va="center", size=10.5)
+    axes.annotate("", (8.5, 0.44), (8.5, 0.72), arrowprops={"arrowstyle": "-|>", "color": style.OUTPUT, "lw": 1.8})
+    axes.set_xlim(-0.1, 10.1)
+    axes.set_ylim(-0.25, 2.3)
+    return figure
+
+
+def merge_tree(tokens, levels):
+    """A balanced tree of merges.
+
+    levels: lists of states (m, l), from the leaves, one for each token, to the root; each list is
+    half as long as the one before.
+    """
+    leaves = len(levels[0])
+    figure, axes = style.subplots(width=9.5, height=1.05 * len(levels) + 0.9)
+    style.bare(axes)
+    centres = [[(index + 0.5) * leaves / len(level) for index in range(len(level))] for level in levels]
+    for height, (level, xs) in enumerate(zip(levels, centres, strict=True)):
+        for index, ((m, l), x) in enumerate(zip(level, xs, strict=True)):
+            if height:
+                for child in (2 * index, 2 * index + 1):
+                    m_child = levels[height - 1][child][0]
+                    below = centres[height - 1][child]
+                    kept = m_child == m
+                    axes.plot(
+                        [below, x],
+                        [height - 1 + 0.3, height - 0.3],
+                        color=style.FAINT if kept else style.OUTPUT,
+                        linewidth=1.4,
+                        linestyle="-" if kept else "--",
+                        zorder=0,
+                    )
+                    if not kept:
+                        axes.text(
+                            (below + x) / 2,
+                            height - 0.5,
+                            f"×{np.exp(m_child - m):.2g}",
+                            ha="center",
+                            va="center",
+                            size=8.5,
+                            color=style.OUTPUT,
+                            bbox={"facecolor": style.PAPER, "edgecolor": "none", "pad": 1},
+                        )
+            colour = style.OUTPUT if len(level) == 1 else style.STATE
+            axes.add_patch(_rounded(x - 0.44, height - 0.29, 0.88, 0.58, colour))
+            axes.text(x, height + 0.12, f"m {m:.2f}".replace("-", "−"), ha="center", va="center", size=9)
+            axes.text(x, height - 0.13, f"l {l:.2f}", ha="center", va="center", size=9)
+    for x, token in zip(centres[0], tokens, strict=True):
+        axes.text(x, -0.42, token, ha="center", va="top", size=10, weight="bold")
+    axes.set_xlim(-0.05, leaves + 0.05)
+    axes.set_ylim(-0.75, len(levels) - 0.55)
+    return figure
+
+
+def survival(shifts, panels):
+    """Where each way to choose the reference gives the right lse.
+
+    shifts: the values on the horizontal axis. panels: {axis label: {name: booleans, one for each
+    shift, True where right}}.
+    """
+    figure, axes = style.subplots(1, len(panels), width=10, height=3.2, sharey=True)
+    step = shifts[1] - shifts[0]
+    for panel, (label, rows) in zip(axes, panels.items(), strict=True):
+        for y, right in enumerate(reversed(rows.values())):
+            for shift, fine in zip(shifts, right, strict=True):
+                panel.add_patch(
+                    Rectangle(
+                        (shift - step / 2, y - 0.32),
+                        step,
+                        0.64,
+                        facecolor=style.STATE if fine else style.OUTPUT,
+                        edgecolor=style.STATE if fine else style.PAPER,
+                        hatch=None if fine else "////",
+                        linewidth=0,
+                    )
+                )
+        for y, right in enumerate(reversed(rows.values())):
+            for start, stop, fine in _runs(right):
+                panel.text(
+                    (shifts[start] + shifts[stop - 1]) / 2,
+                    y,
+                    "right" if fine else "wrong",
+                    ha="center",
+                    va="center",
+                    size=9,
+                    bbox={"facecolor": style.PAPER, "edgecolor": "none", "pad": 1.5},
+                )
+        panel.set_yticks(range(len(rows)), list(reversed(rows)))
+        panel.set_xlim(shifts[0] - step / 2, shifts[-1] + step / 2)
+        panel.set_ylim(-0.55, len(rows) - 0.45)
+        panel.set_xlabel(label)
+        panel.axvline(0, color=style.INK, linewidth=0.8)
+    return figure
+
+
+def _runs(flags):
+    """(start, stop, flag) of each run of equal flags."""
+    edges = [0, *(np.flatnonzero(np.diff(np.asarray(flags, int))) + 1), len(flags)]
+    return [(start, stop, bool(flags[start])) for start, stop in zip(edges, edges[1:], strict=False)]
+
+
+def lse_weights(parts, query):
+    """How much each part of a row counts in the whole: its weight e^(lse_part - lse).
+
+    parts: {name of the part: (its words, its lse, its weight)}. query: the word whose row this is.
+    """
+    figure, axes = style.subplots(width=9, height=2.3)
+    left = 0.0
+    hatches = ("", "//", "..", "\\\\")
+    for number, (name, (part, lse, weight)) in enumerate(parts.items()):
+        colour = style.STATE if number % 2 == 0 else style.SKIPPED
+        axes.barh(0, weight, left=left, color=colour, hatch=hatches[number % 4], edgecolor=style.PAPER, height=0.7)
+        axes.text(
+            left + weight / 2,
+            0,
+            f"{name}: {len(part)} keys\nlse {lse:.2f}, weight {weight:.2f}",
+            ha="center",
+            va="center",
+            size=9.5,
+            bbox={"facecolor": style.PAPER, "edgecolor": "none", "pad": 2},
+        )
+        left += weight
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    axes.set_xlim(0, 1)
+    axes.set_xlabel("share of the softmax weight")
+    axes.set_title(f"Row of “{query}”: the parts and their share in the result", loc="left")
+    return figure
+
+
+def _rounded(x, y, width, height, edge):
+    return FancyBboxPatch(
+        (x, y),
+        width,
+        height,
+        boxstyle="round,pad=0,rounding_size=0.1",
+        facecolor=style.PAPER,
+        edgecolor=edge,
+        linewidth=1.8,
+    )
+
+
+FIGURES = {"02-hand-case.png": hand_case}

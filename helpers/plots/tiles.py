@@ -1,0 +1,432 @@
+"""Pictures of notebook 03: tiles, what is on chip while they are visited, and the bytes they move."""
+
+import itertools
+
+import numpy as np
+from matplotlib.patches import Rectangle
+
+from helpers.attention.masking import NO_BAND, tile_kind, visible
+from helpers.measure import cost
+from helpers.plots import style
+
+KIB = 1024
+MIB = 1024**2
+
+
+def _box(axes, x, y, width, height, colour, *, filled=True, hatch=None, linewidth=1.4, linestyle="-"):
+    axes.add_patch(
+        Rectangle(
+            (x, y),
+            width,
+            height,
+            facecolor=colour if filled else style.PAPER,
+            edgecolor=style.INK if filled else colour,
+            hatch=hatch,
+            linewidth=linewidth,
+            linestyle=linestyle,
+        )
+    )
+
+
+def on_chip():
+    """Slow memory with its arrays cut into tiles, and the few tiles that are on chip at one moment."""
+    figure, axes = style.subplots(width=10, height=3.9)
+    style.bare(axes)
+    _box(axes, 0, 0, 5.4, 5.2, style.FAINT, filled=False)
+    _box(axes, 6.6, 0, 5.2, 5.2, style.FAINT, filled=False)
+    axes.text(0.15, 5.32, "slow memory: large", weight="bold")
+    axes.text(6.75, 5.32, "on chip: fast and small", weight="bold")
+
+    columns = [("q", style.QUERY, 4, 1), ("k", style.KEY, 5, 2), ("v", style.VALUE, 5, 2), ("out", style.OUTPUT, 4, 1)]
+    for column, (name, colour, tiles, current) in enumerate(columns):
+        x = 0.4 + 1.25 * column
+        axes.text(x + 0.4, 4.75, name, ha="center", color=colour, weight="bold", size=12)
+        for tile in range(tiles):
+            filled = tile == current or (name == "out" and tile < current)
+            hatch = ".." if name == "out" and tile < current else None
+            if name == "out" and tile == current:
+                filled = False
+            _box(axes, x, 3.85 - 0.8 * tile, 0.8, 0.72, colour, filled=filled, hatch=hatch)
+    axes.text(
+        4.55,
+        4.21,
+        "done",
+        ha="center",
+        va="center",
+        color=style.INK,
+        size=9,
+        bbox={"facecolor": style.PAPER, "edgecolor": "none", "pad": 1.5},
+    )
+
+    _box(axes, 6.9, 2.55, 0.9, 0.9, style.QUERY)
+    axes.text(7.35, 3.0, "q tile", ha="center", va="center", color="white")
+    _box(axes, 8.1, 3.75, 1.3, 0.8, style.KEY)
+    axes.text(8.75, 4.15, "k tile", ha="center", va="center")
+    _box(axes, 8.1, 2.55, 1.3, 0.9, style.LOGITS)
+    axes.text(8.75, 3.0, "logits s,\nthen p", ha="center", va="center", linespacing=1.15)
+    _box(axes, 8.1, 1.45, 1.3, 0.8, style.VALUE)
+    axes.text(8.75, 1.85, "v tile", ha="center", va="center", color="white")
+    for x, width, name in ((9.9, 0.36, "m"), (10.32, 0.36, "l"), (10.74, 0.86, "acc")):
+        _box(axes, x, 2.55, width, 0.9, style.STATE)
+        axes.text(x + width / 2, 3.0, name, ha="center", va="center", weight="bold")
+    axes.text(10.75, 3.62, "the state", ha="center")
+    axes.text(
+        9.2, 0.6, "Keys and values come and go.\nThe q tile and its state stay.", ha="center", va="center", size=10
+    )
+
+    def arrow(start, end, colour):
+        axes.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": colour, "linewidth": 1.8})
+
+    arrow((5.45, 3.0), (6.85, 3.0), style.QUERY)
+    arrow((5.45, 4.15), (8.05, 4.15), style.KEY)
+    arrow((5.45, 1.85), (8.05, 1.85), style.VALUE)
+    arrow((9.45, 3.0), (9.85, 3.0), style.INK)
+    arrow((10.75, 2.5), (10.75, 1.75), style.OUTPUT)
+    axes.text(10.75, 1.62, "at the end:\nout, lse", ha="center", va="top", color=style.OUTPUT, size=10)
+    axes.set_xlim(-0.05, 11.85)
+    axes.set_ylim(-0.1, 5.7)
+    return figure
+
+
+def _tile_table(axes, T, S, block_q, block_k, current=None, done=()):
+    """The T x S table cut into tiles: the current one filled, those that are done hatched."""
+    for q_start in range(0, T, block_q):
+        for k_start in range(0, S, block_k):
+            tile = (q_start, k_start)
+            colour = style.LOGITS if tile == current else style.SKIPPED
+            width, height = min(block_k, S - k_start), min(block_q, T - q_start)
+            axes.add_patch(
+                Rectangle(
+                    (k_start, q_start),
+                    width,
+                    height,
+                    facecolor=colour if tile == current else style.PAPER,
+                    edgecolor=style.INK if tile == current else style.FAINT,
+                    hatch="///" if tile in done else None,
+                    linewidth=1,
+                )
+            )
+    axes.set_xlim(-0.25 * block_k, S + 0.1)
+    axes.set_ylim(T + 0.1, -0.4 * block_q)
+    axes.set_aspect("auto")
+    style.bare(axes)
+
+
+def film_strip(frames, T, S, block_q, block_k):
+    """One frame for each visited tile. frames: (q_start, k_start, state after the visit), in order.
+
+    Each frame shows the table with the current tile, and below it the numbers of the state.
+    """
+    columns = len(range(0, S, block_k))
+    rows = len(frames) // columns
+    figure, axes = style.subplots(
+        2 * rows, columns, width=2.4 * columns, height=3.1 * rows, height_ratios=[1, 1.45] * rows
+    )
+    largest = max(np.abs(state.acc).max() for *_, state in frames)
+    for number, (q_start, k_start, state) in enumerate(frames):
+        row, column = divmod(number, columns)
+        table, values = axes[2 * row, column], axes[2 * row + 1, column]
+        _tile_table(table, T, S, block_q, block_k, (q_start, k_start), {frame[:2] for frame in frames[:number]})
+        table.add_patch(Rectangle((-0.22 * block_k, q_start), 0.14 * block_k, block_q, color=style.QUERY))
+        table.add_patch(Rectangle((k_start, -0.36 * block_q), block_k, 0.22 * block_q, color=style.KEY))
+        table.set_title(
+            f"{number + 1}: q {q_start}–{q_start + len(state.m) - 1}, k {k_start}–{min(k_start + block_k, S) - 1}",
+            loc="left",
+            size=10,
+        )
+        _state(values, state, largest)
+    figure.suptitle(
+        "Blue: q tile. Orange: k tile. Hatched: done. Below: the state after it; acc red above zero, blue below.",
+        x=0.01,
+        ha="left",
+        size=10,
+    )
+    return figure
+
+
+def _state(axes, state, largest):
+    """m and l as numbers, acc as coloured cells, one line for each query of the tile."""
+    style.bare(axes)
+    rows, H = state.acc.shape
+    for row in range(rows):
+        axes.text(0.45, row, f"{round(state.m[row], 1) + 0:.1f}", ha="center", va="center", size=9)
+        axes.text(1.5, row, f"{state.l[row]:.1f}", ha="center", va="center", size=9)
+    axes.imshow(
+        state.acc,
+        cmap="RdBu_r",
+        vmin=-largest,
+        vmax=largest,
+        extent=(2.2, 2.2 + 0.62 * H, rows - 0.5, -0.5),
+        aspect="auto",
+    )
+    for x, name in ((0.45, "m"), (1.5, "l"), (2.2 + 0.31 * H, "acc")):
+        axes.text(x, -0.68, name, ha="center", va="bottom", weight="bold", color=style.INK, size=9)
+    axes.add_patch(Rectangle((-0.1, -0.5), 2.15, rows, facecolor=style.STATE, alpha=0.3, edgecolor="none", zorder=0))
+    axes.set_xlim(-0.15, 2.25 + 0.62 * H)
+    axes.set_ylim(rows - 0.4, -1.5)
+
+
+READ_COLOURS = {"q": style.QUERY, "k": style.KEY, "v": style.VALUE, "out": style.OUTPUT}
+TABLE_COLOURS = {"s": style.LOGITS, "p": "#8A3A6E"}
+
+
+def traffic_by_array(memories):
+    """One bar for each `SlowMemory` in a dict by name: bytes read (plain) and written (hatched), by array."""
+    figure, axes = style.subplots(width=9, height=1.3 + 0.62 * len(memories))
+    labelled = set()
+    widest = max(memory.bytes_moved for memory in memories.values())
+    for y, memory in enumerate(memories.values()):
+        left = 0
+        for name in memory.arrays:
+            for verb, count, hatch in (("read", memory.read[name], None), ("written", memory.written[name], "///")):
+                if not count:
+                    continue
+                colour = (READ_COLOURS | TABLE_COLOURS).get(name, style.STATE)
+                width = count / KIB
+                axes.barh(y, width, left=left, height=0.62, color=colour, hatch=hatch, edgecolor=style.PAPER)
+                if count > 0.035 * widest:
+                    axes.text(
+                        left + width / 2,
+                        y,
+                        name,
+                        ha="center",
+                        va="center",
+                        size=9.5,
+                        color=style.INK,
+                        bbox={"facecolor": style.PAPER, "edgecolor": "none", "pad": 1, "alpha": 0.85},
+                    )
+                left += width
+                labelled.add(verb)
+        axes.text(left, y, f" {memory.bytes_moved / KIB:.1f} KiB", va="center")
+    axes.set_yticks(range(len(memories)), list(memories))
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.16 * widest / KIB)
+    axes.set_xlabel("bytes moved (KiB); plain: read, hatched: written; light blue: m, l, lse")
+    axes.set_title("Traffic, array by array", loc="left")
+    return figure
+
+
+KINDS = {
+    "full": (style.LOGITS, None),
+    "partial": (style.LOGITS, "///"),
+    "skipped": (style.SKIPPED, None),
+}
+
+
+def tile_map(T, S, block_q, block_k, band=NO_BAND, title=""):
+    """Every tile by kind, with a dot on each pair of query and key that is visible.
+
+    Tiles are drawn at full size; what sticks out past T or S is empty.
+    """
+    rows, columns = -(-T // block_q) * block_q, -(-S // block_k) * block_k
+    unit = min(0.26, 7.5 / columns)
+    figure, axes = style.subplots(width=unit * columns + 2.4, height=unit * rows + 1.1)
+    for q_start in range(0, T, block_q):
+        for k_start in range(0, S, block_k):
+            kind = tile_kind(range(q_start, q_start + block_q), range(k_start, k_start + block_k), band, T, S)
+            colour, hatch = KINDS[kind]
+            axes.add_patch(
+                Rectangle(
+                    (k_start - 0.5, q_start - 0.5),
+                    block_k,
+                    block_q,
+                    facecolor=colour,
+                    alpha=1 if kind != "partial" else 0.55,
+                    hatch=hatch,
+                    edgecolor=style.PAPER,
+                    linewidth=2.5,
+                )
+            )
+    i, j = np.nonzero(visible(np.arange(T)[:, None], np.arange(S)[None, :], band, T, S))
+    axes.scatter(j, i, s=5, color=style.INK, linewidths=0)
+    axes.plot([S - 0.5, S - 0.5, -0.5], [-0.5, T - 0.5, T - 0.5], color=style.OUTPUT, linewidth=1.8)
+    axes.set_xlim(-0.6, columns - 0.4)
+    axes.set_ylim(rows - 0.4, -0.6)
+    axes.set_aspect("equal")
+    axes.set_xticks(range(0, columns, block_k))
+    axes.set_yticks(range(0, rows, block_q))
+    axes.set_xlabel("key")
+    axes.set_ylabel("query")
+    axes.set_title(title, loc="left")
+    handles = [
+        Rectangle(
+            (0, 0), 1, 1, facecolor=colour, hatch=hatch, alpha=0.55 if hatch else 1, edgecolor=style.PAPER, label=kind
+        )
+        for kind, (colour, hatch) in KINDS.items()
+    ]
+    handles.append(axes.plot([], [], color=style.OUTPUT, label="T and S")[0])
+    handles.append(axes.scatter([], [], s=8, color=style.INK, label="visible pair"))
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=9)
+    return figure
+
+
+def two_orders(rows=3, columns=4):
+    """The order in which the tiles are visited, with query tiles outside and with key tiles outside."""
+    figure, axes = style.subplots(1, 2, width=10, height=3.3)
+    panels = [
+        (
+            axes[0],
+            "query tiles outside",
+            False,
+            "pink: one turn of the outer loop. The state waits on\nchip; k and v come again for each row.",
+        ),
+        (
+            axes[1],
+            "key tiles outside",
+            True,
+            "pink: one turn of the outer loop. k and v wait on\nchip; the state comes and goes at each stop.",
+        ),
+    ]
+    for panel, title, key_outside, caption in panels:
+        style.bare(panel)
+        path = [(i, j) for i in range(rows) for j in range(columns)]
+        if key_outside:
+            path.sort(key=lambda tile: (tile[1], tile[0]))
+        for number, (i, j) in enumerate(path):
+            first = (i if not key_outside else j) == 0
+            _box(panel, j, i, 0.94, 0.94, style.LOGITS if first else style.SKIPPED, filled=first, linewidth=1)
+            panel.text(
+                j + 0.2,
+                i + 0.26,
+                str(number + 1),
+                ha="center",
+                va="center",
+                size=10,
+                weight="bold",
+                zorder=3,
+                bbox={"facecolor": style.LOGITS if first else style.PAPER, "edgecolor": "none", "pad": 1},
+            )
+        for (i, j), (next_i, next_j) in itertools.pairwise(path):
+            same = i == next_i or j == next_j
+            panel.annotate(
+                "",
+                (next_j + 0.5, next_i + 0.56),
+                (j + 0.5, i + 0.56),
+                arrowprops={
+                    "arrowstyle": "-|>",
+                    "color": style.INK if same else style.FAINT,
+                    "linestyle": "-" if same else ":",
+                    "linewidth": 1.5,
+                },
+            )
+        for i in range(rows):
+            _box(panel, -0.5, i, 0.36, 0.94, style.QUERY)
+            panel.text(-0.32, i + 0.47, f"q{i}", ha="center", va="center", color="white", size=9)
+        for j in range(columns):
+            _box(panel, j, -0.46, 0.94, 0.32, style.KEY)
+            panel.text(j + 0.47, -0.3, f"k{j}, v{j}", ha="center", va="center", size=9)
+        panel.text(-0.5, rows + 0.08, caption, va="top", size=10)
+        panel.set_xlim(-0.6, columns + 0.1)
+        panel.set_ylim(rows + 0.75, -0.55)
+        panel.set_title(title, loc="left")
+    return figure
+
+
+def growth(lengths, H, itemsize, block_q, block_k):
+    """Bytes moved, and bytes that must exist besides the inputs, against the length of the sequence."""
+    figure, axes = style.subplots(1, 2, width=10, height=3.5, sharey=True)
+    lengths = np.asarray(lengths)
+    naive = [cost.naive_bytes(n, n, H, itemsize) / MIB for n in lengths]
+    flash = [cost.query_outer_bytes(n, n, H, itemsize, block_q, block_k) / MIB for n in lengths]
+    axes[0].loglog(lengths, naive, "o-", color=style.LOGITS, label="naive")
+    axes[0].loglog(lengths, flash, "s-", color=style.OUTPUT, label="query-outer")
+    axes[0].set_title("bytes moved", loc="left")
+    tables = itemsize * 2 * lengths**2 / MIB
+    result = (itemsize * lengths * H + 4 * lengths) / MIB
+    axes[1].loglog(lengths, tables + itemsize * lengths * H / MIB, "o-", color=style.LOGITS, label="naive: S, P, out")
+    axes[1].loglog(lengths, result, "s-", color=style.OUTPUT, label="query-outer: out, lse")
+    axes[1].set_title("bytes that must exist besides q, k, v", loc="left")
+    for panel in axes:
+        panel.set_xlabel("N = T = S")
+        panel.set_xticks(lengths, [str(n) for n in lengths], size=8.5)
+        panel.minorticks_off()
+        panel.legend(loc="upper left")
+        panel.grid(True, color=style.SKIPPED, linewidth=0.5)
+    axes[0].set_ylabel("MiB, logarithmic")
+    return figure
+
+
+def budget_map(H, itemsize, budget, N, sizes=(16, 32, 64, 128, 256, 512), chosen=None):
+    """For each pair of block sizes: the bytes on chip, and the traffic relative to naive.
+
+    Hatched cells do not fit. chosen: a (block_q, block_k) to frame.
+    """
+    figure, axes = style.subplots(1, 2, width=10.4, height=4.0)
+    needed = np.array([[itemsize * (q * H + 2 * k * H + q * k) for k in sizes] for q in sizes])
+    traffic = np.array([[cost.query_outer_bytes(N, N, H, itemsize, q, k) for k in sizes] for q in sizes])
+    relative = traffic / cost.naive_bytes(N, N, H, itemsize)
+    panels = [
+        (axes[0], needed / KIB, "{:.0f}", f"on chip, KiB (budget {budget / KIB:.0f})"),
+        (axes[1], 100 * relative, "{:.0f}", f"traffic, % of naive (N = {N})"),
+    ]
+    for panel, values, form, title in panels:
+        for row in range(len(sizes)):
+            for column in range(len(sizes)):
+                fits = needed[row, column] <= budget
+                good = fits if panel is axes[0] else fits and relative[row, column] < 1
+                _box(
+                    panel,
+                    column - 0.5,
+                    row - 0.5,
+                    1,
+                    1,
+                    style.STATE if good else style.SKIPPED if not fits else "#F3D9C6",
+                    hatch=None if fits else "///",
+                    linewidth=0.5,
+                )
+                panel.text(
+                    column,
+                    row,
+                    form.format(values[row, column]),
+                    ha="center",
+                    va="center",
+                    size=10,
+                    bbox=None if fits else {"facecolor": style.SKIPPED, "edgecolor": "none", "pad": 1},
+                )
+        if chosen and chosen[0] in sizes and chosen[1] in sizes:
+            panel.add_patch(
+                Rectangle(
+                    (sizes.index(chosen[1]) - 0.5, sizes.index(chosen[0]) - 0.5),
+                    1,
+                    1,
+                    fill=False,
+                    edgecolor=style.OUTPUT,
+                    linewidth=3,
+                )
+            )
+        panel.set_xticks(range(len(sizes)), sizes)
+        panel.set_yticks(range(len(sizes)), sizes)
+        panel.set_xlim(-0.5, len(sizes) - 0.5)
+        panel.set_ylim(len(sizes) - 0.5, -0.5)
+        panel.set_xlabel("block_k (keys)")
+        panel.set_ylabel("block_q (queries)")
+        panel.set_title(f"H = {H}: {title}", loc="left")
+    axes[0].text(0, -0.27, "hatched: does not fit", transform=axes[0].transAxes, size=9)
+    axes[1].text(0, -0.27, "pale: fits, and moves as much as naive or more", transform=axes[1].transAxes, size=9)
+    return figure
+
+
+def break_even(N, itemsize, head_dims=(64, 128), block_k=64):
+    """How many times fewer bytes than naive, against block_q, for several head dimensions."""
+    figure, axes = style.subplots(width=8, height=3.6)
+    sizes = 2 ** np.arange(2, 11)
+    for H, colour, marker in zip(head_dims, (style.OUTPUT, style.QUERY), "so", strict=True):
+        naive = cost.naive_bytes(N, N, H, itemsize)
+        ratio = [naive / cost.query_outer_bytes(N, N, H, itemsize, int(q), block_k) for q in sizes]
+        axes.loglog(sizes, ratio, marker + "-", color=colour, label=f"H = {H}")
+        axes.axvline(H / 2, color=colour, linestyle=":", linewidth=1.5)
+        axes.text(H / 2 * 1.05, 0.062, f"H/2 = {H // 2}", color=colour, size=9)
+    axes.axhline(1, color=style.INK, linewidth=1)
+    axes.text(sizes[0], 1.1, "above: tiling moves fewer bytes", size=9)
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set_yticks([0.1, 0.3, 1, 3, 10, 30], ["0.1", "0.3", "1", "3", "10", "30"])
+    axes.minorticks_off()
+    axes.set_ylim(0.05, 45)
+    axes.set_xlabel("block_q (queries in a tile)")
+    axes.set_ylabel("naive bytes ÷ query-outer bytes")
+    axes.set_title(f"Where tiling starts to pay, N = {N}", loc="left")
+    axes.legend(loc="lower right")
+    return figure
+
+
+FIGURES = {"03-on-chip.png": on_chip, "03-two-orders.png": two_orders}

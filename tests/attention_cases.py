@@ -1,0 +1,125 @@
+"""Random attention problems, and the comparison with the oracle that every kernel test uses.
+
+Nothing here is lenient: out and lse are compared each by itself, and the bounds are those of a
+correct kernel, not of a plausible one.
+"""
+
+from dataclasses import dataclass, field
+
+import jax.numpy as jnp
+import numpy as np
+
+from helpers.attention.problem import check_call
+from helpers.attention.reference import naive_attention, oracle
+
+SHAPES = [
+    (1, 1),
+    (1, 7),
+    (7, 1),
+    (63, 65),
+    (100, 130),
+    (113, 203),
+    (128, 128),
+    (239, 1),
+    (799, 3),
+    (1023, 1024),
+]
+HEAD_DIMS = [1, 24, 64, 80, 128, 256]
+FLOAT32_TOLERANCE = 2e-6
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """Shapes, dtype and arguments of a call, and how its random inputs are drawn.
+
+    logits: "plain", "large" (100 times), "low" (every logit far below zero) or "one huge".
+    query_lengths, key_lengths: tuples of B integers, or None.
+    """
+
+    T: int
+    S: int
+    H: int = 16
+    N: int = 2
+    K: int = 1
+    B: int = 1
+    dtype: str = "float32"
+    logits: str = "plain"
+    query_lengths: tuple | None = None
+    key_lengths: tuple | None = None
+    arguments: dict = field(default_factory=dict)
+    batched: bool = True
+    seed: int = 0
+
+    def inputs(self):
+        """(query, key, value) and the keyword arguments of the call."""
+        random = np.random.default_rng([self.seed, self.T, self.S, self.H])
+        query = random.standard_normal((self.B, self.T, self.N, self.H))
+        key = random.standard_normal((self.B, self.S, self.K, self.H))
+        value = random.standard_normal((self.B, self.S, self.K, self.H))
+        match self.logits:
+            case "large":
+                query *= 100
+            case "low":  # all of one sign, so that no logit comes near zero
+                query, key = np.abs(query) + 1, -30 * (np.abs(key) + 1)
+            case "one huge":
+                key[:, self.S // 2] *= 300
+        arrays = [array.astype(jnp.dtype(self.dtype)) for array in (query, key, value)]
+        if not self.batched:
+            arrays = [array[0] for array in arrays]
+        arguments = dict(self.arguments)
+        if self.query_lengths is not None:
+            arguments["query_seq_lengths"] = np.array(self.query_lengths, np.int32)
+        if self.key_lengths is not None:
+            arguments["key_value_seq_lengths"] = np.array(self.key_lengths, np.int32)
+        return arrays, arguments
+
+
+def relative_error(mine, right):
+    """Frobenius norm of the difference over that of the right answer; NaN counts as infinite."""
+    mine, right = np.asarray(mine, np.float64), np.asarray(right, np.float64)
+    assert mine.shape == right.shape, f"shape {mine.shape}, expected {right.shape}"
+    error, size = np.linalg.norm(mine - right), np.linalg.norm(right)
+    if np.isnan(error):
+        return np.inf
+    return error / size if size else error
+
+
+def largest_logit(case):
+    """Magnitude of the largest logit, masked ones included."""
+    (query, key, _), arguments = case.inputs()
+    scale = arguments.get("scale") or 1 / np.sqrt(case.H)
+    norms = [np.linalg.norm(np.asarray(array, np.float64), axis=-1).max() for array in (query, key)]
+    return abs(scale) * norms[0] * norms[1]
+
+
+def check_forward(attention, case):
+    """Assert that attention(query, key, value, **arguments) -> (out, lse) is right for a case."""
+    (query, key, value), arguments = case.inputs()
+    right_out, right_lse = oracle(query, key, value, **arguments)
+    out, lse = attention(query, key, value, **arguments)
+    assert out.dtype == query.dtype and lse.dtype == jnp.float32
+    assert out.shape == right_out.shape and lse.shape == right_lse.shape
+
+    # float32 rounds a logit by up to 2^-24 of its size, and exp turns that into a relative error.
+    float32_bound = FLOAT32_TOLERANCE * max(1.0, largest_logit(case) / 20)
+    empty = np.isneginf(right_lse)
+    lse = np.asarray(lse, np.float64)
+    assert np.array_equal(np.isneginf(lse), empty), "lse must be -inf exactly where a query sees no key"
+    lse_error = relative_error(lse[~empty], right_lse[~empty])
+    assert lse_error <= float32_bound, f"lse: relative error {lse_error:.1e} above {float32_bound:.1e}"
+
+    assert not np.asarray(out, np.float64)[empty].any(), "out must be 0 where a query sees no key"
+    out_error = relative_error(out, right_out)
+    if query.dtype == np.float32:
+        bound = float32_bound
+    else:
+        naive = naive_out(case)
+        bound = 2 * relative_error(naive, right_out) + float(jnp.finfo(query.dtype).eps) / 4
+    assert out_error <= bound, f"out: relative error {out_error:.1e} above {bound:.1e}"
+
+
+def naive_out(case):
+    """The output of naive attention in the dtype of the case: the yardstick for 16 bits."""
+    (query, key, value), arguments = case.inputs()
+    out, _ = naive_attention(check_call(query, key, value, **arguments))
+    return out if case.batched else out[0]

@@ -1,0 +1,201 @@
+"""The public function: every illegal argument is refused in words, every legal one agrees with jax.nn."""
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers import flash_attention
+
+B, T, S, N, K, H = 2, 20, 24, 4, 2, 16
+
+
+def arrays(dtype=np.float32, seed=0):
+    random = np.random.default_rng(seed)
+    shapes = [(B, T, N, H), (B, S, K, H), (B, S, K, H)]
+    return dict(zip(("query", "key", "value"), (random.standard_normal(s).astype(dtype) for s in shapes), strict=True))
+
+
+def zeros(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
+ILLEGAL = [
+    # what is passed instead, the error, the words it must hold
+    ({"query": [[1.0]]}, TypeError, "query must be a JAX or NumPy array, got list"),
+    ({"key": None}, TypeError, "key must be a JAX or NumPy array, got NoneType"),
+    ({"query": zeros(B, T, N, H, dtype=np.float64)}, TypeError, "query must have one of the dtypes float32, bfloat16, float16, got float64"),
+    ({"value": zeros(B, S, K, H, dtype=np.int32)}, TypeError, "value must have one of the dtypes"),
+    ({"key": zeros(B, S, K, H, dtype=np.float16)}, TypeError, "must share one dtype, got query float32, key float16, value float32"),
+    ({"query": zeros(T, H)}, ValueError, "query must have shape (batch, length, heads, head_dim) or"),
+    ({"query": zeros(T, N, H)}, ValueError, "must all have a batch axis or all have none"),
+    ({"query": zeros(B, 0, N, H)}, ValueError, "query must have at least one element on every axis, got shape (2, 0, 4, 16)"),
+    ({"key": zeros(B, 0, K, H), "value": zeros(B, 0, K, H)}, ValueError, "key must have at least one element"),
+    ({"value": zeros(B, S + 1, K, H)}, ValueError, "value must have the shape of key, (2, 24, 2, 16), got (2, 25, 2, 16)"),
+    ({"query": zeros(B + 1, T, N, H)}, ValueError, "key must have the batch size of query, 3"),
+    ({"query": zeros(B, T, N, H + 1)}, ValueError, "key must have the head_dim of query, 17"),
+    ({"query": zeros(B, T, 3, H)}, ValueError, "query heads must be a multiple of key/value heads, got 3 and 2"),
+    ({"query": zeros(B, T, N, 257), "key": zeros(B, S, K, 257), "value": zeros(B, S, K, 257)}, ValueError, "head_dim must be at most 256, got 257"),
+    ({"scale": "1"}, TypeError, "scale must be a real number or None, got '1'"),
+    ({"scale": True}, TypeError, "scale must be a real number or None, got True"),
+    ({"scale": 1j}, TypeError, "scale must be a real number"),
+    ({"scale": float("nan")}, ValueError, "scale must be finite in float32, got nan"),
+    ({"scale": 1e39}, ValueError, "scale must be finite in float32"),
+    ({"is_causal": 1}, TypeError, "is_causal must be True or False, got 1"),
+    ({"is_causal": None}, TypeError, "is_causal must be True or False, got None"),
+    ({"local_window_size": -1}, ValueError, "local_window_size must not be negative, got -1"),
+    ({"local_window_size": (3, -2)}, ValueError, "local_window_size must not be negative, got (3, -2)"),
+    ({"local_window_size": 1.5}, TypeError, "local_window_size must be None, an integer, or a (left, right) pair"),
+    ({"local_window_size": (1, 2, 3)}, TypeError, "local_window_size must be None, an integer, or a (left, right) pair"),
+    ({"local_window_size": True}, TypeError, "local_window_size must be None, an integer, or a (left, right) pair"),
+    ({"query_seq_lengths": [1, 2]}, TypeError, "query_seq_lengths must be an int32 array of shape (2,), got list"),
+    ({"query_seq_lengths": np.array([1, 2], np.int16)}, TypeError, "query_seq_lengths must have dtype int32, got int16"),
+    ({"key_value_seq_lengths": np.array([1], np.int32)}, ValueError, "key_value_seq_lengths must have shape (2,), got (1,)"),
+    ({"key_value_seq_lengths": np.array([1, S + 1], np.int32)}, ValueError, "key_value_seq_lengths must lie between 0 and 24, got [1, 25]"),
+    ({"query_seq_lengths": np.array([-1, 3], np.int32)}, ValueError, "query_seq_lengths must lie between 0 and 20, got [-1, 3]"),
+    ({"implementation": "triton"}, ValueError, "implementation must be None or one of reference, portable, hopper, cudnn, got 'triton'"),
+    ({"return_residual": 1}, TypeError, "return_residual must be True or False, got 1"),
+    ({"implementation": "hopper"}, NotImplementedError, 'use implementation="portable"'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("wrong", "error", "message"), ILLEGAL, ids=[f"{m[:50]}" for _, _, m in ILLEGAL])
+def test_illegal_arguments_are_refused(wrong, error, message, monkeypatch):
+    def no_kernel(*_, **__):
+        raise AssertionError("a kernel ran before the arguments were checked")
+
+    monkeypatch.setattr("jax.experimental.pallas.pallas_call", no_kernel)
+    monkeypatch.setattr("helpers.attention.api.naive_attention", no_kernel)
+    with pytest.raises(error, match=re.escape(message)):
+        flash_attention(**{**arrays(), **wrong})
+
+
+def test_illegal_arguments_are_refused_under_jit():
+    with pytest.raises(TypeError, match="scale must be known when the function is traced"):
+        jax.jit(lambda scale: flash_attention(**arrays(), scale=scale))(1.0)
+
+
+@pytest.mark.parametrize("name", ["block_q", "block_k"])
+@pytest.mark.parametrize("block", [0, 8, 24, 100, -16, 16.0])
+def test_illegal_block_sizes_are_refused(name, block):
+    from helpers.attention.portable import forward
+    from helpers.attention.problem import check_call
+
+    call = check_call(**arrays())
+    with pytest.raises(ValueError, match=f"{name} must be a power of two of at least 16, got {block}"):
+        forward.forward(call, **{name: block}, interpret=True)
+
+
+def test_the_portable_kernel_has_no_gradient_yet():
+    loss = lambda query: flash_attention(**{**arrays(), "query": query}, implementation="portable").sum()
+    with pytest.raises(NotImplementedError, match=r'no backward pass yet.*use implementation="reference"'):
+        jax.grad(loss)(arrays()["query"])
+
+
+def test_cudnn_without_a_gpu_says_so():
+    if jax.default_backend() == "gpu":
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(NotImplementedError, match=r'cudnn cannot serve this call: it needs an NVIDIA GPU.*"portable"'):
+        flash_attention(**arrays(np.float16), implementation="cudnn")
+
+
+CUDNN_REFUSALS = [
+    ({}, np.float32, "it takes bfloat16 and float16 only"),
+    ({"return_residual": True}, np.float16, "rounds its lse"),
+    ({"local_window_size": 3}, np.float16, "nothing to the right"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "dtype", "reason"), CUDNN_REFUSALS)
+def test_cudnn_refuses_what_it_cannot_serve(arguments, dtype, reason, monkeypatch):
+    monkeypatch.setattr("helpers.attention.api._compute_capability", lambda: (9, 0))
+    with pytest.raises(NotImplementedError, match=reason):
+        flash_attention(**arrays(dtype), implementation="cudnn", **arguments)
+
+
+def test_an_old_gpu_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr("helpers.attention.api._compute_capability", lambda: (7, 5))
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    with pytest.raises(NotImplementedError, match=r"compute capability 8\.0.*use implementation=\"reference\""):
+        flash_attention(**arrays(), implementation="portable")
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (7, 5), (0, 0)])
+def test_the_default_implementation_follows_the_device(capability, monkeypatch):
+    chosen = []
+    monkeypatch.setattr("helpers.attention.api._compute_capability", lambda: capability)
+    monkeypatch.setattr("helpers.attention.api._portable", lambda call: chosen.append("portable") or (call.query, None))
+    monkeypatch.setattr(
+        "helpers.attention.api.naive_attention", lambda call: chosen.append("reference") or (call.query, None)
+    )
+    flash_attention(**arrays())
+    assert chosen == ["portable" if capability >= (8, 0) else "reference"]
+
+
+LENGTHS = {
+    "query_seq_lengths": [None, np.array([20, 7], np.int32)],
+    "key_value_seq_lengths": [None, np.array([5, 24], np.int32)],
+}
+MASKS = [{}, {"is_causal": True}, {"local_window_size": 6}, {"local_window_size": (3, 9), "is_causal": True}]
+
+
+@pytest.mark.parametrize("implementation", ["reference", "portable"])
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_agreement_with_jax_nn(implementation, mask, scale):
+    """Every argument that both functions take means the same; rows that see no key are ours alone."""
+    ours = functools.partial(flash_attention, implementation=implementation)
+    for query_lengths, key_lengths in itertools.product(*LENGTHS.values()):
+        arguments = {
+            **mask,
+            "scale": scale,
+            "query_seq_lengths": query_lengths,
+            "key_value_seq_lengths": key_lengths,
+            "return_residual": True,
+        }
+        out, lse = ours(**arrays(), **arguments)
+        jax_out, jax_lse = jax.nn.dot_product_attention(**arrays(), **arguments)
+        sees = np.isfinite(np.asarray(lse))
+        assert out.shape == jax_out.shape and lse.shape == jax_lse.shape
+        np.testing.assert_allclose(np.asarray(out)[sees], np.asarray(jax_out)[sees], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(np.asarray(lse)[sees], np.asarray(jax_lse)[sees], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("implementation", ["reference", "portable"])
+def test_agreement_with_jax_nn_in_16_bits(implementation, dtype):
+    ours = flash_attention(**arrays(dtype), implementation=implementation)
+    theirs = jax.nn.dot_product_attention(**arrays(dtype))
+    assert ours.dtype == theirs.dtype == dtype
+    np.testing.assert_allclose(
+        np.asarray(ours, np.float32), np.asarray(theirs, np.float32), atol=4 * float(jnp.finfo(dtype).eps)
+    )
+
+
+def test_agreement_with_jax_nn_without_a_batch_axis():
+    single = {name: array[0] for name, array in arrays().items()}
+    arguments = {"is_causal": True, "return_residual": True}
+    for mine, theirs in zip(
+        flash_attention(**single, implementation="portable", **arguments),
+        jax.nn.dot_product_attention(**single, **arguments),
+        strict=True,
+    ):
+        assert mine.shape == theirs.shape
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_the_reference_can_be_differentiated_where_rows_see_nothing():
+    lengths = np.array([0, 5], np.int32)
+
+    def loss(query, key, value):
+        out, lse = flash_attention(
+            query, key, value, key_value_seq_lengths=lengths, implementation="reference", return_residual=True
+        )
+        return out.sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum()
+
+    for gradient in jax.grad(loss, argnums=(0, 1, 2))(*arrays().values()):
+        assert np.isfinite(gradient).all() and not np.asarray(gradient)[0].any()

@@ -1,0 +1,105 @@
+"""The checks catch a broken kernel: each seeded fault must make a comparison with the oracle fail.
+
+A fault is a small change to the source of the kernel. The unchanged source goes through the same
+machinery and must pass, so a fault is caught for what it does.
+"""
+
+import inspect
+import types
+
+import pytest
+from attention_cases import AttentionCase, check_forward
+
+from helpers.attention import masking
+from helpers.attention.portable import forward as portable
+from helpers.attention.problem import check_call
+
+CASES = [
+    AttentionCase(63, 65, 24, N=4, K=2),
+    AttentionCase(100, 130, 24, N=4, K=2, arguments={"is_causal": True}),
+    AttentionCase(70, 50, 16, B=2, query_lengths=(70, 20), key_lengths=(17, 50)),
+    AttentionCase(60, 60, 16, logits="low", arguments={"local_window_size": (9, 4)}),
+    AttentionCase(40, 90, 64, dtype="bfloat16"),
+    AttentionCase(16, 1024, 16, dtype="bfloat16"),  # many tiles, so that rounding adds up
+]
+
+FAULTS = {
+    "acc is not rescaled": ("acc = alpha[:, None] * acc + ", "acc = acc + "),
+    "l is not rescaled": ("l = alpha * l + ", "l = l + "),
+    "neither is rescaled": ("alpha = jnp.exp2(m - reference)", "alpha = jnp.ones_like(m)"),
+    "alpha is inverted": ("jnp.exp2(m - reference)", "jnp.exp2(reference - m)"),
+    "the maximum of the tile replaces the running one": ("jnp.maximum(m, s.max(axis=1))", "s.max(axis=1)"),
+    "p uses the old maximum": ("jnp.exp2(s - reference[:, None])", "jnp.exp2(s - m[:, None])"),
+    "the maximum starts at zero": ("jnp.full(block_q, -jnp.inf, jnp.float32)", "jnp.zeros(block_q, jnp.float32)"),
+    "the scale is forgotten": ("(problem.scale * LOG2_E)", "LOG2_E"),
+    "the base is mixed up": ("(problem.scale * LOG2_E)", "problem.scale"),
+    "lse stays in base 2": ("(m + jnp.log2(l)) / LOG2_E", "m + jnp.log2(l)"),
+    "the result is not divided by l": ("acc / l[:, None]", "acc"),
+    "the key tail is not masked": ("(cols < key_length)[:, None] & in_head", "in_head"),
+    "the logits are not masked": ("visible(rows[:, None], cols[None, :]", "(cols[None, :] >= 0) | visible(rows[:, None], cols[None, :]"),
+    "the last key tile is skipped": ("fori_loop(first, stop,", "fori_loop(first, stop - 1,"),
+    "the first key tile is skipped": ("fori_loop(first, stop,", "fori_loop(first + 1, stop,"),
+    "every query head reads key head 0": ("n // problem.group, 0)", "0, 0)"),
+    "the group is taken modulo": ("n // problem.group, 0)", "n % problem.K, 0)"),
+    "query tiles are written one off": ("pl.program_id(0) * block_q", "pl.program_id(0) * block_q + 1"),
+    "the head_dim is not masked": ("in_head = jnp.arange(head_padded)[None, :] < problem.H", "in_head = jnp.arange(head_padded)[None, :] < head_padded"),
+    "p is summed in 16 bits": ("p.sum(axis=1)", "p.astype(v.dtype).sum(axis=1)"),
+    "acc is kept in 16 bits": ("return m_new, l, acc", "return m_new, l, acc.astype(v.dtype).astype(jnp.float32)"),
+    "lengths of the keys are ignored": ("jnp.minimum(key_length_ref[...], problem.S)", "problem.S"),
+    "lengths of the queries are ignored": ("jnp.minimum(query_length_ref[...], problem.T)", "problem.T"),
+    "an empty row divides by zero": ("l = jnp.where(empty, 1, l)", "l = l"),
+}  # fmt: skip
+
+MASK_FAULTS = {
+    "causal hides the diagonal": ("cols <= rows + band.right", "cols < rows + band.right"),
+    "causal shows one too many": ("cols <= rows + band.right", "cols <= rows + band.right + 1"),
+    "the left edge is one off": ("cols >= rows - band.left", "cols > rows - band.left"),
+    "the causal bound rounds down": ("(stop_key + block_k - 1) // block_k", "stop_key // block_k"),
+}
+
+
+def kernel_with(module, *fault):
+    """A copy of the forward module in which `fault` = (old, new) changed the source of `module`."""
+    sources = {portable: inspect.getsource(portable), masking: inspect.getsource(masking)}
+    if fault:
+        old, new = fault
+        assert sources[module].count(old) == 1, f"{old!r} must stand exactly once in {module.__name__}"
+        sources[module] = sources[module].replace(old, new)
+    copies = {}
+    for original in (masking, portable):
+        copies[original] = types.ModuleType(original.__name__)
+        copies[original].__dict__.update({"__file__": original.__file__})
+        exec(compile(sources[original], original.__file__, "exec"), copies[original].__dict__)
+    copies[portable].key_tiles = copies[masking].key_tiles
+    copies[portable].visible = copies[masking].visible
+    return copies[portable]
+
+
+def caught(module):
+    """Whether some case fails its comparison with the oracle."""
+
+    def attention(query, key, value, **arguments):
+        call = check_call(query, key, value, **arguments)
+        out, lse = module.forward(call, block_q=16, block_k=32, interpret=True)
+        return out, lse.swapaxes(1, 2)
+
+    for case in CASES:
+        try:
+            check_forward(attention, case)
+        except AssertionError:
+            return True
+    return False
+
+
+def test_the_sound_kernel_passes():
+    assert not caught(kernel_with(portable))
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_in_the_kernel_is_caught(name):
+    assert caught(kernel_with(portable, *FAULTS[name]))
+
+
+@pytest.mark.parametrize("name", MASK_FAULTS)
+def test_a_fault_in_the_mask_is_caught(name):
+    assert caught(kernel_with(masking, *MASK_FAULTS[name]))

@@ -1,0 +1,81 @@
+"""The kernel lowers for an NVIDIA GPU, on a machine that has none, and allocates nothing but its outputs."""
+
+import functools
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from attention_cases import HEAD_DIMS, SHAPES
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from helpers import flash_attention
+
+AMPERE = AbstractDevice(device_kind="NVIDIA A100-SXM4-80GB", num_cores=108, platform="gpu")
+
+
+def lower(shape, H, dtype, N=2, K=1, lengths=False, **arguments):
+    """StableHLO of a portable call for CUDA, as text."""
+    T, S = shape
+    query = jax.ShapeDtypeStruct((2, T, N, H), dtype)
+    key = jax.ShapeDtypeStruct((2, S, K, H), dtype)
+    attention = functools.partial(flash_attention, implementation="portable", **arguments)
+    named = {}
+    if lengths:
+        named = dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), jax.ShapeDtypeStruct((2,), jnp.int32))
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=AMPERE)), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Triton backend is deprecated")
+        return jax.jit(attention).trace(query, key, key, **named).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("H", HEAD_DIMS)
+def test_every_head_dim_and_dtype(H, dtype):
+    for shape in SHAPES:
+        assert lower(shape, H, dtype, is_causal=shape[0] > 100).count("@__gpu$xla.gpu.triton") == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lengths": True},
+        {"local_window_size": (9, 3), "is_causal": True},
+        {"return_residual": True},
+        {"N": 8, "K": 1, "lengths": True, "is_causal": True},
+    ],
+    ids=str,
+)
+def test_every_argument(options):
+    assert lower((100, 130), 64, jnp.bfloat16, **options).count("@__gpu$xla.gpu.triton") == 1
+
+
+def test_nothing_but_the_kernel():
+    """Without the residual, the program is the kernel alone: no copy of K or V, no table of weights."""
+    text = lower((1024, 1024), 64, jnp.bfloat16, N=8, K=1, is_causal=True)
+    # `case` picks the platform, with one branch left.
+    assert set(re.findall(r"stablehlo\.(\w+)", text)) == {"custom_call", "case", "constant", "return"}
+    shapes = set(re.findall(r"tensor<((?:\d+x)+\w+)>", text)) - {"4xindex", "3xindex"}
+    query_and_out, key_and_value, lse = "2x1024x8x64xbf16", "2x1024x1x64xbf16", "2x8x1024xf32"
+    assert shapes == {query_and_out, key_and_value, lse}
+
+
+def products(jaxpr):
+    """Every dot_general of a jaxpr and of those inside it."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield equation
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda value: hasattr(value, "eqns")):
+            if hasattr(inner, "eqns"):
+                yield from products(inner)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_16_bit_operands_stay_16_bit_in_the_products(dtype):
+    query = jax.ShapeDtypeStruct((1, 64, 1, 64), dtype)
+    attention = functools.partial(flash_attention, implementation="portable")
+    found = list(products(jax.make_jaxpr(attention)(query, query, query).jaxpr))
+    assert found
+    for equation in found:
+        assert [variable.aval.dtype for variable in equation.invars] == [dtype, dtype]
+        assert equation.outvars[0].aval.dtype == jnp.float32

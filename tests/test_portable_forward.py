@@ -1,0 +1,210 @@
+"""The portable forward kernel against the float64 oracle, wherever the tests run: CPU or GPU."""
+
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from attention_cases import HEAD_DIMS, SHAPES, AttentionCase, check_forward
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers import flash_attention
+from helpers.attention.portable import forward as portable
+from helpers.attention.problem import check_call
+
+portable_attention = functools.partial(flash_attention, implementation="portable", return_residual=True)
+GROUPS = [1, 2, 8]
+DTYPES = ["float32", "bfloat16", "float16"]
+
+
+@pytest.fixture(autouse=True)
+def full_precision():
+    """On a GPU a float32 product is TF32 unless asked otherwise; here we want to see the kernel's own error."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def with_blocks(block_q, block_k):
+    """The kernel at given block sizes, called like `flash_attention`."""
+
+    def attention(query, key, value, **arguments):
+        call = check_call(query, key, value, **arguments)
+        out, lse = portable.forward(call, block_q=block_q, block_k=block_k, interpret=jax.default_backend() == "cpu")
+        lse = lse.swapaxes(1, 2)
+        return (out, lse) if query.ndim == 4 else (out[0], lse[0])
+
+    return attention
+
+
+# Every shape meets every head_dim; groups, dtypes and masks take turns.
+TURNS = list(zip(itertools.product(SHAPES, HEAD_DIMS), itertools.cycle(range(7))))
+
+
+@pytest.mark.parametrize(("shape_and_head_dim", "turn"), TURNS)
+def test_shapes_and_head_dims(shape_and_head_dim, turn):
+    (T, S), H = shape_and_head_dim
+    group = GROUPS[turn % 3]
+    check_forward(
+        portable_attention,
+        AttentionCase(
+            T, S, H, N=group, dtype=DTYPES[turn % 2 and 1 + turn % 2], arguments={"is_causal": turn % 4 == 1}
+        ),
+    )
+
+
+@pytest.mark.parametrize(("dtype", "group", "is_causal"), list(itertools.product(DTYPES, GROUPS, [False, True])))
+def test_groups_and_dtypes(dtype, group, is_causal):
+    case = AttentionCase(100, 130, 64, N=2 * group, K=2, B=2, dtype=dtype, arguments={"is_causal": is_causal})
+    check_forward(portable_attention, case)
+
+
+@pytest.mark.parametrize(("dtype", "logits"), list(itertools.product(DTYPES, ["large", "low", "one huge"])))
+def test_size_of_logits(dtype, logits):
+    check_forward(portable_attention, AttentionCase(63, 203, 64, dtype=dtype, logits=logits))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"local_window_size": (5, 3)},
+        {"local_window_size": 0},
+        {"local_window_size": (40, 0)},
+        {"local_window_size": (0, 50), "is_causal": True},
+        {"local_window_size": (10, 10**12)},
+        {"local_window_size": 17, "is_causal": True},
+        {"scale": 0.5},
+        {"scale": -1.0},
+        {"scale": 0.0},
+        {"scale": 1e-30},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(100, 60), (60, 100)])
+def test_windows_and_scales(shape, arguments):
+    check_forward(portable_attention, AttentionCase(*shape, arguments=arguments))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        AttentionCase(50, 70, B=4, key_lengths=(0, 1, 33, 70)),
+        AttentionCase(50, 70, B=4, query_lengths=(0, 1, 33, 50)),
+        AttentionCase(50, 70, B=3, query_lengths=(0, 50, 17), key_lengths=(70, 0, 20), arguments={"is_causal": True}),
+        AttentionCase(200, 70, B=2, query_lengths=(150, 200), arguments={"local_window_size": (4, 4)}),
+        AttentionCase(200, 70, B=1, arguments={"local_window_size": (4, 0)}),
+        AttentionCase(64, 64, B=2, K=2, key_lengths=(0, 0), dtype="bfloat16"),
+        AttentionCase(130, 130, B=2, dtype="float16", key_lengths=(64, 65), arguments={"is_causal": True}),
+    ],
+    ids=str,
+)
+def test_lengths_and_rows_that_see_nothing(case):
+    check_forward(portable_attention, case)
+
+
+@pytest.mark.parametrize(("block_q", "block_k"), [(16, 64), (64, 16), (32, 32), (128, 16), (16, 128)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_unequal_blocks(block_q, block_k, is_causal):
+    case = AttentionCase(113, 203, 24, arguments={"is_causal": is_causal})
+    check_forward(with_blocks(block_q, block_k), case)
+
+
+@st.composite
+def cases(draw):
+    B, K, group = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    T, S = draw(st.integers(1, 150)), draw(st.integers(1, 150))
+    arguments = {"is_causal": draw(st.booleans())}
+    if draw(st.booleans()):
+        arguments["local_window_size"] = (draw(st.integers(0, 160)), draw(st.integers(0, 160)))
+    lengths = {}
+    for name, longest in (("query_lengths", T), ("key_lengths", S)):
+        if draw(st.booleans()):
+            lengths[name] = tuple(draw(st.integers(0, longest)) for _ in range(B))
+    return AttentionCase(
+        T,
+        S,
+        H=draw(st.integers(1, 80)),
+        N=K * group,
+        K=K,
+        B=B,
+        dtype=draw(st.sampled_from(DTYPES)),
+        logits=draw(st.sampled_from(["plain", "large", "low", "one huge"])),
+        arguments=arguments,
+        batched=bool(lengths) or B > 1 or draw(st.booleans()),
+        seed=draw(st.integers(0, 100)),
+        **lengths,
+    )
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(cases(), st.sampled_from([16, 32, 64]), st.sampled_from([16, 32, 64]))
+def test_any_legal_call(case, block_q, block_k):
+    check_forward(with_blocks(block_q, block_k), case)
+
+
+def test_padding_may_hold_anything():
+    """What lies past the lengths is never used, not even multiplied by zero."""
+    case = AttentionCase(40, 50, B=2, query_lengths=(40, 20), key_lengths=(50, 30))
+    (query, key, value), arguments = case.inputs()
+    query[1, 20:] = np.nan
+    key[1, 30:] = np.nan
+    value[1, 30:] = np.inf
+    clean = portable_attention(*case.inputs()[0], **arguments)
+    for implementation in ("portable", "reference"):
+        dirty = flash_attention(query, key, value, implementation=implementation, return_residual=True, **arguments)
+        for mine, right in zip(dirty, clean, strict=True):
+            np.testing.assert_allclose(mine, right, rtol=1e-5, atol=1e-6)
+
+
+def test_lengths_past_the_end_under_jit():
+    """Under jit the values of lengths cannot be checked; too long means all, negative means none."""
+    (query, key, value), _ = AttentionCase(40, 50, B=2).inputs()
+    attention = jax.jit(lambda *arrays, lengths: portable_attention(*arrays, key_value_seq_lengths=lengths))
+    out, lse = attention(query, key, value, lengths=np.array([1000, -5], np.int32))
+    right_out, right_lse = portable_attention(query, key, value, key_value_seq_lengths=np.array([50, 0], np.int32))
+    np.testing.assert_array_equal(out, right_out)
+    np.testing.assert_array_equal(lse, right_lse)
+
+
+def test_without_a_batch_axis():
+    check_forward(portable_attention, AttentionCase(50, 70, 24, N=4, K=2, batched=False))
+
+
+def test_jit_gives_the_same_bits():
+    (query, key, value), _ = AttentionCase(50, 70, 24).inputs()
+    eager = portable_attention(query, key, value, is_causal=True)
+    jitted = jax.jit(functools.partial(portable_attention, is_causal=True))(query, key, value)
+    for a, b in zip(eager, jitted, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("axes", [(0, 0, 0, 0), (0, None, None, None), (None, 0, 0, 0), (1, 2, 0, None)])
+def test_vmap(axes):
+    random = np.random.default_rng(0)
+    shapes = [(2, 40, 4, 24), (2, 50, 2, 24), (2, 50, 2, 24)]
+    arrays = [
+        random.standard_normal(shape if axis is None else (*shape[:axis], 3, *shape[axis:])).astype(np.float32)
+        for shape, axis in zip(shapes, axes[:3], strict=True)
+    ]
+    lengths = random.integers(0, 51, (2,) if axes[3] is None else (3, 2)).astype(np.int32)
+
+    def attention(query, key, value, lengths):
+        return portable_attention(query, key, value, is_causal=True, key_value_seq_lengths=lengths)
+
+    out, lse = jax.vmap(attention, in_axes=axes)(*arrays, lengths)
+    for i in range(3):
+        picked = [
+            array if axis is None else np.take(array, i, axis)
+            for array, axis in zip([*arrays, lengths], axes, strict=True)
+        ]
+        right_out, right_lse = attention(*picked)
+        np.testing.assert_allclose(out[i], right_out, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(lse[i], right_lse, rtol=1e-6)
+
+
+def test_twice_the_same_bits():
+    (query, key, value), _ = AttentionCase(113, 203, 64, dtype="bfloat16").inputs()
+    first, second = (portable_attention(query, key, value) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -1,0 +1,206 @@
+"""Masks, NumPy twins, the cost model and the replay: what they say of tiles and bytes agrees."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import relative_error
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from helpers.attention import online_softmax, tiled
+from helpers.attention.masking import Band, key_tiles, query_tiles, tile_kind, visible
+from helpers.attention.portable import forward as portable
+from helpers.attention.problem import check_call
+from helpers.attention.reference import oracle
+from helpers.measure import cost
+from helpers.measure.traffic import replay
+
+edges = st.none() | st.integers(0, 40)
+lengths = st.integers(1, 40)
+blocks = st.integers(1, 17)
+bands = st.builds(Band, edges, edges)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(lengths, lengths, blocks, blocks, bands, st.integers(0, 40), st.integers(0, 40))
+def test_tile_ranges_hold_every_visible_key_and_no_empty_end(T, S, block_q, block_k, band, query_length, key_length):
+    query_length, key_length = min(query_length, T), min(key_length, S)
+    mask = visible(np.arange(T)[:, None], np.arange(S)[None, :], band, query_length, key_length)
+    for q_start in range(0, T, block_q):
+        first, stop = key_tiles(q_start, q_start + block_q, block_k, band, query_length, key_length)
+        needed = np.flatnonzero(mask[q_start : q_start + block_q].any(axis=0)) // block_k
+        assert (first, stop) == (needed[0], needed[-1] + 1) if len(needed) else first >= stop
+        if q_start == 0:
+            traced = jax.jit(key_tiles, static_argnums=(2, 3, 6))
+            assert tuple(map(int, traced(q_start, block_q, block_k, band, query_length, key_length, jnp))) == (
+                first,
+                stop,
+            )
+    for k_start in range(0, S, block_k):
+        first, stop = query_tiles(k_start, k_start + block_k, block_q, band, query_length, key_length)
+        needed = np.flatnonzero(mask[:, k_start : k_start + block_k].any(axis=1)) // block_q
+        assert (first, stop) == (needed[0], needed[-1] + 1) if len(needed) else first >= stop
+
+
+def test_kinds_of_tiles():
+    causal = Band(right=0)
+    kind = lambda rows, cols: tile_kind(rows, cols, causal, 10, 10)
+    assert kind(range(0, 4), range(4, 8)) == "skipped"
+    assert kind(range(4, 8), range(4, 8)) == "partial"
+    assert kind(range(4, 8), range(0, 4)) == "full"
+    assert kind(range(8, 12), range(0, 4)) == "partial"  # rows 10 and 11 do not exist
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(lengths, lengths, st.integers(1, 9), blocks, blocks, bands, st.sampled_from([np.float32, np.float16]))
+def test_twins_are_right_and_move_the_bytes_of_the_formula(T, S, H, block_q, block_k, band, dtype):
+    random = np.random.default_rng(T * 100 + S)
+    q, k, v = (random.standard_normal((length, H)).astype(dtype) for length in (T, S, S))
+    window = (2**20 if band.left is None else band.left, 2**20 if band.right is None else band.right)
+    heads = [a[:, None] for a in (q, k, v)]
+    right_out, right_lse = oracle(*heads, scale=0.5, local_window_size=window)
+    # Positive and negative values may cancel; rounding is relative to what is summed.
+    summed, _ = oracle(*heads[:2], np.abs(heads[2]), scale=0.5, local_window_size=window)
+    seen = np.isfinite(right_lse[:, 0])
+    for twin, formula in (
+        (tiled.query_outer, cost.query_outer_bytes),
+        (tiled.key_outer, cost.key_outer_bytes),
+    ):
+        memory = tiled.SlowMemory(q=q, k=k, v=v)
+        out, lse = twin(memory, scale=0.5, block_q=block_q, block_k=block_k, band=band)
+        # The key-outer twin rounds out to the dtype of memory at each of its visits.
+        visits = -(-S // block_k) if twin is tiled.key_outer else 1
+        error = np.linalg.norm(out - right_out[:, 0]) / max(np.linalg.norm(summed), 1e-30)
+        assert error < visits * np.finfo(dtype).eps * (8 if dtype == np.float32 else 1)
+        assert relative_error(lse[seen], right_lse[seen, 0]) < 1e-6
+        assert np.isneginf(lse[~seen]).all() and not out[~seen].any()
+        assert memory.bytes_moved == formula(T, S, H, np.dtype(dtype).itemsize, block_q, block_k, band)
+
+
+def test_formulas_reduce_to_the_papers():
+    T, H, block = 4096, 128, 128
+    mebi = 2**20
+    assert cost.naive_bytes(T, T, H, 2) == 132 * mebi
+    assert cost.query_outer_bytes(T, T, H, 2, block, block) == 66 * mebi + 16 * 1024
+    assert (
+        cost.key_outer_bytes(T, T, H, 2, block, block) == 2 * 2 * T * H + 32 * (6 * T * H + 16 * T) + 2 * T * H + 8 * T
+    )
+    assert cost.forward_flops(T, T, H) == 4 * T * T * H == 2 * cost.forward_flops(T, T, H, is_causal=True)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.integers(0, 10**6))
+def test_states_merge_in_any_order(sizes, seed):
+    random = np.random.default_rng(seed)
+    tiles = [(random.standard_normal((3, size)) * 20, random.standard_normal((size, 2))) for size in sizes]
+    tiles[0][0][1] = -np.inf
+    empty = online_softmax.init(3, 2)
+    states = [online_softmax.update(empty, s, v) for s, v in tiles]
+    one_by_one = empty
+    for s, v in tiles:
+        one_by_one = online_softmax.update(one_by_one, s, v)
+    merged = empty
+    for index in random.permutation(len(states)):
+        merged = online_softmax.merge(states[index], merged)
+    for a, b in zip(online_softmax.finalize(merged), online_softmax.finalize(one_by_one), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+
+
+REPLAYS = [
+    (50, 70, 24, 2, 1, np.float16, 16, 32, {}),
+    (50, 70, 16, 4, 2, np.float32, 32, 16, {"is_causal": True}),
+    (70, 50, 24, 1, 1, np.float16, 16, 16, {"is_causal": True, "local_window_size": (20, 0)}),
+]
+
+
+@pytest.mark.parametrize(("T", "S", "H", "N", "K", "dtype", "block_q", "block_k", "arguments"), REPLAYS)
+def test_the_kernel_moves_the_bytes_of_the_formula(T, S, H, N, K, dtype, block_q, block_k, arguments):
+    random = np.random.default_rng(0)
+    query, key, value = (random.standard_normal((1, *s, H)).astype(dtype) for s in ((T, N), (S, K), (S, K)))
+    problem = check_call(query, key, value, **arguments).problem
+
+    def attention(query, key, value):
+        call = check_call(query, key, value, **arguments)
+        return portable.forward(call, block_q=block_q, block_k=block_k, interpret=True)
+
+    (kernel,), (out, _) = replay(attention, query, key, value)
+    itemsize = np.dtype(dtype).itemsize
+    assert kernel.bytes_moved == N * cost.query_outer_bytes(T, S, H, itemsize, block_q, block_k, problem.band)
+    assert all(operand.outside == 0 for operand in kernel.operands.values()), "a load strayed past its array"
+    assert (kernel.operands["out"].writes == 1).all() and (kernel.operands["lse"].writes == 1).all()
+    right, _ = attention(query, key, value)
+    np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(right, np.float32), atol=2e-3)
+
+
+def test_replay_reads_only_what_the_lengths_allow():
+    query = np.ones((2, 16, 1, 16), np.float32)
+    key = np.ones((2, 64, 1, 16), np.float32)
+    lengths = np.array([16, 40], np.int32)
+
+    def attention(query, key, lengths):
+        call = check_call(query, key, key, key_value_seq_lengths=lengths)
+        return portable.forward(call, block_q=16, block_k=16, interpret=True)
+
+    (kernel,), _ = replay(attention, query, key, lengths)
+    reads = kernel.operands["k"].reads[:, :, 0, 0]
+    assert reads.sum(axis=1).tolist() == [16, 40]
+
+
+def test_replay_sees_an_unmasked_tail():
+    """A load that hangs over the end is counted as outside, a masked one is not."""
+
+    def total(x, masked):
+        def kernel(x_ref, out_ref):
+            inside = pl.program_id(0) * 8 + jnp.arange(8) < 20
+            tile = plt.load(x_ref, mask=inside, other=0) if masked else x_ref[...]
+            plt.store(out_ref, 2 * tile, mask=inside)
+
+        spec = pl.BlockSpec((8,), lambda i: (i,))
+        return pl.pallas_call(
+            kernel,
+            grid=(3,),
+            in_specs=[spec],
+            out_specs=spec,
+            out_shape=jax.ShapeDtypeStruct((20,), x.dtype),
+            interpret=True,
+        )(x)
+
+    x = np.arange(20, dtype=np.float32)
+    for masked, outside in ((True, 0), (False, 4)):
+        (kernel,), result = replay(lambda x, masked=masked: total(x, masked), x)
+        assert kernel.operands["x"].outside == outside
+        assert kernel.operands["x"].block(2) == (slice(16, 20),)
+        np.testing.assert_array_equal(result, 2 * x)
+
+
+def test_replay_follows_loops_conditions_and_accumulators():
+    def kernel(a_ref, b_ref, out_ref):
+        def step(k, total):
+            tile = pl.ds(k * 4, 4)
+            return total + a_ref[:, tile] @ b_ref[tile, :]
+
+        out_ref[...] = jnp.zeros_like(out_ref)
+
+        @pl.when(pl.program_id(0) > 0)
+        def _():
+            out_ref[...] += jax.lax.fori_loop(0, 3, step, jnp.zeros((4, 8), jnp.float32))
+
+    def half_a_product(a, b):
+        return pl.pallas_call(
+            kernel,
+            grid=(2,),
+            in_specs=[pl.BlockSpec((4, 12), lambda i: (i, 0)), pl.BlockSpec((12, 8), lambda i: (0, 0))],
+            out_specs=pl.BlockSpec((4, 8), lambda i: (i, 0)),
+            out_shape=jax.ShapeDtypeStruct((8, 8), jnp.float32),
+            interpret=True,
+        )(a, b)
+
+    random = np.random.default_rng(0)
+    a, b = random.standard_normal((8, 12)).astype(np.float32), random.standard_normal((12, 8)).astype(np.float32)
+    (call,), result = replay(half_a_product, a, b)
+    np.testing.assert_allclose(result, half_a_product(a, b), atol=1e-6)
+    assert call.operands["a"].reads.sum(axis=1).tolist() == [0] * 4 + [12] * 4
+    assert (call.operands["b"].reads == 1).all()
