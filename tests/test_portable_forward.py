@@ -19,13 +19,6 @@ GROUPS = [1, 2, 8]
 DTYPES = ["float32", "bfloat16", "float16"]
 
 
-@pytest.fixture(autouse=True)
-def full_precision():
-    """On a GPU a float32 product is TF32 unless asked otherwise; here we want to see the kernel's own error."""
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
 def with_blocks(block_q, block_k):
     """The kernel at given block sizes, called like `flash_attention`."""
 

@@ -35,7 +35,7 @@ def _attention_cases():
     q[:, 0] = -100
     cases.append(Case("every logit near -2000, causal", (q, down, v, True)))
     rising = np.zeros((5, 4))
-    rising[:, 0] = [-20, 20, 0.25, 0.5, 60]
+    rising[:, 0] = [-22, 20, 0.25, 0.5, 60]
     cases.append(Case("the largest logit, 3000, hidden by the mask", (-q, rising, v, True)))
     steep = q * np.array([[1.0], [-1.0], [0.0], [0.125], [-0.125]])
     cases.append(Case("rows of very different size", (steep, down, v, False)))
@@ -74,6 +74,11 @@ def _attention(scale=lambda T, S, H: 1 / math.sqrt(H), seen=_mask, hidden=-np.in
 def _masked_after(q, k, v, is_causal):
     p = _softmax(q @ k.T / math.sqrt(q.shape[1]))
     return (np.where(_mask(*p.shape), p, 0) if is_causal else p) @ v
+
+
+def _multiplied_by_infinity(q, k, v, is_causal):
+    s = q @ k.T / math.sqrt(q.shape[1])
+    return _softmax(s + ~_mask(*s.shape) * -np.inf if is_causal else s) @ v
 
 
 def _maximum_before_mask(q, k, v, is_causal):
@@ -151,6 +156,16 @@ ATTENTION = Exercise(
             "hidden logits are set to 0",
             _attention(hidden=0.0),
             "The exponential of 0 is 1, so a logit of 0 still gets weight: reread section 3.",
+        ),
+        Mistake(
+            "hidden logits are set to a finite number that is not low enough",
+            _attention(hidden=-1000.0),
+            "A visible logit can be lower still; only -np.inf is always below it: reread section 3.",
+        ),
+        Mistake(
+            "a mask of zeros and ones is multiplied by infinity, and 0 · ∞ is NaN",
+            _multiplied_by_infinity,
+            "Choose with np.where(seen, s, -np.inf) instead of adding: reread section 3.",
         ),
         Mistake(
             "the weights are masked after the softmax, so that they no longer sum to one",
@@ -253,6 +268,11 @@ BILL = Exercise(
             "elements are counted instead of bytes",
             _bill(moved=lambda T, S, H, e: 4 * T * S + 2 * T * H + 2 * S * H),
             "Multiply by itemsize, the bytes of one element: reread section 5.",
+        ),
+        Mistake(
+            "bits are counted instead of bytes",
+            _bill(moved=lambda T, S, H, e: 8 * naive_bytes(T, S, H, e)),
+            "itemsize is in bytes already, 2 for an element of 16 bit: reread section 5.",
         ),
         Mistake(
             "the two numbers are exchanged",
@@ -358,7 +378,7 @@ FIT = Exercise(
 def _time_cases():
     shapes = [
         (roofline.Card("a toy card", 1024, 48.0, 32.0), 2, 3, 4, 2),
-        (roofline.Card("a slower toy card", 1024, 16.0, 32.0), 2, 3, 4, 2),
+        (roofline.Card("a slower toy card", 1024, 8.0, 32.0), 2, 3, 4, 2),
         (roofline.T4, 100, 300, 64, 4),
         (roofline.T4, 8192, 8192, 512, 2),
         (roofline.RTX_4090, 2048, 512, 128, 2),

@@ -251,6 +251,11 @@ MERGE_MISTAKES = (
         "Either part may hold the larger maximum, so each has its own factor: see section 5.",
     ),
     Mistake(
+        "the maximum of b is taken for the common one",
+        _wrong_merge(choose=lambda m_a, m_b: m_b),
+        "Either part may hold the larger maximum, so take the larger of the two: see section 5.",
+    ),
+    Mistake(
         "the factors are inverted",
         _wrong_merge(both=lambda m_part, m, part: np.exp(m - m_part)),
         "The factor of a part is e^(m_part - m), which is at most 1: see section 5.",
@@ -345,7 +350,7 @@ BREAK_MISTAKES = (
     Mistake(
         "every row holds large logits only",
         _rows([500], [500], [500]),
-        "A large logit replaces a reference of 0 and a constant row has no falling maximum: see the picture in section 6.",
+        "A large logit replaces a reference of 0 and a constant row never lets m fall: see section 6.",
     ),
     Mistake(
         "one logit is far below zero but not all of them",
@@ -393,6 +398,7 @@ def _attend_cases():
         case("every key masked", np.full(4, -np.inf), 2, 3),
         case("logits near 1000", 1000 + 2 * random.standard_normal(9), 4, 2),
         case("logits near -1000", -1000 + 2 * random.standard_normal(9), 4, 2),
+        case("a rise from 0 to 1000", np.repeat([0.0, 1000.0], 3) + random.standard_normal(6), 3, 2),
         case("a fall from 1000 to 0", np.repeat([1000.0, 0.0], 3) + random.standard_normal(6), 3, 2),
     ]
 
@@ -417,6 +423,7 @@ def _attend(
     forget=False,
     divide=True,
     guard=True,
+    guard_division=True,
     mask_value=None,
     lse_of=lambda m, l: m + np.log(l),
 ):
@@ -437,7 +444,7 @@ def _attend(
         l = p.sum() if forget else alpha**rescale_l * l + p.sum()
         acc = p @ values if forget else alpha**rescale_acc * acc + p @ values
         m = m_new
-        out = acc if not divide else acc / (1 if guard and l == 0 else l)
+        out = acc if not divide else acc / (1 if guard_division and l == 0 else l)
         if halfway:
             acc = out
         outs.append(out)
@@ -529,6 +536,16 @@ ATTEND_MISTAKES = (
         "-inf is subtracted from -inf in a masked tile",
         _wrong_attend(guard=False),
         "Use 0 as the reference while m is still -inf: see section 7.",
+    ),
+    Mistake(
+        "0 is divided by 0 while no key was visible",
+        _wrong_attend(guard_division=False),
+        "Divide by 1 where l is 0, so that out is 0 there: see the end of section 7.",
+    ),
+    Mistake(
+        "the maximum of the whole row is used from the first tile on",
+        lambda s, v, block_k: _attend(s, v, block_k, choose=lambda m, largest: s.max()),
+        "That takes a pass of its own, and makes early tiles vanish where the maximum comes late: see section 3.",
     ),
     Mistake(
         "masked keys get a large negative logit instead of -inf",
@@ -694,7 +711,7 @@ EXERCISES = (
         outputs=("out", "lse"),
         cases=_attend_cases,
         expected=_expected_attend,
-        tried="ragged tiles, maximum first, in the middle and last, masked tiles, logits near 1000 and -1000",
+        tried="ragged and masked tiles, maximum first, in the middle and last, jumps of 1000 up and down",
         mistakes=ATTEND_MISTAKES,
     ),
     Exercise(

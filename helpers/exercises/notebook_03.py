@@ -11,17 +11,20 @@ from helpers.measure import cost
 KIB = 1024
 
 
-def _inputs(T, S, H, seed, peak=None, shift=0.0):
+def _inputs(T, S, H, seed, peak=None, gap=12.0, shift=0.0, mixed=False):
     """q, k, v in float64, exact in float32, so that the oracle sees the same numbers.
 
-    peak: keys whose logits are far above the others, for every query. shift: added to every logit.
+    peak: a key whose logits lie about gap above the others, for every query. shift: added to every
+    logit; with mixed, added for even queries and subtracted for odd ones.
     """
     random = np.random.default_rng(seed)
     q, k, v = (random.standard_normal((rows, H)).astype(np.float32) for rows in (T, S, S))
     q[:, 0] = 4
+    if mixed:
+        q[1::2, 0] = -4
     k[:, 0] = shift / 4 * np.sqrt(H)
     if peak is not None:
-        k[peak, 0] += 3 * np.sqrt(H)
+        k[peak, 0] += gap / 4 * np.sqrt(H)
     return tuple(array.astype(np.float64) for array in (q, k, v))
 
 
@@ -42,6 +45,8 @@ def _attention_cases():
         (9, 11, 5, 2, 4, {"peak": 5}, ", largest logits in the middle"),
         (5, 10, 4, 3, 4, {"shift": 1000.0}, ", logits near 1000"),
         (5, 10, 4, 3, 4, {"shift": -1000.0}, ", logits near -1000"),
+        (6, 9, 4, 4, 2, {"peak": 0, "gap": 2000.0}, ", the first logit 2000 above the others"),
+        (6, 9, 4, 4, 2, {"shift": 1000.0, "mixed": True}, ", logits near 1000 for some queries, near -1000 for others"),
         (33, 50, 16, 16, 8, {}, ""),
     ]
     for seed, (T, S, H, block_q, block_k, options, note) in enumerate(settings):
@@ -73,6 +78,10 @@ def _query_outer(
     lse_of=lambda m, l: m + np.log(l),
     whole_tiles_only=False,
     pad_keys=False,
+    start=-np.inf,
+    new_maximum=lambda m, s: np.maximum(m, s.max(axis=1)),
+    alpha_of=lambda m, m_new: np.exp(m - m_new),
+    keep_m=True,
 ):
     T, S = len(q), len(k)
     out, lse = np.zeros(q.shape), np.zeros(T)
@@ -84,18 +93,18 @@ def _query_outer(
         S = S // block_k * block_k
     for q_start in range(0, T, block_q):
         rows = slice(q_start, q_start + block_q)
-        m, l, acc = -np.inf, 0.0, 0.0
+        m, l, acc = np.full(len(q[rows]), start), 0.0, 0.0
         for k_start in range(0, S, block_k):
             cols = slice(k_start, k_start + block_k)
             s = scale * (q[rows] @ k[cols].T)
-            m_new = np.maximum(m, s.max(axis=1))
-            alpha = np.exp(m - m_new)
+            m_new = new_maximum(m, s)
+            alpha = alpha_of(m, m_new)
             p = np.exp(s - m_new[:, None])
             l = (alpha if rescale_l else 1) * l + p.sum(axis=1)
             acc = (alpha[:, None] if rescale_acc else 1) * acc + p @ v[cols]
             if normalise_early:
                 acc = acc / l[:, None]
-            m = m_new
+            m = m_new if keep_m else m
         out[rows] = acc / l[:, None] if divide and not normalise_early else acc
         lse[rows] = lse_of(m, l)
     return out, lse
@@ -145,6 +154,31 @@ QUERY_OUTER = Exercise(
             "neither l nor acc is multiplied by alpha",
             _with(rescale_l=False, rescale_acc=False),
             "Terms added under different maxima do not mix: see the equation of section 1.",
+        ),
+        Mistake(
+            "alpha is turned round, e^(m_new - m) instead of e^(m - m_new)",
+            _with(alpha_of=lambda m, m_new: np.exp(m_new - m)),
+            "The maximum only grows, so alpha is at most 1: see the equation of section 1.",
+        ),
+        Mistake(
+            "m is the largest logit of the current tile only, not the largest so far",
+            _with(new_maximum=lambda m, s: s.max(axis=1)),
+            "If the old maximum was far larger, alpha overflows: keep the larger of the two, as in section 1.",
+        ),
+        Mistake(
+            "one maximum is taken over the whole tile instead of one for each query",
+            _with(new_maximum=lambda m, s: np.maximum(m, s.max())),
+            "A query far below the others loses all its exponentials: m has one entry for each row, see section 1.",
+        ),
+        Mistake(
+            "m keeps its first value during the loop, so that alpha is 0 and only the last tile counts",
+            _with(keep_m=False),
+            "At the end of each visit m becomes m_new: see the equation of section 1.",
+        ),
+        Mistake(
+            "m starts at 0 instead of minus infinity",
+            _with(start=0.0),
+            "If every logit is far below 0, every exponential vanishes: see init in section 1.",
         ),
         Mistake(
             "each key tile gets a softmax of its own and the results are added",
@@ -238,7 +272,9 @@ def _expected_on_memory(q, k, v, scale, block_q, block_k):
     return first, *_oracle(q, k, v, scale), 8 * elements
 
 
-def _key_outer(memory, scale, block_q, block_k, *, combine=None, rescale_l=True, k_inside=False, swapped=False):
+def _key_outer(
+    memory, scale, block_q, block_k, *, combine=None, rescale_l=True, store_m=True, k_inside=False, swapped=False
+):
     """combine(out, acc_new, alpha, l, l_new) returns the out to store."""
     T, S = len(memory.arrays["q"]), len(memory.arrays["k"])
     if combine is None:
@@ -257,7 +293,8 @@ def _key_outer(memory, scale, block_q, block_k, *, combine=None, rescale_l=True,
         l_new = (alpha if rescale_l else 1) * l + p.sum(axis=1)
         columns = (column[:, None] for column in (alpha, l, l_new))
         memory.store("out", q_start, combine(out, p @ v, *columns))
-        memory.store("m", q_start, m_new)
+        if store_m:
+            memory.store("m", q_start, m_new)
         memory.store("l", q_start, l_new)
 
 
@@ -299,6 +336,11 @@ KEY_OUTER = Exercise(
             "the old out is not multiplied by alpha",
             _visit(combine=lambda out, new, alpha, l, l_new: (l * out + new) / l_new),
             "The old sum has the old maximum as its reference: see the equation of section 6.",
+        ),
+        Mistake(
+            "m is not stored, so that every visit takes the state for empty",
+            _visit(store_m=False),
+            "out, m and l belong together, and all three go back to memory: see section 6.",
         ),
         Mistake(
             "l is not multiplied by alpha",

@@ -36,12 +36,19 @@ def _head_oracle(q, k, v):
 
 def _body_cases():
     by_hand = (np.ones((1, 1)), np.log([[1.0], [3.0], [2.0], [8.0]]), np.array([[1.0], [2.0], [3.0], [4.0]]), 2)
-    cases = [Case("the case worked by hand", tuple(map(_float32, by_hand[:3])) + (2,))]
+    cases = [Case("the case worked by hand", (*map(_float32, by_hand[:3]), 2))]
     random = np.random.default_rng(51)
     for label, T, S, H, block_k, push in [
         ("T=4, S=12, H=3, block_k=4, the largest logits in the last tile", 4, 12, 3, 4, (0, 20, 60)),
         ("T=8, S=15, H=4, block_k=5, the largest logits in the first tile", 8, 15, 4, 5, (200, 0, -20)),
-        ("T=5, S=16, H=2, block_k=4, the largest in the middle, all far below 0", 5, 16, 2, 4, (-400, -300, -170, -350)),
+        (
+            "T=5, S=16, H=2, block_k=4, the largest in the middle, all far below 0",
+            5,
+            16,
+            2,
+            4,
+            (-400, -300, -170, -350),
+        ),
     ]:
         q, k, v = (random.standard_normal((length, H)) for length in (T, S, S))
         # The first component of q is 1, so that of k moves the logits of a whole tile.
@@ -88,7 +95,14 @@ def _interpret(kernel, shapes, *arguments):
 
 
 def _body(
-    scale_acc=True, scale_l=True, invert=False, old_reference=False, tile_reference=False, divide=False, forget=False, keep_m=False
+    scale_acc=True,
+    scale_l=True,
+    invert=False,
+    old_reference=False,
+    tile_reference=False,
+    divide=False,
+    forget=False,
+    keep_m=False,
 ):
     def one_key_tile(q, k, v, m, l, acc):
         s = q @ k.T
@@ -271,10 +285,14 @@ def _bounds_cases():
         (1, 64, 64, 16, 32, None),
         (2, 48, 48, 16, 32, None),
         (2, 40, 128, 16, 8, None),
+        (1, 33, 48, 32, 16, None),
         (3, 128, 40, 32, 16, None),
+        (3, 128, 33, 32, 16, None),
         (1, 64, 64, 32, 16, 8),
         (0, 64, 64, 16, 16, 20),
         (3, 128, 128, 32, 16, 20),
+        (3, 128, 128, 32, 16, 16),
+        (3, 128, 128, 32, 16, 17),
         (2, 96, 96, 32, 64, 0),
         (4, 100, 70, 16, 16, 30),
         (6, 128, 40, 16, 16, 8),
@@ -309,7 +327,9 @@ def _judge_bounds(result, case):
     if first == stop == 0 or not needed:
         if first < stop:
             return f"yours visits key tiles {first} to {stop - 1}, but these queries see no key at all"
-        return f"yours visits no tile, but these queries see keys in tiles {needed[0]} to {needed[-1]}" if needed else None
+        return (
+            f"yours visits no tile, but these queries see keys in tiles {needed[0]} to {needed[-1]}" if needed else None
+        )
     yours = f"yours visits key tiles {first} to {stop - 1}"
     block_k, S = case.arguments[4], case.arguments[2]
     if first > needed[0]:
@@ -368,8 +388,16 @@ _BOUNDS = Exercise(
             "The last query, q_stop - 1, sees keys up to itself, so the first hidden key is q_stop: see section 6.",
         ),
         Mistake(
+            "the key of the last query itself is left out (too few tiles)",
+            _bounds(stop_key=lambda q_start, q_stop, T, S: min(q_stop - 1, T - 1, S)),
+            "A causal query sees its own key, so the first hidden key is q_stop: see section 6.",
+        ),
+        Mistake(
             "stop is i + 1, which holds only when block_q equals block_k",
-            lambda i, T, S, block_q, block_k, left=None: (0 if left is None else max(i * block_q - left, 0) // block_k, i + 1),
+            lambda i, T, S, block_q, block_k, left=None: (
+                0 if left is None else max(i * block_q - left, 0) // block_k,
+                i + 1,
+            ),
             "Count in keys first, then divide by block_k: reread section 6.",
         ),
         Mistake(
@@ -403,6 +431,16 @@ _BOUNDS = Exercise(
             "The first query of the tile sees furthest to the left: see the text of the exercise.",
         ),
         Mistake(
+            "the window is one key too short (too few tiles)",
+            _bounds(first_key=lambda q_start, q_stop, left: max(q_start - left + 1, 0)),
+            "Query n sees key n - left too: see the text of the exercise.",
+        ),
+        Mistake(
+            "the window is one key too long (too many tiles)",
+            _bounds(first_key=lambda q_start, q_stop, left: max(q_start - left - 1, 0)),
+            "The first key that query n sees is n - left: see the text of the exercise.",
+        ),
+        Mistake(
             "first is not cut at 0, so the loop starts before the first key",
             _bounds(first_key=lambda q_start, q_stop, left: q_start - left),
             "There is no key below 0: see the text of the exercise.",
@@ -420,7 +458,7 @@ def _gqa_cases():
     for B, T, S, N, K, H in [(1, 2, 3, 6, 2, 2), (2, 4, 3, 4, 2, 3), (2, 2, 5, 3, 1, 2), (2, 4, 2, 3, 3, 2)]:
         q = random.standard_normal((B, T, N, H))
         k, v = random.standard_normal((2, B, S, K, H))
-        label = f"{N} query heads, {K} key/value head{'s' if K > 1 else ''}, B={B}, {T // 2} query tile{'s' if T > 2 else ''}"
+        label = f"N={N} query heads, K={K} key/value heads, B={B}, query tiles: {T // 2}"
         cases.append(Case(label, tuple(map(_float32, (q, k, v)))))
     return cases
 
@@ -438,8 +476,11 @@ def _run_gqa(answer, q, k, v):
         block = answer(i, n, b, N, K)
         if not isinstance(block, tuple | list) or len(block) != 4:
             raise TypeError("return four block indices, one for each axis of k (B, S, K, H)")
-        if any(np.shape(index) or isinstance(index, float | str) for index in block):
-            raise TypeError("every block index must be an integer")
+        for index in block:
+            if not hasattr(index, "dtype") and not isinstance(index, int):
+                raise TypeError("every block index must be an integer")
+            if np.shape(index) or not jnp.issubdtype(jnp.result_type(index), jnp.integer):
+                raise TypeError("every block index must be an integer: divide with //, not with /")
         return tuple(block)
 
     q_spec = pl.BlockSpec((None, block_q, None, H), lambda i, n, b: (b, i, n, 0))
@@ -534,10 +575,18 @@ def _bytes(rows="tiles", q_rows=None, lse_bytes=4, kv=2, qo=2):
             "half": T * programs // 2,
             "pairs": T * (T + 1) // 2,
             "once": T,
+            "diagonal": block_q * programs * (programs + 1) // 2,
+            "floor": block_k * sum((i + 1) * block_q // block_k for i in range(programs)),
+            "square": block_k * programs * (programs + 1) // 2,
             "count": sum(stops),
         }[rows]
         extra = H * itemsize * block_q * (sum(stops) - programs) if q_rows == "again" else 0
-        return qo * T * H * itemsize + T * (itemsize if lse_bytes is None else lse_bytes) + kv * rows_read * H * itemsize + extra
+        return (
+            qo * T * H * itemsize
+            + T * (itemsize if lse_bytes is None else lse_bytes)
+            + kv * rows_read * H * itemsize
+            + extra
+        )
 
     return causal_bytes
 
@@ -569,6 +618,21 @@ _BYTES = Exercise(
             "keys and values are read only once",
             _bytes(rows="once"),
             "Every query tile reads them again, up to the diagonal: see section 3.",
+        ),
+        Mistake(
+            "the read stops at the diagonal instead of at the end of its tile",
+            _bytes(rows="diagonal"),
+            "A program reads whole tiles; the mask hides the rest afterwards: see the picture of section 6.",
+        ),
+        Mistake(
+            "the number of tiles is rounded down",
+            _bytes(rows="floor"),
+            "A tile that holds one visible key must be read: see the rounding rule of section 6.",
+        ),
+        Mistake(
+            "program i is charged i + 1 tiles, which holds only when block_q equals block_k",
+            _bytes(rows="square"),
+            "Find the last key that the program sees, then divide by block_k: see section 6.",
         ),
         Mistake(
             "tiles are counted as if each held one row",

@@ -61,7 +61,10 @@ def one_program(call, *programs):
             _draw_block(axes, view, block, style.PAPER, 1, ink=style.SKIPPED)
         colour = style.OUTPUT if view.operand.is_output else style.QUERY
         _draw_block(axes, view, view.block(view.number), colour, 0.6)
-        _title(axes, view)
+        if view.number == numbers[0] or view.note:
+            _title(axes, view)
+        if view.number != numbers[-1]:
+            axes.set_xlabel("")
     for axes, program in zip(panels[:: len(call.operands)], programs, strict=True):
         axes.set_ylabel(f"program {_name(program)}\n{axes.get_ylabel()}", size=9)
     return figure
@@ -81,15 +84,14 @@ def read_counts(call, *names):
     for axes, view, total in zip(panels, views, totals, strict=True):
         operand, counts = view.operand, view.plane(total)
         _outline(axes, view)
-        rows, columns = counts.shape
-        image = axes.imshow(counts, cmap=COUNT_MAP, norm=norm, aspect="auto", extent=(0, columns, rows, 0))
+        image = axes.pcolormesh(counts, cmap=COUNT_MAP, norm=norm)
         for top, bottom, left, right in _regions(counts):
             ink = style.PAPER if counts[top, left] > 0.6 * most else style.INK
             middle = (left + right) / 2, (top + bottom) / 2
             axes.text(*middle, f"{counts[top, left]}×", ha="center", va="center", color=ink, size=9)
         word = "stored" if operand.is_output else "loaded"
         outside = f"\n{operand.outside} elements loaded outside" if operand.outside else ""
-        axes.set_title(f"{operand.name}: times {word}{outside}", size=10)
+        axes.set_title(f"{operand.name}: times {word}{outside}", size=10, loc="left")
     figure.colorbar(image, ax=panels.tolist(), label="times", ticks=_thin(range(most + 1)), shrink=0.8)
     return figure
 
@@ -349,7 +351,7 @@ def _draw_block(axes, view, block, colour, alpha, ink=style.INK):
 
 def _title(axes, view):
     shape = " × ".join(map(str, view.operand.values.shape)) or "one number"
-    axes.set_title(f"{view.operand.name} ({shape})" + (f"\n{view.note}" if view.note else ""), size=10)
+    axes.set_title(f"{view.operand.name} ({shape})" + (f"\n{view.note}" if view.note else ""), size=10, loc="left")
 
 
 def _name(program):

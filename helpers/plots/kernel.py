@@ -2,6 +2,7 @@
 
 import matplotlib.ticker
 import numpy as np
+from matplotlib.colors import ListedColormap
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
 
 from helpers.plots import style
@@ -22,7 +23,9 @@ def one_program():
     _stack(axes, 5.2, 5, 1.5, "v", style.VALUE, highlighted=2, note="streams by")
 
     axes.add_patch(
-        FancyBboxPatch((8.5, 0.4), 7.4, 8.0, boxstyle="round,pad=0,rounding_size=0.25", fc="#EEF1F4", ec=style.INK, lw=1.5)
+        FancyBboxPatch(
+            (8.5, 0.4), 7.4, 8.0, boxstyle="round,pad=0,rounding_size=0.25", fc="#EEF1F4", ec=style.INK, lw=1.5
+        )
     )
     axes.text(8.5, 8.75, "on chip, while program i runs", size=11, weight="bold", va="center")
     _box(axes, 8.9, 6.6, 2.0, 1.3, style.QUERY, "q", "block_q × H")
@@ -50,12 +53,13 @@ def reads_of_each_row(call, names=("q", "k", "v")):
     figure, axes = style.subplots(1, len(names), width=9, height=2.6, sharey=True)
     for panel, name in zip(axes, names, strict=True):
         reads = call.operands[name].reads[:, 0]
-        panel.bar(
-            np.arange(len(reads)), reads, width=1.0, color=colours[name], alpha=0.55, hatch=hatches[name], ec=colours[name]
-        )
+        edges = np.arange(len(reads) + 1)
+        panel.stairs(reads, edges, fill=True, fc=colours[name], alpha=0.35)
+        panel.stairs(reads, edges, fill=True, fc="none", ec=colours[name], hatch=hatches[name], lw=1.2)
         panel.set_title(f"rows of {name}", loc="left")
         panel.set_xlabel("row")
     axes[0].set_ylabel("times read")
+    axes[0].set_ylim(0, 1.1 * max(call.operands[name].reads.max() for name in names))
     axes[0].yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
     return figure
 
@@ -107,30 +111,33 @@ def tiles_visited(panels, block_q, block_k):
         ],
         loc="outside lower center",
         ncols=3,
+        frameon=False,
     )
     return figure
 
 
 def lanes(masks, colours=(style.QUERY, style.KEY)):
     """Which elements of padded tiles are really loaded. masks: {title: boolean array (rows, H')}."""
-    figure, axes = style.subplots(1, len(masks), width=4.9 * len(masks), height=3.6)
+    figure, axes = style.subplots(1, len(masks), width=4.9 * len(masks), height=3.4)
     for panel, (title, mask), colour in zip(axes, masks.items(), colours, strict=True):
         rows, columns = mask.shape
-        for row in range(rows):
-            for column in range(columns):
-                real = mask[row, column]
-                panel.add_patch(
-                    Rectangle((column, row), 1, 1, fc=colour if real else style.SKIPPED, ec=style.PAPER, lw=0.6)
-                )
+        panel.pcolormesh(mask, cmap=ListedColormap([style.SKIPPED, colour]), vmin=0, vmax=1, ec=style.PAPER, lw=0.5)
         height, width = mask.any(axis=1).sum(), mask.any(axis=0).sum()
-        panel.text(width / 2, height / 2, "loaded", color="white", weight="bold", ha="center", va="center")
+        panel.text(
+            width / 2,
+            height / 2,
+            "loaded",
+            size=9,
+            ha="center",
+            va="center",
+            bbox={"fc": style.PAPER, "ec": "none", "pad": 1.5},
+        )
         if height < rows:
             panel.text(width / 2, (height + rows) / 2, "0, not loaded", ha="center", va="center", size=9)
         if width < columns:
             panel.text((width + columns) / 2, rows / 2, "0, not loaded", rotation=90, ha="center", va="center", size=9)
         panel.set_xlim(0, columns)
         panel.set_ylim(rows, 0)
-        panel.set_aspect("equal")
         panel.set_xlabel("position in the head")
         panel.set_ylabel("row of the tile")
         panel.set_title(title, loc="left")
@@ -176,7 +183,7 @@ def error_by_dtype(errors):
     axes.tick_params(axis="x", length=0)
     axes.set_ylabel("relative error of out")
     axes.set_title("Error against the float64 oracle", loc="left")
-    axes.legend(loc="upper left", ncols=len(implementations))
+    axes.legend(loc="upper left", ncols=len(implementations), frameon=False)
     return figure
 
 
@@ -208,7 +215,15 @@ def _stack(axes, x, count, width, name, colour, highlighted, note):
     for number in range(count):
         active = number == highlighted
         axes.add_patch(
-            Rectangle((x, 7.3 - (number + 1) * height), width, height, fc=colour, alpha=0.95 if active else 0.28, ec="white", lw=2)
+            Rectangle(
+                (x, 7.3 - (number + 1) * height),
+                width,
+                height,
+                fc=colour,
+                alpha=0.95 if active else 0.28,
+                ec="white",
+                lw=2,
+            )
         )
     axes.text(x + width / 2, 7.7, name, ha="center", va="center", weight="bold")
     axes.text(x + width / 2, 0.95, note, ha="center", va="top", size=9, color=style.INK, linespacing=1.1)

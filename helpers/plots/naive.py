@@ -17,7 +17,7 @@ def spread_of_logits(head_dims, spread, largest):
     head_dims: the values of H. spread, largest: dicts from a label to one number for each H, the
     standard deviation of the logits and the average largest weight of a query.
     """
-    figure, (left, right) = style.subplots(1, 2, width=9.5, height=3.6)
+    figure, (left, right) = style.subplots(1, 2, width=8.8, height=3.5)
     looks = [(style.OUTPUT, "o", "-"), (style.QUERY, "s", "-"), (style.FAINT, "^", "--")]
     for values, axes in ((spread, left), (largest, right)):
         for (label, line), (colour, marker, dash) in zip(values.items(), looks, strict=False):
@@ -39,7 +39,7 @@ def spread_of_logits(head_dims, spread, largest):
 
 def one_row(rows, tokens, query):
     """The weights of one query under several masks: rows maps a title to its (S,) weights."""
-    figure, panels = style.subplots(1, len(rows), width=10, height=3.9, sharey=True)
+    figure, panels = style.subplots(1, len(rows), width=9, height=3.7, sharey=True)
     shown = range(len(tokens))
     for axes, (title, weights) in zip(panels, rows.items(), strict=True):
         past = [j <= query for j in shown]
@@ -110,7 +110,7 @@ def byte_bill(read, written):
     """
     passes = [("write", "s", written), ("read", "s", read), ("write", "p", written), ("read", "p", read)]
     passes += [("read", "q", read), ("read", "k", read), ("read", "v", read), ("write", "out", written)]
-    figure, axes = style.subplots(width=9.5, height=2.9)
+    figure, axes = style.subplots(width=8.8, height=2.8)
     start = 0
     for number, (what, name, counted) in enumerate(passes):
         width = counted[name] / MIB
@@ -129,12 +129,19 @@ def byte_bill(read, written):
     return figure
 
 
-def growth(lengths, moved, held):
-    """Bytes moved (left) and footprint (right) against T = S.
-
-    moved, held: dicts from a label to one number of bytes for each length, naive attention first,
-    then flash attention, then, if there is one, a line for comparison.
-    """
+def growth(H=128, itemsize=2, block=128):
+    """Bytes moved (left) and footprint (right) of one head against T = S, by formula."""
+    lengths = [512 * 2**n for n in range(8)]
+    flash = [cost.query_outer_bytes(T, T, H, itemsize, block, block) for T in lengths]
+    moved = {
+        "naive": [cost.naive_bytes(T, T, H, itemsize) for T in lengths],
+        f"flash, block_q = {block}": flash,
+        "each matrix once": [4 * itemsize * T * H for T in lengths],
+    }
+    held = {
+        "naive": [cost.naive_footprint(T, T, H, itemsize) for T in lengths],
+        "flash": [cost.flash_footprint(T, T, H, itemsize) for T in lengths],
+    }
     figure, panels = style.subplots(1, 2, width=9.5, height=3.9, sharey=True)
     looks = [(NAIVE, "o", "-"), (FLASH, "s", "-"), (style.FAINT, "", ":")]
     titles = "Bytes moved: both quadratic", "Footprint: only naive is quadratic"
@@ -148,7 +155,7 @@ def growth(lengths, moved, held):
         axes.set_xlabel("length T = S")
         axes.set_title(title, loc="left")
         axes.legend(loc="upper left", frameon=False)
-    panels[0].set_ylabel("MiB, one head, H = 128, 16-bit")
+    panels[0].set_ylabel(f"MiB, one head, H = {H}, {8 * itemsize}-bit")
     return figure
 
 
@@ -158,7 +165,7 @@ def cards(lengths, measured, heads, H=128, itemsize=2):
     measured: bytes that the compiler reported for naive attention, one for each length.
     """
     T = np.geomspace(lengths[0], 2**20, 200)
-    figure, axes = style.subplots(width=9.5, height=4.9)
+    figure, axes = style.subplots(width=8.8, height=4.8)
     axes.plot(T, heads * cost.naive_footprint(T, T, H, itemsize) / GIB, color=NAIVE, label="naive, by formula")
     axes.plot(lengths, np.asarray(measured) / GIB, "o", color=style.INK, label="naive, reported by the compiler")
     flash = heads * cost.flash_footprint(T, T, H, itemsize) / GIB
@@ -225,4 +232,13 @@ def _short(length):
     return f"{length // 1024}k" if length % 1024 == 0 and length < 2**20 else "1M" if length == 2**20 else str(length)
 
 
-FIGURES = {"01-three-bills.png": three_bills}
+def roof_of_attention(card=roofline.H100, T=4096, H=128, itemsize=2):
+    """Naive and flash attention under the roof of a card, by formula."""
+    moved = {"naive": cost.naive_bytes(T, T, H, itemsize)}
+    for block_q in (64, 128, 256):
+        moved[f"flash, block_q = {block_q}"] = cost.query_outer_bytes(T, T, H, itemsize, block_q, 128)
+    moved["each matrix once"] = 4 * itemsize * T * H
+    return roof(card, {name: cost.forward_flops(T, T, H) / count for name, count in moved.items()})
+
+
+FIGURES = {"01-three-bills.png": three_bills, "01-growth.png": growth, "01-roof.png": roof_of_attention}

@@ -1,5 +1,7 @@
 """Pictures of notebook 02: the range of a dtype, the running state, the tree of merges."""
 
+import itertools
+
 import numpy as np
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
@@ -20,13 +22,13 @@ def exponent_range(limits):
         box = {"facecolor": style.PAPER, "edgecolor": "none", "pad": 1.5}
         for limit, side in ((low, "left"), (high, "right")):
             inward = 2 if side == "left" else -2
-            axes.text(limit + inward, y, f"{limit:.1f}", ha=side, va="center", size=8.5, bbox=box)
+            axes.text(limit + inward, y, f"{limit:.1f}".replace("-", "−"), ha=side, va="center", size=8.5, bbox=box)
     top = len(limits) - 0.45
     axes.text(-edge, top, "$e^s$ becomes 0", ha="left", size=9, color=style.INK)
     axes.text(0, top, "$e^s$ can be stored", ha="center", size=9, color=style.INK)
     axes.text(edge, top, "$e^s$ becomes inf", ha="right", size=9, color=style.INK)
     axes.set_yticks(range(len(limits)), list(limits))
-    axes.axvline(0, color=style.INK, linewidth=0.8)
+    axes.plot([0, 0], [-0.5, top - 0.1], color=style.INK, linewidth=0.8)
     axes.set_xlim(-edge, edge)
     axes.set_ylim(-0.5, len(limits) - 0.1)
     axes.set_xlabel("logit s")
@@ -41,7 +43,7 @@ def passes(traces, labels):
     labels: {name of the algorithm: what each pass over the row computes, in order}.
     """
     longest = max(map(len, traces.values()))
-    figure, axes = style.subplots(1, len(traces), width=10, height=2.9, sharey=True)
+    figure, axes = style.subplots(1, len(traces), width=9, height=2.7, sharey=True)
     for panel, (name, positions) in zip(axes, traces.items(), strict=True):
         size = max(positions) + 1
         panel.plot(positions, "o", color=style.KEY, markersize=3.5)
@@ -65,27 +67,39 @@ def running_state(tokens, history, query):
     s, m, alpha, l = (np.array(column, float) for column in zip(*history, strict=True))
     steps = np.arange(len(tokens))
     raised = np.flatnonzero(alpha < 1)
-    figure, (above, below) = style.subplots(2, 1, width=9, height=5.2, sharex=True)
+    figure, (above, below) = style.subplots(2, 1, width=9, height=5, sharex=True)
 
     above.plot(steps, s, "o", color=style.LOGITS, markersize=6, label="logit s", zorder=3)
     above.step(np.append(steps, len(steps)) - 0.5, np.append(m, m[-1]), where="post", color=style.STATE, label="m")
     above.set_ylabel("logit")
-    above.set_ylim(s.min() - 0.8, m.max() + 2.0)
+    above.set_ylim(s.min() - 0.8, m.max() + 1.0)
     above.set_title(f"Row of “{query}”: the largest logit so far, m", loc="left")
-    above.legend(loc="center right", ncols=2, bbox_to_anchor=(1, 0.72))
+    above.legend(loc="upper left", ncols=2, bbox_to_anchor=(0.13, 1.02), frameon=False)
 
-    below.step(np.append(steps, len(steps)) - 0.5, np.append(l, l[-1]), where="post", color=style.STATE, label="l")
-    below.set_ylabel("l  (no unit)")
-    below.set_ylim(0, l.max() * 1.28)
-    below.set_title("The sum so far, l, measured in units of $e^m$", loc="left")
+    # Each key first multiplies the old sum by alpha, then adds its own exponential.
+    scaled = alpha * np.append(0, l[:-1])
+    x = np.column_stack([steps - 0.5, steps - 0.15]).reshape(-1)
+    path = np.column_stack([scaled, l]).reshape(-1)
+    below.step(np.append(x, len(steps) - 0.5), np.append(path, l[-1]), where="post", color=style.STATE)
+    below.set_ylabel("l")
+    below.set_ylim(0, l.max() * 1.3)
+    below.set_title("The sum so far, l, in units of $e^m$: first × α, then + $e^{s - m}$", loc="left")
     below.set_xticks(steps, tokens, rotation=90, size=9)
     below.set_xlabel("key, in order of arrival")
     for j in raised:
         for panel in (above, below):
             panel.axvline(j - 0.5, color=style.OUTPUT, linewidth=1.1, linestyle="--", zorder=0)
-        top = m.max() + 1.9 if j == 0 or alpha[j] > 0.3 else m.max() + 1.9
-        text = "start" if j == 0 else f"α = {alpha[j]:.2g}"
-        above.text(j - 0.4, top, text, color=style.OUTPUT, size=9, va="top", ha="left")
+        if j:
+            crowded = j + 1 in raised  # the next dip is close: write above it
+            below.text(
+                j - 0.42 if crowded else j,
+                1.28 * l.max() if crowded else scaled[j] + 0.03 * l.max(),
+                f"× {alpha[j]:.2g}",
+                va="top" if crowded else "bottom",
+                color=style.OUTPUT,
+                size=9,
+                bbox={"facecolor": style.PAPER, "edgecolor": "none", "pad": 1},
+            )
     return figure
 
 
@@ -94,11 +108,11 @@ def correction_factor(jumps):
 
     jumps: {word whose logit raised m: m_new - m_old}.
     """
-    figure, axes = style.subplots(width=8, height=3.5)
-    axis = np.linspace(0, 8, 400)
+    figure, axes = style.subplots(width=8, height=3.2)
+    axis = np.linspace(0, 6, 300)
     axes.plot(axis, np.exp(-axis), color=style.STATE)
     for word, jump in jumps.items():
-        axes.plot(jump, np.exp(-jump), "o", color=style.OUTPUT, markersize=7)
+        axes.plot(jump, np.exp(-jump), "o", color=style.OUTPUT, markersize=7, clip_on=False, zorder=3)
         axes.annotate(
             f"{word}: × {np.exp(-jump):.2g}",
             (jump, np.exp(-jump)),
@@ -111,7 +125,7 @@ def correction_factor(jumps):
     axes.annotate(
         "every other key: × 1", (0, 1), (10, -2), textcoords="offset points", color=style.INK, size=9.5, va="center"
     )
-    axes.set_xlim(0, 8)
+    axes.set_xlim(0, 6)
     axes.set_ylim(0, 1.1)
     axes.set_xlabel("jump of the largest logit, m_new − m_old")
     axes.set_ylabel("correction α")
@@ -159,7 +173,7 @@ def merge_tree(tokens, levels):
     half as long as the one before.
     """
     leaves = len(levels[0])
-    figure, axes = style.subplots(width=9.5, height=1.05 * len(levels) + 0.9)
+    figure, axes = style.subplots(width=8.8, height=0.85 * len(levels) + 1.0)
     style.bare(axes)
     centres = [[(index + 0.5) * leaves / len(level) for index in range(len(level))] for level in levels]
     for height, (level, xs) in enumerate(zip(levels, centres, strict=True)):
@@ -194,6 +208,7 @@ def merge_tree(tokens, levels):
             axes.text(x, height - 0.13, f"l {l:.2f}", ha="center", va="center", size=9)
     for x, token in zip(centres[0], tokens, strict=True):
         axes.text(x, -0.42, token, ha="center", va="top", size=10, weight="bold")
+    axes.set_title("One box is one state; a dashed part is multiplied by the factor on its line", loc="left")
     axes.set_xlim(-0.05, leaves + 0.05)
     axes.set_ylim(-0.75, len(levels) - 0.55)
     return figure
@@ -205,8 +220,9 @@ def survival(shifts, panels):
     shifts: the values on the horizontal axis. panels: {axis label: {name: booleans, one for each
     shift, True where right}}.
     """
-    figure, axes = style.subplots(1, len(panels), width=10, height=3.2, sharey=True)
+    figure, axes = style.subplots(1, len(panels), width=9, height=3, sharey=True)
     step = shifts[1] - shifts[0]
+    axes[0].set_title("Where the lse of the row is right", loc="left")
     for panel, (label, rows) in zip(axes, panels.items(), strict=True):
         for y, right in enumerate(reversed(rows.values())):
             for shift, fine in zip(shifts, right, strict=True):
@@ -217,7 +233,7 @@ def survival(shifts, panels):
                         0.64,
                         facecolor=style.STATE if fine else style.OUTPUT,
                         edgecolor=style.STATE if fine else style.PAPER,
-                        hatch=None if fine else "////",
+                        hatch=None if fine else "//",
                         linewidth=0,
                     )
                 )
@@ -243,35 +259,28 @@ def survival(shifts, panels):
 def _runs(flags):
     """(start, stop, flag) of each run of equal flags."""
     edges = [0, *(np.flatnonzero(np.diff(np.asarray(flags, int))) + 1), len(flags)]
-    return [(start, stop, bool(flags[start])) for start, stop in zip(edges, edges[1:], strict=False)]
+    return [(start, stop, bool(flags[start])) for start, stop in itertools.pairwise(edges)]
 
 
 def lse_weights(parts, query):
-    """How much each part of a row counts in the whole: its weight e^(lse_part - lse).
+    """How much each of two parts of a row counts in the whole: its weight e^(lse_part - lse).
 
     parts: {name of the part: (its words, its lse, its weight)}. query: the word whose row this is.
     """
-    figure, axes = style.subplots(width=9, height=2.3)
+    figure, axes = style.subplots(width=8.5, height=2.2)
+    looks = ((style.STATE, "", "left", 0.0), (style.SKIPPED, "//", "right", 1.0))
     left = 0.0
-    hatches = ("", "//", "..", "\\\\")
-    for number, (name, (part, lse, weight)) in enumerate(parts.items()):
-        colour = style.STATE if number % 2 == 0 else style.SKIPPED
-        axes.barh(0, weight, left=left, color=colour, hatch=hatches[number % 4], edgecolor=style.PAPER, height=0.7)
-        axes.text(
-            left + weight / 2,
-            0,
-            f"{name}: {len(part)} keys\nlse {lse:.2f}, weight {weight:.2f}",
-            ha="center",
-            va="center",
-            size=9.5,
-            bbox={"facecolor": style.PAPER, "edgecolor": "none", "pad": 2},
-        )
+    for (name, (part, lse, weight)), (colour, hatch, side, x) in zip(parts.items(), looks, strict=True):
+        axes.barh(0, weight, left=left, color=colour, hatch=hatch, edgecolor=style.PAPER, height=0.7)
+        text = f"{name}: {len(part)} keys, lse {lse:.2f}, weight {weight:.2f}"
+        axes.text(x, 0.45, text, ha=side, va="bottom", size=9.5)
         left += weight
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
     axes.set_xlim(0, 1)
+    axes.set_ylim(-0.4, 0.75)
     axes.set_xlabel("share of the softmax weight")
-    axes.set_title(f"Row of “{query}”: the parts and their share in the result", loc="left")
+    axes.set_title(f"Row of “{query}”: the two parts and their share in the result", loc="left")
     return figure
 
 

@@ -120,7 +120,7 @@ def film_strip(frames, T, S, block_q, block_k):
     columns = len(range(0, S, block_k))
     rows = len(frames) // columns
     figure, axes = style.subplots(
-        2 * rows, columns, width=2.4 * columns, height=3.1 * rows, height_ratios=[1, 1.45] * rows
+        2 * rows, columns, width=2.2 * columns, height=2.75 * rows, height_ratios=[1, 1.45] * rows
     )
     largest = max(np.abs(state.acc).max() for *_, state in frames)
     for number, (q_start, k_start, state) in enumerate(frames):
@@ -172,7 +172,7 @@ TABLE_COLOURS = {"s": style.LOGITS, "p": "#8A3A6E"}
 
 def traffic_by_array(memories):
     """One bar for each `SlowMemory` in a dict by name: bytes read (plain) and written (hatched), by array."""
-    figure, axes = style.subplots(width=9, height=1.3 + 0.62 * len(memories))
+    figure, axes = style.subplots(width=8, height=1.2 + 0.5 * len(memories))
     labelled = set()
     widest = max(memory.bytes_moved for memory in memories.values())
     for y, memory in enumerate(memories.values()):
@@ -208,7 +208,7 @@ def traffic_by_array(memories):
 
 KINDS = {
     "full": (style.LOGITS, None),
-    "partial": (style.LOGITS, "///"),
+    "partial": (style.LOGITS, "//"),
     "skipped": (style.SKIPPED, None),
 }
 
@@ -219,7 +219,7 @@ def tile_map(T, S, block_q, block_k, band=NO_BAND, title=""):
     Tiles are drawn at full size; what sticks out past T or S is empty.
     """
     rows, columns = -(-T // block_q) * block_q, -(-S // block_k) * block_k
-    unit = min(0.26, 7.5 / columns)
+    unit = min(0.21, 4.2 / columns)
     figure, axes = style.subplots(width=unit * columns + 2.4, height=unit * rows + 1.1)
     for q_start in range(0, T, block_q):
         for k_start in range(0, S, block_k):
@@ -293,7 +293,7 @@ def two_orders(rows=3, columns=4):
                 va="center",
                 size=10,
                 weight="bold",
-                zorder=3,
+                zorder=6,
                 bbox={"facecolor": style.LOGITS if first else style.PAPER, "edgecolor": "none", "pad": 1},
             )
         for (i, j), (next_i, next_j) in itertools.pairwise(path):
@@ -323,35 +323,33 @@ def two_orders(rows=3, columns=4):
 
 
 def growth(lengths, H, itemsize, block_q, block_k):
-    """Bytes moved, and bytes that must exist besides the inputs, against the length of the sequence."""
-    figure, axes = style.subplots(1, 2, width=10, height=3.5, sharey=True)
-    lengths = np.asarray(lengths)
+    """Bytes moved, and bytes that must exist at once, against the length of the sequence."""
+    figure, axes = style.subplots(1, 2, width=7.4, height=2.6, sharey=True)
     naive = [cost.naive_bytes(n, n, H, itemsize) / MIB for n in lengths]
     flash = [cost.query_outer_bytes(n, n, H, itemsize, block_q, block_k) / MIB for n in lengths]
     axes[0].loglog(lengths, naive, "o-", color=style.LOGITS, label="naive")
     axes[0].loglog(lengths, flash, "s-", color=style.OUTPUT, label="query-outer")
     axes[0].set_title("bytes moved", loc="left")
-    tables = itemsize * 2 * lengths**2 / MIB
-    result = (itemsize * lengths * H + 4 * lengths) / MIB
-    axes[1].loglog(lengths, tables + itemsize * lengths * H / MIB, "o-", color=style.LOGITS, label="naive: S, P, out")
-    axes[1].loglog(lengths, result, "s-", color=style.OUTPUT, label="query-outer: out, lse")
-    axes[1].set_title("bytes that must exist besides q, k, v", loc="left")
+    naive_held = [cost.naive_footprint(n, n, H, itemsize) / MIB for n in lengths]
+    flash_held = [cost.flash_footprint(n, n, H, itemsize) / MIB for n in lengths]
+    axes[1].loglog(lengths, naive_held, "o-", color=style.LOGITS, label="naive")
+    axes[1].loglog(lengths, flash_held, "s-", color=style.OUTPUT, label="query-outer")
+    axes[1].set_title("footprint: bytes held at once", loc="left")
     for panel in axes:
         panel.set_xlabel("N = T = S")
-        panel.set_xticks(lengths, [str(n) for n in lengths], size=8.5)
+        panel.set_xticks(lengths, [str(n) for n in lengths], size=8)
         panel.minorticks_off()
         panel.legend(loc="upper left")
-        panel.grid(True, color=style.SKIPPED, linewidth=0.5)
     axes[0].set_ylabel("MiB, logarithmic")
     return figure
 
 
-def budget_map(H, itemsize, budget, N, sizes=(16, 32, 64, 128, 256, 512), chosen=None):
+def budget_map(H, itemsize, budget, N, sizes=(16, 32, 64, 128, 256), chosen=None):
     """For each pair of block sizes: the bytes on chip, and the traffic relative to naive.
 
-    Hatched cells do not fit. chosen: a (block_q, block_k) to frame.
+    Cells with a cross do not fit. chosen: a (block_q, block_k) to frame.
     """
-    figure, axes = style.subplots(1, 2, width=10.4, height=4.0)
+    figure, axes = style.subplots(1, 2, width=8, height=3.1)
     needed = np.array([[itemsize * (q * H + 2 * k * H + q * k) for k in sizes] for q in sizes])
     traffic = np.array([[cost.query_outer_bytes(N, N, H, itemsize, q, k) for k in sizes] for q in sizes])
     relative = traffic / cost.naive_bytes(N, N, H, itemsize)
@@ -371,17 +369,15 @@ def budget_map(H, itemsize, budget, N, sizes=(16, 32, 64, 128, 256, 512), chosen
                     1,
                     1,
                     style.STATE if good else style.SKIPPED if not fits else "#F3D9C6",
-                    hatch=None if fits else "///",
                     linewidth=0.5,
                 )
                 panel.text(
                     column,
                     row,
-                    form.format(values[row, column]),
+                    form.format(values[row, column]) if fits else "✗",
                     ha="center",
                     va="center",
                     size=10,
-                    bbox=None if fits else {"facecolor": style.SKIPPED, "edgecolor": "none", "pad": 1},
                 )
         if chosen and chosen[0] in sizes and chosen[1] in sizes:
             panel.add_patch(
@@ -401,14 +397,14 @@ def budget_map(H, itemsize, budget, N, sizes=(16, 32, 64, 128, 256, 512), chosen
         panel.set_xlabel("block_k (keys)")
         panel.set_ylabel("block_q (queries)")
         panel.set_title(f"H = {H}: {title}", loc="left")
-    axes[0].text(0, -0.27, "hatched: does not fit", transform=axes[0].transAxes, size=9)
-    axes[1].text(0, -0.27, "pale: fits, and moves as much as naive or more", transform=axes[1].transAxes, size=9)
+    axes[0].text(0, -0.29, "✗: does not fit", transform=axes[0].transAxes, size=9)
+    axes[1].text(0, -0.29, "pale: fits, and moves as much as naive or more", transform=axes[1].transAxes, size=9)
     return figure
 
 
 def break_even(N, itemsize, head_dims=(64, 128), block_k=64):
     """How many times fewer bytes than naive, against block_q, for several head dimensions."""
-    figure, axes = style.subplots(width=8, height=3.6)
+    figure, axes = style.subplots(width=6.4, height=2.8)
     sizes = 2 ** np.arange(2, 11)
     for H, colour, marker in zip(head_dims, (style.OUTPUT, style.QUERY), "so", strict=True):
         naive = cost.naive_bytes(N, N, H, itemsize)

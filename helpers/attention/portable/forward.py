@@ -88,10 +88,18 @@ def _dot(a, b):
     return lax.dot(a, b, preferred_element_type=jnp.float32)
 
 
-def default_blocks(problem):
-    """(block_q, block_k) for a problem: large tiles, but no larger than the sequences need."""
-    largest = 128 if problem.H <= 64 else 64 if problem.H <= 128 else 32
-    return tuple(min(largest, max(MIN_BLOCK, pl.next_power_of_2(length))) for length in (problem.T, problem.S))
+def default_tiles(problem):
+    """(block_q, block_k, num_stages) for a problem: the fastest measured on an NVIDIA H200 (JAX 0.11.2).
+
+    num_stages is how many key tiles are in flight on a GPU. No tile is larger than its sequence needs.
+    """
+    if problem.dtype.itemsize == 2:
+        tiles = (64, 128, 2) if problem.H <= 64 else (128, 64, 2) if problem.H <= 128 else (64, 64, 3)
+    else:
+        tiles = (128, 64, 2) if problem.H <= 64 else (32, 64, 2) if problem.H <= 128 else (32, 32, 2)
+    block_q, block_k, num_stages = tiles
+    needed_q, needed_k = (max(MIN_BLOCK, pl.next_power_of_2(length)) for length in (problem.T, problem.S))
+    return min(block_q, needed_q), min(block_k, needed_k), num_stages
 
 
 def check_blocks(block_q, block_k):
@@ -109,9 +117,9 @@ def forward(call, *, block_q=None, block_k=None, interpret=False):
     interpret: run the kernel's operations one by one on any device, for learning and testing.
     """
     problem = call.problem
-    defaults = default_blocks(problem)
-    block_q = defaults[0] if block_q is None else block_q
-    block_k = defaults[1] if block_k is None else block_k
+    default_q, default_k, num_stages = default_tiles(problem)
+    block_q = default_q if block_q is None else block_q
+    block_k = default_k if block_k is None else block_k
     check_blocks(block_q, block_k)
     B, T, S, N, H = problem.B, problem.T, problem.S, problem.N, problem.H
     head_padded = max(MIN_BLOCK, pl.next_power_of_2(H))
@@ -136,7 +144,7 @@ def forward(call, *, block_q=None, block_k=None, interpret=False):
             jax.ShapeDtypeStruct((B, T, N, H), problem.dtype),
             jax.ShapeDtypeStruct((B, N, T), jnp.float32),
         ],
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=num_stages),
         interpret=interpret,
         name="flash_attention_forward",
     )(call.query, call.key, call.value, call.query_lengths, call.key_lengths)

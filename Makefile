@@ -1,0 +1,43 @@
+# Two commands do everything: `make lab` to learn, `make test` to check. `make help` lists the rest.
+
+VENV ?= .venv
+IN_VENV = $(VENV)/bin/python
+OLDEST_JAX = 0.11.2
+# Jupyter refuses to run as root unless told so; it listens on this machine only, behind its token.
+AS_ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
+ARGS ?=
+
+.PHONY: help setup lab test test-oldest notebooks figures lint gpu gpu-test
+
+help: ## list these commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+setup:
+	@sh helpers/setup_environment.sh "$(VENV)"
+
+lab: setup ## open the series in JupyterLab, in your own copy of the notebooks
+	@$(IN_VENV) -m helpers.notebooks workbook
+	@$(IN_VENV) -m jupyter lab --ip=localhost $(AS_ROOT) $(ARGS) workbook/00_start_here.ipynb
+
+test: setup ## run the whole test suite, notebooks included
+	@JAX_PLATFORMS=cpu $(IN_VENV) -m pytest -n auto $(ARGS)
+
+test-oldest: ## run the tests of helpers on the oldest JAX that is supported
+	@sh helpers/setup_environment.sh .venv-oldest $(OLDEST_JAX)
+	@JAX_PLATFORMS=cpu .venv-oldest/bin/python -m pytest -n auto tests --ignore=tests/test_browser.py $(ARGS)
+
+notebooks: setup ## execute every notebook and write it back, normalised
+	@$(IN_VENV) -m helpers.notebooks execute
+
+figures: setup ## draw every picture that the Markdown cells show
+	@$(IN_VENV) -m helpers.plots
+
+lint: setup ## check the style of code and notebooks
+	@$(IN_VENV) -m ruff check
+	@$(IN_VENV) -m ruff format --check
+
+gpu: setup ## add CUDA to the environment, on a machine with an NVIDIA GPU
+	@$(IN_VENV) -m pip install --disable-pip-version-check --constraint $(VENV)/constraints.txt --editable '.[test,gpu]'
+
+gpu-test: setup ## run the kernels' tests on the GPU of this machine
+	@$(IN_VENV) -m pytest tests/test_portable_forward.py tests/test_reference.py tests/test_api.py -rs $(ARGS)

@@ -1,0 +1,554 @@
+"""The exercises of notebook 04.
+
+Kernels are interpreted on every device, so that a verdict does not depend on what lies behind the
+end of an array, and replayed, so that loads and stores past that end are counted.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from helpers.exercises.checking import Case, Exercise, Mistake
+from helpers.measure.traffic import replay
+
+# 4.1 The index map
+
+
+def _index_map_cases():
+    random = np.random.default_rng(41)
+    shapes = [(1, 2, 1, 2), (2, 3, 2, 4), (3, 2, 4, 2), (4, 5, 2, 8)]
+    return [
+        Case(
+            f"{R} × {C} blocks of {rows} × {columns}",
+            (random.standard_normal((R * rows, C * columns)).astype(np.float32), rows, columns),
+        )
+        for R, C, rows, columns in shapes
+    ]
+
+
+def _run_index_map(read_block, x, rows, columns):
+    R, C = x.shape[0] // rows, x.shape[1] // columns
+
+    def checked(i, j):
+        block = read_block(i, j)
+        if not isinstance(block, tuple) or len(block) != 2:
+            raise TypeError("an index map of two axes returns a pair (row, column)")
+        if not all(jnp.issubdtype(jnp.result_type(index), jnp.integer) and jnp.ndim(index) == 0 for index in block):
+            raise TypeError("block indices are whole numbers: divide with //, not with /")
+        return block
+
+    return pl.pallas_call(
+        _copy_kernel,
+        grid=(C, 2 * R),
+        in_specs=[pl.BlockSpec((rows, columns), checked)],
+        out_specs=pl.BlockSpec((rows, columns), lambda i, j: (i, j)),
+        out_shape=jax.ShapeDtypeStruct((C * rows, 2 * R * columns), jnp.float32),
+        interpret=True,
+    )(x)
+
+
+def _copy_kernel(x_ref, out_ref):
+    out_ref[...] = x_ref[...]
+
+
+def _index_map_expected(x, rows, columns):
+    R, C = x.shape[0] // rows, x.shape[1] // columns
+    blocks = x.reshape(R, rows, C, columns).transpose(2, 1, 0, 3)
+    return np.repeat(blocks, 2, axis=2).reshape(C * rows, 2 * R * columns)
+
+
+INDEX_MAP = Exercise(
+    number="4.1",
+    title="The index map",
+    outputs=("out",),
+    cases=_index_map_cases,
+    run=_run_index_map,
+    expected=_index_map_expected,
+    tried="1 to 4 rows and 2 to 5 columns of blocks, four block shapes",
+    mistakes=(
+        Mistake(
+            "the axes are not swapped",
+            lambda i, j: (i, j // 2),
+            "Program (i, j) reads from column i of x: see the picture of the exercise, and section 3.",
+        ),
+        Mistake(
+            "each program reads a block of its own instead of sharing it with its neighbour",
+            lambda i, j: (j, i),
+            "Programs (i, 0) and (i, 1) read the same block: see the picture of the exercise.",
+        ),
+        Mistake(
+            "i is halved instead of j, and the axes are not swapped",
+            lambda i, j: (i // 2, j),
+            "Programs (0, 0) and (0, 1) share a block, programs (0, 0) and (1, 0) do not: see the picture of the exercise.",
+        ),
+        Mistake(
+            "j % 2 stands where j // 2 should",
+            lambda i, j: (j % 2, i),
+            "The remainder makes programs alternate; the quotient makes neighbours share.",
+        ),
+        Mistake(
+            "the map counts elements of 2 × 4 blocks instead of blocks",
+            lambda i, j: (j // 2 * 2, i * 4),
+            "An index map counts in blocks: see section 3.",
+        ),
+        Mistake(
+            "j is doubled instead of halved",
+            lambda i, j: (2 * j, i),
+            "The grid has twice as many columns as x has rows of blocks, so j has to shrink.",
+        ),
+    ),
+)
+
+# 4.2 A masked tail
+
+
+def _softmax_cases():
+    random = np.random.default_rng(42)
+
+    def logits(T, S, scale=1.0, shift=0.0):
+        return (scale * random.standard_normal((T, S)) + shift).astype(np.float32)
+
+    largest_first = np.sort(logits(6, 7, 3.0, -2.0), axis=1)[:, ::-1].copy()
+    by_hand = np.log(np.array([[1.0, 3.0, 4.0]])).astype(np.float32) - 5
+    return [
+        Case("T=1, S=3, block 2 × 4, logits below 0", (by_hand, 2, 4)),
+        Case("T=5, S=6, block 2 × 8", (logits(5, 6), 2, 8)),
+        Case("T=6, S=7, block 4 × 8, largest logit first", (largest_first, 4, 8)),
+        Case("T=7, S=5, block 4 × 8, logits near 300", (logits(7, 5, 30.0, 300.0), 4, 8)),
+    ]
+
+
+def _run_softmax(kernel, s, block_q, block_s):
+    T, S = s.shape
+    spec = pl.BlockSpec((block_q, block_s), lambda i: (i, 0))
+    call = pl.pallas_call(
+        functools.partial(kernel, T=T, S=S),
+        grid=(pl.cdiv(T, block_q),),
+        in_specs=[spec],
+        out_specs=spec,
+        out_shape=jax.ShapeDtypeStruct((T, S), jnp.float32),
+        interpret=True,
+        name="exercise",
+    )
+    p = call(s)
+    (watched,), _ = replay(call, s)
+    s_seen, p_seen = watched.operands.values()
+    return p, s_seen.outside, p_seen.outside_writes
+
+
+def _softmax_expected(s, block_q, block_s):
+    e = np.exp(s.astype(np.float64) - s.max(axis=1, keepdims=True))
+    return e / e.sum(axis=1, keepdims=True), 0, 0
+
+
+def _softmax_kernel(
+    s_ref,
+    p_ref,
+    *,
+    T,
+    S,
+    other=-jnp.inf,
+    mask_rows=True,
+    number_rows=True,
+    mask_load=True,
+    mask_store=True,
+    extra_column=0,
+    subtract_max=True,
+    select=False,
+    divide=True,
+):
+    rows = number_rows * pl.program_id(0) * s_ref.shape[0] + jnp.arange(s_ref.shape[0])
+    columns = jnp.arange(s_ref.shape[1])
+    mask = (columns < S + extra_column)[None, :] & ((rows < T) | (not mask_rows))[:, None]
+    if select:
+        s = jnp.where(mask, s_ref[...], -jnp.inf)
+    else:
+        s = plt.load(s_ref, mask=mask, other=other) if mask_load else s_ref[...]
+    m = s.max(axis=1, keepdims=True) if subtract_max else 0
+    p = jnp.exp(s - m)
+    p = p / p.sum(axis=1, keepdims=True) if divide else p
+    if mask_store:
+        plt.store(p_ref, p, mask=mask)
+    else:
+        p_ref[...] = p
+
+
+MASKED_TAIL = Exercise(
+    number="4.2",
+    title="A masked tail",
+    outputs=("p", "elements loaded past the end", "elements stored past the end"),
+    cases=_softmax_cases,
+    run=_run_softmax,
+    expected=_softmax_expected,
+    tried="ragged rows and columns, the largest logit first, all below 0, near 300",
+    mistakes=(
+        Mistake(
+            "nothing is masked",
+            functools.partial(_softmax_kernel, mask_load=False, mask_store=False),
+            "The block hangs over the end of the array on two sides: see section 6.",
+        ),
+        Mistake(
+            "masked logits are read as 0 instead of −∞",
+            functools.partial(_softmax_kernel, other=0),
+            "A logit of 0 adds e to the power of −m to the sum: see “Which other?” in section 6.",
+        ),
+        Mistake(
+            "the columns are masked and the rows are not",
+            functools.partial(_softmax_kernel, mask_rows=False),
+            "The last block may hold rows past T: mask both axes.",
+        ),
+        Mistake(
+            "the rows are numbered from 0 in every program",
+            functools.partial(_softmax_kernel, number_rows=False),
+            "Add program_id times the height of the block: see “Mask first, not afterwards” in section 6.",
+        ),
+        Mistake(
+            "the load is masked and the store is not",
+            functools.partial(_softmax_kernel, mask_store=False),
+            "On a GPU an unmasked store overwrites whatever lies behind the array: see section 6.",
+        ),
+        Mistake(
+            "the block is loaded whole and masked afterwards",
+            functools.partial(_softmax_kernel, select=True),
+            "jnp.where hides the values but the load has happened; give the mask to plt.load: see section 6.",
+        ),
+        Mistake(
+            "the mask keeps one column too many",
+            functools.partial(_softmax_kernel, extra_column=1),
+            "Column S is the first one past the end: compare with <, not with <=.",
+        ),
+        Mistake(
+            "the exponentials are not divided by their sum",
+            functools.partial(_softmax_kernel, divide=False),
+            "Divide p by l, the sum of each row: see section 4.",
+        ),
+        Mistake(
+            "the largest logit is not subtracted",
+            functools.partial(_softmax_kernel, subtract_max=False),
+            "The exponential overflows for large logits: see section 4.",
+        ),
+    ),
+)
+
+# 4.3 Accumulate over k
+
+
+def _matmul_cases():
+    random = np.random.default_rng(43)
+    shapes = [
+        (2, 3, 2, 2, 2, 2, np.float32),
+        (4, 6, 8, 4, 4, 4, np.float32),
+        (8, 21, 4, 4, 2, 8, np.float32),
+        (8, 200, 8, 8, 8, 16, np.float16),
+    ]
+    return [
+        Case(
+            f"T={T}, S={S}, H={H}, block_q={block_q}, block_h={block_h}, block_k={block_k}, {np.dtype(dtype).name}",
+            (
+                random.standard_normal((T, S)).astype(dtype),
+                random.standard_normal((S, H)).astype(dtype),
+                block_q,
+                block_h,
+                block_k,
+            ),
+        )
+        for T, S, H, block_q, block_h, block_k, dtype in shapes
+    ]
+
+
+def _run_matmul(kernel, p, v, block_q, block_h, block_k):
+    (T, S), H = p.shape, v.shape[1]
+    call = pl.pallas_call(
+        functools.partial(kernel, S=S, block_k=block_k),
+        grid=(T // block_q, H // block_h),
+        in_specs=[
+            pl.BlockSpec((block_q, S), lambda i, h: (i, 0)),
+            pl.BlockSpec((S, block_h), lambda i, h: (0, h)),
+        ],
+        out_specs=pl.BlockSpec((block_q, block_h), lambda i, h: (i, h)),
+        out_shape=jax.ShapeDtypeStruct((T, H), jnp.float32),
+        interpret=True,
+        name="exercise",
+    )
+    out = call(p, v)
+    (watched,), _ = replay(call, p, v)
+    p_seen, v_seen, _ = watched.operands.values()
+    return out, p_seen.outside, v_seen.outside
+
+
+def _matmul_expected(p, v, block_q, block_h, block_k):
+    return p.astype(np.float64) @ v.astype(np.float64), 0, 0
+
+
+def _matmul_kernel(
+    p_ref,
+    v_ref,
+    out_ref,
+    *,
+    S,
+    block_k,
+    mask_p=True,
+    mask_v=True,
+    offset_in_mask=True,
+    slices=False,
+    element_start=False,
+    drop_tail=False,
+    keep=1,
+    acc_16_bit=False,
+    product_16_bit=False,
+):
+    acc_dtype = p_ref.dtype if acc_16_bit else jnp.float32
+    product_dtype = p_ref.dtype if product_16_bit else jnp.float32
+
+    def add_tile(j, acc):
+        start = j if element_start else j * block_k
+        tile = pl.ds(start, block_k)
+        positions = (start if offset_in_mask else 0) + jnp.arange(block_k)
+        inside = positions < S
+        if slices:
+            p, v = p_ref[:, tile], v_ref[tile, :]
+        else:
+            p = plt.load(p_ref.at[:, tile], mask=inside[None, :] | (not mask_p), other=0)
+            v = plt.load(v_ref.at[tile, :], mask=inside[:, None] | (not mask_v), other=0)
+        product = lax.dot(p, v, preferred_element_type=product_dtype)
+        return keep * acc + product.astype(acc_dtype)
+
+    tiles = S // block_k if drop_tail else pl.cdiv(S, block_k)
+    acc = lax.fori_loop(0, tiles, add_tile, jnp.zeros(out_ref.shape, acc_dtype))
+    out_ref[...] = acc.astype(out_ref.dtype)
+
+
+def _matmul_without_start(p_ref, v_ref, out_ref, *, S, block_k):
+    def add_tile(j, _):
+        tile = pl.ds(j * block_k, block_k)
+        inside = j * block_k + jnp.arange(block_k) < S
+        p = plt.load(p_ref.at[:, tile], mask=jnp.broadcast_to(inside, (p_ref.shape[0], block_k)), other=0)
+        v = plt.load(v_ref.at[tile, :], mask=inside[:, None], other=0)
+        out_ref[...] += lax.dot(p, v, preferred_element_type=jnp.float32)
+
+    lax.fori_loop(0, pl.cdiv(S, block_k), add_tile, None)
+
+
+ACCUMULATE = Exercise(
+    number="4.3",
+    title="Accumulate over k",
+    outputs=("out", "elements of p loaded past the end", "elements of v loaded past the end"),
+    cases=_matmul_cases,
+    run=_run_matmul,
+    expected=_matmul_expected,
+    tried="S from 3 to 200 and never a multiple of block_k, unequal block sizes, float32 and float16",
+    mistakes=(
+        Mistake(
+            "the output block is added to before anything was stored in it",
+            _matmul_without_start,
+            "An output starts with whatever is in memory; start from jnp.zeros: see section 5.",
+        ),
+        Mistake(
+            "the accumulator has 16 bits",
+            functools.partial(_matmul_kernel, acc_16_bit=True),
+            "Sum in float32 whatever the inputs are: see section 5.",
+        ),
+        Mistake(
+            "each product is rounded to 16 bits",
+            functools.partial(_matmul_kernel, product_16_bit=True),
+            "Ask lax.dot for preferred_element_type=jnp.float32: see section 5.",
+        ),
+        Mistake(
+            "each tile replaces the accumulator instead of being added to it",
+            functools.partial(_matmul_kernel, keep=0),
+            "Return acc + product from the loop body: see section 5.",
+        ),
+        Mistake(
+            "the last, partial tile is left out",
+            functools.partial(_matmul_kernel, drop_tail=True),
+            "S // block_k rounds down; pl.cdiv(S, block_k) counts the partial tile too.",
+        ),
+        Mistake(
+            "the last tile is loaded with a slice that runs past the end",
+            functools.partial(_matmul_kernel, slices=True),
+            "The slice is moved back, and some products count twice: see section 6.",
+        ),
+        Mistake(
+            "the tail of p is masked and the tail of v is not",
+            functools.partial(_matmul_kernel, mask_v=False),
+            "Zero times NaN is NaN, so both operands need the mask: see section 6.",
+        ),
+        Mistake(
+            "the tail of v is masked and the tail of p is not",
+            functools.partial(_matmul_kernel, mask_p=False),
+            "NaN times zero is NaN, so both operands need the mask: see section 6.",
+        ),
+        Mistake(
+            "the mask hides nothing of the last tile, in either operand",
+            functools.partial(_matmul_kernel, offset_in_mask=False),
+            "Compare j * block_k + jnp.arange(block_k) with S, not the places within a tile: see section 6.",
+        ),
+        Mistake(
+            "tile j begins at element j instead of element j * block_k",
+            functools.partial(_matmul_kernel, element_start=True),
+            "pl.ds counts elements, unlike an index map, which counts blocks: see section 5.",
+        ),
+    ),
+)
+
+# 4.4 The grid, in NumPy
+
+
+def _minus_mean(block):
+    return block - block.mean(axis=1, keepdims=True)
+
+
+def _minus_max(block):
+    return block - block.max()
+
+
+def _doubled(block):
+    return 2 * block
+
+
+def _as_is(i, j):
+    return i, j
+
+
+def _across(i, j):
+    return j, i
+
+
+def _same_column(i, j):
+    return i, 0
+
+
+# body, shape of x, grid, block_shape, in_map, out_map
+GRIDS = {
+    "x 2 × 4, grid (2, 2), block 1 × 2, doubled": (_doubled, (2, 4), (2, 2), (1, 2), _as_is, _as_is),
+    "x 4 × 6, grid (2, 3), block 2 × 2, out_map (i, 2 − j)": (
+        _minus_mean,
+        (4, 6),
+        (2, 3),
+        (2, 2),
+        _as_is,
+        lambda i, j: (i, 2 - j),
+    ),
+    "x 6 × 6, grid (3, 2), block 2 × 3, in_map (i, 0)": (_minus_max, (6, 6), (3, 2), (2, 3), _same_column, _as_is),
+    "x 5 × 7, grid (3, 2), block 2 × 4, rows minus their mean": (_minus_mean, (5, 7), (3, 2), (2, 4), _as_is, _as_is),
+    "x 7 × 7, grid (2, 3), block 3 × 3, both maps (j, i)": (_minus_max, (7, 7), (2, 3), (3, 3), _across, _across),
+}
+
+
+def _grid_input(name):
+    shape = GRIDS[name][1]
+    values = np.random.default_rng(len(name)).standard_normal(shape) - 4  # all below 0
+    return values.astype(np.float32)
+
+
+def _grid_cases():
+    cases = []
+    for name, (body, _, grid, block_shape, in_map, out_map) in GRIDS.items():
+        cases.append(Case(name, (name, body, _grid_input(name), grid, block_shape, in_map, out_map)))
+    return cases
+
+
+@functools.cache
+def _grid_by_pallas(name):
+    body, shape, grid, block_shape, in_map, out_map = GRIDS[name]
+
+    def kernel(x_ref, out_ref):
+        out_ref[...] = body(x_ref[...])
+
+    return np.asarray(
+        pl.pallas_call(
+            kernel,
+            grid=grid,
+            in_specs=[pl.BlockSpec(block_shape, in_map)],
+            out_specs=pl.BlockSpec(block_shape, out_map),
+            out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
+            interpret=True,
+        )(_grid_input(name))
+    )
+
+
+def _run_grid(body, x, grid, block_shape, in_map, out_map, *, fill=np.nan, whole=False, step=None, clamp=False):
+    rows, columns = block_shape
+    out = np.full(x.shape, np.nan)
+    for i in range(grid[0]):
+        for j in range(grid[1]):
+            r, c = (index * size for index, size in zip(in_map(i, j), step or block_shape, strict=True))
+            if clamp:
+                r, c = min(r, x.shape[0] - rows), min(c, x.shape[1] - columns)
+            seen = x[r : r + rows, c : c + columns]
+            block = np.full(block_shape, fill)
+            block[: seen.shape[0], : seen.shape[1]] = seen
+            result = body(seen if whole else block)
+            r, c = (index * size for index, size in zip(out_map(i, j), step or block_shape, strict=True))
+            if clamp:
+                r, c = min(r, x.shape[0] - rows), min(c, x.shape[1] - columns)
+            target = out[r : r + rows, c : c + columns]
+            target[...] = result[: target.shape[0], : target.shape[1]]
+    return out
+
+
+def _run_grid_swapped(body, x, grid, block_shape, in_map, out_map):
+    return _run_grid(body, x, grid, block_shape, lambda i, j: in_map(j, i), lambda i, j: out_map(j, i))
+
+
+def _run_grid_in_place(body, x, grid, block_shape, in_map, out_map):
+    return _run_grid(body, x, grid, block_shape, in_map, in_map)
+
+
+def _run_grid_from_out_map(body, x, grid, block_shape, in_map, out_map):
+    return _run_grid(body, x, grid, block_shape, out_map, out_map)
+
+
+GRID = Exercise(
+    number="4.4",
+    title="The grid, in NumPy",
+    outputs=("out",),
+    cases=_grid_cases,
+    run=lambda answer, name, *arguments: answer(*arguments),
+    expected=lambda name, *_: _grid_by_pallas(name),
+    tried="the same kernels under pallas_call, index maps that swap, share and mirror, blocks over the end",
+    mistakes=(
+        Mistake(
+            "block indices are used as element indices",
+            functools.partial(_run_grid, step=(1, 1)),
+            "Multiply each index by the block's size on that axis: see section 3.",
+        ),
+        Mistake(
+            "the result is stored where the block was read",
+            _run_grid_in_place,
+            "Reading goes by in_map and storing by out_map: see section 3.",
+        ),
+        Mistake(
+            "the block is read where the result will be stored",
+            _run_grid_from_out_map,
+            "Reading goes by in_map and storing by out_map: see section 3.",
+        ),
+        Mistake(
+            "blocks at the end are cut short instead of filled with NaN",
+            functools.partial(_run_grid, whole=True),
+            "A block always has its full shape, also where it hangs over the end: see section 6.",
+        ),
+        Mistake(
+            "blocks at the end are filled with zeros instead of NaN",
+            functools.partial(_run_grid, fill=0.0),
+            "A kernel must not be able to rely on what lies past the end: see section 6.",
+        ),
+        Mistake(
+            "blocks at the end are moved back until they fit",
+            functools.partial(_run_grid, clamp=True),
+            "That is what a slice of a ref does; a BlockSpec's block hangs over: see section 6.",
+        ),
+        Mistake(
+            "the index maps are called with j before i",
+            _run_grid_swapped,
+            "An index map takes the program's numbers in the order of the grid: see section 3.",
+        ),
+    ),
+)
+
+EXERCISES = (INDEX_MAP, MASKED_TAIL, ACCUMULATE, GRID)

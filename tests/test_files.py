@@ -1,0 +1,169 @@
+"""The files beside the code: environments agree, notebooks are as committed notebooks must be, pictures are drawn."""
+
+import ast
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tomllib
+
+import lessons
+import pytest
+import yaml
+from lessons import PATHS, ROOT
+
+from helpers.notebooks import normalise
+from helpers.plots.collect import draw_all, figures
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+CONSTRAINTS = {
+    line.split("==")[0].lower(): line.split("==")[1]
+    for line in (ROOT / "constraints.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+}
+NOTEBOOK_BYTES, ALL_NOTEBOOKS_BYTES = 600_000, 4_000_000
+
+
+def requirement_name(requirement):
+    return re.match(r"[A-Za-z0-9-]+", requirement)[0].lower()
+
+
+def test_every_dependency_is_pinned():
+    requirements = PROJECT["project"]["dependencies"] + PROJECT["project"]["optional-dependencies"]["test"]
+    assert {requirement_name(requirement) for requirement in requirements} <= CONSTRAINTS.keys()
+
+
+def test_conda_and_pip_install_the_same():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    python, pip, from_pip = environment["dependencies"]
+    assert python == "python=3.12" and PROJECT["project"]["requires-python"] == ">=3.12"
+    assert pip == "pip" and from_pip == {"pip": ["-c constraints.txt", "-e .[test]"]}
+
+
+def test_the_oldest_jax_is_the_one_that_is_tested():
+    (jax,) = (r for r in PROJECT["project"]["dependencies"] if requirement_name(r) == "jax")
+    assert f"OLDEST_JAX = {re.search(r'>=([0-9.]+)', jax)[1]}" in (ROOT / "Makefile").read_text()
+
+
+def tracked_files():
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    return [ROOT / name for name in names if (ROOT / name).exists()]
+
+
+def test_no_file_holds_an_index_or_a_machine_path():
+    words = [
+        "index-" + "url",
+        "extra-" + "index",
+        "pypi" + ".org",
+        "python" + "hosted",
+        "/ro" + "ot/",
+        "/ho" + "me/",
+        "/wo" + "rk/",
+    ]
+    for path in tracked_files():
+        if path.suffix not in (".png",):
+            text = path.read_text(encoding="utf-8")
+            assert [word for word in words if word in text] == [], path
+
+
+def test_every_import_is_declared():
+    """A package that only happens to be installed would break the next clean machine."""
+    provided = {"yaml": "pyyaml", "IPython": "ipython"}
+    declared = {
+        requirement_name(r)
+        for r in PROJECT["project"]["dependencies"] + PROJECT["project"]["optional-dependencies"]["test"]
+    }
+    own = {"helpers"} | {path.stem for path in (ROOT / "tests").glob("*.py")}
+    sources = [path.read_text() for folder in ("helpers", "tests") for path in (ROOT / folder).rglob("*.py")]
+    for path in PATHS:
+        sources += [cell.source for cell in lessons.read(path).cells if cell.cell_type == "code"]
+    for source in sources:
+        for node in ast.walk(ast.parse(source)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            for name in {name.split(".")[0] for name in names} - own - set(sys.stdlib_module_names):
+                assert provided.get(name, name) in declared, name
+
+
+@pytest.fixture(params=PATHS, ids=lambda path: path.stem)
+def path(request):
+    return request.param
+
+
+def test_no_notebook_escapes():
+    assert [path.stem[:2] for path in PATHS] == [f"{number:02d}" for number in range(len(PATHS))]
+    assert sum(path.stat().st_size for path in PATHS) < ALL_NOTEBOOKS_BYTES
+
+
+def test_a_notebook_is_executed_and_normalised(path):
+    """nbval silently skips a notebook without execution counts, so their absence must be loud."""
+    notebook = lessons.read(path)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    before = json.dumps(notebook, sort_keys=True)
+    normalise(notebook, path.stem[:2])
+    assert json.dumps(notebook, sort_keys=True) == before, "run `make notebooks`"
+    assert path.stat().st_size < NOTEBOOK_BYTES
+
+
+def test_outputs_can_be_compared(path):
+    """No errors, no warnings, nothing that changes from run to run, unless the cell is excused."""
+    for cell in lessons.read(path).cells:
+        if cell.cell_type != "code":
+            continue
+        assert not cell.source.rstrip().endswith(";"), "a semicolon does not silence a cell under nbval"
+        excused = "nbval-ignore-output" in cell.metadata.get("tags", [])
+        for output in cell.outputs:
+            assert output.output_type != "error"
+            assert output.get("name") != "stderr"
+            kinds = set(output.get("data", {}))
+            assert excused or kinds <= {"text/plain", "image/png"}
+            text = json.dumps(output.get("text", "")) + json.dumps(output.get("data", {}).get("text/plain", ""))
+            assert excused or not re.search(r"0x[0-9a-f]{6}|/tmp/", text)
+
+
+def test_a_notebook_has_the_form_of_a_lesson(path):
+    cells = lessons.read(path).cells
+    number = path.stem[:2]
+    first = cells[0].source
+    assert first.startswith(f"# {number} · ") and "**You need**" in first and "**Time**" in first
+    assert f"../figures/roadmap-{number}.png" in first
+    code = [cell for cell in cells if cell.cell_type == "code"]
+    assert code[0].source.endswith("show_environment()")
+    assert cells[-1].source.startswith("## What you can do now")
+    lengths = sorted(len(cell.source.splitlines()) for cell in code)
+    assert lengths[len(lengths) // 2] <= 10 and lengths[-1] <= 45
+    for before, after in itertools.pairwise(cells):
+        if after.cell_type == "code" and "check" not in after.metadata.get("tags", []):
+            assert before.cell_type == "markdown" or "exercise" in after.metadata.get("tags", []), (
+                "say what a cell will show"
+            )
+
+
+def test_links_and_pictures_exist(path):
+    text = "\n".join(cell.source for cell in lessons.read(path).cells if cell.cell_type == "markdown")
+    for alt, target in re.findall(r"(!?\[[^\]]*\])\(([^)]+)\)", text):
+        if not target.startswith("http"):
+            assert (path.parent / target.split("#")[0]).exists(), target
+        if alt.startswith("!"):
+            assert len(alt) > 20, f"{target} needs a description for readers who cannot see it"
+
+
+def test_every_picture_is_drawn_and_shown(tmp_path, capsys):
+    draw_all(tmp_path)
+    committed = {path.name for path in (ROOT / "figures").iterdir()}
+    assert committed == set(figures()), "run `make figures`"
+    shown = (ROOT / "README.md").read_text() + "".join(path.read_text() for path in PATHS)
+    for name in committed:
+        assert f"figures/{name}" in shown, f"{name} is shown nowhere"
+        assert (tmp_path / name).read_bytes() == (ROOT / "figures" / name).read_bytes(), f"{name} is out of date"
+
+
+def test_the_readme_lists_every_notebook():
+    text = (ROOT / "README.md").read_text()
+    for path in PATHS:
+        title = lessons.read(path).cells[0].source.splitlines()[0].removeprefix(f"# {path.stem[:2]} · ")
+        assert f"[{path.stem[:2]} · {title}](notebooks/{path.name})" in text
+    for number in re.findall(r"make ([a-z-]+)", text):
+        assert re.search(rf"^{number}:", (ROOT / "Makefile").read_text(), re.MULTILINE), number

@@ -1,0 +1,192 @@
+"""The set-up commands on machines that are not as one would wish."""
+
+import os
+import shutil
+import stat
+import subprocess
+
+import nbformat
+import pytest
+from lessons import ROOT
+
+from helpers.notebooks import lay_out_workbook
+
+SCRIPT = ROOT / "helpers" / "setup_environment.sh"
+
+# A stand-in for Python: it knows its version, makes "environments" that hold a copy of itself, and
+# records what pip is asked to do.
+FAKE_PYTHON = """#!/bin/sh
+here=$(dirname "$0")
+case "$*" in
+    *version_info*) exit {too_old} ;;
+    --version) echo "Python {version}" ;;
+    "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && touch "$3/pyvenv.cfg" ;;
+    "-m pip install "*) echo "$*" >>"$RECORD"; [ ! -e "$RECORD.broken" ] ;;
+esac
+"""
+
+
+class Machine:
+    """A copy of the set-up files, and a PATH with exactly the Pythons that a test asks for."""
+
+    def __init__(self, folder):
+        self.root, self.path, self.record = folder / "repository", folder / "bin", folder / "record"
+        (self.root / "helpers").mkdir(parents=True)
+        self.path.mkdir()
+        for name in ("helpers/setup_environment.sh", "pyproject.toml", "constraints.txt"):
+            shutil.copy(ROOT / name, self.root / name)
+        for tool in ("sh", "dirname", "cat", "cksum", "sed", "rm", "cp", "ls", "mkdir", "touch"):
+            (self.path / tool).symlink_to(shutil.which(tool))
+
+    def add_python(self, name, version="3.12.1", text=FAKE_PYTHON):
+        python = self.path / name
+        too_old = int(tuple(map(int, version.split(".")[:2])) < (3, 12))
+        python.write_text(text.replace("{too_old}", str(too_old)).replace("{version}", version))
+        python.chmod(python.stat().st_mode | stat.S_IXUSR)
+
+    def run(self, *arguments):
+        environment = {"PATH": str(self.path), "HOME": str(self.root), "RECORD": str(self.record)}
+        command = [shutil.which("sh"), "helpers/setup_environment.sh", *arguments]
+        return subprocess.run(command, cwd=self.root, env=environment, capture_output=True, text=True, check=False)
+
+    def installations(self):
+        return self.record.read_text().count("pip install") if self.record.exists() else 0
+
+
+@pytest.fixture
+def machine(tmp_path):
+    return Machine(tmp_path)
+
+
+def test_an_old_python3_is_passed_over(machine):
+    machine.add_python("python3", "3.11.7")
+    machine.add_python("python3.12", "3.12.1")
+    assert machine.run("--find").stdout.strip() == str(machine.path / "python3.12")
+
+
+def test_a_shim_that_does_not_run_is_passed_over(machine):
+    machine.add_python("python3.13", text="#!/bin/sh\necho 'pyenv: python3.13: command not found' >&2\nexit 127\n")
+    machine.add_python("python3", "3.14.0")
+    assert machine.run("--find").stdout.strip() == str(machine.path / "python3")
+
+
+def test_a_version_of_pyenv_is_found(machine):
+    folder = machine.root / ".pyenv" / "versions" / "3.12.9" / "bin"
+    folder.mkdir(parents=True)
+    machine.add_python("python")
+    (machine.path / "python").rename(folder / "python")
+    assert machine.run("--find").stdout.strip() == str(folder / "python")
+
+
+def test_without_a_suitable_python_it_says_what_to_install(machine):
+    machine.add_python("python3", "3.11.7")
+    result = machine.run(".venv")
+    assert result.returncode != 0
+    assert "needs Python 3.12 or newer" in result.stderr and "sudo apt install python3.12" in result.stderr
+    assert not (machine.root / ".venv").exists()
+
+
+def test_it_installs_once(machine):
+    machine.add_python("python3.12")
+    assert machine.run(".venv").returncode == 0
+    assert machine.run(".venv").returncode == 0
+    assert machine.installations() == 1
+
+
+def test_a_failed_installation_is_said_and_repaired(machine):
+    machine.add_python("python3.12")
+    broken = machine.record.with_name("record.broken")
+    broken.touch()
+    result = machine.run(".venv")
+    assert result.returncode != 0 and "did not finish" in result.stderr
+    broken.unlink()
+    assert machine.run(".venv").returncode == 0
+    assert machine.installations() == 2
+
+
+@pytest.mark.parametrize("damage", ["the stamp is missing", "python is gone", "python does not run", "new pins"])
+def test_a_half_made_environment_is_made_again(machine, damage):
+    machine.add_python("python3.12")
+    machine.run(".venv")
+    venv = machine.root / ".venv"
+    match damage:
+        case "the stamp is missing":
+            (venv / "complete").unlink()
+        case "python is gone":
+            (venv / "bin" / "python").unlink()
+        case "python does not run":
+            (venv / "bin" / "python").write_text("#!/bin/sh\nexit 1\n")
+        case "new pins":
+            (machine.root / "constraints.txt").write_text("jax==0.12.1\n")
+    assert machine.run(".venv").returncode == 0
+    assert machine.installations() == 2
+
+
+def test_a_folder_that_is_no_environment_is_left_alone(machine):
+    machine.add_python("python3.12")
+    precious = machine.root / ".venv" / "thesis.txt"
+    precious.parent.mkdir()
+    precious.write_text("years of work")
+    result = machine.run(".venv")
+    assert result.returncode != 0 and "is not a virtual environment" in result.stderr
+    assert precious.read_text() == "years of work"
+
+
+def test_the_oldest_jax_replaces_the_pinned_one(machine):
+    machine.add_python("python3.12")
+    assert machine.run(".venv-oldest", "0.11.2").returncode == 0
+    constraints = (machine.root / ".venv-oldest" / "constraints.txt").read_text().splitlines()
+    assert "jax==0.11.2" in constraints and "jaxlib==0.11.2" in constraints
+    assert len(constraints) == len((ROOT / "constraints.txt").read_text().splitlines())
+
+
+def _notebook(text):
+    return nbformat.writes(nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text, id="a")]))
+
+
+@pytest.fixture
+def folders(tmp_path):
+    notebooks, workbook = tmp_path / "notebooks", tmp_path / "workbook"
+    notebooks.mkdir()
+    for name in ("00_first.ipynb", "01_second.ipynb"):
+        (notebooks / name).write_text(_notebook(name))
+    return notebooks, workbook
+
+
+def test_the_workbook_gets_what_it_lacks_and_keeps_what_it_has(folders):
+    notebooks, workbook = folders
+    assert lay_out_workbook(notebooks, workbook) == ["added 00_first.ipynb", "added 01_second.ipynb"]
+    mine = _notebook("my answer")
+    (workbook / "00_first.ipynb").write_text(mine)
+    (notebooks / "00_first.ipynb").write_text(_notebook("a new edition"))
+    (notebooks / "02_third.ipynb").write_text(_notebook("third"))
+    assert lay_out_workbook(notebooks, workbook) == ["added 02_third.ipynb"]
+    assert (workbook / "00_first.ipynb").read_text() == mine
+    assert lay_out_workbook(notebooks, workbook) == []
+
+
+@pytest.mark.parametrize("broken", ["", "not JSON", '{"cells": 3}', "{}"])
+def test_a_notebook_that_cannot_be_read_is_kept_aside(folders, broken):
+    notebooks, workbook = folders
+    lay_out_workbook(notebooks, workbook)
+    for _ in range(2):  # twice on one day must not overwrite the first
+        (workbook / "00_first.ipynb").write_text(broken)
+        (said,) = lay_out_workbook(notebooks, workbook)
+        assert "could not be read" in said
+    kept = sorted(workbook.glob("00_first.broken-*"))
+    assert [path.read_text() for path in kept] == [broken, broken]
+    assert "00_first.ipynb" in (workbook / "00_first.ipynb").read_text()
+
+
+def test_make_help_names_every_command():
+    text = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for command in ("lab", "test", "notebooks", "figures", "lint", "help", "gpu-test"):
+        assert f"make {command} " in text
+
+
+def test_make_lab_keeps_its_token_and_stays_on_this_machine():
+    environment = {**os.environ, "MAKEFLAGS": ""}
+    command = ["make", "--dry-run", "lab", "ARGS=--no-browser"]
+    text = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    assert "--ip=localhost" in text and "workbook/00_start_here.ipynb" in text
+    assert "token" not in text.lower() and "password" not in text.lower()
