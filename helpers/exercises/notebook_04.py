@@ -84,7 +84,7 @@ INDEX_MAP = Exercise(
         Mistake(
             "i is halved instead of j, and the axes are not swapped",
             lambda i, j: (i // 2, j),
-            "Programs (0, 0) and (0, 1) share a block, programs (0, 0) and (1, 0) do not: see the picture of the exercise.",
+            "Neighbours in j share a block, neighbours in i do not: see the picture of the exercise.",
         ),
         Mistake(
             "j % 2 stands where j // 2 should",

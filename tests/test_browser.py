@@ -1,0 +1,127 @@
+"""JupyterLab as a learner meets it: a notebook opens, Run All leaves no error, a solution unfolds."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import nbformat
+import pytest
+from lessons import ROOT
+from playwright.sync_api import TimeoutError, expect, sync_playwright
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+NOTEBOOK = "00_start_here.ipynb"
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),
+]
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A JupyterLab on a free port of the loopback interface, over a copy of one notebook."""
+    root = tmp_path / "series"
+    (root / "workbook").mkdir(parents=True)
+    notebook = nbformat.read(ROOT / "notebooks" / NOTEBOOK, as_version=4)
+    for cell in notebook.cells:  # as if it had never run, so that Run All has something to show
+        if cell.cell_type == "code":
+            cell.update(execution_count=None, outputs=[])
+    nbformat.write(notebook, root / "workbook" / NOTEBOOK)
+    shutil.copytree(ROOT / "figures", root / "figures")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JUPYTER_CONFIG_DIR": str(tmp_path / "config"),
+        "JUPYTER_DATA_DIR": str(tmp_path / "data"),
+        "JUPYTER_RUNTIME_DIR": str(tmp_path / "runtime"),
+    }
+    command = [sys.executable, "-m", "jupyter", "lab", "--no-browser", "--ip=127.0.0.1", f"--port={port}"]
+    # Only this test, on loopback and for a few seconds, runs without a token.
+    command += ["--ServerApp.port_retries=0", "--IdentityProvider.token=", f"--ServerApp.root_dir={root}"]
+    command += ["--allow-root"] if os.geteuid() == 0 else []
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        url = f"http://127.0.0.1:{port}"
+        try:
+            _wait_for(url + "/api/status", process, tmp_path / "log")
+            yield url, root
+        finally:
+            process.terminate()
+            process.wait(timeout=20)
+
+
+def _wait_for(url, process, log, seconds=60):
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return urllib.request.urlopen(url, timeout=5)
+        except OSError:
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-2000:]
+            time.sleep(0.3)
+
+
+def test_run_all_and_unfold_a_solution(server):
+    url, root = server
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM,
+            args=["--no-sandbox", "--disable-dev-shm-usage", "--disable-background-networking"],
+        )
+        page = browser.new_page(viewport={"width": 1400, "height": 1000})
+        page.goto(f"{url}/lab/tree/workbook/{NOTEBOOK}?reset", timeout=60_000)
+        idle = page.locator(".jp-Notebook-ExecutionIndicator[data-status='idle']")
+        idle.first.wait_for(timeout=60_000)
+
+        started = page.locator(".jp-InputPrompt", has_text=re.compile(r"\[[*1]\]")).first
+        for _ in range(5):  # the menu answers before the notebook behind it is ready to run
+            page.locator(".lm-MenuBar-itemLabel", has_text="Run").first.click()
+            page.locator(".lm-Menu-item[data-command='runmenu:run-all']").click()
+            try:
+                started.wait_for(timeout=5_000)
+                break
+            except TimeoutError:
+                page.keyboard.press("Escape")
+        idle.first.wait_for(timeout=120_000)
+        page.keyboard.press("Control+s")
+
+        # The page draws only the cells in view; the saved file has them all.
+        code, deadline = [], time.monotonic() + 60
+        while not code or any(cell["execution_count"] is None for cell in code):
+            assert time.monotonic() < deadline, "Run All did not come to the end"
+            page.wait_for_timeout(500)
+            try:
+                saved = json.loads((root / "workbook" / NOTEBOOK).read_text())
+            except ValueError:  # caught in the middle of being written
+                continue
+            code = [cell for cell in saved["cells"] if cell["cell_type"] == "code"]
+        kinds = [output["output_type"] for cell in code for output in cell["outputs"]]
+        assert kinds and "error" not in kinds
+
+        solution = page.locator("details", has=page.locator("summary", has_text="Solution")).first
+        for _ in range(60):  # cells are drawn as they come into view
+            if solution.count():
+                break
+            page.locator(".jp-WindowedPanel-outer").first.evaluate("panel => panel.scrollBy(0, 600)")
+            page.wait_for_timeout(150)
+        expect(solution.locator("pre")).not_to_be_visible()
+        solution.locator("summary").click()
+        expect(solution.locator("pre")).to_be_visible()
+
+        picture = page.locator("img[alt^='The twelve steps']")
+        for _ in range(60):
+            if picture.count():
+                break
+            page.locator(".jp-WindowedPanel-outer").first.evaluate("panel => panel.scrollBy(0, -600)")
+            page.wait_for_timeout(150)
+        assert picture.first.evaluate("image => image.naturalWidth") > 500, "the roadmap did not load"
+        browser.close()
