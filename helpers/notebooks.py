@@ -8,6 +8,7 @@ learner to write in; a file in it is never overwritten.
 """
 
 import argparse
+import base64
 import json
 import os
 import shutil
@@ -17,6 +18,8 @@ from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
+
+from helpers.plots.style import compact_png
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = ROOT / "notebooks"
@@ -43,7 +46,7 @@ def execute(path):
 
 
 def normalise(notebook, number):
-    """Leave only what the lesson needs: tags, counts 1..n, ids by position, a fixed kernel name."""
+    """Leave only what the lesson needs: tags, counts 1..n, ids by position, a fixed kernel name, small pictures."""
     notebook.metadata = nbformat.from_dict(
         {
             "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -67,6 +70,9 @@ def normalise(notebook, number):
                     output.metadata = nbformat.from_dict({})
                 if output.output_type == "execute_result":
                     output.execution_count = count
+                if "image/png" in output.get("data", {}):
+                    png = compact_png(base64.b64decode(output.data["image/png"]))
+                    output.data["image/png"] = base64.b64encode(png).decode()
 
 
 def lay_out_workbook(notebooks=NOTEBOOKS, workbook=WORKBOOK):

@@ -85,10 +85,17 @@ def read_counts(call, *names):
         operand, counts = view.operand, view.plane(total)
         _outline(axes, view)
         image = axes.pcolormesh(counts, cmap=COUNT_MAP, norm=norm)
+        rows, columns = counts.shape
+        axes.set(xlim=(-0.02 * columns, 1.02 * columns), ylim=(1.02 * rows, -0.02 * rows))
+        across, down = (set(edges) for edges in view.edges())
         for top, bottom, left, right in _regions(counts):
+            across.add(left)
+            down.add(top)
             ink = style.PAPER if counts[top, left] > 0.6 * most else style.INK
             middle = (left + right) / 2, (top + bottom) / 2
             axes.text(*middle, f"{counts[top, left]}×", ha="center", va="center", color=ink, size=9)
+        axes.set_xticks(_thin(sorted(across)))
+        axes.set_yticks(_thin(sorted(down)) if view.labels[0] else [])
         word = "stored" if operand.is_output else "loaded"
         outside = f"\n{operand.outside} elements loaded outside" if operand.outside else ""
         axes.set_title(f"{operand.name}: times {word}{outside}", size=10, loc="left")

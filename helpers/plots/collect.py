@@ -1,9 +1,11 @@
 """Collect the pictures of all modules of `helpers.plots` and write them to files."""
 
 import importlib
+import io
 import pkgutil
 
 import helpers.plots
+from helpers.plots.style import compact_png
 
 
 def figures():
@@ -24,5 +26,7 @@ def draw_all(folder):
     """Write every picture into folder as PNG."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, draw in figures().items():
-        draw().savefig(folder / name)
+        png = io.BytesIO()
+        draw().savefig(png)
+        (folder / name).write_bytes(compact_png(png.getvalue()))
         print(folder / name)

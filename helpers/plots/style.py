@@ -4,10 +4,14 @@ Every picture is drawn by a function in `helpers.plots` that returns a Matplotli
 have a role, and the role keeps its colour from the first notebook to the last. The palette is
 that of Okabe and Ito, which readers with any of the common colour blindnesses can tell apart.
 Figures stand on an opaque light ground, so that they read the same in a dark theme.
+Importing this module sets Matplotlib's defaults accordingly.
 """
+
+import io
 
 import matplotlib.pyplot as plt
 from matplotlib.colors import LinearSegmentedColormap
+from PIL import Image
 
 QUERY = "#0072B2"  # blue
 KEY = "#E69F00"  # orange
@@ -22,25 +26,27 @@ PAPER = "#FBFBFA"
 
 PROBABILITY_MAP = LinearSegmentedColormap.from_list("probability", [PAPER, LOGITS, "#5B1A45"])
 
-_RC = {
-    "figure.dpi": 100,
-    "figure.facecolor": PAPER,
-    "axes.facecolor": PAPER,
-    "axes.edgecolor": FAINT,
-    "axes.labelcolor": INK,
-    "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": False,
-    "font.size": 10,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "legend.frameon": False,
-    "lines.linewidth": 2,
-    "savefig.facecolor": PAPER,
-}
+plt.rcParams.update(
+    {
+        "figure.dpi": 100,
+        "figure.facecolor": PAPER,
+        "axes.facecolor": PAPER,
+        "axes.edgecolor": FAINT,
+        "axes.labelcolor": INK,
+        "axes.titlesize": 11,
+        "axes.titlelocation": "left",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": False,
+        "font.size": 10,
+        "text.color": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "legend.frameon": False,
+        "lines.linewidth": 2,
+        "savefig.facecolor": PAPER,
+    }
+)
 
 
 def subplots(rows=1, columns=1, width=8.0, height=3.5, **options):
@@ -48,8 +54,7 @@ def subplots(rows=1, columns=1, width=8.0, height=3.5, **options):
 
     The figure is detached from pyplot: return it from a cell to show it once.
     """
-    with plt.rc_context(_RC):
-        figure, axes = plt.subplots(rows, columns, figsize=(width, height), layout="constrained", **options)
+    figure, axes = plt.subplots(rows, columns, figsize=(width, height), layout="constrained", **options)
     plt.close(figure)
     return figure, axes
 
@@ -60,3 +65,13 @@ def bare(axes):
     axes.set_yticks([])
     for spine in axes.spines.values():
         spine.set_visible(False)
+
+
+def compact_png(png):
+    """The same picture as PNG bytes with a palette of 256 colours: a third of the size, no visible loss."""
+    image = Image.open(io.BytesIO(png))
+    if image.mode == "P":
+        return png
+    compact = io.BytesIO()
+    image.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(compact, "PNG", optimize=True)
+    return min(png, compact.getvalue(), key=len)
