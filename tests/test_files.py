@@ -69,7 +69,7 @@ def test_no_file_holds_an_index_or_a_machine_path():
 
 def test_every_import_is_declared():
     """A package that only happens to be installed would break the next clean machine."""
-    provided = {"yaml": "pyyaml", "IPython": "ipython"}
+    provided = {"yaml": "pyyaml", "PIL": "pillow"}
     declared = {
         requirement_name(r)
         for r in PROJECT["project"]["dependencies"] + PROJECT["project"]["optional-dependencies"]["test"]
