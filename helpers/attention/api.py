@@ -5,7 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from helpers.attention.portable import forward as portable
+from helpers.attention.portable.backward import backward
+from helpers.attention.portable.forward import forward
 from helpers.attention.problem import Call, check_call
 from helpers.attention.reference import naive_attention
 
@@ -52,6 +53,8 @@ def flash_attention(
       NotImplementedError: the chosen implementation cannot serve this call; the message says
         why and which can.
 
+    Gradients flow into query, key and value from out and from lse, and a query that sees no key
+    passes none. The portable kernels have reverse-mode first derivatives; the reference has all.
     The algorithm is FlashAttention-2, arXiv 2307.08691.
     """
     call = check_call(
@@ -107,27 +110,51 @@ def _portable(call):
             "the portable kernel needs an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, this is "
             f'{jax.devices()[0].device_kind}; use implementation="reference"'
         )
-    arrays = call.query, call.key, call.value, call.query_lengths, call.key_lengths
-    return _portable_attention(call.problem, *arrays)
+    return _portable_attention(call.problem, call.query, call.key, call.value, call.query_lengths, call.key_lengths)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _portable_attention(problem, *arrays):
-    def run(interpret):
-        return lambda *arrays: portable.forward(Call(problem, *arrays), interpret=interpret)
-
-    # Decided when the program is compiled for a device, so that one trace serves them all.
-    return jax.lax.platform_dependent(*arrays, cpu=run(True), cuda=run(False))
+    return _on_device(lambda interpret, *arrays: forward(Call(problem, *arrays), interpret=interpret), *arrays)
 
 
-def _no_gradient(*_):
+def _portable_attention_forward(problem, *arrays):
+    out, lse = _portable_attention(problem, *arrays)
+    return (out, lse), (*arrays, out, lse)
+
+
+def _portable_attention_backward(problem, residuals, gradients):
+    # Lengths are integers and have no gradient.
+    return *_portable_gradients(problem, *residuals, *gradients), None, None
+
+
+_portable_attention.defvjp(_portable_attention_forward, _portable_attention_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _portable_gradients(problem, *arrays):
+    def run(interpret, query, key, value, query_lengths, key_lengths, out, lse, dout, dlse):
+        call = Call(problem, query, key, value, query_lengths, key_lengths)
+        return backward(call, out, lse, dout, dlse, interpret=interpret)
+
+    return _on_device(run, *arrays)
+
+
+def _no_second_derivative(*_):
     raise NotImplementedError(
-        "the portable kernel has no backward pass yet, so it cannot be differentiated; "
-        'use implementation="reference" for gradients'
+        'the portable kernels have a first derivative only; use implementation="reference" for second derivatives'
     )
 
 
-_portable_attention.defvjp(_no_gradient, _no_gradient)
+_portable_gradients.defvjp(_no_second_derivative, _no_second_derivative)
+
+
+def _on_device(run, *arrays):
+    """run(interpret, *arrays): interpreted on a CPU, compiled for an NVIDIA GPU.
+
+    Decided when the program is compiled for a device, so that one trace serves them all.
+    """
+    return jax.lax.platform_dependent(*arrays, cpu=functools.partial(run, True), cuda=functools.partial(run, False))
 
 
 def _check_cudnn(call, return_residual):

@@ -1,7 +1,7 @@
 """NumPy twins of the kernels: the same tiles in the same order, one head at a time.
 
 `query_outer` is the loop order of FlashAttention-2 (arXiv 2307.08691, algorithm 1), `key_outer`
-that of FlashAttention-1 (arXiv 2205.14135, algorithm 1). Both read their inputs from a
+that of FlashAttention-1 (arXiv 2205.14135, algorithm 1); `backward` is the gradient. All read their inputs from a
 `SlowMemory`, which counts every byte that crosses, so that the traffic of an algorithm is a
 measurement and not a claim.
 """
@@ -118,6 +118,59 @@ def key_outer(memory, *, scale, block_q, block_k, band=NO_BAND, query_length=Non
             memory.store("l", q_start, state.l)
     state = online_softmax.State(memory.arrays["m"], memory.arrays["l"], memory.arrays["out"])
     return state.acc, online_softmax.finalize(state)[1]
+
+
+def backward(memory, *, scale, block_q, block_k, band=NO_BAND, query_length=None, key_length=None):
+    """Gradients of one head, in the two loops of the portable backward kernels.
+
+    memory holds q, out, do (T, H), k, v (S, H), lse (T,) and dlse (T,), and receives delta (T,) in
+    float32, dk and dv (S, H) and dq (T, H). Each tile of keys keeps dk and dv on chip while the
+    queries that see it stream by; then each tile of queries keeps dq while the keys do. Returns
+    (dq, dk, dv). The equations are those of FlashAttention-2 (arXiv 2307.08691, algorithm 2).
+    """
+    (T, H), S = memory.arrays["q"].shape, len(memory.arrays["k"])
+    lengths = (T if query_length is None else query_length, S if key_length is None else key_length)
+    memory.reserve("delta", T, np.float32)
+    for name, like in (("dq", "q"), ("dk", "k"), ("dv", "v")):
+        memory.reserve(name, memory.arrays[like].shape, memory.arrays[like].dtype)
+
+    def load(name, start, block):
+        return _widen(memory.load(name, start, start + block))
+
+    def p_and_ds(q, k, v, do, lse, delta, q_start, k_start):
+        rows, cols = np.arange(q_start, q_start + len(q)), np.arange(k_start, k_start + len(k))
+        seen = visible(rows[:, None], cols[None, :], band, *lengths)
+        s = np.where(seen, scale * (q @ k.T), -np.inf)
+        p = np.exp(s - np.where(lse == -np.inf, 0, lse)[:, None])
+        dp = do @ v.T
+        return p, p * (dp - delta[:, None])
+
+    for q_start in range(0, T, block_q):
+        out, do, lse, dlse = (load(name, q_start, block_q) for name in ("out", "do", "lse", "dlse"))
+        memory.store("delta", q_start, np.where(lse == -np.inf, 0, (out * do).sum(axis=1) - dlse))
+
+    for k_start in range(0, S, block_k):
+        k, v = load("k", k_start, block_k), load("v", k_start, block_k)
+        dk, dv = np.zeros_like(k), np.zeros_like(v)
+        first, stop = query_tiles(k_start, k_start + len(k), block_q, band, *lengths)
+        for q_start in range(first * block_q, stop * block_q, block_q):
+            q, do, lse, delta = (load(name, q_start, block_q) for name in ("q", "do", "lse", "delta"))
+            p, ds = p_and_ds(q, k, v, do, lse, delta, q_start, k_start)
+            dv += p.T @ do
+            dk += scale * ds.T @ q
+        memory.store("dk", k_start, dk)
+        memory.store("dv", k_start, dv)
+
+    for q_start in range(0, T, block_q):
+        q, do, lse, delta = (load(name, q_start, block_q) for name in ("q", "do", "lse", "delta"))
+        dq = np.zeros_like(q)
+        first, stop = key_tiles(q_start, q_start + len(q), block_k, band, *lengths)
+        for k_start in range(first * block_k, stop * block_k, block_k):
+            k, v = load("k", k_start, block_k), load("v", k_start, block_k)
+            _, ds = p_and_ds(q, k, v, do, lse, delta, q_start, k_start)
+            dq += scale * ds @ k
+        memory.store("dq", q_start, dq)
+    return memory.arrays["dq"], memory.arrays["dk"], memory.arrays["dv"]
 
 
 def _widen(tile):

@@ -23,7 +23,6 @@ Refs, as one program sees them (H' is head_dim rounded up to a power of two):
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -32,16 +31,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from helpers.attention.masking import key_tiles, visible
-
-LOG2_E = math.log2(math.e)
-MIN_BLOCK = 16  # the smallest side that a tensor core product accepts
+from helpers.attention.portable.tiles import LOG2_E, check_blocks, cut_blocks, dot, length_of, padded_head_dim
 
 
 def forward_kernel(
     q_ref, k_ref, v_ref, query_length_ref, key_length_ref, out_ref, lse_ref, *, problem, block_q, block_k
 ):
-    query_length = problem.T if query_length_ref is None else jnp.minimum(query_length_ref[...], problem.T)
-    key_length = problem.S if key_length_ref is None else jnp.minimum(key_length_ref[...], problem.S)
+    query_length = length_of(query_length_ref, problem.T)
+    key_length = length_of(key_length_ref, problem.S)
     q_start = pl.program_id(0) * block_q
     rows = q_start + jnp.arange(block_q)
     head_padded = q_ref.shape[-1]
@@ -58,14 +55,14 @@ def forward_kernel(
         k = plt.load(k_ref.at[tile, :], mask=k_mask, other=0)
         v = plt.load(v_ref.at[tile, :], mask=k_mask, other=0)
 
-        s = (problem.scale * LOG2_E) * _dot(q, k.T)
+        s = (problem.scale * LOG2_E) * dot(q, k.T)
         s = jnp.where(visible(rows[:, None], cols[None, :], problem.band, query_length, key_length), s, -jnp.inf)
         m_new = jnp.maximum(m, s.max(axis=1))
         reference = jnp.where(m_new == -jnp.inf, 0, m_new)  # a row may have seen no key yet
         alpha = jnp.exp2(m - reference)
         p = jnp.exp2(s - reference[:, None])
         l = alpha * l + p.sum(axis=1)
-        acc = alpha[:, None] * acc + _dot(p.astype(v.dtype), v)
+        acc = alpha[:, None] * acc + dot(p.astype(v.dtype), v)
         return m_new, l, acc
 
     state = (
@@ -83,11 +80,6 @@ def forward_kernel(
     plt.store(lse_ref, lse, mask=rows < problem.T)
 
 
-def _dot(a, b):
-    """a @ b with 16-bit operands left as they are and a float32 sum."""
-    return lax.dot(a, b, preferred_element_type=jnp.float32)
-
-
 def default_tiles(problem):
     """(block_q, block_k, num_stages) for a problem: the fastest measured on an NVIDIA H200 (JAX 0.11.2).
 
@@ -97,16 +89,7 @@ def default_tiles(problem):
         tiles = (64, 128, 2) if problem.H <= 64 else (128, 64, 2) if problem.H <= 128 else (64, 64, 3)
     else:
         tiles = (128, 64, 2) if problem.H <= 64 else (32, 64, 2) if problem.H <= 128 else (32, 32, 2)
-    block_q, block_k, num_stages = tiles
-    needed_q, needed_k = (max(MIN_BLOCK, pl.next_power_of_2(length)) for length in (problem.T, problem.S))
-    return min(block_q, needed_q), min(block_k, needed_k), num_stages
-
-
-def check_blocks(block_q, block_k):
-    """Raise ValueError unless both block sizes are powers of two of at least 16."""
-    for name, block in (("block_q", block_q), ("block_k", block_k)):
-        if not isinstance(block, int) or block < MIN_BLOCK or block & (block - 1):
-            raise ValueError(f"{name} must be a power of two of at least {MIN_BLOCK}, got {block!r}")
+    return *cut_blocks(tiles[:2], (problem.T, problem.S)), tiles[2]
 
 
 def forward(call, *, block_q=None, block_k=None, interpret=False):
@@ -122,7 +105,7 @@ def forward(call, *, block_q=None, block_k=None, interpret=False):
     block_k = default_k if block_k is None else block_k
     check_blocks(block_q, block_k)
     B, T, S, N, H = problem.B, problem.T, problem.S, problem.N, problem.H
-    head_padded = max(MIN_BLOCK, pl.next_power_of_2(H))
+    head_padded = padded_head_dim(H)
 
     q_spec = pl.BlockSpec((None, block_q, None, head_padded), lambda i, n, b: (b, i, n, 0))
     # Grouped queries: `group` query heads read the same key/value head, in place.

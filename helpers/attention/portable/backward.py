@@ -1,0 +1,256 @@
+"""The portable backward kernels: the gradients of attention without ever storing a table.
+
+FlashAttention-2 (arXiv 2307.08691), algorithm 2, for one query head (dS of FlashAttention's
+appendix B.4, arXiv 2205.14135, with the gradient of lse added):
+
+    p      = exp(scale q k^T - lse)         the weights again, from the residual lse
+    dp     = do v^T
+    delta  = rowsum(out * do) - dlse
+    ds     = p * (dp - delta)
+    dv     = p^T do,   dq = scale ds k,   dk = scale ds^T q
+
+A gradient has one owner, the program that writes it, and that decides the order of the loops:
+
+    delta_kernel   a tile of queries
+    dkv_kernel     a tile of keys of one key/value head; loops over the tiles of queries that see
+                   it, and over the query heads that share the head, so that their sum stays on chip
+    dq_kernel      a tile of queries; loops over the tiles of keys that it sees
+    fused_kernel   dkv_kernel that also adds its part of dq to memory, atomically: 5 products for
+                   each pair of tiles instead of 7, at the price of a dq whose rounding depends on
+                   the order in which programs arrive
+
+Refs, as one program sees them (H' is head_dim rounded up to a power of two, G the query heads of
+one key/value head). In dkv_kernel and fused_kernel the queries' side has an axis for the group:
+
+    q_ref, do_ref     (block_q, H')   or (T, G, H')
+    k_ref, v_ref      (S, H')         or (block_k, H')
+    lse_ref, delta_ref  (block_q,)    or (G, T), float32
+    query_length_ref, key_length_ref  (), or None
+    dq_ref (block_q, H'); dk_ref, dv_ref (block_k, H')
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from helpers.attention.masking import key_tiles, query_tiles, visible
+from helpers.attention.portable.tiles import LOG2_E, check_blocks, cut_blocks, dot, length_of, padded_head_dim
+
+
+def delta_kernel(out_ref, do_ref, lse_ref, dlse_ref, delta_ref, *, problem, block_q):
+    rows = pl.program_id(0) * block_q + jnp.arange(block_q)
+    row_mask = rows < problem.T
+    mask = row_mask[:, None] & (jnp.arange(out_ref.shape[-1])[None, :] < problem.H)
+    out = plt.load(out_ref, mask=mask, other=0).astype(jnp.float32)
+    do = plt.load(do_ref, mask=mask, other=0).astype(jnp.float32)
+    lse = plt.load(lse_ref, mask=row_mask, other=0)
+    dlse = plt.load(dlse_ref, mask=row_mask, other=0)
+    delta = (out * do).sum(axis=1) - dlse
+    # A row that sees no key passes no gradient, whatever arrives at its lse of -inf.
+    plt.store(delta_ref, jnp.where(lse == -jnp.inf, 0, delta), mask=row_mask)
+
+
+def p_and_ds(q, k, v, do, lse, delta, seen, scale):
+    """The weights of a pair of tiles and the gradient of its logits, (block_q, block_k) float32."""
+    s = (scale * LOG2_E) * dot(q, k.T)
+    p = jnp.where(seen, jnp.exp2(s - (LOG2_E * lse)[:, None]), 0)
+    dp = dot(do, v.T)
+    return p, p * (dp - delta[:, None])
+
+
+def dkv_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    do_ref,
+    lse_ref,
+    delta_ref,
+    query_length_ref,
+    key_length_ref,
+    *gradient_refs,
+    problem,
+    block_q,
+    block_k,
+):
+    """Writes dk and dv of one tile of keys; with a third gradient ref, adds to dq as well."""
+    dk_ref, dv_ref, dq_ref = gradient_refs if len(gradient_refs) == 3 else (*gradient_refs, None)
+    query_length, key_length = length_of(query_length_ref, problem.T), length_of(key_length_ref, problem.S)
+    k_start = pl.program_id(0) * block_k
+    cols = k_start + jnp.arange(block_k)
+    in_head = jnp.arange(k_ref.shape[-1])[None, :] < problem.H
+    k_mask = (cols < key_length)[:, None] & in_head
+    k = plt.load(k_ref, mask=k_mask, other=0)
+    v = plt.load(v_ref, mask=k_mask, other=0)
+
+    def one_query_tile(i, head, gradients):
+        dk, dv = gradients
+        rows = i * block_q + jnp.arange(block_q)
+        tile = pl.ds(i * block_q, block_q)
+        q_mask = (rows < query_length)[:, None] & in_head
+        q = plt.load(q_ref.at[tile, head, :], mask=q_mask, other=0)
+        do = plt.load(do_ref.at[tile, head, :], mask=q_mask, other=0)
+        lse = plt.load(lse_ref.at[head, tile], mask=rows < query_length, other=0)
+        delta = plt.load(delta_ref.at[head, tile], mask=rows < query_length, other=0)
+
+        seen = visible(rows[:, None], cols[None, :], problem.band, query_length, key_length)
+        p, ds = p_and_ds(q, k, v, do, lse, delta, seen, problem.scale)
+        dv += dot(p.astype(do.dtype).T, do)
+        ds = ds.astype(q.dtype)
+        dk += dot(ds.T, q)
+        if dq_ref is not None:
+            plt.atomic_add(dq_ref, (tile, head, slice(None)), problem.scale * dot(ds, k))
+        return dk, dv
+
+    first, stop = query_tiles(k_start, k_start + block_k, block_q, problem.band, query_length, key_length, xp=jnp)
+
+    def one_head(head, gradients):
+        return lax.fori_loop(first, stop, lambda i, gradients: one_query_tile(i, head, gradients), gradients)
+
+    zeros = jnp.zeros(k.shape, jnp.float32)
+    dk, dv = lax.fori_loop(0, problem.group, one_head, (zeros, zeros))
+    store_mask = (cols < problem.S)[:, None] & in_head
+    plt.store(dk_ref, (problem.scale * dk).astype(dk_ref.dtype), mask=store_mask)
+    plt.store(dv_ref, dv.astype(dv_ref.dtype), mask=store_mask)
+
+
+def dq_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    do_ref,
+    lse_ref,
+    delta_ref,
+    query_length_ref,
+    key_length_ref,
+    dq_ref,
+    *,
+    problem,
+    block_q,
+    block_k,
+):
+    """Writes dq of one tile of queries."""
+    query_length, key_length = length_of(query_length_ref, problem.T), length_of(key_length_ref, problem.S)
+    q_start = pl.program_id(0) * block_q
+    rows = q_start + jnp.arange(block_q)
+    in_head = jnp.arange(q_ref.shape[-1])[None, :] < problem.H
+    q_mask = (rows < query_length)[:, None] & in_head
+    q = plt.load(q_ref, mask=q_mask, other=0)
+    do = plt.load(do_ref, mask=q_mask, other=0)
+    lse = plt.load(lse_ref, mask=rows < query_length, other=0)
+    delta = plt.load(delta_ref, mask=rows < query_length, other=0)
+
+    def one_key_tile(j, dq):
+        cols = j * block_k + jnp.arange(block_k)
+        tile = pl.ds(j * block_k, block_k)
+        k_mask = (cols < key_length)[:, None] & in_head
+        k = plt.load(k_ref.at[tile, :], mask=k_mask, other=0)
+        v = plt.load(v_ref.at[tile, :], mask=k_mask, other=0)
+        seen = visible(rows[:, None], cols[None, :], problem.band, query_length, key_length)
+        _, ds = p_and_ds(q, k, v, do, lse, delta, seen, problem.scale)
+        return dq + dot(ds.astype(k.dtype), k)
+
+    first, stop = key_tiles(q_start, q_start + block_q, block_k, problem.band, query_length, key_length, xp=jnp)
+    dq = lax.fori_loop(first, stop, one_key_tile, jnp.zeros(q.shape, jnp.float32))
+    store_mask = (rows < problem.T)[:, None] & in_head
+    plt.store(dq_ref, (problem.scale * dq).astype(dq_ref.dtype), mask=store_mask)
+
+
+def default_tiles(problem):
+    """(block_q, block_k, num_warps, num_stages) for a problem."""
+    large = 64 if problem.dtype.itemsize == 2 else 32
+    block = large if problem.H <= 128 else 32
+    return *cut_blocks((block, block), (problem.T, problem.S)), 4, 2
+
+
+def backward(call, out, lse, dout, dlse, *, block_q=None, block_k=None, fused=False, interpret=False):
+    """Gradients of a checked `Call`: (dq, dk, dv) with the shapes and the dtype of its arrays.
+
+    out (B, T, N, H) and lse (B, N, T) float32 are what `forward` returned; dout and dlse are their
+    gradients. Beyond inputs and outputs it allocates delta (B, N, T) in float32, and with `fused` a
+    float32 dq whose sides are rounded up to whole blocks. Without `fused` the same input gives the
+    same bits each time.
+    """
+    problem = call.problem
+    default_q, default_k, num_warps, num_stages = default_tiles(problem)
+    block_q = default_q if block_q is None else block_q
+    block_k = default_k if block_k is None else block_k
+    check_blocks(block_q, block_k)
+    B, T, S, N, K, H, group = problem.B, problem.T, problem.S, problem.N, problem.K, problem.H, problem.group
+    head_padded = padded_head_dim(H)
+    launch = functools.partial(
+        pl.pallas_call,
+        compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        interpret=interpret,
+    )
+    lengths = (call.query_lengths, call.key_lengths)
+    length_specs = [None if length is None else pl.BlockSpec((None,), lambda i, n, b: (b,)) for length in lengths]
+    dtype, float32 = problem.dtype, jnp.float32
+
+    # Programs (i, n, b): one tile of queries of one query head.
+    q_spec = pl.BlockSpec((None, block_q, None, head_padded), lambda i, n, b: (b, i, n, 0))
+    row_spec = pl.BlockSpec((None, None, block_q), lambda i, n, b: (b, n, i))
+    all_keys_spec = pl.BlockSpec((None, S, None, head_padded), lambda i, n, b: (b, 0, n // group, 0))
+    query_grid = (pl.cdiv(T, block_q), N, B)
+    delta = launch(
+        functools.partial(delta_kernel, problem=problem, block_q=block_q),
+        grid=query_grid,
+        in_specs=[q_spec, q_spec, row_spec, row_spec],
+        out_specs=row_spec,
+        out_shape=jax.ShapeDtypeStruct((B, N, T), float32),
+        name="flash_attention_delta",
+    )(out, dout, lse, dlse)
+    arrays = (call.query, call.key, call.value, dout, lse, delta, *lengths)
+
+    # Programs (j, kv, b): one tile of keys of one key/value head, with all queries of its group.
+    k_spec = pl.BlockSpec((None, block_k, None, head_padded), lambda j, kv, b: (b, j, kv, 0))
+    all_queries_spec = pl.BlockSpec((None, T, group, head_padded), lambda j, kv, b: (b, 0, kv, 0))
+    all_rows_spec = pl.BlockSpec((None, group, T), lambda j, kv, b: (b, kv, 0))
+    kv_shape = jax.ShapeDtypeStruct((B, S, K, H), dtype)
+    dkv_options = dict(
+        grid=(pl.cdiv(S, block_k), K, B),
+        in_specs=[all_queries_spec, k_spec, k_spec, all_queries_spec, all_rows_spec, all_rows_spec, *length_specs],
+        out_specs=[k_spec, k_spec],
+        out_shape=[kv_shape, kv_shape],
+    )
+    kernel_options = dict(problem=problem, block_q=block_q, block_k=block_k)
+    if fused:
+        return _fused(launch, dkv_options, kernel_options, arrays)
+    dk, dv = launch(functools.partial(dkv_kernel, **kernel_options), name="flash_attention_dkv", **dkv_options)(*arrays)
+    dq = launch(
+        functools.partial(dq_kernel, **kernel_options),
+        grid=query_grid,
+        in_specs=[q_spec, all_keys_spec, all_keys_spec, q_spec, row_spec, row_spec, *length_specs],
+        out_specs=q_spec,
+        out_shape=jax.ShapeDtypeStruct((B, T, N, H), dtype),
+        name="flash_attention_dq",
+    )(*arrays)
+    return dq, dk, dv
+
+
+def _fused(launch, options, kernel_options, arrays):
+    """dkv_kernel with dq added atomically to zeros; tiles of dq are whole, so that no add needs a mask."""
+    problem, block_q = kernel_options["problem"], kernel_options["block_q"]
+    T_padded = pl.cdiv(problem.T, block_q) * block_q
+    head_padded = padded_head_dim(problem.H)
+    zeros = jnp.zeros((problem.B, T_padded, problem.N, head_padded), jnp.float32)
+    dq_spec = pl.BlockSpec((None, T_padded, problem.group, head_padded), lambda j, kv, b: (b, 0, kv, 0))
+    present = [array for array in arrays if array is not None]
+
+    def fused_kernel(*refs):
+        inputs, (_, *outputs) = refs[: len(arrays)], refs[len(arrays) :]
+        dkv_kernel(*inputs, *outputs, **kernel_options)
+
+    dk, dv, dq = launch(
+        fused_kernel,
+        name="flash_attention_fused_backward",
+        grid=options["grid"],
+        in_specs=[*options["in_specs"], dq_spec],
+        out_specs=[*options["out_specs"], dq_spec],
+        out_shape=[*options["out_shape"], jax.ShapeDtypeStruct(zeros.shape, zeros.dtype)],
+        input_output_aliases={len(present): 2},
+    )(*arrays, zeros)
+    return dq[:, : problem.T, :, : problem.H].astype(problem.dtype), dk, dv
