@@ -128,7 +128,7 @@ def backward(memory, *, scale, block_q, block_k, band=NO_BAND, query_length=None
     queries that see it stream by; then each tile of queries keeps dq while the keys do. Returns
     (dq, dk, dv). The equations are those of FlashAttention-2 (arXiv 2307.08691, algorithm 2).
     """
-    (T, H), S = memory.arrays["q"].shape, len(memory.arrays["k"])
+    T, S = len(memory.arrays["q"]), len(memory.arrays["k"])
     lengths = (T if query_length is None else query_length, S if key_length is None else key_length)
     memory.reserve("delta", T, np.float32)
     for name, like in (("dq", "q"), ("dk", "k"), ("dv", "v")):
