@@ -6,11 +6,12 @@ correct kernel, not of a plausible one.
 
 from dataclasses import dataclass, field
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from helpers.attention.problem import check_call
-from helpers.attention.reference import naive_attention, oracle
+from helpers import flash_attention
+from helpers.attention.reference import oracle, oracle_gradients
 
 SHAPES = [
     (1, 1),
@@ -26,6 +27,7 @@ SHAPES = [
 ]
 HEAD_DIMS = [1, 24, 64, 80, 128, 256]
 FLOAT32_TOLERANCE = 2e-6
+GRADIENT_TOLERANCE = 5e-6
 
 
 @dataclass(frozen=True)
@@ -113,13 +115,47 @@ def check_forward(attention, case):
     if query.dtype == np.float32:
         bound = float32_bound
     else:
-        naive = naive_out(case)
+        naive, _ = naive_attention_of(query, key, value, **arguments)
         bound = 2 * relative_error(naive, right_out) + float(jnp.finfo(query.dtype).eps) / 4
     assert out_error <= bound, f"out: relative error {out_error:.1e} above {bound:.1e}"
 
 
-def naive_out(case):
-    """The output of naive attention in the dtype of the case: the yardstick for 16 bits."""
-    (query, key, value), arguments = case.inputs()
-    out, _ = naive_attention(check_call(query, key, value, **arguments))
-    return out if case.batched else out[0]
+def cotangents(case):
+    """Random gradients of out and lse: dout in the dtype of the case, dlse in float32."""
+    random = np.random.default_rng([case.seed, 7])
+    (query, _, _), _ = case.inputs()
+    dout = random.standard_normal(query.shape).astype(query.dtype)
+    return dout, random.standard_normal(query.shape[:-1]).astype(np.float32)
+
+
+def gradients_of(attention, case):
+    """(dq, dk, dv) of attention(query, key, value, **arguments) -> (out, lse), by `jax.vjp`."""
+    arrays, arguments = case.inputs()
+    _, pull_back = jax.vjp(lambda *arrays: attention(*arrays, **arguments), *arrays)
+    return pull_back(cotangents(case))
+
+
+def naive_attention_of(query, key, value, **arguments):
+    """(out, lse) of naive attention in the dtype of its arguments."""
+    return flash_attention(query, key, value, **arguments, implementation="reference", return_residual=True)
+
+
+def check_gradients(gradients, case):
+    """Assert that dq, dk and dv, each by itself, are right for a case.
+
+    gradients: a function of the case, by which the tests try kernels that are not public.
+    """
+    arrays, arguments = case.inputs()
+    right = oracle_gradients(*arrays, *cotangents(case), **arguments)
+    mine = gradients(case)
+    bounds = [GRADIENT_TOLERANCE * max(1.0, largest_logit(case) / 20)] * 3
+    if case.dtype != "float32":
+        naive = gradients_of(naive_attention_of, case)
+        # delta comes from an out that was rounded; where the softmax is saturated, ds is a small
+        # difference of large numbers and shows that rounding.
+        rounding = float(jnp.finfo(case.dtype).eps) / (4 if case.logits == "plain" else 1)
+        bounds = [2 * relative_error(n, r) + rounding for n, r in zip(naive, right, strict=True)]
+    for name, gradient, correct, bound in zip(("dq", "dk", "dv"), mine, right, bounds, strict=True):
+        assert gradient.dtype == jnp.dtype(case.dtype), f"{name}: dtype {gradient.dtype}"
+        error = relative_error(gradient, correct)
+        assert error <= bound, f"{name}: relative error {error:.1e} above {bound:.1e}"

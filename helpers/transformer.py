@@ -1,0 +1,94 @@
+"""A small character-level transformer in plain JAX: functions on dicts of arrays, and no framework.
+
+A decoder of the usual kind, normalised before each sublayer, for T tokens and vectors of width
+C = N H:
+
+    x = embedding[token] + position[place]
+    x = x + merge(attention(q, k, v))        q, k, v from norm(x); in each block
+    x = x + gelu(norm(x) up) down            in each block
+    logits = norm(x) embedding^T             the embedding serves at both ends
+
+Attention is an argument of every function that needs it, and is called as
+``attention(query, key, value, is_causal=True)`` on arrays (B, T, N, H). So two versions of it can
+be compared inside the same model.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Config:
+    """The size of a model: how many different tokens, longest input T, N heads of H each, blocks."""
+
+    vocabulary: int
+    T: int = 64
+    N: int = 2
+    H: int = 32
+    layers: int = 2
+
+
+def init(config, seed=0):
+    """Parameters for a `Config`: a dict of float32 arrays, drawn by NumPy; equal seeds give equal arrays."""
+    random = np.random.default_rng(seed)
+    N, H = config.N, config.H
+    C = N * H
+
+    def normal(*shape, inputs):
+        """Entries of a spread that keeps the size of what `inputs` numbers are summed into."""
+        return jnp.asarray(random.standard_normal(shape) / np.sqrt(inputs), jnp.float32)
+
+    def block():
+        return {
+            "attention_norm": jnp.ones(C),
+            "qkv": normal(C, 3, N, H, inputs=C),
+            "merge": normal(N, H, C, inputs=2 * config.layers * C),
+            "mlp_norm": jnp.ones(C),
+            "up": normal(C, 4 * C, inputs=C),
+            "down": normal(4 * C, C, inputs=2 * config.layers * 4 * C),
+        }
+
+    return {
+        "embedding": normal(config.vocabulary, C, inputs=C),
+        "position": normal(config.T, C, inputs=C),
+        "blocks": [block() for _ in range(config.layers)],
+        "norm": jnp.ones(C),
+    }
+
+
+def rms_norm(x, gain):
+    """x divided by the root of its mean square along the last axis, times gain (C,)."""
+    return gain * x * jax.lax.rsqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6)
+
+
+def attention_layer(block, x, attention):
+    """Tokens exchange what they know. x (B, T, C); returns what is added to it."""
+    query, key, value = jnp.einsum("btc,cinh->ibtnh", rms_norm(x, block["attention_norm"]), block["qkv"])
+    out = attention(query, key, value, is_causal=True)
+    return jnp.einsum("btnh,nhc->btc", out, block["merge"])
+
+
+def mlp_layer(block, x):
+    """Each token works by itself. x (B, T, C); returns what is added to it."""
+    return jax.nn.gelu(rms_norm(x, block["mlp_norm"]) @ block["up"]) @ block["down"]
+
+
+def predict(parameters, tokens, attention):
+    """Logits of the next token at every position: tokens (B, T) integers to (B, T, vocabulary)."""
+    x = parameters["embedding"][tokens] + parameters["position"][: tokens.shape[1]]
+    for block in parameters["blocks"]:
+        x = x + attention_layer(block, x, attention)
+        x = x + mlp_layer(block, x)
+    return rms_norm(x, parameters["norm"]) @ parameters["embedding"].T
+
+
+def loss(parameters, batch, attention):
+    """Mean of -log softmax at the token that really came next, in nats. batch (B, T + 1) integers."""
+    inputs, targets = batch[:, :-1], batch[:, 1:]
+    logits = predict(parameters, inputs, attention)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    right = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return (lse - right).mean()
