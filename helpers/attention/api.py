@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from helpers.attention.portable import forward as portable
+from helpers.attention.portable.forward import forward
 from helpers.attention.problem import Call, check_call
 from helpers.attention.reference import naive_attention
 
@@ -33,7 +33,9 @@ def flash_attention(
         serves N // K query heads (MHA, GQA, MQA).
       scale: a Python number; None means 1 / sqrt(H).
       is_causal: query i sees keys j <= i, counted from the start of both.
-      query_seq_lengths, key_value_seq_lengths: int32 (B,); positions from there on are padding.
+      query_seq_lengths, key_value_seq_lengths: int32 (B,); positions from there on are padding and
+        may hold anything. Under jit their values cannot be checked; there, more than the length means
+        all of it.
       local_window_size: (left, right), or one integer for both: query i sees keys
         i - left <= j <= i + right.
       implementation: "reference" (naive, the whole matrix in memory), "portable" (the Pallas
@@ -45,7 +47,8 @@ def flash_attention(
     Returns:
       out, with the shape and dtype of query; with return_residual, (out, lse), where lse is a
       natural logarithm, float32, of shape (B, T, N) or (T, N). Sums are float32 whatever the
-      dtype. A query that sees no key gets out = 0 and lse = -inf.
+      dtype, so logits and S * max|value| must stay within the range of float32. A query that sees
+      no key gets out = 0 and lse = -inf.
 
     Raises:
       TypeError, ValueError: an argument is not as described; the message names it.
@@ -92,32 +95,45 @@ def _choose(implementation, call, return_residual):
     raise ValueError(f"implementation must be None or one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
 
 
+def _default_device():
+    """The device that computes unless arrays say otherwise."""
+    device = jax.config.jax_default_device
+    return device if isinstance(device, jax.Device) else jax.devices(device)[0]
+
+
 def _compute_capability():
     """(major, minor) of the default device where that is an NVIDIA GPU, otherwise (0, 0)."""
-    capability = getattr(jax.devices()[0], "compute_capability", None)
-    if jax.default_backend() != "gpu" or capability is None or "." not in str(capability):
+    device = _default_device()
+    capability = str(getattr(device, "compute_capability", ""))
+    if device.platform != "gpu" or "." not in capability:
         return (0, 0)
-    major, minor = str(capability).split(".")[:2]
+    major, minor = capability.split(".")[:2]
     return int(major), int(minor)
 
 
 def _portable(call):
-    if jax.default_backend() == "gpu" and _compute_capability() < (8, 0):
+    device = _default_device()
+    if device.platform != "cpu" and _compute_capability() < (8, 0):
         raise NotImplementedError(
-            "the portable kernel needs an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, this is "
-            f'{jax.devices()[0].device_kind}; use implementation="reference"'
+            "the portable kernel needs a CPU or an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, this is "
+            f'{device.device_kind}; use implementation="reference"'
         )
     arrays = call.query, call.key, call.value, call.query_lengths, call.key_lengths
     return _portable_attention(call.problem, *arrays)
 
 
+@functools.partial(jax.jit, static_argnums=0)  # so that a second call outside of jit compiles nothing
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _portable_attention(problem, *arrays):
-    def run(interpret):
-        return lambda *arrays: portable.forward(Call(problem, *arrays), interpret=interpret)
+    return _on_device(lambda interpret, *arrays: forward(Call(problem, *arrays), interpret=interpret), *arrays)
 
-    # Decided when the program is compiled for a device, so that one trace serves them all.
-    return jax.lax.platform_dependent(*arrays, cpu=run(True), cuda=run(False))
+
+def _on_device(run, *arrays):
+    """run(interpret, *arrays): interpreted on a CPU, compiled for an NVIDIA GPU.
+
+    Decided when the program is compiled for a device, so that one trace serves them all.
+    """
+    return jax.lax.platform_dependent(*arrays, cpu=functools.partial(run, True), cuda=functools.partial(run, False))
 
 
 def _no_gradient(*_):
@@ -127,7 +143,7 @@ def _no_gradient(*_):
     )
 
 
-_portable_attention.defvjp(_no_gradient, _no_gradient)
+_portable_attention.__wrapped__.defvjp(_no_gradient, _no_gradient)
 
 
 def _check_cudnn(call, return_residual):
@@ -143,6 +159,12 @@ def _check_cudnn(call, return_residual):
         reason = f"it takes head_dim up to 128 in multiples of 8, and this is {problem.H}"
     elif (right is not None and right != 0) or (problem.band.left is not None and right is None):
         reason = "it takes a local window only with nothing to the right"
+    elif problem.band.left is not None and problem.T > problem.S:
+        reason = (
+            f"it takes a local window only with no more queries than keys, and these are {problem.T} and {problem.S}"
+        )
+    elif problem.scale <= 0:
+        reason = f"it takes a positive scale only, and this is {problem.scale}"
     elif return_residual:
         reason = "jax.nn rounds its lse to the dtype of key and stops its gradient"
     if reason:
