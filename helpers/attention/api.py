@@ -160,9 +160,7 @@ def _check_cudnn(call, return_residual):
     elif (right is not None and right != 0) or (problem.band.left is not None and right is None):
         reason = "it takes a local window only with nothing to the right"
     elif problem.band.left is not None and problem.T > problem.S:
-        reason = (
-            f"it takes a local window only with no more queries than keys, and these are {problem.T} and {problem.S}"
-        )
+        reason = f"with a local window it takes no more queries than keys, not {problem.T} and {problem.S}"
     elif problem.scale <= 0:
         reason = f"it takes a positive scale only, and this is {problem.scale}"
     elif return_residual:

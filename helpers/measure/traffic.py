@@ -314,4 +314,4 @@ def _poison(dtype):
     """A value that nobody would take for a result: NaN, or the smallest integer."""
     if jnp.issubdtype(dtype, jnp.floating):
         return np.nan
-    return False if dtype == bool else jnp.iinfo(dtype).min
+    return jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.integer) else False
