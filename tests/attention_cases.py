@@ -34,7 +34,9 @@ GRADIENT_TOLERANCE = 5e-6
 class AttentionCase:
     """Shapes, dtype and arguments of a call, and how its random inputs are drawn.
 
-    logits: "plain", "large" (100 times), "low" (every logit far below zero) or "one huge".
+    logits: "plain", "large" (100 times), "low" (every logit far below zero), "one huge" or "last huge"
+      (at the key in the middle or at the end), or "equal".
+    value_size: values are this many times as large, and positive unless it is 1.
     query_lengths, key_lengths: tuples of B integers, or None.
     """
 
@@ -51,6 +53,7 @@ class AttentionCase:
     arguments: dict = field(default_factory=dict)
     batched: bool = True
     seed: int = 0
+    value_size: float = 1.0
 
     def inputs(self):
         """(query, key, value) and the keyword arguments of the call."""
@@ -65,6 +68,12 @@ class AttentionCase:
                 query, key = np.abs(query) + 1, -30 * (np.abs(key) + 1)
             case "one huge":
                 key[:, self.S // 2] *= 300
+            case "last huge":
+                key[:, -1] *= 300
+            case "equal":
+                key[...] = 0
+        if self.value_size != 1:
+            value = self.value_size * np.abs(value)
         arrays = [array.astype(jnp.dtype(self.dtype)) for array in (query, key, value)]
         if not self.batched:
             arrays = [array[0] for array in arrays]

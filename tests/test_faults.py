@@ -20,6 +20,10 @@ CASES = [
     AttentionCase(70, 50, 16, B=2, query_lengths=(70, 20), key_lengths=(17, 50)),
     AttentionCase(60, 60, 16, logits="low", arguments={"local_window_size": (9, 4)}),
     AttentionCase(40, 90, 64, dtype="bfloat16"),
+    AttentionCase(40, 90, 80, dtype="bfloat16", value_size=1e30, arguments={"scale": -0.3}),
+    AttentionCase(33, 1000, 24, dtype="float16", logits="equal", value_size=300.0),
+    AttentionCase(64, 64, 24, arguments={"local_window_size": (17, 17)}),  # edges at the end of a tile
+    AttentionCase(64, 64, 24, logits="last huge", arguments={"local_window_size": (17, 17)}),
     AttentionCase(16, 1024, 16, dtype="bfloat16"),  # many tiles, so that rounding adds up
 ]
 
@@ -48,12 +52,21 @@ FAULTS = {
     "lengths of the keys are ignored": ("jnp.minimum(key_length_ref[...], problem.S)", "problem.S"),
     "lengths of the queries are ignored": ("jnp.minimum(query_length_ref[...], problem.T)", "problem.T"),
     "an empty row divides by zero": ("l = jnp.where(empty, 1, l)", "l = l"),
+    "the scale is ignored": ("problem.scale *", "problem.H**-0.5 *"),
+    "the sign of the scale is lost": ("problem.scale *", "abs(problem.scale) *"),
+    "everything 16-bit becomes float16": ("_dot(p.astype(v.dtype), v)", "_dot(p.astype(jnp.float16), v.astype(jnp.float16))"),
+    "acc is rounded before the division": ("(acc / l[:, None]).astype(out_ref.dtype)", "acc.astype(out_ref.dtype) / l.astype(out_ref.dtype)[:, None]"),
+    "values are clipped": ("k = plt.load(k_ref.at[tile, :], mask=k_mask, other=0)\n        v = plt.load(v_ref.at[tile, :], mask=k_mask, other=0)", "k = plt.load(k_ref.at[tile, :], mask=k_mask, other=0)\n        v = jnp.clip(plt.load(v_ref.at[tile, :], mask=k_mask, other=0), -1e4, 1e4)"),
+    "the maximum is over hidden keys too": ("jnp.maximum(m, s.max(axis=1))", "jnp.maximum(m, (problem.scale * LOG2_E * _dot(q, k.T)).max(axis=1))"),
+    "columns repeat past the 64th of the head": ("in_head = jnp.arange(head_padded)[None, :] < problem.H", "in_head = jnp.arange(head_padded)[None, :] < min(problem.H, 64)"),
 }  # fmt: skip
 
 MASK_FAULTS = {
     "causal hides the diagonal": ("cols <= rows + band.right", "cols < rows + band.right"),
     "causal shows one too many": ("cols <= rows + band.right", "cols <= rows + band.right + 1"),
     "the left edge is one off": ("cols >= rows - band.left", "cols > rows - band.left"),
+    "the last visible key of a tile is missed": ("q_stop + band.right)", "q_stop + band.right - 1)"),
+    "the first visible key of a tile is missed": ("q_start - band.left, 0)", "q_start - band.left + 1, 0)"),
     "the causal bound rounds down": ("(stop_key + block_k - 1) // block_k", "stop_key // block_k"),
 }
 

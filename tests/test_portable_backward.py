@@ -11,7 +11,7 @@ import pytest
 from attention_cases import AttentionCase, check_gradients, cotangents, gradients_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_portable_forward import DTYPES, GROUPS, TURNS, cases
+from test_portable_forward import DTYPES, GRID, GROUPS, cases
 
 from helpers import flash_attention
 from helpers.attention.portable.backward import backward
@@ -34,12 +34,11 @@ def gradients_with(case, **options):
     return found if case.batched else tuple(gradient[0] for gradient in found)
 
 
-@pytest.mark.parametrize(("shape_and_head_dim", "turn"), TURNS)
+@pytest.mark.parametrize(("shape_and_head_dim", "turn"), GRID)
 def test_shapes_and_head_dims(shape_and_head_dim, turn):
-    (T, S), H = shape_and_head_dim
-    dtype = DTYPES[turn % 2 and 1 + turn % 2]
-    arguments = {"is_causal": turn % 4 == 1}
-    check_gradients(portable_gradients, AttentionCase(T, S, H, N=GROUPS[turn % 3], dtype=dtype, arguments=arguments))
+    ((T, S), H), (dtype, group, is_causal) = shape_and_head_dim, turn
+    case = AttentionCase(T, S, H, N=group, dtype=dtype, arguments={"is_causal": is_causal})
+    check_gradients(portable_gradients, case)
 
 
 @pytest.mark.parametrize(("dtype", "group", "is_causal"), list(itertools.product(DTYPES, GROUPS, [False, True])))

@@ -129,7 +129,9 @@ def test_the_kernel_moves_the_bytes_of_the_formula(T, S, H, N, K, dtype, block_q
     (kernel,), (out, _) = replay(attention, query, key, value)
     itemsize = np.dtype(dtype).itemsize
     assert kernel.bytes_moved == N * cost.query_outer_bytes(T, S, H, itemsize, block_q, block_k, problem.band)
-    assert all(operand.outside == 0 for operand in kernel.operands.values()), "a load strayed past its array"
+    for operand in kernel.operands.values():
+        assert operand.outside == 0, f"a load strayed past the end of {operand.name}"
+        assert operand.outside_writes == 0, f"a store strayed past the end of {operand.name}"
     assert (kernel.operands["out"].writes == 1).all() and (kernel.operands["lse"].writes == 1).all()
     right, _ = attention(query, key, value)
     np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(right, np.float32), atol=2e-3)

@@ -34,7 +34,9 @@ def flash_attention(
         serves N // K query heads (MHA, GQA, MQA).
       scale: a Python number; None means 1 / sqrt(H).
       is_causal: query i sees keys j <= i, counted from the start of both.
-      query_seq_lengths, key_value_seq_lengths: int32 (B,); positions from there on are padding.
+      query_seq_lengths, key_value_seq_lengths: int32 (B,); positions from there on are padding and
+        may hold anything. Under jit their values cannot be checked; there, more than the length means
+        all of it.
       local_window_size: (left, right), or one integer for both: query i sees keys
         i - left <= j <= i + right.
       implementation: "reference" (naive, the whole matrix in memory), "portable" (the Pallas
@@ -46,7 +48,8 @@ def flash_attention(
     Returns:
       out, with the shape and dtype of query; with return_residual, (out, lse), where lse is a
       natural logarithm, float32, of shape (B, T, N) or (T, N). Sums are float32 whatever the
-      dtype. A query that sees no key gets out = 0 and lse = -inf.
+      dtype, so logits and S * max|value| must stay within the range of float32. A query that sees
+      no key gets out = 0 and lse = -inf.
 
     Raises:
       TypeError, ValueError: an argument is not as described; the message names it.
@@ -95,22 +98,31 @@ def _choose(implementation, call, return_residual):
     raise ValueError(f"implementation must be None or one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
 
 
+def _default_device():
+    """The device that computes unless arrays say otherwise."""
+    device = jax.config.jax_default_device
+    return device if isinstance(device, jax.Device) else jax.devices(device)[0]
+
+
 def _compute_capability():
     """(major, minor) of the default device where that is an NVIDIA GPU, otherwise (0, 0)."""
-    capability = getattr(jax.devices()[0], "compute_capability", None)
-    if jax.default_backend() != "gpu" or capability is None or "." not in str(capability):
+    device = _default_device()
+    capability = str(getattr(device, "compute_capability", ""))
+    if device.platform != "gpu" or "." not in capability:
         return (0, 0)
-    major, minor = str(capability).split(".")[:2]
+    major, minor = capability.split(".")[:2]
     return int(major), int(minor)
 
 
 def _portable(call):
-    if jax.default_backend() == "gpu" and _compute_capability() < (8, 0):
+    device = _default_device()
+    if device.platform != "cpu" and _compute_capability() < (8, 0):
         raise NotImplementedError(
-            "the portable kernel needs an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, this is "
-            f'{jax.devices()[0].device_kind}; use implementation="reference"'
+            "the portable kernel needs a CPU or an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, this is "
+            f'{device.device_kind}; use implementation="reference"'
         )
-    return _portable_attention(call.problem, call.query, call.key, call.value, call.query_lengths, call.key_lengths)
+    arrays = call.query, call.key, call.value, call.query_lengths, call.key_lengths
+    return _compiled_attention(call.problem, *arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -129,6 +141,7 @@ def _portable_attention_backward(problem, residuals, gradients):
 
 
 _portable_attention.defvjp(_portable_attention_forward, _portable_attention_backward)
+_compiled_attention = jax.jit(_portable_attention, static_argnums=0)  # so that a second call compiles nothing
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -170,6 +183,10 @@ def _check_cudnn(call, return_residual):
         reason = f"it takes head_dim up to 128 in multiples of 8, and this is {problem.H}"
     elif (right is not None and right != 0) or (problem.band.left is not None and right is None):
         reason = "it takes a local window only with nothing to the right"
+    elif problem.band.left is not None and problem.T > problem.S:
+        reason = f"with a local window it takes no more queries than keys, not {problem.T} and {problem.S}"
+    elif problem.scale <= 0:
+        reason = f"it takes a positive scale only, and this is {problem.scale}"
     elif return_residual:
         reason = "jax.nn rounds its lse to the dtype of key and stops its gradient"
     if reason:

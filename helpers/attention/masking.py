@@ -60,7 +60,8 @@ def key_tiles(q_start, q_stop, block_k, band, query_length, key_length, xp=np):
     if band.left is not None:
         first_key = xp.maximum(q_start - band.left, 0)
         sees_some &= first_key < stop_key
-    stop_key = stop_key * sees_some  # not `where`: the GPU lowering mistakes where(…, 1, 0) for a boolean
+    # A product and not `where`: the GPU lowering mistakes where(…, 1, 0) for a boolean.
+    stop_key = stop_key * sees_some.astype(np.int32)
     return first_key // block_k, (stop_key + block_k - 1) // block_k
 
 

@@ -16,6 +16,8 @@ from helpers.attention.masking import Band
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 MAX_HEAD_DIM = 256
+LARGEST_SCALE = float(np.finfo(np.float32).max) / math.log2(math.e)
+MAX_LENGTH = 2**30  # so that sums of two positions stay within int32
 
 
 @dataclass(frozen=True)
@@ -89,20 +91,22 @@ def check_call(
         )
     if value.shape != key.shape:
         raise ValueError(f"value must have the shape of key, {key.shape}, got {value.shape}")
-    batched = query.ndim == 4
-    if not batched:
-        query, key, value = (jnp.asarray(array)[None] for array in arrays.values())
-
-    B, T, N, H = query.shape
-    key_batch, S, K, key_dim = key.shape
-    if key_batch != B:
-        raise ValueError(f"key must have the batch size of query, {B}, got shape {key.shape}")
+    *query_batch, T, N, H = query.shape
+    *key_batch, S, K, key_dim = key.shape
+    if key_batch != query_batch:
+        raise ValueError(f"key must have the batch size of query, {query_batch[0]}, got shape {key.shape}")
     if key_dim != H:
         raise ValueError(f"key must have the head_dim of query, {H}, got shape {key.shape}")
+    if query.ndim == 3:
+        query, key, value = (jnp.asarray(array)[None] for array in arrays.values())
+    B = query.shape[0]
     if N % K:
         raise ValueError(f"query heads must be a multiple of key/value heads, got {N} and {K}")
+    if max(T, S) > MAX_LENGTH:
+        raise ValueError(f"query and key must have at most 2**30 positions, got {T} and {S}")
     if H > MAX_HEAD_DIM:
         raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, got {H}")
+    _refuse_tracer("is_causal", is_causal)
     if not isinstance(is_causal, bool | np.bool_):
         raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
 
@@ -144,22 +148,28 @@ def _check_array(name, array):
 def _check_scale(scale, head_dim):
     if scale is None:
         return 1 / math.sqrt(head_dim)
-    if isinstance(scale, jax.core.Tracer):
-        raise TypeError("scale must be known when the function is traced; pass a Python number")
-    if isinstance(scale, jax.Array | np.ndarray) and scale.ndim == 0:
+    _refuse_tracer("scale", scale)
+    if isinstance(scale, jax.Array | np.ndarray) and scale.ndim == 0 and jnp.issubdtype(scale.dtype, jnp.number):
         scale = scale.item()
     if isinstance(scale, bool | np.bool_) or not isinstance(scale, numbers.Real):
         raise TypeError(f"scale must be a real number or None, got {scale!r}")
-    # float32 is what the kernels multiply with, so a scale must survive there.
-    if not math.isfinite(scale) or abs(scale) > float(np.finfo(np.float32).max):
-        raise ValueError(f"scale must be finite in float32, got {scale!r}")
+    # The kernels multiply with scale * log2 e in float32, so that product must be finite there.
+    if not abs(scale) <= LARGEST_SCALE:
+        raise ValueError(f"scale must be at most {LARGEST_SCALE:.3g} in size, got {scale!r}")
     return float(scale)
+
+
+def _refuse_tracer(name, value):
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(f"{name} must be known when the function is traced; pass a Python value")
 
 
 def _check_window(window):
     if window is None:
         return None
     pair = window if isinstance(window, tuple | list) else (window, window)
+    for edge in pair:
+        _refuse_tracer("local_window_size", edge)
     expected = "local_window_size must be None, an integer, or a (left, right) pair of integers"
     if len(pair) != 2 or any(isinstance(edge, bool | np.bool_) for edge in pair):
         raise TypeError(f"{expected}, got {window!r}")
@@ -170,7 +180,7 @@ def _check_window(window):
     if left < 0 or right < 0:
         raise ValueError(f"local_window_size must not be negative, got {window!r}")
     # Beyond any length the window hides nothing; the bound keeps int32 positions from overflowing.
-    return min(left, 2**30), min(right, 2**30)
+    return min(left, MAX_LENGTH), min(right, MAX_LENGTH)
 
 
 def _check_lengths(name, lengths, batch, longest):

@@ -26,11 +26,12 @@ def naive_attention(call):
     key_lengths = jnp.full((B,), S) if call.key_lengths is None else call.key_lengths
 
     # Padding may hold anything, NaN included, and 0 * NaN is NaN: replace it by zeros.
+    is_query = jnp.arange(T)[None, :, None, None] < query_lengths[:, None, None, None]
     is_key = jnp.arange(S)[None, :, None, None] < key_lengths[:, None, None, None]
+    query = jnp.where(is_query, call.query, 0).reshape(B, T, K, problem.group, H)
     key = jnp.where(is_key, call.key, 0)
     value = jnp.where(is_key, call.value, 0)
 
-    query = call.query.reshape(B, T, K, problem.group, H)
     s = problem.scale * jnp.einsum("btkgh,bskh->bkgts", query, key, preferred_element_type=jnp.float32)
     seen = visible(
         jnp.arange(T)[None, :, None],
@@ -96,6 +97,7 @@ def _oracle_softmax(query, key, value, arguments):
     query_lengths = np.full(problem.B, problem.T) if call.query_lengths is None else np.asarray(call.query_lengths)
     key_lengths = np.full(problem.B, problem.S) if call.key_lengths is None else np.asarray(call.key_lengths)
 
+    q = np.where(np.arange(problem.T)[None, None, :, None] < query_lengths[:, None, None, None], q, 0)
     is_key = np.arange(problem.S)[None, None, :, None] < key_lengths[:, None, None, None]
     k, v = (np.repeat(np.where(is_key, array, 0), problem.group, axis=1) for array in (k, v))
     seen = visible(

@@ -52,29 +52,27 @@ class SlowMemory:
         return sum(self.read.values()) + sum(self.written.values())
 
 
-def query_outer(memory, *, scale, block_q, block_k, band=NO_BAND, query_length=None, key_length=None):
+def query_outer(memory, *, scale, block_q, block_k, band=NO_BAND):
     """Attention of one head with the loop over query tiles outside.
 
     memory holds q (T, H), k (S, H) and v (S, H) and receives out (T, H) in the dtype of q and
     lse (T,) in float32. Each query tile keeps its state on chip until it has seen all its keys;
-    tiles of keys that the band hides are never loaded. Lengths default to T and S.
+    tiles of keys that the band hides are never loaded.
     """
     T, H = memory.arrays["q"].shape
     S = len(memory.arrays["k"])
-    query_length = T if query_length is None else query_length
-    key_length = S if key_length is None else key_length
     memory.reserve("out", (T, H), memory.arrays["q"].dtype)
     memory.reserve("lse", T, np.float32)
     for q_start in range(0, T, block_q):
         q = _widen(memory.load("q", q_start, q_start + block_q))
         rows = np.arange(q_start, q_start + len(q))
         state = online_softmax.init(len(q), H, q.dtype)
-        first, stop = key_tiles(q_start, q_start + len(q), block_k, band, query_length, key_length)
+        first, stop = key_tiles(q_start, q_start + len(q), block_k, band, T, S)
         for k_start in range(first * block_k, stop * block_k, block_k):
             k = _widen(memory.load("k", k_start, k_start + block_k))
             v = _widen(memory.load("v", k_start, k_start + block_k))
             cols = np.arange(k_start, k_start + len(k))
-            seen = visible(rows[:, None], cols[None, :], band, query_length, key_length)
+            seen = visible(rows[:, None], cols[None, :], band, T, S)
             s = np.where(seen, scale * (q @ k.T), -np.inf)
             state = online_softmax.update(state, s, v)
         out, lse = online_softmax.finalize(state)
@@ -83,7 +81,7 @@ def query_outer(memory, *, scale, block_q, block_k, band=NO_BAND, query_length=N
     return memory.arrays["out"], memory.arrays["lse"]
 
 
-def key_outer(memory, *, scale, block_q, block_k, band=NO_BAND, query_length=None, key_length=None):
+def key_outer(memory, *, scale, block_q, block_k, band=NO_BAND):
     """Attention of one head with the loop over key tiles outside.
 
     memory is as in `query_outer`, and holds m and l, (T,) float32, as well. A key tile is loaded
@@ -93,8 +91,6 @@ def key_outer(memory, *, scale, block_q, block_k, band=NO_BAND, query_length=Non
     """
     T, H = memory.arrays["q"].shape
     S = len(memory.arrays["k"])
-    query_length = T if query_length is None else query_length
-    key_length = S if key_length is None else key_length
     memory.allocate("out", (T, H), memory.arrays["q"].dtype, 0)
     memory.allocate("m", T, np.float32, -np.inf)
     memory.allocate("l", T, np.float32, 0)
@@ -102,14 +98,14 @@ def key_outer(memory, *, scale, block_q, block_k, band=NO_BAND, query_length=Non
         k = _widen(memory.load("k", k_start, k_start + block_k))
         v = _widen(memory.load("v", k_start, k_start + block_k))
         cols = np.arange(k_start, k_start + len(k))
-        first, stop = query_tiles(k_start, k_start + len(k), block_q, band, query_length, key_length)
+        first, stop = query_tiles(k_start, k_start + len(k), block_q, band, T, S)
         for q_start in range(first * block_q, stop * block_q, block_q):
             q = _widen(memory.load("q", q_start, q_start + block_q))
             m = memory.load("m", q_start, q_start + block_q)
             l = memory.load("l", q_start, q_start + block_q)
             out = _widen(memory.load("out", q_start, q_start + block_q))
             rows = np.arange(q_start, q_start + len(q))
-            seen = visible(rows[:, None], cols[None, :], band, query_length, key_length)
+            seen = visible(rows[:, None], cols[None, :], band, T, S)
             s = np.where(seen, scale * (q @ k.T), -np.inf)
             state = online_softmax.update(online_softmax.State(m, l, out * l[:, None]), s, v)
             out, _ = online_softmax.finalize(state)
@@ -120,7 +116,7 @@ def key_outer(memory, *, scale, block_q, block_k, band=NO_BAND, query_length=Non
     return state.acc, online_softmax.finalize(state)[1]
 
 
-def backward(memory, *, scale, block_q, block_k, band=NO_BAND, query_length=None, key_length=None):
+def backward(memory, *, scale, block_q, block_k, band=NO_BAND):
     """Gradients of one head, in the two loops of the portable backward kernels.
 
     memory holds q, out, do (T, H), k, v (S, H), lse (T,) and dlse (T,), and receives delta (T,) in
@@ -129,7 +125,6 @@ def backward(memory, *, scale, block_q, block_k, band=NO_BAND, query_length=None
     (dq, dk, dv). The equations are those of FlashAttention-2 (arXiv 2307.08691, algorithm 2).
     """
     T, S = len(memory.arrays["q"]), len(memory.arrays["k"])
-    lengths = (T if query_length is None else query_length, S if key_length is None else key_length)
     memory.reserve("delta", T, np.float32)
     for name, like in (("dq", "q"), ("dk", "k"), ("dv", "v")):
         memory.reserve(name, memory.arrays[like].shape, memory.arrays[like].dtype)
@@ -139,7 +134,7 @@ def backward(memory, *, scale, block_q, block_k, band=NO_BAND, query_length=None
 
     def p_and_ds(q, k, v, do, lse, delta, q_start, k_start):
         rows, cols = np.arange(q_start, q_start + len(q)), np.arange(k_start, k_start + len(k))
-        seen = visible(rows[:, None], cols[None, :], band, *lengths)
+        seen = visible(rows[:, None], cols[None, :], band, T, S)
         s = np.where(seen, scale * (q @ k.T), -np.inf)
         p = np.exp(s - np.where(lse == -np.inf, 0, lse)[:, None])
         dp = do @ v.T
@@ -152,7 +147,7 @@ def backward(memory, *, scale, block_q, block_k, band=NO_BAND, query_length=None
     for k_start in range(0, S, block_k):
         k, v = load("k", k_start, block_k), load("v", k_start, block_k)
         dk, dv = np.zeros_like(k), np.zeros_like(v)
-        first, stop = query_tiles(k_start, k_start + len(k), block_q, band, *lengths)
+        first, stop = query_tiles(k_start, k_start + len(k), block_q, band, T, S)
         for q_start in range(first * block_q, stop * block_q, block_q):
             q, do, lse, delta = (load(name, q_start, block_q) for name in ("q", "do", "lse", "delta"))
             p, ds = p_and_ds(q, k, v, do, lse, delta, q_start, k_start)
@@ -164,7 +159,7 @@ def backward(memory, *, scale, block_q, block_k, band=NO_BAND, query_length=None
     for q_start in range(0, T, block_q):
         q, do, lse, delta = (load(name, q_start, block_q) for name in ("q", "do", "lse", "delta"))
         dq = np.zeros_like(q)
-        first, stop = key_tiles(q_start, q_start + len(q), block_k, band, *lengths)
+        first, stop = key_tiles(q_start, q_start + len(q), block_k, band, T, S)
         for k_start in range(first * block_k, stop * block_k, block_k):
             k, v = load("k", k_start, block_k), load("v", k_start, block_k)
             _, ds = p_and_ds(q, k, v, do, lse, delta, q_start, k_start)

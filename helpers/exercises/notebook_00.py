@@ -51,6 +51,16 @@ EXERCISES = (
                 "See the formula of the exercise.",
             ),
             Mistake(
+                "the logits are divided by the square root of S instead of H",
+                lambda q, k, v: _attend(q, k, v, scale=1 / np.sqrt(len(k))),
+                "len(k) is the number of keys; H is the length of q: see section 4.",
+            ),
+            Mistake(
+                "the keys are added up instead of the values",
+                lambda q, k, v: _attend(q, k, k),
+                "The weights multiply v: see the formula of the exercise.",
+            ),
+            Mistake(
                 "the exponentials are not divided by their sum",
                 lambda q, k, v: np.exp(k @ q / np.sqrt(len(q))) @ v,
                 "The weights of a query must add up to one: see section 1.",

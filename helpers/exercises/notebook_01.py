@@ -128,6 +128,11 @@ ATTENTION = Exercise(
             "The last axis of q has length H, and each logit is a sum over it: reread section 2.",
         ),
         Mistake(
+            "the scale is taken from the number of queries instead of the head dimension",
+            _attention(scale=lambda T, S, H: 1 / math.sqrt(T)),
+            "Here q has a row for each query, so len(q) is T; H is its last axis: reread section 2.",
+        ),
+        Mistake(
             "the mask is forgotten",
             lambda q, k, v, is_causal: _attention()(q, k, v, False),
             "Where is_causal is True, query i must not see keys after i: reread section 3.",
@@ -242,7 +247,7 @@ BILL = Exercise(
         Mistake(
             "one of the four passes over a table is forgotten",
             _bill(moved=lambda T, S, H, e: e * (3 * T * S + 2 * T * H + 2 * S * H)),
-            "s is written and read, then p is written and read: reread section 5.",
+            "s is written and read, then the weights are written and read: reread section 5.",
         ),
         Mistake(
             "each table is counted once, as if what was written came back for nothing",
@@ -252,7 +257,7 @@ BILL = Exercise(
         Mistake(
             "only one of the two tables is counted",
             _bill(moved=lambda T, S, H, e: e * (T * S + 2 * T * H + 2 * S * H)),
-            "There are two tables, s and p, and each is written and read: reread section 5.",
+            "There are two tables, logits and weights, and each is written and read: reread section 5.",
         ),
         Mistake(
             "q, k, v and out are left out",

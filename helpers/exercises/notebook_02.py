@@ -67,6 +67,7 @@ def _update_cases():
     return [
         Case("tile 2 of the hand case", (HAND_S[:2], HAND_V[:2], HAND_S[2:], HAND_V[2:])),
         case("the first tile of a row", 0, 3, 2),
+        case("the first tile of a row, logits near -1000", 0, 4, 2, -1000 + np.arange(4.0)),
         case("3 keys before", 3, 2, 4),
         case("rising logits", 4, 5, 3, rising),
         case("falling logits", 4, 5, 3, falling),
@@ -98,11 +99,12 @@ def _update(
     keep_m=False,
     halfway=False,
     forget=False,
+    rescale_new=False,
 ):
     """The update with the mistakes that people make in it; rescale_* are powers of alpha."""
     m_new = s.max() if tile_max else max(m, s.max())
     alpha = np.exp(m_new - m if inverted else m - m_new)
-    p = np.exp(s - (m if old_max_in_p else m_new))
+    p = np.exp(s - (m if old_max_in_p else m_new)) * (alpha if rescale_new else 1)
     l_new = alpha**rescale_l * l + p.sum()
     acc_new = alpha**rescale_acc * acc + p @ v
     if forget:
@@ -159,6 +161,16 @@ UPDATE_MISTAKES = (
         "m is the maximum of the tile instead of the running maximum",
         _wrong_update(tile_max=True),
         "m_new is the larger of m and the largest logit of the tile: see section 3.",
+    ),
+    Mistake(
+        "a first m of -inf is replaced by 0, and no logit of the tile is that large",
+        lambda m, l, acc, s, v: _update(0.0 if m == -np.inf else m, l, acc, s, v),
+        "Nothing has to be replaced, since e^(-inf) is 0 already: see section 3.",
+    ),
+    Mistake(
+        "alpha multiplies the new exponentials too",
+        _wrong_update(rescale_new=True),
+        "Only the old sums are in old units; p is in the new ones already: see section 3.",
     ),
     Mistake(
         "the old m is returned",

@@ -77,6 +77,7 @@ def _query_outer(
     divide=True,
     lse_of=lambda m, l: m + np.log(l),
     whole_tiles_only=False,
+    whole_query_tiles_only=False,
     pad_keys=False,
     start=-np.inf,
     new_maximum=lambda m, s: np.maximum(m, s.max(axis=1)),
@@ -91,7 +92,7 @@ def _query_outer(
         S += missing
     if whole_tiles_only:
         S = S // block_k * block_k
-    for q_start in range(0, T, block_q):
+    for q_start in range(0, T // block_q * block_q if whole_query_tiles_only else T, block_q):
         rows = slice(q_start, q_start + block_q)
         m, l, acc = np.full(len(q[rows]), start), 0.0, 0.0
         for k_start in range(0, S, block_k):
@@ -231,6 +232,11 @@ QUERY_OUTER = Exercise(
             "range(0, S, block_k) reaches the tail, S // block_k tiles do not: see section 4.",
         ),
         Mistake(
+            "the last, shorter query tile is left out",
+            _with(whole_query_tiles_only=True),
+            "range(0, T, block_q) reaches the tail, T // block_q tiles do not: see section 4.",
+        ),
+        Mistake(
             "the last key tile is filled up with zeros and not masked",
             _with(pad_keys=True),
             "A key of zeros has logit 0 and takes weight: see section 4.",
@@ -240,6 +246,81 @@ QUERY_OUTER = Exercise(
 
 
 # 3.2
+
+
+def _kinds(answer, T, S, block_q, block_k):
+    """The answer's word for every tile of a causal problem."""
+    return {
+        f"queries {i}–{i + block_q - 1}, keys {j}–{j + block_k - 1}": answer(i, i + block_q, j, j + block_k, T, S)
+        for i in range(0, T, block_q)
+        for j in range(0, S, block_k)
+    }
+
+
+def _right_kind(q_start, q_stop, k_start, k_stop, T, S):
+    return tile_kind(range(q_start, q_stop), range(k_start, k_stop), Band(right=0), T, S)
+
+
+def _word(skipped, full):
+    return "skipped" if skipped else "full" if full else "partial"
+
+
+def _kind_cases():
+    settings = [(4, 4, 2, 2), (5, 8, 4, 2), (6, 9, 3, 4), (9, 5, 2, 3), (13, 11, 4, 4), (7, 7, 1, 1), (8, 20, 8, 4)]
+    return [
+        Case(f"T={T}, S={S}, block_q={block_q}, block_k={block_k}", (T, S, block_q, block_k))
+        for T, S, block_q, block_k in settings
+    ]
+
+
+CLASSIFY = Exercise(
+    number="3.2",
+    title="Skipped, partial or full",
+    outputs=("kind",),
+    cases=_kind_cases,
+    run=_kinds,
+    expected=lambda *arguments: _kinds(_right_kind, *arguments),
+    tried="every tile of seven causal problems, T < S, T = S and T > S, ragged tails, unequal blocks",
+    mistakes=(
+        Mistake(
+            "tiles that stick out past the end are called full",
+            lambda i, i_stop, j, j_stop, T, S: _word(j > min(i_stop, T) - 1, j_stop - 1 <= i),
+            "Positions past T or S count as not visible, so a tile that holds some is at most partial: see section 5.",
+        ),
+        Mistake(
+            "a tile counts as seen if only a query past the end would see it",
+            lambda i, i_stop, j, j_stop, T, S: _word(j > i_stop - 1, j_stop - 1 <= i and i_stop <= T and j_stop <= S),
+            "The last query that exists is min(q_stop, T) - 1: see section 5.",
+        ),
+        Mistake(
+            "a tile is skipped as soon as its first query does not see it",
+            lambda i, i_stop, j, j_stop, T, S: _word(j > i, j_stop - 1 <= i and i_stop <= T and j_stop <= S),
+            "The last query of the tile sees the most keys: see section 5.",
+        ),
+        Mistake(
+            "a tile is called full if only its last query sees every key",
+            lambda i, i_stop, j, j_stop, T, S: _word(
+                j > min(i_stop, T) - 1, j_stop <= i_stop and i_stop <= T and j_stop <= S
+            ),
+            "The first query of the tile sees the fewest keys: see section 5.",
+        ),
+        Mistake(
+            "a query is not allowed to see its own position",
+            lambda i, i_stop, j, j_stop, T, S: _word(
+                j >= min(i_stop, T) - 1, j_stop - 1 < i and i_stop <= T and j_stop <= S
+            ),
+            "Causal means j ≤ i, the diagonal included: see section 5.",
+        ),
+        Mistake(
+            "the mask is upside down: keys that come later are the visible ones",
+            lambda i, i_stop, j, j_stop, T, S: tile_kind(range(i, i_stop), range(j, j_stop), Band(left=0), T, S),
+            "A query sees itself and what came before, j ≤ i: see section 5.",
+        ),
+    ),
+)
+
+
+# 3.3
 
 
 class _WatchedMemory(SlowMemory):
@@ -314,7 +395,7 @@ def _visit(**options):
 
 
 KEY_OUTER = Exercise(
-    number="3.2",
+    number="3.3",
     title="Key tiles outside",
     outputs=("out after the first key tile", "out", "lse from m and l", "bytes moved"),
     cases=_attention_cases,
@@ -366,7 +447,127 @@ KEY_OUTER = Exercise(
 )
 
 
-# 3.3 and 3.4
+# 3.4
+
+
+def _table(T, S, H, itemsize, block_q, block_k):
+    return {
+        "naive": cost.naive_bytes(T, S, H, itemsize),
+        "query-outer": cost.query_outer_bytes(T, S, H, itemsize, block_q, block_k),
+        "key-outer": cost.key_outer_bytes(T, S, H, itemsize, block_q, block_k),
+    }
+
+
+def _wrong_table(naive=None, query_outer=None, key_outer=None):
+    """The right table with some entries computed by others."""
+
+    def answer(*arguments):
+        changed = {"naive": naive, "query-outer": query_outer, "key-outer": key_outer}
+        return _table(*arguments) | {name: wrong(*arguments) for name, wrong in changed.items() if wrong}
+
+    return answer
+
+
+def _tiles(length, block):
+    return -(-length // block)
+
+
+def _table_cases():
+    settings = [
+        (2, 3, 1, 2, 1, 2),
+        (8, 16, 4, 4, 4, 4),
+        (10, 13, 8, 2, 4, 5),
+        (1000, 700, 64, 2, 128, 32),
+        (4096, 4096, 128, 2, 128, 128),
+    ]
+    return [
+        Case(f"T={T}, S={S}, H={H}, {e} bytes, block_q={block_q}, block_k={block_k}", (T, S, H, e, block_q, block_k))
+        for T, S, H, e, block_q, block_k in settings
+    ]
+
+
+TRAFFIC_TABLE = Exercise(
+    number="3.4",
+    title="The traffic table",
+    outputs=("bytes",),
+    cases=_table_cases,
+    expected=_table,
+    tolerance=1e-9,
+    tried="T ≠ S, ragged tails, unequal blocks, 2 and 4 bytes, up to T = S = 4096",
+    mistakes=(
+        Mistake(
+            "one of the four trips of the T × S tables is forgotten, for example reading the logits for the softmax",
+            _wrong_table(naive=lambda T, S, H, e, bq, bk: e * (3 * T * S + 2 * T * H + 2 * S * H)),
+            "The logits are written and read, and so are the weights: see the three steps in section 7.",
+        ),
+        Mistake(
+            "each of the two T × S tables is counted once",
+            _wrong_table(naive=lambda T, S, H, e, bq, bk: e * (2 * T * S + 2 * T * H + 2 * S * H)),
+            "What one step writes the next one reads back, so each table moves twice: see section 7.",
+        ),
+        Mistake(
+            "the last, shorter key tile is charged like a whole one",
+            _wrong_table(
+                query_outer=lambda T, S, H, e, bq, bk: (
+                    e * (2 * T * H + 2 * H * bk * _tiles(S, bk) * _tiles(T, bq)) + 4 * T
+                )
+            ),
+            "The memory hands out the rows that are there, S of them for each query tile: see section 4.",
+        ),
+        Mistake(
+            "lse is forgotten",
+            _wrong_table(query_outer=lambda T, S, H, e, bq, bk: e * (2 * T * H + 2 * S * H * _tiles(T, bq))),
+            "Query-outer writes one float32 for each query besides out: see its bill in section 3.",
+        ),
+        Mistake(
+            "lse is counted in the element size of q instead of 4 bytes",
+            _wrong_table(query_outer=lambda T, S, H, e, bq, bk: e * (2 * T * H + 2 * S * H * _tiles(T, bq) + T)),
+            "Statistics are float32 whatever q is: see the text of the exercise.",
+        ),
+        Mistake(
+            "query-outer reads k and v only once",
+            _wrong_table(query_outer=lambda T, S, H, e, bq, bk: e * (2 * T * H + 2 * S * H) + 4 * T),
+            "Every query tile reads all of k and v: see section 3.",
+        ),
+        Mistake(
+            "the number of tiles is rounded down",
+            _wrong_table(
+                query_outer=lambda T, S, H, e, bq, bk: e * (2 * T * H + 2 * S * H * (T // bq)) + 4 * T,
+                key_outer=lambda T, S, H, e, bq, bk: (
+                    e * (2 * S * H + T * H) + 8 * T + (S // bk) * (e * 3 * T * H + 16 * T)
+                ),
+            ),
+            "A shorter last tile is a tile too, so round up: see section 4.",
+        ),
+        Mistake(
+            "the two block sizes are swapped",
+            lambda T, S, H, e, bq, bk: _table(T, S, H, e, bk, bq),
+            "What is read again is what the inner loop walks over, once for each tile outside: see sections 3 and 6.",
+        ),
+        Mistake(
+            "key-outer does not read out back before it updates it",
+            _wrong_table(
+                key_outer=lambda T, S, H, e, bq, bk: (
+                    e * (2 * S * H + T * H) + 8 * T + _tiles(S, bk) * (e * 2 * T * H + 16 * T)
+                )
+            ),
+            "At each visit q, out, m and l come in, and out, m and l go back: see section 6.",
+        ),
+        Mistake(
+            "key-outer moves no m and l",
+            _wrong_table(key_outer=lambda T, S, H, e, bq, bk: e * (2 * S * H + T * H) + _tiles(S, bk) * e * 3 * T * H),
+            "m and l travel with out, four bytes each, there and back: see section 6.",
+        ),
+        Mistake(
+            "the filling of out, m and l before key-outer starts is forgotten",
+            _wrong_table(key_outer=lambda T, S, H, e, bq, bk: e * 2 * S * H + _tiles(S, bk) * (e * 3 * T * H + 16 * T)),
+            "Someone must write the zeros and the minus infinity first: see the text of the exercise.",
+        ),
+    ),
+)
+
+
+# 3.5 and 3.6
 
 POWERS = (16, 32, 64, 128, 256, 512, 1024)
 LARGE_POWERS = (64, 128, 256, 512, 1024)
@@ -435,6 +636,7 @@ def _largest(H, itemsize, budget, sizes, *, needed=_needed, strictly=False, size
 
 def _budget_cases():
     settings = [
+        (2, 2, 64, (2, 4), "the case worked by hand"),
         (64, 2, 128 * KIB, POWERS, "H=64, 2 bytes, 128 KiB"),
         (64, 2, 164 * KIB, POWERS, "H=64, 2 bytes, 164 KiB"),
         (128, 2, 164 * KIB, POWERS, "H=128, 2 bytes, 164 KiB"),
@@ -446,7 +648,7 @@ def _budget_cases():
 
 
 LARGEST_BLOCKS = Exercise(
-    number="3.3",
+    number="3.5",
     title="The largest tile that fits",
     outputs=("block_q, block_k",),
     cases=_budget_cases,
@@ -512,6 +714,7 @@ def _best(score, needed=_needed):
 
 def _traffic_cases():
     settings = [
+        (4, 4, 2, 2, 64, (2, 4), "the case worked by hand"),
         (1000, 700, 64, 2, 164 * KIB, LARGE_POWERS, "T=1000, S=700, H=64, 2 bytes, 164 KiB"),
         (4096, 4096, 64, 2, 164 * KIB, LARGE_POWERS, "T=S=4096, H=64, 2 bytes, 164 KiB"),
         (4096, 4096, 128, 2, 164 * KIB, LARGE_POWERS, "T=S=4096, H=128, 2 bytes, 164 KiB"),
@@ -522,7 +725,7 @@ def _traffic_cases():
 
 
 LEAST_TRAFFIC = Exercise(
-    number="3.4",
+    number="3.6",
     title="The tile that moves the fewest bytes",
     outputs=("block_q, block_k",),
     cases=_traffic_cases,
@@ -567,185 +770,4 @@ LEAST_TRAFFIC = Exercise(
     ),
 )
 
-
-# 3.5
-
-
-def _table(T, S, H, itemsize, block_q, block_k):
-    return {
-        "naive": cost.naive_bytes(T, S, H, itemsize),
-        "query-outer": cost.query_outer_bytes(T, S, H, itemsize, block_q, block_k),
-        "key-outer": cost.key_outer_bytes(T, S, H, itemsize, block_q, block_k),
-    }
-
-
-def _wrong_table(naive=None, query_outer=None, key_outer=None):
-    """The right table with some entries computed by others."""
-
-    def answer(*arguments):
-        changed = {"naive": naive, "query-outer": query_outer, "key-outer": key_outer}
-        return _table(*arguments) | {name: wrong(*arguments) for name, wrong in changed.items() if wrong}
-
-    return answer
-
-
-def _tiles(length, block):
-    return -(-length // block)
-
-
-def _table_cases():
-    settings = [
-        (2, 3, 1, 2, 1, 2),
-        (8, 16, 4, 4, 4, 4),
-        (10, 13, 8, 2, 4, 5),
-        (1000, 700, 64, 2, 128, 32),
-        (4096, 4096, 128, 2, 128, 128),
-    ]
-    return [
-        Case(f"T={T}, S={S}, H={H}, {e} bytes, block_q={block_q}, block_k={block_k}", (T, S, H, e, block_q, block_k))
-        for T, S, H, e, block_q, block_k in settings
-    ]
-
-
-TRAFFIC_TABLE = Exercise(
-    number="3.5",
-    title="The traffic table",
-    outputs=("bytes",),
-    cases=_table_cases,
-    expected=_table,
-    tolerance=1e-9,
-    tried="T ≠ S, ragged tails, unequal blocks, 2 and 4 bytes, up to T = S = 4096",
-    mistakes=(
-        Mistake(
-            "one of the four trips of the T × S tables is forgotten, for example reading S back for the softmax",
-            _wrong_table(naive=lambda T, S, H, e, bq, bk: e * (3 * T * S + 2 * T * H + 2 * S * H)),
-            "S is written and read, P is written and read: see the naive cell of section 7.",
-        ),
-        Mistake(
-            "lse is forgotten",
-            _wrong_table(query_outer=lambda T, S, H, e, bq, bk: e * (2 * T * H + 2 * S * H * _tiles(T, bq))),
-            "Query-outer writes one float32 for each query besides out: see the formula of section 7.",
-        ),
-        Mistake(
-            "lse is counted in the element size of q instead of 4 bytes",
-            _wrong_table(query_outer=lambda T, S, H, e, bq, bk: e * (2 * T * H + 2 * S * H * _tiles(T, bq) + T)),
-            "Statistics are float32 whatever q is: see the formula of section 7.",
-        ),
-        Mistake(
-            "query-outer reads k and v only once",
-            _wrong_table(query_outer=lambda T, S, H, e, bq, bk: e * (2 * T * H + 2 * S * H) + 4 * T),
-            "Every query tile reads all of k and v: see section 3.",
-        ),
-        Mistake(
-            "the number of tiles is rounded down",
-            _wrong_table(
-                query_outer=lambda T, S, H, e, bq, bk: e * (2 * T * H + 2 * S * H * (T // bq)) + 4 * T,
-                key_outer=lambda T, S, H, e, bq, bk: (
-                    e * (2 * S * H + T * H) + 8 * T + (S // bk) * (e * 3 * T * H + 16 * T)
-                ),
-            ),
-            "A shorter last tile is a tile too, so round up: see section 4.",
-        ),
-        Mistake(
-            "the two block sizes are swapped",
-            lambda T, S, H, e, bq, bk: _table(T, S, H, e, bk, bq),
-            "What is read again is what the inner loop walks over, once for each tile outside: see section 7.",
-        ),
-        Mistake(
-            "key-outer does not read out back before it updates it",
-            _wrong_table(
-                key_outer=lambda T, S, H, e, bq, bk: (
-                    e * (2 * S * H + T * H) + 8 * T + _tiles(S, bk) * (e * 2 * T * H + 16 * T)
-                )
-            ),
-            "At each visit q, out, m and l come in, and out, m and l go back: see section 6.",
-        ),
-        Mistake(
-            "key-outer moves no m and l",
-            _wrong_table(key_outer=lambda T, S, H, e, bq, bk: e * (2 * S * H + T * H) + _tiles(S, bk) * e * 3 * T * H),
-            "m and l travel with out, four bytes each, there and back: see section 6.",
-        ),
-        Mistake(
-            "the filling of out, m and l before key-outer starts is forgotten",
-            _wrong_table(key_outer=lambda T, S, H, e, bq, bk: e * 2 * S * H + _tiles(S, bk) * (e * 3 * T * H + 16 * T)),
-            "Someone must write the zeros and the minus infinity first: see the formula of section 7.",
-        ),
-    ),
-)
-
-
-# 3.6
-
-
-def _kinds(answer, T, S, block_q, block_k):
-    """The answer's word for every tile of a causal problem."""
-    return {
-        f"queries {i}–{i + block_q - 1}, keys {j}–{j + block_k - 1}": answer(i, i + block_q, j, j + block_k, T, S)
-        for i in range(0, T, block_q)
-        for j in range(0, S, block_k)
-    }
-
-
-def _right_kind(q_start, q_stop, k_start, k_stop, T, S):
-    return tile_kind(range(q_start, q_stop), range(k_start, k_stop), Band(right=0), T, S)
-
-
-def _word(skipped, full):
-    return "skipped" if skipped else "full" if full else "partial"
-
-
-def _kind_cases():
-    settings = [(4, 4, 2, 2), (5, 8, 4, 2), (6, 9, 3, 4), (9, 5, 2, 3), (13, 11, 4, 4), (7, 7, 1, 1), (8, 20, 8, 4)]
-    return [
-        Case(f"T={T}, S={S}, block_q={block_q}, block_k={block_k}", (T, S, block_q, block_k))
-        for T, S, block_q, block_k in settings
-    ]
-
-
-CLASSIFY = Exercise(
-    number="3.6",
-    title="Skipped, partial or full",
-    outputs=("kind",),
-    cases=_kind_cases,
-    run=_kinds,
-    expected=lambda *arguments: _kinds(_right_kind, *arguments),
-    tried="every tile of seven causal problems, T < S, T = S and T > S, ragged tails, unequal blocks",
-    mistakes=(
-        Mistake(
-            "tiles that stick out past the end are called full",
-            lambda i, i_stop, j, j_stop, T, S: _word(j > min(i_stop, T) - 1, j_stop - 1 <= i),
-            "Positions past T or S count as not visible, so a tile that holds some is at most partial: see section 10.",
-        ),
-        Mistake(
-            "a tile counts as seen if only a query past the end would see it",
-            lambda i, i_stop, j, j_stop, T, S: _word(j > i_stop - 1, j_stop - 1 <= i and i_stop <= T and j_stop <= S),
-            "The last query that exists is min(q_stop, T) - 1: see section 10.",
-        ),
-        Mistake(
-            "a tile is skipped as soon as its first query does not see it",
-            lambda i, i_stop, j, j_stop, T, S: _word(j > i, j_stop - 1 <= i and i_stop <= T and j_stop <= S),
-            "The last query of the tile sees the most keys: see section 10.",
-        ),
-        Mistake(
-            "a tile is called full if only its last query sees every key",
-            lambda i, i_stop, j, j_stop, T, S: _word(
-                j > min(i_stop, T) - 1, j_stop <= i_stop and i_stop <= T and j_stop <= S
-            ),
-            "The first query of the tile sees the fewest keys: see section 10.",
-        ),
-        Mistake(
-            "a query is not allowed to see its own position",
-            lambda i, i_stop, j, j_stop, T, S: _word(
-                j >= min(i_stop, T) - 1, j_stop - 1 < i and i_stop <= T and j_stop <= S
-            ),
-            "Causal means j ≤ i, the diagonal included: see section 5.",
-        ),
-        Mistake(
-            "the mask is upside down: keys that come later are the visible ones",
-            lambda i, i_stop, j, j_stop, T, S: tile_kind(range(i, i_stop), range(j, j_stop), Band(left=0), T, S),
-            "A query sees itself and what came before, j ≤ i: see section 5.",
-        ),
-    ),
-)
-
-EXERCISES = (QUERY_OUTER, KEY_OUTER, LARGEST_BLOCKS, LEAST_TRAFFIC, TRAFFIC_TABLE, CLASSIFY)
+EXERCISES = (QUERY_OUTER, CLASSIFY, KEY_OUTER, TRAFFIC_TABLE, LARGEST_BLOCKS, LEAST_TRAFFIC)

@@ -5,6 +5,7 @@ end of an array, and replayed, so that loads and stores past that end are counte
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -114,12 +115,13 @@ def _softmax_cases():
         return (scale * random.standard_normal((T, S)) + shift).astype(np.float32)
 
     largest_first = np.sort(logits(6, 7, 3.0, -2.0), axis=1)[:, ::-1].copy()
+    rows_apart = np.linspace(-300, 300, 7, dtype=np.float32)[:, None]
     by_hand = np.log(np.array([[1.0, 3.0, 4.0]])).astype(np.float32) - 5
     return [
         Case("T=1, S=3, block 2 × 4, logits below 0", (by_hand, 2, 4)),
         Case("T=5, S=6, block 2 × 8", (logits(5, 6), 2, 8)),
         Case("T=6, S=7, block 4 × 8, largest logit first", (largest_first, 4, 8)),
-        Case("T=7, S=5, block 4 × 8, logits near 300", (logits(7, 5, 30.0, 300.0), 4, 8)),
+        Case("T=7, S=5, block 4 × 8, rows of logits from −300 to 300", (logits(7, 5) + rows_apart, 4, 8)),
     ]
 
 
@@ -135,10 +137,10 @@ def _run_softmax(kernel, s, block_q, block_s):
         interpret=True,
         name="exercise",
     )
-    p = call(s)
+    out = call(s)
     (watched,), _ = replay(call, s)
-    s_seen, p_seen = watched.operands.values()
-    return p, s_seen.outside, p_seen.outside_writes
+    s_seen, out_seen = watched.operands.values()
+    return out, s_seen.outside, out_seen.outside_writes
 
 
 def _softmax_expected(s, block_q, block_s):
@@ -148,7 +150,7 @@ def _softmax_expected(s, block_q, block_s):
 
 def _softmax_kernel(
     s_ref,
-    p_ref,
+    out_ref,
     *,
     T,
     S,
@@ -159,6 +161,7 @@ def _softmax_kernel(
     mask_store=True,
     extra_column=0,
     subtract_max=True,
+    max_axis=1,
     select=False,
     divide=True,
 ):
@@ -169,23 +172,23 @@ def _softmax_kernel(
         s = jnp.where(mask, s_ref[...], -jnp.inf)
     else:
         s = plt.load(s_ref, mask=mask, other=other) if mask_load else s_ref[...]
-    m = s.max(axis=1, keepdims=True) if subtract_max else 0
+    m = s.max(axis=max_axis, keepdims=True) if subtract_max else 0
     p = jnp.exp(s - m)
     p = p / p.sum(axis=1, keepdims=True) if divide else p
     if mask_store:
-        plt.store(p_ref, p, mask=mask)
+        plt.store(out_ref, p, mask=mask)
     else:
-        p_ref[...] = p
+        out_ref[...] = p
 
 
 MASKED_TAIL = Exercise(
     number="4.2",
     title="A masked tail",
-    outputs=("p", "elements loaded past the end", "elements stored past the end"),
+    outputs=("out", "elements loaded past the end", "elements stored past the end"),
     cases=_softmax_cases,
     run=_run_softmax,
     expected=_softmax_expected,
-    tried="ragged rows and columns, the largest logit first, all below 0, near 300",
+    tried="ragged rows and columns, the largest logit first, all below 0, rows from −300 to 300",
     mistakes=(
         Mistake(
             "nothing is masked",
@@ -210,7 +213,7 @@ MASKED_TAIL = Exercise(
         Mistake(
             "the load is masked and the store is not",
             functools.partial(_softmax_kernel, mask_store=False),
-            "On a GPU an unmasked store overwrites whatever lies behind the array: see section 6.",
+            "On a GPU an unmasked store may overwrite whatever lies behind the array: see section 6.",
         ),
         Mistake(
             "the block is loaded whole and masked afterwards",
@@ -226,6 +229,16 @@ MASKED_TAIL = Exercise(
             "the exponentials are not divided by their sum",
             functools.partial(_softmax_kernel, divide=False),
             "Divide p by l, the sum of each row: see section 4.",
+        ),
+        Mistake(
+            "plt.load has a mask and no other",
+            functools.partial(_softmax_kernel, other=None),
+            "Without `other`, nothing says what stands where the mask is false: see “Which other?” in section 6.",
+        ),
+        Mistake(
+            "the largest logit of the whole block is subtracted, instead of that of each row",
+            functools.partial(_softmax_kernel, max_axis=None),
+            "Far below the maximum every exponential is 0, and 0 / 0 is NaN; max takes axis=1: see section 4.",
         ),
         Mistake(
             "the largest logit is not subtracted",
@@ -275,10 +288,25 @@ def _run_matmul(kernel, p, v, block_q, block_h, block_k):
         interpret=True,
         name="exercise",
     )
+    most = max(_keys_in_products(jax.make_jaxpr(call)(p, v).jaxpr), default=0)
+    if most > block_k:
+        raise ValueError(f"one product takes {most} keys at once; load and add one tile of block_k keys at a time")
     out = call(p, v)
     (watched,), _ = replay(call, p, v)
     p_seen, v_seen, _ = watched.operands.values()
     return out, p_seen.outside, v_seen.outside
+
+
+def _keys_in_products(jaxpr):
+    """The length of the sum in each matrix product of a jaxpr, those in its loops and kernels too."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (summed, _), _ = equation.params["dimension_numbers"]
+            yield math.prod(equation.invars[0].aval.shape[axis] for axis in summed)
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from _keys_in_products(inner)
 
 
 def _matmul_expected(p, v, block_q, block_h, block_k):
@@ -296,6 +324,7 @@ def _matmul_kernel(
     mask_v=True,
     offset_in_mask=True,
     slices=False,
+    select=False,
     element_start=False,
     drop_tail=False,
     keep=1,
@@ -312,6 +341,8 @@ def _matmul_kernel(
         inside = positions < S
         if slices:
             p, v = p_ref[:, tile], v_ref[tile, :]
+            if select:
+                p, v = jnp.where(inside[None, :], p, 0), jnp.where(inside[:, None], v, 0)
         else:
             p = plt.load(p_ref.at[:, tile], mask=inside[None, :] | (not mask_p), other=0)
             v = plt.load(v_ref.at[tile, :], mask=inside[:, None] | (not mask_v), other=0)
@@ -372,6 +403,11 @@ ACCUMULATE = Exercise(
             "the last tile is loaded with a slice that runs past the end",
             functools.partial(_matmul_kernel, slices=True),
             "The slice is moved back, and some products count twice: see section 6.",
+        ),
+        Mistake(
+            "the last tile is loaded with a slice that runs past the end, and masked afterwards",
+            functools.partial(_matmul_kernel, slices=True, select=True),
+            "The slice was moved back, so the mask hides the wrong keys; give it to plt.load: see section 6.",
         ),
         Mistake(
             "the tail of p is masked and the tail of v is not",
@@ -513,6 +549,11 @@ GRID = Exercise(
     expected=lambda name, *_: _grid_by_pallas(name),
     tried="the same kernels under pallas_call, index maps that swap, share and mirror, blocks over the end",
     mistakes=(
+        Mistake(
+            "nothing is stored in the output",
+            lambda body, x, *_: np.full(x.shape, np.nan),
+            "`target = …` only gives a value a name; `target[...] = …` writes into the array.",
+        ),
         Mistake(
             "block indices are used as element indices",
             functools.partial(_run_grid, step=(1, 1)),

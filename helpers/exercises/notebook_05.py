@@ -42,6 +42,14 @@ def _body_cases():
         ("T=4, S=12, H=3, block_k=4, the largest logits in the last tile", 4, 12, 3, 4, (0, 20, 60)),
         ("T=8, S=15, H=4, block_k=5, the largest logits in the first tile", 8, 15, 4, 5, (200, 0, -20)),
         (
+            "T=6, S=12, H=3, block_k=4, large logits for some queries, far below 0 for others",
+            6,
+            12,
+            3,
+            4,
+            (90, 150, 120),
+        ),
+        (
             "T=5, S=16, H=2, block_k=4, the largest in the middle, all far below 0",
             5,
             16,
@@ -53,6 +61,8 @@ def _body_cases():
         q, k, v = (random.standard_normal((length, H)) for length in (T, S, S))
         # The first component of q is 1, so that of k moves the logits of a whole tile.
         q[:, 0] = 1
+        if "others" in label:
+            q[1::2, 0] = -1
         k[:, 0] += np.repeat(push, block_k)
         cases.append(Case(label, (*map(_float32, (q, k, v)), block_k)))
     return cases
@@ -103,10 +113,13 @@ def _body(
     divide=False,
     forget=False,
     keep_m=False,
+    shared_maximum=False,
+    scale_again=False,
 ):
     def one_key_tile(q, k, v, m, l, acc):
-        s = q @ k.T
-        m_new = s.max(axis=1) if tile_reference else jnp.maximum(m, s.max(axis=1))
+        s = q @ k.T / (math.sqrt(q.shape[1]) if scale_again else 1)
+        largest = s.max() if shared_maximum else s.max(axis=1)
+        m_new = largest if tile_reference else jnp.maximum(m, largest)
         alpha = jnp.exp(m_new - m) if invert else jnp.exp(m - m_new)
         p = jnp.exp(s - (m if old_reference else m_new)[:, None])
         alpha_l, alpha_acc = (alpha if scale_l else 1), (alpha[:, None] if scale_acc else 1)
@@ -125,7 +138,7 @@ _LOOP_BODY = Exercise(
     cases=_body_cases,
     expected=lambda q, k, v, block_k: _head_oracle(q, k, v),
     run=_run_body,
-    tried="2 to 4 tiles of 2 to 5 keys, the largest logits first, last and in the middle, up to 200 and down to -400",
+    tried="2 to 4 tiles of 2 to 5 keys, the largest logits first, last and in the middle, from -400 to 200",
     mistakes=(
         Mistake(
             "acc is not rescaled by alpha",
@@ -156,6 +169,16 @@ _LOOP_BODY = Exercise(
             "m is the maximum of the tile instead of the maximum so far",
             _body(tile_reference=True),
             "It works until a tile lies far below an earlier one, then alpha overflows: section 2 takes max(m, ...).",
+        ),
+        Mistake(
+            "one maximum is taken over the whole tile instead of one for each query",
+            _body(shared_maximum=True),
+            "A query far below the others loses all its exponentials: rowmax in section 2 has an entry for each query.",
+        ),
+        Mistake(
+            "the logits are scaled a second time",
+            _body(scale_again=True),
+            "q is already multiplied by the scale: see the text of the exercise.",
         ),
         Mistake(
             "the old m is returned instead of the new one",
@@ -253,7 +276,7 @@ _FINISH = Exercise(
         Mistake(
             "l is added without its logarithm",
             _finish(lambda m, l: m / LOG2_E + l),
-            "lse is the logarithm of the sum: see the equation of section 4.",
+            "lse is the logarithm of the sum: see the equation of section 3.",
         ),
         Mistake(
             "a row without a key is divided by zero",
@@ -352,12 +375,15 @@ def _bounds(
     first_key=lambda q_start, q_stop, left: max(q_start - left, 0),
     stop_floor=False,
     first_ceil=False,
+    last_tile=False,
 ):
     def tile_range(i, T, S, block_q, block_k, left=None):
         q_start, q_stop = i * block_q, (i + 1) * block_q
         first = 0 if left is None else first_key(q_start, q_stop, left)
         stop = stop_key(q_start, q_stop, T, S)
         first = -(-first // block_k) if first_ceil else first // block_k
+        if last_tile:
+            return first, (stop - 1) // block_k
         return first, stop // block_k if stop_floor else -(-stop // block_k)
 
     return tile_range
@@ -375,12 +401,22 @@ _BOUNDS = Exercise(
         Mistake(
             "stop is rounded down instead of up (too few tiles)",
             _bounds(stop_floor=True),
-            "A tile that holds one visible key must be visited: reread the rounding rule of section 6.",
+            "A tile that holds even one visible key must be read: reread the rule of section 6.",
         ),
         Mistake(
             "stop is measured from the first query of the tile instead of the last (too few tiles)",
             _bounds(stop_key=lambda q_start, q_stop, T, S: min(q_start + 1, T, S)),
             "The last query of the tile sees furthest: reread section 6.",
+        ),
+        Mistake(
+            "stop is the last tile instead of the one after it (too few tiles)",
+            _bounds(last_tile=True),
+            "stop is not included, as in a range: see the text of the exercise.",
+        ),
+        Mistake(
+            "left = 0 is taken for no window (too many tiles)",
+            lambda i, T, S, block_q, block_k, left=None: _bounds()(i, T, S, block_q, block_k, left or None),
+            "With left = 0 a query sees its own key alone; only None means no limit: see the text of the exercise.",
         ),
         Mistake(
             "stop is off by one at the diagonal (too many tiles)",
@@ -408,12 +444,12 @@ _BOUNDS = Exercise(
         Mistake(
             "stop runs past the last key (too many tiles)",
             _bounds(stop_key=lambda q_start, q_stop, T, S: min(q_stop, T)),
-            "With T above S the diagonal leaves the table: cut it at S, as in section 6.",
+            "With T above S the diagonal leaves the table: cut it at S, see the text of the exercise.",
         ),
         Mistake(
             "the last tile of queries is taken to be full (too many tiles)",
             _bounds(stop_key=lambda q_start, q_stop, T, S: min(q_stop, S)),
-            "Queries from T on do not exist and see nothing: cut q_stop at T, as in section 6.",
+            "Queries from T on do not exist and see nothing: cut q_stop at T, see the text of the exercise.",
         ),
         Mistake(
             "the left window is ignored (too many tiles)",
@@ -423,7 +459,7 @@ _BOUNDS = Exercise(
         Mistake(
             "first is rounded up instead of down (too few tiles)",
             _bounds(first_ceil=True),
-            "The tile that holds the first visible key must be visited: reread the rounding rule of section 6.",
+            "A tile that holds even one visible key must be read: reread the rule of section 6.",
         ),
         Mistake(
             "first is measured from the last query of the tile instead of the first (too few tiles)",
@@ -627,7 +663,7 @@ _BYTES = Exercise(
         Mistake(
             "the number of tiles is rounded down",
             _bytes(rows="floor"),
-            "A tile that holds one visible key must be read: see the rounding rule of section 6.",
+            "A tile that holds even one visible key must be read: see the rule of section 6.",
         ),
         Mistake(
             "program i is charged i + 1 tiles, which holds only when block_q equals block_k",
@@ -647,12 +683,12 @@ _BYTES = Exercise(
         Mistake(
             "lse is forgotten",
             _bytes(lse_bytes=0),
-            "The kernel writes one float32 for each query: see section 4.",
+            "The kernel writes one float32 for each query: see section 3.",
         ),
         Mistake(
             "lse is counted in the dtype of the inputs",
             _bytes(lse_bytes=None),
-            "lse is float32 whatever the inputs are: see section 4.",
+            "lse is float32 whatever the inputs are: see section 10.",
         ),
         Mistake(
             "q is read again for each key tile",

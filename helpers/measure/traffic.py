@@ -129,7 +129,7 @@ class _Ref:
             self.operand.outside += int((wanted & ~valid).sum())
         result = np.empty(positions.shape, self.flat.dtype)
         result[...] = 0 if other is None else np.asarray(other)
-        result[wanted] = np.nan if jnp.issubdtype(self.flat.dtype, jnp.floating) else 0
+        result[wanted] = _poison(self.flat.dtype)
         result[valid] = self.flat[positions[valid]]
         return jnp.asarray(result)
 
@@ -306,5 +306,12 @@ def _block_size(size):
 
 
 def _poisoned(shape, dtype):
-    """Memory that nobody has written: NaN, or a large negative integer."""
-    return np.full(shape, np.nan if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min, dtype)
+    """Memory that nobody has written."""
+    return np.full(shape, _poison(dtype), dtype)
+
+
+def _poison(dtype):
+    """A value that nobody would take for a result: NaN, or the smallest integer."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return np.nan
+    return jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.integer) else False

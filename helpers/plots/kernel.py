@@ -1,13 +1,10 @@
 """Pictures of notebook 05: what one program of the forward kernel reads, keeps and writes."""
 
-import matplotlib.ticker
 import numpy as np
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
 
 from helpers.plots import style
-
-KIB = 1024
 
 
 def one_program():
@@ -43,24 +40,6 @@ def one_program():
     _stack(axes, 18.8, 4, 0.5, "lse", style.STATE, highlighted=1, note="written\nonce")
     _arrow(axes, (6.9, 4.9), (8.4, 4.9))
     _arrow(axes, (16.0, 4.9), (16.9, 4.9))
-    return figure
-
-
-def reads_of_each_row(call, names=("q", "k", "v")):
-    """How often each row of some operands was read, from a replayed `KernelCall` with 2-D operands."""
-    colours = {"q": style.QUERY, "k": style.KEY, "v": style.VALUE}
-    hatches = {"q": "", "k": "//", "v": "\\\\"}
-    figure, axes = style.subplots(1, len(names), width=9, height=2.6, sharey=True)
-    for panel, name in zip(axes, names, strict=True):
-        reads = call.operands[name].reads[:, 0]
-        edges = np.arange(len(reads) + 1)
-        panel.stairs(reads, edges, fill=True, fc=colours[name], alpha=0.35)
-        panel.stairs(reads, edges, fill=True, fc="none", ec=colours[name], hatch=hatches[name], lw=1.2)
-        panel.set_title(f"rows of {name}", loc="left")
-        panel.set_xlabel("row")
-    axes[0].set_ylabel("times read")
-    axes[0].set_ylim(0, 1.1 * max(call.operands[name].reads.max() for name in names))
-    axes[0].yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
     return figure
 
 
@@ -106,7 +85,7 @@ def tiles_visited(panels, block_q, block_k):
     figure.legend(
         handles=[
             Patch(fc=style.KEY, label="read, every pair visible"),
-            Patch(fc="#F6D9A6", ec=style.PAPER, hatch="//", label="read and masked"),
+            Patch(fc="#F6D9A6", ec=style.PAPER, hatch="//", label="read, some pairs hidden"),
             Patch(fc=style.SKIPPED, label="never read"),
         ],
         loc="outside lower center",
@@ -184,28 +163,6 @@ def error_by_dtype(errors):
     axes.set_ylabel("relative error of out")
     axes.set_title("Error against the float64 oracle", loc="left")
     axes.legend(loc="upper left", ncols=len(implementations), frameon=False)
-    return figure
-
-
-def bytes_moved(moved):
-    """Horizontal bars. moved: {label: bytes}; the first bar is what the others are measured against."""
-    figure, axes = style.subplots(width=8.5, height=0.42 * len(moved) + 1.2)
-    labels, heights = list(moved), np.array(list(moved.values())) / KIB
-    looks = [
-        (style.SKIPPED, "//") if "naive" in label else (style.KEY, "..") if "causal" in label else (style.OUTPUT, "")
-        for label in labels
-    ]
-    y = np.arange(len(labels))
-    for position, height, (colour, hatch) in zip(y, heights, looks, strict=True):
-        axes.barh(position, height, 0.7, color=colour, hatch=hatch, ec=style.INK, lw=0.8)
-        axes.text(height + heights.max() * 0.012, position, f"{height:.0f}", va="center", size=9)
-    axes.axvline(heights[0], color=style.INK, lw=1, ls="--")
-    axes.set_yticks(y, labels)
-    axes.tick_params(axis="y", length=0)
-    axes.invert_yaxis()
-    axes.set_xlim(0, heights.max() * 1.1)
-    axes.set_xlabel("KiB moved between the large memory and the chip")
-    axes.set_title("The bill of one head", loc="left")
     return figure
 
 

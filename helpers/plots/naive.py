@@ -18,6 +18,7 @@ def spread_of_logits(head_dims, spread, largest):
     standard deviation of the logits and the average largest weight of a query.
     """
     figure, (left, right) = style.subplots(1, 2, width=8.8, height=3.5)
+    figure.get_layout_engine().set(wspace=0.06)
     looks = [(style.OUTPUT, "o", "-"), (style.QUERY, "s", "-"), (style.FAINT, "^", "--")]
     for values, axes in ((spread, left), (largest, right)):
         for (label, line), (colour, marker, dash) in zip(values.items(), looks, strict=False):
@@ -26,7 +27,7 @@ def spread_of_logits(head_dims, spread, largest):
         axes.set_xticks(head_dims, [str(H) for H in head_dims])
         axes.set_xlabel("head dimension H")
     left.set_yscale("log", base=2)
-    left.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    left.yaxis.set_major_formatter(lambda value, _: f"{value:g}" if value >= 1 else f"1/{1 / value:g}")
     left.set_ylabel("standard deviation of the logits")
     left.set_title("The spread grows with √H", loc="left")
     left.set_ylim(1 / 64, 512)
@@ -64,7 +65,7 @@ def three_bills():
     axes.set_ylim(0, 6.2)
     boxes = (
         (0.2, 4.6, style.QUERY, "the chip", "matrix units,\nregisters, shared memory"),
-        (13.4, 5.4, style.VALUE, "the memory (HBM)", "gigabytes, but far away"),
+        (13.4, 5.5, style.VALUE, "the memory", "gigabytes, but far away"),
     )
     for x, width, colour, name, detail in boxes:
         axes.add_patch(
@@ -86,39 +87,42 @@ def three_bills():
     for x, name, question, unit in (
         (2.5, "FLOPs", "how much arithmetic?", "operations"),
         (9.1, "bytes moved", "how much traffic?", "bytes, each crossing counted"),
-        (16.1, "footprint", "how much at once?", "bytes, at the worst moment"),
+        (16.15, "footprint", "how much at once?", "bytes, at the worst moment"),
     ):
         axes.text(x, 1.45, name, ha="center", va="center", weight="bold", size=12, color=style.OUTPUT)
         axes.text(x, 0.85, question, ha="center", va="center", size=10)
         axes.text(x, 0.3, unit, ha="center", va="center", size=9, color=style.FAINT)
-    for column, (name, colour) in enumerate(
-        (("q", style.QUERY), ("k", style.KEY), ("v", style.VALUE), ("s", style.LOGITS), ("p", style.LOGITS))
+    for x, size, name, colour in (
+        (13.55, 0.6, "q", style.QUERY),
+        (14.25, 0.6, "k", style.KEY),
+        (14.95, 0.6, "v", style.VALUE),
+        (15.65, 0.6, "out", style.OUTPUT),
+        (16.4, 1.1, "s", style.LOGITS),
+        (17.6, 1.1, "weights", style.LOGITS),
     ):
-        size = 0.7 if column < 3 else 1.05
-        x = (13.75, 14.6, 15.45, 16.3, 17.5)[column]
         axes.add_patch(
             FancyBboxPatch((x, 2.5), size, size, boxstyle="square,pad=0", facecolor=colour, edgecolor="none")
         )
-        axes.text(x + size / 2, 2.5 + size / 2, name, ha="center", va="center", color="white", weight="bold")
+        axes.text(x + size / 2, 2.5 + size / 2, name, ha="center", va="center", color="white", weight="bold", size=8)
     return figure
 
 
 def byte_bill(read, written):
-    """Bytes moved by naive attention, one bar for each pass over an array, in MiB.
+    """Bytes moved by naive attention, one bar for each pass over an array, in the order of the steps, in MiB.
 
     read and written: bytes by name of the array, as `tiled.SlowMemory` counts them.
     """
-    passes = [("write", "s", written), ("read", "s", read), ("write", "p", written), ("read", "p", read)]
-    passes += [("read", "q", read), ("read", "k", read), ("read", "v", read), ("write", "out", written)]
+    passes = [("read", "q", read), ("read", "k", read), ("write", "s", written), ("read", "s", read)]
+    passes += [("write", "weights", written), ("read", "weights", read), ("read", "v", read), ("write", "out", written)]
     figure, axes = style.subplots(width=8.8, height=2.8)
     start = 0
     for number, (what, name, counted) in enumerate(passes):
         width = counted[name] / MIB
         colour, hatch = (READ, "") if what == "read" else (WRITE, "////")
         axes.barh(-number, width, left=start, color=colour, hatch=hatch, edgecolor=style.PAPER, height=0.8)
-        first = number == 0
-        x = start + width + 1 if first else start - 1
-        axes.text(x, -number, f"{width:.0f}", va="center", ha="left" if first else "right", size=9)
+        early = number < len(passes) / 2
+        x = start + width + 1 if early else start - 1
+        axes.text(x, -number, f"{width:.0f}", va="center", ha="left" if early else "right", size=9)
         start += width
     axes.axvline(start, color=style.FAINT, linewidth=1, linestyle="--")
     axes.text(start + 1, 0, f"{start:.0f} MiB in all", va="center")

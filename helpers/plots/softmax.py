@@ -81,9 +81,9 @@ def running_state(tokens, history, query):
     x = np.column_stack([steps - 0.5, steps - 0.15]).reshape(-1)
     path = np.column_stack([scaled, l]).reshape(-1)
     below.step(np.append(x, len(steps) - 0.5), np.append(path, l[-1]), where="post", color=style.STATE)
-    below.set_ylabel("l")
+    below.set_ylabel("sum ℓ")
     below.set_ylim(0, l.max() * 1.3)
-    below.set_title("The sum so far, l, in units of $e^m$: first × α, then + $e^{s - m}$", loc="left")
+    below.set_title("The sum so far, ℓ, in units of $e^m$: first × α, then + $e^{s - m}$", loc="left")
     below.set_xticks(steps, tokens, rotation=90, size=9)
     below.set_xlabel("key, in order of arrival")
     for j in raised:
@@ -103,44 +103,14 @@ def running_state(tokens, history, query):
     return figure
 
 
-def correction_factor(jumps):
-    """alpha = e^(m_old - m_new) against the jump of m, with the jumps of one row marked.
-
-    jumps: {word whose logit raised m: m_new - m_old}.
-    """
-    figure, axes = style.subplots(width=8, height=3.2)
-    axis = np.linspace(0, 6, 300)
-    axes.plot(axis, np.exp(-axis), color=style.STATE)
-    for word, jump in jumps.items():
-        axes.plot(jump, np.exp(-jump), "o", color=style.OUTPUT, markersize=7, clip_on=False, zorder=3)
-        axes.annotate(
-            f"{word}: × {np.exp(-jump):.2g}",
-            (jump, np.exp(-jump)),
-            (8, 8),
-            textcoords="offset points",
-            color=style.INK,
-            size=9.5,
-        )
-    axes.plot(0, 1, "s", color=style.INK, markersize=6, clip_on=False)
-    axes.annotate(
-        "every other key: × 1", (0, 1), (10, -2), textcoords="offset points", color=style.INK, size=9.5, va="center"
-    )
-    axes.set_xlim(0, 6)
-    axes.set_ylim(0, 1.1)
-    axes.set_xlabel("jump of the largest logit, m_new − m_old")
-    axes.set_ylabel("correction α")
-    axes.set_title("What the old sum is multiplied by", loc="left")
-    return figure
-
-
 def hand_case():
     """The state of the hand case after each of its two tiles."""
     figure, axes = style.subplots(width=9.5, height=3.1)
     style.bare(axes)
     boxes = (
-        (0.0, "state\nbefore", ("m = −∞", "l = 0", "acc = 0"), style.STATE),
-        (3.1, "after\ntile 1", ("m = ln 3", "l = 1/3 + 1 = 4/3", "acc = 1/3·1 + 1·2 = 7/3"), style.STATE),
-        (7.0, "after\ntile 2", ("m = ln 8", "l = 3/8·4/3 + 5/4 = 7/4", "acc = 3/8·7/3 + 19/4 = 45/8"), style.STATE),
+        (0.0, "state\nbefore", ("m = −∞", "ℓ = 0", "acc = 0"), style.STATE),
+        (3.1, "after\ntile 1", ("m = ln 3", "ℓ = 1/3 + 1 = 4/3", "acc = 1/3·1 + 1·2 = 7/3"), style.STATE),
+        (7.0, "after\ntile 2", ("m = ln 8", "ℓ = 3/8·4/3 + 5/4 = 7/4", "acc = 3/8·7/3 + 19/4 = 45/8"), style.STATE),
     )
     widths = (1.55, 2.65, 3.0)
     for (x, name, lines, colour), width in zip(boxes, widths, strict=True):
@@ -159,7 +129,7 @@ def hand_case():
         axes.annotate(
             "", (middle, 1.28), (middle, 0.6), arrowprops={"arrowstyle": "-|>", "color": style.KEY, "lw": 1.8}
         )
-    axes.text(8.5, 0.18, "out = acc / l = 45/14\nlse = m + log l = ln 14", ha="center", va="center", size=10.5)
+    axes.text(8.5, 0.18, "out = acc / ℓ = 45/14\nlse = m + log ℓ = ln 14", ha="center", va="center", size=10.5)
     axes.annotate("", (8.5, 0.44), (8.5, 0.72), arrowprops={"arrowstyle": "-|>", "color": style.OUTPUT, "lw": 1.8})
     axes.set_xlim(-0.1, 10.1)
     axes.set_ylim(-0.25, 2.3)
@@ -205,7 +175,7 @@ def merge_tree(tokens, levels):
             colour = style.OUTPUT if len(level) == 1 else style.STATE
             axes.add_patch(_rounded(x - 0.44, height - 0.29, 0.88, 0.58, colour))
             axes.text(x, height + 0.12, f"m {m:.2f}".replace("-", "−"), ha="center", va="center", size=9)
-            axes.text(x, height - 0.13, f"l {l:.2f}", ha="center", va="center", size=9)
+            axes.text(x, height - 0.13, f"ℓ {l:.2f}", ha="center", va="center", size=9)
     for x, token in zip(centres[0], tokens, strict=True):
         axes.text(x, -0.42, token, ha="center", va="top", size=10, weight="bold")
     axes.set_title("One box is one state; a dashed part is multiplied by the factor on its line", loc="left")
@@ -260,28 +230,6 @@ def _runs(flags):
     """(start, stop, flag) of each run of equal flags."""
     edges = [0, *(np.flatnonzero(np.diff(np.asarray(flags, int))) + 1), len(flags)]
     return [(start, stop, bool(flags[start])) for start, stop in itertools.pairwise(edges)]
-
-
-def lse_weights(parts, query):
-    """How much each of two parts of a row counts in the whole: its weight e^(lse_part - lse).
-
-    parts: {name of the part: (its words, its lse, its weight)}. query: the word whose row this is.
-    """
-    figure, axes = style.subplots(width=8.5, height=2.2)
-    looks = ((style.STATE, "", "left", 0.0), (style.SKIPPED, "//", "right", 1.0))
-    left = 0.0
-    for (name, (part, lse, weight)), (colour, hatch, side, x) in zip(parts.items(), looks, strict=True):
-        axes.barh(0, weight, left=left, color=colour, hatch=hatch, edgecolor=style.PAPER, height=0.7)
-        text = f"{name}: {len(part)} keys, lse {lse:.2f}, weight {weight:.2f}"
-        axes.text(x, 0.45, text, ha=side, va="bottom", size=9.5)
-        left += weight
-    axes.set_yticks([])
-    axes.spines["left"].set_visible(False)
-    axes.set_xlim(0, 1)
-    axes.set_ylim(-0.4, 0.75)
-    axes.set_xlabel("share of the softmax weight")
-    axes.set_title(f"Row of “{query}”: the two parts and their share in the result", loc="left")
-    return figure
 
 
 def _rounded(x, y, width, height, edge):

@@ -167,21 +167,21 @@ def _state(axes, state, largest):
 
 
 READ_COLOURS = {"q": style.QUERY, "k": style.KEY, "v": style.VALUE, "out": style.OUTPUT}
-TABLE_COLOURS = {"s": style.LOGITS, "p": "#8A3A6E"}
 
 
 def traffic_by_array(memories):
     """One bar for each `SlowMemory` in a dict by name: bytes read (plain) and written (hatched), by array."""
-    figure, axes = style.subplots(width=8, height=1.2 + 0.5 * len(memories))
-    labelled = set()
+    figure, axes = style.subplots(width=8.6, height=max(2.5, 1.2 + 0.5 * len(memories)))
+    seen = {}
     widest = max(memory.bytes_moved for memory in memories.values())
     for y, memory in enumerate(memories.values()):
         left = 0
         for name in memory.arrays:
-            for verb, count, hatch in (("read", memory.read[name], None), ("written", memory.written[name], "///")):
+            for count, hatch in ((memory.read[name], None), (memory.written[name], "///")):
                 if not count:
                     continue
-                colour = (READ_COLOURS | TABLE_COLOURS).get(name, style.STATE)
+                colour = READ_COLOURS.get(name, style.STATE)
+                seen[name if name in READ_COLOURS else "m, l, lse"] = colour
                 width = count / KIB
                 axes.barh(y, width, left=left, height=0.62, color=colour, hatch=hatch, edgecolor=style.PAPER)
                 if count > 0.035 * widest:
@@ -196,13 +196,14 @@ def traffic_by_array(memories):
                         bbox={"facecolor": style.PAPER, "edgecolor": "none", "pad": 1, "alpha": 0.85},
                     )
                 left += width
-                labelled.add(verb)
         axes.text(left, y, f" {memory.bytes_moved / KIB:.1f} KiB", va="center")
     axes.set_yticks(range(len(memories)), list(memories))
     axes.invert_yaxis()
     axes.set_xlim(0, 1.16 * widest / KIB)
-    axes.set_xlabel("bytes moved (KiB); plain: read, hatched: written; light blue: m, l, lse")
+    axes.set_xlabel("bytes moved (KiB); plain: read, hatched: written")
     axes.set_title("Traffic, array by array", loc="left")
+    handles = [Rectangle((0, 0), 1, 1, facecolor=colour, label=name) for name, colour in seen.items()]
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1), fontsize=9)
     return figure
 
 
@@ -221,9 +222,11 @@ def tile_map(T, S, block_q, block_k, band=NO_BAND, title=""):
     rows, columns = -(-T // block_q) * block_q, -(-S // block_k) * block_k
     unit = min(0.21, 4.2 / columns)
     figure, axes = style.subplots(width=unit * columns + 2.4, height=unit * rows + 1.1)
+    kinds = set()
     for q_start in range(0, T, block_q):
         for k_start in range(0, S, block_k):
             kind = tile_kind(range(q_start, q_start + block_q), range(k_start, k_start + block_k), band, T, S)
+            kinds.add(kind)
             colour, hatch = KINDS[kind]
             axes.add_patch(
                 Rectangle(
@@ -253,6 +256,7 @@ def tile_map(T, S, block_q, block_k, band=NO_BAND, title=""):
             (0, 0), 1, 1, facecolor=colour, hatch=hatch, alpha=0.55 if hatch else 1, edgecolor=style.PAPER, label=kind
         )
         for kind, (colour, hatch) in KINDS.items()
+        if kind in kinds
     ]
     handles.append(axes.plot([], [], color=style.OUTPUT, label="T and S")[0])
     handles.append(axes.scatter([], [], s=8, color=style.INK, label="visible pair"))
@@ -413,7 +417,7 @@ def break_even(N, itemsize, head_dims=(64, 128), block_k=64):
         axes.axvline(H / 2, color=colour, linestyle=":", linewidth=1.5)
         axes.text(H / 2 * 1.05, 0.062, f"H/2 = {H // 2}", color=colour, size=9)
     axes.axhline(1, color=style.INK, linewidth=1)
-    axes.text(sizes[0], 1.1, "above: tiling moves fewer bytes", size=9)
+    axes.text(sizes[0], 1.1, "above 1: fewer bytes", size=9)
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.set_yticks([0.1, 0.3, 1, 3, 10, 30], ["0.1", "0.3", "1", "3", "10", "30"])
     axes.minorticks_off()

@@ -9,15 +9,15 @@ block_k keys, with everything base 2 (scale_2 = scale log2 e, so that exp2 does 
     p      = 2^(s - m')
     l      = alpha l + rowsum p
     acc    = alpha acc + p v_j
-    out    = acc / l                  once, after the last tile
+    out    = acc / l                  once, after the last tile, so S max|v| must fit float32
     lse    = ln 2 (m + log2 l)
 
-Refs, as one program sees them (H' is head_dim rounded up to a power of two):
+Refs, as one program sees them (H' is head_padded: head_dim rounded up to a power of two):
 
     q_ref    (block_q, H')  this tile of queries
     k_ref    (S, H')        all keys of the head that serves this query head
     v_ref    (S, H')        its values
-    lengths  ()             how many queries and keys of this batch entry are real, or None
+    query_length_ref, key_length_ref  ()  how many of this batch entry are real, or None
     out_ref  (block_q, H')
     lse_ref  (block_q,)     float32
 """

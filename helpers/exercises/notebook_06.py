@@ -1,0 +1,692 @@
+"""The exercises of notebook 06."""
+
+import math
+
+import numpy as np
+
+from helpers.attention.reference import oracle, oracle_gradients
+from helpers.exercises.checking import Case, Exercise, Mistake
+
+LOOK_AT_DS = "dv is right and dq and dk are wrong, so look at ds: "
+
+
+def _normal(random, *shape):
+    """Normal numbers that float32 holds exactly, as float64."""
+    return random.standard_normal(shape, np.float32).astype(np.float64)
+
+
+def _softmax(s):
+    p = np.exp(s - s.max(axis=-1, keepdims=True))
+    return p / p.sum(axis=-1, keepdims=True)
+
+
+def _oracle_of_heads(q, k, v, scale):
+    """(out, lse) of heads (N, T, H) and (K, S, H), float64."""
+    out, lse = oracle(*(array.swapaxes(0, 1).astype(np.float32) for array in (q, k, v)), scale=scale)
+    return out.swapaxes(0, 1), lse.T
+
+
+def _gradients_of_heads(q, k, v, dout, scale):
+    inputs = (array.swapaxes(0, 1).astype(np.float32) for array in (q, k, v))
+    gradients = oracle_gradients(*inputs, dout.swapaxes(0, 1), scale=scale)
+    return tuple(gradient.swapaxes(0, 1) for gradient in gradients)
+
+
+# 6.1 From dP to dS
+
+
+def _ds_cases():
+    random = np.random.default_rng(61)
+
+    def case(label, T, S, spread, shift=0.0):
+        p = _softmax(spread * random.standard_normal((T, S)))
+        return Case(f"{label}T={T}, S={S}", (p, random.standard_normal((T, S)) + shift))
+
+    return [
+        Case("the case worked by hand", (np.array([[0.25, 0.75]]), np.array([[2.0, 6.0]]))),
+        case("", 2, 3, 1),
+        case("", 5, 4, 1),
+        case("", 4, 7, 3),
+        case("nearly all weight on one key, ", 6, 9, 30),
+        case("a large constant in dP, ", 3, 5, 1, shift=50.0),
+        case("one key, ", 3, 1, 1),
+    ]
+
+
+def _expected_ds(p, dp):
+    return np.stack([(np.diag(row) - np.outer(row, row)) @ drow for row, drow in zip(p, dp, strict=True)])
+
+
+def _row_mean(array):
+    return array.sum(axis=1, keepdims=True)
+
+
+_DS = Exercise(
+    number="6.1",
+    title="From dP to dS",
+    outputs=("ds",),
+    cases=_ds_cases,
+    expected=_expected_ds,
+    tried="1 to 9 keys, even and peaked weights, a large constant in dP",
+    mistakes=(
+        Mistake(
+            "delta is missing: p * dp alone",
+            lambda p, dp: p * dp,
+            "Raising one logit lowers all other weights of the row; delta is that part: see section 2.",
+        ),
+        Mistake(
+            "only the diagonal of the Jacobian is used, p (1 - p)",
+            lambda p, dp: p * (1 - p) * dp,
+            "A softmax has a whole matrix of derivatives, a sigmoid has only a diagonal: see the slip in section 2.",
+        ),
+        Mistake(
+            "delta is added instead of subtracted",
+            lambda p, dp: p * (dp + _row_mean(p * dp)),
+            "The off-diagonal entries of the Jacobian are negative: see section 2.",
+        ),
+        Mistake(
+            "delta is the sum of dp, without the weights p",
+            lambda p, dp: p * (dp - _row_mean(dp)),
+            "delta is a mean weighted by p, the row sum of p * dp: see section 2.",
+        ),
+        Mistake(
+            "delta is the plain mean of dp, without the weights p",
+            lambda p, dp: p * (dp - dp.mean(axis=1, keepdims=True)),
+            "delta is a mean weighted by p, the row sum of p * dp: see section 2.",
+        ),
+        Mistake(
+            "delta is the mean of p * dp instead of its sum",
+            lambda p, dp: p * (dp - (p * dp).mean(axis=1, keepdims=True)),
+            "The weights already add up to one, so the sum of p * dp is the mean: see section 2.",
+        ),
+        Mistake(
+            "delta sums over the queries instead of the keys",
+            lambda p, dp: p * (dp - (p * dp).sum(axis=0, keepdims=True)),
+            "A softmax is a matter of one row, so its sums run along axis 1: see section 2.",
+        ),
+        Mistake(
+            "delta sums over the whole table instead of each row",
+            lambda p, dp: p * (dp - (p * dp).sum()),
+            "Each row has a delta of its own; keep the axis with keepdims=True: see section 2.",
+        ),
+        Mistake(
+            "delta is subtracted after the multiplication by p",
+            lambda p, dp: p * dp - _row_mean(p * dp),
+            "Both terms of J dp have the factor p, so p multiplies the bracket dp - delta: see section 2.",
+        ),
+        Mistake(
+            "dp - delta is not multiplied by p",
+            lambda p, dp: dp - _row_mean(p * dp),
+            "A key without weight passes no gradient: see the last line of the equation in section 2.",
+        ),
+    ),
+)
+
+
+# 6.2 delta without a table
+
+
+def _delta_cases():
+    random = np.random.default_rng(62)
+
+    def case(label, T, S, H, spread=1.0, dlse=True):
+        q, k, v, dout = spread * _normal(random, T, H), *(_normal(random, n, H) for n in (S, S, T))
+        return Case(f"{label}T={T}, S={S}, H={H}", (q, k, v, dout, _normal(random, T) if dlse else np.zeros(T)))
+
+    by_hand = np.ones((1, 1)), np.log([[1.0], [3.0]]), np.array([[2.0], [6.0]]), np.ones((1, 1)), np.array([2.0])
+    return [
+        Case("the case worked by hand", by_hand),
+        case("no gradient into lse, ", 3, 5, 2, dlse=False),
+        case("", 3, 5, 2),
+        case("", 6, 4, 8),
+        case("", 4, 4, 4),
+        case("peaked weights, ", 5, 9, 3, spread=20.0),
+        case("head_dim 1, ", 7, 2, 1),
+    ]
+
+
+def _run_delta(answer, q, k, v, dout, dlse):
+    return answer(_softmax(q @ k.T / math.sqrt(q.shape[1])) @ v, dout, dlse)
+
+
+def _expected_delta(q, k, v, dout, dlse):
+    """From the table: the row sums of P * dP, and then minus dlse."""
+    p = _softmax(q @ k.T / math.sqrt(q.shape[1]))
+    return (p * (dout @ v.T)).sum(axis=1) - dlse
+
+
+_DELTA = Exercise(
+    number="6.2",
+    title="delta without a table",
+    outputs=("delta",),
+    cases=_delta_cases,
+    run=_run_delta,
+    expected=_expected_delta,
+    tried="1 to 9 keys, head_dim 1 to 8, with and without a gradient into lse",
+    mistakes=(
+        Mistake(
+            "the gradient into lse is left out",
+            lambda out, dout, dlse: (out * dout).sum(axis=1),
+            "dS = P * (dP - delta) must also contain P * dlse: see section 5.",
+        ),
+        Mistake(
+            "dlse is added instead of subtracted",
+            lambda out, dout, dlse: (out * dout).sum(axis=1) + dlse,
+            "dS gains + P * dlse, and delta enters with a minus: see section 5.",
+        ),
+        Mistake(
+            "the signs are reversed",
+            lambda out, dout, dlse: dlse - (out * dout).sum(axis=1),
+            "delta is what is subtracted from dP: see section 5.",
+        ),
+        Mistake(
+            "delta is the row sum of dout, without out",
+            lambda out, dout, dlse: dout.sum(axis=1) - dlse,
+            "Multiply by out, entry by entry, before you sum: see section 4.",
+        ),
+        Mistake(
+            "delta is the row sum of out * out",
+            lambda out, dout, dlse: (out * out).sum(axis=1) - dlse,
+            "One factor is the output and the other its gradient: see section 4.",
+        ),
+        Mistake(
+            "the sum runs over the queries instead of the components",
+            lambda out, dout, dlse: np.resize((out * dout).sum(axis=0), len(out)) - dlse,
+            "There is one delta for each query, so sum along axis 1: see section 4.",
+        ),
+        Mistake(
+            "delta is the mean over the components instead of the sum",
+            lambda out, dout, dlse: (out * dout).mean(axis=1) - dlse,
+            "A dot product is a sum, without division by H: see section 4.",
+        ),
+        Mistake(
+            "delta keeps an axis of length one",
+            lambda out, dout, dlse: (out * dout).sum(axis=1, keepdims=True) - dlse[:, None],
+            "Return shape (T,): leave keepdims out.",
+        ),
+        Mistake(
+            "a (T, 1) and a (T,) array meet and make a (T, T) table",
+            lambda out, dout, dlse: (out * dout).sum(axis=1, keepdims=True) - dlse,
+            "dlse has shape (T,), so the row sum must have it as well: leave keepdims out.",
+        ),
+    ),
+)
+
+
+# 6.3 dQ, dK and dV
+
+
+def _product_cases():
+    random = np.random.default_rng(63)
+
+    def case(T, S, H, N=1, K=1, scale=None):
+        arrays = (_normal(random, *shape) for shape in ((N, T, H), (K, S, H), (K, S, H), (N, T, H)))
+        label = f"T={T}, S={S}, H={H}, N={N}, K={K}"
+        return Case(label, (*arrays, 1 / math.sqrt(H) if scale is None else scale))
+
+    return [case(3, 3, 2), case(3, 3, 2, 4, 2), case(2, 5, 3), case(4, 7, 4, 6, 2), case(5, 2, 8, 3, 1, scale=0.7)]
+
+
+def _run_products(answer, q, k, v, dout, scale):
+    T, S = q.shape[1], k.shape[1]
+    kv = np.arange(len(q)) * len(k) // len(q)
+    p = _softmax(scale * q @ k[kv].swapaxes(1, 2))
+    dp = dout @ v[kv].swapaxes(1, 2)
+    ds = p * (dp - (p * dp).sum(axis=2, keepdims=True))
+    try:
+        return answer(p, ds, q, k, dout, scale)
+    except ValueError:
+        # A missing transpose shows its numbers where T = S and only an error elsewhere. One text
+        # for that error, so that the mistake is recognised by what it gave where T = S.
+        if T == S:
+            raise
+        return "ValueError: the shapes do not fit where T and S differ"
+
+
+def _products(
+    dk_from=lambda ds, q: ds.swapaxes(1, 2) @ q,
+    dv_from=lambda p, ds, dout: p.swapaxes(1, 2) @ dout,
+    dq_operand=lambda k, q: k,
+    scale_q=1,
+    scale_k=1,
+    scale_v=0,
+    collect=lambda grouped: grouped.sum(axis=1),
+    interleaved=False,
+):
+    """The three products with the mistakes that people make; scale_* are powers of the scale."""
+
+    def answer(p, ds, q, k, dout, scale):
+        N, K = len(q), len(k)
+        group = N // K
+        heads = np.arange(N) % K if interleaved else np.arange(N) // group
+        order = np.argsort(heads, kind="stable")
+        dq = scale**scale_q * ds @ dq_operand(k[heads], q)
+        dk = scale**scale_k * dk_from(ds, q)
+        dv = scale**scale_v * dv_from(p, ds, dout)
+        dk, dv = (collect(array[order].reshape(K, group, *array.shape[1:])) for array in (dk, dv))
+        return dq, dk, dv
+
+    return answer
+
+
+_PRODUCTS = Exercise(
+    number="6.3",
+    title="dQ, dK and dV",
+    outputs=("dq", "dk", "dv"),
+    cases=_product_cases,
+    run=_run_products,
+    expected=_gradients_of_heads,
+    tried="T equal to S and not, 1 to 6 query heads on 1 or 2 key/value heads, two scales",
+    mistakes=(
+        Mistake(
+            "p is not transposed in dv, and only dv is wrong",
+            _products(dv_from=lambda p, ds, dout: p @ dout),
+            "A value collects from all queries that looked at it, a column of P: see section 3.",
+        ),
+        Mistake(
+            "ds is not transposed in dk, and only dk is wrong",
+            _products(dk_from=lambda ds, q: ds @ q),
+            "A key collects from all queries, a column of dS: see section 3.",
+        ),
+        Mistake(
+            "neither p nor ds is transposed, and only dq is right",
+            _products(dv_from=lambda p, ds, dout: p @ dout, dk_from=lambda ds, q: ds @ q),
+            "Keys and values collect from columns of the tables: see section 3.",
+        ),
+        Mistake(
+            "dq multiplies ds by the queries instead of the keys",
+            _products(dq_operand=lambda k, q: q),
+            "In a product Q Kᵀ the gradient of one factor holds the other factor: see section 3.",
+        ),
+        Mistake(
+            "dv is made from ds instead of p",
+            _products(dv_from=lambda p, ds, dout: ds.swapaxes(1, 2) @ dout),
+            "V meets P in the forward pass, and never meets the logits: see section 3.",
+        ),
+        Mistake(
+            "the scale is missing in dq and dk: dv is right, dq and dk are too long",
+            _products(scale_q=0, scale_k=0),
+            "S = scale Q Kᵀ, and the factor stays when you differentiate: see section 3.",
+        ),
+        Mistake(
+            "the scale is missing in dk",
+            _products(scale_k=0),
+            "The scale belongs to both factors of S = scale Q Kᵀ: see section 3.",
+        ),
+        Mistake(
+            "the scale is missing in dq",
+            _products(scale_q=0),
+            "The scale belongs to both factors of S = scale Q Kᵀ: see section 3.",
+        ),
+        Mistake(
+            "the scale is applied twice in dq and dk: dv is right, dq and dk are too short",
+            _products(scale_q=2, scale_k=2),
+            "ds is the gradient of the logits after the scale, so multiply once: see section 3.",
+        ),
+        Mistake(
+            "dv is multiplied by the scale as well",
+            _products(scale_v=1),
+            "The scale stands between Q and K; V never meets it: see section 3.",
+        ),
+        Mistake(
+            "the query heads of a group are averaged instead of summed",
+            _products(collect=lambda grouped: grouped.mean(axis=1)),
+            "The loss changes through each of the heads that read the key, and changes add up: see section 6.",
+        ),
+        Mistake(
+            "only the last query head of each group counts",
+            _products(collect=lambda grouped: grouped[:, -1]),
+            "Add instead of assigning; dk[kv] += … adds only once where an index repeats: see section 6.",
+        ),
+        Mistake(
+            "only the first query head of each group counts",
+            _products(collect=lambda grouped: grouped[:, 0]),
+            "Every query head that reads a key/value head adds to its gradient: see section 6.",
+        ),
+        Mistake(
+            "query head n reads key/value head n % K instead of n // group",
+            _products(interleaved=True),
+            "Query heads of one group stand next to each other: see section 6.",
+        ),
+        Mistake(
+            "dk and dv keep one slice for each query head",
+            _products(collect=lambda grouped: grouped.reshape(-1, *grouped.shape[2:])),
+            "A gradient has the shape of its array, here (K, S, H): see section 6.",
+        ),
+    ),
+)
+
+
+# 6.4 What to save
+
+
+def _save_cases():
+    sizes = [(2, 3, 1, 1, 4, 2), (5, 7, 4, 2, 8, 4), (4096, 4096, 1, 1, 128, 2), (1000, 3000, 8, 2, 64, 2)]
+    labels = [f"T={T}, S={S}, N={N}, K={K}, H={H}, {itemsize} bytes" for T, S, N, K, H, itemsize in sizes]
+    return [Case(label, size) for label, size in zip(labels, sizes, strict=True)]
+
+
+def _expected_saved(T, S, N, K, H, itemsize):
+    """Counted on arrays that take no room: one element, broadcast."""
+    element = np.dtype({2: np.float16, 4: np.float32}[itemsize])
+
+    def count(*shapes, dtype=element):
+        return sum(np.broadcast_to(np.zeros((), dtype), shape).nbytes for shape in shapes)
+
+    q, k, v, out, p = (N, T, H), (K, S, H), (K, S, H), (N, T, H), (N, T, S)
+    return count(q, k, v, p), count(q, k, v, out) + count((N, T), dtype=np.dtype(np.float32))
+
+
+def _saved(
+    table_out=0,
+    table_lse=0,
+    table_copies=1,
+    flash_out=1,
+    lse_bytes=4,
+    statistics=1,
+    dout=0,
+    kv_heads="K",
+    table_heads="N",
+    inputs=1,
+):
+    def answer(T, S, N, K, H, itemsize):
+        keys = {"K": K, "N": N, "none": 0}[kv_heads]
+        shared = inputs * itemsize * ((1 + dout) * N * T * H + 2 * keys * S * H)
+        row = statistics * N * T * (itemsize if lse_bytes is None else lse_bytes)
+        table = table_copies * itemsize * {"N": N, "1": 1}[table_heads] * T * S
+        with_table = shared + table + table_out * itemsize * N * T * H + table_lse * row
+        return with_table, shared + flash_out * itemsize * N * T * H + row
+
+    return answer
+
+
+_SAVE = Exercise(
+    number="6.4",
+    title="What to save",
+    outputs=("with the table", "without the table"),
+    cases=_save_cases,
+    expected=_expected_saved,
+    tried="2 to 4096 queries, grouped heads, 2 and 4 bytes for an element",
+    mistakes=(
+        Mistake(
+            "out is not saved in the plan without the table",
+            _saved(flash_out=0),
+            "Without P, delta has to come from out and dout: see section 4.",
+        ),
+        Mistake(
+            "lse is not saved in the plan without the table",
+            _saved(statistics=0),
+            "Without lse the weights cannot be divided by their sum: see section 7.",
+        ),
+        Mistake(
+            "lse is stored in the dtype of q",
+            _saved(lse_bytes=None),
+            "In 16 bits lse ruins the gradients, so it takes 4 bytes: see section 10.",
+        ),
+        Mistake(
+            "two numbers are saved for each row, m and l or lse and delta",
+            _saved(statistics=2),
+            "lse = m + log l does for m and l, and delta is made in the backward pass: see sections 4 and 7.",
+        ),
+        Mistake(
+            "out is saved in the plan with the table as well",
+            _saved(table_out=1),
+            "With P at hand, delta is the row sum of P * dP, and out is not needed: see section 4.",
+        ),
+        Mistake(
+            "out and lse are saved in the plan with the table as well",
+            _saved(table_out=1, table_lse=1),
+            "With P at hand, neither is needed: see the equations of section 3.",
+        ),
+        Mistake(
+            "lse is saved in the plan with the table as well",
+            _saved(table_lse=1),
+            "lse serves to make P again, and this plan has P: see section 7.",
+        ),
+        Mistake(
+            "lse has a number for each component of each query",
+            lambda T, S, N, K, H, itemsize: _saved(statistics=H)(T, S, N, K, H, itemsize),
+            "lse is one number for each row of logits, of shape (N, T): see section 7.",
+        ),
+        Mistake(
+            "S is saved beside P",
+            _saved(table_copies=2),
+            "No equation of section 3 contains the logits once P is known.",
+        ),
+        Mistake(
+            "dout is counted among what the forward pass saves",
+            _saved(dout=1),
+            "dout arrives in the backward pass; nobody has to keep it: see section 1.",
+        ),
+        Mistake(
+            "k and v are counted once for each query head",
+            _saved(kv_heads="N"),
+            "There are K key/value heads, and nothing is copied for the group: see section 6.",
+        ),
+        Mistake(
+            "the heads share one table of weights",
+            _saved(table_heads="1"),
+            "Every query head has weights of its own, N tables in all: see section 7.",
+        ),
+        Mistake(
+            "q, k and v are left out",
+            _saved(inputs=0, flash_out=1),
+            "dQ, dK and the recomputed P need them: see the equations of section 3.",
+        ),
+    ),
+)
+
+
+# 6.5 The whole backward pass, tile by tile
+
+
+def _tiled_cases():
+    random = np.random.default_rng(65)
+
+    def case(label, T, S, H, block_q, block_k, spread=1.0, shift=0.0):
+        q, k, v, dout = (_normal(random, n, H) for n in (T, S, S, T))
+        q *= spread
+        if shift:  # the first component moves every logit of a row
+            q[:, 0], k[:, 0] = 1, k[:, 0] + shift
+        q, k = (array.astype(np.float32).astype(np.float64) for array in (q, k))  # what the oracle will read
+        return Case(
+            f"{label}T={T}, S={S}, H={H}, block_q={block_q}, block_k={block_k}",
+            (q, k, v, dout, 1 / math.sqrt(H), block_q, block_k),
+        )
+
+    by_hand = np.ones((1, 1)), np.log([[1.0], [3.0]]).astype(np.float32).astype(np.float64)
+    by_hand += np.array([[2.0], [6.0]]), np.ones((1, 1))
+    return [
+        Case("the case worked by hand", (*by_hand, 1.0, 1, 1)),
+        case("", 4, 6, 3, 2, 3),
+        case("ragged tiles, ", 5, 8, 3, 2, 3),
+        case("more queries than keys, ", 10, 4, 2, 4, 3),
+        case("a single tile, ", 3, 5, 2, 8, 8),
+        case("peaked weights, ", 7, 9, 4, 3, 2, spread=20.0),
+        case("logits near 1000, ", 6, 7, 4, 4, 2, shift=2000.0),
+        case("logits near -1000, ", 6, 7, 4, 4, 2, shift=-2000.0),
+    ]
+
+
+class _Watched(np.ndarray):
+    """An array that notes the shape of every array made from it."""
+
+    shapes = None
+
+    def __array_finalize__(self, source):
+        self.shapes = getattr(source, "shapes", None)
+        if self.shapes is not None:
+            self.shapes.add(self.shape)
+
+
+def _run_tiled(answer, q, k, v, dout, scale, block_q, block_k):
+    (T, H), S = q.shape, len(k)
+    out, lse = (array[0] for array in _oracle_of_heads(q[None], k[None], v[None], scale))
+    shapes = set()
+    watched = []
+    for array in (q, k, v, out, lse, dout):
+        view = array.view(_Watched)
+        view.shapes = shapes
+        watched.append(view)
+    result = answer(*watched, scale, block_q, block_k)
+    if not isinstance(result, tuple | list) or len(result) != 3:
+        got = f"{len(result)} values" if isinstance(result, tuple | list) else type(result).__name__
+        raise TypeError(f"return (dq, dk, dv), got {got}")
+    # Where a length equals H or a tile covers all, a table cannot be told from an innocent array.
+    telling = H not in (T, S) and block_q < T and block_k < S
+    whole = telling and bool({(T, S), (S, T)} & shapes)
+    # A wrong gradient is the more urgent news.
+    right = _gradients_of_heads(q[None], k[None], v[None], dout[None], scale)
+    agree = all(np.shape(mine) == r[0].shape and np.allclose(mine, r[0]) for mine, r in zip(result, right, strict=True))
+    return *result, "the whole (T, S) table" if whole and agree else "tiles"
+
+
+def _expected_tiled(q, k, v, dout, scale, block_q, block_k):
+    gradients = _gradients_of_heads(q[None], k[None], v[None], dout[None], scale)
+    return *(gradient[0] for gradient in gradients), "tiles"
+
+
+def _tiled(
+    delta_of=lambda out, do, v: (out * do).sum(axis=1),
+    tile_delta=None,
+    p_of=lambda s, lse: np.exp(s - lse[:, None]),
+    scale_s=1,
+    scale_q=1,
+    scale_k=1,
+    keep="all",
+    whole_tiles_only=False,
+    dv_from_ds=False,
+    whole=False,
+):
+    """The tiled backward pass with the mistakes that people make in it."""
+
+    def answer(q, k, v, out, lse, dout, scale, block_q, block_k):
+        if whole:
+            block_q, block_k = len(q), len(k)
+        delta = delta_of(out, dout, v)
+        dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+        stop_q = len(q) // block_q * block_q if whole_tiles_only else len(q)
+        stop_k = len(k) // block_k * block_k if whole_tiles_only else len(k)
+        for j in range(0, stop_k, block_k):
+            cols = slice(j, j + block_k)
+            for i in range(0, stop_q, block_q):
+                rows = slice(i, i + block_q)
+                p = p_of(scale**scale_s * q[rows] @ k[cols].T, lse[rows])
+                dp = dout[rows] @ v[cols].T
+                ds = p * (dp - (delta[rows, None] if tile_delta is None else tile_delta(p, dp)))
+                if keep == "last query tile":
+                    dk[cols] = dv[cols] = 0
+                if keep == "last key tile":
+                    dq[rows] = 0
+                dv[cols] += (ds if dv_from_ds else p).T @ dout[rows]
+                dk[cols] += scale**scale_k * ds.T @ q[rows]
+                dq[rows] += scale**scale_q * ds @ k[cols]
+        return dq, dk, dv
+
+    return answer
+
+
+def _tile_softmax(s, lse):
+    p = np.exp(s - s.max(axis=1, keepdims=True))
+    return p / p.sum(axis=1, keepdims=True)
+
+
+_TILED = Exercise(
+    number="6.5",
+    title="The whole backward pass, tile by tile",
+    outputs=("dq", "dk", "dv", "what was built"),
+    cases=_tiled_cases,
+    run=_run_tiled,
+    expected=_expected_tiled,
+    tried="ragged tiles, uneven block sizes, T above and below S, peaked weights, logits near 1000 and -1000",
+    mistakes=(
+        Mistake(
+            "delta is missing",
+            _tiled(delta_of=lambda out, do, v: np.zeros(len(out))),
+            LOOK_AT_DS + "it is p * (dp - delta), see section 2.",
+        ),
+        Mistake(
+            "delta is added instead of subtracted",
+            _tiled(delta_of=lambda out, do, v: -(out * do).sum(axis=1)),
+            LOOK_AT_DS + "delta enters with a minus, see section 2.",
+        ),
+        Mistake(
+            "delta is the row sum of dout, without out",
+            _tiled(delta_of=lambda out, do, v: do.sum(axis=1)),
+            LOOK_AT_DS + "delta is the row sum of out * dout, see section 4.",
+        ),
+        Mistake(
+            "delta is the row sum of dp, without the weights p",
+            _tiled(delta_of=lambda out, do, v: do @ v.T.sum(axis=1)),
+            LOOK_AT_DS + "delta is the row sum of out * dout, see section 4.",
+        ),
+        Mistake(
+            "delta is the sum of p * dp over one tile only",
+            _tiled(tile_delta=lambda p, dp: (p * dp).sum(axis=1, keepdims=True)),
+            LOOK_AT_DS + "delta is a sum over all keys, and out and dout have it ready, see section 4.",
+        ),
+        Mistake(
+            "only the diagonal of the Jacobian is used, p (1 - p)",
+            _tiled(tile_delta=lambda p, dp: p * dp),
+            LOOK_AT_DS + "a softmax has a whole matrix of derivatives, see the slip in section 2.",
+        ),
+        Mistake(
+            "the scale is missing in dq and dk",
+            _tiled(scale_q=0, scale_k=0),
+            "dv is right, and dq and dk are wrong by one constant factor: S = scale Q Kᵀ, see section 3.",
+        ),
+        Mistake(
+            "the scale is applied twice in dq and dk",
+            _tiled(scale_q=2, scale_k=2),
+            "dv is right, and dq and dk are wrong by one constant factor: multiply once, see section 3.",
+        ),
+        Mistake(
+            "the scale is missing in the recomputed logits",
+            _tiled(scale_s=0),
+            "All three are wrong, so look at p: its logits must be those of the forward pass, see section 7.",
+        ),
+        Mistake(
+            "lse is forgotten in p, which is then exp(s)",
+            _tiled(p_of=lambda s, lse: np.exp(s)),
+            "All three are wrong, so look at p: it is exp(s - lse), see section 7.",
+        ),
+        Mistake(
+            "p is measured from the maximum of the tile and not divided by its sum",
+            _tiled(p_of=lambda s, lse: np.exp(s - s.max(axis=1, keepdims=True))),
+            "All three are wrong, so look at p: lse holds maximum and sum of the whole row, see section 7.",
+        ),
+        Mistake(
+            "p is the softmax of one tile",
+            _tiled(p_of=_tile_softmax),
+            "All three are wrong, so look at p: a tile does not know the sum of its row, but lse does, see section 7.",
+        ),
+        Mistake(
+            "dv is made from ds instead of p",
+            _tiled(dv_from_ds=True),
+            "Only dv is wrong: V meets P in the forward pass, see section 3.",
+        ),
+        Mistake(
+            "dq is overwritten by each tile of keys instead of added to",
+            _tiled(keep="last key tile"),
+            "Only dq is wrong: it is a sum over all keys, so add to it, see section 8.",
+        ),
+        Mistake(
+            "dk and dv are overwritten by each tile of queries instead of added to",
+            _tiled(keep="last query tile"),
+            "Only dq is right: dk and dv are sums over all queries, so add to them, see section 8.",
+        ),
+        Mistake(
+            "the ragged last tiles are left out",
+            _tiled(whole_tiles_only=True),
+            "The lengths need not be multiples of the tiles; a slice past the end is simply shorter: see section 8.",
+        ),
+        Mistake(
+            "the whole (T, S) table is built at once, and the block sizes are not used",
+            _tiled(whole=True),
+            "The numbers are right and the memory is that of notebook 01: loop over tiles, see section 8.",
+        ),
+    ),
+)
+
+
+EXERCISES = (_DS, _DELTA, _PRODUCTS, _SAVE, _TILED)

@@ -1,0 +1,986 @@
+"""The exercises of notebook 07.
+
+Kernels are interpreted here on every device: the small cases need tiles that a GPU rejects, and a
+verdict must not depend on the hardware.
+"""
+
+import functools
+import math
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from helpers.attention.masking import Band, visible
+from helpers.attention.reference import oracle, oracle_gradients
+from helpers.exercises.checking import Case, Exercise, Mistake
+from helpers.measure.traffic import replay
+
+LOG2_E = math.log2(math.e)
+
+
+def _float32(array):
+    return np.asarray(array, np.float32)
+
+
+def _forward_oracle(q, k, v, scale):
+    """(out, lse) of one head."""
+    out, lse = oracle(*(array[:, None] for array in (q, k, v)), scale=scale)
+    return out[:, 0], lse[:, 0]
+
+
+def _gradient_oracle(q, k, v, do, scale):
+    """(dq, dk, dv) of one head."""
+    return tuple(g[:, 0] for g in oracle_gradients(*(array[:, None] for array in (q, k, v, do)), scale=scale))
+
+
+def _like(values, names, templates):
+    """The values as float32, or an error that says which of them is missing or has a wrong shape."""
+    if not isinstance(values, tuple | list):
+        values = (values,)
+    if len(values) != len(names):
+        raise TypeError(f"return ({', '.join(names)}), got {len(values)} values")
+    for name, value, template in zip(names, values, templates, strict=True):
+        if not hasattr(value, "shape") or value.shape != template.shape:
+            raise ValueError(f"{name} must have shape {template.shape}, got {getattr(value, 'shape', 'no array')}")
+    return tuple(value.astype(jnp.float32) for value in values)
+
+
+def _launch(kernel, grid, in_specs, out_specs, shapes, arguments):
+    call = pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
+        interpret=True,
+    )
+    # Replayed, because interpret mode compiles each new kernel anew, which takes too long for many mistakes.
+    with jax.default_matmul_precision("highest"):
+        return replay(call, *arguments)[1]
+
+
+def _single_program(kernel, shapes, arguments):
+    with jax.default_matmul_precision("highest"):
+        return tuple(
+            pl.pallas_call(
+                kernel, out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes], interpret=True
+            )(*arguments)
+        )
+
+
+# 7.1 and 7.2 The bodies for a pair of tiles
+
+
+def _body_cases(seed):
+    by_hand = ([[1.0]], np.log([[1.0], [3.0]]), [[2.0], [6.0]], [[2.0]])
+    cases = [Case("the case worked by hand, a key in each tile", (*map(_float32, by_hand), 1.0, 1, 1))]
+    random = np.random.default_rng(seed)
+    for T, S, H, block_q, block_k, scale, size, push in [
+        (8, 12, 3, 4, 4, 1 / math.sqrt(3), 1, 0),
+        (15, 10, 4, 5, 5, 0.5, 3, 24),
+        (9, 6, 2, 3, 3, 1.5, 2, -24),
+        (12, 10, 3, 4, 5, 1 / math.sqrt(3), 2, 0),  # not square: must come last, see _or_nan
+    ]:
+        q, k, v, do = (random.standard_normal((length, H)) for length in (T, S, S, T))
+        q, do = size * q, do + 0.5
+        # The first component of q is constant, so that of k moves all logits, the first keys most.
+        q[:, 0] = 1
+        k[:, 0] += push * np.linspace(1, 0.8, S)
+        about = {0: "logits around 0", 24: "all logits far above 0", -24: "all logits far below 0"}[push]
+        label = f"T={T}, S={S}, H={H}, block_q={block_q}, block_k={block_k}, {about}"
+        cases.append(Case(label, (*map(_float32, (q, k, v, do)), scale, block_q, block_k)))
+    return cases
+
+
+def _residuals(q, k, v, do, scale):
+    out, lse = _forward_oracle(q, k, v, scale)
+    return _float32(lse), _float32((out * do).sum(axis=1))
+
+
+def _or_nan(answer, run, works_on_square_tiles, shapes, block_q, block_k):
+    """run(), or NaN where the shapes do not fit.
+
+    With square tiles a missing transpose fits and is recognised by what it computes. It should
+    not be lost because the last case, whose tiles are not square, raises. An answer that is
+    right on square tiles raises what it raises.
+    """
+    try:
+        return run()
+    except (TypeError, ValueError):
+        if block_q == block_k or works_on_square_tiles(answer):
+            raise
+        return tuple(np.full(shape, np.nan) for shape in shapes)
+
+
+def _square_pair():
+    random = np.random.default_rng(0)
+    q, k, v, do = (_float32(random.standard_normal((4, 3))) for _ in range(4))
+    return (q, k, v, do, *_residuals(q, k, v, do, 0.5), 0.5), _gradient_oracle(q, k, v, do, 0.5)
+
+
+def _close(mine, right):
+    return np.shape(mine) == right.shape and np.allclose(mine, right, atol=1e-4)
+
+
+def _dkv_works_on_square_tiles(answer):
+    arguments, (_, dk, dv) = _square_pair()
+    zeros = jnp.zeros((4, 3), jnp.float32)
+    mine = answer(*map(jnp.asarray, arguments[:-1]), arguments[-1], zeros, zeros)
+    return _close(mine[0], dk) and _close(mine[1], dv)
+
+
+def _dq_works_on_square_tiles(answer):
+    arguments, (dq, _, _) = _square_pair()
+    return _close(answer(*map(jnp.asarray, arguments[:-1]), arguments[-1], jnp.zeros((4, 3), jnp.float32)), dq)
+
+
+def _run_dkv(answer, q, k, v, do, scale, block_q, block_k):
+    (T, H), S = q.shape, len(k)
+    lse, delta = _residuals(q, k, v, do, scale)
+
+    def kernel(q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, dk_ref, dv_ref):
+        def one_query_tile(i, gradients):
+            tile = pl.ds(i * block_q, block_q)
+            queries = q_ref[tile, :], k_ref[...], v_ref[...], do_ref[tile, :], lse_ref[tile], delta_ref[tile]
+            return _like(answer(*queries, scale, *gradients), ("dk", "dv"), gradients)
+
+        zeros = jnp.zeros((block_k, H), jnp.float32)
+        dk_ref[...], dv_ref[...] = lax.fori_loop(0, T // block_q, one_query_tile, (zeros, zeros))
+
+    queries, rows = pl.BlockSpec((T, H), lambda j: (0, 0)), pl.BlockSpec((T,), lambda j: (0,))
+    key_tile = pl.BlockSpec((block_k, H), lambda j: (j, 0))
+    in_specs = [queries, key_tile, key_tile, queries, rows, rows]
+    arguments = (q, k, v, do, lse, delta)
+    run = lambda: _launch(kernel, (S // block_k,), in_specs, [key_tile] * 2, [(S, H)] * 2, arguments)
+    return _or_nan(answer, run, _dkv_works_on_square_tiles, [(S, H)] * 2, block_q, block_k)
+
+
+def _run_dq(answer, q, k, v, do, scale, block_q, block_k):
+    (T, H), S = q.shape, len(k)
+    lse, delta = _residuals(q, k, v, do, scale)
+
+    def kernel(q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, dq_ref):
+        def one_key_tile(j, dq):
+            tile = pl.ds(j * block_k, block_k)
+            pair = q_ref[...], k_ref[tile, :], v_ref[tile, :], do_ref[...], lse_ref[...], delta_ref[...]
+            return _like(answer(*pair, scale, dq), ("dq",), (dq,))[0]
+
+        dq_ref[...] = lax.fori_loop(0, S // block_k, one_key_tile, jnp.zeros((block_q, H), jnp.float32))
+
+    keys = pl.BlockSpec((S, H), lambda i: (0, 0))
+    query_tile, row_tile = pl.BlockSpec((block_q, H), lambda i: (i, 0)), pl.BlockSpec((block_q,), lambda i: (i,))
+    in_specs = [query_tile, keys, keys, query_tile, row_tile, row_tile]
+    arguments = (q, k, v, do, lse, delta)
+    run = lambda: _launch(kernel, (T // block_q,), in_specs, [query_tile], [(T, H)], arguments)[0]
+    result = _or_nan(answer, run, _dq_works_on_square_tiles, [(T, H)], block_q, block_k)
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _softmax_of_the_tile(q, k, lse, scale):
+    return jax.nn.softmax(scale * (q @ k.T), axis=1)
+
+
+_WEIGHTS = {
+    "right": lambda q, k, lse, scale: jnp.exp(scale * (q @ k.T) - lse[:, None]),
+    "base two, nothing converted": lambda q, k, lse, scale: jnp.exp2(scale * (q @ k.T) - lse[:, None]),
+    "base two, lse not converted": lambda q, k, lse, scale: jnp.exp2(scale * LOG2_E * (q @ k.T) - lse[:, None]),
+    "no scale": lambda q, k, lse, scale: jnp.exp(q @ k.T - lse[:, None]),
+    "softmax of the tile": _softmax_of_the_tile,
+    "no lse": lambda q, k, lse, scale: jnp.exp(scale * (q @ k.T)),
+    "lse of keys": lambda q, k, lse, scale: jnp.exp(scale * (q @ k.T) - lse[None, :]),
+}
+_LOGIT_GRADIENTS = {
+    "right": lambda p, dp, delta: p * (dp - delta[:, None]),
+    "no delta": lambda p, dp, delta: p * dp,
+    "plus delta": lambda p, dp, delta: p * (dp + delta[:, None]),
+    "delta of keys": lambda p, dp, delta: p * (dp - delta[None, :]),
+    "delta of the tile": lambda p, dp, delta: p * (dp - (p * dp).sum(axis=1)[:, None]),
+    "delta outside": lambda p, dp, delta: p * dp - delta[:, None],
+    "no p": lambda p, dp, delta: dp - delta[:, None],
+}
+_VALUE_PRODUCTS = {
+    "right": lambda q, k, v, do: do @ v.T,
+    "keys": lambda q, k, v, do: do @ k.T,
+    "queries": lambda q, k, v, do: q @ v.T,
+}
+
+
+def _pair(weights="right", logit_gradient="right", value_product="right"):
+    """p and ds of a pair of tiles, right or wrong in one place."""
+
+    def p_and_ds(q, k, v, do, lse, delta, scale):
+        p = _WEIGHTS[weights](q, k, lse, scale)
+        return p, _LOGIT_GRADIENTS[logit_gradient](p, _VALUE_PRODUCTS[value_product](q, k, v, do), delta)
+
+    return p_and_ds
+
+
+def _dkv(
+    transpose_dv=True, transpose_dk=True, scale_power=1, keep_dk=True, keep_dv=True, swap=False, dv_from="p", **pair
+):
+    def one_query_tile(q, k, v, do, lse, delta, scale, dk, dv):
+        p, ds = _pair(**pair)(q, k, v, do, lse, delta, scale)
+        weights = ds if dv_from == "ds" else p
+        dk_tile = scale**scale_power * ((ds.T if transpose_dk else ds) @ q)
+        dv_tile = (weights.T if transpose_dv else weights) @ do
+        dk = dk + dk_tile if keep_dk else dk_tile
+        dv = dv + dv_tile if keep_dv else dv_tile
+        return (dv, dk) if swap else (dk, dv)
+
+    return one_query_tile
+
+
+_DKV = Exercise(
+    number="7.1",
+    title="The body of the dk and dv kernel",
+    outputs=("dk", "dv"),
+    cases=functools.partial(_body_cases, 71),
+    expected=lambda q, k, v, do, scale, block_q, block_k: _gradient_oracle(q, k, v, do, scale)[1:],
+    run=_run_dkv,
+    tolerance=5e-5,
+    tried="1 to 3 tiles of queries and 2 or 3 of keys, T above and below S, logits around, far above and far below 0",
+    mistakes=(
+        Mistake(
+            "dv is right and dk is wrong, because delta is missing from ds",
+            _dkv(logit_gradient="no delta"),
+            "ds = p (dp - delta): see the equations of section 1.",
+        ),
+        Mistake(
+            "dv is right and dk is wrong, because ds adds delta instead of subtracting it",
+            _dkv(logit_gradient="plus delta"),
+            "ds = p (dp - delta): see the equations of section 1.",
+        ),
+        Mistake(
+            "dv is right and dk is wrong, because ds takes delta by key instead of by query",
+            _dkv(logit_gradient="delta of keys"),
+            "delta has an entry for each query, so it needs a second axis, delta[:, None]: see section 2.",
+        ),
+        Mistake(
+            "dv is right and dk is wrong, because delta is summed over this tile of keys alone",
+            _dkv(logit_gradient="delta of the tile"),
+            "delta is a sum over all keys, and arrives ready made: see section 2.",
+        ),
+        Mistake(
+            "lse and delta are taken by key instead of by query",
+            _dkv(weights="lse of keys", logit_gradient="delta of keys"),
+            "Both have an entry for each query, so they need a second axis, lse[:, None]: see section 2.",
+        ),
+        Mistake(
+            "dv is right and dk is wrong, because delta stands outside the bracket in ds",
+            _dkv(logit_gradient="delta outside"),
+            "p multiplies the difference dp - delta: see the equations of section 1.",
+        ),
+        Mistake(
+            "dv is right and dk is wrong, because p is missing from ds",
+            _dkv(logit_gradient="no p"),
+            "ds = p (dp - delta): see the equations of section 1.",
+        ),
+        Mistake(
+            "dv is right and dk is wrong, because dp is a product with k instead of v",
+            _dkv(value_product="keys"),
+            "out = p v, so the gradient of p needs the values: see the equations of section 1.",
+        ),
+        Mistake(
+            "dv is right and dk is wrong, because dp is a product of q instead of do",
+            _dkv(value_product="queries"),
+            "dp = do vᵀ carries what arrived from above: see the equations of section 1.",
+        ),
+        Mistake(
+            "dv is right and dk is wrong, because dk is not multiplied by the scale",
+            _dkv(scale_power=0),
+            "s = scale q kᵀ, so the scale appears once more in dk: see the equations of section 1.",
+        ),
+        Mistake(
+            "dv is right and dk is wrong, because dk is multiplied by the scale twice",
+            _dkv(scale_power=2),
+            "ds is the gradient of the scaled logits and has no scale of its own: see the equations of section 1.",
+        ),
+        Mistake(
+            "dv is right and dk is wrong, because ds is not transposed",
+            _dkv(transpose_dk=False),
+            "dk sums over the queries and has a row for each key. Only square tiles let this run: see section 1.",
+        ),
+        Mistake(
+            "dk is right and dv is wrong, because p is not transposed",
+            _dkv(transpose_dv=False),
+            "dv sums over the queries and has a row for each key. Only square tiles let this run: see section 1.",
+        ),
+        Mistake(
+            "dk is right and dv is wrong, because dv is made of ds instead of p",
+            _dkv(dv_from="ds"),
+            "out = p v, so dv = pᵀ do: see the equations of section 1.",
+        ),
+        Mistake(
+            "both sums are overwritten, so that only the last tile of queries counts",
+            _dkv(keep_dk=False, keep_dv=False),
+            "Add to the dk and dv that arrive: a tile of keys belongs to all queries, see the picture of section 1.",
+        ),
+        Mistake(
+            "dk is overwritten, so that only the last tile of queries counts in it",
+            _dkv(keep_dk=False),
+            "Add to the dk that arrives, as you do with dv: see the picture of section 1.",
+        ),
+        Mistake(
+            "dv is overwritten, so that only the last tile of queries counts in it",
+            _dkv(keep_dv=False),
+            "Add to the dv that arrives, as you do with dk: see the picture of section 1.",
+        ),
+        Mistake(
+            "the two gradients are returned in the wrong order",
+            _dkv(swap=True),
+            "Return (dk, dv): the shapes agree, so nothing complains. See the text of the exercise.",
+        ),
+        Mistake(
+            "p is a power of two of natural logits",
+            _dkv(weights="base two, nothing converted"),
+            "With exp2, both s and lse are multiplied by log2 e: see the box of section 2.",
+        ),
+        Mistake(
+            "the logits are in base two and lse is not",
+            _dkv(weights="base two, lse not converted"),
+            "With exp2, lse is multiplied by log2 e as well: see the box of section 2.",
+        ),
+        Mistake(
+            "the scale is missing from the logits",
+            _dkv(weights="no scale"),
+            "p = exp(scale q kᵀ - lse), as in the forward pass: see the equations of section 1.",
+        ),
+        Mistake(
+            "p is a softmax over this tile instead of over all keys",
+            _dkv(weights="softmax of the tile"),
+            "lse is already the log-sum-exp over all keys, so p = exp(s - lse): see the equations of section 1.",
+        ),
+        Mistake(
+            "lse is not subtracted, so that p is not normalised",
+            _dkv(weights="no lse"),
+            "p = exp(s - lse): see the equations of section 1.",
+        ),
+    ),
+)
+
+
+def _dq(transpose=False, scale_power=1, keep=True, factor="k", gradient="ds", **pair):
+    def one_key_tile(q, k, v, do, lse, delta, scale, dq):
+        p, ds = _pair(**pair)(q, k, v, do, lse, delta, scale)
+        left = p if gradient == "p" else ds
+        tile = scale**scale_power * ((left.T if transpose else left) @ (v if factor == "v" else k))
+        return dq + tile if keep else tile
+
+    return one_key_tile
+
+
+_DQ = Exercise(
+    number="7.2",
+    title="The body of the dq kernel",
+    outputs=("dq",),
+    cases=functools.partial(_body_cases, 72),
+    expected=lambda q, k, v, do, scale, block_q, block_k: _gradient_oracle(q, k, v, do, scale)[0],
+    run=_run_dq,
+    tolerance=5e-5,
+    tried="1 to 3 tiles of queries and 2 or 3 of keys, T above and below S, logits around, far above and far below 0",
+    mistakes=(
+        Mistake(
+            "delta is missing from ds",
+            _dq(logit_gradient="no delta"),
+            "ds = p (dp - delta): see the equations of section 1.",
+        ),
+        Mistake(
+            "ds adds delta instead of subtracting it",
+            _dq(logit_gradient="plus delta"),
+            "ds = p (dp - delta): see the equations of section 1.",
+        ),
+        Mistake(
+            "ds takes delta by key instead of by query",
+            _dq(logit_gradient="delta of keys"),
+            "delta has an entry for each query, so it needs a second axis, delta[:, None]: see section 2.",
+        ),
+        Mistake(
+            "delta is summed over this tile of keys alone",
+            _dq(logit_gradient="delta of the tile"),
+            "delta is a sum over all keys, and arrives ready made: see section 2.",
+        ),
+        Mistake(
+            "lse and delta are taken by key instead of by query",
+            _dq(weights="lse of keys", logit_gradient="delta of keys"),
+            "Both have an entry for each query, so they need a second axis, lse[:, None]: see section 2.",
+        ),
+        Mistake(
+            "delta stands outside the bracket in ds",
+            _dq(logit_gradient="delta outside"),
+            "p multiplies the difference dp - delta: see the equations of section 1.",
+        ),
+        Mistake(
+            "p is missing from ds",
+            _dq(logit_gradient="no p"),
+            "ds = p (dp - delta): see the equations of section 1.",
+        ),
+        Mistake(
+            "p stands where ds belongs",
+            _dq(gradient="p"),
+            "dq = scale ds k, the gradient of the logits times the keys: see the equations of section 1.",
+        ),
+        Mistake(
+            "ds is multiplied by v instead of k",
+            _dq(factor="v"),
+            "s = scale q kᵀ, so the gradient of q needs the keys: see the equations of section 1.",
+        ),
+        Mistake(
+            "dp is a product with k instead of v",
+            _dq(value_product="keys"),
+            "out = p v, so the gradient of p needs the values: see the equations of section 1.",
+        ),
+        Mistake(
+            "dp is a product of q instead of do",
+            _dq(value_product="queries"),
+            "dp = do vᵀ carries what arrived from above: see the equations of section 1.",
+        ),
+        Mistake(
+            "dq is not multiplied by the scale",
+            _dq(scale_power=0),
+            "s = scale q kᵀ, so the scale appears once more in dq: see the equations of section 1.",
+        ),
+        Mistake(
+            "dq is multiplied by the scale twice",
+            _dq(scale_power=2),
+            "ds is the gradient of the scaled logits and has no scale of its own: see the equations of section 1.",
+        ),
+        Mistake(
+            "ds is transposed",
+            _dq(transpose=True),
+            "dq sums over the keys and has a row for each query. Only square tiles let this run: see section 1.",
+        ),
+        Mistake(
+            "dq is overwritten, so that only the last tile of keys counts",
+            _dq(keep=False),
+            "Add to the dq that arrives: a tile of queries sees all keys, see the picture of section 1.",
+        ),
+        Mistake(
+            "p is a power of two of natural logits",
+            _dq(weights="base two, nothing converted"),
+            "With exp2, both s and lse are multiplied by log2 e: see the box of section 2.",
+        ),
+        Mistake(
+            "the logits are in base two and lse is not",
+            _dq(weights="base two, lse not converted"),
+            "With exp2, lse is multiplied by log2 e as well: see the box of section 2.",
+        ),
+        Mistake(
+            "the scale is missing from the logits",
+            _dq(weights="no scale"),
+            "p = exp(scale q kᵀ - lse), as in the forward pass: see the equations of section 1.",
+        ),
+        Mistake(
+            "p is a softmax over this tile instead of over all keys",
+            _dq(weights="softmax of the tile"),
+            "lse is already the log-sum-exp over all keys, so p = exp(s - lse): see the equations of section 1.",
+        ),
+        Mistake(
+            "lse is not subtracted, so that p is not normalised",
+            _dq(weights="no lse"),
+            "p = exp(s - lse): see the equations of section 1.",
+        ),
+    ),
+)
+
+
+# 7.3 Wiring the gradient
+
+
+def _wiring_cases():
+    # T = S throughout: were q and k of different shapes, JAX would refuse gradients in the wrong
+    # order before this checker could name them.
+    cases = [Case("the case worked by hand", tuple(_float32([[number]]) for number in (1, 2, 3, 5)))]
+    random = np.random.default_rng(73)
+    for T, H, size, push in [(6, 4, 1, 0), (9, 5, 4, 0), (7, 3, 2, -40)]:
+        q, k, v, weight = random.standard_normal((4, T, H))
+        q[:, 0] = 1
+        k[:, 0] += push
+        arguments = tuple(map(_float32, (size * q, k, v, weight + 1)))
+        cases.append(Case(f"T=S={T}, H={H}, " + ("all logits far below 0" if push else f"queries × {size}"), arguments))
+    return cases
+
+
+@jax.jit
+def _forward_kernels(q, k, v):
+    """(out, lse) from one small kernel. Its own derivative is zero: a gradient must come from elsewhere."""
+
+    def kernel(q_ref, k_ref, v_ref, out_ref, lse_ref):
+        s = q_ref[...] @ k_ref[...].T / math.sqrt(q.shape[1])
+        m = s.max(axis=1)
+        p = jnp.exp(s - m[:, None])
+        l = p.sum(axis=1)
+        out_ref[...] = (p @ v_ref[...]) / l[:, None]
+        lse_ref[...] = m + jnp.log(l)
+
+    arguments = map(lax.stop_gradient, (q, k, v))
+    return _single_program(kernel, [q.shape, q.shape[:1]], arguments)
+
+
+@jax.jit
+def _backward_kernels(q, k, v, out, lse, dout):
+    """(dq, dk, dv) from one small kernel."""
+
+    def kernel(q_ref, k_ref, v_ref, out_ref, lse_ref, do_ref, dq_ref, dk_ref, dv_ref):
+        q, k, v, do = q_ref[...], k_ref[...], v_ref[...], do_ref[...]
+        scale = 1 / math.sqrt(q.shape[1])
+        p = jnp.exp(scale * (q @ k.T) - lse_ref[...].astype(jnp.float32)[:, None])
+        ds = p * (do @ v.T - (out_ref[...] * do).sum(axis=1)[:, None])
+        dq_ref[...], dk_ref[...], dv_ref[...] = scale * ds @ k, scale * ds.T @ q, p.T @ do
+
+    return _single_program(kernel, [q.shape, k.shape, v.shape], (q, k, v, out, lse, dout))
+
+
+def _run_wiring(answer, q, k, v, weight):
+    launches = [0]
+
+    def forward(q, k, v):
+        launches[0] += 1
+        return _forward_kernels(q, k, v)
+
+    def backward(*arguments):
+        names = ("q", "k", "v", "out", "lse", "dout")
+        if len(arguments) != len(names):
+            raise TypeError(f"backward takes {', '.join(names)}, got {len(arguments)} arguments")
+        for name, argument in zip(names, arguments, strict=True):
+            wanted = q.shape[:1] if name == "lse" else q.shape
+            if getattr(argument, "shape", None) != wanted:
+                got = getattr(argument, "shape", type(argument).__name__)
+                raise TypeError(f"backward needs {name} of shape {wanted}, got {got}")
+        return _backward_kernels(*arguments)
+
+    attend = answer(forward, backward)
+    if not callable(attend):
+        raise TypeError(f"return a function of q, k and v, got {type(attend).__name__}")
+
+    def loss(q, k, v):
+        out = attend(q, k, v)
+        if not hasattr(out, "shape") or out.shape != q.shape:
+            raise TypeError(f"the function that you return must give out alone, of shape {q.shape}")
+        return (weight * out).sum(), out
+
+    launches[0] = 0
+    gradients, out = jax.grad(loss, (0, 1, 2), has_aux=True)(*map(jnp.asarray, (q, k, v)))
+    return out, *gradients, launches[0]
+
+
+def _wiring_expected(q, k, v, weight):
+    scale = 1 / math.sqrt(q.shape[1])
+    return _forward_oracle(q, k, v, scale)[0], *_gradient_oracle(q, k, v, weight, scale), 1
+
+
+def _wiring(residuals=lambda q, k, v, out, lse: (q, k, v, out, lse), call=None, order=lambda dq, dk, dv: (dq, dk, dv)):
+    """A differentiable function with something wrong in what it keeps, in its call or in what it returns."""
+
+    def differentiable(forward, backward):
+        @jax.custom_vjp
+        def attend(q, k, v):
+            return forward(q, k, v)[0]
+
+        def fwd(q, k, v):
+            out, lse = forward(q, k, v)
+            return out, residuals(q, k, v, out, lse)
+
+        def bwd(kept, dout):
+            run = backward if call is None else functools.partial(call, forward, backward)
+            return order(*run(*kept, dout))
+
+        attend.defvjp(fwd, bwd)
+        return attend
+
+    return differentiable
+
+
+_WIRING = Exercise(
+    number="7.3",
+    title="Wiring the gradient",
+    outputs=("out", "dq", "dk", "dv", "launches of the forward kernel for one gradient"),
+    cases=_wiring_cases,
+    expected=_wiring_expected,
+    run=_run_wiring,
+    tolerance=5e-5,
+    tried="jax.grad through your function, dq, dk and dv compared each, logits around 0, large, and far below 0",
+    mistakes=(
+        Mistake(
+            "nothing tells JAX about the backward kernels, so that no gradient arrives",
+            lambda forward, backward: lambda q, k, v: forward(q, k, v)[0],
+            "Wrap the function in jax.custom_vjp and register both rules with defvjp: see section 5.",
+        ),
+        Mistake(
+            "dk and dv are returned in the wrong order",
+            _wiring(order=lambda dq, dk, dv: (dq, dv, dk)),
+            "The backward rule returns gradients in the order of the arguments, q, k, v: see section 5.",
+        ),
+        Mistake(
+            "dq and dk are returned in the wrong order",
+            _wiring(order=lambda dq, dk, dv: (dk, dq, dv)),
+            "The backward rule returns gradients in the order of the arguments, q, k, v: see section 5.",
+        ),
+        Mistake(
+            "all three gradients are returned one place too far",
+            _wiring(order=lambda dq, dk, dv: (dk, dv, dq)),
+            "The backward rule returns gradients in the order of the arguments, q, k, v: see section 5.",
+        ),
+        Mistake(
+            "the gradient that arrives from above is ignored and ones are used instead",
+            _wiring(call=lambda _, run, q, k, v, out, lse, dout: run(q, k, v, out, lse, jnp.ones_like(dout))),
+            "The second argument of the backward rule is dout: see section 5.",
+        ),
+        Mistake(
+            "dout is multiplied in once more after the kernels",
+            _wiring(
+                call=lambda _, run, q, k, v, out, lse, dout: [dout * g for g in run(q, k, v, out, lse, dout)],
+            ),
+            "The kernels have used dout already; their results are the gradients: see section 5.",
+        ),
+        Mistake(
+            "dv is right and dq and dk are wrong, because dout is passed where out belongs",
+            _wiring(call=lambda _, run, q, k, v, out, lse, dout: run(q, k, v, dout, lse, dout)),
+            "delta = rowsum(out do) needs the out of the forward pass, a residual: see section 5.",
+        ),
+        Mistake(
+            "out is passed where dout belongs",
+            _wiring(call=lambda _, run, q, k, v, out, lse, dout: run(q, k, v, out, lse, out)),
+            "The second argument of the backward rule is dout, and it goes last: see section 5.",
+        ),
+        Mistake(
+            "out and dout have changed places",
+            _wiring(call=lambda _, run, q, k, v, out, lse, dout: run(q, k, v, dout, lse, out)),
+            "backward takes out from the residuals, and dout, which arrives later, last: see section 5.",
+        ),
+        Mistake(
+            "lse is kept in bfloat16",
+            _wiring(residuals=lambda q, k, v, out, lse: (q, k, v, out, lse.astype(jnp.bfloat16))),
+            "p = exp(s - lse) turns the rounding of lse into an error of every weight: see the box of section 5.",
+        ),
+        Mistake(
+            "lse is kept in float16",
+            _wiring(residuals=lambda q, k, v, out, lse: (q, k, v, out, lse.astype(jnp.float16))),
+            "p = exp(s - lse) turns the rounding of lse into an error of every weight: see the box of section 5.",
+        ),
+        Mistake(
+            "k and v have changed places among the residuals",
+            _wiring(residuals=lambda q, k, v, out, lse: (q, v, k, out, lse)),
+            "backward takes q, k, v, out, lse, dout in this order: see the text of the exercise.",
+        ),
+        Mistake(
+            "the forward kernel runs again in the backward pass",
+            _wiring(
+                residuals=lambda q, k, v, out, lse: (q, k, v),
+                call=lambda forward, run, q, k, v, dout: run(q, k, v, *forward(q, k, v), dout),
+            ),
+            "The gradients are right, but out and lse were at hand: keep them as residuals, see section 5.",
+        ),
+    ),
+)
+
+
+# 7.4 Count the products
+
+
+def _flops_cases():
+    shapes = [
+        # T, S, H, block_q, block_k, fused, is_causal
+        (4, 4, 2, 2, 2, True, False),
+        (4, 4, 2, 2, 2, False, False),
+        (4, 4, 2, 2, 2, False, True),
+        (128, 256, 64, 32, 64, False, False),
+        (256, 128, 32, 64, 16, True, False),
+        (128, 128, 64, 32, 16, False, True),
+        (128, 128, 64, 16, 64, True, True),
+        (64, 128, 16, 16, 32, False, True),
+        (256, 64, 32, 32, 16, True, True),
+    ]
+    return [
+        Case(
+            f"T={T}, S={S}, H={H}, block_q={block_q}, block_k={block_k}, "
+            f"{'fused' if fused else 'two kernels'}, {'causal' if is_causal else 'no mask'}",
+            (T, S, H, block_q, block_k, fused, is_causal),
+        )
+        for T, S, H, block_q, block_k, fused, is_causal in shapes
+    ]
+
+
+def _flops_expected(T, S, H, block_q, block_k, fused, is_causal):
+    """By looking at every pair of tiles, and at every entry of every product in it."""
+    seen = visible(np.arange(T)[:, None], np.arange(S)[None, :], Band(right=0 if is_causal else None), T, S)
+    visited = seen.reshape(T // block_q, block_q, S // block_k, block_k).any(axis=(1, 3)).sum()
+    tables = block_q * block_k * 2 * H  # an entry of s or dp is H products and H sums
+    queries, keys = block_q * H * 2 * block_k, block_k * H * 2 * block_q  # an entry of dq; of dk or dv
+    fused_pair = 2 * tables + queries + 2 * keys
+    return int(visited) * (fused_pair if fused else fused_pair + 2 * tables)
+
+
+def _flops(products=(5, 7), flops=2, pairs="visited", head=True, tile=True):
+    def product_flops(T, S, H, block_q, block_k, fused, is_causal):
+        rows, columns = T // block_q, S // block_k
+        stops = [min(-(-(i + 1) * block_q // block_k), columns) for i in range(rows)]
+        counted = rows * columns
+        if is_causal:
+            counted = {
+                "visited": sum(stops),
+                "all": counted,
+                "half": counted / 2,
+                "below": sum(min((i * block_q + 1) // block_k, columns) for i in range(rows)),
+                "square": sum(min(i + 1, columns) for i in range(rows)),
+            }[pairs]
+        one_product = flops * (block_q * block_k if tile else 1) * (H if head else 1)
+        return int(products[0 if fused else 1] * one_product * counted)
+
+    return product_flops
+
+
+_FLOPS = Exercise(
+    number="7.4",
+    title="Count the products",
+    outputs=("FLOPs",),
+    cases=_flops_cases,
+    expected=_flops_expected,
+    tried="both forms, with and without a causal mask, T below, equal to and above S, tiles of both proportions",
+    mistakes=(
+        Mistake(
+            "the two forms have changed places",
+            _flops(products=(7, 5)),
+            "The fused kernel computes s and dp once, the two kernels once each: see the table of section 6.",
+        ),
+        Mistake(
+            "both forms are charged five products",
+            _flops(products=(5, 5)),
+            "The dq kernel computes s and dp again: see the table of section 6.",
+        ),
+        Mistake(
+            "the second dp is forgotten",
+            _flops(products=(5, 6)),
+            "The dq kernel needs ds, and ds needs dp as well as p: see the table of section 6.",
+        ),
+        Mistake(
+            "s is not computed again in the backward pass",
+            _flops(products=(4, 5)),
+            "p was never stored, so each form begins with q kᵀ: see the table of section 6.",
+        ),
+        Mistake(
+            "the products of the forward pass are counted too",
+            _flops(products=(7, 9)),
+            "Count the backward pass alone: see the table of section 6.",
+        ),
+        Mistake(
+            "a multiplication with its addition is counted as one operation",
+            _flops(flops=1),
+            "A FLOP is one multiplication or one addition, so each term counts twice: see section 6.",
+        ),
+        Mistake(
+            "the head dimension is forgotten",
+            _flops(head=False),
+            "Every product has three sides, and one of them is H: see section 6.",
+        ),
+        Mistake(
+            "no pair of tiles is skipped under the causal mask",
+            _flops(pairs="all"),
+            "A pair in which no query sees a key is not visited: see the text of the exercise.",
+        ),
+        Mistake(
+            "the causal mask halves the count",
+            _flops(pairs="half"),
+            "Pairs on the diagonal are computed whole, so it is more than half: see the text of the exercise.",
+        ),
+        Mistake(
+            "pairs on the diagonal are left out",
+            _flops(pairs="below"),
+            "A pair is visited if even one query sees one key: see the text of the exercise.",
+        ),
+        Mistake(
+            "query tile i is charged i + 1 tiles of keys, which holds only when block_q equals block_k",
+            _flops(pairs="square"),
+            "Find the last key that the tile sees, then divide by block_k: see the text of the exercise.",
+        ),
+        Mistake(
+            "pairs of tiles are counted as if they were pairs of a query and a key",
+            _flops(tile=False),
+            "A pair of tiles has block_q × block_k entries: see the case worked by hand.",
+        ),
+    ),
+)
+
+
+# 7.5 The queries that a tile of keys needs
+
+
+def _bounds_cases():
+    shapes = [
+        # j, T, S, block_q, block_k, left
+        (0, 64, 64, 16, 32, None),
+        (1, 64, 64, 16, 32, None),
+        (1, 64, 64, 32, 16, None),
+        (2, 96, 96, 64, 16, None),
+        (3, 50, 128, 16, 16, None),
+        (4, 50, 128, 16, 16, None),
+        (1, 100, 48, 16, 32, None),
+        (1, 64, 64, 16, 32, 8),
+        (0, 64, 64, 16, 16, 20),
+        (1, 128, 128, 16, 32, 16),
+        (1, 128, 128, 16, 32, 17),
+        (1, 128, 128, 16, 32, 0),
+        (1, 64, 40, 16, 32, 4),
+        (2, 100, 100, 16, 32, 30),
+        (5, 70, 200, 32, 16, 12),
+    ]
+    return [
+        Case(
+            f"key tile {j}, T={T}, S={S}, block_q={block_q}, block_k={block_k}, left={left}",
+            (j, T, S, block_q, block_k, left),
+        )
+        for j, T, S, block_q, block_k, left in shapes
+    ]
+
+
+def _needed_tiles(j, T, S, block_q, block_k, left):
+    """The query tiles in which some query sees some key of the tile, found by looking at every pair."""
+    cols = np.arange(j * block_k, (j + 1) * block_k)[None, :]
+    seen = visible(np.arange(T)[:, None], cols, Band(left=left, right=0), T, S).any(axis=1)
+    return sorted({int(query) // block_q for query in np.flatnonzero(seen)})
+
+
+def _run_bounds(answer, *arguments):
+    result = answer(*arguments)
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise TypeError("return two integers, (first, stop)")
+    first, stop = (operator.index(bound) for bound in result)
+    return (first, stop) if first < stop else (0, 0)
+
+
+def _judge_bounds(result, case):
+    first, stop = (int(bound) for bound in result)
+    needed = _needed_tiles(*case.arguments)
+    if first >= stop:
+        return (
+            f"yours visits no tile, but queries in tiles {needed[0]} to {needed[-1]} see these keys" if needed else None
+        )
+    yours = f"yours visits query tiles {first} to {stop - 1}"
+    if not needed:
+        return f"{yours}, but no query sees these keys"
+    _, T, _, block_q, _, _ = case.arguments
+    if first > needed[0]:
+        return f"{yours}: too few, queries in tile {needed[0]} see these keys"
+    if stop - 1 < needed[-1]:
+        return f"{yours}: too few, queries in tile {needed[-1]} see these keys"
+    if stop > -(-T // block_q):
+        return f"{yours}: too many, the queries end in tile {-(-T // block_q) - 1}"
+    if first < needed[0]:
+        return f"{yours}: too many, no query in tile {first} sees these keys"
+    if stop - 1 > needed[-1]:
+        return f"{yours}: too many, no query in tile {stop - 1} sees these keys"
+    return None
+
+
+def _bounds(
+    first_query=lambda k_start, k_stop: k_start,
+    stop_query=lambda k_start, k_stop, left, T: T if left is None else min(k_stop + left, T),
+    cut_keys=True,
+    first_ceil=False,
+    stop_floor=False,
+    guard=True,
+):
+    def query_tile_range(j, T, S, block_q, block_k, left=None):
+        k_start, k_stop = j * block_k, (j + 1) * block_k
+        if guard and k_start >= T:
+            return 0, 0
+        if cut_keys:
+            k_stop = min(k_stop, S)
+        first, stop = first_query(k_start, k_stop), stop_query(k_start, k_stop, left, T)
+        return (
+            -(-first // block_q) if first_ceil else first // block_q,
+            stop // block_q if stop_floor else -(-stop // block_q),
+        )
+
+    return query_tile_range
+
+
+_BOUNDS = Exercise(
+    number="7.5",
+    title="The queries that a tile of keys needs",
+    outputs=("(first, stop)",),
+    cases=_bounds_cases,
+    run=_run_bounds,
+    judge=_judge_bounds,
+    tried="T below, equal to and above S, block_q below and above block_k, ragged ends, with and without a window",
+    mistakes=(
+        Mistake(
+            "no tile is skipped above the diagonal (too many tiles)",
+            _bounds(first_query=lambda k_start, k_stop: 0),
+            "Queries before k_start see none of these keys: see the picture of section 8.",
+        ),
+        Mistake(
+            "first is measured from the last key of the tile instead of the first (too few tiles)",
+            _bounds(first_query=lambda k_start, k_stop: k_stop - 1),
+            "The first key is seen by query k_start already: see the picture of section 8.",
+        ),
+        Mistake(
+            "first is rounded up instead of down (too few tiles)",
+            _bounds(first_ceil=True),
+            "A tile that holds one such query must be visited: see the text of the exercise.",
+        ),
+        Mistake(
+            "first is j, which holds only when block_q equals block_k",
+            lambda j, T, S, block_q, block_k, left=None: (
+                j,
+                _bounds()(j, T, S, block_q, block_k, left)[1],
+            ),
+            "Count in queries first, then divide by block_q: see the text of the exercise.",
+        ),
+        Mistake(
+            "these are the bounds of the dq kernel: the loop ends at the diagonal where it should begin",
+            lambda j, T, S, block_q, block_k, left=None: (
+                0 if left is None else max(j * block_k - left, 0) // block_q,
+                -(-min((j + 1) * block_k, T, S) // block_q),
+            ),
+            "A key is seen by the queries at and after its own position: see the picture of section 8.",
+        ),
+        Mistake(
+            "the window is ignored (too many tiles)",
+            _bounds(stop_query=lambda k_start, k_stop, left, T: T),
+            "No query beyond k_stop - 1 + left sees back to these keys: see the text of the exercise.",
+        ),
+        Mistake(
+            "stop is measured from the first key of the tile instead of the last (too few tiles)",
+            _bounds(stop_query=lambda k_start, k_stop, left, T: T if left is None else min(k_start + 1 + left, T)),
+            "The last key of the tile is seen from furthest away: see the text of the exercise.",
+        ),
+        Mistake(
+            "the window is one query too short (too few tiles)",
+            _bounds(stop_query=lambda k_start, k_stop, left, T: T if left is None else min(k_stop - 1 + left, T)),
+            "Query n sees key n - left too, so the last one is k_stop - 1 + left: see the text of the exercise.",
+        ),
+        Mistake(
+            "the window is one query too long (too many tiles)",
+            _bounds(stop_query=lambda k_start, k_stop, left, T: T if left is None else min(k_stop + 1 + left, T)),
+            "The last query that sees these keys is k_stop - 1 + left: see the text of the exercise.",
+        ),
+        Mistake(
+            "stop is rounded down instead of up (too few tiles)",
+            _bounds(stop_floor=True),
+            "A tile that holds one such query must be visited: see the text of the exercise.",
+        ),
+        Mistake(
+            "the loop runs past the last query (too many tiles)",
+            _bounds(
+                stop_query=lambda k_start, k_stop, left, T: T if left is None else k_stop + left,
+            ),
+            "There are no queries from T on: cut stop there, as the text of the exercise does.",
+        ),
+        Mistake(
+            "keys behind the last query are not thought of (too many tiles)",
+            _bounds(guard=False),
+            "If k_start is T or more, no query sees these keys, even if the last tile of queries would reach them.",
+        ),
+        Mistake(
+            "the last tile of keys is taken to be full (too many tiles)",
+            _bounds(cut_keys=False),
+            "Keys from S on do not exist and nobody sees them: cut k_stop at S.",
+        ),
+    ),
+)
+
+EXERCISES = (_DKV, _DQ, _WIRING, _FLOPS, _BOUNDS)

@@ -1,0 +1,555 @@
+"""The exercises of notebook 08."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from helpers import flash_attention
+from helpers.attention.reference import oracle, oracle_gradients
+from helpers.exercises.checking import Case, Exercise, Mistake
+
+# 8.1 Swap attention in
+
+
+def _layer_cases():
+    random = np.random.default_rng(81)
+
+    def case(label, x, w_qkv, w_merge, N, implementation="reference"):
+        weights = random.standard_normal(x.shape)
+        arrays = (np.asarray(array, np.float32) for array in (x, w_qkv, w_merge, weights))
+        return Case(label, (*arrays, N, implementation))
+
+    eye = np.eye(2)
+    cases = [
+        case(
+            "the case worked by hand, naive attention",
+            [[[0, 1], [1, 0]]] * np.ones((1, 1, 1)),
+            np.hstack([eye, math.log(3) * eye, eye]),
+            eye,
+            2,
+        )
+    ]
+    for B, T, N, H, implementation in [(2, 4, 2, 3, "reference"), (2, 19, 3, 2, "portable")]:
+        C = N * H
+        name = "naive" if implementation == "reference" else "flash"
+        x, w_qkv, w_merge = (random.standard_normal(shape) for shape in [(B, T, C), (C, 3 * C), (C, C)])
+        cases.append(case(f"B={B}, T={T}, N={N}, H={H}, {name} attention", x, w_qkv, w_merge, N, implementation))
+    return cases
+
+
+def _run_layer(answer, x, w_qkv, w_merge, dout, N, implementation):
+    calls = []
+
+    def attention(query, key, value, is_causal=False):
+        calls.append(query.shape)
+        return flash_attention(query, key, value, is_causal=is_causal, implementation=implementation)
+
+    def layer(*arrays):
+        out = answer(*arrays, N, attention)
+        if np.shape(out) != x.shape:
+            raise ValueError(f"return an array of shape {x.shape}, yours is {np.shape(out)}")
+        return out
+
+    def value_and_gradients(dout, *arrays):
+        out, pull_back = jax.vjp(layer, *arrays)
+        return out, *pull_back(dout)
+
+    with jax.default_matmul_precision("highest"):
+        # Compiling pays for interpreted kernels only.
+        run = jax.jit(value_and_gradients) if implementation == "portable" else value_and_gradients
+        results = run(jnp.asarray(dout), jnp.asarray(x), jnp.asarray(w_qkv), jnp.asarray(w_merge))
+    return *results, len(calls)
+
+
+def _layer_expected(x, w_qkv, w_merge, dout, N, implementation):
+    B, T, C = x.shape
+    x, w_qkv, w_merge, dout = (array.astype(np.float64) for array in (x, w_qkv, w_merge, dout))
+    q, k, v = (part.reshape(B, T, N, C // N).astype(np.float32) for part in np.split(x @ w_qkv, 3, axis=-1))
+    heads, _ = oracle(q, k, v, is_causal=True)
+    heads = heads.reshape(B, T, C)
+    dheads = (dout @ w_merge.T).reshape(B, T, N, C // N)
+    gradients = oracle_gradients(q, k, v, dheads.astype(np.float32), is_causal=True)
+    dqkv = np.concatenate([gradient.reshape(B, T, C) for gradient in gradients], axis=-1)
+    return (
+        heads @ w_merge,
+        dqkv @ w_qkv.T,
+        np.einsum("bti,btj->ij", x, dqkv),
+        np.einsum("bti,btj->ij", heads, dout),
+        1,
+    )
+
+
+def _split(array, N):
+    B, T, C = array.shape
+    return array.reshape(B, T, N, C // N)
+
+
+def _split_by_columns(array, N):
+    B, T, C = array.shape
+    return array.reshape(B, T, C // N, N).swapaxes(2, 3)
+
+
+def _split_without_moving(array, N):
+    B, T, C = array.shape
+    return array.reshape(B, N, T, C // N).swapaxes(1, 2)
+
+
+def _layer(split=_split, parts=lambda q, k, v: (q, k, v), causal=True, join=None, merge=True, heads=None, add=False):
+    """The answer to 8.1, or a wrong one that differs from it in the parts that are passed."""
+
+    def layer(x, w_qkv, w_merge, N, attention):
+        B, T, C = x.shape
+        N = heads or N
+        q, k, v = (split(part, N) for part in parts(*jnp.split(x @ w_qkv, 3, axis=-1)))
+        out = attention(q, k, v, is_causal=causal)
+        out = (join(out) if join else out).reshape(B, T, C)
+        out = out @ w_merge if merge else out
+        return x + out if add else out
+
+    return layer
+
+
+def _heads_first(x, w_qkv, w_merge, N, attention):
+    B, T, C = x.shape
+    q, k, v = (_split(part, N).swapaxes(1, 2) for part in jnp.split(x @ w_qkv, 3, axis=-1))
+    return attention(q, k, v, is_causal=True).swapaxes(1, 2).reshape(B, T, C) @ w_merge
+
+
+def _grouped_by_head(x, w_qkv, w_merge, N, attention):
+    B, T, C = x.shape
+    q, k, v = jnp.split((x @ w_qkv).reshape(B, T, N, 3 * C // N), 3, axis=-1)
+    return attention(q, k, v, is_causal=True).reshape(B, T, C) @ w_merge
+
+
+def _own_attention(x, w_qkv, w_merge, N, attention):
+    def naive(query, key, value, is_causal):
+        s = jnp.einsum("btnh,bsnh->bnts", query, key) / math.sqrt(query.shape[-1])
+        s = jnp.where(jnp.tri(query.shape[1], dtype=bool), s, -jnp.inf)
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s), value)
+
+    return _layer()(x, w_qkv, w_merge, N, naive)
+
+
+_LAYER = Exercise(
+    number="8.1",
+    title="Swap attention in",
+    outputs=("out", "gradient of x", "gradient of w_qkv", "gradient of w_merge", "calls of attention"),
+    cases=_layer_cases,
+    expected=_layer_expected,
+    run=_run_layer,
+    tried="result and gradients, with naive and with flash attention, 2 and 3 heads, one and two batch entries",
+    mistakes=(
+        Mistake(
+            "attention is not causal",
+            _layer(causal=False),
+            "Pass is_causal=True: each position may look back only, see section 1.",
+        ),
+        Mistake(
+            "the heads and the positions are mixed up by a reshape to (B, N, T, H)",
+            _layer(split=_split_without_moving),
+            "Reshape to (B, T, N, H), which moves nothing: see the text of the exercise.",
+        ),
+        Mistake(
+            "attention runs over the heads instead of the positions",
+            _heads_first,
+            "attention takes (B, T, N, H), positions before heads: see section 1.",
+        ),
+        Mistake(
+            "head n takes every N-th column instead of H columns side by side",
+            _layer(split=_split_by_columns, join=lambda out: out.swapaxes(2, 3)),
+            "Head n owns the columns n H to (n + 1) H: see the text of the exercise.",
+        ),
+        Mistake(
+            "the columns of w_qkv are read head by head instead of all of q, all of k, all of v",
+            _grouped_by_head,
+            "The first C columns of w_qkv make the queries of all heads: see the text of the exercise.",
+        ),
+        Mistake(
+            "all heads are computed as one head of width C",
+            _layer(heads=1),
+            "Each of the N heads has its own softmax: split the last axis into (N, H), see section 1.",
+        ),
+        Mistake(
+            "keys and values are exchanged",
+            _layer(parts=lambda q, k, v: (q, v, k)),
+            "The order in w_qkv is q, k, v: see the text of the exercise.",
+        ),
+        Mistake(
+            "the queries are scaled before attention, which scales them again",
+            _layer(parts=lambda q, k, v: (q / math.sqrt(2), k, v)),
+            "attention multiplies the logits by 1 / √H itself: leave q as it is, see section 1.",
+        ),
+        Mistake(
+            "the outputs of the heads are interleaved instead of joined side by side",
+            _layer(join=lambda out: out.swapaxes(2, 3)),
+            "Join (N, H) back to C in the order in which you split it: see the text of the exercise.",
+        ),
+        Mistake(
+            "w_merge is left out",
+            _layer(merge=False),
+            "The heads are joined by a last product with w_merge: see section 1.",
+        ),
+        Mistake(
+            "x is added to the result",
+            _layer(add=True),
+            "Return only what is to be added to x; the block adds it: see section 1.",
+        ),
+        Mistake(
+            "the attention that is passed in is never called",
+            _own_attention,
+            "Call attention(query, key, value, is_causal=True) once, so that flash can take the place of naive.",
+        ),
+    ),
+)
+
+# 8.2 Read the memory difference
+
+
+def _kept_cases():
+    shapes = [
+        (1, 2, 1, 2, 2, 1),
+        (2, 3, 5, 4, 4, 7),
+        (8, 96, 2, 32, 4, 2),
+        (4, 2048, 16, 128, 2, 24),
+        (1, 8192, 8, 64, 2, 3),
+    ]
+    return [
+        Case(
+            f"{'the case worked by hand, ' if number == 0 else ''}"
+            f"B={B}, T={T}, N={N}, H={H}, itemsize={itemsize}, layers={layers}",
+            shape,
+        )
+        for number, shape in enumerate(shapes)
+        for B, T, N, H, itemsize, layers in [shape]
+    ]
+
+
+def _kept(naive=lambda B, T, N, H, e: e * (3 * B * T * N * H + B * N * T * T), flash=None, layers=True, swap=False):
+    """The answer to 8.2, or a wrong one that differs from it in the parts that are passed."""
+    flash = flash or (lambda B, T, N, H, e: 4 * e * B * T * N * H + 4 * B * N * T)
+
+    def answer(B, T, N, H, itemsize, layers_of_model):
+        count = layers_of_model if layers else 1
+        sizes = count * naive(B, T, N, H, itemsize), count * flash(B, T, N, H, itemsize)
+        names = ("flash", "naive") if swap else ("naive", "flash")
+        return dict(zip(names, sizes, strict=True))
+
+    return answer
+
+
+_KEPT = Exercise(
+    number="8.2",
+    title="Read the memory difference",
+    outputs=("bytes",),
+    cases=_kept_cases,
+    expected=_kept(),
+    tolerance=1e-9,
+    tried="1 to 24 layers, 2 and 4 bytes an element, T from 2 to 8192",
+    mistakes=(
+        Mistake(
+            "out is forgotten in flash",
+            _kept(flash=lambda B, T, N, H, e: 3 * e * B * T * N * H + 4 * B * N * T),
+            "delta is made of out and its gradient, so out must stay: see section 2.",
+        ),
+        Mistake(
+            "lse is forgotten",
+            _kept(flash=lambda B, T, N, H, e: 4 * e * B * T * N * H),
+            "Without lse the weights cannot be computed again: see section 2.",
+        ),
+        Mistake(
+            "lse is counted in the dtype of the inputs",
+            _kept(flash=lambda B, T, N, H, e: 4 * e * B * T * N * H + e * B * N * T),
+            "lse is float32 whatever the inputs are, 4 bytes: see section 2.",
+        ),
+        Mistake(
+            "lse is given H numbers for each row instead of one",
+            _kept(flash=lambda B, T, N, H, e: 4 * e * B * T * N * H + 4 * B * N * T * H),
+            "lse is one number for each query of each head: see section 2.",
+        ),
+        Mistake(
+            "flash is charged for a table as well",
+            _kept(flash=lambda B, T, N, H, e: 4 * e * B * T * N * H + 4 * B * N * T + e * B * N * T * T),
+            "Flash computes the weights again, tile by tile, and keeps none: see section 2.",
+        ),
+        Mistake(
+            "all heads share one table",
+            _kept(naive=lambda B, T, N, H, e: e * (3 * B * T * N * H + B * T * T)),
+            "Each head has its own weights: see section 2.",
+        ),
+        Mistake(
+            "one table is counted for the whole batch",
+            _kept(naive=lambda B, T, N, H, e: e * (3 * B * T * N * H + N * T * T)),
+            "Each sequence of the batch has its own weights: see section 2.",
+        ),
+        Mistake(
+            "only the table is counted for naive",
+            _kept(naive=lambda B, T, N, H, e: e * B * N * T * T),
+            "The gradients of q, k and v need q, k and v too: see section 2.",
+        ),
+        Mistake(
+            "out is charged to naive as well",
+            _kept(naive=lambda B, T, N, H, e: e * (4 * B * T * N * H + B * N * T * T)),
+            "With the weights at hand delta is rowsum(P ∘ dP), and out is not needed: see section 2.",
+        ),
+        Mistake(
+            "the table is halved because attention is causal",
+            _kept(naive=lambda B, T, N, H, e: e * (3 * B * T * N * H + B * N * T * T // 2)),
+            "The hidden half of the table is zeros, and zeros take memory too: see section 2.",
+        ),
+        Mistake(
+            "one layer is counted instead of all",
+            _kept(layers=False),
+            "The backward pass begins after the last layer, so what every layer keeps is alive at once: see section 2.",
+        ),
+        Mistake(
+            "elements are counted instead of bytes",
+            _kept(
+                naive=lambda B, T, N, H, e: 3 * B * T * N * H + B * N * T * T,
+                flash=lambda B, T, N, H, e: 4 * B * T * N * H + B * N * T,
+            ),
+            "Multiply by itemsize, and by 4 for lse: see the text of the exercise.",
+        ),
+        Mistake(
+            "naive and flash are exchanged",
+            _kept(swap=True),
+            "Naive is the one with a table: see section 2.",
+        ),
+    ),
+)
+
+# 8.3 The causal shift
+
+
+def _shift_cases():
+    random = np.random.default_rng(83)
+    cases = [Case("the case worked by hand", (np.array([5, 8, 2, 7, 1]), np.array([0, 2]), 2))]
+    for length, starts, T in [(9, [3], 4), (40, [7, 0, 31], 8), (300, [12, 291, 100, 4], 8)]:
+        label = f"{length} tokens, B={len(starts)}, T={T}"
+        cases.append(Case(label, (random.permutation(length), np.array(starts), T)))
+    return cases
+
+
+def _shift_expected(tokens, starts, T):
+    rows = [[int(token) for token in tokens[start : start + T + 1]] for start in starts]
+    return np.array([row[:-1] for row in rows]), np.array([row[1:] for row in rows])
+
+
+def _shift(targets):
+    """An answer to 8.3: inputs are right, targets(tokens, places) gives the other part; places is (B, T)."""
+
+    def answer(tokens, starts, T):
+        places = starts[:, None] + np.arange(T)
+        return tokens[places], targets(tokens, places)
+
+    return answer
+
+
+def _last_lost(tokens, starts, T):
+    windows = tokens[starts[:, None] + np.arange(T)]
+    return windows[:, :-1], windows[:, 1:]
+
+
+def _side_by_side(tokens, starts, T):
+    places = starts[:, None] + np.arange(T)
+    return tokens[places], tokens[np.minimum(places + T, len(tokens) - 1)]
+
+
+def _columns(tokens, starts, T):
+    inputs, targets = _shift_expected(tokens, starts, T)
+    return inputs.T, targets.T
+
+
+_SHIFT = Exercise(
+    number="8.3",
+    title="The causal shift",
+    outputs=("inputs", "targets"),
+    cases=_shift_cases,
+    expected=_shift_expected,
+    tried="1 to 4 windows, at both ends of the text and in the middle",
+    mistakes=(
+        Mistake(
+            "there is no shift: each position has to predict the token that it is given",
+            _shift(lambda tokens, places: tokens[places]),
+            "The target is the token after the input: see the picture of section 3.",
+        ),
+        Mistake(
+            "the shift goes the wrong way: each position has to predict the token before",
+            _shift(lambda tokens, places: tokens[places - 1]),
+            "The target lies to the right of the input, at one place more: see the picture of section 3.",
+        ),
+        Mistake(
+            "the last target is the first input of its window, wrapped round",
+            _shift(lambda tokens, places: np.roll(tokens[places], -1, axis=1)),
+            "The last target is one token beyond the inputs, so read T + 1 tokens: see the picture of section 3.",
+        ),
+        Mistake(
+            "the last target of a window is taken from the next window",
+            _shift(lambda tokens, places: np.roll(tokens[places], -1)),
+            "Windows of a batch have nothing to do with each other: shift along the axis of T only, see section 3.",
+        ),
+        Mistake(
+            "the shift is two tokens",
+            _shift(lambda tokens, places: tokens[np.minimum(places + 2, len(tokens) - 1)]),
+            "The target is the very next token: see the picture of section 3.",
+        ),
+        Mistake(
+            "the target is the window that follows",
+            _side_by_side,
+            "Every position has its own target, one token on: see the picture of section 3.",
+        ),
+        Mistake(
+            "the windows have T tokens in all, so inputs and targets are one short",
+            _last_lost,
+            "T inputs and T targets need T + 1 tokens: see section 3.",
+        ),
+        Mistake(
+            "inputs and targets are exchanged",
+            lambda tokens, starts, T: _shift_expected(tokens, starts, T)[::-1],
+            "The inputs begin at `starts`: see the text of the exercise.",
+        ),
+        Mistake(
+            "every window begins at the first start",
+            lambda tokens, starts, T: _shift_expected(tokens, np.full_like(starts, starts[0]), T),
+            "Each row of the batch has its own start: see the text of the exercise.",
+        ),
+        Mistake(
+            "the axes are exchanged, positions before windows",
+            _columns,
+            "The shape is (B, T): one row for each window, see the text of the exercise.",
+        ),
+    ),
+)
+
+# 8.4 The loss, without overflow
+
+
+def _loss_cases():
+    random = np.random.default_rng(84)
+    cases = [Case("the case worked by hand", (np.log([[1.0, 3.0]]), np.array([1])))]
+    for T, V, spread, shift, label in [
+        (3, 4, 1, 0, "small logits"),
+        (6, 5, 1, -2000, "logits around -2000"),
+        (5, 9, 400, 900, "logits hundreds apart"),
+        (7, 7, 3, np.array([0, 3000, -3000, 0, 1500, -800, 60])[:, None], "a different level in each row"),
+    ]:
+        logits = spread * random.standard_normal((T, V)) + shift
+        cases.append(Case(f"T={T}, vocabulary {V}, {label}", (logits, random.integers(0, V, T))))
+    return cases
+
+
+def _loss_expected(logits, targets):
+    """The mean of log sum exp(logit - the target's logit), with each largest term taken out first."""
+    losses = []
+    for row, target in zip(logits.tolist(), targets.tolist(), strict=True):
+        gaps = [logit - row[target] for logit in row]
+        losses.append(max(gaps) + math.log(math.fsum(math.exp(gap - max(gaps)) for gap in gaps)))
+    return sum(losses) / len(losses)
+
+
+def _loss(lse=None, reduce=np.mean, sign=1, factor=1.0):
+    """The answer to 8.4, or a wrong one that differs from it in the parts that are passed."""
+
+    def safe(logits):
+        m = logits.max(axis=-1)
+        return m + np.log(np.exp(logits - m[:, None]).sum(axis=-1))
+
+    def answer(logits, targets):
+        right = logits[np.arange(len(targets)), targets]
+        return factor * sign * reduce((lse or safe)(logits) - right)
+
+    return answer
+
+
+def _one_maximum(logits):
+    m = logits.max()
+    return m + np.log(np.exp(logits - m).sum(axis=-1))
+
+
+def _maximum_forgotten(logits):
+    return np.log(np.exp(logits - logits.max(axis=-1, keepdims=True)).sum(axis=-1))
+
+
+def _softmax(logits):
+    p = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return p / p.sum(axis=-1, keepdims=True)
+
+
+def _chance_of(logits, targets):
+    return _softmax(logits)[np.arange(len(targets)), targets]
+
+
+_LOSS = Exercise(
+    number="8.4",
+    title="The loss, without overflow",
+    outputs=("loss",),
+    cases=_loss_cases,
+    expected=_loss_expected,
+    tolerance=1e-9,
+    tried="small logits, logits around -2000, logits hundreds apart, and rows of very different levels",
+    mistakes=(
+        Mistake(
+            "the maximum is not taken off, and large exponentials overflow or all of them vanish",
+            _loss(lse=lambda logits: np.log(np.exp(logits).sum(axis=-1))),
+            "Take each row's maximum off before the exponential and add it back after the logarithm: see section 4.",
+        ),
+        Mistake(
+            "one maximum serves the whole table, and rows far below it vanish",
+            _loss(lse=_one_maximum),
+            "Every row needs its own maximum: see section 4.",
+        ),
+        Mistake(
+            "the maximum is taken off and not added back",
+            _loss(lse=_maximum_forgotten),
+            "lse = m + log l: the unit must come back, see section 4.",
+        ),
+        Mistake(
+            "the logarithm is taken of a probability that has rounded to zero",
+            lambda logits, targets: -np.mean(np.log(_chance_of(logits, targets))),
+            "Subtract logarithms, lse - logit, instead of taking the logarithm of a quotient: see section 4.",
+        ),
+        Mistake(
+            "a small number is added to the probability, so that a great error costs little",
+            lambda logits, targets: -np.mean(np.log(_chance_of(logits, targets) + 1e-9)),
+            "No guard is needed for lse - logit: see section 4.",
+        ),
+        Mistake(
+            "the sign is turned round",
+            _loss(sign=-1),
+            "The loss is lse - logit, never negative: see section 4.",
+        ),
+        Mistake(
+            "the losses of the positions are summed instead of averaged",
+            _loss(reduce=np.sum),
+            "Take the mean over the positions: see the text of the exercise.",
+        ),
+        Mistake(
+            "only the last position counts",
+            _loss(reduce=lambda losses: losses[-1]),
+            "Every position predicts its next token: take the mean over all of them, see section 3.",
+        ),
+        Mistake(
+            "the loss is in bits instead of nats",
+            _loss(factor=1 / math.log(2)),
+            "Use the natural logarithm: see the text of the exercise.",
+        ),
+        Mistake(
+            "lse is taken over the positions instead of the vocabulary",
+            lambda logits, targets: float(
+                np.mean(
+                    (logits.max(axis=0) + np.log(np.exp(logits - logits.max(axis=0)).sum(axis=0)))[targets]
+                    - logits[np.arange(len(targets)), targets]
+                )
+            ),
+            "The tokens of the vocabulary compete, along the last axis: see section 4.",
+        ),
+        Mistake(
+            "the logit of the likeliest token is taken instead of that of the target",
+            lambda logits, targets: float(np.mean(_loss(reduce=lambda x: x)(logits, logits.argmax(axis=-1)))),
+            "Take the logit at `targets`, likely or not: see section 4.",
+        ),
+    ),
+)
+
+EXERCISES = (_LAYER, _KEPT, _SHIFT, _LOSS)

@@ -1,0 +1,387 @@
+"""Pictures of notebook 07: who owns which gradient, what the backward kernels read, how exact they are."""
+
+import matplotlib.ticker
+import numpy as np
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
+
+from helpers.plots import style
+
+KIB = 1024
+COLOURS = {"q": style.QUERY, "k": style.KEY, "v": style.VALUE, "do": style.OUTPUT, "lse": style.STATE}
+COLOURS["delta"] = style.STATE
+GRADIENTS = {"dq": style.QUERY, "dk": style.KEY, "dv": style.VALUE}
+HATCHES = {"dq": "", "dk": "//", "dv": "\\\\"}
+
+
+def owners():
+    """The grid of tile pairs, once with a program for each column and once with one for each row."""
+    figure, panels = style.subplots(1, 2, width=10, height=4.7)
+    rows, columns = 4, 5
+    for axes, by_column in zip(panels, (True, False), strict=True):
+        style.bare(axes)
+        axes.set_xlim(-1.5, columns + 2.1)
+        axes.set_ylim(rows + 2.1, -1.35)
+        axes.set_aspect("equal")
+        for i in range(rows):
+            for j in range(columns):
+                mine = j == 2 if by_column else i == 1
+                axes.add_patch(Rectangle((j, i), 0.94, 0.94, fc=style.LOGITS, alpha=0.75 if mine else 0.18, ec="none"))
+        for i in range(rows):
+            _cell(axes, -1.1, i, f"q{i}", style.QUERY)
+            _cell(axes, columns + 0.5, i, "dq", style.QUERY, strong=not by_column and i == 1)
+        for j in range(columns):
+            _cell(axes, j, -1.1, f"k{j}, v{j}", style.KEY)
+            _cell(axes, j, rows + 0.5, "dk, dv", style.KEY, strong=by_column and j == 2)
+        if by_column:
+            _arrow(axes, (2.47, 0.15), (2.47, rows + 0.45))
+            axes.set_title("dk and dv: one program for each column", loc="left")
+            note = "It walks down its tile of keys, and writes dk and dv once."
+        else:
+            _arrow(axes, (0.15, 1.47), (columns + 0.45, 1.47))
+            axes.set_title("dq: one program for each row", loc="left")
+            note = "It walks along its tile of queries, and writes dq once."
+        axes.text(columns / 2, rows + 1.85, note, ha="center", va="center")
+    return figure
+
+
+def lost_updates(orders, parts):
+    """Two programs that add to one number, in every order of their steps.
+
+    orders: [(steps, result)], steps a tuple of four names such as "A reads"; parts: what each adds.
+    """
+    figure, axes = style.subplots(width=9, height=3.9)
+    style.bare(axes)
+    right = sum(parts.values())
+    for column, (steps, result) in enumerate(orders):
+        for row, step in enumerate(steps):
+            first = step.startswith("A")
+            colour = style.QUERY if first else style.KEY
+            x = column + (0.06 if first else 0.34)
+            axes.add_patch(
+                Rectangle((x, row), 0.56, 0.84, fc=colour, alpha=0.35, ec=colour, hatch="" if first else "//")
+            )
+            axes.text(
+                x + 0.28,
+                row + 0.42,
+                step.replace(" ", "\n"),
+                ha="center",
+                va="center",
+                size=9,
+                linespacing=1.0,
+                bbox={"fc": style.PAPER, "ec": "none", "pad": 0.8, "alpha": 0.8},
+            )
+        good = result == right
+        axes.text(
+            column + 0.48,
+            len(steps) + 0.45,
+            f"{result:g}" + (" ✓" if good else " ✗"),
+            ha="center",
+            va="center",
+            weight="bold",
+            size=13,
+            color=style.INK if good else style.OUTPUT,
+        )
+    axes.annotate("", (-0.12, 4), (-0.12, 0), arrowprops={"arrowstyle": "-|>", "color": style.INK})
+    axes.text(-0.2, 2, "time", rotation=90, ha="right", va="center")
+    axes.text(-0.2, 4.45, "dq", ha="right", va="center", weight="bold")
+    axes.set_xlim(-0.5, len(orders))
+    axes.set_ylim(4.95, -0.1)
+    axes.set_title(" and ".join(f"{name} adds {part:g}" for name, part in parts.items()), loc="left")
+    return figure
+
+
+def reads_of_two_kernels(calls):
+    """How often each row of every input was read. calls: {title: replayed `KernelCall` with 2-D operands}."""
+    names = list(COLOURS)
+    figure, panels = style.subplots(len(calls), len(names), width=10, height=2.1 * len(calls) + 0.3, sharey=True)
+    for row, (title, call) in zip(panels, calls.items(), strict=True):
+        for axes, name in zip(row, names, strict=True):
+            reads = call.operands[name].reads
+            reads = reads if reads.ndim == 1 else reads[:, 0]
+            edges = np.arange(len(reads) + 1)
+            axes.stairs(reads, edges, fill=True, fc=COLOURS[name], alpha=0.45)
+            axes.stairs(reads, edges, fc="none", ec=COLOURS[name], lw=1.2)
+            axes.text(
+                len(reads) / 2,
+                reads.max() / 2,
+                f"{reads.max()}×",
+                ha="center",
+                va="center",
+                bbox={"fc": style.PAPER, "ec": "none", "pad": 1.2},
+            )
+            axes.set_title(name, loc="left")
+            axes.set_xticks([0, len(reads)])
+        row[0].set_ylabel(f"{title}\ntimes read")
+        row[0].yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+    for axes in panels[-1]:
+        axes.set_xlabel("row")
+    return figure
+
+
+def residuals():
+    """What flows from the forward kernel to the backward kernels."""
+    figure, axes = style.subplots(width=10, height=3.9)
+    style.bare(axes)
+    axes.set_xlim(0, 20)
+    axes.set_ylim(0, 7.8)
+
+    for y, name in zip((6.1, 4.7, 3.3), "qkv", strict=True):
+        _box(axes, 0.3, y, 1.2, 1.0, COLOURS[name], name)
+    _kernel(axes, 2.7, 3.1, 2.5, 4.2, "forward\nkernel")
+    _arrow(axes, (1.6, 5.2), (2.6, 5.2))
+    axes.text(6.0, 7.5, "kept between the passes", ha="left", va="center", weight="bold")
+    for number, (y, name) in enumerate(zip((6.1, 5.1, 4.1, 3.1, 2.1), ("q", "k", "v", "out", "lse"), strict=True)):
+        _box(axes, 6.0, y, 1.4, 0.85, (*map(COLOURS.get, "qkv"), style.OUTPUT, style.STATE)[number], name)
+    _arrow(axes, (5.3, 5.2), (5.9, 5.2))
+    _box(axes, 6.0, 0.3, 1.4, 0.85, style.OUTPUT, "dout", hatch="//")
+    axes.text(5.8, 0.72, "arrives later, from the loss", ha="right", va="center", size=9)
+
+    _kernel(axes, 9.2, 0.5, 2.2, 1.9, "delta\nkernel")
+    _kernel(axes, 13.4, 3.8, 2.6, 3.4, "dk and dv\nkernel")
+    _kernel(axes, 13.4, 0.5, 2.6, 2.4, "dq\nkernel")
+    axes.text(8.3, 1.9, "out", ha="center", va="bottom", size=9)
+    _arrow(axes, (7.5, 3.35), (9.1, 1.9))
+    _arrow(axes, (7.5, 0.72), (9.1, 0.95))
+    _arrow(axes, (11.5, 1.3), (13.3, 1.3))
+    _arrow(axes, (11.5, 2.0), (13.3, 4.1))
+    axes.text(12.3, 1.08, "delta", ha="center", va="top", size=9)
+    _arrow(axes, (7.5, 5.6), (13.3, 5.6))
+    _arrow(axes, (7.5, 4.9), (13.3, 2.45))
+    axes.text(10.4, 5.8, "q, k, v, lse, dout", ha="center", va="bottom", size=9)
+    _box(axes, 17.6, 5.8, 1.5, 1.0, style.KEY, "dk", hatch="//")
+    _box(axes, 17.6, 4.3, 1.5, 1.0, style.VALUE, "dv", hatch="\\\\")
+    _box(axes, 17.6, 1.2, 1.5, 1.0, style.QUERY, "dq")
+    for y in (6.3, 4.8, 1.7):
+        _arrow(axes, (16.1, y), (17.5, y))
+    return figure
+
+
+def products(counted):
+    """Stacked bars. counted: {form: {kernel: FLOPs of its products, in units of T S H}}."""
+    figure, axes = style.subplots(width=9, height=0.62 * len(counted) + 1.2)
+    looks = {
+        "forward": (style.OUTPUT, ""),
+        "dkv": (style.KEY, "//"),
+        "dq": (style.QUERY, ""),
+        "fused": (style.VALUE, "\\\\"),
+    }
+    for y, kernels in enumerate(counted.values()):
+        left = 0
+        for kernel, flops in kernels.items():
+            if not flops:
+                continue
+            colour, hatch = looks[kernel]
+            axes.barh(y, flops, 0.62, left=left, color=colour, alpha=0.45, ec="none")
+            axes.barh(y, flops, 0.62, left=left, fc="none", hatch=hatch, ec=colour, lw=1.2)
+            axes.text(
+                left + flops / 2,
+                y,
+                f"{kernel}: {flops:g}",
+                ha="center",
+                va="center",
+                bbox={"fc": style.PAPER, "ec": "none", "pad": 1.5},
+            )
+            left += flops
+        axes.text(left + 0.2, y, f"{left:g}", va="center", weight="bold")
+    axes.set_yticks(range(len(counted)), counted)
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 15.5)
+    axes.set_xlabel("FLOPs of the matrix products, in units of T S H")
+    axes.set_title("Counted from the kernels' own operations", loc="left")
+    return figure
+
+
+def orders_of_addition(values, exact):
+    """Which float32 results a sum gives in different orders.
+
+    values: the result in each order tried; exact: the sum in 64-bit arithmetic.
+    """
+    figure, axes = style.subplots(width=8, height=3.1)
+    found, counts = np.unique(np.asarray(values, np.float32), return_counts=True)
+    steps = (found.astype(np.float64) - exact) / float(np.spacing(np.float32(abs(exact))))
+    axes.bar(steps, counts, 0.6, color=style.QUERY, alpha=0.45, ec=style.QUERY, lw=1.2)
+    for x, count in zip(steps, counts, strict=True):
+        axes.text(x, count, f"{count}", ha="center", va="bottom", size=9)
+    axes.axvline(0, color=style.INK, lw=1.2, ls="--")
+    axes.text(0.04, 0.97, "exact", transform=axes.get_xaxis_transform(), ha="left", va="top", size=9)
+    axes.set_ylim(0, counts.max() * 1.2)
+    axes.set_xlabel("distance from the exact sum, in steps between neighbouring float32 numbers")
+    axes.set_ylabel("orders tried")
+    axes.set_title(f"One entry of dq: {len(found)} results from {len(values)} orders", loc="left")
+    return figure
+
+
+def causal_visits(kinds, query_reads, key_reads, block_q, block_k):
+    """The tile pairs that both kernels visit, with the reads that a replay counted beside them.
+
+    kinds: (query tiles, key tiles) of "skipped", "partial" or "full". query_reads: how often the
+    dk and dv kernel read each tile of queries; key_reads: how often the dq kernel read each tile of keys.
+    """
+    rows, columns = kinds.shape
+    looks = {"full": (style.LOGITS, None), "partial": ("#EBCBDD", "//"), "skipped": (style.SKIPPED, None)}
+    figure, panels = style.subplots(1, 2, width=10, height=4.9)
+    for axes, by_column in zip(panels, (True, False), strict=True):
+        style.bare(axes)
+        axes.set_xlim(-1.6, columns + 2.3)
+        axes.set_ylim(rows + 2.5, -0.25)
+        for i in range(rows):
+            for j in range(columns):
+                colour, hatch = looks[kinds[i, j]]
+                axes.add_patch(Rectangle((j, i), 1, 1, fc=colour, ec=style.PAPER, hatch=hatch, lw=1.2))
+        for i in range(rows):
+            axes.text(-0.15, i + 0.5, f"q{i}", ha="right", va="center", size=9)
+        for j in range(columns):
+            axes.text(j + 0.5, rows + 0.15, f"k{j}", ha="center", va="top", size=9)
+        if by_column:
+            for j in range(columns):
+                visited = [i for i in range(rows) if kinds[i, j] != "skipped"]
+                _arrow(axes, (j + 0.5, visited[0] + 0.1), (j + 0.5, visited[-1] + 0.95), size=11)
+            for i, reads in enumerate(query_reads):
+                width = 1.5 * reads / max(query_reads)
+                axes.add_patch(Rectangle((columns + 0.2, i + 0.15), width, 0.7, fc=style.QUERY, alpha=0.45, ec="none"))
+                axes.text(columns + 0.3, i + 0.5, f"{reads}×", va="center", size=9)
+            axes.set_title("dk and dv kernel: each column starts late", loc="left")
+            axes.text(columns + 1.1, rows + 0.55, "reads of\nthis tile of q", ha="center", va="center", size=9)
+        else:
+            for i in range(rows):
+                visited = [j for j in range(columns) if kinds[i, j] != "skipped"]
+                _arrow(axes, (visited[0] + 0.1, i + 0.5), (visited[-1] + 0.95, i + 0.5), size=11)
+            for j, reads in enumerate(key_reads):
+                height = 1.1 * reads / max(key_reads)
+                axes.add_patch(Rectangle((j + 0.15, rows + 0.7), 0.7, height, fc=style.KEY, alpha=0.55, ec="none"))
+                axes.text(j + 0.5, rows + 0.8 + height, f"{reads}×", ha="center", va="top", size=9)
+            axes.set_title("dq kernel: each row ends early", loc="left")
+            axes.text(columns + 1.15, rows + 1.2, "reads of this\ntile of k", ha="center", va="center", size=9)
+    figure.legend(
+        handles=[
+            Patch(fc=looks["full"][0], label="visited, every pair visible"),
+            Patch(fc=looks["partial"][0], ec=style.PAPER, hatch="//", label="visited and masked"),
+            Patch(fc=style.SKIPPED, label="never visited"),
+        ],
+        loc="outside lower center",
+        ncols=3,
+    )
+    figure.suptitle(f"Causal, {block_q} queries and {block_k} keys to a tile", x=0.01, ha="left", size=11)
+    return figure
+
+
+def group_traffic(panels):
+    """Bytes by array for two ways to share a head. panels: {title: {array: (bytes read, bytes written)}}."""
+    figure, axes = style.subplots(1, len(panels), width=10, height=3.1, sharex=True)
+    most = max(sum(pair) for arrays in panels.values() for pair in arrays.values()) / KIB
+    for panel, (title, arrays) in zip(axes, panels.items(), strict=True):
+        for y, (read, written) in enumerate(arrays.values()):
+            panel.barh(y, read / KIB, 0.66, color=style.KEY, alpha=0.55, ec=style.INK, lw=0.8)
+            panel.barh(y, written / KIB, 0.66, left=read / KIB, color=style.OUTPUT, hatch="//", ec=style.INK, lw=0.8)
+            panel.text((read + written) / KIB + most * 0.02, y, f"{(read + written) / KIB:.0f}", va="center", size=9)
+        panel.set_yticks(range(len(arrays)), arrays)
+        panel.tick_params(axis="y", length=0)
+        panel.invert_yaxis()
+        panel.set_xlim(0, most * 1.15)
+        panel.set_xlabel("KiB moved")
+        total = sum(sum(pair) for pair in arrays.values()) / KIB
+        panel.set_title(f"{title}: {total:.0f} KiB", loc="left")
+    figure.legend(
+        handles=[
+            Patch(fc=style.KEY, alpha=0.55, ec=style.INK, label="read"),
+            Patch(fc=style.OUTPUT, ec=style.INK, hatch="//", label="written"),
+        ],
+        loc="outside lower center",
+        ncols=2,
+    )
+    return figure
+
+
+def word_gradients(gradients, tokens, word):
+    """Length of the gradient at each word. gradients: {"dq" …: (T, H)}; word: the position that the loss looks at."""
+    figure, panels = style.subplots(len(gradients), 1, width=10, height=1.55 * len(gradients) + 0.9, sharex=True)
+    for axes, (name, gradient) in zip(panels, gradients.items(), strict=True):
+        lengths = np.linalg.norm(gradient, axis=1)
+        axes.bar(range(len(tokens)), lengths, 0.75, color=GRADIENTS[name], alpha=0.5, ec="none")
+        axes.bar(range(len(tokens)), lengths, 0.75, fc="none", ec=GRADIENTS[name], hatch=HATCHES[name], lw=1)
+        axes.axvline(word, color=style.INK, lw=1, ls=":", zorder=0)
+        axes.set_ylabel(f"length of\n{name}")
+        axes.set_ylim(0, lengths.max() * 1.15)
+    panels[-1].set_xticks(range(len(tokens)), tokens, rotation=60, ha="right")
+    panels[-1].tick_params(axis="x", length=0)
+    panels[0].set_title(f"What the output of “{tokens[word]}”, word {word}, depends on", loc="left")
+    return figure
+
+
+def gradient_errors(errors):
+    """Bars on a logarithmic axis. errors: {title: {implementation: relative errors of dq, dk and dv}}."""
+    figure, panels = style.subplots(
+        1, len(errors), width=10 if len(errors) > 1 else 8, height=3.5, sharey=True, squeeze=False
+    )
+    looks = {
+        "the kernels": (style.OUTPUT, ""),
+        "the kernels, out not rounded": (style.STATE, ".."),
+        "naive, same dtype": (style.SKIPPED, "//"),
+    }
+    for axes, (title, rows) in zip(panels[0], errors.items(), strict=True):
+        width = 0.84 / len(rows)
+        for number, (name, heights) in enumerate(rows.items()):
+            colour, hatch = looks[name]
+            x = np.arange(3) + width * (number - (len(rows) - 1) / 2)
+            axes.bar(x, heights, 0.9 * width, color=colour, hatch=hatch, ec=style.INK, lw=0.8, label=name)
+        axes.set_yscale("log")
+        axes.set_xticks(range(3), ("dq", "dk", "dv"))
+        axes.tick_params(axis="x", length=0)
+        axes.set_title(title, loc="left")
+    tallest = max(max(heights) for rows in errors.values() for heights in rows.values())
+    panels[0, 0].set_ylim(1e-8 if len(errors) > 1 else 1e-4, 3 * tallest)
+    panels[0, 0].set_ylabel("relative error")
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    return figure
+
+
+def kept(lengths, kept_bytes):
+    """Bytes kept between the passes against T. kept_bytes: {name: [bytes for each length]}."""
+    figure, axes = style.subplots(width=8, height=3.9)
+    looks = [(style.LOGITS, "o", "-"), (style.FAINT, "^", "--"), (style.STATE, "s", "-")]
+    for (name, amounts), (colour, marker, line) in zip(kept_bytes.items(), looks, strict=True):
+        amounts = np.array(amounts) / KIB**2
+        axes.plot(lengths, amounts, color=colour, marker=marker, ls=line)
+        axes.annotate(name, (lengths[-1], amounts[-1]), (8, 0), textcoords="offset points", va="center")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(lengths, lengths)
+    axes.set_xlim(lengths[0] * 0.85, lengths[-1] * 5)
+    axes.minorticks_off()
+    axes.set_xlabel("T = S")
+    axes.set_ylabel("MiB kept for the backward pass")
+    axes.set_title("One head, H = 64, float32", loc="left")
+    return figure
+
+
+def _cell(axes, x, y, text, colour, strong=False):
+    axes.add_patch(Rectangle((x, y), 0.94, 0.94, fc=colour, alpha=0.85 if strong else 0.25, ec="none"))
+    if strong:
+        axes.add_patch(Rectangle((x, y), 0.94, 0.94, fc="none", ec=style.INK, lw=1.5))
+    axes.text(x + 0.47, y + 0.47, text, ha="center", va="center", size=9, weight="bold" if strong else "normal")
+
+
+def _box(axes, x, y, width, height, colour, name, hatch=None):
+    axes.add_patch(Rectangle((x, y), width, height, fc=colour, alpha=0.30, ec="none"))
+    axes.add_patch(Rectangle((x, y), width, height, fc="none", ec=colour, lw=1.6))
+    if hatch:
+        axes.add_patch(Rectangle((x, y), width, height, fc="none", ec=colour, hatch=hatch, lw=0, alpha=0.25))
+    axes.text(x + width / 2, y + height / 2, name, ha="center", va="center", weight="bold")
+
+
+def _kernel(axes, x, y, width, height, name):
+    axes.add_patch(
+        FancyBboxPatch(
+            (x, y), width, height, boxstyle="round,pad=0,rounding_size=0.25", fc="#EEF1F4", ec=style.INK, lw=1.5
+        )
+    )
+    axes.text(x + width / 2, y + height / 2, name, ha="center", va="center", weight="bold", linespacing=1.2)
+
+
+def _arrow(axes, start, stop, size=15):
+    axes.add_patch(FancyArrowPatch(start, stop, arrowstyle="-|>", mutation_scale=size, color=style.INK, lw=1.5))
+
+
+FIGURES = {"07-owners.png": owners, "07-residuals.png": residuals}
