@@ -4,14 +4,15 @@ A fault is a small change to the source of the kernel. The unchanged source goes
 machinery and must pass, so a fault is caught for what it does.
 """
 
+import functools
 import inspect
 import types
 
 import pytest
-from attention_cases import AttentionCase, check_forward
+from attention_cases import AttentionCase, check_forward, check_gradients, cotangents
 
 from helpers.attention import masking
-from helpers.attention.portable import forward as portable
+from helpers.attention.portable import backward, forward, tiles
 from helpers.attention.problem import check_call
 
 CASES = [
@@ -49,15 +50,15 @@ FAULTS = {
     "the head_dim is not masked": ("in_head = jnp.arange(head_padded)[None, :] < problem.H", "in_head = jnp.arange(head_padded)[None, :] < head_padded"),
     "p is summed in 16 bits": ("p.sum(axis=1)", "p.astype(v.dtype).sum(axis=1)"),
     "acc is kept in 16 bits": ("return m_new, l, acc", "return m_new, l, acc.astype(v.dtype).astype(jnp.float32)"),
-    "lengths of the keys are ignored": ("jnp.minimum(key_length_ref[...], problem.S)", "problem.S"),
-    "lengths of the queries are ignored": ("jnp.minimum(query_length_ref[...], problem.T)", "problem.T"),
+    "lengths of the keys are ignored": ("length_of(key_length_ref, problem.S)", "problem.S"),
+    "lengths of the queries are ignored": ("length_of(query_length_ref, problem.T)", "problem.T"),
     "an empty row divides by zero": ("l = jnp.where(empty, 1, l)", "l = l"),
     "the scale is ignored": ("problem.scale *", "problem.H**-0.5 *"),
     "the sign of the scale is lost": ("problem.scale *", "abs(problem.scale) *"),
-    "everything 16-bit becomes float16": ("_dot(p.astype(v.dtype), v)", "_dot(p.astype(jnp.float16), v.astype(jnp.float16))"),
+    "everything 16-bit becomes float16": ("dot(p.astype(v.dtype), v)", "dot(p.astype(jnp.float16), v.astype(jnp.float16))"),
     "acc is rounded before the division": ("(acc / l[:, None]).astype(out_ref.dtype)", "acc.astype(out_ref.dtype) / l.astype(out_ref.dtype)[:, None]"),
     "values are clipped": ("k = plt.load(k_ref.at[tile, :], mask=k_mask, other=0)\n        v = plt.load(v_ref.at[tile, :], mask=k_mask, other=0)", "k = plt.load(k_ref.at[tile, :], mask=k_mask, other=0)\n        v = jnp.clip(plt.load(v_ref.at[tile, :], mask=k_mask, other=0), -1e4, 1e4)"),
-    "the maximum is over hidden keys too": ("jnp.maximum(m, s.max(axis=1))", "jnp.maximum(m, (problem.scale * LOG2_E * _dot(q, k.T)).max(axis=1))"),
+    "the maximum is over hidden keys too": ("jnp.maximum(m, s.max(axis=1))", "jnp.maximum(m, (problem.scale * LOG2_E * dot(q, k.T)).max(axis=1))"),
     "columns repeat past the 64th of the head": ("in_head = jnp.arange(head_padded)[None, :] < problem.H", "in_head = jnp.arange(head_padded)[None, :] < min(problem.H, 64)"),
 }  # fmt: skip
 
@@ -71,48 +72,111 @@ MASK_FAULTS = {
 }
 
 
-def kernel_with(module, *fault):
-    """A copy of the forward module in which `fault` = (old, new) changed the source of `module`."""
-    sources = {portable: inspect.getsource(portable), masking: inspect.getsource(masking)}
-    if fault:
-        old, new = fault
-        assert sources[module].count(old) == 1, f"{old!r} must stand exactly once in {module.__name__}"
-        sources[module] = sources[module].replace(old, new)
+GRADIENT_CASES = [
+    AttentionCase(63, 65, 24, N=4, K=2, dtype="float32"),
+    AttentionCase(100, 70, 24, N=2, K=1, B=2, arguments={"is_causal": True}, key_lengths=(70, 20)),
+    AttentionCase(64, 64, 24, arguments={"local_window_size": (17, 17)}),
+    AttentionCase(60, 50, 16, B=2, query_lengths=(60, 20), key_lengths=(0, 50)),
+    AttentionCase(40, 90, 64, dtype="bfloat16", arguments={"scale": -0.3}),
+]
+
+GRADIENT_FAULTS = {
+    "delta is missing": ("p * (dp - delta[:, None])", "p * dp"),
+    "delta is added": ("p * (dp - delta[:, None])", "p * (dp + delta[:, None])"),
+    "delta is rowsum(do)": ("(out * do).sum(axis=1)", "do.sum(axis=1)"),
+    "the gradient of lse is forgotten": (".sum(axis=1) - dlse", ".sum(axis=1)"),
+    "the gradient of lse is added to delta": (".sum(axis=1) - dlse", ".sum(axis=1) + dlse"),
+    "blind rows pass a gradient": ("jnp.where(lse == -jnp.inf, 0, delta)", "delta / 0"),
+    "lse is not in base 2": ("(LOG2_E * lse)", "lse"),
+    "p is not masked": ("jnp.where(seen, jnp.exp2(s - (LOG2_E * lse)[:, None]), 0)", "jnp.exp2(s - (LOG2_E * lse)[:, None])"),
+    "the scale is missing in p": ("(scale * LOG2_E)", "LOG2_E"),
+    "lse is rounded to 16 bits": ("(LOG2_E * lse)", "(LOG2_E * lse.astype(q.dtype if q.dtype.itemsize == 2 else jnp.float16)).astype(jnp.float32)"),
+    "dv uses ds": ("dv += dot(p.astype(do.dtype).T, do)", "dv += dot(ds.astype(do.dtype).T, do)"),
+    "dv is overwritten": ("dv += dot(", "dv = dot("),
+    "dk is overwritten": ("dk += dot(", "dk = dot("),
+    "dk is not scaled": ("(problem.scale * dk)", "dk"),
+    "dq is not scaled": ("(problem.scale * dq)", "dq"),
+    "dq is scaled twice": ("(problem.scale * dq)", "(problem.scale**2 * dq)"),
+    "only the first head of a group counts": ("fori_loop(0, problem.group, one_head", "fori_loop(0, 1, one_head"),
+    "the first query tile is skipped": ("fori_loop(first, stop, lambda i", "fori_loop(first + 1, stop, lambda i"),
+    "the last key tile is skipped": ("fori_loop(first, stop, one_key_tile", "fori_loop(first, stop - 1, one_key_tile"),
+    "ds is rounded to float16": ("ds = ds.astype(q.dtype)", "ds = ds.astype(jnp.float16).astype(q.dtype)"),
+    "every query head reads key head 0": ("n // problem.group, 0)", "0, 0)"),
+}  # fmt: skip
+
+MODULES = (masking, tiles, forward, backward)
+
+
+def kernels_with(changed=None, fault=None):
+    """Copies of the kernel modules in which `fault` = (old, new) changed the source of one of them."""
     copies = {}
-    for original in (masking, portable):
-        copies[original] = types.ModuleType(original.__name__)
-        copies[original].__dict__.update({"__file__": original.__file__})
-        exec(compile(sources[original], original.__file__, "exec"), copies[original].__dict__)
-    copies[portable].key_tiles = copies[masking].key_tiles
-    copies[portable].visible = copies[masking].visible
-    return copies[portable]
+    for module in MODULES:
+        source = inspect.getsource(module)
+        if module is changed:
+            old, new = fault
+            assert source.count(old) >= 1, f"{old!r} does not stand in {module.__name__}"
+            source = source.replace(old, new)
+        copy = copies[module] = types.ModuleType(module.__name__)
+        copy.__file__ = module.__file__
+        exec(compile(source, module.__file__, "exec"), copy.__dict__)
+        # What the copy imported from a module that was copied before it, it takes from that copy.
+        for original, earlier in copies.items():
+            for name, value in vars(original).items():
+                if not name.startswith("__") and vars(copy).get(name) is value and original is not module:
+                    setattr(copy, name, getattr(earlier, name))
+    return copies
 
 
-def caught(module):
-    """Whether some case fails its comparison with the oracle."""
+def run_forward(copies, query, key, value, **arguments):
+    call = check_call(query, key, value, **arguments)
+    out, lse = copies[forward].forward(call, block_q=16, block_k=32, interpret=True)
+    return out, lse.swapaxes(1, 2)
 
-    def attention(query, key, value, **arguments):
-        call = check_call(query, key, value, **arguments)
-        out, lse = module.forward(call, block_q=16, block_k=32, interpret=True)
-        return out, lse.swapaxes(1, 2)
 
-    for case in CASES:
+def run_backward(copies, case):
+    arrays, arguments = case.inputs()
+    call = check_call(*arrays, **arguments)
+    dout, dlse = cotangents(case)
+    out, lse = forward.forward(call, interpret=True)
+    options = {"block_q": 16, "block_k": 32, "interpret": True}
+    return copies[backward].backward(call, out, lse, dout, dlse.swapaxes(1, 2), **options)
+
+
+def caught(copies):
+    """Whether some forward case fails its comparison with the oracle."""
+    return _fails(lambda case: check_forward(functools.partial(run_forward, copies), case), CASES)
+
+
+def gradients_caught(copies):
+    """Whether some backward case does."""
+    return _fails(lambda case: check_gradients(functools.partial(run_backward, copies), case), GRADIENT_CASES)
+
+
+def _fails(check, cases):
+    for case in cases:
         try:
-            check_forward(attention, case)
+            check(case)
         except AssertionError:
             return True
     return False
 
 
-def test_the_sound_kernel_passes():
-    assert not caught(kernel_with(portable))
+def test_the_sound_kernels_pass():
+    assert not caught(kernels_with())
+    assert not gradients_caught(kernels_with())
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_the_kernel_is_caught(name):
-    assert caught(kernel_with(portable, *FAULTS[name]))
+    assert caught(kernels_with(forward, FAULTS[name]))
+
+
+@pytest.mark.parametrize("name", GRADIENT_FAULTS)
+def test_a_fault_in_the_backward_kernels_is_caught(name):
+    assert gradients_caught(kernels_with(backward, GRADIENT_FAULTS[name]))
 
 
 @pytest.mark.parametrize("name", MASK_FAULTS)
 def test_a_fault_in_the_mask_is_caught(name):
-    assert caught(kernel_with(masking, *MASK_FAULTS[name]))
+    copies = kernels_with(masking, MASK_FAULTS[name])
+    assert caught(copies) and gradients_caught(copies)

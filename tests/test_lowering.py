@@ -1,6 +1,7 @@
 """The kernel lowers for an NVIDIA GPU, on a machine that has none, and allocates nothing but its outputs."""
 
 import functools
+import itertools
 import re
 import warnings
 
@@ -24,9 +25,13 @@ def lower(shape, H, dtype, N=2, K=1, lengths=False, **arguments):
     named = {}
     if lengths:
         named = dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), jax.ShapeDtypeStruct((2,), jnp.int32))
+    return lower_for_cuda(attention, query, key, key, **named)
+
+
+def lower_for_cuda(function, *arguments, **named):
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=AMPERE)), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Triton backend is deprecated")
-        return jax.jit(attention).trace(query, key, key, **named).lower(lowering_platforms=("cuda",)).as_text()
+        return jax.jit(function).trace(*arguments, **named).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
@@ -58,6 +63,22 @@ def test_nothing_but_the_kernel():
     shapes = set(re.findall(r"tensor<((?:\d+x)+\w+)>", text)) - {"4xindex", "3xindex"}
     query_and_out, key_and_value, lse = "2x1024x8x64xbf16", "2x1024x1x64xbf16", "2x8x1024xf32"
     assert shapes == {query_and_out, key_and_value, lse}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("H", HEAD_DIMS)
+def test_the_backward_kernels(H, dtype):
+    for (T, S), (N, K) in itertools.product([(1, 7), (113, 203), (1023, 1024)], [(1, 1), (8, 1)]):
+        query, key = jax.ShapeDtypeStruct((2, T, N, H), dtype), jax.ShapeDtypeStruct((2, S, K, H), dtype)
+        lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
+
+        def loss(query, key, value, lengths):
+            arguments = {"key_value_seq_lengths": lengths, "is_causal": True, "return_residual": True}
+            out, lse = flash_attention(query, key, value, implementation="portable", **arguments)
+            return out.astype(jnp.float32).sum() + lse.sum()
+
+        text = lower_for_cuda(jax.grad(loss, (0, 1, 2)), query, key, key, lengths)
+        assert text.count("@__gpu$xla.gpu.triton") == 4  # forward, delta, dkv, dq
 
 
 def products(jaxpr):

@@ -1,0 +1,60 @@
+"""Memory of forward and backward together grows with T, not with T squared."""
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_lowering import lower_for_cuda
+
+from helpers import flash_attention
+from helpers.measure import cost
+
+LENGTHS = (1024, 2048, 4096, 8192)
+B, N, H = 1, 2, 64
+
+
+def gradients(query, key, value, dout):
+    _, pull_back = jax.vjp(lambda *a: flash_attention(*a, is_causal=True, implementation="portable"), query, key, value)
+    return pull_back(dout)
+
+
+def shapes(T):
+    return [jax.ShapeDtypeStruct((B, T, N, H), jnp.bfloat16)] * 4
+
+
+def temporary_bytes(T):
+    return jax.jit(gradients).lower(*shapes(T)).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_compiled_memory_grows_at_most_linearly():
+    measured = [temporary_bytes(T) for T in LENGTHS]
+    for shorter, longer in itertools.pairwise(measured):
+        assert longer <= 2.02 * shorter
+
+
+def bytes_of_results(text):
+    """Bytes of what the operations of a lowered program return, by summing their array types."""
+    sizes = {"bf16": 2, "f32": 4}
+    total = 0
+    for line in text.splitlines():
+        if re.search(r"= (\"?stablehlo\.custom_call|stablehlo\.broadcast_in_dim)", line):
+            for shape, kind in re.findall(r"tensor<((?:\d+x)+)(\w+)>", line.rsplit("->", 1)[1]):
+                total += sizes[kind] * int(np.prod([int(n) for n in shape.split("x")[:-1]]))
+    return total
+
+
+def test_arrays_of_the_gpu_program_follow_the_formula():
+    """Without a GPU: what the kernels return, less the three gradients, is the stated footprint."""
+    for T in LENGTHS:
+        intermediate = bytes_of_results(lower_for_cuda(gradients, *shapes(T))) - 3 * 2 * B * T * N * H
+        expected = cost.gradient_footprint(B, T, N, H, itemsize=2)
+        assert expected <= intermediate <= 1.25 * expected
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU; the program lowered for one is tested above")
+def test_compiled_memory_on_a_gpu_follows_the_formula():
+    for T in LENGTHS:
+        assert temporary_bytes(T) <= 1.25 * cost.gradient_footprint(B, T, N, H, itemsize=2)
