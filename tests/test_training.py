@@ -11,7 +11,7 @@ import pytest
 
 from helpers import flash_attention, transformer
 
-CONFIG = transformer.Config(vocabulary=11, N=2, H=16, layers=2)
+CONFIG = transformer.Config(vocabulary=11, N=2, H=16, layers=1)
 TOLERANCE = 1e-5  # relative, of a gradient; the faults below are off by at least 100 times as much
 naive = functools.partial(flash_attention, implementation="reference")
 flash = functools.partial(flash_attention, implementation="portable")
@@ -136,14 +136,12 @@ def test_a_seed_decides_the_parameters():
     one, same, other = (transformer.init(CONFIG, seed) for seed in (1, 1, 2))
     equal = functools.partial(jax.tree.map, lambda a, b: bool((a == b).all()))
     assert all(jax.tree.leaves(equal(one, same)))
-    assert not equal(one, other)["embedding"] and not equal(one, other)["blocks"][1]["down"]
+    assert not equal(one, other)["embedding"] and not equal(one, other)["blocks"][0]["down"]
 
 
-def trained(attention, steps=30):
-    """Losses on one batch that is shown again and again."""
+@functools.cache
+def compiled_step(attention):
     optimiser = optax.adam(3e-3)
-    parameters = transformer.init(CONFIG)
-    state, losses = (parameters, optimiser.init(parameters)), []
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state, batch):
@@ -152,6 +150,14 @@ def trained(attention, steps=30):
         updates, remembered = optimiser.update(gradients, remembered, parameters)
         return (optax.apply_updates(parameters, updates), remembered), loss
 
+    return optimiser, step
+
+
+def trained(attention, steps=30):
+    """Losses on one batch that is shown again and again."""
+    optimiser, step = compiled_step(attention)
+    parameters = transformer.init(CONFIG)
+    state, losses = (parameters, optimiser.init(parameters)), []
     for _ in range(steps):
         state, loss = step(state, batch_of(T=40))
         losses.append(float(loss))

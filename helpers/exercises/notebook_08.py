@@ -17,15 +17,15 @@ def _layer_cases():
     random = np.random.default_rng(81)
 
     def case(label, x, w_qkv, w_merge, N, implementation="reference"):
-        weights = random.standard_normal(x.shape)
-        arrays = (np.asarray(array, np.float32) for array in (x, w_qkv, w_merge, weights))
+        dout = random.standard_normal(x.shape)
+        arrays = (np.asarray(array, np.float32) for array in (x, w_qkv, w_merge, dout))
         return Case(label, (*arrays, N, implementation))
 
     eye = np.eye(2)
     cases = [
         case(
             "the case worked by hand, naive attention",
-            [[[0, 1], [1, 0]]] * np.ones((1, 1, 1)),
+            np.array([[[0.0, 1.0], [1.0, 0.0]]]),
             np.hstack([eye, math.log(3) * eye, eye]),
             eye,
             2,
@@ -96,13 +96,13 @@ def _split_without_moving(array, N):
     return array.reshape(B, N, T, C // N).swapaxes(1, 2)
 
 
-def _layer(split=_split, parts=lambda q, k, v: (q, k, v), causal=True, join=None, merge=True, heads=None, add=False):
+def _layer(split=_split, parts=lambda q, k, v, H: (q, k, v), causal=True, join=None, merge=True, heads=None, add=False):
     """The answer to 8.1, or a wrong one that differs from it in the parts that are passed."""
 
     def layer(x, w_qkv, w_merge, N, attention):
         B, T, C = x.shape
         N = heads or N
-        q, k, v = (split(part, N) for part in parts(*jnp.split(x @ w_qkv, 3, axis=-1)))
+        q, k, v = (split(part, N) for part in parts(*jnp.split(x @ w_qkv, 3, axis=-1), C // N))
         out = attention(q, k, v, is_causal=causal)
         out = (join(out) if join else out).reshape(B, T, C)
         out = out @ w_merge if merge else out
@@ -173,12 +173,12 @@ _LAYER = Exercise(
         ),
         Mistake(
             "keys and values are exchanged",
-            _layer(parts=lambda q, k, v: (q, v, k)),
+            _layer(parts=lambda q, k, v, H: (q, v, k)),
             "The order in w_qkv is q, k, v: see the text of the exercise.",
         ),
         Mistake(
             "the queries are scaled before attention, which scales them again",
-            _layer(parts=lambda q, k, v: (q / math.sqrt(2), k, v)),
+            _layer(parts=lambda q, k, v, H: (q / math.sqrt(H), k, v)),
             "attention multiplies the logits by 1 / √H itself: leave q as it is, see section 1.",
         ),
         Mistake(

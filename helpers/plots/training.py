@@ -29,7 +29,7 @@ def model():
             zorder=-1,
         )
     )
-    axes.text(3.8, 5.6, "one block, repeated `layers` times", va="center", size=9.5)
+    axes.text(3.8, 5.6, "one block; the model has several of them, one after another", va="center", size=9.5)
 
     _arrow(axes, (0.9, 2.2), (18.2, 2.2))
     _box(axes, 0.2, 1.7, 1.3, 1.0, style.PAPER, "tokens", style.FAINT)
@@ -73,7 +73,7 @@ def model():
         color=style.OUTPUT,
         arrowprops={"arrowstyle": "-|>", "color": style.OUTPUT, "lw": 1.4},
     )
-    axes.text(12.95, 3.1, "each position by itself", ha="center", va="center", size=9)
+    axes.text(12.1, 3.1, "each position by itself", ha="left", va="center", size=9)
     axes.text(5.0, 3.1, "positions meet", ha="left", va="center", size=9)
     for x, shape in ((0.85, "(B, T)"), (2.6, "(B, T, C)"), (18.7, "(B, T, vocabulary)")):
         axes.text(x, 1.3, shape, ha="center", va="center", size=8.5)
@@ -117,7 +117,7 @@ def influence(panels):
     return figure
 
 
-def kept(arrays, T):
+def kept(arrays, T, H):
     """What forward leaves in memory for backward, one bar for each version of attention.
 
     arrays: {version: [(shape, bytes)]}.
@@ -125,14 +125,14 @@ def kept(arrays, T):
     figure, axes = style.subplots(width=9, height=2.7)
     kinds = {
         "a (T, T) table for each head": (style.LOGITS, "//"),
-        "an array like q": (style.QUERY, ""),
-        "a number for each row": (style.STATE, "xx"),
+        "an array of the shape of q": (style.QUERY, ""),
+        "one number for each row": (style.OUTPUT, "xx"),
     }
+    looks = list(kinds.values())
     for row, found in enumerate(arrays.values()):
         start = 0
         for shape, size in sorted(found, key=lambda entry: -entry[1]):
-            table, rows = shape[-2:] == (T, T), np.prod(shape[-2:]) <= T
-            colour, hatch = list(kinds.values())[0 if table else 2 if rows else 1]
+            colour, hatch = looks[0 if shape[-2:] == (T, T) else 1 if shape[-1:] == (H,) else 2]
             axes.barh(-row, size / MIB, left=start / MIB, fc=colour, hatch=hatch, ec=style.PAPER, height=0.62)
             start += size
         axes.text(start / MIB, -row, f"  {start / MIB:.1f} MiB", va="center")
@@ -222,7 +222,7 @@ def curves(naive, flash, limit):
     seen = difference > 0
     steps = np.arange(len(naive))
     below.plot(steps[seen], difference[seen], "o", color=style.INK, ms=2.5, label="difference, where it is not zero")
-    below.axhline(limit, color=style.OUTPUT, lw=1.5, ls=":", label=f"limit, {limit:g}")
+    below.axhline(limit, color=style.OUTPUT, lw=1.5, ls=":", label=f"the limit, {limit:g}")
     below.set_yscale("log")
     below.set_ylim(1e-8, 1e-2)
     below.set_ylabel("|difference|")
@@ -263,17 +263,20 @@ def faults(right, wrong, limit):
 
 def heads(weights, characters):
     """Maps of attention, one panel for each block and head: weights maps a title to a (T, T) array."""
-    figure, panels = style.subplots(1, len(weights), width=11, height=3.9, sharey=True)
+    figure, grid = style.subplots(2, -(-len(weights) // 2), width=8.6, height=7.8, sharex=True, sharey=True)
+    panels = grid.reshape(-1)
     names = [{"\n": "↵", "\t": "⇥", " ": "␣"}.get(character, character) for character in characters]
     for axes, (title, table) in zip(panels, weights.items(), strict=True):
         image = axes.imshow(table, cmap=style.PROBABILITY_MAP, vmin=0, vmax=1)
-        axes.set_xticks(range(len(names)), names, size=7, family="DejaVu Sans Mono")
-        axes.set_yticks(range(len(names)), names, size=7, family="DejaVu Sans Mono")
+        axes.set_xticks(range(len(names)), names, size=8, family="DejaVu Sans Mono")
+        axes.set_yticks(range(len(names)), names, size=8, family="DejaVu Sans Mono")
         axes.tick_params(length=0)
         axes.set_title(title, loc="left")
+    for axes in grid[-1]:
         axes.set_xlabel("key")
-    panels[0].set_ylabel("query")
-    figure.colorbar(image, ax=panels, label="weight", shrink=0.7)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("query")
+    figure.colorbar(image, ax=grid, label="weight", shrink=0.6)
     return figure
 
 
@@ -283,16 +286,8 @@ def memory(lengths, measured, title):
     looks = {"naive": (NAIVE, "o", "-"), "flash": (FLASH, "s", "--")}
     for name, values in measured.items():
         colour, marker, dash = looks[name]
-        axes.plot(lengths, np.asarray(values) / MIB, dash, color=colour, marker=marker, label=name)
-        growth = values[-1] / values[-2]
-        axes.annotate(
-            f"× {growth:.1f} for twice the length",
-            (lengths[-1], values[-1] / MIB),
-            (-10, 6 if name == "naive" else -16),
-            textcoords="offset points",
-            ha="right",
-            size=9,
-        )
+        label = f"{name}: × {values[-1] / values[-2]:.1f} for the last doubling"
+        axes.plot(lengths, np.asarray(values) / MIB, dash, color=colour, marker=marker, label=label)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=10)
     axes.set_xticks(lengths, [str(T) for T in lengths])
