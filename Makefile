@@ -7,6 +7,8 @@ OLDEST_JAX = 0.11.2
 # Jupyter refuses to run as root unless told so; it listens on this machine only, behind its token.
 OFFLINE = --LabApp.news_url=None --LabApp.check_for_updates_class=jupyterlab.handlers.announcements.NeverCheckForUpdate
 AS_ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
+# One worker a core: threads of their own would only get in each other's way.
+ON_CPU = JAX_PLATFORMS=cpu OPENBLAS_NUM_THREADS=1
 ARGS ?=
 
 .PHONY: help setup lab test test-oldest notebooks figures lint gpu gpu-test
@@ -22,11 +24,11 @@ lab: setup ## open the series in JupyterLab, in your own copy of the notebooks
 	@$(IN_VENV) -m jupyter lab --ip=localhost $(OFFLINE) $(AS_ROOT) $(ARGS) workbook/00_start_here.ipynb
 
 test: setup ## run the whole test suite, notebooks included
-	@JAX_PLATFORMS=cpu $(IN_VENV) -m pytest -n auto $(ARGS)
+	@$(ON_CPU) $(IN_VENV) -m pytest -n auto $(ARGS)
 
 test-oldest: ## run the tests of helpers on the oldest JAX that is supported
 	@sh helpers/setup_environment.sh .venv-oldest $(OLDEST_JAX)
-	@JAX_PLATFORMS=cpu .venv-oldest/bin/python -m pytest -n auto tests --ignore=tests/test_browser.py $(ARGS)
+	@$(ON_CPU) .venv-oldest/bin/python -m pytest -n auto tests --ignore=tests/test_browser.py $(ARGS)
 
 notebooks: setup ## execute every notebook and write it back, normalised
 	@$(IN_VENV) -m helpers.notebooks execute
@@ -42,4 +44,4 @@ gpu: setup ## add CUDA to the environment, on a machine with an NVIDIA GPU
 	@$(IN_VENV) -m pip install --disable-pip-version-check --constraint $(VENV)/constraints.txt --editable '.[test,gpu]'
 
 gpu-test: setup ## run the kernels' tests on the GPU of this machine
-	@$(IN_VENV) -m pytest tests/test_portable_forward.py tests/test_reference.py tests/test_api.py -rs $(ARGS)
+	@$(IN_VENV) -m pytest tests/test_portable_forward.py tests/test_portable_backward.py tests/test_footprint.py tests/test_reference.py tests/test_api.py -rs $(ARGS)

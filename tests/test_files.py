@@ -160,6 +160,19 @@ def test_every_picture_is_drawn_and_shown(tmp_path, capsys):
         assert (tmp_path / name).read_bytes() == (ROOT / "figures" / name).read_bytes(), f"{name} is out of date"
 
 
+def test_the_minutes_are_those_of_the_exercises():
+    """README and notebook 00 promise "reading + exercises"; the second is what the exercises say of themselves."""
+    texts = [(ROOT / "README.md").read_text(), PATHS[0].read_text()]
+    for path in PATHS:
+        headings = [cell.source for cell in lessons.read(path).cells if cell.source.startswith("### Exercise")]
+        minutes = sum(int(re.search(r"· (\d+) minutes", heading)[1]) for heading in headings)
+        for text in texts:
+            found = re.search(rf"{path.name}\).*?\| (\d+) \+ (\d+) \|", text)
+            promised = int(found[2]) if found else None
+            assert promised is not None or (text is texts[1] and path is PATHS[0])
+            assert promised is None or abs(promised - minutes) <= 4, path.name
+
+
 def test_the_readme_lists_every_notebook():
     text = (ROOT / "README.md").read_text()
     for path in PATHS:
