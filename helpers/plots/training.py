@@ -105,7 +105,7 @@ def influence(panels):
     figure, axes = style.subplots(1, len(panels), width=9, height=4.1, sharey=True)
     top = max(change.max() for change in panels.values())
     for panel, (title, change) in zip(axes, panels.items(), strict=True):
-        shown = np.ma.masked_less_equal(change, 0)
+        shown = np.ma.masked_less(change, 1e-5)
         panel.set_facecolor(style.SKIPPED)
         image = panel.imshow(shown, cmap=style.PROBABILITY_MAP, norm=LogNorm(top / 1e3, top))
         panel.set_xlabel("position whose token is replaced")
@@ -113,7 +113,7 @@ def influence(panels):
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes[0].set_ylabel("position of the logits")
     figure.colorbar(image, ax=axes, label="largest change of a logit", shrink=0.85, extend="min")
-    figure.legend(handles=[Patch(fc=style.SKIPPED, label="no change at all")], loc="outside lower center")
+    figure.legend(handles=[Patch(fc=style.SKIPPED, label="no change, up to rounding")], loc="outside lower center")
     return figure
 
 
