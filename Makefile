@@ -44,4 +44,4 @@ gpu: setup ## add CUDA to the environment, on a machine with an NVIDIA GPU
 	@$(IN_VENV) -m pip install --disable-pip-version-check --constraint $(VENV)/constraints.txt --editable '.[test,gpu]'
 
 gpu-test: setup ## run the kernels' tests on the GPU of this machine
-	@$(IN_VENV) -m pytest tests/test_portable_forward.py tests/test_portable_backward.py tests/test_footprint.py tests/test_reference.py tests/test_api.py -rs $(ARGS)
+	@$(IN_VENV) -m pytest tests/test_portable_forward.py tests/test_portable_backward.py tests/test_footprint.py tests/test_on_gpu.py tests/test_reference.py tests/test_api.py -rs $(ARGS)

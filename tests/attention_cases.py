@@ -112,7 +112,8 @@ def check_forward(attention, case):
     assert out.shape == right_out.shape and lse.shape == right_lse.shape
 
     # float32 rounds a logit by up to 2^-24 of its size, and exp turns that into a relative error.
-    float32_bound = FLOAT32_TOLERANCE * max(1.0, largest_logit(case) / 20)
+    # And out is a mean of S values that cancel: it shrinks with the root of S, its rounding does not.
+    float32_bound = FLOAT32_TOLERANCE * max(1.0, largest_logit(case) / 20) * max(1.0, (case.S / 4096) ** 0.5)
     empty = np.isneginf(right_lse)
     lse = np.asarray(lse, np.float64)
     assert np.array_equal(np.isneginf(lse), empty), "lse must be -inf exactly where a query sees no key"

@@ -42,6 +42,8 @@ def test_unsolved_and_solved(path):
         (output,) = notebook.cells[lesson.check].outputs
         assert output.text.startswith("○") and "not attempted" in output.text
         notebook.cells[lesson.stub].source = lesson.solution
+    # What comes after the last check cannot change a verdict; nbval runs it anyway.
+    notebook.cells = notebook.cells[: found[-1].check + 1]
     NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(path.parent)}}).execute()
     for lesson in found:
         (output,) = notebook.cells[lesson.check].outputs

@@ -1,0 +1,59 @@
+"""What only a GPU can show: long sequences, and cuDNN behind the same function. Skipped elsewhere."""
+
+import functools
+import time
+
+import jax
+import numpy as np
+import pytest
+from attention_cases import AttentionCase, check_forward, check_gradients, gradients_of, relative_error
+
+from helpers import flash_attention
+from helpers.attention.reference import oracle
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="this machine has no GPU that JAX can use")
+
+portable_attention = functools.partial(flash_attention, implementation="portable", return_residual=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("T", "S", "H"), [(4096, 4096, 128), (16384, 4000, 64), (5000, 16384, 64), (16384, 16384, 64)])
+def test_long_sequences(T, S, H, dtype):
+    case = AttentionCase(T, S, H, N=1, K=1, dtype=dtype, arguments={"is_causal": T == S})
+    check_forward(portable_attention, case)
+    check_gradients(functools.partial(gradients_of, portable_attention), case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        AttentionCase(100, 130, 64, N=4, K=2, B=2, dtype="bfloat16"),
+        AttentionCase(130, 100, 128, N=2, K=2, dtype="float16", arguments={"is_causal": True}),
+        AttentionCase(63, 65, 24, N=2, K=1, dtype="bfloat16", arguments={"scale": 0.3}),
+        AttentionCase(64, 128, 64, dtype="bfloat16", arguments={"local_window_size": (9, 0), "is_causal": True}),
+        AttentionCase(50, 70, 64, B=3, dtype="float16", query_lengths=(50, 20, 0), key_lengths=(70, 33, 5)),
+    ],
+    ids=str,
+)
+def test_cudnn_keeps_the_contract(case):
+    (query, key, value), arguments = case.inputs()
+    out = flash_attention(query, key, value, implementation="cudnn", **arguments)
+    right, _ = oracle(query, key, value, **arguments)
+    assert relative_error(out, right) < 4e-3 * (1 if case.dtype == "bfloat16" else 0.25)
+
+
+def test_a_second_call_outside_of_jit_is_quick():
+    arrays, _ = AttentionCase(1024, 1024, 64, dtype="bfloat16").inputs()
+    arrays = [jax.device_put(array) for array in arrays]
+    portable_attention(*arrays)[0].block_until_ready()
+    began = time.perf_counter()
+    for _ in range(20):
+        out, _ = portable_attention(*arrays)
+    out.block_until_ready()
+    assert (time.perf_counter() - began) / 20 < 0.02, "each call seems to compile again"
+
+
+def test_the_default_is_the_kernel_and_has_gradients():
+    (query, key, value), _ = AttentionCase(64, 64, 64, dtype="bfloat16").inputs()
+    program = jax.jit(jax.grad(lambda query: flash_attention(query, key, value).astype(np.float32).sum()))
+    assert "flash_attention_dq" in program.lower(query).as_text()
