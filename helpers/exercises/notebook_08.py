@@ -199,7 +199,7 @@ _LAYER = Exercise(
         Mistake(
             "the attention that is passed in is never called",
             _own_attention,
-            "Call attention(query, key, value, is_causal=True), so that flash can take the place of naive: see section 1.",
+            "Call attention(query, key, value, is_causal=True), so that flash can take its place: see section 1.",
         ),
     ),
 )
