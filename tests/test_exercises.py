@@ -42,7 +42,10 @@ def test_unsolved_and_solved(path):
         (output,) = notebook.cells[lesson.check].outputs
         assert output.text.startswith("○") and "not attempted" in output.text
         notebook.cells[lesson.stub].source = lesson.solution
-    # What comes after the last check cannot change a verdict; nbval runs it anyway.
+    # Pictures, and what comes after the last check, cannot change a verdict; nbval runs them anyway.
+    for cell in notebook.cells:
+        if cell.source.startswith("plots."):
+            cell.source = "pass"
     notebook.cells = notebook.cells[: found[-1].check + 1]
     NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(path.parent)}}).execute()
     for lesson in found:

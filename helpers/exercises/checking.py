@@ -7,6 +7,7 @@ the code looks like.
 """
 
 import copy
+import functools
 import importlib
 import warnings
 from collections.abc import Callable
@@ -115,7 +116,7 @@ def verdict(exercise, answer):
         complaint = _complaint(exercise, case, result)
         if complaint:
             text = f"✗ {name}: wrong for {case.label}.\n{_indent(complaint)}"
-            mistake = _recognise(exercise, cases, results)
+            mistake = _recognise(exercise, results)
             if mistake:
                 text += f"\n  This is what you get when {mistake.name}.\n  {mistake.advice}"
             return Verdict("wrong", text, mistake.name if mistake else None)
@@ -217,18 +218,24 @@ def _close(mine, right, tolerance):
     return bool(error <= tolerance * size) if size else bool(error <= tolerance)
 
 
-def _recognise(exercise, cases, results):
+def _recognise(exercise, results):
     """The known mistake whose results agree with these on every case, or None."""
     for mistake in exercise.mistakes:
         try:
             if all(
-                _same(result, _apply(exercise, mistake.answer, case), 10 * exercise.tolerance)
-                for case, result in zip(cases, results, strict=True)
+                _same(result, _mistaken(exercise, mistake, number), 10 * exercise.tolerance)
+                for number, result in enumerate(results)
             ):
                 return mistake
         except Exception:  # the mistake does not apply to results of this kind
             continue
     return None
+
+
+@functools.cache
+def _mistaken(exercise, mistake, case_number):
+    """What a mistake returns for a case: the same each time, so computed once."""
+    return _apply(exercise, mistake.answer, exercise.cases()[case_number])
 
 
 def _same(a, b, tolerance):
