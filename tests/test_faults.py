@@ -16,6 +16,7 @@ from helpers.attention.portable import backward, forward, tiles
 from helpers.attention.problem import check_call
 
 CASES = [
+    AttentionCase(64, 64, 24, arguments={"local_window_size": (17, 17)}),  # edges at the end of a tile
     AttentionCase(63, 65, 24, N=4, K=2),
     AttentionCase(100, 130, 24, N=4, K=2, arguments={"is_causal": True}),
     AttentionCase(70, 50, 16, B=2, query_lengths=(70, 20), key_lengths=(17, 50)),
@@ -23,7 +24,6 @@ CASES = [
     AttentionCase(40, 90, 64, dtype="bfloat16"),
     AttentionCase(40, 90, 80, dtype="bfloat16", value_size=1e30, arguments={"scale": -0.3}),
     AttentionCase(33, 1000, 24, dtype="float16", logits="equal", value_size=300.0),
-    AttentionCase(64, 64, 24, arguments={"local_window_size": (17, 17)}),  # edges at the end of a tile
     AttentionCase(64, 64, 24, logits="last huge", arguments={"local_window_size": (17, 17)}),
     AttentionCase(16, 1024, 16, dtype="bfloat16"),  # many tiles, so that rounding adds up
 ]
@@ -73,9 +73,9 @@ MASK_FAULTS = {
 
 
 GRADIENT_CASES = [
+    AttentionCase(64, 64, 24, arguments={"local_window_size": (17, 17)}),
     AttentionCase(63, 65, 24, N=4, K=2, dtype="float32"),
     AttentionCase(100, 70, 24, N=2, K=1, B=2, arguments={"is_causal": True}, key_lengths=(70, 20)),
-    AttentionCase(64, 64, 24, arguments={"local_window_size": (17, 17)}),
     AttentionCase(60, 50, 16, B=2, query_lengths=(60, 20), key_lengths=(0, 50)),
     AttentionCase(40, 90, 64, dtype="bfloat16", arguments={"scale": -0.3}),
 ]
