@@ -3,6 +3,7 @@
 VENV ?= .venv
 IN_VENV = $(VENV)/bin/python
 OLDEST_JAX = 0.11.2
+START = --LabApp.default_url=/lab/tree/workbook/00_start_here.ipynb
 # Nothing is fetched at run time, not even news of Jupyter.
 # Jupyter refuses to run as root unless told so; it listens on this machine only, behind its token.
 OFFLINE = --LabApp.news_url=None --LabApp.check_for_updates_class=jupyterlab.handlers.announcements.NeverCheckForUpdate
@@ -21,7 +22,7 @@ setup:
 
 lab: setup ## open the series in JupyterLab, in your own copy of the notebooks
 	@$(IN_VENV) -m helpers.notebooks workbook
-	@$(IN_VENV) -m jupyter lab --ip=localhost $(OFFLINE) $(AS_ROOT) $(ARGS) workbook/00_start_here.ipynb
+	@$(IN_VENV) -m jupyter lab --ip=localhost $(OFFLINE) $(AS_ROOT) $(START) $(ARGS)
 
 test: setup ## run the whole test suite, notebooks included
 	@$(ON_CPU) $(IN_VENV) -m pytest -n auto $(ARGS)
