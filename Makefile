@@ -4,9 +4,7 @@ VENV ?= .venv
 IN_VENV = $(VENV)/bin/python
 OLDEST_JAX = 0.11.2
 START = --LabApp.default_url=/lab/tree/workbook/00_start_here.ipynb
-# Nothing is fetched at run time, not even news of Jupyter.
 # Jupyter refuses to run as root unless told so; it listens on this machine only, behind its token.
-OFFLINE = --LabApp.news_url=None --LabApp.check_for_updates_class=jupyterlab.handlers.announcements.NeverCheckForUpdate
 AS_ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
 # One worker a core: threads of their own would only get in each other's way.
 ON_CPU = JAX_PLATFORMS=cpu OPENBLAS_NUM_THREADS=1
@@ -22,7 +20,7 @@ setup:
 
 lab: setup ## open the series in JupyterLab, in your own copy of the notebooks
 	@$(IN_VENV) -m helpers.notebooks workbook
-	@$(IN_VENV) -m jupyter lab --ip=localhost $(OFFLINE) $(AS_ROOT) $(START) $(ARGS)
+	@$(IN_VENV) -m jupyter lab --ip=localhost $(AS_ROOT) $(START) $(ARGS)
 
 test: setup ## run the whole test suite, notebooks included
 	@$(ON_CPU) $(IN_VENV) -m pytest -n auto $(ARGS)

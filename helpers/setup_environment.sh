@@ -74,4 +74,8 @@ if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
     echo "The installation into $venv did not finish; the lines above say why. Run the same command to try again." >&2
     exit 1
 fi
+# Nothing is fetched at run time: JupyterLab asks neither for news of itself nor for updates.
+mkdir -p "$venv/etc/jupyter/labconfig"
+echo '{"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": true}}' \
+    >"$venv/etc/jupyter/labconfig/page_config.json"
 echo "$made_from" >"$venv/complete"

@@ -34,7 +34,11 @@ def gradients_with(case, **options):
     return found if case.batched else tuple(gradient[0] for gradient in found)
 
 
-@pytest.mark.parametrize(("shape_and_head_dim", "turn"), GRID)
+# Every shape meets every other head_dim, in a chequerboard: the forward kernel meets them all.
+CHEQUERBOARD = [GRID[6 * row + column] for row in range(10) for column in range(6) if (row + column) % 2 == 0]
+
+
+@pytest.mark.parametrize(("shape_and_head_dim", "turn"), CHEQUERBOARD)
 def test_shapes_and_head_dims(shape_and_head_dim, turn):
     ((T, S), H), (dtype, group, is_causal) = shape_and_head_dim, turn
     case = AttentionCase(T, S, H, N=group, dtype=dtype, arguments={"is_causal": is_causal})
