@@ -78,6 +78,7 @@ GRADIENT_CASES = [
     AttentionCase(100, 70, 24, N=2, K=1, B=2, arguments={"is_causal": True}, key_lengths=(70, 20)),
     AttentionCase(60, 50, 16, B=2, query_lengths=(60, 20), key_lengths=(0, 50)),
     AttentionCase(40, 90, 64, dtype="bfloat16", arguments={"scale": -0.3}),
+    AttentionCase(40, 90, 16, dtype="bfloat16", value_size=10.0, arguments={"scale": 3.0}),  # sharp, and dp nearly delta
 ]
 
 GRADIENT_FAULTS = {
@@ -99,7 +100,11 @@ GRADIENT_FAULTS = {
     "dq is scaled twice": ("(problem.scale * dq)", "(problem.scale**2 * dq)"),
     "only the first head of a group counts": ("fori_loop(0, problem.group, one_head", "fori_loop(0, 1, one_head"),
     "the first query tile is skipped": ("fori_loop(first, stop, lambda i", "fori_loop(first + 1, stop, lambda i"),
-    "the last key tile is skipped": ("fori_loop(first, stop, one_key_tile", "fori_loop(first, stop - 1, one_key_tile"),
+    "the last key tile is skipped": ("fori_loop(first, stop, lambda j", "fori_loop(first, stop - 1, lambda j"),
+    "delta is never mended": ("eps) / 4 * ds_size).max() > 0", "eps) / 4 * ds_size).max() < 0"),
+    "delta is mended the wrong way": ("delta += error", "delta -= error"),
+    "delta is mended as if lse had no gradient": ("ds_sum - dlse", "ds_sum"),
+    "the mended delta does not reach dk": ("(*arrays[:5], delta, *arrays[6:])", "arrays"),
     "ds is rounded to float16": ("ds = ds.astype(q.dtype)", "ds = ds.astype(jnp.float16).astype(q.dtype)"),
     "every query head reads key head 0": ("n // problem.group, 0)", "0, 0)"),
 }  # fmt: skip

@@ -316,7 +316,9 @@ def gradient_errors(errors):
     )
     looks = {
         "the kernels": (style.OUTPUT, ""),
-        "the kernels, out not rounded": (style.STATE, ".."),
+        "fused, rounded out": (style.LOGITS, "xx"),
+        "fused, exact out": (style.STATE, ".."),
+        "delta mended": (style.OUTPUT, ""),
         "naive, same dtype": (style.SKIPPED, "//"),
     }
     for axes, (title, rows) in zip(panels[0], errors.items(), strict=True):

@@ -12,19 +12,23 @@ appendix B.4, arXiv 2205.14135, with the gradient of lse added):
 A gradient has one owner, the program that writes it, and that decides the order of the loops:
 
     delta_kernel   a tile of queries
+    dq_kernel      a tile of queries; loops over the tiles of keys that it sees
     dkv_kernel     a tile of keys of one key/value head; loops over the tiles of queries that see
                    it, and over the query heads that share the head, so that their sum stays on chip
-    dq_kernel      a tile of queries; loops over the tiles of keys that it sees
     fused_kernel   dkv_kernel that also adds its part of dq to memory, atomically: 5 products for
                    each pair of tiles instead of 7, at the price of a dq whose rounding depends on
                    the order in which programs arrive
+
+The rows of ds add up to dlse. With a delta made from an out that was rounded to 16 bits they miss it
+by the error of delta, and dq_kernel mends delta by that much wherever it would be seen: where the
+softmax is so sharp that dp - delta nearly cancels. dkv_kernel then gets the mended delta.
 
 Refs, as one program sees them (H' is head_padded: head_dim rounded up to a power of two, G the query heads of
 one key/value head). In dkv_kernel and fused_kernel the queries' side has an axis for the group:
 
     q_ref, do_ref     (block_q, H')   or (T, G, H')
     k_ref, v_ref      (S, H')         or (block_k, H')
-    lse_ref, delta_ref  (block_q,)    or (G, T), float32
+    lse_ref, delta_ref, dlse_ref  (block_q,)  or (G, T), float32
     query_length_ref, key_length_ref  (), or None
     dq_ref (block_q, H'); dk_ref, dv_ref (block_k, H')
 """
@@ -125,26 +129,30 @@ def dq_kernel(
     do_ref,
     lse_ref,
     delta_ref,
+    dlse_ref,
     query_length_ref,
     key_length_ref,
     dq_ref,
+    mended_delta_ref,
     *,
     problem,
     block_q,
     block_k,
 ):
-    """Writes dq of one tile of queries."""
+    """Writes dq of one tile of queries, and delta without the error that a rounded out left in it."""
     query_length, key_length = length_of(query_length_ref, problem.T), length_of(key_length_ref, problem.S)
     q_start = pl.program_id(0) * block_q
     rows = q_start + jnp.arange(block_q)
+    row_mask = rows < query_length
     in_head = jnp.arange(q_ref.shape[-1])[None, :] < problem.H
-    q_mask = (rows < query_length)[:, None] & in_head
+    q_mask = row_mask[:, None] & in_head
     q = plt.load(q_ref, mask=q_mask, other=0)
     do = plt.load(do_ref, mask=q_mask, other=0)
-    lse = plt.load(lse_ref, mask=rows < query_length, other=0)
-    delta = plt.load(delta_ref, mask=rows < query_length, other=0)
+    lse = plt.load(lse_ref, mask=row_mask, other=0)
+    delta = plt.load(delta_ref, mask=row_mask, other=0)
 
-    def one_key_tile(j, dq):
+    def one_key_tile(j, state, delta):
+        dq, ds_sum, ds_size = state
         cols = j * block_k + jnp.arange(block_k)
         tile = pl.ds(j * block_k, block_k)
         k_mask = (cols < key_length)[:, None] & in_head
@@ -152,12 +160,27 @@ def dq_kernel(
         v = plt.load(v_ref.at[tile, :], mask=k_mask, other=0)
         seen = visible(rows[:, None], cols[None, :], problem.band, query_length, key_length)
         _, ds = p_and_ds(q, k, v, do, lse, delta, seen, problem.scale)
-        return dq + dot(ds.astype(k.dtype), k)
+        dq += dot(ds.astype(k.dtype), k)
+        return dq, ds_sum + ds.sum(axis=1), ds_size + jnp.abs(ds).sum(axis=1)
+
+    def all_key_tiles(state, delta, stop):
+        return lax.fori_loop(first, stop, lambda j, state: one_key_tile(j, state, delta), state)
 
     first, stop = key_tiles(q_start, q_start + block_q, block_k, problem.band, query_length, key_length, xp=jnp)
-    dq = lax.fori_loop(first, stop, one_key_tile, jnp.zeros(q.shape, jnp.float32))
-    store_mask = (rows < problem.T)[:, None] & in_head
-    plt.store(dq_ref, (problem.scale * dq).astype(dq_ref.dtype), mask=store_mask)
+    no_sums = jnp.zeros(block_q, jnp.float32)
+    dq, ds_sum, ds_size = all_key_tiles((jnp.zeros(q.shape, jnp.float32), no_sums, no_sums), delta, stop)
+
+    if problem.dtype.itemsize == 2:
+        # A row of ds adds up to dlse; what it misses is the error of delta.
+        dlse = plt.load(dlse_ref, mask=row_mask, other=0)
+        error = jnp.where(lse == -jnp.inf, 0, ds_sum - dlse)
+        again = (jnp.abs(error) - float(jnp.finfo(problem.dtype).eps) / 4 * ds_size).max() > 0
+        delta += error
+        # Where it is smaller than the rounding of ds, as it nearly always is, the second sweep is empty.
+        dq = jnp.where(again, 0, dq)
+        dq, _, _ = all_key_tiles((dq, no_sums, no_sums), delta, stop * again.astype(jnp.int32))
+    plt.store(dq_ref, (problem.scale * dq).astype(dq_ref.dtype), mask=(rows < problem.T)[:, None] & in_head)
+    plt.store(mended_delta_ref, delta, mask=rows < problem.T)
 
 
 class Tiles(NamedTuple):
@@ -186,8 +209,8 @@ def backward(call, out, lse, dout, dlse, *, block_q=None, block_k=None, fused=Fa
 
     out (B, T, N, H) and lse (B, N, T) float32 are what `forward` returned; dout and dlse are their
     gradients. Beyond inputs and outputs it allocates delta (B, N, T) in float32, and with `fused` a
-    float32 dq whose sides are rounded up to whole blocks. Without `fused` the same input gives the
-    same bits each time. block_q, block_k: tile sizes, powers of two of at least 16.
+    float32 dq whose sides are rounded up to whole blocks. `fused` does not mend delta. Without it the
+    same input gives the same bits each time. block_q, block_k: tile sizes, powers of two of at least 16.
     """
     problem = call.problem
     dkv_tiles, dq_tiles = (
@@ -199,8 +222,9 @@ def backward(call, out, lse, dout, dlse, *, block_q=None, block_k=None, fused=Fa
     arrays = (call.query, call.key, call.value, dout, lse, delta, call.query_lengths, call.key_lengths)
     if fused:
         return _fused(problem, arrays, dkv_tiles, interpret)
-    dk, dv = _dkv(problem, arrays, dkv_tiles, interpret)
-    return _dq(problem, arrays, dq_tiles, interpret), dk, dv
+    dq, delta = _dq(problem, arrays, dlse, dq_tiles, interpret)
+    arrays = (*arrays[:5], delta, *arrays[6:])
+    return dq, *_dkv(problem, arrays, dkv_tiles, interpret)
 
 
 def _launch(kernel, name, tiles, interpret, **options):
@@ -243,18 +267,27 @@ def _delta(problem, out, lse, dout, dlse, tiles, interpret):
     )(out, dout, lse, dlse)
 
 
-def _dq(problem, arrays, tiles, interpret):
+def _dq(problem, arrays, dlse, tiles, interpret):
+    """(dq, delta), the second in place of the one that came in."""
     q_spec, row_spec, all_keys_spec = _query_specs(problem, tiles.block_q)
+    *arrays, query_lengths, key_lengths = arrays
     return _launch(
         functools.partial(dq_kernel, problem=problem, block_q=tiles.block_q, block_k=tiles.block_k),
         "dq",
         tiles,
         interpret,
         grid=(pl.cdiv(problem.T, tiles.block_q), problem.N, problem.B),
-        in_specs=[q_spec, all_keys_spec, all_keys_spec, q_spec, row_spec, row_spec, *_length_specs(arrays)],
-        out_specs=q_spec,
-        out_shape=jax.ShapeDtypeStruct((problem.B, problem.T, problem.N, problem.H), problem.dtype),
-    )(*arrays)
+        in_specs=[
+            *[q_spec, all_keys_spec, all_keys_spec, q_spec, row_spec, row_spec, row_spec],
+            *_length_specs((query_lengths, key_lengths)),
+        ],
+        out_specs=[q_spec, row_spec],
+        out_shape=[
+            jax.ShapeDtypeStruct((problem.B, problem.T, problem.N, problem.H), problem.dtype),
+            jax.ShapeDtypeStruct((problem.B, problem.N, problem.T), jnp.float32),
+        ],
+        input_output_aliases={5: 1},
+    )(*arrays, dlse, query_lengths, key_lengths)
 
 
 def _dkv_options(problem, arrays, block_k):

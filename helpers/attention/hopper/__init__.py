@@ -1,0 +1,1 @@
+"""Kernels for NVIDIA Hopper in Pallas Mosaic GPU: TMA, wgmma and specialised warpgroups."""

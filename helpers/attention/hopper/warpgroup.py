@@ -1,0 +1,83 @@
+"""Products of one warpgroup: wgmma on a Hopper card, plain matrix products in the interpreter.
+
+The Mosaic GPU interpreter runs barriers, TMA copies and SMEM on a CPU, but not a wgmma whose left
+operand lives in registers, nor one whose accumulator is carried through a loop. The functions here
+stand in for both, so that a kernel is one source for the card and for the interpreter: compiled,
+they issue asynchronous wgmmas; interpreted, they read the same operands through the same refs (so
+that the race detector sees the reads) and multiply at once.
+
+Operands: a is a ref in SMEM or an array in registers, b is a ref in SMEM, an accumulator is a
+float32 array in registers in the layout WGMMA. All products are 16-bit with a float32 sum.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+MATRIX = plgpu.Layout.WGMMA  # how a warpgroup holds a (rows, columns) array in registers
+ROWS = MATRIX.reduce(1)  # and one number a row of it
+SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # how wgmma wants 16-bit SMEM
+
+
+def _dot(a, b):
+    return lax.dot(_value(a), _value(b), preferred_element_type=jnp.float32)
+
+
+def _value(operand):
+    return operand if isinstance(operand, jax.Array) else operand[...]
+
+
+def product(a, b, *, interpret, issued=lambda: None):
+    """a @ b. issued() runs once the tensor core has its orders, before the result is awaited."""
+    if interpret:
+        c = _dot(a, b)
+        issued()
+        return c
+
+    def body(c_ref):
+        plgpu.wgmma(c_ref, a, b)
+        issued()
+        return c_ref[...]
+
+    return pl.run_scoped(body, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+
+
+def accumulate(c, a, b, *, interpret):
+    """c + a @ b."""
+    if interpret:
+        return c + _dot(a, b)
+    return pl.run_state(lambda c_ref: plgpu.wgmma(c_ref, a, b))(plgpu.ACC.init(c))
+
+
+def overlapped(first, second, meanwhile, state, *, interpret, issued=lambda: None):
+    """Two products in flight at once, and work on the first while the second runs.
+
+    first: (a, b); second: (c, a, b). Issues a @ b and then c + a @ b, calls issued(), awaits the
+    first product alone, and computes state = meanwhile(product, state) while the tensor core is
+    busy with the second. Returns (c + a @ b of the second, the new state).
+    """
+    (a, b), (c, a2, b2) = first, second
+    if interpret:
+        s, c = _dot(a, b), c + _dot(a2, b2)
+        issued()
+        return c, meanwhile(s, state)
+    leaves, tree = jax.tree.flatten(state)
+
+    def body(refs):
+        c_ref, *state_refs = refs
+
+        def with_first(s_ref):
+            plgpu.wgmma(s_ref, a, b)
+            plgpu.wgmma(c_ref, a2, b2)
+            issued()
+            s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)  # the older of the two
+            new = meanwhile(s, jax.tree.unflatten(tree, [ref[...] for ref in state_refs]))
+            for ref, value in zip(state_refs, jax.tree.leaves(new), strict=True):
+                ref[...] = value
+
+        pl.run_scoped(with_first, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+
+    c, *leaves = pl.run_state(body)((plgpu.ACC.init(c), *leaves))
+    return c, jax.tree.unflatten(tree, leaves)
