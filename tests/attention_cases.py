@@ -4,6 +4,7 @@ Nothing here is lenient: out and lse are compared each by itself, and the bounds
 correct kernel, not of a plausible one.
 """
 
+import functools
 from dataclasses import dataclass, field
 
 import jax
@@ -141,13 +142,19 @@ def cotangents(case):
 def gradients_of(attention, case):
     """(dq, dk, dv) of attention(query, key, value, **arguments) -> (out, lse), by `jax.vjp`."""
     arrays, arguments = case.inputs()
-    _, pull_back = jax.vjp(lambda *arrays: attention(*arrays, **arguments), *arrays)
-    return pull_back(cotangents(case))
+
+    @jax.jit  # one program to compile, not one for each operation
+    def gradients(arrays, cotangents):
+        _, pull_back = jax.vjp(lambda *arrays: attention(*arrays, **arguments), *arrays)
+        return pull_back(cotangents)
+
+    return gradients(arrays, cotangents(case))
 
 
 def naive_attention_of(query, key, value, **arguments):
     """(out, lse) of naive attention in the dtype of its arguments."""
-    return flash_attention(query, key, value, **arguments, implementation="reference", return_residual=True)
+    attention = functools.partial(flash_attention, implementation="reference", return_residual=True)
+    return jax.jit(functools.partial(attention, **arguments))(query, key, value)
 
 
 def check_gradients(gradients, case, *, mends_delta=True):

@@ -56,6 +56,14 @@ def test_size_of_logits(dtype, logits):
     check_gradients(portable_gradients, AttentionCase(63, 203, 64, dtype=dtype, logits=logits))
 
 
+@pytest.mark.parametrize("value_size", [1.0, 10.0])
+@pytest.mark.parametrize(("dtype", "scale"), [("bfloat16", 1.0), ("bfloat16", 8.0), ("float16", 3.0), ("float32", 3.0)])
+def test_sharp_softmax(dtype, scale, value_size):
+    """Where a query puts nearly all weight on a few keys, ds is a small difference of large numbers."""
+    case = AttentionCase(113, 70, 24, N=4, K=2, dtype=dtype, value_size=value_size, arguments={"scale": scale})
+    check_gradients(portable_gradients, case)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

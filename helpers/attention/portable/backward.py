@@ -161,7 +161,8 @@ def dq_kernel(
         seen = visible(rows[:, None], cols[None, :], problem.band, query_length, key_length)
         _, ds = p_and_ds(q, k, v, do, lse, delta, seen, problem.scale)
         dq += dot(ds.astype(k.dtype), k)
-        return dq, ds_sum + ds.sum(axis=1), ds_size + jnp.abs(ds).sum(axis=1)
+        tile_sum = ds.sum(axis=1)
+        return dq, ds_sum + tile_sum, ds_size + jnp.abs(tile_sum)
 
     def all_key_tiles(state, delta, stop):
         return lax.fori_loop(first, stop, lambda j, state: one_key_tile(j, state, delta), state)
