@@ -1,5 +1,9 @@
 """What every test shares."""
 
+import os
+
+os.environ.setdefault("PJRT_NPROC", "16")  # threads for Mosaic's interpreter, whose warpgroups wait for one another
+
 import jax
 import pytest
 

@@ -129,14 +129,14 @@ CUDNN_REFUSALS = [
 
 @pytest.mark.parametrize(("arguments", "dtype", "reason"), CUDNN_REFUSALS)
 def test_cudnn_refuses_what_it_cannot_serve(arguments, dtype, reason, monkeypatch):
-    monkeypatch.setattr("helpers.attention.api._compute_capability", lambda: (9, 0))
+    monkeypatch.setattr("helpers.attention.api.compute_capability", lambda: (9, 0))
     with pytest.raises(NotImplementedError, match=reason):
         flash_attention(**{**arrays(dtype), "implementation": "cudnn", **arguments})
 
 
 def test_an_old_gpu_is_refused_by_name(monkeypatch):
     turing = types.SimpleNamespace(platform="gpu", compute_capability="7.5", device_kind="Tesla T4")
-    monkeypatch.setattr("helpers.attention.api._default_device", lambda: turing)
+    monkeypatch.setattr("helpers.attention.api.default_device", lambda: turing)
     with pytest.raises(NotImplementedError, match=r"compute capability 8\.0.*use implementation=\"reference\""):
         flash_attention(**arrays(), implementation="portable")
 
@@ -144,7 +144,7 @@ def test_an_old_gpu_is_refused_by_name(monkeypatch):
 @pytest.mark.parametrize("capability", [(8, 0), (7, 5), (0, 0)])
 def test_the_default_implementation_follows_the_device(capability, monkeypatch):
     chosen = []
-    monkeypatch.setattr("helpers.attention.api._compute_capability", lambda: capability)
+    monkeypatch.setattr("helpers.attention.api.compute_capability", lambda: capability)
     monkeypatch.setattr("helpers.attention.api._portable", lambda call: chosen.append("portable") or (call.query, None))
     monkeypatch.setattr(
         "helpers.attention.api.naive_attention", lambda call: chosen.append("reference") or (call.query, None)

@@ -1,12 +1,16 @@
 """The public function: check the call, choose an implementation, return what was asked for."""
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from helpers.attention.portable.backward import backward
-from helpers.attention.portable.forward import forward
+from helpers.attention.device import compute_capability, default_device, on_device
+from helpers.attention.hopper import serve as hopper
+from helpers.attention.portable import backward as portable_backward
+from helpers.attention.portable import forward as portable_forward
 from helpers.attention.problem import Call, check_call
 from helpers.attention.reference import naive_attention
 
@@ -40,9 +44,10 @@ def flash_attention(
       local_window_size: (left, right), or one integer for both: query i sees keys
         i - left <= j <= i + right.
       implementation: "reference" (naive, the whole matrix in memory), "portable" (the Pallas
-        kernel: compiled on an NVIDIA GPU from Ampere on, interpreted on a CPU), "cudnn" (handed to
-        `jax.nn`, where it can serve the call), or None for the fastest here: portable on such a
-        GPU, reference elsewhere.
+        kernels: compiled on an NVIDIA GPU from Ampere on, interpreted on a CPU), "hopper" (kernels
+        for NVIDIA's Hopper cards, 16-bit inputs without lengths or windows; a CPU interprets them
+        where PJRT_NPROC is 16), "cudnn" (handed to `jax.nn`, where it can serve the call), or None:
+        portable on an NVIDIA GPU from Ampere on, reference elsewhere.
       return_residual: also return the log-sum-exp of the scaled logits.
 
     Returns:
@@ -57,7 +62,7 @@ def flash_attention(
         why and which can.
 
     Gradients flow into query, key and value from out and from lse, and a query that sees no key
-    passes none. The portable kernels have reverse-mode first derivatives; the reference has all.
+    passes none. The kernels have reverse-mode first derivatives; the reference has all.
     The algorithm is FlashAttention-2, arXiv 2307.08691.
     """
     call = check_call(
@@ -84,90 +89,102 @@ def flash_attention(
 def _choose(implementation, call, return_residual):
     """The function that serves this call: it takes the call and returns out and lse (B, N, T)."""
     if implementation is None:
-        implementation = "portable" if _compute_capability() >= (8, 0) else "reference"
+        implementation = "portable" if compute_capability() >= (8, 0) else "reference"
     match implementation:
         case "reference":
             return naive_attention
         case "portable":
             return _portable
         case "hopper":
-            raise NotImplementedError('there is no hopper kernel yet; use implementation="portable"')
+            return _hopper
         case "cudnn":
             _check_cudnn(call, return_residual)
             return _cudnn
     raise ValueError(f"implementation must be None or one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
 
 
-def _default_device():
-    """The device that computes unless arrays say otherwise."""
-    device = jax.config.jax_default_device
-    return device if isinstance(device, jax.Device) else jax.devices(device)[0]
-
-
-def _compute_capability():
-    """(major, minor) of the default device where that is an NVIDIA GPU, otherwise (0, 0)."""
-    device = _default_device()
-    capability = str(getattr(device, "compute_capability", ""))
-    if device.platform != "gpu" or "." not in capability:
-        return (0, 0)
-    major, minor = capability.split(".")[:2]
-    return int(major), int(minor)
-
-
 def _portable(call):
-    device = _default_device()
-    if device.platform != "cpu" and _compute_capability() < (8, 0):
+    device = default_device()
+    if device.platform != "cpu" and compute_capability() < (8, 0):
         raise NotImplementedError(
             "the portable kernel needs a CPU or an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, this is "
             f'{device.device_kind}; use implementation="reference"'
         )
-    arrays = call.query, call.key, call.value, call.query_lengths, call.key_lengths
-    return _compiled_attention(call.problem, *arrays)
+    return _run_kernels(PORTABLE, call)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _portable_attention(problem, *arrays):
-    return _on_device(lambda interpret, *arrays: forward(Call(problem, *arrays), interpret=interpret), *arrays)
+def _hopper(call):
+    device = default_device()
+    reason = hopper.why_not(call)
+    if device.platform == "cpu":
+        reason = reason or hopper.why_not_here()
+    elif compute_capability() != (9, 0):
+        reason = f"it needs an NVIDIA GPU of compute capability 9.0 (Hopper) or a CPU, this is {device.device_kind}"
+    if reason:
+        raise NotImplementedError(f'the hopper kernel cannot serve this call: {reason}; use implementation="portable"')
+    return _run_kernels(HOPPER, call)
 
 
-def _portable_attention_forward(problem, *arrays):
-    out, lse = _portable_attention(problem, *arrays)
+class Kernels(NamedTuple):
+    """forward(call) -> (out, lse) and backward(call, out, lse, dout, dlse) -> (dq, dk, dv), on any device."""
+
+    forward: Callable
+    backward: Callable
+
+
+def _portable_forward(call):
+    def run(interpret, *arrays):
+        return portable_forward.forward(Call(call.problem, *arrays), interpret=interpret)
+
+    return on_device(run, *call.arrays)
+
+
+def _portable_backward(call, *residuals):
+    def run(interpret, arrays, residuals):
+        return portable_backward.backward(Call(call.problem, *arrays), *residuals, interpret=interpret)
+
+    return on_device(run, call.arrays, residuals)
+
+
+PORTABLE = Kernels(_portable_forward, _portable_backward)
+HOPPER = Kernels(hopper.forward, hopper.backward)
+
+
+def _run_kernels(kernels, call):
+    return _compiled_attention(kernels, call.problem, *call.arrays)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(kernels, problem, *arrays):
+    return kernels.forward(Call(problem, *arrays))
+
+
+def _attention_forward(kernels, problem, *arrays):
+    out, lse = _attention(kernels, problem, *arrays)
     return (out, lse), (*arrays, out, lse)
 
 
-def _portable_attention_backward(problem, residuals, gradients):
+def _attention_backward(kernels, problem, residuals, gradients):
     # Lengths are integers and have no gradient.
-    return *_portable_gradients(problem, *residuals, *gradients), None, None
+    return *_gradients(kernels, problem, *residuals, *gradients), None, None
 
 
-_portable_attention.defvjp(_portable_attention_forward, _portable_attention_backward)
-_compiled_attention = jax.jit(_portable_attention, static_argnums=0)  # so that a second call compiles nothing
+_attention.defvjp(_attention_forward, _attention_backward)
+_compiled_attention = jax.jit(_attention, static_argnums=(0, 1))  # so that a second call compiles nothing
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _portable_gradients(problem, *arrays):
-    def run(interpret, query, key, value, query_lengths, key_lengths, out, lse, dout, dlse):
-        call = Call(problem, query, key, value, query_lengths, key_lengths)
-        return backward(call, out, lse, dout, dlse, interpret=interpret)
-
-    return _on_device(run, *arrays)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gradients(kernels, problem, *arrays):
+    return tuple(kernels.backward(Call(problem, *arrays[:5]), *arrays[5:]))
 
 
 def _no_second_derivative(*_):
     raise NotImplementedError(
-        'the portable kernels have a first derivative only; use implementation="reference" for second derivatives'
+        'the kernels have a first derivative only; use implementation="reference" for second derivatives'
     )
 
 
-_portable_gradients.defvjp(_no_second_derivative, _no_second_derivative)
-
-
-def _on_device(run, *arrays):
-    """run(interpret, *arrays): interpreted on a CPU, compiled for an NVIDIA GPU.
-
-    Decided when the program is compiled for a device, so that one trace serves them all.
-    """
-    return jax.lax.platform_dependent(*arrays, cpu=functools.partial(run, True), cuda=functools.partial(run, False))
+_gradients.defvjp(_no_second_derivative, _no_second_derivative)
 
 
 def _check_cudnn(call, return_residual):
@@ -175,7 +192,7 @@ def _check_cudnn(call, return_residual):
     problem = call.problem
     right = problem.band.right
     reason = None
-    if _compute_capability() < (8, 0):
+    if compute_capability() < (8, 0):
         reason = "it needs an NVIDIA GPU of compute capability 8.0 or newer"
     elif problem.dtype == jnp.float32:
         reason = "it takes bfloat16 and float16 only"

@@ -59,6 +59,11 @@ class Call:
     query_lengths: jax.Array | None
     key_lengths: jax.Array | None
 
+    @property
+    def arrays(self):
+        """The five, in the order of the fields."""
+        return self.query, self.key, self.value, self.query_lengths, self.key_lengths
+
 
 def check_call(
     query,

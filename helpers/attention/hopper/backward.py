@@ -9,27 +9,33 @@ With L = log2(e), p is computed by exp2, and delta comes from outside:
     ds     = p * (dp - delta)
     dv     = p^T do,   dk = scale ds^T q,   dq = scale ds k
 
-dkv_kernel (FlashAttention-3, arXiv 2407.08608) owns block_k keys of one key/value head, 64 for each
-compute warpgroup, and runs over the tiles of queries that see them. It computes the *transposed*
-tiles, s^T = k q^T and dp^T = v do^T: then p^T and ds^T lie in the registers just as the products
-p^T do and ds^T q want their left operand. What it does about dq is a choice:
+dkv_kernel and fused_kernel (FlashAttention-3, arXiv 2407.08608) own block_k keys of one key/value
+head, 64 for each compute warpgroup, and run over the tiles of queries that see them. They compute the
+*transposed* tiles, s^T = k q^T and dp^T = v do^T: then p^T and ds^T lie in the registers just as the
+products p^T do and ds^T q want their left operand. dq is the difference:
 
-    fused  ds^T also goes to shared memory, the warpgroups share out ds k between them, and TMA adds
-           the product to a float32 dq in memory: 5 products for each pair of tiles, and a dq whose
-           rounding depends on the order in which the additions arrive.
-    split  nothing; dq_kernel owns tiles of queries and computes s and dp once more: 7 products, and
-           the same bits every time.
+    split  dkv_kernel leaves it to dq_kernel, which owns tiles of queries and computes s and dp once
+           more: 7 products for each pair of tiles, and the same bits every time.
+    fused  fused_kernel puts ds^T into shared memory, its warpgroups share out ds k between them, and
+           TMA adds the product to a float32 dq in memory: 5 products, and a dq whose rounding
+           depends on the order in which the additions arrive.
 
 One more warpgroup, the memory warpgroup, computes nothing: it keeps a ring of `stages` tiles filled.
 
 Refs in GMEM (G is the group, N // K query heads of one key/value head; T' is T rounded up):
 
-    q_ref, do_ref       (B, T, N, H)      k_ref, v_ref, dk_ref, dv_ref  (B, S, K, H)
-    lse_ref, delta_ref  (B, N, T')        L lse and delta, float32
-    dq_ref              (B, T, N, H)      float32 zeros in the fused form
+    q_ref, do_ref, dq_ref           (B, T, N, H); dq_ref is float32 and starts as zeros in the fused form
+    k_ref, v_ref, dk_ref, dv_ref    (B, S, K, H)
+    lse_ref, delta_ref              (B, N, T') float32: L lse and delta
+
+T and S are rounded up to a multiple of 8 and H to 64, 128 or 256 (see _padded). Positions past the
+end are zeros in every tile: a query of zeros with do = delta = lse = 0 adds nothing to dk and dv,
+and a key of zeros is hidden where its p could overflow.
 """
 
+import dataclasses
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -39,10 +45,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.hopper.warpgroup import MATRIX, ROWS, SWIZZLED
-from helpers.attention.masking import key_tiles, query_tiles, visible
+from helpers.attention.masking import NO_BAND, key_tiles, query_tiles
 from helpers.attention.portable.tiles import LOG2_E
 
 HEAD_DIMS = (64, 128, 256)
+WIDEST = 128  # columns of dk and dv that the registers of a warpgroup hold beside s and dp
 ROWS_OF_WGMMA = 64  # rows of a product that one warpgroup owns
 COLUMNS = MATRIX.reduce(0)  # how a warpgroup holds one number for each column of a matrix
 SWIZZLED_32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))  # SWIZZLED for float32
@@ -51,201 +58,312 @@ SWIZZLED_32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))  # S
 def multiply_add(acc, a, b, spare, interpret):
     """Issue acc += a @ b on the tensor core. a: a ref, or an array in registers; acc: an ACC ref.
 
-    The interpreter knows no register operand, so there it goes through `spare`, a ref of its shape;
-    and it checks reads of refs for races, but not those of its wgmma, so the operands are read here.
+    The interpreter knows no register operand: there it goes through `spare`, a ref of its shape.
     """
-    if interpret:
-        if isinstance(a, jax.Array):
-            spare[...] = a
-            a = spare
-        a[...], b[...]
+    if interpret and isinstance(a, jax.Array):
+        spare[...] = a
+        plgpu.commit_smem()
+        a = spare
     plgpu.wgmma(acc, a, b)
 
 
-def dkv_kernel(
-    q_ref,
-    k_ref,
-    v_ref,
-    do_ref,
-    lse_ref,
-    delta_ref,
-    dk_ref,
-    dv_ref,
-    q_smem,
-    do_smem,
-    lse_smem,
-    delta_smem,
-    k_smem,
-    v_smem,
-    ds_smem,
-    dq_smem,
-    spare,
-    kv_loaded,
-    q_loaded,
-    do_loaded,
-    q_free,
-    do_free,
-    ds_ready,
-    *,
-    dq_ref,
-    problem,
-    tiles,
-    interpret,
-):
-    """Writes dk and dv of block_k keys; with a dq_ref, adds their part of dq as well.
+def exp2_of_logits(s, lse, axis, problem):
+    """p of a tile of logits: exp2(scale L s - L lse), with one lse for each index of an axis."""
+    return jnp.exp2((problem.scale * LOG2_E) * s - lax.broadcast_in_dim(lse, s.shape, [axis]))
 
-    q_smem, do_smem        (stages, block_q, H), the ring that the memory warpgroup fills
-    lse_smem, delta_smem   (stages, block_q)
-    k_smem, v_smem         (warpgroups, 64, H): 64 keys for each compute warpgroup
-    ds_smem                (2, warpgroups, 64, block_q): ds^T, two steps of it
-    dq_smem                (warpgroups, 64, H or H / 2): the part of dq that a warpgroup computes
-    spare                  see multiply_add
+
+def hide(p, q_start, k_start, keys_axis, problem, tiles):
+    """p with zeros where the query does not see the key, or where there is no key.
+
+    `masking.visible` in a form that needs few registers: differences of positions, not positions.
     """
-    block_q, stages, warpgroups = tiles.block_q, tiles.stages, tiles.warpgroups
-    block_k = warpgroups * ROWS_OF_WGMMA
-    T, S, H, group, band = problem.T, problem.S, problem.H, problem.group, problem.band
-    b, kv, me = lax.axis_index("batch"), lax.axis_index("kv_head"), lax.axis_index("warpgroup")
-    k_start = lax.axis_index("tile") * block_k
-    multiply_add_ = functools.partial(multiply_add, interpret=interpret)
+    positions = functools.partial(plgpu.broadcasted_iota, jnp.int32, p.shape, layout=MATRIX)
+    keys, queries = positions(dimension=keys_axis), positions(dimension=1 - keys_axis)
+    if problem.band.right is not None:
+        p = jnp.where(keys - queries <= q_start + problem.band.right - k_start, p, 0.0)
+    return jnp.where(keys < problem.S - k_start, p, 0.0) if problem.S % tiles.block_k else p
 
-    # Which tiles of queries see these keys, and from which on they see all of them.
-    first, stop = query_tiles(k_start, k_start + block_k, block_q, band, T, S, xp=jnp)
+
+def for_each_query_tile(problem, tiles, kv, k_start, body, masked_body, carry):
+    """Run carry = body(head, i, step, carry) over the tiles of queries that see these keys, head by head.
+
+    masked_body serves the tiles that see some of the keys only, and the keys that end within them.
+    There is at least one step a head, so that a pipeline has something to do: a tile that sees nothing.
+    """
+    block_q, block_k, band = tiles.block_q, tiles.block_k, problem.band
+    first, stop = query_tiles(k_start, k_start + block_k, block_q, band, problem.T, problem.S, xp=jnp)
+    first = jnp.minimum(first, pl.cdiv(problem.T, block_q) - 1)
+    stop = jnp.maximum(stop, first + 1)
+    partial = band.right is not None or problem.S % block_k != 0
     all_from = first
     if band.right is not None:
         all_from = jnp.clip(pl.cdiv(k_start + block_k - 1 - band.right, block_q), first, stop)
-    if dq_ref is not None and S % block_k:  # keys past the end: zeros in dk and dv, but not in p
-        all_from = jnp.where(k_start + block_k > S, stop, all_from)
+    if problem.S % block_k:
+        all_from = jnp.where(k_start + block_k > problem.S, stop, all_from)
 
-    def for_each_step(one_step, masked_step=None):
-        """Run one_step(head, i, step) for each head of the group and tile of queries in turn."""
+    def turned(i):
+        """Without a mask, programs start at different tiles, so that they do not add to one tile of dq at once."""
+        return lax.rem(i + k_start // block_k, stop) if band == NO_BAND else i
 
-        def one_head(g, step):
-            head = kv * group + g
-            one = lambda body: lambda i, step: (body(head, i, step), step + 1)[1]
-            middle = first if masked_step is None else all_from
-            if masked_step is not None:
-                step = lax.fori_loop(first, middle, one(masked_step), step)
-            return lax.fori_loop(middle, stop, one(one_step), step)
+    def one_head(g, state):
+        head = kv * problem.group + g
 
-        return one_head(0, jnp.int32(0)) if group == 1 else lax.fori_loop(0, group, one_head, jnp.int32(0))
+        def one(body):
+            return lambda i, state: (state[0] + 1, body(head, turned(i), *state))
+
+        if partial and masked_body is not body:
+            state = lax.fori_loop(first, all_from, one(masked_body), state)
+            return lax.fori_loop(all_from, stop, one(body), state)
+        return lax.fori_loop(first, stop, one(body), state)
+
+    state = (jnp.int32(0), carry)
+    return one_head(0, state) if problem.group == 1 else lax.fori_loop(0, problem.group, one_head, state)
+
+
+def load_keys_then_queries(refs, smems, loaded, free, problem, tiles, me_b_kv_k_start):
+    """What the memory warpgroup of dkv_kernel and fused_kernel does."""
+    q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref = refs
+    q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem = smems
+    (kv_loaded, q_loaded, do_loaded), (q_free, do_free) = loaded, free
+    b, kv, k_start = me_b_kv_k_start
+    plgpu.set_max_registers(24, action="decrease")
+    parts, warpgroups, _, width = k_smem.shape
+    for part, wg in itertools.product(range(parts), range(warpgroups)):
+        keys = b, pl.ds(k_start + wg * ROWS_OF_WGMMA, ROWS_OF_WGMMA), kv, pl.ds(part * width, width)
+        plgpu.copy_gmem_to_smem(k_ref.at[keys], k_smem.at[part, wg], kv_loaded)
+        plgpu.copy_gmem_to_smem(v_ref.at[keys], v_smem.at[part, wg], kv_loaded)
+    q_slots, do_slots = q_smem.shape[0], do_smem.shape[0]
+
+    def one_step(head, i, step, _):
+        rows = pl.ds(i * tiles.block_q, tiles.block_q)
+        slot = lax.rem(step, q_slots)
+        plgpu.barrier_wait(q_free.at[slot])
+        plgpu.copy_gmem_to_smem(q_ref.at[b, rows, head], q_smem.at[slot], q_loaded.at[slot])
+        plgpu.copy_gmem_to_smem(lse_ref.at[b, head, rows], lse_smem.at[slot], q_loaded.at[slot])
+        slot = lax.rem(step, do_slots)
+        plgpu.barrier_wait(do_free.at[slot])
+        plgpu.copy_gmem_to_smem(do_ref.at[b, rows, head], do_smem.at[slot], do_loaded.at[slot])
+        plgpu.copy_gmem_to_smem(delta_ref.at[b, head, rows], delta_smem.at[slot], do_loaded.at[slot])
+
+    for_each_query_tile(problem, tiles, kv, k_start, one_step, one_step, None)
+    for slot in range(q_slots):
+        plgpu.barrier_wait(q_free.at[slot])
+    for slot in range(do_slots):
+        plgpu.barrier_wait(do_free.at[slot])
+
+
+def store_dk_and_dv(dk, dv, k_mine, v_mine, dk_mine, dv_mine, problem):
+    """Write a warpgroup's rows of dk and dv by way of the shared memory that held its keys and values."""
+    k_mine[...] = (problem.scale * dk).astype(problem.dtype)
+    v_mine[...] = dv.astype(problem.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(k_mine, dk_mine)
+    plgpu.copy_smem_to_gmem(v_mine, dv_mine)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def dkv_kernel(
+    q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, dk_ref, dv_ref,
+    q_smem, do_smem, lse_smem, delta_smem, k_smem, v_smem, spare,
+    kv_loaded, q_loaded, do_loaded, q_free, do_free,
+    *, problem, tiles, interpret,
+):  # fmt: skip
+    """Writes dk and dv of block_k keys, or of a head of 256 the 128 columns that registers have room for.
+
+    q_smem, do_smem        (stages, block_q, H), the ring that the memory warpgroup fills
+    lse_smem, delta_smem   (stages, block_q)
+    k_smem, v_smem         (parts, warpgroups, 64, H / parts): 64 keys for each compute warpgroup
+    spare                  see multiply_add
+    """
+    b, kv, me = lax.axis_index("batch"), lax.axis_index("kv_head"), lax.axis_index("warpgroup")
+    k_start = lax.axis_index("tile") * tiles.block_k
+    parts, _, _, width = k_smem.shape
+    columns = pl.ds(lax.axis_index("part") * width if parts > 1 else 0, width)
+    multiply_add_ = functools.partial(multiply_add, interpret=interpret)
 
     def compute():
-        plgpu.set_max_registers(240 if warpgroups <= 2 else 160, action="increase")
-        k_mine, v_mine = k_smem.at[me], v_smem.at[me]
-        for slot in range(stages):
+        plgpu.set_max_registers(240 if tiles.warpgroups <= 2 else 160, action="increase")
+        my_start = k_start + me * ROWS_OF_WGMMA
+        for slot in range(tiles.stages):
             plgpu.barrier_arrive(q_free.at[slot])
             plgpu.barrier_arrive(do_free.at[slot])
-        # This warpgroup's part of a tile of dq: 64 of its rows, or all of them and some columns.
-        rows_mine = pl.ds(me * ROWS_OF_WGMMA if block_q > ROWS_OF_WGMMA else 0, ROWS_OF_WGMMA)
-        width = H if block_q > ROWS_OF_WGMMA else H // warpgroups
-        columns_mine = pl.ds(me * width if width < H else 0, width)
         plgpu.barrier_wait(kv_loaded)
 
         def accumulate(dk_acc, dv_acc):
-            def one_step(masked, head, i, step):
-                slot = lax.rem(step, stages)
+            def one_step(masked, head, i, step, _):
+                slot = lax.rem(step, tiles.stages)
                 q_tile, do_tile = q_smem.at[slot], do_smem.at[slot]
-                spare_mine = None if spare is None else spare.at[me]
-                ds_tile = None if ds_smem is None else ds_smem.at[lax.rem(step, 2)]
+                p_spare, ds_spare = (None, None) if spare is None else (spare.at[me, 0], spare.at[me, 1])
 
                 def p_and_ds(s_acc, dp_acc):
                     plgpu.barrier_wait(q_loaded.at[slot])
-                    multiply_add_(s_acc, k_mine, q_tile.T, None)
+                    for part in range(parts):
+                        multiply_add_(s_acc, k_smem.at[part, me], q_tile.at[:, pl.ds(part * width, width)].T, None)
                     plgpu.barrier_wait(do_loaded.at[slot])
-                    multiply_add_(dp_acc, v_mine, do_tile.T, None)
-                    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                    lse = plgpu.load(lse_smem.at[slot], layout=COLUMNS)
-                    p = jnp.exp2((problem.scale * LOG2_E) * s - lax.broadcast_in_dim(lse, s.shape, [1]))
+                    for part in range(parts):
+                        multiply_add_(dp_acc, v_smem.at[part, me], do_tile.at[:, pl.ds(part * width, width)].T, None)
+                    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=parts)
+                    p = exp2_of_logits(s, plgpu.load(lse_smem.at[slot], layout=COLUMNS), 1, problem)
                     if masked:
-                        keys = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=MATRIX)
-                        queries = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=MATRIX)
-                        keys += k_start + me * ROWS_OF_WGMMA
-                        p = jnp.where(visible(i * block_q + queries, keys, band, T, S), p, 0.0)
-                    multiply_add_(dv_acc, p.astype(problem.dtype), do_tile, spare_mine)
+                        p = hide(p, i * tiles.block_q, my_start, 0, problem, tiles)
+                    multiply_add_(dv_acc, p.astype(problem.dtype), do_tile.at[:, columns], p_spare)
                     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
                     delta = plgpu.load(delta_smem.at[slot], layout=COLUMNS)
-                    return (p * (dp - lax.broadcast_in_dim(delta, s.shape, [1]))).astype(problem.dtype)
+                    return (p * (dp - lax.broadcast_in_dim(delta, dp.shape, [1]))).astype(problem.dtype)
 
-                acc = plgpu.ACC((ROWS_OF_WGMMA, block_q), jnp.float32)
+                acc = plgpu.ACC((ROWS_OF_WGMMA, tiles.block_q), jnp.float32)
                 ds = pl.run_scoped(p_and_ds, acc, acc)
-                if dq_ref is None:
-                    multiply_add_(dk_acc, ds, q_tile, spare_mine)
-                    plgpu.wgmma_wait(1)
-                    plgpu.barrier_arrive(do_free.at[slot])
-                    plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(q_free.at[slot])
-                    return
-
-                ds_tile.at[me][...] = ds
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(ds_ready)
-                plgpu.barrier_wait(ds_ready)
-
-                def dq_part(dq_acc):
-                    for keys in range(warpgroups):
-                        multiply_add_(
-                            dq_acc, ds_tile.at[keys, :, rows_mine].T, k_smem.at[keys, :, columns_mine], None
-                        )
-                    multiply_add_(dk_acc, ds, q_tile, spare_mine)
-                    dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
-                    plgpu.barrier_arrive(do_free.at[slot])
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    dq_smem.at[me][...] = dq
-
-                pl.run_scoped(dq_part, plgpu.ACC((ROWS_OF_WGMMA, width), jnp.float32))
-                plgpu.commit_smem()
-                add_to_dq(head, i)
+                multiply_add_(dk_acc, ds, q_tile.at[:, columns], ds_spare)
+                plgpu.wgmma_wait(1)
+                plgpu.barrier_arrive(do_free.at[slot])
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(q_free.at[slot])
 
-            masked_step = None
-            if band.right is not None or (dq_ref is not None and S % block_k):
-                masked_step = functools.partial(one_step, True)
-            for_each_step(functools.partial(one_step, False), masked_step)
+            steps = (functools.partial(one_step, masked) for masked in (False, True))
+            for_each_query_tile(problem, tiles, kv, k_start, *steps, None)
             return dk_acc[...], dv_acc[...]
 
-        def add_to_dq(head, i):
-            rows = pl.ds(i * block_q + rows_mine.start, ROWS_OF_WGMMA)
-            if interpret:  # no reduction there: each tile of keys has a plane of its own
-                mine = dq_ref.at[lax.axis_index("tile"), b, rows, head, columns_mine]
-                plgpu.copy_smem_to_gmem(dq_smem.at[me], mine)
-            else:
-                plgpu.copy_smem_to_gmem(dq_smem.at[me], dq_ref.at[b, rows, head, columns_mine], reduction_op="add")
-
-        acc = plgpu.ACC((ROWS_OF_WGMMA, H), jnp.float32)
+        acc = plgpu.ACC((ROWS_OF_WGMMA, width), jnp.float32)
         dk, dv = pl.run_scoped(accumulate, acc, acc)
-        if dq_ref is not None:  # the other warpgroups still read k_mine
-            plgpu.barrier_arrive(ds_ready)
-            plgpu.barrier_wait(ds_ready)
-        k_mine[...] = (problem.scale * dk).astype(problem.dtype)
-        v_mine[...] = dv.astype(problem.dtype)
-        plgpu.commit_smem()
-        my_keys = b, pl.ds(k_start + me * ROWS_OF_WGMMA, ROWS_OF_WGMMA), kv
-        plgpu.copy_smem_to_gmem(k_mine, dk_ref.at[my_keys])
-        plgpu.copy_smem_to_gmem(v_mine, dv_ref.at[my_keys])
-        plgpu.wait_smem_to_gmem(0)
+        mine = b, pl.ds(my_start, ROWS_OF_WGMMA), kv, columns
+        store_dk_and_dv(dk, dv, k_smem.at[0, me], v_smem.at[0, me], dk_ref.at[mine], dv_ref.at[mine], problem)
 
     def load():
-        plgpu.set_max_registers(24, action="decrease")
-        for part in range(warpgroups):
-            keys = b, pl.ds(k_start + part * ROWS_OF_WGMMA, ROWS_OF_WGMMA), kv
-            plgpu.copy_gmem_to_smem(k_ref.at[keys], k_smem.at[part], kv_loaded)
-            plgpu.copy_gmem_to_smem(v_ref.at[keys], v_smem.at[part], kv_loaded)
+        refs = q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref
+        smems = q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem
+        loaded, free = (kv_loaded, q_loaded, do_loaded), (q_free, do_free)
+        load_keys_then_queries(refs, smems, loaded, free, problem, tiles, (b, kv, k_start))
 
-        def one_step(head, i, step):
-            slot = lax.rem(step, stages)
-            rows = pl.ds(i * block_q, block_q)
-            plgpu.barrier_wait(q_free.at[slot])
-            plgpu.copy_gmem_to_smem(q_ref.at[b, rows, head], q_smem.at[slot], q_loaded.at[slot])
-            plgpu.copy_gmem_to_smem(lse_ref.at[b, head, rows], lse_smem.at[slot], q_loaded.at[slot])
-            plgpu.barrier_wait(do_free.at[slot])
-            plgpu.copy_gmem_to_smem(do_ref.at[b, rows, head], do_smem.at[slot], do_loaded.at[slot])
-            plgpu.copy_gmem_to_smem(delta_ref.at[b, head, rows], delta_smem.at[slot], do_loaded.at[slot])
+    pl.when(me < tiles.warpgroups)(compute)
+    pl.when(me == tiles.warpgroups)(load)
 
-        for_each_step(one_step)
+
+def fused_kernel(
+    q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, dk_ref, dv_ref,
+    q_smem, do_smem, lse_smem, delta_smem, k_smem, v_smem, ds_smem, dq_smem, spare,
+    kv_loaded, q_loaded, do_loaded, q_free, do_free, ds_ready,
+    *, dq_ref, problem, tiles, interpret,
+):  # fmt: skip
+    """Writes dk and dv of block_k keys and adds their part of dq.
+
+    As dkv_kernel, with parts = 1, and
+    q_smem    (stages + delayed, block_q, H)
+    ds_smem   (2, warpgroups, 64, block_q): ds^T of two steps
+    dq_smem   (warpgroups, 64, H or H / warpgroups): the part of dq that a warpgroup computes
+
+    A warpgroup's ds k needs the ds of all. With tiles.delayed, a step first issues its own s and then
+    finishes the step before, whose ds the others have published by now.
+    """
+    b, kv, me = lax.axis_index("batch"), lax.axis_index("kv_head"), lax.axis_index("warpgroup")
+    k_start = lax.axis_index("tile") * tiles.block_k
+    block_q, stages, warpgroups, delayed = tiles.block_q, tiles.stages, tiles.warpgroups, tiles.delayed
+    multiply_add_ = functools.partial(multiply_add, interpret=interpret)
+
+    def compute():
+        plgpu.set_max_registers(240, action="increase")
+        k_mine, v_mine, my_start = k_smem.at[0, me], v_smem.at[0, me], k_start + me * ROWS_OF_WGMMA
+        for slot in range(stages + delayed):
+            plgpu.barrier_arrive(q_free.at[slot])
         for slot in range(stages):
-            plgpu.barrier_wait(q_free.at[slot])
-            plgpu.barrier_wait(do_free.at[slot])
+            plgpu.barrier_arrive(do_free.at[slot])
+        # This warpgroup's part of a tile of dq: 64 of its rows, or all of them and some columns.
+        width = dq_smem.shape[-1]
+        my_rows = me * ROWS_OF_WGMMA if block_q > ROWS_OF_WGMMA else 0
+        my_columns = pl.ds(me * width if width < problem.H else 0, width)
+
+        def publish_ds(ds, slot):
+            ds_smem.at[slot, me][...] = ds
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(ds_ready)
+
+        def accumulate(dk_acc, dv_acc):
+            def finish(work, step, ds=None):
+                """Add ds k of a published tile to dq, and issue its part of dk without awaiting it."""
+                head, i, q_slot, ds_slot = work
+                plgpu.barrier_wait(ds_ready)
+
+                def products(dq_acc):
+                    for wg in range(warpgroups):
+                        ds_of_wg = ds_smem.at[ds_slot, wg, :, pl.ds(my_rows, ROWS_OF_WGMMA)]
+                        multiply_add_(dq_acc, ds_of_wg.T, k_smem.at[0, wg, :, my_columns], None)
+                    mine = ds_smem.at[ds_slot, me] if ds is None or interpret else ds
+                    multiply_add_(dk_acc, mine, q_smem.at[q_slot], None)
+                    return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
+
+                dq = pl.run_scoped(products, plgpu.ACC((ROWS_OF_WGMMA, width), jnp.float32))
+                pl.when(step > 0)(lambda: add_to_dq(dq, head, i))
+
+            def add_to_dq(dq, head, i):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                dq_smem.at[me][...] = dq
+                plgpu.commit_smem()
+                mine = b, pl.ds(i * block_q + my_rows, ROWS_OF_WGMMA), head, my_columns
+                if interpret:  # it knows no addition: each tile of keys has a plane of its own
+                    plgpu.copy_smem_to_gmem(dq_smem.at[me], dq_ref.at[lax.axis_index("tile")].at[mine])
+                else:
+                    plgpu.copy_smem_to_gmem(dq_smem.at[me], dq_ref.at[mine], reduction_op="add")
+
+            def one_step(masked, head, i, step, before):
+                q_slot, do_slot, ds_slot = lax.rem(step, stages + delayed), lax.rem(step, stages), lax.rem(step, 2)
+                q_tile, do_tile = q_smem.at[q_slot], do_smem.at[do_slot]
+
+                def with_s(s_acc):
+                    plgpu.barrier_wait(q_loaded.at[q_slot])
+                    multiply_add_(s_acc, k_mine, q_tile.T, None)
+                    if delayed:
+                        finish(before, step)
+                    return pl.run_scoped(functools.partial(with_dp, s_acc), acc)
+
+                def with_dp(s_acc, dp_acc):
+                    plgpu.barrier_wait(do_loaded.at[do_slot])
+                    multiply_add_(dp_acc, v_mine, do_tile.T, None)
+                    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=2 if delayed else 1)
+                    p = exp2_of_logits(s, plgpu.load(lse_smem.at[q_slot], layout=COLUMNS), 1, problem)
+                    if masked:
+                        p = hide(p, i * block_q, my_start, 0, problem, tiles)
+                    multiply_add_(dv_acc, p.astype(problem.dtype), do_tile, None if spare is None else spare.at[me])
+                    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
+                    if delayed:  # dk of the step before is done as well
+                        pl.when(step > 0)(lambda: plgpu.barrier_arrive(q_free.at[before[2]]))
+                    delta = plgpu.load(delta_smem.at[do_slot], layout=COLUMNS)
+                    return (p * (dp - lax.broadcast_in_dim(delta, dp.shape, [1]))).astype(problem.dtype)
+
+                acc = plgpu.ACC((ROWS_OF_WGMMA, block_q), jnp.float32)
+                ds = pl.run_scoped(with_s, acc)
+                publish_ds(ds, ds_slot)
+                work = head, i, q_slot, ds_slot
+                if not delayed:
+                    finish(work, step + 1, ds)
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(do_free.at[do_slot])
+                if not delayed:
+                    plgpu.barrier_arrive(q_free.at[q_slot])
+                return work
+
+            if delayed:  # before the first step there is a ds of zeros, which adds nothing to dk
+                publish_ds(plgpu.layout_cast(jnp.zeros((ROWS_OF_WGMMA, block_q), problem.dtype), MATRIX), 1)
+            plgpu.barrier_wait(kv_loaded)
+            nothing = kv * problem.group, jnp.int32(0), jnp.int32(0), jnp.int32(1)
+            steps = (functools.partial(one_step, masked) for masked in (False, True))
+            step, last = for_each_query_tile(problem, tiles, kv, k_start, *steps, nothing)
+            if delayed:
+                finish(last, step)
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(q_free.at[last[2]])
+            return dk_acc[...], dv_acc[...]
+
+        acc = plgpu.ACC((ROWS_OF_WGMMA, problem.H), jnp.float32)
+        dk, dv = pl.run_scoped(accumulate, acc, acc)
+        plgpu.barrier_arrive(ds_ready)  # the other warpgroups are done with k_mine
+        plgpu.barrier_wait(ds_ready)
+        mine = b, pl.ds(my_start, ROWS_OF_WGMMA), kv
+        store_dk_and_dv(dk, dv, k_mine, v_mine, dk_ref.at[mine], dv_ref.at[mine], problem)
+
+    def load():
+        refs = q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref
+        smems = q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem
+        loaded, free = (kv_loaded, q_loaded, do_loaded), (q_free, do_free)
+        load_keys_then_queries(refs, smems, loaded, free, problem, tiles, (b, kv, k_start))
 
     pl.when(me < warpgroups)(compute)
     pl.when(me == warpgroups)(load)
@@ -317,10 +435,7 @@ def dq_kernel(
                     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                     p = jnp.exp2((problem.scale * LOG2_E) * s - lax.broadcast_in_dim(lse, s.shape, [0]))
                     if masked:
-                        queries = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=MATRIX)
-                        keys = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=MATRIX)
-                        queries += q_start + me * ROWS_OF_WGMMA
-                        p = jnp.where(visible(queries, j * block_k + keys, band, T, S), p, 0.0)
+                        p = hide(p, q_start + me * ROWS_OF_WGMMA, j * block_k, 1, problem, tiles)
                     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
                     plgpu.barrier_arrive(v_free.at[slot])
                     return (p * (dp - lax.broadcast_in_dim(delta, s.shape, [0]))).astype(problem.dtype)
@@ -373,57 +488,75 @@ def dq_kernel(
 
 
 class Tiles(NamedTuple):
-    """How one kernel is launched. A compute warpgroup owns 64 rows of the kernel's own side: block_k
-    is 64 * warpgroups in dkv_kernel, block_q is in dq_kernel."""
+    """How one kernel is launched: tile sizes, tiles in flight, and for fused_kernel `delayed` (see there).
+
+    A compute warpgroup owns 64 rows of the kernel's own side: block_k is 64 * warpgroups in dkv_kernel
+    and fused_kernel, block_q is in dq_kernel.
+    """
 
     block_q: int
     block_k: int
     stages: int
-
-    @property
-    def warpgroups(self):
-        raise NotImplementedError
-
-
-class DkvTiles(Tiles):
-    @property
-    def warpgroups(self):
-        return self.block_k // ROWS_OF_WGMMA
-
-
-class DqTiles(Tiles):
-    @property
-    def warpgroups(self):
-        return self.block_q // ROWS_OF_WGMMA
+    warpgroups: int = 2
+    delayed: bool = False
 
 
 def default_tiles(problem, deterministic=False):
-    """(tiles of dkv_kernel, tiles of dq_kernel or None for the fused form)."""
+    """(tiles of fused_kernel, None) or (tiles of dkv_kernel, tiles of dq_kernel): the fastest measured
+    on an NVIDIA H200 (JAX 0.11.2)."""
+    causal = problem.band.right is not None
     if problem.H <= 64:
-        dkv, dq = DkvTiles(128, 128, 2), DqTiles(128, 128, 2)
-    else:
-        dkv, dq = DkvTiles(64, 128, 2), DqTiles(128, 64, 2)
-    return dkv, dq if deterministic else None
+        if deterministic:
+            return Tiles(128, 128, 2), Tiles(128, 128, 2)
+        return Tiles(128, 128, 2), None
+    if problem.H <= 128:
+        if deterministic or not causal or problem.T <= 1024:
+            return Tiles(64, 128, 2), Tiles(128, 128, 2)
+        return Tiles(64, 128, 2, delayed=True), None
+    return Tiles(64, 128, 1), Tiles(128, 64, 1)
 
 
 def backward(call, out, lse, dout, dlse, *, tiles=None, deterministic=False, interpret=False):
     """Gradients of a checked `Call`: (dq, dk, dv) with the shapes and the dtype of its arrays.
 
     out (B, T, N, H) and lse (B, N, T) float32 are what `forward` returned; dout and dlse are their
-    gradients.
+    gradients. 16-bit types, full or causal, no lengths. With `deterministic` the same input gives the
+    same bits each time. tiles: see default_tiles. interpret: False, or InterpretGPUParams.
+    Beyond inputs and outputs it allocates lse and delta in float32, and a float32 dq in the fused form.
     """
     problem = call.problem
     dkv_tiles, dq_tiles = default_tiles(problem, deterministic) if tiles is None else tiles
     delta = jnp.einsum("btnh,btnh->bnt", out, dout, preferred_element_type=jnp.float32) - dlse
-    rows = ((0, 0), (0, 0), (0, -problem.T % 128))
-    lse, delta = jnp.pad(LOG2_E * lse, rows), jnp.pad(delta, rows)
-    arrays = (call.query, call.key, call.value, dout, lse, delta)
-    if dq_tiles is not None:
-        dk, dv = _dkv(problem, arrays, dkv_tiles, interpret)
-        return _dq(problem, arrays, dq_tiles, interpret), dk, dv
-    planes = (pl.cdiv(problem.S, dkv_tiles.block_k),) if interpret else ()
-    dq_ref = jax.new_ref(jnp.zeros((*planes, *call.query.shape), jnp.float32))
-    dk, dv = _dkv(problem, arrays, dkv_tiles, interpret, dq_ref)
+    head_dim = next(size for size in HEAD_DIMS if problem.H <= size)
+    arrays = (
+        *(_padded(array, (1, 8), (3, head_dim)) for array in (call.query, call.key, call.value, dout)),
+        *(_padded(array, (2, 128)) for array in (LOG2_E * lse, delta)),
+    )
+    padded = dataclasses.replace(problem, H=head_dim)
+    if dq_tiles is None:
+        dq, dk, dv = _fused(padded, arrays, dkv_tiles, interpret)
+    else:
+        dk, dv = _dkv(padded, arrays, dkv_tiles, interpret)
+        dq = _dq(padded, arrays, dq_tiles, interpret)
+    dk, dv = (array[:, : problem.S, :, : problem.H] for array in (dk, dv))
+    return dq[:, : problem.T, :, : problem.H], dk, dv
+
+
+def _padded(array, *axes):
+    """The array with zeros after it, so that the size of each (axis, multiple) is a multiple of that.
+
+    TMA itself fills with zeros what lies past the end, but a swizzled copy of it takes whole groups
+    of 8 positions and of 64 elements of a head.
+    """
+    after = dict((axis, -array.shape[axis] % multiple) for axis, multiple in axes)
+    return jnp.pad(array, [(0, after.get(axis, 0)) for axis in range(array.ndim)]) if any(after.values()) else array
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))  # a ref can be indexed in a traced function only
+def _fused(problem, arrays, tiles, interpret):
+    planes = (pl.cdiv(problem.S, tiles.block_k),) if interpret else ()
+    dq_ref = jax.new_ref(jnp.zeros((*planes, *arrays[0].shape), jnp.float32))
+    dk, dv = _dkv(problem, arrays, tiles, interpret, dq_ref)
     dq = jax.freeze(dq_ref)
     if interpret:
         dq = dq.sum(axis=0)
@@ -445,41 +578,57 @@ def _launch(kernel, name, out_type, scratch, grid, tiles, interpret, **options):
     )
 
 
+def _grid(problem, head_axis, tile_count, parts=1):
+    """The programs, the last axis fastest. Full: the tiles of a head together, for they read the same memory.
+    Causal: a tile of every head of a batch entry together, longest first, so that short ones fill up the end."""
+    name, heads = head_axis
+    if problem.band == NO_BAND:
+        return {"batch": problem.B, name: heads, "part": parts, "tile": tile_count}
+    return {"batch": problem.B, "part": parts, "tile": tile_count, name: heads}
+
+
 def _dkv(problem, arrays, tiles, interpret, dq_ref=None):
-    B, S, K, H, dtype = problem.B, problem.S, problem.K, problem.H, problem.dtype
+    H, dtype = problem.H, problem.dtype
     block_q, stages, warpgroups = tiles.block_q, tiles.stages, tiles.warpgroups
     fused = dq_ref is not None
-    width = H if block_q > ROWS_OF_WGMMA else H // warpgroups
-    ring, own = plgpu.SMEM((stages, block_q, H), dtype, transforms=SWIZZLED), (warpgroups, ROWS_OF_WGMMA)
-    numbers = plgpu.SMEM((stages, block_q), jnp.float32)
-    kv = plgpu.SMEM((*own, H), dtype, transforms=SWIZZLED)
+    q_slots, own = stages + tiles.delayed, (warpgroups, ROWS_OF_WGMMA)
+    parts = pl.cdiv(H, WIDEST)
+    kv = plgpu.SMEM((parts, *own, H // parts), dtype, transforms=SWIZZLED)
     scratch = [
-        ring,
-        ring,
-        numbers,
-        numbers,
+        plgpu.SMEM((q_slots, block_q, H), dtype, transforms=SWIZZLED),
+        plgpu.SMEM((stages, block_q, H), dtype, transforms=SWIZZLED),
+        plgpu.SMEM((q_slots, block_q), jnp.float32),
+        plgpu.SMEM((stages, block_q), jnp.float32),
         kv,
         kv,
-        plgpu.SMEM((2, *own, block_q), dtype, transforms=SWIZZLED) if fused else None,
-        plgpu.SMEM((*own, width), jnp.float32, transforms=SWIZZLED_32) if fused else None,
-        plgpu.SMEM((*own, block_q), dtype) if interpret else None,
-        plgpu.Barrier(num_arrivals=2 * warpgroups),
-        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=warpgroups) if fused else None,
     ]
-    grid = {"batch": B, "kv_head": K, "tile": pl.cdiv(S, tiles.block_k)}
-    out_type = [jax.ShapeDtypeStruct((B, S, K, H), dtype)] * 2
-    launch = _launch(
-        dkv_kernel, "dkv", out_type, scratch, grid, tiles, interpret, problem=problem, dq_ref=dq_ref
-    )
-    return launch(*arrays)
+    barriers = [
+        plgpu.Barrier(num_arrivals=2 * parts * warpgroups),
+        plgpu.Barrier(num_arrivals=2, num_barriers=q_slots),
+        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=warpgroups, num_barriers=q_slots),
+        plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+    ]
+    options = {"problem": problem}
+    if fused:
+        width = H if block_q > ROWS_OF_WGMMA else H // warpgroups
+        scratch += [
+            plgpu.SMEM((2, *own, block_q), dtype, transforms=SWIZZLED),
+            plgpu.SMEM((*own, width), jnp.float32, transforms=SWIZZLED_32),
+            plgpu.SMEM((*own, block_q), dtype) if interpret else None,
+        ]
+        barriers += [plgpu.Barrier(num_arrivals=warpgroups)]
+        options["dq_ref"] = dq_ref
+    else:
+        scratch += [plgpu.SMEM((warpgroups, 2, ROWS_OF_WGMMA, block_q), dtype) if interpret else None]
+    grid = _grid(problem, ("kv_head", problem.K), pl.cdiv(problem.S, tiles.block_k), parts)
+    out_type = [jax.ShapeDtypeStruct(array.shape, dtype) for array in arrays[1:3]]
+    kernel, name = (fused_kernel, "fused_backward") if fused else (dkv_kernel, "dkv")
+    return _launch(kernel, name, out_type, scratch + barriers, grid, tiles, interpret, **options)(*arrays)
 
 
 def _dq(problem, arrays, tiles, interpret):
-    B, T, N, H, dtype = problem.B, problem.T, problem.N, problem.H, problem.dtype
+    H, dtype = problem.H, problem.dtype
     block_k, stages, warpgroups = tiles.block_k, tiles.stages, tiles.warpgroups
     own = (warpgroups, ROWS_OF_WGMMA)
     mine = plgpu.SMEM((*own, H), dtype, transforms=SWIZZLED)
@@ -499,6 +648,6 @@ def _dq(problem, arrays, tiles, interpret):
         plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
         plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
     ]
-    grid = {"batch": B, "head": N, "tile": pl.cdiv(T, tiles.block_q)}
-    out_type = jax.ShapeDtypeStruct((B, T, N, H), dtype)
+    grid = _grid(problem, ("head", problem.N), pl.cdiv(problem.T, tiles.block_q))
+    out_type = jax.ShapeDtypeStruct(arrays[0].shape, dtype)
     return _launch(dq_kernel, "dq", out_type, scratch, grid, tiles, interpret, problem=problem)(*arrays)

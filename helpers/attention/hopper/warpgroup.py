@@ -22,7 +22,11 @@ SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # how 
 
 
 def _dot(a, b):
-    return lax.dot(_value(a), _value(b), preferred_element_type=jnp.float32)
+    """a @ b in the interpreter."""
+    a, b = _value(a), _value(b)
+    # These were ordinary reads; wgmma's are of the async proxy, like TMA's writes that may follow.
+    plgpu.commit_smem()
+    return lax.dot(a, b, preferred_element_type=jnp.float32)
 
 
 def _value(operand):
@@ -55,29 +59,34 @@ def overlapped(first, second, meanwhile, state, *, interpret, issued=lambda: Non
     """Two products in flight at once, and work on the first while the second runs.
 
     first: (a, b); second: (c, a, b). Issues a @ b and then c + a @ b, calls issued(), awaits the
-    first product alone, and computes state = meanwhile(product, state) while the tensor core is
-    busy with the second. Returns (c + a @ b of the second, the new state).
+    first product, s, alone, and computes p, state = meanwhile(s, state) while the tensor core is
+    busy with the second. p has the shape of s, and state keeps its shapes. ptxas likes to await the
+    second before most of that work, unless meanwhile ends with a loop, such as a barrier_wait.
+    Returns (c + a @ b of the second, p, the new state).
     """
     (a, b), (c, a2, b2) = first, second
     if interpret:
         s, c = _dot(a, b), c + _dot(a2, b2)
         issued()
-        return c, meanwhile(s, state)
+        return c, *meanwhile(s, state)
+    shape = a.shape[0], b.shape[1]
     leaves, tree = jax.tree.flatten(state)
 
     def body(refs):
-        c_ref, *state_refs = refs
+        c_ref, p_ref, *state_refs = refs
 
         def with_first(s_ref):
             plgpu.wgmma(s_ref, a, b)
             plgpu.wgmma(c_ref, a2, b2)
             issued()
             s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)  # the older of the two
-            new = meanwhile(s, jax.tree.unflatten(tree, [ref[...] for ref in state_refs]))
-            for ref, value in zip(state_refs, jax.tree.leaves(new), strict=True):
+            p, new = meanwhile(s, jax.tree.unflatten(tree, [ref[...] for ref in state_refs]))
+            for ref, value in zip((p_ref, *state_refs), (p, *jax.tree.leaves(new)), strict=True):
                 ref[...] = value
 
-        pl.run_scoped(with_first, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+        pl.run_scoped(with_first, plgpu.ACC(shape, jnp.float32))
 
-    c, *leaves = pl.run_state(body)((plgpu.ACC.init(c), *leaves))
-    return c, jax.tree.unflatten(tree, leaves)
+    # run_state awaits the second product, and is how values leave its body; p starts as anything.
+    p = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), MATRIX)
+    c, p, *leaves = pl.run_state(body)((plgpu.ACC.init(c), p, *leaves))
+    return c, p, jax.tree.unflatten(tree, leaves)

@@ -34,7 +34,6 @@ one key/value head). In dkv_kernel and fused_kernel the queries' side has an axi
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +42,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from helpers.attention.masking import key_tiles, query_tiles, visible
-from helpers.attention.portable.tiles import LOG2_E, check_blocks, cut_blocks, dot, length_of, padded_head_dim
+from helpers.attention.portable.tiles import LOG2_E, dot, length_of, padded_head_dim, select_tiles
 
 
 def delta_kernel(out_ref, do_ref, lse_ref, dlse_ref, delta_ref, *, problem, block_q):
@@ -161,8 +160,7 @@ def dq_kernel(
         seen = visible(rows[:, None], cols[None, :], problem.band, query_length, key_length)
         _, ds = p_and_ds(q, k, v, do, lse, delta, seen, problem.scale)
         dq += dot(ds.astype(k.dtype), k)
-        tile_sum = ds.sum(axis=1)
-        return dq, ds_sum + tile_sum, ds_size + jnp.abs(tile_sum)
+        return dq, ds_sum + ds.sum(axis=1), ds_size + jnp.abs(ds).sum(axis=1)
 
     def all_key_tiles(state, delta, stop):
         return lax.fori_loop(first, stop, lambda j, state: one_key_tile(j, state, delta), state)
@@ -184,41 +182,18 @@ def dq_kernel(
     plt.store(mended_delta_ref, delta, mask=rows < problem.T)
 
 
-class Tiles(NamedTuple):
-    """How one kernel is launched: tile sizes, and on a GPU warps of a program and tiles in flight."""
-
-    block_q: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-
-
-def default_tiles(problem):
-    """(tiles of dkv_kernel, tiles of dq_kernel): the fastest measured on an NVIDIA H200 (JAX 0.11.2)."""
-    bits, H = 8 * problem.dtype.itemsize, problem.H
-    if bits == 16:
-        dkv = Tiles(64, 64, 4, 3) if H <= 64 else Tiles(64, 64, 4, 2) if H <= 128 else Tiles(64, 32, 4, 2)
-        dq = Tiles(128, 64, 4, 3) if H <= 64 else Tiles(128, 64, 8, 3) if H <= 128 else Tiles(64, 64, 4, 2)
-    else:
-        dkv = Tiles(64, 64, 4, 1) if H <= 64 else Tiles(32, 32, 4, 1) if H <= 128 else Tiles(32, 64, 4, 1)
-        dq = Tiles(64, 64, 4, 1) if H <= 64 else Tiles(32, 64, 4, 2) if H <= 128 else Tiles(32, 32, 4, 1)
-    return tuple(Tiles(*cut_blocks(tiles[:2], (problem.T, problem.S)), *tiles[2:]) for tiles in (dkv, dq))
-
-
-def backward(call, out, lse, dout, dlse, *, block_q=None, block_k=None, fused=False, interpret=False):
+def backward(call, out, lse, dout, dlse, *, fused=False, interpret=False, **tiles):
     """Gradients of a checked `Call`: (dq, dk, dv) with the shapes and the dtype of its arrays.
 
     out (B, T, N, H) and lse (B, N, T) float32 are what `forward` returned; dout and dlse are their
     gradients. Beyond inputs and outputs it allocates delta (B, N, T) in float32, and with `fused` a
     float32 dq whose sides are rounded up to whole blocks. `fused` does not mend delta. Without it the
-    same input gives the same bits each time. block_q, block_k: tile sizes, powers of two of at least 16.
+    same input gives the same bits each time.
+
+    tiles: block_q, block_k, num_warps and num_stages of all its kernels, as for `forward`.
     """
     problem = call.problem
-    dkv_tiles, dq_tiles = (
-        tiles._replace(block_q=block_q or tiles.block_q, block_k=block_k or tiles.block_k)
-        for tiles in default_tiles(problem)
-    )
-    check_blocks(dkv_tiles.block_q, dkv_tiles.block_k)
+    dkv_tiles, dq_tiles = select_tiles("dkv", problem, **tiles), select_tiles("dq", problem, **tiles)
     delta = _delta(problem, out, lse, dout, dlse, dq_tiles, interpret)
     arrays = (call.query, call.key, call.value, dout, lse, delta, call.query_lengths, call.key_lengths)
     if fused:

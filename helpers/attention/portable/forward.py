@@ -31,7 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from helpers.attention.masking import key_tiles, visible
-from helpers.attention.portable.tiles import LOG2_E, check_blocks, cut_blocks, dot, length_of, padded_head_dim
+from helpers.attention.portable.tiles import LOG2_E, dot, length_of, padded_head_dim, select_tiles
 
 
 def forward_kernel(
@@ -80,30 +80,18 @@ def forward_kernel(
     plt.store(lse_ref, lse, mask=rows < problem.T)
 
 
-def default_tiles(problem):
-    """(block_q, block_k, num_stages) for a problem: the fastest measured on an NVIDIA H200 (JAX 0.11.2).
-
-    num_stages is how many key tiles are in flight on a GPU. No tile is larger than its sequence needs.
-    """
-    if problem.dtype.itemsize == 2:
-        tiles = (64, 128, 2) if problem.H <= 64 else (128, 64, 2) if problem.H <= 128 else (64, 64, 3)
-    else:
-        tiles = (128, 64, 2) if problem.H <= 64 else (32, 64, 2) if problem.H <= 128 else (32, 32, 2)
-    return *cut_blocks(tiles[:2], (problem.T, problem.S)), tiles[2]
-
-
-def forward(call, *, block_q=None, block_k=None, interpret=False):
+def forward(call, *, block_q=None, block_k=None, num_warps=None, num_stages=None, interpret=False):
     """Attention of a checked `Call` by the kernel above.
 
     Returns out (B, T, N, H) in the dtype of query and lse (B, N, T) in float32. Beyond its inputs
     and outputs it allocates nothing. block_q, block_k: tile sizes, powers of two of at least 16.
-    interpret: run the kernel's operations one by one on any device, for learning and testing.
+    num_warps, num_stages: warps of a program and key tiles in flight, on a GPU. Each is chosen for
+    the card unless given. interpret: run the kernel's operations one by one on any device, for learning and testing.
     """
     problem = call.problem
-    default_q, default_k, num_stages = default_tiles(problem)
-    block_q = default_q if block_q is None else block_q
-    block_k = default_k if block_k is None else block_k
-    check_blocks(block_q, block_k)
+    block_q, block_k, num_warps, num_stages = select_tiles(
+        "forward", problem, block_q=block_q, block_k=block_k, num_warps=num_warps, num_stages=num_stages
+    )
     B, T, S, N, H = problem.B, problem.T, problem.S, problem.N, problem.H
     head_padded = padded_head_dim(H)
 
@@ -127,7 +115,7 @@ def forward(call, *, block_q=None, block_k=None, interpret=False):
             jax.ShapeDtypeStruct((B, T, N, H), problem.dtype),
             jax.ShapeDtypeStruct((B, N, T), jnp.float32),
         ],
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=num_stages),
+        compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
         name="flash_attention_forward",
     )(call.query, call.key, call.value, call.query_lengths, call.key_lengths)

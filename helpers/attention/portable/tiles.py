@@ -1,13 +1,70 @@
-"""What the portable kernels share: block sizes, the padded head, the product of two tiles."""
+"""What the portable kernels share: the choice of tiles, the padded head, the product of two tiles."""
 
+import functools
 import math
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from helpers.measure import results
+
 LOG2_E = math.log2(math.e)
 MIN_BLOCK = 16  # the smallest side that a tensor core product accepts
+
+
+class Tiles(NamedTuple):
+    """How a kernel is launched: tile sizes, and on a GPU warps of a program and tiles in flight."""
+
+    block_q: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+# For cards without a table of their own, by bytes of an element and padded head_dim: small enough for
+# the shared memory of any card since Ampere.
+DEFAULTS = {
+    ("forward", 2): {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 4, 2), 256: Tiles(32, 32, 4, 2)},
+    ("forward", 4): {64: Tiles(64, 32, 4, 2), 128: Tiles(32, 32, 4, 2), 256: Tiles(16, 16, 4, 2)},
+    ("dkv", 2): {64: Tiles(64, 64, 4, 2), 128: Tiles(32, 64, 4, 2), 256: Tiles(32, 32, 4, 1)},
+    ("dkv", 4): {64: Tiles(32, 64, 4, 1), 128: Tiles(32, 32, 4, 1), 256: Tiles(16, 16, 4, 1)},
+    ("dq", 2): {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(32, 32, 4, 1)},
+    ("dq", 4): {64: Tiles(64, 32, 4, 1), 128: Tiles(32, 32, 4, 1), 256: Tiles(16, 16, 4, 1)},
+}
+
+
+def select_tiles(kernel, problem, **overrides):
+    """The `Tiles` of a kernel ("forward", "dkv" or "dq") for a problem.
+
+    From the tuner's table of this card where there is one, otherwise `DEFAULTS`; no larger than the
+    sequences need. overrides: fields of Tiles to be taken as given, where they are not None.
+    """
+    itemsize, head_padded = problem.dtype.itemsize, max(64, padded_head_dim(problem.H))
+    tiles = tuned_tiles(_card()).get((kernel, itemsize, head_padded, problem.band.right == 0))
+    tiles = tiles or DEFAULTS[kernel, itemsize][head_padded]
+    tiles = Tiles(*cut_blocks(tiles[:2], (problem.T, problem.S)), *tiles[2:])
+    tiles = tiles._replace(**{name: value for name, value in overrides.items() if value is not None})
+    check_blocks(tiles.block_q, tiles.block_k)
+    return tiles
+
+
+def _card():
+    device = jax.devices()[0]
+    return device.device_kind if device.platform == "gpu" else None
+
+
+@functools.cache
+def tuned_tiles(card):
+    """{(kernel, itemsize, head_padded, is_causal): Tiles} of a card, empty where it was not tuned."""
+    try:
+        table = results.read_tiles(card)["tiles"] if card else []
+    except FileNotFoundError:
+        table = []
+    fields = ("kernel", "itemsize", "head_padded", "is_causal")
+    return {tuple(row[field] for field in fields): Tiles(*(row[field] for field in Tiles._fields)) for row in table}
 
 
 def dot(a, b):

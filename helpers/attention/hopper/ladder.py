@@ -1,0 +1,270 @@
+"""Six forward kernels for Hopper, each one step from the one before.
+
+    1 one warpgroup       ordinary copies from GMEM to SMEM, wgmma products
+    2 TMA and a ring      the copy engine fetches keys and values some tiles ahead
+    3 a memory warpgroup  a second warpgroup does nothing but ask for copies
+    4 two compute warpgroups share the keys and values, each with its own queries
+    5 ping-pong           the two take turns at the tensor core
+    6 the kernel of `forward.py`: the next scores computed beside this product with v, masks on the
+      diagonal only, longest tiles first, a program for each processor of the card
+
+All compute out and lse as `forward.py` says, with its names. Rungs 1 to 5 are for learning: head_dim
+64 or 128, 16-bit, T a multiple of 64 times the compute warpgroups, S a multiple of BLOCK_K. One
+program serves BLOCK_Q queries for each compute warpgroup, of one head:
+
+    q_smem  (warpgroups, BLOCK_Q, H)    k_smem, v_smem  (STAGES, BLOCK_K, H)    rung 1: no first axis
+    s, p    (BLOCK_Q, BLOCK_K)  m, l  (BLOCK_Q,)  acc  (BLOCK_Q, H)   in registers, float32
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from helpers.attention.hopper import forward as full
+from helpers.attention.hopper.warpgroup import MATRIX, ROWS, SWIZZLED, accumulate, product
+from helpers.attention.portable.tiles import LOG2_E
+
+BLOCK_Q = 64
+BLOCK_K = 128
+STAGES = 2
+
+NAMES = {
+    1: "one warpgroup, ordinary copies",
+    2: "TMA and a ring of buffers",
+    3: "a memory warpgroup",
+    4: "two compute warpgroups",
+    5: "ping-pong",
+    6: "overlap and causal scheduling",
+}
+
+
+# What every rung shares: the mathematics.
+
+
+def start(H):
+    """The state before any key: m, l, acc."""
+    return (
+        plgpu.layout_cast(jnp.full((BLOCK_Q,), -jnp.inf, jnp.float32), ROWS),
+        plgpu.layout_cast(jnp.zeros((BLOCK_Q,), jnp.float32), ROWS),
+        plgpu.layout_cast(jnp.zeros((BLOCK_Q, H), jnp.float32), MATRIX),
+    )
+
+
+def columns(row_values, shape):
+    return lax.broadcast_in_dim(row_values, shape, [0])
+
+
+def softmax(s, m, l, acc, *, problem, q_start, j):
+    """Take the scores of key tile j into the state. Returns (p, m, l, acc), acc before p v."""
+    scale_2 = problem.scale * LOG2_E
+    if problem.band.right == 0:
+        rows = q_start + plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=MATRIX)
+        cols = j * BLOCK_K + plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=MATRIX)
+        s = jnp.where(cols <= rows, s, -jnp.inf)
+    m_new = jnp.maximum(m, scale_2 * s.max(axis=1))
+    alpha = jnp.exp2(m - m_new)
+    p = jnp.exp2(scale_2 * s - columns(m_new, s.shape))
+    l = alpha * l + p.sum(axis=1)
+    return p.astype(problem.dtype), m_new, l, acc * columns(alpha, acc.shape)
+
+
+def key_tiles(problem, q_stop):
+    """How many key tiles the queries before q_stop see."""
+    if problem.band.right == 0:
+        return jnp.minimum(lax.div(q_stop + BLOCK_K - 1, BLOCK_K), problem.S // BLOCK_K)
+    return problem.S // BLOCK_K
+
+
+def finish(state, out_ref, lse_ref, o_smem, *, problem):
+    """Divide, and store through SMEM. out_ref (BLOCK_Q, H) and lse_ref (BLOCK_Q,) are in GMEM."""
+    m, l, acc = state
+    o_smem[...] = (acc / columns(l, acc.shape)).astype(problem.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(o_smem, out_ref)
+    lse_ref[...] = (m + jnp.log2(l)) / LOG2_E
+    plgpu.wait_smem_to_gmem(0)
+
+
+def here():
+    """(b, n, i) of this program: batch entry, query head, tile of queries."""
+    return lax.axis_index("b"), lax.axis_index("n"), lax.axis_index("i")
+
+
+# Rung 1
+
+
+def one_warpgroup(q_ref, k_ref, v_ref, out_ref, lse_ref, q_smem, k_smem, v_smem, *, problem, interpret):
+    b, n, i = here()
+    kv_head = lax.div(n, problem.group)
+    q_start = i * BLOCK_Q
+    my_rows = pl.ds(q_start, BLOCK_Q)
+
+    def copy(ref, smem):
+        # Through registers: every thread loads its share, and stores it.
+        smem[...] = plgpu.load(ref, layout=MATRIX, optimized=False)
+        plgpu.commit_smem()  # the tensor core reads SMEM by another path
+
+    copy(q_ref.at[b, my_rows, n], q_smem)
+
+    def one_key_tile(j, state):
+        m, l, acc = state
+        tile = pl.ds(j * BLOCK_K, BLOCK_K)
+        copy(k_ref.at[b, tile, kv_head], k_smem)
+        copy(v_ref.at[b, tile, kv_head], v_smem)
+        s = product(q_smem, k_smem.T, interpret=interpret)
+        p, m, l, acc = softmax(s, m, l, acc, problem=problem, q_start=q_start, j=j)
+        return m, l, accumulate(acc, p, v_smem, interpret=interpret)
+
+    state = lax.fori_loop(0, key_tiles(problem, q_start + BLOCK_Q), one_key_tile, start(problem.H))
+    finish(state, out_ref.at[b, my_rows, n], lse_ref.at[b, n, my_rows], q_smem, problem=problem)
+
+
+# Rung 2
+
+
+def ring(
+    q_ref, k_ref, v_ref, out_ref, lse_ref, q_smem, k_smem, v_smem, q_loaded, k_loaded, v_loaded, *, problem, interpret
+):
+    b, n, i = here()
+    q_start = i * BLOCK_Q
+    my_rows = pl.ds(q_start, BLOCK_Q)
+    stop = key_tiles(problem, q_start + BLOCK_Q)
+
+    def fetch(j):  # returns at once; k_loaded and v_loaded say when the tiles are there
+        tile, slot = (b, pl.ds(j * BLOCK_K, BLOCK_K), lax.div(n, problem.group)), lax.rem(j, STAGES)
+        plgpu.copy_gmem_to_smem(k_ref.at[tile], k_smem.at[slot], k_loaded.at[slot])
+        plgpu.copy_gmem_to_smem(v_ref.at[tile], v_smem.at[slot], v_loaded.at[slot])
+
+    plgpu.copy_gmem_to_smem(q_ref.at[b, my_rows, n], q_smem.at[0], q_loaded.at[0])
+    pl.loop(0, jnp.minimum(STAGES, stop))(fetch)
+    plgpu.barrier_wait(q_loaded.at[0])
+
+    def one_key_tile(j, state):
+        m, l, acc = state
+        slot = lax.rem(j, STAGES)
+        plgpu.barrier_wait(k_loaded.at[slot])
+        s = product(q_smem.at[0], k_smem.at[slot].T, interpret=interpret)
+        p, m, l, acc = softmax(s, m, l, acc, problem=problem, q_start=q_start, j=j)
+        plgpu.barrier_wait(v_loaded.at[slot])
+        acc = accumulate(acc, p, v_smem.at[slot], interpret=interpret)
+        pl.when(j + STAGES < stop)(lambda: fetch(j + STAGES))  # into the slot that is free now
+        return m, l, acc
+
+    state = lax.fori_loop(0, stop, one_key_tile, start(problem.H))
+    finish(state, out_ref.at[b, my_rows, n], lse_ref.at[b, n, my_rows], q_smem.at[0], problem=problem)
+
+
+# Rungs 3, 4 and 5: the same roles, with one or two compute warpgroups, with or without turns
+
+
+def specialised(
+    q_ref, k_ref, v_ref, out_ref, lse_ref,
+    q_smem, k_smem, v_smem, q_loaded, k_loaded, v_loaded, k_free, v_free, turn,
+    *, problem, interpret, warpgroups, ping_pong,
+):  # fmt: skip
+    b, n, i = here()
+    me = lax.axis_index("warpgroup")
+    stop = key_tiles(problem, (i + 1) * warpgroups * BLOCK_Q)
+
+    def compute():
+        if warpgroups == 2:  # one of each has as many as it wants from the start
+            plgpu.set_max_registers(full.REGISTERS[2][0], action="increase")
+        q_start = (i * warpgroups + me) * BLOCK_Q
+        my_rows = pl.ds(q_start, BLOCK_Q)
+        q_mine = q_smem.at[me]
+        plgpu.copy_gmem_to_smem(q_ref.at[b, my_rows, n], q_mine, q_loaded.at[me])
+        plgpu.barrier_wait(q_loaded.at[me])
+        if ping_pong:
+            pl.when(me == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))  # warpgroup 0 begins
+
+        def one_key_tile(j, state):
+            m, l, acc = state
+            slot = lax.rem(j, STAGES)
+            plgpu.barrier_wait(k_loaded.at[slot])
+            if ping_pong:
+                plgpu.barrier_wait(turn.at[me])
+            s = product(q_mine, k_smem.at[slot].T, interpret=interpret)
+            if ping_pong:
+                plgpu.barrier_arrive(turn.at[1 - me])
+            plgpu.barrier_arrive(k_free.at[slot])
+            p, m, l, acc = softmax(s, m, l, acc, problem=problem, q_start=q_start, j=j)
+            plgpu.barrier_wait(v_loaded.at[slot])
+            acc = accumulate(acc, p, v_smem.at[slot], interpret=interpret)
+            plgpu.barrier_arrive(v_free.at[slot])
+            return m, l, acc
+
+        state = lax.fori_loop(0, stop, one_key_tile, start(problem.H))
+        if ping_pong:
+            pl.when(me == 0)(lambda: plgpu.barrier_wait(turn.at[0]))  # the turn that nobody takes
+        finish(state, out_ref.at[b, my_rows, n], lse_ref.at[b, n, my_rows], q_mine, problem=problem)
+
+    def load():
+        if warpgroups == 2:
+            plgpu.set_max_registers(full.REGISTERS[2][1], action="decrease")
+
+        def fetch(j, reuse):
+            tile, slot = (b, pl.ds(j * BLOCK_K, BLOCK_K), lax.div(n, problem.group)), lax.rem(j, STAGES)
+            for ref, smem, loaded, free in ((k_ref, k_smem, k_loaded, k_free), (v_ref, v_smem, v_loaded, v_free)):
+                if reuse:
+                    plgpu.barrier_wait(free.at[slot])
+                plgpu.copy_gmem_to_smem(ref.at[tile], smem.at[slot], loaded.at[slot])
+
+        filled = jnp.minimum(STAGES, stop)
+        pl.loop(0, filled)(lambda j: fetch(j, reuse=False))
+        pl.loop(filled, stop)(lambda j: fetch(j, reuse=True))
+
+        @pl.loop(0, filled)
+        def _(slot):  # leave no barrier with an arrival that nobody saw
+            plgpu.barrier_wait(k_free.at[slot])
+            plgpu.barrier_wait(v_free.at[slot])
+
+    pl.when(me < warpgroups)(compute)
+    pl.when(me == warpgroups)(load)
+
+
+def forward(call, *, rung, interpret=False):
+    """out (B, T, N, H) and lse (B, N, T) of a checked `Call` by one rung of the ladder, 1 to 6.
+
+    interpret: False, or a `plgpu.InterpretGPUParams` to run on a CPU.
+    """
+    if rung == 6:
+        return full.forward(call, interpret=interpret)
+    problem = call.problem
+    B, T, S, N, H = problem.B, problem.T, problem.S, problem.N, problem.H
+    warpgroups = 2 if rung >= 4 else 1
+    if H not in (64, 128) or T % (warpgroups * BLOCK_Q) or S % BLOCK_K or problem.dtype.itemsize != 2:
+        raise ValueError(
+            f"rung {rung} takes 16-bit inputs, H of 64 or 128, T in multiples of {warpgroups * BLOCK_Q} and S of "
+            f"{BLOCK_K}, not {problem}"
+        )
+    smem = [
+        plgpu.SMEM((block, H) if rung == 1 else (count, block, H), problem.dtype, transforms=SWIZZLED)
+        for count, block in ((warpgroups, BLOCK_Q), (STAGES, BLOCK_K), (STAGES, BLOCK_K))
+    ]
+    loaded = [plgpu.Barrier(num_barriers=count) for count in (warpgroups, STAGES, STAGES)]
+    free = [plgpu.Barrier(num_arrivals=warpgroups, num_barriers=STAGES)] * 2
+    turn = plgpu.Barrier(num_barriers=2)
+    options = {"problem": problem, "interpret": bool(interpret)}
+    if rung == 1:
+        body, scratch = one_warpgroup, smem
+    elif rung == 2:
+        body, scratch = ring, [*smem, *loaded]
+    else:
+        body, scratch = specialised, [*smem, *loaded, *free, turn]
+        options |= {"warpgroups": warpgroups, "ping_pong": rung == 5}
+    threads = {} if rung < 3 else {"num_threads": warpgroups + 1, "thread_name": "warpgroup"}
+    return plgpu.kernel(
+        lambda *refs: body(*refs, **options),
+        out_type=[
+            jax.ShapeDtypeStruct((B, T, N, H), problem.dtype),
+            jax.ShapeDtypeStruct((B, N, T), jnp.float32),
+        ],
+        scratch_types=scratch,
+        grid=(N, T // (warpgroups * BLOCK_Q), B),
+        grid_names=("n", "i", "b"),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret or None,
+        **threads,
+    )(call.query, call.key, call.value)

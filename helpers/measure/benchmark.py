@@ -1,0 +1,468 @@
+"""Measure the attention kernels on this machine's GPU, next to cuDNN and public peers, and record the figures.
+
+    python -m helpers.measure.benchmark        (make gpu-bench)
+
+For every case: each implementation is first compared with naive float32 attention, and a wrong one is
+reported as wrong and never timed. Then forward and backward are timed, apart from each other and in
+turns (`timing`), on random inputs that do not fit the cache. What cannot be measured here is a line in
+the report. Writes helpers/measure/results/<card>.json, described in `results`.
+
+TFLOP/s are FLOPs over the device's time, or over the wall time where no profiler could look. FLOPs are
+4 T S H for each query head and batch entry, half if causal, 2.5 times as many backward.
+"""
+
+import argparse
+import datetime
+import functools
+import itertools
+import os
+import platform
+import subprocess
+import sys
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from helpers.attention.hopper import serve as hopper
+from helpers.attention.portable.tiles import select_tiles
+from helpers.attention.problem import check_call
+from helpers.measure import cost, ladder, results
+from helpers.measure.implementations import OF_JAX, PEERS, gradient_programs, torch_sdpa
+from helpers.measure.timing import Program, rotation, time_together
+
+WIDEST_ERROR = 1.0  # of a 16-bit result, in units of eps of its dtype; naive 16-bit attention has about a third
+TOKENS, WIDTH = 16384, 2048
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of attention: B, T, S, N, K, H, dtype and mask as in `problem.Problem`."""
+
+    B: int
+    T: int
+    S: int
+    N: int
+    K: int
+    H: int
+    dtype: str
+    is_causal: bool
+
+    @classmethod
+    def of_grid(cls, T, H, dtype, is_causal):
+        return cls(TOKENS // T, T, T, WIDTH // H, WIDTH // H, H, dtype, is_causal)
+
+    @property
+    def name(self):
+        mask = "causal" if self.is_causal else "full"
+        return f"{self.dtype} B{self.B} T{self.T} N{self.N} K{self.K} H{self.H} {mask}"
+
+    def flops(self, which):
+        return (
+            (1 if which == "forward" else 2.5)
+            * self.B
+            * self.N
+            * cost.forward_flops(self.T, self.S, self.H, self.is_causal)
+        )
+
+    def least_bytes(self, which):
+        """Every input read once and every output written once."""
+        queries, keys = self.B * self.T * self.N * self.H, self.B * self.S * self.K * self.H
+        elements = 2 * queries + 2 * keys if which == "forward" else 4 * queries + 4 * keys
+        return elements * jnp.dtype(self.dtype).itemsize
+
+
+GRID = [
+    Case.of_grid(T, H, dtype, is_causal)
+    for dtype in ("bfloat16", "float16")
+    for H, T, is_causal in itertools.product((64, 128), (1024, 4096, 16384), (False, True))
+]
+TUTORIAL = Case(4, 1024, 1024, 8, 8, 64, "float16", False)
+GROUPED = [Case(4, 4096, 4096, 2048 // H, 2048 // H // 8, H, "bfloat16", c) for H in (64, 128) for c in (False, True)]
+
+
+def random_arrays(shapes, dtype, seed=0):
+    """Standard normal arrays, made on the device."""
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def inputs_of(case, seed=0):
+    """(query, key, value, dout)."""
+    query, key = (case.B, case.T, case.N, case.H), (case.B, case.S, case.K, case.H)
+    return random_arrays([query, key, key, query], case.dtype, seed)
+
+
+def names_for(case):
+    """The implementations to be timed for a case: all for those the lessons quote, the main ones for the rest."""
+    names = ["portable", "hopper", "cudnn"]
+    if case.T <= 4096 and (case.dtype == "bfloat16" or case == TUTORIAL) and case.K == case.N:
+        names.insert(0, "naive")
+    if case.T == 4096 and case.K == case.N:
+        names += PEERS if case.dtype == "bfloat16" else ["jax_mosaic"]
+    return names
+
+
+@functools.partial(jax.jit, static_argnames="is_causal")
+def _right(query, key, value, dout, is_causal):
+    """out, dq, dk, dv of naive attention in float32, for one key/value head and its query heads."""
+    query, key, value, dout = (jnp.float32(array) for array in (query, key, value, dout))
+
+    def naive(query, key, value):
+        s = jnp.einsum("tgh,sh->gts", query, key) * query.shape[-1] ** -0.5
+        if is_causal:
+            s = jnp.where(jnp.tril(jnp.ones(s.shape[1:], bool)), s, -jnp.inf)
+        return jnp.einsum("gts,sh->tgh", jax.nn.softmax(s), value)
+
+    with jax.default_matmul_precision("highest"):
+        out, pull_back = jax.vjp(naive, query, key, value)
+        return out, *pull_back(dout)
+
+
+def right_answer(case, arrays):
+    """{"forward": [out], "backward": [dq, dk, dv]} of the first key/value head of the first batch entry."""
+    query, key, value, dout = arrays
+    group = case.N // case.K
+    parts = query[0, :, :group], key[0, :, 0], value[0, :, 0], dout[0, :, :group]
+    out, *gradients = _right(*parts, is_causal=case.is_causal)
+    return {"forward": [out], "backward": gradients}
+
+
+def complaint(case, which, found, right):
+    """What is wrong with the results of a pass, or None."""
+    if which == "forward":
+        found = [found]
+    group = case.N // case.K
+    names = ("out",) if which == "forward" else ("dq", "dk", "dv")
+    for name, mine, correct in zip(names, found, right[which], strict=True):
+        part = mine[0, :, :group] if name in ("out", "dq") else mine[0, :, 0]
+        error = float(jnp.linalg.norm(jnp.float32(part) - correct) / jnp.linalg.norm(correct))
+        if not error <= WIDEST_ERROR * float(jnp.finfo(case.dtype).eps):
+            return f"wrong: {name} has a relative error of {error:.1e}"
+    return None
+
+
+def reason_of(error):
+    """One line for an exception."""
+    if "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower():
+        return "too little memory on this GPU"
+    if isinstance(error, ImportError):
+        return "not installed"
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:160] if lines else ''}"
+
+
+def jax_programs(make, case, arrays):
+    """{"forward": (program, inputs), "backward": ...} of one implementation, compiled."""
+    attention = make(case)
+    residuals, backward = gradient_programs(attention)
+    query, key, value, dout = arrays
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        forward = jax.jit(attention).lower(query, key, value).compile()
+        lowered = jax.jit(residuals).lower(query, key, value)
+        kept = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), lowered.out_info)
+        return forward, lowered.compile(), jax.jit(backward).lower(kept, dout).compile()
+
+
+def measure_case(case, implementations, *, note, time_programs=time_together, compilers=8):
+    """Records of one case. implementations: {name: make}; note(text) takes what could not be measured."""
+    sets = [inputs_of(case, seed) for seed in range(rotation(case.least_bytes("forward")))]
+    right = right_answer(case, sets[0])
+    compiled = {}
+    with ThreadPoolExecutor(compilers) as pool:
+        waiting = {name: pool.submit(jax_programs, make, case, sets[0]) for name, make in implementations.items()}
+        for name, future in waiting.items():
+            try:
+                compiled[name] = future.result()
+            except Exception as error:
+                note(f"{case.name}: {name}: {reason_of(error)}")
+    records = []
+    for which in ("forward", "backward"):
+        programs = {}
+        for name, (forward, residuals, backward) in compiled.items():
+            try:
+                if which == "forward":
+                    program = Program(forward, [tuple(arrays[:3]) for arrays in sets])
+                else:
+                    program = Program(backward, [(residuals(*arrays[:3]), arrays[3]) for arrays in sets])
+                wrong = complaint(case, which, program.run(*program.inputs[0]), right)
+            except Exception as error:
+                wrong = reason_of(error)
+            if wrong:
+                note(f"{case.name}: {name}: {which}: {wrong}")
+            else:
+                programs[name] = program
+        if programs:
+            try:
+                times = time_programs(programs)
+            except Exception as error:
+                note(f"{case.name}: {which}: {reason_of(error)}")
+                continue
+            records += [record(case, name, which, timing) for name, timing in times.items()]
+    return records
+
+
+def record(case, name, which, timing):
+    """One entry of the results file, without its fractions of the ceilings."""
+    ms = timing.wall_ms if timing.device_ms is None else timing.device_ms
+    return {
+        "implementation": name,
+        "pass": which,
+        **asdict(case),
+        "device_ms": timing.device_ms,
+        "wall_ms": timing.wall_ms,
+        "spread": timing.spread,
+        "tflops": case.flops(which) / ms / 1e9,
+        "tiles": tiles_used(case, name, which),
+    }
+
+
+def tiles_used(case, name, which):
+    """Tile sizes of our own kernels, None for what chooses its own."""
+    small = np.zeros((1, 1, 1, case.H), case.dtype)
+    problem = check_call(small, small, small, is_causal=case.is_causal).problem
+    problem = replace(problem, B=case.B, T=case.T, S=case.S, N=case.N, K=case.K)
+    if name == "portable":
+        kernels = ("forward",) if which == "forward" else ("dkv", "dq")
+        return {kernel: select_tiles(kernel, problem)._asdict() for kernel in kernels}
+    if name == "hopper":
+        return hopper.tiles_used(problem, which)
+    return None
+
+
+def torch_records(case, note):
+    """Records of PyTorch, timed by itself: it has a queue of its own."""
+    try:
+        to_torch, forward, residuals, backward, to_jax, synchronise = torch_sdpa(case)
+        arrays = inputs_of(case)
+        right = right_answer(case, arrays)
+        query, key, value, dout = map(to_torch, arrays)
+        kept, out = residuals(query, key, value)
+        programs = {
+            "forward": Program(forward, [(query, key, value)], lambda _: synchronise()),
+            "backward": Program(backward, [(kept, out, dout)], lambda _: synchronise()),
+        }
+        records = []
+        for which, program in programs.items():
+            found = program.run(*program.inputs[0])
+            found = to_jax(found) if which == "forward" else tuple(map(to_jax, found))
+            wrong = complaint(case, which, found, right)
+            if wrong:
+                note(f"{case.name}: torch_sdpa: {which}: {wrong}")
+                continue
+            timing = time_together({which: program}, device_samples=lambda program: [])[which]
+            records.append(record(case, "torch_sdpa", which, timing))
+        return records
+    except Exception as error:
+        note(f"{case.name}: torch_sdpa: {reason_of(error)}")
+        return []
+
+
+def ceilings():
+    """TFLOP/s of a large bf16 matrix product, and GB/s of a large copy, reading and writing counted."""
+    a, b = random_arrays([(8192, 8192)] * 2, jnp.bfloat16)
+    (large,) = random_arrays([(1 << 29,)], jnp.bfloat16)
+    programs = {
+        "matmul": Program(jax.jit(jnp.matmul), [(a, b)]),
+        "copy": Program(jax.jit(lambda x: -x), [(large,)]),
+    }
+    times = time_together(programs, sample_ms=30.0)
+    ms = {name: timing.device_ms or timing.wall_ms for name, timing in times.items()}
+    return {"matmul_tflops": 2 * 8192**3 / ms["matmul"] / 1e9, "copy_gbps": 2 * large.nbytes / ms["copy"] / 1e6}
+
+
+def ladder_records(note):
+    """One entry for each rung of `ladder`, in bf16 at T = 4096; wrong ones are noted and not timed."""
+    records = []
+    for H, is_causal in itertools.product((64, 128), (False, True)):
+        case = Case.of_grid(4096, H, "bfloat16", is_causal)
+        arrays = inputs_of(case)
+        right = right_answer(case, arrays)
+        programs = {}
+        for rung in ladder.RUNGS:
+            try:
+                run = jax.jit(functools.partial(ladder.attention, rung=rung, is_causal=is_causal))
+                wrong = complaint(case, "forward", run(*arrays[:3]), right)
+            except Exception as error:
+                wrong = reason_of(error)
+            if wrong:
+                note(f"ladder: {rung.name}: {case.name}: {wrong}")
+            else:
+                programs[rung.name] = Program(run, [tuple(arrays[:3])])
+        for name, timing in time_together(programs).items():
+            ms = timing.device_ms or timing.wall_ms
+            rung = {"name": name, "H": H, "T": case.T, "is_causal": is_causal, "device_ms": ms}
+            records.append(rung | {"tflops": case.flops("forward") / ms / 1e9})
+    return records
+
+
+def both_passes(attention):
+    """A function of (query, key, value, dout) that returns the three gradients."""
+    return lambda query, key, value, dout: jax.vjp(attention, query, key, value)[1](dout)
+
+
+def memory_records(note, longest=2**20):
+    """Bytes of forward and of forward with backward against T, for one head with H = 64 in bf16."""
+    records = []
+    for name, make in OF_JAX.items():
+        if name not in ("naive", "portable", "hopper"):
+            continue
+        for which in ("forward", "backward"):
+            for T in (2**n for n in range(10, longest.bit_length(), 2)):
+                case = Case(1, T, T, 1, 1, 64, "bfloat16", True)
+                arrays = inputs_of(case)
+                try:
+                    attention = make(case)
+                    program = attention if which == "forward" else both_passes(attention)
+                    arrays = arrays[: 3 if which == "forward" else 4]
+                    compiled = jax.jit(program).lower(*arrays).compile()
+                    jax.block_until_ready(compiled(*arrays))  # it fits, or this raises
+                except Exception as error:
+                    note(f"memory: {name}: {which} at T = {T}: {reason_of(error)}")
+                    break
+                report = compiled.memory_analysis()
+                needed = report.argument_size_in_bytes + report.output_size_in_bytes + report.temp_size_in_bytes
+                records.append({"implementation": name, "pass": which, "T": T, "N": 1, "H": 64, "bytes": needed})
+    return records
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where and when the figures were taken."""
+
+    card: str
+    versions: dict
+    commit: str
+    date: str
+
+    @classmethod
+    def here(cls, commit=None):
+        device = jax.devices()[0]
+        versions = {"python": platform.python_version(), "jax": jax.__version__}
+        versions["cuda"] = getattr(device.client, "platform_version", "unknown").splitlines()[0]
+        versions["driver"] = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        try:
+            from jax._src.lib import cuda_versions
+
+            versions["cudnn"] = str(cuda_versions.cudnn_get_version())
+        except Exception:
+            versions["cudnn"] = "unknown"
+        commit = commit or _output_of("git", "rev-parse", "--short", "HEAD")
+        return cls(device.device_kind, versions, commit, datetime.date.today().isoformat())
+
+    def header(self):
+        return asdict(self)
+
+
+def _output_of(*command):
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()
+        return lines[0].strip() if lines else "unknown"
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def gpu_or_reason():
+    """None where the kernels can be compiled for this machine, otherwise the reason why not."""
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return "this machine has no GPU that JAX can use"
+    capability = str(getattr(device, "compute_capability", "0"))
+    if float(capability) < 8.0:
+        return f"the kernels need compute capability 8.0 (Ampere) or newer, {device.device_kind} has {capability}"
+    return None
+
+
+def run(cases, note, progress=print, began=None, limit_s=380.0):
+    """Records of cases, until limit_s is over; what is left out then is noted."""
+    began = time.perf_counter() if began is None else began
+    records = []
+    for case in cases:
+        if time.perf_counter() - began > limit_s:
+            note(f"{case.name}: left out, the time was up")
+            continue
+        names = names_for(case)
+        implementations = {name: OF_JAX[name] for name in names if name in OF_JAX}
+        try:
+            found = measure_case(case, implementations, note=note)
+        except Exception as error:
+            note(f"{case.name}: {reason_of(error)}")
+            continue
+        if "torch_sdpa" in names:
+            found += torch_records(case, note)
+        records += found
+        progress(line(case, found))
+    return records
+
+
+def line(case, records):
+    """One line of the report."""
+    parts = []
+    for which in ("forward", "backward"):
+        figures = [f"{r['implementation']} {r['tflops']:.0f}" for r in records if r["pass"] == which]
+        parts.append(f"{which}: " + ", ".join(figures))
+    return f"{case.name:45} {' | '.join(parts)}"
+
+
+def with_fractions(records, top):
+    """The records, each also as a fraction of the two ceilings of the same run."""
+    done = []
+    for entry in records:
+        case = Case(**{name: entry[name] for name in Case.__dataclass_fields__})
+        ms = entry["device_ms"] or entry["wall_ms"]
+        bandwidth = case.least_bytes(entry["pass"]) / ms / 1e6
+        fractions = {"of_matmul": entry["tflops"] / top["matmul_tflops"], "of_copy": bandwidth / top["copy_gbps"]}
+        done.append(entry | {name: round(value, 4) for name, value in fractions.items()})
+    return done
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(prog="make gpu-bench", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="only T = 4096 in bfloat16, without recording")
+    parser.add_argument("--limit", type=float, default=380.0, help="seconds after which no other case is begun")
+    parser.add_argument("--commit", help="what to record as the commit, where git cannot say")
+    options = parser.parse_args(arguments)
+    reason = gpu_or_reason()
+    if reason:
+        print(f"Nothing to measure: {reason}.")
+        return 1
+    began = time.perf_counter()
+    notes = []
+
+    def note(text):
+        notes.append(text)
+        print(f"  ! {text}", flush=True)
+
+    machine = Machine.here(options.commit)
+    print(machine.card, *(f"{name} {version}" for name, version in machine.versions.items()), sep=" · ")
+    top = ceilings()
+    print(f"ceilings: matmul {top['matmul_tflops']:.0f} TFLOP/s, copy {top['copy_gbps']:.0f} GB/s", flush=True)
+    # The shapes that lessons quote come first, so that a slow machine still has them.
+    cases = sorted([*GRID, TUTORIAL, *GROUPED], key=lambda case: (case.T != 4096 and case != TUTORIAL, case.dtype))
+    if options.quick:
+        cases = [case for case in cases if case.T == 4096 and case.dtype == "bfloat16"]
+    records = with_fractions(run(cases, note, functools.partial(print, flush=True), began, options.limit), top)
+    rungs = [] if options.quick else ladder_records(note)
+    memory = [] if options.quick else memory_records(note)
+    print(f"{time.perf_counter() - began:.0f} s")
+    if options.quick:
+        return 0
+    found = machine.header() | {"ceilings": top, "records": records, "ladder": rungs, "memory": memory, "notes": notes}
+    path = results.RESULTS / f"{results.slug(machine.card)}.json"
+    try:
+        results.write(found, path)
+        print(f"wrote {path.name}")
+    except OSError as error:
+        print(f"The figures above could not be recorded in {path.name}: {error}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    sys.exit(main())

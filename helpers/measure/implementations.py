@@ -1,0 +1,132 @@
+"""What the benchmark compares: this package's kernels, naive attention, cuDNN, and public peers that are installed.
+
+Each entry makes a function of (query, key, value), shaped (B, T, N, H), for a case, or raises
+NotImplementedError with the reason why it cannot serve it. A peer that is not installed raises
+ImportError. Nothing here is needed to use the kernels.
+"""
+
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+
+from helpers import flash_attention
+
+
+def ours(implementation):
+    def make(case):
+        return functools.partial(flash_attention, is_causal=case.is_causal, implementation=implementation)
+
+    return make
+
+
+def _needs_equal_heads(case):
+    if case.K != case.N:
+        raise NotImplementedError("it takes as many key/value heads as query heads")
+
+
+@functools.cache
+def _block_sizes(H):
+    """Tiles at which JAX's example kernel was the fastest of a few on an H200."""
+    module = importlib.import_module("jax.experimental.pallas.ops.gpu.attention")
+    return {"block_sizes": module.BlockSizes(128, 64, 64, 64, 64, 64), "num_warps": 4 if H <= 64 else 8}
+
+
+def jax_triton(case):
+    """The Pallas-Triton example that JAX carries."""
+    _needs_equal_heads(case)
+    module = importlib.import_module("jax.experimental.pallas.ops.gpu.attention")
+
+    def attention(query, key, value):
+        return module.mha(
+            query, key, value, None, sm_scale=case.H**-0.5, causal=case.is_causal, num_stages=2, **_block_sizes(case.H)
+        )
+
+    return attention
+
+
+def jax_mosaic(case):
+    """The Mosaic GPU example that JAX carries; for fp16."""
+    _needs_equal_heads(case)
+    if case.dtype != "float16":
+        raise NotImplementedError("it takes float16 only")
+    module = importlib.import_module("jax.experimental.pallas.ops.gpu.attention_mgpu")
+    blocks = {} if case.is_causal else dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), 64)
+    config = module.TuningConfig(
+        block_q=64, block_kv=128 if case.H <= 64 else 64, max_concurrent_steps=2, causal=case.is_causal, **blocks
+    )
+
+    def attention(query, key, value):
+        # Its logits are not scaled.
+        return module.attention((query * case.H**-0.5).astype(query.dtype), key, value, config)
+
+    return attention
+
+
+def tokamax(backend):
+    def make(case):
+        module = importlib.import_module("tokamax")
+        return functools.partial(module.dot_product_attention, is_causal=case.is_causal, implementation=backend)
+
+    return make
+
+
+def torch_sdpa(case):
+    """PyTorch's FlashAttention-2; returns (forward, backward) programs, since JAX cannot differentiate it."""
+    torch = importlib.import_module("torch")
+    _needs_equal_heads(case)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    backend = torch.nn.attention.SDPBackend.FLASH_ATTENTION
+
+    def to_torch(array):
+        """(B, T, N, H) of JAX as (B, N, T, H) of PyTorch, in the same memory."""
+        return torch.from_dlpack(array).transpose(1, 2)
+
+    def forward(*arrays):
+        with torch.no_grad(), torch.nn.attention.sdpa_kernel(backend):
+            return attention(*arrays, is_causal=case.is_causal)
+
+    def residuals(*arrays):
+        arrays = [array.detach().requires_grad_() for array in arrays]
+        with torch.nn.attention.sdpa_kernel(backend):
+            return arrays, attention(*arrays, is_causal=case.is_causal)
+
+    def backward(arrays, out, dout):
+        return torch.autograd.grad(out, arrays, dout, retain_graph=True)
+
+    def to_jax(array):
+        return jnp.from_dlpack(array.transpose(1, 2).contiguous())
+
+    return to_torch, forward, residuals, backward, to_jax, torch.cuda.synchronize
+
+
+# In the order of the report.
+OF_JAX = {
+    "naive": ours("reference"),
+    "portable": ours("portable"),
+    "hopper": ours("hopper"),
+    "cudnn": ours("cudnn"),
+    "jax_triton": jax_triton,
+    "jax_mosaic": jax_mosaic,
+    "tokamax_triton": tokamax("triton"),
+    "tokamax_mosaic": tokamax("mosaic"),
+}
+PEERS = ("jax_triton", "jax_mosaic", "tokamax_triton", "tokamax_mosaic", "torch_sdpa")
+
+
+def gradient_programs(attention):
+    """(residuals, backward): the backward pass of a JAX function by itself.
+
+    residuals(query, key, value) returns what the function keeps between the passes, and
+    backward(kept, dout) makes the three gradients of it.
+    """
+
+    def residuals(query, key, value):
+        _, pull_back = jax.vjp(attention, query, key, value)
+        return pull_back
+
+    def backward(pull_back, dout):
+        return pull_back(dout)
+
+    return residuals, backward

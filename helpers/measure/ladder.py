@@ -1,0 +1,108 @@
+"""The steps that made the portable forward kernel fast, one change each, as runnable kernels.
+
+`Rung` switches single ideas of `portable.forward` on and off, so that each can be timed by itself. The
+kernel here knows whole tiles, equal head counts and full or causal masks, and returns no lse: it is for
+measuring. What a lesson should read is `portable.forward`.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from helpers.attention.portable.tiles import LOG2_E, Tiles, select_tiles
+from helpers.attention.problem import check_call
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One kernel of the ladder.
+
+    skip_tiles: leave out the tiles that a causal mask hides whole.
+    narrow: hand 16-bit operands to the products, instead of float32 copies of them.
+    base_2: exp2 with log2 e in the scale, instead of exp.
+    mask_edges_only: compare positions on the diagonal only, not in every tile.
+    tiles: sizes, warps and stages; None for those of the tuner.
+    """
+
+    name: str
+    skip_tiles: bool = True
+    narrow: bool = True
+    base_2: bool = True
+    mask_edges_only: bool = True
+    tiles: Tiles | None = None
+
+
+FIRST = Tiles(64, 64, 4, 1)
+RUNGS = (
+    Rung("float32 operands", False, False, False, False, FIRST),
+    Rung("16-bit operands", False, True, False, False, FIRST),
+    Rung("hidden tiles skipped", True, True, False, False, FIRST),
+    Rung("exponent in base 2", True, True, True, False, FIRST),
+    Rung("masks on the diagonal only", True, True, True, True, FIRST),
+    Rung("two tiles in flight", True, True, True, True, Tiles(64, 64, 4, 2)),
+    Rung("tuned tiles", True, True, True, True, None),
+)
+
+
+def kernel(q_ref, k_ref, v_ref, out_ref, *, rung, scale, is_causal, block_q, block_k):
+    q_start = pl.program_id(0) * block_q
+    rows = q_start + jnp.arange(block_q)
+    widen = (lambda x: x) if rung.narrow else (lambda x: x.astype(jnp.float32))
+    exp = jnp.exp2 if rung.base_2 else jnp.exp
+    q = widen(q_ref[...])
+
+    def one_key_tile(j, state, masked):
+        m, l, acc = state
+        tile = pl.ds(j * block_k, block_k)
+        k, v = widen(k_ref[tile, :]), widen(v_ref[tile, :])
+        s = (scale * (LOG2_E if rung.base_2 else 1)) * lax.dot(q, k.T, preferred_element_type=jnp.float32)
+        if masked:
+            cols = j * block_k + jnp.arange(block_k)
+            s = jnp.where(rows[:, None] >= cols[None, :], s, -jnp.inf)
+        m_new = jnp.maximum(m, s.max(axis=1))
+        alpha, p = exp(m - m_new), exp(s - m_new[:, None])
+        acc = alpha[:, None] * acc + lax.dot(p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        return m_new, alpha * l + p.sum(axis=1), acc
+
+    state = jnp.full(block_q, -jnp.inf), jnp.zeros(block_q), jnp.zeros(q_ref.shape, jnp.float32)
+    stop = k_ref.shape[0] // block_k
+    if is_causal and rung.skip_tiles:
+        stop = (q_start + block_q + block_k - 1) // block_k
+    full = 0 if is_causal else stop
+    if is_causal and rung.mask_edges_only:
+        full = q_start // block_k
+    state = lax.fori_loop(0, full, functools.partial(one_key_tile, masked=False), state)
+    if is_causal:
+        state = lax.fori_loop(full, stop, functools.partial(one_key_tile, masked=True), state)
+    _, l, acc = state
+    out_ref[...] = (acc / l[:, None]).astype(out_ref.dtype)
+
+
+def attention(query, key, value, *, rung, is_causal, interpret=False):
+    """out (B, T, N, H) of a rung. T and S must be whole tiles, H a power of two of at least 16."""
+    B, T, N, H = query.shape
+    tiles = rung.tiles
+    if tiles is None:
+        tiles = select_tiles("forward", check_call(query, key, value, is_causal=is_causal).problem)
+    if T % tiles.block_q or key.shape[1] % tiles.block_k:
+        raise ValueError(f"T and S must be multiples of the tiles {tiles.block_q} and {tiles.block_k}")
+    q_spec = pl.BlockSpec((None, tiles.block_q, None, H), lambda i, n, b: (b, i, n, 0))
+    kv_spec = pl.BlockSpec((None, key.shape[1], None, H), lambda i, n, b: (b, 0, n, 0))
+    return pl.pallas_call(
+        functools.partial(
+            kernel, rung=rung, scale=1 / math.sqrt(H), is_causal=is_causal, block_q=tiles.block_q, block_k=tiles.block_k
+        ),
+        grid=(T // tiles.block_q, N, B),
+        in_specs=[q_spec, kv_spec, kv_spec],
+        out_specs=q_spec,
+        out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
+        compiler_params=plt.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
+        interpret=interpret,
+        name="ladder",
+    )(query, key, value)

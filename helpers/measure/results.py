@@ -1,0 +1,120 @@
+"""Recorded measurements: one JSON file a card, read by the notebooks, written by the benchmark.
+
+    card       name of the GPU, as its driver gives it
+    versions   of driver, CUDA, JAX, cuDNN, Python
+    commit, date
+    ceilings   matmul_tflops, copy_gbps: a large bf16 product and a large copy in the same run
+    records    one for each implementation, pass and case, see RECORD; of_matmul and of_copy are its
+               TFLOP/s and the bandwidth of its inputs and outputs as fractions of the ceilings
+    ladder     one for each step that made the portable kernel faster, see RUNG
+    memory     bytes that a program needs, see MEMORY
+    notes      what could not be measured, and why
+
+The tuner's table stands beside it in <card>_tiles.json: `tiles` (the fastest for each kernel, see
+TILES) and `sweep` (everything that was tried, with its time in `ms`).
+"""
+
+import json
+import os
+import re
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+
+_text, _whole, _number = (str,), (int,), (int, float)
+RECORD = {
+    "implementation": _text,
+    "pass": _text,
+    "dtype": _text,
+    **dict.fromkeys("BTSNKH", _whole),
+    "is_causal": (bool,),
+    "device_ms": (int, float, type(None)),
+    "wall_ms": _number,
+    "spread": _number,
+    "tflops": _number,
+    "of_matmul": _number,
+    "of_copy": _number,
+    "tiles": (dict, type(None)),
+}
+RUNG = {"name": _text, "H": _whole, "T": _whole, "is_causal": (bool,), "device_ms": _number, "tflops": _number}
+MEMORY = {"implementation": _text, "pass": _text, "T": _whole, "N": _whole, "H": _whole, "bytes": _whole}
+TILES = {
+    "kernel": _text,
+    "itemsize": _whole,
+    "head_padded": _whole,
+    "is_causal": (bool,),
+    **dict.fromkeys(("block_q", "block_k", "num_warps", "num_stages"), _whole),
+}
+FILE = {
+    "card": _text,
+    "versions": (dict,),
+    "commit": _text,
+    "date": _text,
+    "ceilings": (dict,),
+    "records": (list,),
+    "ladder": (list,),
+    "memory": (list,),
+    "notes": (list,),
+}
+TILES_FILE = {"card": _text, "versions": (dict,), "commit": _text, "date": _text, "tiles": (list,), "sweep": (list,)}
+
+
+def slug(card):
+    """The name of a card as a file name: "NVIDIA H200" gives "nvidia_h200"."""
+    return re.sub(r"[^a-z0-9]+", "_", card.lower()).strip("_")
+
+
+def check(results, schema=FILE):
+    """Raise ValueError naming the first field of recorded results that is missing or of a wrong type."""
+    _check_fields("results", results, schema)
+    parts = {"records": RECORD, "ladder": RUNG, "memory": MEMORY, "tiles": TILES}
+    for part, fields in parts.items():
+        for number, entry in enumerate(results.get(part, ())):
+            _check_fields(f"{part}[{number}]", entry, fields)
+    if schema is FILE:
+        _check_fields("ceilings", results["ceilings"], {"matmul_tflops": _number, "copy_gbps": _number})
+        for number, record in enumerate(results["records"]):
+            if record["pass"] not in ("forward", "backward"):
+                raise ValueError(f"records[{number}]: pass must be forward or backward, got {record['pass']!r}")
+            if not (record["wall_ms"] > 0 and record["tflops"] > 0):
+                raise ValueError(f"records[{number}]: wall_ms and tflops must be positive")
+
+
+def _check_fields(where, entry, fields):
+    for name, types in fields.items():
+        if name not in entry:
+            raise ValueError(f"{where}: {name} is missing")
+        wrong_bool = isinstance(entry[name], bool) and bool not in types
+        if wrong_bool or not isinstance(entry[name], types):
+            raise ValueError(f"{where}: {name} is {entry[name]!r}, expected {' or '.join(t.__name__ for t in types)}")
+
+
+def write(results, path, schema=FILE):
+    """Check the results and write them to path, whole or not at all."""
+    check(results, schema)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    try:
+        with open(partial, "w") as file:
+            json.dump(results, file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read(card="NVIDIA H200", suffix="", schema=FILE):
+    """The recorded results of a card; FileNotFoundError where there are none."""
+    path = RESULTS / f"{slug(card)}{suffix}.json"
+    with open(path) as file:
+        results = json.load(file)
+    check(results, schema)
+    return results
+
+
+def read_tiles(card="NVIDIA H200"):
+    """The tuner's table of a card; FileNotFoundError where there is none."""
+    return read(card, "_tiles", TILES_FILE)

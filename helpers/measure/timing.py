@@ -1,0 +1,107 @@
+"""Time programs on a device without being fooled: warm, queued, interleaved, many times, with a spread.
+
+A GPU works through a queue. A call returns when its work is queued, so a clock must wait for the
+result; and one short call measures mostly the waiting. So a *sample* here is the time of several
+queued calls divided by their number. Samples of the programs to be compared are taken in turns, so
+that a card that gets warmer slows all of them alike, and each turn begins with another program.
+"""
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+L2_BYTES = 64 * 2**20  # at least the cache of the cards here; rotated inputs are several times as large
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What was measured of one program.
+
+    wall_ms: median time of a call by the host's clock, calls queued one after another.
+    spread: distance of the quartiles of the wall times, divided by their median.
+    device_ms: median of the time that the kernels of one call took by the device's own clock, without
+      the gaps between them; None where no profiler could look.
+    samples: how many wall times there were.
+    """
+
+    wall_ms: float
+    spread: float
+    device_ms: float | None
+    samples: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """Something to time: run(*inputs) queues work and returns arrays; inputs are taken in rotation."""
+
+    run: Callable[..., Any]
+    inputs: list[tuple]
+    wait: Callable[[Any], Any] = jax.block_until_ready
+
+
+def summary(wall_s, device_ms):
+    """The `Timing` of lists of samples: seconds by the wall, milliseconds of the device (may be empty)."""
+    low, middle, high = np.quantile(wall_s, [0.25, 0.5, 0.75])
+    return Timing(
+        wall_ms=1e3 * float(middle),
+        spread=float((high - low) / middle),
+        device_ms=float(np.median(device_ms)) if len(device_ms) else None,
+        samples=len(wall_s),
+    )
+
+
+def time_together(programs, *, rounds=9, sample_ms=10.0, clock=time.perf_counter, device_samples=None):
+    """Measure programs in turns. programs: {name: Program}. Returns {name: Timing}.
+
+    rounds: samples of each program. sample_ms: at least how long one sample lasts.
+    clock: seconds. device_samples: function of a Program that returns milliseconds; by default the
+    profiler of `kernel_times`.
+    """
+    device_samples = kernel_times if device_samples is None else device_samples
+    calls = {}
+    for name, program in programs.items():
+        program.wait(program.run(*program.inputs[0]))  # compiles, and loads the kernels
+        once = _sample(program, 3, clock)
+        calls[name] = max(1, int(np.ceil(sample_ms / 1e3 / max(once, 1e-7))))
+    walls = {name: [] for name in programs}
+    order = list(programs)
+    for turn in range(rounds):
+        first = turn % len(order)
+        for name in order[first:] + order[:first]:
+            walls[name].append(_sample(programs[name], calls[name], clock))
+    devices = {name: [] for name in programs}
+    for _ in range(3):
+        for name in order:
+            devices[name] += device_samples(programs[name])
+    return {name: summary(walls[name], devices[name]) for name in programs}
+
+
+def _sample(program, calls, clock):
+    """Seconds of one of `calls` queued calls."""
+    inputs = itertools.islice(itertools.cycle(program.inputs), calls)
+    began = clock()
+    for arrays in inputs:
+        result = program.run(*arrays)
+    program.wait(result)
+    return (clock() - began) / calls
+
+
+def kernel_times(program, calls=3):
+    """Milliseconds that the kernels of each of some calls took, by CUPTI; empty where that cannot look."""
+    try:
+        from jax.experimental.mosaic.gpu import profiler
+
+        _, times = profiler.measure(program.run, iterations=calls)(*program.inputs[0])
+    except Exception:  # no GPU, no CUPTI, another profiler attached, or a program that JAX did not make
+        return []
+    return [] if times is None or any(sample is None for sample in times) else list(times)
+
+
+def rotation(inputs_bytes):
+    """How many sets of inputs to rotate through, so that no call finds its own in the cache."""
+    return max(1, int(np.ceil(3 * L2_BYTES / inputs_bytes)))

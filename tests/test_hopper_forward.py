@@ -1,0 +1,180 @@
+"""The Hopper forward kernel in the Mosaic GPU interpreter: right, without races, and lowered for CUDA."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+from attention_cases import AttentionCase, check_forward
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas_call
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from helpers.attention.hopper import forward as hopper
+from helpers.attention.hopper import ladder
+from helpers.attention.masking import Band
+from helpers.attention.problem import Call, Problem, check_call
+
+# Interpreted warpgroups wait for each other in the threads of XLA's pool, which must not be fewer.
+# The pool is made with the first use of JAX, so conftest.py or the caller sets this.
+if max(os.cpu_count(), int(os.environ.get("PJRT_NPROC", 0))) < 6:
+    raise RuntimeError("with fewer than six cores, set PJRT_NPROC=16 in the environment, or these tests would hang")
+
+CAUSAL = {"is_causal": True}
+SMALL = hopper.Tiles(block_k=64, programs=2)
+
+
+class RaceError(AssertionError):
+    pass
+
+
+def interpreted(forward, **options):
+    """forward as `check_forward` wants it: on the CPU, and an error where the detector saw a race."""
+
+    def attention(query, key, value, **arguments):
+        params = plgpu.InterpretGPUParams(detect_races=True)
+        try:
+            out, lse = forward(check_call(query, key, value, **arguments), interpret=params, **options)
+            jax.block_until_ready((out, lse))
+        except Exception as error:  # JAX 0.12 raises at once
+            gpu_callbacks.reset_gpu_interpret_mode_state()
+            if "RACE DETECTED" in str(error):
+                raise RaceError from None
+            raise
+        if interpret_pallas_call.get_races().races_found:
+            gpu_callbacks.reset_gpu_interpret_mode_state()
+            raise RaceError
+        return out, jnp.swapaxes(lse, 1, 2)
+
+    return attention
+
+
+CASES = {
+    "one row, one key": (AttentionCase(1, 1, H=64, dtype="bfloat16"), None),
+    "fewer keys than a TMA row": (AttentionCase(1, 7, H=64, dtype="float16"), None),
+    "one key": (AttentionCase(239, 1, H=64, dtype="bfloat16"), None),
+    "more keys than queries": (AttentionCase(63, 65, H=64, dtype="bfloat16", arguments=CAUSAL), None),
+    "tails, 128": (AttentionCase(100, 130, H=128, dtype="float16"), None),
+    "tails, 256, causal": (AttentionCase(113, 203, H=256, dtype="bfloat16", arguments=CAUSAL), None),
+    "padded head": (AttentionCase(100, 130, H=80, dtype="bfloat16", arguments=CAUSAL), None),
+    "no tails": (AttentionCase(128, 128, H=64, dtype="bfloat16", arguments=CAUSAL), None),
+    "the ring goes round": (AttentionCase(300, 300, H=64, dtype="float16", arguments=CAUSAL), SMALL),
+    "rows of the last tile are missing": (AttentionCase(300, 200, H=64, dtype="bfloat16"), SMALL),
+    "three warpgroups": (AttentionCase(300, 400, H=64, dtype="bfloat16"), None),
+    "four warpgroups": (AttentionCase(300, 300, H=64, dtype="bfloat16", arguments=CAUSAL), None),
+    "grouped heads": (AttentionCase(128, 256, H=128, N=4, K=2, B=2, dtype="bfloat16"), None),
+    "one program a tile": (AttentionCase(200, 200, H=64, dtype="bfloat16", arguments=CAUSAL), SMALL._replace(programs=None)),
+    "large logits": (AttentionCase(130, 300, H=64, dtype="bfloat16", logits="large"), SMALL),
+    "large logits, causal": (AttentionCase(130, 130, H=64, dtype="float16", logits="large", arguments=CAUSAL), SMALL),
+    "low logits": (AttentionCase(130, 300, H=64, dtype="bfloat16", logits="low", arguments=CAUSAL), SMALL),
+    "last huge": (AttentionCase(65, 300, H=64, dtype="float16", logits="last huge"), SMALL),
+    "negative scale": (AttentionCase(65, 130, H=64, dtype="bfloat16", arguments={"scale": -0.2}), SMALL),
+    "scale of zero": (AttentionCase(65, 130, H=64, dtype="bfloat16", arguments={"scale": 0, **CAUSAL}), SMALL),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_forward(name):
+    case, tiles = CASES[name]
+    check_forward(interpreted(hopper.forward, tiles=tiles), case)
+
+
+@pytest.mark.parametrize("rung", ladder.NAMES)
+def test_every_rung(rung):
+    case = AttentionCase(256, 256, H=64, N=2, K=1, dtype="bfloat16", arguments=CAUSAL if rung % 2 else {})
+    check_forward(interpreted(ladder.forward, rung=rung), case)
+
+
+def test_a_rung_says_what_it_takes():
+    with pytest.raises(ValueError, match=r"rung 4 takes .* T in multiples of 128"):
+        ladder.forward(check_call(*AttentionCase(64, 128, H=64, dtype="bfloat16").inputs()[0]), rung=4)
+
+
+# Seeded faults
+
+
+@pytest.mark.parametrize("fault", ["commit_smem", "wait_smem_to_gmem"])
+def test_a_dropped_step_of_the_epilogue_is_found(fault, monkeypatch):
+    """As a race; JAX 0.11 also says of a store that nobody awaits that it had not ended."""
+
+    class Faulty:
+        def __getattr__(self, name):
+            attribute = getattr(plgpu, name)
+            if name != fault:
+                return attribute
+            return lambda *arguments, **named: None
+
+    monkeypatch.setattr(hopper, "plgpu", Faulty())
+    case = AttentionCase(300, 64, H=64, dtype="bfloat16")
+    with pytest.raises((RaceError, jax.errors.JaxRuntimeError), match=r"^$|Not all"):
+        check_forward(interpreted(hopper.forward, tiles=SMALL._replace(programs=1)), case)
+
+
+def test_a_slot_freed_too_early_is_a_race(monkeypatch):
+    """The values are declared free before the product that reads them."""
+    overlapped = hopper.overlapped
+
+    def hasty(first, second, meanwhile, state, *, interpret):
+        c, p, state = overlapped(first, second, meanwhile, state, interpret=interpret)
+        c2, *_ = overlapped(first, second, lambda s, state: (s, state), state, interpret=interpret)
+        return (c + c2) / 2, p, state  # reads k again, after meanwhile has freed it
+
+    monkeypatch.setattr(hopper, "overlapped", hasty)
+    with pytest.raises(RaceError):
+        check_forward(interpreted(hopper.forward, tiles=SMALL), AttentionCase(64, 400, H=64, dtype="bfloat16"))
+
+
+# Lowering
+
+
+def problem_of(T, S, H, dtype, causal, N=2, K=1):
+    return Problem(
+        B=2, T=T, S=S, N=N, K=K, H=H, dtype=jnp.dtype(dtype), scale=H**-0.5, band=Band.of(causal)
+    )  # fmt: skip
+
+
+def lower(forward, problem, **options):
+    """The text of a forward for CUDA, on a machine that has none."""
+    query = jax.ShapeDtypeStruct((problem.B, problem.T, problem.N, problem.H), problem.dtype)
+    key = jax.ShapeDtypeStruct((problem.B, problem.S, problem.K, problem.H), problem.dtype)
+
+    def run(query, key, value):
+        return forward(Call(problem, query, key, value, None, None), **options)
+
+    return jax.jit(run).trace(query, key, key).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("length", [1, 100, 1024, 4096, 16384])
+@pytest.mark.parametrize("H", [24, 64, 128, 256])
+def test_the_defaults_lower_for_cuda(H, length):
+    for causal, dtype in ((False, "bfloat16"), (True, "float16")):
+        text = lower(hopper.forward, problem_of(length, length, H, dtype, causal))
+        assert text.count("@mosaic_gpu_v2") == 1
+
+
+@pytest.mark.parametrize("rung", ladder.NAMES)
+def test_the_rungs_lower_for_cuda(rung):
+    for H, causal, dtype in ((64, True, "bfloat16"), (128, False, "float16")):
+        assert "@mosaic_gpu_v2" in lower(ladder.forward, problem_of(256, 256, H, dtype, causal), rung=rung)
+
+
+def test_nothing_is_copied():
+    text = lower(hopper.forward, problem_of(1024, 1024, 128, "bfloat16", True, N=8, K=1))
+    assert "stablehlo.pad" not in text and "stablehlo.slice" not in text and "stablehlo.transpose" not in text
+
+
+@pytest.mark.parametrize("warpgroups", hopper.REGISTERS)
+def test_the_registers_suffice(warpgroups):
+    """Warpgroups that ask for more registers than their program has wait for ever, and only on the card."""
+    compute, memory = hopper.REGISTERS[warpgroups]
+    at_start = 65536 // (128 * (warpgroups + 1)) // 8 * 8  # of each thread
+    assert warpgroups * compute + memory <= (warpgroups + 1) * at_start
+    assert memory <= at_start <= compute
+
+
+def test_what_it_cannot_serve():
+    assert hopper.why_not(problem_of(8, 8, 64, "bfloat16", True)) is None
+    assert "bfloat16 and float16 only" in hopper.why_not(problem_of(8, 8, 64, "float32", True))
+    arrays = AttentionCase(8, 8, H=64, dtype="bfloat16").inputs()[0]
+    call = check_call(*arrays, local_window_size=3)
+    with pytest.raises(NotImplementedError, match="no local window"):
+        hopper.forward(call)
