@@ -10,7 +10,7 @@ AS_ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
 ON_CPU = JAX_PLATFORMS=cpu OPENBLAS_NUM_THREADS=1
 ARGS ?=
 
-.PHONY: help setup lab test test-oldest notebooks figures lint gpu gpu-test
+.PHONY: help setup lab test test-oldest notebooks figures lint gpu gpu-test gpu-bench gpu-tune
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -44,3 +44,9 @@ gpu: setup ## add CUDA to the environment, on a machine with an NVIDIA GPU
 
 gpu-test: setup ## run the kernels' tests on the GPU of this machine
 	@$(IN_VENV) -m pytest tests/test_portable_forward.py tests/test_portable_backward.py tests/test_footprint.py tests/test_on_gpu.py tests/test_reference.py tests/test_api.py -rs $(ARGS)
+
+gpu-bench: setup ## measure the kernels on the GPU of this machine, next to cuDNN and installed peers
+	@XLA_PYTHON_CLIENT_PREALLOCATE=false $(IN_VENV) -m helpers.measure.benchmark $(ARGS)
+
+gpu-tune: setup ## find the fastest tiles of the portable kernels for this GPU and record them
+	@XLA_PYTHON_CLIENT_PREALLOCATE=false $(IN_VENV) -m helpers.measure.tune $(ARGS)

@@ -7,8 +7,10 @@ import jax
 import numpy as np
 import pytest
 from attention_cases import AttentionCase, check_forward, check_gradients, gradients_of, relative_error
+from test_portable_forward import GRID
 
 from helpers import flash_attention
+from helpers.attention.device import compute_capability
 from helpers.attention.reference import oracle
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="this machine has no GPU that JAX can use")
@@ -22,6 +24,43 @@ def test_long_sequences(T, S, H, dtype):
     case = AttentionCase(T, S, H, N=1, K=1, dtype=dtype, arguments={"is_causal": T == S})
     check_forward(portable_attention, case)
     check_gradients(functools.partial(gradients_of, portable_attention), case)
+
+
+on_hopper = pytest.mark.skipif(compute_capability() != (9, 0), reason="this machine has no Hopper GPU")
+hopper_attention = functools.partial(flash_attention, implementation="hopper", return_residual=True)
+
+
+@on_hopper
+@pytest.mark.parametrize(("shape_and_head_dim", "turn"), [turn for turn in GRID if turn[1][0] != "float32"])
+def test_hopper_shapes_and_head_dims(shape_and_head_dim, turn):
+    ((T, S), H), (dtype, group, is_causal) = shape_and_head_dim, turn
+    case = AttentionCase(T, S, H, N=2 * group, K=2, dtype=dtype, arguments={"is_causal": is_causal})
+    check_forward(hopper_attention, case)
+    check_gradients(functools.partial(gradients_of, hopper_attention), case, mends_delta=False)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("T", "S", "H"), [(4096, 4096, 128), (16384, 4000, 64), (5000, 16384, 64), (16384, 16384, 128)]
+)
+def test_hopper_long_sequences(T, S, H, dtype):
+    case = AttentionCase(T, S, H, N=1, K=1, dtype=dtype, arguments={"is_causal": T == S})
+    check_forward(hopper_attention, case)
+    check_gradients(functools.partial(gradients_of, hopper_attention), case, mends_delta=False)
+
+
+@on_hopper
+def test_hopper_repeats_itself():
+    """The forward pass gives the same bits each time; gradients are added in any order, so they are close."""
+    arrays, _ = AttentionCase(1000, 1300, 64, N=4, K=2, dtype="bfloat16").inputs()
+    gradient = jax.jit(jax.grad(lambda *a: hopper_attention(*a)[0].astype(np.float32).sum(), (0, 1, 2)))
+    first, first_gradients = hopper_attention(*arrays), gradient(*arrays)
+    for _ in range(100):
+        for a, b in zip(first, hopper_attention(*arrays), strict=True):
+            np.testing.assert_array_equal(a, b)
+        for a, b in zip(first_gradients, gradient(*arrays), strict=True):
+            assert relative_error(a, b) < 1e-2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,87 @@
+"""`implementation="hopper"`: what it serves, what it refuses, and that it works under JAX's transformations."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import AttentionCase, check_forward, check_gradients, gradients_of
+
+from helpers import flash_attention
+from helpers.attention.hopper import serve
+
+hopper_attention = functools.partial(flash_attention, implementation="hopper", return_residual=True)
+SMALL = AttentionCase(70, 90, 64, N=4, K=2, dtype="bfloat16", arguments={"is_causal": True})
+
+
+def test_forward_and_gradients():
+    check_forward(hopper_attention, SMALL)
+    check_gradients(functools.partial(gradients_of, hopper_attention), SMALL, mends_delta=False)
+
+
+def test_without_a_batch_axis_and_in_fp16():
+    check_forward(hopper_attention, AttentionCase(20, 30, 40, dtype="float16", batched=False))
+
+
+@pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None)])
+def test_vmap(axes):
+    arrays, _ = AttentionCase(20, 30, 64, N=2, K=1, dtype="bfloat16").inputs()
+    stacked = [
+        np.stack([array, array[:, ::-1]]) if axis == 0 else array for array, axis in zip(arrays, axes, strict=True)
+    ]
+
+    def loss(query, key, value):
+        out, lse = hopper_attention(query, key, value)
+        return out.astype(jnp.float32).sum() + lse.sum()
+
+    gradient = jax.grad(loss, (0, 1, 2))
+    together = jax.vmap(gradient, in_axes=axes)(*stacked)
+    for i in range(2):
+        alone = gradient(*(array[i] if axis == 0 else array for array, axis in zip(stacked, axes, strict=True)))
+        for mine, right in zip(together, alone, strict=True):
+            np.testing.assert_allclose(np.float32(mine[i]), np.float32(right), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "arguments", "reason"),
+    [
+        ("float32", {}, "it takes bfloat16 and float16 only, not float32"),
+        ("bfloat16", {"local_window_size": 3}, "it takes no local window"),
+        ("bfloat16", {"key_value_seq_lengths": np.array([5], np.int32)}, "it takes no sequence lengths"),
+    ],
+)
+def test_what_it_cannot_serve_is_refused(dtype, arguments, reason):
+    arrays, _ = AttentionCase(20, 30, 64, dtype=dtype).inputs()
+    with pytest.raises(
+        NotImplementedError, match=f'the hopper kernel cannot serve this call: {reason}; use .*"portable"'
+    ):
+        hopper_attention(*arrays, **arguments)
+
+
+def test_a_cpu_with_too_few_threads_is_refused(monkeypatch):
+    """Its interpreter would wait for ever."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("this machine has a GPU")
+    monkeypatch.setenv("PJRT_NPROC", "2")
+    arrays, _ = SMALL.inputs()
+    with pytest.raises(NotImplementedError, match="set the environment variable PJRT_NPROC to 16 before JAX starts"):
+        hopper_attention(*arrays)
+
+
+def test_another_gpu_is_refused_by_name(monkeypatch):
+    ampere = type("Device", (), {"platform": "gpu", "device_kind": "NVIDIA A100"})()
+    monkeypatch.setattr("helpers.attention.api.default_device", lambda: ampere)
+    monkeypatch.setattr("helpers.attention.api.compute_capability", lambda: (8, 0))
+    arrays, _ = SMALL.inputs()
+    with pytest.raises(NotImplementedError, match=r"compute capability 9\.0 \(Hopper\) or a CPU, this is NVIDIA A100"):
+        hopper_attention(*arrays)
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_the_tiles_of_a_problem_can_be_told(which):
+    (query, key, value), _ = SMALL.inputs()
+    from helpers.attention.problem import check_call
+
+    for name, tiles in serve.tiles_used(check_call(query, key, value).problem, which).items():
+        assert name in ("forward", "fused", "dkv", "dq") and tiles["block_q"] >= 64

@@ -1,0 +1,335 @@
+"""The measuring tools, without a GPU: statistics on a fake clock, refusals, the schema of results, the tables of tiles."""
+
+import dataclasses
+import functools
+import itertools
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_lowering import lower_for_cuda
+
+from helpers import flash_attention
+from helpers.attention.portable import backward, forward, tiles
+from helpers.attention.problem import check_call
+from helpers.measure import benchmark, implementations, ladder, results, timing, tune
+from helpers.measure.benchmark import Case
+from helpers.measure.timing import Program, Timing
+
+SMALL = Case(1, 128, 128, 2, 2, 64, "bfloat16", True)
+
+
+class FakeDevice:
+    """A device whose work takes known times, and its clock: calls queue, and waiting lets the time pass."""
+
+    def __init__(self):
+        self.now, self.queued, self.log = 0.0, 0.0, []
+
+    def clock(self):
+        return self.now
+
+    def program(self, name, seconds):
+        durations = itertools.cycle(seconds)
+
+        def run(*inputs):
+            self.log.append((name, inputs))
+            self.queued = max(self.queued, self.now) + next(durations)
+
+        def wait(_):
+            self.now = max(self.now, self.queued)
+
+        return run, wait
+
+
+def test_times_are_those_of_the_device_not_of_the_queueing():
+    device = FakeDevice()
+    run, wait = device.program("a", [2e-3])
+    measured = timing.time_together({"a": Program(run, [()], wait)}, clock=device.clock, device_samples=lambda p: [])
+    assert measured["a"].wall_ms == pytest.approx(2.0)
+    assert measured["a"].spread == pytest.approx(0.0, abs=1e-9)
+    assert measured["a"].device_ms is None and measured["a"].samples == 9
+
+
+def test_a_sample_lasts_long_enough():
+    device = FakeDevice()
+    run, wait = device.program("a", [1e-5])
+    program = Program(run, [()], wait)
+    timing.time_together({"a": program}, rounds=2, sample_ms=1.0, clock=device.clock, device_samples=lambda p: [])
+    assert len(device.log) == 1 + 3 + 2 * 100  # the warm-up, a first estimate, and two samples of a millisecond
+
+
+def test_programs_take_turns_and_inputs_rotate():
+    device = FakeDevice()
+    programs = {}
+    for name in "ab":
+        run, wait = device.program(name, [1.0])
+        programs[name] = Program(run, [(0,), (1,)], wait)
+    timing.time_together(programs, rounds=4, clock=device.clock, device_samples=lambda p: [])
+    turns = [name for name, _ in device.log[-8:]]
+    assert turns == ["a", "b", "b", "a", "a", "b", "b", "a"]
+    run, wait = device.program("c", [1e-4])
+    timing.time_together(
+        {"c": Program(run, [(0,), (1,)], wait)}, rounds=1, clock=device.clock, device_samples=lambda p: []
+    )
+    assert {inputs for name, inputs in device.log if name == "c"} == {(0,), (1,)}
+
+
+def test_the_summary_is_the_median_and_the_quartiles():
+    found = timing.summary([1.0, 2.0, 3.0, 4.0, 100.0], [7.0, 5.0, 6.0])
+    assert found == Timing(wall_ms=3000.0, spread=2 / 3, device_ms=6.0, samples=5)
+
+
+def test_no_profiler_is_no_error():
+    assert timing.kernel_times(Program(lambda: 0, [()])) == []
+
+
+def test_inputs_rotate_through_more_than_the_cache():
+    assert timing.rotation(10 * timing.L2_BYTES) == 1
+    assert timing.rotation(timing.L2_BYTES // 4) * (timing.L2_BYTES // 4) >= 3 * timing.L2_BYTES
+
+
+def fixed_times(programs):
+    return {name: Timing(wall_ms=2.0, spread=0.01, device_ms=1.0, samples=9) for name in programs}
+
+
+def slightly_wrong(case):
+    attention = implementations.ours("reference")(case)
+    return lambda *arrays: 1.05 * attention(*arrays)
+
+
+def wrong_gradient(case):
+    """Right forward; dv alone is wrong."""
+    attention = implementations.ours("reference")(case)
+    doubled = lambda value: 1.05 * value - 0.05 * benchmark.jax.lax.stop_gradient(value)
+    return lambda query, key, value: attention(query, key, doubled(value)).astype(query.dtype)
+
+
+def test_a_wrong_kernel_is_reported_and_never_timed():
+    timed, notes = [], []
+
+    def time_programs(programs):
+        timed.append(list(programs))
+        return fixed_times(programs)
+
+    made = {"right": implementations.ours("reference"), "wrong": slightly_wrong, "wrong_dv": wrong_gradient}
+    records = benchmark.measure_case(SMALL, made, note=notes.append, time_programs=time_programs)
+    assert timed == [["right", "wrong_dv"], ["right"]]
+    assert {(r["implementation"], r["pass"]) for r in records} == {
+        ("right", "forward"),
+        ("wrong_dv", "forward"),
+        ("right", "backward"),
+    }
+    assert any("wrong: forward: wrong: out has a relative error" in note for note in notes)
+    assert any("wrong_dv: backward: wrong: dv has a relative error" in note for note in notes)
+
+
+def test_nan_is_wrong():
+    right = benchmark.right_answer(SMALL, benchmark.inputs_of(SMALL))
+    assert "wrong" in benchmark.complaint(SMALL, "forward", jnp.full((1, 128, 2, 64), jnp.nan), right)
+
+
+def raises(error):
+    def make(case):
+        raise error
+
+    return make
+
+
+def test_peers_that_fail_leave_a_line_each_and_the_rest_runs():
+    notes = []
+    made = {
+        "absent": raises(ModuleNotFoundError("No module named 'tokamax'")),
+        "refuses": raises(NotImplementedError("it takes float16 only")),
+        "hungry": raises(RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")),
+        "portable": implementations.ours("portable"),
+    }
+    records = benchmark.measure_case(SMALL, made, note=notes.append, time_programs=fixed_times)
+    assert [(r["implementation"], r["pass"]) for r in records] == [("portable", "forward"), ("portable", "backward")]
+    assert [note.rsplit(": ", 1)[1] for note in notes] == [
+        "not installed",
+        "it takes float16 only",
+        "too little memory on this GPU",
+    ]
+
+
+def test_a_run_that_takes_too_long_notes_what_it_left_out():
+    notes = []
+    assert benchmark.run([SMALL], notes.append, began=-1e9) == []
+    assert notes == [f"{SMALL.name}: left out, the time was up"]
+
+
+def test_a_case_that_raises_does_not_stop_the_run(monkeypatch):
+    notes, lines = [], []
+    broken = dataclasses.replace(SMALL, T=64, S=64)
+
+    def measure_case(case, *_, **__):
+        if case == broken:
+            raise RuntimeError("a driver that gave up")
+        return [benchmark.record(case, "portable", "forward", Timing(1.0, 0.0, 1.0, 9))]
+
+    monkeypatch.setattr(benchmark, "measure_case", measure_case)
+    records = benchmark.run([broken, SMALL], notes.append, progress=lines.append)
+    assert len(records) == 1 and "a driver that gave up" in notes[0] and "portable" in lines[0]
+
+
+def test_without_a_gpu_the_commands_say_so(capsys):
+    if benchmark.jax.default_backend() == "gpu":
+        pytest.skip("this machine has a GPU")
+    assert benchmark.main([]) == 1 and tune.main([]) == 1
+    assert capsys.readouterr().out.count("this machine has no GPU that JAX can use") == 2
+
+
+def test_an_older_gpu_is_named(monkeypatch):
+    turing = type("Device", (), {"platform": "gpu", "compute_capability": "7.5", "device_kind": "Tesla T4"})()
+    monkeypatch.setattr(benchmark.jax, "devices", lambda: [turing])
+    assert "Tesla T4 has 7.5" in benchmark.gpu_or_reason()
+
+
+@functools.cache
+def recorded():
+    """What the benchmark would write, with invented times."""
+    top = {"matmul_tflops": 700.0, "copy_gbps": 4000.0}
+    records = [
+        benchmark.record(case, name, which, Timing(2.0, 0.01, 1.9, 9))
+        for case in (benchmark.GRID[0], benchmark.TUTORIAL)
+        for name in ("portable", "hopper", "cudnn")
+        for which in ("forward", "backward")
+    ]
+    header = benchmark.Machine("NVIDIA Test", {"jax": "0"}, "abc", "2026-01-01").header()
+    rung = {"name": "first", "H": 64, "T": 4096, "is_causal": True, "device_ms": 1.0, "tflops": 100.0}
+    memory = {"implementation": "portable", "pass": "forward", "T": 1024, "N": 1, "H": 64, "bytes": 10}
+    parts = {"records": benchmark.with_fractions(records, top), "ladder": [rung], "memory": [memory], "notes": []}
+    return header | {"ceilings": top} | parts
+
+
+def test_records_say_what_was_measured():
+    record = next(r for r in recorded()["records"] if r["implementation"] == "portable" and r["pass"] == "backward")
+    case = benchmark.GRID[0]
+    flops = 2.5 * 4 * case.B * case.N * case.T * case.S * case.H
+    assert record["tflops"] == pytest.approx(flops / 1.9e-3 / 1e12)
+    assert record["of_matmul"] == pytest.approx(record["tflops"] / 700, abs=1e-4)
+    moved = 8 * case.B * case.T * case.N * case.H * 2
+    assert record["of_copy"] == pytest.approx(moved / 1.9e-3 / 4000e9, abs=1e-4)
+    assert set(record["tiles"]) == {"dkv", "dq"}
+
+
+def test_results_are_read_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    results.write(recorded(), tmp_path / "nvidia_test.json")
+    assert results.read("NVIDIA Test") == json.loads(json.dumps(recorded()))
+    assert [path.name for path in tmp_path.iterdir()] == ["nvidia_test.json"]
+
+
+FAULTS = {
+    "ceilings is missing": lambda r: r.pop("ceilings"),
+    "copy_gbps is missing": lambda r: r["ceilings"].pop("copy_gbps"),
+    "tflops is missing": lambda r: r["records"][0].pop("tflops"),
+    "T is '1024'": lambda r: r["records"][1].update(T="1024"),
+    "T is True": lambda r: r["records"][1].update(T=True),
+    "is_causal is 1": lambda r: r["records"][1].update(is_causal=1),
+    "pass must be forward or backward": lambda r: r["records"][0].update({"pass": "both"}),
+    "must be positive": lambda r: r["records"][0].update(wall_ms=0.0),
+    "tflops is None": lambda r: r["ladder"][0].update(tflops=None),
+    "bytes is 1.5": lambda r: r["memory"][0].update(bytes=1.5),
+}
+
+
+@pytest.mark.parametrize("message", FAULTS)
+def test_broken_results_are_refused_and_not_written(message, tmp_path):
+    broken = json.loads(json.dumps(recorded()))
+    FAULTS[message](broken)
+    path = tmp_path / "card.json"
+    path.write_text("what was there")
+    with pytest.raises(ValueError, match=message):
+        results.write(broken, path)
+    assert path.read_text() == "what was there" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_full_disk_leaves_the_old_results(tmp_path, monkeypatch):
+    path = tmp_path / "card.json"
+    path.write_text("what was there")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(results.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        results.write(recorded(), path)
+    assert path.read_text() == "what was there" and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("path", [*results.RESULTS.glob("*.json")], ids=lambda path: path.stem)
+def test_committed_results_keep_to_the_schema(path):
+    schema = results.TILES_FILE if path.stem.endswith("_tiles") else results.FILE
+    found = json.loads(path.read_text())
+    results.check(found, schema)
+    assert path.stem.removesuffix("_tiles") == results.slug(found["card"])
+
+
+TUNED = [row for path in results.RESULTS.glob("*_tiles.json") for row in json.loads(path.read_text())["tiles"]]
+DEFAULTS = [
+    {"kernel": kernel, "itemsize": itemsize, "head_padded": H, "is_causal": False, **choice._asdict()}
+    for (kernel, itemsize), by_head in tiles.DEFAULTS.items()
+    for H, choice in by_head.items()
+]
+
+
+@pytest.mark.parametrize("row", TUNED + DEFAULTS, ids=lambda row: "-".join(map(str, row.values())))
+def test_every_configuration_lowers_for_cuda(row):
+    dtype = jnp.float32 if row["itemsize"] == 4 else jnp.bfloat16
+    shape = benchmark.jax.ShapeDtypeStruct((1, 512, 2, row["head_padded"]), dtype)
+    chosen = {name: row[name] for name in tiles.Tiles._fields}
+    call = lambda q: check_call(q, q, q, is_causal=row["is_causal"])
+    if row["kernel"] == "forward":
+        text = lower_for_cuda(lambda q: forward.forward(call(q), **chosen), shape)
+    else:
+        row_shape = benchmark.jax.ShapeDtypeStruct((1, 2, 512), jnp.float32)
+        gradients = lambda q, lse: backward.backward(call(q), q, lse, q, lse, **chosen)
+        text = lower_for_cuda(gradients, shape, row_shape)
+    assert "__gpu$xla.gpu.triton" in text
+
+
+def test_a_card_with_a_table_uses_it(monkeypatch):
+    query = np.zeros((1, 4096, 1, 128), jnp.bfloat16)
+    problem = check_call(query, query, query).problem
+    by_default = tiles.select_tiles("forward", problem)
+    monkeypatch.setattr(tiles, "_card", lambda: "NVIDIA H200")
+    row = next(
+        r for r in TUNED if (r["kernel"], r["itemsize"], r["head_padded"], r["is_causal"]) == ("forward", 2, 128, False)
+    )
+    assert tiles.select_tiles("forward", problem) == tuple(row[name] for name in tiles.Tiles._fields) != by_default
+    monkeypatch.setattr(tiles, "_card", lambda: "NVIDIA Unknown")
+    assert tiles.select_tiles("forward", problem) == by_default
+
+
+@pytest.mark.parametrize("rung", ladder.RUNGS, ids=lambda rung: rung.name)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_every_rung_of_the_ladder_is_right(rung, is_causal):
+    case = dataclasses.replace(SMALL, T=256, S=256, is_causal=is_causal)
+    arrays = benchmark.inputs_of(case)
+    out = ladder.attention(*arrays[:3], rung=rung, is_causal=is_causal, interpret=True)
+    assert benchmark.complaint(case, "forward", out, benchmark.right_answer(case, arrays)) is None
+
+
+def test_the_ladder_changes_one_thing_at_a_time():
+    for below, above in itertools.pairwise(ladder.RUNGS):
+        changed = [f.name for f in dataclasses.fields(below) if getattr(below, f.name) != getattr(above, f.name)]
+        assert len(changed) == 2 and changed[0] == "name"
+
+
+def test_the_reference_of_the_benchmark_is_ours():
+    """The float32 answer that kernels are compared with agrees with this package's own reference."""
+    arrays = benchmark.inputs_of(dataclasses.replace(SMALL, dtype="float32"))
+    right = benchmark.right_answer(SMALL, arrays)
+    out = flash_attention(*arrays[:3], is_causal=True, implementation="reference")
+    np.testing.assert_allclose(right["forward"][0], out[0, :, :1], atol=1e-5)
+
+
+def test_candidates_of_the_tuner_hold_the_default_grid():
+    for (kernel, itemsize), by_head in tiles.DEFAULTS.items():
+        for H in by_head:
+            found = tune.candidates(kernel, itemsize, H)
+            assert len(found) == len(set(found)) >= 8
+            for candidate in found:
+                tiles.check_blocks(candidate.block_q, candidate.block_k)
