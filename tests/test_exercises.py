@@ -47,7 +47,10 @@ def test_unsolved_and_solved(path):
         if cell.source.startswith("plots."):
             cell.source = "pass"
     notebook.cells = notebook.cells[: found[-1].check + 1]
-    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(path.parent)}}).execute()
+    # A busy machine may deliver one print in two parts.
+    NotebookClient(
+        notebook, timeout=120, coalesce_streams=True, resources={"metadata": {"path": str(path.parent)}}
+    ).execute()
     for lesson in found:
         (output,) = notebook.cells[lesson.check].outputs
         assert output.text.startswith("✓"), output.text
