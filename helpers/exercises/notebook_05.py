@@ -5,7 +5,6 @@ wrong index must do no harm, and a verdict must not depend on the hardware.
 """
 
 import math
-import operator
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +12,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from helpers.attention.masking import Band, visible
 from helpers.attention.reference import oracle
+from helpers.exercises import tile_bounds
 from helpers.exercises.checking import Case, Exercise, Mistake
 from helpers.measure.traffic import replay
 
@@ -300,74 +299,25 @@ _FINISH = Exercise(
 # 5.3 The bounds of the loop
 
 
-def _bounds_cases():
-    shapes = [
-        # i, T, S, block_q, block_k, left
-        (0, 64, 64, 32, 16, None),
-        (1, 64, 64, 32, 16, None),
-        (1, 64, 64, 16, 32, None),
-        (2, 48, 48, 16, 32, None),
-        (2, 40, 128, 16, 8, None),
-        (1, 33, 48, 32, 16, None),
-        (3, 128, 40, 32, 16, None),
-        (3, 128, 33, 32, 16, None),
-        (1, 64, 64, 32, 16, 8),
-        (0, 64, 64, 16, 16, 20),
-        (3, 128, 128, 32, 16, 20),
-        (3, 128, 128, 32, 16, 16),
-        (3, 128, 128, 32, 16, 17),
-        (2, 96, 96, 32, 64, 0),
-        (4, 100, 70, 16, 16, 30),
-        (6, 128, 40, 16, 16, 8),
-    ]
-    return [
-        Case(
-            f"query tile {i}, T={T}, S={S}, block_q={block_q}, block_k={block_k}, left={left}",
-            (i, T, S, block_q, block_k, left),
-        )
-        for i, T, S, block_q, block_k, left in shapes
-    ]
-
-
-def _needed_tiles(i, T, S, block_q, block_k, left):
-    """The key tiles in which some query of the tile sees some key, found by looking at every pair."""
-    rows = np.arange(i * block_q, (i + 1) * block_q)[:, None]
-    seen = visible(rows, np.arange(S)[None, :], Band(left=left, right=0), T, S).any(axis=0)
-    return sorted({int(key) // block_k for key in np.flatnonzero(seen)})
-
-
-def _run_bounds(answer, *arguments):
-    result = answer(*arguments)
-    if not isinstance(result, tuple | list) or len(result) != 2:
-        raise TypeError("return two integers, (first, stop)")
-    first, stop = (operator.index(bound) for bound in result)
-    return (first, stop) if first < stop else (0, 0)
-
-
-def _judge_bounds(result, case):
-    first, stop = (int(bound) for bound in result)
-    needed = _needed_tiles(*case.arguments)
-    if first == stop == 0 or not needed:
-        if first < stop:
-            return f"yours visits key tiles {first} to {stop - 1}, but these queries see no key at all"
-        return (
-            f"yours visits no tile, but these queries see keys in tiles {needed[0]} to {needed[-1]}" if needed else None
-        )
-    yours = f"yours visits key tiles {first} to {stop - 1}"
-    block_k, S = case.arguments[4], case.arguments[2]
-    if first > needed[0]:
-        return f"{yours}: too few, these queries see keys in tile {needed[0]}"
-    if stop - 1 < needed[-1]:
-        return f"{yours}: too few, these queries see keys in tile {needed[-1]}"
-    if first < 0:
-        return f"{yours}: there is no tile {first}"
-    if stop > -(-S // block_k):
-        return f"{yours}: too many, the keys end in tile {-(-S // block_k) - 1}"
-    if first < needed[0]:
-        return f"{yours}: too many, these queries see nothing in tile {first}"
-    if stop - 1 > needed[-1]:
-        return f"{yours}: too many, these queries see nothing in tile {stop - 1}"
-    return None
+_BOUNDS_SHAPES = [
+    # i, T, S, block_q, block_k, left
+    (0, 64, 64, 32, 16, None),
+    (1, 64, 64, 32, 16, None),
+    (1, 64, 64, 16, 32, None),
+    (2, 48, 48, 16, 32, None),
+    (2, 40, 128, 16, 8, None),
+    (1, 33, 48, 32, 16, None),
+    (3, 128, 40, 32, 16, None),
+    (3, 128, 33, 32, 16, None),
+    (1, 64, 64, 32, 16, 8),
+    (0, 64, 64, 16, 16, 20),
+    (3, 128, 128, 32, 16, 20),
+    (3, 128, 128, 32, 16, 16),
+    (3, 128, 128, 32, 16, 17),
+    (2, 96, 96, 32, 64, 0),
+    (4, 100, 70, 16, 16, 30),
+    (6, 128, 40, 16, 16, 8),
+]
 
 
 def _bounds(
@@ -393,9 +343,9 @@ _BOUNDS = Exercise(
     number="5.3",
     title="The bounds of the loop",
     outputs=("(first, stop)",),
-    cases=_bounds_cases,
-    run=_run_bounds,
-    judge=_judge_bounds,
+    cases=lambda: tile_bounds.OVER_KEYS.cases(_BOUNDS_SHAPES),
+    run=tile_bounds.run,
+    judge=tile_bounds.OVER_KEYS.judge,
     tried="T below, equal to and above S, block_q below and above block_k, ragged ends, with and without a window",
     mistakes=(
         Mistake(
@@ -596,7 +546,7 @@ def _bytes_cases():
 
 def _bytes_expected(T, H, itemsize, block_q, block_k):
     rows_read = sum(
-        block_k * len(_needed_tiles(i, T, T, block_q, block_k, None)) for i in range(T // block_q)
+        block_k * len(tile_bounds.OVER_KEYS.needed(i, T, T, block_q, block_k, None)) for i in range(T // block_q)
     )  # of k, and as many of v
     return 2 * T * H * itemsize + 4 * T + 2 * rows_read * H * itemsize
 

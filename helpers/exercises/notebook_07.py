@@ -6,7 +6,6 @@ verdict must not depend on the hardware.
 
 import functools
 import math
-import operator
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from jax.experimental import pallas as pl
 
 from helpers.attention.masking import Band, visible
 from helpers.attention.reference import oracle, oracle_gradients
+from helpers.exercises import tile_bounds
 from helpers.exercises.checking import Case, Exercise, Mistake
 from helpers.measure.traffic import replay
 
@@ -808,71 +808,24 @@ _FLOPS = Exercise(
 # 7.5 The queries that a tile of keys needs
 
 
-def _bounds_cases():
-    shapes = [
-        # j, T, S, block_q, block_k, left
-        (0, 64, 64, 16, 32, None),
-        (1, 64, 64, 16, 32, None),
-        (1, 64, 64, 32, 16, None),
-        (2, 96, 96, 64, 16, None),
-        (3, 50, 128, 16, 16, None),
-        (4, 50, 128, 16, 16, None),
-        (1, 100, 48, 16, 32, None),
-        (1, 64, 64, 16, 32, 8),
-        (0, 64, 64, 16, 16, 20),
-        (1, 128, 128, 16, 32, 16),
-        (1, 128, 128, 16, 32, 17),
-        (1, 128, 128, 16, 32, 0),
-        (1, 64, 40, 16, 32, 4),
-        (2, 100, 100, 16, 32, 30),
-        (5, 70, 200, 32, 16, 12),
-    ]
-    return [
-        Case(
-            f"key tile {j}, T={T}, S={S}, block_q={block_q}, block_k={block_k}, left={left}",
-            (j, T, S, block_q, block_k, left),
-        )
-        for j, T, S, block_q, block_k, left in shapes
-    ]
-
-
-def _needed_tiles(j, T, S, block_q, block_k, left):
-    """The query tiles in which some query sees some key of the tile, found by looking at every pair."""
-    cols = np.arange(j * block_k, (j + 1) * block_k)[None, :]
-    seen = visible(np.arange(T)[:, None], cols, Band(left=left, right=0), T, S).any(axis=1)
-    return sorted({int(query) // block_q for query in np.flatnonzero(seen)})
-
-
-def _run_bounds(answer, *arguments):
-    result = answer(*arguments)
-    if not isinstance(result, tuple | list) or len(result) != 2:
-        raise TypeError("return two integers, (first, stop)")
-    first, stop = (operator.index(bound) for bound in result)
-    return (first, stop) if first < stop else (0, 0)
-
-
-def _judge_bounds(result, case):
-    first, stop = (int(bound) for bound in result)
-    needed = _needed_tiles(*case.arguments)
-    if first >= stop:
-        return (
-            f"yours visits no tile, but queries in tiles {needed[0]} to {needed[-1]} see these keys" if needed else None
-        )
-    yours = f"yours visits query tiles {first} to {stop - 1}"
-    if not needed:
-        return f"{yours}, but no query sees these keys"
-    _, T, _, block_q, _, _ = case.arguments
-    if first > needed[0]:
-        return f"{yours}: too few, queries in tile {needed[0]} see these keys"
-    if stop - 1 < needed[-1]:
-        return f"{yours}: too few, queries in tile {needed[-1]} see these keys"
-    if stop > -(-T // block_q):
-        return f"{yours}: too many, the queries end in tile {-(-T // block_q) - 1}"
-    if first < needed[0]:
-        return f"{yours}: too many, no query in tile {first} sees these keys"
-    if stop - 1 > needed[-1]:
-        return f"{yours}: too many, no query in tile {stop - 1} sees these keys"
-    return None
+_BOUNDS_SHAPES = [
+    # j, T, S, block_q, block_k, left
+    (0, 64, 64, 16, 32, None),
+    (1, 64, 64, 16, 32, None),
+    (1, 64, 64, 32, 16, None),
+    (2, 96, 96, 64, 16, None),
+    (3, 50, 128, 16, 16, None),
+    (4, 50, 128, 16, 16, None),
+    (1, 100, 48, 16, 32, None),
+    (1, 64, 64, 16, 32, 8),
+    (0, 64, 64, 16, 16, 20),
+    (1, 128, 128, 16, 32, 16),
+    (1, 128, 128, 16, 32, 17),
+    (1, 128, 128, 16, 32, 0),
+    (1, 64, 40, 16, 32, 4),
+    (2, 100, 100, 16, 32, 30),
+    (5, 70, 200, 32, 16, 12),
+]
 
 
 def _bounds(
@@ -902,9 +855,9 @@ _BOUNDS = Exercise(
     number="7.5",
     title="The queries that a tile of keys needs",
     outputs=("(first, stop)",),
-    cases=_bounds_cases,
-    run=_run_bounds,
-    judge=_judge_bounds,
+    cases=lambda: tile_bounds.OVER_QUERIES.cases(_BOUNDS_SHAPES),
+    run=tile_bounds.run,
+    judge=tile_bounds.OVER_QUERIES.judge,
     tried="T below, equal to and above S, block_q below and above block_k, ragged ends, with and without a window",
     mistakes=(
         Mistake(
