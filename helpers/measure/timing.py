@@ -63,17 +63,18 @@ def time_together(programs, *, rounds=9, sample_ms=10.0, clock=time.perf_counter
     profiler of `kernel_times`.
     """
     device_samples = kernel_times if device_samples is None else device_samples
-    calls = {}
+    calls, rotations = {}, {}
     for name, program in programs.items():
         program.wait(program.run(*program.inputs[0]))  # compiles, and loads the kernels
-        once = _sample(program, 3, clock)
+        rotations[name] = itertools.cycle(program.inputs)
+        once = _sample(program, rotations[name], 3, clock)
         calls[name] = max(1, int(np.ceil(sample_ms / 1e3 / max(once, 1e-7))))
     walls = {name: [] for name in programs}
     order = list(programs)
     for turn in range(rounds):
         first = turn % len(order)
         for name in order[first:] + order[:first]:
-            walls[name].append(_sample(programs[name], calls[name], clock))
+            walls[name].append(_sample(programs[name], rotations[name], calls[name], clock))
     devices = {name: [] for name in programs}
     for _ in range(3):
         for name in order:
@@ -81,11 +82,10 @@ def time_together(programs, *, rounds=9, sample_ms=10.0, clock=time.perf_counter
     return {name: summary(walls[name], devices[name]) for name in programs}
 
 
-def _sample(program, calls, clock):
-    """Seconds of one of `calls` queued calls."""
-    inputs = itertools.islice(itertools.cycle(program.inputs), calls)
+def _sample(program, rotation, calls, clock):
+    """Seconds of one of `calls` queued calls, with the next inputs of the rotation."""
     began = clock()
-    for arrays in inputs:
+    for arrays in itertools.islice(rotation, calls):
         result = program.run(*arrays)
     program.wait(result)
     return (clock() - began) / calls
