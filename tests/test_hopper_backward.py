@@ -42,7 +42,7 @@ def gradients_of_kernels(case, form, races=False):
 
 
 CAUSAL = {"is_causal": True}
-FOUND = "races_found|RACE DETECTED|observed|Computation failed"  # how the interpreter complains, by its version
+FOUND = "races_found|RACE DETECTED|observed|already at phase|Computation failed"  # how the interpreter complains, by its version
 CASES = [
     AttentionCase(1, 7, 24, dtype="bfloat16"),
     AttentionCase(130, 203, 64, N=1, B=2, dtype="float16"),
