@@ -46,7 +46,7 @@ gpu-test: setup ## run the kernels' tests on the GPU of this machine
 	@$(IN_VENV) -m pytest tests/test_portable_forward.py tests/test_portable_backward.py tests/test_footprint.py tests/test_on_gpu.py tests/test_reference.py tests/test_api.py -rs $(ARGS)
 
 gpu-bench: setup ## measure the kernels on the GPU of this machine, next to cuDNN and installed peers
-	@XLA_PYTHON_CLIENT_PREALLOCATE=false $(IN_VENV) -m helpers.measure.benchmark $(ARGS)
+	@$(IN_VENV) -m helpers.measure.benchmark $(ARGS)
 
 gpu-tune: setup ## find the fastest tiles of the portable kernels for this GPU and record them
-	@XLA_PYTHON_CLIENT_PREALLOCATE=false $(IN_VENV) -m helpers.measure.tune $(ARGS)
+	@$(IN_VENV) -m helpers.measure.tune $(ARGS)

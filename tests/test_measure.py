@@ -182,8 +182,9 @@ def test_without_a_gpu_the_commands_say_so(capsys):
 
 def test_an_older_gpu_is_named(monkeypatch):
     turing = type("Device", (), {"platform": "gpu", "compute_capability": "7.5", "device_kind": "Tesla T4"})()
-    monkeypatch.setattr(benchmark.jax, "devices", lambda: [turing])
-    assert "Tesla T4 has 7.5" in benchmark.gpu_or_reason()
+    monkeypatch.setattr("helpers.attention.device.default_device", lambda: turing)
+    monkeypatch.setattr(benchmark, "default_device", lambda: turing)
+    assert "which Tesla T4 has not" in benchmark.gpu_or_reason()
 
 
 @functools.cache

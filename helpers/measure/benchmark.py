@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from helpers.attention.device import compute_capability, default_device
 from helpers.attention.hopper import serve as hopper
 from helpers.attention.portable.tiles import select_tiles
 from helpers.attention.problem import check_call
@@ -342,7 +343,7 @@ class Machine:
 
     @classmethod
     def here(cls, commit=None):
-        device = jax.devices()[0]
+        device = default_device()
         versions = {"python": platform.python_version(), "jax": jax.__version__}
         versions["cuda"] = getattr(device.client, "platform_version", "unknown").splitlines()[0]
         versions["driver"] = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -369,12 +370,11 @@ def _output_of(*command):
 
 def gpu_or_reason():
     """None where the kernels can be compiled for this machine, otherwise the reason why not."""
-    device = jax.devices()[0]
+    device = default_device()
     if device.platform != "gpu":
         return "this machine has no GPU that JAX can use"
-    capability = str(getattr(device, "compute_capability", "0"))
-    if float(capability) < 8.0:
-        return f"the kernels need compute capability 8.0 (Ampere) or newer, {device.device_kind} has {capability}"
+    if compute_capability() < (8, 0):
+        return f"the kernels need compute capability 8.0 (Ampere) or newer, which {device.device_kind} has not"
     return None
 
 
@@ -464,5 +464,5 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leave memory for PyTorch
     sys.exit(main())

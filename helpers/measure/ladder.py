@@ -1,8 +1,9 @@
-"""The steps that made the portable forward kernel fast, one change each, as runnable kernels.
+"""Steps that can make a portable forward kernel faster, one change each, as runnable kernels.
 
-`Rung` switches single ideas of `portable.forward` on and off, so that each can be timed by itself. The
-kernel here knows whole tiles, equal head counts and full or causal masks, and returns no lse: it is for
-measuring. What a lesson should read is `portable.forward`.
+A `Rung` switches single ideas on and off, so that each can be timed by itself. `portable.forward` has
+them all but one: it compares positions in every tile. The kernel here knows whole tiles, equal head
+counts and full or causal masks, and returns no lse: it is for measuring. What a lesson should read is
+`portable.forward`.
 """
 
 import functools

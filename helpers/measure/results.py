@@ -11,7 +11,7 @@
     notes      what could not be measured, and why
 
 The tuner's table stands beside it in <card>_tiles.json: `tiles` (the fastest for each kernel, see
-TILES) and `sweep` (everything that was tried, with its time in `ms`).
+TILES) and `sweep` (everything that was tried, with its time in `ms`; it may be empty).
 """
 
 import json

@@ -44,11 +44,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from helpers.attention.hopper.warpgroup import MATRIX, ROWS, SWIZZLED
+from helpers.attention.hopper.warpgroup import HEAD_DIMS, MATRIX, ROWS, SWIZZLED
 from helpers.attention.masking import NO_BAND, key_tiles, query_tiles
 from helpers.attention.portable.tiles import LOG2_E
 
-HEAD_DIMS = (64, 128, 256)
 WIDEST = 128  # columns of dk and dv that the registers of a warpgroup hold beside s and dp
 ROWS_OF_WGMMA = 64  # rows of a product that one warpgroup owns
 COLUMNS = MATRIX.reduce(0)  # how a warpgroup holds one number for each column of a matrix
@@ -502,8 +501,10 @@ class Tiles(NamedTuple):
 
 
 def default_tiles(problem, deterministic=False):
-    """(tiles of fused_kernel, None) or (tiles of dkv_kernel, tiles of dq_kernel): the fastest measured
-    on an NVIDIA H200 (JAX 0.11.2)."""
+    """(tiles of fused_kernel, None) or (tiles of dkv_kernel, tiles of dq_kernel).
+
+    Up to H = 128 the fastest of those tried on an NVIDIA H200 (JAX 0.11.2); for H = 256 they merely fit.
+    """
     causal = problem.band.right is not None
     if problem.H <= 64:
         if deterministic:
@@ -523,6 +524,8 @@ def backward(call, out, lse, dout, dlse, *, tiles=None, deterministic=False, int
     gradients. 16-bit types, full or causal, no lengths. With `deterministic` the same input gives the
     same bits each time. tiles: see default_tiles. interpret: False, or InterpretGPUParams.
     Beyond inputs and outputs it allocates lse and delta in float32, and a float32 dq in the fused form.
+    Unlike the portable kernels it does not mend the error that a rounded out leaves in delta, so
+    gradients of very sharp softmaxes are several times less exact.
     """
     problem = call.problem
     dkv_tiles, dq_tiles = default_tiles(problem, deterministic) if tiles is None else tiles

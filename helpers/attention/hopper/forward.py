@@ -47,11 +47,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from helpers.attention.hopper.warpgroup import MATRIX, ROWS, SWIZZLED, accumulate, overlapped, product
+from helpers.attention.hopper.warpgroup import HEAD_DIMS, MATRIX, ROWS, SWIZZLED, accumulate, overlapped, product
 from helpers.attention.masking import Band
 from helpers.attention.portable.tiles import LOG2_E
 
-HEAD_DIMS = (64, 128, 256)  # others are padded to the next
 PROCESSORS = 132  # of an H100 SXM and an H200; on other cards the programs queue or leave some idle
 # Registers of a thread, (compute, memory), by the number of compute warpgroups. A program starts with
 # as many for every thread as fit; asking for more in all than it started with waits for ever.

@@ -59,7 +59,8 @@ def backward(call, *residuals):
 
 def _interpreter():
     """Unlike the portable kernels', decided when tracing: the interpreter has side effects, which JAX
-    would not let into `vmap` and `checkpoint` even where it is not used."""
+    would not let into `vmap` and `checkpoint` even where it is not used. (So on a CPU, where it is
+    used, these kernels cannot be checkpointed.)"""
     return plgpu.InterpretGPUParams() if default_device().platform == "cpu" else False
 
 

@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+HEAD_DIMS = (64, 128, 256)  # others are padded to the next
 MATRIX = plgpu.Layout.WGMMA  # how a warpgroup holds a (rows, columns) array in registers
 ROWS = MATRIX.reduce(1)  # and one number a row of it
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # how wgmma wants 16-bit SMEM

@@ -4,11 +4,11 @@ import functools
 import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from helpers.attention.device import default_device
 from helpers.measure import results
 
 LOG2_E = math.log2(math.e)
@@ -24,8 +24,8 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# For cards without a table of their own, by bytes of an element and padded head_dim: small enough for
-# the shared memory of any card since Ampere.
+# For cards without a table of their own, by bytes of an element and padded head_dim: smaller than those
+# of an H200's table, for cards with less shared memory. The tuner finds better ones.
 DEFAULTS = {
     ("forward", 2): {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 4, 2), 256: Tiles(32, 32, 4, 2)},
     ("forward", 4): {64: Tiles(64, 32, 4, 2), 128: Tiles(32, 32, 4, 2), 256: Tiles(16, 16, 4, 2)},
@@ -52,7 +52,7 @@ def select_tiles(kernel, problem, **overrides):
 
 
 def _card():
-    device = jax.devices()[0]
+    device = default_device()
     return device.device_kind if device.platform == "gpu" else None
 
 
