@@ -15,7 +15,7 @@ from helpers.attention.hopper import backward as hopper
 from helpers.attention.problem import check_call
 from helpers.attention.reference import naive_attention, oracle_gradients
 
-FORMS = ["fused", "delayed", "split"]
+FORMS = list(hopper.forms(64))
 
 
 @pytest.fixture(autouse=True)
@@ -26,14 +26,14 @@ def fresh_interpreter():
 
 def gradients_of_kernels(case, form, races=False):
     """(dq, dk, dv) of the interpreted kernels, from the out and lse of naive attention."""
-    tiles = hopper.Tiles(128 if case.H <= 64 else 64, 128, 2, delayed=form == "delayed"), None
-    options = {"deterministic": True} if form == "split" else {"tiles": tiles}
     arrays, arguments = case.inputs()
     call = check_call(*arrays, **arguments)
     out, lse = naive_attention(call)
     dout, dlse = cotangents(case)
     interpret = plgpu.InterpretGPUParams(detect_races=races)
-    found = hopper.backward(call, out, lse, dout, dlse.swapaxes(1, 2), interpret=interpret, **options)
+    found = hopper.backward(
+        call, out, lse, dout, dlse.swapaxes(1, 2), interpret=interpret, tiles=hopper.forms(case.H)[form]
+    )
     found = jax.block_until_ready(found)
     if races:
         races_found = interpret_pallas_call.get_races().races_found
@@ -53,7 +53,7 @@ CASES = [
 
 
 # The order of the steps of the fused form matters to masks, which two cases have.
-CASES_AND_FORMS = [(case, form) for case in CASES for form in FORMS if form != "delayed" or case in CASES[2:4]]
+CASES_AND_FORMS = [(case, form) for case in CASES for form in FORMS if "delayed" not in form or case in CASES[2:4]]
 
 
 @pytest.mark.parametrize(("case", "form"), CASES_AND_FORMS, ids=str)

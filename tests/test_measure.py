@@ -84,6 +84,22 @@ def test_no_profiler_is_no_error():
     assert timing.kernel_times(Program(lambda: 0, [()])) == []
 
 
+def test_the_profiler_sees_every_input_too(monkeypatch):
+    """No device time comes from a call that finds its inputs in the cache."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    seen = []
+
+    def measure(run, iterations):
+        return lambda: (None, [run() for _ in range(iterations)])
+
+    monkeypatch.setattr(profiler, "measure", measure)
+    run = lambda number: seen.append(number) or 1.5
+    assert timing.kernel_times(Program(run, [(number,) for number in range(5)])) == [1.5] * 5
+    assert seen == [0, 1, 2, 3, 4]
+    assert timing.kernel_times(Program(run, [(0,)])) == [1.5] * 3
+
+
 def test_inputs_rotate_through_more_than_the_cache():
     assert timing.rotation(10 * timing.L2_BYTES) == 1
     assert timing.rotation(timing.L2_BYTES // 4) * (timing.L2_BYTES // 4) >= 3 * timing.L2_BYTES
@@ -122,6 +138,54 @@ def test_a_wrong_kernel_is_reported_and_never_timed():
     }
     assert any("wrong: forward: wrong: out has a relative error" in note for note in notes)
     assert any("wrong_dv: backward: wrong: dv has a relative error" in note for note in notes)
+
+
+def test_a_wrong_rung_is_reported_and_never_timed():
+    timed, notes = [], []
+
+    def time_programs(programs):
+        timed.append(list(programs))
+        return fixed_times(programs)
+
+    def rungs(case):
+        attention = implementations.ours("reference")(case)
+
+        def gradients(query, key, value, out, lse, dout, factor=1.0):
+            np.testing.assert_array_equal(out.shape, query.shape)
+            dq, dk, dv = benchmark.jax.vjp(attention, query, key, value)[1](dout)
+            return dq, factor * dk, dv
+
+        wrong_dk = functools.partial(gradients, factor=1.05)
+        return {
+            "first kernel": (
+                "forward",
+                {"right": attention, "wrong": slightly_wrong(case), "raises": raises(ValueError)},
+            ),
+            "second kernel": ("backward", {"wrong dk": wrong_dk, "right": gradients}),
+            "third kernel": ("forward", {"wrong": slightly_wrong(case)}),
+        }
+
+    found = benchmark.ladder_records([SMALL], notes.append, rungs, time_programs)
+    assert timed == [["right"], ["right"]] and len(notes) == 4
+    assert [(entry["kernel"], entry["name"]) for entry in found] == [
+        ("first kernel", "right"),
+        ("second kernel", "right"),
+    ]
+    assert found[1]["tflops"] == pytest.approx(2.5 * found[0]["tflops"])
+
+
+def test_the_steps_to_the_hopper_kernels_are_for_hopper(monkeypatch):
+    monkeypatch.setattr(benchmark, "compute_capability", lambda: (8, 0))
+    assert list(benchmark.rungs(SMALL)) == ["portable forward"]
+    monkeypatch.setattr(benchmark, "compute_capability", lambda: (9, 0))
+    kernels = benchmark.rungs(SMALL)
+    assert list(kernels) == ["portable forward", "hopper forward", "hopper backward"]
+    array = benchmark.jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
+    row = benchmark.jax.ShapeDtypeStruct((1, 2, 256), jnp.float32)
+    for which, functions in kernels.values():
+        inputs = (array, array, array, array, row, array) if which == "backward" else (array, array, array)
+        for function in functions.values():
+            assert "gpu" in lower_for_cuda(function, *inputs)
 
 
 def test_nan_is_wrong():
@@ -198,7 +262,8 @@ def recorded():
         for which in ("forward", "backward")
     ]
     header = benchmark.Machine("NVIDIA Test", {"jax": "0"}, "abc", "2026-01-01").header()
-    rung = {"name": "first", "H": 64, "T": 4096, "is_causal": True, "device_ms": 1.0, "tflops": 100.0}
+    rung = {"kernel": "portable forward", "name": "first", "H": 64, "T": 4096, "is_causal": True}
+    rung |= {"device_ms": 1.0, "spread": 0.01, "tflops": 100.0}
     memory = {"implementation": "portable", "pass": "forward", "T": 1024, "N": 1, "H": 64, "bytes": 10}
     parts = {"records": benchmark.with_fractions(records, top), "ladder": [rung], "memory": [memory], "notes": []}
     return header | {"ceilings": top} | parts

@@ -28,7 +28,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from helpers import flash_attention
 from helpers.attention.device import compute_capability, default_device
+from helpers.attention.hopper import backward as hopper_backward
+from helpers.attention.hopper import ladder as hopper_ladder
 from helpers.attention.hopper import serve as hopper
 from helpers.attention.portable.tiles import select_tiles
 from helpers.attention.problem import check_call
@@ -157,35 +160,43 @@ def reason_of(error):
     return f"{type(error).__name__}: {lines[0][:160] if lines else ''}"
 
 
+def lowered(function, *inputs):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return jax.jit(function).lower(*inputs)
+
+
+def compiled(function, *inputs):
+    return lowered(function, *inputs).compile()
+
+
 def jax_programs(make, case, arrays):
-    """{"forward": (program, inputs), "backward": ...} of one implementation, compiled."""
+    """(forward, residuals, backward) of one implementation, compiled."""
     attention = make(case)
     residuals, backward = gradient_programs(attention)
     query, key, value, dout = arrays
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        forward = jax.jit(attention).lower(query, key, value).compile()
-        lowered = jax.jit(residuals).lower(query, key, value)
-        kept = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), lowered.out_info)
-        return forward, lowered.compile(), jax.jit(backward).lower(kept, dout).compile()
+    residuals = lowered(residuals, query, key, value)
+    # Not those of another trace: they hold a traced function.
+    kept = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), residuals.out_info)
+    return compiled(attention, query, key, value), residuals.compile(), compiled(backward, kept, dout)
 
 
 def measure_case(case, implementations, *, note, time_programs=time_together, compilers=8):
     """Records of one case. implementations: {name: make}; note(text) takes what could not be measured."""
     sets = [inputs_of(case, seed) for seed in range(rotation(case.least_bytes("forward")))]
     right = right_answer(case, sets[0])
-    compiled = {}
+    found = {}
     with ThreadPoolExecutor(compilers) as pool:
         waiting = {name: pool.submit(jax_programs, make, case, sets[0]) for name, make in implementations.items()}
         for name, future in waiting.items():
             try:
-                compiled[name] = future.result()
+                found[name] = future.result()
             except Exception as error:
                 note(f"{case.name}: {name}: {reason_of(error)}")
     records = []
     for which in ("forward", "backward"):
         programs = {}
-        for name, (forward, residuals, backward) in compiled.items():
+        for name, (forward, residuals, backward) in found.items():
             try:
                 if which == "forward":
                     program = Program(forward, [tuple(arrays[:3]) for arrays in sets])
@@ -277,28 +288,67 @@ def ceilings():
     return {"matmul_tflops": 2 * 8192**3 / ms["matmul"] / 1e9, "copy_gbps": 2 * large.nbytes / ms["copy"] / 1e6}
 
 
-def ladder_records(note):
-    """One entry for each rung of `ladder`, in bf16 at T = 4096; wrong ones are noted and not timed."""
+def rungs(case):
+    """{kernel: (pass, {name: function})}: the steps on the way to our kernels, as far as this card runs them.
+
+    The functions take query, key and value; for a backward pass also out, lse and dout.
+    """
+    steps = {
+        rung.name: functools.partial(ladder.attention, rung=rung, is_causal=case.is_causal) for rung in ladder.RUNGS
+    }
+    kernels = {"portable forward": ("forward", steps)}
+    if compute_capability() == (9, 0):
+        kernels["hopper forward"] = (
+            "forward",
+            {name: functools.partial(_hopper_rung, case, rung) for rung, name in hopper_ladder.NAMES.items()},
+        )
+        kernels["hopper backward"] = (
+            "backward",
+            {
+                name: functools.partial(_hopper_form, case, tiles)
+                for name, tiles in hopper_backward.forms(case.H).items()
+            },
+        )
+    return kernels
+
+
+def _hopper_rung(case, rung, *arrays):
+    return hopper_ladder.forward(check_call(*arrays, is_causal=case.is_causal), rung=rung)[0]
+
+
+def _hopper_form(case, tiles, query, key, value, out, lse, dout):
+    call = check_call(query, key, value, is_causal=case.is_causal)
+    return hopper_backward.backward(call, out, lse, dout, jnp.zeros_like(lse), tiles=tiles)
+
+
+def ladder_records(cases, note, rungs=rungs, time_programs=time_together, compilers=8):
+    """One entry for each of a case's `rungs`; wrong ones are noted and not timed."""
     records = []
-    for H, is_causal in itertools.product((64, 128), (False, True)):
-        case = Case.of_grid(4096, H, "bfloat16", is_causal)
-        arrays = inputs_of(case)
-        right = right_answer(case, arrays)
-        programs = {}
-        for rung in ladder.RUNGS:
-            try:
-                run = jax.jit(functools.partial(ladder.attention, rung=rung, is_causal=is_causal))
-                wrong = complaint(case, "forward", run(*arrays[:3]), right)
-            except Exception as error:
-                wrong = reason_of(error)
-            if wrong:
-                note(f"ladder: {rung.name}: {case.name}: {wrong}")
-            else:
-                programs[rung.name] = Program(run, [tuple(arrays[:3])])
-        for name, timing in time_together(programs).items():
-            ms = timing.device_ms or timing.wall_ms
-            rung = {"name": name, "H": H, "T": case.T, "is_causal": is_causal, "device_ms": ms}
-            records.append(rung | {"tflops": case.flops("forward") / ms / 1e9})
+    for case in cases:
+        *arrays, dout = inputs_of(case)
+        right = right_answer(case, (*arrays, dout))
+        out, lse = flash_attention(*arrays, is_causal=case.is_causal, return_residual=True)
+        for kernel, (which, functions) in rungs(case).items():
+            inputs = (*arrays, out, lse, dout) if which == "backward" else tuple(arrays)
+            with ThreadPoolExecutor(compilers) as pool:
+                waiting = {name: pool.submit(compiled, run, *inputs) for name, run in functions.items()}
+            programs = {}
+            for name, future in waiting.items():
+                try:
+                    program = future.result()
+                    wrong = complaint(case, which, program(*inputs), right)
+                except Exception as error:
+                    wrong = reason_of(error)
+                if wrong:
+                    note(f"ladder: {case.name}: {kernel}: {name}: {wrong}")
+                else:
+                    programs[name] = Program(program, [inputs])
+            for name, timing in time_programs(programs).items() if programs else ():
+                ms = timing.device_ms or timing.wall_ms
+                rung = {"kernel": kernel, "name": name, "H": case.H, "T": case.T, "is_causal": case.is_causal}
+                records.append(
+                    rung | {"device_ms": ms, "spread": timing.spread, "tflops": case.flops(which) / ms / 1e9}
+                )
     return records
 
 
@@ -321,12 +371,12 @@ def memory_records(note, longest=2**20):
                     attention = make(case)
                     program = attention if which == "forward" else both_passes(attention)
                     arrays = arrays[: 3 if which == "forward" else 4]
-                    compiled = jax.jit(program).lower(*arrays).compile()
-                    jax.block_until_ready(compiled(*arrays))  # it fits, or this raises
+                    ready = compiled(program, *arrays)
+                    jax.block_until_ready(ready(*arrays))  # it fits, or this raises
                 except Exception as error:
                     note(f"memory: {name}: {which} at T = {T}: {reason_of(error)}")
                     break
-                report = compiled.memory_analysis()
+                report = ready.memory_analysis()
                 needed = report.argument_size_in_bytes + report.output_size_in_bytes + report.temp_size_in_bytes
                 records.append({"implementation": name, "pass": which, "T": T, "N": 1, "H": 64, "bytes": needed})
     return records
@@ -447,12 +497,13 @@ def main(arguments=None):
     if options.quick:
         cases = [case for case in cases if case.T == 4096 and case.dtype == "bfloat16"]
     records = with_fractions(run(cases, note, functools.partial(print, flush=True), began, options.limit), top)
-    rungs = [] if options.quick else ladder_records(note)
+    long = [case for case in GRID if case.T == 4096 and case.dtype == "bfloat16"]
+    steps = [] if options.quick else ladder_records(long, note)
     memory = [] if options.quick else memory_records(note)
     print(f"{time.perf_counter() - began:.0f} s")
     if options.quick:
         return 0
-    found = machine.header() | {"ceilings": top, "records": records, "ladder": rungs, "memory": memory, "notes": notes}
+    found = machine.header() | {"ceilings": top, "records": records, "ladder": steps, "memory": memory, "notes": notes}
     path = results.RESULTS / f"{results.slug(machine.card)}.json"
     try:
         results.write(found, path)

@@ -6,7 +6,7 @@
     ceilings   matmul_tflops, copy_gbps: a large bf16 product and a large copy in the same run
     records    one for each implementation, pass and case, see RECORD; of_matmul and of_copy are its
                TFLOP/s and the bandwidth of its inputs and outputs as fractions of the ceilings
-    ladder     one for each step that made the portable kernel faster, see RUNG
+    ladder     one for each step on the way to a faster kernel, see RUNG; `kernel` says of which
     memory     bytes that a program needs, see MEMORY
     notes      what could not be measured, and why
 
@@ -36,7 +36,14 @@ RECORD = {
     "of_copy": _number,
     "tiles": (dict, type(None)),
 }
-RUNG = {"name": _text, "H": _whole, "T": _whole, "is_causal": (bool,), "device_ms": _number, "tflops": _number}
+RUNG = {
+    "kernel": _text,
+    "name": _text,
+    "H": _whole,
+    "T": _whole,
+    "is_causal": (bool,),
+    **dict.fromkeys(("device_ms", "spread", "tflops"), _number),
+}
 MEMORY = {"implementation": _text, "pass": _text, "T": _whole, "N": _whole, "H": _whole, "bytes": _whole}
 TILES = {
     "kernel": _text,

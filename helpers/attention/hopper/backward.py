@@ -500,21 +500,30 @@ class Tiles(NamedTuple):
     delayed: bool = False
 
 
-def default_tiles(problem, deterministic=False):
-    """(tiles of fused_kernel, None) or (tiles of dkv_kernel, tiles of dq_kernel).
+def forms(H):
+    """{name: (tiles of fused_kernel, None) or (tiles of dkv_kernel, tiles of dq_kernel)} for a head_dim.
 
-    Up to H = 128 the fastest of those tried on an NVIDIA H200 (JAX 0.11.2); for H = 256 they merely fit.
+    Up to H = 128 the tiles of each form are the fastest of those tried on an NVIDIA H200 (JAX 0.11.2);
+    for H = 256 they merely fit.
     """
-    causal = problem.band.right is not None
-    if problem.H <= 64:
-        if deterministic:
-            return Tiles(128, 128, 2), Tiles(128, 128, 2)
-        return Tiles(128, 128, 2), None
-    if problem.H <= 128:
-        if deterministic or not causal or problem.T <= 1024:
-            return Tiles(64, 128, 2), Tiles(128, 128, 2)
-        return Tiles(64, 128, 2, delayed=True), None
-    return Tiles(64, 128, 1), Tiles(128, 64, 1)
+    if H > 128:
+        return {"split": (Tiles(64, 128, 1), Tiles(128, 64, 1))}
+    own = Tiles(128 if H <= 64 else 64, 128, 2)
+    return {
+        "split": (own, Tiles(128, 128, 2)),
+        "fused": (own, None),
+        "fused, dq delayed": (own._replace(delayed=True), None),
+    }
+
+
+def default_tiles(problem, deterministic=False):
+    """The fastest of `forms` for a problem; with `deterministic`, the one that gives the same bits each time."""
+    form = "split"
+    if not deterministic and problem.H <= 64:
+        form = "fused"
+    elif not deterministic and problem.H <= 128 and problem.band.right is not None and problem.T > 1024:
+        form = "fused, dq delayed"
+    return forms(problem.H)[form]
 
 
 def backward(call, out, lse, dout, dlse, *, tiles=None, deterministic=False, interpret=False):
@@ -522,7 +531,7 @@ def backward(call, out, lse, dout, dlse, *, tiles=None, deterministic=False, int
 
     out (B, T, N, H) and lse (B, N, T) float32 are what `forward` returned; dout and dlse are their
     gradients. 16-bit types, full or causal, no lengths. With `deterministic` the same input gives the
-    same bits each time. tiles: see default_tiles. interpret: False, or InterpretGPUParams.
+    same bits each time. tiles: one of `forms`. interpret: False, or InterpretGPUParams.
     Beyond inputs and outputs it allocates lse and delta in float32, and a float32 dq in the fused form.
     Unlike the portable kernels it does not mend the error that a rounded out leaves in delta, so
     gradients of very sharp softmaxes are several times less exact.
