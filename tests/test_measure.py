@@ -327,10 +327,11 @@ def test_a_full_disk_leaves_the_old_results(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("path", [*results.RESULTS.glob("*.json")], ids=lambda path: path.stem)
 def test_committed_results_keep_to_the_schema(path):
-    schema = results.TILES_FILE if path.stem.endswith("_tiles") else results.FILE
+    kind = path.stem.rpartition("_")[2]
+    schema = {"tiles": results.TILES_FILE, "variants": results.VARIANTS_FILE}.get(kind, results.FILE)
     found = json.loads(path.read_text())
     results.check(found, schema)
-    assert path.stem.removesuffix("_tiles") == results.slug(found["card"])
+    assert path.stem.removesuffix(f"_{kind}" if schema is not results.FILE else "") == results.slug(found["card"])
 
 
 TUNED = [row for path in results.RESULTS.glob("*_tiles.json") for row in json.loads(path.read_text())["tiles"]]

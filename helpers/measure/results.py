@@ -11,7 +11,8 @@
     notes      what could not be measured, and why
 
 The tuner's table stands beside it in <card>_tiles.json: `tiles` (the fastest for each kernel, see
-TILES) and `sweep` (everything that was tried, with its time in `ms`; it may be empty).
+TILES) and `sweep` (everything that was tried, with its time in `ms`; it may be empty). What was tried
+on the way to a kernel and not kept stands in <card>_variants.json, see VARIANT.
 """
 
 import json
@@ -52,6 +53,7 @@ TILES = {
     "is_causal": (bool,),
     **dict.fromkeys(("block_q", "block_k", "num_warps", "num_stages"), _whole),
 }
+VARIANT = {"kernel": _text, "name": _text, "H": _whole, "T": _whole, "is_causal": (bool,), "tflops": _number}
 FILE = {
     "card": _text,
     "versions": (dict,),
@@ -64,6 +66,7 @@ FILE = {
     "notes": (list,),
 }
 TILES_FILE = {"card": _text, "versions": (dict,), "commit": _text, "date": _text, "tiles": (list,), "sweep": (list,)}
+VARIANTS_FILE = {"card": _text, "versions": (dict,), "date": _text, "notes": (list,), "variants": (list,)}
 
 
 def slug(card):
@@ -74,7 +77,7 @@ def slug(card):
 def check(results, schema=FILE):
     """Raise ValueError naming the first field of recorded results that is missing or of a wrong type."""
     _check_fields("results", results, schema)
-    parts = {"records": RECORD, "ladder": RUNG, "memory": MEMORY, "tiles": TILES}
+    parts = {"records": RECORD, "ladder": RUNG, "memory": MEMORY, "tiles": TILES, "variants": VARIANT}
     for part, fields in parts.items():
         for number, entry in enumerate(results.get(part, ())):
             _check_fields(f"{part}[{number}]", entry, fields)
@@ -125,3 +128,8 @@ def read(card="NVIDIA H200", suffix="", schema=FILE):
 def read_tiles(card="NVIDIA H200"):
     """The tuner's table of a card; FileNotFoundError where there is none."""
     return read(card, "_tiles", TILES_FILE)
+
+
+def read_variants(card="NVIDIA H200"):
+    """What was tried and not kept; FileNotFoundError where nothing was recorded."""
+    return read(card, "_variants", VARIANTS_FILE)
