@@ -42,7 +42,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from helpers.attention.masking import key_tiles, query_tiles, visible
-from helpers.attention.portable.tiles import LOG2_E, dot, length_of, padded_head_dim, select_tiles
+from helpers.attention.portable.tiles import LOG2_E, dot, exp2, length_of, padded_head_dim, select_tiles
 
 
 def delta_kernel(out_ref, do_ref, lse_ref, dlse_ref, delta_ref, *, problem, block_q):
@@ -58,10 +58,10 @@ def delta_kernel(out_ref, do_ref, lse_ref, dlse_ref, delta_ref, *, problem, bloc
     plt.store(delta_ref, jnp.where(lse == -jnp.inf, 0, delta), mask=row_mask)
 
 
-def p_and_ds(q, k, v, do, lse, delta, seen, scale):
+def p_and_ds(q, k, v, do, lse, delta, seen, scale, interpret):
     """The weights of a pair of tiles and the gradient of its logits, (block_q, block_k) float32."""
     s = (scale * LOG2_E) * dot(q, k.T)
-    p = jnp.where(seen, jnp.exp2(s - (LOG2_E * lse)[:, None]), 0)
+    p = jnp.where(seen, exp2(s - (LOG2_E * lse)[:, None], interpret), 0)
     dp = dot(do, v.T)
     return p, p * (dp - delta[:, None])
 
@@ -79,6 +79,7 @@ def dkv_kernel(
     problem,
     block_q,
     block_k,
+    interpret,
 ):
     """Writes dk and dv of one tile of keys; with a third gradient ref, adds to dq as well."""
     dk_ref, dv_ref, dq_ref = gradient_refs if len(gradient_refs) == 3 else (*gradient_refs, None)
@@ -101,7 +102,7 @@ def dkv_kernel(
         delta = plt.load(delta_ref.at[head, tile], mask=rows < query_length, other=0)
 
         seen = visible(rows[:, None], cols[None, :], problem.band, query_length, key_length)
-        p, ds = p_and_ds(q, k, v, do, lse, delta, seen, problem.scale)
+        p, ds = p_and_ds(q, k, v, do, lse, delta, seen, problem.scale, interpret)
         dv += dot(p.astype(do.dtype).T, do)
         ds = ds.astype(q.dtype)
         dk += dot(ds.T, q)
@@ -137,6 +138,7 @@ def dq_kernel(
     problem,
     block_q,
     block_k,
+    interpret,
 ):
     """Writes dq of one tile of queries, and delta without the error that a rounded out left in it."""
     query_length, key_length = length_of(query_length_ref, problem.T), length_of(key_length_ref, problem.S)
@@ -158,7 +160,7 @@ def dq_kernel(
         k = plt.load(k_ref.at[tile, :], mask=k_mask, other=0)
         v = plt.load(v_ref.at[tile, :], mask=k_mask, other=0)
         seen = visible(rows[:, None], cols[None, :], problem.band, query_length, key_length)
-        _, ds = p_and_ds(q, k, v, do, lse, delta, seen, problem.scale)
+        _, ds = p_and_ds(q, k, v, do, lse, delta, seen, problem.scale, interpret)
         dq += dot(ds.astype(k.dtype), k)
         return dq, ds_sum + ds.sum(axis=1), ds_size + jnp.abs(ds).sum(axis=1)
 
@@ -201,6 +203,10 @@ def backward(call, out, lse, dout, dlse, *, fused=False, interpret=False, **tile
     dq, delta = _dq(problem, arrays, dlse, dq_tiles, interpret)
     arrays = (*arrays[:5], delta, *arrays[6:])
     return dq, *_dkv(problem, arrays, dkv_tiles, interpret)
+
+
+def _parameters(problem, tiles, interpret):
+    return {"problem": problem, "block_q": tiles.block_q, "block_k": tiles.block_k, "interpret": interpret}
 
 
 def _launch(kernel, name, tiles, interpret, **options):
@@ -248,7 +254,7 @@ def _dq(problem, arrays, dlse, tiles, interpret):
     q_spec, row_spec, all_keys_spec = _query_specs(problem, tiles.block_q)
     *arrays, query_lengths, key_lengths = arrays
     return _launch(
-        functools.partial(dq_kernel, problem=problem, block_q=tiles.block_q, block_k=tiles.block_k),
+        functools.partial(dq_kernel, **_parameters(problem, tiles, interpret)),
         "dq",
         tiles,
         interpret,
@@ -282,7 +288,7 @@ def _dkv_options(problem, arrays, block_k):
 
 
 def _dkv(problem, arrays, tiles, interpret):
-    kernel = functools.partial(dkv_kernel, problem=problem, block_q=tiles.block_q, block_k=tiles.block_k)
+    kernel = functools.partial(dkv_kernel, **_parameters(problem, tiles, interpret))
     return _launch(kernel, "dkv", tiles, interpret, **_dkv_options(problem, arrays, tiles.block_k))(*arrays)
 
 
@@ -300,7 +306,7 @@ def _fused(problem, arrays, tiles, interpret):
 
     def fused_kernel(*refs):
         inputs, (_, *gradient_refs) = refs[: len(arrays)], refs[len(arrays) :]
-        dkv_kernel(*inputs, *gradient_refs, problem=problem, block_q=tiles.block_q, block_k=tiles.block_k)
+        dkv_kernel(*inputs, *gradient_refs, **_parameters(problem, tiles, interpret))
 
     aliases = {position_of_zeros: 2}  # dq is added to the zeros in place
     launch = _launch(fused_kernel, "fused_backward", tiles, interpret, input_output_aliases=aliases, **options)

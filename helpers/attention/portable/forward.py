@@ -31,11 +31,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from helpers.attention.masking import key_tiles, visible
-from helpers.attention.portable.tiles import LOG2_E, dot, length_of, padded_head_dim, select_tiles
+from helpers.attention.portable.tiles import LOG2_E, dot, exp2, length_of, padded_head_dim, select_tiles
 
 
 def forward_kernel(
-    q_ref, k_ref, v_ref, query_length_ref, key_length_ref, out_ref, lse_ref, *, problem, block_q, block_k
+    q_ref, k_ref, v_ref, query_length_ref, key_length_ref, out_ref, lse_ref, *, problem, block_q, block_k, interpret
 ):
     query_length = length_of(query_length_ref, problem.T)
     key_length = length_of(key_length_ref, problem.S)
@@ -59,8 +59,8 @@ def forward_kernel(
         s = jnp.where(visible(rows[:, None], cols[None, :], problem.band, query_length, key_length), s, -jnp.inf)
         m_new = jnp.maximum(m, s.max(axis=1))
         reference = jnp.where(m_new == -jnp.inf, 0, m_new)  # a row may have seen no key yet
-        alpha = jnp.exp2(m - reference)
-        p = jnp.exp2(s - reference[:, None])
+        alpha = exp2(m - reference, interpret)
+        p = exp2(s - reference[:, None], interpret)
         l = alpha * l + p.sum(axis=1)
         acc = alpha[:, None] * acc + dot(p.astype(v.dtype), v)
         return m_new, l, acc
@@ -86,7 +86,8 @@ def forward(call, *, block_q=None, block_k=None, num_warps=None, num_stages=None
     Returns out (B, T, N, H) in the dtype of query and lse (B, N, T) in float32. Beyond its inputs
     and outputs it allocates nothing. block_q, block_k: tile sizes, powers of two of at least 16.
     num_warps, num_stages: warps of a program and key tiles in flight, on a GPU. Each is chosen for
-    the card unless given. interpret: run the kernel's operations one by one on any device, for learning and testing.
+    the card unless given. interpret: run the kernel's operations one by one on any device, for learning
+    and testing.
     """
     problem = call.problem
     block_q, block_k, num_warps, num_stages = select_tiles(
@@ -101,7 +102,7 @@ def forward(call, *, block_q=None, block_k=None, num_warps=None, num_stages=None
     lse_spec = pl.BlockSpec((None, None, block_q), lambda i, n, b: (b, n, i))
     length_spec = pl.BlockSpec((None,), lambda i, n, b: (b,))
     return pl.pallas_call(
-        functools.partial(forward_kernel, problem=problem, block_q=block_q, block_k=block_k),
+        functools.partial(forward_kernel, problem=problem, block_q=block_q, block_k=block_k, interpret=interpret),
         grid=(pl.cdiv(T, block_q), N, B),
         in_specs=[
             q_spec,
