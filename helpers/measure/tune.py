@@ -115,6 +115,7 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m helpers.measure.tune", description=__doc__.splitlines()[0])
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--sixteen-bit", action="store_true", help="leave float32 out")
+    parser.add_argument("--commit", help="what to record as the commit, where git cannot say")
     options = parser.parse_args(arguments)
     reason = gpu_or_reason()
     if reason:
@@ -123,7 +124,7 @@ def main(arguments=None):
     np.random.seed(0)
     dtypes = (jnp.bfloat16,) if options.sixteen_bit else (jnp.bfloat16, jnp.float32)
     table, sweep = tune(tuple(options.head_dims), dtypes)
-    machine = Machine.here()
+    machine = Machine.here(options.commit)
     path = results.RESULTS / f"{results.slug(machine.card)}_tiles.json"
     results.write(machine.header() | {"tiles": table, "sweep": sweep}, path, results.TILES_FILE)
     for row in table:
