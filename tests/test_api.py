@@ -141,16 +141,30 @@ def test_an_old_gpu_is_refused_by_name(monkeypatch):
         flash_attention(**arrays(), implementation="portable")
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (7, 5), (0, 0)])
-def test_the_default_implementation_follows_the_device(capability, monkeypatch):
+@pytest.mark.parametrize(
+    ("capability", "dtype", "arguments", "expected"),
+    [
+        ((0, 0), "bfloat16", {}, "reference"),
+        ((7, 5), "bfloat16", {}, "reference"),
+        ((8, 0), "bfloat16", {}, "portable"),
+        ((10, 0), "bfloat16", {}, "portable"),
+        ((9, 0), "bfloat16", {"is_causal": True}, "hopper"),
+        ((9, 0), "float16", {}, "hopper"),
+        ((9, 0), "float32", {}, "portable"),
+        ((9, 0), "float16", {"local_window_size": 3}, "portable"),
+        ((9, 0), "float16", {"query_seq_lengths": np.array([3, 5], np.int32)}, "portable"),
+    ],
+)
+def test_the_default_implementation_follows_the_device_and_the_call(
+    capability, dtype, arguments, expected, monkeypatch
+):
     chosen = []
     monkeypatch.setattr("helpers.attention.api.compute_capability", lambda: capability)
-    monkeypatch.setattr("helpers.attention.api._portable", lambda call: chosen.append("portable") or (call.query, None))
-    monkeypatch.setattr(
-        "helpers.attention.api.naive_attention", lambda call: chosen.append("reference") or (call.query, None)
-    )
-    flash_attention(**arrays())
-    assert chosen == ["portable" if capability >= (8, 0) else "reference"]
+    for name, function in {"reference": "naive_attention", "portable": "_portable", "hopper": "_hopper"}.items():
+        record = lambda call, name=name: chosen.append(name) or (call.query, None)
+        monkeypatch.setattr(f"helpers.attention.api.{function}", record)
+    flash_attention(**arrays(dtype), **arguments)
+    assert chosen == [expected]
 
 
 LENGTHS = {

@@ -92,7 +92,28 @@ def test_a_second_call_outside_of_jit_is_quick():
     assert (time.perf_counter() - began) / 20 < 0.02, "each call seems to compile again"
 
 
-def test_the_default_is_the_kernel_and_has_gradients():
-    (query, key, value), _ = AttentionCase(64, 64, 64, dtype="bfloat16").inputs()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_default_is_a_kernel_and_has_gradients(dtype):
+    (query, key, value), _ = AttentionCase(64, 64, 64, dtype=dtype).inputs()
     program = jax.jit(jax.grad(lambda query: flash_attention(query, key, value).astype(np.float32).sum()))
-    assert "flash_attention_dq" in program.lower(query).as_text()
+    of_hopper = dtype == "bfloat16" and compute_capability() == (9, 0)
+    assert ("mosaic_gpu" if of_hopper else "flash_attention_dq") in program.lower(query).as_text()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_default_under_transformations(dtype):
+    """vmap, scan and checkpoint compute what a loop of plain calls computes."""
+    arrays, arguments = AttentionCase(130, 130, 64, N=4, K=2, B=3, dtype=dtype, arguments={"is_causal": True}).inputs()
+    attention = functools.partial(flash_attention, **arguments)
+
+    def loss(attention, query, key, value):
+        return (attention(query, key, value).astype(np.float32) ** 2).sum()
+
+    def one_after_another(query, key, value):
+        return jax.lax.scan(lambda _, one: (None, attention(*one)), None, (query, key, value))[1]
+
+    right = jax.grad(functools.partial(loss, attention), (0, 1, 2))(*arrays)
+    for same in (jax.checkpoint(attention), jax.vmap(attention), one_after_another):
+        found = jax.jit(jax.grad(functools.partial(loss, same), (0, 1, 2)))(*arrays)
+        for mine, other in zip(found, right, strict=True):
+            assert relative_error(mine, other) < 1e-2

@@ -47,7 +47,9 @@ def flash_attention(
         kernels: compiled on an NVIDIA GPU from Ampere on, interpreted on a CPU), "hopper" (kernels
         for NVIDIA's Hopper cards, 16-bit inputs without lengths or windows; a CPU interprets them
         where PJRT_NPROC is 16), "cudnn" (handed to `jax.nn`, where it can serve the call), or None:
-        portable on an NVIDIA GPU from Ampere on, reference elsewhere.
+        hopper on such a card for what it serves, otherwise portable on an NVIDIA GPU from Ampere on,
+        reference elsewhere. Where a softmax is very sharp, the 16-bit gradients of hopper are several
+        times less exact than those of portable.
       return_residual: also return the log-sum-exp of the scaled logits.
 
     Returns:
@@ -89,7 +91,10 @@ def flash_attention(
 def _choose(implementation, call, return_residual):
     """The function that serves this call: it takes the call and returns out and lse (B, N, T)."""
     if implementation is None:
-        implementation = "portable" if compute_capability() >= (8, 0) else "reference"
+        capability = compute_capability()
+        implementation = "portable" if capability >= (8, 0) else "reference"
+        if capability == (9, 0) and hopper.why_not(call) is None:
+            implementation = "hopper"
     match implementation:
         case "reference":
             return naive_attention
