@@ -400,3 +400,16 @@ def test_candidates_of_the_tuner_hold_the_default_grid():
             assert len(found) == len(set(found)) >= 8
             for candidate in found:
                 tiles.check_blocks(candidate.block_q, candidate.block_k)
+
+
+def test_the_tuner_looks_longer_at_the_fastest():
+    """A candidate that a short look took for the fastest, and that is not, loses in the end."""
+    looks = []
+
+    def time_programs(programs, rounds=9, **_):
+        looks.append(len(programs))
+        short, long = {"a": 1.0, "b": 1.1, "c": 5.0}, {"a": 1.2, "b": 1.1}
+        return {name: Timing((short if rounds < 9 else long)[name], 0.01, None, rounds) for name in programs}
+
+    assert tune.times_of(dict.fromkeys("abc"), 2, time_programs) == {"a": 1.2, "b": 1.1, "c": 5.0}
+    assert looks == [3, 2]
