@@ -151,7 +151,7 @@ def test_a_wrong_rung_is_reported_and_never_timed():
         attention = implementations.ours("reference")(case)
 
         def gradients(query, key, value, out, lse, dout, factor=1.0):
-            np.testing.assert_array_equal(out.shape, query.shape)
+            assert out.shape == query.shape and lse.shape == (SMALL.B, SMALL.N, SMALL.T)
             dq, dk, dv = benchmark.jax.vjp(attention, query, key, value)[1](dout)
             return dq, factor * dk, dv
 

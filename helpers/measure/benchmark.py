@@ -291,7 +291,7 @@ def ceilings():
 def rungs(case):
     """{kernel: (pass, {name: function})}: the steps on the way to our kernels, as far as this card runs them.
 
-    The functions take query, key and value; for a backward pass also out, lse and dout.
+    The functions take query, key and value; for a backward pass also out, lse (B, N, T) and dout.
     """
     steps = {
         rung.name: functools.partial(ladder.attention, rung=rung, is_causal=case.is_causal) for rung in ladder.RUNGS
@@ -329,7 +329,7 @@ def ladder_records(cases, note, rungs=rungs, time_programs=time_together, compil
         right = right_answer(case, (*arrays, dout))
         out, lse = flash_attention(*arrays, is_causal=case.is_causal, return_residual=True)
         for kernel, (which, functions) in rungs(case).items():
-            inputs = (*arrays, out, lse, dout) if which == "backward" else tuple(arrays)
+            inputs = (*arrays, out, lse.swapaxes(1, 2), dout) if which == "backward" else tuple(arrays)
             with ThreadPoolExecutor(compilers) as pool:
                 waiting = {name: pool.submit(compiled, run, *inputs) for name, run in functions.items()}
             programs = {}
