@@ -91,6 +91,7 @@ def test_the_profiler_sees_every_input_too(monkeypatch):
     seen = []
 
     def measure(run, iterations):
+        assert isinstance(run, benchmark.jax.stages.Wrapped), "the profiler would compile it"
         return lambda: (None, [run() for _ in range(iterations)])
 
     monkeypatch.setattr(profiler, "measure", measure)
