@@ -1,0 +1,55 @@
+"""A card made of arithmetic, with a clock of its own: here the right answer of a measurement is known.
+
+It has what a benchmark must cope with: a queue, a compiler, a cache, other people, and a temperature.
+Reading its clock costs nothing. The same calls give the same times, on any machine.
+"""
+
+import math
+
+
+class SimulatedCard:
+    """A GPU whose calls take call_s seconds, if nothing else happens.
+
+    compile_s: what the first call costs the host. launch_s: what it costs the host to queue a call.
+    wait_s: what it costs to find out that a call is done.
+    cached: a call whose inputs are those of the call before takes call_s times this.
+    disturbed: {factor: numbers of the calls that take call_s times it}, counted from 0.
+    warming: by how much a call is slower when the card is warm, as a fraction. warming_s: the busy time in
+      which it comes two thirds of the way there.
+    """
+
+    def __init__(
+        self, call_s, *, compile_s=0.0, launch_s=0.0, wait_s=0.0, cached=1.0, disturbed=None, warming=0.0, warming_s=1.0
+    ):
+        self.call_s, self.compile_s, self.launch_s, self.wait_s = call_s, compile_s, launch_s, wait_s
+        self.cached, self.disturbed = cached, disturbed or {}
+        self.warming, self.warming_s = warming, warming_s
+        self.now = self.idle_at = self.busy_s = 0.0
+        self.calls, self.last_inputs = 0, None
+        self.compiled = set()
+
+    def clock(self):
+        """Seconds since the card was made."""
+        return self.now
+
+    def run(self, *inputs, program="program", slower=1.0):
+        """Queue a call, and return a ticket for `wait` at once. slower: how much longer this program takes."""
+        if program not in self.compiled:
+            self.compiled.add(program)
+            self.now += self.compile_s
+        self.now += self.launch_s
+        duration = self.call_s * slower
+        duration *= 1 + self.warming * (1 - math.exp(-self.busy_s / self.warming_s))
+        if inputs and inputs == self.last_inputs:
+            duration *= self.cached
+        for factor, numbers in self.disturbed.items():
+            if self.calls in numbers:
+                duration *= factor
+        self.idle_at = max(self.idle_at, self.now) + duration
+        self.calls, self.last_inputs = self.calls + 1, inputs
+        self.busy_s += duration
+        return self.idle_at
+
+    def wait(self, done_at):
+        """Return when the call with this ticket is done."""
+        self.now = max(self.now, done_at) + self.wait_s

@@ -1,0 +1,335 @@
+"""Pictures of notebook 09: clocks, samples, and the recorded figures of a card."""
+
+import numpy as np
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.patches import Rectangle
+
+from helpers.plots import style
+
+LOOKS = {  # colour, marker, dash
+    "naive": (style.LOGITS, "o", ":"),
+    "portable": (style.QUERY, "s", "-"),
+    "hopper": (style.OUTPUT, "D", "-"),
+    "cudnn": (style.INK, "^", "-"),
+    "jax_triton": (style.KEY, "v", "--"),
+    "jax_mosaic": (style.VALUE, "<", "--"),
+    "tokamax_triton": (style.STATE, ">", "--"),
+    "tokamax_mosaic": (style.FAINT, "P", "--"),
+    "torch_sdpa": ("#5B1A45", "X", "--"),
+}
+HATCHES = {"naive": "...", "portable": "", "hopper": "////", "cudnn": "xxxx"}
+FAST_TO_SLOW = LinearSegmentedColormap.from_list("rate", [style.PAPER, style.STATE, style.QUERY, "#013A5C"])
+
+
+def mask_of(is_causal):
+    return "causal" if is_causal else "full"
+
+
+# Clocks and samples
+
+
+def queue():
+    """Host and card side by side: calls return at once, the work is done later."""
+    figure, axes = style.subplots(width=9.5, height=2.9)
+    style.bare(axes)
+    axes.set_xlim(-2.2, 21.5)
+    axes.set_ylim(-0.9, 4.6)
+    axes.text(-0.4, 3, "host", ha="right", va="center", weight="bold")
+    axes.text(-0.4, 1, "card", ha="right", va="center", weight="bold")
+    for number in range(3):
+        axes.add_patch(Rectangle((0.2 + number, 2.6), 0.8, 0.8, facecolor=style.KEY, edgecolor=style.PAPER))
+        axes.text(0.6 + number, 3, f"{number + 1}", ha="center", va="center", size=9)
+        start = 0.9 + 5.6 * number
+        axes.add_patch(Rectangle((start, 0.6), 5.5, 0.8, facecolor=style.QUERY, edgecolor=style.PAPER))
+        axes.text(start + 2.75, 1, f"call {number + 1} is computed", ha="center", va="center", color="white", size=9)
+    axes.add_patch(
+        Rectangle((3.2, 2.6), 14.5, 0.8, facecolor=style.PAPER, edgecolor=style.FAINT, hatch="///", linewidth=1)
+    )
+    axes.text(10.4, 3, " wait ", ha="center", va="center", backgroundcolor=style.PAPER, size=9)
+    for x, text, colour in (
+        (0.1, "clock()", style.INK),
+        (3.1, "clock() here measures\nthe queuing", style.OUTPUT),
+        (17.8, "clock() here measures\nthe work", style.VALUE),
+    ):
+        axes.plot([x, x], [0.3, 3.6], color=colour, linewidth=1.5, linestyle="--", zorder=0)
+        axes.text(x, 3.75, text, ha="center" if x > 1 else "left", va="bottom", color=colour, size=9)
+    axes.annotate("", (20.5, -0.2), (0, -0.2), arrowprops={"arrowstyle": "-|>", "color": style.FAINT})
+    axes.text(20.5, -0.45, "time", ha="right", va="top", color=style.FAINT)
+    return figure
+
+
+def samples(milliseconds, title):
+    """Times in the order in which they were taken, and sorted, with median and quartiles."""
+    times = np.asarray(milliseconds)
+    low, middle, high = np.quantile(times, [0.25, 0.5, 0.75])
+    figure, (left, right) = style.subplots(1, 2, width=9.5, height=3.3, sharey=True)
+    left.plot(times, ".", color=style.QUERY)
+    left.set_xlabel("sample, in the order taken")
+    left.set_ylabel("time of a call (ms)")
+    left.set_title(title, loc="left")
+    right.plot(np.linspace(0, 100, len(times)), np.sort(times), color=style.QUERY)
+    right.axhspan(low, high, color=style.STATE, alpha=0.35, label="between the quartiles")
+    right.axhline(middle, color=style.INK, linewidth=1.2, label="median")
+    right.axhline(times.mean(), color=style.OUTPUT, linewidth=1.5, linestyle="--", label="mean")
+    right.set_xlabel("sorted: per cent of the samples")
+    right.set_title("The same, sorted", loc="left")
+    right.legend(loc="upper left")
+    return figure
+
+
+def drift(one_after_another, in_turns):
+    """Samples of the programs A and B on a card that warms up: {name: [(moment, milliseconds), ...]} twice."""
+    figure, panels = style.subplots(1, 2, width=9.5, height=3.4, sharey=True)
+    titles = "One after the other", "In turns"
+    for axes, found, title in zip(panels, (one_after_another, in_turns), titles, strict=True):
+        for (name, points), colour, marker in zip(found.items(), (style.QUERY, style.OUTPUT), "os", strict=True):
+            moments, times = np.transpose(points)
+            axes.plot(1e3 * moments, times, marker, color=colour, markersize=4, label=name)
+            axes.axhline(np.median(times), color=colour, linewidth=1.2, linestyle="-" if marker == "o" else "--")
+        axes.set_xlabel("moment (ms)")
+        axes.set_title(title, loc="left")
+        axes.legend(loc="lower right", title="lines: medians")
+    panels[0].set_ylabel("time of a call (ms)")
+    return figure
+
+
+def fooled(reports, truth_ms):
+    """What several benchmarks say of one card: {name: milliseconds}, and the truth."""
+    figure, axes = style.subplots(width=9, height=0.42 * len(reports) + 1.0)
+    for row, time in enumerate(reports.values()):
+        right = abs(time / truth_ms - 1) < 0.03
+        axes.barh(-row, time, color=style.VALUE if right else style.OUTPUT, hatch="" if right else "////", height=0.7)
+        axes.text(time * 1.1, -row, f"{time:.3g} ms", va="center", size=9, backgroundcolor=style.PAPER)
+    axes.axvline(truth_ms, color=style.INK, linewidth=1.2, linestyle="--")
+    axes.set_yticks(range(0, -len(reports), -1), reports)
+    axes.set_xscale("log")
+    axes.set_xlim(right=max(reports.values()) * 2.5)
+    axes.set_xlabel("reported time of a call (ms), logarithmic; dashed: the truth")
+    return figure
+
+
+def ratios(pairs):
+    """By how much new was faster in each turn. pairs: {name: (old / new, (low, high))}."""
+    figure, panels = style.subplots(1, len(pairs), width=9.5, height=3.4)
+    percent = lambda ratio: 100 * (np.asarray(ratio) - 1)
+    for axes, (name, (values, (low, high))) in zip(panels, pairs.items(), strict=True):
+        axes.axhspan(*percent([low, high]), color=style.STATE, alpha=0.45, label="95 % interval of the median")
+        axes.plot(percent(values), "o", color=style.QUERY, markersize=4, label="one turn")
+        axes.axhline(0, color=style.OUTPUT, linestyle="--", linewidth=1.5, label="no difference")
+        axes.set_xlabel("turn")
+        axes.set_title(name, loc="left")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
+    panels[0].set_ylabel("old ÷ new, minus one")
+    handles = panels[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=3, fontsize=9)
+    return figure
+
+
+# The recorded figures
+
+
+def roof(points, ceilings, title):
+    """Kernels under the measured roof. points: {name: (FLOPs per byte, TFLOP/s)}, the name starting with LOOKS' one."""
+    rate, bandwidth = ceilings["matmul_tflops"], ceilings["copy_gbps"] / 1e3
+    intensity = np.geomspace(16, 8192, 200)
+    figure, (axes, close) = style.subplots(1, 2, width=10.5, height=4.2, width_ratios=[1.5, 1])
+    axes.plot(intensity, np.minimum(rate, intensity * bandwidth), color=style.INK)
+    axes.text(8192, rate * 1.08, f"matrix product: {rate:.0f} TFLOP/s", ha="right", size=9)
+    axes.text(80, 80 * bandwidth * 0.55, f"copy: {1e3 * bandwidth:.0f} GB/s", size=9)
+    for row, (name, (x, y)) in enumerate(points.items()):
+        kind = name.split(",")[0]
+        colour, marker, _ = LOOKS[kind]
+        face = colour if "128" in name else style.PAPER
+        axes.plot(x, y, marker, color=colour, markersize=8, markerfacecolor=face, markeredgewidth=2)
+        close.barh(-row, y, 0.7, facecolor=face, edgecolor=colour, linewidth=2)
+        close.text(y + 12, -row, f"{y:.0f}", va="center", size=9)
+    close.axvline(rate, color=style.INK)
+    close.set_yticks(range(0, -len(points), -1), points)
+    close.set_xlim(0, rate * 1.05)
+    close.set_xlabel("TFLOP/s (line: matrix product)")
+    close.set_title("The same, close up", loc="left")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_ylim(10, rate * 1.6)
+    axes.set_xlabel("FLOPs for each byte that must be moved")
+    axes.set_ylabel("TFLOP/s")
+    axes.set_title(title, loc="left")
+    return figure
+
+
+def bounds(rows, title):
+    """Least times of several problems by side: {problem: {side: seconds}}, each relative to the longest."""
+    looks = {
+        "matrix": (style.QUERY, ""),
+        "exponentials": (style.LOGITS, "////"),
+        "memory": (style.VALUE, "..."),
+    }
+    figure, axes = style.subplots(width=9, height=0.62 * len(rows) + 1.2)
+    for row, times in enumerate(rows.values()):
+        longest = max(times.values())
+        for place, (side, (colour, hatch)) in enumerate(looks.items()):
+            share = 100 * times[side] / longest
+            y = -row - 0.26 * (place - 1)
+            axes.barh(y, share, 0.24, color=colour, hatch=hatch, edgecolor=style.PAPER, label=None if row else side)
+            axes.text(share + 1, y, f"{1e3 * times[side]:.3g} ms", va="center", size=8)
+    axes.set_yticks(range(0, -len(rows), -1), rows)
+    axes.set_xlim(0, 135)
+    axes.set_xticks([0, 25, 50, 75, 100])
+    axes.set_xlabel("least time of each side, in per cent of the longest")
+    axes.set_title(title, loc="left")
+    axes.legend(loc="center right")
+    return figure
+
+
+def ladder(steps, others, H, ceiling):
+    """Rungs from the first to the last, then other implementations, full and causal.
+
+    steps, others: {False: {name: TFLOP/s}, True: {...}} by is_causal.
+    """
+    figure, panels = style.subplots(1, 2, width=10.5, height=4.3, sharey=True)
+    for axes, is_causal in zip(panels, (False, True), strict=True):
+        before = 0.0
+        rows = [*steps[is_causal].items(), *others[is_causal].items()]
+        for row, (name, rate) in enumerate(rows):
+            rung = row < len(steps[is_causal])
+            end = max(rate, before) if rung else rate
+            if rung:
+                axes.barh(-row, min(before, rate), color=style.STATE)
+                gained = rate > before
+                colour, hatch = (style.QUERY, "") if gained else (style.OUTPUT, "////")
+                axes.barh(-row, abs(rate - before), left=min(before, rate), color=colour, hatch=hatch)
+                before = rate
+            else:
+                colour = LOOKS[name][0]
+                axes.barh(-row, rate, color=colour, hatch=HATCHES[name], edgecolor=style.PAPER)
+            axes.text(end + 6, -row, f"{rate:.0f}", va="center", size=9)
+        axes.axhline(-len(steps[is_causal]) + 0.5, color=style.FAINT, linewidth=1, linestyle="--")
+        axes.axvline(ceiling, color=style.INK, linewidth=1.2, linestyle=":")
+        axes.set_yticks(range(0, -len(rows), -1), [name for name, _ in rows])
+        axes.set_xlim(0, ceiling * 1.08)
+        axes.set_xlabel("TFLOP/s (dotted: matrix product)")
+        axes.set_title(f"H = {H}, {mask_of(is_causal)}", loc="left")
+    return figure
+
+
+def tiles(sweep, titles):
+    """Heat maps of the tuner's times. sweep: one list of rows for each panel.
+
+    Each square is the fastest choice of warps and stages for its tile; rates relative to the best square.
+    """
+    figure, panels = style.subplots(1, len(sweep), width=0.4 + 2.5 * len(sweep), height=2.9, squeeze=False)
+    for axes, rows, title in zip(panels[0], sweep, titles, strict=True):
+        best_of = {}
+        for row in rows:
+            key = row["block_q"], row["block_k"]
+            if key not in best_of or row["ms"] < best_of[key]["ms"]:
+                best_of[key] = row
+        sides = sorted({size for key in best_of for size in key})
+        fastest = min(row["ms"] for row in best_of.values())
+        table = np.full((len(sides), len(sides)), np.nan)
+        for (block_q, block_k), row in best_of.items():
+            i, j = sides.index(block_q), sides.index(block_k)
+            table[i, j] = share = fastest / row["ms"]
+            text = f"{100 * share:.0f} %\n{row['num_warps']}w {row['num_stages']}s"
+            axes.text(j, i, text, ha="center", va="center", color="white" if share > 0.6 else style.INK, size=8.5)
+            if row["ms"] == fastest:
+                axes.add_patch(Rectangle((j - 0.47, i - 0.47), 0.94, 0.94, fill=False, edgecolor=style.OUTPUT, lw=3))
+        axes.imshow(table, cmap=FAST_TO_SLOW, vmin=0.3, vmax=1, origin="lower")
+        for i, j in np.argwhere(np.isnan(table)):
+            axes.add_patch(
+                Rectangle((j - 0.5, i - 0.5), 1, 1, facecolor=style.PAPER, edgecolor=style.SKIPPED, hatch="////", lw=0)
+            )
+        axes.set_xticks(range(len(sides)), sides)
+        axes.set_yticks(range(len(sides)), sides)
+        axes.set_xlabel("block_k")
+        axes.set_title(title, loc="left")
+    panels[0][0].set_ylabel("block_q")
+    return figure
+
+
+def against(rates, lengths, ceiling, title):
+    """TFLOP/s against T. rates: {(H, is_causal): {implementation: {T: TFLOP/s}}}."""
+    figure, panels = style.subplots(1, len(rates), width=11, height=3.9, sharey=True)
+    figure.suptitle(title, x=0.01, ha="left", size=11)
+    for axes, ((H, is_causal), found) in zip(panels, rates.items(), strict=True):
+        for name, (colour, marker, dash) in LOOKS.items():
+            points = found.get(name, {})
+            known = [T for T in lengths if T in points]
+            if known:
+                axes.plot(
+                    known, [points[T] for T in known], dash, color=colour, marker=marker, markersize=6, label=name
+                )
+        axes.axhline(ceiling, color=style.INK, linewidth=1.2, linestyle=":")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [f"{T // 1024}k" for T in lengths])
+        axes.minorticks_off()
+        axes.set_xlim(lengths[0] / 1.4, lengths[-1] * 1.4)
+        axes.set_ylim(0, ceiling * 1.06)
+        axes.set_xlabel("T")
+        axes.set_title(f"H = {H}, {mask_of(is_causal)}", loc="left")
+    panels[0].set_ylabel("TFLOP/s (dotted: matrix product)")
+    fraction = panels[-1].secondary_yaxis("right", functions=(lambda y: 100 * y / ceiling, lambda y: y * ceiling / 100))
+    fraction.set_ylabel("per cent of the matrix product")
+    handles = {name: line for axes in panels for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=min(5, len(handles)), fontsize=9)
+    return figure
+
+
+def relative(values, title):
+    """Speed relative to cuDNN: {case: {implementation: ratio}}; cases are rows."""
+    figure, axes = style.subplots(width=9.5, height=0.36 * len(values) + 1.3)
+    for row, found in enumerate(values.values()):
+        axes.plot([0.3, 1.5], [-row, -row], color=style.SKIPPED, linewidth=0.8, zorder=0)
+        for name, ratio in found.items():
+            colour, marker, _ = LOOKS[name]
+            axes.plot(ratio, -row, marker, color=colour, markersize=8, label=None if row else name)
+    axes.axvline(1, color=style.INK, linewidth=1.2, linestyle="--")
+    axes.set_yticks(range(0, -len(values), -1), values)
+    axes.set_xlabel("speed relative to cuDNN in the same run (dashed: as fast)")
+    axes.set_title(title, loc="left")
+    figure.legend(loc="outside lower center", ncols=3)
+    every = [ratio for found in values.values() for ratio in found.values()]
+    axes.set_xlim(min(0.45, *every) - 0.03, max(1.25, *every) + 0.03)
+    return figure
+
+
+def memory(found, card_bytes):
+    """Bytes of a program against T. found: {pass: {implementation: {T: bytes}}}."""
+    figure, panels = style.subplots(1, 2, width=10, height=3.9, sharey=True)
+    for axes, (which, programs) in zip(panels, found.items(), strict=True):
+        for name, points in programs.items():
+            colour, marker, dash = LOOKS[name]
+            dash, size = ((0, (4, 3)), 5) if name == "hopper" else (dash, 8)  # it may lie on the portable line
+            megabytes = np.array(list(points.values())) / 2**20
+            axes.plot(list(points), megabytes, linestyle=dash, color=colour, marker=marker, markersize=size, label=name)
+        axes.axhline(card_bytes / 2**20, color=style.INK, linewidth=1.2, linestyle=":", label="memory of the card")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks([2**n for n in range(10, 21, 2)], ["1k", "4k", "16k", "64k", "256k", "1M"])
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+        axes.set_xlabel("T")
+        axes.set_title(which, loc="left")
+    panels[0].set_ylabel("MiB, one head, H = 64, 16-bit")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return figure
+
+
+def claims(rates, title):
+    """One measurement, several TFLOP/s: {how it was counted: TFLOP/s}, ours first; and the card's rate."""
+    *rates, (limit_name, limit) = rates.items()
+    figure, axes = style.subplots(width=9.5, height=0.45 * len(rates) + 1.1)
+    for row, (_, rate) in enumerate(rates):
+        colour, hatch = (style.OUTPUT, "////") if row else (style.VALUE, "")
+        axes.barh(-row, rate, 0.7, color=colour, hatch=hatch, edgecolor=style.PAPER)
+        axes.text(rate + 8, -row, f"{rate:.0f}", va="center", size=9)
+    axes.axvline(limit, color=style.INK, linewidth=1.2, linestyle=":")
+    axes.set_yticks(range(0, -len(rates), -1), [name for name, _ in rates])
+    axes.set_xlim(0, 1.12 * max(limit, *(rate for _, rate in rates)))
+    axes.set_xlabel(f"TFLOP/s printed (dotted: {limit_name})")
+    axes.set_title(title, loc="left")
+    return figure
+
+
+FIGURES = {"09-queue.png": queue}
