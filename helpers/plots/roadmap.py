@@ -18,7 +18,7 @@ STEPS = (
     ("10", "Hopper\nforward"),
     ("11", "Hopper\nbackward"),
 )
-WRITTEN = 10  # notebooks that exist; the others are drawn faint
+WRITTEN = len(STEPS)
 
 
 def roadmap(here=None):
@@ -26,8 +26,8 @@ def roadmap(here=None):
     figure, axes = style.subplots(width=10, height=1.15)
     style.bare(axes)
     for x, (number, name) in enumerate(STEPS):
-        current, written = number == here, x < WRITTEN
-        edge = style.OUTPUT if current else style.QUERY if written else style.SKIPPED
+        current = number == here
+        edge = style.OUTPUT if current else style.QUERY
         axes.add_patch(
             FancyBboxPatch(
                 (x + 0.08, 0),
@@ -39,7 +39,7 @@ def roadmap(here=None):
                 linewidth=1.6,
             )
         )
-        ink = style.PAPER if current else style.INK if written else style.FAINT
+        ink = style.PAPER if current else style.INK
         axes.text(x + 0.5, 0.74, number, ha="center", va="center", color=ink, weight="bold", size=10)
         axes.text(x + 0.5, 0.34, name, ha="center", va="center", color=ink, size=8.5, linespacing=1.1)
         if x:
@@ -49,4 +49,4 @@ def roadmap(here=None):
     return figure
 
 
-FIGURES = {f"roadmap-{number}.png": lambda number=number: roadmap(number) for number, _ in STEPS[:WRITTEN]}
+FIGURES = {f"roadmap-{number}.png": lambda number=number: roadmap(number) for number, _ in STEPS}

@@ -1,0 +1,702 @@
+"""The exercises of notebook 10.
+
+Answers that put operations in order run in the model of `helpers.measure.timeline` first: it always comes
+to an end, also where real warpgroups would wait for ever.
+"""
+
+import functools
+import itertools
+
+import numpy as np
+
+from helpers.exercises.checking import Case, Exercise, Mistake
+from helpers.measure.races import ring_kernel_races, with_last_waits
+from helpers.measure.timeline import Arrive, Drain, Fetch, Issue, OrderError, Read, Wait, Work, simulate
+
+_MOST = 5000  # operations of an answer
+
+
+def _complaint_or_none(result, case):
+    """For exercises whose run returns "" for a right answer and a sentence for a wrong one."""
+    return result or None
+
+
+# 10.1 Place the barriers
+
+
+def _ring_cases():
+    def count(number, noun):
+        return f"{number} {noun}{'s' * (number > 1)}"
+
+    return [
+        Case(
+            ", ".join(map(count, (steps, stages, readers), ("tile", "slot", "compute warpgroup"))),
+            (steps, stages, readers),
+        )
+        for steps, stages, readers in ((1, 1, 1), (2, 1, 1), (4, 2, 1), (7, 3, 2), (2, 4, 1))
+    ]
+
+
+def _run_ring(answer, steps, stages, readers):
+    """In the model, which always ends, and then as a kernel under the race detector."""
+    names = [f"compute {index}" for index in range(readers)]
+    programs = {"memory": _operations(answer("memory", steps, stages))}
+    programs |= {name: _operations(answer("compute", steps, stages)) for name in names}
+    for name, operations in programs.items():
+        if len(operations) > _MOST:
+            return f"{name} is still not at the end after {_MOST} operations."
+        for operation in operations:
+            if not isinstance(operation, Wait | Arrive | Fetch | Read):
+                return f"{name} yields {operation!r}, which is not one of the four operations."
+            if not 0 <= operation.slot < stages:
+                return f"{name} uses slot {operation.slot}, but there {_are(stages, 'slot')}, counted from 0."
+    computing = [programs[name] for name in names]
+    try:
+        run = _simulated(programs["memory"], computing)
+    except OrderError as error:
+        return f"{error}."
+    for name in names:
+        if run.tiles[name] != list(range(steps)):
+            return f"{name} read the tiles {run.tiles[name]}, expected {list(range(steps))}."
+    fetched = sorted(operation.tile for operation in programs["memory"] if isinstance(operation, Fetch))
+    if fetched != list(range(steps)):
+        return f"memory fetched the tiles {fetched}, expected each of {list(range(steps))} once."
+    enough = _simulated(_ring("memory", steps, stages), [list(_ring("compute", steps, stages))] * readers).end
+    if run.end > enough:
+        return (
+            f"right, but it takes {run.end:.0f} cycles where {enough:.0f} are enough: copies could run further ahead."
+        )
+    found = ring_kernel_races(programs["memory"], computing, stages)
+    return f"as a kernel, it makes the race detector say: {', '.join(found)}." if found else ""
+
+
+def _simulated(memory, computing):
+    groups = {f"compute {index}": iter(operations) for index, operations in enumerate(computing)}
+    groups = {"memory": iter(with_last_waits(memory, computing))} | groups
+    return simulate(groups, {"loaded": 1, "free": len(computing)}, latency=600)
+
+
+def _operations(program):
+    return list(itertools.islice(program, _MOST + 1))
+
+
+def _are(number, noun):
+    return f"is 1 {noun}" if number == 1 else f"are {number} {noun}s"
+
+
+def _ring(
+    role,
+    steps,
+    stages,
+    wait_free=True,
+    wait_loaded=True,
+    arrive=True,
+    hasty=False,
+    from_first=False,
+    shift=0,
+    one_slot=False,
+    rotate=True,
+    behind=False,
+):
+    for j in range(steps):
+        slot = j % stages if rotate else j
+        at = 0 if one_slot else slot
+        if role == "memory":
+            if wait_free and not behind and (j >= stages or from_first):
+                yield Wait("free", (at + shift) % stages)
+            yield Fetch("tile", slot, j, "loaded")
+            if behind:
+                yield Wait("free", slot)
+        else:
+            if wait_loaded:
+                yield Wait("loaded", slot)
+            if hasty and arrive:
+                yield Arrive("free", at)
+            yield Read("tile", slot)
+            if arrive and not hasty:
+                yield Arrive("free", at)
+
+
+RING = Exercise(
+    number="10.1",
+    title="Place the barriers",
+    outputs=("the order of operations",),
+    cases=_ring_cases,
+    run=_run_ring,
+    judge=_complaint_or_none,
+    tried="fewer tiles than slots and more, one slot, two readers; in the model and under the race detector",
+    mistakes=(
+        Mistake(
+            "the memory warpgroup does not wait until a slot is free",
+            functools.partial(_ring, wait_free=False),
+            "The second time a slot is used, its readers must be done: see section 4.",
+        ),
+        Mistake(
+            "the compute warpgroup does not wait until the tile is loaded",
+            functools.partial(_ring, wait_loaded=False),
+            "A copy has only been ordered when Fetch returns: see section 3.",
+        ),
+        Mistake(
+            "nobody says that a slot is free",
+            functools.partial(_ring, arrive=False),
+            "Every Wait needs an Arrive in somebody else's program: see section 4.",
+        ),
+        Mistake(
+            "a slot is declared free before it has been read",
+            functools.partial(_ring, hasty=True),
+            "Arrive says that you are done with it: it comes after the Read, see section 4.",
+        ),
+        Mistake(
+            "the memory warpgroup waits for slots that nobody has used yet",
+            functools.partial(_ring, from_first=True),
+            "The first tiles find their slots empty: do not wait for those, or let the readers arrive once before.",
+        ),
+        Mistake(
+            "the memory warpgroup waits for each tile to be read before it orders the next",
+            functools.partial(_ring, behind=True),
+            "Wait before the fetch that needs the slot, not after the one that filled it: see section 4.",
+        ),
+        Mistake(
+            "all slots share the barrier of slot 0",
+            functools.partial(_ring, one_slot=True),
+            "Each slot has a barrier of its own, or a free slot says nothing about which one: see section 4.",
+        ),
+        Mistake(
+            "every tile has a slot of its own",
+            functools.partial(_ring, rotate=False),
+            "A ring uses its slots again: tile j goes into slot j % stages, see section 4.",
+        ),
+        Mistake(
+            "the memory warpgroup waits for the next slot instead of the one it is about to fill",
+            functools.partial(_ring, shift=1),
+            "Tile j goes into slot j % stages, and that is the one that must be free.",
+        ),
+    ),
+)
+
+# 10.2 Share out the registers
+
+
+def _register_cases():
+    return [
+        Case(f"{w} compute warpgroups, memory {m}", (w, m))
+        for w, m in ((2, 24), (3, 24), (4, 24), (4, 40), (5, 32), (6, 24), (7, 40))
+    ]
+
+
+def _registers(
+    warpgroups,
+    memory,
+    file=65536,
+    at_start=True,
+    round_start=True,
+    round_end=True,
+    count_memory=True,
+    threads=128,
+    share=None,
+):
+    groups = warpgroups + 1
+    start = file / (threads * groups)
+    start = start // 8 * 8 if round_start else start
+    pool = start * groups if at_start else file / threads
+    if share == "even":
+        compute = pool / groups
+    else:
+        compute = (pool - memory * count_memory) / warpgroups
+    compute = compute // 8 * 8 if round_end else compute // 1
+    return int(start), int(compute)
+
+
+def _register_expected(warpgroups, memory):
+    """By search: the largest multiple of 8 with which nobody asks for more than there was at the start."""
+    groups = warpgroups + 1
+    start = max(r for r in range(0, 256, 8) if r * 128 * groups <= 65536)
+    compute = max(r for r in range(0, 256, 8) if r * warpgroups + memory <= start * groups)
+    return start, compute
+
+
+REGISTERS = Exercise(
+    number="10.2",
+    title="Share out the registers",
+    outputs=("registers at the start", "registers of a compute thread"),
+    cases=_register_cases,
+    expected=_register_expected,
+    tried="two to seven compute warpgroups, 24 to 40 registers for the memory warpgroup",
+    mistakes=(
+        Mistake(
+            "the registers that rounding left unused at the start are shared out as well",
+            functools.partial(_registers, at_start=False),
+            "What can be shared out is what the program started with; this request would wait for ever: see section 6.",
+        ),
+        Mistake(
+            "the number at the start is not rounded down to a multiple of 8",
+            functools.partial(_registers, round_start=False),
+            "Registers come in steps of 8 for each thread: see section 6.",
+        ),
+        Mistake(
+            "the number of a compute thread is not rounded down to a multiple of 8",
+            functools.partial(_registers, round_end=False),
+            "setmaxnreg takes multiples of 8 only: see section 6.",
+        ),
+        Mistake(
+            "the memory warpgroup's registers are forgotten",
+            functools.partial(_registers, count_memory=False),
+            "It keeps some for itself, and they come out of the same total: see section 6.",
+        ),
+        Mistake(
+            "all warpgroups get the same",
+            functools.partial(_registers, share="even"),
+            "The memory warpgroup gives up all but `memory`, and the others divide what it gave.",
+        ),
+        Mistake(
+            "a warpgroup is taken to have 32 threads",
+            functools.partial(_registers, threads=32),
+            "32 threads are a warp; a warpgroup is four of them: see section 1.",
+        ),
+    ),
+)
+
+# 10.3 The budget of shared memory
+
+
+_OWN = 2560
+_LIMIT = 232448
+
+
+def _smem_cases():
+    shapes = [
+        (64, 64, 64, 1, 1),
+        (64, 64, 128, 2, 3),
+        (128, 64, 128, 2, 2),
+        (128, 64, 64, 3, 2),
+        (256, 64, 64, 1, 2),
+        (64, 64, 64, 4, 4),
+    ]
+    return [
+        Case(
+            f"H={H}, block_q={q}, block_k={k}, {s} stage{'s' * (s > 1)}, {w} warpgroup{'s' * (w > 1)}", (H, q, k, s, w)
+        )
+        for H, q, k, s, w in shapes
+    ]
+
+
+def _smem(
+    H, block_q, block_k, stages, warpgroups,
+    itemsize=2, rings=2, tiles_of_q=2, lse=True, barriers=True, shared_q=False, all_staged=False, limit=_LIMIT,
+):  # fmt: skip
+    def size(stages):
+        groups = 1 if shared_q else warpgroups
+        q = tiles_of_q * groups * block_q * H * itemsize * (stages if all_staged else 1)
+        ring = rings * stages * block_k * H * itemsize
+        rest = lse * 4 * warpgroups * block_q + barriers * 8 * (warpgroups + 4 * stages)
+        return q + ring + rest
+
+    most = max((n for n in range(65) if size(n) + _OWN <= limit), default=0)
+    return size(stages), most
+
+
+def _smem_expected(H, block_q, block_k, stages, warpgroups):
+    """From the shapes of the scratch arrays, one after another."""
+
+    def size(slots):
+        arrays = [((warpgroups, block_q, H), 2), ((slots, block_k, H), 2), ((slots, block_k, H), 2)]
+        arrays += [((warpgroups, block_q, H), 2), ((warpgroups, block_q), 4)]
+        arrays += [((warpgroups,), 8)] + 4 * [((slots,), 8)]
+        return sum(int(np.prod(shape)) * item for shape, item in arrays)
+
+    slots = 0
+    while size(slots + 1) + _OWN <= _LIMIT:
+        slots += 1
+    return size(stages), slots
+
+
+SMEM = Exercise(
+    number="10.3",
+    title="The budget of shared memory",
+    outputs=("bytes", "most stages"),
+    cases=_smem_cases,
+    expected=_smem_expected,
+    tried="three head dims, one to four stages, one to four warpgroups",
+    mistakes=(
+        Mistake(
+            "only one of the two rings is counted",
+            functools.partial(_smem, rings=1),
+            "Keys and values have a ring each: see the table of section 7.",
+        ),
+        Mistake(
+            "o_smem is forgotten",
+            functools.partial(_smem, tiles_of_q=1),
+            "out has a place of its own on its way to GMEM, as large as that of q: see section 7.",
+        ),
+        Mistake(
+            "all warpgroups share one tile of queries",
+            functools.partial(_smem, shared_q=True),
+            "Keys and values are shared; queries are not: see section 7.",
+        ),
+        Mistake(
+            "elements are counted as float32",
+            functools.partial(_smem, itemsize=4),
+            "Tiles in SMEM have the dtype of the inputs, two bytes; float32 lives in registers: see section 7.",
+        ),
+        Mistake(
+            "q and out get a slot for each stage as well",
+            functools.partial(_smem, all_staged=True),
+            "Only what streams by needs a ring; a tile of queries stays: see section 7.",
+        ),
+        Mistake(
+            "lse_smem is forgotten",
+            functools.partial(_smem, lse=False),
+            "One float32 for each query leaves through SMEM too: see section 7.",
+        ),
+        Mistake(
+            "the barriers are forgotten",
+            functools.partial(_smem, barriers=False),
+            "A barrier is 8 bytes of SMEM: one for each warpgroup's q, and four for each slot.",
+        ),
+        Mistake(
+            "what the compiler keeps for itself is forgotten",
+            functools.partial(_smem, limit=_LIMIT + _OWN),
+            "It has to fit beside your arrays when you count the stages: see the end of section 7.",
+        ),
+    ),
+)
+
+# 10.4 Order the pipeline
+
+PRODUCT, EXPONENTIALS = 256, 528
+
+
+def _pipeline_cases():
+    return [Case(f"{steps} tile{'s' * (steps > 1)}", (steps,)) for steps in (1, 2, 3, 6)]
+
+
+def _fault_of_order(operations, steps):
+    """A sentence on the first operation that uses what may not be there yet, or None."""
+    in_flight, ready, softmaxed, done = [], set(), set(), []
+    for operation in operations:
+        if isinstance(operation, Drain):
+            while len(in_flight) > max(operation.count, 0):
+                name = in_flight.pop(0)
+                ready.add(name)
+        elif isinstance(operation, Issue | Work):
+            kind, j = operation.label.rstrip("0123456789"), int(operation.label.lstrip("spv"))
+            if not 0 <= j < steps:
+                return f"{operation.label} is ordered, but there {_are(steps, 'tile')}."
+            if isinstance(operation, Work):
+                if f"s{j}" not in ready:
+                    return f"softmax {j} reads the scores of tile {j} before their product has surely ended."
+                softmaxed.add(j)
+            elif kind == "s":
+                if j and j - 1 not in softmaxed:
+                    return f"s{j} is ordered while the scores of tile {j - 1} are needed; registers have room for one."
+                in_flight.append(f"s{j}")
+            else:
+                if j not in softmaxed:
+                    return f"pv{j} is ordered before softmax {j} has made p."
+                if f"pv{j - 1}" in in_flight:
+                    return f"p of tile {j} is written while pv{j - 1} may still read p of the tile before."
+                done.append(j)
+                in_flight.append(f"pv{j}")
+        else:
+            return "something was yielded that is not one of the four operations."
+    if in_flight:
+        return f"the loop ends while {in_flight[0]} is still running."
+    if done != list(range(steps)):
+        return f"the products with v were {done}, expected each of {list(range(steps))} once, in this order."
+    return None
+
+
+def _run_pipeline(answer, steps):
+    operations = []
+    for operation in answer(steps):
+        operations.append(operation)
+        if len(operations) > _MOST:
+            return f"still not at the end after {_MOST} operations."
+    fault = _fault_of_order(operations, steps)
+    if fault:
+        return fault
+    cycles = simulate({"compute": iter(operations)}, {}).end
+    enough = steps * (PRODUCT + EXPONENTIALS) + PRODUCT
+    if cycles > enough:
+        return f"right, but it takes {cycles:.0f} cycles where {enough} are enough: something waits that need not."
+    return ""
+
+
+def _s(j):
+    return Issue("tensor", PRODUCT, f"s{j}")
+
+
+def _pv(j):
+    return Issue("tensor", PRODUCT, f"pv{j}")
+
+
+def _softmax(j):
+    return Work("exponentials", EXPONENTIALS, f"p{j}")
+
+
+def _pipeline(steps, v_first=False, count=1, last=True, drain_end=True, early=False, next_s=False):
+    yield _s(0)
+    yield Drain(0)
+    if next_s and steps > 1:
+        yield _s(1)
+    yield _softmax(0)
+    for j in range(1, steps):
+        if v_first:
+            yield _pv(j - 1)
+        if not next_s:
+            yield _s(j)
+        if not v_first:
+            yield _pv(j if early else j - 1)
+        yield Drain(count)
+        if next_s and j + 1 < steps:
+            yield _s(j + 1)
+        yield _softmax(j)
+        if drain_end:
+            yield Drain(0)
+    if last:
+        yield _pv(steps - 1)
+    if drain_end or last:
+        yield Drain(0)
+
+
+def _one_after_another(steps):
+    for j in range(steps):
+        yield _s(j)
+        yield Drain(0)
+        yield _softmax(j)
+        yield _pv(j)
+        yield Drain(0)
+
+
+PIPELINE = Exercise(
+    number="10.4",
+    title="Order the pipeline",
+    outputs=("the order of operations",),
+    cases=_pipeline_cases,
+    run=_run_pipeline,
+    judge=_complaint_or_none,
+    tried="one to six tiles; nothing used before it is there, and no cycle wasted",
+    mistakes=(
+        Mistake(
+            "no product runs while you take exponentials",
+            _one_after_another,
+            "Order the scores, then the p v of the tile before, and await the older of the two only: see section 11.",
+        ),
+        Mistake(
+            "the product with v is ordered before that of the new scores",
+            functools.partial(_pipeline, v_first=True),
+            "Drain(1) then awaits the product with v, not the scores: what you need first must be ordered first.",
+        ),
+        Mistake(
+            "the last product with v is forgotten",
+            functools.partial(_pipeline, last=False),
+            "Products with v run one tile late, so one is left when the loop ends: see section 11.",
+        ),
+        Mistake(
+            "the product with v does not lag behind by one tile",
+            functools.partial(_pipeline, early=True),
+            "In step j there is no p of tile j yet; there is that of tile j − 1: see section 11.",
+        ),
+        Mistake(
+            "the product with v is not awaited at the end of a step",
+            functools.partial(_pipeline, drain_end=False),
+            "The next p goes into the registers that it still reads: end each step with Drain(0), see section 11.",
+        ),
+        Mistake(
+            "two tiles of scores are alive at once",
+            functools.partial(_pipeline, next_s=True),
+            "It would be faster still, but the registers do not hold it: see the picture of section 6.",
+        ),
+    ),
+)
+
+# 10.5 Balance a causal mask
+
+
+def _balance_cases():
+    random = np.random.default_rng(105)
+    causal = [(i + 1) for i in range(8)]
+    cases = [
+        ("tiles of 1 to 4, 2 programs", [1, 2, 3, 4], 2),
+        ("tiles of 1 to 8, 4 programs", causal, 4),
+        ("3 heads of tiles of 1 to 8, 5 programs", causal * 3, 5),
+        ("11 tiles of random lengths, 3 programs", random.integers(1, 20, 11).tolist(), 3),
+        ("fewer tiles than programs", [2, 5, 1], 4),
+    ]
+    return [Case(label, (lengths, programs)) for label, lengths, programs in cases]
+
+
+def _run_balance(answer, lengths, programs):
+    return tuple(tuple(int(i) for i in answer(program, programs, lengths)) for program in range(programs))
+
+
+def _loads(parts, lengths):
+    return [sum(lengths[i] for i in part) for part in parts]
+
+
+def _dealt(program, programs, lengths, order="longest", snake=True, last=True):
+    tiles = list(range(len(lengths)))
+    if order != "given":
+        tiles = sorted(tiles, key=lambda i: lengths[i], reverse=order == "longest")
+    mine = []
+    for turn in range(-(-len(tiles) // programs)):
+        start = turn * programs
+        full = start + programs <= len(tiles)
+        backwards = snake and turn % 2 and (full or not last)
+        place = start + (programs - 1 - program if backwards else program)
+        if place < len(tiles):
+            mine.append(tiles[place])
+    return mine
+
+
+def _in_blocks(program, programs, lengths):
+    share = -(-len(lengths) // programs)
+    return list(range(len(lengths)))[program * share : (program + 1) * share]
+
+
+def _strided(program, programs, lengths):
+    return list(range(program, len(lengths), programs))
+
+
+def _truncated(program, programs, lengths):
+    mine = _dealt(program, programs, lengths)
+    return mine[: len(lengths) // programs]
+
+
+def _greedy(lengths, programs):
+    loads = [0] * programs
+    for length in sorted(lengths, reverse=True):
+        loads[loads.index(min(loads))] += length
+    return max(loads)
+
+
+def _judge_balance(result, case):
+    lengths, programs = case.arguments
+    given = sorted(i for part in result for i in part)
+    missing = sorted(set(range(len(lengths))) - set(given))
+    if missing:
+        return f"tile {missing[0]} has no program."
+    if len(given) != len(lengths) or given[-1] >= len(lengths):
+        again = next((i for i in given if given.count(i) > 1), given[-1])
+        return f"tile {again} is computed twice, or does not exist."
+    worst = max(_loads(result, lengths))
+    snake = max(_loads([_dealt(p, programs, lengths) for p in range(programs)], lengths))
+    most = max(snake, _greedy(lengths, programs))
+    if worst > most:
+        return f"every tile once, but the busiest program has {worst} units of work; {most} can be had."
+    return None
+
+
+BALANCE = Exercise(
+    number="10.5",
+    title="Balance a causal mask",
+    outputs=("the tiles of each program",),
+    cases=_balance_cases,
+    run=_run_balance,
+    judge=_judge_balance,
+    tried="causal tiles of one head and of three, random lengths, fewer tiles than programs",
+    mistakes=(
+        Mistake(
+            "tiles are dealt in the order given",
+            _strided,
+            "The last ones may be the longest, and nothing is left to even them out: sort them first, see section 12.",
+        ),
+        Mistake(
+            "tiles are cut into blocks of neighbours",
+            _in_blocks,
+            "Neighbouring tiles have similar lengths, so one program gets all the long ones: see section 12.",
+        ),
+        Mistake(
+            "the shortest tiles come first",
+            functools.partial(_dealt, order="shortest"),
+            "Short tiles are good for filling up at the end, so keep them for last: see section 12.",
+        ),
+        Mistake(
+            "tiles are dealt longest first, but always from program 0 on",
+            functools.partial(_dealt, snake=False),
+            "Program 0 then has the longest tile of every turn: go back and forth, see section 12.",
+        ),
+        Mistake(
+            "the tiles of the last, incomplete turn are dropped",
+            _truncated,
+            "The number of turns is rounded up: see `rounds` in section 13.",
+        ),
+    ),
+)
+
+# 10.6 What binds the loop
+
+
+def _bind_cases():
+    return [
+        Case(f"H={H}, block_k={k}, {n} instructions, {m} exponentials moved at {c} each", (H, k, n, m, c))
+        for H, k, n, m, c in (
+            (64, 128, 482, 0, 6),
+            (64, 128, 482, 16, 6),
+            (64, 128, 482, 8, 3),
+            (128, 128, 514, 0, 6),
+            (128, 128, 514, 32, 6),
+            (128, 64, 280, 8, 4),
+            (64, 64, 260, 0, 5),
+        )
+    ]
+
+
+UNITS = ("tensor", "exponentials", "issue")
+
+
+def _bind(
+    H, block_k, instructions, moved, cost,
+    products=2, alpha=2, keep=False, free=False, lanes=16, total=False,
+):  # fmt: skip
+    tensor = 2 * products * 64 * block_k * H / 4096
+    exponentials = (block_k // 2 + alpha - moved) * 128 / lanes
+    issue = instructions + (0 if free else moved * (cost if keep else cost - 1))
+    cycles = tensor, exponentials, issue
+    return UNITS[int(np.argmax(cycles))], float(sum(cycles) if total else max(cycles))
+
+
+BIND = Exercise(
+    number="10.6",
+    title="What binds the loop",
+    outputs=("unit", "cycles"),
+    cases=_bind_cases,
+    expected=lambda H, block_k, instructions, moved, cost: max(
+        [
+            ("tensor", 2 * (2 * 64 * block_k * H) / 4096),
+            ("exponentials", (64 * block_k + 2 * 128 - 128 * moved) / 16),
+            ("issue", float(instructions + moved * cost - moved)),
+        ],
+        key=lambda pair: pair[1],
+    ),
+    tried="two head dims, two tiles of keys, with and without exponentials moved",
+    mistakes=(
+        Mistake(
+            "half of the tensor core's work is missing",
+            functools.partial(_bind, products=1),
+            "Each tile of keys needs two products, and a multiplication with an addition is two FLOPs: see section 14.",
+        ),
+        Mistake(
+            "the exponentials of alpha are forgotten",
+            functools.partial(_bind, alpha=0),
+            "Each thread holds parts of two rows, and each row has an alpha: see section 2.",
+        ),
+        Mistake(
+            "moved exponentials cost no instructions",
+            functools.partial(_bind, free=True),
+            "What leaves one unit arrives at another: each is now `cost` instructions.",
+        ),
+        Mistake(
+            "the instruction that a moved exponential saves is not taken off",
+            functools.partial(_bind, keep=True),
+            "It was one instruction before and is `cost` now: the difference counts.",
+        ),
+        Mistake(
+            "the units are taken to work one after another",
+            functools.partial(_bind, total=True),
+            "They work at the same time, so at best the slowest sets the pace: see section 14.",
+        ),
+    ),
+)
+
+EXERCISES = (RING, REGISTERS, SMEM, PIPELINE, BALANCE, BIND)

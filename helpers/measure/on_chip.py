@@ -1,0 +1,198 @@
+"""What the Hopper backward kernels hold on the chip and multiply, watched while JAX traces them.
+
+Nothing is computed: `watch` traces a backward pass for a GPU and notes the shared memory that each
+kernel asks for and the operands of every product that one step of its loop issues. So the numbers
+are those of the kernels themselves, whatever the documentation says.
+
+A step is one pair of tiles, block_q queries and block_k keys. Everything is for one program, which
+is one thread block on one processor of the card.
+"""
+
+import inspect
+import math
+from dataclasses import dataclass
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from helpers.attention.hopper import backward as hopper
+from helpers.attention.problem import check_call
+
+SMEM_LIMIT = 227 * 1024  # bytes of shared memory that one thread block of a Hopper card may have
+WARPGROUP = 128  # threads
+SMEM_RATE = 128  # bytes that shared memory delivers in a cycle
+TENSOR_RATE = 4096  # floating-point operations of 16-bit products in a cycle of one processor
+_NAMES = {
+    ("k_smem", "q_smem"): "s",
+    ("v_smem", "do_smem"): "dp",
+    ("registers", "do_smem"): "dv",
+    ("registers", "q_smem"): "dk",
+    ("ds_smem", "q_smem"): "dk",
+    ("ds_smem", "k_smem"): "dq",
+    ("q_smem", "k_smem"): "s",
+    ("do_smem", "v_smem"): "dp",
+    ("registers", "k_smem"): "dq",
+}
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """An array in shared memory."""
+
+    name: str
+    shape: tuple
+    itemsize: int
+
+    @property
+    def bytes(self):
+        return math.prod(self.shape) * self.itemsize
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product that a warpgroup issues: (m, k) times (k, n), added to an accumulator (m, n).
+
+    left: where the left operand lies, "registers" or the name of a buffer; right: the buffer of the
+    right operand.
+    """
+
+    name: str
+    left: str
+    right: str
+    m: int
+    k: int
+    n: int
+
+    @property
+    def flops(self):
+        return 2 * self.m * self.k * self.n
+
+    @property
+    def bytes_from_smem(self):
+        """Bytes that the tensor core reads from shared memory, at 2 bytes an element."""
+        return 2 * self.k * (self.n + (0 if self.left == "registers" else self.m))
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel as it was traced. products: those of one warpgroup in one step."""
+
+    name: str
+    tiles: hopper.Tiles
+    buffers: tuple
+    products: tuple
+
+    @property
+    def smem(self):
+        """Bytes of shared memory, without the barriers, which are 8 bytes each."""
+        return sum(buffer.bytes for buffer in self.buffers)
+
+    def buffer(self, name):
+        return next(buffer for buffer in self.buffers if buffer.name == name)
+
+    @property
+    def accumulators(self):
+        """Registers of each thread that hold a float32 accumulator, {name: registers}."""
+        return {product.name: product.m * product.n // WARPGROUP for product in self.products}
+
+
+def watch(H, tiles, is_causal=False):
+    """{name: `Kernel`} of a backward pass with head dim H of at most 128: "fused", or "dkv" and "dq".
+
+    tiles: one of `hopper.forms(H)`, or others of the same kind.
+    """
+    found, state = {}, {"refs": {}, "inside": False, "products": []}
+    launch, multiply_add, loop = hopper._launch, hopper.multiply_add, hopper.for_each_query_tile
+
+    def under(ref):
+        """The array in shared memory of which a ref may show a part or a transpose."""
+        while hasattr(ref, "transforms"):
+            ref = ref.ref
+        return ref
+
+    def name_of(operand):
+        if isinstance(operand, jax.Array):
+            return "registers"
+        return state["refs"][id(under(operand))]
+
+    def watched_launch(kernel, name, out_type, scratch, grid, tiles, interpret, **options):
+        parameters = [p.name for p in inspect.signature(kernel).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+        state["products"], state["inside"] = [], name == "dq"
+
+        def watched(*refs, **others):
+            state["refs"] = {id(under(ref)): parameter for parameter, ref in zip(parameters, refs, strict=True)}
+            return kernel(*refs, **others)
+
+        result = launch(watched, name, out_type, scratch, grid, tiles, interpret, **options)
+
+        def traced(*arrays):
+            results = result(*arrays)
+            names = parameters[len(parameters) - len(scratch) :]
+            buffers = tuple(
+                Buffer(parameter, tuple(wanted.shape), jnp.dtype(wanted.dtype).itemsize)
+                for parameter, wanted in zip(names, scratch, strict=True)
+                if wanted is not None and not isinstance(wanted, plgpu.Barrier)
+            )
+            # A loop body may be traced more than once.
+            traces = sum(product.name == "s" for product in state["products"])
+            products = state["products"][: len(state["products"]) // traces]
+            kernel_name = name.removesuffix("_backward")
+            found[kernel_name] = Kernel(kernel_name, tiles, buffers, tuple(products))
+            return results
+
+        return traced
+
+    def watched_multiply_add(acc, a, b, spare, interpret):
+        left, right = name_of(a), name_of(b)
+        if state["inside"]:
+            product = Product(_NAMES[left, right], left, right, *a.shape, b.shape[1])
+            state["products"].append(product)
+        return multiply_add(acc, a, b, spare, interpret)
+
+    def watched_loop(*arguments):
+        state["inside"] = True
+        try:
+            return loop(*arguments)
+        finally:
+            state["inside"] = False
+
+    def gradients(query, key, value, out, lse, dout, dlse):
+        call = check_call(query, key, value, is_causal=is_causal)
+        return hopper.backward(call, out, lse, dout, dlse, tiles=tiles)
+
+    T = 1024
+    array, rows = jax.ShapeDtypeStruct((1, T, 1, H), jnp.bfloat16), jax.ShapeDtypeStruct((1, 1, T), jnp.float32)
+    with (
+        mock.patch.object(hopper, "_launch", watched_launch),
+        mock.patch.object(hopper, "multiply_add", watched_multiply_add),
+        mock.patch.object(hopper, "for_each_query_tile", watched_loop),
+    ):
+        hopper._fused.clear_cache()  # what was traced before would not be traced again
+        jax.eval_shape(gradients, array, array, array, array, rows, array, rows)
+        hopper._fused.clear_cache()
+    return found
+
+
+def traffic(kernel, H):
+    """Bytes that cross shared memory in one step of all warpgroups, {what: bytes}.
+
+    The operands that the tensor core reads, the tiles that TMA brings, and in the fused form ds, which
+    is written once, and the part of dq, which is written by threads and read by TMA.
+    """
+    bytes_of = dict.fromkeys(("s", "dp", "dv", "dk", "dq"), 0)
+    for product in kernel.products:
+        bytes_of[product.name] += kernel.tiles.warpgroups * product.bytes_from_smem
+    found = {f"{name}: operands": amount for name, amount in bytes_of.items() if amount}
+    streamed = kernel.tiles.block_k if kernel.name == "dq" else kernel.tiles.block_q
+    found["TMA: tiles in"] = 2 * 2 * streamed * H
+    if kernel.name == "fused":
+        found["ds written"] = 2 * kernel.tiles.block_q * kernel.tiles.block_k
+        found["dq written"] = found["dq read by TMA"] = 4 * kernel.tiles.block_q * H
+    return found
+
+
+def flops(kernel):
+    """Floating-point operations of the products of one step of all warpgroups."""
+    return kernel.tiles.warpgroups * sum(product.flops for product in kernel.products)

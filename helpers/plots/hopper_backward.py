@@ -1,0 +1,359 @@
+"""Pictures of notebook 11: operands, shared memory, registers, the owners of dq, timelines and recorded figures."""
+
+import matplotlib.ticker
+import numpy as np
+from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
+
+from helpers.measure.on_chip import SMEM_LIMIT, SMEM_RATE, TENSOR_RATE, WARPGROUP
+from helpers.plots import style
+
+KIB = 1024
+COLOURS = {
+    "q": style.QUERY,
+    "k": style.KEY,
+    "v": style.VALUE,
+    "do": style.OUTPUT,
+    "s": style.LOGITS,
+    "p": style.LOGITS,
+    "dp": style.LOGITS,
+    "ds": style.LOGITS,
+    "dq": style.QUERY,
+    "dk": style.KEY,
+    "dv": style.VALUE,
+    "lse": style.STATE,
+    "delta": style.STATE,
+}
+HATCHES = {"do": "\\\\", "dp": "\\\\", "ds": "//", "dq": "xx", "dk": "xx", "dv": "xx", "delta": ".."}
+# How the product of a name is written, for kernels that own keys and for the one that owns queries.
+BY_KEYS = {
+    "s": ("k", "qᵀ", "sᵀ"),
+    "dp": ("v", "doᵀ", "dpᵀ"),
+    "dv": ("pᵀ", "do", "dv"),
+    "dk": ("dsᵀ", "q", "dk"),
+    "dq": ("ds", "k", "dq"),
+}
+BY_QUERIES = {"s": ("q", "kᵀ", "s"), "dp": ("do", "vᵀ", "dp"), "dq": ("ds", "k", "dq")}
+
+
+def products(kernel):
+    """The products of one warpgroup in one step, each a left operand, a right operand and an accumulator."""
+    names = BY_QUERIES if kernel.name == "dq" else BY_KEYS
+    figure, axes = style.subplots(width=10, height=1.12 * len(kernel.products) + 0.9)
+    style.bare(axes)
+    unit = 1 / 190
+    for row, product in enumerate(kernel.products):
+        left, right, result = names[product.name]
+        y = 1.0 * row
+        held = product.left == "registers"
+        size = 2 * product.m * product.k
+        where = f"registers, {size // WARPGROUP // 4} a thread" if held else f"shared memory, {size // KIB} KiB"
+        _tile(axes, 1.9, y, product.m * unit, product.k * unit, left, held, where)
+        axes.text(3.35, y, "×", ha="center", va="center", size=14)
+        where = f"shared memory, {2 * product.k * product.n // KIB} KiB"
+        _tile(axes, 4.8, y, product.k * unit, product.n * unit, right, False, where)
+        axes.text(6.25, y, "→", ha="center", va="center", size=14)
+        where = f"accumulator, {product.m * product.n // WARPGROUP} a thread"
+        _tile(axes, 7.7, y, product.m * unit, product.n * unit, result, True, where)
+        axes.text(0.1, y, f"{product.m}×{product.k}×{product.n}", va="center", size=9)
+    axes.set_xlim(0, 10)
+    axes.set_ylim(len(kernel.products) - 0.3, -0.62)
+    axes.set_title(f"{kernel.name}: what one warpgroup multiplies in a step, first to last", loc="left")
+    figure.legend(
+        handles=[
+            Patch(fc="#FFFFFF", ec=style.INK, label="in shared memory"),
+            Patch(fc=style.SKIPPED, ec=style.INK, hatch="///", label="in registers"),
+        ],
+        loc="outside lower center",
+        ncols=2,
+    )
+    return figure
+
+
+def _tile(axes, x, y, height, width, name, held, where):
+    colour = COLOURS[name.removesuffix("ᵀ")]
+    box = x - width / 2, y - height / 2
+    axes.add_patch(Rectangle(box, width, height, fc=colour, alpha=0.35, ec="none"))
+    hatch = "///" if held else None
+    axes.add_patch(Rectangle(box, width, height, fc="none", ec=colour, lw=1.4, hatch=hatch))
+    axes.text(
+        x,
+        y,
+        name,
+        ha="center",
+        va="center",
+        weight="bold",
+        bbox={"fc": style.PAPER, "ec": "none", "pad": 1, "alpha": 0.8},
+    )
+    axes.text(x, y + height / 2 + 0.03, where, ha="center", va="top", size=8)
+
+
+def shared_memory(kernels):
+    """Stacked bars of what kernels keep in shared memory, with the limit. kernels: {title: `on_chip.Kernel`}."""
+    figure, axes = style.subplots(width=10, height=0.72 * len(kernels) + 1.5)
+    for y, kernel in enumerate(kernels.values()):
+        left, small = 0, 0
+        for buffer in kernel.buffers:
+            name = buffer.name.removesuffix("_smem")
+            amount = buffer.bytes / KIB
+            if name in ("lse", "delta"):
+                small += amount
+                continue
+            _bar(axes, y, left, amount, name, f"{name}\n{amount:.0f}")
+            left += amount
+        _bar(axes, y, left, small, "lse", None)
+        axes.text(left + small + 1.5, y, f"{kernel.smem / KIB:g}", va="center", size=9, weight="bold")
+    axes.axvline(SMEM_LIMIT / KIB, color=style.INK, ls="--", lw=1.4)
+    axes.text(SMEM_LIMIT / KIB + 1, -0.62, f"limit: {SMEM_LIMIT // KIB}", va="center", size=9)
+    axes.set_yticks(range(len(kernels)), kernels)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(kernels) - 0.5, -0.8)
+    axes.set_xlim(0, SMEM_LIMIT / KIB * 1.12)
+    axes.set_xlabel("KiB of shared memory (the narrow bar at the end: lse and delta)")
+    axes.set_title("What one program keeps in shared memory", loc="left")
+    return figure
+
+
+def _bar(axes, y, left, width, name, label, height=0.66):
+    colour, hatch = COLOURS[name], HATCHES.get(name)
+    axes.barh(y, width, height, left=left, color=colour, alpha=0.35, ec="none")
+    axes.barh(y, width, height, left=left, fc="none", ec=colour, hatch=hatch, lw=1.2)
+    if label:
+        axes.text(
+            left + width / 2,
+            y,
+            label,
+            ha="center",
+            va="center",
+            size=8,
+            linespacing=1.0,
+            bbox={"fc": style.PAPER, "ec": "none", "pad": 0.8, "alpha": 0.8},
+        )
+
+
+def registers(panels, limit):
+    """Stacked bars of registers of a thread. panels: {title: {name: registers}}; limit: what a thread may have."""
+    figure, axes = style.subplots(width=10, height=0.62 * len(panels) + 1.4)
+    for y, held in enumerate(panels.values()):
+        left = 0
+        for name, amount in held.items():
+            _bar(axes, y, left, amount, name.split("1")[0], f"{name}\n{amount}")
+            left += amount
+        axes.text(left + 2, y, f"{left}" + (" ✗" if left > limit else ""), va="center", weight="bold", size=9)
+    axes.axvline(limit, color=style.INK, ls="--", lw=1.4)
+    axes.text(limit + 1, -0.62, f"limit: {limit}", va="center", size=9)
+    axes.set_yticks(range(len(panels)), panels)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(panels) - 0.5, -0.8)
+    axes.set_xlim(0, max(limit * 1.15, 1.08 * max(sum(held.values()) for held in panels.values())))
+    axes.set_xlabel("registers of a thread")
+    axes.set_title("Accumulators and 16-bit operands that live at the same time", loc="left")
+    return figure
+
+
+def nobody_owns_dq():
+    """Programs that walk down columns; each adds to the same tiles of dq."""
+    figure, axes = style.subplots(width=9, height=4.4)
+    style.bare(axes)
+    rows, columns = 4, 4
+    axes.set_xlim(-1.6, 9.6)
+    axes.set_ylim(rows + 1.4, -1.2)
+    places = (2, 0, 3, 1)  # where each program is now: they do not march in step
+    for j in range(columns):
+        axes.text(j + 0.47, -0.25, f"k{j}, v{j}", ha="center", va="bottom", size=9)
+        axes.add_patch(Rectangle((j, rows + 0.35), 0.94, 0.6, fc=style.KEY, alpha=0.4, ec=style.KEY))
+        axes.text(j + 0.47, rows + 0.65, f"dk{j}, dv{j}", ha="center", va="center", size=9)
+        _arrow(axes, (j + 0.47, 0.05), (j + 0.47, rows + 0.3), style.KEY)
+        for i in range(rows):
+            now = places[j] == i
+            axes.add_patch(
+                Rectangle(
+                    (j, i), 0.94, 0.94, fc=style.LOGITS, alpha=0.75 if now else 0.16, ec=style.INK if now else "none"
+                )
+            )
+    for i in range(rows):
+        axes.text(-0.12, i + 0.47, f"q{i}, do{i}", ha="right", va="center", size=9)
+        axes.add_patch(Rectangle((6.4, i), 1.2, 0.94, fc=style.QUERY, alpha=0.4, ec=style.QUERY, hatch="xx"))
+        axes.text(
+            7.0, i + 0.47, f"dq{i}", ha="center", va="center", size=9, bbox={"fc": style.PAPER, "ec": "none", "pad": 1}
+        )
+    for j in range(columns):
+        _arrow(axes, (j + 0.97, places[j] + 0.47), (6.35, places[j] + 0.47), style.QUERY)
+    axes.text(5.3, -0.25, "TMA adds", ha="center", va="bottom", size=9)
+    axes.text(7.0, -0.25, "float32, in memory", ha="center", va="bottom", size=9)
+    axes.text(
+        7.75,
+        2.0,
+        "Each tile receives one\npart from each program,\nin the order in which\nthey arrive.",
+        va="center",
+        size=9,
+    )
+    axes.text(
+        2.0, rows + 1.2, "One owner for each: it sums in registers and writes once.", ha="center", va="center", size=9
+    )
+    axes.set_title("A program for each tile of keys: dk and dv have owners, dq has none", loc="left")
+    return figure
+
+
+def _arrow(axes, start, stop, colour):
+    axes.add_patch(FancyArrowPatch(start, stop, arrowstyle="-|>", mutation_scale=12, color=colour, lw=1.4))
+
+
+def arrivals(shares):
+    """Share of entries of dq whose bits change with the order. shares: {dtype: [share for each order]}."""
+    figure, panels = style.subplots(1, len(shares), width=9, height=3.1)
+    looks = [(style.QUERY, None), (style.OUTPUT, "//")]
+    for axes, (name, values), (colour, hatch) in zip(panels, shares.items(), looks, strict=True):
+        percent = 100 * np.array(values)
+        x = np.arange(len(percent))
+        axes.bar(x, percent, 0.7, color=colour, alpha=0.4, ec="none")
+        axes.bar(x, percent, 0.7, fc="none", ec=colour, hatch=hatch, lw=1.2)
+        axes.set_xticks(x, [f"{number + 1}" for number in x])
+        axes.tick_params(axis="x", length=0)
+        axes.set_ylim(0, 1.15 * percent.max() or 1)
+        axes.set_xlabel("order of arrival")
+        axes.set_title(name, loc="left")
+    panels[0].set_ylabel("entries of dq that differ, %")
+    figure.suptitle("Compared with the additions in the order of the keys", x=0.01, ha="left", size=11)
+    return figure
+
+
+def cycles(forms):
+    """Least cycles of one step by two units. forms: {title: {kernel: (FLOPs, {what: bytes})}}."""
+    figure, axes = style.subplots(width=10, height=0.95 * sum(map(len, forms.values())) + 1.7)
+    y, ticks = 0.0, {}
+    most = 0
+    for title, kernels in forms.items():
+        for name, (flops, traffic) in kernels.items():
+            tensor = flops / TENSOR_RATE
+            axes.barh(y, tensor, 0.36, color=style.SKIPPED, ec=style.INK, lw=0.8)
+            axes.text(tensor + 20, y, f"{tensor:.0f}", va="center", size=9)
+            left = 0
+            for what, amount in traffic.items():
+                wide = amount / SMEM_RATE
+                label = what.split(":")[0].replace(" written", " in").replace(" read by TMA", " out")
+                colour = COLOURS.get(what.split(":")[0].split()[0], style.STATE)
+                hatch = "" if "operands" in what else "//"
+                axes.barh(y + 0.4, wide, 0.36, left=left, color=colour, alpha=0.35, ec="none")
+                axes.barh(y + 0.4, wide, 0.36, left=left, fc="none", ec=colour, hatch=hatch, lw=1)
+                axes.text(
+                    left + wide / 2,
+                    y + 0.4,
+                    label,
+                    ha="center",
+                    va="center",
+                    size=7.5,
+                    bbox={"fc": style.PAPER, "ec": "none", "pad": 0.5, "alpha": 0.75},
+                )
+                left += wide
+            axes.text(left + 20, y + 0.4, f"{left:.0f}", va="center", size=9)
+            most = max(most, left, tensor)
+            ticks[y + 0.2] = f"{title}\n{name}" if len(kernels) > 1 else title
+            y += 1
+        y += 0.25
+    axes.set_yticks(list(ticks), list(ticks.values()))
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.set_xlim(0, most * 1.1)
+    axes.set_xlabel("cycles for 64 queries and 128 keys, at the least")
+    axes.set_title("Grey: tensor core. Coloured: shared memory (hatched: not an operand)", loc="left")
+    return figure
+
+
+def timelines(runs, shown):
+    """What two warpgroups and the tensor core do. runs: {title: spans of a `timeline.Run`}; shown: cycles from, to."""
+    lanes = ["warpgroup 0", "warpgroup 1", "tensor core"]
+    figure, panels = style.subplots(len(runs), 1, width=10, height=2.15 * len(runs) + 0.5, sharex=True, squeeze=False)
+    for axes, (title, spans) in zip(panels[:, 0], runs.items(), strict=True):
+        for span in spans:
+            start, stop = max(span.start, shown[0]), min(span.stop, shown[1])
+            if span.who not in lanes or span.what == "wait" or stop <= start:
+                continue
+            name, lane = span.what.split(": ")[-1], lanes.index(span.who)
+            hatch = "//" if lanes[1] in (span.who, span.what.split(": ")[0]) else None
+            colour = COLOURS[name.split()[-1]]
+            axes.barh(lane, stop - start, 0.78, left=start, color=colour, alpha=0.4, ec="none")
+            axes.barh(lane, stop - start, 0.78, left=start, fc="none", ec=colour, hatch=hatch, lw=1)
+            if stop - start > 0.018 * (shown[1] - shown[0]):
+                box = {"fc": style.PAPER, "ec": "none", "pad": 0.6, "alpha": 0.8}
+                label = name.replace("store ", "↓")
+                axes.text((start + stop) / 2, lane, label, ha="center", va="center", size=8, bbox=box)
+        axes.set_yticks(range(len(lanes)), lanes)
+        axes.tick_params(axis="y", length=0)
+        axes.set_ylim(2.6, -0.6)
+        axes.set_xlim(*shown)
+        axes.set_title(title, loc="left")
+    panels[-1, 0].set_xlabel("cycles of the model (hatched: work of warpgroup 1; ↓: written to shared memory)")
+    return figure
+
+
+def slower_threads(factors, cycles_of):
+    """Cycles of a step against how slow the threads are. cycles_of: {title: [cycles for each factor]}."""
+    figure, axes = style.subplots(width=8, height=3.4)
+    looks = [(style.KEY, "o", "-"), (style.QUERY, "s", "--"), (style.VALUE, "^", ":")]
+    for (title, values), (colour, marker, line) in zip(cycles_of.items(), looks, strict=False):
+        axes.plot(factors, values, color=colour, marker=marker, ls=line, label=title)
+    axes.set_xlabel("work of the threads, in units of the estimate")
+    axes.set_ylabel("cycles of a step")
+    axes.set_ylim(0)
+    axes.set_title("64 queries and 128 keys, H = 128", loc="left")
+    axes.legend(loc="lower right")
+    return figure
+
+
+def against_cudnn(records):
+    """TFLOP/s of recorded backward passes against T, a panel for each head dim and mask."""
+    figure, panels = style.subplots(1, 4, width=10, height=3.3, sharey=True)
+    looks = {"cudnn": ("cuDNN", style.FAINT, "s", "--"), "hopper": ("hopper", style.OUTPUT, "o", "-")}
+    for axes, (H, is_causal) in zip(panels, ((64, False), (64, True), (128, False), (128, True)), strict=True):
+        for implementation, (label, colour, marker, line) in looks.items():
+            wanted = implementation, H, is_causal
+            mine = [r for r in records if (r["implementation"], r["H"], r["is_causal"]) == wanted]
+            mine.sort(key=lambda r: r["T"])
+            tflops = [r["tflops"] for r in mine]
+            axes.plot([r["T"] for r in mine], tflops, color=colour, marker=marker, ls=line, label=label)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([1024, 4096, 16384], ["1k", "4k", "16k"])
+        axes.minorticks_off()
+        axes.set_xlabel("T = S")
+        axes.set_title(f"H = {H}, {'causal' if is_causal else 'full'}", loc="left")
+    panels[0].set_ylabel("TFLOP/s, backward")
+    panels[0].set_ylim(0)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2)
+    return figure
+
+
+def bars(entries):
+    """TFLOP/s by name, a panel for each head dim and mask. entries: a recorded ladder or variants of one T."""
+    names = list(dict.fromkeys(entry["name"] for entry in entries))
+    columns = sorted({(entry["H"], entry["is_causal"]) for entry in entries})
+    height = 0.34 * len(names) + 1.3
+    figure, panels = style.subplots(1, len(columns), width=10, height=height, sharey=True, squeeze=False)
+    for axes, (H, is_causal) in zip(panels[0], columns, strict=True):
+        for y, name in enumerate(names):
+            found = [e["tflops"] for e in entries if (e["name"], e["H"], e["is_causal"]) == (name, H, is_causal)]
+            if not found:
+                axes.text(8, y, "not tried", va="center", size=8, color=style.FAINT)
+                continue
+            wrong = "nothing added" in name
+            colour = style.SKIPPED if name == "cuDNN" else style.PAPER if wrong else style.OUTPUT
+            axes.barh(y, found[0], 0.74, color=colour, alpha=0.55, hatch="//" if wrong else None, ec=style.INK, lw=0.8)
+            axes.text(
+                found[0] - 8,
+                y,
+                f"{found[0]:.0f}",
+                ha="right",
+                va="center",
+                size=8,
+                bbox={"fc": style.PAPER, "ec": "none", "pad": 0.6, "alpha": 0.8},
+            )
+        axes.set_title(f"H = {H}, {'causal' if is_causal else 'full'}", loc="left")
+        axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(3))
+        axes.set_xlabel("TFLOP/s")
+    panels[0, 0].set_yticks(range(len(names)), names)
+    panels[0, 0].tick_params(axis="y", length=0)
+    panels[0, 0].invert_yaxis()
+    return figure
+
+
+FIGURES = {"11-nobody-owns-dq.png": nobody_owns_dq}

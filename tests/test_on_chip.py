@@ -1,0 +1,43 @@
+"""What `helpers.measure.on_chip` sees of the Hopper backward kernels agrees with counts made by hand."""
+
+import pytest
+
+from helpers.attention.hopper import backward
+from helpers.attention.hopper.backward import Tiles
+from helpers.exercises.checking import exercise
+from helpers.measure import on_chip
+
+KIB = 1024
+FORMS = backward.forms(128)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize(("H", "block_q", "stages"), [(64, 64, 3), (64, 128, 2), (128, 64, 2)])
+def test_shared_memory_is_the_budget_of_the_exercise(H, block_q, stages, delayed):
+    kernel = on_chip.watch(H, (Tiles(block_q, 128, stages, delayed=delayed), None))["fused"]
+    assert kernel.smem == exercise("11.2").expected(H, block_q, stages, 2, delayed)
+    assert (kernel.smem <= on_chip.SMEM_LIMIT) or (H, stages) != (128, 2)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_five_products_or_seven(is_causal):
+    fused = on_chip.watch(128, FORMS["fused"], is_causal)["fused"]
+    split = on_chip.watch(128, FORMS["split"], is_causal)
+    one = 2 * 64 * 128 * 128
+    assert on_chip.flops(fused) == 5 * one
+    assert on_chip.flops(split["dkv"]) == 4 * one
+    assert on_chip.flops(split["dq"]) == 3 * 2 * one  # its tiles have 128 queries
+
+
+def test_traffic_of_a_pair_of_tiles():
+    fused = on_chip.watch(128, FORMS["fused"])["fused"]
+    split = on_chip.watch(128, FORMS["split"])
+    assert sum(on_chip.traffic(fused, 128).values()) == 368 * KIB
+    assert sum(on_chip.traffic(split["dkv"], 128).values()) == 224 * KIB
+    assert sum(on_chip.traffic(split["dq"], 128).values()) == 2 * 160 * KIB
+
+
+def test_watching_leaves_the_kernels_as_they_were():
+    before = backward._launch, backward.multiply_add, backward.for_each_query_tile
+    on_chip.watch(128, FORMS["fused"])
+    assert (backward._launch, backward.multiply_add, backward.for_each_query_tile) == before

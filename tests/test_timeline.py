@@ -1,0 +1,85 @@
+"""The model of warpgroups and barriers: it lets right orders through and names what is wrong with others."""
+
+import pytest
+
+from helpers.measure.timeline import Arrive, Costs, Drain, Fetch, Issue, OrderError, Read, Wait, Work, rung, simulate
+
+BARRIERS = {"loaded": 1, "free": 1}
+
+
+def memory(steps=4, stages=2, wait=True):
+    for j in range(steps):
+        if wait and j >= stages:
+            yield Wait("free", j % stages)
+        yield Fetch("tile", j % stages, j, "loaded", cycles=100)
+
+
+def compute(steps=4, stages=2, wait=True, arrive=True, early=False):
+    for j in range(steps):
+        slot = j % stages
+        if wait:
+            yield Wait("loaded", slot)
+        if early:
+            yield Arrive("free", slot)
+        yield Read("tile", slot)
+        if arrive and not early:
+            yield Arrive("free", slot)
+
+
+def test_a_ring_passes_every_tile_in_order():
+    run = simulate({"memory": memory(), "compute": compute()}, BARRIERS, latency=500)
+    assert run.tiles["compute"] == [0, 1, 2, 3]
+    assert run.phases["loaded", 0] == [600.0, 1200.0]  # tile 2 is ordered once tile 0 has been read
+
+
+@pytest.mark.parametrize(
+    ("loading", "computing", "message"),
+    [
+        ({}, {"arrive": False}, "nobody can go on: waiting for ever are memory at free"),
+        ({"wait": False}, {}, "tile 2 is written into tile"),
+        ({}, {"wait": False}, "compute reads tile.* before tile 0 has surely arrived"),
+        ({}, {"early": True}, "before tile 2 has surely arrived"),
+    ],
+)
+def test_a_wrong_order_is_named(loading, computing, message):
+    with pytest.raises(OrderError, match=message):
+        simulate({"memory": memory(**loading), "compute": compute(**computing)}, BARRIERS, latency=500)
+
+
+def test_a_missed_phase_and_an_endless_program():
+    def hasty():
+        yield from [Arrive("turn"), Arrive("turn"), Arrive("turn")]
+
+    def slow():
+        yield Wait("turn")
+        yield Work("unit", 50, "p")
+        yield Wait("turn")
+
+    with pytest.raises(OrderError, match="may complete a phase before slow"):
+        simulate({"hasty": hasty(), "slow": slow()}, {"turn": 1})
+    with pytest.raises(OrderError, match="still not at the end"):
+        simulate({"endless": iter(lambda: Arrive("turn"), None)}, {"turn": 1}, most=100)
+
+
+def test_a_unit_does_one_thing_at_a_time_and_drain_awaits_the_oldest():
+    def group():
+        yield Issue("tensor", 100, "s0")
+        yield Issue("tensor", 30, "pv0")
+        yield Drain(1)
+        yield Work("exponentials", 10, "p0")
+        yield Drain(0)
+
+    run = simulate({"group": group()}, {})
+    assert [(span.start, span.stop) for span in run.spans if span.who == "exponentials"] == [(100, 110)]
+    assert run.end == 130
+
+
+@pytest.mark.parametrize("number", range(1, 7))
+def test_every_rung_runs_and_no_faster_than_its_units(number):
+    steps, costs = 12, Costs()
+    run = rung(number, steps)
+    warpgroups = sum(name.startswith("compute") for name in run.tiles)
+    assert run.end >= steps * warpgroups * max(costs.softmax, 2 * costs.product)
+    for name, tiles in run.tiles.items():
+        if name != "memory" and number > 1:
+            assert sorted(tiles) == sorted([*range(steps)] * 2)  # keys and values
