@@ -166,33 +166,44 @@ def lowered(function, *inputs):
         return jax.jit(function).lower(*inputs)
 
 
-def compiled(function, *inputs):
-    return lowered(function, *inputs).compile()
+def _one_stage(function, inputs):
+    return [lowered(function, *inputs)]
 
 
-def jax_programs(make, case, arrays):
-    """(forward, residuals, backward) of one implementation, compiled."""
+def stages(make, case, arrays):
+    """(forward, residuals, backward) of one implementation, lowered."""
     attention = make(case)
     residuals, backward = gradient_programs(attention)
     query, key, value, dout = arrays
     residuals = lowered(residuals, query, key, value)
     # Not those of another trace: they hold a traced function.
     kept = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), residuals.out_info)
-    return compiled(attention, query, key, value), residuals.compile(), compiled(backward, kept, dout)
+    return lowered(attention, query, key, value), residuals, lowered(backward, kept, dout)
 
 
-def measure_case(case, implementations, *, note, time_programs=time_together, compilers=8):
+def compile_together(parts, note, compilers=12):
+    """{name: compiled programs} of {name: function that returns lowered programs}; what fails is noted."""
+    compiled, waiting = {}, {}
+    with ThreadPoolExecutor(compilers) as pool:
+        for name, lower in parts.items():
+            try:
+                waiting[name] = [pool.submit(stage.compile) for stage in lower()]
+            except Exception as error:
+                note(f"{name}: {reason_of(error)}")
+    for name, futures in waiting.items():
+        try:
+            compiled[name] = [future.result() for future in futures]
+        except Exception as error:
+            note(f"{name}: {reason_of(error)}")
+    return compiled
+
+
+def measure_case(case, implementations, *, note, time_programs=time_together):
     """Records of one case. implementations: {name: make}; note(text) takes what could not be measured."""
     sets = [inputs_of(case, seed) for seed in range(rotation(case.least_bytes("forward")))]
     right = right_answer(case, sets[0])
-    found = {}
-    with ThreadPoolExecutor(compilers) as pool:
-        waiting = {name: pool.submit(jax_programs, make, case, sets[0]) for name, make in implementations.items()}
-        for name, future in waiting.items():
-            try:
-                found[name] = future.result()
-            except Exception as error:
-                note(f"{case.name}: {name}: {reason_of(error)}")
+    parts = {name: functools.partial(stages, make, case, sets[0]) for name, make in implementations.items()}
+    found = compile_together(parts, lambda text: note(f"{case.name}: {text}"))
     records = []
     for which in ("forward", "backward"):
         programs = {}
@@ -281,11 +292,13 @@ def ceilings():
     (large,) = random_arrays([(1 << 29,)], jnp.bfloat16)
     programs = {
         "matmul": Program(jax.jit(jnp.matmul), [(a, b)]),
-        "copy": Program(jax.jit(lambda x: -x), [(large,)]),
+        "by a kernel": Program(jax.jit(lambda x: -x), [(large,)]),
+        "by the driver": Program(jax.jit(jnp.copy), [(large,)]),
     }
     times = time_together(programs, sample_ms=30.0)
     ms = {name: timing.device_ms or timing.wall_ms for name, timing in times.items()}
-    return {"matmul_tflops": 2 * 8192**3 / ms["matmul"] / 1e9, "copy_gbps": 2 * large.nbytes / ms["copy"] / 1e6}
+    fastest_copy = min(ms["by a kernel"], ms["by the driver"])
+    return {"matmul_tflops": 2 * 8192**3 / ms["matmul"] / 1e9, "copy_gbps": 2 * large.nbytes / fastest_copy / 1e6}
 
 
 def rungs(case):
@@ -321,7 +334,7 @@ def _hopper_form(case, tiles, query, key, value, out, lse, dout):
     return hopper_backward.backward(call, out, lse, dout, jnp.zeros_like(lse), tiles=tiles)
 
 
-def ladder_records(cases, note, rungs=rungs, time_programs=time_together, compilers=8):
+def ladder_records(cases, note, rungs=rungs, time_programs=time_together):
     """One entry for each of a case's `rungs`; wrong ones are noted and not timed."""
     records = []
     for case in cases:
@@ -330,17 +343,17 @@ def ladder_records(cases, note, rungs=rungs, time_programs=time_together, compil
         out, lse = flash_attention(*arrays, is_causal=case.is_causal, return_residual=True)
         for kernel, (which, functions) in rungs(case).items():
             inputs = (*arrays, out, lse.swapaxes(1, 2), dout) if which == "backward" else tuple(arrays)
-            with ThreadPoolExecutor(compilers) as pool:
-                waiting = {name: pool.submit(compiled, run, *inputs) for name, run in functions.items()}
+            prefix = f"ladder: {case.name}: {kernel}: "
+            complain = lambda text, prefix=prefix: note(prefix + text)
+            parts = {name: functools.partial(_one_stage, run, inputs) for name, run in functions.items()}
             programs = {}
-            for name, future in waiting.items():
+            for name, (program,) in compile_together(parts, complain).items():
                 try:
-                    program = future.result()
                     wrong = complaint(case, which, program(*inputs), right)
                 except Exception as error:
                     wrong = reason_of(error)
                 if wrong:
-                    note(f"ladder: {case.name}: {kernel}: {name}: {wrong}")
+                    complain(f"{name}: {wrong}")
                 else:
                     programs[name] = Program(program, [inputs])
             for name, timing in time_programs(programs).items() if programs else ():
@@ -371,7 +384,7 @@ def memory_records(note, longest=2**20):
                     attention = make(case)
                     program = attention if which == "forward" else both_passes(attention)
                     arrays = arrays[: 3 if which == "forward" else 4]
-                    ready = compiled(program, *arrays)
+                    ready = lowered(program, *arrays).compile()
                     jax.block_until_ready(ready(*arrays))  # it fits, or this raises
                 except Exception as error:
                     note(f"memory: {name}: {which} at T = {T}: {reason_of(error)}")
@@ -395,7 +408,7 @@ class Machine:
     def here(cls, commit=None):
         device = default_device()
         versions = {"python": platform.python_version(), "jax": jax.__version__}
-        versions["cuda"] = getattr(device.client, "platform_version", "unknown").splitlines()[0]
+        versions["cuda"] = getattr(device.client, "platform_version", "unknown").splitlines()[0].removeprefix("cuda ")
         versions["driver"] = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         try:
             from jax._src.lib import cuda_versions
