@@ -137,6 +137,7 @@ def test_cudnn_refuses_what_it_cannot_serve(arguments, dtype, reason, monkeypatc
 def test_an_old_gpu_is_refused_by_name(monkeypatch):
     turing = types.SimpleNamespace(platform="gpu", compute_capability="7.5", device_kind="Tesla T4")
     monkeypatch.setattr("helpers.attention.api.default_device", lambda: turing)
+    monkeypatch.setattr("helpers.attention.api.compute_capability", lambda: (7, 5))
     with pytest.raises(NotImplementedError, match=r"compute capability 8\.0.*use implementation=\"reference\""):
         flash_attention(**arrays(), implementation="portable")
 
