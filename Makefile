@@ -10,7 +10,7 @@ AS_ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
 ON_CPU = JAX_PLATFORMS=cpu OPENBLAS_NUM_THREADS=1
 ARGS ?=
 
-.PHONY: help setup lab test test-oldest notebooks figures lint gpu gpu-test gpu-bench gpu-tune
+.PHONY: help setup lab test test-oldest notebooks figures lint gpu gpu-test gpu-bench gpu-tune gpu-compile
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -48,5 +48,10 @@ gpu-test: setup ## run the kernels' tests on the GPU of this machine
 gpu-bench: setup ## measure the kernels on the GPU of this machine, next to cuDNN and installed peers
 	@$(IN_VENV) -m helpers.measure.benchmark $(ARGS)
 
-gpu-tune: setup ## find the fastest tiles of the portable kernels for this GPU and record them
+gpu-tune: setup ## find the fastest tiles of the kernels for this GPU and record them
 	@$(IN_VENV) -m helpers.measure.tune $(ARGS)
+
+gpu-compile: ## compile the Hopper kernels with ptxas, GPU or not, and see that they keep to their registers
+	@sh helpers/setup_environment.sh .venv-ptxas
+	@.venv-ptxas/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-ptxas/constraints.txt --editable '.[ptxas]'
+	@JAX_PLATFORMS=cpu .venv-ptxas/bin/python -m helpers.measure.ptxas $(ARGS)

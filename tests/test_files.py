@@ -41,6 +41,11 @@ def test_conda_and_pip_install_the_same():
     assert pip == "pip" and from_pip == {"pip": ["-c constraints.txt", "-e .[test]"]}
 
 
+def test_the_plugin_that_compiles_for_a_gpu_is_of_the_pinned_jax():
+    plugins = [r for r in PROJECT["project"]["optional-dependencies"]["ptxas"] if r.startswith("jax-")]
+    assert len(plugins) == 2 and {plugin.split("==")[1] for plugin in plugins} == {CONSTRAINTS["jax"]}
+
+
 def test_the_oldest_jax_is_the_one_that_is_tested():
     (jax,) = (r for r in PROJECT["project"]["dependencies"] if requirement_name(r) == "jax")
     assert f"OLDEST_JAX = {re.search(r'>=([0-9.]+)', jax)[1]}" in (ROOT / "Makefile").read_text()

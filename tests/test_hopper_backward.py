@@ -24,16 +24,15 @@ def fresh_interpreter():
     gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
-def gradients_of_kernels(case, form, races=False):
-    """(dq, dk, dv) of the interpreted kernels, from the out and lse of naive attention."""
+def gradients_of_kernels(case, form=None, races=False, tiles=None):
+    """(dq, dk, dv) of the interpreted kernels, in one of `forms` or with these tiles, from naive out and lse."""
     arrays, arguments = case.inputs()
     call = check_call(*arrays, **arguments)
     out, lse = naive_attention(call)
     dout, dlse = cotangents(case)
     interpret = plgpu.InterpretGPUParams(detect_races=races)
-    found = hopper.backward(
-        call, out, lse, dout, dlse.swapaxes(1, 2), interpret=interpret, tiles=hopper.forms(case.H)[form]
-    )
+    tiles = tiles or hopper.forms(case.H)[form]
+    found = hopper.backward(call, out, lse, dout, dlse.swapaxes(1, 2), interpret=interpret, tiles=tiles)
     found = jax.block_until_ready(found)
     if races:
         races_found = interpret_pallas_call.get_races().races_found
@@ -100,6 +99,14 @@ def test_a_forgotten_wait_is_found(form, monkeypatch):
     monkeypatch.setattr(plgpu, "barrier_wait", forgetful)
     with pytest.raises(Exception, match=FOUND):
         gradients_of_kernels(AttentionCase(400, 70, 64, dtype="bfloat16"), races=True, form=form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_many_causal_programs_walk_in_another_order(form, monkeypatch):
+    """Batch entry by batch entry, where one alone fills the card; here it takes a single program to do so."""
+    monkeypatch.setattr(hopper, "PROCESSORS", 1)
+    case = AttentionCase(140, 210, 64, N=2, B=2, dtype="bfloat16", arguments=CAUSAL)
+    check_gradients(functools.partial(gradients_of_kernels, form=form), case, mends_delta=False)
 
 
 def test_the_split_form_gives_the_same_bits():

@@ -11,6 +11,7 @@ import pytest
 from test_lowering import lower_for_cuda
 
 from helpers import flash_attention
+from helpers.attention import tables
 from helpers.attention.portable import backward, forward, tiles
 from helpers.attention.problem import check_call
 from helpers.measure import benchmark, implementations, ladder, results, timing, tune
@@ -362,12 +363,12 @@ def test_a_card_with_a_table_uses_it(monkeypatch):
     query = np.zeros((1, 4096, 1, 128), jnp.bfloat16)
     problem = check_call(query, query, query).problem
     by_default = tiles.select_tiles("forward", problem)
-    monkeypatch.setattr(tiles, "_card", lambda: "NVIDIA H200")
+    monkeypatch.setattr(tables, "this_card", lambda: "NVIDIA H200")
     row = next(
         r for r in TUNED if (r["kernel"], r["itemsize"], r["head_padded"], r["is_causal"]) == ("forward", 2, 128, False)
     )
     assert tiles.select_tiles("forward", problem) == tuple(row[name] for name in tiles.Tiles._fields) != by_default
-    monkeypatch.setattr(tiles, "_card", lambda: "NVIDIA Unknown")
+    monkeypatch.setattr(tables, "this_card", lambda: "NVIDIA Unknown")
     assert tiles.select_tiles("forward", problem) == by_default
 
 

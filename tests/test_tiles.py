@@ -1,5 +1,7 @@
 """Masks, NumPy twins, the cost model and the replay: what they say of tiles and bytes agrees."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -135,6 +137,20 @@ def test_the_kernel_moves_the_bytes_of_the_formula(T, S, H, N, K, dtype, block_q
     assert (kernel.operands["out"].writes == 1).all() and (kernel.operands["lse"].writes == 1).all()
     right, _ = attention(query, key, value)
     np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(right, np.float32), atol=2e-3)
+
+
+def test_the_kernel_for_a_gpu_is_replayed_like_the_interpreted_one():
+    random = np.random.default_rng(0)
+    query, key, value = random.standard_normal((3, 1, 50, 2, 16), dtype=np.float32)
+
+    def attention(query, key, value, interpret):
+        return portable.forward(check_call(query, key, value), block_q=16, block_k=32, interpret=interpret)
+
+    found = [replay(functools.partial(attention, interpret=mode), query, key, value) for mode in (True, False)]
+    (((interpreted,), results), ((compiled,), same)) = found
+    assert interpreted.bytes_moved == compiled.bytes_moved
+    for mine, right in zip(same, results, strict=True):
+        np.testing.assert_allclose(mine, right, rtol=1e-6)
 
 
 def test_replay_reads_only_what_the_lengths_allow():

@@ -10,9 +10,15 @@
     memory     bytes that a program needs, see MEMORY
     notes      what could not be measured, and why
 
-The tuner's table stands beside it in <card>_tiles.json: `tiles` (the fastest for each kernel, see
-TILES) and `sweep` (everything that was tried, with its time in `ms`; it may be empty). What was tried
-on the way to a kernel and not kept stands in <card>_variants.json, see VARIANT.
+The tuner's table stands beside it in <card>_tiles.json:
+
+    tiles          the fastest for each portable kernel, see TILES
+    sweep          everything that was tried, with its time in `ms`; it may be empty
+    hopper         the fastest for each pass of the Hopper kernels, see HOPPER; only for Hopper cards
+    hopper_sweep   everything that was tried for them, with its time in `ms`
+    kept           {part: header} of what stands there from an earlier run, when only a part was tuned
+
+What was tried on the way to a kernel and not kept stands in <card>_variants.json, see VARIANT.
 """
 
 import json
@@ -53,6 +59,29 @@ TILES = {
     "is_causal": (bool,),
     **dict.fromkeys(("block_q", "block_k", "num_warps", "num_stages"), _whole),
 }
+# pass: "forward", "backward" or "deterministic backward". up_to: the longest sequence (keys of a forward,
+# queries of a backward) that the row is for, or None. tiles: for each kernel of the pass, see HOPPER_TILES.
+HOPPER = {
+    "pass": _text,
+    "head_padded": _whole,
+    "is_causal": (bool,),
+    "up_to": (int, type(None)),
+    "tiles": (dict,),
+}
+_backward_tiles = {**dict.fromkeys(("block_q", "block_k", "stages", "warpgroups"), _whole), "delayed": (bool,)}
+HOPPER_TILES = {
+    "forward": {
+        **dict.fromkeys(("block_q", "block_k", "stages", "warpgroups"), _whole),
+        "programs": (int, type(None)),
+        "out_in_q": (bool,),
+    },
+    **dict.fromkeys(("fused", "dkv", "dq"), _backward_tiles),
+}
+PASSES = {
+    "forward": [{"forward"}],
+    "backward": [{"fused"}, {"dkv", "dq"}],
+    "deterministic backward": [{"dkv", "dq"}],
+}
 VARIANT = {"kernel": _text, "name": _text, "H": _whole, "T": _whole, "is_causal": (bool,), "tflops": _number}
 FILE = {
     "card": _text,
@@ -81,6 +110,14 @@ def check(results, schema=FILE):
     for part, fields in parts.items():
         for number, entry in enumerate(results.get(part, ())):
             _check_fields(f"{part}[{number}]", entry, fields)
+    for part in ("hopper", "hopper_sweep"):
+        for number, row in enumerate(results.get(part, ())):
+            where = f"{part}[{number}]"
+            _check_fields(where, row, HOPPER | ({"ms": _number} if part == "hopper_sweep" else {}))
+            if set(row["tiles"]) not in PASSES.get(row["pass"], ()):
+                raise ValueError(f"{where}: {row['pass']} has no kernels {sorted(row['tiles'])}")
+            for kernel, fields in row["tiles"].items():
+                _check_fields(f"{where}: tiles: {kernel}", fields, HOPPER_TILES[kernel])
     if schema is FILE:
         _check_fields("ceilings", results["ceilings"], {"matmul_tflops": _number, "copy_gbps": _number})
         for number, record in enumerate(results["records"]):

@@ -1,11 +1,12 @@
-"""Find the fastest tiles of the portable kernels on this machine's GPU, and record them for it.
+"""Find the fastest tiles of the kernels on this machine's GPU, and record them for it.
 
-    python -m helpers.measure.tune
+    python -m helpers.measure.tune        (make gpu-tune)
 
-Every candidate is compiled, compared with the result of the default tiles, and timed at T = 4096; the
-fastest are timed once more, for longer. A candidate that the compiler refuses (too much shared memory,
-say) or that computes something else is passed over. Writes helpers/measure/results/<card>_tiles.json,
-which `portable.tiles` reads.
+The portable kernels are tuned at T = 4096, and on a Hopper card the Hopper kernels at each of
+`hopper.table.LENGTHS`. Every candidate is compiled, compared with the result of the default tiles, and
+timed; the fastest are timed once more, for longer. A candidate that the compiler refuses (too much
+shared memory, say) or that computes something else is passed over. Writes
+helpers/measure/results/<card>_tiles.json, which the kernels read through `attention.tables`.
 """
 
 import argparse
@@ -17,9 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from tqdm import tqdm
 
+from helpers.attention.device import compute_capability
+from helpers.attention.hopper import backward as hopper_backward
+from helpers.attention.hopper import forward as hopper_forward
+from helpers.attention.hopper import serve as hopper
+from helpers.attention.hopper.table import LENGTHS
+from helpers.attention.hopper.warpgroup import PROCESSORS
 from helpers.attention.portable import backward, forward
 from helpers.attention.portable.tiles import DEFAULTS, Tiles
 from helpers.attention.problem import check_call
@@ -29,6 +35,13 @@ from helpers.measure.timing import Program, time_together
 
 T, TOKENS, WIDTH = 4096, 16384, 2048
 COMPILERS = 12  # programs compiled at the same time
+NOISE = 1.01  # the default stays where nothing is faster than by this
+PARTS = {"portable": ("tiles", "sweep"), "hopper": ("hopper", "hopper_sweep")}  # of the file, see `results`
+
+
+def arrays_of(T, H, dtype):
+    """Query, key, value and dout of TOKENS tokens in sequences of T."""
+    return random_arrays([(TOKENS // T, T, WIDTH // H, H)] * 4, dtype)
 
 
 def candidates(kernel, itemsize, head_padded):
@@ -62,6 +75,35 @@ def kernels(call, out, lse, dout, dlse):
     return {"forward": (run_forward, arrays), "dkv": (run_dkv, residuals), "dq": (run_dq, (*residuals, dlse))}
 
 
+def hopper_forward_candidates(H):
+    """The `forward.Tiles` worth trying for a padded head_dim, of those that fit shared memory and registers."""
+    block_k_stages_warpgroups = {
+        64: [(128, 2, 3), (128, 3, 3), (128, 4, 3), (64, 4, 3), (64, 4, 4), (192, 2, 2)],
+        128: [(128, 2, 2), (64, 4, 2), (64, 3, 3)],
+        256: [(64, 1, 2)],
+    }
+    out_in_q = {64: [], 128: [(128, 2, 2)], 256: [(64, 2, 2)]}
+    return [
+        hopper_forward.Tiles(64, *choice, programs, shared)
+        for choices, shared in ((block_k_stages_warpgroups, False), (out_in_q, True))
+        for choice in choices[H]
+        for programs in (PROCESSORS, None)
+    ]
+
+
+def hopper_backward_candidates(H):
+    """Pairs of tiles as `backward.forms` has them: those, and some with other tiles or more stages."""
+    own = hopper_backward.Tiles
+    dkv = {64: [own(128, 128, 2), own(128, 128, 3), own(64, 192, 3, 3)], 128: [own(64, 128, 2), own(64, 128, 3)]}
+    dq = {
+        64: [own(128, 128, 2), own(128, 128, 3), own(192, 64, 3, 3)],
+        128: [own(128, 128, 2), own(128, 64, 4), own(192, 64, 2, 3)],
+    }
+    fused = {128: [(own(64, 128, 3), None)]}
+    more = [*itertools.product(dkv.get(H, ()), dq.get(H, ())), *fused.get(H, ())]
+    return list(dict.fromkeys([*hopper_backward.forms(H).values(), *more]))
+
+
 def compile_all(function, choices, arrays):
     """{choice: compiled function, or None where the compiler refuses}."""
 
@@ -93,27 +135,32 @@ def times_of(programs, finalists=5, time_programs=time_together):
     return {tiles: time.wall_ms for tiles, time in times.items()}
 
 
-def tune(head_dims=(64, 128, 256), dtypes=(jnp.bfloat16, jnp.float32), progress=sys.stderr):
+def times_of_choices(function, choices, inputs):
+    """{choice: milliseconds} of those that compile and compute the same as the first."""
+    compiled = compile_all(function, choices, inputs)
+    right = compiled[choices[0]](*inputs)
+    return times_of(
+        {
+            choice: Program(program, [inputs])
+            for choice, program in compiled.items()
+            if program is not None and agree(program(*inputs), right)
+        }
+    )
+
+
+def tune_portable(head_dims=(64, 128, 256), dtypes=(jnp.bfloat16, jnp.float32), progress=sys.stderr):
     """(tiles, sweep): rows of the table, and rows of everything tried, as `results` describes them."""
     table, sweep = [], []
     cases = list(itertools.product(dtypes, head_dims, (False, True)))
-    for dtype, H, is_causal in tqdm(cases, "tuning", file=progress):
-        shape = (TOKENS // T, T, WIDTH // H, H)
-        *arrays, dout = random_arrays([shape] * 4, dtype)
+    for dtype, H, is_causal in tqdm(cases, "portable", file=progress):
+        *arrays, dout = arrays_of(T, H, dtype)
         call = check_call(*arrays, is_causal=is_causal)
         out, lse = jax.jit(lambda *a, c=is_causal: forward.forward(check_call(*a, is_causal=c)))(*arrays)
         for kernel, (function, inputs) in kernels(call, out, lse, dout, jnp.zeros_like(lse)).items():
             itemsize = jnp.dtype(dtype).itemsize
             default = DEFAULTS[kernel, itemsize][H]
             choices = list(dict.fromkeys([default, *candidates(kernel, itemsize, H)]))
-            compiled = compile_all(function, choices, inputs)
-            right = compiled[default](*inputs)
-            programs = {
-                tiles: Program(program, [inputs])
-                for tiles, program in compiled.items()
-                if program is not None and agree(program(*inputs), right)
-            }
-            times = times_of(programs)
+            times = times_of_choices(function, choices, inputs)
             where = {"kernel": kernel, "itemsize": itemsize, "head_padded": H, "is_causal": is_causal}
             sweep += [where | tiles._asdict() | {"ms": round(ms, 4)} for tiles, ms in times.items()]
             best = min(times, key=times.get)
@@ -121,8 +168,64 @@ def tune(head_dims=(64, 128, 256), dtypes=(jnp.bfloat16, jnp.float32), progress=
     return table, sweep
 
 
+def hopper_row(which, where, tiles):
+    """A row of the table for a pass."""
+    return {"pass": which, **where, "tiles": hopper.fields_of(tiles)}
+
+
+def fastest(times, default):
+    """The fastest choice of {choice: milliseconds}, but the default if that is as fast, give or take the noise."""
+    best = min(times, key=times.get)
+    return default if default in times and times[default] <= NOISE * times[best] else best
+
+
+def tune_hopper(head_dims=(64, 128, 256), dtype=jnp.bfloat16, progress=sys.stderr):
+    """(hopper, hopper_sweep): rows of the table, and rows of everything tried, as `results` describes them."""
+    table, sweep = [], []
+    cases = list(itertools.product(head_dims, (False, True), LENGTHS))
+    for H, is_causal, longest in tqdm(cases, "hopper", file=progress):
+        where = {"head_padded": H, "is_causal": is_causal, "up_to": longest}
+        *arrays, dout = arrays_of(LENGTHS[longest], H, dtype)
+        call_of = functools.partial(check_call, is_causal=is_causal)
+        problem = call_of(*arrays).problem
+
+        def run_forward(tiles, *arrays, call_of=call_of):
+            return hopper_forward.forward(call_of(*arrays), tiles=tiles)
+
+        def run_backward(tiles, query, key, value, *residuals, call_of=call_of):
+            return hopper_backward.backward(call_of(query, key, value), *residuals, tiles=tiles)
+
+        def times_of_pass(which, run, default, candidates, inputs, where=where):
+            times = times_of_choices(run, list(dict.fromkeys([default, *candidates])), inputs)
+            sweep.extend(hopper_row(which, where, tiles) | {"ms": round(ms, 4)} for tiles, ms in times.items())
+            table.append(hopper_row(which, where, fastest(times, default)))
+            return times
+
+        default = hopper_forward.untuned_tiles(problem)
+        times_of_pass("forward", run_forward, default, hopper_forward_candidates(H), arrays)
+        out, lse = jax.jit(functools.partial(run_forward, default))(*arrays)
+        residuals = (*arrays, out, lse, dout, jnp.zeros_like(lse))
+        default = hopper_backward.untuned_tiles(problem)
+        times = times_of_pass("backward", run_backward, default, hopper_backward_candidates(H), residuals)
+        split = {tiles: ms for tiles, ms in times.items() if tiles[1] is not None}
+        default = hopper_backward.untuned_tiles(problem, deterministic=True)
+        table.append(hopper_row("deterministic backward", where, fastest(split, default)))
+    return table, sweep
+
+
+def merged(header, found, earlier):
+    """A table of tiles: what was found, and the parts of an earlier table that were not tuned this time."""
+    kept = {}
+    for kernels, (rows, sweep) in PARTS.items():
+        if rows not in found and earlier.get(rows):
+            found = found | {rows: earlier[rows], sweep: earlier[sweep]}
+            kept[kernels] = earlier.get("kept", {}).get(kernels) or {name: earlier[name] for name in header}
+    return header | {"tiles": [], "sweep": []} | found | ({"kept": kept} if kept else {})
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m helpers.measure.tune", description=__doc__.splitlines()[0])
+    parser.add_argument("--kernels", choices=PARTS, nargs="+", help="by default those that this card runs")
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--sixteen-bit", action="store_true", help="leave float32 out")
     parser.add_argument("--commit", help="what to record as the commit, where git cannot say")
@@ -131,14 +234,26 @@ def main(arguments=None):
     if reason:
         print(f"Nothing to tune: {reason}.")
         return 1
-    np.random.seed(0)
-    dtypes = (jnp.bfloat16,) if options.sixteen_bit else (jnp.bfloat16, jnp.float32)
-    table, sweep = tune(tuple(options.head_dims), dtypes)
-    machine = Machine.here(options.commit)
+    hopper_runs = compute_capability() == (9, 0)
+    kernels = options.kernels or (["portable", "hopper"] if hopper_runs else ["portable"])
+    if "hopper" in kernels and not hopper_runs:
+        print("The Hopper kernels need a card of compute capability 9.0.")
+        return 1
+    head_dims, machine, found = tuple(options.head_dims), Machine.here(options.commit), {}
+    if "portable" in kernels:
+        dtypes = (jnp.bfloat16,) if options.sixteen_bit else (jnp.bfloat16, jnp.float32)
+        found |= dict(zip(PARTS["portable"], tune_portable(head_dims, dtypes), strict=True))
+    if "hopper" in kernels:
+        found |= dict(zip(PARTS["hopper"], tune_hopper(head_dims), strict=True))
     path = results.RESULTS / f"{results.slug(machine.card)}_tiles.json"
-    results.write(machine.header() | {"tiles": table, "sweep": sweep}, path, results.TILES_FILE)
-    for row in table:
-        print(" ".join(f"{value!s:>9}" for value in row.values()))
+    try:
+        earlier = results.read_tiles(machine.card)
+    except FileNotFoundError:
+        earlier = {}
+    results.write(merged(machine.header(), found, earlier), path, results.TILES_FILE)
+    for part in kernels:
+        for row in found[PARTS[part][0]]:
+            print(" ".join(f"{value!s:>9}" for value in row.values()))
     print(f"wrote {path.name}")
     return 0
 

@@ -44,7 +44,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from helpers.attention.hopper.warpgroup import HEAD_DIMS, MATRIX, ROWS, SWIZZLED
+from helpers.attention.hopper.table import tuned_tiles
+from helpers.attention.hopper.warpgroup import MATRIX, PROCESSORS, REGISTERS, ROWS, SWIZZLED, padded_head_dim
 from helpers.attention.masking import NO_BAND, key_tiles, query_tiles
 from helpers.attention.portable.tiles import LOG2_E
 
@@ -125,7 +126,7 @@ def load_keys_then_queries(refs, smems, loaded, free, problem, tiles, me_b_kv_k_
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem = smems
     (kv_loaded, q_loaded, do_loaded), (q_free, do_free) = loaded, free
     b, kv, k_start = me_b_kv_k_start
-    plgpu.set_max_registers(24, action="decrease")
+    plgpu.set_max_registers(REGISTERS[tiles.warpgroups][1], action="decrease")
     parts, warpgroups, _, width = k_smem.shape
     for part, wg in itertools.product(range(parts), range(warpgroups)):
         keys = b, pl.ds(k_start + wg * ROWS_OF_WGMMA, ROWS_OF_WGMMA), kv, pl.ds(part * width, width)
@@ -181,7 +182,7 @@ def dkv_kernel(
     multiply_add_ = functools.partial(multiply_add, interpret=interpret)
 
     def compute():
-        plgpu.set_max_registers(240 if tiles.warpgroups <= 2 else 160, action="increase")
+        plgpu.set_max_registers(REGISTERS[tiles.warpgroups][0], action="increase")
         my_start = k_start + me * ROWS_OF_WGMMA
         for slot in range(tiles.stages):
             plgpu.barrier_arrive(q_free.at[slot])
@@ -259,7 +260,7 @@ def fused_kernel(
     multiply_add_ = functools.partial(multiply_add, interpret=interpret)
 
     def compute():
-        plgpu.set_max_registers(240, action="increase")
+        plgpu.set_max_registers(REGISTERS[warpgroups][0], action="increase")
         k_mine, v_mine, my_start = k_smem.at[0, me], v_smem.at[0, me], k_start + me * ROWS_OF_WGMMA
         for slot in range(stages + delayed):
             plgpu.barrier_arrive(q_free.at[slot])
@@ -412,7 +413,7 @@ def dq_kernel(
     multiply_add_ = functools.partial(multiply_add, interpret=interpret)
 
     def compute():
-        plgpu.set_max_registers(240 if warpgroups <= 2 else 160, action="increase")
+        plgpu.set_max_registers(REGISTERS[warpgroups][0], action="increase")
         q_mine, do_mine = q_smem.at[me], do_smem.at[me]
         for slot in range(stages):
             plgpu.barrier_arrive(k_free.at[slot])
@@ -460,7 +461,7 @@ def dq_kernel(
         plgpu.wait_smem_to_gmem(0)
 
     def load():
-        plgpu.set_max_registers(24, action="decrease")
+        plgpu.set_max_registers(REGISTERS[warpgroups][1], action="decrease")
         for part in range(warpgroups):
             rows = pl.ds(q_start + part * ROWS_OF_WGMMA, ROWS_OF_WGMMA)
             plgpu.copy_gmem_to_smem(q_ref.at[b, rows, head], q_smem.at[part], q_loaded)
@@ -516,8 +517,31 @@ def forms(H):
     }
 
 
+def named(tiles):
+    """{kernel: its `Tiles`} of a pair as `forms` has them: "fused" alone, or "dkv" and "dq"."""
+    first, second = tiles
+    return {"fused": first} if second is None else {"dkv": first, "dq": second}
+
+
+def pair(fields):
+    """The inverse of `named`, from {kernel: fields of its `Tiles`}."""
+    tiles = {kernel: Tiles(**own) for kernel, own in fields.items()}
+    return (tiles["fused"], None) if "fused" in tiles else (tiles["dkv"], tiles["dq"])
+
+
 def default_tiles(problem, deterministic=False):
-    """The fastest of `forms` for a problem; with `deterministic`, the one that gives the same bits each time."""
+    """The fastest tiles for a problem, a pair as `forms` has them, with `deterministic` of the split form.
+
+    From the tuner's table of this card, or `untuned_tiles`.
+    """
+    tuned = tuned_tiles("deterministic backward" if deterministic else "backward", problem, problem.T)
+    tiles = untuned_tiles(problem, deterministic) if tuned is None else pair(tuned)
+    # The delayed order has been seen to take three times as long where it walks through several heads.
+    return default_tiles(problem, deterministic=True) if tiles[0].delayed and problem.group > 1 else tiles
+
+
+def untuned_tiles(problem, deterministic=False):
+    """The fastest of `forms` for a problem on a card without a table; with `deterministic`, the split form."""
     form = "split"
     if not deterministic and problem.H <= 64:
         form = "fused"
@@ -531,7 +555,7 @@ def backward(call, out, lse, dout, dlse, *, tiles=None, deterministic=False, int
 
     out (B, T, N, H) and lse (B, N, T) float32 are what `forward` returned; dout and dlse are their
     gradients. 16-bit types, full or causal, no lengths. With `deterministic` the same input gives the
-    same bits each time. tiles: one of `forms`. interpret: False, or InterpretGPUParams.
+    same bits each time. tiles: a pair as `forms` has them. interpret: False, or InterpretGPUParams.
     Beyond inputs and outputs it allocates lse and delta in float32, and a float32 dq in the fused form.
     Unlike the portable kernels it does not mend the error that a rounded out leaves in delta, so
     gradients of very sharp softmaxes are several times less exact.
@@ -539,7 +563,7 @@ def backward(call, out, lse, dout, dlse, *, tiles=None, deterministic=False, int
     problem = call.problem
     dkv_tiles, dq_tiles = default_tiles(problem, deterministic) if tiles is None else tiles
     delta = jnp.einsum("btnh,btnh->bnt", out, dout, preferred_element_type=jnp.float32) - dlse
-    head_dim = next(size for size in HEAD_DIMS if problem.H <= size)
+    head_dim = padded_head_dim(problem.H)
     arrays = (
         *(_padded(array, (1, 8), (3, head_dim)) for array in (call.query, call.key, call.value, dout)),
         *(_padded(array, (2, 128)) for array in (LOG2_E * lse, delta)),
@@ -592,10 +616,13 @@ def _launch(kernel, name, out_type, scratch, grid, tiles, interpret, **options):
 
 def _grid(problem, head_axis, tile_count, parts=1):
     """The programs, the last axis fastest. Full: the tiles of a head together, for they read the same memory.
-    Causal: a tile of every head of a batch entry together, longest first, so that short ones fill up the end."""
+    Causal: a tile of every head of a batch entry together, longest first, so that short ones fill up the end.
+    Where a batch entry alone cannot fill the card, a tile of all batch entries together."""
     name, heads = head_axis
     if problem.band == NO_BAND:
         return {"batch": problem.B, name: heads, "part": parts, "tile": tile_count}
+    if parts * tile_count * heads < PROCESSORS:
+        return {"part": parts, "tile": tile_count, "batch": problem.B, name: heads}
     return {"batch": problem.B, "part": parts, "tile": tile_count, name: heads}
 
 

@@ -47,14 +47,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from helpers.attention.hopper.warpgroup import HEAD_DIMS, MATRIX, ROWS, SWIZZLED, accumulate, overlapped, product
+from helpers.attention.hopper.table import tuned_tiles
+from helpers.attention.hopper.warpgroup import (
+    MATRIX,
+    PROCESSORS,
+    REGISTERS,
+    ROWS,
+    SWIZZLED,
+    accumulate,
+    overlapped,
+    padded_head_dim,
+    product,
+)
 from helpers.attention.masking import Band
 from helpers.attention.portable.tiles import LOG2_E
-
-PROCESSORS = 132  # of an H100 SXM and an H200; on other cards the programs queue or leave some idle
-# Registers of a thread, (compute, memory), by the number of compute warpgroups. A program starts with
-# as many for every thread as fit; asking for more in all than it started with waits for ever.
-REGISTERS = {2: (240, 24), 3: (160, 24), 4: (112, 24)}
 
 
 class Tiles(NamedTuple):
@@ -270,7 +276,13 @@ def why_not(problem):
 
 
 def default_tiles(problem):
-    """The fastest `Tiles` measured on an NVIDIA H200 (JAX 0.11.2)."""
+    """The fastest `Tiles` for a problem: from the tuner's table of this card, or `untuned_tiles`."""
+    tuned = tuned_tiles("forward", problem, problem.S)
+    return Tiles(**tuned["forward"]) if tuned else untuned_tiles(problem)
+
+
+def untuned_tiles(problem):
+    """The `Tiles` for a card without a table: the fastest of those tried by hand on an NVIDIA H200 (JAX 0.11.2)."""
     causal, long = problem.band.right == 0, problem.S > 8192
     if problem.H <= 64:
         if causal and problem.S <= 2048:
@@ -304,7 +316,7 @@ def forward(call, *, tiles=None, interpret=False):
     query, problem = _with_positive_scale(call.query, problem)
     B, T, S, N, H = problem.B, problem.T, problem.S, problem.N, problem.H
     block_q, block_k, stages, warpgroups = tiles.block_q, tiles.block_k, tiles.stages, tiles.warpgroups
-    head_dim = next(size for size in HEAD_DIMS if size >= H)
+    head_dim = padded_head_dim(H)
     count = pl.cdiv(T, block_q * warpgroups) * B * N
     programs = count if tiles.programs is None else min(tiles.programs, count)
     # TMA cuts GMEM into rows of eight, and a tile must fit the array.

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.hopper import forward as full
-from helpers.attention.hopper.warpgroup import MATRIX, ROWS, SWIZZLED, accumulate, product
+from helpers.attention.hopper.warpgroup import MATRIX, REGISTERS, ROWS, SWIZZLED, accumulate, product
 from helpers.attention.portable.tiles import LOG2_E
 
 BLOCK_Q = 64
@@ -170,7 +170,7 @@ def specialised(
 
     def compute():
         if warpgroups == 2:  # one of each has as many as it wants from the start
-            plgpu.set_max_registers(full.REGISTERS[2][0], action="increase")
+            plgpu.set_max_registers(REGISTERS[2][0], action="increase")
         q_start = (i * warpgroups + me) * BLOCK_Q
         my_rows = pl.ds(q_start, BLOCK_Q)
         q_mine = q_smem.at[me]
@@ -202,7 +202,7 @@ def specialised(
 
     def load():
         if warpgroups == 2:
-            plgpu.set_max_registers(full.REGISTERS[2][1], action="decrease")
+            plgpu.set_max_registers(REGISTERS[2][1], action="decrease")
 
         def fetch(j, reuse):
             tile, slot = (b, pl.ds(j * BLOCK_K, BLOCK_K), lax.div(n, problem.group)), lax.rem(j, STAGES)

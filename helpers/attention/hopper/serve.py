@@ -29,13 +29,17 @@ def why_not(call):
     return forward_kernel.why_not(call.problem)
 
 
+def fields_of(tiles):
+    """{kernel: {field: value}} of a `forward.Tiles`, or of a pair as `backward.forms` has them."""
+    is_forward = isinstance(tiles, forward_kernel.Tiles)
+    named = {"forward": tiles} if is_forward else backward_kernels.named(tiles)
+    return {kernel: own._asdict() for kernel, own in named.items()}
+
+
 def tiles_used(problem, which):
     """The tiles of a pass ("forward" or "backward") for a problem, as nested dictionaries."""
-    if which == "forward":
-        return {"forward": forward_kernel.default_tiles(problem)._asdict()}
-    tiles = backward_kernels.default_tiles(problem)
-    names = ("fused",) if tiles[1] is None else ("dkv", "dq")
-    return {name: tile._asdict() for name, tile in zip(names, tiles, strict=False)}
+    kernels = forward_kernel if which == "forward" else backward_kernels
+    return fields_of(kernels.default_tiles(problem))
 
 
 def forward(call):

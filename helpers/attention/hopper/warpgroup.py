@@ -17,9 +17,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 HEAD_DIMS = (64, 128, 256)  # others are padded to the next
+PROCESSORS = 132  # of an H100 SXM and an H200; on other cards the programs queue or leave some idle
 MATRIX = plgpu.Layout.WGMMA  # how a warpgroup holds a (rows, columns) array in registers
 ROWS = MATRIX.reduce(1)  # and one number a row of it
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # how wgmma wants 16-bit SMEM
+# Registers of a thread, (compute, memory), by the number of compute warpgroups. A program starts with
+# as many for every thread as fit; asking for more in all than it started with waits for ever.
+REGISTERS = {2: (240, 24), 3: (160, 24), 4: (112, 24)}
+
+
+def padded_head_dim(H):
+    """head_dim rounded up to one of HEAD_DIMS."""
+    return next(size for size in HEAD_DIMS if size >= H)
 
 
 def _dot(a, b):

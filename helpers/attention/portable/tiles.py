@@ -1,6 +1,5 @@
 """What the portable kernels share: the choice of tiles, the padded head, products and powers of tiles."""
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -10,8 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from helpers.attention.device import default_device
-from helpers.measure import results
+from helpers.attention import tables
 
 LOG2_E = math.log2(math.e)
 MIN_BLOCK = 16  # the smallest side that a tensor core product accepts
@@ -45,28 +43,13 @@ def select_tiles(kernel, problem, **overrides):
     sequences need. overrides: fields of Tiles to be taken as given, where they are not None.
     """
     itemsize, head_padded = problem.dtype.itemsize, max(64, padded_head_dim(problem.H))
-    tiles = tuned_tiles(_card()).get((kernel, itemsize, head_padded, problem.band.right == 0))
-    tiles = tiles or DEFAULTS[kernel, itemsize][head_padded]
+    tuned = tables.rows_by(tables.this_card(), "tiles", "kernel", "itemsize", "head_padded", "is_causal")
+    row = tuned.get((kernel, itemsize, head_padded, problem.band.right == 0))
+    tiles = Tiles(*(row[name] for name in Tiles._fields)) if row else DEFAULTS[kernel, itemsize][head_padded]
     tiles = Tiles(*cut_blocks(tiles[:2], (problem.T, problem.S)), *tiles[2:])
     tiles = tiles._replace(**{name: value for name, value in overrides.items() if value is not None})
     check_blocks(tiles.block_q, tiles.block_k)
     return tiles
-
-
-def _card():
-    device = default_device()
-    return device.device_kind if device.platform == "gpu" else None
-
-
-@functools.cache
-def tuned_tiles(card):
-    """{(kernel, itemsize, head_padded, is_causal): Tiles} of a card, empty where it was not tuned."""
-    try:
-        table = results.read_tiles(card)["tiles"] if card else []
-    except FileNotFoundError:
-        table = []
-    fields = ("kernel", "itemsize", "head_padded", "is_causal")
-    return {tuple(row[field] for field in fields): Tiles(*(row[field] for field in Tiles._fields)) for row in table}
 
 
 def dot(a, b):

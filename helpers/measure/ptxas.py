@@ -1,0 +1,181 @@
+"""Compile every configuration of the Hopper kernels for an H200, on any machine, and read what ptxas says.
+
+    python -m helpers.measure.ptxas        (make gpu-compile)
+
+The configurations are those of the committed tables of the tuner, and those for cards without a table.
+XLA needs a description of a card and no card; Mosaic hands the kernels to ptxas, which says how many
+bytes of registers each one spills to memory and whether it had to serialise wgmmas, which were meant
+to run beside other work. The former has a limit, the latter is not allowed. The portable kernels are
+not here: XLA compiles them with Triton, and says nothing of the kind.
+"""
+
+import argparse
+import importlib.util
+import itertools
+import json
+import os
+import re
+import sys
+import tempfile
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+
+from helpers.attention.hopper import backward, forward
+from helpers.attention.hopper.serve import fields_of
+from helpers.attention.hopper.table import LENGTHS
+from helpers.attention.hopper.warpgroup import HEAD_DIMS
+from helpers.attention.masking import Band
+from helpers.attention.problem import Call, Problem
+from helpers.measure import results
+
+# Bytes that a kernel may spill, by pass and padded head_dim: somewhat more than today's kernels do. A
+# backward holds dk, dv, s and dp at once; in the fused form what is spilled are mostly descriptors of the
+# operands of wgmma, which each step reads back. The kernels for a head_dim of 256 merely fit.
+ALLOWED_SPILLS = {
+    "forward": {64: 100, 128: 100, 256: 100},
+    "backward": {64: 400, 128: 400, 256: 800},
+}
+HEADS = 16  # enough that a persistent kernel has more tiles of queries than programs, and is not the other kernel
+H200 = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 device_memory_size: 150000000000
+}
+platform_name: "CUDA"
+runtime_version { major: 13 }
+dnn_version_info { major: 9 minor: 10 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A pass of the Hopper kernels: "forward" with a `forward.Tiles`, or "backward" with a pair as `forms` has them."""
+
+    which: str
+    H: int
+    is_causal: bool
+    tiles: tuple
+
+    def __str__(self):
+        mask = "causal" if self.is_causal else "full"
+        fields = fields_of(self.tiles).items()
+        tiles = (f"{kernel} {' '.join(map(str, values.values()))}" for kernel, values in fields)
+        return f"{self.which:8} H{self.H:<3} {mask:6} {', '.join(tiles)}"
+
+    def lowered(self, T=4096, scale=0.1, sharding=None):
+        """The pass for CUDA, for bf16 sequences of T."""
+        band = Band.of(self.is_causal)
+        problem = Problem(1, T, T, HEADS, HEADS, self.H, jnp.dtype(jnp.bfloat16), scale, band)
+        array = jax.ShapeDtypeStruct((1, T, HEADS, self.H), problem.dtype, sharding=sharding)
+        row = jax.ShapeDtypeStruct((1, HEADS, T), jnp.float32, sharding=sharding)
+
+        def run(query, key, value, *residuals):
+            call = Call(problem, query, key, value, None, None)
+            kernels = forward.forward if self.which == "forward" else backward.backward
+            return kernels(call, *residuals, tiles=self.tiles)
+
+        residuals = () if self.which == "forward" else (array, row, array, row)
+        return jax.jit(run).trace(array, array, array, *residuals).lower(lowering_platforms=("cuda",))
+
+
+def configurations():
+    """Every `Configuration` of a committed table or for a card without one, each of them once."""
+    found = []
+    for path in sorted(results.RESULTS.glob("*_tiles.json")):
+        for row in json.loads(path.read_text()).get("hopper", ()):
+            which, tiles = row["pass"].split()[-1], row["tiles"]
+            tiles = forward.Tiles(**tiles["forward"]) if which == "forward" else backward.pair(tiles)
+            found.append(Configuration(which, row["head_padded"], row["is_causal"], tiles))
+    for H, is_causal, T in itertools.product(HEAD_DIMS, (False, True), LENGTHS.values()):
+        problem = Problem(1, T, T, 1, 1, H, jnp.dtype(jnp.bfloat16), 1.0, Band.of(is_causal))
+        found.append(Configuration("forward", H, is_causal, forward.untuned_tiles(problem)))
+        for deterministic in (False, True):
+            tiles = backward.untuned_tiles(problem, deterministic)
+            found.append(Configuration("backward", H, is_causal, tiles))
+    return list(dict.fromkeys(found))
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What ptxas says of a kernel: bytes that it stores to memory for lack of registers, and if wgmmas wait in turn."""
+
+    name: str
+    spilled: int
+    serialised: bool
+
+
+def kernels_of(text):
+    """The `Kernel`s in the output of `ptxas -v`."""
+    # C7510 to C7514 all begin with "Potential Performance Loss: wgmma.mma_async instructions are serialized".
+    serialised = set(re.findall(r"\(C751[0-4]\).*'(\w+)'", text))
+    sizes = re.findall(r"Function properties for (\S+)\s+\d+ bytes stack frame, (\d+) bytes spill stores", text)
+    return [Kernel(name, int(spilled), name in serialised) for name, spilled in sizes]
+
+
+def complaints(configuration, kernels):
+    """What is not as it should be, as a list of texts."""
+    allowed = ALLOWED_SPILLS[configuration.which][configuration.H]
+    found = [f"spills {kernel.spilled} bytes, of {allowed} allowed" for kernel in kernels if kernel.spilled > allowed]
+    found += ["serialises wgmmas" for kernel in kernels if kernel.serialised]
+    return found if kernels else ["ptxas said nothing"]
+
+
+@contextmanager
+def standard_output():
+    """A function that returns what was written to standard output in this context, also by C++."""
+    sys.stdout.flush()
+    before = os.dup(1)
+    with tempfile.TemporaryFile("w+") as file:
+        os.dup2(file.fileno(), 1)
+        try:
+            yield lambda: (file.seek(0), file.read())[1]
+        finally:
+            os.dup2(before, 1)
+            os.close(before)
+
+
+def sharding_on_an_h200():
+    """Where the arrays of a program for an H200 would be. Before JAX starts."""
+    toolkit = Path(importlib.util.find_spec("nvidia.cu13").submodule_search_locations[0])
+    os.environ["PATH"] = f"{toolkit / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_cuda_data_dir={toolkit}"
+    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+    devices = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1").devices
+    return jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(devices), ("x",)), jax.sharding.PartitionSpec())
+
+
+def main(arguments=None):
+    argparse.ArgumentParser(prog="make gpu-compile", description=__doc__.splitlines()[0]).parse_args(arguments)
+    sharding = sharding_on_an_h200()
+    failed = 0
+    for number, configuration in enumerate(configurations(), 1):
+        kernels = []
+        scale = 0.1 / number  # not twice the same, for Mosaic does not compile the same kernel again
+        try:
+            with standard_output() as written:
+                configuration.lowered(scale=scale, sharding=sharding).compile()
+                kernels = kernels_of(written())
+            wrong = complaints(configuration, kernels)
+        except Exception as error:
+            wrong = [f"does not compile: {str(error).splitlines()[0]}"]
+        failed += bool(wrong)
+        spilled = " + ".join(str(kernel.spilled) for kernel in kernels)
+        print(f"{configuration!s:75} {spilled or '?':>9} bytes spilled{', WRONG: ' * bool(wrong)}{'; '.join(wrong)}")
+    print(f"{failed} configurations are not as they should be." if failed else "All is as it should be.")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

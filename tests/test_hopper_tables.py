@@ -1,0 +1,208 @@
+"""The tiles of the Hopper kernels: where they come from, and every configuration of the tables on a machine without a GPU."""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import pytest
+from attention_cases import AttentionCase, check_forward, check_gradients
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from test_hopper_backward import gradients_of_kernels
+from test_hopper_forward import interpreted, problem_of
+
+from helpers.attention import tables
+from helpers.attention.hopper import backward, forward, serve
+from helpers.attention.hopper.warpgroup import REGISTERS
+from helpers.measure import ptxas, results, tune
+from helpers.measure.ptxas import Configuration, Kernel
+
+# The table
+
+
+FORWARD, FUSED = forward.Tiles(block_k=64, stages=3), backward.Tiles(64, 128, 3)
+SPLIT = backward.Tiles(64, 128, 3), backward.Tiles(128, 64, 3)
+
+
+def row(which, longest, tiles):
+    return tune.hopper_row(which, {"head_padded": 128, "is_causal": True, "up_to": longest}, tiles)
+
+
+TABLE = [
+    row("forward", None, FORWARD._replace(programs=None)),
+    row("forward", 8192, FORWARD),
+    row("backward", 2048, (FUSED, None)),
+    row("backward", 8192, SPLIT),
+    row("deterministic backward", 2048, SPLIT),
+]
+
+
+def tiles_file(**parts):
+    header = {"card": "NVIDIA Test", "versions": {}, "commit": "abc", "date": "2026-01-01"}
+    return header | {"tiles": [], "sweep": []} | parts
+
+
+@pytest.fixture
+def with_a_table(monkeypatch, tmp_path):
+    """On a card with the table above."""
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "this_card", lambda: "NVIDIA Test")
+    results.write(tiles_file(hopper=TABLE, hopper_sweep=[]), tmp_path / "nvidia_test_tiles.json", results.TILES_FILE)
+    yield
+    tables.rows_by.cache_clear()
+
+
+def test_a_card_with_a_table_uses_it(with_a_table):
+    problem = lambda length, H=100, causal=True: problem_of(length, length, H, "float16", causal, N=2, K=2)
+    assert forward.default_tiles(problem(8192)) == FORWARD
+    assert forward.default_tiles(problem(8193)) == FORWARD._replace(programs=None)
+    assert backward.default_tiles(problem(2048)) == (FUSED, None)
+    assert backward.default_tiles(problem(2049)) == SPLIT
+    assert backward.default_tiles(problem(2048), deterministic=True) == SPLIT
+    assert serve.tiles_used(problem(2048), "backward") == {"fused": FUSED._asdict()}
+    for other in (problem(1000, H=64), problem(1000, causal=False), problem(1000)):
+        assert forward.default_tiles(other) == forward.untuned_tiles(other)
+    for deterministic in (False, True):
+        other = problem(10000)
+        assert backward.default_tiles(other, deterministic) == backward.untuned_tiles(other, deterministic)
+
+
+def test_a_card_without_a_table_uses_the_default(with_a_table, monkeypatch):
+    monkeypatch.setattr(tables, "this_card", lambda: "NVIDIA Unknown")
+    problem = problem_of(1000, 1000, 128, "bfloat16", True)
+    assert forward.default_tiles(problem) == forward.untuned_tiles(problem)
+    assert backward.default_tiles(problem) == backward.untuned_tiles(problem)
+
+
+def test_heads_that_share_keys_are_not_delayed():
+    delayed = problem_of(4096, 4096, 128, "bfloat16", True, N=2, K=2)
+    assert backward.default_tiles(delayed)[0].delayed
+    grouped = dataclasses.replace(delayed, N=8 * delayed.K)
+    assert backward.default_tiles(grouped) == backward.default_tiles(grouped, deterministic=True)
+
+
+def test_the_deterministic_form_is_split_whatever_the_table(with_a_table):
+    for H in (64, 128, 256):
+        for length in (1000, 3000, 10000):
+            dq_tiles = backward.default_tiles(problem_of(length, length, H, "bfloat16", True), deterministic=True)[1]
+            assert dq_tiles is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pass": "deterministic backward"}, r"hopper\[0\]: deterministic backward has no kernels \['fused'\]"),
+        ({"pass": "backwards"}, "backwards has no kernels"),
+        ({"up_to": "all"}, "up_to is 'all', expected int or NoneType"),
+        ({"tiles": {"fused": FUSED._asdict() | {"stages": 2.0}}}, "tiles: fused: stages is 2.0"),
+    ],
+)
+def test_a_broken_row_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        results.check(tiles_file(hopper=[TABLE[2] | change], hopper_sweep=[]), results.TILES_FILE)
+
+
+# The tuner
+
+
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_candidates_ask_for_no_more_registers_than_there_are(H):
+    """Else the card would hang: test_the_registers_suffice checks each number of warpgroups."""
+    own = tune.hopper_forward_candidates(H)
+    pairs = tune.hopper_backward_candidates(H)
+    assert set(backward.forms(H).values()) <= set(pairs)
+    for tiles in (*own, *(tiles for pair in pairs for tiles in pair if tiles is not None)):
+        assert tiles.warpgroups in REGISTERS
+    if H < 256:
+        assert len(own) >= 8 and len(pairs) >= 6
+
+
+def test_rows_of_the_tuner_keep_to_the_schema(monkeypatch):
+    """With invented times: each candidate is faster than the one before."""
+    monkeypatch.setattr(tune, "LENGTHS", {2048: 16, None: 32})
+    monkeypatch.setattr(tune, "TOKENS", 32)
+    out_and_lse = lambda call, tiles: (jnp.zeros_like(call.query), jnp.zeros((call.problem.B, call.problem.N, 16)))
+    monkeypatch.setattr(forward, "forward", out_and_lse)
+    times = lambda function, choices, inputs: {choice: 1 / n for n, choice in enumerate(choices, 1)}
+    monkeypatch.setattr(tune, "times_of_choices", times)
+    hopper, sweep = tune.tune_hopper((64, 128), progress=None)
+    results.check(tiles_file(hopper=hopper, hopper_sweep=sweep), results.TILES_FILE)
+    assert len(hopper) == 2 * 2 * 2 * 3  # head dims, masks, lengths, passes
+    last = tune.hopper_forward_candidates(64)[-1]
+    assert forward.Tiles(**hopper[0]["tiles"]["forward"]) == last
+    assert {entry["pass"] for entry in sweep} == {"forward", "backward"}
+
+
+def test_the_default_stays_unless_something_is_clearly_faster():
+    assert tune.fastest({"default": 1.0, "other": 0.995}, "default") == "default"
+    assert tune.fastest({"default": 1.0, "other": 0.95}, "default") == "other"
+    assert tune.fastest({"other": 0.95, "third": 2.0}, "default") == "other"
+
+
+def test_parts_that_were_not_tuned_are_kept():
+    header = {"card": "NVIDIA Test", "versions": {}, "commit": "new", "date": "2026-01-02"}
+    earlier = tiles_file(tiles=["old"], sweep=["old sweep"])
+    once = tune.merged(header, {"hopper": TABLE, "hopper_sweep": []}, earlier)
+    assert once["tiles"] == ["old"] and once["sweep"] == ["old sweep"] and once["hopper"] == TABLE
+    assert once["commit"] == "new" and once["kept"]["portable"]["commit"] == "abc"
+    twice = tune.merged(header | {"commit": "newer"}, {"hopper": [], "hopper_sweep": []}, once)
+    assert twice["kept"]["portable"]["commit"] == "abc" and twice["hopper"] == []
+    assert tune.merged(header, {"tiles": [], "sweep": []}, {}) == header | {"tiles": [], "sweep": []}
+
+
+# Every configuration
+
+
+@pytest.mark.parametrize("configuration", ptxas.configurations(), ids=str)
+def test_every_configuration_lowers_for_cuda(configuration):
+    assert "@mosaic_gpu_v2" in configuration.lowered().as_text()
+
+
+def kernels_to_interpret():
+    """The configurations, but each kernel once: causal, where it serves both, and with few programs."""
+    found = {}
+    for configuration in ptxas.configurations():
+        tiles = configuration.tiles
+        if configuration.which == "forward" and tiles.programs:
+            tiles = tiles._replace(programs=2)
+        key = configuration.which, configuration.H, tiles
+        found[key] = found.get(key, False) or configuration.is_causal
+    return [Configuration(which, H, is_causal, tiles) for (which, H, tiles), is_causal in found.items()]
+
+
+@pytest.mark.parametrize("configuration", kernels_to_interpret(), ids=str)
+def test_every_kernel_in_the_interpreter(configuration):
+    """Right and without races, on lengths that no tile divides and that send the rings round."""
+    which, H, is_causal, tiles = (getattr(configuration, name) for name in ("which", "H", "is_causal", "tiles"))
+    case = AttentionCase(270, 300, H, N=1, dtype="bfloat16", arguments={"is_causal": is_causal})
+    if which == "forward":
+        check_forward(interpreted(forward.forward, tiles=tiles), case)
+    else:
+        check_gradients(functools.partial(gradients_of_kernels, tiles=tiles, races=True), case, mends_delta=False)
+        gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+# What ptxas says
+
+SAID = """
+ptxas info    : (C7519) warpgroup.arrive is injected in around line 482 by compiler in function 'one'
+ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient register resources for the function 'two'
+ptxas warning : Registers are spilled to local memory in function 'two', 360 bytes spill stores, 452 bytes spill loads
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'one' for 'sm_90a'
+ptxas info    : Function properties for one
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 168 registers, used 16 barriers, 1 bytes smem
+ptxas info    : Compiling entry function 'two' for 'sm_90a'
+ptxas info    : Function properties for two
+    328 bytes stack frame, 401 bytes spill stores, 452 bytes spill loads
+ptxas info    : Used 168 registers, used 16 barriers, 328 bytes cumulative stack size, 1 bytes smem
+"""
+
+
+def test_what_ptxas_says_is_read():
+    one, two = ptxas.kernels_of(SAID)
+    assert (one, two) == (Kernel("one", 0, False), Kernel("two", 401, True))
+    configuration = Configuration("backward", 64, True, (FUSED, None))
+    assert ptxas.complaints(configuration, [one]) == []
+    assert ptxas.complaints(configuration, [one, two]) == ["spills 401 bytes, of 400 allowed", "serialises wgmmas"]
+    assert ptxas.complaints(configuration, ptxas.kernels_of("")) == ["ptxas said nothing"]
