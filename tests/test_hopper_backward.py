@@ -103,8 +103,8 @@ def test_a_forgotten_wait_is_found(form, monkeypatch):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_many_causal_programs_walk_in_another_order(form, monkeypatch):
-    """Batch entry by batch entry, where one alone fills the card; here it takes a single program to do so."""
-    monkeypatch.setattr(hopper, "PROCESSORS", 1)
+    """Batch entry by batch entry; here one program is many."""
+    monkeypatch.setattr(hopper, "PROCESSORS", 0)
     case = AttentionCase(140, 210, 64, N=2, B=2, dtype="bfloat16", arguments=CAUSAL)
     check_gradients(functools.partial(gradients_of_kernels, form=form), case, mends_delta=False)
 

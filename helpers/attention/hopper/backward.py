@@ -617,11 +617,11 @@ def _launch(kernel, name, out_type, scratch, grid, tiles, interpret, **options):
 def _grid(problem, head_axis, tile_count, parts=1):
     """The programs, the last axis fastest. Full: the tiles of a head together, for they read the same memory.
     Causal: a tile of every head of a batch entry together, longest first, so that short ones fill up the end.
-    Where a batch entry alone cannot fill the card, a tile of all batch entries together."""
+    Where there are few programs in all, a tile of all batch entries together: no long one may start late."""
     name, heads = head_axis
     if problem.band == NO_BAND:
         return {"batch": problem.B, name: heads, "part": parts, "tile": tile_count}
-    if parts * tile_count * heads < PROCESSORS:
+    if problem.B * parts * tile_count * heads < 4 * PROCESSORS:
         return {"part": parts, "tile": tile_count, "batch": problem.B, name: heads}
     return {"batch": problem.B, "part": parts, "tile": tile_count, name: heads}
 
