@@ -518,13 +518,7 @@ def main(arguments=None):
         return 0
     found = machine.header() | {"ceilings": top, "records": records, "ladder": steps, "memory": memory, "notes": notes}
     path = results.RESULTS / f"{results.slug(machine.card)}.json"
-    try:
-        results.write(found, path)
-        print(f"wrote {path.name}")
-    except OSError as error:
-        print(f"The figures above could not be recorded in {path.name}: {error}")
-        return 1
-    return 0
+    return results.write_or_say(found, path)
 
 
 if __name__ == "__main__":

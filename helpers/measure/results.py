@@ -18,7 +18,8 @@ The tuner's table stands beside it in <card>_tiles.json:
     hopper_sweep   everything that was tried for them, with its time in `ms`
     kept           {part: header} of what stands there from an earlier run, when only a part was tuned
 
-What was tried on the way to a kernel and not kept stands in <card>_variants.json, see VARIANT.
+What was tried on the way to a kernel and not kept stands in <card>_variants.json, see VARIANT, and beside
+it, in `kernels`, the time of each kernel of a backward pass, see KERNEL.
 """
 
 import json
@@ -82,6 +83,7 @@ PASSES = {
     "backward": [{"fused"}, {"dkv", "dq"}],
     "deterministic backward": [{"dkv", "dq"}],
 }
+KERNEL = {"name": _text, "kernel": _text, "H": _whole, "T": _whole, "is_causal": (bool,), "device_ms": _number}
 VARIANT = {"kernel": _text, "name": _text, "H": _whole, "T": _whole, "is_causal": (bool,), "tflops": _number}
 FILE = {
     "card": _text,
@@ -95,7 +97,14 @@ FILE = {
     "notes": (list,),
 }
 TILES_FILE = {"card": _text, "versions": (dict,), "commit": _text, "date": _text, "tiles": (list,), "sweep": (list,)}
-VARIANTS_FILE = {"card": _text, "versions": (dict,), "date": _text, "notes": (list,), "variants": (list,)}
+VARIANTS_FILE = {
+    "card": _text,
+    "versions": (dict,),
+    "date": _text,
+    "notes": (list,),
+    "variants": (list,),
+    "kernels": (list,),
+}
 
 
 def slug(card):
@@ -106,7 +115,8 @@ def slug(card):
 def check(results, schema=FILE):
     """Raise ValueError naming the first field of recorded results that is missing or of a wrong type."""
     _check_fields("results", results, schema)
-    parts = {"records": RECORD, "ladder": RUNG, "memory": MEMORY, "tiles": TILES, "variants": VARIANT}
+    parts = {"records": RECORD, "ladder": RUNG, "memory": MEMORY, "tiles": TILES}
+    parts |= {"variants": VARIANT, "kernels": KERNEL}
     for part, fields in parts.items():
         for number, entry in enumerate(results.get(part, ())):
             _check_fields(f"{part}[{number}]", entry, fields)
@@ -151,6 +161,17 @@ def write(results, path, schema=FILE):
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_or_say(results, path, schema=FILE):
+    """Write the results of a command, or print why that failed. Returns its exit status."""
+    try:
+        write(results, path, schema)
+    except OSError as error:
+        print(f"The figures above could not be recorded in {path.name}: {error}")
+        return 1
+    print(f"wrote {path.name}")
+    return 0
 
 
 def read(card="NVIDIA H200", suffix="", schema=FILE):

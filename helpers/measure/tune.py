@@ -250,12 +250,10 @@ def main(arguments=None):
         earlier = results.read_tiles(machine.card)
     except FileNotFoundError:
         earlier = {}
-    results.write(merged(machine.header(), found, earlier), path, results.TILES_FILE)
     for part in kernels:
         for row in found[PARTS[part][0]]:
             print(" ".join(f"{value!s:>9}" for value in row.values()))
-    print(f"wrote {path.name}")
-    return 0
+    return results.write_or_say(merged(machine.header(), found, earlier), path, results.TILES_FILE)
 
 
 if __name__ == "__main__":

@@ -356,4 +356,45 @@ def bars(entries):
     return figure
 
 
+PARTS = {  # kernels of a backward pass: colour and hatch
+    "dkv": (style.KEY, ""),
+    "dq": (style.QUERY, "//"),
+    "fused": (style.OUTPUT, ""),
+    "main kernel": (style.SKIPPED, ""),
+    "delta": (style.STATE, ".."),
+    "zeros for dq": (style.LOGITS, "xx"),
+    "dq to 16 bits": (style.VALUE, "\\\\"),
+}
+
+
+def kernels(entries, lengths):
+    """Milliseconds of each kernel of a backward pass, stacked: a row for each T, a column for head dim and mask."""
+    names = list(dict.fromkeys(entry["name"] for entry in entries))
+    columns = sorted({(entry["H"], entry["is_causal"]) for entry in entries})
+    figure, panels = style.subplots(
+        len(lengths), len(columns), width=10.5, height=1.9 * len(lengths) + 0.7, sharey=True
+    )
+    for axes_of_row, T in zip(np.atleast_2d(panels), lengths, strict=True):
+        for axes, (H, is_causal) in zip(axes_of_row, columns, strict=True):
+            for y, name in enumerate(names):
+                left = 0.0
+                for kernel, (colour, hatch) in PARTS.items():
+                    wanted = {"name": name, "kernel": kernel, "H": H, "T": T, "is_causal": is_causal}
+                    ms = sum(e["device_ms"] for e in entries if all(e[field] == wanted[field] for field in wanted))
+                    axes.barh(y, ms, 0.72, left=left, color=colour, hatch=hatch, ec=style.INK, lw=0.6, alpha=0.7)
+                    left += ms
+                axes.text(left, y, f" {left:.2f}", va="center", size=8)
+            axes.set_title(f"T = {T // 1024}k, H = {H}, {'causal' if is_causal else 'full'}", loc="left", size=9)
+            axes.set_xlim(right=1.22 * axes.get_xlim()[1])
+            axes.set_xlabel("ms")
+        axes_of_row[0].set_yticks(range(len(names)), names)
+        axes_of_row[0].tick_params(axis="y", length=0)
+    np.atleast_2d(panels)[0, 0].invert_yaxis()
+    handles = [
+        Patch(fc=colour, hatch=hatch, ec=style.INK, lw=0.6, alpha=0.7, label=k) for k, (colour, hatch) in PARTS.items()
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(PARTS), fontsize=8.5)
+    return figure
+
+
 FIGURES = {"11-nobody-owns-dq.png": nobody_owns_dq}
