@@ -320,7 +320,7 @@ def test_broken_results_are_refused_and_not_written(message, tmp_path):
     assert path.read_text() == "what was there" and len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_full_disk_leaves_the_old_results(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_the_old_results(tmp_path, monkeypatch, capsys):
     path = tmp_path / "card.json"
     path.write_text("what was there")
 
@@ -330,6 +330,8 @@ def test_a_full_disk_leaves_the_old_results(tmp_path, monkeypatch):
     monkeypatch.setattr(results.os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         results.write(recorded(), path)
+    assert results.write_or_say(recorded(), path) == 1
+    assert "could not be recorded in card.json: [Errno 28] No space left" in capsys.readouterr().out
     assert path.read_text() == "what was there" and len(list(tmp_path.iterdir())) == 1
 
 
