@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from helpers import flash_attention
+from helpers.attention import device
 
 B, T, S, N, K, H = 2, 20, 24, 4, 2, 16
 
@@ -129,7 +130,7 @@ CUDNN_REFUSALS = [
 
 @pytest.mark.parametrize(("arguments", "dtype", "reason"), CUDNN_REFUSALS)
 def test_cudnn_refuses_what_it_cannot_serve(arguments, dtype, reason, monkeypatch):
-    monkeypatch.setattr("helpers.attention.api.compute_capability", lambda: (9, 0))
+    monkeypatch.setattr("helpers.attention.api.compute_capability", lambda *_: (9, 0))
     with pytest.raises(NotImplementedError, match=reason):
         flash_attention(**{**arrays(dtype), "implementation": "cudnn", **arguments})
 
@@ -137,7 +138,7 @@ def test_cudnn_refuses_what_it_cannot_serve(arguments, dtype, reason, monkeypatc
 def test_an_old_gpu_is_refused_by_name(monkeypatch):
     turing = types.SimpleNamespace(platform="gpu", compute_capability="7.5", device_kind="Tesla T4")
     monkeypatch.setattr("helpers.attention.api.default_device", lambda: turing)
-    monkeypatch.setattr("helpers.attention.api.compute_capability", lambda: (7, 5))
+    monkeypatch.setattr("helpers.attention.api.compute_capability", lambda *_: (7, 5))
     with pytest.raises(NotImplementedError, match=r"compute capability 8\.0.*use implementation=\"reference\""):
         flash_attention(**arrays(), implementation="portable")
 
@@ -160,12 +161,25 @@ def test_the_default_implementation_follows_the_device_and_the_call(
     capability, dtype, arguments, expected, monkeypatch
 ):
     chosen = []
-    monkeypatch.setattr("helpers.attention.api.compute_capability", lambda: capability)
+    monkeypatch.setattr("helpers.attention.api.compute_capability", lambda *_: capability)
     for name, function in {"reference": "naive_attention", "portable": "_portable", "hopper": "_hopper"}.items():
         record = lambda call, name=name: chosen.append(name) or (call.query, None)
         monkeypatch.setattr(f"helpers.attention.api.{function}", record)
     flash_attention(**arrays(dtype), **arguments)
     assert chosen == [expected]
+
+
+def test_the_default_follows_the_arrays_and_not_the_machine(monkeypatch):
+    """On a machine with a GPU, arrays on the CPU are computed there."""
+    gpu = types.SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="NVIDIA H200")
+    monkeypatch.setattr("helpers.attention.device.default_device", lambda: gpu)
+    array = jnp.zeros((1, 8, 1, 16), jnp.bfloat16)
+    (cpu,) = array.devices()
+    assert device.device_of(array) == cpu and device.compute_capability(device.device_of(array)) == (0, 0)
+    assert device.device_of(np.zeros(3)) == gpu and device.compute_capability() == (9, 0)
+    traced = []
+    jax.make_jaxpr(lambda x: traced.append(device.device_of(x)) or x)(array)
+    assert traced == [gpu]
 
 
 LENGTHS = {

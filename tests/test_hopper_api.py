@@ -72,7 +72,7 @@ def test_a_cpu_with_too_few_threads_is_refused(monkeypatch):
 def test_another_gpu_is_refused_by_name(monkeypatch):
     ampere = type("Device", (), {"platform": "gpu", "device_kind": "NVIDIA A100"})()
     monkeypatch.setattr("helpers.attention.api.default_device", lambda: ampere)
-    monkeypatch.setattr("helpers.attention.api.compute_capability", lambda: (8, 0))
+    monkeypatch.setattr("helpers.attention.api.compute_capability", lambda *_: (8, 0))
     arrays, _ = SMALL.inputs()
     with pytest.raises(NotImplementedError, match=r"compute capability 9\.0 \(Hopper\) or a CPU, this is NVIDIA A100"):
         hopper_attention(*arrays)

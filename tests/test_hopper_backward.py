@@ -104,9 +104,27 @@ def test_a_forgotten_wait_is_found(form, monkeypatch):
 @pytest.mark.parametrize("form", FORMS)
 def test_many_causal_programs_walk_in_another_order(form, monkeypatch):
     """Batch entry by batch entry; here one program is many."""
-    monkeypatch.setattr(hopper, "PROCESSORS", 0)
     case = AttentionCase(140, 210, 64, N=2, B=2, dtype="bfloat16", arguments=CAUSAL)
+    problem = check_call(*case.inputs()[0], **CAUSAL).problem
+    assert list(hopper._grid(problem, ("head", 2), 2)) == ["part", "tile", "batch", "head"]
+    monkeypatch.setattr(hopper, "PROCESSORS", 0)
+    assert list(hopper._grid(problem, ("head", 2), 2)) == ["batch", "part", "tile", "head"]
     check_gradients(functools.partial(gradients_of_kernels, form=form), case, mends_delta=False)
+
+
+def test_more_heads_than_a_grid_can_hold(monkeypatch):
+    """They are served in pieces: a card takes 65535 programs along an axis."""
+    monkeypatch.setattr(hopper, "GRID_LIMIT", 8)  # two batch entries of two heads
+    case = AttentionCase(40, 50, 64, N=2, B=5, dtype="bfloat16")
+    check_gradients(functools.partial(gradients_of_kernels, form="split"), case, mends_delta=False)
+
+
+def test_the_fused_form_is_not_deterministic():
+    case = AttentionCase(40, 50, 64, dtype="bfloat16")
+    call = check_call(*case.inputs()[0])
+    with pytest.raises(ValueError, match="the fused form is not deterministic"):
+        rows = np.zeros((1, 2, 40), np.float32)
+        hopper.backward(call, call.query, rows, call.query, rows, tiles=hopper.forms(64)["fused"], deterministic=True)
 
 
 def test_the_split_form_gives_the_same_bits():

@@ -122,7 +122,7 @@ def test_rows_of_the_tuner_keep_to_the_schema(monkeypatch):
     monkeypatch.setattr(tune, "TOKENS", 32)
     out_and_lse = lambda call, tiles: (jnp.zeros_like(call.query), jnp.zeros((call.problem.B, call.problem.N, 16)))
     monkeypatch.setattr(forward, "forward", out_and_lse)
-    times = lambda function, choices, inputs: {choice: 1 / n for n, choice in enumerate(choices, 1)}
+    times = lambda function, choices, *_: ({choice: 1 / n for n, choice in enumerate(choices, 1)},) * 2
     monkeypatch.setattr(tune, "times_of_choices", times)
     hopper, sweep = tune.tune_hopper((64, 128), progress=None)
     results.check(tiles_file(hopper=hopper, hopper_sweep=sweep), results.TILES_FILE)
@@ -138,15 +138,21 @@ def test_the_default_stays_unless_something_is_clearly_faster():
     assert tune.fastest({"other": 0.95, "third": 2.0}, "default") == "other"
 
 
-def test_parts_that_were_not_tuned_are_kept():
+ABC = {"card": "NVIDIA Test", "versions": {}, "commit": "abc", "date": "2026-01-01"}
+
+
+def test_what_was_not_tuned_is_kept():
     header = {"card": "NVIDIA Test", "versions": {}, "commit": "new", "date": "2026-01-02"}
-    earlier = tiles_file(tiles=["old"], sweep=["old sweep"])
+    of = lambda H, ms=1.0: {"kernel": "dq", "itemsize": 2, "head_padded": H, "is_causal": False, "ms": ms}
+    earlier = tiles_file(tiles=[of(64), of(128)], sweep=[of(64), of(128)])
     once = tune.merged(header, {"hopper": TABLE, "hopper_sweep": []}, earlier)
-    assert once["tiles"] == ["old"] and once["sweep"] == ["old sweep"] and once["hopper"] == TABLE
-    assert once["commit"] == "new" and once["kept"]["portable"]["commit"] == "abc"
-    twice = tune.merged(header | {"commit": "newer"}, {"hopper": [], "hopper_sweep": []}, once)
-    assert twice["kept"]["portable"]["commit"] == "abc" and twice["hopper"] == []
-    assert tune.merged(header, {"tiles": [], "sweep": []}, {}) == header | {"tiles": [], "sweep": []}
+    assert once["tiles"] == earlier["tiles"] and once["sweep"] == earlier["sweep"] and once["hopper"] == TABLE
+    assert once["commit"] == "new" and once["kept"] == {"portable": ABC}
+    twice = tune.merged(header | {"commit": "newer"}, {"tiles": [of(64, 2.0)], "sweep": [of(64, 2.0)]}, once)
+    assert twice["tiles"] == twice["sweep"] == [of(64, 2.0), of(128)] and twice["hopper"] == TABLE
+    assert twice["kept"] == {"portable": ABC, "hopper": header}
+    empty = {part: [] for part in ("tiles", "sweep", "hopper", "hopper_sweep")}
+    assert tune.merged(header, {"tiles": [], "sweep": []}, {}) == header | empty
 
 
 # Every configuration

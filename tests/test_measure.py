@@ -202,7 +202,7 @@ def test_nan_is_wrong():
 
 
 def raises(error):
-    def make(case):
+    def make(*_):
         raise error
 
     return make
@@ -223,6 +223,28 @@ def test_peers_that_fail_leave_a_line_each_and_the_rest_runs():
         "it takes float16 only",
         "too little memory on this GPU",
     ]
+
+
+def forward_only(case):
+    @benchmark.jax.custom_vjp
+    def attention(query, key, value):
+        return implementations.ours("reference")(case)(query, key, value)
+
+    attention.defvjp(lambda *arrays: (attention(*arrays), arrays), raises(NotImplementedError("no backward pass yet")))
+    return attention
+
+
+def test_a_peer_without_a_backward_pass_keeps_its_forward_pass():
+    notes = []
+    records = benchmark.measure_case(SMALL, {"peer": forward_only}, note=notes.append, time_programs=fixed_times)
+    assert [record["pass"] for record in records] == ["forward"]
+    assert len(notes) == 1 and "peer: backward: NotImplementedError" in notes[0]
+
+
+def test_a_ladder_that_raises_does_not_stop_the_run():
+    notes = []
+    assert benchmark.ladder_records([SMALL], notes.append, raises(RuntimeError("a driver that gave up"))) == []
+    assert notes == [f"ladder: {SMALL.name}: RuntimeError: a driver that gave up"]
 
 
 def test_a_run_that_takes_too_long_notes_what_it_left_out():
@@ -418,8 +440,19 @@ def test_the_tuner_looks_longer_at_the_fastest():
 
     def time_programs(programs, rounds=9, **_):
         looks.append(len(programs))
-        short, long = {"a": 1.0, "b": 1.1, "c": 5.0}, {"a": 1.2, "b": 1.1}
+        short, long = {"a": 1.0, "b": 1.1, "c": 1.15}, {"a": 1.2, "b": 1.1}
         return {name: Timing((short if rounds < 9 else long)[name], 0.01, None, rounds) for name in programs}
 
-    assert tune.times_of(dict.fromkeys("abc"), 2, time_programs) == {"a": 1.2, "b": 1.1, "c": 5.0}
+    times, final = tune.times_of(dict.fromkeys("abc"), ["a"], 2, time_programs)
+    assert times == {"a": 1.2, "b": 1.1, "c": 1.15} and final == {"a": 1.2, "b": 1.1}
     assert looks == [3, 2]
+
+
+def test_the_default_is_always_among_the_finalists():
+    """And what had a short look only cannot win, however lucky it was."""
+    lucky = lambda programs, rounds=9, **_: {
+        name: Timing({"a": 1.0, "b": 1.1, "default": 3.0}[name] * (1 if rounds < 9 else 2), 0.01, None, rounds)
+        for name in programs
+    }
+    times, final = tune.times_of(dict.fromkeys(["default", "a", "b"]), ["default"], 1, lucky)
+    assert final == {"default": 6.0, "a": 2.0} and times["b"] == 1.1

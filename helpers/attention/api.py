@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from helpers.attention.device import compute_capability, default_device, on_device
+from helpers.attention.device import compute_capability, default_device, device_of, on_device
 from helpers.attention.hopper import serve as hopper
 from helpers.attention.portable import backward as portable_backward
 from helpers.attention.portable import forward as portable_forward
@@ -48,8 +48,9 @@ def flash_attention(
         for NVIDIA's Hopper cards, 16-bit inputs without lengths or windows; a CPU interprets them
         where PJRT_NPROC is 16), "cudnn" (handed to `jax.nn`, where it can serve the call), or None:
         hopper on such a card for what it serves, otherwise portable on an NVIDIA GPU from Ampere on,
-        reference elsewhere. Where a softmax is very sharp, the 16-bit gradients of hopper are several
-        times less exact than those of portable.
+        reference elsewhere. Two things are better in portable than in hopper: where a softmax is very
+        sharp, its 16-bit gradients are several times more exact, and its dq is the same in each run,
+        to the last bit.
       return_residual: also return the log-sum-exp of the scaled logits.
 
     Returns:
@@ -91,7 +92,7 @@ def flash_attention(
 def _choose(implementation, call, return_residual):
     """The function that serves this call: it takes the call and returns out and lse (B, N, T)."""
     if implementation is None:
-        capability = compute_capability()
+        capability = compute_capability(device_of(call.query))
         implementation = "portable" if capability >= (8, 0) else "reference"
         if capability == (9, 0) and hopper.why_not(call) is None:
             implementation = "hopper"

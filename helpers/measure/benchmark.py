@@ -166,35 +166,34 @@ def lowered(function, *inputs):
         return jax.jit(function).lower(*inputs)
 
 
-def _one_stage(function, inputs):
+def one_stage(function, inputs):
+    """The forward pass of an implementation, or any other single program, lowered."""
     return [lowered(function, *inputs)]
 
 
-def stages(make, case, arrays):
-    """(forward, residuals, backward) of one implementation, lowered."""
-    attention = make(case)
+def two_stages(attention, query, key, value, dout):
+    """What keeps the residuals of an implementation, and its backward pass, lowered."""
     residuals, backward = gradient_programs(attention)
-    query, key, value, dout = arrays
     residuals = lowered(residuals, query, key, value)
     # Not those of another trace: they hold a traced function.
     kept = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), residuals.out_info)
-    return lowered(attention, query, key, value), residuals, lowered(backward, kept, dout)
+    return [residuals, lowered(backward, kept, dout)]
 
 
 def compile_together(parts, note, compilers=12):
-    """{name: compiled programs} of {name: function that returns lowered programs}; what fails is noted."""
+    """{name: compiled programs} of {name: function that returns lowered programs}; note(name, error) for what fails."""
     compiled, waiting = {}, {}
     with ThreadPoolExecutor(compilers) as pool:
         for name, lower in parts.items():
             try:
                 waiting[name] = [pool.submit(stage.compile) for stage in lower()]
             except Exception as error:
-                note(f"{name}: {reason_of(error)}")
+                note(name, error)
     for name, futures in waiting.items():
         try:
             compiled[name] = [future.result() for future in futures]
         except Exception as error:
-            note(f"{name}: {reason_of(error)}")
+            note(name, error)
     return compiled
 
 
@@ -202,16 +201,26 @@ def measure_case(case, implementations, *, note, time_programs=time_together):
     """Records of one case. implementations: {name: make}; note(text) takes what could not be measured."""
     sets = [inputs_of(case, seed) for seed in range(rotation(case.least_bytes("forward")))]
     right = right_answer(case, sets[0])
-    parts = {name: functools.partial(stages, make, case, sets[0]) for name, make in implementations.items()}
-    found = compile_together(parts, lambda text: note(f"{case.name}: {text}"))
+    parts = {}
+    for name, make in implementations.items():
+        try:
+            attention = make(case)
+        except Exception as error:
+            note(f"{case.name}: {name}: {reason_of(error)}")
+            continue
+        parts["forward", name] = functools.partial(one_stage, attention, sets[0][:3])
+        parts["backward", name] = functools.partial(two_stages, attention, *sets[0])
+    complain = lambda part, error: note(f"{case.name}: {part[1]}: {part[0]}: {reason_of(error)}")
+    found = compile_together(parts, complain)
     records = []
     for which in ("forward", "backward"):
         programs = {}
-        for name, (forward, residuals, backward) in found.items():
+        for (_, name), stages in ((part, stages) for part, stages in found.items() if part[0] == which):
             try:
                 if which == "forward":
-                    program = Program(forward, [tuple(arrays[:3]) for arrays in sets])
+                    program = Program(*stages, [tuple(arrays[:3]) for arrays in sets])
                 else:
+                    residuals, backward = stages
                     program = Program(backward, [(residuals(*arrays[:3]), arrays[3]) for arrays in sets])
                 wrong = complaint(case, which, program.run(*program.inputs[0]), right)
             except Exception as error:
@@ -338,30 +347,37 @@ def ladder_records(cases, note, rungs=rungs, time_programs=time_together):
     """One entry for each of a case's `rungs`; wrong ones are noted and not timed."""
     records = []
     for case in cases:
-        *arrays, dout = inputs_of(case)
-        right = right_answer(case, (*arrays, dout))
-        out, lse = flash_attention(*arrays, is_causal=case.is_causal, return_residual=True)
-        for kernel, (which, functions) in rungs(case).items():
-            inputs = (*arrays, out, lse.swapaxes(1, 2), dout) if which == "backward" else tuple(arrays)
-            prefix = f"ladder: {case.name}: {kernel}: "
-            complain = lambda text, prefix=prefix: note(prefix + text)
-            parts = {name: functools.partial(_one_stage, run, inputs) for name, run in functions.items()}
-            programs = {}
-            for name, (program,) in compile_together(parts, complain).items():
-                try:
-                    wrong = complaint(case, which, program(*inputs), right)
-                except Exception as error:
-                    wrong = reason_of(error)
-                if wrong:
-                    complain(f"{name}: {wrong}")
-                else:
-                    programs[name] = Program(program, [inputs])
-            for name, timing in time_programs(programs).items() if programs else ():
-                ms = timing.device_ms or timing.wall_ms
-                rung = {"kernel": kernel, "name": name, "H": case.H, "T": case.T, "is_causal": case.is_causal}
-                records.append(
-                    rung | {"device_ms": ms, "spread": timing.spread, "tflops": case.flops(which) / ms / 1e9}
-                )
+        try:
+            records += _rungs_of_case(case, note, rungs, time_programs)
+        except Exception as error:
+            note(f"ladder: {case.name}: {reason_of(error)}")
+    return records
+
+
+def _rungs_of_case(case, note, rungs, time_programs):
+    records = []
+    *arrays, dout = inputs_of(case)
+    right = right_answer(case, (*arrays, dout))
+    out, lse = flash_attention(*arrays, is_causal=case.is_causal, return_residual=True)
+    for kernel, (which, functions) in rungs(case).items():
+        inputs = (*arrays, out, lse.swapaxes(1, 2), dout) if which == "backward" else tuple(arrays)
+        prefix = f"ladder: {case.name}: {kernel}: "
+        complain = lambda name, error, prefix=prefix: note(f"{prefix}{name}: {reason_of(error)}")
+        parts = {name: functools.partial(one_stage, run, inputs) for name, run in functions.items()}
+        programs = {}
+        for name, (program,) in compile_together(parts, complain).items():
+            try:
+                wrong = complaint(case, which, program(*inputs), right)
+            except Exception as error:
+                wrong = reason_of(error)
+            if wrong:
+                note(f"{prefix}{name}: {wrong}")
+            else:
+                programs[name] = Program(program, [inputs])
+        for name, timing in time_programs(programs).items() if programs else ():
+            ms = timing.device_ms or timing.wall_ms
+            rung = {"kernel": kernel, "name": name, "H": case.H, "T": case.T, "is_causal": case.is_causal}
+            records.append(rung | {"device_ms": ms, "spread": timing.spread, "tflops": case.flops(which) / ms / 1e9})
     return records
 
 

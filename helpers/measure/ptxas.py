@@ -169,7 +169,7 @@ def main(arguments=None):
                 kernels = kernels_of(written())
             wrong = complaints(configuration, kernels)
         except Exception as error:
-            wrong = [f"does not compile: {str(error).splitlines()[0]}"]
+            wrong = [f"does not compile: {(str(error) or repr(error)).splitlines()[0]}"]
         failed += bool(wrong)
         spilled = " + ".join(str(kernel.spilled) for kernel in kernels)
         print(f"{configuration!s:75} {spilled or '?':>9} bytes spilled{', WRONG: ' * bool(wrong)}{'; '.join(wrong)}")

@@ -19,7 +19,8 @@ The tuner's table stands beside it in <card>_tiles.json:
     kept           {part: header} of what stands there from an earlier run, when only a part was tuned
 
 What was tried on the way to a kernel and not kept stands in <card>_variants.json, see VARIANT, and beside
-it, in `kernels`, the time of each kernel of a backward pass, see KERNEL.
+it, in `kernels`, the time of each kernel of a backward pass, see KERNEL, in `compiled` the registers of a
+thread of the Hopper ladder, see COMPILED, and in `instructions` how many a step of a loop has.
 """
 
 import json
@@ -84,6 +85,7 @@ PASSES = {
     "deterministic backward": [{"dkv", "dq"}],
 }
 KERNEL = {"name": _text, "kernel": _text, "H": _whole, "T": _whole, "is_causal": (bool,), "device_ms": _number}
+COMPILED = {"rung": _whole, "H": _whole, "is_causal": (bool,), "registers": _whole}
 VARIANT = {"kernel": _text, "name": _text, "H": _whole, "T": _whole, "is_causal": (bool,), "tflops": _number}
 FILE = {
     "card": _text,
@@ -104,6 +106,8 @@ VARIANTS_FILE = {
     "notes": (list,),
     "variants": (list,),
     "kernels": (list,),
+    "compiled": (list,),
+    "instructions": (dict,),
 }
 
 
@@ -116,7 +120,7 @@ def check(results, schema=FILE):
     """Raise ValueError naming the first field of recorded results that is missing or of a wrong type."""
     _check_fields("results", results, schema)
     parts = {"records": RECORD, "ladder": RUNG, "memory": MEMORY, "tiles": TILES}
-    parts |= {"variants": VARIANT, "kernels": KERNEL}
+    parts |= {"variants": VARIANT, "kernels": KERNEL, "compiled": COMPILED}
     for part, fields in parts.items():
         for number, entry in enumerate(results.get(part, ())):
             _check_fields(f"{part}[{number}]", entry, fields)

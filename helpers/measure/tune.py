@@ -13,8 +13,6 @@ import argparse
 import functools
 import itertools
 import sys
-import warnings
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +28,7 @@ from helpers.attention.portable import backward, forward
 from helpers.attention.portable.tiles import DEFAULTS, Tiles
 from helpers.attention.problem import check_call
 from helpers.measure import results
-from helpers.measure.benchmark import Machine, gpu_or_reason, random_arrays
+from helpers.measure.benchmark import Machine, compile_together, gpu_or_reason, one_stage, random_arrays
 from helpers.measure.timing import Program, time_together
 
 T, TOKENS, WIDTH = 4096, 16384, 2048
@@ -105,18 +103,9 @@ def hopper_backward_candidates(H):
 
 
 def compile_all(function, choices, arrays):
-    """{choice: compiled function, or None where the compiler refuses}."""
-
-    def one(choice):
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                return jax.jit(functools.partial(function, choice)).lower(*arrays).compile()
-        except Exception:
-            return None
-
-    with ThreadPoolExecutor(COMPILERS) as pool:
-        return dict(zip(choices, pool.map(one, choices), strict=True))
+    """{choice: compiled function}, without those that the compiler refuses."""
+    parts = {choice: functools.partial(one_stage, functools.partial(function, choice), arrays) for choice in choices}
+    return {choice: program for choice, (program,) in compile_together(parts, lambda *_: None, COMPILERS).items()}
 
 
 def agree(mine, right):
@@ -126,26 +115,27 @@ def agree(mine, right):
     return all(float(error(a, b)) < 1e-2 for a, b in pairs)
 
 
-def times_of(programs, finalists=5, time_programs=time_together):
-    """{tiles: milliseconds}: a short look at all, and a longer one at the fastest."""
+def times_of(programs, always=(), finalists=5, time_programs=time_together):
+    """(all, final): {tiles: milliseconds} of a short look at all, and of a longer one at the fastest and `always`."""
     by_wall = {"device_samples": lambda program: []}
-    times = time_programs(programs, rounds=3, sample_ms=4.0, **by_wall)
-    fastest = sorted(programs, key=lambda tiles: times[tiles].wall_ms)[:finalists]
-    times |= time_programs({tiles: programs[tiles] for tiles in fastest}, **by_wall)
-    return {tiles: time.wall_ms for tiles, time in times.items()}
+    short = time_programs(programs, rounds=3, sample_ms=4.0, **by_wall)
+    fastest = sorted(programs, key=lambda tiles: short[tiles].wall_ms)[:finalists]
+    chosen = {tiles: programs[tiles] for tiles in programs if tiles in fastest or tiles in always}
+    long = time_programs(chosen, **by_wall)
+    final = {tiles: time.wall_ms for tiles, time in long.items()}
+    return {tiles: time.wall_ms for tiles, time in short.items()} | final, final
 
 
-def times_of_choices(function, choices, inputs):
-    """{choice: milliseconds} of those that compile and compute the same as the first."""
+def times_of_choices(function, choices, inputs, always):
+    """`times_of` those that compile and compute the same as the first that does."""
     compiled = compile_all(function, choices, inputs)
-    right = compiled[choices[0]](*inputs)
-    return times_of(
-        {
-            choice: Program(program, [inputs])
-            for choice, program in compiled.items()
-            if program is not None and agree(program(*inputs), right)
-        }
-    )
+    if not compiled:
+        raise RuntimeError(f"none of {len(choices)} choices of tiles compiles on this card")
+    right = next(iter(compiled.values()))(*inputs)
+    programs = {
+        choice: Program(program, [inputs]) for choice, program in compiled.items() if agree(program(*inputs), right)
+    }
+    return times_of(programs, always)
 
 
 def tune_portable(head_dims=(64, 128, 256), dtypes=(jnp.bfloat16, jnp.float32), progress=sys.stderr):
@@ -160,10 +150,10 @@ def tune_portable(head_dims=(64, 128, 256), dtypes=(jnp.bfloat16, jnp.float32), 
             itemsize = jnp.dtype(dtype).itemsize
             default = DEFAULTS[kernel, itemsize][H]
             choices = list(dict.fromkeys([default, *candidates(kernel, itemsize, H)]))
-            times = times_of_choices(function, choices, inputs)
+            times, final = times_of_choices(function, choices, inputs, [default])
             where = {"kernel": kernel, "itemsize": itemsize, "head_padded": H, "is_causal": is_causal}
             sweep += [where | tiles._asdict() | {"ms": round(ms, 4)} for tiles, ms in times.items()]
-            best = min(times, key=times.get)
+            best = min(final, key=final.get)
             table.append(where | best._asdict())
     return table, sweep
 
@@ -195,32 +185,39 @@ def tune_hopper(head_dims=(64, 128, 256), dtype=jnp.bfloat16, progress=sys.stder
         def run_backward(tiles, query, key, value, *residuals, call_of=call_of):
             return hopper_backward.backward(call_of(query, key, value), *residuals, tiles=tiles)
 
-        def times_of_pass(which, run, default, candidates, inputs, where=where):
-            times = times_of_choices(run, list(dict.fromkeys([default, *candidates])), inputs)
+        def final_of_pass(which, run, always, candidates, inputs, where=where):
+            times, final = times_of_choices(run, list(dict.fromkeys([*always, *candidates])), inputs, always)
             sweep.extend(hopper_row(which, where, tiles) | {"ms": round(ms, 4)} for tiles, ms in times.items())
-            table.append(hopper_row(which, where, fastest(times, default)))
-            return times
+            table.append(hopper_row(which, where, fastest(final, always[0])))
+            return final
 
         default = hopper_forward.untuned_tiles(problem)
-        times_of_pass("forward", run_forward, default, hopper_forward_candidates(H), arrays)
+        final_of_pass("forward", run_forward, [default], hopper_forward_candidates(H), arrays)
         out, lse = jax.jit(functools.partial(run_forward, default))(*arrays)
         residuals = (*arrays, out, lse, dout, jnp.zeros_like(lse))
-        default = hopper_backward.untuned_tiles(problem)
-        times = times_of_pass("backward", run_backward, default, hopper_backward_candidates(H), residuals)
-        split = {tiles: ms for tiles, ms in times.items() if tiles[1] is not None}
-        default = hopper_backward.untuned_tiles(problem, deterministic=True)
-        table.append(hopper_row("deterministic backward", where, fastest(split, default)))
+        defaults = [hopper_backward.untuned_tiles(problem, deterministic) for deterministic in (False, True)]
+        final = final_of_pass("backward", run_backward, defaults, hopper_backward_candidates(H), residuals)
+        split = {tiles: ms for tiles, ms in final.items() if tiles[1] is not None}
+        table.append(hopper_row("deterministic backward", where, fastest(split, defaults[1])))
     return table, sweep
 
 
 def merged(header, found, earlier):
-    """A table of tiles: what was found, and the parts of an earlier table that were not tuned this time."""
-    kept = {}
+    """A table of tiles: what was found, and what an earlier table has for kernels and sizes not tuned this time."""
+    kept, whole = {}, {}
     for kernels, (rows, sweep) in PARTS.items():
-        if rows not in found and earlier.get(rows):
-            found = found | {rows: earlier[rows], sweep: earlier[sweep]}
-            kept[kernels] = earlier.get("kept", {}).get(kernels) or {name: earlier[name] for name in header}
-    return header | {"tiles": [], "sweep": []} | found | ({"kept": kept} if kept else {})
+        tuned = {_subject(row) for row in found.get(rows, ())}
+        for part in (rows, sweep):
+            others = [row for row in earlier.get(part, ()) if _subject(row) not in tuned]
+            whole[part] = [*found.get(part, ()), *others]
+            if others:
+                kept[kernels] = earlier.get("kept", {}).get(kernels) or {name: earlier[name] for name in header}
+    return header | whole | ({"kept": kept} if kept else {})
+
+
+def _subject(row):
+    """What a row of a table or of a sweep is about."""
+    return tuple(row.get(field) for field in ("kernel", "itemsize", "pass", "head_padded", "is_causal", "up_to"))
 
 
 def main(arguments=None):
@@ -240,16 +237,17 @@ def main(arguments=None):
         print("The Hopper kernels need a card of compute capability 9.0.")
         return 1
     head_dims, machine, found = tuple(options.head_dims), Machine.here(options.commit), {}
+    try:
+        earlier = results.read_tiles(machine.card)
+    except (FileNotFoundError, ValueError) as error:
+        print(f"Beginning without an earlier table: {error}")
+        earlier = {}
     if "portable" in kernels:
         dtypes = (jnp.bfloat16,) if options.sixteen_bit else (jnp.bfloat16, jnp.float32)
         found |= dict(zip(PARTS["portable"], tune_portable(head_dims, dtypes), strict=True))
     if "hopper" in kernels:
         found |= dict(zip(PARTS["hopper"], tune_hopper(head_dims), strict=True))
     path = results.RESULTS / f"{results.slug(machine.card)}_tiles.json"
-    try:
-        earlier = results.read_tiles(machine.card)
-    except FileNotFoundError:
-        earlier = {}
     for part in kernels:
         for row in found[PARTS[part][0]]:
             print(" ".join(f"{value!s:>9}" for value in row.values()))

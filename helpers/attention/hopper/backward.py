@@ -48,7 +48,9 @@ from helpers.attention.hopper.table import tuned_tiles
 from helpers.attention.hopper.warpgroup import MATRIX, PROCESSORS, REGISTERS, ROWS, SWIZZLED, padded_head_dim
 from helpers.attention.masking import NO_BAND, key_tiles, query_tiles
 from helpers.attention.portable.tiles import LOG2_E
+from helpers.attention.problem import Call
 
+GRID_LIMIT = 65535  # programs along the axis into which Mosaic folds all but the last two of a grid
 WIDEST = 128  # columns of dk and dv that the registers of a warpgroup hold beside s and dp
 ROWS_OF_WGMMA = 64  # rows of a product that one warpgroup owns
 COLUMNS = MATRIX.reduce(0)  # how a warpgroup holds one number for each column of a matrix
@@ -504,8 +506,8 @@ class Tiles(NamedTuple):
 def forms(H):
     """{name: (tiles of fused_kernel, None) or (tiles of dkv_kernel, tiles of dq_kernel)} for a head_dim.
 
-    Up to H = 128 the tiles of each form are the fastest of those tried on an NVIDIA H200 (JAX 0.11.2);
-    for H = 256 they merely fit.
+    Up to H = 128 the tiles of each form are the fastest of those tried by hand on an NVIDIA H200 (JAX
+    0.11.2), where the tuner has found better ones since; for H = 256 they merely fit.
     """
     if H > 128:
         return {"split": (Tiles(64, 128, 1), Tiles(128, 64, 1))}
@@ -541,7 +543,7 @@ def default_tiles(problem, deterministic=False):
 
 
 def untuned_tiles(problem, deterministic=False):
-    """The fastest of `forms` for a problem on a card without a table; with `deterministic`, the split form."""
+    """The one of `forms` for a problem on a card without a table; with `deterministic`, the split form."""
     form = "split"
     if not deterministic and problem.H <= 64:
         form = "fused"
@@ -561,7 +563,12 @@ def backward(call, out, lse, dout, dlse, *, tiles=None, deterministic=False, int
     gradients of very sharp softmaxes are several times less exact.
     """
     problem = call.problem
+    at_once = max(1, GRID_LIMIT // (2 * problem.N))
+    if problem.B > at_once:
+        return _in_pieces(call, (out, lse, dout, dlse), at_once, tiles, deterministic, interpret)
     dkv_tiles, dq_tiles = default_tiles(problem, deterministic) if tiles is None else tiles
+    if deterministic and dq_tiles is None:
+        raise ValueError("the fused form is not deterministic, give tiles of the split form")
     delta = jnp.einsum("btnh,btnh->bnt", out, dout, preferred_element_type=jnp.float32) - dlse
     head_dim = padded_head_dim(problem.H)
     arrays = (
@@ -576,6 +583,17 @@ def backward(call, out, lse, dout, dlse, *, tiles=None, deterministic=False, int
         dq = _dq(padded, arrays, dq_tiles, interpret)
     dk, dv = (array[:, : problem.S, :, : problem.H] for array in (dk, dv))
     return dq[:, : problem.T, :, : problem.H], dk, dv
+
+
+def _in_pieces(call, residuals, at_once, tiles, deterministic, interpret):
+    """`backward` of some batch entries after others, for more than one grid can hold."""
+    arrays, pieces = (call.query, call.key, call.value, *residuals), []
+    for start in range(0, call.problem.B, at_once):
+        query, key, value, *rest = (array[start : start + at_once] for array in arrays)
+        problem = dataclasses.replace(call.problem, B=len(query))
+        piece = Call(problem, query, key, value, None, None)
+        pieces.append(backward(piece, *rest, tiles=tiles, deterministic=deterministic, interpret=interpret))
+    return tuple(map(jnp.concatenate, zip(*pieces, strict=True)))
 
 
 def _padded(array, *axes):

@@ -47,6 +47,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from helpers.attention.device import core_count
 from helpers.attention.hopper.table import tuned_tiles
 from helpers.attention.hopper.warpgroup import (
     MATRIX,
@@ -284,13 +285,14 @@ def default_tiles(problem):
 def untuned_tiles(problem):
     """The `Tiles` for a card without a table: the fastest of those tried by hand on an NVIDIA H200 (JAX 0.11.2)."""
     causal, long = problem.band.right == 0, problem.S > 8192
+    programs = core_count(PROCESSORS)
     if problem.H <= 64:
         if causal and problem.S <= 2048:
-            return Tiles(block_k=64, stages=4, warpgroups=4)
-        return Tiles(stages=4 if causal and not long else 2, warpgroups=3)
+            return Tiles(block_k=64, stages=4, warpgroups=4, programs=programs)
+        return Tiles(stages=4 if causal and not long else 2, warpgroups=3, programs=programs)
     if problem.H <= 128:
-        return Tiles(programs=None if long else PROCESSORS)
-    return Tiles(block_k=64, out_in_q=True)
+        return Tiles(programs=None if long else programs)
+    return Tiles(block_k=64, out_in_q=True, programs=programs)
 
 
 def _padded(array, length, head_dim):
