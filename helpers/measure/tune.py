@@ -92,7 +92,7 @@ def hopper_forward_candidates(H):
 def hopper_backward_candidates(H):
     """Pairs of tiles as `backward.forms` has them: those, and some with other tiles or more stages."""
     own = hopper_backward.Tiles
-    dkv = {64: [own(128, 128, 2), own(128, 128, 3), own(64, 192, 3, 3)], 128: [own(64, 128, 2), own(64, 128, 3)]}
+    dkv = {64: [own(128, 128, 2), own(64, 192, 3, 3)], 128: [own(64, 128, 2), own(64, 128, 3)]}
     dq = {
         64: [own(128, 128, 2), own(128, 128, 3), own(192, 64, 3, 3)],
         128: [own(128, 128, 2), own(128, 64, 4), own(192, 64, 2, 3)],
