@@ -75,7 +75,7 @@ HOPPER_TILES = {
     "forward": {
         **dict.fromkeys(("block_q", "block_k", "stages", "warpgroups"), _whole),
         "programs": (int, type(None)),
-        "out_in_q": (bool,),
+        "ahead": (bool,),
     },
     **dict.fromkeys(("fused", "dkv", "dq"), _backward_tiles),
 }

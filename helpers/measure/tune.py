@@ -76,29 +76,25 @@ def kernels(call, out, lse, dout, dlse):
 def hopper_forward_candidates(H):
     """The `forward.Tiles` worth trying for a padded head_dim, of those that fit shared memory and registers."""
     block_k_stages_warpgroups = {
-        64: [(128, 2, 3), (128, 3, 3), (128, 4, 3), (64, 4, 3), (64, 4, 4), (192, 2, 2)],
-        128: [(128, 2, 2), (64, 4, 2), (64, 3, 3)],
-        256: [(64, 1, 2)],
+        64: [(128, 2, 3), (128, 4, 3), (64, 4, 3), (64, 4, 4), (192, 2, 2)],
+        128: [(128, 2, 2), (64, 4, 2), (64, 2, 3)],
+        256: [(64, 2, 2)],
     }
-    out_in_q = {64: [], 128: [(128, 2, 2)], 256: [(64, 2, 2)]}
-    return [
-        hopper_forward.Tiles(64, *choice, programs, shared)
-        for choices, shared in ((block_k_stages_warpgroups, False), (out_in_q, True))
-        for choice in choices[H]
-        for programs in (PROCESSORS, None)
-    ]
+    ahead = H <= 128  # SMEM for two tiles of queries
+    choices = itertools.product(block_k_stages_warpgroups[H], (PROCESSORS, None))
+    return [hopper_forward.Tiles(64, *choice, programs, ahead) for choice, programs in choices]
 
 
 def hopper_backward_candidates(H):
     """Pairs of tiles as `backward.forms` has them: those, and some with other tiles or more stages."""
     own = hopper_backward.Tiles
-    dkv = {64: [own(128, 128, 2), own(64, 192, 3, 3)], 128: [own(64, 128, 2), own(64, 128, 3)]}
+    dkv = {64: own(128, 128, 2), 128: own(64, 128, 2)}
     dq = {
         64: [own(128, 128, 2), own(128, 128, 3), own(192, 64, 3, 3)],
         128: [own(128, 128, 2), own(128, 64, 4), own(192, 64, 2, 3)],
     }
     fused = {128: [(own(64, 128, 3), None)]}
-    more = [*itertools.product(dkv.get(H, ()), dq.get(H, ())), *fused.get(H, ())]
+    more = [*((dkv[H], tiles) for tiles in dq.get(H, ())), *fused.get(H, ())]
     return list(dict.fromkeys([*hopper_backward.forms(H).values(), *more]))
 
 
@@ -116,13 +112,15 @@ def agree(mine, right):
 
 
 def times_of(programs, always=(), finalists=5, time_programs=time_together):
-    """(all, final): {tiles: milliseconds} of a short look at all, and of a longer one at the fastest and `always`."""
-    by_wall = {"device_samples": lambda program: []}
-    short = time_programs(programs, rounds=3, sample_ms=4.0, **by_wall)
+    """(all, final): {tiles: milliseconds} of a short look at all, and of a longer one at the fastest and `always`.
+
+    The short look is by the clock of the host. The longer one is by the device's own, where it has one.
+    """
+    short = time_programs(programs, rounds=3, sample_ms=4.0, device_samples=lambda program: [])
     fastest = sorted(programs, key=lambda tiles: short[tiles].wall_ms)[:finalists]
     chosen = {tiles: programs[tiles] for tiles in programs if tiles in fastest or tiles in always}
-    long = time_programs(chosen, **by_wall)
-    final = {tiles: time.wall_ms for tiles, time in long.items()}
+    long = time_programs(chosen)
+    final = {tiles: time.wall_ms if time.device_ms is None else time.device_ms for tiles, time in long.items()}
     return {tiles: time.wall_ms for tiles, time in short.items()} | final, final
 
 

@@ -45,7 +45,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.hopper.table import tuned_tiles
-from helpers.attention.hopper.warpgroup import MATRIX, PROCESSORS, REGISTERS, ROWS, SWIZZLED, padded_head_dim
+from helpers.attention.hopper.warpgroup import MATRIX, PROCESSORS, REGISTERS, ROWS, SWIZZLED, anew, padded_head_dim
 from helpers.attention.masking import NO_BAND, key_tiles, query_tiles
 from helpers.attention.portable.tiles import LOG2_E
 from helpers.attention.problem import Call
@@ -74,6 +74,15 @@ def exp2_of_logits(s, lse, axis, problem):
     return jnp.exp2((problem.scale * LOG2_E) * s - lax.broadcast_in_dim(lse, s.shape, [axis]))
 
 
+def lse_and_awaited(s_acc, wait_n, lse_ref):
+    """The lse of each column of s, and s when it is done: lse is on its way meanwhile if registers permit."""
+    early = lse_ref.shape[0] <= 64
+    if early:
+        lse = plgpu.load(lse_ref, layout=COLUMNS)
+    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=wait_n)
+    return lse if early else plgpu.load(lse_ref, layout=COLUMNS), s
+
+
 def hide(p, q_start, k_start, keys_axis, problem, tiles):
     """p with zeros where the query does not see the key, or where there is no key.
 
@@ -87,12 +96,13 @@ def hide(p, q_start, k_start, keys_axis, problem, tiles):
 
 
 def for_each_query_tile(problem, tiles, kv, k_start, body, masked_body, carry):
-    """Run carry = body(head, i, step, carry) over the tiles of queries that see these keys, head by head.
+    """Run carry = body(head, i, step, carry) over the tiles of queries that see these keys, in all heads of a group.
 
     masked_body serves the tiles that see some of the keys only, and the keys that end within them.
     There is at least one step a head, so that a pipeline has something to do: a tile that sees nothing.
+    It is one loop (or two), not one in another: between the inner ones no product could be in flight.
     """
-    block_q, block_k, band = tiles.block_q, tiles.block_k, problem.band
+    block_q, block_k, band, group = tiles.block_q, tiles.block_k, problem.band, problem.group
     first, stop = query_tiles(k_start, k_start + block_k, block_q, band, problem.T, problem.S, xp=jnp)
     first = jnp.minimum(first, pl.cdiv(problem.T, block_q) - 1)
     stop = jnp.maximum(stop, first + 1)
@@ -107,19 +117,18 @@ def for_each_query_tile(problem, tiles, kv, k_start, body, masked_body, carry):
         """Without a mask, programs start at different tiles, so that they do not add to one tile of dq at once."""
         return lax.rem(i + k_start // block_k, stop) if band == NO_BAND else i
 
-    def one_head(g, state):
-        head = kv * problem.group + g
+    def one(body):
+        def step_of(index, state):
+            i, g = (index, 0) if group == 1 else (lax.div(index, group), lax.rem(index, group))
+            return state[0] + 1, body(kv * group + g, turned(i), *state)
 
-        def one(body):
-            return lambda i, state: (state[0] + 1, body(head, turned(i), *state))
-
-        if partial and masked_body is not body:
-            state = lax.fori_loop(first, all_from, one(masked_body), state)
-            return lax.fori_loop(all_from, stop, one(body), state)
-        return lax.fori_loop(first, stop, one(body), state)
+        return step_of
 
     state = (jnp.int32(0), carry)
-    return one_head(0, state) if problem.group == 1 else lax.fori_loop(0, problem.group, one_head, state)
+    if partial and masked_body is not body:
+        state = lax.fori_loop(first * group, all_from * group, one(masked_body), state)
+        return lax.fori_loop(all_from * group, stop * group, one(body), state)
+    return lax.fori_loop(first * group, stop * group, one(body), state)
 
 
 def load_keys_then_queries(refs, smems, loaded, free, problem, tiles, me_b_kv_k_start):
@@ -193,19 +202,19 @@ def dkv_kernel(
 
         def accumulate(dk_acc, dv_acc):
             def one_step(masked, head, i, step, _):
-                slot = lax.rem(step, tiles.stages)
+                wg, slot = anew(me), lax.rem(step, tiles.stages)
                 q_tile, do_tile = q_smem.at[slot], do_smem.at[slot]
-                p_spare, ds_spare = (None, None) if spare is None else (spare.at[me, 0], spare.at[me, 1])
+                p_spare, ds_spare = (None, None) if spare is None else (spare.at[wg, 0], spare.at[wg, 1])
 
                 def p_and_ds(s_acc, dp_acc):
                     plgpu.barrier_wait(q_loaded.at[slot])
                     for part in range(parts):
-                        multiply_add_(s_acc, k_smem.at[part, me], q_tile.at[:, pl.ds(part * width, width)].T, None)
+                        multiply_add_(s_acc, k_smem.at[part, wg], q_tile.at[:, pl.ds(part * width, width)].T, None)
                     plgpu.barrier_wait(do_loaded.at[slot])
                     for part in range(parts):
-                        multiply_add_(dp_acc, v_smem.at[part, me], do_tile.at[:, pl.ds(part * width, width)].T, None)
-                    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=parts)
-                    p = exp2_of_logits(s, plgpu.load(lse_smem.at[slot], layout=COLUMNS), 1, problem)
+                        multiply_add_(dp_acc, v_smem.at[part, wg], do_tile.at[:, pl.ds(part * width, width)].T, None)
+                    lse, s = lse_and_awaited(s_acc, parts, lse_smem.at[slot])
+                    p = exp2_of_logits(s, lse, 1, problem)
                     if masked:
                         p = hide(p, i * tiles.block_q, my_start, 0, problem, tiles)
                     multiply_add_(dv_acc, p.astype(problem.dtype), do_tile.at[:, columns], p_spare)
@@ -306,21 +315,22 @@ def fused_kernel(
                     plgpu.copy_smem_to_gmem(dq_smem.at[me], dq_ref.at[mine], reduction_op="add")
 
             def one_step(masked, head, i, step, before):
+                wg = anew(me)
                 q_slot, do_slot, ds_slot = lax.rem(step, stages + delayed), lax.rem(step, stages), lax.rem(step, 2)
                 q_tile, do_tile = q_smem.at[q_slot], do_smem.at[do_slot]
 
                 def with_s(s_acc):
                     plgpu.barrier_wait(q_loaded.at[q_slot])
-                    multiply_add_(s_acc, k_mine, q_tile.T, None)
+                    multiply_add_(s_acc, k_smem.at[0, wg], q_tile.T, None)
                     if delayed:
                         finish(before, step)
                     return pl.run_scoped(functools.partial(with_dp, s_acc), acc)
 
                 def with_dp(s_acc, dp_acc):
                     plgpu.barrier_wait(do_loaded.at[do_slot])
-                    multiply_add_(dp_acc, v_mine, do_tile.T, None)
-                    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=2 if delayed else 1)
-                    p = exp2_of_logits(s, plgpu.load(lse_smem.at[q_slot], layout=COLUMNS), 1, problem)
+                    multiply_add_(dp_acc, v_smem.at[0, wg], do_tile.T, None)
+                    lse, s = lse_and_awaited(s_acc, 2 if delayed else 1, lse_smem.at[q_slot])
+                    p = exp2_of_logits(s, lse, 1, problem)
                     if masked:
                         p = hide(p, i * block_q, my_start, 0, problem, tiles)
                     multiply_add_(dv_acc, p.astype(problem.dtype), do_tile, None if spare is None else spare.at[me])
@@ -416,7 +426,7 @@ def dq_kernel(
 
     def compute():
         plgpu.set_max_registers(REGISTERS[warpgroups][0], action="increase")
-        q_mine, do_mine = q_smem.at[me], do_smem.at[me]
+        q_mine = q_smem.at[me]
         for slot in range(stages):
             plgpu.barrier_arrive(k_free.at[slot])
             plgpu.barrier_arrive(v_free.at[slot])
@@ -426,14 +436,14 @@ def dq_kernel(
 
         def accumulate(dq_acc):
             def one_step(masked, j, _):
-                slot = lax.rem(j - first, stages)
+                wg, slot = anew(me), lax.rem(j - first, stages)
                 k_tile, v_tile = k_smem.at[slot], v_smem.at[slot]
 
                 def ds_of(s_acc, dp_acc):
                     plgpu.barrier_wait(k_loaded.at[slot])
-                    multiply_add_(s_acc, q_mine, k_tile.T, None)
+                    multiply_add_(s_acc, q_smem.at[wg], k_tile.T, None)
                     plgpu.barrier_wait(v_loaded.at[slot])
-                    multiply_add_(dp_acc, do_mine, v_tile.T, None)
+                    multiply_add_(dp_acc, do_smem.at[wg], v_tile.T, None)
                     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                     p = jnp.exp2((problem.scale * LOG2_E) * s - lax.broadcast_in_dim(lse, s.shape, [0]))
                     if masked:
@@ -537,9 +547,7 @@ def default_tiles(problem, deterministic=False):
     From the tuner's table of this card, or `untuned_tiles`.
     """
     tuned = tuned_tiles("deterministic backward" if deterministic else "backward", problem, problem.T)
-    tiles = untuned_tiles(problem, deterministic) if tuned is None else pair(tuned)
-    # The delayed order has been seen to take three times as long where it walks through several heads.
-    return default_tiles(problem, deterministic=True) if tiles[0].delayed and problem.group > 1 else tiles
+    return untuned_tiles(problem, deterministic) if tuned is None else pair(tuned)
 
 
 def untuned_tiles(problem, deterministic=False):

@@ -17,9 +17,12 @@ What runs at the same time is all of the art. A program (one on each processor o
                computes the second, takes the exponentials of the first
     compute    the other compute warpgroups do the same at other times, which fills the gaps
 
-Every program works through a list of (tile of queries, head) pairs, the longest first if causal, and
-fetches the next q while it finishes the last. A slot of a ring goes free -> loaded -> free; every
-compute warpgroup frees every slot, also those with keys that only the others need.
+Every program works through a list of (tile of queries, head) pairs. It fetches the next q while it works
+at this one, and orders the first scores of the next from the tensor core together with the last product
+of this one: between two tiles of queries, too, the tensor core has something to do.
+
+A slot of a ring goes free -> loaded -> free; every compute warpgroup frees every slot, also those with
+keys that only the others need.
 
 Refs. GMEM, as they are in the caller's arrays (T' and S' are T and S rounded up to eight rows and at
 least one tile, T'' is T rounded up to block_q):
@@ -28,17 +31,21 @@ least one tile, T'' is T rounded up to block_q):
 
 SMEM of a program:
 
-    q_smem         (warpgroups, block_q, H)   this tile of queries, a part for each warpgroup
-    k_smem, v_smem (stages, block_k, H)       the rings
-    o_smem         (warpgroups, block_q, H)   out on its way to GMEM; None: q_smem serves
-    lse_smem       (warpgroups, block_q)      float32
-    q_loaded       a barrier for each compute warpgroup
-    k_loaded, v_loaded, k_free, v_free        a barrier for each slot
+    q_smem           (2, warpgroups, block_q, H)   this tile of queries and the next, a part for each warpgroup
+    k_smem, v_smem   (stages, block_k, H)          the rings
+    o_smem           (warpgroups, block_q, H)      out on its way to GMEM
+    lse_smem         (warpgroups, block_q)         float32
+    q_loaded                                       a barrier for each compute warpgroup
+    k_loaded, v_loaded, k_free, v_free             a barrier for each slot
 
-Registers of a compute warpgroup: s and p (block_q, block_k), acc (block_q, H), m, l, alpha (block_q,).
+(Without `ahead` there is one q_smem, and out leaves through it.)
+
+Registers of a compute warpgroup: s and p (block_q, block_k), acc (block_q, H), m and alpha (block_q,), and l
+(block_q, 8), of which a thread has what it summed itself: the sum over threads comes last, not in each step.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -56,12 +63,16 @@ from helpers.attention.hopper.warpgroup import (
     ROWS,
     SWIZZLED,
     accumulate,
+    accumulate_then,
+    anew,
     overlapped,
     padded_head_dim,
     product,
 )
 from helpers.attention.masking import Band
 from helpers.attention.portable.tiles import LOG2_E
+
+CACHED = 24 * 2**20  # bytes that stay in the L2 cache of a Hopper card, with all else that passes through its 50 MiB
 
 
 class Tiles(NamedTuple):
@@ -72,7 +83,8 @@ class Tiles(NamedTuple):
     stages: slots of the rings of keys and of values.
     warpgroups: compute warpgroups of a program, 2 to 4.
     programs: how many programs share the work; None means one for each tile of queries.
-    out_in_q: let out leave through q_smem, which saves SMEM and delays the next q.
+    ahead: fetch the next queries while these are at work, and order their first scores together with the
+      last product of these. Otherwise there is SMEM for one tile of queries, and out leaves through it.
     """
 
     block_q: int = 64
@@ -80,7 +92,7 @@ class Tiles(NamedTuple):
     stages: int = 2
     warpgroups: int = 2
     programs: int | None = PROCESSORS
-    out_in_q: bool = False
+    ahead: bool = True
 
 
 def forward_kernel(
@@ -105,132 +117,210 @@ def forward_kernel(
     def place(turn):
         """My tile of queries of this turn: (its first row, head, batch entry, end of its key tiles)."""
         index = turn * programs + program
+        full_round = (turn + 1) * programs <= q_tiles * heads
         if causal:
-            # Longest first; and backwards in every other full round, so that no program has the
-            # longest tile of each.
-            turned = (turn % 2 == 1) & ((turn + 1) * programs <= q_tiles * heads)
-            index = jnp.where(turned, turn * programs + (programs - 1 - program), index)
-            i, head = q_tiles - 1 - lax.div(index, heads), lax.rem(index, heads)
+            # Backwards in every other full round, so that no program has the longest tile of each.
+            index = jnp.where(full_round & (turn % 2 == 1), turn * programs + (programs - 1 - program), index)
+            # The heads in parts, each with as many as the cache holds keys and values of. In the last part
+            # the longest tiles come first, in the one before it they come last, and so on in turns.
+            width = heads_together(problem)
+            parts = pl.cdiv(heads, width)
+            part = lax.div(index, width * q_tiles) if parts > 1 else 0
+            index -= part * width * q_tiles
+            here = jnp.minimum(width, heads - part * width) if heads % width else width
+            level, head = lax.div(index, here), part * width + lax.rem(index, here)
+            i = jnp.where((parts - 1 - part) % 2 == 1, level, q_tiles - 1 - level)
         else:
+            # The last tile of a head may have few rows: turn by turn another program gets it.
+            index = jnp.where(full_round, turn * programs + lax.rem(program + turn, programs), index)
             i, head = lax.rem(index, q_tiles), lax.div(index, q_tiles)
         q_start = i * q_block
         return q_start, lax.rem(head, problem.N), lax.div(head, problem.N), key_stop(q_start + q_block)
 
     def compute():
         plgpu.set_max_registers(REGISTERS[warpgroups][0], action="increase")
-        q_mine, o_mine = q_smem.at[me], (q_smem if tiles.out_in_q else o_smem).at[me]
+        o_mine = (o_smem if tiles.ahead else q_smem).at[me]
         for slot in range(stages):  # every slot begins free
             plgpu.barrier_arrive(k_free.at[slot])
             plgpu.barrier_arrive(v_free.at[slot])
+
+        def queries(turn):
+            return q_smem.at[lax.rem(turn, 2), me] if tiles.ahead else q_smem.at[me]
 
         def load_q(turn):
             @pl.when(turn < rounds)
             def _():
                 q_start, n, b, _ = place(turn)
                 mine = q_ref.at[b, pl.ds(q_start + me * block_q, block_q), n]
-                plgpu.copy_gmem_to_smem(mine, q_mine, q_loaded.at[me])
+                plgpu.copy_gmem_to_smem(mine, queries(turn), q_loaded.at[me])
 
-        def one_tile(turn, step):
-            """Attention of one tile of queries; step counts the key tiles that the rings have seen."""
-            q_start, n, b, stop_all = place(turn)
-            my_start = q_start + me * block_q
+        def mine_of(turn):
+            """My rows of a turn: (first row, end of their key tiles, end of those that need no mask)."""
+            my_start = place(turn)[0] + me * block_q
             # Only the last key tiles need a mask, and rows past T do as little as they can.
             stop = jnp.where(my_start < problem.T, key_stop(my_start + block_q), 1)
             unmasked = jnp.minimum(lax.div(my_start + 1, block_k) if causal else stop, problem.S // block_k)
-            unmasked = jnp.clip(unmasked, 1, stop)
+            return my_start, stop, jnp.clip(unmasked, 1, stop)
 
-            def slot_of(j):
-                return lax.rem(step + j, stages)
+        def mask(s, my_start, j):
+            visible = problem.S - j * block_k  # how many of these keys a row sees
+            if causal:
+                rows = anew(plgpu.broadcasted_iota(jnp.int32, (block_q,), 0, layout=ROWS))
+                visible = jnp.minimum(visible, my_start + 1 - j * block_k + rows)
+                visible = lax.broadcast_in_dim(visible, s.shape, [0])
+            cols = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=MATRIX)
+            return jnp.where(cols < visible, s, -jnp.inf)
 
-            def mask(s, j):
-                visible = problem.S - j * block_k  # how many of these keys a row sees
-                if causal:
-                    rows = plgpu.broadcasted_iota(jnp.int32, (block_q,), 0, layout=ROWS)
-                    visible = jnp.minimum(visible, my_start + 1 - j * block_k + rows)
-                    visible = lax.broadcast_in_dim(visible, s.shape, [0])
-                cols = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=MATRIX)
-                return jnp.where(cols < visible, s, -jnp.inf)
+        def softmax(s, m, l):
+            """p and the new (m, l, alpha). Key 0 is visible, so m is finite after tile 0."""
+            m_new = jnp.maximum(m, scale_2 * s.max(axis=1))
+            alpha = jnp.exp2(m - m_new)
+            p = jnp.exp2(scale_2 * s - lax.broadcast_in_dim(m_new, s.shape, [0]))
+            return p, (m_new, lax.broadcast_in_dim(alpha, l.shape, [0]) * l + sum_by_thread(p), alpha)
 
-            def softmax(s, m, l):
-                """p and the new (m, l, alpha). Key 0 is visible, so m is finite after tile 0."""
-                m_new = jnp.maximum(m, scale_2 * s.max(axis=1))
-                alpha = jnp.exp2(m - m_new)
-                p = jnp.exp2(scale_2 * s - lax.broadcast_in_dim(m_new, s.shape, [0]))
-                return p, (m_new, alpha * l + p.sum(axis=1), alpha)
+        def sum_by_thread(p):
+            """(block_q, 8), columns 8 apart summed up: they are a thread's own. A whole row is four threads'."""
+            parts = [p[:, start : start + 8] for start in range(0, block_k, 8)]
+            while len(parts) > 1:
+                parts = [functools.reduce(jnp.add, parts[i : i + 2]) for i in range(0, len(parts), 2)]
+            return parts[0]
 
-            def narrow(p):
-                # Not before p v of the tile before is done, which reads the registers this goes to.
-                return lax.optimization_barrier(lax.optimization_barrier(p).astype(problem.dtype))
+        def narrow(p):
+            # Not before p v of the tile before is done, which reads the registers this goes to.
+            return lax.optimization_barrier(lax.optimization_barrier(p).astype(problem.dtype))
+
+        def slot_of(step):
+            return lax.rem(step, stages)
+
+        def wait_for_first(turn, step):
+            """For the operands of the first scores of a turn."""
+
+            @pl.when(turn < rounds)
+            def _():
+                plgpu.barrier_wait(q_loaded.at[me])
+                plgpu.barrier_wait(k_loaded.at[slot_of(step)])
+
+        def begin(turn, step, s):
+            """(m, l, p) after the first key tile of a turn, from its scores."""
+            my_start, _, _ = mine_of(turn)
+
+            @pl.when(turn < rounds)
+            def _():
+                plgpu.barrier_arrive(k_free.at[slot_of(step)])
+
+            m = plgpu.layout_cast(jnp.full((block_q,), -jnp.inf, jnp.float32), ROWS)
+            l = plgpu.layout_cast(jnp.zeros((block_q, 8), jnp.float32), MATRIX)
+            if causal:  # the first queries do not see all of these keys; a loop takes fewer registers than a cond
+                s = lax.fori_loop(0, jnp.int32(my_start + 1 < block_k), lambda _, s: mask(s, my_start, 0), s)
+            elif problem.S < block_k:
+                s = mask(s, my_start, 0)
+            p, (m, l, _) = softmax(s, m, l)
+            return m, l, narrow(p)
+
+        def begin_alone(turn, step):
+            wait_for_first(turn, step)
+            return begin(turn, step, product(queries(turn), k_smem.at[slot_of(step)].T, interpret=interpret))
+
+        def one_tile(turn, state):
+            """Attention of one tile of queries; step counts the key tiles that the rings have seen."""
+            step, *first = state
+            _, n, b, stop_all = place(turn)
+            my_start, stop, unmasked = mine_of(turn)
+            q_mine = queries(turn)
+            if tiles.ahead:
+                load_q(turn + 1)
+            else:
+                first = begin_alone(turn, step)
 
             def wait_for_k(j):
-                pl.when(j < stop)(lambda: plgpu.barrier_wait(k_loaded.at[slot_of(j)]))
-
-            plgpu.barrier_wait(q_loaded.at[me])
-            wait_for_k(0)
-            s = product(q_mine, k_smem.at[slot_of(0)].T, interpret=interpret)
-            plgpu.barrier_arrive(k_free.at[slot_of(0)])
-            m = plgpu.layout_cast(jnp.full((block_q,), -jnp.inf, jnp.float32), ROWS)
-            l = plgpu.layout_cast(jnp.zeros((block_q,), jnp.float32), ROWS)
-            acc = plgpu.layout_cast(jnp.zeros((block_q, q_mine.shape[1]), jnp.float32), MATRIX)
-            p, (m, l, _) = softmax(mask(s, 0) if causal or problem.S % block_k else s, m, l)
-            wait_for_k(1)
+                pl.when(j < stop)(lambda: plgpu.barrier_wait(k_loaded.at[slot_of(step + j)]))
 
             def one_key_tile(j, state, masked):
                 acc, m, l, p = state
+                k_slot, v_slot = slot_of(step + j), slot_of(step + j - 1)
 
                 def while_pv_runs(s, state):
-                    plgpu.barrier_arrive(k_free.at[slot_of(j)])
+                    plgpu.barrier_arrive(k_free.at[k_slot])
                     m, l, _ = state
-                    p_and_state = softmax(mask(s, j) if masked else s, m, l)
+                    p_and_state = softmax(mask(s, my_start, j) if masked else s, m, l)
                     # The compiler would gladly await p v first, and take the exponentials after. It
                     # does not move work or waits across a loop, such as this wait for the next keys.
                     p_and_state = lax.optimization_barrier(p_and_state)
                     wait_for_k(j + 1)
                     return p_and_state
 
-                plgpu.barrier_wait(v_loaded.at[slot_of(j - 1)])
-                qk = q_mine, k_smem.at[slot_of(j)].T
-                pv = acc, p, v_smem.at[slot_of(j - 1)]
+                plgpu.barrier_wait(v_loaded.at[v_slot])
+                qk = q_mine, k_smem.at[k_slot].T
+                pv = acc, p, v_smem.at[v_slot]
                 acc, p, (m, l, alpha) = overlapped(qk, pv, while_pv_runs, (m, l, m), interpret=interpret)
-                plgpu.barrier_arrive(v_free.at[slot_of(j - 1)])
+                plgpu.barrier_arrive(v_free.at[v_slot])
                 return acc * lax.broadcast_in_dim(alpha, acc.shape, [0]), m, l, narrow(p)
 
-            state = acc, m, l, narrow(p)
+            wait_for_k(1)
+            acc = plgpu.layout_cast(jnp.zeros((block_q, q_mine.shape[1]), jnp.float32), MATRIX)
+            state = acc, *first
             state = lax.fori_loop(1, unmasked, lambda j, state: one_key_tile(j, state, masked=False), state)
             if causal or problem.S % block_k:
                 state = lax.fori_loop(unmasked, stop, lambda j, state: one_key_tile(j, state, masked=True), state)
             acc, m, l, p = state
-            if not tiles.out_in_q:
-                load_q(turn + 1)
-            plgpu.barrier_wait(v_loaded.at[slot_of(stop - 1)])
-            acc = accumulate(acc, p, v_smem.at[slot_of(stop - 1)], interpret=interpret)
-            plgpu.barrier_arrive(v_free.at[slot_of(stop - 1)])
+            last, next_step = slot_of(step + stop - 1), step + stop_all
 
-            @pl.loop(stop, stop_all)
-            def _(j):  # keys that only the warpgroups after me need
-                plgpu.barrier_wait(k_loaded.at[slot_of(j)])
-                plgpu.barrier_arrive(k_free.at[slot_of(j)])
-                plgpu.barrier_wait(v_loaded.at[slot_of(j)])
-                plgpu.barrier_arrive(v_free.at[slot_of(j)])
+            def pass_over():
+                """Free the keys that only the warpgroups after me need."""
+                plgpu.barrier_arrive(v_free.at[last])
 
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the out before this one has left SMEM
-            o_mine[...] = (acc * lax.broadcast_in_dim(1 / l, acc.shape, [0])).astype(problem.dtype)
-            lse_smem[me, :] = (m + jnp.log2(l)) / LOG2_E
-            plgpu.commit_smem()
+                @pl.loop(stop, stop_all)
+                def _(j):
+                    plgpu.barrier_wait(k_loaded.at[slot_of(step + j)])
+                    plgpu.barrier_arrive(k_free.at[slot_of(step + j)])
+                    plgpu.barrier_wait(v_loaded.at[slot_of(step + j)])
+                    plgpu.barrier_arrive(v_free.at[slot_of(step + j)])
 
-            @pl.when(my_start < problem.T)
-            def _():  # TMA drops rows of out past T', and lse_ref has room for them
-                mine = pl.ds(my_start, block_q)
-                plgpu.copy_smem_to_gmem(o_mine, out_ref.at[b, mine, n])
-                plgpu.copy_smem_to_gmem(lse_smem.at[me], lse_ref.at[b, n, mine])
+            def store(acc):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the out before this one has left SMEM
+                row_sum = l.sum(axis=1)
+                o_mine[...] = (acc * lax.broadcast_in_dim(1 / row_sum, acc.shape, [0])).astype(problem.dtype)
+                lse_smem[me, :] = (m + jnp.log2(row_sum)) / LOG2_E
+                plgpu.commit_smem()
 
-            if tiles.out_in_q:
+                @pl.when(my_start < problem.T)
+                def _():  # TMA drops rows of out past T', and lse_ref has room for them
+                    mine = pl.ds(my_start, block_q)
+                    plgpu.copy_smem_to_gmem(o_mine, out_ref.at[b, mine, n])
+                    plgpu.copy_smem_to_gmem(lse_smem.at[me], lse_ref.at[b, n, mine])
+
+            plgpu.barrier_wait(v_loaded.at[last])
+            pv = acc, p, v_smem.at[last]
+            if not tiles.ahead:
+                acc = accumulate(*pv, interpret=interpret)
+                pass_over()
+                store(acc)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 load_q(turn + 1)
-            return step + stop_all
+                return (next_step,)
+
+            alone = stop < stop_all  # others have more keys to see, and wait for the values that I hold
+
+            def ready():
+                @pl.when(alone)
+                def _():
+                    plgpu.wgmma_wait(0)
+                    pass_over()
+
+                wait_for_first(turn + 1, next_step)
+
+            def meanwhile(acc):
+                pl.when(~alone)(pass_over)
+                store(acc)
+
+            # In the last turn these scores are of stale operands, and nobody looks at them.
+            qk = queries(turn + 1), k_smem.at[slot_of(next_step)].T
+            s = accumulate_then(pv, ready, qk, meanwhile, interpret=interpret)
+            return next_step, *begin(turn + 1, next_step, s)
 
         load_q(0)
-        lax.fori_loop(0, rounds, one_tile, jnp.int32(0))
+        step = jnp.int32(0)
+        lax.fori_loop(0, rounds, one_tile, (step, *begin_alone(0, step)) if tiles.ahead else (step,))
         plgpu.wait_smem_to_gmem(0)
 
     def memory():
@@ -267,6 +357,16 @@ def forward_kernel(
     pl.when(me == warpgroups)(memory)
 
 
+def heads_together(problem):
+    """How many heads a causal call works at before the next: as many as the cache holds keys and values of.
+
+    All of them with a small head_dim, where memory keeps up, and parts would cost some balance for nothing.
+    """
+    every, head_dim = problem.N * problem.B, padded_head_dim(problem.H)
+    bytes_of_keys_and_values = 2 * problem.S * head_dim * problem.dtype.itemsize
+    return every if head_dim <= 64 else min(every, problem.group * max(1, CACHED // bytes_of_keys_and_values))
+
+
 def why_not(problem):
     """Why this kernel cannot serve a problem, or None where it can. It knows no lengths either."""
     if problem.dtype not in (jnp.bfloat16, jnp.float16):
@@ -292,7 +392,7 @@ def untuned_tiles(problem):
         return Tiles(stages=4 if causal and not long else 2, warpgroups=3, programs=programs)
     if problem.H <= 128:
         return Tiles(programs=None if long else programs)
-    return Tiles(block_k=64, out_in_q=True, programs=programs)
+    return Tiles(block_k=64, ahead=False, programs=programs)
 
 
 def _padded(array, length, head_dim):
@@ -327,6 +427,7 @@ def forward(call, *, tiles=None, interpret=False):
     def smem(*shape):
         return plgpu.SMEM((*shape, head_dim), problem.dtype, transforms=SWIZZLED)
 
+    own_rows = warpgroups, block_q
     kernel = plgpu.kernel(
         lambda *refs: forward_kernel(*refs, problem=problem, tiles=tiles, programs=programs, interpret=bool(interpret)),
         out_type=[
@@ -334,10 +435,10 @@ def forward(call, *, tiles=None, interpret=False):
             jax.ShapeDtypeStruct((B, N, pl.cdiv(T, block_q) * block_q), jnp.float32),
         ],
         scratch_types=[
-            smem(warpgroups, block_q),
+            smem(2, *own_rows) if tiles.ahead else smem(*own_rows),
             smem(stages, block_k),
             smem(stages, block_k),
-            None if tiles.out_in_q else smem(warpgroups, block_q),
+            smem(*own_rows) if tiles.ahead else None,
             plgpu.SMEM((warpgroups, block_q), jnp.float32),
             plgpu.Barrier(num_barriers=warpgroups),
             plgpu.Barrier(num_barriers=stages),
@@ -349,8 +450,10 @@ def forward(call, *, tiles=None, interpret=False):
         grid_names=("program",),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
-        # Every SMEM access is ordered by the barriers above.
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        # Every SMEM access is ordered by the barriers above, and reductions of rows need no SMEM.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=1024
+        ),
         interpret=interpret or None,
     )
     out, lse = kernel(

@@ -31,6 +31,15 @@ def padded_head_dim(H):
     return next(size for size in HEAD_DIMS if size >= H)
 
 
+def anew(numbers):
+    """The same number or array, of which the compiler knows nothing before this point.
+
+    What a loop makes of it in every step, such as addresses of operands, is then made in every step. The
+    compiler would rather make all of it ahead of the loop, and has no registers left in which to keep it.
+    """
+    return lax.optimization_barrier(numbers)
+
+
 def _dot(a, b):
     """a @ b in the interpreter."""
     a, b = _value(a), _value(b)
@@ -63,6 +72,32 @@ def accumulate(c, a, b, *, interpret):
     if interpret:
         return c + _dot(a, b)
     return pl.run_state(lambda c_ref: plgpu.wgmma(c_ref, a, b))(plgpu.ACC.init(c))
+
+
+def accumulate_then(last, ready, following, meanwhile, *, interpret):
+    """Two products in flight at once, and work on the first while the second runs.
+
+    last: (c, a, b); following: (a, b). Issues c + a @ b, calls ready(), issues a @ b of the second, awaits
+    the first product alone and calls meanwhile(c + a @ b) while the tensor core is busy with the second.
+    Returns a @ b of the second.
+    """
+    (c, a, b), (a2, b2) = last, following
+    if interpret:
+        c = c + _dot(a, b)
+        ready()
+        s = _dot(a2, b2)
+        meanwhile(c)
+        return s
+
+    def body(refs):
+        c_ref, s_ref = refs
+        plgpu.wgmma(c_ref, a, b)
+        ready()
+        plgpu.wgmma(s_ref, a2, b2)
+        meanwhile(plgpu.wgmma_accumulator_load(c_ref, wait_n=1))
+
+    s = plgpu.layout_cast(jnp.zeros((a2.shape[0], b2.shape[1]), jnp.float32), MATRIX)
+    return pl.run_state(body)((plgpu.ACC.init(c), plgpu.ACC.init(s)))[1]
 
 
 def overlapped(first, second, meanwhile, state, *, interpret, issued=lambda: None):
