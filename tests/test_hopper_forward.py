@@ -52,6 +52,8 @@ CASES = {
     "one row, one key": (AttentionCase(1, 1, H=64, dtype="bfloat16"), None),
     "fewer keys than a TMA row": (AttentionCase(1, 7, H=64, dtype="float16"), None),
     "one key": (AttentionCase(239, 1, H=64, dtype="bfloat16"), None),
+    "one key, causal": (AttentionCase(239, 1, H=64, dtype="float16", arguments=CAUSAL), None),
+    "fewer keys than a tile, causal": (AttentionCase(200, 100, H=128, dtype="bfloat16", arguments=CAUSAL), None),
     "more keys than queries": (AttentionCase(63, 65, H=64, dtype="bfloat16", arguments=CAUSAL), None),
     "tails, 128": (AttentionCase(100, 130, H=128, dtype="float16"), None),
     "tails, 256, causal": (AttentionCase(113, 203, H=256, dtype="bfloat16", arguments=CAUSAL), None),

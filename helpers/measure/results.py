@@ -9,6 +9,7 @@
     ladder     one for each step on the way to a faster kernel, see RUNG; `kernel` says of which
     memory     bytes that a program needs, see MEMORY
     notes      what could not be measured, and why
+    kept       {whose: header} of what stands there from an earlier run, when only a part was measured
 
 The tuner's table stands beside it in <card>_tiles.json:
 

@@ -76,12 +76,13 @@ def kernels(call, out, lse, dout, dlse):
 def hopper_forward_candidates(H):
     """The `forward.Tiles` worth trying for a padded head_dim, of those that fit shared memory and registers."""
     block_k_stages_warpgroups = {
-        64: [(128, 2, 3), (128, 4, 3), (64, 4, 3), (64, 4, 4), (192, 2, 2)],
-        128: [(128, 2, 2), (64, 4, 2), (64, 2, 3)],
+        64: [(128, 2, 3), (128, 4, 3), (64, 4, 4)],
+        128: [(128, 2, 2)],
         256: [(64, 2, 2)],
     }
     ahead = H <= 128  # SMEM for two tiles of queries
-    choices = itertools.product(block_k_stages_warpgroups[H], (PROCESSORS, None))
+    programs = (PROCESSORS,) if H <= 64 else (PROCESSORS, None)
+    choices = itertools.product(block_k_stages_warpgroups[H], programs)
     return [hopper_forward.Tiles(64, *choice, programs, ahead) for choice, programs in choices]
 
 
@@ -93,9 +94,7 @@ def hopper_backward_candidates(H):
         64: [own(128, 128, 2), own(128, 128, 3), own(192, 64, 3, 3)],
         128: [own(128, 128, 2), own(128, 64, 4), own(192, 64, 2, 3)],
     }
-    fused = {128: [(own(64, 128, 3), None)]}
-    more = [*((dkv[H], tiles) for tiles in dq.get(H, ())), *fused.get(H, ())]
-    return list(dict.fromkeys([*hopper_backward.forms(H).values(), *more]))
+    return list(dict.fromkeys([*hopper_backward.forms(H).values(), *((dkv[H], tiles) for tiles in dq.get(H, ()))]))
 
 
 def compile_all(function, choices, arrays):

@@ -88,8 +88,10 @@ def hide(p, q_start, k_start, keys_axis, problem, tiles):
 
     `masking.visible` in a form that needs few registers: differences of positions, not positions.
     """
-    positions = functools.partial(plgpu.broadcasted_iota, jnp.int32, p.shape, layout=MATRIX)
-    keys, queries = positions(dimension=keys_axis), positions(dimension=1 - keys_axis)
+    rows = anew(plgpu.broadcasted_iota(jnp.int32, p.shape[:1], 0, layout=ROWS))
+    rows = lax.broadcast_in_dim(rows, p.shape, [0])
+    columns = plgpu.broadcasted_iota(jnp.int32, p.shape, 1, layout=MATRIX)
+    keys, queries = (rows, columns) if keys_axis == 0 else (columns, rows)
     if problem.band.right is not None:
         p = jnp.where(keys - queries <= q_start + problem.band.right - k_start, p, 0.0)
     return jnp.where(keys < problem.S - k_start, p, 0.0) if problem.S % tiles.block_k else p
@@ -117,18 +119,24 @@ def for_each_query_tile(problem, tiles, kv, k_start, body, masked_body, carry):
         """Without a mask, programs start at different tiles, so that they do not add to one tile of dq at once."""
         return lax.rem(i + k_start // block_k, stop) if band == NO_BAND else i
 
-    def one(body):
-        def step_of(index, state):
-            i, g = (index, 0) if group == 1 else (lax.div(index, group), lax.rem(index, group))
-            return state[0] + 1, body(kv * group + g, turned(i), *state)
+    def all_heads(body, start, end, state):
+        """The tiles from start to end of one head after the other; state is (step, carry)."""
+        if group == 1:
+            return lax.fori_loop(start, end, lambda i, state: (state[0] + 1, body(kv, turned(i), *state)), state)
 
-        return step_of
+        def one_step(_, state):
+            g, i, *state = state
+            last = i + 1 == end
+            place = jnp.where(last, g + 1, g), jnp.where(last, start, i + 1)
+            return *place, state[0] + 1, body(kv * group + g, turned(i), *state)
+
+        place = jnp.int32(0), jnp.asarray(start, jnp.int32)
+        return lax.fori_loop(0, group * (end - start), one_step, (*place, *state))[2:]
 
     state = (jnp.int32(0), carry)
-    if partial and masked_body is not body:
-        state = lax.fori_loop(first * group, all_from * group, one(masked_body), state)
-        return lax.fori_loop(all_from * group, stop * group, one(body), state)
-    return lax.fori_loop(first * group, stop * group, one(body), state)
+    if partial:
+        state = all_heads(masked_body, first, all_from, state)
+    return all_heads(body, all_from, stop, state)
 
 
 def load_keys_then_queries(refs, smems, loaded, free, problem, tiles, me_b_kv_k_start):
@@ -552,12 +560,9 @@ def default_tiles(problem, deterministic=False):
 
 def untuned_tiles(problem, deterministic=False):
     """The one of `forms` for a problem on a card without a table; with `deterministic`, the split form."""
-    form = "split"
-    if not deterministic and problem.H <= 64:
-        form = "fused"
-    elif not deterministic and problem.H <= 128 and problem.band.right is not None and problem.T > 1024:
-        form = "fused, dq delayed"
-    return forms(problem.H)[form]
+    if deterministic or problem.H > 128:
+        return forms(problem.H)["split"]
+    return forms(problem.H)["fused" if problem.H <= 64 else "fused, dq delayed"]
 
 
 def backward(call, out, lse, dout, dlse, *, tiles=None, deterministic=False, interpret=False):

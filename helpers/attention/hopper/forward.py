@@ -210,10 +210,10 @@ def forward_kernel(
 
             m = plgpu.layout_cast(jnp.full((block_q,), -jnp.inf, jnp.float32), ROWS)
             l = plgpu.layout_cast(jnp.zeros((block_q, 8), jnp.float32), MATRIX)
-            if causal:  # the first queries do not see all of these keys; a loop takes fewer registers than a cond
-                s = lax.fori_loop(0, jnp.int32(my_start + 1 < block_k), lambda _, s: mask(s, my_start, 0), s)
-            elif problem.S < block_k:
+            if problem.S < block_k:
                 s = mask(s, my_start, 0)
+            elif causal:  # the first queries do not see all of these keys; a loop takes fewer registers than a cond
+                s = lax.fori_loop(0, jnp.int32(my_start + 1 < block_k), lambda _, s: mask(s, my_start, 0), s)
             p, (m, l, _) = softmax(s, m, l)
             return m, l, narrow(p)
 
@@ -391,7 +391,7 @@ def untuned_tiles(problem):
             return Tiles(block_k=64, stages=4, warpgroups=4, programs=programs)
         return Tiles(stages=4 if causal and not long else 2, warpgroups=3, programs=programs)
     if problem.H <= 128:
-        return Tiles(programs=None if long else programs)
+        return Tiles(programs=None if long and not causal else programs)
     return Tiles(block_k=64, ahead=False, programs=programs)
 
 
