@@ -259,7 +259,7 @@ REGISTERS = Exercise(
 # 10.3 The budget of shared memory
 
 
-_OWN = 2560
+_OWN = 1536
 _LIMIT = 232448
 
 
@@ -282,7 +282,7 @@ def _smem_cases():
 
 def _smem(
     H, block_q, block_k, stages, warpgroups,
-    itemsize=2, rings=2, tiles_of_q=2, lse=True, barriers=True, shared_q=False, all_staged=False, limit=_LIMIT,
+    itemsize=2, rings=2, tiles_of_q=3, lse=True, barriers=True, shared_q=False, all_staged=False, limit=_LIMIT,
 ):  # fmt: skip
     def size(stages):
         groups = 1 if shared_q else warpgroups
@@ -299,7 +299,7 @@ def _smem_expected(H, block_q, block_k, stages, warpgroups):
     """From the shapes of the scratch arrays, one after another."""
 
     def size(slots):
-        arrays = [((warpgroups, block_q, H), 2), ((slots, block_k, H), 2), ((slots, block_k, H), 2)]
+        arrays = [((2, warpgroups, block_q, H), 2), ((slots, block_k, H), 2), ((slots, block_k, H), 2)]
         arrays += [((warpgroups, block_q, H), 2), ((warpgroups, block_q), 4)]
         arrays += [((warpgroups,), 8)] + 4 * [((slots,), 8)]
         return sum(int(np.prod(shape)) * item for shape, item in arrays)
@@ -324,9 +324,14 @@ SMEM = Exercise(
             "Keys and values have a ring each: see the table of section 7.",
         ),
         Mistake(
-            "o_smem is forgotten",
+            "o_smem is forgotten, or the next tile of queries",
+            functools.partial(_smem, tiles_of_q=2),
+            "There are three tiles of that size: q, the next q, and out on its way to GMEM: see section 7.",
+        ),
+        Mistake(
+            "neither o_smem nor the next tile of queries is counted",
             functools.partial(_smem, tiles_of_q=1),
-            "out has a place of its own on its way to GMEM, as large as that of q: see section 7.",
+            "Beside q, the next q and out have places of their own, each as large as q's: see section 7.",
         ),
         Mistake(
             "all warpgroups share one tile of queries",

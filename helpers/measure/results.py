@@ -19,9 +19,15 @@ The tuner's table stands beside it in <card>_tiles.json:
     hopper_sweep   everything that was tried for them, with its time in `ms`
     kept           {part: header} of what stands there from an earlier run, when only a part was tuned
 
-What was tried on the way to a kernel and not kept stands in <card>_variants.json, see VARIANT, and beside
-it, in `kernels`, the time of each kernel of a backward pass, see KERNEL, in `compiled` the registers of a
-thread of the Hopper ladder, see COMPILED, and in `instructions` how many a step of a loop has.
+What was tried on the way to a kernel and not kept stands in <card>_variants.json, see VARIANT, and beside it
+
+    kernels        the time of each kernel of a backward pass, see KERNEL
+    compiled       registers of a thread of the Hopper ladder, see COMPILED
+    instructions   how many instructions a step of a loop has
+    loops          the main loops of fused backward kernels in machine code, see LOOP
+    profile        at which instructions the warps of a loop were found, in per cent, see PROFILE
+    latest         commit, date, notes, and in `records` times of Hopper kernels newer than the benchmark's
+                   record, and of cuDNN beside them, see LATEST
 """
 
 import json
@@ -87,6 +93,18 @@ PASSES = {
 }
 KERNEL = {"name": _text, "kernel": _text, "H": _whole, "T": _whole, "is_causal": (bool,), "device_ms": _number}
 COMPILED = {"rung": _whole, "H": _whole, "is_causal": (bool,), "registers": _whole}
+LOOP = {
+    **dict.fromkeys(("name", "addresses"), _text),
+    **dict.fromkeys(("H", "instructions", "loads", "stores", "to_uniform"), _whole),
+    "is_causal": (bool,),
+}
+PROFILE = {**dict.fromkeys(("name", "what"), _text), "H": _whole, "T": _whole, "is_causal": (bool,), "share": _number}
+LATEST = {
+    **dict.fromkeys(("pass", "name"), _text),
+    **dict.fromkeys(("H", "T"), _whole),
+    "is_causal": (bool,),
+    **dict.fromkeys(("device_ms", "tflops"), _number),
+}
 VARIANT = {"kernel": _text, "name": _text, "H": _whole, "T": _whole, "is_causal": (bool,), "tflops": _number}
 FILE = {
     "card": _text,
@@ -109,6 +127,9 @@ VARIANTS_FILE = {
     "kernels": (list,),
     "compiled": (list,),
     "instructions": (dict,),
+    "loops": (list,),
+    "profile": (list,),
+    "latest": (dict,),
 }
 
 
@@ -121,10 +142,12 @@ def check(results, schema=FILE):
     """Raise ValueError naming the first field of recorded results that is missing or of a wrong type."""
     _check_fields("results", results, schema)
     parts = {"records": RECORD, "ladder": RUNG, "memory": MEMORY, "tiles": TILES}
-    parts |= {"variants": VARIANT, "kernels": KERNEL, "compiled": COMPILED}
+    parts |= {"variants": VARIANT, "kernels": KERNEL, "compiled": COMPILED, "loops": LOOP, "profile": PROFILE}
     for part, fields in parts.items():
         for number, entry in enumerate(results.get(part, ())):
             _check_fields(f"{part}[{number}]", entry, fields)
+    for number, entry in enumerate(results.get("latest", {}).get("records", ())):
+        _check_fields(f"latest[{number}]", entry, LATEST)
     for part in ("hopper", "hopper_sweep"):
         for number, row in enumerate(results.get(part, ())):
             where = f"{part}[{number}]"

@@ -88,10 +88,8 @@ def hide(p, q_start, k_start, keys_axis, problem, tiles):
 
     `masking.visible` in a form that needs few registers: differences of positions, not positions.
     """
-    rows = anew(plgpu.broadcasted_iota(jnp.int32, p.shape[:1], 0, layout=ROWS))
-    rows = lax.broadcast_in_dim(rows, p.shape, [0])
-    columns = plgpu.broadcasted_iota(jnp.int32, p.shape, 1, layout=MATRIX)
-    keys, queries = (rows, columns) if keys_axis == 0 else (columns, rows)
+    positions = functools.partial(plgpu.broadcasted_iota, jnp.int32, p.shape, layout=MATRIX)
+    keys, queries = positions(dimension=keys_axis), positions(dimension=1 - keys_axis)
     if problem.band.right is not None:
         p = jnp.where(keys - queries <= q_start + problem.band.right - k_start, p, 0.0)
     return jnp.where(keys < problem.S - k_start, p, 0.0) if problem.S % tiles.block_k else p
