@@ -80,6 +80,15 @@ def test_forward(name):
     check_forward(interpreted(hopper.forward, tiles=tiles), case)
 
 
+@pytest.mark.parametrize(("N", "K", "cached_heads"), [(5, 5, 2), (4, 4, 2), (6, 3, 1), (2, 2, 0)])
+def test_causal_calls_take_the_heads_in_parts(N, K, cached_heads, monkeypatch):
+    """Of two heads and a rest of one, of two without a rest, of the heads of one key head, and of one."""
+    S, H = 200, 128
+    monkeypatch.setattr(hopper, "CACHED", cached_heads * 2 * S * H * 2)
+    case = AttentionCase(300, S, H=H, N=N, K=K, dtype="bfloat16", arguments=CAUSAL)
+    check_forward(interpreted(hopper.forward, tiles=SMALL._replace(programs=3)), case)
+
+
 @pytest.mark.parametrize("rung", ladder.NAMES)
 def test_every_rung(rung):
     case = AttentionCase(256, 256, H=64, N=2, K=1, dtype="bfloat16", arguments=CAUSAL if rung % 2 else {})
@@ -109,6 +118,18 @@ def test_a_dropped_step_of_the_epilogue_is_found(fault, monkeypatch):
     case = AttentionCase(300, 64, H=64, dtype="bfloat16")
     with pytest.raises((RaceError, jax.errors.JaxRuntimeError), match=r"^$|Not all|already at phase"):
         check_forward(interpreted(hopper.forward, tiles=SMALL._replace(programs=1)), case)
+
+
+def test_the_next_scores_ordered_before_their_operands_are_there_are_a_race(monkeypatch):
+    accumulate_then = hopper.accumulate_then
+
+    def hasty(last, ready, following, meanwhile, *, interpret):
+        early = hopper.product(*following, interpret=interpret)
+        return (early + accumulate_then(last, ready, following, meanwhile, interpret=interpret)) / 2
+
+    monkeypatch.setattr(hopper, "accumulate_then", hasty)
+    with pytest.raises(RaceError):
+        check_forward(interpreted(hopper.forward, tiles=SMALL), AttentionCase(400, 128, H=64, dtype="bfloat16"))
 
 
 def test_a_slot_freed_too_early_is_a_race(monkeypatch):

@@ -271,6 +271,7 @@ def _smem_cases():
         (128, 64, 64, 3, 2),
         (256, 64, 64, 1, 2),
         (64, 64, 64, 4, 4),
+        (64, 128, 64, 4, 3),  # where the bytes that the compiler keeps decide
     ]
     return [
         Case(

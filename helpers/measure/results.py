@@ -97,6 +97,7 @@ LOOP = {
     **dict.fromkeys(("name", "addresses"), _text),
     **dict.fromkeys(("H", "instructions", "loads", "stores", "to_uniform"), _whole),
     "is_causal": (bool,),
+    "requests": (int, type(None)),  # for spilled registers, of one call at T = 4096, by the profiler
 }
 PROFILE = {**dict.fromkeys(("name", "what"), _text), "H": _whole, "T": _whole, "is_causal": (bool,), "share": _number}
 LATEST = {

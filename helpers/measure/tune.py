@@ -76,25 +76,25 @@ def kernels(call, out, lse, dout, dlse):
 def hopper_forward_candidates(H):
     """The `forward.Tiles` worth trying for a padded head_dim, of those that fit shared memory and registers."""
     block_k_stages_warpgroups = {
-        64: [(128, 2, 3), (128, 4, 3), (64, 4, 4)],
-        128: [(128, 2, 2)],
+        64: [(128, 2, 3), (128, 4, 3), (64, 4, 3), (64, 4, 4), (192, 2, 2)],
+        128: [(128, 2, 2), (64, 3, 2), (64, 4, 2), (64, 2, 3)],
         256: [(64, 2, 2)],
     }
     ahead = H <= 128  # SMEM for two tiles of queries
-    programs = (PROCESSORS,) if H <= 64 else (PROCESSORS, None)
-    choices = itertools.product(block_k_stages_warpgroups[H], programs)
+    choices = itertools.product(block_k_stages_warpgroups[H], (PROCESSORS, None))
     return [hopper_forward.Tiles(64, *choice, programs, ahead) for choice, programs in choices]
 
 
 def hopper_backward_candidates(H):
     """Pairs of tiles as `backward.forms` has them: those, and some with other tiles or more stages."""
     own = hopper_backward.Tiles
-    dkv = {64: own(128, 128, 2), 128: own(64, 128, 2)}
+    dkv = {64: [own(128, 128, 2), own(64, 192, 3, 3)], 128: [own(64, 128, 2), own(64, 128, 3)]}
     dq = {
         64: [own(128, 128, 2), own(128, 128, 3), own(192, 64, 3, 3)],
         128: [own(128, 128, 2), own(128, 64, 4), own(192, 64, 2, 3)],
     }
-    return list(dict.fromkeys([*hopper_backward.forms(H).values(), *((dkv[H], tiles) for tiles in dq.get(H, ()))]))
+    more = itertools.product(dkv.get(H, ()), dq.get(H, ()))
+    return list(dict.fromkeys([*hopper_backward.forms(H).values(), *more]))
 
 
 def compile_all(function, choices, arrays):
