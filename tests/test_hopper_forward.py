@@ -63,6 +63,7 @@ CASES = {
     "rows of the last tile are missing": (AttentionCase(300, 200, H=64, dtype="bfloat16"), SMALL),
     "three warpgroups": (AttentionCase(300, 400, H=64, dtype="bfloat16"), None),
     "four warpgroups": (AttentionCase(300, 300, H=64, dtype="bfloat16", arguments=CAUSAL), None),
+    "three warpgroups, one stage, several turns": (AttentionCase(700, 300, H=64, N=2, dtype="bfloat16", arguments=CAUSAL), SMALL._replace(stages=1, warpgroups=3)),
     "grouped heads": (AttentionCase(128, 256, H=128, N=4, K=2, B=2, dtype="bfloat16"), None),
     "one program a tile": (AttentionCase(200, 200, H=64, dtype="bfloat16", arguments=CAUSAL), SMALL._replace(programs=None)),
     "large logits": (AttentionCase(130, 300, H=64, dtype="bfloat16", logits="large"), SMALL),

@@ -331,34 +331,6 @@ FAULTS = {
 }
 
 
-def test_what_was_not_measured_again_is_kept():
-    """With `--only`: records of other implementations and cases, each with the header of its own run."""
-    earlier = results.read()
-    header = {"card": earlier["card"], "versions": {}, "commit": "new", "date": "today"}
-    mine = [r | {"tflops": 1.0} for r in earlier["records"] if r["implementation"] == "hopper" and r["T"] == 4096]
-    found = header | {"ceilings": earlier["ceilings"], "records": mine, "ladder": [], "memory": [], "notes": []}
-    once = benchmark.with_earlier(found, earlier, header)
-    results.check(once)
-    assert len(once["records"]) == len(earlier["records"]) and once["records"][: len(mine)] == mine
-    assert once["ladder"] == earlier["ladder"] and once["memory"] == earlier["memory"] and once["commit"] == "new"
-    assert {"hopper", "cudnn", "portable", "memory", "portable forward"} <= once["kept"].keys()
-    assert once["kept"]["cudnn"]["commit"] == earlier["commit"]
-    cudnn = [r for r in earlier["records"] if r["implementation"] == "cudnn"]
-    twice = benchmark.with_earlier(found | {"records": cudnn, "commit": "newer"}, once, header)
-    assert "cudnn" not in twice["kept"] and twice["kept"]["portable"]["commit"] == earlier["commit"]
-
-
-def test_only_some_implementations_are_measured(monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        benchmark, "measure_case", lambda case, implementations, note: asked.extend(implementations) or []
-    )
-    benchmark.run(benchmark.GRID[:1], print, progress=lambda _: None, only=["hopper", "cudnn"])
-    assert asked == ["hopper", "cudnn"]
-    monkeypatch.setattr(benchmark, "compute_capability", lambda: (9, 0))
-    assert list(benchmark.rungs(benchmark.GRID[0], only=["hopper"])) == ["hopper forward", "hopper backward"]
-
-
 @pytest.mark.parametrize("message", FAULTS)
 def test_broken_results_are_refused_and_not_written(message, tmp_path):
     broken = json.loads(json.dumps(recorded()))

@@ -310,10 +310,9 @@ def ceilings():
     return {"matmul_tflops": 2 * 8192**3 / ms["matmul"] / 1e9, "copy_gbps": 2 * large.nbytes / fastest_copy / 1e6}
 
 
-def rungs(case, only=None):
+def rungs(case):
     """{kernel: (pass, {name: function})}: the steps on the way to our kernels, as far as this card runs them.
 
-    only: names of implementations.
     The functions take query, key and value; for a backward pass also out, lse (B, N, T) and dout.
     """
     steps = {
@@ -332,7 +331,7 @@ def rungs(case, only=None):
                 for name, tiles in hopper_backward.forms(case.H).items()
             },
         )
-    return {name: steps for name, steps in kernels.items() if only is None or name.split()[0] in only}
+    return kernels
 
 
 def _hopper_rung(case, rung, *arrays):
@@ -458,15 +457,15 @@ def gpu_or_reason():
     return None
 
 
-def run(cases, note, progress=print, began=None, limit_s=380.0, only=None):
-    """Records of cases, until limit_s is over; what is left out then is noted. only: names of implementations."""
+def run(cases, note, progress=print, began=None, limit_s=380.0):
+    """Records of cases, until limit_s is over; what is left out then is noted."""
     began = time.perf_counter() if began is None else began
     records = []
     for case in cases:
         if time.perf_counter() - began > limit_s:
             note(f"{case.name}: left out, the time was up")
             continue
-        names = [name for name in names_for(case) if only is None or name in only]
+        names = names_for(case)
         implementations = {name: OF_JAX[name] for name in names if name in OF_JAX}
         try:
             found = measure_case(case, implementations, note=note)
@@ -501,34 +500,9 @@ def with_fractions(records, top):
     return done
 
 
-def with_earlier(found, earlier, header):
-    """The results, and beside them what an earlier run has of other implementations and cases.
-
-    `kept` says of which: {implementation, or "memory": the header of its run}.
-    """
-    identity = ("implementation", "pass", *Case.__dataclass_fields__)
-    header_then = {name: earlier[name] for name in header}
-    kept, whole = {}, dict(found)
-    for part, fields, owner in (
-        ("records", identity, "implementation"),
-        ("ladder", ("kernel", "name", "H", "T", "is_causal"), "kernel"),
-    ):
-        new = {tuple(entry[field] for field in fields) for entry in found[part]}
-        old = [entry for entry in earlier[part] if tuple(entry[field] for field in fields) not in new]
-        whole[part] = found[part] + old
-        kept |= {entry[owner]: earlier.get("kept", {}).get(entry[owner], header_then) for entry in old}
-    if not found["memory"]:
-        whole["memory"] = earlier["memory"]
-        kept["memory"] = earlier.get("kept", {}).get("memory", header_then)
-    return whole | {"kept": kept}
-
-
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="make gpu-bench", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="only T = 4096 in bfloat16, without recording")
-    parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="measure these implementations, and keep the record of all others"
-    )
     parser.add_argument("--limit", type=float, default=380.0, help="seconds after which no other case is begun")
     parser.add_argument("--commit", help="what to record as the commit, where git cannot say")
     options = parser.parse_args(arguments)
@@ -551,17 +525,14 @@ def main(arguments=None):
     cases = sorted([*GRID, TUTORIAL, *GROUPED], key=lambda case: (case.T != 4096 and case != TUTORIAL, case.dtype))
     if options.quick:
         cases = [case for case in cases if case.T == 4096 and case.dtype == "bfloat16"]
-    progress = functools.partial(print, flush=True)
-    records = with_fractions(run(cases, note, progress, began, options.limit, options.only), top)
+    records = with_fractions(run(cases, note, functools.partial(print, flush=True), began, options.limit), top)
     long = [case for case in GRID if case.T == 4096 and case.dtype == "bfloat16"]
-    steps = [] if options.quick else ladder_records(long, note, functools.partial(rungs, only=options.only))
-    memory = [] if options.quick or options.only else memory_records(note)
+    steps = [] if options.quick else ladder_records(long, note)
+    memory = [] if options.quick else memory_records(note)
     print(f"{time.perf_counter() - began:.0f} s")
     if options.quick:
         return 0
     found = machine.header() | {"ceilings": top, "records": records, "ladder": steps, "memory": memory, "notes": notes}
-    if options.only:
-        found = with_earlier(found, results.read(machine.card), machine.header())
     path = results.RESULTS / f"{results.slug(machine.card)}.json"
     return results.write_or_say(found, path)
 

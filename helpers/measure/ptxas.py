@@ -34,8 +34,8 @@ from helpers.attention.masking import Band
 from helpers.attention.problem import Call, Problem
 from helpers.measure import results
 
-# Bytes that a kernel may spill, by pass and padded head_dim: somewhat more than today's kernels do, which is
-# outside of their main loops. The kernels for a head_dim of 256 merely fit.
+# Bytes that a kernel may spill, by pass and padded head_dim: somewhat more than today's kernels do. The
+# kernels for a head_dim of 256 merely fit.
 ALLOWED_SPILLS = {
     "forward": {64: 40, 128: 40, 256: 100},
     "backward": {64: 40, 128: 160, 256: 600},

@@ -119,7 +119,8 @@ def times_of(programs, always=(), finalists=5, time_programs=time_together):
     fastest = sorted(programs, key=lambda tiles: short[tiles].wall_ms)[:finalists]
     chosen = {tiles: programs[tiles] for tiles in programs if tiles in fastest or tiles in always}
     long = time_programs(chosen)
-    final = {tiles: time.wall_ms if time.device_ms is None else time.device_ms for tiles, time in long.items()}
+    by_device = all(time.device_ms is not None for time in long.values())
+    final = {tiles: time.device_ms if by_device else time.wall_ms for tiles, time in long.items()}
     return {tiles: time.wall_ms for tiles, time in short.items()} | final, final
 
 

@@ -363,7 +363,8 @@ def heads_together(problem):
     All of them with a small head_dim, where memory keeps up, and parts would cost some balance for nothing.
     """
     every, head_dim = problem.N * problem.B, padded_head_dim(problem.H)
-    bytes_of_keys_and_values = 2 * problem.S * head_dim * problem.dtype.itemsize
+    keys = min(problem.T, problem.S)  # no query sees a later one
+    bytes_of_keys_and_values = 2 * keys * head_dim * problem.dtype.itemsize
     return every if head_dim <= 64 else min(every, problem.group * max(1, CACHED // bytes_of_keys_and_values))
 
 
