@@ -81,6 +81,23 @@ def test_forward(name):
     check_forward(interpreted(hopper.forward, tiles=tiles), case)
 
 
+@pytest.mark.parametrize(("heads", "group", "cached_heads"), [(1, 1, 9), (13, 1, 3), (12, 1, 4), (12, 4, 1), (6, 1, 0)])
+@pytest.mark.parametrize("q_tiles", [1, 2, 7])
+def test_the_causal_order_has_every_pair_once(heads, group, cached_heads, q_tiles, monkeypatch):
+    """And never more heads together than the cache holds, but at least those that share keys."""
+    H, S = 128, 256
+    problem = Problem(1, S, S, heads, heads // group, H, jnp.dtype(jnp.bfloat16), 1.0, Band(right=0))
+    monkeypatch.setattr(hopper, "CACHED", cached_heads * 2 * S * H * 2)
+    tiles, order = hopper.causal_order(jnp.arange(q_tiles * heads), q_tiles, problem)
+    assert len({*zip(tiles.tolist(), order.tolist(), strict=True)}) == q_tiles * heads
+    assert set(tiles.tolist()) == set(range(q_tiles)) and set(order.tolist()) == set(range(heads))
+    width = min(heads, group * max(1, cached_heads))
+    parts = [set(order[start : start + width * q_tiles].tolist()) for start in range(0, len(order), width * q_tiles)]
+    assert sum(map(len, parts)) == heads
+    last = tiles[-len(parts[-1]) * q_tiles :]
+    assert (jnp.diff(last) <= 0).all()  # the longest tiles of the last part first
+
+
 @pytest.mark.parametrize(("N", "K", "cached_heads"), [(5, 5, 2), (4, 4, 2), (6, 3, 1), (2, 2, 0)])
 def test_causal_calls_take_the_heads_in_parts(N, K, cached_heads, monkeypatch):
     """Of two heads and a rest of one, of two without a rest, of the heads of one key head, and of one."""

@@ -1,6 +1,5 @@
 """The tiles of the Hopper kernels: where they come from, and every configuration of the tables on a machine without a GPU."""
 
-import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -71,12 +70,6 @@ def test_a_card_without_a_table_uses_the_default(with_a_table, monkeypatch):
     problem = problem_of(1000, 1000, 128, "bfloat16", True)
     assert forward.default_tiles(problem) == forward.untuned_tiles(problem)
     assert backward.default_tiles(problem) == backward.untuned_tiles(problem)
-
-
-def test_heads_that_share_keys_have_the_tiles_of_others():
-    delayed = problem_of(4096, 4096, 128, "bfloat16", True, N=2, K=2)
-    assert backward.default_tiles(delayed)[0].delayed
-    assert backward.default_tiles(dataclasses.replace(delayed, N=8 * delayed.K)) == backward.default_tiles(delayed)
 
 
 def test_the_deterministic_form_is_split_whatever_the_table(with_a_table):

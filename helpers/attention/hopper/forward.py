@@ -121,15 +121,7 @@ def forward_kernel(
         if causal:
             # Backwards in every other full round, so that no program has the longest tile of each.
             index = jnp.where(full_round & (turn % 2 == 1), turn * programs + (programs - 1 - program), index)
-            # The heads in parts, each with as many as the cache holds keys and values of. In the last part
-            # the longest tiles come first, in the one before it they come last, and so on in turns.
-            width = heads_together(problem)
-            parts = pl.cdiv(heads, width)
-            part = lax.div(index, width * q_tiles) if parts > 1 else 0
-            index -= part * width * q_tiles
-            here = jnp.minimum(width, heads - part * width) if heads % width else width
-            level, head = lax.div(index, here), part * width + lax.rem(index, here)
-            i = jnp.where((parts - 1 - part) % 2 == 1, level, q_tiles - 1 - level)
+            i, head = causal_order(index, q_tiles, problem)
         else:
             # The last tile of a head may have few rows: turn by turn another program gets it.
             index = jnp.where(full_round, turn * programs + lax.rem(program + turn, programs), index)
@@ -366,6 +358,21 @@ def heads_together(problem):
     keys = min(problem.T, problem.S)  # no query sees a later one
     bytes_of_keys_and_values = 2 * keys * head_dim * problem.dtype.itemsize
     return every if head_dim <= 64 else min(every, problem.group * max(1, CACHED // bytes_of_keys_and_values))
+
+
+def causal_order(index, q_tiles, problem):
+    """(tile of queries, head) at a place, or an array of places, of the list of all pairs of a causal call.
+
+    The heads come in parts, see `heads_together`. In the last part the longest tiles come first, in the
+    one before it they come last, and so on in turns, so that the ends of two parts fit each other.
+    """
+    heads, width = problem.N * problem.B, heads_together(problem)
+    parts = pl.cdiv(heads, width)
+    part = lax.div(index, width * q_tiles) if parts > 1 else 0
+    index = index - part * width * q_tiles
+    here = jnp.minimum(width, heads - part * width) if heads % width else width
+    level, head = lax.div(index, here), part * width + lax.rem(index, here)
+    return jnp.where((parts - 1 - part) % 2 == 1, level, q_tiles - 1 - level), head
 
 
 def why_not(problem):

@@ -52,16 +52,13 @@ def _value(operand):
     return operand if isinstance(operand, jax.Array) else operand[...]
 
 
-def product(a, b, *, interpret, issued=lambda: None):
-    """a @ b. issued() runs once the tensor core has its orders, before the result is awaited."""
+def product(a, b, *, interpret):
+    """a @ b."""
     if interpret:
-        c = _dot(a, b)
-        issued()
-        return c
+        return _dot(a, b)
 
     def body(c_ref):
         plgpu.wgmma(c_ref, a, b)
-        issued()
         return c_ref[...]
 
     return pl.run_scoped(body, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
@@ -100,11 +97,11 @@ def accumulate_then(last, ready, following, meanwhile, *, interpret):
     return pl.run_state(body)((plgpu.ACC.init(c), plgpu.ACC.init(s)))[1]
 
 
-def overlapped(first, second, meanwhile, state, *, interpret, issued=lambda: None):
+def overlapped(first, second, meanwhile, state, *, interpret):
     """Two products in flight at once, and work on the first while the second runs.
 
-    first: (a, b); second: (c, a, b). Issues a @ b and then c + a @ b, calls issued(), awaits the
-    first product, s, alone, and computes p, state = meanwhile(s, state) while the tensor core is
+    first: (a, b); second: (c, a, b). Issues a @ b and then c + a @ b, awaits the first
+    product, s, alone, and computes p, state = meanwhile(s, state) while the tensor core is
     busy with the second. p has the shape of s, and state keeps its shapes. ptxas likes to await the
     second before most of that work, unless meanwhile ends with a loop, such as a barrier_wait.
     Returns (c + a @ b of the second, p, the new state).
@@ -112,7 +109,6 @@ def overlapped(first, second, meanwhile, state, *, interpret, issued=lambda: Non
     (a, b), (c, a2, b2) = first, second
     if interpret:
         s, c = _dot(a, b), c + _dot(a2, b2)
-        issued()
         return c, *meanwhile(s, state)
     shape = a.shape[0], b.shape[1]
     leaves, tree = jax.tree.flatten(state)
@@ -123,7 +119,6 @@ def overlapped(first, second, meanwhile, state, *, interpret, issued=lambda: Non
         def with_first(s_ref):
             plgpu.wgmma(s_ref, a, b)
             plgpu.wgmma(c_ref, a2, b2)
-            issued()
             s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)  # the older of the two
             p, new = meanwhile(s, jax.tree.unflatten(tree, [ref[...] for ref in state_refs]))
             for ref, value in zip((p_ref, *state_refs), (p, *jax.tree.leaves(new)), strict=True):
