@@ -36,7 +36,7 @@ class AttentionCase:
     """Shapes, dtype and arguments of a call, and how its random inputs are drawn.
 
     logits: "plain", "large" (100 times), "low" (every logit far below zero), "one huge" or "last huge"
-      (at the key in the middle or at the end), or "equal".
+      (at the key in the middle or at the end), "rising" (larger from key to key), or "equal".
     value_size: values are this many times as large, and positive unless it is 1.
     query_lengths, key_lengths: tuples of B integers, or None.
     """
@@ -71,6 +71,8 @@ class AttentionCase:
                 key[:, self.S // 2] *= 300
             case "last huge":
                 key[:, -1] *= 300
+            case "rising":
+                key *= np.linspace(0, 40, self.S)[:, None, None]
             case "equal":
                 key[...] = 0
         if self.value_size != 1:

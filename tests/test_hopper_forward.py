@@ -70,6 +70,13 @@ CASES = {
     "large logits, causal": (AttentionCase(130, 130, H=64, dtype="float16", logits="large", arguments=CAUSAL), SMALL),
     "low logits": (AttentionCase(130, 300, H=64, dtype="bfloat16", logits="low", arguments=CAUSAL), SMALL),
     "last huge": (AttentionCase(65, 300, H=64, dtype="float16", logits="last huge"), SMALL),
+    "guesses fail at once": (AttentionCase(500, 500, H=64, dtype="float16", logits="rising", arguments=CAUSAL), SMALL._replace(programs=1)),
+    "guesses fail in bfloat16": (AttentionCase(300, 400, H=64, N=4, K=2, dtype="bfloat16", logits="rising"), SMALL),
+    "one guess fails, late": (AttentionCase(500, 500, H=64, N=1, dtype="float16", logits="last huge", arguments=CAUSAL), SMALL._replace(programs=1, warpgroups=3)),
+    "some guesses fail, in some heads": (AttentionCase(200, 300, H=64, N=4, B=2, dtype="float16", logits="rising", arguments={"scale": 0.06}), SMALL._replace(programs=1)),
+    "guesses fail without a tile ahead": (AttentionCase(300, 300, H=256, dtype="bfloat16", logits="rising", arguments=CAUSAL), None),
+    "guesses fail, one program a tile": (AttentionCase(200, 300, H=128, dtype="float16", logits="large"), hopper.Tiles(programs=None)),
+    "equal logits": (AttentionCase(130, 300, H=64, dtype="float16", logits="equal"), SMALL),
     "negative scale": (AttentionCase(65, 130, H=64, dtype="bfloat16", arguments={"scale": -0.2}), SMALL),
     "scale of zero": (AttentionCase(65, 130, H=64, dtype="bfloat16", arguments={"scale": 0, **CAUSAL}), SMALL),
 }  # fmt: skip
@@ -136,6 +143,40 @@ def test_a_dropped_step_of_the_epilogue_is_found(fault, monkeypatch):
     case = AttentionCase(300, 64, H=64, dtype="bfloat16")
     with pytest.raises((RaceError, jax.errors.JaxRuntimeError), match=r"^$|Not all|already at phase"):
         check_forward(interpreted(hopper.forward, tiles=SMALL._replace(programs=1)), case)
+
+
+@pytest.mark.parametrize("fault", ["trusted", "not done again"])
+def test_a_failed_guess_without_consequences_is_found(fault, monkeypatch):
+    if fault == "trusted":
+        monkeypatch.setattr(hopper, "min", lambda S, most: float("inf"), raising=False)
+    else:
+        while_loop = jax.lax.while_loop
+        once = lambda condition, body, start: while_loop(lambda state: state[0] == 1, body, start)
+        monkeypatch.setattr(jax.lax, "while_loop", once)
+    with pytest.raises(AssertionError, match="relative error"):
+        check_forward(
+            interpreted(hopper.forward, tiles=SMALL), AttentionCase(300, 400, H=64, dtype="float16", logits="rising")
+        )
+
+
+def test_ranges_of_failed_guesses_read_too_early_are_a_race(monkeypatch):
+    """Without the barrier that every warpgroup passes when it has judged its guesses."""
+    wait, arrive = plgpu.barrier_wait, plgpu.barrier_arrive
+    single = lambda barrier: barrier.shape == ()
+
+    class Faulty:
+        def __getattr__(self, name):
+            return getattr(plgpu, name)
+
+        def barrier_wait(self, barrier):
+            return None if single(barrier) else wait(barrier)
+
+        def barrier_arrive(self, barrier):
+            return None if single(barrier) else arrive(barrier)
+
+    monkeypatch.setattr(hopper, "plgpu", Faulty())
+    with pytest.raises(RaceError):
+        check_forward(interpreted(hopper.forward, tiles=SMALL), AttentionCase(300, 300, H=64, dtype="bfloat16"))
 
 
 def test_the_next_scores_ordered_before_their_operands_are_there_are_a_race(monkeypatch):

@@ -11,6 +11,8 @@ from test_portable_forward import GRID
 
 from helpers import flash_attention
 from helpers.attention.device import compute_capability
+from helpers.attention.hopper import forward as hopper
+from helpers.attention.problem import check_call
 from helpers.attention.reference import oracle
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="this machine has no GPU that JAX can use")
@@ -48,6 +50,22 @@ def test_hopper_long_sequences(T, S, H, dtype):
     case = AttentionCase(T, S, H, N=1, K=1, dtype=dtype, arguments={"is_causal": T == S})
     check_forward(hopper_attention, case)
     check_gradients(functools.partial(gradients_of, hopper_attention), case, mends_delta=False)
+
+
+@on_hopper
+@pytest.mark.parametrize("logits", ["rising", "large", "last huge", "equal"])
+@pytest.mark.parametrize(("dtype", "H"), [("bfloat16", 64), ("float16", 128), ("float16", 64), ("bfloat16", 256)])
+def test_hopper_guesses_that_fail(dtype, H, logits):
+    """In several turns of a program: eight programs share the work."""
+    for is_causal in (False, True):
+        case = AttentionCase(1000, 1500, H, N=4, K=2, dtype=dtype, logits=logits, arguments={"is_causal": is_causal})
+
+        def attention(query, key, value, **arguments):
+            call = check_call(query, key, value, **arguments)
+            out, lse = hopper.forward(call, tiles=hopper.default_tiles(call.problem)._replace(programs=8))
+            return out, np.swapaxes(lse, 1, 2)
+
+        check_forward(attention, case)
 
 
 @on_hopper

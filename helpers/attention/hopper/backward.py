@@ -45,7 +45,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.hopper.table import tuned_tiles
-from helpers.attention.hopper.warpgroup import MATRIX, PROCESSORS, REGISTERS, ROWS, SWIZZLED, anew, padded_head_dim
+from helpers.attention.hopper.warpgroup import (
+    COLUMNS,
+    MATRIX,
+    PROCESSORS,
+    REGISTERS,
+    ROWS,
+    SWIZZLED,
+    anew,
+    padded_head_dim,
+)
 from helpers.attention.masking import NO_BAND, key_tiles, query_tiles
 from helpers.attention.portable.tiles import LOG2_E
 from helpers.attention.problem import Call
@@ -53,7 +62,6 @@ from helpers.attention.problem import Call
 GRID_LIMIT = 65535  # programs along the axis into which Mosaic folds all but the last two of a grid
 WIDEST = 128  # columns of dk and dv that the registers of a warpgroup hold beside s and dp
 ROWS_OF_WGMMA = 64  # rows of a product that one warpgroup owns
-COLUMNS = MATRIX.reduce(0)  # how a warpgroup holds one number for each column of a matrix
 SWIZZLED_32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))  # SWIZZLED for float32
 
 

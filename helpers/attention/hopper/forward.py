@@ -1,13 +1,26 @@
 """The Hopper forward kernel: specialised warpgroups, in Pallas Mosaic GPU.
 
-FlashAttention-3 (arXiv 2407.08608) without its turns. The arithmetic is that of the portable kernel,
-base 2, for block_q queries and one tile of block_k keys after another (scale_2 = scale log2 e):
+FlashAttention-3 (arXiv 2407.08608) without its turns, and with a guess. For block_q queries and one tile
+of block_k keys after another, base 2 (scale_2 = scale log2 e), h = HEADROOM:
 
     s_j    = q k_j^T
+    m      = scale_2 rowmax s_0 + h          from the first tile alone: the guess
+    p_j    = 2^(scale_2 s_j - m)             l = l + rowsum p_j
+    acc    = acc + p_{j-1} v_{j-1} , one tile late; the last p v follows the loop
+    out    = acc / l                         lse = ln 2 (m + log2 l)
+
+out and lse are the same for every m, as long as nothing leaves the range of its dtype. The maximum of all
+tiles is one choice, which takes a maximum and two multiplications in every tile. A guess takes nothing.
+It is too low only where a later score of a row is far above all of its first tile. Then l says so: with
+the true maximum it is at most S. A warpgroup that finds l above min(S, MOST) in some row is `careful` from
+there on, and goes by the rule of the portable kernel:
+
     m'     = max(m, scale_2 rowmax s_j)      alpha = 2^(m - m')
     p_j    = 2^(scale_2 s_j - m')            l = alpha l + rowsum p_j
-    acc    = alpha (acc + p_{j-1} v_{j-1}) , one tile late; the last p v follows the loop
-    out    = acc / l                         lse = ln 2 (m + log2 l)
+    acc    = alpha (acc + p_{j-1} v_{j-1})
+
+When a program is done with its list of work, it does the tiles of queries again in which a guess failed.
+(FlashAttention-4, arXiv 2603.05451, also leaves an old m where it can, and decides in every tile.)
 
 What runs at the same time is all of the art. A program (one on each processor of the card) has
 `warpgroups` compute warpgroups of block_q queries each and one memory warpgroup:
@@ -34,18 +47,21 @@ SMEM of a program:
     q_smem           (2, warpgroups, block_q, H)   this tile of queries and the next, a part for each warpgroup
     k_smem, v_smem   (stages, block_k, H)          the rings
     o_smem           (warpgroups, block_q, H)      out on its way to GMEM
-    lse_smem         (warpgroups, block_q)         float32
+    lse_smem         (warpgroups + 1, block_q)     float32; at [warpgroups, 2 i] and [.., 2 i + 1] the first turn
+                                                   that warpgroup i wants done again, and the one after the last
     q_loaded                                       a barrier for each compute warpgroup
     k_loaded, v_loaded, k_free, v_free             a barrier for each slot
+    judged                                         a barrier: every compute warpgroup knows its failed guesses
 
 (Without `ahead` there is one q_smem, and out leaves through it.)
 
-Registers of a compute warpgroup: s and p (block_q, block_k), acc (block_q, H), m and alpha (block_q,), and l
+Registers of a compute warpgroup: s and p (block_q, block_k), acc (block_q, H), m (block_q,), and l
 (block_q, 8), of which a thread has what it summed itself: the sum over threads comes last, not in each step.
 """
 
 import dataclasses
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -57,6 +73,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from helpers.attention.device import core_count
 from helpers.attention.hopper.table import tuned_tiles
 from helpers.attention.hopper.warpgroup import (
+    COLUMNS,
     MATRIX,
     PROCESSORS,
     REGISTERS,
@@ -72,6 +89,9 @@ from helpers.attention.hopper.warpgroup import (
 from helpers.attention.masking import Band
 from helpers.attention.portable.tiles import LOG2_E
 
+# How far a guess is above the maximum that it was made from, in powers of two, and what no sum l may exceed.
+# p must stay far from the largest number of its dtype, and in float16, 2^16, from the smallest.
+HEADROOM, MOST = {"bfloat16": 24, "float16": 1}, 2**15
 CACHED = 24 * 2**20  # bytes that stay in the L2 cache of a Hopper card, with all else that passes through its 50 MiB
 
 
@@ -98,7 +118,7 @@ class Tiles(NamedTuple):
 def forward_kernel(
     q_ref, k_ref, v_ref, out_ref, lse_ref,
     q_smem, k_smem, v_smem, o_smem, lse_smem,
-    q_loaded, k_loaded, v_loaded, k_free, v_free,
+    q_loaded, k_loaded, v_loaded, k_free, v_free, judged,
     *, problem, tiles, programs, interpret,
 ):  # fmt: skip
     block_q, block_k, stages, warpgroups = tiles.block_q, tiles.block_k, tiles.stages, tiles.warpgroups
@@ -108,6 +128,7 @@ def forward_kernel(
     q_tiles, heads = pl.cdiv(problem.T, q_block), problem.N * problem.B
     scale_2 = problem.scale * LOG2_E
     rounds = pl.cdiv(q_tiles * heads - program, programs)  # how many tiles of queries are mine
+    headroom, most = HEADROOM[problem.dtype.name], min(problem.S, MOST)
 
     def key_stop(q_stop):
         """The end of the key tiles that queries before q_stop see."""
@@ -129,22 +150,39 @@ def forward_kernel(
         q_start = i * q_block
         return q_start, lax.rem(head, problem.N), lax.div(head, problem.N), key_stop(q_start + q_block)
 
+    def for_each_list(one_list):
+        """step = one_list(start, count, step) for all of my turns, and then for those to be done again, if any."""
+
+        def body(state):
+            first, start, count, step = state
+            step = one_list(start, count, step)
+
+            @pl.when(first == 1)
+            def _():
+                pl.when(me < warpgroups)(lambda: plgpu.barrier_arrive(judged))
+                plgpu.barrier_wait(judged)
+
+            again = [[lse_smem[warpgroups, 2 * i + end] for i in range(warpgroups)] for end in range(2)]
+            start = functools.reduce(jnp.minimum, again[0]).astype(jnp.int32)
+            stop = functools.reduce(jnp.maximum, again[1]).astype(jnp.int32)
+            return jnp.int32(0), start, first * jnp.maximum(stop - start, 0), step
+
+        lax.while_loop(lambda state: state[2] > 0, body, (jnp.int32(1), jnp.int32(0), rounds, jnp.int32(0)))
+
     def compute():
+        def do_again(start, stop):
+            lse_smem[warpgroups, 2 * me] = jnp.asarray(start, jnp.float32)
+            lse_smem[warpgroups, 2 * me + 1] = jnp.asarray(stop, jnp.float32)
+
         plgpu.set_max_registers(REGISTERS[warpgroups][0], action="increase")
+        do_again(rounds, 0)
         o_mine = (o_smem if tiles.ahead else q_smem).at[me]
         for slot in range(stages):  # every slot begins free
             plgpu.barrier_arrive(k_free.at[slot])
             plgpu.barrier_arrive(v_free.at[slot])
 
-        def queries(turn):
-            return q_smem.at[lax.rem(turn, 2), me] if tiles.ahead else q_smem.at[me]
-
-        def load_q(turn):
-            @pl.when(turn < rounds)
-            def _():
-                q_start, n, b, _ = place(turn)
-                mine = q_ref.at[b, pl.ds(q_start + me * block_q, block_q), n]
-                plgpu.copy_gmem_to_smem(mine, queries(turn), q_loaded.at[me])
+        def queries(i):
+            return q_smem.at[lax.rem(i, 2), me] if tiles.ahead else q_smem.at[me]
 
         def mine_of(turn):
             """My rows of a turn: (first row, end of their key tiles, end of those that need no mask)."""
@@ -163,12 +201,17 @@ def forward_kernel(
             cols = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=MATRIX)
             return jnp.where(cols < visible, s, -jnp.inf)
 
-        def softmax(s, m, l):
-            """p and the new (m, l, alpha). Key 0 is visible, so m is finite after tile 0."""
+        def softmax_by_guess(s, m, l):
+            """p and the new l."""
+            p = jnp.exp2(scale_2 * s - lax.broadcast_in_dim(m, s.shape, [0]))
+            return p, l + sum_by_thread(p)
+
+        def careful_softmax(s, m, l):
+            """p and the new (m, l, alpha)."""
             m_new = jnp.maximum(m, scale_2 * s.max(axis=1))
             alpha = jnp.exp2(m - m_new)
-            p = jnp.exp2(scale_2 * s - lax.broadcast_in_dim(m_new, s.shape, [0]))
-            return p, (m_new, lax.broadcast_in_dim(alpha, l.shape, [0]) * l + sum_by_thread(p), alpha)
+            p, l = softmax_by_guess(s, m_new, lax.broadcast_in_dim(alpha, l.shape, [0]) * l)
+            return p, (m_new, l, alpha)
 
         def sum_by_thread(p):
             """(block_q, 8), columns 8 apart summed up: they are a thread's own. A whole row is four threads'."""
@@ -184,136 +227,168 @@ def forward_kernel(
         def slot_of(step):
             return lax.rem(step, stages)
 
-        def wait_for_first(turn, step):
-            """For the operands of the first scores of a turn."""
+        def one_list(start, count, step):
+            """Attention of my turns start, ..., start + count - 1. The rings have seen `step` key tiles before."""
 
-            @pl.when(turn < rounds)
-            def _():
-                plgpu.barrier_wait(q_loaded.at[me])
-                plgpu.barrier_wait(k_loaded.at[slot_of(step)])
-
-        def begin(turn, step, s):
-            """(m, l, p) after the first key tile of a turn, from its scores."""
-            my_start, _, _ = mine_of(turn)
-
-            @pl.when(turn < rounds)
-            def _():
-                plgpu.barrier_arrive(k_free.at[slot_of(step)])
-
-            m = plgpu.layout_cast(jnp.full((block_q,), -jnp.inf, jnp.float32), ROWS)
-            l = plgpu.layout_cast(jnp.zeros((block_q, 8), jnp.float32), MATRIX)
-            if problem.S < block_k:
-                s = mask(s, my_start, 0)
-            elif causal:  # the first queries do not see all of these keys; a loop takes fewer registers than a cond
-                s = lax.fori_loop(0, jnp.int32(my_start + 1 < block_k), lambda _, s: mask(s, my_start, 0), s)
-            p, (m, l, _) = softmax(s, m, l)
-            return m, l, narrow(p)
-
-        def begin_alone(turn, step):
-            wait_for_first(turn, step)
-            return begin(turn, step, product(queries(turn), k_smem.at[slot_of(step)].T, interpret=interpret))
-
-        def one_tile(turn, state):
-            """Attention of one tile of queries; step counts the key tiles that the rings have seen."""
-            step, *first = state
-            _, n, b, stop_all = place(turn)
-            my_start, stop, unmasked = mine_of(turn)
-            q_mine = queries(turn)
-            if tiles.ahead:
-                load_q(turn + 1)
-            else:
-                first = begin_alone(turn, step)
-
-            def wait_for_k(j):
-                pl.when(j < stop)(lambda: plgpu.barrier_wait(k_loaded.at[slot_of(step + j)]))
-
-            def one_key_tile(j, state, masked):
-                acc, m, l, p = state
-                k_slot, v_slot = slot_of(step + j), slot_of(step + j - 1)
-
-                def while_pv_runs(s, state):
-                    plgpu.barrier_arrive(k_free.at[k_slot])
-                    m, l, _ = state
-                    p_and_state = softmax(mask(s, my_start, j) if masked else s, m, l)
-                    # The compiler would gladly await p v first, and take the exponentials after. It
-                    # does not move work or waits across a loop, such as this wait for the next keys.
-                    p_and_state = lax.optimization_barrier(p_and_state)
-                    wait_for_k(j + 1)
-                    return p_and_state
-
-                plgpu.barrier_wait(v_loaded.at[v_slot])
-                qk = q_mine, k_smem.at[k_slot].T
-                pv = acc, p, v_smem.at[v_slot]
-                acc, p, (m, l, alpha) = overlapped(qk, pv, while_pv_runs, (m, l, m), interpret=interpret)
-                plgpu.barrier_arrive(v_free.at[v_slot])
-                return acc * lax.broadcast_in_dim(alpha, acc.shape, [0]), m, l, narrow(p)
-
-            wait_for_k(1)
-            acc = plgpu.layout_cast(jnp.zeros((block_q, q_mine.shape[1]), jnp.float32), MATRIX)
-            state = acc, *first
-            state = lax.fori_loop(1, unmasked, lambda j, state: one_key_tile(j, state, masked=False), state)
-            if causal or problem.S % block_k:
-                state = lax.fori_loop(unmasked, stop, lambda j, state: one_key_tile(j, state, masked=True), state)
-            acc, m, l, p = state
-            last, next_step = slot_of(step + stop - 1), step + stop_all
-
-            def pass_over():
-                """Free the keys that only the warpgroups after me need."""
-                plgpu.barrier_arrive(v_free.at[last])
-
-                @pl.loop(stop, stop_all)
-                def _(j):
-                    plgpu.barrier_wait(k_loaded.at[slot_of(step + j)])
-                    plgpu.barrier_arrive(k_free.at[slot_of(step + j)])
-                    plgpu.barrier_wait(v_loaded.at[slot_of(step + j)])
-                    plgpu.barrier_arrive(v_free.at[slot_of(step + j)])
-
-            def store(acc):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the out before this one has left SMEM
-                row_sum = l.sum(axis=1)
-                o_mine[...] = (acc * lax.broadcast_in_dim(1 / row_sum, acc.shape, [0])).astype(problem.dtype)
-                lse_smem[me, :] = (m + jnp.log2(row_sum)) / LOG2_E
-                plgpu.commit_smem()
-
-                @pl.when(my_start < problem.T)
-                def _():  # TMA drops rows of out past T', and lse_ref has room for them
-                    mine = pl.ds(my_start, block_q)
-                    plgpu.copy_smem_to_gmem(o_mine, out_ref.at[b, mine, n])
-                    plgpu.copy_smem_to_gmem(lse_smem.at[me], lse_ref.at[b, n, mine])
-
-            plgpu.barrier_wait(v_loaded.at[last])
-            pv = acc, p, v_smem.at[last]
-            if not tiles.ahead:
-                acc = accumulate(*pv, interpret=interpret)
-                pass_over()
-                store(acc)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                load_q(turn + 1)
-                return (next_step,)
-
-            alone = stop < stop_all  # others have more keys to see, and wait for the values that I hold
-
-            def ready():
-                @pl.when(alone)
+            def load_q(i):
+                @pl.when(i < count)
                 def _():
-                    plgpu.wgmma_wait(0)
+                    q_start, n, b, _ = place(start + i)
+                    mine = q_ref.at[b, pl.ds(q_start + me * block_q, block_q), n]
+                    plgpu.copy_gmem_to_smem(mine, queries(i), q_loaded.at[me])
+
+            def wait_for_first(i, step):
+                """For the operands of the first scores of a turn."""
+
+                @pl.when(i < count)
+                def _():
+                    plgpu.barrier_wait(q_loaded.at[me])
+                    plgpu.barrier_wait(k_loaded.at[slot_of(step)])
+
+            def begin(i, step, s):
+                """(m, l, p) after the first key tile of a turn, from its scores."""
+                my_start, _, _ = mine_of(start + i)
+
+                @pl.when(i < count)
+                def _():
+                    plgpu.barrier_arrive(k_free.at[slot_of(step)])
+
+                if problem.S < block_k:
+                    s = mask(s, my_start, 0)
+                elif causal:  # the first queries do not see all of these keys; a loop takes fewer registers than a cond
+                    s = lax.fori_loop(0, jnp.int32(my_start + 1 < block_k), lambda _, s: mask(s, my_start, 0), s)
+                m = scale_2 * s.max(axis=1) + headroom  # finite, for key 0 is visible
+                l = plgpu.layout_cast(jnp.zeros((block_q, 8), jnp.float32), MATRIX)
+                p, l = softmax_by_guess(s, m, l)
+                return m, l, narrow(p)
+
+            def begin_alone(i, step):
+                wait_for_first(i, step)
+                return begin(i, step, product(queries(i), k_smem.at[slot_of(step)].T, interpret=interpret))
+
+            def one_tile(i, state):
+                step, worst, *first = state
+                turn = start + i
+                _, n, b, stop_all = place(turn)
+                my_start, stop, unmasked = mine_of(turn)
+                q_mine = queries(i)
+                if tiles.ahead:
+                    load_q(i + 1)
+                else:
+                    first = begin_alone(i, step)
+
+                def wait_for_k(j):
+                    pl.when(j < stop)(lambda: plgpu.barrier_wait(k_loaded.at[slot_of(step + j)]))
+
+                def one_key_tile(j, state, by_guess, masked):
+                    acc, m, l, p = state
+                    k_slot, v_slot = slot_of(step + j), slot_of(step + j - 1)
+
+                    def while_pv_runs(s, state):
+                        plgpu.barrier_arrive(k_free.at[k_slot])
+                        s = mask(s, my_start, j) if masked else s
+                        p_and_state = softmax_by_guess(s, m, state) if by_guess else careful_softmax(s, *state[:2])
+                        # The compiler would gladly await p v first, and take the exponentials after. It
+                        # does not move work or waits across a loop, such as this wait for the next keys.
+                        p_and_state = lax.optimization_barrier(p_and_state)
+                        wait_for_k(j + 1)
+                        return p_and_state
+
+                    plgpu.barrier_wait(v_loaded.at[v_slot])
+                    qk = q_mine, k_smem.at[k_slot].T
+                    pv = acc, p, v_smem.at[v_slot]
+                    state = l if by_guess else (m, l, m)
+                    acc, p, state = overlapped(qk, pv, while_pv_runs, state, interpret=interpret)
+                    plgpu.barrier_arrive(v_free.at[v_slot])
+                    if by_guess:
+                        return acc, m, state, narrow(p)
+                    m, l, alpha = state
+                    return acc * lax.broadcast_in_dim(alpha, acc.shape, [0]), m, l, narrow(p)
+
+                wait_for_k(1)
+                acc = plgpu.layout_cast(jnp.zeros((block_q, q_mine.shape[1]), jnp.float32), MATRIX)
+                state = acc, *first
+                guess = lse_smem[warpgroups, 2 * me + 1] == 0  # none of mine has failed
+                for by_guess, masked in itertools.product((True, False), (False, True)):
+                    if masked and not (causal or problem.S % block_k):
+                        continue
+                    first_j, stop_j = (unmasked, stop) if masked else (1, unmasked)
+                    stop_j = jnp.where(guess == by_guess, stop_j, first_j)
+                    body = functools.partial(one_key_tile, by_guess=by_guess, masked=masked)
+                    state = lax.fori_loop(first_j, stop_j, body, state)
+                acc, m, l, p = state
+                row_sum = l.sum(axis=1)
+                worst = jnp.where(row_sum > worst, row_sum, worst)  # of my turns so far
+                last, next_step = slot_of(step + stop - 1), step + stop_all
+
+                def pass_over():
+                    """Free the keys that only the warpgroups after me need."""
+                    plgpu.barrier_arrive(v_free.at[last])
+
+                    @pl.loop(stop, stop_all)
+                    def _(j):
+                        plgpu.barrier_wait(k_loaded.at[slot_of(step + j)])
+                        plgpu.barrier_arrive(k_free.at[slot_of(step + j)])
+                        plgpu.barrier_wait(v_loaded.at[slot_of(step + j)])
+                        plgpu.barrier_arrive(v_free.at[slot_of(step + j)])
+
+                def store(acc):
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the out before this one has left SMEM
+                    o_mine[...] = (acc * lax.broadcast_in_dim(1 / row_sum, acc.shape, [0])).astype(problem.dtype)
+                    lse = (m - headroom + jnp.log2(row_sum * 2.0**headroom)) / LOG2_E
+                    lse_smem[me, :] = jnp.where(worst > jnp.where(guess, jnp.float32(most), jnp.inf), jnp.inf, lse)
+                    plgpu.commit_smem()
+
+                    # A thread knows the sums of two rows, and all threads must agree: through SMEM, and since that
+                    # takes time, only in the turns 0, 1, 3, 7, ... and the last.
+                    @pl.when(guess & ((i & (i + 1) == 0) | (i + 1 == count)))
+                    def _():
+                        failed = plgpu.load(lse_smem.at[me], layout=COLUMNS).max() == jnp.inf
+                        pl.when(failed)(lambda: do_again(start + (i + 1) // 2, turn + 1))
+
+                    @pl.when(my_start < problem.T)
+                    def _():  # TMA drops rows of out past T', and lse_ref has room for them
+                        mine = pl.ds(my_start, block_q)
+                        plgpu.copy_smem_to_gmem(o_mine, out_ref.at[b, mine, n])
+                        plgpu.copy_smem_to_gmem(lse_smem.at[me], lse_ref.at[b, n, mine])
+
+                plgpu.barrier_wait(v_loaded.at[last])
+                pv = acc, p, v_smem.at[last]
+                if not tiles.ahead:
+                    acc = accumulate(*pv, interpret=interpret)
                     pass_over()
+                    store(acc)
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    load_q(i + 1)
+                    return next_step, worst
 
-                wait_for_first(turn + 1, next_step)
+                alone = stop < stop_all  # others have more keys to see, and wait for the values that I hold
 
-            def meanwhile(acc):
-                pl.when(~alone)(pass_over)
-                store(acc)
+                def ready():
+                    @pl.when(alone)
+                    def _():
+                        plgpu.wgmma_wait(0)
+                        pass_over()
 
-            # In the last turn these scores are of stale operands, and nobody looks at them.
-            qk = queries(turn + 1), k_smem.at[slot_of(next_step)].T
-            s = accumulate_then(pv, ready, qk, meanwhile, interpret=interpret)
-            return next_step, *begin(turn + 1, next_step, s)
+                    wait_for_first(i + 1, next_step)
 
-        load_q(0)
-        step = jnp.int32(0)
-        lax.fori_loop(0, rounds, one_tile, (step, *begin_alone(0, step)) if tiles.ahead else (step,))
-        plgpu.wait_smem_to_gmem(0)
+                def meanwhile(acc):
+                    pl.when(~alone)(pass_over)
+                    store(acc)
+
+                # In the last turn these scores are of stale operands, and nobody looks at them.
+                qk = queries(i + 1), k_smem.at[slot_of(next_step)].T
+                s = accumulate_then(pv, ready, qk, meanwhile, interpret=interpret)
+                return next_step, worst, *begin(i + 1, next_step, s)
+
+            load_q(0)
+            worst = plgpu.layout_cast(jnp.zeros((block_q,), jnp.float32), ROWS)
+            state = step, worst, *(begin_alone(0, step) if tiles.ahead else ())
+            state = lax.fori_loop(0, count, one_tile, state)
+            plgpu.wait_smem_to_gmem(0)
+            return state[0]
+
+        for_each_list(one_list)
 
     def memory():
         plgpu.set_max_registers(REGISTERS[warpgroups][1], action="decrease")
@@ -340,7 +415,9 @@ def forward_kernel(
             fetch(*values, stop - 1)
             return step + stop
 
-        lax.fori_loop(0, rounds, one_tile, jnp.int32(0))
+        for_each_list(
+            lambda start, count, step: lax.fori_loop(0, count, lambda i, step: one_tile(start + i, step), step)
+        )
         for slot in range(stages):  # leave no barrier with an arrival that nobody saw
             plgpu.barrier_wait(k_free.at[slot])
             plgpu.barrier_wait(v_free.at[slot])
@@ -447,12 +524,13 @@ def forward(call, *, tiles=None, interpret=False):
             smem(stages, block_k),
             smem(stages, block_k),
             smem(*own_rows) if tiles.ahead else None,
-            plgpu.SMEM((warpgroups, block_q), jnp.float32),
+            plgpu.SMEM((warpgroups + 1, block_q), jnp.float32),
             plgpu.Barrier(num_barriers=warpgroups),
             plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=warpgroups),
         ],
         grid=(programs,),
         grid_names=("program",),

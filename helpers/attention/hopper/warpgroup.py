@@ -20,6 +20,7 @@ HEAD_DIMS = (64, 128, 256)  # others are padded to the next
 PROCESSORS = 132  # of an H100 SXM and an H200; on other cards the programs queue or leave some idle
 MATRIX = plgpu.Layout.WGMMA  # how a warpgroup holds a (rows, columns) array in registers
 ROWS = MATRIX.reduce(1)  # and one number a row of it
+COLUMNS = MATRIX.reduce(0)  # or a column, all of them in each of the four warps
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # how wgmma wants 16-bit SMEM
 # Registers of a thread, (compute, memory), by the number of compute warpgroups. A program starts with
 # as many for every thread as fit; asking for more in all than it started with waits for ever.
