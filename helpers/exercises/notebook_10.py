@@ -259,7 +259,7 @@ REGISTERS = Exercise(
 # 10.3 The budget of shared memory
 
 
-_OWN = 1536
+_OWN = 1280
 _LIMIT = 232448
 
 
@@ -289,7 +289,7 @@ def _smem(
         groups = 1 if shared_q else warpgroups
         q = tiles_of_q * groups * block_q * H * itemsize * (stages if all_staged else 1)
         ring = rings * stages * block_k * H * itemsize
-        rest = lse * 4 * warpgroups * block_q + barriers * 8 * (warpgroups + 4 * stages)
+        rest = lse * 4 * (warpgroups + 1) * block_q + barriers * 8 * (warpgroups + 1 + 4 * stages)
         return q + ring + rest
 
     most = max((n for n in range(65) if size(n) + _OWN <= limit), default=0)
@@ -301,8 +301,8 @@ def _smem_expected(H, block_q, block_k, stages, warpgroups):
 
     def size(slots):
         arrays = [((2, warpgroups, block_q, H), 2), ((slots, block_k, H), 2), ((slots, block_k, H), 2)]
-        arrays += [((warpgroups, block_q, H), 2), ((warpgroups, block_q), 4)]
-        arrays += [((warpgroups,), 8)] + 4 * [((slots,), 8)]
+        arrays += [((warpgroups, block_q, H), 2), ((warpgroups + 1, block_q), 4)]
+        arrays += [((warpgroups,), 8), ((1,), 8)] + 4 * [((slots,), 8)]
         return sum(int(np.prod(shape)) * item for shape, item in arrays)
 
     slots = 0
@@ -357,7 +357,7 @@ SMEM = Exercise(
         Mistake(
             "the barriers are forgotten",
             functools.partial(_smem, barriers=False),
-            "A barrier is 8 bytes of SMEM: one for each warpgroup's q, and four for each slot.",
+            "A barrier is 8 bytes of SMEM: one for each warpgroup's q, four for each slot, one more: see section 7.",
         ),
         Mistake(
             "what the compiler keeps for itself is forgotten",

@@ -37,7 +37,7 @@ from helpers.measure import results
 # Bytes that a kernel may spill, by pass and padded head_dim: somewhat more than today's kernels do. The
 # kernels for a head_dim of 256 merely fit.
 ALLOWED_SPILLS = {
-    "forward": {64: 40, 128: 40, 256: 100},
+    "forward": {64: 200, 128: 120, 256: 150},
     "backward": {64: 40, 128: 160, 256: 600},
 }
 HEADS = 16  # enough that a persistent kernel has more tiles of queries than programs, and is not the other kernel

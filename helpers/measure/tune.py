@@ -34,6 +34,7 @@ from helpers.measure.timing import Program, time_together
 T, TOKENS, WIDTH = 4096, 16384, 2048
 COMPILERS = 12  # programs compiled at the same time
 NOISE = 1.01  # the default stays where nothing is faster than by this
+PASSES = "forward", "backward"
 PARTS = {"portable": ("tiles", "sweep"), "hopper": ("hopper", "hopper_sweep")}  # of the file, see `results`
 
 
@@ -76,8 +77,8 @@ def kernels(call, out, lse, dout, dlse):
 def hopper_forward_candidates(H):
     """The `forward.Tiles` worth trying for a padded head_dim, of those that fit shared memory and registers."""
     block_k_stages_warpgroups = {
-        64: [(128, 2, 3), (128, 4, 3), (64, 4, 3), (64, 4, 4), (192, 2, 2)],
-        128: [(128, 2, 2), (64, 3, 2), (64, 4, 2), (64, 2, 3)],
+        64: [(128, 2, 3), (128, 4, 3), (64, 4, 3), (64, 4, 4)],
+        128: [(128, 2, 2), (64, 2, 3)],
         256: [(64, 2, 2)],
     }
     ahead = H <= 128  # SMEM for two tiles of queries
@@ -167,7 +168,7 @@ def fastest(times, default):
     return default if default in times and times[default] <= NOISE * times[best] else best
 
 
-def tune_hopper(head_dims=(64, 128, 256), dtype=jnp.bfloat16, progress=sys.stderr):
+def tune_hopper(head_dims=(64, 128, 256), passes=PASSES, dtype=jnp.bfloat16, progress=sys.stderr):
     """(hopper, hopper_sweep): rows of the table, and rows of everything tried, as `results` describes them."""
     table, sweep = [], []
     cases = list(itertools.product(head_dims, (False, True), LENGTHS))
@@ -190,7 +191,10 @@ def tune_hopper(head_dims=(64, 128, 256), dtype=jnp.bfloat16, progress=sys.stder
             return final
 
         default = hopper_forward.untuned_tiles(problem)
-        final_of_pass("forward", run_forward, [default], hopper_forward_candidates(H), arrays)
+        if "forward" in passes:
+            final_of_pass("forward", run_forward, [default], hopper_forward_candidates(H), arrays)
+        if "backward" not in passes:
+            continue
         out, lse = jax.jit(functools.partial(run_forward, default))(*arrays)
         residuals = (*arrays, out, lse, dout, jnp.zeros_like(lse))
         defaults = [hopper_backward.untuned_tiles(problem, deterministic) for deterministic in (False, True)]
@@ -222,6 +226,7 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m helpers.measure.tune", description=__doc__.splitlines()[0])
     parser.add_argument("--kernels", choices=PARTS, nargs="+", help="by default those that this card runs")
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--passes", choices=PASSES, nargs="+", default=PASSES, help="of the Hopper kernels")
     parser.add_argument("--sixteen-bit", action="store_true", help="leave float32 out")
     parser.add_argument("--commit", help="what to record as the commit, where git cannot say")
     options = parser.parse_args(arguments)
@@ -244,7 +249,7 @@ def main(arguments=None):
         dtypes = (jnp.bfloat16,) if options.sixteen_bit else (jnp.bfloat16, jnp.float32)
         found |= dict(zip(PARTS["portable"], tune_portable(head_dims, dtypes), strict=True))
     if "hopper" in kernels:
-        found |= dict(zip(PARTS["hopper"], tune_hopper(head_dims), strict=True))
+        found |= dict(zip(PARTS["hopper"], tune_hopper(head_dims, options.passes), strict=True))
     path = results.RESULTS / f"{results.slug(machine.card)}_tiles.json"
     for part in kernels:
         for row in found[PARTS[part][0]]:

@@ -469,14 +469,13 @@ def default_tiles(problem):
 
 def untuned_tiles(problem):
     """The `Tiles` for a card without a table: the fastest of those tried by hand on an NVIDIA H200 (JAX 0.11.2)."""
-    causal, long = problem.band.right == 0, problem.S > 8192
     programs = core_count(PROCESSORS)
     if problem.H <= 64:
-        if causal and problem.S <= 2048:
+        if problem.band.right == 0:
             return Tiles(block_k=64, stages=4, warpgroups=4, programs=programs)
-        return Tiles(stages=4 if causal and not long else 2, warpgroups=3, programs=programs)
+        return Tiles(warpgroups=3, programs=programs)
     if problem.H <= 128:
-        return Tiles(programs=None if long and not causal else programs)
+        return Tiles(programs=programs)
     return Tiles(block_k=64, ahead=False, programs=programs)
 
 
