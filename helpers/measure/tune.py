@@ -82,8 +82,9 @@ def hopper_forward_candidates(H):
         256: [(64, 2, 2)],
     }
     ahead = H <= 128  # SMEM for two tiles of queries
-    choices = itertools.product(block_k_stages_warpgroups[H], (PROCESSORS, None))
-    return [hopper_forward.Tiles(64, *choice, programs, ahead) for choice, programs in choices]
+    programs_guess = [(PROCESSORS, True), (PROCESSORS, False), (None, True)]
+    choices = itertools.product(block_k_stages_warpgroups[H], programs_guess)
+    return [hopper_forward.Tiles(64, *shape, programs, ahead, guess) for shape, (programs, guess) in choices]
 
 
 def hopper_backward_candidates(H):

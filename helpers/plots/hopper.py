@@ -283,4 +283,18 @@ def against(cases, mine, theirs, names=("this kernel", "cuDNN")):
     return figure
 
 
+def references(offsets, errors):
+    """Relative error of out by how far m is from the maximum. errors: {dtype: an error for each offset}."""
+    figure, axes = style.subplots(width=9.5, height=3.2)
+    for (name, values), colour, marker in zip(errors.items(), (style.OUTPUT, style.QUERY), "os", strict=True):
+        axes.semilogy(
+            offsets, np.where(np.isfinite(values), values, np.nan), color=colour, marker=marker, ms=4, label=name
+        )
+    axes.axvline(0, color=style.INK, lw=1.0, ls="--")
+    axes.set_xlabel("m above the maximum (powers of two)")
+    axes.set_ylabel("relative error of out")
+    axes.legend(loc="upper center")
+    return figure
+
+
 FIGURES = {"10-processor.png": processor}

@@ -335,7 +335,7 @@ def bars(entries):
             if not found:
                 axes.text(8, y, "not tried", va="center", size=8, color=style.FAINT)
                 continue
-            wrong = "nothing added" in name
+            wrong = "nothing added" in name or name.startswith("without")
             colour = style.SKIPPED if name == "cuDNN" else style.PAPER if wrong else style.OUTPUT
             axes.barh(y, found[0], 0.74, color=colour, alpha=0.55, hatch="//" if wrong else None, ec=style.INK, lw=0.8)
             axes.text(

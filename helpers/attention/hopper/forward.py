@@ -20,7 +20,7 @@ there on, and goes by the rule of the portable kernel:
     acc    = alpha (acc + p_{j-1} v_{j-1})
 
 When a program is done with its list of work, it does the tiles of queries again in which a guess failed.
-(FlashAttention-4, arXiv 2603.05451, also leaves an old m where it can, and decides in every tile.)
+(FlashAttention-4 also leaves an old m where it can, and decides that in every tile.)
 
 What runs at the same time is all of the art. A program (one on each processor of the card) has
 `warpgroups` compute warpgroups of block_q queries each and one memory warpgroup:
@@ -51,7 +51,7 @@ SMEM of a program:
                                                    that warpgroup i wants done again, and the one after the last
     q_loaded                                       a barrier for each compute warpgroup
     k_loaded, v_loaded, k_free, v_free             a barrier for each slot
-    judged                                         a barrier: every compute warpgroup knows its failed guesses
+    judged                                         a barrier: all compute warpgroups are done with a list
 
 (Without `ahead` there is one q_smem, and out leaves through it.)
 
@@ -90,8 +90,8 @@ from helpers.attention.masking import Band
 from helpers.attention.portable.tiles import LOG2_E
 
 # How far a guess is above the maximum that it was made from, in powers of two, and what no sum l may exceed.
-# p must stay far from the largest number of its dtype, and in float16, 2^16, from the smallest.
-HEADROOM, MOST = {"bfloat16": 24, "float16": 1}, 2**15
+# float16 ends at 2^16 and has few small numbers. In bfloat16 p v loses digits for v below 1e-20, say.
+HEADROOM, MOST = {"bfloat16": 40, "float16": 1}, 2**15
 CACHED = 24 * 2**20  # bytes that stay in the L2 cache of a Hopper card, with all else that passes through its 50 MiB
 
 
@@ -105,6 +105,7 @@ class Tiles(NamedTuple):
     programs: how many programs share the work; None means one for each tile of queries.
     ahead: fetch the next queries while these are at work, and order their first scores together with the
       last product of these. Otherwise there is SMEM for one tile of queries, and out leaves through it.
+    guess: guess the maximum. It saves time in every step, and takes some for every tile of queries.
     """
 
     block_q: int = 64
@@ -113,6 +114,7 @@ class Tiles(NamedTuple):
     warpgroups: int = 2
     programs: int | None = PROCESSORS
     ahead: bool = True
+    guess: bool = True
 
 
 def forward_kernel(
@@ -128,7 +130,7 @@ def forward_kernel(
     q_tiles, heads = pl.cdiv(problem.T, q_block), problem.N * problem.B
     scale_2 = problem.scale * LOG2_E
     rounds = pl.cdiv(q_tiles * heads - program, programs)  # how many tiles of queries are mine
-    headroom, most = HEADROOM[problem.dtype.name], min(problem.S, MOST)
+    headroom, most = HEADROOM[problem.dtype.name] if tiles.guess else 0, min(problem.S, MOST)
 
     def key_stop(q_stop):
         """The end of the key tiles that queries before q_stop see."""
@@ -152,22 +154,30 @@ def forward_kernel(
 
     def for_each_list(one_list):
         """step = one_list(start, count, step) for all of my turns, and then for those to be done again, if any."""
+        if not tiles.guess:
+            one_list(0, rounds, jnp.int32(0))
+            return
 
         def body(state):
-            first, start, count, step = state
+            which, start, count, step = state
             step = one_list(start, count, step)
+            # Now all have judged their guesses. And nobody reads the stale operands of the last scores any more.
+            pl.when(me < warpgroups)(lambda: plgpu.barrier_arrive(judged))
+            plgpu.barrier_wait(judged)
+            # What the next warpgroup wants that wants something, and something else than those before it.
+            starts, stops = (
+                [lse_smem[warpgroups, 2 * i + k].astype(jnp.int32) for i in range(warpgroups)] for k in range(2)
+            )
+            following = jnp.int32(warpgroups + 1), jnp.int32(0), jnp.int32(0)
+            for i in reversed(range(warpgroups)):
+                wanted = (which <= i) & (stops[i] > 0)
+                for other in range(i):
+                    wanted &= starts[i] != starts[other]
+                mine = jnp.int32(i + 1), starts[i], stops[i] - starts[i]
+                following = [jnp.where(wanted, a, b) for a, b in zip(mine, following, strict=True)]
+            return *following, step
 
-            @pl.when(first == 1)
-            def _():
-                pl.when(me < warpgroups)(lambda: plgpu.barrier_arrive(judged))
-                plgpu.barrier_wait(judged)
-
-            again = [[lse_smem[warpgroups, 2 * i + end] for i in range(warpgroups)] for end in range(2)]
-            start = functools.reduce(jnp.minimum, again[0]).astype(jnp.int32)
-            stop = functools.reduce(jnp.maximum, again[1]).astype(jnp.int32)
-            return jnp.int32(0), start, first * jnp.maximum(stop - start, 0), step
-
-        lax.while_loop(lambda state: state[2] > 0, body, (jnp.int32(1), jnp.int32(0), rounds, jnp.int32(0)))
+        lax.while_loop(lambda state: state[0] <= warpgroups, body, (jnp.int32(0), jnp.int32(0), rounds, jnp.int32(0)))
 
     def compute():
         def do_again(start, stop):
@@ -308,9 +318,10 @@ def forward_kernel(
                 wait_for_k(1)
                 acc = plgpu.layout_cast(jnp.zeros((block_q, q_mine.shape[1]), jnp.float32), MATRIX)
                 state = acc, *first
-                guess = lse_smem[warpgroups, 2 * me + 1] == 0  # none of mine has failed
+                # Without the mask, and with it; by guess, and carefully if a guess of mine has failed.
+                guess = lse_smem[warpgroups, 2 * me + 1] == 0 if tiles.guess else False
                 for by_guess, masked in itertools.product((True, False), (False, True)):
-                    if masked and not (causal or problem.S % block_k):
+                    if by_guess > tiles.guess or masked > (causal or problem.S % block_k > 0):
                         continue
                     first_j, stop_j = (unmasked, stop) if masked else (1, unmasked)
                     stop_j = jnp.where(guess == by_guess, stop_j, first_j)
@@ -332,19 +343,25 @@ def forward_kernel(
                         plgpu.barrier_wait(v_loaded.at[slot_of(step + j)])
                         plgpu.barrier_arrive(v_free.at[slot_of(step + j)])
 
+                def judge():
+                    """A thread knows the sums of two rows, and all must agree: through SMEM. That takes time.
+
+                    So it is done after the turns 0, 3, 7, 11, ... and the last, for all since the time before.
+                    """
+                    failed = plgpu.load(lse_smem.at[me], layout=COLUMNS).max() == jnp.inf
+                    since = jnp.where(i < 4, jnp.minimum(i, 1), i - i % 4)
+                    pl.when(failed)(lambda: do_again(start + since, turn + 1))
+
                 def store(acc):
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the out before this one has left SMEM
                     o_mine[...] = (acc * lax.broadcast_in_dim(1 / row_sum, acc.shape, [0])).astype(problem.dtype)
                     lse = (m - headroom + jnp.log2(row_sum * 2.0**headroom)) / LOG2_E
-                    lse_smem[me, :] = jnp.where(worst > jnp.where(guess, jnp.float32(most), jnp.inf), jnp.inf, lse)
+                    if tiles.guess:
+                        lse = jnp.where(worst > jnp.where(guess, jnp.float32(most), jnp.inf), jnp.inf, lse)
+                    lse_smem[me, :] = lse
                     plgpu.commit_smem()
-
-                    # A thread knows the sums of two rows, and all threads must agree: through SMEM, and since that
-                    # takes time, only in the turns 0, 1, 3, 7, ... and the last.
-                    @pl.when(guess & ((i & (i + 1) == 0) | (i + 1 == count)))
-                    def _():
-                        failed = plgpu.load(lse_smem.at[me], layout=COLUMNS).max() == jnp.inf
-                        pl.when(failed)(lambda: do_again(start + (i + 1) // 2, turn + 1))
+                    if tiles.guess:
+                        pl.when(guess & ((i == 0) | (i % 4 == 3) | (i + 1 == count)))(judge)
 
                     @pl.when(my_start < problem.T)
                     def _():  # TMA drops rows of out past T', and lse_ref has room for them
@@ -472,11 +489,11 @@ def untuned_tiles(problem):
     programs = core_count(PROCESSORS)
     if problem.H <= 64:
         if problem.band.right == 0:
-            return Tiles(block_k=64, stages=4, warpgroups=4, programs=programs)
+            return Tiles(block_k=64, stages=4, warpgroups=4, programs=programs, guess=problem.S > 2048)
         return Tiles(warpgroups=3, programs=programs)
     if problem.H <= 128:
-        return Tiles(programs=programs)
-    return Tiles(block_k=64, ahead=False, programs=programs)
+        return Tiles(programs=programs, guess=problem.S > 2048 or problem.band.right != 0)
+    return Tiles(block_k=64, ahead=False, programs=programs, guess=False)
 
 
 def _padded(array, length, head_dim):
