@@ -48,9 +48,10 @@ def flash_attention(
         for NVIDIA's Hopper cards, 16-bit inputs without lengths or windows; a CPU interprets them
         where PJRT_NPROC is 16), "cudnn" (handed to `jax.nn`, where it can serve the call), or None:
         hopper on such a card for what it serves, otherwise portable on an NVIDIA GPU from Ampere on,
-        reference elsewhere. Two things are better in portable than in hopper: where a softmax is very
-        sharp, its 16-bit gradients are several times more exact, and its dq is the same in each run,
-        to the last bit.
+        reference elsewhere. Some things are better in portable than in hopper. Where a softmax is very
+        sharp, its 16-bit gradients are several times more exact. Its dq is the same in each run, to the
+        last bit. It takes as long for all inputs, while hopper's forward pass takes longer where scores
+        are far above those of the first keys. And bfloat16 values below 1e-20 keep all of their digits.
       return_residual: also return the log-sum-exp of the scaled logits.
 
     Returns:
