@@ -164,7 +164,7 @@ def forward_kernel(
             # Now all have judged their guesses. And nobody reads the stale operands of the last scores any more.
             pl.when(me < warpgroups)(lambda: plgpu.barrier_arrive(judged))
             plgpu.barrier_wait(judged)
-            # What the next warpgroup wants that wants something, and something else than those before it.
+            # On to the next warpgroup with turns to do again, unless one before it asked for the same.
             starts, stops = (
                 [lse_smem[warpgroups, 2 * i + k].astype(jnp.int32) for i in range(warpgroups)] for k in range(2)
             )
