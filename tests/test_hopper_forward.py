@@ -4,8 +4,9 @@ import os
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from attention_cases import AttentionCase, check_forward
+from attention_cases import AttentionCase, check_forward, relative_error
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -13,6 +14,7 @@ from helpers.attention.hopper import forward as hopper
 from helpers.attention.hopper import ladder
 from helpers.attention.masking import Band
 from helpers.attention.problem import Call, Problem, check_call
+from helpers.attention.reference import oracle
 
 # Interpreted warpgroups wait for each other in the threads of XLA's pool, which must not be fewer.
 # The pool is made with the first use of JAX, so conftest.py or the caller sets this.
@@ -157,6 +159,51 @@ def test_a_failed_guess_without_consequences_is_found(fault, monkeypatch):
     case = AttentionCase(300, 400, H=64, dtype="float16", logits="rising", arguments={"scale": 0.06})
     with pytest.raises(AssertionError, match="relative error"):
         check_forward(interpreted(hopper.forward, tiles=SMALL), case)
+
+
+@pytest.mark.parametrize(
+    ("T", "S", "is_causal", "huge", "poisoned"),
+    [
+        (128, 200, False, {199: slice(None)}, ("query", 5)),  # the same tile of queries
+        (128, 128, True, {90: slice(None)}, ("key", 120)),  # only the last rows see it
+        (512, 130, False, {129: 131}, ("query", 391)),  # another turn: row 131 alone fails
+    ],
+)
+def test_nan_does_not_hide_a_failed_guess(T, S, is_causal, huge, poisoned):
+    """A row that has a NaN spoils no other."""
+    case = AttentionCase(T, S, H=64, N=1, dtype="float16", seed=3)
+    (query, key, value), _ = case.inputs()
+    for j, row in huge.items():
+        # Along a query, so that its logit is large for that query; or along all, where the sign decides.
+        key[0, j] = 300 * key[0, j] if isinstance(row, slice) else 2 * query[0, row]
+    which, place = poisoned
+    {"query": query, "key": key}[which][0, place] = np.nan
+    spoiled = np.arange(T) >= place if which == "key" else np.arange(T) == place
+    clean = {"query": query.copy(), "key": key.copy()}
+    clean[which][0, place] = 0
+    right_out, right_lse = oracle(clean["query"], clean["key"], value, is_causal=is_causal)
+    tiles = SMALL._replace(programs=1)
+    out, lse = interpreted(hopper.forward, tiles=tiles)(query, key, value, is_causal=is_causal)
+    for mine, right, bound in ((out, right_out, 1e-3), (lse, right_lse, 1e-5)):
+        assert relative_error(np.asarray(mine)[0, ~spoiled], np.asarray(right)[0, ~spoiled]) < bound
+
+
+def test_a_guess_costs_lse_little_precision():
+    """And none where there is one tile of keys, whose maximum is no guess."""
+    for S, bound in ((1, 1e-6), (300, 2e-6)):
+        case = AttentionCase(100, S, H=64, N=1, dtype="bfloat16", arguments={"scale": 0.001})
+        (query, key, value), arguments = case.inputs()
+        _, lse = interpreted(hopper.forward, tiles=SMALL)(query, key, value, **arguments)
+        _, right = oracle(query, key, value, **arguments)
+        assert relative_error(lse, right) < bound
+
+
+def test_long_float16_sequences_are_not_guessed():
+    """Their sum may exceed what float16 holds without any large score."""
+    problem = problem_of(128, 2**17, 64, "float16", False)
+    assert hopper.untuned_tiles(problem).guess and not hopper.default_tiles(problem).guess
+    assert hopper.default_tiles(problem_of(128, 2**17, 64, "bfloat16", False)).guess
+    assert hopper.default_tiles(problem_of(128, 2**16, 64, "float16", False)).guess
 
 
 def test_ranges_of_failed_guesses_read_too_early_are_a_race(monkeypatch):

@@ -9,11 +9,12 @@ of block_k keys after another, base 2 (scale_2 = scale log2 e), h = HEADROOM:
     acc    = acc + p_{j-1} v_{j-1} , one tile late; the last p v follows the loop
     out    = acc / l                         lse = ln 2 (m + log2 l)
 
-out and lse are the same for every m, as long as nothing leaves the range of its dtype. The maximum of all
-tiles is one choice, which takes a maximum and two multiplications in every tile. A guess takes nothing.
-It is too low only where a later score of a row is far above all of its first tile. Then l says so: with
-the true maximum it is at most S. A warpgroup that finds l above min(S, MOST) in some row is `careful` from
-there on, and goes by the rule of the portable kernel:
+out and lse are the same for every m, as long as nothing leaves the range of its dtype. (And up to rounding:
+with h = 40, p and e^lse have a relative error of 1e-6.) The maximum of all tiles is one choice, which takes a
+maximum and two multiplications in every tile. A guess takes nothing. It is too low only where a later score
+of a row is far above all of its first tile. Then l says so: with the true maximum it is at most S. A
+warpgroup that finds l above min(S, MOST) in some row is careful from there on, and goes by the rule of the
+portable kernel:
 
     m'     = max(m, scale_2 rowmax s_j)      alpha = 2^(m - m')
     p_j    = 2^(scale_2 s_j - m')            l = alpha l + rowsum p_j
@@ -55,7 +56,7 @@ SMEM of a program:
 
 (Without `ahead` there is one q_smem, and out leaves through it.)
 
-Registers of a compute warpgroup: s and p (block_q, block_k), acc (block_q, H), m (block_q,), and l
+Registers of a compute warpgroup: s and p (block_q, block_k), acc (block_q, H), m and worst (block_q,), and l
 (block_q, 8), of which a thread has what it summed itself: the sum over threads comes last, not in each step.
 """
 
@@ -89,7 +90,7 @@ from helpers.attention.hopper.warpgroup import (
 from helpers.attention.masking import Band
 from helpers.attention.portable.tiles import LOG2_E
 
-# How far a guess is above the maximum that it was made from, in powers of two, and what no sum l may exceed.
+# How far a guess is above the maximum that it was made from, in powers of two, and what l may not exceed by guess.
 # float16 ends at 2^16 and has few small numbers. In bfloat16 p v loses digits for v below 1e-20, say.
 HEADROOM, MOST = {"bfloat16": 40, "float16": 1}, 2**15
 CACHED = 24 * 2**20  # bytes that stay in the L2 cache of a Hopper card, with all else that passes through its 50 MiB
@@ -130,7 +131,8 @@ def forward_kernel(
     q_tiles, heads = pl.cdiv(problem.T, q_block), problem.N * problem.B
     scale_2 = problem.scale * LOG2_E
     rounds = pl.cdiv(q_tiles * heads - program, programs)  # how many tiles of queries are mine
-    headroom, most = HEADROOM[problem.dtype.name] if tiles.guess else 0, min(problem.S, MOST)
+    guesses = tiles.guess and problem.S > block_k  # the maximum of the only tile is that of all
+    headroom, most = HEADROOM[problem.dtype.name] if guesses else 0, min(problem.S, MOST)
 
     def key_stop(q_stop):
         """The end of the key tiles that queries before q_stop see."""
@@ -154,7 +156,7 @@ def forward_kernel(
 
     def for_each_list(one_list):
         """step = one_list(start, count, step) for all of my turns, and then for those to be done again, if any."""
-        if not tiles.guess:
+        if not guesses:
             one_list(0, rounds, jnp.int32(0))
             return
 
@@ -319,9 +321,9 @@ def forward_kernel(
                 acc = plgpu.layout_cast(jnp.zeros((block_q, q_mine.shape[1]), jnp.float32), MATRIX)
                 state = acc, *first
                 # Without the mask, and with it; by guess, and carefully if a guess of mine has failed.
-                guess = lse_smem[warpgroups, 2 * me + 1] == 0 if tiles.guess else False
+                guess = lse_smem[warpgroups, 2 * me + 1] == 0 if guesses else False
                 for by_guess, masked in itertools.product((True, False), (False, True)):
-                    if by_guess > tiles.guess or masked > (causal or problem.S % block_k > 0):
+                    if by_guess > guesses or masked > (causal or problem.S % block_k > 0):
                         continue
                     first_j, stop_j = (unmasked, stop) if masked else (1, unmasked)
                     stop_j = jnp.where(guess == by_guess, stop_j, first_j)
@@ -348,7 +350,8 @@ def forward_kernel(
 
                     So it is done after the turns 0, 3, 7, 11, ... and the last, for all since the time before.
                     """
-                    failed = plgpu.load(lse_smem.at[me], layout=COLUMNS).max() == jnp.inf
+                    lse = plgpu.load(lse_smem.at[me], layout=COLUMNS)
+                    failed = jnp.where(lse == jnp.inf, 1.0, 0.0).max() > 0  # a NaN beside it must not hide it
                     since = jnp.where(i < 4, jnp.minimum(i, 1), i - i % 4)
                     pl.when(failed)(lambda: do_again(start + since, turn + 1))
 
@@ -356,11 +359,11 @@ def forward_kernel(
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the out before this one has left SMEM
                     o_mine[...] = (acc * lax.broadcast_in_dim(1 / row_sum, acc.shape, [0])).astype(problem.dtype)
                     lse = (m - headroom + jnp.log2(row_sum * 2.0**headroom)) / LOG2_E
-                    if tiles.guess:
+                    if guesses:
                         lse = jnp.where(worst > jnp.where(guess, jnp.float32(most), jnp.inf), jnp.inf, lse)
                     lse_smem[me, :] = lse
                     plgpu.commit_smem()
-                    if tiles.guess:
+                    if guesses:
                         pl.when(guess & ((i == 0) | (i % 4 == 3) | (i + 1 == count)))(judge)
 
                     @pl.when(my_start < problem.T)
@@ -479,9 +482,14 @@ def why_not(problem):
 
 
 def default_tiles(problem):
-    """The fastest `Tiles` for a problem: from the tuner's table of this card, or `untuned_tiles`."""
+    """The fastest `Tiles` for a problem: from the tuner's table of this card, or `untuned_tiles`.
+
+    Without a guess where equal logits alone could bring l above MOST.
+    """
     tuned = tuned_tiles("forward", problem, problem.S)
-    return Tiles(**tuned["forward"]) if tuned else untuned_tiles(problem)
+    tiles = Tiles(**tuned["forward"]) if tuned else untuned_tiles(problem)
+    too_long = problem.S > MOST * 2 ** HEADROOM.get(problem.dtype.name, 0)
+    return tiles._replace(guess=tiles.guess and not too_long)
 
 
 def untuned_tiles(problem):
