@@ -293,7 +293,7 @@ def references(offsets, errors):
     axes.axvline(0, color=style.INK, lw=1.0, ls="--")
     axes.set_xlabel("m above the maximum (powers of two)")
     axes.set_ylabel("relative error of out")
-    axes.legend(loc="upper center")
+    axes.legend(loc="upper left")
     return figure
 
 
