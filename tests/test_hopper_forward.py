@@ -80,7 +80,7 @@ CASES = {
     "guesses fail in bfloat16": (AttentionCase(300, 400, H=64, N=4, K=2, dtype="bfloat16", logits="rising"), SMALL),
     "one guess fails, late": LATE,
     "some guesses fail, in some heads": (AttentionCase(200, 300, H=64, N=4, B=2, dtype="float16", logits="rising", arguments={"scale": 0.06}), SMALL._replace(programs=1)),
-    "guesses fail without a tile ahead": (AttentionCase(300, 300, H=256, dtype="bfloat16", logits="rising", arguments=CAUSAL), None),
+    "guesses fail without a tile ahead": (AttentionCase(300, 300, H=256, dtype="bfloat16", logits="rising", arguments=CAUSAL), hopper.Tiles(block_k=64, ahead=False)),
     "guesses fail, one program a tile": (AttentionCase(200, 300, H=128, dtype="float16", logits="large"), hopper.Tiles(programs=None)),
     "equal logits": (AttentionCase(130, 300, H=64, dtype="float16", logits="equal"), SMALL),
     "negative scale": (AttentionCase(65, 130, H=64, dtype="bfloat16", arguments={"scale": -0.2}), SMALL),

@@ -62,7 +62,7 @@ def test_hopper_guesses_that_fail(dtype, H, logits):
 
         def attention(query, key, value, **arguments):
             call = check_call(query, key, value, **arguments)
-            out, lse = hopper.forward(call, tiles=hopper.default_tiles(call.problem)._replace(programs=8))
+            out, lse = hopper.forward(call, tiles=hopper.default_tiles(call.problem)._replace(programs=8, guess=True))
             return out, np.swapaxes(lse, 1, 2)
 
         check_forward(attention, case)

@@ -50,8 +50,8 @@ def flash_attention(
         hopper on such a card for what it serves, otherwise portable on an NVIDIA GPU from Ampere on,
         reference elsewhere. Some things are better in portable than in hopper. Where a softmax is very
         sharp, its 16-bit gradients are several times more exact. Its dq is the same in each run, to the
-        last bit. It takes as long for all inputs, while hopper's forward pass takes longer where scores
-        are far above those of the first keys. And bfloat16 values below 1e-20 keep all of their digits.
+        last bit. Its forward pass takes as long for all inputs, hopper's takes longer where scores are
+        far above those of the first keys. And bfloat16 values below 1e-20 keep all of their digits.
       return_residual: also return the log-sum-exp of the scaled logits.
 
     Returns:
