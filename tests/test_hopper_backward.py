@@ -112,6 +112,14 @@ def test_many_causal_programs_walk_in_another_order(form, monkeypatch):
     check_gradients(functools.partial(gradients_of_kernels, form=form), case, mends_delta=False)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_causal_walks_through_a_group_go_down_and_up(form, monkeypatch):
+    """The first three programs go down, the next three up."""
+    monkeypatch.setattr(hopper, "PROCESSORS", 3)
+    case = AttentionCase(330, 400, 64, N=6, K=2, dtype="bfloat16", arguments=CAUSAL)
+    check_gradients(functools.partial(gradients_of_kernels, form=form, races=True), case, mends_delta=False)
+
+
 def test_more_heads_than_a_grid_can_hold(monkeypatch):
     """They are served in pieces: a card takes 65535 programs along an axis."""
     monkeypatch.setattr(hopper, "GRID_LIMIT", 8)  # two batch entries of two heads

@@ -58,7 +58,7 @@ def test_a_card_with_a_table_uses_it(with_a_table):
     assert backward.default_tiles(problem(2049)) == SPLIT
     assert backward.default_tiles(problem(2048), deterministic=True) == SPLIT
     assert serve.tiles_used(problem(2048), "backward") == {"fused": FUSED._asdict()}
-    for other in (problem(1000, H=64), problem(1000, causal=False), problem(1000)):
+    for other in (problem(1000, H=256), problem(1000, causal=False), problem(1000)):
         assert forward.default_tiles(other) == forward.untuned_tiles(other)
     for deterministic in (False, True):
         other = problem(10000)
@@ -70,6 +70,12 @@ def test_a_card_without_a_table_uses_the_default(with_a_table, monkeypatch):
     problem = problem_of(1000, 1000, 128, "bfloat16", True)
     assert forward.default_tiles(problem) == forward.untuned_tiles(problem)
     assert backward.default_tiles(problem) == backward.untuned_tiles(problem)
+
+
+def test_programs_with_few_turns_get_fewer_queries_in_each():
+    few, many = (problem_of(1024, 1024, 64, "bfloat16", False, N=N, K=N) for N in (32, 128))
+    assert forward.untuned_tiles(few) == forward.default_tiles(many) == forward.Tiles(warpgroups=3)
+    assert forward.default_tiles(few) == forward.Tiles(stages=4)
 
 
 def test_the_deterministic_form_is_split_whatever_the_table(with_a_table):
@@ -158,7 +164,7 @@ def test_every_configuration_lowers_for_cuda(configuration):
 
 
 def kernels_to_interpret():
-    """The configurations, but each kernel once: causal, where it serves both, and with few programs."""
+    """The configurations, but each kernel once: causal, where it serves both, for one head and with few programs."""
     found = {}
     for configuration in ptxas.configurations():
         tiles = configuration.tiles
@@ -204,5 +210,5 @@ def test_what_ptxas_says_is_read():
     assert (one, two) == (Kernel("one", 0, False), Kernel("two", 401, True))
     configuration = Configuration("backward", 64, True, (FUSED, None))
     assert ptxas.complaints(configuration, [one]) == []
-    assert ptxas.complaints(configuration, [one, two]) == ["spills 401 bytes, of 40 allowed", "serialises wgmmas"]
+    assert ptxas.complaints(configuration, [one, two]) == ["spills 401 bytes, of 160 allowed", "serialises wgmmas"]
     assert ptxas.complaints(configuration, ptxas.kernels_of("")) == ["ptxas said nothing"]

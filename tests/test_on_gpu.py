@@ -6,14 +6,16 @@ import time
 import jax
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, check_forward, check_gradients, gradients_of, relative_error
+from attention_cases import AttentionCase, check_forward, check_gradients, cotangents, gradients_of, relative_error
 from test_portable_forward import GRID
 
 from helpers import flash_attention
 from helpers.attention.device import compute_capability
+from helpers.attention.hopper import backward
 from helpers.attention.hopper import forward as hopper
 from helpers.attention.problem import check_call
 from helpers.attention.reference import oracle
+from helpers.measure import ptxas
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="this machine has no GPU that JAX can use")
 
@@ -50,6 +52,33 @@ def test_hopper_long_sequences(T, S, H, dtype):
     case = AttentionCase(T, S, H, N=1, K=1, dtype=dtype, arguments={"is_causal": T == S})
     check_forward(hopper_attention, case)
     check_gradients(functools.partial(gradients_of, hopper_attention), case, mends_delta=False)
+
+
+@on_hopper
+@pytest.mark.parametrize("configuration", ptxas.configurations(), ids=str)
+def test_hopper_configurations(configuration, monkeypatch):
+    """With several turns for each forward program, and more backward programs than start at first."""
+    tiles, arguments = configuration.tiles, {"is_causal": configuration.is_causal}
+    N, H = 2 * configuration.group, configuration.H
+    case = AttentionCase(1100, 1300, H, N=N, K=2, dtype="bfloat16", arguments=arguments)
+    if configuration.which == "forward":
+        tiles = tiles._replace(programs=tiles.programs and 4)
+
+        def attention(query, key, value, **arguments):
+            out, lse = hopper.forward(check_call(query, key, value, **arguments), tiles=tiles)
+            return out, np.swapaxes(lse, 1, 2)
+
+        check_forward(attention, case)
+        return
+
+    def gradients(case):
+        (query, key, value), _ = case.inputs()
+        dout, dlse = cotangents(case)
+        call = check_call(query, key, value, **arguments)
+        return backward.backward(call, *hopper.forward(call), dout, dlse.swapaxes(1, 2), tiles=tiles)
+
+    monkeypatch.setattr(backward, "PROCESSORS", 8)
+    check_gradients(gradients, case, mends_delta=False)
 
 
 @on_hopper

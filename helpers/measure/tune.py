@@ -77,7 +77,7 @@ def kernels(call, out, lse, dout, dlse):
 def hopper_forward_candidates(H):
     """The `forward.Tiles` worth trying for a padded head_dim, of those that fit shared memory and registers."""
     block_k_stages_warpgroups = {
-        64: [(128, 2, 3), (128, 4, 3), (64, 4, 3), (64, 4, 4)],
+        64: [(128, 2, 3), (128, 4, 3), (128, 4, 2), (64, 4, 3), (64, 4, 4)],
         128: [(128, 2, 2), (64, 2, 3)],
         256: [(64, 2, 2)],
     }

@@ -94,13 +94,18 @@ def lse_and_awaited(s_acc, wait_n, lse_ref):
 def hide(p, q_start, k_start, keys_axis, problem, tiles):
     """p with zeros where the query does not see the key, or where there is no key.
 
-    `masking.visible` in a form that needs few registers: differences of positions, not positions.
+    `masking.visible` in a form that needs few registers: it compares columns with a number for each row,
+    made anew in each step, where the compiler would keep a difference of positions for each entry of p.
     """
-    positions = functools.partial(plgpu.broadcasted_iota, jnp.int32, p.shape, layout=MATRIX)
-    keys, queries = positions(dimension=keys_axis), positions(dimension=1 - keys_axis)
+    rows = anew(plgpu.broadcasted_iota(jnp.int32, p.shape[:1], 0, layout=ROWS))
+    cols = plgpu.broadcasted_iota(jnp.int32, p.shape, 1, layout=MATRIX)
+    wide = lambda row: lax.broadcast_in_dim(row, p.shape, [0])
     if problem.band.right is not None:
-        p = jnp.where(keys - queries <= q_start + problem.band.right - k_start, p, 0.0)
-    return jnp.where(keys < problem.S - k_start, p, 0.0) if problem.S % tiles.block_k else p
+        ahead = q_start + problem.band.right - k_start
+        p = jnp.where(cols >= wide(rows - ahead) if keys_axis == 0 else cols <= wide(rows + ahead), p, 0.0)
+    if problem.S % tiles.block_k:
+        p = jnp.where((wide(rows) if keys_axis == 0 else cols) < problem.S - k_start, p, 0.0)
+    return p
 
 
 def for_each_query_tile(problem, tiles, kv, k_start, body, masked_body, carry):
@@ -121,23 +126,31 @@ def for_each_query_tile(problem, tiles, kv, k_start, body, masked_body, carry):
     if problem.S % block_k:
         all_from = jnp.where(k_start + block_k > problem.S, stop, all_from)
 
-    def turned(i):
-        """Without a mask, programs start at different tiles, so that they do not add to one tile of dq at once."""
-        return lax.rem(i + k_start // block_k, stop) if band == NO_BAND else i
+    def place(n, start, end):
+        """(query head of the group, tile of queries) of step n on a walk through the tiles from start to end."""
+        if band == NO_BAND:  # head by head
+            q_tiles = pl.cdiv(problem.T, block_q)
+            g = lax.div(n, q_tiles) if group > 1 else 0
+            # Programs start at different tiles, so that they do not add to one tile of dq at once.
+            return g, lax.rem(n + k_start // block_k, q_tiles)
+        if group == 1:
+            return 0, start + n
+        # Tile by tile, and up or down, for who reads a tile together finds it in the L2 cache. The programs that
+        # start first walk down, side by side. They end one after the other, the shortest first, and those that
+        # take their places walk up: each begins with its own first tile, just when those before it come by there.
+        up = lax.rem(lax.div(place_in_line(problem, tiles), PROCESSORS), 2) == 1
+        i = lax.div(n, group)
+        return lax.rem(n, group), jnp.where(up, start + i, end - 1 - i)
 
     def all_heads(body, start, end, state):
-        """The tiles from start to end of one head after the other; state is (step, carry)."""
-        if group == 1:
-            return lax.fori_loop(start, end, lambda i, state: (state[0] + 1, body(kv, turned(i), *state)), state)
+        """The tiles from start to end, of all heads; state is (step, carry)."""
 
-        def one_step(_, state):
-            g, i, *state = state
-            last = i + 1 == end
-            place = jnp.where(last, g + 1, g), jnp.where(last, start, i + 1)
-            return *place, state[0] + 1, body(kv * group + g, turned(i), *state)
+        def one_step(n, state):
+            step, carry = state
+            g, i = place(n, start, end)
+            return step + 1, body(kv * group + g, i, step, carry)
 
-        place = jnp.int32(0), jnp.asarray(start, jnp.int32)
-        return lax.fori_loop(0, group * (end - start), one_step, (*place, *state))[2:]
+        return lax.fori_loop(0, group * (end - start), one_step, state)
 
     state = (jnp.int32(0), carry)
     if partial:
@@ -663,6 +676,20 @@ def _grid(problem, head_axis, tile_count, parts=1):
     return {"batch": problem.B, "part": parts, "tile": tile_count, name: heads}
 
 
+def _grid_of_keys(problem, tiles):
+    """The programs of dkv_kernel and fused_kernel."""
+    parts = pl.cdiv(problem.H, WIDEST)
+    return _grid(problem, ("kv_head", problem.K), pl.cdiv(problem.S, tiles.block_k), parts)
+
+
+def place_in_line(problem, tiles):
+    """How many programs of that grid start before this one."""
+    place = 0
+    for name, size in _grid_of_keys(problem, tiles).items():
+        place = place * size + lax.axis_index(name)
+    return place
+
+
 def _dkv(problem, arrays, tiles, interpret, dq_ref=None):
     H, dtype = problem.H, problem.dtype
     block_q, stages, warpgroups = tiles.block_q, tiles.stages, tiles.warpgroups
@@ -697,7 +724,7 @@ def _dkv(problem, arrays, tiles, interpret, dq_ref=None):
         options["dq_ref"] = dq_ref
     else:
         scratch += [plgpu.SMEM((warpgroups, 2, ROWS_OF_WGMMA, block_q), dtype) if interpret else None]
-    grid = _grid(problem, ("kv_head", problem.K), pl.cdiv(problem.S, tiles.block_k), parts)
+    grid = _grid_of_keys(problem, tiles)
     out_type = [jax.ShapeDtypeStruct(array.shape, dtype) for array in arrays[1:3]]
     kernel, name = (fused_kernel, "fused_backward") if fused else (dkv_kernel, "dkv")
     return _launch(kernel, name, out_type, scratch + barriers, grid, tiles, interpret, **options)(*arrays)

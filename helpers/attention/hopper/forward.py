@@ -484,10 +484,14 @@ def why_not(problem):
 def default_tiles(problem):
     """The fastest `Tiles` for a problem: from the tuner's table of this card, or `untuned_tiles`.
 
-    Without a guess where equal logits alone could bring l above MOST.
+    With fewer queries in a turn where a program would have less than four turns: one turn more or less is much
+    then. Without a guess where equal logits alone could bring l above MOST.
     """
     tuned = tuned_tiles("forward", problem, problem.S)
     tiles = Tiles(**tuned["forward"]) if tuned else untuned_tiles(problem)
+    turns = pl.cdiv(problem.T, tiles.block_q * tiles.warpgroups) * problem.N * problem.B / core_count(PROCESSORS)
+    if turns < 4 and tiles.warpgroups > 2:  # with a head dim of 64
+        tiles = tiles._replace(block_k=128, stages=4, warpgroups=2, guess=True)
     too_long = problem.S > MOST * 2 ** HEADROOM.get(problem.dtype.name, 0)
     return tiles._replace(guess=tiles.guess and not too_long)
 
