@@ -26,8 +26,8 @@ What was tried on the way to a kernel and not kept stands in <card>_variants.jso
     instructions   how many instructions a step of a loop has
     loops          the main loops of fused backward kernels in machine code, see LOOP
     profile        at which instructions the warps of a loop were found, in per cent, see PROFILE
-    latest         commit, date, notes, and in `records` times of Hopper kernels newer than the benchmark's
-                   record, and of cuDNN beside them, see LATEST
+    latest         commit, date, notes, and times of Hopper kernels newer than those of the benchmark's record:
+                   `records`, with cuDNN beside them, see LATEST, and `ladder`, see RUNG
 """
 
 import json
@@ -59,6 +59,9 @@ RUNG = {
     "T": _whole,
     "is_causal": (bool,),
     **dict.fromkeys(("device_ms", "spread", "tflops"), _number),
+}
+LATEST = {
+    name: types for name, types in RECORD.items() if name not in ("wall_ms", "spread", "of_matmul", "of_copy", "tiles")
 }
 MEMORY = {"implementation": _text, "pass": _text, "T": _whole, "N": _whole, "H": _whole, "bytes": _whole}
 TILES = {
@@ -100,12 +103,6 @@ LOOP = {
     "requests": (int, type(None)),  # for spilled registers, of one call at T = 4096, by the profiler
 }
 PROFILE = {**dict.fromkeys(("name", "what"), _text), "H": _whole, "T": _whole, "is_causal": (bool,), "share": _number}
-LATEST = {
-    **dict.fromkeys(("pass", "name"), _text),
-    **dict.fromkeys(("H", "T"), _whole),
-    "is_causal": (bool,),
-    **dict.fromkeys(("device_ms", "tflops"), _number),
-}
 VARIANT = {"kernel": _text, "name": _text, "H": _whole, "T": _whole, "is_causal": (bool,), "tflops": _number}
 FILE = {
     "card": _text,
@@ -147,8 +144,9 @@ def check(results, schema=FILE):
     for part, fields in parts.items():
         for number, entry in enumerate(results.get(part, ())):
             _check_fields(f"{part}[{number}]", entry, fields)
-    for number, entry in enumerate(results.get("latest", {}).get("records", ())):
-        _check_fields(f"latest[{number}]", entry, LATEST)
+    for part, fields in (("records", LATEST), ("ladder", RUNG)):
+        for number, entry in enumerate(results.get("latest", {}).get(part, ())):
+            _check_fields(f"latest: {part}[{number}]", entry, fields)
     for part in ("hopper", "hopper_sweep"):
         for number, row in enumerate(results.get(part, ())):
             where = f"{part}[{number}]"

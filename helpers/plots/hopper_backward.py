@@ -2,6 +2,7 @@
 
 import matplotlib.ticker
 import numpy as np
+from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 
 from helpers.measure.on_chip import SMEM_LIMIT, SMEM_RATE, TENSOR_RATE, WARPGROUP
@@ -336,7 +337,7 @@ def bars(entries):
                 axes.text(8, y, "not tried", va="center", size=8, color=style.FAINT)
                 continue
             wrong = "nothing added" in name or name.startswith("without")
-            colour = style.SKIPPED if name == "cuDNN" else style.PAPER if wrong else style.OUTPUT
+            colour = style.SKIPPED if name.startswith("cuDNN") else style.PAPER if wrong else style.OUTPUT
             axes.barh(y, found[0], 0.74, color=colour, alpha=0.55, hatch="//" if wrong else None, ec=style.INK, lw=0.8)
             axes.text(
                 found[0] - 8,
@@ -394,6 +395,34 @@ def kernels(entries, lengths):
         Patch(fc=colour, hatch=hatch, ec=style.INK, lw=0.6, alpha=0.7, label=k) for k, (colour, hatch) in PARTS.items()
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(PARTS), fontsize=8.5)
+    return figure
+
+
+def walks(runs, processors):
+    """Who reads which tile when. runs: {(title, label of the tiles): [step]}, a step being [(program, place)]."""
+    figure, panels = style.subplots(1, len(runs), width=10, height=3.9, sharex=True)
+    for axes, ((title, label), steps) in zip(panels, runs.items(), strict=True):
+        lines = {}
+        for now, step in enumerate(steps):
+            for program, place in step:
+                lines.setdefault(program, ([], []))
+                xs, ys = lines[program]
+                if ys and abs(place - ys[-1]) > 1:  # a jump to the next head is no line
+                    xs.append(now), ys.append(np.nan)
+                xs.append(now), ys.append(place)
+        for program, (xs, ys) in sorted(lines.items()):
+            first = program < processors
+            colour, look = (style.KEY, "-") if first else (style.QUERY, "--")
+            axes.plot(xs, ys, color=colour, ls=look, lw=1.6)
+            axes.text(xs[0], ys[0], f"{program}", size=8, ha="right", va="center", color=style.INK)
+        axes.set_xlabel("step")
+        axes.set_ylabel(label)
+        axes.set_title(title, loc="left")
+    handles = [
+        Line2D([], [], color=style.KEY, label="the programs that start first"),
+        Line2D([], [], color=style.QUERY, ls="--", label="those that take their places"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2)
     return figure
 
 
