@@ -1,6 +1,7 @@
 """The Hopper backward kernels in the Mosaic GPU interpreter: against the oracle, with races looked for."""
 
 import functools
+import itertools
 import sys
 
 import jax
@@ -107,17 +108,65 @@ def test_many_causal_programs_walk_in_another_order(form, monkeypatch):
     case = AttentionCase(140, 210, 64, N=2, B=2, dtype="bfloat16", arguments=CAUSAL)
     problem = check_call(*case.inputs()[0], **CAUSAL).problem
     assert list(hopper._grid(problem, ("head", 2), 2)) == ["part", "tile", "batch", "head"]
-    monkeypatch.setattr(hopper, "PROCESSORS", 0)
+    monkeypatch.setattr(hopper, "PROCESSORS", 1)
     assert list(hopper._grid(problem, ("head", 2), 2)) == ["batch", "part", "tile", "head"]
     check_gradients(functools.partial(gradients_of_kernels, form=form), case, mends_delta=False)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_causal_walks_through_a_group_go_down_and_up(form, monkeypatch):
-    """The first three programs go down, the next three up."""
-    monkeypatch.setattr(hopper, "PROCESSORS", 3)
+    """In turns, with one processor."""
+    monkeypatch.setattr(hopper, "PROCESSORS", 1)
     case = AttentionCase(330, 400, 64, N=6, K=2, dtype="bfloat16", arguments=CAUSAL)
     check_gradients(functools.partial(gradients_of_kernels, form=form, races=True), case, mends_delta=False)
+
+
+def walk_of(problem, tiles, monkeypatch, **place):
+    """[(query head, tile of queries, masked)] of the program at a place of the grid, outside of a kernel."""
+    monkeypatch.setattr(hopper.lax, "axis_index", place.__getitem__)
+    steps = problem.group * -(-problem.T // tiles.block_q)
+
+    def walk():
+        note = lambda masked, head, i, step, found: found.at[step].set(jnp.array([head, i, masked]))
+        bodies = (functools.partial(note, masked) for masked in (False, True))
+        nothing = jnp.full((steps, 3), -1)
+        return hopper.for_each_query_tile(
+            problem, tiles, place["kv_head"], place["tile"] * tiles.block_k, *bodies, nothing
+        )
+
+    count, found = jax.jit(walk)()
+    return [(int(head), int(i), bool(masked)) for head, i, masked in found[:count]]
+
+
+def test_a_causal_walk_through_a_group_goes_down_and_the_next_up(monkeypatch):
+    """The mask cuts the tiles 2 and 3 of the second program; with one processor, it walks up."""
+    monkeypatch.setattr(hopper, "PROCESSORS", 1)
+    (query, key, value), _ = AttentionCase(320, 320, 64, N=4, K=2, B=1, dtype="bfloat16").inputs()
+    problem, tiles = check_call(query, key, value, is_causal=True).problem, hopper.Tiles(64, 128, 2)
+    walk = functools.partial(walk_of, problem, tiles, monkeypatch, part=0, batch=0)
+    cut = lambda *tiles: [(head, i, True) for i in tiles for head in (0, 1)]
+    whole = lambda *tiles: [(head, i, False) for i in tiles for head in (0, 1)]
+    assert walk(kv_head=0, tile=0) == cut(1, 0) + whole(4, 3, 2)
+    of_other_heads = [(head - 2, i, masked) for head, i, masked in walk(kv_head=1, tile=0)]
+    assert of_other_heads == cut(0, 1) + whole(2, 3, 4)
+    monkeypatch.setattr(hopper, "PROCESSORS", 2)
+    assert walk(kv_head=0, tile=1) == cut(2, 3) + whole(4)
+    monkeypatch.setattr(hopper, "PROCESSORS", 132)
+    assert walk(kv_head=0, tile=1) == cut(3, 2) + whole(4)
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_walk_passes_each_tile_once(causal, group, monkeypatch):
+    (query, key, value), _ = AttentionCase(330, 470, 64, N=group, K=1, B=1, dtype="bfloat16").inputs()
+    problem, tiles = check_call(query, key, value, is_causal=causal).problem, hopper.Tiles(64, 128, 2)
+    for processors, tile in itertools.product((1, 132), range(4)):
+        monkeypatch.setattr(hopper, "PROCESSORS", processors)
+        walk = walk_of(problem, tiles, monkeypatch, part=0, batch=0, kv_head=0, tile=tile)
+        wanted = {(head, i) for head in range(group) for i in range(min(2 * tile, 5) if causal else 0, 6)}
+        assert len(walk) == len(wanted) and {(head, i) for head, i, _ in walk} == wanted
+        if causal:  # only tiles that see all keys go without a mask
+            assert all(masked or i >= 2 * tile + 2 for _, i, masked in walk)
 
 
 def test_more_heads_than_a_grid_can_hold(monkeypatch):

@@ -72,10 +72,20 @@ def test_a_card_without_a_table_uses_the_default(with_a_table, monkeypatch):
     assert backward.default_tiles(problem) == backward.untuned_tiles(problem)
 
 
-def test_programs_with_few_turns_get_fewer_queries_in_each():
-    few, many = (problem_of(1024, 1024, 64, "bfloat16", False, N=N, K=N) for N in (32, 128))
-    assert forward.untuned_tiles(few) == forward.default_tiles(many) == forward.Tiles(warpgroups=3)
-    assert forward.default_tiles(few) == forward.Tiles(stages=4)
+def test_programs_with_few_turns_get_fewer_queries_in_each(monkeypatch):
+    """On 132 processors: twelve tiles of 192 queries a head, or eight of 256, in two batch entries of N heads."""
+    monkeypatch.setattr(forward, "core_count", lambda _: 132)
+    monkeypatch.setattr(forward, "tuned_tiles", lambda *_: None)
+    two = forward.Tiles(block_q=64, block_k=128, stages=4, warpgroups=2)
+    for causal, few, many in ((False, 43, 44), (True, 65, 66)):
+        of = lambda N, causal=causal: problem_of(1024, 1024, 64, "bfloat16", causal, N=N, K=N)
+        assert forward.default_tiles(of(few)) == two
+        assert forward.default_tiles(of(many)) == forward.untuned_tiles(of(many)) != two
+    three = {"forward": forward.Tiles(block_k=64, warpgroups=3)._asdict()}
+    monkeypatch.setattr(forward, "tuned_tiles", lambda *_: three)
+    assert (
+        forward.default_tiles(problem_of(1024, 1024, 128, "bfloat16", True)).warpgroups == 3
+    )  # no room for more stages
 
 
 def test_the_deterministic_form_is_split_whatever_the_table(with_a_table):
@@ -210,5 +220,8 @@ def test_what_ptxas_says_is_read():
     assert (one, two) == (Kernel("one", 0, False), Kernel("two", 401, True))
     configuration = Configuration("backward", 64, True, (FUSED, None))
     assert ptxas.complaints(configuration, [one]) == []
-    assert ptxas.complaints(configuration, [one, two]) == ["spills 401 bytes, of 160 allowed", "serialises wgmmas"]
+    assert ptxas.complaints(configuration, [one, two]) == ["spills 401 bytes, of 40 allowed", "serialises wgmmas"]
+    of_groups = Configuration("backward", 64, True, (FUSED, None), group=7)
+    assert ptxas.complaints(of_groups, [Kernel("one", 100, False)]) == []
+    assert ptxas.complaints(of_groups, [Kernel("one", 131, False)]) == ["spills 131 bytes, of 130 allowed"]
     assert ptxas.complaints(configuration, ptxas.kernels_of("")) == ["ptxas said nothing"]

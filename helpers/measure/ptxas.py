@@ -38,9 +38,10 @@ from helpers.measure import results
 # kernels for a head_dim of 256 merely fit.
 ALLOWED_SPILLS = {
     "forward": {64: 200, 128: 120, 256: 150},
-    "backward": {64: 160, 128: 160, 256: 600},
+    "backward": {64: 40, 128: 40, 256: 600},
+    "backward of groups": {64: 130, 128: 40, 256: 600},
 }
-HEADS = 16  # of queries; enough that a persistent kernel has more tiles of queries than programs: else it is another
+HEADS = 16  # of keys; enough that a persistent kernel has more tiles of queries than programs: else it is another
 H200 = """
 gpu_device_info {
   cuda_compute_capability { major: 9 }
@@ -77,10 +78,11 @@ class Configuration:
     def lowered(self, T=4096, scale=0.1, sharding=None):
         """The pass for CUDA, for bf16 sequences of T."""
         band = Band.of(self.is_causal)
-        problem = Problem(1, T, T, HEADS, HEADS // self.group, self.H, jnp.dtype(jnp.bfloat16), scale, band)
-        array = jax.ShapeDtypeStruct((1, T, HEADS, self.H), problem.dtype, sharding=sharding)
-        keys = jax.ShapeDtypeStruct((1, T, problem.K, self.H), problem.dtype, sharding=sharding)
-        row = jax.ShapeDtypeStruct((1, HEADS, T), jnp.float32, sharding=sharding)
+        N = HEADS * self.group
+        problem = Problem(1, T, T, N, HEADS, self.H, jnp.dtype(jnp.bfloat16), scale, band)
+        array = jax.ShapeDtypeStruct((1, T, N, self.H), problem.dtype, sharding=sharding)
+        keys = jax.ShapeDtypeStruct((1, T, HEADS, self.H), problem.dtype, sharding=sharding)
+        row = jax.ShapeDtypeStruct((1, N, T), jnp.float32, sharding=sharding)
 
         def run(query, key, value, *residuals):
             call = Call(problem, query, key, value, None, None)
@@ -106,8 +108,8 @@ def configurations():
         for deterministic in (False, True):
             tiles = backward.untuned_tiles(problem, deterministic)
             found.append(Configuration("backward", H, is_causal, tiles))
-    # A walk through the heads of a group is another loop.
-    found += [replace(one, group=8) for one in found if one.which == "backward"]
+    # A walk through the heads of a group is another loop. Of seven, for eight are divided by a shift.
+    found += [replace(one, group=7) for one in found if one.which == "backward"]
     return list(dict.fromkeys(found))
 
 
@@ -130,7 +132,8 @@ def kernels_of(text):
 
 def complaints(configuration, kernels):
     """What is not as it should be, as a list of texts."""
-    allowed = ALLOWED_SPILLS[configuration.which][configuration.H]
+    which = configuration.which + " of groups" * (configuration.group > 1)
+    allowed = ALLOWED_SPILLS[which][configuration.H]
     found = [f"spills {kernel.spilled} bytes, of {allowed} allowed" for kernel in kernels if kernel.spilled > allowed]
     found += ["serialises wgmmas" for kernel in kernels if kernel.serialised]
     return found if kernels else ["ptxas said nothing"]

@@ -144,9 +144,13 @@ def check(results, schema=FILE):
     for part, fields in parts.items():
         for number, entry in enumerate(results.get(part, ())):
             _check_fields(f"{part}[{number}]", entry, fields)
-    for part, fields in (("records", LATEST), ("ladder", RUNG)):
-        for number, entry in enumerate(results.get("latest", {}).get(part, ())):
-            _check_fields(f"latest: {part}[{number}]", entry, fields)
+    if "latest" in results:
+        latest = results["latest"]
+        lists = dict.fromkeys(("notes", "records", "ladder"), (list,))
+        _check_fields("latest", latest, {"commit": _text, "date": _text, **lists})
+        for part, fields in (("records", LATEST), ("ladder", RUNG)):
+            for number, entry in enumerate(latest[part]):
+                _check_fields(f"latest: {part}[{number}]", entry, fields)
     for part in ("hopper", "hopper_sweep"):
         for number, row in enumerate(results.get(part, ())):
             where = f"{part}[{number}]"

@@ -405,22 +405,23 @@ def walks(runs, processors):
         lines = {}
         for now, step in enumerate(steps):
             for program, place in step:
-                lines.setdefault(program, ([], []))
-                xs, ys = lines[program]
-                if ys and abs(place - ys[-1]) > 1:  # a jump to the next head is no line
-                    xs.append(now), ys.append(np.nan)
-                xs.append(now), ys.append(place)
-        for program, (xs, ys) in sorted(lines.items()):
-            first = program < processors
-            colour, look = (style.KEY, "-") if first else (style.QUERY, "--")
-            axes.plot(xs, ys, color=colour, ls=look, lw=1.6)
-            axes.text(xs[0], ys[0], f"{program}", size=8, ha="right", va="center", color=style.INK)
+                line = lines.setdefault(program, [])
+                if line and abs(place - line[-1][1]) > 1:  # a jump to the next head is no line
+                    line.append((now, np.nan))
+                line.append((now, place))
+        starts = {}
+        for program, line in sorted(lines.items()):
+            axes.plot(*zip(*line, strict=True), color=style.KEY if program < processors else style.QUERY, lw=1.6)
+            starts.setdefault(line[0], []).append(program)
+        for (x, y), programs in starts.items():
+            text = f"{programs[0]}" if len(programs) == 1 else f"{programs[0]} to {programs[-1]}"
+            axes.text(x - 1, y, text, size=8, ha="right", va="center")
         axes.set_xlabel("step")
         axes.set_ylabel(label)
         axes.set_title(title, loc="left")
     handles = [
         Line2D([], [], color=style.KEY, label="the programs that start first"),
-        Line2D([], [], color=style.QUERY, ls="--", label="those that take their places"),
+        Line2D([], [], color=style.QUERY, label="those that take their places"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=2)
     return figure

@@ -44,6 +44,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from helpers.attention.device import core_count
 from helpers.attention.hopper.table import tuned_tiles
 from helpers.attention.hopper.warpgroup import (
     COLUMNS,
@@ -113,7 +114,7 @@ def for_each_query_tile(problem, tiles, kv, k_start, body, masked_body, carry):
 
     masked_body serves the tiles that see some of the keys only, and the keys that end within them.
     There is at least one step a head, so that a pipeline has something to do: a tile that sees nothing.
-    It is one loop (or two), not one in another: then ptxas serialises the products of the delayed order.
+    It is one loop (or two). A loop in a loop would make ptxas serialise the products of the delayed order.
     """
     block_q, block_k, band, group = tiles.block_q, tiles.block_k, problem.band, problem.group
     first, stop = query_tiles(k_start, k_start + block_k, block_q, band, problem.T, problem.S, xp=jnp)
@@ -133,11 +134,11 @@ def for_each_query_tile(problem, tiles, kv, k_start, body, masked_body, carry):
     def tile_by_tile(n, start, end):
         """(query head, tile of queries) of step n, all heads of a tile before the next tile: for causal calls.
 
-        Who reads a tile at the same time as others finds it in the L2 cache. The programs that start first
-        walk down, side by side. They end one after the other, the shortest first, and those that take their
-        places walk up: each begins with its own first tile, just when those before it come by there.
+        Who reads a tile at the same time as others finds it in the L2 cache. After the tiles that the mask cuts,
+        the programs that start first walk down, side by side. They end one after the other, the shortest first,
+        and those that take their places walk up: each begins at its own keys, just when those before it come by.
         """
-        up = lax.rem(lax.div(place_in_line(problem, tiles), PROCESSORS), 2) == 1
+        up = lax.rem(lax.div(place_in_line(problem, tiles), core_count(PROCESSORS)), 2) == 1
         i = lax.div(n, group)
         return kv * group + lax.rem(n, group), jnp.where(up, start + i, end - 1 - i)
 
@@ -255,7 +256,8 @@ def dkv_kernel(
                     lse, s = lse_and_awaited(s_acc, parts, lse_smem.at[slot])
                     p = exp2_of_logits(s, lse, 1, problem)
                     if masked:
-                        p = hide(p, i * tiles.block_q, my_start, 0, problem, tiles)
+                        # anew, or ptxas of CUDA 13.0 serialises the products at H = 64
+                        p = hide(p, anew(i * tiles.block_q), my_start, 0, problem, tiles)
                     multiply_add_(dv_acc, p.astype(problem.dtype), do_tile.at[:, columns], p_spare)
                     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
                     delta = plgpu.load(delta_smem.at[slot], layout=COLUMNS)
@@ -683,7 +685,7 @@ def _grid(problem, head_axis, tile_count, parts=1):
     name, heads = head_axis
     if problem.band == NO_BAND:
         return {"batch": problem.B, name: heads, "part": parts, "tile": tile_count}
-    if problem.B * parts * tile_count * heads < 4 * PROCESSORS:
+    if problem.B * parts * tile_count * heads < 4 * core_count(PROCESSORS):
         return {"part": parts, "tile": tile_count, "batch": problem.B, name: heads}
     return {"batch": problem.B, "part": parts, "tile": tile_count, name: heads}
 
@@ -695,9 +697,10 @@ def _grid_of_keys(problem, tiles):
 
 
 def place_in_line(problem, tiles):
-    """How many programs of that grid start before this one."""
+    """How many programs of that grid start before this one; where batch entries come one by one, of this entry."""
+    first, *others = _grid_of_keys(problem, tiles).items()
     place = 0
-    for name, size in _grid_of_keys(problem, tiles).items():
+    for name, size in others if first[0] == "batch" else (first, *others):
         place = place * size + lax.axis_index(name)
     return place
 
@@ -707,7 +710,8 @@ def _dkv(problem, arrays, tiles, interpret, dq_ref=None):
     block_q, stages, warpgroups = tiles.block_q, tiles.stages, tiles.warpgroups
     fused = dq_ref is not None
     q_slots, own = stages + tiles.delayed, (warpgroups, ROWS_OF_WGMMA)
-    parts = pl.cdiv(H, WIDEST)
+    grid = _grid_of_keys(problem, tiles)
+    parts = grid["part"]
     kv = plgpu.SMEM((parts, *own, H // parts), dtype, transforms=SWIZZLED)
     scratch = [
         plgpu.SMEM((q_slots, block_q, H), dtype, transforms=SWIZZLED),
@@ -736,7 +740,6 @@ def _dkv(problem, arrays, tiles, interpret, dq_ref=None):
         options["dq_ref"] = dq_ref
     else:
         scratch += [plgpu.SMEM((warpgroups, 2, ROWS_OF_WGMMA, block_q), dtype) if interpret else None]
-    grid = _grid_of_keys(problem, tiles)
     out_type = [jax.ShapeDtypeStruct(array.shape, dtype) for array in arrays[1:3]]
     kernel, name = (fused_kernel, "fused_backward") if fused else (dkv_kernel, "dkv")
     return _launch(kernel, name, out_type, scratch + barriers, grid, tiles, interpret, **options)(*arrays)

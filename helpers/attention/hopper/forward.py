@@ -490,7 +490,7 @@ def default_tiles(problem):
     tuned = tuned_tiles("forward", problem, problem.S)
     tiles = Tiles(**tuned["forward"]) if tuned else untuned_tiles(problem)
     turns = pl.cdiv(problem.T, tiles.block_q * tiles.warpgroups) * problem.N * problem.B / core_count(PROCESSORS)
-    if turns < 4 and tiles.warpgroups > 2:  # with a head dim of 64
+    if turns < 4 and tiles.warpgroups > 2 and padded_head_dim(problem.H) == 64:
         tiles = tiles._replace(block_k=128, stages=4, warpgroups=2, guess=True)
     too_long = problem.S > MOST * 2 ** HEADROOM.get(problem.dtype.name, 0)
     return tiles._replace(guess=tiles.guess and not too_long)
