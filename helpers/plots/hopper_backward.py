@@ -416,6 +416,7 @@ def walks(runs, processors):
         for (x, y), programs in starts.items():
             text = f"{programs[0]}" if len(programs) == 1 else f"{programs[0]} to {programs[-1]}"
             axes.text(x - 1, y, text, size=8, ha="right", va="center")
+        axes.margins(x=0.12)  # room for the numbers
         axes.set_xlabel("step")
         axes.set_ylabel(label)
         axes.set_title(title, loc="left")
