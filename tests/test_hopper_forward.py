@@ -227,7 +227,8 @@ def test_ranges_of_failed_guesses_read_too_early_are_a_race(monkeypatch):
 
     monkeypatch.setattr(hopper, "plgpu", Faulty())
     with pytest.raises(RaceError):
-        check_forward(interpreted(hopper.forward, tiles=LATE[1]), LATE[0])
+        for _ in range(8):  # who comes first differs from run to run, and not every order shows
+            check_forward(interpreted(hopper.forward, tiles=LATE[1]), LATE[0])
 
 
 def test_the_next_scores_ordered_before_their_operands_are_there_are_a_race(monkeypatch):
