@@ -155,6 +155,15 @@ def test_a_causal_walk_through_a_group_goes_down_and_the_next_up(monkeypatch):
     assert walk(kv_head=0, tile=1) == cut(3, 2) + whole(4)
 
 
+def test_walks_are_counted_anew_in_each_batch_entry(monkeypatch):
+    """Where batch entries come one by one; there are three programs in each here."""
+    monkeypatch.setattr(hopper, "PROCESSORS", 1)
+    (query, key, value), _ = AttentionCase(320, 320, 64, N=2, K=1, B=2, dtype="bfloat16").inputs()
+    problem, tiles = check_call(query, key, value, is_causal=True).problem, hopper.Tiles(64, 128, 2)
+    walk = functools.partial(walk_of, problem, tiles, monkeypatch, part=0, kv_head=0)
+    assert walk(batch=0, tile=0) == walk(batch=1, tile=0) and walk(batch=0, tile=1) == walk(batch=1, tile=1)
+
+
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_walk_passes_each_tile_once(causal, group, monkeypatch):

@@ -83,9 +83,8 @@ def test_programs_with_few_turns_get_fewer_queries_in_each(monkeypatch):
         assert forward.default_tiles(of(many)) == forward.untuned_tiles(of(many)) != two
     three = {"forward": forward.Tiles(block_k=64, warpgroups=3)._asdict()}
     monkeypatch.setattr(forward, "tuned_tiles", lambda *_: three)
-    assert (
-        forward.default_tiles(problem_of(1024, 1024, 128, "bfloat16", True)).warpgroups == 3
-    )  # no room for more stages
+    of_128 = problem_of(1024, 1024, 128, "bfloat16", True)  # for which four stages would not fit
+    assert forward.default_tiles(of_128).warpgroups == 3
 
 
 def test_the_deterministic_form_is_split_whatever_the_table(with_a_table):
