@@ -10,7 +10,7 @@ AS_ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
 ON_CPU = JAX_PLATFORMS=cpu OPENBLAS_NUM_THREADS=1
 ARGS ?=
 
-.PHONY: help setup lab test test-oldest notebooks figures lint gpu gpu-test gpu-bench gpu-tune gpu-compile
+.PHONY: help setup lab test test-all test-oldest mutation notebooks figures lint gpu gpu-test gpu-memcheck gpu-fuzz gpu-bench gpu-tune gpu-compile
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -22,12 +22,18 @@ lab: setup ## open the series in JupyterLab, in your own copy of the notebooks
 	@$(IN_VENV) -m helpers.notebooks workbook
 	@$(IN_VENV) -m jupyter lab --ip=localhost $(AS_ROOT) $(START) $(ARGS)
 
-test: setup ## run the whole test suite, notebooks included
+test: setup ## run the quick tier of the tests, notebooks included
+	@$(ON_CPU) $(IN_VENV) -m pytest -n auto -m "not full" $(ARGS)
+
+test-all: setup ## run all tests
 	@$(ON_CPU) $(IN_VENV) -m pytest -n auto $(ARGS)
 
-test-oldest: ## run the tests of helpers on the oldest JAX that is supported
+test-oldest: ## run the quick tests of helpers on the oldest JAX that is supported
 	@sh helpers/setup_environment.sh .venv-oldest $(OLDEST_JAX)
-	@$(ON_CPU) .venv-oldest/bin/python -m pytest -n auto tests --ignore=tests/test_browser.py $(ARGS)
+	@$(ON_CPU) .venv-oldest/bin/python -m pytest -n auto -m "not full" tests $(ARGS)
+
+mutation: setup ## put faults into the code, one at a time, and see which tests notice
+	@$(ON_CPU) $(IN_VENV) -m tests.mutation $(ARGS)
 
 notebooks: setup ## execute every notebook and write it back, normalised
 	@$(IN_VENV) -m helpers.notebooks execute
@@ -42,8 +48,17 @@ lint: setup ## check the style of code and notebooks
 gpu: setup ## add CUDA to the environment, on a machine with an NVIDIA GPU
 	@$(IN_VENV) -m pip install --disable-pip-version-check --constraint $(VENV)/constraints.txt --editable '.[test,gpu]'
 
+# Processes beside each other compile on all cores, and share the memory of the GPU.
+GPU_TESTS = tests/test_on_gpu.py tests/test_portable_forward.py tests/test_portable_backward.py tests/test_footprint.py \
+	tests/test_reference.py tests/test_api.py tests/test_in_use.py
 gpu-test: setup ## run the kernels' tests on the GPU of this machine
-	@$(IN_VENV) -m pytest tests/test_portable_forward.py tests/test_portable_backward.py tests/test_footprint.py tests/test_on_gpu.py tests/test_reference.py tests/test_api.py -rs $(ARGS)
+	@XLA_PYTHON_CLIENT_PREALLOCATE=false $(IN_VENV) -m pytest -n 8 --dist worksteal $(GPU_TESTS) -rs $(ARGS)
+
+gpu-fuzz: setup ## compare random calls on the GPU of this machine with float64 arithmetic
+	@$(IN_VENV) -m helpers.measure.fuzz $(ARGS)
+
+gpu-memcheck: setup ## watch every memory access of the kernels on the GPU with NVIDIA's compute-sanitizer
+	@compute-sanitizer --error-exitcode 1 $(IN_VENV) -m helpers.measure.memcheck $(ARGS)
 
 gpu-bench: setup ## measure the kernels on the GPU of this machine, next to cuDNN and installed peers
 	@$(IN_VENV) -m helpers.measure.benchmark $(ARGS)
@@ -51,7 +66,8 @@ gpu-bench: setup ## measure the kernels on the GPU of this machine, next to cuDN
 gpu-tune: setup ## find the fastest tiles of the kernels for this GPU and record them
 	@$(IN_VENV) -m helpers.measure.tune $(ARGS)
 
-gpu-compile: ## compile the Hopper kernels with ptxas, GPU or not, and see that they keep to their registers
+gpu-compile: ## compile the kernels for every NVIDIA GPU from Ampere on, without one, and see that they fit
 	@sh helpers/setup_environment.sh .venv-ptxas
 	@.venv-ptxas/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-ptxas/constraints.txt --editable '.[ptxas]'
-	@JAX_PLATFORMS=cpu .venv-ptxas/bin/python -m helpers.measure.ptxas $(ARGS)
+	@JAX_PLATFORMS=cpu .venv-ptxas/bin/python -m helpers.measure.shared_memory
+	@JAX_PLATFORMS=cpu .venv-ptxas/bin/python -m helpers.measure.ptxas

@@ -60,7 +60,7 @@ if [ -e "$venv" ] && [ ! -e "$venv/pyvenv.cfg" ] && [ -n "$(ls -A "$venv" 2>/dev
     echo "$venv exists and is not a virtual environment; move it away, or choose another: make lab VENV=.venv2" >&2
     exit 1
 fi
-echo "Setting up $venv with $("$python" --version). This happens once and takes a minute or two." >&2
+echo "Setting up $venv with $("$python" --version). This happens once." >&2
 rm -rf "$venv"
 "$python" -m venv "$venv"
 constraints=$venv/constraints.txt
@@ -69,8 +69,48 @@ if [ -n "$jax_version" ]; then
 else
     cp constraints.txt "$constraints"
 fi
-if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-    --constraint "$constraints" --editable '.[test]'; then
+
+# pip_setting NAME: what pip was told in its files or in the environment; each . in NAME stands for a hyphen.
+pip_setting() {
+    for level in :env: install global; do
+        value=$(printf '%s\n' "$pip_settings" | sed -n "s/^$level\.$1='\(.*\)'\$/\1/p" | sed 's/\\n/ /g; s/^ *//')
+        [ -z "$value" ] || break
+    done
+    echo "$value"
+}
+
+# uv takes a fraction of pip's time. It is looked for on the PATH, then installed beside pip, and it asks
+# where pip was told to ask. Whatever goes wrong with it, pip does the work.
+install_with_uv() {
+    uv=$(command -v uv) || uv=$venv/bin/uv
+    [ -x "$uv" ] || "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+        --constraint "$constraints" uv >/dev/null 2>&1 && [ -x "$uv" ] || return 1
+    pip_settings=$("$venv/bin/python" -m pip config list 2>/dev/null) || pip_settings=
+    where=$(pip_setting index.url)
+    [ -z "$where" ] || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$where}"
+    where=$(pip_setting extra.index.url)
+    [ -z "$where" ] || export UV_INDEX="${UV_INDEX:-$where}"
+    where=$(pip_setting find.links | sed 's/  */,/g')
+    [ -z "$where" ] || export UV_FIND_LINKS="${UV_FIND_LINKS:-$where}"
+    case $(pip_setting no.index) in 1 | true | True | yes | on) export UV_NO_INDEX=1 ;; esac
+    # As pip does: the best version of all indexes, not that of the first which knows the name.
+    UV_HTTP_RETRIES=0 "$uv" pip install --quiet --index-strategy unsafe-best-match \
+        --python "$venv/bin/python" --constraint "$constraints" --editable '.[test]' 2>/dev/null
+}
+
+install_with_pip() {
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+        --constraint "$constraints" --editable '.[test]'
+}
+
+{
+    printf 'Installing about a hundred packages '
+    while sleep 1 && kill -0 $$ 2>/dev/null; do printf .; done
+} >&2 &
+dots=$!
+trap 'kill $dots 2>/dev/null || :; echo >&2' EXIT
+trap 'exit 130' INT TERM
+if ! install_with_uv && ! install_with_pip; then
     echo "The installation into $venv did not finish; the lines above say why. Run the same command to try again." >&2
     exit 1
 fi

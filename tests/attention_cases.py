@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from helpers import flash_attention
 from helpers.attention.reference import oracle, oracle_gradients
@@ -29,6 +30,19 @@ SHAPES = [
 HEAD_DIMS = [1, 24, 64, 80, 128, 256]
 FLOAT32_TOLERANCE = 2e-6
 GRADIENT_TOLERANCE = 5e-6
+
+
+def in_tiers(parameters, is_quick):
+    """Parameters of a test, of which those that are not quick are left to the full tier.
+
+    is_quick: a function of a parameter, or of each part of one that is a tuple. Combinations are thinned out
+    so that each value, and nearly every pair of values, stays in the quick tier.
+    """
+    found = []
+    for parameter in parameters:
+        parts = parameter if isinstance(parameter, tuple) else (parameter,)
+        found.append(pytest.param(*parts, marks=() if is_quick(*parts) else pytest.mark.full))
+    return found
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,9 @@
-"""Reads the notebooks for the tests: their cells, stubs, checks and solutions."""
+"""Reads the notebooks for the tests: their cells, stubs, checks and solutions, and how long they take.
+
+    python tests/lessons.py
+
+prints the minutes of every notebook, as the tables of the README and of notebook 00 must give them.
+"""
 
 import re
 from dataclasses import dataclass
@@ -11,6 +16,8 @@ PATHS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 HEADING = re.compile(r"^### Exercise (\d+\.\d+) · (.+)$", re.MULTILINE)
 SOLUTION = re.compile(r"<summary>Solution</summary>\n\n.*?```python\n(.*?)```.*?</details>", re.DOTALL)
+MINUTES = re.compile(r"· (\d+) minutes")
+PICTURE = re.compile(r"!\[[^\]]*\]\([^)]*\)")
 CHECK = re.compile(r'^check\("(\d+\.\d+)", (\w+)\)$')
 
 
@@ -51,4 +58,32 @@ def lessons(path):
     return found
 
 
+def reading_minutes(path):
+    """Minutes to read a notebook at 200 words and 15 lines of code a minute, its exercises left out.
+
+    Counted are the words of Markdown cells, formulas included but not the descriptions of pictures,
+    and the lines of code cells that are not blank; not the outputs, nor the time to run the cells.
+    """
+    apart = {index for lesson in lessons(path) for index in range(lesson.stub - 1, lesson.check + 2)}
+    words = lines = 0
+    for index, cell in enumerate(read(path).cells):
+        if index in apart:
+            continue
+        if cell.cell_type == "markdown":
+            words += len(PICTURE.sub("", cell.source).split())
+        else:
+            lines += sum(bool(line.strip()) for line in cell.source.splitlines())
+    return words / 200 + lines / 15
+
+
+def exercise_minutes(path):
+    """Minutes that the exercises of a notebook say they take."""
+    headings = [cell.source for cell in read(path).cells if cell.source.startswith("### Exercise")]
+    return sum(int(MINUTES.search(heading)[1]) for heading in headings)
+
+
 ALL = [lesson for path in PATHS for lesson in lessons(path)]
+
+if __name__ == "__main__":
+    for path in PATHS:
+        print(f"{path.stem}: {reading_minutes(path):.0f} + {exercise_minutes(path)}")

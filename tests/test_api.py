@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_cases import in_tiers
 
 from helpers import flash_attention
-from helpers.attention import device
+from helpers.attention import api, device
+from helpers.attention.problem import check_call
 
 B, T, S, N, K, H = 2, 20, 24, 4, 2, 16
 
@@ -33,11 +35,15 @@ ILLEGAL = [
     ({"query": zeros(B, T, N, H, dtype=np.float64)}, TypeError, "query must have one of the dtypes float32, bfloat16, float16, got float64"),
     ({"value": zeros(B, S, K, H, dtype=np.int32)}, TypeError, "value must have one of the dtypes"),
     ({"key": zeros(B, S, K, H, dtype=np.float16)}, TypeError, "must share one dtype, got query float32, key float16, value float32"),
+    ({"value": zeros(B, S, K, H, dtype=np.float16)}, TypeError, "must share one dtype, got query float32, key float32, value float16"),
+    ({"bias": zeros(1, N, T, S)}, TypeError, "bias must be None, got ndarray"),
+    ({"mask": zeros(1, 1, T, S, dtype=bool)}, TypeError, "masks are given by is_causal, query_seq_lengths, key_value_seq_lengths and local_window_size; jax.nn.dot_product_attention takes a mask"),
     ({"query": zeros(T, H)}, ValueError, "query must have shape (batch, length, heads, head_dim) or"),
     ({"query": zeros(T, N, H)}, ValueError, "must all have a batch axis or all have none"),
     ({"query": zeros(B, 0, N, H)}, ValueError, "query must have at least one element on every axis, got shape (2, 0, 4, 16)"),
     ({"key": zeros(B, 0, K, H), "value": zeros(B, 0, K, H)}, ValueError, "key must have at least one element"),
     ({"value": zeros(B, S + 1, K, H)}, ValueError, "value must have the shape of key, (2, 24, 2, 16), got (2, 25, 2, 16)"),
+    ({"value": zeros(B, S, K, H + 1)}, ValueError, "value must have the shape of key, (2, 24, 2, 16), got (2, 24, 2, 17)"),
     ({"query": zeros(B + 1, T, N, H)}, ValueError, "key must have the batch size of query, 3"),
     ({"query": zeros(B, T, N, H + 1)}, ValueError, "key must have the head_dim of query, 17"),
     ({"query": zeros(B, T, 3, H)}, ValueError, "query heads must be a multiple of key/value heads, got 3 and 2"),
@@ -85,10 +91,11 @@ def test_illegal_arguments_are_refused_under_jit():
             jax.jit(lambda value, name=name: flash_attention(**arrays(), **{name: value}))(value)
 
 
-def test_too_many_positions_are_refused():
-    query = jax.ShapeDtypeStruct((1, 2**30 + 1, 1, 16), jnp.float16)
-    with pytest.raises(ValueError, match=r"at most 2\*\*30 positions, got 1073741825"):
-        jax.eval_shape(flash_attention, query, query, query)
+@pytest.mark.parametrize(("T", "S"), [(2**30 + 1, 8), (8, 2**30 + 1)])
+def test_too_many_positions_are_refused(T, S):
+    query, key = (jax.ShapeDtypeStruct((1, length, 1, 16), jnp.float16) for length in (T, S))
+    with pytest.raises(ValueError, match=rf"at most 2\*\*30 positions, got {T} and {S}"):
+        jax.eval_shape(flash_attention, query, key, key)
 
 
 def test_a_message_shows_the_shape_that_was_passed():
@@ -101,7 +108,6 @@ def test_a_message_shows_the_shape_that_was_passed():
 @pytest.mark.parametrize("block", [0, 8, 24, 100, -16, 16.0])
 def test_illegal_block_sizes_are_refused(name, block):
     from helpers.attention.portable import forward
-    from helpers.attention.problem import check_call
 
     call = check_call(**arrays())
     with pytest.raises(ValueError, match=f"{name} must be a power of two of at least 16, got {block}"):
@@ -117,6 +123,14 @@ def test_cudnn_without_a_gpu_says_so():
 
 CUDNN_REFUSALS = [
     ({}, np.float32, "it takes bfloat16 and float16 only"),
+    (
+        {
+            "query": zeros(B, T, N, 20, dtype=np.float16),
+            **dict.fromkeys(("key", "value"), zeros(B, S, K, 20, dtype=np.float16)),
+        },
+        np.float16,
+        "head_dim up to 128 in multiples of 8, and this is 20",
+    ),
     ({"return_residual": True}, np.float16, "rounds its lse"),
     ({"scale": 0.0}, np.float16, "a positive scale only"),
     (
@@ -135,9 +149,28 @@ def test_cudnn_refuses_what_it_cannot_serve(arguments, dtype, reason, monkeypatc
         flash_attention(**{**arrays(dtype), "implementation": "cudnn", **arguments})
 
 
+@pytest.mark.parametrize(
+    ("scale", "arguments"),  # each scale is traced here alone: what it computes is nothing
+    [(0.123, {"local_window_size": (3, 0)}), (0.124, {"local_window_size": (3, 9), "is_causal": True})],
+)
+def test_cudnn_gets_the_window_of_the_call(scale, arguments, monkeypatch):
+    """It takes a window with an edge to the left only, and only causal."""
+    got = {}
+
+    def cudnn(query, *_, **arguments):
+        got.update(arguments)
+        return query
+
+    monkeypatch.setattr("helpers.attention.api.compute_capability", lambda *_: (9, 0))
+    monkeypatch.setattr("jax.nn.dot_product_attention", cudnn)
+    flash_attention(**arrays(np.float16), implementation="cudnn", scale=scale, **arguments)
+    assert got["local_window_size"] == (3, 0) and got["is_causal"] is True
+    assert got["scale"] == scale and got["implementation"] == "cudnn"
+
+
 def test_an_old_gpu_is_refused_by_name(monkeypatch):
     turing = types.SimpleNamespace(platform="gpu", compute_capability="7.5", device_kind="Tesla T4")
-    monkeypatch.setattr("helpers.attention.api.default_device", lambda: turing)
+    monkeypatch.setattr("helpers.attention.api.device_of", lambda _: turing)
     monkeypatch.setattr("helpers.attention.api.compute_capability", lambda *_: (7, 5))
     with pytest.raises(NotImplementedError, match=r"compute capability 8\.0.*use implementation=\"reference\""):
         flash_attention(**arrays(), implementation="portable")
@@ -160,21 +193,22 @@ def test_an_old_gpu_is_refused_by_name(monkeypatch):
 def test_the_default_implementation_follows_the_device_and_the_call(
     capability, dtype, arguments, expected, monkeypatch
 ):
-    chosen = []
     monkeypatch.setattr("helpers.attention.api.compute_capability", lambda *_: capability)
-    for name, function in {"reference": "naive_attention", "portable": "_portable", "hopper": "_hopper"}.items():
-        record = lambda call, name=name: chosen.append(name) or (call.query, None)
-        monkeypatch.setattr(f"helpers.attention.api.{function}", record)
-    flash_attention(**arrays(dtype), **arguments)
-    assert chosen == [expected]
+    chosen = api._choose(None, check_call(**arrays(dtype), **arguments), False)
+    functions = {
+        "reference": api.naive_attention,
+        "portable": api.PORTABLE_OR_REFERENCE,
+        "hopper": api.HOPPER_OR_REFERENCE,
+    }
+    assert chosen == functions[expected]
 
 
 def test_the_default_follows_the_arrays_and_not_the_machine(monkeypatch):
     """On a machine with a GPU, arrays on the CPU are computed there."""
     gpu = types.SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="NVIDIA H200")
     monkeypatch.setattr("helpers.attention.device.default_device", lambda: gpu)
-    array = jnp.zeros((1, 8, 1, 16), jnp.bfloat16)
-    (cpu,) = array.devices()
+    cpu = jax.devices("cpu")[0]
+    array = jax.device_put(jnp.zeros((1, 8, 1, 16), jnp.bfloat16), cpu)
     assert device.device_of(array) == cpu and device.compute_capability(device.device_of(array)) == (0, 0)
     assert device.device_of(np.zeros(3)) == gpu and device.compute_capability() == (9, 0)
     traced = []
@@ -189,9 +223,15 @@ LENGTHS = {
 MASKS = [{}, {"is_causal": True}, {"local_window_size": 6}, {"local_window_size": (3, 9), "is_causal": True}]
 
 
-@pytest.mark.parametrize("implementation", ["reference", "portable"])
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize("scale", [None, 0.3])
+def portable_in_turns(implementation, mask, scale):
+    return implementation == "reference" or MASKS.index(mask) % 2 == (scale is None)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "mask", "scale"),
+    in_tiers(itertools.product(["reference", "portable"], MASKS, [None, 0.3]), portable_in_turns),
+    ids=str,
+)
 def test_agreement_with_jax_nn(implementation, mask, scale):
     """Every argument that both functions take means the same; rows that see no key are ours alone."""
     ours = functools.partial(flash_attention, implementation=implementation)

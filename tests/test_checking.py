@@ -1,8 +1,22 @@
 """The machinery of the exercises, on a small exercise of its own."""
 
+import dataclasses
+import functools
+import itertools
+import re
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers.exercises import check, checking
 from helpers.exercises.checking import Case, Exercise, Mistake, verdict
 
 RIGHT = np.array([[1.0, 2.0], [3.0, 4.0]])
@@ -54,44 +68,199 @@ def test_a_mistake_must_agree_on_every_case():
 
 
 def test_wrong_kinds_are_described():
-    assert "expected 2 results (double, total), got None" in judged(lambda x: None).text
+    assert "expected 2 results (double, total), got None: is a `return` missing?" in judged(lambda x: None).text
     assert "expected 2 results (double, total), got an array of shape (1,)" in judged(lambda x: 2 * x).text
     assert "expected 2 results (double, total), got a tuple of 3" in judged(lambda x: (1, 2, 3)).text
     assert (
         "double: expected shape (2, 2), got (4,)"
         in judged(lambda x: (2 * x.reshape(x.shape if x.size == 1 else -1), x.sum())).text
     )
-    assert "double: expected 2, got" not in judged(lambda x: ("2", x.sum())).text
-    assert judged(lambda x: ("2", x.sum())).status == "wrong"
-    assert "entries are NaN, expected none" in judged(lambda x: (np.sqrt(-x), x.sum())).text
+    assert "double: expected an array of shape (1,), got '2'" in judged(lambda x: ("2", x.sum())).text
+    assert "total: expected a number, got an array of shape (1,)" in judged(lambda x: (2 * x, x[:1])).text
+    assert "NaN" in judged(lambda x: (np.sqrt(-x), x.sum())).text
     assert "expected a function, got 3" in judged(3).text
 
 
-def test_errors_are_reported_in_one_line():
-    text = judged(lambda x: x[5]).text
-    assert text.splitlines()[0] == "✗ Exercise 9.9: raised IndexError for the small case."
-    assert len(text.splitlines()) == 2
+def spoil(x):
+    result = 2 * x, x.sum()
+    x[...] = 99
+    return result
+
+
+def test_changed_arguments_are_noticed():
+    first = judged(spoil)
+    assert first.status == "wrong" and first == judged(spoil), "an answer cannot spoil what comes after"
+    assert "the result is right, but your function writes into its argument `x`" in first.text
+    assert "writes into its argument `x`" in judged(lambda x: (x.fill(5), 3)).text
+
+    sort = exercise(np.array([2, 1]), cases=lambda: [Case("the case", ([2, 1], {"a": 1}, (np.zeros(2),), "s"))])
+    assert judged(lambda x, d, t, s: list(x), sort).status == "correct"
+    assert "argument `x`" in judged(lambda x, d, t, s: (list(x), x.sort())[0], sort).text
+    assert "argument `d`" in judged(lambda x, d, t, s: (x, d.clear())[0], sort).text
+    assert "argument `t`" in judged(lambda x, d, t, s: (x, t[0].fill(1))[0], sort).text
+
+
+# Exceptions
+
+
+def test_an_error_is_reported_with_the_line_of_the_learner():
+    def answer(x):
+        y = 2 * x
+        return np.take(y, 5)
+
+    lines = judged(answer).text.splitlines()
+    assert lines[0] == "✗ Exercise 9.9: raised IndexError for the small case."
+    assert lines[1] == "  index 5 is out of bounds for axis 0 with size 1"
+    assert lines[2] == f"  In line {answer.__code__.co_firstlineno + 2}: return np.take(y, 5)"
+    assert len(lines) == 3
+
+
+def test_an_error_in_another_cell_is_placed_there():
+    def inner(x):
+        return x[7]
+
+    text = judged(lambda x: inner(x)).text
+    assert f"In line {inner.__code__.co_firstlineno + 1} of `inner`: return x[7]" in text
+
+
+def test_an_earlier_wrong_case_comes_before_an_error():
+    text = judged(lambda x: (3 * x, x.sum() if x.size == 1 else 1 / 0)).text
+    assert "wrong for the small case" in text
+
+
+def stub(*_):
+    """As in a notebook."""
+    raise NotImplementedError
 
 
 def test_only_the_stub_is_not_attempted():
-    def stub(x):
-        raise NotImplementedError
-
     def library(x):
         raise NotImplementedError("this dtype is not supported")
 
-    assert judged(stub).status == "not attempted"
+    def calls_a_stub(x):
+        return stub(x)
+
+    def still_there(x):
+        y = 2 * x
+        raise NotImplementedError
+        return y, x.sum()
+
+    for unwritten in (stub, functools.partial(stub), jax.jit(stub)):
+        assert judged(unwritten).status == "not attempted"
     assert judged(library).status == "wrong" and "this dtype is not supported" in judged(library).text
+    assert "`stub`, which your function calls, is not written yet" in judged(calls_a_stub).text
+    assert "Delete line" in judged(still_there).text and judged(still_there).status == "wrong"
 
 
-def test_an_answer_cannot_spoil_the_next_case():
-    def answer(x):
-        result = 2 * x, x.sum()
-        x[...] = 99
-        return result
+@pytest.mark.parametrize(
+    ("body", "advice"),
+    [
+        (lambda x: np.exp(x), "use jnp, not np"),
+        (lambda x: x if x > 0 else -x, "no Python `if`"),
+        (lambda x: jnp.ones(3)[: int(x)], "no int()"),
+        (lambda x: [1, 2, 3][x.astype(int)], "no int(), range()"),
+    ],
+)
+def test_tracer_errors_are_translated(body, advice):
+    text = judged(lambda: jax.jit(body)(1.0), exercise(1.0)).text
+    assert advice in text and "In line" in text
 
-    assert judged(answer).status == "correct"
-    assert judged(answer).status == "correct"
+
+class Evil:
+    """An object that fails whatever is done to it."""
+
+    def __call__(self, *_):
+        return self
+
+    def _fail(self, *_):
+        raise SystemExit("evil")
+
+    __eq__ = __array__ = __iter__ = __len__ = __getattr__ = __bool__ = __float__ = __repr__ = __str__ = _fail
+    __hash__ = None
+
+
+def deep(x):
+    return deep(x)
+
+
+def exits(*_):
+    sys.exit(3)
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+def endless(*_):
+    while True:
+        yield 1
+
+
+def unprintable(*_):
+    class UnprintableError(Exception):
+        __str__ = None
+
+    raise UnprintableError
+
+
+NO_EXERCISES = ("9.9", 0.2, 99.1, "", "x", None, -1, 10**5000, "1." + "9" * 5000, [], Evil())
+STRANGE = (
+    None, 10**5000, "x", [], Evil(), lambda *_: Evil(), lambda *_: 10**5000, lambda *_: (10**5000, np.zeros(2)),
+    lambda *_: {10**5000: 1}, lambda *_: [Evil(), 1], exits, interrupted, endless, deep, unprintable, type, print,
+    lambda *_: np.zeros(3, "M8[s]"), lambda *_: [[1], [2, 3]], lambda *_: ..., lambda *_: (lambda: 0), lambda *_: {1, 2},
+    lambda *_: 1j, lambda *_: b"x", lambda *_: np.array([Evil()], object), lambda *_: float("inf"),
+)  # fmt: skip
+
+
+def test_a_number_without_an_exercise_is_said(capsys):
+    for number in NO_EXERCISES:
+        check(number, stub)
+        assert capsys.readouterr().out.startswith("✗ There is no exercise ")
+
+
+def test_numbers_may_be_floats(capsys):
+    check(0.1, stub)
+    check(np.float64(2.1), stub)
+    assert capsys.readouterr().out.startswith("○ Exercise 0.1: not attempted yet. Your turn, in the cell above.\n○ ")
+
+
+@pytest.mark.parametrize("number", ["0.1", "1.2", "2.3", "3.5", "9.2", "9.3"])
+def test_check_never_raises(number, capsys):
+    for answer in STRANGE:
+        check(number, answer)
+        printed = capsys.readouterr().out
+        assert f"✗ Exercise {number}: " in printed
+
+
+def test_an_endless_answer_is_stopped(monkeypatch):
+    def catches(*_):
+        while True:
+            try:
+                time.sleep(10)
+            except Exception:
+                pass
+
+    monkeypatch.setattr(checking, "SECONDS", 0.1)
+    began = time.perf_counter()
+    for answer in (catches, lambda x: (sum(i for i in itertools.count()), 1)):
+        assert "stopped: more than 0.1 seconds for the small case." in judged(answer).text
+    assert time.perf_counter() - began < 5
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    assert judged(lambda x: (2 * x, x.sum())).status == "correct"
+
+
+def test_without_alarms_there_is_no_limit():
+    """In a thread signals cannot be handled; the verdict is the same."""
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(judged, lambda x: (2 * x, x.sum())).result().status == "correct"
+
+
+def test_a_slow_check_shows_progress_and_wipes_it_out(capsys, monkeypatch):
+    slow = dataclasses.replace(DOUBLE, run=lambda answer, x: (time.sleep(0.6), answer(x))[1])
+    monkeypatch.setattr(checking, "exercise", lambda number: slow)
+    check("9.9", lambda x: (2 * x, x.sum()))
+    bar, _, rest = capsys.readouterr().out.rpartition("\r")
+    assert "Exercise 9.9" in bar and rest == "✓ Exercise 9.9: correct on 2 cases: one entry and four.\n"
 
 
 def test_warnings_do_not_reach_the_reader(recwarn, capsys):
@@ -101,34 +270,142 @@ def test_warnings_do_not_reach_the_reader(recwarn, capsys):
 
 def exercise(expected, **options):
     return Exercise(
-        number="9.8",
-        title="t",
-        outputs=("x",),
-        cases=lambda: [Case("the case", ())],
-        expected=lambda: expected,
-        tried="it",
-        mistakes=(),
-        **options,
+        **{
+            "number": "9.8",
+            "title": "t",
+            "outputs": ("x",),
+            "cases": lambda: [Case("the case", ())],
+            "expected": lambda *_: expected,
+            "tried": "it",
+            "mistakes": (),
+        }
+        | options
     )
+
+
+def named(*results):
+    """An exercise with these results, one case for each, whose answers get the number of the case."""
+    cases = [Case(f"case {n}", (n,)) for n in range(len(results))]
+    return dataclasses.replace(exercise(None), outputs=("a", "b"), cases=lambda: cases, expected=lambda n: results[n])
 
 
 @pytest.mark.parametrize(
     ("expected", "right", "wrong"),
     [
         ("partial", "partial", "full"),
+        ("partial", np.str_("partial"), np.array("full")),
+        ("partial", np.array("partial"), "Partial"),
+        ("partial", np.array(["partial"], object)[0], ["partial"]),
         (3, 3, 4),
         (3, 3.0, 3.001),
+        (3, Fraction(9, 3), Fraction(10, 3)),
+        (3, Decimal(3), Decimal("3.1")),
+        (3, np.int8(3), np.array([3])),
+        (3, jnp.int32(3), jnp.float32(3.5)),
+        (0.5, Fraction(1, 2), Fraction(1, 3)),
         (True, True, False),
+        (True, np.bool_(True), np.bool_(False)),
         (np.array([1, -np.inf]), np.array([1.0, -np.inf]), np.array([1.0, np.inf])),
         (np.zeros(2), np.zeros(2), np.full(2, 1e-3)),
+        (np.zeros(2), [0, Fraction(0)], [0, Fraction(1)]),
+        (np.ones((2, 2)), [[1, 1], (1.0, np.float32(1))], [[1, 1], [1, 2]]),
+        (np.ones(2), jnp.ones(2, jnp.bfloat16), 2 * jnp.ones(2, jnp.bfloat16)),
         (np.array([0.0, 1e6]), np.array([0.0, 1e6]), np.array([200.0, 1e6])),
         ({"a": 1, "b": 2.0}, {"b": 2.0, "a": 1}, {"a": 1}),
         ({"a": 1}, {"a": 1, "more": 5}, {"a": 2}),
+        ({"a": 1}, {np.str_("a"): 1}, {"A": 1}),
+        ((1, 2), [1, 2], [1, 2, 3]),
+        ((1, 2), np.array([1, 2]), np.array([1, 3])),
+        ((1, 2), iter([1, 2]), iter([2, 1])),
+        ((1.0, "x"), np.array([1.0, "x"], object), np.array([1.0, "x"])),
+        ((np.ones(3), np.zeros(3)), np.stack([np.ones(3), np.zeros(3)]), np.zeros((2, 3))),
+        ((np.ones(3), np.zeros(3)), [(1, 0), (1, 0), (1, 0)], [(1, 0), (1, 0), (1, 1)]),
+        ((np.ones(3), np.zeros(3)), zip((1, 0), (1, 0), (1, 0), strict=True), [(1, 0), (1, 0)]),
     ],
 )
-def test_values_of_every_kind(expected, right, wrong):
-    assert judged(lambda: right, exercise(expected)).status == "correct"
-    assert judged(lambda: wrong, exercise(expected)).status == "wrong"
+def test_results_are_judged_by_what_they_are_worth(expected, right, wrong):
+    asked = exercise(expected, outputs=("a", "b")[: len(expected) if isinstance(expected, tuple) else 1])
+    assert judged(lambda: right, asked).status == "correct"
+    assert judged(lambda: wrong, asked).status == "wrong"
+
+
+def test_some_nan_is_told_from_a_wrong_number():
+    half = lambda: np.array([1.0, np.nan])
+    assert "1 of 2 entries are NaN" in judged(half, exercise(np.array([1.0, 2.0]))).text
+
+
+@pytest.mark.parametrize(
+    ("expected", "mine"),
+    [
+        (1.0, 1.00002),
+        (0.1, 0.1 + 3e-6),
+        (1000000, 1000000.2),
+        (1000000, 1000001),
+        (3, np.nextafter(3.0, 4)),
+        (np.array([1e-30, 1.0]), np.array([1e-30, 1.0001])),
+    ],
+)
+def test_two_equal_numbers_are_never_shown_as_different(expected, mine):
+    text = judged(lambda: mine, exercise(expected)).text
+    yours, wanted = re.search(r"yours(?: at \[\d+\])? (\S+), expected (\S+)", text).groups()
+    assert yours != wanted and "np." not in text
+
+
+def test_float32_is_blamed_where_it_may_be_to_blame():
+    text = judged(lambda: np.array([1.0001, 2], np.float32), exercise(np.array([1.0, 2.0]))).text
+    assert "Your result is float32; if the method is right, this case needs float64." in text
+    assert "float64" not in judged(lambda: np.array([1.0001, 2]), exercise(np.array([1.0, 2.0]))).text
+    assert "float64" not in judged(lambda: np.array([1.1, 2], np.float32), exercise(np.array([1.0, 2.0]))).text
+
+
+RESULTS = [(1.0, np.array([2.0, 5.0])), (3.0, np.array([7.0, 1.0])), (4.0, np.array([0.0, -2.0]))]
+
+
+@pytest.mark.parametrize(
+    ("slip", "name"),
+    [
+        (lambda a, b: (b, a), "the results come as b, a"),
+        (lambda a, b: (-a, b), "a has the wrong sign, in every case"),
+        (lambda a, b: (a, 2 * b), "b is 2 times what it should be, in every case"),
+        (lambda a, b: (a, b / np.log(2)), "b is too large by log2(e) = 1.4427: it is in base two, in every case"),
+        (lambda a, b: (a - 1, b), "a is too small by 1, in every case"),
+        (lambda a, b: (a, b[:, None]), "b has an axis of length one too many, or too few"),
+        (lambda a, b: (a, b * [1, 2]), None),
+        (
+            lambda a, b: (-a, 3 * b),
+            "a has the wrong sign, in every case and b is 3 times what it should be, in every case",
+        ),
+        (lambda a, b: (a + 1, b * [1, 2]), None),
+    ],
+)
+def test_slips_of_any_exercise_have_a_name(slip, name):
+    assert judged(lambda n: slip(*RESULTS[n]), named(*RESULTS)).mistake == name
+
+
+def test_missing_factors_and_terms_of_a_count_are_named():
+    sizes = [(2, 3, 4), (5, 2, 8), (7, 7, 3), (10, 6, 5)]
+    count = dataclasses.replace(exercise(None), cases=lambda: [Case(str(size), size) for size in sizes])
+    name = lambda answer: (
+        judged(answer, dataclasses.replace(count, expected=lambda T, S, H: 4 * T * S * H + 2 * T)).mistake
+    )
+    assert name(lambda T, S, H: 4 * T * S * H) == "x lacks 2 · T"
+    assert name(lambda T, S, H: 4 * T * S * H + 5 * T) == "x has 3 · T too much"
+    assert name(lambda T, S, H: 2 * T) == "x lacks 4 · T · S · H"
+    assert name(lambda T, S, H: (4 * T * S * H + 2 * T) * S) == "x has the factor S once too often"
+    assert name(lambda T, S, H: 2 * S * H + 1) == "x lacks the factor T and 2"
+    assert name(lambda T, S, H: 4 * T * S * H + 2 * T + (T - 3) ** 2) is None
+
+
+def test_a_transposed_result_is_named():
+    squares = [(1.0, np.arange(6.0).reshape(2, 3)), (2.0, np.arange(4.0).reshape(2, 2))]
+    assert judged(lambda n: (squares[n][0], squares[n][1].T), named(*squares)).mistake == "b is transposed"
+
+
+def test_a_mistake_may_raise_where_the_answer_does():
+    fails = lambda x: (x * x, x.sum()) if x.size == 1 else [][0]
+    known = dataclasses.replace(DOUBLE, mistakes=(Mistake("it fails", fails, "Reread."),))
+    assert judged(lambda x: (x * x, x.sum() if x.size == 1 else 1 / 0), known).mistake == "it fails"
+    assert judged(lambda x: 1 / 0, known).mistake is None
 
 
 def test_dtypes_matter_where_they_are_said_to():

@@ -1,7 +1,8 @@
 """The checks catch a broken kernel: each seeded fault must make a comparison with the oracle fail.
 
 A fault is a small change to the source of the kernel. The unchanged source goes through the same
-machinery and must pass, so a fault is caught for what it does.
+machinery and must pass, so a fault is caught for what it does. All of it is of the full tier: it finds what is
+wrong with the checks, which change seldom, and the checks themselves find what is wrong with a kernel.
 """
 
 import functools
@@ -14,6 +15,8 @@ from attention_cases import AttentionCase, check_forward, check_gradients, cotan
 from helpers.attention import masking
 from helpers.attention.portable import backward, forward, tiles
 from helpers.attention.problem import check_call
+
+pytestmark = pytest.mark.full
 
 CASES = [
     AttentionCase(64, 64, 24, arguments={"local_window_size": (17, 17)}),  # edges at the end of a tile
@@ -105,7 +108,7 @@ GRADIENT_FAULTS = {
     "only the first head of a group counts": ("fori_loop(0, problem.group, one_head", "fori_loop(0, 1, one_head"),
     "the first query tile is skipped": ("fori_loop(first, stop, lambda i", "fori_loop(first + 1, stop, lambda i"),
     "the last key tile is skipped": ("fori_loop(first, stop, lambda j", "fori_loop(first, stop - 1, lambda j"),
-    "delta is never mended": ("eps) / 4 * ds_size).max() > 0", "eps) / 4 * ds_size).max() < 0"),
+    "delta is never mended": ("eps / 4 * ds_size).max() > 0", "eps / 4 * ds_size).max() < 0"),
     "delta is mended the wrong way": ("delta += error", "delta -= error"),
     "delta is mended as if lse had no gradient": ("ds_sum - dlse", "ds_sum"),
     "the mended delta does not reach dk": ("(*arrays[:5], delta, *arrays[6:])", "arrays"),

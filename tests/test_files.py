@@ -79,7 +79,7 @@ def test_every_import_is_declared():
         requirement_name(r)
         for r in PROJECT["project"]["dependencies"] + PROJECT["project"]["optional-dependencies"]["test"]
     }
-    own = {"helpers"} | {path.stem for path in (ROOT / "tests").glob("*.py")}
+    own = {"helpers", "tests"} | {path.stem for path in (ROOT / "tests").glob("*.py")}
     sources = [path.read_text() for folder in ("helpers", "tests") for path in (ROOT / folder).rglob("*.py")]
     for path in PATHS:
         sources += [cell.source for cell in lessons.read(path).cells if cell.cell_type == "code"]
@@ -123,7 +123,7 @@ def test_outputs_can_be_compared(path):
             assert output.output_type != "error"
             assert output.get("name") != "stderr"
             kinds = set(output.get("data", {}))
-            assert excused or kinds <= {"text/plain", "image/png"}
+            assert excused or kinds <= {"text/plain", "image/png", "text/markdown"}
             text = json.dumps(output.get("text", "")) + json.dumps(output.get("data", {}).get("text/plain", ""))
             assert excused or not re.search(r"0x[0-9a-f]{6}|/tmp/", text)
 
@@ -165,17 +165,37 @@ def test_every_picture_is_drawn_and_shown(tmp_path, capsys):
         assert (tmp_path / name).read_bytes() == (ROOT / "figures" / name).read_bytes(), f"{name} is out of date"
 
 
-def test_the_minutes_are_those_of_the_exercises():
-    """README and notebook 00 promise "reading + exercises"; the second is what the exercises say of themselves."""
-    texts = [(ROOT / "README.md").read_text(), PATHS[0].read_text()]
-    for path in PATHS:
-        headings = [cell.source for cell in lessons.read(path).cells if cell.source.startswith("### Exercise")]
-        minutes = sum(int(re.search(r"· (\d+) minutes", heading)[1]) for heading in headings)
-        for text in texts:
-            found = re.search(rf"{path.name}\).*?\| (\d+) \+ (\d+) \|", text)
-            promised = int(found[2]) if found else None
-            assert promised is not None or (text is texts[1] and path is PATHS[0])
-            assert promised is None or abs(promised - minutes) <= 4, path.name
+def promised_minutes(text, path):
+    """(reading, exercises) in the row of a notebook in the table of a text."""
+    row = next((line for line in text.splitlines() if line.startswith("|") and path.stem[:2] + " · " in line), "")
+    found = re.search(r"\| (\d+) \+ (\d+) \|", row)
+    assert found, f"no minutes for {path.name}"
+    return int(found[1]), int(found[2])
+
+
+def tables_of_notebook_00():
+    return next(cell.source for cell in lessons.read(PATHS[0]).cells if cell.source.startswith("## 2 · The path"))
+
+
+def test_the_minutes_are_measured(path):
+    """The README, notebook 00 and the notebook itself promise what `lessons` counts, and nobody is kept an hour."""
+    reading, exercises = lessons.reading_minutes(path), lessons.exercise_minutes(path)
+    assert reading <= 60, "split it"
+    for text in ((ROOT / "README.md").read_text(), tables_of_notebook_00()):
+        promised = promised_minutes(text, path)
+        assert abs(promised[0] - reading) <= 3 and abs(promised[1] - exercises) <= 4, (path.name, reading, exercises)
+    title = lessons.read(path).cells[0].source
+    assert int(re.search(r"\*\*Time\*\* about (\d+) minutes to read", title)[1]) == promised[0]
+
+
+def test_the_paths_take_as_long_as_notebook_00_says():
+    """Hours of the course and of everything, each the sum of its rows, to the nearest half hour."""
+    source = tables_of_notebook_00()
+    minutes = {path.stem[:2]: sum(promised_minutes(source, path)) for path in PATHS}
+    for name, last in (("the course", "08"), ("everything", "99")):
+        promised = re.search(rf"\| \*\*{name}\*\* \|.*\| (\d+)(½?) \|", source)
+        hours = int(promised[1]) + bool(promised[2]) / 2
+        assert abs(60 * hours - sum(m for number, m in minutes.items() if number <= last)) <= 15, name
 
 
 def test_the_readme_lists_every_notebook():

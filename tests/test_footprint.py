@@ -1,6 +1,5 @@
 """Memory of forward and backward together grows with T, not with T squared."""
 
-import itertools
 import re
 
 import jax
@@ -12,7 +11,7 @@ from test_lowering import lower_for_cuda
 from helpers import flash_attention
 from helpers.measure import cost
 
-LENGTHS = (1024, 2048, 4096, 8192)
+LENGTHS = (1024, 4096)
 B, N, H = 1, 2, 64
 
 
@@ -30,28 +29,35 @@ def temporary_bytes(T):
 
 
 def test_compiled_memory_grows_at_most_linearly():
-    measured = [temporary_bytes(T) for T in LENGTHS]
-    for shorter, longer in itertools.pairwise(measured):
-        assert longer <= 2.02 * shorter
+    shorter, longer = (temporary_bytes(T) for T in LENGTHS)
+    assert longer <= 1.02 * LENGTHS[1] / LENGTHS[0] * shorter
 
 
 def bytes_of_results(text):
-    """Bytes of what the operations of a lowered program return, by summing their array types."""
+    """Bytes of what the operations of a lowered program return, by summing their array types.
+
+    A result that takes the place of an argument needs none.
+    """
     sizes = {"bf16": 2, "f32": 4}
     total = 0
     for line in text.splitlines():
         if re.search(r"= (\"?stablehlo\.custom_call|stablehlo\.broadcast_in_dim)", line):
-            for shape, kind in re.findall(r"tensor<((?:\d+x)+)(\w+)>", line.rsplit("->", 1)[1]):
+            in_place = {int(number) for number in re.findall(r"output_tuple_indices = \[(\d+)\]", line)}
+            results = re.findall(r"tensor<((?:\d+x)+)(\w+)>", line.rsplit("->", 1)[1])
+            for shape, kind in (result for number, result in enumerate(results) if number not in in_place):
                 total += sizes[kind] * int(np.prod([int(n) for n in shape.split("x")[:-1]]))
     return total
 
 
 def test_arrays_of_the_gpu_program_follow_the_formula():
-    """Without a GPU: what the kernels return, less the three gradients, is the stated footprint."""
+    """Without a GPU: what the kernels return, less the three gradients, is the stated footprint.
+
+    And less the mended delta, which takes the place of the first.
+    """
     for T in LENGTHS:
         intermediate = bytes_of_results(lower_for_cuda(gradients, *shapes(T))) - 3 * 2 * B * T * N * H
         expected = cost.gradient_footprint(B, T, N, H, itemsize=2)
-        assert expected <= intermediate <= 1.25 * expected
+        assert intermediate == expected
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU; the program lowered for one is tested above")

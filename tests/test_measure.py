@@ -82,6 +82,14 @@ def test_programs_take_turns_and_inputs_rotate():
     assert {inputs for name, inputs in device.log if name == "c"} == {(0,), (1,)}
 
 
+def test_the_time_of_the_device_is_the_median_of_all_its_samples():
+    device, samples = FakeDevice(), iter([1.0, 2.0, 9.0])
+    run, wait = device.program("a", [1.0])
+    programs = {"a": Program(run, [()], wait)}
+    measured = timing.time_together(programs, rounds=1, clock=device.clock, device_samples=lambda p: [next(samples)])
+    assert measured["a"].device_ms == 2.0
+
+
 def test_the_summary_is_the_median_and_the_quartiles():
     found = timing.summary([1.0, 2.0, 3.0, 4.0, 100.0], [7.0, 5.0, 6.0])
     assert found == Timing(wall_ms=3000.0, spread=2 / 3, device_ms=6.0, samples=5)
@@ -342,6 +350,13 @@ def test_broken_results_are_refused_and_not_written(message, tmp_path):
     assert path.read_text() == "what was there" and len(list(tmp_path.iterdir())) == 1
 
 
+def test_broken_results_are_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    (tmp_path / "nvidia_test.json").write_text("{}")
+    with pytest.raises(ValueError, match="results: card is missing"):
+        results.read("NVIDIA Test")
+
+
 def test_a_full_disk_leaves_the_old_results(tmp_path, monkeypatch, capsys):
     path = tmp_path / "card.json"
     path.write_text("what was there")
@@ -364,6 +379,14 @@ def test_committed_results_keep_to_the_schema(path):
     found = json.loads(path.read_text())
     results.check(found, schema)
     assert path.stem.removesuffix(f"_{kind}" if schema is not results.FILE else "") == results.slug(found["card"])
+
+
+@pytest.mark.parametrize("part", ["tiles", "sweep", "hopper", "hopper_sweep"])
+def test_every_row_of_a_table_is_checked(part):
+    table = results.read_tiles()
+    table[part][-1] |= {"head_padded": "64"}
+    with pytest.raises(ValueError, match=rf"{part}\[{len(table[part]) - 1}\]: head_padded is '64'"):
+        results.check(table, results.TILES_FILE)
 
 
 TUNED = [row for path in results.RESULTS.glob("*_tiles.json") for row in json.loads(path.read_text())["tiles"]]

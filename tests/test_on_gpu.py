@@ -1,7 +1,9 @@
 """What only a GPU can show: long sequences, and cuDNN behind the same function. Skipped elsewhere."""
 
+import ctypes
 import functools
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -10,13 +12,15 @@ from attention_cases import AttentionCase, check_forward, check_gradients, cotan
 from test_portable_forward import GRID
 
 from helpers import flash_attention
-from helpers.attention.device import compute_capability
+from helpers.attention.device import compute_capability, shared_memory
 from helpers.attention.hopper import backward
 from helpers.attention.hopper import forward as hopper
 from helpers.attention.problem import check_call
-from helpers.attention.reference import oracle
+from helpers.attention.reference import oracle, oracle_gradients
 from helpers.measure import ptxas
+from helpers.measure.shared_memory import CARDS
 
+SHARED_MEMORY = {card.capability: card.shared_memory for card in CARDS}
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="this machine has no GPU that JAX can use")
 
 portable_attention = functools.partial(flash_attention, implementation="portable", return_residual=True)
@@ -28,6 +32,41 @@ def test_long_sequences(T, S, H, dtype):
     case = AttentionCase(T, S, H, N=1, K=1, dtype=dtype, arguments={"is_causal": T == S})
     check_forward(portable_attention, case)
     check_gradients(functools.partial(gradients_of, portable_attention), case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        AttentionCase(64, 64, 256, N=7, K=1, dtype="bfloat16", arguments={"local_window_size": (68, 150)}),
+        AttentionCase(53, 53, 256, N=1, K=1, B=3, dtype="bfloat16"),
+        AttentionCase(60, 200, 255, N=2, K=1, dtype="bfloat16", arguments={"is_causal": True}),
+        AttentionCase(32, 32, 128, dtype="float32"),
+        AttentionCase(16, 100, 256, dtype="float32", arguments={"is_causal": True}),
+    ],
+    ids=str,
+)
+def test_large_heads_in_one_tile(case):
+    """The kernels that ask for the most shared memory: loops over a single tile are unrolled."""
+    check_forward(portable_attention, case)
+    check_gradients(functools.partial(gradients_of, portable_attention), case)
+
+
+@pytest.mark.parametrize("precision", ["default", "highest"])
+def test_a_weight_of_one_gives_no_gradient(precision):
+    """A row that sees one key: dp and delta must cancel, though TF32 rounds the operands of the one and not of the other."""
+    case = AttentionCase(100, 100, 64, arguments={"local_window_size": 0})
+    arrays, arguments = case.inputs()
+    dout, _ = cotangents(case)
+    with jax.default_matmul_precision(precision):
+        _, pull_back = jax.vjp(lambda *arrays: portable_attention(*arrays, **arguments)[0], *arrays)
+        dq, dk, dv = pull_back(dout)
+    assert max(np.abs(dq).max(), np.abs(dk).max()) < 1e-4
+    np.testing.assert_allclose(dv[:, :, 0], dout.sum(axis=2), atol=1e-2)
+
+
+@pytest.mark.skipif(compute_capability() not in SHARED_MEMORY, reason="a card that was not looked up")
+def test_the_card_says_how_much_shared_memory_a_program_has():
+    assert shared_memory() == SHARED_MEMORY[compute_capability()]
 
 
 on_hopper = pytest.mark.skipif(compute_capability() != (9, 0), reason="this machine has no Hopper GPU")
@@ -110,6 +149,50 @@ def test_hopper_repeats_itself():
             assert relative_error(a, b) < 1e-2
 
 
+@on_hopper
+@pytest.mark.parametrize(
+    ("T", "S", "H"), [(65, 257, 80), (66, 513, 128), (128, 384, 128), (192, 640, 128), (128, 513, 160), (66, 513, 256)]
+)
+def test_hopper_few_queries_and_many_keys(T, S, H):
+    """Loops of one step or two, which ptxas compiled wrongly: see FEW_TILES of the backward kernels."""
+    for dtype in ("bfloat16", "float16"):
+        case = AttentionCase(T, S, H, N=2, K=2, dtype=dtype, arguments={"is_causal": True})
+        check_gradients(functools.partial(gradients_of, hopper_attention), case, mends_delta=False)
+
+
+@on_hopper
+def test_the_compiler_mistakes_one_turn_or_two():
+    """As long as the compiler in the driver makes this mistake, kernels have to keep it from it."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+
+    def call(name, *arguments):
+        assert (error := getattr(cuda, name)(*arguments)) == 0, f"{name}: error {error}"
+
+    version, device = ctypes.c_int(), ctypes.c_int()
+    context, module, kernel, out = (ctypes.c_void_p() for _ in range(4))
+    call("cuInit", 0)
+    call("cuDriverGetVersion", ctypes.byref(version))
+    call("cuDeviceGet", ctypes.byref(device), 0)
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    call("cuCtxSetCurrent", context)
+    call("cuModuleLoadData", ctypes.byref(module), Path(__file__).with_name("one_turn_or_two.ptx").read_bytes() + b"\0")
+    call("cuModuleGetFunction", ctypes.byref(kernel), module, b"one_turn_or_two")
+    programs, pieces, words = 3, 4, 4
+    marks = np.zeros((programs, pieces, words), np.int32)
+    pointer = marks.ctypes.data_as(ctypes.c_void_p)
+    call("cuMemAlloc_v2", ctypes.byref(out), ctypes.c_size_t(marks.nbytes))
+    call("cuMemcpyHtoD_v2", out, pointer, ctypes.c_size_t(marks.nbytes))
+    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(out))
+    call("cuLaunchKernel", kernel, programs, 1, 1, 32, 1, 1, 0, None, arguments, None)
+    call("cuCtxSynchronize")
+    call("cuMemcpyDtoH_v2", pointer, out, ctypes.c_size_t(marks.nbytes))
+    call("cuMemFree_v2", out)
+    right = np.array([[1, 1, 0, 0]] * programs)
+    mistaken = np.array([[1, 0, 1, 0], *right[1:]])
+    expected = mistaken if version.value < 13020 else right
+    np.testing.assert_array_equal(marks[..., 0], expected)
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -164,3 +247,16 @@ def test_the_default_under_transformations(dtype):
         found = jax.jit(jax.grad(functools.partial(loss, same), (0, 1, 2)))(*arrays)
         for mine, other in zip(found, right, strict=True):
             assert relative_error(mine, other) < 1e-2
+
+
+@pytest.mark.parametrize(("precision", "least", "most"), [("highest", 0, 1e-5), (None, 1e-5, 5e-3)])
+def test_float32_has_the_precision_that_is_asked_for(precision, least, most):
+    """TF32 unless it is asked for more, of out and of every gradient."""
+    case = AttentionCase(200, 300, 64, N=4, K=2)
+    arrays, _ = case.inputs()
+    right = *oracle(*arrays), *oracle_gradients(*arrays, *cotangents(case))
+    with jax.default_matmul_precision(precision):
+        found = *portable_attention(*arrays), *gradients_of(portable_attention, case)
+    for i, (mine, other) in enumerate(zip(found, right, strict=True)):
+        error = relative_error(mine, other)
+        assert error <= most and (i == 1 or error >= least)  # lse is a sum over many, and may be more exact

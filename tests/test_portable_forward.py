@@ -6,7 +6,7 @@ import itertools
 import jax
 import numpy as np
 import pytest
-from attention_cases import HEAD_DIMS, SHAPES, AttentionCase, check_forward
+from attention_cases import HEAD_DIMS, SHAPES, AttentionCase, check_forward, in_tiers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,19 +38,38 @@ TURNS = list(itertools.product(DTYPES, GROUPS, [False, True]))
 GRID = list(zip(itertools.product(SHAPES, HEAD_DIMS), itertools.cycle([*TURNS, TURNS[0]])))
 
 
-@pytest.mark.parametrize(("shape_and_head_dim", "turn"), GRID)
+def on_the_diagonal(shape_and_head_dim, turn):
+    """Each shape once, and each head_dim."""
+    shape, head_dim = shape_and_head_dim
+    return SHAPES.index(shape) % len(HEAD_DIMS) == HEAD_DIMS.index(head_dim)
+
+
+def each_pair(dtype, group, is_causal):
+    """Of dtype and mask, of group and mask."""
+    return (DTYPES.index(dtype) + is_causal) % 3 == GROUPS.index(group)
+
+
+def low_or_one_each(dtype, logits):
+    """Low logits in every dtype: there a sum of small exponentials shows how it is rounded."""
+    return logits == "low" or (dtype, logits) in (("bfloat16", "large"), ("float16", "one huge"))
+
+
+@pytest.mark.parametrize(("shape_and_head_dim", "turn"), in_tiers(GRID, on_the_diagonal))
 def test_shapes_and_head_dims(shape_and_head_dim, turn):
     ((T, S), H), (dtype, group, is_causal) = shape_and_head_dim, turn
     check_forward(portable_attention, AttentionCase(T, S, H, N=group, dtype=dtype, arguments={"is_causal": is_causal}))
 
 
-@pytest.mark.parametrize(("dtype", "group", "is_causal"), list(itertools.product(DTYPES, GROUPS, [False, True])))
+@pytest.mark.parametrize(("dtype", "group", "is_causal"), in_tiers(TURNS, each_pair))
 def test_groups_and_dtypes(dtype, group, is_causal):
     case = AttentionCase(100, 130, 64, N=2 * group, K=2, B=2, dtype=dtype, arguments={"is_causal": is_causal})
     check_forward(portable_attention, case)
 
 
-@pytest.mark.parametrize(("dtype", "logits"), list(itertools.product(DTYPES, ["large", "low", "one huge"])))
+LOGITS = list(itertools.product(DTYPES, ["large", "low", "one huge"]))
+
+
+@pytest.mark.parametrize(("dtype", "logits"), in_tiers(LOGITS, low_or_one_each))
 def test_size_of_logits(dtype, logits):
     check_forward(portable_attention, AttentionCase(63, 203, 64, dtype=dtype, logits=logits))
 
@@ -67,23 +86,29 @@ def test_hidden_keys_with_huge_logits():
     check_forward(portable_attention, AttentionCase(40, 60, logits="last huge", key_lengths=(50,)))
 
 
+WINDOWS_AND_SCALES = [
+    {"local_window_size": (5, 3)},
+    {"local_window_size": 0},
+    {"local_window_size": (40, 0)},
+    {"local_window_size": (0, 50), "is_causal": True},
+    {"local_window_size": (10, 10**12)},
+    {"local_window_size": 17, "is_causal": True},
+    {"scale": 0.5},
+    {"scale": -1.0},
+    {"scale": 0.0},
+    {"scale": 1e-30},
+]
+
+
+def shapes_take_turns(shape, arguments):
+    return WINDOWS_AND_SCALES.index(arguments) % 2 == (shape[0] < shape[1])
+
+
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        {"local_window_size": (5, 3)},
-        {"local_window_size": 0},
-        {"local_window_size": (40, 0)},
-        {"local_window_size": (0, 50), "is_causal": True},
-        {"local_window_size": (10, 10**12)},
-        {"local_window_size": 17, "is_causal": True},
-        {"scale": 0.5},
-        {"scale": -1.0},
-        {"scale": 0.0},
-        {"scale": 1e-30},
-    ],
+    ("shape", "arguments"),
+    in_tiers(itertools.product([(100, 60), (60, 100)], WINDOWS_AND_SCALES), shapes_take_turns),
     ids=str,
 )
-@pytest.mark.parametrize("shape", [(100, 60), (60, 100)])
 def test_windows_and_scales(shape, arguments):
     check_forward(portable_attention, AttentionCase(*shape, arguments=arguments))
 
@@ -105,11 +130,16 @@ def test_lengths_and_rows_that_see_nothing(case):
     check_forward(portable_attention, case)
 
 
-@pytest.mark.parametrize(("block_q", "block_k"), [(16, 64), (64, 16), (32, 32), (128, 16), (16, 128)])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_unequal_blocks(block_q, block_k, is_causal):
+BLOCKS = [(16, 64), (64, 16), (32, 32), (128, 16), (16, 128)]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "is_causal"),
+    in_tiers(itertools.product(BLOCKS, [False, True]), lambda blocks, is_causal: BLOCKS.index(blocks) % 2 == is_causal),
+)
+def test_unequal_blocks(blocks, is_causal):
     case = AttentionCase(113, 203, 24, arguments={"is_causal": is_causal})
-    check_forward(with_blocks(block_q, block_k), case)
+    check_forward(with_blocks(*blocks), case)
 
 
 @st.composite
@@ -139,7 +169,7 @@ def cases(draw):
     )
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(cases(), st.sampled_from([16, 32, 64]), st.sampled_from([16, 32, 64]))
 def test_any_legal_call(case, block_q, block_k):
     check_forward(with_blocks(block_q, block_k), case)

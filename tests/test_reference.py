@@ -5,7 +5,8 @@ import functools
 import jax
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, check_forward, relative_error
+from attention_cases import AttentionCase, check_forward, cotangents, naive_attention_of, relative_error
+from test_lowering import products
 
 from helpers import flash_attention
 from helpers.attention.reference import oracle, oracle_gradients
@@ -79,6 +80,26 @@ def test_naive_attention_is_right(case, dtype):
     case = AttentionCase(**{**vars(case), "dtype": dtype})
     with jax.default_matmul_precision("highest"):
         check_forward(functools.partial(flash_attention, implementation="reference", return_residual=True), case)
+
+
+def test_padding_passes_no_gradient_of_naive_attention():
+    case = AttentionCase(6, 7, 2, B=2, query_lengths=(6, 3), key_lengths=(7, 4))
+    arrays, arguments = case.inputs()
+    dout, dlse = cotangents(case)
+    clean = oracle_gradients(*arrays, dout, dlse, **arguments)
+    query, key, value = arrays
+    query[1, 3:] = key[1, 4:] = value[1, 4:] = np.nan
+    _, pull_back = jax.vjp(lambda *arrays: naive_attention_of(*arrays, **arguments), *arrays)
+    for mine, right in zip(pull_back((dout, dlse)), clean, strict=True):
+        np.testing.assert_allclose(mine, right, rtol=1e-4, atol=1e-5)
+
+
+def test_naive_attention_rounds_its_weights():
+    """The yardstick of 16-bit results is what `jax.nn` computes, whose second product has 16-bit operands too."""
+    query = jax.ShapeDtypeStruct((1, 8, 1, 4), "bfloat16")
+    of_logits, of_values = products(jax.make_jaxpr(naive_attention_of)(query, query, query).jaxpr)
+    for product in (of_logits, of_values):
+        assert [variable.aval.dtype for variable in product.invars] == ["bfloat16"] * 2
 
 
 def test_relative_error_sees_what_it_should():

@@ -14,15 +14,21 @@ from helpers.notebooks import lay_out_workbook
 SCRIPT = ROOT / "helpers" / "setup_environment.sh"
 
 # A stand-in for Python: it knows its version, makes "environments" that hold a copy of itself, and
-# records what pip is asked to do.
+# records what pip is asked to do. Where $RECORD.uv is, pip can bring uv.
 FAKE_PYTHON = """#!/bin/sh
 here=$(dirname "$0")
 case "$*" in
-    *version_info*) exit {too_old} ;;
+    *"version_info < (3, 12)"*) exit {too_old} ;;
     --version) echo "Python {version}" ;;
     "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && touch "$3/pyvenv.cfg" ;;
-    "-m pip install "*) echo "$*" >>"$RECORD"; [ ! -e "$RECORD.broken" ] ;;
+    "-m pip config list") [ ! -e "$RECORD.settings" ] || cat "$RECORD.settings" ;;
+    "-m pip install "*" uv") cp "$RECORD.uv" "$here/uv" ;;
+    "-m pip install "*) echo "pip install $*" >>"$RECORD"; [ ! -e "$RECORD.broken" ] ;;
 esac
+"""
+FAKE_UV = """#!/bin/sh
+echo "uv install $* index=$UV_DEFAULT_INDEX more=$UV_INDEX links=$UV_FIND_LINKS none=$UV_NO_INDEX" >>"$RECORD"
+[ ! -e "$RECORD.broken_uv" ]
 """
 
 
@@ -39,18 +45,29 @@ class Machine:
             (self.path / tool).symlink_to(shutil.which(tool))
 
     def add_python(self, name, version="3.12.1", text=FAKE_PYTHON):
-        python = self.path / name
         too_old = int(tuple(map(int, version.split(".")[:2])) < (3, 12))
-        python.write_text(text.replace("{too_old}", str(too_old)).replace("{version}", version))
-        python.chmod(python.stat().st_mode | stat.S_IXUSR)
+        self.add_program(self.path / name, text.replace("{too_old}", str(too_old)).replace("{version}", version))
 
-    def run(self, *arguments):
-        environment = {"PATH": str(self.path), "HOME": str(self.root), "RECORD": str(self.record)}
+    def add_program(self, path, text):
+        path.write_text(text)
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+    def note(self, name, text=""):
+        """A file by which a test tells the stand-ins how to behave."""
+        path = self.record.with_name(f"record.{name}")
+        path.write_text(text)
+        return path
+
+    def run(self, *arguments, **environment):
+        environment |= {"PATH": str(self.path), "HOME": str(self.root), "RECORD": str(self.record)}
         command = [shutil.which("sh"), "helpers/setup_environment.sh", *arguments]
         return subprocess.run(command, cwd=self.root, env=environment, capture_output=True, text=True, check=False)
 
+    def recorded(self):
+        return self.record.read_text().splitlines() if self.record.exists() else []
+
     def installations(self):
-        return self.record.read_text().count("pip install") if self.record.exists() else 0
+        return len(self.recorded())
 
 
 @pytest.fixture
@@ -95,13 +112,67 @@ def test_it_installs_once(machine):
 
 def test_a_failed_installation_is_said_and_repaired(machine):
     machine.add_python("python3.12")
-    broken = machine.record.with_name("record.broken")
-    broken.touch()
+    broken = machine.note("broken")
     result = machine.run(".venv")
     assert result.returncode != 0 and "did not finish" in result.stderr
     broken.unlink()
     assert machine.run(".venv").returncode == 0
     assert machine.installations() == 2
+
+
+def test_uv_installs_where_it_is(machine):
+    machine.add_python("python3.12")
+    machine.add_program(machine.path / "uv", FAKE_UV)
+    assert machine.run(".venv").returncode == 0
+    (line,) = machine.recorded()
+    assert line.startswith("uv install pip install ") and "--editable .[test]" in line
+    assert "--python .venv/bin/python --constraint .venv/constraints.txt" in line and line.endswith(
+        "index= more= links= none="
+    )
+
+
+def test_uv_is_brought_by_pip(machine):
+    machine.add_python("python3.12")
+    machine.add_program(machine.record.with_name("record.uv"), FAKE_UV)
+    assert machine.run(".venv").returncode == 0
+    (line,) = machine.recorded()
+    assert line.startswith("uv install ")
+
+
+def test_pip_installs_where_uv_fails(machine):
+    machine.add_python("python3.12")
+    machine.add_program(machine.path / "uv", FAKE_UV)
+    machine.note("broken_uv")
+    result = machine.run(".venv")
+    assert result.returncode == 0 and "did not finish" not in result.stderr
+    assert [line.split()[0] for line in machine.recorded()] == ["uv", "pip"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked"),
+    [
+        ("global.index{}url='https://a'", "index=https://a more= links= none="),
+        ("global.extra{}index{}url='https://b file:///c'", "index= more=https://b file:///c links= none="),
+        (r"global.find{}links='\n/d\n/e'", "index= more= links=/d,/e none="),
+        ("global.no{}index='true'", "index= more= links= none=1"),
+        (":env:.index{}url='https://f'\nglobal.index{}url='https://a'", "index=https://f more= links= none="),
+        ("global.index{}url='https://a'\ninstall.index{}url='https://g'", "index=https://g more= links= none="),
+    ],
+)
+def test_uv_asks_where_pip_was_told_to_ask(machine, settings, asked):
+    machine.add_python("python3.12")
+    machine.add_program(machine.path / "uv", FAKE_UV)
+    machine.note("settings", settings.replace("{}", "-") + "\n")
+    machine.run(".venv")
+    assert machine.recorded()[0].endswith(asked)
+
+
+def test_what_uv_itself_was_told_comes_first(machine):
+    machine.add_python("python3.12")
+    machine.add_program(machine.path / "uv", FAKE_UV)
+    machine.note("settings", "global.find-links='/d'\n")
+    machine.run(".venv", UV_FIND_LINKS="/mine")
+    assert machine.recorded()[0].endswith("links=/mine none=")
 
 
 @pytest.mark.parametrize("damage", ["the stamp is missing", "python is gone", "python does not run", "new pins"])
@@ -180,7 +251,7 @@ def test_a_notebook_that_cannot_be_read_is_kept_aside(folders, broken):
 
 def test_make_help_names_every_command():
     text = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for command in ("lab", "test", "notebooks", "figures", "lint", "help", "gpu-test"):
+    for command in ("lab", "test", "notebooks", "figures", "lint", "help", "gpu-test", "gpu-fuzz"):
         assert f"make {command} " in text
 
 

@@ -1,6 +1,7 @@
 """Masks, NumPy twins, the cost model and the replay: what they say of tiles and bytes agrees."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from helpers.attention import online_softmax, tiled
-from helpers.attention.masking import Band, key_tiles, query_tiles, tile_kind, visible
+from helpers.attention.masking import NO_BAND, Band, key_tiles, query_tiles, tile_kind, visible
 from helpers.attention.portable import forward as portable
-from helpers.attention.problem import check_call
-from helpers.attention.reference import oracle
-from helpers.measure import cost
+from helpers.attention.portable.tiles import DEFAULTS, Card, Tiles, select_tiles, shared_bytes
+from helpers.attention.problem import Problem, check_call
+from helpers.attention.reference import oracle, oracle_gradients
+from helpers.measure import cost, results
+from helpers.measure.shared_memory import CARDS, KERNELS
 from helpers.measure.traffic import replay
 
 edges = st.none() | st.integers(0, 40)
@@ -82,6 +85,23 @@ def test_twins_are_right_and_move_the_bytes_of_the_formula(T, S, H, block_q, blo
         assert memory.bytes_moved == formula(T, S, H, np.dtype(dtype).itemsize, block_q, block_k, band)
 
 
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(lengths, lengths, st.integers(1, 9), blocks, blocks, bands)
+def test_the_twin_of_the_backward_kernels_is_right(T, S, H, block_q, block_k, band):
+    random = np.random.default_rng(T * 100 + S)
+    q, do, k, v = (random.standard_normal((length, H)).astype(np.float32) for length in (T, T, S, S))
+    dlse = random.standard_normal(T).astype(np.float32)
+    window = (2**20 if band.left is None else band.left, 2**20 if band.right is None else band.right)
+    arrays, arguments = [a[:, None] for a in (q, k, v)], {"scale": 0.5, "local_window_size": window}
+    out, lse = oracle(*arrays, **arguments)
+    right = oracle_gradients(*arrays, do[:, None], dlse[:, None], **arguments)
+    residuals = {"out": out[:, 0].astype(np.float32), "lse": lse[:, 0].astype(np.float32)}
+    memory = tiled.SlowMemory(q=q, k=k, v=v, do=do, dlse=dlse, **residuals)
+    found = tiled.backward(memory, scale=0.5, block_q=block_q, block_k=block_k, band=band)
+    for mine, correct in zip(found, right, strict=True):
+        np.testing.assert_allclose(mine, correct[:, 0], rtol=1e-4, atol=2e-5)
+
+
 def test_formulas_reduce_to_the_papers():
     T, H, block = 4096, 128, 128
     mebi = 2**20
@@ -90,6 +110,7 @@ def test_formulas_reduce_to_the_papers():
     assert (
         cost.key_outer_bytes(T, T, H, 2, block, block) == 2 * 2 * T * H + 32 * (6 * T * H + 16 * T) + 2 * T * H + 8 * T
     )
+    assert cost.naive_footprint(T, T, H, 2) == 132 * mebi and cost.flash_footprint(T, T, H, 2) == 4 * mebi + 16 * 1024
     assert cost.forward_flops(T, T, H) == 4 * T * T * H == 2 * cost.forward_flops(T, T, H, is_causal=True)
 
 
@@ -128,12 +149,14 @@ def test_the_kernel_moves_the_bytes_of_the_formula(T, S, H, N, K, dtype, block_q
         call = check_call(query, key, value, **arguments)
         return portable.forward(call, block_q=block_q, block_k=block_k, interpret=True)
 
-    (kernel,), (out, _) = replay(attention, query, key, value)
+    (kernel,), (out, _) = replay(attention, query, key, value, by_program=True)
     itemsize = np.dtype(dtype).itemsize
     assert kernel.bytes_moved == N * cost.query_outer_bytes(T, S, H, itemsize, block_q, block_k, problem.band)
     for operand in kernel.operands.values():
         assert operand.outside == 0, f"a load strayed past the end of {operand.name}"
         assert operand.outside_writes == 0, f"a store strayed past the end of {operand.name}"
+        assert len(operand.reads_by_program) == len(kernel.programs)
+        np.testing.assert_array_equal(sum(operand.reads_by_program), operand.reads)
     assert (kernel.operands["out"].writes == 1).all() and (kernel.operands["lse"].writes == 1).all()
     right, _ = attention(query, key, value)
     np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(right, np.float32), atol=2e-3)
@@ -151,6 +174,60 @@ def test_the_kernel_for_a_gpu_is_replayed_like_the_interpreted_one():
     assert interpreted.bytes_moved == compiled.bytes_moved
     for mine, right in zip(same, results, strict=True):
         np.testing.assert_allclose(mine, right, rtol=1e-6)
+
+
+# kernel, tiles, dtype, head_dim, queries, compute capability, and the bytes that XLA's Triton asked for; each of them
+# is close to the bound of its kind.
+COMPILED = [
+    ("forward", (64, 64, 4, 3), "bfloat16", 256, 1000, (9, 0), 229376),
+    ("forward", (64, 32, 8, 3), "float16", 254, 63, (10, 0), 131616),
+    ("forward", (128, 32, 8, 1), "float32", 15, 128, (9, 0), 27136),
+    ("forward", (64, 64, 4, 1), "bfloat16", 128, 129, (8, 0), 40960),
+    ("dkv", (32, 16, 4, 1), "float32", 126, 8, (8, 0), 53248),
+    ("dkv", (16, 64, 4, 1), "bfloat16", 256, 1, (8, 0), 83968),
+    ("dkv", (64, 16, 4, 1), "bfloat16", 255, 4096, (9, 0), 147456),
+    ("dkv", (64, 32, 4, 2), "bfloat16", 255, 4096, (9, 0), 164352),
+    ("dkv", (64, 64, 8, 2), "bfloat16", 254, 65, (10, 0), 270912),
+    ("dq", (32, 32, 4, 1), "bfloat16", 136, 65, (8, 0), 65536),
+    ("dq", (64, 64, 4, 2), "bfloat16", 256, 64, (9, 0), 262144),
+    ("dq", (64, 64, 4, 2), "bfloat16", 256, 4096, (9, 0), 196608),
+    ("dq", (64, 32, 4, 3), "bfloat16", 64, 4096, (10, 0), 46080),
+    ("dq", (64, 64, 4, 2), "bfloat16", 256, 4096, (10, 0), 230400),
+]
+
+
+def problem_of(T, S, H, dtype, band=NO_BAND):
+    return Problem(1, T, S, 1, 1, H, jnp.dtype(dtype), 1.0, band)
+
+
+@pytest.mark.parametrize(("kernel", "tiles", "dtype", "H", "T", "capability", "reported"), COMPILED)
+def test_the_compiler_asks_for_no_more_shared_memory_than_counted(kernel, tiles, dtype, H, T, capability, reported):
+    counted = shared_bytes(kernel, Tiles(*tiles), problem_of(T, 4096, H, dtype), capability)
+    assert reported <= counted <= 1.3 * reported
+
+
+@pytest.mark.parametrize("card", [*CARDS, Card(None, (0, 0), 99 * 1024)], ids=lambda card: card.name)
+def test_tiles_fit_every_card(card):
+    for kernel, dtype, H in itertools.product(KERNELS, ("bfloat16", "float32"), (1, 17, 33, 65, 129)):
+        for T, S in itertools.product((1, 17, 33, 65, 4096), repeat=2):
+            problem = problem_of(T, S, H, dtype)
+            tiles = select_tiles(kernel, problem, card)
+            assert shared_bytes(kernel, tiles, problem, card.capability) <= card.shared_memory
+            assert min(tiles.block_q, tiles.block_k) >= 16 and tiles.num_stages >= 1
+
+
+def test_tiles_are_cut_only_where_they_must_be():
+    """Those that the tuner found for long sequences are used as they are, and so are the defaults on the smallest card."""
+    h200 = next(card for card in CARDS if card.name == "NVIDIA H200")
+    for row in results.read_tiles()["tiles"]:
+        dtype, band = {2: "bfloat16", 4: "float32"}[row["itemsize"]], Band.of(row["is_causal"])
+        problem = problem_of(4096, 4096, row["head_padded"], dtype, band)
+        assert select_tiles(row["kernel"], problem, h200) == tuple(row[name] for name in Tiles._fields)
+    for (kernel, itemsize), by_head in DEFAULTS.items():
+        for H, tiles in by_head.items():
+            for card in (card for card in CARDS if card is not h200):
+                problem = problem_of(4096, 4096, H, {2: "float16", 4: "float32"}[itemsize])
+                assert select_tiles(kernel, problem, card) == tiles
 
 
 def test_replay_reads_only_what_the_lengths_allow():

@@ -2,7 +2,20 @@
 
 import pytest
 
-from helpers.measure.timeline import Arrive, Costs, Drain, Fetch, Issue, OrderError, Read, Wait, Work, rung, simulate
+from helpers.measure.timeline import (
+    Arrive,
+    Costs,
+    Drain,
+    Fetch,
+    Issue,
+    OrderError,
+    Read,
+    Wait,
+    Work,
+    relay,
+    rung,
+    simulate,
+)
 
 BARRIERS = {"loaded": 1, "free": 1}
 
@@ -46,6 +59,17 @@ def test_a_wrong_order_is_named(loading, computing, message):
         simulate({"memory": memory(**loading), "compute": compute(**computing)}, BARRIERS, latency=500)
 
 
+def test_a_tile_is_not_replaced_while_somebody_may_read_it():
+    def hasty():
+        yield from [Fetch("tile", 0, 0, "loaded"), Wait("loaded"), Work("unit", 50, "p"), Fetch("tile", 0, 1, "loaded")]
+
+    def reader():
+        yield from [Wait("loaded"), Read("tile")]
+
+    with pytest.raises(OrderError, match=r"tile 1 is written into tile\[0\] while reader may still read it"):
+        simulate({"hasty": hasty(), "reader": reader()}, {"loaded": 1})
+
+
 def test_a_missed_phase_and_an_endless_program():
     def hasty():
         yield from [Arrive("turn"), Arrive("turn"), Arrive("turn")]
@@ -83,3 +107,11 @@ def test_every_rung_runs_and_no_faster_than_its_units(number):
     for name, tiles in run.tiles.items():
         if name != "memory" and number > 1:
             assert sorted(tiles) == sorted([*range(steps)] * 2)  # keys and values
+
+
+def test_the_relay_reads_every_tile_and_puts_all_in_order():
+    run = simulate(relay(steps=7, stages=3), {"loaded": 1, "free": 1}, latency=600)
+    assert run.tiles["compute"] == list(range(7))
+    hasty = {"compute": (op for op in relay(7, 3)["compute"] if not isinstance(op, Wait))}
+    with pytest.raises(OrderError, match="before tile"):
+        simulate(relay(7, 3) | hasty, {"loaded": 1, "free": 1})

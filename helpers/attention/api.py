@@ -1,18 +1,26 @@
 """The public function: check the call, choose an implementation, return what was asked for."""
 
+import contextlib
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
+import jax.experimental.pallas.fuser  # the interpreter would import it with the first kernel, and that compile again
 import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from helpers.attention.device import compute_capability, default_device, device_of, on_device
+from helpers.attention import sharding
+from helpers.attention.device import by_platform, compute_capability, device_of
+from helpers.attention.hopper import backward as hopper_backward
+from helpers.attention.hopper import forward as hopper_forward
 from helpers.attention.hopper import serve as hopper
 from helpers.attention.portable import backward as portable_backward
 from helpers.attention.portable import forward as portable_forward
 from helpers.attention.problem import Call, check_call
-from helpers.attention.reference import naive_attention
+from helpers.attention.reference import naive_attention, naive_gradients
+from helpers.attention.reverse_mode import reverse_mode_only
 
 IMPLEMENTATIONS = ("reference", "portable", "hopper", "cudnn")
 
@@ -21,6 +29,8 @@ def flash_attention(
     query,
     key,
     value,
+    bias=None,
+    mask=None,
     *,
     scale=None,
     is_causal=False,
@@ -30,12 +40,14 @@ def flash_attention(
     implementation=None,
     return_residual=False,
 ):
-    """Exact attention, softmax(scale Q K^T) V; a drop-in for `jax.nn.dot_product_attention`.
+    """Exact attention, softmax(scale query key^T) value; a drop-in for `jax.nn.dot_product_attention`.
 
     Args:
       query: (B, T, N, H) or (T, N, H); float32, bfloat16 or float16. H is at most 256.
       key, value: (B, S, K, H) or (S, K, H), same dtype. N is a multiple of K: each key/value head
         serves N // K query heads (MHA, GQA, MQA).
+      bias, mask: None. They are here for callers of `jax.nn.dot_product_attention`; masks are given by
+        the arguments below.
       scale: a Python number; None means 1 / sqrt(H).
       is_causal: query i sees keys j <= i, counted from the start of both.
       query_seq_lengths, key_value_seq_lengths: int32 (B,); positions from there on are padding and
@@ -45,34 +57,54 @@ def flash_attention(
         i - left <= j <= i + right.
       implementation: "reference" (naive, the whole matrix in memory), "portable" (the Pallas
         kernels: compiled on an NVIDIA GPU from Ampere on, interpreted on a CPU), "hopper" (kernels
-        for NVIDIA's Hopper cards, 16-bit inputs without lengths or windows; a CPU interprets them
-        where PJRT_NPROC is 16), "cudnn" (handed to `jax.nn`, where it can serve the call), or None:
-        hopper on such a card for what it serves, otherwise portable on an NVIDIA GPU from Ampere on,
-        reference elsewhere. Some things are better in portable than in hopper. Where a softmax is very
-        sharp, its 16-bit gradients are several times more exact. Its dq is the same in each run, to the
-        last bit. Its forward pass takes as long for all inputs, hopper's takes longer where scores are
-        far above those of the first keys. And bfloat16 values below 1e-20 keep all of their digits.
+        for NVIDIA's Hopper cards, 16-bit inputs without lengths or windows; a CPU of 16 cores or
+        with PJRT_NPROC=16 interprets them, for one device), "cudnn" (handed to `jax.nn`, where it can serve the
+        call), or None: hopper on such a card for what it serves, otherwise portable on an NVIDIA GPU
+        from Ampere on, reference elsewhere. Some things are better in portable than in hopper. Where a
+        softmax is very sharp, its 16-bit gradients are several times more exact. Its dq is the same in
+        each run, to the last bit. Its forward pass takes as long for all inputs, hopper's takes longer
+        where scores are far above those of the first keys. And bfloat16 values below 1e-20 keep all of
+        their digits.
       return_residual: also return the log-sum-exp of the scaled logits.
 
     Returns:
       out, with the shape and dtype of query; with return_residual, (out, lse), where lse is a
       natural logarithm, float32, of shape (B, T, N) or (T, N). Sums are float32 whatever the
       dtype, so logits and S * max|value| must stay within the range of float32. A query that sees
-      no key gets out = 0 and lse = -inf.
+      no key gets out = 0 and lse = -inf (at which `jax.debug_infs` stops where lse is asked for).
 
     Raises:
       TypeError, ValueError: an argument is not as described; the message names it.
-      NotImplementedError: the chosen implementation cannot serve this call; the message says
-        why and which can.
+      NotImplementedError: the chosen implementation cannot serve this call, or has no such derivative;
+        the message says why and what can.
 
     Gradients flow into query, key and value from out and from lse, and a query that sees no key
-    passes none. The kernels have reverse-mode first derivatives; the reference has all.
-    The algorithm is FlashAttention-2, arXiv 2307.08691.
+    passes none. The kernels have reverse-mode first derivatives; the reference has all. The algorithm
+    is FlashAttention-2, arXiv 2307.08691.
+
+    Precision: on a GPU the factors of float32 products are rounded to TF32, 11 significant bits, as
+    everywhere in JAX, unless `jax.default_matmul_precision("highest")` is set around the call or
+    the jit that traces it. With TF32, dq and dk of a row that sees one key only are not quite the zero
+    that they should be: what is left is the rounding of dout value^T.
+
+    Many devices: under jit a call is split over the batch and the heads as its arrays are, and no array
+    is gathered for that; where there are fewer key heads than devices to split them, every device needs
+    all of its batch's. Sequences are gathered. On a mesh with explicit axes the result is split as query is,
+    and in `jax.shard_map` each device attends to its own part. (The reference's split is XLA's choice.)
+
+    Platforms: which kernels run is settled when a program is compiled, so one trace serves a CPU and a
+    GPU. For `jax.export` say disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name)], name
+    "__gpu$xla.gpu.triton" for portable and "mosaic_gpu_v2" for hopper, since JAX does not promise that later
+    versions run them. From a machine without a GPU, name the implementation: None is the reference there.
+    Of these, hopper can be exported for "cuda" alone; and what is split under jit cannot be exported, unlike a
+    `jax.shard_map`.
     """
     call = check_call(
         query,
         key,
         value,
+        bias,
+        mask,
         scale=scale,
         is_causal=is_causal,
         query_seq_lengths=query_seq_lengths,
@@ -81,89 +113,115 @@ def flash_attention(
     )
     if not isinstance(return_residual, bool):
         raise TypeError(f"return_residual must be True or False, got {return_residual!r}")
-    out, lse = _choose(implementation, call, return_residual)(call)
+    attend = _choose(implementation, call, return_residual)
+    with _settings():
+        out, lse = _compiled(attend, call.problem, return_residual, *call.arrays)
     if query.ndim == 3:
-        out = out[0]
-    if not return_residual:
-        return out
-    lse = jnp.swapaxes(lse, 1, 2)
-    return out, lse if query.ndim == 4 else lse[0]
+        out, lse = out[0], None if lse is None else lse[0]
+    return (out, lse) if return_residual else out
 
 
 def _choose(implementation, call, return_residual):
     """The function that serves this call: it takes the call and returns out and lse (B, N, T)."""
+    if implementation not in (None, *IMPLEMENTATIONS):
+        raise ValueError(f"implementation must be None or one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
     if implementation is None:
         capability = compute_capability(device_of(call.query))
-        implementation = "portable" if capability >= (8, 0) else "reference"
         if capability == (9, 0) and hopper.why_not(call) is None:
-            implementation = "hopper"
-    match implementation:
-        case "reference":
-            return naive_attention
-        case "portable":
-            return _portable
-        case "hopper":
-            return _hopper
-        case "cudnn":
-            _check_cudnn(call, return_residual)
-            return _cudnn
-    raise ValueError(f"implementation must be None or one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
+            return HOPPER_OR_REFERENCE
+        return PORTABLE_OR_REFERENCE if capability >= (8, 0) else naive_attention
+    check = {"portable": _check_portable, "hopper": _check_hopper, "cudnn": _check_cudnn}.get(implementation)
+    if check and (reason := check(call, return_residual)):
+        raise NotImplementedError(reason)
+    if implementation == "hopper":
+        alone = device_of(call.query).platform == "cpu" and jax.typeof(call.query).sharding.mesh.empty
+        return INTERPRETED_HOPPER if alone else HOPPER_OR_REFERENCE
+    return {"reference": naive_attention, "portable": PORTABLE, "cudnn": _cudnn}[implementation]
 
 
-def _portable(call):
-    device = default_device()
-    if device.platform != "cpu" and compute_capability() < (8, 0):
-        raise NotImplementedError(
-            "the portable kernel needs a CPU or an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, this is "
-            f'{device.device_kind}; use implementation="reference"'
-        )
-    return _run_kernels(PORTABLE, call)
+@contextlib.contextmanager
+def _settings():
+    """JAX's settings in which kernels are traced and run, whatever the caller's."""
+    with jax.enable_x64(False), jax.disable_jit(False):
+        yield
 
 
-def _hopper(call):
-    device = default_device()
-    reason = hopper.why_not(call)
-    if device.platform == "cpu":
-        reason = reason or hopper.why_not_here()
-    elif compute_capability() != (9, 0):
-        reason = f"it needs an NVIDIA GPU of compute capability 9.0 (Hopper) or a CPU, this is {device.device_kind}"
-    if reason:
-        raise NotImplementedError(f'the hopper kernel cannot serve this call: {reason}; use implementation="portable"')
-    return _run_kernels(HOPPER, call)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # so that a second call compiles nothing
+def _compiled(attend, problem, return_residual, *arrays):
+    """out, and lse (B, T, N) or None."""
+
+    def of_arrays(problem, *arrays):
+        return attend(Call(problem, *arrays))
+
+    out, lse = sharding.over_explicit_axes(of_arrays, problem, sharding.vary_alike(arrays))
+    return out, jnp.swapaxes(lse, 1, 2) if return_residual else None
 
 
 class Kernels(NamedTuple):
-    """forward(call) -> (out, lse) and backward(call, out, lse, dout, dlse) -> (dq, dk, dv), on any device."""
+    """forward(call) -> (out, lse) and backward(call, out, lse, dout, dlse) -> (dq, dk, dv), on one device."""
 
     forward: Callable
     backward: Callable
 
 
-def _portable_forward(call):
-    def run(interpret, *arrays):
-        return portable_forward.forward(Call(call.problem, *arrays), interpret=interpret)
+@dataclass(frozen=True)
+class KernelsOf:
+    """Attention by the kernels for the platform that a program is compiled for, as a function of a call.
 
-    return on_device(run, *call.arrays)
+    Decided so late, one trace serves them all. platforms: pairs of a platform, or "default", and its Kernels.
+    splits: whether XLA may split a call over devices.
+    """
+
+    platforms: tuple
+    splits: bool = True
+
+    def __call__(self, call):
+        query, key, value = map(reverse_mode_only, call.arrays[:3])
+        return _attention(self, call.problem, query, key, value, call.query_lengths, call.key_lengths)
+
+    def run(self, which, problem, *arrays):
+        """The pass which, "forward" or "backward", of (query, key, value, both lengths, *residuals)."""
+        precision = jax.config.jax_default_matmul_precision
+
+        def one_device(problem, *arrays):
+            def on(kernels):
+                one_pass = getattr(kernels, which)
+                return lambda *arrays: tuple(one_pass(Call(problem, *arrays[:5]), *arrays[5:]))
+
+            # Perhaps traced anew when XLA splits a call, long after the caller's settings are gone.
+            with _settings(), jax.default_matmul_precision(precision):
+                return by_platform(*arrays, **{name: on(kernels) for name, kernels in self.platforms})
+
+        letters = sharding.FORWARD if which == "forward" else sharding.BACKWARD
+        return sharding.one_device_at_a_time(one_device, *letters, self.splits)(problem, *arrays)
 
 
-def _portable_backward(call, *residuals):
-    def run(interpret, arrays, residuals):
-        return portable_backward.backward(Call(call.problem, *arrays), *residuals, interpret=interpret)
-
-    return on_device(run, call.arrays, residuals)
-
-
-PORTABLE = Kernels(_portable_forward, _portable_backward)
-HOPPER = Kernels(hopper.forward, hopper.backward)
+def _portable(interpret):
+    return Kernels(
+        functools.partial(portable_forward.forward, interpret=interpret),
+        functools.partial(portable_backward.backward, interpret=interpret),
+    )
 
 
-def _run_kernels(kernels, call):
-    return _compiled_attention(kernels, call.problem, *call.arrays)
+def _hopper(interpret):
+    return Kernels(
+        functools.partial(hopper_forward.forward, interpret=interpret),
+        functools.partial(hopper_backward.backward, interpret=interpret),
+    )
+
+
+REFERENCE = Kernels(naive_attention, naive_gradients)
+PORTABLE = KernelsOf((("cpu", _portable(True)), ("cuda", _portable(False))))
+PORTABLE_OR_REFERENCE = KernelsOf((("cuda", _portable(False)), ("default", REFERENCE)))
+HOPPER_OR_REFERENCE = KernelsOf((("cuda", _hopper(False)), ("default", REFERENCE)))
+# The interpreter has side effects, which JAX would not let into `checkpoint` even where it is not used, and it knows
+# one device only. So it is chosen when tracing: on a CPU these kernels cannot be checkpointed, nor split by XLA.
+INTERPRETED_HOPPER = KernelsOf((("cpu", _hopper(plgpu.InterpretGPUParams())), ("cuda", _hopper(False))), splits=False)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attention(kernels, problem, *arrays):
-    return kernels.forward(Call(problem, *arrays))
+    return kernels.run("forward", problem, *arrays)
 
 
 def _attention_forward(kernels, problem, *arrays):
@@ -177,12 +235,11 @@ def _attention_backward(kernels, problem, residuals, gradients):
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
-_compiled_attention = jax.jit(_attention, static_argnums=(0, 1))  # so that a second call compiles nothing
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gradients(kernels, problem, *arrays):
-    return tuple(kernels.backward(Call(problem, *arrays[:5]), *arrays[5:]))
+    return kernels.run("backward", problem, *arrays)
 
 
 def _no_second_derivative(*_):
@@ -194,12 +251,34 @@ def _no_second_derivative(*_):
 _gradients.defvjp(_no_second_derivative, _no_second_derivative)
 
 
+def _check_portable(call, _):
+    """Why the portable kernels cannot serve a call here, or None where they can."""
+    device = device_of(call.query)
+    if device.platform != "cpu" and compute_capability(device) < (8, 0):
+        return (
+            "the portable kernel needs a CPU or an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, this is "
+            f'{device.device_kind}; use implementation="reference"'
+        )
+    return None
+
+
+def _check_hopper(call, _):
+    """Why the Hopper kernels cannot serve a call here, or None where they can."""
+    device = device_of(call.query)
+    reason = hopper.why_not(call)
+    if device.platform == "cpu":
+        reason = reason or hopper.why_not_here()
+    elif compute_capability(device) != (9, 0):
+        reason = f"it needs an NVIDIA GPU of compute capability 9.0 (Hopper) or a CPU, this is {device.device_kind}"
+    return reason and f'the hopper kernel cannot serve this call: {reason}; use implementation="portable"'
+
+
 def _check_cudnn(call, return_residual):
-    """Raise NotImplementedError where cuDNN cannot keep the contract of `flash_attention`."""
+    """Why cuDNN cannot keep the contract of `flash_attention`, or None where it can."""
     problem = call.problem
     right = problem.band.right
     reason = None
-    if compute_capability() < (8, 0):
+    if compute_capability(device_of(call.query)) < (8, 0):
         reason = "it needs an NVIDIA GPU of compute capability 8.0 or newer"
     elif problem.dtype == jnp.float32:
         reason = "it takes bfloat16 and float16 only"
@@ -213,16 +292,13 @@ def _check_cudnn(call, return_residual):
         reason = f"it takes a positive scale only, and this is {problem.scale}"
     elif return_residual:
         reason = "jax.nn rounds its lse to the dtype of key and stops its gradient"
-    if reason:
-        raise NotImplementedError(f'cudnn cannot serve this call: {reason}; use implementation="portable"')
+    return reason and f'cudnn cannot serve this call: {reason}; use implementation="portable"'
 
 
 def _cudnn(call):
     band = call.problem.band
     out = jax.nn.dot_product_attention(
-        call.query,
-        call.key,
-        call.value,
+        *map(reverse_mode_only, call.arrays[:3]),
         scale=call.problem.scale,
         is_causal=band.right == 0,
         query_seq_lengths=call.query_lengths,

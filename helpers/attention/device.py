@@ -1,8 +1,16 @@
 """Where a program will run."""
 
+import contextlib
 import functools
 
 import jax
+from jax._src import config, core
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
+from jax.sharding import PartitionSpec as P
+
+AMPERE = jax.sharding.AbstractDevice(device_kind="NVIDIA A100-SXM4-80GB", num_cores=108, platform="gpu")
+LEAST_SHARED_MEMORY = 99 * 1024  # bytes of a program on cards of capability 8.6, 8.9 and 12.0; all others have more
 
 
 def default_device():
@@ -33,9 +41,76 @@ def core_count(otherwise):
     return getattr(default_device(), "core_count", None) or otherwise
 
 
-def on_device(run, *arrays):
-    """run(interpret, *arrays): interpreted on a CPU, compiled for an NVIDIA GPU.
+def shared_memory(device=None):
+    """Bytes of shared memory that a program may have on a device, by default the default one.
 
-    Decided when the program is compiled for a device, so that one trace serves them all.
+    Where it does not say, as many as every NVIDIA GPU from Ampere on has.
     """
-    return jax.lax.platform_dependent(*arrays, cpu=functools.partial(run, True), cuda=functools.partial(run, False))
+    return getattr(device or default_device(), "shared_memory_per_block_optin", None) or LEAST_SHARED_MEMORY
+
+
+def _lowers_for_cuda():
+    """A context in which Pallas lowers for an NVIDIA GPU, also where there is none, as for `jax.export`.
+
+    Its Triton lowering asks for the name of a card. What it makes of the oldest that it serves runs on all.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if (mesh.abstract_device or default_device()).platform in ("gpu", "cuda"):
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh.update(abstract_device=AMPERE))
+
+
+def by_platform(*arrays, **runs):
+    """run(*arrays), a tuple, for the platform that the program is compiled for. runs: {platform or "default": run}.
+
+    Decided so late, one trace serves all platforms. No run has a derivative or knows `vmap`.
+    """
+    leaves, tree = jax.tree.flatten(arrays)
+    types = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    branches = {}
+    for platform, run in runs.items():
+        # The setting is that of `jax.shard_map(check_vma=False)`, which has no public name for a part of its body.
+        with config._check_vma(False), _lowers_for_cuda() if platform == "cuda" else contextlib.nullcontext():
+            jaxpr = jax.make_jaxpr(lambda *leaves, run=run: tuple(run(*tree.unflatten(leaves))))(*types)
+        branches[platform] = functools.partial(_apart, platform, jaxpr)
+    branches.setdefault("default", functools.partial(_apart, None, jaxpr))
+    return jax.lax.platform_dependent(*leaves, **branches)
+
+
+def _apart(platform, jaxpr, *arrays):
+    return tuple(apart_p.bind(*arrays, call_jaxpr=jaxpr, platform=platform))
+
+
+# A part of a program for one platform. JAX would lower it for every platform of an exported program, and in
+# `jax.shard_map` it would check types in it, which Pallas's interpreter does not pass.
+apart_p = Primitive("flash_attention_apart")
+apart_p.multiple_results = True
+
+
+@apart_p.def_effectful_abstract_eval
+def _(query, *_, call_jaxpr, platform):
+    def result(aval):
+        sharding = query.sharding.update(spec=P(*(None for _ in aval.shape)))
+        return jax.core.ShapedArray(aval.shape, aval.dtype, sharding=sharding, manual_axis_type=query.manual_axis_type)
+
+    effects = call_jaxpr.effects - {core.internal_mutable_array_effect}  # refs that live and die inside are no effect
+    return [result(aval) for aval in call_jaxpr.out_avals], effects
+
+
+def _lower_apart(context, *arrays, call_jaxpr, platform):
+    module = context.module_context
+    if platform is None:
+        raise NotImplementedError(
+            "flash_attention has kernels for cuda and cpu, and this program is compiled for "
+            f'{", ".join(module.platforms)}; use implementation="reference"'
+        )
+    if platform != "default":
+        module = module.replace(platforms=(platform,))
+    inner = context.replace(module_context=module, avals_in=call_jaxpr.in_avals)
+    results = mlir.lower_fun(jaxpr_as_fun(call_jaxpr), multiple_results=True)(inner, *arrays)
+    if inner.tokens_out is not None:  # of the Mosaic interpreter's side effects
+        context.set_tokens_out(inner.tokens_out)
+    return results
+
+
+mlir.register_lowering(apart_p, _lower_apart)

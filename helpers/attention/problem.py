@@ -69,6 +69,8 @@ def check_call(
     query,
     key,
     value,
+    bias=None,
+    mask=None,
     *,
     scale=None,
     is_causal=False,
@@ -81,6 +83,13 @@ def check_call(
     Raises TypeError for a wrong type or dtype and ValueError for a wrong shape or value. The
     message names the argument, what it was, and what was expected.
     """
+    for name, array in (("bias", bias), ("mask", mask)):
+        if array is not None:
+            raise TypeError(
+                f"{name} must be None, got {type(array).__name__}: masks are given by is_causal, "
+                "query_seq_lengths, key_value_seq_lengths and local_window_size; "
+                f"jax.nn.dot_product_attention takes a {name}"
+            )
     arrays = {"query": query, "key": key, "value": value}
     for name, array in arrays.items():
         _check_array(name, array)
@@ -199,7 +208,7 @@ def _check_lengths(name, lengths, batch, longest):
         raise ValueError(f"{name} must have shape ({batch},), got {lengths.shape}")
     # Under jit the values are not known yet; there, lengths past the end act like the full length.
     if not isinstance(lengths, jax.core.Tracer):
-        values = np.asarray(lengths)
+        values = jax.device_get(lengths)
         if values.min() < 0 or values.max() > longest:
             raise ValueError(f"{name} must lie between 0 and {longest}, got {values.tolist()}")
     return jnp.asarray(lengths)

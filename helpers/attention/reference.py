@@ -5,6 +5,8 @@
 Gradients of the oracle follow FlashAttention (arXiv 2205.14135), appendix B.2.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,13 +55,23 @@ def naive_attention(call):
     return out.astype(problem.dtype).reshape(B, T, N, H), lse.reshape(B, N, T)
 
 
+def naive_gradients(call, out, lse, dout, dlse):
+    """(dq, dk, dv) of `naive_attention`, whose out and lse are not needed: it is computed again."""
+
+    def attention(query, key, value):
+        return naive_attention(dataclasses.replace(call, query=query, key=key, value=value))
+
+    _, pull_back = jax.vjp(attention, *call.arrays[:3])
+    return pull_back((dout, dlse))
+
+
 def oracle(query, key, value, **arguments):
     """Attention in NumPy float64: the answer that every other implementation is compared with.
 
     Takes the arrays and keyword arguments of `flash_attention` and returns (out, lse) as float64
     arrays of shapes (B, T, N, H) and (B, T, N), or without B.
     """
-    _, _, value_heads, p, lse, _ = _oracle_softmax(query, key, value, arguments)
+    _, _, value_heads, p, lse, _ = oracle_softmax(query, key, value, arguments)
     out = (p @ value_heads).transpose(0, 2, 1, 3)
     lse = lse.transpose(0, 2, 1)
     return (out, lse) if query.ndim == 4 else (out[0], lse[0])
@@ -72,7 +84,7 @@ def oracle_gradients(query, key, value, dout, dlse=None, **arguments):
     the shapes of query, key and value. With P = exp(S - lse) and delta = rowsum(P * dP):
     dV = P^T dO, dP = dO V^T, dS = P * (dP - delta + dlse), dQ = scale dS K, dK = scale dS^T Q.
     """
-    q, k, v, p, _, problem = _oracle_softmax(query, key, value, arguments)
+    q, k, v, p, _, problem = oracle_softmax(query, key, value, arguments)
     B, T, S, N, K, H = problem.B, problem.T, problem.S, problem.N, problem.K, problem.H
     do = np.asarray(dout, np.float64).reshape(B, T, N, H).transpose(0, 2, 1, 3)
     dv = p.swapaxes(-1, -2) @ do
@@ -89,7 +101,7 @@ def oracle_gradients(query, key, value, dout, dlse=None, **arguments):
     return (dq, dk, dv) if query.ndim == 4 else (dq[0], dk[0], dv[0])
 
 
-def _oracle_softmax(query, key, value, arguments):
+def oracle_softmax(query, key, value, arguments):
     """q (B, N, T, H), k and v (B, N, S, H), p (B, N, T, S), lse (B, N, T), all float64; and the problem."""
     call = check_call(query, key, value, **arguments)
     problem = call.problem

@@ -25,9 +25,9 @@ def _expected(q, k, v):
     return out[0, 0]
 
 
-def _attend(q, k, v, scale=None):
+def _attend(q, k, v, scale=None, weigh=np.exp):
     s = k @ q * (1 / np.sqrt(len(q)) if scale is None else scale)
-    w = np.exp(s)
+    w = weigh(s)
     return w @ v / w.sum()
 
 
@@ -54,6 +54,31 @@ EXERCISES = (
                 "the logits are divided by the square root of S instead of H",
                 lambda q, k, v: _attend(q, k, v, scale=1 / np.sqrt(len(k))),
                 "len(k) is the number of keys; H is the length of q: see section 4.",
+            ),
+            Mistake(
+                "the logits are multiplied by the square root of H instead of divided",
+                lambda q, k, v: _attend(q, k, v, scale=np.sqrt(len(q))),
+                "The square root stands below the line: see the formula of the exercise.",
+            ),
+            Mistake(
+                "the exponential is taken to base two",
+                lambda q, k, v: _attend(q, k, v, weigh=np.exp2),
+                "Here it is e to the power of s, np.exp: see the formula of the exercise.",
+            ),
+            Mistake(
+                "the exponential is missing, so that the logits themselves are the weights",
+                lambda q, k, v: _attend(q, k, v, weigh=lambda s: s),
+                "w is e to the power of s, divided by the sum: see the formula of the exercise.",
+            ),
+            Mistake(
+                "the weights are divided by their number instead of their sum",
+                lambda q, k, v: np.exp(k @ q / np.sqrt(len(q))) @ v / len(k),
+                "The weights of a query must add up to one: divide by w.sum(), see section 1.",
+            ),
+            Mistake(
+                "only the likeliest key counts, as with argmax",
+                lambda q, k, v: v[np.argmax(k @ q)],
+                "A softmax gives every key some weight: see the formula of the exercise.",
             ),
             Mistake(
                 "the keys are added up instead of the values",

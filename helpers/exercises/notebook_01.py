@@ -94,6 +94,15 @@ def _one_maximum(s):
     return p / p.sum(axis=-1, keepdims=True)
 
 
+def _base_two(s):
+    p = np.exp2(s - s.max(axis=-1, keepdims=True))
+    return p / p.sum(axis=-1, keepdims=True)
+
+
+def _not_divided(s):
+    return np.exp(s - s.max(axis=-1, keepdims=True))
+
+
 def _no_maximum(s):
     p = np.exp(s)
     return p / p.sum(axis=-1, keepdims=True)
@@ -131,6 +140,21 @@ ATTENTION = Exercise(
             "the scale is taken from the number of queries instead of the head dimension",
             _attention(scale=lambda T, S, H: 1 / math.sqrt(T)),
             "Here q has a row for each query, so len(q) is T; H is its last axis: reread section 2.",
+        ),
+        Mistake(
+            "the exponential is taken to base two",
+            _attention(softmax=_base_two),
+            "A softmax takes e to the power of s, np.exp: reread section 1.",
+        ),
+        Mistake(
+            "the weights are not divided by their sum",
+            _attention(softmax=_not_divided),
+            "The weights of one query must sum to one: reread section 1.",
+        ),
+        Mistake(
+            "the weights multiply the keys instead of the values",
+            lambda q, k, v, is_causal: _attention()(q, k, k, is_causal),
+            "Queries and keys make the weights, and the weights mix v: reread section 1.",
         ),
         Mistake(
             "the mask is forgotten",
@@ -296,6 +320,7 @@ def _fit_cases():
         Case("one byte less than the case worked by hand", (63, 1, 2, 2)),
         Case("less than one query needs", (10, 1, 2, 2)),
         Case("memory=1000, heads=2, H=3, itemsize=4", (1000, 2, 3, 4)),
+        Case("memory=21490815, heads=16, H=64, itemsize=2", (21490815, 16, 64, 2)),
         Case("just enough for T=100 with 3 heads", (3 * naive_footprint(100, 100, 64, 2), 3, 64, 2)),
     ]
     cards = [(roofline.T4, 1, 64, 4), (roofline.RTX_4090, 32, 128, 2), (roofline.H200, 128, 256, 2)]
@@ -322,6 +347,16 @@ def _fit(footprint=lambda T, H, e: naive_footprint(T, T, H, e), all_heads=True, 
     def answer(memory, heads, H, itemsize):
         count = heads if all_heads else 1
         return _longest(lambda T: count * footprint(T, H, itemsize) + spare <= memory) + beyond
+
+    return answer
+
+
+def _root(dtype):
+    """By the quadratic formula, in a floating-point type that may round the wrong way."""
+
+    def answer(memory, heads, H, itemsize):
+        b, memory = dtype(4 * itemsize * H * heads), dtype(memory)
+        return int((np.sqrt(b * b + dtype(32 * heads) * memory) - b) / dtype(16 * heads))
 
     return answer
 
@@ -373,6 +408,16 @@ FIT = Exercise(
             "the first length that no longer fits is returned",
             _fit(beyond=1),
             "Return the last T that fits, one less.",
+        ),
+        Mistake(
+            "the square root is taken in float32, which rounds it up past the last T that fits",
+            _root(np.float32),
+            "float32 holds seven digits, and the memory has more: use integers, or at least float64.",
+        ),
+        Mistake(
+            "three of the four matrices are counted",
+            _fit(lambda T, H, e: 8 * T * T + 3 * e * T * H),
+            "q, k, v and out: out must fit too, see the exercise.",
         ),
     ),
 )
@@ -433,22 +478,22 @@ TIME = Exercise(
         Mistake(
             "the two times are added",
             _time(seconds=lambda compute, memory: compute + memory),
-            "Arithmetic and traffic can go on at once, so only the longer one counts: reread section 8.",
+            "Arithmetic and traffic can go on at once, so only the longer one counts: reread section 7.",
         ),
         Mistake(
             "the shorter of the two times is taken",
             _time(seconds=min, limit=lambda compute, memory: "memory" if memory < compute else "compute"),
-            "Both sides must finish, so the longer one decides: reread section 8.",
+            "Both sides must finish, so the longer one decides: reread section 7.",
         ),
         Mistake(
             "the shorter of the two times is taken, though the limit is named rightly",
             _time(seconds=min),
-            "Both sides must finish, so the longer one decides: reread section 8.",
+            "Both sides must finish, so the longer one decides: reread section 7.",
         ),
         Mistake(
             "the two limits are exchanged",
             _time(limit=lambda compute, memory: "compute" if memory > compute else "memory"),
-            "The limit is the side that takes longer: reread section 8.",
+            "The limit is the side that takes longer: reread section 7.",
         ),
         Mistake(
             "naive attention is taken to be limited by the memory always",
@@ -458,12 +503,12 @@ TIME = Exercise(
         Mistake(
             "the memory is taken to be fast enough always",
             _time(seconds=lambda compute, memory: compute, limit=lambda compute, memory: "compute"),
-            "Compute the seconds of the traffic too: reread section 8.",
+            "Compute the seconds of the traffic too: reread section 7.",
         ),
         Mistake(
             "the number of bytes is compared with the number of FLOPs",
             _compared_as_numbers,
-            "Compare seconds, or the intensity with card.ridge: reread section 8.",
+            "Compare seconds, or the intensity with card.ridge: reread section 7.",
         ),
         Mistake(
             "the FLOPs of one product are left out",

@@ -5,27 +5,29 @@ import numpy as np
 from helpers.attention.masking import Band, tile_kind
 from helpers.attention.reference import oracle
 from helpers.attention.tiled import SlowMemory
-from helpers.exercises.checking import Case, Exercise, Mistake
+from helpers.exercises.checking import Case, Complaint, Exercise, Mistake
+from helpers.exercises.watched import exceeds, watch
 from helpers.measure import cost
 
 KIB = 1024
+LONG = 4096  # keys: enough for a table to show in the memory that an answer takes
 
 
-def _inputs(T, S, H, seed, peak=None, gap=12.0, shift=0.0, mixed=False):
-    """q, k, v in float64, exact in float32, so that the oracle sees the same numbers.
+def _inputs(T, S, H, seed, scale, peak=None, gap=12.0, shift=0.0, mixed=False):
+    """q, k, v in float64, whole multiples of 1/8, so that float32 holds them, and logits near 1000 too.
 
     peak: a key whose logits lie about gap above the others, for every query. shift: added to every
     logit; with mixed, added for even queries and subtracted for odd ones.
     """
     random = np.random.default_rng(seed)
-    q, k, v = (random.standard_normal((rows, H)).astype(np.float32) for rows in (T, S, S))
+    q, k, v = (np.round(8 * random.standard_normal((rows, H))) / 8 for rows in (T, S, S))
     q[:, 0] = 4
     if mixed:
         q[1::2, 0] = -4
-    k[:, 0] = shift / 4 * np.sqrt(H)
+    k[:, 0] = shift / 4 / scale
     if peak is not None:
-        k[peak, 0] += gap / 4 * np.sqrt(H)
-    return tuple(array.astype(np.float64) for array in (q, k, v))
+        k[peak, 0] += gap / 4 / scale
+    return q, k, v
 
 
 def _attention_cases():
@@ -38,20 +40,20 @@ def _attention_cases():
         )
     ]
     settings = [
-        (4, 6, 2, 2, 3, {}, ""),
-        (5, 7, 3, 2, 3, {}, ", ragged tails"),
-        (7, 12, 4, 3, 2, {"peak": 1}, ", largest logits first"),
-        (6, 13, 8, 4, 5, {"peak": 12}, ", largest logits last"),
-        (9, 11, 5, 2, 4, {"peak": 5}, ", largest logits in the middle"),
-        (5, 10, 4, 3, 4, {"shift": 1000.0}, ", logits near 1000"),
-        (5, 10, 4, 3, 4, {"shift": -1000.0}, ", logits near -1000"),
-        (6, 9, 4, 4, 2, {"peak": 0, "gap": 2000.0}, ", the first logit 2000 above the others"),
-        (6, 9, 4, 4, 2, {"shift": 1000.0, "mixed": True}, ", logits near 1000 for some queries, near -1000 for others"),
-        (33, 50, 16, 16, 8, {}, ""),
+        (4, 6, 2, 2, 3, 0.5, {}, ""),
+        (5, 7, 3, 2, 3, 1.0, {}, ", ragged tails"),
+        (5, 10, 4, 3, 4, 0.5, {"peak": 1}, ", largest logits first"),
+        (5, 10, 4, 3, 4, 0.25, {"peak": 9}, ", largest logits last"),
+        (9, 11, 5, 2, 4, 2.0, {"peak": 7}, ", largest logits in the middle"),
+        (5, 10, 4, 3, 4, 0.5, {"shift": 1000.0}, ", logits near 1000"),
+        (5, 10, 4, 3, 4, 0.25, {"shift": -1000.0}, ", logits near -1000"),
+        (5, 10, 4, 3, 4, 0.5, {"peak": 0, "gap": 2000.0}, ", the first logit 2000 above the others"),
+        (5, 10, 4, 3, 4, 0.25, {"shift": 1000.0, "mixed": True}, ", logits near 1000 and -1000, by query"),
+        (32, LONG, 1, 16, 256, 1.0, {}, ""),
     ]
-    for seed, (T, S, H, block_q, block_k, options, note) in enumerate(settings):
-        label = f"T={T}, S={S}, H={H}, block_q={block_q}, block_k={block_k}{note}"
-        cases.append(Case(label, (*_inputs(T, S, H, seed, **options), 1 / np.sqrt(H), block_q, block_k)))
+    for seed, (T, S, H, block_q, block_k, scale, options, note) in enumerate(settings):
+        label = f"T={T}, S={S}, H={H}, scale={scale:g}, block_q={block_q}, block_k={block_k}{note}"
+        cases.append(Case(label, (*_inputs(T, S, H, seed, scale, **options), scale, block_q, block_k)))
     return cases
 
 
@@ -61,6 +63,23 @@ def _oracle(q, k, v, scale):
 
 
 # 3.1, and a wrong answer for each thing that can be forgotten
+
+
+def _run_in_tiles(answer, q, k, v, scale, block_q, block_k):
+    """The results, and how they were built as far as NumPy's arrays tell."""
+    H, S = k.shape[1], len(k)
+    q, shapes = watch(q)
+    run = lambda: answer(q, k, v, scale, block_q, block_k)
+    result, whole = exceeds(4 * block_q * S, run) if S == LONG else (run(), False)
+    try:
+        out, lse = result
+    except (TypeError, ValueError):
+        return result  # not two results: `expected` says so
+    if whole:
+        return out, lse, "a table with all keys"
+    if H == 5 and (block_k, H) in shapes and (block_q, H) not in shapes:  # H is the length of nothing else there
+        return out, lse, "tiles of block_k queries and block_q keys"
+    return out, lse, "tiles"
 
 
 def _query_outer(
@@ -80,6 +99,8 @@ def _query_outer(
     whole_query_tiles_only=False,
     pad_keys=False,
     start=-np.inf,
+    exp=np.exp,
+    own_unit=False,
     new_maximum=lambda m, s: np.maximum(m, s.max(axis=1)),
     alpha_of=lambda m, m_new: np.exp(m - m_new),
     keep_m=True,
@@ -100,7 +121,7 @@ def _query_outer(
             s = scale * (q[rows] @ k[cols].T)
             m_new = new_maximum(m, s)
             alpha = alpha_of(m, m_new)
-            p = np.exp(s - m_new[:, None])
+            p = exp(s - (s.max(axis=1) if own_unit else m_new)[:, None])
             l = (alpha if rescale_l else 1) * l + p.sum(axis=1)
             acc = (alpha[:, None] if rescale_acc else 1) * acc + p @ v[cols]
             if normalise_early:
@@ -136,9 +157,10 @@ def _rescaled(change):
 QUERY_OUTER = Exercise(
     number="3.1",
     title="Query tiles outside",
-    outputs=("out", "lse"),
+    outputs=("out", "lse", "what was built"),
     cases=_attention_cases,
-    expected=lambda q, k, v, scale, *_: _oracle(q, k, v, scale),
+    expected=lambda q, k, v, scale, *_: (*_oracle(q, k, v, scale), "tiles"),
+    run=_run_in_tiles,
     tried="T ≠ S, ragged tails, unequal blocks, the largest logits first, last and in the middle, logits near ±1000",
     mistakes=(
         Mistake(
@@ -202,6 +224,41 @@ QUERY_OUTER = Exercise(
             "finalize divides acc by l once: see the end of the loop in section 1.",
         ),
         Mistake(
+            "the tiles are not used: the softmax takes a whole row of logits at once",
+            lambda q, k, v, scale, block_q, block_k: _query_outer(q, k, v, scale, len(q), len(k)),
+            "The numbers are right, but no chip holds a whole row: visit block_k keys at a time, as in section 2.",
+        ),
+        Mistake(
+            "the two block sizes are exchanged",
+            lambda q, k, v, scale, block_q, block_k: _query_outer(q, k, v, scale, block_k, block_q),
+            "The numbers are right, but block_q belongs to the queries and block_k to the keys: see section 2.",
+        ),
+        Mistake(
+            "p is measured from the tile's own maximum, in another unit than the sums that it is added to",
+            _with(own_unit=True),
+            "p = exp(s - m_new), with the largest logit so far: see the equation of section 1.",
+        ),
+        Mistake(
+            "the exponentials are taken to base two",
+            _with(exp=np.exp2, alpha_of=lambda m, m_new: np.exp2(m - m_new)),
+            "Nothing is in base two yet: use np.exp, as in section 1.",
+        ),
+        Mistake(
+            "p is taken to base two, and alpha to base e",
+            _with(exp=np.exp2),
+            "Nothing is in base two yet: use np.exp, as in section 1.",
+        ),
+        Mistake(
+            "lse is m alone, without log l",
+            _with(lse_of=lambda m, l: m),
+            "lse = m + log l: see section 1.",
+        ),
+        Mistake(
+            "scale is ignored and 1 / sqrt(H) is used instead",
+            lambda q, k, v, scale, *blocks: _query_outer(q, k, v, 1 / np.sqrt(q.shape[1]), *blocks),
+            "scale is an argument, and need not be one over the square root of H.",
+        ),
+        Mistake(
             "lse is log l, without m",
             _with(lse_of=lambda m, l: np.log(l)),
             "The exponentials were taken relative to m, so m must be added back: see section 1.",
@@ -217,6 +274,11 @@ QUERY_OUTER = Exercise(
             "s = scale * q k^T: see the equation of section 1.",
         ),
         Mistake(
+            "the scale multiplies the result instead of the logits",
+            lambda q, k, v, scale, *blocks: (lambda out, lse: (scale * out, lse))(*_query_outer(q, k, v, 1.0, *blocks)),
+            "s = scale * q k^T, before the exponential: see the equation of section 1.",
+        ),
+        Mistake(
             "the scale is applied twice",
             _rescaled(lambda scale: scale**2),
             "s = scale * q k^T, once: see the equation of section 1.",
@@ -224,7 +286,7 @@ QUERY_OUTER = Exercise(
         Mistake(
             "the logits are divided by scale",
             _rescaled(lambda scale: 1 / scale),
-            "scale is already one over the square root of H: see the equation of section 1.",
+            "The logits are multiplied by scale: see the equation of section 1.",
         ),
         Mistake(
             "the last, shorter key tile is left out",
@@ -305,6 +367,49 @@ CLASSIFY = Exercise(
             "The first query of the tile sees the fewest keys: see section 5.",
         ),
         Mistake(
+            "a tile that sticks out past the end is called skipped",
+            lambda i, i_stop, j, j_stop, T, S: _word(
+                j > min(i_stop, T) - 1 or i_stop > T or j_stop > S, j_stop - 1 <= i
+            ),
+            "It holds at least one real query and one real key, so look at those: see section 5.",
+        ),
+        Mistake(
+            "k_stop is compared as if it belonged to the tile, so that tiles just below the diagonal are not full",
+            lambda i, i_stop, j, j_stop, T, S: _word(
+                j > min(i_stop, T) - 1, j_stop <= i and i_stop <= T and j_stop <= S
+            ),
+            "The last key of the tile is k_stop - 1: see section 5.",
+        ),
+        Mistake(
+            "q_stop is compared as if it belonged to the tile, so that tiles just above the diagonal are not skipped",
+            lambda i, i_stop, j, j_stop, T, S: _word(
+                j > min(i_stop, T), j_stop - 1 <= i and i_stop <= T and j_stop <= S
+            ),
+            "The last query of the tile is q_stop - 1: see section 5.",
+        ),
+        Mistake(
+            "only queries past T are looked at, not keys past S",
+            lambda i, i_stop, j, j_stop, T, S: _word(j > min(i_stop, T) - 1, j_stop - 1 <= i and i_stop <= T),
+            "Keys from S on do not exist either, so a tile that holds some is at most partial: see section 5.",
+        ),
+        Mistake(
+            "only keys past S are looked at, not queries past T",
+            lambda i, i_stop, j, j_stop, T, S: _word(j > min(i_stop, T) - 1, j_stop - 1 <= i and j_stop <= S),
+            "Queries from T on do not exist either, so a tile that holds some is at most partial: see section 5.",
+        ),
+        Mistake(
+            "no tile is called full",
+            lambda i, i_stop, j, j_stop, T, S: _word(j > min(i_stop, T) - 1, False),
+            "Where the first query sees the last key, every pair is visible: see section 5.",
+        ),
+        Mistake(
+            "full and skipped are exchanged",
+            lambda i, i_stop, j, j_stop, T, S: {"full": "skipped", "skipped": "full"}.get(
+                _right_kind(i, i_stop, j, j_stop, T, S), "partial"
+            ),
+            "Full: every pair is visible. Skipped: none is. See the text of the exercise.",
+        ),
+        Mistake(
             "a query is not allowed to see its own position",
             lambda i, i_stop, j, j_stop, T, S: _word(
                 j >= min(i_stop, T) - 1, j_stop - 1 < i and i_stop <= T and j_stop <= S
@@ -339,8 +444,10 @@ def _run_on_memory(answer, q, k, v, scale, block_q, block_k):
     memory.allocate("out", q.shape, np.float64, 0)
     memory.allocate("m", len(q), np.float64, -np.inf)
     memory.allocate("l", len(q), np.float64, 0)
-    answer(memory, scale, block_q, block_k)
+    result = answer(memory, scale, block_q, block_k)
     out = memory.arrays["out"]
+    if not out.any() and result is not None:
+        raise Complaint("nothing was stored in out: the results belong into memory, by memory.store")
     first = out if memory.snapshot is None else memory.snapshot
     return first, out, memory.arrays["m"] + np.log(memory.arrays["l"]), memory.bytes_moved
 
@@ -588,11 +695,11 @@ def _fitting(H, itemsize, budget, sizes):
 
 def _as_blocks(result):
     """The result as a pair of integers, or None."""
+    if isinstance(result, np.ndarray) and result.ndim:
+        result = tuple(result)
     if not isinstance(result, tuple) or len(result) != 2:
         return None
-    if not all(isinstance(size, int | np.integer | np.ndarray) and np.ndim(size) == 0 for size in result):
-        return None
-    if any(isinstance(size, bool) or np.asarray(size).dtype.kind not in "iu" for size in result):
+    if not all(isinstance(size, np.integer | np.floating) and float(size).is_integer() for size in result):
         return None
     return int(result[0]), int(result[1])
 
@@ -626,10 +733,10 @@ def _judge_largest(result, case):
     return None
 
 
-def _largest(H, itemsize, budget, sizes, *, needed=_needed, strictly=False, size=lambda q, k: q * k, square=False):
+def _largest(H, itemsize, budget, sizes, *, needed=_needed, strictly=False, size=lambda q, k: q * k, among=None):
     pairs = _pairs(
         sizes,
-        lambda q, k: (needed(q, k, H, itemsize) < budget + (not strictly)) and (q == k or not square),
+        lambda q, k: (needed(q, k, H, itemsize) < budget + (not strictly)) and (among is None or among(q, k)),
     )
     return max(pairs, key=lambda blocks: size(*blocks))
 
@@ -642,6 +749,10 @@ def _budget_cases():
         (128, 2, 164 * KIB, POWERS, "H=128, 2 bytes, 164 KiB"),
         (128, 2, 100 * KIB, POWERS, "H=128, 2 bytes, 100 KiB"),
         (64, 4, 96 * KIB, POWERS, "H=64, 4 bytes, 96 KiB"),
+        (64, 2, 48 * KIB, POWERS, "H=64, 2 bytes, 48 KiB, which one pair fills exactly"),
+        (64, 2, 100 * KIB, (128, 16, 512, 32, 64, 256), "H=64, 2 bytes, 100 KiB, sizes in no order"),
+        (32, 2, 20 * KIB, (24, 40, 56, 88, 120), "H=32, 2 bytes, 20 KiB, other sizes"),
+        (16, 4, 6 * KIB, (8, 16, 24, 48), "H=16, 4 bytes, 6 KiB, small sizes"),
         (256, 2, 228 * KIB, POWERS, "H=256, 2 bytes, 228 KiB"),
     ]
     return [Case(label, arguments) for *arguments, label in settings for arguments in [tuple(arguments)]]
@@ -677,8 +788,38 @@ LARGEST_BLOCKS = Exercise(
         ),
         Mistake(
             "only square tiles are tried",
-            lambda *a: _largest(*a, square=True),
+            lambda *a: _largest(*a, among=lambda q, k: q == k),
             "block_q and block_k may differ: see the map in section 8.",
+        ),
+        Mistake(
+            "only pairs with block_q ≤ block_k are tried",
+            lambda *a: _largest(*a, among=lambda q, k: q <= k),
+            "A tile of queries may be the larger one: try all pairs, see the map in section 8.",
+        ),
+        Mistake(
+            "the largest block_q is taken first, and then the largest block_k that still fits",
+            lambda *a: _largest(*a, size=lambda q, k: (q, k)),
+            "It is the product that shall be large: see section 8.",
+        ),
+        Mistake(
+            "the largest block_k is taken first, and then the largest block_q that still fits",
+            lambda *a: _largest(*a, size=lambda q, k: (k, q)),
+            "It is the product that shall be large: see section 8.",
+        ),
+        Mistake(
+            "the first pair that fits is returned",
+            lambda *a: _largest(*a, size=lambda q, k: 0),
+            "Keep the best of all that fit: see section 8.",
+        ),
+        Mistake(
+            "the tile of queries is counted twice, and those of k and v once",
+            lambda *a: _largest(*a, needed=lambda q, k, H, e: e * (2 * q * H + k * H + q * k)),
+            "Queries come alone; keys bring their values along: see the sum in section 8.",
+        ),
+        Mistake(
+            "the budget is ignored",
+            lambda *a: _largest(*a, needed=lambda *_: 0),
+            "Only sizes that fit count: see the sum in section 8.",
         ),
         Mistake(
             "block_q + block_k is made large instead of the product",
@@ -720,6 +861,11 @@ def _traffic_cases():
         (4096, 4096, 128, 2, 164 * KIB, LARGE_POWERS, "T=S=4096, H=128, 2 bytes, 164 KiB"),
         (5000, 300, 64, 2, 228 * KIB, POWERS, "T=5000, S=300, H=64, 2 bytes, 228 KiB"),
         (3000, 9000, 64, 4, 164 * KIB, POWERS, "T=3000, S=9000, H=64, 4 bytes, 164 KiB"),
+        (4096, 4096, 64, 2, 164 * KIB, POWERS, "T=S=4096, H=64, 2 bytes, 164 KiB, which one pair fills exactly"),
+        (4096, 4096, 64, 2, 100 * KIB, (128, 16, 512, 32, 64, 256), "T=S=4096, H=64, 100 KiB, sizes in no order"),
+        (10, 500, 64, 2, 100 * KIB, (16, 32, 64), "T=10, below all sizes"),
+        (500, 10, 64, 2, 40 * KIB, (16, 32, 64, 128), "T=500, S=10, 40 KiB"),
+        (1000, 1000, 32, 2, 20 * KIB, (24, 40, 56, 88, 120), "T=S=1000, H=32, 20 KiB, other sizes"),
     ]
     return [Case(label, arguments) for *arguments, label in settings for arguments in [tuple(arguments)]]
 
@@ -738,7 +884,7 @@ LEAST_TRAFFIC = Exercise(
             "Query-outer traffic does not depend on the product of the block sizes: see section 7.",
         ),
         Mistake(
-            "block_k is made as large as it can be",
+            "block_k is made as large as it can be, or the bytes of key-outer are made small instead of query-outer",
             _best(lambda q, k: (k, q)),
             "k and v are read once for each query tile, however they are cut: see section 7.",
         ),
@@ -761,6 +907,21 @@ LEAST_TRAFFIC = Exercise(
             "elements are compared with a budget in bytes",
             _best(lambda q, k: q, needed=lambda q, k, H, e: _needed(q, k, H, 1)),
             "Multiply the number of elements by the bytes of one: see the sum in section 8.",
+        ),
+        Mistake(
+            "a tile that fills the budget exactly is turned away",
+            _best(lambda q, k: q, needed=lambda q, k, H, e: _needed(q, k, H, e) + 1),
+            "Exactly full still fits: see the ≤ in section 8.",
+        ),
+        Mistake(
+            "the tile of v is left out of the budget",
+            _best(lambda q, k: q, needed=lambda q, k, H, e: e * (q * H + k * H + q * k)),
+            "A key tile brings its values along, so it counts twice: see the sum in section 8.",
+        ),
+        Mistake(
+            "the most bytes are moved instead of the fewest, or block_q is made small and block_k too",
+            _best(lambda q, k: (-q, -k)),
+            "Each query tile reads all of k and v again, so fewer and larger ones are better: see section 7.",
         ),
         Mistake(
             "block_q is made as small as it can be",

@@ -1,7 +1,7 @@
 """The exercises of notebook 04.
 
-Kernels are interpreted on every device, so that a verdict does not depend on what lies behind the
-end of an array, and replayed, so that loads and stores past that end are counted.
+Kernels are replayed, on every device: a verdict does not depend on what lies behind the end of an
+array, and loads and stores past that end are counted.
 """
 
 import functools
@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from helpers.exercises.checking import Case, Exercise, Mistake
+from helpers.exercises.checking import Case, Complaint, Exercise, Mistake
 from helpers.measure.traffic import replay
 
 # 4.1 The index map
@@ -37,20 +37,20 @@ def _run_index_map(read_block, x, rows, columns):
 
     def checked(i, j):
         block = read_block(i, j)
-        if not isinstance(block, tuple) or len(block) != 2:
-            raise TypeError("an index map of two axes returns a pair (row, column)")
+        if not isinstance(block, tuple | list) or len(block) != 2:
+            raise Complaint("an index map of two axes returns a pair (row, column)")
         if not all(jnp.issubdtype(jnp.result_type(index), jnp.integer) and jnp.ndim(index) == 0 for index in block):
-            raise TypeError("block indices are whole numbers: divide with //, not with /")
-        return block
+            raise Complaint("block indices are whole numbers: divide with //, not with /")
+        return tuple(block)
 
-    return pl.pallas_call(
+    call = pl.pallas_call(
         _copy_kernel,
         grid=(C, 2 * R),
         in_specs=[pl.BlockSpec((rows, columns), checked)],
         out_specs=pl.BlockSpec((rows, columns), lambda i, j: (i, j)),
         out_shape=jax.ShapeDtypeStruct((C * rows, 2 * R * columns), jnp.float32),
-        interpret=True,
-    )(x)
+    )
+    return replay(call, x)[1]
 
 
 def _copy_kernel(x_ref, out_ref):
@@ -102,6 +102,16 @@ INDEX_MAP = Exercise(
             lambda i, j: (2 * j, i),
             "The grid has twice as many columns as x has rows of blocks, so j has to shrink.",
         ),
+        Mistake(
+            "i is halved instead of j",
+            lambda i, j: (j, i // 2),
+            "Neighbours in j share a block, neighbours in i do not: see the picture of the exercise.",
+        ),
+        Mistake(
+            "the halves are rounded up, (j + 1) // 2",
+            lambda i, j: ((j + 1) // 2, i),
+            "Programs with j = 0 and j = 1 share a row: see the picture of the exercise.",
+        ),
     ),
 )
 
@@ -134,18 +144,16 @@ def _run_softmax(kernel, s, block_q, block_s):
         in_specs=[spec],
         out_specs=spec,
         out_shape=jax.ShapeDtypeStruct((T, S), jnp.float32),
-        interpret=True,
         name="exercise",
     )
-    out = call(s)
-    (watched,), _ = replay(call, s)
+    (watched,), out = replay(call, s)
     s_seen, out_seen = watched.operands.values()
-    return out, s_seen.outside, out_seen.outside_writes
+    return s_seen.outside, out_seen.outside_writes, out
 
 
 def _softmax_expected(s, block_q, block_s):
     e = np.exp(s.astype(np.float64) - s.max(axis=1, keepdims=True))
-    return e / e.sum(axis=1, keepdims=True), 0, 0
+    return 0, 0, e / e.sum(axis=1, keepdims=True)
 
 
 def _softmax_kernel(
@@ -157,6 +165,9 @@ def _softmax_kernel(
     other=-jnp.inf,
     mask_rows=True,
     number_rows=True,
+    number_columns=False,
+    sum_axis=1,
+    exp=jnp.exp,
     mask_load=True,
     mask_store=True,
     extra_column=0,
@@ -166,15 +177,15 @@ def _softmax_kernel(
     divide=True,
 ):
     rows = number_rows * pl.program_id(0) * s_ref.shape[0] + jnp.arange(s_ref.shape[0])
-    columns = jnp.arange(s_ref.shape[1])
+    columns = number_columns * pl.program_id(0) * s_ref.shape[1] + jnp.arange(s_ref.shape[1])
     mask = (columns < S + extra_column)[None, :] & ((rows < T) | (not mask_rows))[:, None]
     if select:
         s = jnp.where(mask, s_ref[...], -jnp.inf)
     else:
         s = plt.load(s_ref, mask=mask, other=other) if mask_load else s_ref[...]
     m = s.max(axis=max_axis, keepdims=True) if subtract_max else 0
-    p = jnp.exp(s - m)
-    p = p / p.sum(axis=1, keepdims=True) if divide else p
+    p = exp(s - m)
+    p = p / p.sum(axis=sum_axis, keepdims=True) if divide else p
     if mask_store:
         plt.store(out_ref, p, mask=mask)
     else:
@@ -184,7 +195,7 @@ def _softmax_kernel(
 MASKED_TAIL = Exercise(
     number="4.2",
     title="A masked tail",
-    outputs=("out", "elements loaded past the end", "elements stored past the end"),
+    outputs=("elements loaded past the end", "elements stored past the end", "out"),
     cases=_softmax_cases,
     run=_run_softmax,
     expected=_softmax_expected,
@@ -198,7 +209,7 @@ MASKED_TAIL = Exercise(
         Mistake(
             "masked logits are read as 0 instead of −∞",
             functools.partial(_softmax_kernel, other=0),
-            "A logit of 0 adds e to the power of −m to the sum: see “Which other?” in section 6.",
+            "A logit of 0 adds e to the power of −m to the sum: see “Which other?” in section 7.",
         ),
         Mistake(
             "the columns are masked and the rows are not",
@@ -206,19 +217,19 @@ MASKED_TAIL = Exercise(
             "The last block may hold rows past T: mask both axes.",
         ),
         Mistake(
-            "the rows are numbered from 0 in every program",
+            "the rows are numbered from 0 in every program, or from the number of the program",
             functools.partial(_softmax_kernel, number_rows=False),
-            "Add program_id times the height of the block: see “Mask first, not afterwards” in section 6.",
+            "Add program_id times the height of the block: see “Mask first, not afterwards” in section 7.",
         ),
         Mistake(
             "the load is masked and the store is not",
             functools.partial(_softmax_kernel, mask_store=False),
-            "On a GPU an unmasked store may overwrite whatever lies behind the array: see section 6.",
+            "On a GPU an unmasked store may overwrite whatever lies behind the array: see section 7.",
         ),
         Mistake(
             "the block is loaded whole and masked afterwards",
             functools.partial(_softmax_kernel, select=True),
-            "jnp.where hides the values but the load has happened; give the mask to plt.load: see section 6.",
+            "jnp.where hides the values but the load has happened; give the mask to plt.load: see section 7.",
         ),
         Mistake(
             "the mask keeps one column too many",
@@ -231,9 +242,29 @@ MASKED_TAIL = Exercise(
             "Divide p by l, the sum of each row: see section 4.",
         ),
         Mistake(
-            "plt.load has a mask and no other",
+            "plt.load has a mask and no `other`, or an `other` of +∞ or NaN",
             functools.partial(_softmax_kernel, other=None),
-            "Without `other`, nothing says what stands where the mask is false: see “Which other?” in section 6.",
+            "Where the mask is false there must stand −∞, which changes neither maximum nor sum: see “Which other?”.",
+        ),
+        Mistake(
+            "the columns are numbered on from program to program, as if the blocks lay side by side",
+            functools.partial(_softmax_kernel, number_columns=True),
+            "Every block begins at column 0; only the rows go on: see the text of the exercise.",
+        ),
+        Mistake(
+            "the sum runs over the whole block instead of each row",
+            functools.partial(_softmax_kernel, sum_axis=None),
+            "Each row has a sum of its own, axis=1: see section 4.",
+        ),
+        Mistake(
+            "the softmax runs down the columns",
+            functools.partial(_softmax_kernel, sum_axis=0, max_axis=0),
+            "The logits of one query stand in one row, axis=1: see section 4.",
+        ),
+        Mistake(
+            "the exponential is taken to base two",
+            functools.partial(_softmax_kernel, exp=jnp.exp2),
+            "A softmax takes e to the power of s, jnp.exp: see section 4.",
         ),
         Mistake(
             "the largest logit of the whole block is subtracted, instead of that of each row",
@@ -255,7 +286,9 @@ def _matmul_cases():
     random = np.random.default_rng(43)
     shapes = [
         (2, 3, 2, 2, 2, 2, np.float32),
+        (2, 3, 4, 2, 2, 4, np.float32),
         (4, 6, 8, 4, 4, 4, np.float32),
+        (4, 8, 2, 4, 2, 4, np.float32),
         (8, 21, 4, 4, 2, 8, np.float32),
         (8, 200, 8, 8, 8, 16, np.float16),
     ]
@@ -285,16 +318,14 @@ def _run_matmul(kernel, p, v, block_q, block_h, block_k):
         ],
         out_specs=pl.BlockSpec((block_q, block_h), lambda i, h: (i, h)),
         out_shape=jax.ShapeDtypeStruct((T, H), jnp.float32),
-        interpret=True,
         name="exercise",
     )
     most = max(_keys_in_products(jax.make_jaxpr(call)(p, v).jaxpr), default=0)
     if most > block_k:
-        raise ValueError(f"one product takes {most} keys at once; load and add one tile of block_k keys at a time")
-    out = call(p, v)
-    (watched,), _ = replay(call, p, v)
+        raise Complaint(f"one product takes {most} keys at once; load and add one tile of block_k keys at a time")
+    (watched,), out = replay(call, p, v)
     p_seen, v_seen, _ = watched.operands.values()
-    return out, p_seen.outside, v_seen.outside
+    return p_seen.outside, v_seen.outside, out
 
 
 def _keys_in_products(jaxpr):
@@ -310,7 +341,7 @@ def _keys_in_products(jaxpr):
 
 
 def _matmul_expected(p, v, block_q, block_h, block_k):
-    return p.astype(np.float64) @ v.astype(np.float64), 0, 0
+    return 0, 0, p.astype(np.float64) @ v.astype(np.float64)
 
 
 def _matmul_kernel(
@@ -330,6 +361,8 @@ def _matmul_kernel(
     keep=1,
     acc_16_bit=False,
     product_16_bit=False,
+    other=0,
+    extra_key=0,
 ):
     acc_dtype = p_ref.dtype if acc_16_bit else jnp.float32
     product_dtype = p_ref.dtype if product_16_bit else jnp.float32
@@ -338,14 +371,14 @@ def _matmul_kernel(
         start = j if element_start else j * block_k
         tile = pl.ds(start, block_k)
         positions = (start if offset_in_mask else 0) + jnp.arange(block_k)
-        inside = positions < S
+        inside = positions < S + extra_key
         if slices:
             p, v = p_ref[:, tile], v_ref[tile, :]
             if select:
                 p, v = jnp.where(inside[None, :], p, 0), jnp.where(inside[:, None], v, 0)
         else:
-            p = plt.load(p_ref.at[:, tile], mask=inside[None, :] | (not mask_p), other=0)
-            v = plt.load(v_ref.at[tile, :], mask=inside[:, None] | (not mask_v), other=0)
+            p = plt.load(p_ref.at[:, tile], mask=inside[None, :] | (not mask_p), other=other)
+            v = plt.load(v_ref.at[tile, :], mask=inside[:, None] | (not mask_v), other=other)
         product = lax.dot(p, v, preferred_element_type=product_dtype)
         return keep * acc + product.astype(acc_dtype)
 
@@ -368,11 +401,11 @@ def _matmul_without_start(p_ref, v_ref, out_ref, *, S, block_k):
 ACCUMULATE = Exercise(
     number="4.3",
     title="Accumulate over k",
-    outputs=("out", "elements of p loaded past the end", "elements of v loaded past the end"),
+    outputs=("elements of p loaded past the end", "elements of v loaded past the end", "out"),
     cases=_matmul_cases,
     run=_run_matmul,
     expected=_matmul_expected,
-    tried="S from 3 to 200 and never a multiple of block_k, unequal block sizes, float32 and float16",
+    tried="S from 3 to 200, below block_k, above it and a multiple of it, unequal block sizes, float32 and float16",
     mistakes=(
         Mistake(
             "the output block is added to before anything was stored in it",
@@ -402,12 +435,13 @@ ACCUMULATE = Exercise(
         Mistake(
             "the last tile is loaded with a slice that runs past the end",
             functools.partial(_matmul_kernel, slices=True),
-            "The slice is moved back, and some products count twice: see section 6.",
+            "In interpret mode it is moved back and some products count twice; on a GPU it reads what lies there: "
+            "see section 6.",
         ),
         Mistake(
             "the last tile is loaded with a slice that runs past the end, and masked afterwards",
             functools.partial(_matmul_kernel, slices=True, select=True),
-            "The slice was moved back, so the mask hides the wrong keys; give it to plt.load: see section 6.",
+            "Interpret mode moves it back, and the mask hides the wrong keys: give it to plt.load, see section 6.",
         ),
         Mistake(
             "the tail of p is masked and the tail of v is not",
@@ -423,6 +457,21 @@ ACCUMULATE = Exercise(
             "the mask hides nothing of the last tile, in either operand",
             functools.partial(_matmul_kernel, offset_in_mask=False),
             "Compare j * block_k + jnp.arange(block_k) with S, not the places within a tile: see section 6.",
+        ),
+        Mistake(
+            "plt.load has a mask and no `other`, in one operand or in both",
+            functools.partial(_matmul_kernel, other=None),
+            "Without `other`, nothing says what stands where the mask is false, and 0 · NaN is NaN: see section 7.",
+        ),
+        Mistake(
+            "masked places hold 1 instead of 0",
+            functools.partial(_matmul_kernel, other=1),
+            "A missing key must add nothing, so its place holds 0: see “Which other?” in section 7.",
+        ),
+        Mistake(
+            "the mask keeps one key too many",
+            functools.partial(_matmul_kernel, extra_key=1),
+            "Key S is the first one past the end: compare with <, not with <=.",
         ),
         Mistake(
             "tile j begins at element j instead of element j * block_k",
@@ -472,6 +521,16 @@ GRIDS = {
     ),
     "x 6 × 6, grid (3, 2), block 2 × 3, in_map (i, 0)": (_minus_max, (6, 6), (3, 2), (2, 3), _same_column, _as_is),
     "x 5 × 7, grid (3, 2), block 2 × 4, rows minus their mean": (_minus_mean, (5, 7), (3, 2), (2, 4), _as_is, _as_is),
+    "x 5 × 7, grid (3, 3), block 2 × 3, in_map (2 − i, j), out_map (i, 2 − j)": (
+        _doubled,
+        (5, 7),
+        (3, 3),
+        (2, 3),
+        lambda i, j: (2 - i, j),
+        lambda i, j: (i, 2 - j),
+    ),
+    "x 6 × 8, grid (2, 1), block 2 × 4, which does not cover x": (_doubled, (6, 8), (2, 1), (2, 4), _as_is, _as_is),
+    "x 4 × 9, grid (3, 2), block 2 × 3, both maps (j, i)": (_minus_mean, (4, 9), (3, 2), (2, 3), _across, _across),
     "x 7 × 7, grid (2, 3), block 3 × 3, both maps (j, i)": (_minus_max, (7, 7), (2, 3), (3, 3), _across, _across),
 }
 
@@ -532,6 +591,19 @@ def _run_grid_swapped(body, x, grid, block_shape, in_map, out_map):
     return _run_grid(body, x, grid, block_shape, lambda i, j: in_map(j, i), lambda i, j: out_map(j, i))
 
 
+def _run_grid_covering(body, x, grid, block_shape, in_map, out_map):
+    grid = tuple(-(-length // size) for length, size in zip(x.shape, block_shape, strict=True))
+    return _run_grid(body, x, grid, block_shape, in_map, out_map)
+
+
+def _run_grid_exchanged(body, x, grid, block_shape, in_map, out_map):
+    return _run_grid(body, x, grid, block_shape, out_map, in_map)
+
+
+def _run_grid_on_zeros(*arguments):
+    return np.nan_to_num(_run_grid(*arguments), nan=0.0)
+
+
 def _run_grid_in_place(body, x, grid, block_shape, in_map, out_map):
     return _run_grid(body, x, grid, block_shape, in_map, in_map)
 
@@ -585,9 +657,24 @@ GRID = Exercise(
             "That is what a slice of a ref does; a BlockSpec's block hangs over: see section 6.",
         ),
         Mistake(
-            "the index maps are called with j before i",
+            "the two maps are exchanged",
+            _run_grid_exchanged,
+            "in_map says where to read, out_map where to store: see section 3.",
+        ),
+        Mistake(
+            "the loops follow the shape of x instead of the grid",
+            _run_grid_covering,
+            "The grid says how many programs there are; they need not cover x: see the text of the exercise.",
+        ),
+        Mistake(
+            "what nobody stores is 0 instead of NaN",
+            _run_grid_on_zeros,
+            "An output starts with whatever is in memory, here NaN: see the text of the exercise.",
+        ),
+        Mistake(
+            "the index maps are called with j before i, or the two axes of the grid are exchanged",
             _run_grid_swapped,
-            "An index map takes the program's numbers in the order of the grid: see section 3.",
+            "i counts along the first axis of the grid, and is the first argument of a map: see section 3.",
         ),
     ),
 )

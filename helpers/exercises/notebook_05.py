@@ -1,7 +1,7 @@
 """The exercises of notebook 05.
 
-Kernels are interpreted here on every device: the small cases need tiles that a GPU rejects, a
-wrong index must do no harm, and a verdict must not depend on the hardware.
+Kernels are replayed here on every device: the small cases need tiles that a GPU rejects, a wrong
+index must do no harm, and a verdict must not depend on the hardware.
 """
 
 import math
@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 
 from helpers.attention.reference import oracle
 from helpers.exercises import tile_bounds
-from helpers.exercises.checking import Case, Exercise, Mistake
+from helpers.exercises.checking import Case, Complaint, Exercise, Mistake
 from helpers.measure.traffic import replay
 
 LOG2_E = math.log2(math.e)
@@ -38,7 +38,7 @@ def _body_cases():
     cases = [Case("the case worked by hand", (*map(_float32, by_hand[:3]), 2))]
     random = np.random.default_rng(51)
     for label, T, S, H, block_k, push in [
-        ("T=4, S=12, H=3, block_k=4, the largest logits in the last tile", 4, 12, 3, 4, (0, 20, 60)),
+        ("T=6, S=12, H=3, block_k=4, the largest logits in the last tile", 6, 12, 3, 4, (0, 20, 60)),
         ("T=8, S=15, H=4, block_k=5, the largest logits in the first tile", 8, 15, 4, 5, (200, 0, -20)),
         (
             "T=6, S=12, H=3, block_k=4, large logits for some queries, far below 0 for others",
@@ -49,20 +49,21 @@ def _body_cases():
             (90, 150, 120),
         ),
         (
-            "T=5, S=16, H=2, block_k=4, the largest in the middle, all far below 0",
-            5,
-            16,
-            2,
+            "T=6, S=12, H=3, block_k=4, the largest in the middle, all far below 0",
+            6,
+            12,
+            3,
             4,
-            (-400, -300, -170, -350),
+            (-400, -170, -350),
         ),
+        ("T=6, S=12, H=3, block_k=4, logits 200 apart in each tile", 6, 12, 3, 4, (0, -200, 0, -100) * 3),
     ]:
         q, k, v = (random.standard_normal((length, H)) for length in (T, S, S))
         # The first component of q is 1, so that of k moves the logits of a whole tile.
         q[:, 0] = 1
         if "others" in label:
             q[1::2, 0] = -1
-        k[:, 0] += np.repeat(push, block_k)
+        k[:, 0] += np.repeat(push, S // len(push))
         cases.append(Case(label, (*map(_float32, (q, k, v)), block_k)))
     return cases
 
@@ -81,26 +82,29 @@ def _run_body(answer, q, k, v, block_k):
         out_ref[...] = acc / l[:, None]
         lse_ref[...] = m + jnp.log(l)
 
-    return _interpret(kernel, ((T, H), (T,)), q, k, v)
+    return _replayed(kernel, ((T, H), (T,)), q, k, v)
 
 
 def _like(values, names, templates):
-    """The values as float32, or an error that says which of them is missing or has a wrong shape."""
+    """The values as float32, or a complaint that says which of them is missing or has a wrong shape."""
     wanted = f"({', '.join(names)})"
+    if values is None:
+        raise Complaint(f"expected {wanted}, got None: is a `return` missing?")
     if not isinstance(values, tuple | list) or len(values) != len(names):
-        got = f"{len(values)} values" if isinstance(values, tuple | list) else type(values).__name__
-        raise TypeError(f"return {wanted}, got {got}")
+        got = f"{len(values)} values" if isinstance(values, tuple | list) else "one value"
+        raise Complaint(f"expected {len(names)} values {wanted}, got {got}")
     for name, value, template in zip(names, values, templates, strict=True):
-        if not hasattr(value, "shape") or value.shape != template.shape:
-            raise ValueError(f"{name} must have shape {template.shape}, got {getattr(value, 'shape', 'no array')}")
-    return tuple(value.astype(jnp.float32) for value in values)
+        if not hasattr(value, "shape") or not hasattr(value, "astype"):
+            raise Complaint(f"{name}: expected an array of shape {template.shape}")
+        if value.shape != template.shape:
+            raise Complaint(f"{name}: expected shape {template.shape}, got {value.shape}")
+    return tuple(jnp.asarray(value).astype(jnp.float32) for value in values)
 
 
-def _interpret(kernel, shapes, *arguments):
+def _replayed(kernel, shapes, *arguments):
+    call = pl.pallas_call(kernel, out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
     with jax.default_matmul_precision("highest"):
-        return pl.pallas_call(
-            kernel, out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes], interpret=True
-        )(*arguments)
+        return replay(call, *arguments)[1]
 
 
 def _body(
@@ -114,13 +118,18 @@ def _body(
     keep_m=False,
     shared_maximum=False,
     scale_again=False,
+    own_unit=False,
+    exp=jnp.exp,
+    exp_of_p=None,
+    keys=lambda q, k: k,
 ):
     def one_key_tile(q, k, v, m, l, acc):
-        s = q @ k.T / (math.sqrt(q.shape[1]) if scale_again else 1)
+        s = q @ keys(q, k).T / (math.sqrt(q.shape[1]) if scale_again else 1)
         largest = s.max() if shared_maximum else s.max(axis=1)
         m_new = largest if tile_reference else jnp.maximum(m, largest)
-        alpha = jnp.exp(m_new - m) if invert else jnp.exp(m - m_new)
-        p = jnp.exp(s - (m if old_reference else m_new)[:, None])
+        alpha = exp(m_new - m) if invert else exp(m - m_new)
+        unit = m if old_reference else s.max(axis=1) if own_unit else m_new
+        p = (exp_of_p or exp)(s - unit[:, None])
         alpha_l, alpha_acc = (alpha if scale_l else 1), (alpha[:, None] if scale_acc else 1)
         if forget:
             return m_new, p.sum(axis=1), p @ v
@@ -173,6 +182,21 @@ _LOOP_BODY = Exercise(
             "one maximum is taken over the whole tile instead of one for each query",
             _body(shared_maximum=True),
             "A query far below the others loses all its exponentials: rowmax in section 2 has an entry for each query.",
+        ),
+        Mistake(
+            "p is measured from the tile's own maximum, in another unit than the sums that it is added to",
+            _body(own_unit=True),
+            "Subtract the new maximum, which may be the old one: reread the equations of section 2.",
+        ),
+        Mistake(
+            "all exponentials are taken to base two",
+            _body(exp=jnp.exp2),
+            "Base two comes later, with logits to match; here it is jnp.exp: reread the equations of section 2.",
+        ),
+        Mistake(
+            "p is taken to base two, and alpha to base e",
+            _body(exp_of_p=jnp.exp2),
+            "Both are exponentials in one base, jnp.exp: reread the equations of section 2.",
         ),
         Mistake(
             "the logits are scaled a second time",
@@ -229,7 +253,7 @@ def _run_finish(answer, m, l, acc):
         state = m_ref[...], l_ref[...], acc_ref[...]
         out_ref[...], lse_ref[...] = _like(answer(*state), ("out", "lse"), (state[2], state[0]))
 
-    return _interpret(kernel, (acc.shape, m.shape), m, l, acc)
+    return _replayed(kernel, (acc.shape, m.shape), m, l, acc)
 
 
 def _finish(lse=None, guard=True, finite_m=False, divide=True):
@@ -255,22 +279,22 @@ _FINISH = Exercise(
         Mistake(
             "lse is left in base 2",
             _finish(lambda m, l: m + jnp.log2(l)),
-            "Multiply by ln 2, which is dividing by log2 e: see the last equation of section 5.",
+            "Multiply by ln 2, which is dividing by log2 e: see the last equation of section 8.",
         ),
         Mistake(
             "lse is multiplied by log2 e instead of divided",
             _finish(lambda m, l: (m + jnp.log2(l)) * LOG2_E),
-            "A natural logarithm is smaller than one in base 2: see the last equation of section 5.",
+            "A natural logarithm is smaller than one in base 2: see the last equation of section 8.",
         ),
         Mistake(
             "m in base 2 is added to a natural logarithm of l",
             _finish(lambda m, l: m + jnp.log(l)),
-            "Both terms must have one base: see the last equation of section 5.",
+            "Both terms must have one base: see the last equation of section 8.",
         ),
         Mistake(
             "only m is converted and the logarithm of l stays in base 2",
             _finish(lambda m, l: m / LOG2_E + jnp.log2(l)),
-            "Both terms must have one base: see the last equation of section 5.",
+            "Both terms must have one base: see the last equation of section 8.",
         ),
         Mistake(
             "l is added without its logarithm",
@@ -291,6 +315,21 @@ _FINISH = Exercise(
             "out is not divided by l",
             _finish(divide=False),
             "acc is a sum of p v; the weights add up to one only after the division: see section 1.",
+        ),
+        Mistake(
+            "lse is m alone, converted, without log l",
+            _finish(lambda m, l: m / LOG2_E),
+            "lse is the logarithm of 2^m times l: see the text of the exercise.",
+        ),
+        Mistake(
+            "a natural logarithm of l is divided by log2 e as well",
+            _finish(lambda m, l: (m + jnp.log(l)) / LOG2_E),
+            "Only what is in base two is converted: jnp.log2(l), or convert m alone. See the equation of section 8.",
+        ),
+        Mistake(
+            "lse is log l alone, without m",
+            _finish(lambda m, l: jnp.log(l)),
+            "l is measured from m, so lse is the logarithm of 2^m times l: see the text of the exercise.",
         ),
     ),
 )
@@ -317,6 +356,14 @@ _BOUNDS_SHAPES = [
     (2, 96, 96, 32, 64, 0),
     (4, 100, 70, 16, 16, 30),
     (6, 128, 40, 16, 16, 8),
+    (3, 128, 40, 16, 16, 8),  # the window has just left the keys behind
+    (8, 256, 100, 16, 16, 24),
+    (4, 256, 100, 32, 16, 28),
+    (2, 100, 7, 4, 8, 0),
+    (2, 7, 7, 3, 2, 1),
+    (1, 6, 6, 2, 1, None),
+    (0, 6, 6, 2, 1, 3),
+    (1, 50, 50, 12, 8, 3),
 ]
 
 
@@ -326,9 +373,12 @@ def _bounds(
     stop_floor=False,
     first_ceil=False,
     last_tile=False,
+    guard=True,
 ):
     def tile_range(i, T, S, block_q, block_k, left=None):
         q_start, q_stop = i * block_q, (i + 1) * block_q
+        if guard and left is not None and q_start - left >= S:
+            return 0, 0
         first = 0 if left is None else first_key(q_start, q_stop, left)
         stop = stop_key(q_start, q_stop, T, S)
         first = -(-first // block_k) if first_ceil else first // block_k
@@ -351,12 +401,12 @@ _BOUNDS = Exercise(
         Mistake(
             "stop is rounded down instead of up (too few tiles)",
             _bounds(stop_floor=True),
-            "A tile that holds even one visible key must be read: reread the rule of section 6.",
+            "A tile that holds even one visible key must be read: reread the rule of section 5.",
         ),
         Mistake(
             "stop is measured from the first query of the tile instead of the last (too few tiles)",
             _bounds(stop_key=lambda q_start, q_stop, T, S: min(q_start + 1, T, S)),
-            "The last query of the tile sees furthest: reread section 6.",
+            "The last query of the tile sees furthest: reread section 5.",
         ),
         Mistake(
             "stop is the last tile instead of the one after it (too few tiles)",
@@ -371,12 +421,12 @@ _BOUNDS = Exercise(
         Mistake(
             "stop is off by one at the diagonal (too many tiles)",
             _bounds(stop_key=lambda q_start, q_stop, T, S: min(q_stop + 1, S)),
-            "The last query, q_stop - 1, sees keys up to itself, so the first hidden key is q_stop: see section 6.",
+            "The last query, q_stop - 1, sees keys up to itself, so the first hidden key is q_stop: see section 5.",
         ),
         Mistake(
             "the key of the last query itself is left out (too few tiles)",
             _bounds(stop_key=lambda q_start, q_stop, T, S: min(q_stop - 1, T - 1, S)),
-            "A causal query sees its own key, so the first hidden key is q_stop: see section 6.",
+            "A causal query sees its own key, so the first hidden key is q_stop: see section 5.",
         ),
         Mistake(
             "stop is i + 1, which holds only when block_q equals block_k",
@@ -384,12 +434,12 @@ _BOUNDS = Exercise(
                 0 if left is None else max(i * block_q - left, 0) // block_k,
                 i + 1,
             ),
-            "Count in keys first, then divide by block_k: reread section 6.",
+            "Count in keys first, then divide by block_k: reread section 5.",
         ),
         Mistake(
             "no tile is skipped on the right (too many tiles)",
             _bounds(stop_key=lambda q_start, q_stop, T, S: S),
-            "Causal queries see nothing to the right of the diagonal: reread section 6.",
+            "Causal queries see nothing to the right of the diagonal: reread section 5.",
         ),
         Mistake(
             "stop runs past the last key (too many tiles)",
@@ -402,14 +452,19 @@ _BOUNDS = Exercise(
             "Queries from T on do not exist and see nothing: cut q_stop at T, see the text of the exercise.",
         ),
         Mistake(
+            "a window that has left all keys behind is not thought of (too many tiles)",
+            _bounds(guard=False),
+            "Where the first key seen is S or later there is no key: rounding must not bring back the last tile.",
+        ),
+        Mistake(
             "the left window is ignored (too many tiles)",
-            _bounds(first_key=lambda q_start, q_stop, left: 0),
+            _bounds(first_key=lambda q_start, q_stop, left: 0, guard=False),
             "The first query of the tile sees back to key q_start - left: see the text of the exercise.",
         ),
         Mistake(
             "first is rounded up instead of down (too few tiles)",
             _bounds(first_ceil=True),
-            "A tile that holds even one visible key must be read: reread the rule of section 6.",
+            "A tile that holds even one visible key must be read: reread the rule of section 5.",
         ),
         Mistake(
             "first is measured from the last query of the tile instead of the first (too few tiles)",
@@ -461,12 +516,12 @@ def _run_gqa(answer, q, k, v):
     def index_map(i, n, b):
         block = answer(i, n, b, N, K)
         if not isinstance(block, tuple | list) or len(block) != 4:
-            raise TypeError("return four block indices, one for each axis of k (B, S, K, H)")
+            raise Complaint("return four block indices, one for each axis of k (B, S, K, H)")
         for index in block:
-            if not hasattr(index, "dtype") and not isinstance(index, int):
-                raise TypeError("every block index must be an integer")
+            if not hasattr(index, "dtype") and not isinstance(index, int | float):
+                raise Complaint("every block index must be an integer")
             if np.shape(index) or not jnp.issubdtype(jnp.result_type(index), jnp.integer):
-                raise TypeError("every block index must be an integer: divide with //, not with /")
+                raise Complaint("every block index must be an integer: divide with //, not with /")
         return tuple(block)
 
     q_spec = pl.BlockSpec((None, block_q, None, H), lambda i, n, b: (b, i, n, 0))
@@ -477,7 +532,6 @@ def _run_gqa(answer, q, k, v):
         in_specs=[q_spec, kv_spec, kv_spec],
         out_specs=q_spec,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        interpret=True,
     )
     # Replayed, because there a block outside the array is NaN; interpret mode would clamp it.
     with jax.default_matmul_precision("highest"):
@@ -496,37 +550,37 @@ _GQA = Exercise(
         Mistake(
             "the key/value head is n % K",
             lambda i, n, b, N, K: (b, 0, n % K, 0),
-            "That deals the query heads out in turn; neighbours share a head: see the picture of section 8.",
+            "That deals the query heads out in turn; neighbours share a head: see the picture of section 7.",
         ),
         Mistake(
             "the key/value head is n itself, which runs past the last head",
             lambda i, n, b, N, K: (b, 0, n, 0),
-            "There are only K heads of keys: see the picture of section 8.",
+            "There are only K heads of keys: see the picture of section 7.",
         ),
         Mistake(
             "n is divided by K instead of by the size of a group",
             lambda i, n, b, N, K: (b, 0, n // K, 0),
-            "A group has N // K query heads: see the equation of section 8.",
+            "A group has N // K query heads: see the equation of section 7.",
         ),
         Mistake(
             "every query head reads key/value head 0",
             lambda i, n, b, N, K: (b, 0, 0, 0),
-            "Only with K = 1 do all heads share one: see the picture of section 8.",
+            "Only with K = 1 do all heads share one: see the picture of section 7.",
         ),
         Mistake(
             "every batch entry reads the keys of the first",
             lambda i, n, b, N, K: (0, 0, n // (N // K), 0),
-            "The first block index must be b: see the specs of section 8.",
+            "The first block index must be b: see the specs of section 7.",
         ),
         Mistake(
             "the keys move along with the query tile",
             lambda i, n, b, N, K: (b, i, n // (N // K), 0),
-            "Every query tile sees all keys, so the index on the axis of S is 0: see the specs of section 8.",
+            "Every query tile sees all keys, so the index on the axis of S is 0: see the specs of section 7.",
         ),
         Mistake(
             "the index counts elements instead of blocks",
             lambda i, n, b, N, K: (b, 0, n // (N // K) * (N // K), 0),
-            "With block size None an index is the head itself: see the specs of section 8.",
+            "With block size None an index is the head itself: see the specs of section 7.",
         ),
     ),
 )
@@ -536,7 +590,16 @@ _GQA = Exercise(
 
 
 def _bytes_cases():
-    shapes = [(4, 2, 4, 2, 2), (64, 32, 2, 16, 32), (128, 64, 2, 64, 16), (256, 128, 4, 32, 32), (192, 16, 2, 32, 64)]
+    shapes = [
+        (4, 2, 4, 2, 2),
+        (12, 4, 2, 3, 2),
+        (12, 3, 4, 2, 3),
+        (30, 8, 2, 6, 5),
+        (64, 32, 2, 16, 32),
+        (128, 64, 2, 64, 16),
+        (256, 128, 4, 32, 32),
+        (192, 16, 2, 32, 64),
+    ]
     return [
         Case(f"T=S={T}, H={H}, {itemsize} bytes an element, block_q={block_q}, block_k={block_k}", shape)
         for shape in shapes
@@ -588,37 +651,37 @@ _BYTES = Exercise(
         Mistake(
             "no tile of keys is skipped",
             _bytes(rows="all"),
-            "Query tile i stops at the diagonal: see the picture of section 6.",
+            "Query tile i stops at the diagonal: see the picture of section 5.",
         ),
         Mistake(
             "the key traffic without a mask is halved",
             _bytes(rows="half"),
-            "Tiles on the diagonal are read whole, so it is more than half: see the picture of section 6.",
+            "Tiles on the diagonal are read whole, so it is more than half: see the picture of section 5.",
         ),
         Mistake(
             "a visible pair is charged instead of a tile that is read",
             _bytes(rows="pairs"),
-            "A program reads a tile once for all of its queries: see section 3.",
+            "A program reads a tile once for all of its queries: see section 4.",
         ),
         Mistake(
             "keys and values are read only once",
             _bytes(rows="once"),
-            "Every query tile reads them again, up to the diagonal: see section 3.",
+            "Every query tile reads them again, up to the diagonal: see section 4.",
         ),
         Mistake(
             "the read stops at the diagonal instead of at the end of its tile",
             _bytes(rows="diagonal"),
-            "A program reads whole tiles; the mask hides the rest afterwards: see the picture of section 6.",
+            "A program reads whole tiles; the mask hides the rest afterwards: see the picture of section 5.",
         ),
         Mistake(
             "the number of tiles is rounded down",
             _bytes(rows="floor"),
-            "A tile that holds even one visible key must be read: see the rule of section 6.",
+            "A tile that holds even one visible key must be read: see the rule of section 5.",
         ),
         Mistake(
             "program i is charged i + 1 tiles, which holds only when block_q equals block_k",
             _bytes(rows="square"),
-            "Find the last key that the program sees, then divide by block_k: see section 6.",
+            "Find the last key that the program sees, then divide by block_k: see section 5.",
         ),
         Mistake(
             "tiles are counted as if each held one row",
@@ -633,7 +696,7 @@ _BYTES = Exercise(
         Mistake(
             "lse is forgotten",
             _bytes(lse_bytes=0),
-            "The kernel writes one float32 for each query: see section 3.",
+            "The kernel writes one float32 for each query: see section 4.",
         ),
         Mistake(
             "lse is counted in the dtype of the inputs",

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from helpers import flash_attention
+from helpers.attention import tiled
+from helpers.attention.masking import Band
 from helpers.attention.reference import oracle, oracle_gradients
-from helpers.exercises.checking import Case, Exercise, Mistake
+from helpers.exercises.checking import Case, Complaint, Exercise, Mistake, plain
 
 # 8.1 Swap attention in
 
@@ -16,10 +17,10 @@ from helpers.exercises.checking import Case, Exercise, Mistake
 def _layer_cases():
     random = np.random.default_rng(81)
 
-    def case(label, x, w_qkv, w_merge, N, implementation="reference"):
+    def case(label, x, w_qkv, w_merge, N, method="naive"):
         dout = random.standard_normal(x.shape)
         arrays = (np.asarray(array, np.float32) for array in (x, w_qkv, w_merge, dout))
-        return Case(label, (*arrays, N, implementation))
+        return Case(label, (*arrays, N, method))
 
     eye = np.eye(2)
     cases = [
@@ -31,25 +32,81 @@ def _layer_cases():
             2,
         )
     ]
-    for B, T, N, H, implementation in [(2, 4, 2, 3, "reference"), (2, 19, 3, 2, "portable")]:
+    for B, T, N, H, method in [(2, 9, 3, 2, "flash")]:
         C = N * H
-        name = "naive" if implementation == "reference" else "flash"
         x, w_qkv, w_merge = (random.standard_normal(shape) for shape in [(B, T, C), (C, 3 * C), (C, C)])
-        cases.append(case(f"B={B}, T={T}, N={N}, H={H}, {name} attention", x, w_qkv, w_merge, N, implementation))
+        cases.append(case(f"B={B}, T={T}, N={N}, H={H}, {method} attention", x, w_qkv, w_merge, N, method))
     return cases
 
 
-def _run_layer(answer, x, w_qkv, w_merge, dout, N, implementation):
+def _naive(q, k, v, is_causal):
+    """(out, lse) and the function of (q, k, v, out, lse, dout) that gives (dq, dk, dv), from the definition."""
+    return oracle(q, k, v, is_causal=is_causal), lambda q, k, v, out, lse, dout: oracle_gradients(
+        q, k, v, dout, is_causal=is_causal
+    )
+
+
+def _flash(q, k, v, is_causal):
+    """The same in tiles, by the NumPy twins of the kernels, which need not be compiled."""
+    B, _, N, H = q.shape
+    settings = dict(scale=1 / math.sqrt(H), block_q=4, block_k=2, band=Band.of(is_causal))
+    heads = [(b, slice(None), n) for b in range(B) for n in range(N)]
+    out, lse = np.empty_like(q), np.empty(q.shape[:3], np.float32)
+    for at in heads:
+        out[at], lse[at] = tiled.query_outer(tiled.SlowMemory(q=q[at], k=k[at], v=v[at]), **settings)
+
+    def backward(q, k, v, out, lse, dout):
+        gradients = np.empty_like([q, k, v])
+        for at in heads:
+            arrays = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "do": dout, "dlse": np.zeros_like(lse)}
+            memory = tiled.SlowMemory(**{name: array[at] for name, array in arrays.items()})
+            for gradient, found in zip(gradients, tiled.backward(memory, **settings), strict=True):
+                gradient[at] = found
+        return tuple(gradients)
+
+    return (out, lse), backward
+
+
+def _differentiable(method, is_causal):
+    """attend(q, k, v) for jax.grad, computed in NumPy."""
+
+    def launch(run, shapes, *arrays):
+        def on_host(*arrays):
+            results = run(*(np.asarray(array, np.float32) for array in arrays))
+            return tuple(np.asarray(result, np.float32) for result in results)
+
+        shapes = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+        return jax.pure_callback(on_host, shapes, *arrays, vmap_method="sequential")
+
+    def forward(q, k, v):
+        return launch(lambda *arrays: method(*arrays, is_causal)[0], (q.shape, q.shape[:-1]), q, k, v)
+
+    attend = jax.custom_vjp(lambda q, k, v: forward(q, k, v)[0])
+
+    def backward_rule(kept, dout):
+        run = lambda *arrays: method(*arrays[:3], is_causal)[1](*arrays)
+        return launch(run, [array.shape for array in kept[:3]], *kept, dout)
+
+    attend.defvjp(lambda q, k, v: (lambda out, lse: (out, (q, k, v, out, lse)))(*forward(q, k, v)), backward_rule)
+    return attend
+
+
+def _run_layer(answer, x, w_qkv, w_merge, dout, N, method):
     calls = []
 
     def attention(query, key, value, is_causal=False):
         calls.append(query.shape)
-        return flash_attention(query, key, value, is_causal=is_causal, implementation=implementation)
+        # Under jax.vmap the axis of the batch does not show.
+        batched = (array[None] if array.ndim == 3 else array for array in (query, key, value))
+        out = _differentiable({"naive": _naive, "flash": _flash}[method], is_causal)(*batched)
+        return out.reshape(query.shape)
 
     def layer(*arrays):
         out = answer(*arrays, N, attention)
+        if out is None:
+            raise Complaint("out: expected an array, got None: is a `return` missing?")
         if np.shape(out) != x.shape:
-            raise ValueError(f"return an array of shape {x.shape}, yours is {np.shape(out)}")
+            raise Complaint(f"out: expected shape {x.shape}, got {np.shape(out)}")
         return out
 
     def value_and_gradients(dout, *arrays):
@@ -57,13 +114,11 @@ def _run_layer(answer, x, w_qkv, w_merge, dout, N, implementation):
         return out, *pull_back(dout)
 
     with jax.default_matmul_precision("highest"):
-        # Compiling pays for interpreted kernels only.
-        run = jax.jit(value_and_gradients) if implementation == "portable" else value_and_gradients
-        results = run(jnp.asarray(dout), jnp.asarray(x), jnp.asarray(w_qkv), jnp.asarray(w_merge))
+        results = value_and_gradients(jnp.asarray(dout), jnp.asarray(x), jnp.asarray(w_qkv), jnp.asarray(w_merge))
     return *results, len(calls) > 0
 
 
-def _layer_expected(x, w_qkv, w_merge, dout, N, implementation):
+def _layer_expected(x, w_qkv, w_merge, dout, N, method):
     B, T, C = x.shape
     x, w_qkv, w_merge, dout = (array.astype(np.float64) for array in (x, w_qkv, w_merge, dout))
     q, k, v = (part.reshape(B, T, N, C // N).astype(np.float32) for part in np.split(x @ w_qkv, 3, axis=-1))
@@ -172,6 +227,26 @@ _LAYER = Exercise(
             "Each of the N heads has its own softmax: split the last axis into (N, H), see section 1.",
         ),
         Mistake(
+            "queries and keys are exchanged",
+            _layer(parts=lambda q, k, v, H: (k, q, v)),
+            "The order in w_qkv is q, k, v, and attention takes them in this order: see the text of the exercise.",
+        ),
+        Mistake(
+            "w_merge is transposed",
+            lambda x, w_qkv, w_merge, N, attention: _layer()(x, w_qkv, w_merge.T, N, attention),
+            "Multiply by w_merge as it is, on the right: see the text of the exercise.",
+        ),
+        Mistake(
+            "the heads are averaged before they are merged",
+            _layer(join=lambda out: jnp.broadcast_to(out.mean(axis=2, keepdims=True), out.shape)),
+            "Each head has its own columns of the result: join them side by side, see section 1.",
+        ),
+        Mistake(
+            "the queries are multiplied by √H before attention",
+            _layer(parts=lambda q, k, v, H: (q * math.sqrt(H), k, v)),
+            "attention multiplies the logits by 1 / √H itself: leave q as it is, see section 1.",
+        ),
+        Mistake(
             "keys and values are exchanged",
             _layer(parts=lambda q, k, v, H: (q, v, k)),
             "The order in w_qkv is q, k, v: see the text of the exercise.",
@@ -211,6 +286,7 @@ def _kept_cases():
     shapes = [
         (1, 2, 1, 2, 2, 1),
         (2, 3, 5, 4, 4, 7),
+        (3, 5, 7, 6, 8, 2),
         (8, 96, 2, 32, 4, 2),
         (4, 2048, 16, 128, 2, 24),
         (1, 8192, 8, 64, 2, 3),
@@ -346,6 +422,22 @@ def _shift_expected(tokens, starts, T):
     return np.array([row[:-1] for row in rows]), np.array([row[1:] for row in rows])
 
 
+def _judge_dtype(part):
+    return np.issubdtype(np.asarray(part).dtype, np.integer)
+
+
+def _run_shift(answer, tokens, starts, T):
+    """The result, with what is said where tokens have become other numbers than integers."""
+    result = plain(answer(tokens, starts, T))
+    try:
+        whole = all(map(_judge_dtype, result))
+    except (TypeError, ValueError):
+        return result  # not two arrays: `expected` says so
+    if not whole:
+        raise Complaint("tokens are integers, and yours have become others: they index a table of embeddings later")
+    return result
+
+
 def _shift(targets):
     """An answer to 8.3: inputs are right, targets(tokens, places) gives the other part; places is (B, T)."""
 
@@ -376,6 +468,7 @@ _SHIFT = Exercise(
     title="The causal shift",
     outputs=("inputs", "targets"),
     cases=_shift_cases,
+    run=_run_shift,
     expected=_shift_expected,
     tried="1 to 4 windows, at both ends of the text and in the middle",
     mistakes=(
@@ -449,8 +542,13 @@ def _loss_cases():
         (5, 9, 400, 900, "logits hundreds apart"),
         (7, 7, 3, np.array([0, 3000, -3000, 0, 1500, -800, 60])[:, None], "a different level in each row"),
     ]:
-        logits = spread * random.standard_normal((T, V)) + shift
+        logits = np.round(8 * (spread * random.standard_normal((T, V)) + shift)) / 8  # exact in float32
         cases.append(Case(f"T={T}, vocabulary {V}, {label}", (logits, random.integers(0, V, T))))
+    spike = np.zeros((3, 6))
+    spike[0, 4], spike[1, 2] = 1000, -2000
+    cases.append(Case("T=3, vocabulary 6, one logit 1000 above the others of its row", (spike, np.array([1, 0, 5]))))
+    for label, target in (("the target 720 below the largest", 0), ("the target 720 above the others", 1)):
+        cases.append(Case(f"T=1, vocabulary 3, {label}", (np.array([[0.0, 720, 10]]), np.array([target]))))
     return cases
 
 
@@ -475,6 +573,10 @@ def _loss(lse=None, reduce=np.mean, sign=1, factor=1.0):
         return factor * sign * reduce((lse or safe)(logits) - right)
 
     return answer
+
+
+def _from(logits, reference):
+    return reference + np.log(np.exp(logits - reference[:, None]).sum(axis=-1))
 
 
 def _one_maximum(logits):
@@ -513,6 +615,43 @@ _LOSS = Exercise(
             "one maximum serves the whole table, and rows far below it vanish",
             _loss(lse=_one_maximum),
             "Every row needs its own maximum: see section 4.",
+        ),
+        Mistake(
+            "the mean of each row is taken off instead of its maximum, and a logit far above the mean overflows",
+            _loss(lse=lambda logits: _from(logits, logits.mean(axis=-1))),
+            "Only what is at least as large as every logit keeps all exponentials below 1: see section 4.",
+        ),
+        Mistake(
+            "the target's own logit is taken off instead of the maximum, and a logit far above it overflows",
+            lambda logits, targets: _loss(lse=lambda logits: _from(logits, logits[np.arange(len(targets)), targets]))(
+                logits, targets
+            ),
+            "Only what is at least as large as every logit keeps all exponentials below 1: see section 4.",
+        ),
+        Mistake(
+            "the smallest logit is taken off instead of the largest",
+            _loss(lse=lambda logits: _from(logits, logits.min(axis=-1))),
+            "The largest one must go, so that no exponential exceeds 1: see section 4.",
+        ),
+        Mistake(
+            "the loss is the logit of the target alone, with its sign turned round",
+            _loss(lse=lambda logits: np.zeros(len(logits))),
+            "The other tokens count through lse: the loss is lse - logit, see section 4.",
+        ),
+        Mistake(
+            "the loss is lse alone",
+            lambda logits, targets: float(np.mean(_from(logits, logits.max(axis=-1)))),
+            "The logit of the target is taken off: lse - logit, see section 4.",
+        ),
+        Mistake(
+            "the mean probability of the targets is taken, and then its logarithm",
+            lambda logits, targets: float(-np.log(np.mean(_chance_of(logits, targets)))),
+            "The mean comes last, over the losses of the positions: see the text of the exercise.",
+        ),
+        Mistake(
+            "the squared error of the probabilities is taken",
+            lambda logits, targets: float(np.mean((1 - _chance_of(logits, targets)) ** 2)),
+            "The loss is minus the logarithm of the target's probability: see section 4.",
         ),
         Mistake(
             "the maximum is taken off and not added back",

@@ -16,6 +16,11 @@ PER_CENT = 3
 def _clock_cases():
     """Arguments: what the card is like, inputs, samples, calls."""
     others = {5: range(24, 48), 0.7: range(60, 72)}
+    # By samples of 60 calls; a few calls more before the first must not matter.
+    often = {
+        factor: [call for sample in samples for call in range(1 + 60 * sample, 61 + 60 * sample)]
+        for factor, samples in ((1.2, (1, 2, 5)), (0.85, (0, 3, 7)))
+    }
     busy = dict(call_s=2e-3, compile_s=1.5, launch_s=2e-5, wait_s=1e-3, cached=0.4, disturbed=others)
     cases = [
         ("the case worked by hand", dict(call_s=2e-3, launch_s=5e-5), THREE, 1, 3),
@@ -23,6 +28,14 @@ def _clock_cases():
         ("a card on which waiting costs 1 ms", dict(call_s=2e-3, wait_s=1e-3), THREE, 5, 60),
         ("a card that keeps the inputs of the last call in its cache", dict(call_s=3e-3, cached=0.3), THREE, 5, 12),
         ("a card that others use now and then", dict(call_s=2e-3, disturbed=others), THREE, 9, 12),
+        ("a card whose cache holds the inputs of two calls", dict(call_s=3e-3, cached=0.3, holds=2), THREE, 5, 12),
+        (
+            "a card too slow in three of nine samples and too fast in three",
+            dict(call_s=2e-3, disturbed=often),
+            THREE,
+            9,
+            60,
+        ),
         ("a card with all of this", busy, THREE, 9, 60),
     ]
     return [Case(label, tuple(arguments)) for label, *arguments in cases]
@@ -60,7 +73,7 @@ def _timer(
         for sample in range(samples):
             began = clock()
             for call in range(calls):
-                which = {"rotated": call, "one": 0, "by sample": sample}[inputs]
+                which = {"rotated": call, "one": 0, "by sample": sample, "two": call % 2}[inputs]
                 result = run(*given[which % len(given)])
                 if wait == "after each call":
                     await_(result)
@@ -106,6 +119,31 @@ CLOCK = Exercise(
             "all calls get the same inputs, and find them in the cache",
             _timer(inputs="one"),
             "Take the next inputs with each call: reread section 2.",
+        ),
+        Mistake(
+            "only two of the inputs are used, in turns",
+            _timer(inputs="two"),
+            "A cache may hold two of them; all inputs together are larger than the cache: reread section 2.",
+        ),
+        Mistake(
+            "a quantile below the median is taken, and with it moments in which the card was too fast",
+            _timer(statistic=lambda times: np.quantile(times, 0.25)),
+            "Take the median, np.median: reread section 2.",
+        ),
+        Mistake(
+            "a quantile above the median is taken, and with it samples that others have disturbed",
+            _timer(statistic=lambda times: np.quantile(times, 0.75)),
+            "Take the median, np.median: reread section 2.",
+        ),
+        Mistake(
+            "the slowest sample is taken",
+            _timer(statistic=np.max),
+            "One disturbed sample must not decide: take the median, see section 2.",
+        ),
+        Mistake(
+            "the times of all samples are added",
+            _timer(statistic=np.sum),
+            "The result is the time of one call: take the median of the samples.",
         ),
         Mistake(
             "the inputs change from sample to sample, but not from call to call",
@@ -180,6 +218,7 @@ def _pair_cases():
         return Case(label, (old, new, random.integers(0, n, (resamples, n))))
 
     by_hand = (np.array([2.0, 2.2, 2.0]), np.array([1.0, 2.0, 4.0]))
+    equal = 1e-3 * (1 + np.arange(6.0))
     resamples = np.array([[0, 1, 2], [0, 0, 1], [2, 2, 1], [1, 1, 1]])
     return [
         Case("the case worked by hand", (*by_hand, resamples)),
@@ -189,6 +228,8 @@ def _pair_cases():
         case("3 % faster, on a card that slows down by 20 %", 1.03, 0.005, drift=0.2),
         case("10 % faster, four bad samples of new", 1.10, 0.01, outliers=4),
         case("the same program twice", 1.0, 0.02, n=9),
+        case("2 % faster, an even number of turns", 1.02, 0.01, n=8),
+        Case("samples that agree to the last digit", (equal, equal.copy(), random.integers(0, 6, (50, 6)))),
     ]
 
 
@@ -278,6 +319,21 @@ PAIRS = Exercise(
             "the interval holds half of the medians, from quartile to quartile",
             _interval(levels=(0.25, 0.75)),
             "Leave 2.5 % on either side; the quartiles leave 25 %.",
+        ),
+        Mistake(
+            "the middle element of the sorted row is taken for the median, also where the number is even",
+            _interval(statistic=lambda rows, axis: np.sort(rows, axis=axis)[:, rows.shape[1] // 2]),
+            "With an even number the median is the mean of the two in the middle: np.median does that.",
+        ),
+        Mistake(
+            "the interval holds 97.5 % on one side, with the smallest median as its other end",
+            _interval(levels=(0.0, 0.975)),
+            "Leave 2.5 % on either side.",
+        ),
+        Mistake(
+            "the interval is that of all medians, from the smallest to the largest",
+            _interval(levels=(0.0, 1.0)),
+            "Leave 2.5 % on either side.",
         ),
         Mistake(
             "the interval is that of the samples, not of their median",
@@ -446,7 +502,13 @@ BOUNDS = Exercise(
 
 def _ceiling_cases():
     shapes = [(700.0, 4, 2, 7, True), (700.0, 4096, 128, 7, False), (700.0, 4096, 128, 5, False)]
-    shapes += [(700.0, 4096, 128, 7, True), (810.0, 1024, 64, 5, True), (312.0, 512, 512, 7, True)]
+    shapes += [
+        (700.0, 9, 3, 7, True),
+        (700.0, 5, 1, 5, True),
+        (700.0, 4096, 128, 7, True),
+        (810.0, 1024, 64, 5, True),
+        (312.0, 512, 512, 7, True),
+    ]
     by_hand, *others = (
         Case(f"rate={r:g}, T={T}, block={b}, {n} products, {'causal' if c else 'no mask'}", (r, T, b, n, c))
         for r, T, b, n, c in shapes
@@ -580,7 +642,15 @@ CLAIMS = Exercise(
         Mistake(
             "the mask is left out of the comparison",
             _restated(halved=lambda is_causal, halved: 1.0, theirs=lambda is_causal, halved: 1.0),
-            "Halve our count if the mask is causal, and theirs if they did: reread section 11.",
+            "Halve our count if the mask is causal, and theirs if they did: see the exercise.",
+        ),
+        Mistake(
+            "the two halves have changed places, or are doubled instead of halved",
+            _restated(
+                halved=lambda is_causal, halved: 0.5 if halved else 1.0,
+                theirs=lambda is_causal, halved: 0.5 if is_causal else 1.0,
+            ),
+            "`halved` halves their count and `is_causal` ours: see the exercise.",
         ),
         Mistake(
             "their FLOPs are halved with the mask, whether they halved them or not",
@@ -600,17 +670,17 @@ CLAIMS = Exercise(
         Mistake(
             "a backward pass is counted like a forward pass",
             _restated(ours={"forward": 4, "backward": 4, "both": 4}),
-            "The backward pass has five products, the forward pass two: reread section 11.",
+            "The backward pass has five products, the forward pass two: see the exercise.",
         ),
         Mistake(
             "a backward pass is taken for twice a forward pass",
             _restated(ours={"forward": 4, "backward": 8, "both": 12}),
-            "The backward pass makes the logits again, a fifth product: reread section 11.",
+            "The backward pass makes the logits again, a fifth product: see the exercise.",
         ),
         Mistake(
             "seven products are counted for the backward pass",
             _restated(ours={"forward": 4, "backward": 14, "both": 18}),
-            "The convention counts the five products of a fused kernel: reread section 11.",
+            "The convention counts the five products of a fused kernel: see the exercise.",
         ),
     ),
 )

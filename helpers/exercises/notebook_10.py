@@ -9,7 +9,7 @@ import itertools
 
 import numpy as np
 
-from helpers.exercises.checking import Case, Exercise, Mistake
+from helpers.exercises.checking import Case, Complaint, Exercise, Mistake
 from helpers.measure.races import ring_kernel_races, with_last_waits
 from helpers.measure.timeline import Arrive, Drain, Fetch, Issue, OrderError, Read, Wait, Work, simulate
 
@@ -37,6 +37,9 @@ def _ring_cases():
     ]
 
 
+AS_KERNELS = ((7, 3, 2),)  # the race detector takes its time
+
+
 def _run_ring(answer, steps, stages, readers):
     """In the model, which always ends, and then as a kernel under the race detector."""
     names = [f"compute {index}" for index in range(readers)]
@@ -47,7 +50,9 @@ def _run_ring(answer, steps, stages, readers):
             return f"{name} is still not at the end after {_MOST} operations."
         for operation in operations:
             if not isinstance(operation, Wait | Arrive | Fetch | Read):
-                return f"{name} yields {operation!r}, which is not one of the four operations."
+                return f"{name} yields an object of type {type(operation).__name__}, which is no operation."
+            if isinstance(operation, Fetch if name != "memory" else Read | Arrive):
+                return f"{name} yields {type(operation).__name__}, which is not its part: is the role looked at?"
             if not 0 <= operation.slot < stages:
                 return f"{name} uses slot {operation.slot}, but there {_are(stages, 'slot')}, counted from 0."
     computing = [programs[name] for name in names]
@@ -66,6 +71,8 @@ def _run_ring(answer, steps, stages, readers):
         return (
             f"right, but it takes {run.end:.0f} cycles where {enough:.0f} are enough: copies could run further ahead."
         )
+    if (steps, stages, readers) not in AS_KERNELS:
+        return ""
     found = ring_kernel_races(programs["memory"], computing, stages)
     return f"as a kernel, it makes the race detector say: {', '.join(found)}." if found else ""
 
@@ -77,6 +84,12 @@ def _simulated(memory, computing):
 
 
 def _operations(program):
+    if program is None:
+        raise Complaint("your function gives no operations: is a `yield` missing?")
+    try:
+        program = iter(program)
+    except TypeError:
+        raise Complaint("your function returns something that is no sequence of operations: `yield` them") from None
     return list(itertools.islice(program, _MOST + 1))
 
 
@@ -117,6 +130,14 @@ def _ring(
                 yield Arrive("free", at)
 
 
+def _exchanged(role, steps, stages):
+    return _ring({"memory": "compute", "compute": "memory"}[role], steps, stages)
+
+
+def _one_less(role, steps, stages):
+    return _ring(role, steps - 1, stages)
+
+
 RING = Exercise(
     number="10.1",
     title="Place the barriers",
@@ -155,6 +176,16 @@ RING = Exercise(
             "the memory warpgroup waits for each tile to be read before it orders the next",
             functools.partial(_ring, behind=True),
             "Wait before the fetch that needs the slot, not after the one that filled it: see section 4.",
+        ),
+        Mistake(
+            "the two roles have changed places",
+            _exchanged,
+            'role says whose operations are wanted: "memory" fetches and "compute" reads, see section 4.',
+        ),
+        Mistake(
+            "the last tile is left out",
+            _one_less,
+            "There are tiles 0 to steps - 1.",
         ),
         Mistake(
             "all slots share the barrier of slot 0",
@@ -271,6 +302,8 @@ def _smem_cases():
         (128, 64, 64, 3, 2),
         (256, 64, 64, 1, 2),
         (64, 64, 64, 4, 4),
+        (64, 128, 64, 2, 2),
+        (256, 128, 64, 1, 2),  # what does not grow is too much already
         (64, 128, 64, 4, 3),  # where the bytes that the compiler keeps decide
     ]
     return [
@@ -385,7 +418,10 @@ def _fault_of_order(operations, steps):
                 name = in_flight.pop(0)
                 ready.add(name)
         elif isinstance(operation, Issue | Work):
-            kind, j = operation.label.rstrip("0123456789"), int(operation.label.lstrip("spv"))
+            kind, digits = operation.label.rstrip("0123456789"), operation.label.lstrip("spv")
+            if not digits.isdigit():
+                return f"{operation.label} is ordered: tiles are numbered from 0."
+            j = int(digits)
             if not 0 <= j < steps:
                 return f"{operation.label} is ordered, but there {_are(steps, 'tile')}."
             if isinstance(operation, Work):
@@ -413,11 +449,9 @@ def _fault_of_order(operations, steps):
 
 
 def _run_pipeline(answer, steps):
-    operations = []
-    for operation in answer(steps):
-        operations.append(operation)
-        if len(operations) > _MOST:
-            return f"still not at the end after {_MOST} operations."
+    operations = _operations(answer(steps))
+    if len(operations) > _MOST:
+        return f"still not at the end after {_MOST} operations."
     fault = _fault_of_order(operations, steps)
     if fault:
         return fault
@@ -528,12 +562,27 @@ def _balance_cases():
         ("3 heads of tiles of 1 to 8, 5 programs", causal * 3, 5),
         ("11 tiles of random lengths, 3 programs", random.integers(1, 20, 11).tolist(), 3),
         ("fewer tiles than programs", [2, 5, 1], 4),
+        ("five tiles of 1 and five of 2, 3 programs", [1] * 5 + [2] * 5, 3),
+        ("one program", [3, 1, 2], 1),
+        ("as many tiles as programs, and one more", [7, 1, 5, 3, 4], 4),
     ]
     return [Case(label, (lengths, programs)) for label, lengths, programs in cases]
 
 
 def _run_balance(answer, lengths, programs):
-    return tuple(tuple(int(i) for i in answer(program, programs, lengths)) for program in range(programs))
+    parts = []
+    for program in range(programs):
+        part = answer(program, programs, lengths)
+        if part is None:
+            raise Complaint("expected a list of tiles, got None: is a `return` missing?")
+        try:
+            tiles = [float(i) for i in part]
+        except (TypeError, ValueError):
+            tiles = [0.5]
+        if not all(tile.is_integer() for tile in tiles):
+            raise Complaint("expected a list of tiles, each an integer")
+        parts.append(tuple(map(int, tiles)))
+    return tuple(parts)
 
 
 def _loads(parts, lengths):
@@ -578,11 +627,12 @@ def _greedy(lengths, programs):
 
 def _judge_balance(result, case):
     lengths, programs = case.arguments
+    result = [[int(i) for i in part] for part in result]
     given = sorted(i for part in result for i in part)
     missing = sorted(set(range(len(lengths))) - set(given))
     if missing:
         return f"tile {missing[0]} has no program."
-    if len(given) != len(lengths) or given[-1] >= len(lengths):
+    if len(given) != len(lengths) or given[0] < 0 or given[-1] >= len(lengths):
         again = next((i for i in given if given.count(i) > 1), given[-1])
         return f"tile {again} is computed twice, or does not exist."
     worst = max(_loads(result, lengths))
@@ -625,84 +675,29 @@ BALANCE = Exercise(
         Mistake(
             "the tiles of the last, incomplete turn are dropped",
             _truncated,
-            "The number of turns is rounded up: see `rounds` in section 13.",
+            "Round the number of turns up: the last one may have fewer tiles than programs.",
+        ),
+        Mistake(
+            "the last, incomplete turn is dealt backwards too, so that long tiles come together",
+            functools.partial(_dealt, last=False),
+            "A turn that is not full is never turned, or the busiest program can get busier: see section 12.",
+        ),
+        Mistake(
+            "the lengths are returned instead of the indices of the tiles",
+            lambda program, programs, lengths: [lengths[i] for i in _dealt(program, programs, lengths)],
+            "Return the numbers of the tiles, as in the case worked by hand.",
+        ),
+        Mistake(
+            "every program computes all tiles",
+            lambda program, programs, lengths: list(range(len(lengths))),
+            "Over all programs every tile is computed once: take only the share of `program`.",
+        ),
+        Mistake(
+            "the positions in the sorted order are returned instead of the indices of the tiles",
+            lambda program, programs, lengths: _dealt(program, programs, sorted(lengths, reverse=True)),
+            "Sort the indices by their lengths, not the lengths themselves: see the hints.",
         ),
     ),
 )
 
-# 10.6 What binds the loop
-
-
-def _bind_cases():
-    return [
-        Case(f"H={H}, block_k={k}, {n} instructions, {m} exponentials moved at {c} each", (H, k, n, m, c))
-        for H, k, n, m, c in (
-            (64, 128, 482, 0, 6),
-            (64, 128, 482, 16, 6),
-            (64, 128, 482, 8, 3),
-            (128, 128, 514, 0, 6),
-            (128, 128, 514, 32, 6),
-            (128, 64, 280, 8, 4),
-            (64, 64, 260, 0, 5),
-        )
-    ]
-
-
-UNITS = ("tensor", "exponentials", "issue")
-
-
-def _bind(
-    H, block_k, instructions, moved, cost,
-    products=2, alpha=2, keep=False, free=False, lanes=16, total=False,
-):  # fmt: skip
-    tensor = 2 * products * 64 * block_k * H / 4096
-    exponentials = (block_k // 2 + alpha - moved) * 128 / lanes
-    issue = instructions + (0 if free else moved * (cost if keep else cost - 1))
-    cycles = tensor, exponentials, issue
-    return UNITS[int(np.argmax(cycles))], float(sum(cycles) if total else max(cycles))
-
-
-BIND = Exercise(
-    number="10.6",
-    title="What binds the loop",
-    outputs=("unit", "cycles"),
-    cases=_bind_cases,
-    expected=lambda H, block_k, instructions, moved, cost: max(
-        [
-            ("tensor", 2 * (2 * 64 * block_k * H) / 4096),
-            ("exponentials", (64 * block_k + 2 * 128 - 128 * moved) / 16),
-            ("issue", float(instructions + moved * cost - moved)),
-        ],
-        key=lambda pair: pair[1],
-    ),
-    tried="two head dims, two tiles of keys, with and without exponentials moved",
-    mistakes=(
-        Mistake(
-            "half of the tensor core's work is missing",
-            functools.partial(_bind, products=1),
-            "Each tile of keys needs two products, and a multiplication with an addition is two FLOPs: see section 14.",
-        ),
-        Mistake(
-            "the exponentials of alpha are forgotten",
-            functools.partial(_bind, alpha=0),
-            "Each thread holds parts of two rows, and each row has an alpha: see section 2.",
-        ),
-        Mistake(
-            "moved exponentials cost no instructions",
-            functools.partial(_bind, free=True),
-            "What leaves one unit arrives at another: each is now `cost` instructions.",
-        ),
-        Mistake(
-            "the instruction that a moved exponential saves is not taken off",
-            functools.partial(_bind, keep=True),
-            "It was one instruction before and is `cost` now: the difference counts.",
-        ),
-        Mistake(
-            "the units are taken to work one after another",
-            functools.partial(_bind, total=True),
-            "They work at the same time, so at best the slowest sets the pace: see section 14.",
-        ),
-    ),
-)
-
-EXERCISES = (RING, REGISTERS, SMEM, PIPELINE, BALANCE, BIND)
+EXERCISES = (RING, REGISTERS, SMEM, PIPELINE, BALANCE)

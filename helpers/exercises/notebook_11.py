@@ -1,414 +1,199 @@
-"""The exercises of notebook 11: pencil and paper for the Hopper backward kernels."""
+"""The exercises of notebook 11."""
 
 import functools
 
+import numpy as np
+
 from helpers.exercises.checking import Case, Exercise, Mistake
 
-# 11.1 Registers or shared memory
-
-BY_KEYS = ["s.T", "p.T", "dp.T", "ds.T"]
-BY_QUERIES = ["s", "p", "dp", "ds"]
-PRODUCTS = {
-    "ds k, transposed tiles": ("ds", "k", BY_KEYS),
-    "p.T do, transposed tiles": ("p.T", "do", BY_KEYS),
-    "ds.T q, transposed tiles": ("ds.T", "q", BY_KEYS),
-    "k q.T, transposed tiles": ("k", "q.T", []),
-    "v do.T, transposed tiles": ("v", "do.T", ["s.T"]),
-    "k.T ds.T, transposed tiles": ("k.T", "ds.T", BY_KEYS),
-    "ds k, tiles as they are": ("ds", "k", BY_QUERIES),
-    "p.T do, tiles as they are": ("p.T", "do", BY_QUERIES),
-    "ds.T q, tiles as they are": ("ds.T", "q", BY_QUERIES),
-    "do.T p, tiles as they are": ("do.T", "p", BY_QUERIES),
-    "q k.T, tiles as they are": ("q", "k.T", []),
-}
+# 11.1 What binds the loop
 
 
-def _stem(name):
-    return name.removesuffix(".T")
-
-
-def _operands(left, right, held, right_too=False, either_way=False):
-    """Places of both operands, and whether a tile must be stored first."""
-    computed = {_stem(name) for name in held}
-    fits = (lambda name: _stem(name) in computed) if either_way else (lambda name: name in held)
-    in_registers = [fits(left), right_too and fits(right)]
-    places = tuple("registers" if yes else "shared memory" for yes in in_registers)
-    operands = zip((left, right), in_registers, strict=True)
-    stored = any(_stem(name) in computed and not yes for name, yes in operands)
-    return *places, stored
-
-
-def _left_always(left, right, held):
-    _, place, stored = _operands(left, right, held)
-    return "registers", place, stored
-
-
-def _all_stored(left, right, held):
-    computed = {_stem(name) for name in held}
-    return "shared memory", "shared memory", _stem(left) in computed or _stem(right) in computed
-
-
-def _store_forgotten(left, right, held):
-    return *_operands(left, right, held)[:2], False
-
-
-def _store_whatever_lies_there(left, right, held):
-    places = _operands(left, right, held)[:2]
-    return *places, places[0] == "shared memory"
-
-
-# 11.2 The budget of the fused kernel
-
-
-def _fused_smem(
-    H,
-    block_q,
-    stages,
-    warpgroups,
-    delayed,
-    *,
-    size_of_dq=4,
-    size_of_ds=2,
-    ds_tiles=2,
-    kv_stages=False,
-    slot_for_q=True,
-    slot_for_do=False,
-    statistics=True,
-    warpgroups_of_kv=True,
-):
-    q_slots = stages + (delayed if slot_for_q else 0)
-    do_slots = stages + (delayed if slot_for_do else 0)
-    keys = 64 * (warpgroups if warpgroups_of_kv else 1)
-    total = 2 * (q_slots + do_slots) * block_q * H
-    total += 2 * 2 * keys * H * (stages if kv_stages else 1)
-    total += size_of_ds * ds_tiles * 64 * warpgroups * block_q
-    total += size_of_dq * block_q * H
-    return int(total + (4 * (q_slots + do_slots) * block_q if statistics else 0))
-
-
-def _smem_cases():
-    sizes = [
-        (64, 64, 1, 1, False),
-        (64, 128, 2, 2, False),
-        (128, 64, 2, 2, False),
-        (128, 64, 2, 2, True),
-        (64, 64, 3, 2, True),
-        (128, 64, 1, 2, True),
-    ]
-    names = ("H", "block_q", "stages", "warpgroups", "delayed")
-    return [Case(", ".join(f"{n}={x}" for n, x in zip(names, size, strict=True)), size) for size in sizes]
-
-
-# 11.3 What the additions to dq move
-
-
-def _reduce_add(
-    B, T, S, N, H, block_q, block_k, is_causal, bandwidth, *, size=4, mask="pairs", programs=True, heads=True
-):
-    rows, columns = T // block_q, -(-S // block_k)
-    seen = [(i, j) for i in range(rows) for j in range(columns) if j * block_k <= (i + 1) * block_q - 1]
-    if is_causal and mask == "pairs":
-        pairs = len(seen)
-    elif is_causal and mask == "last key":
-        pairs = sum((j + 1) * block_k <= (i + 1) * block_q for i in range(rows) for j in range(columns))
-    elif is_causal and mask == "first query":
-        pairs = sum(j * block_k <= i * block_q for i in range(rows) for j in range(columns))
-    else:
-        pairs = rows * columns / (2 if is_causal and mask == "half" else 1)
-    if not programs:
-        pairs = rows
-    moved = size * pairs * block_q * H * (B * N if heads else 1)
-    return moved, moved / bandwidth
-
-
-def _reduce_cases():
-    sizes = [
-        (1, 4, 4, 1, 2, 2, 2, False, 32.0),
-        (1, 4, 4, 1, 2, 2, 2, True, 32.0),
-        (1, 512, 384, 2, 64, 128, 128, False, 1e12),
-        (2, 256, 200, 1, 64, 64, 128, False, 2e12),
-        (2, 1024, 1024, 3, 128, 64, 128, True, 4e12),
-        (1, 768, 512, 2, 64, 128, 128, True, 4e12),
-        (2, 512, 500, 1, 64, 128, 64, True, 4e12),
-    ]
-    names = ("B", "T", "S", "N", "H", "block_q", "block_k", "is_causal")
-    return [Case(", ".join(f"{n}={x}" for n, x in zip(names, size, strict=False)), size) for size in sizes]
-
-
-# 11.4 Fused or split
-
-KERNELS = ("fused", "dkv", "dq")
-
-
-def _cycles(flops, smem_bytes, kernel, smem_rate=128, join=max):
-    return join((flops[kernel] / 4096, smem_bytes[kernel] / smem_rate))
-
-
-def _fused_or_split(flops, smem_bytes, exposed, *, smem_rate=128, join=max, wait=True, together=False, slower=False):
-    fused, dkv, dq = (_cycles(flops, smem_bytes, kernel, smem_rate, join) for kernel in KERNELS)
-    if wait:
-        fused += exposed
-    split = max(dkv, dq) if slower else dkv + dq
-    if together:
-        both = ({"both": table["dkv"] + table["dq"]} for table in (flops, smem_bytes))
-        split = _cycles(*both, "both", smem_rate, join)
-    return "fused" if fused < split else "split", fused, split
-
-
-def _choice_cases():
-    def case(label, flops, smem_bytes, exposed):
-        tables = (dict(zip(KERNELS, values, strict=True)) for values in (flops, smem_bytes))
-        return Case(label, (*tables, exposed))
-
-    unit, kib = 2 * 64 * 128 * 128, 1024
+def _bind_cases():
     return [
-        case("the case worked by hand", (40960, 32768, 24576), (1536, 640, 512), 0),
-        case("the case worked by hand, 3 cycles exposed", (40960, 32768, 24576), (1536, 640, 512), 3),
-        case(
-            "five and seven products, 300 cycles exposed",
-            (5 * unit, 4 * unit, 3 * unit),
-            (368 * kib, 224 * kib, 160 * kib),
-            300,
-        ),
-        case("the same, 900 cycles exposed", (5 * unit, 4 * unit, 3 * unit), (368 * kib, 224 * kib, 160 * kib), 900),
-        case(
-            "a dq kernel bound by shared memory", (5 * unit, 4 * unit, 3 * unit), (300 * kib, 100 * kib, 320 * kib), 0
-        ),
+        Case(f"H={H}, block_k={k}, {n} instructions, {m} exponentials moved at {c} each", (H, k, n, m, c))
+        for H, k, n, m, c in (
+            (64, 128, 482, 0, 6),
+            (64, 128, 482, 16, 6),
+            (64, 128, 482, 8, 3),
+            (128, 128, 514, 0, 6),
+            (128, 128, 514, 32, 6),
+            (128, 64, 280, 8, 4),
+            (64, 64, 260, 0, 5),
+            (32, 128, 300, 8, 3),
+            (32, 64, 100, 4, 6),
+            (16, 256, 500, 30, 5),
+        )
     ]
 
 
-# 11.5 Half as many queries in a tile
+UNITS = ("tensor", "exponentials", "issue")
 
 
-def _halving(T, block_q, *, kv=None, flops=None, added=1.0, registers=0.5, ragged=True):
-    before, after = (-(-T // size) for size in (block_q, block_q // 2))
-    steps = after / before if ragged else 2.0
-    return {
-        "steps": steps,
-        "flops": steps / 2 if flops is None else flops,
-        "k and v read": steps if kv is None else kv,
-        "q and do read": steps / 2,
-        "ring": 0.5,
-        "added to dq": added,
-        "registers of s and dp": registers,
-    }
+def _bind(
+    H, block_k, instructions, moved, cost,
+    products=2, alpha=2, keep=False, free=False, lanes=16, total=False, moved_in_all=False, share=2, choose=max,
+):  # fmt: skip
+    tensor = 2 * products * 64 * block_k * H / 4096
+    exponentials = ((block_k // share + alpha) * 128 - moved * (1 if moved_in_all else 128)) / lanes
+    issue = instructions + (0 if free else moved * (cost if keep else cost - 1))
+    cycles = tensor, exponentials, issue
+    return UNITS[cycles.index(choose(cycles))], float(sum(cycles) if total else choose(cycles))
+
+
+BIND = Exercise(
+    number="11.1",
+    title="What binds the loop",
+    outputs=("unit", "cycles"),
+    cases=_bind_cases,
+    expected=lambda H, block_k, instructions, moved, cost: max(
+        [
+            ("tensor", 2 * (2 * 64 * block_k * H) / 4096),
+            ("exponentials", (64 * block_k + 2 * 128 - 128 * moved) / 16),
+            ("issue", float(instructions + moved * cost - moved)),
+        ],
+        key=lambda pair: pair[1],
+    ),
+    tried="two head dims, two tiles of keys, with and without exponentials moved",
+    mistakes=(
+        Mistake(
+            "half of the tensor core's work is missing",
+            functools.partial(_bind, products=1),
+            "Each tile of keys needs two products, and a multiplication with its addition is two FLOPs.",
+        ),
+        Mistake(
+            "the exponentials of alpha are forgotten",
+            functools.partial(_bind, alpha=0),
+            "Each thread holds parts of two rows, and each row has an alpha: see the exercise.",
+        ),
+        Mistake(
+            "moved exponentials cost no instructions",
+            functools.partial(_bind, free=True),
+            "What leaves one unit arrives at another: each is now `cost` instructions.",
+        ),
+        Mistake(
+            "the instruction that a moved exponential saves is not taken off",
+            functools.partial(_bind, keep=True),
+            "It was one instruction before and is `cost` now: the difference counts.",
+        ),
+        Mistake(
+            "`moved` exponentials are taken off all 128 threads together instead of each",
+            functools.partial(_bind, moved_in_all=True),
+            "Each thread moves `moved` of its exponentials: see the exercise.",
+        ),
+        Mistake(
+            "a thread is given block_k exponentials instead of half as many",
+            functools.partial(_bind, share=1),
+            "64 queries and block_k keys over 128 threads are block_k // 2 for each: see the exercise.",
+        ),
+        Mistake(
+            "the fastest unit is returned instead of the slowest",
+            functools.partial(_bind, choose=min),
+            "All three must finish, so the slowest sets the pace: see the exercise.",
+        ),
+        Mistake(
+            "the units are taken to work one after another",
+            functools.partial(_bind, total=True),
+            "They work at the same time, so at best the slowest sets the pace: see the exercise.",
+        ),
+    ),
+)
+
+# 11.2 Guess, and notice
+
+
+def _guess_cases():
+    random = np.random.default_rng(112)
+    ln = np.log
+    cases = [
+        ("the case worked by hand", ln([1.0, 3.0, 40.0, 4.0]), 2, 1, 32768),
+        ("the case worked by hand, headroom 3", ln([1.0, 3.0, 40.0, 4.0]), 2, 3, 32768),
+        ("its logits less 900, headroom 0", ln([1.0, 3.0, 40.0, 4.0]) - 900, 2, 0, 32768),
+        ("its logits plus 900, headroom 3", ln([1.0, 3.0, 40.0, 4.0]) + 900, 2, 3, 32768),
+        ("logits ln 1, ln 3, ln 22, ln 4", ln([1.0, 3.0, 22.0, 4.0]), 2, 1, 32768),
+        ("6 keys, one 8 above the others, `most` 3", np.array([-3.0, -3.0, 5.0, -3.0, -3.0, -3.0]), 2, 0, 3),
+        ("8 equal logits, whose sum is just what is allowed", np.zeros(8), 4, 0, 32768),
+        ("10 keys, `most` 5, headroom 0", np.zeros(10), 4, 0, 5),
+        ("6 keys, the first tile 8 below the others", np.array([-8.0, -8.0, 0.0, 0.0, 0.0, 0.0]), 2, 11, 32768),
+        ("40 random logits, headroom 1", 3 * random.standard_normal(40), 8, 1, 32768),
+        ("40 random logits, headroom 40", 9 * random.standard_normal(40), 8, 40, 32768),
+        ("fewer keys than a tile", random.standard_normal(5), 16, 1, 32768),
+        ("12 keys and their largest first", np.array([7.0, *random.standard_normal(11)]), 4, 0, 32768),
+    ]
+    return [Case(label, arguments) for label, *arguments in cases]
+
+
+def _guess(s, block_k, headroom, most, base=2.0, over_all=False, bound="both", lse_of=None, use="first", strict=True):
+    m = (s if over_all else s[:block_k] if use == "first" else s[-block_k:]).max() + headroom * np.log(base)
+    with np.errstate(over="ignore", divide="ignore"):
+        p = np.exp(s - m)
+        l = p.sum()
+        top = {"both": min(len(s), most), "keys": len(s), "most": most, "one": 1}[bound]
+        measured = p.max() if bound == "one" else l
+        failed = measured > top if strict else measured >= top
+        return bool(failed), float({None: m + np.log(l), "log2": m + np.log2(l), "m": m}[lse_of])
+
+
+def _guess_expected(s, block_k, headroom, most):
+    """lse from the true maximum; the bound from the logits themselves."""
+    lse = s.max() + np.log(np.exp(s - s.max()).sum())
+    guessed = max(s[: min(block_k, len(s))]) + headroom * np.log(2.0)
+    return bool(lse - guessed > np.log(min(len(s), most)) + 1e-12), float(lse)
+
+
+GUESS = Exercise(
+    number="11.2",
+    title="Guess, and notice",
+    outputs=("failed", "lse"),
+    cases=_guess_cases,
+    expected=_guess_expected,
+    tried="rows that fail by either bound and rows that do not, logits near 900 and -900, one tile only",
+    mistakes=(
+        Mistake(
+            "the maximum of the whole row is taken",
+            functools.partial(_guess, over_all=True),
+            "That is what the guess is to save: only the first tile is looked at, see section 4.",
+        ),
+        Mistake(
+            "the headroom is taken as a power of e",
+            functools.partial(_guess, base=np.e),
+            "It is given in powers of two: see the text of the exercise.",
+        ),
+        Mistake(
+            "the headroom is subtracted",
+            functools.partial(_guess, base=0.5),
+            "A higher m makes smaller p, which leaves room for later scores: see section 4.",
+        ),
+        Mistake(
+            "only the number of keys bounds the sum",
+            functools.partial(_guess, bound="keys"),
+            "float16 cannot hold a sum above `most`, however many keys there are: see section 4.",
+        ),
+        Mistake(
+            "only `most` bounds the sum",
+            functools.partial(_guess, bound="most"),
+            "With the true maximum the sum is at most the number of keys: more than that is a failure, see section 4.",
+        ),
+        Mistake(
+            "a p above 1 counts as a failure",
+            functools.partial(_guess, bound="one"),
+            "The headroom is there so that later scores may be larger; the kernel looks at the sum: see section 4.",
+        ),
+        Mistake(
+            "m is returned for lse",
+            functools.partial(_guess, lse_of="m"),
+            "The logarithm of the sum belongs to it: lse = m + ln l, whatever m is.",
+        ),
+        Mistake(
+            "the logarithm has base two",
+            functools.partial(_guess, lse_of="log2"),
+            "Everything here is in base e: lse = m + ln l.",
+        ),
+    ),
+)
 
 
 EXERCISES = (
-    Exercise(
-        number="11.1",
-        title="Registers or shared memory",
-        outputs=("place of the left operand", "place of the right operand", "whether a tile must be stored first"),
-        cases=lambda: [Case(label, arguments) for label, arguments in PRODUCTS.items()],
-        expected=_operands,
-        tried="kernels that own keys and kernels that own queries, with tiles transposed and as they are",
-        mistakes=(
-            Mistake(
-                "the right operand may lie in registers as well",
-                functools.partial(_operands, right_too=True),
-                "wgmma takes its right operand from shared memory only: see section 1.",
-            ),
-            Mistake(
-                "a tile in registers serves as its own transpose",
-                functools.partial(_operands, either_way=True),
-                "Registers cannot be read the other way round, only shared memory can: see section 1.",
-            ),
-            Mistake(
-                "the left operand is always in registers",
-                _left_always,
-                "What TMA brought, q, k, v and do, lies in shared memory, and wgmma reads it there: see section 1.",
-            ),
-            Mistake(
-                "every computed tile goes through shared memory",
-                _all_stored,
-                "A left operand that the warpgroup holds in the right orientation can stay where it is: see section 1.",
-            ),
-            Mistake(
-                "no tile is ever stored first",
-                _store_forgotten,
-                "A computed tile is in shared memory only after the warpgroup put it there: see section 1.",
-            ),
-            Mistake(
-                "tiles that TMA brought are stored once more",
-                _store_whatever_lies_there,
-                "Only tiles that the warpgroup computed need to be stored: see section 1.",
-            ),
-        ),
-    ),
-    Exercise(
-        number="11.2",
-        title="A budget of shared memory",
-        outputs=("bytes",),
-        cases=_smem_cases,
-        expected=_fused_smem,
-        tried="one and two warpgroups, one to three stages, both orders",
-        mistakes=(
-            Mistake(
-                "the tile of dq has 16 bits",
-                functools.partial(_fused_smem, size_of_dq=2),
-                "A sum of many parts is kept in float32, and what TMA adds to it is float32 too: see section 3.",
-            ),
-            Mistake(
-                "ds is kept for one step only",
-                functools.partial(_fused_smem, ds_tiles=1),
-                "One warpgroup may still read the ds of a step while another writes that of the next: see section 2.",
-            ),
-            Mistake(
-                "ds is stored in float32",
-                functools.partial(_fused_smem, size_of_ds=4),
-                "It is an operand of wgmma, and those have 16 bits here: see section 2.",
-            ),
-            Mistake(
-                "k and v are in the ring",
-                functools.partial(_fused_smem, kv_stages=True),
-                "This program owns its keys: k and v are loaded once and have one place each: see section 2.",
-            ),
-            Mistake(
-                "the delayed order needs nothing more",
-                functools.partial(_fused_smem, slot_for_q=False),
-                "In the delayed order q is still needed one step later, for dk: see section 5.",
-            ),
-            Mistake(
-                "the delayed order has one more place for do as well",
-                functools.partial(_fused_smem, slot_for_do=True),
-                "do is done with in its own step, only q is needed one step later: see section 5.",
-            ),
-            Mistake(
-                "lse and delta are forgotten",
-                functools.partial(_fused_smem, statistics=False),
-                "They come with q and do, one float32 for each query: see section 2.",
-            ),
-            Mistake(
-                "k and v of one warpgroup only are counted",
-                functools.partial(_fused_smem, warpgroups_of_kv=False),
-                "Each compute warpgroup owns 64 keys: see section 2.",
-            ),
-        ),
-    ),
-    Exercise(
-        number="11.3",
-        title="What the additions move",
-        outputs=("bytes", "seconds"),
-        cases=_reduce_cases,
-        expected=_reduce_add,
-        tried="full and causal, T ≠ S, a last tile of keys that is not full, several heads and batch entries",
-        tolerance=1e-9,
-        mistakes=(
-            Mistake(
-                "the parts of dq have 16 bits",
-                functools.partial(_reduce_add, size=2),
-                "The sum is float32, and so are its parts: see section 3.",
-            ),
-            Mistake(
-                "each byte is counted as read and as written",
-                functools.partial(_reduce_add, size=8),
-                "The program sends each part once, the addition happens where the sum lies: see section 3.",
-            ),
-            Mistake(
-                "the causal mask is left out",
-                functools.partial(_reduce_add, mask="none"),
-                "Pairs of tiles in which no query sees a key are never visited: see section 3.",
-            ),
-            Mistake(
-                "a causal mask halves the pairs exactly",
-                functools.partial(_reduce_add, mask="half"),
-                "Pairs on the diagonal are visited whole, so it is more than half: count the pairs, as in section 3.",
-            ),
-            Mistake(
-                "a pair is visited only if its last key is seen",
-                functools.partial(_reduce_add, mask="last key"),
-                "One visible key is enough, and the first key of a tile is seen by most: see the hints.",
-            ),
-            Mistake(
-                "a pair is visited only if its first query sees a key",
-                functools.partial(_reduce_add, mask="first query"),
-                "One query that sees a key is enough, and the last query of a tile sees furthest: see the hints.",
-            ),
-            Mistake(
-                "each tile of dq is added once",
-                functools.partial(_reduce_add, programs=False),
-                "Every program whose keys it sees adds a part of its own: see the picture in section 3.",
-            ),
-            Mistake(
-                "one head of one batch entry is counted",
-                functools.partial(_reduce_add, heads=False),
-                "Each of the B N query heads has a dq of its own: see section 3.",
-            ),
-        ),
-    ),
-    Exercise(
-        number="11.4",
-        title="Fused or split",
-        outputs=("choice", "cycles of fused", "cycles of split"),
-        cases=_choice_cases,
-        expected=_fused_or_split,
-        tried="kernels bound by the tensor core and by shared memory, with and without exposed cycles",
-        tolerance=1e-9,
-        mistakes=(
-            Mistake(
-                "the two units take turns",
-                functools.partial(_fused_or_split, join=sum),
-                "Tensor core and shared memory work at the same time, so the slower one decides: see section 4.",
-            ),
-            Mistake(
-                "the exposed cycles are forgotten",
-                functools.partial(_fused_or_split, wait=False),
-                "In those cycles neither unit works, so they come on top: see the text of the exercise.",
-            ),
-            Mistake(
-                "both kernels of the split form are one",
-                functools.partial(_fused_or_split, together=True),
-                "dkv and dq run one after the other: the idle unit of the first cannot help the second, see section 4.",
-            ),
-            Mistake(
-                "the kernels of the split form run at the same time",
-                functools.partial(_fused_or_split, slower=True),
-                "dkv and dq run one after the other, so their cycles add up: see section 4.",
-            ),
-            Mistake(
-                "only the tensor core counts",
-                functools.partial(_fused_or_split, smem_rate=float("inf")),
-                "Shared memory delivers 128 bytes in a cycle, and that can be the slower side: see section 4.",
-            ),
-        ),
-    ),
-    Exercise(
-        number="11.5",
-        title="Half as many queries in a tile",
-        outputs=("factors",),
-        cases=lambda: [
-            Case(f"T={T}, block_q={block_q}", (T, block_q))
-            for T, block_q in ((256, 128), (4096, 128), (320, 128), (1090, 128))
-        ],
-        expected=_halving,
-        tried="lengths that are multiples of the tile and lengths that are not",
-        tolerance=1e-9,
-        mistakes=(
-            Mistake(
-                "k and v are read from shared memory as often as before",
-                lambda T, block_q: _halving(T, block_q, kv=_halving(T, block_q)["q and do read"]),
-                "Each step reads all of k and of v again, whatever its queries are: see section 4.",
-            ),
-            Mistake(
-                "the products of a step are counted, not those of the whole walk",
-                functools.partial(_halving, flops=0.5),
-                "There are more steps: see the case worked by hand.",
-            ),
-            Mistake(
-                "the bytes added to dq double with the steps",
-                functools.partial(_halving, added=2.0),
-                "Twice as many parts, each half as large: see section 3.",
-            ),
-            Mistake(
-                "the registers of s and dp stay as they are",
-                functools.partial(_halving, registers=1.0),
-                "s and dp have block_q columns: see section 2.",
-            ),
-            Mistake(
-                "the last tile is always full",
-                functools.partial(_halving, ragged=False),
-                "Round the number of steps up, before and after: see the case worked by hand.",
-            ),
-        ),
-    ),
+    BIND,
+    GUESS,
 )

@@ -1,12 +1,11 @@
 """What exercises 5.3 and 7.5 share: the range of tiles that a loop over keys, or over queries, must visit."""
 
-import operator
 from dataclasses import dataclass
 
 import numpy as np
 
 from helpers.attention.masking import Band, visible
-from helpers.exercises.checking import Case
+from helpers.exercises.checking import Case, Complaint
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,18 @@ OVER_QUERIES = Loop(
 def run(answer, *arguments):
     """The learner's (first, stop) as integers; an empty range is (0, 0)."""
     result = answer(*arguments)
-    if not isinstance(result, tuple | list) or len(result) != 2:
-        raise TypeError("return two integers, (first, stop)")
-    first, stop = (operator.index(bound) for bound in result)
+    if result is None:
+        raise Complaint("expected two integers, (first, stop), got None: is a `return` missing?")
+    if isinstance(result, range):
+        raise Complaint("expected two integers, (first, stop), got a range")
+    try:
+        bounds = [float(bound) for bound in result]
+    except (TypeError, ValueError):
+        bounds = []
+    if len(bounds) != 2:
+        raise Complaint("expected two integers, (first, stop)")
+    for name, bound in zip(("first", "stop"), bounds, strict=True):
+        if not bound.is_integer():
+            raise Complaint(f"{name} is {bound:g}, expected an integer: divide with //, not with /")
+    first, stop = map(int, bounds)
     return (first, stop) if first < stop else (0, 0)

@@ -175,6 +175,18 @@ def watch(H, tiles, is_causal=False):
     return found
 
 
+def forward_smem(tiles, H):
+    """{array: bytes} of the shared memory that the forward kernel asks for, H being 64, 128 or 256.
+
+    Beside it the compiler keeps scratch for reductions, and begins each array at a multiple of 1024 bytes.
+    """
+    q = 2 * tiles.warpgroups * tiles.block_q * H
+    ring = 2 * tiles.stages * tiles.block_k * H
+    small = 4 * (tiles.warpgroups + 1) * tiles.block_q + 8 * (tiles.warpgroups + 4 * tiles.stages + 1)
+    q_and_out = {"q": 2 * q, "out": q} if tiles.ahead else {"q": q, "out": 0}
+    return q_and_out | {"k ring": ring, "v ring": ring, "lse, barriers": small}
+
+
 def traffic(kernel, H):
     """Bytes that cross shared memory in one step of all warpgroups, {what: bytes}.
 
@@ -196,3 +208,9 @@ def traffic(kernel, H):
 def flops(kernel):
     """Floating-point operations of the products of one step of all warpgroups."""
     return kernel.tiles.warpgroups * sum(product.flops for product in kernel.products)
+
+
+def for_64_queries(kernel, H=128):
+    """(FLOPs, {what: bytes through shared memory}) of 64 queries and 128 keys."""
+    steps = 64 * 128 / (kernel.tiles.block_q * kernel.tiles.block_k)
+    return steps * flops(kernel), {what: steps * amount for what, amount in traffic(kernel, H).items()}

@@ -140,6 +140,7 @@ def check(results, schema=FILE):
     """Raise ValueError naming the first field of recorded results that is missing or of a wrong type."""
     _check_fields("results", results, schema)
     parts = {"records": RECORD, "ladder": RUNG, "memory": MEMORY, "tiles": TILES}
+    parts |= {"sweep": TILES | {"ms": _number}}
     parts |= {"variants": VARIANT, "kernels": KERNEL, "compiled": COMPILED, "loops": LOOP, "profile": PROFILE}
     for part, fields in parts.items():
         for number, entry in enumerate(results.get(part, ())):

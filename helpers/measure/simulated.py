@@ -5,6 +5,7 @@ Reading its clock costs nothing. The same calls give the same times, on any mach
 """
 
 import math
+from collections import deque
 
 
 class SimulatedCard:
@@ -12,20 +13,31 @@ class SimulatedCard:
 
     compile_s: what the first call costs the host. launch_s: what it costs the host to queue a call.
     wait_s: what it costs to find out that a call is done.
-    cached: a call whose inputs are those of the call before takes call_s times this.
+    cached: a call whose inputs are among those of the last `holds` calls takes call_s times this.
     disturbed: {factor: numbers of the calls that take call_s times it}, counted from 0.
     warming: by how much a call is slower when the card is warm, as a fraction. warming_s: the busy time in
       which it comes two thirds of the way there.
     """
 
     def __init__(
-        self, call_s, *, compile_s=0.0, launch_s=0.0, wait_s=0.0, cached=1.0, disturbed=None, warming=0.0, warming_s=1.0
+        self,
+        call_s,
+        *,
+        compile_s=0.0,
+        launch_s=0.0,
+        wait_s=0.0,
+        cached=1.0,
+        holds=1,
+        disturbed=None,
+        warming=0.0,
+        warming_s=1.0,
     ):
         self.call_s, self.compile_s, self.launch_s, self.wait_s = call_s, compile_s, launch_s, wait_s
         self.cached, self.disturbed = cached, disturbed or {}
+        self.in_cache = deque(maxlen=holds)
         self.warming, self.warming_s = warming, warming_s
         self.now = self.idle_at = self.busy_s = 0.0
-        self.calls, self.last_inputs = 0, None
+        self.calls = 0
         self.compiled = set()
 
     def clock(self):
@@ -40,13 +52,14 @@ class SimulatedCard:
         self.now += self.launch_s
         duration = self.call_s * slower
         duration *= 1 + self.warming * (1 - math.exp(-self.busy_s / self.warming_s))
-        if inputs and inputs == self.last_inputs:
+        if inputs and inputs in self.in_cache:
             duration *= self.cached
         for factor, numbers in self.disturbed.items():
             if self.calls in numbers:
                 duration *= factor
         self.idle_at = max(self.idle_at, self.now) + duration
-        self.calls, self.last_inputs = self.calls + 1, inputs
+        self.calls += 1
+        self.in_cache.append(inputs)
         self.busy_s += duration
         return self.idle_at
 

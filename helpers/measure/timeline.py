@@ -4,7 +4,7 @@ A warpgroup is a generator that yields operations, one after another:
 
     Wait(barrier, slot)                     go on once the next phase of a barrier has completed
     Arrive(barrier, slot)                   count one arrival
-    Fetch(buffer, slot, tile, barrier)      order a copy of a tile into a slot, which arrives when it has ended
+    Fetch(buffer, slot, tile, barrier)      issue a copy of a tile into a slot, which arrives when it has ended
     Read(buffer, slot)                      read a slot at once
     Work(unit, cycles, label)               keep a unit busy, and wait for it
     Issue(unit, cycles, label, reads)       give a unit work that reads slots, and do not wait for it
@@ -267,13 +267,32 @@ class Costs(NamedTuple):
 
     product: q k^T, and as long again p v, on the tensor core. softmax: its exponentials. These two
     follow from the rates of the card. copy: a tile through the copy engine, at 64 bytes a cycle;
-    latency: from the order to the arrival. These two are assumptions.
+    latency: from the request to the arrival, beyond that. These two are assumptions.
     """
 
     product: int = 256
     softmax: int = 528
     copy: int = 256
     latency: int = 600
+
+
+def relay(steps, stages):
+    """The two warpgroups of a ring, {"memory": generator, "compute": generator}: each tile read once, in order."""
+
+    def memory():
+        for j in range(steps):
+            if j >= stages:
+                yield Wait("free", j % stages)
+            yield Fetch("tile", j % stages, j, "loaded")
+
+    def compute():
+        for j in range(steps):
+            yield Wait("loaded", j % stages)
+            yield Read("tile", j % stages)
+            yield Work("arithmetic", 700, f"p{j}")
+            yield Arrive("free", j % stages)
+
+    return {"memory": memory(), "compute": compute()}
 
 
 def rung(number, steps=6, costs=None, warpgroups=None, stages=2):
@@ -295,7 +314,7 @@ def rung(number, steps=6, costs=None, warpgroups=None, stages=2):
 def _copying(me, warpgroups, steps, stages, costs, ping_pong):
     for j in range(steps):
         for name in "kv":
-            yield Work("copy", costs.copy + costs.latency, f"copy {name}{j}")
+            yield Work("threads", costs.copy + costs.latency, f"copy {name}{j}")  # no copy engine here
         yield from _product(f"s{j}", (), costs)
         yield Work("exponentials", costs.softmax, f"p{j}")
         yield from _product(f"pv{j}", (), costs)

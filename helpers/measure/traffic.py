@@ -17,6 +17,7 @@ from jax.extend import core
 from jax.extend.core import jaxpr_as_fun
 
 CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2")
+CALLS += ("custom_vmap_call", "custom_partitioning", "flash_attention_apart")
 
 
 @dataclass
@@ -26,6 +27,7 @@ class Operand:
     block_shape: the shape of the block that a program sees, with None for an axis it indexes by a
     single position. block_of: block indices, (programs, axes), programs in the order of `programs`.
     reads, writes: how often each element was loaded and stored, in the shape of the array.
+    reads_by_program: the reads of each program alone, if `replay` was asked for them.
     outside: elements loaded from beyond the end of the array without a mask.
     outside_writes: elements stored beyond its end without a mask.
     """
@@ -37,6 +39,7 @@ class Operand:
     block_of: np.ndarray
     reads: np.ndarray = field(init=False)
     writes: np.ndarray = field(init=False)
+    reads_by_program: list[np.ndarray] = field(default_factory=list)
     outside: int = 0
     outside_writes: int = 0
 
@@ -76,8 +79,8 @@ class KernelCall:
         return sum(operand.bytes_read + operand.bytes_written for operand in self.operands.values())
 
 
-def replay(function, *arguments):
-    """Run function(*arguments) and watch its kernels.
+def replay(function, *arguments, by_program=False):
+    """Run function(*arguments) and watch its kernels; with by_program, tell the reads of their programs apart.
 
     Returns (calls, result): a list with a `KernelCall` for each `pallas_call`, in the order in
     which they run, and what the function returned, computed by the replayed kernels.
@@ -85,7 +88,7 @@ def replay(function, *arguments):
     Raises NotImplementedError for an operation on a ref that it does not know.
     """
     jaxpr, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    interpreter = _Interpreter()
+    interpreter = _Interpreter(by_program)
     flat = interpreter.run(jaxpr.jaxpr, jaxpr.consts, jax.tree.leaves(arguments))
     return interpreter.calls, jax.tree.unflatten(jax.tree.structure(shape), flat)
 
@@ -128,7 +131,7 @@ class _Ref:
             self.operand.reads.reshape(-1)[positions[valid]] += 1
             self.operand.outside += int((wanted & ~valid).sum())
         result = np.empty(positions.shape, self.flat.dtype)
-        result[...] = 0 if other is None else np.asarray(other)
+        result[...] = _poison(self.flat.dtype) if other is None else np.asarray(other)
         result[wanted] = _poison(self.flat.dtype)
         result[valid] = self.flat[positions[valid]]
         return jnp.asarray(result)
@@ -148,7 +151,8 @@ class _Ref:
 class _Interpreter:
     """Evaluates a jaxpr one equation at a time; refs are `_Ref`s."""
 
-    def __init__(self):
+    def __init__(self, by_program):
+        self.by_program = by_program
         self.calls = []
         self.program = ()
         self.grid = ()
@@ -207,7 +211,7 @@ class _Interpreter:
             case "scan":
                 return self.scan(params, values)
         if name in CALLS:
-            inner = params.get("jaxpr", params.get("call_jaxpr"))
+            inner = next(params[name] for name in ("jaxpr", "call_jaxpr", "call") if name in params)
             return self.run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), values)
         if any(isinstance(value, _Ref) for value in values):
             raise NotImplementedError(f"cannot replay the operation {name} on a ref")
@@ -275,7 +279,10 @@ class _Interpreter:
             self.program = tuple(program[axis] for axis in local)
             refs = [_window(operand, number) for operand in operands]
             refs += [_Ref(s.reshape(-1), np.arange(s.size).reshape(s.shape), None) for s in scratch]
+            before = [operand.reads.copy() for operand in operands] if self.by_program else []
             self.run(jaxpr, (), refs)
+            for operand, earlier in zip(operands, before, strict=self.by_program):
+                operand.reads_by_program.append(operand.reads - earlier)
         self.program, self.grid = outer
         self.calls.append(
             KernelCall(params["name"] or "kernel", grid, programs, {operand.name: operand for operand in operands})

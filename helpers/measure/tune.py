@@ -3,9 +3,9 @@
     python -m helpers.measure.tune        (make gpu-tune)
 
 The portable kernels are tuned at T = 4096, and on a Hopper card the Hopper kernels at each of
-`hopper.table.LENGTHS`. Every candidate is compiled, compared with the result of the default tiles, and
-timed; the fastest are timed once more, for longer. A candidate that the compiler refuses (too much
-shared memory, say) or that computes something else is passed over. Writes
+`hopper.table.LENGTHS`. Every candidate that shared memory holds is compiled, compared with the result of
+the default tiles, and timed; the fastest are timed once more, for longer. A candidate that the compiler
+refuses or that computes something else is passed over. Writes
 helpers/measure/results/<card>_tiles.json, which the kernels read through `attention.tables`.
 """
 
@@ -25,7 +25,7 @@ from helpers.attention.hopper import serve as hopper
 from helpers.attention.hopper.table import LENGTHS
 from helpers.attention.hopper.warpgroup import PROCESSORS
 from helpers.attention.portable import backward, forward
-from helpers.attention.portable.tiles import DEFAULTS, Tiles
+from helpers.attention.portable.tiles import DEFAULTS, Tiles, fitting, this_card
 from helpers.attention.problem import check_call
 from helpers.measure import results
 from helpers.measure.benchmark import Machine, compile_together, gpu_or_reason, one_stage, random_arrays
@@ -44,7 +44,7 @@ def arrays_of(T, H, dtype):
 
 
 def candidates(kernel, itemsize, head_padded):
-    """The `Tiles` worth trying: what fits registers and shared memory only the compiler knows."""
+    """The `Tiles` worth trying: what fits registers only the compiler knows."""
     if itemsize == 2 and head_padded <= 128:
         sides, warps, stages = [32, 64, 128], [4, 8], [2, 3]
     elif itemsize == 2:
@@ -140,7 +140,7 @@ def times_of_choices(function, choices, inputs, always):
 
 def tune_portable(head_dims=(64, 128, 256), dtypes=(jnp.bfloat16, jnp.float32), progress=sys.stderr):
     """(tiles, sweep): rows of the table, and rows of everything tried, as `results` describes them."""
-    table, sweep = [], []
+    table, sweep, card = [], [], this_card()
     cases = list(itertools.product(dtypes, head_dims, (False, True)))
     for dtype, H, is_causal in tqdm(cases, "portable", file=progress):
         *arrays, dout = arrays_of(T, H, dtype)
@@ -149,7 +149,8 @@ def tune_portable(head_dims=(64, 128, 256), dtypes=(jnp.bfloat16, jnp.float32), 
         for kernel, (function, inputs) in kernels(call, out, lse, dout, jnp.zeros_like(lse)).items():
             itemsize = jnp.dtype(dtype).itemsize
             default = DEFAULTS[kernel, itemsize][H]
-            choices = list(dict.fromkeys([default, *candidates(kernel, itemsize, H)]))
+            choices = dict.fromkeys([default, *candidates(kernel, itemsize, H)])
+            choices = [tiles for tiles in choices if tiles == fitting(kernel, tiles, call.problem, card)]
             times, final = times_of_choices(function, choices, inputs, [default])
             where = {"kernel": kernel, "itemsize": itemsize, "head_padded": H, "is_causal": is_causal}
             sweep += [where | tiles._asdict() | {"ms": round(ms, 4)} for tiles, ms in times.items()]

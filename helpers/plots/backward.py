@@ -119,41 +119,49 @@ def reads_of_two_kernels(calls):
 
 
 def residuals():
-    """What flows from the forward kernel to the backward kernels."""
-    figure, axes = style.subplots(width=10, height=3.9)
+    """A wiring diagram: what the forward kernel leaves, and which backward kernel reads it."""
+    figure, axes = style.subplots(width=10, height=4.7)
     style.bare(axes)
     axes.set_xlim(0, 20)
-    axes.set_ylim(0, 7.8)
+    axes.set_ylim(-1.75, 7.9)
 
-    for y, name in zip((6.1, 4.7, 3.3), "qkv", strict=True):
-        _box(axes, 0.3, y, 1.2, 1.0, COLOURS[name], name)
-    _kernel(axes, 2.7, 3.1, 2.5, 4.2, "forward\nkernel")
-    _arrow(axes, (1.6, 5.2), (2.6, 5.2))
-    axes.text(6.0, 7.5, "kept between the passes", ha="left", va="center", weight="bold")
-    for number, (y, name) in enumerate(zip((6.1, 5.1, 4.1, 3.1, 2.1), ("q", "k", "v", "out", "lse"), strict=True)):
-        _box(axes, 6.0, y, 1.4, 0.85, (*map(COLOURS.get, "qkv"), style.OUTPUT, style.STATE)[number], name)
-    _arrow(axes, (5.3, 5.2), (5.9, 5.2))
-    _box(axes, 6.0, 0.3, 1.4, 0.85, style.OUTPUT, "dout", hatch="//")
-    axes.text(5.8, 0.72, "arrives later, from the loss", ha="right", va="center", size=9)
+    for y, name in zip((6.1, 5.1, 4.1), "qkv", strict=True):
+        _box(axes, 0.2, y, 1.2, 0.85, COLOURS[name], name)
+    _kernel(axes, 2.4, 2.0, 2.2, 5.0, "forward\nkernel")
+    _arrow(axes, (1.5, 5.5), (2.3, 5.5))
+    _arrow(axes, (4.7, 4.5), (5.5, 4.5))
+    axes.text(7.0, 7.4, "kept between the passes", ha="right", va="center", weight="bold")
+    axes.text(5.5, 0.97, "arrives later, from the loss", ha="right", va="center", size=9)
 
-    _kernel(axes, 9.2, 0.5, 2.2, 1.9, "delta\nkernel")
-    _kernel(axes, 13.4, 3.8, 2.6, 3.4, "dk and dv\nkernel")
-    _kernel(axes, 13.4, 0.5, 2.6, 2.4, "dq\nkernel")
-    axes.text(8.3, 1.9, "out", ha="center", va="bottom", size=9)
-    _arrow(axes, (7.5, 3.35), (9.1, 1.9))
-    _arrow(axes, (7.5, 0.72), (9.1, 0.95))
-    _arrow(axes, (11.5, 1.3), (13.3, 1.3))
-    _arrow(axes, (11.5, 2.0), (13.3, 4.1))
-    axes.text(12.3, 1.08, "delta", ha="center", va="top", size=9)
-    _arrow(axes, (7.5, 5.6), (13.3, 5.6))
-    _arrow(axes, (7.5, 4.9), (13.3, 2.45))
-    axes.text(10.4, 5.8, "q, k, v, lse, dout", ha="center", va="bottom", size=9)
-    _box(axes, 17.6, 5.8, 1.5, 1.0, style.KEY, "dk", hatch="//")
-    _box(axes, 17.6, 4.3, 1.5, 1.0, style.VALUE, "dv", hatch="\\\\")
-    _box(axes, 17.6, 1.2, 1.5, 1.0, style.QUERY, "dq")
-    for y in (6.3, 4.8, 1.7):
-        _arrow(axes, (16.1, y), (17.5, y))
+    kernels = {"delta\nkernel": 9.0, "dk and dv\nkernel": 12.6, "dq\nkernel": 16.2}
+    readers = {
+        "q": (6.1, "dk and dv\nkernel", "dq\nkernel"),
+        "k": (5.1, "dk and dv\nkernel", "dq\nkernel"),
+        "v": (4.1, "dk and dv\nkernel", "dq\nkernel"),
+        "lse": (3.1, "dk and dv\nkernel", "dq\nkernel"),
+        "out": (2.1, "delta\nkernel"),
+        "dout": (0.55, *kernels),
+    }
+    for name, x in kernels.items():
+        _kernel(axes, x, -0.6, 2.4, 8.3, "")
+        axes.text(x + 1.2, 7.35, name, ha="center", va="center", weight="bold", linespacing=1.1)
+    for name, (y, *by) in readers.items():
+        colour = COLOURS.get(name, style.OUTPUT)
+        _box(axes, 5.6, y, 1.4, 0.85, colour, name, hatch="//" if name == "dout" else None)
+        _wire(axes, 7.0, y + 0.42, [kernels[kernel] + 1.2 for kernel in by], colour)
+    _wire(axes, 11.4, -0.15, [kernels["dk and dv\nkernel"] + 1.2, kernels["dq\nkernel"] + 1.2], style.STATE)
+    axes.text(11.5, 0.0, "delta", ha="left", va="bottom", size=9)
+    for x, name in ((12.65, "dk"), (13.85, "dv"), (16.85, "dq")):
+        hatch = {"dk": "//", "dv": "\\\\"}.get(name)
+        _box(axes, x, -1.7, 1.1, 0.7, GRADIENTS[name], name, hatch=hatch)
+        _arrow(axes, (x + 0.55, -0.6), (x + 0.55, -1.0), size=10)
     return figure
+
+
+def _wire(axes, start, y, ends, colour):
+    """A line from an array to every kernel that reads it, with a dot at each."""
+    axes.plot([start, max(ends)], [y, y], color=colour, lw=1.8, solid_capstyle="butt", zorder=3)
+    axes.plot(ends, [y] * len(ends), "o", color=colour, markersize=8, markeredgecolor=style.INK, zorder=4)
 
 
 def products(counted):
@@ -336,25 +344,6 @@ def gradient_errors(errors):
     panels[0, 0].set_ylabel("relative error")
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
-    return figure
-
-
-def kept(lengths, kept_bytes):
-    """Bytes kept between the passes against T. kept_bytes: {name: [bytes for each length]}."""
-    figure, axes = style.subplots(width=8, height=3.9)
-    looks = [(style.LOGITS, "o", "-"), (style.FAINT, "^", "--"), (style.STATE, "s", "-")]
-    for (name, amounts), (colour, marker, line) in zip(kept_bytes.items(), looks, strict=True):
-        amounts = np.array(amounts) / KIB**2
-        axes.plot(lengths, amounts, color=colour, marker=marker, ls=line)
-        axes.annotate(name, (lengths[-1], amounts[-1]), (8, 0), textcoords="offset points", va="center")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(lengths, lengths)
-    axes.set_xlim(lengths[0] * 0.85, lengths[-1] * 5)
-    axes.minorticks_off()
-    axes.set_xlabel("T = S")
-    axes.set_ylabel("MiB kept for the backward pass")
-    axes.set_title("One head, H = 64, float32", loc="left")
     return figure
 
 

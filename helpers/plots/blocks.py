@@ -38,7 +38,9 @@ def program_blocks(call):
         _outline(axes, view)
         for block, numbers in view.owners().items():
             shared = len(numbers) > 1
-            colour = style.SKIPPED if shared else PROGRAM_COLOURS[numbers[0] % len(PROGRAM_COLOURS)]
+            # More programs than colours share one, or equal colours would seem to say something.
+            own = PROGRAM_COLOURS[numbers[0]] if len(call.programs) <= len(PROGRAM_COLOURS) else style.STATE
+            colour = style.SKIPPED if shared else own
             _draw_block(axes, view, block, colour, 0.8 if shared else 0.45)
             (x, width), (y, height) = view.visible(block)
             if width and height:
@@ -131,7 +133,7 @@ def tail(length, tiles):
             axes.text(x + 0.5, row + 0.4, text, ha="center", va="center", size=10, bbox=box)
     for number in range(count):
         start = number * (block + 0.35)
-        axes.text(start + block / 2, -0.22, f"tile {number}", ha="center", va="center", size=10, color=style.FAINT)
+        axes.text(start + block / 2, -0.22, f"tile {number}", ha="center", va="center", size=10, color=style.INK)
     end = length + 0.35 * (length // block)
     axes.plot([end, end], [-0.1, len(tiles) - 0.1], color=style.INK, lw=1.6, ls="--")
     axes.text(end + 0.08, len(tiles) + 0.05, f"end of the array ({length})", size=9, va="center", ha="center")
@@ -173,8 +175,8 @@ def grid_and_refs():
             )
     for y, label in ((2.75, "array x, in memory"), (1.5, "the grid: (4,)"), (0.25, "array out, in memory")):
         axes.text(2.0, y, label, ha="right", va="center", size=10)
-    axes.text(9.5, 2.24, "in_specs", va="center", size=9.5, color=style.FAINT)
-    axes.text(9.5, 0.78, "out_specs", va="center", size=9.5, color=style.FAINT)
+    axes.text(9.5, 2.24, "in_specs", va="center", size=9.5, color=style.INK)
+    axes.text(9.5, 0.78, "out_specs", va="center", size=9.5, color=style.INK)
     axes.set_xlim(-0.3, 10.5)
     axes.set_ylim(-0.1, 3.1)
     return figure
@@ -182,7 +184,7 @@ def grid_and_refs():
 
 def matmul_tiles():
     """Program (1, 0) of the matmul, at step j = 2 of its loop."""
-    figure, axes = style.subplots(width=9, height=3.7)
+    figure, axes = style.subplots(width=9, height=3.9)
     style.bare(axes)
     p, v, out = (0.0, 0.0, 6.0, 3.0), (7.9, -0.0, 3.0, 4.2), (12.8, 0.0, 3.0, 3.0)  # x, y, width, height
 
@@ -202,18 +204,27 @@ def matmul_tiles():
     axes.text(3.75, 2.25, "tile j", ha="center", va="center", size=9.5, bbox=box)
     axes.text(8.65, 2.62, "tile j", ha="center", va="center", size=9.5, bbox=box)
     axes.text(13.55, 2.25, "acc", ha="center", va="center", size=10)
-    for array, name, below in ((p, "p", "S"), (v, "v", "H"), (out, "out", "H")):
-        axes.text(array[0], array[1] - 0.2, name, size=12, weight="bold", va="bottom")
-        axes.text(array[0] + array[2] / 2, array[1] + array[3] + 0.12, below, ha="center", va="top", color=style.FAINT)
-    for array, side in ((p, "T"), (v, "S"), (out, "T")):
-        axes.text(array[0] - 0.12, array[1] + array[3] / 2, side, ha="right", va="center", color=style.FAINT)
-    axes.text(6.6, 1.6, "×", size=18, ha="center", va="center")
-    axes.text(11.85, 1.6, "=", size=18, ha="center", va="center")
-    axes.annotate("", (5.9, 3.62), (0.1, 3.62), arrowprops={"arrowstyle": "-|>", "color": style.INK})
-    axes.text(3, 3.75, "j = 0, 1, 2, …", ha="center", va="top", size=9.5)
-    axes.annotate("", (11.2, 4.1), (11.2, 0.1), arrowprops={"arrowstyle": "-|>", "color": style.INK})
-    axes.set_xlim(-0.6, 16.1)
-    axes.set_ylim(4.6, -0.6)
+    for array, name, across, down in ((p, "p", "S", "T"), (v, "v", "H", "S"), (out, "out", "H", "T")):
+        x, y, width, height = array
+        axes.text(x, y - 0.2, name, size=12, weight="bold", va="bottom")
+        axes.text(x + width / 2, y + height + 0.4, across, ha="center", va="top", weight="bold")
+        axes.text(x - 0.35, y + height / 2, down, ha="right", va="center", weight="bold")
+        # From edge to edge: these letters are lengths.
+        for start, stop in (
+            ((x, y + height + 0.22), (x + width, y + height + 0.22)),
+            ((x - 0.2, y), (x - 0.2, y + height)),
+        ):
+            axes.annotate(
+                "", stop, start, arrowprops={"arrowstyle": "|-|, widthA=0.25, widthB=0.25", "shrinkA": 0, "shrinkB": 0}
+            )
+    axes.text(6.55, 1.6, "×", size=18, ha="center", va="center")
+    axes.text(11.75, 1.6, "=", size=18, ha="center", va="center")
+    axes.annotate("", (5.9, 1.2), (0.1, 1.2), arrowprops={"arrowstyle": "-|>", "color": style.INK})
+    axes.text(3, 1.1, "j = 0, 1, 2, …", ha="center", va="bottom", size=9.5)
+    axes.annotate("", (9.75, 4.1), (9.75, 0.1), arrowprops={"arrowstyle": "-|>", "color": style.INK})
+    axes.text(9.95, 2.1, "j", ha="left", va="center", size=9.5)
+    axes.set_xlim(-0.9, 16.1)
+    axes.set_ylim(5.0, -0.6)
     return figure
 
 

@@ -14,7 +14,7 @@ MIB = 2**20
 def jacobian(p, matrix, tokens, query):
     """The weights p (S,) of one row and the Jacobian matrix (S, S) of its softmax; query is the row's word."""
     shown = range(len(tokens))
-    figure, (left, right) = style.subplots(1, 2, width=9.6, height=6.6, width_ratios=[1, 4.2])
+    figure, (left, right) = style.subplots(1, 2, width=10, height=6.8, width_ratios=[1, 4.6])
     left.barh(shown, p, color=style.LOGITS)
     left.set_yticks(shown, tokens, size=9)
     left.set_ylim(len(tokens) - 0.5, -0.5)
@@ -25,7 +25,7 @@ def jacobian(p, matrix, tokens, query):
     for i, j in np.argwhere(np.abs(matrix) > 0.1 * limit):
         strong = abs(matrix[i, j]) > 0.6 * limit
         text = f"{matrix[i, j]:+.2f}".replace("-", "−").replace("0.", ".")
-        right.text(j, i, text, ha="center", va="center", size=7, color=style.PAPER if strong else style.INK)
+        right.text(j, i, text, ha="center", va="center", size=8, color=style.PAPER if strong else style.INK)
     right.set_xticks(shown, tokens, rotation=90, size=9)
     right.set_yticks([])
     right.set_xlabel("weight p of this key …")
@@ -72,12 +72,12 @@ def chain():
     axes.set_xlim(-0.7, 12.4)
     axes.set_ylim(-0.8, 6.1)
     roles = {
-        "Q": (0.4, style.QUERY),
-        "K": (2.2, style.KEY),
-        "S": (4.8, style.LOGITS),
-        "P": (7.7, style.LOGITS),
-        "V": (9.3, style.VALUE),
-        "O": (11.5, style.OUTPUT),
+        "q": (0.4, style.QUERY),
+        "k": (2.2, style.KEY),
+        "s": (4.8, style.LOGITS),
+        "p": (7.7, style.LOGITS),
+        "v": (9.3, style.VALUE),
+        "out": (11.5, style.OUTPUT),
     }
     for name, (x, colour) in roles.items():
         for y, text in ((4.0, name), (1.0, f"d{name}")):
@@ -111,27 +111,27 @@ def chain():
         )
         axes.text((start + stop) / 2 if x is None else x, y + offset, label, ha="center", va="center", size=10)
 
-    arrow(2.2, 4.8, 4.0, "scale Q Kᵀ", 0.32)
+    arrow(2.2, 4.8, 4.0, "scale q kᵀ", 0.32)
     arrow(0.4, 4.8, 4.0, "", 0.0, bend=-0.32)
     arrow(4.8, 7.7, 4.0, "softmax", 0.32)
-    arrow(9.3, 11.5, 4.0, "P V", 0.32)
+    arrow(9.3, 11.5, 4.0, "p v", 0.32)
     arrow(7.7, 11.5, 4.0, "", 0.0, bend=-0.32)
-    arrow(11.5, 9.3, 1.0, "Pᵀ dO", 0.32)
-    arrow(11.5, 7.7, 1.0, "dP = dO Vᵀ", 1.32, bend=0.32, x=9.6)
-    arrow(7.7, 4.8, 1.0, "P ∘ (dP − delta)", 0.36)
-    arrow(4.8, 2.2, 1.0, "scale dSᵀ Q", 0.34)
-    arrow(4.8, 0.4, 1.0, "scale dS K", -1.5, bend=-0.32, x=2.6)
+    arrow(11.5, 9.3, 1.0, "pᵀ dout", 0.32)
+    arrow(11.5, 7.7, 1.0, "dp = dout vᵀ", 1.32, bend=0.32, x=9.6)
+    arrow(7.7, 4.8, 1.0, "p ∘ (dp − delta)", 0.36)
+    arrow(4.8, 2.2, 1.0, "scale dsᵀ q", 0.34)
+    arrow(4.8, 0.4, 1.0, "scale ds k", -1.5, bend=-0.32, x=2.6)
     axes.text(-0.6, 5.8, "forward: read from left to right", size=10.5, weight="bold", va="center")
     axes.text(-0.6, 2.2, "backward: read from right to left", size=10.5, weight="bold", va="center", color=style.OUTPUT)
     return figure
 
 
 def delta_two_ways(p_dp, o_do):
-    """P∘dP (T, S) and O∘dO (T, H) side by side, and the sums of their rows."""
+    """p∘dp (T, S) and out∘dout (T, H) side by side, and the sums of their rows."""
     T, S = p_dp.shape
     H = o_do.shape[1]
     figure, (table, small, sums) = style.subplots(1, 3, width=9.6, height=4.4, width_ratios=[S, H + 8, 20])
-    for axes, values, name, side in ((table, p_dp, "P ∘ dP", "key"), (small, o_do, "O ∘ dO", "component")):
+    for axes, values, name, side in ((table, p_dp, "p ∘ dp", "key"), (small, o_do, "out ∘ dout", "component")):
         limit = np.abs(values).max()
         axes.imshow(values, cmap=SIGNED_MAP, vmin=-limit, vmax=limit, aspect="auto")
         axes.set_title(f"{name}: {values.size} numbers", loc="left")
@@ -139,8 +139,8 @@ def delta_two_ways(p_dp, o_do):
         axes.set_yticks(range(0, T, 5))
     table.set_ylabel("query")
     rows = np.arange(T)
-    sums.plot(p_dp.sum(axis=1), rows, "o", color=style.LOGITS, markersize=9, label="sum of a row of P ∘ dP")
-    sums.plot(o_do.sum(axis=1), rows, "x", color=style.INK, markersize=6, label="sum of a row of O ∘ dO")
+    sums.plot(p_dp.sum(axis=1), rows, "o", color=style.LOGITS, markersize=9, label="sum of a row of p ∘ dp")
+    sums.plot(o_do.sum(axis=1), rows, "x", color=style.INK, markersize=6, label="sum of a row of out ∘ dout")
     sums.axvline(0, color=style.FAINT, linewidth=0.8)
     sums.set_ylim(T - 0.5, -0.5)
     sums.set_yticks(range(0, T, 5))
@@ -263,7 +263,7 @@ def finite_differences(steps, curves):
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_ylim(1e-13, 1e5)
-    axes.set_xlabel("step h")
+    axes.set_xlabel("step")
     axes.set_ylabel("relative error of the gradient")
     axes.set_title("Too small a step rounds, too large a step cuts corners", loc="left")
     best = next(iter(curves.values()))
@@ -276,8 +276,8 @@ def finite_differences(steps, curves):
         size=9.5,
         arrowprops={"arrowstyle": "-", "color": style.FAINT},
     )
-    axes.text(steps[-2], 3e-10, "rounding:\nerror ∝ 1 / h", size=9.5, color=style.INK, ha="left", va="center")
-    axes.text(steps[0], 3e-8, "truncation:\nerror ∝ h²", size=9.5, color=style.INK, ha="right", va="center")
+    axes.text(steps[-2], 3e-10, "rounding:\nerror ∝ 1 / step", size=9.5, color=style.INK, ha="left", va="center")
+    axes.text(steps[0], 3e-8, "truncation:\nerror ∝ step²", size=9.5, color=style.INK, ha="right", va="center")
     axes.legend(loc="upper right", ncols=2, fontsize=9)
     return figure
 

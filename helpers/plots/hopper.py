@@ -1,4 +1,4 @@
-"""Pictures of notebook 10: warpgroups, what they hold, when they work and when they wait."""
+"""Pictures of notebooks 10 and 11: warpgroups, what they hold, when they work and when they wait."""
 
 import itertools
 
@@ -12,7 +12,7 @@ KINDS = {  # of work, by the label's first letters: colour, hatch, name
     "pv": (style.VALUE, "..", "product with v"),
     "s": (style.QUERY, "//", "product with k"),
     "p": (style.LOGITS, None, "exponentials"),
-    "copy": (style.KEY, "xx", "copy"),
+    "copy": (style.FAINT, "--", "copy by threads"),
     "k": (style.KEY, "xx", "copy of keys"),
     "v": (style.STATE, "\\\\", "copy of values"),
     "wait": (style.PAPER, None, "waits"),
@@ -31,25 +31,41 @@ ROLES = {  # of what is held, by how its name begins
 
 def processor():
     """One processor of the card: its memories, its units, and the warpgroups of one program."""
-    figure, axes = style.subplots(width=9.5, height=4.4)
+    figure, axes = style.subplots(width=10, height=4.9)
     style.bare(axes)
-    axes.set_xlim(0, 19)
-    axes.set_ylim(0, 9)
-    note = "all of q, k, v, out, lse\n\n141 GiB\nshared by all\nprocessors"
-    _box(axes, 0.1, 0.2, 3.9, 8.4, "GMEM", note, style.FAINT)
-    axes.add_patch(Rectangle((4.5, 0.2), 14.3, 8.4, fc="none", ec=style.INK, lw=1.6, ls="--"))
-    axes.text(4.8, 8.2, "one of 132 processors, running one program", va="center", size=10)
-    note = "tiles of q, k, v, out\nbarriers\n\n227 KiB\nall warpgroups of\nthe program see it"
-    _box(axes, 7.0, 0.7, 4.2, 6.9, "SMEM", note, style.KEY)
+    axes.set_xlim(0, 20)
+    axes.set_ylim(-0.1, 9.8)
+    note = "all of q, k, v,\nout, lse\n\n141 GB\nshared by all\nprocessors"
+    _box(axes, 0.1, 0.1, 3.1, 9.0, "GMEM", note, style.FAINT)
+    axes.add_patch(Rectangle((3.9, 0.1), 15.9, 9.0, fc="none", ec=style.INK, lw=1.6, ls="--"))
+    axes.text(3.9, 9.45, "one of 132 processors, running one program", va="center", size=10)
+    _box(axes, 4.3, 3.3, 1.5, 2.6, "TMA", "copies", style.STATE)
+    note = "tiles of q, k, v,\nout; barriers\n\n227 KiB\nall warpgroups\nof the program\nsee it"
+    _box(axes, 6.8, 0.6, 3.1, 8.0, "SMEM", note, style.KEY)
+    _arrow(axes, (3.2, 5.2), (4.3, 5.2), "")
+    _arrow(axes, (4.3, 4.0), (3.2, 4.0), "")
+    _arrow(axes, (5.8, 5.2), (6.8, 5.2), "load")
+    _arrow(axes, (6.8, 4.0), (5.8, 4.0), "store")
+    left, wide = 12.2, 1.8
     for index, name in enumerate(("compute warpgroup 0", "compute warpgroup 1", "memory warpgroup")):
-        y = 5.6 - 2.35 * index
-        note = "128 threads · registers: s, p, acc, m, l" if index < 2 else "asks for copies, holds almost nothing"
-        _box(axes, 12.9, y, 5.6, 1.95, name, note, style.QUERY if index < 2 else style.SKIPPED)
-    _arrow(axes, (4.05, 5.9), (6.95, 5.9), "TMA load")
-    _arrow(axes, (6.95, 2.4), (4.05, 2.4), "TMA store")
-    _arrow(axes, (11.25, 6.6), (12.85, 6.6), "wgmma")
-    _arrow(axes, (11.25, 4.2), (12.85, 4.2), "wgmma")
-    _arrow(axes, (12.85, 1.85), (11.25, 1.85), "orders")
+        y = 7.1 - 1.85 * index
+        note = "s, p, acc, m, l in registers" if index < 2 else "asks TMA for copies"
+        axes.text(left, y + 1.2, f"{name}: {note}", va="center", size=9)
+        for quarter in range(4):
+            colour = style.QUERY if index < 2 else style.SKIPPED
+            box = (left + wide * quarter, y), wide - 0.12, 0.85
+            axes.add_patch(Rectangle(*box, fc=colour, alpha=0.25, ec="none"))
+            axes.add_patch(Rectangle(*box, fc="none", ec=colour, lw=1.4))
+            axes.text(left + wide * (quarter + 0.47), y + 0.42, f"warp {quarter}", ha="center", va="center", size=9)
+    for quarter in range(4):
+        note = "scheduler\ntensor core\nexponentials"
+        box = (left + wide * quarter, 0.6), wide - 0.12, 1.75
+        axes.add_patch(Rectangle(*box, fc=style.LOGITS, alpha=0.3, ec="none"))
+        axes.add_patch(Rectangle(*box, fc="none", ec=style.LOGITS, lw=1.4))
+        axes.text(left + wide * (quarter + 0.47), 1.45, note, ha="center", va="center", size=8)
+    axes.text(left, 2.75, "four quarters, each with units of its own:", va="center", size=9)
+    _arrow(axes, (9.9, 1.45), (12.2, 1.45), "operands")
+    _arrow(axes, (9.9, 7.5), (12.2, 7.5), "load, store")
     return figure
 
 

@@ -1,7 +1,8 @@
-"""Pictures of notebook 11: operands, shared memory, registers, the owners of dq, timelines and recorded figures."""
+"""Pictures of notebook 12: operands, shared memory, registers, the owners of dq, timelines and recorded figures."""
 
 import matplotlib.ticker
 import numpy as np
+from matplotlib.colors import ListedColormap
 from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 
@@ -199,25 +200,6 @@ def _arrow(axes, start, stop, colour):
     axes.add_patch(FancyArrowPatch(start, stop, arrowstyle="-|>", mutation_scale=12, color=colour, lw=1.4))
 
 
-def arrivals(shares):
-    """Share of entries of dq whose bits change with the order. shares: {dtype: [share for each order]}."""
-    figure, panels = style.subplots(1, len(shares), width=9, height=3.1)
-    looks = [(style.QUERY, None), (style.OUTPUT, "//")]
-    for axes, (name, values), (colour, hatch) in zip(panels, shares.items(), looks, strict=True):
-        percent = 100 * np.array(values)
-        x = np.arange(len(percent))
-        axes.bar(x, percent, 0.7, color=colour, alpha=0.4, ec="none")
-        axes.bar(x, percent, 0.7, fc="none", ec=colour, hatch=hatch, lw=1.2)
-        axes.set_xticks(x, [f"{number + 1}" for number in x])
-        axes.tick_params(axis="x", length=0)
-        axes.set_ylim(0, 1.15 * percent.max() or 1)
-        axes.set_xlabel("order of arrival")
-        axes.set_title(name, loc="left")
-    panels[0].set_ylabel("entries of dq that differ, %")
-    figure.suptitle("Compared with the additions in the order of the keys", x=0.01, ha="left", size=11)
-    return figure
-
-
 def cycles(forms):
     """Least cycles of one step by two units. forms: {title: {kernel: (FLOPs, {what: bytes})}}."""
     figure, axes = style.subplots(width=10, height=0.95 * sum(map(len, forms.values())) + 1.7)
@@ -265,7 +247,7 @@ def timelines(runs, shown):
     lanes = ["warpgroup 0", "warpgroup 1", "tensor core"]
     figure, panels = style.subplots(len(runs), 1, width=10, height=2.15 * len(runs) + 0.5, sharex=True, squeeze=False)
     for axes, (title, spans) in zip(panels[:, 0], runs.items(), strict=True):
-        for span in spans:
+        for span in _joined(spans):
             start, stop = max(span.start, shown[0]), min(span.stop, shown[1])
             if span.who not in lanes or span.what == "wait" or stop <= start:
                 continue
@@ -274,9 +256,11 @@ def timelines(runs, shown):
             colour = COLOURS[name.split()[-1]]
             axes.barh(lane, stop - start, 0.78, left=start, color=colour, alpha=0.4, ec="none")
             axes.barh(lane, stop - start, 0.78, left=start, fc="none", ec=colour, hatch=hatch, lw=1)
-            if stop - start > 0.018 * (shown[1] - shown[0]):
+            label = name.replace("store ", "↓")
+            if label.startswith("↓") and stop - start < 0.025 * (shown[1] - shown[0]):
+                label = "↓"
+            if stop - start > (0.006 + 0.007 * len(label)) * (shown[1] - shown[0]):
                 box = {"fc": style.PAPER, "ec": "none", "pad": 0.6, "alpha": 0.8}
-                label = name.replace("store ", "↓")
                 axes.text((start + stop) / 2, lane, label, ha="center", va="center", size=8, bbox=box)
         axes.set_yticks(range(len(lanes)), lanes)
         axes.tick_params(axis="y", length=0)
@@ -285,6 +269,19 @@ def timelines(runs, shown):
         axes.set_title(title, loc="left")
     panels[-1, 0].set_xlabel("cycles of the model (hatched: work of warpgroup 1; ↓: written to shared memory)")
     return figure
+
+
+def _joined(spans):
+    """The spans with those of one warpgroup that follow each other under one name made one."""
+    last, found = {}, []
+    for span in sorted(spans, key=lambda span: (span.start, span.stop)):
+        before = last.get(span.who)
+        if before is not None and (found[before].what, found[before].stop) == (span.what, span.start):
+            found[before] = found[before]._replace(stop=span.stop)
+        else:
+            last[span.who] = len(found)
+            found.append(span)
+    return found
 
 
 def slower_threads(factors, cycles_of):
@@ -357,47 +354,6 @@ def bars(entries):
     return figure
 
 
-PARTS = {  # kernels of a backward pass: colour and hatch
-    "dkv": (style.KEY, ""),
-    "dq": (style.QUERY, "//"),
-    "fused": (style.OUTPUT, ""),
-    "main kernel": (style.SKIPPED, ""),
-    "delta": (style.STATE, ".."),
-    "zeros for dq": (style.LOGITS, "xx"),
-    "dq to 16 bits": (style.VALUE, "\\\\"),
-}
-
-
-def kernels(entries, lengths):
-    """Milliseconds of each kernel of a backward pass, stacked: a row for each T, a column for head dim and mask."""
-    names = list(dict.fromkeys(entry["name"] for entry in entries))
-    columns = sorted({(entry["H"], entry["is_causal"]) for entry in entries})
-    figure, panels = style.subplots(
-        len(lengths), len(columns), width=10.5, height=1.9 * len(lengths) + 0.7, sharey=True
-    )
-    for axes_of_row, T in zip(np.atleast_2d(panels), lengths, strict=True):
-        for axes, (H, is_causal) in zip(axes_of_row, columns, strict=True):
-            for y, name in enumerate(names):
-                left = 0.0
-                for kernel, (colour, hatch) in PARTS.items():
-                    wanted = {"name": name, "kernel": kernel, "H": H, "T": T, "is_causal": is_causal}
-                    ms = sum(e["device_ms"] for e in entries if all(e[field] == wanted[field] for field in wanted))
-                    axes.barh(y, ms, 0.72, left=left, color=colour, hatch=hatch, ec=style.INK, lw=0.6, alpha=0.7)
-                    left += ms
-                axes.text(left, y, f" {left:.2f}", va="center", size=8)
-            axes.set_title(f"T = {T // 1024}k, H = {H}, {'causal' if is_causal else 'full'}", loc="left", size=9)
-            axes.set_xlim(right=1.22 * axes.get_xlim()[1])
-            axes.set_xlabel("ms")
-        axes_of_row[0].set_yticks(range(len(names)), names)
-        axes_of_row[0].tick_params(axis="y", length=0)
-    np.atleast_2d(panels)[0, 0].invert_yaxis()
-    handles = [
-        Patch(fc=colour, hatch=hatch, ec=style.INK, lw=0.6, alpha=0.7, label=k) for k, (colour, hatch) in PARTS.items()
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(PARTS), fontsize=8.5)
-    return figure
-
-
 def walks(runs, processors):
     """Who reads which tile when. runs: {(title, label of the tiles): [step]}, a step being [(program, place)]."""
     figure, panels = style.subplots(1, len(runs), width=10, height=3.9, sharex=True)
@@ -428,4 +384,31 @@ def walks(runs, processors):
     return figure
 
 
-FIGURES = {"11-nobody-owns-dq.png": nobody_owns_dq}
+def mistaken(seen, taken, errors, block_q=64):
+    """What one program took for visible, and what became of the rows. seen, taken (T, keys): as the mask says and as
+    it was on the card; errors: {name: relative error of each row}."""
+    figure, (table, rows) = style.subplots(1, 2, width=10, height=4.0, width_ratios=(1, 1.35))
+    shades = ListedColormap([style.PAPER, style.STATE, style.OUTPUT])
+    table.imshow(seen + 2 * (taken & ~seen), cmap=shades, vmin=0, vmax=2, aspect="auto")
+    table.axhline(block_q - 0.5, color=style.INK, lw=1.2, ls="--")
+    table.axvline(block_q - 0.5, color=style.INK, lw=1.2, ls="--")
+    table.set_xlabel("key")
+    table.set_ylabel("query")
+    table.set_title("weights of program 0")
+    handles = [Patch(fc=style.STATE, label="visible"), Patch(fc=style.OUTPUT, label="hidden, and taken all the same")]
+    table.legend(handles=handles, loc="upper right", fontsize=8, frameon=True, facecolor=style.PAPER)
+    looks = {"dq": (style.QUERY, "-"), "dk": (style.KEY, "--"), "dv": (style.VALUE, ":")}
+    for name, values in errors.items():
+        colour, line = looks[name]
+        rows.plot(np.arange(len(values)), values, color=colour, ls=line, label=name)
+    rows.axvline(block_q - 0.5, color=style.INK, lw=1.2, ls="--")
+    rows.set_xlabel("row of the gradient")
+    rows.set_yscale("symlog", linthresh=1)
+    rows.set_ylim(0)
+    rows.set_ylabel("relative error of the row")
+    rows.set_title("what became of the gradients")
+    rows.legend(loc="upper left")
+    return figure
+
+
+FIGURES = {"12-nobody-owns-dq.png": nobody_owns_dq}

@@ -54,7 +54,7 @@ def queue():
         axes.plot([x, x], [0.3, 3.6], color=colour, linewidth=1.5, linestyle="--", zorder=0)
         axes.text(x, 3.75, text, ha="center" if x > 1 else "left", va="bottom", color=colour, size=9)
     axes.annotate("", (20.5, -0.2), (0, -0.2), arrowprops={"arrowstyle": "-|>", "color": style.FAINT})
-    axes.text(20.5, -0.45, "time", ha="right", va="top", color=style.FAINT)
+    axes.text(20.5, -0.45, "time", ha="right", va="top")
     return figure
 
 
@@ -140,7 +140,8 @@ def roof(points, ceilings, title):
         kind = name.split(",")[0]
         colour, marker, _ = LOOKS[kind]
         face = colour if "128" in name else style.PAPER
-        axes.plot(x, y, marker, color=colour, markersize=8, markerfacecolor=face, markeredgewidth=2)
+        label = kind if face == style.PAPER else None
+        axes.plot(x, y, marker, color=colour, markersize=8, markerfacecolor=face, markeredgewidth=2, label=label)
         close.barh(-row, y, 0.7, facecolor=face, edgecolor=colour, linewidth=2)
         close.text(y + 12, -row, f"{y:.0f}", va="center", size=9)
     close.axvline(rate, color=style.INK)
@@ -153,7 +154,10 @@ def roof(points, ceilings, title):
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_ylim(10, rate * 1.6)
-    axes.set_xlabel("FLOPs for each byte that must be moved")
+    axes.plot([], [], "o", color=style.FAINT, markerfacecolor=style.PAPER, markeredgewidth=2, label="open: H = 64")
+    axes.plot([], [], "o", color=style.FAINT, markeredgewidth=2, label="filled: H = 128")
+    axes.legend(loc="lower right", fontsize=9, ncols=2)
+    axes.set_xlabel("FLOPs for each byte that is moved")
     axes.set_ylabel("TFLOP/s")
     axes.set_title(title, loc="left")
     return figure
@@ -295,8 +299,11 @@ def relative(values, title):
     return figure
 
 
-def memory(found, card_bytes):
-    """Bytes of a program against T. found: {pass: {implementation: {T: bytes}}}."""
+def memory(found, refused, card_bytes):
+    """Bytes of a program against T. found: {pass: {implementation: {T: bytes}}}.
+
+    refused: {(pass, implementation): T} of those that the card had no room for.
+    """
     figure, panels = style.subplots(1, 2, width=10, height=3.9, sharey=True)
     for axes, (which, programs) in zip(panels, found.items(), strict=True):
         for name, points in programs.items():
@@ -304,6 +311,11 @@ def memory(found, card_bytes):
             dash, size = ((0, (4, 3)), 5) if name == "hopper" else (dash, 8)  # it may lie on the portable line
             megabytes = np.array(list(points.values())) / 2**20
             axes.plot(list(points), megabytes, linestyle=dash, color=colour, marker=marker, markersize=size, label=name)
+            if (which, name) in refused:
+                T, last = refused[which, name], megabytes[-1]
+                guess = last**2 / megabytes[-2]
+                axes.plot([list(points)[-1], T], [last, guess], linestyle=dash, color=colour, alpha=0.5)
+                axes.plot(T, guess, "x", color=style.OUTPUT, markersize=10, markeredgewidth=2.5, zorder=4)
         axes.axhline(card_bytes / 2**20, color=style.INK, linewidth=1.2, linestyle=":", label="memory of the card")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -312,7 +324,8 @@ def memory(found, card_bytes):
         axes.set_xlabel("T")
         axes.set_title(which, loc="left")
     panels[0].set_ylabel("MiB, one head, H = 64, 16-bit")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    panels[0].plot([], [], "x", color=style.OUTPUT, markersize=10, markeredgewidth=2.5, label="refused by the card")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     return figure
 
 

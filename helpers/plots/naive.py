@@ -64,7 +64,7 @@ def three_bills():
     axes.set_xlim(0, 19)
     axes.set_ylim(0, 6.2)
     boxes = (
-        (0.2, 4.6, style.QUERY, "the chip", "matrix units,\nregisters, shared memory"),
+        (0.2, 4.6, style.QUERY, "the chip", "processors with matrix units,\nregisters and shared memory"),
         (13.4, 5.5, style.VALUE, "the memory", "gigabytes, but far away"),
     )
     for x, width, colour, name, detail in boxes:
@@ -82,8 +82,8 @@ def three_bills():
         axes.text(x + width / 2, 5.3, name, ha="center", va="center", weight="bold", color=colour, size=11)
         axes.text(x + width / 2, 4.4, detail, ha="center", va="center", size=9)
     for y, start, stop, label in ((4.6, 13.2, 5.0, "read"), (3.2, 5.0, 13.2, "write")):
-        axes.add_patch(FancyArrowPatch((start, y), (stop, y), arrowstyle="-|>", mutation_scale=20, color=style.FAINT))
-        axes.text(9.1, y + 0.3, label, ha="center", va="bottom", size=10, color=style.FAINT)
+        axes.add_patch(FancyArrowPatch((start, y), (stop, y), arrowstyle="-|>", mutation_scale=20, color=style.INK))
+        axes.text(9.1, y + 0.3, label, ha="center", va="bottom", size=10, color=style.INK)
     for x, name, question, unit in (
         (2.5, "FLOPs", "how much arithmetic?", "operations"),
         (9.1, "bytes moved", "how much traffic?", "bytes, each crossing counted"),
@@ -91,7 +91,7 @@ def three_bills():
     ):
         axes.text(x, 1.45, name, ha="center", va="center", weight="bold", size=12, color=style.OUTPUT)
         axes.text(x, 0.85, question, ha="center", va="center", size=10)
-        axes.text(x, 0.3, unit, ha="center", va="center", size=9, color=style.FAINT)
+        axes.text(x, 0.3, unit, ha="center", va="center", size=9, color=style.INK)
     for x, size, name, colour in (
         (13.55, 0.6, "q", style.QUERY),
         (14.25, 0.6, "k", style.KEY),
@@ -103,7 +103,9 @@ def three_bills():
         axes.add_patch(
             FancyBboxPatch((x, 2.5), size, size, boxstyle="square,pad=0", facecolor=colour, edgecolor="none")
         )
-        axes.text(x + size / 2, 2.5 + size / 2, name, ha="center", va="center", color="white", weight="bold", size=8)
+        ink = style.INK if colour in (style.KEY, style.LOGITS) else "white"
+        axes.text(x + size / 2, 2.5 + size / 2, name, ha="center", va="center", color=ink, weight="bold", size=8)
+    axes.text(16.15, 1.97, "(a square for each matrix, not to scale)", ha="center", va="center", size=8.5)
     return figure
 
 
@@ -130,36 +132,6 @@ def byte_bill(read, written):
     axes.set_xlim(0, start * 1.15)
     axes.set_xlabel("bytes moved so far (MiB)")
     axes.set_title("Four passes over a table, and little else (reads plain, writes hatched)", loc="left")
-    return figure
-
-
-def growth(H=128, itemsize=2, block=128):
-    """Bytes moved (left) and footprint (right) of one head against T = S, by formula."""
-    lengths = [512 * 2**n for n in range(8)]
-    flash = [cost.query_outer_bytes(T, T, H, itemsize, block, block) for T in lengths]
-    moved = {
-        "naive": [cost.naive_bytes(T, T, H, itemsize) for T in lengths],
-        f"flash, block_q = {block}": flash,
-        "each matrix once": [4 * itemsize * T * H for T in lengths],
-    }
-    held = {
-        "naive": [cost.naive_footprint(T, T, H, itemsize) for T in lengths],
-        "flash": [cost.flash_footprint(T, T, H, itemsize) for T in lengths],
-    }
-    figure, panels = style.subplots(1, 2, width=9.5, height=3.9, sharey=True)
-    looks = [(NAIVE, "o", "-"), (FLASH, "s", "-"), (style.FAINT, "", ":")]
-    titles = "Bytes moved: both quadratic", "Footprint: only naive is quadratic"
-    for axes, values, title in zip(panels, (moved, held), titles, strict=True):
-        for (label, line), (colour, marker, dash) in zip(values.items(), looks, strict=False):
-            axes.plot(lengths, np.asarray(line) / MIB, dash, color=colour, marker=marker, label=label)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(lengths, [_short(T) for T in lengths])
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-        axes.set_xlabel("length T = S")
-        axes.set_title(title, loc="left")
-        axes.legend(loc="upper left", frameon=False)
-    panels[0].set_ylabel(f"MiB, one head, H = {H}, {8 * itemsize}-bit")
     return figure
 
 
@@ -211,8 +183,12 @@ def roof(card, points):
     )
     axes.axvline(card.ridge, color=style.FAINT, linewidth=1, linestyle="--")
     axes.text(card.ridge / 1.05, 1400, f"ridge: {card.ridge:.0f}", color=style.INK, va="center", ha="right")
-    looks = zip(points.items(), "osD^v", (NAIVE, FLASH, FLASH, FLASH, style.FAINT), (15, 7, 8, 8, 9), strict=False)
-    for (label, intensity), marker, colour, size in looks:
+    flash = iter("sD^")
+    for label, intensity in points.items():
+        if label.startswith("flash"):
+            marker, colour, size = next(flash), FLASH, 8
+        else:
+            marker, colour, size = ("o", NAIVE, 15) if label == "naive" else ("v", style.INK, 9)
         rate = roofline.attainable(card, intensity) / 1e12
         if intensity < card.ridge:
             axes.plot([intensity] * 2, [10, rate], color=colour, linewidth=1, linestyle=":")
@@ -236,13 +212,17 @@ def _short(length):
     return f"{length // 1024}k" if length % 1024 == 0 and length < 2**20 else "1M" if length == 2**20 else str(length)
 
 
-def roof_of_attention(card=roofline.H100, T=4096, H=128, itemsize=2):
-    """Naive and flash attention under the roof of a card, by formula."""
+def roof_of_attention(tiles=(), card=roofline.H100, T=4096, H=128, itemsize=2):
+    """Naive attention under the roof of a card by formula, and flash attention with each of some tiles of queries."""
     moved = {"naive": cost.naive_bytes(T, T, H, itemsize)}
-    for block_q in (64, 128, 256):
+    for block_q in tiles:
         moved[f"flash, block_q = {block_q}"] = cost.query_outer_bytes(T, T, H, itemsize, block_q, 128)
     moved["each matrix once"] = 4 * itemsize * T * H
     return roof(card, {name: cost.forward_flops(T, T, H) / count for name, count in moved.items()})
 
 
-FIGURES = {"01-three-bills.png": three_bills, "01-growth.png": growth, "01-roof.png": roof_of_attention}
+FIGURES = {
+    "01-three-bills.png": three_bills,
+    "01-roof.png": roof_of_attention,
+    "03-roof.png": lambda: roof_of_attention(tiles=(64, 128, 256)),
+}

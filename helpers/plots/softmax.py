@@ -82,24 +82,16 @@ def running_state(tokens, history, query):
     path = np.column_stack([scaled, l]).reshape(-1)
     below.step(np.append(x, len(steps) - 0.5), np.append(path, l[-1]), where="post", color=style.STATE)
     below.set_ylabel("sum ℓ")
-    below.set_ylim(0, l.max() * 1.3)
+    below.set_ylim(0, l.max() * 1.6)
     below.set_title("The sum so far, ℓ, in units of $e^m$: first × α, then + $e^{s - m}$", loc="left")
     below.set_xticks(steps, tokens, rotation=90, size=9)
     below.set_xlabel("key, in order of arrival")
     for j in raised:
         for panel in (above, below):
             panel.axvline(j - 0.5, color=style.OUTPUT, linewidth=1.1, linestyle="--", zorder=0)
-        if j:
-            crowded = j + 1 in raised  # the next dip is close: write above it
-            below.text(
-                j - 0.42 if crowded else j,
-                1.28 * l.max() if crowded else scaled[j] + 0.03 * l.max(),
-                f"× {alpha[j]:.2g}",
-                va="top" if crowded else "bottom",
-                color=style.OUTPUT,
-                size=9,
-                bbox={"facecolor": style.PAPER, "edgecolor": "none", "pad": 1},
-            )
+        # Upright, so that the factors of neighbouring keys do not meet.
+        factor = f"× {alpha[j]:.2g}"
+        below.text(j - 0.42, 1.57 * l.max(), factor, rotation=90, ha="left", va="top", color=style.OUTPUT, size=9)
     return figure
 
 

@@ -327,92 +327,136 @@ def two_orders(rows=3, columns=4):
 
 
 def growth(lengths, H, itemsize, block_q, block_k):
-    """Bytes moved, and bytes that must exist at once, against the length of the sequence."""
-    figure, axes = style.subplots(1, 2, width=7.4, height=2.6, sharey=True)
-    naive = [cost.naive_bytes(n, n, H, itemsize) / MIB for n in lengths]
-    flash = [cost.query_outer_bytes(n, n, H, itemsize, block_q, block_k) / MIB for n in lengths]
-    axes[0].loglog(lengths, naive, "o-", color=style.LOGITS, label="naive")
-    axes[0].loglog(lengths, flash, "s-", color=style.OUTPUT, label="query-outer")
-    axes[0].set_title("bytes moved", loc="left")
-    naive_held = [cost.naive_footprint(n, n, H, itemsize) / MIB for n in lengths]
-    flash_held = [cost.flash_footprint(n, n, H, itemsize) / MIB for n in lengths]
-    axes[1].loglog(lengths, naive_held, "o-", color=style.LOGITS, label="naive")
-    axes[1].loglog(lengths, flash_held, "s-", color=style.OUTPUT, label="query-outer")
-    axes[1].set_title("footprint: bytes held at once", loc="left")
-    for panel in axes:
-        panel.set_xlabel("N = T = S")
-        panel.set_xticks(lengths, [str(n) for n in lengths], size=8)
-        panel.minorticks_off()
-        panel.legend(loc="upper left")
-    axes[0].set_ylabel("MiB, logarithmic")
+    """Bytes moved (left) and bytes that must exist at once (right) of one head, against the length."""
+    figure, panels = style.subplots(1, 2, width=9.5, height=3.9, sharey=True)
+    moved = {
+        f"naive, tables of {8 * itemsize} bit": [cost.naive_bytes(T, T, H, itemsize) for T in lengths],
+        f"query-outer, block_q = {block_q}": [
+            cost.query_outer_bytes(T, T, H, itemsize, block_q, block_k) for T in lengths
+        ],
+        "each matrix once": [4 * itemsize * T * H for T in lengths],
+    }
+    held = {
+        f"naive, two tables of {8 * cost.TABLE_BYTES} bit": [cost.naive_footprint(T, T, H, itemsize) for T in lengths],
+        "query-outer": [cost.flash_footprint(T, T, H, itemsize) for T in lengths],
+    }
+    looks = [(style.LOGITS, "o", "-"), (style.QUERY, "s", "-"), (style.INK, "", ":")]
+    titles = "Bytes moved: both quadratic", "Footprint: only naive is quadratic"
+    for axes, lines, title in zip(panels, (moved, held), titles, strict=True):
+        for (label, line), (colour, marker, dash) in zip(lines.items(), looks, strict=False):
+            axes.loglog(lengths, np.asarray(line) / MIB, dash, color=colour, marker=marker, label=label)
+        axes.set_xticks(lengths, [f"{T // KIB}k" if T >= KIB else str(T) for T in lengths])
+        axes.minorticks_off()
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+        axes.set_xlabel("length T = S")
+        axes.set_title(title, loc="left")
+        axes.legend(loc="upper left")
+    panels[0].set_ylabel(f"MiB, one head, H = {H}")
     return figure
 
 
-def budget_map(H, itemsize, budget, N, sizes=(16, 32, 64, 128, 256), chosen=None):
-    """For each pair of block sizes: the bytes on chip, and the traffic relative to naive.
+def gpu(processors=132, shared=228, registers=256):
+    """A GPU, its many processors, and one of them enlarged. Sizes in KiB, by default those of an H200."""
+    figure, axes = style.subplots(width=10, height=4.0)
+    style.bare(axes)
+    axes.set_xlim(0, 20)
+    axes.set_ylim(-0.5, 8.0)
+    columns = 12
+    axes.text(0.2, 7.65, f"the chip: {processors} processors", weight="bold")
+    _box(axes, 0.1, 2.2, 8.4, 5.2, style.INK, filled=False)
+    side, gap = 0.52, 0.14
+    for number in range(processors):
+        row, column = divmod(number, columns)
+        x, y = 0.35 + column * (side + gap), 7.05 - row * 0.335
+        last = number == columns - 1
+        _box(axes, x, y, side, 0.22, style.QUERY if last else style.STATE, linewidth=0.5)
+    _box(axes, 0.35, 2.45, 7.9, 0.7, style.SKIPPED, linewidth=1)
+    axes.text(4.3, 2.8, "L2 cache, shared by all", ha="center", va="center")
+    _box(axes, 0.1, 0.0, 8.4, 1.1, style.VALUE, filled=False)
+    axes.text(4.3, 0.55, "the memory: q, k, v, out of every head", ha="center", va="center")
+    axes.annotate("", (4.3, 2.15), (4.3, 1.15), arrowprops={"arrowstyle": "<|-|>", "color": style.INK})
 
-    Cells with a cross do not fit. chosen: a (block_q, block_k) to frame.
+    axes.plot([8.13, 10.4], [7.27, 7.4], color=style.QUERY, linewidth=1, linestyle=":")
+    axes.plot([8.13, 10.4], [7.05, 0.0], color=style.QUERY, linewidth=1, linestyle=":")
+    axes.text(10.5, 7.65, "one processor, and what a program keeps there", weight="bold")
+    _box(axes, 10.4, 0.0, 9.4, 7.4, style.QUERY, filled=False, linewidth=2)
+    axes.text(10.7, 6.95, f"registers: {registers} KiB", va="center")
+    for x, width, name, colour in ((10.7, 2.7, "s, then p", style.LOGITS), (13.6, 4.2, "acc", style.STATE)):
+        _box(axes, x, 5.3, width, 1.3, colour)
+        axes.text(x + width / 2, 5.95, name + "\nin 32 bit", ha="center", va="center", linespacing=1.15)
+    _box(axes, 18.0, 5.3, 1.5, 1.3, style.STATE)
+    axes.text(18.75, 5.95, "m, l", ha="center", va="center")
+    _box(axes, 10.7, 3.35, 8.8, 0.8, style.PAPER)
+    axes.text(15.1, 3.75, "matrix units, units for exponentials, threads", ha="center", va="center")
+    axes.text(10.7, 0.4, f"shared memory: {shared} KiB", va="center")
+    for x, width, name, colour in (
+        (10.7, 2.8, "q tile", style.QUERY),
+        (13.7, 2.8, "k tile", style.KEY),
+        (16.7, 2.8, "v tile", style.VALUE),
+    ):
+        _box(axes, x, 0.8, width, 1.6, colour)
+        axes.text(
+            x + width / 2,
+            1.6,
+            name + "\nin 16 bit",
+            ha="center",
+            va="center",
+            linespacing=1.15,
+            bbox={"facecolor": style.PAPER, "edgecolor": "none", "pad": 2},
+        )
+    for x in (12.1, 15.1, 18.1):
+        axes.annotate("", (x, 3.3), (x, 2.45), arrowprops={"arrowstyle": "-|>", "color": style.INK})
+    for x in (12.05, 15.7):
+        axes.annotate("", (x, 5.25), (x, 4.2), arrowprops={"arrowstyle": "<|-|>", "color": style.INK})
+    return figure
+
+
+def budget_map(H, itemsize, budget, T, registers=256 * KIB, sizes=(16, 32, 64, 128, 256), chosen=None):
+    """For each pair of block sizes: bytes of shared memory and of registers, and the traffic relative to naive.
+
+    budget and registers: bytes that a program may use. Cells with a cross do not fit. Registers
+    must not be filled, since a program needs some for other things. chosen: a (block_q, block_k) to frame.
     """
-    figure, axes = style.subplots(1, 2, width=8, height=3.1)
-    needed = np.array([[itemsize * (q * H + 2 * k * H + q * k) for k in sizes] for q in sizes])
-    traffic = np.array([[cost.query_outer_bytes(N, N, H, itemsize, q, k) for k in sizes] for q in sizes])
-    relative = traffic / cost.naive_bytes(N, N, H, itemsize)
-    panels = [
-        (axes[0], needed / KIB, "{:.0f}", f"on chip, KiB (budget {budget / KIB:.0f})"),
-        (axes[1], 100 * relative, "{:.0f}", f"traffic, % of naive (N = {N})"),
-    ]
-    for panel, values, form, title in panels:
-        for row in range(len(sizes)):
-            for column in range(len(sizes)):
-                fits = needed[row, column] <= budget
-                good = fits if panel is axes[0] else fits and relative[row, column] < 1
-                _box(
-                    panel,
-                    column - 0.5,
-                    row - 0.5,
-                    1,
-                    1,
-                    style.STATE if good else style.SKIPPED if not fits else "#F3D9C6",
-                    linewidth=0.5,
-                )
-                panel.text(
-                    column,
-                    row,
-                    form.format(values[row, column]) if fits else "✗",
-                    ha="center",
-                    va="center",
-                    size=10,
-                )
-        if chosen and chosen[0] in sizes and chosen[1] in sizes:
-            panel.add_patch(
-                Rectangle(
-                    (sizes.index(chosen[1]) - 0.5, sizes.index(chosen[0]) - 0.5),
-                    1,
-                    1,
-                    fill=False,
-                    edgecolor=style.OUTPUT,
-                    linewidth=3,
-                )
-            )
+    figure, panels = style.subplots(1, 3, width=10, height=3.3)
+    block_q, block_k = np.array(sizes)[:, None], np.array(sizes)[None, :]
+    shared = itemsize * (block_q * H + 2 * block_k * H + block_q * block_k)
+    in_registers = 4 * (block_q * block_k + block_q * H)
+    traffic = np.array([[cost.query_outer_bytes(T, T, H, itemsize, q, k) for k in sizes] for q in sizes])
+    relative = traffic / cost.naive_bytes(T, T, H, itemsize)
+    room, held = shared <= budget, in_registers < registers
+    for panel, values, fits, title in (
+        (panels[0], shared / KIB, room, f"shared memory, KiB (≤ {budget / KIB:.0f})"),
+        (panels[1], in_registers / KIB, held, f"registers, KiB (< {registers / KIB:.0f})"),
+        (panels[2], 100 * relative, room & held, f"traffic, % of naive (T = {T})"),
+    ):
+        for row, column in np.ndindex(values.shape):
+            pale = panel is panels[2] and relative[row, column] >= 1
+            colour = style.SKIPPED if not fits[row, column] else "#F3D9C6" if pale else style.STATE
+            _box(panel, column - 0.5, row - 0.5, 1, 1, colour, linewidth=0.5)
+            text = f"{values[row, column]:.0f}" if fits[row, column] else "✗"
+            panel.text(column, row, text, ha="center", va="center", size=10)
+        if chosen:
+            corner = sizes.index(chosen[1]) - 0.5, sizes.index(chosen[0]) - 0.5
+            panel.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=style.OUTPUT, linewidth=3))
         panel.set_xticks(range(len(sizes)), sizes)
         panel.set_yticks(range(len(sizes)), sizes)
         panel.set_xlim(-0.5, len(sizes) - 0.5)
         panel.set_ylim(len(sizes) - 0.5, -0.5)
         panel.set_xlabel("block_k (keys)")
-        panel.set_ylabel("block_q (queries)")
-        panel.set_title(f"H = {H}: {title}", loc="left")
-    axes[0].text(0, -0.29, "✗: does not fit", transform=axes[0].transAxes, size=9)
-    axes[1].text(0, -0.29, "pale: fits, and moves as much as naive or more", transform=axes[1].transAxes, size=9)
+        panel.set_title(title, loc="left", size=10.5)
+    panels[0].set_ylabel("block_q (queries)")
+    panels[0].text(0, -0.32, f"H = {H}. ✗: does not fit", transform=panels[0].transAxes, size=9)
+    panels[2].text(0, -0.32, "pale: fits, and saves nothing", transform=panels[2].transAxes, size=9)
     return figure
 
 
-def break_even(N, itemsize, head_dims=(64, 128), block_k=64):
+def break_even(T, itemsize, head_dims=(64, 128), block_k=64):
     """How many times fewer bytes than naive, against block_q, for several head dimensions."""
     figure, axes = style.subplots(width=6.4, height=2.8)
     sizes = 2 ** np.arange(2, 11)
     for H, colour, marker in zip(head_dims, (style.OUTPUT, style.QUERY), "so", strict=True):
-        naive = cost.naive_bytes(N, N, H, itemsize)
-        ratio = [naive / cost.query_outer_bytes(N, N, H, itemsize, int(q), block_k) for q in sizes]
+        naive = cost.naive_bytes(T, T, H, itemsize)
+        ratio = [naive / cost.query_outer_bytes(T, T, H, itemsize, int(q), block_k) for q in sizes]
         axes.loglog(sizes, ratio, marker + "-", color=colour, label=f"H = {H}")
         axes.axvline(H / 2, color=colour, linestyle=":", linewidth=1.5)
         axes.text(H / 2 * 1.05, 0.062, f"H/2 = {H // 2}", color=colour, size=9)
@@ -424,9 +468,9 @@ def break_even(N, itemsize, head_dims=(64, 128), block_k=64):
     axes.set_ylim(0.05, 45)
     axes.set_xlabel("block_q (queries in a tile)")
     axes.set_ylabel("naive bytes ÷ query-outer bytes")
-    axes.set_title(f"Where tiling starts to pay, N = {N}", loc="left")
+    axes.set_title(f"Where tiling starts to pay, T = S = {T}, tables of {8 * itemsize} bit", loc="left")
     axes.legend(loc="lower right")
     return figure
 
 
-FIGURES = {"03-on-chip.png": on_chip, "03-two-orders.png": two_orders}
+FIGURES = {"03-on-chip.png": on_chip, "03-two-orders.png": two_orders, "03-gpu.png": gpu}

@@ -171,10 +171,10 @@ def shift(inputs, targets):
         axes.annotate(
             "", (place + 0.5, 0.98), (place + 0.5, 2.02), arrowprops={"arrowstyle": "-|>", "color": style.FAINT}
         )
-        axes.text(place + 0.5, 3.25, str(place), ha="center", va="center", size=8.5, color=style.FAINT)
+        axes.text(place + 0.5, 3.25, str(place), ha="center", va="center", size=8.5)
     axes.text(-0.2, 2.55, "input", ha="right", va="center", weight="bold", color=style.QUERY)
     axes.text(-0.2, 0.45, "target", ha="right", va="center", weight="bold", color=style.OUTPUT)
-    axes.text(-0.2, 3.25, "position", ha="right", va="center", size=8.5, color=style.FAINT)
+    axes.text(-0.2, 3.25, "position", ha="right", va="center", size=8.5)
     axes.set_xlim(-2.2, len(inputs) + 0.1)
     axes.set_ylim(-0.1, 3.5)
     return figure
@@ -232,10 +232,11 @@ def curves(naive, flash, limit):
     return figure
 
 
-def faults(right, wrong, limit):
+def faults(right, wrong, without_fault, limit):
     """Loss curves of faulty attention beside the right one, and how far each is from it.
 
-    right: (steps,) losses; wrong: {name: losses}, as long or shorter.
+    right: (steps,) losses; wrong: {name: losses}, as long or shorter; without_fault: losses of
+    other code for the right attention.
     """
     figure, (left, below) = style.subplots(1, 2, width=10, height=4.3)
     steps = max(map(len, wrong.values()))
@@ -245,19 +246,23 @@ def faults(right, wrong, limit):
         options = dict(color=colour, marker=marker, markevery=max(1, steps // 8), ms=5, lw=1.4, label=name)
         left.plot(losses, **options)
         below.plot(np.abs(losses - right[: len(losses)]).clip(1e-7), **options)
+    difference = np.abs(without_fault - right[: len(without_fault)]).clip(1e-7)
+    left.plot([], [], color=style.FAINT, marker=".", ms=5, lw=1, label="without a fault (right panel)")
+    below.plot(difference, color=style.FAINT, marker=".", ms=5, lw=1)
     left.set_ylim(0)
     left.set_ylabel("loss (nats for each character)")
     left.set_title("Each of them learns something", loc="left")
     below.axhline(limit, color=style.INK, lw=1.5, ls=":")
-    below.text(steps, limit * 0.8, f"limit, {limit:g}", ha="right", va="top", size=9)
+    box = {"fc": style.PAPER, "ec": "none", "pad": 1.0}
+    below.text(steps, limit * 0.2, f"limit, {limit:g}", ha="right", va="top", size=9, bbox=box)
     below.set_yscale("log")
-    below.set_ylim(1e-6, 20)
+    below.set_ylim(5e-8, 20)
     below.set_ylabel("|difference| from the right run")
-    below.set_title("None of them stays under the limit", loc="left")
+    below.set_title("Only the run without a fault stays under the limit", loc="left")
     for axes in (left, below):
         axes.set_xlabel("step")
     handles, labels = left.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5)
+    figure.legend(handles, labels, loc="outside lower center", ncols=6)
     return figure
 
 

@@ -54,6 +54,7 @@ from helpers.attention.hopper.warpgroup import (
     ROWS,
     SWIZZLED,
     anew,
+    multiply_add,
     padded_head_dim,
 )
 from helpers.attention.masking import NO_BAND, key_tiles, query_tiles
@@ -62,20 +63,12 @@ from helpers.attention.problem import Call
 
 GRID_LIMIT = 65535  # programs along the axis into which Mosaic folds all but the last two of a grid
 WIDEST = 128  # columns of dk and dv that the registers of a warpgroup hold beside s and dp
+# With so few tiles of queries LLVM may see that a loop over them has one step or two, and count the steps by
+# a predicate. ptxas before CUDA 13.2 then computes `first` in each step from the predicate of that step (see
+# tests/one_turn_or_two.ptx): it got queries 64 to 127 wrong. LLVM does not see through `anew`.
+FEW_TILES = 4
 ROWS_OF_WGMMA = 64  # rows of a product that one warpgroup owns
 SWIZZLED_32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))  # SWIZZLED for float32
-
-
-def multiply_add(acc, a, b, spare, interpret):
-    """Issue acc += a @ b on the tensor core. a: a ref, or an array in registers; acc: an ACC ref.
-
-    The interpreter knows no register operand: there it goes through `spare`, a ref of its shape.
-    """
-    if interpret and isinstance(a, jax.Array):
-        spare[...] = a
-        plgpu.commit_smem()
-        a = spare
-    plgpu.wgmma(acc, a, b)
 
 
 def exp2_of_logits(s, lse, axis, problem):
@@ -120,6 +113,8 @@ def for_each_query_tile(problem, tiles, kv, k_start, body, masked_body, carry):
     first, stop = query_tiles(k_start, k_start + block_k, block_q, band, problem.T, problem.S, xp=jnp)
     first = jnp.minimum(first, pl.cdiv(problem.T, block_q) - 1)
     stop = jnp.maximum(stop, first + 1)
+    if band != NO_BAND and pl.cdiv(problem.T, block_q) <= FEW_TILES:
+        first = anew(first)
     partial = band.right is not None or problem.S % block_k != 0
     all_from = first
     if band.right is not None:

@@ -27,12 +27,12 @@ What runs at the same time is all of the art. A program (one on each processor o
 `warpgroups` compute warpgroups of block_q queries each and one memory warpgroup:
 
     memory     fetches k_j and v_j by TMA into rings of `stages` tiles, as soon as a slot is free
-    compute    orders s_j = q k_j^T and then acc += p_{j-1} v_{j-1} from the tensor core, and while that
+    compute    issues s_j = q k_j^T and then acc += p_{j-1} v_{j-1} to the tensor core, and while that
                computes the second, takes the exponentials of the first
     compute    the other compute warpgroups do the same at other times, which fills the gaps
 
 Every program works through a list of (tile of queries, head) pairs. It fetches the next q while it works
-at this one, and orders the first scores of the next from the tensor core together with the last product
+at this one, and issues the first scores of the next to the tensor core together with the last product
 of this one: between two tiles of queries, too, the tensor core has something to do.
 
 A slot of a ring goes free -> loaded -> free; every compute warpgroup frees every slot, also those with
@@ -104,7 +104,7 @@ class Tiles(NamedTuple):
     stages: slots of the rings of keys and of values.
     warpgroups: compute warpgroups of a program, 2 to 4.
     programs: how many programs share the work; None means one for each tile of queries.
-    ahead: fetch the next queries while these are at work, and order their first scores together with the
+    ahead: fetch the next queries while these are at work, and issue their first scores together with the
       last product of these. Otherwise there is SMEM for one tile of queries, and out leaves through it.
     guess: guess the maximum. It saves time in every step, and takes some for every tile of queries.
     """

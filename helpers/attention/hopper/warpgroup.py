@@ -4,7 +4,8 @@ The Mosaic GPU interpreter runs barriers, TMA copies and SMEM on a CPU, but not 
 operand lives in registers, nor one whose accumulator is carried through a loop. The functions here
 stand in for both, so that a kernel is one source for the card and for the interpreter: compiled,
 they issue asynchronous wgmmas; interpreted, they read the same operands through the same refs (so
-that the race detector sees the reads) and multiply at once.
+that the race detector sees the reads) and multiply at once. Where a product runs beside other work, its
+operands are read once more at the end of that, for they are in use until then.
 
 Operands: a is a ref in SMEM or an array in registers, b is a ref in SMEM, an accumulator is a
 float32 array in registers in the layout WGMMA. All products are 16-bit with a float32 sum.
@@ -41,16 +42,32 @@ def anew(numbers):
     return lax.optimization_barrier(numbers)
 
 
-def _dot(a, b):
-    """a @ b in the interpreter."""
-    a, b = _value(a), _value(b)
+def read(*operands):
+    """The values of operands, in the interpreter. Its race detector sees these reads, and none of a wgmma."""
+    values = [operand if isinstance(operand, jax.Array) else operand[...] for operand in operands]
     # These were ordinary reads; wgmma's are of the async proxy, like TMA's writes that may follow.
     plgpu.commit_smem()
-    return lax.dot(a, b, preferred_element_type=jnp.float32)
+    return values
 
 
-def _value(operand):
-    return operand if isinstance(operand, jax.Array) else operand[...]
+def _dot(a, b):
+    """a @ b in the interpreter."""
+    return lax.dot(*read(a, b), preferred_element_type=jnp.float32)
+
+
+def multiply_add(acc, a, b, spare, interpret):
+    """Issue acc += a @ b on the tensor core. a: a ref, or an array in registers; acc: an ACC ref.
+
+    The interpreter knows no register operand: there it goes through `spare`, a ref of its shape. And it
+    does not tell its race detector what a wgmma reads: there the operands are read once more, to be seen.
+    """
+    if interpret and isinstance(a, jax.Array):
+        spare[...] = a
+        plgpu.commit_smem()
+        a = spare
+    plgpu.wgmma(acc, a, b)
+    if interpret:
+        read(a, b)
 
 
 def product(a, b, *, interpret):
@@ -85,6 +102,7 @@ def accumulate_then(last, ready, following, meanwhile, *, interpret):
         ready()
         s = _dot(a2, b2)
         meanwhile(c)
+        read(a2, b2)
         return s
 
     def body(refs):
@@ -110,7 +128,9 @@ def overlapped(first, second, meanwhile, state, *, interpret):
     (a, b), (c, a2, b2) = first, second
     if interpret:
         s, c = _dot(a, b), c + _dot(a2, b2)
-        return c, *meanwhile(s, state)
+        p, state = meanwhile(s, state)
+        read(a2, b2)
+        return c, p, state
     shape = a.shape[0], b.shape[1]
     leaves, tree = jax.tree.flatten(state)
 

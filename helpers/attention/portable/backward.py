@@ -19,9 +19,10 @@ A gradient has one owner, the program that writes it, and that decides the order
                    each pair of tiles instead of 7, at the price of a dq whose rounding depends on
                    the order in which programs arrive
 
-The rows of ds add up to dlse. With a delta made from an out that was rounded to 16 bits they miss it
-by the error of delta, and dq_kernel mends delta by that much wherever it would be seen: where the
-softmax is so sharp that dp - delta nearly cancels. dkv_kernel then gets the mended delta.
+The rows of ds add up to dlse. With a delta made from an out that was rounded, to 16 bits or to the TF32 of
+a GPU's float32 products, they miss it by the error of delta, and dq_kernel mends delta by that much wherever
+it would be seen: where the softmax is so sharp that dp - delta nearly cancels. dkv_kernel then gets the
+mended delta.
 
 Refs, as one program sees them (H' is head_padded: head_dim rounded up to a power of two, G the query heads of
 one key/value head). In dkv_kernel and fused_kernel the queries' side has an axis for the group:
@@ -43,6 +44,8 @@ from jax.experimental.pallas import triton as plt
 
 from helpers.attention.masking import key_tiles, query_tiles, visible
 from helpers.attention.portable.tiles import LOG2_E, dot, exp2, length_of, padded_head_dim, select_tiles
+
+TF32_EPS = 2.0**-10  # of the operands of float32 products on a GPU, unless a higher precision is asked for
 
 
 def delta_kernel(out_ref, do_ref, lse_ref, dlse_ref, delta_ref, *, problem, block_q):
@@ -171,13 +174,14 @@ def dq_kernel(
     no_sums = jnp.zeros(block_q, jnp.float32)
     dq, ds_sum, ds_size = all_key_tiles((jnp.zeros(q.shape, jnp.float32), no_sums, no_sums), delta, stop)
 
-    if problem.dtype.itemsize == 2:
+    if problem.dtype.itemsize == 2 or not interpret:
         # A row of ds adds up to dlse; what it misses is the error of delta.
         dlse = plt.load(dlse_ref, mask=row_mask, other=0)
         error = jnp.where(lse == -jnp.inf, 0, ds_sum - dlse)
-        again = (jnp.abs(error) - float(jnp.finfo(problem.dtype).eps) / 4 * ds_size).max() > 0
+        eps = TF32_EPS if problem.dtype.itemsize == 4 else float(jnp.finfo(problem.dtype).eps)
+        again = (jnp.abs(error) - eps / 4 * ds_size).max() > 0
         delta += error
-        # Where it is smaller than the rounding of ds, as it nearly always is, the second sweep is empty.
+        # Where it is smaller than the rounding of ds, as in flat softmaxes, the second sweep is empty.
         dq = jnp.where(again, 0, dq)
         dq, _, _ = all_key_tiles((dq, no_sums, no_sums), delta, stop * again.astype(jnp.int32))
     plt.store(dq_ref, (problem.scale * dq).astype(dq_ref.dtype), mask=(rows < problem.T)[:, None] & in_head)

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from helpers.attention import tables
+from helpers.attention.device import compute_capability, shared_memory
 
 LOG2_E = math.log2(math.e)
 MIN_BLOCK = 16  # the smallest side that a tensor core product accepts
@@ -24,6 +25,14 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
+class Card(NamedTuple):
+    """What decides which tiles a card gets: its name, compute capability, and bytes of shared memory of a program."""
+
+    name: str | None
+    capability: tuple[int, int]
+    shared_memory: int
+
+
 # For cards without a table of their own, by bytes of an element and padded head_dim: smaller than those
 # of an H200's table, for cards with less shared memory. The tuner finds better ones.
 DEFAULTS = {
@@ -36,20 +45,63 @@ DEFAULTS = {
 }
 
 
-def select_tiles(kernel, problem, **overrides):
+def select_tiles(kernel, problem, card=None, **overrides):
     """The `Tiles` of a kernel ("forward", "dkv" or "dq") for a problem.
 
-    From the tuner's table of this card where there is one, otherwise `DEFAULTS`; no larger than the
-    sequences need. overrides: fields of Tiles to be taken as given, where they are not None.
+    From the tuner's table of the card where there is one, otherwise `DEFAULTS`; no larger than the
+    sequences need and shared memory holds. card: a `Card`, by default the one that computes.
+    overrides: fields of Tiles to be taken as given, where they are not None.
     """
+    card = card or this_card()
     itemsize, head_padded = problem.dtype.itemsize, max(64, padded_head_dim(problem.H))
-    tuned = tables.rows_by(tables.this_card(), "tiles", "kernel", "itemsize", "head_padded", "is_causal")
+    tuned = tables.rows_by(card.name, "tiles", "kernel", "itemsize", "head_padded", "is_causal")
     row = tuned.get((kernel, itemsize, head_padded, problem.band.right == 0))
     tiles = Tiles(*(row[name] for name in Tiles._fields)) if row else DEFAULTS[kernel, itemsize][head_padded]
     tiles = Tiles(*cut_blocks(tiles[:2], (problem.T, problem.S)), *tiles[2:])
+    tiles = fitting(kernel, tiles, problem, card)
     tiles = tiles._replace(**{name: value for name, value in overrides.items() if value is not None})
     check_blocks(tiles.block_q, tiles.block_k)
     return tiles
+
+
+def this_card():
+    """The `Card` that computes; its name is None where that is no GPU."""
+    return Card(tables.this_card(), compute_capability(), shared_memory())
+
+
+def fitting(kernel, tiles, problem, card):
+    """The tiles, or, where shared memory would not hold them, the next smaller ones that it holds."""
+    while shared_bytes(kernel, tiles, problem, card.capability) > card.shared_memory:
+        if tiles.num_stages > 1:
+            tiles = tiles._replace(num_stages=tiles.num_stages - 1)
+        elif tiles.block_q >= tiles.block_k:
+            tiles = tiles._replace(block_q=tiles.block_q // 2)
+        else:
+            tiles = tiles._replace(block_k=tiles.block_k // 2)
+    return tiles
+
+
+def shared_bytes(kernel, tiles, problem, capability):
+    """At most how many bytes of shared memory Triton gives a kernel ("forward", "dkv" or "dq").
+
+    Room for the operands that stay, for as many of those that stream by as there are stages, and for p and ds.
+    It may need less, where some of them stay in registers. `make gpu-compile` compares this bound with what the
+    compiler reports.
+    """
+    itemsize, head_padded = problem.dtype.itemsize, padded_head_dim(problem.H)
+    queries, keys = (block * head_padded * itemsize for block in (tiles.block_q, tiles.block_k))
+    table = tiles.block_q * tiles.block_k * itemsize
+    barriers = 1024
+    copies = tiles.num_stages
+    if kernel == "forward":
+        # p stays in registers, unless it is float32 and its product is not the tensor cores'.
+        return queries + (table if itemsize == 4 else 0) + copies * 2 * keys + barriers
+    # Two kinds of instruction may want an operand in two layouts: on Blackwell always, on Hopper where one side of a
+    # tile is too short for wgmma and nothing is ahead. And the loop of a single tile of queries may be unrolled.
+    if capability[0] in (10, 11) or (capability[0] == 9 and (tiles.num_stages == 1 or problem.T <= tiles.block_q)):
+        copies += 1
+    stay, stream = (queries, keys) if kernel == "dq" else (keys, queries)
+    return 2 * stay + copies * 2 * stream + 2 * table + barriers
 
 
 def dot(a, b):

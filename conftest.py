@@ -1,0 +1,139 @@
+"""What every test and every notebook under test shares."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("PJRT_NPROC", "16")  # threads for Mosaic's interpreter, whose warpgroups wait for one another
+
+import jax
+import pytest
+from lessons import lessons
+from nbformat import NotebookNode
+from nbval.plugin import IPyNbCell, IPyNbFile
+from xdist.scheduler import LoadScopeScheduling
+
+jax.config.update("jax_num_cpu_devices", 4)  # for the tests with arrays on several devices
+
+# What these would find, tests of the quick tier find as well, and for much less: `test_training` and the mistakes
+# in `test_exercises` stand for the notebook that trains.
+NOTEBOOKS_OF_THE_FULL_TIER = ("08_training",)
+
+# In a kernel, after a check: the solution passes it, in a namespace of its own, so that nothing later can need it.
+SOLVED = """
+def _solved():
+    from helpers.exercises.checking import exercise, verdict
+    scope = dict(globals())
+    exec({solution!r}, scope)
+    judged = verdict(exercise({number!r}), scope[{name!r}])
+    assert judged.status == "correct", judged.text
+_solved()
+del _solved
+"""
+
+
+def pytest_configure(config):
+    """Most of a run is the compiling of interpreted kernels that then run once: compile lightly, and keep the result.
+
+    In the environment, so that the kernels of the notebooks do the same, and share what they compile.
+    """
+    if jax.default_backend() != "cpu":
+        return
+    options = {"jax_disable_most_optimizations": 1}
+    if hasattr(config, "cache"):
+        options["jax_compilation_cache_dir"] = str(config.cache.mkdir("compiled"))
+        options["jax_persistent_cache_min_compile_time_secs"] = 0
+    for name, value in options.items():
+        os.environ[name.upper()] = str(value)
+        jax.config.update(name, bool(value) if "disable" in name else value)
+
+
+@pytest.fixture(autouse=True)
+def full_precision(request):
+    """On a GPU a float32 product is TF32 unless asked otherwise; the tests want to see a kernel's own error."""
+    if ".ipynb::" in request.node.nodeid:
+        yield
+        return
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+# Notebooks
+
+
+class Lesson(IPyNbFile):
+    """A notebook, re-executed and compared cell by cell by nbval; after each check, its solution must pass it."""
+
+    def collect(self):
+        """One kernel serves the unsolved and the solved notebook."""
+        if self.path.stem in NOTEBOOKS_OF_THE_FULL_TIER:
+            self.add_marker("full")
+        of_check = {f'check("{lesson.number}", {lesson.answer_name})': lesson for lesson in lessons(self.path)}
+        for cell in super().collect():
+            yield cell
+            if lesson := of_check.get(cell.cell.source):
+                source = SOLVED.format(solution=lesson.solution, number=lesson.number, name=lesson.answer_name)
+                solved = NotebookNode(cell_type="code", source=source, outputs=[], execution_count=1, metadata={})
+                name = f"{cell.name} solved"
+                yield IPyNbCell.from_parent(self, name=name, cell_num=cell.cell_num, cell=solved, options=cell.options)
+
+
+def pytest_collect_file(file_path, parent):
+    if file_path.suffix == ".ipynb":
+        return Lesson.from_parent(parent, path=file_path)
+
+
+# Which tests stay together
+
+TOGETHER = ("test_training",)  # these keep what the next of them would compute again
+
+
+class InSmallParts(LoadScopeScheduling):
+    """Test by test to the next free worker, but a notebook whole, and the mistakes of an exercise.
+
+    A kernel remembers what it ran, and a mistake is recognised among those that were judged before it.
+    """
+
+    def _split_scope(self, nodeid):
+        path, _, test = nodeid.partition("::")
+        if path.endswith(".ipynb") or Path(path).stem in TOGETHER:
+            return path
+        return nodeid.partition("-")[0] if test.startswith("test_a_known_mistake") else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return InSmallParts(config, log)
+
+
+# The two tiers
+
+LEFT_OUT = {
+    "full": "tests of the full tier, which find little that the others miss; all of them: make test-all",
+    "quick": "tests of the quick tier: make test",
+}
+left_out = dict.fromkeys(LEFT_OUT, 0)
+
+
+def pytest_deselected(items):
+    for item in items if items and items[0].config.option.markexpr else ():
+        left_out["full" if item.get_closest_marker("full") else "quick"] += 1
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = left_out
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    left_out.update(getattr(node, "workeroutput", {}).get("left_out", {}))  # every worker says the same
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    for tier, count in left_out.items():
+        if count:
+            terminalreporter.write_line(f"Left out: {count} {LEFT_OUT[tier]}")
+    if config.args_source is config.ArgsSource.TESTPATHS and not any(left_out.values()):
+        terminalreporter.write_line("Nothing was left out.")
+    if skipped := len(terminalreporter.stats.get("skipped", [])):
+        terminalreporter.write_line(f"Skipped: {skipped} tests that want what this machine lacks; ARGS=-rs names it")

@@ -1,0 +1,186 @@
+"""One call on many devices: the batch and the heads are split, sequences stay whole.
+
+Arrays are described by letters, one for each axis, as `Problem` has them: "BTNH" is a query, "BNT" its lse.
+JAX can place arrays in three ways, and each comes here by its own way:
+
+    automatic axes, under `jit`   the compiler asks how a call may be split: `one_device_at_a_time`
+    explicit axes                 the types of the arrays say how they are split: `over_explicit_axes`
+    `jax.shard_map`               a call has its part already, and types say which arrays differ: `vary_alike`
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+CALL = ("BTNH", "BSKH", "BSKH", "B", "B")  # query, key, value and both lengths
+FORWARD = CALL, ("BTNH", "BNT")
+BACKWARD = (*CALL, "BTNH", "BNT", "BTNH", "BNT"), ("BTNH", "BSKH", "BSKH")
+
+
+def one_device_at_a_time(run, inputs, outputs, splits=True):
+    """run(problem, *arrays) as a function that `vmap` and the compiler's partitioner know how to split.
+
+    run has no derivative and works on one device. inputs, outputs: the letters of its arrays, of which some
+    may be None, and of its results, a tuple. splits: whether to split at all. An axis of `vmap` joins the batch.
+    """
+
+    def part(problem, *arrays):
+        if splits and not jax.sharding.get_abstract_mesh().manual_axes:  # in shard_map arrays are parts already
+            return _partitioned(run, problem, inputs, outputs, arrays)
+        return run(problem, *arrays)
+
+    def at_once(problem, *arrays):
+        @jax.custom_batching.custom_vmap
+        def call(*arrays):
+            return over_explicit_axes(part, problem, arrays, inputs, outputs)  # the axis of vmap may be split over some
+
+        @call.def_vmap
+        def _(size, is_batched, *arrays):
+            def join(array, batched):
+                array = array if batched else jnp.broadcast_to(array, (size, *array.shape))
+                return array.reshape(-1, *array.shape[2:])
+
+            joined = dataclasses.replace(problem, B=size * problem.B)
+            results = at_once(joined, *jax.tree.map(join, arrays, tuple(is_batched)))
+            return tuple(result.reshape(size, problem.B, *result.shape[1:]) for result in results), (True,) * len(
+                outputs
+            )
+
+        return call(*arrays)
+
+    return at_once
+
+
+def _partitioned(run, problem, inputs, outputs, arrays):
+    """run(problem, *arrays), with a rule by which XLA splits it over automatic axes."""
+    inputs = _present(inputs, arrays)
+
+    def partition(mesh, arguments, results):
+        def axes_of(letter):
+            """Those of the first array that has split this."""
+            pairs = zip(inputs, arguments, strict=True)
+            found = (
+                own.sharding.spec[own_letters.index(letter)]
+                for own_letters, own in pairs
+                if letter in (own_letters or "")
+            )
+            return next((axes for axes in found if axes is not None), None)
+
+        # Heads that only the keys have split are split for the queries too: those need not move for that.
+        batch, heads = axes_of("B"), axes_of("N") or axes_of("K")
+        split = Split(mesh.shape, problem, batch, heads)
+        place = lambda letters: None if letters is None else NamedSharding(mesh, split.spec(letters))
+        return mesh, split.part(run, inputs, outputs), tuple(map(place, outputs)), tuple(map(place, inputs))
+
+    call = custom_partitioning(lambda *arrays: run(problem, *arrays))
+    heads = {"K": "N"} if problem.K == problem.N else {}
+    rule = [
+        ", ".join(" ".join(heads.get(letter, letter).lower() for letter in letters) for letters in side if letters)
+        for side in (inputs, outputs)
+    ]
+    call.def_partition(partition, sharding_rule=" -> ".join(rule))
+    return call(*arrays)
+
+
+def over_explicit_axes(run, problem, arrays, inputs=FORWARD[0], outputs=FORWARD[1]):
+    """run(problem, *arrays), on each device for its part, where axes of the mesh are explicit.
+
+    Results are split as the query is, but whole in sequences and H. What has a derivative in run has one here.
+    """
+    shardings = [jax.typeof(array).sharding for array in jax.tree.leaves(arrays)]
+    mesh = next((sharding.mesh for sharding in shardings if not sharding.mesh.empty), shardings[0].mesh)
+    if jax.sharding.AxisType.Explicit not in mesh.axis_types:
+        return run(problem, *arrays)
+    inputs = _present(inputs, arrays)
+    batch, _, heads, _ = shardings[0].spec
+    split = Split(mesh.shape, problem, batch, heads)
+    arrays = tuple(
+        None if array is None else jax.sharding.reshard(array, NamedSharding(mesh, split.spec(letters)))
+        for array, letters in zip(arrays, inputs, strict=True)
+    )
+    part = split.part(lambda problem, *arrays: run(problem, *vary_alike(arrays)), inputs, outputs)
+    in_specs, out_specs = (tuple(letters and split.spec(letters) for letters in side) for side in (inputs, outputs))
+    return jax.shard_map(part, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(*arrays)
+
+
+class Split:
+    """How a problem is split over axes of a mesh.
+
+    sizes: {name of an axis: devices}. batch, heads: the name or names of the axes over which an array has
+    split its batch and its query heads, or None. What does not go into equal parts is left whole, and so are
+    heads that would need an axis of the batch.
+    """
+
+    def __init__(self, sizes, problem, batch, heads):
+        self.problem = problem
+        self.batch, parts = self._even(sizes, batch, lambda parts: problem.B % parts == 0)
+        self.heads, head_parts = self._even(
+            sizes,
+            None if set(self._names(heads)) & set(self.batch or ()) else heads,
+            lambda parts: problem.N % parts == 0 and (problem.K % parts == 0 or parts % problem.K == 0),
+        )
+        # With more parts than key heads each part has queries of one key head, and every device has all keys.
+        self.shares_keys = problem.K % head_parts != 0
+        self.head_parts = head_parts
+        self.local = dataclasses.replace(
+            problem, B=problem.B // parts, N=problem.N // head_parts, K=max(1, problem.K // head_parts)
+        )
+
+    @staticmethod
+    def _names(axes):
+        return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+    def _even(self, sizes, axes, fits):
+        names = self._names(axes)
+        parts = math.prod(sizes[name] for name in names)
+        return (names, parts) if names and fits(parts) else (None, 1)
+
+    def spec(self, letters):
+        """The PartitionSpec of an array."""
+        axes = {"B": self.batch, "N": self.heads, "K": None if self.shares_keys else self.heads}
+        return P(*(axes.get(letter) for letter in letters))
+
+    def part(self, run, inputs, outputs):
+        """run(problem, *arrays) as a function of the parts that one device has."""
+
+        def run_part(*arrays):
+            if not self.shares_keys:
+                return run(self.local, *arrays)
+            mine = jax.lax.axis_index(self.heads) * self.problem.K // self.head_parts
+            take = lambda array: jax.lax.dynamic_slice_in_dim(array, mine, 1, axis=2)
+            own = [take(array) if letters == "BSKH" else array for array, letters in zip(arrays, inputs, strict=True)]
+            results = run(self.local, *own)
+            return tuple(
+                self._sum_of_heads(result, mine) if letters == "BSKH" else result
+                for result, letters in zip(results, outputs, strict=True)
+            )
+
+        return run_part
+
+    def _sum_of_heads(self, gradient, mine):
+        """The gradient of all keys from every device's of its own head."""
+        B, S, _, H = gradient.shape
+        every = jnp.zeros((B, S, self.problem.K, H), jnp.float32)
+        every = jax.lax.dynamic_update_slice_in_dim(every, gradient.astype(jnp.float32), mine, axis=2)
+        return jax.lax.psum(every, self.heads).astype(gradient.dtype)
+
+
+def _present(letters, arrays):
+    return tuple(None if array is None else own for own, array in zip(letters, arrays, strict=True))
+
+
+def vary_alike(arrays):
+    """The arrays, with the types that `jax.shard_map` checks: each may differ wherever one of them may."""
+    varying = [jax.typeof(array).manual_axis_type.varying for array in jax.tree.leaves(arrays)]
+    every = frozenset().union(*varying)
+
+    def vary(array):
+        missing = every - jax.typeof(array).manual_axis_type.varying
+        return jax.lax.pcast(array, tuple(sorted(missing)), to="varying") if missing else array
+
+    return jax.tree.map(vary, arrays)

@@ -1,0 +1,41 @@
+"""Watches what an answer builds, for exercises that ask for tiles and forbid whole tables."""
+
+import tracemalloc
+
+import numpy as np
+
+
+class _Watched(np.ndarray):
+    """An array that notes the shape of every array made from it."""
+
+    shapes = None
+
+    def __array_finalize__(self, source):
+        self.shapes = getattr(source, "shapes", None)
+        if self.shapes is not None:
+            self.shapes.add(self.shape)
+
+
+def watch(array):
+    """A view of a NumPy array, and a set that will hold the shape of every array that NumPy makes from it."""
+    view = array.view(_Watched)
+    view.shapes = set()
+    return view, view.shapes
+
+
+def exceeds(limit, run):
+    """(what run() returns, whether Python and NumPy allocated more than limit bytes for it at one moment).
+
+    Runs a second time before it says so, since libraries allocate more on a first call.
+    """
+    for _ in range(2):
+        if tracemalloc.is_tracing():  # somebody else is watching
+            return run(), False
+        tracemalloc.start()
+        try:
+            result, most = run(), tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        if most <= limit:
+            return result, False
+    return result, True

@@ -1,0 +1,471 @@
+"""Random legal calls of `flash_attention`, each compared with float64 entry by entry.
+
+    python -m helpers.measure.fuzz --minutes 5 --seed 0 --implementation hopper        (make gpu-fuzz)
+
+out, lse, dq, dk and dv are each judged by themselves. Every entry may be off by what rounding does to it
+(see `rounding`) and no more, so that a fault in a few entries of a large array is seen. Errors, hangs and
+dead processes count as wrong. Call number i is made from (seed, i) alone, so it is the same however many
+processes there are. What is wrong is made smaller while it stays wrong, and printed as a line that
+reproduces it. The exit status is 1 if anything was wrong.
+"""
+
+import argparse
+import contextlib
+import functools
+import itertools
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass, field, fields, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from helpers import flash_attention
+from helpers.attention.hopper import serve as hopper
+from helpers.attention.masking import Band
+from helpers.attention.problem import Call, Problem
+from helpers.measure import rounding, workers
+
+# What a right result may have, in units of the noise of an entry: as its largest error, and as the root mean
+# square of an array. Every run ends with the largest that it met.
+WORST, TYPICAL = 6.0, 1.5
+LONGEST = 2000  # positions of a sequence
+SIDES = (16, 32, 64, 128, 256)  # of tiles
+HEAD_DIMS = (64, 80, 96, 128, 160, 256)
+LOGITS = ("plain", "sharp", "one huge", "rising", "low", "equal")
+SHRUNK, SHRINK_SECONDS = 3, 90.0  # failures that are made smaller, and the time for each
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One call: its shapes, dtype and arguments, how its inputs are drawn, and what is asked of the result.
+
+    T, S, H, N, K, B, dtype, scale and is_causal as in `problem.Problem` and `flash_attention`.
+    window: (left, right). query_lengths, key_lengths: tuples of B integers; what lies behind is NaN.
+    logits: "plain", "sharp" (8 times), "one huge" (30 times, at a random key), "rising" (from key to key),
+      "low" (all far below zero) or "equal".
+    value_size: values are this many times as large, and all positive unless it is 1.
+    lse_gradient: whether lse gets a gradient as well.
+    way: "jit" (one program), "eager" (none around it) or "vmap" (over the batch).
+    precision: of float32 products, as `jax.default_matmul_precision` takes it.
+    """
+
+    T: int
+    S: int
+    H: int = 64
+    N: int = 1
+    K: int = 1
+    B: int = 1
+    dtype: str = "bfloat16"
+    is_causal: bool = False
+    window: tuple | None = None
+    query_lengths: tuple | None = None
+    key_lengths: tuple | None = None
+    scale: float | None = None
+    logits: str = "plain"
+    value_size: float = 1.0
+    lse_gradient: bool = False
+    way: str = "jit"
+    precision: str = "highest"
+    implementation: str | None = None
+    seed: int = 0
+
+    def __str__(self):
+        own = [f for f in fields(self) if f.default is not getattr(self, f.name) and f.default != getattr(self, f.name)]
+        return "dict(" + ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in own) + ")"
+
+    @property
+    def call(self):
+        """The `Call` without its arrays, by which an implementation says what it serves."""
+        scale = 1 / math.sqrt(self.H) if self.scale is None else self.scale
+        band = Band.of(self.is_causal, self.window)
+        problem = Problem(self.B, self.T, self.S, self.N, self.K, self.H, jnp.dtype(self.dtype), scale, band)
+        return Call(problem, None, None, None, self.query_lengths, self.key_lengths)
+
+    @property
+    def arguments(self):
+        """The keyword arguments of the call that are no arrays."""
+        return {"scale": self.scale, "is_causal": self.is_causal, "local_window_size": self.window}
+
+    @property
+    def lengths(self):
+        """Its keyword arguments that are arrays."""
+        named = {"query_seq_lengths": self.query_lengths, "key_value_seq_lengths": self.key_lengths}
+        return {name: np.array(lengths, np.int32) for name, lengths in named.items() if lengths is not None}
+
+    def inputs(self):
+        """(query, key, value) and (dout, dlse)."""
+        random = np.random.default_rng([self.seed, self.T, self.S, self.H])
+        query, dout = random.standard_normal((2, self.B, self.T, self.N, self.H))
+        key, value = random.standard_normal((2, self.B, self.S, self.K, self.H))
+        dlse = random.standard_normal((self.B, self.T, self.N)).astype(np.float32) * self.lse_gradient
+        match self.logits:
+            case "sharp":
+                query *= 8
+            case "one huge":
+                key[:, random.integers(self.S)] *= 30
+            case "rising":
+                key *= np.linspace(0, 10, self.S)[:, None, None]
+            case "low":
+                query, key = np.abs(query) + 1, -4 * (np.abs(key) + 1)
+            case "equal":
+                key[...] = 0
+        if self.value_size != 1:
+            value = self.value_size * np.abs(value)
+        for arrays, lengths in (((query,), self.query_lengths), ((key, value), self.key_lengths)):
+            for array, (row, length) in itertools.product(arrays, enumerate(lengths or ())):
+                array[row, length:] = np.nan
+        query, key, value, dout = (array.astype(jnp.dtype(self.dtype)) for array in (query, key, value, dout))
+        return (query, key, value), (dout, dlse)
+
+
+def legal(trial):
+    """Whether its implementation serves a trial."""
+    return trial.implementation != "hopper" or hopper.why_not(trial.call) is None
+
+
+def draw(seed, index, implementation=None, longest=LONGEST):
+    """The trials of program number index: one, or two that are called in one program."""
+    random = np.random.default_rng([seed, index])
+    kinds = (draw_trial(random, implementation, longest) for _ in itertools.count())
+    trials = filter(legal, kinds)
+    first = next(trials)
+    if random.random() > 0.1:
+        return (first,)
+    return replace(first, precision="highest"), replace(next(trials), way=first.way, precision="highest")
+
+
+def draw_trial(random, implementation, longest):
+    """A random trial, which need not be `legal`. B N T S is at most longest^2: the oracle holds it in memory."""
+
+    def sometimes(probability, value):
+        return value if random.random() < probability else None
+
+    def log_uniform(least, most):
+        return int(math.exp(random.uniform(math.log(least), math.log(most + 1))))
+
+    def length():
+        if random.random() < 0.3:
+            return log_uniform(1, longest)
+        side = int(random.choice([side for side in SIDES if side <= longest] or [1]))
+        return max(1, min(longest, side * log_uniform(1, max(1, longest // side)) + int(random.integers(-1, 2))))
+
+    T, S = length(), length()
+    if random.random() < 0.1:  # far more of the one than of the other
+        T, S = random.permutation([log_uniform(1, 16), int(random.integers(1, longest + 1))]).tolist()
+    H = int(random.choice(HEAD_DIMS)) if random.random() < 0.6 else int(random.integers(1, 257))
+    most = longest**2 // (T * S)
+    B = min(log_uniform(1, 8), most)
+    K = min(log_uniform(1, 8), max(1, most // B))
+    N = K * min(log_uniform(1, 8), max(1, most // (B * K)))
+    dtype = str(random.choice(["bfloat16", "float16", "float32"], p=[0.4, 0.35, 0.25]))
+    logits = str(random.choice(LOGITS)) if random.random() < 0.4 else "plain"
+    scale = sometimes(0.25, round(float(random.choice([-1, 1, 1, 1]) * math.exp(random.uniform(-4, 0))), 3))
+    value_size = float(random.choice([1, 1, 1, 0.01, 10]))
+    if dtype == "float16" and (logits != "plain" or value_size > 1):
+        scale, value_size = None, min(value_size, 1.0)  # its gradients might leave the range of float16
+    # Where logits are large, TF32 changes them by so much that nothing can be said of the result.
+    coarse = dtype == "float32" and logits in ("plain", "equal") and random.random() < 0.5
+    return Trial(
+        T=T,
+        S=S,
+        H=H,
+        N=N,
+        K=K,
+        B=B,
+        dtype=dtype,
+        is_causal=bool(random.random() < 0.6),
+        window=sometimes(0.2, (log_uniform(1, S) - 1, log_uniform(1, S) - 1)),
+        query_lengths=sometimes(0.1, tuple(random.integers(0, T + 1, B).tolist())),
+        key_lengths=sometimes(0.1, tuple(random.integers(0, S + 1, B).tolist())),
+        scale=scale,
+        logits=logits,
+        value_size=value_size,
+        lse_gradient=bool(random.random() < 0.4),
+        way=str(random.choice(["jit", "vmap", "eager"], p=[0.8, 0.15, 0.05])),
+        precision="default" if coarse else "highest",
+        implementation=implementation,
+        seed=int(random.integers(2**31)),
+    )
+
+
+def causal_sweep(implementation=None):
+    """Every number of queries from one tile of 64 to three and a bit, against a few numbers of keys.
+
+    In an order of which every part is a sample of the whole.
+    """
+    sizes = itertools.product(range(60, 201), (129, 257, 300, 513), (64, 80, 128, 256), ("bfloat16", "float16"))
+    common = {"is_causal": True, "implementation": implementation}
+    programs = [(Trial(T, S, H, dtype=dtype, **common),) for T, S, H, dtype in sizes]
+    return [programs[i] for i in np.random.default_rng(0).permutation(len(programs))]
+
+
+SWEEPS = {"causal": causal_sweep}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of a program. kind: "right", "wrong", "raised", "hung" or "died".
+
+    distances: for each trial {name of a result: `rounding.Distance`}; text: in words.
+    """
+
+    trials: tuple
+    kind: str
+    text: str = ""
+    distances: tuple = ()
+    seconds: float = 0.0
+
+    @property
+    def signature(self):
+        """What two reports of the same fault are likely to share."""
+        wrong = sorted({name for found in self.distances for name, one in found.items() if not good(one)})
+        return self.kind, *wrong, *(self.text.split(":")[:2] if self.kind == "raised" else ())
+
+    @property
+    def reproduction(self):
+        """A line for a shell."""
+        calls = ", ".join(map(str, self.trials))
+        return f'python -c "from helpers.measure.fuzz import try_calls; try_calls({calls})"'
+
+    def record(self):
+        """As a dictionary that JSON can hold."""
+        numbers = [{name: one._asdict() for name, one in found.items()} for found in self.distances]
+        trials = [asdict(trial) for trial in self.trials]
+        return {"kind": self.kind, "text": self.text, "trials": trials, "distances": numbers, "seconds": self.seconds}
+
+
+def good(distance):
+    """Whether a result is as close to the right answer as rounding allows."""
+    return distance.worst <= WORST and distance.typical <= TYPICAL
+
+
+def run(trials, attention=flash_attention):
+    """[(out, lse, dq, dk, dv), ...] of trials that are called in one program, from their inputs.
+
+    attention: called as `flash_attention` is.
+    """
+
+    def attend(trial, query, key, value, lengths):
+        keywords = trial.arguments | {"implementation": trial.implementation, "return_residual": True}
+        if trial.way != "vmap":
+            return attention(query, key, value, **keywords, **lengths)
+        lengths = {name: array[:, None] for name, array in lengths.items()}  # each call has a batch of one
+        one = lambda query, key, value, lengths: attention(query[None], key[None], value[None], **keywords, **lengths)
+        if not lengths:
+            one = lambda query, key, value, _: attention(query, key, value, **keywords)
+        results = jax.vmap(one)(query, key, value, lengths)
+        return tuple(result[:, 0] for result in results) if lengths else results
+
+    def program(arrays, cotangents, lengths):
+        def attend_all(arrays):
+            return [attend(trial, *own, more) for trial, own, more in zip(trials, arrays, lengths, strict=True)]
+
+        results, pull_back = jax.vjp(attend_all, arrays)
+        (gradients,) = pull_back(cotangents)
+        return [(*own, *gradient) for own, gradient in zip(results, gradients, strict=True)]
+
+    arrays, cotangents = zip(*(trial.inputs() for trial in trials), strict=True)
+    lengths = [trial.lengths for trial in trials]
+    with jax.default_matmul_precision(trials[0].precision):
+        results = (program if trials[0].way == "eager" else jax.jit(program))(list(arrays), list(cotangents), lengths)
+    return jax.tree.map(np.asarray, results)
+
+
+def attempt(trials, attention=flash_attention):
+    """The `Report` of a program: "right" or "wrong". What goes wrong on the way is raised."""
+    distances, text = [], []
+    for trial, results in zip(trials, run(trials, attention), strict=True):
+        arrays, (dout, dlse) = trial.inputs()
+        tf32 = trial.precision == "default"
+        answers = rounding.answers(*arrays, dout, dlse, tf32=tf32, **trial.arguments, **trial.lengths)
+        found = {
+            name: rounding.distance(result, answers[name]) for name, result in zip(rounding.NAMES, results, strict=True)
+        }
+        distances.append(found)
+        text += [
+            f"{name} is off by {one.relative:.2g}, its worst entry by {one.worst:.1f} times its rounding"
+            for name, one in found.items()
+            if not good(one)
+        ]
+    jax.clear_caches()  # every program is compiled once and run once
+    return Report(trials, "wrong" if text else "right", "; ".join(text), tuple(distances))
+
+
+def try_calls(*calls):
+    """Try calls, dictionaries with the fields of `Trial`, in one program, and say what comes of it."""
+    trials = tuple(Trial(**call) for call in calls)
+    for trial, found in zip(trials, attempt(trials).distances, strict=True):
+        print(trial)
+        for name, one in found.items():
+            verdict = "right" if good(one) else "WRONG"
+            print(
+                f"  {name:4} {verdict}: relative error {one.relative:.2e}; in units of the expected rounding", end=" "
+            )
+            print(f"the worst entry {one.worst:.2f} (at most {WORST}), typically {one.typical:.2f} (at most {TYPICAL})")
+
+
+def reports(pool, patience, programs):
+    """Yield the `Report` of every program, as they come from `workers.Workers` of `attempt`."""
+    for outcome in pool.outcomes(programs, patience):
+        if outcome.kind == "returned":
+            yield replace(outcome.value, seconds=outcome.seconds)
+        else:
+            yield Report(outcome.task, outcome.kind, outcome.value, seconds=outcome.seconds)
+
+
+def simplifications(trial):
+    """Changes, as dictionaries of fields, that make a trial simpler; the boldest first."""
+    plain = {"way": "jit", "B": 1, "N": 1, "lse_gradient": False, "scale": None, "logits": "plain", "value_size": 1.0}
+    plain |= {
+        "precision": "highest",
+        "window": None,
+        "query_lengths": None,
+        "key_lengths": None,
+        "is_causal": False,
+        "seed": 0,
+    }
+    changes = [{name: value} for name, value in plain.items() if getattr(trial, name) != value]
+    if trial.K > 1:
+        changes.append({"K": 1, "N": trial.N // trial.K})
+    for name, ends in (("T", (1,)), ("S", (1,)), ("H", (16, 64, 128))):
+        size = getattr(trial, name)
+        smaller = {*ends, size // 2, size - size // 4, (size - 1) // 64 * 64 + 1, size - 1}
+        changes += [{name: value} for value in sorted(smaller) if 0 < value < size]
+    return [consistent(trial, change) for change in changes]
+
+
+def consistent(trial, change):
+    """A change with what it asks of other fields: heads in whole groups, one length for each batch entry."""
+    if change.get("N") == 1:
+        change = change | {"K": 1}
+    after = replace(trial, **change)
+    for name, longest in (("query_lengths", after.T), ("key_lengths", after.S)):
+        lengths = getattr(after, name)
+        if lengths is not None:
+            change = change | {name: tuple(min(length, longest) for length in lengths[: after.B])}
+    return change
+
+
+def shrink(report, run_all, seconds=SHRINK_SECONDS, clock=time.monotonic):
+    """The report of the simplest program found that fails in the same way.
+
+    run_all: takes a list of programs and yields their reports.
+    """
+    began = clock()
+
+    def failing(programs):
+        found = {one.trials: one for one in run_all(programs) if one.kind == report.kind}
+        return [found[trials] for trials in programs if trials in found]
+
+    if len(report.trials) > 1:
+        report = next(iter(failing([(trial,) for trial in report.trials])), report)
+    while len(report.trials) == 1 and clock() - began < seconds:
+        (trial,) = report.trials
+        changes = {(replace(trial, **change),): change for change in simplifications(trial)}
+        simpler = failing([trials for trials in changes if legal(trials[0])])
+        if not simpler:
+            break
+        together = functools.reduce(lambda all, one: changes[one.trials] | all, simpler, {})
+        both = (replace(trial, **consistent(trial, together)),)
+        report = next(iter(failing([both])), simpler[0]) if len(simpler) > 1 else simpler[0]
+    return report
+
+
+@dataclass
+class Tally:
+    """What a run has found so far."""
+
+    calls: int = 0
+    wrong: list = field(default_factory=list)
+    worst: dict = field(default_factory=dict)
+
+    def add(self, report):
+        self.calls += len(report.trials)
+        if report.kind != "right":
+            self.wrong.append(report)
+        for name, one in itertools.chain.from_iterable(found.items() for found in report.distances):
+            worst, typical = self.worst.get(name, (0.0, 0.0))
+            self.worst[name] = max(worst, one.worst), max(typical, one.typical)
+
+    def kinds(self):
+        """The first report of each signature."""
+        return list({report.signature: report for report in reversed(self.wrong)}.values())[::-1]
+
+
+def fuzz(programs, run_all, log=None, total=None, progress=sys.stderr):
+    """Run programs and return a `Tally`. run_all: an iterable of programs -> an iterator of their reports."""
+    tally = Tally()
+    with tqdm(total=total, unit=" calls", file=progress, mininterval=5.0, smoothing=0.0) as bar:
+        for report in run_all(programs):
+            tally.add(report)
+            bar.update(len(report.trials))
+            bar.set_postfix(wrong=len(tally.wrong), refresh=False)
+            if report.kind != "right":
+                bar.write(f"{report.kind}: {report.text[:500]}\n  {report.reproduction}", file=progress)
+            if log is not None:
+                print(json.dumps(report.record()), file=log, flush=True)
+    return tally
+
+
+def at_most(programs, calls, deadline, clock=time.monotonic):
+    """Programs until there are so many calls, or it is so late; None means without limit."""
+    for program in programs:
+        if (calls is not None and calls <= 0) or (deadline is not None and clock() >= deadline):
+            return
+        yield program
+        calls = None if calls is None else calls - len(program)
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(prog="python -m helpers.measure.fuzz", description=__doc__.splitlines()[0])
+    parser.add_argument("--implementation", choices=("hopper", "portable", "reference"), help="by default the default")
+    parser.add_argument("--minutes", type=float, help="when to stop; by default 5, or never if --calls or --sweep does")
+    parser.add_argument("--calls", type=int, help="stop after so many")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first program of this seed or sweep")
+    parser.add_argument("--sweep", choices=SWEEPS, help="this list of calls instead of random ones")
+    parser.add_argument("--longest", type=int, default=LONGEST, help="most positions of a sequence")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes; by default one a core")
+    parser.add_argument("--patience", type=float, default=180.0, help="seconds after which a call hangs")
+    parser.add_argument("--log", type=argparse.FileType("w"), help="a file for a line of JSON for every program")
+    options = parser.parse_args(arguments)
+    if not workers.visible_gpus():
+        print("No NVIDIA GPU here: kernels are interpreted on the CPU, where long sequences take long.")
+
+    total = options.calls
+    if options.sweep:
+        programs = SWEEPS[options.sweep](options.implementation)
+        total = total or len(programs) - options.first
+    else:
+        programs = (draw(options.seed, i, options.implementation, options.longest) for i in itertools.count())
+    minutes = options.minutes or (None if options.sweep or options.calls else 5.0)
+    began = time.monotonic()
+    deadline = None if minutes is None else began + 60 * minutes
+    programs = at_most(itertools.islice(programs, options.first, None), options.calls, deadline)
+
+    with workers.Workers(attempt, options.workers) as pool:
+        tally = fuzz(programs, functools.partial(reports, pool, options.patience), options.log, total)
+        seconds = time.monotonic() - began
+        for report in tally.kinds()[:SHRUNK]:
+            simplest = shrink(report, functools.partial(reports, pool, min(options.patience, SHRINK_SECONDS)))
+            print(f"\nMade simpler, {simplest.kind}: {simplest.text[:500]}\n  {simplest.reproduction}")
+    largest = ", ".join(f"{name} {worst:.1f} / {typical:.2f}" for name, (worst, typical) in tally.worst.items())
+    print(f"\nErrors in units of the expected rounding, worst entry / typical one: {largest or 'none'}")
+    print(f"(at most {WORST:.1f} / {TYPICAL:.2f} is right)")
+    rate = 60 * tally.calls / seconds
+    print(f"{tally.calls} calls in {seconds / 60:.1f} minutes, {rate:.0f} a minute: {len(tally.wrong)} wrong.")
+    return 1 if tally.wrong or not tally.calls else 0
+
+
+if __name__ == "__main__":
+    # As the processes that it starts know it, by its own name.
+    with contextlib.suppress(KeyboardInterrupt):
+        from helpers.measure import fuzz as this_module
+
+        sys.exit(this_module.main())

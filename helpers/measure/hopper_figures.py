@@ -1,0 +1,68 @@
+"""What was recorded of the Hopper kernels, as the notebooks ask for it: the grid of shapes, trials, ladders.
+
+The shapes of the grid have B T = 16384 positions and N H = 2048 columns, with as many heads of keys as of
+queries. A case is named "H=64 full" or "H=128 causal".
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from helpers.attention import tables
+from helpers.attention.hopper.table import up_to
+from helpers.attention.problem import check_call
+
+POSITIONS, WIDTH = 16384, 2048
+
+
+def problem_of(H, T, is_causal):
+    """A checked problem of the grid, in bfloat16."""
+    array = jnp.zeros((1, 8, 1, H), jnp.bfloat16)
+    problem = check_call(array, array, array, is_causal=is_causal).problem
+    return dataclasses.replace(problem, B=max(1, POSITIONS // T), T=T, S=T, N=WIDTH // H, K=WIDTH // H)
+
+
+def climb(trials, kernel="hopper forward", T=4096):
+    """{case: {name of a rung: TFLOP/s}} of the newest record of a ladder."""
+    found = {}
+    for entry in trials["latest"]["ladder"]:
+        if (entry["kernel"], entry["T"]) == (kernel, T):
+            case = f"H={entry['H']} {'causal' if entry['is_causal'] else 'full'}"
+            found.setdefault(case, {})[entry["name"]] = entry["tflops"]
+    return found
+
+
+def variants(trials, kernel):
+    """{(H, is_causal, T): {name of a trial: TFLOP/s}} of kernels that were tried in turns."""
+    found = {}
+    for entry in trials["variants"]:
+        if entry["kernel"] == kernel:
+            found.setdefault((entry["H"], entry["is_causal"], entry["T"]), {})[entry["name"]] = entry["tflops"]
+    return found
+
+
+def on_the_grid(trials, implementation, which, dtype="bfloat16"):
+    """{(H, is_causal, T): TFLOP/s by the clock of the card} of the newest record, "forward" or "backward"."""
+    return {
+        (entry["H"], entry["is_causal"], entry["T"]): entry["tflops"]
+        for entry in trials["latest"]["records"]
+        if (entry["implementation"], entry["pass"], entry["dtype"]) == (implementation, which, dtype)
+        and (entry["B"] * entry["T"], entry["N"] * entry["H"]) == (POSITIONS, WIDTH)
+        and entry["N"] == entry["K"]
+    }
+
+
+def backward_ms(trials, implementation):
+    """{(H, is_causal, T): milliseconds by the clock of the card} of the backward pass on the grid."""
+    speeds = on_the_grid(trials, implementation, "backward")
+    flops = {(H, is_causal, T): 10 * POSITIONS * T * WIDTH / (1 + is_causal) for H, is_causal, T in speeds}
+    return {shape: flops[shape] / tflops / 1e9 for shape, tflops in speeds.items()}
+
+
+def chosen_form(card, H, is_causal, T):
+    """The form of the backward pass that the kernels choose on a card with a table: "split", "fused", ..."""
+    table = tables.rows_by(card, "hopper", "pass", "head_padded", "is_causal", "up_to")
+    tiles = table["backward", H, is_causal, up_to(T)]["tiles"]
+    if "dkv" in tiles:
+        return "split"
+    return "fused, dq delayed" if tiles["fused"]["delayed"] else "fused"

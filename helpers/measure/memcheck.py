@@ -1,0 +1,54 @@
+"""Calls that go near every edge of the kernels' memory, for a tool that watches each access.
+
+    compute-sanitizer --error-exitcode 1 python -m helpers.measure.memcheck        (make gpu-memcheck)
+
+Results are compared with float64 by the way. There are tails on both sides, fewer queries than a tile and
+more, every padded head_dim, walks up and down through the heads of a group, guesses that fail, both forms
+of the Hopper backward pass, and windows and lengths for the portable kernels. Small, for the tool makes a
+kernel hundreds of times slower. The exit status is 1 if a result is wrong; compute-sanitizer has its own.
+"""
+
+import itertools
+import sys
+from dataclasses import replace
+
+import jax
+from tqdm import tqdm
+
+from helpers.attention.hopper import backward, forward
+from helpers.measure.fuzz import Trial, attempt
+
+SHAPES = ((65, 257), (200, 129), (7, 300), (321, 40))
+PROCESSORS = 4  # as many the kernels are told that there are, so that programs take turns and walks go up
+
+
+def trials():
+    """Every `fuzz.Trial` to be run, in pairs of neighbouring shapes and masks rather than all with all."""
+    cases = itertools.product((64, 80, 200), ("bfloat16", "float16"))
+    for n, (H, dtype) in enumerate(cases):
+        for is_causal, logits in ((True, "plain"), (False, "rising"), (True, "sharp")):
+            T, S = SHAPES[(n + is_causal) % len(SHAPES)]
+            one = Trial(T, S, H, N=4, K=2, B=2, dtype=dtype, is_causal=is_causal, logits=logits)
+            yield replace(one, implementation="hopper")
+            yield replace(one, implementation="portable", window=(30, 5), query_lengths=(T, T // 2), key_lengths=(3, S))
+    for T, S in SHAPES:
+        yield Trial(T, S, 40, dtype="float32", is_causal=True, implementation="portable")
+
+
+def main():
+    wrong = 0
+    todo = list(trials())
+    if jax.devices()[0].platform != "gpu":
+        sys.exit("This needs a GPU.")
+    backward.core_count = forward.core_count = lambda _: PROCESSORS
+    for trial in tqdm(todo, unit=" calls", mininterval=5.0):
+        report = attempt((trial,))
+        if report.kind != "right":
+            wrong += 1
+            print(f"{report.text}\n  {report.reproduction}")
+    print(f"{len(todo)} calls, {wrong} wrong.")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

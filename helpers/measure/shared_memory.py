@@ -1,0 +1,172 @@
+"""Compile the portable kernels for cards from Ampere on, on any machine, and see that shared memory holds them.
+
+    python -m helpers.measure.shared_memory        (make gpu-compile)
+
+The kernels get the tiles that `portable.tiles` chooses for the card, for long and short sequences. XLA is told
+that the card has no shared memory at all; it then compiles as far as Triton and says how much there should be.
+That must be no more than the card has, and no more than `tiles.shared_bytes` promised. One kernel of each kind
+is compiled to the end.
+"""
+
+import argparse
+import functools
+import itertools
+import os
+import re
+import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from helpers.attention.masking import Band
+from helpers.attention.portable import backward, forward
+from helpers.attention.portable.tiles import Card, padded_head_dim, select_tiles, shared_bytes
+from helpers.attention.problem import Call, Problem
+from helpers.measure.ptxas import find_toolkit, sharding_on
+
+KIB = 1024
+CARDS = [  # one of each compute capability, by names that Pallas knows; the H200 has a table of its own
+    Card("NVIDIA A100", (8, 0), 163 * KIB),
+    Card("NVIDIA A10", (8, 6), 99 * KIB),
+    Card("NVIDIA L4", (8, 9), 99 * KIB),
+    Card("NVIDIA H100", (9, 0), 227 * KIB),
+    Card("NVIDIA H200", (9, 0), 227 * KIB),
+    Card("NVIDIA B200", (10, 0), 227 * KIB),
+    Card("NVIDIA RTX PRO 6000", (12, 0), 99 * KIB),
+]
+KERNELS = "forward", "dkv", "dq"
+# Rows of an odd number of 16-bit numbers are not copied ahead.
+HEAD_DIMS = {"bfloat16": [16, 64, 128, 256, 63, 127, 255], "float32": [16, 64, 128, 256]}
+PRECISIONS = {"bfloat16": [None], "float32": [None, "highest"]}  # the second: not by tensor cores
+# Of several tiles, of one tile of each size, and of one tile on one side only.
+SHAPES = [(4096, 4096), (16, 16), (32, 32), (64, 64), (128, 128), (16, 4096), (64, 4096), (4096, 16)]
+BANDS = Band(), Band(right=0)
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """A kernel for a card, with the tiles that it would get there."""
+
+    card: Card
+    kernel: str
+    problem: Problem
+    precision: str | None
+
+    @property
+    def tiles(self):
+        return select_tiles(self.kernel, self.problem, self.card)
+
+    @property
+    def bound(self):
+        return shared_bytes(self.kernel, self.tiles, self.problem, self.card.capability)
+
+    def __str__(self):
+        problem, tiles = self.problem, " ".join(map(str, self.tiles))
+        words = [self.card.name, self.kernel, problem.dtype.name, self.precision]
+        words += [f"T {problem.T} S {problem.S} H {problem.H}", "causal" if problem.band.right == 0 else None]
+        return " ".join(word for word in words if word) + f", tiles {tiles}"
+
+    def compile(self, shared_memory):
+        """Compile it for the card as if that had so many bytes of shared memory."""
+        problem, tiles = self.problem, self.tiles
+        sharding = sharding_of(self.card.name, self.card.capability, shared_memory)
+        array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        query = array((problem.B, problem.T, problem.N, problem.H), problem.dtype)
+        key = array((problem.B, problem.S, problem.K, problem.H), problem.dtype)
+        row = array((problem.B, problem.N, problem.T), jnp.float32)
+
+        def run(query, key, value, dout, lse, delta):
+            if self.kernel == "forward":
+                return forward.forward(Call(problem, query, key, value, None, None), **tiles._asdict())
+            arrays = query, key, value, dout, lse, delta, None, None
+            if self.kernel == "dkv":
+                return backward._dkv(problem, arrays, tiles, False)
+            return backward._dq(problem, arrays, lse, tiles, False)
+
+        card = AbstractDevice(self.card.name, num_cores=None, platform="gpu")
+        mesh = use_abstract_mesh(AbstractMesh((), (), abstract_device=card))
+        with mesh, jax.default_matmul_precision(self.precision), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*Triton backend is deprecated")
+            arrays = query, key, key, query, row, row
+            return jax.jit(run).trace(*arrays).lower(lowering_platforms=("cuda",)).compile()
+
+    def reported_bytes(self):
+        """The shared memory that the compiler asks for."""
+        try:
+            self.compile(shared_memory=0)
+        except jax.errors.JaxRuntimeError as error:
+            asked = re.search(r"Shared memory size limit exceeded: requested (\d+), available: 0", str(error))
+            if not asked:
+                raise
+            return int(asked[1])
+        return 0
+
+
+sharding_of = functools.cache(sharding_on)
+
+
+def compilations(card):
+    """Every `Compilation` for a card, without those that differ only in the lengths of several tiles."""
+    found = {}
+    for kernel, dtype in itertools.product(KERNELS, HEAD_DIMS):
+        for H, precision, (T, S), band in itertools.product(HEAD_DIMS[dtype], PRECISIONS[dtype], SHAPES, BANDS):
+            problem = Problem(1, T, S, 1, 1, H, jnp.dtype(dtype), 0.1, band)
+            one = Compilation(card, kernel, problem, precision)
+            single = T <= one.tiles.block_q, S <= one.tiles.block_k
+            # A band makes another program only where the loop over keys is unrolled.
+            found.setdefault((kernel, dtype, H, precision, one.tiles, single, band if any(single) else None), one)
+    return list(found.values())
+
+
+def complaints(compilation, reported):
+    """What is not as it should be, as a list of texts."""
+    found = []
+    if reported > compilation.card.shared_memory:
+        found.append(f"needs {reported} bytes of shared memory, of {compilation.card.shared_memory}")
+    if reported > compilation.bound:
+        found.append(f"needs {reported} bytes of shared memory, and {compilation.bound} were promised")
+    return found
+
+
+def checked(compilation, to_the_end):
+    """(bytes reported or None, what is not as it should be)."""
+    try:
+        reported = compilation.reported_bytes()
+        if to_the_end:
+            compilation.compile(compilation.card.shared_memory)
+        return reported, complaints(compilation, reported)
+    except Exception as error:
+        return None, [f"does not compile: {(str(error) or repr(error)).splitlines()[0]}"]
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(prog="make gpu-compile", description=__doc__.splitlines()[0])
+    names = [card.name for card in CARDS]
+    parser.add_argument("--cards", nargs="+", choices=names, default=names, help="only these")
+    options = parser.parse_args(arguments)
+    find_toolkit()
+    failed = 0
+    for card in (card for card in CARDS if card.name in options.cards):
+        chosen = compilations(card)
+        kinds = [(one.kernel, one.problem.dtype.name, padded_head_dim(one.problem.H)) for one in chosen]
+        first = [kind not in kinds[:number] for number, kind in enumerate(kinds)]
+        largest = dict.fromkeys(kinds, 0)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for one, kind, (reported, wrong) in zip(chosen, kinds, pool.map(checked, chosen, first), strict=True):
+                largest[kind] = max(largest[kind], reported or 0)
+                failed += bool(wrong)
+                for what in wrong:
+                    print(f"WRONG: {one}: {what}", flush=True)
+        for (kernel, dtype, head_padded), reported in largest.items():
+            at_most = f"at most {reported:6} of {card.shared_memory} bytes of shared memory"
+            print(f"{card.name:20} {kernel:8} {dtype:9} H{head_padded:<4} {at_most}", flush=True)
+    print(f"{failed} are not as they should be." if failed else "All is as it should be.")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""Run a function many times in several processes, of which any may hang or die.
+
+A process that hangs, dies, raises or has worked for long is replaced. With several GPUs the processes are spread
+over them, and those of one GPU share its memory.
+"""
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import subprocess
+import time
+from multiprocessing import connection
+from typing import Any, NamedTuple
+
+SPAWN = multiprocessing.get_context("spawn")  # a fork would share the threads of JAX
+STARTING = 120  # seconds that the imports of a process may take
+LIFE = 200  # tasks of one process: JAX keeps every kernel that it compiled
+
+
+class Outcome(NamedTuple):
+    """What became of a task.
+
+    kind: "returned", "raised", "hung" or "died". value: what the function returned, or the text of the
+    failure. seconds: what it took.
+    """
+
+    task: Any
+    kind: str
+    value: Any
+    seconds: float
+
+
+class Workers:
+    """Processes that call function(task), to be used in a `with` block.
+
+    function: importable by its name. count: how many processes. devices: values of CUDA_VISIBLE_DEVICES to
+    spread them over, by default the GPUs of this machine.
+    """
+
+    def __init__(self, function, count, devices=None):
+        devices = visible_gpus() if devices is None else devices
+        self._all = [_Worker(function, i, devices[i % len(devices)] if devices else None) for i in range(count)]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for worker in self._all:
+            worker.stop()
+
+    def outcomes(self, tasks, patience):
+        """Yield the `Outcome` of every task, as they come.
+
+        tasks: an iterable, of which one is taken whenever a process has nothing to do. patience: seconds
+        after which a process hangs.
+        """
+        tasks = iter(tasks)
+        try:
+            for worker, task in zip(self._all, tasks):  # noqa: B905 (there may be fewer tasks, or no end of them)
+                worker.begin(task)
+            while busy := [worker for worker in self._all if worker.busy]:
+                connection.wait([worker.pipe for worker in busy], timeout=0.5)
+                for worker in busy:
+                    if outcome := worker.outcome(patience):
+                        if outcome.kind != "returned" or worker.done == LIFE:
+                            worker.stop()
+                        for task in itertools.islice(tasks, 1):
+                            worker.begin(task)
+                        yield outcome
+        finally:
+            for worker in self._all:
+                if worker.busy:
+                    worker.stop()
+
+
+def visible_gpus():
+    """The values of CUDA_VISIBLE_DEVICES that name one GPU each; no JAX is started to find out."""
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        return []
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return [name for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name]
+    try:
+        listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=True).stdout
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return []
+    return [str(number) for number in range(len(listed.splitlines()))]
+
+
+class _Worker:
+    """A process, from its first task on."""
+
+    def __init__(self, function, number, device):
+        self.function, self.number, self.device = function, number, device
+        self.process, self.busy = None, False
+
+    def begin(self, task):
+        if self.process is None:
+            self._start()
+        self.task, self.busy, self.since = task, True, time.monotonic()
+        with contextlib.suppress(BrokenPipeError):  # `outcome` will find it dead
+            self.pipe.send(task)
+
+    def _start(self):
+        own = {"OPENBLAS_NUM_THREADS": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        if self.device is not None:
+            own["CUDA_VISIBLE_DEVICES"] = self.device
+        self.pipe, theirs = SPAWN.Pipe()
+        self.process, self.done = SPAWN.Process(target=_serve, args=(self.function, theirs), daemon=True), 0
+        self.is_ready = False
+        with _environment(own), _few_cores(self.number):
+            self.process.start()
+        theirs.close()  # so that the pipe breaks when the process dies
+
+    def outcome(self, patience):
+        """The Outcome of the task, or None while it is at work."""
+        seconds = time.monotonic() - self.since
+        if self.pipe.poll():
+            try:
+                kind, value = self.pipe.recv()
+            except (EOFError, ConnectionResetError):
+                self.process.join()
+                kind, value = "died", f"the process ended with exit code {self.process.exitcode}"
+            if kind == "ready":
+                self.is_ready, self.since = True, time.monotonic()
+                return None
+        elif seconds > (patience if self.is_ready else patience + STARTING):
+            kind, value = "hung", f"no answer after {seconds:.0f} s"
+        else:
+            return None
+        self.busy, self.done = False, self.done + 1
+        return Outcome(self.task, kind, value, seconds)
+
+    def stop(self):
+        if self.process is not None:
+            self.process.kill()
+            self.process.join(timeout=10)  # a process that waits for a driver may not end at once
+            self.pipe.close()
+        self.process, self.busy = None, False
+
+
+@contextlib.contextmanager
+def _environment(own):
+    """Environment variables for the processes started meanwhile."""
+    before = {name: os.environ.get(name) for name in own}
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _few_cores(number):
+    """Processes started meanwhile see four cores: on all, each would keep a thread or more for every core."""
+    if not hasattr(os, "sched_setaffinity"):  # it is Linux that has it
+        yield
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, {cores[(number + i) % len(cores)] for i in range(4)})
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, cores)
+
+
+def _serve(function, pipe):
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        pipe.send(("ready", None))
+        while True:
+            task = pipe.recv()
+            try:
+                answer = "returned", function(task)
+            except Exception as error:
+                answer = "raised", f"{type(error).__name__}: {error}"
+            pipe.send(answer)

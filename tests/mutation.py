@@ -1,0 +1,231 @@
+"""Put one fault after another into a copy of the code, and see which tests notice.
+
+    python -m tests.mutation                     every fault of `mutations`; records what was found
+    python -m tests.mutation --sample 5 --seed 3 some of them, without recording; fails where one is not noticed
+    python -m tests.mutation --only masking --jobs 2
+
+For each fault it runs the test that noticed last time, then the tests of the file in the quick tier until one
+fails, then those of the full tier. So "survived" means that no test of the file noticed; a test elsewhere might.
+The record, mutation_results.json, says of each fault which test noticed it and in which tier.
+"""
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.mutations import FAULTS, TESTS
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).with_name("mutation_results.json")
+NOT_COPIED = shutil.ignore_patterns(
+    ".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "workbook", "*.egg-info"
+)
+QUICK, FULL, SURVIVED = "quick", "full", "survived"
+POWER = {QUICK: 0.90, FULL: 0.97}  # of the faults that can be noticed, what the quick tier finds, and what both do
+CLOCK = itertools.count(1)
+# Importing takes longer than most of the tests: a server imports once what is not under test, and forks for each run.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
+    [
+        "jax",
+        "jax.experimental.pallas.mosaic_gpu",
+        "jax.experimental.pallas.triton",
+        "hypothesis",
+        "nbval.plugin",
+        "optax",
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """tier: QUICK, FULL or SURVIVED. by: the id of the test that noticed, None if none did."""
+
+    tier: str
+    by: str | None = None
+
+
+def run_pytest(root, arguments, output):
+    """The body of a process: pytest in a tree, with what it says in a file."""
+    os.setsid()
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(root)
+    sys.path.insert(0, str(root))
+    os.environ["PYTHONPATH"] = str(root)  # for kernels
+    code = pytest.main(arguments)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def label(fault):
+    return f"{fault.file}: {fault.name}"
+
+
+def changed(fault, text):
+    """The text of a file with the fault in it."""
+    if text.count(fault.old) != 1:
+        raise ValueError(f"{label(fault)}: {fault.old!r} stands in it {text.count(fault.old)} times")
+    return text.replace(fault.old, fault.new)
+
+
+def tests_of(file):
+    """Paths of the tests and notebooks of a file, in the order in which they should be tried."""
+    found = []
+    for name in TESTS[file]:
+        folder, suffix = (ROOT / "tests", ".py") if name.startswith("test_") else (ROOT / "notebooks", ".ipynb")
+        found += sorted(str(path.relative_to(ROOT)) for path in folder.glob(name + suffix))
+    return list(dict.fromkeys(found))
+
+
+def runnable(test):
+    """What to run for the id of a test: a cell needs those before it."""
+    return test.partition("::")[0] if ".ipynb::" in test else test
+
+
+class Copy:
+    """A copy of the tree, in which faults can do no harm."""
+
+    def __init__(self, folder, cache, timeout):
+        self.root, self.cache, self.timeout = folder, cache, timeout
+        shutil.copytree(ROOT, folder, ignore=NOT_COPIED)
+
+    def write(self, file, text):
+        path = self.root / file
+        path.write_text(text)
+        # Python looks at the second in which a file was written, and at its size: make each second another.
+        os.utime(path, (2**30 + next(CLOCK),) * 2)
+
+    def first_failure(self, tests, *options):
+        """The id of the first test that fails, or None. One that takes for ever has failed."""
+        arguments = ["-x", "-v", "--tb=no", "--no-header", "-o", f"cache_dir={self.cache}", *options, *tests]
+        output = self.root.with_suffix(".txt")
+        process = SERVER.Process(target=run_pytest, args=(self.root, arguments, output))
+        process.start()
+        process.join(self.timeout)
+        hangs = process.is_alive()
+        if hangs:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+        said = output.read_text(errors="replace")
+        if hangs:
+            began = re.findall(r"^(\S+::.*?) *(?:PASSED|SKIPPED|$)", said, re.MULTILINE)
+            return f"{began[-1] if began else tests[0]} (hangs)"
+        failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", said, re.MULTILINE)
+        if failed:
+            return failed[1]
+        if process.exitcode not in (0, 4, 5):  # all passed; no such test; none selected
+            raise RuntimeError(said[-2000:])
+        return None
+
+    def judge(self, fault, known):
+        """Which test notices a fault, `Found`. known: what was found last time, or None."""
+        sound = (self.root / fault.file).read_text()
+        self.write(fault.file, changed(fault, sound))
+        try:
+            expressions = {QUICK: "not full", FULL: "full"}
+            if known and known.by and "(hangs)" not in known.by:
+                if by := self.first_failure([runnable(known.by)], "-m", expressions[known.tier]):
+                    return Found(known.tier, by)
+            for tier, expression in expressions.items():
+                if by := self.first_failure(tests_of(fault.file), "-m", expression):
+                    return Found(tier, by)
+            return Found(SURVIVED)
+        finally:
+            self.write(fault.file, sound)
+
+
+def judge_all(faults, known, jobs, timeout, note=lambda found: None):
+    """{label: `Found`}, printed and noted as they are found. Tests that fail in a sound copy count for nothing."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+        folder = Path(folder)
+        copies = [Copy(folder / str(number), folder / "cache", timeout) for number in range(jobs)]
+
+        def one(fault):
+            copy, began = copies.pop(), time.monotonic()
+            try:
+                found[label(fault)] = judged = copy.judge(fault, known.get(label(fault)))
+            finally:
+                copies.append(copy)
+            note(found)
+            seconds = time.monotonic() - began
+            print(f"{judged.tier:9}{seconds:5.0f} s  {label(fault)}\n{judged.by or '':>17}", flush=True)
+
+        list(pool.map(one, faults))
+        noticed = {runnable(it.by) for it in found.values() if it.by and "(hangs)" not in it.by}
+        while noticed and (unsound := copies[0].first_failure(sorted(noticed))):
+            print(f"fails without a fault: {unsound}", flush=True)
+            noticed.remove(runnable(unsound))
+            for name, it in found.items():
+                if it.by and runnable(it.by) == runnable(unsound):
+                    found[name] = Found(SURVIVED)
+    note(found)
+    return found
+
+
+def read():
+    """{label: `Found`} of the record."""
+    return {name: Found(**entry) for name, entry in json.loads(RESULTS.read_text()).items()} if RESULTS.exists() else {}
+
+
+def record(found):
+    """Write a record, in the order of the faults, whole or not at all."""
+    ordered = {label(fault): vars(found[label(fault)]) for fault in FAULTS if label(fault) in found}
+    partial = RESULTS.with_suffix(".partial")
+    partial.write_text(json.dumps(ordered, indent=1) + "\n")
+    partial.replace(RESULTS)
+
+
+def shares(found):
+    """{tier: share of the faults that it finds, of those that can be found}; "full" is both tiers together."""
+    counted = [found[label(fault)] for fault in FAULTS if not fault.equal and label(fault) in found]
+    of = lambda *tiers: sum(it.tier in tiers for it in counted) / len(counted)
+    return {QUICK: of(QUICK), FULL: of(QUICK, FULL)}
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__.splitlines()[0])
+    parser.add_argument("--sample", type=int, help="only so many faults, drawn at random; nothing is recorded")
+    parser.add_argument("--seed", type=int, default=0, help="of that draw")
+    parser.add_argument("--only", default="", help="only faults whose file and name hold this text")
+    parser.add_argument("--new", action="store_true", help="only faults that the record does not say are noticed")
+    parser.add_argument("--jobs", type=int, default=max(1, len(os.sched_getaffinity(0)) // 2), help="at the same time")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which tests hang")
+    options = parser.parse_args(arguments)
+    os.environ |= {"JAX_PLATFORMS": "cpu", "OPENBLAS_NUM_THREADS": "1"}
+    known = read()
+    faults = [fault for fault in FAULTS if not fault.equal and options.only in label(fault)]
+    if options.new:
+        faults = [fault for fault in faults if known.get(label(fault), Found(SURVIVED)).tier == SURVIVED]
+    if options.sample is not None:
+        faults = random.Random(options.seed).sample(faults, min(options.sample, len(faults)))
+    note = (lambda found: None) if options.sample is not None else (lambda found: record(known | dict(found)))
+    found = judge_all(faults, known, options.jobs, options.timeout, note)
+    survived = [name for name, it in found.items() if it.tier == SURVIVED]
+    counts = {tier: sum(it.tier == tier for it in found.values()) for tier in (QUICK, FULL)}
+    print(f"{len(found)} faults: quick tier {counts[QUICK]}, full tier {counts[FULL]}, survived {len(survived)}")
+    if options.sample is not None:
+        return int(any(known.get(name, Found(SURVIVED)).tier != SURVIVED for name in survived))
+    of_all = shares(known | found)
+    print(f"of all that can be noticed: quick tier {of_all[QUICK]:.1%}, both {of_all[FULL]:.1%}")
+    return int(any(of_all[tier] < POWER[tier] for tier in POWER))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

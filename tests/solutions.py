@@ -1,0 +1,57 @@
+"""The solutions of the notebooks as functions, to run them without their notebooks."""
+
+import ast
+import builtins
+import functools
+import symtable
+
+import lessons
+
+
+def solution(lesson, source=None):
+    """The function of a lesson's solution, or of other source in its place, with the names that its notebook defines."""
+    names = dict(_imports(lesson.path))
+    _define(source or lesson.solution, names, _definitions(lesson.path))
+    return names[lesson.answer_name]
+
+
+def _define(source, names, definitions):
+    """Run source in names, after those statements of the notebook that define what it needs."""
+    for name in _globals(symtable.symtable(source, "solution", "exec")):
+        if name not in names and name in definitions and not hasattr(builtins, name):
+            names[name] = None  # on its way: it may need itself
+            _define(definitions[name], names, definitions)
+    exec(compile(source, "solution", "exec"), names)
+
+
+def _globals(scope):
+    """Names that a scope, and those inside it, take from the module."""
+    own = {name.get_name() for name in scope.get_symbols() if name.is_referenced() and name.is_global()}
+    return own.union(*map(_globals, scope.get_children()))
+
+
+@functools.cache
+def _imports(path):
+    names = {}
+    for statement in _statements(path):
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            exec(ast.unparse(statement), names)
+    return names
+
+
+@functools.cache
+def _definitions(path):
+    """{name: source} of the functions and simple assignments at the top of a notebook's cells, the first of a name."""
+    found = {}
+    for statement in _statements(path):
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            found.setdefault(statement.name, ast.unparse(statement))
+        elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            found.setdefault(statement.targets[0].id, ast.unparse(statement))
+    return found
+
+
+@functools.cache
+def _statements(path):
+    cells = [cell.source for cell in lessons.read(path).cells if cell.cell_type == "code"]
+    return [statement for source in cells for statement in ast.parse(source).body]

@@ -1,0 +1,186 @@
+"""Answers that nobody wrote: mutants of the solutions, which a check must reject, and right answers in other styles."""
+
+import re
+
+import jax.numpy as jnp
+import lessons
+import mutants
+import numpy as np
+import pytest
+import solutions
+
+from helpers.exercises import checking
+from helpers.exercises.checking import exercise, verdict
+
+NUMBERS = [lesson.number for lesson in lessons.ALL]
+KERNELS = {"4.1", "4.2", "4.3", "5.1", "5.2", "5.4", "7.1", "7.2", "7.3", "8.1", "10.1"}  # seconds, not milliseconds
+EVERY = 25  # of how many mutants the quick tests try one
+
+COMMUTES = "the two parts are treated alike"
+TWO_AXES = "a table has two axes, and the last is number 1"
+NEVER_READ = "whatever stands there is multiplied by 0, or overwritten"
+EMPTY = "the range is empty as before"
+STILL_BREAKS = "another row of logits that breaks what it shall"
+NO_TIE = "the task has no ties, or leaves them open"
+ROUNDED_AWAY = "rounding to whole units leaves the result as it is"
+
+EQUAL = {
+    "1.1": {"-1 → 1": TWO_AXES},
+    "1.3": {"0 → -1": "the loop begins one step earlier and ends at the same length"},
+    "1.4": {
+        "forward_flops(T, S, H) → forward_flops(S, T, H)": COMMUTES,
+        "forward_flops(T, S, H) → forward_flops(T, H, S)": COMMUTES,
+        "naive_bytes(T, S, H, itemsize) → naive_bytes(S, T, H, itemsize)": COMMUTES,
+        "memory > compute → memory >= compute": NO_TIE,
+    },
+    "2.2": {"(a, b) → (b, a)": COMMUTES},
+    "2.3": {
+        change: STILL_BREAKS
+        for change in (
+            "np.zeros → np.ones",
+            "100.0 → 101.0",
+            "100.0 → 99.0",
+            "200.0 → 201.0",
+            "200.0 → 199.0",
+        )
+    },
+    "2.4": {
+        "0.0 → 1.0": NEVER_READ,
+        "0.0 → -1.0": NEVER_READ,
+        "np.zeros → np.ones": NEVER_READ,
+        "1.0 → 2.0": "0 divided by 2 is 0 too",
+        "0 → 1": "l is at least 1 where a key was visible",
+    },
+    "2.5": {"0.0 → 1.0": NEVER_READ, "0.0 → -1.0": NEVER_READ},
+    "3.1": {"np.zeros → np.ones": NEVER_READ},
+    "3.6": {
+        "cost.query_outer_bytes(T, S, H, itemsize, *pair) → cost.query_outer_bytes(T, H, S, itemsize, *pair)": (
+            "S and H are factors of one product"
+        ),
+        "cost.query_outer_bytes(T, S, H, itemsize, *pair) → cost.query_outer_bytes(T, S, itemsize, H, *pair)": (
+            "H and itemsize are factors of every product"
+        ),
+    },
+    "4.2": {"0 → -1": "the last axis of a grid of one axis is the first"},
+    "4.3": {"0 → 1": "the other operand holds 0 there", "0 → -1": "the other operand holds 0 there"},
+    "5.2": {"1 → 2": "minus infinity plus one is minus infinity, and 0 divided by 2 is 0"},
+    "5.3": {"0 → 1": EMPTY, "0 → -1": EMPTY},
+    "6.3": {"np.zeros_like → np.ones_like": "dq is overwritten, head by head"},
+    "6.5": {
+        "(np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)) → (np.zeros_like(q), np.zeros_like(v), np.zeros_like(k))": (
+            "k and v have one shape"
+        )
+    },
+    "7.5": {"0 → 1": EMPTY, "0 → -1": EMPTY},
+    "8.4": {"-1 → 1": TWO_AXES, "0 → -1": "an axis of length one has one entry, the last"},
+    "9.1": {"0 → 1": "any inputs will do for the warm-up", "0 → -1": "any inputs will do for the warm-up"},
+    "10.2": {"65536 → 65537": ROUNDED_AWAY, "128 → 127": ROUNDED_AWAY},
+    "10.3": {change: ROUNDED_AWAY for change in ("232448 → 232449", "232448 → 232447", "1280 → 1281", "1280 → 1279")},
+    "12.4": {"fused < split → fused <= split": NO_TIE},
+}
+
+
+def of(number):
+    return next(lesson for lesson in lessons.ALL if lesson.number == number)
+
+
+def survivors(number, every=1):
+    """(how many mutants were tried, those that the check takes for right)."""
+    lesson, found = of(number), exercise(number)
+    tried = list(mutants.mutants(lesson.solution))[::every]
+    alive = [
+        change for change, source in tried if verdict(found, solutions.solution(lesson, source)).status == "correct"
+    ]
+    return len(tried), alive
+
+
+@pytest.mark.parametrize("number", [number for number in NUMBERS if number not in KERNELS])
+def test_some_mutants_are_rejected(number, monkeypatch):
+    monkeypatch.setattr(checking, "SECONDS", 0.3)  # a loop that never ends need not be waited for
+    _, alive = survivors(number, EVERY)
+    assert set(alive) <= set(EQUAL.get(number, ()))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", NUMBERS)
+def test_all_mutants_are_rejected_but_those_that_are_equal(number, monkeypatch):
+    monkeypatch.setattr(checking, "SECONDS", 10 if number in KERNELS else 1)
+    tried, alive = survivors(number)
+    assert tried >= 5
+    assert set(alive) == set(EQUAL.get(number, ()))
+
+
+@pytest.mark.full
+def test_equal_mutants_are_few():
+    """At least 95 of 100 mutants must be rejected, over all exercises."""
+    tried = sum(len(list(mutants.mutants(lesson.solution))) for lesson in lessons.ALL)
+    assert sum(map(len, EQUAL.values())) < 0.05 * tried
+
+
+def test_a_mutant_differs_in_one_place():
+    source = "def f(x, axis=-1):\n    return np.where(x < 1, x.sum(axis=0), 2 - x)"
+    changes = dict(mutants.mutants(source))
+    assert changes["x < 1 → x <= 1"] == "def f(x, axis=-1):\n    return np.where(x <= 1, x.sum(axis=0), 2 - x)"
+    assert {"2 - x → 2 + x", "2 - x → x", "1 → 2", "x.sum → x.max", "x.sum(axis=0) → x.sum(axis=1)"} <= set(changes)
+    assert source not in changes.values()
+
+
+# Right answers in other styles
+
+
+def converted(value, convert):
+    """Arguments or results with every array and string replaced."""
+    if isinstance(value, np.ndarray | str):
+        return convert(value)
+    if isinstance(value, tuple | list):
+        return type(value)(converted(item, convert) for item in value)
+    if isinstance(value, dict):
+        return {key: converted(item, convert) for key, item in value.items()}
+    return value
+
+
+def floats(convert):
+    return lambda value: convert(value) if isinstance(value, np.ndarray) and value.dtype.kind == "f" else value
+
+
+STYLES = {
+    "float32": lambda f: lambda *a: f(*converted(a, floats(np.float32))),
+    "Python lists": lambda f: lambda *a: converted(f(*a), lambda x: x if isinstance(x, str) else x.tolist()),
+    "NumPy strings": lambda f: lambda *a: converted(f(*a), lambda x: np.str_(x) if isinstance(x, str) else x),
+    "arrays of strings": lambda f: lambda *a: converted(f(*a), lambda x: np.array(x) if isinstance(x, str) else x),
+    "a list instead of a tuple": lambda f: lambda *a: list(r) if isinstance(r := f(*a), tuple) else r,
+    "an iterator instead of a tuple": lambda f: lambda *a: iter(r) if isinstance(r := f(*a), tuple) else r,
+}
+
+
+@pytest.mark.parametrize("number", [number for number in NUMBERS if number not in KERNELS])
+def test_right_answers_in_any_style(number):
+    solution = solutions.solution(of(number))
+    for style, restyled in STYLES.items():
+        judged = verdict(exercise(number), restyled(solution))
+        if not (number in BOUNDS and style.startswith("an iterator")):
+            assert judged.status == "correct", f"{style}: {judged.text}"
+
+
+BOUNDS = {"4.4"}  # a right answer there is written by arrays of the checker
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", ["0.1", "1.1", "2.2", "2.5", "3.1", "6.1", "6.2", "6.5", "8.3"])
+def test_right_answers_in_jax(number):
+    """Solutions without writing into arrays, with arguments of jax.numpy: float32."""
+    solution = solutions.solution(of(number))
+    judged = verdict(exercise(number), lambda *a: solution(*converted(a, floats(jnp.asarray))))
+    assert judged.status == "correct", judged.text
+
+
+# What a verdict says
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_advice_points_to_sections_that_exist(number):
+    cells = lessons.read(of(number).path).cells
+    sections = set(re.findall(r"^## (\d+) · ", "\n".join(cell.source for cell in cells), re.MULTILINE))
+    for mistake in exercise(number).mistakes:
+        pointed = re.findall(r"sections? (\d+)(?: and (\d+))?", mistake.advice)
+        assert {section for pair in pointed for section in pair if section} <= sections, mistake.advice

@@ -1,0 +1,319 @@
+"""The public function where people put it: arrays on several devices, JAX's settings, other platforms, export.
+
+The devices are four simulated ones of the CPU, see conftest. The right answers are those of one device.
+"""
+
+import functools
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from helpers import flash_attention
+from helpers.attention import api
+
+B, T, S, H = 2, 6, 8, 4
+LENGTHS = np.array([7, 3], np.int32)
+COLLECTIVES = ("all-gather", "all-to-all", "collective-permute")
+
+on_four_devices = pytest.mark.skipif(jax.device_count() < 4, reason="this machine has fewer than four devices")
+
+
+def inputs(N=4, K=2, dtype=np.float32, batch=B):
+    """query, key, value, and gradients of out and lse, different in all entries."""
+    random = np.random.default_rng([N, K])
+    shapes = [(batch, T, N, H), (batch, S, K, H), (batch, S, K, H), (batch, T, N, H), (batch, T, N)]
+    arrays = [jnp.asarray(random.standard_normal(shape), dtype) for shape in shapes]
+    return *arrays[:4], arrays[4].astype(jnp.float32)
+
+
+def everything(attention, query, key, value, dout, dlse):
+    """out, lse, dq, dk and dv of an attention that returns (out, lse)."""
+    results, pull_back = jax.vjp(attention, query, key, value)
+    return *results, *pull_back((dout, dlse))
+
+
+def attention_of(implementation, lengths=LENGTHS, **arguments):
+    if implementation == "hopper":
+        lengths = None
+    return functools.partial(
+        flash_attention,
+        implementation=implementation,
+        is_causal=True,
+        key_value_seq_lengths=lengths,
+        return_residual=True,
+        **arguments,
+    )
+
+
+@functools.cache
+def on_one_device(N=4, K=2):
+    """The right answers in float32, from the reference: those with lengths and those without."""
+    return [
+        jax.jit(functools.partial(everything, attention_of("reference", lengths)))(*inputs(N, K))
+        for lengths in (LENGTHS, None)
+    ]
+
+
+def check(results, implementation, N=4, K=2):
+    right = on_one_device(N, K)[implementation == "hopper"]
+    bound = 0.05 if implementation == "hopper" else 4e-6  # inputs rounded to bfloat16, or the same inputs
+    for mine, other in zip(results, right, strict=True):
+        assert mine.shape == other.shape
+        np.testing.assert_allclose(np.float32(mine), np.float32(other), atol=bound, rtol=1e-6)
+
+
+def split(arrays, mesh, sequence=None, shares_keys=False):
+    """The arrays on a mesh: batch over its first axis, heads over its second, or the sequence over that."""
+    batch, heads = mesh.axis_names
+    specs = []
+    for i, array in enumerate(arrays):
+        whole = shares_keys and i in (1, 2)
+        spec = (batch, sequence, None) if sequence else (batch, None, None if whole else heads)
+        specs.append(P(*spec, *[None] * (array.ndim - 3)))
+    return [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, specs, strict=True)]
+
+
+def mesh_of(kind, shape=(2, 2)):
+    return jax.make_mesh(shape, ("batch", "heads"), axis_types=(kind,) * 2)
+
+
+# Heads over two devices: two of the keys' heads, or one that they share. Over four: two devices share each.
+SPLITS = [("portable", (2, 2), 2), ("portable", (2, 2), 1), ("portable", (1, 4), 2), ("reference", (2, 2), 2)]
+
+
+@on_four_devices
+@pytest.mark.parametrize(("implementation", "shape", "K"), SPLITS)
+def test_automatic_axes_split_the_call_and_gather_nothing(implementation, shape, K):
+    mesh = mesh_of(AxisType.Auto, shape)
+    arrays = split(inputs(K=K), mesh, shares_keys=K < shape[1])
+    lowered = jax.jit(functools.partial(everything, attention_of(implementation))).lower(*arrays)
+    with jax.default_matmul_precision("default"):  # the precision is that of the call, not of the compiling
+        program = lowered.compile()
+    text = program.as_text()
+    assert not any(f"{name}(" in text for name in COLLECTIVES)
+    assert text.count("operand_precision={highest,highest}") == text.count(" dot(") > 0
+    results = program(*arrays)
+    check(results, implementation, K=K)
+    for result in results[:3]:
+        part = result.sharding.shard_shape(result.shape)
+        assert (part[0], part[2]) == (B // shape[0], 4 // shape[1])
+
+
+@on_four_devices
+def test_arrays_that_are_split_differently():
+    """Heads of the keys alone, a batch of the keys over the axis of the queries' heads, and gradients not at all."""
+    query, key, value, dout, dlse = inputs()
+    mesh, run = mesh_of(AxisType.Auto), jax.jit(functools.partial(everything, attention_of("portable")))
+    place = lambda array, *spec: jax.device_put(array, NamedSharding(mesh, P(*spec)))
+    for specs in (
+        [(), (None, None, "heads")],
+        [("batch",), (None, None, "batch")],
+        [(None, None, "heads"), ("heads",)],
+    ):
+        own, of_keys = specs
+        keys = [place(array, *of_keys) for array in (key, value)]
+        check(run(place(query, *own), *keys, *(place(array) for array in (dout, dlse))), "portable")
+
+
+@on_four_devices
+def test_sequences_may_be_split_too():
+    """They are gathered."""
+    arrays = split(inputs(), mesh_of(AxisType.Auto), sequence="heads")
+    check(jax.jit(functools.partial(everything, attention_of("portable")))(*arrays), "portable")
+
+
+@on_four_devices
+@pytest.mark.parametrize("implementation", ["reference", "portable", "hopper"])
+def test_explicit_axes(implementation):
+    """The result says how it is split, in the call as it is and under jit, and nothing is gathered."""
+    mesh, dtype = mesh_of(AxisType.Explicit), jnp.bfloat16 if implementation == "hopper" else jnp.float32
+    arrays = split(inputs(dtype=dtype), mesh)
+    run = functools.partial(everything, attention_of(implementation))
+    program = jax.jit(run).lower(*arrays).compile()
+    assert not any(f"{name}(" in program.as_text() for name in COLLECTIVES)
+    check(program(*arrays), implementation)
+    out, lse = attention_of(implementation)(*arrays[:3])
+    assert jax.typeof(out).sharding.spec == P("batch", None, "heads", None)
+    assert jax.typeof(lse).sharding.spec == P("batch", None, "heads")
+
+
+@on_four_devices
+def test_vmap_over_an_axis_that_is_split_explicitly():
+    single = lambda *arrays: everything(attention_of("portable", None), *arrays)
+    arrays = split(inputs(), mesh_of(AxisType.Explicit))
+    check(jax.jit(jax.vmap(single))(*arrays), "hopper")  # the answers without lengths
+
+
+@on_four_devices
+@pytest.mark.parametrize(("implementation", "K"), [("reference", 1), ("portable", 1), ("portable", 2), ("hopper", 1)])
+def test_shard_map_with_its_checks(implementation, K):
+    """Also where devices share a key head: then its gradient is the sum of theirs."""
+    mesh, dtype = mesh_of(AxisType.Auto), jnp.bfloat16 if implementation == "hopper" else jnp.float32
+    heads, keys = P("batch", None, "heads"), P("batch", None, "heads" if K == 2 else None)
+    lengths = None if implementation == "hopper" else LENGTHS
+
+    def part(query, key, value, lengths):
+        return attention_of(implementation, lengths)(query, key, value)
+
+    on_mesh = jax.shard_map(part, mesh=mesh, in_specs=(heads, keys, keys, P("batch")), out_specs=(heads, heads))
+    attention = lambda *arrays: on_mesh(*arrays, lengths)
+    check(jax.jit(functools.partial(everything, attention))(*inputs(K=K, dtype=dtype)), implementation, K=K)
+
+
+def test_an_axis_of_vmap_joins_the_batch():
+    """Entries keep their own keys and lengths, whether an array has the axis or not."""
+    query, key, value, dout, dlse = (np.stack([array, 2 * array, array[::-1]]) for array in inputs())
+    lengths = np.array([[7, 3], [0, 5], [2, 6]], np.int32)
+    key = key[0]
+
+    def one(query, value, lengths, dout, dlse):
+        attention = attention_of("portable", None)
+        return everything(functools.partial(attention, key_value_seq_lengths=lengths), query, key, value, dout, dlse)
+
+    together = jax.jit(jax.vmap(one))(query, value, lengths, dout, dlse)
+    right = functools.partial(attention_of("reference", None))
+    for i in range(3):
+        alone = everything(
+            functools.partial(right, key_value_seq_lengths=lengths[i]),
+            query[i],
+            key,
+            value[i],
+            dout[i],
+            np.where(lengths[i, :, None, None] > 0, dlse[i], 0),
+        )
+        for mine, other in zip(together, alone, strict=True):
+            np.testing.assert_allclose(mine[i], other, atol=4e-6, rtol=1e-6)
+
+
+SETTINGS = {
+    "strict promotion": lambda: jax.numpy_dtype_promotion("strict"),
+    "x64": lambda: jax.enable_x64(True),
+    "debug_nans": lambda: jax.debug_nans(True),
+    "debug_infs": lambda: jax.debug_infs(True),
+    "disable_jit": lambda: jax.disable_jit(),
+    "transfer guard": lambda: jax.transfer_guard("disallow"),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("implementation", ["reference", "portable"])
+def test_settings(setting, implementation):
+    """The call as it is and its gradients, with a row that sees no key where no lse is asked for."""
+    arrays, lengths = [jnp.asarray(array) for array in inputs()], jnp.asarray(LENGTHS)
+    blind = jnp.array([0, 3], jnp.int32)
+    with SETTINGS[setting]():
+        results = everything(attention_of(implementation, lengths), *arrays)
+        out = flash_attention(*arrays[:3], key_value_seq_lengths=blind, implementation=implementation)
+    check(results, implementation)
+    assert not np.asarray(out)[0].any() and np.isfinite(out).all()
+
+
+@pytest.fixture
+def hopper_machine(monkeypatch):
+    """As the default device sees it, one with a Hopper card."""
+    monkeypatch.setattr(api, "compute_capability", lambda *_: (9, 0))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_jit_for_a_cpu_on_a_machine_with_a_hopper_card(dtype, hopper_machine):
+    """The default is decided when a program is compiled for its platform."""
+    arrays = inputs(dtype=dtype)
+    traced = jax.jit(functools.partial(everything, attention_of(None, None))).trace(*arrays)
+    on_card = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert ("mosaic_gpu" if dtype == jnp.bfloat16 else "__gpu$xla.gpu.triton") in on_card
+    check(traced.lower().compile()(*arrays), "hopper")
+
+
+@on_four_devices
+def test_hopper_kernels_under_settings(hopper_machine):
+    """As far as a CPU can tell: they are lowered for a card, in shard_map."""
+    types = jax.eval_shape(functools.partial(inputs, dtype=jnp.bfloat16))
+    run, heads = functools.partial(everything, attention_of(None, None)), P(None, None, "heads")
+    on_mesh = jax.shard_map(run, mesh=mesh_of(AxisType.Auto, (1, 2)), in_specs=(heads,) * 5, out_specs=(heads,) * 5)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        assert "mosaic_gpu" in jax.jit(on_mesh).trace(*types).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@on_four_devices
+def test_hopper_kernels_are_split_too(hopper_machine):
+    """As far as a CPU can tell: in the program for a card the partitioner is asked."""
+    arrays = split(inputs(dtype=jnp.bfloat16), mesh_of(AxisType.Auto))
+    traced = jax.jit(functools.partial(everything, attention_of(None, None))).trace(*arrays)
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@CustomSPMDPartitioning") == 2
+    program = traced.lower().compile()
+    assert not any(f"{name}(" in program.as_text() for name in COLLECTIVES)
+    check(program(*arrays), "hopper")
+
+
+# JAX keeps an exported program for later versions of itself, and does not promise that for kernels.
+UNPROMISED = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ("__gpu$xla.gpu.triton", "mosaic_gpu_v2")]
+
+
+@pytest.mark.parametrize(("implementation", "kernel"), [("portable", "__gpu$xla.gpu.triton"), ("hopper", "mosaic_gpu")])
+def test_export_for_cuda_from_a_cpu(implementation, kernel):
+    types = jax.eval_shape(functools.partial(inputs, dtype=jnp.bfloat16))
+    run = jax.jit(functools.partial(everything, attention_of(implementation)))
+    exported = jax.export.export(run, platforms=("cuda",), disabled_checks=UNPROMISED)(*types)
+    assert kernel in exported.mlir_module()
+
+
+def test_export_for_both_platforms():
+    run = jax.jit(functools.partial(everything, attention_of("portable")))
+    exported = jax.export.export(run, platforms=("cpu", "cuda"), disabled_checks=UNPROMISED)(*inputs())
+    assert "__gpu$xla.gpu.triton" in exported.mlir_module()
+    check(exported.call(*inputs()), "portable")
+
+
+def test_export_for_another_platform_says_what_works():
+    run = jax.jit(attention_of("portable"))
+    with pytest.raises(NotImplementedError, match=r'compiled for tpu; use implementation="reference"'):
+        jax.export.export(run, platforms=("tpu",))(*inputs()[:3])
+
+
+FORWARD_MODE = {
+    "jvp": lambda f, x: jax.jvp(f, (x,), (x,)),
+    "jvp under jit": lambda f, x: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(x),
+    "linearize": lambda f, x: jax.linearize(f, x)[1](x),
+    "jacfwd": lambda f, x: jax.jacfwd(f)(x),
+    "hessian": lambda f, x: jax.hessian(lambda x: f(x).sum())(x),
+    "jvp of grad": lambda f, x: jax.jvp(jax.grad(lambda x: f(x).sum()), (x,), (x,)),
+}
+
+
+@pytest.mark.parametrize("derivative", FORWARD_MODE)
+@pytest.mark.parametrize("argument", [0, 2])
+def test_forward_mode_says_what_works(derivative, argument):
+    arrays = list(inputs()[:3])
+
+    def of_one(array):
+        arrays[argument] = array
+        return flash_attention(*arrays, implementation="portable")
+
+    with pytest.raises(NotImplementedError, match=r'reverse mode only.*forward mode.*implementation="reference"'):
+        FORWARD_MODE[derivative](of_one, arrays[argument])
+
+
+def test_what_works_instead_of_forward_mode():
+    query, key, value, dout, _ = inputs()
+    attend = lambda implementation: lambda query: flash_attention(query, key, value, implementation=implementation)
+    _, linear = jax.linearize(attend("portable"), query)
+    (transposed,) = jax.linear_transpose(linear, query)(dout)
+    _, pull_back = jax.vjp(attend("reference"), query)
+    np.testing.assert_allclose(transposed, *pull_back(dout), atol=4e-6, rtol=1e-6)
+    _, tangent = jax.jvp(attend("reference"), (query,), (query,))
+    np.testing.assert_allclose((tangent * dout).sum(), (transposed * query).sum(), rtol=1e-5)
+
+
+def test_the_precision_of_products_is_the_callers():
+    """Also of the gradients."""
+    types = jax.eval_shape(inputs)
+    run = functools.partial(everything, attention_of("portable"))
+    for precision, other in (("highest", "DEFAULT"), ("default", "HIGHEST")):
+        with jax.default_matmul_precision(precision):
+            text = str(jax.make_jaxpr(run)(*types))
+        assert precision.upper() in text.upper() and f"Precision.{other}" not in text
