@@ -67,6 +67,22 @@ def test_a_mistake_must_agree_on_every_case():
     assert judged(lambda x: (x * x if x.size > 1 else x + 7, x.sum())).mistake is None
 
 
+def test_a_small_output_beside_a_large_one_must_agree_too():
+    """And counts agree exactly: neither is near enough in the norm of both."""
+    count = Exercise(
+        number="9.8",
+        title="Count",
+        outputs=("bytes", "stages"),
+        cases=lambda: [Case("one", (1,)), Case("two", (2,))],
+        expected=lambda n: (400_000 * n, 4 * n),
+        tried="one and two",
+        mistakes=(Mistake("one stage is left out", lambda n: (400_000 * n, 4 * n - 1), "Count again."),),
+    )
+    assert judged(lambda n: (400_000.0 * n, 4 * n - 1), count).mistake == "one stage is left out"
+    assert judged(lambda n: (400_000 * n, 4 * n - n - 1), count).mistake is None
+    assert judged(lambda n: (400_000 * n - 8, 4 * n - 1), count).mistake != "one stage is left out"
+
+
 def test_wrong_kinds_are_described():
     assert "expected 2 results (double, total), got None: is a `return` missing?" in judged(lambda x: None).text
     assert "expected 2 results (double, total), got an array of shape (1,)" in judged(lambda x: 2 * x).text

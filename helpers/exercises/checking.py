@@ -576,13 +576,15 @@ def _same(a, b, tolerance):
         return a.keys() == b.keys() and all(_same(a[key], b[key], tolerance) for key in a)
     if isinstance(a, str) or isinstance(b, str) or a is None or b is None:
         return a is b or (isinstance(a, str) and a == b)
-    if isinstance(a, tuple) and isinstance(b, tuple) and (_numbers(a) is None or _numbers(b) is None):
+    if isinstance(a, tuple) and isinstance(b, tuple):  # one by one: beside a large number a small one could be anything
         return len(a) == len(b) and all(_same(x, y, tolerance) for x, y in zip(a, b, strict=True))
     a, b = _numbers(a), _numbers(b)
     if a is None or b is None or a.shape != b.shape:
         return False
     if a.dtype.kind != b.dtype.kind and {a.dtype.kind, b.dtype.kind} - set("iuf"):
         return False
+    if b.dtype.kind in "iu":  # a count: one more or less is another
+        tolerance = min(tolerance, 1e-9)
     return _close(a.astype(np.float64), b.astype(np.float64), tolerance)
 
 
