@@ -13,10 +13,10 @@ TABLE_BYTES = 4  # of one entry of the (T, S) tables that `reference.naive_atten
 
 
 def forward_flops(T, S, H, is_causal=False):
-    """Multiplications and additions of both matrix products: 4 T S H, half of it if causal.
+    """Multiplications and additions of both matrix products: 4 T S H, half if causal.
 
-    This is the convention of the papers and of every benchmark here. It leaves the softmax out, and
-    the half is meant for T = S.
+    This is the convention of the papers and of every benchmark here. It leaves the
+    softmax out, and the half is meant for T = S.
     """
     return 4 * T * S * H // (2 if is_causal else 1)
 

@@ -142,7 +142,8 @@ def overlapped(first, second, meanwhile, state, *, interpret):
             plgpu.wgmma(c_ref, a2, b2)
             s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)  # the older of the two
             p, new = meanwhile(s, jax.tree.unflatten(tree, [ref[...] for ref in state_refs]))
-            for ref, value in zip((p_ref, *state_refs), (p, *jax.tree.leaves(new)), strict=True):
+            values = p, *jax.tree.leaves(new)
+            for ref, value in zip((p_ref, *state_refs), values, strict=True):
                 ref[...] = value
 
         pl.run_scoped(with_first, plgpu.ACC(shape, jnp.float32))
