@@ -267,13 +267,13 @@ def test_replay_reads_only_what_the_lengths_allow():
 
 
 def test_replay_sees_an_unmasked_tail():
-    """A load that hangs over the end is counted as outside, a masked one is not."""
+    """A load or store that hangs over the end is counted as outside, a masked one is not."""
 
     def total(x, masked):
         def kernel(x_ref, out_ref):
             inside = pl.program_id(0) * 8 + jnp.arange(8) < 20
             tile = plt.load(x_ref, mask=inside, other=0) if masked else x_ref[...]
-            plt.store(out_ref, 2 * tile, mask=inside)
+            plt.store(out_ref, 2 * tile, mask=inside if masked else None)
 
         spec = pl.BlockSpec((8,), lambda i: (i,))
         return pl.pallas_call(
@@ -288,7 +288,7 @@ def test_replay_sees_an_unmasked_tail():
     x = np.arange(20, dtype=np.float32)
     for masked, outside in ((True, 0), (False, 4)):
         (kernel,), result = replay(lambda x, masked=masked: total(x, masked), x)
-        assert kernel.operands["x"].outside == outside
+        assert kernel.operands["x"].outside == kernel.operands["out"].outside_writes == outside
         assert kernel.operands["x"].block(2) == (slice(16, 20),)
         np.testing.assert_array_equal(result, 2 * x)
 
