@@ -269,7 +269,7 @@ BILL = Exercise(
             "The table has T rows and S columns: reread section 4.",
         ),
         Mistake(
-            "one of the four passes over a table is forgotten",
+            "one of the four crossings of a table is forgotten",
             _bill(moved=lambda T, S, H, e: e * (3 * T * S + 2 * T * H + 2 * S * H)),
             "s is written and read, then the weights are written and read: reread section 5.",
         ),
@@ -392,10 +392,10 @@ FIT = Exercise(
         Mistake(
             "the tables are given elements of itemsize bytes, like q, k and v",
             _fit(lambda T, H, e: 2 * e * T * T + 4 * e * T * H),
-            "The reference keeps both tables in float32, whatever the inputs are: reread section 6.",
+            "The helper keeps both tables in float32, whatever the inputs are: reread section 6.",
         ),
         Mistake(
-            "bytes moved are taken for the footprint, four passes instead of two tables",
+            "bytes moved are taken for the footprint, four crossings instead of two tables",
             _fit(lambda T, H, e: 16 * T * T + 4 * e * T * H),
             "What must fit is what is alive at one moment: see the picture of section 4.",
         ),

@@ -186,7 +186,7 @@ UPDATE_MISTAKES = (
         "m, l and acc here are in base e, so use np.exp: see section 3.",
     ),
     Mistake(
-        "alpha is rounded away: the old sums are dropped whenever the maximum grows",
+        "the old sums are dropped whenever the maximum grows",
         lambda m, l, acc, s, v: _update(m, l * (s.max() <= m), acc * (s.max() <= m), s, v),
         "The old sums shrink by alpha, they do not vanish: see section 3.",
     ),
