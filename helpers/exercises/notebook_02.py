@@ -600,6 +600,7 @@ def _attend_cases():
         s = np.asarray(s, float)
         return Case(f"{label}, S={len(s)}, block_k={block_k}, H={H}", (s, random.standard_normal((len(s), H)), block_k))
 
+    # Few shapes, because an answer in jax.numpy is compiled for each of them.
     masked = random.standard_normal(7)
     masked[[0, 1, 2, 5]] = -np.inf
     return [
@@ -607,15 +608,15 @@ def _attend_cases():
         case("a ragged last tile", random.standard_normal(5), 2, 3),
         case("the largest logit first", [5.0, 1, 0, 2, -1, 3, 1], 3, 2),
         case("the largest logit last", [-1.0, 1, 0, 2, 1, 3, 7], 3, 2),
-        case("the largest logit in the middle", [0.0, 1, 2, 9, 1, 0, -1, 3], 3, 4),
+        case("the largest logit in the middle", [0.0, 1, 2, 9, 1, 0, -1, 3, 2], 3, 2),
         case("tiles of one key", 2 * random.standard_normal(4), 1, 2),
         case("first tile fully masked", masked, 3, 2),
         case("a fully masked tile after a visible one", [1.0, 0, -np.inf, -np.inf, 2, -1, -np.inf, -np.inf], 2, 2),
         case("a fully masked tile before logits near -1000", [-np.inf, -np.inf, -1000, -1001, -999], 2, 2),
-        case("masked tiles between logits near -1000", [-1000, -np.inf, -np.inf, -np.inf, -1002, -1001], 2, 3),
-        case("every key masked", np.full(4, -np.inf), 2, 3),
-        case("logits near 1000", _even(1000 + 2 * random.standard_normal(9)), 4, 2),
-        case("logits near -1000", _even(-1000 + 2 * random.standard_normal(9)), 4, 2),
+        case("masked tiles between logits near -1000", [-1000, -np.inf, -np.inf, -np.inf, -1002, -1001], 2, 2),
+        case("every key masked", np.full(4, -np.inf), 2, 2),
+        case("logits near 1000", _even(1000 + 2 * random.standard_normal(7)), 3, 2),
+        case("logits near -1000", _even(-1000 + 2 * random.standard_normal(7)), 3, 2),
         case("a rise from 0 to 1000", _even(np.repeat([0.0, 1000.0], 3) + random.standard_normal(6)), 3, 2),
         case("a fall from 1000 to 0", _even(np.repeat([1000.0, 0.0], 3) + random.standard_normal(6)), 3, 2),
     ]
