@@ -429,7 +429,7 @@ MERGE_MISTAKES = (
     Mistake(
         "a whole part is dropped because it saw no key in one of the rows",
         _dropped_for_one_row,
-        "Which part is empty may differ from row to row: e^(-inf) = 0 takes it out of the right ones by itself.",
+        "Which part is empty may differ from row to row: e^(-inf) = 0 takes it out of those rows by itself.",
     ),
     Mistake(
         "an m of -inf is replaced by 0, and no logit of the other part is that large",
@@ -575,7 +575,7 @@ BREAK_MISTAKES = (
     Mistake(
         "the row for “m starts at 0” is not far enough below zero, or not in all of its logits",
         _rows([100], [-50], [0, -100]),
-        "Every e^s in it must vanish in float32, and that takes logits near -104: see section 1.",
+        "Every e^s in it must vanish in float32, which is sure below -104: see section 1.",
     ),
     Mistake(
         "the row for “tile max” has the same length whatever block_k is, and may lie in a single tile",
@@ -583,9 +583,14 @@ BREAK_MISTAKES = (
         "A fall from one tile to the next takes two tiles: let the length depend on block_k.",
     ),
     Mistake(
-        "one row, which breaks all three shortcuts, stands under each name",
+        "every row is large at first and then falls, which breaks “no max” and “tile max” together",
         _rows([200, -200], [200, -200], [200, -200]),
-        "Each row must spare the shortcuts that the exercise lists: see the picture in section 6.",
+        "Each row needs one thing only: height, depth, or a fall that begins near 0; see the picture in section 6.",
+    ),
+    Mistake(
+        "every row is low and then falls, which breaks all three shortcuts together",
+        _rows([-200, -300], [-200, -300], [-200, -300]),
+        "Each row needs one thing only: height, depth, or a fall that begins near 0; see the picture in section 6.",
     ),
 )
 

@@ -162,7 +162,7 @@ def cards(lengths, measured, heads, H=128, itemsize=2):
     axes.set_xticks(ticks, [_short(tick) for tick in ticks])
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axes.set_xlabel("length T = S")
-    axes.set_ylabel(f"footprint (GiB), {heads} heads, H = {H}, 16-bit")
+    axes.set_ylabel(f"footprint (GiB), {heads} heads, H = {H}, {8 * itemsize}-bit inputs")
     axes.set_title("Where one layer of naive attention stops fitting", loc="left")
     axes.legend(loc="lower right", frameon=False)
     return figure
