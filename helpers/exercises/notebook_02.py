@@ -528,7 +528,7 @@ def _rows(no_max, starts_at_0, tile_max):
 
 BREAK_MISTAKES = (
     Mistake(
-        "the logits are of ordinary size in every row, as N(0, 1) would give",
+        "no row leaves the range of float32, as with numbers from N(0, 1)",
         _rows([1, -1], [-1, 1], [1, -1]),
         "No reference matters until an exponential leaves the range of float32: see the picture in section 6.",
     ),
