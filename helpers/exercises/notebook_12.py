@@ -890,7 +890,7 @@ EXERCISES = (
         tolerance=1e-6,
         mistakes=(
             Mistake(
-                "k and v are read from shared memory as often as before",
+                "a step reads half as much of k and v as before",
                 lambda T, block_q: _halving(T, block_q, kv=_halving(T, block_q)["q and do read"]),
                 "Each step reads all of k and of v again, whatever its queries are: see section 4.",
             ),
@@ -905,9 +905,9 @@ EXERCISES = (
                 "There are more steps: multiply what a step needs by their number, see hint 1.",
             ),
             Mistake(
-                "k and v are read once for the whole walk",
+                "k and v are read from shared memory as often as before",
                 functools.partial(_halving, kv=1.0),
-                "They lie in shared memory all the time, but the tensor core reads them in each step: see section 4.",
+                "The tensor core reads all of them in each step, and there are more steps: see section 4.",
             ),
             Mistake(
                 "the bytes of q and do halve, as in one step",
