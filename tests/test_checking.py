@@ -51,6 +51,12 @@ def test_right_answers_of_any_container():
     assert judged(lambda x: (2 * x, x.sum())).text == "✓ Exercise 9.9: correct on 2 cases: one entry and four."
 
 
+def test_a_range_is_worth_its_numbers():
+    counting = dataclasses.replace(DOUBLE, expected=lambda x: np.arange(x.size), outputs=("indices",), mistakes=())
+    assert judged(lambda x: range(x.size), counting).status == "correct"
+    assert judged(lambda x: range(x.size + 1), counting).status == "wrong"
+
+
 def test_the_smallest_failing_case_is_shown():
     text = judged(lambda x: (2 * x if x.size == 1 else 3 * x, x.sum())).text
     assert "wrong for the large case" in text and "double: yours at [0, 0] 3, expected 2" in text

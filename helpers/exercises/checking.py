@@ -34,7 +34,7 @@ import numpy as np
 from tqdm import tqdm
 
 SECONDS = 10  # that an answer may take for one case
-ITEMS = 10_000  # of a generator that is returned
+ITEMS = 10_000  # of a generator or a range that is returned
 OURS = str(Path(__file__).parents[1])
 
 
@@ -392,7 +392,7 @@ def plain(value):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
         return tuple(plain(item) for item in value)
-    if isinstance(value, Iterator):
+    if isinstance(value, Iterator | range):
         return tuple(plain(item) for item in itertools.islice(value, ITEMS))
     if isinstance(value, Fraction | Decimal):
         return plain(int(value) if value == int(value) else float(value))
