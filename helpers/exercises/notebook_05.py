@@ -665,7 +665,7 @@ def _gqa_cases():
 
 
 def _run_gqa(answer, B, T, S, N, K, H):
-    """(i, n, b) of each program, and the four indices of the block that it asked for."""
+    """(i, n, b) of each program, in tiles of two queries, and the four indices of the block that it asked for."""
     q, k = np.ones((B, T, N, H), np.float32), np.ones((B, S, K, H), np.float32)
 
     def kernel(q_ref, k_ref, out_ref):
