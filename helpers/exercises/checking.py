@@ -425,7 +425,7 @@ def _parts(result, names, expected):
         return tuple(result[name] for name in names) if isinstance(result, dict) and set(names) <= set(result) else None
     if not isinstance(expected, tuple):
         return (result,)
-    if isinstance(result, np.ndarray):
+    if isinstance(result, np.ndarray) and all(np.shape(right) == result.shape[1:] for right in expected):
         result = tuple(result)
     return result if isinstance(result, tuple) and len(result) == len(expected) else None
 
