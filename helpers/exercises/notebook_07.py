@@ -738,7 +738,7 @@ def _flops_cases():
         (12, 12, 5, 3, 2, False, True),
         (12, 12, 5, 2, 3, True, True),
         (20, 6, 4, 5, 3, False, True),
-        (6, 21, 3, 2, 7, True, True),
+        (6, 28, 3, 2, 7, True, True),
     ]
     return [
         Case(
@@ -760,21 +760,24 @@ def _flops_expected(T, S, H, block_q, block_k, fused, is_causal):
     return int(visited) * (fused_pair if fused else fused_pair + 2 * tables)
 
 
-def _flops(products=(5, 7), flops=2, pairs="visited", head=True, tile=True):
+def _visited(i, j, T, S, block_q, block_k):
+    return j * block_k < (i + 1) * block_q
+
+
+def _flops(products=(5, 7), flops=2, visited=_visited, pairs=None, head=True, tile=True):
+    """An answer to 7.4. Under a causal mask: visited(i, j, T, S, block_q, block_k) for a pair of tiles, or
+    pairs(T, S, block_q, block_k) for their number."""
+
     def product_flops(T, S, H, block_q, block_k, fused, is_causal):
-        rows, columns = T // block_q, S // block_k
-        stops = [min(-(-(i + 1) * block_q // block_k), columns) for i in range(rows)]
-        counted = rows * columns
-        if is_causal:
-            counted = {
-                "visited": sum(stops),
-                "all": counted,
-                "half": counted / 2,
-                "below": sum(min((i * block_q + 1) // block_k, columns) for i in range(rows)),
-                "square": sum(min(i + 1, columns) for i in range(rows)),
-            }[pairs]
+        rows, columns = range(T // block_q), range(S // block_k)
+        if not is_causal:
+            counted = len(rows) * len(columns)
+        elif pairs:
+            counted = pairs(T, S, block_q, block_k)
+        else:
+            counted = sum(visited(i, j, T, S, block_q, block_k) for i in rows for j in columns)
         one_product = flops * (block_q * block_k if tile else 1) * (H if head else 1)
-        return int(products[0 if fused else 1] * one_product * counted)
+        return products[0 if fused else 1] * one_product * counted
 
     return product_flops
 
@@ -823,24 +826,83 @@ _FLOPS = Exercise(
             "Every product has three sides, and one of them is H: see section 6.",
         ),
         Mistake(
+            "two kernels are charged for the products of the fused one twice",
+            _flops(products=(5, 10)),
+            "The dq kernel computes s, dp and dq, and no dk or dv: see the table of section 6.",
+        ),
+        Mistake(
+            "only the dk and dv kernel is counted where there are two",
+            _flops(products=(5, 4)),
+            "The dq kernel has products of its own: see the table of section 6.",
+        ),
+        Mistake(
             "no pair of tiles is skipped under the causal mask",
-            _flops(pairs="all"),
+            _flops(visited=lambda *_: True),
             "A pair in which no query sees a key is not visited: see the text of the exercise.",
         ),
         Mistake(
             "the causal mask halves the count",
-            _flops(pairs="half"),
-            "Pairs on the diagonal are computed whole, so it is more than half: see the text of the exercise.",
+            _flops(pairs=lambda T, S, block_q, block_k: (T // block_q) * (S // block_k) // 2),
+            "Pairs on the diagonal are computed whole, and T and S may differ: see the text of the exercise.",
+        ),
+        Mistake(
+            "only the entries that the mask leaves are counted, instead of whole pairs of tiles",
+            _flops(pairs=lambda T, S, block_q, block_k: sum(min(i + 1, S) for i in range(T)) / (block_q * block_k)),
+            "Kernels compute whole pairs of tiles, hidden entries included: see the text of the exercise.",
         ),
         Mistake(
             "pairs on the diagonal are left out",
-            _flops(pairs="below"),
+            _flops(visited=lambda i, j, T, S, block_q, block_k: (j + 1) * block_k <= i * block_q + 1),
             "A pair is visited if even one query sees one key: see the text of the exercise.",
         ),
         Mistake(
+            "the first query of a tile decides whether its pair is visited",
+            _flops(visited=lambda i, j, T, S, block_q, block_k: j * block_k <= i * block_q),
+            "Of the queries in a tile the last one sees furthest: see hint 2.",
+        ),
+        Mistake(
+            "the last key of a tile decides whether its pair is visited",
+            _flops(visited=lambda i, j, T, S, block_q, block_k: (j + 1) * block_k <= (i + 1) * block_q),
+            "Of the keys in a tile the first one is seen by most queries: see hint 2.",
+        ),
+        Mistake(
+            "the last query is not given the key at its own position",
+            _flops(visited=lambda i, j, T, S, block_q, block_k: j * block_k < (i + 1) * block_q - 1),
+            "Query i sees keys j ≤ i, its own included: see the text of the exercise.",
+        ),
+        Mistake(
+            "a tile of keys that begins right after the last query is counted too",
+            _flops(visited=lambda i, j, T, S, block_q, block_k: j * block_k <= (i + 1) * block_q),
+            "The last query of tile i is (i + 1) block_q - 1: see hint 2.",
+        ),
+        Mistake(
+            "block_q and block_k have changed places in the test",
+            _flops(visited=lambda i, j, T, S, block_q, block_k: j * block_q < (i + 1) * block_k),
+            "Tile i begins at query i block_q, tile j at key j block_k: see hint 2.",
+        ),
+        Mistake(
             "query tile i is charged i + 1 tiles of keys, which holds only when block_q equals block_k",
-            _flops(pairs="square"),
+            _flops(visited=lambda i, j, T, S, block_q, block_k: j <= i),
             "Find the last key that the tile sees, then divide by block_k: see the text of the exercise.",
+        ),
+        Mistake(
+            "the last query sees the last key, which holds only when T equals S",
+            _flops(visited=lambda i, j, T, S, block_q, block_k: j * block_k < (i + 1) * block_q + S - T),
+            "Query i sees keys j ≤ i, counted from the beginning of both: see the text of the exercise.",
+        ),
+        Mistake(
+            "tiles of keys are counted that do not exist",
+            _flops(pairs=lambda T, S, block_q, block_k: sum(-(-i // block_k) for i in range(block_q, T + 1, block_q))),
+            "There are S // block_k tiles of keys, however far a query could see: see the text of the exercise.",
+        ),
+        Mistake(
+            "the number of tiles that a row visits is rounded down",
+            _flops(
+                pairs=lambda T, S, block_q, block_k: sum(
+                    min(i // block_k, S // block_k) for i in range(block_q, T + 1, block_q)
+                )
+            ),
+            "A tile of keys counts as a whole if a query sees one key of it, so round up: see hint 2.",
         ),
         Mistake(
             "pairs of tiles are counted as if they were pairs of a query and a key",
@@ -889,6 +951,7 @@ def _bounds(
     cut_keys=True,
     first_ceil=False,
     stop_floor=False,
+    stop_plus_one=False,
     guard=True,
 ):
     def query_tile_range(j, T, S, block_q, block_k, left=None):
@@ -900,10 +963,15 @@ def _bounds(
         first, stop = first_query(k_start, k_stop), stop_query(k_start, k_stop, left, T)
         return (
             -(-first // block_q) if first_ceil else first // block_q,
-            stop // block_q if stop_floor else -(-stop // block_q),
+            stop // block_q + stop_plus_one if stop_floor or stop_plus_one else -(-stop // block_q),
         )
 
     return query_tile_range
+
+
+def _in_tiles(change):
+    """change(first, stop) of the right range."""
+    return lambda *arguments: change(*_bounds()(*arguments))
 
 
 _BOUNDS = Exercise(
@@ -959,7 +1027,7 @@ _BOUNDS = Exercise(
         Mistake(
             "the window is one query too short (too few tiles)",
             _bounds(stop_query=lambda k_start, k_stop, left, T: T if left is None else min(k_stop - 1 + left, T)),
-            "Query n sees key n - left too, so the last one is k_stop - 1 + left: see the text of the exercise.",
+            "Query i sees key i - left too, so the last one is k_stop - 1 + left: see the text of the exercise.",
         ),
         Mistake(
             "the window is one query too long (too many tiles)",
@@ -976,7 +1044,80 @@ _BOUNDS = Exercise(
             _bounds(
                 stop_query=lambda k_start, k_stop, left, T: T if left is None else k_stop + left,
             ),
-            "There are no queries from T on: cut stop there, as the text of the exercise does.",
+            "There are no queries from T on, so stop lies at T or before: see hint 2.",
+        ),
+        Mistake(
+            "a window of 0 is taken for no window (too many tiles)",
+            _bounds(stop_query=lambda k_start, k_stop, left, T: min(k_stop + left, T) if left else T),
+            "0 is false in Python: ask whether left is None.",
+        ),
+        Mistake(
+            "stop is the last tile itself instead of the one behind it (too few tiles)",
+            _in_tiles(lambda first, stop: (first, stop - 1)),
+            "stop is not included: see the text of the exercise.",
+        ),
+        Mistake(
+            "one more tile is added to stop even where a tile ends just there (too many tiles)",
+            _bounds(stop_plus_one=True),
+            "Round up, -(-stop // block_q), which adds nothing to a whole number: see the text of the exercise.",
+        ),
+        Mistake(
+            "the second number is a count of tiles instead of stop",
+            _in_tiles(lambda first, stop: (first, stop - first)),
+            "Return where the range stops, not how long it is: see the text of the exercise.",
+        ),
+        Mistake(
+            "first and stop are returned in the wrong order",
+            _in_tiles(lambda first, stop: (stop, first)),
+            "Return (first, stop): see the text of the exercise.",
+        ),
+        Mistake(
+            "the range is given in queries instead of tiles",
+            lambda j, T, S, block_q, block_k, left=None: _bounds()(j, T, S, 1, block_k, left),
+            "Divide by block_q at the very end: see hint 1.",
+        ),
+        Mistake(
+            "block_q and block_k have changed places",
+            lambda j, T, S, block_q, block_k, left=None: _bounds()(j, T, S, block_k, block_q, left),
+            "Tile j holds block_k keys, and the range counts tiles of block_q queries: see the text of the exercise.",
+        ),
+        Mistake(
+            "T and S have changed places",
+            lambda j, T, S, block_q, block_k, left=None: _bounds()(j, S, T, block_q, block_k, left),
+            "T counts the queries and S the keys: see the text of the exercise.",
+        ),
+        Mistake(
+            "first is measured from the key behind the tile (too few tiles)",
+            _bounds(first_query=lambda k_start, k_stop: k_stop),
+            "The first key is seen by query k_start already: see the picture of section 8.",
+        ),
+        Mistake(
+            "stop is as far behind the first key as the window is long (too few tiles)",
+            _bounds(stop_query=lambda k_start, k_stop, left, T: T if left is None else min(k_start + left, T)),
+            "The last key of the tile is seen from furthest away, by query k_stop - 1 + left: see hint 2.",
+        ),
+        Mistake(
+            "the window is taken off the start instead of added to the end",
+            lambda j, T, S, block_q, block_k, left=None: (
+                max(j * block_k - (left or 0), 0) // block_q,
+                -(-T // block_q) if j * block_k < T else 0,
+            ),
+            "Queries look back, so a key is seen by the left queries after it: see the text of the exercise.",
+        ),
+        Mistake(
+            "the last tile of queries is left out if it is not full (too few tiles)",
+            lambda j, T, S, block_q, block_k, left=None: (
+                j * block_k // block_q,
+                min(_bounds()(j, T, S, block_q, block_k, left)[1], T // block_q),
+            ),
+            "The lengths need not be multiples of the tiles, so round up: see the text of the exercise.",
+        ),
+        Mistake(
+            "the key tile that begins right behind the last query is visited (too many tiles)",
+            lambda j, T, S, block_q, block_k, left=None: _bounds(guard=j * block_k > T)(
+                j, T, S, block_q, block_k, left
+            ),
+            "Queries end at T - 1, so nobody sees a key at T: see hint 2.",
         ),
         Mistake(
             "keys behind the last query are not thought of (too many tiles)",
