@@ -105,8 +105,10 @@ def _run_layer(answer, x, w_qkv, w_merge, dout, N, method):
         out = answer(*arrays, N, attention)
         if out is None:
             raise Complaint("out: expected an array, got None: is a `return` missing?")
-        if np.shape(out) != x.shape:
-            raise Complaint(f"out: expected shape {x.shape}, got {np.shape(out)}")
+        if not hasattr(out, "shape"):
+            raise Complaint(f"out: expected an array of shape {x.shape}, got a {type(out).__name__}")
+        if out.shape != x.shape:
+            raise Complaint(f"out: expected shape {x.shape}, got {out.shape}")
         return out
 
     def value_and_gradients(dout, *arrays):
@@ -127,13 +129,8 @@ def _layer_expected(x, w_qkv, w_merge, dout, N, method):
     dheads = (dout @ w_merge.T).reshape(B, T, N, C // N)
     gradients = oracle_gradients(q, k, v, dheads.astype(np.float32), is_causal=True)
     dqkv = np.concatenate([gradient.reshape(B, T, C) for gradient in gradients], axis=-1)
-    return (
-        heads @ w_merge,
-        dqkv @ w_qkv.T,
-        np.einsum("bti,btj->ij", x, dqkv),
-        np.einsum("bti,btj->ij", heads, dout),
-        True,
-    )
+    gradients = dqkv @ w_qkv.T, np.einsum("bti,btj->ij", x, dqkv), np.einsum("bti,btj->ij", heads, dout)
+    return *(array.astype(np.float32) for array in (heads @ w_merge, *gradients)), True
 
 
 def _split(array, N):
@@ -212,6 +209,52 @@ _LAYER = Exercise(
             "attention takes (B, T, N, H), positions before heads: see section 1.",
         ),
         Mistake(
+            "a reshape to (B, N, T, H) gives every head the numbers of others, and attention the heads as positions",
+            _layer(split=lambda array, N: _split_without_moving(array, N).swapaxes(1, 2)),
+            "attention takes (B, T, N, H): reshape to that, which moves nothing, see the text of the exercise.",
+        ),
+        Mistake(
+            "attention runs over the heads instead of the positions, and the result is not turned back",
+            _layer(split=lambda array, N: _split(array, N).swapaxes(1, 2)),
+            "attention takes (B, T, N, H), positions before heads: see section 1.",
+        ),
+        Mistake(
+            "heads and positions are exchanged before they are merged",
+            _layer(join=lambda out: out.swapaxes(1, 2)),
+            "attention returns (B, T, N, H), which a reshape turns into (B, T, C): see the text of the exercise.",
+        ),
+        Mistake(
+            "N and H have changed places",
+            lambda x, w_qkv, w_merge, N, attention: _layer()(x, w_qkv, w_merge, x.shape[-1] // N, attention),
+            "There are N heads of H = C // N numbers: the last two axes are (N, H).",
+        ),
+        Mistake(
+            "queries, keys and values take every third column of w_qkv",
+            lambda x, w_qkv, w_merge, N, attention: _layer()(
+                x, jnp.concatenate([w_qkv[:, part::3] for part in range(3)], axis=1), w_merge, N, attention
+            ),
+            "The first C columns make the queries, the next C the keys: see the text of the exercise.",
+        ),
+        Mistake(
+            "the result of attention is scaled once more",
+            lambda x, w_qkv, w_merge, N, attention: (
+                _layer()(x, w_qkv, w_merge, N, attention) / math.sqrt(x.shape[-1] // N)
+            ),
+            "attention scales the logits itself, and its result needs no scale: see the text of the exercise.",
+        ),
+        Mistake(
+            "x is normalised once more",
+            lambda x, w_qkv, w_merge, N, attention: _layer()(
+                x / jnp.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6), w_qkv, w_merge, N, attention
+            ),
+            "x comes normalised already: see the text of the exercise.",
+        ),
+        Mistake(
+            "no gradient passes attention",
+            _layer(join=jax.lax.stop_gradient),
+            "Return the result as JAX computed it, without stop_gradient: the checker takes gradients through it.",
+        ),
+        Mistake(
             "head n takes every N-th column instead of H columns side by side",
             _layer(split=_split_by_columns, join=lambda out: out.swapaxes(2, 3)),
             "Head n owns the columns n H to (n + 1) H: see the text of the exercise.",
@@ -245,6 +288,11 @@ _LAYER = Exercise(
             "the queries are multiplied by √H before attention",
             _layer(parts=lambda q, k, v, H: (q * math.sqrt(H), k, v)),
             "attention multiplies the logits by 1 / √H itself: leave q as it is, see section 1.",
+        ),
+        Mistake(
+            "the parts are taken in the order v, k, q",
+            _layer(parts=lambda q, k, v, H: (v, k, q)),
+            "The order in w_qkv is q, k, v, and attention takes them in this order: see the text of the exercise.",
         ),
         Mistake(
             "keys and values are exchanged",
