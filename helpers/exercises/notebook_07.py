@@ -1048,9 +1048,9 @@ _FLOPS = Exercise(
             "Of the queries in a tile the last one sees furthest: see hint 2.",
         ),
         Mistake(
-            "the last key of a tile decides whether its pair is visited",
+            "the last key of a tile decides whether its pair is visited, or the tiles of a row are rounded down",
             _flops(visited=lambda i, j, T, S, block_q, block_k: (j + 1) * block_k <= (i + 1) * block_q),
-            "Of the keys in a tile the first one is seen by most queries: see hint 2.",
+            "Of the keys in a tile the first one is seen by most queries, and one is enough: see hint 2.",
         ),
         Mistake(
             "the last query is not given the key at its own position",
@@ -1081,15 +1081,6 @@ _FLOPS = Exercise(
             "tiles of keys are counted that do not exist",
             _flops(pairs=lambda T, S, block_q, block_k: sum(-(-i // block_k) for i in range(block_q, T + 1, block_q))),
             "There are S // block_k tiles of keys, however far a query could see: see the text of the exercise.",
-        ),
-        Mistake(
-            "the number of tiles that a row visits is rounded down",
-            _flops(
-                pairs=lambda T, S, block_q, block_k: sum(
-                    min(i // block_k, S // block_k) for i in range(block_q, T + 1, block_q)
-                )
-            ),
-            "A tile of keys counts as a whole if a query sees one key of it, so round up: see hint 2.",
         ),
         Mistake(
             "pairs of tiles are counted as if they were pairs of a query and a key",

@@ -1,6 +1,6 @@
 """The portable backward kernels: the gradients of attention without ever storing a table.
 
-FlashAttention-2 (arXiv 2307.08691), algorithm 2, for one query head (dS of FlashAttention's
+FlashAttention-2 (arXiv 2307.08691), algorithm 2, for one query head (ds of FlashAttention's
 appendix B.4, arXiv 2205.14135, with the gradient of lse added):
 
     p      = exp(scale q k^T - lse)         the weights again, from the residual lse
