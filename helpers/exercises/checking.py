@@ -251,7 +251,7 @@ def _limited(seconds):
 
     def stop(*_):
         waited, ran = time.monotonic() - began, time.process_time() - began_cpu
-        starved = 0.05 * waited < ran < 0.6 * waited
+        starved = 0.01 * waited < ran < 0.6 * waited
         if running and (not starved or waited > 3 * seconds):
             raise _TooSlow
 
