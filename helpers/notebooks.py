@@ -1,37 +1,38 @@
-"""The one tool that writes notebooks: execute them, normalise them, lay out a learner's copies.
+"""The one tool that writes the outputs of notebooks: execute them and normalise them.
 
-    python -m helpers.notebooks execute [notebooks/03_….ipynb …]
-    python -m helpers.notebooks workbook
+    python -m helpers.notebooks execute [--anew] [03 …]
 
-Executing twice gives the same bytes. The workbook is a git-ignored copy of the notebooks for the
-learner to write in; a file in it is never overwritten.
+Executing an unchanged notebook again changes no byte of it. A cell that is the same as before, after cells that are
+the same, keeps its output if the new one says the same. For a cell that `nbval-ignore-output` excuses from comparison,
+that is the same but for the numbers. `--anew` keeps nothing: for another JAX, or another style of the pictures.
 """
 
 import argparse
 import base64
-import json
+import io
 import os
-import shutil
+import re
 import sys
 import time
-from pathlib import Path
 
 import nbformat
+import numpy as np
 from nbclient import NotebookClient
+from PIL import Image
 
 from helpers.plots.style import compact_png
+from helpers.workbook import NOTEBOOKS, find, replace
 
-ROOT = Path(__file__).parents[1]
-NOTEBOOKS = ROOT / "notebooks"
-WORKBOOK = ROOT / "workbook"
 KEPT_METADATA = ("tags", "jupyter")
 CELL_TIMEOUT_S = 120
 WIDGET = "application/vnd.jupyter.widget-view+json"
+IGNORED = "nbval-ignore-output"
+NUMBER = re.compile(r"(?<![\w.])[+-]?\d+(,\d{3})*(\.\d+)?(e[+-]?\d+)?(?![\d.]*\d)")  # and no version, such as 2.5.5
 
 
-def execute(path):
-    """Run a notebook from top to bottom on the CPU and write it back, normalised."""
-    notebook = nbformat.read(path, as_version=4)
+def execute(path, anew=False):
+    """Run a notebook from top to bottom on the CPU and write it back, normalised, with its old outputs where it can."""
+    notebook, before = (nbformat.read(path, as_version=4) for _ in range(2))
     os.environ["JAX_PLATFORMS"] = "cpu"
     NotebookClient(
         notebook,
@@ -41,8 +42,13 @@ def execute(path):
         coalesce_streams=True,
         resources={"metadata": {"path": str(path.parent)}},
     ).execute()
-    normalise(notebook, path.stem.split("_")[0])
-    _write(path, nbformat.writes(notebook) + "\n")
+    number = path.stem.split("_")[0]
+    normalise(notebook, number)
+    if not anew:
+        normalise(before, number)
+        keep_outputs(before, notebook)
+    text = nbformat.writes(notebook) + "\n"
+    replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def normalise(notebook, number):
@@ -75,64 +81,54 @@ def normalise(notebook, number):
                     output.data["image/png"] = base64.b64encode(png).decode()
 
 
-def lay_out_workbook(notebooks=NOTEBOOKS, workbook=WORKBOOK):
-    """Copy each notebook that the workbook lacks. Returns one line of text for each thing done.
-
-    A file that is no longer a notebook is moved aside under a new name, never lost, and a fresh
-    copy takes its place.
-    """
-    workbook.mkdir(exist_ok=True)
-    said = []
-    for source in sorted(notebooks.glob("*.ipynb")):
-        target = workbook / source.name
-        if target.exists() and not _is_notebook(target):
-            aside = _unused_name(target)
-            target.rename(aside)
-            shutil.copyfile(source, target)
-            said.append(f"{target.name} could not be read as a notebook: kept as {aside.name}, fresh copy made")
-        elif not target.exists():
-            shutil.copyfile(source, target)
-            said.append(f"added {target.name}")
-    return said
+def keep_outputs(before, notebook):
+    """Give an executed notebook its outputs from before, where sources are the same and results differ by chance."""
+    old_cells, new_cells = ([cell for cell in each.cells if cell.cell_type == "code"] for each in (before, notebook))
+    for old, new in zip(old_cells, new_cells, strict=False):
+        if old.source != new.source:
+            return
+        excused = IGNORED in new.metadata.get("tags", ())
+        if len(old.outputs) == len(new.outputs) and all(
+            _alike(*pair, excused) for pair in zip(old.outputs, new.outputs, strict=True)
+        ):
+            new.outputs = old.outputs
 
 
-def _is_notebook(path):
-    """Whether JupyterLab could open it; a notebook that merely breaks some rule of the format can stay."""
-    try:
-        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    except (ValueError, KeyError, TypeError):
+def _alike(old, new, excused):
+    """Whether two outputs differ only by chance."""
+    if (old.output_type, old.get("name")) != (new.output_type, new.get("name")):
         return False
-    return isinstance(cells, list)
+    old, new = (output.get("data") or {"text/plain": output.get("text", "")} for output in (old, new))
+    same_text = (lambda a, b: _without_numbers(a) == _without_numbers(b)) if excused else str.__eq__
+    return old.keys() == new.keys() and all(
+        (_same_picture if kind == "image/png" else same_text)(old[kind], new[kind]) for kind in old
+    )
 
 
-def _unused_name(path):
-    stamp = time.strftime("%Y-%m-%d")
-    number = 1
-    while (aside := path.with_name(f"{path.stem}.broken-{stamp}-{number}{path.suffix}.txt")).exists():
-        number += 1
-    return aside
+def _without_numbers(text):
+    return re.sub(" +", " ", NUMBER.sub("0", text))
 
 
-def _write(path, text):
-    """Replace a file in one step, so that an interruption leaves the old one."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+def _same_picture(old, new):
+    """Whether two pictures, PNG files in base 64, have the same pixels."""
+    old, new = (Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB") for png in (old, new))
+    return old.size == new.size and np.array_equal(old, new)
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     executing = commands.add_parser("execute", help="run notebooks and write them back, normalised")
-    executing.add_argument("paths", nargs="*", type=Path, help="default: all")
-    commands.add_parser("workbook", help="copy notebooks that the workbook lacks")
+    executing.add_argument("notebooks", nargs="*", help="numbers, names or paths; default: all")
+    executing.add_argument("--anew", action="store_true", help="keep no old output")
     options = parser.parse_args(arguments)
-    if options.command == "workbook":
-        print("\n".join(lay_out_workbook()) or "workbook is up to date")
-        return
-    for path in options.paths or sorted(NOTEBOOKS.glob("*.ipynb")):
+    try:
+        paths = [find(name) for name in options.notebooks] or sorted(NOTEBOOKS.glob("*.ipynb"))
+    except LookupError as error:
+        sys.exit(str(error))
+    for path in paths:
         began = time.perf_counter()
-        execute(path)
+        execute(path, options.anew)
         print(f"{path.name}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
 
 

@@ -50,9 +50,10 @@ TESTS = {
     "helpers/measure/timing.py": ["test_measure", "test_simulated"],
     "helpers/measure/traffic.py": ["test_tiles", "04_pallas_basics"],
     "helpers/measure/tune.py": ["test_measure", "test_hopper_tables"],
-    "helpers/notebooks.py": ["test_setup", "test_files"],
+    "helpers/notebooks.py": ["test_notebooks", "test_files"],
     "helpers/setup_environment.sh": ["test_setup"],
     "helpers/transformer.py": ["test_training", "08_training"],
+    "helpers/workbook.py": ["test_workbook"],
 }  # fmt: skip
 
 
@@ -231,7 +232,7 @@ FAULTS = [
         ("a negative scale keeps its queries", "return -query, dataclasses.replace(problem, scale=-problem.scale)", "return query, dataclasses.replace(problem, scale=-problem.scale)"),
         ("a scale of zero is one", "return jnp.zeros_like(query), dataclasses", "return query, dataclasses"),
         ("the last part of the heads is longest last", "jnp.where((parts - 1 - part) % 2 == 1, level, q_tiles - 1 - level)", "jnp.where((parts - 1 - part) % 2 == 0, level, q_tiles - 1 - level)"),
-        ("long float16 sequences are guessed", "return tiles._replace(guess=tiles.guess and not too_long)", "return tiles"),
+        ("long float16 sequences are guessed", "return tiles.replace(guess=tiles.guess and not too_long)", "return tiles"),
         ("programs go by the keys of the longest query", "return q_start, lax.rem(head, problem.N), lax.div(head, problem.N), key_stop(q_start + q_block)", "return q_start, lax.rem(head, problem.N), lax.div(head, problem.N), key_stop(problem.T)", "the keys that no query sees are masked, so that they cost time and change nothing"),
     ),
     *_of(
@@ -346,9 +347,11 @@ FAULTS = [
         ("the gain of a norm is not used", "return gain * x * jax.lax.rsqrt", "return x * jax.lax.rsqrt"),
     ),
     *_of(
-        "helpers/notebooks.py",
-        ("a learner's work is overwritten", "elif not target.exists():", "else:"),
+        "helpers/workbook.py",
+        ("a learner's work is overwritten", "elif mine in earlier.get(name, []) + laid_out.get(name, []):", "elif True:"),
         ("a broken notebook is lost", "target.rename(aside)", "target.unlink()"),
+        ("running a notebook is an edit", 'json.dumps([cell for cell in said if cell[1]])', "json.dumps(cells)"),
+        ("an interrupted update looks like an edit", "    _remember(target.parent, source.name, edition(source))\n    replace(target, lambda temporary: shutil.copyfile(source, temporary))", "    replace(target, lambda temporary: shutil.copyfile(source, temporary))\n    _remember(target.parent, source.name, edition(source))"),
     ),
     *_of(
         "helpers/setup_environment.sh",

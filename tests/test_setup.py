@@ -5,11 +5,8 @@ import shutil
 import stat
 import subprocess
 
-import nbformat
 import pytest
 from lessons import ROOT
-
-from helpers.notebooks import lay_out_workbook
 
 SCRIPT = ROOT / "helpers" / "setup_environment.sh"
 
@@ -211,47 +208,9 @@ def test_the_oldest_jax_replaces_the_pinned_one(machine):
     assert len(constraints) == len((ROOT / "constraints.txt").read_text().splitlines())
 
 
-def _notebook(text):
-    return nbformat.writes(nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text, id="a")]))
-
-
-@pytest.fixture
-def folders(tmp_path):
-    notebooks, workbook = tmp_path / "notebooks", tmp_path / "workbook"
-    notebooks.mkdir()
-    for name in ("00_first.ipynb", "01_second.ipynb"):
-        (notebooks / name).write_text(_notebook(name))
-    return notebooks, workbook
-
-
-def test_the_workbook_gets_what_it_lacks_and_keeps_what_it_has(folders):
-    notebooks, workbook = folders
-    assert lay_out_workbook(notebooks, workbook) == ["added 00_first.ipynb", "added 01_second.ipynb"]
-    mine = _notebook("my answer")
-    (workbook / "00_first.ipynb").write_text(mine)
-    (notebooks / "00_first.ipynb").write_text(_notebook("a new edition"))
-    (notebooks / "02_third.ipynb").write_text(_notebook("third"))
-    assert lay_out_workbook(notebooks, workbook) == ["added 02_third.ipynb"]
-    assert (workbook / "00_first.ipynb").read_text() == mine
-    assert lay_out_workbook(notebooks, workbook) == []
-
-
-@pytest.mark.parametrize("broken", ["", "not JSON", '{"cells": 3}', "{}"])
-def test_a_notebook_that_cannot_be_read_is_kept_aside(folders, broken):
-    notebooks, workbook = folders
-    lay_out_workbook(notebooks, workbook)
-    for _ in range(2):  # twice on one day must not overwrite the first
-        (workbook / "00_first.ipynb").write_text(broken)
-        (said,) = lay_out_workbook(notebooks, workbook)
-        assert "could not be read" in said
-    kept = sorted(workbook.glob("00_first.broken-*"))
-    assert [path.read_text() for path in kept] == [broken, broken]
-    assert "00_first.ipynb" in (workbook / "00_first.ipynb").read_text()
-
-
 def test_make_help_names_every_command():
     text = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for command in ("lab", "test", "notebooks", "figures", "lint", "help", "gpu-test", "gpu-fuzz"):
+    for command in ("lab", "fresh", "test", "notebooks", "figures", "lint", "help", "gpu-test", "gpu-fuzz"):
         assert f"make {command} " in text
 
 
