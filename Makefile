@@ -3,7 +3,7 @@
 VENV ?= .venv
 IN_VENV = $(VENV)/bin/python
 OLDEST_JAX = 0.11.2
-START = --LabApp.default_url=/lab/tree/workbook/00_start_here.ipynb
+START = --Application.log_level=WARN --LabApp.default_url=/lab/tree/workbook/00_start_here.ipynb
 # Jupyter refuses to run as root unless told so; it listens on this machine only, behind its token.
 AS_ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
 # One worker a core: threads of their own would only get in each other's way.
@@ -20,11 +20,12 @@ setup:
 	@sh helpers/setup_environment.sh "$(VENV)"
 
 lab: setup ## open the series in JupyterLab, in your own copy of the notebooks
-	@$(IN_VENV) -m helpers.workbook
-	@$(IN_VENV) -m jupyter lab --ip=localhost $(AS_ROOT) $(START) $(ARGS)
+	@$(IN_VENV) -P helpers/workbook.py
+	@echo "Starting JupyterLab, which takes some seconds."
+	@$(IN_VENV) -P helpers/lab.py --ip=localhost $(AS_ROOT) $(START) $(ARGS)
 
 fresh: setup ## put a fresh copy of a notebook beside yours: make fresh NOTEBOOK=05
-	@$(IN_VENV) -m helpers.workbook fresh "$(NOTEBOOK)"
+	@$(IN_VENV) -P helpers/workbook.py fresh "$(NOTEBOOK)"
 
 test: setup ## run the quick tier of the tests, notebooks included
 	@$(ON_CPU) $(IN_VENV) -m pytest -n auto -m "not full" $(ARGS)

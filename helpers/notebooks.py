@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import time
+from pathlib import Path
 
 import nbformat
 import numpy as np
@@ -123,10 +124,10 @@ def main(arguments=None):
     executing.add_argument("--anew", action="store_true", help="keep no old output")
     options = parser.parse_args(arguments)
     try:
-        paths = [find(name) for name in options.notebooks] or sorted(NOTEBOOKS.glob("*.ipynb"))
+        paths = [Path(name) if Path(name).is_file() else find(name, NOTEBOOKS) for name in options.notebooks]
     except LookupError as error:
         sys.exit(str(error))
-    for path in paths:
+    for path in paths or sorted(NOTEBOOKS.glob("*.ipynb")):
         began = time.perf_counter()
         execute(path, options.anew)
         print(f"{path.name}: {time.perf_counter() - began:.0f} s", file=sys.stderr)

@@ -1,9 +1,15 @@
 """The set-up commands on machines that are not as one would wish."""
 
 import os
+import re
+import shlex
 import shutil
+import socket
 import stat
 import subprocess
+import sys
+import time
+import urllib.request
 
 import pytest
 from lessons import ROOT
@@ -214,9 +220,42 @@ def test_make_help_names_every_command():
         assert f"make {command} " in text
 
 
-def test_make_lab_keeps_its_token_and_stays_on_this_machine():
+@pytest.fixture
+def lab():
+    """How `make lab` starts JupyterLab."""
     environment = {**os.environ, "MAKEFLAGS": ""}
     command = ["make", "--dry-run", "lab", "ARGS=--no-browser"]
     text = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
-    assert "--ip=localhost" in text and "workbook/00_start_here.ipynb" in text
-    assert "token" not in text.lower() and "password" not in text.lower()
+    return text.splitlines()[-1]
+
+
+def test_make_lab_keeps_its_token_and_stays_on_this_machine(lab):
+    assert "--ip=localhost" in lab and "workbook/00_start_here.ipynb" in lab
+    assert "token" not in lab.lower() and "password" not in lab.lower()
+
+
+@pytest.mark.full
+def test_make_lab_says_one_address_what_to_click_and_how_to_stop(lab, tmp_path):
+    """And nothing else, but for a port that is in use."""
+    options = [f"--ServerApp.root_dir={tmp_path}", "--no-browser"]
+    folders = {f"JUPYTER_{name}_DIR": str(tmp_path / name) for name in ("CONFIG", "DATA", "RUNTIME")}
+    with socket.socket() as other, open(tmp_path / "said", "w") as said:
+        other.bind(("localhost", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        command = [sys.executable, *shlex.split(lab)[1:], f"--port={port}", *options]
+        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | folders, stdout=said, stderr=said)
+        try:
+            deadline = time.monotonic() + 120
+            while "To stop" not in (text := (tmp_path / "said").read_text()):
+                assert process.poll() is None and time.monotonic() < deadline, text
+                time.sleep(0.2)
+            (address,) = re.findall(r"http://\S+", text)
+            assert re.fullmatch(r"http://localhost:\d+/lab/tree/workbook/00_start_here.ipynb\?token=\w{20,}", address)
+            assert f"because {port} is in use" in text and "Shift+Enter" in text and "Ctrl+C here" in text
+            assert "LabApp]" not in text and "ServerApp]" not in text
+            assert "/login" not in urllib.request.urlopen(address).url
+            assert "/login" in urllib.request.urlopen(address.partition("?")[0]).url
+        finally:
+            process.terminate()
+            process.wait(timeout=20)

@@ -1,0 +1,112 @@
+"""Executing a notebook again changes what changed, and nothing else."""
+
+import base64
+import io
+
+import nbformat
+import pytest
+from lessons import PATHS
+from PIL import Image
+
+from helpers import notebooks
+from helpers.notebooks import IGNORED, execute, keep_outputs
+
+PICTURE = """
+import io, random
+from IPython.display import Image
+from PIL import Image as Picture
+png = io.BytesIO()
+Picture.new("RGB", (8, 8), (random.randrange(256), 0, 0)).save(png, "PNG")
+Image(png.getvalue())
+"""
+
+
+def notebook(*cells):
+    """A notebook of (source, tags)."""
+    made = [
+        nbformat.v4.new_code_cell(source, id=f"a{place}", metadata={"tags": tags} if tags else {})
+        for place, (source, tags) in enumerate(cells)
+    ]
+    return nbformat.v4.new_notebook(cells=made)
+
+
+def write(path, *cells):
+    nbformat.write(notebook(*cells), path)
+
+
+def change(path, place, source):
+    found = nbformat.read(path, as_version=4)
+    found.cells[place].source = source
+    nbformat.write(found, path)
+
+
+def outputs(path):
+    return [cell.outputs for cell in nbformat.read(path, as_version=4).cells]
+
+
+def test_an_unchanged_notebook_keeps_every_byte(tmp_path):
+    path = tmp_path / "03_small.ipynb"
+    clock = ("import time\nprint(f'took {time.perf_counter():.9f} s')", [IGNORED])
+    write(path, clock, ("print(6 * 7)", []), (PICTURE, [IGNORED]), ("print('first')", []))
+    execute(path)
+    before = path.read_bytes()
+    execute(path)
+    assert path.read_bytes() == before
+
+    old = outputs(path)
+    change(path, 1, "print(6 * 8)")
+    execute(path)
+    new = outputs(path)
+    assert new[0] == old[0] and new[1][0].text == "48\n"
+    assert new[2] != old[2], "what stands behind a change may come from it"
+    assert new[3] == old[3]
+
+    execute(path, anew=True)
+    assert outputs(path)[0] != new[0]
+
+
+def stream(text):
+    return nbformat.v4.new_output("stream", name="stdout", text=text)
+
+
+def png(pixels):
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return nbformat.v4.new_output("display_data", {"image/png": base64.b64encode(file.getvalue()).decode()})
+
+
+def is_kept(old, new, tags=()):
+    before, after = (notebook(("x", list(tags))) for _ in range(2))
+    before.cells[0].outputs, after.cells[0].outputs = [old], [new]
+    keep_outputs(before, after)
+    return after.cells[0].outputs == [old]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kept"),
+    [
+        ("took 3.5 s", "took 4.25 s", True),
+        ("error 6.0e-07", "error 8.3e-07", True),
+        ("  9.5 ms  95 %", " 10.5 ms 105 %", True),
+        ("1,200 tokens", "900 tokens", True),
+        ("took 3.5 s", "it took 3.5 s", False),
+        ("JAX 0.12.0.1 · NumPy 2.5.5", "JAX 0.12.1 · NumPy 2.5.5", False),
+        ("float32", "float16", False),
+    ],
+)
+def test_numbers_may_differ_where_a_cell_is_excused(old, new, kept):
+    assert is_kept(stream(old), stream(new), [IGNORED]) is kept
+    assert not is_kept(stream(old), stream(new))
+    assert is_kept(stream(old), stream(old))
+
+
+def test_only_the_notebooks_that_are_named_are_executed(tmp_path, monkeypatch):
+    done = []
+    monkeypatch.setattr(notebooks, "execute", lambda path, anew: done.append((path.name, anew)))
+    notebooks.main(["execute", "3", f"notebooks/{PATHS[5].name}"])
+    assert done == [(PATHS[3].name, False), (PATHS[5].name, False)]
+    done.clear()
+    notebooks.main(["execute", "--anew"])
+    assert done == [(path.name, True) for path in PATHS]
+    with pytest.raises(SystemExit, match="no notebook '99'"):
+        notebooks.main(["execute", "99"])
