@@ -2,9 +2,11 @@
 
     python -m helpers.notebooks execute [--anew] [03 …]
 
-Executing an unchanged notebook again changes no byte of it. A cell that is the same as before, after cells that are
-the same, keeps its output if the new one says the same. For a cell that `nbval-ignore-output` excuses from comparison,
-that is the same but for the numbers. `--anew` keeps nothing: for another JAX, or another style of the pictures.
+Executing an unchanged notebook again changes no byte of it, on any machine: what differs from the last commit by chance
+is kept. A cell that is the same as there, after cells that are the same, keeps its outputs if the new ones say the
+same: the same text, or, where `nbval-ignore-output` excuses the cell, the same but for its numbers. Pictures show
+timings and rounding errors too, and their pixels do not tell what changed by chance: they are kept as well, and named
+if they differ, unless files of `helpers` were edited since that commit. `--anew` keeps nothing.
 """
 
 import argparse
@@ -12,28 +14,30 @@ import base64
 import io
 import os
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import nbformat
-import numpy as np
 from nbclient import NotebookClient
 from PIL import Image
 
 from helpers.plots.style import compact_png
-from helpers.workbook import NOTEBOOKS, find, replace
+from helpers.workbook import NOTEBOOKS, ROOT, find, replace
 
 KEPT_METADATA = ("tags", "jupyter")
 CELL_TIMEOUT_S = 120
 WIDGET = "application/vnd.jupyter.widget-view+json"
+PNG = "image/png"
 IGNORED = "nbval-ignore-output"
 NUMBER = re.compile(r"(?<![\w.])[+-]?\d+(,\d{3})*(\.\d+)?(e[+-]?\d+)?(?![\d.]*\d)")  # and no version, such as 2.5.5
 
 
 def execute(path, anew=False):
-    """Run a notebook from top to bottom on the CPU and write it back, normalised, with its old outputs where it can."""
-    notebook, before = (nbformat.read(path, as_version=4) for _ in range(2))
+    """Run a notebook on the CPU and write it back, normalised, with old outputs where it can. Returns what to say."""
+    notebook = nbformat.read(path, as_version=4)
+    before = nbformat.reads(_git(path.parent, "show", f"HEAD:./{path.name}") or path.read_text("utf-8"), as_version=4)
     os.environ["JAX_PLATFORMS"] = "cpu"
     NotebookClient(
         notebook,
@@ -45,11 +49,11 @@ def execute(path, anew=False):
     ).execute()
     number = path.stem.split("_")[0]
     normalise(notebook, number)
-    if not anew:
-        normalise(before, number)
-        keep_outputs(before, notebook)
+    normalise(before, number)
+    kept = [] if anew else keep_outputs(before, notebook, pictures=not _git(ROOT, "status", "--porcelain", "helpers"))
     text = nbformat.writes(notebook) + "\n"
     replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    return f"kept the pictures of {', '.join(kept)}, though the new ones differ; --anew takes them" if kept else ""
 
 
 def normalise(notebook, number):
@@ -77,43 +81,53 @@ def normalise(notebook, number):
                     output.metadata = nbformat.from_dict({})
                 if output.output_type == "execute_result":
                     output.execution_count = count
-                if "image/png" in output.get("data", {}):
-                    png = compact_png(base64.b64decode(output.data["image/png"]))
-                    output.data["image/png"] = base64.b64encode(png).decode()
+                if PNG in output.get("data", {}):
+                    png = compact_png(base64.b64decode(output.data[PNG]))
+                    output.data[PNG] = base64.b64encode(png).decode()
 
 
-def keep_outputs(before, notebook):
-    """Give an executed notebook its outputs from before, where sources are the same and results differ by chance."""
+def keep_outputs(before, notebook, pictures=True):
+    """Give an executed notebook its outputs from before, where sources are the same and results differ by chance.
+
+    pictures: whether a picture may differ by chance. Returns the ids of the cells where one did.
+    """
+    differ = []
     old_cells, new_cells = ([cell for cell in each.cells if cell.cell_type == "code"] for each in (before, notebook))
     for old, new in zip(old_cells, new_cells, strict=False):
         if old.source != new.source:
-            return
+            break
         excused = IGNORED in new.metadata.get("tags", ())
-        if len(old.outputs) == len(new.outputs) and all(
-            _alike(*pair, excused) for pair in zip(old.outputs, new.outputs, strict=True)
-        ):
+        parts, new_parts = (list(_parts(cell.outputs, excused)) for cell in (old, new))
+        drawn, new_drawn = (list(_drawn(cell.outputs)) for cell in (old, new))
+        if parts == new_parts and (pictures or drawn == new_drawn):
             new.outputs = old.outputs
+            differ += [new.id] if drawn != new_drawn else []
+    return differ
 
 
-def _alike(old, new, excused):
-    """Whether two outputs differ only by chance."""
-    if (old.output_type, old.get("name")) != (new.output_type, new.get("name")):
-        return False
-    old, new = (output.get("data") or {"text/plain": output.get("text", "")} for output in (old, new))
-    same_text = (lambda a, b: _without_numbers(a) == _without_numbers(b)) if excused else str.__eq__
-    return old.keys() == new.keys() and all(
-        (_same_picture if kind == "image/png" else same_text)(old[kind], new[kind]) for kind in old
-    )
+def _parts(outputs, excused):
+    """What outputs are and say, without pictures, and without numbers where those are excused."""
+    for output in outputs:
+        yield output.output_type, output.get("name")
+        for kind, content in output.get("data", {"text/plain": output.get("text")}).items():
+            text = str(content) if kind != PNG else ""
+            yield kind, re.sub(" +", " ", NUMBER.sub("0", text)) if excused else text
 
 
-def _without_numbers(text):
-    return re.sub(" +", " ", NUMBER.sub("0", text))
+def _drawn(outputs):
+    """The pixels of the pictures in outputs."""
+    for output in outputs:
+        if PNG in output.get("data", {}):
+            image = Image.open(io.BytesIO(base64.b64decode(output.data[PNG]))).convert("RGB")
+            yield image.size, image.tobytes()
 
 
-def _same_picture(old, new):
-    """Whether two pictures, PNG files in base 64, have the same pixels."""
-    old, new = (Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB") for png in (old, new))
-    return old.size == new.size and np.array_equal(old, new)
+def _git(folder, *arguments):
+    """What git says, and nothing where there is no git, no repository or no such file."""
+    try:
+        return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def main(arguments=None):
@@ -129,8 +143,8 @@ def main(arguments=None):
         sys.exit(str(error))
     for path in paths or sorted(NOTEBOOKS.glob("*.ipynb")):
         began = time.perf_counter()
-        execute(path, options.anew)
-        print(f"{path.name}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
+        said = execute(path, options.anew)
+        print(f"{path.name}: {time.perf_counter() - began:.0f} s{said and ', ' + said}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import subprocess
 
 import nbformat
 import pytest
@@ -16,7 +17,7 @@ import io, random
 from IPython.display import Image
 from PIL import Image as Picture
 png = io.BytesIO()
-Picture.new("RGB", (8, 8), (random.randrange(256), 0, 0)).save(png, "PNG")
+Picture.new("RGB", (8, 8), (random.randrange(256), random.randrange(256), random.randrange(256))).save(png, "PNG")
 Image(png.getvalue())
 """
 
@@ -44,41 +45,52 @@ def outputs(path):
     return [cell.outputs for cell in nbformat.read(path, as_version=4).cells]
 
 
-def test_an_unchanged_notebook_keeps_every_byte(tmp_path):
-    path = tmp_path / "03_small.ipynb"
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """An empty repository, whose helpers are those that pictures depend on."""
+    monkeypatch.setattr(notebooks, "ROOT", tmp_path)
+    (tmp_path / "helpers").mkdir()
+    git(tmp_path, "init", "--quiet")
+    return tmp_path
+
+
+def git(folder, *arguments):
+    subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments], cwd=folder, check=True)
+
+
+def test_an_unchanged_notebook_keeps_every_byte(repository):
+    path = repository / "03_small.ipynb"
     clock = ("import time\nprint(f'took {time.perf_counter():.9f} s')", [IGNORED])
-    write(path, clock, ("print(6 * 7)", []), (PICTURE, [IGNORED]), ("print('first')", []))
-    execute(path)
-    before = path.read_bytes()
-    execute(path)
+    write(path, clock, ("print(6 * 7)", []), (PICTURE, []), ("print('last')", []))
+    assert execute(path) == ""
+    git(repository, "add", ".")
+    git(repository, "commit", "--quiet", "--message", "x")
+
+    before, old = path.read_bytes(), outputs(path)
+    assert execute(path) == "kept the pictures of 03-002, though the new ones differ; --anew takes them"
     assert path.read_bytes() == before
 
-    old = outputs(path)
     change(path, 1, "print(6 * 8)")
-    execute(path)
+    assert execute(path) == ""
     new = outputs(path)
-    assert new[0] == old[0] and new[1][0].text == "48\n"
+    assert new[0] == old[0] and new[1][0].text == "48\n" and new[3] == old[3]
     assert new[2] != old[2], "what stands behind a change may come from it"
-    assert new[3] == old[3]
-
-    execute(path, anew=True)
-    assert outputs(path)[0] != new[0]
 
 
 def stream(text):
     return nbformat.v4.new_output("stream", name="stdout", text=text)
 
 
-def png(pixels):
+def png(colour):
     file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
+    Image.new("RGB", (8, 8), colour).save(file, "PNG")
     return nbformat.v4.new_output("display_data", {"image/png": base64.b64encode(file.getvalue()).decode()})
 
 
-def is_kept(old, new, tags=()):
+def is_kept(old, new, tags=(), pictures=True):
     before, after = (notebook(("x", list(tags))) for _ in range(2))
     before.cells[0].outputs, after.cells[0].outputs = [old], [new]
-    keep_outputs(before, after)
+    keep_outputs(before, after, pictures)
     return after.cells[0].outputs == [old]
 
 
@@ -100,9 +112,25 @@ def test_numbers_may_differ_where_a_cell_is_excused(old, new, kept):
     assert is_kept(stream(old), stream(old))
 
 
+@pytest.mark.parametrize("tags", [(), (IGNORED,)])
+def test_a_picture_is_kept_until_helpers_are_edited(tags):
+    assert is_kept(png("red"), png("blue"), tags) and is_kept(png("red"), png("red"), tags, pictures=False)
+    assert not is_kept(png("red"), png("blue"), tags, pictures=False)
+    assert not is_kept(png("red"), stream("blue"), tags)
+
+
+def test_git_is_asked_whether_helpers_are_edited(repository, monkeypatch):
+    status = lambda: notebooks._git(repository, "status", "--porcelain", "helpers")
+    assert not status()
+    (repository / "helpers" / "new.py").touch()
+    assert status()
+    monkeypatch.setenv("PATH", "")
+    assert not status(), "there is no git"
+
+
 def test_only_the_notebooks_that_are_named_are_executed(tmp_path, monkeypatch):
     done = []
-    monkeypatch.setattr(notebooks, "execute", lambda path, anew: done.append((path.name, anew)))
+    monkeypatch.setattr(notebooks, "execute", lambda path, anew: done.append((path.name, anew)) or "")
     notebooks.main(["execute", "3", f"notebooks/{PATHS[5].name}"])
     assert done == [(PATHS[3].name, False), (PATHS[5].name, False)]
     done.clear()
