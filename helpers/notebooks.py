@@ -3,10 +3,11 @@
     python -m helpers.notebooks execute [--anew] [03 …]
 
 Executing an unchanged notebook again changes no byte of it, on any machine: what differs from the last commit by chance
-is kept. A cell that is the same as there, after cells that are the same, keeps its outputs if the new ones say the
-same: the same text, or, where `nbval-ignore-output` excuses the cell, the same but for its numbers. Pictures show
-timings and rounding errors too, and their pixels do not tell what changed by chance: they are kept as well, and named
-if they differ, unless files of `helpers` were edited since that commit. `--anew` keeps nothing.
+is kept. That is asked of a cell that is the same as there, after cells that are the same. Text differs by chance where
+`nbval-ignore-output` excuses the cell, as its timings do. Pictures show timings and rounding errors too, and their
+pixels do not tell. So, as long as nothing in `helpers` and no version was edited since that commit, such outputs are
+kept, and the cells are named where more than numbers differ; otherwise they are kept if no more than numbers differ.
+`--anew` keeps nothing, and nothing is kept of a notebook that git does not know.
 """
 
 import argparse
@@ -30,6 +31,7 @@ KEPT_METADATA = ("tags", "jupyter")
 CELL_TIMEOUT_S = 120
 WIDGET = "application/vnd.jupyter.widget-view+json"
 PNG = "image/png"
+MADE_FROM = ("helpers", "constraints.txt", "pyproject.toml")  # what a notebook depends on, besides its own cells
 IGNORED = "nbval-ignore-output"
 NUMBER = re.compile(r"(?<![\w.])[+-]?\d+(,\d{3})*(\.\d+)?(e[+-]?\d+)?(?![\d.]*\d)")  # and no version, such as 2.5.5
 
@@ -37,7 +39,7 @@ NUMBER = re.compile(r"(?<![\w.])[+-]?\d+(,\d{3})*(\.\d+)?(e[+-]?\d+)?(?![\d.]*\d
 def execute(path, anew=False):
     """Run a notebook on the CPU and write it back, normalised, with old outputs where it can. Returns what to say."""
     notebook = nbformat.read(path, as_version=4)
-    before = nbformat.reads(_git(path.parent, "show", f"HEAD:./{path.name}") or path.read_text("utf-8"), as_version=4)
+    committed = _git(path.parent, "show", f"HEAD:./{path.name}")
     os.environ["JAX_PLATFORMS"] = "cpu"
     NotebookClient(
         notebook,
@@ -49,11 +51,14 @@ def execute(path, anew=False):
     ).execute()
     number = path.stem.split("_")[0]
     normalise(notebook, number)
-    normalise(before, number)
-    kept = [] if anew else keep_outputs(before, notebook, pictures=not _git(ROOT, "status", "--porcelain", "helpers"))
+    kept = []
+    if committed and not anew:
+        before = nbformat.reads(committed, as_version=4)
+        normalise(before, number)
+        kept = keep_outputs(before, notebook, by_chance=not _git(ROOT, "status", "--porcelain", *MADE_FROM))
     text = nbformat.writes(notebook) + "\n"
     replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
-    return f"kept the pictures of {', '.join(kept)}, though the new ones differ; --anew takes them" if kept else ""
+    return f"kept the outputs of {', '.join(kept)}, though the new ones differ; --anew takes them" if kept else ""
 
 
 def normalise(notebook, number):
@@ -86,10 +91,11 @@ def normalise(notebook, number):
                     output.data[PNG] = base64.b64encode(png).decode()
 
 
-def keep_outputs(before, notebook, pictures=True):
+def keep_outputs(before, notebook, by_chance=True):
     """Give an executed notebook its outputs from before, where sources are the same and results differ by chance.
 
-    pictures: whether a picture may differ by chance. Returns the ids of the cells where one did.
+    by_chance: whether pictures, and outputs that are excused, can differ in no other way. Returns the ids of cells
+    whose outputs were kept though more than numbers differ.
     """
     differ = []
     old_cells, new_cells = ([cell for cell in each.cells if cell.cell_type == "code"] for each in (before, notebook))
@@ -97,15 +103,16 @@ def keep_outputs(before, notebook, pictures=True):
         if old.source != new.source:
             break
         excused = IGNORED in new.metadata.get("tags", ())
-        parts, new_parts = (list(_parts(cell.outputs, excused)) for cell in (old, new))
+        texts, new_texts = (list(_texts(cell.outputs, excused)) for cell in (old, new))
         drawn, new_drawn = (list(_drawn(cell.outputs)) for cell in (old, new))
-        if parts == new_parts and (pictures or drawn == new_drawn):
+        same = texts == new_texts and drawn == new_drawn
+        if same or (by_chance and (excused or texts == new_texts)):
             new.outputs = old.outputs
-            differ += [new.id] if drawn != new_drawn else []
+            differ += [] if same else [new.id]
     return differ
 
 
-def _parts(outputs, excused):
+def _texts(outputs, excused):
     """What outputs are and say, without pictures, and without numbers where those are excused."""
     for output in outputs:
         yield output.output_type, output.get("name")

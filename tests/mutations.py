@@ -39,6 +39,7 @@ TESTS = {
     "helpers/attention/tables.py": ["test_measure", "test_hopper_tables"],
     "helpers/attention/tiled.py": ["test_tiles", "06_backward_mathematics", "test_exercises"],
     "helpers/exercises/checking.py": ["test_checking", "test_exercises"],
+    "helpers/exercises/record.py": ["test_progress"],
     "helpers/measure/benchmark.py": ["test_measure"],
     "helpers/measure/cost.py": ["test_tiles", "test_footprint", "test_measure", "01_naive_attention", "03_tiled_attention"],
     "helpers/measure/on_chip.py": ["test_on_chip", "11_hopper_backward"],
@@ -352,6 +353,16 @@ FAULTS = [
         ("a broken notebook is lost", "target.rename(aside)", "target.unlink()"),
         ("running a notebook is an edit", 'json.dumps([cell for cell in said if cell[1]])', "json.dumps(cells)"),
         ("an interrupted update looks like an edit", "    _remember(target.parent, source.name, edition(source))\n    replace(target, lambda temporary: shutil.copyfile(source, temporary))", "    replace(target, lambda temporary: shutil.copyfile(source, temporary))\n    _remember(target.parent, source.name, edition(source))"),
+    ),
+    *_of(
+        "helpers/notebooks.py",
+        ("outputs behind a change are kept", "            break\n", "            continue\n"),
+        ("any number may differ by chance", "if excused else text", "if kind else text"),
+    ),
+    *_of(
+        "helpers/exercises/record.py",
+        ("an exercise once solved counts as tried", "not in (state, SOLVED)", "!= state"),
+        ("checks record in any folder", "if in_a_workbook() and (path", "if (path"),
     ),
     *_of(
         "helpers/setup_environment.sh",
