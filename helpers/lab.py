@@ -1,6 +1,5 @@
 """Start JupyterLab, with a few lines of the series in place of its log. Takes the options of `jupyter lab`."""
 
-from jupyter_server.serverapp import ServerApp
 from jupyterlab.labapp import LabApp
 
 READY = """
@@ -13,7 +12,7 @@ To stop, save what you wrote (Ctrl+S), and press Ctrl+C here, twice.
 """
 
 
-class Server(ServerApp):
+class Server(LabApp.serverapp_class):
     """Jupyter's server. It says its address once, and says when that is not the usual one."""
 
     def init_httpserver(self):

@@ -233,7 +233,7 @@ FAULTS = [
         ("a negative scale keeps its queries", "return -query, dataclasses.replace(problem, scale=-problem.scale)", "return query, dataclasses.replace(problem, scale=-problem.scale)"),
         ("a scale of zero is one", "return jnp.zeros_like(query), dataclasses", "return query, dataclasses"),
         ("the last part of the heads is longest last", "jnp.where((parts - 1 - part) % 2 == 1, level, q_tiles - 1 - level)", "jnp.where((parts - 1 - part) % 2 == 0, level, q_tiles - 1 - level)"),
-        ("long float16 sequences are guessed", "return tiles.replace(guess=tiles.guess and not too_long)", "return tiles"),
+        ("long float16 sequences are guessed", "return tiles._replace(guess=tiles.guess and not too_long)", "return tiles"),
         ("programs go by the keys of the longest query", "return q_start, lax.rem(head, problem.N), lax.div(head, problem.N), key_stop(q_start + q_block)", "return q_start, lax.rem(head, problem.N), lax.div(head, problem.N), key_stop(problem.T)", "the keys that no query sees are masked, so that they cost time and change nothing"),
     ),
     *_of(
