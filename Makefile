@@ -3,7 +3,7 @@
 VENV ?= .venv
 IN_VENV = $(VENV)/bin/python
 OLDEST_JAX = 0.11.2
-START = --Application.log_level=WARN --LabApp.default_url=/lab/tree/workbook/00_start_here.ipynb
+START = --Application.log_level=ERROR --LabApp.default_url=/lab/tree/workbook/00_start_here.ipynb
 # Jupyter refuses to run as root unless told so; it listens on this machine only, behind its token.
 AS_ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
 # One worker a core: threads of their own would only get in each other's way.

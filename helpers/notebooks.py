@@ -116,7 +116,7 @@ def _texts(outputs, excused):
     """What outputs are and say, without pictures, and without numbers where those are excused."""
     for output in outputs:
         yield output.output_type, output.get("name")
-        for kind, content in output.get("data", {"text/plain": output.get("text")}).items():
+        for kind, content in sorted(output.get("data", {"text/plain": output.get("text")}).items()):
             text = str(content) if kind != PNG else ""
             yield kind, re.sub(" +", " ", NUMBER.sub("0", text)) if excused else text
 

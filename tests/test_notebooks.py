@@ -120,6 +120,13 @@ def test_a_picture_is_kept_until_helpers_are_edited(tags):
     assert not is_kept(png("red"), stream("blue"))
 
 
+def test_a_kernel_names_the_parts_of_an_output_in_another_order_than_a_file():
+    output = lambda *kinds: nbformat.v4.new_output(
+        "display_data", {kind: png("red").data["image/png"] for kind in kinds}
+    )
+    assert is_kept(output("text/plain", "image/png"), output("image/png", "text/plain"))
+
+
 def test_git_is_asked_whether_anything_was_edited(repository, monkeypatch):
     edited = lambda: notebooks._git(repository, "status", "--porcelain", *notebooks.MADE_FROM) != ""
     (repository / "notebook.ipynb").touch()
