@@ -90,7 +90,7 @@ def find(name, notebooks=NOTEBOOKS):
     stem = Path(str(name)).stem
     paths = sorted(notebooks.glob("*.ipynb"))
     for path in paths:
-        if stem == path.stem or stem.zfill(2) == path.stem.split("_")[0]:
+        if stem and (stem == path.stem or stem.zfill(2) == path.stem.split("_")[0]):
             return path
     numbers = [path.stem.split("_")[0] for path in paths]
     raise LookupError(f"there is no notebook {str(name)!r}: say a number from {numbers[0]} to {numbers[-1]}")

@@ -179,7 +179,8 @@ def test_every_notebook_is_found_by_its_number():
         find(77)
 
 
-def test_a_command_says_what_it_cannot_do(monkeypatch, tmp_path):
+@pytest.mark.parametrize("name", ["five", ""])
+def test_a_command_says_what_it_cannot_do(name, monkeypatch, tmp_path):
     monkeypatch.setattr(module, "WORKBOOK", tmp_path)
-    with pytest.raises(SystemExit, match="there is no notebook 'five'"):
-        module.main(["fresh", "five"])
+    with pytest.raises(SystemExit, match=f"there is no notebook '{name}'"):
+        module.main(["fresh", name])
