@@ -30,7 +30,6 @@ from helpers.workbook import NOTEBOOKS, ROOT, find, replace
 KEPT_METADATA = ("tags", "jupyter")
 CELL_TIMEOUT_S = 120
 WIDGET = "application/vnd.jupyter.widget-view+json"
-PNG = "image/png"
 MADE_FROM = ("helpers", "constraints.txt", "pyproject.toml")  # what a notebook depends on, besides its own cells
 IGNORED = "nbval-ignore-output"
 NUMBER = re.compile(r"(?<![\w.])[+-]?\d+(,\d{3})*(\.\d+)?(e[+-]?\d+)?(?![\d.]*\d)")  # and no version, such as 2.5.5
@@ -86,9 +85,9 @@ def normalise(notebook, number):
                     output.metadata = nbformat.from_dict({})
                 if output.output_type == "execute_result":
                     output.execution_count = count
-                if PNG in output.get("data", {}):
-                    png = compact_png(base64.b64decode(output.data[PNG]))
-                    output.data[PNG] = base64.b64encode(png).decode()
+                if "image/png" in output.get("data", {}):
+                    png = compact_png(base64.b64decode(output.data["image/png"]))
+                    output.data["image/png"] = base64.b64encode(png).decode()
 
 
 def keep_outputs(before, notebook, by_chance=True):
@@ -117,16 +116,16 @@ def _texts(outputs, excused):
     for output in outputs:
         yield output.output_type, output.get("name")
         for kind, content in sorted(output.get("data", {"text/plain": output.get("text")}).items()):
-            text = str(content) if kind != PNG else ""
+            text = str(content) if kind != "image/png" else ""
             yield kind, re.sub(" +", " ", NUMBER.sub("0", text)) if excused else text
 
 
 def _drawn(outputs):
-    """The pixels of the pictures in outputs."""
+    """The pictures in outputs: their pixels, and what else is said of them."""
     for output in outputs:
-        if PNG in output.get("data", {}):
-            image = Image.open(io.BytesIO(base64.b64decode(output.data[PNG]))).convert("RGB")
-            yield image.size, image.tobytes()
+        if "image/png" in output.get("data", {}):
+            image = Image.open(io.BytesIO(base64.b64decode(output.data["image/png"]))).convert("RGB")
+            yield image.size, image.tobytes(), output.get("metadata")
 
 
 def _git(folder, *arguments):

@@ -118,6 +118,8 @@ def test_a_picture_is_kept_until_helpers_are_edited(tags):
     assert is_kept(png("red"), png("blue"), tags) and is_kept(png("red"), png("red"), tags, by_chance=False)
     assert not is_kept(png("red"), png("blue"), tags, by_chance=False)
     assert not is_kept(png("red"), stream("blue"))
+    described = png("red") | {"metadata": {"image/png": {"alt": "a red square"}}}
+    assert not is_kept(png("red"), nbformat.from_dict(described), tags, by_chance=False)
 
 
 def test_a_kernel_names_the_parts_of_an_output_in_another_order_than_a_file():
