@@ -39,6 +39,7 @@ TESTS = {
     "helpers/attention/tables.py": ["test_measure", "test_hopper_tables"],
     "helpers/attention/tiled.py": ["test_tiles", "06_backward_mathematics", "test_exercises"],
     "helpers/exercises/checking.py": ["test_checking", "test_exercises"],
+    "helpers/exercises/record.py": ["test_progress"],
     "helpers/measure/benchmark.py": ["test_measure"],
     "helpers/measure/cost.py": ["test_tiles", "test_footprint", "test_measure", "01_naive_attention", "03_tiled_attention"],
     "helpers/measure/on_chip.py": ["test_on_chip", "12_hopper_backward"],
@@ -50,9 +51,10 @@ TESTS = {
     "helpers/measure/timing.py": ["test_measure", "test_simulated"],
     "helpers/measure/traffic.py": ["test_tiles", "04_pallas_basics"],
     "helpers/measure/tune.py": ["test_measure", "test_hopper_tables"],
-    "helpers/notebooks.py": ["test_setup", "test_files"],
+    "helpers/notebooks.py": ["test_notebooks", "test_files"],
     "helpers/setup_environment.sh": ["test_setup"],
     "helpers/transformer.py": ["test_training", "08_training"],
+    "helpers/workbook.py": ["test_workbook"],
 }  # fmt: skip
 
 
@@ -346,9 +348,21 @@ FAULTS = [
         ("the gain of a norm is not used", "return gain * x * jax.lax.rsqrt", "return x * jax.lax.rsqrt"),
     ),
     *_of(
-        "helpers/notebooks.py",
-        ("a learner's work is overwritten", "elif not target.exists():", "else:"),
+        "helpers/workbook.py",
+        ("a learner's work is overwritten", "elif mine in earlier.get(name, []) + laid_out.get(name, []):", "elif True:"),
         ("a broken notebook is lost", "target.rename(aside)", "target.unlink()"),
+        ("running a notebook is an edit", 'json.dumps([cell for cell in said if cell[1]])', "json.dumps(cells)"),
+        ("an interrupted update looks like an edit", "    _remember(target.parent, source.name, edition(source))\n    replace(target, lambda temporary: shutil.copyfile(source, temporary))", "    replace(target, lambda temporary: shutil.copyfile(source, temporary))\n    _remember(target.parent, source.name, edition(source))"),
+    ),
+    *_of(
+        "helpers/notebooks.py",
+        ("outputs behind a change are kept", "            break\n", "            continue\n"),
+        ("any number may differ by chance", "if excused else text", "if kind else text"),
+    ),
+    *_of(
+        "helpers/exercises/record.py",
+        ("an exercise once solved counts as tried", "not in (state, SOLVED)", "!= state"),
+        ("checks record in any folder", "if in_a_workbook() and (path", "if (path"),
     ),
     *_of(
         "helpers/setup_environment.sh",

@@ -1,7 +1,9 @@
 """The machinery of the exercises, on a small exercise of its own."""
 
+import contextlib
 import dataclasses
 import functools
+import io
 import itertools
 import re
 import signal
@@ -448,4 +450,19 @@ def test_a_judge_decides_and_never_raises():
     even = exercise(None, judge=lambda result, case: None if result % 2 == 0 else f"{result} is odd")
     assert judged(lambda: 4, even).status == "correct"
     assert "3 is odd" in judged(lambda: 3, even).text
-    assert "cannot be judged: None" in judged(lambda: None, even).text
+    assert "cannot be judged: None: is a `return` missing?" in judged(lambda: None, even).text
+    three = exercise(None, judge=lambda result, case: "expected three rows")
+    assert "expected three rows, got None: is a `return` missing?" in judged(lambda: None, three).text
+
+
+def test_a_mark_has_a_colour_in_a_notebook_only(capsys, monkeypatch):
+    class OutStream(io.StringIO):
+        __module__ = "ipykernel.iostream"
+
+    monkeypatch.setattr(checking, "exercise", lambda number: DOUBLE)
+    for answer, mark in ((DOUBLE.expected, "\x1b[1;32m✓\x1b[0m"), (lambda x: x, "\x1b[1;31m✗\x1b[0m"), (stub, "○")):
+        with contextlib.redirect_stdout(OutStream()) as notebook:
+            check("9.9", answer)
+        assert notebook.getvalue().startswith(f"{mark} Exercise 9.9: ")
+        check("9.9", answer)
+        assert re.sub(r"\x1b\[[0-9;]*m", "", notebook.getvalue()) == capsys.readouterr().out

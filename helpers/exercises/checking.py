@@ -33,8 +33,11 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from helpers.exercises import record
+
 SECONDS = 10  # that an answer may take for one case
 ITEMS = 10_000  # of a generator or a range that is returned
+STATES = {"wrong": record.TRIED, "correct": record.SOLVED}
 OURS = str(Path(__file__).parents[1])
 
 
@@ -130,7 +133,8 @@ def check(number, answer):
     """Print the verdict on an answer to exercise `number`, for example ``check("2.1", update)``.
 
     Never raises, and prints the same text whenever the answer is the same. A bar shows the
-    progress of a check that takes more than a second, and goes away at its end.
+    progress of a check that takes more than a second, and goes away at its end. In a workbook
+    the `record` keeps what was tried and solved.
     """
     try:
         found = exercise(number)
@@ -138,7 +142,18 @@ def check(number, answer):
         print(f'✗ There is no exercise {_describe(number)}. A check says, for example, check("2.1", update).')
         return
     bar = functools.partial(tqdm, desc=f"Exercise {found.number}", file=sys.stdout, leave=False, delay=1, unit="case")
-    print(verdict(found, answer, bar).text)
+    judged = verdict(found, answer, bar)
+    print(_in_colour(judged))
+    if judged.status in STATES:
+        record.note(found.number, STATES[judged.status])
+
+
+def _in_colour(judged):
+    """The text of a verdict, its mark green or red in a notebook. "Not attempted", which is committed, stays plain."""
+    colour = {"correct": "32", "wrong": "31"}.get(judged.status)
+    if colour is None or not type(sys.stdout).__module__.startswith("ipykernel"):
+        return judged.text
+    return f"\x1b[1;{colour}m{judged.text[0]}\x1b[0m{judged.text[1:]}"
 
 
 def exercise(number):
@@ -447,7 +462,8 @@ def _complaint(exercise, case, result):
     """What is wrong with a result, or None."""
     if exercise.judge:
         try:
-            return exercise.judge(result, case)
+            said = exercise.judge(result, case)
+            return f"{said}, got {_got(result)}" if said and result is None else said
         except Complaint as complaint:
             return str(complaint)
         except BaseException:  # the result was not of the kind that the judge looks into
