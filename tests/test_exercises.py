@@ -85,6 +85,8 @@ def test_a_known_mistake_is_rejected_under_its_own_name(number, mistake, each_an
     assert judged.status == "wrong"
     assert judged.mistake == mistake.name, judged.text
     assert mistake.advice in judged.text
+    for variant in mistake.variants:
+        assert verdict(exercise(number), variant).status == "wrong"
 
 
 def _raise(*_):
