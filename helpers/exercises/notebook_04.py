@@ -705,14 +705,14 @@ def _run_grid(
 
 
 def _strictly(answer):
-    """The same answer by somebody whose slices do not forgive a block that begins past the end."""
+    """The same answer where a block that begins past the end raises, as lengths below 0 make it."""
 
     def strict(body, x, grid, block_shape, in_map, out_map):
         def inside(index_map):
             def checked(i, j):
                 index = index_map(i, j)
                 if any(
-                    number * size >= length for number, size, length in zip(index, block_shape, x.shape, strict=True)
+                    number * size > length for number, size, length in zip(index, block_shape, x.shape, strict=True)
                 ):
                     raise IndexError
                 return index
@@ -809,9 +809,10 @@ GRID = Exercise(
             "They are filled with NaN, and what fits of the result is stored: see section 6.",
         ),
         Mistake(
-            "the function returns after its first program",
+            "the function returns after its first program, or after the first row of programs",
             functools.partial(_run_grid, programs=1),
             "`return` stands outside both loops: look at its indentation.",
+            variants=(lambda body, x, grid, *arguments: _run_grid(body, x, grid, *arguments, programs=grid[1]),),
         ),
         Mistake(
             "the height and the width of a block are exchanged",
