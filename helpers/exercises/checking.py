@@ -517,7 +517,7 @@ def _compare(mine, right, tolerance, exact_dtype=False):
         wrong = array != right
         mine, whole = array, True
     else:
-        narrower = array.dtype.kind == "f" and array.dtype.itemsize < right.dtype.itemsize
+        wide = right.dtype.itemsize == 8
         mine, right, whole = array.astype(np.float64), right.astype(np.float64), False
         if np.isnan(mine).any() and not np.isnan(right).any():
             count = int(np.isnan(mine).sum())
@@ -528,7 +528,7 @@ def _compare(mine, right, tolerance, exact_dtype=False):
         wrong = ~np.isclose(mine, right, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
         if not wrong.any():  # spread thinly: show the worst
             wrong = np.abs(mine - right) == np.nanmax(np.abs(mine - right))
-        if narrower and _close(mine, right, 100 * tolerance):
+        if wide and array.dtype.kind == "f" and array.dtype.itemsize < 8 and _close(mine, right, 100 * tolerance):
             note = f"\nYour result is {array.dtype}; if the method is right, this case needs float64."
     if not wrong.any():
         return None

@@ -1120,9 +1120,7 @@ def _cannot_be_used(result, H, itemsize, budget, sizes):
     """Why a result is no pair of block sizes that fits, or None."""
     blocks = _as_blocks(result)
     if blocks is None:
-        return "expected two integers (block_q, block_k)" + (
-            ", got None: is a `return` missing?" if result is None else ""
-        )
+        return "expected two integers (block_q, block_k)"
     for name, size in zip(("block_q", "block_k"), blocks, strict=True):
         if size not in sizes:
             return f"{name} = {str(size)[:20]} is not one of the allowed sizes"
