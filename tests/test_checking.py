@@ -51,6 +51,12 @@ def test_right_answers_of_any_container():
     assert judged(lambda x: (2 * x, x.sum())).text == "✓ Exercise 9.9: correct on 2 cases: one entry and four."
 
 
+def test_a_range_is_worth_its_numbers():
+    counting = dataclasses.replace(DOUBLE, expected=lambda x: np.arange(x.size), outputs=("indices",), mistakes=())
+    assert judged(lambda x: range(x.size), counting).status == "correct"
+    assert judged(lambda x: range(x.size + 1), counting).status == "wrong"
+
+
 def test_the_smallest_failing_case_is_shown():
     text = judged(lambda x: (2 * x if x.size == 1 else 3 * x, x.sum())).text
     assert "wrong for the large case" in text and "double: yours at [0, 0] 3, expected 2" in text
@@ -378,10 +384,18 @@ RESULTS = [(1.0, np.array([2.0, 5.0])), (3.0, np.array([7.0, 1.0])), (4.0, np.ar
             "a has the wrong sign, in every case and b is 3 times what it should be, in every case",
         ),
         (lambda a, b: (a + 1, b * [1, 2]), None),
+        (lambda a, b: (a, b * [1, 1e200]), None),  # too large to be squared
     ],
 )
 def test_slips_of_any_exercise_have_a_name(slip, name):
     assert judged(lambda n: slip(*RESULTS[n]), named(*RESULTS)).mistake == name
+
+
+def test_what_a_run_adds_is_no_result_that_can_be_misplaced():
+    told = dataclasses.replace(DOUBLE, outputs=("double", "total", "how"), expected=lambda x: (2 * x, x.sum(), "so"))
+    swapped = judged(lambda x: (x.sum(), 2 * x, "so"), told)
+    assert swapped.mistake == "the results come as total, double"
+    assert "The order asked for is double, total." in swapped.text
 
 
 def test_missing_factors_and_terms_of_a_count_are_named():

@@ -34,7 +34,7 @@ import numpy as np
 from tqdm import tqdm
 
 SECONDS = 10  # that an answer may take for one case
-ITEMS = 10_000  # of a generator that is returned
+ITEMS = 10_000  # of a generator or a range that is returned
 OURS = str(Path(__file__).parents[1])
 
 
@@ -395,7 +395,7 @@ def plain(value):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
         return tuple(plain(item) for item in value)
-    if isinstance(value, Iterator):
+    if isinstance(value, Iterator | range):
         return tuple(plain(item) for item in itertools.islice(value, ITEMS))
     if isinstance(value, Fraction | Decimal):
         return plain(int(value) if value == int(value) else float(value))
@@ -543,7 +543,9 @@ def _close(mine, right, tolerance):
     finite = np.isfinite(right)
     if not np.array_equal(mine[~finite], right[~finite], equal_nan=True):
         return False
-    error, size = np.linalg.norm(mine[finite] - right[finite]), np.linalg.norm(right[finite])
+    largest = np.abs(right[finite]).max(initial=0) or 1  # by which both are divided, lest a square overflow
+    mine, right = mine[finite] / largest, right[finite] / largest
+    error, size = np.linalg.norm(mine - right), np.linalg.norm(right)
     return bool(error <= tolerance * size) if size else bool(error <= tolerance)
 
 
@@ -628,10 +630,11 @@ def _general_slip(exercise, cases, results, answer):
         if order != tuple(places) and all(
             agree(mine[i], right[j]) for mine, right in table for i, j in enumerate(order)
         ):
-            yours = ", ".join(str(names[place]) for place in order)
-            return Mistake(
-                f"the results come as {yours}", None, f"The order asked for is {', '.join(map(str, names))}."
-            )
+            # A string that stays in its place may be what `run` adds, about how the answer was made.
+            told = [place for place in places if order[place] != place or not isinstance(table[0][1][place], str)]
+            yours = ", ".join(str(names[order[place]]) for place in told)
+            asked = ", ".join(str(names[place]) for place in told)
+            return Mistake(f"the results come as {yours}", None, f"The order asked for is {asked}.")
     found = []
     for place in places:
         if not all(agree(mine[place], right[place]) for mine, right in table):

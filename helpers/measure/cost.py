@@ -22,9 +22,9 @@ def forward_flops(T, S, H, is_causal=False):
 
 
 def naive_bytes(T, S, H, itemsize):
-    """Bytes moved if Q K^T, softmax and P V each read their inputs and write their result.
+    """Bytes moved if q k^T, softmax and w v each read their inputs once and write their result.
 
-    S is written and read, P is written and read: itemsize (4 T S + 2 T H + 2 S H).
+    The logits s and the weights w are written and read: itemsize (4 T S + 2 T H + 2 S H).
     """
     return itemsize * (4 * T * S + 2 * T * H + 2 * S * H)
 

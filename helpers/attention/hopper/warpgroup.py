@@ -36,8 +36,9 @@ def padded_head_dim(H):
 def anew(numbers):
     """The same number or array, of which the compiler knows nothing before this point.
 
-    What a loop makes of it in every step, such as addresses of operands, is then made in every step. The
-    compiler would rather make all of it ahead of the loop, and has no registers left in which to keep it.
+    What a loop makes of it in every step, such as addresses of operands, is then made
+    in every step. The compiler would rather make all of it ahead of the loop, and has
+    no registers left in which to keep it.
     """
     return lax.optimization_barrier(numbers)
 
@@ -56,10 +57,12 @@ def _dot(a, b):
 
 
 def multiply_add(acc, a, b, spare, interpret):
-    """Issue acc += a @ b on the tensor core. a: a ref, or an array in registers; acc: an ACC ref.
+    """Issue acc += a @ b on the tensor core.
 
-    The interpreter knows no register operand: there it goes through `spare`, a ref of its shape. And it
-    does not tell its race detector what a wgmma reads: there the operands are read once more, to be seen.
+    a: a ref, or an array in registers; acc: an ACC ref. The interpreter knows no
+    register operand: there it goes through `spare`, a ref of its shape. And it does not
+    tell its race detector what a wgmma reads: there the operands are read once more,
+    to be seen.
     """
     if interpret and isinstance(a, jax.Array):
         spare[...] = a
