@@ -59,11 +59,7 @@ def lay_out(notebooks=NOTEBOOKS, workbook=WORKBOOK):
     for name in sorted(earlier | laid_out):
         target = workbook / name
         if target.exists() and not (notebooks / name).exists():
-            if edition(target) in earlier.get(name, []) + laid_out.get(name, []):
-                target.unlink()
-                said.append(f"removed {name}, which has another name now and which you had not edited")
-            else:
-                said.append(f"kept {name} with your edits, though the series no longer has a notebook of this name")
+            said.append(f"kept {name}, though the series no longer has a notebook of this name: delete it if you wish")
     return said
 
 

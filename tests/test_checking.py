@@ -380,6 +380,8 @@ def test_float32_is_blamed_where_it_may_be_to_blame():
     assert "Your result is float32; if the method is right, this case needs float64." in text
     assert "float64" not in judged(lambda: np.array([1.0001, 2]), exercise(np.array([1.0, 2.0]))).text
     assert "float64" not in judged(lambda: np.array([1.1, 2], np.float32), exercise(np.array([1.0, 2.0]))).text
+    in_float32 = exercise(np.array([1.0, 2.0], np.float32))
+    assert "float64" not in judged(lambda: np.array([1.0001, 2], np.float32), in_float32).text
 
 
 RESULTS = [(1.0, np.array([2.0, 5.0])), (3.0, np.array([7.0, 1.0])), (4.0, np.array([0.0, -2.0]))]
@@ -466,3 +468,30 @@ def test_a_mark_has_a_colour_in_a_notebook_only(capsys, monkeypatch):
         assert notebook.getvalue().startswith(f"{mark} Exercise 9.9: ")
         check("9.9", answer)
         assert re.sub(r"\x1b\[[0-9;]*m", "", notebook.getvalue()) == capsys.readouterr().out
+
+
+def test_a_mistake_may_have_variants():
+    either = Mistake("one is lost", lambda x: (2 * x, x.min()), "Reread.", variants=(lambda x: (2 * x, x.max()),))
+    known = dataclasses.replace(DOUBLE, mistakes=(either,))
+    assert judged(lambda x: (2 * x, x.max()), known).mistake == "one is lost"
+    assert judged(lambda x: (2 * x, x.max() + 1), known).mistake is None
+
+
+def test_one_entry_of_a_dict_is_recognised_beside_others_that_nobody_knows():
+    table = lambda n, a, b: {"a": a * n, "b": b * n**2}
+    mistakes = (Mistake("a is doubled", lambda n: table(n, 2, 1), "Reread."),)
+    cases = [Case(f"case {n}", (n,)) for n in (2, 3)]
+    known = dataclasses.replace(
+        exercise(None), cases=lambda: cases, expected=lambda n: table(n, 1, 1), mistakes=mistakes
+    )
+    assert judged(lambda n: table(n, 1, 1), known).status == "correct"
+    assert judged(lambda n: table(n, 2, 1) | {"b": np.sqrt(n)}, known).mistake == "a is doubled"
+    assert judged(lambda n: {"a": np.sqrt(n), "b": n**2}, known).mistake is None
+
+
+def test_entries_may_differ_from_case_to_case():
+    cases = [Case(f"case {n}", (n,)) for n in (3, 1, 2)]
+    rows = lambda n: {f"row {i}": i + 1.5 for i in range(n)}
+    known = dataclasses.replace(exercise(None), cases=lambda: cases, expected=rows)
+    text = judged(lambda n: {f"row {i}": i + 2.5 for i in range(n)}, known).text
+    assert "wrong for case 3" in text and "row 0: yours 2.5, expected 1.5" in text

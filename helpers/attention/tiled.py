@@ -55,9 +55,9 @@ class SlowMemory:
 def query_outer(memory, *, scale, block_q, block_k, band=NO_BAND):
     """Attention of one head with the loop over query tiles outside.
 
-    memory holds q (T, H), k (S, H) and v (S, H) and receives out (T, H) in the dtype of q and
-    lse (T,) in float32. Each query tile keeps its state on chip until it has seen all its keys;
-    tiles of keys that the band hides are never loaded.
+    memory holds q (T, H), k (S, H) and v (S, H) and receives out (T, H) in the dtype
+    of q and lse (T,) in float32. Each query tile keeps its state on chip until it has
+    seen all its keys; tiles of keys that the band hides are never loaded.
     """
     T, H = memory.arrays["q"].shape
     S = len(memory.arrays["k"])
@@ -84,10 +84,10 @@ def query_outer(memory, *, scale, block_q, block_k, band=NO_BAND):
 def key_outer(memory, *, scale, block_q, block_k, band=NO_BAND):
     """Attention of one head with the loop over key tiles outside.
 
-    memory is as in `query_outer`, and holds m and l, (T,) float32, as well. A key tile is loaded
-    once and meets every query tile; so out, m and l travel back and forth. What is stored as out
-    is normalised by the sum so far: each visit multiplies it by the old sum, adds, and divides by
-    the new one.
+    memory is as in `query_outer`, and receives m and l, (T,) float32, as well. A key tile
+    is loaded once and meets every query tile; so out, m and l travel back and forth. What
+    is stored as out is normalised by the sum so far: each visit multiplies it by the old
+    sum, adds, and divides by the new one.
     """
     T, H = memory.arrays["q"].shape
     S = len(memory.arrays["k"])

@@ -48,11 +48,14 @@ class Mistake:
     name: completes the sentence "This is what you get when …".
     answer: a callable that makes the mistake, with the signature of the learner's function.
     advice: one sentence that leads on, naming the section to reread.
+    variants: more answers that make the same mistake with other results, for example the last of
+      several equally good choices instead of the first.
     """
 
     name: str
     answer: Callable
     advice: str
+    variants: tuple[Callable, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -210,7 +213,7 @@ def _verdict(exercise, answer, progress):
             return Verdict("wrong", text, "an argument is changed")
         else:
             continue
-        mistake = _recognise(exercise, results) or _general_slip(exercise, cases, results, answer)
+        mistake = _recognise(exercise, cases, results) or _general_slip(exercise, cases, results, answer)
         if mistake:
             text += f"\n  This is what you get when {mistake.name}.\n  {mistake.advice}"
         if outcome.changed:
@@ -569,26 +572,46 @@ def _close(mine, right, tolerance):
 # Naming a mistake
 
 
-def _recognise(exercise, results):
+def _recognise(exercise, cases, results):
     """The known mistake whose results agree with these on every case, or None."""
     if all(isinstance(result, _Raised) for result in results):
         return None
-    for mistake in exercise.mistakes:
-        try:
-            if all(
-                _same(result, _mistaken(exercise, mistake, number), 10 * exercise.tolerance)
-                for number, result in enumerate(results)
-            ):
+    return _mistake_behind(exercise, results) or _mistake_in_an_entry(exercise, cases, results)
+
+
+def _mistake_in_an_entry(exercise, cases, results):
+    """For results that are dicts of the same keys: the known mistake behind the first wrong entry that has one."""
+    if exercise.judge or not all(isinstance(result, dict) for result in results):
+        return None
+    rights = [_expected(exercise, case)[0] for case, _ in zip(cases, results, strict=False)]
+    if not isinstance(rights[0], dict) or any(right.keys() != rights[0].keys() for right in rights):
+        return None
+    for name in rights[0]:
+        mine = [result.get(name) for result in results]
+        if not all(_same(a, b[name], exercise.tolerance) for a, b in zip(mine, rights, strict=True)):
+            mistake = _mistake_behind(exercise, mine, lambda result, name=name: result[name])
+            if mistake:
                 return mistake
-        except Exception:  # the mistake does not apply to results of this kind
-            continue
+    return None
+
+
+def _mistake_behind(exercise, results, part=lambda result: result):
+    """The known mistake of which this part agrees with results on every case, or None."""
+    for mistake in exercise.mistakes:
+        for answer in (mistake.answer, *mistake.variants):
+            with contextlib.suppress(Exception):  # where the mistake does not apply to results of this kind
+                if all(
+                    _same(result, part(_mistaken(exercise, answer, number)), 10 * exercise.tolerance)
+                    for number, result in enumerate(results)
+                ):
+                    return mistake
     return None
 
 
 @functools.cache
-def _mistaken(exercise, mistake, case_number):
-    """What a mistake returns for a case: the same each time, so computed once."""
-    return _apply(exercise, mistake.answer, exercise.cases()[case_number]).result
+def _mistaken(exercise, answer, case_number):
+    """What a wrong answer returns for a case: the same each time, so computed once."""
+    return _apply(exercise, answer, exercise.cases()[case_number]).result
 
 
 def _same(a, b, tolerance):
@@ -615,12 +638,13 @@ def _general_slip(exercise, cases, results, answer):
     """A slip that can be told in any exercise by its results, as a `Mistake` without an answer; or None."""
     if exercise.judge or len(results) < 2 or any(isinstance(result, _Raised) for result in results):
         return None
-    table = []  # of (parts, right parts)
+    table, names = [], None  # table: of (parts, right parts)
     for case, result in zip(cases, results, strict=False):
-        expected, names = _expected(exercise, case)
-        parts = _parts(result, names, expected)
-        if parts is None:
+        expected, names_here = _expected(exercise, case)
+        parts = _parts(result, names_here, expected)
+        if parts is None or names not in (None, names_here):
             return None
+        names = names_here
         table.append((parts, _values(expected)))
     agree = lambda mine, right: _compare(mine, right, 10 * exercise.tolerance) is None
     places = range(len(names))
