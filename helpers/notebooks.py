@@ -81,8 +81,9 @@ def normalise(notebook, number):
             cell.outputs = [output for output in cell.outputs if WIDGET not in output.get("data", {})]
             for output in cell.outputs:
                 output.pop("transient", None)
-                if "metadata" in output:
-                    output.metadata = nbformat.from_dict({})
+                if "metadata" in output:  # of a picture: its size, and what it shows in words
+                    kept = {kind: value for kind, value in output.metadata.items() if kind == "image/png"}
+                    output.metadata = nbformat.from_dict(kept)
                 if output.output_type == "execute_result":
                     output.execution_count = count
                 if "image/png" in output.get("data", {}):
