@@ -76,9 +76,10 @@ def decode_kernel(
 
     def one_key_tile(j, state):
         m, l, acc = state
-        cols = j * splits.block_k + jnp.arange(splits.block_k)
+        start = j * splits.block_k
+        cols = start + jnp.arange(splits.block_k)
         is_key = cols < key_length
-        k, v = (_keys(ref, table_ref, cols, is_key, in_head) for ref in (k_ref, v_ref))
+        k, v = (_keys(ref, table_ref, start, cols, is_key, in_head) for ref in (k_ref, v_ref))
         s = (problem.scale * LOG2_E) * dot(q, k.T)
         s = jnp.where(visible(positions[:, None], cols[None, :], problem.band, query_length, key_length), s, -jnp.inf)
         m_new = jnp.maximum(m, s.max(axis=1))
@@ -106,11 +107,11 @@ def decode_kernel(
     plt.store(lse_ref, lse, mask=is_row)
 
 
-def _keys(ref, table_ref, cols, is_key, in_head):
-    """The tile of keys or values at the positions cols, zeros where there is none."""
+def _keys(ref, table_ref, start, cols, is_key, in_head):
+    """The tile of keys or values at the positions cols, start and following, zeros where there is none."""
     mask = is_key[:, None] & in_head
     if table_ref is None:
-        return plt.load(ref.at[pl.ds(cols[0], cols.size), :], mask=mask, other=0)
+        return plt.load(ref.at[pl.ds(start, cols.size), :], mask=mask, other=0)
     pages, page, head_padded = ref.shape
     number = plt.load(table_ref.at[cols // page], mask=is_key, other=0)
     # A wrong table must not lead to somebody else's memory.
