@@ -53,7 +53,10 @@ def test_a_picture_has_twice_the_dots_and_says_how_large_it_is():
 
 
 @pytest.mark.parametrize("path", lessons.PATHS, ids=lambda path: path.stem)
-def test_every_picture_in_a_notebook_has_words(path):
+def test_every_picture_in_a_notebook_is_sharp_and_has_words(path):
     outputs = [output for cell in lessons.read(path).cells for output in cell.get("outputs", [])]
     for output in (output for output in outputs if "image/png" in output.get("data", {})):
-        assert len(output.metadata["image/png"]["alt"]) >= 30
+        shown = output.metadata["image/png"]
+        assert len(shown["alt"]) >= 30
+        width, _ = Image.open(io.BytesIO(base64.b64decode(output.data["image/png"]))).size
+        assert width // 2 == shown["width"], "Matplotlib's own picture took the place of ours"

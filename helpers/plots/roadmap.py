@@ -65,6 +65,9 @@ def progress(states, following=None):
     frame = Patch(facecolor=style.PAPER, edgecolor=style.OUTPUT, linewidth=3, label="has the next exercise")
     figure.set_figheight(figure.get_figheight() + 0.35)
     figure.legend(handles=[*handles, frame], loc="outside lower center", ncols=4)
+    solved = {number: of_step.count("solved") for number, of_step in states.items()}
+    counts = ", ".join(f"{number} {solved[number]} of {len(states[number])}" for number in states)
+    figure.alt = f"The steps of the series with the exercises solved in each: {counts}. The next is in {following}."
     return figure
 
 

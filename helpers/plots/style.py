@@ -11,6 +11,7 @@ import base64
 import io
 
 import matplotlib.pyplot as plt
+from IPython import get_ipython
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from PIL import Image
@@ -68,8 +69,12 @@ class Picture(Figure):
         png = compact_png(png.getvalue())
         width, height = Image.open(io.BytesIO(png)).size
         alt = self.alt or description(self)
-        data = {"image/png": base64.b64encode(png).decode(), "text/plain": f"Picture: {_title(self)}"}
+        data = {"image/png": base64.b64encode(png).decode(), "text/plain": f"Picture: {_title(self) or 'a drawing'}"}
         return data, {"image/png": {"alt": alt, "width": width // 2, "height": height // 2}}
+
+
+if shell := get_ipython():  # or Matplotlib's own picture of a figure would take the place of this one
+    shell.display_formatter.formatters["image/png"].for_type(Picture, lambda picture: None)
 
 
 def _title(figure):
