@@ -1,0 +1,114 @@
+"""From the executed notebooks to a folder of pages that asks nothing of any other server."""
+
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import nbformat
+
+from helpers.notebooks import NOTEBOOKS, ROOT
+
+SITE = ROOT / "site"
+SOURCE = ROOT / "site_source"
+EXTRA = ("sphinx", "myst_nb", "sphinx_book_theme", "sphinx_copybutton", "sphinxcontrib.katex", "py_mini_racer", "ziamath")
+
+
+class CannotBuild(Exception):
+    """Why there is no new site, in one line."""
+
+
+def build(target=SITE, notebooks=NOTEBOOKS, repository="", revision=""):
+    """Build the site in target. Whatever goes wrong, what stood there before still stands.
+
+    repository: the public address of the series, for the buttons that lead there; without it there are none.
+    revision: the branch, tag or commit that these buttons show.
+    """
+    if missing := [name for name in EXTRA if not _is_installed(name)]:
+        raise CannotBuild(f"{missing[0]} is not installed here; `make site` sets up what the site needs")
+    paths = sorted(Path(notebooks).glob("*.ipynb"))
+    for path in paths:
+        check_executed(path)
+    target = Path(target).resolve()
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".site-") as scratch:
+        stage, pages = Path(scratch, "stage"), Path(scratch, "pages")
+        lay_out(stage, paths)
+        _run_sphinx(stage, pages, repository, revision)
+        _add_font(pages)
+        _replace(target, pages, Path(scratch, "before"))
+
+
+def check_executed(path):
+    """Raise CannotBuild, naming the first cell, where a notebook cannot be shown as it is."""
+    try:
+        cells = nbformat.read(path, as_version=4).cells
+    except Exception as error:  # whatever a damaged file makes nbformat raise
+        raise CannotBuild(f"{path.name} cannot be read as a notebook: {type(error).__name__}") from None
+    for cell in cells:
+        if cell.cell_type != "code":
+            continue
+        if cell.execution_count is None:
+            raise CannotBuild(f"{path.name}, cell {cell.id}, has not been executed; `make notebooks` does that")
+        for output in cell.outputs:
+            if output.output_type == "error":
+                raise CannotBuild(f"{path.name}, cell {cell.id}, ended in {output.ename}: mend it, then `make notebooks`")
+
+
+def lay_out(stage, paths):
+    """Copy what Sphinx reads to one folder, in which links between notebooks and to pictures hold as they stand."""
+    from helpers.site import pages  # which needs JAX: a notebook with an error is named before that is loaded
+
+    shutil.copytree(SOURCE, stage)
+    shutil.copytree(ROOT / "figures", stage / "figures")
+    (stage / "notebooks").mkdir()
+    for path in paths:
+        shutil.copyfile(path, stage / "notebooks" / path.name)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (stage / "README.md").write_text(readme.replace("](helpers/attention/api.py)", "](function.md)"), encoding="utf-8")
+    pages.write(stage, paths[0])
+
+
+def _is_installed(name):
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of the package that it would be a part of
+        return False
+
+
+def _run_sphinx(stage, pages, repository, revision):
+    environment = {**os.environ, "REPOSITORY": repository, "REVISION": revision, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "dirhtml", "-d", stage / ".doctrees"]
+    command[command.index("dirhtml")] = "html"
+    done = subprocess.run([*command, stage, pages], env=environment, stderr=subprocess.PIPE, text=True, check=False)
+    said = [line.replace(f"{stage}/", "") for line in done.stderr.splitlines() if line.strip()]
+    if done.returncode:
+        raise CannotBuild("Sphinx did not build the site: " + "\n".join(said or [f"exit status {done.returncode}"]))
+
+
+def _add_font(pages):
+    """Give browsers a font for equations that every machine has: the characters in use of STIX Two Math."""
+    import ziamath
+    from fontTools import subset
+
+    equation = re.compile(r"<math.*?</math>", re.DOTALL)
+    used = {character for page in pages.rglob("*.html") for found in equation.findall(page.read_text("utf-8")) for character in found}
+    # A browser shows a letter that stands alone by its italic twin.
+    italics = {*range(0x1D434, 0x1D468), *range(0x1D6FC, 0x1D71C), 0x210E}
+    options = subset.Options(flavor="woff", layout_features=["*"])
+    font = subset.load_font(Path(ziamath.__file__).with_name("fonts") / "STIXTwoMath-Regular.ttf", options)
+    subsetter = subset.Subsetter(options)
+    subsetter.populate(unicodes=italics | set(map(ord, used)))
+    subsetter.subset(font)
+    subset.save_font(font, pages / "_static" / "mathematics.woff", options)
+
+
+def _replace(target, pages, before):
+    """Put a finished site where the old one stands."""
+    if target.exists():
+        target.rename(before)
+    pages.rename(target)
