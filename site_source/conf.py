@@ -28,6 +28,7 @@ autodoc_typehints = "none"
 add_module_names = False
 
 html_theme = "sphinx_book_theme"
+html_context = {"default_mode": "auto"}  # light or dark, as the reader's machine is set
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_show_sourcelink = False
@@ -40,9 +41,8 @@ repository = os.environ.get("REPOSITORY", "").rstrip("/")
 html_theme_options = {
     "use_download_button": True,
     "use_fullscreen_button": False,
-    "home_page_in_toc": True,
     "show_toc_level": 2,
-    "article_header_start": ["toggle-primary-sidebar.html"],
+    "navbar_persistent": [],
 }
 if repository:
     html_theme_options |= {

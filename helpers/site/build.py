@@ -82,8 +82,7 @@ def _is_installed(name):
 
 def _run_sphinx(stage, pages, repository, revision):
     environment = {**os.environ, "REPOSITORY": repository, "REVISION": revision, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "dirhtml", "-d", stage / ".doctrees"]
-    command[command.index("dirhtml")] = "html"
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-d", stage.parent / "doctrees"]
     done = subprocess.run([*command, stage, pages], env=environment, stderr=subprocess.PIPE, text=True, check=False)
     said = [line.replace(f"{stage}/", "") for line in done.stderr.splitlines() if line.strip()]
     if done.returncode:
@@ -95,14 +94,15 @@ def _add_font(pages):
     import ziamath
     from fontTools import subset
 
-    equation = re.compile(r"<math.*?</math>", re.DOTALL)
-    used = {character for page in pages.rglob("*.html") for found in equation.findall(page.read_text("utf-8")) for character in found}
-    # A browser shows a letter that stands alone by its italic twin.
-    italics = {*range(0x1D434, 0x1D468), *range(0x1D6FC, 0x1D71C), 0x210E}
+    used = set()
+    for page in pages.rglob("*.html"):
+        used.update(*re.findall(r"<math.*?</math>", page.read_text(encoding="utf-8"), re.DOTALL))
+    # Browsers add the root themselves, and show a letter that stands alone by its italic twin.
+    drawn = {ord("√"), ord("ℎ"), *range(ord("𝐴"), ord("𝑧") + 1), *range(ord("𝛢"), ord("𝜛") + 1)}
     options = subset.Options(flavor="woff", layout_features=["*"])
     font = subset.load_font(Path(ziamath.__file__).with_name("fonts") / "STIXTwoMath-Regular.ttf", options)
     subsetter = subset.Subsetter(options)
-    subsetter.populate(unicodes=italics | set(map(ord, used)))
+    subsetter.populate(unicodes=drawn | set(map(ord, used)))
     subsetter.subset(font)
     subset.save_font(font, pages / "_static" / "mathematics.woff", options)
 

@@ -4,6 +4,7 @@ KaTeX converts them while the site is built. An equation that it does not unders
 """
 
 from pathlib import Path
+from xml.etree import ElementTree
 
 import sphinxcontrib.katex
 from docutils import nodes
@@ -11,6 +12,12 @@ from py_mini_racer import JSEvalException, mini_racer
 from sphinx.util import logging
 
 KATEX = Path(sphinxcontrib.katex.__file__).with_name("katex.min.js")
+MATHML = "http://www.w3.org/1998/Math/MathML"
+OPERATOR = f"{{{MATHML}}}mo"
+ROWS = {f"{{{MATHML}}}{name}" for name in ("mrow", "mstyle", "mtd")}
+APPLY = "\N{FUNCTION APPLICATION}"
+CLOSING = (")", "]", "}", "⌉", "⌋", "|", "∣")
+ElementTree.register_namespace("", MATHML)
 logger = logging.getLogger(__name__)
 
 
@@ -24,11 +31,41 @@ def convert(app, doctree, docname):
         for equation in equations:
             options = {"displayMode": isinstance(equation, nodes.math_block), "output": "mathml", "strict": "error"}
             try:
-                equation["mathml"] = javascript.call("katex.renderToString", equation.astext(), options)
+                equation["mathml"] = polished(javascript.call("katex.renderToString", equation.astext(), options))
             except JSEvalException as error:
                 reason = str(error).strip().splitlines()[0]
                 logger.warning("equation %r: %s", equation.astext(), reason, location=equation)
                 equation["mathml"] = ""
+
+
+def polished(html):
+    """The MathML in KaTeX's HTML, with the spaces that TeX sets and browsers do not, and without the source.
+
+    These are a thin space between the name of a function and its argument, and none after a sign.
+    """
+    math = ElementTree.fromstring(html)[0]
+    math[:] = [math[0][0]]
+    for row in math.iter():
+        if row.tag not in ROWS:
+            continue
+        for place in reversed(range(1, len(row))):
+            before, here = row[place - 1 : place + 1]
+            if here.tag == OPERATOR and before.tag == OPERATOR and before.text not in CLOSING:
+                if here.text == "−":
+                    here.set("form", "prefix")
+                elif before.text + here.text == "+=":
+                    before.text = "+="
+                    del row[place]
+            if here.tag != OPERATOR and _ends_in_a_function(before):
+                row.insert(place, ElementTree.Element(f"{{{MATHML}}}mspace", width="0.17em"))
+    return ElementTree.tostring(math, encoding="unicode")
+
+
+def _ends_in_a_function(element):
+    """Whether an element is a function's name, perhaps with indices."""
+    if element.tag == OPERATOR:
+        return element.text == APPLY
+    return len(element) > 0 and _ends_in_a_function(element[-1 if element.tag in ROWS else 0])
 
 
 def visit_inline(translator, node):
