@@ -16,7 +16,16 @@ from helpers.notebooks import NOTEBOOKS, ROOT
 
 SITE = ROOT / "site"
 SOURCE = ROOT / "site_source"
-EXTRA = ("sphinx", "myst_nb", "sphinx_book_theme", "sphinx_copybutton", "sphinxcontrib.katex", "py_mini_racer", "ziamath")
+EXTRA = (
+    "sphinx",
+    "myst_nb",
+    "sphinx_book_theme",
+    "sphinx_copybutton",
+    "sphinxcontrib.katex",
+    "py_mini_racer",
+    "ziamath",
+)
+NOT_SAID = "The picture that the code above draws."
 
 
 class CannotBuild(Exception):
@@ -56,7 +65,9 @@ def check_executed(path):
             raise CannotBuild(f"{path.name}, cell {cell.id}, has not been executed; `make notebooks` does that")
         for output in cell.outputs:
             if output.output_type == "error":
-                raise CannotBuild(f"{path.name}, cell {cell.id}, ended in {output.ename}: mend it, then `make notebooks`")
+                raise CannotBuild(
+                    f"{path.name}, cell {cell.id}, ended in {output.ename}: mend it, then `make notebooks`"
+                )
 
 
 def lay_out(stage, paths):
@@ -67,10 +78,24 @@ def lay_out(stage, paths):
     shutil.copytree(ROOT / "figures", stage / "figures")
     (stage / "notebooks").mkdir()
     for path in paths:
-        shutil.copyfile(path, stage / "notebooks" / path.name)
+        nbformat.write(with_alt_texts(nbformat.read(path, as_version=4)), stage / "notebooks" / path.name)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (stage / "README.md").write_text(readme.replace("](helpers/attention/api.py)", "](function.md)"), encoding="utf-8")
     pages.write(stage, paths[0])
+
+
+def with_alt_texts(notebook):
+    """The notebook, with what each picture of an output shows where Sphinx looks for it.
+
+    That is said by the output, as its metadata or as its plain text.
+    """
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            if "image/png" in output.get("data", {}):
+                said = output.metadata.get("image/png", {}).get("alt") or output.data.get("text/plain", "")
+                alt = NOT_SAID if not said or said.startswith("<") else said
+                cell.metadata["mystnb"] = {"image": {"alt": " ".join(alt.split())}}
+    return notebook
 
 
 def _is_installed(name):
@@ -82,7 +107,18 @@ def _is_installed(name):
 
 def _run_sphinx(stage, pages, repository, revision):
     environment = {**os.environ, "REPOSITORY": repository, "REVISION": revision, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-d", stage.parent / "doctrees"]
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-q",
+        "-W",
+        "--keep-going",
+        "-b",
+        "html",
+        "-d",
+        stage.parent / "doctrees",
+    ]
     done = subprocess.run([*command, stage, pages], env=environment, stderr=subprocess.PIPE, text=True, check=False)
     said = [line.replace(f"{stage}/", "") for line in done.stderr.splitlines() if line.strip()]
     if done.returncode:

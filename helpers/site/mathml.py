@@ -74,7 +74,8 @@ def visit_inline(translator, node):
 
 
 def visit_block(translator, node):
-    translator.body.append(f'<div class="equation">{node["mathml"]}</div>\n')
+    # The second class has the theme let a keyboard scroll what is too wide.
+    translator.body.append(f'<div class="equation pst-scrollable-table-container">{node["mathml"]}</div>\n')
     raise nodes.SkipNode
 
 
