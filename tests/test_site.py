@@ -106,14 +106,14 @@ def test_buttons_lead_to_the_repository_where_it_is_known(monkeypatch):
 
 
 def test_a_picture_says_what_its_output_says():
-    def alt(metadata, text):
-        output = nbformat.v4.new_output("display_data", {"image/png": "", "text/plain": text}, metadata=metadata)
+    def image(**metadata):
+        output = nbformat.v4.new_output("display_data", {"image/png": ""}, metadata=metadata)
         cell = nbformat.v4.new_code_cell(outputs=[output])
-        return site_build.with_alt_texts(nbformat.v4.new_notebook(cells=[cell])).cells[0].metadata.mystnb.image.alt
+        return site_build.with_alt_texts(nbformat.v4.new_notebook(cells=[cell])).cells[0].metadata.mystnb.image
 
-    assert alt({"image/png": {"alt": "A line\nthat falls."}}, "<Figure>") == "A line that falls."
-    assert alt({}, "A line that rises.") == "A line that rises."
-    assert alt({}, "<Figure size 1x1 with 1 Axes>") == site_build.NOT_SAID
+    said = {"image/png": {"alt": "A line\nthat falls.", "width": 300, "height": 200}}
+    assert image(**said) == {"alt": "A line that falls.", "width": "300px"}
+    assert image() == {"alt": site_build.NOT_SAID}
 
 
 @pytest.mark.parametrize("name, request_", site_pages.REQUESTS)

@@ -85,16 +85,18 @@ def lay_out(stage, paths):
 
 
 def with_alt_texts(notebook):
-    """The notebook, with what each picture of an output shows where Sphinx looks for it.
+    """The notebook, with the size of each picture of an output, and what it shows, where Sphinx looks for them.
 
-    That is said by the output, as its metadata or as its plain text.
+    Both stand in the metadata of the output. A size is there for pictures with more dots than they are wide.
     """
     for cell in notebook.cells:
         for output in cell.get("outputs", ()):
             if "image/png" in output.get("data", {}):
-                said = output.metadata.get("image/png", {}).get("alt") or output.data.get("text/plain", "")
-                alt = NOT_SAID if not said or said.startswith("<") else said
-                cell.metadata["mystnb"] = {"image": {"alt": " ".join(alt.split())}}
+                said = output.metadata.get("image/png", {})
+                image = {"alt": " ".join(said.get("alt", NOT_SAID).split())}
+                if "width" in said:
+                    image["width"] = f"{said['width']}px"
+                cell.metadata["mystnb"] = {"image": image}
     return notebook
 
 
