@@ -32,7 +32,6 @@ html_context = {"default_mode": "auto"}  # light or dark, as the reader's machin
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_show_sourcelink = False
-html_copy_source = False
 copybutton_selector = "div.highlight:not(.output *) pre"
 
 # The address of the public repository, for example https://github.com/owner/name. Without it no page has a button
@@ -56,3 +55,13 @@ if repository:
             "colab_url": "https://colab.research.google.com",
         },
     }
+
+
+def only_notebooks_have_a_source(app, pagename, templatename, context, doctree):
+    """No button to show or fetch the source of a page that was put together while the site was built."""
+    if not pagename.startswith("notebooks/"):
+        context["page_source_suffix"] = ""
+
+
+def setup(app):
+    app.connect("html-page-context", only_notebooks_have_a_source)
