@@ -31,6 +31,7 @@ html_theme = "sphinx_book_theme"
 html_context = {"default_mode": "auto"}  # light or dark, as the reader's machine is set
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_favicon = "static/favicon.svg"
 html_show_sourcelink = False
 copybutton_selector = "div.highlight:not(.output *) pre"
 

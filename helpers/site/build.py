@@ -48,6 +48,7 @@ def build(target=SITE, notebooks=NOTEBOOKS, repository="", revision=""):
         stage, pages = Path(scratch, "stage"), Path(scratch, "pages")
         lay_out(stage, paths)
         _run_sphinx(stage, pages, repository, revision)
+        _drop_icons_twice(pages)
         _add_font(pages)
         _replace(target, pages, Path(scratch, "before"))
 
@@ -125,6 +126,15 @@ def _run_sphinx(stage, pages, repository, revision):
     said = [line.replace(f"{stage}/", "") for line in done.stderr.splitlines() if line.strip()]
     if done.returncode:
         raise CannotBuild("Sphinx did not build the site: " + "\n".join(said or [f"exit status {done.returncode}"]))
+
+
+def _drop_icons_twice(pages):
+    """Leave icons to the theme's fonts: its script, which replaces each by a drawing, weighs more than a notebook."""
+    script = re.compile(r'<script[^>]*src="[^"]*/fontawesome\.js[^"]*"[^>]*></script>')
+    for page in pages.rglob("*.html"):
+        page.write_text(script.sub("", page.read_text(encoding="utf-8")), encoding="utf-8")
+    for unused in [*pages.glob("_static/scripts/fontawesome.js*"), *pages.glob("_static/**/*.map")]:
+        unused.unlink(missing_ok=True)
 
 
 def _add_font(pages):
