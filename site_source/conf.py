@@ -12,7 +12,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
-    "helpers.site.mathml",
+    "helpers.site.extension",
 ]
 exclude_patterns = ["README.md", "generated/*"]
 
@@ -56,13 +56,3 @@ if repository:
             "colab_url": "https://colab.research.google.com",
         },
     }
-
-
-def only_notebooks_have_a_source(app, pagename, templatename, context, doctree):
-    """No button to show or fetch the source of a page that was put together while the site was built."""
-    if not pagename.startswith("notebooks/"):
-        context["page_source_suffix"] = ""
-
-
-def setup(app):
-    app.connect("html-page-context", only_notebooks_have_a_source)

@@ -19,7 +19,7 @@ from helpers import flash_attention
 from helpers.attention import masking
 from helpers.site import build as site_build
 from helpers.site import pages as site_pages
-from helpers.site.build import CannotBuild, build
+from helpers.site.build import BuildError, build
 
 REPOSITORY = "https://github.com/owner/name"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -63,7 +63,7 @@ def test_a_notebook_that_cannot_be_shown_is_named(fault, tmp_path, old_site, mon
     monkeypatch.setattr(site_build, "EXTRA", ())
     cell, expected = FAULTS[fault]
     notebook_with(tmp_path, **cell)
-    with pytest.raises(CannotBuild, match=expected) as raised:
+    with pytest.raises(BuildError, match=expected) as raised:
         build(old_site, notebooks=tmp_path)
     assert "\n" not in str(raised.value)
 
@@ -71,14 +71,14 @@ def test_a_notebook_that_cannot_be_shown_is_named(fault, tmp_path, old_site, mon
 def test_a_damaged_notebook_is_named(tmp_path, old_site, monkeypatch):
     monkeypatch.setattr(site_build, "EXTRA", ())
     notebook_with(tmp_path, execution_count=1).write_text('{"cells": [')
-    with pytest.raises(CannotBuild, match=r"^00_test.ipynb cannot be read as a notebook: \w+$"):
+    with pytest.raises(BuildError, match=r"^00_test.ipynb cannot be read as a notebook: \w+$"):
         build(old_site, notebooks=tmp_path)
 
 
 @pytest.mark.parametrize("name", ["no_such_package", "no_such_package.part"])
 def test_a_missing_sphinx_is_one_line(name, old_site, monkeypatch):
     monkeypatch.setattr(site_build, "EXTRA", ("nbformat", name))
-    with pytest.raises(CannotBuild, match=f"^{name} is not installed here; `make site` sets up what the site needs$"):
+    with pytest.raises(BuildError, match=f"^{name} is not installed here; `make site` sets up what the site needs$"):
         build(old_site)
 
 
@@ -86,18 +86,20 @@ def test_half_a_build_does_not_replace_a_good_one(tmp_path, old_site, monkeypatc
     def half(stage, pages, *_):
         pages.mkdir()
         (pages / "index.html").write_text("half")
-        raise CannotBuild("Sphinx stopped")
+        raise BuildError("Sphinx stopped")
 
     monkeypatch.setattr(site_build, "EXTRA", ())
     monkeypatch.setattr(site_build, "lay_out", lambda *_: None)
     monkeypatch.setattr(site_build, "_run_sphinx", half)
-    with pytest.raises(CannotBuild, match="Sphinx stopped"):
+    with pytest.raises(BuildError, match="Sphinx stopped"):
         build(old_site)
 
 
 def test_buttons_lead_to_the_repository_where_it_is_known(monkeypatch):
     monkeypatch.delenv("REPOSITORY", raising=False)
-    options = runpy.run_path(str(ROOT / "site_source" / "conf.py"))["html_theme_options"]
+    conf = runpy.run_path(str(ROOT / "site_source" / "conf.py"))
+    options = conf["html_theme_options"]
+    assert conf["nb_execution_mode"] == "off"
     assert not options.keys() & {"repository_url", "launch_buttons", "use_repository_button", "use_source_button"}
     monkeypatch.setenv("REPOSITORY", REPOSITORY + "/")
     monkeypatch.setenv("REVISION", "v1")

@@ -1,1 +1,1 @@
-"""Builds the site of the series: `build` checks, lays out and runs Sphinx; `pages` computes; `mathml` sets equations."""
+"""Builds the site of the series: `build` checks and runs Sphinx, `pages` computes, `extension` teaches Sphinx."""

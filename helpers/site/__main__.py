@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from helpers.site.build import SITE, CannotBuild, build
+from helpers.site.build import SITE, BuildError, build
 
 
 def main(arguments=None):
@@ -17,7 +17,7 @@ def main(arguments=None):
     began = time.perf_counter()
     try:
         build(options.target, repository=options.repository, revision=options.revision)
-    except CannotBuild as reason:
+    except BuildError as reason:
         sys.exit(f"No new site: {reason}.")
     print(f"{options.target}/index.html is ready, after {time.perf_counter() - began:.0f} s.")
 

@@ -1,6 +1,5 @@
 """From the executed notebooks to a folder of pages that asks nothing of any other server."""
 
-import functools
 import importlib.util
 import os
 import re
@@ -28,7 +27,7 @@ EXTRA = (
 NOT_SAID = "The picture that the code above draws."
 
 
-class CannotBuild(Exception):
+class BuildError(Exception):
     """Why there is no new site, in one line."""
 
 
@@ -39,7 +38,7 @@ def build(target=SITE, notebooks=NOTEBOOKS, repository="", revision=""):
     revision: the branch, tag or commit that these buttons show.
     """
     if missing := [name for name in EXTRA if not _is_installed(name)]:
-        raise CannotBuild(f"{missing[0]} is not installed here; `make site` sets up what the site needs")
+        raise BuildError(f"{missing[0]} is not installed here; `make site` sets up what the site needs")
     paths = sorted(Path(notebooks).glob("*.ipynb"))
     for path in paths:
         check_executed(path)
@@ -54,19 +53,19 @@ def build(target=SITE, notebooks=NOTEBOOKS, repository="", revision=""):
 
 
 def check_executed(path):
-    """Raise CannotBuild, naming the first cell, where a notebook cannot be shown as it is."""
+    """Raise BuildError, naming the first cell, where a notebook cannot be shown as it is."""
     try:
         cells = nbformat.read(path, as_version=4).cells
     except Exception as error:  # whatever a damaged file makes nbformat raise
-        raise CannotBuild(f"{path.name} cannot be read as a notebook: {type(error).__name__}") from None
+        raise BuildError(f"{path.name} cannot be read as a notebook: {type(error).__name__}") from None
     for cell in cells:
         if cell.cell_type != "code":
             continue
         if cell.execution_count is None:
-            raise CannotBuild(f"{path.name}, cell {cell.id}, has not been executed; `make notebooks` does that")
+            raise BuildError(f"{path.name}, cell {cell.id}, has not been executed; `make notebooks` does that")
         for output in cell.outputs:
             if output.output_type == "error":
-                raise CannotBuild(
+                raise BuildError(
                     f"{path.name}, cell {cell.id}, ended in {output.ename}: mend it, then `make notebooks`"
                 )
 
@@ -125,7 +124,7 @@ def _run_sphinx(stage, pages, repository, revision):
     done = subprocess.run([*command, stage, pages], env=environment, stderr=subprocess.PIPE, text=True, check=False)
     said = [line.replace(f"{stage}/", "") for line in done.stderr.splitlines() if line.strip()]
     if done.returncode:
-        raise CannotBuild("Sphinx did not build the site: " + "\n".join(said or [f"exit status {done.returncode}"]))
+        raise BuildError("Sphinx did not build the site: " + "\n".join(said or [f"exit status {done.returncode}"]))
 
 
 def _drop_icons_twice(pages):

@@ -1,6 +1,7 @@
-"""A Sphinx extension: equations become MathML, which browsers draw themselves, without any script.
+"""A Sphinx extension: equations that need no script, pictures that a phone can show, and honest buttons.
 
-KaTeX converts them while the site is built. An equation that it does not understand is a warning.
+Equations become MathML, which browsers draw themselves; KaTeX converts them while the site is built, and one that it
+does not understand is a warning.
 """
 
 from pathlib import Path
@@ -12,6 +13,7 @@ from py_mini_racer import JSEvalException, mini_racer
 from sphinx.util import logging
 
 KATEX = Path(sphinxcontrib.katex.__file__).with_name("katex.min.js")
+SCROLLS = "pst-scrollable-table-container"  # the theme lets a keyboard scroll what has this class and is too wide
 MATHML = "http://www.w3.org/1998/Math/MathML"
 OPERATOR = f"{{{MATHML}}}mo"
 ROWS = {f"{{{MATHML}}}{name}" for name in ("mrow", "mstyle", "mtd")}
@@ -68,18 +70,35 @@ def _ends_in_a_function(element):
     return len(element) > 0 and _ends_in_a_function(element[-1 if element.tag in ROWS else 0])
 
 
-def visit_inline(translator, node):
+def visit_inline_math(translator, node):
     translator.body.append(node["mathml"])
     raise nodes.SkipNode
 
 
-def visit_block(translator, node):
-    # The second class has the theme let a keyboard scroll what is too wide.
-    translator.body.append(f'<div class="equation pst-scrollable-table-container">{node["mathml"]}</div>\n')
+def visit_math_block(translator, node):
+    translator.body.append(f'<div class="equation {SCROLLS}">{node["mathml"]}</div>\n')
     raise nodes.SkipNode
 
 
+def visit_image(translator, node):
+    translator.body.append(f'<span class="picture {SCROLLS}">')
+    type(translator).visit_image(translator, node)
+    translator.body.append("</span>")
+
+
+def depart_image(translator, node):
+    type(translator).depart_image(translator, node)
+
+
+def only_notebooks_have_a_source(app, pagename, templatename, context, doctree):
+    """No button to show or fetch the source of a page that was put together while the site was built."""
+    if not pagename.startswith("notebooks/"):
+        context["page_source_suffix"] = ""
+
+
 def setup(app):
-    app.add_html_math_renderer("mathml", (visit_inline, None), (visit_block, None))
+    app.add_html_math_renderer("mathml", (visit_inline_math, None), (visit_math_block, None))
     app.connect("doctree-resolved", convert)
+    app.add_node(nodes.image, override=True, html=(visit_image, depart_image))
+    app.connect("html-page-context", only_notebooks_have_a_source)
     return {"parallel_read_safe": True}
