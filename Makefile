@@ -52,7 +52,8 @@ lint: setup ## check the style of code and notebooks
 # Beside what everybody needs, a hundred megabytes to make pages with: an environment of its own keeps them apart.
 site-setup:
 	@sh helpers/setup_environment.sh .venv-site
-	@.venv-site/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-site/constraints.txt --editable '.[site]'
+	@[ .venv-site/with-site -nt .venv-site/complete ] || { .venv-site/bin/python -m pip install --quiet \
+		--disable-pip-version-check --constraint .venv-site/constraints.txt --editable '.[site]' && touch .venv-site/with-site; }
 
 site: site-setup ## build the series as pages to read, in site/
 	@.venv-site/bin/python -m helpers.site --repository "$(REPOSITORY)" --revision "$(REVISION)"
