@@ -53,6 +53,7 @@ def old_site(tmp_path):
     target = tmp_path / "out" / "site"
     target.mkdir(parents=True)
     (target / "index.html").write_text("what was there before")
+    (target / "searchindex.js").touch()
     yield target
     assert (target / "index.html").read_text() == "what was there before"
     assert [path.name for path in target.parent.iterdir()] == ["site"], "something is left over"
@@ -93,6 +94,19 @@ def test_half_a_build_does_not_replace_a_good_one(tmp_path, old_site, monkeypatc
     monkeypatch.setattr(site_build, "_run_sphinx", half)
     with pytest.raises(BuildError, match="Sphinx stopped"):
         build(old_site)
+
+
+def test_a_folder_that_is_no_site_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(site_build, "EXTRA", ())
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(BuildError, match="exists and is no site"):
+        build(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_the_old_site_comes_back_where_the_new_cannot_take_its_place(old_site, monkeypatch):
+    with pytest.raises(FileNotFoundError):
+        site_build._replace(old_site, old_site.parent / "no pages", old_site.parent / "before")
 
 
 def test_buttons_lead_to_the_repository_where_it_is_known(monkeypatch):

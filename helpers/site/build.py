@@ -39,10 +39,12 @@ def build(target=SITE, notebooks=NOTEBOOKS, repository="", revision=""):
     """
     if missing := [name for name in EXTRA if not _is_installed(name)]:
         raise BuildError(f"{missing[0]} is not installed here; `make site` sets up what the site needs")
+    target = Path(target).resolve()
+    if target.exists() and not (target / "searchindex.js").is_file():
+        raise BuildError(f"{target} exists and is no site; move it away, or choose another target")
     paths = sorted(Path(notebooks).glob("*.ipynb"))
     for path in paths:
         check_executed(path)
-    target = Path(target).resolve()
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".site-") as scratch:
         stage, pages = Path(scratch, "stage"), Path(scratch, "pages")
         lay_out(stage, paths)
@@ -158,4 +160,9 @@ def _replace(target, pages, before):
     """Put a finished site where the old one stands."""
     if target.exists():
         target.rename(before)
-    pages.rename(target)
+    try:
+        pages.rename(target)
+    except OSError:
+        if before.exists():
+            before.rename(target)
+        raise
