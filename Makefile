@@ -3,18 +3,19 @@
 VENV ?= .venv
 IN_VENV = $(VENV)/bin/python
 OLDEST_JAX = 0.11.2
-START = --LabApp.default_url=/lab/tree/workbook/00_start_here.ipynb
+START = --Application.log_level=ERROR --LabApp.default_url=/lab/tree/workbook/00_start_here.ipynb
 # Jupyter refuses to run as root unless told so; it listens on this machine only, behind its token.
 AS_ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
 # One worker a core: threads of their own would only get in each other's way.
 ON_CPU = JAX_PLATFORMS=cpu OPENBLAS_NUM_THREADS=1
 ARGS ?=
+NOTEBOOK ?=
 # The public address of the repository, for example https://github.com/owner/name, and what the buttons of the site
 # show of it. Where no address is given, the site has none of these buttons.
 REPOSITORY ?=
 REVISION ?= main
 
-.PHONY: help setup lab test test-all test-oldest mutation notebooks figures lint site site-setup site-test gpu gpu-test gpu-memcheck gpu-fuzz gpu-bench gpu-tune gpu-compile
+.PHONY: help setup lab fresh test test-all test-oldest mutation notebooks figures lint site site-setup site-test gpu gpu-test gpu-memcheck gpu-fuzz gpu-bench gpu-tune gpu-compile
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -23,8 +24,12 @@ setup:
 	@sh helpers/setup_environment.sh "$(VENV)"
 
 lab: setup ## open the series in JupyterLab, in your own copy of the notebooks
-	@$(IN_VENV) -m helpers.notebooks workbook
-	@$(IN_VENV) -m jupyter lab --ip=localhost $(AS_ROOT) $(START) $(ARGS)
+	@$(IN_VENV) -P helpers/workbook.py
+	@echo "Starting JupyterLab, which takes some seconds."
+	@$(IN_VENV) -P helpers/lab.py --ip=localhost $(AS_ROOT) $(START) $(ARGS)
+
+fresh: setup ## put a fresh copy of a notebook beside yours: make fresh NOTEBOOK=05
+	@$(IN_VENV) -P helpers/workbook.py fresh "$(NOTEBOOK)"
 
 test: setup ## run the quick tier of the tests, notebooks included
 	@$(ON_CPU) $(IN_VENV) -m pytest -n auto -m "not full" $(ARGS)
@@ -39,8 +44,8 @@ test-oldest: ## run the quick tests of helpers on the oldest JAX that is support
 mutation: setup ## put faults into the code, one at a time, and see which tests notice
 	@$(ON_CPU) $(IN_VENV) -m tests.mutation $(ARGS)
 
-notebooks: setup ## execute every notebook and write it back, normalised
-	@$(IN_VENV) -m helpers.notebooks execute
+notebooks: setup ## execute all notebooks, or some, and write them back: make notebooks NOTEBOOK="03 05"
+	@$(IN_VENV) -m helpers.notebooks execute $(NOTEBOOK) $(ARGS)
 
 figures: setup ## draw every picture that the Markdown cells show
 	@$(IN_VENV) -m helpers.plots

@@ -1,37 +1,44 @@
-"""The one tool that writes notebooks: execute them, normalise them, lay out a learner's copies.
+"""The one tool that writes the outputs of notebooks: execute them and normalise them.
 
-    python -m helpers.notebooks execute [notebooks/03_….ipynb …]
-    python -m helpers.notebooks workbook
+    python -m helpers.notebooks execute [--anew] [03 …]
 
-Executing twice gives the same bytes. The workbook is a git-ignored copy of the notebooks for the
-learner to write in; a file in it is never overwritten.
+Executing an unchanged notebook again changes no byte of it, on any machine: what differs from the last commit by chance
+is kept. That is asked of a cell that is the same as there, after cells that are the same. Text differs by chance where
+`nbval-ignore-output` excuses the cell, as its timings do. Pictures show timings and rounding errors too, and their
+pixels do not tell. So, as long as nothing in `helpers` and no version was edited since that commit, such outputs are
+kept, and the cells are named where more than numbers differ; otherwise they are kept if no more than numbers differ.
+`--anew` keeps nothing, and nothing is kept of a notebook that git does not know.
 """
 
 import argparse
 import base64
-import json
+import io
 import os
-import shutil
+import re
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
+from PIL import Image
 
 from helpers.plots.style import compact_png
+from helpers.workbook import NOTEBOOKS, ROOT, find, replace
 
-ROOT = Path(__file__).parents[1]
-NOTEBOOKS = ROOT / "notebooks"
-WORKBOOK = ROOT / "workbook"
 KEPT_METADATA = ("tags", "jupyter")
 CELL_TIMEOUT_S = 120
 WIDGET = "application/vnd.jupyter.widget-view+json"
+MADE_FROM = ("helpers", "constraints.txt", "pyproject.toml")  # what a notebook depends on, besides its own cells
+IGNORED = "nbval-ignore-output"
+NUMBER = re.compile(r"(?<![\w.])[+-]?\d+(,\d{3})*(\.\d+)?(e[+-]?\d+)?(?![\d.]*\d)")  # and no version, such as 2.5.5
 
 
-def execute(path):
-    """Run a notebook from top to bottom on the CPU and write it back, normalised."""
+def execute(path, anew=False):
+    """Run a notebook on the CPU and write it back, normalised, with old outputs where it can. Returns what to say."""
     notebook = nbformat.read(path, as_version=4)
+    committed = _git(path.parent, "show", f"HEAD:./{path.name}")
     os.environ["JAX_PLATFORMS"] = "cpu"
     NotebookClient(
         notebook,
@@ -41,8 +48,16 @@ def execute(path):
         coalesce_streams=True,
         resources={"metadata": {"path": str(path.parent)}},
     ).execute()
-    normalise(notebook, path.stem.split("_")[0])
-    _write(path, nbformat.writes(notebook) + "\n")
+    number = path.stem.split("_")[0]
+    normalise(notebook, number)
+    kept = []
+    if committed and not anew:
+        before = nbformat.reads(committed, as_version=4)
+        normalise(before, number)
+        kept = keep_outputs(before, notebook, by_chance=not _git(ROOT, "status", "--porcelain", *MADE_FROM))
+    text = nbformat.writes(notebook) + "\n"
+    replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    return f"kept the outputs of {', '.join(kept)}, though the new ones differ; --anew takes them" if kept else ""
 
 
 def normalise(notebook, number):
@@ -66,8 +81,9 @@ def normalise(notebook, number):
             cell.outputs = [output for output in cell.outputs if WIDGET not in output.get("data", {})]
             for output in cell.outputs:
                 output.pop("transient", None)
-                if "metadata" in output:
-                    output.metadata = nbformat.from_dict({})
+                if "metadata" in output:  # of a picture: its size, and what it shows in words
+                    kept = {kind: value for kind, value in output.metadata.items() if kind == "image/png"}
+                    output.metadata = nbformat.from_dict(kept)
                 if output.output_type == "execute_result":
                     output.execution_count = count
                 if "image/png" in output.get("data", {}):
@@ -75,65 +91,67 @@ def normalise(notebook, number):
                     output.data["image/png"] = base64.b64encode(png).decode()
 
 
-def lay_out_workbook(notebooks=NOTEBOOKS, workbook=WORKBOOK):
-    """Copy each notebook that the workbook lacks. Returns one line of text for each thing done.
+def keep_outputs(before, notebook, by_chance=True):
+    """Give an executed notebook its outputs from before, where sources are the same and results differ by chance.
 
-    A file that is no longer a notebook is moved aside under a new name, never lost, and a fresh
-    copy takes its place.
+    by_chance: whether pictures, and outputs that are excused, can differ in no other way. Returns the ids of cells
+    whose outputs were kept though more than numbers differ.
     """
-    workbook.mkdir(exist_ok=True)
-    said = []
-    for source in sorted(notebooks.glob("*.ipynb")):
-        target = workbook / source.name
-        if target.exists() and not _is_notebook(target):
-            aside = _unused_name(target)
-            target.rename(aside)
-            shutil.copyfile(source, target)
-            said.append(f"{target.name} could not be read as a notebook: kept as {aside.name}, fresh copy made")
-        elif not target.exists():
-            shutil.copyfile(source, target)
-            said.append(f"added {target.name}")
-    return said
+    differ = []
+    old_cells, new_cells = ([cell for cell in each.cells if cell.cell_type == "code"] for each in (before, notebook))
+    for old, new in zip(old_cells, new_cells, strict=False):
+        if old.source != new.source:
+            break
+        excused = IGNORED in new.metadata.get("tags", ())
+        texts, new_texts = (list(_texts(cell.outputs, excused)) for cell in (old, new))
+        drawn, new_drawn = (list(_drawn(cell.outputs)) for cell in (old, new))
+        same = texts == new_texts and drawn == new_drawn
+        if same or (by_chance and (excused or texts == new_texts)):
+            new.outputs = old.outputs
+            differ += [] if same else [new.id]
+    return differ
 
 
-def _is_notebook(path):
-    """Whether JupyterLab could open it; a notebook that merely breaks some rule of the format can stay."""
+def _texts(outputs, excused):
+    """What outputs are and say, without pictures, and without numbers where those are excused."""
+    for output in outputs:
+        yield output.output_type, output.get("name")
+        for kind, content in sorted(output.get("data", {"text/plain": output.get("text")}).items()):
+            text = str(content) if kind != "image/png" else ""
+            yield kind, re.sub(" +", " ", NUMBER.sub("0", text)) if excused else text
+
+
+def _drawn(outputs):
+    """The pictures in outputs: their pixels, and what else is said of them."""
+    for output in outputs:
+        if "image/png" in output.get("data", {}):
+            image = Image.open(io.BytesIO(base64.b64decode(output.data["image/png"]))).convert("RGB")
+            yield image.size, image.tobytes(), output.get("metadata")
+
+
+def _git(folder, *arguments):
+    """What git says, and nothing where there is no git, no repository or no such file."""
     try:
-        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    except (ValueError, KeyError, TypeError):
-        return False
-    return isinstance(cells, list)
-
-
-def _unused_name(path):
-    stamp = time.strftime("%Y-%m-%d")
-    number = 1
-    while (aside := path.with_name(f"{path.stem}.broken-{stamp}-{number}{path.suffix}.txt")).exists():
-        number += 1
-    return aside
-
-
-def _write(path, text):
-    """Replace a file in one step, so that an interruption leaves the old one."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+        return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     executing = commands.add_parser("execute", help="run notebooks and write them back, normalised")
-    executing.add_argument("paths", nargs="*", type=Path, help="default: all")
-    commands.add_parser("workbook", help="copy notebooks that the workbook lacks")
+    executing.add_argument("notebooks", nargs="*", help="numbers, names or paths; default: all")
+    executing.add_argument("--anew", action="store_true", help="keep no old output")
     options = parser.parse_args(arguments)
-    if options.command == "workbook":
-        print("\n".join(lay_out_workbook()) or "workbook is up to date")
-        return
-    for path in options.paths or sorted(NOTEBOOKS.glob("*.ipynb")):
+    try:
+        paths = [Path(name) if Path(name).is_file() else find(name, NOTEBOOKS) for name in options.notebooks]
+    except LookupError as error:
+        sys.exit(str(error))
+    for path in paths or sorted(NOTEBOOKS.glob("*.ipynb")):
         began = time.perf_counter()
-        execute(path)
-        print(f"{path.name}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
+        said = execute(path, options.anew)
+        print(f"{path.name}: {time.perf_counter() - began:.0f} s{said and ', ' + said}", file=sys.stderr)
 
 
 if __name__ == "__main__":

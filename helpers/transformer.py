@@ -77,7 +77,8 @@ def rotate(x):
 
 def attention_layer(block, x, attention):
     """Positions exchange what they know. x (B, T, C); returns what is added to it."""
-    query, key, value = jnp.einsum("btc,cinh->ibtnh", rms_norm(x, block["attention_norm"]), block["qkv"])
+    x = rms_norm(x, block["attention_norm"])
+    query, key, value = jnp.einsum("btc,cinh->ibtnh", x, block["qkv"])
     out = attention(rotate(query), rotate(key), value, is_causal=True)
     return jnp.einsum("btnh,nhc->btc", out, block["merge"])
 
@@ -88,7 +89,7 @@ def mlp_layer(block, x):
 
 
 def predict(parameters, tokens, attention):
-    """Logits of the next token at every position: tokens (B, T) integers to (B, T, vocabulary)."""
+    """Logits of the next token at each position. tokens (B, T); returns (B, T, vocabulary)."""
     x = parameters["embedding"][tokens]
     for block in parameters["blocks"]:
         x = x + attention_layer(block, x, attention)
@@ -97,7 +98,7 @@ def predict(parameters, tokens, attention):
 
 
 def loss(parameters, batch, attention):
-    """Mean of -log softmax at the token that really came next, in nats. batch (B, T + 1) integers."""
+    """Mean of -log softmax at the next tokens, in nats. batch (B, T + 1) integers."""
     inputs, targets = batch[:, :-1], batch[:, 1:]
     logits = predict(parameters, inputs, attention)
     lse = jax.nn.logsumexp(logits, axis=-1)

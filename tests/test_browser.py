@@ -15,6 +15,8 @@ import pytest
 from lessons import ROOT
 from playwright.sync_api import TimeoutError, expect, sync_playwright
 
+from helpers.workbook import edition
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 NOTEBOOK = "00_start_here.ipynb"
 
@@ -109,6 +111,8 @@ def test_run_all_and_unfold_a_solution(server):
             code = [cell for cell in saved["cells"] if cell["cell_type"] == "code"]
         kinds = [output["output_type"] for cell in code for output in cell["outputs"]]
         assert kinds and "error" not in kinds
+        original = ROOT / "notebooks" / NOTEBOOK
+        assert edition(root / "workbook" / NOTEBOOK) == edition(original), "running and saving a copy is no edit"
 
         solution = page.locator("details", has=page.locator("summary", has_text="Solution")).first
         for _ in range(60):  # cells are drawn as they come into view

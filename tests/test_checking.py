@@ -1,7 +1,9 @@
 """The machinery of the exercises, on a small exercise of its own."""
 
+import contextlib
 import dataclasses
 import functools
+import io
 import itertools
 import re
 import signal
@@ -51,6 +53,12 @@ def test_right_answers_of_any_container():
     assert judged(lambda x: (2 * x, x.sum())).text == "✓ Exercise 9.9: correct on 2 cases: one entry and four."
 
 
+def test_a_range_is_worth_its_numbers():
+    counting = dataclasses.replace(DOUBLE, expected=lambda x: np.arange(x.size), outputs=("indices",), mistakes=())
+    assert judged(lambda x: range(x.size), counting).status == "correct"
+    assert judged(lambda x: range(x.size + 1), counting).status == "wrong"
+
+
 def test_the_smallest_failing_case_is_shown():
     text = judged(lambda x: (2 * x if x.size == 1 else 3 * x, x.sum())).text
     assert "wrong for the large case" in text and "double: yours at [0, 0] 3, expected 2" in text
@@ -65,6 +73,22 @@ def test_mistakes_are_named(mistake):
 
 def test_a_mistake_must_agree_on_every_case():
     assert judged(lambda x: (x * x if x.size > 1 else x + 7, x.sum())).mistake is None
+
+
+def test_a_small_output_beside_a_large_one_must_agree_too():
+    """And counts agree exactly: neither is near enough in the norm of both."""
+    count = Exercise(
+        number="9.8",
+        title="Count",
+        outputs=("bytes", "stages"),
+        cases=lambda: [Case("one", (1,)), Case("two", (2,))],
+        expected=lambda n: (400_000 * n, 4 * n),
+        tried="one and two",
+        mistakes=(Mistake("one stage is left out", lambda n: (400_000 * n, 4 * n - 1), "Count again."),),
+    )
+    assert judged(lambda n: (400_000.0 * n, 4 * n - 1), count).mistake == "one stage is left out"
+    assert judged(lambda n: (400_000 * n, 4 * n - n - 1), count).mistake is None
+    assert judged(lambda n: (400_000 * n - 8, 4 * n - 1), count).mistake != "one stage is left out"
 
 
 def test_wrong_kinds_are_described():
@@ -356,6 +380,8 @@ def test_float32_is_blamed_where_it_may_be_to_blame():
     assert "Your result is float32; if the method is right, this case needs float64." in text
     assert "float64" not in judged(lambda: np.array([1.0001, 2]), exercise(np.array([1.0, 2.0]))).text
     assert "float64" not in judged(lambda: np.array([1.1, 2], np.float32), exercise(np.array([1.0, 2.0]))).text
+    in_float32 = exercise(np.array([1.0, 2.0], np.float32))
+    assert "float64" not in judged(lambda: np.array([1.0001, 2], np.float32), in_float32).text
 
 
 RESULTS = [(1.0, np.array([2.0, 5.0])), (3.0, np.array([7.0, 1.0])), (4.0, np.array([0.0, -2.0]))]
@@ -376,10 +402,18 @@ RESULTS = [(1.0, np.array([2.0, 5.0])), (3.0, np.array([7.0, 1.0])), (4.0, np.ar
             "a has the wrong sign, in every case and b is 3 times what it should be, in every case",
         ),
         (lambda a, b: (a + 1, b * [1, 2]), None),
+        (lambda a, b: (a, b * [1, 1e200]), None),  # too large to be squared
     ],
 )
 def test_slips_of_any_exercise_have_a_name(slip, name):
     assert judged(lambda n: slip(*RESULTS[n]), named(*RESULTS)).mistake == name
+
+
+def test_what_a_run_adds_is_no_result_that_can_be_misplaced():
+    told = dataclasses.replace(DOUBLE, outputs=("double", "total", "how"), expected=lambda x: (2 * x, x.sum(), "so"))
+    swapped = judged(lambda x: (x.sum(), 2 * x, "so"), told)
+    assert swapped.mistake == "the results come as total, double"
+    assert "The order asked for is double, total." in swapped.text
 
 
 def test_missing_factors_and_terms_of_a_count_are_named():
@@ -418,4 +452,46 @@ def test_a_judge_decides_and_never_raises():
     even = exercise(None, judge=lambda result, case: None if result % 2 == 0 else f"{result} is odd")
     assert judged(lambda: 4, even).status == "correct"
     assert "3 is odd" in judged(lambda: 3, even).text
-    assert "cannot be judged: None" in judged(lambda: None, even).text
+    assert "cannot be judged: None: is a `return` missing?" in judged(lambda: None, even).text
+    three = exercise(None, judge=lambda result, case: "expected three rows")
+    assert "expected three rows, got None: is a `return` missing?" in judged(lambda: None, three).text
+
+
+def test_a_mark_has_a_colour_in_a_notebook_only(capsys, monkeypatch):
+    class OutStream(io.StringIO):
+        __module__ = "ipykernel.iostream"
+
+    monkeypatch.setattr(checking, "exercise", lambda number: DOUBLE)
+    for answer, mark in ((DOUBLE.expected, "\x1b[1;32m✓\x1b[0m"), (lambda x: x, "\x1b[1;31m✗\x1b[0m"), (stub, "○")):
+        with contextlib.redirect_stdout(OutStream()) as notebook:
+            check("9.9", answer)
+        assert notebook.getvalue().startswith(f"{mark} Exercise 9.9: ")
+        check("9.9", answer)
+        assert re.sub(r"\x1b\[[0-9;]*m", "", notebook.getvalue()) == capsys.readouterr().out
+
+
+def test_a_mistake_may_have_variants():
+    either = Mistake("one is lost", lambda x: (2 * x, x.min()), "Reread.", variants=(lambda x: (2 * x, x.max()),))
+    known = dataclasses.replace(DOUBLE, mistakes=(either,))
+    assert judged(lambda x: (2 * x, x.max()), known).mistake == "one is lost"
+    assert judged(lambda x: (2 * x, x.max() + 1), known).mistake is None
+
+
+def test_one_entry_of_a_dict_is_recognised_beside_others_that_nobody_knows():
+    table = lambda n, a, b: {"a": a * n, "b": b * n**2}
+    mistakes = (Mistake("a is doubled", lambda n: table(n, 2, 1), "Reread."),)
+    cases = [Case(f"case {n}", (n,)) for n in (2, 3)]
+    known = dataclasses.replace(
+        exercise(None), cases=lambda: cases, expected=lambda n: table(n, 1, 1), mistakes=mistakes
+    )
+    assert judged(lambda n: table(n, 1, 1), known).status == "correct"
+    assert judged(lambda n: table(n, 2, 1) | {"b": np.sqrt(n)}, known).mistake == "a is doubled"
+    assert judged(lambda n: {"a": np.sqrt(n), "b": n**2}, known).mistake is None
+
+
+def test_entries_may_differ_from_case_to_case():
+    cases = [Case(f"case {n}", (n,)) for n in (3, 1, 2)]
+    rows = lambda n: {f"row {i}": i + 1.5 for i in range(n)}
+    known = dataclasses.replace(exercise(None), cases=lambda: cases, expected=rows)
+    text = judged(lambda n: {f"row {i}": i + 2.5 for i in range(n)}, known).text
+    assert "wrong for case 3" in text and "row 0: yours 2.5, expected 1.5" in text

@@ -153,6 +153,9 @@ def test_a_notebook_has_the_form_of_a_lesson(path):
     code = [cell for cell in cells if cell.cell_type == "code"]
     assert code[0].source.endswith("show_environment()")
     assert cells[-1].source.startswith("## What you can do now")
+    place = PATHS.index(path)
+    for neighbour in {*PATHS[max(0, place - 1) : place], *PATHS[place + 1 : place + 2]}:
+        assert f"({neighbour.name})" in first and f"({neighbour.name})" in cells[-1].source
     lengths = sorted(len(cell.source.splitlines()) for cell in code)
     assert lengths[len(lengths) // 2] <= 10 and lengths[-1] <= 45
     for before, after in itertools.pairwise(cells):

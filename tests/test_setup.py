@@ -1,15 +1,18 @@
 """The set-up commands on machines that are not as one would wish."""
 
 import os
+import re
+import shlex
 import shutil
+import socket
 import stat
 import subprocess
+import sys
+import time
+import urllib.request
 
-import nbformat
 import pytest
 from lessons import ROOT
-
-from helpers.notebooks import lay_out_workbook
 
 SCRIPT = ROOT / "helpers" / "setup_environment.sh"
 
@@ -211,53 +214,48 @@ def test_the_oldest_jax_replaces_the_pinned_one(machine):
     assert len(constraints) == len((ROOT / "constraints.txt").read_text().splitlines())
 
 
-def _notebook(text):
-    return nbformat.writes(nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text, id="a")]))
-
-
-@pytest.fixture
-def folders(tmp_path):
-    notebooks, workbook = tmp_path / "notebooks", tmp_path / "workbook"
-    notebooks.mkdir()
-    for name in ("00_first.ipynb", "01_second.ipynb"):
-        (notebooks / name).write_text(_notebook(name))
-    return notebooks, workbook
-
-
-def test_the_workbook_gets_what_it_lacks_and_keeps_what_it_has(folders):
-    notebooks, workbook = folders
-    assert lay_out_workbook(notebooks, workbook) == ["added 00_first.ipynb", "added 01_second.ipynb"]
-    mine = _notebook("my answer")
-    (workbook / "00_first.ipynb").write_text(mine)
-    (notebooks / "00_first.ipynb").write_text(_notebook("a new edition"))
-    (notebooks / "02_third.ipynb").write_text(_notebook("third"))
-    assert lay_out_workbook(notebooks, workbook) == ["added 02_third.ipynb"]
-    assert (workbook / "00_first.ipynb").read_text() == mine
-    assert lay_out_workbook(notebooks, workbook) == []
-
-
-@pytest.mark.parametrize("broken", ["", "not JSON", '{"cells": 3}', "{}"])
-def test_a_notebook_that_cannot_be_read_is_kept_aside(folders, broken):
-    notebooks, workbook = folders
-    lay_out_workbook(notebooks, workbook)
-    for _ in range(2):  # twice on one day must not overwrite the first
-        (workbook / "00_first.ipynb").write_text(broken)
-        (said,) = lay_out_workbook(notebooks, workbook)
-        assert "could not be read" in said
-    kept = sorted(workbook.glob("00_first.broken-*"))
-    assert [path.read_text() for path in kept] == [broken, broken]
-    assert "00_first.ipynb" in (workbook / "00_first.ipynb").read_text()
-
-
 def test_make_help_names_every_command():
     text = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for command in ("lab", "test", "notebooks", "figures", "lint", "help", "gpu-test", "gpu-fuzz"):
+    for command in ("lab", "fresh", "test", "notebooks", "figures", "lint", "help", "gpu-test", "gpu-fuzz"):
         assert f"make {command} " in text
 
 
-def test_make_lab_keeps_its_token_and_stays_on_this_machine():
+@pytest.fixture
+def lab():
+    """How `make lab` starts JupyterLab."""
     environment = {**os.environ, "MAKEFLAGS": ""}
     command = ["make", "--dry-run", "lab", "ARGS=--no-browser"]
     text = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
-    assert "--ip=localhost" in text and "workbook/00_start_here.ipynb" in text
-    assert "token" not in text.lower() and "password" not in text.lower()
+    return text.splitlines()[-1]
+
+
+def test_make_lab_keeps_its_token_and_stays_on_this_machine(lab):
+    assert "--ip=localhost" in lab and "workbook/00_start_here.ipynb" in lab
+    assert "token" not in lab.lower() and "password" not in lab.lower()
+
+
+@pytest.mark.full
+def test_make_lab_says_one_address_what_to_click_and_how_to_stop(lab, tmp_path):
+    """And nothing else, but for a port that is in use."""
+    options = [f"--ServerApp.root_dir={tmp_path}", "--no-browser"]
+    folders = {f"JUPYTER_{name}_DIR": str(tmp_path / name) for name in ("CONFIG", "DATA", "RUNTIME")}
+    with socket.socket() as other, open(tmp_path / "said", "w") as said:
+        other.bind(("localhost", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        command = [sys.executable, *shlex.split(lab)[1:], f"--port={port}", *options]
+        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | folders, stdout=said, stderr=said)
+        try:
+            deadline = time.monotonic() + 120
+            while "To stop" not in (text := (tmp_path / "said").read_text()):
+                assert process.poll() is None and time.monotonic() < deadline, text
+                time.sleep(0.2)
+            (address,) = re.findall(r"http://\S+", text)
+            assert re.fullmatch(r"http://localhost:\d+/lab/tree/workbook/00_start_here.ipynb\?token=\w{20,}", address)
+            assert f"because {port} is in use" in text and "Shift+Enter" in text and "Ctrl+C here" in text
+            assert "LabApp]" not in text and "ServerApp]" not in text
+            assert "/login" not in urllib.request.urlopen(address).url
+            assert "/login" in urllib.request.urlopen(address.partition("?")[0]).url
+        finally:
+            process.terminate()
+            process.wait(timeout=20)

@@ -15,6 +15,7 @@ from jax.experimental.pallas import triton as plt
 
 from helpers.attention import online_softmax, tiled
 from helpers.attention.masking import NO_BAND, Band, key_tiles, query_tiles, tile_kind, visible
+from helpers.attention.portable import backward
 from helpers.attention.portable import forward as portable
 from helpers.attention.portable.tiles import DEFAULTS, Card, Tiles, select_tiles, shared_bytes
 from helpers.attention.problem import Problem, check_call
@@ -162,6 +163,27 @@ def test_the_kernel_moves_the_bytes_of_the_formula(T, S, H, N, K, dtype, block_q
     np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(right, np.float32), atol=2e-3)
 
 
+def test_the_backward_kernels_stay_inside_their_arrays():
+    """On a GPU the keys past the end of one batch entry are the first of the next; an interpreter has none there."""
+    random = np.random.default_rng(0)
+    query, key, value = (
+        random.standard_normal((2, s, n, 24)).astype(np.float16) for s, n in ((18, 2), (20, 1), (20, 1))
+    )
+    lse, dlse = random.standard_normal((2, 2, 2, 18), np.float32)
+
+    def gradients(query, key, value):
+        call = check_call(query, key, value)
+        return backward.backward(call, query, lse, query, dlse, block_q=16, block_k=16, interpret=True)
+
+    kernels, _ = replay(gradients, query, key, value)
+    written = [name for kernel in kernels for name, operand in kernel.operands.items() if operand.writes.any()]
+    assert len(kernels) == 3 and len(written) >= 5
+    for operand in (operand for kernel in kernels for operand in kernel.operands.values()):
+        assert operand.outside == 0, f"a load strayed past the end of {operand.name}"
+        assert operand.outside_writes == 0, f"a store strayed past the end of {operand.name}"
+        assert not operand.is_output or (operand.writes == 1).all(), f"{operand.name} is not written once"
+
+
 def test_the_kernel_for_a_gpu_is_replayed_like_the_interpreted_one():
     random = np.random.default_rng(0)
     query, key, value = random.standard_normal((3, 1, 50, 2, 16), dtype=np.float32)
@@ -245,13 +267,13 @@ def test_replay_reads_only_what_the_lengths_allow():
 
 
 def test_replay_sees_an_unmasked_tail():
-    """A load that hangs over the end is counted as outside, a masked one is not."""
+    """A load or store that hangs over the end is counted as outside, a masked one is not."""
 
     def total(x, masked):
         def kernel(x_ref, out_ref):
             inside = pl.program_id(0) * 8 + jnp.arange(8) < 20
             tile = plt.load(x_ref, mask=inside, other=0) if masked else x_ref[...]
-            plt.store(out_ref, 2 * tile, mask=inside)
+            plt.store(out_ref, 2 * tile, mask=inside if masked else None)
 
         spec = pl.BlockSpec((8,), lambda i: (i,))
         return pl.pallas_call(
@@ -266,7 +288,7 @@ def test_replay_sees_an_unmasked_tail():
     x = np.arange(20, dtype=np.float32)
     for masked, outside in ((True, 0), (False, 4)):
         (kernel,), result = replay(lambda x, masked=masked: total(x, masked), x)
-        assert kernel.operands["x"].outside == outside
+        assert kernel.operands["x"].outside == kernel.operands["out"].outside_writes == outside
         assert kernel.operands["x"].block(2) == (slice(16, 20),)
         np.testing.assert_array_equal(result, 2 * x)
 

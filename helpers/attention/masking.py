@@ -66,7 +66,7 @@ def key_tiles(q_start, q_stop, block_k, band, query_length, key_length, xp=np):
 
 
 def query_tiles(k_start, k_stop, block_q, band, query_length, key_length, xp=np):
-    """Half-open range ``(first, stop)`` of the query tiles that see keys k_start..k_stop-1.
+    """The range ``(first, stop)`` of the query tiles that see keys k_start..k_stop-1.
 
     The mirror image of `key_tiles`, for kernels whose outer loop runs over keys.
     """

@@ -31,13 +31,16 @@ def init(rows, head_dim, dtype=np.float64):
 def update(state, s, v):
     """The state after one more tile of keys.
 
-    s: logits of the tile, shape (rows, block_k), -inf where masked. v: values, (block_k, H).
+    s: logits of the tile, shape (rows, block_k), -inf where masked.
+    v: values of the tile, shape (block_k, H).
     """
     m_new = np.maximum(state.m, s.max(axis=-1))
     reference = _finite(m_new)
     alpha = np.exp(state.m - reference)
     p = np.exp(s - reference[:, None])
-    return State(m_new, alpha * state.l + p.sum(axis=-1), alpha[:, None] * state.acc + p @ v)
+    l = alpha * state.l + p.sum(axis=-1)
+    acc = alpha[:, None] * state.acc + p @ v
+    return State(m_new, l, acc)
 
 
 def merge(a, b):
@@ -49,7 +52,10 @@ def merge(a, b):
 
 
 def finalize(state):
-    """(out, lse) of a state, shapes (rows, H) and (rows,). A row without keys gives 0 and -inf."""
+    """(out, lse) of a state, shapes (rows, H) and (rows,).
+
+    A row without keys gives 0 and -inf.
+    """
     empty = state.l == 0
     l = np.where(empty, 1, state.l)
     lse = np.where(empty, -np.inf, state.m + np.log(l))
@@ -57,5 +63,8 @@ def finalize(state):
 
 
 def _finite(m):
-    """m, or 0 where no key was seen yet: any reference is right there, and -inf - (-inf) is NaN."""
+    """m, or 0 where no key was seen yet.
+
+    Any reference is right there, and -inf - (-inf) is NaN.
+    """
     return np.where(m == -np.inf, 0, m)

@@ -16,6 +16,7 @@ from helpers.attention.masking import Band
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 MAX_HEAD_DIM = 256
+MAX_PAGED_QUERIES = 16
 LARGEST_SCALE = float(np.finfo(np.float32).max) / math.log2(math.e)
 MAX_LENGTH = 2**30  # so that sums of two positions stay within int32
 
@@ -145,6 +146,52 @@ def check_call(
     )
 
 
+def check_paged_call(query, key_pages, value_pages, page_table, lengths, *, scale=None):
+    """Check the arguments of `paged_attention`; return a `Call` whose key and value are pages, and the table.
+
+    The S of its problem is the number of tokens that a row of the table has room for.
+    """
+    arrays = {"query": query, "key_pages": key_pages, "value_pages": value_pages}
+    for name, array in arrays.items():
+        _check_array(name, array)
+        if array.ndim != 4:
+            raise ValueError(f"{name} must have four axes, got shape {array.shape}")
+    if key_pages.dtype != query.dtype or value_pages.dtype != query.dtype:
+        raise TypeError(
+            "query, key_pages and value_pages must share one dtype, got "
+            + ", ".join(f"{name} {array.dtype}" for name, array in arrays.items())
+        )
+    if value_pages.shape != key_pages.shape:
+        raise ValueError(f"value_pages must have the shape of key_pages, {key_pages.shape}, got {value_pages.shape}")
+    (B, T, N, H), (pages, page, K, key_dim) = query.shape, key_pages.shape
+    if key_dim != H:
+        raise ValueError(f"key_pages must have the head_dim of query, {H}, got shape {key_pages.shape}")
+    if N % K:
+        raise ValueError(f"query heads must be a multiple of key/value heads, got {N} and {K}")
+    if H > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, got {H}")
+    if T > MAX_PAGED_QUERIES:
+        raise ValueError(f"query must have at most {MAX_PAGED_QUERIES} positions, got {T}")
+    _check_integers("page_table", page_table, "int32 array of shape (batch, pages of a sequence)")
+    if page_table.ndim != 2 or page_table.shape[0] != B or not page_table.shape[1]:
+        raise ValueError(f"page_table must have shape ({B}, pages of a sequence), got {page_table.shape}")
+    S = page_table.shape[1] * page
+    if S > MAX_LENGTH:
+        raise ValueError(f"page_table must have room for at most 2**30 tokens, got {S}")
+    if lengths is None:
+        raise TypeError(f"lengths must be an int32 array of shape ({B},), got None")
+    key_lengths = _check_lengths("lengths", lengths, B, S)
+    if not isinstance(page_table, jax.core.Tracer) and not isinstance(lengths, jax.core.Tracer):
+        table, used = jax.device_get(page_table), -(-jax.device_get(lengths) // page)
+        for row, count in enumerate(used):
+            wrong = [int(number) for number in table[row, :count] if not 0 <= number < pages]
+            if wrong:
+                raise ValueError(f"page_table[{row}] must name pages from 0 to {pages - 1}, got {wrong[0]}")
+    problem = Problem(B, T, S, N, K, H, jnp.dtype(query.dtype), _check_scale(scale, H), Band())
+    pages = jnp.asarray(key_pages), jnp.asarray(value_pages)
+    return Call(problem, jnp.asarray(query), *pages, None, key_lengths), jnp.asarray(page_table)
+
+
 def _check_array(name, array):
     if not isinstance(array, jax.Array | np.ndarray):
         raise TypeError(f"{name} must be a JAX or NumPy array, got {type(array).__name__}")
@@ -200,10 +247,7 @@ def _check_window(window):
 def _check_lengths(name, lengths, batch, longest):
     if lengths is None:
         return None
-    if not isinstance(lengths, jax.Array | np.ndarray):
-        raise TypeError(f"{name} must be an int32 array of shape ({batch},), got {type(lengths).__name__}")
-    if lengths.dtype != jnp.int32:
-        raise TypeError(f"{name} must have dtype int32, got {lengths.dtype}")
+    _check_integers(name, lengths, f"int32 array of shape ({batch},)")
     if lengths.shape != (batch,):
         raise ValueError(f"{name} must have shape ({batch},), got {lengths.shape}")
     # Under jit the values are not known yet; there, lengths past the end act like the full length.
@@ -212,3 +256,10 @@ def _check_lengths(name, lengths, batch, longest):
         if values.min() < 0 or values.max() > longest:
             raise ValueError(f"{name} must lie between 0 and {longest}, got {values.tolist()}")
     return jnp.asarray(lengths)
+
+
+def _check_integers(name, array, expected):
+    if not isinstance(array, jax.Array | np.ndarray):
+        raise TypeError(f"{name} must be an {expected}, got {type(array).__name__}")
+    if array.dtype != jnp.int32:
+        raise TypeError(f"{name} must have dtype int32, got {array.dtype}")

@@ -1,6 +1,6 @@
 """Attention by its definition: the naive JAX version, and the float64 oracle every test trusts.
 
-    S = scale * Q K^T      P = softmax(S)      O = P V      lse = log sum exp S
+    s = scale q k^T      w = softmax(s)      out = w v      lse = log sum exp s
 
 Gradients of the oracle follow FlashAttention (arXiv 2205.14135), appendix B.2.
 """
@@ -19,7 +19,7 @@ def naive_attention(call):
     """Attention with the whole (T, S) matrix of logits in memory, for a checked `Call`.
 
     Returns out (B, T, N, H) in the dtype of query and lse (B, N, T) float32. Logits and softmax
-    are float32; the probabilities are rounded to the dtype of value for the second product, as
+    are float32; the weights are rounded to the dtype of value for the second product, as
     in `jax.nn.dot_product_attention`.
     """
     problem = call.problem
@@ -81,8 +81,8 @@ def oracle_gradients(query, key, value, dout, dlse=None, **arguments):
     """Gradients in NumPy float64 of ``sum(dout * out) + sum(dlse * lse)``.
 
     dout has the shape of query, dlse the shape of lse. Returns (dq, dk, dv) as float64 arrays of
-    the shapes of query, key and value. With P = exp(S - lse) and delta = rowsum(P * dP):
-    dV = P^T dO, dP = dO V^T, dS = P * (dP - delta + dlse), dQ = scale dS K, dK = scale dS^T Q.
+    the shapes of query, key and value. With p = exp(s - lse) and delta = rowsum(p * dp):
+    dv = p^T do, dp = do v^T, ds = p * (dp - delta + dlse), dq = scale ds k, dk = scale ds^T q.
     """
     q, k, v, p, _, problem = oracle_softmax(query, key, value, arguments)
     B, T, S, N, K, H = problem.B, problem.T, problem.S, problem.N, problem.K, problem.H

@@ -55,9 +55,9 @@ class SlowMemory:
 def query_outer(memory, *, scale, block_q, block_k, band=NO_BAND):
     """Attention of one head with the loop over query tiles outside.
 
-    memory holds q (T, H), k (S, H) and v (S, H) and receives out (T, H) in the dtype of q and
-    lse (T,) in float32. Each query tile keeps its state on chip until it has seen all its keys;
-    tiles of keys that the band hides are never loaded.
+    memory holds q (T, H), k (S, H) and v (S, H) and receives out (T, H) in the dtype
+    of q and lse (T,) in float32. Each query tile keeps its state on chip until it has
+    seen all its keys; tiles of keys that the band hides are never loaded.
     """
     T, H = memory.arrays["q"].shape
     S = len(memory.arrays["k"])
@@ -84,10 +84,10 @@ def query_outer(memory, *, scale, block_q, block_k, band=NO_BAND):
 def key_outer(memory, *, scale, block_q, block_k, band=NO_BAND):
     """Attention of one head with the loop over key tiles outside.
 
-    memory is as in `query_outer`, and holds m and l, (T,) float32, as well. A key tile is loaded
-    once and meets every query tile; so out, m and l travel back and forth. What is stored as out
-    is normalised by the sum so far: each visit multiplies it by the old sum, adds, and divides by
-    the new one.
+    memory is as in `query_outer`, and receives m and l, (T,) float32, as well. A key tile
+    is loaded once and meets every query tile; so out, m and l travel back and forth. What
+    is stored as out is normalised by the sum so far: each visit multiplies it by the old
+    sum, adds, and divides by the new one.
     """
     T, H = memory.arrays["q"].shape
     S = len(memory.arrays["k"])
@@ -132,8 +132,12 @@ def backward(memory, *, scale, block_q, block_k, band=NO_BAND):
     def load(name, start, block):
         return _widen(memory.load(name, start, start + block))
 
+    def load_queries(start):
+        return [load(name, start, block_q) for name in ("q", "do", "lse", "delta")]
+
     def p_and_ds(q, k, v, do, lse, delta, q_start, k_start):
-        rows, cols = np.arange(q_start, q_start + len(q)), np.arange(k_start, k_start + len(k))
+        rows = np.arange(q_start, q_start + len(q))
+        cols = np.arange(k_start, k_start + len(k))
         seen = visible(rows[:, None], cols[None, :], band, T, S)
         s = np.where(seen, scale * (q @ k.T), -np.inf)
         p = np.exp(s - np.where(lse == -np.inf, 0, lse)[:, None])
@@ -149,7 +153,7 @@ def backward(memory, *, scale, block_q, block_k, band=NO_BAND):
         dk, dv = np.zeros_like(k), np.zeros_like(v)
         first, stop = query_tiles(k_start, k_start + len(k), block_q, band, T, S)
         for q_start in range(first * block_q, stop * block_q, block_q):
-            q, do, lse, delta = (load(name, q_start, block_q) for name in ("q", "do", "lse", "delta"))
+            q, do, lse, delta = load_queries(q_start)
             p, ds = p_and_ds(q, k, v, do, lse, delta, q_start, k_start)
             dv += p.T @ do
             dk += scale * ds.T @ q
@@ -157,7 +161,7 @@ def backward(memory, *, scale, block_q, block_k, band=NO_BAND):
         memory.store("dv", k_start, dv)
 
     for q_start in range(0, T, block_q):
-        q, do, lse, delta = (load(name, q_start, block_q) for name in ("q", "do", "lse", "delta"))
+        q, do, lse, delta = load_queries(q_start)
         dq = np.zeros_like(q)
         first, stop = key_tiles(q_start, q_start + len(q), block_k, band, T, S)
         for k_start in range(first * block_k, stop * block_k, block_k):

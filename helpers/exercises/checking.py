@@ -33,8 +33,11 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from helpers.exercises import record
+
 SECONDS = 10  # that an answer may take for one case
-ITEMS = 10_000  # of a generator that is returned
+ITEMS = 10_000  # of a generator or a range that is returned
+STATES = {"wrong": record.TRIED, "correct": record.SOLVED}
 OURS = str(Path(__file__).parents[1])
 
 
@@ -45,11 +48,14 @@ class Mistake:
     name: completes the sentence "This is what you get when …".
     answer: a callable that makes the mistake, with the signature of the learner's function.
     advice: one sentence that leads on, naming the section to reread.
+    variants: more answers that make the same mistake with other results, for example the last of
+      several equally good choices instead of the first.
     """
 
     name: str
     answer: Callable
     advice: str
+    variants: tuple[Callable, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class Exercise:
     cases: a function without arguments that returns the cases, smallest first. It is called for
       each check, so that importing stays quick; it must be deterministic.
     expected: the right result for the arguments of a case: an array or number, a string, a tuple
-      of those, or a dict of those.
+      of those, or a dict of those. A float64 result may make a verdict say that float32 is too little.
     outputs: names of the parts of a tuple result, in order; the name of the result otherwise.
     mistakes: known wrong answers.
     tried: what the cases cover, completes "correct on N cases: …".
@@ -130,7 +136,8 @@ def check(number, answer):
     """Print the verdict on an answer to exercise `number`, for example ``check("2.1", update)``.
 
     Never raises, and prints the same text whenever the answer is the same. A bar shows the
-    progress of a check that takes more than a second, and goes away at its end.
+    progress of a check that takes more than a second, and goes away at its end. In a workbook
+    the `record` keeps what was tried and solved.
     """
     try:
         found = exercise(number)
@@ -138,7 +145,18 @@ def check(number, answer):
         print(f'✗ There is no exercise {_describe(number)}. A check says, for example, check("2.1", update).')
         return
     bar = functools.partial(tqdm, desc=f"Exercise {found.number}", file=sys.stdout, leave=False, delay=1, unit="case")
-    print(verdict(found, answer, bar).text)
+    judged = verdict(found, answer, bar)
+    print(_in_colour(judged))
+    if judged.status in STATES:
+        record.note(found.number, STATES[judged.status])
+
+
+def _in_colour(judged):
+    """The text of a verdict, its mark green or red in a notebook. "Not attempted", which is committed, stays plain."""
+    colour = {"correct": "32", "wrong": "31"}.get(judged.status)
+    if colour is None or not type(sys.stdout).__module__.startswith("ipykernel"):
+        return judged.text
+    return f"\x1b[1;{colour}m{judged.text[0]}\x1b[0m{judged.text[1:]}"
 
 
 def exercise(number):
@@ -195,7 +213,7 @@ def _verdict(exercise, answer, progress):
             return Verdict("wrong", text, "an argument is changed")
         else:
             continue
-        mistake = _recognise(exercise, results) or _general_slip(exercise, cases, results, answer)
+        mistake = _recognise(exercise, cases, results) or _general_slip(exercise, cases, results, answer)
         if mistake:
             text += f"\n  This is what you get when {mistake.name}.\n  {mistake.advice}"
         if outcome.changed:
@@ -251,7 +269,7 @@ def _limited(seconds):
 
     def stop(*_):
         waited, ran = time.monotonic() - began, time.process_time() - began_cpu
-        starved = 0.05 * waited < ran < 0.6 * waited
+        starved = 0.01 * waited < ran < 0.6 * waited
         if running and (not starved or waited > 3 * seconds):
             raise _TooSlow
 
@@ -368,6 +386,10 @@ def _message(error):
         line = (str(error).strip().splitlines() or [""])[0]
     except Exception:
         return ""
+    if line.startswith("JAX arrays are immutable"):
+        return "a JAX array cannot be written into: compute a new one and return it"
+    if "captures constants" in line:
+        return "a kernel takes no array from outside, and .at[...] or jnp.array brings one along: use + and jnp.where"
     line = re.sub(r" at 0x[0-9a-f]+", "", line)
     line = re.sub(r"(\S*/)?helpers/exercises/\S+", "the check", line)
     line = re.sub(r"_apply\.<locals>\.watched", "your function", line)
@@ -392,7 +414,7 @@ def plain(value):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
         return tuple(plain(item) for item in value)
-    if isinstance(value, Iterator):
+    if isinstance(value, Iterator | range):
         return tuple(plain(item) for item in itertools.islice(value, ITEMS))
     if isinstance(value, Fraction | Decimal):
         return plain(int(value) if value == int(value) else float(value))
@@ -425,7 +447,7 @@ def _parts(result, names, expected):
         return tuple(result[name] for name in names) if isinstance(result, dict) and set(names) <= set(result) else None
     if not isinstance(expected, tuple):
         return (result,)
-    if isinstance(result, np.ndarray):
+    if isinstance(result, np.ndarray) and all(np.shape(right) == result.shape[1:] for right in expected):
         result = tuple(result)
     return result if isinstance(result, tuple) and len(result) == len(expected) else None
 
@@ -443,7 +465,8 @@ def _complaint(exercise, case, result):
     """What is wrong with a result, or None."""
     if exercise.judge:
         try:
-            return exercise.judge(result, case)
+            said = exercise.judge(result, case)
+            return f"{said}, got {_got(result)}" if said and result is None else said
         except Complaint as complaint:
             return str(complaint)
         except BaseException:  # the result was not of the kind that the judge looks into
@@ -514,6 +537,7 @@ def _compare(mine, right, tolerance, exact_dtype=False):
         wrong = array != right
         mine, whole = array, True
     else:
+        wide = right.dtype.itemsize == 8
         mine, right, whole = array.astype(np.float64), right.astype(np.float64), False
         if np.isnan(mine).any() and not np.isnan(right).any():
             count = int(np.isnan(mine).sum())
@@ -524,7 +548,7 @@ def _compare(mine, right, tolerance, exact_dtype=False):
         wrong = ~np.isclose(mine, right, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
         if not wrong.any():  # spread thinly: show the worst
             wrong = np.abs(mine - right) == np.nanmax(np.abs(mine - right))
-        if array.dtype.kind == "f" and array.dtype.itemsize < 8 and _close(mine, right, 100 * tolerance):
+        if wide and array.dtype.kind == "f" and array.dtype.itemsize < 8 and _close(mine, right, 100 * tolerance):
             note = f"\nYour result is {array.dtype}; if the method is right, this case needs float64."
     if not wrong.any():
         return None
@@ -539,33 +563,55 @@ def _close(mine, right, tolerance):
     finite = np.isfinite(right)
     if not np.array_equal(mine[~finite], right[~finite], equal_nan=True):
         return False
-    error, size = np.linalg.norm(mine[finite] - right[finite]), np.linalg.norm(right[finite])
+    largest = np.abs(right[finite]).max(initial=0) or 1  # by which both are divided, lest a square overflow
+    mine, right = mine[finite] / largest, right[finite] / largest
+    error, size = np.linalg.norm(mine - right), np.linalg.norm(right)
     return bool(error <= tolerance * size) if size else bool(error <= tolerance)
 
 
 # Naming a mistake
 
 
-def _recognise(exercise, results):
+def _recognise(exercise, cases, results):
     """The known mistake whose results agree with these on every case, or None."""
     if all(isinstance(result, _Raised) for result in results):
         return None
-    for mistake in exercise.mistakes:
-        try:
-            if all(
-                _same(result, _mistaken(exercise, mistake, number), 10 * exercise.tolerance)
-                for number, result in enumerate(results)
-            ):
+    return _mistake_behind(exercise, results) or _mistake_in_an_entry(exercise, cases, results)
+
+
+def _mistake_in_an_entry(exercise, cases, results):
+    """For results that are dicts of the same keys: the known mistake behind the first wrong entry that has one."""
+    if exercise.judge or not all(isinstance(result, dict) for result in results):
+        return None
+    rights = [_expected(exercise, case)[0] for case, _ in zip(cases, results, strict=False)]
+    if not isinstance(rights[0], dict) or any(right.keys() != rights[0].keys() for right in rights):
+        return None
+    for name in rights[0]:
+        mine = [result.get(name) for result in results]
+        if not all(_same(a, b[name], exercise.tolerance) for a, b in zip(mine, rights, strict=True)):
+            mistake = _mistake_behind(exercise, mine, lambda result, name=name: result[name])
+            if mistake:
                 return mistake
-        except Exception:  # the mistake does not apply to results of this kind
-            continue
+    return None
+
+
+def _mistake_behind(exercise, results, part=lambda result: result):
+    """The known mistake of which this part agrees with results on every case, or None."""
+    for mistake in exercise.mistakes:
+        for answer in (mistake.answer, *mistake.variants):
+            with contextlib.suppress(Exception):  # where the mistake does not apply to results of this kind
+                if all(
+                    _same(result, part(_mistaken(exercise, answer, number)), 10 * exercise.tolerance)
+                    for number, result in enumerate(results)
+                ):
+                    return mistake
     return None
 
 
 @functools.cache
-def _mistaken(exercise, mistake, case_number):
-    """What a mistake returns for a case: the same each time, so computed once."""
-    return _apply(exercise, mistake.answer, exercise.cases()[case_number]).result
+def _mistaken(exercise, answer, case_number):
+    """What a wrong answer returns for a case: the same each time, so computed once."""
+    return _apply(exercise, answer, exercise.cases()[case_number]).result
 
 
 def _same(a, b, tolerance):
@@ -576,13 +622,15 @@ def _same(a, b, tolerance):
         return a.keys() == b.keys() and all(_same(a[key], b[key], tolerance) for key in a)
     if isinstance(a, str) or isinstance(b, str) or a is None or b is None:
         return a is b or (isinstance(a, str) and a == b)
-    if isinstance(a, tuple) and isinstance(b, tuple) and (_numbers(a) is None or _numbers(b) is None):
+    if isinstance(a, tuple) and isinstance(b, tuple):  # one by one: beside a large number a small one could be anything
         return len(a) == len(b) and all(_same(x, y, tolerance) for x, y in zip(a, b, strict=True))
     a, b = _numbers(a), _numbers(b)
     if a is None or b is None or a.shape != b.shape:
         return False
     if a.dtype.kind != b.dtype.kind and {a.dtype.kind, b.dtype.kind} - set("iuf"):
         return False
+    if b.dtype.kind in "iu":  # a count: one more or less is another
+        tolerance = min(tolerance, 1e-9)
     return _close(a.astype(np.float64), b.astype(np.float64), tolerance)
 
 
@@ -590,12 +638,13 @@ def _general_slip(exercise, cases, results, answer):
     """A slip that can be told in any exercise by its results, as a `Mistake` without an answer; or None."""
     if exercise.judge or len(results) < 2 or any(isinstance(result, _Raised) for result in results):
         return None
-    table = []  # of (parts, right parts)
+    table, names = [], None  # table: of (parts, right parts)
     for case, result in zip(cases, results, strict=False):
-        expected, names = _expected(exercise, case)
-        parts = _parts(result, names, expected)
-        if parts is None:
+        expected, names_here = _expected(exercise, case)
+        parts = _parts(result, names_here, expected)
+        if parts is None or names not in (None, names_here):
             return None
+        names = names_here
         table.append((parts, _values(expected)))
     agree = lambda mine, right: _compare(mine, right, 10 * exercise.tolerance) is None
     places = range(len(names))
@@ -603,10 +652,11 @@ def _general_slip(exercise, cases, results, answer):
         if order != tuple(places) and all(
             agree(mine[i], right[j]) for mine, right in table for i, j in enumerate(order)
         ):
-            yours = ", ".join(str(names[place]) for place in order)
-            return Mistake(
-                f"the results come as {yours}", None, f"The order asked for is {', '.join(map(str, names))}."
-            )
+            # A string that stays in its place may be what `run` adds, about how the answer was made.
+            told = [place for place in places if order[place] != place or not isinstance(table[0][1][place], str)]
+            yours = ", ".join(str(names[order[place]]) for place in told)
+            asked = ", ".join(str(names[place]) for place in told)
+            return Mistake(f"the results come as {yours}", None, f"The order asked for is {asked}.")
     found = []
     for place in places:
         if not all(agree(mine[place], right[place]) for mine, right in table):

@@ -31,6 +31,11 @@ def _attend(q, k, v, scale=None, weigh=np.exp):
     return w @ v / w.sum()
 
 
+def _weights(q, k):
+    w = np.exp(k @ q / np.sqrt(len(q)))
+    return w / w.sum()
+
+
 EXERCISES = (
     Exercise(
         number="0.1",
@@ -94,6 +99,31 @@ EXERCISES = (
                 "every key gets the same weight",
                 lambda q, k, v: v.mean(axis=0),
                 "The weights must depend on q · k: see the formula of the exercise.",
+            ),
+            Mistake(
+                "the weights are returned, before they mix the values",
+                lambda q, k, v: _weights(q, k),
+                "The result is the sum of w_j v_j, as long as a value: see the formula of the exercise.",
+            ),
+            Mistake(
+                "each value is multiplied by its weight, but the products are not added up",
+                lambda q, k, v: _weights(q, k)[:, None] * v,
+                "Sum over the keys, axis 0, or let w @ v do both: see the formula of the exercise.",
+            ),
+            Mistake(
+                "the weighted values are added up over the numbers of a value instead of over the keys",
+                lambda q, k, v: (_weights(q, k)[:, None] * v).sum(axis=1),
+                "Sum over the keys, axis 0: the result is as long as a value.",
+            ),
+            Mistake(
+                "the largest logit is subtracted, but the exponentials are not divided by their sum",
+                lambda q, k, v: _weights(q, k) / _weights(q, k).max() @ v,
+                "Subtracting the maximum keeps exponentials small; the weights must still add up to one.",
+            ),
+            Mistake(
+                "the square root is applied after the exponential instead of inside it",
+                lambda q, k, v: np.exp(k @ q) / np.sqrt(len(q)) @ v,
+                "s is scaled first, then comes e to the power of s, then the sum: see the formula of the exercise.",
             ),
         ),
     ),

@@ -14,33 +14,27 @@ from helpers.measure.cost import forward_flops, naive_bytes, naive_footprint
 
 def _attention_cases():
     random = np.random.default_rng(11)
-    root = math.sqrt(2)
     by_hand = (np.array([[5.0], [1.0]]), np.log([[1.0], [3.0]]), np.array([[2.0], [6.0]]), True)
     cases = [Case("the case worked by hand", by_hand)]
-    for T, S, H, is_causal in [
-        (3, 5, 2, False),
-        (3, 5, 2, True),
-        (6, 4, 3, True),
-        (9, 9, 64, True),
-        (7, 12, 16, False),
-    ]:
+    # Few shapes, because an answer in jax.numpy is compiled for each of them.
+    for T, S, H, is_causal in [(3, 5, 2, False), (3, 5, 2, True), (6, 4, 3, True), (5, 5, 64, True)]:
         q, k, v = (random.standard_normal(shape) for shape in ((T, H), (S, H), (S, H)))
         cases.append(Case(f"T={T}, S={S}, H={H}, {'causal' if is_causal else 'no mask'}", (q, k, v, is_causal)))
 
-    # Whole numbers, so that these logits are exact in float32 too, for answers in jax.numpy.
-    v = random.standard_normal((5, 4))
-    down = np.zeros((5, 4))
+    # Whole numbers, so that these logits are exact in float32 too.
+    q, v = np.zeros((5, 64)), random.standard_normal((5, 64))
+    q[:, 0] = -400
+    down, rising = np.zeros((5, 64)), np.zeros((5, 64))
     down[:, 0] = [40, 39.75, 40.25, 39.5, 40.5]
-    q = np.zeros((5, 4))
-    q[:, 0] = -100
-    cases.append(Case("every logit near -2000, causal", (q, down, v, True)))
-    rising = np.zeros((5, 4))
     rising[:, 0] = [-22, 20, 0.25, 0.5, 60]
-    cases.append(Case("the largest logit, 3000, hidden by the mask", (-q, rising, v, True)))
     steep = q * np.array([[1.0], [-1.0], [0.0], [0.125], [-0.125]])
-    cases.append(Case("rows of very different size", (steep, down, v, False)))
-    values = random.standard_normal((6, 2)) * root
-    cases.append(Case("equal keys", (random.standard_normal((4, 2)), np.ones((6, 2)), values, True)))
+    equal, values = random.standard_normal((3, 2)), math.sqrt(2) * random.standard_normal((5, 2))
+    cases += [
+        Case("every logit near -2000, causal", (q, down, v, True)),
+        Case("the largest logit, 3000, hidden by the mask", (-q, rising, v, True)),
+        Case("rows of very different size", (steep, down, v, False)),
+        Case("equal keys", (equal, np.ones((5, 2)), values, True)),
+    ]
     return cases
 
 
@@ -152,6 +146,16 @@ ATTENTION = Exercise(
             "The weights of one query must sum to one: reread section 1.",
         ),
         Mistake(
+            "all weights are divided by one sum, that of the whole table",
+            _attention(softmax=lambda s: _not_divided(s) / _not_divided(s).sum()),
+            "Every query has a sum of its own, p.sum(axis=-1, keepdims=True): reread section 1.",
+        ),
+        Mistake(
+            "the weights are returned, before they mix the values",
+            lambda q, k, v, is_causal: _attention()(q, k, np.eye(len(k)), is_causal),
+            "The result is weights @ v, of shape (T, H): reread section 1.",
+        ),
+        Mistake(
             "the weights multiply the keys instead of the values",
             lambda q, k, v, is_causal: _attention()(q, k, k, is_causal),
             "Queries and keys make the weights, and the weights mix v: reread section 1.",
@@ -170,6 +174,21 @@ ATTENTION = Exercise(
             "a query cannot see the key at its own position",
             _attention(seen=lambda T, S: _mask(T, S, offset=-1)),
             "Query i sees keys j ≤ i, its own position included: reread section 3.",
+        ),
+        Mistake(
+            "a query sees one key too many, the one after its own position",
+            _attention(seen=lambda T, S: _mask(T, S, offset=1)),
+            "Query i sees keys j ≤ i; np.triu with k=1 begins right after the diagonal: reread section 3.",
+        ),
+        Mistake(
+            "is_causal is read the wrong way round",
+            lambda q, k, v, is_causal: _attention()(q, k, v, not is_causal),
+            "The mask belongs to is_causal = True: see the exercise.",
+        ),
+        Mistake(
+            "visible and hidden are exchanged, so that a query sees only the keys after its own",
+            _attention(seen=lambda T, S: ~_mask(T, S)),
+            "np.where(seen, s, -np.inf) keeps what is true in `seen`: reread section 3.",
         ),
         Mistake(
             "the mask hides the past and shows the future",
@@ -269,7 +288,22 @@ BILL = Exercise(
             "The table has T rows and S columns: reread section 4.",
         ),
         Mistake(
-            "one of the four passes over a table is forgotten",
+            "T is squared in the FLOPs although there are S keys",
+            _bill(flops=lambda T, S, H: 4 * T * T * H),
+            "The table has T rows and S columns: reread section 4.",
+        ),
+        Mistake(
+            "only the tables are multiplied by itemsize",
+            _bill(moved=lambda T, S, H, e: e * 4 * T * S + 2 * T * H + 2 * S * H),
+            "Every array has elements of itemsize bytes: put brackets around the sum.",
+        ),
+        Mistake(
+            "the two tables are counted in float32",
+            _bill(moved=lambda T, S, H, e: 16 * T * S + e * (2 * T * H + 2 * S * H)),
+            "Here itemsize is the same for all arrays, the tables included: see the exercise.",
+        ),
+        Mistake(
+            "one of the four crossings of a table is forgotten",
             _bill(moved=lambda T, S, H, e: e * (3 * T * S + 2 * T * H + 2 * S * H)),
             "s is written and read, then the weights are written and read: reread section 5.",
         ),
@@ -351,6 +385,17 @@ def _fit(footprint=lambda T, H, e: naive_footprint(T, T, H, e), all_heads=True, 
     return answer
 
 
+def _fit_sum(footprint):
+    """A wrong answer to 1.3 whose footprint of all heads is not a multiple of that of one."""
+    return lambda memory, heads, H, itemsize: _longest(lambda T: footprint(T, H, itemsize, heads) <= memory)
+
+
+def _exact_root(memory, heads, H, itemsize):
+    """Where the footprint is exactly the memory: a number between the last T that fits and the first that does not."""
+    b = 4 * itemsize * H
+    return (math.sqrt(b * b + 32 * memory / heads) - b) / 16
+
+
 def _root(dtype):
     """By the quadratic formula, in a floating-point type that may round the wrong way."""
 
@@ -392,10 +437,10 @@ FIT = Exercise(
         Mistake(
             "the tables are given elements of itemsize bytes, like q, k and v",
             _fit(lambda T, H, e: 2 * e * T * T + 4 * e * T * H),
-            "The reference keeps both tables in float32, whatever the inputs are: reread section 6.",
+            "The helper keeps both tables in float32, whatever the inputs are: reread section 6.",
         ),
         Mistake(
-            "bytes moved are taken for the footprint, four passes instead of two tables",
+            "bytes moved are taken for the footprint, four crossings instead of two tables",
             _fit(lambda T, H, e: 16 * T * T + 4 * e * T * H),
             "What must fit is what is alive at one moment: see the picture of section 4.",
         ),
@@ -418,6 +463,36 @@ FIT = Exercise(
             "three of the four matrices are counted",
             _fit(lambda T, H, e: 8 * T * T + 3 * e * T * H),
             "q, k, v and out: out must fit too, see the exercise.",
+        ),
+        Mistake(
+            "the search begins at T = 1, though not even that may fit",
+            lambda memory, heads, H, itemsize: max(1, _fit()(memory, heads, H, itemsize)),
+            "Where T = 1 is too much the answer is 0: begin there.",
+        ),
+        Mistake(
+            "the small matrices are counted for one head only",
+            _fit_sum(lambda T, H, e, heads: heads * 8 * T * T + 4 * e * T * H),
+            "Each head has its own q, k, v and out, and its own tables: see the exercise.",
+        ),
+        Mistake(
+            "the tables are counted for one head only",
+            _fit_sum(lambda T, H, e, heads: 8 * T * T + heads * 4 * e * T * H),
+            "Each head has its own q, k, v and out, and its own tables: see the exercise.",
+        ),
+        Mistake(
+            "q, k, v and out are given one byte an element",
+            _fit(lambda T, H, e: 8 * T * T + 4 * T * H),
+            "Multiply by itemsize, the bytes of one element: see the exercise.",
+        ),
+        Mistake(
+            "the solution of the quadratic equation is rounded to the nearest integer",
+            lambda memory, heads, H, itemsize: round(_exact_root(memory, heads, H, itemsize)),
+            "What is larger does not fit, by however little: round down.",
+        ),
+        Mistake(
+            "the solution of the quadratic equation is rounded up",
+            lambda memory, heads, H, itemsize: math.ceil(_exact_root(memory, heads, H, itemsize)),
+            "What is larger does not fit, by however little: round down.",
         ),
     ),
 )
@@ -460,6 +535,16 @@ def _time(seconds=max, limit=lambda compute, memory: "memory" if memory > comput
 def _compared_as_numbers(T, S, H, itemsize, card):
     limit = "memory" if naive_bytes(T, S, H, itemsize) > forward_flops(T, S, H) else "compute"
     return max(_sides(T, S, H, itemsize, card)), limit
+
+
+def _ratio_of(seconds, bytes_of=naive_bytes):
+    """A wrong answer to 1.4: seconds(flops, bytes, card) gives the times of both sides."""
+
+    def answer(T, S, H, itemsize, card):
+        compute, memory = seconds(forward_flops(T, S, H), bytes_of(T, S, H, itemsize), card)
+        return max(compute, memory), "memory" if memory > compute else "compute"
+
+    return answer
 
 
 def _one_product(T, S, H, itemsize, card):
@@ -511,7 +596,45 @@ TIME = Exercise(
             "Compare seconds, or the intensity with card.ridge: reread section 7.",
         ),
         Mistake(
-            "the FLOPs of one product are left out",
+            "the limit is always given as memory, though the time is right",
+            _time(limit=lambda compute, memory: "memory"),
+            "Name the side that takes longer: with a large head dimension it can be the matrix units.",
+        ),
+        Mistake(
+            "the limit is always given as compute, though the time is right",
+            _time(limit=lambda compute, memory: "compute"),
+            "Name the side that takes longer: reread section 7.",
+        ),
+        Mistake(
+            "the attainable rate is returned instead of a time",
+            lambda T, S, H, itemsize, card: (
+                forward_flops(T, S, H) / _time()(T, S, H, itemsize, card)[0],
+                _time()(T, S, H, itemsize, card)[1],
+            ),
+            "Seconds are asked for: the FLOPs divided by that rate.",
+        ),
+        Mistake(
+            "FLOPs are divided by the bandwidth, and bytes by the matrix rate",
+            _ratio_of(lambda flops, moved, card: (flops / card.bandwidth, moved / card.matrix_rate)),
+            "FLOPs go with FLOP/s, and bytes with bytes/s: see hint 1.",
+        ),
+        Mistake(
+            "the rates are divided by the amounts",
+            _ratio_of(lambda flops, moved, card: (card.matrix_rate / flops, card.bandwidth / moved)),
+            "Seconds are FLOPs divided by FLOP/s, and bytes divided by bytes/s: see hint 1.",
+        ),
+        Mistake(
+            "T is taken for the number of keys too",
+            lambda T, S, H, itemsize, card: _time()(T, T, H, itemsize, card),
+            "There are S keys: the table has T rows and S columns, see section 4.",
+        ),
+        Mistake(
+            "the footprint is taken for the bytes moved",
+            _ratio_of(lambda flops, moved, card: (flops / card.matrix_rate, moved / card.bandwidth), naive_footprint),
+            "The bandwidth counts what crosses, naive_bytes: reread section 4.",
+        ),
+        Mistake(
+            "only half of the FLOPs are counted, as for one product or for a causal mask",
             _one_product,
             "Both products count, 4 T S H: reread section 4, or call forward_flops.",
         ),

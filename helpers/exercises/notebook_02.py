@@ -106,12 +106,13 @@ def _update(
     forget=False,
     rescale_new=False,
     own_unit=False,
+    no_reference=False,
     exp=np.exp,
 ):
     """The update with the mistakes that people make in it; rescale_* are powers of alpha."""
     m_new = s.max() if tile_max else max(m, s.max())
     alpha = exp(m_new - m if inverted else m - m_new)
-    unit = m if old_max_in_p else s.max() if own_unit else m_new
+    unit = 0 if no_reference else m if old_max_in_p else s.max() if own_unit else m_new
     p = exp(s - unit) * (alpha if rescale_new else 1)
     l_new = alpha**rescale_l * l + p.sum()
     acc_new = alpha**rescale_acc * acc + p @ v
@@ -122,6 +123,11 @@ def _update(
 
 def _wrong_update(**options):
     return lambda m, l, acc, s, v: _update(m, l, acc, s, v, **options)
+
+
+def _divided_update(m, l, acc, s, v):
+    m_new, l_new, acc_new = _update(m, l, l * acc, s, v)
+    return m_new, l_new, acc_new / l_new
 
 
 UPDATE_MISTAKES = (
@@ -186,7 +192,7 @@ UPDATE_MISTAKES = (
         "m, l and acc here are in base e, so use np.exp: see section 3.",
     ),
     Mistake(
-        "alpha is rounded away: the old sums are dropped whenever the maximum grows",
+        "the old sums are dropped whenever the maximum grows",
         lambda m, l, acc, s, v: _update(m, l * (s.max() <= m), acc * (s.max() <= m), s, v),
         "The old sums shrink by alpha, they do not vanish: see section 3.",
     ),
@@ -208,6 +214,35 @@ UPDATE_MISTAKES = (
         "the old m is returned",
         _wrong_update(keep_m=True),
         "l and acc are now in units of e^(m_new), so m_new is what belongs to them: see section 3.",
+    ),
+    Mistake(
+        "p = e^s is taken without subtracting m_new",
+        _wrong_update(no_reference=True),
+        "Old and new terms must be in the same unit, e^(s - m_new): see section 3.",
+    ),
+    Mistake(
+        "acc is carried divided by l, as the first FlashAttention did",
+        _divided_update,
+        "Here acc is the undivided sum, and the only division comes after the last tile: see section 4.",
+    ),
+    Mistake(
+        "a tile is added only where it raises the maximum",
+        lambda m, l, acc, s, v: _update(m, l, acc, s, v) if s.max() > m else (m, l, acc),
+        "Every key counts, also where m stays as it is and alpha is 1: see section 3.",
+    ),
+    Mistake(
+        "the old state is dropped, and the tile is summed from its own maximum",
+        lambda m, l, acc, s, v: _update(-np.inf, 0.0, np.zeros_like(acc), s, v),
+        "The old l and acc stand for all the keys before this tile: see section 4.",
+    ),
+    Mistake(
+        "l is averaged over the tile instead of summed",
+        lambda m, l, acc, s, v: (
+            max(m, s.max()),
+            np.exp(m - max(m, s.max())) * l + np.exp(s - max(m, s.max())).mean(),
+            _update(m, l, acc, s, v)[2],
+        ),
+        "l is a sum over all keys so far, p.sum(): see section 3.",
     ),
 )
 
@@ -238,6 +273,7 @@ def _merge_cases():
         case("logits near -1000", 2, 3, 4, 5, -1000.0, -1000.0, 3.0),
         case("rows near -1000, 0 and 1000", 3, 3, 2, 2, LEVELS, LEVELS, 3.0),
         case("nothing in row 0 of a and in row 1 of b", 3, 3, 4, 2, hidden=True),
+        case("nothing in one row of each, logits near -1000", 3, 3, 4, 2, -1000.0, -1000.0, hidden=True),
     ]
 
 
@@ -285,6 +321,18 @@ def _winner(a, b):
     """In each row the state with the larger m, and nothing of the other."""
     first = a[0] >= b[0]
     return tuple(np.where(first if x.ndim == 1 else first[:, None], x, y) for x, y in zip(a, b, strict=True))
+
+
+def _dropped_for_one_row(a, b):
+    if np.isinf(a[0]).any():
+        return b
+    return a if np.isinf(b[0]).any() else _merge(a, b)
+
+
+def _one_comparison(a, b):
+    m = a[0] if (a[0] >= b[0]).all() else b[0]
+    alpha, beta = np.exp(a[0] - m), np.exp(b[0] - m)
+    return m, alpha * a[1] + beta * b[1], alpha[:, None] * a[2] + beta[:, None] * b[2]
 
 
 def _normalised_merge(a, b):
@@ -364,6 +412,45 @@ MERGE_MISTAKES = (
         "The unit of the merged state is the larger of the two maxima: see section 5.",
     ),
     Mistake(
+        "the maximum of a is taken for the common one",
+        _wrong_merge(choose=lambda m_a, m_b: m_a),
+        "Either part may hold the larger maximum, so take the larger of the two: see section 5.",
+    ),
+    Mistake(
+        "the factors are e^m_a and e^m_b, without the common maximum",
+        _wrong_merge(both=lambda m_part, m, part: np.exp(m_part)),
+        "The result must be in units of e^m: its factors are e^(m_a - m) and e^(m_b - m), see section 5.",
+    ),
+    Mistake(
+        "a is rescaled to the maximum of b, also where that of a is the larger",
+        lambda a, b: (np.maximum(a[0], b[0]), *_merge(a, b, choose=lambda m_a, m_b: m_b)[1:]),
+        "Both parts are converted to the larger of the two maxima: see section 5.",
+    ),
+    Mistake(
+        "a whole part is dropped because it saw no key in one of the rows",
+        _dropped_for_one_row,
+        "Which part is empty may differ from row to row: e^(-inf) = 0 takes it out of those rows by itself.",
+    ),
+    Mistake(
+        "an m of -inf is replaced by 0, and no logit of the other part is that large",
+        lambda a, b: _merge((_safe(a[0]), *a[1:]), (_safe(b[0]), *b[1:])),
+        "Nothing has to be replaced, since e^(-inf) is 0 already: see section 5.",
+    ),
+    Mistake(
+        "one comparison decides for all rows",
+        _one_comparison,
+        "Which part holds the larger maximum may differ from row to row: np.maximum, see hint 1.",
+    ),
+    Mistake(
+        "the larger of the two sums is kept instead of their total",
+        lambda a, b: (
+            _merge(a, b)[0],
+            np.maximum(np.exp(a[0] - np.maximum(a[0], b[0])) * a[1], np.exp(b[0] - np.maximum(a[0], b[0])) * b[1]),
+            _merge(a, b)[2],
+        ),
+        "Only m is a maximum; l and acc are sums: see section 5.",
+    ),
+    Mistake(
         "all rows share one maximum",
         _wrong_merge(choose=lambda m_a, m_b: np.full_like(m_a, max(m_a.max(), m_b.max()))),
         "Each row is a softmax of its own, with its own m: see the shapes in the exercise.",
@@ -386,7 +473,7 @@ def _run_break(answer, block_k):
     """
     rows = answer(block_k)
     if not isinstance(rows, dict):
-        return "expected a dict of three rows"
+        return "expected a dict of three rows" + (", got None: is a `return` missing?" if rows is None else "")
     pattern = {}
     for name in SHORTCUTS:
         if name not in rows:
@@ -441,7 +528,7 @@ def _rows(no_max, starts_at_0, tile_max):
 
 BREAK_MISTAKES = (
     Mistake(
-        "the logits are of ordinary size in every row, as N(0, 1) would give",
+        "no row leaves the range of float32, as with numbers from N(0, 1)",
         _rows([1, -1], [-1, 1], [1, -1]),
         "No reference matters until an exponential leaves the range of float32: see the picture in section 6.",
     ),
@@ -470,6 +557,41 @@ BREAK_MISTAKES = (
         _rows([100], [-200], [200, 0]),
         "What matters is the fall from one tile to the next, not the height: see section 6.",
     ),
+    Mistake(
+        "the row for “tile max” is so low that a reference of 0 fails as well",
+        _rows([100], [-200], [-200, -300]),
+        "What matters is the fall from one tile to the next: let the first tile stay near 0, see section 6.",
+    ),
+    Mistake(
+        "the rows for “no max” and “m starts at 0” are exchanged",
+        _rows([-200], [100], [0, -100]),
+        "Large logits hurt “no max” alone, and low ones hurt “m starts at 0”: see the picture in section 6.",
+    ),
+    Mistake(
+        "the logits of the row for “no max” are not large enough",
+        _rows([50], [-200], [0, -100]),
+        "The sum of all e^s must exceed the largest float32, about e^88.7: see section 6.",
+    ),
+    Mistake(
+        "the row for “m starts at 0” is not far enough below zero, or not in all of its logits",
+        _rows([100], [-50], [0, -100]),
+        "Every e^s in it must vanish in float32, which is sure below -104: see section 1.",
+    ),
+    Mistake(
+        "the row for “tile max” has the same length whatever block_k is, and may lie in a single tile",
+        lambda block_k: _rows([100], [-200], [0, -100])(block_k) | {"tile max": np.repeat([0.0, -100.0], 8)},
+        "A fall from one tile to the next takes two tiles: let the length depend on block_k.",
+    ),
+    Mistake(
+        "every row is large at first and then falls, which breaks “no max” and “tile max” together",
+        _rows([200, -200], [200, -200], [200, -200]),
+        "Each row needs one thing only: height, depth, or a fall that begins near 0; see the picture in section 6.",
+    ),
+    Mistake(
+        "every row is low and then falls, which breaks all three shortcuts together",
+        _rows([-200, -300], [-200, -300], [-200, -300]),
+        "Each row needs one thing only: height, depth, or a fall that begins near 0; see the picture in section 6.",
+    ),
 )
 
 
@@ -483,6 +605,7 @@ def _attend_cases():
         s = np.asarray(s, float)
         return Case(f"{label}, S={len(s)}, block_k={block_k}, H={H}", (s, random.standard_normal((len(s), H)), block_k))
 
+    # Few shapes, because an answer in jax.numpy is compiled for each of them.
     masked = random.standard_normal(7)
     masked[[0, 1, 2, 5]] = -np.inf
     return [
@@ -490,15 +613,15 @@ def _attend_cases():
         case("a ragged last tile", random.standard_normal(5), 2, 3),
         case("the largest logit first", [5.0, 1, 0, 2, -1, 3, 1], 3, 2),
         case("the largest logit last", [-1.0, 1, 0, 2, 1, 3, 7], 3, 2),
-        case("the largest logit in the middle", [0.0, 1, 2, 9, 1, 0, -1, 3], 3, 4),
+        case("the largest logit in the middle", [0.0, 1, 2, 9, 1, 0, -1, 3, 2], 3, 2),
         case("tiles of one key", 2 * random.standard_normal(4), 1, 2),
         case("first tile fully masked", masked, 3, 2),
         case("a fully masked tile after a visible one", [1.0, 0, -np.inf, -np.inf, 2, -1, -np.inf, -np.inf], 2, 2),
         case("a fully masked tile before logits near -1000", [-np.inf, -np.inf, -1000, -1001, -999], 2, 2),
-        case("masked tiles between logits near -1000", [-1000, -np.inf, -np.inf, -np.inf, -1002, -1001], 2, 3),
-        case("every key masked", np.full(4, -np.inf), 2, 3),
-        case("logits near 1000", _even(1000 + 2 * random.standard_normal(9)), 4, 2),
-        case("logits near -1000", _even(-1000 + 2 * random.standard_normal(9)), 4, 2),
+        case("masked tiles between logits near -1000", [-1000, -np.inf, -np.inf, -np.inf, -1002, -1001], 2, 2),
+        case("every key masked", np.full(4, -np.inf), 2, 2),
+        case("logits near 1000", _even(1000 + 2 * random.standard_normal(7)), 3, 2),
+        case("logits near -1000", _even(-1000 + 2 * random.standard_normal(7)), 3, 2),
         case("a rise from 0 to 1000", _even(np.repeat([0.0, 1000.0], 3) + random.standard_normal(6)), 3, 2),
         case("a fall from 1000 to 0", _even(np.repeat([1000.0, 0.0], 3) + random.standard_normal(6)), 3, 2),
     ]
@@ -525,6 +648,7 @@ def _attend(
     divide=True,
     guard=True,
     guard_division=True,
+    guard_old=True,
     mask_value=None,
     own_unit=False,
     exp=np.exp,
@@ -540,7 +664,7 @@ def _attend(
         tile, values = s[start : start + block_k], values_of(v, start, start + block_k)
         m_new = choose(m, tile.max())
         reference = 0.0 if guard and m_new == -np.inf else m_new
-        old = 0.0 if guard and m == -np.inf and old_max_in_p else m
+        old = 0.0 if guard and guard_old and m == -np.inf and old_max_in_p else m
         alpha = exp(reference - m if inverted else m - reference)
         if inverted == "later" and m == -np.inf:
             alpha = 1.0
@@ -559,6 +683,29 @@ def _attend(
 
 def _wrong_attend(**options):
     return lambda s, v, block_k: _attend(s, v, block_k, **options)
+
+
+def _tiles_apart(s, v, block_k):
+    """Each tile as if it were a row of its own."""
+    parts = [
+        _attend(s[start : start + block_k], v[start : start + block_k], block_k) for start in range(0, len(s), block_k)
+    ]
+    return tuple(np.concatenate(column) for column in zip(*parts, strict=True))
+
+
+def _where_masked(s, v, block_k, record):
+    """(out, lse) with this record for tiles of masked keys, or without one for them."""
+    out, lse = _attend(s, v, block_k)
+    masked = np.array([np.isinf(s[start : start + block_k]).all() for start in range(0, len(s), block_k)])
+    if record is None:
+        return out[~masked], lse[~masked]
+    out[masked], lse[masked] = record
+    return out, lse
+
+
+def _nan_to_zero(s, v, block_k):
+    out, lse = _attend(s, v, block_k, guard=False, guard_division=False)
+    return np.nan_to_num(out), lse
 
 
 ATTEND_MISTAKES = (
@@ -683,6 +830,46 @@ ATTEND_MISTAKES = (
         "The slice of v is that of s: start to start + block_k.",
     ),
     Mistake(
+        "p uses the old m, which is -inf before the first tile",
+        _wrong_attend(old_max_in_p=True, guard_old=False),
+        "The new exponentials must be in the new units, e^(s - m_new): see section 3.",
+    ),
+    Mistake(
+        "each tile is answered on its own, without the keys before it",
+        _tiles_apart,
+        "l, acc and m stand for all keys so far: start them before the loop, and rescale them in it.",
+    ),
+    Mistake(
+        "a tile of masked keys is recorded as an empty row, although earlier keys were visible",
+        lambda s, v, block_k: _where_masked(s, v, block_k, (0.0, -np.inf)),
+        "Such a tile changes nothing, so the answer stays that of the tile before: see section 7.",
+    ),
+    Mistake(
+        "a tile of masked keys leaves no record",
+        lambda s, v, block_k: _where_masked(s, v, block_k, None),
+        "One row of out and one lse are asked for each tile, masked or not.",
+    ),
+    Mistake(
+        "m itself becomes 0 in a masked tile, and later logits near -1000 vanish",
+        _wrong_attend(choose=lambda m, largest: 0.0 if max(m, largest) == -np.inf else max(m, largest)),
+        "Only the reference is replaced; m stays -inf until a key is visible: see section 7.",
+    ),
+    Mistake(
+        "NaN is turned into 0 at the end, and with it the keys that come after a masked tile",
+        _nan_to_zero,
+        "Once l and acc are NaN they stay so: keep NaN out with a reference of 0, see section 7.",
+    ),
+    Mistake(
+        "lse is m · log l, a product instead of a sum",
+        _wrong_attend(lse_of=lambda m, l: m * np.log(l)),
+        "lse = m + log l: see section 4.",
+    ),
+    Mistake(
+        "lse is e^m · l, without the logarithm",
+        _wrong_attend(lse_of=lambda m, l: np.exp(m) * l),
+        "lse = m + log l, the logarithm of that product: see section 4.",
+    ),
+    Mistake(
         "masked keys get a large negative logit instead of -inf",
         _wrong_attend(mask_value=-1e9),
         "A tile with nothing but masked keys then counts as a tile of equal keys: see section 7.",
@@ -765,6 +952,17 @@ def _ratio(lse_a, lse_b):
     return lse_a / (lse_a + lse_b), lse_b / (lse_a + lse_b)
 
 
+def _unguarded_lse(lse_a, lse_b):
+    m = np.maximum(lse_a, lse_b)
+    return m + np.log(np.exp(lse_a - m) + np.exp(lse_b - m))
+
+
+def _part_dropped_for_one_row(out_a, lse_a, out_b, lse_b):
+    if np.isinf(lse_a).any():
+        return out_b, lse_b
+    return (out_a, lse_a) if np.isinf(lse_b).any() else _by_weights(_softmax_pair)(out_a, lse_a, out_b, lse_b)
+
+
 LSE_MISTAKES = (
     Mistake(
         "the two outputs are averaged",
@@ -835,6 +1033,41 @@ LSE_MISTAKES = (
         "-inf is subtracted from -inf where neither part saw a key",
         _by_weights(_unguarded),
         "Use 0 as the reference there: see section 7.",
+    ),
+    Mistake(
+        "the weights are e^lse, not divided by their sum",
+        _by_weights(lambda a, b: (np.exp(a), np.exp(b))),
+        "Subtract the lse of the whole row, so that the weights add up to one: see section 8.",
+    ),
+    Mistake(
+        "the weights are safe, but lse comes from e^lse itself, which overflows or vanishes",
+        _by_weights(_softmax_pair, lse=lambda a, b: np.log(np.exp(a) + np.exp(b))),
+        "np.logaddexp works with the difference only: see hint 1.",
+    ),
+    Mistake(
+        "lse is safe, but the weights come from e^lse itself, which overflows or vanishes",
+        _by_weights(_plain_pair),
+        "Subtract the lse of the whole row before the exponential: see section 8.",
+    ),
+    Mistake(
+        "the larger lse is taken for that of the row, in the weights too",
+        _by_weights(_not_normalised, lse=np.maximum),
+        "lse = log(e^lse_a + e^lse_b), and the weights then add up to one: see section 8.",
+    ),
+    Mistake(
+        "lse is 0 instead of -inf where neither part saw a key",
+        _by_weights(_softmax_pair, lse=lambda a, b: _safe(np.logaddexp(a, b))),
+        "0 is a reference for the weights only; np.logaddexp gives the right lse: see section 7.",
+    ),
+    Mistake(
+        "lse is NaN where neither part saw a key, from -inf - (-inf)",
+        _by_weights(_softmax_pair, lse=_unguarded_lse),
+        "Use 0 as the reference there: see section 7.",
+    ),
+    Mistake(
+        "a whole part is dropped because it saw no key in one of the rows",
+        _part_dropped_for_one_row,
+        "Which part is empty may differ from row to row: np.where decides for each row, see hint 2.",
     ),
 )
 

@@ -1,5 +1,7 @@
 """The exercises of notebook 03."""
 
+import math
+
 import numpy as np
 
 from helpers.attention.masking import Band, tile_kind
@@ -10,7 +12,7 @@ from helpers.exercises.watched import exceeds, watch
 from helpers.measure import cost
 
 KIB = 1024
-LONG = 4096  # keys: enough for a table to show in the memory that an answer takes
+LONG = 1024  # keys: enough for rows of logits to show in the memory that an answer takes
 
 
 def _inputs(T, S, H, seed, scale, peak=None, gap=12.0, shift=0.0, mixed=False):
@@ -41,15 +43,14 @@ def _attention_cases():
     ]
     settings = [
         (4, 6, 2, 2, 3, 0.5, {}, ""),
-        (5, 7, 3, 2, 3, 1.0, {}, ", ragged tails"),
-        (5, 10, 4, 3, 4, 0.5, {"peak": 1}, ", largest logits first"),
-        (5, 10, 4, 3, 4, 0.25, {"peak": 9}, ", largest logits last"),
-        (9, 11, 5, 2, 4, 2.0, {"peak": 7}, ", largest logits in the middle"),
-        (5, 10, 4, 3, 4, 0.5, {"shift": 1000.0}, ", logits near 1000"),
-        (5, 10, 4, 3, 4, 0.25, {"shift": -1000.0}, ", logits near -1000"),
-        (5, 10, 4, 3, 4, 0.5, {"peak": 0, "gap": 2000.0}, ", the first logit 2000 above the others"),
-        (5, 10, 4, 3, 4, 0.25, {"shift": 1000.0, "mixed": True}, ", logits near 1000 and -1000, by query"),
-        (32, LONG, 1, 16, 256, 1.0, {}, ""),
+        (6, 10, 4, 3, 4, 0.5, {"peak": 1}, ", largest logits first"),
+        (6, 10, 4, 3, 4, 0.25, {"peak": 9}, ", largest logits last"),
+        (9, 11, 5, 2, 4, 2.0, {"peak": 7}, ", ragged tails, largest logits in the middle"),
+        (6, 10, 4, 3, 4, 0.5, {"shift": 1000.0}, ", logits near 1000"),
+        (6, 10, 4, 3, 4, 0.25, {"shift": -1000.0}, ", logits near -1000"),
+        (6, 10, 4, 3, 4, 0.5, {"peak": 0, "gap": 2000.0}, ", the first logit 2000 above the others"),
+        (6, 10, 4, 3, 4, 0.25, {"shift": 1000.0, "mixed": True}, ", logits near 1000 and -1000, by query"),
+        (128, LONG, 1, 128, 64, 1.0, {}, ""),
     ]
     for seed, (T, S, H, block_q, block_k, scale, options, note) in enumerate(settings):
         label = f"T={T}, S={S}, H={H}, scale={scale:g}, block_q={block_q}, block_k={block_k}{note}"
@@ -66,20 +67,16 @@ def _oracle(q, k, v, scale):
 
 
 def _run_in_tiles(answer, q, k, v, scale, block_q, block_k):
-    """The results, and how they were built as far as NumPy's arrays tell."""
+    """What the answer returns; a `Complaint` where the arrays that it made tell of other tiles."""
     H, S = k.shape[1], len(k)
     q, shapes = watch(q)
     run = lambda: answer(q, k, v, scale, block_q, block_k)
     result, whole = exceeds(4 * block_q * S, run) if S == LONG else (run(), False)
-    try:
-        out, lse = result
-    except (TypeError, ValueError):
-        return result  # not two results: `expected` says so
     if whole:
-        return out, lse, "a table with all keys"
+        raise Complaint(f"Rows of {S} logits were in memory at once; a tile has {block_k}.")
     if H == 5 and (block_k, H) in shapes and (block_q, H) not in shapes:  # H is the length of nothing else there
-        return out, lse, "tiles of block_k queries and block_q keys"
-    return out, lse, "tiles"
+        raise Complaint(f"A tile of {block_k} queries was made; block_q is {block_q}.")
+    return result
 
 
 def _query_outer(
@@ -92,18 +89,23 @@ def _query_outer(
     *,
     rescale_l=True,
     rescale_acc=True,
+    keep_l=True,
+    keep_acc=True,
+    keep_m=True,
+    add_first=False,
     normalise_early=False,
     divide=True,
     lse_of=lambda m, l: m + np.log(l),
     whole_tiles_only=False,
     whole_query_tiles_only=False,
     pad_keys=False,
+    causal=False,
     start=-np.inf,
     exp=np.exp,
-    own_unit=False,
+    reference=lambda m, m_new, s: m_new,
+    sum_of=lambda p: p.sum(axis=1),
     new_maximum=lambda m, s: np.maximum(m, s.max(axis=1)),
     alpha_of=lambda m, m_new: np.exp(m - m_new),
-    keep_m=True,
 ):
     T, S = len(q), len(k)
     out, lse = np.zeros(q.shape), np.zeros(T)
@@ -119,15 +121,23 @@ def _query_outer(
         for k_start in range(0, S, block_k):
             cols = slice(k_start, k_start + block_k)
             s = scale * (q[rows] @ k[cols].T)
+            if causal:
+                s = np.where(np.arange(S)[None, cols] <= np.arange(T)[rows, None], s, -np.inf)
             m_new = new_maximum(m, s)
             alpha = alpha_of(m, m_new)
-            p = exp(s - (s.max(axis=1) if own_unit else m_new)[:, None])
-            l = (alpha if rescale_l else 1) * l + p.sum(axis=1)
-            acc = (alpha[:, None] if rescale_acc else 1) * acc + p @ v[cols]
+            p = exp(s - reference(m, m_new, s)[:, None])
+            l, acc = keep_l * l, keep_acc * acc
+            if add_first:
+                l, acc = l + sum_of(p), acc + p @ v[cols]
+            l = (alpha if rescale_l else 1) * l
+            acc = (alpha[:, None] if rescale_acc else 1) * acc
+            if not add_first:
+                l, acc = l + sum_of(p), acc + p @ v[cols]
             if normalise_early:
-                acc = acc / l[:, None]
+                acc = acc / (l * np.ones(len(m)))[:, None]
             m = m_new if keep_m else m
-        out[rows] = acc / l[:, None] if divide and not normalise_early else acc
+        l = l * np.ones(len(m))
+        out[rows] = acc / l[:, None] if divide else acc
         lse[rows] = lse_of(m, l)
     return out, lse
 
@@ -157,9 +167,9 @@ def _rescaled(change):
 QUERY_OUTER = Exercise(
     number="3.1",
     title="Query tiles outside",
-    outputs=("out", "lse", "what was built"),
+    outputs=("out", "lse"),
     cases=_attention_cases,
-    expected=lambda q, k, v, scale, *_: (*_oracle(q, k, v, scale), "tiles"),
+    expected=lambda q, k, v, scale, *_: _oracle(q, k, v, scale),
     run=_run_in_tiles,
     tried="T ≠ S, ragged tails, unequal blocks, the largest logits first, last and in the middle, logits near ±1000",
     mistakes=(
@@ -179,9 +189,39 @@ QUERY_OUTER = Exercise(
             "Terms added under different maxima do not mix: see the equation of section 1.",
         ),
         Mistake(
-            "alpha is turned round, e^(m_new - m) instead of e^(m - m_new)",
+            "alpha is turned round, e^(m_new - m), or is not an exponential, so that it is infinite in the first visit",
             _with(alpha_of=lambda m, m_new: np.exp(m_new - m)),
-            "The maximum only grows, so alpha is at most 1: see the equation of section 1.",
+            "alpha = e^(m - m_new), at most 1, and 0 in the first visit: see the equation of section 1.",
+        ),
+        Mistake(
+            "p is measured from the old maximum, which is minus infinity in the first visit",
+            _with(reference=lambda m, m_new, s: m),
+            "Compute m_new first, then p = exp(s - m_new): see the equation of section 1.",
+        ),
+        Mistake(
+            "acc is replaced by what the current tile adds",
+            _with(keep_acc=False),
+            "The earlier tiles stay part of the sum, times alpha: see the equation of section 1.",
+        ),
+        Mistake(
+            "l is replaced by the sum of the current tile",
+            _with(keep_l=False),
+            "The earlier tiles stay part of the sum, times alpha: see the equation of section 1.",
+        ),
+        Mistake(
+            "l and acc are both replaced by what the current tile adds",
+            _with(keep_l=False, keep_acc=False),
+            "The earlier tiles stay part of the sums, times alpha: see the equation of section 1.",
+        ),
+        Mistake(
+            "alpha multiplies l and acc after the current tile was added",
+            _with(add_first=True),
+            "alpha is for what was there before the tile came: see the equation of section 1.",
+        ),
+        Mistake(
+            "l is one sum over the whole tile instead of one for each query",
+            _with(sum_of=lambda p: p.sum()),
+            "Each query has a sum of its own, p.sum(axis=1): see section 1.",
         ),
         Mistake(
             "m is the largest logit of the current tile only, not the largest so far",
@@ -199,7 +239,7 @@ QUERY_OUTER = Exercise(
             "At the end of each visit m becomes m_new: see the equation of section 1.",
         ),
         Mistake(
-            "m starts at 0 instead of minus infinity",
+            "m starts at 0, or at another number that all logits may lie far below, instead of minus infinity",
             _with(start=0.0),
             "If every logit is far below 0, every exponential vanishes: see init in section 1.",
         ),
@@ -215,6 +255,11 @@ QUERY_OUTER = Exercise(
         ),
         Mistake(
             "acc is divided by l after every tile, then updated as if it had not been",
+            _with(normalise_early=True, divide=False),
+            "Divide once, after the last key tile: see the loop of section 1. Section 6 shows the other convention.",
+        ),
+        Mistake(
+            "acc is divided by l after every tile, and once more at the end",
             _with(normalise_early=True),
             "Divide once, after the last key tile: see the loop of section 1. Section 6 shows the other convention.",
         ),
@@ -235,7 +280,7 @@ QUERY_OUTER = Exercise(
         ),
         Mistake(
             "p is measured from the tile's own maximum, in another unit than the sums that it is added to",
-            _with(own_unit=True),
+            _with(reference=lambda m, m_new, s: s.max(axis=1)),
             "p = exp(s - m_new), with the largest logit so far: see the equation of section 1.",
         ),
         Mistake(
@@ -257,6 +302,31 @@ QUERY_OUTER = Exercise(
             "scale is ignored and 1 / sqrt(H) is used instead",
             lambda q, k, v, scale, *blocks: _query_outer(q, k, v, 1 / np.sqrt(q.shape[1]), *blocks),
             "scale is an argument, and need not be one over the square root of H.",
+        ),
+        Mistake(
+            "scale is used, and 1 / sqrt(H) besides",
+            lambda q, k, v, scale, *blocks: _query_outer(q, k, v, scale / np.sqrt(q.shape[1]), *blocks),
+            "scale is all that the products are multiplied by: see the equation of section 1.",
+        ),
+        Mistake(
+            "a causal mask is applied",
+            _with(causal=True),
+            "Here every query sees every key; causal attention comes in section 5.",
+        ),
+        Mistake(
+            "lse is m minus log l",
+            _with(lse_of=lambda m, l: m - np.log(l)),
+            "lse = m + log l: see section 1.",
+        ),
+        Mistake(
+            "lse is l, neither as a logarithm nor with m",
+            _with(lse_of=lambda m, l: l),
+            "lse = m + log l: see section 1.",
+        ),
+        Mistake(
+            "the logarithm in lse is taken to base two",
+            _with(lse_of=lambda m, l: m + np.log2(l)),
+            "lse is a natural logarithm, np.log: see section 1.",
         ),
         Mistake(
             "lse is log l, without m",
@@ -297,6 +367,11 @@ QUERY_OUTER = Exercise(
             "the last, shorter query tile is left out",
             _with(whole_query_tiles_only=True),
             "range(0, T, block_q) reaches the tail, T // block_q tiles do not: see section 4.",
+        ),
+        Mistake(
+            "the last, shorter tiles are left out, of keys and of queries",
+            _with(whole_tiles_only=True, whole_query_tiles_only=True),
+            "range(0, S, block_k) and range(0, T, block_q) reach the tails: see section 4.",
         ),
         Mistake(
             "the last key tile is filled up with zeros and not masked",
@@ -398,6 +473,54 @@ CLASSIFY = Exercise(
             "Queries from T on do not exist either, so a tile that holds some is at most partial: see section 5.",
         ),
         Mistake(
+            "a tile that reaches the end exactly is taken to stick out",
+            lambda i, i_stop, j, j_stop, T, S: _word(
+                j > min(i_stop, T) - 1, j_stop - 1 <= i and i_stop < T and j_stop < S
+            ),
+            "q_stop = T and k_stop = S are still inside: compare with <=.",
+        ),
+        Mistake(
+            "a tile counts as full where only its first key is visible to its first query",
+            lambda i, i_stop, j, j_stop, T, S: _word(j > min(i_stop, T) - 1, j <= i and i_stop <= T and j_stop <= S),
+            "The last key of the tile, k_stop - 1, is the hardest to see: see section 5.",
+        ),
+        Mistake(
+            "a tile is skipped as soon as its last query misses the last key",
+            lambda i, i_stop, j, j_stop, T, S: _word(
+                j_stop - 1 > min(i_stop, T) - 1, j_stop - 1 <= i and i_stop <= T and j_stop <= S
+            ),
+            "The first key of the tile, k_start, is the easiest to see: see section 5.",
+        ),
+        Mistake(
+            "the mask is not causal: only what sticks out past the end is looked at",
+            lambda i, i_stop, j, j_stop, T, S: _word(False, i_stop <= T and j_stop <= S),
+            "A query sees itself and what came before, j ≤ i: see section 5.",
+        ),
+        Mistake(
+            "a tile is skipped although its last query sees its first key, which stands at the same position",
+            lambda i, i_stop, j, j_stop, T, S: _word(
+                j >= min(i_stop, T) - 1, j_stop - 1 <= i and i_stop <= T and j_stop <= S
+            ),
+            "Causal means j ≤ i, the diagonal included: see section 5.",
+        ),
+        Mistake(
+            "the diagonal ends at the lower right corner, as if query T - 1 stood beside key S - 1",
+            lambda i, i_stop, j, j_stop, T, S: _word(
+                j > min(i_stop, T) - 1 + S - T, j_stop - 1 <= i + S - T and i_stop <= T and j_stop <= S
+            ),
+            "Query i sees the keys j ≤ i, whatever S and T are: see section 5.",
+        ),
+        Mistake(
+            "no tile is called partial",
+            lambda i, i_stop, j, j_stop, T, S: _word(j > min(i_stop, T) - 1, True),
+            "A tile of which some pairs are visible is neither full nor skipped: see section 5.",
+        ),
+        Mistake(
+            "no tile is called skipped",
+            lambda i, i_stop, j, j_stop, T, S: _word(False, j_stop - 1 <= i and i_stop <= T and j_stop <= S),
+            "Where the last query does not see the first key, no pair is visible: see section 5.",
+        ),
+        Mistake(
             "no tile is called full",
             lambda i, i_stop, j, j_stop, T, S: _word(j > min(i_stop, T) - 1, False),
             "Where the first query sees the last key, every pair is visible: see section 5.",
@@ -461,10 +584,31 @@ def _expected_on_memory(q, k, v, scale, block_q, block_k):
 
 
 def _key_outer(
-    memory, scale, block_q, block_k, *, combine=None, rescale_l=True, store_m=True, k_inside=False, swapped=False
+    memory,
+    scale,
+    block_q,
+    block_k,
+    *,
+    combine=None,
+    rescale_l=True,
+    store=("out", "m", "l"),
+    k_inside=False,
+    v_inside=False,
+    swapped=False,
+    whole_tiles_only=False,
+    whole_query_tiles_only=False,
+    exp=np.exp,
+    new_maximum=lambda m, s: np.maximum(m, s.max(axis=1)),
+    alpha_of=lambda m, m_new: np.exp(m - m_new),
+    reference=lambda m, m_new, s: m_new,
+    scaled=lambda scale, H: scale,
 ):
-    """combine(out, acc_new, alpha, l, l_new) returns the out to store."""
-    T, S = len(memory.arrays["q"]), len(memory.arrays["k"])
+    """combine(out, acc_new, alpha, l, l_new) returns the out to store; store: the arrays that are stored."""
+    (T, H), S = memory.arrays["q"].shape, len(memory.arrays["k"])
+    if whole_tiles_only:
+        S = S // block_k * block_k
+    if whole_query_tiles_only:
+        T = T // block_q * block_q
     if combine is None:
         combine = _normalised
     pairs = [(i, j) for j in range(0, S, block_k) for i in range(0, T, block_q)]
@@ -472,18 +616,19 @@ def _key_outer(
     for q_start, k_start in sorted(pairs) if swapped else pairs:
         if k_inside or swapped or loaded != k_start:
             k, v = (memory.load(name, k_start, k_start + block_k) for name in "kv")
-            loaded = k_start
+        elif v_inside:
+            v = memory.load("v", k_start, k_start + block_k)
+        loaded = k_start
         q, m, l, out = (memory.load(name, q_start, q_start + block_q) for name in ("q", "m", "l", "out"))
-        s = scale * (q @ k.T)
-        m_new = np.maximum(m, s.max(axis=1))
-        alpha = np.exp(m - m_new)
-        p = np.exp(s - m_new[:, None])
+        s = scaled(scale, H) * (q @ k.T)
+        m_new = new_maximum(m, s)
+        alpha = alpha_of(m, m_new)
+        p = exp(s - reference(m, m_new, s)[:, None])
         l_new = (alpha if rescale_l else 1) * l + p.sum(axis=1)
         columns = (column[:, None] for column in (alpha, l, l_new))
-        memory.store("out", q_start, combine(out, p @ v, *columns))
-        if store_m:
-            memory.store("m", q_start, m_new)
-        memory.store("l", q_start, l_new)
+        new = {"out": combine(out, p @ v, *columns), "m": m_new, "l": l_new}
+        for name in store:
+            memory.store(name, q_start, new[name])
 
 
 def _normalised(out, new, alpha, l, l_new):
@@ -495,6 +640,41 @@ def _divide_at_the_end(memory, scale, block_q, block_k):
     for q_start in range(0, len(memory.arrays["q"]), block_q):
         out, l = (memory.load(name, q_start, q_start + block_q) for name in ("out", "l"))
         memory.store("out", q_start, out / l[:, None])
+
+
+def _past_the_memory(names):
+    """The right loops, but the arrays with these names are read and written without load and store."""
+
+    class Half:
+        def __init__(self, memory):
+            self.memory, self.arrays = memory, memory.arrays
+
+        def load(self, name, start, stop):
+            return self.arrays[name][start:stop] if name in names else self.memory.load(name, start, stop)
+
+        def store(self, name, start, rows):
+            if name in names:
+                self.arrays[name][start : start + len(rows)] = rows
+            else:
+                self.memory.store(name, start, rows)
+
+    return lambda memory, *arguments: _key_outer(Half(memory), *arguments)
+
+
+def _state_on_chip(memory, scale, block_q, block_k):
+    """The order of 3.1, through memory: each query tile is finished before the next."""
+    T, S = len(memory.arrays["q"]), len(memory.arrays["k"])
+    for q_start in range(0, T, block_q):
+        q = memory.load("q", q_start, q_start + block_q)
+        m, l, acc = np.full(len(q), -np.inf), 0.0, 0.0
+        for k_start in range(0, S, block_k):
+            k, v = (memory.load(name, k_start, k_start + block_k) for name in "kv")
+            s = scale * (q @ k.T)
+            m_new = np.maximum(m, s.max(axis=1))
+            alpha, p = np.exp(m - m_new), np.exp(s - m_new[:, None])
+            m, l, acc = m_new, alpha * l + p.sum(axis=1), alpha[:, None] * acc + p @ v
+        for name, rows in (("out", acc / l[:, None]), ("m", m), ("l", l)):
+            memory.store(name, q_start, rows)
 
 
 def _visit(**options):
@@ -516,6 +696,41 @@ KEY_OUTER = Exercise(
             "out is stored divided by l, so l must come back before anything is added: see the equation of section 6.",
         ),
         Mistake(
+            "only what the current tile adds is divided by the new l; the old out is multiplied by no l, or by the new",
+            _visit(combine=lambda out, new, alpha, l, l_new: alpha * out + new / l_new),
+            "Multiply out by the old l and alpha, add, and divide it all by the new l: see the equation of section 6.",
+        ),
+        Mistake(
+            "out is stored without the division by l",
+            _visit(combine=lambda out, new, alpha, l, l_new: alpha * out + new),
+            "Whenever out is stored it must be normalised: divide by the new l, see the equation of section 6.",
+        ),
+        Mistake(
+            "the old out is multiplied by the old l, and nothing is divided",
+            _visit(combine=lambda out, new, alpha, l, l_new: l * alpha * out + new),
+            "Whenever out is stored it must be normalised: divide by the new l, see the equation of section 6.",
+        ),
+        Mistake(
+            "the division is by the old l",
+            _visit(combine=lambda out, new, alpha, l, l_new: (l * alpha * out + new) / l),
+            "Multiply by the old l, divide by the new one: see the equation of section 6.",
+        ),
+        Mistake(
+            "the division is by the sum of the current tile alone",
+            _visit(combine=lambda out, new, alpha, l, l_new: (l * alpha * out + new) / (l_new - alpha * l)),
+            "The new l holds the earlier tiles too, times alpha: see the equation of section 6.",
+        ),
+        Mistake(
+            "alpha is applied twice to the old out",
+            _visit(combine=lambda out, new, alpha, l, l_new: (l * alpha**2 * out + new) / l_new),
+            "The old out is multiplied by the old l and by alpha once: see the equation of section 6.",
+        ),
+        Mistake(
+            "each key tile gets a softmax of its own and the results are added",
+            _visit(combine=lambda out, new, alpha, l, l_new: out + new / (l_new - alpha * l)),
+            "The tiles share one denominator: see the equation of section 6.",
+        ),
+        Mistake(
             "the old out is thrown away at each visit",
             _visit(combine=lambda out, new, alpha, l, l_new: new / l_new),
             "The keys of earlier tiles stay part of the result: see the equation of section 6.",
@@ -527,13 +742,93 @@ KEY_OUTER = Exercise(
         ),
         Mistake(
             "m is not stored, so that every visit takes the state for empty",
-            _visit(store_m=False),
+            _visit(store=("out", "l")),
+            "out, m and l belong together, and all three go back to memory: see section 6.",
+        ),
+        Mistake(
+            "l is not stored, so that every visit begins with l = 0",
+            _visit(store=("out", "m")),
+            "out, m and l belong together, and all three go back to memory: see section 6.",
+        ),
+        Mistake(
+            "out is not stored",
+            _visit(store=("m", "l")),
             "out, m and l belong together, and all three go back to memory: see section 6.",
         ),
         Mistake(
             "l is not multiplied by alpha",
             _visit(rescale_l=False),
             "The old l has the old maximum as its reference: see the equation of section 6.",
+        ),
+        Mistake(
+            "alpha is turned round, e^(m_new - m), or is not an exponential, so that it is infinite in the first visit",
+            _visit(alpha_of=lambda m, m_new: np.exp(m_new - m)),
+            "alpha = e^(m - m_new), at most 1, and 0 in the first visit: see the equation of section 1.",
+        ),
+        Mistake(
+            "m is the largest logit of the current tile only, not the largest so far",
+            _visit(new_maximum=lambda m, s: s.max(axis=1)),
+            "If the old maximum was far larger, alpha overflows: keep the larger of the two, as in section 1.",
+        ),
+        Mistake(
+            "one maximum is taken over the whole tile instead of one for each query",
+            _visit(new_maximum=lambda m, s: np.maximum(m, s.max())),
+            "A query far below the others loses all its exponentials: m has one entry for each row, see section 1.",
+        ),
+        Mistake(
+            "p is measured from the old maximum, which is minus infinity in the first visit",
+            _visit(reference=lambda m, m_new, s: m),
+            "Compute m_new first, then p = exp(s - m_new): see the equation of section 1.",
+        ),
+        Mistake(
+            "p is measured from the tile's own maximum, in another unit than the sums that it is added to",
+            _visit(reference=lambda m, m_new, s: s.max(axis=1)),
+            "p = exp(s - m_new), with the largest logit so far: see the equation of section 1.",
+        ),
+        Mistake(
+            "the exponentials are taken to base two",
+            _visit(exp=np.exp2, alpha_of=lambda m, m_new: np.exp2(m - m_new)),
+            "Nothing is in base two yet: use np.exp, as in section 1.",
+        ),
+        Mistake(
+            "the logits are not scaled",
+            _visit(scaled=lambda scale, H: 1.0),
+            "s = scale * q k^T: see the equation of section 1.",
+        ),
+        Mistake(
+            "the logits are divided by scale",
+            _visit(scaled=lambda scale, H: 1 / scale),
+            "The logits are multiplied by scale: see the equation of section 1.",
+        ),
+        Mistake(
+            "scale is ignored and 1 / sqrt(H) is used instead",
+            _visit(scaled=lambda scale, H: 1 / np.sqrt(H)),
+            "scale is an argument, and need not be one over the square root of H.",
+        ),
+        Mistake(
+            "the last, shorter key tile is left out",
+            _visit(whole_tiles_only=True),
+            "range(0, S, block_k) reaches the tail, S // block_k tiles do not: see section 4.",
+        ),
+        Mistake(
+            "the last, shorter query tile is left out",
+            _visit(whole_query_tiles_only=True),
+            "range(0, T, block_q) reaches the tail, T // block_q tiles do not: see section 4.",
+        ),
+        Mistake(
+            "the two block sizes are exchanged",
+            lambda memory, scale, block_q, block_k: _key_outer(memory, scale, block_k, block_q),
+            "block_q belongs to the queries and block_k to the keys: see section 2.",
+        ),
+        Mistake(
+            "tiles are read from memory.arrays, past the counter: q, k and v",
+            _past_the_memory("qkv"),
+            "All data comes and goes by memory.load and memory.store, which count: see section 3.",
+        ),
+        Mistake(
+            "tiles are read and written in memory.arrays, past the counter: out, m and l",
+            _past_the_memory(("out", "m", "l")),
+            "All data comes and goes by memory.load and memory.store, which count: see section 3.",
         ),
         Mistake(
             "out is kept unnormalised and divided in a pass of its own at the end",
@@ -544,6 +839,16 @@ KEY_OUTER = Exercise(
             "k and v are loaded again for each query tile",
             _visit(k_inside=True),
             "Load a key tile once, before the inner loop: see the picture of section 6.",
+        ),
+        Mistake(
+            "v is loaded again for each query tile",
+            _visit(v_inside=True),
+            "Load the tiles of k and of v once, before the inner loop: see the picture of section 6.",
+        ),
+        Mistake(
+            "each query tile is finished before the next, with its state on chip, as in exercise 3.1",
+            _state_on_chip,
+            "Here each key tile meets every query tile before the next key tile comes: see the picture of section 6.",
         ),
         Mistake(
             "the loop over query tiles is outside",
@@ -608,6 +913,70 @@ TRAFFIC_TABLE = Exercise(
             "The logits are written and read, and so are the weights: see the three steps in section 7.",
         ),
         Mistake(
+            "q, k, v and out of naive attention are forgotten",
+            _wrong_table(naive=lambda T, S, H, e, bq, bk: e * 4 * T * S),
+            "The inputs are read and the output is written besides the tables: see the three steps in section 7.",
+        ),
+        Mistake(
+            "the two T × S tables of naive attention have 4 bytes an entry",
+            _wrong_table(naive=lambda T, S, H, e, bq, bk: 16 * T * S + e * (2 * T * H + 2 * S * H)),
+            "Here the tables have `itemsize` bytes an entry: see the text of the exercise.",
+        ),
+        Mistake(
+            "elements are counted, not bytes",
+            lambda T, S, H, e, bq, bk: {
+                "naive": 4 * T * S + 2 * T * H + 2 * S * H,
+                "query-outer": 2 * T * H + 2 * S * H * _tiles(T, bq) + T,
+                "key-outer": 2 * S * H + T * H + 2 * T + _tiles(S, bk) * (3 * T * H + 4 * T),
+            },
+            "Multiply by `itemsize`, and the statistics by 4: see the text of the exercise.",
+        ),
+        Mistake(
+            "`itemsize` is forgotten, and the statistics have 4 bytes",
+            lambda T, S, H, e, bq, bk: _table(T, S, H, 1, bq, bk),
+            "Multiply the elements of q, k, v, out and the tables by `itemsize`: see the text of the exercise.",
+        ),
+        Mistake(
+            "query-outer reads k again for each query tile, and v not",
+            _wrong_table(query_outer=lambda T, S, H, e, bq, bk: e * (2 * T * H + S * H * _tiles(T, bq)) + 4 * T),
+            "A key tile brings its values along, so both are read again: see section 3.",
+        ),
+        Mistake(
+            "a tile is added also where the block size divides the length",
+            _wrong_table(
+                query_outer=lambda T, S, H, e, bq, bk: e * (2 * T * H + 2 * S * H * (T // bq + 1)) + 4 * T,
+                key_outer=lambda T, S, H, e, bq, bk: (
+                    e * (2 * S * H + T * H) + 8 * T + (S // bk + 1) * (e * 3 * T * H + 16 * T)
+                ),
+            ),
+            "Round up: T // block_q + 1 is one too many where there is no tail, -(-T // block_q) is right.",
+        ),
+        Mistake(
+            "the number of tiles is not rounded to a whole number",
+            _wrong_table(
+                query_outer=lambda T, S, H, e, bq, bk: e * (2 * T * H + 2 * S * H * T / bq) + 4 * T,
+                key_outer=lambda T, S, H, e, bq, bk: (
+                    e * (2 * S * H + T * H) + 8 * T + S / bk * (e * 3 * T * H + 16 * T)
+                ),
+            ),
+            "A shorter last tile costs a turn like the others, so round up: see section 4.",
+        ),
+        Mistake(
+            "query-outer counts key tiles, or key-outer query tiles",
+            _wrong_table(
+                query_outer=lambda T, S, H, e, bq, bk: e * (2 * T * H + 2 * S * H * _tiles(S, bk)) + 4 * T,
+                key_outer=lambda T, S, H, e, bq, bk: (
+                    e * (2 * S * H + T * H) + 8 * T + _tiles(T, bq) * (e * 3 * T * H + 16 * T)
+                ),
+            ),
+            "What the inner loop walks over is read again for each tile outside: see sections 3 and 6.",
+        ),
+        Mistake(
+            "every length is rounded up to whole tiles",
+            lambda T, S, H, e, bq, bk: _table(_tiles(T, bq) * bq, _tiles(S, bk) * bk, H, e, bq, bk),
+            "The memory hands out the rows that are there, so only the number of tiles is rounded up: see section 4.",
+        ),
+        Mistake(
             "each of the two T × S tables is counted once",
             _wrong_table(naive=lambda T, S, H, e, bq, bk: e * (2 * T * S + 2 * T * H + 2 * S * H)),
             "What one step writes the next one reads back, so each table moves twice: see section 7.",
@@ -664,6 +1033,49 @@ TRAFFIC_TABLE = Exercise(
             "key-outer moves no m and l",
             _wrong_table(key_outer=lambda T, S, H, e, bq, bk: e * (2 * S * H + T * H) + _tiles(S, bk) * e * 3 * T * H),
             "m and l travel with out, four bytes each, there and back: see section 6.",
+        ),
+        Mistake(
+            "m and l are filled, and do not travel in the visits of key-outer",
+            _wrong_table(
+                key_outer=lambda T, S, H, e, bq, bk: e * (2 * S * H + T * H) + 8 * T + _tiles(S, bk) * e * 3 * T * H
+            ),
+            "m and l travel with out, four bytes each, there and back: see section 6.",
+        ),
+        Mistake(
+            "m and l of key-outer travel one way only, or only one of the two travels",
+            _wrong_table(
+                key_outer=lambda T, S, H, e, bq, bk: (
+                    e * (2 * S * H + T * H) + 8 * T + _tiles(S, bk) * (e * 3 * T * H + 8 * T)
+                )
+            ),
+            "m and l are both read and written at each visit, four bytes each: see section 6.",
+        ),
+        Mistake(
+            "m and l are counted in the element size of q instead of 4 bytes",
+            _wrong_table(
+                key_outer=lambda T, S, H, e, bq, bk: (
+                    e * (2 * S * H + T * H + 2 * T) + _tiles(S, bk) * e * (3 * T * H + 4 * T)
+                )
+            ),
+            "Statistics are float32 whatever q is: see the text of the exercise.",
+        ),
+        Mistake(
+            "key-outer reads q only once",
+            _wrong_table(
+                key_outer=lambda T, S, H, e, bq, bk: (
+                    e * (2 * S * H + 2 * T * H) + 8 * T + _tiles(S, bk) * (e * 2 * T * H + 16 * T)
+                )
+            ),
+            "Each key tile meets every query tile, so q is read again for each: see section 6.",
+        ),
+        Mistake(
+            "key-outer reads k and v again for each query tile",
+            _wrong_table(
+                key_outer=lambda T, S, H, e, bq, bk: (
+                    _table(T, S, H, e, bq, bk)["key-outer"] + e * 2 * S * H * (_tiles(T, bq) - 1)
+                )
+            ),
+            "With key tiles outside, k and v are read once: see section 6.",
         ),
         Mistake(
             "the filling of out, m and l before key-outer starts is forgotten",
@@ -733,12 +1145,94 @@ def _judge_largest(result, case):
     return None
 
 
-def _largest(H, itemsize, budget, sizes, *, needed=_needed, strictly=False, size=lambda q, k: q * k, among=None):
-    pairs = _pairs(
-        sizes,
-        lambda q, k: (needed(q, k, H, itemsize) < budget + (not strictly)) and (among is None or among(q, k)),
+def _wrong_choice(name, advice, score, *, needed=_needed, among=lambda block_q, block_k: True):
+    """The mistake of taking the best score(block_q, block_k, *arguments) of the pairs that seem to fit.
+
+    Of several best pairs it may take the first, the last, the largest or the smallest.
+    """
+
+    def choosing(pick):
+        def answer(*arguments):
+            *_, H, itemsize, budget, sizes = arguments
+            pairs = _pairs(sizes, lambda *blocks: needed(*blocks, H, itemsize) <= budget and among(*blocks))
+            scores = [score(*pair, *arguments) for pair in pairs]
+            return pick([pair for pair, mine in zip(pairs, scores, strict=True) if mine == max(scores)])
+
+        return answer
+
+    picks = (lambda pairs: pairs[0], lambda pairs: pairs[-1], max, min)
+    first, *others = map(choosing, picks[:2] if score is _any else picks)
+    return Mistake(name, first, advice, tuple(others))
+
+
+def _any(*_):
+    return 0
+
+
+def _wrong_budgets(score):
+    """The mistakes of either exercise in what fits."""
+    return (
+        _wrong_choice(
+            "the tile of v is left out of the budget",
+            "A key tile brings its values along, so it counts twice: see the sum in section 8.",
+            score,
+            needed=lambda q, k, H, e: e * (q * H + k * H + q * k),
+        ),
+        _wrong_choice(
+            "the tile of logits is left out of the budget",
+            "block_q times block_k logits live on chip as well: see the sum in section 8.",
+            score,
+            needed=lambda q, k, H, e: e * (q * H + 2 * k * H),
+        ),
+        _wrong_choice(
+            "elements are compared with a budget in bytes",
+            "Multiply the number of elements by the bytes of one: see the sum in section 8.",
+            score,
+            needed=lambda q, k, H, e: _needed(q, k, H, 1),
+        ),
+        _wrong_choice(
+            "a tile that fills the budget exactly is turned away",
+            "Exactly full still fits: see the ≤ in section 8.",
+            score,
+            needed=lambda q, k, H, e: _needed(q, k, H, e) + 1,
+        ),
+        _wrong_choice(
+            "the tile of queries is counted twice and that of keys once, or the pair is returned the other way round",
+            "block_q comes first, and it is keys that bring values along: see the sum in section 8.",
+            score,
+            needed=lambda q, k, H, e: e * (2 * q * H + k * H + q * k),
+        ),
+        _wrong_choice(
+            "every tile is counted twice, that of queries as well, or the accumulator is counted in the same budget",
+            "Queries come alone, and the accumulator lies in registers: see the sums in section 8.",
+            score,
+            needed=lambda q, k, H, e: e * (2 * q * H + 2 * k * H + q * k),
+        ),
+        _wrong_choice(
+            "the logits are counted with 4 bytes an entry",
+            "In this budget all tiles have `itemsize` bytes an element: see the first sum in section 8.",
+            score,
+            needed=lambda q, k, H, e: e * (q * H + 2 * k * H) + 4 * q * k,
+        ),
+        _wrong_choice(
+            "the registers limit the choice as well",
+            "Here the budget is the first of the two alone: see the text of exercise 3.5.",
+            score,
+            needed=lambda q, k, H, e: _needed(q, k, H, e) if 4 * (q * k + q * H) < 256 * KIB else math.inf,
+        ),
+        _wrong_choice(
+            "the budget is ignored",
+            "Only sizes that fit count: see the sum in section 8.",
+            score,
+            needed=lambda *_: 0,
+        ),
+        _wrong_choice(
+            "only square tiles are tried",
+            "block_q and block_k may differ: see the map in section 8.",
+            score,
+            among=lambda q, k: q == k,
+        ),
     )
-    return max(pairs, key=lambda blocks: size(*blocks))
 
 
 def _budget_cases():
@@ -750,7 +1244,8 @@ def _budget_cases():
         (128, 2, 100 * KIB, POWERS, "H=128, 2 bytes, 100 KiB"),
         (64, 4, 96 * KIB, POWERS, "H=64, 4 bytes, 96 KiB"),
         (64, 2, 48 * KIB, POWERS, "H=64, 2 bytes, 48 KiB, which one pair fills exactly"),
-        (64, 2, 100 * KIB, (128, 16, 512, 32, 64, 256), "H=64, 2 bytes, 100 KiB, sizes in no order"),
+        (64, 2, 100 * KIB, (512, 16, 128, 32, 64, 256), "H=64, 2 bytes, 100 KiB, sizes in no order"),
+        (64, 2, 227 * KIB, POWERS, "H=64, 2 bytes, 227 KiB"),
         (32, 2, 20 * KIB, (24, 40, 56, 88, 120), "H=32, 2 bytes, 20 KiB, other sizes"),
         (16, 4, 6 * KIB, (8, 16, 24, 48), "H=16, 4 bytes, 6 KiB, small sizes"),
         (256, 2, 228 * KIB, POWERS, "H=256, 2 bytes, 228 KiB"),
@@ -764,67 +1259,44 @@ LARGEST_BLOCKS = Exercise(
     outputs=("block_q, block_k",),
     cases=_budget_cases,
     judge=_judge_largest,
-    tried="head_dim 64 to 256, 2 and 4 bytes, 96 to 228 KiB; of several largest tiles any one counts",
+    tried="H from 2 to 256, 2 and 4 bytes, up to 228 KiB, sizes in any order; of several largest tiles any one counts",
     mistakes=(
-        Mistake(
-            "the tile of v is left out of the budget",
-            lambda *a: _largest(*a, needed=lambda q, k, H, e: e * (q * H + k * H + q * k)),
-            "A key tile brings its values along, so it counts twice: see the sum in section 8.",
-        ),
-        Mistake(
-            "the tile of logits is left out of the budget",
-            lambda *a: _largest(*a, needed=lambda q, k, H, e: e * (q * H + 2 * k * H)),
-            "block_q times block_k logits live on chip as well: see the sum in section 8.",
-        ),
-        Mistake(
-            "elements are compared with a budget in bytes",
-            lambda *a: _largest(*a, needed=lambda q, k, H, e: q * H + 2 * k * H + q * k),
-            "Multiply the number of elements by the bytes of one: see the sum in section 8.",
-        ),
-        Mistake(
-            "a tile that fills the budget exactly is turned away",
-            lambda *a: _largest(*a, strictly=True),
-            "Exactly full still fits: see the ≤ in section 8.",
-        ),
-        Mistake(
-            "only square tiles are tried",
-            lambda *a: _largest(*a, among=lambda q, k: q == k),
-            "block_q and block_k may differ: see the map in section 8.",
-        ),
-        Mistake(
+        *_wrong_budgets(lambda q, k, *_: q * k),
+        _wrong_choice(
             "only pairs with block_q ≤ block_k are tried",
-            lambda *a: _largest(*a, among=lambda q, k: q <= k),
             "A tile of queries may be the larger one: try all pairs, see the map in section 8.",
+            lambda q, k, *_: q * k,
+            among=lambda q, k: q <= k,
         ),
-        Mistake(
+        _wrong_choice(
             "the largest block_q is taken first, and then the largest block_k that still fits",
-            lambda *a: _largest(*a, size=lambda q, k: (q, k)),
-            "It is the product that shall be large: see section 8.",
+            "It is the product that shall be large: see the text of the exercise.",
+            lambda q, k, *_: (q, k),
         ),
-        Mistake(
+        _wrong_choice(
             "the largest block_k is taken first, and then the largest block_q that still fits",
-            lambda *a: _largest(*a, size=lambda q, k: (k, q)),
-            "It is the product that shall be large: see section 8.",
+            "It is the product that shall be large: see the text of the exercise.",
+            lambda q, k, *_: (k, q),
         ),
-        Mistake(
-            "the first pair that fits is returned",
-            lambda *a: _largest(*a, size=lambda q, k: 0),
-            "Keep the best of all that fit: see section 8.",
-        ),
-        Mistake(
-            "the tile of queries is counted twice, and those of k and v once",
-            lambda *a: _largest(*a, needed=lambda q, k, H, e: e * (2 * q * H + k * H + q * k)),
-            "Queries come alone; keys bring their values along: see the sum in section 8.",
-        ),
-        Mistake(
-            "the budget is ignored",
-            lambda *a: _largest(*a, needed=lambda *_: 0),
-            "Only sizes that fit count: see the sum in section 8.",
-        ),
-        Mistake(
+        _wrong_choice(
             "block_q + block_k is made large instead of the product",
-            lambda *a: _largest(*a, size=lambda q, k: q + k),
             "The tile of logits has block_q times block_k entries: see section 8.",
+            lambda q, k, *_: q + k,
+        ),
+        _wrong_choice(
+            "as many bytes as possible are used, instead of the largest product",
+            "It is the product that shall be large: see the text of the exercise.",
+            lambda q, k, H, itemsize, *_: _needed(q, k, H, itemsize),
+        ),
+        _wrong_choice(
+            "the smallest product is taken",
+            "It is the product that shall be large: see the text of the exercise.",
+            lambda q, k, *_: -q * k,
+        ),
+        _wrong_choice(
+            "some pair that fits is returned, such as the first or the last",
+            "Keep the best of all that fit: see the first hint.",
+            _any,
         ),
     ),
 )
@@ -843,14 +1315,8 @@ def _judge_least_traffic(result, case):
     return None
 
 
-def _best(score, needed=_needed):
-    """The answer that takes the pair with the best score among those that it thinks fit; the first of equals."""
-
-    def answer(T, S, H, itemsize, budget, sizes):
-        pairs = _pairs(sizes, lambda *blocks: needed(*blocks, H, itemsize) <= budget)
-        return max(pairs, key=lambda blocks: score(*blocks))
-
-    return answer
+def _by_traffic(q, k, T, S, H, itemsize, *_):
+    return -cost.query_outer_bytes(T, S, H, itemsize, q, k)
 
 
 def _traffic_cases():
@@ -865,6 +1331,8 @@ def _traffic_cases():
         (4096, 4096, 64, 2, 100 * KIB, (128, 16, 512, 32, 64, 256), "T=S=4096, H=64, 100 KiB, sizes in no order"),
         (10, 500, 64, 2, 100 * KIB, (16, 32, 64), "T=10, below all sizes"),
         (500, 10, 64, 2, 40 * KIB, (16, 32, 64, 128), "T=500, S=10, 40 KiB"),
+        (96, 500, 64, 2, 100 * KIB, (16, 48, 64, 96), "T=96, S=500, H=64, 100 KiB"),
+        (4096, 4096, 64, 2, 150_000, POWERS[:-1], "T=S=4096, H=64, 150,000 bytes"),
         (1000, 1000, 32, 2, 20 * KIB, (24, 40, 56, 88, 120), "T=S=1000, H=32, 20 KiB, other sizes"),
     ]
     return [Case(label, arguments) for *arguments, label in settings for arguments in [tuple(arguments)]]
@@ -876,57 +1344,68 @@ LEAST_TRAFFIC = Exercise(
     outputs=("block_q, block_k",),
     cases=_traffic_cases,
     judge=_judge_least_traffic,
-    tried="T ≠ S, head_dim 64 and 128, 2 and 4 bytes, 164 and 228 KiB; of several best tiles any one counts",
+    tried="T ≠ S, H from 2 to 128, 2 and 4 bytes, up to 228 KiB, sizes in any order; of several best any one counts",
     mistakes=(
-        Mistake(
+        *_wrong_budgets(_by_traffic),
+        _wrong_choice(
             "the largest tile is taken for the one with the least traffic",
-            _best(lambda q, k: q * k),
             "Query-outer traffic does not depend on the product of the block sizes: see section 7.",
+            lambda q, k, *_: q * k,
         ),
-        Mistake(
-            "block_k is made as large as it can be, or the bytes of key-outer are made small instead of query-outer",
-            _best(lambda q, k: (k, q)),
+        _wrong_choice(
+            "block_k is made as large as it can be",
             "k and v are read once for each query tile, however they are cut: see section 7.",
+            lambda q, k, *_: k,
         ),
-        Mistake(
-            "only square tiles are tried",
-            _best(lambda q, k: (q == k, q)),
-            "block_q and block_k may differ: see the map in section 8.",
+        _wrong_choice(
+            "the bytes of key-outer are made small",
+            "It is query-outer that is asked for: see the text of the exercise.",
+            lambda q, k, T, S, *_: -_tiles(S, k),
         ),
-        Mistake(
-            "the budget is ignored",
-            _best(lambda q, k: q, needed=lambda *_: 0),
-            "Only sizes that fit count: see the sum in section 8.",
+        _wrong_choice(
+            "the two block sizes are exchanged in the formula",
+            "block_q comes before block_k: see the text of the exercise.",
+            lambda q, k, T, *_: -_tiles(T, k),
         ),
-        Mistake(
-            "the tile of logits is left out of the budget",
-            _best(lambda q, k: q, needed=lambda q, k, H, e: e * (q * H + 2 * k * H)),
-            "block_q times block_k logits live on chip as well: see the sum in section 8.",
+        _wrong_choice(
+            "T and S are exchanged in the formula",
+            "The number of query tiles is T / block_q, rounded up: see the formula of section 7.",
+            lambda q, k, T, S, H, itemsize, *_: -cost.query_outer_bytes(S, T, H, itemsize, q, k),
         ),
-        Mistake(
-            "elements are compared with a budget in bytes",
-            _best(lambda q, k: q, needed=lambda q, k, H, e: _needed(q, k, H, 1)),
-            "Multiply the number of elements by the bytes of one: see the sum in section 8.",
+        _wrong_choice(
+            "the number of query tiles is rounded down",
+            "A shorter last tile is a tile too, so round up: see section 4.",
+            lambda q, k, T, *_: -(T // q),
         ),
-        Mistake(
-            "a tile that fills the budget exactly is turned away",
-            _best(lambda q, k: q, needed=lambda q, k, H, e: _needed(q, k, H, e) + 1),
-            "Exactly full still fits: see the ≤ in section 8.",
+        _wrong_choice(
+            "block_q + block_k is made large",
+            "Query-outer traffic depends on block_q alone: see section 8.",
+            lambda q, k, *_: q + k,
         ),
-        Mistake(
-            "the tile of v is left out of the budget",
-            _best(lambda q, k: q, needed=lambda q, k, H, e: e * (q * H + k * H + q * k)),
-            "A key tile brings its values along, so it counts twice: see the sum in section 8.",
+        _wrong_choice(
+            "the number of tiles of logits is made small",
+            "What counts is how often k and v are read, once for each query tile: see section 7.",
+            lambda q, k, T, S, *_: -_tiles(T, q) * _tiles(S, k),
         ),
-        Mistake(
-            "the most bytes are moved instead of the fewest, or block_q is made small and block_k too",
-            _best(lambda q, k: (-q, -k)),
+        _wrong_choice(
+            "as many bytes on chip as possible are used",
+            "It is the bytes that move that count: see the text of the exercise.",
+            lambda q, k, T, S, H, itemsize, *_: _needed(q, k, H, itemsize),
+        ),
+        _wrong_choice(
+            "as few bytes on chip as possible are used",
+            "It is the bytes that move that count: see the text of the exercise.",
+            lambda q, k, T, S, H, itemsize, *_: -_needed(q, k, H, itemsize),
+        ),
+        _wrong_choice(
+            "the most bytes are moved instead of the fewest: block_q is as small as it can be",
             "Each query tile reads all of k and v again, so fewer and larger ones are better: see section 7.",
+            lambda q, k, *_: -q,
         ),
-        Mistake(
-            "block_q is made as small as it can be",
-            _best(lambda q, k: (-q, k)),
-            "Each query tile reads all of k and v again, so fewer and larger ones are better: see section 7.",
+        _wrong_choice(
+            "some pair that fits is returned, such as the first or the last",
+            "Keep the best of all that fit: see the first hint.",
+            _any,
         ),
     ),
 )

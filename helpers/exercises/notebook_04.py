@@ -5,6 +5,7 @@ array, and loads and stores past that end are counted.
 """
 
 import functools
+import itertools
 import math
 
 import jax
@@ -96,6 +97,42 @@ INDEX_MAP = Exercise(
             "the map counts elements of 2 × 4 blocks instead of blocks",
             lambda i, j: (j // 2 * 2, i * 4),
             "An index map counts in blocks: see section 3.",
+            variants=(lambda i, j: (j // 2 * 2, i), lambda i, j: (j // 2, i * 4)),
+        ),
+        Mistake(
+            "each program reads the block of its own number",
+            lambda i, j: (i, j),
+            "Follow one program from `out` to `x`: see the picture of the exercise.",
+        ),
+        Mistake(
+            "both numbers are halved",
+            lambda i, j: (j // 2, i // 2),
+            "Neighbours in j share a block, neighbours in i do not: see the picture of the exercise.",
+        ),
+        Mistake(
+            "j is divided by 4 instead of 2",
+            lambda i, j: (j // 4, i),
+            "Two programs share a block, however many columns the grid has: see the picture of the exercise.",
+        ),
+        Mistake(
+            "the map holds for the 2 × 3 blocks of the picture only",
+            lambda i, j: (jnp.where(j < 2, 0, 1), i),
+            "The check uses the same rule on arrays with other numbers of blocks: compute with i and j alone.",
+            variants=(
+                lambda i, j: (j // 2 % 2, i),
+                lambda i, j: (j // 2, i % 3),
+                lambda i, j: (j // 2 % 2, i % 3),
+            ),
+        ),
+        Mistake(
+            "every program reads from the first row of blocks",
+            lambda i, j: (0, i),
+            "Programs with j = 2 and j = 3 read the second row: see the picture of the exercise.",
+        ),
+        Mistake(
+            "the columns are counted from the right",
+            lambda i, j: (j // 2, 2 - i),
+            "Program (0, 0) reads the first block: see the picture of the exercise.",
         ),
         Mistake(
             "j is doubled instead of halved",
@@ -125,13 +162,13 @@ def _softmax_cases():
         return (scale * random.standard_normal((T, S)) + shift).astype(np.float32)
 
     largest_first = np.sort(logits(6, 7, 3.0, -2.0), axis=1)[:, ::-1].copy()
-    rows_apart = np.linspace(-300, 300, 7, dtype=np.float32)[:, None]
+    rows_apart = np.linspace(-300, 300, 9, dtype=np.float32)[:, None]
     by_hand = np.log(np.array([[1.0, 3.0, 4.0]])).astype(np.float32) - 5
     return [
         Case("T=1, S=3, block 2 × 4, logits below 0", (by_hand, 2, 4)),
         Case("T=5, S=6, block 2 × 8", (logits(5, 6), 2, 8)),
         Case("T=6, S=7, block 4 × 8, largest logit first", (largest_first, 4, 8)),
-        Case("T=7, S=5, block 4 × 8, rows of logits from −300 to 300", (logits(7, 5) + rows_apart, 4, 8)),
+        Case("T=9, S=3, block 8 × 4, rows of logits from −300 to 300", (logits(9, 3) + rows_apart, 8, 4)),
     ]
 
 
@@ -153,7 +190,7 @@ def _run_softmax(kernel, s, block_q, block_s):
 
 def _softmax_expected(s, block_q, block_s):
     e = np.exp(s.astype(np.float64) - s.max(axis=1, keepdims=True))
-    return 0, 0, e / e.sum(axis=1, keepdims=True)
+    return 0, 0, (e / e.sum(axis=1, keepdims=True)).astype(np.float32)
 
 
 def _softmax_kernel(
@@ -164,21 +201,25 @@ def _softmax_kernel(
     S,
     other=-jnp.inf,
     mask_rows=True,
+    mask_columns=True,
     number_rows=True,
+    height_axis=0,
     number_columns=False,
     sum_axis=1,
     exp=jnp.exp,
     mask_load=True,
     mask_store=True,
     extra_column=0,
+    extra_row=0,
     subtract_max=True,
     max_axis=1,
     select=False,
     divide=True,
 ):
-    rows = number_rows * pl.program_id(0) * s_ref.shape[0] + jnp.arange(s_ref.shape[0])
+    rows = number_rows * pl.program_id(0) * s_ref.shape[height_axis] + jnp.arange(s_ref.shape[0])
     columns = number_columns * pl.program_id(0) * s_ref.shape[1] + jnp.arange(s_ref.shape[1])
-    mask = (columns < S + extra_column)[None, :] & ((rows < T) | (not mask_rows))[:, None]
+    inside = (rows < T + extra_row) | (not mask_rows), (columns < S + extra_column) | (not mask_columns)
+    mask = inside[0][:, None] & inside[1][None, :]
     if select:
         s = jnp.where(mask, s_ref[...], -jnp.inf)
     else:
@@ -202,9 +243,9 @@ MASKED_TAIL = Exercise(
     tried="ragged rows and columns, the largest logit first, all below 0, rows from −300 to 300",
     mistakes=(
         Mistake(
-            "nothing is masked",
+            "nothing is masked, or the mask is turned round",
             functools.partial(_softmax_kernel, mask_load=False, mask_store=False),
-            "The block hangs over the end of the array on two sides: see section 6.",
+            "The block hangs over the end of the array on two sides; the mask is true inside: see section 6.",
         ),
         Mistake(
             "masked logits are read as 0 instead of −∞",
@@ -215,6 +256,21 @@ MASKED_TAIL = Exercise(
             "the columns are masked and the rows are not",
             functools.partial(_softmax_kernel, mask_rows=False),
             "The last block may hold rows past T: mask both axes.",
+        ),
+        Mistake(
+            "the rows are masked and the columns are not",
+            functools.partial(_softmax_kernel, mask_columns=False),
+            "The block may be wider than S: mask both axes.",
+        ),
+        Mistake(
+            "T and S are exchanged in the mask",
+            lambda s_ref, out_ref, *, T, S: _softmax_kernel(s_ref, out_ref, T=S, S=T),
+            "T counts rows and S counts columns: see the text of the exercise.",
+        ),
+        Mistake(
+            "the rows of a program are numbered with the width of the block instead of its height",
+            functools.partial(_softmax_kernel, height_axis=1),
+            "Program i begins at row i times s_ref.shape[0]: see the first hint.",
         ),
         Mistake(
             "the rows are numbered from 0 in every program, or from the number of the program",
@@ -232,6 +288,31 @@ MASKED_TAIL = Exercise(
             "jnp.where hides the values but the load has happened; give the mask to plt.load: see section 7.",
         ),
         Mistake(
+            "the block is loaded whole, masked afterwards, and stored whole",
+            functools.partial(_softmax_kernel, select=True, mask_store=False),
+            "jnp.where hides the values; give the mask to plt.load and to plt.store: see section 7.",
+        ),
+        Mistake(
+            "the store is masked and the load is not",
+            functools.partial(_softmax_kernel, mask_load=False),
+            "What lies past the end must not be read, nor enter the sum: give the mask to plt.load, see section 7.",
+        ),
+        Mistake(
+            "the mask keeps one row too many",
+            functools.partial(_softmax_kernel, extra_row=1),
+            "Row T is the first one past the end: compare with <, not with <=.",
+        ),
+        Mistake(
+            "the mask keeps one row and one column too many",
+            functools.partial(_softmax_kernel, extra_row=1, extra_column=1),
+            "Row T and column S are the first ones past the end: compare with <, not with <=.",
+        ),
+        Mistake(
+            "the mask leaves out the last column",
+            functools.partial(_softmax_kernel, extra_column=-1),
+            "Column S - 1 is inside: compare with columns < S.",
+        ),
+        Mistake(
             "the mask keeps one column too many",
             functools.partial(_softmax_kernel, extra_column=1),
             "Column S is the first one past the end: compare with <, not with <=.",
@@ -242,9 +323,9 @@ MASKED_TAIL = Exercise(
             "Divide p by l, the sum of each row: see section 4.",
         ),
         Mistake(
-            "plt.load has a mask and no `other`, or an `other` of +∞ or NaN",
+            "what stands in the masked columns makes the rows NaN: no `other`, +∞, NaN, or a maximum along axis 0",
             functools.partial(_softmax_kernel, other=None),
-            "Where the mask is false there must stand −∞, which changes neither maximum nor sum: see “Which other?”.",
+            "Ask plt.load for other=-jnp.inf, and take the maximum with axis=1: see “Which other?” in section 7.",
         ),
         Mistake(
             "the columns are numbered on from program to program, as if the blocks lay side by side",
@@ -289,7 +370,7 @@ def _matmul_cases():
         (2, 3, 4, 2, 2, 4, np.float32),
         (4, 6, 8, 4, 4, 4, np.float32),
         (4, 8, 2, 4, 2, 4, np.float32),
-        (8, 21, 4, 4, 2, 8, np.float32),
+        (8, 21, 4, 4, 2, 4, np.float32),
         (8, 200, 8, 8, 8, 16, np.float16),
     ]
     return [
@@ -341,7 +422,7 @@ def _keys_in_products(jaxpr):
 
 
 def _matmul_expected(p, v, block_q, block_h, block_k):
-    return 0, 0, p.astype(np.float64) @ v.astype(np.float64)
+    return 0, 0, (p.astype(np.float64) @ v.astype(np.float64)).astype(np.float32)
 
 
 def _matmul_kernel(
@@ -357,6 +438,9 @@ def _matmul_kernel(
     slices=False,
     select=False,
     element_start=False,
+    element_load=False,
+    first_tile=0,
+    use_result=True,
     drop_tail=False,
     keep=1,
     acc_16_bit=False,
@@ -369,7 +453,7 @@ def _matmul_kernel(
 
     def add_tile(j, acc):
         start = j if element_start else j * block_k
-        tile = pl.ds(start, block_k)
+        tile = pl.ds(j if element_load else start, block_k)
         positions = (start if offset_in_mask else 0) + jnp.arange(block_k)
         inside = positions < S + extra_key
         if slices:
@@ -383,8 +467,9 @@ def _matmul_kernel(
         return keep * acc + product.astype(acc_dtype)
 
     tiles = S // block_k if drop_tail else pl.cdiv(S, block_k)
-    acc = lax.fori_loop(0, tiles, add_tile, jnp.zeros(out_ref.shape, acc_dtype))
-    out_ref[...] = acc.astype(out_ref.dtype)
+    start = jnp.zeros(out_ref.shape, acc_dtype)
+    acc = lax.fori_loop(first_tile, tiles, add_tile, start)
+    out_ref[...] = (acc if use_result else start).astype(out_ref.dtype)
 
 
 def _matmul_without_start(p_ref, v_ref, out_ref, *, S, block_k):
@@ -446,12 +531,12 @@ ACCUMULATE = Exercise(
         Mistake(
             "the tail of p is masked and the tail of v is not",
             functools.partial(_matmul_kernel, mask_v=False),
-            "Zero times NaN is NaN, so both operands need the mask: see section 6.",
+            "Zero times NaN is NaN, so both operands need the mask: see section 7.",
         ),
         Mistake(
             "the tail of v is masked and the tail of p is not",
             functools.partial(_matmul_kernel, mask_p=False),
-            "NaN times zero is NaN, so both operands need the mask: see section 6.",
+            "NaN times zero is NaN, so both operands need the mask: see section 7.",
         ),
         Mistake(
             "the mask hides nothing of the last tile, in either operand",
@@ -459,9 +544,9 @@ ACCUMULATE = Exercise(
             "Compare j * block_k + jnp.arange(block_k) with S, not the places within a tile: see section 6.",
         ),
         Mistake(
-            "plt.load has a mask and no `other`, in one operand or in both",
+            "plt.load has a mask, and no `other`, or NaN or an infinity for it, in one operand or in both",
             functools.partial(_matmul_kernel, other=None),
-            "Without `other`, nothing says what stands where the mask is false, and 0 · NaN is NaN: see section 7.",
+            "A missing key must add nothing, so both operands need other=0; 0 · NaN and 0 · ∞ are NaN: see section 7.",
         ),
         Mistake(
             "masked places hold 1 instead of 0",
@@ -474,9 +559,25 @@ ACCUMULATE = Exercise(
             "Key S is the first one past the end: compare with <, not with <=.",
         ),
         Mistake(
+            "the mask leaves out the last key",
+            functools.partial(_matmul_kernel, extra_key=-1),
+            "Key S - 1 is inside: compare with < S.",
+        ),
+        Mistake(
             "tile j begins at element j instead of element j * block_k",
             functools.partial(_matmul_kernel, element_start=True),
             "pl.ds counts elements, unlike an index map, which counts blocks: see section 5.",
+            variants=(functools.partial(_matmul_kernel, element_load=True),),
+        ),
+        Mistake(
+            "the first tile is left out",
+            functools.partial(_matmul_kernel, first_tile=1),
+            "Tiles are numbered from 0: see the loop of section 5.",
+        ),
+        Mistake(
+            "what the loop returns is not used, so that zeros are stored",
+            functools.partial(_matmul_kernel, use_result=False),
+            "lax.fori_loop returns the last state: acc = lax.fori_loop(…), see section 5.",
         ),
     ),
 )
@@ -567,28 +668,72 @@ def _grid_by_pallas(name):
     )
 
 
-def _run_grid(body, x, grid, block_shape, in_map, out_map, *, fill=np.nan, whole=False, step=None, clamp=False):
+def _run_grid(
+    body,
+    x,
+    grid,
+    block_shape,
+    in_map,
+    out_map,
+    *,
+    fill=np.nan,
+    start=np.nan,
+    whole=False,
+    step=None,
+    clamp=False,
+    ragged=True,
+    programs=None,
+):
     rows, columns = block_shape
-    out = np.full(x.shape, np.nan)
-    for i in range(grid[0]):
-        for j in range(grid[1]):
-            r, c = (index * size for index, size in zip(in_map(i, j), step or block_shape, strict=True))
-            if clamp:
-                r, c = min(r, x.shape[0] - rows), min(c, x.shape[1] - columns)
-            seen = x[r : r + rows, c : c + columns]
-            block = np.full(block_shape, fill)
-            block[: seen.shape[0], : seen.shape[1]] = seen
-            result = body(seen if whole else block)
-            r, c = (index * size for index, size in zip(out_map(i, j), step or block_shape, strict=True))
-            if clamp:
-                r, c = min(r, x.shape[0] - rows), min(c, x.shape[1] - columns)
-            target = out[r : r + rows, c : c + columns]
-            target[...] = result[: target.shape[0], : target.shape[1]]
+    out = np.full(x.shape, start)
+    for i, j in itertools.islice(np.ndindex(*grid), programs):
+        r, c = (index * size for index, size in zip(in_map(i, j), step or block_shape, strict=True))
+        if clamp:
+            r, c = min(r, x.shape[0] - rows), min(c, x.shape[1] - columns)
+        seen = x[r : r + rows, c : c + columns]
+        block = np.full(block_shape, fill)
+        block[: seen.shape[0], : seen.shape[1]] = seen
+        if seen.shape != block_shape and not ragged:
+            continue
+        result = body(seen if whole else block)
+        r, c = (index * size for index, size in zip(out_map(i, j), step or block_shape, strict=True))
+        if clamp:
+            r, c = min(r, x.shape[0] - rows), min(c, x.shape[1] - columns)
+        target = out[r : r + rows, c : c + columns]
+        target[...] = result[: target.shape[0], : target.shape[1]]
     return out
+
+
+def _strictly(answer):
+    """The same answer where a block that begins past the end raises, as lengths below 0 make it."""
+
+    def strict(body, x, grid, block_shape, in_map, out_map):
+        def inside(index_map):
+            def checked(i, j):
+                index = index_map(i, j)
+                if any(
+                    number * size > length for number, size, length in zip(index, block_shape, x.shape, strict=True)
+                ):
+                    raise IndexError
+                return index
+
+            return checked
+
+        return answer(body, x, grid, block_shape, inside(in_map), inside(out_map))
+
+    return strict
 
 
 def _run_grid_swapped(body, x, grid, block_shape, in_map, out_map):
     return _run_grid(body, x, grid, block_shape, lambda i, j: in_map(j, i), lambda i, j: out_map(j, i))
+
+
+def _with_turned_grid(body, x, grid, block_shape, in_map, out_map):
+    return _run_grid(body, x, grid[::-1], block_shape, in_map, out_map)
+
+
+def _zeros_like(block):
+    return np.zeros(block.shape)
 
 
 def _run_grid_covering(body, x, grid, block_shape, in_map, out_map):
@@ -622,14 +767,57 @@ GRID = Exercise(
     tried="the same kernels under pallas_call, index maps that swap, share and mirror, blocks over the end",
     mistakes=(
         Mistake(
-            "nothing is stored in the output",
+            "nothing reaches the output, which stays NaN",
             lambda body, x, *_: np.full(x.shape, np.nan),
-            "`target = …` only gives a value a name; `target[...] = …` writes into the array.",
+            "`target = …` only gives a value a name, and `+=` adds to NaN; `target[...] = …` writes into the array.",
         ),
         Mistake(
             "block indices are used as element indices",
             functools.partial(_run_grid, step=(1, 1)),
             "Multiply each index by the block's size on that axis: see section 3.",
+        ),
+        Mistake(
+            "both maps are ignored: program (i, j) reads and writes block (i, j)",
+            lambda body, x, grid, block_shape, in_map, out_map: _run_grid(body, x, grid, block_shape, _as_is, _as_is),
+            "Reading goes by in_map and storing by out_map: see section 3.",
+            variants=(
+                _strictly(
+                    lambda body, x, grid, block_shape, in_map, out_map: _run_grid(
+                        body, x, grid, block_shape, _as_is, _as_is
+                    )
+                ),
+            ),
+        ),
+        Mistake(
+            "in_map is ignored: program (i, j) reads block (i, j)",
+            lambda body, x, grid, block_shape, in_map, out_map: _run_grid(body, x, grid, block_shape, _as_is, out_map),
+            "Reading goes by in_map: see section 3.",
+        ),
+        Mistake(
+            "out_map is ignored: program (i, j) writes block (i, j)",
+            lambda body, x, grid, block_shape, in_map, out_map: _run_grid(body, x, grid, block_shape, in_map, _as_is),
+            "Storing goes by out_map: see section 3.",
+        ),
+        Mistake(
+            "body is not called",
+            lambda body, *arguments: _run_grid(lambda block: block, *arguments),
+            "What is stored is body(block): see the text of the exercise.",
+        ),
+        Mistake(
+            "blocks that hang over the end are left out",
+            functools.partial(_run_grid, ragged=False),
+            "They are filled with NaN, and what fits of the result is stored: see section 6.",
+        ),
+        Mistake(
+            "the function returns after its first program, or after the first row of programs",
+            functools.partial(_run_grid, programs=1),
+            "`return` stands outside both loops: look at its indentation.",
+            variants=(lambda body, x, grid, *arguments: _run_grid(body, x, grid, *arguments, programs=grid[1]),),
+        ),
+        Mistake(
+            "the height and the width of a block are exchanged",
+            lambda body, x, grid, block_shape, *maps: _run_grid(body, x, grid, block_shape[::-1], *maps),
+            "block_shape is (rows, columns): see the text of the exercise.",
         ),
         Mistake(
             "the result is stored where the block was read",
@@ -668,13 +856,31 @@ GRID = Exercise(
         ),
         Mistake(
             "what nobody stores is 0 instead of NaN",
-            _run_grid_on_zeros,
+            functools.partial(_run_grid, start=0.0),
             "An output starts with whatever is in memory, here NaN: see the text of the exercise.",
+        ),
+        Mistake(
+            "what nobody stores is 0 instead of NaN, and blocks at the end are filled with zeros",
+            functools.partial(_run_grid, start=0.0, fill=0.0),
+            "Neither may be relied on, so both are NaN: see the text of the exercise.",
+        ),
+        Mistake(
+            "NaN in the result is replaced by 0",
+            _run_grid_on_zeros,
+            "A result that used what lies past the end must show it: leave NaN as it is, see section 6.",
+        ),
+        Mistake(
+            "what nobody stores is as it was in x instead of NaN",
+            lambda body, x, *arguments: np.where(
+                np.isnan(_run_grid(_zeros_like, x, *arguments)), x, _run_grid(body, x, *arguments)
+            ),
+            "An output is an array of its own, here full of NaN: see the text of the exercise.",
         ),
         Mistake(
             "the index maps are called with j before i, or the two axes of the grid are exchanged",
             _run_grid_swapped,
             "i counts along the first axis of the grid, and is the first argument of a map: see section 3.",
+            variants=(_with_turned_grid, _strictly(_run_grid_swapped), _strictly(_with_turned_grid)),
         ),
     ),
 )

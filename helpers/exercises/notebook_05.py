@@ -104,36 +104,55 @@ def _like(values, names, templates):
 def _replayed(kernel, shapes, *arguments):
     call = pl.pallas_call(kernel, out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
     with jax.default_matmul_precision("highest"):
-        return replay(call, *arguments)[1]
+        _, results = replay(call, *arguments)
+    return [np.asarray(result, np.float64) for result in results]  # no advice to use it: a kernel has float32 alone
+
+
+def _rescaled(alpha, old, new):
+    return alpha * old + new
+
+
+def _added(alpha, old, new):
+    return old + new
+
+
+def _replaced(alpha, old, new):
+    return new
+
+
+def _the_new_rescaled(alpha, old, new):
+    return old + alpha * new
+
+
+def _both_rescaled(alpha, old, new):
+    return alpha * (old + new)
 
 
 def _body(
-    scale_acc=True,
-    scale_l=True,
+    l_of=_rescaled,
+    acc_of=_rescaled,
     invert=False,
     old_reference=False,
     tile_reference=False,
+    no_reference=False,
     divide=False,
-    forget=False,
     keep_m=False,
     shared_maximum=False,
     scale_again=False,
     own_unit=False,
+    exchange=False,
     exp=jnp.exp,
     exp_of_p=None,
-    keys=lambda q, k: k,
 ):
     def one_key_tile(q, k, v, m, l, acc):
-        s = q @ keys(q, k).T / (math.sqrt(q.shape[1]) if scale_again else 1)
+        k, v = (v, k) if exchange else (k, v)
+        s = q @ k.T / (math.sqrt(q.shape[1]) if scale_again else 1)
         largest = s.max() if shared_maximum else s.max(axis=1)
         m_new = largest if tile_reference else jnp.maximum(m, largest)
         alpha = exp(m_new - m) if invert else exp(m - m_new)
-        unit = m if old_reference else s.max(axis=1) if own_unit else m_new
+        unit = m if old_reference else s.max(axis=1) if own_unit else 0 * m_new if no_reference else m_new
         p = (exp_of_p or exp)(s - unit[:, None])
-        alpha_l, alpha_acc = (alpha if scale_l else 1), (alpha[:, None] if scale_acc else 1)
-        if forget:
-            return m_new, p.sum(axis=1), p @ v
-        l_new, acc = alpha_l * l + p.sum(axis=1), alpha_acc * acc + p @ v
+        l_new, acc = l_of(alpha, l, p.sum(axis=1)), acc_of(alpha[:, None], acc, p @ v)
         return m if keep_m else m_new, l_new, acc / l_new[:, None] if divide else acc
 
     return one_key_tile
@@ -150,23 +169,23 @@ _LOOP_BODY = Exercise(
     mistakes=(
         Mistake(
             "acc is not rescaled by alpha",
-            _body(scale_acc=False),
+            _body(acc_of=_added),
             "What acc holds was measured from the old maximum, just like l: reread the equations of section 2.",
         ),
         Mistake(
             "l is not rescaled by alpha",
-            _body(scale_l=False),
+            _body(l_of=_added),
             "What l holds was measured from the old maximum, just like acc: reread the equations of section 2.",
         ),
         Mistake(
             "neither l nor acc is rescaled by alpha",
-            _body(scale_acc=False, scale_l=False),
+            _body(l_of=_added, acc_of=_added),
             "When the maximum moves, everything summed so far shrinks by alpha: reread the equations of section 2.",
         ),
         Mistake(
-            "alpha is upside down",
+            "alpha is upside down, or the new m is not the larger of the two",
             _body(invert=True),
-            "alpha is exp(old - new), never above one: reread the equations of section 2.",
+            "m' is max(m, ...) and alpha is exp(m - m'), never above one: reread the equations of section 2.",
         ),
         Mistake(
             "p is taken with the old maximum",
@@ -215,8 +234,48 @@ _LOOP_BODY = Exercise(
         ),
         Mistake(
             "each tile starts afresh and the state so far is lost",
-            _body(forget=True),
+            _body(l_of=_replaced, acc_of=_replaced),
             "The new l and acc must contain the old ones, times alpha: reread the equations of section 2.",
+        ),
+        Mistake(
+            "the sum l so far is lost",
+            _body(l_of=_replaced),
+            "The new l contains the old one, times alpha, just as acc does: reread the equations of section 2.",
+        ),
+        Mistake(
+            "acc so far is lost",
+            _body(acc_of=_replaced),
+            "The new acc contains the old one, times alpha, just as l does: reread the equations of section 2.",
+        ),
+        Mistake(
+            "alpha multiplies what the tile adds instead of what was there",
+            _body(l_of=_the_new_rescaled, acc_of=_the_new_rescaled),
+            "The tile is measured from the new maximum already, the old sums are not: reread section 2.",
+        ),
+        Mistake(
+            "alpha multiplies the old sums and what the tile adds",
+            _body(l_of=_both_rescaled, acc_of=_both_rescaled),
+            "The tile is measured from the new maximum already: only the old l and acc are multiplied, see section 2.",
+        ),
+        Mistake(
+            "p is exp(s), with no maximum subtracted",
+            _body(no_reference=True),
+            "l and acc are measured from the new maximum, so p must be as well: reread the equations of section 2.",
+        ),
+        Mistake(
+            "alpha is taken to base two, and p to base e",
+            _body(exp=jnp.exp2, exp_of_p=jnp.exp),
+            "Both are exponentials in one base, jnp.exp: reread the equations of section 2.",
+        ),
+        Mistake(
+            "keys and values change places",
+            _body(exchange=True),
+            "Queries meet the keys k, and p multiplies the values v: reread the equations of section 2.",
+        ),
+        Mistake(
+            "l and m are returned in each other's place",
+            lambda *arguments: (lambda m, l, acc: (l, m, acc))(*_body()(*arguments)),
+            "The order asked for is (m, l, acc): see the text of the exercise.",
         ),
     ),
 )
@@ -256,13 +315,12 @@ def _run_finish(answer, m, l, acc):
     return _replayed(kernel, (acc.shape, m.shape), m, l, acc)
 
 
-def _finish(lse=None, guard=True, finite_m=False, divide=True):
+def _finish(lse=None, guard=True, finite_m=False, out=lambda acc, m, l: acc / l):
     def finish(m, l, acc):
         l_safe = jnp.where(l == 0, 1, l) if guard else l
         m_used = jnp.where(m == -jnp.inf, 0, m) if finite_m else m
         right = (m_used + jnp.log2(l_safe)) / LOG2_E
-        out = acc / l_safe[:, None] if divide else acc
-        return out, right if lse is None else lse(m_used, l_safe)
+        return out(acc, m[:, None], l_safe[:, None]), right if lse is None else lse(m_used, l_safe)
 
     return finish
 
@@ -284,7 +342,7 @@ _FINISH = Exercise(
         Mistake(
             "lse is multiplied by log2 e instead of divided",
             _finish(lambda m, l: (m + jnp.log2(l)) * LOG2_E),
-            "A natural logarithm is smaller than one in base 2: see the last equation of section 8.",
+            "ln x is log2 x times ln 2, which is dividing by log2 e: see the last equation of section 8.",
         ),
         Mistake(
             "m in base 2 is added to a natural logarithm of l",
@@ -313,7 +371,7 @@ _FINISH = Exercise(
         ),
         Mistake(
             "out is not divided by l",
-            _finish(divide=False),
+            _finish(out=lambda acc, m, l: acc),
             "acc is a sum of p v; the weights add up to one only after the division: see section 1.",
         ),
         Mistake(
@@ -330,6 +388,51 @@ _FINISH = Exercise(
             "lse is log l alone, without m",
             _finish(lambda m, l: jnp.log(l)),
             "l is measured from m, so lse is the logarithm of 2^m times l: see the text of the exercise.",
+        ),
+        Mistake(
+            "lse is m alone, in base two, without log l",
+            _finish(lambda m, l: m),
+            "lse is the natural logarithm of 2^m times l: see the text of the exercise.",
+        ),
+        Mistake(
+            "m is multiplied by log2 e instead of divided",
+            _finish(lambda m, l: m * LOG2_E + jnp.log(l)),
+            "ln x is log2 x times ln 2, which is dividing by log2 e: see the last equation of section 8.",
+        ),
+        Mistake(
+            "the logarithm of l is subtracted instead of added",
+            _finish(lambda m, l: (m - jnp.log2(l)) / LOG2_E),
+            "The logarithm of the product 2^m l is a sum: see the text of the exercise.",
+        ),
+        Mistake(
+            "2^m is formed before the logarithm is taken, and overflows or vanishes",
+            _finish(lambda m, l: jnp.log(jnp.exp2(m) * l)),
+            "A float32 ends at 2^128: add the logarithms instead, as in the equation of section 1.",
+        ),
+        Mistake(
+            "m is taken for a maximum in base e, and e^m is formed besides, which overflows or vanishes",
+            _finish(lambda m, l: jnp.log(jnp.exp(m) * l)),
+            "m is in base two, and logarithms can be added without any power: see the last equation of section 8.",
+        ),
+        Mistake(
+            "a row without a key gets the lse plus infinity",
+            lambda m, l, acc: (_finish()(m, l, acc)[0], jnp.where(l == 0, jnp.inf, _finish()(m, l, acc)[1])),
+            "The sum over no key is 0, and its logarithm is minus infinity: see the text of the exercise.",
+        ),
+        Mistake(
+            "a row without a key gets minus infinity in out as well",
+            lambda m, l, acc: (jnp.where(l[:, None] == 0, -jnp.inf, acc / l[:, None]), _finish()(m, l, acc)[1]),
+            "Only its lse is minus infinity; its out is 0: see the text of the exercise.",
+        ),
+        Mistake(
+            "out is multiplied by l instead of divided",
+            _finish(out=lambda acc, m, l: acc * l),
+            "acc is a sum of p v; the weights add up to one only after the division: see section 1.",
+        ),
+        Mistake(
+            "out is divided by 2^m times l",
+            _finish(out=lambda acc, m, l: acc / (l * jnp.exp2(m))),
+            "acc and l are measured from the same m, which cancels in acc / l: see section 1.",
         ),
     ),
 )
@@ -367,24 +470,27 @@ _BOUNDS_SHAPES = [
 ]
 
 
+def _round_up(a, b):
+    return -(-a // b)
+
+
 def _bounds(
-    stop_key=lambda q_start, q_stop, T, S: min(q_stop, T, S),
+    stop_key=lambda q_start, q_stop, T, S: min(q_stop, S),
     first_key=lambda q_start, q_stop, left: max(q_start - left, 0),
-    stop_floor=False,
-    first_ceil=False,
-    last_tile=False,
+    first_tile=lambda key, block_k: key // block_k,
+    stop_tile=_round_up,
+    full_queries=False,
     guard=True,
+    without_window=None,
 ):
     def tile_range(i, T, S, block_q, block_k, left=None):
-        q_start, q_stop = i * block_q, (i + 1) * block_q
-        if guard and left is not None and q_start - left >= S:
-            return 0, 0
+        q_start, q_stop = i * block_q, (i + 1) * block_q if full_queries else min((i + 1) * block_q, T)
+        left = without_window if left is None else left
         first = 0 if left is None else first_key(q_start, q_stop, left)
         stop = stop_key(q_start, q_stop, T, S)
-        first = -(-first // block_k) if first_ceil else first // block_k
-        if last_tile:
-            return first, (stop - 1) // block_k
-        return first, stop // block_k if stop_floor else -(-stop // block_k)
+        if guard and first >= stop:
+            return 0, 0
+        return first_tile(first, block_k), stop_tile(stop, block_k)
 
     return tile_range
 
@@ -400,17 +506,17 @@ _BOUNDS = Exercise(
     mistakes=(
         Mistake(
             "stop is rounded down instead of up (too few tiles)",
-            _bounds(stop_floor=True),
+            _bounds(stop_tile=lambda key, block_k: key // block_k),
             "A tile that holds even one visible key must be read: reread the rule of section 5.",
         ),
         Mistake(
             "stop is measured from the first query of the tile instead of the last (too few tiles)",
-            _bounds(stop_key=lambda q_start, q_stop, T, S: min(q_start + 1, T, S)),
+            _bounds(stop_key=lambda q_start, q_stop, T, S: min(q_start + 1, S)),
             "The last query of the tile sees furthest: reread section 5.",
         ),
         Mistake(
             "stop is the last tile instead of the one after it (too few tiles)",
-            _bounds(last_tile=True),
+            _bounds(stop_tile=lambda key, block_k: (key - 1) // block_k),
             "stop is not included, as in a range: see the text of the exercise.",
         ),
         Mistake(
@@ -425,7 +531,7 @@ _BOUNDS = Exercise(
         ),
         Mistake(
             "the key of the last query itself is left out (too few tiles)",
-            _bounds(stop_key=lambda q_start, q_stop, T, S: min(q_stop - 1, T - 1, S)),
+            _bounds(stop_key=lambda q_start, q_stop, T, S: min(q_stop - 1, S)),
             "A causal query sees its own key, so the first hidden key is q_stop: see section 5.",
         ),
         Mistake(
@@ -443,12 +549,12 @@ _BOUNDS = Exercise(
         ),
         Mistake(
             "stop runs past the last key (too many tiles)",
-            _bounds(stop_key=lambda q_start, q_stop, T, S: min(q_stop, T)),
+            _bounds(stop_key=lambda q_start, q_stop, T, S: q_stop),
             "With T above S the diagonal leaves the table: cut it at S, see the text of the exercise.",
         ),
         Mistake(
             "the last tile of queries is taken to be full (too many tiles)",
-            _bounds(stop_key=lambda q_start, q_stop, T, S: min(q_stop, S)),
+            _bounds(full_queries=True),
             "Queries from T on do not exist and see nothing: cut q_stop at T, see the text of the exercise.",
         ),
         Mistake(
@@ -458,12 +564,12 @@ _BOUNDS = Exercise(
         ),
         Mistake(
             "the left window is ignored (too many tiles)",
-            _bounds(first_key=lambda q_start, q_stop, left: 0, guard=False),
+            _bounds(first_key=lambda q_start, q_stop, left: 0),
             "The first query of the tile sees back to key q_start - left: see the text of the exercise.",
         ),
         Mistake(
             "first is rounded up instead of down (too few tiles)",
-            _bounds(first_ceil=True),
+            _bounds(first_tile=_round_up),
             "A tile that holds even one visible key must be read: reread the rule of section 5.",
         ),
         Mistake(
@@ -486,6 +592,62 @@ _BOUNDS = Exercise(
             _bounds(first_key=lambda q_start, q_stop, left: q_start - left),
             "There is no key below 0: see the text of the exercise.",
         ),
+        Mistake(
+            "neither T nor S cuts the range (too many tiles)",
+            _bounds(full_queries=True, stop_key=lambda q_start, q_stop, T, S: q_stop),
+            "There are no queries from T on and no keys from S on: see the text of the exercise.",
+        ),
+        Mistake(
+            "stop is one tile too far where the last key ends its tile (too many tiles)",
+            _bounds(stop_tile=lambda key, block_k: key // block_k + 1),
+            "Rounding up leaves an exact multiple as it is; stop // block_k + 1 does not: see the hints.",
+        ),
+        Mistake(
+            "stop is measured from the key before the first query (too few tiles)",
+            _bounds(stop_key=lambda q_start, q_stop, T, S: min(q_start, S)),
+            "The last query of the tile sees furthest, and it sees its own key: reread section 5.",
+        ),
+        Mistake(
+            "the two tile sizes change places",
+            lambda i, T, S, block_q, block_k, left=None: _bounds()(i, T, S, block_k, block_q, left),
+            "Query tile i begins at query i * block_q, and keys are counted in tiles of block_k: see section 5.",
+        ),
+        Mistake(
+            "keys are counted in tiles of block_q",
+            lambda i, T, S, block_q, block_k, left=None: _bounds()(i, T, S, block_q, block_q, left),
+            "Key tile j begins at key j * block_k: see the case worked by hand.",
+        ),
+        Mistake(
+            "no window is taken for a window of 0",
+            _bounds(without_window=0),
+            "left is None means without limit, so the loop begins at tile 0: see the text of the exercise.",
+        ),
+        Mistake(
+            "the range is given in keys instead of tiles",
+            _bounds(first_tile=lambda key, block_k: key, stop_tile=lambda key, block_k: key),
+            "Divide both ends by block_k, the first rounded down and the second up: see the hints.",
+        ),
+        Mistake(
+            "left is counted in tiles instead of keys",
+            lambda i, T, S, block_q, block_k, left=None: (
+                0 if left is None else max(i - left, 0) * block_q // block_k,
+                _bounds()(i, T, S, block_q, block_k)[1],
+            ),
+            "left is a number of keys: take it off the position of the first query, see the text of the exercise.",
+        ),
+        Mistake(
+            "the second number is how many tiles there are instead of where they stop",
+            lambda *arguments: (lambda first, stop: (first, stop - first))(*_bounds()(*arguments)),
+            "Return (first, stop) as a range has them, with stop not included: see the text of the exercise.",
+        ),
+        Mistake(
+            "the last query is aligned with the last key",
+            lambda i, T, S, block_q, block_k, left=None: _bounds(
+                stop_key=lambda q_start, q_stop, T, S: min(q_stop + S - T, S),
+                first_key=lambda q_start, q_stop, left: max(q_start + S - T - left, 0),
+            )(i, T, S, block_q, block_k, left),
+            "Query n sees key n, whatever T and S are: see the text of the exercise.",
+        ),
     ),
 )
 
@@ -494,27 +656,25 @@ _BOUNDS = Exercise(
 
 
 def _gqa_cases():
-    random = np.random.default_rng(54)
-    cases = []
-    for B, T, S, N, K, H in [(1, 2, 3, 6, 2, 2), (2, 4, 3, 4, 2, 3), (2, 2, 5, 3, 1, 2), (2, 4, 2, 3, 3, 2)]:
-        q = random.standard_normal((B, T, N, H))
-        k, v = random.standard_normal((2, B, S, K, H))
-        label = f"N={N} query heads, K={K} key/value heads, B={B}, query tiles: {T // 2}"
-        cases.append(Case(label, tuple(map(_float32, (q, k, v)))))
-    return cases
+    shapes = [(1, 2, 3, 6, 2, 2), (2, 4, 3, 4, 2, 3), (2, 2, 5, 3, 1, 2), (2, 4, 2, 3, 3, 2)]
+    return [
+        Case(f"N={N} query heads, K={K} key/value heads, B={B}, query tiles: {T // 2}", shape)
+        for shape in shapes
+        for B, T, _, N, K, _ in [shape]
+    ]
 
 
-def _run_gqa(answer, q, k, v):
-    (B, T, N, H), (_, S, K, _) = q.shape, k.shape
-    block_q = 2
+def _run_gqa(answer, B, T, S, N, K, H):
+    """(i, n, b) of each program, in tiles of two queries, and the four indices of the block that it asked for."""
+    q, k = np.ones((B, T, N, H), np.float32), np.ones((B, S, K, H), np.float32)
 
-    def kernel(q_ref, k_ref, v_ref, out_ref):
-        s = q_ref[...] @ k_ref[...].T / math.sqrt(H)
-        p = jnp.exp(s - s.max(axis=1, keepdims=True))
-        out_ref[...] = (p @ v_ref[...]) / p.sum(axis=1, keepdims=True)
+    def kernel(q_ref, k_ref, out_ref):
+        out_ref[...] = q_ref[...] @ k_ref[...].T
 
     def index_map(i, n, b):
         block = answer(i, n, b, N, K)
+        if block is None:
+            raise Complaint("expected four block indices, got None: is a `return` missing?")
         if not isinstance(block, tuple | list) or len(block) != 4:
             raise Complaint("return four block indices, one for each axis of k (B, S, K, H)")
         for index in block:
@@ -524,27 +684,36 @@ def _run_gqa(answer, q, k, v):
                 raise Complaint("every block index must be an integer: divide with //, not with /")
         return tuple(block)
 
-    q_spec = pl.BlockSpec((None, block_q, None, H), lambda i, n, b: (b, i, n, 0))
-    kv_spec = pl.BlockSpec((None, S, None, H), index_map)
     call = pl.pallas_call(
         kernel,
-        grid=(T // block_q, N, B),
-        in_specs=[q_spec, kv_spec, kv_spec],
-        out_specs=q_spec,
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=(T // 2, N, B),
+        in_specs=[
+            pl.BlockSpec((None, 2, None, H), lambda i, n, b: (b, i, n, 0)),
+            pl.BlockSpec((None, S, None, H), index_map),
+        ],
+        out_specs=pl.BlockSpec((None, 2, None, S), lambda i, n, b: (b, i, n, 0)),
+        out_shape=jax.ShapeDtypeStruct((B, T, N, S), jnp.float32),
     )
-    # Replayed, because there a block outside the array is NaN; interpret mode would clamp it.
-    with jax.default_matmul_precision("highest"):
-        return replay(call, q, k, v)[1]
+    (kernel_call,), _ = replay(call, q, k)
+    return np.hstack([kernel_call.programs, kernel_call.operands["k"].block_of])
+
+
+def _judge_gqa(result, case):
+    _, _, _, N, K, _ = case.arguments
+    for i, n, b, *block in result.tolist():
+        right = [b, 0, n // (N // K), 0]
+        if block != right:
+            return f"program (i={i}, n={n}, b={b}) reads block {tuple(block)} of k, expected {tuple(right)}"
+    return None
 
 
 _GQA = Exercise(
     number="5.4",
     title="The index map of grouped queries",
-    outputs=("out",),
+    outputs=("blocks",),
     cases=_gqa_cases,
-    expected=lambda q, k, v: oracle(q, k, v)[0],
     run=_run_gqa,
+    judge=_judge_gqa,
     tried="6 heads on 2, 4 on 2, 3 on 1 and 3 on 3, one and two batch entries, one and two query tiles",
     mistakes=(
         Mistake(
@@ -560,7 +729,7 @@ _GQA = Exercise(
         Mistake(
             "n is divided by K instead of by the size of a group",
             lambda i, n, b, N, K: (b, 0, n // K, 0),
-            "A group has N // K query heads: see the equation of section 7.",
+            "A group has N // K query heads, and the head is n divided by that: see the start of section 7.",
         ),
         Mistake(
             "every query head reads key/value head 0",
@@ -570,17 +739,52 @@ _GQA = Exercise(
         Mistake(
             "every batch entry reads the keys of the first",
             lambda i, n, b, N, K: (0, 0, n // (N // K), 0),
-            "The first block index must be b: see the specs of section 7.",
+            "The first axis of k is the batch, and its block index is b: see the text of the exercise.",
         ),
         Mistake(
             "the keys move along with the query tile",
             lambda i, n, b, N, K: (b, i, n // (N // K), 0),
-            "Every query tile sees all keys, so the index on the axis of S is 0: see the specs of section 7.",
+            "The block holds all S keys, so its index on that axis is always 0: see the text of the exercise.",
         ),
         Mistake(
             "the index counts elements instead of blocks",
             lambda i, n, b, N, K: (b, 0, n // (N // K) * (N // K), 0),
-            "With block size None an index is the head itself: see the specs of section 7.",
+            "With block size None an index is the head itself: see the text of the exercise.",
+        ),
+        Mistake(
+            "the key/value head is the place within the group, n % (N // K)",
+            lambda i, n, b, N, K: (b, 0, n % (N // K), 0),
+            "All query heads of a group read one head; divide with // instead of %: see the picture of section 7.",
+        ),
+        Mistake(
+            "the head stands on the axis of the keys",
+            lambda i, n, b, N, K: (b, n // (N // K), 0, 0),
+            "The axes of k are (B, S, K, H), so the head is the third index: see the text of the exercise.",
+        ),
+        Mistake(
+            "the head stands on the last axis",
+            lambda i, n, b, N, K: (b, 0, 0, n // (N // K)),
+            "The axes of k are (B, S, K, H), so the head is the third index: see the text of the exercise.",
+        ),
+        Mistake(
+            "the head and the batch entry change places",
+            lambda i, n, b, N, K: (n // (N // K), 0, b, 0),
+            "The axes of k are (B, S, K, H), so b is the first index: see the text of the exercise.",
+        ),
+        Mistake(
+            "the indices come in the order of the grid, (i, n, b)",
+            lambda i, n, b, N, K: (i, n, b, 0),
+            "They follow the axes of k, which are (B, S, K, H): see the text of the exercise.",
+        ),
+        Mistake(
+            "the query tile stands where the batch entry belongs",
+            lambda i, n, b, N, K: (i, 0, n // (N // K), 0),
+            "The first axis of k is the batch, and its block index is b: see the text of the exercise.",
+        ),
+        Mistake(
+            "heads are counted from one",
+            lambda i, n, b, N, K: (b, 0, n // (N // K) + 1, 0),
+            "Block indices begin at 0, like all indices: see the case worked by hand.",
         ),
     ),
 )
@@ -628,6 +832,11 @@ def _bytes(rows="tiles", q_rows=None, lse_bytes=4, kv=2, qo=2):
             "floor": block_k * sum((i + 1) * block_q // block_k for i in range(programs)),
             "square": block_k * programs * (programs + 1) // 2,
             "count": sum(stops),
+            "from the first": block_k * sum(i * block_q // block_k + 1 for i in range(programs)),
+            "one more": block_k * sum((i + 1) * block_q // block_k + 1 for i in range(programs)),
+            "one more, cut": block_k
+            * sum(min((i + 1) * block_q // block_k + 1, T // block_k) for i in range(programs)),
+            "rows of q": block_q * sum(stops),
         }[rows]
         extra = H * itemsize * block_q * (sum(stops) - programs) if q_rows == "again" else 0
         return (
@@ -712,6 +921,43 @@ _BYTES = Exercise(
             "out is forgotten",
             _bytes(qo=1),
             "out has as many elements as q and is written once: see the picture of section 1.",
+        ),
+        Mistake(
+            "the first query of a program decides where it stops, instead of the last",
+            _bytes(rows="from the first"),
+            "The last query, (i + 1) * block_q - 1, sees furthest: see section 5.",
+        ),
+        Mistake(
+            "a program whose last key ends a tile is charged one tile more",
+            _bytes(rows="one more"),
+            "Rounding up leaves an exact multiple as it is; x // block_k + 1 does not: see the hints.",
+        ),
+        Mistake(
+            "a program whose last key ends a tile is charged one tile more, where there is one",
+            _bytes(rows="one more, cut"),
+            "Rounding up leaves an exact multiple as it is; x // block_k + 1 does not: see the hints.",
+        ),
+        Mistake(
+            "the two tile sizes change places, or a tile of keys is charged block_q rows",
+            _bytes(rows="rows of q"),
+            "There are T // block_q programs, and a tile of keys has block_k rows: see the text of the exercise.",
+        ),
+        Mistake(
+            "all that moves without a mask is halved, q and out included",
+            lambda T, H, itemsize, block_q, block_k: _bytes(rows="all")(T, H, itemsize, block_q, block_k) // 2,
+            "q, out and lse move as ever, and tiles on the diagonal are read whole: see the picture of section 5.",
+        ),
+        Mistake(
+            "lse is charged H numbers for each query",
+            lambda T, H, itemsize, block_q, block_k: _bytes(lse_bytes=4 * H)(T, H, itemsize, block_q, block_k),
+            "lse is one number for each query: see section 3.",
+        ),
+        Mistake(
+            "elements of k and v are counted instead of their bytes",
+            lambda T, H, itemsize, block_q, block_k: (
+                _bytes(kv=0)(T, H, itemsize, block_q, block_k) + _bytes(qo=0, lse_bytes=0)(T, H, 1, block_q, block_k)
+            ),
+            "Each element takes itemsize bytes, in k and v as in q: see the case worked by hand.",
         ),
     ),
 )

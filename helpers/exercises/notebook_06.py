@@ -33,7 +33,7 @@ def _gradients_of_heads(q, k, v, dout, scale):
     return tuple(gradient.swapaxes(0, 1) for gradient in gradients)
 
 
-# 6.1 From dP to dS
+# 6.1 From dp to ds
 
 
 def _ds_cases():
@@ -49,7 +49,7 @@ def _ds_cases():
         case("", 5, 4, 1),
         case("", 4, 7, 3),
         case("nearly all weight on one key, ", 6, 9, 30),
-        case("a large constant in dP, ", 3, 5, 1, shift=50.0),
+        case("a large constant in dp, ", 3, 5, 1, shift=50.0),
         case("one key, ", 3, 1, 1),
     ]
 
@@ -64,12 +64,12 @@ def _row_mean(array):
 
 _DS = Exercise(
     number="6.1",
-    title="From dP to dS",
+    title="From dp to ds",
     outputs=("ds",),
     cases=_ds_cases,
     tolerance=1e-4,  # the large constant leaves float32 five digits
     expected=_expected_ds,
-    tried="1 to 9 keys, even and peaked weights, a large constant in dP",
+    tried="1 to 9 keys, even and peaked weights, a large constant in dp",
     mistakes=(
         Mistake(
             "delta is missing: p * dp alone",
@@ -119,7 +119,7 @@ _DS = Exercise(
         Mistake(
             "the gradient is multiplied by p twice",
             lambda p, dp: p * p * (dp - _row_mean(p * dp)),
-            "dS = p (dp - delta), with one factor p: see section 2.",
+            "ds = p (dp - delta), with one factor p: see section 2.",
         ),
         Mistake(
             "the sign is turned round",
@@ -135,6 +135,36 @@ _DS = Exercise(
             "dp - delta is not multiplied by p",
             lambda p, dp: dp - _row_mean(p * dp),
             "A key without weight passes no gradient: see the last line of the equation in section 2.",
+        ),
+        Mistake(
+            "the row sum has lost its axis, and meets the columns",
+            lambda p, dp: p * (dp - (p * dp).sum(axis=1)),
+            "delta has shape (T,): keepdims=True or [:, None] puts it beside the rows of a (T, S) table.",
+        ),
+        Mistake(
+            "delta is the row sum of p, which is always 1",
+            lambda p, dp: p * (dp - _row_mean(p)),
+            "delta is a mean of dp weighted by p, the row sum of p * dp: see section 2.",
+        ),
+        Mistake(
+            "p and dp change places",
+            lambda p, dp: dp * (p - _row_mean(p * dp)),
+            "The weights p multiply the bracket dp - delta: see section 2.",
+        ),
+        Mistake(
+            "the diagonal of the Jacobian counts twice, p (1 - p) and then delta besides",
+            lambda p, dp: p * (1 - p) * dp - p * _row_mean(p * dp),
+            "diag(p) gives p * dp, and all of p pᵀ is in delta: see the equation with J in section 2.",
+        ),
+        Mistake(
+            "the diagonal of the Jacobian is left out",
+            lambda p, dp: -p * _row_mean(p * dp),
+            "J = diag(p) - p pᵀ has two parts, and diag(p) gives p * dp: see section 2.",
+        ),
+        Mistake(
+            "delta alone is returned",
+            lambda p, dp: (p * dp).sum(axis=1),
+            "delta is one number for each row; ds = p (dp - delta) has the shape of dp: see section 2.",
         ),
     ),
 )
@@ -167,7 +197,7 @@ def _run_delta(answer, q, k, v, dout, dlse):
 
 
 def _expected_delta(q, k, v, dout, dlse):
-    """From the table: the row sums of P * dP, and then minus dlse."""
+    """From the table: the row sums of p * dp, and then minus dlse."""
     p = _softmax(q @ k.T / math.sqrt(q.shape[1]))
     return (p * (dout @ v.T)).sum(axis=1) - dlse
 
@@ -184,17 +214,17 @@ _DELTA = Exercise(
         Mistake(
             "the gradient into lse is left out",
             lambda out, dout, dlse: (out * dout).sum(axis=1),
-            "dS = P * (dP - delta) must also contain P * dlse: see section 5.",
+            "ds = p * (dp - delta) must also contain p * dlse: see section 5.",
         ),
         Mistake(
             "dlse is added instead of subtracted",
             lambda out, dout, dlse: (out * dout).sum(axis=1) + dlse,
-            "dS gains + P * dlse, and delta enters with a minus: see section 5.",
+            "ds gains + p * dlse, and delta enters with a minus: see section 5.",
         ),
         Mistake(
             "the signs are reversed",
             lambda out, dout, dlse: dlse - (out * dout).sum(axis=1),
-            "delta is what is subtracted from dP: see section 5.",
+            "delta is what is subtracted from dp: see section 5.",
         ),
         Mistake(
             "delta is the row sum of dout, without out",
@@ -208,7 +238,7 @@ _DELTA = Exercise(
         ),
         Mistake(
             "the sum runs over the queries instead of the components",
-            lambda out, dout, dlse: np.resize((out * dout).sum(axis=0), len(out)) - dlse,
+            lambda out, dout, dlse: (out * dout).sum(axis=0) - dlse,
             "There is one delta for each query, so sum along axis 1: see section 4.",
         ),
         Mistake(
@@ -236,11 +266,51 @@ _DELTA = Exercise(
             lambda out, dout, dlse: (out * dout).sum(axis=1, keepdims=True) - dlse,
             "dlse has shape (T,), so the row sum must have it as well: leave keepdims out.",
         ),
+        Mistake(
+            "delta is the row sum of out, without dout",
+            lambda out, dout, dlse: out.sum(axis=1) - dlse,
+            "Multiply by dout, entry by entry, before you sum: see section 4.",
+        ),
+        Mistake(
+            "delta is the row sum of dout * dout",
+            lambda out, dout, dlse: (dout * dout).sum(axis=1) - dlse,
+            "One factor is the output and the other its gradient: see section 4.",
+        ),
+        Mistake(
+            "the row sums of out and of dout are multiplied",
+            lambda out, dout, dlse: out.sum(axis=1) * dout.sum(axis=1) - dlse,
+            "A dot product multiplies entry by entry first, and sums then: see section 4.",
+        ),
+        Mistake(
+            "the sum runs over the whole array instead of each row",
+            lambda out, dout, dlse: (out * dout).sum() - dlse,
+            "There is one delta for each query, so sum along axis 1: see section 4.",
+        ),
+        Mistake(
+            "dlse is subtracted once for each component",
+            lambda out, dout, dlse: (out * dout - dlse[:, None]).sum(axis=1),
+            "dlse is one number for each query: take it off after the sum, see section 5.",
+        ),
+        Mistake(
+            "dlse is taken off dout before the product",
+            lambda out, dout, dlse: (out * (dout - dlse[:, None])).sum(axis=1),
+            "dlse arrives at lse, not at out: it is a term of its own, see section 5.",
+        ),
+        Mistake(
+            "the product is not summed",
+            lambda out, dout, dlse: out * dout - dlse[:, None],
+            "There is one delta for each query: sum along axis 1, see section 4.",
+        ),
+        Mistake(
+            "every query is multiplied with every other, out @ dout.T",
+            lambda out, dout, dlse: out @ dout.T - dlse,
+            "Each row of out meets its own row of dout alone: multiply entry by entry, then sum, see section 4.",
+        ),
     ),
 )
 
 
-# 6.3 dQ, dK and dV
+# 6.3 dq, dk and dv
 
 
 def _product_cases():
@@ -273,15 +343,19 @@ def _products(
     interleaved=False,
     dk_operand="q",
     dv_operand="dout",
+    own_scale=False,
+    one_head=False,
+    sums_interleaved=False,
 ):
     """The three products with the mistakes that people make; scale_* are powers of the scale."""
 
     def answer(p, ds, q, k, dout, scale):
+        scale = 1 / math.sqrt(q.shape[-1]) if own_scale else scale
         N, K = len(q), len(k)
         group = N // K
         heads = np.arange(N) % K if interleaved else np.arange(N) // group
-        order = np.argsort(heads, kind="stable")
-        dq = scale**scale_q * ds @ dq_operand(k[heads], q)
+        order = np.argsort(np.arange(N) % K if sums_interleaved else heads, kind="stable")
+        dq = scale**scale_q * ds @ dq_operand(k[0 * heads if one_head else heads], q)
         dk = scale**scale_k * dk_from(ds, dout if dk_operand == "dout" else q)
         dv = scale**scale_v * dv_from(p, ds, q if dv_operand == "q" else dout)
         dk, dv = (collect(array[order].reshape(K, group, *array.shape[1:])) for array in (dk, dv))
@@ -297,7 +371,7 @@ def _aliased_products(p, ds, q, k, dout, scale):
 
 _PRODUCTS = Exercise(
     number="6.3",
-    title="dQ, dK and dV",
+    title="dq, dk and dv",
     outputs=("dq", "dk", "dv"),
     cases=_product_cases,
     run=_run_products,
@@ -307,12 +381,12 @@ _PRODUCTS = Exercise(
         Mistake(
             "p is not transposed in dv, and only dv is wrong",
             _products(dv_from=lambda p, ds, dout: p @ dout),
-            "A value collects from all queries that looked at it, a column of P: see section 3.",
+            "A value collects from all queries that looked at it, a column of p: see section 3.",
         ),
         Mistake(
             "ds is not transposed in dk, and only dk is wrong",
             _products(dk_from=lambda ds, q: ds @ q),
-            "A key collects from all queries, a column of dS: see section 3.",
+            "A key collects from all queries, a column of ds: see section 3.",
         ),
         Mistake(
             "neither p nor ds is transposed, and only dq is right",
@@ -322,17 +396,17 @@ _PRODUCTS = Exercise(
         Mistake(
             "dq multiplies ds by the queries instead of the keys",
             _products(dq_operand=lambda k, q: q),
-            "In a product Q Kᵀ the gradient of one factor holds the other factor: see section 3.",
+            "In a product q kᵀ the gradient of one factor holds the other factor: see section 3.",
         ),
         Mistake(
             "dv is made from ds instead of p",
             _products(dv_from=lambda p, ds, dout: ds.swapaxes(1, 2) @ dout),
-            "V meets P in the forward pass, and never meets the logits: see section 3.",
+            "v meets p in the forward pass, and never meets the logits: see section 3.",
         ),
         Mistake(
             "the scale is missing in dq and dk: dv is right, dq and dk are too long",
             _products(scale_q=0, scale_k=0),
-            "S = scale Q Kᵀ, and the factor stays when you differentiate: see section 3.",
+            "s = scale q kᵀ, and the factor stays when you differentiate: see section 3.",
         ),
         Mistake(
             "dk and dv are one and the same array, and each holds the sum of both",
@@ -342,27 +416,27 @@ _PRODUCTS = Exercise(
         Mistake(
             "dk multiplies ds by the gradient dout instead of the queries",
             _products(dk_from=lambda ds, q: ds.swapaxes(1, 2) @ q, dk_operand="dout"),
-            "In a product Q Kᵀ the gradient of one factor holds the other factor: see section 3.",
+            "In a product q kᵀ the gradient of one factor holds the other factor: see section 3.",
         ),
         Mistake(
             "dv multiplies p by the queries instead of dout",
             _products(dv_operand="q"),
-            "V meets P in the forward pass, and what arrives there is dout: see section 3.",
+            "v meets p in the forward pass, and what arrives there is dout: see section 3.",
         ),
         Mistake(
             "the logits are divided by the scale: dq and dk carry 1 / scale",
             _products(scale_q=-1, scale_k=-1),
-            "S = scale Q Kᵀ, and the factor stays when you differentiate: see section 3.",
+            "s = scale q kᵀ, and the factor stays when you differentiate: see section 3.",
         ),
         Mistake(
             "the scale is missing in dk",
             _products(scale_k=0),
-            "The scale belongs to both factors of S = scale Q Kᵀ: see section 3.",
+            "The scale belongs to both factors of s = scale q kᵀ: see section 3.",
         ),
         Mistake(
             "the scale is missing in dq",
             _products(scale_q=0),
-            "The scale belongs to both factors of S = scale Q Kᵀ: see section 3.",
+            "The scale belongs to both factors of s = scale q kᵀ: see section 3.",
         ),
         Mistake(
             "the scale is applied twice in dq and dk: dv is right, dq and dk are too short",
@@ -372,7 +446,7 @@ _PRODUCTS = Exercise(
         Mistake(
             "dv is multiplied by the scale as well",
             _products(scale_v=1),
-            "The scale stands between Q and K; V never meets it: see section 3.",
+            "The scale stands between q and k; v never meets it: see section 3.",
         ),
         Mistake(
             "the query heads of a group are averaged instead of summed",
@@ -398,6 +472,41 @@ _PRODUCTS = Exercise(
             "dk and dv keep one slice for each query head",
             _products(collect=lambda grouped: grouped.reshape(-1, *grouped.shape[2:])),
             "A gradient has the shape of its array, here (K, S, H): see section 6.",
+        ),
+        Mistake(
+            "the copies are summed as if query head n belonged to key/value head n % K, and only dq is right",
+            _products(sums_interleaved=True),
+            "Query heads of one group stand next to each other: reshape to (K, group, S, H), see section 6.",
+        ),
+        Mistake(
+            "dq multiplies ds by key/value head 0 for every query head",
+            _products(one_head=True),
+            "Query head n reads key/value head n // group: see section 6.",
+        ),
+        Mistake(
+            "scale is ignored and 1 / sqrt(H) is used instead",
+            _products(own_scale=True),
+            "scale is an argument, and need not be one over the square root of H.",
+        ),
+        Mistake(
+            "dk is made from p instead of ds",
+            lambda p, ds, *rest: (lambda right, slip: (right[0], slip[1], right[2]))(
+                _products()(p, ds, *rest), _products()(p, p, *rest)
+            ),
+            "q and k meet in the logits, whose gradient is ds: see section 3.",
+        ),
+        Mistake(
+            "dq is made from p instead of ds",
+            lambda p, ds, *rest: (_products()(p, p, *rest)[0], *_products()(p, ds, *rest)[1:]),
+            "q and k meet in the logits, whose gradient is ds: see section 3.",
+        ),
+        Mistake(
+            "ds is transposed in dq",
+            lambda p, ds, q, k, dout, scale: (
+                np.concatenate([scale * ds[[n]].swapaxes(1, 2) @ k[[n * len(k) // len(q)]] for n in range(len(q))]),
+                *_products()(p, ds, q, k, dout, scale)[1:],
+            ),
+            "A query collects from all keys that it looked at, a row of ds: see section 3.",
         ),
     ),
 )
@@ -433,14 +542,16 @@ def _saved(
     statistics=1,
     dout=0,
     kv_heads="K",
+    kv_arrays=2,
     table_heads="N",
+    table_bytes=None,
     inputs=1,
 ):
     def answer(T, S, N, K, H, itemsize):
         keys = {"K": K, "N": N, "none": 0}[kv_heads]
-        shared = inputs * itemsize * ((1 + dout) * N * T * H + 2 * keys * S * H)
+        shared = inputs * itemsize * ((1 + dout) * N * T * H + kv_arrays * keys * S * H)
         row = statistics * N * T * (itemsize if lse_bytes is None else lse_bytes)
-        table = table_copies * itemsize * {"N": N, "1": 1}[table_heads] * T * S
+        table = table_copies * (table_bytes or itemsize) * {"N": N, "K": K, "1": 1}[table_heads] * T * S
         with_table = shared + table + table_out * itemsize * N * T * H + table_lse * row
         return with_table, shared + flash_out * itemsize * N * T * H + row
 
@@ -458,7 +569,7 @@ _SAVE = Exercise(
         Mistake(
             "out is not saved in the plan without the table",
             _saved(flash_out=0),
-            "Without P, delta has to come from out and dout: see section 4.",
+            "Without p, delta has to come from out and dout: see section 4.",
         ),
         Mistake(
             "lse is not saved in the plan without the table",
@@ -478,17 +589,17 @@ _SAVE = Exercise(
         Mistake(
             "out is saved in the plan with the table as well",
             _saved(table_out=1),
-            "With P at hand, delta is the row sum of P * dP, and out is not needed: see section 4.",
+            "With p at hand, delta is the row sum of p * dp, and out is not needed: see section 4.",
         ),
         Mistake(
             "out and lse are saved in the plan with the table as well",
             _saved(table_out=1, table_lse=1),
-            "With P at hand, neither is needed: see the equations of section 3.",
+            "With p at hand, neither is needed: see the equations of section 3.",
         ),
         Mistake(
             "lse is saved in the plan with the table as well",
             _saved(table_lse=1),
-            "lse serves to make P again, and this plan has P: see section 7.",
+            "lse serves to make p again, and this plan has p: see section 7.",
         ),
         Mistake(
             "lse has a number for each component of each query",
@@ -496,9 +607,9 @@ _SAVE = Exercise(
             "lse is one number for each row of logits, of shape (N, T): see section 7.",
         ),
         Mistake(
-            "S is saved beside P",
+            "the logits are saved beside p",
             _saved(table_copies=2),
-            "No equation of section 3 contains the logits once P is known.",
+            "No equation of section 3 contains the logits once p is known.",
         ),
         Mistake(
             "dout is counted among what the forward pass saves",
@@ -516,9 +627,41 @@ _SAVE = Exercise(
             "Every query head has weights of its own, N tables in all: see section 7.",
         ),
         Mistake(
+            "there is a table of weights for each key/value head only",
+            _saved(table_heads="K"),
+            "Every query head has weights of its own, N tables in all: see section 7.",
+        ),
+        Mistake(
+            "the table is counted in float32",
+            _saved(table_bytes=4),
+            "The table has itemsize bytes for each entry, like q: see the text of the exercise.",
+        ),
+        Mistake(
+            "only one of k and v is counted",
+            _saved(kv_arrays=1),
+            "dq needs k, and dp needs v: see the equations of section 3.",
+        ),
+        Mistake(
+            "the heads are left out of the count",
+            lambda T, S, N, K, H, itemsize: _saved()(T, S, 1, 1, H, itemsize),
+            "q, out, lse and the table come once for each of N heads, k and v for each of K: see the exercise.",
+        ),
+        Mistake(
+            "entries are counted instead of bytes",
+            lambda T, S, N, K, H, itemsize: _saved(lse_bytes=1)(T, S, N, K, H, 1),
+            "An entry takes itemsize bytes, and one of lse takes 4: see the case worked by hand.",
+        ),
+        Mistake(
+            "k and v are counted with the length of the queries",
+            lambda T, S, N, K, H, itemsize: tuple(
+                saved + 2 * itemsize * K * (T - S) * H for saved in _saved()(T, S, N, K, H, itemsize)
+            ),
+            "k and v have S rows, and S need not be T: see the text of the exercise.",
+        ),
+        Mistake(
             "q, k and v are left out",
             _saved(inputs=0, flash_out=1),
-            "dQ, dK and the recomputed P need them: see the equations of section 3.",
+            "dq, dk and the recomputed p need them: see the equations of section 3.",
         ),
     ),
 )
@@ -589,9 +732,13 @@ def _tiled(
     scale_s=1,
     scale_q=1,
     scale_k=1,
+    scale_v=0,
+    dp_of=lambda do, k, v: do @ v.T,
     keep="all",
+    keys_like_queries=False,
     whole_tiles_only=False,
     dv_from_ds=False,
+    p_forgotten=False,
     whole=False,
 ):
     """The tiled backward pass with the mistakes that people make in it."""
@@ -602,19 +749,20 @@ def _tiled(
         delta = delta_of(out, dout, v)
         dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
         stop_q = len(q) // block_q * block_q if whole_tiles_only else len(q)
-        stop_k = len(k) // block_k * block_k if whole_tiles_only else len(k)
+        stop_k = len(k) // block_k * block_k if whole_tiles_only else len(q) if keys_like_queries else len(k)
         for j in range(0, stop_k, block_k):
             cols = slice(j, j + block_k)
             for i in range(0, stop_q, block_q):
                 rows = slice(i, i + block_q)
                 p = p_of(scale**scale_s * q[rows] @ k[cols].T, lse[rows])
-                dp = dout[rows] @ v[cols].T
-                ds = p * (dp - (delta[rows, None] if tile_delta is None else tile_delta(p, dp)))
-                if keep == "last query tile":
+                dp = dp_of(dout[rows], k[cols], v[cols])
+                ds = dp - (delta[rows, None] if tile_delta is None else tile_delta(p, dp))
+                ds = ds if p_forgotten else p * ds
+                if keep in ("last query tile", "last pair"):
                     dk[cols] = dv[cols] = 0
-                if keep == "last key tile":
+                if keep in ("last key tile", "last pair"):
                     dq[rows] = 0
-                dv[cols] += (ds if dv_from_ds else p).T @ dout[rows]
+                dv[cols] += scale**scale_v * (ds if dv_from_ds else p).T @ dout[rows]
                 dk[cols] += scale**scale_k * ds.T @ q[rows]
                 dq[rows] += scale**scale_q * ds @ k[cols]
         return dq, dk, dv
@@ -637,7 +785,7 @@ _TILED = Exercise(
     title="The whole backward pass, tile by tile",
     outputs=("dq", "dk", "dv", "what was built"),
     cases=_tiled_cases,
-    tolerance=5e-4,  # float32 rounds an lse near 1000 to four digits behind the point
+    tolerance=1e-4,  # float32 rounds an lse near 1000 to four digits behind the point
     run=_run_tiled,
     expected=_expected_tiled,
     tried="ragged tiles, uneven block sizes, T above and below S, peaked weights, logits near 1000 and -1000",
@@ -675,7 +823,7 @@ _TILED = Exercise(
         Mistake(
             "the scale is missing in dq and dk",
             _tiled(scale_q=0, scale_k=0),
-            "dv is right, and dq and dk are wrong by one constant factor: S = scale Q Kᵀ, see section 3.",
+            "dv is right, and dq and dk are wrong by one constant factor: s = scale q kᵀ, see section 3.",
         ),
         Mistake(
             "the scale is applied twice in dq and dk",
@@ -717,6 +865,13 @@ _TILED = Exercise(
             "scale is an argument, and need not be one over the square root of H.",
         ),
         Mistake(
+            "scale is divided by sqrt(H) once more",
+            lambda q, k, v, out, lse, dout, scale, *blocks: _tiled()(
+                q, k, v, out, lse, dout, scale / math.sqrt(q.shape[1]), *blocks
+            ),
+            "scale is all that multiplies q kᵀ: see the equations of section 3.",
+        ),
+        Mistake(
             "p is taken to base two",
             _tiled(p_of=lambda s, lse: np.exp2(s - lse[:, None])),
             "All three are wrong, so look at p: it is exp(s - lse), with np.exp, see section 7.",
@@ -729,7 +884,7 @@ _TILED = Exercise(
         Mistake(
             "dv is made from ds instead of p",
             _tiled(dv_from_ds=True),
-            "Only dv is wrong: V meets P in the forward pass, see section 3.",
+            "Only dv is wrong: v meets p in the forward pass, see section 3.",
         ),
         Mistake(
             "dq is overwritten by each tile of keys instead of added to",
@@ -740,6 +895,66 @@ _TILED = Exercise(
             "dk and dv are overwritten by each tile of queries instead of added to",
             _tiled(keep="last query tile"),
             "Only dq is right: dk and dv are sums over all queries, so add to them, see section 8.",
+        ),
+        Mistake(
+            "all three gradients are overwritten by each pair of tiles instead of added to",
+            _tiled(keep="last pair"),
+            "Each pair of tiles adds its part to dq, dk and dv: use += for all three, see section 8.",
+        ),
+        Mistake(
+            "the scale is missing in dq",
+            _tiled(scale_q=0),
+            "Only dq is wrong, by one constant factor: s = scale q kᵀ, see section 3.",
+        ),
+        Mistake(
+            "the scale is missing in dk",
+            _tiled(scale_k=0),
+            "Only dk is wrong, by one constant factor: s = scale q kᵀ, see section 3.",
+        ),
+        Mistake(
+            "the scale is missing everywhere",
+            _tiled(scale_s=0, scale_q=0, scale_k=0),
+            "The logits are scale * q @ k.T, and the factor comes back in dq and dk: see section 3.",
+        ),
+        Mistake(
+            "dv is multiplied by the scale as well",
+            _tiled(scale_v=1),
+            "Only dv is wrong: the scale stands between q and k, and v never meets it, see section 3.",
+        ),
+        Mistake(
+            "p is exp(s) / exp(lse), which overflows or divides by zero",
+            _tiled(p_of=lambda s, lse: np.exp(s) / np.exp(lse)[:, None]),
+            "Subtract in the exponent, before you take it: p = exp(s - lse), see section 7.",
+        ),
+        Mistake(
+            "lse is added to the logits instead of subtracted",
+            _tiled(p_of=lambda s, lse: np.exp(s + lse[:, None])),
+            "All three are wrong, so look at p: it is exp(s - lse), see section 7.",
+        ),
+        Mistake(
+            "exp(s) is divided by lse, which is the logarithm of the sum",
+            _tiled(p_of=lambda s, lse: np.exp(s) / lse[:, None]),
+            "All three are wrong, so look at p: it is exp(s - lse), see section 7.",
+        ),
+        Mistake(
+            "dp is made from the keys instead of the values",
+            _tiled(dp_of=lambda do, k, v: do @ k.T),
+            LOOK_AT_DS + "out = p v, so dp = dout vᵀ, see section 3.",
+        ),
+        Mistake(
+            "ds is not multiplied by p",
+            _tiled(p_forgotten=True),
+            LOOK_AT_DS + "it is p * (dp - delta), see section 2.",
+        ),
+        Mistake(
+            "delta is the mean of out * dout over a row instead of its sum",
+            _tiled(delta_of=lambda out, do, v: (out * do).mean(axis=1)),
+            LOOK_AT_DS + "delta is the row sum of out * dout, see section 4.",
+        ),
+        Mistake(
+            "the loop over the keys ends with the queries",
+            _tiled(keys_like_queries=True),
+            "There are S keys, and S need not be T: see the text of the exercise.",
         ),
         Mistake(
             "the ragged last tiles are left out",

@@ -33,8 +33,8 @@ def _forward_oracle(q, k, v, scale):
 
 
 def _gradient_oracle(q, k, v, do, scale):
-    """(dq, dk, dv) of one head."""
-    return tuple(g[:, 0] for g in oracle_gradients(*(array[:, None] for array in (q, k, v, do)), scale=scale))
+    """(dq, dk, dv) of one head, float32."""
+    return tuple(_float32(g[:, 0]) for g in oracle_gradients(*(array[:, None] for array in (q, k, v, do)), scale=scale))
 
 
 def _like(values, names, templates):
@@ -77,16 +77,18 @@ def _body_cases(seed):
     random = np.random.default_rng(seed)
     for T, S, H, block_q, block_k, scale, size, push in [
         (8, 12, 3, 4, 4, 0.5, 1, 0),
-        (12, 8, 3, 4, 4, 0.25, 3, 140),
-        (8, 12, 3, 4, 4, 1.5, 2, -140),
+        (12, 8, 3, 4, 4, 2, 1, 120),
+        (8, 12, 3, 4, 4, 1.5, 2, -120),
         (12, 10, 3, 4, 5, 0.75, 2, 0),
     ]:
         q, k, v, do = (random.standard_normal((length, H)) for length in (T, S, S, T))
         q, k, do = np.round(8 * size * q) / 8, np.round(8 * k) / 8, do + 0.5  # so that float32 holds the logits
-        # The first component of q is constant, so that of k moves all logits, the first keys most.
-        q[:, 0] = 1
-        k[:, 0] += np.round(push / scale + 2 * np.sign(push) * np.linspace(1, 0, S))
-        about = {0: "logits around 0", 140: "all logits near 140", -140: "all logits near -140"}[push]
+        # The first component of q is constant, so that of k moves all logits, the first keys most. It is shared out
+        # between the two, since a large one in k would make dq a small difference of large numbers.
+        q[:, 0] = 16 if push else 1
+        if push:
+            k[:, 0] = np.round(push / scale + 2 * np.sign(push) * np.linspace(1, 0, S)) / 16
+        about = f"all logits near {push}" if push else "logits around 0"
         label = f"T={T}, S={S}, H={H}, block_q={block_q}, block_k={block_k}, {about}"
         cases.append(Case(label, (*map(_float32, (q, k, v, do)), scale, block_q, block_k)))
     return cases
@@ -147,6 +149,10 @@ _WEIGHTS = {
     "no scale": lambda q, k, lse, scale: jnp.exp(q @ k.T - lse[:, None]),
     "softmax of the tile": _softmax_of_the_tile,
     "divided by exp(lse)": lambda q, k, lse, scale: jnp.exp(scale * (q @ k.T)) / jnp.exp(lse)[:, None],
+    "base two in exp": lambda q, k, lse, scale: jnp.exp(LOG2_E * (scale * (q @ k.T) - lse[:, None])),
+    "lse scaled": lambda q, k, lse, scale: jnp.exp(scale * (q @ k.T - lse[:, None])),
+    "divided by lse": lambda q, k, lse, scale: jnp.exp(scale * (q @ k.T)) / lse[:, None],
+    "upside down": lambda q, k, lse, scale: jnp.exp(lse[:, None] - scale * (q @ k.T)),
     "plus lse": lambda q, k, lse, scale: jnp.exp(scale * (q @ k.T) + lse[:, None]),
     "from its maximum": lambda q, k, lse, scale: jnp.exp(
         scale * (q @ k.T) - (scale * (q @ k.T)).max(axis=1, keepdims=True)
@@ -167,6 +173,7 @@ _VALUE_PRODUCTS = {
     "right": lambda q, k, v, do: do @ v.T,
     "keys": lambda q, k, v, do: do @ k.T,
     "queries": lambda q, k, v, do: q @ v.T,
+    "transposed": lambda q, k, v, do: v @ do.T,
 }
 
 
@@ -181,16 +188,26 @@ def _pair(weights="right", logit_gradient="right", value_product="right"):
 
 
 def _dkv(
-    transpose_dv=True, transpose_dk=True, scale_power=1, keep_dk=True, keep_dv=True, swap=False, dv_from="p", **pair
+    dk_of="ds",
+    dk_with="q",
+    dv_of="p",
+    dv_with="do",
+    transpose_dk=True,
+    transpose_dv=True,
+    scale_of_dk=lambda scale: scale,
+    scale_of_dv=lambda scale: 1,
+    update=lambda dk, dv, dk_tile, dv_tile: (dk + dk_tile, dv + dv_tile),
+    **pair,
 ):
     def one_query_tile(q, k, v, do, lse, delta, scale, dk, dv):
         p, ds = _pair(**pair)(q, k, v, do, lse, delta, scale)
-        weights = ds if dv_from == "ds" else p
-        dk_tile = scale**scale_power * ((ds.T if transpose_dk else ds) @ q)
-        dv_tile = (weights.T if transpose_dv else weights) @ do
-        dk = dk + dk_tile if keep_dk else dk_tile
-        dv = dv + dv_tile if keep_dv else dv_tile
-        return (dv, dk) if swap else (dk, dv)
+        named = {"q": q, "k": k, "v": v, "do": do, "p": p, "ds": ds}
+        dk_table, dv_table = (
+            named[name].T if transposed else named[name]
+            for name, transposed in ((dk_of, transpose_dk), (dv_of, transpose_dv))
+        )
+        dk_tile = scale_of_dk(scale) * (dk_table @ named[dk_with])
+        return update(dk, dv, dk_tile, scale_of_dv(scale) * (dv_table @ named[dv_with]))
 
     return one_query_tile
 
@@ -202,8 +219,8 @@ _DKV = Exercise(
     cases=functools.partial(_body_cases, 71),
     expected=lambda q, k, v, do, scale, block_q, block_k: _gradient_oracle(q, k, v, do, scale)[1:],
     run=_run_dkv,
-    tolerance=2e-4,  # float32, and base two, round logits of 140
-    tried="1 to 3 tiles of queries and 2 or 3 of keys, T above and below S, logits around 0, near 140 and near -140",
+    tolerance=2e-4,  # float32, and base two, round logits of 120
+    tried="1 to 3 tiles of queries and 2 or 3 of keys, T above and below S, logits around 0, near 120 and near -120",
     mistakes=(
         Mistake(
             "dv is right and dk is wrong, because delta is missing from ds",
@@ -252,12 +269,12 @@ _DKV = Exercise(
         ),
         Mistake(
             "dv is right and dk is wrong, because dk is not multiplied by the scale",
-            _dkv(scale_power=0),
+            _dkv(scale_of_dk=lambda scale: 1),
             "s = scale q kᵀ, so the scale appears once more in dk: see the equations of section 1.",
         ),
         Mistake(
             "dv is right and dk is wrong, because dk is multiplied by the scale twice",
-            _dkv(scale_power=2),
+            _dkv(scale_of_dk=lambda scale: scale**2),
             "ds is the gradient of the scaled logits and has no scale of its own: see the equations of section 1.",
         ),
         Mistake(
@@ -272,12 +289,12 @@ _DKV = Exercise(
         ),
         Mistake(
             "dk is right and dv is wrong, because dv is made of ds instead of p",
-            _dkv(dv_from="ds"),
+            _dkv(dv_of="ds"),
             "out = p v, so dv = pᵀ do: see the equations of section 1.",
         ),
         Mistake(
             "dk and dv are one and the same sum of both",
-            lambda *arguments: (sum(_dkv()(*arguments)),) * 2,
+            _dkv(update=lambda dk, dv, dk_tile, dv_tile: (dk + dk_tile + dv + dv_tile,) * 2),
             "dk and dv are two arrays, with two updates: see the equations of section 1.",
         ),
         Mistake(
@@ -289,9 +306,7 @@ _DKV = Exercise(
         ),
         Mistake(
             "the new terms are subtracted instead of added",
-            lambda q, k, v, do, lse, delta, scale, dk, dv: tuple(
-                2 * old - new for old, new in zip((dk, dv), _dkv()(q, k, v, do, lse, delta, scale, dk, dv), strict=True)
-            ),
+            _dkv(update=lambda dk, dv, dk_tile, dv_tile: (dk - dk_tile, dv - dv_tile)),
             "Add to the dk and dv that arrive: see the equations of section 1.",
         ),
         Mistake(
@@ -311,22 +326,22 @@ _DKV = Exercise(
         ),
         Mistake(
             "both sums are overwritten, so that only the last tile of queries counts",
-            _dkv(keep_dk=False, keep_dv=False),
+            _dkv(update=lambda dk, dv, dk_tile, dv_tile: (dk_tile, dv_tile)),
             "Add to the dk and dv that arrive: a tile of keys belongs to all queries, see the picture of section 1.",
         ),
         Mistake(
             "dk is overwritten, so that only the last tile of queries counts in it",
-            _dkv(keep_dk=False),
+            _dkv(update=lambda dk, dv, dk_tile, dv_tile: (dk_tile, dv + dv_tile)),
             "Add to the dk that arrives, as you do with dv: see the picture of section 1.",
         ),
         Mistake(
             "dv is overwritten, so that only the last tile of queries counts in it",
-            _dkv(keep_dv=False),
+            _dkv(update=lambda dk, dv, dk_tile, dv_tile: (dk + dk_tile, dv_tile)),
             "Add to the dv that arrives, as you do with dk: see the picture of section 1.",
         ),
         Mistake(
             "the two gradients are returned in the wrong order",
-            _dkv(swap=True),
+            _dkv(update=lambda dk, dv, dk_tile, dv_tile: (dv + dv_tile, dk + dk_tile)),
             "Return (dk, dv): the shapes agree, so nothing complains. See the text of the exercise.",
         ),
         Mistake(
@@ -350,6 +365,91 @@ _DKV = Exercise(
             "lse is already the log-sum-exp over all keys, so p = exp(s - lse): see the equations of section 1.",
         ),
         Mistake(
+            "lse is taken by key instead of by query",
+            _dkv(weights="lse of keys"),
+            "lse has an entry for each query, so it needs a second axis, lse[:, None]: see section 2.",
+        ),
+        Mistake(
+            "dv is right and dk is wrong, because dp is transposed",
+            _dkv(value_product="transposed"),
+            "dp has a row for each query, do vᵀ. Only square tiles let this run: see the equations of section 1.",
+        ),
+        Mistake(
+            "dv is right and dk is wrong, because dk is made of p instead of ds",
+            _dkv(dk_of="p"),
+            "dk = scale dsᵀ q, the gradient of the logits times the queries: see the equations of section 1.",
+        ),
+        Mistake(
+            "dv is right and dk is wrong, because ds is multiplied by k instead of q",
+            _dkv(dk_with="k"),
+            "s = scale q kᵀ, so the gradient of k needs the queries: see the equations of section 1.",
+        ),
+        Mistake(
+            "dv is right and dk is wrong, because the product for dq stands in place of that for dk",
+            _dkv(dk_with="k", transpose_dk=False),
+            "dk = scale dsᵀ q; ds k belongs to dq, which has a kernel of its own: see the equations of section 1.",
+        ),
+        Mistake(
+            "dv is right and dk is wrong, because ds is multiplied by do instead of q",
+            _dkv(dk_with="do"),
+            "s = scale q kᵀ, so the gradient of k needs the queries: see the equations of section 1.",
+        ),
+        Mistake(
+            "dv is right and dk is wrong, because dk is divided by the scale",
+            _dkv(scale_of_dk=lambda scale: 1 / scale),
+            "s = scale q kᵀ, so the scale is a factor of dk: see the equations of section 1.",
+        ),
+        Mistake(
+            "dk is right and dv is wrong, because dv is multiplied by the scale",
+            _dkv(scale_of_dv=lambda scale: scale),
+            "The scale is a factor of s, and dv = pᵀ do has none: see the equations of section 1.",
+        ),
+        Mistake(
+            "dk is right and dv is wrong, because p is multiplied by v instead of do",
+            _dkv(dv_with="v"),
+            "dv = pᵀ do, the gradient that arrived, mixed by the weights: see the equations of section 1.",
+        ),
+        Mistake(
+            "dk is right and dv is wrong, because p is multiplied by q instead of do",
+            _dkv(dv_with="q"),
+            "dv = pᵀ do, the gradient that arrived, mixed by the weights: see the equations of section 1.",
+        ),
+        Mistake(
+            "dv comes back as it went in",
+            _dkv(update=lambda dk, dv, dk_tile, dv_tile: (dk + dk_tile, dv)),
+            "Each tile adds its part to dv too: see the picture of section 1.",
+        ),
+        Mistake(
+            "dk comes back as it went in",
+            _dkv(update=lambda dk, dv, dk_tile, dv_tile: (dk, dv + dv_tile)),
+            "Each tile adds its part to dk too: see the picture of section 1.",
+        ),
+        Mistake(
+            "neither p nor ds is transposed",
+            _dkv(transpose_dk=False, transpose_dv=False),
+            "dk and dv have a row for each key. Only square tiles let this run: see section 1.",
+        ),
+        Mistake(
+            "exp is taken of numbers in base two",
+            _dkv(weights="base two in exp"),
+            "What was multiplied by log2 e belongs into exp2: see section 2.",
+        ),
+        Mistake(
+            "the scale multiplies lse as well",
+            _dkv(weights="lse scaled"),
+            "lse is made of scaled logits, so it has its scale already: see the equations of section 1.",
+        ),
+        Mistake(
+            "exp(s) is divided by lse",
+            _dkv(weights="divided by lse"),
+            "lse is a logarithm: subtract it before you exponentiate, see the equations of section 1.",
+        ),
+        Mistake(
+            "the exponent has the wrong sign",
+            _dkv(weights="upside down"),
+            "p = exp(s - lse), at most 1: see the equations of section 1.",
+        ),
+        Mistake(
             "lse is not subtracted, so that p is not normalised",
             _dkv(weights="no lse"),
             "p = exp(s - lse): see the equations of section 1.",
@@ -358,11 +458,12 @@ _DKV = Exercise(
 )
 
 
-def _dq(transpose=False, scale_power=1, keep=True, factor="k", gradient="ds", **pair):
+def _dq(dq_of="ds", dq_with="k", transpose=False, scale_of_dq=lambda scale: scale, keep=True, **pair):
     def one_key_tile(q, k, v, do, lse, delta, scale, dq):
         p, ds = _pair(**pair)(q, k, v, do, lse, delta, scale)
-        left = p if gradient == "p" else ds
-        tile = scale**scale_power * ((left.T if transpose else left) @ (v if factor == "v" else k))
+        named = {"q": q, "k": k, "v": v, "do": do, "p": p, "ds": ds}
+        table = named[dq_of].T if transpose else named[dq_of]
+        tile = scale_of_dq(scale) * (table @ named[dq_with])
         return dq + tile if keep else tile
 
     return one_key_tile
@@ -375,8 +476,8 @@ _DQ = Exercise(
     cases=functools.partial(_body_cases, 72),
     expected=lambda q, k, v, do, scale, block_q, block_k: _gradient_oracle(q, k, v, do, scale)[0],
     run=_run_dq,
-    tolerance=2e-4,  # float32, and base two, round logits of 140
-    tried="1 to 3 tiles of queries and 2 or 3 of keys, T above and below S, logits around 0, near 140 and near -140",
+    tolerance=2e-4,  # float32, and base two, round logits of 120
+    tried="1 to 3 tiles of queries and 2 or 3 of keys, T above and below S, logits around 0, near 120 and near -120",
     mistakes=(
         Mistake(
             "delta is missing from ds",
@@ -415,12 +516,12 @@ _DQ = Exercise(
         ),
         Mistake(
             "p stands where ds belongs",
-            _dq(gradient="p"),
+            _dq(dq_of="p"),
             "dq = scale ds k, the gradient of the logits times the keys: see the equations of section 1.",
         ),
         Mistake(
             "ds is multiplied by v instead of k",
-            _dq(factor="v"),
+            _dq(dq_with="v"),
             "s = scale q kᵀ, so the gradient of q needs the keys: see the equations of section 1.",
         ),
         Mistake(
@@ -445,12 +546,12 @@ _DQ = Exercise(
         ),
         Mistake(
             "dq is not multiplied by the scale",
-            _dq(scale_power=0),
+            _dq(scale_of_dq=lambda scale: 1),
             "s = scale q kᵀ, so the scale appears once more in dq: see the equations of section 1.",
         ),
         Mistake(
             "dq is multiplied by the scale twice",
-            _dq(scale_power=2),
+            _dq(scale_of_dq=lambda scale: scale**2),
             "ds is the gradient of the scaled logits and has no scale of its own: see the equations of section 1.",
         ),
         Mistake(
@@ -497,6 +598,56 @@ _DQ = Exercise(
             "p is a softmax over this tile instead of over all keys",
             _dq(weights="softmax of the tile"),
             "lse is already the log-sum-exp over all keys, so p = exp(s - lse): see the equations of section 1.",
+        ),
+        Mistake(
+            "lse is taken by key instead of by query",
+            _dq(weights="lse of keys"),
+            "lse has an entry for each query, so it needs a second axis, lse[:, None]: see section 2.",
+        ),
+        Mistake(
+            "ds is multiplied by q instead of k",
+            _dq(dq_with="q"),
+            "s = scale q kᵀ, so the gradient of q needs the keys: see the equations of section 1.",
+        ),
+        Mistake(
+            "the product for dk stands in place of that for dq",
+            _dq(dq_with="q", transpose=True),
+            "dq = scale ds k, with a row for each query: see the equations of section 1.",
+        ),
+        Mistake(
+            "ds is multiplied by do instead of k",
+            _dq(dq_with="do"),
+            "s = scale q kᵀ, so the gradient of q needs the keys: see the equations of section 1.",
+        ),
+        Mistake(
+            "dq is divided by the scale",
+            _dq(scale_of_dq=lambda scale: 1 / scale),
+            "s = scale q kᵀ, so the scale is a factor of dq: see the equations of section 1.",
+        ),
+        Mistake(
+            "the scale is used nowhere",
+            _dq(weights="no scale", scale_of_dq=lambda scale: 1),
+            "It is a factor of the logits, and of dq: see the equations of section 1.",
+        ),
+        Mistake(
+            "exp is taken of numbers in base two",
+            _dq(weights="base two in exp"),
+            "What was multiplied by log2 e belongs into exp2: see section 2.",
+        ),
+        Mistake(
+            "the scale multiplies lse as well",
+            _dq(weights="lse scaled"),
+            "lse is made of scaled logits, so it has its scale already: see the equations of section 1.",
+        ),
+        Mistake(
+            "exp(s) is divided by lse",
+            _dq(weights="divided by lse"),
+            "lse is a logarithm: subtract it before you exponentiate, see the equations of section 1.",
+        ),
+        Mistake(
+            "the exponent has the wrong sign",
+            _dq(weights="upside down"),
+            "p = exp(s - lse), at most 1: see the equations of section 1.",
         ),
         Mistake(
             "lse is not subtracted, so that p is not normalised",
@@ -558,10 +709,12 @@ def _run_wiring(answer, q, k, v, weight):
     def forward(q, k, v):
         return launch(_forward_kernels, [q.shape, q.shape[:1]], q, k, v)
 
-    def backward(*arguments):
+    def backward(*arguments, **named):
         names = ("q", "k", "v", "out", "lse", "dout")
-        if len(arguments) != len(names):
-            raise Complaint(f"backward takes {', '.join(names)}, got {len(arguments)} arguments")
+        named = dict(zip(names, arguments, strict=False)) | named
+        if len(arguments) > len(names) or set(named) != set(names):
+            raise Complaint(f"backward takes {', '.join(names)}, got {max(len(arguments), len(named))} arguments")
+        arguments = [named[name] for name in names]
         for name, argument in zip(names, arguments, strict=True):
             wanted = q.shape[:1] if name == "lse" else q.shape
             if getattr(argument, "shape", None) != wanted:
@@ -596,7 +749,7 @@ def _run_wiring(answer, q, k, v, weight):
 def _wiring_expected(q, k, v, weight):
     scale = 1 / math.sqrt(q.shape[1])
     out, _ = _forward_oracle(q, k, v, scale)
-    return out, out, *_gradient_oracle(q, k, v, weight, scale), 1
+    return _float32(out), _float32(out), *_gradient_oracle(q, k, v, weight, scale), 1
 
 
 def _wiring(
@@ -652,6 +805,21 @@ _WIRING = Exercise(
             "forward takes q, k, v: see the text of the exercise.",
         ),
         Mistake(
+            "q and k are passed to forward in the wrong order when no gradient is asked for",
+            _wiring(alone=lambda forward, q, k, v: forward(k, q, v)[0]),
+            "forward takes q, k, v: see the text of the exercise.",
+        ),
+        Mistake(
+            "no gradient is returned for k and v",
+            _wiring(order=lambda dq, dk, dv: (dq, None, None)),
+            "The backward rule returns one gradient for each argument; None stands for zero: see section 5.",
+        ),
+        Mistake(
+            "the gradients are returned in reverse",
+            _wiring(order=lambda dq, dk, dv: (dv, dk, dq)),
+            "The backward rule returns gradients in the order of the arguments, q, k, v: see section 5.",
+        ),
+        Mistake(
             "dk and dv are returned in the wrong order",
             _wiring(order=lambda dq, dk, dv: (dq, dv, dk)),
             "The backward rule returns gradients in the order of the arguments, q, k, v: see section 5.",
@@ -670,6 +838,15 @@ _WIRING = Exercise(
             "the gradient that arrives from above is ignored and ones are used instead",
             _wiring(call=lambda _, run, q, k, v, out, lse, dout: run(q, k, v, out, lse, jnp.ones_like(dout))),
             "The second argument of the backward rule is dout: see section 5.",
+        ),
+        Mistake(
+            "ones are passed to backward, and its results are multiplied by dout",
+            _wiring(
+                call=lambda _, run, q, k, v, out, lse, dout: [
+                    dout * g for g in run(q, k, v, out, lse, jnp.ones_like(dout))
+                ],
+            ),
+            "A gradient mixes the rows and columns of dout: pass dout to backward, see section 5.",
         ),
         Mistake(
             "dout is multiplied in once more after the kernels",
@@ -702,6 +879,16 @@ _WIRING = Exercise(
             "lse is kept in float16",
             _wiring(residuals=lambda q, k, v, out, lse: (q, k, v, out, lse.astype(jnp.float16))),
             "p = exp(s - lse) turns the rounding of lse into an error of every weight: see the box of section 5.",
+        ),
+        Mistake(
+            "out is kept in bfloat16",
+            _wiring(residuals=lambda q, k, v, out, lse: (q, k, v, out.astype(jnp.bfloat16), lse)),
+            "delta is made of out, and its rounding reaches dq and dk: keep out as it is, see section 12.",
+        ),
+        Mistake(
+            "q and k have changed places among the residuals",
+            _wiring(residuals=lambda q, k, v, out, lse: (k, q, v, out, lse)),
+            "backward takes q, k, v, out, lse, dout in this order: see the text of the exercise.",
         ),
         Mistake(
             "k and v have changed places among the residuals",
@@ -738,7 +925,7 @@ def _flops_cases():
         (12, 12, 5, 3, 2, False, True),
         (12, 12, 5, 2, 3, True, True),
         (20, 6, 4, 5, 3, False, True),
-        (6, 21, 3, 2, 7, True, True),
+        (6, 28, 3, 2, 7, True, True),
     ]
     return [
         Case(
@@ -760,21 +947,24 @@ def _flops_expected(T, S, H, block_q, block_k, fused, is_causal):
     return int(visited) * (fused_pair if fused else fused_pair + 2 * tables)
 
 
-def _flops(products=(5, 7), flops=2, pairs="visited", head=True, tile=True):
+def _visited(i, j, T, S, block_q, block_k):
+    return j * block_k < (i + 1) * block_q
+
+
+def _flops(products=(5, 7), flops=2, visited=_visited, pairs=None, head=True, tile=True):
+    """An answer to 7.4. Under a causal mask: visited(i, j, T, S, block_q, block_k) for a pair of tiles, or
+    pairs(T, S, block_q, block_k) for their number."""
+
     def product_flops(T, S, H, block_q, block_k, fused, is_causal):
-        rows, columns = T // block_q, S // block_k
-        stops = [min(-(-(i + 1) * block_q // block_k), columns) for i in range(rows)]
-        counted = rows * columns
-        if is_causal:
-            counted = {
-                "visited": sum(stops),
-                "all": counted,
-                "half": counted / 2,
-                "below": sum(min((i * block_q + 1) // block_k, columns) for i in range(rows)),
-                "square": sum(min(i + 1, columns) for i in range(rows)),
-            }[pairs]
+        rows, columns = range(T // block_q), range(S // block_k)
+        if not is_causal:
+            counted = len(rows) * len(columns)
+        elif pairs:
+            counted = pairs(T, S, block_q, block_k)
+        else:
+            counted = sum(visited(i, j, T, S, block_q, block_k) for i in rows for j in columns)
         one_product = flops * (block_q * block_k if tile else 1) * (H if head else 1)
-        return int(products[0 if fused else 1] * one_product * counted)
+        return products[0 if fused else 1] * one_product * counted
 
     return product_flops
 
@@ -823,24 +1013,74 @@ _FLOPS = Exercise(
             "Every product has three sides, and one of them is H: see section 6.",
         ),
         Mistake(
+            "two kernels are charged for the products of the fused one twice",
+            _flops(products=(5, 10)),
+            "The dq kernel computes s, dp and dq, and no dk or dv: see the table of section 6.",
+        ),
+        Mistake(
+            "only the dk and dv kernel is counted where there are two",
+            _flops(products=(5, 4)),
+            "The dq kernel has products of its own: see the table of section 6.",
+        ),
+        Mistake(
             "no pair of tiles is skipped under the causal mask",
-            _flops(pairs="all"),
+            _flops(visited=lambda *_: True),
             "A pair in which no query sees a key is not visited: see the text of the exercise.",
         ),
         Mistake(
             "the causal mask halves the count",
-            _flops(pairs="half"),
-            "Pairs on the diagonal are computed whole, so it is more than half: see the text of the exercise.",
+            _flops(pairs=lambda T, S, block_q, block_k: (T // block_q) * (S // block_k) // 2),
+            "Pairs on the diagonal are computed whole, and T and S may differ: see the text of the exercise.",
+        ),
+        Mistake(
+            "only the entries that the mask leaves are counted, instead of whole pairs of tiles",
+            _flops(pairs=lambda T, S, block_q, block_k: sum(min(i + 1, S) for i in range(T)) / (block_q * block_k)),
+            "Kernels compute whole pairs of tiles, hidden entries included: see the text of the exercise.",
         ),
         Mistake(
             "pairs on the diagonal are left out",
-            _flops(pairs="below"),
+            _flops(visited=lambda i, j, T, S, block_q, block_k: (j + 1) * block_k <= i * block_q + 1),
             "A pair is visited if even one query sees one key: see the text of the exercise.",
         ),
         Mistake(
+            "the first query of a tile decides whether its pair is visited",
+            _flops(visited=lambda i, j, T, S, block_q, block_k: j * block_k <= i * block_q),
+            "Of the queries in a tile the last one sees furthest: see hint 2.",
+        ),
+        Mistake(
+            "the last key of a tile decides whether its pair is visited, or the tiles of a row are rounded down",
+            _flops(visited=lambda i, j, T, S, block_q, block_k: (j + 1) * block_k <= (i + 1) * block_q),
+            "Of the keys in a tile the first one is seen by most queries, and one is enough: see hint 2.",
+        ),
+        Mistake(
+            "the last query is not given the key at its own position",
+            _flops(visited=lambda i, j, T, S, block_q, block_k: j * block_k < (i + 1) * block_q - 1),
+            "Query i sees keys j ≤ i, its own included: see the text of the exercise.",
+        ),
+        Mistake(
+            "a tile of keys that begins right after the last query is counted too",
+            _flops(visited=lambda i, j, T, S, block_q, block_k: j * block_k <= (i + 1) * block_q),
+            "The last query of tile i is (i + 1) block_q - 1: see hint 2.",
+        ),
+        Mistake(
+            "block_q and block_k have changed places in the test",
+            _flops(visited=lambda i, j, T, S, block_q, block_k: j * block_q < (i + 1) * block_k),
+            "Tile i begins at query i block_q, tile j at key j block_k: see hint 2.",
+        ),
+        Mistake(
             "query tile i is charged i + 1 tiles of keys, which holds only when block_q equals block_k",
-            _flops(pairs="square"),
+            _flops(visited=lambda i, j, T, S, block_q, block_k: j <= i),
             "Find the last key that the tile sees, then divide by block_k: see the text of the exercise.",
+        ),
+        Mistake(
+            "the last query sees the last key, which holds only when T equals S",
+            _flops(visited=lambda i, j, T, S, block_q, block_k: j * block_k < (i + 1) * block_q + S - T),
+            "Query i sees keys j ≤ i, counted from the beginning of both: see the text of the exercise.",
+        ),
+        Mistake(
+            "tiles of keys are counted that do not exist",
+            _flops(pairs=lambda T, S, block_q, block_k: sum(-(-i // block_k) for i in range(block_q, T + 1, block_q))),
+            "There are S // block_k tiles of keys, however far a query could see: see the text of the exercise.",
         ),
         Mistake(
             "pairs of tiles are counted as if they were pairs of a query and a key",
@@ -889,6 +1129,7 @@ def _bounds(
     cut_keys=True,
     first_ceil=False,
     stop_floor=False,
+    stop_plus_one=False,
     guard=True,
 ):
     def query_tile_range(j, T, S, block_q, block_k, left=None):
@@ -900,10 +1141,15 @@ def _bounds(
         first, stop = first_query(k_start, k_stop), stop_query(k_start, k_stop, left, T)
         return (
             -(-first // block_q) if first_ceil else first // block_q,
-            stop // block_q if stop_floor else -(-stop // block_q),
+            stop // block_q + stop_plus_one if stop_floor or stop_plus_one else -(-stop // block_q),
         )
 
     return query_tile_range
+
+
+def _in_tiles(change):
+    """change(first, stop) of the right range."""
+    return lambda *arguments: change(*_bounds()(*arguments))
 
 
 _BOUNDS = Exercise(
@@ -959,7 +1205,7 @@ _BOUNDS = Exercise(
         Mistake(
             "the window is one query too short (too few tiles)",
             _bounds(stop_query=lambda k_start, k_stop, left, T: T if left is None else min(k_stop - 1 + left, T)),
-            "Query n sees key n - left too, so the last one is k_stop - 1 + left: see the text of the exercise.",
+            "Query i sees key i - left too, so the last one is k_stop - 1 + left: see the text of the exercise.",
         ),
         Mistake(
             "the window is one query too long (too many tiles)",
@@ -976,7 +1222,80 @@ _BOUNDS = Exercise(
             _bounds(
                 stop_query=lambda k_start, k_stop, left, T: T if left is None else k_stop + left,
             ),
-            "There are no queries from T on: cut stop there, as the text of the exercise does.",
+            "There are no queries from T on, so stop lies at T or before: see hint 2.",
+        ),
+        Mistake(
+            "a window of 0 is taken for no window (too many tiles)",
+            _bounds(stop_query=lambda k_start, k_stop, left, T: min(k_stop + left, T) if left else T),
+            "0 is false in Python: ask whether left is None.",
+        ),
+        Mistake(
+            "stop is the last tile itself instead of the one behind it (too few tiles)",
+            _in_tiles(lambda first, stop: (first, stop - 1)),
+            "stop is not included: see the text of the exercise.",
+        ),
+        Mistake(
+            "one more tile is added to stop even where a tile ends just there (too many tiles)",
+            _bounds(stop_plus_one=True),
+            "Round up, -(-stop // block_q), which adds nothing to a whole number: see the text of the exercise.",
+        ),
+        Mistake(
+            "the second number is a count of tiles instead of stop",
+            _in_tiles(lambda first, stop: (first, stop - first)),
+            "Return where the range stops, not how long it is: see the text of the exercise.",
+        ),
+        Mistake(
+            "first and stop are returned in the wrong order",
+            _in_tiles(lambda first, stop: (stop, first)),
+            "Return (first, stop): see the text of the exercise.",
+        ),
+        Mistake(
+            "the range is given in queries instead of tiles",
+            lambda j, T, S, block_q, block_k, left=None: _bounds()(j, T, S, 1, block_k, left),
+            "Divide by block_q at the very end: see hint 1.",
+        ),
+        Mistake(
+            "block_q and block_k have changed places",
+            lambda j, T, S, block_q, block_k, left=None: _bounds()(j, T, S, block_k, block_q, left),
+            "Tile j holds block_k keys, and the range counts tiles of block_q queries: see the text of the exercise.",
+        ),
+        Mistake(
+            "T and S have changed places",
+            lambda j, T, S, block_q, block_k, left=None: _bounds()(j, S, T, block_q, block_k, left),
+            "T counts the queries and S the keys: see the text of the exercise.",
+        ),
+        Mistake(
+            "first is measured from the key behind the tile (too few tiles)",
+            _bounds(first_query=lambda k_start, k_stop: k_stop),
+            "The first key is seen by query k_start already: see the picture of section 8.",
+        ),
+        Mistake(
+            "stop is as far behind the first key as the window is long (too few tiles)",
+            _bounds(stop_query=lambda k_start, k_stop, left, T: T if left is None else min(k_start + left, T)),
+            "The last key of the tile is seen from furthest away, by query k_stop - 1 + left: see hint 2.",
+        ),
+        Mistake(
+            "the window is taken off the start instead of added to the end",
+            lambda j, T, S, block_q, block_k, left=None: (
+                max(j * block_k - (left or 0), 0) // block_q,
+                -(-T // block_q) if j * block_k < T else 0,
+            ),
+            "Queries look back, so a key is seen by the left queries after it: see the text of the exercise.",
+        ),
+        Mistake(
+            "the last tile of queries is left out if it is not full (too few tiles)",
+            lambda j, T, S, block_q, block_k, left=None: (
+                j * block_k // block_q,
+                min(_bounds()(j, T, S, block_q, block_k, left)[1], T // block_q),
+            ),
+            "The lengths need not be multiples of the tiles, so round up: see the text of the exercise.",
+        ),
+        Mistake(
+            "the key tile that begins right behind the last query is visited (too many tiles)",
+            lambda j, T, S, block_q, block_k, left=None: _bounds(guard=j * block_k > T)(
+                j, T, S, block_q, block_k, left
+            ),
+            "Queries end at T - 1, so nobody sees a key at T: see hint 2.",
         ),
         Mistake(
             "keys behind the last query are not thought of (too many tiles)",

@@ -105,8 +105,10 @@ def _run_layer(answer, x, w_qkv, w_merge, dout, N, method):
         out = answer(*arrays, N, attention)
         if out is None:
             raise Complaint("out: expected an array, got None: is a `return` missing?")
-        if np.shape(out) != x.shape:
-            raise Complaint(f"out: expected shape {x.shape}, got {np.shape(out)}")
+        if not hasattr(out, "shape"):
+            raise Complaint(f"out: expected an array of shape {x.shape}, got a {type(out).__name__}")
+        if out.shape != x.shape:
+            raise Complaint(f"out: expected shape {x.shape}, got {out.shape}")
         return out
 
     def value_and_gradients(dout, *arrays):
@@ -127,13 +129,8 @@ def _layer_expected(x, w_qkv, w_merge, dout, N, method):
     dheads = (dout @ w_merge.T).reshape(B, T, N, C // N)
     gradients = oracle_gradients(q, k, v, dheads.astype(np.float32), is_causal=True)
     dqkv = np.concatenate([gradient.reshape(B, T, C) for gradient in gradients], axis=-1)
-    return (
-        heads @ w_merge,
-        dqkv @ w_qkv.T,
-        np.einsum("bti,btj->ij", x, dqkv),
-        np.einsum("bti,btj->ij", heads, dout),
-        True,
-    )
+    gradients = dqkv @ w_qkv.T, np.einsum("bti,btj->ij", x, dqkv), np.einsum("bti,btj->ij", heads, dout)
+    return *(array.astype(np.float32) for array in (heads @ w_merge, *gradients)), True
 
 
 def _split(array, N):
@@ -212,6 +209,52 @@ _LAYER = Exercise(
             "attention takes (B, T, N, H), positions before heads: see section 1.",
         ),
         Mistake(
+            "a reshape to (B, N, T, H) gives every head the numbers of others, and attention the heads as positions",
+            _layer(split=lambda array, N: _split_without_moving(array, N).swapaxes(1, 2)),
+            "attention takes (B, T, N, H): reshape to that, which moves nothing, see the text of the exercise.",
+        ),
+        Mistake(
+            "attention runs over the heads instead of the positions, and the result is not turned back",
+            _layer(split=lambda array, N: _split(array, N).swapaxes(1, 2)),
+            "attention takes (B, T, N, H), positions before heads: see section 1.",
+        ),
+        Mistake(
+            "heads and positions are exchanged before they are merged",
+            _layer(join=lambda out: out.swapaxes(1, 2)),
+            "attention returns (B, T, N, H), which a reshape turns into (B, T, C): see the text of the exercise.",
+        ),
+        Mistake(
+            "N and H have changed places",
+            lambda x, w_qkv, w_merge, N, attention: _layer()(x, w_qkv, w_merge, x.shape[-1] // N, attention),
+            "There are N heads of H = C // N numbers: the last two axes are (N, H).",
+        ),
+        Mistake(
+            "queries, keys and values take every third column of w_qkv",
+            lambda x, w_qkv, w_merge, N, attention: _layer()(
+                x, jnp.concatenate([w_qkv[:, part::3] for part in range(3)], axis=1), w_merge, N, attention
+            ),
+            "The first C columns make the queries, the next C the keys: see the text of the exercise.",
+        ),
+        Mistake(
+            "the result of attention is scaled once more",
+            lambda x, w_qkv, w_merge, N, attention: (
+                _layer()(x, w_qkv, w_merge, N, attention) / math.sqrt(x.shape[-1] // N)
+            ),
+            "attention scales the logits itself, and its result needs no scale: see the text of the exercise.",
+        ),
+        Mistake(
+            "x is normalised once more",
+            lambda x, w_qkv, w_merge, N, attention: _layer()(
+                x / jnp.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6), w_qkv, w_merge, N, attention
+            ),
+            "x comes normalised already: see the text of the exercise.",
+        ),
+        Mistake(
+            "no gradient passes attention",
+            _layer(join=jax.lax.stop_gradient),
+            "Return the result as JAX computed it, without stop_gradient: the checker takes gradients through it.",
+        ),
+        Mistake(
             "head n takes every N-th column instead of H columns side by side",
             _layer(split=_split_by_columns, join=lambda out: out.swapaxes(2, 3)),
             "Head n owns the columns n H to (n + 1) H: see the text of the exercise.",
@@ -245,6 +288,11 @@ _LAYER = Exercise(
             "the queries are multiplied by √H before attention",
             _layer(parts=lambda q, k, v, H: (q * math.sqrt(H), k, v)),
             "attention multiplies the logits by 1 / √H itself: leave q as it is, see section 1.",
+        ),
+        Mistake(
+            "the parts are taken in the order v, k, q",
+            _layer(parts=lambda q, k, v, H: (v, k, q)),
+            "The order in w_qkv is q, k, v, and attention takes them in this order: see the text of the exercise.",
         ),
         Mistake(
             "keys and values are exchanged",
@@ -286,7 +334,7 @@ def _kept_cases():
     shapes = [
         (1, 2, 1, 2, 2, 1),
         (2, 3, 5, 4, 4, 7),
-        (3, 5, 7, 6, 8, 2),
+        (6, 5, 7, 3, 8, 2),
         (8, 96, 2, 32, 4, 2),
         (4, 2048, 16, 128, 2, 24),
         (1, 8192, 8, 64, 2, 3),
@@ -322,7 +370,7 @@ _KEPT = Exercise(
     cases=_kept_cases,
     expected=_kept(),
     tolerance=1e-9,
-    tried="1 to 24 layers, 2 and 4 bytes an element, T from 2 to 8192",
+    tried="1 to 24 layers, 2, 4 and 8 bytes an element, T from 2 to 8192",
     mistakes=(
         Mistake(
             "out is forgotten in flash",
@@ -367,7 +415,7 @@ _KEPT = Exercise(
         Mistake(
             "out is charged to naive as well",
             _kept(naive=lambda B, T, N, H, e: e * (4 * B * T * N * H + B * N * T * T)),
-            "With the weights at hand delta is rowsum(P ∘ dP), and out is not needed: see section 2.",
+            "With the weights at hand delta is rowsum(p ∘ dp), and out is not needed: see section 2.",
         ),
         Mistake(
             "the table is halved because attention is causal",
@@ -375,9 +423,44 @@ _KEPT = Exercise(
             "The hidden half of the table is zeros, and zeros take memory too: see section 2.",
         ),
         Mistake(
+            "only the visible triangle of the table is counted, because attention is causal",
+            _kept(naive=lambda B, T, N, H, e: e * (3 * B * T * N * H + B * N * T * (T + 1) // 2)),
+            "The hidden half of the table is zeros, and zeros take memory too: see section 2.",
+        ),
+        Mistake(
+            "the table is counted in elements instead of bytes",
+            _kept(naive=lambda B, T, N, H, e: e * 3 * B * T * N * H + B * N * T * T),
+            "Multiply the table by itemsize too: see the text of the exercise.",
+        ),
+        Mistake(
+            "all heads and sequences share one table",
+            _kept(naive=lambda B, T, N, H, e: e * (3 * B * T * N * H + T * T)),
+            "Each head of each sequence has its own weights: see section 2.",
+        ),
+        Mistake(
+            "all heads share one lse",
+            _kept(flash=lambda B, T, N, H, e: 4 * e * B * T * N * H + 4 * B * T),
+            "lse is one number for each query of each head: see section 2.",
+        ),
+        Mistake(
+            "the whole batch shares one lse",
+            _kept(flash=lambda B, T, N, H, e: 4 * e * B * T * N * H + 4 * N * T),
+            "lse is one number for each query of each head, in each sequence: see section 2.",
+        ),
+        Mistake(
+            "dout is counted for flash as well",
+            _kept(flash=lambda B, T, N, H, e: 5 * e * B * T * N * H + 4 * B * N * T),
+            "dout arrives in the backward pass and is not kept for it: see section 2.",
+        ),
+        Mistake(
+            "q, k and v are forgotten in flash",
+            _kept(flash=lambda B, T, N, H, e: e * B * T * N * H + 4 * B * N * T),
+            "Flash computes the weights again from q and k, and needs v too: see section 2.",
+        ),
+        Mistake(
             "two tables are counted for naive",
             _kept(naive=lambda B, T, N, H, e: e * (3 * B * T * N * H + 2 * B * N * T * T)),
-            "The weights are enough: dS is made of them and of what the backward pass computes, see section 2.",
+            "The weights are enough: ds is made of them and of what the backward pass computes, see section 2.",
         ),
         Mistake(
             "the table is counted in float32 whatever the itemsize is",
@@ -422,18 +505,11 @@ def _shift_expected(tokens, starts, T):
     return np.array([row[:-1] for row in rows]), np.array([row[1:] for row in rows])
 
 
-def _judge_dtype(part):
-    return np.issubdtype(np.asarray(part).dtype, np.integer)
-
-
 def _run_shift(answer, tokens, starts, T):
-    """The result, with what is said where tokens have become other numbers than integers."""
+    """The result, with what is said where tokens have become numbers that are no integers."""
     result = plain(answer(tokens, starts, T))
-    try:
-        whole = all(map(_judge_dtype, result))
-    except (TypeError, ValueError):
-        return result  # not two arrays: `expected` says so
-    if not whole:
+    parts = result if isinstance(result, tuple) else (result,)
+    if any(getattr(part, "dtype", np.dtype(int)).kind in "bfc" for part in parts):
         raise Complaint("tokens are integers, and yours have become others: they index a table of embeddings later")
     return result
 
@@ -513,6 +589,61 @@ _SHIFT = Exercise(
             "T inputs and T targets need T + 1 tokens: see section 3.",
         ),
         Mistake(
+            "the targets lack the last one",
+            _shift(lambda tokens, places: tokens[places[:, 1:]]),
+            "T inputs and T targets need T + 1 tokens: see section 3.",
+        ),
+        Mistake(
+            "the last target is filled up with 0",
+            _shift(lambda tokens, places: np.pad(tokens[places[:, 1:]], ((0, 0), (0, 1)))),
+            "The last target is one token beyond the inputs, so read T + 1 tokens: see the picture of section 3.",
+        ),
+        Mistake(
+            "the last target is the last input once more",
+            _shift(lambda tokens, places: np.pad(tokens[places[:, 1:]], ((0, 0), (0, 1)), mode="edge")),
+            "The last target is one token beyond the inputs, so read T + 1 tokens: see the picture of section 3.",
+        ),
+        Mistake(
+            "one is added to the tokens instead of to their places",
+            _shift(lambda tokens, places: tokens[places] + 1),
+            "Shift the place in the text, then look up what stands there: see hint 2.",
+        ),
+        Mistake(
+            "only the token behind each window is a target",
+            _shift(lambda tokens, places: tokens[places[:, -1] + 1]),
+            "Every position has its own target, one token on: see the picture of section 3.",
+        ),
+        Mistake(
+            "the targets of a window are the inputs of the next one in the batch",
+            _shift(lambda tokens, places: np.roll(tokens[places], -1, axis=0)),
+            "Windows of a batch have nothing to do with each other: shift along the axis of T, see section 3.",
+        ),
+        Mistake(
+            "the places in the text are returned instead of the tokens there",
+            lambda tokens, starts, T: (starts[:, None] + np.arange(T), starts[:, None] + np.arange(T) + 1),
+            "Index the tokens by the table of places: see hint 1.",
+        ),
+        Mistake(
+            "everything begins one token late",
+            lambda tokens, starts, T: _shift_expected(np.append(tokens, tokens[-1]), starts + 1, T),
+            "The inputs begin at `starts` itself: see the text of the exercise.",
+        ),
+        Mistake(
+            "everything begins one token early",
+            lambda tokens, starts, T: _shift_expected(np.roll(tokens, 1), starts, T),
+            "Places are counted from 0: the inputs begin at `starts` itself.",
+        ),
+        Mistake(
+            "the starts are sorted first, so the rows come in another order",
+            lambda tokens, starts, T: _shift_expected(tokens, np.sort(starts), T),
+            "Row b belongs to starts[b]: see the text of the exercise.",
+        ),
+        Mistake(
+            "the windows follow each other from the beginning of the text, and `starts` is not used",
+            lambda tokens, starts, T: _shift_expected(tokens, T * np.arange(len(starts)), T),
+            "Row b begins at starts[b]: see the text of the exercise.",
+        ),
+        Mistake(
             "inputs and targets are exchanged",
             lambda tokens, starts, T: _shift_expected(tokens, starts, T)[::-1],
             "The inputs begin at `starts`: see the text of the exercise.",
@@ -564,15 +695,15 @@ def _loss_expected(logits, targets):
 def _loss(lse=None, reduce=np.mean, sign=1, factor=1.0):
     """The answer to 8.4, or a wrong one that differs from it in the parts that are passed."""
 
-    def safe(logits):
-        m = logits.max(axis=-1)
-        return m + np.log(np.exp(logits - m[:, None]).sum(axis=-1))
-
     def answer(logits, targets):
         right = logits[np.arange(len(targets)), targets]
-        return factor * sign * reduce((lse or safe)(logits) - right)
+        return factor * sign * reduce((lse or _safe)(logits) - right)
 
     return answer
+
+
+def _safe(logits):
+    return _from(logits, logits.max(axis=-1))
 
 
 def _from(logits, reference):
@@ -584,8 +715,12 @@ def _one_maximum(logits):
     return m + np.log(np.exp(logits - m).sum(axis=-1))
 
 
+def _sum_of_exp(logits):
+    return np.exp(logits - logits.max(axis=-1, keepdims=True)).sum(axis=-1)
+
+
 def _maximum_forgotten(logits):
-    return np.log(np.exp(logits - logits.max(axis=-1, keepdims=True)).sum(axis=-1))
+    return np.log(_sum_of_exp(logits))
 
 
 def _softmax(logits):
@@ -652,6 +787,85 @@ _LOSS = Exercise(
             "the squared error of the probabilities is taken",
             lambda logits, targets: float(np.mean((1 - _chance_of(logits, targets)) ** 2)),
             "The loss is minus the logarithm of the target's probability: see section 4.",
+        ),
+        Mistake(
+            "the loss is the distance of the target's logit from the largest one",
+            _loss(lse=lambda logits: logits.max(axis=-1)),
+            "All tokens count, by the logarithm of the sum of their exponentials: see section 4.",
+        ),
+        Mistake(
+            "the logarithm of the sum is forgotten",
+            _loss(lse=lambda logits: logits.max(axis=-1) + _sum_of_exp(logits)),
+            "lse = m + log l: see section 4.",
+        ),
+        Mistake(
+            "the logarithm inside is one to the base 2",
+            _loss(lse=lambda logits: logits.max(axis=-1) + np.log2(_sum_of_exp(logits))),
+            "Use the natural logarithm, np.log: see the text of the exercise.",
+        ),
+        Mistake(
+            "the logarithm inside is one to the base 10",
+            _loss(lse=lambda logits: logits.max(axis=-1) + np.log10(_sum_of_exp(logits))),
+            "Use the natural logarithm, np.log: see the text of the exercise.",
+        ),
+        Mistake(
+            "the exponentials are averaged instead of summed",
+            _loss(lse=lambda logits: _maximum_forgotten(logits) - np.log(logits.shape[-1]) + logits.max(axis=-1)),
+            "lse is the logarithm of a sum: see section 4.",
+        ),
+        Mistake(
+            "1 is added before the logarithm",
+            _loss(lse=lambda logits: logits.max(axis=-1) + np.log1p(_sum_of_exp(logits))),
+            "The sum holds all tokens already: see section 4.",
+        ),
+        Mistake(
+            "the maximum is taken off once more instead of being added back",
+            _loss(lse=lambda logits: _maximum_forgotten(logits) - logits.max(axis=-1)),
+            "What was taken off inside is added outside, lse = m + log l: see section 4.",
+        ),
+        Mistake(
+            "lse has its maximum back, and the target's logit still lacks it",
+            lambda logits, targets: float(_loss()(logits, targets) + np.mean(logits.max(axis=-1))),
+            "Take the logit of the target from the table as it came: see section 4.",
+        ),
+        Mistake(
+            "the logit of the target is added instead of taken off",
+            lambda logits, targets: float(np.mean(2 * _safe(logits)) - _loss()(logits, targets)),
+            "The loss is lse - logit: see section 4.",
+        ),
+        Mistake(
+            "the first logit of each row is taken instead of that of the target",
+            lambda logits, targets: _loss()(logits, 0 * targets),
+            "Row by row, pick the logit at `targets`: see hint 2.",
+        ),
+        Mistake(
+            "every row is paired with the targets of all rows",
+            lambda logits, targets: float(np.mean(_safe(logits)[:, None] - logits[:, targets])),
+            "logits[:, targets] is a table: take one logit from each row, see hint 2.",
+        ),
+        Mistake(
+            "the softmax is taken over the whole table instead of each row",
+            lambda logits, targets: (
+                -np.mean(
+                    np.log(_softmax(logits.reshape(1, -1)).reshape(logits.shape)[np.arange(len(targets)), targets])
+                )
+            ),
+            "Every position has its own softmax, over the vocabulary: see section 4.",
+        ),
+        Mistake(
+            "the loss is 1 minus the probability of the target",
+            lambda logits, targets: float(np.mean(1 - _chance_of(logits, targets))),
+            "The loss is minus the logarithm of the target's probability: see section 4.",
+        ),
+        Mistake(
+            "the losses of all tokens are averaged, not that of the target alone",
+            lambda logits, targets: -np.mean(np.log(_softmax(logits))),
+            "Take the logit at `targets` from each row: see hint 2.",
+        ),
+        Mistake(
+            "the loss is the entropy of the prediction, and the targets are not used",
+            lambda logits, targets: -np.mean((_softmax(logits) * np.log(_softmax(logits))).sum(axis=-1)),
+            "The token that really came decides: take its logit, see section 4.",
         ),
         Mistake(
             "the maximum is taken off and not added back",

@@ -1,10 +1,11 @@
 """The exercises of notebook 09."""
 
+import functools
 import math
 
 import numpy as np
 
-from helpers.exercises.checking import Case, Exercise, Mistake
+from helpers.exercises.checking import Case, Complaint, Exercise, Mistake
 from helpers.measure.simulated import SimulatedCard
 
 # 9.1 A benchmark with four faults
@@ -16,15 +17,17 @@ PER_CENT = 3
 def _clock_cases():
     """Arguments: what the card is like, inputs, samples, calls."""
     others = {5: range(24, 48), 0.7: range(60, 72)}
-    # By samples of 60 calls; a few calls more before the first must not matter.
+    # By samples of 60 calls, the first, the middle and the last among them; a few calls more before must not matter.
+    samples_of = {0.9: (0,), 1.2: (1, 2), 0.85: (3,), 1.3: (4,), 0.8: (8,)}
     often = {
         factor: [call for sample in samples for call in range(1 + 60 * sample, 61 + 60 * sample)]
-        for factor, samples in ((1.2, (1, 2, 5)), (0.85, (0, 3, 7)))
+        for factor, samples in samples_of.items()
     }
     busy = dict(call_s=2e-3, compile_s=1.5, launch_s=2e-5, wait_s=1e-3, cached=0.4, disturbed=others)
     cases = [
         ("the case worked by hand", dict(call_s=2e-3, launch_s=5e-5), THREE, 1, 3),
         ("a card that compiles for 1 s, one sample", dict(call_s=2e-3, compile_s=1.0), THREE, 1, 12),
+        ("a card whose calls take the host 1.5 ms to queue", dict(call_s=2e-3, launch_s=1.5e-3), THREE, 5, 60),
         ("a card on which waiting costs 1 ms", dict(call_s=2e-3, wait_s=1e-3), THREE, 5, 60),
         ("a card that keeps the inputs of the last call in its cache", dict(call_s=3e-3, cached=0.3), THREE, 5, 12),
         ("a card that others use now and then", dict(call_s=2e-3, disturbed=others), THREE, 9, 12),
@@ -43,7 +46,13 @@ def _clock_cases():
 
 def _measure(answer, card, inputs, samples, calls):
     card = SimulatedCard(**card)
-    return answer(card.run, card.wait, card.clock, inputs, samples, calls)
+
+    def run(*arrays):
+        if arrays not in inputs:
+            raise Complaint("run was not given the arrays of one of the tuples: call run(*inputs[i]), with the star")
+        return card.run(*arrays)
+
+    return answer(run, card.wait, card.clock, list(inputs), samples, calls)
 
 
 def _judge_clock(result, case):
@@ -61,24 +70,32 @@ def _timer(
     inputs="rotated",
     statistic=np.median,
     divide=lambda samples, calls: calls,
+    once=False,
 ):
     """The answer to 9.1, or a wrong one that differs from it in the parts that are passed."""
 
     def answer(run, await_, clock, given, samples, calls):
-        if warm:
+        began = first = None
+        if warm != "in each sample" and warm:
             result = run(*given[0])
             if warm == "waited":
                 await_(result)
         times = []
         for sample in range(samples):
-            began = clock()
+            began = began if once and times else clock()
+            if warm == "in each sample":
+                await_(run(*given[0]))
             for call in range(calls):
                 which = {"rotated": call, "one": 0, "by sample": sample, "two": call % 2}[inputs]
+                began = clock() if wait == "with the last call on the clock" else began
                 result = run(*given[which % len(given)])
+                first = first if call else result
                 if wait == "after each call":
                     await_(result)
-            if wait == "after the calls":
+            if wait in ("after the calls", "with the last call on the clock"):
                 await_(result)
+            if wait == "for the first":
+                await_(first)
             times.append((clock() - began) / divide(samples, calls))
         return statistic(times)
 
@@ -114,6 +131,41 @@ CLOCK = Exercise(
             "the first call is still in the queue when the clock starts",
             _timer(warm="queued"),
             "Wait for the warm-up call too: it stands in the same queue, see the picture of section 1.",
+        ),
+        Mistake(
+            "a warm-up call is made in each sample, with the clock running",
+            _timer(warm="in each sample"),
+            "One call before all samples is enough, and it must end before a clock is read: reread section 2.",
+        ),
+        Mistake(
+            "the clock is read once, before all samples",
+            _timer(once=True),
+            "Each sample begins with a look at the clock: see the listing.",
+        ),
+        Mistake(
+            "the clock begins anew with each call, so that only the last one is on it from its start",
+            _timer(wait="with the last call on the clock"),
+            "Read the clock before the first call of a sample: see the listing.",
+        ),
+        Mistake(
+            "the first call of a sample is waited for, and not the last",
+            _timer(wait="for the first"),
+            "Calls end in the order in which they were queued: wait for the last, see section 1.",
+        ),
+        Mistake(
+            "only the first sample counts",
+            _timer(statistic=lambda times: times[0]),
+            "One sample is an accident: take the median of all, reread section 2.",
+        ),
+        Mistake(
+            "only the last sample counts",
+            _timer(statistic=lambda times: times[-1]),
+            "One sample is an accident: take the median of all, reread section 2.",
+        ),
+        Mistake(
+            "the sample in the middle is taken, but the samples are not sorted",
+            _timer(statistic=lambda times: times[len(times) // 2]),
+            "The median is the middle one of the sorted samples: np.median does both.",
         ),
         Mistake(
             "all calls get the same inputs, and find them in the cache",
@@ -218,7 +270,7 @@ def _pair_cases():
         return Case(label, (old, new, random.integers(0, n, (resamples, n))))
 
     by_hand = (np.array([2.0, 2.2, 2.0]), np.array([1.0, 2.0, 4.0]))
-    equal = 1e-3 * (1 + np.arange(6.0))
+    equal = 1e-3 * (1 + np.arange(8.0))
     resamples = np.array([[0, 1, 2], [0, 0, 1], [2, 2, 1], [1, 1, 1]])
     return [
         Case("the case worked by hand", (*by_hand, resamples)),
@@ -227,9 +279,9 @@ def _pair_cases():
         case("5 % slower, samples that differ by 1 %", 0.95, 0.01),
         case("3 % faster, on a card that slows down by 20 %", 1.03, 0.005, drift=0.2),
         case("10 % faster, four bad samples of new", 1.10, 0.01, outliers=4),
-        case("the same program twice", 1.0, 0.02, n=9),
+        case("the same program twice", 1.0, 0.02),
         case("2 % faster, an even number of turns", 1.02, 0.01, n=8),
-        Case("samples that agree to the last digit", (equal, equal.copy(), random.integers(0, 6, (50, 6)))),
+        Case("samples that agree to the last digit", (equal, equal.copy(), random.integers(0, 8, (2000, 8)))),
     ]
 
 
@@ -238,7 +290,12 @@ def _verdict(low, high):
 
 
 def _interval(
-    ratios=lambda old, new: old / new, statistic=np.median, levels=(0.025, 0.975), verdict=_verdict, torn=False
+    ratios=lambda old, new: old / new,
+    statistic=np.median,
+    levels=(0.025, 0.975),
+    verdict=_verdict,
+    torn=False,
+    quantile=np.quantile,
 ):
     """The answer to 9.2, or a wrong one that differs from it in the parts that are passed."""
 
@@ -247,7 +304,7 @@ def _interval(
             found = statistic(old[resamples], axis=1) / statistic(new[resamples], axis=1)
         else:
             found = statistic(ratios(old, new)[resamples], axis=1)
-        low, high = np.quantile(found, levels)
+        low, high = quantile(found, levels)
         return low, high, verdict(low, high)
 
     return answer
@@ -299,6 +356,84 @@ PAIRS = Exercise(
             "the ratio is new over old, which is below one for a speed-up",
             _interval(ratios=lambda old, new: new / old),
             "A speed-up of 2 means that the old program took twice as long: see the exercise.",
+        ),
+        Mistake(
+            "the ratio is new over old, and the verdict is turned round to fit",
+            _interval(
+                ratios=lambda old, new: new / old,
+                verdict=lambda low, high: "slower" if low > 1 else "faster" if high < 1 else "cannot tell",
+            ),
+            "The verdict is right; the interval asked for is that of old over new.",
+        ),
+        Mistake(
+            "the difference of old and new is taken instead of their ratio",
+            _interval(ratios=lambda old, new: old - new),
+            "Divide: a ratio says by how much, whatever the unit.",
+        ),
+        Mistake(
+            "1 is subtracted from the ratios",
+            _interval(ratios=lambda old, new: old / new - 1),
+            "The interval asked for is that of old over new, with 1 for no difference.",
+        ),
+        Mistake(
+            "the median goes along the wrong axis",
+            _interval(statistic=lambda rows, axis: np.median(rows, axis=0)),
+            "A row is a resample, so there is one median for each row: axis=1.",
+        ),
+        Mistake(
+            "one median is taken of all resamples together",
+            _interval(statistic=lambda rows, axis: np.median(rows)),
+            "There is one median for each row: axis=1.",
+        ),
+        Mistake(
+            "the spread of all resampled ratios is taken, without a median of each row",
+            _interval(statistic=lambda rows, axis: rows.ravel()),
+            "First a median for each row, then the quantiles of these medians: reread section 4.",
+        ),
+        Mistake(
+            "np.percentile is given fractions",
+            _interval(quantile=np.percentile),
+            "np.percentile wants 2.5 and 97.5; np.quantile wants 0.025 and 0.975.",
+        ),
+        Mistake(
+            "the quantiles are not interpolated",
+            _interval(quantile=functools.partial(np.quantile, method="nearest")),
+            "np.quantile interpolates between two medians, if you let it: see the hand case.",
+        ),
+        Mistake(
+            "the interval holds 99 % of the medians instead of 95 %",
+            _interval(levels=(0.005, 0.995)),
+            "Leave 2.5 % on either side.",
+        ),
+        Mistake(
+            "the interval holds 98 % of the medians instead of 95 %",
+            _interval(levels=(0.01, 0.99)),
+            "Leave 2.5 % on either side.",
+        ),
+        Mistake(
+            "the interval leaves 5 % below and 2.5 % above",
+            _interval(levels=(0.05, 0.975)),
+            "Leave 2.5 % on either side.",
+        ),
+        Mistake(
+            "an interval that ends at 1 exactly counts as a difference",
+            _interval(verdict=lambda low, high: "faster" if low >= 1 else "slower" if high <= 1 else "cannot tell"),
+            "1 must lie outside: compare with > and <.",
+        ),
+        Mistake(
+            "the interval is compared with 0",
+            _interval(verdict=lambda low, high: "faster" if low > 0 else "slower" if high < 0 else "cannot tell"),
+            "Where nothing differs, a ratio is 1.",
+        ),
+        Mistake(
+            "whatever is not faster is called slower",
+            _interval(verdict=lambda low, high: "faster" if low > 1 else "slower"),
+            "If 1 lies inside, the two programs cannot be told apart.",
+        ),
+        Mistake(
+            "the ends of the interval are compared the wrong way round",
+            _interval(verdict=lambda low, high: "faster" if high > 1 else "slower" if low < 1 else "cannot tell"),
+            "The whole interval is above 1 if its lower end is, and below 1 if its upper end is.",
         ),
         Mistake(
             "the pairs are torn apart: medians of old and new first, and then their ratio",
@@ -363,7 +498,7 @@ PAIRS = Exercise(
     ),
 )
 
-# 9.3 The roof of one problem
+# 9.3 The roof over one problem
 
 
 CEILINGS = {"matmul_tflops": 750.0, "copy_gbps": 4200.0, "exp_tops": 3.9}
@@ -394,18 +529,23 @@ def _bounds(
     half=lambda part: part in ("matrix", "exponentials"),
     units=(1e12, 1e9, 1e12),
     binds=max,
+    factor=2,
+    seconds=lambda amount, rate: amount / rate,
 ):
     """The answer to 9.3, or a wrong one that differs from it in the parts that are passed."""
 
     def answer(B, T, S, N, K, H, itemsize, is_causal, ceilings):
         shape = (B, T, S, N, K, H)
-        seconds = {
-            "matrix": flops(*shape) / (units[0] * ceilings["matmul_tflops"]),
-            "memory": moved(*shape, itemsize) / (units[1] * ceilings["copy_gbps"]),
-            "exponentials": exps(*shape) / (units[2] * ceilings["exp_tops"]),
+        work = {
+            "matrix": (flops(*shape), units[0] * ceilings["matmul_tflops"]),
+            "memory": (moved(*shape, itemsize), units[1] * ceilings["copy_gbps"]),
+            "exponentials": (exps(*shape), units[2] * ceilings["exp_tops"]),
         }
-        seconds = {part: time / (2 if is_causal and half(part) else 1) for part, time in seconds.items()}
-        return seconds | {"binds": binds(seconds, key=seconds.get)}
+        times = {
+            part: seconds(amount / (factor if is_causal and half(part) else 1), rate)
+            for part, (amount, rate) in work.items()
+        }
+        return times | {"binds": binds(times, key=times.get)}
 
     return answer
 
@@ -430,9 +570,19 @@ BOUNDS = Exercise(
     tried="each of the three sides binding, causal and not, T ≠ S, shared key/value heads, a single query",
     mistakes=(
         Mistake(
-            "only one of the two products is counted",
+            "only one of the two products is counted, or a multiplication with its addition as one FLOP",
             _bounds(flops=lambda B, T, S, N, K, H: 2 * B * N * T * S * H),
-            "Q K^T and P V are both products, 2 T S H each: reread section 6.",
+            "q k^T and p v are both products, 2 T S H each: reread section 6.",
+        ),
+        Mistake(
+            "one product is counted, and a multiplication with its addition as one FLOP",
+            _bounds(flops=lambda B, T, S, N, K, H: B * N * T * S * H),
+            "q k^T and p v are both products, 2 T S H each: reread section 6.",
+        ),
+        Mistake(
+            "the five products of a backward pass are counted",
+            _bounds(flops=lambda B, T, S, N, K, H: 10 * B * N * T * S * H),
+            "A forward pass has two products, 2 T S H each: reread section 6.",
         ),
         Mistake(
             "the mask is forgotten",
@@ -448,6 +598,32 @@ BOUNDS = Exercise(
             "the exponentials are not halved by the mask",
             _bounds(half=lambda part: part == "matrix"),
             "A hidden pair needs no exponential either.",
+        ),
+        Mistake(
+            "the products are not halved by the mask",
+            _bounds(half=lambda part: part == "exponentials"),
+            "A hidden pair needs no products either.",
+        ),
+        Mistake(
+            "the visible pairs of the mask are counted one by one",
+            lambda B, T, S, N, K, H, itemsize, is_causal, ceilings: _bounds(
+                flops=lambda B, T, S, N, K, H: 4 * B * N * H * (T * (T + 1) / 2 if is_causal else T * S),
+                exps=lambda B, T, S, N, K, H: B * N * (T * (T + 1) / 2 if is_causal else T * S),
+            )(B, T, S, N, K, H, itemsize, False, ceilings),
+            "That is the truth, but the convention counts half of all pairs: see the exercise.",
+        ),
+        Mistake(
+            "the mask doubles what it should halve",
+            _bounds(half=lambda part: part in ("matrix", "exponentials"), factor=0.5),
+            "A causal mask leaves half of the pairs: divide by two.",
+        ),
+        Mistake(
+            "pairs are counted for K heads instead of N",
+            _bounds(
+                flops=lambda B, T, S, N, K, H: 4 * B * K * T * S * H,
+                exps=lambda B, T, S, N, K, H: B * K * T * S,
+            ),
+            "Every query head makes a table of its own, even if it shares its keys.",
         ),
         Mistake(
             "keys and values are counted once for each query head, as if they were not shared",
@@ -475,6 +651,26 @@ BOUNDS = Exercise(
             "Four arrays travel: query, key and value are read, and out is written.",
         ),
         Mistake(
+            "value is forgotten, or key",
+            _bounds(moved=lambda B, T, S, N, K, H, e: e * B * H * (2 * T * N + S * K)),
+            "Four arrays travel: query, key and value are read, and out is written.",
+        ),
+        Mistake(
+            "the lse is counted as traffic",
+            _bounds(moved=lambda B, T, S, N, K, H, e: 2 * e * B * H * (T * N + S * K) + 4 * B * T * N),
+            "It is left out here: see the exercise.",
+        ),
+        Mistake(
+            "bits are counted instead of bytes",
+            _bounds(moved=lambda B, T, S, N, K, H, e: 16 * e * B * H * (T * N + S * K)),
+            "`itemsize` and GB/s are both in bytes.",
+        ),
+        Mistake(
+            "there is an exponential for each multiplication of a product",
+            _bounds(exps=lambda B, T, S, N, K, H: B * N * T * S * H),
+            "There is one for each pair of a query and a key, whatever H is: reread section 6.",
+        ),
+        Mistake(
             "there is one exponential for each element of out, or of q",
             _bounds(exps=lambda B, T, S, N, K, H: B * N * T * H),
             "There is one for each pair of a query and a key: reread section 6.",
@@ -483,6 +679,41 @@ BOUNDS = Exercise(
             "tera and giga are forgotten",
             _bounds(units=(1, 1, 1)),
             "TFLOP/s are 10^12 FLOP/s, and GB/s are 10^9 bytes/s.",
+        ),
+        Mistake(
+            "tera is forgotten",
+            _bounds(units=(1, 1e9, 1)),
+            "TFLOP/s are 10^12 FLOP/s, and the exponentials are in 10^12 too.",
+        ),
+        Mistake(
+            "giga is forgotten",
+            _bounds(units=(1e12, 1, 1e12)),
+            "GB/s are 10^9 bytes/s.",
+        ),
+        Mistake(
+            "all three rates are taken for 10^9",
+            _bounds(units=(1e9, 1e9, 1e9)),
+            "Tera is 10^12: the products and the exponentials are recorded in that unit.",
+        ),
+        Mistake(
+            "quotients are rounded down to whole seconds",
+            _bounds(seconds=lambda amount, rate: amount // rate),
+            "Divide with /, not with //: these times are parts of a second.",
+        ),
+        Mistake(
+            "the name that comes last in the alphabet is said to bind",
+            _bounds(binds=lambda seconds, key: max(seconds)),
+            "max of a dict compares its keys; pass key=times.get.",
+        ),
+        Mistake(
+            'the longest time itself stands under "binds", not its name',
+            _bounds(binds=lambda seconds, key: max(seconds.values())),
+            "The name is asked for, a string: max(times, key=times.get).",
+        ),
+        Mistake(
+            "the exponentials cannot bind",
+            _bounds(binds=lambda seconds, key: max(("matrix", "memory"), key=key)),
+            "There are three sides, and the third can be the slowest: reread section 6.",
         ),
         Mistake(
             "bytes/s are taken for 10^12 like the other two rates",
@@ -508,6 +739,7 @@ def _ceiling_cases():
         (700.0, 4096, 128, 7, True),
         (810.0, 1024, 64, 5, True),
         (312.0, 512, 512, 7, True),
+        (700.0, 512, 64, 4, False),  # one that keeps a table: it can print more than the rate
     ]
     by_hand, *others = (
         Case(f"rate={r:g}, T={T}, block={b}, {n} products, {'causal' if c else 'no mask'}", (r, T, b, n, c))
@@ -538,7 +770,7 @@ CEILING = Exercise(
     outputs=("ceiling",),
     cases=_ceiling_cases,
     expected=_expected_ceiling,
-    tried="five and seven products, causal and not, from one tile to 32",
+    tried="four, five and seven products, causal and not, from one tile to 32",
     mistakes=(
         Mistake(
             "seven products are counted for a kernel that makes seven",
@@ -547,7 +779,17 @@ CEILING = Exercise(
         ),
         Mistake(
             "done and counted are exchanged, and the ceiling lies above the rate",
+            _ceiling(products=lambda n: n / 5, edge=lambda n: (n + 1) / n),
+            "Work that is not counted lowers what can be printed: reread section 9.",
+        ),
+        Mistake(
+            "the products done and counted are exchanged",
             _ceiling(products=lambda n: n / 5),
+            "Work that is not counted lowers what can be printed: reread section 9.",
+        ),
+        Mistake(
+            "the products done and counted are exchanged, and a causal kernel is taken to do exactly half of the work",
+            _ceiling(products=lambda n: n / 5, edge=lambda n: 1.0),
             "Work that is not counted lowers what can be printed: reread section 9.",
         ),
         Mistake(
@@ -566,8 +808,45 @@ CEILING = Exercise(
             "The kernel visits only tiles on and below the diagonal, so its work is nearly halved too.",
         ),
         Mistake(
+            "the mask halves what is done, but not what is counted",
+            _ceiling(edge=lambda n: 2 * n / (n + 1)),
+            "The benchmark counts half of the table if causal: see the exercise.",
+        ),
+        Mistake(
+            "visible pairs are counted one by one, where the kernel computes whole tiles",
+            lambda rate, T, block, n, is_causal: _ceiling(edge=lambda _: T / (T + 1))(rate, T, block, n, is_causal),
+            "A tile on the diagonal costs as much as any other: count the visited tiles, see the hand case.",
+        ),
+        Mistake(
+            "the benchmark is taken to count the diagonal in full as well",
+            lambda rate, T, block, n, is_causal: _ceiling(edge=lambda _: (T + 1) / (T + block))(
+                rate, T, block, n, is_causal
+            ),
+            "The benchmark counts exactly half of the table: see the exercise.",
+        ),
+        Mistake(
+            "the ceiling is rounded down to a whole number",
+            lambda *arguments: float(_ceiling()(*arguments) // 1),
+            "Divide with /, not with //.",
+        ),
+        Mistake(
+            "5 / products is rounded down",
+            lambda rate, T, block, n, is_causal: rate * (5 // n),
+            "Divide with /, not with //.",
+        ),
+        Mistake(
+            "pairs are counted on one side, and tiles on the other",
+            lambda rate, T, block, n, is_causal: block**2 * _ceiling()(rate, T, block, n, is_causal),
+            "A tile holds block · block pairs: put both sides in the same unit.",
+        ),
+        Mistake(
+            "no ceiling is let above the rate",
+            lambda rate, *arguments: min(rate, _ceiling()(rate, *arguments)),
+            "A kernel that does fewer products than are counted can print more than the rate.",
+        ),
+        Mistake(
             "the tiles on the diagonal are left out of the work",
-            _ceiling(edge=lambda n: n / max(n - 1, 0.5)),
+            _ceiling(edge=lambda n: n / (n - 1)),
             "Half of a diagonal tile is visible, so the kernel must compute it.",
         ),
         Mistake(
@@ -666,6 +945,64 @@ CLAIMS = Exercise(
             "the half that they took is forgotten",
             _restated(theirs=lambda is_causal, halved: 1.0),
             "If `halved` is true, they counted only half of `counted` T S H.",
+        ),
+        Mistake(
+            "the mask is left out of our count",
+            _restated(halved=lambda is_causal, halved: 1.0),
+            "Our count is halved if the mask is causal: see the exercise.",
+        ),
+        Mistake(
+            "our count is doubled for a causal mask instead of halved",
+            _restated(halved=lambda is_causal, halved: 2.0 if is_causal else 1.0),
+            "A causal mask leaves half of the work, so it halves the count.",
+        ),
+        Mistake(
+            "their count is doubled instead of halved",
+            _restated(theirs=lambda is_causal, halved: 2.0 if halved else 1.0),
+            "If `halved` is true, they counted half of `counted` T S H.",
+        ),
+        Mistake(
+            "one half is taken wherever the two differ, whichever of them it is",
+            _restated(
+                halved=lambda is_causal, halved: 0.5 if is_causal != halved else 1.0,
+                theirs=lambda is_causal, halved: 1.0,
+            ),
+            "Halving their count makes the result larger, and halving ours makes it smaller.",
+        ),
+        Mistake(
+            "the two passes together are counted like a backward pass",
+            _restated(ours={"forward": 4, "backward": 10, "both": 10}),
+            "Timed together they make 4 T S H and 10 T S H: see the exercise.",
+        ),
+        Mistake(
+            "the two passes together are counted like a forward pass",
+            _restated(ours={"forward": 4, "backward": 10, "both": 4}),
+            "Timed together they make 4 T S H and 10 T S H: see the exercise.",
+        ),
+        Mistake(
+            "the two passes together are counted by their mean",
+            _restated(ours={"forward": 4, "backward": 10, "both": 7}),
+            "Their FLOPs add up, as their milliseconds do.",
+        ),
+        Mistake(
+            "the two passes together are counted as 12 T S H",
+            _restated(ours={"forward": 4, "backward": 10, "both": 12}),
+            "Forward is 4 T S H and backward 10: see the exercise.",
+        ),
+        Mistake(
+            "products are counted for the backward pass, and FLOPs for the forward pass",
+            _restated(ours={"forward": 4, "backward": 5, "both": 9}),
+            "Each of the five products has 2 T S H FLOPs.",
+        ),
+        Mistake(
+            "the result is rounded down to a whole number",
+            lambda *arguments: float(_restated()(*arguments) // 1),
+            "Divide with /, not with //, and leave int() out.",
+        ),
+        Mistake(
+            "the passes have changed places",
+            _restated(ours={"forward": 10, "backward": 4, "both": 14}),
+            "A forward pass counts 4 T S H and a backward pass 10.",
         ),
         Mistake(
             "a backward pass is counted like a forward pass",

@@ -55,6 +55,15 @@ def _run_ring(answer, steps, stages, readers):
                 return f"{name} yields {type(operation).__name__}, which is not its part: is the role looked at?"
             if not 0 <= operation.slot < stages:
                 return f"{name} uses slot {operation.slot}, but there {_are(stages, 'slot')}, counted from 0."
+    fetched = sorted(operation.tile for operation in programs["memory"] if isinstance(operation, Fetch))
+    if fetched != list(range(steps)):
+        return f"memory fetched the tiles {fetched}, expected each of {list(range(steps))} once."
+    for name in names:
+        for slot in range(stages):
+            waits = sum(isinstance(op, Wait) and op == ("loaded", slot) for op in programs[name])
+            tiles = len(range(slot, steps, stages))
+            if waits > tiles:
+                return f"{name} waits {waits} times at loaded[{slot}], but a ring puts {tiles} of the tiles there."
     computing = [programs[name] for name in names]
     try:
         run = _simulated(programs["memory"], computing)
@@ -63,9 +72,6 @@ def _run_ring(answer, steps, stages, readers):
     for name in names:
         if run.tiles[name] != list(range(steps)):
             return f"{name} read the tiles {run.tiles[name]}, expected {list(range(steps))}."
-    fetched = sorted(operation.tile for operation in programs["memory"] if isinstance(operation, Fetch))
-    if fetched != list(range(steps)):
-        return f"memory fetched the tiles {fetched}, expected each of {list(range(steps))} once."
     enough = _simulated(_ring("memory", steps, stages), [list(_ring("compute", steps, stages))] * readers).end
     if run.end > enough:
         return (
@@ -138,6 +144,44 @@ def _one_less(role, steps, stages):
     return _ring(role, steps - 1, stages)
 
 
+def _last_unread(role, steps, stages):
+    return _ring(role, steps - (role == "compute"), stages)
+
+
+def _edited(side, kind, edit):
+    """The answer to 10.1 with every operation of a kind, on one side, replaced by those that edit returns.
+
+    edit: function of (operation, its number among those of the kind, stages).
+    """
+
+    def answer(role, steps, stages):
+        numbers = itertools.count()
+        for operation in _ring(role, steps, stages):
+            if role == side and isinstance(operation, kind):
+                yield from edit(operation, next(numbers), stages)
+            else:
+                yield operation
+
+    return answer
+
+
+def _early(role, steps, stages):
+    for operation in _ring(role, steps, stages, wait_free=role != "memory"):
+        if isinstance(operation, Fetch) and operation.tile >= stages - 1:
+            yield Wait("free", operation.slot)
+        yield operation
+
+
+def _in_batches(role, steps, stages):
+    if role == "compute":
+        yield from _ring(role, steps, stages)
+        return
+    for j in range(steps):
+        if j and j % stages == 0:
+            yield from (Wait("free", slot) for slot in range(stages))
+        yield Fetch("tile", j % stages, j, "loaded")
+
+
 RING = Exercise(
     number="10.1",
     title="Place the barriers",
@@ -173,9 +217,74 @@ RING = Exercise(
             "The first tiles find their slots empty: do not wait for those, or let the readers arrive once before.",
         ),
         Mistake(
-            "the memory warpgroup waits for each tile to be read before it orders the next",
+            "the memory warpgroup waits for each tile to arrive, or to be read, before it orders the next",
             functools.partial(_ring, behind=True),
             "Wait before the fetch that needs the slot, not after the one that filled it: see section 4.",
+        ),
+        Mistake(
+            "the memory warpgroup begins to wait one tile too early",
+            _early,
+            "The first `stages` tiles find an empty slot, so tile j waits if j >= stages: see section 4.",
+        ),
+        Mistake(
+            "the memory warpgroup waits until all slots are free before it fills them again",
+            _in_batches,
+            "Each slot can be filled as soon as it is free itself, whatever the others do: see section 4.",
+        ),
+        Mistake(
+            'the memory warpgroup waits at "loaded" where it needs a free slot',
+            _edited("memory", Wait, lambda wait, number, stages: [Wait("loaded", wait.slot)]),
+            '"loaded" says that a tile has arrived; that it has been read, "free" says: see section 4.',
+        ),
+        Mistake(
+            'copies arrive at "free" instead of "loaded"',
+            _edited("memory", Fetch, lambda fetch, number, stages: [fetch._replace(barrier="free")]),
+            'Whoever reads waits at "loaded", and that is where a copy must arrive: see section 4.',
+        ),
+        Mistake(
+            "the number of the slot is fetched instead of the tile",
+            _edited("memory", Fetch, lambda fetch, number, stages: [fetch._replace(tile=fetch.slot)]),
+            "The slots are used again, the tiles are not: Fetch takes the slot j % stages and the tile j.",
+        ),
+        Mistake(
+            "the memory warpgroup fetches nothing for the first tile",
+            _edited("memory", Fetch, lambda fetch, number, stages: [fetch] if number else []),
+            "There are tiles 0 to steps - 1.",
+        ),
+        Mistake(
+            "the compute warpgroup arrives at the slot after the one that it has read",
+            _edited("compute", Arrive, lambda arrive, number, stages: [Arrive("free", (arrive.slot + 1) % stages)]),
+            "What has been read from slot j % stages makes that slot free: see section 4.",
+        ),
+        Mistake(
+            "the compute warpgroup arrives at the slot before the one that it has read",
+            _edited("compute", Arrive, lambda arrive, number, stages: [Arrive("free", (arrive.slot - 1) % stages)]),
+            "What has been read from slot j % stages makes that slot free: see section 4.",
+        ),
+        Mistake(
+            'the compute warpgroup arrives at "loaded"',
+            _edited("compute", Arrive, lambda arrive, number, stages: [Arrive("loaded", arrive.slot)]),
+            'It is the copy that arrives at "loaded"; a reader says "free": see section 4.',
+        ),
+        Mistake(
+            'the compute warpgroup waits at "free"',
+            _edited("compute", Wait, lambda wait, number, stages: [Wait("free", wait.slot)]),
+            '"free" is for whoever fills a slot; a reader waits at "loaded": see section 4.',
+        ),
+        Mistake(
+            "each read arrives twice",
+            _edited("compute", Arrive, lambda arrive, number, stages: [arrive, arrive]),
+            "One arrival of each reader completes a phase: see section 4.",
+        ),
+        Mistake(
+            "a tile is waited for twice",
+            _edited("compute", Wait, lambda wait, number, stages: [wait, wait]),
+            "Each tile completes one phase of its slot's barrier, and each wait sees one: see section 4.",
+        ),
+        Mistake(
+            "the tiles are awaited and freed, but not read",
+            _edited("compute", Read, lambda read, number, stages: []),
+            "Between the Wait and the Arrive stands the Read.",
         ),
         Mistake(
             "the two roles have changed places",
@@ -186,6 +295,11 @@ RING = Exercise(
             "the last tile is left out",
             _one_less,
             "There are tiles 0 to steps - 1.",
+        ),
+        Mistake(
+            "the last tile is fetched but not read",
+            _last_unread,
+            "There are tiles 0 to steps - 1, and all are read.",
         ),
         Mistake(
             "all slots share the barrier of slot 0",
@@ -225,16 +339,16 @@ def _registers(
     count_memory=True,
     threads=128,
     share=None,
+    start_of=lambda warpgroups: warpgroups + 1,
+    down=lambda number: number // 8 * 8,
 ):
-    groups = warpgroups + 1
+    groups = start_of(warpgroups)
     start = file / (threads * groups)
-    start = start // 8 * 8 if round_start else start
+    start = down(start) if round_start else start // 1
     pool = start * groups if at_start else file / threads
-    if share == "even":
-        compute = pool / groups
-    else:
-        compute = (pool - memory * count_memory) / warpgroups
-    compute = compute // 8 * 8 if round_end else compute // 1
+    sharers = {"even": groups, "all": groups, "one": 1}.get(share, warpgroups)
+    compute = (pool - (0 if share == "even" else memory * count_memory)) / sharers
+    compute = down(compute) if round_end else compute // 1
     return int(start), int(compute)
 
 
@@ -280,6 +394,46 @@ REGISTERS = Exercise(
             "The memory warpgroup gives up all but `memory`, and the others divide what it gave.",
         ),
         Mistake(
+            "neither number is rounded down to a multiple of 8",
+            functools.partial(_registers, round_start=False, round_end=False),
+            "Registers come in steps of 8 for each thread: see section 6.",
+        ),
+        Mistake(
+            "both numbers are rounded up to a multiple of 8",
+            functools.partial(_registers, down=lambda number: -(-number // 8) * 8),
+            "There are not as many: round down.",
+        ),
+        Mistake(
+            "both numbers are rounded to the nearest multiple of 8",
+            functools.partial(_registers, down=lambda number: round(number / 8) * 8),
+            "There may not be as many: round down.",
+        ),
+        Mistake(
+            "the memory warpgroup's threads are forgotten",
+            functools.partial(_registers, start_of=lambda warpgroups: warpgroups),
+            "At the start it has as many registers as any other: there is one warpgroup more to divide by.",
+        ),
+        Mistake(
+            "`memory` is multiplied by 128, and the rest is not",
+            functools.partial(_registers, count_memory=128),
+            "Count in units of one warpgroup's threads, all of it, or in registers, all of it: see the hand case.",
+        ),
+        Mistake(
+            "what the memory warpgroup keeps is added to the total",
+            functools.partial(_registers, count_memory=-1),
+            "What it keeps the others cannot have: subtract it.",
+        ),
+        Mistake(
+            "what is left is divided by all warpgroups, the memory warpgroup included",
+            functools.partial(_registers, share="all"),
+            "It has its share already: only the compute warpgroups divide the rest.",
+        ),
+        Mistake(
+            "what is left is not divided among the compute warpgroups",
+            functools.partial(_registers, share="one"),
+            "Each of them gets its part: divide by `warpgroups`.",
+        ),
+        Mistake(
             "a warpgroup is taken to have 32 threads",
             functools.partial(_registers, threads=32),
             "32 threads are a warp; a warpgroup is four of them: see section 1.",
@@ -305,6 +459,7 @@ def _smem_cases():
         (64, 128, 64, 2, 2),
         (256, 128, 64, 1, 2),  # what does not grow is too much already
         (64, 128, 64, 4, 3),  # where the bytes that the compiler keeps decide
+        (64, 40, 240, 2, 3),  # where the last stage fits to the byte
     ]
     return [
         Case(
@@ -316,17 +471,19 @@ def _smem_cases():
 
 def _smem(
     H, block_q, block_k, stages, warpgroups,
-    itemsize=2, rings=2, tiles_of_q=3, lse=True, barriers=True, shared_q=False, all_staged=False, limit=_LIMIT,
+    itemsize=2, rings=2, q_tiles=3, shared=0, own_rings=False, ring_block=None, all_staged=False,
+    lse=lambda w: 4 * (w + 1), barriers=lambda w, s: 8 * (w + 1 + 4 * s),
+    limit=_LIMIT - _OWN, least=0, most_of=lambda room, stage, stages: room // stage,
 ):  # fmt: skip
-    def size(stages):
-        groups = 1 if shared_q else warpgroups
-        q = tiles_of_q * groups * block_q * H * itemsize * (stages if all_staged else 1)
-        ring = rings * stages * block_k * H * itemsize
-        rest = lse * 4 * (warpgroups + 1) * block_q + barriers * 8 * (warpgroups + 1 + 4 * stages)
-        return q + ring + rest
+    """The answer to 10.3, or a wrong one. shared: how many of the q_tiles there are once, not for each warpgroup."""
 
-    most = max((n for n in range(65) if size(n) + _OWN <= limit), default=0)
-    return size(stages), most
+    def size(stages):
+        tile = block_q * H * itemsize * (stages if all_staged else 1)
+        rows = {"q": block_q}.get(ring_block, block_k) * (warpgroups if own_rings else 1)
+        own = ((q_tiles - shared) * warpgroups + shared) * tile
+        return own + rings * stages * rows * H * itemsize + lse(warpgroups) * block_q + barriers(warpgroups, stages)
+
+    return size(stages), max(least, most_of(limit - size(0), size(1) - size(0), stages))
 
 
 def _smem_expected(H, block_q, block_k, stages, warpgroups):
@@ -359,17 +516,17 @@ SMEM = Exercise(
         ),
         Mistake(
             "o_smem is forgotten, or the next tile of queries",
-            functools.partial(_smem, tiles_of_q=2),
+            functools.partial(_smem, q_tiles=2),
             "There are three tiles of that size: q, the next q, and out on its way to GMEM: see section 7.",
         ),
         Mistake(
             "neither o_smem nor the next tile of queries is counted",
-            functools.partial(_smem, tiles_of_q=1),
+            functools.partial(_smem, q_tiles=1),
             "Beside q, the next q and out have places of their own, each as large as q's: see section 7.",
         ),
         Mistake(
             "all warpgroups share one tile of queries",
-            functools.partial(_smem, shared_q=True),
+            functools.partial(_smem, shared=3),
             "Keys and values are shared; queries are not: see section 7.",
         ),
         Mistake(
@@ -384,17 +541,112 @@ SMEM = Exercise(
         ),
         Mistake(
             "lse_smem is forgotten",
-            functools.partial(_smem, lse=False),
+            functools.partial(_smem, lse=lambda w: 0),
             "One float32 for each query leaves through SMEM too: see section 7.",
         ),
         Mistake(
             "the barriers are forgotten",
-            functools.partial(_smem, barriers=False),
+            functools.partial(_smem, barriers=lambda w, s: 0),
             "A barrier is 8 bytes of SMEM: one for each warpgroup's q, four for each slot, one more: see section 7.",
         ),
         Mistake(
+            "all warpgroups share q_smem, but not o_smem",
+            functools.partial(_smem, shared=2),
+            "Each warpgroup has queries of its own: see the shapes in section 7.",
+        ),
+        Mistake(
+            "all warpgroups share o_smem",
+            functools.partial(_smem, shared=1),
+            "Each warpgroup has a tile of out of its own: see the shapes in section 7.",
+        ),
+        Mistake(
+            "each warpgroup has rings of its own",
+            functools.partial(_smem, own_rings=True),
+            "The compute warpgroups read the same keys and values: see the shapes in section 7.",
+        ),
+        Mistake(
+            "the tiles of the rings are given block_q rows",
+            functools.partial(_smem, ring_block="q"),
+            "k_smem and v_smem hold tiles of block_k keys: see the shapes in section 7.",
+        ),
+        Mistake(
+            "lse_smem lacks its last row",
+            functools.partial(_smem, lse=lambda w: 4 * w),
+            "It has warpgroups + 1 rows: see the table of section 7.",
+        ),
+        Mistake(
+            "lse_smem is counted in 16 bits",
+            functools.partial(_smem, lse=lambda w: 2 * (w + 1)),
+            "It is float32, 4 bytes an element: see the table of section 7.",
+        ),
+        Mistake(
+            "there is one row of lse_smem for all warpgroups",
+            functools.partial(_smem, lse=lambda w: 4),
+            "It has warpgroups + 1 rows: see the table of section 7.",
+        ),
+        Mistake(
+            "a barrier is counted as 4 bytes",
+            functools.partial(_smem, barriers=lambda w, s: 4 * (w + 1 + 4 * s)),
+            "A barrier has 8 bytes: see the table of section 7.",
+        ),
+        Mistake(
+            "barriers are counted, but not their bytes",
+            functools.partial(_smem, barriers=lambda w, s: w + 1 + 4 * s),
+            "A barrier has 8 bytes: see the table of section 7.",
+        ),
+        Mistake(
+            "each stage has one barrier",
+            functools.partial(_smem, barriers=lambda w, s: 8 * (w + 1 + s)),
+            "A stage has four: loaded and free, for keys and for values.",
+        ),
+        Mistake(
+            "each stage has two barriers",
+            functools.partial(_smem, barriers=lambda w, s: 8 * (w + 1 + 2 * s)),
+            "A stage has four: loaded and free, for keys and for values.",
+        ),
+        Mistake(
+            "the stages that can be added are returned, not all that fit",
+            functools.partial(_smem, most_of=lambda room, stage, stages: room // stage - stages),
+            "Count the stages that are there already, too.",
+        ),
+        Mistake(
+            "the number of stages is rounded up",
+            functools.partial(_smem, most_of=lambda room, stage, stages: -(-room // stage)),
+            "The last one would not fit whole: round down.",
+        ),
+        Mistake(
+            "the number of stages is rounded to the nearest",
+            functools.partial(_smem, most_of=lambda room, stage, stages: round(room / stage)),
+            "The last one may not fit whole: round down.",
+        ),
+        Mistake(
+            "one stage more is counted than fits",
+            functools.partial(_smem, most_of=lambda room, stage, stages: room // stage + 1),
+            "Stop at the last number of stages that fits, not at the first that does not.",
+        ),
+        Mistake(
+            "one stage less is counted than fits",
+            functools.partial(_smem, most_of=lambda room, stage, stages: room // stage - 1),
+            "Count the first stage, too.",
+        ),
+        Mistake(
+            "the number of stages is negative where nothing fits",
+            functools.partial(_smem, least=-_LIMIT),
+            "It is 0 where not even one stage fits.",
+        ),
+        Mistake(
+            "at least one stage is returned, whether it fits or not",
+            functools.partial(_smem, least=1),
+            "It is 0 where not even one stage fits.",
+        ),
+        Mistake(
+            "a stage that fits to the byte is left out",
+            functools.partial(_smem, limit=_LIMIT - _OWN - 1),
+            "Compare with <=.",
+        ),
+        Mistake(
             "what the compiler keeps for itself is forgotten",
-            functools.partial(_smem, limit=_LIMIT + _OWN),
+            functools.partial(_smem, limit=_LIMIT),
             "It has to fit beside your arrays when you count the stages: see the end of section 7.",
         ),
     ),
@@ -411,7 +663,7 @@ def _pipeline_cases():
 
 def _fault_of_order(operations, steps):
     """A sentence on the first operation that uses what may not be there yet, or None."""
-    in_flight, ready, softmaxed, done = [], set(), set(), []
+    in_flight, ready, softmaxed, done, ordered = [], set(), set(), [], []
     for operation in operations:
         if isinstance(operation, Drain):
             while len(in_flight) > max(operation.count, 0):
@@ -426,9 +678,14 @@ def _fault_of_order(operations, steps):
                 return f"{operation.label} is ordered, but there {_are(steps, 'tile')}."
             if isinstance(operation, Work):
                 if f"s{j}" not in ready:
-                    return f"softmax {j} reads the scores of tile {j} before their product has surely ended."
+                    return (
+                        f"softmax {j} reads the scores of tile {j} before their product has surely ended; "
+                        f"the products so far, in order: {', '.join(ordered)}."
+                    )
                 softmaxed.add(j)
-            elif kind == "s":
+                continue
+            ordered.append(f"{kind}{j}")
+            if kind == "s":
                 if j and j - 1 not in softmaxed:
                     return f"s{j} is ordered while the scores of tile {j - 1} are needed; registers have room for one."
                 in_flight.append(f"s{j}")
@@ -474,38 +731,42 @@ def _softmax(j):
     return Work("exponentials", EXPONENTIALS, f"p{j}")
 
 
-def _pipeline(steps, v_first=False, count=1, last=True, drain_end=True, early=False, next_s=False):
+def _written(first, later, last):
+    """The answer to 10.4 in letters, or a wrong one: for tile 0, for each later tile, and after the loop.
+
+    k: product with k, s: softmax, v: product with v, u: that of the tile before, a digit: Drain.
+    """
+    made = {"k": _s, "s": _softmax, "v": _pv, "u": lambda j: _pv(j - 1)}
+
+    def answer(steps):
+        for j, letters in enumerate([first] + [later] * (steps - 1)):
+            yield from (Drain(int(letter)) if letter.isdigit() else made[letter](j) for letter in letters)
+        yield from (Drain(int(letter)) if letter.isdigit() else made[letter](steps - 1) for letter in last)
+
+    return answer
+
+
+def _ahead(steps):
+    """Two tiles of scores at once."""
     yield _s(0)
-    yield Drain(0)
-    if next_s and steps > 1:
-        yield _s(1)
-    yield _softmax(0)
-    for j in range(1, steps):
-        if v_first:
-            yield _pv(j - 1)
-        if not next_s:
-            yield _s(j)
-        if not v_first:
-            yield _pv(j if early else j - 1)
-        yield Drain(count)
-        if next_s and j + 1 < steps:
+    for j in range(steps):
+        yield Drain(1 if j else 0)
+        if j + 1 < steps:
             yield _s(j + 1)
         yield _softmax(j)
-        if drain_end:
-            yield Drain(0)
-    if last:
-        yield _pv(steps - 1)
-    if drain_end or last:
         yield Drain(0)
-
-
-def _one_after_another(steps):
-    for j in range(steps):
-        yield _s(j)
-        yield Drain(0)
-        yield _softmax(j)
         yield _pv(j)
-        yield Drain(0)
+    yield Drain(0)
+
+
+def _from_one(steps):
+    """Tiles numbered from 1."""
+    for operation in _written("k0s", "ku1s0", "v0")(steps):
+        if isinstance(operation, Drain):
+            yield operation
+        else:
+            kind = operation.label.rstrip("0123456789")
+            yield operation._replace(label=f"{kind}{int(operation.label[len(kind) :]) + 1}")
 
 
 PIPELINE = Exercise(
@@ -519,32 +780,62 @@ PIPELINE = Exercise(
     mistakes=(
         Mistake(
             "no product runs while you take exponentials",
-            _one_after_another,
+            _written("k0sv0", "k0sv0", ""),
             "Order the scores, then the p v of the tile before, and await the older of the two only: see section 11.",
         ),
         Mistake(
             "the product with v is ordered before that of the new scores",
-            functools.partial(_pipeline, v_first=True),
+            _written("k0s", "uk1s0", "v0"),
             "Drain(1) then awaits the product with v, not the scores: what you need first must be ordered first.",
         ),
         Mistake(
+            "the scores are not awaited before their softmax",
+            _written("k0s", "kus0", "v0"),
+            "Two products are under way then, and Drain(1) awaits the older one: see section 11.",
+        ),
+        Mistake(
+            "the first scores are not awaited",
+            _written("ks", "ku1s0", "v0"),
+            "One product is under way there, so Drain(0) awaits it: see the hand case.",
+        ),
+        Mistake(
+            "the scores are the only product under way, and Drain(1) lets them run",
+            _written("k0s", "k1su0", "v0"),
+            "Order the product with v of the tile before as well, and then await the older of the two: see section 11.",
+        ),
+        Mistake(
             "the last product with v is forgotten",
-            functools.partial(_pipeline, last=False),
+            _written("k0s", "ku1s0", "0"),
             "Products with v run one tile late, so one is left when the loop ends: see section 11.",
         ),
         Mistake(
+            "the last product with v is not awaited",
+            _written("k0s", "ku1s0", "v"),
+            "At the end nothing may be unfinished: Drain(0).",
+        ),
+        Mistake(
             "the product with v does not lag behind by one tile",
-            functools.partial(_pipeline, early=True),
+            _written("k0s", "kv1s0", "v0"),
             "In step j there is no p of tile j yet; there is that of tile j − 1: see section 11.",
         ),
         Mistake(
+            "the first tile's product with v is ordered before the loop, and once more in it",
+            _written("k0sv0", "ku1s0", "v0"),
+            "It runs one tile late: in the loop, beneath the softmax of tile 1.",
+        ),
+        Mistake(
             "the product with v is not awaited at the end of a step",
-            functools.partial(_pipeline, drain_end=False),
+            _written("k0s", "ku1s", "v0"),
             "The next p goes into the registers that it still reads: end each step with Drain(0), see section 11.",
         ),
         Mistake(
+            "tiles are numbered from 1",
+            _from_one,
+            "There are tiles 0 to steps - 1.",
+        ),
+        Mistake(
             "two tiles of scores are alive at once",
-            functools.partial(_pipeline, next_s=True),
+            _ahead,
             "It would be faster still, but the registers do not hold it: see the picture of section 6.",
         ),
     ),
@@ -582,18 +873,23 @@ def _run_balance(answer, lengths, programs):
         if not all(tile.is_integer() for tile in tiles):
             raise Complaint("expected a list of tiles, each an integer")
         parts.append(tuple(map(int, tiles)))
-    return tuple(parts)
+    if sorted(itertools.chain(*parts)) != list(range(len(lengths))):
+        return {"tiles": tuple(parts)}
+    # Which of two equal tiles it is, and which program has them, makes no difference.
+    return {"work": tuple(sorted(tuple(sorted(lengths[i] for i in part)) for part in parts))}
 
 
 def _loads(parts, lengths):
     return [sum(lengths[i] for i in part) for part in parts]
 
 
+def _ordered(lengths, order):
+    tiles = range(len(lengths))
+    return list(tiles) if order == "given" else sorted(tiles, key=lambda i: lengths[i], reverse=order == "longest")
+
+
 def _dealt(program, programs, lengths, order="longest", snake=True, last=True):
-    tiles = list(range(len(lengths)))
-    if order != "given":
-        tiles = sorted(tiles, key=lambda i: lengths[i], reverse=order == "longest")
-    mine = []
+    tiles, mine = _ordered(lengths, order), []
     for turn in range(-(-len(tiles) // programs)):
         start = turn * programs
         full = start + programs <= len(tiles)
@@ -618,26 +914,39 @@ def _truncated(program, programs, lengths):
     return mine[: len(lengths) // programs]
 
 
-def _greedy(lengths, programs):
-    loads = [0] * programs
-    for length in sorted(lengths, reverse=True):
-        loads[loads.index(min(loads))] += length
-    return max(loads)
+def _by_least(program, programs, lengths, order="longest"):
+    """To whoever has least so far."""
+    loads, mine = [0] * programs, []
+    for i in _ordered(lengths, order):
+        place = loads.index(min(loads))
+        loads[place] += lengths[i]
+        mine += [i] if place == program else []
+    return mine
+
+
+def _past_the_end(program, programs, lengths):
+    tiles, turns = _ordered(lengths, "longest"), range(-(-len(lengths) // programs))
+    return [tiles[turn * programs + (programs - 1 - program if turn % 2 else program)] for turn in turns]
+
+
+def _from_both_ends(program, programs, lengths):
+    tiles = _ordered(lengths, "longest")
+    pairs = [list(dict.fromkeys((i, len(tiles) - 1 - i))) for i in range(-(-len(tiles) // 2))]
+    return [tiles[i] for pair in pairs[program::programs] for i in pair]
 
 
 def _judge_balance(result, case):
     lengths, programs = case.arguments
-    result = [[int(i) for i in part] for part in result]
-    given = sorted(i for part in result for i in part)
-    missing = sorted(set(range(len(lengths))) - set(given))
-    if missing:
-        return f"tile {missing[0]} has no program."
-    if len(given) != len(lengths) or given[0] < 0 or given[-1] >= len(lengths):
+    if "tiles" in result:
+        given = sorted(int(i) for part in result["tiles"] for i in part)
+        missing = sorted(set(range(len(lengths))) - set(given))
+        if missing:
+            return f"tile {missing[0]} has no program."
         again = next((i for i in given if given.count(i) > 1), given[-1])
         return f"tile {again} is computed twice, or does not exist."
-    worst = max(_loads(result, lengths))
+    worst = max(sum(map(int, part)) for part in result["work"])
     snake = max(_loads([_dealt(p, programs, lengths) for p in range(programs)], lengths))
-    most = max(snake, _greedy(lengths, programs))
+    most = max(snake, max(_loads([_by_least(p, programs, lengths) for p in range(programs)], lengths)))
     if worst > most:
         return f"every tile once, but the busiest program has {worst} units of work; {most} can be had."
     return None
@@ -668,9 +977,9 @@ BALANCE = Exercise(
             "Short tiles are good for filling up at the end, so keep them for last: see section 12.",
         ),
         Mistake(
-            "tiles are dealt longest first, but always from program 0 on",
+            "every turn is dealt from the same end, or gives one tile to whoever has fewest",
             functools.partial(_dealt, snake=False),
-            "Program 0 then has the longest tile of every turn: go back and forth, see section 12.",
+            "One program then has the longest tile of every turn: go back and forth, or look at the work so far.",
         ),
         Mistake(
             "the tiles of the last, incomplete turn are dropped",
@@ -688,12 +997,37 @@ BALANCE = Exercise(
             "Return the numbers of the tiles, as in the case worked by hand.",
         ),
         Mistake(
+            "tiles go to whoever has least, but in the order given",
+            functools.partial(_by_least, order="given"),
+            "The longest tiles must come first, while short ones are left to even things out: sort the indices.",
+        ),
+        Mistake(
+            "the longest and the shortest are paired, and the pairs dealt in turns",
+            _from_both_ends,
+            "Pairs have the same sum only if lengths rise evenly: follow the rule of the task.",
+        ),
+        Mistake(
+            "the last turn is taken to be complete",
+            _past_the_end,
+            "It may have fewer tiles than programs: does it have one at this program's place?",
+        ),
+        Mistake(
+            "the first program gets everything",
+            lambda program, programs, lengths: [] if program else list(range(len(lengths))),
+            "The work is to be shared out: every program takes its own list.",
+        ),
+        Mistake(
+            "tiles are counted from 1",
+            lambda program, programs, lengths: [i + 1 for i in _dealt(program, programs, lengths)],
+            "lengths[i] is the work of tile i, and the first i is 0.",
+        ),
+        Mistake(
             "every program computes all tiles",
             lambda program, programs, lengths: list(range(len(lengths))),
             "Over all programs every tile is computed once: take only the share of `program`.",
         ),
         Mistake(
-            "the positions in the sorted order are returned instead of the indices of the tiles",
+            "a snake runs over tiles that are not sorted, or places in the sorted order are returned instead of tiles",
             lambda program, programs, lengths: _dealt(program, programs, sorted(lengths, reverse=True)),
             "Sort the indices by their lengths, not the lengths themselves: see the hints.",
         ),

@@ -13,7 +13,9 @@ def _bind_cases():
     return [
         Case(f"H={H}, block_k={k}, {n} instructions, {m} exponentials moved at {c} each", (H, k, n, m, c))
         for H, k, n, m, c in (
-            (64, 128, 482, 0, 6),
+            (64, 128, 418, 0, 6),  # worked by hand, and the two after it
+            (64, 128, 418, 16, 6),
+            (64, 128, 418, 32, 6),
             (64, 128, 482, 16, 6),
             (64, 128, 482, 8, 3),
             (128, 128, 514, 0, 6),
@@ -23,6 +25,10 @@ def _bind_cases():
             (32, 128, 300, 8, 3),
             (32, 64, 100, 4, 6),
             (16, 256, 500, 30, 5),
+            (16, 256, 200, 0, 5),
+            (64, 128, 560, 0, 6),
+            (64, 128, 600, 10, 4),
+            (256, 128, 640, 0, 6),
         )
     ]
 
@@ -32,12 +38,17 @@ UNITS = ("tensor", "exponentials", "issue")
 
 def _bind(
     H, block_k, instructions, moved, cost,
-    products=2, alpha=2, keep=False, free=False, lanes=16, total=False, moved_in_all=False, share=2, choose=max,
+    products=2, alpha=2, keep=False, free=False, once=False, stays=False, rate=16, warps=1, total=False,
+    moved_in_all=False, share=2, choose=max, by_name=False,
 ):  # fmt: skip
     tensor = 2 * products * 64 * block_k * H / 4096
-    exponentials = ((block_k // share + alpha) * 128 - moved * (1 if moved_in_all else 128)) / lanes
-    issue = instructions + (0 if free else moved * (cost if keep else cost - 1))
+    moved_away = 0 if stays else moved * (1 if moved_in_all else 128)
+    exponentials = ((block_k // share + alpha) * 128 - moved_away) / rate
+    added = 0 if free else (1 if once else moved) * (cost if keep else cost - 1)
+    issue = warps * (instructions + added)
     cycles = tensor, exponentials, issue
+    if by_name:
+        return "tensor", tensor
     return UNITS[cycles.index(choose(cycles))], float(sum(cycles) if total else choose(cycles))
 
 
@@ -54,7 +65,7 @@ BIND = Exercise(
         ],
         key=lambda pair: pair[1],
     ),
-    tried="two head dims, two tiles of keys, with and without exponentials moved",
+    tried="head dims from 16 to 256, tiles of 64 to 256 keys, with and without exponentials moved",
     mistakes=(
         Mistake(
             "half of the tensor core's work is missing",
@@ -67,6 +78,16 @@ BIND = Exercise(
             "Each thread holds parts of two rows, and each row has an alpha: see the exercise.",
         ),
         Mistake(
+            "a thread has one exponential of alpha instead of two",
+            functools.partial(_bind, alpha=1),
+            "Each thread holds parts of two rows, and each row has an alpha: see the exercise.",
+        ),
+        Mistake(
+            "the moved exponentials are not taken off their unit",
+            functools.partial(_bind, stays=True),
+            "What is computed otherwise, that unit has not to do: take `moved` off for each thread.",
+        ),
+        Mistake(
             "moved exponentials cost no instructions",
             functools.partial(_bind, free=True),
             "What leaves one unit arrives at another: each is now `cost` instructions.",
@@ -75,6 +96,31 @@ BIND = Exercise(
             "the instruction that a moved exponential saves is not taken off",
             functools.partial(_bind, keep=True),
             "It was one instruction before and is `cost` now: the difference counts.",
+        ),
+        Mistake(
+            "the instructions of a single moved exponential are added",
+            functools.partial(_bind, once=True),
+            "There are `moved` of them for each thread, and each costs `cost - 1` more instructions.",
+        ),
+        Mistake(
+            "the four warps are fed one after another",
+            functools.partial(_bind, warps=4),
+            "Each warp has a scheduler of its own, so the loop takes `instructions` cycles, not four times as many.",
+        ),
+        Mistake(
+            "16 exponentials a cycle are taken for the rate of each quarter",
+            functools.partial(_bind, rate=64),
+            "The unit takes 16 a cycle in all: see the exercise.",
+        ),
+        Mistake(
+            "the exponentials of a single thread are counted",
+            functools.partial(_bind, rate=16 * 128),
+            "128 threads share the unit: multiply by their number.",
+        ),
+        Mistake(
+            "the names are compared, not the cycles",
+            functools.partial(_bind, by_name=True),
+            "max of a dict, or of pairs that begin with a name, goes by the alphabet: give it a key, see hint 2.",
         ),
         Mistake(
             "`moved` exponentials are taken off all 128 threads together instead of each",
@@ -111,6 +157,8 @@ def _guess_cases():
         ("its logits less 900, headroom 0", ln([1.0, 3.0, 40.0, 4.0]) - 900, 2, 0, 32768),
         ("its logits plus 900, headroom 3", ln([1.0, 3.0, 40.0, 4.0]) + 900, 2, 3, 32768),
         ("logits ln 1, ln 3, ln 22, ln 4", ln([1.0, 3.0, 22.0, 4.0]), 2, 1, 32768),
+        ("logits ln 1, ln 3, ln 4, ln 40", ln([1.0, 3.0, 4.0, 40.0]), 2, 1, 32768),
+        ("6 keys, one 6 above the others, headroom 40", np.array([0.0, 0.0, 6.0, 0.0, 0.0, 0.0]), 2, 40, 32768),
         ("6 keys, one 8 above the others, `most` 3", np.array([-3.0, -3.0, 5.0, -3.0, -3.0, -3.0]), 2, 0, 3),
         ("8 equal logits, whose sum is just what is allowed", np.zeros(8), 4, 0, 32768),
         ("10 keys, `most` 5, headroom 0", np.zeros(10), 4, 0, 5),
@@ -123,15 +171,21 @@ def _guess_cases():
     return [Case(label, arguments) for label, *arguments in cases]
 
 
-def _guess(s, block_k, headroom, most, base=2.0, over_all=False, bound="both", lse_of=None, use="first", strict=True):
-    m = (s if over_all else s[:block_k] if use == "first" else s[-block_k:]).max() + headroom * np.log(base)
-    with np.errstate(over="ignore", divide="ignore"):
-        p = np.exp(s - m)
+def _guess(
+    s, block_k, headroom, most, *,
+    base=2.0, seen=lambda s, block_k: s[:block_k], summed=lambda s, block_k: s, power=np.exp, shifted=True,
+    bound="both", strict=True, turned=False, on_failure=None, lse=lambda m, l, h: m + np.log(l),
+):  # fmt: skip
+    h = headroom * np.log(base)
+    m = seen(s, block_k).max() + h
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        p = power(summed(s, block_k) - (m if shifted else 0))
         l = p.sum()
-        top = {"both": min(len(s), most), "keys": len(s), "most": most, "one": 1}[bound]
-        measured = p.max() if bound == "one" else l
-        failed = measured > top if strict else measured >= top
-        return bool(failed), float({None: m + np.log(l), "log2": m + np.log2(l), "m": m}[lse_of])
+        least = min(len(s), most)
+        top = {"both": least, "either": max(len(s), most), "keys": len(s), "most": most, "one": 1, "each p": least}
+        measured = p.max() if bound in ("one", "each p") else l
+        failed = (measured > top[bound] if strict else measured >= top[bound]) != turned
+        return bool(failed), float(lse(m, l, h) if on_failure is None or not failed else on_failure)
 
 
 def _guess_expected(s, block_k, headroom, most):
@@ -151,8 +205,48 @@ GUESS = Exercise(
     mistakes=(
         Mistake(
             "the maximum of the whole row is taken",
-            functools.partial(_guess, over_all=True),
+            functools.partial(_guess, seen=lambda s, block_k: s),
             "That is what the guess is to save: only the first tile is looked at, see section 4.",
+        ),
+        Mistake(
+            "the maximum of the last tile is taken",
+            functools.partial(_guess, seen=lambda s, block_k: s[-block_k:]),
+            "The kernel meets the first tile first, and guesses from that one: see section 4.",
+        ),
+        Mistake(
+            "the first tile has one key too many",
+            functools.partial(_guess, seen=lambda s, block_k: s[: block_k + 1]),
+            "s[:block_k] are the first `block_k` logits: the end of a slice is not part of it.",
+        ),
+        Mistake(
+            "the first logit alone is taken for the maximum of its tile",
+            functools.partial(_guess, seen=lambda s, block_k: s[:1]),
+            "The first tile has `block_k` keys, and their maximum is meant: see the exercise.",
+        ),
+        Mistake(
+            "only the first tile is summed",
+            functools.partial(_guess, summed=lambda s, block_k: s[:block_k]),
+            "The guess comes from the first tile, the sum is of the whole row: see the exercise.",
+        ),
+        Mistake(
+            "m is not taken off before the exponential",
+            functools.partial(_guess, shifted=False),
+            "Each p is e to the power of s - m: see section 4.",
+        ),
+        Mistake(
+            "p is a power of two",
+            functools.partial(_guess, power=np.exp2),
+            "Only the headroom is given in powers of two; everything else here is in base e.",
+        ),
+        Mistake(
+            "the headroom is left out",
+            functools.partial(_guess, base=1.0),
+            "The guess is the maximum of the first tile plus `headroom` powers of two: see section 4.",
+        ),
+        Mistake(
+            "the headroom is multiplied by log2(e) instead of ln 2",
+            functools.partial(_guess, base=2.0 ** (1 / np.log(2) ** 2)),
+            "A power of two is e to the power of ln 2: see hint 1.",
         ),
         Mistake(
             "the headroom is taken as a power of e",
@@ -175,18 +269,53 @@ GUESS = Exercise(
             "With the true maximum the sum is at most the number of keys: more than that is a failure, see section 4.",
         ),
         Mistake(
+            "a sum must be above both bounds to fail",
+            functools.partial(_guess, bound="either"),
+            "One is enough: l may be above neither the number of keys nor `most`, see section 4.",
+        ),
+        Mistake(
+            "a sum just as large as its bound counts as a failure",
+            functools.partial(_guess, strict=False),
+            "It fails where the sum is above the bound: equal logits under the true maximum reach it, see section 4.",
+        ),
+        Mistake(
+            "a guess that holds is called a failure, and the other way round",
+            functools.partial(_guess, turned=True),
+            "The first result is True where the guess has failed.",
+        ),
+        Mistake(
+            "each p is compared with the bound instead of their sum",
+            functools.partial(_guess, bound="each p"),
+            "Many p that are not too large can have a sum that is: the kernel looks at l, see section 4.",
+        ),
+        Mistake(
             "a p above 1 counts as a failure",
             functools.partial(_guess, bound="one"),
             "The headroom is there so that later scores may be larger; the kernel looks at the sum: see section 4.",
         ),
         Mistake(
             "m is returned for lse",
-            functools.partial(_guess, lse_of="m"),
+            functools.partial(_guess, lse=lambda m, l, h: m),
             "The logarithm of the sum belongs to it: lse = m + ln l, whatever m is.",
         ),
         Mistake(
+            "ln l is returned for lse",
+            functools.partial(_guess, lse=lambda m, l, h: np.log(l)),
+            "m was taken off every logit and has to come back: lse = m + ln l.",
+        ),
+        Mistake(
+            "the headroom is taken off again in lse",
+            functools.partial(_guess, lse=lambda m, l, h: m - h + np.log(l)),
+            "l was summed with the headroom in m, so lse = m + ln l with the same m.",
+        ),
+        Mistake(
+            "lse is infinite where the guess fails",
+            functools.partial(_guess, on_failure=np.inf),
+            "That is how the kernel marks a failed row; here lse is wanted whether it failed or not.",
+        ),
+        Mistake(
             "the logarithm has base two",
-            functools.partial(_guess, lse_of="log2"),
+            functools.partial(_guess, lse=lambda m, l, h: m + np.log2(l)),
             "Everything here is in base e: lse = m + ln l.",
         ),
     ),

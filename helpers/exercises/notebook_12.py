@@ -1,6 +1,7 @@
 """The exercises of notebook 12: pencil and paper for the Hopper backward kernels."""
 
 import functools
+import math
 
 import numpy as np
 
@@ -46,8 +47,7 @@ def _operands(left, right, held, right_too=False, either_way=False):
 
 
 def _left_always(left, right, held):
-    _, place, stored = _operands(left, right, held)
-    return "registers", place, stored
+    return "registers", "shared memory", _stem(right) in {_stem(name) for name in held}
 
 
 def _all_stored(left, right, held):
@@ -69,6 +69,42 @@ def _store_if_held(left, right, held):
     return *places, left in held or right in held
 
 
+def _store_right_only(left, right, held):
+    return *_operands(left, right, held)[:2], _stem(right) in {_stem(name) for name in held}
+
+
+def _store_all_computed(left, right, held):
+    return *_operands(left, right, held)[:2], _all_stored(left, right, held)[2]
+
+
+def _store_unless_held(left, right, held):
+    """A right operand that is held as it is needed is not stored."""
+    *places, _ = _operands(left, right, held)
+    return *places, _store_left_only(left, right, held)[2] or (_operands("", right, held)[2] and right not in held)
+
+
+def _store_always(left, right, held):
+    return *_operands(left, right, held)[:2], True
+
+
+def _store_by_full_name(left, right, held):
+    """Names are looked up as they are, with their .T, among names without it."""
+    *places, _ = _operands(left, right, held)
+    computed = {_stem(name) for name in held}
+    return *places, (places[0] != "registers" and left in computed) or right in computed
+
+
+def _left_if_either_is_held(left, right, held):
+    _, place, stored = _operands(left, right, held)
+    return "registers" if left in held or right in held else "shared memory", place, stored
+
+
+def _left_if_transposed(left, right, held):
+    place = "registers" if left.endswith(".T") else "shared memory"
+    computed = {_stem(name) for name in held}
+    return place, "shared memory", _stem(right) in computed or (place != "registers" and _stem(left) in computed)
+
+
 def _store_whatever_lies_there(left, right, held):
     places = _operands(left, right, held)[:2]
     return *places, places[0] == "shared memory"
@@ -86,21 +122,34 @@ def _fused_smem(
     *,
     size_of_dq=4,
     size_of_ds=2,
-    ds_tiles=2,
+    ds_tiles=2,  # None: as many as stages
     kv_stages=False,
     slot_for_q=True,
     slot_for_do=False,
     statistics=True,
     warpgroups_of_kv=True,
+    warpgroups_of_ds=True,
+    of_statistics=4,
+    lse_waits=True,
+    parts_of_dq=1,
+    of_operands=2,
+    streamed=True,
+    barriers=False,
+    unit=1,
 ):
-    q_slots = stages + (delayed if slot_for_q else 0)
-    do_slots = stages + (delayed if slot_for_do else 0)
+    q_slots = (stages if streamed else 1) + (delayed if slot_for_q else 0)
+    do_slots = (stages if streamed else 1) + (delayed if slot_for_do else 0)
     keys = 64 * (warpgroups if warpgroups_of_kv else 1)
-    total = 2 * (q_slots + do_slots) * block_q * H
-    total += 2 * 2 * keys * H * (stages if kv_stages else 1)
-    total += size_of_ds * ds_tiles * 64 * warpgroups * block_q
-    total += size_of_dq * block_q * H
-    return int(total + (4 * (q_slots + do_slots) * block_q if statistics else 0))
+    total = of_operands * (q_slots + do_slots) * block_q * H
+    total += of_operands * 2 * keys * H * (stages if kv_stages else 1)
+    total += (
+        size_of_ds * (stages if ds_tiles is None else ds_tiles) * 64 * (warpgroups if warpgroups_of_ds else 1) * block_q
+    )
+    total += size_of_dq * block_q * H * (warpgroups if parts_of_dq is None else parts_of_dq)
+    rows_of_lse = q_slots if lse_waits else do_slots
+    total += of_statistics * (rows_of_lse + do_slots) * block_q if statistics else 0
+    total += 8 * (2 * q_slots + 2 * do_slots + 2) if barriers else 0
+    return total / unit
 
 
 def _smem_cases():
@@ -122,22 +171,30 @@ def _smem_cases():
 
 
 def _reduce_add(
-    B, T, S, N, H, block_q, block_k, is_causal, bandwidth, *, size=4, mask="pairs", programs=True, heads=True
-):
-    rows, columns = T // block_q, -(-S // block_k)
-    seen = [(i, j) for i in range(rows) for j in range(columns) if j * block_k <= (i + 1) * block_q - 1]
-    if is_causal and mask == "pairs":
-        pairs = len(seen)
-    elif is_causal and mask == "last key":
-        pairs = sum((j + 1) * block_k <= (i + 1) * block_q for i in range(rows) for j in range(columns))
-    elif is_causal and mask == "first query":
-        pairs = sum(j * block_k <= i * block_q for i in range(rows) for j in range(columns))
+    B, T, S, N, H, block_q, block_k, is_causal, bandwidth,
+    *, size=4, mask="pairs", programs=True, heads=True, full_tiles=False, part=None,
+    seconds=lambda moved, rate: moved / rate,
+):  # fmt: skip
+    rows, columns = T // block_q, S // block_k if full_tiles else -(-S // block_k)
+    q, k = block_q, block_k
+    sees = {
+        "pairs": lambda i, j: j * k <= (i + 1) * q - 1,
+        "last key": lambda i, j: (j + 1) * k <= (i + 1) * q,
+        "first query": lambda i, j: j * k <= i * q,
+        "whole": lambda i, j: (j + 1) * k - 1 <= i * q,
+        "one more": lambda i, j: j * k <= (i + 1) * q,
+        "later keys": lambda i, j: i * q <= (j + 1) * k - 1,
+        "numbers": lambda i, j: j <= i,
+        "bottom right": lambda i, j: j * k <= (i + 1) * q - 1 + S - T,
+    }
+    if is_causal and mask in sees:
+        pairs = sum(sees[mask](i, j) for i in range(rows) for j in range(columns))
     else:
         pairs = rows * columns / (2 if is_causal and mask == "half" else 1)
     if not programs:
         pairs = rows
-    moved = size * pairs * block_q * H * (B * N if heads else 1)
-    return moved, moved / bandwidth
+    moved = size * pairs * (block_q * H if part is None else part(block_q, block_k, H)) * (B * N if heads else 1)
+    return moved, seconds(moved, bandwidth)
 
 
 def _reduce_cases():
@@ -168,15 +225,19 @@ def _cycles(flops, smem_bytes, kernel, smem_rate=128, join=max, flop_rate=4096):
 
 def _fused_or_split(
     flops, smem_bytes, exposed, *,
-    smem_rate=128, flop_rate=4096, join=max, wait=True, wait_split=False, together=False, slower=False,
+    smem_rate=128, flop_rate=4096, join=max, wait=1, wait_split=0, together=False, of_split=sum, whole=None,
+    waits_later=False,
 ):  # fmt: skip
     cycles = functools.partial(_cycles, smem_rate=smem_rate, join=join, flop_rate=flop_rate)
-    fused, dkv, dq = (cycles(flops, smem_bytes, kernel) for kernel in KERNELS)
-    split = max(dkv, dq) if slower else dkv + dq
+    if whole:
+        cycles = lambda *arguments: _cycles(*arguments, join=lambda units: max(map(whole, units)))
+    fused, *both = (cycles(flops, smem_bytes, kernel) for kernel in KERNELS)
+    split = of_split(both)
     if together:
         split = cycles(*({"both": table["dkv"] + table["dq"]} for table in (flops, smem_bytes)), "both")
+    choice = "fused" if fused < split else "split"
     fused, split = fused + exposed * wait, split + exposed * wait_split
-    return "fused" if fused < split else "split", fused, split
+    return choice if waits_later else "fused" if fused < split else "split", fused, split
 
 
 def _choice_cases():
@@ -188,6 +249,7 @@ def _choice_cases():
     return [
         case("the case worked by hand", (40960, 32768, 24576), (1536, 640, 512), 0),
         case("the case worked by hand, 3 cycles exposed", (40960, 32768, 24576), (1536, 640, 512), 3),
+        case("the case worked by hand, 20 cycles exposed", (40960, 32768, 24576), (1536, 640, 512), 20),
         case(
             "five and seven products, 300 cycles exposed",
             (5 * unit, 4 * unit, 3 * unit),
@@ -202,6 +264,12 @@ def _choice_cases():
             1,
         ),
         case(
+            "a fused kernel bound by shared memory",
+            (5 * unit, 4 * unit, 3 * unit),
+            (640 * kib, 224 * kib, 160 * kib),
+            0,
+        ),
+        case(
             "a dq kernel bound by shared memory", (5 * unit, 4 * unit, 3 * unit), (300 * kib, 100 * kib, 320 * kib), 0
         ),
     ]
@@ -210,9 +278,12 @@ def _choice_cases():
 # 12.5 Half as many queries in a tile
 
 
-def _halving(T, block_q, *, kv=None, flops=None, added=1.0, registers=0.5, ragged=True):
-    before, after = (-(-T // size) for size in (block_q, block_q // 2))
-    steps = after / before if ragged else 2.0
+def _halving(
+    T, block_q, *, kv=None, flops=None, added=1.0, registers=0.5, ragged=True,
+    tiles=lambda T, block_q: -(-T // block_q), steps=lambda before, after: after / before, whole=float,
+):  # fmt: skip
+    before, after = (tiles(T, size) for size in (block_q, block_q // 2))
+    steps = whole(steps(before, after)) if ragged else 2.0
     return {
         "steps": steps,
         "flops": steps / 2 if flops is None else flops,
@@ -252,19 +323,28 @@ def _visited_cases():
 
 def _visited(
     T, S, tile, block_q, block_k,
-    least_programs=3, ragged=True, q_tiles=(2,), everyone=False, swapped=False, wrong=(0, 2), never=False,
+    least_programs=3, most_programs=math.inf, q_tiles=(2,), everyone=False, swapped=False, wrong=(0, 2), never=False,
+    round_q=True, round_k=True, oblong=False, two_steps=False, first_of=None, end=0,
 ):  # fmt: skip
-    count = (lambda size, block: -(-size // block)) if ragged else (lambda size, block: max(1, size // block))
-    tiles, programs = count(T, block_q), count(S, block_k)
-    first = min(tile * block_k // block_q, tiles - 1)
-    written = np.arange(first, tiles)
-    hit = tiles in q_tiles and programs >= least_programs and not never
+    count = lambda size, block, up: -(-size // block) if up else max(1, size // block)
+    tiles, programs = count(T, block_q, round_q), count(S, block_k, round_k)
+    first = first_of(tile, block_q, block_k, tiles) if first_of else min(tile * block_k // block_q, tiles - 1)
+    written = np.arange(first, tiles + end)
+    hit = tiles in q_tiles and least_programs <= programs <= most_programs and not never
+    hit = hit and not (oblong and block_q == block_k)
     card = written
-    if hit and len(written) == 2:
+    if hit and (tile == 0 or everyone == "the same" or (len(written) == 2 and two_steps)):
         card = np.array(wrong)
     elif hit and everyone:
         card = written + 1
     return (card, written) if swapped else (written, card)
+
+
+def _one_step_too_far(T, S, tile, block_q, block_k):
+    """Every second step and those after it read `first` as one more, however many there are."""
+    written, _ = _visited(T, S, tile, block_q, block_k)
+    hit = -(-S // block_k) >= 3 and tile == 0
+    return written, written + (np.arange(len(written)) > 0) if hit else written
 
 
 def _visited_expected(T, S, tile, block_q, block_k):
@@ -293,13 +373,88 @@ VISITED = Exercise(
             "With two programs `first` is the number of the tile itself, and there is no select: see section 11.",
         ),
         Mistake(
+            "the number of programs does not matter",
+            functools.partial(_visited, least_programs=1),
+            "With one or two programs `first` is the number of the tile itself: see section 11.",
+        ),
+        Mistake(
+            "it takes four programs or more",
+            functools.partial(_visited, least_programs=4),
+            "With three `first` is 0, 1, 1, which is no longer the number of the tile: see section 11.",
+        ),
+        Mistake(
+            "it takes three programs, no more",
+            functools.partial(_visited, most_programs=3),
+            "With more programs `first` is 0, 1, 1, 1, …: still a select, see section 11.",
+        ),
+        Mistake(
+            "only oblong tiles are hit",
+            functools.partial(_visited, oblong=True),
+            "With square tiles, too, `first` is 0, 1, 1 where two tiles of queries meet three of keys.",
+        ),
+        Mistake(
+            "the number of tiles of queries does not matter",
+            functools.partial(_visited, q_tiles=range(10**6)),
+            "Some programs must have two steps and all others one: that takes just two tiles of queries.",
+        ),
+        Mistake(
+            "every walk of more than one step goes one tile too far",
+            _one_step_too_far,
+            "A predicate can tell one step from two, no more: with three tiles of queries there is a real counter.",
+        ),
+        Mistake(
+            "all programs of such a call visit the tiles 0 and 2",
+            functools.partial(_visited, everyone="the same"),
+            "The others have a single step, and that is right: see section 11.",
+        ),
+        Mistake(
+            "the card is taken to begin with `first` = 1 already",
+            functools.partial(_visited, wrong=(1, 2)),
+            "In the first step of program 0 the bit still is false, so `first` is 0: see section 11.",
+        ),
+        Mistake(
+            "a program may begin past the last tile of queries",
+            functools.partial(_visited, first_of=lambda tile, block_q, block_k, tiles: tile * block_k // block_q),
+            "It begins at the last one at the latest, whose number is one less than their count, so it has a step.",
+        ),
+        Mistake(
+            "a program begins at the number of its own tile",
+            functools.partial(_visited, first_of=lambda tile, block_q, block_k, tiles: min(tile, tiles - 1)),
+            "A tile of keys may span several tiles of queries: `first` is tile * block_k // block_q.",
+        ),
+        Mistake(
+            "every program begins at the first tile of queries",
+            functools.partial(_visited, first_of=lambda tile, block_q, block_k, tiles: 0),
+            "Under a causal mask, earlier queries see none of its keys: see the exercise.",
+        ),
+        Mistake(
+            "the walk ends one tile too late",
+            functools.partial(_visited, end=1),
+            "The last tile of queries is one less than their count: range leaves its end out.",
+        ),
+        Mistake(
+            "the walk ends one tile too early",
+            functools.partial(_visited, end=-1),
+            "The walk goes on to the last tile of queries, and range leaves its end out.",
+        ),
+        Mistake(
+            "a tile of queries that is not full is not counted",
+            functools.partial(_visited, round_q=False),
+            "65 queries are two tiles of 64: round up.",
+        ),
+        Mistake(
+            "a tile of keys that is not full is not counted",
+            functools.partial(_visited, round_k=False),
+            "257 keys are three tiles of 128: round up.",
+        ),
+        Mistake(
             "tiles that are not full are not counted",
-            functools.partial(_visited, ragged=False),
+            functools.partial(_visited, round_q=False, round_k=False),
             "65 queries are two tiles of 64, and 257 keys are three of 128: round up.",
         ),
         Mistake(
             "any walk of more than one step counts",
-            functools.partial(_visited, q_tiles=(2, 3, 4)),
+            functools.partial(_visited, q_tiles=(2, 3, 4), two_steps=True),
             "A predicate can tell one step from two, no more: with three tiles of queries there is a real counter.",
         ),
         Mistake(
@@ -366,6 +521,41 @@ EXERCISES = (
                 "The right operand always comes from shared memory, so a computed one must be stored: see section 1.",
             ),
             Mistake(
+                "a computed left operand is forgotten: only the right one is looked at",
+                _store_right_only,
+                "A left operand that is held in the wrong orientation is read from shared memory, too: see section 1.",
+            ),
+            Mistake(
+                "a tile is stored although it stays in registers",
+                _store_all_computed,
+                "Only a computed operand that is read from shared memory must be stored: see section 1.",
+            ),
+            Mistake(
+                "a right operand need not be stored where it is held as it is needed",
+                _store_unless_held,
+                "The right operand is read from shared memory, whatever registers hold: see section 1.",
+            ),
+            Mistake(
+                "a tile is stored before every product",
+                _store_always,
+                "What TMA brought and what stays in registers needs no store: see section 1.",
+            ),
+            Mistake(
+                "an operand is looked up with its .T among names without it",
+                _store_by_full_name,
+                "Take the .T off both sides before you compare: see hint 2.",
+            ),
+            Mistake(
+                "the left operand is in registers as soon as either operand is held",
+                _left_if_either_is_held,
+                "Only the left operand's own tile can serve it: see section 1.",
+            ),
+            Mistake(
+                "every left operand with a .T is in registers",
+                _left_if_transposed,
+                "It is in registers where `held` has it in that orientation, with a .T or without: see section 1.",
+            ),
+            Mistake(
                 "a tile is stored although it stays in registers, or only one in the wrong orientation counts",
                 _store_if_held,
                 "What must be stored is a computed operand that is read from shared memory: see section 1.",
@@ -421,6 +611,61 @@ EXERCISES = (
                 "They come with q and do, one float32 for each query: see section 2.",
             ),
             Mistake(
+                "the ds of one warpgroup only is counted",
+                functools.partial(_fused_smem, warpgroups_of_ds=False),
+                "`ds` is a tile of all keys of the program, 64 for each warpgroup: see the exercise.",
+            ),
+            Mistake(
+                "the keys of one warpgroup only are counted",
+                functools.partial(_fused_smem, warpgroups_of_kv=False, warpgroups_of_ds=False),
+                "`k`, `v` and `ds` have 64 rows for each compute warpgroup: see the exercise.",
+            ),
+            Mistake(
+                "lse and delta have 16 bits",
+                functools.partial(_fused_smem, of_statistics=2),
+                "They are float32, four bytes for each query: see the exercise.",
+            ),
+            Mistake(
+                "lse has no slot more in the delayed order",
+                functools.partial(_fused_smem, lse_waits=False),
+                "It comes with q and shares its slots: see the exercise.",
+            ),
+            Mistake(
+                "each warpgroup has a whole tile of dq",
+                functools.partial(_fused_smem, parts_of_dq=None),
+                "The warpgroups share out the rows or the columns of one tile: see section 3.",
+            ),
+            Mistake(
+                "ds has as many places as the rings",
+                functools.partial(_fused_smem, ds_tiles=None),
+                "It is kept for two steps, however many slots the rings have: see section 2.",
+            ),
+            Mistake(
+                "ds is forgotten",
+                functools.partial(_fused_smem, ds_tiles=0),
+                "It is the tile that the warpgroups exchange by shared memory: see section 3.",
+            ),
+            Mistake(
+                "q, k, v and do are stored in float32",
+                functools.partial(_fused_smem, of_operands=4),
+                "They are operands of wgmma and have 16 bits, two bytes: see the exercise.",
+            ),
+            Mistake(
+                "q and do have a single slot each",
+                functools.partial(_fused_smem, streamed=False),
+                "They stream through rings of `stages` slots: see section 2.",
+            ),
+            Mistake(
+                "the barriers are counted as well",
+                functools.partial(_fused_smem, barriers=True),
+                "They are left out here: see the exercise.",
+            ),
+            Mistake(
+                "the result is in KiB",
+                functools.partial(_fused_smem, unit=1024),
+                "Bytes are asked for.",
+            ),
+            Mistake(
                 "k and v of one warpgroup only are counted",
                 functools.partial(_fused_smem, warpgroups_of_kv=False),
                 "Each compute warpgroup owns 64 keys: see section 2.",
@@ -467,6 +712,61 @@ EXERCISES = (
                 "One query that sees a key is enough, and the last query of a tile sees furthest: see the hints.",
             ),
             Mistake(
+                "only pairs that are seen whole are visited",
+                functools.partial(_reduce_add, mask="whole"),
+                "One query that sees one key is enough: pairs on the diagonal are visited, too, see the hints.",
+            ),
+            Mistake(
+                "a pair is visited whose first key comes just after its last query",
+                functools.partial(_reduce_add, mask="one more"),
+                "The last query of tile i is (i + 1) * block_q - 1: see the case worked by hand.",
+            ),
+            Mistake(
+                "queries see the keys after them instead of those before",
+                functools.partial(_reduce_add, mask="later keys"),
+                "Query i sees keys j <= i: see the exercise.",
+            ),
+            Mistake(
+                "the numbers of the tiles are compared instead of positions",
+                functools.partial(_reduce_add, mask="numbers"),
+                "Tiles of queries and of keys may differ in size: compare positions, j * block_k and so on.",
+            ),
+            Mistake(
+                "the mask ends at the last key for the last query, though T and S differ",
+                functools.partial(_reduce_add, mask="bottom right"),
+                "Positions count from the first query and the first key: query i sees keys j <= i.",
+            ),
+            Mistake(
+                "the last tile of keys, which is not full, is left out",
+                functools.partial(_reduce_add, full_tiles=True),
+                "It has a program of its own, which adds whole parts: round up, see hint 2.",
+            ),
+            Mistake(
+                "a part has block_k rows",
+                functools.partial(_reduce_add, part=lambda block_q, block_k, H: block_k * H),
+                "dq has a row for each query: a part has block_q rows of H numbers, see the exercise.",
+            ),
+            Mistake(
+                "a part is taken for a tile of ds",
+                functools.partial(_reduce_add, part=lambda block_q, block_k, H: block_q * block_k),
+                "ds stays on the chip; what is added is ds k, with H columns: see section 3.",
+            ),
+            Mistake(
+                "the bandwidth is taken in gigabytes per second",
+                functools.partial(_reduce_add, seconds=lambda moved, rate: moved / rate / 1e9),
+                "It is given in bytes per second: see the exercise.",
+            ),
+            Mistake(
+                "the seconds are rounded down",
+                functools.partial(_reduce_add, seconds=lambda moved, rate: moved // rate),
+                "// drops what lies behind the point: divide with /.",
+            ),
+            Mistake(
+                "the bandwidth is divided by the bytes",
+                functools.partial(_reduce_add, seconds=lambda moved, rate: rate / moved),
+                "Bytes over bytes per second are seconds.",
+            ),
+            Mistake(
                 "each tile of dq is added once",
                 functools.partial(_reduce_add, programs=False),
                 "Every program whose keys it sees adds a part of its own: see the picture in section 3.",
@@ -494,7 +794,7 @@ EXERCISES = (
             ),
             Mistake(
                 "the exposed cycles are forgotten",
-                functools.partial(_fused_or_split, wait=False),
+                functools.partial(_fused_or_split, wait=0),
                 "In those cycles neither unit works, so they come on top: see the text of the exercise.",
             ),
             Mistake(
@@ -504,7 +804,7 @@ EXERCISES = (
             ),
             Mistake(
                 "the kernels of the split form run at the same time",
-                functools.partial(_fused_or_split, slower=True),
+                functools.partial(_fused_or_split, of_split=max),
                 "dkv and dq run one after the other, so their cycles add up: see section 4.",
             ),
             Mistake(
@@ -514,8 +814,48 @@ EXERCISES = (
             ),
             Mistake(
                 "the exposed cycles are charged to the split form",
-                functools.partial(_fused_or_split, wait=False, wait_split=True),
+                functools.partial(_fused_or_split, wait=0, wait_split=1),
                 "It is the fused kernel whose warpgroups wait for each other: see the text of the exercise.",
+            ),
+            Mistake(
+                "the exposed cycles are charged to both forms",
+                functools.partial(_fused_or_split, wait_split=1),
+                "Only in the fused kernel do warpgroups wait for each other: see the text of the exercise.",
+            ),
+            Mistake(
+                "the exposed cycles are taken off",
+                functools.partial(_fused_or_split, wait=-1),
+                "The fused kernel loses them, so they are added: see the text of the exercise.",
+            ),
+            Mistake(
+                "the choice is made before the exposed cycles are added",
+                functools.partial(_fused_or_split, waits_later=True),
+                "They are part of what the fused form takes: compare after adding them.",
+            ),
+            Mistake(
+                "the split form is charged with dkv alone",
+                functools.partial(_fused_or_split, of_split=lambda both: both[0]),
+                "dkv and dq run one after the other, so their cycles add up: see section 4.",
+            ),
+            Mistake(
+                "the cycles of a kernel are rounded down",
+                functools.partial(_fused_or_split, whole=math.floor),
+                "// drops what lies behind the point: divide with /.",
+            ),
+            Mistake(
+                "the cycles of a kernel are rounded up",
+                functools.partial(_fused_or_split, whole=math.ceil),
+                "A pair of tiles is one of many, and parts of a cycle count: divide with /.",
+            ),
+            Mistake(
+                "the rates of the two units are exchanged",
+                functools.partial(_fused_or_split, smem_rate=4096, flop_rate=128),
+                "The tensor core does 4096 operations in a cycle, and shared memory moves 128 bytes: see section 4.",
+            ),
+            Mistake(
+                "the operations are counted twice",
+                functools.partial(_fused_or_split, flop_rate=2048),
+                "`flops` counts a multiplication and its addition as two already, and so does the rate.",
             ),
             Mistake(
                 "the form with more cycles is chosen",
@@ -550,9 +890,79 @@ EXERCISES = (
         tolerance=1e-6,
         mistakes=(
             Mistake(
-                "k and v are read from shared memory as often as before",
+                "a step reads half as much of k and v as before",
                 lambda T, block_q: _halving(T, block_q, kv=_halving(T, block_q)["q and do read"]),
                 "Each step reads all of k and of v again, whatever its queries are: see section 4.",
+            ),
+            Mistake(
+                "the operands of a step are counted, not those of the whole walk",
+                lambda T, block_q: _halving(T, block_q) | {"k and v read": 1.0, "q and do read": 0.5},
+                "There are more steps: multiply what a step reads by their number, see hint 1.",
+            ),
+            Mistake(
+                "everything is counted for a step, not for the whole walk",
+                lambda T, block_q: _halving(T, block_q, flops=0.5) | {"k and v read": 1.0, "q and do read": 0.5},
+                "There are more steps: multiply what a step needs by their number, see hint 1.",
+            ),
+            Mistake(
+                "k and v are read from shared memory as often as before",
+                functools.partial(_halving, kv=1.0),
+                "The tensor core reads all of them in each step, and there are more steps: see section 4.",
+            ),
+            Mistake(
+                "the bytes of q and do halve, as in one step",
+                lambda T, block_q: _halving(T, block_q) | {"q and do read": 0.5},
+                "A step reads half as much, and there are more steps: see hint 1.",
+            ),
+            Mistake(
+                "q and do are read as often as before, though the rows of the last tile change",
+                lambda T, block_q: _halving(T, block_q) | {"q and do read": 1.0},
+                "Empty rows of the last tile are read from shared memory, too: count all rows of all steps.",
+            ),
+            Mistake(
+                "the operations stay the same, though the empty rows of the last tile change",
+                functools.partial(_halving, flops=1.0),
+                "Empty rows are multiplied as well: see the case worked by hand, T=320.",
+            ),
+            Mistake(
+                "the ring is counted for all steps",
+                lambda T, block_q: _halving(T, block_q) | {"ring": _halving(T, block_q)["flops"]},
+                "It is room that is used again and again: as many slots, each half as large, see section 2.",
+            ),
+            Mistake(
+                "the registers are counted for all steps",
+                lambda T, block_q: _halving(T, block_q) | {"registers of s and dp": _halving(T, block_q)["flops"]},
+                "Registers are used again in each step: s and dp have block_q columns, see section 2.",
+            ),
+            Mistake(
+                "the bytes added to dq grow with the steps",
+                lambda T, block_q: _halving(T, block_q, added=_halving(T, block_q)["steps"]),
+                "There are more parts, and each is half as large: see section 3.",
+            ),
+            Mistake(
+                "the bytes added to dq halve with the tile",
+                functools.partial(_halving, added=0.5),
+                "Each part is half as large, and there are more parts: see section 3.",
+            ),
+            Mistake(
+                "the number of tiles is rounded down",
+                functools.partial(_halving, tiles=lambda T, block_q: max(1, T // block_q)),
+                "The last tile may have few rows, and it is a step all the same: round up.",
+            ),
+            Mistake(
+                "the factor of the steps is rounded",
+                functools.partial(_halving, whole=round),
+                "Five steps for three are 5/3: divide with /, and round nothing.",
+            ),
+            Mistake(
+                "the factor of the steps is an integer division",
+                functools.partial(_halving, whole=math.floor),
+                "Five steps for three are 5/3: divide with /, not with //.",
+            ),
+            Mistake(
+                "only the new number of steps is given, not the factor",
+                lambda T, block_q: _halving(T, block_q, steps=lambda before, after: after),
+                "Each factor is new divided by old: see the text of the exercise.",
             ),
             Mistake(
                 "the products of a step are counted, not those of the whole walk",

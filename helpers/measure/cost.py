@@ -13,18 +13,18 @@ TABLE_BYTES = 4  # of one entry of the (T, S) tables that `reference.naive_atten
 
 
 def forward_flops(T, S, H, is_causal=False):
-    """Multiplications and additions of both matrix products: 4 T S H, half of it if causal.
+    """Multiplications and additions of both matrix products: 4 T S H, half if causal.
 
-    This is the convention of the papers and of every benchmark here. It leaves the softmax out, and
-    the half is meant for T = S.
+    This is the convention of the papers and of every benchmark here. It leaves the
+    softmax out, and the half is meant for T = S.
     """
     return 4 * T * S * H // (2 if is_causal else 1)
 
 
 def naive_bytes(T, S, H, itemsize):
-    """Bytes moved if Q K^T, softmax and P V each read their inputs and write their result.
+    """Bytes moved if q k^T, softmax and w v each read their inputs once and write their result.
 
-    S is written and read, P is written and read: itemsize (4 T S + 2 T H + 2 S H).
+    The logits s and the weights w are written and read: itemsize (4 T S + 2 T H + 2 S H).
     """
     return itemsize * (4 * T * S + 2 * T * H + 2 * S * H)
 

@@ -27,7 +27,7 @@ class Rung:
     skip_tiles: leave out the tiles that a causal mask hides whole.
     narrow: hand 16-bit operands to the products, instead of float32 copies of them.
     base_2: exp2 with log2 e in the scale, instead of exp.
-    one_instruction: exp2 as the GPU's own instruction, instead of the exact function round it.
+    one_instruction: exp2 as the GPU's own instruction, instead of the library's function round it.
     mask_edges_only: compare positions on the diagonal only, not in every tile.
     tiles: sizes, warps and stages; None for those of the tuner.
     """
@@ -54,38 +54,44 @@ RUNGS = (
 )
 
 
-def kernel(q_ref, k_ref, v_ref, out_ref, *, rung, scale, is_causal, block_q, block_k, interpret):
+def kernel(q_ref, k_ref, v_ref, out_ref, *, rung, scale, is_causal, tiles, interpret):
+    block_q, block_k = tiles.block_q, tiles.block_k
     q_start = pl.program_id(0) * block_q
     rows = q_start + jnp.arange(block_q)
     widen = (lambda x: x) if rung.narrow else (lambda x: x.astype(jnp.float32))
     exp = jnp.exp2 if rung.base_2 else jnp.exp
     if rung.one_instruction:
         exp = functools.partial(exp2, interpret=interpret)
+    unit = scale * (LOG2_E if rung.base_2 else 1)  # to base e or 2
+    dot = functools.partial(lax.dot, preferred_element_type=jnp.float32)
     q = widen(q_ref[...])
 
     def one_key_tile(j, state, masked):
         m, l, acc = state
         tile = pl.ds(j * block_k, block_k)
         k, v = widen(k_ref[tile, :]), widen(v_ref[tile, :])
-        s = (scale * (LOG2_E if rung.base_2 else 1)) * lax.dot(q, k.T, preferred_element_type=jnp.float32)
+        s = unit * dot(q, k.T)
         if masked:
             cols = j * block_k + jnp.arange(block_k)
             s = jnp.where(rows[:, None] >= cols[None, :], s, -jnp.inf)
         m_new = jnp.maximum(m, s.max(axis=1))
         alpha, p = exp(m - m_new), exp(s - m_new[:, None])
-        acc = alpha[:, None] * acc + lax.dot(p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        acc = alpha[:, None] * acc + dot(p.astype(v.dtype), v)
         return m_new, alpha * l + p.sum(axis=1), acc
 
-    state = jnp.full(block_q, -jnp.inf), jnp.zeros(block_q), jnp.zeros(q_ref.shape, jnp.float32)
+    m, l = jnp.full(block_q, -jnp.inf), jnp.zeros(block_q)
+    state = m, l, jnp.zeros(q_ref.shape, jnp.float32)
     stop = k_ref.shape[0] // block_k
     if is_causal and rung.skip_tiles:
         stop = (q_start + block_q + block_k - 1) // block_k
     full = 0 if is_causal else stop
     if is_causal and rung.mask_edges_only:
         full = q_start // block_k
-    state = lax.fori_loop(0, full, functools.partial(one_key_tile, masked=False), state)
+    unmasked = functools.partial(one_key_tile, masked=False)
+    state = lax.fori_loop(0, full, unmasked, state)
     if is_causal:
-        state = lax.fori_loop(full, stop, functools.partial(one_key_tile, masked=True), state)
+        masked = functools.partial(one_key_tile, masked=True)
+        state = lax.fori_loop(full, stop, masked, state)
     _, l, acc = state
     out_ref[...] = (acc / l[:, None]).astype(out_ref.dtype)
 
@@ -102,13 +108,7 @@ def attention(query, key, value, *, rung, is_causal, interpret=False):
     kv_spec = pl.BlockSpec((None, key.shape[1], None, H), lambda i, n, b: (b, 0, n, 0))
     return pl.pallas_call(
         functools.partial(
-            kernel,
-            rung=rung,
-            scale=1 / math.sqrt(H),
-            is_causal=is_causal,
-            block_q=tiles.block_q,
-            block_k=tiles.block_k,
-            interpret=interpret,
+            kernel, rung=rung, scale=1 / math.sqrt(H), is_causal=is_causal, tiles=tiles, interpret=interpret
         ),
         grid=(T // tiles.block_q, N, B),
         in_specs=[q_spec, kv_spec, kv_spec],

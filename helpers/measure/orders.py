@@ -1,6 +1,6 @@
 """What the warpgroups of a Hopper backward kernel do in a step, for the model of `helpers.measure.timeline`.
 
-A walk is a function of (do, steps) that yields operations; do[name] is a list of those of one name.
+A walk is a function of (operations, steps) that yields operations; operations[name] is a list of those of one name.
 """
 
 from helpers.measure.on_chip import SMEM_RATE, TENSOR_RATE
@@ -27,12 +27,12 @@ def operations(kernel, slow, me):
         "store ds": ("shared memory", 2 * entries / SMEM_RATE),
         "store dq": ("shared memory", 4 * entries_of_dq / SMEM_RATE),
     }
-    do = {name: [Issue("tensor core", cycles, name)] for name, cycles in products.items()}
+    found = {name: [Issue("tensor core", cycles, name)] for name, cycles in products.items()}
     for name, (unit, cycles) in threads.items():
-        do[name] = [Work(unit, cycles, name)]
+        found[name] = [Work(unit, cycles, name)]
         if slow > 1:
-            do[name] += [Work(f"threads {me}", (slow - 1) * cycles, name)]
-    return do
+            found[name] += [Work(f"threads {me}", (slow - 1) * cycles, name)]
+    return found
 
 
 def run(walk, kernel, slow, steps):

@@ -13,10 +13,10 @@
 The tuner's table stands beside it in <card>_tiles.json:
 
     tiles          the fastest for each portable kernel, see TILES
-    sweep          everything that was tried, with its time in `ms`; it may be empty
+    sweep          everything that was tried, with its time in `ms` by the host's clock; it may be empty
     hopper         the fastest for each pass of the Hopper kernels, see HOPPER; only for Hopper cards
-    hopper_sweep   everything that was tried for them, with its time in `ms`: of the finalists by the device's
-                   clock where it has one, of the others by that of the host
+    hopper_sweep   the same for them; in the file of the H200 the times of the finalists are by the device's
+                   clock
     kept           {part: header} of what stands there from an earlier run, when only a part was tuned
 
 What was tried on the way to a kernel and not kept stands in <card>_variants.json, see VARIANT, and beside it

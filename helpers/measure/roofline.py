@@ -46,5 +46,5 @@ CARDS = (T4, RTX_4090, A100_40GB, A100_80GB, H100, H200)
 
 
 def attainable(card, intensity):
-    """The largest rate, in FLOP/s, at an intensity in FLOPs per byte moved: the lower of two bounds."""
+    """The largest rate, in FLOP/s, at an intensity in FLOPs per byte moved."""
     return min(card.matrix_rate, intensity * card.bandwidth)

@@ -16,7 +16,7 @@ class SimulatedCard:
     cached: a call whose inputs are among those of the last `holds` calls takes call_s times this.
     disturbed: {factor: numbers of the calls that take call_s times it}, counted from 0.
     warming: by how much a call is slower when the card is warm, as a fraction. warming_s: the busy time in
-      which it comes two thirds of the way there.
+      which it comes 63 % of the way there.
     """
 
     def __init__(
@@ -45,7 +45,10 @@ class SimulatedCard:
         return self.now
 
     def run(self, *inputs, program="program", slower=1.0):
-        """Queue a call, and return a ticket for `wait` at once. slower: how much longer this program takes."""
+        """Queue a call, and return a ticket for `wait` at once.
+
+        slower: how many times as long this program takes.
+        """
         if program not in self.compiled:
             self.compiled.add(program)
             self.now += self.compile_s

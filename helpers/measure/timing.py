@@ -123,5 +123,5 @@ class _AsItIs:
 
 
 def rotation(inputs_bytes):
-    """How many sets of inputs to rotate through, so that no call finds its own in the cache."""
+    """How many sets of inputs, of so many bytes each, to rotate through so that no call finds its own in the cache."""
     return max(1, int(np.ceil(3 * L2_BYTES / inputs_bytes)))

@@ -115,7 +115,8 @@ def agree(mine, right):
 def times_of(programs, always=(), finalists=5, time_programs=time_together):
     """(all, final): {tiles: milliseconds} of a short look at all, and of a longer one at the fastest and `always`.
 
-    The short look is by the clock of the host. The longer one is by the device's own, where it has one.
+    The short look is by the clock of the host, all of it, so that its times can be compared. The longer one
+    is by the device's own, where it has one.
     """
     short = time_programs(programs, rounds=3, sample_ms=4.0, device_samples=lambda program: [])
     fastest = sorted(programs, key=lambda tiles: short[tiles].wall_ms)[:finalists]
@@ -123,7 +124,7 @@ def times_of(programs, always=(), finalists=5, time_programs=time_together):
     long = time_programs(chosen)
     by_device = all(time.device_ms is not None for time in long.values())
     final = {tiles: time.device_ms if by_device else time.wall_ms for tiles, time in long.items()}
-    return {tiles: time.wall_ms for tiles, time in short.items()} | final, final
+    return {tiles: time.wall_ms for tiles, time in short.items()}, final
 
 
 def times_of_choices(function, choices, inputs, always):

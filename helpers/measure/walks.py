@@ -4,16 +4,22 @@ import itertools
 
 
 def walks(T, heads, group, order, processors, block_q=64, block_k=128):
-    """For each program of a causal call, in the order of their start: [(query head, tile of queries), ...]."""
+    """[(query head, tile of queries), ...] of each program of a causal call.
+
+    In the order of their start, which is longest first.
+    order: "head by head", "down, up" or "up, down".
+    """
     programs = []
     for first in range(0, T // block_q, block_k // block_q):
         for kv in range(heads // group):
-            tiles, mine = range(first, T // block_q), range(kv * group, (kv + 1) * group)
+            tiles = range(first, T // block_q)
+            mine = range(kv * group, (kv + 1) * group)
             if order == "head by head":
                 walk = itertools.product(mine, tiles)
             else:
                 up = order.split(", ")[len(programs) // processors % 2] == "up"
-                walk = ((head, i) for i in (tiles if up else reversed(tiles)) for head in mine)
+                in_turn = tiles if up else reversed(tiles)
+                walk = ((head, i) for i in in_turn for head in mine)
             programs.append(list(walk))
     return programs
 

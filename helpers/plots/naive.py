@@ -110,28 +110,29 @@ def three_bills():
 
 
 def byte_bill(read, written):
-    """Bytes moved by naive attention, one bar for each pass over an array, in the order of the steps, in MiB.
+    """Bytes moved by naive attention, one bar for each crossing of an array, in the order of the steps, in MiB.
 
     read and written: bytes by name of the array, as `tiled.SlowMemory` counts them.
     """
-    passes = [("read", "q", read), ("read", "k", read), ("write", "s", written), ("read", "s", read)]
-    passes += [("write", "weights", written), ("read", "weights", read), ("read", "v", read), ("write", "out", written)]
+    crossings = [("read", "q", read), ("read", "k", read), ("write", "s", written), ("read", "s", read)]
+    crossings += [("write", "weights", written), ("read", "weights", read)]
+    crossings += [("read", "v", read), ("write", "out", written)]
     figure, axes = style.subplots(width=8.8, height=2.8)
     start = 0
-    for number, (what, name, counted) in enumerate(passes):
+    for number, (what, name, counted) in enumerate(crossings):
         width = counted[name] / MIB
         colour, hatch = (READ, "") if what == "read" else (WRITE, "////")
         axes.barh(-number, width, left=start, color=colour, hatch=hatch, edgecolor=style.PAPER, height=0.8)
-        early = number < len(passes) / 2
+        early = number < len(crossings) / 2
         x = start + width + 1 if early else start - 1
         axes.text(x, -number, f"{width:.0f}", va="center", ha="left" if early else "right", size=9)
         start += width
     axes.axvline(start, color=style.FAINT, linewidth=1, linestyle="--")
     axes.text(start + 1, 0, f"{start:.0f} MiB in all", va="center")
-    axes.set_yticks(range(0, -len(passes), -1), [f"{what} {name}" for what, name, _ in passes])
+    axes.set_yticks(range(0, -len(crossings), -1), [f"{what} {name}" for what, name, _ in crossings])
     axes.set_xlim(0, start * 1.15)
     axes.set_xlabel("bytes moved so far (MiB)")
-    axes.set_title("Four passes over a table, and little else (reads plain, writes hatched)", loc="left")
+    axes.set_title("Four crossings of a table, and little else (reads plain, writes hatched)", loc="left")
     return figure
 
 
@@ -161,7 +162,7 @@ def cards(lengths, measured, heads, H=128, itemsize=2):
     axes.set_xticks(ticks, [_short(tick) for tick in ticks])
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axes.set_xlabel("length T = S")
-    axes.set_ylabel(f"footprint (GiB), {heads} heads, H = {H}, 16-bit")
+    axes.set_ylabel(f"footprint (GiB), {heads} heads, H = {H}, {8 * itemsize}-bit inputs")
     axes.set_title("Where one layer of naive attention stops fitting", loc="left")
     axes.legend(loc="lower right", frameon=False)
     return figure

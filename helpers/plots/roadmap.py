@@ -1,6 +1,7 @@
 """Where you are in the series."""
 
-from matplotlib.patches import FancyBboxPatch
+from matplotlib.lines import Line2D
+from matplotlib.patches import FancyBboxPatch, Patch
 
 from helpers.plots import style
 
@@ -34,10 +35,41 @@ TRACKS = (
 )
 STEPS = tuple(step for _, _, steps in TRACKS for step in steps)
 WIDTH, LINE = 0.84, 1.3  # of a box, where the distance between two is 1; from one row to the next
+# How the dot of an exercise looks: the shape says it, for readers who do not see the colours.
+DOTS = {
+    "solved": {"color": style.VALUE, "fillstyle": "full"},
+    "tried": {"color": style.VALUE, "fillstyle": "left", "markerfacecoloralt": style.PAPER},
+    "open": {"color": style.INK, "fillstyle": "none"},
+}
+DOT = {"marker": "o", "markersize": 6.5, "markeredgewidth": 0.9, "linestyle": "none"}
 
 
 def roadmap(here=None):
     """The tracks of the series, a row each, with the step `here`, such as "03", filled."""
+    return _map(lambda axes, x, y, number, name: _step(axes, x, y, number, name, filled=number == here))
+
+
+def progress(states, following=None):
+    """The same map with a dot for each exercise, and the step `following`, which has the next one, in a heavy frame.
+
+    states: {number of a step: the states of its exercises, each "solved", "tried" or "open"}.
+    """
+
+    def step(axes, x, y, number, name):
+        _step(axes, x, y, number, name, framed=number == following, raised=0.1)
+        for place, state in enumerate(states[number]):
+            axes.plot(x + 0.125 * (place - (len(states[number]) - 1) / 2), y + 0.15, **DOT, **DOTS[state])
+
+    figure = _map(step)
+    handles = [Line2D([], [], label=state, **DOT, **look) for state, look in DOTS.items()]
+    frame = Patch(facecolor=style.PAPER, edgecolor=style.OUTPUT, linewidth=3, label="has the next exercise")
+    figure.set_figheight(figure.get_figheight() + 0.35)
+    figure.legend(handles=[*handles, frame], loc="outside lower center", ncols=4)
+    return figure
+
+
+def _map(draw_step):
+    """A figure of the tracks; draw_step is called with axes, x, y, the number and the name of each step."""
     figure, axes = style.subplots(width=10, height=0.4 + 0.95 * len(TRACKS))
     style.bare(axes)
     place = {}
@@ -47,7 +79,7 @@ def roadmap(here=None):
         # A track that follows a step ends below it, so that the line between them is short.
         first = 0 if begins_after is None else place[begins_after][0] - len(steps) + 1
         for x, (number, name) in enumerate(steps, start=first):
-            _step(axes, x, y, number, name, current=number == here)
+            draw_step(axes, x, y, number, name)
             place[number] = x, y
             if x > first:
                 axes.plot([x - 1 + WIDTH / 2, x - WIDTH / 2], [y + 0.5] * 2, color=style.INK, linewidth=1.4)
@@ -66,22 +98,22 @@ def roadmap(here=None):
     return figure
 
 
-def _step(axes, x, y, number, name, current):
-    edge = style.OUTPUT if current else style.QUERY
+def _step(axes, x, y, number, name, filled=False, framed=False, raised=0.0):
+    edge = style.OUTPUT if filled or framed else style.QUERY
     axes.add_patch(
         FancyBboxPatch(
             (x - WIDTH / 2, y),
             WIDTH,
             1,
             boxstyle="round,pad=0,rounding_size=0.12",
-            facecolor=edge if current else style.PAPER,
+            facecolor=edge if filled else style.PAPER,
             edgecolor=edge,
-            linewidth=1.6,
+            linewidth=3 if framed else 1.6,
         )
     )
-    ink = style.PAPER if current else style.INK
-    axes.text(x, y + 0.76, number, ha="center", va="center", color=ink, weight="bold", size=12)
-    axes.text(x, y + 0.34, name, ha="center", va="center", color=ink, size=10.5, linespacing=1.1)
+    ink = style.PAPER if filled else style.INK
+    axes.text(x, y + raised + 0.76, number, ha="center", va="center", color=ink, weight="bold", size=12)
+    axes.text(x, y + raised + 0.34, name, ha="center", va="center", color=ink, size=10.5, linespacing=1.1)
 
 
 FIGURES = {f"roadmap-{number}.png": lambda number=number: roadmap(number) for number, _ in STEPS}

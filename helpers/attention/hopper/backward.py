@@ -88,17 +88,21 @@ def lse_and_awaited(s_acc, wait_n, lse_ref):
 def hide(p, q_start, k_start, keys_axis, problem, tiles):
     """p with zeros where the query does not see the key, or where there is no key.
 
-    `masking.visible` in a form that needs few registers: it compares columns with a number for each row,
-    made anew in each step, where the compiler would keep a difference of positions for each entry of p.
+    `masking.visible` in a form that needs few registers: it compares columns with a
+    number for each row, made anew in each step, where the compiler would keep a
+    difference of positions for each entry of p.
     """
     rows = anew(plgpu.broadcasted_iota(jnp.int32, p.shape[:1], 0, layout=ROWS))
     cols = plgpu.broadcasted_iota(jnp.int32, p.shape, 1, layout=MATRIX)
     wide = lambda row: lax.broadcast_in_dim(row, p.shape, [0])
     if problem.band.right is not None:
         ahead = q_start + problem.band.right - k_start
-        p = jnp.where(cols >= wide(rows - ahead) if keys_axis == 0 else cols <= wide(rows + ahead), p, 0.0)
+        by_keys = keys_axis == 0
+        seen = cols >= wide(rows - ahead) if by_keys else cols <= wide(rows + ahead)
+        p = jnp.where(seen, p, 0.0)
     if problem.S % tiles.block_k:
-        p = jnp.where((wide(rows) if keys_axis == 0 else cols) < problem.S - k_start, p, 0.0)
+        keys = wide(rows) if keys_axis == 0 else cols
+        p = jnp.where(keys < problem.S - k_start, p, 0.0)
     return p
 
 
@@ -118,39 +122,47 @@ def for_each_query_tile(problem, tiles, kv, k_start, body, masked_body, carry):
     partial = band.right is not None or problem.S % block_k != 0
     all_from = first
     if band.right is not None:
-        all_from = jnp.clip(pl.cdiv(k_start + block_k - 1 - band.right, block_q), first, stop)
+        last_key = k_start + block_k - 1
+        all_from = jnp.clip(pl.cdiv(last_key - band.right, block_q), first, stop)
     if problem.S % block_k:
         all_from = jnp.where(k_start + block_k > problem.S, stop, all_from)
 
     def turned(i):
-        """Without a mask, programs start at different tiles, so that they do not add to one tile of dq at once."""
+        """Without a mask, programs start at different tiles of queries.
+
+        So they do not add to one tile of dq at once.
+        """
         return lax.rem(i + k_start // block_k, stop) if band == NO_BAND else i
 
     def tile_by_tile(n, start, end):
-        """(query head, tile of queries) of step n, all heads of a tile before the next tile: for causal calls.
+        """(query head, tile of queries) of step n, all heads of a tile before the next.
 
-        Who reads a tile at the same time as others finds it in the L2 cache. After the tiles that the mask cuts,
-        the programs that start first walk down, side by side. They end one after the other, the shortest first,
-        and those that take their places walk up: each begins at its own keys, just when those before it come by.
+        For causal calls. Who reads a tile at the same time as others finds it in the L2
+        cache. After the tiles that the mask cuts, the programs that start first walk
+        down, side by side. They end one after the other, the shortest first, and those
+        that take their places walk up: each begins at its own keys, just when those
+        before it come by.
         """
         up = lax.rem(lax.div(place_in_line(problem, tiles), core_count(PROCESSORS)), 2) == 1
         i = lax.div(n, group)
         return kv * group + lax.rem(n, group), jnp.where(up, start + i, end - 1 - i)
 
     def all_heads(body, start, end, state):
-        """The tiles from start to end, in all heads of the group; state is (step, carry)."""
+        """The tiles from start to end, in all heads of the group; state: (step, carry)."""
         steps = group * (end - start)
 
         def loop(place):
-            return lax.fori_loop(0, steps, lambda n, state: (state[0] + 1, body(*place(n), *state)), state)
+            one_step = lambda n, state: (state[0] + 1, body(*place(n), *state))
+            return lax.fori_loop(0, steps, one_step, state)
 
         if group == 1:
             return loop(lambda n: (kv, turned(start + n)))
         if band != NO_BAND:
             return loop(lambda n: tile_by_tile(n, start, end))
 
-        # One head after the other. With head and tile computed from n, in fewer instructions, one of these calls
-        # took a tenth longer on an H200 (H = 128, T = 4096, 8:1).
+        # One head after the other. With head and tile computed from n, in fewer
+        # instructions, one of these calls took a tenth longer on an H200 (H = 128,
+        # T = 4096, 8:1).
         def one_step(_, state):
             g, i, *state = state
             last = i + 1 == end
@@ -325,7 +337,7 @@ def fused_kernel(
 
         def accumulate(dk_acc, dv_acc):
             def finish(work, step, ds=None):
-                """Add ds k of a published tile to dq, and issue its part of dk without awaiting it."""
+                """Add ds k of a published tile to dq, and issue its part of dk, not awaited."""
                 head, i, q_slot, ds_slot = work
                 plgpu.barrier_wait(ds_ready)
 
@@ -346,14 +358,17 @@ def fused_kernel(
                 plgpu.commit_smem()
                 mine = b, pl.ds(i * block_q + my_rows, ROWS_OF_WGMMA), head, my_columns
                 if interpret:  # it knows no addition: each tile of keys has a plane of its own
-                    plgpu.copy_smem_to_gmem(dq_smem.at[me], dq_ref.at[lax.axis_index("tile")].at[mine])
+                    plane = dq_ref.at[lax.axis_index("tile")]
+                    plgpu.copy_smem_to_gmem(dq_smem.at[me], plane.at[mine])
                 else:
                     plgpu.copy_smem_to_gmem(dq_smem.at[me], dq_ref.at[mine], reduction_op="add")
 
             def one_step(masked, head, i, step, before):
                 wg = anew(me)
-                q_slot, do_slot, ds_slot = lax.rem(step, stages + delayed), lax.rem(step, stages), lax.rem(step, 2)
+                q_slot, do_slot = lax.rem(step, stages + delayed), lax.rem(step, stages)
+                ds_slot = lax.rem(step, 2)
                 q_tile, do_tile = q_smem.at[q_slot], do_smem.at[do_slot]
+                p_spare = None if spare is None else spare.at[me]
 
                 def with_s(s_acc):
                     plgpu.barrier_wait(q_loaded.at[q_slot])
@@ -369,12 +384,13 @@ def fused_kernel(
                     p = exp2_of_logits(s, lse, 1, problem)
                     if masked:
                         p = hide(p, i * block_q, my_start, 0, problem, tiles)
-                    multiply_add_(dv_acc, p.astype(problem.dtype), do_tile, None if spare is None else spare.at[me])
+                    multiply_add_(dv_acc, p.astype(problem.dtype), do_tile, p_spare)
                     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
                     if delayed:  # dk of the step before is done as well
                         pl.when(step > 0)(lambda: plgpu.barrier_arrive(q_free.at[before[2]]))
                     delta = plgpu.load(delta_smem.at[do_slot], layout=COLUMNS)
-                    return (p * (dp - lax.broadcast_in_dim(delta, dp.shape, [1]))).astype(problem.dtype)
+                    ds = p * (dp - lax.broadcast_in_dim(delta, dp.shape, [1]))
+                    return ds.astype(problem.dtype)
 
                 acc = plgpu.ACC((ROWS_OF_WGMMA, block_q), jnp.float32)
                 ds = pl.run_scoped(with_s, acc)
@@ -647,7 +663,8 @@ def _padded(array, *axes):
     return jnp.pad(array, [(0, after.get(axis, 0)) for axis in range(array.ndim)]) if any(after.values()) else array
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2, 3))  # a ref can be indexed in a traced function only
+# A ref can be indexed in a traced function only.
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
 def _fused(problem, arrays, tiles, interpret):
     planes = (pl.cdiv(problem.S, tiles.block_k),) if interpret else ()
     dq_ref = jax.new_ref(jnp.zeros((*planes, *arrays[0].shape), jnp.float32))

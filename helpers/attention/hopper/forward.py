@@ -145,7 +145,8 @@ def forward_kernel(
         full_round = (turn + 1) * programs <= q_tiles * heads
         if causal:
             # Backwards in every other full round, so that no program has the longest tile of each.
-            index = jnp.where(full_round & (turn % 2 == 1), turn * programs + (programs - 1 - program), index)
+            backwards = turn * programs + (programs - 1 - program)
+            index = jnp.where(full_round & (turn % 2 == 1), backwards, index)
             i, head = causal_order(index, q_tiles, problem)
         else:
             # The last tile of a head may have few rows: turn by turn another program gets it.
@@ -163,20 +164,23 @@ def forward_kernel(
         def body(state):
             which, start, count, step = state
             step = one_list(start, count, step)
-            # Now all have judged their guesses. And nobody reads the stale operands of the last scores any more.
+            # Now all have judged their guesses. And nobody reads the stale operands
+            # of the last scores any more.
             pl.when(me < warpgroups)(lambda: plgpu.barrier_arrive(judged))
             plgpu.barrier_wait(judged)
-            # On to the next warpgroup with turns to do again, unless one before it asked for the same.
-            starts, stops = (
-                [lse_smem[warpgroups, 2 * i + k].astype(jnp.int32) for i in range(warpgroups)] for k in range(2)
-            )
+            # On to the next warpgroup with turns to do again, unless one before it
+            # asked for the same.
+            each = range(warpgroups)
+            starts = [lse_smem[warpgroups, 2 * i].astype(jnp.int32) for i in each]
+            stops = [lse_smem[warpgroups, 2 * i + 1].astype(jnp.int32) for i in each]
             following = jnp.int32(warpgroups + 1), jnp.int32(0), jnp.int32(0)
-            for i in reversed(range(warpgroups)):
+            for i in reversed(each):
                 wanted = (which <= i) & (stops[i] > 0)
                 for other in range(i):
                     wanted &= starts[i] != starts[other]
                 mine = jnp.int32(i + 1), starts[i], stops[i] - starts[i]
-                following = [jnp.where(wanted, a, b) for a, b in zip(mine, following, strict=True)]
+                pairs = zip(mine, following, strict=True)
+                following = [jnp.where(wanted, *pair) for pair in pairs]
             return *following, step
 
         lax.while_loop(lambda state: state[0] <= warpgroups, body, (jnp.int32(0), jnp.int32(0), rounds, jnp.int32(0)))
@@ -226,10 +230,13 @@ def forward_kernel(
             return p, (m_new, l, alpha)
 
         def sum_by_thread(p):
-            """(block_q, 8), columns 8 apart summed up: they are a thread's own. A whole row is four threads'."""
+            """(block_q, 8), columns 8 apart summed up: they are a thread's own.
+
+            A whole row is four threads'.
+            """
             parts = [p[:, start : start + 8] for start in range(0, block_k, 8)]
             while len(parts) > 1:
-                parts = [functools.reduce(jnp.add, parts[i : i + 2]) for i in range(0, len(parts), 2)]
+                parts = [functools.reduce(jnp.add, two) for two in itertools.batched(parts, 2)]
             return parts[0]
 
         def narrow(p):
@@ -346,12 +353,14 @@ def forward_kernel(
                         plgpu.barrier_arrive(v_free.at[slot_of(step + j)])
 
                 def judge():
-                    """A thread knows the sums of two rows, and all must agree: through SMEM. That takes time.
+                    """A thread knows the sums of two rows, and all must agree: through SMEM.
 
-                    So it is done after the turns 0, 3, 7, 11, ... and the last, for all since the time before.
+                    That takes time. So it is done after the turns 0, 3, 7, 11, ... and the
+                    last, for all since the time before.
                     """
                     lse = plgpu.load(lse_smem.at[me], layout=COLUMNS)
-                    failed = jnp.where(lse == jnp.inf, 1.0, 0.0).max() > 0  # a NaN beside it must not hide it
+                    # Not the maximum of lse: a NaN beside it must not hide it.
+                    failed = jnp.where(lse == jnp.inf, 1.0, 0.0).max() > 0
                     since = jnp.where(i < 4, jnp.minimum(i, 1), i - i % 4)
                     pl.when(failed)(lambda: do_again(start + since, turn + 1))
 
@@ -382,7 +391,8 @@ def forward_kernel(
                     load_q(i + 1)
                     return next_step, worst
 
-                alone = stop < stop_all  # others have more keys to see, and wait for the values that I hold
+                # Others have more keys to see, and wait for the values that I hold.
+                alone = stop < stop_all
 
                 def ready():
                     @pl.when(alone)
@@ -420,11 +430,12 @@ def forward_kernel(
                 j = jnp.asarray(j, jnp.int32)
                 slot = lax.rem(step + j, stages)
                 plgpu.barrier_wait(free.at[slot])
-                # Grouped queries: `group` query heads read the same key/value head, in place.
+                # Grouped queries: `group` query heads read one key/value head, in place.
                 tile = ref.at[b, pl.ds(j * block_k, block_k), lax.div(n, problem.group)]
                 plgpu.copy_gmem_to_smem(tile, smem.at[slot], loaded.at[slot])
 
-            keys, values = (k_ref, k_smem, k_loaded, k_free), (v_ref, v_smem, v_loaded, v_free)
+            keys = k_ref, k_smem, k_loaded, k_free
+            values = v_ref, v_smem, v_loaded, v_free
             fetch(*keys, 0)
 
             @pl.loop(1, stop)
@@ -458,10 +469,11 @@ def heads_together(problem):
 
 
 def causal_order(index, q_tiles, problem):
-    """(tile of queries, head) at a place, or an array of places, of the list of all pairs of a causal call.
+    """(tile of queries, head) at a place of the list of all pairs of a causal call.
 
-    The heads come in parts, see `heads_together`. In the last part the longest tiles come first, in the
-    one before it they come last, and so on in turns, so that the ends of two parts fit each other.
+    index: a place, or an array of places. The heads come in parts, `heads_together`.
+    In the last part the longest tiles come first, in the one before it they come last,
+    and so on in turns, so that the ends of two parts fit each other.
     """
     heads, width = problem.N * problem.B, heads_together(problem)
     parts = pl.cdiv(heads, width)

@@ -41,7 +41,7 @@ NAMES = {
 }
 
 
-# What every rung shares: the mathematics.
+# What rungs 1 to 5 share: the mathematics.
 
 
 def start(H):
@@ -58,7 +58,7 @@ def columns(row_values, shape):
 
 
 def softmax(s, m, l, acc, *, problem, q_start, j):
-    """Take the scores of key tile j into the state. Returns (p, m, l, acc), acc before p v."""
+    """Take s = q k^T of key tile j, not yet scaled, into the state. Returns (p, m, l, acc), acc before p v."""
     scale_2 = problem.scale * LOG2_E
     if problem.band.right == 0:
         rows = q_start + plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=MATRIX)
@@ -129,12 +129,14 @@ def ring(
     q_ref, k_ref, v_ref, out_ref, lse_ref, q_smem, k_smem, v_smem, q_loaded, k_loaded, v_loaded, *, problem, interpret
 ):
     b, n, i = here()
+    kv_head = lax.div(n, problem.group)
     q_start = i * BLOCK_Q
     my_rows = pl.ds(q_start, BLOCK_Q)
     stop = key_tiles(problem, q_start + BLOCK_Q)
 
     def fetch(j):  # returns at once; k_loaded and v_loaded say when the tiles are there
-        tile, slot = (b, pl.ds(j * BLOCK_K, BLOCK_K), lax.div(n, problem.group)), lax.rem(j, STAGES)
+        tile = b, pl.ds(j * BLOCK_K, BLOCK_K), kv_head
+        slot = lax.rem(j, STAGES)
         plgpu.copy_gmem_to_smem(k_ref.at[tile], k_smem.at[slot], k_loaded.at[slot])
         plgpu.copy_gmem_to_smem(v_ref.at[tile], v_smem.at[slot], v_loaded.at[slot])
 
@@ -150,7 +152,7 @@ def ring(
         p, m, l, acc = softmax(s, m, l, acc, problem=problem, q_start=q_start, j=j)
         plgpu.barrier_wait(v_loaded.at[slot])
         acc = accumulate(acc, p, v_smem.at[slot], interpret=interpret)
-        pl.when(j + STAGES < stop)(lambda: fetch(j + STAGES))  # into the slot that is free now
+        pl.when(j + STAGES < stop)(lambda: fetch(j + STAGES))  # into the slot now free
         return m, l, acc
 
     state = lax.fori_loop(0, stop, one_key_tile, start(problem.H))
@@ -166,6 +168,7 @@ def specialised(
     *, problem, interpret, warpgroups, ping_pong,
 ):  # fmt: skip
     b, n, i = here()
+    kv_head = lax.div(n, problem.group)
     me = lax.axis_index("warpgroup")
     stop = key_tiles(problem, (i + 1) * warpgroups * BLOCK_Q)
 
@@ -206,8 +209,11 @@ def specialised(
             plgpu.set_max_registers(REGISTERS[2][1], action="decrease")
 
         def fetch(j, reuse):
-            tile, slot = (b, pl.ds(j * BLOCK_K, BLOCK_K), lax.div(n, problem.group)), lax.rem(j, STAGES)
-            for ref, smem, loaded, free in ((k_ref, k_smem, k_loaded, k_free), (v_ref, v_smem, v_loaded, v_free)):
+            tile = b, pl.ds(j * BLOCK_K, BLOCK_K), kv_head
+            slot = lax.rem(j, STAGES)
+            keys = k_ref, k_smem, k_loaded, k_free
+            values = v_ref, v_smem, v_loaded, v_free
+            for ref, smem, loaded, free in (keys, values):
                 if reuse:
                     plgpu.barrier_wait(free.at[slot])
                 plgpu.copy_gmem_to_smem(ref.at[tile], smem.at[slot], loaded.at[slot])

@@ -36,8 +36,9 @@ def padded_head_dim(H):
 def anew(numbers):
     """The same number or array, of which the compiler knows nothing before this point.
 
-    What a loop makes of it in every step, such as addresses of operands, is then made in every step. The
-    compiler would rather make all of it ahead of the loop, and has no registers left in which to keep it.
+    What a loop makes of it in every step, such as addresses of operands, is then made
+    in every step. The compiler would rather make all of it ahead of the loop, and has
+    no registers left in which to keep it.
     """
     return lax.optimization_barrier(numbers)
 
@@ -56,10 +57,12 @@ def _dot(a, b):
 
 
 def multiply_add(acc, a, b, spare, interpret):
-    """Issue acc += a @ b on the tensor core. a: a ref, or an array in registers; acc: an ACC ref.
+    """Issue acc += a @ b on the tensor core.
 
-    The interpreter knows no register operand: there it goes through `spare`, a ref of its shape. And it
-    does not tell its race detector what a wgmma reads: there the operands are read once more, to be seen.
+    a: a ref, or an array in registers; acc: an ACC ref. The interpreter knows no
+    register operand: there it goes through `spare`, a ref of its shape. And it does not
+    tell its race detector what a wgmma reads: there the operands are read once more,
+    to be seen.
     """
     if interpret and isinstance(a, jax.Array):
         spare[...] = a
@@ -142,7 +145,8 @@ def overlapped(first, second, meanwhile, state, *, interpret):
             plgpu.wgmma(c_ref, a2, b2)
             s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)  # the older of the two
             p, new = meanwhile(s, jax.tree.unflatten(tree, [ref[...] for ref in state_refs]))
-            for ref, value in zip((p_ref, *state_refs), (p, *jax.tree.leaves(new)), strict=True):
+            values = p, *jax.tree.leaves(new)
+            for ref, value in zip((p_ref, *state_refs), values, strict=True):
                 ref[...] = value
 
         pl.run_scoped(with_first, plgpu.ACC(shape, jnp.float32))

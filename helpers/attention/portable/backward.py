@@ -1,6 +1,6 @@
 """The portable backward kernels: the gradients of attention without ever storing a table.
 
-FlashAttention-2 (arXiv 2307.08691), algorithm 2, for one query head (dS of FlashAttention's
+FlashAttention-2 (arXiv 2307.08691), algorithm 2, for one query head (ds of FlashAttention's
 appendix B.4, arXiv 2205.14135, with the gradient of lse added):
 
     p      = exp(scale q k^T - lse)         the weights again, from the residual lse
@@ -62,7 +62,7 @@ def delta_kernel(out_ref, do_ref, lse_ref, dlse_ref, delta_ref, *, problem, bloc
 
 
 def p_and_ds(q, k, v, do, lse, delta, seen, scale, interpret):
-    """The weights of a pair of tiles and the gradient of its logits, (block_q, block_k) float32."""
+    """Weights of a pair of tiles, gradient of its logits: (block_q, block_k) float32."""
     s = (scale * LOG2_E) * dot(q, k.T)
     p = jnp.where(seen, exp2(s - (LOG2_E * lse)[:, None], interpret), 0)
     dp = dot(do, v.T)
@@ -85,16 +85,19 @@ def dkv_kernel(
     interpret,
 ):
     """Writes dk and dv of one tile of keys; with a third gradient ref, adds to dq as well."""
-    dk_ref, dv_ref, dq_ref = gradient_refs if len(gradient_refs) == 3 else (*gradient_refs, None)
-    query_length, key_length = length_of(query_length_ref, problem.T), length_of(key_length_ref, problem.S)
+    dk_ref, dv_ref, dq_ref = (*gradient_refs, None)[:3]
+    query_length = length_of(query_length_ref, problem.T)
+    key_length = length_of(key_length_ref, problem.S)
+    lengths = query_length, key_length
     k_start = pl.program_id(0) * block_k
+    k_stop = k_start + block_k
     cols = k_start + jnp.arange(block_k)
     in_head = jnp.arange(k_ref.shape[-1])[None, :] < problem.H
     k_mask = (cols < key_length)[:, None] & in_head
     k = plt.load(k_ref, mask=k_mask, other=0)
     v = plt.load(v_ref, mask=k_mask, other=0)
 
-    def one_query_tile(i, head, gradients):
+    def one_query_tile(head, i, gradients):
         dk, dv = gradients
         rows = i * block_q + jnp.arange(block_q)
         tile = pl.ds(i * block_q, block_q)
@@ -104,7 +107,7 @@ def dkv_kernel(
         lse = plt.load(lse_ref.at[head, tile], mask=rows < query_length, other=0)
         delta = plt.load(delta_ref.at[head, tile], mask=rows < query_length, other=0)
 
-        seen = visible(rows[:, None], cols[None, :], problem.band, query_length, key_length)
+        seen = visible(rows[:, None], cols[None, :], problem.band, *lengths)
         p, ds = p_and_ds(q, k, v, do, lse, delta, seen, problem.scale, interpret)
         dv += dot(p.astype(do.dtype).T, do)
         ds = ds.astype(q.dtype)
@@ -113,10 +116,10 @@ def dkv_kernel(
             plt.atomic_add(dq_ref, (tile, head, slice(None)), problem.scale * dot(ds, k))
         return dk, dv
 
-    first, stop = query_tiles(k_start, k_start + block_k, block_q, problem.band, query_length, key_length, xp=jnp)
+    first, stop = query_tiles(k_start, k_stop, block_q, problem.band, *lengths, xp=jnp)
 
     def one_head(head, gradients):
-        return lax.fori_loop(first, stop, lambda i, gradients: one_query_tile(i, head, gradients), gradients)
+        return lax.fori_loop(first, stop, functools.partial(one_query_tile, head), gradients)
 
     zeros = jnp.zeros(k.shape, jnp.float32)
     dk, dv = lax.fori_loop(0, problem.group, one_head, (zeros, zeros))
@@ -144,7 +147,8 @@ def dq_kernel(
     interpret,
 ):
     """Writes dq of one tile of queries, and delta without the error that a rounded out left in it."""
-    query_length, key_length = length_of(query_length_ref, problem.T), length_of(key_length_ref, problem.S)
+    query_length = length_of(query_length_ref, problem.T)
+    key_length = length_of(key_length_ref, problem.S)
     q_start = pl.program_id(0) * block_q
     rows = q_start + jnp.arange(block_q)
     row_mask = rows < query_length
@@ -181,11 +185,13 @@ def dq_kernel(
         eps = TF32_EPS if problem.dtype.itemsize == 4 else float(jnp.finfo(problem.dtype).eps)
         again = (jnp.abs(error) - eps / 4 * ds_size).max() > 0
         delta += error
-        # Where it is smaller than the rounding of ds, as in flat softmaxes, the second sweep is empty.
+        # Where it is below the rounding of ds, as in flat softmaxes, the second sweep is empty.
         dq = jnp.where(again, 0, dq)
         dq, _, _ = all_key_tiles((dq, no_sums, no_sums), delta, stop * again.astype(jnp.int32))
-    plt.store(dq_ref, (problem.scale * dq).astype(dq_ref.dtype), mask=(rows < problem.T)[:, None] & in_head)
-    plt.store(mended_delta_ref, delta, mask=rows < problem.T)
+    in_array = rows < problem.T
+    store_mask = in_array[:, None] & in_head
+    plt.store(dq_ref, (problem.scale * dq).astype(dq_ref.dtype), mask=store_mask)
+    plt.store(mended_delta_ref, delta, mask=in_array)
 
 
 def backward(call, out, lse, dout, dlse, *, fused=False, interpret=False, **tiles):

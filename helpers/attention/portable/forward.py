@@ -35,8 +35,20 @@ from helpers.attention.portable.tiles import LOG2_E, dot, exp2, length_of, padde
 
 
 def forward_kernel(
-    q_ref, k_ref, v_ref, query_length_ref, key_length_ref, out_ref, lse_ref, *, problem, block_q, block_k, interpret
+    q_ref,
+    k_ref,
+    v_ref,
+    query_length_ref,
+    key_length_ref,
+    out_ref,
+    lse_ref,
+    *,
+    problem,
+    block_q,
+    block_k,
+    interpret,
 ):
+    band = problem.band
     query_length = length_of(query_length_ref, problem.T)
     key_length = length_of(key_length_ref, problem.S)
     q_start = pl.program_id(0) * block_q
@@ -56,7 +68,8 @@ def forward_kernel(
         v = plt.load(v_ref.at[tile, :], mask=k_mask, other=0)
 
         s = (problem.scale * LOG2_E) * dot(q, k.T)
-        s = jnp.where(visible(rows[:, None], cols[None, :], problem.band, query_length, key_length), s, -jnp.inf)
+        seen = visible(rows[:, None], cols[None, :], band, query_length, key_length)
+        s = jnp.where(seen, s, -jnp.inf)
         m_new = jnp.maximum(m, s.max(axis=1))
         reference = jnp.where(m_new == -jnp.inf, 0, m_new)  # a row may have seen no key yet
         alpha = exp2(m - reference, interpret)
@@ -70,7 +83,8 @@ def forward_kernel(
         jnp.zeros(block_q, jnp.float32),
         jnp.zeros((block_q, head_padded), jnp.float32),
     )
-    first, stop = key_tiles(q_start, q_start + block_q, block_k, problem.band, query_length, key_length, xp=jnp)
+    q_stop = q_start + block_q
+    first, stop = key_tiles(q_start, q_stop, block_k, band, query_length, key_length, xp=jnp)
     m, l, acc = lax.fori_loop(first, stop, one_key_tile, state)
 
     empty = l == 0

@@ -1,0 +1,35 @@
+"""Start JupyterLab, with a few lines of the series in place of its log. Takes the options of `jupyter lab`."""
+
+from jupyterlab.labapp import LabApp
+
+READY = """
+The series is open in JupyterLab{where}. If no browser window came up, open this address:
+
+    {address}
+
+There, click the first cell of code and press Shift+Enter: it runs, and the next cell is selected.
+To stop, save what you wrote (Ctrl+S), and press Ctrl+C here, twice.
+"""
+
+
+class Server(LabApp.serverapp_class):
+    """Jupyter's server. It says its address once, and says when that is not the usual one."""
+
+    def init_httpserver(self):
+        asked = self.port
+        super().init_httpserver()
+        self.where = "" if self.port == asked else f", on port {self.port} because {asked} is in use"
+
+    def start_app(self):
+        self.log.addFilter(self._is_no_address)
+        super().start_app()
+        print(READY.format(where=self.where, address=self.public_url), flush=True)
+
+    def _is_no_address(self, entry):
+        return f"127.0.0.1:{self.port}" not in entry.getMessage()
+
+
+LabApp.serverapp_class = Server
+
+if __name__ == "__main__":
+    LabApp.launch_instance()

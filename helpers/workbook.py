@@ -1,0 +1,157 @@
+"""Lay out a learner's own copies of the notebooks, and bring them up to date without losing a word.
+
+    python -m helpers.workbook             copy the notebooks that are missing, refresh those that nobody edited
+    python -m helpers.workbook fresh 05    put a fresh copy of one notebook beside an edited one
+
+An edition of a notebook is what its cells say: their kinds and sources, blank cells and outputs left out. So running
+or saving a notebook is no edit. A copy is untouched when it is an edition that was laid out under its name: the
+workbook records those in `.editions.json`, and `earlier_editions.json` lists those of the time before that record.
+An untouched copy is replaced when its notebook changes; any other is kept, and named once its notebook has moved on.
+"""
+
+import argparse
+import hashlib
+import itertools
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = ROOT / "notebooks"
+WORKBOOK = ROOT / "workbook"
+RECORD = ".editions.json"  # {name of a copy: the editions that it has been}
+EARLIER = Path(__file__).with_name("earlier_editions.json")
+
+
+def lay_out(notebooks=NOTEBOOKS, workbook=WORKBOOK):
+    """Add what the workbook lacks and refresh what nobody edited. Returns one line of text for each thing done.
+
+    A file that is no longer a notebook is moved aside under a new name, never lost, and a fresh
+    copy takes its place.
+    """
+    workbook.mkdir(exist_ok=True)
+    earlier, laid_out = _read(EARLIER), _read(workbook / RECORD)
+    said = []
+    for source in sorted(notebooks.glob("*.ipynb")):
+        target, name, current = workbook / source.name, source.name, edition(source)
+        mine = edition(target) if target.exists() else None
+        if not target.exists():
+            _place(source, target)
+            said.append(f"added {name}")
+        elif mine is None:
+            aside = _unused_name(target)
+            target.rename(aside)
+            _place(source, target)
+            said.append(f"{name} could not be read as a notebook: kept as {aside.name}, fresh copy made")
+        elif mine == current:
+            _remember(workbook, name, current)
+        elif mine in earlier.get(name, []) + laid_out.get(name, []):
+            _place(source, target)
+            said.append(f"updated {name}, which you had not edited")
+        elif current not in laid_out.get(name, []):
+            number = name.split("_")[0]
+            said.append(
+                f"kept {name} with your edits, though the notebook has changed; "
+                f"for a fresh copy beside it: make fresh NOTEBOOK={number}"
+            )
+    for name in sorted(earlier | laid_out):
+        target = workbook / name
+        if target.exists() and not (notebooks / name).exists():
+            said.append(f"kept {name}, though the series no longer has a notebook of this name: delete it if you wish")
+    return said
+
+
+def fresh(name, notebooks=NOTEBOOKS, workbook=WORKBOOK):
+    """Put a fresh copy of a notebook, such as "05", into the workbook, beside one that was edited. Returns what to say.
+
+    LookupError if there is no such notebook.
+    """
+    source = find(name, notebooks)
+    workbook.mkdir(exist_ok=True)
+    known = _read(EARLIER).get(source.name, []) + _read(workbook / RECORD).get(source.name, [])
+    known.append(edition(source))
+    names = itertools.chain(
+        [source.name, f"{source.stem}_fresh.ipynb"], (f"{source.stem}_fresh_{n}.ipynb" for n in itertools.count(2))
+    )
+    target = next(path for path in map(workbook.joinpath, names) if not path.exists() or edition(path) in known)
+    _place(source, target)
+    kept = f"; {source.name} keeps your edits" if target.name != source.name else ""
+    return f"{target.name} in the workbook is a fresh copy{kept}"
+
+
+def find(name, notebooks=NOTEBOOKS):
+    """The path of the notebook with a number, name or path such as 5, "05" or "notebooks/05_forward_kernel.ipynb"."""
+    stem = Path(str(name)).stem
+    paths = sorted(notebooks.glob("*.ipynb"))
+    for path in paths:
+        if stem and (stem == path.stem or stem.zfill(2) == path.stem.split("_")[0]):
+            return path
+    numbers = [path.stem.split("_")[0] for path in paths]
+    raise LookupError(f"there is no notebook {str(name)!r}: say a number from {numbers[0]} to {numbers[-1]}")
+
+
+def edition(path):
+    """A short text that is the same for two notebooks if their cells say the same; None if it is no notebook."""
+    try:
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        said = [(cell.get("cell_type"), "".join(cell.get("source", "")).strip()) for cell in cells]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None
+    return hashlib.sha256(json.dumps([cell for cell in said if cell[1]]).encode()).hexdigest()[:16]
+
+
+def _place(source, target):
+    """Copy a notebook in one step. What is recorded is recorded before, so an interrupted copy is no edited one."""
+    _remember(target.parent, source.name, edition(source))
+    replace(target, lambda temporary: shutil.copyfile(source, temporary))
+
+
+def _remember(workbook, name, what):
+    laid_out = _read(workbook / RECORD)
+    if what not in laid_out.get(name, []):
+        laid_out.setdefault(name, []).append(what)
+        text = json.dumps(laid_out, indent=1, sort_keys=True) + "\n"
+        replace(workbook / RECORD, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def replace(path, write):
+    """Let write make a file under another name, and only then give it its own: an interruption leaves the old one."""
+    temporary = path.with_name(f".{path.name}.new")
+    write(temporary)
+    temporary.replace(path)
+
+
+def _read(path):
+    """{name: editions} from a file; without those parts that are something else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    found = found if isinstance(found, dict) else {}
+    return {name: editions for name, editions in found.items() if isinstance(editions, list)}
+
+
+def _unused_name(path):
+    stamp = time.strftime("%Y-%m-%d")
+    number = 1
+    while (aside := path.with_name(f"{path.stem}.broken-{stamp}-{number}{path.suffix}.txt")).exists():
+        number += 1
+    return aside
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command")
+    commands.add_parser("fresh", help="put a fresh copy of one notebook beside an edited one").add_argument("notebook")
+    options = parser.parse_args(arguments)
+    try:
+        said = [fresh(options.notebook)] if options.command else lay_out()
+    except (LookupError, OSError) as error:
+        sys.exit(f"The workbook could not be brought up to date: {error}")
+    print("\n".join(said) or "The workbook is up to date.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""The pictures that cells show: sharp, and with words for those who cannot see them."""
+
+import base64
+import io
+
+import lessons
+import numpy as np
+import pytest
+from PIL import Image
+
+from helpers.plots import style
+from helpers.plots.describe import description
+
+
+def test_a_line_is_told_by_its_name_and_its_ends():
+    figure, axes = style.subplots()
+    axes.plot([1024, 4096], [0.5, 12.25], label="naive")
+    axes.plot([0, 1], [0, 0])  # without a name: it only guides the eye
+    axes.set(title="Time", xlabel="length $T$", ylabel="ms")
+    assert description(figure) == "Time. ms against length T. naive: from 0.5 at 1,024 to 12.2 at 4,096."
+
+
+@pytest.mark.parametrize("lies", [False, True])
+def test_bars_are_told_by_their_ticks(lies):
+    figure, axes = style.subplots()
+    (axes.barh if lies else axes.bar)([0, 1], [3, 0.125], label="read")
+    (axes.set_yticks if lies else axes.set_xticks)([0, 1], ["q", "k"])
+    assert description(figure) == "read: q 3, k 0.125."
+
+
+def test_a_table_is_told_by_its_range_and_its_colour_bar_is_no_panel():
+    figure, axes = style.subplots()
+    figure.colorbar(axes.imshow(np.arange(6.0).reshape(2, 3)), ax=axes, label="weight")
+    assert description(figure) == "a table of 2 × 3 colours, weight from 0 to 5."
+
+
+def test_a_drawing_is_told_by_the_words_in_it():
+    figure, axes = style.subplots(1, 2)
+    figure.suptitle("Who reads what")
+    axes[0].text(0, 0, "the\nchip")
+    axes[1].text(0, 0, "the memory")
+    assert description(figure) == "Who reads what. the chip. the memory."
+
+
+def test_a_picture_has_twice_the_dots_and_says_how_large_it_is():
+    figure, _ = style.subplots(width=3, height=2)
+    data, metadata = figure._repr_mimebundle_()
+    width, height = Image.open(io.BytesIO(base64.b64decode(data["image/png"]))).size
+    shown = metadata["image/png"]
+    assert 500 < width < 650 and (width // 2, height // 2) == (shown["width"], shown["height"])
+    figure.alt = "Two boxes."
+    assert figure._repr_mimebundle_()[1]["image/png"]["alt"] == "Two boxes."
+
+
+@pytest.mark.parametrize("path", lessons.PATHS, ids=lambda path: path.stem)
+def test_every_picture_in_a_notebook_has_words(path):
+    outputs = [output for cell in lessons.read(path).cells for output in cell.get("outputs", [])]
+    for output in (output for output in outputs if "image/png" in output.get("data", {})):
+        assert len(output.metadata["image/png"]["alt"]) >= 30

@@ -1,0 +1,128 @@
+"""What a learner did is recorded in a workbook only, and no record, however broken, stops a check."""
+
+import os
+import re
+
+import lessons
+import numpy as np
+import pytest
+
+from helpers.exercises import check, record
+from helpers.plots import roadmap
+from helpers.progress import progress
+from helpers.workbook import lay_out
+
+
+def right(q, k, v):
+    w = np.exp(k @ q / np.sqrt(len(q)))
+    return w @ v / w.sum()
+
+
+def wrong(q, k, v):
+    return q
+
+
+def stub(q, k, v):
+    raise NotImplementedError
+
+
+@pytest.fixture
+def workbook(tmp_path, monkeypatch):
+    """An empty workbook, and this process in it, as a kernel is."""
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "notebooks" / "00_first.ipynb").write_text('{"cells": []}')
+    lay_out(tmp_path / "notebooks", tmp_path / "workbook")
+    monkeypatch.chdir(tmp_path / "workbook")
+    return tmp_path / "workbook"
+
+
+def lines():
+    return [re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d  ", "", line) for line in open(record.FILE).read().splitlines()]
+
+
+def test_what_was_tried_and_solved_is_recorded_once(workbook, capsys):
+    check("0.1", stub)
+    assert not (workbook / record.FILE).exists()
+    for answer in (wrong, wrong, right, right, wrong):
+        check("0.1", answer)
+    assert lines() == ["0.1  tried", "0.1  solved"]
+    assert record.done() == {"0.1": "solved"}
+
+
+def test_outside_a_workbook_nothing_is_recorded(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    check("0.1", right)
+    assert list(tmp_path.iterdir()) == [] and record.done() == {}
+    assert not (lessons.ROOT / "notebooks" / record.FILE).exists()
+
+
+BROKEN = {
+    "empty": b"",
+    "binary": b"\x00\xff\xfe" * 1000,
+    "foreign": b'{"a": [1]}\n2.1 solved\n2026-11-22 14:03  99.99  solved\n2026-11-22 14:03  0.1  eaten\n',
+    "half a line": b"2026-11-22 14:03  2.1  tried\n2026-11-22 14:0",
+    "long": b"x" * 3_000_000,
+}
+
+
+@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
+def test_a_broken_record_stops_no_check_and_is_added_to(workbook, content, capsys):
+    (workbook / record.FILE).write_bytes(content)
+    check("0.1", right)
+    assert capsys.readouterr().out.startswith("✓ Exercise 0.1: ")
+    assert (workbook / record.FILE).read_bytes().startswith(content)
+    if len(content) < record.LONGEST:
+        assert record.done()["0.1"] == "solved"
+    progress()
+
+
+def read_only(path):
+    path.write_text("")
+    path.chmod(0o400)
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, read_only, lambda path: path.symlink_to("/dev/full")])
+def test_a_record_that_cannot_be_written_stops_no_check(workbook, make, capsys):
+    make(workbook / record.FILE)
+    check("0.1", right)
+    check("0.1", wrong)
+    progress()
+    printed = capsys.readouterr()
+    assert printed.out.startswith("✓ Exercise 0.1: ") and "✗ Exercise 0.1: " in printed.out and not printed.err
+
+
+def test_a_folder_that_is_gone_stops_no_check(workbook, capsys):
+    for path in (*workbook.iterdir(), workbook):
+        path.rmdir() if path.is_dir() else path.unlink()
+    check("0.1", right)
+    assert capsys.readouterr().out.startswith("✓ Exercise 0.1: ")
+    os.chdir("/")
+
+
+def said(capsys, **done):
+    """What progress says after these exercises, e2_1="tried" for example, in this order."""
+    with open(record.FILE, "w") as file:
+        for name, state in done.items():
+            file.write(f"2026-11-22 14:03  {name[1:].replace('_', '.')}  {state}\n")
+    progress()
+    return capsys.readouterr().out
+
+
+def test_progress_says_what_comes_next(workbook, capsys):
+    total = len(lessons.ALL)
+    assert said(capsys) == f"0 of {total} exercises solved. Next: 0.1 · Attention for one query.\n"
+    assert re.match(r"1 of .* Next: 1.1 · ", said(capsys, e0_1="solved"))
+    assert "Next: 2.1 · " in said(capsys, e0_1="solved", e2_1="tried"), "where you are, not where you skipped"
+    last = lessons.ALL[-1].number.replace(".", "_")
+    assert "Next: 1.1 · " in said(capsys, e0_1="solved", **{f"e{last}": "solved"}), "what was skipped comes at the end"
+    everything = {f"e{lesson.number.replace('.', '_')}": "solved" for lesson in lessons.ALL}
+    assert said(capsys, **everything) == f"{total} of {total} exercises solved. That is all of them.\n"
+
+
+def test_the_map_has_a_dot_for_each_exercise(workbook):
+    states = {number: ("open",) for number, _ in roadmap.STEPS} | {"02": ("solved", "tried", "open")}
+    axes = roadmap.progress(states, "02").axes[0]
+    dots = [line for line in axes.lines if line.get_marker() == "o"]
+    assert [dot.get_fillstyle() for dot in dots].count("none") == len(states)
+    assert sorted(dot.get_fillstyle() for dot in dots)[:2] == ["full", "left"]
+    assert {number for number, _ in roadmap.STEPS} == {path.stem[:2] for path in lessons.PATHS}

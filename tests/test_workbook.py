@@ -1,0 +1,186 @@
+"""A learner's copies of the notebooks: brought up to date, and nothing that was written into them is ever lost."""
+
+import json
+
+import nbformat
+import pytest
+from lessons import PATHS
+
+from helpers import workbook as module
+from helpers.workbook import EARLIER, RECORD, edition, find, fresh, lay_out
+
+
+def notebook(*texts):
+    cells = [nbformat.v4.new_code_cell(text, id=f"a{place}") for place, text in enumerate(texts)]
+    return nbformat.writes(nbformat.v4.new_notebook(cells=cells))
+
+
+def executed(path):
+    """As JupyterLab saves a notebook that was run to its end: outputs, counts, ids and an empty cell."""
+    found = nbformat.read(path, as_version=4)
+    for cell in found.cells:
+        cell.update(execution_count=7, id="b", outputs=[nbformat.v4.new_output("stream", text="42\n")])
+    found.cells.append(nbformat.v4.new_code_cell(""))
+    found.metadata["widgets"] = {}
+    path.write_text(json.dumps(found, indent=4))
+
+
+@pytest.fixture
+def folders(tmp_path):
+    notebooks, workbook = tmp_path / "notebooks", tmp_path / "workbook"
+    notebooks.mkdir()
+    for name in ("00_first.ipynb", "01_second.ipynb"):
+        (notebooks / name).write_text(notebook(name))
+    assert lay_out(notebooks, workbook) == ["added 00_first.ipynb", "added 01_second.ipynb"]
+    assert lay_out(notebooks, workbook) == []
+    return notebooks, workbook
+
+
+def update(folders, name="00_first.ipynb", text="a new edition"):
+    """A new edition of a notebook arrives, and the workbook is laid out. What was said."""
+    notebooks, workbook = folders
+    (notebooks / name).write_text(notebook(text))
+    return lay_out(notebooks, workbook)
+
+
+def test_a_new_notebook_is_added(folders):
+    assert update(folders, "02_third.ipynb") == ["added 02_third.ipynb"]
+
+
+@pytest.mark.parametrize("use", [lambda path: None, executed], ids=["never opened", "executed and saved"])
+def test_a_copy_that_nobody_edited_follows_its_notebook(folders, use):
+    notebooks, workbook = folders
+    for text in ("a second edition", "a third edition"):
+        use(workbook / "00_first.ipynb")
+        assert update(folders, text=text) == ["updated 00_first.ipynb, which you had not edited"]
+        assert (workbook / "00_first.ipynb").read_text() == (notebooks / "00_first.ipynb").read_text()
+        assert lay_out(*folders) == []
+
+
+def test_an_edited_copy_is_kept_and_named_once_it_is_old(folders):
+    _, workbook = folders
+    mine = notebook("00_first.ipynb", "my answer")
+    (workbook / "00_first.ipynb").write_text(mine)
+    assert lay_out(*folders) == []
+    (said,) = update(folders)
+    assert said.startswith("kept 00_first.ipynb with your edits") and said.endswith("make fresh NOTEBOOK=00")
+    assert lay_out(*folders) == [said]
+    assert (workbook / "00_first.ipynb").read_text() == mine
+
+
+def test_a_fresh_copy_stands_beside_the_edited_one(folders):
+    notebooks, workbook = folders
+    mine = notebook("my answer")
+    (workbook / "00_first.ipynb").write_text(mine)
+    update(folders)
+    assert (
+        fresh("00", *folders) == "00_first_fresh.ipynb in the workbook is a fresh copy; 00_first.ipynb keeps your edits"
+    )
+    assert (workbook / "00_first_fresh.ipynb").read_text() == (notebooks / "00_first.ipynb").read_text()
+    assert (workbook / "00_first.ipynb").read_text() == mine
+    assert lay_out(*folders) == [], "the learner has the new edition and need not be told again"
+
+    executed(workbook / "00_first_fresh.ipynb")
+    (said,) = update(folders, text="a third edition")
+    assert "make fresh NOTEBOOK=00" in said
+    assert fresh(0, *folders).startswith("00_first_fresh.ipynb ")  # nobody had edited it
+    (workbook / "00_first_fresh.ipynb").write_text(notebook("another answer"))
+    assert fresh("notebooks/00_first.ipynb", *folders).startswith("00_first_fresh_2.ipynb ")
+    assert "another answer" in (workbook / "00_first_fresh.ipynb").read_text()
+
+
+def test_a_fresh_copy_takes_the_place_of_one_that_nobody_edited(folders):
+    notebooks, workbook = folders
+    executed(workbook / "01_second.ipynb")
+    assert fresh("1", *folders) == "01_second.ipynb in the workbook is a fresh copy"
+    assert (workbook / "01_second.ipynb").read_text() == (notebooks / "01_second.ipynb").read_text()
+
+
+@pytest.mark.parametrize("broken", ["", "not JSON", '{"cells": 3}', "{}", notebook("half a file")[:-20]])
+def test_a_notebook_that_cannot_be_read_is_kept_aside(folders, broken):
+    _, workbook = folders
+    for _ in range(2):  # twice on one day must not overwrite the first
+        (workbook / "00_first.ipynb").write_text(broken)
+        (said,) = lay_out(*folders)
+        assert "could not be read" in said
+    kept = sorted(workbook.glob("00_first.broken-*"))
+    assert [path.read_text() for path in kept] == [broken, broken]
+    assert "00_first.ipynb" in (workbook / "00_first.ipynb").read_text()
+
+
+@pytest.mark.parametrize("when", range(4))
+def test_an_interruption_loses_nothing_and_the_next_start_finishes(folders, when, monkeypatch):
+    """The copy is there or not, whole in any case, and an untouched one still counts as untouched."""
+    notebooks, workbook = folders
+    (workbook / "01_second.ipynb").write_text(notebook("my answer"))
+    (notebooks / "00_first.ipynb").write_text(notebook("a new edition"))
+    steps = iter(range(100))
+
+    def interrupted(path, write, whole=module.replace):
+        step = next(steps)  # half-way through writing a file, or just before it gets its name
+        if step == when // 2:
+            write(temporary := path.with_name(f".{path.name}.new"))
+            if when % 2 == 0:
+                temporary.write_text(temporary.read_text()[:30])
+            raise KeyboardInterrupt
+        whole(path, write)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, "replace", interrupted)
+        lay_out(*folders)
+    assert (workbook / "00_first.ipynb").read_text() == notebook("00_first.ipynb")
+    assert lay_out(*folders) == ["updated 00_first.ipynb, which you had not edited"]
+    assert (workbook / "01_second.ipynb").read_text() == notebook("my answer")
+    assert not any(path.suffix == ".new" for path in workbook.iterdir() if "00_first" in path.name)
+
+
+@pytest.mark.parametrize("foreign", [None, "", "[]", "{", '{"00_first.ipynb": 3, "x": [[]]}', "\x00"])
+def test_without_a_record_of_the_copies_only_known_editions_are_untouched(folders, foreign, monkeypatch, tmp_path):
+    """As in a workbook from before there was a record."""
+    _, workbook = folders
+    earlier = {"00_first.ipynb": [edition(workbook / "00_first.ipynb")]}
+    monkeypatch.setattr(module, "EARLIER", tmp_path / "earlier.json")
+    module.EARLIER.write_text(json.dumps(earlier))
+    (workbook / "01_second.ipynb").write_text(notebook("an answer, or an edition that nobody knows"))
+    (workbook / RECORD).unlink() if foreign is None else (workbook / RECORD).write_text(foreign)
+    updated, kept = update(folders)
+    assert updated == "updated 00_first.ipynb, which you had not edited"
+    assert kept.startswith("kept 01_second.ipynb with your edits")
+    assert "nobody knows" in (workbook / "01_second.ipynb").read_text()
+    fresh("01", *folders)
+    assert lay_out(*folders) == []
+
+
+def test_a_notebook_with_another_name(folders):
+    """Its copies stay, with answers or without, and so do other files."""
+    notebooks, workbook = folders
+    (workbook / "01_second.ipynb").write_text(notebook("my answer"))
+    (workbook / "my_notes.ipynb").write_text(notebook("notes"))
+    (notebooks / "00_first.ipynb").rename(notebooks / "02_first.ipynb")
+    (notebooks / "01_second.ipynb").rename(notebooks / "03_second.ipynb")
+    added, added_too, *kept = lay_out(*folders)
+    assert (added, added_too) == ("added 02_first.ipynb", "added 03_second.ipynb")
+    assert [line.split(",")[0] for line in kept] == ["kept 00_first.ipynb", "kept 01_second.ipynb"]
+    assert sorted(path.name for path in workbook.glob("*.ipynb")) == [
+        "00_first.ipynb", "01_second.ipynb", "02_first.ipynb", "03_second.ipynb", "my_notes.ipynb"
+    ]  # fmt: skip
+
+
+def test_the_editions_before_the_record_are_known():
+    earlier = json.loads(EARLIER.read_text())
+    assert {"05_forward_kernel.ipynb", "10_hopper_forward.ipynb", "11_hopper_backward.ipynb"} <= earlier.keys()
+    assert all(len(editions) == len(set(editions)) for editions in earlier.values())
+
+
+def test_every_notebook_is_found_by_its_number():
+    for path in PATHS:
+        assert find(path.stem[:2]) == find(int(path.stem[:2])) == find(f"notebooks/{path.name}") == path
+    with pytest.raises(LookupError, match="no notebook '77': say a number from 00 to "):
+        find(77)
+
+
+@pytest.mark.parametrize("name", ["five", ""])
+def test_a_command_says_what_it_cannot_do(name, monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "WORKBOOK", tmp_path)
+    with pytest.raises(SystemExit, match=f"there is no notebook '{name}'"):
+        module.main(["fresh", name])
