@@ -10,8 +10,12 @@ AS_ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
 ON_CPU = JAX_PLATFORMS=cpu OPENBLAS_NUM_THREADS=1
 ARGS ?=
 NOTEBOOK ?=
+# The public address of the repository, for example https://github.com/owner/name, and what the buttons of the site
+# show of it. Where no address is given, the site has none of these buttons.
+REPOSITORY ?=
+REVISION ?= main
 
-.PHONY: help setup lab fresh test test-all test-oldest mutation notebooks figures lint gpu gpu-test gpu-memcheck gpu-fuzz gpu-bench gpu-tune gpu-compile
+.PHONY: help setup lab fresh test test-all test-oldest mutation notebooks figures lint site site-setup site-test gpu gpu-test gpu-memcheck gpu-fuzz gpu-bench gpu-tune gpu-compile
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -49,6 +53,18 @@ figures: setup ## draw every picture that the Markdown cells show
 lint: setup ## check the style of code and notebooks
 	@$(IN_VENV) -m ruff check
 	@$(IN_VENV) -m ruff format --check
+
+# Beside what everybody needs, a hundred megabytes to make pages with: an environment of its own keeps them apart.
+site-setup:
+	@sh helpers/setup_environment.sh .venv-site
+	@[ .venv-site/with-site -nt .venv-site/complete ] || { .venv-site/bin/python -m pip install --quiet \
+		--disable-pip-version-check --constraint .venv-site/constraints.txt --editable '.[site]' && touch .venv-site/with-site; }
+
+site: site-setup ## build the series as pages to read, in site/
+	@.venv-site/bin/python -m helpers.site --repository "$(REPOSITORY)" --revision "$(REVISION)"
+
+site-test: site-setup ## build the site and look at every page of it, in a browser where there is one
+	@$(ON_CPU) .venv-site/bin/python -m pytest tests/test_site.py -rs $(ARGS)
 
 gpu: setup ## add CUDA to the environment, on a machine with an NVIDIA GPU
 	@$(IN_VENV) -m pip install --disable-pip-version-check --constraint $(VENV)/constraints.txt --editable '.[test,gpu]'

@@ -84,7 +84,7 @@ def pytest_collect_file(file_path, parent):
 
 # Which tests stay together
 
-TOGETHER = ("test_training",)  # these keep what the next of them would compute again
+TOGETHER = ("test_site", "test_training")  # these keep what the next of them would compute again
 
 
 class InSmallParts(LoadScopeScheduling):

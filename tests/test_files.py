@@ -30,7 +30,8 @@ def requirement_name(requirement):
 
 
 def test_every_dependency_is_pinned():
-    requirements = PROJECT["project"]["dependencies"] + PROJECT["project"]["optional-dependencies"]["test"]
+    extras = PROJECT["project"]["optional-dependencies"]
+    requirements = PROJECT["project"]["dependencies"] + extras["test"] + extras["site"]
     assert {requirement_name(requirement) for requirement in requirements} <= CONSTRAINTS.keys()
 
 
@@ -44,6 +45,18 @@ def test_conda_and_pip_install_the_same():
 def test_the_plugin_that_compiles_for_a_gpu_is_of_the_pinned_jax():
     plugins = [r for r in PROJECT["project"]["optional-dependencies"]["ptxas"] if r.startswith("jax-")]
     assert len(plugins) == 2 and {plugin.split("==")[1] for plugin in plugins} == {CONSTRAINTS["jax"]}
+
+
+def test_the_workflow_calls_what_there_is():
+    """Its steps are commands of the Makefile, and it publishes only what was tested."""
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "site.yml").read_text())
+    jobs = workflow["jobs"]
+    makefile = (ROOT / "Makefile").read_text()
+    for command in (step["run"] for job in jobs.values() for step in job["steps"] if "run" in step):
+        assert re.search(rf"^{command.removeprefix('make ')}:", makefile, re.MULTILINE), command
+    assert set(jobs["publish"]["needs"]) == jobs.keys() - {"publish"} and "main" in jobs["publish"]["if"]
+    for name in workflow["env"]:
+        assert re.search(rf"^{name} \?=", makefile, re.MULTILINE), name
 
 
 def test_the_oldest_jax_is_the_one_that_is_tested():
@@ -74,21 +87,24 @@ def test_no_file_holds_an_index_or_a_machine_path():
 
 def test_every_import_is_declared():
     """A package that only happens to be installed would break the next clean machine."""
-    provided = {"yaml": "pyyaml", "PIL": "pillow"}
-    declared = {
-        requirement_name(r)
-        for r in PROJECT["project"]["dependencies"] + PROJECT["project"]["optional-dependencies"]["test"]
-    }
+    provided = {"yaml": "pyyaml", "PIL": "pillow", "bs4": "beautifulsoup4", "py_mini_racer": "mini-racer"}
+    provided["sphinxcontrib"] = "sphinxcontrib-katex"
+    extras = PROJECT["project"]["optional-dependencies"]
+    declared = set(map(requirement_name, PROJECT["project"]["dependencies"] + extras["test"]))
+    declared_for_site = declared | set(map(requirement_name, extras["site"]))
     own = {"helpers", "tests"} | {path.stem for path in (ROOT / "tests").glob("*.py")}
-    sources = [path.read_text() for folder in ("helpers", "tests") for path in (ROOT / folder).rglob("*.py")]
+    code = [path for folder in ("helpers", "tests") for path in (ROOT / folder).rglob("*.py")]
+    sources = [(path, path.read_text()) for path in code]
     for path in PATHS:
-        sources += [cell.source for cell in lessons.read(path).cells if cell.cell_type == "code"]
-    for source in sources:
+        sources += [(path, cell.source) for cell in lessons.read(path).cells if cell.cell_type == "code"]
+    for path, source in sources:
+        needs_site = path.parent.name == "site" or path.name == "test_site.py"
         for node in ast.walk(ast.parse(source)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
             for name in {name.split(".")[0] for name in names} - own - set(sys.stdlib_module_names):
-                assert provided.get(name, name) in declared, name
+                package = provided.get(name, name.replace("_", "-")).lower()
+                assert package in (declared_for_site if needs_site else declared), f"{path.name}: {name}"
 
 
 @pytest.fixture(params=PATHS, ids=lambda path: path.stem)

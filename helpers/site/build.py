@@ -1,0 +1,168 @@
+"""From the executed notebooks to a folder of pages that asks nothing of any other server."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import nbformat
+
+from helpers.notebooks import NOTEBOOKS, ROOT
+
+SITE = ROOT / "site"
+SOURCE = ROOT / "site_source"
+EXTRA = (
+    "sphinx",
+    "myst_nb",
+    "sphinx_book_theme",
+    "sphinx_copybutton",
+    "sphinxcontrib.katex",
+    "py_mini_racer",
+    "ziamath",
+)
+NOT_SAID = "The picture that the code above draws."
+
+
+class BuildError(Exception):
+    """Why there is no new site, in one line."""
+
+
+def build(target=SITE, notebooks=NOTEBOOKS, repository="", revision=""):
+    """Build the site in target. Whatever goes wrong, what stood there before still stands.
+
+    repository: the public address of the series, for the buttons that lead there; without it there are none.
+    revision: the branch, tag or commit that these buttons show.
+    """
+    if missing := [name for name in EXTRA if not _is_installed(name)]:
+        raise BuildError(f"{missing[0]} is not installed here; `make site` sets up what the site needs")
+    target = Path(target).resolve()
+    if target.exists() and not (target / "searchindex.js").is_file():
+        raise BuildError(f"{target} exists and is no site; move it away, or choose another target")
+    paths = sorted(Path(notebooks).glob("*.ipynb"))
+    for path in paths:
+        check_executed(path)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".site-") as scratch:
+        stage, pages = Path(scratch, "stage"), Path(scratch, "pages")
+        lay_out(stage, paths)
+        _run_sphinx(stage, pages, repository, revision)
+        _drop_icons_twice(pages)
+        _add_font(pages)
+        _replace(target, pages, Path(scratch, "before"))
+
+
+def check_executed(path):
+    """Raise BuildError, naming the first cell, where a notebook cannot be shown as it is."""
+    try:
+        cells = nbformat.read(path, as_version=4).cells
+    except Exception as error:  # whatever a damaged file makes nbformat raise
+        raise BuildError(f"{path.name} cannot be read as a notebook: {type(error).__name__}") from None
+    for cell in cells:
+        if cell.cell_type != "code":
+            continue
+        if cell.execution_count is None:
+            raise BuildError(f"{path.name}, cell {cell.id}, has not been executed; `make notebooks` does that")
+        for output in cell.outputs:
+            if output.output_type == "error":
+                raise BuildError(
+                    f"{path.name}, cell {cell.id}, ended in {output.ename}: mend it, then `make notebooks`"
+                )
+
+
+def lay_out(stage, paths):
+    """Copy what Sphinx reads to one folder, in which links between notebooks and to pictures hold as they stand."""
+    from helpers.site import pages  # which needs JAX: a notebook with an error is named before that is loaded
+
+    shutil.copytree(SOURCE, stage)
+    shutil.copytree(ROOT / "figures", stage / "figures")
+    (stage / "notebooks").mkdir()
+    for path in paths:
+        nbformat.write(with_alt_texts(nbformat.read(path, as_version=4)), stage / "notebooks" / path.name)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (stage / "README.md").write_text(readme.replace("](helpers/attention/api.py)", "](function.md)"), encoding="utf-8")
+    pages.write(stage, paths[0])
+
+
+def with_alt_texts(notebook):
+    """The notebook, with the size of each picture of an output, and what it shows, where Sphinx looks for them.
+
+    Both stand in the metadata of the output. A size is there for pictures with more dots than they are wide.
+    """
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            if "image/png" in output.get("data", {}):
+                said = output.metadata.get("image/png", {})
+                image = {"alt": " ".join(said.get("alt", NOT_SAID).split())}
+                if "width" in said:
+                    image["width"] = f"{said['width']}px"
+                cell.metadata["mystnb"] = {"image": image}
+    return notebook
+
+
+def _is_installed(name):
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of the package that it would be a part of
+        return False
+
+
+def _run_sphinx(stage, pages, repository, revision):
+    environment = {**os.environ, "REPOSITORY": repository, "REVISION": revision, "JAX_PLATFORMS": "cpu"}
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-q",
+        "-W",
+        "--keep-going",
+        "-b",
+        "html",
+        "-d",
+        stage.parent / "doctrees",
+    ]
+    done = subprocess.run([*command, stage, pages], env=environment, stderr=subprocess.PIPE, text=True, check=False)
+    said = [line.replace(f"{stage}/", "") for line in done.stderr.splitlines() if line.strip()]
+    if done.returncode:
+        raise BuildError("Sphinx did not build the site: " + "\n".join(said or [f"exit status {done.returncode}"]))
+
+
+def _drop_icons_twice(pages):
+    """Leave icons to the theme's fonts: its script, which replaces each by a drawing, weighs more than a notebook."""
+    script = re.compile(r'<script[^>]*src="[^"]*/fontawesome\.js[^"]*"[^>]*></script>')
+    for page in pages.rglob("*.html"):
+        page.write_text(script.sub("", page.read_text(encoding="utf-8")), encoding="utf-8")
+    for unused in [*pages.glob("_static/scripts/fontawesome.js*"), *pages.glob("_static/**/*.map")]:
+        unused.unlink(missing_ok=True)
+
+
+def _add_font(pages):
+    """Give browsers a font for equations that every machine has: the characters in use of STIX Two Math."""
+    import ziamath
+    from fontTools import subset
+
+    used = set()
+    for page in pages.rglob("*.html"):
+        used.update(*re.findall(r"<math.*?</math>", page.read_text(encoding="utf-8"), re.DOTALL))
+    # Browsers add the root themselves, and show a letter that stands alone by its italic twin.
+    drawn = {ord("√"), ord("ℎ"), *range(ord("𝐴"), ord("𝑧") + 1), *range(ord("𝛢"), ord("𝜛") + 1)}
+    options = subset.Options(flavor="woff", layout_features=["*"])
+    font = subset.load_font(Path(ziamath.__file__).with_name("fonts") / "STIXTwoMath-Regular.ttf", options)
+    subsetter = subset.Subsetter(options)
+    subsetter.populate(unicodes=drawn | set(map(ord, used)))
+    subsetter.subset(font)
+    subset.save_font(font, pages / "_static" / "mathematics.woff", options)
+
+
+def _replace(target, pages, before):
+    """Put a finished site where the old one stands."""
+    if target.exists():
+        target.rename(before)
+    try:
+        pages.rename(target)
+    except OSError:
+        if before.exists():
+            before.rename(target)
+        raise

@@ -1,0 +1,104 @@
+"""A Sphinx extension: equations that need no script, pictures that a phone can show, and honest buttons.
+
+Equations become MathML, which browsers draw themselves; KaTeX converts them while the site is built, and one that it
+does not understand is a warning.
+"""
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import sphinxcontrib.katex
+from docutils import nodes
+from py_mini_racer import JSEvalException, mini_racer
+from sphinx.util import logging
+
+KATEX = Path(sphinxcontrib.katex.__file__).with_name("katex.min.js")
+SCROLLS = "pst-scrollable-table-container"  # the theme lets a keyboard scroll what has this class and is too wide
+MATHML = "http://www.w3.org/1998/Math/MathML"
+OPERATOR = f"{{{MATHML}}}mo"
+ROWS = {f"{{{MATHML}}}{name}" for name in ("mrow", "mstyle", "mtd")}
+APPLY = "\N{FUNCTION APPLICATION}"
+CLOSING = (")", "]", "}", "⌉", "⌋", "|", "∣")
+ElementTree.register_namespace("", MATHML)
+logger = logging.getLogger(__name__)
+
+
+def convert(app, doctree, docname):
+    """Give each equation of a page its MathML."""
+    equations = [*doctree.findall(nodes.math), *doctree.findall(nodes.math_block)]
+    if not equations:
+        return
+    with mini_racer() as javascript:  # once a page: its thread must not outlive it
+        javascript.eval(KATEX.read_text(encoding="utf-8"))
+        for equation in equations:
+            options = {"displayMode": isinstance(equation, nodes.math_block), "output": "mathml", "strict": "error"}
+            try:
+                equation["mathml"] = polished(javascript.call("katex.renderToString", equation.astext(), options))
+            except JSEvalException as error:
+                reason = str(error).strip().splitlines()[0]
+                logger.warning("equation %r: %s", equation.astext(), reason, location=equation)
+                equation["mathml"] = ""
+
+
+def polished(html):
+    """The MathML in KaTeX's HTML, with the spaces that TeX sets and browsers do not, and without the source.
+
+    These are a thin space between the name of a function and its argument, and none after a sign.
+    """
+    math = ElementTree.fromstring(html)[0]
+    math[:] = [math[0][0]]
+    for row in math.iter():
+        if row.tag not in ROWS:
+            continue
+        for place in reversed(range(1, len(row))):
+            before, here = row[place - 1 : place + 1]
+            if here.tag == OPERATOR and before.tag == OPERATOR and before.text not in CLOSING:
+                if here.text == "−":
+                    here.set("form", "prefix")
+                elif before.text + here.text == "+=":
+                    before.text = "+="
+                    del row[place]
+            if here.tag != OPERATOR and _ends_in_a_function(before):
+                row.insert(place, ElementTree.Element(f"{{{MATHML}}}mspace", width="0.17em"))
+    return ElementTree.tostring(math, encoding="unicode")
+
+
+def _ends_in_a_function(element):
+    """Whether an element is a function's name, perhaps with indices."""
+    if element.tag == OPERATOR:
+        return element.text == APPLY
+    return len(element) > 0 and _ends_in_a_function(element[-1 if element.tag in ROWS else 0])
+
+
+def visit_inline_math(translator, node):
+    translator.body.append(node["mathml"])
+    raise nodes.SkipNode
+
+
+def visit_math_block(translator, node):
+    translator.body.append(f'<div class="equation {SCROLLS}">{node["mathml"]}</div>\n')
+    raise nodes.SkipNode
+
+
+def visit_image(translator, node):
+    translator.body.append(f'<span class="picture {SCROLLS}">')
+    type(translator).visit_image(translator, node)
+    translator.body.append("</span>")
+
+
+def depart_image(translator, node):
+    type(translator).depart_image(translator, node)
+
+
+def only_notebooks_have_a_source(app, pagename, templatename, context, doctree):
+    """No button to show or fetch the source of a page that was put together while the site was built."""
+    if not pagename.startswith("notebooks/"):
+        context["page_source_suffix"] = ""
+
+
+def setup(app):
+    app.add_html_math_renderer("mathml", (visit_inline_math, None), (visit_math_block, None))
+    app.connect("doctree-resolved", convert)
+    app.add_node(nodes.image, override=True, html=(visit_image, depart_image))
+    app.connect("html-page-context", only_notebooks_have_a_source)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,154 @@
+"""What the pages of the site show that code knows better than prose: what serves a call, records, the notation."""
+
+import itertools
+import re
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import nbformat
+
+from helpers.attention import api
+from helpers.attention.problem import check_call
+from helpers.measure import results
+from helpers.plots import measuring as plots
+
+H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+NOTATION = re.compile(r"^## \d+ · (Notation.*)$", re.MULTILINE)
+LENGTHS = (1024, 4096, 16384)
+WIDTH = 2048  # N H of the recorded grid
+COLUMNS = tuple(itertools.product((64, 128), (False, True)))
+
+# What a call may ask for: its name, then what differs from a full call of 16-bit arrays that all implementations serve.
+REQUESTS = (
+    ("bfloat16 or float16", {}),
+    ("float32", {"dtype": "float32"}),
+    ("head dimension up to 128, in multiples of 8", {"H": 72}),
+    ("any head dimension up to 256", {"H": 250}),
+    ("fewer key/value heads than query heads", {"K": 1}),
+    ("more keys than queries, or fewer", {"S": 24}),
+    ("`is_causal`", {"is_causal": True}),
+    ("`local_window_size`, nothing to the right", {"local_window_size": (4, 0)}),
+    ("`local_window_size`, both sides", {"local_window_size": (4, 4)}),
+    ("`query_seq_lengths`, `key_value_seq_lengths`", {"lengths": True}),
+    ("`scale` of any sign", {"scale": -1.0}),
+    ("`return_residual`", {"return_residual": True}),
+)
+CHECKS = {"portable": api._check_portable, "hopper": api._check_hopper, "cudnn": api._check_cudnn}
+
+
+def write(stage, notebook_00):
+    """Write the computed pages and parts of pages into the folder that Sphinx reads."""
+    generated = stage / "generated"
+    generated.mkdir()
+    recorded, newer = results.read(), results.read_variants()["latest"]
+    texts = {
+        "serves.md": serves_table(),
+        "run.md": run_line(recorded),
+        "newer_run.md": f"{recorded['card']}, {newer['date']}, commit {newer['commit']}",
+        "not_measured.md": "\n".join(f"- {note}" for note in recorded["notes"]),
+    }
+    for which in ("forward", "backward"):
+        texts[f"{which}.md"] = rates_table(recorded, which)
+        texts[f"newer_{which}.md"] = newer_table(newer["records"], which)
+    for name, text in texts.items():
+        (generated / name).write_text(text + "\n", encoding="utf-8")
+    (stage / "notation.md").write_text(notation(notebook_00), encoding="utf-8")
+    for name, figure in pictures(recorded).items():
+        figure.savefig(stage / "figures" / name, dpi=150)
+
+
+def table(head, rows):
+    """A Markdown table whose first column is text, and the others centred."""
+    lines = [head, ["---", *[":-:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+# The function
+
+
+def serves_table():
+    """What each implementation serves on an H200, as the checks of `flash_attention` say it."""
+    rows = [
+        [name, *("✓" if why_not(i, **request) is None else "–" for i in api.IMPLEMENTATIONS)]
+        for name, request in REQUESTS
+    ]
+    return table(["a call with", *(f"`{name}`" for name in api.IMPLEMENTATIONS)], rows)
+
+
+def why_not(implementation, dtype="bfloat16", S=16, K=2, H=64, lengths=False, return_residual=False, **options):
+    """Why an implementation cannot serve a call on an H200, or None where it can."""
+    query, key = jnp.zeros((1, 16, 2, H), dtype), jnp.zeros((1, S, K, H), dtype)
+    if lengths:
+        options |= dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), jnp.full(1, 16, jnp.int32))
+    call = check_call(query, key, key, **options)
+    check = CHECKS.get(implementation, lambda call, return_residual: None)
+    with mock.patch.multiple(api, device_of=lambda _: H200, compute_capability=lambda _: (9, 0)):
+        return check(call, return_residual)
+
+
+# The results
+
+
+def run_line(recorded):
+    versions = ", ".join(f"{name} {version}" for name, version in recorded["versions"].items())
+    return f"{recorded['card']}, {recorded['date']}, commit {recorded['commit']}; {versions}"
+
+
+def find(records, which, T, H, is_causal, dtype="bfloat16"):
+    """{implementation: record} of one case of the grid, with a key/value head for each query head."""
+    case = {"pass": which, "T": T, "H": H, "K": WIDTH // H, "is_causal": is_causal, "dtype": dtype}
+    return {r["implementation"]: r for r in records if all(r[name] == value for name, value in case.items())}
+
+
+def column_names():
+    return [f"H = {H}, {plots.mask_of(is_causal)}" for H, is_causal in COLUMNS]
+
+
+def rates_table(recorded, which):
+    """TFLOP/s by device time and per cent of the matrix product at T = 4096, for each implementation."""
+    top = recorded["ceilings"]["matmul_tflops"]
+    cases = [find(recorded["records"], which, 4096, *column) for column in COLUMNS]
+    rows = []
+    for name in plots.LOOKS:
+        rates = [case[name]["tflops"] if name in case and case[name]["device_ms"] else None for case in cases]
+        if any(rates):
+            rows.append([f"`{name}`", *(f"{rate:.0f} ({rate / top:.0%})" if rate else "–" for rate in rates)])
+    return table([which, *column_names()], rows)
+
+
+def newer_table(records, which):
+    """TFLOP/s of the Hopper kernels and of cuDNN in a later run, for each length, and their ratio."""
+    rows = []
+    for T in LENGTHS:
+        row = [f"T = {T}"]
+        for column in COLUMNS:
+            rates = {name: record["tflops"] for name, record in find(records, which, T, *column).items()}
+            row.append(f"{rates['hopper']:.0f} : {rates['cudnn']:.0f} = {rates['hopper'] / rates['cudnn']:.2f}")
+        rows.append(row)
+    return table([which, *column_names()], rows)
+
+
+def pictures(recorded):
+    """{file name: figure} of the page with the results."""
+    top = recorded["ceilings"]["matmul_tflops"]
+    drawn = {}
+    for which in ("forward", "backward"):
+        rates = {column: {} for column in COLUMNS}
+        for column, T in itertools.product(COLUMNS, LENGTHS):
+            for name, record in find(recorded["records"], which, T, *column).items():
+                if record["device_ms"]:
+                    rates[column].setdefault(name, {})[T] = record["tflops"]
+        drawn[f"results-{which}.png"] = plots.against(rates, LENGTHS, top, f"{which.capitalize()} pass, bfloat16")
+    return drawn
+
+
+# The notation
+
+
+def notation(notebook_00):
+    """The section on notation of notebook 00 as a page of its own."""
+    for cell in nbformat.read(notebook_00, as_version=4).cells:
+        if cell.cell_type == "markdown" and (heading := NOTATION.search(cell.source)):
+            return f"# {heading[1]}\n{cell.source[heading.end() :]}\n"
+    raise ValueError(f"{notebook_00.name} has no section on notation")

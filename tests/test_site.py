@@ -1,0 +1,417 @@
+"""The site: built whole or not at all, true to the code, and readable in a browser of any width."""
+
+import contextlib
+import functools
+import http.server
+import itertools
+import re
+import runpy
+import shutil
+import threading
+from urllib.parse import unquote, urlsplit
+
+import nbformat
+import numpy as np
+import pytest
+from lessons import PATHS, ROOT
+
+from helpers import flash_attention
+from helpers.attention import masking
+from helpers.site import build as site_build
+from helpers.site import pages as site_pages
+from helpers.site.build import BuildError, build
+
+REPOSITORY = "https://github.com/owner/name"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+WIDTHS = {"phone": 360, "tablet": 768, "desktop": 1440}
+PAGE_BYTES, READABLE_MS = 3_000_000, 2_000
+CHEAT_SHEET = (ROOT / "site_source" / "cheat_sheet.md").read_text(encoding="utf-8")
+
+
+# What needs no Sphinx
+
+
+def notebook_with(folder, **cell):
+    cells = [nbformat.v4.new_markdown_cell("# A title"), nbformat.v4.new_code_cell("1 / x", **cell)]
+    path = folder / "00_test.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    return path
+
+
+FAULTS = {
+    "an error": (
+        {"execution_count": 1, "outputs": [nbformat.v4.new_output("error", ename="ZeroDivisionError", traceback=[])]},
+        r"00_test.ipynb, cell \w+, ended in ZeroDivisionError",
+    ),
+    "never executed": ({"execution_count": None}, r"00_test.ipynb, cell \w+, has not been executed"),
+}
+
+
+@pytest.fixture
+def old_site(tmp_path):
+    """A site that stands, and must go on standing."""
+    target = tmp_path / "out" / "site"
+    target.mkdir(parents=True)
+    (target / "index.html").write_text("what was there before")
+    (target / "searchindex.js").touch()
+    yield target
+    assert (target / "index.html").read_text() == "what was there before"
+    assert [path.name for path in target.parent.iterdir()] == ["site"], "something is left over"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_notebook_that_cannot_be_shown_is_named(fault, tmp_path, old_site, monkeypatch):
+    monkeypatch.setattr(site_build, "EXTRA", ())
+    cell, expected = FAULTS[fault]
+    notebook_with(tmp_path, **cell)
+    with pytest.raises(BuildError, match=expected) as raised:
+        build(old_site, notebooks=tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_damaged_notebook_is_named(tmp_path, old_site, monkeypatch):
+    monkeypatch.setattr(site_build, "EXTRA", ())
+    notebook_with(tmp_path, execution_count=1).write_text('{"cells": [')
+    with pytest.raises(BuildError, match=r"^00_test.ipynb cannot be read as a notebook: \w+$"):
+        build(old_site, notebooks=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["no_such_package", "no_such_package.part"])
+def test_a_missing_sphinx_is_one_line(name, old_site, monkeypatch):
+    monkeypatch.setattr(site_build, "EXTRA", ("nbformat", name))
+    with pytest.raises(BuildError, match=f"^{name} is not installed here; `make site` sets up what the site needs$"):
+        build(old_site)
+
+
+def test_half_a_build_does_not_replace_a_good_one(tmp_path, old_site, monkeypatch):
+    def half(stage, pages, *_):
+        pages.mkdir()
+        (pages / "index.html").write_text("half")
+        raise BuildError("Sphinx stopped")
+
+    monkeypatch.setattr(site_build, "EXTRA", ())
+    monkeypatch.setattr(site_build, "lay_out", lambda *_: None)
+    monkeypatch.setattr(site_build, "_run_sphinx", half)
+    with pytest.raises(BuildError, match="Sphinx stopped"):
+        build(old_site)
+
+
+def test_a_folder_that_is_no_site_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(site_build, "EXTRA", ())
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(BuildError, match="exists and is no site"):
+        build(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_the_old_site_comes_back_where_the_new_cannot_take_its_place(old_site, monkeypatch):
+    with pytest.raises(FileNotFoundError):
+        site_build._replace(old_site, old_site.parent / "no pages", old_site.parent / "before")
+
+
+def test_buttons_lead_to_the_repository_where_it_is_known(monkeypatch):
+    monkeypatch.delenv("REPOSITORY", raising=False)
+    conf = runpy.run_path(str(ROOT / "site_source" / "conf.py"))
+    options = conf["html_theme_options"]
+    assert conf["nb_execution_mode"] == "off"
+    assert not options.keys() & {"repository_url", "launch_buttons", "use_repository_button", "use_source_button"}
+    monkeypatch.setenv("REPOSITORY", REPOSITORY + "/")
+    monkeypatch.setenv("REVISION", "v1")
+    options = runpy.run_path(str(ROOT / "site_source" / "conf.py"))["html_theme_options"]
+    assert (options["repository_url"], options["repository_branch"]) == (REPOSITORY, "v1")
+
+
+def test_a_picture_says_what_its_output_says():
+    def image(**metadata):
+        output = nbformat.v4.new_output("display_data", {"image/png": ""}, metadata=metadata)
+        cell = nbformat.v4.new_code_cell(outputs=[output])
+        return site_build.with_alt_texts(nbformat.v4.new_notebook(cells=[cell])).cells[0].metadata.mystnb.image
+
+    said = {"image/png": {"alt": "A line\nthat falls.", "width": 300, "height": 200}}
+    assert image(**said) == {"alt": "A line that falls.", "width": "300px"}
+    assert image() == {"alt": site_build.NOT_SAID}
+
+
+@pytest.mark.parametrize("name, request_", site_pages.REQUESTS)
+def test_the_table_of_implementations_holds(name, request_):
+    """What it says of the reference is tried; of the others, that they are asked as `flash_attention` asks them."""
+    options = {key: value for key, value in request_.items() if key not in ("dtype", "S", "K", "H", "lengths")}
+    random = np.random.default_rng(0)
+    shape = {"K": 2, "S": 16, "H": 64} | request_
+    query = random.standard_normal((1, 16, 2, shape["H"]), dtype=np.float32)
+    key = random.standard_normal((1, shape["S"], shape["K"], shape["H"]), dtype=np.float32)
+    if "lengths" in request_:
+        options |= dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), np.full(1, 16, np.int32))
+    assert site_pages.why_not("reference", **request_) is None
+    flash_attention(query, key, key, implementation="reference", **options)
+    row = next(line for line in site_pages.serves_table().splitlines() if line.startswith(f"| {name} |"))
+    assert row.split(" | ")[1:3] == ["✓", "✓"], "reference and portable serve every call"
+    served = site_pages.why_not("hopper", **request_) is None
+    assert served == (request_.get("dtype") != "float32" and not {"lengths", "local_window_size"} & request_.keys())
+
+
+def test_the_notation_is_that_of_notebook_00():
+    page = site_pages.notation(PATHS[0])
+    assert page.startswith("# Notation") and "itemsize" in page and "## " not in page
+    assert page.count("|---|") == 7
+
+
+def test_the_tile_bounds_of_the_cheat_sheet_are_those_of_the_kernels():
+    (code,) = re.findall(r"```python\n(.*?)```", CHEAT_SHEET, re.DOTALL)
+    random = np.random.default_rng(0)
+    for _ in range(400):
+        T, S, block_q, block_k = (int(n) for n in random.integers(1, [50, 50, 20, 20]))
+        left, right = (int(n) for n in random.integers(0, 40, 2))
+        sheet = dict(T=T, S=S, block_q=block_q, block_k=block_k, left=left, right=right)
+        exec(code, sheet)
+        band = masking.Band(left, right)
+        for i in range(-(-T // block_q)):
+            expected = masking.key_tiles(i * block_q, (i + 1) * block_q, block_k, band, T, S)
+            assert list(range(*sheet["key_tiles"](i))) == list(range(*expected))
+        for j in range(-(-S // block_k)):
+            expected = masking.query_tiles(j * block_k, (j + 1) * block_k, block_q, band, T, S)
+            assert list(range(*sheet["query_tiles"](j))) == list(range(*expected))
+
+
+def test_the_cheat_sheet_has_the_costs_of_notebook_03():
+    derived = PATHS[3].read_text(encoding="utf-8").replace("\\\\", "\\")
+    moved = re.findall(r"^\| bytes moved, [\w-]+ \| \$(.*)\$ \|$", CHEAT_SHEET, re.MULTILINE)
+    assert len(moved) == 2 and [formula for formula in moved if formula not in derived] == []
+
+
+# The site itself
+
+
+needs_site = [
+    pytest.mark.full,  # a build of the whole site, to find what the tests above and of the notebooks rarely miss
+    pytest.mark.site,
+    pytest.mark.skipif(
+        not all(map(site_build._is_installed, site_build.EXTRA)),
+        reason="the extra `site` is not installed: make site-test",
+    ),
+]
+in_browser = [
+    *needs_site,
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here"),
+]
+
+
+def marked(marks):
+    return lambda test: functools.reduce(lambda test, mark: mark(test), marks, test)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The whole site, with an address so that all buttons are there."""
+    target = tmp_path_factory.mktemp("built") / "site"
+    build(target, repository=REPOSITORY, revision="main")
+    return target
+
+
+@functools.cache
+def soup(path):
+    from bs4 import BeautifulSoup
+
+    return BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser")
+
+
+@functools.cache
+def anchors(path):
+    return {tag["id"] for tag in soup(path).find_all(id=True)}
+
+
+def content_pages(site):
+    return sorted(set(site.rglob("*.html")) - set(site.glob("_static/**/*.html")))
+
+
+@marked(needs_site)
+def test_every_link_anchor_and_picture_is_there(site):
+    missing = []
+    for page in content_pages(site):
+        for tag, attribute in itertools.chain(
+            ((tag, "href") for tag in soup(page).find_all(href=True)),
+            ((tag, "src") for tag in soup(page).find_all(src=True)),
+        ):
+            address = urlsplit(tag[attribute])
+            if address.scheme or address.netloc:
+                assert tag.name == "a", f"{page.name} loads {tag[attribute]}"
+                continue
+            found = (page.parent / unquote(address.path)).resolve() if address.path else page
+            anchor = unquote(address.fragment)
+            if not found.is_file():
+                missing.append((page.name, tag[attribute]))
+            elif anchor and found.suffix == ".html" and anchor not in anchors(found):
+                missing.append((page.name, tag[attribute]))
+    assert missing == []
+
+
+@marked(needs_site)
+def test_every_notebook_has_its_page(site):
+    names = [path.stem for path in PATHS]
+    for place, name in enumerate(names):
+        page = soup(site / "notebooks" / f"{name}.html")
+        assert page.select_one(".bd-sidebar-secondary nav, #pst-page-toc-nav"), f"{name}: no contents at the side"
+        after = page.select_one("a.right-next")["href"]
+        assert after == (f"{names[place + 1]}.html" if place + 1 < len(names) else "../cheat_sheet.html")
+        before = page.select_one("a.left-prev")["href"]
+        assert before == (f"{names[place - 1]}.html" if place else "../index.html")
+        source = f"{REPOSITORY}/blob/main/notebooks/{name}.ipynb"
+        buttons = [link["href"] for link in page.select(".article-header-buttons a")]
+        assert any(link.startswith(source) for link in buttons), f"{name}: no link to its source"
+        for start in (
+            "https://colab.research.google.com/github/owner/name/blob/main",
+            "https://mybinder.org/v2/gh/owner/name/main",
+        ):
+            assert any(link.startswith(start) and f"{name}.ipynb" in link for link in buttons), f"{name}: no {start}"
+        folded = page.find_all("details", class_=False)
+        written = sum(cell.source.count("<details>") for cell in nbformat.read(PATHS[place], as_version=4).cells)
+        assert len(folded) >= written and all(part.find("summary") for part in folded)
+        for solution in (part for part in folded if part.find("summary").text == "Solution"):
+            assert solution.select_one("div.highlight-python pre span"), f"{name}: a solution without colours"
+
+
+@marked(needs_site)
+def test_every_picture_says_what_it_shows(site):
+    for page in content_pages(site):
+        for image in soup(page).select("article img"):
+            alt = image.get("alt", "")
+            assert len(alt) > 15 and "_images/" not in alt, f"{page.name}: {image['src']}"
+
+
+@marked(needs_site)
+def test_every_equation_is_drawn(site):
+    """None is left as source, and none drew an error."""
+    for page in content_pages(site):
+        text = soup(page).get_text()
+        assert not soup(page).select("merror, .math.notranslate"), page.name
+        for equation in soup(page).find_all("math"):
+            assert "\\" not in equation.get_text(), f"{page.name}: {equation}"
+        assert "$$" not in text, page.name
+
+
+# In a browser
+
+
+@pytest.fixture(scope="module")
+def server(site):
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        log_message = lambda *_: None
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=site)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-background-networking"]
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield browser
+        browser.close()
+
+
+@contextlib.contextmanager
+def opened(chromium, width, scheme="light"):
+    """A page of a width, the complaints that it collects, and {address: status} of what it asked for."""
+    page = chromium.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    complaints, sent = [], {}
+    page.on(
+        "console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None
+    )
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("requestfailed", lambda request: complaints.append(f"failed: {request.url}"))
+    page.on("response", lambda response: sent.update({response.url: response.status}))
+    try:
+        yield page, complaints, sent
+    finally:
+        page.close()
+
+
+@marked(in_browser)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_page_opens_well(width, site, server, chromium):
+    wrong = []
+    for path in content_pages(site):
+        name = str(path.relative_to(site))
+        with opened(chromium, WIDTHS[width]) as (page, complaints, sent):
+            for _ in range(3):  # the machine may be busy with something else
+                page.goto(f"{server}/{name}", wait_until="load")
+                readable = page.evaluate("performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd")
+                if readable < READABLE_MS:
+                    break
+            wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+            images = "[...document.images].filter(i => { i.loading = 'eager'; return i.complete && !i.naturalWidth })"
+            broken = page.evaluate(f"{images}.map(image => image.src)")
+            entries = "[...performance.getEntriesByType('navigation'), ...performance.getEntriesByType('resource')]"
+            weight = page.evaluate(f"{entries}.reduce((sum, entry) => sum + entry.decodedBodySize, 0)")
+            foreign = [address for address in sent if not address.startswith((server, "data:"))]
+            bad = [f"{status}: {address}" for address, status in sent.items() if status >= 400]
+            found = [*complaints, *broken, *foreign, *bad]
+            found += [f"scrolls sideways by {wide} px"] if wide > 0 else []
+            found += [f"readable after {readable:.0f} ms"] if readable >= READABLE_MS else []
+            found += [f"{weight} bytes"] if weight > PAGE_BYTES else []
+            wrong += [f"{name}: {what}" for what in found]
+    assert wrong == []
+
+
+@marked(in_browser)
+@pytest.mark.parametrize("width, scheme", [("phone", "light"), ("desktop", "dark")])
+def test_no_page_breaks_a_rule_of_accessibility(width, scheme, site, server, chromium):
+    """Level AA of the WCAG, contrast included, with everything unfolded."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    rules = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"], "resultTypes": ["violations"]}
+    wrong = []
+    for path in content_pages(site):
+        with opened(chromium, WIDTHS[width], scheme) as (page, *_):
+            page.goto(f"{server}/{path.relative_to(site)}", wait_until="load")
+            page.evaluate("document.querySelectorAll('details').forEach(part => part.open = true)")
+            page.wait_for_timeout(500)  # the theme lets a keyboard scroll what is too wide, a little later
+            for violation in Axe().run(page, options=rules).response["violations"]:
+                example = violation["nodes"][0]["html"][:160]
+                wrong.append(f"{path.name}: {violation['id']}, {len(violation['nodes'])} times: {example}")
+    assert wrong == []
+
+
+@marked(in_browser)
+def test_a_reader_searches_unfolds_and_copies(server, chromium):
+    with opened(chromium, WIDTHS["desktop"]) as (page, *_):
+        page.goto(f"{server}/search.html?q=softmax")
+        page.locator("#search-results li a").first.wait_for(timeout=20_000)
+    with opened(chromium, WIDTHS["desktop"]) as (page, complaints, _):
+        page.goto(f"{server}/notebooks/00_start_here.html")
+        solution = page.locator("details", has=page.locator("summary", has_text="Solution")).first
+        assert not solution.locator("pre").is_visible()
+        solution.locator("summary").click()
+        assert solution.locator("pre").is_visible() and solution.locator("button.copybtn").count() == 1
+        assert page.locator("div.cell_output button.copybtn").count() == 0, "an output is nothing to copy"
+        assert complaints == []
+
+
+@marked(in_browser)
+def test_the_theme_changes(server, chromium):
+    with opened(chromium, WIDTHS["desktop"]) as (page, *_):
+        page.goto(f"{server}/index.html")
+        themes = set()
+        for name in ("Dark", "Light"):
+            page.locator(".theme-switch-button:visible").first.click()
+            page.locator(".theme-switch-container .dropdown-menu:visible").get_by_text(name).click()
+            themes.add(page.evaluate("document.documentElement.dataset.theme"))
+        assert themes == {"light", "dark"}
+
+
+@marked(in_browser)
+def test_the_cheat_sheet_is_one_printed_page(server, chromium, tmp_path):
+    with opened(chromium, WIDTHS["desktop"]) as (page, *_):
+        page.goto(f"{server}/cheat_sheet.html")
+        document = page.pdf(path=tmp_path / "sheet.pdf", prefer_css_page_size=True)
+        assert re.findall(rb"/Count (\d+)", document) == [b"1"]
+        page.emulate_media(media="print")
+        page.set_viewport_size({"width": 726, "height": 1050})  # A4 within its margins
+        clipped = "[...document.querySelectorAll('#cheat-sheet :is(pre, .equation, table)')].filter(e => e.scrollWidth > e.clientWidth + 1).length"
+        assert page.evaluate(clipped) == 0, "something is cut off on paper"
