@@ -107,7 +107,7 @@ READ = "values = [operand if isinstance(operand, jax.Array) else operand[...] fo
 IN_USE = {
     "ds, with one slot for two steps": (
         (hopper.Tiles(64, 128, 2), None),  # with one stage, the ring would order the steps
-        [("lax.rem(step, stages), lax.rem(step, 2)", "lax.rem(step, stages), lax.rem(step, 1)")],
+        [("ds_slot = lax.rem(step, 2)", "ds_slot = lax.rem(step, 1)")],
         "ds_smem.at[slot, me][...] = ds",
     ),
     "keys, before all are done with them": (

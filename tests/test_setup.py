@@ -224,7 +224,7 @@ def test_make_help_names_every_command():
 def lab():
     """How `make lab` starts JupyterLab."""
     environment = {**os.environ, "MAKEFLAGS": ""}
-    command = ["make", "--dry-run", "lab", "ARGS=--no-browser"]
+    command = ["make", "--dry-run", "--no-print-directory", "lab", "ARGS=--no-browser"]
     text = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
     return text.splitlines()[-1]
 
