@@ -174,6 +174,7 @@ def test_links_and_pictures_exist(path):
             assert len(alt) > 20, f"{target} needs a description for readers who cannot see it"
 
 
+@pytest.mark.full
 def test_every_picture_is_drawn_and_shown(tmp_path, capsys):
     draw_all(tmp_path)
     committed = {path.name for path in (ROOT / "figures").iterdir()}

@@ -286,6 +286,7 @@ TASKS = {
 }
 
 
+@pytest.mark.full
 def test_processes_that_hang_or_die_are_named_and_replaced():
     with workers.Workers(eval, 1, devices=["7"]) as pool:
         found = {outcome.task: (outcome.kind, str(outcome.value)) for outcome in pool.outcomes(TASKS, 1.0)}

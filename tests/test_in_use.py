@@ -104,6 +104,7 @@ def test_automatic_axes_split_the_call_and_gather_nothing(implementation, shape,
         assert (part[0], part[2]) == (B // shape[0], 4 // shape[1])
 
 
+@pytest.mark.full
 @on_four_devices
 def test_arrays_that_are_split_differently():
     """Heads of the keys alone, a batch of the keys over the axis of the queries' heads, and gradients not at all."""
@@ -120,6 +121,7 @@ def test_arrays_that_are_split_differently():
         check(run(place(query, *own), *keys, *(place(array) for array in (dout, dlse))), "portable")
 
 
+@pytest.mark.full
 @on_four_devices
 def test_sequences_may_be_split_too():
     """They are gathered."""
@@ -229,6 +231,7 @@ def test_jit_for_a_cpu_on_a_machine_with_a_hopper_card(dtype, hopper_machine):
     check(traced.lower().compile()(*arrays), "hopper")
 
 
+@pytest.mark.full
 @on_four_devices
 def test_hopper_kernels_under_settings(hopper_machine):
     """As far as a CPU can tell: they are lowered for a card, in shard_map."""
@@ -239,6 +242,7 @@ def test_hopper_kernels_under_settings(hopper_machine):
         assert "mosaic_gpu" in jax.jit(on_mesh).trace(*types).lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.full
 @on_four_devices
 def test_hopper_kernels_are_split_too(hopper_machine):
     """As far as a CPU can tell: in the program for a card the partitioner is asked."""

@@ -190,6 +190,7 @@ def test_a_wrong_rung_is_reported_and_never_timed():
     assert found[1]["tflops"] == pytest.approx(2.5 * found[0]["tflops"])
 
 
+@pytest.mark.full
 def test_the_steps_to_the_hopper_kernels_are_for_hopper(monkeypatch):
     monkeypatch.setattr(benchmark, "compute_capability", lambda: (8, 0))
     assert list(benchmark.rungs(SMALL)) == ["portable forward"]

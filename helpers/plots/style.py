@@ -66,10 +66,12 @@ class Picture(Figure):
         """Twice as many dots as it is wide, for dense screens, in the form that Jupyter's renderers read."""
         png = io.BytesIO()
         self.savefig(png, format="png", dpi=2 * self.dpi, bbox_inches="tight")
-        png = compact_png(png.getvalue())
-        width, height = Image.open(io.BytesIO(png)).size
+        width, height = Image.open(png).size
         alt = self.alt or description(self)
-        data = {"image/png": base64.b64encode(png).decode(), "text/plain": f"Picture: {_title(self) or 'a drawing'}"}
+        data = {
+            "image/png": base64.b64encode(png.getvalue()).decode(),
+            "text/plain": f"Picture: {_title(self) or 'a drawing'}",
+        }
         return data, {"image/png": {"alt": alt, "width": width // 2, "height": height // 2}}
 
 
