@@ -15,8 +15,6 @@ from helpers.attention.portable.decode import decode, merge, partial_bytes, sele
 from helpers.attention.problem import Call, Problem, check_call
 from helpers.attention.reference import oracle
 
-FULL = pytest.mark.full
-
 
 def decoding(*arrays, block_k=16, tiles=2, **arguments):
     """(out, lse) by the interpreted kernel, with small tiles, so that there are several parts."""

@@ -37,9 +37,8 @@ from helpers.attention.device import core_count
 from helpers.attention.masking import key_tiles, visible
 from helpers.attention.portable.tiles import LOG2_E, check_blocks, dot, exp2, length_of, padded_head_dim
 
-MOST_QUERIES = 16
 PROCESSORS = 132  # of an H200, where the device does not say
-FEWEST_KEYS = 256  # of one program: with fewer, the merge takes longer than what the split saves
+FEWEST_KEYS = 256  # of one program; chosen by reasoning, not yet measured
 
 
 class Splits(NamedTuple):
@@ -140,8 +139,8 @@ def decode(call, table=None, *, interpret=False, **options):
     """Attention of a checked `Call` with T <= 16: out (B, T, N, H) in the dtype of query and lse (B, N, T) float32.
 
     With a table, int32 (B, pages of a sequence), the key and value of the call are pages (P, page, K, H), and its
-    S is the number of keys that a row of the table can hold. Beyond inputs and outputs it allocates
-    `partial_bytes`, twice while they are merged. options: fields of `Splits`.
+    S is the number of keys that a row of the table can hold. The kernel writes `partial_bytes` beyond its inputs.
+    options: fields of `Splits`.
     """
     problem = call.problem
     splits = select_splits(problem, **options)
