@@ -398,6 +398,7 @@ def _merge(out, lse, out_of_part, lse_of_part):
 def _ring(ring, query, *key_side):
     *shard, query_lengths, key_lengths = key_side
     lengths = query_lengths, key_lengths
+    out = lse = None
     for step in range(ring.devices):
         coming = ring.shift(shard) if step + 1 < ring.devices else None
         part = ring.step("forward", step, (query,), *shard, *lengths)

@@ -147,7 +147,7 @@ def dq_kernel(
     interpret,
     mends_delta,
 ):
-    """Writes dq of one tile of queries, and with mends_delta a delta without the error that a rounded out left in it."""
+    """Writes dq of one tile of queries, and with mends_delta a delta without the error that a rounded out left in."""
     query_length = length_of(query_length_ref, problem.T)
     key_length = length_of(key_length_ref, problem.S)
     q_start = pl.program_id(0) * block_q
