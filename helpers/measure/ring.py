@@ -76,7 +76,7 @@ def footprint(problem, devices, which="forward"):
             "query, key, value": e * (query + keys),
             "out and lse": e * query + rows,
             "keys and values that are here and those that come": 2 * e * keys,
-            "sum of out, and lse": SUM_BYTES * query + rows,
+            "sums of out and lse, before and after a part is added": 2 * (SUM_BYTES * query + rows),
             "out and lse of a part": e * query + rows,
         }
     return {
