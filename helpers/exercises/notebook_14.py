@@ -1,4 +1,4 @@
-"""The exercises of notebook 14: parts of a sum, who has which keys, who has work, gradients of a part, hidden hops."""
+"""The exercises of notebook 14: merge parts, turn the ring, who has work and what, gradients of a part, hidden hops."""
 
 import functools
 import math
@@ -309,79 +309,7 @@ RING = Exercise(
 )
 
 
-# 14.3 Zigzag
-
-
-def _zigzag(devices, share, device):
-    return positions("zigzag", devices, share, device)
-
-
-def _zigzag_with(
-    devices, share, device, first=lambda n, i: i, second=lambda n, i: 2 * n - 1 - i, back=False, swap=False
-):
-    half = share // 2
-    pieces = [np.arange(half) + half * piece(devices, device) for piece in (first, second)]
-    if back:
-        pieces[1] = pieces[1][::-1]
-    return np.concatenate(pieces[::-1] if swap else pieces)
-
-
-def _zigzag_mistake(**options):
-    return functools.partial(_zigzag_with, **options)
-
-
-ZIGZAG = Exercise(
-    number="14.3",
-    title="Zigzag",
-    outputs=("positions",),
-    cases=lambda: [
-        Case(f"devices={devices}, share={share}, device={device}", (devices, share, device))
-        for devices, share in ((4, 4), (1, 6), (2, 2), (3, 8), (4, 10), (8, 4))
-        for device in sorted({0, devices // 2, devices - 1})
-    ],
-    expected=_zigzag,
-    tried="one to eight devices, first, middle and last",
-    mistakes=(
-        Mistake(
-            "every device has a contiguous share",
-            lambda devices, share, device: device * share + np.arange(share),
-            "That is the contiguous layout: two pieces of half the share, see section 5.",
-        ),
-        Mistake(
-            "every device has each n-th position",
-            lambda devices, share, device: device + devices * np.arange(share),
-            "That is the striped layout: two pieces of half the share, see section 5.",
-        ),
-        Mistake(
-            "the second piece is counted from 1",
-            _zigzag_mistake(second=lambda n, i: 2 * n - i),
-            "There are 2n pieces, 0 to 2n - 1, and the last is 2n - 1 - 0: see section 5.",
-        ),
-        Mistake(
-            "the second piece is the i-th of the second half",
-            _zigzag_mistake(second=lambda n, i: n + i),
-            "Then the last device has two late pieces, and the most work: it is mirrored, see section 5.",
-        ),
-        Mistake(
-            "the second piece runs backwards",
-            _zigzag_mistake(back=True),
-            "Pieces are mirrored, the positions inside them are not: they rise, see section 5.",
-        ),
-        Mistake(
-            "the late piece comes first",
-            _zigzag_mistake(swap=True),
-            "The positions of a device rise, so that its own keys need the usual causal mask: see section 5.",
-        ),
-        Mistake(
-            "the second piece is mirrored among n pieces, not 2n",
-            _zigzag_mistake(second=lambda n, i: n - 1 - i),
-            "n devices with two pieces each: there are 2n of them, see section 5.",
-        ),
-    ),
-)
-
-
-# 14.4 Who has work
+# 14.3 Who has work
 
 
 def _pairs(owned, *, held=lambda i, step, n: (i - step) % n, sees=np.less_equal, whole=False, turned=False):
@@ -416,7 +344,7 @@ def _pairs_mistake(**options):
 
 
 WORK = Exercise(
-    number="14.4",
+    number="14.3",
     title="Who has work",
     outputs=("pairs",),
     cases=_pairs_cases,
@@ -462,6 +390,78 @@ WORK = Exercise(
             "each device meets its own keys only",
             _pairs_mistake(held=lambda i, step, n: i),
             "Keys travel: in step r device i has those of device i - r, see section 3.",
+        ),
+    ),
+)
+
+
+# 14.4 Zigzag
+
+
+def _zigzag(devices, share, device):
+    return positions("zigzag", devices, share, device)
+
+
+def _zigzag_with(
+    devices, share, device, first=lambda n, i: i, second=lambda n, i: 2 * n - 1 - i, back=False, swap=False
+):
+    half = share // 2
+    pieces = [np.arange(half) + half * piece(devices, device) for piece in (first, second)]
+    if back:
+        pieces[1] = pieces[1][::-1]
+    return np.concatenate(pieces[::-1] if swap else pieces)
+
+
+def _zigzag_mistake(**options):
+    return functools.partial(_zigzag_with, **options)
+
+
+ZIGZAG = Exercise(
+    number="14.4",
+    title="Zigzag",
+    outputs=("positions",),
+    cases=lambda: [
+        Case(f"devices={devices}, share={share}, device={device}", (devices, share, device))
+        for devices, share in ((4, 4), (1, 6), (2, 2), (3, 8), (4, 10), (8, 4))
+        for device in sorted({0, devices // 2, devices - 1})
+    ],
+    expected=_zigzag,
+    tried="one to eight devices, first, middle and last",
+    mistakes=(
+        Mistake(
+            "every device has a contiguous share",
+            lambda devices, share, device: device * share + np.arange(share),
+            "That is the contiguous layout: two pieces of half the share, see section 5.",
+        ),
+        Mistake(
+            "every device has each n-th position",
+            lambda devices, share, device: device + devices * np.arange(share),
+            "That is the striped layout: two pieces of half the share, see section 5.",
+        ),
+        Mistake(
+            "the second piece is counted from 1",
+            _zigzag_mistake(second=lambda n, i: 2 * n - i),
+            "There are 2n pieces, 0 to 2n - 1, and the last is 2n - 1 - 0: see section 5.",
+        ),
+        Mistake(
+            "the second piece is the i-th of the second half",
+            _zigzag_mistake(second=lambda n, i: n + i),
+            "Then the last device has two late pieces, and the most work: it is mirrored, see section 5.",
+        ),
+        Mistake(
+            "the second piece runs backwards",
+            _zigzag_mistake(back=True),
+            "Pieces are mirrored, the positions inside them are not: they rise, see section 5.",
+        ),
+        Mistake(
+            "the late piece comes first",
+            _zigzag_mistake(swap=True),
+            "The positions of a device rise, so that its own keys need the usual causal mask: see section 5.",
+        ),
+        Mistake(
+            "the second piece is mirrored among n pieces, not 2n",
+            _zigzag_mistake(second=lambda n, i: n - 1 - i),
+            "n devices with two pieces each: there are 2n of them, see section 5.",
         ),
     ),
 )
@@ -672,4 +672,4 @@ SHARE = Exercise(
     ),
 )
 
-EXERCISES = (MERGE, RING, ZIGZAG, WORK, GRADIENTS, SHARE)
+EXERCISES = (MERGE, RING, WORK, ZIGZAG, GRADIENTS, SHARE)
