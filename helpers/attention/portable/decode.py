@@ -28,7 +28,7 @@ and as program (query head, query, batch entry) of the second kernel sees them:
 
     parts_ref  (parts, H')    out of every part, float32
     logs_ref   (parts',)      lse of every part; parts' is their number rounded up to a power of two
-    out_ref    (H',)
+    out_ref    (1, H')
     lse_ref    ()             float32
 """
 
@@ -121,8 +121,9 @@ def decode_kernel(
         jnp.zeros(rows.shape, jnp.float32),
         jnp.zeros(q_ref.shape, jnp.float32),
     )
-    tiles = key_tiles(0, problem.T, splits.block_k, problem.band, query_length, key_length, xp=jnp)
-    m, l, acc = lax.fori_loop(*_share(*tiles, pl.program_id(1), splits.parts), one_key_tile, state)
+    # The first query sees the first key, if any. So the tiles begin at 0.
+    _, tiles = key_tiles(0, problem.T, splits.block_k, problem.band, query_length, key_length, xp=jnp)
+    m, l, acc = lax.fori_loop(*_share(tiles, pl.program_id(1), splits.parts), one_key_tile, state)
 
     empty = l == 0
     l = jnp.where(empty, 1, l)
@@ -133,7 +134,7 @@ def decode_kernel(
 
 def merge_kernel(parts_ref, logs_ref, out_ref, lse_ref, *, problem, parts):
     """Writes out and lse of one row from those of every part."""
-    in_head = jnp.arange(parts_ref.shape[1]) < problem.H
+    in_head = jnp.arange(parts_ref.shape[1])[None, :] < problem.H
 
     def log_sums(start, count):
         index = start + jnp.arange(count)
@@ -141,31 +142,30 @@ def merge_kernel(parts_ref, logs_ref, out_ref, lse_ref, *, problem, parts):
 
     logs = log_sums(0, logs_ref.shape[0])
     m = logs.max()
-    reference = jnp.where(m == -jnp.inf, 0, m)  # there may be no key for this row
-    total = jnp.exp(logs - reference).sum()
-    lse = jnp.where(m == -jnp.inf, -jnp.inf, reference + jnp.log(jnp.where(total == 0, 1, total)))
+    m = jnp.where(m == -jnp.inf, 0, m)  # there may be no key for this row
+    total = jnp.exp(logs - m).sum()
 
     def add(i, acc):
-        weight = jnp.exp(log_sums(i * MERGED, MERGED) - jnp.where(m == -jnp.inf, 0, lse))
+        weight = jnp.exp(log_sums(i * MERGED, MERGED) - m)
         is_part = i * MERGED + jnp.arange(MERGED) < parts
-        mask = is_part[:, None] & in_head[None, :]
-        out = plt.load(parts_ref.at[pl.ds(i * MERGED, MERGED), :], mask=mask, other=0)
+        out = plt.load(parts_ref.at[pl.ds(i * MERGED, MERGED), :], mask=is_part[:, None] & in_head, other=0)
         return acc + (weight[:, None] * out).sum(axis=0)
 
-    acc = lax.fori_loop(0, pl.cdiv(parts, MERGED), add, jnp.zeros(in_head.shape, jnp.float32))
-    plt.store(out_ref, acc.astype(out_ref.dtype), mask=in_head)
-    lse_ref[...] = lse
+    acc = lax.fori_loop(0, pl.cdiv(parts, MERGED), add, jnp.zeros(parts_ref.shape[1], jnp.float32))
+    out = acc / jnp.where(total == 0, 1, total)
+    plt.store(out_ref, out[None].astype(out_ref.dtype), mask=in_head)
+    lse_ref[...] = m + jnp.log(total)
 
 
 def _tiles_of_rows(problem, splits):
     return pl.cdiv(problem.T * problem.group, splits.block_r)
 
 
-def _share(first, stop, part, parts):
-    """The range of tiles of one of `parts`, as even as can be, of the tiles from first to stop."""
-    each, left = lax.div(jnp.maximum(stop - first, 0), parts), lax.rem(jnp.maximum(stop - first, 0), parts)
-    mine = first + part * each + jnp.minimum(part, left)
-    return mine, mine + each + (part < left).astype(jnp.int32)
+def _share(tiles, part, parts):
+    """The range of tiles of one of the parts, which are as even as can be."""
+    each, left = lax.div(tiles, parts), lax.rem(tiles, parts)
+    first = part * each + jnp.minimum(part, left)
+    return first, first + each + (part < left).astype(jnp.int32)
 
 
 def _keys(ref, table_ref, start, cols, is_key, in_head):
@@ -206,9 +206,9 @@ def splits_of(problem, card, launch):
     tiles = Tiles(_rows_of_a_tile(problem), block_k, launch.num_warps, launch.num_stages)
     tiles = fitting("decode", tiles, problem, card)
     heads = problem.B * problem.K * pl.cdiv(problem.T * problem.group, tiles.block_q)
-    first, stop = key_tiles(0, problem.T, 1, problem.band, problem.T, problem.S)
+    _, seen = key_tiles(0, problem.T, 1, problem.band, problem.T, problem.S)
     programs = launch.per_processor * core_count(PROCESSORS)
-    parts = max(1, min(programs // heads, int(stop - first) // FEWEST_KEYS))
+    parts = max(1, min(programs // heads, int(seen) // FEWEST_KEYS))
     return Splits(*tiles, parts)
 
 
@@ -285,7 +285,7 @@ def merge(problem, out, lse, *, interpret=False):
             pl.BlockSpec((None, None, parts_padded, None), lambda n, t, b: (b, *row_of(n, t))),
         ],
         out_specs=[
-            pl.BlockSpec((None, None, None, head_padded), lambda n, t, b: (b, t, n, 0)),
+            pl.BlockSpec((None, None, 1, head_padded), lambda n, t, b: (b, t, n, 0)),
             pl.BlockSpec((None, None, None), lambda n, t, b: (b, n, t)),
         ],
         out_shape=[
