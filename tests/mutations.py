@@ -77,7 +77,7 @@ FAULTS = [
         ("a window is taken the other way round", "return min(left, MAX_LENGTH), min(right, MAX_LENGTH)", "return min(right, MAX_LENGTH), min(left, MAX_LENGTH)"),
         ("a huge window is kept", "return min(left, MAX_LENGTH), min(right, MAX_LENGTH)", "return left, right"),
         ("lengths past the end are accepted", "if values.min() < 0 or values.max() > longest:", "if values.min() < 0:"),
-        ("the lengths of the keys are checked against the queries", '_check_lengths("key_value_seq_lengths", key_value_seq_lengths, B, S)', '_check_lengths("key_value_seq_lengths", key_value_seq_lengths, B, T)'),
+        ("the lengths of the keys are checked against the queries", 'check_lengths("key_value_seq_lengths", key_value_seq_lengths, B, S)', 'check_lengths("key_value_seq_lengths", key_value_seq_lengths, B, T)'),
     ),
     *_of(
         "helpers/attention/masking.py",

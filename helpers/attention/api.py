@@ -20,7 +20,7 @@ from helpers.attention.portable import backward as portable_backward
 from helpers.attention.portable import decode as portable_decode
 from helpers.attention.portable import forward as portable_forward
 from helpers.attention.problem import Call, check_call
-from helpers.attention.reference import naive_attention, naive_gradients
+from helpers.attention.reference import naive_attention, naive_gradients, naive_gradients_of_part
 from helpers.attention.reverse_mode import reverse_mode_only
 
 IMPLEMENTATIONS = ("reference", "portable", "hopper", "cudnn")
@@ -143,6 +143,12 @@ def _choose(implementation, call, return_residual):
     return {"reference": naive_attention, "portable": PORTABLE, "cudnn": _cudnn}[implementation]
 
 
+def kernels_of(implementation, call):
+    """The `KernelsOf` that serve a call, for those who call single passes, as `ring` does."""
+    chosen = _choose(implementation, call, return_residual=True)
+    return REFERENCE_EVERYWHERE if chosen is naive_attention else chosen
+
+
 @contextlib.contextmanager
 def _settings():
     """JAX's settings in which kernels are traced and run, whatever the caller's."""
@@ -162,10 +168,14 @@ def _compiled(attend, problem, return_residual, *arrays):
 
 
 class Kernels(NamedTuple):
-    """forward(call) -> (out, lse) and backward(call, out, lse, dout, dlse) -> (dq, dk, dv), on one device."""
+    """forward(call) -> (out, lse) and backward(call, out, lse, dout, dlse) -> (dq, dk, dv), on one device.
+
+    backward_of_part is backward for a call that has some of the keys only, where out and lse are those of all.
+    """
 
     forward: Callable
     backward: Callable
+    backward_of_part: Callable
 
 
 @dataclass(frozen=True)
@@ -184,7 +194,7 @@ class KernelsOf:
         return _attention(self, call.problem, query, key, value, call.query_lengths, call.key_lengths)
 
     def run(self, which, problem, *arrays):
-        """The pass which, "forward" or "backward", of (query, key, value, both lengths, *residuals)."""
+        """The pass which, a field of `Kernels`, of (query, key, value, both lengths, *residuals)."""
         precision = jax.config.jax_default_matmul_precision
 
         def one_device(problem, *arrays):
@@ -215,19 +225,19 @@ def _portable(interpret):
     return Kernels(
         _forward(portable_forward.forward, interpret),
         functools.partial(portable_backward.backward, interpret=interpret),
+        functools.partial(portable_backward.backward, interpret=interpret, mends_delta=False),
     )
 
 
 def _hopper(interpret):
-    return Kernels(
-        _forward(hopper_forward.forward, interpret),
-        functools.partial(hopper_backward.backward, interpret=interpret),
-    )
+    backward = functools.partial(hopper_backward.backward, interpret=interpret)
+    return Kernels(_forward(hopper_forward.forward, interpret), backward, backward)
 
 
-REFERENCE = Kernels(naive_attention, naive_gradients)
+REFERENCE = Kernels(naive_attention, naive_gradients, naive_gradients_of_part)
 PORTABLE = KernelsOf((("cpu", _portable(True)), ("cuda", _portable(False))))
 PORTABLE_OR_REFERENCE = KernelsOf((("cuda", _portable(False)), ("default", REFERENCE)))
+REFERENCE_EVERYWHERE = KernelsOf((("default", REFERENCE),))
 HOPPER_OR_REFERENCE = KernelsOf((("cuda", _hopper(False)), ("default", REFERENCE)))
 # The interpreter has side effects, which JAX would not let into `checkpoint` even where it is not used, and it knows
 # one device only. So it is chosen when tracing: on a CPU these kernels cannot be checkpointed, nor split by XLA.
