@@ -29,7 +29,6 @@ from helpers.attention.reference import oracle
 from helpers.measure import benchmark, decoding, results, tune
 from helpers.measure.timing import Timing
 
-
 INTERPRET = jax.default_backend() == "cpu"
 UNTUNED = Card(None, (9, 0), 227 * 1024)
 
