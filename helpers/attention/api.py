@@ -17,6 +17,7 @@ from helpers.attention.hopper import backward as hopper_backward
 from helpers.attention.hopper import forward as hopper_forward
 from helpers.attention.hopper import serve as hopper
 from helpers.attention.portable import backward as portable_backward
+from helpers.attention.portable import decode as portable_decode
 from helpers.attention.portable import forward as portable_forward
 from helpers.attention.problem import Call, check_call
 from helpers.attention.reference import naive_attention, naive_gradients, naive_gradients_of_part
@@ -77,6 +78,9 @@ def flash_attention(
       TypeError, ValueError: an argument is not as described; the message names it.
       NotImplementedError: the chosen implementation cannot serve this call, or has no such derivative;
         the message says why and what can.
+
+    Up to 16 queries, as when text is generated, portable and hopper share one forward pass: the keys are split over
+    programs, which write 4 (H + 1) bytes for each part of the keys, query and head, to be merged (`portable.decode`).
 
     Gradients flow into query, key and value from out and from lse, and a query that sees no key
     passes none. The kernels have reverse-mode first derivatives; the reference has all. The algorithm
@@ -206,9 +210,20 @@ class KernelsOf:
         return sharding.one_device_at_a_time(one_device, *letters, self.splits)(problem, *arrays)
 
 
+def _forward(many_queries, interpret):
+    """The forward pass by many_queries(call, interpret=…), and that of few queries by kernels of its own."""
+
+    def forward(call):
+        if call.problem.T <= portable_decode.MOST_QUERIES:
+            return portable_decode.decode(call, interpret=bool(interpret))
+        return many_queries(call, interpret=interpret)
+
+    return forward
+
+
 def _portable(interpret):
     return Kernels(
-        functools.partial(portable_forward.forward, interpret=interpret),
+        _forward(portable_forward.forward, interpret),
         functools.partial(portable_backward.backward, interpret=interpret),
         functools.partial(portable_backward.backward, interpret=interpret, mends_delta=False),
     )
@@ -216,7 +231,7 @@ def _portable(interpret):
 
 def _hopper(interpret):
     backward = functools.partial(hopper_backward.backward, interpret=interpret)
-    return Kernels(functools.partial(hopper_forward.forward, interpret=interpret), backward, backward)
+    return Kernels(_forward(hopper_forward.forward, interpret), backward, backward)
 
 
 REFERENCE = Kernels(naive_attention, naive_gradients, naive_gradients_of_part)

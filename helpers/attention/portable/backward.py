@@ -214,7 +214,7 @@ def backward(call, out, lse, dout, dlse, *, fused=False, mends_delta=True, inter
     arrays = (call.query, call.key, call.value, dout, lse, delta, call.query_lengths, call.key_lengths)
     if fused:
         return _fused(problem, arrays, dkv_tiles, interpret)
-    dq, delta = _dq(problem, arrays, dlse, dq_tiles, mends_delta, interpret)
+    dq, delta = _dq(problem, arrays, dlse, dq_tiles, interpret, mends_delta)
     arrays = (*arrays[:5], delta, *arrays[6:])
     return dq, *_dkv(problem, arrays, dkv_tiles, interpret)
 
@@ -263,7 +263,7 @@ def _delta(problem, out, lse, dout, dlse, tiles, interpret):
     )(out, dout, lse, dlse)
 
 
-def _dq(problem, arrays, dlse, tiles, mends_delta, interpret):
+def _dq(problem, arrays, dlse, tiles, interpret, mends_delta=True):
     """(dq, delta), the second in place of the one that came in."""
     # Interpreted float32 products are exact enough as they are; a GPU rounds their operands to TF32.
     mends_delta = mends_delta and (problem.dtype.itemsize == 2 or not interpret)
