@@ -80,10 +80,10 @@ def _unguarded(out_a, lse_a, out_b, lse_b):
         return np.exp(lse_a - lse)[:, None] * out_a + np.exp(lse_b - lse)[:, None] * out_b, lse
 
 
-def _overflows(out_a, lse_a, out_b, lse_b):
+def _overflows(out_a, lse_a, out_b, lse_b, guarded=True):
     with np.errstate(all="ignore"):
         a, b = np.exp(lse_a), np.exp(lse_b)
-        total = np.where(a + b == 0, 1, a + b)
+        total = np.where(a + b == 0, 1, a + b) if guarded else a + b
         return (a / total)[:, None] * out_a + (b / total)[:, None] * out_b, np.log(a + b)
 
 
@@ -105,6 +105,10 @@ MERGE = Exercise(
             "exp(lse) is computed as it is",
             _overflows,
             "Near 1000 it overflows, near -1000 it is 0: subtract the merged lse first, see section 2.",
+            variants=(
+                functools.partial(_overflows, guarded=False),
+                _with(_right_weights, lse=lambda a, b: np.log(np.exp(a) + np.exp(b))),
+            ),
         ),
         Mistake(
             "both parts count alike",
@@ -115,6 +119,11 @@ MERGE = Exercise(
             "the parts are added without weights",
             _with(lambda a, b: (np.ones(a.shape), np.ones(a.shape))),
             "Each out is divided by its own sum already, so it must be weighted: see section 2.",
+        ),
+        Mistake(
+            "the part with the larger lse is taken alone",
+            _with(lambda a, b: (np.where(a > b, 1.0, 0.0), np.where(a > b, 0.0, 1.0))),
+            "Both count, each by its share of the sum: see section 2.",
         ),
         Mistake(
             "each part gets the weight of the other",
@@ -229,6 +238,16 @@ def _ring_last_only(queries, keys, values, attend, merge):
     ]
 
 
+def _ring_overwritten(queries, keys, values, attend, merge):
+    n, keys, values = len(queries), list(keys), list(values)
+    states = [attend(*own) for own in zip(queries, keys, values, strict=True)]
+    for _ in range(n - 1):
+        for i in range(n):
+            keys[(i + 1) % n], values[(i + 1) % n] = keys[i], values[i]
+        states = [merge(*states[i], *attend(queries[i], keys[i], values[i])) for i in range(n)]
+    return [out for out, _ in states]
+
+
 def _ring_lse_forgotten(queries, keys, values, attend, merge):
     """lse of the last part stands for that of all before."""
     outs = []
@@ -295,6 +314,16 @@ RING = Exercise(
             "the parts are added up",
             functools.partial(_ring_not_merged, join=np.sum),
             "Each part is divided by its own sum already: merge by lse, see section 2.",
+        ),
+        Mistake(
+            "a share is overwritten before it is handed on",
+            _ring_overwritten,
+            "All devices send at the same time: make a new list, such as keys[-1:] + keys[:-1].",
+        ),
+        Mistake(
+            "the results stand in reverse order",
+            lambda *arguments: _ring(*arguments)[::-1],
+            "Device 0 comes first.",
         ),
         Mistake(
             "only the last share is left",
@@ -413,6 +442,11 @@ def _zigzag_with(
     return np.concatenate(pieces[::-1] if swap else pieces)
 
 
+def _zigzag_whole_pieces(devices, share, device):
+    within = np.arange(share // 2)
+    return np.concatenate([device * share + within, (2 * devices - 1 - device) * share + within])
+
+
 def _zigzag_mistake(**options):
     return functools.partial(_zigzag_with, **options)
 
@@ -450,6 +484,16 @@ ZIGZAG = Exercise(
             "Then the last device has two late pieces, and the most work: it is mirrored, see section 5.",
         ),
         Mistake(
+            "the mirror image of piece i is taken to be -i",
+            _zigzag_mistake(second=lambda n, i: -i % (2 * n)),
+            "Counted from the end, pieces begin with -1: the mirror image of i is -1 - i, see section 5.",
+        ),
+        Mistake(
+            "a piece has `share` positions, not half as many",
+            _zigzag_whole_pieces,
+            "There are 2n pieces for n shares, so a piece is half a share: see section 5.",
+        ),
+        Mistake(
             "the second piece runs backwards",
             _zigzag_mistake(back=True),
             "Pieces are mirrored, the positions inside them are not: they rise, see section 5.",
@@ -472,16 +516,16 @@ ZIGZAG = Exercise(
 
 
 def _part_gradients(
-    q, k, v, do, lse, delta, scale, *, p_of=None, delta_of=None, of_q=1, of_k=1, swap=False, out_scale=0
+    q, k, v, do, lse, delta, scale, *, p_of=None, delta_of=None, of_q=1, of_k=1, out_scale=0, scale_of_s=1
 ):
-    s = scale * q @ k.T
+    s = scale**scale_of_s * q @ k.T
     p = np.exp(s - lse[:, None]) if p_of is None else p_of(s, lse)
     dp = do @ v.T
     delta = delta if delta_of is None else delta_of(p, dp, do)
     ds = p * (dp - delta[:, None])
     dv = (p if out_scale == 0 else scale * p).T @ do
     dq, dk = scale**of_q * ds @ k, scale**of_k * ds.T @ q
-    return (dk, dq, dv) if swap else (dq, dk, dv)
+    return dq, dk, dv
 
 
 def _softmax(s, _):
@@ -567,6 +611,16 @@ GRADIENTS = Exercise(
             "exp(s) is divided by exp(lse)",
             _gradient_mistake(p_of=lambda s, lse: np.exp(np.float32(s)) / np.exp(np.float32(lse))[:, None]),
             "Both overflow or vanish: subtract before the exponential, see section 6.",
+        ),
+        Mistake(
+            "the logits are not scaled",
+            _gradient_mistake(scale_of_s=0),
+            "The logits are scale times q kᵀ, in the exponent too: see section 6.",
+        ),
+        Mistake(
+            "lse is added",
+            _gradient_mistake(p_of=lambda s, lse: np.exp(s + lse[:, None])),
+            "p = exp(s - lse): see section 6.",
         ),
         Mistake(
             "lse is not subtracted",
@@ -663,6 +717,16 @@ SHARE = Exercise(
             "one position too many",
             _share_mistake(whole=lambda x: math.floor(x) + 1),
             "Where both times are equal nothing is waited for: a share that comes out whole is long enough.",
+        ),
+        Mistake(
+            "the ratio of operations to bandwidth is taken as it is",
+            lambda N, K, itemsize, flops, bandwidth: math.ceil(flops / bandwidth),
+            "That holds for 16 bits and as many key heads as query heads only: see section 7.",
+        ),
+        Mistake(
+            "the query heads do not matter",
+            _share_mistake(of_heads=lambda N, K: K),
+            "All N query heads compute while K heads travel: see section 7.",
         ),
         Mistake(
             "bandwidth and operations are swapped",
