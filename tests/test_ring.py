@@ -200,6 +200,29 @@ def test_in_a_shard_map_with_the_batch_on_another_axis(check_vma):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("T", [16, 13])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_explicit_axes(T, is_split):
+    """The mesh that `jax.make_mesh` makes by itself. Where the sequence goes evenly, results say that it is split."""
+    if is_split and T % 4:
+        pytest.skip("an array on explicit axes is split evenly")
+    mesh_of(4)
+    mesh = jax.make_mesh((4,), ("sequence",), axis_types=(AxisType.Explicit,))
+    (query, key, value), arguments = AttentionCase(T=T, S=T, H=8, arguments=CAUSAL).inputs()
+    place = jax.sharding.NamedSharding(mesh, P(None, "sequence"))
+    arrays = [jax.device_put(array, place) if is_split else array for array in (query, key, value)]
+    attend = functools.partial(ring_attention_on_mesh, mesh=mesh, axis_name="sequence", **arguments)
+    loss = lambda attend, *arrays: jnp.sin(attend(*arrays)).sum()
+    mine = jax.jit(jax.grad(functools.partial(loss, attend), (0, 1, 2)))(*arrays)
+    right = jax.grad(functools.partial(loss, functools.partial(flash_attention, **arguments)), (0, 1, 2))(
+        query, key, value
+    )
+    for a, b in zip(mine, right, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert jax.typeof(attend(*arrays)).sharding.spec[1] == (None if T % 4 else "sequence")
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("T", [4096, 4100])
 def test_on_a_hopper_card_every_piece_goes_to_its_kernels(monkeypatch, T):
     """As far as a CPU can tell: they are lowered for a card, padding or not, and nothing is gathered."""

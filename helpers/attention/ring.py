@@ -35,6 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from helpers.attention.api import KernelsOf, kernels_of
@@ -236,15 +237,12 @@ def _on_mesh(mesh, arguments, query, key, value, query_lengths, key_lengths):
     axis_name, layout, is_causal = (arguments[name] for name in ("axis_name", "layout", "is_causal"))
     devices = mesh.shape[axis_name]
     T, S = query.shape[1], key.shape[1]
-    if is_causal and S > T:  # nobody sees the keys behind the last query
-        key, value, S = key[:, :T], value[:, :T], T
     multiple = {"contiguous": devices, "striped": devices**2, "zigzag": 2 * devices}[layout]
-    padded = lambda length: -(-length // multiple) * multiple
-    padded_T = padded(T)
-    padded_S = padded_T if is_causal else padded(S)
-    pad = lambda array, length: jnp.pad(array, ((0, 0), (0, length - array.shape[1]), (0, 0), (0, 0)))
-    # With a causal mask no real query sees a key behind the last query.
-    key_length = None if S == padded_S or (is_causal and S == T) else S
+    up = lambda length: -(-length // multiple) * multiple
+    padded_T = up(T)
+    padded_S = padded_T if is_causal else up(S)
+    # With a causal mask no real query sees a key behind the last query, so that keys may be cut off there, or padded.
+    key_length = None if S == padded_S or (is_causal and S >= T) else S
 
     def shares(query, key, value, *lengths):
         query, key, value = (to_layout(array, layout, axis_name) for array in (query, key, value))
@@ -261,10 +259,23 @@ def _on_mesh(mesh, arguments, query, key, value, query_lengths, key_lengths):
         return from_layout(out, layout, axis_name), from_layout(lse, layout, axis_name)
 
     split = P(None, axis_name)
-    out, lse = jax.shard_map(shares, mesh=mesh, in_specs=(split, split, split, P(), P()), out_specs=split)(
-        pad(query, padded_T), pad(key, padded_S), pad(value, padded_S), query_lengths, key_lengths
-    )
-    return out[:, :T], lse[:, :T]
+    # On a mesh with explicit axes arrays must come as they are to be split, and be whole to be cut unevenly.
+    explicit = jax.sharding.AxisType.Explicit in mesh.axis_types
+    place = lambda array, spec: jax.sharding.reshard(array, NamedSharding(mesh, spec)) if explicit else array
+    whole = lambda array: None if array is None else place(array, P())
+
+    def fitted(array, length):
+        """Cut or padded to a length, and split."""
+        if array.shape[1] != length:
+            array = whole(array)[:, :length]
+            array = jnp.pad(array, ((0, 0), (0, length - array.shape[1]), (0, 0), (0, 0)))
+        return place(array, split)
+
+    arrays = fitted(query, padded_T), fitted(key, padded_S), fitted(value, padded_S)
+    lengths = whole(query_lengths), whole(key_lengths)
+    in_specs = split, split, split, P(), P()
+    results = jax.shard_map(shares, mesh=mesh, in_specs=in_specs, out_specs=split)(*arrays, *lengths)
+    return results if padded_T == T else tuple(whole(array)[:, :T] for array in results)
 
 
 def to_layout(array, layout, axis_name):
