@@ -344,7 +344,7 @@ FAULTS = [
     *_of(
         "helpers/transformer.py",
         ("the loss is of the token itself", "inputs, targets = batch[:, :-1], batch[:, 1:]", "inputs, targets = batch[:, :-1], batch[:, :-1]"),
-        ("keys are not rotated", "rotate(query), rotate(key), value", "rotate(query), key, value"),
+        ("keys are not rotated", "rotate(query, start), rotate(key, start), value", "rotate(query, start), key, value"),
         ("the gain of a norm is not used", "return gain * x * jax.lax.rsqrt", "return x * jax.lax.rsqrt"),
     ),
     *_of(
