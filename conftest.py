@@ -12,7 +12,7 @@ from nbformat import NotebookNode
 from nbval.plugin import IPyNbCell, IPyNbFile
 from xdist.scheduler import LoadScopeScheduling
 
-jax.config.update("jax_num_cpu_devices", 4)  # for the tests with arrays on several devices
+jax.config.update("jax_num_cpu_devices", 8)  # for the tests with arrays on several devices
 
 # What these would find, tests of the quick tier find as well, and for much less: `test_training` and the mistakes
 # in `test_exercises` stand for the notebook that trains.

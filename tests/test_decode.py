@@ -1,6 +1,8 @@
 """Attention of few queries over many keys, in place and in pages, against the oracle."""
 
 import functools
+import importlib
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,16 +11,29 @@ import pytest
 from attention_cases import AttentionCase, check_forward
 from test_lowering import lower_for_cuda
 
-from helpers.attention.masking import NO_BAND
+from helpers.attention.masking import NO_BAND, Band
 from helpers.attention.paged import paged_attention
-from helpers.attention.portable.decode import decode, merge, partial_bytes, select_splits
+from helpers.attention.portable.decode import (
+    DEFAULTS,
+    MERGED,
+    Launch,
+    Splits,
+    decode,
+    merge,
+    partial_bytes,
+    select_splits,
+)
+from helpers.attention.portable.tiles import Card, Tiles, shared_bytes
 from helpers.attention.problem import Call, Problem, check_call
 from helpers.attention.reference import oracle
+from helpers.measure import benchmark, decoding, results, tune
+from helpers.measure.timing import Timing
 
 
-def decoding(*arrays, block_k=16, tiles=2, **arguments):
-    """(out, lse) by the interpreted kernel, with small tiles, so that there are several parts."""
-    out, lse = decode(check_call(*arrays, **arguments), interpret=True, block_k=block_k, tiles=tiles)
+def decoded(*arrays, block_r=16, block_k=16, parts=3, **arguments):
+    """(out, lse) by the interpreted kernels, with small tiles and several parts."""
+    sizes = {"block_r": block_r, "block_k": block_k, "parts": parts}
+    out, lse = decode(check_call(*arrays, **arguments), interpret=True, **sizes)
     return out, lse.swapaxes(1, 2)
 
 
@@ -33,37 +48,61 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_agrees_with_the_oracle(case):
-    check_forward(decoding, case)
+    check_forward(decoded, case)
+
+
+@pytest.mark.parametrize(("parts", "block_r"), [(1, 16), (40, 16), (2, 64)])
+def test_any_number_of_parts_and_tiles_of_rows(parts, block_r):
+    window = {"local_window_size": (1, 290)}  # so that rows differ
+    case = AttentionCase(9, 320, 40, N=20, K=2, dtype="float16", key_lengths=(310,), arguments=window)  # 90 rows a head
+    check_forward(functools.partial(decoded, parts=parts, block_r=block_r), case)
 
 
 def test_a_part_without_visible_keys_has_no_weight():
-    out = np.array([[[1.0, 2.0]], [[np.pi, np.pi]], [[3.0, 4.0]]])  # (parts, rows, H)
-    lse = np.array([[0.0], [-np.inf], [np.log(3)]])
-    merged, total = merge(jnp.array(out), jnp.array(lse))
-    np.testing.assert_allclose(merged, [[2.5, 3.5]], rtol=1e-6)
-    np.testing.assert_allclose(total, [np.log(4)], rtol=1e-6)
-    merged, total = merge(jnp.zeros((2, 1, 3)), jnp.full((2, 1), -jnp.inf))
-    assert not merged.any() and np.isneginf(total).all()
+    problem = Problem(1, 1, 100, 2, 2, 2, jnp.dtype("float32"), 1.0, NO_BAND)
+    parts = MERGED + 2  # of which one head has keys in the first, second and last
+    out, lse = np.full((1, 2, parts, 1, 2), np.pi, np.float32), np.full((1, 2, parts, 1), -np.inf, np.float32)
+    out[0, 0, [0, 1, -1], 0] = [[1, 2], [3, 4], [5, 6]]
+    lse[0, 0, [0, 1, -1], 0] = np.log([1, 3, 4])
+    merged, total = merge(problem, jnp.array(out), jnp.array(lse), interpret=True)
+    np.testing.assert_allclose(merged[0, 0, 0], [30 / 8, 38 / 8], rtol=1e-6)
+    np.testing.assert_allclose(total[0, :, 0], [np.log(8), -np.inf], rtol=1e-6)
+    assert not merged[0, 0, 1].any()
 
 
-@pytest.mark.parametrize(("B", "S"), [(1, 100), (1, 8192), (8, 8192), (1, 131072)])
-def test_parts_fill_the_processors_and_are_not_tiny(B, S):
-    splits = select_splits(Problem(B, 1, S, 32, 8, 128, jnp.dtype("bfloat16"), 1.0, NO_BAND))
-    keys = splits.block_k * splits.tiles
-    parts = -(-S // keys)
-    assert keys >= 256 or parts == 1
-    assert parts == 1 or B * 8 * parts >= 132 or keys <= 320
-    assert B * 8 * parts <= 2 * 132 + B * 8
+@pytest.mark.parametrize(
+    ("B", "S", "parts"), [(1, 100, 1), (1, 8192, 32), (8, 8192, 4), (1, 131072, 33), (32, 8192, 1)]
+)
+def test_parts_fill_the_processors_and_are_not_tiny(B, S, parts):
+    problem = Problem(B, 1, S, 32, 8, 128, jnp.dtype("bfloat16"), 1.0, NO_BAND)
+    assert select_splits(problem).parts == parts  # 2 x 132 programs at most, of 256 keys at least
 
 
-def test_the_memory_of_the_parts_is_the_formula():
+def test_keys_that_no_query_sees_make_no_parts():
+    causal = Problem(1, 16, 8192, 8, 8, 64, jnp.dtype("bfloat16"), 1.0, Band.of(is_causal=True))
+    assert select_splits(causal).parts == 1
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (12, 0)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_tiles_fit_every_card(capability, dtype):
+    card = Card(None, capability, {(8, 0): 163, (9, 0): 227}.get(capability, 99) * 1024)
+    for H, rows in itertools.product((64, 128, 256), (1, 16, 64, 1000)):
+        problem = Problem(1, 16, 4096, rows, 1, H, jnp.dtype(dtype), 1.0, NO_BAND)
+        splits = select_splits(problem, card)
+        tiles = Tiles(splits.block_r, splits.block_k, splits.num_warps, splits.num_stages)
+        assert shared_bytes("decode", tiles, problem, capability) <= card.shared_memory
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_the_memory_of_the_parts_is_the_formula(parts):
     case = AttentionCase(2, 100, 32, N=4, K=2, B=3)
     call = check_call(*case.inputs()[0])
-    options = {"block_k": 16, "tiles": 2}
+    options = {"block_k": 16, "parts": parts}
     jaxpr = jax.make_jaxpr(lambda *arrays: decode(Call(call.problem, *arrays), interpret=True, **options))(*call.arrays)
-    (kernel,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "pallas_call")
-    allocated = sum(v.aval.size * v.aval.dtype.itemsize for v in kernel.outvars)
-    assert allocated == partial_bytes(call.problem, select_splits(call.problem, **options))
+    kernels = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "pallas_call"]
+    allocated = [sum(v.aval.size * v.aval.dtype.itemsize for v in kernel.outvars) for kernel in kernels]
+    assert sum(allocated[:-1]) == partial_bytes(call.problem, select_splits(call.problem, **options))
 
 
 @pytest.mark.parametrize("pages", [False, True])
@@ -75,7 +114,7 @@ def test_lowers_for_a_gpu(pages):
     key = shaped(600, page, K, H) if pages else shaped(B, S, K, H)
     attend = lambda query, key, table, lengths: decode(Call(problem, query, key, key, lengths, lengths), table)
     table = integers(B, S // page) if pages else None
-    assert lower_for_cuda(attend, shaped(B, 3, N, H), key, table, integers(B)).count("@__gpu$xla.gpu.triton") == 1
+    assert lower_for_cuda(attend, shaped(B, 3, N, H), key, table, integers(B)).count("@__gpu$xla.gpu.triton") == 2
 
 
 # Pages
@@ -105,9 +144,9 @@ def gathered(key_pages, table):
 def test_pages_equal_the_gathered_cache(page, lengths, dtype, implementation):
     query, key_pages, value_pages, table, lengths = cache(page, lengths, dtype=jnp.dtype(dtype))
     key_pages[0] = value_pages[0] = 3  # so that what is read instead of a wrong page is not by chance nothing
-    arguments = {"key_value_seq_lengths": lengths}
+    arguments = {"key_value_seq_lengths": lengths, "scale": 0.3}
     right = oracle(query, gathered(key_pages, table), gathered(value_pages, table), **arguments)
-    attention = functools.partial(paged_attention, implementation=implementation, return_residual=True)
+    attention = functools.partial(paged_attention, scale=0.3, implementation=implementation, return_residual=True)
     out, lse = attention(query, key_pages, value_pages, table, lengths)
     tolerance = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 2e-2}[dtype]
     np.testing.assert_allclose(np.asarray(out, np.float64), right[0], atol=tolerance)
@@ -125,11 +164,14 @@ def test_padding_in_a_page_may_hold_anything():
         np.testing.assert_allclose(out, right, atol=1e-6)
 
 
-def test_a_wrong_table_under_jit_reads_some_page():
+@pytest.mark.parametrize("implementation", ["reference", "portable"])
+def test_a_wrong_table_under_jit_reads_some_page(implementation):
     query, key_pages, value_pages, table, lengths = cache(16, (20, 32))
     table[0, 1], table[1, 0] = 1000, -5
-    attention = jax.jit(functools.partial(paged_attention, implementation="portable"))
-    assert np.isfinite(attention(query, key_pages, value_pages, table, lengths)).all()
+    attention = functools.partial(paged_attention, implementation=implementation)
+    out = jax.jit(attention)(query, key_pages, value_pages, table, lengths)
+    right = attention(query, key_pages, value_pages, table.clip(0, len(key_pages) - 1), lengths)
+    np.testing.assert_allclose(out, right, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -163,3 +205,59 @@ def test_a_derivative_is_refused_where_there_is_none():
     assert np.isfinite(jax.grad(loss)(query, "reference")).all()
     with pytest.raises(NotImplementedError, match='use implementation="reference"'):
         jax.grad(loss)(query, "portable")
+
+
+# What the tuner and the benchmark make of it
+
+
+def test_rows_of_the_tuner_keep_to_the_schema_and_are_the_fastest(monkeypatch):
+    best = Launch(64, 4, 2, 3)
+
+    def compile_all(function, choices, arrays):
+        jax.eval_shape(functools.partial(function, choices[0]), *arrays)
+        return {choice: lambda query, key, value: query for choice in choices}
+
+    times = lambda programs: {launch: 1.0 + (launch != best) for launch in programs}
+    arrays = lambda shapes, dtype, seed=0: [np.ones(shape, jnp.dtype(dtype)) for shape in shapes]
+    for name, value in {"compile_all": compile_all, "device_times": times, "random_arrays": arrays}.items():
+        monkeypatch.setattr(tune, name, value)
+    monkeypatch.setattr(tune, "DECODED", ((1, 40), (2, 40)))
+    table, sweep = tune.tune_decode((64,), (jnp.bfloat16,), progress=None)
+    header = {"card": "NVIDIA Test", "versions": {}, "commit": "abc", "date": "2026-01-01", "tiles": [], "sweep": []}
+    results.check(header | {"decode": table, "decode_sweep": sweep}, results.TILES_FILE)
+    assert [row["block_r"] for row in table] == [16, 32, 64]
+    assert table[0] == {"itemsize": 2, "head_padded": 64, "block_r": 16} | best._asdict()
+    assert table[1]["per_processor"] == DEFAULTS[2].per_processor
+
+
+def test_a_card_with_a_table_uses_it(monkeypatch):
+    row = {"itemsize": 2, "head_padded": 128, "block_r": 16} | Launch(32, 1, 4, 3)._asdict()
+    monkeypatch.setattr(results, "read_tiles", lambda card: {"decode": [row]})
+    card = Card("NVIDIA Unheard-of", (9, 0), 227 * 1024)
+    problem = Problem(1, 1, 10**6, 32, 8, 128, jnp.dtype("bfloat16"), 1.0, NO_BAND)
+    assert select_splits(problem, card) == Splits(16, 32, 1, 4, 3 * 132 // 8)
+    other = Problem(1, 1, 10**6, 32, 8, 64, jnp.dtype("bfloat16"), 1.0, NO_BAND)
+    assert select_splits(other, card)[1:4] == DEFAULTS[2][:3]
+
+
+def test_the_benchmark_measures_what_is_right_and_notes_the_rest(monkeypatch):
+    right, notes = decoding.CONTIGUOUS["xla"], []
+    implementations = {"flash_attention": decoding.CONTIGUOUS["flash_attention"], "right": right}
+    implementations["wrong"] = lambda case: lambda *arrays: 1.05 * right(case)(*arrays)
+    implementations["absent"] = lambda case: importlib.import_module("no_such_module")
+    monkeypatch.setattr(decoding, "CONTIGUOUS", implementations)
+    monkeypatch.setattr(decoding, "PAGED", {"paged_attention": decoding.PAGED["paged_attention"]})
+    monkeypatch.setattr(decoding, "rotation", lambda _: 2)
+    timed = lambda programs: {name: Timing(2.0, 0.1, 1.0, 9) for name in programs}
+    for page, names in ((0, ["flash_attention", "right"]), (16, ["paged_attention"])):
+        case = decoding.Decode(2, 64, page, N=4, K=2, H=16)
+        records = decoding.measure(case, notes.append, benchmark.compile_together, timed)
+        assert [record["implementation"] for record in records] == names, notes
+        assert records[0]["gbps"] == pytest.approx(2 * 2 * 64 * 2 * 16 * 2 / 1e-3 / 1e9)
+        part = {"commit": "", "date": "", "versions": {}, "copy_gbps": 1.0}
+        part |= {"records": [record | {"of_copy": 1.0} for record in records]}
+        results.check(results.read() | {"decode": part})
+        del records[0]["gbps"]
+        with pytest.raises(ValueError, match=r"decode: records\[0\]: gbps is missing"):
+            results.check(results.read() | {"decode": part | {"records": records}})
+    assert len(notes) == 2 and "wrong by 4.8e-02" in notes[1] and "no_such_module" in notes[0]

@@ -39,6 +39,7 @@ def test_every_drawn_call_is_legal(implementation):
         assert checked(trial) == trial.call.problem, trial
         assert trial.implementation == implementation
         assert trial.B * trial.N * trial.T * trial.S <= fuzz.LONGEST**2, "more than the oracle should hold"
+        assert not trial.page or (trial.T <= 16 and trial.window is None and not trial.is_causal)
         if implementation == "hopper":
             assert hopper.why_not(trial.call) is None
 
@@ -47,6 +48,7 @@ KINDS = {
     "far more keys than queries": lambda t: t.S > 50 * t.T,
     "far more queries than keys": lambda t: t.T > 50 * t.S,
     "one query": lambda t: t.T == 1,
+    "few queries, very many keys": lambda t: t.T <= 16 and t.S > 5000,
     "more than a thousand of both": lambda t: min(t.T, t.S) > 1000,
     "whole tiles of 128": lambda t: t.T % 128 == 0,
     "one more than tiles of 64": lambda t: t.S % 64 == 1,
@@ -81,6 +83,8 @@ MORE_KINDS = {  # which Hopper kernels do not serve
     "a causal window": lambda t: t.window and t.is_causal,
     "lengths": lambda t: t.query_lengths and t.key_lengths,
     "lengths under vmap": lambda t: t.key_lengths and t.way == "vmap",
+    "pages": lambda t: t.page,
+    "pages of sequences of several lengths": lambda t: t.page and t.key_lengths and t.B > 1,
 }
 
 
@@ -108,6 +112,8 @@ def test_the_sweep_has_every_call():
 
 SMALL = Trial(9, 14, 8, N=4, K=2, B=2, implementation="reference")
 SOUND = [
+    (Trial(3, 100, 16, N=4, K=2, B=2, dtype="float32", key_lengths=(50, 0), page=17, implementation="reference"),),
+    (Trial(3, 100, 16, N=4, K=2, dtype="float16", page=16, implementation="portable"),),
     (SMALL, Trial(5, 3, 16, dtype="bfloat16", logits="sharp", is_causal=True, implementation="reference")),
     (Trial(20, 17, 16, dtype="float16", scale=-0.6, lse_gradient=True, implementation="reference"),),
     (

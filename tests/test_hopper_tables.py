@@ -161,7 +161,7 @@ def test_what_was_not_tuned_is_kept():
     twice = tune.merged(header | {"commit": "newer"}, {"tiles": [of(64, 2.0)], "sweep": [of(64, 2.0)]}, once)
     assert twice["tiles"] == twice["sweep"] == [of(64, 2.0), of(128)] and twice["hopper"] == TABLE
     assert twice["kept"] == {"portable": ABC, "hopper": header}
-    empty = {part: [] for part in ("tiles", "sweep", "hopper", "hopper_sweep")}
+    empty = {part: [] for parts in tune.PARTS.values() for part in parts}
     assert tune.merged(header, {"tiles": [], "sweep": []}, {}) == header | empty
 
 

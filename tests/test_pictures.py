@@ -20,6 +20,13 @@ def test_a_line_is_told_by_its_name_and_its_ends():
     assert description(figure) == "Time. ms against length T. naive: from 0.5 at 1,024 to 12.2 at 4,096."
 
 
+def test_a_line_across_the_panel_is_told_by_its_height():
+    figure, axes = style.subplots()
+    axes.plot([10, 20], [1, 3], label="kernel")
+    axes.axhline(2.5, label="the card")
+    assert description(figure) == "kernel: from 1 at 10 to 3 at 20; the card: 2.5."
+
+
 @pytest.mark.parametrize("lies", [False, True])
 def test_bars_are_told_by_their_ticks(lies):
     figure, axes = style.subplots()

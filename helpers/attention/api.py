@@ -17,9 +17,10 @@ from helpers.attention.hopper import backward as hopper_backward
 from helpers.attention.hopper import forward as hopper_forward
 from helpers.attention.hopper import serve as hopper
 from helpers.attention.portable import backward as portable_backward
+from helpers.attention.portable import decode as portable_decode
 from helpers.attention.portable import forward as portable_forward
 from helpers.attention.problem import Call, check_call
-from helpers.attention.reference import naive_attention, naive_gradients
+from helpers.attention.reference import naive_attention, naive_gradients, naive_gradients_of_part
 from helpers.attention.reverse_mode import reverse_mode_only
 
 IMPLEMENTATIONS = ("reference", "portable", "hopper", "cudnn")
@@ -77,6 +78,9 @@ def flash_attention(
       TypeError, ValueError: an argument is not as described; the message names it.
       NotImplementedError: the chosen implementation cannot serve this call, or has no such derivative;
         the message says why and what can.
+
+    Up to 16 queries, as when text is generated, portable and hopper share one forward pass: the keys are split over
+    programs, which write 4 (H + 1) bytes for each part of the keys, query and head, to be merged (`portable.decode`).
 
     Gradients flow into query, key and value from out and from lse, and a query that sees no key
     passes none. The kernels have reverse-mode first derivatives; the reference has all. The algorithm
@@ -139,6 +143,12 @@ def _choose(implementation, call, return_residual):
     return {"reference": naive_attention, "portable": PORTABLE, "cudnn": _cudnn}[implementation]
 
 
+def kernels_of(implementation, call):
+    """The `KernelsOf` that serve a call, for those who call single passes, as `ring` does."""
+    chosen = _choose(implementation, call, return_residual=True)
+    return REFERENCE_EVERYWHERE if chosen is naive_attention else chosen
+
+
 @contextlib.contextmanager
 def _settings():
     """JAX's settings in which kernels are traced and run, whatever the caller's."""
@@ -158,10 +168,14 @@ def _compiled(attend, problem, return_residual, *arrays):
 
 
 class Kernels(NamedTuple):
-    """forward(call) -> (out, lse) and backward(call, out, lse, dout, dlse) -> (dq, dk, dv), on one device."""
+    """forward(call) -> (out, lse) and backward(call, out, lse, dout, dlse) -> (dq, dk, dv), on one device.
+
+    backward_of_part is backward for a call that has some of the keys only, where out and lse are those of all.
+    """
 
     forward: Callable
     backward: Callable
+    backward_of_part: Callable
 
 
 @dataclass(frozen=True)
@@ -180,7 +194,7 @@ class KernelsOf:
         return _attention(self, call.problem, query, key, value, call.query_lengths, call.key_lengths)
 
     def run(self, which, problem, *arrays):
-        """The pass which, "forward" or "backward", of (query, key, value, both lengths, *residuals)."""
+        """The pass which, a field of `Kernels`, of (query, key, value, both lengths, *residuals)."""
         precision = jax.config.jax_default_matmul_precision
 
         def one_device(problem, *arrays):
@@ -196,23 +210,34 @@ class KernelsOf:
         return sharding.one_device_at_a_time(one_device, *letters, self.splits)(problem, *arrays)
 
 
+def _forward(many_queries, interpret):
+    """The forward pass by many_queries(call, interpret=…), and that of few queries by kernels of its own."""
+
+    def forward(call):
+        if call.problem.T <= portable_decode.MOST_QUERIES:
+            return portable_decode.decode(call, interpret=bool(interpret))
+        return many_queries(call, interpret=interpret)
+
+    return forward
+
+
 def _portable(interpret):
     return Kernels(
-        functools.partial(portable_forward.forward, interpret=interpret),
+        _forward(portable_forward.forward, interpret),
         functools.partial(portable_backward.backward, interpret=interpret),
+        functools.partial(portable_backward.backward, interpret=interpret, mends_delta=False),
     )
 
 
 def _hopper(interpret):
-    return Kernels(
-        functools.partial(hopper_forward.forward, interpret=interpret),
-        functools.partial(hopper_backward.backward, interpret=interpret),
-    )
+    backward = functools.partial(hopper_backward.backward, interpret=interpret)
+    return Kernels(_forward(hopper_forward.forward, interpret), backward, backward)
 
 
-REFERENCE = Kernels(naive_attention, naive_gradients)
+REFERENCE = Kernels(naive_attention, naive_gradients, naive_gradients_of_part)
 PORTABLE = KernelsOf((("cpu", _portable(True)), ("cuda", _portable(False))))
 PORTABLE_OR_REFERENCE = KernelsOf((("cuda", _portable(False)), ("default", REFERENCE)))
+REFERENCE_EVERYWHERE = KernelsOf((("default", REFERENCE),))
 HOPPER_OR_REFERENCE = KernelsOf((("cuda", _hopper(False)), ("default", REFERENCE)))
 # The interpreter has side effects, which JAX would not let into `checkpoint` even where it is not used, and it knows
 # one device only. So it is chosen when tracing: on a CPU these kernels cannot be checkpointed, nor split by XLA.

@@ -78,8 +78,8 @@ def _no_derivative(*_):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _gathered(problem, _, query, key_pages, value_pages, table, lengths):
+    table = jnp.clip(table, 0, len(key_pages) - 1)
     key, value = (
-        pages.at[table].get(mode="clip").reshape(problem.B, problem.S, problem.K, problem.H)
-        for pages in (key_pages, value_pages)
+        pages[table].reshape(problem.B, problem.S, problem.K, problem.H) for pages in (key_pages, value_pages)
     )
     return naive_attention(Call(problem, query, key, value, None, lengths))

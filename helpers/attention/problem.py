@@ -141,8 +141,8 @@ def check_call(
         jnp.asarray(query),
         jnp.asarray(key),
         jnp.asarray(value),
-        _check_lengths("query_seq_lengths", query_seq_lengths, B, T),
-        _check_lengths("key_value_seq_lengths", key_value_seq_lengths, B, S),
+        check_lengths("query_seq_lengths", query_seq_lengths, B, T),
+        check_lengths("key_value_seq_lengths", key_value_seq_lengths, B, S),
     )
 
 
@@ -180,7 +180,7 @@ def check_paged_call(query, key_pages, value_pages, page_table, lengths, *, scal
         raise ValueError(f"page_table must have room for at most 2**30 tokens, got {S}")
     if lengths is None:
         raise TypeError(f"lengths must be an int32 array of shape ({B},), got None")
-    key_lengths = _check_lengths("lengths", lengths, B, S)
+    key_lengths = check_lengths("lengths", lengths, B, S)
     if not isinstance(page_table, jax.core.Tracer) and not isinstance(lengths, jax.core.Tracer):
         table, used = jax.device_get(page_table), -(-jax.device_get(lengths) // page)
         for row, count in enumerate(used):
@@ -244,7 +244,7 @@ def _check_window(window):
     return min(left, MAX_LENGTH), min(right, MAX_LENGTH)
 
 
-def _check_lengths(name, lengths, batch, longest):
+def check_lengths(name, lengths, batch, longest):
     if lengths is None:
         return None
     _check_integers(name, lengths, f"int32 array of shape ({batch},)")

@@ -65,6 +65,42 @@ def naive_gradients(call, out, lse, dout, dlse):
     return pull_back((dout, dlse))
 
 
+def naive_gradients_of_part(call, out, lse, dout, dlse):
+    """(dq, dk, dv) of a `Call` that has some of the keys only, where out and lse are those of all of them.
+
+    The sum of dq over parts that make up the keys is dq, and dk and dv of a part are final. The equations are those
+    of `oracle_gradients`, in float32.
+    """
+    problem = call.problem
+    B, T, S, N, K, H = problem.B, problem.T, problem.S, problem.N, problem.K, problem.H
+    query_lengths = jnp.full((B,), T) if call.query_lengths is None else call.query_lengths
+    key_lengths = jnp.full((B,), S) if call.key_lengths is None else call.key_lengths
+    is_query = jnp.arange(T)[None, :, None, None] < query_lengths[:, None, None, None]
+    is_key = jnp.arange(S)[None, :, None, None] < key_lengths[:, None, None, None]
+    exact = lambda array, is_real: jnp.where(is_real, array.astype(jnp.float32), 0)
+    q, o, do = (exact(array, is_query).reshape(B, T, K, problem.group, H) for array in (call.query, out, dout))
+    k, v = (exact(array, is_key) for array in (call.key, call.value))
+
+    seen = visible(
+        jnp.arange(T)[None, :, None],
+        jnp.arange(S)[None, None, :],
+        problem.band,
+        query_lengths[:, None, None],
+        key_lengths[:, None, None],
+    )[:, None, None]
+    lse, dlse = (array.reshape(B, K, problem.group, T, 1) for array in (lse, dlse))
+    seen &= lse != -jnp.inf
+    s = problem.scale * jnp.einsum("btkgh,bskh->bkgts", q, k)
+    p = jnp.exp(jnp.where(seen, s, -jnp.inf) - jnp.where(lse == -jnp.inf, 0, lse))
+    dp = jnp.einsum("btkgh,bskh->bkgts", do, v)
+    delta = jnp.einsum("btkgh,btkgh->bkgt", o, do)[..., None] - dlse
+    ds = jnp.where(seen, p * (dp - delta), 0)
+    dq = problem.scale * jnp.einsum("bkgts,bskh->btkgh", ds, k).reshape(B, T, N, H)
+    dk = problem.scale * jnp.einsum("bkgts,btkgh->bskh", ds, q)
+    dv = jnp.einsum("bkgts,btkgh->bskh", p, do)
+    return tuple(gradient.astype(problem.dtype) for gradient in (dq, dk, dv))
+
+
 def oracle(query, key, value, **arguments):
     """Attention in NumPy float64: the answer that every other implementation is compared with.
 

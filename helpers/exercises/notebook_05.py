@@ -165,7 +165,7 @@ _LOOP_BODY = Exercise(
     cases=_body_cases,
     expected=lambda q, k, v, block_k: _head_oracle(q, k, v),
     run=_run_body,
-    tried="2 to 4 tiles of 2 to 5 keys, the largest logits first, last and in the middle, from -400 to 200",
+    tried="2 or 3 tiles of 2 to 5 keys, the largest logits first, last and in the middle, from -400 to 200",
     mistakes=(
         Mistake(
             "acc is not rescaled by alpha",
@@ -357,7 +357,7 @@ _FINISH = Exercise(
         Mistake(
             "l is added without its logarithm",
             _finish(lambda m, l: m / LOG2_E + l),
-            "lse is the logarithm of the sum: see the equation of section 3.",
+            "lse is the logarithm of the sum: see the last equation of section 1.",
         ),
         Mistake(
             "a row without a key is divided by zero",

@@ -209,7 +209,7 @@ _DELTA = Exercise(
     cases=_delta_cases,
     run=_run_delta,
     expected=_expected_delta,
-    tried="1 to 9 keys, head_dim 1 to 8, with and without a gradient into lse",
+    tried="2 to 9 keys, head_dim 1 to 8, with and without a gradient into lse",
     mistakes=(
         Mistake(
             "the gradient into lse is left out",
@@ -376,7 +376,7 @@ _PRODUCTS = Exercise(
     cases=_product_cases,
     run=_run_products,
     expected=_gradients_of_heads,
-    tried="T equal to S and not, 1 to 6 query heads on 1 or 2 key/value heads, two scales",
+    tried="T equal to S and not, 1 to 6 query heads on 1 or 2 key/value heads, several scales",
     mistakes=(
         Mistake(
             "p is not transposed in dv, and only dv is wrong",
@@ -564,7 +564,7 @@ _SAVE = Exercise(
     outputs=("with the table", "without the table"),
     cases=_save_cases,
     expected=_expected_saved,
-    tried="2 to 4096 queries, grouped heads, 2 and 4 bytes for an element",
+    tried="2 to 65536 queries, grouped heads, 2 and 4 bytes for an element",
     mistakes=(
         Mistake(
             "out is not saved in the plan without the table",

@@ -754,14 +754,14 @@ _LOSS = Exercise(
         Mistake(
             "the mean of each row is taken off instead of its maximum, and a logit far above the mean overflows",
             _loss(lse=lambda logits: _from(logits, logits.mean(axis=-1))),
-            "Only what is at least as large as every logit keeps all exponentials below 1: see section 4.",
+            "Only what is at least as large as every logit keeps every exponential at 1 or below: see section 4.",
         ),
         Mistake(
             "the target's own logit is taken off instead of the maximum, and a logit far above it overflows",
             lambda logits, targets: _loss(lse=lambda logits: _from(logits, logits[np.arange(len(targets)), targets]))(
                 logits, targets
             ),
-            "Only what is at least as large as every logit keeps all exponentials below 1: see section 4.",
+            "Only what is at least as large as every logit keeps every exponential at 1 or below: see section 4.",
         ),
         Mistake(
             "the smallest logit is taken off instead of the largest",

@@ -592,7 +592,7 @@ BOUNDS = Exercise(
         Mistake(
             "the bytes are halved by the mask as well",
             _bounds(half=lambda part: True),
-            "Every key is seen by some query, so all of it must be read: only work on pairs is halved.",
+            "Here every array is moved once, whatever the mask hides: only work on pairs is halved.",
         ),
         Mistake(
             "the exponentials are not halved by the mask",

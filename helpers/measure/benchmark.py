@@ -35,7 +35,7 @@ from helpers.attention.hopper import ladder as hopper_ladder
 from helpers.attention.hopper import serve as hopper
 from helpers.attention.portable.tiles import select_tiles
 from helpers.attention.problem import check_call
-from helpers.measure import cost, ladder, results
+from helpers.measure import cost, decoding, ladder, results
 from helpers.measure.implementations import OF_JAX, PEERS, gradient_programs, torch_sdpa
 from helpers.measure.timing import Program, rotation, time_together
 
@@ -481,6 +481,21 @@ def run(cases, note, progress=print, began=None, limit_s=380.0):
     return records
 
 
+def decode_part(machine, top, note, progress=print):
+    """The part `decode` of the results."""
+    records = []
+    for case in decoding.GRID:
+        try:
+            found = decoding.measure(case, note, compile_together)
+        except Exception as error:
+            note(f"{case.name}: {reason_of(error)}")
+            continue
+        records += [entry | {"of_copy": round(entry["gbps"] / top["copy_gbps"], 4)} for entry in found]
+        progress(decoding.line(case, found))
+    header = {name: machine.header()[name] for name in ("commit", "date", "versions")}
+    return header | {"copy_gbps": top["copy_gbps"], "records": records}
+
+
 def line(case, records):
     """One line of the report."""
     parts = []
@@ -505,6 +520,7 @@ def with_fractions(records, top):
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="make gpu-bench", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="only T = 4096 in bfloat16, without recording")
+    parser.add_argument("--decode", action="store_true", help="only decoding; the rest of the record stays")
     parser.add_argument("--limit", type=float, default=380.0, help="seconds after which no other case is begun")
     parser.add_argument("--commit", help="what to record as the commit, where git cannot say")
     options = parser.parse_args(arguments)
@@ -523,6 +539,10 @@ def main(arguments=None):
     print(machine.card, *(f"{name} {version}" for name, version in machine.versions.items()), sep=" · ")
     top = ceilings()
     print(f"ceilings: matmul {top['matmul_tflops']:.0f} TFLOP/s, copy {top['copy_gbps']:.0f} GB/s", flush=True)
+    path = results.RESULTS / f"{results.slug(machine.card)}.json"
+    if options.decode:
+        part = decode_part(machine, top, note, functools.partial(print, flush=True))
+        return results.write_or_say(results.read(machine.card) | {"decode": part}, path)
     # The shapes that lessons quote come first, so that a slow machine still has them.
     cases = sorted([*GRID, TUTORIAL, *GROUPED], key=lambda case: (case.T != 4096 and case != TUTORIAL, case.dtype))
     if options.quick:
@@ -531,11 +551,11 @@ def main(arguments=None):
     long = [case for case in GRID if case.T == 4096 and case.dtype == "bfloat16"]
     steps = [] if options.quick else ladder_records(long, note)
     memory = [] if options.quick else memory_records(note)
-    print(f"{time.perf_counter() - began:.0f} s")
     if options.quick:
         return 0
+    print(f"{time.perf_counter() - began:.0f} s, and decoding")
     found = machine.header() | {"ceilings": top, "records": records, "ladder": steps, "memory": memory, "notes": notes}
-    path = results.RESULTS / f"{results.slug(machine.card)}.json"
+    found["decode"] = decode_part(machine, top, note, functools.partial(print, flush=True))
     return results.write_or_say(found, path)
 
 

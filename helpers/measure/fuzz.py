@@ -2,6 +2,7 @@
 
     python -m helpers.measure.fuzz --minutes 5 --seed 0 --implementation hopper        (make gpu-fuzz)
 
+A call may have few queries and many keys, which may lie in pages (`paged_attention`, without gradients).
 out, lse, dq, dk and dv are each judged by themselves. Every entry may be off by what rounding does to it
 (see `rounding`) and no more, so that a fault in a few entries of a large array is seen. Errors, hangs and
 dead processes count as wrong. Call number i is made from (seed, i) alone, so it is the same however many
@@ -25,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from helpers import flash_attention
+from helpers import flash_attention, paged_attention
 from helpers.attention.hopper import serve as hopper
 from helpers.attention.masking import Band
 from helpers.attention.problem import Call, Problem
@@ -37,6 +38,7 @@ WORST, TYPICAL = 6.0, 1.5
 LONGEST = 2000  # positions of a sequence
 SIDES = (16, 32, 64, 128, 256)  # of tiles
 HEAD_DIMS = (64, 80, 96, 128, 160, 256)
+PAGES = (16, 17, 32, 64, 128, 200)  # positions of a page
 LOGITS = ("plain", "sharp", "one huge", "rising", "low", "equal")
 SHRUNK, SHRINK_SECONDS = 3, 90.0  # failures that are made smaller, and the time for each
 
@@ -53,6 +55,7 @@ class Trial:
     lse_gradient: whether lse gets a gradient as well.
     way: "jit" (one program), "eager" (none around it) or "vmap" (over the batch).
     precision: of float32 products, as `jax.default_matmul_precision` takes it.
+    page: positions of a page, in which the keys lie in any order; 0 if they do not.
     """
 
     T: int
@@ -72,6 +75,7 @@ class Trial:
     lse_gradient: bool = False
     way: str = "jit"
     precision: str = "highest"
+    page: int = 0
     implementation: str | None = None
     seed: int = 0
 
@@ -123,6 +127,23 @@ class Trial:
         query, key, value, dout = (array.astype(jnp.dtype(self.dtype)) for array in (query, key, value, dout))
         return (query, key, value), (dout, dlse)
 
+    def pages(self, key, value):
+        """Keys and values in pages, and the table: pages in any order, wrong where no key is."""
+        random = np.random.default_rng(self.seed)
+        each = -(-self.S // self.page)
+        used, unused = self.B * each, 3
+        table = random.permutation(used + unused)[:used].reshape(self.B, each).astype(np.int32)
+        scattered = []
+        for array in (key, value):
+            padded = np.full((self.B, each * self.page, *array.shape[2:]), np.nan, array.dtype)
+            padded[:, : self.S] = array
+            pages = np.full((used + unused, self.page, *array.shape[2:]), np.nan, array.dtype)
+            pages[table.ravel()] = padded.reshape(used, *pages.shape[1:])
+            scattered.append(pages)
+        lengths = np.array(self.key_lengths or self.B * (self.S,))
+        wrong = random.choice([-7, used + unused, 2**31 - 1], table.shape)
+        return *scattered, np.where(np.arange(each) * self.page < lengths[:, None], table, wrong).astype(np.int32)
+
 
 def legal(trial):
     """Whether its implementation serves a trial."""
@@ -135,8 +156,9 @@ def draw(seed, index, implementation=None, longest=LONGEST):
     kinds = (draw_trial(random, implementation, longest) for _ in itertools.count())
     trials = filter(legal, kinds)
     first = next(trials)
-    if random.random() > 0.1:
+    if first.page or random.random() > 0.1:
         return (first,)
+    trials = (trial for trial in trials if not trial.page)
     return replace(first, precision="highest"), replace(next(trials), way=first.way, precision="highest")
 
 
@@ -156,10 +178,14 @@ def draw_trial(random, implementation, longest):
         return max(1, min(longest, side * log_uniform(1, max(1, longest // side)) + int(random.integers(-1, 2))))
 
     T, S = length(), length()
+    page = 0
     if random.random() < 0.1:  # far more of the one than of the other
         T, S = random.permutation([log_uniform(1, 16), int(random.integers(1, longest + 1))]).tolist()
+    elif random.random() < 0.15:  # as when text is generated
+        T, S = log_uniform(1, 16), log_uniform(1, 8 * longest)
+        page = int(random.choice(PAGES)) if implementation != "hopper" and random.random() < 0.5 else 0
     H = int(random.choice(HEAD_DIMS)) if random.random() < 0.6 else int(random.integers(1, 257))
-    most = longest**2 // (T * S)
+    most = max(1, longest**2 // (T * S))
     B = min(log_uniform(1, 8), most)
     K = min(log_uniform(1, 8), max(1, most // B))
     N = K * min(log_uniform(1, 8), max(1, most // (B * K)))
@@ -171,7 +197,7 @@ def draw_trial(random, implementation, longest):
         scale, value_size = None, min(value_size, 1.0)  # its gradients might leave the range of float16
     # Where logits are large, TF32 changes them by so much that nothing can be said of the result.
     coarse = dtype == "float32" and logits in ("plain", "equal") and random.random() < 0.5
-    return Trial(
+    trial = Trial(
         T=T,
         S=S,
         H=H,
@@ -179,7 +205,7 @@ def draw_trial(random, implementation, longest):
         K=K,
         B=B,
         dtype=dtype,
-        is_causal=bool(random.random() < 0.6),
+        is_causal=bool(random.random() < (0.2 if S > longest else 0.6)),  # few queries would see few keys
         window=sometimes(0.2, (log_uniform(1, S) - 1, log_uniform(1, S) - 1)),
         query_lengths=sometimes(0.1, tuple(random.integers(0, T + 1, B).tolist())),
         key_lengths=sometimes(0.1, tuple(random.integers(0, S + 1, B).tolist())),
@@ -192,6 +218,11 @@ def draw_trial(random, implementation, longest):
         implementation=implementation,
         seed=int(random.integers(2**31)),
     )
+    if not page:
+        return trial
+    lengths = sometimes(0.7, tuple(random.integers(0, S + 1, B).tolist()))
+    plain = {"is_causal": False, "window": None, "query_lengths": None, "lse_gradient": False, "way": "jit"}
+    return replace(trial, page=page, key_lengths=lengths, **plain)
 
 
 def causal_sweep(implementation=None):
@@ -248,8 +279,10 @@ def good(distance):
 def run(trials, attention=flash_attention):
     """[(out, lse, dq, dk, dv), ...] of trials that are called in one program, from their inputs.
 
-    attention: called as `flash_attention` is.
+    With pages there are no gradients. attention: called as `flash_attention` is.
     """
+    if trials[0].page:
+        return [run_in_pages(trial) for trial in trials]
 
     def attend(trial, query, key, value, lengths):
         keywords = trial.arguments | {"implementation": trial.implementation, "return_residual": True}
@@ -277,6 +310,19 @@ def run(trials, attention=flash_attention):
     return jax.tree.map(np.asarray, results)
 
 
+def run_in_pages(trial):
+    """(out, lse) of a trial whose keys lie in pages."""
+    (query, key, value), _ = trial.inputs()
+    lengths = np.array(trial.key_lengths or trial.B * (trial.S,), np.int32)
+
+    @jax.jit  # so that the table is not checked
+    def program(*arrays):
+        return paged_attention(*arrays, scale=trial.scale, implementation=trial.implementation, return_residual=True)
+
+    with jax.default_matmul_precision(trial.precision):
+        return jax.tree.map(np.asarray, program(query, *trial.pages(key, value), lengths))
+
+
 def attempt(trials, attention=flash_attention):
     """The `Report` of a program: "right" or "wrong". What goes wrong on the way is raised."""
     distances, text = [], []
@@ -285,7 +331,8 @@ def attempt(trials, attention=flash_attention):
         tf32 = trial.precision == "default"
         answers = rounding.answers(*arrays, dout, dlse, tf32=tf32, **trial.arguments, **trial.lengths)
         found = {
-            name: rounding.distance(result, answers[name]) for name, result in zip(rounding.NAMES, results, strict=True)
+            name: rounding.distance(result, answers[name])
+            for name, result in zip(rounding.NAMES, results, strict=not trial.page)
         }
         distances.append(found)
         text += [
@@ -321,7 +368,16 @@ def reports(pool, patience, programs):
 
 def simplifications(trial):
     """Changes, as dictionaries of fields, that make a trial simpler; the boldest first."""
-    plain = {"way": "jit", "B": 1, "N": 1, "lse_gradient": False, "scale": None, "logits": "plain", "value_size": 1.0}
+    plain = {
+        "page": 0,
+        "way": "jit",
+        "B": 1,
+        "N": 1,
+        "lse_gradient": False,
+        "scale": None,
+        "logits": "plain",
+        "value_size": 1.0,
+    }
     plain |= {
         "precision": "highest",
         "window": None,

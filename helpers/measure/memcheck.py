@@ -4,7 +4,8 @@
 
 Results are compared with float64 by the way. There are tails on both sides, fewer queries than a tile and
 more, every padded head_dim, walks up and down through the heads of a group, guesses that fail, both forms
-of the Hopper backward pass, and windows and lengths for the portable kernels. Small, for the tool makes a
+of the Hopper backward pass, windows and lengths for the portable kernels, and few queries whose keys lie in one
+piece or in pages, with a table that is wrong where no key is. Small, for the tool makes a
 kernel hundreds of times slower. The exit status is 1 if a result is wrong; compute-sanitizer has its own.
 """
 
@@ -31,6 +32,10 @@ def trials():
             one = Trial(T, S, H, N=4, K=2, B=2, dtype=dtype, is_causal=is_causal, logits=logits)
             yield replace(one, implementation="hopper")
             yield replace(one, implementation="portable", window=(30, 5), query_lengths=(T, T // 2), key_lengths=(3, S))
+    for n, (T, S) in enumerate(((1, 1000), (3, 517), (16, 2048), (2, 15))):
+        one = Trial(T, S, (64, 80, 200)[n % 3], N=6, K=2, B=2, key_lengths=(S, S // 3), implementation="portable")
+        yield one
+        yield replace(one, page=(16, 17, 64, 200)[n], dtype="float16")
     for T, S in SHAPES:
         yield Trial(T, S, 40, dtype="float32", is_causal=True, implementation="portable")
 

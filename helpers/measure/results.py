@@ -8,12 +8,16 @@
                TFLOP/s and the bandwidth of its inputs and outputs as fractions of the ceilings
     ladder     one for each step on the way to a faster kernel, see RUNG; `kernel` says of which
     memory     bytes that a program needs, see MEMORY
+    decode     the same for few queries and many keys, with a header of its own: commit, date, versions,
+               copy_gbps and `records`, see DECODE; it may be missing
     notes      what could not be measured, and why
 
 The tuner's table stands beside it in <card>_tiles.json:
 
     tiles          the fastest for each portable kernel, see TILES
     sweep          everything that was tried, with its time in `ms` by the host's clock; it may be empty
+    decode         the fastest for few queries, by the size of a tile of rows, see LAUNCH
+    decode_sweep   the same for them, by the device's clock, with B and S
     hopper         the fastest for each pass of the Hopper kernels, see HOPPER; only for Hopper cards
     hopper_sweep   the same for them; in the file of the H200 the times of the finalists are by the device's
                    clock
@@ -70,6 +74,15 @@ TILES = {
     "head_padded": _whole,
     "is_causal": (bool,),
     **dict.fromkeys(("block_q", "block_k", "num_warps", "num_stages"), _whole),
+}
+LAUNCH = dict.fromkeys(
+    ("itemsize", "head_padded", "block_r", "block_k", "num_warps", "num_stages", "per_processor"), _whole
+)
+# page: keys of a page, 0 where they lie in one piece. gbps: of keys and values read once; of_copy: that as a fraction.
+DECODE = {
+    **dict.fromkeys(("implementation", "dtype"), _text),
+    **dict.fromkeys((*"BTSNKH", "page"), _whole),
+    **dict.fromkeys(("device_ms", "wall_ms", "spread", "gbps", "of_copy"), _number),
 }
 # pass: "forward", "backward" or "deterministic backward". up_to: the longest sequence (keys of a forward,
 # queries of a backward) that the row is for, or None. tiles: for each kernel of the pass, see HOPPER_TILES.
@@ -140,7 +153,14 @@ def check(results, schema=FILE):
     """Raise ValueError naming the first field of recorded results that is missing or of a wrong type."""
     _check_fields("results", results, schema)
     parts = {"records": RECORD, "ladder": RUNG, "memory": MEMORY, "tiles": TILES}
-    parts |= {"sweep": TILES | {"ms": _number}}
+    parts |= {"sweep": TILES | {"ms": _number}, "decode_sweep": LAUNCH | {"B": _whole, "S": _whole, "ms": _number}}
+    if schema is TILES_FILE:
+        parts["decode"] = LAUNCH
+    elif "decode" in results:
+        header = {"commit": _text, "date": _text, "versions": (dict,), "copy_gbps": _number, "records": (list,)}
+        _check_fields("decode", results["decode"], header)
+        for number, entry in enumerate(results["decode"]["records"]):
+            _check_fields(f"decode: records[{number}]", entry, DECODE)
     parts |= {"variants": VARIANT, "kernels": KERNEL, "compiled": COMPILED, "loops": LOOP, "profile": PROFILE}
     for part, fields in parts.items():
         for number, entry in enumerate(results.get(part, ())):

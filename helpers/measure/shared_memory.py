@@ -24,7 +24,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from helpers.attention.masking import Band
 from helpers.attention.portable import backward, forward
-from helpers.attention.portable.tiles import Card, padded_head_dim, select_tiles, shared_bytes
+from helpers.attention.portable.decode import decode, select_splits
+from helpers.attention.portable.tiles import Card, Tiles, padded_head_dim, select_tiles, shared_bytes
 from helpers.attention.problem import Call, Problem
 from helpers.measure.ptxas import find_toolkit, sharding_on
 
@@ -39,12 +40,15 @@ CARDS = [  # one of each compute capability, by names that Pallas knows; the H20
     Card("NVIDIA RTX PRO 6000", (12, 0), 99 * KIB),
 ]
 KERNELS = "forward", "dkv", "dq"
+DECODING = "decode", "decode of pages"
+PAGE = 16  # keys
 # Rows of an odd number of 16-bit numbers are not copied ahead.
 HEAD_DIMS = {"bfloat16": [16, 64, 128, 256, 63, 127, 255], "float32": [16, 64, 128, 256]}
 PRECISIONS = {"bfloat16": [None], "float32": [None, "highest"]}  # the second: not by tensor cores
 # Of several tiles, of one tile of each size, and of one tile on one side only.
 SHAPES = [(4096, 4096), (16, 16), (32, 32), (64, 64), (128, 128), (16, 4096), (64, 4096), (4096, 16)]
 BANDS = Band(), Band(right=0)
+FEW = [(1, 4096), (8, 4096), (16, 4096), (1, 16)]  # queries, with four heads to a key head: every tile of rows
 
 
 @dataclass(frozen=True)
@@ -57,12 +61,18 @@ class Compilation:
     precision: str | None
 
     @property
+    def decodes(self):
+        return self.kernel in DECODING
+
+    @property
     def tiles(self):
+        if self.decodes:
+            return Tiles(*select_splits(self.problem, self.card)[:4])
         return select_tiles(self.kernel, self.problem, self.card)
 
     @property
     def bound(self):
-        return shared_bytes(self.kernel, self.tiles, self.problem, self.card.capability)
+        return shared_bytes(self.kernel.split()[0], self.tiles, self.problem, self.card.capability)
 
     def __str__(self):
         problem, tiles = self.problem, " ".join(map(str, self.tiles))
@@ -78,8 +88,14 @@ class Compilation:
         query = array((problem.B, problem.T, problem.N, problem.H), problem.dtype)
         key = array((problem.B, problem.S, problem.K, problem.H), problem.dtype)
         row = array((problem.B, problem.N, problem.T), jnp.float32)
+        table = array((problem.B, problem.S // PAGE), jnp.int32)
+        lengths = array((problem.B,), jnp.int32)
 
-        def run(query, key, value, dout, lse, delta):
+        def run(query, key, value, dout, lse, delta, table, lengths):
+            if self.decodes:
+                in_pages = self.kernel != "decode"
+                key, value = ((x.reshape(-1, PAGE, *x.shape[2:]) if in_pages else x) for x in (key, value))
+                return decode(Call(problem, query, key, value, None, lengths), table if in_pages else None)
             if self.kernel == "forward":
                 return forward.forward(Call(problem, query, key, value, None, None), **tiles._asdict())
             arrays = query, key, value, dout, lse, delta, None, None
@@ -91,7 +107,7 @@ class Compilation:
         mesh = use_abstract_mesh(AbstractMesh((), (), abstract_device=card))
         with mesh, jax.default_matmul_precision(self.precision), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*Triton backend is deprecated")
-            arrays = query, key, key, query, row, row
+            arrays = query, key, key, query, row, row, table, lengths
             return jax.jit(run).trace(*arrays).lower(lowering_platforms=("cuda",)).compile()
 
     def reported_bytes(self):
@@ -112,9 +128,10 @@ sharding_of = functools.cache(sharding_on)
 def compilations(card):
     """Every `Compilation` for a card, without those that differ only in the lengths of several tiles."""
     found = {}
-    for kernel, dtype in itertools.product(KERNELS, HEAD_DIMS):
-        for H, precision, (T, S), band in itertools.product(HEAD_DIMS[dtype], PRECISIONS[dtype], SHAPES, BANDS):
-            problem = Problem(1, T, S, 1, 1, H, jnp.dtype(dtype), 0.1, band)
+    for kernel, dtype in itertools.product((*KERNELS, *DECODING), HEAD_DIMS):
+        shapes, N, bands = (FEW, 4, BANDS[:1]) if kernel in DECODING else (SHAPES, 1, BANDS)
+        for H, precision, (T, S), band in itertools.product(HEAD_DIMS[dtype], PRECISIONS[dtype], shapes, bands):
+            problem = Problem(1, T, S, N, 1, H, jnp.dtype(dtype), 0.1, band)
             one = Compilation(card, kernel, problem, precision)
             single = T <= one.tiles.block_q, S <= one.tiles.block_k
             # A band makes another program only where the loop over keys is unrolled.
@@ -163,7 +180,7 @@ def main(arguments=None):
                     print(f"WRONG: {one}: {what}", flush=True)
         for (kernel, dtype, head_padded), reported in largest.items():
             at_most = f"at most {reported:6} of {card.shared_memory} bytes of shared memory"
-            print(f"{card.name:20} {kernel:8} {dtype:9} H{head_padded:<4} {at_most}", flush=True)
+            print(f"{card.name:20} {kernel:15} {dtype:9} H{head_padded:<4} {at_most}", flush=True)
     print(f"{failed} are not as they should be." if failed else "All is as it should be.")
     return int(failed > 0)
 

@@ -2,11 +2,11 @@
 
     python -m helpers.measure.tune        (make gpu-tune)
 
-The portable kernels are tuned at T = 4096, and on a Hopper card the Hopper kernels at each of
-`hopper.table.LENGTHS`. Every candidate that shared memory holds is compiled, compared with the result of
-the default tiles, and timed; the fastest are timed once more, for longer. A candidate that the compiler
-refuses or that computes something else is passed over. Writes
-helpers/measure/results/<card>_tiles.json, which the kernels read through `attention.tables`.
+The portable kernels are tuned at T = 4096, those for few queries at `DECODED`, and on a Hopper card the Hopper
+kernels at each of `hopper.table.LENGTHS`. Every candidate that shared memory holds is compiled, compared with
+the result of the default tiles, and timed; the fastest are timed once more, for longer (those for few queries
+once, by the device's clock). A candidate that the compiler refuses or that computes something else is passed
+over. Writes helpers/measure/results/<card>_tiles.json, which the kernels read through `attention.tables`.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from tqdm import tqdm
 
 from helpers.attention.device import compute_capability
@@ -25,17 +26,25 @@ from helpers.attention.hopper import serve as hopper
 from helpers.attention.hopper.table import LENGTHS
 from helpers.attention.hopper.warpgroup import PROCESSORS
 from helpers.attention.portable import backward, forward
+from helpers.attention.portable.decode import DEFAULTS as DECODE_DEFAULTS
+from helpers.attention.portable.decode import Launch, decode, splits_of
 from helpers.attention.portable.tiles import DEFAULTS, Tiles, fitting, this_card
 from helpers.attention.problem import check_call
 from helpers.measure import results
 from helpers.measure.benchmark import Machine, compile_together, gpu_or_reason, one_stage, random_arrays
-from helpers.measure.timing import Program, time_together
+from helpers.measure.timing import Program, kernel_times, rotation, time_together
 
 T, TOKENS, WIDTH = 4096, 16384, 2048
 COMPILERS = 12  # programs compiled at the same time
 NOISE = 1.01  # the default stays where nothing is faster than by this
 PASSES = "forward", "backward"
-PARTS = {"portable": ("tiles", "sweep"), "hopper": ("hopper", "hopper_sweep")}  # of the file, see `results`
+PARTS = {  # of the file, see `results`
+    "portable": ("tiles", "sweep"),
+    "decode": ("decode", "decode_sweep"),
+    "hopper": ("hopper", "hopper_sweep"),
+}
+DECODED = ((1, 8192), (8, 8192), (1, 131072))  # batch entries and keys, for 8 key heads
+QUERIES = {16: 1, 32: 8, 64: 16}  # by rows of a tile, for 4 query heads to each key head
 
 
 def arrays_of(T, H, dtype):
@@ -160,6 +169,55 @@ def tune_portable(head_dims=(64, 128, 256), dtypes=(jnp.bfloat16, jnp.float32), 
     return table, sweep
 
 
+def decode_candidates(itemsize, head_padded, block_r):
+    """The `Launch`es worth trying: many for one query, which is what servers run."""
+    if block_r > 16 or itemsize == 4:
+        return [Launch(*choice, 2) for choice in itertools.product([32, 64], [2, 4, 8], [2, 3])]
+    sides = [32, 64, 128] if head_padded == 64 else [32, 64]
+    return [Launch(*choice) for choice in itertools.product(sides, [1, 2, 4], [2, 3, 4], [1, 2, 3])]
+
+
+def device_times(programs, turns=3):
+    """{choice: milliseconds by the device's clock}, in turns: most of a short call's wall time is not the GPU's."""
+    samples = {choice: [] for choice in programs}
+    for _, (choice, program) in itertools.product(range(turns), programs.items()):
+        samples[choice] += kernel_times(program)
+    return {choice: float(np.median(found)) for choice, found in samples.items() if found}
+
+
+def tune_decode(head_dims=(64, 128, 256), dtypes=(jnp.bfloat16, jnp.float32), progress=sys.stderr):
+    """(decode, decode_sweep): rows of the table, and rows of everything tried, as `results` describes them.
+
+    The fastest has the least geometric mean of its times over `DECODED`.
+    """
+    table, sweep, K, group = [], [], 8, 4
+    for dtype, H, block_r in tqdm(list(itertools.product(dtypes, head_dims, QUERIES)), "decode", file=progress):
+        itemsize, T = jnp.dtype(dtype).itemsize, QUERIES[block_r]
+        where = {"itemsize": itemsize, "head_padded": H, "block_r": block_r}
+        choices = dict.fromkeys([DECODE_DEFAULTS[itemsize], *decode_candidates(itemsize, H, block_r)])
+        logs = dict.fromkeys(choices, 0.0)
+        for B, S in DECODED:
+            keys = [(B, S, K, H)] * 2
+            sets = rotation(2 * B * S * K * H * itemsize)
+            (query,) = random_arrays([(B, T, K * group, H)], dtype)
+            inputs = [(query, *random_arrays(keys, dtype, seed)) for seed in range(1, sets + 1)]
+
+            def run(launch, *arrays):
+                call = check_call(*arrays)
+                return decode(call, **splits_of(call.problem, this_card(), launch)._asdict())
+
+            compiled = compile_all(run, list(choices), inputs[0])
+            right = compiled[DECODE_DEFAULTS[itemsize]](*inputs[0])
+            times = device_times(
+                {c: Program(program, inputs) for c, program in compiled.items() if agree(program(*inputs[0]), right)}
+            )
+            shape = where | {"B": B, "S": S}
+            sweep += [shape | launch._asdict() | {"ms": round(ms, 5)} for launch, ms in times.items()]
+            logs = {launch: logs[launch] + np.log(ms) for launch, ms in times.items() if launch in logs}
+        table.append(where | min(logs, key=logs.get)._asdict())
+    return table, sweep
+
+
 def hopper_row(which, where, tiles):
     """A row of the table for a pass."""
     return {"pass": which, **where, "tiles": hopper.fields_of(tiles)}
@@ -222,7 +280,8 @@ def merged(header, found, earlier):
 
 def _subject(row):
     """What a row of a table or of a sweep is about."""
-    return tuple(row.get(field) for field in ("kernel", "itemsize", "pass", "head_padded", "is_causal", "up_to"))
+    fields = ("kernel", "itemsize", "pass", "head_padded", "block_r", "is_causal", "up_to")
+    return tuple(row.get(field) for field in fields)
 
 
 def main(arguments=None):
@@ -238,7 +297,7 @@ def main(arguments=None):
         print(f"Nothing to tune: {reason}.")
         return 1
     hopper_runs = compute_capability() == (9, 0)
-    kernels = options.kernels or (["portable", "hopper"] if hopper_runs else ["portable"])
+    kernels = options.kernels or ["portable", "decode", *(["hopper"] if hopper_runs else [])]
     if "hopper" in kernels and not hopper_runs:
         print("The Hopper kernels need a card of compute capability 9.0.")
         return 1
@@ -248,9 +307,11 @@ def main(arguments=None):
     except (FileNotFoundError, ValueError) as error:
         print(f"Beginning without an earlier table: {error}")
         earlier = {}
+    dtypes = (jnp.bfloat16,) if options.sixteen_bit else (jnp.bfloat16, jnp.float32)
     if "portable" in kernels:
-        dtypes = (jnp.bfloat16,) if options.sixteen_bit else (jnp.bfloat16, jnp.float32)
         found |= dict(zip(PARTS["portable"], tune_portable(head_dims, dtypes), strict=True))
+    if "decode" in kernels:
+        found |= dict(zip(PARTS["decode"], tune_decode(head_dims, dtypes), strict=True))
     if "hopper" in kernels:
         found |= dict(zip(PARTS["hopper"], tune_hopper(head_dims, options.passes), strict=True))
     path = results.RESULTS / f"{results.slug(machine.card)}_tiles.json"

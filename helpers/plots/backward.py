@@ -249,7 +249,7 @@ def causal_visits(kinds, query_reads, key_reads, block_q, block_k):
                 width = 1.5 * reads / max(query_reads)
                 axes.add_patch(Rectangle((columns + 0.2, i + 0.15), width, 0.7, fc=style.QUERY, alpha=0.45, ec="none"))
                 axes.text(columns + 0.3, i + 0.5, f"{reads}×", va="center", size=9)
-            axes.set_title("dk and dv kernel: each column starts late", loc="left")
+            axes.set_title("dk and dv kernel: a column starts at the diagonal", loc="left")
             axes.text(columns + 1.1, rows + 0.55, "reads of\nthis tile of q", ha="center", va="center", size=9)
         else:
             for i in range(rows):
@@ -259,7 +259,7 @@ def causal_visits(kinds, query_reads, key_reads, block_q, block_k):
                 height = 1.1 * reads / max(key_reads)
                 axes.add_patch(Rectangle((j + 0.15, rows + 0.7), 0.7, height, fc=style.KEY, alpha=0.55, ec="none"))
                 axes.text(j + 0.5, rows + 0.8 + height, f"{reads}×", ha="center", va="top", size=9)
-            axes.set_title("dq kernel: each row ends early", loc="left")
+            axes.set_title("dq kernel: a row ends at the diagonal", loc="left")
             axes.text(columns + 1.15, rows + 1.2, "reads of this\ntile of k", ha="center", va="center", size=9)
     figure.legend(
         handles=[

@@ -34,7 +34,9 @@ def _lines(axes):
         x, y = (np.asarray(values, object) for values in line.get_data())
         if name.startswith("_") or not len(y):
             continue
-        if len(y) == 1:
+        if line.get_transform() == axes.get_yaxis_transform(which="grid"):  # of axhline, whose x are no data
+            yield f"{name}: {_number(y[0])}"
+        elif len(y) == 1:
             yield f"{name}: {_number(y[0])} at {_number(x[0])}"
         else:
             yield f"{name}: from {_number(y[0])} at {_number(x[0])} to {_number(y[-1])} at {_number(x[-1])}"

@@ -25,6 +25,11 @@ def mask_of(is_causal):
     return "causal" if is_causal else "full"
 
 
+def _listed(figures, digits=".0f"):
+    """Names with their figures, for the words of a picture."""
+    return ", ".join(f"{name} {figure:{digits}}" for name, figure in figures.items())
+
+
 # Clocks and samples
 
 
@@ -215,6 +220,9 @@ def ladder(steps, others, H, ceiling):
         axes.set_xlim(0, ceiling * 1.08)
         axes.set_xlabel("TFLOP/s (dotted: matrix product)")
         axes.set_title(f"H = {H}, {mask_of(is_causal)}", loc="left")
+    figure.alt = "TFLOP/s. " + " ".join(
+        f"H = {H}, {mask_of(is_causal)}: {_listed(steps[is_causal] | others[is_causal])}." for is_causal in steps
+    )
     return figure
 
 
@@ -296,6 +304,8 @@ def relative(values, title):
     figure.legend(loc="outside lower center", ncols=3)
     every = [ratio for found in values.values() for ratio in found.values()]
     axes.set_xlim(min(0.45, *every) - 0.03, max(1.25, *every) + 0.03)
+    rows = " ".join(f"{case}: {_listed(found, '.2f')}." for case, found in values.items())
+    figure.alt = f"{title}, speed relative to cuDNN. {rows}"
     return figure
 
 

@@ -145,8 +145,9 @@ def dq_kernel(
     block_q,
     block_k,
     interpret,
+    mends_delta,
 ):
-    """Writes dq of one tile of queries, and delta without the error that a rounded out left in it."""
+    """Writes dq of one tile of queries, and with mends_delta a delta without the error that a rounded out left in."""
     query_length = length_of(query_length_ref, problem.T)
     key_length = length_of(key_length_ref, problem.S)
     q_start = pl.program_id(0) * block_q
@@ -178,7 +179,7 @@ def dq_kernel(
     no_sums = jnp.zeros(block_q, jnp.float32)
     dq, ds_sum, ds_size = all_key_tiles((jnp.zeros(q.shape, jnp.float32), no_sums, no_sums), delta, stop)
 
-    if problem.dtype.itemsize == 2 or not interpret:
+    if mends_delta:
         # A row of ds adds up to dlse; what it misses is the error of delta.
         dlse = plt.load(dlse_ref, mask=row_mask, other=0)
         error = jnp.where(lse == -jnp.inf, 0, ds_sum - dlse)
@@ -194,13 +195,16 @@ def dq_kernel(
     plt.store(mended_delta_ref, delta, mask=in_array)
 
 
-def backward(call, out, lse, dout, dlse, *, fused=False, interpret=False, **tiles):
+def backward(call, out, lse, dout, dlse, *, fused=False, mends_delta=True, interpret=False, **tiles):
     """Gradients of a checked `Call`: (dq, dk, dv) with the shapes and the dtype of its arrays.
 
     out (B, T, N, H) and lse (B, N, T) float32 are what `forward` returned; dout and dlse are their
     gradients. Beyond inputs and outputs it allocates delta (B, N, T) in float32, and with `fused` a
     float32 dq whose sides are rounded up to whole blocks. `fused` does not mend delta. Without it the
     same input gives the same bits each time.
+
+    mends_delta: False where out and lse are those of more keys than the call has, as in `ring`: rows of ds add up to
+    dlse over all of the keys only.
 
     tiles: block_q, block_k, num_warps and num_stages of all its kernels, as for `forward`.
     """
@@ -210,7 +214,7 @@ def backward(call, out, lse, dout, dlse, *, fused=False, interpret=False, **tile
     arrays = (call.query, call.key, call.value, dout, lse, delta, call.query_lengths, call.key_lengths)
     if fused:
         return _fused(problem, arrays, dkv_tiles, interpret)
-    dq, delta = _dq(problem, arrays, dlse, dq_tiles, interpret)
+    dq, delta = _dq(problem, arrays, dlse, dq_tiles, interpret, mends_delta)
     arrays = (*arrays[:5], delta, *arrays[6:])
     return dq, *_dkv(problem, arrays, dkv_tiles, interpret)
 
@@ -259,12 +263,14 @@ def _delta(problem, out, lse, dout, dlse, tiles, interpret):
     )(out, dout, lse, dlse)
 
 
-def _dq(problem, arrays, dlse, tiles, interpret):
+def _dq(problem, arrays, dlse, tiles, interpret, mends_delta=True):
     """(dq, delta), the second in place of the one that came in."""
+    # Interpreted float32 products are exact enough as they are; a GPU rounds their operands to TF32.
+    mends_delta = mends_delta and (problem.dtype.itemsize == 2 or not interpret)
     q_spec, row_spec, all_keys_spec = _query_specs(problem, tiles.block_q)
     *arrays, query_lengths, key_lengths = arrays
     return _launch(
-        functools.partial(dq_kernel, **_parameters(problem, tiles, interpret)),
+        functools.partial(dq_kernel, mends_delta=mends_delta, **_parameters(problem, tiles, interpret)),
         "dq",
         tiles,
         interpret,

@@ -1,27 +1,35 @@
-"""The portable kernel for decoding: few queries, many keys, in plain Pallas.
+"""The portable kernels for decoding: few queries, many keys, in plain Pallas.
 
 With one query a head there is one tile of queries and little arithmetic: the time goes into reading keys
 and values once. So three things differ from `forward`.
 
 1. The keys are split over programs (Flash-Decoding, Dao et al. 2023), so that all processors read.
 2. All query heads that share a key head are rows of one tile, and the keys are read once for all of them.
-3. Each program writes its own out and lse, in float32, and they are merged as parts of a sum:
+3. Each program writes its own out and lse, in float32, and a second kernel merges them as parts of a sum:
 
     lse = log sum_i exp lse_i        out = sum_i exp(lse_i - lse) out_i
 
 The keys may also lie in pages (PagedAttention, arXiv 2309.06180): a table says in which page the keys
 j page to (j + 1) page - 1 of a sequence are.
 
-Refs, as program (split, key head, batch entry) sees them. A row r is query r // group of query head r % group
-of the group; R is the number of rows, T group, and R' and H' are R and H rounded up to powers of two:
+Refs, as program (key head and tile of rows, part of the keys, batch entry) sees them. A row r is query r // group
+of query head r % group of the group; there are T group rows, in tiles of block_r, and H' is H rounded up to a power
+of two:
 
-    q_ref    (R', H')
+    q_ref    (block_r, H')
     k_ref    (S, H')          all keys of the head; with pages (P, page, H'), all pages
     v_ref    as k_ref
     table_ref  (pages of a sequence,)  int32, or None
     query_length_ref, key_length_ref  ()  or None
-    out_ref  (R', H')         float32
-    lse_ref  (R',)            float32
+    out_ref  (block_r, H')    of this part
+    lse_ref  (block_r,)       of this part, float32
+
+and as program (query head, query, batch entry) of the second kernel sees them:
+
+    parts_ref  (parts, H')    out of every part, float32
+    logs_ref   (parts',)      lse of every part; parts' is their number rounded up to a power of two
+    out_ref    (1, H')
+    lse_ref    ()             float32
 """
 
 import functools
@@ -33,41 +41,60 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from helpers.attention import tables
 from helpers.attention.device import core_count
 from helpers.attention.masking import key_tiles, visible
-from helpers.attention.portable.tiles import LOG2_E, check_blocks, dot, exp2, length_of, padded_head_dim
+from helpers.attention.portable.tiles import (
+    LOG2_E,
+    MIN_BLOCK,
+    Tiles,
+    check_blocks,
+    dot,
+    exp2,
+    fitting,
+    length_of,
+    padded_head_dim,
+    this_card,
+)
 
+MOST_QUERIES = 16  # that these kernels are chosen for
+MOST_ROWS = 64  # of a tile
+FEWEST_KEYS = 256  # of a part
+MERGED = 32  # parts that are merged in one step
 PROCESSORS = 132  # of an H200, where the device does not say
-FEWEST_KEYS = 256  # of one program; chosen by reasoning, not yet measured
+
+
+class Launch(NamedTuple):
+    """What the tuner finds: keys of a tile, warps of a program, tiles in flight, and programs for each processor."""
+
+    block_k: int
+    num_warps: int
+    num_stages: int
+    per_processor: int
 
 
 class Splits(NamedTuple):
-    """How a call is launched: keys of a tile, tiles of a program, warps of a program and tiles in flight."""
+    """How a call is launched: rows and keys of a tile, warps of a program, tiles in flight, and parts of the keys."""
 
+    block_r: int
     block_k: int
-    tiles: int
     num_warps: int
     num_stages: int
+    parts: int
+
+
+# For cards without a table of their own, by bytes of an element.
+DEFAULTS = {2: Launch(64, 2, 3, 2), 4: Launch(32, 2, 2, 2)}
 
 
 def decode_kernel(
-    q_ref,
-    k_ref,
-    v_ref,
-    table_ref,
-    query_length_ref,
-    key_length_ref,
-    out_ref,
-    lse_ref,
-    *,
-    problem,
-    splits,
-    interpret,
-):
-    """Writes out and lse of one group of query heads over one part of the keys."""
+    q_ref, k_ref, v_ref, table_ref, query_length_ref, key_length_ref, out_ref, lse_ref, *, problem, splits, interpret
+):  # fmt: skip
+    """Writes out and lse of one tile of rows over one part of the keys."""
     query_length = length_of(query_length_ref, problem.T)
     key_length = length_of(key_length_ref, problem.S)
-    rows = jnp.arange(q_ref.shape[0])
+    tile_of_rows = pl.program_id(0) % _tiles_of_rows(problem, splits)
+    rows = tile_of_rows * splits.block_r + jnp.arange(splits.block_r)
     positions = rows // problem.group
     is_row = rows < problem.T * problem.group
     in_head = jnp.arange(q_ref.shape[1])[None, :] < problem.H
@@ -94,16 +121,51 @@ def decode_kernel(
         jnp.zeros(rows.shape, jnp.float32),
         jnp.zeros(q_ref.shape, jnp.float32),
     )
-    first, stop = key_tiles(0, problem.T, splits.block_k, problem.band, query_length, key_length, xp=jnp)
-    mine = pl.program_id(0) * splits.tiles
-    first, stop = jnp.maximum(first, mine), jnp.minimum(stop, mine + splits.tiles)
-    m, l, acc = lax.fori_loop(first, stop, one_key_tile, state)
+    # The first query sees the first key, if any. So the tiles begin at 0.
+    _, tiles = key_tiles(0, problem.T, splits.block_k, problem.band, query_length, key_length, xp=jnp)
+    m, l, acc = lax.fori_loop(*_share(tiles, pl.program_id(1), splits.parts), one_key_tile, state)
 
     empty = l == 0
     l = jnp.where(empty, 1, l)
     lse = jnp.where(empty, -jnp.inf, (m + jnp.log2(l)) / LOG2_E)
-    plt.store(out_ref, acc / l[:, None], mask=is_row[:, None] & in_head)
+    plt.store(out_ref, (acc / l[:, None]).astype(out_ref.dtype), mask=is_row[:, None] & in_head)
     plt.store(lse_ref, lse, mask=is_row)
+
+
+def merge_kernel(parts_ref, logs_ref, out_ref, lse_ref, *, problem, parts):
+    """Writes out and lse of one row from those of every part."""
+    in_head = jnp.arange(parts_ref.shape[1])[None, :] < problem.H
+
+    def log_sums(start, count):
+        index = start + jnp.arange(count)
+        return plt.load(logs_ref.at[pl.ds(start, count)], mask=index < parts, other=-jnp.inf)
+
+    logs = log_sums(0, logs_ref.shape[0])
+    m = logs.max()
+    m = jnp.where(m == -jnp.inf, 0, m)  # there may be no key for this row
+    total = jnp.exp(logs - m).sum()
+
+    def add(i, acc):
+        weight = jnp.exp(log_sums(i * MERGED, MERGED) - m)
+        is_part = i * MERGED + jnp.arange(MERGED) < parts
+        out = plt.load(parts_ref.at[pl.ds(i * MERGED, MERGED), :], mask=is_part[:, None] & in_head, other=0)
+        return acc + (weight[:, None] * out).sum(axis=0)
+
+    acc = lax.fori_loop(0, pl.cdiv(parts, MERGED), add, jnp.zeros(parts_ref.shape[1], jnp.float32))
+    out = acc / jnp.where(total == 0, 1, total)
+    plt.store(out_ref, out[None].astype(out_ref.dtype), mask=in_head)
+    lse_ref[...] = m + jnp.log(total)
+
+
+def _tiles_of_rows(problem, splits):
+    return pl.cdiv(problem.T * problem.group, splits.block_r)
+
+
+def _share(tiles, part, parts):
+    """The range of tiles of one of the parts, which are as even as can be."""
+    each, left = lax.div(tiles, parts), lax.rem(tiles, parts)
+    first = part * each + jnp.minimum(part, left)
+    return first, first + each + (part < left).astype(jnp.int32)
 
 
 def _keys(ref, table_ref, start, cols, is_key, in_head):
@@ -119,74 +181,118 @@ def _keys(ref, table_ref, start, cols, is_key, in_head):
     return plt.load(ref.at[number[:, None], (cols % page)[:, None], dims[None, :]], mask=mask, other=0)
 
 
-def select_splits(problem, *, block_k=None, tiles=None, num_warps=4, num_stages=3):
-    """The `Splits` of a problem: two programs for each processor, if each has `FEWEST_KEYS` keys."""
-    block_k = block_k or min(64 if padded_head_dim(problem.H) <= 128 else 32, max(16, pl.next_power_of_2(problem.S)))
-    check_blocks(block_k, block_k)
-    if tiles is None:
-        programs = pl.cdiv(2 * core_count(PROCESSORS), problem.B * problem.K)
-        tiles = pl.cdiv(max(FEWEST_KEYS, pl.cdiv(problem.S, programs)), block_k)
-    return Splits(block_k, tiles, num_warps, num_stages)
+def select_splits(problem, card=None, **overrides):
+    """The `Splits` of a problem, from the tuner's table of the card where there is one, otherwise from `DEFAULTS`.
+
+    card: a `tiles.Card`, by default the one that computes. overrides: fields of Splits to be taken as given.
+    """
+    card = card or this_card()
+    itemsize, head_padded = problem.dtype.itemsize, max(64, padded_head_dim(problem.H))
+    row = tables.rows_by(card.name, "decode", "itemsize", "head_padded", "block_r").get(
+        (itemsize, head_padded, _rows_of_a_tile(problem))
+    )
+    launch = Launch(*(row[name] for name in Launch._fields)) if row else DEFAULTS[itemsize]
+    splits = splits_of(problem, card, launch)._replace(**overrides)
+    check_blocks(splits.block_r, splits.block_k)
+    return splits
+
+
+def splits_of(problem, card, launch):
+    """The `Splits` of a problem with a `Launch`, whose tiles are cut to what there is and what the card holds.
+
+    There are parts enough for the programs that it wants, as long as each has `FEWEST_KEYS` keys.
+    """
+    block_k = min(launch.block_k, max(MIN_BLOCK, pl.next_power_of_2(problem.S)))
+    tiles = Tiles(_rows_of_a_tile(problem), block_k, launch.num_warps, launch.num_stages)
+    tiles = fitting("decode", tiles, problem, card)
+    heads = problem.B * problem.K * pl.cdiv(problem.T * problem.group, tiles.block_q)
+    _, seen = key_tiles(0, problem.T, 1, problem.band, problem.T, problem.S)
+    programs = launch.per_processor * core_count(PROCESSORS)
+    parts = max(1, min(programs // heads, int(seen) // FEWEST_KEYS))
+    return Splits(*tiles, parts)
+
+
+def _rows_of_a_tile(problem):
+    return min(MOST_ROWS, max(MIN_BLOCK, pl.next_power_of_2(problem.T * problem.group)))
 
 
 def partial_bytes(problem, splits):
-    """Bytes of the partial results: H + 1 float32 numbers for each query, head and part of the keys."""
-    parts = pl.cdiv(problem.S, splits.tiles * splits.block_k)
-    return 4 * parts * problem.B * problem.T * problem.N * (problem.H + 1)
+    """Bytes of the partial results: H + 1 float32 numbers for each query, head and part, if there are several parts."""
+    return 4 * splits.parts * problem.B * problem.T * problem.N * (problem.H + 1) * (splits.parts > 1)
 
 
 def decode(call, table=None, *, interpret=False, **options):
-    """Attention of a checked `Call` with T <= 16: out (B, T, N, H) in the dtype of query and lse (B, N, T) float32.
+    """Attention of a checked `Call` with few queries: out (B, T, N, H) in the dtype of query, lse (B, N, T) float32.
 
     With a table, int32 (B, pages of a sequence), the key and value of the call are pages (P, page, K, H), and its
-    S is the number of keys that a row of the table can hold. The kernel writes `partial_bytes` beyond its inputs.
+    S is the number of keys that a row of the table can hold. Beyond its inputs and outputs it needs `partial_bytes`.
     options: fields of `Splits`.
     """
     problem = call.problem
     splits = select_splits(problem, **options)
     B, T, S, N, K, H, group = *(getattr(problem, name) for name in "BTSNKH"), problem.group
     rows, head_padded = T * group, padded_head_dim(H)
-    rows_padded, parts = padded_head_dim(rows), pl.cdiv(S, splits.tiles * splits.block_k)
+    row_tiles = _tiles_of_rows(problem, splits)
     query = call.query.reshape(B, T, K, group, H).swapaxes(1, 2).reshape(B, K, rows, H)
 
-    of_head = lambda *sides: pl.BlockSpec(sides, lambda i, kv, b: (b, kv, 0, 0))
-    part = lambda *sides: pl.BlockSpec((None, None, None, *sides), lambda i, kv, b: (b, kv, i, *(0 for _ in sides)))
+    # Neighbours read other heads of the same keys, which lie side by side.
+    q_spec = pl.BlockSpec(
+        (None, None, splits.block_r, head_padded), lambda i, j, b: (b, i // row_tiles, i % row_tiles, 0)
+    )
+
+    def of_part(*sides):
+        rest = (0,) * (len(sides) - 1)
+        return pl.BlockSpec((None, None, None, *sides), lambda i, j, b: (b, i // row_tiles, j, i % row_tiles, *rest))
+
     if table is None:
-        kv_spec = pl.BlockSpec((None, S, None, head_padded), lambda i, kv, b: (b, 0, kv, 0))
+        kv_spec = pl.BlockSpec((None, S, None, head_padded), lambda i, j, b: (b, 0, i // row_tiles, 0))
     else:
-        kv_spec = pl.BlockSpec((*call.key.shape[:2], None, head_padded), lambda i, kv, b: (0, 0, kv, 0))
-    row_of_table = pl.BlockSpec((None, None if table is None else table.shape[1]), lambda i, kv, b: (b, 0))
-    length_spec = pl.BlockSpec((None,), lambda i, kv, b: (b,))
+        kv_spec = pl.BlockSpec((*call.key.shape[:2], None, head_padded), lambda i, j, b: (0, 0, i // row_tiles, 0))
+    row_of_table = pl.BlockSpec((None, None if table is None else table.shape[1]), lambda i, j, b: (b, 0))
+    length_spec = pl.BlockSpec((None,), lambda i, j, b: (b,))
     optional = ((table, row_of_table), (call.query_lengths, length_spec), (call.key_lengths, length_spec))
+    dtype = jnp.float32 if splits.parts > 1 else problem.dtype
     out, lse = pl.pallas_call(
         functools.partial(decode_kernel, problem=problem, splits=splits, interpret=interpret),
-        grid=(parts, K, B),
-        in_specs=[
-            of_head(None, None, rows_padded, head_padded),
-            kv_spec,
-            kv_spec,
-            *(None if array is None else spec for array, spec in optional),
-        ],
-        out_specs=[part(rows_padded, head_padded), part(rows_padded)],
+        grid=(K * row_tiles, splits.parts, B),
+        in_specs=[q_spec, kv_spec, kv_spec, *(None if array is None else spec for array, spec in optional)],
+        out_specs=[of_part(splits.block_r, head_padded), of_part(splits.block_r)],
         out_shape=[
-            jax.ShapeDtypeStruct((B, K, parts, rows, H), jnp.float32),
-            jax.ShapeDtypeStruct((B, K, parts, rows), jnp.float32),
+            jax.ShapeDtypeStruct((B, K, splits.parts, rows, H), dtype),
+            jax.ShapeDtypeStruct((B, K, splits.parts, rows), jnp.float32),
         ],
         compiler_params=plt.CompilerParams(num_warps=splits.num_warps, num_stages=splits.num_stages),
         interpret=interpret,
         name="flash_attention_decode",
     )(query, call.key, call.value, *(array for array, _ in optional))
-    out, lse = merge(out, lse)
-    out = out.reshape(B, K, T, group, H).swapaxes(1, 2).reshape(B, T, N, H).astype(problem.dtype)
+    if splits.parts > 1:
+        return merge(problem, out, lse, interpret=interpret)
+    out = out.reshape(B, K, T, group, H).swapaxes(1, 2).reshape(B, T, N, H)
     return out, lse.reshape(B, K, T, group).swapaxes(2, 3).reshape(B, N, T)
 
 
-def merge(out, lse):
-    """(out, lse) of all keys from those of parts of them: out (…, parts, R, H), lse (…, parts, R)."""
-    m = lse.max(axis=-2, keepdims=True)
-    weight = jnp.exp(lse - jnp.where(m == -jnp.inf, 0, m))
-    total = weight.sum(axis=-2, keepdims=True)
-    empty = total == 0
-    weight = weight / jnp.where(empty, 1, total)
-    merged = jnp.where(empty, -jnp.inf, m + jnp.log(jnp.where(empty, 1, total)))
-    return (weight[..., None] * out).sum(axis=-3), merged[..., 0, :]
+def merge(problem, out, lse, *, interpret=False):
+    """(out, lse) of `decode` from those of parts of the keys, (B, K, parts, T group, H) and (B, K, parts, T group)."""
+    B, T, N, H, group = *(getattr(problem, name) for name in "BTNH"), problem.group
+    parts, head_padded = out.shape[2], padded_head_dim(H)
+    parts_padded = max(MERGED, pl.next_power_of_2(parts))
+    row_of = lambda n, t: (n // group, 0, t * group + n % group)
+    return pl.pallas_call(
+        functools.partial(merge_kernel, problem=problem, parts=parts),
+        grid=(N, T, B),
+        in_specs=[
+            pl.BlockSpec((None, None, parts, None, head_padded), lambda n, t, b: (b, *row_of(n, t), 0)),
+            pl.BlockSpec((None, None, parts_padded, None), lambda n, t, b: (b, *row_of(n, t))),
+        ],
+        out_specs=[
+            pl.BlockSpec((None, None, 1, head_padded), lambda n, t, b: (b, t, n, 0)),
+            pl.BlockSpec((None, None, None), lambda n, t, b: (b, n, t)),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((B, T, N, H), problem.dtype),
+            jax.ShapeDtypeStruct((B, N, T), jnp.float32),
+        ],
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name="flash_attention_merge",
+    )(out, lse)

@@ -82,7 +82,7 @@ def fitting(kernel, tiles, problem, card):
 
 
 def shared_bytes(kernel, tiles, problem, capability):
-    """At most how many bytes of shared memory Triton gives a kernel ("forward", "dkv" or "dq").
+    """At most how many bytes of shared memory Triton gives a kernel ("forward", "decode", "dkv" or "dq").
 
     Room for the operands that stay, for as many of those that stream by as there are stages, and for p and ds.
     It may need less, where some of them stay in registers. `make gpu-compile` compares this bound with what the
@@ -93,9 +93,10 @@ def shared_bytes(kernel, tiles, problem, capability):
     table = tiles.block_q * tiles.block_k * itemsize
     barriers = 1024
     copies = tiles.num_stages
-    if kernel == "forward":
-        # p stays in registers, unless it is float32 and its product is not the tensor cores'.
-        return queries + (table if itemsize == 4 else 0) + copies * 2 * keys + barriers
+    if kernel in ("forward", "decode"):
+        # p stays in registers, unless it is float32 and its product is not the tensor cores', or its few rows are
+        # spread over warps by their keys.
+        return queries + (table if itemsize == 4 or kernel == "decode" else 0) + copies * 2 * keys + barriers
     # Two kinds of instruction may want an operand in two layouts: on Blackwell always, on Hopper where one side of a
     # tile is too short for wgmma and nothing is ahead. And the loop of a single tile of queries may be unrolled.
     if capability[0] in (10, 11) or (capability[0] == 9 and (tiles.num_stages == 1 or problem.T <= tiles.block_q)):

@@ -1,0 +1,448 @@
+"""Attention over a sequence that is spread over devices: ring attention (Liu et al. 2023, arXiv 2310.01889).
+
+Each of n devices has a share of the queries and the same share of the keys and values. In step r of n, device i
+attends with its own queries to the keys of device i - r, while those keys already travel on to device i + 1. What
+it finds is a part of a sum over all keys, which is added as in Flash-Decoding:
+
+    lse' = log(exp lse + exp lse_r)      out' = exp(lse - lse') out + exp(lse_r - lse') out_r
+
+The backward pass goes round once more. With the final out and lse, the kernels' own equations give the share of
+each pair of devices exactly, since p = exp(s - lse) needs no other keys. dq stays and is added up; dk and dv travel
+with their keys, and come home in the step in which device i works on its own keys, the last one. All of these sums
+are float32, dk and dv also while they travel: n roundings to 16 bits would grow with n.
+
+Which positions a device has is its layout. With a causal mask it decides who has work in which step:
+
+    contiguous  n pieces in order. Device 0 has work in one step, device n - 1 in all, and all wait for that one.
+    striped     every n-th position (Brandon et al. 2023, arXiv 2311.09431). All have the same work, up to a diagonal.
+    zigzag      of 2n pieces the i-th and the (2n - 1 - i)-th. All have exactly the same work, and no step but the
+                first needs a mask.
+
+A step of a device is a `Piece`: its queries from some position on, the keys up to some position, and whether the
+mask is causal in there. Pieces have static shapes, so each kernel runs that would run on one device. Keys that only
+fill up the last shares are cut off in the same way. `plan` lists all pieces.
+
+Several hosts: call `jax.distributed.initialize()` first, and make the mesh of all devices. Nothing else changes.
+A host that stops ends the others with an error: after `heartbeat_timeout_seconds` of that call, if not at once.
+"""
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from helpers.attention.api import KernelsOf, kernels_of
+from helpers.attention.masking import Band
+from helpers.attention.problem import Problem, check_call, check_lengths
+from helpers.attention.reverse_mode import reverse_mode_only
+from helpers.attention.sharding import vary_alike
+
+LAYOUTS = ("contiguous", "striped", "zigzag")
+
+
+# Who has which positions, and who has work when
+
+
+def positions(layout, devices, share, device, xp=np):
+    """The `share` positions in the whole sequence that a device has, in the order in which it has them, rising."""
+    index = xp.arange(share)
+    if layout == "contiguous":
+        return device * share + index
+    if layout == "striped":
+        return index * devices + device
+    half = share // 2
+    return xp.where(index < half, device * half + index, (2 * devices - 1 - device) * half + index - half)
+
+
+class Piece(NamedTuple):
+    """Queries from first_query on against the first `keys` keys, of shares of two devices."""
+
+    first_query: int
+    keys: int
+    is_causal: bool
+
+
+def plan(layout, devices, queries, keys, *, is_causal, key_length=None):
+    """What each device does in each step: plan[step][device] is a `Piece`, or None where there is nothing to do.
+
+    queries, keys: how many a device has. key_length: how many keys there are in all; the others are padding.
+    """
+    real = [keys] * devices
+    if key_length is not None:
+        real = [int((positions(layout, devices, keys, device) < key_length).sum()) for device in range(devices)]
+
+    def piece(me, other):
+        found = _piece(layout, queries, keys, is_causal, me, other)
+        count = min(found.keys, real[other])
+        return found._replace(keys=count) if count and found.first_query < queries else None
+
+    return [[piece(me, (me - step) % devices) for me in range(devices)] for step in range(devices)]
+
+
+def _piece(layout, queries, keys, is_causal, me, other):
+    if not is_causal:
+        return Piece(0, keys, False)
+    if me == other:
+        return Piece(0, keys, True)
+    before = other < me
+    if layout == "contiguous":
+        return Piece(0, keys if before else 0, False)
+    if layout == "striped":  # of a later device each query sees one key less
+        return Piece(0, keys, True) if before else Piece(1, keys - 1, True)
+    return Piece(0, keys // 2, False) if before else Piece(queries // 2, keys, False)
+
+
+# The functions
+
+
+def ring_attention(
+    query,
+    key,
+    value,
+    *,
+    axis_name,
+    scale=None,
+    is_causal=False,
+    layout="zigzag",
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+    key_length=None,
+    implementation=None,
+    return_residual=False,
+):
+    """Attention over a sequence that is spread over an axis of a mesh; to be called in `jax.shard_map`.
+
+    Args:
+      query: (B, T / n, N, H), what this one of n devices has of T queries; or without B, as in `flash_attention`.
+      key, value: (B, S / n, K, H). With is_causal, as many as queries.
+      axis_name: the axis of the mesh.
+      scale, is_causal, query_seq_lengths, key_value_seq_lengths: as in `flash_attention`, of the whole sequence.
+        Lengths may be any number up to the padded length.
+      layout: which positions a device has, one of LAYOUTS, see `positions`. Without a causal mask or lengths every
+        layout gives the same.
+      key_length: a Python integer, where the last keys of the sequence are padding: how many are not. Unlike
+        key_value_seq_lengths it keeps the choice of kernels.
+      implementation: as in `flash_attention`, but for "cudnn". return_residual: also return lse.
+
+    Returns:
+      out, or (out, lse), for this device's queries, as `flash_attention` over the whole sequence has them.
+      Gradients flow as there, in reverse mode once. In 16 bits they are those of kernels that do not mend delta.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `flash_attention`; the message names the argument.
+
+    A device needs memory for two shares of keys and values, for its queries and results, and in the backward pass
+    for two of dk and dv in float32: as much for any n.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    try:
+        devices = lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(f"axis_name must be an axis of the jax.shard_map around the call, got {axis_name!r}") from None
+    if not isinstance(return_residual, bool):
+        raise TypeError(f"return_residual must be True or False, got {return_residual!r}")
+    call = check_call(query, key, value, scale=scale, is_causal=is_causal)
+    problem = call.problem
+    if is_causal and problem.T != problem.S:
+        raise ValueError(
+            f"with is_causal a device must have as many keys as queries, got {problem.S} and {problem.T}; "
+            "ring_attention_on_mesh pads what is missing"
+        )
+    for name, size in (("query", problem.T), ("key", problem.S)):
+        if layout == "zigzag" and size % 2 and (is_causal or key_length is not None):
+            raise ValueError(f"{name} must have an even length on each device for layout zigzag, got {size}")
+    if key_length is not None and not (isinstance(key_length, int) and 0 < key_length <= devices * problem.S):
+        raise ValueError(f"key_length must be an integer from 1 to {devices * problem.S}, got {key_length!r}")
+    lengths = [
+        check_lengths(name, array, problem.B, devices * size)
+        for name, array, size in (
+            ("query_seq_lengths", query_seq_lengths, problem.T),
+            ("key_value_seq_lengths", key_value_seq_lengths, problem.S),
+        )
+    ]
+    # Chosen for a call that has lengths if this one has.
+    call = dataclasses.replace(call, query_lengths=lengths[0], key_lengths=lengths[1])
+    ring = Ring(kernels_of(implementation, call), problem, axis_name, devices, layout, key_length)
+    _, *arrays = vary_alike((lax.axis_index(axis_name), *call.arrays))
+    out, lse = _ring(ring, *map(reverse_mode_only, arrays[:3]), *arrays[3:])
+    lse = jnp.swapaxes(lse, 1, 2)
+    if query.ndim == 3:
+        out, lse = out[0], lse[0]
+    return (out, lse) if return_residual else out
+
+
+def ring_attention_on_mesh(
+    query,
+    key,
+    value,
+    *,
+    mesh,
+    axis_name,
+    scale=None,
+    is_causal=False,
+    layout="zigzag",
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+    implementation=None,
+    return_residual=False,
+):
+    """`flash_attention` of whole arrays, spread over an axis of a mesh: any lengths, in their usual order.
+
+    query, key, value: (B, T, N, H) and (B, S, K, H), or without B; best if they are split over the axis already.
+    mesh: a `jax.sharding.Mesh`; axis_name: one of its axes. The other arguments are those of `ring_attention`.
+    Returns out, or (out, lse), with the sequence split over the axis as far as that goes evenly.
+
+    Positions go from their usual order into the layout, and results back, by one exchange each of what they weigh. A
+    model that keeps all its arrays in the layout saves that, see `positions`.
+    """
+    if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
+    if axis_name not in mesh.shape:
+        raise ValueError(f"axis_name must be an axis of the mesh, {', '.join(mesh.shape)}, got {axis_name!r}")
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    call = check_call(
+        query,
+        key,
+        value,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+    )
+    arguments = {
+        "axis_name": axis_name,
+        "scale": scale,
+        "is_causal": is_causal,
+        "layout": layout if is_causal else "contiguous",
+        "implementation": implementation,
+    }
+    out, lse = _on_mesh(mesh, tuple(arguments.items()), *call.arrays)
+    if query.ndim == 3:
+        out, lse = out[0], lse[0]
+    return (out, lse) if return_residual else out
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _on_mesh(mesh, arguments, query, key, value, query_lengths, key_lengths):
+    arguments = dict(arguments)
+    axis_name, layout, is_causal = (arguments[name] for name in ("axis_name", "layout", "is_causal"))
+    devices = mesh.shape[axis_name]
+    T, S = query.shape[1], key.shape[1]
+    if is_causal and S > T:  # nobody sees the keys behind the last query
+        key, value, S = key[:, :T], value[:, :T], T
+    multiple = {"contiguous": devices, "striped": devices**2, "zigzag": 2 * devices}[layout]
+    padded = lambda length: -(-length // multiple) * multiple
+    padded_T = padded(T)
+    padded_S = padded_T if is_causal else padded(S)
+    pad = lambda array, length: jnp.pad(array, ((0, 0), (0, length - array.shape[1]), (0, 0), (0, 0)))
+    # With a causal mask no real query sees a key behind the last query.
+    key_length = None if S == padded_S or (is_causal and S == T) else S
+
+    def shares(query, key, value, *lengths):
+        query, key, value = (to_layout(array, layout, axis_name) for array in (query, key, value))
+        out, lse = ring_attention(
+            query,
+            key,
+            value,
+            query_seq_lengths=lengths[0],
+            key_value_seq_lengths=lengths[1],
+            key_length=key_length,
+            return_residual=True,
+            **arguments,
+        )
+        return from_layout(out, layout, axis_name), from_layout(lse, layout, axis_name)
+
+    split = P(None, axis_name)
+    out, lse = jax.shard_map(shares, mesh=mesh, in_specs=(split, split, split, P(), P()), out_specs=split)(
+        pad(query, padded_T), pad(key, padded_S), pad(value, padded_S), query_lengths, key_lengths
+    )
+    return out[:, :T], lse[:, :T]
+
+
+def to_layout(array, layout, axis_name):
+    """The share (B, share, ...) of a device in a layout, from its contiguous share; to be called in `jax.shard_map`.
+
+    The share is a multiple of two for zigzag, and of the number of devices for striped.
+    """
+    devices, me = lax.axis_size(axis_name), lax.axis_index(axis_name)
+    if layout == "contiguous" or devices == 1:
+        return array
+    if layout == "striped":
+        parts = array.reshape(array.shape[0], -1, devices, *array.shape[2:])
+        return lax.all_to_all(parts, axis_name, 2, 1, tiled=True).reshape(array.shape)
+    # Pieces 2 i and 2 i + 1 go where they belong; each device gets one even and one odd piece.
+    halves = jnp.split(array, 2, axis=1)
+    even, odd = (lax.ppermute(half, axis_name, _zigzag_routes(devices, parity)) for parity, half in enumerate(halves))
+    swap = me % 2 == 1
+    return jnp.concatenate([jnp.where(swap, odd, even), jnp.where(swap, even, odd)], axis=1)
+
+
+def from_layout(array, layout, axis_name):
+    """The contiguous share of a device from its share in a layout: the way back of `to_layout`."""
+    devices, me = lax.axis_size(axis_name), lax.axis_index(axis_name)
+    if layout == "contiguous" or devices == 1:
+        return array
+    if layout == "striped":
+        return lax.all_to_all(array[:, :, None], axis_name, 1, 2, tiled=True).reshape(array.shape)
+    low, high = jnp.split(array, 2, axis=1)
+    swap = me % 2 == 1
+    pieces = jnp.where(swap, high, low), jnp.where(swap, low, high)
+    back = [[(there, here) for here, there in _zigzag_routes(devices, parity)] for parity in (0, 1)]
+    halves = [lax.ppermute(piece, axis_name, routes) for piece, routes in zip(pieces, back, strict=True)]
+    return jnp.concatenate(halves, axis=1)
+
+
+def _zigzag_routes(devices, parity):
+    """(from, to) of the first or second half of every contiguous share."""
+    home = lambda piece: piece if piece < devices else 2 * devices - 1 - piece
+    return [(device, home(2 * device + parity)) for device in range(devices)]
+
+
+# The ring
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The static part of a call: `kernels` for pieces, and the `problem` of one device's queries and keys."""
+
+    kernels: KernelsOf
+    problem: Problem
+    axis_name: str
+    devices: int
+    layout: str
+    key_length: int | None
+
+    def shift(self, arrays):
+        """What the device before sends, while this one sends its own to the next."""
+        routes = [(device, (device + 1) % self.devices) for device in range(self.devices)]
+        return jax.tree.map(lambda array: lax.ppermute(array, self.axis_name, routes), arrays)
+
+    def step(self, which, step, query_side, key, value, query_lengths, key_lengths):
+        """One pass of this device's piece of a step, with results for all of its queries and of these keys.
+
+        which: "forward" or "backward_of_part". query_side: query, and for the backward pass out, lse, dout, dlse.
+        """
+        problem = self.problem
+        is_causal = problem.band.right == 0
+        pieces = plan(self.layout, self.devices, problem.T, problem.S, is_causal=is_causal, key_length=self.key_length)[
+            step
+        ]
+        me = lax.axis_index(self.axis_name)
+        own = functools.partial(self._of_lengths, query_lengths, key_lengths, me, (me - step) % self.devices)
+        kinds = list(dict.fromkeys(pieces))
+        branches = [functools.partial(self._piece, which, piece) for piece in kinds]
+        operands = query_side, key, value, *own()
+        if len(kinds) == 1:
+            return branches[0](*operands)
+        kind = jnp.asarray([kinds.index(piece) for piece in pieces])[me]
+        return lax.switch(kind, branches, *operands)
+
+    def _of_lengths(self, query_lengths, key_lengths, me, other):
+        """How many of the queries of me and of the keys of the other come before the lengths of the sequence."""
+
+        def count(lengths, share, device):
+            if lengths is None:
+                return None
+            own = positions(self.layout, self.devices, share, device, xp=jnp)
+            return (own[None] < lengths[:, None]).sum(axis=1, dtype=jnp.int32)
+
+        return count(query_lengths, self.problem.T, me), count(key_lengths, self.problem.S, other)
+
+    def _piece(self, which, piece, query_side, key, value, query_lengths, key_lengths):
+        problem = self.problem
+        first, keys, is_causal = piece or Piece(problem.T, 0, False)
+        query, *residuals = (array[:, first:] if array.ndim == 4 else array[..., first:] for array in query_side)
+        key, value = key[:, :keys], value[:, :keys]
+        if piece is None:
+            of_rows = jnp.swapaxes(query[..., 0], 1, 2).astype(jnp.float32)
+            results = (query, of_rows) if which == "forward" else (query, key, value)
+        else:
+            if query_lengths is not None:
+                query_lengths = jnp.maximum(query_lengths - first, 0)
+            if key_lengths is not None:
+                key_lengths = jnp.minimum(key_lengths, keys)
+            part = dataclasses.replace(problem, T=problem.T - first, S=keys, band=Band.of(is_causal))
+            results = self.kernels.run(which, part, query, key, value, query_lengths, key_lengths, *residuals)
+        after = lambda array: _padded(array, 1, 0, problem.S - keys)
+        if which == "forward":
+            out, lse = results
+            return _padded(out, 1, first, 0), _padded(lse, 2, first, 0, -jnp.inf)
+        dq, dk, dv = results
+        return _padded(dq, 1, first, 0), after(dk), after(dv)
+
+
+def _padded(array, axis, before, after, filler=0):
+    if not before and not after:
+        return array
+    width = [(before, after) if i == axis else (0, 0) for i in range(array.ndim)]
+    return jnp.pad(array, width, constant_values=filler)
+
+
+def _merge(out, lse, out_of_part, lse_of_part):
+    """out (B, T, N, H) and lse (B, N, T), float32, of two disjoint sets of keys together."""
+    both = jnp.logaddexp(lse, lse_of_part)
+    reference = jnp.where(both == -jnp.inf, 0, both)  # a row may have seen no key yet
+    weight = lambda lse: jnp.swapaxes(jnp.exp(lse - reference), 1, 2)[..., None]
+    return weight(lse) * out.astype(jnp.float32) + weight(lse_of_part) * out_of_part.astype(jnp.float32), both
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring(ring, query, *key_side):
+    *shard, query_lengths, key_lengths = key_side
+    lengths = query_lengths, key_lengths
+    out = lse = None
+    for step in range(ring.devices):
+        coming = ring.shift(shard) if step + 1 < ring.devices else None
+        part = ring.step("forward", step, (query,), *shard, *lengths)
+        out, lse = _merge(out, lse, *part) if step else part
+        # The next shard but one may not come before this one is done with, or memory would grow with the devices.
+        shard, lse = lax.optimization_barrier((coming, lse))
+    return out.astype(query.dtype), lse
+
+
+def _ring_forward(ring, *arrays):
+    out, lse = _ring(ring, *arrays)
+    return (out, lse), (*arrays, out, lse)
+
+
+def _ring_backward(ring, residuals, gradients):
+    return *_gradients(ring, *residuals, *gradients), None, None  # lengths have no gradient
+
+
+_ring.defvjp(_ring_forward, _ring_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gradients(ring, query, key, value, query_lengths, key_lengths, *residuals):
+    own, lengths = [key, value], (query_lengths, key_lengths)
+    dq = jnp.zeros_like(query, jnp.float32)
+    coming = ring.shift(own)
+    travelling = None  # dk and dv of the shard that is here, as far as the devices before have added to them
+    for step in [*range(1, ring.devices), 0]:
+        shard, dq = lax.optimization_barrier((coming if step else own, dq))
+        if 0 < step < ring.devices - 1:
+            coming = ring.shift(shard)
+        dq_part, *part = ring.step("backward_of_part", step, (query, *residuals), *shard, *lengths)
+        dq += dq_part.astype(jnp.float32)
+        part = [array.astype(jnp.float32) for array in part]
+        travelling = part if travelling is None else [a + b for a, b in zip(travelling, part, strict=True)]
+        if step:
+            travelling = ring.shift(travelling)
+    return tuple(array.astype(query.dtype) for array in (dq, *travelling))
+
+
+def _no_second_derivative(*_):
+    raise NotImplementedError(
+        'ring_attention has a first derivative only; flash_attention with implementation="reference" has all'
+    )
+
+
+_gradients.defvjp(_no_second_derivative, _no_second_derivative)

@@ -1,0 +1,149 @@
+"""What the benchmark measures of decoding: one query a sequence against many keys, in one piece and in pages.
+
+Such a call is bound by bytes: keys and values have to be read once. So its figure is GB/s of keys and values,
+and its ceiling is a copy on the same card.
+"""
+
+import functools
+import importlib
+import itertools
+from dataclasses import asdict, dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from helpers import flash_attention, paged_attention
+from helpers.measure.timing import Program, rotation, time_together
+
+WIDEST_ERROR = 1.0  # in units of eps of the dtype
+
+
+@dataclass(frozen=True)
+class Decode:
+    """One call: B, T, S, N, K, H and dtype as in `problem.Problem`; page: keys of a page, 0 for none."""
+
+    B: int
+    S: int
+    page: int = 0
+    T: int = 1
+    N: int = 32
+    K: int = 8
+    H: int = 128
+    dtype: str = "bfloat16"
+
+    @property
+    def name(self):
+        return f"decode {self.dtype} B{self.B} T{self.T} S{self.S} N{self.N} K{self.K} H{self.H} page {self.page}"
+
+    @property
+    def bytes(self):
+        """Of keys and values, each read once."""
+        return 2 * self.B * self.S * self.K * self.H * jnp.dtype(self.dtype).itemsize
+
+
+SIZES = (1, 8192), (8, 8192), (32, 8192), (1, 131072), (8, 32768)
+GRID = [Decode(B, S, page) for page, (B, S) in itertools.product((0, 16, 64), SIZES)]
+
+
+def jax_nn(implementation):
+    return lambda case: functools.partial(jax.nn.dot_product_attention, implementation=implementation)
+
+
+def jax_gqa(splits):
+    """The decode kernel that JAX carries, for Triton, with so many parts of the keys."""
+
+    def make(case):
+        gqa = importlib.import_module("jax.experimental.pallas.ops.gpu.decode_attention").gqa
+        return lambda query, key, value: gqa(query[:, 0], key, value, k_splits=splits, block_k=128)[:, None]
+
+    return make
+
+
+def jax_paged(case):
+    """The paged kernel that JAX carries, for Triton; it wants heads before pages."""
+    paged = importlib.import_module("jax.experimental.pallas.ops.gpu.paged_attention").paged_attention
+
+    def attention(query, key_pages, value_pages, table, lengths):
+        return paged(query[:, 0] * case.H**-0.5, key_pages, value_pages, table, lengths)[:, None]
+
+    return attention
+
+
+CONTIGUOUS = {
+    "flash_attention": lambda case: flash_attention,
+    "cudnn": jax_nn("cudnn"),
+    "xla": jax_nn("xla"),
+    "jax_gqa_16": jax_gqa(16),
+    "jax_gqa_64": jax_gqa(64),
+}
+PAGED = {"paged_attention": lambda case: paged_attention, "jax_paged": jax_paged}
+
+
+def inputs_of(case, seed):
+    """(query, key, value), or (query, key_pages, value_pages, table, lengths) with all pages in any order."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    query = jax.random.normal(keys[0], (case.B, case.T, case.N, case.H), case.dtype)
+    pages = case.B * case.S // case.page if case.page else 0
+    shape = (pages, case.page, case.K, case.H) if case.page else (case.B, case.S, case.K, case.H)
+    key, value = (jax.random.normal(one, shape, case.dtype) for one in keys[1:])
+    if not case.page:
+        return query, key, value
+    table = np.random.default_rng(seed).permutation(pages).reshape(case.B, -1).astype(np.int32)
+    return query, key, value, jnp.asarray(table), jnp.full(case.B, case.S, jnp.int32)
+
+
+def heads_first(arrays):
+    """Inputs as `jax_paged` wants them."""
+    query, *pages, table, lengths = arrays
+    return query, *(jnp.asarray(array.transpose(2, 0, 1, 3)) for array in pages), table, lengths
+
+
+@jax.jit
+def _right(query, key, value):
+    """Naive attention in float32: query (T, group, H), key and value (S, H)."""
+    query, key, value = (jnp.float32(array) for array in (query, key, value))
+    with jax.default_matmul_precision("highest"):
+        p = jax.nn.softmax(jnp.einsum("tgh,sh->tgs", query, key) * query.shape[-1] ** -0.5)
+        return jnp.einsum("tgs,sh->tgh", p, value)
+
+
+def complaint(case, out, arrays):
+    """What is wrong with a result, by its last batch entry and first key head, or None."""
+    query, key, value, *rest = arrays
+    if case.page:
+        key, value = (pages[rest[0][-1]].reshape(1, case.S, case.K, case.H) for pages in (key, value))
+    group = case.N // case.K
+    right = _right(query[-1, :, :group], key[-1, :, 0], value[-1, :, 0])
+    error = float(jnp.linalg.norm(jnp.float32(out[-1, :, :group]) - right) / jnp.linalg.norm(right))
+    return None if error <= WIDEST_ERROR * float(jnp.finfo(case.dtype).eps) else f"wrong by {error:.1e}"
+
+
+def measure(case, note, compile_together, time_programs=time_together):
+    """Records of one case, without their fractions of the ceiling. note, compile_together: as in `benchmark`."""
+    sets = [inputs_of(case, seed) for seed in range(rotation(case.bytes))]
+    programs = {}
+    implementations = PAGED if case.page else CONTIGUOUS
+    inputs = {name: [heads_first(one) for one in sets] if name == "jax_paged" else sets for name in implementations}
+    parts = {
+        name: lambda make=make, first=inputs[name][0]: [jax.jit(make(case)).lower(*first)]
+        for name, make in implementations.items()
+    }
+    complain = lambda name, error: note(f"{case.name}: {name}: {type(error).__name__}: {str(error)[:160]}")
+    for name, (program,) in compile_together(parts, complain).items():
+        wrong = complaint(case, program(*inputs[name][0]), sets[0])
+        if wrong:
+            note(f"{case.name}: {name}: {wrong}")
+        else:
+            programs[name] = Program(program, inputs[name])
+    records = []
+    for name, timing in time_programs(programs).items():
+        ms = timing.wall_ms if timing.device_ms is None else timing.device_ms
+        times = {"device_ms": ms, "wall_ms": timing.wall_ms, "spread": timing.spread}
+        records.append({"implementation": name, **asdict(case), **times, "gbps": case.bytes / ms / 1e6})
+    return records
+
+
+def line(case, records):
+    """One line of the report."""
+    return f"{case.name:55} " + ", ".join(f"{r['implementation']} {r['gbps']:.0f}" for r in records)

@@ -1,0 +1,436 @@
+"""Ring attention on simulated devices against the oracle, its plan against the mask, and its costs by formula."""
+
+import functools
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import AttentionCase, check_forward, check_gradients, cotangents, gradients_of
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from helpers import flash_attention
+from helpers.attention import api, ring
+from helpers.attention.masking import Band
+from helpers.attention.problem import Problem
+from helpers.attention.ring import LAYOUTS, plan, positions, ring_attention, ring_attention_on_mesh
+from helpers.measure import ring as cost
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="this machine has fewer than eight devices")
+
+
+def mesh_of(devices):
+    return jax.make_mesh((devices,), ("sequence",), axis_types=(AxisType.Auto,))
+
+
+def attention_on(devices, **options):
+    return functools.partial(
+        ring_attention_on_mesh, mesh=mesh_of(devices), axis_name="sequence", return_residual=True, **options
+    )
+
+
+def check_both(case, devices, **options):
+    """Assert that out, lse and the gradients of one program are right."""
+    arrays, arguments = case.inputs()
+
+    @jax.jit
+    def everything(arrays, gradients):
+        results, pull_back = jax.vjp(functools.partial(attention_on(devices, **options), **arguments), *arrays)
+        return results, pull_back(gradients)
+
+    results, gradients = everything(arrays, cotangents(case))
+    check_forward(lambda *_, **__: results, case)
+    check_gradients(lambda _: gradients, case, mends_delta=False)
+
+
+# Who has what, and who does what
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_gives_every_position_to_one_device_in_rising_order(layout):
+    for devices in range(1, 9):
+        owned = [positions(layout, devices, 2 * devices, device) for device in range(devices)]
+        assert sorted(np.concatenate(owned)) == list(range(2 * devices * devices))
+        assert all((np.diff(own) > 0).all() for own in owned)
+
+
+def times_seen(steps, layout, devices, share):
+    """(T, T): how often the pieces of a plan bring each query and each key together."""
+    seen = np.zeros((devices * share, devices * share), int)
+    for step, pieces in enumerate(steps):
+        for me, piece in enumerate(pieces):
+            if piece is not None:
+                rows = positions(layout, devices, share, me)[piece.first_query :]
+                cols = positions(layout, devices, share, (me - step) % devices)[: piece.keys]
+                block = np.ones((len(rows), len(cols)), int)
+                seen[np.ix_(rows, cols)] += np.tril(block) if piece.is_causal else block
+    return seen
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_plan_brings_each_visible_pair_together_once(layout, is_causal):
+    for devices in range(1, 9):
+        for share in (2, 6):
+            T = devices * share
+            for key_length in {None, T, T - 1, T // 2 + 1, 1}:
+                steps = plan(layout, devices, share, share, is_causal=is_causal, key_length=key_length)
+                wanted = np.tril(np.ones((T, T), int)) if is_causal else np.ones((T, T), int)
+                wanted[:, T if key_length is None else key_length :] = 0
+                assert np.array_equal(times_seen(steps, layout, devices, share), wanted)
+
+
+def test_zigzag_gives_all_devices_the_same_work_in_every_step():
+    for devices in range(1, 9):
+        of_zigzag = cost.pairs("zigzag", devices, 48 * devices, is_causal=True)
+        assert (of_zigzag == of_zigzag[:, :1]).all()
+        of_contiguous = cost.pairs("contiguous", devices, 48 * devices, is_causal=True)
+        assert (np.count_nonzero(of_contiguous, axis=0) == np.arange(1, devices + 1)).all()
+        assert of_zigzag.sum() == of_contiguous.sum() == 24 * devices * (48 * devices + 1)
+
+
+@pytest.mark.parametrize("layout", ["striped", pytest.param("zigzag", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "devices", [3, pytest.param(4, marks=pytest.mark.full), pytest.param(8, marks=pytest.mark.full)]
+)
+def test_shares_go_into_a_layout_and_back(layout, devices):
+    whole, share = np.arange(2 * devices**2)[None], 2 * devices
+
+    def there_and_back(array):
+        own = ring.to_layout(array, layout, "sequence")
+        return own, ring.from_layout(own, layout, "sequence")
+
+    split = P(None, "sequence")
+    run = jax.shard_map(there_and_back, mesh=mesh_of(devices), in_specs=split, out_specs=split)
+    own, back = jax.jit(run)(whole)
+    assert np.array_equal(back, whole)
+    assert np.array_equal(own[0], np.concatenate([positions(layout, devices, share, i) for i in range(devices)]))
+
+
+# Against the oracle
+
+CAUSAL = {"is_causal": True}
+
+
+def test_causal_zigzag_where_lengths_do_not_divide():
+    check_both(AttentionCase(T=21, S=21, H=8, N=4, K=2, arguments=CAUSAL), devices=3)
+
+
+def test_full_mask_with_lengths_and_rows_that_see_nothing():
+    check_both(AttentionCase(T=10, S=7, H=8, B=2, query_lengths=(10, 4), key_lengths=(0, 5)), devices=2)
+
+
+CASES = {
+    "square": AttentionCase(T=64, S=64, H=8, N=4, K=2, arguments=CAUSAL),
+    "odd": AttentionCase(T=37, S=37, H=24, N=6, K=2, B=2, arguments=CAUSAL),
+    "more queries": AttentionCase(T=41, S=13, H=8, arguments=CAUSAL),
+    "more keys": AttentionCase(T=13, S=41, H=8, arguments=CAUSAL),
+    "one query": AttentionCase(T=1, S=1, H=8, arguments=CAUSAL),
+    "large logits": AttentionCase(T=40, S=40, H=8, logits="large", arguments=CAUSAL),
+    "rising logits": AttentionCase(T=40, S=40, H=8, logits="rising", arguments=CAUSAL),
+    "lengths": AttentionCase(T=33, S=33, H=8, B=3, query_lengths=(33, 0, 9), key_lengths=(1, 20, 0), arguments=CAUSAL),
+    "no batch axis": AttentionCase(T=20, S=20, H=8, batched=False, arguments=CAUSAL),
+    "full": AttentionCase(T=37, S=50, H=8, N=4, K=1),
+    "full, few keys": AttentionCase(T=30, S=3, H=8),
+    "full, lengths": AttentionCase(T=33, S=19, H=8, B=2, query_lengths=(5, 33), key_lengths=(0, 17)),
+    "bfloat16": AttentionCase(T=50, S=50, H=16, N=4, K=2, dtype="bfloat16", arguments=CAUSAL),
+    "float16": AttentionCase(T=50, S=41, H=16, dtype="float16"),
+    "scale": AttentionCase(T=20, S=20, H=8, arguments={"is_causal": True, "scale": 0.1}),
+}
+
+
+FEW = ("odd", "lengths", "full")  # on any number of devices
+MORE = (*FEW, "square", "more queries", "bfloat16")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("devices", "name"),
+    [(n, name) for n, names in {1: FEW, 2: FEW, 3: FEW, 4: CASES, 8: MORE}.items() for name in names],
+)
+def test_zigzag(devices, name):
+    check_both(CASES[name], devices)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["contiguous", "striped"])
+@pytest.mark.parametrize("devices", [2, 3, 8])
+@pytest.mark.parametrize("name", ["odd", "lengths"])
+def test_other_layouts(name, devices, layout):
+    check_both(CASES[name], devices, layout=layout)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_portable_kernels(dtype, is_causal):
+    case = AttentionCase(T=70, S=70, H=16, N=2, K=1, dtype=dtype, arguments={"is_causal": is_causal})
+    check_both(case, devices=2, implementation="portable")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_in_a_shard_map_with_the_batch_on_another_axis(check_vma):
+    """Keys without the batch's axis in their types, too: their gradient is the sum over it."""
+    mesh = jax.make_mesh((2, 4), ("batch", "sequence"), axis_types=(AxisType.Auto,) * 2)
+    case = AttentionCase(T=32, S=32, H=8, B=2, arguments=CAUSAL)
+    (query, key, value), _ = case.inputs()
+    specs = (P("batch", "sequence"), P("batch", "sequence"), P("batch", "sequence"))
+
+    def loss(attend, *arrays):
+        return jnp.sin(attend(*arrays)).sum()
+
+    share = functools.partial(ring_attention, axis_name="sequence", layout="contiguous", is_causal=True)
+    attend = jax.shard_map(share, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=check_vma)
+    mine = jax.jit(jax.value_and_grad(functools.partial(loss, jax.checkpoint(attend)), (0, 1, 2)))(query, key, value)
+    right = jax.value_and_grad(functools.partial(loss, functools.partial(flash_attention, is_causal=True)), (0, 1, 2))(
+        query, key, value
+    )
+    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(right), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("T", [4096, 4100])
+def test_on_a_hopper_card_every_piece_goes_to_its_kernels(monkeypatch, T):
+    """As far as a CPU can tell: they are lowered for a card, padding or not, and nothing is gathered."""
+    monkeypatch.setattr(api, "compute_capability", lambda *_: (9, 0))
+    arrays = [jax.ShapeDtypeStruct((1, T, 2, 128), jnp.bfloat16)] * 3
+    loss = lambda *arrays: attention_on(2, is_causal=True)(*arrays)[0].astype(jnp.float32).sum()
+    text = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text and "gpu.triton" not in text
+    assert "collective_permute" in text and "all_gather" not in text
+
+
+# A ring that turns wrongly
+
+SMALL = AttentionCase(T=12, S=12, H=8)
+SHIFT, STEP, MERGE = ring.Ring.shift, ring.Ring.step, ring._merge
+
+
+def rotated(self, arrays):
+    """Every shard goes two devices on, so one never comes and one comes twice."""
+    return SHIFT(self, SHIFT(self, arrays))
+
+
+def dropped(self, which, step, query_side, key, value, *lengths):
+    """The last step works on nothing."""
+    results = STEP(self, which, step, query_side, key, value, *lengths)
+    if step != self.devices - 1:
+        return results
+    filler = (0, -jnp.inf) if which == "forward" else (0, 0, 0)
+    return tuple(array * 0 + nothing for array, nothing in zip(results, filler, strict=True))
+
+
+def doubled(out, lse, *part):
+    """Each part but the first is added twice."""
+    return MERGE(*MERGE(out, lse, *part), *part)
+
+
+BROKEN = {
+    "rotated": (ring.Ring, "shift", rotated),
+    "dropped": (ring.Ring, "step", dropped),
+    "doubled": (ring, "_merge", doubled),
+}
+
+
+@pytest.mark.parametrize(
+    "fault", ["rotated", *(pytest.param(name, marks=pytest.mark.full) for name in ("dropped", "doubled"))]
+)
+def test_a_broken_ring_is_found_in_out(fault, monkeypatch):
+    monkeypatch.setattr(*BROKEN[fault])
+    ring._on_mesh.clear_cache()
+    try:
+        with pytest.raises(AssertionError, match="relative error"):
+            check_forward(attention_on(4), SMALL)
+    finally:
+        ring._on_mesh.clear_cache()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", ["rotated", "dropped"])
+def test_a_broken_ring_is_found_in_gradients(fault, monkeypatch):
+    monkeypatch.setattr(*BROKEN[fault])
+    ring._on_mesh.clear_cache()
+    try:
+        with pytest.raises(AssertionError, match=r"d[qkv]: relative error"):
+            check_gradients(functools.partial(gradients_of, attention_on(4)), SMALL)
+    finally:
+        ring._on_mesh.clear_cache()
+
+
+# Complaints
+
+
+def shares(share=4, **options):
+    """Trace ring_attention on two devices that have `share` queries and keys each."""
+    array = jax.ShapeDtypeStruct((1, 2 * share, 2, 8), jnp.float32)
+    keys = jax.ShapeDtypeStruct((1, 2 * options.pop("keys", share), 2, 8), jnp.float32)
+    run = functools.partial(ring_attention, **{"axis_name": "sequence", **options})
+    split = P(None, "sequence")
+    return jax.eval_shape(jax.shard_map(run, mesh=mesh_of(2), in_specs=split, out_specs=split), array, keys, keys)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layout": "spiral"}, "layout must be one of contiguous, striped, zigzag, got 'spiral'"),
+        ({"axis_name": "batch"}, "axis_name must be an axis of the jax.shard_map around the call, got 'batch'"),
+        ({"is_causal": True, "keys": 6}, "as many keys as queries, got 6 and 4"),
+        ({"is_causal": True, "share": 3}, "query must have an even length on each device for layout zigzag, got 3"),
+        ({"key_length": 9}, "key_length must be an integer from 1 to 8, got 9"),
+        ({"key_length": 0}, "key_length must be an integer from 1 to 8, got 0"),
+        ({"query_seq_lengths": np.array([9], np.int32)}, "query_seq_lengths must lie between 0 and 8"),
+        ({"implementation": "fastest"}, "implementation must be None or one of"),
+    ],
+)
+def test_bad_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        shares(**options)
+
+
+def test_arguments_of_a_wrong_kind():
+    with pytest.raises(TypeError, match="return_residual must be True or False, got 1"):
+        shares(return_residual=1)
+    with pytest.raises(
+        NotImplementedError, match=r'the hopper kernel cannot serve this call.*use implementation="portable"'
+    ):
+        shares(implementation="hopper")
+
+
+def test_bad_meshes():
+    query = np.zeros((1, 8, 2, 8), np.float32)
+    with pytest.raises(TypeError, match=r"mesh must be a jax.sharding.Mesh, got list"):
+        ring_attention_on_mesh(query, query, query, mesh=jax.devices(), axis_name="sequence")
+    with pytest.raises(ValueError, match="axis_name must be an axis of the mesh, sequence, got 'batch'"):
+        ring_attention_on_mesh(query, query, query, mesh=mesh_of(2), axis_name="batch")
+    with pytest.raises(ValueError, match="layout must be one of"):
+        attention_on(2, layout=None)(query, query, query)
+    with pytest.raises(ValueError, match="head_dim of query"):
+        attention_on(2)(query, query[..., :4], query[..., :4])
+
+
+@pytest.mark.full
+def test_derivatives_that_there_are_not():
+    query = jnp.ones((1, 4, 1, 8))
+    attend = lambda query: attention_on(2)(query, query, query)[0].sum()
+    with pytest.raises(NotImplementedError, match="reverse mode only"):
+        jax.jvp(attend, (query,), (query,))
+    with pytest.raises(NotImplementedError, match="first derivative only"):
+        jax.grad(lambda query: jax.grad(attend)(query).sum())(query)
+
+
+# What it costs
+
+
+def problem_of(T, N=2, K=2, H=16, is_causal=True):
+    return Problem(1, T, T, N, K, H, jnp.dtype("bfloat16"), 1.0, Band.of(is_causal))
+
+
+def test_bytes_that_travel():
+    problem = problem_of(64, N=4, K=2)
+    of_all_keys = 2 * 2 * 64 * 2 * 16  # key and value, 2 bytes
+    assert cost.sent_bytes(problem, 4) == cost.gathered_bytes(problem, 4) == of_all_keys * 3 // 4
+    assert cost.sent_bytes(problem, 4, "backward") == 3 * cost.sent_bytes(problem, 4)  # and both sums in float32
+    assert cost.sent_bytes(problem, 1) == 0
+
+
+def test_flops_of_all_devices_are_those_of_one():
+    problem = problem_of(64)
+    alone = cost.flops(cost.pairs("zigzag", 1, 64, is_causal=True), problem).sum()
+    assert alone == 4 * 16 * 2 * 64 * 65 // 2
+    for layout in LAYOUTS:
+        assert cost.flops(cost.pairs(layout, 4, 64, is_causal=True), problem).sum() == alone
+
+
+def test_who_waits():
+    """Two devices, one unit of work a step: a transfer that takes longer than a step is waited for."""
+    even = np.ones((2, 2))
+    assert cost.predicted_efficiency(even, hop=0.5) == cost.predicted_efficiency(even, hop=1) == 1
+    assert cost.predicted_efficiency(even, hop=2) == pytest.approx(2 / 3)
+    causal = cost.pairs("contiguous", 4, 4096, is_causal=True) / 1024**2
+    assert cost.predicted_efficiency(causal, hop=0) == pytest.approx(8 / 14, rel=1e-3)  # 16/2 quarters; 3 1/2 in turn
+    assert cost.predicted_efficiency(cost.pairs("zigzag", 4, 4096, is_causal=True) / 1024**2, hop=0) == 1
+
+
+def counted_footprint(devices, share, monkeypatch, which):
+    """Bytes that XLA plans for one device, with kernels that need nothing but their results."""
+
+    def results(which, problem, query, key, value, *_):
+        if which == "forward":
+            return 2 * query, jnp.swapaxes(query[..., 0], 1, 2).astype(jnp.float32)
+        return 2 * query, 2 * key, 2 * value
+
+    monkeypatch.setattr(api.KernelsOf, "run", lambda self, *arguments: results(*arguments))
+    split = P(None, "sequence")
+    attend = jax.shard_map(
+        functools.partial(ring_attention, axis_name="sequence"), mesh=mesh_of(devices), in_specs=split, out_specs=split
+    )
+
+    def both(*arrays):
+        *arrays, dout = arrays
+        out, pull_back = jax.vjp(attend, *arrays)
+        return out, *pull_back(dout)
+
+    place = jax.sharding.NamedSharding(mesh_of(devices), split)
+    arrays = [jax.ShapeDtypeStruct((1, devices * share, 2, 16), jnp.bfloat16, sharding=place)] * (3 + (which == "both"))
+    memory = jax.jit(both if which == "both" else attend).lower(*arrays).compile().memory_analysis()
+    return memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("which", ["forward", "both"])
+def test_footprint_does_not_grow_with_the_devices(which, monkeypatch):
+    monkeypatch.setattr(jax.config, "jax_disable_most_optimizations", False, raising=False)
+    share = 4096
+    counted = [counted_footprint(devices, share, monkeypatch, which) for devices in (2, 4, 8)]
+    stated = [sum(cost.footprint(problem_of(devices * share), devices, which).values()) for devices in (2, 4, 8)]
+    assert len(set(stated)) == 1
+    assert max(counted) <= 1.02 * counted[0]
+    assert max(counted) <= 1.1 * stated[0]
+
+
+# Several hosts
+
+
+def two_hosts(*arguments):
+    """Exit codes and output of two processes that share a ring, within two minutes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = Path(__file__).with_name("one_of_two_hosts.py")
+    hosts = [
+        subprocess.Popen(
+            [sys.executable, script, str(port), str(number), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    try:
+        texts = [host.communicate(timeout=120)[0] for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
+    return [host.returncode for host in hosts], texts
+
+
+@pytest.mark.full
+def test_two_hosts():
+    codes, texts = two_hosts()
+    assert codes == [0, 0], texts
+    assert all("right" in text for text in texts)
+
+
+@pytest.mark.full
+def test_a_host_that_stops_ends_the_other_with_an_error():
+    codes, texts = two_hosts("dies")
+    assert codes[1] == -signal.SIGKILL and all("right" in text for text in texts)
+    assert codes[0] != 0 and "not noticed" not in texts[0]
