@@ -146,6 +146,7 @@ def bandwidth(rows, copy):
             markerfacecolor=colour if place < len(OWNERS) else style.PAPER,
             label=name,
         )
+    axes.set_title("One query for each sequence, bfloat16, N = 32, K = 8, H = 128", loc="left")
     axes.axhline(copy, color=style.INK, linewidth=1.2, linestyle="--")
     axes.text(-0.48, copy * 1.02, "copy", size=9)
     axes.set_xticks(range(len(shapes)), [f"B = {B}\nS = {S:,}" for B, S in shapes])
