@@ -84,6 +84,21 @@ _AGAIN = Exercise(
             "The text grows by a token from run to run: see the case worked by hand.",
         ),
         Mistake(
+            "one run too few is counted without a cache",
+            _keys(without=lambda p, n: sum(p + i for i in range(n - 1))),
+            "There is one run for each new token, and the first is over the prompt: see section 1.",
+        ),
+        Mistake(
+            "the finished text is run token by token without a cache",
+            _keys(without=lambda p, n: (p + n) * (p + n + 1) // 2),
+            "The first run goes over the whole prompt at once, the last lacks the last new token: see section 1.",
+        ),
+        Mistake(
+            "one turn of the cache is counted instead of all",
+            _keys(cached=lambda p, n: 1),
+            "The first turn computes the keys of the prompt, and each later turn one more: see section 1.",
+        ),
+        Mistake(
             "only the last run is counted",
             _keys(without=lambda p, n: p + n - 1),
             "Without a cache every run computes all keys again, so add up the runs: see section 1.",
@@ -154,6 +169,13 @@ def _softmax(s, axis=-1):
 
 def _not_normalised(s):
     return np.exp(s - s.max(axis=-1, keepdims=True))
+
+
+def _left_over_at_zero(query, key, value, key_cache, value_cache, length):
+    _, keys, values = _step()(query, key, value, key_cache, value_cache, length)
+    s = np.einsum("nh,snh->ns", query, keys) * query.shape[1] ** -0.5
+    s[:, length + 1 :] = 0
+    return np.einsum("ns,snh->nh", _softmax(s), values), keys, values
 
 
 def _appended(query, key, value, key_cache, value_cache, length):
@@ -248,6 +270,21 @@ _STEP = Exercise(
             "large logits overflow",
             _step(attend=lambda s: np.exp(s) / np.exp(s).sum(axis=-1, keepdims=True)),
             "Take the largest logit of each head off before the exponential, as in notebook 02.",
+        ),
+        Mistake(
+            "the logits themselves are the weights",
+            _step(attend=lambda s: s),
+            "Attention needs the softmax of the logits, head by head.",
+        ),
+        Mistake(
+            "the logits of what is left over are set to 0 instead of being left out",
+            _left_over_at_zero,
+            "exp(0) is 1: cut the rest off, or mask it with -inf, see section 2.",
+        ),
+        Mistake(
+            "query and key are exchanged",
+            lambda query, key, value, *rest: _step()(key, query, value, *rest),
+            "The key is stored, and the query multiplies all keys: see section 2.",
         ),
         Mistake(
             "the query is stored in place of the key",
@@ -363,6 +400,7 @@ _MERGE = Exercise(
     outputs=("out", "lse"),
     cases=_merge_cases,
     expected=_merge(),
+    tolerance=2e-4,  # in float32 a lse of 1000 is known to four digits behind the point
     tried="1 to 5 parts, lse from -1000 to 1000, parts without keys, and a row without any",
     mistakes=(
         Mistake(
@@ -479,6 +517,36 @@ _MERGE = Exercise(
             "The parts of one row compete: the sum runs along the first axis, see hint 1.",
         ),
         Mistake(
+            "the weights are normalised over all rows and parts together",
+            _with_lse(lambda outs, lses: (_softmax(lses.reshape(1, -1)).reshape(*lses.shape, 1) * outs).sum(axis=0)),
+            "Each row has weights of its own, over its parts: see hint 1.",
+        ),
+        Mistake(
+            "out and lse are both averaged over the parts",
+            lambda outs, lses: (outs.mean(axis=0), lses.mean(axis=0)),
+            "A part counts by the sum of its exponentials, which is exp(lse): see section 6.",
+        ),
+        Mistake(
+            "out and lse are both added up over the parts",
+            lambda outs, lses: (outs.sum(axis=0), lses.sum(axis=0)),
+            "Add the exponentials, not their logarithms, and weight each out: see section 6.",
+        ),
+        Mistake(
+            "out and lse are the largest of the parts",
+            lambda outs, lses: (outs.max(axis=0), lses.max(axis=0)),
+            "All parts count, each by exp(lse): see section 6.",
+        ),
+        Mistake(
+            "out is divided by the number of parts as well",
+            _with_lse(lambda outs, lses: _merge()(outs, lses)[0] / len(outs)),
+            "The weights sum to one already: see section 6.",
+        ),
+        Mistake(
+            "the sum of exponentials is returned instead of its logarithm",
+            _with_out(lambda outs, lses: np.exp(_merge()(outs, lses)[1])),
+            "lse is a logarithm, which also keeps it in range: see section 6.",
+        ),
+        Mistake(
             "only the part with the largest lse is taken",
             _with_lse(lambda outs, lses: np.take_along_axis(outs, lses.argmax(axis=0)[None, :, None], axis=0)[0]),
             "All parts count, each by exp(lse): see section 6.",
@@ -555,10 +623,7 @@ _PLACES = Exercise(
         ),
         Mistake(
             "every sequence is looked up in every row of the table",
-            _places(
-                number=lambda table, b, j: table[:, j],
-                join=lambda number, slot, page, table: number * page + slot,
-            ),
+            _places(number=lambda table, b, j: table[:, j]),
             "table[:, j] is a whole table: with table[np.arange(B), j] each sequence has its own row, see hint 1.",
         ),
         Mistake(
@@ -600,6 +665,33 @@ _PLACES = Exercise(
             "positions are counted from 1",
             lambda table, positions, page: _places()(table, np.maximum(positions - 1, 0), page),
             "The first token has position 0: see the case worked by hand.",
+        ),
+        Mistake(
+            "the table is looked up by row, as if its rows were the pages of a sequence",
+            lambda table, positions, page: (
+                table[np.minimum(positions // page, len(table) - 1)] * page + (positions % page)[:, None]
+            ),
+            "Row b belongs to sequence b, and j counts along it: table[np.arange(B), j], see hint 1.",
+        ),
+        Mistake(
+            "the entry of the table is added instead of the slot",
+            _places(slot=lambda t, page: t // page),
+            "Within its page the token is in slot t % page: see section 7.",
+        ),
+        Mistake(
+            "the remainder is taken of the product",
+            lambda table, positions, page: table[np.arange(len(table)), positions // page] * positions % page,
+            "number * page + t % page: see section 7.",
+        ),
+        Mistake(
+            "sequence b is taken to begin at place b * page",
+            lambda table, positions, page: np.arange(len(table)) * page + positions,
+            "Pages lie anywhere: table[b, j] says where page j of sequence b is, see section 7.",
+        ),
+        Mistake(
+            "the places are sorted",
+            lambda table, positions, page: np.sort(_places()(table, positions, page)),
+            "Place b belongs to sequence b: see the text of the exercise.",
         ),
         Mistake(
             "the slot is counted from 1",
@@ -700,6 +792,11 @@ _FIT = Exercise(
             "reserved room is as long as the sequence, not as the longest there may be",
             _fit(reserved=lambda memory, token, tokens, longest: memory // (token * tokens)),
             "How long a sequence will get is not known beforehand: reserve `longest`, see section 7.",
+        ),
+        Mistake(
+            "tokens are counted instead of sequences with reserved room",
+            _fit(reserved=lambda memory, token, tokens, longest: memory // token),
+            "A sequence has room for `longest` tokens: divide by them too, see section 7.",
         ),
         Mistake(
             "the number of sequences with reserved room is rounded up",
@@ -912,6 +1009,21 @@ _ROOM = Exercise(
             "the copy is not reported",
             _room(copied=lambda source, new: -1),
             'The caller does the copying and must be told: "copied" is the source, see the text of the exercise.',
+        ),
+        Mistake(
+            "the counts are returned as they came",
+            lambda table, length, counts, free, page: _room()(table, length, counts, free, page) | {"counts": counts},
+            "A page that is taken counts 1, one that is left counts one less: see section 8.",
+        ),
+        Mistake(
+            "the table is returned as it came",
+            lambda table, length, counts, free, page: _room()(table, length, counts, free, page) | {"table": table},
+            "Put the number of the new page into the table: see section 8.",
+        ),
+        Mistake(
+            "0 says that nothing is copied, which is the number of a page",
+            lambda *arguments: (lambda r: r | {"copied": max(0, r["copied"])})(_room()(*arguments)),
+            'Where nothing is copied "copied" is -1: see the text of the exercise.',
         ),
         Mistake(
             "a new page is reported as if something were to be copied",
