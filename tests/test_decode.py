@@ -29,11 +29,14 @@ from helpers.attention.reference import oracle
 from helpers.measure import benchmark, decoding, results, tune
 from helpers.measure.timing import Timing
 
+INTERPRET = jax.default_backend() == "cpu"
+UNTUNED = Card(None, (9, 0), 227 * 1024)
+
 
 def decoded(*arrays, block_r=16, block_k=16, parts=3, **arguments):
-    """(out, lse) by the interpreted kernels, with small tiles and several parts."""
+    """(out, lse) by the kernels, with small tiles and several parts."""
     sizes = {"block_r": block_r, "block_k": block_k, "parts": parts}
-    out, lse = decode(check_call(*arrays, **arguments), interpret=True, **sizes)
+    out, lse = decode(check_call(*arrays, **arguments), interpret=INTERPRET, **sizes)
     return out, lse.swapaxes(1, 2)
 
 
@@ -64,7 +67,7 @@ def test_a_part_without_visible_keys_has_no_weight():
     out, lse = np.full((1, 2, parts, 1, 2), np.pi, np.float32), np.full((1, 2, parts, 1), -np.inf, np.float32)
     out[0, 0, [0, 1, -1], 0] = [[1, 2], [3, 4], [5, 6]]
     lse[0, 0, [0, 1, -1], 0] = np.log([1, 3, 4])
-    merged, total = merge(problem, jnp.array(out), jnp.array(lse), interpret=True)
+    merged, total = merge(problem, jnp.array(out), jnp.array(lse), interpret=INTERPRET)
     np.testing.assert_allclose(merged[0, 0, 0], [30 / 8, 38 / 8], rtol=1e-6)
     np.testing.assert_allclose(total[0, :, 0], [np.log(8), -np.inf], rtol=1e-6)
     assert not merged[0, 0, 1].any()
@@ -75,12 +78,12 @@ def test_a_part_without_visible_keys_has_no_weight():
 )
 def test_parts_fill_the_processors_and_are_not_tiny(B, S, parts):
     problem = Problem(B, 1, S, 32, 8, 128, jnp.dtype("bfloat16"), 1.0, NO_BAND)
-    assert select_splits(problem).parts == parts  # 2 x 132 programs at most, of 256 keys at least
+    assert select_splits(problem, card=UNTUNED).parts == parts  # 2 x 132 programs at most, of 256 keys at least
 
 
 def test_keys_that_no_query_sees_make_no_parts():
     causal = Problem(1, 16, 8192, 8, 8, 64, jnp.dtype("bfloat16"), 1.0, Band.of(is_causal=True))
-    assert select_splits(causal).parts == 1
+    assert select_splits(causal, card=UNTUNED).parts == 1
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (12, 0)])
@@ -89,7 +92,7 @@ def test_tiles_fit_every_card(capability, dtype):
     card = Card(None, capability, {(8, 0): 163, (9, 0): 227}.get(capability, 99) * 1024)
     for H, rows in itertools.product((64, 128, 256), (1, 16, 64, 1000)):
         problem = Problem(1, 16, 4096, rows, 1, H, jnp.dtype(dtype), 1.0, NO_BAND)
-        splits = select_splits(problem, card)
+        splits = select_splits(problem, card=card)
         tiles = Tiles(splits.block_r, splits.block_k, splits.num_warps, splits.num_stages)
         assert shared_bytes("decode", tiles, problem, capability) <= card.shared_memory
 
@@ -99,7 +102,9 @@ def test_the_memory_of_the_parts_is_the_formula(parts):
     case = AttentionCase(2, 100, 32, N=4, K=2, B=3)
     call = check_call(*case.inputs()[0])
     options = {"block_k": 16, "parts": parts}
-    jaxpr = jax.make_jaxpr(lambda *arrays: decode(Call(call.problem, *arrays), interpret=True, **options))(*call.arrays)
+    jaxpr = jax.make_jaxpr(lambda *arrays: decode(Call(call.problem, *arrays), interpret=INTERPRET, **options))(
+        *call.arrays
+    )
     kernels = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "pallas_call"]
     allocated = [sum(v.aval.size * v.aval.dtype.itemsize for v in kernel.outvars) for kernel in kernels]
     assert sum(allocated[:-1]) == partial_bytes(call.problem, select_splits(call.problem, **options))
@@ -215,29 +220,31 @@ def test_rows_of_the_tuner_keep_to_the_schema_and_are_the_fastest(monkeypatch):
 
     def compile_all(function, choices, arrays):
         jax.eval_shape(functools.partial(function, choices[0]), *arrays)
-        return {choice: lambda query, key, value: query for choice in choices}
+        return {choice: lambda query, *_: query for choice in choices}
 
     times = lambda programs: {launch: 1.0 + (launch != best) for launch in programs}
     arrays = lambda shapes, dtype, seed=0: [np.ones(shape, jnp.dtype(dtype)) for shape in shapes]
+    monkeypatch.setattr(tune, "rotation", lambda _: 1)
     for name, value in {"compile_all": compile_all, "device_times": times, "random_arrays": arrays}.items():
         monkeypatch.setattr(tune, name, value)
-    monkeypatch.setattr(tune, "DECODED", ((1, 40), (2, 40)))
+    monkeypatch.setattr(tune, "DECODED", ((1, 48), (2, 48)))
     table, sweep = tune.tune_decode((64,), (jnp.bfloat16,), progress=None)
     header = {"card": "NVIDIA Test", "versions": {}, "commit": "abc", "date": "2026-01-01", "tiles": [], "sweep": []}
     results.check(header | {"decode": table, "decode_sweep": sweep}, results.TILES_FILE)
-    assert [row["block_r"] for row in table] == [16, 32, 64]
-    assert table[0] == {"itemsize": 2, "head_padded": 64, "block_r": 16} | best._asdict()
-    assert table[1]["per_processor"] == DEFAULTS[2].per_processor
+    assert [(row["block_r"], row["in_pages"]) for row in table] == [(16, False), (32, False), (64, False), (16, True)]
+    assert table[0] == {"in_pages": False, "itemsize": 2, "head_padded": 64, "block_r": 16} | best._asdict()
+    assert table[1]["per_processor"] == 2 and table[3]["per_processor"] == 3
 
 
 def test_a_card_with_a_table_uses_it(monkeypatch):
-    row = {"itemsize": 2, "head_padded": 128, "block_r": 16} | Launch(32, 1, 4, 3)._asdict()
+    row = {"in_pages": False, "itemsize": 2, "head_padded": 128, "block_r": 16} | Launch(32, 1, 4, 3)._asdict()
     monkeypatch.setattr(results, "read_tiles", lambda card: {"decode": [row]})
     card = Card("NVIDIA Unheard-of", (9, 0), 227 * 1024)
     problem = Problem(1, 1, 10**6, 32, 8, 128, jnp.dtype("bfloat16"), 1.0, NO_BAND)
-    assert select_splits(problem, card) == Splits(16, 32, 1, 4, 3 * 132 // 8)
+    assert select_splits(problem, card=card) == Splits(16, 32, 1, 4, 3 * 132 // 8)
+    assert select_splits(problem, True, card)[1:4] == DEFAULTS[2, True][:3]
     other = Problem(1, 1, 10**6, 32, 8, 64, jnp.dtype("bfloat16"), 1.0, NO_BAND)
-    assert select_splits(other, card)[1:4] == DEFAULTS[2][:3]
+    assert select_splits(other, card=card)[1:4] == DEFAULTS[2, False][:3]
 
 
 def test_the_benchmark_measures_what_is_right_and_notes_the_rest(monkeypatch):

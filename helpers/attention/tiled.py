@@ -84,10 +84,10 @@ def query_outer(memory, *, scale, block_q, block_k, band=NO_BAND):
 def key_outer(memory, *, scale, block_q, block_k, band=NO_BAND):
     """Attention of one head with the loop over key tiles outside.
 
-    memory is as in `query_outer`, and receives m and l, (T,) float32, as well. A key tile
-    is loaded once and meets every query tile; so out, m and l travel back and forth. What
-    is stored as out is normalised by the sum so far: each visit multiplies it by the old
-    sum, adds, and divides by the new one.
+    memory holds q, k and v as in `query_outer`, and receives out and, in float32, m and l
+    (T,); lse is returned only. A key tile is loaded once and meets every query tile that
+    sees it; so out, m and l travel back and forth. What is stored as out is normalised by
+    the sum so far: each visit multiplies it by the old sum, adds, and divides by the new one.
     """
     T, H = memory.arrays["q"].shape
     S = len(memory.arrays["k"])

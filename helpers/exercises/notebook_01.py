@@ -21,7 +21,7 @@ def _attention_cases():
         q, k, v = (random.standard_normal(shape) for shape in ((T, H), (S, H), (S, H)))
         cases.append(Case(f"T={T}, S={S}, H={H}, {'causal' if is_causal else 'no mask'}", (q, k, v, is_causal)))
 
-    # Whole numbers, so that these logits are exact in float32 too.
+    # Multiples of 1/4, so that these logits are exact in float32 too.
     q, v = np.zeros((5, 64)), random.standard_normal((5, 64))
     q[:, 0] = -400
     down, rising = np.zeros((5, 64)), np.zeros((5, 64))
@@ -108,7 +108,7 @@ ATTENTION = Exercise(
     outputs=("out",),
     cases=_attention_cases,
     expected=_attention_expected,
-    tried="T below, equal to and above S, with and without the mask, logits from -2000 to 3000",
+    tried="T below, equal to and above S, with and without the mask, logits from about -2000 to 3000",
     mistakes=(
         Mistake(
             "the logits are not scaled",
@@ -325,7 +325,7 @@ BILL = Exercise(
         Mistake(
             "k and v are given T rows instead of S",
             _bill(moved=lambda T, S, H, e: e * (4 * T * S + 4 * T * H)),
-            "q and out have T rows, k and v have S: see the table of section 5.",
+            "q and out have T rows, k and v have S: reread section 1.",
         ),
         Mistake(
             "elements are counted instead of bytes",
@@ -558,7 +558,7 @@ TIME = Exercise(
     outputs=("seconds", "limit"),
     cases=_time_cases,
     expected=_time(),
-    tried="both limits, five cards, real and toy, T and S equal and different",
+    tried="both limits, six cards, real and toy, T and S equal and different",
     mistakes=(
         Mistake(
             "the two times are added",

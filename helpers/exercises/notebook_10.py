@@ -532,7 +532,7 @@ SMEM = Exercise(
         Mistake(
             "elements are counted as float32",
             functools.partial(_smem, itemsize=4),
-            "Tiles in SMEM have the dtype of the inputs, two bytes; float32 lives in registers: see section 7.",
+            "Tiles in SMEM have the dtype of the inputs, two bytes an element: see section 7.",
         ),
         Mistake(
             "q and out get a slot for each stage as well",

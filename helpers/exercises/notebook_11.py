@@ -261,7 +261,7 @@ GUESS = Exercise(
         Mistake(
             "only the number of keys bounds the sum",
             functools.partial(_guess, bound="keys"),
-            "float16 cannot hold a sum above `most`, however many keys there are: see section 4.",
+            "No p may leave the range of float16, however many keys there are: `most` bounds l as well, see section 4.",
         ),
         Mistake(
             "only `most` bounds the sum",

@@ -390,7 +390,7 @@ VISITED = Exercise(
         Mistake(
             "only oblong tiles are hit",
             functools.partial(_visited, oblong=True),
-            "With square tiles, too, `first` is 0, 1, 1 where two tiles of queries meet three of keys.",
+            "In one loop `first` is 0, 1, 1 for square tiles, too, where two tiles of queries meet three of keys.",
         ),
         Mistake(
             "the number of tiles of queries does not matter",
@@ -475,7 +475,7 @@ VISITED = Exercise(
         Mistake(
             "the card visits what the source says",
             functools.partial(_visited, never=True),
-            "In some of these calls it did not: run the three functions of section 11 for them.",
+            "In some of these calls it does not: run the three functions of section 11 for them.",
         ),
     ),
 )

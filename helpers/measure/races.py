@@ -163,7 +163,7 @@ def races(run):
 
 
 def with_last_waits(memory, readers):
-    """The operations of memory, and waits for the phases of "free" that it leaves unseen, as a kernel must not."""
+    """The operations of memory, and waits for the phases of "free" that it leaves unseen, as JAX 0.11 forbids."""
     memory = list(memory)
     arrived = Counter(op for reader in readers for op in reader if isinstance(op, timeline.Arrive))
     for (barrier, slot), count in arrived.items():

@@ -75,9 +75,12 @@ TILES = {
     "is_causal": (bool,),
     **dict.fromkeys(("block_q", "block_k", "num_warps", "num_stages"), _whole),
 }
-LAUNCH = dict.fromkeys(
-    ("itemsize", "head_padded", "block_r", "block_k", "num_warps", "num_stages", "per_processor"), _whole
-)
+LAUNCH = {
+    "in_pages": (bool,),
+    **dict.fromkeys(
+        ("itemsize", "head_padded", "block_r", "block_k", "num_warps", "num_stages", "per_processor"), _whole
+    ),
+}
 # page: keys of a page, 0 where they lie in one piece. gbps: of keys and values read once; of_copy: that as a fraction.
 DECODE = {
     **dict.fromkeys(("implementation", "dtype"), _text),

@@ -67,7 +67,7 @@ class Compilation:
     @property
     def tiles(self):
         if self.decodes:
-            return Tiles(*select_splits(self.problem, self.card)[:4])
+            return Tiles(*select_splits(self.problem, self.kernel != "decode", self.card)[:4])
         return select_tiles(self.kernel, self.problem, self.card)
 
     @property

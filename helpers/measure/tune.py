@@ -29,7 +29,7 @@ from helpers.attention.portable import backward, forward
 from helpers.attention.portable.decode import DEFAULTS as DECODE_DEFAULTS
 from helpers.attention.portable.decode import Launch, decode, splits_of
 from helpers.attention.portable.tiles import DEFAULTS, Tiles, fitting, this_card
-from helpers.attention.problem import check_call
+from helpers.attention.problem import check_call, check_paged_call
 from helpers.measure import results
 from helpers.measure.benchmark import Machine, compile_together, gpu_or_reason, one_stage, random_arrays
 from helpers.measure.timing import Program, kernel_times, rotation, time_together
@@ -44,6 +44,7 @@ PARTS = {  # of the file, see `results`
     "hopper": ("hopper", "hopper_sweep"),
 }
 DECODED = ((1, 8192), (8, 8192), (1, 131072))  # batch entries and keys, for 8 key heads
+PAGE = 16  # keys of a page
 QUERIES = {16: 1, 32: 8, 64: 16}  # by rows of a tile, for 4 query heads to each key head
 
 
@@ -169,12 +170,25 @@ def tune_portable(head_dims=(64, 128, 256), dtypes=(jnp.bfloat16, jnp.float32), 
     return table, sweep
 
 
-def decode_candidates(itemsize, head_padded, block_r):
+def decode_candidates(in_pages, itemsize, head_padded, block_r):
     """The `Launch`es worth trying: many for one query, which is what servers run."""
     if block_r > 16 or itemsize == 4:
         return [Launch(*choice, 2) for choice in itertools.product([32, 64], [2, 4, 8], [2, 3])]
+    if in_pages:
+        return [Launch(*choice) for choice in itertools.product([64, 128], [2, 4], [2, 3], [2, 3, 4])]
     sides = [32, 64, 128] if head_padded == 64 else [32, 64]
     return [Launch(*choice) for choice in itertools.product(sides, [1, 2, 4], [2, 3, 4], [1, 2, 3])]
+
+
+def decode_inputs(B, T, S, H, dtype, in_pages):
+    """Sets of inputs of `decode` that do not fit the cache, with pages in any order."""
+    K, group = 8, 4
+    (query,) = random_arrays([(B, T, K * group, H)], dtype)
+    sets = rotation(2 * B * S * K * H * query.dtype.itemsize)
+    shape = (B * S // PAGE, PAGE, K, H) if in_pages else (B, S, K, H)
+    table = np.random.default_rng(0).permutation(B * S // PAGE).reshape(B, -1).astype(np.int32)
+    rest = (jnp.asarray(table), jnp.full(B, S, jnp.int32)) if in_pages else ()
+    return [(query, *random_arrays([shape] * 2, dtype, seed), *rest) for seed in range(1, sets + 1)]
 
 
 def device_times(programs, turns=3):
@@ -188,26 +202,26 @@ def device_times(programs, turns=3):
 def tune_decode(head_dims=(64, 128, 256), dtypes=(jnp.bfloat16, jnp.float32), progress=sys.stderr):
     """(decode, decode_sweep): rows of the table, and rows of everything tried, as `results` describes them.
 
-    The fastest has the least geometric mean of its times over `DECODED`.
+    The fastest has the least geometric mean of its times over `DECODED`. Pages are tuned for one query only.
     """
-    table, sweep, K, group = [], [], 8, 4
-    for dtype, H, block_r in tqdm(list(itertools.product(dtypes, head_dims, QUERIES)), "decode", file=progress):
+    table, sweep, kinds = [], [], [*((False, block_r) for block_r in QUERIES), (True, 16)]
+    for dtype, H, (in_pages, block_r) in tqdm(
+        list(itertools.product(dtypes, head_dims, kinds)), "decode", file=progress
+    ):
         itemsize, T = jnp.dtype(dtype).itemsize, QUERIES[block_r]
-        where = {"itemsize": itemsize, "head_padded": H, "block_r": block_r}
-        choices = dict.fromkeys([DECODE_DEFAULTS[itemsize], *decode_candidates(itemsize, H, block_r)])
+        where = {"in_pages": in_pages, "itemsize": itemsize, "head_padded": H, "block_r": block_r}
+        default = DECODE_DEFAULTS[itemsize, in_pages]
+        choices = dict.fromkeys([default, *decode_candidates(in_pages, itemsize, H, block_r)])
         logs = dict.fromkeys(choices, 0.0)
         for B, S in DECODED:
-            keys = [(B, S, K, H)] * 2
-            sets = rotation(2 * B * S * K * H * itemsize)
-            (query,) = random_arrays([(B, T, K * group, H)], dtype)
-            inputs = [(query, *random_arrays(keys, dtype, seed)) for seed in range(1, sets + 1)]
+            inputs = decode_inputs(B, T, S, H, dtype, in_pages)
 
-            def run(launch, *arrays):
-                call = check_call(*arrays)
-                return decode(call, **splits_of(call.problem, this_card(), launch)._asdict())
+            def run(launch, *arrays, in_pages=in_pages):
+                call, table = check_paged_call(*arrays) if in_pages else (check_call(*arrays), None)
+                return decode(call, table, **splits_of(call.problem, this_card(), launch)._asdict())
 
             compiled = compile_all(run, list(choices), inputs[0])
-            right = compiled[DECODE_DEFAULTS[itemsize]](*inputs[0])
+            right = compiled[default](*inputs[0])
             times = device_times(
                 {c: Program(program, inputs) for c, program in compiled.items() if agree(program(*inputs[0]), right)}
             )
@@ -280,7 +294,7 @@ def merged(header, found, earlier):
 
 def _subject(row):
     """What a row of a table or of a sweep is about."""
-    fields = ("kernel", "itemsize", "pass", "head_padded", "block_r", "is_causal", "up_to")
+    fields = ("kernel", "itemsize", "pass", "head_padded", "in_pages", "block_r", "is_causal", "up_to")
     return tuple(row.get(field) for field in fields)
 
 

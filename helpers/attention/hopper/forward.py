@@ -93,7 +93,7 @@ from helpers.attention.portable.tiles import LOG2_E
 # How far a guess is above the maximum that it was made from, in powers of two, and what l may not exceed by guess.
 # float16 ends at 2^16 and has few small numbers. In bfloat16 p v loses digits for v below 1e-20, say.
 HEADROOM, MOST = {"bfloat16": 40, "float16": 1}, 2**15
-CACHED = 24 * 2**20  # bytes that stay in the L2 cache of a Hopper card, with all else that passes through its 50 MiB
+CACHED = 24 * 2**20  # bytes that stay in the L2 cache of a Hopper card, with all else that passes through it
 
 
 class Tiles(NamedTuple):

@@ -83,8 +83,14 @@ class Splits(NamedTuple):
     parts: int
 
 
-# For cards without a table of their own, by bytes of an element.
-DEFAULTS = {2: Launch(64, 2, 3, 2), 4: Launch(32, 2, 2, 2)}
+# For cards without a table of their own, by bytes of an element and whether the keys lie in pages: then a program
+# waits for the table as well, and more of them are needed.
+DEFAULTS = {
+    (2, False): Launch(64, 2, 3, 2),
+    (4, False): Launch(32, 2, 2, 2),
+    (2, True): Launch(64, 2, 2, 4),
+    (4, True): Launch(32, 2, 2, 4),
+}
 
 
 def decode_kernel(
@@ -181,17 +187,17 @@ def _keys(ref, table_ref, start, cols, is_key, in_head):
     return plt.load(ref.at[number[:, None], (cols % page)[:, None], dims[None, :]], mask=mask, other=0)
 
 
-def select_splits(problem, card=None, **overrides):
+def select_splits(problem, in_pages=False, card=None, **overrides):
     """The `Splits` of a problem, from the tuner's table of the card where there is one, otherwise from `DEFAULTS`.
 
-    card: a `tiles.Card`, by default the one that computes. overrides: fields of Splits to be taken as given.
+    in_pages: whether the keys lie in pages. card: a `tiles.Card`, by default the one that computes. overrides:
+    fields of Splits to be taken as given.
     """
     card = card or this_card()
     itemsize, head_padded = problem.dtype.itemsize, max(64, padded_head_dim(problem.H))
-    row = tables.rows_by(card.name, "decode", "itemsize", "head_padded", "block_r").get(
-        (itemsize, head_padded, _rows_of_a_tile(problem))
-    )
-    launch = Launch(*(row[name] for name in Launch._fields)) if row else DEFAULTS[itemsize]
+    tuned = tables.rows_by(card.name, "decode", "in_pages", "itemsize", "head_padded", "block_r")
+    row = tuned.get((in_pages, itemsize, head_padded, _rows_of_a_tile(problem)))
+    launch = Launch(*(row[name] for name in Launch._fields)) if row else DEFAULTS[itemsize, in_pages]
     splits = splits_of(problem, card, launch)._replace(**overrides)
     check_blocks(splits.block_r, splits.block_k)
     return splits
@@ -229,7 +235,7 @@ def decode(call, table=None, *, interpret=False, **options):
     options: fields of `Splits`.
     """
     problem = call.problem
-    splits = select_splits(problem, **options)
+    splits = select_splits(problem, table is not None, **options)
     B, T, S, N, K, H, group = *(getattr(problem, name) for name in "BTSNKH"), problem.group
     rows, head_padded = T * group, padded_head_dim(H)
     row_tiles = _tiles_of_rows(problem, splits)
