@@ -45,15 +45,15 @@ class PagePool:
             raise ValueError(f"tokens must be at least 1, got {tokens}")
         table, length = self.tables.get(name, []), self.lengths.get(name, 0)
         is_shared = length % self.page > 0 and self.counts[table[-1]] > 1
-        more = self.pages_for(length + tokens) - len(table)
-        if is_shared + more > len(self.free):
-            raise OutOfPagesError(f"{name!r} needs {is_shared + more} more pages, {len(self.free)} are free")
+        needed = is_shared + self.pages_for(length + tokens) - len(table)
+        if needed > len(self.free):
+            raise OutOfPagesError(f"{name!r} needs {needed} more pages, {len(self.free)} are free")
         copies = []
         if is_shared:
             copies = [(table[-1], self._take())]
             self._give(table[-1])
             table = [*table[:-1], copies[0][1]]
-        self.tables[name] = table + [self._take() for _ in range(more)]
+        self.tables[name] = table + [self._take() for _ in range(needed - is_shared)]
         self.lengths[name] = length + tokens
         return copies
 

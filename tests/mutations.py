@@ -383,7 +383,7 @@ FAULTS = [
         "helpers/paging.py",
         ("a page shared by two is written into", "self.counts[table[-1]] > 1", "self.counts[table[-1]] > 2"),
         ("a full shared page is copied", "is_shared = length % self.page > 0 and", "is_shared = length > 0 and"),
-        ("a copy needs no free page", "if is_shared + more > len(self.free):", "if more > len(self.free):"),
+        ("a copy needs no free page", "if needed > len(self.free):", "if needed - is_shared > len(self.free):"),
         ("a page that nobody holds is lost", "if self.counts[number] == 0:", "if self.counts[number] < 0:"),
         ("a fork shares pages that it does not need", "self.tables[name][: self.pages_for(length)]", "self.tables[name][:]"),
     ),
