@@ -84,6 +84,9 @@ EQUAL = {
         "1 → 2": "0 divided by 2 is 0 too",
         "np.errstate(divide='ignore') → np.errstate()": "it only keeps a warning away",
     },
+    "14.1": {change: "minus infinity less one is minus infinity" for change in ("0 → 1", "0 → -1")},
+    "14.2": {"i - r → i + r": "the ring turned the other way, in which all shares come past as well"},
+    "14.3": {"np.zeros → np.ones": NEVER_READ},
 }
 
 

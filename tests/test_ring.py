@@ -22,10 +22,11 @@ from helpers.attention.problem import Problem
 from helpers.attention.ring import LAYOUTS, plan, positions, ring_attention, ring_attention_on_mesh
 from helpers.measure import ring as cost
 
-pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="this machine has fewer than eight devices")
-
 
 def mesh_of(devices):
+    """The first devices of this machine in a ring: simulated ones of a CPU, or real ones."""
+    if jax.device_count() < devices:
+        pytest.skip(f"this machine has fewer than {devices} devices")
     return jax.make_mesh((devices,), ("sequence",), axis_types=(AxisType.Auto,))
 
 
@@ -178,6 +179,8 @@ def test_the_portable_kernels(dtype, is_causal):
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_in_a_shard_map_with_the_batch_on_another_axis(check_vma):
     """Keys without the batch's axis in their types, too: their gradient is the sum over it."""
+    if jax.device_count() < 8:
+        pytest.skip("this machine has fewer than 8 devices")
     mesh = jax.make_mesh((2, 4), ("batch", "sequence"), axis_types=(AxisType.Auto,) * 2)
     case = AttentionCase(T=32, S=32, H=8, B=2, arguments=CAUSAL)
     (query, key, value), _ = case.inputs()
@@ -360,18 +363,19 @@ def test_who_waits():
 
 
 def counted_footprint(devices, share, monkeypatch, which):
-    """Bytes that XLA plans for one device, with kernels that need nothing but their results."""
+    """Bytes that XLA plans for one device, with kernels that it cannot look into and that need nothing of their own."""
 
-    def results(which, problem, query, key, value, *_):
-        if which == "forward":
-            return 2 * query, jnp.swapaxes(query[..., 0], 1, 2).astype(jnp.float32)
-        return 2 * query, 2 * key, 2 * value
+    def run(self, which, problem, query, key, value, *rest):
+        of_rows = jax.ShapeDtypeStruct((problem.B, problem.N, problem.T), jnp.float32)
+        results = (query, of_rows) if which == "forward" else (query, key, value)
+        results = tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in results)
+        residuals = [array for array in rest if array is not None]
+        return jax.pure_callback(lambda *_: None, results, query, key, value, *residuals)
 
-    monkeypatch.setattr(api.KernelsOf, "run", lambda self, *arguments: results(*arguments))
+    monkeypatch.setattr(api.KernelsOf, "run", run)
     split = P(None, "sequence")
-    attend = jax.shard_map(
-        functools.partial(ring_attention, axis_name="sequence"), mesh=mesh_of(devices), in_specs=split, out_specs=split
-    )
+    share_of = functools.partial(ring_attention, axis_name="sequence")
+    attend = jax.shard_map(share_of, mesh=mesh_of(devices), in_specs=split, out_specs=split, check_vma=False)
 
     def both(*arrays):
         *arrays, dout = arrays
@@ -380,20 +384,22 @@ def counted_footprint(devices, share, monkeypatch, which):
 
     place = jax.sharding.NamedSharding(mesh_of(devices), split)
     arrays = [jax.ShapeDtypeStruct((1, devices * share, 2, 16), jnp.bfloat16, sharding=place)] * (3 + (which == "both"))
-    memory = jax.jit(both if which == "both" else attend).lower(*arrays).compile().memory_analysis()
+    # On a GPU, barriers hold until the schedule is made; on a CPU only without this pass.
+    options = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+    memory = jax.jit(both if which == "both" else attend).lower(*arrays).compile(options).memory_analysis()
     return memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("which", ["forward", "both"])
 def test_footprint_does_not_grow_with_the_devices(which, monkeypatch):
-    monkeypatch.setattr(jax.config, "jax_disable_most_optimizations", False, raising=False)
+    """With two devices there is one hop, and no two shards are on their way one behind the other."""
     share = 4096
-    counted = [counted_footprint(devices, share, monkeypatch, which) for devices in (2, 4, 8)]
+    two, four, eight = (counted_footprint(devices, share, monkeypatch, which) for devices in (2, 4, 8))
     stated = [sum(cost.footprint(problem_of(devices * share), devices, which).values()) for devices in (2, 4, 8)]
     assert len(set(stated)) == 1
-    assert max(counted) <= 1.02 * counted[0]
-    assert max(counted) <= 1.1 * stated[0]
+    assert two <= four <= eight <= 1.01 * four
+    assert 0.8 * stated[0] <= eight <= 1.1 * stated[0]
 
 
 # Several hosts

@@ -93,8 +93,9 @@ def flash_attention(
 
     Many devices: under jit a call is split over the batch and the heads as its arrays are, and no array
     is gathered for that; where there are fewer key heads than devices to split them, every device needs
-    all of its batch's. Sequences are gathered. On a mesh with explicit axes the result is split as query is,
-    and in `jax.shard_map` each device attends to its own part. (The reference's split is XLA's choice.)
+    all of its batch's. Sequences are gathered; `ring_attention` leaves them split. On a mesh with explicit axes the
+    result is split as query is, and in `jax.shard_map` each device attends to its own part. (The reference's split is
+    XLA's choice.)
 
     Platforms: which kernels run is settled when a program is compiled, so one trace serves a CPU and a
     GPU. For `jax.export` say disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name)], name

@@ -403,8 +403,9 @@ def _ring(ring, query, *key_side):
         coming = ring.shift(shard) if step + 1 < ring.devices else None
         part = ring.step("forward", step, (query,), *shard, *lengths)
         out, lse = _merge(out, lse, *part) if step else part
-        # The next shard but one may not come before this one is done with, or memory would grow with the devices.
-        shard, lse = lax.optimization_barrier((coming, lse))
+        # Else the next shard but one could come before this one is done with, and parts could wait to be merged
+        # together: memory would grow with the number of devices.
+        shard, out, lse = lax.optimization_barrier((coming, out, lse))
     return out.astype(query.dtype), lse
 
 
