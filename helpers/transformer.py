@@ -10,7 +10,7 @@ A decoder of the usual kind, normalised before each layer, on vectors of width C
 Attention is an argument of every function that needs it, and is called as
 ``attention(query, key, value, is_causal=True)`` on arrays (B, T, N, H). So two versions of it can
 be compared inside the same model. Positions enter by rotation (arXiv 2104.09864), so that T may
-be any length.
+be any length, and `start` says at which position of a text the first token stands.
 """
 
 from dataclasses import dataclass
@@ -63,23 +63,25 @@ def rms_norm(x, gain):
     return gain * x * jax.lax.rsqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6)
 
 
-def rotate(x):
+def rotate(x, start=0):
     """Turn each pair of numbers by an angle that grows with the position. x (B, T, N, H), same shape back.
 
-    The product of two turned vectors depends on how far apart they stand, not on where.
+    The product of two turned vectors depends on how far apart they stand, not on where. start: the position of
+    the first of the T, an integer or integers (B,).
     """
     half = x.shape[-1] // 2
-    angle = jnp.arange(x.shape[1])[:, None, None] * 100.0 ** (-jnp.arange(half) / half)
+    positions = jnp.asarray(start)[..., None] + jnp.arange(x.shape[1])
+    angle = positions[..., None, None] * 100.0 ** (-jnp.arange(half) / half)
     a, b = x[..., :half], x[..., half:]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
 
 
-def attention_layer(block, x, attention):
+def attention_layer(block, x, attention, start=0):
     """Positions exchange what they know. x (B, T, C); returns what is added to it."""
     x = rms_norm(x, block["attention_norm"])
     query, key, value = jnp.einsum("btc,cinh->ibtnh", x, block["qkv"])
-    out = attention(rotate(query), rotate(key), value, is_causal=True)
+    out = attention(rotate(query, start), rotate(key, start), value, is_causal=True)
     return jnp.einsum("btnh,nhc->btc", out, block["merge"])
 
 
@@ -88,11 +90,11 @@ def mlp_layer(block, x):
     return jax.nn.gelu(rms_norm(x, block["mlp_norm"]) @ block["up"]) @ block["down"]
 
 
-def predict(parameters, tokens, attention):
+def predict(parameters, tokens, attention, start=0):
     """Logits of the next token at each position. tokens (B, T); returns (B, T, vocabulary)."""
     x = parameters["embedding"][tokens]
     for block in parameters["blocks"]:
-        x = x + attention_layer(block, x, attention)
+        x = x + attention_layer(block, x, attention, start)
         x = x + mlp_layer(block, x)
     return rms_norm(x, parameters["norm"]) @ parameters["embedding"].T
 

@@ -54,6 +54,7 @@ TESTS = {
     "helpers/measure/traffic.py": ["test_tiles", "04_pallas_basics"],
     "helpers/measure/tune.py": ["test_measure", "test_hopper_tables"],
     "helpers/notebooks.py": ["test_notebooks", "test_files"],
+    "helpers/paging.py": ["test_paging", "13_decoding"],
     "helpers/setup_environment.sh": ["test_setup"],
     "helpers/transformer.py": ["test_training", "08_training"],
     "helpers/workbook.py": ["test_workbook"],
@@ -374,8 +375,17 @@ FAULTS = [
     *_of(
         "helpers/transformer.py",
         ("the loss is of the token itself", "inputs, targets = batch[:, :-1], batch[:, 1:]", "inputs, targets = batch[:, :-1], batch[:, :-1]"),
-        ("keys are not rotated", "rotate(query), rotate(key), value", "rotate(query), key, value"),
+        ("keys are not rotated", "rotate(query, start), rotate(key, start), value", "rotate(query, start), key, value"),
         ("the gain of a norm is not used", "return gain * x * jax.lax.rsqrt", "return x * jax.lax.rsqrt"),
+        ("every piece of a text begins at position 0", "positions = jnp.asarray(start)[..., None] +", "positions = 0 * jnp.asarray(start)[..., None] +"),
+    ),
+    *_of(
+        "helpers/paging.py",
+        ("a page shared by two is written into", "self.counts[table[-1]] > 1", "self.counts[table[-1]] > 2"),
+        ("a full shared page is copied", "is_shared = length % self.page > 0 and", "is_shared = length > 0 and"),
+        ("a copy needs no free page", "if needed > len(self.free):", "if needed - is_shared > len(self.free):"),
+        ("a page that nobody holds is lost", "if self.counts[number] == 0:", "if self.counts[number] < 0:"),
+        ("a fork shares pages that it does not need", "self.tables[name][: self.pages_for(length)]", "self.tables[name][:]"),
     ),
     *_of(
         "helpers/workbook.py",

@@ -77,6 +77,13 @@ EQUAL = {
     "10.2": {"65536 → 65537": ROUNDED_AWAY, "128 → 127": ROUNDED_AWAY},
     "10.3": {change: ROUNDED_AWAY for change in ("232448 → 232449", "1280 → 1279")},
     "12.4": {"fused < split → fused <= split": NO_TIE},
+    "13.2": {"-1 → 1": TWO_AXES},
+    "13.3": {
+        "0 → 1": "any reference is right where every weight is 0",
+        "0 → -1": "any reference is right where every weight is 0",
+        "1 → 2": "0 divided by 2 is 0 too",
+        "np.errstate(divide='ignore') → np.errstate()": "it only keeps a warning away",
+    },
     "14.1": {change: "minus infinity less one is minus infinity" for change in ("0 → 1", "0 → -1")},
     "14.2": {"i - r → i + r": "the ring turned the other way, in which all shares come past as well"},
     "14.3": {"np.zeros → np.ones": NEVER_READ},

@@ -248,3 +248,14 @@ def test_selects_that_ptxas_mistakes_are_found():
     assert ptxas.mistaken_selects(ptx) == ["selp.b32 %first, 1, 0, %more"]
     in_place = ptx.replace("selp.b32 %first, 1, 0, %more;", "min.u32 %first, %program, 1;")
     assert in_place != ptx and ptxas.mistaken_selects(in_place) == []
+
+
+@pytest.mark.parametrize(
+    ("again", "found"),
+    [("", 0), ("setp.ne.b32 %p1, %r1, 0;", 0), ("setp.eq.b32 %p1, %r1, 0;", 1), ("add.u32 %r1, %r1, 1;", 0)],
+)
+def test_a_predicate_that_is_the_same_everywhere_is_not_mistaken(again, found):
+    ptx = "and.b32 %r1, %r3, 1;\nsetp.ne.b32 %p1, %r1, 0;\nselp.b32 %r2, 1, 0, %p1;\n" + again
+    assert len(ptxas.mistaken_selects(ptx)) == found
+    counted = ptx + "\nadd.u32 %r1, %r1, 1;\nsetp.ne.b32 %p1, %r1, 0;"
+    assert len(ptxas.mistaken_selects(counted)) == 1

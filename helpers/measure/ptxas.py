@@ -19,6 +19,7 @@ import os
 import re
 import sys
 import tempfile
+from collections import Counter, defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -137,12 +138,28 @@ def mistaken_selects(ptx):
 
     A predicate that counts the steps of a loop (another step, if there was one only) is set before the loop and
     in it. ptxas before CUDA 13.2 may move a select by it from before the loop into the loop, where it is
-    another by then: tests/one_turn_or_two.ptx.
+    another by then: tests/one_turn_or_two.ptx. Where all places set it by the same comparison of registers that are
+    written once, it is the same everywhere.
     """
     ptx = re.sub(r"//.*", "", ptx)
-    writes = re.findall(r"^\s*(?:setp[.\w]*|(?:mov|not|and|or|xor)\.pred)\s+(%\w+)", ptx, re.MULTILINE)
+    written = Counter(
+        register
+        for first in re.findall(r"^\s*(?:@!?%\w+\s+)?[\w.:]+\s+(\{[^}]*\}|%\w+(?:\|%\w+)?)", ptx, re.MULTILINE)
+        for register in re.findall(r"%\w+", first)
+    )
+    settings = defaultdict(list)
+    for how, predicate, operands in re.findall(
+        r"^\s*(setp[.\w]*|(?:mov|not|and|or|xor)\.pred)\s+(%\w+)([^;]*);", ptx, re.MULTILINE
+    ):
+        settings[predicate].append((how, operands))
+
+    def may_differ(predicate):
+        places = settings[predicate]
+        same = len(set(places)) == 1 and all(written[one] == 1 for one in re.findall(r"%\w+", places[0][1]))
+        return len(places) > 1 and not same
+
     selects = re.findall(r"^\s*(selp\.[^;]*,\s*(%\w+));", ptx, re.MULTILINE)
-    return [" ".join(text.split()) for text, predicate in selects if writes.count(predicate) > 1]
+    return [" ".join(text.split()) for text, predicate in selects if may_differ(predicate)]
 
 
 def complaints(configuration, kernels):

@@ -5,11 +5,13 @@ from matplotlib.patches import FancyBboxPatch, Patch
 
 from helpers.plots import style
 
-# Each track is a row of steps, and begins once the step that it follows is done.
+# Each track is a row of steps. It begins once the step that it follows is done, and stands in columns of its own from
+# the one that is given, so that the line to it passes the rows between.
 TRACKS = (
     (
         "the course",
         None,
+        0,
         (
             ("00", "start\nhere"),
             ("01", "naive\nattention"),
@@ -25,6 +27,7 @@ TRACKS = (
     (
         "measuring\nand Hopper",
         "08",
+        5,
         (
             ("09", "measure\nit"),
             ("10", "Hopper\nforward"),
@@ -32,8 +35,9 @@ TRACKS = (
             ("12", "Hopper\nbackward"),
         ),
     ),
+    ("further", "08", 4, (("13", "decoding"),)),
 )
-STEPS = tuple(step for _, _, steps in TRACKS for step in steps)
+STEPS = tuple(step for *_, steps in TRACKS for step in steps)
 WIDTH, LINE = 0.84, 1.3  # of a box, where the distance between two is 1; from one row to the next
 # How the dot of an exercise looks: the shape says it, for readers who do not see the colours.
 DOTS = {
@@ -76,11 +80,9 @@ def _map(draw_step):
     figure, axes = style.subplots(width=10, height=0.4 + 0.95 * len(TRACKS))
     style.bare(axes)
     place = {}
-    for row, (track, begins_after, steps) in enumerate(TRACKS):
+    for row, (track, begins_after, first, steps) in enumerate(TRACKS):
         y = -row * LINE
         axes.text(-0.6, y + 0.5, track, ha="right", va="center", size=11, linespacing=1.15)
-        # A track that follows a step ends below it, so that the line between them is short.
-        first = 0 if begins_after is None else place[begins_after][0] - len(steps) + 1
         for x, (number, name) in enumerate(steps, start=first):
             draw_step(axes, x, y, number, name)
             place[number] = x, y
@@ -88,7 +90,7 @@ def _map(draw_step):
                 axes.plot([x - 1 + WIDTH / 2, x - WIDTH / 2], [y + 0.5] * 2, color=style.INK, linewidth=1.4)
         if begins_after is not None:
             last_x, last_y = place[begins_after]
-            turn = (last_y + y + 1) / 2
+            turn = last_y - (LINE - 1) / 2
             axes.plot([last_x, last_x, first], [last_y, turn, turn], color=style.INK, linewidth=1.4)
             axes.annotate(
                 "",

@@ -1,0 +1,142 @@
+"""The page allocator: whatever is done, every sequence reads its own tokens, and no page is lost."""
+
+import copy
+
+import numpy as np
+import pytest
+
+from helpers.paging import OutOfPagesError, PagePool
+from helpers.plots import decoding
+
+
+class Cache:
+    """A pool and the tokens in its pages, beside the tokens that each sequence should have."""
+
+    def __init__(self, pages, page):
+        self.pool, self.stored, self.right, self.count = PagePool(pages, page), np.full((pages, page), -1), {}, 0
+
+    def append(self, name, tokens):
+        before = len(self.right.get(name, []))
+        for source, target in self.pool.append(name, tokens):
+            self.stored[target] = self.stored[source]
+        new = np.arange(self.count, self.count + tokens)
+        self.stored[self.pool.place(name, np.arange(before, before + tokens))] = new
+        self.right[name] = [*self.right.get(name, []), *new.tolist()]
+        self.count += tokens
+
+    def fork(self, name, new, tokens):
+        self.pool.fork(name, new, tokens)
+        self.right[new] = self.right[name][:tokens]
+
+    def release(self, name):
+        self.pool.release(name)
+        del self.right[name]
+
+    def check(self):
+        pool = self.pool
+        for name, right in self.right.items():
+            (table,), (length,) = pool.table([name], width=len(self.stored))
+            assert self.stored[table].reshape(-1)[:length].tolist() == right
+            assert len(pool.tables[name]) == -(-length // pool.page)
+        held = [number for table in pool.tables.values() for number in table]
+        assert pool.counts == [held.count(number) for number in range(len(self.stored))]
+        assert sorted(pool.free + list(set(held))) == list(range(len(self.stored)))
+        assert pool.tables.keys() == pool.lengths.keys() == self.right.keys()
+
+
+@pytest.mark.parametrize("page", [1, 3, 4])
+def test_whatever_is_done_every_sequence_reads_its_own_tokens(page):
+    random, cache, refused, copied = np.random.default_rng(page), Cache(12, page), 0, 0
+    for step in range(400):
+        names = list(cache.right)
+        action = random.choice(["append", "append", "fork", "release"]) if names else "append"
+        name = str(random.choice(names)) if names else "0"
+        before = copy.deepcopy(vars(cache.pool))
+        try:
+            if action == "append":
+                cache.append(name if random.random() < 0.8 else f"new {step}", int(random.integers(1, 6)))
+                copied += any(before["counts"][number] > 1 for number in before["tables"].get(name, [])[-1:])
+            elif action == "fork":
+                cache.fork(name, f"fork {step}", int(random.integers(1, len(cache.right[name]) + 1)))
+            else:
+                cache.release(name)
+        except OutOfPagesError:
+            refused += 1
+            assert vars(cache.pool) == before
+        cache.check()
+    assert refused > 10 and (copied > 10 or page == 1), "the test was to try these"
+
+
+def test_a_shared_page_is_copied_by_the_first_to_write_and_kept_by_the_last():
+    pool = PagePool(8, 4)
+    assert pool.append("a", 6) == []
+    pool.fork("a", "b")
+    assert pool.tables["a"] == pool.tables["b"] == [0, 1] and pool.counts[:3] == [2, 2, 0]
+    assert pool.append("b") == [(1, 2)] and pool.tables["b"] == [0, 2]
+    assert pool.append("a") == [] and pool.tables["a"] == [0, 1]
+    assert pool.place("a", 6) == (1, 2) and pool.place("b", 6) == (2, 2)
+
+
+def test_a_full_page_is_shared_without_a_copy():
+    pool = PagePool(4, 4)
+    pool.append("a", 8)
+    pool.fork("a", "b", 4)
+    assert pool.append("b") == [] and pool.tables["b"] == [0, 2]
+    pool.release("a")
+    assert pool.counts == [1, 0, 1, 0] and sorted(pool.free) == [1, 3]
+
+
+def test_running_out_of_pages_loses_nothing():
+    pool = PagePool(3, 4)
+    pool.append("a", 8)
+    pool.fork("a", "b", 7)
+    pool.append("c", 1)
+    before = copy.deepcopy(vars(pool))
+    for name in ("a", "b", "c", "d"):
+        with pytest.raises(OutOfPagesError, match=f"'{name}' needs . more pages, 0 are free"):
+            pool.append(name, 4)
+        assert vars(pool) == before
+    pool.release("c")
+    assert pool.append("b") == [(1, 2)]
+
+
+def test_wrong_arguments_are_refused():
+    pool = PagePool(4, 4)
+    pool.append("a", 3)
+    for refused in (
+        lambda: PagePool(0, 4),
+        lambda: pool.append("a", 0),
+        lambda: pool.fork("a", "a"),
+        lambda: pool.fork("a", "b", 4),
+        lambda: pool.fork("a", "b", 0),
+    ):
+        with pytest.raises(ValueError, match=r"must|already"):
+            refused()
+    for position in (-1, 3, np.array([0, 3])):
+        with pytest.raises(IndexError, match="'a' has 3 tokens"):
+            pool.place("a", position)
+    with pytest.raises(KeyError):
+        pool.fork("b", "c")
+    assert pool.tables == {"a": [0]} and pool.counts == [1, 0, 0, 0]
+
+
+def test_the_picture_of_a_pool_tells_who_holds_what():
+    pool = PagePool(6, 4)
+    pool.append("a", 6)
+    pool.fork("a", "b")
+    pool.append("b", 3)
+    assert decoding.pages(pool).alt == (
+        "Page tables: a, 6 tokens, in pages [0, 1]; b, 9 tokens, in pages [0, 2, 3]. Shared pages: [0]. Free pages: 2."
+    )
+
+
+def test_the_picture_of_speeds_tells_them_all():
+    row = {"T": 1, "N": 32, "K": 8, "H": 128, "device_ms": 1.0, "of_copy": 0.5}  # as recorded, beside what is drawn
+    rows = [
+        row | {"implementation": "ours", "page": page, "B": B, "S": 8192, "gbps": B * gbps}
+        for page, gbps in ((0, 2000.4), (16, 1900.0))
+        for B in (1, 2)
+    ]
+    assert decoding.bandwidth(rows, 4129).alt == (
+        "GB/s of keys and values for B=1 S=8192, B=2 S=8192: ours 2000, 4001; ours, 16 a page 1900, 3800. A copy: 4129."
+    )
