@@ -9,7 +9,7 @@ it finds is a part of a sum over all keys, which is added as in Flash-Decoding:
 The backward pass goes round once more. With the final out and lse, the kernels' own equations give the share of
 each pair of devices exactly, since p = exp(s - lse) needs no other keys. dq stays and is added up; dk and dv travel
 with their keys, and come home in the step in which device i works on its own keys, the last one. All of these sums
-are float32, dk and dv also while they travel: n roundings to 16 bits would grow with n.
+are float32, dk and dv also while they travel: rounded to 16 bits in each step, their error would grow with n.
 
 Which positions a device has is its layout. With a causal mask it decides who has work in which step:
 
@@ -341,22 +341,18 @@ class Ring:
 
         which: "forward" or "backward_of_part". query_side: query, and for the backward pass out, lse, dout, dlse.
         """
-        problem = self.problem
-        is_causal = problem.band.right == 0
-        pieces = plan(self.layout, self.devices, problem.T, problem.S, is_causal=is_causal, key_length=self.key_length)[
-            step
-        ]
+        T, S, is_causal = self.problem.T, self.problem.S, self.problem.band.right == 0
+        pieces = plan(self.layout, self.devices, T, S, is_causal=is_causal, key_length=self.key_length)[step]
         me = lax.axis_index(self.axis_name)
-        own = functools.partial(self._of_lengths, query_lengths, key_lengths, me, (me - step) % self.devices)
+        lengths = self._lengths_of(query_lengths, key_lengths, me, (me - step) % self.devices)
         kinds = list(dict.fromkeys(pieces))
         branches = [functools.partial(self._piece, which, piece) for piece in kinds]
-        operands = query_side, key, value, *own()
         if len(kinds) == 1:
-            return branches[0](*operands)
+            return branches[0](query_side, key, value, *lengths)
         kind = jnp.asarray([kinds.index(piece) for piece in pieces])[me]
-        return lax.switch(kind, branches, *operands)
+        return lax.switch(kind, branches, query_side, key, value, *lengths)
 
-    def _of_lengths(self, query_lengths, key_lengths, me, other):
+    def _lengths_of(self, query_lengths, key_lengths, me, other):
         """How many of the queries of me and of the keys of the other come before the lengths of the sequence."""
 
         def count(lengths, share, device):
