@@ -376,10 +376,18 @@ def test_a_full_disk_leaves_the_old_results(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("path", [*results.RESULTS.glob("*.json")], ids=lambda path: path.stem)
 def test_committed_results_keep_to_the_schema(path):
     kind = path.stem.rpartition("_")[2]
-    schema = {"tiles": results.TILES_FILE, "variants": results.VARIANTS_FILE}.get(kind, results.FILE)
+    schemas = {"tiles": results.TILES_FILE, "variants": results.VARIANTS_FILE, "ring": results.RING_FILE}
+    schema = schemas.get(kind, results.FILE)
     found = json.loads(path.read_text())
     results.check(found, schema)
     assert path.stem.removesuffix(f"_{kind}" if schema is not results.FILE else "") == results.slug(found["card"])
+
+
+def test_every_row_of_the_ring_is_checked():
+    found = results.read_ring()
+    del found["rows"][-1]["efficiency"]
+    with pytest.raises(ValueError, match=rf"rows\[{len(found['rows']) - 1}\]: efficiency is missing"):
+        results.check(found, results.RING_FILE)
 
 
 PARTS = ["tiles", "sweep", "hopper", "hopper_sweep"]

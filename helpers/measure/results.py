@@ -23,6 +23,8 @@ The tuner's table stands beside it in <card>_tiles.json:
                    clock
     kept           {part: header} of what stands there from an earlier run, when only a part was tuned
 
+Ring attention on several cards of one host stands in <card>_ring.json: `rows`, see RING.
+
 What was tried on the way to a kernel and not kept stands in <card>_variants.json, see VARIANT, and beside it
 
     kernels        the time of each kernel of a backward pass, see KERNEL
@@ -120,6 +122,12 @@ LOOP = {
 }
 PROFILE = {**dict.fromkeys(("name", "what"), _text), "H": _whole, "T": _whole, "is_causal": (bool,), "share": _number}
 VARIANT = {"kernel": _text, "name": _text, "H": _whole, "T": _whole, "is_causal": (bool,), "tflops": _number}
+# variant: how the exchange was compiled. alone_ms: the same work on one card without any; efficiency: that by ms.
+RING = {
+    **dict.fromkeys(("case", "variant"), _text),
+    **dict.fromkeys(("T", "devices"), _whole),
+    **dict.fromkeys(("alone_ms", "ms", "efficiency"), _number),
+}
 FILE = {
     "card": _text,
     "versions": (dict,),
@@ -132,6 +140,7 @@ FILE = {
     "notes": (list,),
 }
 TILES_FILE = {"card": _text, "versions": (dict,), "commit": _text, "date": _text, "tiles": (list,), "sweep": (list,)}
+RING_FILE = {"card": _text, "versions": (dict,), "commit": _text, "date": _text, "rows": (list,)}
 VARIANTS_FILE = {
     "card": _text,
     "versions": (dict,),
@@ -164,6 +173,7 @@ def check(results, schema=FILE):
         _check_fields("decode", results["decode"], header)
         for number, entry in enumerate(results["decode"]["records"]):
             _check_fields(f"decode: records[{number}]", entry, DECODE)
+    parts |= {"rows": RING} if schema is RING_FILE else {}
     parts |= {"variants": VARIANT, "kernels": KERNEL, "compiled": COMPILED, "loops": LOOP, "profile": PROFILE}
     for part, fields in parts.items():
         for number, entry in enumerate(results.get(part, ())):
@@ -241,6 +251,11 @@ def read(card="NVIDIA H200", suffix="", schema=FILE):
 def read_tiles(card="NVIDIA H200"):
     """The tuner's table of a card; FileNotFoundError where there is none."""
     return read(card, "_tiles", TILES_FILE)
+
+
+def read_ring(card="NVIDIA H200"):
+    """Ring attention on several cards; FileNotFoundError where nothing was recorded."""
+    return read(card, "_ring", RING_FILE)
 
 
 def read_variants(card="NVIDIA H200"):

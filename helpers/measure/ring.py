@@ -4,13 +4,11 @@ The letters are those of `Problem`, of the whole sequence; n devices have T / n 
 device does in a step is read off `ring.plan`, the plan that the program itself follows.
 """
 
-import json
 from typing import NamedTuple
 
 import numpy as np
 
 from helpers.attention.ring import plan
-from helpers.measure.results import RESULTS
 
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # of 2 H operations for each pair of a query and a key
 STATISTIC_BYTES = SUM_BYTES = 4  # of lse and delta, and of sums of results and gradients: float32
@@ -124,12 +122,3 @@ def schedule(seconds, hop):
 def predicted_efficiency(seconds, hop):
     """An even share of all the work, in seconds, divided by when the last device is done."""
     return seconds.sum() / seconds.shape[1] / max(span.stop for span in schedule(seconds, hop))
-
-
-def recorded():
-    """What ring attention took on real cards: a list of rows as dictionaries, empty where nothing was recorded.
-
-    A row has case, T, devices, ms and efficiency, and with case "one hop" bytes and gbs.
-    """
-    path = RESULTS / "nvidia_h200_ring.json"
-    return json.loads(path.read_text())["rows"] if path.exists() else []
