@@ -147,29 +147,31 @@ CASES = {
 
 
 FEW = ("odd", "lengths", "full")  # on any number of devices
-MORE = (*FEW, "square", "more queries", "bfloat16")
+MORE = (*FEW[1:], "more queries", "bfloat16")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("devices", "name"),
-    [(n, name) for n, names in {1: FEW, 2: FEW, 3: FEW, 4: CASES, 8: MORE}.items() for name in names],
+    [(n, name) for n, names in {1: FEW[:1], 2: FEW, 3: FEW[1:], 4: CASES, 8: MORE}.items() for name in names],
 )
 def test_zigzag(devices, name):
     check_both(CASES[name], devices)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["contiguous", "striped"])
-@pytest.mark.parametrize("devices", [2, 3, 8])
-@pytest.mark.parametrize("name", ["odd", "lengths"])
+@pytest.mark.parametrize(
+    ("name", "devices", "layout"),
+    [("odd", 2, "contiguous"), ("lengths", 8, "contiguous"), ("odd", 8, "striped"), ("lengths", 3, "striped")],
+)
 def test_other_layouts(name, devices, layout):
     check_both(CASES[name], devices, layout=layout)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "is_causal"), [("float32", True), ("bfloat16", True), ("float16", True), ("bfloat16", False)]
+)
 def test_the_portable_kernels(dtype, is_causal):
     case = AttentionCase(T=70, S=70, H=16, N=2, K=1, dtype=dtype, arguments={"is_causal": is_causal})
     check_both(case, devices=2, implementation="portable")
@@ -223,7 +225,7 @@ def test_explicit_axes(T, is_split):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("T", [4096, 4100])
+@pytest.mark.parametrize("T", [4100])
 def test_on_a_hopper_card_every_piece_goes_to_its_kernels(monkeypatch, T):
     """As far as a CPU can tell: they are lowered for a card, padding or not, and nothing is gathered."""
     monkeypatch.setattr(api, "compute_capability", lambda *_: (9, 0))
