@@ -110,7 +110,7 @@ def pages(pool):
         right.text(number + 0.45, page * 1.06, str(pool.counts[number]), ha="center", va="top", size=9)
     for axes, title in ((left, "Page tables"), (right, "Memory: numbers above, holders below")):
         style.bare(axes)
-        axes.set_title(title, loc="left")
+        axes.set_title(title, loc="left", pad=14)
         axes.invert_yaxis()
     left.set_xlim(-3.4, width)
     left.set_ylim(max(len(names), 3), -0.2)
