@@ -138,8 +138,8 @@ def ring_attention(
     Raises:
       TypeError, ValueError, NotImplementedError: as `flash_attention`; the message names the argument.
 
-    A device needs memory for two shares of keys and values, for its queries and results, and in the backward pass
-    for two of dk and dv in float32: as much for any n.
+    A device needs memory for its share of all arrays, for two more shares of keys and values, and in the backward
+    pass for two of dk and dv in float32, besides the parts it adds up: as much for any n.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")

@@ -97,7 +97,7 @@ MERGE = Exercise(
     tried="parts of different weight, logits near 1000 and -1000, rows without a key in one part and in both",
     mistakes=(
         Mistake(
-            "a row that sees no key in either part is divided by zero",
+            "-inf is subtracted from -inf in a row that sees no key in either part",
             _unguarded,
             "Where both lse are -inf, subtract 0 instead: see section 2.",
         ),
@@ -721,7 +721,7 @@ SHARE = Exercise(
         Mistake(
             "the ratio of operations to bandwidth is taken as it is",
             lambda N, K, itemsize, flops, bandwidth: math.ceil(flops / bandwidth),
-            "That holds for 16 bits and as many key heads as query heads only: see section 7.",
+            "That holds for 16 bits and as many key heads as query heads: see section 7.",
         ),
         Mistake(
             "the query heads do not matter",
