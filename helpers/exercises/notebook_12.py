@@ -365,7 +365,7 @@ VISITED = Exercise(
     outputs=("tiles as written", "tiles on the card"),
     cases=_visited_cases,
     expected=_visited_expected,
-    tried="one to four tiles of queries, one to eight programs, square and oblong tiles, lengths that fit no tile",
+    tried="one to four tiles of queries, one to ten programs, square and oblong tiles, lengths that fit no tile",
     mistakes=(
         Mistake(
             "two programs are enough for the mistake",
@@ -573,7 +573,7 @@ EXERCISES = (
         outputs=("bytes",),
         cases=_smem_cases,
         expected=_fused_smem,
-        tried="one and two warpgroups, one to three stages, both orders",
+        tried="one to three warpgroups, one to three stages, both orders",
         mistakes=(
             Mistake(
                 "the tile of dq has 16 bits",
@@ -699,7 +699,7 @@ EXERCISES = (
             Mistake(
                 "a causal mask halves the pairs exactly",
                 functools.partial(_reduce_add, mask="half"),
-                "Pairs on the diagonal are visited whole, so it is more than half: count the pairs, as in section 3.",
+                "Pairs on the diagonal are visited whole, and S need not be T: count the pairs, see hint 1.",
             ),
             Mistake(
                 "a pair is visited only if its last key is seen",

@@ -311,7 +311,7 @@ def fused_kernel(
     dq_smem   (warpgroups, 64, H or H / warpgroups): the part of dq that a warpgroup computes
 
     A warpgroup's ds k needs the ds of all. With tiles.delayed, a step first issues its own s and then
-    finishes the step before, whose ds the others have published by now.
+    finishes the step before, whose ds the others have had time to publish meanwhile.
     """
     b, kv, me = lax.axis_index("batch"), lax.axis_index("kv_head"), lax.axis_index("warpgroup")
     k_start = lax.axis_index("tile") * tiles.block_k

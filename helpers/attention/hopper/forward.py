@@ -406,7 +406,7 @@ def forward_kernel(
                     pl.when(~alone)(pass_over)
                     store(acc)
 
-                # In the last turn these scores are of stale operands, and nobody looks at them.
+                # In the last turn these operands are stale, and nobody uses what comes of them.
                 qk = queries(i + 1), k_smem.at[slot_of(next_step)].T
                 s = accumulate_then(pv, ready, qk, meanwhile, interpret=interpret)
                 return next_step, worst, *begin(i + 1, next_step, s)

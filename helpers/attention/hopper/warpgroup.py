@@ -4,8 +4,8 @@ The Mosaic GPU interpreter runs barriers, TMA copies and SMEM on a CPU, but not 
 operand lives in registers, nor one whose accumulator is carried through a loop. The functions here
 stand in for both, so that a kernel is one source for the card and for the interpreter: compiled,
 they issue asynchronous wgmmas; interpreted, they read the same operands through the same refs (so
-that the race detector sees the reads) and multiply at once. Where a product runs beside other work, its
-operands are read once more at the end of that, for they are in use until then.
+that the race detector sees the reads) and multiply at once. `accumulate_then` and `overlapped` read the
+operands of their second product once more after the work beside it, for they are in use until then.
 
 Operands: a is a ref in SMEM or an array in registers, b is a ref in SMEM, an accumulator is a
 float32 array in registers in the layout WGMMA. All products are 16-bit with a float32 sum.
