@@ -14,6 +14,7 @@ hopper_attention = functools.partial(flash_attention, implementation="hopper", r
 SMALL = AttentionCase(70, 90, 64, N=4, K=2, dtype="bfloat16", arguments={"is_causal": True})
 
 
+@pytest.mark.full
 def test_forward_and_gradients():
     check_forward(hopper_attention, SMALL)
     check_gradients(functools.partial(gradients_of, hopper_attention), SMALL, mends_delta=False)

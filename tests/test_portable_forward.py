@@ -169,6 +169,7 @@ def cases(draw):
     )
 
 
+@pytest.mark.full
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(cases(), st.sampled_from([16, 32, 64]), st.sampled_from([16, 32, 64]))
 def test_any_legal_call(case, block_q, block_k):

@@ -160,6 +160,7 @@ def trained(attention, steps=30):
     return np.array(losses)
 
 
+@pytest.mark.full
 def test_training_repeats_itself_and_does_not_depend_on_the_attention():
     losses = trained(naive)
     assert losses[-1] < losses[0] / 2
