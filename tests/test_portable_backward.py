@@ -200,6 +200,7 @@ def loss(query, key, value, **arguments):
     return (out * jnp.cos(jnp.arange(out.size)).reshape(out.shape)).sum() + jnp.sin(lse).sum()
 
 
+@pytest.mark.full
 def test_jit_checkpoint_and_repetition_give_the_same_bits():
     (query, key, value), _ = AttentionCase(113, 70, 24, N=4, K=2).inputs()
     gradient = jax.grad(functools.partial(loss, is_causal=True), (0, 1, 2))
@@ -210,6 +211,7 @@ def test_jit_checkpoint_and_repetition_give_the_same_bits():
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.full
 def test_vmap():
     random = np.random.default_rng(0)
     query, key = (
