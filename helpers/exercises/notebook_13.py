@@ -921,7 +921,7 @@ _ROOM = Exercise(
     tried="full pages and such with room, shared and not, the first token, and pages of one token",
     mistakes=(
         Mistake(
-            "a shared page is written into, and the other sequences read the new token",
+            "a shared page is written into, where the other sequences will write their own tokens",
             _room(is_shared=lambda table, counts: False),
             "Where others hold the last page too, copy it before writing: see section 8.",
         ),
