@@ -19,7 +19,7 @@ from helpers.attention.hopper import serve as hopper
 from helpers.attention.portable import backward as portable_backward
 from helpers.attention.portable import decode as portable_decode
 from helpers.attention.portable import forward as portable_forward
-from helpers.attention.problem import Call, check_call
+from helpers.attention.problem import FEW_QUERIES, Call, check_call
 from helpers.attention.reference import naive_attention, naive_gradients, naive_gradients_of_part
 from helpers.attention.reverse_mode import reverse_mode_only
 
@@ -215,7 +215,7 @@ def _forward(many_queries, interpret):
     """The forward pass by many_queries(call, interpret=…), and that of few queries by kernels of its own."""
 
     def forward(call):
-        if call.problem.T <= portable_decode.MOST_QUERIES:
+        if call.problem.T <= FEW_QUERIES:
             return portable_decode.decode(call, interpret=bool(interpret))
         return many_queries(call, interpret=interpret)
 

@@ -16,7 +16,7 @@ from helpers.attention.masking import Band
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 MAX_HEAD_DIM = 256
-MAX_PAGED_QUERIES = 16
+FEW_QUERIES = 16  # at most, of calls that the kernels for decoding serve
 LARGEST_SCALE = float(np.finfo(np.float32).max) / math.log2(math.e)
 MAX_LENGTH = 2**30  # so that sums of two positions stay within int32
 
@@ -170,8 +170,8 @@ def check_paged_call(query, key_pages, value_pages, page_table, lengths, *, scal
         raise ValueError(f"query heads must be a multiple of key/value heads, got {N} and {K}")
     if H > MAX_HEAD_DIM:
         raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, got {H}")
-    if T > MAX_PAGED_QUERIES:
-        raise ValueError(f"query must have at most {MAX_PAGED_QUERIES} positions, got {T}")
+    if T > FEW_QUERIES:
+        raise ValueError(f"query must have at most {FEW_QUERIES} positions, got {T}")
     _check_integers("page_table", page_table, "int32 array of shape (batch, pages of a sequence)")
     if page_table.ndim != 2 or page_table.shape[0] != B or not page_table.shape[1]:
         raise ValueError(f"page_table must have shape ({B}, pages of a sequence), got {page_table.shape}")

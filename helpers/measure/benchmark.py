@@ -36,10 +36,10 @@ from helpers.attention.hopper import serve as hopper
 from helpers.attention.portable.tiles import select_tiles
 from helpers.attention.problem import check_call
 from helpers.measure import cost, decoding, ladder, results
+from helpers.measure.decoding import WIDEST_ERROR
 from helpers.measure.implementations import OF_JAX, PEERS, gradient_programs, torch_sdpa
 from helpers.measure.timing import Program, rotation, time_together
 
-WIDEST_ERROR = 1.0  # of a 16-bit result, in units of eps of its dtype; naive 16-bit attention has about a third
 TOKENS, WIDTH = 16384, 2048
 
 

@@ -30,7 +30,7 @@ from helpers.attention.portable.decode import DEFAULTS as DECODE_DEFAULTS
 from helpers.attention.portable.decode import Launch, decode, splits_of
 from helpers.attention.portable.tiles import DEFAULTS, Tiles, fitting, this_card
 from helpers.attention.problem import check_call, check_paged_call
-from helpers.measure import results
+from helpers.measure import decoding, results
 from helpers.measure.benchmark import Machine, compile_together, gpu_or_reason, one_stage, random_arrays
 from helpers.measure.timing import Program, kernel_times, rotation, time_together
 
@@ -180,17 +180,6 @@ def decode_candidates(in_pages, itemsize, head_padded, block_r):
     return [Launch(*choice) for choice in itertools.product(sides, [1, 2, 4], [2, 3, 4], [1, 2, 3])]
 
 
-def decode_inputs(B, T, S, H, dtype, in_pages):
-    """Sets of inputs of `decode` that do not fit the cache, with pages in any order."""
-    K, group = 8, 4
-    (query,) = random_arrays([(B, T, K * group, H)], dtype)
-    sets = rotation(2 * B * S * K * H * query.dtype.itemsize)
-    shape = (B * S // PAGE, PAGE, K, H) if in_pages else (B, S, K, H)
-    table = np.random.default_rng(0).permutation(B * S // PAGE).reshape(B, -1).astype(np.int32)
-    rest = (jnp.asarray(table), jnp.full(B, S, jnp.int32)) if in_pages else ()
-    return [(query, *random_arrays([shape] * 2, dtype, seed), *rest) for seed in range(1, sets + 1)]
-
-
 def device_times(programs, turns=3):
     """{choice: milliseconds by the device's clock}, in turns: most of a short call's wall time is not the GPU's."""
     samples = {choice: [] for choice in programs}
@@ -214,7 +203,8 @@ def tune_decode(head_dims=(64, 128, 256), dtypes=(jnp.bfloat16, jnp.float32), pr
         choices = dict.fromkeys([default, *decode_candidates(in_pages, itemsize, H, block_r)])
         logs = dict.fromkeys(choices, 0.0)
         for B, S in DECODED:
-            inputs = decode_inputs(B, T, S, H, dtype, in_pages)
+            case = decoding.Decode(B, S, PAGE * in_pages, T, H=H, dtype=jnp.dtype(dtype).name)
+            inputs = [decoding.inputs_of(case, seed) for seed in range(rotation(case.bytes))]
 
             def run(launch, *arrays, in_pages=in_pages):
                 call, table = check_paged_call(*arrays) if in_pages else (check_call(*arrays), None)

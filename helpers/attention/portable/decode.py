@@ -57,7 +57,6 @@ from helpers.attention.portable.tiles import (
     this_card,
 )
 
-MOST_QUERIES = 16  # that these kernels are chosen for
 MOST_ROWS = 64  # of a tile
 FEWEST_KEYS = 256  # of a part
 MERGED = 32  # parts that are merged in one step
