@@ -93,8 +93,9 @@ install_with_uv() {
     where=$(pip_setting find.links | sed 's/  */,/g')
     [ -z "$where" ] || export UV_FIND_LINKS="${UV_FIND_LINKS:-$where}"
     case $(pip_setting no.index) in 1 | true | True | yes | on) export UV_NO_INDEX=1 ;; esac
-    # As pip does: the best version of all indexes, not that of the first which knows the name.
-    UV_HTTP_RETRIES=0 "$uv" pip install --quiet --index-strategy unsafe-best-match \
+    # As pip does: the best version of all indexes, not that of the first which knows the name; and byte code at once,
+    # without which every kernel would compile JAX anew where Python may not write it (PYTHONDONTWRITEBYTECODE).
+    UV_HTTP_RETRIES=0 "$uv" pip install --quiet --index-strategy unsafe-best-match --compile-bytecode \
         --python "$venv/bin/python" --constraint "$constraints" --editable '.[test]' 2>/dev/null
 }
 

@@ -223,13 +223,14 @@ LENGTHS = {
 MASKS = [{}, {"is_causal": True}, {"local_window_size": 6}, {"local_window_size": (3, 9), "is_causal": True}]
 
 
-def portable_in_turns(implementation, mask, scale):
-    return implementation == "reference" or MASKS.index(mask) % 2 == (scale is None)
+def mostly_the_reference(implementation, mask, scale):
+    """The portable kernels share their masks with the reference, and meet the oracle in tests of their own."""
+    return implementation == "reference" or (mask == MASKS[-1] and scale is not None)
 
 
 @pytest.mark.parametrize(
     ("implementation", "mask", "scale"),
-    in_tiers(itertools.product(["reference", "portable"], MASKS, [None, 0.3]), portable_in_turns),
+    in_tiers(itertools.product(["reference", "portable"], MASKS, [None, 0.3]), mostly_the_reference),
     ids=str,
 )
 def test_agreement_with_jax_nn(implementation, mask, scale):

@@ -10,6 +10,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_cases import in_tiers
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -87,7 +88,7 @@ SPLITS = [("portable", (2, 2), 2), ("portable", (2, 2), 1), ("portable", (1, 4),
 
 
 @on_four_devices
-@pytest.mark.parametrize(("implementation", "shape", "K"), SPLITS)
+@pytest.mark.parametrize(("implementation", "shape", "K"), in_tiers(SPLITS, lambda *split: split != SPLITS[0]))
 def test_automatic_axes_split_the_call_and_gather_nothing(implementation, shape, K):
     mesh = mesh_of(AxisType.Auto, shape)
     arrays = split(inputs(K=K), mesh, shares_keys=K < shape[1])
@@ -144,6 +145,7 @@ def test_explicit_axes(implementation):
     assert jax.typeof(lse).sharding.spec == P("batch", None, "heads")
 
 
+@pytest.mark.full
 @on_four_devices
 def test_vmap_over_an_axis_that_is_split_explicitly():
     single = lambda *arrays: everything(attention_of("portable", None), *arrays)

@@ -54,11 +54,11 @@ def test_shapes_and_head_dims(shape_and_head_dim, turn):
     check_gradients(portable_gradients, case)
 
 
-def each_value(dtype, group, is_causal):
-    return each_pair(dtype, group, is_causal) and is_causal == (group == 8)
+def largest_group(dtype, group, is_causal):
+    return each_pair(dtype, group, is_causal) and is_causal and group == 8
 
 
-@pytest.mark.parametrize(("dtype", "group", "is_causal"), in_tiers(TURNS, each_value))
+@pytest.mark.parametrize(("dtype", "group", "is_causal"), in_tiers(TURNS, largest_group))
 def test_groups_and_dtypes(dtype, group, is_causal):
     case = AttentionCase(100, 130, 64, N=2 * group, K=2, B=2, dtype=dtype, arguments={"is_causal": is_causal})
     check_gradients(portable_gradients, case)
@@ -73,8 +73,6 @@ def a_mask_of_each_kind(shape, arguments):
     """The backward kernels take their masks and ranges of tiles from the functions that the forward kernel uses."""
     return (shape, WINDOWS_AND_SCALES.index(arguments)) in (
         ((100, 60), 0),
-        ((60, 100), 2),
-        ((100, 60), 3),
         ((60, 100), 7),
     )
 
@@ -86,7 +84,7 @@ SHARP = [("bfloat16", 1.0), ("bfloat16", 8.0), ("float16", 3.0), ("float32", 3.0
     ("dtype", "scale", "value_size"),
     in_tiers(
         [(*sharp, value_size) for sharp in SHARP for value_size in (1.0, 10.0)],
-        lambda dtype, scale, value_size: (scale == 3.0) == (value_size == 10.0),
+        lambda dtype, scale, value_size: (dtype, value_size) == ("float16", 10.0),
     ),
 )
 def test_sharp_softmax(dtype, scale, value_size):
@@ -180,7 +178,10 @@ def test_small_differences():
     jax.test_util.check_grads(attention, (query, key, value), order=1, modes=["rev"], atol=1e-2, rtol=1e-2, eps=1e-2)
 
 
-@pytest.mark.parametrize("arguments", [{"is_causal": True, "scale": 0.3}, {"local_window_size": (3, 9)}], ids=str)
+AS_JAX_NN = [{"is_causal": True, "scale": 0.3}, {"local_window_size": (3, 9)}]
+
+
+@pytest.mark.parametrize("arguments", in_tiers(AS_JAX_NN, lambda arguments: "scale" in arguments), ids=str)
 def test_agreement_with_jax_nn(arguments):
     """jax.nn stops the gradient of lse, so only that of out is compared."""
     (query, key, value), _ = AttentionCase(40, 50, 16, N=4, K=2, B=2).inputs()
