@@ -20,7 +20,7 @@ class Fault:
 
 # Where the tests of a file are, those that should notice most first. A name without "/" is a pattern of `tests`.
 TESTS = {
-    "helpers/attention/api.py": ["test_api", "test_hopper_api", "test_in_use", "test_portable_forward", "test_portable_backward"],
+    "helpers/attention/api.py": ["test_api", "test_hopper_api", "test_in_use", "test_portable_forward", "test_portable_backward", "test_ring"],
     "helpers/attention/device.py": ["test_api", "test_hopper_api", "test_measure"],
     "helpers/attention/hopper/backward.py": ["test_hopper_backward*", "test_hopper_tables", "test_on_chip", "test_hopper*"],
     "helpers/attention/hopper/forward.py": ["test_hopper_forward*", "test_hopper_tables", "test_hopper*"],
@@ -35,6 +35,7 @@ TESTS = {
     "helpers/attention/paged.py": ["test_decode"],
     "helpers/attention/portable/forward.py": ["test_portable_forward", "test_tiles", "test_lowering", "test_faults"],
     "helpers/attention/portable/tiles.py": ["test_api", "test_measure", "test_lowering", "test_portable_forward", "test_portable_backward"],
+    "helpers/attention/ring.py": ["test_ring"],
     "helpers/attention/problem.py": ["test_api", "test_portable_forward"],
     "helpers/attention/reference.py": ["test_reference", "test_api", "test_portable_forward", "test_portable_backward"],
     "helpers/attention/sharding.py": ["test_in_use", "test_portable_forward", "test_hopper_api", "test_api"],
@@ -96,6 +97,7 @@ FAULTS = [
     ),
     *_of(
         "helpers/attention/api.py",
+        ("programs are persistent in a ring", "is_persistent=False", "is_persistent=True"),
         ("cudnn takes a head_dim of 20", "elif problem.H % 8 or problem.H > 128:", "elif problem.H % 4 or problem.H > 128:"),
         ("cudnn gets the window mirrored", "(band.left, 0)", "(0, band.left)"),
         ("cudnn is causal without being asked", "is_causal=band.right == 0", "is_causal=band.right is not None or band.left is None"),
@@ -378,6 +380,18 @@ FAULTS = [
         ("keys are not rotated", "rotate(query, start), rotate(key, start), value", "rotate(query, start), key, value"),
         ("the gain of a norm is not used", "return gain * x * jax.lax.rsqrt", "return x * jax.lax.rsqrt"),
         ("every piece of a text begins at position 0", "positions = jnp.asarray(start)[..., None] +", "positions = 0 * jnp.asarray(start)[..., None] +"),
+    ),
+    *_of(
+        "helpers/attention/ring.py",
+        ("the ring turns the other way", "routes = [(device, (device + 1) %", "routes = [(device, (device - 1) %"),
+        ("a part counts with the weight of the sum", "weight(lse_of_part) * out_of_part", "weight(lse) * out_of_part"),
+        ("all keys of a device before have work", "Piece(0, keys // 2, False) if before", "Piece(0, keys, False) if before"),
+        ("of a later device no key is hidden", "Piece(1, keys - 1, True)", "Piece(0, keys, True)"),
+        ("gradients stay where they were added", "        if step:\n            travelling", "        if step > 1:\n            travelling"),
+        ("the last shares are of other keys", "for step in [*range(1, ring.devices), 0]:", "for step in range(ring.devices):"),
+        ("keys that only fill up are seen", "            key_length=key_length,\n            return", "            return"),
+        ("lengths are those of the whole sequence", "        return (own[None] < lengths[:, None]).sum(axis=1, dtype=jnp.int32)", "        return lengths"),
+        ("halves stay as they came", "swap = me % 2 == 1\n    return", "swap = me < 0\n    return"),
     ),
     *_of(
         "helpers/paging.py",

@@ -252,7 +252,7 @@ def dropped(self, which, step, query_side, key, value, *lengths):
     results = STEP(self, which, step, query_side, key, value, *lengths)
     if step != self.devices - 1:
         return results
-    filler = (0, -jnp.inf) if which == "forward" else (0, 0, 0)
+    filler = (0, -jnp.inf) if which == "forward_of_part" else (0, 0, 0)
     return tuple(array * 0 + nothing for array, nothing in zip(results, filler, strict=True))
 
 
@@ -291,6 +291,15 @@ def test_a_broken_ring_is_found_in_gradients(fault, monkeypatch):
             check_gradients(functools.partial(gradients_of, attention_on(4)), SMALL)
     finally:
         ring._on_mesh.clear_cache()
+
+
+def test_a_transfer_may_occupy_multiprocessors():
+    """On Hopper each tile of queries is a program of its own: a persistent program would begin its whole share late."""
+    shares = functools.partial(ring_attention, axis_name="sequence", implementation="hopper")
+    split = P(None, "sequence")
+    attention = jax.shard_map(shares, mesh=mesh_of(2), in_specs=split, out_specs=split)
+    array = jax.ShapeDtypeStruct((1, 256, 140, 64), jnp.bfloat16)
+    assert "grid=(140,)" in str(jax.make_jaxpr(attention)(*3 * [array]))  # a card has 132 multiprocessors
 
 
 # Complaints
@@ -392,7 +401,7 @@ def counted_footprint(devices, share, monkeypatch, which):
 
     def run(self, which, problem, query, key, value, *rest):
         of_rows = jax.ShapeDtypeStruct((problem.B, problem.N, problem.T), jnp.float32)
-        results = (query, of_rows) if which == "forward" else (query, key, value)
+        results = (query, of_rows) if which == "forward_of_part" else (query, key, value)
         results = tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in results)
         residuals = [array for array in rest if array is not None]
         return jax.pure_callback(lambda *_: None, results, query, key, value, *residuals)

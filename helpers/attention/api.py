@@ -171,11 +171,13 @@ def _compiled(attend, problem, return_residual, *arrays):
 class Kernels(NamedTuple):
     """forward(call) -> (out, lse) and backward(call, out, lse, dout, dlse) -> (dq, dk, dv), on one device.
 
-    backward_of_part is backward for a call that has some of the keys only, where out and lse are those of all.
+    The other two are for a call that has some of the keys only, while others travel: forward_of_part leaves room
+    for a transfer that occupies a part of a GPU, and for backward_of_part out and lse are those of all keys.
     """
 
     forward: Callable
     backward: Callable
+    forward_of_part: Callable
     backward_of_part: Callable
 
 
@@ -207,7 +209,7 @@ class KernelsOf:
             with _settings(), jax.default_matmul_precision(precision):
                 return by_platform(*arrays, **{name: on(kernels) for name, kernels in self.platforms})
 
-        letters = sharding.FORWARD if which == "forward" else sharding.BACKWARD
+        letters = sharding.FORWARD if which.startswith("forward") else sharding.BACKWARD
         return sharding.one_device_at_a_time(one_device, *letters, self.splits)(problem, *arrays)
 
 
@@ -223,19 +225,19 @@ def _forward(many_queries, interpret):
 
 
 def _portable(interpret):
-    return Kernels(
-        _forward(portable_forward.forward, interpret),
-        functools.partial(portable_backward.backward, interpret=interpret),
-        functools.partial(portable_backward.backward, interpret=interpret, mends_delta=False),
-    )
+    forward = _forward(portable_forward.forward, interpret)
+    backward = functools.partial(portable_backward.backward, interpret=interpret)
+    return Kernels(forward, backward, forward, functools.partial(backward, mends_delta=False))
 
 
 def _hopper(interpret):
+    forward = _forward(hopper_forward.forward, interpret)
     backward = functools.partial(hopper_backward.backward, interpret=interpret)
-    return Kernels(_forward(hopper_forward.forward, interpret), backward, backward)
+    of_part = _forward(functools.partial(hopper_forward.forward, is_persistent=False), interpret)
+    return Kernels(forward, backward, of_part, backward)
 
 
-REFERENCE = Kernels(naive_attention, naive_gradients, naive_gradients_of_part)
+REFERENCE = Kernels(naive_attention, naive_gradients, naive_attention, naive_gradients_of_part)
 PORTABLE = KernelsOf((("cpu", _portable(True)), ("cuda", _portable(False))))
 PORTABLE_OR_REFERENCE = KernelsOf((("cuda", _portable(False)), ("default", REFERENCE)))
 REFERENCE_EVERYWHERE = KernelsOf((("default", REFERENCE),))

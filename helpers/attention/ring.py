@@ -22,6 +22,11 @@ A step of a device is a `Piece`: its queries from some position on, the keys up 
 mask is causal in there. Pieces have static shapes, so each kernel runs that would run on one device. Keys that only
 fill up the last shares are cut off in the same way. `plan` lists all pieces.
 
+On GPUs, compile with OVERLAPPING: XLA then sends keys and values as one transfer beside the kernel, where by itself
+it would send the values before. NCCL's transfer occupies some of the multiprocessors, for which a persistent kernel
+would wait; the forward kernel runs one program a tile here, and the backward kernels always do. What that gave on two
+cards is in measure/results.
+
 Several hosts: call `jax.distributed.initialize()` first, and make the mesh of all devices. Nothing else changes.
 A host that stops ends the others with an error: after `heartbeat_timeout_seconds` of that call, if not at once.
 """
@@ -45,6 +50,11 @@ from helpers.attention.reverse_mode import reverse_mode_only
 from helpers.attention.sharding import vary_alike
 
 LAYOUTS = ("contiguous", "striped", "zigzag")
+# jax.jit(…, compiler_options=OVERLAPPING). Options of XLA, which may rename them.
+OVERLAPPING = {
+    "xla_gpu_collective_permute_combine_threshold_bytes": 2**40,
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+}
 
 
 # Who has which positions, and who has work when
@@ -339,7 +349,7 @@ class Ring:
     def step(self, which, step, query_side, key, value, query_lengths, key_lengths):
         """One pass of this device's piece of a step, with results for all of its queries and of these keys.
 
-        which: "forward" or "backward_of_part". query_side: query, and for the backward pass out, lse, dout, dlse.
+        which: "forward_of_part" or "backward_of_part". query_side: query, and for the latter out, lse, dout, dlse.
         """
         T, S, is_causal = self.problem.T, self.problem.S, self.problem.band.right == 0
         pieces = plan(self.layout, self.devices, T, S, is_causal=is_causal, key_length=self.key_length)[step]
@@ -370,7 +380,7 @@ class Ring:
         key, value = key[:, :keys], value[:, :keys]
         if piece is None:
             of_rows = jnp.swapaxes(query[..., 0], 1, 2).astype(jnp.float32)
-            results = (query, of_rows) if which == "forward" else (query, key, value)
+            results = (query, of_rows) if which == "forward_of_part" else (query, key, value)
         else:
             if query_lengths is not None:
                 query_lengths = jnp.maximum(query_lengths - first, 0)
@@ -379,7 +389,7 @@ class Ring:
             part = dataclasses.replace(problem, T=problem.T - first, S=keys, band=Band.of(is_causal))
             results = self.kernels.run(which, part, query, key, value, query_lengths, key_lengths, *residuals)
         after = lambda array: _padded(array, 1, 0, problem.S - keys)
-        if which == "forward":
+        if which == "forward_of_part":
             out, lse = results
             return _padded(out, 1, first, 0), _padded(lse, 2, first, 0, -jnp.inf)
         dq, dk, dv = results
@@ -408,7 +418,7 @@ def _ring(ring, query, *key_side):
     out = lse = None
     for step in range(ring.devices):
         coming = ring.shift(shard) if step + 1 < ring.devices else None
-        part = ring.step("forward", step, (query,), *shard, *lengths)
+        part = ring.step("forward_of_part", step, (query,), *shard, *lengths)
         out, lse = _merge(out, lse, *part) if step else part
         # Else the next shard but one could come before this one is done with, and parts could wait to be merged
         # together: memory would grow with the number of devices.

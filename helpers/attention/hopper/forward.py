@@ -528,18 +528,22 @@ def _padded(array, length, head_dim):
     return jnp.pad(array, ((0, 0), (0, length - T), (0, 0), (0, head_dim - H)))
 
 
-def forward(call, *, tiles=None, interpret=False):
+def forward(call, *, tiles=None, is_persistent=True, interpret=False):
     """Attention of a checked `Call` by the kernel above.
 
     Returns out (B, T, N, H) in the dtype of query and lse (B, N, T) in float32. Where T and S are
     multiples of eight and of at least one tile, and H is one of HEAD_DIMS, nothing is copied.
-    tiles: a `Tiles`, or None for the fastest known. interpret: False, or a
-    `plgpu.InterpretGPUParams` that says how to run on a CPU.
+    tiles: a `Tiles`, or None for the fastest known. is_persistent: False gives each tile of queries a
+    program of its own. A program that waits for a multiprocessor, because a transfer from another card
+    occupies it, is then one of many; a persistent one would begin its whole share late.
+    interpret: False, or a `plgpu.InterpretGPUParams` that says how to run on a CPU.
     """
     problem = call.problem
     if reason := why_not(problem):
         raise NotImplementedError(f"the hopper kernel cannot serve this call: {reason}")
     tiles = default_tiles(problem) if tiles is None else tiles
+    if not is_persistent:
+        tiles = tiles._replace(programs=None)
     query, problem = _with_positive_scale(call.query, problem)
     B, T, S, N, H = problem.B, problem.T, problem.S, problem.N, problem.H
     block_q, block_k, stages, warpgroups = tiles.block_q, tiles.block_k, tiles.stages, tiles.warpgroups
