@@ -15,7 +15,7 @@ NOTEBOOK ?=
 REPOSITORY ?=
 REVISION ?= main
 
-.PHONY: help setup lab fresh test test-all test-oldest mutation notebooks figures lint site site-setup site-test gpu gpu-test gpu-memcheck gpu-fuzz gpu-bench gpu-tune gpu-compile
+.PHONY: help setup lab fresh test test-all test-oldest mutation notebooks figures lint site site-setup site-test gpu gpu-test gpu-memcheck gpu-fuzz gpu-bench gpu-ring gpu-tune gpu-compile
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -83,6 +83,9 @@ gpu-memcheck: setup ## watch every memory access of the kernels on the GPU with 
 
 gpu-bench: setup ## measure the kernels on the GPU of this machine, next to cuDNN and installed peers
 	@$(IN_VENV) -m helpers.measure.benchmark $(ARGS)
+
+gpu-ring: setup ## measure ring attention on all GPUs of this machine, two or more
+	@$(IN_VENV) -m helpers.measure.ring_benchmark $(ARGS)
 
 gpu-tune: setup ## find the fastest tiles of the kernels for this GPU and record them
 	@$(IN_VENV) -m helpers.measure.tune $(ARGS)

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -20,6 +21,7 @@ from helpers.attention import api, ring
 from helpers.attention.masking import Band
 from helpers.attention.problem import Problem
 from helpers.attention.ring import LAYOUTS, plan, positions, ring_attention, ring_attention_on_mesh
+from helpers.measure import results, ring_benchmark, timing
 from helpers.measure import ring as cost
 
 
@@ -434,6 +436,43 @@ def test_footprint_does_not_grow_with_the_devices(which, monkeypatch):
     assert len(set(stated)) == 1
     assert two <= four <= eight <= 1.01 * four
     assert 0.8 * stated[0] <= eight <= 1.1 * stated[0]
+
+
+# What is recorded of cards
+
+
+TINY = {"N": 2, "H": 16}
+PROMPT = {"sample_ms": 1.0, "rounds": 2, "device_samples": lambda _: []}
+
+
+@pytest.mark.full  # slow; the timer, the ring and the schema have quick tests of their own
+@pytest.mark.parametrize("case", ring_benchmark.cases(2)[2:], ids=lambda case: case.name)
+def test_a_case_on_cards_gives_rows_of_the_schema(case):
+    case = replace(case, T=512, **TINY)
+    time_programs = lambda programs, **_: timing.time_together(programs, **PROMPT)
+    rows = ring_benchmark.measure(case, mesh_of(2), pytest.fail, time_programs, right_at=64)
+    assert [row["variant"] for row in rows] == list(ring_benchmark.OPTIONS)
+    for row in rows:
+        results.check(results.read_ring() | {"rows": [row]}, results.RING_FILE)
+        assert (row["case"], row["T"], row["devices"]) == (case.name, 512, 2)
+        assert row["efficiency"] == pytest.approx(row["alone_ms"] / row["ms"], abs=0.01)
+    assert "GiB a device, by formula" in ring_benchmark.memory(case, mesh_of(2))
+
+
+@pytest.mark.full
+def test_a_broken_ring_is_not_timed(monkeypatch):
+    monkeypatch.setattr(*BROKEN["rotated"])
+    ring._on_mesh.clear_cache()
+    notes = []
+    case = replace(ring_benchmark.cases(4)[0], T=512, **TINY)
+    assert ring_benchmark.measure(case, mesh_of(4), notes.append, None, right_at=64) == []
+    assert "wrong: out has a relative error" in notes[0]
+    ring._on_mesh.clear_cache()
+
+
+def test_without_two_cards_nothing_is_measured(capsys):
+    assert ring_benchmark.main([]) == 1
+    assert "Nothing to measure" in capsys.readouterr().out
 
 
 # Several hosts

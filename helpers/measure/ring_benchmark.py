@@ -1,0 +1,217 @@
+"""Time ring attention on all GPUs of this machine next to one card's share of the work, and record it.
+
+Efficiency is the time of a share of the work on one card, without any communication, divided by the time of the
+ring. Wall times, for the transfers count; the programs of a case take turns on all cards. The share alone is:
+
+    full forward         the kernel, a card's queries against all keys
+    causal zigzag both   both passes over a sequence with 1/n of the pairs, scaled by the pairs
+    weak scaling         one card's own queries against its own keys, n times
+"""
+
+import argparse
+import functools
+import sys
+from dataclasses import asdict, dataclass
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from helpers import flash_attention
+from helpers.attention import ring
+from helpers.attention.api import KernelsOf
+from helpers.attention.masking import Band
+from helpers.attention.problem import Problem
+from helpers.measure import results
+from helpers.measure import ring as cost
+from helpers.measure.benchmark import Machine, gpu_or_reason, reason_of
+from helpers.measure.timing import Program, time_together
+
+AXIS = "sequence"
+SPLIT = P(None, AXIS)
+N, H, DTYPE = 16, 128, "bfloat16"
+OPTIONS = {
+    "nothing travels": {},
+    "XLA's own order": {},
+    "overlapping": ring.OVERLAPPING,
+    "132 programs, overlapping": ring.OVERLAPPING,
+}
+RIGHT_AT, WIDEST_ERROR = 4096, 0.02  # positions, and relative error of each result against one card's
+LONGEST = 2**20  # positions whose memory is compared with the formula
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: how long the whole sequence is, of how many heads, and which passes of it."""
+
+    name: str
+    T: int
+    is_causal: bool = False
+    N: int = N
+    H: int = H
+
+    @property
+    def passes(self):
+        return "both" if self.is_causal else "forward"
+
+
+def cases(devices):
+    full = [Case("full forward", 1024 * length) for length in (32, 128, 256)]
+    return [*full, Case("causal zigzag both", 131072, True), Case("weak scaling", 65536 * devices)]
+
+
+def mesh_of_all():
+    return jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def arrays(case, length, sharding, count=None):
+    """Query, key, value, and dout where both passes run: standard normal, made where they belong."""
+    draw = jax.jit(
+        lambda key: jax.random.normal(key, (1, length, case.N, case.H), jnp.dtype(DTYPE)), out_shardings=sharding
+    )
+    return [draw(jax.random.key(seed)) for seed in range(count or (4 if case.passes == "both" else 3))]
+
+
+def passes_of(case, attend):
+    """The function of the arrays of a case: out, and the gradients where both passes run."""
+    if case.passes == "forward":
+        return attend
+
+    def both(*arrays):
+        *arrays, dout = arrays
+        out, pull_back = jax.vjp(attend, *arrays)
+        return out, *pull_back(dout)
+
+    return both
+
+
+def stay(_, arrays):
+    """In place of `Ring.shift`: each step finds the device's own keys again."""
+    return lax.optimization_barrier(arrays)
+
+
+def of_whole(kernels, which, *arguments, run=KernelsOf.run):
+    """In place of `KernelsOf.run`: the forward kernel with a program for each processor, as for a call of its own."""
+    return run(kernels, "forward" if which == "forward_of_part" else which, *arguments)
+
+
+def ring_program(case, mesh, variant, inputs):
+    attention = functools.partial(ring.ring_attention, axis_name=AXIS, is_causal=case.is_causal)
+    attend = jax.shard_map(attention, mesh=mesh, in_specs=SPLIT, out_specs=SPLIT)
+    shift = stay if variant == "nothing travels" else ring.Ring.shift
+    run = of_whole if variant.startswith("132 programs") else KernelsOf.run
+    with mock.patch.object(ring.Ring, "shift", shift), mock.patch.object(KernelsOf, "run", run):
+        lowered = jax.jit(passes_of(case, attend)).lower(*inputs)
+    return lowered.compile(OPTIONS[variant])
+
+
+def share_alone(case, devices):
+    """(compiled program, its inputs, factor): the factor times its time is that of one card's share."""
+    here = SingleDeviceSharding(jax.devices()[0])
+    attend = functools.partial(flash_attention, is_causal=case.is_causal)
+    if case.name == "weak scaling":
+        inputs, factor = arrays(case, case.T // devices, here), devices
+    elif case.is_causal:
+        own = max(1, round(case.T / devices**0.5 / 128)) * 128
+        inputs, factor = arrays(case, own, here), case.T**2 / devices / own**2
+    else:
+        inputs, factor = arrays(case, case.T // devices, here, 1) + arrays(case, case.T, here)[1:], 1
+    return jax.jit(passes_of(case, attend)).lower(*inputs).compile(), inputs, factor
+
+
+def complaint(case, mesh, length=RIGHT_AT):
+    """What is wrong with a short ring of the kind of this case, or None; against `flash_attention` on one card."""
+    attend = functools.partial(ring.ring_attention_on_mesh, mesh=mesh, axis_name=AXIS, is_causal=case.is_causal)
+    on_one = functools.partial(flash_attention, is_causal=case.is_causal)
+    inputs = [np.asarray(array) for array in arrays(case, length, SingleDeviceSharding(jax.devices()[0]))]
+    mine, right = (jax.tree.leaves(jax.jit(passes_of(case, function))(*inputs)) for function in (attend, on_one))
+    for name, found, wanted in zip(("out", "dq", "dk", "dv"), mine, right, strict=False):
+        found, wanted = (np.asarray(array, np.float64) for array in (found, wanted))
+        error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+        if not error <= WIDEST_ERROR:
+            return f"wrong: {name} has a relative error of {error:.1e}"
+    return None
+
+
+def measure(case, mesh, note, time_programs=time_together, right_at=RIGHT_AT):
+    """Rows of a case, see `results.RING`; none where it is wrong. note(text): for what went wrong."""
+    if wrong := complaint(case, mesh, right_at):
+        note(f"{case.name}: {wrong}")
+        return []
+    devices = mesh.size
+    inputs = arrays(case, case.T, NamedSharding(mesh, SPLIT))
+    run, own, factor = share_alone(case, devices)
+    programs = {"alone": Program(run, [tuple(own)])}
+    for variant in OPTIONS:
+        programs[variant] = Program(ring_program(case, mesh, variant, inputs), [tuple(inputs)])
+    timings = time_programs(programs, sample_ms=100.0, device_samples=lambda _: [])
+    alone = factor * timings.pop("alone").wall_ms
+    return [
+        {
+            "case": case.name,
+            "T": case.T,
+            "devices": devices,
+            "variant": variant,
+            "alone_ms": round(alone, 3),
+            "ms": round(timing.wall_ms, 3),
+            "efficiency": round(alone / timing.wall_ms, 3),
+        }
+        for variant, timing in timings.items()
+    ]
+
+
+def memory(case, mesh):
+    """One line: the bytes that a device needs as compiled, next to the formula."""
+    inputs = [
+        jax.ShapeDtypeStruct((1, case.T, case.N, case.H), jnp.dtype(DTYPE), sharding=NamedSharding(mesh, SPLIT))
+    ] * (4 if case.passes == "both" else 3)
+    needed = ring_program(case, mesh, "overlapping", inputs).memory_analysis()
+    needed = needed.argument_size_in_bytes + needed.output_size_in_bytes + needed.temp_size_in_bytes
+    band = Band(right=0) if case.is_causal else Band()
+    problem = Problem(1, case.T, case.T, case.N, case.N, case.H, jnp.dtype(DTYPE), 1.0, band)
+    stated = sum(cost.footprint(problem, mesh.size, case.passes).values())
+    gib = 2**30
+    return f"{case.passes} at T = {case.T}: {needed / gib:.2f} GiB a device, by formula {stated / gib:.2f}"
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(prog="make gpu-ring", description=__doc__.splitlines()[0])
+    parser.add_argument("--commit", help="what to record as the commit, where git cannot say")
+    options = parser.parse_args(arguments)
+    reason = gpu_or_reason()
+    if reason or jax.device_count() < 2:
+        print(f"Nothing to measure: {reason or 'a ring needs two GPUs, and this machine has one'}.")
+        return 1
+    machine, mesh, notes = Machine.here(options.commit), mesh_of_all(), []
+
+    def note(text):
+        notes.append(text)
+        print(f"  ! {text}", flush=True)
+
+    print(mesh.size, machine.card, *(f"{name} {version}" for name, version in machine.versions.items()), sep=" · ")
+    rows = []
+    for case in cases(mesh.size):
+        try:
+            found = measure(case, mesh, note)
+        except Exception as error:
+            note(f"{case.name} at T = {case.T}: {reason_of(error)}")
+            continue
+        for row in found:
+            label = f"{row['case']} {row['T'] // 1024}k, {row['variant']}"
+            print(f"{label:45} {row['ms']:9.2f} ms, alone {row['alone_ms']:9.2f}: {row['efficiency']:.3f}", flush=True)
+        rows += found
+    try:
+        notes.append(memory(Case("memory", LONGEST, True), mesh))
+        print(notes[-1])
+    except Exception as error:
+        note(f"memory: {reason_of(error)}")
+    path = results.RESULTS / f"{results.slug(machine.card)}_ring.json"
+    return results.write_or_say(asdict(machine) | {"rows": rows, "notes": notes}, path, results.RING_FILE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
