@@ -76,6 +76,14 @@ def test_a_damaged_notebook_is_named(tmp_path, old_site, monkeypatch):
         build(old_site, notebooks=tmp_path)
 
 
+def test_every_link_of_the_readme_leads_to_a_page():
+    readme = site_build.CODE.sub("](function.md)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", readme)
+    assert len(targets) > 15
+    for target in targets:
+        assert target.startswith(("notebooks/", "figures/")) or (site_build.SOURCE / target).is_file(), target
+
+
 @pytest.mark.parametrize("name", ["no_such_package", "no_such_package.part"])
 def test_a_missing_sphinx_is_one_line(name, old_site, monkeypatch):
     monkeypatch.setattr(site_build, "EXTRA", ("nbformat", name))

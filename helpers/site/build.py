@@ -24,6 +24,7 @@ EXTRA = (
     "py_mini_racer",
     "ziamath",
 )
+CODE = re.compile(r"\]\(helpers/attention/\w+\.py\)")  # in the README; on the site the functions have a page
 NOT_SAID = "The picture that the code above draws."
 
 
@@ -82,7 +83,7 @@ def lay_out(stage, paths):
     for path in paths:
         nbformat.write(with_alt_texts(nbformat.read(path, as_version=4)), stage / "notebooks" / path.name)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (stage / "README.md").write_text(readme.replace("](helpers/attention/api.py)", "](function.md)"), encoding="utf-8")
+    (stage / "README.md").write_text(CODE.sub("](function.md)", readme), encoding="utf-8")
     pages.write(stage, paths[0])
 
 
