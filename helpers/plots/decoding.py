@@ -206,7 +206,7 @@ def translation():
                 linewidth=1.2,
             )
         )
-    handles = [Patch(facecolor=style.SKIPPED, label="of other sequences, or free")]
+    handles = [Patch(facecolor=style.SKIPPED, label="empty, or of other sequences")]
     axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1, -0.08), fontsize=9)
     return figure
 
