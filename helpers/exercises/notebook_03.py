@@ -272,7 +272,7 @@ QUERY_OUTER = Exercise(
         Mistake(
             "the tiles of keys are not used: the softmax takes a whole row of logits at once",
             lambda q, k, v, scale, block_q, block_k: _query_outer(q, k, v, scale, len(q), len(k)),
-            "The numbers are right, but no chip holds every row: visit block_k keys at a time: see section 2.",
+            "The numbers are right, but a long row fits no chip: visit block_k keys at a time, as in section 2.",
         ),
         Mistake(
             "the two block sizes are exchanged",
