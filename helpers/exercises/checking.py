@@ -615,9 +615,9 @@ def _mistaken(exercise, answer, case_number):
 
 
 def _same(a, b, tolerance):
-    """Whether two results are equal; whoever raises in the same case counts as doing the same."""
+    """Whether two results are equal; whoever raises in the same case counts as doing the same, a complaint apart."""
     if isinstance(a, _Raised) or isinstance(b, _Raised):
-        return isinstance(a, _Raised) and isinstance(b, _Raised)
+        return isinstance(a, _Raised) and isinstance(b, _Raised) and (a.kind == "Complaint") == (b.kind == "Complaint")
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_same(a[key], b[key], tolerance) for key in a)
     if isinstance(a, str) or isinstance(b, str) or a is None or b is None:

@@ -121,6 +121,11 @@ EXERCISES = (
                 "Subtracting the maximum keeps exponentials small; the weights must still add up to one.",
             ),
             Mistake(
+                "the result is divided by the square root of H instead of the logits",
+                lambda q, k, v: _attend(q, k, v, scale=1.0) / np.sqrt(len(q)),
+                "The square root belongs to s, before the exponential: see the formula of the exercise.",
+            ),
+            Mistake(
                 "the square root is applied after the exponential instead of inside it",
                 lambda q, k, v: np.exp(k @ q) / np.sqrt(len(q)) @ v,
                 "s is scaled first, then comes e to the power of s, then the sum: see the formula of the exercise.",

@@ -70,6 +70,11 @@ def _masked_after(q, k, v, is_causal):
     return (np.where(_mask(*p.shape), p, 0) if is_causal else p) @ v
 
 
+def _lowered_by_1000(q, k, v, is_causal):
+    s = q @ k.T / math.sqrt(q.shape[1])
+    return _softmax(s - 1000.0 * ~_mask(*s.shape) if is_causal else s) @ v
+
+
 def _multiplied_by_infinity(q, k, v, is_causal):
     s = q @ k.T / math.sqrt(q.shape[1])
     return _softmax(s + ~_mask(*s.shape) * -np.inf if is_causal else s) @ v
@@ -85,6 +90,11 @@ def _maximum_before_mask(q, k, v, is_causal):
 
 def _one_maximum(s):
     p = np.exp(s - s.max())
+    return p / p.sum(axis=-1, keepdims=True)
+
+
+def _maximum_of_columns(s):
+    p = np.exp(s - s.max(axis=0, keepdims=True))
     return p / p.sum(axis=-1, keepdims=True)
 
 
@@ -206,9 +216,10 @@ ATTENTION = Exercise(
             "The exponential of 0 is 1, so a logit of 0 still gets weight: reread section 3.",
         ),
         Mistake(
-            "hidden logits are set to a finite number that is not low enough",
+            "hidden logits are set to a finite number, or lowered by one, and that is not low enough",
             _attention(hidden=-1000.0),
             "A visible logit can be lower still; only -np.inf is always below it: reread section 3.",
+            variants=(_lowered_by_1000,),
         ),
         Mistake(
             "a mask of zeros and ones is multiplied by infinity, and 0 · ∞ is NaN",
@@ -224,6 +235,11 @@ ATTENTION = Exercise(
             "the softmax runs over the queries instead of the keys",
             _attention(softmax=lambda s: _softmax(s, axis=0)),
             "The weights of one query, a row, must sum to one: reread section 1.",
+        ),
+        Mistake(
+            "the maximum is taken over the queries instead of the keys",
+            _attention(softmax=_maximum_of_columns),
+            "Weights keep their proportions only if one number is subtracted from a whole row, axis=-1: see section 1.",
         ),
         Mistake(
             "the largest logit is not subtracted, and large exponentials overflow or vanish",
@@ -488,6 +504,11 @@ FIT = Exercise(
             "the solution of the quadratic equation is rounded to the nearest integer",
             lambda memory, heads, H, itemsize: round(_exact_root(memory, heads, H, itemsize)),
             "What is larger does not fit, by however little: round down.",
+        ),
+        Mistake(
+            "the solution of the quadratic equation is not rounded",
+            _exact_root,
+            "T is a whole number, and what is larger does not fit: round down.",
         ),
         Mistake(
             "the solution of the quadratic equation is rounded up",

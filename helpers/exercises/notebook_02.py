@@ -335,6 +335,11 @@ def _one_comparison(a, b):
     return m, alpha * a[1] + beta * b[1], alpha[:, None] * a[2] + beta[:, None] * b[2]
 
 
+def _only_a_to_the_maximum_of_b(a, b):
+    alpha = np.exp(a[0] - b[0])
+    return np.maximum(a[0], b[0]), alpha * a[1] + b[1], alpha[:, None] * a[2] + b[2]
+
+
 def _normalised_merge(a, b):
     m, l, acc = _merge(a, b)
     return m, l, acc / l[:, None]
@@ -425,6 +430,7 @@ MERGE_MISTAKES = (
         "a is rescaled to the maximum of b, also where that of a is the larger",
         lambda a, b: (np.maximum(a[0], b[0]), *_merge(a, b, choose=lambda m_a, m_b: m_b)[1:]),
         "Both parts are converted to the larger of the two maxima: see section 5.",
+        variants=(_only_a_to_the_maximum_of_b,),
     ),
     Mistake(
         "a whole part is dropped because it saw no key in one of the rows",
@@ -528,17 +534,17 @@ def _rows(no_max, starts_at_0, tile_max):
 
 BREAK_MISTAKES = (
     Mistake(
-        "no row leaves the range of float32, as with numbers from N(0, 1)",
+        "no row breaks any shortcut, as with numbers from N(0, 1)",
         _rows([1, -1], [-1, 1], [1, -1]),
         "No reference matters until an exponential leaves the range of float32: see the picture in section 6.",
     ),
     Mistake(
-        "every row holds large logits only",
+        "every row breaks “no max” alone, by large logits",
         _rows([500], [500], [500]),
         "A large logit replaces a reference of 0 and a constant row never lets m fall: see section 6.",
     ),
     Mistake(
-        "one logit is far below zero but not all of them",
+        "the row for “m starts at 0” falls, but not all of its logits are far below zero",
         _rows([100], [0, -200], [0, -100]),
         "An m of 0 is harmless as long as some logit is near it or above: see section 6.",
     ),
@@ -553,7 +559,7 @@ BREAK_MISTAKES = (
         "Only a fall between two tiles makes alpha exceed the largest float32: see section 6.",
     ),
     Mistake(
-        "the first tile of “tile max” is so large that “no max” overflows too",
+        "the row for “tile max” holds logits so large that “no max” overflows too",
         _rows([100], [-200], [200, 0]),
         "What matters is the fall from one tile to the next, not the height: see section 6.",
     ),
@@ -583,7 +589,7 @@ BREAK_MISTAKES = (
         "A fall from one tile to the next takes two tiles: let the length depend on block_k.",
     ),
     Mistake(
-        "every row is large at first and then falls, which breaks “no max” and “tile max” together",
+        "every row is large somewhere and falls somewhere, which breaks “no max” and “tile max” together",
         _rows([200, -200], [200, -200], [200, -200]),
         "Each row needs one thing only: height, depth, or a fall that begins near 0; see the picture in section 6.",
     ),
@@ -772,7 +778,7 @@ ATTEND_MISTAKES = (
     Mistake(
         "m is the maximum of the tile instead of the running maximum",
         _wrong_attend(choose=lambda m, largest: largest),
-        "The result is right until m falls so far that alpha overflows: see section 6.",
+        "The result is right until m falls so far that alpha overflows, or to -inf in a masked tile: see section 6.",
     ),
     Mistake(
         "m starts at 0",
@@ -798,6 +804,21 @@ ATTEND_MISTAKES = (
         "the maximum of the whole row is used from the first tile on",
         lambda s, v, block_k: _attend(s, v, block_k, choose=lambda m, largest: s.max()),
         "That takes a pass of its own, and makes early tiles vanish where the maximum comes late: see section 3.",
+    ),
+    Mistake(
+        "lse is m - log l",
+        _wrong_attend(lse_of=lambda m, l: m - np.log(l)),
+        "lse = m + log l: see section 4.",
+    ),
+    Mistake(
+        "the last, shorter tile is left out",
+        lambda s, v, block_k: _attend(s[: len(s) // block_k * block_k], v, block_k),
+        "range(0, len(s), block_k) reaches the tail, len(s) // block_k tiles do not.",
+    ),
+    Mistake(
+        "the answer for the whole row alone is returned",
+        lambda s, v, block_k: tuple(part[-1] for part in _attend(s, v, block_k)),
+        "One row of out and one lse are asked for each tile: record them inside the loop.",
     ),
     Mistake(
         "lse is m alone, without log l",
@@ -1017,7 +1038,7 @@ LSE_MISTAKES = (
     Mistake(
         "the two lse are averaged",
         _by_weights(_softmax_pair, lse=lambda a, b: (a + b) / 2),
-        "lse = log(e^lse_a + e^lse_b) is larger than both: see section 8.",
+        "lse = log(e^lse_a + e^lse_b) is never below the larger of the two: see section 8.",
     ),
     Mistake(
         "the two lse are added",
@@ -1027,12 +1048,13 @@ LSE_MISTAKES = (
     Mistake(
         "the larger lse is taken for the lse of the row",
         _by_weights(_softmax_pair, lse=np.maximum),
-        "lse = log(e^lse_a + e^lse_b) is larger than both: see section 8.",
+        "lse = log(e^lse_a + e^lse_b) is larger than both where both saw a key: see section 8.",
     ),
     Mistake(
         "-inf is subtracted from -inf where neither part saw a key",
         _by_weights(_unguarded),
         "Use 0 as the reference there: see section 7.",
+        variants=(_by_weights(_unguarded, lse=_unguarded_lse),),
     ),
     Mistake(
         "the weights are e^lse, not divided by their sum",
@@ -1053,6 +1075,16 @@ LSE_MISTAKES = (
         "the larger lse is taken for that of the row, in the weights too",
         _by_weights(_not_normalised, lse=np.maximum),
         "lse = log(e^lse_a + e^lse_b), and the weights then add up to one: see section 8.",
+    ),
+    Mistake(
+        "out is right and lse is in base two",
+        _by_weights(_softmax_pair, lse=np.logaddexp2),
+        "lse is a natural logarithm: np.logaddexp, see section 8.",
+    ),
+    Mistake(
+        "lse is e^lse_a + e^lse_b, without the logarithm",
+        _by_weights(_softmax_pair, lse=lambda a, b: np.exp(a) + np.exp(b)),
+        "lse is the logarithm of that sum, and np.logaddexp takes it without overflow: see hint 1.",
     ),
     Mistake(
         "lse is 0 instead of -inf where neither part saw a key",

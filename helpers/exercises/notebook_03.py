@@ -48,7 +48,7 @@ def _attention_cases():
         (9, 11, 5, 2, 4, 2.0, {"peak": 7}, ", ragged tails, largest logits in the middle"),
         (6, 10, 4, 3, 4, 0.5, {"shift": 1000.0}, ", logits near 1000"),
         (6, 10, 4, 3, 4, 0.25, {"shift": -1000.0}, ", logits near -1000"),
-        (6, 10, 4, 3, 4, 0.5, {"peak": 0, "gap": 2000.0}, ", the first logit 2000 above the others"),
+        (6, 10, 4, 3, 4, -0.5, {"peak": 0, "gap": 2000.0}, ", the first logit 2000 above the others"),
         (6, 10, 4, 3, 4, 0.25, {"shift": 1000.0, "mixed": True}, ", logits near 1000 and -1000, by query"),
         (128, LONG, 1, 128, 64, 1.0, {}, ""),
     ]
@@ -171,7 +171,7 @@ QUERY_OUTER = Exercise(
     cases=_attention_cases,
     expected=lambda q, k, v, scale, *_: _oracle(q, k, v, scale),
     run=_run_in_tiles,
-    tried="T ≠ S, ragged tails, unequal blocks, the largest logits first, last and in the middle, logits near ±1000",
+    tried="T ≠ S, ragged tails, unequal blocks, largest logits first, last and in the middle, or near ±1000, scale < 0",
     mistakes=(
         Mistake(
             "acc is not multiplied by alpha when the maximum grows",
@@ -189,9 +189,10 @@ QUERY_OUTER = Exercise(
             "Terms added under different maxima do not mix: see the equation of section 1.",
         ),
         Mistake(
-            "alpha is turned round, e^(m_new - m), or is not an exponential, so that it is infinite in the first visit",
+            "alpha is not finite in the first visit: turned round, e^(m_new - m), no exponential, or from an m_new "
+            "that is not the larger of the two",
             _with(alpha_of=lambda m, m_new: np.exp(m_new - m)),
-            "alpha = e^(m - m_new), at most 1, and 0 in the first visit: see the equation of section 1.",
+            "alpha = e^(m - m_new), with the larger m_new, is at most 1, and 0 in the first visit: see section 1.",
         ),
         Mistake(
             "p is measured from the old maximum, which is minus infinity in the first visit",
@@ -269,9 +270,9 @@ QUERY_OUTER = Exercise(
             "finalize divides acc by l once: see the end of the loop in section 1.",
         ),
         Mistake(
-            "the tiles are not used: the softmax takes a whole row of logits at once",
+            "the tiles of keys are not used: the softmax takes a whole row of logits at once",
             lambda q, k, v, scale, block_q, block_k: _query_outer(q, k, v, scale, len(q), len(k)),
-            "The numbers are right, but no chip holds a whole row: visit block_k keys at a time, as in section 2.",
+            "The numbers are right, but a long row fits no chip: visit block_k keys at a time, as in section 2.",
         ),
         Mistake(
             "the two block sizes are exchanged",
@@ -428,6 +429,11 @@ CLASSIFY = Exercise(
             "a tile counts as seen if only a query past the end would see it",
             lambda i, i_stop, j, j_stop, T, S: _word(j > i_stop - 1, j_stop - 1 <= i and i_stop <= T and j_stop <= S),
             "The last query that exists is min(q_stop, T) - 1: see section 5.",
+        ),
+        Mistake(
+            "T and S are not looked at: a tile is judged as if every position in it existed",
+            lambda i, i_stop, j, j_stop, T, S: _word(j > i_stop - 1, j_stop - 1 <= i),
+            "Queries from T on and keys from S on do not exist, and no pair with them is visible: see section 5.",
         ),
         Mistake(
             "a tile is skipped as soon as its first query does not see it",
@@ -751,6 +757,11 @@ KEY_OUTER = Exercise(
             "out, m and l belong together, and all three go back to memory: see section 6.",
         ),
         Mistake(
+            "only out is stored, and m and l are not",
+            _visit(store=("out",)),
+            "out, m and l belong together, and all three go back to memory: see section 6.",
+        ),
+        Mistake(
             "out is not stored",
             _visit(store=("m", "l")),
             "out, m and l belong together, and all three go back to memory: see section 6.",
@@ -761,9 +772,10 @@ KEY_OUTER = Exercise(
             "The old l has the old maximum as its reference: see the equation of section 6.",
         ),
         Mistake(
-            "alpha is turned round, e^(m_new - m), or is not an exponential, so that it is infinite in the first visit",
+            "alpha is not finite in the first visit: turned round, e^(m_new - m), no exponential, or from an m_new "
+            "that is not the larger of the two",
             _visit(alpha_of=lambda m, m_new: np.exp(m_new - m)),
-            "alpha = e^(m - m_new), at most 1, and 0 in the first visit: see the equation of section 1.",
+            "alpha = e^(m - m_new), with the larger m_new, is at most 1, and 0 in the first visit: see section 1.",
         ),
         Mistake(
             "m is the largest logit of the current tile only, not the largest so far",

@@ -183,7 +183,7 @@ _LOOP_BODY = Exercise(
             "When the maximum moves, everything summed so far shrinks by alpha: reread the equations of section 2.",
         ),
         Mistake(
-            "alpha is upside down, or the new m is not the larger of the two",
+            "alpha is upside down or no exponential, or the new m is not the larger of the two",
             _body(invert=True),
             "m' is max(m, ...) and alpha is exp(m - m'), never above one: reread the equations of section 2.",
         ),
@@ -747,9 +747,9 @@ _GQA = Exercise(
             "The block holds all S keys, so its index on that axis is always 0: see the text of the exercise.",
         ),
         Mistake(
-            "the index counts elements instead of blocks",
+            "the index is the first query head of the group instead of the key/value head",
             lambda i, n, b, N, K: (b, 0, n // (N // K) * (N // K), 0),
-            "With block size None an index is the head itself: see the text of the exercise.",
+            "There are K heads of keys, and the index counts those: see the picture of section 7.",
         ),
         Mistake(
             "the key/value head is the place within the group, n % (N // K)",

@@ -51,6 +51,7 @@ def _ds_cases():
         case("nearly all weight on one key, ", 6, 9, 30),
         case("a large constant in dp, ", 3, 5, 1, shift=50.0),
         case("one key, ", 3, 1, 1),
+        case("", 4, 4, 1),
     ]
 
 
@@ -140,6 +141,11 @@ _DS = Exercise(
             "the row sum has lost its axis, and meets the columns",
             lambda p, dp: p * (dp - (p * dp).sum(axis=1)),
             "delta has shape (T,): keepdims=True or [:, None] puts it beside the rows of a (T, S) table.",
+        ),
+        Mistake(
+            "every row of p meets every row of dp, p @ dp.T",
+            lambda p, dp: p * (dp - p @ dp.T),
+            "Each row of p meets its own row of dp alone: multiply entry by entry, then sum, see section 2.",
         ),
         Mistake(
             "delta is the row sum of p, which is always 1",
@@ -424,7 +430,7 @@ _PRODUCTS = Exercise(
             "v meets p in the forward pass, and what arrives there is dout: see section 3.",
         ),
         Mistake(
-            "the logits are divided by the scale: dq and dk carry 1 / scale",
+            "dq and dk are divided by the scale instead of multiplied",
             _products(scale_q=-1, scale_k=-1),
             "s = scale q kᵀ, and the factor stays when you differentiate: see section 3.",
         ),
@@ -713,7 +719,7 @@ def _run_tiled(answer, q, k, v, dout, scale, block_q, block_k):
     except (TypeError, ValueError):
         return result  # not three results: `expected` says so
     if whole:
-        return dq, dk, dv, "a table of all queries and keys"
+        return dq, dk, dv, "a table larger than a tile"
     rows = {shape[0] for shape in shapes if len(shape) == 1 or shape[1:] == (1,)}
     if T == LONG and block_k in rows and block_q not in rows:
         return dq, dk, dv, "tiles of block_k queries and block_q keys"
@@ -962,9 +968,9 @@ _TILED = Exercise(
             "The lengths need not be multiples of the tiles; a slice past the end is simply shorter: see section 8.",
         ),
         Mistake(
-            "the whole (T, S) table is built at once, and the block sizes are not used",
+            "a table larger than a tile is built: whole rows, whole columns, or all of the (T, S) table",
             _tiled(whole=True),
-            "The numbers are right and the memory is that of notebook 01: loop over tiles, see section 8.",
+            "The numbers are right, but the memory grows with the lengths: loop over tiles of both, see section 8.",
         ),
     ),
 )

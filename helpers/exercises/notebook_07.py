@@ -988,9 +988,9 @@ _FLOPS = Exercise(
             "The dq kernel computes s and dp again: see the table of section 6.",
         ),
         Mistake(
-            "the second dp is forgotten",
+            "of s and dp, which the dq kernel computes again, one is forgotten",
             _flops(products=(5, 6)),
-            "The dq kernel needs ds, and ds needs dp as well as p: see the table of section 6.",
+            "The dq kernel needs ds, for which it makes p and dp again: see the table of section 6.",
         ),
         Mistake(
             "s is not computed again in the backward pass",
