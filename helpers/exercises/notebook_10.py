@@ -981,7 +981,7 @@ BALANCE = Exercise(
         Mistake(
             "every turn is dealt from the same end, or gives one tile to whoever has fewest",
             functools.partial(_dealt, snake=False),
-            "One program then has the longest tile of every turn: go back and forth, or the longest first to whoever has least.",
+            "One program has the longest tile of every turn: go back and forth, or longest first to whoever has least.",
         ),
         Mistake(
             "the tiles of the last, incomplete turn are dropped",

@@ -559,7 +559,7 @@ EXERCISES = (
             Mistake(
                 "a tile is stored wherever the left operand lies in shared memory, and only there",
                 _store_whatever_lies_there,
-                "Tiles that the warpgroup computed need to be stored, left or right, and those of TMA do not: see section 1.",
+                "Tiles that the warpgroup computed must be stored, left or right, and those of TMA not: see section 1.",
             ),
         ),
     ),

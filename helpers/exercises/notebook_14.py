@@ -587,7 +587,7 @@ GRADIENTS = Exercise(
         Mistake(
             "delta is made from the part",
             _gradient_mistake(delta_of=lambda p, dp, do: (p * dp).sum(axis=1)),
-            "delta is a sum of p * dp over all keys, not those of the part: take the delta that was given, see section 6.",
+            "delta is a sum of p * dp over all keys, not over the part: take the delta that was given, see section 6.",
         ),
         Mistake(
             "delta is missing",
