@@ -489,6 +489,17 @@ def test_one_entry_of_a_dict_is_recognised_beside_others_that_nobody_knows():
     assert judged(lambda n: {"a": np.sqrt(n), "b": n**2}, known).mistake is None
 
 
+def test_a_name_that_follows_from_an_entry_nobody_knows_tells_nothing():
+    table = lambda a, b: {"a": a, "b": b, "larger": "a" if a > b else "b"}
+    mistakes = (Mistake("the two are exchanged", lambda n: table(n**2, n), "Reread."),)
+    cases = [Case(f"case {n}", (n,)) for n in (2, 3)]
+    known = dataclasses.replace(
+        exercise(None), cases=lambda: cases, expected=lambda n: table(n, n**2), mistakes=mistakes
+    )
+    assert judged(lambda n: table(n**2, n), known).mistake == "the two are exchanged"
+    assert judged(lambda n: table(n**3 + 1, n**2), known).mistake is None
+
+
 def test_entries_may_differ_from_case_to_case():
     cases = [Case(f"case {n}", (n,)) for n in (3, 1, 2)]
     rows = lambda n: {f"row {i}": i + 1.5 for i in range(n)}

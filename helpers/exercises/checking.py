@@ -592,6 +592,8 @@ def _mistake_in_an_entry(exercise, cases, results):
             mistake = _mistake_behind(exercise, mine, lambda result, name=name: result[name])
             if mistake:
                 return mistake
+            if any(isinstance(right, str) for right in rights[0].values()):
+                return None  # a name among numbers follows from them, and may be wrong by many a mistake
     return None
 
 

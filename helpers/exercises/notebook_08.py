@@ -202,6 +202,7 @@ _LAYER = Exercise(
             "the heads and the positions are mixed up by a reshape to (B, N, T, H)",
             _layer(split=_split_without_moving),
             "Reshape to (B, T, N, H), which moves nothing: see the text of the exercise.",
+            variants=(_layer(split=_split_without_moving, join=lambda out: out.swapaxes(1, 2)),),
         ),
         Mistake(
             "attention runs over the heads instead of the positions",
@@ -212,6 +213,12 @@ _LAYER = Exercise(
             "a reshape to (B, N, T, H) gives every head the numbers of others, and attention the heads as positions",
             _layer(split=lambda array, N: _split_without_moving(array, N).swapaxes(1, 2)),
             "attention takes (B, T, N, H): reshape to that, which moves nothing, see the text of the exercise.",
+            variants=(
+                _layer(
+                    split=lambda array, N: _split_without_moving(array, N).swapaxes(1, 2),
+                    join=lambda out: out.swapaxes(1, 2),
+                ),
+            ),
         ),
         Mistake(
             "attention runs over the heads instead of the positions, and the result is not turned back",
@@ -285,9 +292,9 @@ _LAYER = Exercise(
             "Each head has its own columns of the result: join them side by side, see section 1.",
         ),
         Mistake(
-            "the queries are multiplied by √H before attention",
+            "queries or keys are multiplied by √H before attention",
             _layer(parts=lambda q, k, v, H: (q * math.sqrt(H), k, v)),
-            "attention multiplies the logits by 1 / √H itself: leave q as it is, see section 1.",
+            "attention multiplies the logits by 1 / √H itself: leave q and k as they are, see section 1.",
         ),
         Mistake(
             "the parts are taken in the order v, k, q",
@@ -297,12 +304,12 @@ _LAYER = Exercise(
         Mistake(
             "keys and values are exchanged",
             _layer(parts=lambda q, k, v, H: (q, v, k)),
-            "The order in w_qkv is q, k, v: see the text of the exercise.",
+            "The order in w_qkv is q, k, v, and attention takes them in this order: see the text of the exercise.",
         ),
         Mistake(
-            "the queries are scaled before attention, which scales them again",
+            "queries or keys are scaled before attention, which scales the logits again",
             _layer(parts=lambda q, k, v, H: (q / math.sqrt(H), k, v)),
-            "attention multiplies the logits by 1 / √H itself: leave q as it is, see section 1.",
+            "attention multiplies the logits by 1 / √H itself: leave q and k as they are, see section 1.",
         ),
         Mistake(
             "the outputs of the heads are interleaved instead of joined side by side",
@@ -732,6 +739,10 @@ def _chance_of(logits, targets):
     return _softmax(logits)[np.arange(len(targets)), targets]
 
 
+def _guarded(small):
+    return lambda logits, targets: -np.mean(np.log(_chance_of(logits, targets) + small))
+
+
 _LOSS = Exercise(
     number="8.4",
     title="The loss, without overflow",
@@ -878,9 +889,10 @@ _LOSS = Exercise(
             "Subtract logarithms, lse - logit, instead of taking the logarithm of a quotient: see section 4.",
         ),
         Mistake(
-            "a small number is added to the probability, so that a great error costs little",
-            lambda logits, targets: -np.mean(np.log(_chance_of(logits, targets) + 1e-9)),
+            "the probability is kept above a small number, so that a great error costs little",
+            _guarded(1e-9),
             "No guard is needed for lse - logit: see section 4.",
+            variants=tuple(map(_guarded, (1e-15, 1e-12, 1e-10, 1e-8, 1e-7, 1e-6))),
         ),
         Mistake(
             "the sign is turned round",

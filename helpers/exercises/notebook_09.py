@@ -113,9 +113,9 @@ CLOCK = Exercise(
     tried="cards that compile, cache, are slow to wait for, and are used by others",
     mistakes=(
         Mistake(
-            "nothing has been repaired yet",
-            _timer(warm=None, wait=None, inputs="one", statistic=np.mean),
-            "All four faults are still there: compare the listing with sections 1 and 2.",
+            "nothing is called before the clock starts, nothing is waited for, and the mean is taken",
+            _timer(warm=None, wait=None, inputs="one", statistic=np.mean),  # without a wait, inputs make no difference
+            "Three faults are left at least: compare the listing with sections 1 and 2.",
         ),
         Mistake(
             "the clock is read before the work is done",
@@ -215,7 +215,7 @@ CLOCK = Exercise(
         Mistake(
             "nothing is called before the clock starts, and nothing is waited for",
             _timer(warm=None, wait=None),
-            "Two faults are left: make one call first, and wait before you read the clock; reread sections 1 and 2.",
+            "Make one call first, and wait before you read the clock; reread sections 1 and 2.",
         ),
         Mistake(
             "the first call is timed, and all calls get the same inputs",
@@ -245,6 +245,11 @@ CLOCK = Exercise(
         Mistake(
             "the time of a sample is divided by the samples instead of the calls",
             _timer(divide=lambda samples, calls: samples),
+            "A sample holds `calls` calls; how many samples there are does not change its time.",
+        ),
+        Mistake(
+            "the time of a sample is divided by the calls of all samples",
+            _timer(divide=lambda samples, calls: samples * calls),
             "A sample holds `calls` calls; how many samples there are does not change its time.",
         ),
         Mistake(
@@ -481,7 +486,7 @@ PAIRS = Exercise(
             "The mean and its standard error trust every sample; use the resamples: reread section 4.",
         ),
         Mistake(
-            "the verdict comes from the medians alone, whatever the interval says",
+            "the verdict comes from the middle alone, whatever the ends of the interval say",
             _by_medians,
             "Only an interval that leaves 1 outside tells one program from the other.",
         ),
@@ -567,6 +572,7 @@ BOUNDS = Exercise(
     outputs=("bounds",),
     cases=_bound_cases,
     expected=_expected_bounds,
+    tolerance=1e-6,  # ten times as much tells the smallest of these times from 0
     tried="each of the three sides binding, causal and not, T ≠ S, shared key/value heads, a single query",
     mistakes=(
         Mistake(
@@ -646,7 +652,7 @@ BOUNDS = Exercise(
             "This is the least any kernel must move: inputs once and the output once.",
         ),
         Mistake(
-            "out is forgotten, or one of the inputs of its size",
+            "query is forgotten, or out",
             _bounds(moved=lambda B, T, S, N, K, H, e: e * B * H * (T * N + 2 * S * K)),
             "Four arrays travel: query, key and value are read, and out is written.",
         ),
@@ -659,6 +665,11 @@ BOUNDS = Exercise(
             "the lse is counted as traffic",
             _bounds(moved=lambda B, T, S, N, K, H, e: 2 * e * B * H * (T * N + S * K) + 4 * B * T * N),
             "It is left out here: see the exercise.",
+        ),
+        Mistake(
+            "elements are counted instead of bytes",
+            _bounds(moved=lambda B, T, S, N, K, H, e: 2 * B * H * (T * N + S * K)),
+            "An element has `itemsize` bytes.",
         ),
         Mistake(
             "bits are counted instead of bytes",
@@ -694,6 +705,11 @@ BOUNDS = Exercise(
             "all three rates are taken for 10^9",
             _bounds(units=(1e9, 1e9, 1e9)),
             "Tera is 10^12: the products and the exponentials are recorded in that unit.",
+        ),
+        Mistake(
+            "the times are in milliseconds",
+            _bounds(seconds=lambda amount, rate: 1e3 * amount / rate),
+            "Seconds are asked for.",
         ),
         Mistake(
             "quotients are rounded down to whole seconds",
@@ -773,12 +789,12 @@ CEILING = Exercise(
     tried="four, five and seven products, causal and not, from one tile to 32",
     mistakes=(
         Mistake(
-            "seven products are counted for a kernel that makes seven",
-            _ceiling(products=lambda n: n / 5 if n == 5 else 1.0),
+            "as many products are counted as the kernel makes",
+            _ceiling(products=lambda n: 1.0),
             "The convention counts five, whatever the kernel does: reread section 9.",
         ),
         Mistake(
-            "done and counted are exchanged, and the ceiling lies above the rate",
+            "the work done and the work counted are exchanged",
             _ceiling(products=lambda n: n / 5, edge=lambda n: (n + 1) / n),
             "Work that is not counted lowers what can be printed: reread section 9.",
         ),
@@ -827,17 +843,19 @@ CEILING = Exercise(
         Mistake(
             "the ceiling is rounded down to a whole number",
             lambda *arguments: float(_ceiling()(*arguments) // 1),
-            "Divide with /, not with //.",
+            "Divide with /, not with //, and leave int() out.",
         ),
         Mistake(
             "5 / products is rounded down",
-            lambda rate, T, block, n, is_causal: rate * (5 // n),
+            _ceiling(products=lambda n: 5 // n),
             "Divide with /, not with //.",
+            variants=(lambda rate, T, block, n, is_causal: rate * (5 // n),),
         ),
         Mistake(
             "pairs are counted on one side, and tiles on the other",
             lambda rate, T, block, n, is_causal: block**2 * _ceiling()(rate, T, block, n, is_causal),
             "A tile holds block · block pairs: put both sides in the same unit.",
+            variants=(lambda rate, T, block, n, is_causal: _ceiling()(rate, T, block, n, is_causal) / block**2,),
         ),
         Mistake(
             "no ceiling is let above the rate",
@@ -855,7 +873,7 @@ CEILING = Exercise(
             "Multiply by the rate of the matrix product.",
         ),
         Mistake(
-            "the seven products of the backward pass are compared with the two of the forward pass",
+            "the two products of a forward pass are counted",
             _ceiling(products=lambda n: 2 / n),
             "The five counted products are those of a fused backward pass: reread section 9.",
         ),
@@ -932,14 +950,14 @@ CLAIMS = Exercise(
             "`halved` halves their count and `is_causal` ours: see the exercise.",
         ),
         Mistake(
-            "their FLOPs are halved with the mask, whether they halved them or not",
+            "their FLOPs are halved where the mask is causal, and ours nowhere",
             _restated(theirs=lambda is_causal, halved: 0.5 if is_causal else 1.0, halved=lambda is_causal, halved: 1.0),
-            "`halved` says what they did, `is_causal` what they should have done.",
+            "`halved` halves their count and `is_causal` ours: see the exercise.",
         ),
         Mistake(
-            "our FLOPs are halved where they halved theirs, not where the mask is causal",
+            "our FLOPs are halved where they halved theirs, and theirs nowhere",
             _restated(halved=lambda is_causal, halved: 0.5 if halved else 1.0, theirs=lambda is_causal, halved: 1.0),
-            "Our count depends on the mask alone.",
+            "`halved` halves their count and `is_causal` ours: see the exercise.",
         ),
         Mistake(
             "the half that they took is forgotten",
@@ -1006,13 +1024,15 @@ CLAIMS = Exercise(
         ),
         Mistake(
             "a backward pass is counted like a forward pass",
-            _restated(ours={"forward": 4, "backward": 4, "both": 4}),
+            _restated(ours={"forward": 4, "backward": 4, "both": 8}),
             "The backward pass has five products, the forward pass two: see the exercise.",
+            variants=tuple(_restated(ours={"forward": 4, "backward": 4, "both": both}) for both in (4, 14)),
         ),
         Mistake(
             "a backward pass is taken for twice a forward pass",
             _restated(ours={"forward": 4, "backward": 8, "both": 12}),
             "The backward pass makes the logits again, a fifth product: see the exercise.",
+            variants=(_restated(ours={"forward": 4, "backward": 8, "both": 14}),),
         ),
         Mistake(
             "seven products are counted for the backward pass",

@@ -192,7 +192,7 @@ RING = Exercise(
     tried="fewer tiles than slots and more, one slot, two readers; in the model and under the race detector",
     mistakes=(
         Mistake(
-            "the memory warpgroup does not wait until a slot is free",
+            "the memory warpgroup fills a slot again without waiting until it is free",
             functools.partial(_ring, wait_free=False),
             "The second time a slot is used, its readers must be done: see section 4.",
         ),
@@ -645,7 +645,7 @@ SMEM = Exercise(
             "Compare with <=.",
         ),
         Mistake(
-            "what the compiler keeps for itself is forgotten",
+            "the 1280 bytes for scratch and gaps are forgotten",
             functools.partial(_smem, limit=_LIMIT),
             "It has to fit beside your arrays when you count the stages: see the end of section 7.",
         ),
@@ -836,7 +836,7 @@ PIPELINE = Exercise(
         Mistake(
             "two tiles of scores are alive at once",
             _ahead,
-            "It would be faster still, but the registers do not hold it: see the picture of section 6.",
+            "It could be faster still, but the registers do not hold it: see the picture of section 6.",
         ),
     ),
 )
@@ -942,8 +942,10 @@ def _judge_balance(result, case):
         missing = sorted(set(range(len(lengths))) - set(given))
         if missing:
             return f"tile {missing[0]} has no program."
-        again = next((i for i in given if given.count(i) > 1), given[-1])
-        return f"tile {again} is computed twice, or does not exist."
+        strange = next((i for i in given if not 0 <= i < len(lengths)), None)
+        if strange is not None:
+            return f"there is no tile {strange}."
+        return f"tile {next(i for i in given if given.count(i) > 1)} is computed twice."
     worst = max(sum(map(int, part)) for part in result["work"])
     snake = max(_loads([_dealt(p, programs, lengths) for p in range(programs)], lengths))
     most = max(snake, max(_loads([_by_least(p, programs, lengths) for p in range(programs)], lengths)))
@@ -979,7 +981,7 @@ BALANCE = Exercise(
         Mistake(
             "every turn is dealt from the same end, or gives one tile to whoever has fewest",
             functools.partial(_dealt, snake=False),
-            "One program then has the longest tile of every turn: go back and forth, or look at the work so far.",
+            "One program has the longest tile of every turn: go back and forth, or longest first to whoever has least.",
         ),
         Mistake(
             "the tiles of the last, incomplete turn are dropped",
@@ -995,6 +997,7 @@ BALANCE = Exercise(
             "the lengths are returned instead of the indices of the tiles",
             lambda program, programs, lengths: [lengths[i] for i in _dealt(program, programs, lengths)],
             "Return the numbers of the tiles, as in the case worked by hand.",
+            variants=(lambda program, programs, lengths: [lengths[i] for i in _by_least(program, programs, lengths)],),
         ),
         Mistake(
             "tiles go to whoever has least, but in the order given",
@@ -1020,6 +1023,7 @@ BALANCE = Exercise(
             "tiles are counted from 1",
             lambda program, programs, lengths: [i + 1 for i in _dealt(program, programs, lengths)],
             "lengths[i] is the work of tile i, and the first i is 0.",
+            variants=(lambda program, programs, lengths: [i + 1 for i in _by_least(program, programs, lengths)],),
         ),
         Mistake(
             "every program computes all tiles",

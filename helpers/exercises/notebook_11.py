@@ -110,7 +110,7 @@ BIND = Exercise(
         Mistake(
             "16 exponentials a cycle are taken for the rate of each quarter",
             functools.partial(_bind, rate=64),
-            "The unit takes 16 a cycle in all: see the exercise.",
+            "128 threads share a unit that takes 16 a cycle in all: see the exercise.",
         ),
         Mistake(
             "the exponentials of a single thread are counted",
@@ -232,11 +232,13 @@ GUESS = Exercise(
             "m is not taken off before the exponential",
             functools.partial(_guess, shifted=False),
             "Each p is e to the power of s - m: see section 4.",
+            variants=(functools.partial(_guess, shifted=False, lse=lambda m, l, h: np.log(l)),),
         ),
         Mistake(
             "p is a power of two",
             functools.partial(_guess, power=np.exp2),
             "Only the headroom is given in powers of two; everything else here is in base e.",
+            variants=(functools.partial(_guess, power=np.exp2, lse=lambda m, l, h: m + np.log2(l)),),
         ),
         Mistake(
             "the headroom is left out",
@@ -252,6 +254,11 @@ GUESS = Exercise(
             "the headroom is taken as a power of e",
             functools.partial(_guess, base=np.e),
             "It is given in powers of two: see the text of the exercise.",
+        ),
+        Mistake(
+            "two to the power of the headroom is added to the maximum",
+            lambda s, block_k, headroom, most: _guess(s, block_k, 2.0**headroom / np.log(2), most),
+            "p is to be smaller by that factor, so its logarithm is added, `headroom` times ln 2: see hint 1.",
         ),
         Mistake(
             "the headroom is subtracted",
@@ -282,6 +289,7 @@ GUESS = Exercise(
             "a guess that holds is called a failure, and the other way round",
             functools.partial(_guess, turned=True),
             "The first result is True where the guess has failed.",
+            variants=(functools.partial(_guess, turned=True, strict=False),),
         ),
         Mistake(
             "each p is compared with the bound instead of their sum",

@@ -324,7 +324,7 @@ def _visited_cases():
 def _visited(
     T, S, tile, block_q, block_k,
     least_programs=3, most_programs=math.inf, q_tiles=(2,), everyone=False, swapped=False, wrong=(0, 2), never=False,
-    round_q=True, round_k=True, oblong=False, two_steps=False, first_of=None, end=0,
+    round_q=True, round_k=True, oblong=False, first_of=None, end=0,
 ):  # fmt: skip
     count = lambda size, block, up: -(-size // block) if up else max(1, size // block)
     tiles, programs = count(T, block_q, round_q), count(S, block_k, round_k)
@@ -333,7 +333,7 @@ def _visited(
     hit = tiles in q_tiles and least_programs <= programs <= most_programs and not never
     hit = hit and not (oblong and block_q == block_k)
     card = written
-    if hit and (tile == 0 or everyone == "the same" or (len(written) == 2 and two_steps)):
+    if hit and (tile == 0 or everyone == "the same"):
         card = np.array(wrong)
     elif hit and everyone:
         card = written + 1
@@ -396,6 +396,7 @@ VISITED = Exercise(
             "the number of tiles of queries does not matter",
             functools.partial(_visited, q_tiles=range(10**6)),
             "Some programs must have two steps and all others one: that takes just two tiles of queries.",
+            variants=(functools.partial(_visited, q_tiles=range(2, 10**6)),),
         ),
         Mistake(
             "every walk of more than one step goes one tile too far",
@@ -451,11 +452,6 @@ VISITED = Exercise(
             "tiles that are not full are not counted",
             functools.partial(_visited, round_q=False, round_k=False),
             "65 queries are two tiles of 64, and 257 keys are three of 128: round up.",
-        ),
-        Mistake(
-            "any walk of more than one step counts",
-            functools.partial(_visited, q_tiles=(2, 3, 4), two_steps=True),
-            "A predicate can tell one step from two, no more: with three tiles of queries there is a real counter.",
         ),
         Mistake(
             "programs with one step are hit as well",
@@ -556,14 +552,14 @@ EXERCISES = (
                 "It is in registers where `held` has it in that orientation, with a .T or without: see section 1.",
             ),
             Mistake(
-                "a tile is stored although it stays in registers, or only one in the wrong orientation counts",
+                "a tile is stored where it is held as it is needed, and only there",
                 _store_if_held,
                 "What must be stored is a computed operand that is read from shared memory: see section 1.",
             ),
             Mistake(
-                "tiles that TMA brought are stored once more",
+                "a tile is stored wherever the left operand lies in shared memory, and only there",
                 _store_whatever_lies_there,
-                "Only tiles that the warpgroup computed need to be stored: see section 1.",
+                "Tiles that the warpgroup computed must be stored, left or right, and those of TMA not: see section 1.",
             ),
         ),
     ),
@@ -644,6 +640,18 @@ EXERCISES = (
                 "ds is forgotten",
                 functools.partial(_fused_smem, ds_tiles=0),
                 "It is the tile that the warpgroups exchange by shared memory: see section 3.",
+            ),
+            Mistake(
+                "dq is forgotten",
+                functools.partial(_fused_smem, size_of_dq=0),
+                "It has a buffer of `block_q` rows in float32: see the exercise.",
+            ),
+            Mistake(
+                "only one of k and v is counted",
+                lambda H, block_q, stages, warpgroups, delayed: (
+                    _fused_smem(H, block_q, stages, warpgroups, delayed) - 2 * 64 * warpgroups * H
+                ),
+                "Both have a buffer of their own: see the exercise.",
             ),
             Mistake(
                 "q, k, v and do are stored in float32",
@@ -937,12 +945,12 @@ EXERCISES = (
             Mistake(
                 "the bytes added to dq grow with the steps",
                 lambda T, block_q: _halving(T, block_q, added=_halving(T, block_q)["steps"]),
-                "There are more parts, and each is half as large: see section 3.",
+                "Every row of dq is added once in a walk, however the queries are cut: see section 3.",
             ),
             Mistake(
                 "the bytes added to dq halve with the tile",
                 functools.partial(_halving, added=0.5),
-                "Each part is half as large, and there are more parts: see section 3.",
+                "Every row of dq is added once in a walk, however the queries are cut: see section 3.",
             ),
             Mistake(
                 "the number of tiles is rounded down",
@@ -972,7 +980,7 @@ EXERCISES = (
             Mistake(
                 "the bytes added to dq double with the steps",
                 functools.partial(_halving, added=2.0),
-                "Twice as many parts, each half as large: see section 3.",
+                "Every row of dq is added once in a walk, however the queries are cut: see section 3.",
             ),
             Mistake(
                 "the registers of s and dp stay as they are",
@@ -995,7 +1003,7 @@ EXERCISES = (
                 "As many slots, each with half as many rows: see section 2.",
             ),
             Mistake(
-                "the bytes added to dq grow with the empty rows of the last tile",
+                "the empty rows of the last tile are counted among the bytes added to dq",
                 lambda T, block_q: _halving(T, block_q) | {"added to dq": _halving(T, block_q)["flops"]},
                 "TMA leaves out rows past the end, so what is added is dq once for each walk: see the exercise.",
             ),

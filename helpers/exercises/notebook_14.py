@@ -80,6 +80,13 @@ def _unguarded(out_a, lse_a, out_b, lse_b):
         return np.exp(lse_a - lse)[:, None] * out_a + np.exp(lse_b - lse)[:, None] * out_b, lse
 
 
+def _unguarded_maximum(out_a, lse_a, out_b, lse_b):
+    m = np.maximum(lse_a, lse_b)
+    weight_a, weight_b = np.exp(lse_a - m), np.exp(lse_b - m)
+    l = weight_a + weight_b
+    return (weight_a / l)[:, None] * out_a + (weight_b / l)[:, None] * out_b, m + np.log(l)
+
+
 def _overflows(out_a, lse_a, out_b, lse_b, guarded=True):
     with np.errstate(all="ignore"):
         a, b = np.exp(lse_a), np.exp(lse_b)
@@ -100,6 +107,7 @@ MERGE = Exercise(
             "-inf is subtracted from -inf in a row that sees no key in either part",
             _unguarded,
             "Where both lse are -inf, subtract 0 instead: see section 2.",
+            variants=(_unguarded_maximum,),
         ),
         Mistake(
             "exp(lse) is computed as it is",
@@ -149,6 +157,7 @@ MERGE = Exercise(
             "lse is in base two",
             _with(_right_weights, lse=lambda a, b: np.logaddexp(a, b) / math.log(2)),
             "These are natural logarithms, in and out.",
+            variants=(_with(_right_weights, lse=np.logaddexp2),),
         ),
         Mistake(
             "the larger lse is subtracted, and nothing is divided",
@@ -197,7 +206,8 @@ def _run_ring(answer, queries, keys, values):
 
     def attend(query, key, value):
         if len(np.asarray(key)) not in rows or len(np.asarray(value)) not in rows:
-            raise Complaint(f"a device attended to {len(np.asarray(key))} keys at once; it has room for one share")
+            sizes = len(np.asarray(key)), len(np.asarray(value))
+            raise Complaint(f"`attend` was given {sizes[0]} keys and {sizes[1]} values: it takes one share of each")
         return _attend(*(np.asarray(array, float) for array in (query, key, value)))
 
     return answer(queries, keys, values, attend, lambda *parts: _merge(*map(np.asarray, parts)))
@@ -232,10 +242,9 @@ def _ring_not_merged(queries, keys, values, attend, merge, join=np.mean):
     return [join([attend(queries[i], keys[j], values[j])[0] for j in range(devices)], axis=0) for i in range(devices)]
 
 
-def _ring_last_only(queries, keys, values, attend, merge):
-    return [
-        attend(queries[i], keys[i - len(queries) + 1], values[i - len(queries) + 1])[0] for i in range(len(queries))
-    ]
+def _ring_last_only(queries, keys, values, attend, merge, onward=1):
+    others = [(i + onward) % len(queries) for i in range(len(queries))]
+    return [attend(query, keys[j], values[j])[0] for query, j in zip(queries, others, strict=True)]
 
 
 def _ring_overwritten(queries, keys, values, attend, merge):
@@ -274,6 +283,7 @@ RING = Exercise(
             "a step is missing: one share of the keys is never seen",
             _ring_with(steps=lambda n: range(max(1, n - 1))),
             "n devices need n steps, their own keys among them: see section 3.",
+            variants=(_ring_with(steps=lambda n: range(max(1, n - 1)), held=lambda i, step, n: (i + step) % n),),
         ),
         Mistake(
             "the device's own keys are left out",
@@ -329,6 +339,7 @@ RING = Exercise(
             "only the last share is left",
             _ring_last_only,
             "Each step must be merged into what the steps before found: see section 2.",
+            variants=(functools.partial(_ring_last_only, onward=-1),),
         ),
         Mistake(
             "lse is overwritten by that of the last part",
@@ -489,9 +500,10 @@ ZIGZAG = Exercise(
             "Counted from the end, pieces begin with -1: the mirror image of i is -1 - i, see section 5.",
         ),
         Mistake(
-            "a piece has `share` positions, not half as many",
+            "pieces begin at multiples of `share`, not of half as many",
             _zigzag_whole_pieces,
             "There are 2n pieces for n shares, so a piece is half a share: see section 5.",
+            variants=(lambda devices, share, device: _zigzag_with(devices, 2 * share, device),),
         ),
         Mistake(
             "the second piece runs backwards",
@@ -540,15 +552,15 @@ def _gradient_cases():
         ("T=3, S=2 of 6 keys, H=2", 3, 2, 2, 0.7, 6),
         ("T=5, S=4 of 8 keys, H=4", 5, 4, 4, 0.5, 8),
         ("T=4, S=6 of 7 keys, H=3", 4, 6, 3, 1.3, 7),
-        ("T=4, S=3 of 9 keys, H=4, logits near 300", 4, 3, 4, 0.5, 9),
-        ("T=3, S=4 of 8 keys, H=2, logits near -300", 3, 4, 2, 0.7, 8),
+        ("T=4, S=3 of 9 keys, H=4, logits near 800", 4, 3, 4, 0.5, 9),
+        ("T=3, S=4 of 8 keys, H=2, logits near -800", 3, 4, 2, 0.7, 8),
         ("T=2, S=3, which are all keys, H=2", 2, 3, 2, 0.9, 3),
     ):
         random = np.random.default_rng([14, 5, len(cases)])
         q, do = random.standard_normal((2, T, H))
         k, v = random.standard_normal((2, keys, H))
         if "near" in label:  # all logits the same number higher
-            q[:, 0], k[:, 0] = 300 if "near 300" in label else -300, 1 / scale
+            q[:, 0], k[:, 0] = 800 if "near 800" in label else -800, 1 / scale
         out, lse = _attend(scale * q, k, v)
         cases.append(Case(label, (q, k[:S], v[:S], do, lse, (out * do).sum(axis=1), scale)))
     return cases
@@ -564,7 +576,7 @@ GRADIENTS = Exercise(
     outputs=("dq", "dk", "dv"),
     cases=_gradient_cases,
     expected=_part_gradients,
-    tried="a third of the keys to all of them, several scales, logits near 300 and -300",
+    tried="a third of the keys to all of them, several scales, logits near 800 and -800",
     tolerance=1e-4,
     mistakes=(
         Mistake(
@@ -575,7 +587,7 @@ GRADIENTS = Exercise(
         Mistake(
             "delta is made from the part",
             _gradient_mistake(delta_of=lambda p, dp, do: (p * dp).sum(axis=1)),
-            "Over a part the rows of p * dp add up to less: take the delta that was given, see section 6.",
+            "delta is a sum of p * dp over all keys, not over the part: take the delta that was given, see section 6.",
         ),
         Mistake(
             "delta is missing",
@@ -609,13 +621,23 @@ GRADIENTS = Exercise(
         ),
         Mistake(
             "exp(s) is divided by exp(lse)",
-            _gradient_mistake(p_of=lambda s, lse: np.exp(np.float32(s)) / np.exp(np.float32(lse))[:, None]),
+            _gradient_mistake(p_of=lambda s, lse: np.exp(s) / np.exp(lse)[:, None]),
             "Both overflow or vanish: subtract before the exponential, see section 6.",
         ),
         Mistake(
             "the logits are not scaled",
             _gradient_mistake(scale_of_s=0),
             "The logits are scale times q kᵀ, in the exponent too: see section 6.",
+        ),
+        Mistake(
+            "the scale is a factor of dq and dk twice",
+            _gradient_mistake(of_q=2, of_k=2),
+            "The logits are scale q kᵀ, so dq and dk have the scale as a factor once: see section 6.",
+        ),
+        Mistake(
+            "p is a power of two",
+            _gradient_mistake(p_of=lambda s, lse: np.exp2(s - lse[:, None])),
+            "lse is a natural logarithm: p = exp(s - lse), see section 6.",
         ),
         Mistake(
             "lse is added",
@@ -702,6 +724,7 @@ SHARE = Exercise(
             "it is rounded down",
             _share_mistake(whole=math.floor),
             "One position less, and the transfer takes longer than the work: round up.",
+            variants=(_share_mistake(whole=lambda x: max(1, math.floor(x))),),
         ),
         Mistake(
             "it is rounded to the nearest",
@@ -714,7 +737,7 @@ SHARE = Exercise(
             "A share is a whole number of positions: round up.",
         ),
         Mistake(
-            "one position too many",
+            "a share that comes out whole is given one position more",
             _share_mistake(whole=lambda x: math.floor(x) + 1),
             "Where both times are equal nothing is waited for: a share that comes out whole is long enough.",
         ),
