@@ -95,6 +95,7 @@ def test_wrong_kinds_are_described():
     assert "expected 2 results (double, total), got None: is a `return` missing?" in judged(lambda x: None).text
     assert "expected 2 results (double, total), got an array of shape (1,)" in judged(lambda x: 2 * x).text
     assert "expected 2 results (double, total), got a tuple of 3" in judged(lambda x: (1, 2, 3)).text
+    assert "expected 2 results (double, total), got one number, 4" in judged(lambda x: 4).text
     assert (
         "double: expected shape (2, 2), got (4,)"
         in judged(lambda x: (2 * x.reshape(x.shape if x.size == 1 else -1), x.sum())).text

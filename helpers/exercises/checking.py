@@ -481,7 +481,8 @@ def _complaint(exercise, case, result):
             if not isinstance(result, dict):
                 return f"expected a dict with the keys {', '.join(map(str, names))}, got {_got(result)}"
             return f"the dict lacks the key {next(name for name in names if name not in result)!r}"
-        return f"expected {len(expected)} results ({', '.join(names)}), got {_got(result)}"
+        count = "one number, " if isinstance(result, numbers.Number) else ""  # a lone 4 reads like four results
+        return f"expected {len(expected)} results ({', '.join(names)}), got {count}{_got(result)}"
     complaint = _first_difference(exercise, names, parts, expected)
     if (
         complaint
