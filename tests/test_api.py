@@ -133,6 +133,7 @@ CUDNN_REFUSALS = [
     ),
     ({"return_residual": True}, np.float16, "rounds its lse"),
     ({"scale": 0.0}, np.float16, "a positive scale only"),
+    ({"scale": -0.3}, np.float16, "a positive scale only"),
     (
         {"query": zeros(B, 30, N, H, dtype=np.float16), "local_window_size": (3, 0)},
         np.float16,
