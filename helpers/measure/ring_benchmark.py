@@ -11,7 +11,7 @@ ring. Wall times, for the transfers count; the programs of a case take turns on 
 import argparse
 import functools
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from unittest import mock
 
 import jax
@@ -28,20 +28,38 @@ from helpers.attention.masking import Band
 from helpers.attention.problem import Problem
 from helpers.measure import results
 from helpers.measure import ring as cost
-from helpers.measure.benchmark import Machine, gpu_or_reason, reason_of
+from helpers.measure.benchmark import Machine, both_passes, gpu_or_reason, reason_of
 from helpers.measure.timing import Program, time_together
 
 AXIS = "sequence"
 SPLIT = P(None, AXIS)
 N, H, DTYPE = 16, 128, "bfloat16"
-OPTIONS = {
-    "nothing travels": {},
-    "XLA's own order": {},
-    "overlapping": ring.OVERLAPPING,
-    "132 programs, overlapping": ring.OVERLAPPING,
-}
 RIGHT_AT, WIDEST_ERROR = 4096, 0.02  # positions, and relative error of each result against one card's
 LONGEST = 2**20  # positions whose memory is compared with the formula
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a ring runs.
+
+    options: XLA's. travels: keys and values do. is_persistent: each step's forward kernel has one program for each
+    processor, as for a call of its own, and not one for each tile.
+    """
+
+    options: dict = field(default_factory=dict)
+    travels: bool = True
+    is_persistent: bool = False
+
+
+BY_THE_DRIVER = {"xla_gpu_use_memcpy_local_p2p": True}  # copies in place of NCCL's kernels
+VARIANTS = {
+    "nothing travels": Variant(travels=False),
+    "XLA's own order": Variant(),
+    "overlapping": Variant(ring.OVERLAPPING),
+    "overlapping, by the driver": Variant(ring.OVERLAPPING | BY_THE_DRIVER),
+    "persistent, nothing travels": Variant(travels=False, is_persistent=True),
+    "persistent, overlapping": Variant(ring.OVERLAPPING, is_persistent=True),
+}
 
 
 @dataclass(frozen=True)
@@ -77,16 +95,8 @@ def arrays(case, length, sharding, count=None):
 
 
 def passes_of(case, attend):
-    """The function of the arrays of a case: out, and the gradients where both passes run."""
-    if case.passes == "forward":
-        return attend
-
-    def both(*arrays):
-        *arrays, dout = arrays
-        out, pull_back = jax.vjp(attend, *arrays)
-        return out, *pull_back(dout)
-
-    return both
+    """The function of the arrays of a case: out, or the gradients, for which both passes run."""
+    return attend if case.passes == "forward" else both_passes(attend)
 
 
 def stay(_, arrays):
@@ -102,11 +112,11 @@ def of_whole(kernels, which, *arguments, run=KernelsOf.run):
 def ring_program(case, mesh, variant, inputs):
     attention = functools.partial(ring.ring_attention, axis_name=AXIS, is_causal=case.is_causal)
     attend = jax.shard_map(attention, mesh=mesh, in_specs=SPLIT, out_specs=SPLIT)
-    shift = stay if variant == "nothing travels" else ring.Ring.shift
-    run = of_whole if variant.startswith("132 programs") else KernelsOf.run
+    shift = ring.Ring.shift if variant.travels else stay
+    run = of_whole if variant.is_persistent else KernelsOf.run
     with mock.patch.object(ring.Ring, "shift", shift), mock.patch.object(KernelsOf, "run", run):
         lowered = jax.jit(passes_of(case, attend)).lower(*inputs)
-    return lowered.compile(OPTIONS[variant])
+    return lowered.compile(variant.options)
 
 
 def share_alone(case, devices):
@@ -123,13 +133,15 @@ def share_alone(case, devices):
     return jax.jit(passes_of(case, attend)).lower(*inputs).compile(), inputs, factor
 
 
-def complaint(case, mesh, length=RIGHT_AT):
-    """What is wrong with a short ring of the kind of this case, or None; against `flash_attention` on one card."""
+@functools.cache  # cases of one kind differ in their lengths
+def complaint(case, mesh):
+    """What is wrong with the ring of a short case, or None; against `flash_attention` on one card."""
     attend = functools.partial(ring.ring_attention_on_mesh, mesh=mesh, axis_name=AXIS, is_causal=case.is_causal)
     on_one = functools.partial(flash_attention, is_causal=case.is_causal)
-    inputs = [np.asarray(array) for array in arrays(case, length, SingleDeviceSharding(jax.devices()[0]))]
+    inputs = [np.asarray(array) for array in arrays(case, case.T, SingleDeviceSharding(jax.devices()[0]))]
     mine, right = (jax.tree.leaves(jax.jit(passes_of(case, function))(*inputs)) for function in (attend, on_one))
-    for name, found, wanted in zip(("out", "dq", "dk", "dv"), mine, right, strict=False):
+    names = ("out",) if case.passes == "forward" else ("dq", "dk", "dv")
+    for name, found, wanted in zip(names, mine, right, strict=True):
         found, wanted = (np.asarray(array, np.float64) for array in (found, wanted))
         error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
         if not error <= WIDEST_ERROR:
@@ -139,15 +151,15 @@ def complaint(case, mesh, length=RIGHT_AT):
 
 def measure(case, mesh, note, time_programs=time_together, right_at=RIGHT_AT):
     """Rows of a case, see `results.RING`; none where it is wrong. note(text): for what went wrong."""
-    if wrong := complaint(case, mesh, right_at):
+    if wrong := complaint(replace(case, name="short", T=right_at), mesh):
         note(f"{case.name}: {wrong}")
         return []
     devices = mesh.size
     inputs = arrays(case, case.T, NamedSharding(mesh, SPLIT))
     run, own, factor = share_alone(case, devices)
     programs = {"alone": Program(run, [tuple(own)])}
-    for variant in OPTIONS:
-        programs[variant] = Program(ring_program(case, mesh, variant, inputs), [tuple(inputs)])
+    for name, variant in VARIANTS.items():
+        programs[name] = Program(ring_program(case, mesh, variant, inputs), [tuple(inputs)])
     timings = time_programs(programs, sample_ms=100.0, device_samples=lambda _: [])
     alone = factor * timings.pop("alone").wall_ms
     return [
@@ -155,12 +167,12 @@ def measure(case, mesh, note, time_programs=time_together, right_at=RIGHT_AT):
             "case": case.name,
             "T": case.T,
             "devices": devices,
-            "variant": variant,
+            "variant": name,
             "alone_ms": round(alone, 3),
             "ms": round(timing.wall_ms, 3),
             "efficiency": round(alone / timing.wall_ms, 3),
         }
-        for variant, timing in timings.items()
+        for name, timing in timings.items()
     ]
 
 
@@ -169,7 +181,7 @@ def memory(case, mesh):
     inputs = [
         jax.ShapeDtypeStruct((1, case.T, case.N, case.H), jnp.dtype(DTYPE), sharding=NamedSharding(mesh, SPLIT))
     ] * (4 if case.passes == "both" else 3)
-    needed = ring_program(case, mesh, "overlapping", inputs).memory_analysis()
+    needed = ring_program(case, mesh, VARIANTS["overlapping"], inputs).memory_analysis()
     needed = needed.argument_size_in_bytes + needed.output_size_in_bytes + needed.temp_size_in_bytes
     band = Band(right=0) if case.is_causal else Band()
     problem = Problem(1, case.T, case.T, case.N, case.N, case.H, jnp.dtype(DTYPE), 1.0, band)
