@@ -34,7 +34,7 @@ TESTS = {
     "helpers/attention/portable/decode.py": ["test_decode"],
     "helpers/attention/paged.py": ["test_decode"],
     "helpers/attention/portable/forward.py": ["test_portable_forward", "test_tiles", "test_lowering", "test_faults"],
-    "helpers/attention/portable/tiles.py": ["test_api", "test_measure", "test_lowering", "test_portable_forward", "test_portable_backward"],
+    "helpers/attention/portable/tiles.py": ["test_tiles", "test_api", "test_measure", "test_lowering", "test_portable_forward", "test_portable_backward"],
     "helpers/attention/ring.py": ["test_ring"],
     "helpers/attention/problem.py": ["test_api", "test_portable_forward"],
     "helpers/attention/reference.py": ["test_reference", "test_api", "test_portable_forward", "test_portable_backward"],
