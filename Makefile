@@ -90,7 +90,7 @@ gpu-ring: setup ## measure ring attention on all GPUs of this machine, two or mo
 gpu-tune: setup ## find the fastest tiles of the kernels for this GPU and record them
 	@$(IN_VENV) -m helpers.measure.tune $(ARGS)
 
-gpu-compile: ## compile the kernels for every NVIDIA GPU from Ampere on, without one, and see that they fit
+gpu-compile: ## compile the kernels for cards from Ampere to Blackwell, without one, and see that they fit
 	@sh helpers/setup_environment.sh .venv-ptxas
 	@.venv-ptxas/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-ptxas/constraints.txt --editable '.[ptxas]'
 	@JAX_PLATFORMS=cpu .venv-ptxas/bin/python -m helpers.measure.shared_memory

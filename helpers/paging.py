@@ -84,7 +84,7 @@ class PagePool:
     def table(self, names, width):
         """(page_table, lengths) of sequences as `paged_attention` takes them, int32 (B, width) and (B,).
 
-        Rows are filled up with page 0, which is not read for them.
+        Rows are filled up with page 0, whose contents do not matter there.
         """
         rows = [self.tables[name] + [0] * (width - len(self.tables[name])) for name in names]
         return np.array(rows, np.int32), np.array([self.lengths[name] for name in names], np.int32)

@@ -1,4 +1,4 @@
-"""Attention by its definition: the naive JAX version, and the float64 oracle every test trusts.
+"""Attention by its definition: the naive JAX version, and the float64 oracle that the tests trust.
 
     s = scale q k^T      w = softmax(s)      out = w v      lse = log sum exp s
 
@@ -69,7 +69,7 @@ def naive_gradients_of_part(call, out, lse, dout, dlse):
     """(dq, dk, dv) of a `Call` that has some of the keys only, where out and lse are those of all of them.
 
     The sum of dq over parts that make up the keys is dq, and dk and dv of a part are final. The equations are those
-    of `oracle_gradients`, in float32.
+    of `oracle_gradients` with delta = rowsum(out * dout), in float32.
     """
     problem = call.problem
     B, T, S, N, K, H = problem.B, problem.T, problem.S, problem.N, problem.K, problem.H

@@ -1,21 +1,21 @@
 """Attention over a sequence that is spread over devices: ring attention (Liu et al. 2023, arXiv 2310.01889).
 
-Each of n devices has a share of the queries and the same share of the keys and values. In step r of n, device i
-attends with its own queries to the keys of device i - r, while those keys already travel on to device i + 1. What
-it finds is a part of a sum over all keys, which is added as in Flash-Decoding:
+Each of D devices has a share of the queries and the same share of the keys and values. In step r of D, device i
+attends with its own queries to the keys of device i - r, while those keys, but in the last step, already travel on to
+device i + 1. What it finds is a part of a sum over all keys, which is added as in Flash-Decoding:
 
     lse' = log(exp lse + exp lse_r)      out' = exp(lse - lse') out + exp(lse_r - lse') out_r
 
 The backward pass goes round once more. With the final out and lse, the kernels' own equations give the share of
 each pair of devices exactly, since p = exp(s - lse) needs no other keys. dq stays and is added up; dk and dv travel
 with their keys, and come home in the step in which device i works on its own keys, the last one. All of these sums
-are float32, dk and dv also while they travel: rounded to 16 bits in each step, their error would grow with n.
+are float32, dk and dv also while they travel: rounded to 16 bits in each step, their error would grow with D.
 
 Which positions a device has is its layout. With a causal mask it decides who has work in which step:
 
-    contiguous  n pieces in order. Device 0 has work in one step, device n - 1 in all, and all wait for that one.
-    striped     every n-th position (Brandon et al. 2023, arXiv 2311.09431). All have the same work, up to a diagonal.
-    zigzag      of 2n pieces the i-th and the (2n - 1 - i)-th. All have exactly the same work, and no step but the
+    contiguous  D pieces in order. Device 0 has work in one step, device D - 1 in all, and all wait for that one.
+    striped     every D-th position (Brandon et al. 2023, arXiv 2311.09431). All have the same work, up to a diagonal.
+    zigzag      of 2D pieces the i-th and the (2D - 1 - i)-th. All have exactly the same work, and no step but the
                 first needs a mask.
 
 A step of a device is a `Piece`: its queries from some position on, the keys up to some position, and whether the
@@ -23,9 +23,9 @@ mask is causal in there. Pieces have static shapes, so each kernel runs that wou
 fill up the last shares are cut off in the same way. `plan` lists all pieces.
 
 On GPUs, compile with OVERLAPPING: XLA then sends keys and values as one transfer beside the kernel, where by itself
-it would send the values before. NCCL's transfer occupies some of the multiprocessors, for which a persistent kernel
-would wait; the forward kernel runs one program a tile here, and the backward kernels always do. What that gave on two
-cards is in measure/results.
+it would send the values before. NCCL's transfer occupies some of the multiprocessors, which may be why a persistent
+forward kernel lost time beside it; here it runs one program a tile, and the backward kernels always do. What that gave
+on two cards is in measure/results.
 
 Several hosts: call `jax.distributed.initialize()` first, and make the mesh of all devices. Nothing else changes.
 A host that stops ends the others with an error: after `heartbeat_timeout_seconds` of that call, if not at once.
@@ -130,8 +130,8 @@ def ring_attention(
     """Attention over a sequence that is spread over an axis of a mesh; to be called in `jax.shard_map`.
 
     Args:
-      query: (B, T / n, N, H), what this one of n devices has of T queries; or without B, as in `flash_attention`.
-      key, value: (B, S / n, K, H). With is_causal, as many as queries.
+      query: (B, T / D, N, H), what this one of D devices has of T queries; or without B, as in `flash_attention`.
+      key, value: (B, S / D, K, H). With is_causal, as many as queries.
       axis_name: the axis of the mesh.
       scale, is_causal, query_seq_lengths, key_value_seq_lengths: as in `flash_attention`, of the whole sequence.
         Lengths may be any number up to the padded length.
@@ -149,7 +149,7 @@ def ring_attention(
       TypeError, ValueError, NotImplementedError: as `flash_attention`; the message names the argument.
 
     A device needs memory for its share of all arrays, for two more shares of keys and values, and in the backward
-    pass for two of dk and dv in float32, besides the parts it adds up: as much for any n.
+    pass for two of dk and dv in float32, besides the parts it adds up: as much for any D.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
