@@ -981,7 +981,7 @@ _WIRING = Exercise(
             "backward takes q, k, v, out, lse, dout in this order: see the text of the exercise.",
         ),
         Mistake(
-            "the gradients are right, but forward runs twice for one of them",
+            "the gradients are right, but forward runs twice",
             _wiring(
                 residuals=lambda q, k, v, out, lse: (q, k, v),
                 call=lambda forward, run, q, k, v, dout: run(q, k, v, *forward(q, k, v), dout),
