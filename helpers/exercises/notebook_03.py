@@ -1383,6 +1383,7 @@ def _traffic_cases():
         (96, 500, 64, 2, 100 * KIB, (16, 48, 64, 96), "T=96, S=500, H=64, 100 KiB"),
         (4096, 4096, 64, 2, 150_000, POWERS[:-1], "T=S=4096, H=64, 150,000 bytes"),
         (1000, 1000, 32, 2, 20 * KIB, (24, 40, 56, 88, 120), "T=S=1000, H=32, 20 KiB, other sizes"),
+        (1000, 1000, 32, 2, 17 * KIB, (40, 56, 60), "T=S=1000, H=32, 17 KiB, sizes close to each other"),
     ]
     return [Case(label, arguments) for *arguments, label in settings for arguments in [tuple(arguments)]]
 
