@@ -11,6 +11,7 @@ import solutions
 
 from helpers.exercises import checking
 from helpers.exercises.checking import exercise, verdict
+from helpers.measure import cost
 
 NUMBERS = [lesson.number for lesson in lessons.ALL]
 KERNELS = {"4.1", "4.2", "4.3", "5.1", "5.2", "5.4", "7.1", "7.2", "7.3", "8.1", "10.1"}  # seconds, not milliseconds
@@ -219,6 +220,22 @@ def test_tiles_are_known_in_any_style(style):
         if style == "a new table" or sizes[0] != 64:  # what is written in place leaves no trace of the keys
             judged = verdict(exercise("6.5"), lambda *a, sizes=sizes: answer(*a[:-2], *sizes))
             assert judged.mistake and "other sizes" in judged.mistake, (sizes, judged.text)
+
+
+# Right results by a forbidden way
+
+
+def test_the_traffic_table_is_not_taken_from_the_helpers():
+    def table(*arguments):
+        T, S, H, itemsize, *_ = arguments
+        return {
+            "naive": cost.naive_bytes(T, S, H, itemsize),
+            "query-outer": cost.query_outer_bytes(*arguments),
+            "key-outer": cost.key_outer_bytes(*arguments),
+        }
+
+    judged = verdict(exercise("3.4"), table)
+    assert judged.status == "wrong" and "`naive_bytes` of helpers.measure.cost was called" in judged.text
 
 
 # What a verdict says
