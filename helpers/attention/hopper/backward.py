@@ -337,11 +337,8 @@ def fused_kernel(
             plgpu.barrier_arrive(ds_ready)
 
         def accumulate(dk_acc, dv_acc):
-            def finish(work, step, ds=None, between=lambda: None):
-                """Add ds k of a published tile to dq, and issue its part of dk, not awaited.
-
-                between(): run when dq is issued and dk is not.
-                """
+            def finish(work, step, ds=None):
+                """Add ds k of a published tile to dq, and issue its part of dk, not awaited."""
                 head, i, q_slot, ds_slot = work
                 plgpu.barrier_wait(ds_ready)
 
@@ -349,7 +346,6 @@ def fused_kernel(
                     for wg in range(warpgroups):
                         ds_of_wg = ds_smem.at[ds_slot, wg, :, pl.ds(my_rows, ROWS_OF_WGMMA)]
                         multiply_add_(dq_acc, ds_of_wg.T, k_smem.at[0, wg, :, my_columns], None)
-                    between()
                     mine = ds_smem.at[ds_slot, me] if ds is None or interpret else ds
                     multiply_add_(dk_acc, mine, q_smem.at[q_slot], None)
                     return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
@@ -374,10 +370,6 @@ def fused_kernel(
                 ds_slot = lax.rem(step, 2)
                 q_tile, do_tile = q_smem.at[q_slot], do_smem.at[do_slot]
                 p_spare = None if spare is None else spare.at[me]
-
-                def free_do():
-                    plgpu.wgmma_wait(warpgroups)  # of the products issued since dv
-                    plgpu.barrier_arrive(do_free.at[do_slot])
 
                 def with_s(s_acc):
                     plgpu.barrier_wait(q_loaded.at[q_slot])
@@ -407,13 +399,12 @@ def fused_kernel(
                 ds, p_16 = pl.run_scoped(with_s, acc)
                 publish_ds(ds, ds_slot)
                 work = head, i, q_slot, ds_slot
-                if delayed:
-                    plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(do_free.at[do_slot])
-                else:
+                if not delayed:
                     multiply_add_(dv_acc, p_16, do_tile, p_spare)
-                    finish(work, step + 1, ds, free_do)
-                    plgpu.wgmma_wait(0)
+                    finish(work, step + 1, ds)
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(do_free.at[do_slot])
+                if not delayed:
                     plgpu.barrier_arrive(q_free.at[q_slot])
                 return work
 
