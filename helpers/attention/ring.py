@@ -420,8 +420,9 @@ def _ring(ring, query, *key_side):
         coming = ring.shift(shard) if step + 1 < ring.devices else None
         part = ring.step("forward_of_part", step, (query,), *shard, *lengths)
         out, lse = _merge(out, lse, *part) if step else part
-        # Else the next shard but one could come before this one is done with, and parts could wait to be merged
-        # together: memory would grow with the number of devices.
+        # Else the next shard but one could come before this one is done with, and
+        # parts could wait to be merged together: memory would grow with the number of
+        # devices.
         shard, out, lse = lax.optimization_barrier((coming, out, lse))
     return out.astype(query.dtype), lse
 
@@ -443,17 +444,18 @@ def _gradients(ring, query, key, value, query_lengths, key_lengths, *residuals):
     own, lengths = [key, value], (query_lengths, key_lengths)
     dq = jnp.zeros_like(query, jnp.float32)
     coming = ring.shift(own)
-    travelling = None  # dk and dv of the shard that is here, as far as the devices before have added to them
+    travelling = None  # dk and dv of the shard that is here, summed over devices before
+    query_side = (query, *residuals)
     for step in [*range(1, ring.devices), 0]:
         shard, dq = lax.optimization_barrier((coming if step else own, dq))
         if 0 < step < ring.devices - 1:
             coming = ring.shift(shard)
-        dq_part, *part = ring.step("backward_of_part", step, (query, *residuals), *shard, *lengths)
+        dq_part, *part = ring.step("backward_of_part", step, query_side, *shard, *lengths)
         dq += dq_part.astype(jnp.float32)
         part = [array.astype(jnp.float32) for array in part]
-        travelling = part if travelling is None else [a + b for a, b in zip(travelling, part, strict=True)]
-        if step:
-            travelling = ring.shift(travelling)
+        if travelling is not None:
+            part = [a + b for a, b in zip(travelling, part, strict=True)]
+        travelling = ring.shift(part) if step else part
     return tuple(array.astype(query.dtype) for array in (dq, *travelling))
 
 
