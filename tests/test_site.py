@@ -272,7 +272,7 @@ def test_every_notebook_has_its_page(site):
         buttons = [link["href"] for link in page.select(".article-header-buttons a")]
         assert any(link.startswith(source) for link in buttons), f"{name}: no link to its source"
         for start in (
-            "https://colab.research.google.com/github/owner/name/blob/main",
+            "https://colab.research.google.com/github/owner/name/blob/colab/",
             "https://mybinder.org/v2/gh/owner/name/main",
         ):
             assert any(link.startswith(start) and f"{name}.ipynb" in link for link in buttons), f"{name}: no {start}"
@@ -353,14 +353,16 @@ def opened(chromium, width, scheme="light"):
 # Most of the time that axe takes goes to the colours of words of code, thousands on a page and a few kinds of them.
 ONE_WORD_OF_EACH_COLOUR = """() => {
     const seen = new Set()
-    for (const word of document.querySelectorAll("pre span")) {
+    const alike = [...document.querySelectorAll("pre span")].filter(word => {
         const ground = word.closest("pre")
         const [style, around] = [getComputedStyle(word), getComputedStyle(ground)]
         const looks = [style.color, style.backgroundColor, style.fontSize, style.fontWeight, style.opacity]
         looks.push(around.backgroundColor, ground.closest("[class*=highlight-], details, .cell_output")?.className)
-        if (seen.has(looks.join())) word.replaceWith(...word.childNodes)
+        const known = seen.has(looks.join())
         seen.add(looks.join())
-    }
+        return known
+    })
+    alike.forEach(word => word.replaceWith(...word.childNodes))
 }"""
 
 
