@@ -447,20 +447,19 @@ def test_no_page_breaks_a_rule_of_accessibility(width, faults):
 
 @marked(in_browser)
 @pytest.mark.parametrize(
-    ("css", "rule"),
+    "css",
     [
-        ("article p { color: #999 !important }", "color-contrast"),
-        (".highlight .k { color: #bbb !important }", "color-contrast"),
-        ("article { background: #777 !important }", "color-contrast"),
-        ("article p:last-of-type { opacity: .3 }", "color-contrast"),
-        ("article a { color: inherit !important; text-decoration: none !important }", "link-in-text-block"),
+        "article p { color: #999 !important }",
+        ".highlight .k { color: #bbb !important }",
+        "article { background: #777 !important }",
+        "article p:last-of-type { opacity: .3 }",
     ],
 )
-def test_a_fault_of_accessibility_is_noticed(css, rule, server, chromium):
+def test_a_text_that_is_hard_to_read_is_noticed(css, server, chromium):
     with opened(chromium, WIDTHS["desktop"]) as (page, *_):
         page.goto(f"{server}/notebooks/00_start_here.html")
         page.add_style_tag(content=css)
-        assert rule in {fault.partition(",")[0] for fault in faults_of_access(page)}
+        assert any(fault.startswith("color-contrast") for fault in faults_of_access(page))
 
 
 @marked(in_browser)
