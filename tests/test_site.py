@@ -26,7 +26,7 @@ from helpers.site.build import BuildError, build
 REPOSITORY = "https://github.com/owner/name"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 WIDTHS = {"phone": 360, "tablet": 768, "desktop": 1440}
-SCHEMES = {"phone": "light", "desktop": "dark"}  # where axe looks, and at which colours
+SCHEMES = {"phone": "light", "desktop": "dark"}  # where pages are opened and axe looks, and at which colours
 BROWSERS = 2  # at once, each with half of the pages
 PAGE_BYTES, READABLE_MS = 3_000_000, 2_000
 CHEAT_SHEET = (ROOT / "site_source" / "cheat_sheet.md").read_text(encoding="utf-8")
@@ -383,7 +383,6 @@ def faults_of_opening(page, path, site, server, complaints, sent):
         readable = page.evaluate("performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd")
         if readable < READABLE_MS:
             break
-    wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
     images = "[...document.images].filter(i => { i.loading = 'eager'; return i.complete && !i.naturalWidth })"
     broken = page.evaluate(f"{images}.map(image => image.src)")
     entries = "[...performance.getEntriesByType('navigation'), ...performance.getEntriesByType('resource')]"
@@ -392,12 +391,17 @@ def faults_of_opening(page, path, site, server, complaints, sent):
     yield from broken
     yield from (address for address in sent if not address.startswith((server, "data:")))
     yield from (f"{status}: {address}" for address, status in sent.items() if status >= 400)
-    if wide > 0:
-        yield f"scrolls sideways by {wide} px"
+    yield from faults_of_width(page)
     if readable >= READABLE_MS:
         yield f"readable after {readable:.0f} ms"
     if weight > PAGE_BYTES:
         yield f"{weight} bytes"
+
+
+def faults_of_width(page):
+    wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    if wide > 0:
+        yield f"scrolls sideways by {wide} px"
 
 
 def faults_of_access(page):
@@ -413,16 +417,20 @@ def faults_of_access(page):
 
 @pytest.fixture(scope="module")
 def faults(site, server):
-    """What is wrong with the pages: {(what was looked at, width): lines}. Each is opened once at each width."""
+    """What is wrong with the pages: {(what was looked at, width): lines}. A tablet's is the phone's, made wider."""
 
     def visit(paths):
         with started_chromium() as chromium:
-            for path, (width, pixels) in itertools.product(paths, WIDTHS.items()):
-                with opened(chromium, pixels, SCHEMES.get(width, "light")) as (page, complaints, sent):
+            for path, (width, scheme) in itertools.product(paths, SCHEMES.items()):
+                with opened(chromium, WIDTHS[width], scheme) as (page, complaints, sent):
                     for fault in faults_of_opening(page, path, site, server, complaints, sent):
                         yield ("opening", width), f"{path.name}: {fault}"
-                    for fault in faults_of_access(page) if width in SCHEMES else ():
+                    for fault in faults_of_access(page):
                         yield ("access", width), f"{path.name}: {fault}"
+                    if width == "phone":
+                        page.set_viewport_size({"width": WIDTHS["tablet"], "height": 1024})
+                        for fault in faults_of_width(page):
+                            yield ("opening", "tablet"), f"{path.name}: {fault}"
 
     found = collections.defaultdict(list)
     by_size = sorted(content_pages(site), key=lambda path: path.stat().st_size)
