@@ -46,8 +46,9 @@ class PagePool:
         table, length = self.tables.get(name, []), self.lengths.get(name, 0)
         is_shared = length % self.page > 0 and self.counts[table[-1]] > 1
         needed = is_shared + self.pages_for(length + tokens) - len(table)
-        if needed > len(self.free):
-            raise OutOfPagesError(f"{name!r} needs {needed} more pages, {len(self.free)} are free")
+        free = len(self.free)
+        if needed > free:
+            raise OutOfPagesError(f"{name!r} needs {needed} more pages, {free} are free")
         copies = []
         if is_shared:
             copies = [(table[-1], self._take())]

@@ -346,10 +346,10 @@ class Ring:
         routes = [(device, (device + 1) % self.devices) for device in range(self.devices)]
         return jax.tree.map(lambda array: lax.ppermute(array, self.axis_name, routes), arrays)
 
-    def step(self, which, step, query_side, key, value, query_lengths, key_lengths):
+    def step(self, which, step, queries, key, value, query_lengths, key_lengths):
         """One pass of this device's piece of a step, with results for all of its queries and of these keys.
 
-        which: "forward_of_part" or "backward_of_part". query_side: query, and for the latter out, lse, dout, dlse.
+        which: "forward_of_part" or "backward_of_part". queries: query, and for the latter out, lse, dout, dlse.
         """
         T, S, is_causal = self.problem.T, self.problem.S, self.problem.band.right == 0
         pieces = plan(self.layout, self.devices, T, S, is_causal=is_causal, key_length=self.key_length)[step]
@@ -358,9 +358,9 @@ class Ring:
         kinds = list(dict.fromkeys(pieces))
         branches = [functools.partial(self._piece, which, piece) for piece in kinds]
         if len(kinds) == 1:
-            return branches[0](query_side, key, value, *lengths)
+            return branches[0](queries, key, value, *lengths)
         kind = jnp.asarray([kinds.index(piece) for piece in pieces])[me]
-        return lax.switch(kind, branches, query_side, key, value, *lengths)
+        return lax.switch(kind, branches, queries, key, value, *lengths)
 
     def _lengths_of(self, query_lengths, key_lengths, me, other):
         """How many of the queries of me and of the keys of the other come before the lengths of the sequence."""
@@ -373,10 +373,10 @@ class Ring:
 
         return count(query_lengths, self.problem.T, me), count(key_lengths, self.problem.S, other)
 
-    def _piece(self, which, piece, query_side, key, value, query_lengths, key_lengths):
+    def _piece(self, which, piece, queries, key, value, query_lengths, key_lengths):
         problem = self.problem
         first, keys, is_causal = piece or Piece(problem.T, 0, False)
-        query, *residuals = (array[:, first:] if array.ndim == 4 else array[..., first:] for array in query_side)
+        query, *residuals = (array[:, first:] if array.ndim == 4 else array[..., first:] for array in queries)
         key, value = key[:, :keys], value[:, :keys]
         if piece is None:
             of_rows = jnp.swapaxes(query[..., 0], 1, 2).astype(jnp.float32)
@@ -420,8 +420,9 @@ def _ring(ring, query, *key_side):
         coming = ring.shift(shard) if step + 1 < ring.devices else None
         part = ring.step("forward_of_part", step, (query,), *shard, *lengths)
         out, lse = _merge(out, lse, *part) if step else part
-        # Else the next shard but one could come before this one is done with, and parts could wait to be merged
-        # together: memory would grow with the number of devices.
+        # Else the next shard but one could come before this one is done with, and
+        # parts could wait to be merged together: memory would grow with the number of
+        # devices.
         shard, out, lse = lax.optimization_barrier((coming, out, lse))
     return out.astype(query.dtype), lse
 
@@ -443,17 +444,18 @@ def _gradients(ring, query, key, value, query_lengths, key_lengths, *residuals):
     own, lengths = [key, value], (query_lengths, key_lengths)
     dq = jnp.zeros_like(query, jnp.float32)
     coming = ring.shift(own)
-    travelling = None  # dk and dv of the shard that is here, as far as the devices before have added to them
+    travelling = None  # dk and dv of the shard that is here, summed over devices before
+    queries = (query, *residuals)
     for step in [*range(1, ring.devices), 0]:
         shard, dq = lax.optimization_barrier((coming if step else own, dq))
         if 0 < step < ring.devices - 1:
             coming = ring.shift(shard)
-        dq_part, *part = ring.step("backward_of_part", step, (query, *residuals), *shard, *lengths)
+        dq_part, *part = ring.step("backward_of_part", step, queries, *shard, *lengths)
         dq += dq_part.astype(jnp.float32)
         part = [array.astype(jnp.float32) for array in part]
-        travelling = part if travelling is None else [a + b for a, b in zip(travelling, part, strict=True)]
-        if step:
-            travelling = ring.shift(travelling)
+        if travelling is not None:
+            part = [a + b for a, b in zip(travelling, part, strict=True)]
+        travelling = ring.shift(part) if step else part
     return tuple(array.astype(query.dtype) for array in (dq, *travelling))
 
 
