@@ -145,7 +145,7 @@ def forward_kernel(
         full_round = (turn + 1) * programs <= q_tiles * heads
         if causal:
             # Backwards in every other full round, so that no program has the longest tile of each.
-            # With these two lines in the other order causal calls take 3 % longer.
+            # With these two lines in the other order some causal calls took 3 % longer on an H200.
             is_backward = full_round & (turn % 2 == 1)
             backwards = turn * programs + (programs - 1 - program)
             index = jnp.where(is_backward, backwards, index)
