@@ -30,6 +30,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -67,13 +68,11 @@ class Walk:
 
     @property
     def steps(self):
-        """At most how many inner tiles an outer one needs; a window makes it few."""
-        outer, inner = self.blocks
-        inner_tiles = pl.cdiv(self.problem.S if self.tiles_of is key_tiles else self.problem.T, inner)
-        left, right = self.problem.band.left, self.problem.band.right
-        if left is None or right is None:
-            return inner_tiles
-        return min(inner_tiles, (outer + left + right + inner - 2) // inner + 1)
+        """As many as the outer tile that needs most of them; a window makes it few."""
+        problem, (block, inner) = self.problem, self.blocks
+        starts = np.arange(0, problem.T if self.tiles_of is key_tiles else problem.S, block)
+        first, stop = self.tiles_of(starts, starts + block, inner, problem.band, problem.T, problem.S)
+        return max(1, int((stop - first).max()))
 
     def tile(self, outer, step, lengths):
         """The inner tile of a step, and the first one that is not needed."""
@@ -94,9 +93,7 @@ class Walk:
         return visible(rows, cols, self.problem.band, *lengths)
 
 
-def forward_kernel(
-    query_lengths, key_lengths, q_ref, k_ref, v_ref, out_ref, lse_ref, m_ref, l_ref, acc_ref, *, walk
-):
+def forward_kernel(query_lengths, key_lengths, q_ref, k_ref, v_ref, out_ref, lse_ref, m_ref, l_ref, acc_ref, *, walk):
     """Program (b, n, i, step): one step of query tile i."""
     b, i, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     lengths = query_lengths[b], key_lengths[b]
@@ -137,9 +134,7 @@ def p_and_ds(q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, seen, scale):
     return p, p * (dp - delta_ref[...])
 
 
-def dq_kernel(
-    query_lengths, key_lengths, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, dq_ref, sum_ref, *, walk
-):
+def dq_kernel(query_lengths, key_lengths, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, dq_ref, sum_ref, *, walk):
     """Program (b, n, i, step): one step of query tile i."""
     b, i, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     lengths = query_lengths[b], key_lengths[b]
@@ -296,9 +291,7 @@ def _launch(kernel, walk, grid, in_specs, out_specs, like, scratch, interpret):
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
         ),
         out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in like],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",) * 3 + ("arbitrary",) * (len(grid) - 3)
-        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3 + ("arbitrary",) * (len(grid) - 3)),
         interpret=interpret,
         name=f"flash_attention_tpu_{kernel.__name__.removesuffix('_kernel')}",
     )
