@@ -185,7 +185,7 @@ def test_what_is_fetched_is_what_is_needed(band):
                 part = pairs[128 * outer : 128 * (outer + 1)].any(axis=0)
                 needed = [start // 128 for start in range(0, len(part), 128) if part[start : start + 128].any()]
                 lengths = np.array([query_length]), np.array([key_length])
-                fetched = [int(walk.block(0, outer, step, *lengths)) for step in range(walk.steps)]
+                fetched = [int(walk.fetched(0, outer, step, *lengths)) for step in range(walk.steps)]
                 assert list(dict.fromkeys(fetched)) == (needed or fetched[:1])
                 first, stop = walk.tile(outer, 0, (query_length, key_length))
                 assert int(stop - first) <= walk.steps or not needed
@@ -234,6 +234,15 @@ def test_lowers_for_a_tpu_without_one(H, dtype):
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         text = jax.jit(gradients).trace(query, key, lengths).lower(lowering_platforms=("tpu",)).as_text()
     assert text.count("@tpu_custom_call") == 3
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "HIGHEST"), ("bfloat16", "DEFAULT")])
+def test_only_products_of_float32_follow_the_precision(dtype, precision):
+    """Those of 16 bits are exact, and Mosaic does not compile them where more is asked for."""
+    tile = jax.ShapeDtypeStruct((8, 8), dtype)
+    with jax.default_matmul_precision("highest"):
+        (equation,) = jax.make_jaxpr(lambda a: tpu.product(a, a, 1, 1))(tile).eqns
+    assert set(equation.params["precision"]) == {jax.lax.Precision[precision]}
 
 
 def test_the_default_on_a_tpu(monkeypatch):

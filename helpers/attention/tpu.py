@@ -2,8 +2,9 @@
 
 A TPU core runs the programs of a grid one after another, and what it keeps in VMEM between them is not lost. So the
 loop over tiles is the last axis of the grid, and what a tile of queries gathers on its way, m, l and acc, stands in
-scratch memory from one step to the next. Blocks come and go while the core computes. A block whose index is that of
-the step before is not fetched again, and one of the outputs is written back when its index changes.
+scratch memory from one step to the next. Blocks come and go while the core computes: the next ones are on their way
+before they are needed. One whose index is that of the step before is not fetched again, and what a program writes is
+sent to memory when the index of its block changes.
 
 Tables lie on their side, keys down and queries across, so that what belongs to a query (m, l, lse, delta) is a row,
 as wide as memory wants it, and a sum over keys adds whole registers. With scale_2 = scale log2 e, for tiles i and j:
@@ -26,6 +27,7 @@ blocks; rows of statistics are (B, N, 1, length). What is added, and what lies p
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -45,7 +47,11 @@ LARGEST_BLOCK = 512
 
 def product(a, b, over_a, over_b):
     """Products of a and b summed over one axis of each, in float32; the matrix unit turns either for nothing."""
-    return lax.dot_general(a, b, (((over_a,), (over_b,)), ((), ())), preferred_element_type=jnp.float32)
+    # Those of 16-bit numbers are exact, and Mosaic refuses to be asked for more.
+    precision = None if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return lax.dot_general(
+        a, b, (((over_a,), (over_b,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )
 
 
 @dataclass(frozen=True)
@@ -58,29 +64,29 @@ class Walk:
     problem: Problem
     block_q: int
     block_k: int
-    tiles_of: object
+    tiles_of: Callable
 
     @property
-    def blocks(self):
+    def sizes(self):
         """Sizes of an outer and of an inner tile."""
-        blocks = self.block_q, self.block_k
-        return blocks if self.tiles_of is key_tiles else blocks[::-1]
+        sizes = self.block_q, self.block_k
+        return sizes if self.tiles_of is key_tiles else sizes[::-1]
 
     @property
     def steps(self):
         """As many as the outer tile that needs most of them; a window makes it few."""
-        problem, (block, inner) = self.problem, self.blocks
+        problem, (block, inner) = self.problem, self.sizes
         starts = np.arange(0, problem.T if self.tiles_of is key_tiles else problem.S, block)
         first, stop = self.tiles_of(starts, starts + block, inner, problem.band, problem.T, problem.S)
         return max(1, int((stop - first).max()))
 
     def tile(self, outer, step, lengths):
         """The inner tile of a step, and the first one that is not needed."""
-        block, inner = self.blocks
+        block, inner = self.sizes
         first, stop = self.tiles_of(outer * block, (outer + 1) * block, inner, self.problem.band, *lengths, xp=jnp)
         return first + step, stop
 
-    def block(self, b, outer, step, query_lengths, key_lengths):
+    def fetched(self, b, outer, step, query_lengths, key_lengths):
         """The index of the block to have in VMEM: after the last needed one still that one, so that nothing moves."""
         tile, stop = self.tile(outer, step, (query_lengths[b], key_lengths[b]))
         return jnp.maximum(jnp.minimum(tile, stop - 1), 0)
@@ -262,7 +268,7 @@ def _query_outer_specs(walk, H):
         # Grouped queries: `group` query heads read the same key/value head, in place.
         pl.BlockSpec(
             (None, None, walk.block_k, H),
-            lambda b, n, i, step, *lengths: (b, n // group, walk.block(b, i, step, *lengths), 0),
+            lambda b, n, i, step, *lengths: (b, n // group, walk.fetched(b, i, step, *lengths), 0),
         ),
         pl.BlockSpec((None, None, 1, walk.block_q), lambda b, n, i, step, *_: (b, n, 0, i)),
     )
@@ -273,7 +279,7 @@ def _key_outer_specs(walk, H):
     group = walk.problem.group
 
     def queries(b, kv, j, head, step, *lengths):
-        return b, kv * group + head, walk.block(b, j, step, *lengths)
+        return b, kv * group + head, walk.fetched(b, j, step, *lengths)
 
     return (
         pl.BlockSpec((None, None, walk.block_q, H), lambda *program: (*queries(*program), 0)),

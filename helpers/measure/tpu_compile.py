@@ -44,6 +44,12 @@ CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
 B, N, T = 32, 16, 2048  # so large that the compiler cannot put whole arrays into VMEM
 BLOCK = tpu.LARGEST_BLOCK
 UNITS = ("MATMUL", "VSTORE:SPILL")
+# Calls with everything that a configuration does not have, and lengths; to see that they compile.
+UNUSUAL = {
+    "window, 4 queries a key": Problem(2, 600, 1000, 8, 2, 80, jnp.dtype(jnp.bfloat16), 0.1, Band(128, 64)),
+    "one query, one key, H1": Problem(2, 1, 1, 2, 1, 1, jnp.dtype(jnp.float32), 0.1, Band()),
+    "float16, few keys": Problem(1, 4096, 100, 4, 4, 256, jnp.dtype(jnp.float16), -0.1, Band(None, 0)),
+}
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,22 @@ class Configuration:
         return self._theirs(jax.vmap(kernel), array)
 
 
+def lowered(problem, which, sharding, precision=None):
+    """A pass of ours with lengths, for the chip that the sharding names."""
+    of = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    query = of((problem.B, problem.T, problem.N, problem.H), problem.dtype)
+    key = of((problem.B, problem.S, problem.K, problem.H), problem.dtype)
+    row, lengths = of((problem.B, problem.N, problem.T), jnp.float32), of((problem.B,), jnp.int32)
+
+    def run(*arrays):
+        call, rest = Call(problem, *arrays[:5]), arrays[5:]
+        return tpu.forward(call) if which == "forward" else tpu.backward(call, *rest)
+
+    arrays = [query, key, key, lengths, lengths] + ([] if which == "forward" else [query, row, query, row])
+    with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh), jax.default_matmul_precision(precision):
+        return jax.jit(run).lower(*arrays)
+
+
 def configurations():
     """Every `Configuration`: all of ours, and of JAX's kernels those in 16 bits with a head_dim of a row of lanes."""
     ours = itertools.product(["ours"], ["forward", "backward"], [64, 128, 256], ["bfloat16", "float32"], [False, True])
@@ -135,39 +157,59 @@ def sharding_on(chip):
     return jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(device), ("x",)), jax.sharding.PartitionSpec())
 
 
+def first_line(error):
+    return (str(error) or repr(error)).splitlines()[0]
+
+
+def compile_all(folder):
+    """Compile and print each configuration. Returns rows for the record, and how many failed."""
+    rows, failed = [], 0
+    for chip, one in itertools.product(CHIPS, configurations()):
+        mask = "causal" if one.is_causal else "full"
+        said = f"{chip} {one.implementation:6} {one.which:8} H{one.H:<3} {one.dtype:8} {mask:6}"
+        try:
+            one.lowered(sharding_on(chip)).compile()
+            kernels = kernels_of(folder)
+            if not kernels:
+                raise RuntimeError("the compiler wrote no schedule")
+        except Exception as error:
+            failed += 1
+            print(f"{said} WRONG: {first_line(error)}", flush=True)
+            for path in folder.iterdir():
+                path.unlink()
+            continue
+        for name, numbers in kernels.items():
+            rows.append({"chip": chip, **vars(one), "kernel": name, **numbers})
+            size = f"{numbers['vmem'] / 2**20:5.2f} MiB of VMEM"
+            print(
+                f"{said} {name:32.32} {size}, {numbers['bundles']:5} bundles, {numbers['spills']:5} spills", flush=True
+            )
+    for chip, (name, problem), which in itertools.product(CHIPS, UNUSUAL.items(), ("forward", "backward")):
+        for precision in ("default", "highest"):
+            said = f"{chip} ours   {which:8} {name}, {precision} precision"
+            try:
+                lowered(problem, which, sharding_on(chip), precision).compile()
+                print(f"{said}: compiles", flush=True)
+            except Exception as error:
+                failed += 1
+                print(f"{said} WRONG: {first_line(error)}", flush=True)
+    return rows, failed
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="make tpu-compile", description=__doc__.splitlines()[0])
     parser.add_argument("--record", metavar="COMMIT", help="write results/tpu_compile.json, as of this commit")
-    options = parser.parse_args(arguments)
+    commit = parser.parse_args(arguments).record
     if not (library := util.find_spec("libtpu")):
         print("The compiler for TPUs is not installed here; make tpu-compile installs it, for Linux on x86-64.")
         return 1
     os.environ.setdefault("TPU_LIBRARY_PATH", str(Path(library.origin).with_name("libtpu.so")))
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # which asks a network what this machine is
-    rows, failed = [], 0
     with tempfile.TemporaryDirectory() as folder:
         os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-        for chip, one in itertools.product(CHIPS, configurations()):
-            mask = "causal" if one.is_causal else "full"
-            said = f"{chip} {one.implementation:6} {one.which:8} H{one.H:<3} {one.dtype:8} {mask:6}"
-            try:
-                one.lowered(sharding_on(chip)).compile()
-                kernels = kernels_of(Path(folder))
-                if not kernels:
-                    raise RuntimeError("the compiler wrote no schedule")
-            except Exception as error:
-                failed += 1
-                print(f"{said} WRONG: {(str(error) or repr(error)).splitlines()[0]}", flush=True)
-                continue
-            for name, numbers in kernels.items():
-                rows.append({"chip": chip, **vars(one), "kernel": name, **numbers})
-                print(
-                    f"{said} {name:32.32} {numbers['vmem'] / 2**20:5.2f} MiB of VMEM, {numbers['bundles']:5} bundles, "
-                    f"{numbers['spills']:5} spills",
-                    flush=True,
-                )
-    print(f"{failed} configurations do not compile." if failed else "All compile. Nothing ran on a TPU.")
-    if (commit := options.record) and not failed:
+        rows, failed = compile_all(Path(folder))
+    print(f"{failed} do not compile." if failed else "All compile. Nothing ran on a TPU.")
+    if commit and not failed:
         versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "libtpu")}
         header = {"card": "TPU", "versions": versions, "commit": commit, "date": datetime.date.today().isoformat()}
         record = {**header, "block": BLOCK, "rows": rows}
