@@ -217,6 +217,7 @@ FAULTS = [
         ("dk and dv begin anew with each head", "@pl.when((head == 0) & (step == 0))", "@pl.when(step == 0)"),
         ("dq is not scaled", "dq_ref[...] = (walk.problem.scale * sum_ref[...])", "dq_ref[...] = sum_ref[...]"),
         ("steps of a tile may go in any order", '("arbitrary",) * (len(grid) - 3)', '("parallel",) * (len(grid) - 3)'),
+        ("products of 16 bits follow the precision", "precision = None if a.dtype == jnp.float32 else lax.Precision.DEFAULT", "precision = None"),
         ("padding reaches the products", "array = jnp.where(positions < lengths[:, None, None, None], array, 0)", "pass"),
     ),
     *_of(
