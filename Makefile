@@ -15,7 +15,7 @@ NOTEBOOK ?=
 REPOSITORY ?=
 REVISION ?= main
 
-.PHONY: help setup lab fresh test test-all test-oldest mutation notebooks figures lint site site-setup site-test gpu gpu-test gpu-memcheck gpu-fuzz gpu-bench gpu-ring gpu-tune gpu-compile tpu-compile
+.PHONY: help setup lab fresh test test-all test-oldest mutation notebooks figures lint site site-setup site-test colab gpu gpu-test gpu-memcheck gpu-fuzz gpu-bench gpu-ring gpu-tune gpu-compile tpu-compile
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -66,6 +66,9 @@ site: site-setup ## build the series as pages to read, in site/
 site-test: site-setup ## build the site and look at every page of it, in a browser where there is one
 	@$(ON_CPU) .venv-site/bin/python -m pytest tests/test_site.py -rs $(ARGS)
 
+colab: setup ## write copies of the notebooks for Colab to colab/, which install REPOSITORY at REVISION
+	@$(IN_VENV) -m helpers.site.colab --repository "$(REPOSITORY)" --revision "$(REVISION)"
+
 gpu: setup ## add CUDA to the environment, on a machine with an NVIDIA GPU
 	@$(IN_VENV) -m pip install --disable-pip-version-check --constraint $(VENV)/constraints.txt --editable '.[test,gpu]'
 
@@ -90,7 +93,7 @@ gpu-ring: setup ## measure ring attention on all GPUs of this machine, two or mo
 gpu-tune: setup ## find the fastest tiles of the kernels for this GPU and record them
 	@$(IN_VENV) -m helpers.measure.tune $(ARGS)
 
-gpu-compile: ## compile the kernels for every NVIDIA GPU from Ampere on, without one, and see that they fit
+gpu-compile: ## compile the kernels for cards from Ampere to Blackwell, without one, and see that they fit
 	@sh helpers/setup_environment.sh .venv-ptxas
 	@.venv-ptxas/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-ptxas/constraints.txt --editable '.[ptxas]'
 	@JAX_PLATFORMS=cpu .venv-ptxas/bin/python -m helpers.measure.shared_memory

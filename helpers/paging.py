@@ -46,8 +46,9 @@ class PagePool:
         table, length = self.tables.get(name, []), self.lengths.get(name, 0)
         is_shared = length % self.page > 0 and self.counts[table[-1]] > 1
         needed = is_shared + self.pages_for(length + tokens) - len(table)
-        if needed > len(self.free):
-            raise OutOfPagesError(f"{name!r} needs {needed} more pages, {len(self.free)} are free")
+        free = len(self.free)
+        if needed > free:
+            raise OutOfPagesError(f"{name!r} needs {needed} more pages, {free} are free")
         copies = []
         if is_shared:
             copies = [(table[-1], self._take())]
@@ -84,7 +85,7 @@ class PagePool:
     def table(self, names, width):
         """(page_table, lengths) of sequences as `paged_attention` takes them, int32 (B, width) and (B,).
 
-        Rows are filled up with page 0, which is not read for them.
+        Rows are filled up with page 0, whose contents do not matter there.
         """
         rows = [self.tables[name] + [0] * (width - len(self.tables[name])) for name in names]
         return np.array(rows, np.int32), np.array([self.lengths[name] for name in names], np.int32)

@@ -18,7 +18,7 @@ def progress():
     then = f"Next: {upcoming.number} · {upcoming.title}." if upcoming else "That is all of them."
     print(f"{solved} of {total} exercises solved. {then}")
     if not record.in_a_workbook():
-        print("Nothing is recorded in this folder, only in your own copy of the notebooks, which `make lab` opens.")
+        print("Nothing is recorded here, only in your own copy, which `make lab` opens.")
     states = {
         number: tuple(done.get(exercise.number, "open") for exercise in each) for number, each in exercises.items()
     }

@@ -91,7 +91,7 @@ def mlp_layer(block, x):
 
 
 def predict(parameters, tokens, attention, start=0):
-    """Logits of the next token at each position. tokens (B, T); returns (B, T, vocabulary)."""
+    """Logits (B, T, vocabulary) of the token after each of tokens (B, T)."""
     x = parameters["embedding"][tokens]
     for block in parameters["blocks"]:
         x = x + attention_layer(block, x, attention, start)

@@ -11,6 +11,7 @@ import solutions
 
 from helpers.exercises import checking
 from helpers.exercises.checking import exercise, verdict
+from helpers.measure import cost
 
 NUMBERS = [lesson.number for lesson in lessons.ALL]
 KERNELS = {"4.1", "4.2", "4.3", "5.1", "5.2", "5.4", "7.1", "7.2", "7.3", "8.1", "10.1"}  # seconds, not milliseconds
@@ -182,6 +183,59 @@ def test_right_answers_in_jax(number):
     solution = solutions.solution(of(number))
     judged = verdict(exercise(number), lambda *a: solution(*converted(a, floats(jnp.asarray))))
     assert judged.status == "correct", judged.text
+
+
+def flash_backward(weights):
+    """An answer to 6.5 whose weights of a tile are weights(logits, lse of its queries), without a table made anew."""
+
+    def answer(q, k, v, out, lse, dout, scale, block_q, block_k):
+        delta = (out * dout).sum(axis=1)
+        gradients = dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+        for i in range(0, len(q), block_q):
+            for j in range(0, len(k), block_k):
+                rows, cols = slice(i, i + block_q), slice(j, j + block_k)
+                p = weights(scale * q[rows] @ k[cols].T, lse[rows])
+                ds = scale * p * (dout[rows] @ v[cols].T - delta[rows, None])
+                dv[cols] += p.T @ dout[rows]
+                dk[cols] += ds.T @ q[rows]
+                dq[rows] += ds @ k[cols]
+        return gradients
+
+    return answer
+
+
+WEIGHTS = {
+    "a new table": lambda s, lse: np.exp(s - lse[:, None]),
+    "transposed": lambda s, lse: np.exp(s.T - lse).T,
+    "in place": lambda s, lse: np.exp(np.subtract(s, lse[:, None], out=s), out=s),
+    "row by row": lambda s, lse: np.array([np.exp(row - one) for row, one in zip(s, lse, strict=True)]),
+}
+
+
+@pytest.mark.parametrize("style", WEIGHTS)
+def test_tiles_are_known_in_any_style(style):
+    answer = flash_backward(WEIGHTS[style])
+    assert verdict(exercise("6.5"), answer).status == "correct"
+    for sizes in ((32, 32), (64, 64), (4, 96)):
+        if style == "a new table" or sizes[0] != 64:  # what is written in place leaves no trace of the keys
+            judged = verdict(exercise("6.5"), lambda *a, sizes=sizes: answer(*a[:-2], *sizes))
+            assert judged.mistake and "other sizes" in judged.mistake, (sizes, judged.text)
+
+
+# Right results by a forbidden way
+
+
+def test_the_traffic_table_is_not_taken_from_the_helpers():
+    def table(*arguments):
+        T, S, H, itemsize, *_ = arguments
+        return {
+            "naive": cost.naive_bytes(T, S, H, itemsize),
+            "query-outer": cost.query_outer_bytes(*arguments),
+            "key-outer": cost.key_outer_bytes(*arguments),
+        }
+
+    judged = verdict(exercise("3.4"), table)
+    assert judged.status == "wrong" and "`naive_bytes` of helpers.measure.cost was called" in judged.text
 
 
 # What a verdict says

@@ -104,6 +104,11 @@ def test_a_message_shows_the_shape_that_was_passed():
         flash_attention(query, key, key)
 
 
+def test_without_a_batch_axis_too_out_comes_alone():
+    query, key = zeros(20, 4, 16), zeros(24, 2, 16)
+    assert flash_attention(query, key, key, implementation="reference").shape == (20, 4, 16)
+
+
 @pytest.mark.parametrize("name", ["block_q", "block_k"])
 @pytest.mark.parametrize("block", [0, 8, 24, 100, -16, 16.0])
 def test_illegal_block_sizes_are_refused(name, block):
@@ -151,10 +156,15 @@ def test_cudnn_refuses_what_it_cannot_serve(arguments, dtype, reason, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("scale", "arguments"),  # each scale is traced here alone: what it computes is nothing
-    [(0.123, {"local_window_size": (3, 0)}), (0.124, {"local_window_size": (3, 9), "is_causal": True})],
+    ("scale", "arguments", "window", "is_causal"),  # each scale is traced here alone: what it computes is nothing
+    [
+        (0.123, {"local_window_size": (3, 0)}, (3, 0), True),
+        (0.124, {"local_window_size": (3, 9), "is_causal": True}, (3, 0), True),
+        (0.126, {"is_causal": True}, None, True),
+        (0.127, {}, None, False),
+    ],
 )
-def test_cudnn_gets_the_window_of_the_call(scale, arguments, monkeypatch):
+def test_cudnn_gets_the_mask_of_the_call(scale, arguments, window, is_causal, monkeypatch):
     """It takes a window with an edge to the left only, and only causal."""
     got = {}
 
@@ -165,7 +175,7 @@ def test_cudnn_gets_the_window_of_the_call(scale, arguments, monkeypatch):
     monkeypatch.setattr("helpers.attention.api.compute_capability", lambda *_: (9, 0))
     monkeypatch.setattr("jax.nn.dot_product_attention", cudnn)
     flash_attention(**arrays(np.float16), implementation="cudnn", scale=scale, **arguments)
-    assert got["local_window_size"] == (3, 0) and got["is_causal"] is True
+    assert got["local_window_size"] == window and got["is_causal"] is is_causal
     assert got["scale"] == scale and got["implementation"] == "cudnn"
 
 
@@ -212,9 +222,19 @@ def test_the_default_follows_the_arrays_and_not_the_machine(monkeypatch):
     array = jax.device_put(jnp.zeros((1, 8, 1, 16), jnp.bfloat16), cpu)
     assert device.device_of(array) == cpu and device.compute_capability(device.device_of(array)) == (0, 0)
     assert device.device_of(np.zeros(3)) == gpu and device.compute_capability() == (9, 0)
+    assert api._choose(None, check_call(array, array, array), False) is api.naive_attention
     traced = []
     jax.make_jaxpr(lambda x: traced.append(device.device_of(x)) or x)(array)
     assert traced == [gpu]
+
+
+@pytest.mark.parametrize(
+    ("platform", "says", "capability"),
+    [("gpu", "8.6", (8, 6)), ("gpu", "gfx942", (0, 0)), ("rocm", "9.4", (0, 0)), ("cpu", None, (0, 0))],
+)
+def test_the_compute_capability_is_that_of_an_nvidia_gpu(platform, says, capability):
+    some_device = types.SimpleNamespace(platform=platform, **({"compute_capability": says} if says else {}))
+    assert device.compute_capability(some_device) == capability
 
 
 LENGTHS = {

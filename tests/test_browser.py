@@ -1,5 +1,6 @@
 """JupyterLab as a learner meets it: a notebook opens, Run All leaves no error, a solution unfolds."""
 
+import contextlib
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import urllib.request
 
 import nbformat
 import pytest
-from lessons import ROOT
+from lessons import PATHS, ROOT
 from playwright.sync_api import TimeoutError, expect, sync_playwright
 
 from helpers.workbook import edition
@@ -38,6 +39,13 @@ def server(tmp_path):
             cell.update(execution_count=None, outputs=[])
     nbformat.write(notebook, root / "workbook" / NOTEBOOK)
     shutil.copytree(ROOT / "figures", root / "figures")
+    with _serving(root, tmp_path) as url:
+        yield url, root
+
+
+@contextlib.contextmanager
+def _serving(root, tmp_path):
+    """The address of a JupyterLab that shows a folder, with settings of its own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -49,7 +57,7 @@ def server(tmp_path):
         "JUPYTER_RUNTIME_DIR": str(tmp_path / "runtime"),
     }
     command = [sys.executable, "-m", "jupyter", "lab", "--no-browser", "--ip=127.0.0.1", f"--port={port}"]
-    # Only this test, on loopback and for a few seconds, runs without a token.
+    # Only these tests, on loopback and for a few seconds, run without a token.
     command += ["--ServerApp.port_retries=0", "--IdentityProvider.token=", f"--ServerApp.root_dir={root}"]
     command += ["--allow-root"] if os.geteuid() == 0 else []
     with open(tmp_path / "log", "w") as log:
@@ -57,10 +65,19 @@ def server(tmp_path):
         url = f"http://127.0.0.1:{port}"
         try:
             _wait_for(url + "/api/status", process, tmp_path / "log")
-            yield url, root
+            yield url
         finally:
             process.terminate()
             process.wait(timeout=20)
+
+
+@contextlib.contextmanager
+def _started_chromium():
+    with sync_playwright() as playwright:
+        arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-background-networking"]
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield browser
+        browser.close()
 
 
 def _wait_for(url, process, log, seconds=60):
@@ -75,11 +92,7 @@ def _wait_for(url, process, log, seconds=60):
 
 def test_run_all_and_unfold_a_solution(server):
     url, root = server
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=CHROMIUM,
-            args=["--no-sandbox", "--disable-dev-shm-usage", "--disable-background-networking"],
-        )
+    with _started_chromium() as browser:
         page = browser.new_page(viewport={"width": 1400, "height": 1000})
         page.goto(f"{url}/lab/tree/workbook/{NOTEBOOK}?reset", timeout=60_000)
         idle = page.locator(".jp-Notebook-ExecutionIndicator[data-status='idle']")
@@ -134,4 +147,42 @@ def test_run_all_and_unfold_a_solution(server):
             page.locator(".jp-WindowedPanel-outer").first.evaluate("panel => panel.scrollBy(0, -600)")
             page.wait_for_timeout(150)
         assert picture.first.evaluate("image => image.naturalWidth") > 500, "the roadmap did not load"
-        browser.close()
+
+
+# A line of 88 columns, the most that code has, is 31 px wider than the room that the panel leaves.
+TOO_WIDE = """([lineOfCode, shown]) => {
+    const room = document.querySelector(".jp-MarkdownOutput").clientWidth
+    const limits = {"table": room, "mjx-container[display=true] > mjx-math": room, ".cm-line": room + lineOfCode}
+    return [...document.querySelectorAll(".jp-Notebook .jp-Cell")].flatMap((cell, place) =>
+        Object.entries(limits).flatMap(([kind, limit]) =>
+            [...cell.querySelectorAll(kind)]
+                .map(part => Math.round(part.getBoundingClientRect().width))
+                .filter(width => width > limit + 1)
+                .map(width => `${shown[place]}: ${kind} takes ${width} of ${room} px`)))
+}"""
+
+
+def test_tables_and_equations_fit_beside_the_panel(tmp_path):
+    """On a window of 1100 × 800: all that could be too wide, of all notebooks, gathered in one."""
+    root = tmp_path / "series"
+    root.mkdir()
+    settings = tmp_path / "config/lab/user-settings/@jupyterlab/notebook-extension/tracker.jupyterlab-settings"
+    settings.parent.mkdir(parents=True)
+    settings.write_text(json.dumps({"windowingMode": "none", "autoStartDefaultKernel": False}))  # every cell is drawn
+    cells, shown = [], []
+    for path in PATHS:
+        for cell in nbformat.read(path, as_version=4).cells:
+            is_code = cell.cell_type == "code"
+            if max(map(len, cell.source.splitlines())) > 83 if is_code else re.search(r"\$\$|\|---", cell.source):
+                cells.append(cell)
+                shown.append(f"{path.stem}, cell {cell.id}")
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), root / NOTEBOOK)
+    equations = sum(cell.source.count("$$") // 2 for cell in cells if cell.cell_type == "markdown")
+    with _serving(root, tmp_path) as url, _started_chromium() as browser:
+        page = browser.new_page(viewport={"width": 1100, "height": 800})
+        page.goto(f"{url}/lab/tree/{NOTEBOOK}?reset", timeout=60_000)
+        drawn = "kind => document.querySelectorAll(`.jp-Notebook ${kind}`).length"
+        for kind, count in ((".jp-Cell", len(cells)), ("mjx-container[display=true]", equations)):
+            page.wait_for_function(f"([kind, count]) => ({drawn})(kind) >= count", arg=[kind, count], timeout=90_000)
+        assert page.locator(".jp-SideBar-panel, #jp-left-stack").first.is_visible()
+        assert page.evaluate(TOO_WIDE, [31, shown]) == []

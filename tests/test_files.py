@@ -15,6 +15,7 @@ from lessons import PATHS, ROOT
 
 from helpers.notebooks import normalise
 from helpers.plots.collect import draw_all, figures
+from helpers.text import SENTENCE
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CONSTRAINTS = {
@@ -142,6 +143,14 @@ def test_outputs_can_be_compared(path):
             assert excused or kinds <= {"text/plain", "image/png", "text/markdown"}
             text = json.dumps(output.get("text", "")) + json.dumps(output.get("data", {}).get("text/plain", ""))
             assert excused or not re.search(r"0x[0-9a-f]{6}|/tmp/", text)
+
+
+def test_what_a_notebook_prints_is_no_wider_than_its_code(path):
+    """88 columns; a sentence may be longer, for it breaks between words."""
+    for cell in lessons.read(path).cells:
+        for output in cell.get("outputs", []) if "nbval-ignore-output" not in cell.metadata.get("tags", []) else ():
+            printed = output.get("text") or output.get("data", {}).get("text/markdown", "")
+            assert [line for line in printed.splitlines() if len(line) > 88 and SENTENCE not in line] == [], cell.id
 
 
 def test_a_notebook_has_the_form_of_a_lesson(path):

@@ -15,7 +15,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from helpers import flash_attention
-from helpers.attention import api
+from helpers.attention import api, sharding
+from helpers.attention.problem import check_call
 
 B, T, S, H = 2, 6, 8, 4
 LENGTHS = np.array([7, 3], np.int32)
@@ -103,6 +104,23 @@ def test_automatic_axes_split_the_call_and_gather_nothing(implementation, shape,
     for result in results[:3]:
         part = result.sharding.shard_shape(result.shape)
         assert (part[0], part[2]) == (B // shape[0], 4 // shape[1])
+
+
+@on_four_devices
+def test_heads_that_only_the_keys_split_are_split_for_the_queries():
+    """Then no key need move."""
+    mesh, specs = mesh_of(AxisType.Auto), [P("batch"), *[P(None, None, "heads")] * 2]
+    arrays = [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in zip(inputs(), specs, strict=False)]
+    out = NamedSharding(mesh, P("batch", None, "heads"))
+    text = jax.jit(attention_of("portable", lengths=None), out_shardings=out).lower(*arrays).compile().as_text()
+    assert not any(f"{name}(" in text for name in COLLECTIVES)
+
+
+@pytest.mark.parametrize(("batch", "parts"), [(4, 2), (3, 1)])
+def test_a_batch_that_does_not_divide_stays_whole(batch, parts):
+    problem = check_call(*inputs(batch=batch)[:3]).problem
+    split_problem = sharding.Split({"batch": 2}, problem, "batch", None)
+    assert split_problem.local.B == batch // parts and (split_problem.batch is None) == (parts == 1)
 
 
 @pytest.mark.full

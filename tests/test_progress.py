@@ -69,7 +69,7 @@ BROKEN = {
 def test_a_broken_record_stops_no_check_and_is_added_to(workbook, content, capsys):
     (workbook / record.FILE).write_bytes(content)
     check("0.1", right)
-    assert capsys.readouterr().out.startswith("✓ Exercise 0.1: ")
+    assert "✓ Exercise 0.1: " in capsys.readouterr().out  # after a bar, where the machine is busy
     assert (workbook / record.FILE).read_bytes().startswith(content)
     if len(content) < record.LONGEST:
         assert record.done()["0.1"] == "solved"

@@ -17,7 +17,7 @@ from helpers.attention import online_softmax, tiled
 from helpers.attention.masking import NO_BAND, Band, key_tiles, query_tiles, tile_kind, visible
 from helpers.attention.portable import backward
 from helpers.attention.portable import forward as portable
-from helpers.attention.portable.tiles import DEFAULTS, Card, Tiles, select_tiles, shared_bytes
+from helpers.attention.portable.tiles import DEFAULTS, Card, Tiles, padded_head_dim, select_tiles, shared_bytes
 from helpers.attention.problem import Problem, check_call
 from helpers.attention.reference import oracle, oracle_gradients
 from helpers.measure import cost, results
@@ -236,6 +236,10 @@ def test_tiles_fit_every_card(card):
             tiles = select_tiles(kernel, problem, card)
             assert shared_bytes(kernel, tiles, problem, card.capability) <= card.shared_memory
             assert min(tiles.block_q, tiles.block_k) >= 16 and tiles.num_stages >= 1
+
+
+def test_the_blocks_of_a_head_are_powers_of_two_of_at_least_16():
+    assert [padded_head_dim(H) for H in (1, 8, 16, 17, 64, 65, 256)] == [16, 16, 16, 32, 64, 128, 256]
 
 
 def test_tiles_are_cut_only_where_they_must_be():

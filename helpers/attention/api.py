@@ -42,7 +42,7 @@ def flash_attention(
     implementation=None,
     return_residual=False,
 ):
-    """Exact attention, softmax(scale query key^T) value; a drop-in for `jax.nn.dot_product_attention`.
+    """Exact attention, softmax(scale query key^T) value; called like `jax.nn.dot_product_attention`.
 
     Args:
       query: (B, T, N, H) or (T, N, H); float32, bfloat16 or float16. H is at most 256.

@@ -26,7 +26,7 @@ def paged_attention(
       query: (B, T, N, H) with T of at most 16; float32, bfloat16 or float16.
       key_pages, value_pages: (P, page, K, H), same dtype: P pages of `page` tokens each. N is a multiple of K.
       page_table: int32 (B, pages): row b names the pages of sequence b, in the order of its tokens. Pages may stand
-        in any order and in several rows. Entries past the end of a sequence are not read, and may be anything.
+        in any order and in several rows. Entries past the end of a sequence do not matter.
       lengths: int32 (B,), the tokens of each sequence; 0 is a sequence without any.
       scale: a Python number; None means 1 / sqrt(H).
       implementation: "reference" (gathers the cache), "portable" (a Pallas kernel that reads it in place: compiled on
@@ -41,7 +41,7 @@ def paged_attention(
       TypeError, ValueError: an argument is not as described; the message names it. Under jit the values of table and
         lengths are not known; there, a length beyond the table means all of it, and a page that does not exist is
         read as some other one, never as memory outside the pages.
-      NotImplementedError: the chosen implementation cannot run here, or a derivative is asked for.
+      NotImplementedError: the chosen implementation cannot run here, or a derivative of the kernel is asked for.
     """
     call, table = check_paged_call(query, key_pages, value_pages, page_table, lengths, scale=scale)
     if implementation not in (None, *IMPLEMENTATIONS):

@@ -1,4 +1,4 @@
-"""Attention by its definition: the naive JAX version, and the float64 oracle every test trusts.
+"""Attention by its definition: the naive JAX version, and the float64 oracle that the tests trust.
 
     s = scale q k^T      w = softmax(s)      out = w v      lse = log sum exp s
 
@@ -23,26 +23,15 @@ def naive_attention(call):
     in `jax.nn.dot_product_attention`.
     """
     problem = call.problem
-    B, T, S, N, K, H = problem.B, problem.T, problem.S, problem.N, problem.K, problem.H
-    query_lengths = jnp.full((B,), T) if call.query_lengths is None else call.query_lengths
-    key_lengths = jnp.full((B,), S) if call.key_lengths is None else call.key_lengths
-
+    B, T, N, K, H = problem.B, problem.T, problem.N, problem.K, problem.H
+    is_query, is_key, seen = _what_counts(call)
     # Padding may hold anything, NaN included, and 0 * NaN is NaN: replace it by zeros.
-    is_query = jnp.arange(T)[None, :, None, None] < query_lengths[:, None, None, None]
-    is_key = jnp.arange(S)[None, :, None, None] < key_lengths[:, None, None, None]
     query = jnp.where(is_query, call.query, 0).reshape(B, T, K, problem.group, H)
     key = jnp.where(is_key, call.key, 0)
     value = jnp.where(is_key, call.value, 0)
 
     s = problem.scale * jnp.einsum("btkgh,bskh->bkgts", query, key, preferred_element_type=jnp.float32)
-    seen = visible(
-        jnp.arange(T)[None, :, None],
-        jnp.arange(S)[None, None, :],
-        problem.band,
-        query_lengths[:, None, None],
-        key_lengths[:, None, None],
-    )
-    s = jnp.where(seen[:, None, None], s, -jnp.inf)
+    s = jnp.where(seen, s, -jnp.inf)
 
     m = jax.lax.stop_gradient(s.max(axis=-1, keepdims=True))
     m = jnp.where(m == -jnp.inf, 0, m)  # a row without a key: -inf - (-inf) would be NaN
@@ -53,6 +42,24 @@ def naive_attention(call):
     out = jnp.einsum("bkgts,bskh->btkgh", (p / l).astype(value.dtype), value, preferred_element_type=jnp.float32)
     lse = jnp.where(empty, -jnp.inf, m + jnp.log(l))
     return out.astype(problem.dtype).reshape(B, T, N, H), lse.reshape(B, N, T)
+
+
+def _what_counts(call):
+    """Which queries (B, T, 1, 1) and keys (B, S, 1, 1) are no padding, and which keys each sees, (B, 1, 1, T, S)."""
+    problem = call.problem
+    B, T, S = problem.B, problem.T, problem.S
+    query_lengths = jnp.full((B,), T) if call.query_lengths is None else call.query_lengths
+    key_lengths = jnp.full((B,), S) if call.key_lengths is None else call.key_lengths
+    is_query = jnp.arange(T)[None, :, None, None] < query_lengths[:, None, None, None]
+    is_key = jnp.arange(S)[None, :, None, None] < key_lengths[:, None, None, None]
+    seen = visible(
+        jnp.arange(T)[None, :, None],
+        jnp.arange(S)[None, None, :],
+        problem.band,
+        query_lengths[:, None, None],
+        key_lengths[:, None, None],
+    )
+    return is_query, is_key, seen[:, None, None]
 
 
 def naive_gradients(call, out, lse, dout, dlse):
@@ -69,25 +76,15 @@ def naive_gradients_of_part(call, out, lse, dout, dlse):
     """(dq, dk, dv) of a `Call` that has some of the keys only, where out and lse are those of all of them.
 
     The sum of dq over parts that make up the keys is dq, and dk and dv of a part are final. The equations are those
-    of `oracle_gradients`, in float32.
+    of `oracle_gradients` with delta = rowsum(out * dout), in float32.
     """
     problem = call.problem
-    B, T, S, N, K, H = problem.B, problem.T, problem.S, problem.N, problem.K, problem.H
-    query_lengths = jnp.full((B,), T) if call.query_lengths is None else call.query_lengths
-    key_lengths = jnp.full((B,), S) if call.key_lengths is None else call.key_lengths
-    is_query = jnp.arange(T)[None, :, None, None] < query_lengths[:, None, None, None]
-    is_key = jnp.arange(S)[None, :, None, None] < key_lengths[:, None, None, None]
+    B, T, N, K, H = problem.B, problem.T, problem.N, problem.K, problem.H
+    is_query, is_key, seen = _what_counts(call)
     exact = lambda array, is_real: jnp.where(is_real, array.astype(jnp.float32), 0)
     q, o, do = (exact(array, is_query).reshape(B, T, K, problem.group, H) for array in (call.query, out, dout))
     k, v = (exact(array, is_key) for array in (call.key, call.value))
 
-    seen = visible(
-        jnp.arange(T)[None, :, None],
-        jnp.arange(S)[None, None, :],
-        problem.band,
-        query_lengths[:, None, None],
-        key_lengths[:, None, None],
-    )[:, None, None]
     lse, dlse = (array.reshape(B, K, problem.group, T, 1) for array in (lse, dlse))
     seen &= lse != -jnp.inf
     s = problem.scale * jnp.einsum("btkgh,bskh->bkgts", q, k)

@@ -1,21 +1,21 @@
 """Attention over a sequence that is spread over devices: ring attention (Liu et al. 2023, arXiv 2310.01889).
 
-Each of n devices has a share of the queries and the same share of the keys and values. In step r of n, device i
-attends with its own queries to the keys of device i - r, while those keys already travel on to device i + 1. What
-it finds is a part of a sum over all keys, which is added as in Flash-Decoding:
+Each of D devices has a share of the queries and the same share of the keys and values. In step r of D, device i
+attends with its own queries to the keys of device i - r, while those keys, but in the last step, already travel on to
+device i + 1. What it finds is a part of a sum over all keys, which is added as in Flash-Decoding:
 
     lse' = log(exp lse + exp lse_r)      out' = exp(lse - lse') out + exp(lse_r - lse') out_r
 
 The backward pass goes round once more. With the final out and lse, the kernels' own equations give the share of
 each pair of devices exactly, since p = exp(s - lse) needs no other keys. dq stays and is added up; dk and dv travel
 with their keys, and come home in the step in which device i works on its own keys, the last one. All of these sums
-are float32, dk and dv also while they travel: rounded to 16 bits in each step, their error would grow with n.
+are float32, dk and dv also while they travel: rounded to 16 bits in each step, their error would grow with D.
 
 Which positions a device has is its layout. With a causal mask it decides who has work in which step:
 
-    contiguous  n pieces in order. Device 0 has work in one step, device n - 1 in all, and all wait for that one.
-    striped     every n-th position (Brandon et al. 2023, arXiv 2311.09431). All have the same work, up to a diagonal.
-    zigzag      of 2n pieces the i-th and the (2n - 1 - i)-th. All have exactly the same work, and no step but the
+    contiguous  D pieces in order. Device 0 has work in one step, device D - 1 in all, and all wait for that one.
+    striped     every D-th position (Brandon et al. 2023, arXiv 2311.09431). All have the same work, up to a diagonal.
+    zigzag      of 2D pieces the i-th and the (2D - 1 - i)-th. All have exactly the same work, and no step but the
                 first needs a mask.
 
 A step of a device is a `Piece`: its queries from some position on, the keys up to some position, and whether the
@@ -23,9 +23,9 @@ mask is causal in there. Pieces have static shapes, so each kernel runs that wou
 fill up the last shares are cut off in the same way. `plan` lists all pieces.
 
 On GPUs, compile with OVERLAPPING: XLA then sends keys and values as one transfer beside the kernel, where by itself
-it would send the values before. NCCL's transfer occupies some of the multiprocessors, for which a persistent kernel
-would wait; the forward kernel runs one program a tile here, and the backward kernels always do. What that gave on two
-cards is in measure/results.
+it would send the values before. NCCL's transfer occupies some of the multiprocessors, which may be why a persistent
+forward kernel lost time beside it; here it runs one program a tile, and the backward kernels always do. What that gave
+on two cards is in measure/results.
 
 Several hosts: call `jax.distributed.initialize()` first, and make the mesh of all devices. Nothing else changes.
 A host that stops ends the others with an error: after `heartbeat_timeout_seconds` of that call, if not at once.
@@ -130,8 +130,8 @@ def ring_attention(
     """Attention over a sequence that is spread over an axis of a mesh; to be called in `jax.shard_map`.
 
     Args:
-      query: (B, T / n, N, H), what this one of n devices has of T queries; or without B, as in `flash_attention`.
-      key, value: (B, S / n, K, H). With is_causal, as many as queries.
+      query: (B, T / D, N, H), what this one of D devices has of T queries; or without B, as in `flash_attention`.
+      key, value: (B, S / D, K, H). With is_causal, as many as queries.
       axis_name: the axis of the mesh.
       scale, is_causal, query_seq_lengths, key_value_seq_lengths: as in `flash_attention`, of the whole sequence.
         Lengths may be any number up to the padded length.
@@ -149,7 +149,7 @@ def ring_attention(
       TypeError, ValueError, NotImplementedError: as `flash_attention`; the message names the argument.
 
     A device needs memory for its share of all arrays, for two more shares of keys and values, and in the backward
-    pass for two of dk and dv in float32, besides the parts it adds up: as much for any n.
+    pass for two of dk and dv in float32, besides the parts it adds up: as much for any D.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
@@ -346,10 +346,10 @@ class Ring:
         routes = [(device, (device + 1) % self.devices) for device in range(self.devices)]
         return jax.tree.map(lambda array: lax.ppermute(array, self.axis_name, routes), arrays)
 
-    def step(self, which, step, query_side, key, value, query_lengths, key_lengths):
+    def step(self, which, step, queries, key, value, query_lengths, key_lengths):
         """One pass of this device's piece of a step, with results for all of its queries and of these keys.
 
-        which: "forward_of_part" or "backward_of_part". query_side: query, and for the latter out, lse, dout, dlse.
+        which: "forward_of_part" or "backward_of_part". queries: query, and for the latter out, lse, dout, dlse.
         """
         T, S, is_causal = self.problem.T, self.problem.S, self.problem.band.right == 0
         pieces = plan(self.layout, self.devices, T, S, is_causal=is_causal, key_length=self.key_length)[step]
@@ -358,9 +358,9 @@ class Ring:
         kinds = list(dict.fromkeys(pieces))
         branches = [functools.partial(self._piece, which, piece) for piece in kinds]
         if len(kinds) == 1:
-            return branches[0](query_side, key, value, *lengths)
+            return branches[0](queries, key, value, *lengths)
         kind = jnp.asarray([kinds.index(piece) for piece in pieces])[me]
-        return lax.switch(kind, branches, query_side, key, value, *lengths)
+        return lax.switch(kind, branches, queries, key, value, *lengths)
 
     def _lengths_of(self, query_lengths, key_lengths, me, other):
         """How many of the queries of me and of the keys of the other come before the lengths of the sequence."""
@@ -373,10 +373,10 @@ class Ring:
 
         return count(query_lengths, self.problem.T, me), count(key_lengths, self.problem.S, other)
 
-    def _piece(self, which, piece, query_side, key, value, query_lengths, key_lengths):
+    def _piece(self, which, piece, queries, key, value, query_lengths, key_lengths):
         problem = self.problem
         first, keys, is_causal = piece or Piece(problem.T, 0, False)
-        query, *residuals = (array[:, first:] if array.ndim == 4 else array[..., first:] for array in query_side)
+        query, *residuals = (array[:, first:] if array.ndim == 4 else array[..., first:] for array in queries)
         key, value = key[:, :keys], value[:, :keys]
         if piece is None:
             of_rows = jnp.swapaxes(query[..., 0], 1, 2).astype(jnp.float32)
@@ -420,8 +420,9 @@ def _ring(ring, query, *key_side):
         coming = ring.shift(shard) if step + 1 < ring.devices else None
         part = ring.step("forward_of_part", step, (query,), *shard, *lengths)
         out, lse = _merge(out, lse, *part) if step else part
-        # Else the next shard but one could come before this one is done with, and parts could wait to be merged
-        # together: memory would grow with the number of devices.
+        # Else the next shard but one could come before this one is done with, and
+        # parts could wait to be merged together: memory would grow with the number of
+        # devices.
         shard, out, lse = lax.optimization_barrier((coming, out, lse))
     return out.astype(query.dtype), lse
 
@@ -443,17 +444,18 @@ def _gradients(ring, query, key, value, query_lengths, key_lengths, *residuals):
     own, lengths = [key, value], (query_lengths, key_lengths)
     dq = jnp.zeros_like(query, jnp.float32)
     coming = ring.shift(own)
-    travelling = None  # dk and dv of the shard that is here, as far as the devices before have added to them
+    travelling = None  # dk and dv of the shard that is here, summed over devices before
+    queries = (query, *residuals)
     for step in [*range(1, ring.devices), 0]:
         shard, dq = lax.optimization_barrier((coming if step else own, dq))
         if 0 < step < ring.devices - 1:
             coming = ring.shift(shard)
-        dq_part, *part = ring.step("backward_of_part", step, (query, *residuals), *shard, *lengths)
+        dq_part, *part = ring.step("backward_of_part", step, queries, *shard, *lengths)
         dq += dq_part.astype(jnp.float32)
         part = [array.astype(jnp.float32) for array in part]
-        travelling = part if travelling is None else [a + b for a, b in zip(travelling, part, strict=True)]
-        if step:
-            travelling = ring.shift(travelling)
+        if travelling is not None:
+            part = [a + b for a, b in zip(travelling, part, strict=True)]
+        travelling = ring.shift(part) if step else part
     return tuple(array.astype(query.dtype) for array in (dq, *travelling))
 
 

@@ -581,7 +581,7 @@ BREAK_MISTAKES = (
     Mistake(
         "the row for “m starts at 0” is not far enough below zero, or not in all of its logits",
         _rows([100], [-50], [0, -100]),
-        "Every e^s in it must vanish in float32, which is sure below -104: see section 1.",
+        "Let every e^s in it vanish in float32, which is sure below -104: see section 1.",
     ),
     Mistake(
         "the row for “tile max” has the same length whatever block_k is, and may lie in a single tile",

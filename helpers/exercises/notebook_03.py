@@ -8,7 +8,7 @@ from helpers.attention.masking import Band, tile_kind
 from helpers.attention.reference import oracle
 from helpers.attention.tiled import SlowMemory
 from helpers.exercises.checking import Case, Complaint, Exercise, Mistake
-from helpers.exercises.watched import exceeds, watch
+from helpers.exercises.watched import called, exceeds, watch
 from helpers.measure import cost
 
 KIB = 1024
@@ -896,6 +896,13 @@ def _tiles(length, block):
     return -(-length // block)
 
 
+def _run_without_cost(answer, *arguments):
+    result, name = called(cost, lambda: answer(*arguments))
+    if name:
+        raise Complaint(f"`{name}` of helpers.measure.cost was called; here the formulas are yours to write.")
+    return result
+
+
 def _table_cases():
     settings = [
         (2, 3, 1, 2, 1, 2),
@@ -915,6 +922,7 @@ TRAFFIC_TABLE = Exercise(
     title="The traffic table",
     outputs=("bytes",),
     cases=_table_cases,
+    run=_run_without_cost,
     expected=_table,
     tolerance=1e-9,
     tried="T ≠ S, ragged tails, unequal blocks, 2 and 4 bytes, up to T = S = 4096",
@@ -972,6 +980,25 @@ TRAFFIC_TABLE = Exercise(
                 ),
             ),
             "A shorter last tile costs a turn like the others, so round up: see section 4.",
+        ),
+        Mistake(
+            "T and S are exchanged",
+            lambda T, S, H, e, bq, bk: _table(S, T, H, e, bq, bk),
+            "q and out have T rows, k and v have S: see section 1.",
+        ),
+        Mistake(
+            "T is taken for the number of keys too",
+            lambda T, S, H, e, bq, bk: _table(T, T, H, e, bq, bk),
+            "There are S keys: the tables have T rows and S columns, k and v have S rows, see section 1.",
+        ),
+        Mistake(
+            "query-outer reads q again for each key tile",
+            _wrong_table(
+                query_outer=lambda T, S, H, e, bq, bk: (
+                    _table(T, S, H, e, bq, bk)["query-outer"] + e * T * H * (_tiles(S, bk) - 1)
+                )
+            ),
+            "With query tiles outside, a tile of q is loaded before the inner loop, once: see section 3.",
         ),
         Mistake(
             "query-outer counts key tiles, or key-outer query tiles",
@@ -1181,7 +1208,7 @@ def _any(*_):
     return 0
 
 
-def _wrong_budgets(score):
+def _wrong_budgets(score, queries_twice="the tile of queries is counted twice and that of keys once"):
     """The mistakes of either exercise in what fits."""
     return (
         _wrong_choice(
@@ -1209,7 +1236,7 @@ def _wrong_budgets(score):
             needed=lambda q, k, H, e: _needed(q, k, H, e) + 1,
         ),
         _wrong_choice(
-            "the tile of queries is counted twice and that of keys once, or the pair is returned the other way round",
+            queries_twice,
             "block_q comes first, and it is keys that bring values along: see the sum in section 8.",
             score,
             needed=lambda q, k, H, e: e * (2 * q * H + k * H + q * k),
@@ -1250,6 +1277,7 @@ def _wrong_budgets(score):
 def _budget_cases():
     settings = [
         (2, 2, 64, (2, 4), "the case worked by hand"),
+        (2, 2, 80, (2, 4), "the same with 80 bytes, which all four pairs fit in"),
         (64, 2, 128 * KIB, POWERS, "H=64, 2 bytes, 128 KiB"),
         (64, 2, 164 * KIB, POWERS, "H=64, 2 bytes, 164 KiB"),
         (128, 2, 164 * KIB, POWERS, "H=128, 2 bytes, 164 KiB"),
@@ -1273,7 +1301,16 @@ LARGEST_BLOCKS = Exercise(
     judge=_judge_largest,
     tried="H from 2 to 256, 2 and 4 bytes, up to 228 KiB, sizes in any order; of several largest tiles any one counts",
     mistakes=(
-        *_wrong_budgets(lambda q, k, *_: q * k),
+        *_wrong_budgets(
+            lambda q, k, *_: q * k,
+            "the tile of queries is counted twice and that of keys once, or the pair is returned the other way round",
+        ),
+        _wrong_choice(
+            "only pairs of two different sizes are tried",
+            "block_q and block_k may be equal: try all pairs, see the map in section 8.",
+            lambda q, k, *_: q * k,
+            among=lambda q, k: q != k,
+        ),
         _wrong_choice(
             "only pairs with block_q ≤ block_k are tried",
             "A tile of queries may be the larger one: try all pairs, see the map in section 8.",
@@ -1346,6 +1383,7 @@ def _traffic_cases():
         (96, 500, 64, 2, 100 * KIB, (16, 48, 64, 96), "T=96, S=500, H=64, 100 KiB"),
         (4096, 4096, 64, 2, 150_000, POWERS[:-1], "T=S=4096, H=64, 150,000 bytes"),
         (1000, 1000, 32, 2, 20 * KIB, (24, 40, 56, 88, 120), "T=S=1000, H=32, 20 KiB, other sizes"),
+        (1000, 1000, 32, 2, 17 * KIB, (40, 56, 60), "T=S=1000, H=32, 17 KiB, sizes close to each other"),
     ]
     return [Case(label, arguments) for *arguments, label in settings for arguments in [tuple(arguments)]]
 
@@ -1359,6 +1397,12 @@ LEAST_TRAFFIC = Exercise(
     tried="T ≠ S, H from 2 to 128, 2 and 4 bytes, up to 228 KiB, sizes in any order; of several best any one counts",
     mistakes=(
         *_wrong_budgets(_by_traffic),
+        _wrong_choice(
+            "the pair is returned the other way round",
+            "block_q comes first: see the text of the exercise.",
+            lambda q, k, *others: _by_traffic(k, q, *others),
+            needed=lambda q, k, H, e: _needed(k, q, H, e),
+        ),
         _wrong_choice(
             "the largest tile is taken for the one with the least traffic",
             "Query-outer traffic does not depend on the product of the block sizes: see section 7.",

@@ -162,13 +162,13 @@ def _softmax_cases():
         return (scale * random.standard_normal((T, S)) + shift).astype(np.float32)
 
     largest_first = np.sort(logits(6, 7, 3.0, -2.0), axis=1)[:, ::-1].copy()
-    rows_apart = np.linspace(-300, 300, 9, dtype=np.float32)[:, None]
+    rows_apart = np.linspace(-2000, 2000, 9, dtype=np.float32)[:, None]
     by_hand = np.log(np.array([[1.0, 3.0, 4.0]])).astype(np.float32) - 5
     return [
         Case("T=1, S=3, block 2 × 4, logits below 0", (by_hand, 2, 4)),
         Case("T=5, S=6, block 2 × 8", (logits(5, 6), 2, 8)),
         Case("T=6, S=7, block 4 × 8, largest logit first", (largest_first, 4, 8)),
-        Case("T=9, S=3, block 8 × 4, rows of logits from −300 to 300", (logits(9, 3) + rows_apart, 8, 4)),
+        Case("T=9, S=3, block 8 × 4, rows of logits from −2000 to 2000", (logits(9, 3) + rows_apart, 8, 4)),
     ]
 
 
@@ -214,6 +214,7 @@ def _softmax_kernel(
     subtract_max=True,
     max_axis=1,
     select=False,
+    clear=False,
     divide=True,
 ):
     rows = number_rows * pl.program_id(0) * s_ref.shape[height_axis] + jnp.arange(s_ref.shape[0])
@@ -225,7 +226,7 @@ def _softmax_kernel(
     else:
         s = plt.load(s_ref, mask=mask, other=other) if mask_load else s_ref[...]
     m = s.max(axis=max_axis, keepdims=True) if subtract_max else 0
-    p = exp(s - m)
+    p = jnp.where(mask | (not clear), exp(s - m), 0)
     p = p / p.sum(axis=sum_axis, keepdims=True) if divide else p
     if mask_store:
         plt.store(out_ref, p, mask=mask)
@@ -240,7 +241,7 @@ MASKED_TAIL = Exercise(
     cases=_softmax_cases,
     run=_run_softmax,
     expected=_softmax_expected,
-    tried="ragged rows and columns, the largest logit first, all below 0, rows from −300 to 300",
+    tried="ragged rows and columns, the largest logit first, all below 0, rows from −2000 to 2000",
     mistakes=(
         Mistake(
             "nothing is masked, or the mask is turned round",
@@ -251,6 +252,17 @@ MASKED_TAIL = Exercise(
             "masked logits are read as 0 instead of −∞",
             functools.partial(_softmax_kernel, other=0),
             "A logit of 0 adds e to the power of −m to the sum: see “Which other?” in section 7.",
+        ),
+        Mistake(
+            "masked logits are read as a finite number, and that is not low enough",
+            functools.partial(_softmax_kernel, other=-1000.0),
+            "A logit of the table can be lower still; -jnp.inf never is: see “Which other?” in section 7.",
+            variants=(functools.partial(_softmax_kernel, other=-100.0),),
+        ),
+        Mistake(
+            "masked logits are read as 0 and left out of the sum, but not of the maximum",
+            functools.partial(_softmax_kernel, other=0, clear=True),
+            "Where all logits lie far below 0, a maximum of 0 makes them vanish: see “Which other?” in section 7.",
         ),
         Mistake(
             "the columns are masked and the rows are not",
@@ -401,9 +413,11 @@ def _run_matmul(kernel, p, v, block_q, block_h, block_k):
         out_shape=jax.ShapeDtypeStruct((T, H), jnp.float32),
         name="exercise",
     )
-    most = max(_keys_in_products(jax.make_jaxpr(call)(p, v).jaxpr), default=0)
-    if most > block_k:
-        raise Complaint(f"one product takes {most} keys at once; load and add one tile of block_k keys at a time")
+    keys = sorted(_keys_in_products(jax.make_jaxpr(call)(p, v).jaxpr))
+    if keys and keys[-1] > block_k:
+        raise Complaint(f"one product takes {keys[-1]} keys at once; load and add one tile of block_k keys at a time")
+    if keys and keys[0] < block_k:
+        raise Complaint(f"one product takes {keys[0]} of {block_k} keys; load the last tile whole, and mask its tail")
     (watched,), out = replay(call, p, v)
     p_seen, v_seen, _ = watched.operands.values()
     return p_seen.outside, v_seen.outside, out
@@ -483,6 +497,14 @@ def _matmul_without_start(p_ref, v_ref, out_ref, *, S, block_k):
     lax.fori_loop(0, pl.cdiv(S, block_k), add_tile, None)
 
 
+def _matmul_with_a_short_tile(p_ref, v_ref, out_ref, *, S, block_k):
+    acc = jnp.zeros(out_ref.shape, jnp.float32)
+    for start in range(0, S, block_k):
+        stop = min(start + block_k, S)
+        acc += lax.dot(p_ref[:, start:stop], v_ref[start:stop, :], preferred_element_type=jnp.float32)
+    out_ref[...] = acc
+
+
 ACCUMULATE = Exercise(
     number="4.3",
     title="Accumulate over k",
@@ -527,6 +549,11 @@ ACCUMULATE = Exercise(
             "the last tile is loaded with a slice that runs past the end, and masked afterwards",
             functools.partial(_matmul_kernel, slices=True, select=True),
             "Interpret mode moves it back, and the mask hides the wrong keys: give it to plt.load, see section 6.",
+        ),
+        Mistake(
+            "the last tile is cut short instead of masked",
+            _matmul_with_a_short_tile,
+            "A tile has one size, which a GPU wants to be a power of two: load block_k keys with a mask: section 6.",
         ),
         Mistake(
             "the tail of p is masked and the tail of v is not",

@@ -718,12 +718,20 @@ def _run_tiled(answer, q, k, v, dout, scale, block_q, block_k):
         dq, dk, dv = result
     except (TypeError, ValueError):
         return result  # not three results: `expected` says so
+    return dq, dk, dv, _built(shapes, block_q, block_k, whole) if T == LONG else "tiles"
+
+
+def _built(shapes, block_q, block_k, whole):
+    """What the shapes of the arrays made from lse tell of the tiles; where there are none, they tell nothing."""
+    rows = {max(shape) for shape in shapes if shape and math.prod(shape) == max(shape) < LONG}
+    tables = {tuple(sorted(shape)) for shape in shapes if len(shape) == 2 and min(shape) > 3}  # 3: head_dim
+    tables -= {table for table in tables if math.prod(table) == LONG}  # lse itself, cut into tiles
+    sizes_tell = tables and max(map(max, tables)) < LONG and tuple(sorted((block_q, block_k))) not in tables
+    if sizes_tell or (rows and not rows & {block_q, block_k}):
+        return "other tiles"
     if whole:
-        return dq, dk, dv, "a table larger than a tile"
-    rows = {shape[0] for shape in shapes if len(shape) == 1 or shape[1:] == (1,)}
-    if T == LONG and block_k in rows and block_q not in rows:
-        return dq, dk, dv, "tiles of block_k queries and block_q keys"
-    return dq, dk, dv, "tiles"
+        return "more than a tile at once"
+    return "tiles of block_k queries and block_q keys" if block_k in rows and block_q not in rows else "tiles"
 
 
 def _expected_tiled(q, k, v, dout, scale, block_q, block_k):
@@ -742,7 +750,7 @@ def _tiled(
     dp_of=lambda do, k, v: do @ v.T,
     keep="all",
     keys_like_queries=False,
-    whole_tiles_only=False,
+    whole_tiles_of="",
     dv_from_ds=False,
     p_forgotten=False,
     whole=False,
@@ -754,8 +762,8 @@ def _tiled(
             block_q, block_k = len(q), len(k)
         delta = delta_of(out, dout, v)
         dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
-        stop_q = len(q) // block_q * block_q if whole_tiles_only else len(q)
-        stop_k = len(k) // block_k * block_k if whole_tiles_only else len(q) if keys_like_queries else len(k)
+        stop_q = len(q) // block_q * block_q if "q" in whole_tiles_of else len(q)
+        stop_k = len(k) // block_k * block_k if "k" in whole_tiles_of else len(q) if keys_like_queries else len(k)
         for j in range(0, stop_k, block_k):
             cols = slice(j, j + block_k)
             for i in range(0, stop_q, block_q):
@@ -928,7 +936,7 @@ _TILED = Exercise(
             "Only dv is wrong: the scale stands between q and k, and v never meets it, see section 3.",
         ),
         Mistake(
-            "p is exp(s) / exp(lse), which overflows or divides by zero",
+            "s and lse are exponentiated apart, as in exp(s) / exp(lse), where both may overflow or vanish",
             _tiled(p_of=lambda s, lse: np.exp(s) / np.exp(lse)[:, None]),
             "Subtract in the exponent, before you take it: p = exp(s - lse), see section 7.",
         ),
@@ -964,11 +972,17 @@ _TILED = Exercise(
         ),
         Mistake(
             "the ragged last tiles are left out",
-            _tiled(whole_tiles_only=True),
+            _tiled(whole_tiles_of="qk"),
             "The lengths need not be multiples of the tiles; a slice past the end is simply shorter: see section 8.",
+            variants=(_tiled(whole_tiles_of="q"), _tiled(whole_tiles_of="k")),
         ),
         Mistake(
-            "a table larger than a tile is built: whole rows, whole columns, or all of the (T, S) table",
+            "tiles of other sizes are used than block_q queries by block_k keys",
+            lambda q, k, v, out, lse, dout, scale, block_q, block_k: _tiled()(q, k, v, out, lse, dout, scale, 32, 32),
+            "The numbers are right, but the sizes of the tiles are arguments: see the text of the exercise.",
+        ),
+        Mistake(
+            "more than a tile is held at once: whole rows, whole columns, or all of the (T, S) table",
             _tiled(whole=True),
             "The numbers are right, but the memory grows with the lengths: loop over tiles of both, see section 8.",
         ),

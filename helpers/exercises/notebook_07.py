@@ -168,6 +168,7 @@ _LOGIT_GRADIENTS = {
     "delta of the tile": lambda p, dp, delta: p * (dp - (p * dp).sum(axis=1)[:, None]),
     "delta outside": lambda p, dp, delta: p * dp - delta[:, None],
     "no p": lambda p, dp, delta: dp - delta[:, None],
+    "diagonal": lambda p, dp, delta: p * (1 - p) * dp,
 }
 _VALUE_PRODUCTS = {
     "right": lambda q, k, v, do: do @ v.T,
@@ -310,7 +311,7 @@ _DKV = Exercise(
             "Add to the dk and dv that arrive: see the equations of section 1.",
         ),
         Mistake(
-            "exp(s) is divided by exp(lse), and large exponentials overflow or vanish",
+            "s and lse are exponentiated apart, as in exp(s) / exp(lse), where both may overflow or vanish",
             _dkv(weights="divided by exp(lse)"),
             "Subtract before you exponentiate, p = exp(s - lse): see the equations of section 1.",
         ),
@@ -398,6 +399,28 @@ _DKV = Exercise(
             "dv is right and dk is wrong, because dk is divided by the scale",
             _dkv(scale_of_dk=lambda scale: 1 / scale),
             "s = scale q kᵀ, so the scale is a factor of dk: see the equations of section 1.",
+        ),
+        Mistake(
+            "the scale is used nowhere",
+            _dkv(weights="no scale", scale_of_dk=lambda scale: 1),
+            "It is a factor of the logits, and of dk: see the equations of section 1.",
+        ),
+        Mistake(
+            "scale is ignored and 1 / sqrt(H) is used instead",
+            lambda q, k, v, do, lse, delta, scale, *sums: _dkv()(
+                q, k, v, do, lse, delta, 1 / math.sqrt(q.shape[1]), *sums
+            ),
+            "scale is an argument, and need not be one over the square root of H.",
+        ),
+        Mistake(
+            "keys and values change places",
+            lambda q, k, v, *rest: _dkv()(q, v, k, *rest),
+            "Queries meet the keys k, and do meets the values v: see the equations of section 1.",
+        ),
+        Mistake(
+            "dv is right and dk is wrong, because ds has only the diagonal of the Jacobian, p (1 - p)",
+            _dkv(logit_gradient="diagonal"),
+            "ds = p (dp - delta): see the equations of section 1.",
         ),
         Mistake(
             "dk is right and dv is wrong, because dv is multiplied by the scale",
@@ -540,9 +563,9 @@ _DQ = Exercise(
             "Scale the new term alone, dq + scale * (...): the dq that arrives has its scale already.",
         ),
         Mistake(
-            "the new term is subtracted instead of added",
+            "the new term has the wrong sign: it is subtracted, or made of delta - dp",
             lambda q, k, v, do, lse, delta, scale, dq: 2 * dq - _dq()(q, k, v, do, lse, delta, scale, dq),
-            "Add to the dq that arrives: see the equations of section 1.",
+            "Add scale ds k with ds = p (dp - delta) to the dq that arrives: see the equations of section 1.",
         ),
         Mistake(
             "dq is not multiplied by the scale",
@@ -560,7 +583,7 @@ _DQ = Exercise(
             "dq sums over the keys and has a row for each query. Only square tiles let this run: see section 1.",
         ),
         Mistake(
-            "exp(s) is divided by exp(lse), and large exponentials overflow or vanish",
+            "s and lse are exponentiated apart, as in exp(s) / exp(lse), where both may overflow or vanish",
             _dq(weights="divided by exp(lse)"),
             "Subtract before you exponentiate, p = exp(s - lse): see the equations of section 1.",
         ),
@@ -628,6 +651,21 @@ _DQ = Exercise(
             "the scale is used nowhere",
             _dq(weights="no scale", scale_of_dq=lambda scale: 1),
             "It is a factor of the logits, and of dq: see the equations of section 1.",
+        ),
+        Mistake(
+            "scale is ignored and 1 / sqrt(H) is used instead",
+            lambda q, k, v, do, lse, delta, scale, dq: _dq()(q, k, v, do, lse, delta, 1 / math.sqrt(q.shape[1]), dq),
+            "scale is an argument, and need not be one over the square root of H.",
+        ),
+        Mistake(
+            "keys and values change places",
+            lambda q, k, v, *rest: _dq()(q, v, k, *rest),
+            "Queries meet the keys k, and do meets the values v: see the equations of section 1.",
+        ),
+        Mistake(
+            "ds has only the diagonal of the Jacobian, p (1 - p)",
+            _dq(logit_gradient="diagonal"),
+            "ds = p (dp - delta): see the equations of section 1.",
         ),
         Mistake(
             "exp is taken of numbers in base two",
@@ -743,13 +781,13 @@ def _run_wiring(answer, q, k, v, weight):
     launches.clear()
     gradients, out = jax.grad(loss, (0, 1, 2), has_aux=True)(*arrays)
     results = [np.asarray(array) for array in (alone, out, *gradients)]
-    return *results, launches.count(_forward_kernels)
+    return *results, launches.count(_forward_kernels), launches.count(_backward_kernels)
 
 
 def _wiring_expected(q, k, v, weight):
     scale = 1 / math.sqrt(q.shape[1])
     out, _ = _forward_oracle(q, k, v, scale)
-    return _float32(out), _float32(out), *_gradient_oracle(q, k, v, weight, scale), 1
+    return _float32(out), _float32(out), *_gradient_oracle(q, k, v, weight, scale), 1, 1
 
 
 def _wiring(
@@ -757,6 +795,7 @@ def _wiring(
     call=None,
     order=lambda dq, dk, dv: (dq, dk, dv),
     alone=lambda forward, q, k, v: forward(q, k, v)[0],
+    value=lambda out, q, k, v: out,
 ):
     """A differentiable function with something wrong in what it keeps, in its call or in what it returns."""
 
@@ -767,7 +806,7 @@ def _wiring(
 
         def fwd(q, k, v):
             out, lse = forward(q, k, v)
-            return out, residuals(q, k, v, out, lse)
+            return value(out, q, k, v), residuals(q, k, v, out, lse)
 
         def bwd(kept, dout):
             run = backward if call is None else functools.partial(call, forward, backward)
@@ -779,10 +818,32 @@ def _wiring(
     return differentiable
 
 
+# What stands where out belongs, of its shape
+_NOT_OUT = (
+    lambda out, q, k, v: v,
+    lambda out, q, k, v: q,
+    lambda out, q, k, v: k,
+    lambda out, q, k, v: jnp.zeros_like(q),
+    lambda out, q, k, v: out.astype(jnp.float16),
+    lambda out, q, k, v: out.astype(jnp.bfloat16),
+)
+
+
+def _alone(other):
+    return lambda forward, q, k, v: other(forward(q, k, v)[0], q, k, v)
+
+
+def _written_out(q, k, v):
+    return jax.nn.softmax(q @ k.T / math.sqrt(q.shape[1])) @ v
+
+
 _WIRING = Exercise(
     number="7.3",
     title="Wiring the gradient",
-    outputs=("out", "out under jax.grad", "dq", "dk", "dv", "launches of the forward kernel for one gradient"),
+    outputs=(
+        *("out", "out under jax.grad", "dq", "dk", "dv"),
+        *("runs of forward for one gradient", "runs of backward for one gradient"),
+    ),
     cases=_wiring_cases,
     expected=_wiring_expected,
     run=_run_wiring,
@@ -790,14 +851,38 @@ _WIRING = Exercise(
     tried="jax.grad through your function, dq, dk and dv compared each, logits around 0, large, and far below 0",
     mistakes=(
         Mistake(
-            "nothing tells JAX about the backward kernels, so that no gradient arrives",
+            "all gradients are zero: JAX knows nothing of backward, or its results are not returned",
             lambda forward, backward: lambda q, k, v: forward(q, k, v)[0],
-            "Wrap the function in jax.custom_vjp and register both rules with defvjp: see section 5.",
+            "Register both rules with defvjp, and let the backward rule return what backward gives: see section 5.",
         ),
         Mistake(
             "the gradients are right, but without one the function returns something else than out",
-            _wiring(alone=lambda forward, q, k, v: v),
+            _wiring(alone=_alone(_NOT_OUT[0])),
             "The body of attend runs when nobody differentiates: it must return out as well, see section 5.",
+            variants=tuple(_wiring(alone=_alone(other)) for other in _NOT_OUT[1:]),
+        ),
+        Mistake(
+            "the gradients are right, but the forward rule returns something else than out",
+            _wiring(value=_NOT_OUT[0]),
+            "Under jax.grad the forward rule runs in place of attend: its first result must be out, see section 5.",
+            variants=tuple(_wiring(value=other) for other in _NOT_OUT[1:4]),
+        ),
+        Mistake(
+            "the gradients are right, but both attend and its forward rule return something else than out",
+            _wiring(alone=_alone(_NOT_OUT[0]), value=_NOT_OUT[0]),
+            "Both return out, the first result of forward: see section 5.",
+            variants=tuple(_wiring(alone=_alone(other), value=other) for other in _NOT_OUT[1:]),
+        ),
+        Mistake(
+            "the gradients are right, but they do not come from backward",
+            lambda forward, backward: _written_out,
+            "Attention written out once more would need the whole table: call backward, see the text of the exercise.",
+            variants=(
+                _wiring(
+                    residuals=lambda q, k, v, out, lse: (q, k, v),
+                    call=lambda forward, run, q, k, v, dout: jax.vjp(_written_out, q, k, v)[1](dout),
+                ),
+            ),
         ),
         Mistake(
             "k and v are passed to forward in the wrong order when no gradient is asked for",
@@ -896,12 +981,12 @@ _WIRING = Exercise(
             "backward takes q, k, v, out, lse, dout in this order: see the text of the exercise.",
         ),
         Mistake(
-            "the forward kernel runs again in the backward pass",
+            "the gradients are right, but forward runs twice",
             _wiring(
                 residuals=lambda q, k, v, out, lse: (q, k, v),
                 call=lambda forward, run, q, k, v, dout: run(q, k, v, *forward(q, k, v), dout),
             ),
-            "The gradients are right, but out and lse were at hand: keep them as residuals, see section 5.",
+            "The forward rule runs it once, and keeps out and lse as residuals: see section 5.",
         ),
     ),
 )

@@ -1007,7 +1007,7 @@ BALANCE = Exercise(
         Mistake(
             "the longest and the shortest are paired, and the pairs dealt in turns",
             _from_both_ends,
-            "Pairs have the same sum only if lengths rise evenly: follow the rule of the task.",
+            "Such pairs need not have the same sum: follow the rule of the task.",
         ),
         Mistake(
             "the last turn is taken to be complete",

@@ -111,7 +111,7 @@ _AGAIN = Exercise(
         Mistake(
             "the two are exchanged",
             _keys(lambda p, n: p + n - 1, lambda p, n: sum(p + i for i in range(n))),
-            "Without a cache is the larger one: see section 1.",
+            "Without a cache is the larger one, where they differ: see section 1.",
         ),
     ),
 )

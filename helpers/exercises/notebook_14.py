@@ -282,7 +282,7 @@ RING = Exercise(
         Mistake(
             "a step is missing: one share of the keys is never seen",
             _ring_with(steps=lambda n: range(max(1, n - 1))),
-            "n devices need n steps, their own keys among them: see section 3.",
+            "D devices need D steps, their own keys among them: see section 3.",
             variants=(_ring_with(steps=lambda n: range(max(1, n - 1)), held=lambda i, step, n: (i + step) % n),),
         ),
         Mistake(
@@ -293,7 +293,7 @@ RING = Exercise(
         Mistake(
             "there is one step too many, and a share counts twice",
             _ring_with(steps=lambda n: range(n + 1)),
-            "After n - 1 hops every share has been everywhere: see section 3.",
+            "After D - 1 hops every share has been everywhere: see section 3.",
         ),
         Mistake(
             "each device stays with its own keys",
@@ -480,19 +480,19 @@ ZIGZAG = Exercise(
             "That is the contiguous layout: two pieces of half the share, see section 5.",
         ),
         Mistake(
-            "every device has each n-th position",
+            "every device has each D-th position",
             lambda devices, share, device: device + devices * np.arange(share),
             "That is the striped layout: two pieces of half the share, see section 5.",
         ),
         Mistake(
             "the second piece is counted from 1",
             _zigzag_mistake(second=lambda n, i: 2 * n - i),
-            "There are 2n pieces, 0 to 2n - 1, and the last is 2n - 1 - 0: see section 5.",
+            "There are 2D pieces, 0 to 2D - 1, and the last is 2D - 1 - 0: see section 5.",
         ),
         Mistake(
             "the second piece is the i-th of the second half",
             _zigzag_mistake(second=lambda n, i: n + i),
-            "Then the last device has two late pieces, and the most work: it is mirrored, see section 5.",
+            "Then the last device has the last piece of each half, and the most work: it is mirrored, see section 5.",
         ),
         Mistake(
             "the mirror image of piece i is taken to be -i",
@@ -502,7 +502,7 @@ ZIGZAG = Exercise(
         Mistake(
             "pieces begin at multiples of `share`, not of half as many",
             _zigzag_whole_pieces,
-            "There are 2n pieces for n shares, so a piece is half a share: see section 5.",
+            "There are 2D pieces for D shares, so a piece is half a share: see section 5.",
             variants=(lambda devices, share, device: _zigzag_with(devices, 2 * share, device),),
         ),
         Mistake(
@@ -516,9 +516,9 @@ ZIGZAG = Exercise(
             "The positions of a device rise, so that its own keys need the usual causal mask: see section 5.",
         ),
         Mistake(
-            "the second piece is mirrored among n pieces, not 2n",
+            "the second piece is mirrored among D pieces, not 2D",
             _zigzag_mistake(second=lambda n, i: n - 1 - i),
-            "n devices with two pieces each: there are 2n of them, see section 5.",
+            "D devices with two pieces each: there are 2n of them, see section 5.",
         ),
     ),
 )

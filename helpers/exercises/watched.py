@@ -1,8 +1,11 @@
-"""Watches what an answer builds, for exercises that ask for tiles and forbid whole tables."""
+"""Watches what an answer builds or calls, for exercises that forbid whole tables, or a helper."""
 
+import sys
 import tracemalloc
 
 import numpy as np
+
+from helpers.exercises.checking import OURS
 
 
 class _Watched(np.ndarray):
@@ -39,3 +42,20 @@ def exceeds(limit, run):
         if most <= limit:
             return result, False
     return result, True
+
+
+def called(module, run):
+    """(what run() returns, the name of a function of the module that other code than the helpers' called, or None)."""
+    names, before = [], sys.getprofile()
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename == module.__file__:
+            if not frame.f_back.f_code.co_filename.startswith(OURS):
+                names.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        result = run()
+    finally:
+        sys.setprofile(before)
+    return result, names[0] if names else None

@@ -1,6 +1,6 @@
 """What ring attention costs each device, by formula: pairs, operations, bytes sent, memory; and who waits for whom.
 
-The letters are those of `Problem`, of the whole sequence; n devices have T / n queries and S / n keys each. What a
+The letters are those of `Problem`, of the whole sequence; D devices have T / D queries and S / D keys each. What a
 device does in a step is read off `ring.plan`, the plan that the program itself follows.
 """
 
@@ -63,7 +63,7 @@ def gathered_bytes(problem, devices):
 
 
 def footprint(problem, devices, which="forward"):
-    """{what: bytes} that a device has in memory at once, at most, in a pass; the sum does not depend on n.
+    """{what: bytes} that a device has in memory at once, at most, in a pass; the same for any D with shares as long.
 
     which: "forward", or "both" for a program that has the forward and the backward pass, returns out and the three
     gradients, and is at work in the second.

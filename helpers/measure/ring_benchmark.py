@@ -11,6 +11,7 @@ ring. Wall times, for the transfers count; the programs of a case take turns on 
 import argparse
 import functools
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from unittest import mock
 
@@ -78,8 +79,9 @@ class Case:
 
 
 def cases(devices):
-    full = [Case("full forward", 1024 * length) for length in (32, 128, 256)]
-    return [*full, Case("causal zigzag both", 131072, True), Case("weak scaling", 65536 * devices)]
+    short, middle, long = (Case("full forward", 1024 * length) for length in (32, 128, 256))
+    both, weak = Case("causal zigzag both", 131072, True), Case("weak scaling", 65536 * devices)
+    return [short, middle, both, weak, long]
 
 
 def mesh_of_all():
@@ -109,18 +111,17 @@ def of_whole(kernels, which, *arguments, run=KernelsOf.run):
     return run(kernels, "forward" if which == "forward_of_part" else which, *arguments)
 
 
-def ring_program(case, mesh, variant, inputs):
+def lowered_ring(case, mesh, variant, inputs):
     attention = functools.partial(ring.ring_attention, axis_name=AXIS, is_causal=case.is_causal)
     attend = jax.shard_map(attention, mesh=mesh, in_specs=SPLIT, out_specs=SPLIT)
     shift = ring.Ring.shift if variant.travels else stay
     run = of_whole if variant.is_persistent else KernelsOf.run
     with mock.patch.object(ring.Ring, "shift", shift), mock.patch.object(KernelsOf, "run", run):
-        lowered = jax.jit(passes_of(case, attend)).lower(*inputs)
-    return lowered.compile(variant.options)
+        return jax.jit(passes_of(case, attend)).lower(*inputs)
 
 
 def share_alone(case, devices):
-    """(compiled program, its inputs, factor): the factor times its time is that of one card's share."""
+    """(lowered program, its inputs, factor): the factor times its time is that of one card's share."""
     here = SingleDeviceSharding(jax.devices()[0])
     attend = functools.partial(flash_attention, is_causal=case.is_causal)
     if case.name == "weak scaling":
@@ -130,7 +131,7 @@ def share_alone(case, devices):
         inputs, factor = arrays(case, own, here), case.T**2 / devices / own**2
     else:
         inputs, factor = arrays(case, case.T // devices, here, 1) + arrays(case, case.T, here)[1:], 1
-    return jax.jit(passes_of(case, attend)).lower(*inputs).compile(), inputs, factor
+    return jax.jit(passes_of(case, attend)).lower(*inputs), inputs, factor
 
 
 @functools.cache  # cases of one kind differ in their lengths
@@ -156,11 +157,14 @@ def measure(case, mesh, note, time_programs=time_together, right_at=RIGHT_AT):
         return []
     devices = mesh.size
     inputs = arrays(case, case.T, NamedSharding(mesh, SPLIT))
-    run, own, factor = share_alone(case, devices)
-    programs = {"alone": Program(run, [tuple(own)])}
-    for name, variant in VARIANTS.items():
-        programs[name] = Program(ring_program(case, mesh, variant, inputs), [tuple(inputs)])
-    timings = time_programs(programs, sample_ms=100.0, device_samples=lambda _: [])
+    alone, own, factor = share_alone(case, devices)
+    with ThreadPoolExecutor() as pool:
+        waiting = {"alone": (pool.submit(alone.compile), own)}
+        for name, variant in VARIANTS.items():
+            lowered = lowered_ring(case, mesh, variant, inputs)
+            waiting[name] = pool.submit(lowered.compile, variant.options), inputs
+        programs = {name: Program(run.result(), [tuple(arrays)]) for name, (run, arrays) in waiting.items()}
+    timings = time_programs(programs, rounds=5, sample_ms=100.0, device_samples=lambda _: [])
     alone = factor * timings.pop("alone").wall_ms
     return [
         {
@@ -181,7 +185,8 @@ def memory(case, mesh):
     inputs = [
         jax.ShapeDtypeStruct((1, case.T, case.N, case.H), jnp.dtype(DTYPE), sharding=NamedSharding(mesh, SPLIT))
     ] * (4 if case.passes == "both" else 3)
-    needed = ring_program(case, mesh, VARIANTS["overlapping"], inputs).memory_analysis()
+    overlapping = VARIANTS["overlapping"]
+    needed = lowered_ring(case, mesh, overlapping, inputs).compile(overlapping.options).memory_analysis()
     needed = needed.argument_size_in_bytes + needed.output_size_in_bytes + needed.temp_size_in_bytes
     band = Band(right=0) if case.is_causal else Band()
     problem = Problem(1, case.T, case.T, case.N, case.N, case.H, jnp.dtype(DTYPE), 1.0, band)

@@ -12,6 +12,7 @@ from pathlib import Path
 import nbformat
 
 from helpers.notebooks import NOTEBOOKS, ROOT
+from helpers.site.colab import buttons_to_copies
 
 SITE = ROOT / "site"
 SOURCE = ROOT / "site_source"
@@ -50,7 +51,7 @@ def build(target=SITE, notebooks=NOTEBOOKS, repository="", revision=""):
         stage, pages = Path(scratch, "stage"), Path(scratch, "pages")
         lay_out(stage, paths)
         _run_sphinx(stage, pages, repository, revision)
-        _drop_icons_twice(pages)
+        _mend_pages(pages)
         _add_font(pages)
         _replace(target, pages, Path(scratch, "before"))
 
@@ -130,11 +131,14 @@ def _run_sphinx(stage, pages, repository, revision):
         raise BuildError("Sphinx did not build the site: " + "\n".join(said or [f"exit status {done.returncode}"]))
 
 
-def _drop_icons_twice(pages):
-    """Leave icons to the theme's fonts: its script, which replaces each by a drawing, weighs more than a notebook."""
+def _mend_pages(pages):
+    """What the theme offers no setting for: where Colab's buttons lead, and icons once.
+
+    Icons are left to the theme's fonts: its script, which replaces each by a drawing, weighs more than a notebook.
+    """
     script = re.compile(r'<script[^>]*src="[^"]*/fontawesome\.js[^"]*"[^>]*></script>')
     for page in pages.rglob("*.html"):
-        page.write_text(script.sub("", page.read_text(encoding="utf-8")), encoding="utf-8")
+        page.write_text(buttons_to_copies(script.sub("", page.read_text(encoding="utf-8"))), encoding="utf-8")
     for unused in [*pages.glob("_static/scripts/fontawesome.js*"), *pages.glob("_static/**/*.map")]:
         unused.unlink(missing_ok=True)
 

@@ -310,8 +310,9 @@ def fused_kernel(
     ds_smem   (2, warpgroups, 64, block_q): ds^T of two steps
     dq_smem   (warpgroups, 64, H or H / warpgroups): the part of dq that a warpgroup computes
 
-    A warpgroup's ds k needs the ds of all. With tiles.delayed, a step first issues its own s and then
-    finishes the step before, whose ds the others have had time to publish meanwhile.
+    A warpgroup's ds k needs the ds of all. So ds is published before dv is issued, and the tensor core has
+    that product to do while the warpgroups wait for one another. With tiles.delayed, a step first issues its
+    own s and then finishes the step before, whose ds the others have had time to publish meanwhile.
     """
     b, kv, me = lax.axis_index("batch"), lax.axis_index("kv_head"), lax.axis_index("warpgroup")
     k_start = lax.axis_index("tile") * tiles.block_k
@@ -384,19 +385,22 @@ def fused_kernel(
                     p = exp2_of_logits(s, lse, 1, problem)
                     if masked:
                         p = hide(p, i * block_q, my_start, 0, problem, tiles)
-                    multiply_add_(dv_acc, p.astype(problem.dtype), do_tile, p_spare)
-                    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
+                    p_16 = p.astype(problem.dtype)
+                    if delayed:
+                        multiply_add_(dv_acc, p_16, do_tile, p_spare)
+                    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1 if delayed else 0)
                     if delayed:  # dk of the step before is done as well
                         pl.when(step > 0)(lambda: plgpu.barrier_arrive(q_free.at[before[2]]))
                     delta = plgpu.load(delta_smem.at[do_slot], layout=COLUMNS)
                     ds = p * (dp - lax.broadcast_in_dim(delta, dp.shape, [1]))
-                    return ds.astype(problem.dtype)
+                    return ds.astype(problem.dtype), None if delayed else p_16
 
                 acc = plgpu.ACC((ROWS_OF_WGMMA, block_q), jnp.float32)
-                ds = pl.run_scoped(with_s, acc)
+                ds, p_16 = pl.run_scoped(with_s, acc)
                 publish_ds(ds, ds_slot)
                 work = head, i, q_slot, ds_slot
                 if not delayed:
+                    multiply_add_(dv_acc, p_16, do_tile, p_spare)
                     finish(work, step + 1, ds)
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(do_free.at[do_slot])

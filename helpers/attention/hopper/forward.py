@@ -145,8 +145,10 @@ def forward_kernel(
         full_round = (turn + 1) * programs <= q_tiles * heads
         if causal:
             # Backwards in every other full round, so that no program has the longest tile of each.
+            # With these two lines in the other order causal calls take 3 % longer.
+            is_backward = full_round & (turn % 2 == 1)
             backwards = turn * programs + (programs - 1 - program)
-            index = jnp.where(full_round & (turn % 2 == 1), backwards, index)
+            index = jnp.where(is_backward, backwards, index)
             i, head = causal_order(index, q_tiles, problem)
         else:
             # The last tile of a head may have few rows: turn by turn another program gets it.

@@ -62,7 +62,7 @@ def delta_kernel(out_ref, do_ref, lse_ref, dlse_ref, delta_ref, *, problem, bloc
 
 
 def p_and_ds(q, k, v, do, lse, delta, seen, scale, interpret):
-    """Weights of a pair of tiles, gradient of its logits: (block_q, block_k) float32."""
+    """Weights of two tiles, gradient of their logits: (block_q, block_k) float32."""
     s = (scale * LOG2_E) * dot(q, k.T)
     p = jnp.where(seen, exp2(s - (LOG2_E * lse)[:, None], interpret), 0)
     dp = dot(do, v.T)
@@ -119,7 +119,8 @@ def dkv_kernel(
     first, stop = query_tiles(k_start, k_stop, block_q, problem.band, *lengths, xp=jnp)
 
     def one_head(head, gradients):
-        return lax.fori_loop(first, stop, functools.partial(one_query_tile, head), gradients)
+        one_tile = functools.partial(one_query_tile, head)
+        return lax.fori_loop(first, stop, one_tile, gradients)
 
     zeros = jnp.zeros(k.shape, jnp.float32)
     dk, dv = lax.fori_loop(0, problem.group, one_head, (zeros, zeros))
@@ -183,12 +184,14 @@ def dq_kernel(
         # A row of ds adds up to dlse; what it misses is the error of delta.
         dlse = plt.load(dlse_ref, mask=row_mask, other=0)
         error = jnp.where(lse == -jnp.inf, 0, ds_sum - dlse)
-        eps = TF32_EPS if problem.dtype.itemsize == 4 else float(jnp.finfo(problem.dtype).eps)
+        dtype = problem.dtype
+        eps = TF32_EPS if dtype.itemsize == 4 else float(jnp.finfo(dtype).eps)
         again = (jnp.abs(error) - eps / 4 * ds_size).max() > 0
         delta += error
-        # Where it is below the rounding of ds, as in flat softmaxes, the second sweep is empty.
+        # Below the rounding of ds, as in flat softmaxes, the second sweep is empty.
         dq = jnp.where(again, 0, dq)
-        dq, _, _ = all_key_tiles((dq, no_sums, no_sums), delta, stop * again.astype(jnp.int32))
+        stop *= again.astype(jnp.int32)
+        dq, _, _ = all_key_tiles((dq, no_sums, no_sums), delta, stop)
     in_array = rows < problem.T
     store_mask = in_array[:, None] & in_head
     plt.store(dq_ref, (problem.scale * dq).astype(dq_ref.dtype), mask=store_mask)

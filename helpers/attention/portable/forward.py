@@ -51,6 +51,7 @@ def forward_kernel(
     band = problem.band
     query_length = length_of(query_length_ref, problem.T)
     key_length = length_of(key_length_ref, problem.S)
+    lengths = query_length, key_length
     q_start = pl.program_id(0) * block_q
     rows = q_start + jnp.arange(block_q)
     head_padded = q_ref.shape[-1]
@@ -68,7 +69,7 @@ def forward_kernel(
         v = plt.load(v_ref.at[tile, :], mask=k_mask, other=0)
 
         s = (problem.scale * LOG2_E) * dot(q, k.T)
-        seen = visible(rows[:, None], cols[None, :], band, query_length, key_length)
+        seen = visible(rows[:, None], cols[None, :], band, *lengths)
         s = jnp.where(seen, s, -jnp.inf)
         m_new = jnp.maximum(m, s.max(axis=1))
         reference = jnp.where(m_new == -jnp.inf, 0, m_new)  # a row may have seen no key yet
@@ -84,7 +85,7 @@ def forward_kernel(
         jnp.zeros((block_q, head_padded), jnp.float32),
     )
     q_stop = q_start + block_q
-    first, stop = key_tiles(q_start, q_stop, block_k, band, query_length, key_length, xp=jnp)
+    first, stop = key_tiles(q_start, q_stop, block_k, band, *lengths, xp=jnp)
     m, l, acc = lax.fori_loop(first, stop, one_key_tile, state)
 
     empty = l == 0
@@ -112,7 +113,8 @@ def forward(call, *, block_q=None, block_k=None, num_warps=None, num_stages=None
 
     q_spec = pl.BlockSpec((None, block_q, None, head_padded), lambda i, n, b: (b, i, n, 0))
     # Grouped queries: `group` query heads read the same key/value head, in place.
-    kv_spec = pl.BlockSpec((None, S, None, head_padded), lambda i, n, b: (b, 0, n // problem.group, 0))
+    shared = lambda i, n, b: (b, 0, n // problem.group, 0)
+    kv_spec = pl.BlockSpec((None, S, None, head_padded), shared)
     lse_spec = pl.BlockSpec((None, None, block_q), lambda i, n, b: (b, n, i))
     length_spec = pl.BlockSpec((None,), lambda i, n, b: (b,))
     return pl.pallas_call(
