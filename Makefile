@@ -15,7 +15,7 @@ NOTEBOOK ?=
 REPOSITORY ?=
 REVISION ?= main
 
-.PHONY: help setup lab fresh test test-all test-oldest mutation notebooks figures lint site site-setup site-test colab gpu gpu-test gpu-memcheck gpu-fuzz gpu-bench gpu-ring gpu-tune gpu-compile
+.PHONY: help setup lab fresh test test-all test-oldest mutation notebooks figures lint site site-setup site-test colab gpu gpu-test gpu-memcheck gpu-fuzz gpu-bench gpu-ring gpu-tune gpu-compile tpu-compile
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -98,3 +98,8 @@ gpu-compile: ## compile the kernels for cards from Ampere to Blackwell, without 
 	@.venv-ptxas/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-ptxas/constraints.txt --editable '.[ptxas]'
 	@JAX_PLATFORMS=cpu .venv-ptxas/bin/python -m helpers.measure.shared_memory
 	@JAX_PLATFORMS=cpu .venv-ptxas/bin/python -m helpers.measure.ptxas
+
+tpu-compile: ## compile the kernels for TPUs with Google's compiler, without one, and see what they take
+	@sh helpers/setup_environment.sh .venv-tpu
+	@.venv-tpu/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-tpu/constraints.txt --editable '.[tpu]'
+	@JAX_PLATFORMS=cpu .venv-tpu/bin/python -m helpers.measure.tpu_compile $(ARGS)

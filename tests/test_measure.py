@@ -377,7 +377,12 @@ def test_a_full_disk_leaves_the_old_results(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("path", [*results.RESULTS.glob("*.json")], ids=lambda path: path.stem)
 def test_committed_results_keep_to_the_schema(path):
     kind = path.stem.rpartition("_")[2]
-    schemas = {"tiles": results.TILES_FILE, "variants": results.VARIANTS_FILE, "ring": results.RING_FILE}
+    schemas = {
+        "tiles": results.TILES_FILE,
+        "variants": results.VARIANTS_FILE,
+        "ring": results.RING_FILE,
+        "compile": results.COMPILED_FOR_TPU_FILE,
+    }
     schema = schemas.get(kind, results.FILE)
     found = json.loads(path.read_text())
     results.check(found, schema)

@@ -10,8 +10,9 @@ import jax
 import jax.experimental.pallas.fuser  # the interpreter would import it with the first kernel, and that compile again
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
 
-from helpers.attention import sharding
+from helpers.attention import sharding, tpu
 from helpers.attention.device import by_platform, compute_capability, device_of
 from helpers.attention.hopper import backward as hopper_backward
 from helpers.attention.hopper import forward as hopper_forward
@@ -23,7 +24,7 @@ from helpers.attention.problem import FEW_QUERIES, Call, check_call
 from helpers.attention.reference import naive_attention, naive_gradients, naive_gradients_of_part
 from helpers.attention.reverse_mode import reverse_mode_only
 
-IMPLEMENTATIONS = ("reference", "portable", "hopper", "cudnn")
+IMPLEMENTATIONS = ("reference", "portable", "hopper", "tpu", "cudnn")
 
 
 def flash_attention(
@@ -59,13 +60,14 @@ def flash_attention(
       implementation: "reference" (naive, the whole matrix in memory), "portable" (the Pallas
         kernels: compiled on an NVIDIA GPU from Ampere on, interpreted on a CPU), "hopper" (kernels
         for NVIDIA's Hopper cards, 16-bit inputs without lengths or windows; a CPU of 16 cores or
-        with PJRT_NPROC=16 interprets them, for one device), "cudnn" (handed to `jax.nn`, where it can serve the
-        call), or None: hopper on such a card for what it serves, otherwise portable on an NVIDIA GPU
-        from Ampere on, reference elsewhere. Some things are better in portable than in hopper. Where a
-        softmax is very sharp, its 16-bit gradients are several times more exact. Its dq is the same in
-        each run, to the last bit. Its forward pass takes as long for all inputs, hopper's takes longer
-        where scores are far above those of the first keys. And bfloat16 values below 1e-20 keep all of
-        their digits.
+        with PJRT_NPROC=16 interprets them, for one device), "tpu" (kernels for Google's TPUs, which have been compiled
+        for v5e and v6e and run nowhere but in the interpreter; a CPU interprets them, for one device), "cudnn"
+        (handed to `jax.nn`, where it can serve the call), or None: hopper on such a card for what it serves,
+        otherwise portable on an NVIDIA GPU from Ampere on, tpu on a TPU, reference elsewhere. Some things are
+        better in portable than in hopper. Where a softmax is very sharp, its 16-bit gradients are several times
+        more exact. Its dq is the same in each run, to the last bit. Its forward pass takes as long for all
+        inputs, hopper's takes longer where scores are far above those of the first keys. And bfloat16 values
+        below 1e-20 keep all of their digits.
       return_residual: also return the log-sum-exp of the scaled logits.
 
     Returns:
@@ -130,17 +132,22 @@ def _choose(implementation, call, return_residual):
     """The function that serves this call: it takes the call and returns out and lse (B, N, T)."""
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(f"implementation must be None or one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
+    device = device_of(call.query)
     if implementation is None:
+        if device.platform == "tpu":
+            return TPU_OR_REFERENCE
         capability = compute_capability(device_of(call.query))
         if capability == (9, 0) and hopper.why_not(call) is None:
             return HOPPER_OR_REFERENCE
         return PORTABLE_OR_REFERENCE if capability >= (8, 0) else naive_attention
-    check = {"portable": _check_portable, "hopper": _check_hopper, "cudnn": _check_cudnn}.get(implementation)
+    check = {"portable": _check_portable, "hopper": _check_hopper, "tpu": _check_tpu, "cudnn": _check_cudnn}.get(
+        implementation
+    )
     if check and (reason := check(call, return_residual)):
         raise NotImplementedError(reason)
-    if implementation == "hopper":
-        alone = device_of(call.query).platform == "cpu" and jax.typeof(call.query).sharding.mesh.empty
-        return INTERPRETED_HOPPER if alone else HOPPER_OR_REFERENCE
+    if implementation in INTERPRETED:
+        alone = device.platform == "cpu" and jax.typeof(call.query).sharding.mesh.empty
+        return INTERPRETED[implementation] if alone else OR_REFERENCE[implementation]
     return {"reference": naive_attention, "portable": PORTABLE, "cudnn": _cudnn}[implementation]
 
 
@@ -237,14 +244,26 @@ def _hopper(interpret):
     return Kernels(forward, backward, of_part, backward)
 
 
+def _tpu(interpret):
+    forward = functools.partial(tpu.forward, interpret=interpret)
+    backward = functools.partial(tpu.backward, interpret=interpret)
+    return Kernels(forward, backward, forward, backward)
+
+
 REFERENCE = Kernels(naive_attention, naive_gradients, naive_attention, naive_gradients_of_part)
 PORTABLE = KernelsOf((("cpu", _portable(True)), ("cuda", _portable(False))))
 PORTABLE_OR_REFERENCE = KernelsOf((("cuda", _portable(False)), ("default", REFERENCE)))
 REFERENCE_EVERYWHERE = KernelsOf((("default", REFERENCE),))
 HOPPER_OR_REFERENCE = KernelsOf((("cuda", _hopper(False)), ("default", REFERENCE)))
-# The interpreter has side effects, which JAX would not let into `checkpoint` even where it is not used, and it knows
-# one device only. So it is chosen when tracing: on a CPU these kernels cannot be checkpointed, nor split by XLA.
-INTERPRETED_HOPPER = KernelsOf((("cpu", _hopper(plgpu.InterpretGPUParams())), ("cuda", _hopper(False))), splits=False)
+TPU_OR_REFERENCE = KernelsOf((("tpu", _tpu(False)), ("default", REFERENCE)))
+OR_REFERENCE = {"hopper": HOPPER_OR_REFERENCE, "tpu": TPU_OR_REFERENCE}
+# Mosaic's interpreters have side effects, which JAX would not let into `checkpoint` even where they are not used, and
+# they know one device only. So they are chosen when tracing: on a CPU these kernels cannot be checkpointed, nor split
+# by XLA.
+INTERPRETED = {
+    "hopper": KernelsOf((("cpu", _hopper(plgpu.InterpretGPUParams())), ("cuda", _hopper(False))), splits=False),
+    "tpu": KernelsOf((("cpu", _tpu(pltpu.InterpretParams())), ("tpu", _tpu(False))), splits=False),
+}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -287,6 +306,14 @@ def _check_portable(call, _):
             "the portable kernel needs a CPU or an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, this is "
             f'{device.device_kind}; use implementation="reference"'
         )
+    return None
+
+
+def _check_tpu(call, _):
+    """Why the kernels for a TPU cannot serve a call here, or None where they can."""
+    device = device_of(call.query)
+    if device.platform not in ("tpu", "cpu"):
+        return f'the tpu kernel needs a TPU or a CPU, this is {device.device_kind}; use implementation="portable"'
     return None
 
 

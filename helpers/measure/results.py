@@ -25,6 +25,9 @@ The tuner's table stands beside it in <card>_tiles.json:
 
 Ring attention on several cards of one host stands in <card>_ring.json: `rows`, see RING.
 
+What the compiler for TPUs says of kernels stands in tpu_compile.json: `rows`, see COMPILED_FOR_TPU, and `block`, the
+size of their tiles.
+
 What was tried on the way to a kernel and not kept stands in <card>_variants.json, see VARIANT, and beside it
 
     kernels        the time of each kernel of a backward pass, see KERNEL
@@ -128,6 +131,12 @@ RING = {
     **dict.fromkeys(("T", "devices"), _whole),
     **dict.fromkeys(("alone_ms", "ms", "efficiency"), _number),
 }
+# implementation: "ours", or JAX's "flash" or "splash". vmem in bytes; bundles and spills as in `tpu_compile`.
+COMPILED_FOR_TPU = {
+    **dict.fromkeys(("chip", "implementation", "which", "dtype", "kernel"), _text),
+    **dict.fromkeys(("H", "vmem", "bundles", "spills"), _whole),
+    "is_causal": (bool,),
+}
 FILE = {
     "card": _text,
     "versions": (dict,),
@@ -141,6 +150,7 @@ FILE = {
 }
 TILES_FILE = {"card": _text, "versions": (dict,), "commit": _text, "date": _text, "tiles": (list,), "sweep": (list,)}
 RING_FILE = {"card": _text, "versions": (dict,), "commit": _text, "date": _text, "rows": (list,)}
+COMPILED_FOR_TPU_FILE = {**RING_FILE, "block": _whole}
 VARIANTS_FILE = {
     "card": _text,
     "versions": (dict,),
@@ -174,6 +184,7 @@ def check(results, schema=FILE):
         for number, entry in enumerate(results["decode"]["records"]):
             _check_fields(f"decode: records[{number}]", entry, DECODE)
     parts |= {"rows": RING} if schema is RING_FILE else {}
+    parts |= {"rows": COMPILED_FOR_TPU} if schema is COMPILED_FOR_TPU_FILE else {}
     parts |= {"variants": VARIANT, "kernels": KERNEL, "compiled": COMPILED, "loops": LOOP, "profile": PROFILE}
     for part, fields in parts.items():
         for number, entry in enumerate(results.get(part, ())):
@@ -256,6 +267,11 @@ def read_tiles(card="NVIDIA H200"):
 def read_ring(card="NVIDIA H200"):
     """Ring attention on several cards; FileNotFoundError where nothing was recorded."""
     return read(card, "_ring", RING_FILE)
+
+
+def read_compiled_for_tpu():
+    """What the compiler for TPUs said of kernels."""
+    return read("TPU", "_compile", COMPILED_FOR_TPU_FILE)
 
 
 def read_variants(card="NVIDIA H200"):

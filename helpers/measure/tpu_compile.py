@@ -1,0 +1,221 @@
+"""Compile every configuration of the kernels for TPUs with Google's compiler, on any machine, and read what it says.
+
+    python -m helpers.measure.tpu_compile [--record COMMIT]        (make tpu-compile)
+
+The compiler, libtpu, needs a description of a chip and no chip. It packs instructions into bundles, of which a core
+issues one a cycle unless it waits for memory, and writes its schedule to files. Three numbers of a kernel are read
+there. They are the compiler's, and nothing here ran on a TPU:
+
+    vmem      bytes of VMEM that the kernel takes, with two buffers for each block that streams by
+    bundles   from the first product of matrices to the last: a step, nearly. Kernels with equal tiles have equal
+              products, so the fewer the better; where a kernel has several forms of a step, all of them are in it
+    spills    stores of registers to VMEM for lack of registers
+
+With --record they are written to results/tpu_compile.json, beside those of the two kernels that come with JAX, in
+tiles of the same size.
+"""
+
+import argparse
+import datetime
+import functools
+import itertools
+import os
+import re
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib import metadata, util
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.experimental.pallas.ops.tpu import flash_attention as jax_flash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+from helpers.attention import tpu
+from helpers.attention.masking import Band
+from helpers.attention.problem import Call, Problem
+from helpers.measure import results
+
+CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
+B, N, T = 32, 16, 2048  # so large that the compiler cannot put whole arrays into VMEM
+BLOCK = tpu.LARGEST_BLOCK
+UNITS = ("MATMUL", "VSTORE:SPILL")
+# Calls with everything that a configuration does not have, and lengths; to see that they compile.
+UNUSUAL = {
+    "window, 4 queries a key": Problem(2, 600, 1000, 8, 2, 80, jnp.dtype(jnp.bfloat16), 0.1, Band(128, 64)),
+    "one query, one key, H1": Problem(2, 1, 1, 2, 1, 1, jnp.dtype(jnp.float32), 0.1, Band()),
+    "float16, few keys": Problem(1, 4096, 100, 4, 4, 256, jnp.dtype(jnp.float16), -0.1, Band(None, 0)),
+}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A pass, "forward" or "backward", of "ours", or of JAX's "flash" or "splash"."""
+
+    implementation: str
+    which: str
+    H: int
+    dtype: str
+    is_causal: bool
+
+    def lowered(self, sharding):
+        """The pass for the chip that the sharding names."""
+        heads_first = self.implementation != "ours"
+        shape = (B, N, T, self.H) if heads_first else (B, T, N, self.H)
+        array = jax.ShapeDtypeStruct(shape, self.dtype, sharding=sharding)
+        row = jax.ShapeDtypeStruct((B, N, T), jnp.float32, sharding=sharding)
+        run, arrays = getattr(self, f"_{self.implementation}")(array, row)
+        with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
+            return jax.jit(run).lower(*arrays)
+
+    def _ours(self, array, row):
+        problem = Problem(B, T, T, N, N, self.H, jnp.dtype(self.dtype), 0.1, Band.of(self.is_causal))
+        if self.which == "forward":
+            return lambda *arrays: tpu.forward(Call(problem, *arrays, None, None)), [array] * 3
+        run = lambda query, key, value, *rest: tpu.backward(Call(problem, query, key, value, None, None), *rest)
+        return run, [array, array, array, array, row, array, row]
+
+    def _theirs(self, attention, array):
+        if self.which == "forward":
+            return attention, [array] * 3
+        return lambda dout, *arrays: jax.vjp(attention, *arrays)[1](dout), [array] * 4
+
+    def _flash(self, array, _):
+        names = ("q", "k_major", "k", "q_major_dkv", "k_major_dkv", "k_dkv", "q_dkv", "k_major_dq", "k_dq", "q_dq")
+        blocks = jax_flash.BlockSizes(block_b=1, **{f"block_{name}": BLOCK for name in names})
+        attention = functools.partial(jax_flash.flash_attention, causal=self.is_causal, block_sizes=blocks)
+        return self._theirs(attention, array)
+
+    def _splash(self, array, _):
+        names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+        blocks = splash.BlockSizes(**{f"block_{name}": BLOCK for name in names})
+        mask = masks.CausalMask((T, T)) if self.is_causal else masks.FullMask((T, T))
+        with jax.ensure_compile_time_eval():
+            kernel = splash.make_splash_mha_single_device(masks.MultiHeadMask([mask] * N), block_sizes=blocks)
+        return self._theirs(jax.vmap(kernel), array)
+
+
+def lowered(problem, which, sharding, precision=None):
+    """A pass of ours with lengths, for the chip that the sharding names."""
+    of = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    query = of((problem.B, problem.T, problem.N, problem.H), problem.dtype)
+    key = of((problem.B, problem.S, problem.K, problem.H), problem.dtype)
+    row, lengths = of((problem.B, problem.N, problem.T), jnp.float32), of((problem.B,), jnp.int32)
+
+    def run(*arrays):
+        call, rest = Call(problem, *arrays[:5]), arrays[5:]
+        return tpu.forward(call) if which == "forward" else tpu.backward(call, *rest)
+
+    arrays = [query, key, key, lengths, lengths] + ([] if which == "forward" else [query, row, query, row])
+    with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh), jax.default_matmul_precision(precision):
+        return jax.jit(run).lower(*arrays)
+
+
+def configurations():
+    """Every `Configuration`: all of ours, and of JAX's kernels those in 16 bits with a head_dim of a row of lanes."""
+    ours = itertools.product(["ours"], ["forward", "backward"], [64, 128, 256], ["bfloat16", "float32"], [False, True])
+    theirs = itertools.product(["flash", "splash"], ["forward", "backward"], [128], ["bfloat16"], [False, True])
+    return [Configuration(*one) for one in (*ours, *theirs)]
+
+
+def bytes_of_vmem(text):
+    """What the allocations of a kernel, as the compiler lists them, take of VMEM."""
+    return sum(int(size, 16) for size in re.findall(r"#allocation\d+ \[.*space=vmem, size = (0x[0-9a-f]+)", text))
+
+
+def schedule(text):
+    """(bundles from the first product to the last, spills) of the compiler's table of units in use, a bundle a row."""
+    head, _, rows = text.partition("== UTILIZATION:\n")
+    names = [name.strip() for name in head.splitlines()[1].split(",")]
+    products, spills = ([int(row.split()[names.index(unit)]) for row in rows.splitlines()] for unit in UNITS)
+    at = np.flatnonzero(products)
+    return int(at[-1] - at[0] + 1), sum(spills)
+
+
+def kernels_of(folder):
+    """{name: numbers} of the kernels that were compiled into a folder, which is emptied."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        kernel = re.match(r"\d+-(\S*(?:attention|mha)\S*?)(?:\.\d+)*-\d+-(original|final_hlo-static.*)\.txt", path.name)
+        if kernel:
+            numbers = found.setdefault(kernel[1], {})
+            if kernel[2] == "original":
+                numbers["vmem"] = bytes_of_vmem(path.read_text())
+            else:
+                numbers["bundles"], numbers["spills"] = schedule(path.read_text())
+        path.unlink()
+    return found
+
+
+def sharding_on(chip):
+    """Where the arrays of a program for one chip would be."""
+    device = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip]).devices[:1]
+    return jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(device), ("x",)), jax.sharding.PartitionSpec())
+
+
+def first_line(error):
+    return (str(error) or repr(error)).splitlines()[0]
+
+
+def compile_all(folder):
+    """Compile and print each configuration. Returns rows for the record, and how many failed."""
+    rows, failed = [], 0
+    for chip, one in itertools.product(CHIPS, configurations()):
+        mask = "causal" if one.is_causal else "full"
+        said = f"{chip} {one.implementation:6} {one.which:8} H{one.H:<3} {one.dtype:8} {mask:6}"
+        try:
+            one.lowered(sharding_on(chip)).compile()
+            kernels = kernels_of(folder)
+            if not kernels:
+                raise RuntimeError("the compiler wrote no schedule")
+        except Exception as error:
+            failed += 1
+            print(f"{said} WRONG: {first_line(error)}", flush=True)
+            for path in folder.iterdir():
+                path.unlink()
+            continue
+        for name, numbers in kernels.items():
+            rows.append({"chip": chip, **vars(one), "kernel": name, **numbers})
+            size = f"{numbers['vmem'] / 2**20:5.2f} MiB of VMEM"
+            print(
+                f"{said} {name:32.32} {size}, {numbers['bundles']:5} bundles, {numbers['spills']:5} spills", flush=True
+            )
+    for chip, (name, problem), which in itertools.product(CHIPS, UNUSUAL.items(), ("forward", "backward")):
+        for precision in ("default", "highest"):
+            said = f"{chip} ours   {which:8} {name}, {precision} precision"
+            try:
+                lowered(problem, which, sharding_on(chip), precision).compile()
+                print(f"{said}: compiles", flush=True)
+            except Exception as error:
+                failed += 1
+                print(f"{said} WRONG: {first_line(error)}", flush=True)
+    return rows, failed
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(prog="make tpu-compile", description=__doc__.splitlines()[0])
+    parser.add_argument("--record", metavar="COMMIT", help="write results/tpu_compile.json, as of this commit")
+    commit = parser.parse_args(arguments).record
+    if not (library := util.find_spec("libtpu")):
+        print("The compiler for TPUs is not installed here; make tpu-compile installs it, for Linux on x86-64.")
+        return 1
+    os.environ.setdefault("TPU_LIBRARY_PATH", str(Path(library.origin).with_name("libtpu.so")))
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # which asks a network what this machine is
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+        rows, failed = compile_all(Path(folder))
+    print(f"{failed} do not compile." if failed else "All compile. Nothing ran on a TPU.")
+    if commit and not failed:
+        versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "libtpu")}
+        header = {"card": "TPU", "versions": versions, "commit": commit, "date": datetime.date.today().isoformat()}
+        record = {**header, "block": BLOCK, "rows": rows}
+        return results.write_or_say(record, results.RESULTS / "tpu_compile.json", results.COMPILED_FOR_TPU_FILE)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""The kernels for a TPU against the float64 oracle, in Pallas's interpreter for TPUs; compiling is for make tpu-compile.
+
+Nearly all of the time goes into compiling interpreted kernels, so a case is compiled once: out, lse and the gradients
+come from one program, and each is compared by itself.
+"""
+
+import functools
+import itertools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import AttentionCase, check_forward, check_gradients, cotangents, in_tiers
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from test_portable_forward import GRID, LOGITS, TURNS, WINDOWS_AND_SCALES
+
+from helpers import flash_attention
+from helpers.attention import api, tpu
+from helpers.attention.masking import Band, key_tiles, query_tiles, visible
+from helpers.attention.problem import Problem, check_call
+
+tpu_attention = functools.partial(flash_attention, implementation="tpu", return_residual=True)
+FULL = pytest.mark.full
+DETECTING = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
+
+
+def by_the_function(case):
+    """(out, lse), (dq, dk, dv) of `flash_attention`."""
+    arrays, arguments = case.inputs()
+
+    @jax.jit
+    def run(arrays, cotangents):
+        results, pull_back = jax.vjp(functools.partial(tpu_attention, **arguments), *arrays)
+        return results, pull_back(cotangents)
+
+    return run(arrays, cotangents(case))
+
+
+def by_the_kernels(case, block_q=128, block_k=128):
+    """The same of the kernels in small blocks, so that small cases have many.
+
+    Two cores share the axes that may go in any order, and neither may read or write what the other writes.
+    """
+    blocks = {"block_q": block_q, "block_k": block_k, "interpret": DETECTING}
+    arrays, arguments = case.inputs()
+    dout, dlse = cotangents(case)
+    call = check_call(*arrays, **arguments)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(problem, *arrays):
+        call = api.Call(problem, *arrays)
+        out, lse = tpu.forward(call, **blocks)
+        return (out, lse.swapaxes(1, 2)), tpu.backward(call, out, lse, dout, dlse.swapaxes(1, 2), **blocks)
+
+    return run(call.problem, *call.arrays)
+
+
+def check(case, run=by_the_function):
+    results, gradients = run(case)
+    check_forward(lambda *_, **__: results, case)
+    check_gradients(lambda _: gradients, case, mends_delta=False)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        AttentionCase(
+            200, 140, N=2, B=2, query_lengths=(200, 7), key_lengths=(120, 140), arguments={"is_causal": True}
+        ),
+        pytest.param(
+            AttentionCase(290, 150, 24, N=4, K=2, dtype="bfloat16", arguments={"is_causal": True}), marks=FULL
+        ),
+        pytest.param(
+            AttentionCase(150, 290, N=4, K=2, B=2, query_lengths=(150, 7), key_lengths=(120, 290)), marks=FULL
+        ),
+        pytest.param(AttentionCase(600, 300, N=1, arguments={"local_window_size": (20, 100)}), marks=FULL),
+        pytest.param(AttentionCase(300, 600, 64, N=1, arguments={"local_window_size": (100, 20)}), marks=FULL),
+        pytest.param(AttentionCase(290, 400, 136, B=2, dtype="float16", key_lengths=(0, 300)), marks=FULL),
+        pytest.param(AttentionCase(300, 600, N=4, arguments={"is_causal": True}, logits="rising"), marks=FULL),
+    ],
+    ids=str,
+)
+def test_many_blocks(case):
+    check(case, by_the_kernels)
+    assert not interpret_pallas_call.races.races_found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("blocks", [(128, 384), (256, 128)])
+@pytest.mark.parametrize("arguments", [{"is_causal": True}, {"local_window_size": (200, 60)}], ids=str)
+def test_unequal_blocks(blocks, arguments):
+    case = AttentionCase(600, 500, 24, N=2, arguments=arguments)
+    check(case, lambda case: by_the_kernels(case, *blocks))
+
+
+def one_a_shape(shape_and_head_dim, turn):
+    place = GRID.index((shape_and_head_dim, turn))
+    return place // 6 % 6 == place % 6
+
+
+EACH_SHAPE = [pair for pair in GRID if one_a_shape(*pair)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("shape_and_head_dim", "turn"), EACH_SHAPE)
+def test_shapes_and_head_dims(shape_and_head_dim, turn):
+    ((T, S), H), (dtype, group, is_causal) = shape_and_head_dim, turn
+    check(AttentionCase(T, S, H, N=group, dtype=dtype, arguments={"is_causal": is_causal}))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("dtype", "group", "is_causal"), TURNS)
+def test_groups_and_dtypes(dtype, group, is_causal):
+    check(AttentionCase(40, 50, 24, N=group, dtype=dtype, arguments={"is_causal": is_causal}))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("dtype", "logits"), LOGITS)
+def test_size_of_logits(dtype, logits):
+    check(AttentionCase(63, 203, 64, dtype=dtype, logits=logits))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("shape", "arguments"), list(itertools.product([(100, 60), (60, 100)], WINDOWS_AND_SCALES)), ids=str
+)
+def test_windows_and_scales(shape, arguments):
+    check(AttentionCase(*shape, arguments=arguments))
+
+
+@pytest.mark.full
+def test_without_a_batch_axis():
+    check(AttentionCase(50, 70, 24, N=4, K=2, batched=False))
+
+
+def test_padding_may_hold_anything():
+    """Not even a product with zero may see it. In float16, which becomes float32 on the way."""
+    case = AttentionCase(40, 50, 24, B=2, dtype="float16", query_lengths=(40, 20), key_lengths=(50, 30))
+    (query, key, value), arguments = case.inputs()
+    dout, dlse = cotangents(case)
+
+    @jax.jit
+    def run(arrays, cotangents):
+        results, pull_back = jax.vjp(functools.partial(tpu_attention, **arguments), *arrays)
+        return results, pull_back(cotangents)
+
+    clean = run((query, key, value), (dout, dlse))
+    check(case, lambda _: clean)
+    query[1, 20:] = key[1, 30:] = value[1, 30:] = dout[1, 20:] = dlse[1, 20:] = np.nan
+    dirty = run((query, key, value), (dout, dlse))
+    for mine, right in zip(jax.tree.leaves(dirty), jax.tree.leaves(clean), strict=True):
+        np.testing.assert_array_equal(mine, right)
+
+
+@pytest.mark.full
+def test_a_race_is_found(monkeypatch):
+    """If two cores shared the steps of a tile, both would write its output."""
+    in_any_order = pltpu.CompilerParams(dimension_semantics=("parallel",) * 4)
+    monkeypatch.setattr(tpu.pltpu, "CompilerParams", lambda **_: in_any_order)
+    case = AttentionCase(100, 400, N=1)
+    (query, key, value), _ = case.inputs()
+    try:
+        with pytest.raises(Exception, match=r"[Rr]ace"):
+            jax.block_until_ready(tpu.forward(check_call(query, key, value), block_k=128, interpret=DETECTING))
+    finally:
+        pltpu.reset_tpu_interpret_mode_state()
+
+
+BANDS = [Band(), Band(None, 0), Band(30, 40), Band(100, 0), Band(0, 300), Band(None, 50), Band(50, None)]
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_what_is_fetched_is_what_is_needed(band):
+    """An index that stays fetches nothing. So an outer tile fetches as many inner tiles as hold a visible pair."""
+    for T, S, query_length, key_length in [(640, 640, 640, 640), (300, 900, 300, 900), (900, 300, 700, 200)]:
+        problem = Problem(1, T, S, 1, 1, 128, np.dtype(np.float32), 1.0, band)
+        seen = visible(np.arange(T)[:, None], np.arange(S), band, query_length, key_length)
+        for tiles_of, pairs in ((key_tiles, seen), (query_tiles, seen.T)):
+            walk = tpu.Walk(problem, 128, 128, tiles_of)
+            for outer in range(-(-len(pairs) // 128)):
+                part = pairs[128 * outer : 128 * (outer + 1)].any(axis=0)
+                needed = [start // 128 for start in range(0, len(part), 128) if part[start : start + 128].any()]
+                lengths = np.array([query_length]), np.array([key_length])
+                fetched = [int(walk.fetched(0, outer, step, *lengths)) for step in range(walk.steps)]
+                assert list(dict.fromkeys(fetched)) == (needed or fetched[:1])
+                first, stop = walk.tile(outer, 0, (query_length, key_length))
+                assert int(stop - first) <= walk.steps or not needed
+                assert min(fetched) >= 0
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_what_a_tile_sees(band):
+    """A row of bounds says the same as a question for each pair."""
+    problem = Problem(1, 600, 600, 1, 1, 128, np.dtype(np.float32), 1.0, band)
+    walk = tpu.Walk(problem, 256, 128, key_tiles)
+    for i, j, lengths in [(0, 0, (600, 600)), (0, 1, (600, 600)), (1, 2, (300, 310)), (1, 3, (600, 100))]:
+        queries, keys = 256 * i + np.arange(256), 128 * j + np.arange(128)
+        right = np.broadcast_to(visible(queries, keys[:, None], band, *lengths), (128, 256))
+        np.testing.assert_array_equal(walk.seen(i, j, jnp.array(lengths)), right)
+
+
+def test_a_window_has_few_steps():
+    problem = Problem(1, 4096, 4096, 1, 1, 128, np.dtype(np.float32), 1.0, Band(128, 0))
+    assert [tpu.Walk(problem, 128, 128, tiles_of).steps for tiles_of in (key_tiles, query_tiles)] == [2, 2]
+
+
+@pytest.mark.parametrize(("length", "block"), [(1, 128), (129, 256), (512, 512), (600, 384), (4096, 512)])
+def test_blocks_are_whole_lanes_of_about_the_same_size(length, block):
+    problem = Problem(1, length, 512, 1, 1, 64, np.dtype(np.float32), 1.0, Band())
+    assert tpu._blocks(problem, None, None) == (block, 512)
+    assert tpu._blocks(problem, 256, 128) == (256, 128)
+
+
+@pytest.mark.parametrize(
+    ("H", "dtype"),
+    in_tiers(
+        list(zip([24, 64, 128, 256], ["float16", *2 * ["bfloat16"], "float32"], strict=True)), lambda H, _: H == 24
+    ),
+)
+def test_lowers_for_a_tpu_without_one(H, dtype):
+    """Pallas has an instruction of a TPU for each operation, and accepts the shapes of all blocks."""
+    query, key = (jax.ShapeDtypeStruct((2, length, heads, H), dtype) for length, heads in ((300, 4), (700, 2)))
+    lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
+
+    def gradients(query, key, lengths):
+        loss = lambda *arrays: tpu_attention(*arrays, is_causal=True, key_value_seq_lengths=lengths)[0].sum()
+        return jax.grad(loss, (0, 1, 2))(query, key, key)
+
+    device = AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        text = jax.jit(gradients).trace(query, key, lengths).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("@tpu_custom_call") == 3
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "HIGHEST"), ("bfloat16", "DEFAULT")])
+def test_only_products_of_float32_follow_the_precision(dtype, precision):
+    """Those of 16 bits are exact, and Mosaic does not compile them where more is asked for."""
+    tile = jax.ShapeDtypeStruct((8, 8), dtype)
+    with jax.default_matmul_precision("highest"):
+        (equation,) = jax.make_jaxpr(lambda a: tpu.product(a, a, 1, 1))(tile).eqns
+    assert set(equation.params["precision"]) == {jax.lax.Precision[precision]}
+
+
+def test_the_default_on_a_tpu(monkeypatch):
+    device = types.SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
+    monkeypatch.setattr("helpers.attention.api.device_of", lambda _: device)
+    (query, key, value), _ = AttentionCase(8, 8).inputs()
+    for implementation in (None, "tpu"):
+        assert api._choose(implementation, check_call(query, key, value), True) == api.TPU_OR_REFERENCE
+
+
+def test_a_gpu_is_refused(monkeypatch):
+    device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
+    monkeypatch.setattr("helpers.attention.api.device_of", lambda _: device)
+    (query, key, value), _ = AttentionCase(8, 8).inputs()
+    with pytest.raises(
+        NotImplementedError, match=r'a TPU or a CPU, this is NVIDIA H200; use implementation="portable"'
+    ):
+        tpu_attention(query, key, value)
