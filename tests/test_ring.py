@@ -472,9 +472,12 @@ def test_a_broken_ring_is_not_timed(monkeypatch):
     ring_benchmark.complaint.cache_clear()
 
 
-def test_without_two_cards_nothing_is_measured(capsys):
+@pytest.mark.parametrize(("no_gpu", "devices", "said"), [("no GPU", 8, "no GPU"), (None, 1, "has one")])
+def test_without_two_cards_nothing_is_measured(no_gpu, devices, said, capsys, monkeypatch):
+    monkeypatch.setattr(ring_benchmark, "gpu_or_reason", lambda: no_gpu)
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
     assert ring_benchmark.main([]) == 1
-    assert "Nothing to measure" in capsys.readouterr().out
+    assert said in capsys.readouterr().out
 
 
 # Several hosts
