@@ -127,7 +127,7 @@ IN_USE = {
     ),
     "queries, given back before the dk of the step before is awaited": (
         SMALL["fused, dq delayed"],
-        [("dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)\n                    if delayed:", "if delayed:"), ("q_free.at[before[2]]))\n", "q_free.at[before[2]])); dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)\n")],
+        [("dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1 if delayed else 0)\n                    if delayed:", "if delayed:"), ("q_free.at[before[2]]))\n", "q_free.at[before[2]])); dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)\n")],
         "plgpu.copy_gmem_to_smem(q_ref.at[b, rows, head], q_smem.at[slot], q_loaded.at[slot])",
     ),
 }  # fmt: skip
