@@ -177,7 +177,8 @@ def check(results, schema=FILE):
         for number, entry in enumerate(results["decode"]["records"]):
             _check_fields(f"decode: records[{number}]", entry, DECODE)
     parts |= {"rows": RING} if schema is RING_FILE else {}
-    parts |= {"variants": VARIANT, "factors": FACTOR, "kernels": KERNEL, "compiled": COMPILED, "loops": LOOP, "profile": PROFILE}
+    parts |= {"variants": VARIANT, "factors": FACTOR, "kernels": KERNEL}
+    parts |= {"compiled": COMPILED, "loops": LOOP, "profile": PROFILE}
     for part, fields in parts.items():
         for number, entry in enumerate(results.get(part, ())):
             _check_fields(f"{part}[{number}]", entry, fields)
