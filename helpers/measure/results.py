@@ -125,6 +125,8 @@ LOOP = {
 }
 PROFILE = {**dict.fromkeys(("name", "what"), _text), "H": _whole, "T": _whole, "is_causal": (bool,), "share": _number}
 VARIANT = {"kernel": _text, "name": _text, "H": _whole, "T": _whole, "is_causal": (bool,), "tflops": _number}
+# factor: the speed as a multiple of that of the kernel to which the change was made
+FACTOR = {"kernel": _text, "name": _text, "H": _whole, "T": _whole, "is_causal": (bool,), "factor": _number}
 # variant: how the exchange was compiled. alone_ms: the same work on one card without any; efficiency: that by ms.
 RING = {
     **dict.fromkeys(("case", "variant"), _text),
@@ -157,6 +159,7 @@ VARIANTS_FILE = {
     "date": _text,
     "notes": (list,),
     "variants": (list,),
+    "factors": (list,),
     "kernels": (list,),
     "compiled": (list,),
     "instructions": (dict,),
@@ -185,7 +188,8 @@ def check(results, schema=FILE):
             _check_fields(f"decode: records[{number}]", entry, DECODE)
     parts |= {"rows": RING} if schema is RING_FILE else {}
     parts |= {"rows": COMPILED_FOR_TPU} if schema is COMPILED_FOR_TPU_FILE else {}
-    parts |= {"variants": VARIANT, "kernels": KERNEL, "compiled": COMPILED, "loops": LOOP, "profile": PROFILE}
+    parts |= {"variants": VARIANT, "factors": FACTOR, "kernels": KERNEL}
+    parts |= {"compiled": COMPILED, "loops": LOOP, "profile": PROFILE}
     for part, fields in parts.items():
         for number, entry in enumerate(results.get(part, ())):
             _check_fields(f"{part}[{number}]", entry, fields)
