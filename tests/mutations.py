@@ -291,7 +291,7 @@ FAULTS = [
         ("two warpgroups do not wait for each other at the end", "plgpu.barrier_arrive(ds_ready)  # the other warpgroups are done with k_mine\n        plgpu.barrier_wait(ds_ready)", "pass"),
         ("the queries of the step before are freed too early", "pl.when(step > 0)(lambda: plgpu.barrier_arrive(q_free.at[before[2]]))", "pl.when(step > 0)(lambda: plgpu.barrier_arrive(q_free.at[q_slot]))"),
         ("ds is said to be there before it is written", "ds_smem.at[slot, me][...] = ds\n            plgpu.commit_smem()\n            plgpu.barrier_arrive(ds_ready)", "plgpu.barrier_arrive(ds_ready)\n            ds_smem.at[slot, me][...] = ds\n            plgpu.commit_smem()"),
-        ("q is given back before dk has read it", "finish(work, step + 1, ds)\n                plgpu.wgmma_wait(0)", "finish(work, step + 1, ds)\n                pl.when(delayed)(lambda: plgpu.wgmma_wait(0))"),
+        ("q is given back before dk has read it", "finish(work, step + 1, ds)\n                plgpu.wgmma_wait(0)", "finish(work, step + 1, ds)\n                plgpu.wgmma_wait(0 if delayed else 1)"),
         ("dp is read before it is there", "wait_n=1 if delayed else 0)", "wait_n=1)"),
         ("dq of the first step is stored", "pl.when(step > 0)(lambda: add_to_dq(dq, head, i))", "add_to_dq(dq, head, i)"),
         ("dq is written over before it has left", "plgpu.wait_smem_to_gmem(0, wait_read_only=True)\n                dq_smem.at[me][...] = dq", "dq_smem.at[me][...] = dq"),
