@@ -109,14 +109,14 @@ def test_run_all_and_unfold_a_solution(server):
                 page.keyboard.press("Escape")  # closes the menu, or a dialog that asks for patience
         else:
             raise AssertionError("Run All did not start. " + " ".join(page.locator(".jp-Dialog").all_inner_texts()))
-        idle.first.wait_for(timeout=120_000)
-        page.keyboard.press("Control+s")
 
-        # The page draws only the cells in view; the saved file has them all.
-        code, deadline = [], time.monotonic() + 60
+        # The page draws only the cells in view; the saved file has them all. It is saved more than once, since the
+        # kernel is idle for a moment before the first cell, too.
+        code, deadline = [], time.monotonic() + 120
         while not code or any(cell["execution_count"] is None for cell in code):
             assert time.monotonic() < deadline, "Run All did not come to the end"
-            page.wait_for_timeout(500)
+            page.keyboard.press("Control+s")
+            page.wait_for_timeout(1000)
             try:
                 saved = json.loads((root / "workbook" / NOTEBOOK).read_text())
             except ValueError:  # caught in the middle of being written

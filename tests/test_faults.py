@@ -106,7 +106,7 @@ GRADIENT_FAULTS = {
     "dq is not scaled": ("(problem.scale * dq)", "dq"),
     "dq is scaled twice": ("(problem.scale * dq)", "(problem.scale**2 * dq)"),
     "only the first head of a group counts": ("fori_loop(0, problem.group, one_head", "fori_loop(0, 1, one_head"),
-    "the first query tile is skipped": ("fori_loop(first, stop, functools", "fori_loop(first + 1, stop, functools"),
+    "the first query tile is skipped": ("fori_loop(first, stop, one_tile", "fori_loop(first + 1, stop, one_tile"),
     "the last key tile is skipped": ("fori_loop(first, stop, lambda j", "fori_loop(first, stop - 1, lambda j"),
     "delta is never mended": ("eps / 4 * ds_size).max() > 0", "eps / 4 * ds_size).max() < 0"),
     "delta is mended the wrong way": ("delta += error", "delta -= error"),
