@@ -227,6 +227,12 @@ def test_the_paths_take_as_long_as_notebook_00_says():
         assert abs(60 * hours - sum(m for number, m in minutes.items() if number <= last)) <= 15, name
 
 
+def test_headings_are_plain_text(path):
+    """The site cannot put mathematics into its table of contents."""
+    cells = [cell.source for cell in lessons.read(path).cells if cell.cell_type == "markdown"]
+    assert not [line for source in cells for line in source.splitlines() if re.match(r"#+ .*\$", line)]
+
+
 def test_the_readme_lists_every_notebook():
     text = (ROOT / "README.md").read_text()
     for path in PATHS:
