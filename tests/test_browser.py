@@ -98,12 +98,12 @@ def test_run_all_and_unfold_a_solution(server):
         idle = page.locator(".jp-Notebook-ExecutionIndicator[data-status='idle']")
         idle.first.wait_for(timeout=60_000)
 
-        started = page.locator(".jp-InputPrompt", has_text=re.compile(r"\[[*1]\]")).first
-        for _ in range(8):  # the menu answers before the notebook behind it is ready to run
+        started = page.locator(".jp-InputPrompt", has_text=re.compile(r"\[\d+\]")).first
+        for _ in range(8):  # the menu answers before the notebook and its kernel are ready to run
             try:
                 page.locator(".lm-MenuBar-itemLabel", has_text="Run").first.click(timeout=5_000)
                 page.locator(".lm-Menu-item[data-command='runmenu:run-all']").click(timeout=5_000)
-                started.wait_for(timeout=5_000)
+                started.wait_for(timeout=20_000)
                 break
             except TimeoutError:
                 page.keyboard.press("Escape")  # closes the menu, or a dialog that asks for patience
