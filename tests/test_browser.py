@@ -13,12 +13,12 @@ import urllib.request
 
 import nbformat
 import pytest
+from chromium import CHROMIUM, started_chromium
 from lessons import PATHS, ROOT
-from playwright.sync_api import TimeoutError, expect, sync_playwright
+from playwright.sync_api import TimeoutError, expect
 
 from helpers.workbook import edition
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 NOTEBOOK = "00_start_here.ipynb"
 
 pytestmark = [
@@ -71,15 +71,6 @@ def _serving(root, tmp_path):
             process.wait(timeout=20)
 
 
-@contextlib.contextmanager
-def _started_chromium():
-    with sync_playwright() as playwright:
-        arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-background-networking"]
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
-        yield browser
-        browser.close()
-
-
 def _wait_for(url, process, log, seconds=60):
     deadline = time.monotonic() + seconds
     while True:
@@ -92,7 +83,7 @@ def _wait_for(url, process, log, seconds=60):
 
 def test_run_all_and_unfold_a_solution(server):
     url, root = server
-    with _started_chromium() as browser:
+    with started_chromium() as browser:
         page = browser.new_page(viewport={"width": 1400, "height": 1000})
         page.goto(f"{url}/lab/tree/workbook/{NOTEBOOK}?reset", timeout=60_000)
         idle = page.locator(".jp-Notebook-ExecutionIndicator[data-status='idle']")
@@ -110,8 +101,7 @@ def test_run_all_and_unfold_a_solution(server):
         else:
             raise AssertionError("Run All did not start. " + " ".join(page.locator(".jp-Dialog").all_inner_texts()))
 
-        # The page draws only the cells in view; the saved file has them all. It is saved more than once, since the
-        # kernel is idle for a moment before the first cell, too.
+        # The page draws only the cells in view; the saved file has them all.
         code, deadline = [], time.monotonic() + 120
         while not code or any(cell["execution_count"] is None for cell in code):
             assert time.monotonic() < deadline, "Run All did not come to the end"
@@ -178,7 +168,7 @@ def test_tables_and_equations_fit_beside_the_panel(tmp_path):
                 shown.append(f"{path.stem}, cell {cell.id}")
     nbformat.write(nbformat.v4.new_notebook(cells=cells), root / NOTEBOOK)
     equations = sum(cell.source.count("$$") // 2 for cell in cells if cell.cell_type == "markdown")
-    with _serving(root, tmp_path) as url, _started_chromium() as browser:
+    with _serving(root, tmp_path) as url, started_chromium() as browser:
         page = browser.new_page(viewport={"width": 1100, "height": 800})
         page.goto(f"{url}/lab/tree/{NOTEBOOK}?reset", timeout=60_000)
         drawn = "kind => document.querySelectorAll(`.jp-Notebook ${kind}`).length"

@@ -8,13 +8,13 @@ import http.server
 import itertools
 import re
 import runpy
-import shutil
 import threading
 from urllib.parse import unquote, urlsplit
 
 import nbformat
 import numpy as np
 import pytest
+from chromium import CHROMIUM, started_chromium
 from lessons import PATHS, ROOT
 
 from helpers import flash_attention
@@ -24,7 +24,6 @@ from helpers.site import pages as site_pages
 from helpers.site.build import BuildError, build
 
 REPOSITORY = "https://github.com/owner/name"
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 WIDTHS = {"phone": 360, "tablet": 768, "desktop": 1440}
 SCHEMES = {"phone": "light", "desktop": "dark"}  # where pages are opened and axe looks, and at which colours
 BROWSERS = 2  # at once, each with half of the pages
@@ -314,17 +313,6 @@ def server(site):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
-
-
-@contextlib.contextmanager
-def started_chromium():
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-background-networking"]
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -181,7 +181,7 @@ def measure(case, mesh, note, time_programs=time_together, right_at=RIGHT_AT):
 
 
 def memory(case, mesh):
-    """One line: the bytes that a device needs as compiled, next to the formula."""
+    """One line: the bytes that a device needs as compiled, next to the formula, which counts out as returned."""
     inputs = [
         jax.ShapeDtypeStruct((1, case.T, case.N, case.H), jnp.dtype(DTYPE), sharding=NamedSharding(mesh, SPLIT))
     ] * (4 if case.passes == "both" else 3)
