@@ -54,6 +54,8 @@ from helpers.attention.hopper.warpgroup import (
     ROWS,
     SWIZZLED,
     anew,
+    awaited,
+    issue,
     multiply_add,
     padded_head_dim,
 )
@@ -76,12 +78,12 @@ def exp2_of_logits(s, lse, axis, problem):
     return jnp.exp2((problem.scale * LOG2_E) * s - lax.broadcast_in_dim(lse, s.shape, [axis]))
 
 
-def lse_and_awaited(s_acc, wait_n, lse_ref):
+def lse_and_awaited(s, wait_n, lse_ref):
     """The lse of each column of s, and s when it is done: lse is on its way meanwhile if registers permit."""
     early = lse_ref.shape[0] <= 64
     if early:
         lse = plgpu.load(lse_ref, layout=COLUMNS)
-    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=wait_n)
+    s = awaited(s, wait_n)
     return lse if early else plgpu.load(lse_ref, layout=COLUMNS), s
 
 
@@ -253,25 +255,22 @@ def dkv_kernel(
                 q_tile, do_tile = q_smem.at[slot], do_smem.at[slot]
                 p_spare, ds_spare = (None, None) if spare is None else (spare.at[wg, 0], spare.at[wg, 1])
 
-                def p_and_ds(s_acc, dp_acc):
-                    plgpu.barrier_wait(q_loaded.at[slot])
-                    for part in range(parts):
-                        multiply_add_(s_acc, k_smem.at[part, wg], q_tile.at[:, pl.ds(part * width, width)].T, None)
-                    plgpu.barrier_wait(do_loaded.at[slot])
-                    for part in range(parts):
-                        multiply_add_(dp_acc, v_smem.at[part, wg], do_tile.at[:, pl.ds(part * width, width)].T, None)
-                    lse, s = lse_and_awaited(s_acc, parts, lse_smem.at[slot])
-                    p = exp2_of_logits(s, lse, 1, problem)
-                    if masked:
-                        # anew, or ptxas of CUDA 13.0 serialises the products at H = 64
-                        p = hide(p, anew(i * tiles.block_q), my_start, 0, problem, tiles)
-                    multiply_add_(dv_acc, p.astype(problem.dtype), do_tile.at[:, columns], p_spare)
-                    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-                    delta = plgpu.load(delta_smem.at[slot], layout=COLUMNS)
-                    return (p * (dp - lax.broadcast_in_dim(delta, dp.shape, [1]))).astype(problem.dtype)
+                def pairs(own, tile):
+                    return [(own.at[part, wg], tile.at[:, pl.ds(part * width, width)]) for part in range(parts)]
 
-                acc = plgpu.ACC((ROWS_OF_WGMMA, tiles.block_q), jnp.float32)
-                ds = pl.run_scoped(p_and_ds, acc, acc)
+                plgpu.barrier_wait(q_loaded.at[slot])
+                s = issue(pairs(k_smem, q_tile), 1, interpret)
+                plgpu.barrier_wait(do_loaded.at[slot])
+                dp = issue(pairs(v_smem, do_tile), 1, interpret)
+                lse, s = lse_and_awaited(s, 1, lse_smem.at[slot])
+                p = exp2_of_logits(s, lse, 1, problem)
+                if masked:
+                    # anew, or ptxas of CUDA 13.0 serialises the products at H = 64
+                    p = hide(p, anew(i * tiles.block_q), my_start, 0, problem, tiles)
+                multiply_add_(dv_acc, p.astype(problem.dtype), do_tile.at[:, columns], p_spare)
+                dp = awaited(dp, 1)
+                delta = plgpu.load(delta_smem.at[slot], layout=COLUMNS)
+                ds = (p * (dp - lax.broadcast_in_dim(delta, dp.shape, [1]))).astype(problem.dtype)
                 multiply_add_(dk_acc, ds, q_tile.at[:, columns], ds_spare)
                 plgpu.wgmma_wait(1)
                 plgpu.barrier_arrive(do_free.at[slot])
@@ -342,15 +341,14 @@ def fused_kernel(
                 head, i, q_slot, ds_slot = work
                 plgpu.barrier_wait(ds_ready)
 
-                def products(dq_acc):
-                    for wg in range(warpgroups):
-                        ds_of_wg = ds_smem.at[ds_slot, wg, :, pl.ds(my_rows, ROWS_OF_WGMMA)]
-                        multiply_add_(dq_acc, ds_of_wg.T, k_smem.at[0, wg, :, my_columns], None)
-                    mine = ds_smem.at[ds_slot, me] if ds is None or interpret else ds
-                    multiply_add_(dk_acc, mine, q_smem.at[q_slot], None)
-                    return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
-
-                dq = pl.run_scoped(products, plgpu.ACC((ROWS_OF_WGMMA, width), jnp.float32))
+                ds_and_k = [
+                    (ds_smem.at[ds_slot, wg, :, pl.ds(my_rows, ROWS_OF_WGMMA)], k_smem.at[0, wg, :, my_columns])
+                    for wg in range(warpgroups)
+                ]
+                dq = issue(ds_and_k, 0, interpret)
+                mine = ds_smem.at[ds_slot, me] if ds is None or interpret else ds
+                multiply_add_(dk_acc, mine, q_smem.at[q_slot], None)
+                dq = awaited(dq, 1)
                 pl.when(step > 0)(lambda: add_to_dq(dq, head, i))
 
             def add_to_dq(dq, head, i):
@@ -371,32 +369,24 @@ def fused_kernel(
                 q_tile, do_tile = q_smem.at[q_slot], do_smem.at[do_slot]
                 p_spare = None if spare is None else spare.at[me]
 
-                def with_s(s_acc):
-                    plgpu.barrier_wait(q_loaded.at[q_slot])
-                    multiply_add_(s_acc, k_smem.at[0, wg], q_tile.T, None)
-                    if delayed:
-                        finish(before, step)
-                    return pl.run_scoped(functools.partial(with_dp, s_acc), acc)
-
-                def with_dp(s_acc, dp_acc):
-                    plgpu.barrier_wait(do_loaded.at[do_slot])
-                    multiply_add_(dp_acc, v_smem.at[0, wg], do_tile.T, None)
-                    lse, s = lse_and_awaited(s_acc, 2 if delayed else 1, lse_smem.at[q_slot])
-                    p = exp2_of_logits(s, lse, 1, problem)
-                    if masked:
-                        p = hide(p, i * block_q, my_start, 0, problem, tiles)
-                    p_16 = p.astype(problem.dtype)
-                    if delayed:
-                        multiply_add_(dv_acc, p_16, do_tile, p_spare)
-                    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1 if delayed else 0)
-                    if delayed:  # dk of the step before is done as well
-                        pl.when(step > 0)(lambda: plgpu.barrier_arrive(q_free.at[before[2]]))
-                    delta = plgpu.load(delta_smem.at[do_slot], layout=COLUMNS)
-                    ds = p * (dp - lax.broadcast_in_dim(delta, dp.shape, [1]))
-                    return ds.astype(problem.dtype), None if delayed else p_16
-
-                acc = plgpu.ACC((ROWS_OF_WGMMA, block_q), jnp.float32)
-                ds, p_16 = pl.run_scoped(with_s, acc)
+                plgpu.barrier_wait(q_loaded.at[q_slot])
+                s = issue([(k_smem.at[0, wg], q_tile)], 1, interpret)
+                if delayed:
+                    finish(before, step)
+                plgpu.barrier_wait(do_loaded.at[do_slot])
+                dp = issue([(v_smem.at[0, wg], do_tile)], 1, interpret)
+                lse, s = lse_and_awaited(s, 2 if delayed else 1, lse_smem.at[q_slot])
+                p = exp2_of_logits(s, lse, 1, problem)
+                if masked:
+                    p = hide(p, i * block_q, my_start, 0, problem, tiles)
+                p_16 = p.astype(problem.dtype)
+                if delayed:
+                    multiply_add_(dv_acc, p_16, do_tile, p_spare)
+                dp = awaited(dp, 1 if delayed else 0)
+                if delayed:  # dk of the step before is done as well
+                    pl.when(step > 0)(lambda: plgpu.barrier_arrive(q_free.at[before[2]]))
+                delta = plgpu.load(delta_smem.at[do_slot], layout=COLUMNS)
+                ds = (p * (dp - lax.broadcast_in_dim(delta, dp.shape, [1]))).astype(problem.dtype)
                 publish_ds(ds, ds_slot)
                 work = head, i, q_slot, ds_slot
                 if not delayed:
@@ -495,21 +485,17 @@ def dq_kernel(
                 wg, slot = anew(me), lax.rem(j - first, stages)
                 k_tile, v_tile = k_smem.at[slot], v_smem.at[slot]
 
-                def ds_of(s_acc, dp_acc):
-                    plgpu.barrier_wait(k_loaded.at[slot])
-                    multiply_add_(s_acc, q_smem.at[wg], k_tile.T, None)
-                    plgpu.barrier_wait(v_loaded.at[slot])
-                    multiply_add_(dp_acc, do_smem.at[wg], v_tile.T, None)
-                    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                    p = jnp.exp2((problem.scale * LOG2_E) * s - lax.broadcast_in_dim(lse, s.shape, [0]))
-                    if masked:
-                        p = hide(p, q_start + me * ROWS_OF_WGMMA, j * block_k, 1, problem, tiles)
-                    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-                    plgpu.barrier_arrive(v_free.at[slot])
-                    return (p * (dp - lax.broadcast_in_dim(delta, s.shape, [0]))).astype(problem.dtype)
-
-                acc = plgpu.ACC((ROWS_OF_WGMMA, block_k), jnp.float32)
-                ds = pl.run_scoped(ds_of, acc, acc)
+                plgpu.barrier_wait(k_loaded.at[slot])
+                s = issue([(q_smem.at[wg], k_tile)], 1, interpret)
+                plgpu.barrier_wait(v_loaded.at[slot])
+                dp = issue([(do_smem.at[wg], v_tile)], 1, interpret)
+                s = awaited(s, 1)
+                p = exp2_of_logits(s, lse, 0, problem)
+                if masked:
+                    p = hide(p, q_start + me * ROWS_OF_WGMMA, j * block_k, 1, problem, tiles)
+                dp = awaited(dp, 0)
+                plgpu.barrier_arrive(v_free.at[slot])
+                ds = (p * (dp - lax.broadcast_in_dim(delta, s.shape, [0]))).astype(problem.dtype)
                 multiply_add_(dq_acc, ds, k_tile, None if spare is None else spare.at[me])
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(k_free.at[slot])

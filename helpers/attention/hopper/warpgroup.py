@@ -11,11 +11,18 @@ Operands: a is a ref in SMEM or an array in registers, b is a ref in SMEM, an ac
 float32 array in registers in the layout WGMMA. All products are 16-bit with a float32 sum.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 HEAD_DIMS = (64, 128, 256)  # others are padded to the next
 PROCESSORS = 132  # of an H100 SXM and an H200; on other cards the programs queue or leave some idle
@@ -71,6 +78,90 @@ def multiply_add(acc, a, b, spare, interpret):
     plgpu.wgmma(acc, a, b)
     if interpret:
         read(a, b)
+
+
+def issue(products, axis, interpret):
+    """Issue the sum of `products` on the tensor core; returns it in flight, for `awaited` alone.
+
+    products: pairs (a, b) of refs in SMEM, in 16 bits and SWIZZLED, contracted along `axis` of both: each
+    adds a @ b.T for axis 1 and a.T @ b for axis 0. The sum is one group of wgmma_wait.
+
+    `plgpu.wgmma` adds to what the registers of its sum hold, and somebody has to put zeros there first: 64
+    registers a thread for a tile of 64 x 128. The instruction itself can overwrite them instead, by its operand
+    scale-d. Pallas has no word for that, so here the instructions are spelt out (PTX ISA, wgmma.mma_async).
+    """
+    if interpret:
+        over = (((axis,), (axis,)), ((), ()))
+        return sum(lax.dot_general(*read(a, b), over, preferred_element_type=jnp.float32) for a, b in products)
+    rows, columns = (ref.shape[1 - axis] for ref in products[0])
+
+    @plgpu.inline_mgpu(
+        arg_types=tuple(plgpu.RefType(SWIZZLED) for _ in range(2 * len(products))),
+        return_type=plgpu.ShapeDtypeStruct((rows, columns), jnp.float32, layout=MATRIX),
+    )
+    def instructions(_, *operands):
+        return overwriting_wgmma(operands, axis, (rows, columns))
+
+    return instructions(*(ref for pair in products for ref in pair))
+
+
+def awaited(in_flight, wait_n):
+    """What `issue` returned, when at most wait_n groups issued after it still run."""
+    plgpu.wgmma_wait(wait_n)
+    return anew(in_flight)  # or LLVM, which sees no instruction write these registers later, uses them before
+
+
+def overwriting_wgmma(operands, axis, shape):
+    """The instructions of `issue`, one block of PTX: the first overwrites the sum, the others add to it."""
+    registers = shape[1] // 2
+    names = [f"${i}" for i in range(registers)]
+    dtype = ir.MemRefType(operands[0].type).element_type
+    start = f"wgmma.mma_async.sync.aligned.m64n{shape[1]}k16.f32.{dtype}.{dtype} {{{','.join(names)}}}, a, b"
+    transposed = 1 - axis
+    descriptors, text, add = [], [], "none"
+    for a, b in itertools.batched(operands, 2):
+        at = [f"${registers + len(descriptors) + i}" for i in range(2)]
+        described = [descriptor(ref, axis) for ref in (a, b)]
+        descriptors += [start for start, _ in described]
+        for steps in zip(*(steps for _, steps in described), strict=True):
+            moved = (f"add.s64 {name}, {base}, {step};" for name, base, step in zip("ab", at, steps, strict=True))
+            text += [*moved, f"{start}, {add}, 1, 1, {transposed}, {transposed};"]
+            add = "all"
+    f32 = ir.F32Type.get()
+    sums = llvm.inline_asm(
+        llvm.StructType.get_literal([f32] * registers),
+        descriptors,
+        "{ .reg .pred none, all; .reg .b64 a, b; setp.ne.b32 none, 0, 0; setp.eq.b32 all, 0, 0; "
+        f"wgmma.fence.sync.aligned; {' '.join(text)} wgmma.commit_group.sync.aligned; }}",
+        ",".join(["=f"] * registers + ["l"] * len(descriptors)),
+        has_side_effects=True,
+    )
+    sums = [llvm.extractvalue(f32, sums, [i]) for i in range(registers)]
+    pairs = [vector.from_elements(ir.VectorType.get((2,), f32), pair) for pair in itertools.batched(sums, 2)]
+    layout = MATRIX.to_mgpu()
+    pairs = np.array(pairs, dtype=object).reshape(layout.registers_shape(shape))
+    return mgpu.FragmentedArray(_registers=pairs, _layout=layout, _is_signed=None)
+
+
+def descriptor(ref, axis):
+    """(descriptor of a SWIZZLED operand, what to add to it for each 16 of the contracted axis).
+
+    PTX ISA, "asynchronous warpgroup level matrix: shared memory matrix layout": the address, and how far
+    apart the tiles of 8 x 64 are, all in units of 16 bytes. SWIZZLED lays them row by row of tiles.
+    """
+    kind = ir.MemRefType(ref.type)
+    (down, across, *_), _ = kind.get_strides_and_offset()
+    (tiles_down, tiles_across, *_) = kind.shape
+    down, across, i64 = down // 8, across // 8, ir.IntegerType.get_signless(64)  # from elements of 2 bytes
+    if axis == 1:  # 16 columns are 32 bytes of the 128 of a tile
+        leading, steps = 0, [across * tile + 2 * quarter for tile in range(tiles_across) for quarter in range(4)]
+    else:  # 16 rows are two tiles
+        leading, steps = across, [2 * down * pair for pair in range(tiles_down // 2)]
+    swizzle_128 = 1
+    constant = leading << 16 | down << 32 | swizzle_128 << 62
+    address = llvm.ptrtoint(i64, utils.memref_ptr(ref))
+    number = lambda value: arith.constant(i64, value)
+    return llvm.or_(llvm.lshr(llvm.and_(address, number(0x3FFFF)), number(4)), number(constant)), steps
 
 
 def product(a, b, *, interpret):
