@@ -127,7 +127,7 @@ IN_USE = {
     ),
     "queries, given back before the dk of the step before is awaited": (
         SMALL["fused, dq delayed"],
-        [("dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1 if delayed else 0)\n                    if delayed:", "if delayed:"), ("q_free.at[before[2]]))\n", "q_free.at[before[2]])); dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)\n")],
+        [("dp = awaited(dp, 1 if delayed else 0)\n                if delayed:", "if delayed:"), ("q_free.at[before[2]]))\n", "q_free.at[before[2]])); dp = awaited(dp, 1)\n")],
         "plgpu.copy_gmem_to_smem(q_ref.at[b, rows, head], q_smem.at[slot], q_loaded.at[slot])",
     ),
 }  # fmt: skip
@@ -145,14 +145,11 @@ def test_operands_written_over_are_found(fault):
 @pytest.mark.parametrize(
     ("form", "change"),
     [
-        ("fused", ("lse_and_awaited(s_acc, 2 if delayed else 1", "lse_and_awaited(s_acc, 2")),
-        (
-            "fused",
-            ("wgmma_accumulator_load(dp_acc, wait_n=1 if delayed else 0)", "wgmma_accumulator_load(dp_acc, wait_n=1)"),
-        ),
-        ("fused, dq delayed", ("wgmma_accumulator_load(dq_acc, wait_n=1)", "wgmma_accumulator_load(dq_acc, wait_n=2)")),
-        ("split", ("lse_and_awaited(s_acc, parts,", "lse_and_awaited(s_acc, parts + 1,")),
-        ("split", ("wgmma_accumulator_load(dp_acc, wait_n=0)", "wgmma_accumulator_load(dp_acc, wait_n=1)")),
+        ("fused", ("lse_and_awaited(s, 2 if delayed else 1", "lse_and_awaited(s, 2")),
+        ("fused", ("awaited(dp, 1 if delayed else 0)", "awaited(dp, 1)")),
+        ("fused, dq delayed", ("awaited(dq, 1)", "awaited(dq, 2)")),
+        ("split", ("lse_and_awaited(s, 1,", "lse_and_awaited(s, 2,")),
+        ("split", ("awaited(dp, 0)", "awaited(dp, 1)")),
     ],
     ids=str,
 )

@@ -38,6 +38,6 @@ def test_traffic_of_a_pair_of_tiles():
 
 
 def test_watching_leaves_the_kernels_as_they_were():
-    before = backward._launch, backward.multiply_add, backward.for_each_query_tile
+    before = backward._launch, backward.multiply_add, backward.issue, backward.for_each_query_tile
     on_chip.watch(128, FORMS["fused"])
-    assert (backward._launch, backward.multiply_add, backward.for_each_query_tile) == before
+    assert (backward._launch, backward.multiply_add, backward.issue, backward.for_each_query_tile) == before

@@ -104,7 +104,8 @@ def watch(H, tiles, is_causal=False):
     tiles: one of `hopper.forms(H)`, or others of the same kind.
     """
     found, state = {}, {"refs": {}, "inside": False, "products": []}
-    launch, multiply_add, loop = hopper._launch, hopper.multiply_add, hopper.for_each_query_tile
+    launch, loop = hopper._launch, hopper.for_each_query_tile
+    multiply_add, issue = hopper.multiply_add, hopper.issue
 
     def under(ref):
         """The array in shared memory of which a ref may show a part or a transpose."""
@@ -144,12 +145,19 @@ def watch(H, tiles, is_causal=False):
 
         return traced
 
-    def watched_multiply_add(acc, a, b, spare, interpret):
+    def note(a, b, m, k, n):
         left, right = name_of(a), name_of(b)
         if state["inside"]:
-            product = Product(_NAMES[left, right], left, right, *a.shape, b.shape[1])
-            state["products"].append(product)
+            state["products"].append(Product(_NAMES[left, right], left, right, m, k, n))
+
+    def watched_multiply_add(acc, a, b, spare, interpret):
+        note(a, b, *a.shape, b.shape[1])
         return multiply_add(acc, a, b, spare, interpret)
+
+    def watched_issue(products, axis, interpret):
+        for a, b in products:
+            note(a, b, a.shape[1 - axis], a.shape[axis], b.shape[1 - axis])
+        return issue(products, axis, interpret)
 
     def watched_loop(*arguments):
         state["inside"] = True
@@ -167,6 +175,7 @@ def watch(H, tiles, is_causal=False):
     with (
         mock.patch.object(hopper, "_launch", watched_launch),
         mock.patch.object(hopper, "multiply_add", watched_multiply_add),
+        mock.patch.object(hopper, "issue", watched_issue),
         mock.patch.object(hopper, "for_each_query_tile", watched_loop),
     ):
         hopper._fused.clear_cache()  # what was traced before would not be traced again

@@ -6,7 +6,9 @@ And of products it sees nothing: see `operands_by_way_of_tma` and `in_use_until_
 """
 
 import contextlib
+import functools
 import io
+import itertools
 import linecache
 import logging
 import re
@@ -21,8 +23,8 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from helpers.attention.hopper import backward
-from helpers.attention.hopper.warpgroup import MATRIX, read
+from helpers.attention.hopper import backward, warpgroup
+from helpers.attention.hopper.warpgroup import MATRIX, anew, read
 from helpers.measure import timeline
 
 # A vector clock counts the steps of every warpgroup and of every TMA transfer, by the transfer's number modulo
@@ -75,10 +77,20 @@ def in_use_until_awaited():
         issue(acc, a, b)
         in_flight.append((acc, a, b))
 
+    def watched_sum(of, products, axis):
+        before = len(in_flight)
+        total = of(products, axis)
+        in_flight[before:] = [(total, *itertools.chain.from_iterable(products))]  # to a wait, it is one
+        return total
+
     def finish_all_but(n):
         while len(in_flight) > n:
-            _, a, b = in_flight.pop(0)
-            read(a, b)
+            _, *operands = in_flight.pop(0)
+            read(*operands)
+
+    def complain_of(total):
+        if any(total is other for other, *_ in in_flight):
+            raise RuntimeError("an accumulator is read before its products are awaited")
 
     def watched_wait(n):
         finish_all_but(n)
@@ -87,14 +99,24 @@ def in_use_until_awaited():
     def watched_load(acc, *, wait_n=0):
         if wait_n is not None:
             finish_all_but(wait_n)
-        if any(acc is other for other, _, _ in in_flight):
-            raise RuntimeError("an accumulator is read before its products are awaited")
+            complain_of(acc)
         return load(acc, wait_n=wait_n)
+
+    def watched_anew(numbers):
+        complain_of(numbers)
+        return anew(numbers)
 
     backward._fused.clear_cache()  # what was traced before would not be traced again
     watched = {"wgmma": watched_issue, "wgmma_wait": watched_wait, "wgmma_accumulator_load": watched_load}
-    # `acc[...]` calls the function of `primitives`
-    with mock.patch.multiple(plgpu, **watched), mock.patch.object(primitives, "wgmma_accumulator_load", watched_load):
+    watched_sums = {
+        name: functools.partial(watched_sum, getattr(warpgroup, name))
+        for name in ("interpreted_sum", "overwriting_sum")
+    }
+    with (
+        mock.patch.multiple(plgpu, **watched),
+        mock.patch.object(primitives, "wgmma_accumulator_load", watched_load),  # `acc[...]` calls this one
+        mock.patch.multiple(warpgroup, anew=watched_anew, **watched_sums),
+    ):
         try:
             yield
         finally:

@@ -11,6 +11,7 @@ Operands: a is a ref in SMEM or an array in registers, b is a ref in SMEM, an ac
 float32 array in registers in the layout WGMMA. All products are 16-bit with a float32 sum.
 """
 
+import functools
 import itertools
 
 import jax
@@ -81,62 +82,77 @@ def multiply_add(acc, a, b, spare, interpret):
 
 
 def issue(products, axis, interpret):
-    """Issue the sum of `products` on the tensor core; returns it in flight, for `awaited` alone.
+    """Issue the sum of `products` on the tensor core; returns it in flight, for `awaited` and nothing else.
 
-    products: pairs (a, b) of refs in SMEM, in 16 bits and SWIZZLED, contracted along `axis` of both: each
-    adds a @ b.T for axis 1 and a.T @ b for axis 0. The sum is one group of wgmma_wait.
+    products: pairs (a, b) of refs in SMEM, SWIZZLED, contracted along `axis` of both: each adds a @ b.T with
+    axis 1 and a.T @ b with axis 0. To a wait, the sum is one product.
 
-    `plgpu.wgmma` adds to what the registers of its sum hold, and somebody has to put zeros there first: 64
-    registers a thread for a tile of 64 x 128. The instruction itself can overwrite them instead, by its operand
-    scale-d. Pallas has no word for that, so here the instructions are spelt out (PTX ISA, wgmma.mma_async).
+    `plgpu.wgmma` adds to what the registers of its sum hold, so somebody has to put zeros there first, in every
+    step. Here the first instruction overwrites what they hold.
     """
-    if interpret:
-        over = (((axis,), (axis,)), ((), ()))
-        return sum(lax.dot_general(*read(a, b), over, preferred_element_type=jnp.float32) for a, b in products)
-    rows, columns = (ref.shape[1 - axis] for ref in products[0])
-
-    @plgpu.inline_mgpu(
-        arg_types=tuple(plgpu.RefType(SWIZZLED) for _ in range(2 * len(products))),
-        return_type=plgpu.ShapeDtypeStruct((rows, columns), jnp.float32, layout=MATRIX),
-    )
-    def instructions(_, *operands):
-        return overwriting_wgmma(operands, axis, (rows, columns))
-
-    return instructions(*(ref for pair in products for ref in pair))
+    return (interpreted_sum if interpret else overwriting_sum)(products, axis)
 
 
 def awaited(in_flight, wait_n):
-    """What `issue` returned, when at most wait_n groups issued after it still run."""
+    """What `issue` returned, when at most wait_n of the products issued after it still run."""
     plgpu.wgmma_wait(wait_n)
-    return anew(in_flight)  # or LLVM, which sees no instruction write these registers later, uses them before
+    return anew(in_flight)  # the compiler sees no instruction change these registers: it might use them earlier
 
 
-def overwriting_wgmma(operands, axis, shape):
-    """The instructions of `issue`, one block of PTX: the first overwrites the sum, the others add to it."""
-    registers = shape[1] // 2
-    names = [f"${i}" for i in range(registers)]
+def interpreted_sum(products, axis):
+    """What `issue` does in the interpreter."""
+    rows, columns = (ref.shape[1 - axis] for ref in products[0])
+
+    def body(acc):
+        for a, b in products:
+            multiply_add(acc, *((a, b.T) if axis == 1 else (a.T, b)), None, interpret=True)
+        return plgpu.wgmma_accumulator_load(acc, wait_n=None)
+
+    return pl.run_scoped(body, plgpu.ACC((rows, columns), jnp.float32))
+
+
+def overwriting_sum(products, axis):
+    """What `issue` does on a card. Pallas has no word for a product that overwrites, so it is spelt out in PTX."""
+    shape = tuple(ref.shape[1 - axis] for ref in products[0])
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(SWIZZLED),) * (2 * len(products)),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=MATRIX),
+    )
+    def instructions(_, *operands):
+        return wgmma_instructions(operands, axis, shape)
+
+    return instructions(*itertools.chain.from_iterable(products))
+
+
+def wgmma_instructions(operands, axis, shape):
+    """The registers of a sum of products, a and b of each among operands, by one block of PTX.
+
+    PTX ISA, wgmma.mma_async: each instruction contracts 16. Its operand scale-d says if it adds to what the
+    registers hold, and is false in the first.
+    """
+    count = shape[1] // 2  # of the registers of a thread; $0, $1, ... name them, and the descriptors after them
+    registers = ",".join(f"${i}" for i in range(count))
     dtype = ir.MemRefType(operands[0].type).element_type
-    start = f"wgmma.mma_async.sync.aligned.m64n{shape[1]}k16.f32.{dtype}.{dtype} {{{','.join(names)}}}, a, b"
-    transposed = 1 - axis
-    descriptors, text, add = [], [], "none"
-    for a, b in itertools.batched(operands, 2):
-        at = [f"${registers + len(descriptors) + i}" for i in range(2)]
-        described = [descriptor(ref, axis) for ref in (a, b)]
-        descriptors += [start for start, _ in described]
-        for steps in zip(*(steps for _, steps in described), strict=True):
-            moved = (f"add.s64 {name}, {base}, {step};" for name, base, step in zip("ab", at, steps, strict=True))
-            text += [*moved, f"{start}, {add}, 1, 1, {transposed}, {transposed};"]
-            add = "all"
+    wgmma = f"wgmma.mma_async.sync.aligned.m64n{shape[1]}k16.f32.{dtype}.{dtype}"
+    descriptors, steps_of = zip(*(descriptor(operand, axis) for operand in operands), strict=True)
+    places = [
+        (pair, *steps) for pair in range(0, len(operands), 2) for steps in zip(*steps_of[pair : pair + 2], strict=True)
+    ]
+    text = " ".join(
+        f"add.s64 a, ${count + pair}, {a}; add.s64 b, ${count + pair + 1}, {b}; setp.ne.b32 adds, {number > 0:d}, 0; "
+        f"{wgmma} {{{registers}}}, a, b, adds, 1, 1, {1 - axis}, {1 - axis};"
+        for number, (pair, a, b) in enumerate(places)
+    )
     f32 = ir.F32Type.get()
     sums = llvm.inline_asm(
-        llvm.StructType.get_literal([f32] * registers),
+        llvm.StructType.get_literal([f32] * count),
         descriptors,
-        "{ .reg .pred none, all; .reg .b64 a, b; setp.ne.b32 none, 0, 0; setp.eq.b32 all, 0, 0; "
-        f"wgmma.fence.sync.aligned; {' '.join(text)} wgmma.commit_group.sync.aligned; }}",
-        ",".join(["=f"] * registers + ["l"] * len(descriptors)),
+        f"{{ .reg .pred adds; .reg .b64 a, b; wgmma.fence.sync.aligned; {text} wgmma.commit_group.sync.aligned; }}",
+        ",".join(["=f"] * count + ["l"] * len(descriptors)),
         has_side_effects=True,
     )
-    sums = [llvm.extractvalue(f32, sums, [i]) for i in range(registers)]
+    sums = [llvm.extractvalue(f32, sums, [i]) for i in range(count)]
     pairs = [vector.from_elements(ir.VectorType.get((2,), f32), pair) for pair in itertools.batched(sums, 2)]
     layout = MATRIX.to_mgpu()
     pairs = np.array(pairs, dtype=object).reshape(layout.registers_shape(shape))
@@ -144,24 +160,23 @@ def overwriting_wgmma(operands, axis, shape):
 
 
 def descriptor(ref, axis):
-    """(descriptor of a SWIZZLED operand, what to add to it for each 16 of the contracted axis).
+    """(the descriptor of a SWIZZLED operand, what to add to it for each 16 of the contracted axis).
 
-    PTX ISA, "asynchronous warpgroup level matrix: shared memory matrix layout": the address, and how far
-    apart the tiles of 8 x 64 are, all in units of 16 bytes. SWIZZLED lays them row by row of tiles.
+    PTX ISA, "matrix descriptor" of wgmma: where the operand begins, and how far apart its tiles of 8 x 64
+    are across and down, each in units of 16 bytes, and which swizzle.
     """
     kind = ir.MemRefType(ref.type)
-    (down, across, *_), _ = kind.get_strides_and_offset()
-    (tiles_down, tiles_across, *_) = kind.shape
-    down, across, i64 = down // 8, across // 8, ir.IntegerType.get_signless(64)  # from elements of 2 bytes
-    if axis == 1:  # 16 columns are 32 bytes of the 128 of a tile
-        leading, steps = 0, [across * tile + 2 * quarter for tile in range(tiles_across) for quarter in range(4)]
+    rows_of_tiles, tiles_in_a_row, *_ = kind.shape
+    (down, across, *_), _ = kind.get_strides_and_offset()  # in elements of two bytes
+    down, across, swizzle_128 = down // 8, across // 8, 1
+    if axis == 1:  # 16 columns are a quarter of a tile's row of 128 bytes
+        leading, steps = 0, [tile * across + 2 * quarter for tile in range(tiles_in_a_row) for quarter in range(4)]
     else:  # 16 rows are two tiles
-        leading, steps = across, [2 * down * pair for pair in range(tiles_down // 2)]
-    swizzle_128 = 1
-    constant = leading << 16 | down << 32 | swizzle_128 << 62
-    address = llvm.ptrtoint(i64, utils.memref_ptr(ref))
-    number = lambda value: arith.constant(i64, value)
-    return llvm.or_(llvm.lshr(llvm.and_(address, number(0x3FFFF)), number(4)), number(constant)), steps
+        leading, steps = across, [2 * pair * down for pair in range(rows_of_tiles // 2)]
+    i64 = ir.IntegerType.get_signless(64)
+    number = functools.partial(arith.constant, i64)
+    begins = llvm.lshr(llvm.and_(llvm.ptrtoint(i64, utils.memref_ptr(ref)), number(0x3FFFF)), number(4))
+    return llvm.or_(begins, number(leading << 16 | down << 32 | swizzle_128 << 62)), steps
 
 
 def product(a, b, *, interpret):
