@@ -341,11 +341,11 @@ def fused_kernel(
                 head, i, q_slot, ds_slot = work
                 plgpu.barrier_wait(ds_ready)
 
-                rows = pl.ds(my_rows, ROWS_OF_WGMMA)
-                ds_and_k = [
-                    (ds_smem.at[ds_slot, wg, :, rows], k_smem.at[0, wg, :, my_columns]) for wg in range(warpgroups)
-                ]
-                dq = issue(ds_and_k, 0, interpret)
+                def ds_and_k(wg):
+                    rows = pl.ds(my_rows, ROWS_OF_WGMMA)
+                    return ds_smem.at[ds_slot, wg, :, rows], k_smem.at[0, wg, :, my_columns]
+
+                dq = issue([ds_and_k(wg) for wg in range(warpgroups)], 0, interpret)
                 mine = ds_smem.at[ds_slot, me] if ds is None or interpret else ds
                 multiply_add_(dk_acc, mine, q_smem.at[q_slot], None)
                 dq = awaited(dq, 1)
