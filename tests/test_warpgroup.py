@@ -25,7 +25,9 @@ def written(shapes, axis):
         func.FuncOp.from_py_func(*refs)(lambda *operands: wgmma_instructions(operands, axis, shape) and None)
         lines = str(place.block.owner).splitlines()
     (line,) = (line for line in lines if "wgmma" in line)
-    constants = {name: int(value) for name, value in re.findall(r"(%\S+) = arith.constant (\d+) : i64", "\n".join(lines))}
+    constants = {
+        name: int(value) for name, value in re.findall(r"(%\S+) = arith.constant (\d+) : i64", "\n".join(lines))
+    }
     made = dict(re.findall(r"(%\S+) = llvm.or %\S+, (%\S+) ", "\n".join(lines)))
     text, operands = re.search(r'"(\{.*\})".*? (%[^:]*) :', line).groups()
     return text, [constants[made[name]] for name in operands.split(", ")]
