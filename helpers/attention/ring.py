@@ -19,8 +19,8 @@ Which positions a device has is its layout. With a causal mask it decides who ha
                 first needs a mask.
 
 A step of a device is a `Piece`: its queries from some position on, the keys up to some position, and whether the
-mask is causal in there. Pieces have static shapes, so each kernel runs that would run on one device. Keys that only
-fill up the last shares are cut off in the same way. `plan` lists all pieces.
+mask is causal in there. Pieces have static shapes, so the kernels of one device serve, but for cuDNN's. Keys that only
+fill up the end of the sequence are cut off in the same way. `plan` lists all pieces.
 
 On GPUs, compile with OVERLAPPING: XLA then sends keys and values as one transfer beside the kernel, where by itself
 it would send the values before. NCCL's transfer occupies some of the multiprocessors, which may be why a persistent
@@ -135,8 +135,8 @@ def ring_attention(
       axis_name: the axis of the mesh.
       scale, is_causal, query_seq_lengths, key_value_seq_lengths: as in `flash_attention`, of the whole sequence.
         Lengths may be any number up to the padded length.
-      layout: which positions a device has, one of LAYOUTS, see `positions`. Without a causal mask or lengths every
-        layout gives the same.
+      layout: which positions a device has, one of LAYOUTS, see `positions`. Without a causal mask, lengths
+        or key_length every layout gives the same.
       key_length: a Python integer, where the last keys of the sequence are padding: how many are not. Unlike
         key_value_seq_lengths it keeps the choice of kernels.
       implementation: as in `flash_attention`, but for "cudnn". return_residual: also return lse.

@@ -23,7 +23,7 @@ and on the way back, of lse and delta = rowsum(out * do) - dlse (FlashAttention-
     dv_j   = sum over i of p do_i,   dk_j = scale sum over i of ds q_i
 
 Arrays are laid out (B, heads, length, H'), where H' is head_dim in whole rows of 128 lanes and lengths are whole
-blocks; rows of statistics are (B, N, 1, length). What is added, and what lies past a length, is zero.
+blocks; rows of statistics are (B, N, 1, length). What is added is zero, and in the arrays what lies past a length.
 """
 
 import functools
@@ -46,7 +46,10 @@ LARGEST_BLOCK = 512
 
 
 def product(a, b, over_a, over_b):
-    """Products of a and b summed over one axis of each, in float32; the matrix unit turns either for nothing."""
+    """Products of a and b summed over one axis of each, in float32.
+
+    The matrix unit takes b either way round. Mosaic transposes an a that is summed over its first axis before it.
+    """
     # Those of 16-bit numbers are exact, and Mosaic refuses to be asked for more.
     precision = None if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     return lax.dot_general(

@@ -518,7 +518,7 @@ ZIGZAG = Exercise(
         Mistake(
             "the second piece is mirrored among D pieces, not 2D",
             _zigzag_mistake(second=lambda n, i: n - 1 - i),
-            "D devices with two pieces each: there are 2n of them, see section 5.",
+            "D devices with two pieces each: there are 2D of them, see section 5.",
         ),
     ),
 )

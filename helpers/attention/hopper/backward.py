@@ -30,7 +30,7 @@ Refs in GMEM (G is the group, N // K query heads of one key/value head; T' is T 
 
 T and S are rounded up to a multiple of 8 and H to 64, 128 or 256 (see _padded). Positions past the
 end are zeros in every tile: a query of zeros with do = delta = lse = 0 adds nothing to dk and dv,
-and a key of zeros is hidden where its p could overflow.
+and a key of zeros is hidden, for its p could overflow.
 """
 
 import dataclasses
@@ -310,8 +310,8 @@ def fused_kernel(
     dq_smem   (warpgroups, 64, H or H / warpgroups): the part of dq that a warpgroup computes
 
     A warpgroup's ds k needs the ds of all. So ds is published before dv is issued, and the tensor core has
-    that product to do while the warpgroups wait for one another. With tiles.delayed, a step first issues its
-    own s and then finishes the step before, whose ds the others have had time to publish meanwhile.
+    that product to do while the warpgroups wait for one another. With tiles.delayed, dv goes before ds: a step
+    first issues its own s and then finishes the step before, whose ds the others have had time to publish.
     """
     b, kv, me = lax.axis_index("batch"), lax.axis_index("kv_head"), lax.axis_index("warpgroup")
     k_start = lax.axis_index("tile") * tiles.block_k
@@ -605,7 +605,8 @@ def backward(call, out, lse, dout, dlse, *, tiles=None, deterministic=False, int
     out (B, T, N, H) and lse (B, N, T) float32 are what `forward` returned; dout and dlse are their
     gradients. 16-bit types, full or causal, no lengths. With `deterministic` the same input gives the
     same bits each time. tiles: a pair as `forms` has them. interpret: False, or InterpretGPUParams.
-    Beyond inputs and outputs it allocates lse and delta in float32, and a float32 dq in the fused form.
+    Beyond inputs and outputs it allocates lse and delta in float32, a float32 dq in the fused form, and
+    padded copies where T, S or H ask for them (see _padded).
     Unlike the portable kernels it does not mend the error that a rounded out leaves in delta, so
     gradients of very sharp softmaxes are several times less exact.
     """

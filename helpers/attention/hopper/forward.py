@@ -534,7 +534,8 @@ def forward(call, *, tiles=None, is_persistent=True, interpret=False):
     """Attention of a checked `Call` by the kernel above.
 
     Returns out (B, T, N, H) in the dtype of query and lse (B, N, T) in float32. Where T and S are
-    multiples of eight and of at least one tile, and H is one of HEAD_DIMS, nothing is copied.
+    multiples of eight and of at least one tile, H is one of HEAD_DIMS and the scale is positive, the
+    arrays are not copied, and lse only where T is no multiple of block_q.
     tiles: a `Tiles`, or None for the fastest known. is_persistent: False gives each tile of queries a
     program of its own. A program that waits for a multiprocessor, because a transfer from another card
     occupies it, is then one of many; a persistent one would begin its whole share late.

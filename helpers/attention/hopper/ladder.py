@@ -9,8 +9,8 @@
       of queries to the next, masks on the diagonal only, balanced lists of tiles, a program for each
       processor of the card
 
-All compute out and lse as `forward.py` says, with its names. Rungs 1 to 5 are for learning: head_dim
-64 or 128, 16-bit, T a multiple of 64 times the compute warpgroups, S a multiple of BLOCK_K. One
+All compute out and lse, with the names of `forward.py`. Rungs 1 to 5 guess nothing and are for learning:
+head_dim 64 or 128, 16-bit, T a multiple of 64 times the compute warpgroups, S a multiple of BLOCK_K. One
 program serves BLOCK_Q queries for each compute warpgroup, of one head:
 
     q_smem  (warpgroups, BLOCK_Q, H)    k_smem, v_smem  (STAGES, BLOCK_K, H)    rung 1: no first axis

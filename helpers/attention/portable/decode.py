@@ -5,7 +5,8 @@ and values once. So three things differ from `forward`.
 
 1. The keys are split over programs (Flash-Decoding, Dao et al. 2023), so that all processors read.
 2. All query heads that share a key head are rows of one tile, and the keys are read once for all of them.
-3. Each program writes its own out and lse, in float32, and a second kernel merges them as parts of a sum:
+3. Where there are several parts, each program writes its own out and lse, in float32, and a second kernel merges
+   them as parts of a sum:
 
     lse = log sum_i exp lse_i        out = sum_i exp(lse_i - lse) out_i
 
