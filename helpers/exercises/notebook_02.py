@@ -574,6 +574,11 @@ BREAK_MISTAKES = (
         "Large logits hurt “no max” alone, and low ones hurt “m starts at 0”: see the picture in section 6.",
     ),
     Mistake(
+        "the rows for “m starts at 0” and “tile max” are exchanged",
+        _rows([100], [0, -100], [-200]),
+        "Low logits throughout hurt “m starts at 0”, and a fall from near 0 hurts “tile max”: see section 6.",
+    ),
+    Mistake(
         "the logits of the row for “no max” are not large enough",
         _rows([50], [-200], [0, -100]),
         "The sum of all e^s must exceed the largest float32, about e^88.7: see section 6.",
@@ -894,6 +899,7 @@ ATTEND_MISTAKES = (
         "masked keys get a large negative logit instead of -inf",
         _wrong_attend(mask_value=-1e9),
         "A tile with nothing but masked keys then counts as a tile of equal keys: see section 7.",
+        variants=tuple(_wrong_attend(mask_value=-(10.0**power)) for power in (4, 5, 6, 10, 20, 30)),
     ),
 )
 
