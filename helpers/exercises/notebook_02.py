@@ -345,6 +345,11 @@ def _normalised_merge(a, b):
     return m, l, acc / l[:, None]
 
 
+def _weighed_by_l(a, b):
+    m, l, _ = _merge(a, b)
+    return m, l, sum((np.exp(m_part - m) * l_part)[:, None] * acc for m_part, l_part, acc in (a, b))
+
+
 MERGE_MISTAKES = (
     Mistake(
         "the sums are added as they are",
@@ -385,6 +390,11 @@ MERGE_MISTAKES = (
         "acc is divided by l before it is merged",
         _wrong_merge(average=True),
         "A state holds sums, not averages; the only division comes after the last merge: see section 4.",
+    ),
+    Mistake(
+        "each acc is multiplied by its l, as if it were an average",
+        _weighed_by_l,
+        "acc is a sum already, not divided by l: its factor is that of l, see section 5.",
     ),
     Mistake(
         "the two factors are swapped",
