@@ -89,6 +89,7 @@ EQUAL = {
     "14.1": {change: "minus infinity less one is minus infinity" for change in ("0 → 1", "0 → -1")},
     "14.2": {"i - r → i + r": "the ring turned the other way, in which all shares come past as well"},
     "14.3": {"np.zeros → np.ones": NEVER_READ},
+    "15.1": {"jnp.zeros → jnp.ones": NEVER_READ},
 }
 
 
