@@ -40,7 +40,7 @@ def execute(path, anew=False):
     """Run a notebook on the CPU and write it back, normalised, with old outputs where it can. Returns what to say."""
     notebook = nbformat.read(path, as_version=4)
     committed = _git(path.parent, "show", f"HEAD:./{path.name}")
-    os.environ |= {"JAX_PLATFORMS": "cpu", clock.OFF: "1"}
+    os.environ |= {"JAX_PLATFORMS": "cpu", "OPENBLAS_NUM_THREADS": "1", clock.OFF: "1"}
     NotebookClient(
         notebook,
         timeout=CELL_TIMEOUT_S,
