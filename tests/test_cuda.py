@@ -1,0 +1,164 @@
+"""The CUDA kernels against the float64 oracle, on a CPU by the system's C++ compiler."""
+
+import re
+
+import numpy as np
+import pytest
+from attention_cases import AttentionCase, check_forward, check_gradients, cotangents
+
+from helpers.dialects import cuda_launch
+from helpers.dialects.cuda_launch import RUNGS, SOURCE, DataRace
+
+if not cuda_launch.is_installed():
+    pytest.skip(cuda_launch.MISSING, allow_module_level=True)
+
+from test_portable_forward import GRID, LOGITS, TURNS  # noqa: E402
+
+CAUSAL = {"is_causal": True}
+ELEMENTS, KEYS_OUTER, ROWS, TENSOR_CORES = RUNGS
+
+
+def attention(rung, source=None):
+    def run(query, key, value, **arguments):
+        out, lse = cuda_launch.forward(query, key, value, rung=rung, source=source, **arguments)
+        return out, lse.swapaxes(1, 2)
+
+    return run
+
+
+def gradients(case, source=None):
+    """(dq, dk, dv) from the residuals of the CUDA kernels themselves."""
+    (query, key, value), arguments = case.inputs()
+    dout, dlse = cotangents(case)
+    out, lse = cuda_launch.forward(query, key, value, **arguments)
+    dlse = dlse.swapaxes(1, 2)
+    return cuda_launch.backward(query, key, value, out, lse, dout, dlse, source=source, **arguments)
+
+
+def check(case, rungs=RUNGS):
+    for rung in rungs:
+        if rung != TENSOR_CORES or case.dtype != "float32":
+            check_forward(attention(rung), case)
+    check_gradients(gradients, case, mends_delta=False)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("shape_and_head_dim", "turn"), GRID)
+def test_shapes_and_head_dims(shape_and_head_dim, turn):
+    ((T, S), H), (dtype, group, is_causal) = shape_and_head_dim, turn
+    # A logit for each query, key and dimension is too much to emulate where T, S and H are large.
+    rungs = RUNGS if T * S * H * H * group < 1e9 else RUNGS[1:]
+    check(AttentionCase(T, S, H, N=group, dtype=dtype, arguments={"is_causal": is_causal}), rungs)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("dtype", "group", "is_causal"), TURNS)
+def test_groups_and_dtypes(dtype, group, is_causal):
+    check(AttentionCase(70, 90, 64, N=2 * group, K=2, B=2, dtype=dtype, arguments={"is_causal": is_causal}))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("dtype", "logits"), LOGITS)
+def test_size_of_logits(dtype, logits):
+    check(AttentionCase(63, 203, 64, dtype=dtype, logits=logits))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("scale", [0.0, -0.5, 1.0])
+def test_scale(scale):
+    check(AttentionCase(63, 65, arguments={"scale": scale, "is_causal": True}))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_small_case(dtype):
+    check(AttentionCase(37, 75, 24, dtype=dtype, arguments=CAUSAL))
+
+
+def without_barrier(number):
+    """The source without one of its barriers."""
+    places = [found.span() for found in re.finditer(r"__syncthreads\(\);", SOURCE.read_text())]
+    start, stop = places[number]
+    return SOURCE.read_text()[:start] + SOURCE.read_text()[stop:]
+
+
+BARRIERS = list(zip(range(9), [KEYS_OUTER] * 2 + [ROWS] * 2 + [TENSOR_CORES] * 2 + ["backward"] * 3, strict=True))
+
+
+def test_every_barrier_is_listed():
+    assert len(re.findall(r"__syncthreads\(\);", SOURCE.read_text())) == len(BARRIERS)
+
+
+@pytest.mark.parametrize(
+    ("number", "kernel"), [pytest.param(*row, marks=() if row[0] == 4 else pytest.mark.full) for row in BARRIERS]
+)
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.full), "bfloat16"])
+def test_a_missing_barrier_is_found(number, kernel, dtype):
+    if kernel == TENSOR_CORES and dtype == "float32":
+        pytest.skip("there are no tensor cores for float32 here")
+    case = AttentionCase(130, 130, 24, dtype=dtype)
+    source = without_barrier(number)
+    arrays, arguments = case.inputs()
+    with pytest.raises(DataRace, match=kernel):
+        gradients(case, source) if kernel == "backward" else attention(kernel, source)(*arrays, **arguments)
+
+
+FRAGMENTS = [
+    ("int word = (8 * column + g) * KEY_STRIDE + 8 * step + t;", "int word = (8 * column + t) * KEY_STRIDE + 8 * step + g;"),
+    ("{keys[word], keys[word + 4]}", "{keys[word + 4], keys[word]}"),
+    ("{values[word], values[word + 4 * VALUE_STRIDE]}", "{values[word + 4 * VALUE_STRIDE], values[word]}"),
+    ("s[2 * step + part / 2] + part % 2 * 2", "s[2 * step + part % 2] + part / 2 * 2"),
+    ("int i = row + 8 * (part % 2), d = 16 * step + 2 * t + 8 * (part / 2);",
+     "int i = row + 8 * (part / 2), d = 16 * step + 2 * t + 8 * (part % 2);"),
+]  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("right", "wrong"), FRAGMENTS)
+def test_a_wrong_fragment_is_seen(right, wrong):
+    assert SOURCE.read_text().count(right) == 1
+    source = SOURCE.read_text().replace(right, wrong)
+    with pytest.raises(AssertionError, match="relative error"):
+        check_forward(attention(TENSOR_CORES, source), AttentionCase(64, 64, 32, dtype="float16"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_fragments_are_rounded_as_numpy_rounds(dtype):
+    """One key: out is its value, which a conversion there and back must leave as it is."""
+    random = np.random.default_rng(0)
+    value = random.standard_normal((1, 1, 1, 64)) * 10.0 ** random.integers(-7, 4, 64)
+    arrays = [np.zeros((1, 1, 1, 64)), np.zeros((1, 1, 1, 64)), value]
+    arrays = [array.astype(AttentionCase(1, 1, 64, dtype=dtype).inputs()[0][0].dtype) for array in arrays]
+    for rung in RUNGS:
+        assert np.array_equal(cuda_launch.forward(*arrays, rung=rung)[0], arrays[2])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [("dtype", "must all be one of"), ("heads", "shapes"), ("head_dim", "shapes"), ("float32", "tensor_cores")],
+)
+def test_bad_input_is_one_clear_line(change, message):
+    query, key, rung = np.zeros((1, 4, 4, 16), np.float32), np.zeros((1, 4, 4, 16), np.float32), ROWS
+    if change == "dtype":
+        key = key.astype(np.float64)
+    if change == "heads":
+        key = key[:, :, :3]
+    if change == "head_dim":
+        query = key = np.zeros((1, 4, 4, 257), np.float32)
+    if change == "float32":
+        rung = TENSOR_CORES
+    with pytest.raises(ValueError, match=message):
+        cuda_launch.forward(query, key, key, rung=rung)
+
+
+def test_no_compiler_is_one_clear_line(monkeypatch):
+    monkeypatch.setattr(cuda_launch, "compiler", lambda: None)
+    with pytest.raises(RuntimeError, match="install one"):
+        cuda_launch.compile_source(SOURCE.read_text() + "// new", "float32", 64)
+    assert len(cuda_launch.MISSING.splitlines()) == 1
+
+
+def test_tiles_of_a_launch():
+    """The tiles that a launch counts with are those of the source."""
+    assert "constexpr int ROWS = 2048 / D < 32 ? 2048 / D : 32;" in SOURCE.read_text()
+    assert all(cuda_launch.rows_of("float32", head) == min(2048 // head, 32) for head in cuda_launch.HEADS)
+    assert [cuda_launch.head_of(H) for H in (1, 32, 33, 128, 256, 257)] == [32, 32, 64, 128, 256, None]
