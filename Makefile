@@ -15,7 +15,7 @@ NOTEBOOK ?=
 REPOSITORY ?=
 REVISION ?= main
 
-.PHONY: help setup lab fresh test test-all test-oldest mutation notebooks figures lint site site-setup site-test colab gpu gpu-test gpu-memcheck gpu-fuzz gpu-bench gpu-ring gpu-tune gpu-compile tpu-compile
+.PHONY: help setup lab fresh test test-all test-oldest mutation notebooks figures lint site site-setup site-test colab gpu gpu-test gpu-memcheck gpu-fuzz gpu-bench gpu-ring gpu-tune gpu-compile tpu-compile cuda
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -103,3 +103,11 @@ tpu-compile: ## compile the kernels for TPUs with Google's compiler, without one
 	@sh helpers/setup_environment.sh .venv-tpu
 	@.venv-tpu/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-tpu/constraints.txt --editable '.[tpu]'
 	@JAX_PLATFORMS=cpu .venv-tpu/bin/python -m helpers.measure.tpu_compile $(ARGS)
+
+cuda: ## compile the CUDA kernels of notebook 17 with NVIDIA's compiler, without a GPU, and run them on the CPU
+	@case "$$(uname -sm)" in "Linux x86_64" | "Linux aarch64") ;; \
+		*) echo "NVIDIA's compiler is made for Linux. Notebook 17 runs its kernels here by your C++ compiler alone."; exit 1 ;; esac
+	@sh helpers/setup_environment.sh .venv-cuda
+	@.venv-cuda/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-cuda/constraints.txt --editable '.[cuda]'
+	@.venv-cuda/bin/python -m helpers.dialects.cuda_compile
+	@$(ON_CPU) .venv-cuda/bin/python -m pytest -n auto tests/test_cuda.py -rs $(ARGS)

@@ -7,12 +7,12 @@ import pytest
 from attention_cases import AttentionCase, check_forward, check_gradients, cotangents
 
 from helpers.dialects import cuda_launch
-from helpers.dialects.cuda_launch import RUNGS, SOURCE, DataRace
+from helpers.dialects.cuda_launch import RUNGS, SOURCE, SharedMemoryError
 
 if not cuda_launch.is_installed():
     pytest.skip(cuda_launch.MISSING, allow_module_level=True)
 
-from test_portable_forward import GRID, LOGITS, TURNS  # noqa: E402
+from test_portable_forward import GRID, LOGITS, TURNS
 
 CAUSAL = {"is_causal": True}
 ELEMENTS, KEYS_OUTER, ROWS, TENSOR_CORES = RUNGS
@@ -98,7 +98,7 @@ def test_a_missing_barrier_is_found(number, kernel, dtype):
     case = AttentionCase(130, 130, 24, dtype=dtype)
     source = without_barrier(number)
     arrays, arguments = case.inputs()
-    with pytest.raises(DataRace, match=kernel):
+    with pytest.raises(SharedMemoryError, match=kernel):
         gradients(case, source) if kernel == "backward" else attention(kernel, source)(*arrays, **arguments)
 
 
@@ -117,7 +117,7 @@ FRAGMENTS = [
 def test_a_wrong_fragment_is_seen(right, wrong):
     assert SOURCE.read_text().count(right) == 1
     source = SOURCE.read_text().replace(right, wrong)
-    with pytest.raises(AssertionError, match="relative error"):
+    with pytest.raises((AssertionError, SharedMemoryError), match="relative error|never written"):
         check_forward(attention(TENSOR_CORES, source), AttentionCase(64, 64, 32, dtype="float16"))
 
 
@@ -126,6 +126,7 @@ def test_fragments_are_rounded_as_numpy_rounds(dtype):
     """One key: out is its value, which a conversion there and back must leave as it is."""
     random = np.random.default_rng(0)
     value = random.standard_normal((1, 1, 1, 64)) * 10.0 ** random.integers(-7, 4, 64)
+    value[..., :3] = 0, -0.0, 65504
     arrays = [np.zeros((1, 1, 1, 64)), np.zeros((1, 1, 1, 64)), value]
     arrays = [array.astype(AttentionCase(1, 1, 64, dtype=dtype).inputs()[0][0].dtype) for array in arrays]
     for rung in RUNGS:

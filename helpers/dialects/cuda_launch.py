@@ -3,7 +3,7 @@
     out, lse = forward(query, key, value, rung="forward_rows", is_causal=True)
     dq, dk, dv = backward(query, key, value, out, lse, dout, dlse, is_causal=True)
 
-query, out and dout (B, T, N, H), key and value (B, S, K, H), lse and dlse (B, N, T). A data race is a `DataRace`.
+query, out and dout (B, T, N, H), key and value (B, S, K, H), lse and dlse (B, N, T). A data race in shared memory is a `SharedMemoryError`.
 """
 
 import ctypes
@@ -32,8 +32,8 @@ MISSING = (
 )
 
 
-class DataRace(RuntimeError):
-    """Two threads touched the same element of shared memory, one of them wrote, and no barrier stands between."""
+class SharedMemoryError(RuntimeError):
+    """A data race, or a read of what was never written: two threads touched an element, and no barrier is between."""
 
 
 class Problem(ctypes.Structure):
@@ -126,7 +126,7 @@ def problem_of(query, key, scale, is_causal, arrays):
 
 
 def launch(kernel, problem, dtype, source=None):
-    """Run a kernel, block after block; raise `DataRace` if its threads race."""
+    """Run a kernel, block after block; raise `SharedMemoryError` if its threads race."""
     head = head_of(problem.H)
     found = library(SOURCE.read_text() if source is None else source, dtype, head)
     grid = (ctypes.c_int * 3)(*grid_of(kernel, problem, dtype, head))
@@ -134,7 +134,7 @@ def launch(kernel, problem, dtype, source=None):
     run.restype = ctypes.c_long
     faults = run(ctypes.byref(problem), grid, ctypes.c_int(THREADS))
     if faults:
-        raise DataRace(f"{kernel}: {found.first_fault().decode()} ({faults} such faults)")
+        raise SharedMemoryError(f"{kernel}: {found.first_fault().decode()} ({faults} such faults)")
 
 
 def checked(*arrays):
@@ -143,7 +143,7 @@ def checked(*arrays):
     if dtype not in ELEMENTS or any(str(array.dtype) != dtype for array in arrays):
         raise ValueError(f"arrays must all be one of {', '.join(ELEMENTS)}, got {[str(a.dtype) for a in arrays]}")
     query, key, value = arrays[:3]
-    (B, T, N, H), shape = query.shape, key.shape
+    (B, _, N, H), shape = query.shape, key.shape
     if value.shape != shape or (shape[0], shape[3]) != (B, H) or N % shape[2] or head_of(H) is None:
         raise ValueError(f"shapes {query.shape}, {shape}, {value.shape}: (B, T, N, H), (B, S, K, H), H up to 256")
     return [np.ascontiguousarray(array) for array in arrays], dtype

@@ -333,6 +333,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward_tensor_cores(Probl
         }
         __syncthreads();
     }
+#pragma unroll
     for (int half = 0; half < 2; ++half) {
         int i = row + 8 * half;
         l[half] = over_four_lanes(l[half], true);

@@ -155,9 +155,9 @@ static unsigned short rounded(float value, bool is_bf16) {  // to nearest, ties 
     unsigned short sign = word >> 16 & 0x8000;
     float size = std::fabs(value);
     if (!(size < 65520.0f)) return sign | (value != value ? 0x7fff : 0x7c00);
+    if (size < 0x1p-14f) return sign | (unsigned short)std::nearbyint(std::ldexp(size, 24));  // zero and below normal
     int exponent;
     std::frexp(size, &exponent);
-    if (exponent < -13) return sign | (unsigned short)std::nearbyint(std::ldexp(size, 24));  // below the normal ones
     unsigned fraction = (unsigned)std::nearbyint(std::ldexp(size, 11 - exponent));  // 1024 to 2048: may carry
     return sign | (unsigned short)(((exponent + 13) << 10) + fraction);
 }
