@@ -117,7 +117,7 @@ FRAGMENTS = [
 def test_a_wrong_fragment_is_seen(right, wrong):
     assert SOURCE.read_text().count(right) == 1
     source = SOURCE.read_text().replace(right, wrong)
-    with pytest.raises((AssertionError, SharedMemoryError), match="relative error|never written"):
+    with pytest.raises((AssertionError, SharedMemoryError), match=r"relative error|never written"):
         check_forward(attention(TENSOR_CORES, source), AttentionCase(64, 64, 32, dtype="float16"))
 
 

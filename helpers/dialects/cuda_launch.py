@@ -3,7 +3,7 @@
     out, lse = forward(query, key, value, rung="forward_rows", is_causal=True)
     dq, dk, dv = backward(query, key, value, out, lse, dout, dlse, is_causal=True)
 
-query, out and dout (B, T, N, H), key and value (B, S, K, H), lse and dlse (B, N, T). A data race in shared memory is a `SharedMemoryError`.
+query, out and dout (B, T, N, H), key and value (B, S, K, H), lse and dlse (B, N, T). A race is a `SharedMemoryError`.
 """
 
 import ctypes
