@@ -1,0 +1,197 @@
+"""Launch the Triton kernels: on NumPy arrays by Triton's interpreter, on a card's arrays by its compiler.
+
+Triton is imported when a kernel is launched, not before: the series does without it. `make triton` makes an
+environment that has it. An array on a card is a torch.Tensor, since that is what Triton takes.
+"""
+
+import functools
+import importlib
+import importlib.util
+import os
+from typing import NamedTuple
+
+import numpy as np
+
+from helpers.attention.portable.tiles import MIN_BLOCK, check_blocks, cut_blocks, padded_head_dim
+
+MISSING = "Triton is not installed here; make triton installs it, on Linux."
+LARGEST_ENTRY = 2**31  # elements of a batch entry that a 32-bit offset reaches
+
+
+class Launch(NamedTuple):
+    """Tiles of a kernel, and on a card the warps of a program and the loads ahead."""
+
+    block_q: int
+    block_k: int
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+class Shapes(NamedTuple):
+    """The static part of a call, in the letters of `attention.problem.Problem`."""
+
+    B: int
+    T: int
+    S: int
+    N: int
+    K: int
+    H: int
+    scale: float
+    is_causal: bool
+
+
+def is_installed():
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def kernels(interpret):
+    """The module of the kernels. Triton reads once, when they are defined, whether it interprets them."""
+    os.environ["TRITON_INTERPRET"] = "1" if interpret else "0"
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # a product and a sum in one; Triton 3.9 asks which
+    return importlib.import_module("helpers.dialects.triton_kernels")
+
+
+class InMemory:
+    """A NumPy array in the guise of a PyTorch tensor, as far as Triton's interpreter looks.
+
+    It asks for the storage, would copy it to the host, makes a view of the copy, and copies it back at the end.
+    All of this is the array itself.
+    """
+
+    def __init__(self, array):
+        self.array = array
+        self.dtype = array.dtype
+
+    def data_ptr(self):
+        return self.array.ctypes.data
+
+    def untyped_storage(self):
+        return self
+
+    def storage_offset(self):
+        return 0
+
+    def size(self):
+        return self.array.shape
+
+    def stride(self):
+        return tuple(step // self.array.itemsize for step in self.array.strides)
+
+    def cpu(self):
+        return self
+
+    def new_empty(self, *_, **__):
+        return InMemory(self.array)
+
+    def set_(self, storage, *_):
+        self.array = storage.array
+
+    def copy_(self, other):
+        """Nothing: both are the same memory."""
+
+
+def shapes_of(query, key, scale=None, is_causal=False):
+    """`Shapes` of query (B, T, N, H) and key (B, S, K, H). ValueError where a 32-bit offset would not reach."""
+    (B, T, N, H), (_, S, K, _) = query.shape, key.shape
+    if max(T * N, S * K) * H >= LARGEST_ENTRY:
+        raise ValueError(f"a batch entry must have fewer than {LARGEST_ENTRY} elements")
+    return Shapes(B, T, S, N, K, H, H**-0.5 if scale is None else float(scale), bool(is_causal))
+
+
+def _launch_for(shapes, query, launch):
+    """The given `Launch`, or tiles no larger than the sequences need, on a card small ones that fit any."""
+    side = 64
+    if not isinstance(query, np.ndarray) and padded_head_dim(shapes.H) * query.itemsize > 256:
+        side = 32 if query.itemsize == 2 else MIN_BLOCK
+    launch = launch or Launch(side, side)
+    check_blocks(*launch[:2])
+    return Launch(*cut_blocks(launch[:2], (shapes.T, shapes.S)), *launch[2:])
+
+
+def _empty(like, shape, dtype=None):
+    """An array beside `like`; dtype None stands for its own, otherwise float32."""
+    if isinstance(like, np.ndarray):
+        return np.zeros(shape, like.dtype if dtype is None else np.float32)
+    import torch
+
+    return torch.zeros(shape, dtype=like.dtype if dtype is None else torch.float32, device=like.device)
+
+
+def _run(name, arrays, grid, launch, *constants):
+    """Launch a kernel by its name."""
+    interpret = isinstance(arrays[0], np.ndarray)
+    kernel = getattr(kernels(interpret), name)
+    if interpret:
+        for array in arrays:
+            if not array.flags.c_contiguous:
+                raise ValueError("arrays must lie in memory without gaps")
+        with np.errstate(all="ignore"):  # what a mask hides may overflow
+            kernel[grid](*map(InMemory, arrays), *constants)
+    else:
+        kernel[grid](*arrays, *constants, num_warps=launch.num_warps, num_stages=launch.num_stages)
+
+
+def _grid(length, block, heads, B):
+    return -(-length // block), heads, B
+
+
+def _common(shapes, launch, interpret, precision):
+    """The constants of the kernels that multiply matrices."""
+    _, T, S, N, K, H, scale, is_causal = shapes
+    head_padded = padded_head_dim(H)
+    return scale, T, S, N, K, H, head_padded, is_causal, launch.block_q, launch.block_k, precision, interpret
+
+
+def forward(query, key, value, *, scale=None, is_causal=False, launch=None, precision="tf32"):
+    """out (B, T, N, H) and lse (B, N, T) of query (B, T, N, H), key and value (B, S, K, H).
+
+    All NumPy arrays, or all tensors on a card, without gaps. precision: of float32 products on a card, "tf32" or
+    "ieee"; the interpreter's are exact to float32.
+    """
+    shapes = shapes_of(query, key, scale, is_causal)
+    B, T, N = shapes.B, shapes.T, shapes.N
+    launch = _launch_for(shapes, query, launch)
+    out, lse = _empty(query, (B, T, N, shapes.H)), _empty(query, (B, N, T), "float32")
+    constants = _common(shapes, launch, isinstance(query, np.ndarray), precision)
+    _run("forward_kernel", (query, key, value, out, lse), _grid(T, launch.block_q, N, B), launch, *constants)
+    return out, lse
+
+
+def backward(
+    query,
+    key,
+    value,
+    out,
+    lse,
+    do,
+    dlse,
+    *,
+    scale=None,
+    is_causal=False,
+    dkv_launch=None,
+    dq_launch=None,
+    precision="tf32",
+):
+    """(dq, dk, dv), from what `forward` returned and the gradients of it, do (B, T, N, H) and dlse (B, N, T)."""
+    shapes = shapes_of(query, key, scale, is_causal)
+    B, T, S, N, K, H = shapes[:6]
+    interpret = isinstance(query, np.ndarray)
+    dkv_launch = _launch_for(shapes, query, dkv_launch)
+    dq_launch = _launch_for(shapes, query, dq_launch)
+    delta, dq = _empty(query, (B, N, T), "float32"), _empty(query, (B, T, N, H))
+    dk, dv = _empty(query, (B, S, K, H)), _empty(query, (B, S, K, H))
+    of_queries = _grid(T, dq_launch.block_q, N, B)
+    _run(
+        "delta_kernel",
+        (out, do, dlse, delta),
+        of_queries,
+        dq_launch,
+        *(T, N, H, padded_head_dim(H), dq_launch.block_q),
+    )
+    saved = query, key, value, do, lse, delta
+    constants = _common(shapes, dkv_launch, interpret, precision)
+    _run("dkv_kernel", (*saved, dk, dv), _grid(S, dkv_launch.block_k, K, B), dkv_launch, *constants)
+    constants = _common(shapes, dq_launch, interpret, precision)
+    _run("dq_kernel", (*saved, dq), of_queries, dq_launch, *constants)
+    return dq, dk, dv
