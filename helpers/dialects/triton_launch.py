@@ -109,13 +109,12 @@ def _launch_for(shapes, query, launch):
     return Launch(*cut_blocks(launch[:2], (shapes.T, shapes.S)), *launch[2:])
 
 
-def _empty(like, shape, dtype=None):
-    """An array beside `like`; dtype None stands for its own, otherwise float32."""
+def _new(like, shape, dtype=None):
+    """An array beside `like`, of its dtype or of float32, for a kernel to fill; NumPy's says so where none did."""
     if isinstance(like, np.ndarray):
-        return np.zeros(shape, like.dtype if dtype is None else np.float32)
-    import torch
-
-    return torch.zeros(shape, dtype=like.dtype if dtype is None else torch.float32, device=like.device)
+        return np.full(shape, np.nan, like.dtype if dtype is None else np.float32)
+    torch = importlib.import_module("torch")
+    return torch.empty(shape, dtype=like.dtype if dtype is None else torch.float32, device=like.device)
 
 
 def _run(name, arrays, grid, launch, *constants):
@@ -152,46 +151,48 @@ def forward(query, key, value, *, scale=None, is_causal=False, launch=None, prec
     shapes = shapes_of(query, key, scale, is_causal)
     B, T, N = shapes.B, shapes.T, shapes.N
     launch = _launch_for(shapes, query, launch)
-    out, lse = _empty(query, (B, T, N, shapes.H)), _empty(query, (B, N, T), "float32")
+    out, lse = _new(query, (B, T, N, shapes.H)), _new(query, (B, N, T), "float32")
     constants = _common(shapes, launch, isinstance(query, np.ndarray), precision)
     _run("forward_kernel", (query, key, value, out, lse), _grid(T, launch.block_q, N, B), launch, *constants)
     return out, lse
 
 
-def backward(
-    query,
-    key,
-    value,
-    out,
-    lse,
-    do,
-    dlse,
-    *,
-    scale=None,
-    is_causal=False,
-    dkv_launch=None,
-    dq_launch=None,
-    precision="tf32",
-):
-    """(dq, dk, dv), from what `forward` returned and the gradients of it, do (B, T, N, H) and dlse (B, N, T)."""
+def delta_of(out, do, dlse, launch):
+    """delta (B, N, T), where delta = rowsum(out * do) - dlse."""
+    B, T, N, H = out.shape
+    delta = _new(out, (B, N, T), "float32")
+    constants = T, N, H, padded_head_dim(H), launch.block_q
+    _run("delta_kernel", (out, do, dlse, delta), _grid(T, launch.block_q, N, B), launch, *constants)
+    return delta
+
+
+def dkv(query, key, value, do, lse, delta, *, scale=None, is_causal=False, launch=None, precision="tf32"):
+    """(dk, dv), each (B, S, K, H)."""
     shapes = shapes_of(query, key, scale, is_causal)
-    B, T, S, N, K, H = shapes[:6]
-    interpret = isinstance(query, np.ndarray)
-    dkv_launch = _launch_for(shapes, query, dkv_launch)
-    dq_launch = _launch_for(shapes, query, dq_launch)
-    delta, dq = _empty(query, (B, N, T), "float32"), _empty(query, (B, T, N, H))
-    dk, dv = _empty(query, (B, S, K, H)), _empty(query, (B, S, K, H))
-    of_queries = _grid(T, dq_launch.block_q, N, B)
-    _run(
-        "delta_kernel",
-        (out, do, dlse, delta),
-        of_queries,
-        dq_launch,
-        *(T, N, H, padded_head_dim(H), dq_launch.block_q),
-    )
+    launch = _launch_for(shapes, query, launch)
+    dk, dv = _new(query, tuple(key.shape)), _new(query, tuple(key.shape))
+    grid = _grid(shapes.S, launch.block_k, shapes.K, shapes.B)
+    constants = _common(shapes, launch, isinstance(query, np.ndarray), precision)
+    _run("dkv_kernel", (query, key, value, do, lse, delta, dk, dv), grid, launch, *constants)
+    return dk, dv
+
+
+def dq(query, key, value, do, lse, delta, *, scale=None, is_causal=False, launch=None, precision="tf32"):
+    """dq (B, T, N, H)."""
+    shapes = shapes_of(query, key, scale, is_causal)
+    launch = _launch_for(shapes, query, launch)
+    dq = _new(query, tuple(query.shape))
+    grid = _grid(shapes.T, launch.block_q, shapes.N, shapes.B)
+    constants = _common(shapes, launch, isinstance(query, np.ndarray), precision)
+    _run("dq_kernel", (query, key, value, do, lse, delta, dq), grid, launch, *constants)
+    return dq
+
+
+def backward(query, key, value, out, lse, do, dlse, *, dkv_launch=None, dq_launch=None, **options):
+    """(dq, dk, dv), from what `forward` returned and the gradients of it, do (B, T, N, H) and dlse (B, N, T).
+
+    options: scale, is_causal and precision, as of `forward`.
+    """
+    delta = delta_of(out, do, dlse, _launch_for(shapes_of(query, key), query, dq_launch))
     saved = query, key, value, do, lse, delta
-    constants = _common(shapes, dkv_launch, interpret, precision)
-    _run("dkv_kernel", (*saved, dk, dv), _grid(S, dkv_launch.block_k, K, B), dkv_launch, *constants)
-    constants = _common(shapes, dq_launch, interpret, precision)
-    _run("dq_kernel", (*saved, dq), of_queries, dq_launch, *constants)
-    return dq, dk, dv
+    return dq(*saved, launch=dq_launch, **options), *dkv(*saved, launch=dkv_launch, **options)
