@@ -59,6 +59,11 @@ def relative_error(mine, right):
     return float(error / size if size else error)
 
 
+def reason_of(error):
+    """An exception in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
 def to_numpy(tensor):
     return tensor.detach().double().cpu().numpy()
 
@@ -186,7 +191,7 @@ def work(task):
         torch.cuda.synchronize()
         return task, None, None
     except Exception as error:
-        return task, None, f"{task[1:]}: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+        return task, None, f"{task[1:]}: {reason_of(error)}"
 
 
 def in_workers(tasks, notes, processes=12):
@@ -461,7 +466,7 @@ def main(arguments=None):
         try:
             record[name] = part()
         except Exception as error:
-            notes.append(f"{name}: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")
+            notes.append(f"{name}: {reason_of(error)}")
         save()
         print(name, record["seconds"], flush=True)
     traced = {case: pallas_programs(*case) for case in itertools.product((64, 128), (False, True))}
@@ -480,7 +485,7 @@ def main(arguments=None):
             record["times"] += rows
             record["same"].append({"H": H, "is_causal": is_causal, **same})
         except Exception as error:
-            notes.append(f"H{H} {is_causal}: {type(error).__name__}: {str(error).strip().splitlines()[0][:300]}")
+            notes.append(f"H{H} {is_causal}: {reason_of(error)}")
         save()
         print(f"H{H} causal {is_causal}", record["seconds"], flush=True)
         if record["seconds"] > 130:
