@@ -6,9 +6,12 @@ import jax
 import matplotlib
 import numpy
 
+from helpers import clock
+
 
 def show_environment():
-    """Print the versions in use and the device that JAX computes on."""
+    """Print the versions in use and the device that JAX computes on; from here on, slow cells say that they run."""
+    clock.watch()
     device = jax.devices()[0]
     print(
         f"Python {platform.python_version()} · JAX {jax.__version__} · NumPy {numpy.__version__} · "

@@ -24,6 +24,7 @@ import nbformat
 from nbclient import NotebookClient
 from PIL import Image
 
+from helpers import clock
 from helpers.plots.style import compact_png
 from helpers.workbook import NOTEBOOKS, ROOT, find, replace
 
@@ -39,7 +40,7 @@ def execute(path, anew=False):
     """Run a notebook on the CPU and write it back, normalised, with old outputs where it can. Returns what to say."""
     notebook = nbformat.read(path, as_version=4)
     committed = _git(path.parent, "show", f"HEAD:./{path.name}")
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ |= {"JAX_PLATFORMS": "cpu", "OPENBLAS_NUM_THREADS": "1", clock.OFF: "1"}
     NotebookClient(
         notebook,
         timeout=CELL_TIMEOUT_S,

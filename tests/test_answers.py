@@ -2,6 +2,7 @@
 
 import re
 
+import jax
 import jax.numpy as jnp
 import lessons
 import mutants
@@ -88,6 +89,7 @@ EQUAL = {
     "14.1": {change: "minus infinity less one is minus infinity" for change in ("0 → 1", "0 → -1")},
     "14.2": {"i - r → i + r": "the ring turned the other way, in which all shares come past as well"},
     "14.3": {"np.zeros → np.ones": NEVER_READ},
+    "15.1": {"jnp.zeros → jnp.ones": NEVER_READ},
 }
 
 
@@ -236,6 +238,27 @@ def test_the_traffic_table_is_not_taken_from_the_helpers():
 
     judged = verdict(exercise("3.4"), table)
     assert judged.status == "wrong" and "`naive_bytes` of helpers.measure.cost was called" in judged.text
+
+
+@pytest.mark.parametrize("helper", ["naive_bytes", "forward_flops"])
+def test_the_bill_is_not_taken_from_the_helpers(helper):
+    def bill(T, S, H, itemsize):
+        flops = cost.forward_flops(T, S, H) if helper == "forward_flops" else 4 * T * S * H
+        moved = itemsize * (4 * T * S + 2 * H * (T + S))
+        return {"flops": flops, "bytes": cost.naive_bytes(T, S, H, itemsize) if helper == "naive_bytes" else moved}
+
+    judged = verdict(exercise("1.2"), bill)
+    assert judged.status == "wrong" and f"`{helper}` of helpers.measure.cost was called" in judged.text
+
+
+def test_attention_that_is_called_and_not_used_is_noticed():
+    def layer(x, w_qkv, w_merge, N, attention):
+        heads = [part.reshape(*x.shape[:2], N, -1) for part in jnp.split(x @ w_qkv, 3, axis=-1)]
+        attention(*heads, is_causal=True)
+        return jax.nn.dot_product_attention(*heads, is_causal=True).reshape(x.shape) @ w_merge
+
+    judged = verdict(exercise("8.1"), layer)
+    assert judged.mistake and "its result is not used" in judged.mistake
 
 
 # What a verdict says

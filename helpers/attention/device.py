@@ -10,7 +10,7 @@ from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
 
 AMPERE = jax.sharding.AbstractDevice(device_kind="NVIDIA A100-SXM4-80GB", num_cores=108, platform="gpu")
-LEAST_SHARED_MEMORY = 99 * 1024  # bytes of a program on cards of capability 8.6, 8.9 and 12.0; all others have more
+LEAST_SHARED_MEMORY = 99 * 1024  # bytes of a program, at capability 8.6, 8.9 and 12.x; more from 8.0 on elsewhere
 
 
 def default_device():

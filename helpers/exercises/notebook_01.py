@@ -5,8 +5,9 @@ import math
 import numpy as np
 
 from helpers.attention.reference import oracle
-from helpers.exercises.checking import Case, Exercise, Mistake
-from helpers.measure import roofline
+from helpers.exercises.checking import Case, Complaint, Exercise, Mistake
+from helpers.exercises.watched import called
+from helpers.measure import cost, roofline
 from helpers.measure.cost import forward_flops, naive_bytes, naive_footprint
 
 # 1.1 Attention with scale and causal mask
@@ -272,6 +273,13 @@ def _bill_expected(T, S, H, itemsize):
     return {"flops": forward_flops(T, S, H), "bytes": naive_bytes(T, S, H, itemsize)}
 
 
+def _run_without_cost(answer, *arguments):
+    result, name = called(cost, lambda: answer(*arguments))
+    if name:
+        raise Complaint(f"`{name}` of helpers.measure.cost was called; here the formulas are yours to write.")
+    return result
+
+
 def _bill(flops=forward_flops, moved=naive_bytes):
     """A wrong answer that differs from the right one in the part that is passed."""
     return lambda T, S, H, itemsize: {"flops": flops(T, S, H), "bytes": moved(T, S, H, itemsize)}
@@ -283,6 +291,7 @@ BILL = Exercise(
     outputs=("the bill",),
     cases=_bill_cases,
     expected=_bill_expected,
+    run=_run_without_cost,
     tried="T and S equal and different, elements of 1, 2 and 4 bytes",
     mistakes=(
         Mistake(

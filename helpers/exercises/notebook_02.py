@@ -345,6 +345,11 @@ def _normalised_merge(a, b):
     return m, l, acc / l[:, None]
 
 
+def _weighed_by_l(a, b):
+    m, l, _ = _merge(a, b)
+    return m, l, sum((np.exp(m_part - m) * l_part)[:, None] * acc for m_part, l_part, acc in (a, b))
+
+
 MERGE_MISTAKES = (
     Mistake(
         "the sums are added as they are",
@@ -385,6 +390,11 @@ MERGE_MISTAKES = (
         "acc is divided by l before it is merged",
         _wrong_merge(average=True),
         "A state holds sums, not averages; the only division comes after the last merge: see section 4.",
+    ),
+    Mistake(
+        "each acc is multiplied by its l, as if it were an average",
+        _weighed_by_l,
+        "acc is a sum already, not divided by l: its factor is that of l, see section 5.",
     ),
     Mistake(
         "the two factors are swapped",
@@ -572,6 +582,11 @@ BREAK_MISTAKES = (
         "the rows for “no max” and “m starts at 0” are exchanged",
         _rows([-200], [100], [0, -100]),
         "Large logits hurt “no max” alone, and low ones hurt “m starts at 0”: see the picture in section 6.",
+    ),
+    Mistake(
+        "the rows for “m starts at 0” and “tile max” are exchanged",
+        _rows([100], [0, -100], [-200]),
+        "Low logits throughout hurt “m starts at 0”, and a fall from near 0 hurts “tile max”: see section 6.",
     ),
     Mistake(
         "the logits of the row for “no max” are not large enough",
@@ -894,6 +909,7 @@ ATTEND_MISTAKES = (
         "masked keys get a large negative logit instead of -inf",
         _wrong_attend(mask_value=-1e9),
         "A tile with nothing but masked keys then counts as a tile of equal keys: see section 7.",
+        variants=tuple(_wrong_attend(mask_value=-(10.0**power)) for power in (4, 5, 6, 10, 20, 30)),
     ),
 )
 

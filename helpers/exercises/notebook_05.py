@@ -268,6 +268,11 @@ _LOOP_BODY = Exercise(
             "Both are exponentials in one base, jnp.exp: reread the equations of section 2.",
         ),
         Mistake(
+            "a first m of -inf is replaced by 0, and no logit of the query is that large",
+            lambda q, k, v, m, l, acc: _body()(q, k, v, jnp.where(m == -jnp.inf, 0, m), l, acc),
+            "Nothing has to be replaced: at the first tile alpha is e^(-inf), which is 0. Reread section 2.",
+        ),
+        Mistake(
             "keys and values change places",
             _body(exchange=True),
             "Queries meet the keys k, and p multiplies the values v: reread the equations of section 2.",

@@ -92,16 +92,13 @@ def _differentiable(method, is_causal):
 
 
 def _run_layer(answer, x, w_qkv, w_merge, dout, N, method):
-    calls = []
+    def layer(probe, *arrays):
+        def attention(query, key, value, is_causal=False):
+            # Under jax.vmap the axis of the batch does not show.
+            batched = (array[None] if array.ndim == 3 else array for array in (query, key, value))
+            out = _differentiable({"naive": _naive, "flash": _flash}[method], is_causal)(*batched)
+            return out.reshape(query.shape) + probe
 
-    def attention(query, key, value, is_causal=False):
-        calls.append(query.shape)
-        # Under jax.vmap the axis of the batch does not show.
-        batched = (array[None] if array.ndim == 3 else array for array in (query, key, value))
-        out = _differentiable({"naive": _naive, "flash": _flash}[method], is_causal)(*batched)
-        return out.reshape(query.shape)
-
-    def layer(*arrays):
         out = answer(*arrays, N, attention)
         if out is None:
             raise Complaint("out: expected an array, got None: is a `return` missing?")
@@ -116,8 +113,10 @@ def _run_layer(answer, x, w_qkv, w_merge, dout, N, method):
         return out, *pull_back(dout)
 
     with jax.default_matmul_precision("highest"):
-        results = value_and_gradients(jnp.asarray(dout), jnp.asarray(x), jnp.asarray(w_qkv), jnp.asarray(w_merge))
-    return *results, len(calls) > 0
+        arrays = map(jnp.asarray, (x, w_qkv, w_merge))
+        # The probe is 0, and has a gradient where the result of attention is used.
+        out, of_probe, *gradients = value_and_gradients(jnp.asarray(dout), jnp.float32(0), *arrays)
+    return out, *gradients, bool(of_probe != 0)
 
 
 def _layer_expected(x, w_qkv, w_merge, dout, N, method):
@@ -187,7 +186,7 @@ def _own_attention(x, w_qkv, w_merge, N, attention):
 _LAYER = Exercise(
     number="8.1",
     title="Swap attention in",
-    outputs=("out", "gradient of x", "gradient of w_qkv", "gradient of w_merge", "attention is called"),
+    outputs=("out", "gradient of x", "gradient of w_qkv", "gradient of w_merge", "attention is used"),
     cases=_layer_cases,
     expected=_layer_expected,
     run=_run_layer,
@@ -327,7 +326,7 @@ _LAYER = Exercise(
             "Return only what is to be added to x; the block adds it: see section 1.",
         ),
         Mistake(
-            "the attention that is passed in is never called",
+            "the attention that is passed in is never called, or its result is not used",
             _own_attention,
             "Call attention(query, key, value, is_causal=True), so that flash can take its place: see section 1.",
         ),

@@ -4,9 +4,9 @@ With one query a head there is one tile of queries and little arithmetic: the ti
 and values once. So three things differ from `forward`.
 
 1. The keys are split over programs (Flash-Decoding, Dao et al. 2023), so that all processors read.
-2. All query heads that share a key head are rows of one tile, and the keys are read once for all of them.
-3. Where there are several parts, each program writes its own out and lse, in float32, and a second kernel merges
-   them as parts of a sum:
+2. The query heads that share a key head are rows of one tile, up to 64 of them, and the keys are read once for a tile.
+3. Where the keys are split, each program writes its own out and lse in float32, and a second kernel merges them as
+   parts of a sum:
 
     lse = log sum_i exp lse_i        out = sum_i exp(lse_i - lse) out_i
 
@@ -22,7 +22,7 @@ of two:
     v_ref    as k_ref
     table_ref  (pages of a sequence,)  int32, or None
     query_length_ref, key_length_ref  ()  or None
-    out_ref  (block_r, H')    of this part
+    out_ref  (block_r, H')    of this part, float32 where there are several
     lse_ref  (block_r,)       of this part, float32
 
 and as program (query head, query, batch entry) of the second kernel sees them:

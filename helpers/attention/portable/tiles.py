@@ -33,7 +33,7 @@ class Card(NamedTuple):
     shared_memory: int
 
 
-# For cards without a table of their own, by bytes of an element and padded head_dim: smaller than those
+# For cards without a table of their own, by bytes of an element and padded head_dim: no larger than those
 # of an H200's table, for cards with less shared memory. The tuner finds better ones.
 DEFAULTS = {
     ("forward", 2): {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 4, 2), 256: Tiles(32, 32, 4, 2)},
