@@ -110,4 +110,4 @@ triton: ## install Triton for notebook 16, run its kernels in its interpreter an
 	@sh helpers/setup_environment.sh .venv-triton
 	@.venv-triton/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-triton/constraints.txt --editable '.[triton]'
 	@$(ON_CPU) .venv-triton/bin/python -m pytest -n auto tests/test_triton.py $(ARGS)
-	@JAX_PLATFORMS=cpu .venv-triton/bin/python -m helpers.dialects.triton_compile
+	@JAX_PLATFORMS=cpu .venv-triton/bin/python -m helpers.dialects.triton_shown

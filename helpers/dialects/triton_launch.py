@@ -4,15 +4,18 @@ Triton is imported when a kernel is launched, not before: the series does withou
 environment that has it. An array on a card is a torch.Tensor, since that is what Triton takes.
 """
 
+import ast
 import functools
 import importlib
 import importlib.util
 import os
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from helpers.attention.portable.tiles import MIN_BLOCK, check_blocks, cut_blocks, padded_head_dim
+from helpers.source import cut
 
 MISSING = "Triton is not installed here; make triton installs it, on Linux."
 LARGEST_ENTRY = 2**31  # elements of a batch entry that a 32-bit offset reaches
@@ -42,6 +45,13 @@ class Shapes(NamedTuple):
 
 def is_installed():
     return importlib.util.find_spec("triton") is not None
+
+
+def show_kernel(name, *parts):
+    """The source of a function of `triton_kernels`, as `source.show` shows it, with or without Triton."""
+    text = Path(__file__).with_name("triton_kernels.py").read_text()
+    (node,) = (node for node in ast.parse(text).body if getattr(node, "name", None) == name)
+    return cut("@triton.jit\n" + ast.get_source_segment(text, node), *parts)
 
 
 @functools.cache
