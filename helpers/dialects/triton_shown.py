@@ -149,9 +149,8 @@ def show_samples():
     few = [series[: len(series) // 5 * 5].reshape(-1, 5) for series in (a, b)]
     for what, of in (("means", np.mean), ("medians", np.median)):
         apart = np.abs(of(few[0], axis=1) / of(few[1], axis=1) - 1)
-        print(
-            f"{what} of five calls of the same kernel, at most {apart.max():.1%} apart, typically {np.median(apart):.1%}"
-        )
+        spread = f"at most {apart.max():.1%} apart, typically {np.median(apart):.1%}"
+        print(f"{what} of five calls of the same kernel: {spread}")
 
 
 def main():
