@@ -171,6 +171,7 @@ def _key_ranges_cases():
         (63, 64, 32, 200, True),
         (96, 32, 64, 90, True),
         (15, 1, 16, 100, True),
+        (16, 1, 16, 100, True),
         (64, 64, 16, 100, True),
         (128, 128, 64, 1000, False),
     ]
@@ -258,6 +259,10 @@ def _query_counts_cases():
         (64, 16, 64, 256, True),
         (48, 32, 16, 33, True),
         (96, 32, 32, 90, True),
+        (32, 16, 1, 100, True),
+        (31, 16, 1, 100, True),
+        (0, 16, 16, 63, False),
+        (64, 16, 16, 128, False),
     ]
     names = ("k_start", "block_q", "block_k", "T", "is_causal")
     return [Case(", ".join(f"{name}={size}" for name, size in zip(names, one, strict=True)), one) for one in sizes]
