@@ -15,6 +15,7 @@ What cannot be measured is a line in `notes`. Processes beside each other compil
 import argparse
 import datetime
 import functools
+import importlib
 import itertools
 import json
 import multiprocessing
@@ -81,14 +82,14 @@ def inputs_of(case):
 
 def on_card(array):
     """A NumPy array as a tensor on the card; bfloat16 by way of float32, which holds it exactly."""
-    import torch
+    torch = importlib.import_module("torch")
 
     return torch.from_numpy(np.asarray(array, np.float32)).cuda().to(getattr(torch, str(array.dtype)))
 
 
 def torch_attention(query, key, value, do, is_causal):
     """[out, dq, dk, dv] of PyTorch, arrays (B, T, N, H)."""
-    import torch
+    torch = importlib.import_module("torch")
 
     arrays = [array.detach().clone().requires_grad_() for array in (query, key, value)]
     heads_first = [array.transpose(1, 2) for array in arrays]
@@ -118,7 +119,7 @@ def naive_errors(arrays, dlse, is_causal, right):
 
 def check_case(case):
     """Errors of one case: a row for the record."""
-    import torch
+    torch = importlib.import_module("torch")
 
     from helpers.attention.reference import oracle, oracle_gradients
     from helpers.dialects import triton_launch
@@ -163,7 +164,7 @@ def check_case(case):
 
 def launch_one(H, is_causal, kernel, choice, arrays=None):
     """A function that launches one kernel on arrays of the timed size, random ones unless given."""
-    import torch
+    torch = importlib.import_module("torch")
 
     from helpers.dialects import triton_launch
     from helpers.dialects.triton_launch import Launch
@@ -182,7 +183,7 @@ def launch_one(H, is_causal, kernel, choice, arrays=None):
 
 def work(task):
     """A task of a worker: ("case", case), or ("warm", H, is_causal, kernel, choice), which fills Triton's cache."""
-    import torch
+    torch = importlib.import_module("torch")
 
     try:
         if task[0] == "case":
@@ -215,7 +216,7 @@ def in_workers(tasks, notes, processes=12):
 
 def event_ms(run, calls=10):
     """Milliseconds of a queued call, by the card's own clock: the best of three."""
-    import torch
+    torch = importlib.import_module("torch")
 
     run()
     found = []
@@ -274,7 +275,8 @@ def timed(H, is_causal, best, pallas):
     """Rows of the record: forward and backward, Triton and portable, in turns. And how far their results differ."""
     import jax
     import jax.numpy as jnp
-    import torch
+
+    torch = importlib.import_module("torch")
 
     from helpers.dialects import triton_launch
     from helpers.dialects.triton_launch import Launch
@@ -383,7 +385,7 @@ def second_oracle():
 
 def strides():
     """GB/s of what is used, where neighbouring threads read elements `stride` apart and nothing is read twice."""
-    import torch
+    torch = importlib.import_module("torch")
 
     from helpers.dialects import triton_launch
 
@@ -403,7 +405,7 @@ def strides():
 
 def samples(calls=300):
     """Milliseconds of single calls of one small kernel: the first two, then two series of it in turns."""
-    import torch
+    torch = importlib.import_module("torch")
 
     from helpers.dialects import triton_launch
 
@@ -443,7 +445,8 @@ def main(arguments=None):
     ]
     found = in_workers([*warm, *(("case", case) for case in cases())], notes)
     import jax
-    import torch
+
+    torch = importlib.import_module("torch")
     import triton
 
     record = {

@@ -42,13 +42,15 @@ def rounded(tile, dtype: tl.constexpr, interpret: tl.constexpr):
 
 
 @triton.jit
-def load_tile(start, rows, length, row_size: tl.constexpr, H: tl.constexpr, head_padded: tl.constexpr,
-              masked: tl.constexpr):  # fmt: skip
-    """Rows of an array whose head begins at `start`. What is masked is not read and counts as 0."""
+def load_tile(
+        start, rows, length, row_size: tl.constexpr, H: tl.constexpr,
+        head_padded: tl.constexpr, masked: tl.constexpr):  # fmt: skip
+    """Rows of a head that begins at `start`. What is masked is not read, and is 0."""
     in_row = tl.arange(0, head_padded)[None, :]
     pointers = start + rows[:, None] * row_size + in_row
     if masked:
-        tile = tl.load(pointers, mask=(rows < length)[:, None] & (in_row < H), other=0.0)
+        inside = (rows < length)[:, None] & (in_row < H)
+        tile = tl.load(pointers, mask=inside, other=0.0)
     elif H < head_padded:
         tile = tl.load(pointers, mask=in_row < H, other=0.0)
     else:
@@ -57,8 +59,9 @@ def load_tile(start, rows, length, row_size: tl.constexpr, H: tl.constexpr, head
 
 
 @triton.jit
-def store_tile(start, tile, rows, length, row_size: tl.constexpr, H: tl.constexpr, head_padded: tl.constexpr,
-               interpret: tl.constexpr):  # fmt: skip
+def store_tile(
+        start, tile, rows, length, row_size: tl.constexpr, H: tl.constexpr,
+        head_padded: tl.constexpr, interpret: tl.constexpr):  # fmt: skip
     """The counterpart of `load_tile`, rounded to the array's dtype."""
     in_row = tl.arange(0, head_padded)[None, :]
     mask = (rows < length)[:, None] & (in_row < H)
@@ -66,9 +69,10 @@ def store_tile(start, tile, rows, length, row_size: tl.constexpr, H: tl.constexp
 
 
 @triton.jit
-def full_and_all_key_tiles(q_start, S: tl.constexpr, is_causal: tl.constexpr,
-                           block_q: tl.constexpr, block_k: tl.constexpr):  # fmt: skip
-    """(full, stop): tiles 0 to full - 1 need no mask, tiles full to stop - 1 do, the rest is skipped."""
+def full_and_all_key_tiles(
+        q_start, S: tl.constexpr, is_causal: tl.constexpr, block_q: tl.constexpr,
+        block_k: tl.constexpr):  # fmt: skip
+    """Tiles 0 to full - 1 need no mask, full to stop - 1 do, the rest is skipped."""
     full, stop = S // block_k, (S + block_k - 1) // block_k
     if is_causal:
         full = tl.minimum(full, (q_start + 1) // block_k)
@@ -77,10 +81,11 @@ def full_and_all_key_tiles(q_start, S: tl.constexpr, is_causal: tl.constexpr,
 
 
 @triton.jit
-def one_key_tile(j, m, l, acc, q, rows, key, value, scale_2,
-                 S: tl.constexpr, K: tl.constexpr, H: tl.constexpr, head_padded: tl.constexpr,
-                 is_causal: tl.constexpr, block_k: tl.constexpr, masked: tl.constexpr,
-                 precision: tl.constexpr, interpret: tl.constexpr):  # fmt: skip
+def one_key_tile(
+        j, m, l, acc, q, rows, key, value, scale_2, S: tl.constexpr, K: tl.constexpr,
+        H: tl.constexpr, head_padded: tl.constexpr, is_causal: tl.constexpr,
+        block_k: tl.constexpr, masked: tl.constexpr, precision: tl.constexpr,
+        interpret: tl.constexpr):  # fmt: skip
     """One step of the online softmax."""
     cols = j * block_k + tl.arange(0, block_k)
     k = load_tile(key, cols, S, K * H, H, head_padded, masked)
@@ -96,22 +101,24 @@ def one_key_tile(j, m, l, acc, q, rows, key, value, scale_2,
     alpha = tl.exp2(m - m_new)
     p = tl.exp2(s - m_new[:, None])
     l = alpha * l + tl.sum(p, axis=1)
-    acc = alpha[:, None] * acc + dot(rounded(p, v.dtype, interpret), v, precision, interpret)
+    p = rounded(p, v.dtype, interpret)
+    acc = alpha[:, None] * acc + dot(p, v, precision, interpret)
     return m_new, l, acc
 
 
 @triton.jit
-def forward_kernel(query, key, value, out, lse, scale,
-                   T: tl.constexpr, S: tl.constexpr, N: tl.constexpr, K: tl.constexpr, H: tl.constexpr,
-                   head_padded: tl.constexpr, is_causal: tl.constexpr,
-                   block_q: tl.constexpr, block_k: tl.constexpr,
-                   precision: tl.constexpr, interpret: tl.constexpr):  # fmt: skip
+def forward_kernel(
+        query, key, value, out, lse, scale, T: tl.constexpr, S: tl.constexpr,
+        N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, head_padded: tl.constexpr,
+        is_causal: tl.constexpr, block_q: tl.constexpr, block_k: tl.constexpr,
+        precision: tl.constexpr, interpret: tl.constexpr):  # fmt: skip
     """Program (i, n, b): out and lse of one tile of queries."""
     n, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     query += b * T * N * H + n * H
     out += b * T * N * H + n * H
     lse += (b * N + n) * T
-    shared = b * S * K * H + n // (N // K) * H  # grouped queries read the same head, in place
+    # Grouped queries read the same head, in place.
+    shared = b * S * K * H + n // (N // K) * H
     key += shared
     value += shared
 
@@ -125,35 +132,40 @@ def forward_kernel(query, key, value, out, lse, scale,
 
     full, stop = full_and_all_key_tiles(q_start, S, is_causal, block_q, block_k)
     for j in range(0, full):
-        m, l, acc = one_key_tile(j, m, l, acc, q, rows, key, value, scale_2, S, K, H, head_padded,
-                                 is_causal, block_k, False, precision, interpret)  # fmt: skip
+        m, l, acc = one_key_tile(
+            j, m, l, acc, q, rows, key, value, scale_2, S, K, H, head_padded, is_causal,
+            block_k, False, precision, interpret)  # fmt: skip
     for j in range(full, stop):
-        m, l, acc = one_key_tile(j, m, l, acc, q, rows, key, value, scale_2, S, K, H, head_padded,
-                                 is_causal, block_k, True, precision, interpret)  # fmt: skip
+        m, l, acc = one_key_tile(
+            j, m, l, acc, q, rows, key, value, scale_2, S, K, H, head_padded, is_causal,
+            block_k, True, precision, interpret)  # fmt: skip
 
     store_tile(out, acc / l[:, None], rows, T, N * H, H, head_padded, interpret)
     tl.store(lse + rows, (m + tl.log2(l)) / LOG2_E, mask=rows < T)
 
 
 @triton.jit
-def delta_kernel(out, do, dlse, delta,
-                 T: tl.constexpr, N: tl.constexpr, H: tl.constexpr, head_padded: tl.constexpr,
-                 block_q: tl.constexpr):  # fmt: skip
+def delta_kernel(
+        out, do, dlse, delta, T: tl.constexpr, N: tl.constexpr, H: tl.constexpr,
+        head_padded: tl.constexpr, block_q: tl.constexpr):  # fmt: skip
     """Program (i, n, b): delta of one tile of queries."""
     n, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     head = b * T * N * H + n * H
     row = (b * N + n) * T
     rows = tl.program_id(0) * block_q + tl.arange(0, block_q)
-    out_tile = load_tile(out + head, rows, T, N * H, H, head_padded, True).to(tl.float32)
-    do_tile = load_tile(do + head, rows, T, N * H, H, head_padded, True).to(tl.float32)
+    out_tile = load_tile(out + head, rows, T, N * H, H, head_padded, True)
+    do_tile = load_tile(do + head, rows, T, N * H, H, head_padded, True)
     dlse_tile = tl.load(dlse + row + rows, mask=rows < T, other=0.0)
-    tl.store(delta + row + rows, tl.sum(out_tile * do_tile, axis=1) - dlse_tile, mask=rows < T)
+    product = out_tile.to(tl.float32) * do_tile.to(tl.float32)
+    delta_tile = tl.sum(product, axis=1) - dlse_tile
+    tl.store(delta + row + rows, delta_tile, mask=rows < T)
 
 
 @triton.jit
-def p_and_ds(q, k, v, do, lse, delta, rows, cols, scale_2, S: tl.constexpr,
-             is_causal: tl.constexpr, masked: tl.constexpr,
-             precision: tl.constexpr, interpret: tl.constexpr):  # fmt: skip
+def p_and_ds(
+        q, k, v, do, lse, delta, rows, cols, scale_2, S: tl.constexpr,
+        is_causal: tl.constexpr, masked: tl.constexpr, precision: tl.constexpr,
+        interpret: tl.constexpr):  # fmt: skip
     """Weights of two tiles, gradient of their logits: (block_q, block_k) float32."""
     s = scale_2 * dot(q, tl.trans(k), precision, interpret)
     p = tl.exp2(s - (lse * LOG2_E)[:, None])
@@ -167,10 +179,11 @@ def p_and_ds(q, k, v, do, lse, delta, rows, cols, scale_2, S: tl.constexpr,
 
 
 @triton.jit
-def one_query_tile(i, dk, dv, k, v, cols, query, do, lse, delta, scale_2,
-                   T: tl.constexpr, S: tl.constexpr, N: tl.constexpr, H: tl.constexpr, head_padded: tl.constexpr,
-                   is_causal: tl.constexpr, block_q: tl.constexpr, masked: tl.constexpr,
-                   precision: tl.constexpr, interpret: tl.constexpr):  # fmt: skip
+def one_query_tile(
+        i, dk, dv, k, v, cols, query, do, lse, delta, scale_2, T: tl.constexpr,
+        S: tl.constexpr, N: tl.constexpr, H: tl.constexpr, head_padded: tl.constexpr,
+        is_causal: tl.constexpr, block_q: tl.constexpr, masked: tl.constexpr,
+        precision: tl.constexpr, interpret: tl.constexpr):  # fmt: skip
     rows = i * block_q + tl.arange(0, block_q)
     q = load_tile(query, rows, T, N * H, H, head_padded, masked)
     do_tile = load_tile(do, rows, T, N * H, H, head_padded, masked)
@@ -180,19 +193,20 @@ def one_query_tile(i, dk, dv, k, v, cols, query, do, lse, delta, scale_2,
     else:
         lse_tile = tl.load(lse + rows)
         delta_tile = tl.load(delta + rows)
-    p, ds = p_and_ds(q, k, v, do_tile, lse_tile, delta_tile, rows, cols, scale_2, S,
-                     is_causal, masked, precision, interpret)  # fmt: skip
+    p, ds = p_and_ds(
+        q, k, v, do_tile, lse_tile, delta_tile, rows, cols, scale_2, S, is_causal,
+        masked, precision, interpret)  # fmt: skip
     dv += dot(tl.trans(rounded(p, do_tile.dtype, interpret)), do_tile, precision, interpret)
     dk += dot(tl.trans(rounded(ds, q.dtype, interpret)), q, precision, interpret)
     return dk, dv
 
 
 @triton.jit
-def dkv_kernel(query, key, value, do, lse, delta, dk_out, dv_out, scale,
-               T: tl.constexpr, S: tl.constexpr, N: tl.constexpr, K: tl.constexpr, H: tl.constexpr,
-               head_padded: tl.constexpr, is_causal: tl.constexpr,
-               block_q: tl.constexpr, block_k: tl.constexpr,
-               precision: tl.constexpr, interpret: tl.constexpr):  # fmt: skip
+def dkv_kernel(
+        query, key, value, do, lse, delta, dk_out, dv_out, scale, T: tl.constexpr,
+        S: tl.constexpr, N: tl.constexpr, K: tl.constexpr, H: tl.constexpr,
+        head_padded: tl.constexpr, is_causal: tl.constexpr, block_q: tl.constexpr,
+        block_k: tl.constexpr, precision: tl.constexpr, interpret: tl.constexpr):  # fmt: skip
     """Program (j, kv, b): dk and dv of one tile of keys, summed over the query heads that share it.
 
     Keys over the end need no mask of their logits: what they add stays in rows of dk and dv that are not stored.
@@ -216,30 +230,32 @@ def dkv_kernel(query, key, value, do, lse, delta, dk_out, dv_out, scale,
         n = kv * (N // K) + one
         q_head = b * T * N * H + n * H
         row = (b * N + n) * T
+        of_query, of_do, of_lse, of_delta = query + q_head, do + q_head, lse + row, delta + row
         if is_causal:
             for i in range(first, after_diagonal):
                 dk, dv = one_query_tile(
-                    i, dk, dv, k, v, cols, query + q_head, do + q_head, lse + row, delta + row, scale_2,
-                    T, S, N, H, head_padded, is_causal, block_q, True, precision, interpret)  # fmt: skip
+                    i, dk, dv, k, v, cols, of_query, of_do, of_lse, of_delta, scale_2, T,
+                    S, N, H, head_padded, is_causal, block_q, True, precision, interpret)  # fmt: skip
         for i in range(after_diagonal, full):
             dk, dv = one_query_tile(
-                i, dk, dv, k, v, cols, query + q_head, do + q_head, lse + row, delta + row, scale_2,
-                T, S, N, H, head_padded, is_causal, block_q, False, precision, interpret)  # fmt: skip
+                i, dk, dv, k, v, cols, of_query, of_do, of_lse, of_delta, scale_2, T,
+                S, N, H, head_padded, is_causal, block_q, False, precision, interpret)  # fmt: skip
         if T % block_q:
             for i in range(tl.maximum(after_diagonal, full), stop):
                 dk, dv = one_query_tile(
-                    i, dk, dv, k, v, cols, query + q_head, do + q_head, lse + row, delta + row, scale_2,
-                    T, S, N, H, head_padded, is_causal, block_q, True, precision, interpret)  # fmt: skip
+                    i, dk, dv, k, v, cols, of_query, of_do, of_lse, of_delta, scale_2, T,
+                    S, N, H, head_padded, is_causal, block_q, True, precision, interpret)  # fmt: skip
 
     store_tile(dk_out + head, scale * dk, cols, S, K * H, H, head_padded, interpret)
     store_tile(dv_out + head, dv, cols, S, K * H, H, head_padded, interpret)
 
 
 @triton.jit
-def one_key_tile_of_dq(j, dq, q, do, lse, delta, rows, key, value, scale_2,
-                       S: tl.constexpr, K: tl.constexpr, H: tl.constexpr, head_padded: tl.constexpr,
-                       is_causal: tl.constexpr, block_k: tl.constexpr, masked: tl.constexpr,
-                       precision: tl.constexpr, interpret: tl.constexpr):  # fmt: skip
+def one_key_tile_of_dq(
+        j, dq, q, do, lse, delta, rows, key, value, scale_2, S: tl.constexpr,
+        K: tl.constexpr, H: tl.constexpr, head_padded: tl.constexpr,
+        is_causal: tl.constexpr, block_k: tl.constexpr, masked: tl.constexpr,
+        precision: tl.constexpr, interpret: tl.constexpr):  # fmt: skip
     cols = j * block_k + tl.arange(0, block_k)
     k = load_tile(key, cols, S, K * H, H, head_padded, masked)
     v = load_tile(value, cols, S, K * H, H, head_padded, masked)
@@ -248,11 +264,11 @@ def one_key_tile_of_dq(j, dq, q, do, lse, delta, rows, key, value, scale_2,
 
 
 @triton.jit
-def dq_kernel(query, key, value, do, lse, delta, dq_out, scale,
-              T: tl.constexpr, S: tl.constexpr, N: tl.constexpr, K: tl.constexpr, H: tl.constexpr,
-              head_padded: tl.constexpr, is_causal: tl.constexpr,
-              block_q: tl.constexpr, block_k: tl.constexpr,
-              precision: tl.constexpr, interpret: tl.constexpr):  # fmt: skip
+def dq_kernel(
+        query, key, value, do, lse, delta, dq_out, scale, T: tl.constexpr,
+        S: tl.constexpr, N: tl.constexpr, K: tl.constexpr, H: tl.constexpr,
+        head_padded: tl.constexpr, is_causal: tl.constexpr, block_q: tl.constexpr,
+        block_k: tl.constexpr, precision: tl.constexpr, interpret: tl.constexpr):  # fmt: skip
     """Program (i, n, b): dq of one tile of queries."""
     n, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     q_head = b * T * N * H + n * H
@@ -270,12 +286,14 @@ def dq_kernel(query, key, value, do, lse, delta, dq_out, scale,
     full, stop = full_and_all_key_tiles(q_start, S, is_causal, block_q, block_k)
     for j in range(0, full):
         dq = one_key_tile_of_dq(
-            j, dq, q, do_tile, lse_tile, delta_tile, rows, key + shared, value + shared, scale_2,
-            S, K, H, head_padded, is_causal, block_k, False, precision, interpret)  # fmt: skip
+            j, dq, q, do_tile, lse_tile, delta_tile, rows, key + shared, value + shared,
+            scale_2, S, K, H, head_padded, is_causal, block_k, False, precision,
+            interpret)  # fmt: skip
     for j in range(full, stop):
         dq = one_key_tile_of_dq(
-            j, dq, q, do_tile, lse_tile, delta_tile, rows, key + shared, value + shared, scale_2,
-            S, K, H, head_padded, is_causal, block_k, True, precision, interpret)  # fmt: skip
+            j, dq, q, do_tile, lse_tile, delta_tile, rows, key + shared, value + shared,
+            scale_2, S, K, H, head_padded, is_causal, block_k, True, precision,
+            interpret)  # fmt: skip
     store_tile(dq_out + q_head, scale * dq, rows, T, N * H, H, head_padded, interpret)
 
 

@@ -51,7 +51,8 @@ def show_kernel(name, *parts):
     """The source of a function of `triton_kernels`, as `source.show` shows it, with or without Triton."""
     text = Path(__file__).with_name("triton_kernels.py").read_text()
     (node,) = (node for node in ast.parse(text).body if getattr(node, "name", None) == name)
-    return cut("@triton.jit\n" + ast.get_source_segment(text, node), *parts)
+    source = "@triton.jit\n" + ast.get_source_segment(text, node)
+    return cut(source.replace("  # fmt: skip", ""), *parts)
 
 
 @functools.cache
