@@ -230,7 +230,8 @@ def dkv_kernel(
         n = kv * (N // K) + one
         q_head = b * T * N * H + n * H
         row = (b * N + n) * T
-        of_query, of_do, of_lse, of_delta = query + q_head, do + q_head, lse + row, delta + row
+        of_query, of_do = query + q_head, do + q_head
+        of_lse, of_delta = lse + row, delta + row
         if is_causal:
             for i in range(first, after_diagonal):
                 dk, dv = one_query_tile(
