@@ -27,7 +27,7 @@ def tile_kinds(T, S, block_q, block_k):
             axes.add_patch(Rectangle(corner, block_k, block_q, ec=style.PAPER, lw=1.5, **LOOKS[kind]))
     end = min(rows * block_q, columns * block_k)
     axes.plot([0, end], [0, end], color=style.INK, lw=1.2)
-    axes.axvline(S, color=style.OUTPUT, lw=1.2, ls="--")
+    axes.plot([S, S], [0, rows * block_q], color=style.OUTPUT, lw=1.2, ls="--")
     axes.text(S, rows * block_q + 4, "the last key", color=style.OUTPUT, ha="center", va="top", size=9)
     axes.set_xlim(0, columns * block_k)
     axes.set_ylim(rows * block_q + 22, 0)
