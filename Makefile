@@ -15,7 +15,7 @@ NOTEBOOK ?=
 REPOSITORY ?=
 REVISION ?= main
 
-.PHONY: help setup lab fresh test test-all test-oldest mutation notebooks figures lint site site-setup site-test colab gpu gpu-test gpu-memcheck gpu-fuzz gpu-bench gpu-ring gpu-tune gpu-compile tpu-compile cuda
+.PHONY: help setup lab fresh test test-all test-oldest mutation notebooks figures lint site site-setup site-test colab gpu gpu-test gpu-memcheck gpu-fuzz gpu-bench gpu-ring gpu-tune gpu-compile tpu-compile cuda triton
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -103,6 +103,14 @@ tpu-compile: ## compile the kernels for TPUs with Google's compiler, without one
 	@sh helpers/setup_environment.sh .venv-tpu
 	@.venv-tpu/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-tpu/constraints.txt --editable '.[tpu]'
 	@JAX_PLATFORMS=cpu .venv-tpu/bin/python -m helpers.measure.tpu_compile $(ARGS)
+
+triton: ## install Triton for notebook 16, run its kernels in its interpreter and compile them for a card
+	@case "$$(uname -sm)" in "Linux x86_64" | "Linux aarch64") ;; \
+		*) echo "There is no Triton for this machine: it is made for Linux. Notebook 16 shows what it printed elsewhere."; exit 1 ;; esac
+	@sh helpers/setup_environment.sh .venv-triton
+	@.venv-triton/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-triton/constraints.txt --editable '.[triton]'
+	@$(ON_CPU) .venv-triton/bin/python -m pytest -n auto tests/test_triton.py $(ARGS)
+	@JAX_PLATFORMS=cpu .venv-triton/bin/python -m helpers.dialects.triton_shown
 
 cuda: ## compile the CUDA kernels of notebook 17 with NVIDIA's compiler, without a GPU, and run them on the CPU
 	@case "$$(uname -sm)" in "Linux x86_64" | "Linux aarch64") ;; \

@@ -20,7 +20,11 @@ def show(function, *parts):
     A part is a pair of texts: it goes from the first line that holds the one to the next line that holds the
     other. A single text is a part of one line. ValueError where no line holds a text.
     """
-    source = inspect.getsource(function)
+    return cut(inspect.getsource(function), *parts)
+
+
+def cut(source, *parts):
+    """What `show` makes of a source: all of it, or the lines of its parts."""
     lines, found = source.splitlines(), []
     for part in parts:
         first, last = (part, part) if isinstance(part, str) else part

@@ -93,19 +93,22 @@ def test_every_import_is_declared():
     extras = PROJECT["project"]["optional-dependencies"]
     declared = set(map(requirement_name, PROJECT["project"]["dependencies"] + extras["test"]))
     declared_for_site = declared | set(map(requirement_name, extras["site"]))
+    declared_for_triton = declared | set(map(requirement_name, extras["triton"]))
     own = {"helpers", "tests"} | {path.stem for path in (ROOT / "tests").glob("*.py")}
     code = [path for folder in ("helpers", "tests") for path in (ROOT / folder).rglob("*.py")]
     sources = [(path, path.read_text()) for path in code]
     for path in PATHS:
         sources += [(path, cell.source) for cell in lessons.read(path).cells if cell.cell_type == "code"]
     for path, source in sources:
+        needs_triton = path.parent.name == "dialects" or path.name == "test_triton.py"
         needs_site = path.parent.name == "site" or path.name == "test_site.py"
         for node in ast.walk(ast.parse(source)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
             for name in {name.split(".")[0] for name in names} - own - set(sys.stdlib_module_names):
                 package = provided.get(name, name.replace("_", "-")).lower()
-                assert package in (declared_for_site if needs_site else declared), f"{path.name}: {name}"
+                known = declared_for_site if needs_site else declared_for_triton if needs_triton else declared
+                assert package in known, f"{path.name}: {name}"
 
 
 @pytest.fixture(params=PATHS, ids=lambda path: path.stem)

@@ -382,6 +382,8 @@ def test_committed_results_keep_to_the_schema(path):
         "variants": results.VARIANTS_FILE,
         "ring": results.RING_FILE,
         "compile": results.COMPILED_FOR_TPU_FILE,
+        "triton": results.TRITON_FILE,
+        "shown": results.SHOWN_FILE,
     }
     schema = schemas.get(kind, results.FILE)
     found = json.loads(path.read_text())

@@ -1,0 +1,97 @@
+"""Compile the Triton kernels for an NVIDIA card with Triton's own compiler, without having one.
+
+    python -m helpers.dialects.triton_compile        (make triton)
+
+Triton carries the assembler of CUDA, so that it compiles all the way to machine code on a CPU. Prints for each
+kernel the registers and the stack of a thread, and the shared memory; nothing is run.
+"""
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from helpers.attention.portable.tiles import padded_head_dim
+from helpers.dialects import triton_launch
+from helpers.dialects.triton_launch import Launch, Shapes
+
+POINTERS = {
+    "forward_kernel": ("query key value out", "lse"),
+    "delta_kernel": ("out do", "dlse delta"),
+    "dkv_kernel": ("query key value do dk_out dv_out", "lse delta"),
+    "dq_kernel": ("query key value do dq_out", "lse delta"),
+}
+NAMES_IN_TRITON = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def compiled(name, shapes, dtype, launch, capability=90, precision="tf32"):
+    """Triton's compiled form of a kernel for a compute capability (90 is Hopper's), arrays aligned to 16 bytes."""
+    kernel = getattr(triton_launch.kernels(interpret=False), name)
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    typed, rows = (names.split() for names in POINTERS[name])
+    signature = {argument: "constexpr" for argument in kernel.arg_names}
+    signature |= {argument: f"*{NAMES_IN_TRITON[dtype]}" for argument in typed}
+    signature |= {argument: "*fp32" for argument in rows}
+    constants = {
+        **shapes._asdict(),
+        **launch._asdict(),
+        "head_padded": padded_head_dim(shapes.H),
+        "precision": precision,
+        "interpret": False,
+    }
+    if name != "delta_kernel":
+        signature["scale"] = "fp32"
+    constants = {argument: constants[argument] for argument, kind in signature.items() if kind == "constexpr"}
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, argument in enumerate(kernel.arg_names)
+        if argument in typed + rows
+    }
+    source = ASTSource(kernel, signature, constants, aligned)
+    target = GPUTarget("cuda", capability, 32)
+    return compile(source, target, {"num_warps": launch.num_warps, "num_stages": launch.num_stages})
+
+
+def numbers(found):
+    """(registers of a thread, bytes of its stack, which takes what spills, bytes of shared memory)."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(found.asm["cubin"])
+        said = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(cubin)],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    registers, stack = (int(re.search(rf"{word}:(\d+)", said)[1]) for word in ("REG", "STACK"))
+    return registers, stack, found.metadata.shared
+
+
+def main():
+    if not triton_launch.is_installed():
+        print(triton_launch.MISSING)
+        return 1
+    os.environ["TRITON_INTERPRET"] = "0"
+    for H, is_causal, dtype in itertools.product((64, 128), (False, True), ("bfloat16",)):
+        shapes = Shapes(4, 4096, 4096, 2048 // H, 2048 // H, H, H**-0.5, is_causal)
+        for name in POINTERS:
+            launch = Launch(128 if name == "forward_kernel" else 64, 64, 4 if H == 64 else 8, 3)
+            registers, stack, shared = numbers(compiled(name, shapes, dtype, launch))
+            mask = "causal" if is_causal else "full"
+            said = f"{name:14} H{H:<3} {dtype} {mask:6} {launch.block_q} × {launch.block_k}, {launch.num_warps} warps"
+            print(
+                f"{said}: {registers:3} registers, {stack} bytes of stack, {shared / 1024:.0f} KiB shared", flush=True
+            )
+    print("All compile. Nothing ran on a card.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,209 @@
+"""Launch the Triton kernels: on NumPy arrays by Triton's interpreter, on a card's arrays by its compiler.
+
+Triton is imported when a kernel is launched, not before: the series does without it. `make triton` makes an
+environment that has it. An array on a card is a torch.Tensor, since that is what Triton takes.
+"""
+
+import ast
+import functools
+import importlib
+import importlib.util
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from helpers.attention.portable.tiles import MIN_BLOCK, check_blocks, cut_blocks, padded_head_dim
+from helpers.source import cut
+
+MISSING = "Triton is not installed here; make triton installs it, on Linux."
+LARGEST_ENTRY = 2**31  # elements of a batch entry that a 32-bit offset reaches
+
+
+class Launch(NamedTuple):
+    """Tiles of a kernel, and on a card the warps of a program and the loads ahead."""
+
+    block_q: int
+    block_k: int
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+class Shapes(NamedTuple):
+    """The static part of a call, in the letters of `attention.problem.Problem`."""
+
+    B: int
+    T: int
+    S: int
+    N: int
+    K: int
+    H: int
+    scale: float
+    is_causal: bool
+
+
+def is_installed():
+    return importlib.util.find_spec("triton") is not None
+
+
+def show_kernel(name, *parts):
+    """The source of a function of `triton_kernels`, as `source.show` shows it, with or without Triton."""
+    text = Path(__file__).with_name("triton_kernels.py").read_text()
+    (node,) = (node for node in ast.parse(text).body if getattr(node, "name", None) == name)
+    source = "@triton.jit\n" + ast.get_source_segment(text, node)
+    return cut(source.replace("  # fmt: skip", ""), *parts)
+
+
+@functools.cache
+def kernels(interpret):
+    """The module of the kernels. Triton reads once, when they are defined, whether it interprets them."""
+    os.environ["TRITON_INTERPRET"] = "1" if interpret else "0"
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # a product and a sum in one; Triton 3.9 asks which
+    return importlib.import_module("helpers.dialects.triton_kernels")
+
+
+class InMemory:
+    """A NumPy array in the guise of a PyTorch tensor, as far as Triton's interpreter looks.
+
+    It asks for the storage, would copy it to the host, makes a view of the copy, and copies it back at the end.
+    All of this is the array itself.
+    """
+
+    def __init__(self, array):
+        self.array = array
+        self.dtype = array.dtype
+
+    def data_ptr(self):
+        return self.array.ctypes.data
+
+    def untyped_storage(self):
+        return self
+
+    def storage_offset(self):
+        return 0
+
+    def size(self):
+        return self.array.shape
+
+    def stride(self):
+        return tuple(step // self.array.itemsize for step in self.array.strides)
+
+    def cpu(self):
+        return self
+
+    def new_empty(self, *_, **__):
+        return InMemory(self.array)
+
+    def set_(self, storage, *_):
+        self.array = storage.array
+
+    def copy_(self, other):
+        """Nothing: both are the same memory."""
+
+
+def shapes_of(query, key, scale=None, is_causal=False):
+    """`Shapes` of query (B, T, N, H) and key (B, S, K, H). ValueError where a 32-bit offset would not reach."""
+    (B, T, N, H), (_, S, K, _) = query.shape, key.shape
+    if max(T * N, S * K) * H >= LARGEST_ENTRY:
+        raise ValueError(f"a batch entry must have fewer than {LARGEST_ENTRY} elements")
+    return Shapes(B, T, S, N, K, H, H**-0.5 if scale is None else float(scale), bool(is_causal))
+
+
+def _launch_for(shapes, query, launch):
+    """The given `Launch`, or tiles no larger than the sequences need, on a card small ones that fit any."""
+    side = 64
+    if not isinstance(query, np.ndarray) and padded_head_dim(shapes.H) * query.itemsize > 256:
+        side = 32 if query.itemsize == 2 else MIN_BLOCK
+    launch = launch or Launch(side, side)
+    check_blocks(*launch[:2])
+    return Launch(*cut_blocks(launch[:2], (shapes.T, shapes.S)), *launch[2:])
+
+
+def _new(like, shape, dtype=None):
+    """An array beside `like`, of its dtype or of float32, for a kernel to fill; NumPy's says so where none did."""
+    if isinstance(like, np.ndarray):
+        return np.full(shape, np.nan, like.dtype if dtype is None else np.float32)
+    torch = importlib.import_module("torch")
+    return torch.empty(shape, dtype=like.dtype if dtype is None else torch.float32, device=like.device)
+
+
+def _run(name, arrays, grid, launch, *constants):
+    """Launch a kernel by its name."""
+    interpret = isinstance(arrays[0], np.ndarray)
+    kernel = getattr(kernels(interpret), name)
+    if interpret:
+        for array in arrays:
+            if not array.flags.c_contiguous:
+                raise ValueError("arrays must lie in memory without gaps")
+        with np.errstate(all="ignore"):  # what a mask hides may overflow
+            kernel[grid](*map(InMemory, arrays), *constants)
+    else:
+        kernel[grid](*arrays, *constants, num_warps=launch.num_warps, num_stages=launch.num_stages)
+
+
+def _grid(length, block, heads, B):
+    return -(-length // block), heads, B
+
+
+def _common(shapes, launch, interpret, precision):
+    """The constants of the kernels that multiply matrices."""
+    _, T, S, N, K, H, scale, is_causal = shapes
+    head_padded = padded_head_dim(H)
+    return scale, T, S, N, K, H, head_padded, is_causal, launch.block_q, launch.block_k, precision, interpret
+
+
+def forward(query, key, value, *, scale=None, is_causal=False, launch=None, precision="tf32"):
+    """out (B, T, N, H) and lse (B, N, T) of query (B, T, N, H), key and value (B, S, K, H).
+
+    All NumPy arrays, or all tensors on a card, without gaps. precision: of float32 products on a card, "tf32" or
+    "ieee"; the interpreter's are exact to float32.
+    """
+    shapes = shapes_of(query, key, scale, is_causal)
+    B, T, N = shapes.B, shapes.T, shapes.N
+    launch = _launch_for(shapes, query, launch)
+    out, lse = _new(query, (B, T, N, shapes.H)), _new(query, (B, N, T), "float32")
+    constants = _common(shapes, launch, isinstance(query, np.ndarray), precision)
+    _run("forward_kernel", (query, key, value, out, lse), _grid(T, launch.block_q, N, B), launch, *constants)
+    return out, lse
+
+
+def delta_of(out, do, dlse, launch):
+    """delta (B, N, T), where delta = rowsum(out * do) - dlse."""
+    B, T, N, H = out.shape
+    delta = _new(out, (B, N, T), "float32")
+    constants = T, N, H, padded_head_dim(H), launch.block_q
+    _run("delta_kernel", (out, do, dlse, delta), _grid(T, launch.block_q, N, B), launch, *constants)
+    return delta
+
+
+def dkv(query, key, value, do, lse, delta, *, scale=None, is_causal=False, launch=None, precision="tf32"):
+    """(dk, dv), each (B, S, K, H)."""
+    shapes = shapes_of(query, key, scale, is_causal)
+    launch = _launch_for(shapes, query, launch)
+    dk, dv = _new(query, tuple(key.shape)), _new(query, tuple(key.shape))
+    grid = _grid(shapes.S, launch.block_k, shapes.K, shapes.B)
+    constants = _common(shapes, launch, isinstance(query, np.ndarray), precision)
+    _run("dkv_kernel", (query, key, value, do, lse, delta, dk, dv), grid, launch, *constants)
+    return dk, dv
+
+
+def dq(query, key, value, do, lse, delta, *, scale=None, is_causal=False, launch=None, precision="tf32"):
+    """dq (B, T, N, H)."""
+    shapes = shapes_of(query, key, scale, is_causal)
+    launch = _launch_for(shapes, query, launch)
+    dq = _new(query, tuple(query.shape))
+    grid = _grid(shapes.T, launch.block_q, shapes.N, shapes.B)
+    constants = _common(shapes, launch, isinstance(query, np.ndarray), precision)
+    _run("dq_kernel", (query, key, value, do, lse, delta, dq), grid, launch, *constants)
+    return dq
+
+
+def backward(query, key, value, out, lse, do, dlse, *, dkv_launch=None, dq_launch=None, **options):
+    """(dq, dk, dv), from what `forward` returned and the gradients of it, do (B, T, N, H) and dlse (B, N, T).
+
+    options: scale, is_causal and precision, as of `forward`.
+    """
+    delta = delta_of(out, do, dlse, _launch_for(shapes_of(query, key), query, dq_launch))
+    saved = query, key, value, do, lse, delta
+    return dq(*saved, launch=dq_launch, **options), *dkv(*saved, launch=dkv_launch, **options)

@@ -1,0 +1,179 @@
+"""What notebook 16 shows of Triton: run here if Triton is installed, and read from a record if not.
+
+    python -m helpers.dialects.triton_shown        writes helpers/measure/results/triton_shown.json (make triton)
+
+The measurements of a card stand in <card>_triton.json; `triton_card` writes them.
+"""
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+from importlib import metadata
+
+import jax.numpy as jnp
+import numpy as np
+
+from helpers.attention.reference import oracle, oracle_gradients
+from helpers.dialects import triton_launch
+from helpers.measure import results
+
+RECORD = results.RESULTS / "triton_shown.json"
+CARD = results.RESULTS / "nvidia_h200_triton.json"
+
+
+def inputs(dtype):
+    """(query, key, value), do and dlse: 100 queries of 4 heads, 130 keys of 2, head_dim 24."""
+    random = np.random.default_rng(16)
+    shapes = (2, 100, 4, 24), (2, 130, 2, 24), (2, 130, 2, 24), (2, 100, 4, 24)
+    *arrays, do = (random.standard_normal(shape).astype(jnp.dtype(dtype)) for shape in shapes)
+    return arrays, do, random.standard_normal((2, 4, 100)).astype(np.float32)
+
+
+def _error(mine, right):
+    mine, right = np.asarray(mine, np.float64), np.asarray(right, np.float64)
+    return np.linalg.norm(mine - right) / np.linalg.norm(right)
+
+
+def forward():
+    """Print whether out and lse agree with the oracle."""
+    for dtype, bound in (("float32", 2e-6), ("float16", 2**-10), ("bfloat16", 2**-7)):
+        arrays, _, _ = inputs(dtype)
+        for is_causal in (False, True):
+            out, lse = triton_launch.forward(*arrays, is_causal=is_causal)
+            right_out, right_lse = oracle(*arrays, is_causal=is_causal)
+            right = _error(out, right_out) < bound, _error(lse.swapaxes(1, 2), right_lse) < 2e-6
+            print(f"{dtype:8} {'causal' if is_causal else 'full':6} out right: {right[0]}, lse right: {right[1]}")
+
+
+def backward():
+    """Print whether dq, dk and dv agree with the oracle, each by itself."""
+    for dtype, bound in (("float32", 5e-6), ("float16", 2**-9), ("bfloat16", 2**-6)):
+        arrays, do, dlse = inputs(dtype)
+        out, lse = triton_launch.forward(*arrays, is_causal=True)
+        found = triton_launch.backward(*arrays, out, lse, do, dlse, is_causal=True)
+        right = oracle_gradients(*arrays, do, dlse.swapaxes(1, 2), is_causal=True)
+        verdicts = (
+            f"{name} right: {_error(mine, correct) < bound}"
+            for name, mine, correct in zip(("dq", "dk", "dv"), found, right, strict=True)
+        )
+        print(f"{dtype:8} {', '.join(verdicts)}")
+
+
+SHOWN = {"forward": forward, "backward": backward}
+
+
+def show(name):
+    """Print what `name` ("forward" or "backward") prints, or "compiled": what the compiler said, always recorded."""
+    record = json.loads(RECORD.read_text())
+    if name in SHOWN and triton_launch.is_installed():
+        SHOWN[name]()
+        return
+    print(f"Recorded with Triton {record['versions']['triton']}; make triton installs it and runs this anew.")
+    print(record["outputs"][name], end="")
+
+
+def _card():
+    """The record of the card, or None, after a line that says so."""
+    if CARD.exists():
+        return json.loads(CARD.read_text())
+    print("Not recorded yet: python -m helpers.dialects.triton_card measures it on a card.")
+    return None
+
+
+def show_provenance():
+    if record := _card():
+        versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+        print(f"{record['card']}, {record['date']}, commit {record['commit'][:7]}: {versions}")
+
+
+def show_correct():
+    """How many cases agreed with the oracle, and the largest errors beside PyTorch."""
+    if not (record := _card()):
+        return
+    rows = record["correct"]
+    print(f"{sum(row['right'] for row in rows)} of {record['cases']} cases agree with the float64 oracle")
+    for dtype in ("float32", "float16", "bfloat16"):
+        # Where every query sees a single key, dq and dk are 0 but for rounding, and a relative error says nothing.
+        of_dtype = [
+            row["against_torch"]
+            for row in rows
+            if row["dtype"] == dtype and row["S"] > 1 and not (row["T"] == 1 and row["is_causal"])
+        ]
+        worst = {name: max(row[name] for row in of_dtype) for name in ("out", "dq", "dk", "dv")}
+        print(f"{dtype:8} farthest from PyTorch: " + ", ".join(f"{name} {error:.1e}" for name, error in worst.items()))
+
+
+def show_second_oracle():
+    """`flash_attention` and PyTorch against the oracle and against each other."""
+    if not (record := _card()):
+        return
+    for row in record.get("second", []):
+        print(
+            f"T={row['T']} S={row['S']} H={row['H']} N={row['N']} K={row['K']} {row['dtype']}, "
+            f"{'causal' if row['is_causal'] else 'full'}"
+        )
+        for who, said in (("ours", "ours"), ("torch", "PyTorch"), ("ours_and_torch", "apart")):
+            print(f"  {said:8}" + "  ".join(f"{name} {error:.1e}" for name, error in row[who].items()))
+
+
+def show_times():
+    """TFLOP/s of both dialects, by the same clock."""
+    if not (record := _card()):
+        return
+    by_case = {}
+    for row in record["times"]:
+        by_case.setdefault((row["pass"], row["H"], row["is_causal"]), {})[row["implementation"]] = row["tflops"]
+    for (which, H, is_causal), found in sorted(by_case.items(), reverse=True):
+        ratio = found["triton"] / found["pallas"]
+        numbers = ", ".join(f"{name} {speed:.0f} TFLOP/s" for name, speed in found.items())
+        print(f"{which:8} H{H:<3} {'causal' if is_causal else 'full':6} {numbers}; Triton is × {ratio:.2f} of Pallas")
+
+
+def show_strides():
+    """Bandwidth by the distance of neighbouring threads' loads."""
+    if not (record := _card()):
+        return
+    rows = record["strides"]
+    for row in rows:
+        print(f"stride {row['stride']:2}: {row['gbps']:5.0f} GB/s of use, {row['gbps'] / rows[0]['gbps']:.0%}")
+
+
+def show_samples():
+    """What means of five calls say of a program and its twin, and what medians say."""
+    if not (record := _card()):
+        return
+    found = record["samples"]
+    first, second = found["first_wall_ms"]
+    print(f"the first call took {first:.0f} ms by the wall, the second {second:.2f} ms")
+    a, b = (np.array(found["series"][name]) for name in "ab")
+    for name, series in (("a", a), ("b", b)):
+        low, middle, high = np.quantile(series, [0.05, 0.5, 0.95])
+        print(f"{name}: median {1e3 * middle:.1f} µs, 5 % to 95 %: {1e3 * low:.1f} to {1e3 * high:.1f} µs")
+    few = [series[: len(series) // 5 * 5].reshape(-1, 5) for series in (a, b)]
+    for what, of in (("means", np.mean), ("medians", np.median)):
+        apart = np.abs(of(few[0], axis=1) / of(few[1], axis=1) - 1)
+        spread = f"at most {apart.max():.1%} apart, typically {np.median(apart):.1%}"
+        print(f"{what} of five calls of the same kernel: {spread}")
+
+
+def main():
+    if not triton_launch.is_installed():
+        print(triton_launch.MISSING)
+        return 1
+    outputs = {}
+    for name, run in SHOWN.items():
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            run()
+        outputs[name] = said.getvalue()
+    # Triton decides once whether it interprets, so a process of its own compiles.
+    command = [sys.executable, "-m", "helpers.dialects.triton_compile"]
+    outputs["compiled"] = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    print("".join(outputs.values()), end="")
+    record = {"card": "Triton", "versions": {"triton": metadata.version("triton")}, "outputs": outputs}
+    return results.write_or_say(record, RECORD, results.SHOWN_FILE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

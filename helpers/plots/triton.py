@@ -1,0 +1,40 @@
+"""Pictures of notebook 16: which tiles of logits need a mask."""
+
+from matplotlib.patches import Patch, Rectangle
+
+from helpers.attention.masking import Band, tile_kind
+from helpers.plots import style
+
+LOOKS = {
+    "full": {"fc": style.VALUE},
+    "partial": {"fc": style.KEY, "hatch": "//"},
+    "skipped": {"fc": style.SKIPPED},
+}
+
+
+def tile_kinds(T, S, block_q, block_k):
+    """Tiles of a causal table of logits that are full, partial or skipped, over whole tiles of queries."""
+    rows, columns = -(-T // block_q), -(-S // block_k)
+    figure, axes = style.subplots(width=7, height=4.2)
+    style.bare(axes)
+    counts = dict.fromkeys(LOOKS, 0)
+    for i in range(rows):
+        for j in range(columns):
+            of_rows, of_columns = range(i * block_q, (i + 1) * block_q), range(j * block_k, (j + 1) * block_k)
+            kind = tile_kind(of_rows, of_columns, Band(None, 0), rows * block_q, S)
+            counts[kind] += 1
+            corner = (j * block_k, i * block_q)
+            axes.add_patch(Rectangle(corner, block_k, block_q, ec=style.PAPER, lw=1.5, **LOOKS[kind]))
+    end = min(rows * block_q, columns * block_k)
+    axes.plot([0, end], [0, end], color=style.INK, lw=1.2)
+    axes.plot([S, S], [0, rows * block_q], color=style.OUTPUT, lw=1.2, ls="--")
+    axes.text(S, rows * block_q + 4, "the last key", color=style.OUTPUT, ha="center", va="top", size=9)
+    axes.set_xlim(0, columns * block_k)
+    axes.set_ylim(rows * block_q + 22, 0)
+    axes.set_title(f"Tiles of {block_q} queries and {block_k} keys: T = {T}, S = {S}, causal")
+    handles = [Patch(label=f"{kind}: {counts[kind]}", **look) for kind, look in LOOKS.items()]
+    figure.legend(handles=handles, loc="outside right upper")
+    figure.alt = (
+        f"A table cut into tiles under a causal mask: {', '.join(f'{n} {kind}' for kind, n in counts.items())}."
+    )
+    return figure

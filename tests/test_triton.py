@@ -1,0 +1,151 @@
+"""The Triton kernels against the float64 oracle, in Triton's interpreter; make triton has what they need."""
+
+import importlib.util
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from attention_cases import AttentionCase, check_forward, check_gradients, cotangents
+
+from helpers.attention.masking import Band, tile_kind
+from helpers.dialects import triton_launch
+from helpers.dialects.triton_launch import Launch
+
+if not triton_launch.is_installed():
+    pytest.skip(triton_launch.MISSING, allow_module_level=True)
+
+kernels = triton_launch.kernels(interpret=True)
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+from test_portable_forward import GRID, LOGITS, TURNS  # noqa: E402
+
+CAUSAL, FULL = {"is_causal": True}, {"is_causal": False}
+
+
+def attention(query, key, value, **arguments):
+    out, lse = triton_launch.forward(query, key, value, **arguments)
+    return out, lse.swapaxes(1, 2)
+
+
+def gradients(case, **launches):
+    """(dq, dk, dv) from the residuals of the Triton kernels themselves."""
+    (query, key, value), arguments = case.inputs()
+    dout, dlse = cotangents(case)
+    out, lse = triton_launch.forward(query, key, value, **arguments)
+    dlse = np.ascontiguousarray(dlse.swapaxes(1, 2))
+    return triton_launch.backward(query, key, value, out, lse, dout, dlse, **arguments, **launches)
+
+
+def check(case):
+    check_forward(attention, case)
+    check_gradients(gradients, case, mends_delta=False)
+
+
+@pytest.mark.parametrize(("shape_and_head_dim", "turn"), GRID)
+def test_shapes_and_head_dims(shape_and_head_dim, turn):
+    ((T, S), H), (dtype, group, is_causal) = shape_and_head_dim, turn
+    check(AttentionCase(T, S, H, N=group, dtype=dtype, arguments={"is_causal": is_causal}))
+
+
+@pytest.mark.parametrize(("dtype", "group", "is_causal"), TURNS)
+def test_groups_and_dtypes(dtype, group, is_causal):
+    check(AttentionCase(100, 130, 64, N=2 * group, K=2, B=2, dtype=dtype, arguments={"is_causal": is_causal}))
+
+
+@pytest.mark.parametrize(("dtype", "logits"), LOGITS)
+def test_size_of_logits(dtype, logits):
+    check(AttentionCase(63, 203, 64, dtype=dtype, logits=logits))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, 1.0])
+def test_scale(scale):
+    check(AttentionCase(63, 65, arguments={"scale": scale, "is_causal": True}))
+
+
+BLOCKS = list(itertools.product((16, 32, 64), (16, 32, 64)))
+
+
+@pytest.mark.parametrize(("block_q", "block_k"), BLOCKS)
+@pytest.mark.parametrize(("T", "S"), [(100, 130), (130, 60)])
+def test_tiles_of_any_size(T, S, block_q, block_k):
+    launch = Launch(block_q, block_k)
+    case = AttentionCase(T, S, arguments=CAUSAL)
+    check_forward(lambda *arrays, **arguments: attention(*arrays, launch=launch, **arguments), case)
+    check_gradients(lambda case: gradients(case, dkv_launch=launch, dq_launch=launch), case, mends_delta=False)
+
+
+@triton.jit
+def ranges_kernel(found, S: tl.constexpr, is_causal: tl.constexpr, block_q: tl.constexpr, block_k: tl.constexpr):
+    i = tl.program_id(0)
+    full, stop = kernels.full_and_all_key_tiles(i * block_q, S, is_causal, block_q, block_k)
+    tl.store(found + 2 * i, full)
+    tl.store(found + 2 * i + 1, stop)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("block_q", "block_k"), BLOCKS)
+@pytest.mark.parametrize(("T", "S"), [(100, 130), (130, 60), (128, 128), (1, 1)])
+def test_only_partial_tiles_are_masked_and_skipped_ones_never_begun(T, S, block_q, block_k, is_causal):
+    programs = -(-T // block_q)
+    found = np.full((programs, 2), -1, np.int32)
+    ranges_kernel[(programs,)](triton_launch.InMemory(found), S, is_causal, block_q, block_k)
+    for i, (full, stop) in enumerate(found):
+        # Queries over the end cost no mask: their rows are computed and not stored.
+        rows, longest = np.arange(i * block_q, (i + 1) * block_q), programs * block_q
+        for j in range(-(-S // block_k) + 1):
+            cols = np.arange(j * block_k, (j + 1) * block_k)
+            kind = "full" if j < full else "partial" if j < stop else "skipped"
+            assert kind == tile_kind(rows, cols, Band.of(is_causal), longest, S)
+
+
+def with_fault(monkeypatch, folder, right, wrong):
+    """Let the launchers run a copy of the kernels in which one text is another."""
+    source = Path(kernels.__file__).read_text()
+    assert source.count(right), right
+    path = folder / "faulty_kernels.py"
+    path.write_text(source.replace(right, wrong))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    faulty = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(faulty)
+    monkeypatch.setattr(triton_launch, "kernels", lambda interpret: faulty)
+
+
+FAULTS = {
+    "a partial tile taken for a full one": ("(q_start + 1) // block_k", "(q_start + block_q) // block_k"),
+    "one tile too few": ("(q_start + block_q + block_k - 1) // block_k", "(q_start + block_k - 1) // block_k"),
+    "the tail unmasked": ("full, stop = S // block_k,", "full, stop = (S + block_k - 1) // block_k,"),
+    "a strict diagonal": ("cols[None, :] <= rows[:, None]", "cols[None, :] < rows[:, None]"),
+    "acc not rescaled": ("acc = alpha[:, None] * acc", "acc = acc"),
+    "l not rescaled": ("l = alpha * l", "l = l"),
+    "lse in base two": ("(m + tl.log2(l)) / LOG2_E", "m + tl.log2(l)"),
+    "heads not shared": ("n // (N // K) * H", "n % K * H"),
+    "no delta": ("p * (dp - delta[:, None])", "p * dp"),
+    "dlse added": ("axis=1) - dlse_tile", "axis=1) + dlse_tile"),
+    "dk not scaled": ("scale * dk, cols", "dk, cols"),
+    "a tile of queries after the diagonal left out": ("range(after_diagonal, full)", "range(after_diagonal + 1, full)"),
+    "the last tile of queries left out": ("range(tl.maximum(after_diagonal, full), stop)", "range(stop, stop)"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_seen(monkeypatch, tmp_path, fault):
+    with_fault(monkeypatch, tmp_path, *FAULTS[fault])
+    with pytest.raises((AssertionError, triton.runtime.errors.InterpreterError)):
+        for arguments in (CAUSAL, FULL):
+            check(AttentionCase(200, 201, 24, N=4, K=2, arguments=arguments))
+
+
+def test_arrays_with_gaps_are_refused():
+    gaps = np.zeros((1, 8, 4, 16), np.float32)[:, :, ::2]
+    with pytest.raises(ValueError, match="without gaps"):
+        triton_launch.forward(gaps, gaps, gaps)
+
+
+def test_kernels_compile_for_a_card_without_one():
+    said = subprocess.run(
+        [sys.executable, "-m", "helpers.dialects.triton_compile"], capture_output=True, text=True, check=True
+    )
+    assert "All compile" in said.stdout
