@@ -274,7 +274,7 @@ def main():
     record = {
         "commit": arguments.commit,
         "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name(),
+        "card": torch.cuda.get_device_name(),
         "versions": {"jax": jax.__version__, "torch": torch.__version__, "cuda": torch.version.cuda},
         "notes": [],
         "correct": [],
