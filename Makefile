@@ -119,3 +119,4 @@ cuda: ## compile the CUDA kernels of notebook 17 with NVIDIA's compiler, without
 	@.venv-cuda/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-cuda/constraints.txt --editable '.[cuda]'
 	@.venv-cuda/bin/python -m helpers.dialects.cuda_compile
 	@$(ON_CPU) .venv-cuda/bin/python -m pytest -n auto tests/test_cuda.py -rs $(ARGS)
+	@$(ON_CPU) .venv-cuda/bin/python -m helpers.dialects.cuda_shown

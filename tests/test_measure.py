@@ -383,6 +383,7 @@ def test_committed_results_keep_to_the_schema(path):
         "ring": results.RING_FILE,
         "compile": results.COMPILED_FOR_TPU_FILE,
         "triton": results.TRITON_FILE,
+        "cuda": results.CUDA_FILE,
         "shown": results.SHOWN_FILE,
     }
     schema = schemas.get(kind, results.FILE)

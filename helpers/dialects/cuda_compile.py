@@ -33,6 +33,13 @@ def nvrtc():
     return None
 
 
+def version():
+    """Of NVRTC, as "12.9"."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return f"{major.value}.{minor.value}"
+
+
 def compile_for_card(dtype, head, architecture="sm_90", source=None):
     """(cubin, log of ptxas) of attention.cu for one type of element and one head_dim."""
     library = nvrtc()

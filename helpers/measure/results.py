@@ -26,7 +26,8 @@ The tuner's table stands beside it in <card>_tiles.json:
 Ring attention on several cards of one host stands in <card>_ring.json: `rows`, see RING.
 
 What `dialects.triton_card` measured of the Triton kernels stands in <card>_triton.json, and what Triton prints without
-a card in triton_shown.json, under the name "Triton" for a card: `outputs`, texts by name.
+a card in triton_shown.json, under the name "Triton" for a card: `outputs`, texts by name. The same of CUDA C++ stands
+in <card>_cuda.json and cuda_shown.json.
 
 What the compiler for TPUs says of kernels stands in tpu_compile.json: `rows`, see COMPILED_FOR_TPU, and `block`, the
 size of their tiles.
@@ -159,6 +160,11 @@ TRITON_FILE = {
     **dict.fromkeys(("card", "commit", "date"), _text),
     **dict.fromkeys(("versions", "samples"), (dict,)),
     **dict.fromkeys(("correct", "second", "times", "tried", "strides", "notes"), (list,)),
+}
+CUDA_FILE = {
+    **dict.fromkeys(("card", "commit", "date"), _text),
+    "versions": (dict,),
+    **dict.fromkeys(("correct", "times", "resources", "notes"), (list,)),
 }
 SHOWN_FILE = {"card": _text, "versions": (dict,), "outputs": (dict,)}
 COMPILED_FOR_TPU_FILE = {**RING_FILE, "block": _whole}

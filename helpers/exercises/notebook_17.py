@@ -1,0 +1,251 @@
+"""The exercises of notebook 17: operations of a rung, a race, who holds what of a product, banks."""
+
+import functools
+from collections import defaultdict
+
+import numpy as np
+
+from helpers.exercises.checking import Case, Exercise, Mistake
+
+# 17.1 What does the first rung cost?
+
+
+def _operations(T, S, H, *, each=lambda H: 2 * H + 2, threads=lambda T, H: T * H):
+    return threads(T, H) * S * each(H), 4 * T * S * H
+
+
+def _operations_cases():
+    sizes = [(1, 1, 1), (2, 3, 4), (128, 128, 64), (100, 700, 128), (5, 1, 7), (4096, 4096, 64)]
+    return [Case(f"T={T}, S={S}, H={H}", (T, S, H)) for T, S, H in sizes]
+
+
+def _operations_mistake(**options):
+    return functools.partial(_operations, **options)
+
+
+OPERATIONS = Exercise(
+    number="17.1",
+    title="What does the first rung cost?",
+    outputs=("first rung", "needed"),
+    cases=_operations_cases,
+    expected=_operations,
+    tried="lengths that differ, head dims from 1 to 128",
+    mistakes=(
+        Mistake(
+            "a thread for each query only",
+            _operations_mistake(threads=lambda T, H: T),
+            "There is a thread for each query and each dimension: see section 2.",
+        ),
+        Mistake(
+            "logits without the sum of values",
+            _operations_mistake(each=lambda H: 2 * H),
+            "Each thread multiplies a weight with its one element of a value, and adds it: 2 operations more.",
+        ),
+        Mistake(
+            "multiplications only",
+            _operations_mistake(each=lambda H: H + 1),
+            "A multiplication and an addition are two operations.",
+        ),
+        Mistake(
+            "every thread adds up all dimensions of the values",
+            _operations_mistake(each=lambda H: 4 * H),
+            "A thread owns one dimension of out: 2 operations a key, not 2 H.",
+        ),
+        Mistake(
+            "needed for the logits only",
+            lambda T, S, H: (_operations(T, S, H)[0], 2 * T * S * H),
+            "Attention has two products, 2 T S H operations each.",
+        ),
+        Mistake(
+            "the two are swapped",
+            lambda T, S, H: _operations(T, S, H)[::-1],
+            "Return the first rung's operations first.",
+        ),
+    ),
+)
+
+
+# 17.2 Find the race
+
+
+def _races(touches, *, by=("index", "epoch"), needs_write=True, needs_other=True):
+    names = ("thread", "epoch", "index", "writes")
+    rows = [dict(zip(names, touch, strict=True)) for touch in touches]
+    for i, a in enumerate(rows):
+        for b in rows[i + 1 :]:
+            together = all(a[name] == b[name] for name in by)
+            wrote = a["writes"] or b["writes"] if needs_write is True else needs_write(a, b)
+            other = a["thread"] != b["thread"] or not needs_other
+            if together and wrote and other:
+                return True
+    return False
+
+
+def _races_cases():
+    return [
+        Case("nothing happens", ([],)),
+        Case("a thread reads what it wrote", ([(0, 0, 5, True), (0, 0, 5, False)],)),
+        Case("another thread reads it", ([(0, 0, 5, True), (1, 0, 5, False)],)),
+        Case("another reads it after a barrier", ([(0, 0, 5, True), (1, 1, 5, False)],)),
+        Case("another reads an element beside it", ([(0, 0, 5, True), (1, 0, 6, False)],)),
+        Case("two threads read", ([(0, 2, 5, False), (1, 2, 5, False)],)),
+        Case("two threads write", ([(3, 1, 7, True), (4, 1, 7, True)],)),
+        Case("the next tile comes too early", ([(0, 0, 1, True), (1, 1, 1, False), (0, 1, 1, True)],)),
+        Case("a race after a barrier", ([(0, 0, 1, True), (1, 1, 1, False), (2, 2, 1, True), (5, 2, 1, False)],)),
+        Case("in another order", ([(1, 0, 5, False), (2, 1, 9, False), (0, 0, 5, True)],)),
+    ]
+
+
+RACES = Exercise(
+    number="17.2",
+    title="Find the race",
+    outputs=("race",),
+    cases=_races_cases,
+    expected=_races,
+    tried="reads and writes of one thread and of two, with and without a barrier, of one element and of two",
+    mistakes=(
+        Mistake(
+            "a thread races with itself",
+            functools.partial(_races, needs_other=False),
+            "What one thread does is in order: two different threads are needed.",
+        ),
+        Mistake(
+            "barriers are not counted",
+            functools.partial(_races, by=("index",)),
+            "A barrier stands between two epochs: only touches of the same epoch race.",
+        ),
+        Mistake(
+            "elements are not told apart",
+            functools.partial(_races, by=("epoch",)),
+            "Both must touch the same index.",
+        ),
+        Mistake(
+            "two reads race",
+            functools.partial(_races, needs_write=lambda a, b: True),
+            "Reads do not disturb each other: one of the two must write.",
+        ),
+        Mistake(
+            "only two writes race",
+            functools.partial(_races, needs_write=lambda a, b: a["writes"] and b["writes"]),
+            "A read beside a write races too: it sees the old value or the new one.",
+        ),
+        Mistake(
+            "only a read that comes later in the list is looked at",
+            functools.partial(_races, needs_write=lambda a, b: a["writes"]),
+            "The order of the list says nothing: threads are not in order. Look at each pair both ways.",
+        ),
+    ),
+)
+
+
+# 17.3 Who holds this element?
+
+
+def _held(row, column, *, group=lambda r: r % 8, pair=lambda c: c % 8 // 2, part=lambda r, c: r // 8 + 2 * (c // 8)):
+    return 4 * group(row) + pair(column), part(row, column), column % 2
+
+
+def _held_cases():
+    places = [(0, 0), (0, 1), (1, 0), (0, 2), (8, 0), (0, 8), (8, 8), (15, 15), (3, 13), (10, 6), (7, 7), (12, 9)]
+    return [Case(f"row {row}, column {column}", (row, column)) for row, column in places]
+
+
+HELD = Exercise(
+    number="17.3",
+    title="Who holds this element?",
+    outputs=("lane", "register", "half"),
+    cases=_held_cases,
+    expected=_held,
+    tried="corners, both halves of the rows and of the columns",
+    mistakes=(
+        Mistake(
+            "the registers are in the other order",
+            functools.partial(_held, part=lambda r, c: c // 8 + 2 * (r // 8)),
+            "Register 1 is eight rows down, register 2 eight columns to the right: see section 6.",
+        ),
+        Mistake(
+            "the columns of a lane are four apart",
+            lambda r, c: (4 * (r % 8) + c % 4, r // 8 + 2 * (c // 8), c % 8 // 4),
+            "A lane's two elements are neighbours: columns 2 t and 2 t + 1.",
+        ),
+        Mistake(
+            "rows and columns are swapped",
+            lambda r, c: _held(c, r),
+            "Four lanes share a row: lane 4 g + t has row g.",
+        ),
+        Mistake(
+            "rows are dealt in pairs",
+            functools.partial(_held, group=lambda r: r // 2, part=lambda r, c: r % 2 + 2 * (c // 8)),
+            "A lane has rows g and g + 8.",
+        ),
+    ),
+)
+
+
+# 17.4 How often must the warp ask?
+
+
+def _passes(words, *, banks=32, distinct=True):
+    in_bank = defaultdict(list)
+    for word in words:
+        in_bank[int(word) % banks].append(int(word))
+    return max(len(set(found) if distinct else found) for found in in_bank.values())
+
+
+def _passes_cases():
+    lanes = np.arange(32)
+    g, t = lanes // 4, lanes % 4
+    random = np.random.default_rng(17)
+    return [
+        Case("lane after lane", (lanes,)),
+        Case("all lanes the same word", (np.full(32, 5),)),
+        Case("every second word", (2 * lanes,)),
+        Case("a column of rows of 32 words", (32 * lanes,)),
+        Case("a column of rows of 33 words", (33 * lanes,)),
+        Case("fragments, rows of 32 words", (32 * g + t,)),
+        Case("fragments, rows of 36 words", (36 * g + t,)),
+        Case("two words of one bank, each read by sixteen lanes", (32 * (lanes // 16),)),
+        Case("random words", (random.integers(0, 256, 32),)),
+        Case("other random words", (random.integers(0, 1024, 32),)),
+    ]
+
+
+PASSES = Exercise(
+    number="17.4",
+    title="How often must the warp ask?",
+    outputs=("passes",),
+    cases=_passes_cases,
+    expected=_passes,
+    tried="words side by side, columns, the same word for many lanes, fragments, random words",
+    mistakes=(
+        Mistake(
+            "lanes that read the same word are counted twice",
+            functools.partial(_passes, distinct=False),
+            "One word is read once and given to all lanes that want it: count different words.",
+        ),
+        Mistake(
+            "all different words are counted",
+            lambda words: len(set(map(int, words))),
+            "Words in different banks come in the same pass.",
+        ),
+        Mistake(
+            "the banks that are used are counted",
+            lambda words: len({int(word) % 32 for word in words}),
+            "Many banks are good: what counts is the one bank that is asked for most words.",
+        ),
+        Mistake(
+            "sixteen banks",
+            functools.partial(_passes, banks=16),
+            "There are 32 banks: word w is in bank w modulo 32.",
+        ),
+        Mistake(
+            "a bank has a row of 32 words",
+            lambda words: max(
+                len({int(w) for w in words if int(w) // 32 == row}) for row in {int(w) // 32 for w in words}
+            ),
+            "Neighbouring words are in different banks: word w is in bank w modulo 32, not w // 32.",
+        ),
+    ),
+)
+
+EXERCISES = (OPERATIONS, RACES, HELD, PASSES)
