@@ -35,7 +35,12 @@ TRACKS = (
             ("12", "Hopper\nbackward"),
         ),
     ),
-    ("further", "08", 4, (("13", "decoding"), ("14", "ring\nattention"), ("15", "on a\nTPU"), ("16", "Triton"), ("17", "CUDA"))),
+    (
+        "further",
+        "08",
+        4,
+        (("13", "decoding"), ("14", "ring\nattention"), ("15", "on a\nTPU"), ("16", "Triton"), ("17", "CUDA")),
+    ),
 )
 STEPS = tuple(step for *_, steps in TRACKS for step in steps)
 WIDTH, LINE = 0.84, 1.3  # of a box, where the distance between two is 1; from one row to the next
