@@ -120,7 +120,8 @@ def race():
             cuda_launch.forward(*arrays, rung="forward_rows", source=source)
             print(f"{what}: no race")
         except SharedMemoryError as error:
-            print(f"{what}: {str(error).split(' (')[0]}")
+            fault = str(error).removeprefix("forward_rows: ").split(" (")[0]
+            print(f"{what}: {fault}")
 
 
 SHOWN = {"forward": forward, "backward": backward, "mistakes": mistakes, "race": race}

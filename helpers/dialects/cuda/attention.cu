@@ -84,9 +84,15 @@ __device__ Head head_of(const Problem &p, int index) {
     int b = index / p.N, n = index % p.N;
     return {b, n, n / (p.N / p.K)};
 }
-__device__ long query_row(const Problem &p, Head head, int i) { return ((long(head.b) * p.T + i) * p.N + head.n) * p.H; }
-__device__ long key_row(const Problem &p, Head head, int j) { return ((long(head.b) * p.S + j) * p.K + head.k) * p.H; }
-__device__ long stat(const Problem &p, Head head, int i) { return (long(head.b) * p.N + head.n) * p.T + i; }
+__device__ long query_row(const Problem &p, Head head, int i) {
+    return ((long(head.b) * p.T + i) * p.N + head.n) * p.H;
+}
+__device__ long key_row(const Problem &p, Head head, int j) {
+    return ((long(head.b) * p.S + j) * p.K + head.k) * p.H;
+}
+__device__ long stat(const Problem &p, Head head, int i) {  // of lse and delta
+    return (long(head.b) * p.N + head.n) * p.T + i;
+}
 __device__ int least(int a, int b) { return a < b ? a : b; }
 __device__ float most(float a, float b) { return a > b ? a : b; }
 // Keys that queries below `stop` see: the others are not even loaded.
@@ -113,7 +119,8 @@ extern "C" __global__ void forward_elements(Problem p) {
     float m = -INFINITY, l = 0, out = 0;
     for (int j = 0; j < keys_of(p, i + 1); ++j) {
         long k = key_row(p, head, j);
-        float s = logit(p, q, k), larger = most(m, s), shrink = expf(m - larger), weight = expf(s - larger);
+        float s = logit(p, q, k), larger = most(m, s);
+        float shrink = expf(m - larger), weight = expf(s - larger);
         l = l * shrink + weight;
         out = out * shrink + weight * wide(((const E *)p.value)[k + d]);
         m = larger;
@@ -137,8 +144,8 @@ __device__ void load_keys(const Problem &p, Head head, const void *array, int st
 
 // What a thread that owns a query does with a tile: q, and out, m and l as far as they are known.
 template <typename Tile>
-__device__ void attend(const Problem &p, int i, int start, const float *q, float *out, float &m, float &l, Tile &keys,
-                       Tile &values) {
+__device__ void attend(const Problem &p, int i, int start, const float *q, float *out,
+                       float &m, float &l, Tile &keys, Tile &values) {
     float weights[KEYS], larger = m, sum = 0;
     int stop = i < p.T ? keys_of(p, i + 1) - start : 0;
     if (stop <= 0) return;
@@ -238,9 +245,10 @@ __device__ unsigned two(const void *array, long row, int d, bool is_inside, int 
     if (is_inside && d + 1 < H && H % 2 == 0) return *(const unsigned *)((const E *)array + row + d);
     return pack(element(array, row, d, is_inside, H), element(array, row, d + 1, is_inside, H));
 }
+constexpr unsigned ALL_LANES = ~0u;
 __device__ float over_four_lanes(float x, bool is_sum) {
     for (int mask = 1; mask <= 2; mask *= 2) {
-        float other = __shfl_xor_sync(0xffffffffu, x, mask);
+        float other = __shfl_xor_sync(ALL_LANES, x, mask);
         x = is_sum ? x + other : most(x, other);
     }
     return x;

@@ -79,7 +79,7 @@ class Watched {
     void fault(int index, const char *what, int other) const {
         std::string who = other == MANY ? "several threads" : "thread " + std::to_string(other);
         report(std::string(name) + "[" + std::to_string(index) + "]: thread " + std::to_string(current) + " " + what + " " + who +
-               ", without a barrier between them");
+               ", with no barrier between");
     }
     T read(int index) {
         Element &e = at(index);
