@@ -191,7 +191,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward_keys_outer(Problem
             for (int d = 0; d < D; ++d) {
                 if (d >= p.H) continue;
                 work[d] = out[d];
-                if (is_last) ((E *)p.out)[query_row(p, head, i) + d] = narrow(out[d] / l);
+                if (!is_last) continue;
+                ((E *)p.out)[query_row(p, head, i) + d] = narrow(out[d] / l);
             }
             if (is_last) p.lse[stat(p, head, i)] = m + logf(l);
         }
