@@ -214,7 +214,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward_rows(Problem p) {
         q[d] = load(p.query, query_row(p, head, i), d, i < p.T, p.H);
         out[d] = 0;
     }
-    for (int start = 0; start < keys_of(p, least(p.T, first + THREADS)); start += KEYS) {
+    int stop = keys_of(p, least(p.T, first + THREADS));
+    for (int start = 0; start < stop; start += KEYS) {
         load_keys(p, head, p.key, start, keys);
         load_keys(p, head, p.value, start, values);
         __syncthreads();
