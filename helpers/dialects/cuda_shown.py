@@ -121,7 +121,7 @@ def race():
             print(f"{what}: no race")
         except SharedMemoryError as error:
             fault = str(error).removeprefix("forward_rows: ").split(" (")[0]
-            print(f"{what}: {fault}")
+            print(f"{what}:\n    {fault}")
 
 
 SHOWN = {"forward": forward, "backward": backward, "mistakes": mistakes, "race": race}
