@@ -41,7 +41,7 @@ AS_KERNELS = ((7, 3, 2),)  # the race detector takes its time
 
 
 def _run_ring(answer, steps, stages, readers):
-    """In the model, which always ends, and then as a kernel under the race detector."""
+    """In the model, which always ends, and some cases then as a kernel under the race detector."""
     names = [f"compute {index}" for index in range(readers)]
     programs = {"memory": _operations(answer("memory", steps, stages))}
     programs |= {name: _operations(answer("compute", steps, stages)) for name in names}
@@ -189,7 +189,7 @@ RING = Exercise(
     cases=_ring_cases,
     run=_run_ring,
     judge=_complaint_or_none,
-    tried="fewer tiles than slots and more, one slot, two readers; in the model and under the race detector",
+    tried="fewer tiles than slots and more, one slot, two readers; in the model, one of them as a kernel too",
     mistakes=(
         Mistake(
             "the memory warpgroup fills a slot again without waiting until it is free",
@@ -458,7 +458,7 @@ def _smem_cases():
         (64, 64, 64, 4, 4),
         (64, 128, 64, 2, 2),
         (256, 128, 64, 1, 2),  # what does not grow is too much already
-        (64, 128, 64, 4, 3),  # where the bytes that the compiler keeps decide
+        (64, 128, 64, 4, 3),  # where the bytes for scratch and gaps decide
         (64, 40, 240, 2, 3),  # where the last stage fits to the byte
     ]
     return [

@@ -11,8 +11,8 @@ of block_k keys after another, base 2 (scale_2 = scale log2 e), h = HEADROOM:
 
 out and lse are the same for every m, as long as nothing leaves the range of its dtype. (And up to rounding:
 with h = 40, p and e^lse have a relative error of 1e-6.) The maximum of all tiles is one choice, which takes a
-maximum and two multiplications in every tile. A guess takes nothing. It is too low only where a later score
-of a row is far above all of its first tile. Then l says so: with the true maximum it is at most S. A
+maximum and two multiplications in every tile. A guess takes none after the first. It is too low only where a later
+score of a row is far above all of its first tile. Then l says so: with the true maximum it is at most S. A
 warpgroup that finds l above min(S, MOST) in some row is careful from there on, and goes by the rule of the
 portable kernel:
 
