@@ -46,15 +46,16 @@ def check(case, rungs=RUNGS):
 @pytest.mark.parametrize(("shape_and_head_dim", "turn"), GRID)
 def test_shapes_and_head_dims(shape_and_head_dim, turn):
     ((T, S), H), (dtype, group, is_causal) = shape_and_head_dim, turn
-    # A logit for each query, key and dimension is too much to emulate where T, S and H are large.
-    rungs = RUNGS if T * S * H * H * group < 1e9 else RUNGS[1:]
+    T, S = min(T, 260), min(S, 261)  # as many tiles as matter; every thread is emulated
+    # A logit for each query, key and dimension is too much where T, S and H are large.
+    rungs = RUNGS if T * S * H * H * group < 2e8 else RUNGS[1:]
     check(AttentionCase(T, S, H, N=group, dtype=dtype, arguments={"is_causal": is_causal}), rungs)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("dtype", "group", "is_causal"), TURNS)
 def test_groups_and_dtypes(dtype, group, is_causal):
-    check(AttentionCase(70, 90, 64, N=2 * group, K=2, B=2, dtype=dtype, arguments={"is_causal": is_causal}))
+    check(AttentionCase(70, 90, 24, N=2 * group, K=2, B=2, dtype=dtype, arguments={"is_causal": is_causal}))
 
 
 @pytest.mark.full
