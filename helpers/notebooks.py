@@ -2,7 +2,7 @@
 
     python -m helpers.notebooks execute [--anew] [03 …]
 
-Executing an unchanged notebook again changes no byte of it, on any machine: what differs from the last commit by chance
+Executing an unchanged notebook again changes no byte of it: what differs from the last commit by chance
 is kept. That is asked of a cell that is the same as there, after cells that are the same. Text differs by chance where
 `nbval-ignore-output` excuses the cell, as its timings do. Pictures show timings and rounding errors too, and their
 pixels do not tell. So, as long as nothing in `helpers` and no version was edited since that commit, such outputs are

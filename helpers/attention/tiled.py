@@ -1,4 +1,4 @@
-"""NumPy twins of the kernels: the same tiles in the same order, one head at a time.
+"""NumPy twins of the kernels: the same tiles in the same loops, one head at a time.
 
 `query_outer` is the loop order of FlashAttention-2 (arXiv 2307.08691, algorithm 1), `key_outer`
 that of FlashAttention-1 (arXiv 2205.14135, algorithm 1); `backward` is the gradient. All read their inputs from a

@@ -6,7 +6,8 @@ a wrong one: an answer that agrees with it on every case is recognised by its re
 the code looks like.
 
 Answers are judged by what they are worth, whatever library and container they come from, and a
-verdict is reached whatever they do: raise, exit, loop for ever, or write into their arguments.
+verdict is reached whatever they do: raise, exit, write into their arguments, or, where `_limited` can stop
+them, loop for ever.
 """
 
 import contextlib
@@ -47,7 +48,7 @@ class Mistake:
 
     name: completes the sentence "This is what you get when …".
     answer: a callable that makes the mistake, with the signature of the learner's function.
-    advice: one sentence that leads on, naming the section to reread.
+    advice: what leads on, as a rule with the section to reread.
     variants: more answers that make the same mistake with other results, for example the last of
       several equally good choices instead of the first.
     """
@@ -71,7 +72,7 @@ class Exercise:
     """Everything that is needed to judge an answer.
 
     number, title: as in the heading, "2.1" and "The update".
-    cases: a function without arguments that returns the cases, smallest first. It is called for
+    cases: a function without arguments that returns the cases, a small one first. It is called for
       each check, so that importing stays quick; it must be deterministic.
     expected: the right result for the arguments of a case: an array or number, a string, a tuple
       of those, or a dict of those. A float64 result may make a verdict say that float32 is too little.

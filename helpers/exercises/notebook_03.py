@@ -1376,7 +1376,7 @@ def _traffic_cases():
         (4096, 4096, 128, 2, 164 * KIB, LARGE_POWERS, "T=S=4096, H=128, 2 bytes, 164 KiB"),
         (5000, 300, 64, 2, 228 * KIB, POWERS, "T=5000, S=300, H=64, 2 bytes, 228 KiB"),
         (3000, 9000, 64, 4, 164 * KIB, POWERS, "T=3000, S=9000, H=64, 4 bytes, 164 KiB"),
-        (4096, 4096, 64, 2, 164 * KIB, POWERS, "T=S=4096, H=64, 2 bytes, 164 KiB, which one pair fills exactly"),
+        (4096, 4096, 64, 2, 164 * KIB, POWERS, "T=S=4096, H=64, 2 bytes, 164 KiB, which two pairs fill exactly"),
         (4096, 4096, 64, 2, 100 * KIB, (128, 16, 512, 32, 64, 256), "T=S=4096, H=64, 100 KiB, sizes in no order"),
         (10, 500, 64, 2, 100 * KIB, (16, 32, 64), "T=10, below all sizes"),
         (500, 10, 64, 2, 40 * KIB, (16, 32, 64, 128), "T=500, S=10, 40 KiB"),

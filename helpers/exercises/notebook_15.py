@@ -137,7 +137,7 @@ WALK = Exercise(
     run=_walk,
     expected=_attention,
     tolerance=1e-4,
-    tried="one step and three, tiles of queries one after another, logits near 500 and -500, largest first and last",
+    tried="one to three steps, tiles of queries one after another, logits near 500 and -500, largest first and last",
     mistakes=(
         Mistake(
             "scratch is never set",

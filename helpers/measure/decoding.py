@@ -1,7 +1,7 @@
 """What the benchmark measures of decoding: one query a sequence against many keys, in one piece and in pages.
 
 Such a call is bound by bytes: keys and values have to be read once. So its figure is GB/s of keys and values,
-and its ceiling is a copy on the same card.
+and its yardstick is a copy on the same card.
 """
 
 import functools
@@ -120,7 +120,7 @@ def complaint(case, out, arrays):
 
 
 def measure(case, note, compile_together, time_programs=time_together):
-    """Records of one case, without their fractions of the ceiling. note, compile_together: as in `benchmark`."""
+    """Records of one case, without their fractions of a copy's speed. note, compile_together: as in `benchmark`."""
     sets = [inputs_of(case, seed) for seed in range(rotation(case.bytes))]
     programs = {}
     implementations = PAGED if case.page else CONTIGUOUS

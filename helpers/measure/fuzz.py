@@ -5,9 +5,9 @@
 A call may have few queries and many keys, which may lie in pages (`paged_attention`, without gradients).
 out, lse, dq, dk and dv are each judged by themselves. Every entry may be off by what rounding does to it
 (see `rounding`) and no more, so that a fault in a few entries of a large array is seen. Errors, hangs and
-dead processes count as wrong. Call number i is made from (seed, i) alone, so it is the same however many
-processes there are. What is wrong is made smaller while it stays wrong, and printed as a line that
-reproduces it. The exit status is 1 if anything was wrong.
+dead processes count as wrong. Program number i, of one call or two, is made from (seed, i) and the options
+alone, so it is the same however many processes there are. What is wrong is made smaller while it stays wrong,
+and printed as a line that reproduces it. The exit status is 1 if anything was wrong.
 """
 
 import argparse
@@ -50,7 +50,7 @@ class Trial:
     T, S, H, N, K, B, dtype, scale and is_causal as in `problem.Problem` and `flash_attention`.
     window: (left, right). query_lengths, key_lengths: tuples of B integers; what lies behind is NaN.
     logits: "plain", "sharp" (8 times), "one huge" (30 times, at a random key), "rising" (from key to key),
-      "low" (all far below zero) or "equal".
+      "low" (all far below zero, if scale is above it) or "equal".
     value_size: values are this many times as large, and all positive unless it is 1.
     lse_gradient: whether lse gets a gradient as well.
     way: "jit" (one program), "eager" (none around it) or "vmap" (over the batch).

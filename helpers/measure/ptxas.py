@@ -1,4 +1,4 @@
-"""Compile every configuration of the Hopper kernels for an H200, on any machine, and read what ptxas says.
+"""Compile every configuration of the Hopper kernels for an H200, on Linux without one, and read what ptxas says.
 
     python -m helpers.measure.ptxas        (make gpu-compile)
 

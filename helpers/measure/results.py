@@ -34,6 +34,7 @@ size of their tiles.
 
 What was tried on the way to a kernel and not kept stands in <card>_variants.json, see VARIANT, and beside it
 
+    factors        the speeds of changes, as multiples, see FACTOR
     kernels        the time of each kernel of a backward pass, see KERNEL
     compiled       registers of a thread of the Hopper ladder, see COMPILED
     instructions   how many instructions a step of a loop has

@@ -1,4 +1,4 @@
-"""Compile the portable kernels for cards from Ampere on, on any machine, and see that shared memory holds them.
+"""Compile the portable kernels for cards from Ampere on, on Linux without one, and see that shared memory holds them.
 
     python -m helpers.measure.shared_memory        (make gpu-compile)
 
@@ -30,7 +30,7 @@ from helpers.attention.problem import Call, Problem
 from helpers.measure.ptxas import find_toolkit, sharding_on
 
 KIB = 1024
-CARDS = [  # one of each compute capability, by names that Pallas knows; the H200 has a table of its own
+CARDS = [  # by names that Pallas knows, one of a compute capability, two of 9.0: the H200 has a table of its own
     Card("NVIDIA A100", (8, 0), 163 * KIB),
     Card("NVIDIA A10", (8, 6), 99 * KIB),
     Card("NVIDIA L4", (8, 9), 99 * KIB),

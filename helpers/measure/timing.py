@@ -58,7 +58,7 @@ def summary(wall_s, device_ms):
 def time_together(programs, *, rounds=9, sample_ms=10.0, clock=time.perf_counter, device_samples=None):
     """Measure programs in turns. programs: {name: Program}. Returns {name: Timing}.
 
-    rounds: samples of each program. sample_ms: at least how long one sample lasts.
+    rounds: samples of each program. sample_ms: about how long one sample lasts.
     clock: seconds. device_samples: function of a Program that returns milliseconds; by default the
     profiler of `kernel_times`.
     """

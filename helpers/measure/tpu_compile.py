@@ -1,4 +1,4 @@
-"""Compile every configuration of the kernels for TPUs with Google's compiler, on any machine, and read what it says.
+"""Compile every configuration of the TPU kernels with Google's compiler, on Linux without one, and read what it says.
 
     python -m helpers.measure.tpu_compile [--record COMMIT]        (make tpu-compile)
 

@@ -128,7 +128,7 @@ def _label(axes, x, y, number):
 
 
 def bandwidth(rows, copy):
-    """GB/s of decoding kernels under the speed of a copy. rows: dicts of implementation, B, S and gbps; page or 0."""
+    """GB/s of decoding kernels beside the speed of a copy. rows: dicts of implementation, B, S and gbps; page or 0."""
     shapes = list(dict.fromkeys((row["B"], row["S"]) for row in rows))
     names = list(dict.fromkeys(_name(row) for row in rows))
     figure, axes = style.subplots(width=9.5, height=4.6)
