@@ -14,6 +14,7 @@ from helpers.measure import results
 from helpers.plots import measuring as plots
 
 H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+TPU = jax.sharding.AbstractDevice(device_kind="TPU v6 lite", num_cores=1, platform="tpu")
 NOTATION = re.compile(r"^## \d+ · (Notation.*)$", re.MULTILINE)
 LENGTHS = (1024, 4096, 16384)
 WIDTH = 2048  # N H of the recorded grid
@@ -34,7 +35,12 @@ REQUESTS = (
     ("`scale` of any sign", {"scale": -1.0}),
     ("`return_residual`", {"return_residual": True}),
 )
-CHECKS = {"portable": api._check_portable, "hopper": api._check_hopper, "cudnn": api._check_cudnn}
+CHECKS = {
+    "portable": api._check_portable,
+    "hopper": api._check_hopper,
+    "tpu": api._check_tpu,
+    "cudnn": api._check_cudnn,
+}
 
 
 def write(stage, notebook_00):
@@ -68,20 +74,21 @@ def table(head, rows):
 
 
 def serves_table():
-    """What each implementation serves on an H200, as the checks of `flash_attention` say it."""
+    """What each implementation serves on an H200, or on a TPU, as the checks of `flash_attention` say it."""
     names = ["reference", *CHECKS]
     rows = [[name, *("✓" if why_not(i, **request) is None else "–" for i in names)] for name, request in REQUESTS]
     return table(["a call with", *(f"`{name}`" for name in names)], rows)
 
 
 def why_not(implementation, dtype="bfloat16", S=16, K=2, H=64, lengths=False, return_residual=False, **options):
-    """Why an implementation cannot serve a call on an H200, or None where it can."""
+    """Why an implementation cannot serve a call on its device, or None where it can."""
     query, key = jnp.zeros((1, 16, 2, H), dtype), jnp.zeros((1, S, K, H), dtype)
     if lengths:
         options |= dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), jnp.full(1, 16, jnp.int32))
     call = check_call(query, key, key, **options)
     check = CHECKS.get(implementation, lambda call, return_residual: None)
-    with mock.patch.multiple(api, device_of=lambda _: H200, compute_capability=lambda _: (9, 0)):
+    device = TPU if implementation == "tpu" else H200
+    with mock.patch.multiple(api, device_of=lambda _: device, compute_capability=lambda _: (9, 0)):
         return check(call, return_residual)
 
 
