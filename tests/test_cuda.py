@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from attention_cases import AttentionCase, check_forward, check_gradients, cotangents
 
-from helpers.dialects import cuda_launch
+from helpers.dialects import cuda_compile, cuda_launch
 from helpers.dialects.cuda_launch import RUNGS, SOURCE, SharedMemoryError
 
 if not cuda_launch.is_installed():
@@ -157,6 +157,18 @@ def test_no_compiler_is_one_clear_line(monkeypatch):
     with pytest.raises(RuntimeError, match="install one"):
         cuda_launch.compile_source(SOURCE.read_text() + "// new", "float32", 64)
     assert len(cuda_launch.MISSING.splitlines()) == 1
+
+
+@pytest.mark.full
+@pytest.mark.skipif(cuda_compile.nvrtc() is None, reason=cuda_compile.MISSING)
+@pytest.mark.parametrize("dtype", cuda_launch.ELEMENTS)
+def test_nvidias_compiler_takes_the_same_file(dtype):
+    _, log = cuda_compile.compile_for_card(dtype, 64)
+    found = cuda_compile.resources(log)
+    tensor_cores = {TENSOR_CORES} - ({TENSOR_CORES} if dtype == "float32" else set())
+    assert set(found) == {ELEMENTS, KEYS_OUTER, ROWS, "delta", "backward"} | tensor_cores
+    for needed in found.values():
+        assert 0 < needed["registers"] <= 255 and needed["shared"] <= 48 * 1024  # of a block, unless it asks for more
 
 
 def test_tiles_of_a_launch():

@@ -51,6 +51,5 @@ def test_every_configuration_is_in_the_record():
     wanted = {(chip, *vars(one).values()) for chip in tpu_compile.CHIPS for one in tpu_compile.configurations()}
     assert recorded == wanted
     for row in record["rows"]:
-        assert row["bundles"] > 0 and 0 < row["vmem"] < 16 * 2**20, (
-            row
-        )  # what a kernel may have unless it asks for more
+        # What a kernel may have unless it asks for more.
+        assert row["bundles"] > 0 and 0 < row["vmem"] < 16 * 2**20, row
