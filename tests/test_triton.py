@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, check_forward, check_gradients, cotangents
+from attention_cases import SHAPES, AttentionCase, check_forward, check_gradients, cotangents
 
 from helpers.attention.masking import Band, tile_kind
 from helpers.dialects import triton_launch
@@ -79,6 +79,23 @@ BLOCKS = list(itertools.product((16, 32, 64), (16, 32, 64)))
 @pytest.mark.parametrize(("T", "S"), [(100, 130), (130, 60)])
 def test_tiles_of_any_size(T, S, block_q, block_k):
     check(AttentionCase(T, S, arguments=CAUSAL), Launch(block_q, block_k))
+
+
+@pytest.mark.parametrize(
+    ("shape", "H", "turn"), list(zip(SHAPES, itertools.cycle([24, 64, 80, 128, 256, 8]), TURNS[1:])), ids=str
+)
+def test_descriptors(shape, H, turn):
+    (T, S), (dtype, group, is_causal) = shape, turn
+    case = AttentionCase(T, S, H, N=group, B=2, dtype=dtype, arguments={"is_causal": is_causal})
+    launch = Launch(256, 256) if T > 500 else None
+    check_forward(functools.partial(attention, launch=launch, kernel="forward_by_descriptors"), case)
+
+
+@pytest.mark.parametrize(("H", "dtype"), [(1, "float32"), (20, "float16"), (6, "float32")])
+def test_heads_that_a_descriptor_cannot_take_are_refused(H, dtype):
+    arrays, _ = AttentionCase(8, 8, H, dtype=dtype).inputs()
+    with pytest.raises(ValueError, match="16 bytes"):
+        triton_launch.forward(*arrays, kernel="forward_by_descriptors")
 
 
 @triton.jit

@@ -2,7 +2,8 @@
 
     python -m helpers.dialects.triton_card --commit HASH        writes $OUT/triton.json
 
-    correct      worst errors of the kernels against the float64 oracle and against PyTorch, by dtype and result
+    correct      worst errors of the kernels against the float64 oracle and against PyTorch, by dtype and result; of
+                 out and lse the larger one of the two forward kernels, where heads can have descriptors
     second       errors of `flash_attention` and of PyTorch against the oracle, and of one against the other
     times        the kernels in their fastest tiles beside the portable Pallas kernels, taken in turns
     tried        every choice of tiles that was tried
@@ -36,9 +37,11 @@ RESULTS = ("out", "lse", "dq", "dk", "dv")
 # Tiles, warps and stages to try, of each kernel.
 CHOICES = {
     "forward": [(128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3), (64, 128, 4, 3)],
+    "described": [(128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3)],
     "dkv": [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (32, 128, 4, 2), (64, 64, 8, 2)],
     "dq": [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3)],
 }
+FORWARD = {"forward": "forward_kernel", "described": "forward_by_descriptors"}
 STRIDES = (1, 2, 4, 8, 16, 32)
 
 
@@ -143,6 +146,13 @@ def check_case(case):
         eps = 2.0**-7 if dtype == "bfloat16" else 2.0**-10
         naive = naive_errors(arrays, dlse, is_causal, right)
         bounds = [2e-6 if name == "lse" else 2 * error + eps / 4 for name, error in zip(RESULTS, naive, strict=True)]
+    if case[2] * inputs[0].itemsize % triton_launch.DESCRIBED == 0:
+        described = triton_launch.forward(*q_k_v, **options, kernel="forward_by_descriptors")
+        described = to_numpy(described[0]), to_numpy(described[1].transpose(1, 2))
+        errors[:2] = (
+            max(error, relative_error(result, correct))
+            for error, result, correct in zip(errors, described, right, strict=False)
+        )
     # PyTorch's attention has no gradient of lse: without one, and against ours without one.
     nothing = torch.zeros_like(lse)
     found = triton_launch.backward(*q_k_v, out, lse, do_tensor, nothing, **options)
@@ -174,8 +184,9 @@ def launch_one(H, is_causal, kernel, choice, arrays=None):
         arrays = [torch.randn((B, T, N, H), device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     query, key, value, do = arrays
     launch = Launch(*choice)
-    if kernel == "forward":
-        return lambda: triton_launch.forward(query, key, value, is_causal=is_causal, launch=launch)
+    if kernel in FORWARD:
+        options = {"is_causal": is_causal, "launch": launch, "kernel": FORWARD[kernel]}
+        return lambda: triton_launch.forward(query, key, value, **options)
     rows = [torch.zeros((B, N, T), device="cuda") for _ in range(2)]
     part = triton_launch.dkv if kernel == "dkv" else triton_launch.dq
     return lambda: part(query, key, value, do, *rows, is_causal=is_causal, launch=launch)
@@ -290,8 +301,9 @@ def timed(H, is_causal, best, pallas):
     tensors = tuple(torch.from_dlpack(array) for array in saved)
     launches = {kernel: Launch(*choice) for kernel, choice in best.items()}
 
-    def forward(*arrays):
-        return triton_launch.forward(*arrays, is_causal=is_causal, launch=launches["forward"])
+    def forward(*arrays, which="forward"):
+        options = {"is_causal": is_causal, "launch": launches[which], "kernel": FORWARD[which]}
+        return triton_launch.forward(*arrays, **options)
 
     def backward(*saved):
         tiles = {"dkv_launch": launches["dkv"], "dq_launch": launches["dq"]}
@@ -304,6 +316,7 @@ def timed(H, is_causal, best, pallas):
         "forward": {
             "pallas": Program(pallas["forward"], [saved[:3]]),
             "triton": Program(forward, [tensors[:3]], wait),
+            "triton, descriptors": Program(functools.partial(forward, which="described"), [tensors[:3]], wait),
         },
         "backward": {
             "pallas": Program(pallas["backward"], [saved]),

@@ -3,7 +3,8 @@
     python -m helpers.dialects.triton_compile        (make triton)
 
 Triton carries the assembler of CUDA, so that it compiles all the way to machine code on a CPU. Prints for each
-kernel the registers and the stack of a thread, and the shared memory; nothing is run.
+kernel the registers and the stack of a thread, the shared memory, and whether tiles are copied by the TMA unit;
+nothing is run.
 """
 
 import itertools
@@ -20,10 +21,12 @@ from helpers.dialects.triton_launch import Launch, Shapes
 
 POINTERS = {
     "forward_kernel": ("query key value out", "lse"),
+    "forward_by_descriptors": ("query key value out", "lse"),
     "delta_kernel": ("out do", "dlse delta"),
     "dkv_kernel": ("query key value do dk_out dv_out", "lse delta"),
     "dq_kernel": ("query key value do dq_out", "lse delta"),
 }
+TMA = "cp.async.bulk.tensor"  # the instruction in PTX
 NAMES_IN_TRITON = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -82,13 +85,14 @@ def main():
     for H, is_causal, dtype in itertools.product((64, 128), (False, True), ("bfloat16",)):
         shapes = Shapes(4, 4096, 4096, 2048 // H, 2048 // H, H, H**-0.5, is_causal)
         for name in POINTERS:
-            launch = Launch(128 if name == "forward_kernel" else 64, 64, 4 if H == 64 else 8, 3)
-            registers, stack, shared = numbers(compiled(name, shapes, dtype, launch))
+            launch = Launch(128 if name.startswith("forward") else 64, 64, 4 if H == 64 else 8, 3)
+            found = compiled(name, shapes, dtype, launch)
+            registers, stack, shared = numbers(found)
+            by_tma = ", by TMA" if TMA in found.asm["ptx"] else ""
             mask = "causal" if is_causal else "full"
-            said = f"{name:14} H{H:<3} {dtype} {mask:6} {launch.block_q} × {launch.block_k}, {launch.num_warps} warps"
-            print(
-                f"{said}: {registers:3} registers, {stack} bytes of stack, {shared / 1024:.0f} KiB shared", flush=True
-            )
+            said = f"{name:22} H{H:<3} {dtype} {mask:6} {launch.block_q} × {launch.block_k}, {launch.num_warps} warps"
+            taken = f"{registers:3} registers, {stack} bytes of stack, {shared / 1024:.0f} KiB shared"
+            print(f"{said}: {taken}{by_tma}", flush=True)
     print("All compile. Nothing ran on a card.")
     return 0
 

@@ -81,16 +81,11 @@ def full_and_all_key_tiles(
 
 
 @triton.jit
-def one_key_tile(
-        j, m, l, acc, q, rows, key, value, scale_2, S: tl.constexpr, K: tl.constexpr,
-        H: tl.constexpr, head_padded: tl.constexpr, is_causal: tl.constexpr,
-        block_k: tl.constexpr, masked: tl.constexpr, precision: tl.constexpr,
+def online_softmax(
+        q, k, v, rows, cols, m, l, acc, scale_2, S: tl.constexpr,
+        is_causal: tl.constexpr, masked: tl.constexpr, precision: tl.constexpr,
         interpret: tl.constexpr):  # fmt: skip
-    """One step of the online softmax."""
-    cols = j * block_k + tl.arange(0, block_k)
-    k = load_tile(key, cols, S, K * H, H, head_padded, masked)
-    v = load_tile(value, cols, S, K * H, H, head_padded, masked)
-
+    """One step of it: the state with one tile of keys more."""
     s = scale_2 * dot(q, tl.trans(k), precision, interpret)
     if masked:
         seen = (cols < S)[None, :]
@@ -104,6 +99,21 @@ def one_key_tile(
     p = rounded(p, v.dtype, interpret)
     acc = alpha[:, None] * acc + dot(p, v, precision, interpret)
     return m_new, l, acc
+
+
+@triton.jit
+def one_key_tile(
+        j, m, l, acc, q, rows, key, value, scale_2, S: tl.constexpr, K: tl.constexpr,
+        H: tl.constexpr, head_padded: tl.constexpr, is_causal: tl.constexpr,
+        block_k: tl.constexpr, masked: tl.constexpr, precision: tl.constexpr,
+        interpret: tl.constexpr):  # fmt: skip
+    """Load tile j of the keys and take the step."""
+    cols = j * block_k + tl.arange(0, block_k)
+    k = load_tile(key, cols, S, K * H, H, head_padded, masked)
+    v = load_tile(value, cols, S, K * H, H, head_padded, masked)
+    return online_softmax(
+        q, k, v, rows, cols, m, l, acc, scale_2, S, is_causal, masked, precision,
+        interpret)  # fmt: skip
 
 
 @triton.jit
@@ -142,6 +152,52 @@ def forward_kernel(
 
     store_tile(out, acc / l[:, None], rows, T, N * H, H, head_padded, interpret)
     tl.store(lse + rows, (m + tl.log2(l)) / LOG2_E, mask=rows < T)
+
+
+@triton.jit
+def forward_by_descriptors(
+        query, key, value, out, lse, scale, T: tl.constexpr, S: tl.constexpr,
+        N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, head_padded: tl.constexpr,
+        is_causal: tl.constexpr, block_q: tl.constexpr, block_k: tl.constexpr,
+        precision: tl.constexpr, interpret: tl.constexpr):  # fmt: skip
+    """`forward_kernel` with tensor descriptors, which know where a head ends.
+
+    What is loaded over the end is 0, what is stored there is dropped. Rows must begin at multiples of 16 bytes.
+    """
+    n, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    q_head = b * T * N * H + n * H
+    shared = b * S * K * H + n // (N // K) * H
+    tile_q: tl.constexpr = [block_q, head_padded]
+    tile_k: tl.constexpr = [block_k, head_padded]
+    queries = tl.make_tensor_descriptor(query + q_head, [T, H], [N * H, 1], tile_q)
+    outs = tl.make_tensor_descriptor(out + q_head, [T, H], [N * H, 1], tile_q)
+    keys = tl.make_tensor_descriptor(key + shared, [S, H], [K * H, 1], tile_k)
+    values = tl.make_tensor_descriptor(value + shared, [S, H], [K * H, 1], tile_k)
+
+    q_start = tl.program_id(0) * block_q
+    rows = q_start + tl.arange(0, block_q)
+    q = queries.load([q_start, 0])
+    m = tl.full([block_q], float("-inf"), tl.float32)
+    l = tl.zeros([block_q], tl.float32)
+    acc = tl.zeros([block_q, head_padded], tl.float32)
+    scale_2 = scale * LOG2_E
+
+    full, stop = full_and_all_key_tiles(q_start, S, is_causal, block_q, block_k)
+    for j in range(0, full):
+        cols = j * block_k + tl.arange(0, block_k)
+        k, v = keys.load([j * block_k, 0]), values.load([j * block_k, 0])
+        m, l, acc = online_softmax(
+            q, k, v, rows, cols, m, l, acc, scale_2, S, is_causal, False, precision,
+            interpret)  # fmt: skip
+    for j in range(full, stop):
+        cols = j * block_k + tl.arange(0, block_k)
+        k, v = keys.load([j * block_k, 0]), values.load([j * block_k, 0])
+        m, l, acc = online_softmax(
+            q, k, v, rows, cols, m, l, acc, scale_2, S, is_causal, True, precision,
+            interpret)  # fmt: skip
+
+    outs.store([q_start, 0], rounded(acc / l[:, None], out.dtype.element_ty, interpret))
+    tl.store(lse + (b * N + n) * T + rows, (m + tl.log2(l)) / LOG2_E, mask=rows < T)
 
 
 @triton.jit

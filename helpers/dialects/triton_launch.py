@@ -19,6 +19,7 @@ from helpers.source import cut
 
 MISSING = "Triton is not installed here; make triton installs it, on Linux."
 LARGEST_ENTRY = 2**31  # elements of a batch entry that a 32-bit offset reaches
+DESCRIBED = 16  # bytes, of which a tensor descriptor wants every row to begin at a multiple
 
 
 class Launch(NamedTuple):
@@ -142,6 +143,12 @@ def _run(name, arrays, grid, launch, *constants):
         kernel[grid](*arrays, *constants, num_warps=launch.num_warps, num_stages=launch.num_stages)
 
 
+def _let_descriptors_lie_on(device):
+    """A card wants its descriptors in its own memory, for which Triton asks the caller."""
+    torch, triton = importlib.import_module("torch"), importlib.import_module("triton")
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
+
+
 def _grid(length, block, heads, B):
     return -(-length // block), heads, B
 
@@ -153,18 +160,24 @@ def _common(shapes, launch, interpret, precision):
     return scale, T, S, N, K, H, head_padded, is_causal, launch.block_q, launch.block_k, precision, interpret
 
 
-def forward(query, key, value, *, scale=None, is_causal=False, launch=None, precision="tf32"):
+def forward(query, key, value, *, scale=None, is_causal=False, launch=None, precision="tf32", kernel="forward_kernel"):
     """out (B, T, N, H) and lse (B, N, T) of query (B, T, N, H), key and value (B, S, K, H).
 
     All NumPy arrays, or all tensors on a card, without gaps. precision: of float32 products on a card, "tf32" or
-    "ieee"; the interpreter's are exact to float32.
+    "ieee"; the interpreter's are exact to float32. kernel: or "forward_by_descriptors", with which a head of one
+    position must fill a multiple of 16 bytes: ValueError if it does not.
     """
     shapes = shapes_of(query, key, scale, is_causal)
+    if kernel == "forward_by_descriptors":
+        if shapes.H * query.itemsize % DESCRIBED:
+            raise ValueError(f"a descriptor needs heads of a multiple of {DESCRIBED} bytes, got {shapes.H * query.itemsize}")
+        if not isinstance(query, np.ndarray):
+            _let_descriptors_lie_on(query.device)
     B, T, N = shapes.B, shapes.T, shapes.N
     launch = _launch_for(shapes, query, launch)
     out, lse = _new(query, (B, T, N, shapes.H)), _new(query, (B, N, T), "float32")
     constants = _common(shapes, launch, isinstance(query, np.ndarray), precision)
-    _run("forward_kernel", (query, key, value, out, lse), _grid(T, launch.block_q, N, B), launch, *constants)
+    _run(kernel, (query, key, value, out, lse), _grid(T, launch.block_q, N, B), launch, *constants)
     return out, lse
 
 

@@ -36,12 +36,12 @@ def _error(mine, right):
     return np.linalg.norm(mine - right) / np.linalg.norm(right)
 
 
-def forward():
+def forward(kernel="forward_kernel"):
     """Print whether out and lse agree with the oracle."""
     for dtype, bound in (("float32", 2e-6), ("float16", 2**-10), ("bfloat16", 2**-7)):
         arrays, _, _ = inputs(dtype)
         for is_causal in (False, True):
-            out, lse = triton_launch.forward(*arrays, is_causal=is_causal)
+            out, lse = triton_launch.forward(*arrays, is_causal=is_causal, kernel=kernel)
             right_out, right_lse = oracle(*arrays, is_causal=is_causal)
             right = _error(out, right_out) < bound, _error(lse.swapaxes(1, 2), right_lse) < 2e-6
             print(f"{dtype:8} {'causal' if is_causal else 'full':6} out right: {right[0]}, lse right: {right[1]}")
@@ -61,11 +61,21 @@ def backward():
         print(f"{dtype:8} {', '.join(verdicts)}")
 
 
-SHOWN = {"forward": forward, "backward": backward}
+def descriptors():
+    """Print the same of the kernel with descriptors, and what it says of a head that it cannot take."""
+    forward("forward_by_descriptors")
+    head = np.zeros((1, 8, 1, 20), np.float16)
+    try:
+        triton_launch.forward(head, head, head, kernel="forward_by_descriptors")
+    except ValueError as error:
+        print(error)
+
+
+SHOWN = {"forward": forward, "backward": backward, "descriptors": descriptors}
 
 
 def show(name):
-    """Print what `name` ("forward" or "backward") prints, or "compiled": what the compiler said, always recorded."""
+    """Print what one of `SHOWN` prints, or "compiled": what the compiler said, always recorded."""
     record = json.loads(RECORD.read_text())
     if name in SHOWN and triton_launch.is_installed():
         SHOWN[name]()
