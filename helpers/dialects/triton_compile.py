@@ -3,8 +3,8 @@
     python -m helpers.dialects.triton_compile        (make triton)
 
 Triton carries the assembler of CUDA, so that it compiles all the way to machine code on a CPU. Prints for each
-kernel the registers and the stack of a thread, the shared memory, and whether tiles are copied by the TMA unit;
-nothing is run.
+kernel the registers and the stack of a thread, the shared memory, and which of Hopper's own instructions it uses:
+wgmma for products, TMA for copies of tiles. Nothing is run.
 """
 
 import itertools
@@ -26,7 +26,7 @@ POINTERS = {
     "dkv_kernel": ("query key value do dk_out dv_out", "lse delta"),
     "dq_kernel": ("query key value do dq_out", "lse delta"),
 }
-TMA = "cp.async.bulk.tensor"  # the instruction in PTX
+INSTRUCTIONS = {"wgmma": "wgmma.mma_async", "TMA": "cp.async.bulk.tensor"}  # as PTX calls them
 NAMES_IN_TRITON = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -82,17 +82,19 @@ def main():
         print(triton_launch.MISSING)
         return 1
     os.environ["TRITON_INTERPRET"] = "0"
-    for H, is_causal, dtype in itertools.product((64, 128), (False, True), ("bfloat16",)):
+    print("bfloat16                 H mask       tile warps registers stack KiB shared")
+    for H, is_causal in itertools.product((64, 128), (False, True)):
         shapes = Shapes(4, 4096, 4096, 2048 // H, 2048 // H, H, H**-0.5, is_causal)
+        mask = "causal" if is_causal else "full"
         for name in POINTERS:
             launch = Launch(128 if name.startswith("forward") else 64, 64, 4 if H == 64 else 8, 3)
-            found = compiled(name, shapes, dtype, launch)
+            found = compiled(name, shapes, "bfloat16", launch)
             registers, stack, shared = numbers(found)
-            by_tma = ", by TMA" if TMA in found.asm["ptx"] else ""
-            mask = "causal" if is_causal else "full"
-            said = f"{name:22} H{H:<3} {dtype} {mask:6} {launch.block_q} × {launch.block_k}, {launch.num_warps} warps"
-            taken = f"{registers:3} registers, {stack} bytes of stack, {shared / 1024:.0f} KiB shared"
-            print(f"{said}: {taken}{by_tma}", flush=True)
+            used = ", ".join(name for name, word in INSTRUCTIONS.items() if word in found.asm["ptx"])
+            tile = f"{launch.block_q} × {launch.block_k}"
+            said = f"{name:22} {H:3} {mask:6} {tile:>8} {launch.num_warps:5}"
+            said += f" {registers:9} {stack:5} {shared / 1024:10.0f}"
+            print(f"{said}  {used}".rstrip(), flush=True)
     print("All compile. Nothing ran on a card.")
     return 0
 

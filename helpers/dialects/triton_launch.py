@@ -169,8 +169,8 @@ def forward(query, key, value, *, scale=None, is_causal=False, launch=None, prec
     """
     shapes = shapes_of(query, key, scale, is_causal)
     if kernel == "forward_by_descriptors":
-        if shapes.H * query.itemsize % DESCRIBED:
-            raise ValueError(f"a descriptor needs heads of a multiple of {DESCRIBED} bytes, got {shapes.H * query.itemsize}")
+        if (size := shapes.H * query.itemsize) % DESCRIBED:
+            raise ValueError(f"a descriptor needs heads of a multiple of {DESCRIBED} bytes, got {size}")
         if not isinstance(query, np.ndarray):
             _let_descriptors_lie_on(query.device)
     B, T, N = shapes.B, shapes.T, shapes.N
