@@ -6,7 +6,7 @@ What Pallas keeps in BlockSpecs is arithmetic with pointers here. Shapes are con
 
 A tile of logits is one of three:
 
-    full      every query of it sees every key of it: no mask, neither for the logits nor for the loads
+    full      every query of it sees every key of it: no mask but, for the loads, that of a padded head
     partial   on the diagonal or over the end of an array: masked
     skipped   no query sees a key: not in the range of any loop
 
