@@ -56,7 +56,7 @@ def test_shapes_and_head_dims(shape_and_head_dim, turn):
     check(AttentionCase(T, S, H, N=group, dtype=dtype, arguments={"is_causal": is_causal}), launch)
 
 
-@pytest.mark.parametrize(("dtype", "group", "is_causal"), TURNS)
+@pytest.mark.parametrize(("dtype", "group", "is_causal"), TURNS[::5])  # all of them meet in the shapes above
 def test_groups_and_dtypes(dtype, group, is_causal):
     K = 1 if group == 8 else 2
     check(AttentionCase(70, 130, 64, N=group * K, K=K, B=2, dtype=dtype, arguments={"is_causal": is_causal}))
