@@ -1,7 +1,7 @@
 """PyTorch as a second oracle, written by others: each dialect beside its attention and its autograd.
 
 It is no package of the series, so these tests run where it happens to be installed. On a machine without a GPU all
-kernels are interpreted or emulated; on one with a GPU `flash_attention` and PyTorch use it.
+kernels are interpreted or emulated; on one with a GPU all but those for a TPU use it.
 """
 
 import functools
@@ -13,7 +13,7 @@ import pytest
 from attention_cases import AttentionCase, cotangents, relative_error
 
 from helpers import flash_attention
-from helpers.dialects import cuda_launch, triton_launch
+from helpers.dialects import cuda_card, cuda_launch, triton_launch
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed here", exc_type=ImportError)
 pytestmark = pytest.mark.full  # the float64 oracle finds the same faults
@@ -63,13 +63,29 @@ def in_jax(case, implementation=None):
         return run(inputs, cotangents(case)[0])
 
 
+@functools.cache
+def card():
+    found = cuda_card.Card()
+    found.compile()
+    return found
+
+
 def by_launches(dialect, case):
-    """The same of the kernels in Triton's interpreter, or in CUDA by the C++ compiler of this system."""
+    """The same of Triton's kernels or CUDA's: compiled for the card where PyTorch has one, else interpreted or
+    emulated."""
     if not dialect.is_installed():
         pytest.skip(dialect.MISSING)
-    (query, key, value), arguments = case.inputs()
-    out, lse = dialect.forward(query, key, value, **arguments)
-    return out, *dialect.backward(query, key, value, out, lse, cotangents(case)[0], np.zeros_like(lse), **arguments)
+    (*inputs, dout), arguments = (*case.inputs()[0], cotangents(case)[0]), case.inputs()[1]
+    forward, backward = dialect.forward, dialect.backward
+    if on_card := torch.cuda.is_available():
+        inputs, dout = [*map(cuda_card.on_card, inputs)], cuda_card.on_card(dout)
+        if dialect is cuda_launch:
+            forward, backward = functools.partial(card().forward, rung="forward_rows"), card().backward
+        else:
+            arguments["precision"] = "ieee"
+    out, lse = forward(*inputs, **arguments)
+    results = out, *backward(*inputs, out, lse, dout, 0 * lse, **arguments)
+    return [cuda_card.to_numpy(result) for result in results] if on_card else results
 
 
 DIALECTS = {

@@ -167,12 +167,14 @@ def forward_by_descriptors(
     n, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     q_head = b * T * N * H + n * H
     shared = b * S * K * H + n // (N // K) * H
-    tile_q: tl.constexpr = [block_q, head_padded]
-    tile_k: tl.constexpr = [block_k, head_padded]
-    queries = tl.make_tensor_descriptor(query + q_head, [T, H], [N * H, 1], tile_q)
-    outs = tl.make_tensor_descriptor(out + q_head, [T, H], [N * H, 1], tile_q)
-    keys = tl.make_tensor_descriptor(key + shared, [S, H], [K * H, 1], tile_k)
-    values = tl.make_tensor_descriptor(value + shared, [S, H], [K * H, 1], tile_k)
+    queries = tl.make_tensor_descriptor(
+        query + q_head, [T, H], [N * H, 1], [block_q, head_padded])  # fmt: skip
+    outs = tl.make_tensor_descriptor(
+        out + q_head, [T, H], [N * H, 1], [block_q, head_padded])  # fmt: skip
+    keys = tl.make_tensor_descriptor(
+        key + shared, [S, H], [K * H, 1], [block_k, head_padded])  # fmt: skip
+    values = tl.make_tensor_descriptor(
+        value + shared, [S, H], [K * H, 1], [block_k, head_padded])  # fmt: skip
 
     q_start = tl.program_id(0) * block_q
     rows = q_start + tl.arange(0, block_q)
