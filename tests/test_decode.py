@@ -252,13 +252,22 @@ def test_the_benchmark_measures_what_is_right_and_notes_the_rest(monkeypatch):
     implementations = {"flash_attention": decoding.CONTIGUOUS["flash_attention"], "right": right}
     implementations["wrong"] = lambda case: lambda *arrays: 1.05 * right(case)(*arrays)
     implementations["absent"] = lambda case: importlib.import_module("no_such_module")
+
+    def of_torch(case):
+        """Arrays of NumPy stand in for those of PyTorch."""
+        if case.page:
+            return importlib.import_module("no_such_module")
+        return lambda *arrays: np.asarray(right(case)(*arrays)), np.asarray, jnp.asarray, lambda: None
+
     monkeypatch.setattr(decoding, "CONTIGUOUS", implementations)
     monkeypatch.setattr(decoding, "PAGED", {"paged_attention": decoding.PAGED["paged_attention"]})
+    monkeypatch.setattr(decoding, "OF_TORCH", {"of torch": of_torch})
     monkeypatch.setattr(decoding, "rotation", lambda _: 2)
     timed = lambda programs: {name: Timing(2.0, 0.1, 1.0, 9) for name in programs}
-    for page, names in ((0, ["flash_attention", "right"]), (16, ["paged_attention"])):
+    for page, names in ((0, ["flash_attention", "right", "of torch"]), (16, ["paged_attention"])):
         case = decoding.Decode(2, 64, page, N=4, K=2, H=16)
-        records = decoding.measure(case, notes.append, benchmark.compile_together, timed)
+        compiled = decoding.compiled([case], notes.append, benchmark.compile_together)
+        records = decoding.measure(case, notes.append, compiled[case], timed)
         assert [record["implementation"] for record in records] == names, notes
         assert records[0]["gbps"] == pytest.approx(2 * 2 * 64 * 2 * 16 * 2 / 1e-3 / 1e9)
         part = {"commit": "", "date": "", "versions": {}, "copy_gbps": 1.0}
@@ -267,4 +276,4 @@ def test_the_benchmark_measures_what_is_right_and_notes_the_rest(monkeypatch):
         del records[0]["gbps"]
         with pytest.raises(ValueError, match=r"decode: records\[0\]: gbps is missing"):
             results.check(results.read() | {"decode": part | {"records": records}})
-    assert len(notes) == 2 and "wrong by 4.8e-02" in notes[1] and "no_such_module" in notes[0]
+    assert "no_such_module" in notes[0] and "wrong by 4.8e-02" in notes[1] and notes[2:] == ["of torch: not installed"]

@@ -93,7 +93,8 @@ def test_the_time_of_the_device_is_the_median_of_all_its_samples():
 
 def test_the_summary_is_the_median_and_the_quartiles():
     found = timing.summary([1.0, 2.0, 3.0, 4.0, 100.0], [7.0, 5.0, 6.0])
-    assert found == Timing(wall_ms=3000.0, spread=2 / 3, device_ms=6.0, samples=5)
+    samples = (7.0, 5.0, 6.0)  # in their order, for that of another program has their partners
+    assert found == Timing(wall_ms=3000.0, spread=2 / 3, device_ms=6.0, samples=5, device_samples=samples)
 
 
 def test_no_profiler_is_no_error():
@@ -233,6 +234,47 @@ def test_peers_that_fail_leave_a_line_each_and_the_rest_runs():
         "it takes float16 only",
         "too little memory on this GPU",
     ]
+    assert notes[0] == "absent: not installed"  # for all cases alike, so that it is said once
+
+
+def test_a_peer_with_a_queue_of_its_own_is_waited_for_checked_and_timed_in_turns(monkeypatch):
+    """Arrays of NumPy stand in for those of PyTorch."""
+    waits, timed, notes = [], [], []
+
+    def peer(case, factor=1.0):
+        attention = implementations.ours("reference")(case)
+        gradients = lambda kept, dout: benchmark.jax.vjp(attention, *kept)[1](dout)
+        return implementations.OfTorch(
+            forward=lambda *arrays: np.asarray(factor * attention(*arrays)),
+            residuals=lambda *arrays: arrays,
+            backward=lambda kept, dout: [np.asarray(gradient) for gradient in gradients(kept, dout)],
+            to_torch=np.asarray,
+            to_jax=jnp.asarray,
+            synchronise=lambda: waits.append("waited"),
+        )
+
+    def time_programs(programs):
+        timed.append(list(programs))
+        assert {name: program.wait is benchmark.jax.block_until_ready for name, program in programs.items()} == {
+            name: name == "right" for name in programs
+        }
+        return fixed_times(programs)
+
+    monkeypatch.setattr(benchmark, "OF_TORCH", {"peer": peer, "wrong": functools.partial(peer, factor=1.05)})
+    made = {"right": implementations.ours("reference"), **benchmark.OF_TORCH}
+    records = benchmark.measure_case(SMALL, made, note=notes.append, time_programs=time_programs)
+    assert timed == [["right", "peer"], ["right", "peer", "wrong"]]
+    assert len(waits) == 4 and len(records) == 5
+    assert len(notes) == 1 and "wrong: forward: wrong: out has a relative error" in notes[0]
+
+
+def test_the_profiler_waits_for_what_is_not_jax(monkeypatch):
+    from jax.experimental.mosaic.gpu import profiler
+
+    waited = []
+    monkeypatch.setattr(profiler, "measure", lambda run, iterations: lambda: (run(), [1.0] * iterations))
+    assert timing.kernel_times(Program(lambda: "a result", [()], waited.append)) == [1.0] * 3
+    assert waited == ["a result"]
 
 
 def forward_only(case):
@@ -257,8 +299,9 @@ def test_a_ladder_that_raises_does_not_stop_the_run():
     assert notes == [f"ladder: {SMALL.name}: RuntimeError: a driver that gave up"]
 
 
-def test_a_run_that_takes_too_long_notes_what_it_left_out():
+def test_a_run_that_takes_too_long_notes_what_it_left_out(monkeypatch):
     notes = []
+    monkeypatch.setattr(benchmark, "names_for", lambda case: ())
     assert benchmark.run([SMALL], notes.append, began=-1e9) == []
     assert notes == [f"{SMALL.name}: left out, the time was up"]
 
@@ -273,8 +316,9 @@ def test_a_case_that_raises_does_not_stop_the_run(monkeypatch):
         return [benchmark.record(case, "portable", "forward", Timing(1.0, 0.0, 1.0, 9))]
 
     monkeypatch.setattr(benchmark, "measure_case", measure_case)
+    monkeypatch.setattr(benchmark, "names_for", lambda case: ())
     records = benchmark.run([broken, SMALL], notes.append, progress=lines.append)
-    assert len(records) == 1 and "a driver that gave up" in notes[0] and "portable" in lines[0]
+    assert len(records) == 1 and "a driver that gave up" in notes[0] and "portable" in lines[1]
 
 
 def test_without_a_gpu_the_commands_say_so(capsys):

@@ -327,18 +327,10 @@ def timed(H, is_causal, best, pallas):
     pairs = zip((forward(*tensors[:3])[0], *backward(*tensors)), (out, *pallas["backward"](*saved)), strict=True)
     differences = [relative_error(to_numpy(mine), np.asarray(theirs, np.float32)) for mine, theirs in pairs]
 
-    def device_samples(program):
-        def waited(*inputs):
-            result = program.run(*inputs)
-            program.wait(result)
-            return () if program.wait is wait else result
-
-        return kernel_times(Program(waited, program.inputs), calls=5)
-
     rows = []
     for which, compared in programs.items():
         flops = (1 if which == "forward" else 2.5) * 4 * T * T * H * N * B / (2 if is_causal else 1)
-        times = time_together(compared, device_samples=device_samples, sample_ms=20)
+        times = time_together(compared, device_samples=functools.partial(kernel_times, calls=5), sample_ms=20)
         by_device = all(timing.device_ms for timing in times.values())
         for name, timing in times.items():
             ms = timing.device_ms if by_device else timing.wall_ms

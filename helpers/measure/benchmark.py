@@ -14,6 +14,8 @@ TFLOP/s are FLOPs over the device's time, or over the wall time where no profile
 import argparse
 import datetime
 import functools
+import importlib.metadata
+import importlib.util
 import itertools
 import os
 import platform
@@ -27,6 +29,7 @@ from dataclasses import asdict, dataclass, replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tqdm import tqdm
 
 from helpers import flash_attention
 from helpers.attention.device import compute_capability, default_device
@@ -37,7 +40,7 @@ from helpers.attention.portable.tiles import select_tiles
 from helpers.attention.problem import check_call
 from helpers.measure import cost, decoding, ladder, results
 from helpers.measure.decoding import WIDEST_ERROR
-from helpers.measure.implementations import OF_JAX, PEERS, gradient_programs, torch_sdpa
+from helpers.measure.implementations import OF_JAX, OF_TORCH, PEERS, gradient_programs
 from helpers.measure.timing import Program, rotation, time_together
 
 TOKENS, WIDTH = 16384, 2048
@@ -103,7 +106,7 @@ def inputs_of(case, seed=0):
 
 def names_for(case):
     """The implementations to be timed for a case: all for those the lessons quote, the main ones for the rest."""
-    names = ["portable", "hopper", "cudnn"]
+    names = ["portable", "hopper", "cudnn", "flash_attention_3"]
     if case.T <= 4096 and (case.dtype == "bfloat16" or case == TUTORIAL) and case.K == case.N:
         names.insert(0, "naive")
     if case.T == 4096 and case.K == case.N:
@@ -154,10 +157,13 @@ def reason_of(error):
     """One line for an exception."""
     if "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower():
         return "too little memory on this GPU"
-    if isinstance(error, ImportError):
-        return "not installed"
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:160] if lines else ''}"
+
+
+def left_out(case, name, error):
+    """One line for an implementation that cannot serve a case; the same for all cases if it is not here."""
+    return f"{name}: not installed" if isinstance(error, ImportError) else f"{case.name}: {name}: {reason_of(error)}"
 
 
 def lowered(function, *inputs):
@@ -180,11 +186,14 @@ def two_stages(attention, query, key, value, dout):
     return [residuals, lowered(backward, kept, dout)]
 
 
-def compile_together(parts, note, compilers=12):
-    """{name: compiled programs} of {name: function that returns lowered programs}; note(name, error) for what fails."""
+def compile_together(parts, note, compilers=12, progress=lambda parts: parts):
+    """{name: compiled programs} of {name: function that returns lowered programs}; note(name, error) for what fails.
+
+    JAX lowers one after another; XLA compiles beside it. progress: a bar round the parts, such as tqdm.
+    """
     compiled, waiting = {}, {}
     with ThreadPoolExecutor(compilers) as pool:
-        for name, lower in parts.items():
+        for name, lower in progress(parts.items()):
             try:
                 waiting[name] = [pool.submit(stage.compile) for stage in lower()]
             except Exception as error:
@@ -197,40 +206,74 @@ def compile_together(parts, note, compilers=12):
     return compiled
 
 
-def measure_case(case, implementations, *, note, time_programs=time_together):
-    """Records of one case. implementations: {name: make}; note(text) takes what could not be measured."""
-    first = inputs_of(case)
-    count = rotation(sum(array.nbytes for array in first[:3]))  # a forward pass reads no dout
-    sets = [first, *(inputs_of(case, seed) for seed in range(1, count))]
-    right = right_answer(case, sets[0])
+def parts_of_case(case, implementations, note):
+    """What `compile_together` takes for a case: {(pass, name): function}. implementations: {name: make}, of JAX."""
+    shapes = jax.eval_shape(lambda: inputs_of(case))
     parts = {}
     for name, make in implementations.items():
         try:
             attention = make(case)
         except Exception as error:
-            note(f"{case.name}: {name}: {reason_of(error)}")
+            note(left_out(case, name, error))
             continue
-        parts["forward", name] = functools.partial(one_stage, attention, sets[0][:3])
-        parts["backward", name] = functools.partial(two_stages, attention, *sets[0])
+        parts["forward", name] = functools.partial(one_stage, attention, shapes[:3])
+        parts["backward", name] = functools.partial(two_stages, attention, *shapes)
+    return parts
+
+
+def compile_case(case, implementations, note):
+    """{(pass, name): compiled programs} of one case."""
     complain = lambda part, error: note(f"{case.name}: {part[1]}: {part[0]}: {reason_of(error)}")
-    found = compile_together(parts, complain)
+    return compile_together(parts_of_case(case, implementations, note), complain)
+
+
+def measure_case(case, implementations, *, note, time_programs=time_together, compiled=None):
+    """Records of one case. implementations: {name: make}; note(text) takes what could not be measured.
+
+    compiled: what `compile_case` returns, if it was done before.
+    """
+    of_torch = {name: make for name, make in implementations.items() if name in OF_TORCH}
+    if compiled is None:
+        of_jax = {name: make for name, make in implementations.items() if name not in of_torch}
+        compiled = compile_case(case, of_jax, note)
+    first = inputs_of(case)
+    count = rotation(sum(array.nbytes for array in first[:3]))  # a forward pass reads no dout
+    sets = [first, *(inputs_of(case, seed) for seed in range(1, count))]
+    right = right_answer(case, sets[0])
+    ready = {"forward": {}, "backward": {}}
+
+    def add(name, which, make, to_jax=lambda array: array):
+        """Keep the program that make() returns, if it is right."""
+        try:
+            program = make()
+            found = program.run(*program.inputs[0])
+            program.wait(found)
+            wrong = complaint(case, which, to_jax(found) if which == "forward" else [*map(to_jax, found)], right)
+        except Exception as error:
+            wrong = reason_of(error)
+        if wrong:
+            note(f"{case.name}: {name}: {which}: {wrong}")
+        else:
+            ready[which][name] = program
+
+    for (which, name), stages in compiled.items():
+        if which == "forward":
+            add(name, which, lambda: Program(*stages, [tuple(arrays[:3]) for arrays in sets]))  # noqa: B023
+        else:
+            residuals, backward = stages
+            kept = lambda: [(residuals(*arrays[:3]), arrays[3]) for arrays in sets]  # noqa: B023
+            add(name, which, lambda: Program(backward, kept()))  # noqa: B023
+    for name, make in of_torch.items():
+        try:
+            peer = make(case)
+            programs = peer.programs(sets)
+        except Exception as error:
+            note(left_out(case, name, error))
+            continue
+        for which, program in programs.items():
+            add(name, which, lambda: program, peer.to_jax)  # noqa: B023
     records = []
-    for which in ("forward", "backward"):
-        programs = {}
-        for (_, name), stages in ((part, stages) for part, stages in found.items() if part[0] == which):
-            try:
-                if which == "forward":
-                    program = Program(*stages, [tuple(arrays[:3]) for arrays in sets])
-                else:
-                    residuals, backward = stages
-                    program = Program(backward, [(residuals(*arrays[:3]), arrays[3]) for arrays in sets])
-                wrong = complaint(case, which, program.run(*program.inputs[0]), right)
-            except Exception as error:
-                wrong = reason_of(error)
-            if wrong:
-                note(f"{case.name}: {name}: {which}: {wrong}")
-            else:
-                programs[name] = program
+    for which, programs in ready.items():
         if programs:
             try:
                 times = time_programs(programs)
@@ -251,6 +294,7 @@ def record(case, name, which, timing):
         "device_ms": timing.device_ms,
         "wall_ms": timing.wall_ms,
         "spread": timing.spread,
+        "samples_ms": [round(sample, 5) for sample in timing.device_samples],
         "tflops": case.flops(which) / ms / 1e9,
         "tiles": tiles_used(case, name, which),
     }
@@ -267,34 +311,6 @@ def tiles_used(case, name, which):
     if name == "hopper":
         return hopper.tiles_used(problem, which)
     return None
-
-
-def torch_records(case, note):
-    """Records of PyTorch, timed by itself: it has a queue of its own."""
-    try:
-        to_torch, forward, residuals, backward, to_jax, synchronise = torch_sdpa(case)
-        arrays = inputs_of(case)
-        right = right_answer(case, arrays)
-        query, key, value, dout = map(to_torch, arrays)
-        kept, out = residuals(query, key, value)
-        programs = {
-            "forward": Program(forward, [(query, key, value)], lambda _: synchronise()),
-            "backward": Program(backward, [(kept, out, dout)], lambda _: synchronise()),
-        }
-        records = []
-        for which, program in programs.items():
-            found = program.run(*program.inputs[0])
-            found = to_jax(found) if which == "forward" else tuple(map(to_jax, found))
-            wrong = complaint(case, which, found, right)
-            if wrong:
-                note(f"{case.name}: torch_sdpa: {which}: {wrong}")
-                continue
-            timing = time_together({which: program}, device_samples=lambda program: [])[which]
-            records.append(record(case, "torch_sdpa", which, timing))
-        return records
-    except Exception as error:
-        note(f"{case.name}: torch_sdpa: {reason_of(error)}")
-        return []
 
 
 def ceilings():
@@ -347,33 +363,52 @@ def _hopper_form(case, tiles, query, key, value, out, lse, dout):
 
 def ladder_records(cases, note, rungs=rungs, time_programs=time_together):
     """One entry for each of a case's `rungs`; wrong ones are noted and not timed."""
-    records = []
+    found, parts = {}, {}
     for case in cases:
         try:
-            records += _rungs_of_case(case, note, rungs, time_programs)
+            found[case] = rungs(case)
+        except Exception as error:
+            note(f"ladder: {case.name}: {reason_of(error)}")
+            continue
+        query, key, value, dout = jax.eval_shape(lambda: inputs_of(case))  # noqa: B023
+        lse = jax.ShapeDtypeStruct((case.B, case.N, case.T), jnp.float32)
+        for kernel, (which, functions) in found[case].items():
+            inputs = (query, key, value, query, lse, dout) if which == "backward" else (query, key, value)
+            for name, run in functions.items():
+                parts[case, kernel, name] = functools.partial(one_stage, run, inputs)
+
+    def complain(part, error):
+        case, kernel, name = part
+        note(f"ladder: {case.name}: {kernel}: {name}: {reason_of(error)}")
+
+    compiled = compile_together(parts, complain)
+    records = []
+    for case, kernels in found.items():
+        try:
+            records += _rungs_of_case(case, kernels, compiled, note, time_programs)
         except Exception as error:
             note(f"ladder: {case.name}: {reason_of(error)}")
     return records
 
 
-def _rungs_of_case(case, note, rungs, time_programs):
+def _rungs_of_case(case, kernels, compiled, note, time_programs):
     records = []
     *arrays, dout = inputs_of(case)
     right = right_answer(case, (*arrays, dout))
     out, lse = flash_attention(*arrays, is_causal=case.is_causal, return_residual=True)
-    for kernel, (which, functions) in rungs(case).items():
+    for kernel, (which, functions) in kernels.items():
         inputs = (*arrays, out, lse.swapaxes(1, 2), dout) if which == "backward" else tuple(arrays)
-        prefix = f"ladder: {case.name}: {kernel}: "
-        complain = lambda name, error, prefix=prefix: note(f"{prefix}{name}: {reason_of(error)}")
-        parts = {name: functools.partial(one_stage, run, inputs) for name, run in functions.items()}
         programs = {}
-        for name, (program,) in compile_together(parts, complain).items():
+        for name in functions:
+            if (case, kernel, name) not in compiled:
+                continue
+            (program,) = compiled[case, kernel, name]
             try:
                 wrong = complaint(case, which, program(*inputs), right)
             except Exception as error:
                 wrong = reason_of(error)
             if wrong:
-                note(f"{prefix}{name}: {wrong}")
+                note(f"ladder: {case.name}: {kernel}: {name}: {wrong}")
             else:
                 programs[name] = Program(program, [inputs])
         for name, timing in time_programs(programs).items() if programs else ():
@@ -390,26 +425,35 @@ def both_passes(attention):
 
 def memory_records(note, longest=2**20):
     """Bytes of forward and of forward with backward against T, for one head with H = 64 in bf16."""
-    records = []
-    for name, make in OF_JAX.items():
-        if name not in ("naive", "portable", "hopper"):
+    parts = {}
+    for name, which in itertools.product(("naive", "portable", "hopper"), ("forward", "backward")):
+        for T in (2**n for n in range(10, longest.bit_length(), 2)):
+            case = Case(1, T, T, 1, 1, 64, "bfloat16", True)
+            shapes = jax.eval_shape(lambda: inputs_of(case))  # noqa: B023
+            attention = OF_JAX[name](case)
+            program = attention if which == "forward" else both_passes(attention)
+            parts[name, which, T] = functools.partial(one_stage, program, shapes[: 3 if which == "forward" else 4])
+    failed, compiled = {}, {}
+    for is_naive in (False, True):  # one by one: XLA tries its products in the GPU's memory while it compiles
+        some = {part: lower for part, lower in parts.items() if (part[0] == "naive") is is_naive}
+        compiled |= compile_together(some, failed.__setitem__, 1 if is_naive else 12)
+    records, too_long = [], set()
+    for name, which, T in parts:
+        if (name, which) in too_long:
             continue
-        for which in ("forward", "backward"):
-            for T in (2**n for n in range(10, longest.bit_length(), 2)):
-                case = Case(1, T, T, 1, 1, 64, "bfloat16", True)
-                arrays = inputs_of(case)
-                try:
-                    attention = make(case)
-                    program = attention if which == "forward" else both_passes(attention)
-                    arrays = arrays[: 3 if which == "forward" else 4]
-                    ready = lowered(program, *arrays).compile()
-                    jax.block_until_ready(ready(*arrays))  # it fits, or this raises
-                except Exception as error:
-                    note(f"memory: {name}: {which} at T = {T}: {reason_of(error)}")
-                    break
-                report = ready.memory_analysis()
-                needed = report.argument_size_in_bytes + report.output_size_in_bytes + report.temp_size_in_bytes
-                records.append({"implementation": name, "pass": which, "T": T, "N": 1, "H": 64, "bytes": needed})
+        try:
+            if (name, which, T) in failed:
+                raise failed[name, which, T]
+            (ready,) = compiled[name, which, T]
+            arrays = inputs_of(Case(1, T, T, 1, 1, 64, "bfloat16", True))
+            jax.block_until_ready(ready(*arrays[: 3 if which == "forward" else 4]))  # it fits, or this raises
+        except Exception as error:
+            note(f"memory: {name}: {which} at T = {T}: {reason_of(error)}")
+            too_long.add((name, which))
+            continue
+        report = ready.memory_analysis()
+        needed = report.argument_size_in_bytes + report.output_size_in_bytes + report.temp_size_in_bytes
+        records.append({"implementation": name, "pass": which, "T": T, "N": 1, "H": 64, "bytes": needed})
     return records
 
 
@@ -434,6 +478,9 @@ class Machine:
             versions["cudnn"] = str(cuda_versions.cudnn_get_version())
         except Exception:
             versions["cudnn"] = "unknown"
+        for name in ("torch", "triton", "tokamax"):  # of the peers
+            if importlib.util.find_spec(name):
+                versions[name] = importlib.metadata.version(name)
         commit = commit or _output_of("git", "rev-parse", "--short", "HEAD")
         return cls(device.device_kind, versions, commit, datetime.date.today().isoformat())
 
@@ -460,33 +507,43 @@ def gpu_or_reason():
 
 
 def run(cases, note, progress=print, began=None, limit_s=380.0):
-    """Records of cases, until limit_s is over; what is left out then is noted."""
+    """Records of cases, until limit_s is over; what is left out then is noted. All are compiled before."""
     began = time.perf_counter() if began is None else began
-    records = []
+    parts, records = {}, []
+    for case in cases:
+        implementations = {name: OF_JAX[name] for name in names_for(case) if name in OF_JAX}
+        parts |= {(case, *part): lower for part, lower in parts_of_case(case, implementations, note).items()}
+
+    def complain(part, error):
+        case, which, name = part
+        note(f"{case.name}: {name}: {which}: {reason_of(error)}")
+
+    bar = functools.partial(tqdm, desc="compiling", mininterval=5)
+    compiled = compile_together(parts, complain, progress=bar)
+    progress(f"compiled after {time.perf_counter() - began:.0f} s")
     for case in cases:
         if time.perf_counter() - began > limit_s:
             note(f"{case.name}: left out, the time was up")
             continue
-        names = names_for(case)
-        implementations = {name: OF_JAX[name] for name in names if name in OF_JAX}
+        implementations = {name: OF_TORCH[name] for name in names_for(case) if name in OF_TORCH}
+        of_case = {part[1:]: stages for part, stages in compiled.items() if part[0] == case}
         try:
-            found = measure_case(case, implementations, note=note)
+            found = measure_case(case, implementations, note=note, compiled=of_case)
         except Exception as error:
             note(f"{case.name}: {reason_of(error)}")
             continue
-        if "torch_sdpa" in names:
-            found += torch_records(case, note)
         records += found
-        progress(line(case, found))
+        progress(f"{time.perf_counter() - began:4.0f} s {line(case, found)}")
     return records
 
 
 def decode_part(machine, top, note, progress=print):
     """The part `decode` of the results."""
     records = []
+    compiled = decoding.compiled(decoding.GRID, note, compile_together)
     for case in decoding.GRID:
         try:
-            found = decoding.measure(case, note, compile_together)
+            found = decoding.measure(case, note, compiled[case])
         except Exception as error:
             note(f"{case.name}: {reason_of(error)}")
             continue
@@ -523,17 +580,19 @@ def main(arguments=None):
     parser.add_argument("--decode", action="store_true", help="only decoding; the rest of the record stays")
     parser.add_argument("--limit", type=float, default=380.0, help="seconds after which no other case is begun")
     parser.add_argument("--commit", help="what to record as the commit, where git cannot say")
+    parser.add_argument("--note", action="append", default=[], help="for the record, say where a peer came from")
     options = parser.parse_args(arguments)
     reason = gpu_or_reason()
     if reason:
         print(f"Nothing to measure: {reason}.")
         return 1
     began = time.perf_counter()
-    notes = []
+    notes = [*options.note]
 
     def note(text):
-        notes.append(text)
-        print(f"  ! {text}", flush=True)
+        if text not in notes:
+            notes.append(text)
+            print(f"  ! {text}", flush=True)
 
     machine = Machine.here(options.commit)
     print(machine.card, *(f"{name} {version}" for name, version in machine.versions.items()), sep=" · ")

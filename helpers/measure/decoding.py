@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from helpers import flash_attention, paged_attention
+from helpers.measure.implementations import operators_of_flash_attention_3
 from helpers.measure.timing import Program, rotation, time_together
 
 WIDEST_ERROR = 1.0  # of a 16-bit result, in units of eps of its dtype; naive 16-bit attention has about a third
@@ -70,6 +71,19 @@ def jax_paged(case):
     return attention
 
 
+def flash_attention_3(case):
+    """FlashAttention-3's own kernel, in one piece or in pages: (attention, to_torch, to_jax, synchronise)."""
+    operators = operators_of_flash_attention_3()
+    torch = importlib.import_module("torch")
+    options = {"softmax_scale": case.H**-0.5, "is_causal": True, "num_splits": 0}  # it chooses how many
+    lengths = torch.full((case.B,), case.S, dtype=torch.int32, device="cuda")
+
+    def attention(query, key, value, table=None, _=None):
+        return operators.fwd(query, key, value, seqused_k=lengths, page_table=table, **options)[0]
+
+    return attention, torch.from_dlpack, jnp.from_dlpack, torch.cuda.synchronize
+
+
 CONTIGUOUS = {
     "flash_attention": lambda case: flash_attention,
     "cudnn": jax_nn("cudnn"),
@@ -78,6 +92,7 @@ CONTIGUOUS = {
     "jax_gqa_64": jax_gqa(64),
 }
 PAGED = {"paged_attention": lambda case: paged_attention, "jax_paged": jax_paged}
+OF_TORCH = {"flash_attention_3": flash_attention_3}
 
 
 def inputs_of(case, seed):
@@ -119,27 +134,56 @@ def complaint(case, out, arrays):
     return None if error <= WIDEST_ERROR * float(jnp.finfo(case.dtype).eps) else f"wrong by {error:.1e}"
 
 
-def measure(case, note, compile_together, time_programs=time_together):
-    """Records of one case, without their fractions of a copy's speed. note, compile_together: as in `benchmark`."""
+def compiled(cases, note, compile_together):
+    """{case: {name: program}}. note, compile_together: as in `benchmark`."""
+    parts = {}
+    for case in cases:
+        shapes = jax.eval_shape(lambda: inputs_of(case, 0))  # noqa: B023
+        for name, make in (PAGED if case.page else CONTIGUOUS).items():
+            inputs = jax.eval_shape(heads_first, shapes) if name == "jax_paged" else shapes
+            parts[case, name] = lambda case=case, make=make, inputs=inputs: [jax.jit(make(case)).lower(*inputs)]
+
+    def complain(part, error):
+        case, name = part
+        note(f"{case.name}: {name}: {type(error).__name__}: {str(error)[:160]}")
+
+    found = {case: {} for case in cases}
+    for (case, name), (program,) in compile_together(parts, complain).items():
+        found[case][name] = program
+    return found
+
+
+def measure(case, note, compiled, time_programs=time_together):
+    """Records of one case, without their fractions of a copy's speed. compiled: {name: program}, of JAX."""
     sets = [inputs_of(case, seed) for seed in range(rotation(case.bytes))]
     programs = {}
-    implementations = PAGED if case.page else CONTIGUOUS
-    inputs = {name: [heads_first(one) for one in sets] if name == "jax_paged" else sets for name in implementations}
-    parts = {
-        name: lambda make=make, first=inputs[name][0]: [jax.jit(make(case)).lower(*first)]
-        for name, make in implementations.items()
-    }
-    complain = lambda name, error: note(f"{case.name}: {name}: {type(error).__name__}: {str(error)[:160]}")
-    for name, (program,) in compile_together(parts, complain).items():
-        wrong = complaint(case, program(*inputs[name][0]), sets[0])
+
+    def add(name, program, to_jax=lambda array: array):
+        """Keep the program, if it is right."""
+        found = program.run(*program.inputs[0])
+        program.wait(found)
+        wrong = complaint(case, to_jax(found), sets[0])
         if wrong:
             note(f"{case.name}: {name}: {wrong}")
         else:
-            programs[name] = Program(program, inputs[name])
+            programs[name] = program
+
+    for name, program in compiled.items():
+        add(name, Program(program, [heads_first(one) for one in sets] if name == "jax_paged" else sets))
+    for name, make in OF_TORCH.items():
+        try:
+            attention, to_torch, to_jax, synchronise = make(case)
+            wait = lambda _: synchronise()  # noqa: B023
+            add(name, Program(attention, [tuple(map(to_torch, one)) for one in sets], wait), to_jax)
+        except ImportError:
+            note(f"{name}: not installed")
+        except Exception as error:
+            note(f"{case.name}: {name}: {type(error).__name__}: {str(error)[:160]}")
     records = []
     for name, timing in time_programs(programs).items():
         ms = timing.wall_ms if timing.device_ms is None else timing.device_ms
         times = {"device_ms": ms, "wall_ms": timing.wall_ms, "spread": timing.spread}
+        times["samples_ms"] = [round(sample, 5) for sample in timing.device_samples]
         records.append({"implementation": name, **asdict(case), **times, "gbps": case.bytes / ms / 1e6})
     return records
 

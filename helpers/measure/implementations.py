@@ -7,11 +7,15 @@ ImportError. Nothing here is needed to use the kernels.
 
 import functools
 import importlib
+import os
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from helpers import flash_attention
+from helpers.measure.timing import Program
 
 
 def ours(implementation):
@@ -73,16 +77,35 @@ def tokamax(backend):
     return make
 
 
+class OfTorch(NamedTuple):
+    """An implementation that PyTorch runs. JAX cannot differentiate it, so its passes are functions of their own.
+
+    forward(query, key, value) -> out; residuals(query, key, value) -> what backward(kept, dout) -> (dq, dk, dv) wants.
+    to_torch and to_jax hand an array (B, T, N, H) over where it lies.
+    """
+
+    forward: Callable
+    residuals: Callable
+    backward: Callable
+    to_torch: Callable
+    to_jax: Callable
+    synchronise: Callable
+
+    def programs(self, sets):
+        """{pass: Program} of sets of JAX's (query, key, value, dout)."""
+        wait = lambda _: self.synchronise()
+        sets = [tuple(map(self.to_torch, arrays)) for arrays in sets]
+        forward = Program(self.forward, [arrays[:3] for arrays in sets], wait)
+        kept = [(self.residuals(*arrays[:3]), arrays[3]) for arrays in sets]
+        return {"forward": forward, "backward": Program(self.backward, kept, wait)}
+
+
 def torch_sdpa(case):
-    """PyTorch's FlashAttention-2; returns (forward, backward) programs, since JAX cannot differentiate it."""
+    """PyTorch's FlashAttention-2."""
     torch = importlib.import_module("torch")
     _needs_equal_heads(case)
     attention = torch.nn.functional.scaled_dot_product_attention
     backend = torch.nn.attention.SDPBackend.FLASH_ATTENTION
-
-    def to_torch(array):
-        """(B, T, N, H) of JAX as (B, N, T, H) of PyTorch, in the same memory."""
-        return torch.from_dlpack(array).transpose(1, 2)
 
     def forward(*arrays):
         with torch.no_grad(), torch.nn.attention.sdpa_kernel(backend):
@@ -93,13 +116,43 @@ def torch_sdpa(case):
         with torch.nn.attention.sdpa_kernel(backend):
             return arrays, attention(*arrays, is_causal=case.is_causal)
 
-    def backward(arrays, out, dout):
+    def backward(kept, dout):
+        arrays, out = kept
         return torch.autograd.grad(out, arrays, dout, retain_graph=True)
 
-    def to_jax(array):
-        return jnp.from_dlpack(array.transpose(1, 2).contiguous())
+    to_torch = lambda array: torch.from_dlpack(array).transpose(1, 2)  # it wants heads before positions
+    to_jax = lambda array: jnp.from_dlpack(array.transpose(1, 2).contiguous())
+    return OfTorch(forward, residuals, backward, to_torch, to_jax, torch.cuda.synchronize)
 
-    return to_torch, forward, residuals, backward, to_jax, torch.cuda.synchronize
+
+@functools.cache
+def operators_of_flash_attention_3():
+    """The operators of FlashAttention-3's own library, which FLASH_ATTENTION_3 names or its package brings."""
+    torch = importlib.import_module("torch")
+    if path := os.environ.get("FLASH_ATTENTION_3"):
+        torch.ops.load_library(path)
+    else:
+        importlib.import_module("flash_attn_3._C")
+    return torch.ops.flash_attn_3
+
+
+def flash_attention_3(case):
+    operators = operators_of_flash_attention_3()
+    torch = importlib.import_module("torch")
+    options = {"softmax_scale": case.H**-0.5, "is_causal": case.is_causal}
+
+    def residuals(*arrays):
+        out, lse, *_ = operators.fwd(*arrays, **options)
+        return *arrays, out, lse
+
+    return OfTorch(
+        forward=lambda *arrays: operators.fwd(*arrays, **options)[0],
+        residuals=residuals,
+        backward=lambda kept, dout: operators.bwd(dout, *kept, **options)[:3],
+        to_torch=torch.from_dlpack,
+        to_jax=jnp.from_dlpack,
+        synchronise=torch.cuda.synchronize,
+    )
 
 
 # In the order of the report.
@@ -113,6 +166,7 @@ OF_JAX = {
     "tokamax_triton": tokamax("triton"),
     "tokamax_mosaic": tokamax("mosaic"),
 }
+OF_TORCH = {"torch_sdpa": torch_sdpa, "flash_attention_3": flash_attention_3}
 PEERS = ("jax_triton", "jax_mosaic", "tokamax_triton", "tokamax_mosaic", "torch_sdpa")
 
 

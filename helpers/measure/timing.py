@@ -27,12 +27,15 @@ class Timing:
     device_ms: median of the time that the kernels of one call took by the device's own clock, without
       the gaps between them; None where no profiler could look.
     samples: how many wall times there were.
+    device_samples: what device_ms is the median of. Of programs that were measured together, samples with the same
+      number were taken in one turn: they are pairs.
     """
 
     wall_ms: float
     spread: float
     device_ms: float | None
     samples: int
+    device_samples: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ def summary(wall_s, device_ms):
         spread=float((high - low) / middle),
         device_ms=float(np.median(device_ms)) if len(device_ms) else None,
         samples=len(wall_s),
+        device_samples=tuple(map(float, device_ms)),
     )
 
 
@@ -70,16 +74,20 @@ def time_together(programs, *, rounds=9, sample_ms=10.0, clock=time.perf_counter
         once = _sample(program, rotations[name], 3, clock)
         calls[name] = max(1, int(np.ceil(sample_ms / 1e3 / max(once, 1e-7))))
     walls = {name: [] for name in programs}
+    for name in _turns(programs, rounds):
+        walls[name].append(_sample(programs[name], rotations[name], calls[name], clock))
+    devices = {name: [] for name in programs}
+    for name in _turns(programs, 3):
+        devices[name] += device_samples(programs[name])
+    return {name: summary(walls[name], devices[name]) for name in programs}
+
+
+def _turns(programs, rounds):
+    """The names, once a round; each round begins with another."""
     order = list(programs)
     for turn in range(rounds):
         first = turn % len(order)
-        for name in order[first:] + order[:first]:
-            walls[name].append(_sample(programs[name], rotations[name], calls[name], clock))
-    devices = {name: [] for name in programs}
-    for _ in range(3):
-        for name in order:
-            devices[name] += device_samples(programs[name])
-    return {name: summary(walls[name], devices[name]) for name in programs}
+        yield from order[first:] + order[:first]
 
 
 def _sample(program, rotation, calls, clock):
@@ -100,9 +108,15 @@ def kernel_times(program, calls=3):
     try:
         from jax.experimental.mosaic.gpu import profiler
 
-        in_turns = _AsItIs(lambda: program.run(*next(inputs)))
-        _, times = profiler.measure(in_turns, iterations=max(calls, len(program.inputs)))()
-    except Exception:  # no GPU, no CUPTI, another profiler attached, or a program that JAX did not make
+        def once():
+            result = program.run(*next(inputs))
+            if program.wait is jax.block_until_ready:
+                return result
+            program.wait(result)  # for what is not JAX's the profiler does not wait
+            return ()
+
+        _, times = profiler.measure(_AsItIs(once), iterations=max(calls, len(program.inputs)))()
+    except Exception:  # no GPU, no CUPTI, or another profiler attached
         return []
     return [] if times is None or any(sample is None for sample in times) else list(times)
 
