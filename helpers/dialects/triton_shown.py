@@ -135,10 +135,11 @@ def show_times():
     by_case = {}
     for row in record["times"]:
         by_case.setdefault((row["pass"], row["H"], row["is_causal"]), {})[row["implementation"]] = row["tflops"]
+    print("TFLOP/s; in brackets as multiples of pallas")
     for (which, H, is_causal), found in sorted(by_case.items(), reverse=True):
-        ratio = found["triton"] / found["pallas"]
-        numbers = ", ".join(f"{name} {speed:.0f} TFLOP/s" for name, speed in found.items())
-        print(f"{which:8} H{H:<3} {'causal' if is_causal else 'full':6} {numbers}; Triton is × {ratio:.2f} of Pallas")
+        ratio = lambda name: f" (× {found[name] / found['pallas']:.2f})" if name.startswith("triton") else ""  # noqa: B023
+        numbers = "; ".join(f"{name} {speed:.0f}{ratio(name)}" for name, speed in found.items())
+        print(f"{which:8} H{H:<3} {'causal' if is_causal else 'full':6} {numbers}")
 
 
 def show_strides():
