@@ -56,7 +56,7 @@ lint: setup ## check the style of code and notebooks
 	@$(IN_VENV) -m ruff check
 	@$(IN_VENV) -m ruff format --check
 
-# Beside what everybody needs, a hundred megabytes to make pages with: an environment of its own keeps them apart.
+# Beside what everybody needs, 150 megabytes to make pages with: an environment of its own keeps them apart.
 site-setup:
 	@sh helpers/setup_environment.sh .venv-site
 	@[ .venv-site/with-site -nt .venv-site/complete ] || { .venv-site/bin/python -m pip install --quiet \
