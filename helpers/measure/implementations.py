@@ -74,7 +74,7 @@ def tokamax(backend):
 
 
 def torch_sdpa(case):
-    """PyTorch's FlashAttention-2, as functions that `benchmark.torch_records` calls: JAX cannot differentiate it."""
+    """PyTorch's FlashAttention-2; returns (forward, backward) programs, since JAX cannot differentiate it."""
     torch = importlib.import_module("torch")
     _needs_equal_heads(case)
     attention = torch.nn.functional.scaled_dot_product_attention
