@@ -31,7 +31,7 @@ lab: setup ## open the series in JupyterLab, in your own copy of the notebooks
 fresh: setup ## put a fresh copy of a notebook beside yours: make fresh NOTEBOOK=05
 	@$(IN_VENV) -P helpers/workbook.py fresh "$(NOTEBOOK)"
 
-test: setup ## run the quick tier of the tests, notebooks included
+test: setup ## run the quick tier of the tests, most notebooks included
 	@$(ON_CPU) $(IN_VENV) -m pytest -n auto -m "not full" $(ARGS)
 
 test-all: setup ## run all tests
@@ -56,7 +56,7 @@ lint: setup ## check the style of code and notebooks
 	@$(IN_VENV) -m ruff check
 	@$(IN_VENV) -m ruff format --check
 
-# Beside what everybody needs, a hundred megabytes to make pages with: an environment of its own keeps them apart.
+# Beside what everybody needs, 150 megabytes to make pages with: an environment of its own keeps them apart.
 site-setup:
 	@sh helpers/setup_environment.sh .venv-site
 	@[ .venv-site/with-site -nt .venv-site/complete ] || { .venv-site/bin/python -m pip install --quiet \

@@ -20,4 +20,4 @@ def show_environment():
     if device.platform == "cpu":
         print("Device: CPU. Pallas kernels run in interpret mode.")
     else:
-        print(f"Device: {device.device_kind}. Pallas kernels are compiled for it.")
+        print(f"Device: {device.device_kind}. Pallas kernels are compiled for it, unless a cell interprets them.")

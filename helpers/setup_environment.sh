@@ -60,7 +60,7 @@ if [ -e "$venv" ] && [ ! -e "$venv/pyvenv.cfg" ] && [ -n "$(ls -A "$venv" 2>/dev
     echo "$venv exists and is not a virtual environment; move it away, or choose another: make lab VENV=.venv2" >&2
     exit 1
 fi
-echo "Setting up $venv with $("$python" --version). This happens once." >&2
+echo "Setting up $venv with $("$python" --version). Later this is skipped, unless the packages have changed." >&2
 rm -rf "$venv"
 "$python" -m venv "$venv"
 constraints=$venv/constraints.txt

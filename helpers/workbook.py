@@ -6,7 +6,8 @@
 An edition of a notebook is what its cells say: their kinds and sources, blank cells and outputs left out. So running
 or saving a notebook is no edit. A copy is untouched when it is an edition that was laid out under its name: the
 workbook records those in `.editions.json`, and `earlier_editions.json` lists those of the time before that record.
-An untouched copy is replaced when its notebook changes; any other is kept, and named once its notebook has moved on.
+An untouched copy is replaced when its notebook changes; any other is kept, and once its
+notebook has moved on it is named, until a fresh copy of that edition lies beside it.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """What one call of attention asks for: shapes, dtype, scale and mask, checked once.
 
-Every complaint about the arrays, the scale and the mask of a call is raised here, before any kernel runs.
+What no implementation accepts is refused here, before any kernel runs; what one of them cannot serve, in `api`.
 """
 
 import math

@@ -1,1 +1,1 @@
-"""What a kernel costs: by formula (`cost`), and by replaying it and counting (`traffic`)."""
+"""What kernels cost, by formula, by counting and by the clock; whether they are right; and the records of it."""

@@ -10,7 +10,7 @@ var(a + b) = var a + var b, var(a b) = a^2 var b + b^2 var a.
     ds = p (dp - delta + dlse)    dv = p^T do    dq = scale ds k    dk = scale ds^T q
 
 The errors of lse and delta are the same all along a row, and so add up in out and dq. A float32 product
-on the tensor cores (TF32) reads 10 bits of each operand and cuts the rest, so its errors have a sign too.
+on the tensor cores (TF32) reads 11 significant bits of each operand and cuts the rest, so its errors have a sign too.
 Where the right answer is 0 because nothing is seen, no error is allowed. A row of one visible key has dq = 0
 as well, as a difference dp - delta of equal numbers: there it is allowed what rounding leaves of them.
 """

@@ -1,4 +1,4 @@
-"""The notebooks as Colab opens them: a first cell installs the series, and links and pictures lead to where they are.
+"""The notebooks as Colab opens them: their first code installs the series, links and pictures lead to where they are.
 
 Colab opens one file of a public repository on GitHub and sees nothing beside it. So the workflow that publishes the
 site keeps copies in a branch of their own, `colab`, and there the site's Colab buttons lead.

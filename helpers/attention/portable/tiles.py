@@ -13,7 +13,7 @@ from helpers.attention import tables
 from helpers.attention.device import compute_capability, shared_memory
 
 LOG2_E = math.log2(math.e)
-MIN_BLOCK = 16  # the smallest side that a tensor core product accepts
+MIN_BLOCK = 16  # the smallest side that is whole products of the tensor cores, 16 x 8 x 16 in 16 bits
 
 
 class Tiles(NamedTuple):
