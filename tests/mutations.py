@@ -377,7 +377,7 @@ FAULTS = [
     *_of(
         "helpers/measure/benchmark.py",
         ("a NaN passes", "if not error <= WIDEST_ERROR *", "if error > WIDEST_ERROR *"),
-        ("only out is compared", "for name, mine, correct in zip(names, found, right[which], strict=True):", "for name, mine, correct in zip(names[:1], found[:1], right[which][:1], strict=True):"),
+        ("only out is compared", "for name, error in zip(names, errors, strict=True):", "for name, error in zip(names[:1], errors[:1], strict=True):"),
         ("backward costs as much as forward", '(1 if which == "forward" else 2.5)', "1"),
         ("a gradient reads as little as a forward pass", "4 * queries + 4 * keys", "2 * queries + 2 * keys"),
     ),

@@ -114,40 +114,45 @@ def names_for(case):
     return names
 
 
-@functools.partial(jax.jit, static_argnames="is_causal")
-def _right(query, key, value, dout, is_causal):
-    """out, dq, dk, dv of naive attention in float32, for one key/value head and its query heads."""
-    query, key, value, dout = (jnp.float32(array) for array in (query, key, value, dout))
+# It is compiled once for each case, and runs once: what XLA would try for its products is not worth the time.
+@functools.partial(jax.jit, static_argnames="case", compiler_options={"xla_gpu_autotune_level": 0})
+def right_answer(case, arrays):
+    """{"forward": [out], "backward": [dq, dk, dv]} of the first key/value head of the first batch entry.
+
+    Naive attention in float32.
+    """
+    query, key, value, dout = arrays
+    group = case.N // case.K
 
     def naive(query, key, value):
-        s = jnp.einsum("tgh,sh->gts", query, key) * query.shape[-1] ** -0.5
-        if is_causal:
+        s = jnp.einsum("tgh,sh->gts", query, key) * case.H**-0.5
+        if case.is_causal:
             s = jnp.where(jnp.tril(jnp.ones(s.shape[1:], bool)), s, -jnp.inf)
         return jnp.einsum("gts,sh->tgh", jax.nn.softmax(s), value)
 
-    with jax.default_matmul_precision("highest"):
-        out, pull_back = jax.vjp(naive, query, key, value)
-        return out, *pull_back(dout)
-
-
-def right_answer(case, arrays):
-    """{"forward": [out], "backward": [dq, dk, dv]} of the first key/value head of the first batch entry."""
-    query, key, value, dout = arrays
-    group = case.N // case.K
     parts = query[0, :, :group], key[0, :, 0], value[0, :, 0], dout[0, :, :group]
-    out, *gradients = _right(*parts, is_causal=case.is_causal)
-    return {"forward": [out], "backward": gradients}
+    *inputs, dout = (jnp.float32(part) for part in parts)
+    with jax.default_matmul_precision("highest"):
+        out, pull_back = jax.vjp(naive, *inputs)
+        return {"forward": [out], "backward": [*pull_back(dout)]}
+
+
+@functools.partial(jax.jit, static_argnames="group")
+def _errors(group, found, right):
+    """Relative errors of results in the first key/value head of the first batch entry."""
+    pairs = zip(found, right, strict=True)
+    parts = [mine[0, :, :group] if correct.ndim == 3 else mine[0, :, 0] for mine, correct in pairs]
+    norm = jnp.linalg.norm
+    return [norm(jnp.float32(part) - correct) / norm(correct) for part, correct in zip(parts, right, strict=True)]
 
 
 def complaint(case, which, found, right):
     """What is wrong with the results of a pass, or None."""
     if which == "forward":
         found = [found]
-    group = case.N // case.K
     names = ("out",) if which == "forward" else ("dq", "dk", "dv")
-    for name, mine, correct in zip(names, found, right[which], strict=True):
-        part = mine[0, :, :group] if name in ("out", "dq") else mine[0, :, 0]
-        error = float(jnp.linalg.norm(jnp.float32(part) - correct) / jnp.linalg.norm(correct))
+    errors = _errors(case.N // case.K, list(found), right[which])
+    for name, error in zip(names, errors, strict=True):
         if not error <= WIDEST_ERROR * float(jnp.finfo(case.dtype).eps):
             return f"wrong: {name} has a relative error of {error:.1e}"
     return None
@@ -221,16 +226,21 @@ def parts_of_case(case, implementations, note):
     return parts
 
 
+def right_of(case):
+    """`right_answer` of a case, lowered."""
+    return [right_answer.lower(case, jax.eval_shape(lambda: inputs_of(case)))]
+
+
 def compile_case(case, implementations, note):
     """{(pass, name): compiled programs} of one case."""
     complain = lambda part, error: note(f"{case.name}: {part[1]}: {part[0]}: {reason_of(error)}")
     return compile_together(parts_of_case(case, implementations, note), complain)
 
 
-def measure_case(case, implementations, *, note, time_programs=time_together, compiled=None):
+def measure_case(case, implementations, *, note, time_programs=time_together, compiled=None, answer=None):
     """Records of one case. implementations: {name: make}; note(text) takes what could not be measured.
 
-    compiled: what `compile_case` returns, if it was done before.
+    compiled: what `compile_case` returns, and answer: `right_answer` compiled for it, if that was done before.
     """
     of_torch = {name: make for name, make in implementations.items() if name in OF_TORCH}
     if compiled is None:
@@ -239,7 +249,7 @@ def measure_case(case, implementations, *, note, time_programs=time_together, co
     first = inputs_of(case)
     count = rotation(sum(array.nbytes for array in first[:3]))  # a forward pass reads no dout
     sets = [first, *(inputs_of(case, seed) for seed in range(1, count))]
-    right = right_answer(case, sets[0])
+    right = answer(sets[0]) if answer else right_answer(case, sets[0])
     ready = {"forward": {}, "backward": {}}
 
     def add(name, which, make, to_jax=lambda array: array):
@@ -513,6 +523,7 @@ def run(cases, note, progress=print, began=None, limit_s=380.0):
     for case in cases:
         implementations = {name: OF_JAX[name] for name in names_for(case) if name in OF_JAX}
         parts |= {(case, *part): lower for part, lower in parts_of_case(case, implementations, note).items()}
+    parts |= {(case, "right", "answer"): functools.partial(right_of, case) for case in cases}
 
     def complain(part, error):
         case, which, name = part
@@ -527,8 +538,9 @@ def run(cases, note, progress=print, began=None, limit_s=380.0):
             continue
         implementations = {name: OF_TORCH[name] for name in names_for(case) if name in OF_TORCH}
         of_case = {part[1:]: stages for part, stages in compiled.items() if part[0] == case}
+        (answer,) = of_case.pop(("right", "answer"), (None,))
         try:
-            found = measure_case(case, implementations, note=note, compiled=of_case)
+            found = measure_case(case, implementations, note=note, compiled=of_case, answer=answer)
         except Exception as error:
             note(f"{case.name}: {reason_of(error)}")
             continue

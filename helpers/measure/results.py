@@ -4,7 +4,7 @@
     versions   of driver, CUDA, JAX, cuDNN, Python
     commit, date
     ceilings   matmul_tflops, copy_gbps: a large bf16 product and a large copy in the same run
-    records    one for each implementation, pass and case, see RECORD; of_matmul and of_copy are its
+    records    one for each implementation, pass and case, see RECORD and OPTIONAL; of_matmul and of_copy are its
                TFLOP/s and the bandwidth of its inputs and outputs as fractions of the ceilings
     ladder     one for each step on the way to a faster kernel, see RUNG; `kernel` says of which
     memory     bytes that a program needs, see MEMORY
@@ -40,6 +40,8 @@ What was tried on the way to a kernel and not kept stands in <card>_variants.jso
     instructions   how many instructions a step of a loop has
     loops          the main loops of fused backward kernels in machine code, see LOOP
     profile        at which instructions the warps of a loop were found, in per cent, see PROFILE
+    latest         commit, date, notes, and times of Hopper kernels newer than those of the benchmark's record:
+                   `records`, with cuDNN beside them, see LATEST, and `ladder`, see RUNG
 """
 
 import json
@@ -50,8 +52,9 @@ from pathlib import Path
 RESULTS = Path(__file__).parent / "results"
 
 _text, _whole, _number = (str,), (int,), (int, float)
-# samples_ms: times by the device's clock, of which device_ms is the median; those of other implementations with the
-# same number, of the same pass and case, were taken in the same turn.
+# OPTIONAL samples_ms: the times by the device's clock of which device_ms is the median. Those of other implementations
+# with the same number, of the same pass and case, were taken in the same turn. Files of before November 2026 lack them.
+OPTIONAL = {"samples_ms": (list,)}
 RECORD = {
     "implementation": _text,
     "pass": _text,
@@ -61,7 +64,6 @@ RECORD = {
     "device_ms": (int, float, type(None)),
     "wall_ms": _number,
     "spread": _number,
-    "samples_ms": (list,),
     "tflops": _number,
     "of_matmul": _number,
     "of_copy": _number,
@@ -74,6 +76,9 @@ RUNG = {
     "T": _whole,
     "is_causal": (bool,),
     **dict.fromkeys(("device_ms", "spread", "tflops"), _number),
+}
+LATEST = {
+    name: types for name, types in RECORD.items() if name not in ("wall_ms", "spread", "of_matmul", "of_copy", "tiles")
 }
 MEMORY = {"implementation": _text, "pass": _text, "T": _whole, "N": _whole, "H": _whole, "bytes": _whole}
 TILES = {
@@ -94,7 +99,6 @@ DECODE = {
     **dict.fromkeys(("implementation", "dtype"), _text),
     **dict.fromkeys((*"BTSNKH", "page"), _whole),
     **dict.fromkeys(("device_ms", "wall_ms", "spread", "gbps", "of_copy"), _number),
-    "samples_ms": (list,),
 }
 # pass: "forward", "backward" or "deterministic backward". up_to: the longest sequence (keys of a forward,
 # queries of a backward) that the row is for, or None. tiles: for each kernel of the pass, see HOPPER_TILES.
@@ -180,6 +184,7 @@ VARIANTS_FILE = {
     "instructions": (dict,),
     "loops": (list,),
     "profile": (list,),
+    "latest": (dict,),
 }
 
 
@@ -207,6 +212,13 @@ def check(results, schema=FILE):
     for part, fields in parts.items():
         for number, entry in enumerate(results.get(part, ())):
             _check_fields(f"{part}[{number}]", entry, fields)
+    if "latest" in results:
+        latest = results["latest"]
+        lists = dict.fromkeys(("notes", "records", "ladder"), (list,))
+        _check_fields("latest", latest, {"commit": _text, "date": _text, **lists})
+        for part, fields in (("records", LATEST), ("ladder", RUNG)):
+            for number, entry in enumerate(latest[part]):
+                _check_fields(f"latest: {part}[{number}]", entry, fields)
     for part in ("hopper", "hopper_sweep"):
         for number, row in enumerate(results.get(part, ())):
             where = f"{part}[{number}]"
@@ -225,7 +237,7 @@ def check(results, schema=FILE):
 
 
 def _check_fields(where, entry, fields):
-    for name, types in fields.items():
+    for name, types in (fields | {name: OPTIONAL[name] for name in OPTIONAL if name in entry}).items():
         if name not in entry:
             raise ValueError(f"{where}: {name} is missing")
         wrong_bool = isinstance(entry[name], bool) and bool not in types
