@@ -219,6 +219,36 @@ def raises(error):
     return make
 
 
+def refuses(case):
+    raise NotImplementedError("it takes float16 only")
+
+
+@pytest.mark.full
+def test_what_other_processes_compile_is_the_same(monkeypatch):
+    notes, found = [], {}
+    made = {"naive": implementations.ours("reference"), "portable": implementations.ours("portable")}
+    parts = benchmark.parts_of_case(SMALL, made, notes.append)
+    parts["forward", "refuses"] = functools.partial(benchmark.lower_pass, refuses, SMALL, "forward")
+    parts["answer"] = functools.partial(benchmark.right_of, SMALL)
+    arrays = benchmark.inputs_of(SMALL)
+    for processes in (0, 2):
+        compiled = benchmark.compile_together(parts, lambda *of: notes.append(of), processes)
+        assert list(compiled) == [part for part in parts if part != ("forward", "refuses")]
+        (part, error) = notes.pop()
+        assert part == ("forward", "refuses") and not notes
+        assert benchmark.reason_of(error) == "NotImplementedError: it takes float16 only"
+        (answer,) = compiled.pop("answer")
+        found[processes] = [benchmark.jax.tree.leaves(answer(arrays))]
+        for (which, _), stages in compiled.items():
+            if which == "forward":
+                found[processes].append([stages[0](*arrays[:3])])
+            else:
+                found[processes].append(stages[1](stages[0](*arrays[:3]), arrays[3]))
+    for mine, theirs in zip(found[0], found[2], strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
 def test_peers_that_fail_leave_a_line_each_and_the_rest_runs():
     notes = []
     made = {

@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass, replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import serialize_executable
 from tqdm import tqdm
 
 from helpers import flash_attention
@@ -42,8 +43,11 @@ from helpers.measure import cost, decoding, ladder, results
 from helpers.measure.decoding import WIDEST_ERROR
 from helpers.measure.implementations import OF_JAX, OF_TORCH, PEERS, gradient_programs
 from helpers.measure.timing import Program, rotation, time_together
+from helpers.measure.workers import Workers
 
 TOKENS, WIDTH = 16384, 2048
+PASSES = "forward", "backward"
+COMPILERS = 12  # threads or processes that compile
 
 
 @dataclass(frozen=True)
@@ -183,21 +187,33 @@ def one_stage(function, inputs):
 
 
 def two_stages(attention, query, key, value, dout):
-    """What keeps the residuals of an implementation, and its backward pass, lowered."""
+    """What keeps the residuals of an implementation, and its backward pass, lowered.
+
+    The residuals are a list, which another process can hand over, and not the function that JAX keeps them in.
+    """
     residuals, backward = gradient_programs(attention)
-    residuals = lowered(residuals, query, key, value)
-    # Not those of another trace: they hold a traced function.
-    kept = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), residuals.out_info)
-    return [residuals, lowered(backward, kept, dout)]
+    tree = None
+
+    def kept(*arrays):
+        nonlocal tree
+        leaves, tree = jax.tree.flatten(residuals(*arrays))
+        return leaves
+
+    first = lowered(kept, query, key, value)
+    return [first, lowered(lambda leaves, dout: backward(jax.tree.unflatten(tree, leaves), dout), first.out_info, dout)]
 
 
-def compile_together(parts, note, compilers=12, progress=lambda parts: parts):
+def compile_together(parts, note, processes=0, progress=lambda parts, **_: parts, threads=COMPILERS):
     """{name: compiled programs} of {name: function that returns lowered programs}; note(name, error) for what fails.
 
-    JAX lowers one after another; XLA compiles beside it. progress: a bar round the parts, such as tqdm.
+    JAX lowers one after another, and XLA compiles beside it. Lowering kernels takes most of the time: with
+    `processes`, so many do both, and hand over what they compiled; functions and what they hold must go through
+    pickle then. Otherwise `threads` compile. progress: a bar round an iterable, such as tqdm.
     """
+    if processes:
+        return _compile_elsewhere(parts, note, processes, progress)
     compiled, waiting = {}, {}
-    with ThreadPoolExecutor(compilers) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         for name, lower in progress(parts.items()):
             try:
                 waiting[name] = [pool.submit(stage.compile) for stage in lower()]
@@ -211,18 +227,45 @@ def compile_together(parts, note, compilers=12, progress=lambda parts: parts):
     return compiled
 
 
+def _compile_elsewhere(parts, note, processes, progress):
+    found = {}
+    with Workers(_serialized, processes) as workers:
+        for outcome in progress(workers.outcomes(parts.items(), patience=120), total=len(parts)):
+            name = outcome.task[0]
+            if outcome.kind == "returned":
+                found[name] = [
+                    serialize_executable.deserialize_and_load(*stage, execution_devices=jax.devices()[:1])
+                    for stage in outcome.value
+                ]
+            else:
+                note(name, outcome.failure())
+    return {name: found[name] for name in parts if name in found}
+
+
+def _serialized(part):
+    """The compiled programs of a part, in a form that another process can load."""
+    _, lower = part
+    jax.config.update("jax_enable_compilation_cache", False)  # what came from a cache on disk cannot be handed over
+    return [serialize_executable.serialize(stage.compile()) for stage in lower()]
+
+
+def lower_pass(make, case, which):
+    """A pass of an implementation, lowered: for backward with what keeps its residuals."""
+    shapes = jax.eval_shape(lambda: inputs_of(case))
+    attention = make(case)
+    return one_stage(attention, shapes[:3]) if which == "forward" else two_stages(attention, *shapes)
+
+
 def parts_of_case(case, implementations, note):
     """What `compile_together` takes for a case: {(pass, name): function}. implementations: {name: make}, of JAX."""
-    shapes = jax.eval_shape(lambda: inputs_of(case))
     parts = {}
     for name, make in implementations.items():
         try:
-            attention = make(case)
+            make(case)
         except Exception as error:
             note(left_out(case, name, error))
-            continue
-        parts["forward", name] = functools.partial(one_stage, attention, shapes[:3])
-        parts["backward", name] = functools.partial(two_stages, attention, *shapes)
+        else:
+            parts |= {(which, name): functools.partial(lower_pass, make, case, which) for which in PASSES}
     return parts
 
 
@@ -250,7 +293,7 @@ def measure_case(case, implementations, *, note, time_programs=time_together, co
     count = rotation(sum(array.nbytes for array in first[:3]))  # a forward pass reads no dout
     sets = [first, *(inputs_of(case, seed) for seed in range(1, count))]
     right = answer(sets[0]) if answer else right_answer(case, sets[0])
-    ready = {"forward": {}, "backward": {}}
+    ready = {which: {} for which in PASSES}
 
     def add(name, which, make, to_jax=lambda array: array):
         """Keep the program that make() returns, if it is right."""
@@ -371,7 +414,7 @@ def _hopper_form(case, tiles, query, key, value, out, lse, dout):
     return hopper_backward.backward(call, out, lse, dout, jnp.zeros_like(lse), tiles=tiles)
 
 
-def ladder_records(cases, note, rungs=rungs, time_programs=time_together):
+def ladder_records(cases, note, rungs=rungs, time_programs=time_together, processes=0):
     """One entry for each of a case's `rungs`; wrong ones are noted and not timed."""
     found, parts = {}, {}
     for case in cases:
@@ -391,7 +434,7 @@ def ladder_records(cases, note, rungs=rungs, time_programs=time_together):
         case, kernel, name = part
         note(f"ladder: {case.name}: {kernel}: {name}: {reason_of(error)}")
 
-    compiled = compile_together(parts, complain)
+    compiled = compile_together(parts, complain, processes)
     records = []
     for case, kernels in found.items():
         try:
@@ -446,7 +489,7 @@ def memory_records(note, longest=2**20):
     failed, compiled = {}, {}
     for is_naive in (False, True):  # one by one: XLA tries its products in the GPU's memory while it compiles
         some = {part: lower for part, lower in parts.items() if (part[0] == "naive") is is_naive}
-        compiled |= compile_together(some, failed.__setitem__, 1 if is_naive else 12)
+        compiled |= compile_together(some, failed.__setitem__, threads=1 if is_naive else COMPILERS)
     records, too_long = [], set()
     for name, which, T in parts:
         if (name, which) in too_long:
@@ -516,13 +559,15 @@ def gpu_or_reason():
     return None
 
 
-def run(cases, note, progress=print, began=None, limit_s=380.0):
+def run(cases, note, progress=print, began=None, limit_s=380.0, processes=0):
     """Records of cases, until limit_s is over; what is left out then is noted. All are compiled before."""
     began = time.perf_counter() if began is None else began
-    parts, records = {}, []
+    parts, naive, records = {}, {}, []
     for case in cases:
         implementations = {name: OF_JAX[name] for name in names_for(case) if name in OF_JAX}
-        parts |= {(case, *part): lower for part, lower in parts_of_case(case, implementations, note).items()}
+        for part, lower in parts_of_case(case, implementations, note).items():
+            # XLA tries the products of naive attention in the GPU's memory, where nobody else may be at it.
+            (naive if part[1] == "naive" else parts)[case, *part] = lower
     parts |= {(case, "right", "answer"): functools.partial(right_of, case) for case in cases}
 
     def complain(part, error):
@@ -530,7 +575,8 @@ def run(cases, note, progress=print, began=None, limit_s=380.0):
         note(f"{case.name}: {name}: {which}: {reason_of(error)}")
 
     bar = functools.partial(tqdm, desc="compiling", mininterval=5)
-    compiled = compile_together(parts, complain, progress=bar)
+    compiled = compile_together(parts, complain, processes, bar)
+    compiled |= compile_together(naive, complain, threads=1)
     progress(f"compiled after {time.perf_counter() - began:.0f} s")
     for case in cases:
         if time.perf_counter() - began > limit_s:
@@ -549,10 +595,10 @@ def run(cases, note, progress=print, began=None, limit_s=380.0):
     return records
 
 
-def decode_part(machine, top, note, progress=print):
+def decode_part(machine, top, note, progress=print, processes=0):
     """The part `decode` of the results."""
     records = []
-    compiled = decoding.compiled(decoding.GRID, note, compile_together)
+    compiled = decoding.compiled(decoding.GRID, note, functools.partial(compile_together, processes=processes))
     for case in decoding.GRID:
         try:
             found = decoding.measure(case, note, compiled[case])
@@ -612,21 +658,22 @@ def main(arguments=None):
     print(f"ceilings: matmul {top['matmul_tflops']:.0f} TFLOP/s, copy {top['copy_gbps']:.0f} GB/s", flush=True)
     path = results.RESULTS / f"{results.slug(machine.card)}.json"
     if options.decode:
-        part = decode_part(machine, top, note, functools.partial(print, flush=True))
+        part = decode_part(machine, top, note, functools.partial(print, flush=True), COMPILERS)
         return results.write_or_say(results.read(machine.card) | {"decode": part}, path)
     # The shapes that lessons quote come first, so that a slow machine still has them.
     cases = sorted([*GRID, TUTORIAL, *GROUPED], key=lambda case: (case.T != 4096 and case != TUTORIAL, case.dtype))
     if options.quick:
         cases = [case for case in cases if case.T == 4096 and case.dtype == "bfloat16"]
-    records = with_fractions(run(cases, note, functools.partial(print, flush=True), began, options.limit), top)
+    show = functools.partial(print, flush=True)
+    records = with_fractions(run(cases, note, show, began, options.limit, COMPILERS), top)
     long = [case for case in GRID if case.T == 4096 and case.dtype == "bfloat16"]
-    steps = [] if options.quick else ladder_records(long, note)
+    steps = [] if options.quick else ladder_records(long, note, processes=COMPILERS)
     memory = [] if options.quick else memory_records(note)
     if options.quick:
         return 0
     print(f"{time.perf_counter() - began:.0f} s, and decoding")
     found = machine.header() | {"ceilings": top, "records": records, "ladder": steps, "memory": memory, "notes": notes}
-    found["decode"] = decode_part(machine, top, note, functools.partial(print, flush=True))
+    found["decode"] = decode_part(machine, top, note, functools.partial(print, flush=True), COMPILERS)
     return results.write_or_say(found, path)
 
 

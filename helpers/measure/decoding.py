@@ -47,18 +47,18 @@ SIZES = (1, 8192), (8, 8192), (32, 8192), (1, 131072), (8, 32768)
 GRID = [Decode(B, S, page) for page, (B, S) in itertools.product((0, 16, 64), SIZES)]
 
 
-def jax_nn(implementation):
-    return lambda case: functools.partial(jax.nn.dot_product_attention, implementation=implementation)
+def ours(case):
+    return paged_attention if case.page else flash_attention
 
 
-def jax_gqa(splits):
+def jax_nn(implementation, case):
+    return functools.partial(jax.nn.dot_product_attention, implementation=implementation)
+
+
+def jax_gqa(splits, case):
     """The decode kernel that JAX carries, for Triton, with so many parts of the keys."""
-
-    def make(case):
-        gqa = importlib.import_module("jax.experimental.pallas.ops.gpu.decode_attention").gqa
-        return lambda query, key, value: gqa(query[:, 0], key, value, k_splits=splits, block_k=128)[:, None]
-
-    return make
+    gqa = importlib.import_module("jax.experimental.pallas.ops.gpu.decode_attention").gqa
+    return lambda query, key, value: gqa(query[:, 0], key, value, k_splits=splits, block_k=128)[:, None]
 
 
 def jax_paged(case):
@@ -85,13 +85,13 @@ def flash_attention_3(case):
 
 
 CONTIGUOUS = {
-    "flash_attention": lambda case: flash_attention,
-    "cudnn": jax_nn("cudnn"),
-    "xla": jax_nn("xla"),
-    "jax_gqa_16": jax_gqa(16),
-    "jax_gqa_64": jax_gqa(64),
+    "flash_attention": ours,
+    "cudnn": functools.partial(jax_nn, "cudnn"),
+    "xla": functools.partial(jax_nn, "xla"),
+    "jax_gqa_16": functools.partial(jax_gqa, 16),
+    "jax_gqa_64": functools.partial(jax_gqa, 64),
 }
-PAGED = {"paged_attention": lambda case: paged_attention, "jax_paged": jax_paged}
+PAGED = {"paged_attention": ours, "jax_paged": jax_paged}
 OF_TORCH = {"flash_attention_3": flash_attention_3}
 
 
@@ -134,14 +134,19 @@ def complaint(case, out, arrays):
     return None if error <= WIDEST_ERROR * float(jnp.finfo(case.dtype).eps) else f"wrong by {error:.1e}"
 
 
+def lower(make, case, name):
+    """An implementation, lowered for `compile_together` of `benchmark`."""
+    shapes = jax.eval_shape(lambda: inputs_of(case, 0))
+    shapes = jax.eval_shape(heads_first, shapes) if name == "jax_paged" else shapes
+    return [jax.jit(make(case)).lower(*shapes)]
+
+
 def compiled(cases, note, compile_together):
     """{case: {name: program}}. note, compile_together: as in `benchmark`."""
     parts = {}
     for case in cases:
-        shapes = jax.eval_shape(lambda: inputs_of(case, 0))  # noqa: B023
         for name, make in (PAGED if case.page else CONTIGUOUS).items():
-            inputs = jax.eval_shape(heads_first, shapes) if name == "jax_paged" else shapes
-            parts[case, name] = lambda case=case, make=make, inputs=inputs: [jax.jit(make(case)).lower(*inputs)]
+            parts[case, name] = functools.partial(lower, make, case, name)
 
     def complain(part, error):
         case, name = part

@@ -19,10 +19,11 @@ from helpers.measure.timing import Program
 
 
 def ours(implementation):
-    def make(case):
-        return functools.partial(flash_attention, is_causal=case.is_causal, implementation=implementation)
+    return functools.partial(_ours, implementation)  # no closure: it goes to other processes
 
-    return make
+
+def _ours(implementation, case):
+    return functools.partial(flash_attention, is_causal=case.is_causal, implementation=implementation)
 
 
 def _needs_equal_heads(case):
@@ -70,11 +71,12 @@ def jax_mosaic(case):
 
 
 def tokamax(backend):
-    def make(case):
-        module = importlib.import_module("tokamax")
-        return functools.partial(module.dot_product_attention, is_causal=case.is_causal, implementation=backend)
+    return functools.partial(_tokamax, backend)
 
-    return make
+
+def _tokamax(backend, case):
+    module = importlib.import_module("tokamax")
+    return functools.partial(module.dot_product_attention, is_causal=case.is_causal, implementation=backend)
 
 
 class OfTorch(NamedTuple):

@@ -35,7 +35,6 @@ from helpers.measure.benchmark import Machine, compile_together, gpu_or_reason, 
 from helpers.measure.timing import Program, kernel_times, rotation, time_together
 
 T, TOKENS, WIDTH = 4096, 16384, 2048
-COMPILERS = 12  # programs compiled at the same time
 NOISE = 1.01  # the default stays where nothing is faster than by this
 PASSES = "forward", "backward"
 PARTS = {  # of the file, see `results`
@@ -112,7 +111,7 @@ def hopper_backward_candidates(H):
 def compile_all(function, choices, arrays):
     """{choice: compiled function}, without those that the compiler refuses."""
     parts = {choice: functools.partial(one_stage, functools.partial(function, choice), arrays) for choice in choices}
-    return {choice: program for choice, (program,) in compile_together(parts, lambda *_: None, COMPILERS).items()}
+    return {choice: program for choice, (program,) in compile_together(parts, lambda *_: None).items()}
 
 
 def agree(mine, right):

@@ -30,6 +30,11 @@ class Outcome(NamedTuple):
     value: Any
     seconds: float
 
+    def failure(self):
+        """The exception that ended the task, of the same name and with the same text."""
+        name, _, text = self.value.partition(": ") if self.kind == "raised" else ("RuntimeError", "", self.value)
+        return type(name, (Exception,), {})(text)
+
 
 class Workers:
     """Processes that call function(task), to be used in a `with` block.
