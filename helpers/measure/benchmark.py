@@ -232,13 +232,14 @@ def _compile_elsewhere(parts, note, processes, progress):
     with Workers(_serialized, processes) as workers:
         for outcome in progress(workers.outcomes(parts.items(), patience=120), total=len(parts)):
             name = outcome.task[0]
-            if outcome.kind == "returned":
-                found[name] = [
-                    serialize_executable.deserialize_and_load(*stage, execution_devices=jax.devices()[:1])
-                    for stage in outcome.value
-                ]
-            else:
+            if outcome.kind != "returned":
                 note(name, outcome.failure())
+                continue
+            try:
+                load = functools.partial(serialize_executable.deserialize_and_load, execution_devices=jax.devices()[:1])
+                found[name] = [load(*stage) for stage in outcome.value]
+            except Exception as error:
+                note(name, error)
     return {name: found[name] for name in parts if name in found}
 
 
