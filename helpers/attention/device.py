@@ -101,8 +101,8 @@ def _lower_apart(context, *arrays, call_jaxpr, platform):
     module = context.module_context
     if platform is None:
         raise NotImplementedError(
-            "flash_attention has kernels for cuda and cpu, and this program is compiled for "
-            f'{", ".join(module.platforms)}; use implementation="reference"'
+            f"this program is compiled for {', '.join(module.platforms)}, for which this implementation of "
+            'flash_attention has no kernels; use implementation="reference"'
         )
     if platform != "default":
         module = module.replace(platforms=(platform,))
