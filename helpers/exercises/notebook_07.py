@@ -1,6 +1,6 @@
 """The exercises of notebook 07.
 
-Kernels are interpreted here on every device: the small cases need tiles that a GPU rejects, and a
+Kernels are replayed here on every device: the small cases need tiles that a GPU rejects, and a
 verdict must not depend on the hardware.
 """
 

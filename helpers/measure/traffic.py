@@ -28,8 +28,8 @@ class Operand:
     single position. block_of: block indices, (programs, axes), programs in the order of `programs`.
     reads, writes: how often each element was loaded and stored, in the shape of the array.
     reads_by_program: the reads of each program alone, if `replay` was asked for them.
-    outside: elements loaded from beyond the end of the array without a mask.
-    outside_writes: elements stored beyond its end without a mask.
+    outside: elements loaded from beyond the end of the array, where no mask kept them out.
+    outside_writes: elements stored beyond its end, likewise.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Pictures of notebook 00, and the attention map that later notebooks draw too."""
+"""The attention map of notebook 00, which later notebooks draw too."""
 
 import numpy as np
 
