@@ -639,14 +639,16 @@ def main(arguments=None):
     parser.add_argument("--decode", action="store_true", help="only decoding; the rest of the record stays")
     parser.add_argument("--limit", type=float, default=380.0, help="seconds after which no other case is begun")
     parser.add_argument("--commit", help="what to record as the commit, where git cannot say")
-    parser.add_argument("--note", action="append", default=[], help="for the record, say where a peer came from")
+    parser.add_argument(
+        "--versions", nargs="*", default=[], metavar="PEER=VERSION", help="of peers that cannot be asked for theirs"
+    )
     options = parser.parse_args(arguments)
     reason = gpu_or_reason()
     if reason:
         print(f"Nothing to measure: {reason}.")
         return 1
     began = time.perf_counter()
-    notes = [*options.note]
+    notes = []
 
     def note(text):
         if text not in notes:
@@ -654,6 +656,7 @@ def main(arguments=None):
             print(f"  ! {text}", flush=True)
 
     machine = Machine.here(options.commit)
+    machine.versions.update(given.split("=", 1) for given in options.versions)
     print(machine.card, *(f"{name} {version}" for name, version in machine.versions.items()), sep=" · ")
     top = ceilings()
     print(f"ceilings: matmul {top['matmul_tflops']:.0f} TFLOP/s, copy {top['copy_gbps']:.0f} GB/s", flush=True)
