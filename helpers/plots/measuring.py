@@ -16,6 +16,7 @@ LOOKS = {  # colour, marker, dash
     "tokamax_triton": (style.STATE, ">", "--"),
     "tokamax_mosaic": (style.FAINT, "P", "--"),
     "torch_sdpa": ("#5B1A45", "X", "--"),
+    "flash_attention_3": ("#7A5C00", "h", "-."),
 }
 HATCHES = {"naive": "...", "portable": "", "hopper": "////", "cudnn": "xxxx"}
 FAST_TO_SLOW = LinearSegmentedColormap.from_list("rate", [style.PAPER, style.STATE, style.QUERY, "#013A5C"])
