@@ -81,7 +81,31 @@ def _races(touches, *, by=("index", "epoch"), needs_write=True, needs_other=True
     return False
 
 
+def _first_pair(touches):
+    """The verdict of the first two touches of one element in one epoch."""
+    for i, a in enumerate(touches):
+        for b in touches[i + 1 :]:
+            if a[1:3] == b[1:3]:
+                return _races([a, b])
+    return False
+
+
+def _touched_last(touches):
+    """Each touch against the last one of its element in its epoch."""
+    before = {}
+    for touch in touches:
+        if _races([before.get(touch[1:3], touch), touch]):
+            return True
+        before[touch[1:3]] = touch
+    return False
+
+
 def _races_cases():
+    def tile(late=()):
+        """Eight threads write an element each and read all; those that are late pass the barrier after it."""
+        writes = [(thread, int(thread in late), thread, True) for thread in range(8)]
+        return writes + [(thread, 1, index, False) for thread in range(8) for index in range(8)]
+
     return [
         Case("nothing happens", ([],)),
         Case("a thread reads what it wrote", ([(0, 0, 5, True), (0, 0, 5, False)],)),
@@ -93,6 +117,11 @@ def _races_cases():
         Case("the next tile comes too early", ([(0, 0, 1, True), (1, 1, 1, False), (0, 1, 1, True)],)),
         Case("a race after a barrier", ([(0, 0, 1, True), (1, 1, 1, False), (2, 2, 1, True), (5, 2, 1, False)],)),
         Case("in another order", ([(1, 0, 5, False), (2, 1, 9, False), (0, 0, 5, True)],)),
+        Case("the writer reads before another does", ([(0, 0, 5, True), (0, 0, 5, False), (1, 0, 5, False)],)),
+        Case("two have read when one of them writes", ([(0, 0, 5, False), (1, 0, 5, False), (0, 0, 5, True)],)),
+        Case("a touch of something else between", ([(0, 0, 5, True), (0, 1, 9, False), (1, 0, 5, False)],)),
+        Case("a tile is written and, after a barrier, read by all", (tile(),)),
+        Case("one of them writes after the barrier", (tile(late=(5,)),)),
     ]
 
 
@@ -133,6 +162,16 @@ RACES = Exercise(
             "only a read that comes later in the list is looked at",
             functools.partial(_races, needs_write=lambda a, b: a["writes"]),
             "The order of the list says nothing: threads are not in order. Look at each pair both ways.",
+        ),
+        Mistake(
+            "the first pair decides",
+            _first_pair,
+            "One pair that does not race proves nothing: go on until one does, or none is left.",
+        ),
+        Mistake(
+            "only the touch before is remembered",
+            _touched_last,
+            "Any two touches can race, with others of the same element between them.",
         ),
     ),
 )
