@@ -2,15 +2,15 @@
 
     python -m helpers.dialects.triton_card --commit HASH        writes $OUT/triton.json
 
-    correct      worst errors of the kernels against the float64 oracle and against PyTorch, by dtype and result; of
-                 out and lse the larger one of the two forward kernels, where heads can have descriptors
+    correct      errors of the kernels in each case, by result, against the float64 oracle and against PyTorch; of out
+                 and lse, against the oracle, the larger one of both forward kernels, where heads can have descriptors
     second       errors of `flash_attention` and of PyTorch against the oracle, and of one against the other
     times        the kernels in their fastest tiles beside the portable Pallas kernels, taken in turns
     tried        every choice of tiles that was tried
     strides      bandwidth of loads whose threads are `stride` elements apart
     samples      single calls of one small kernel, measured twice in turns, and its first call
 
-What cannot be measured is a line in `notes`. Processes beside each other compile, one process measures.
+What cannot be measured is a line in `notes`. Processes beside each other compile and check, one process measures.
 """
 
 import argparse

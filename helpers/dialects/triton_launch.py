@@ -112,7 +112,7 @@ def shapes_of(query, key, scale=None, is_causal=False):
 
 
 def _launch_for(shapes, query, launch):
-    """The given `Launch`, or tiles no larger than the sequences need, on a card small ones that fit any."""
+    """The given `Launch`, or one of tiles that fit any card; none larger than the sequences need."""
     side = 64
     if not isinstance(query, np.ndarray) and padded_head_dim(shapes.H) * query.itemsize > 256:
         side = 32 if query.itemsize == 2 else MIN_BLOCK

@@ -320,7 +320,7 @@ BLOCKS = Exercise(
         Mistake(
             "the index goes back to 0 where nothing is needed",
             lambda i, step, block_q, block_k: step if _needed(i, step, block_q, block_k) else 0,
-            "The next tile begins with block 0, but after the last tile of a head nobody wants it: let it stay.",
+            "The next tile begins with block 0, but after the last tile of the walk nobody wants it: let it stay.",
         ),
         Mistake(
             "min and max are mixed up",
