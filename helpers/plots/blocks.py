@@ -1,7 +1,7 @@
 """Pictures of notebook 04: which block each program of a kernel sees, and what a tail holds.
 
 `program_blocks`, `one_program` and `read_counts` draw a `helpers.measure.traffic.KernelCall`, so they
-show the real grid, BlockSpecs and loads of any `pallas_call`. Of an array with more than two axes they
+show the real grid, BlockSpecs and loads of a replayed `pallas_call`. Of an array with more than two axes they
 draw two: those along which its blocks move, or along which its counts differ.
 """
 

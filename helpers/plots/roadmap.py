@@ -76,7 +76,8 @@ def progress(states, following=None):
     figure.legend(handles=[*handles, frame], loc="outside lower center", ncols=4)
     solved = {number: of_step.count("solved") for number, of_step in states.items()}
     counts = ", ".join(f"{number} {solved[number]} of {len(states[number])}" for number in states)
-    figure.alt = f"The steps of the series with the exercises solved in each: {counts}. The next is in {following}."
+    then = f"The next is in {following}." if following else "That is all of them."
+    figure.alt = f"The steps of the series with the exercises solved in each: {counts}. {then}"
     return figure
 
 
