@@ -5,7 +5,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from helpers.plots import style
 
-# One colour a device or a share, in the order of the ring; a number stands in each for readers who cannot tell them.
+# One colour a device or a share, in the order of the ring; in a cell stands its number, for those who cannot tell them.
 COLOURS = (
     style.QUERY,
     style.KEY,

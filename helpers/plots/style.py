@@ -1,7 +1,7 @@
 """One visual language for the whole series.
 
 Every picture is drawn by a function in `helpers.plots` that returns a Matplotlib figure. Colours
-have a role, and the role keeps its colour from the first notebook to the last. The palette is
+have a role, and as a rule it keeps its colour from the first notebook to the last. The palette is
 that of Okabe and Ito, which readers with any of the common colour blindnesses can tell apart.
 Figures stand on an opaque light ground, so that they read the same in a dark theme.
 Importing this module sets Matplotlib's defaults accordingly.
