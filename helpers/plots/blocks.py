@@ -384,7 +384,7 @@ def _names(programs):
 
 
 def _regions(counts):
-    """Rectangles (top, bottom, left, right) of equal counts, if they can be cut by straight lines."""
+    """Rectangles (top, bottom, left, right) of equal counts, cut by straight lines; none where they would be many."""
     down, across = (
         [0, *(1 + np.flatnonzero((np.diff(counts, axis=axis) != 0).any(axis=1 - axis))), counts.shape[axis]]
         for axis in (0, 1)

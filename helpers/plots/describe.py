@@ -3,7 +3,7 @@
 import numpy as np
 from matplotlib.image import AxesImage
 
-MOST = 8  # series, bars or pieces of text that a listener can be asked to hear one after the other
+MOST = 8  # groups of bars that a listener can be asked to hear; of lines, bars and pieces of text a few times as many
 
 
 def description(figure):
