@@ -33,6 +33,8 @@ def exponent_range(limits):
     axes.set_ylim(-0.5, len(limits) - 0.1)
     axes.set_xlabel("logit s")
     axes.set_title("Which logits survive the exponential", loc="left")
+    said = (f"{name}: from {low:.1f} to {high:.1f}" for name, (low, high) in limits.items())
+    figure.alt = f"For which logits s the exponential of s can be stored. {'; '.join(said)}."
     return figure
 
 

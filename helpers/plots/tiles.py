@@ -174,8 +174,9 @@ def traffic_by_array(memories):
     figure, axes = style.subplots(width=8.6, height=max(2.5, 1.2 + 0.5 * len(memories)))
     seen = {}
     widest = max(memory.bytes_moved for memory in memories.values())
-    for y, memory in enumerate(memories.values()):
-        left = 0
+    said = []
+    for y, (label, memory) in enumerate(memories.items()):
+        left, parts = 0, []
         for name in memory.arrays:
             for count, hatch in ((memory.read[name], None), (memory.written[name], "///")):
                 if not count:
@@ -196,7 +197,9 @@ def traffic_by_array(memories):
                         bbox={"facecolor": style.PAPER, "edgecolor": "none", "pad": 1, "alpha": 0.85},
                     )
                 left += width
+                parts.append(f"{name} {'written' if hatch else 'read'} {width:.3g}")
         axes.text(left, y, f" {memory.bytes_moved / KIB:.1f} KiB", va="center")
+        said.append(f"{label}: {', '.join(parts)}, in all {left:.1f}")
     axes.set_yticks(range(len(memories)), list(memories))
     axes.invert_yaxis()
     axes.set_xlim(0, 1.16 * widest / KIB)
@@ -204,6 +207,7 @@ def traffic_by_array(memories):
     axes.set_title("Traffic, array by array", loc="left")
     handles = [Rectangle((0, 0), 1, 1, facecolor=colour, label=name) for name, colour in seen.items()]
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1), fontsize=9)
+    figure.alt = f"KiB moved, array by array. {'; '.join(said)}."
     return figure
 
 
