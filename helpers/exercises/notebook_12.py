@@ -702,7 +702,7 @@ EXERCISES = (
             Mistake(
                 "the causal mask is left out",
                 functools.partial(_reduce_add, mask="none"),
-                "Pairs of tiles in which no query sees a key are never visited: see section 3.",
+                "Pairs of tiles in which no query sees a key do not count: see the exercise.",
             ),
             Mistake(
                 "a causal mask halves the pairs exactly",

@@ -1,7 +1,7 @@
 """Products of one warpgroup: wgmma on a Hopper card, plain matrix products in the interpreter.
 
 The Mosaic GPU interpreter runs barriers, TMA copies and SMEM on a CPU, but not a wgmma whose left
-operand lives in registers, nor one whose accumulator is carried through a loop. The functions here
+operand lives in registers, nor one whose accumulator begins as a given array. The functions here
 stand in for both, so that a kernel is one source for the card and for the interpreter: compiled,
 they issue asynchronous wgmmas; interpreted, they read the same operands through the same refs (so
 that the race detector sees the reads) and multiply at once. `accumulate_then` and `overlapped` read the
