@@ -4,11 +4,12 @@
 
     resources    registers, spilled bytes and shared memory of every kernel, from the card's own NVRTC
     correct      errors of every rung and of the backward against the float64 oracle and against PyTorch
-    times        every rung beside the portable Pallas kernel and `flash_attention`
+    times        the rungs, and the backward, beside the portable Pallas kernel and `flash_attention`
 
-The kernels are compiled by NVRTC and launched by the driver, both by ctypes: what PyTorch and JAX bring is enough,
-and the binary is the same that `make cuda` makes. Arrays are JAX's, handed to PyTorch by DLPack, which also waits
-and measures. A rung that computes logits for every dimension is timed on a quarter of the batch, once.
+The kernels are compiled by NVRTC and launched by the driver, both by ctypes: what PyTorch and JAX bring is enough.
+`make cuda` compiles the same file, maybe by another version of NVRTC. The arrays that are timed are JAX's, handed to
+PyTorch by DLPack; PyTorch also waits and measures. The rung that computes logits for every dimension is timed on a
+quarter of the batch, and without a causal mask only.
 """
 
 import argparse

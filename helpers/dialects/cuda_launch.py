@@ -33,7 +33,7 @@ MISSING = (
 
 
 class SharedMemoryError(RuntimeError):
-    """A data race, or a read of what was never written: two threads touched an element, and no barrier is between."""
+    """A data race, a read of what was never written, an index outside the array, or a wait that nothing ends."""
 
 
 class Problem(ctypes.Structure):
@@ -75,6 +75,8 @@ def compile_source(source, dtype, head, folder=None):
         raise RuntimeError(MISSING)
     options = ["-std=c++17", "-O2", "-fPIC", "-shared", f"-I{FOLDER}", "-w"]
     options += [f"-DELEMENT={ELEMENTS.index(dtype)}", f"-DHEAD={head}"]
+    if platform.system() == "Darwin":  # its ucontext.h refuses to be included without the first
+        options += ["-D_XOPEN_SOURCE=700", "-D_DARWIN_C_SOURCE"]
     parts = [source, (FOLDER / "emulate.hpp").read_text(), cxx, *options, platform.platform()]
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24] + ".so"
     folder = Path(folder or cache_folder())
