@@ -19,6 +19,7 @@ import functools
 import itertools
 import json
 import os
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,6 +35,7 @@ TURNS = list(itertools.product(ELEMENTS, (1, 2, 8), (False, True)))
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 TOKENS, T, WIDTH = 16384, 4096, 2048
 SLOWEST = RUNGS[0]
+TOO_SMALL = "The CUDA kernels are made for NVIDIA cards of compute capability 8.0 and above; there is none here."
 
 
 def cases():
@@ -269,6 +271,8 @@ def main():
     import jax
     import torch
 
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
+        sys.exit(TOO_SMALL)
     began = time.perf_counter()
     torch.backends.cuda.matmul.allow_tf32 = False
     target = Path(os.environ.get("OUT", ".")) / "cuda.json"

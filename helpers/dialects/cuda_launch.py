@@ -51,6 +51,9 @@ def compiler():
     """The path of the system's C++ compiler, or None where the kernels cannot be run."""
     if platform.system() not in ("Linux", "Darwin"):
         return None
+    # A Mac without the developer tools has a c++ too, which compiles nothing.
+    if platform.system() == "Darwin" and subprocess.run(["xcode-select", "-p"], capture_output=True).returncode:
+        return None
     names = (os.environ.get("CXX"), "c++", "g++", "clang++")
     return next(filter(None, (shutil.which(name) for name in names if name)), None)
 
