@@ -4,11 +4,12 @@
 
     resources    registers, spilled bytes and shared memory of every kernel, from the card's own NVRTC
     correct      errors of every rung and of the backward against the float64 oracle and against PyTorch
-    times        every rung beside the portable Pallas kernel and `flash_attention`
+    times        the rungs, and the backward, beside the portable Pallas kernel and `flash_attention`
 
-The kernels are compiled by NVRTC and launched by the driver, both by ctypes: what PyTorch and JAX bring is enough,
-and the binary is the same that `make cuda` makes. Arrays are JAX's, handed to PyTorch by DLPack, which also waits
-and measures. A rung that computes logits for every dimension is timed on a quarter of the batch, once.
+The kernels are compiled by NVRTC and launched by the driver, both by ctypes: what PyTorch and JAX bring is enough.
+`make cuda` compiles the same file, maybe by another version of NVRTC. The arrays that are timed are JAX's, handed to
+PyTorch by DLPack; PyTorch also waits and measures. The rung that computes logits for every dimension is timed on a
+quarter of the batch, and without a causal mask only.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import functools
 import itertools
 import json
 import os
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,6 +35,7 @@ TURNS = list(itertools.product(ELEMENTS, (1, 2, 8), (False, True)))
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 TOKENS, T, WIDTH = 16384, 4096, 2048
 SLOWEST = RUNGS[0]
+TOO_SMALL = "The CUDA kernels are made for NVIDIA cards of compute capability 8.0 and above; there is none here."
 
 
 def cases():
@@ -268,6 +271,8 @@ def main():
     import jax
     import torch
 
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
+        sys.exit(TOO_SMALL)
     began = time.perf_counter()
     torch.backends.cuda.matmul.allow_tf32 = False
     target = Path(os.environ.get("OUT", ".")) / "cuda.json"

@@ -33,7 +33,7 @@ MISSING = (
 
 
 class SharedMemoryError(RuntimeError):
-    """A data race, or a read of what was never written: two threads touched an element, and no barrier is between."""
+    """A data race, a read of what was never written, an index outside the array, or a wait that nothing ends."""
 
 
 class Problem(ctypes.Structure):
@@ -50,6 +50,9 @@ class Problem(ctypes.Structure):
 def compiler():
     """The path of the system's C++ compiler, or None where the kernels cannot be run."""
     if platform.system() not in ("Linux", "Darwin"):
+        return None
+    # A Mac without the developer tools has a c++ too, which compiles nothing.
+    if platform.system() == "Darwin" and subprocess.run(["xcode-select", "-p"], capture_output=True).returncode:
         return None
     names = (os.environ.get("CXX"), "c++", "g++", "clang++")
     return next(filter(None, (shutil.which(name) for name in names if name)), None)
@@ -75,6 +78,8 @@ def compile_source(source, dtype, head, folder=None):
         raise RuntimeError(MISSING)
     options = ["-std=c++17", "-O2", "-fPIC", "-shared", f"-I{FOLDER}", "-w"]
     options += [f"-DELEMENT={ELEMENTS.index(dtype)}", f"-DHEAD={head}"]
+    if platform.system() == "Darwin":  # its ucontext.h refuses to be included without the first
+        options += ["-D_XOPEN_SOURCE=700", "-D_DARWIN_C_SOURCE"]
     parts = [source, (FOLDER / "emulate.hpp").read_text(), cxx, *options, platform.platform()]
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24] + ".so"
     folder = Path(folder or cache_folder())

@@ -164,7 +164,7 @@ def _card():
 
 
 def show_correct():
-    """What card it was, how many comparisons agreed with the oracle, and the largest errors beside PyTorch."""
+    """Print what card it was, and how many comparisons agreed with the oracle."""
     if not (record := _card()):
         return
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
@@ -174,7 +174,7 @@ def show_correct():
 
 
 def show_times():
-    """TFLOP/s of every rung, where only the operations that attention needs are counted."""
+    """Print TFLOP/s of what was timed, where only the operations that attention needs are counted."""
     if not (record := _card()):
         return
     by_case = {}

@@ -1,7 +1,7 @@
 """The exercises of notebook 17: operations of a rung, a race, who holds what of a product, banks."""
 
 import functools
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import numpy as np
 
@@ -100,6 +100,18 @@ def _touched_last(touches):
     return False
 
 
+def _one_reader(touches):
+    """A writer and the last reader of each element, where one that has read before is forgotten."""
+    writer, reader = {}, {}
+    for thread, epoch, index, writes in touches:
+        place = epoch, index
+        others = (writer, reader) if writes else (writer,)
+        if any(found.get(place, thread) != thread for found in others):
+            return True
+        (writer if writes else reader)[place] = thread
+    return False
+
+
 def _races_cases():
     def tile(late=()):
         """Eight threads write an element each and read all; those that are late pass the barrier after it."""
@@ -113,12 +125,14 @@ def _races_cases():
         Case("another reads it after a barrier", ([(0, 0, 5, True), (1, 1, 5, False)],)),
         Case("another reads an element beside it", ([(0, 0, 5, True), (1, 0, 6, False)],)),
         Case("two threads read", ([(0, 2, 5, False), (1, 2, 5, False)],)),
+        Case("another thread writes what one has read", ([(0, 0, 5, False), (1, 0, 5, True)],)),
         Case("two threads write", ([(3, 1, 7, True), (4, 1, 7, True)],)),
         Case("the next tile comes too early", ([(0, 0, 1, True), (1, 1, 1, False), (0, 1, 1, True)],)),
         Case("a race after a barrier", ([(0, 0, 1, True), (1, 1, 1, False), (2, 2, 1, True), (5, 2, 1, False)],)),
         Case("in another order", ([(1, 0, 5, False), (2, 1, 9, False), (0, 0, 5, True)],)),
         Case("the writer reads before another does", ([(0, 0, 5, True), (0, 0, 5, False), (1, 0, 5, False)],)),
         Case("two have read when one of them writes", ([(0, 0, 5, False), (1, 0, 5, False), (0, 0, 5, True)],)),
+        Case("two have read when the second of them writes", ([(0, 0, 5, False), (1, 0, 5, False), (1, 0, 5, True)],)),
         Case("a touch of something else between", ([(0, 0, 5, True), (0, 1, 9, False), (1, 0, 5, False)],)),
         Case("a tile is written and, after a barrier, read by all", (tile(),)),
         Case("one of them writes after the barrier", (tile(late=(5,)),)),
@@ -131,7 +145,7 @@ RACES = Exercise(
     outputs=("race",),
     cases=_races_cases,
     expected=_races,
-    tried="reads and writes of one thread and of two, with and without a barrier, of one element and of two",
+    tried="reads and writes of one thread and of several, with and without a barrier, of one element and of several",
     mistakes=(
         Mistake(
             "a thread races with itself",
@@ -172,6 +186,16 @@ RACES = Exercise(
             "only the touch before is remembered",
             _touched_last,
             "Any two touches can race, with others of the same element between them.",
+        ),
+        Mistake(
+            "of those that read an element only the last is remembered",
+            _one_reader,
+            "A write races with each other thread that reads the element, not with the last reader alone.",
+        ),
+        Mistake(
+            "two writes do not race",
+            functools.partial(_races, needs_write=lambda a, b: a["writes"] != b["writes"]),
+            "Two threads that write race too: either value may stay.",
         ),
     ),
 )
@@ -216,6 +240,21 @@ HELD = Exercise(
             "rows are dealt in pairs",
             functools.partial(_held, group=lambda r: r // 2, part=lambda r, c: r % 2 + 2 * (c // 8)),
             "A lane has rows g and g + 8.",
+        ),
+        Mistake(
+            "the rows of a lane are not counted from 0 again at 8",
+            functools.partial(_held, group=lambda r: r),
+            "There are 32 lanes: row g + 8 belongs to the lanes of row g.",
+        ),
+        Mistake(
+            "the columns of a lane are not counted from 0 again at 8",
+            functools.partial(_held, pair=lambda c: c // 2),
+            "t is less than 4: columns 8 and 9 belong to the lane of columns 0 and 1.",
+        ),
+        Mistake(
+            "a lane is 8 t + g",
+            lambda r, c: (8 * (c % 8 // 2) + r % 8, *_held(r, c)[1:]),
+            "A lane is 4 g + t: neighbouring lanes share a row.",
         ),
     ),
 )
@@ -283,6 +322,12 @@ PASSES = Exercise(
                 len({int(w) for w in words if int(w) // 32 == row}) for row in {int(w) // 32 for w in words}
             ),
             "Neighbouring words are in different banks: word w is in bank w modulo 32, not w // 32.",
+        ),
+        Mistake(
+            "words are taken for bytes",
+            lambda words: _passes(np.asarray(words) // 4),
+            "The numbers are those of words already: word w is in bank w modulo 32.",
+            (lambda words: max(Counter(word // 4 % 32 for word in set(map(int, words))).values()),),
         ),
     ),
 )

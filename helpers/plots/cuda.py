@@ -23,7 +23,7 @@ def fragment(lanes, registers):
 
 
 def owners(rungs):
-    """out, a row a query, coloured by the thread that computes it. rungs: {title: (queries, dimensions) of threads}."""
+    """out, a row a query, in twenty colours of the thread that computes it. rungs: {title: (queries, dimensions)}."""
     figure, axes = style.subplots(columns=len(rungs), width=10, height=3.2)
     for one, (title, threads) in zip(np.ravel(axes), rungs.items(), strict=True):
         one.imshow(threads % 20, cmap="tab20", aspect="auto", vmin=0, vmax=19)

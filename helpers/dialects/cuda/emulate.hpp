@@ -1,4 +1,4 @@
-// A small CUDA on a CPU: enough of it to run attention.cu, block after block, by any C++ compiler.
+// A small CUDA on a CPU: enough of it to run attention.cu, block after block, by a C++17 compiler that has ucontext.h.
 //
 // A thread of the block is a fibre, which gives way where it waits: at __syncthreads, and at what a warp does
 // together (shuffles, mma). So one order of execution is seen, always the same. Races are found all the same, because
