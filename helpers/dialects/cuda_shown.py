@@ -91,8 +91,14 @@ def backward():
 
 
 MISTAKES = {
-    "no index in the product": ("forward_elements", ("const E *)p.query)[q + d])", "const E *)p.query)[q])")),
-    "the new maximum, twice": ("forward_keys_outer", ("expf(m - larger);\n    for", "expf(larger - larger);\n    for")),
+    "no thread in the product": ("forward_elements", ("s = logit(p, q, k)", "s = logit(p, query_row(p, head, 0), k)")),
+    "the new sum, twice": (
+        "forward_elements",
+        (
+            "l = l * shrink + weight;\n        out = out * shrink",
+            "float old = l;\n        l = l * shrink + weight;\n        out = out * shrink * (old > 0 ? l / old : 1)",
+        ),
+    ),
     "sums without the old one": ("forward_keys_outer", ("l = l * shrink + sum;", "l = sum;")),
 }
 
