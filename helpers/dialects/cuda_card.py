@@ -2,14 +2,15 @@
 
     python -m helpers.dialects.cuda_card --commit HASH        writes $OUT/cuda.json
 
-    resources    registers, spilled bytes and shared memory of every kernel, from the card's own NVRTC
+    resources    registers, spilled bytes and shared memory of every kernel, from the NVRTC found beside the card
     correct      errors of every rung and of the backward against the float64 oracle and against PyTorch
     times        the rungs, and the backward, beside the portable Pallas kernel and `flash_attention`
 
 The kernels are compiled by NVRTC and launched by the driver, both by ctypes: what PyTorch and JAX bring is enough.
 `make cuda` compiles the same file, maybe by another version of NVRTC. The arrays that are timed are JAX's, handed to
-PyTorch by DLPack; PyTorch also waits and measures. The rung that computes logits for every dimension is timed on a
-quarter of the batch, and without a causal mask only.
+PyTorch by DLPack. Events of the card time the rungs and the backward; the wall clock times the rest, and the last rung
+once more. The rung that computes logits for every dimension is timed on a quarter of the batch, and without a causal
+mask only.
 """
 
 import argparse
@@ -166,7 +167,7 @@ def check_case(card, case):
     *q_k_v, dout = [on_card(array) for array in arrays]
     theirs = torch_attention(*q_k_v, dout, is_causal)
 
-    # Half a unit in the last place for the result that is rounded, and as much again for weights that are.
+    # In 16 bits half a unit in the last place, at most: in the norm, rounding the result and the weights stays below.
     bound = {"float32": 5e-6, "bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
     about = {**dict(zip("TSHNK", case[:5], strict=True)), "dtype": dtype, "is_causal": is_causal}
     rows = []
@@ -265,7 +266,7 @@ def timed(card, H, dtype, is_causal):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--commit", required=True, help="the commit that is measured")
-    parser.add_argument("--seconds", type=float, default=100, help="no new timing starts after so long")
+    parser.add_argument("--seconds", type=float, default=100, help="no new comparison starts after so long, and no new timing after 70 %% of it")
     arguments = parser.parse_args()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
@@ -301,7 +302,7 @@ def main():
     card.compile()
     record["resources"] = card.resources
     print(f"compiled after {time.perf_counter() - began:.1f} s", flush=True)
-    # The last kernel first: what is most wanted is there if time runs out.
+    # Groups with the last rung first: what is most wanted is there if time runs out.
     for dtype, H, is_causal in [
         ("bfloat16", 64, False),
         ("bfloat16", 128, False),

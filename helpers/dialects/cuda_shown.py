@@ -2,7 +2,7 @@
 
     python -m helpers.dialects.cuda_shown        writes helpers/measure/results/cuda_shown.json (make cuda)
 
-The measurements of a card stand in <card>_cuda.json; `cuda_card` writes them.
+The measurements of a card stand in <card>_cuda.json; `cuda_card` takes them.
 """
 
 import contextlib

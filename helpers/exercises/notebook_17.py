@@ -32,19 +32,20 @@ OPERATIONS = Exercise(
     tried="lengths that differ, head dims from 1 to 128",
     mistakes=(
         Mistake(
-            "a thread for each query only",
+            "there is a thread for each query only",
             _operations_mistake(threads=lambda T, H: T),
             "There is a thread for each query and each dimension: see section 2.",
         ),
         Mistake(
-            "logits without the sum of values",
+            "the sum of the values is left out",
             _operations_mistake(each=lambda H: 2 * H),
             "Each thread multiplies a weight with its one element of a value, and adds it: 2 operations more.",
         ),
         Mistake(
-            "multiplications only",
+            "only multiplications are counted",
             _operations_mistake(each=lambda H: H + 1),
             "A multiplication and an addition are two operations.",
+            (lambda T, S, H: (T * H * S * (H + 1), 2 * T * S * H),),
         ),
         Mistake(
             "every thread adds up all dimensions of the values",
@@ -52,7 +53,7 @@ OPERATIONS = Exercise(
             "A thread owns one dimension of out: 2 operations a key, not 2 H.",
         ),
         Mistake(
-            "needed for the logits only",
+            "only the logits are counted as needed",
             lambda T, S, H: (_operations(T, S, H)[0], 2 * T * S * H),
             "Attention has two products, 2 T S H operations each.",
         ),
@@ -114,7 +115,7 @@ def _one_reader(touches):
 
 def _races_cases():
     def tile(late=()):
-        """Eight threads write an element each and read all; those that are late pass the barrier after it."""
+        """Eight threads write an element each and read all; those that are late write after the barrier."""
         writes = [(thread, int(thread in late), thread, True) for thread in range(8)]
         return writes + [(thread, 1, index, False) for thread in range(8) for index in range(8)]
 
@@ -173,7 +174,7 @@ RACES = Exercise(
             "A read beside a write races too: it sees the old value or the new one.",
         ),
         Mistake(
-            "only a read that comes later in the list is looked at",
+            "each touch is compared with earlier writes only",
             functools.partial(_races, needs_write=lambda a, b: a["writes"]),
             "The order of the list says nothing: threads are not in order. Look at each pair both ways.",
         ),
@@ -254,7 +255,7 @@ HELD = Exercise(
         Mistake(
             "a lane is 8 t + g",
             lambda r, c: (8 * (c % 8 // 2) + r % 8, *_held(r, c)[1:]),
-            "A lane is 4 g + t: neighbouring lanes share a row.",
+            "A lane is 4 g + t: lanes 0 to 3 share row 0.",
         ),
     ),
 )
@@ -312,7 +313,7 @@ PASSES = Exercise(
             "Many banks are good: what counts is the one bank that is asked for most words.",
         ),
         Mistake(
-            "sixteen banks",
+            "there are sixteen banks",
             functools.partial(_passes, banks=16),
             "There are 32 banks: word w is in bank w modulo 32.",
         ),

@@ -95,7 +95,7 @@ __device__ long stat(const Problem &p, Head head, int i) {  // of lse and delta
 }
 __device__ int least(int a, int b) { return a < b ? a : b; }
 __device__ float most(float a, float b) { return a > b ? a : b; }
-// Keys that queries below `stop` see: the others are not even loaded.
+// Keys that queries below `stop` see: tiles beyond them are not even loaded.
 __device__ int keys_of(const Problem &p, int stop) { return p.is_causal ? least(p.S, stop) : p.S; }
 __device__ float load(const void *array, long row, int d, bool is_inside, int H) {
     return is_inside && d < H ? wide(((const E *)array)[row + d]) : 0.0f;
