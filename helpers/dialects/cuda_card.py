@@ -266,7 +266,8 @@ def timed(card, H, dtype, is_causal):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--commit", required=True, help="the commit that is measured")
-    parser.add_argument("--seconds", type=float, default=100, help="no new comparison starts after so long, and no new timing after 70 %% of it")
+    limits = "no new comparison starts after so long, and no new timing after 70 %% of it"
+    parser.add_argument("--seconds", type=float, default=100, help=limits)
     arguments = parser.parse_args()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
