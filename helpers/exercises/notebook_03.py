@@ -49,6 +49,7 @@ def _attention_cases():
         (6, 10, 4, 3, 4, 0.5, {"shift": 1000.0}, ", logits near 1000"),
         (6, 10, 4, 3, 4, 0.25, {"shift": -1000.0}, ", logits near -1000"),
         (6, 10, 4, 3, 4, -0.5, {"peak": 0, "gap": 2000.0}, ", the first logit 2000 above the others"),
+        (6, 10, 4, 3, 4, 0.5, {"peak": 9, "gap": 2000.0}, ", the last logit 2000 above the others"),
         (6, 10, 4, 3, 4, 0.25, {"shift": 1000.0, "mixed": True}, ", logits near 1000 and -1000, by query"),
         (128, LONG, 1, 128, 64, 1.0, {}, ""),
     ]
