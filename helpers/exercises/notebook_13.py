@@ -122,7 +122,7 @@ _AGAIN = Exercise(
 def _step_cases():
     random = np.random.default_rng(132)
     one = lambda *values: np.array(values)[:, None, None]
-    by_hand = (np.array([[1.0]]), np.array([[math.log(3)]]), np.array([[8.0]]), one(0.0, 9, 9), one(4.0, 9, 9), 1)
+    by_hand = (np.array([[1.0]]), np.array([[math.log(3)]]), np.array([[8.0]]), one(0.0, 9, 7), one(4.0, 9, 7), 1)
     cases = [Case("the case worked by hand", by_hand)]
     for N, H, S, length, size, label in [
         (2, 4, 6, 3, 1, "the cache half full"),
@@ -132,8 +132,9 @@ def _step_cases():
     ]:
         query, key, value = random.standard_normal((3, N, H))
         key_cache, value_cache = random.standard_normal((2, S, N, H))
-        key_cache[length:] = 3 * query / np.abs(query).max()  # leftovers that a query would like
-        value_cache[length:] = 50
+        left_over = np.arange(S - length)[:, None, None]
+        key_cache[length:] = (3 + left_over) * query / np.abs(query).max()  # leftovers that a query would like
+        value_cache[length:] = 50 + left_over
         label = f"N={N}, H={H}, S={S}, length={length}: {label}"
         cases.append(Case(label, (size * query, key, value, key_cache, value_cache, length)))
     return cases
@@ -329,6 +330,15 @@ _STEP = Exercise(
                     np.where(np.arange(len(keys))[:, None, None] <= length, keys, 0),
                     np.where(np.arange(len(values))[:, None, None] <= length, values, 0),
                 )
+            ),
+            "Change one place of each cache and leave the rest as it is: see the text of the exercise.",
+        ),
+        Mistake(
+            "what is left over in the caches is moved up by a place",
+            lambda query, key, value, key_cache, value_cache, length: (
+                _step()(query, key, value, key_cache, value_cache, length)[0],
+                np.insert(key_cache, length, key, axis=0)[:-1],
+                np.insert(value_cache, length, value, axis=0)[:-1],
             ),
             "Change one place of each cache and leave the rest as it is: see the text of the exercise.",
         ),

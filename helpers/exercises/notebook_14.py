@@ -41,7 +41,7 @@ def _with(weigh, **options):
 
 
 def _of_parts(T, H, parts, seed):
-    """(out, lse) for each part: parts are numbers to which its logits lie near, or None where it has no key."""
+    """(out, lse) for each part: parts are what its logits lie near, of all rows or of each, or None without a key."""
     random = np.random.default_rng([14, seed])
     for height in parts:
         out, lse = random.standard_normal((T, H)), random.standard_normal(T)
@@ -65,6 +65,9 @@ def _merge_cases():
     ):
         (out_a, lse_a), (out_b, lse_b) = _of_parts(T, H, heights, len(cases))
         cases.append(Case(label, (out_a, lse_a, out_b, lse_b)))
+    levels = np.array([1000.0, 0, -1000, 1000, -1000])
+    (out_a, lse_a), (out_b, lse_b) = _of_parts(5, 2, (levels, levels + 1), 98)
+    cases.append(Case("T=5, H=2, logits near 1000, 0 and -1000 in different rows", (out_a, lse_a, out_b, lse_b)))
     (out_a, lse_a), (out_b, lse_b) = _of_parts(4, 2, (0, 0), 99)
     out_a[0], lse_a[0], out_b[1], lse_b[1] = 0, -np.inf, 0, -np.inf
     out_a[2], lse_a[2], out_b[2], lse_b[2] = 0, -np.inf, 0, -np.inf
@@ -85,6 +88,15 @@ def _unguarded_maximum(out_a, lse_a, out_b, lse_b):
     weight_a, weight_b = np.exp(lse_a - m), np.exp(lse_b - m)
     l = weight_a + weight_b
     return (weight_a / l)[:, None] * out_a + (weight_b / l)[:, None] * out_b, m + np.log(l)
+
+
+def _one_maximum(out_a, lse_a, out_b, lse_b):
+    m = max(lse_a.max(), lse_b.max())
+    m = 0 if m == -np.inf else m
+    a, b = np.exp(lse_a - m), np.exp(lse_b - m)
+    total = np.where(a + b == 0, 1, a + b)
+    with np.errstate(divide="ignore"):
+        return (a / total)[:, None] * out_a + (b / total)[:, None] * out_b, m + np.log(a + b)
 
 
 def _overflows(out_a, lse_a, out_b, lse_b, guarded=True):
@@ -117,6 +129,11 @@ MERGE = Exercise(
                 functools.partial(_overflows, guarded=False),
                 _with(_right_weights, lse=lambda a, b: np.log(np.exp(a) + np.exp(b))),
             ),
+        ),
+        Mistake(
+            "one maximum serves all rows",
+            _one_maximum,
+            "Every row has a level of its own, and far below the maximum exp is 0: subtract row by row, see section 2.",
         ),
         Mistake(
             "both parts count alike",

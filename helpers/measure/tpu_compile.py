@@ -41,7 +41,7 @@ from helpers.attention.problem import Call, Problem
 from helpers.measure import results
 
 CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
-B, N, T = 32, 16, 2048  # so large that the compiler cannot put whole arrays into VMEM
+B, N, T = 32, 16, 2048  # so large that of all arrays the compiler can put only rows of statistics into VMEM whole
 BLOCK = tpu.LARGEST_BLOCK
 UNITS = ("MATMUL", "VSTORE:SPILL")
 # Calls with everything that a configuration does not have, and lengths; to see that they compile.
