@@ -216,7 +216,7 @@ def orders_of_addition(values, exact):
     axes.set_ylim(0, counts.max() * 1.2)
     axes.set_xlabel("distance from the exact sum, in steps between neighbouring float32 numbers")
     axes.set_ylabel("orders tried")
-    axes.set_title(f"One entry of dq: {len(found)} results from {len(values)} orders", loc="left")
+    axes.set_title(f"One entry of dq, added up in {len(values)} orders", loc="left")
     return figure
 
 
