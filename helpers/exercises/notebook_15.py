@@ -593,7 +593,7 @@ AXES = Exercise(
         Mistake(
             "every axis is called arbitrary",
             _said(lambda *_: True),
-            "Programs with different blocks may go in any order: see section 8.",
+            "Programs that share neither block nor scratch may go in any order: see section 8.",
         ),
         Mistake(
             "only the last axis is called arbitrary",
