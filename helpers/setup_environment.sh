@@ -10,8 +10,9 @@
 set -eu
 cd "$(dirname "$0")/.."
 
+# It has to say so: a shim that pyenv is just writing anew is an empty script, which succeeds at anything.
 suits() {
-    "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1
+    [ "$("$1" -c 'import sys, venv, ensurepip; print(sys.version_info >= (3, 12))' 2>/dev/null)" = True ]
 }
 
 find_python() {
