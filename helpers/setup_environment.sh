@@ -10,7 +10,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 
-# It has to say so: a shim that pyenv is just writing anew is an empty script, which succeeds at anything.
+# It has to say so: a file that is empty, such as a program that is just being written, succeeds at anything.
 suits() {
     [ "$("$1" -c 'import sys, venv, ensurepip; print(sys.version_info >= (3, 12))' 2>/dev/null)" = True ]
 }
