@@ -7,7 +7,7 @@ A row of logits arrives in pieces. The state keeps, for the keys seen so far,
     acc  the sum of exp(s - m) v
 
 so that out = acc / l and lse = m + log l at any time. Milakov and Gimelshein (arXiv 1805.02867)
-found the recurrence for (m, l); FlashAttention (arXiv 2205.14135) carries acc along, as acc / l.
+gave the recurrence for (m, l); FlashAttention (arXiv 2205.14135) carries acc along, as acc / l.
 """
 
 from typing import NamedTuple

@@ -1219,8 +1219,8 @@ def _wrong_budgets(score, queries_twice="the tile of queries is counted twice an
             needed=lambda q, k, H, e: e * (q * H + k * H + q * k),
         ),
         _wrong_choice(
-            "the tile of logits is left out of the budget",
-            "block_q times block_k logits live on chip as well: see the sum in section 8.",
+            "the tile of weights is left out of the budget",
+            "block_q times block_k weights p may pass through shared memory as well: see the first sum in section 8.",
             score,
             needed=lambda q, k, H, e: e * (q * H + 2 * k * H),
         ),
@@ -1249,7 +1249,7 @@ def _wrong_budgets(score, queries_twice="the tile of queries is counted twice an
             needed=lambda q, k, H, e: e * (2 * q * H + 2 * k * H + q * k),
         ),
         _wrong_choice(
-            "the logits are counted with 4 bytes an entry",
+            "the weights p are counted with 4 bytes an entry",
             "In this budget all tiles have `itemsize` bytes an element: see the first sum in section 8.",
             score,
             needed=lambda q, k, H, e: e * (q * H + 2 * k * H) + 4 * q * k,
