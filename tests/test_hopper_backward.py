@@ -197,6 +197,38 @@ def test_few_programs_take_all_batch_entries_together():
         assert list(hopper._grid(problem, ("head", 2), 2)) == ["batch", "part", "tile", "head"]
 
 
+def test_heads_that_the_cache_holds_go_together(monkeypatch):
+    """A head of these has 128 x 64 positions, of 2 + 2 + 4 bytes. A section divides the heads evenly."""
+    (query, key, value), _ = AttentionCase(128, 200, 64, N=6, K=6, B=3, dtype="bfloat16").inputs()
+    problem = check_call(query, key, value, **CAUSAL).problem
+    together = []
+    for heads in (0, 1, 3, 5, 6, 100):
+        monkeypatch.setattr(hopper, "CACHED", heads * 128 * 64 * 8)
+        together.append(hopper.heads_together(problem))
+    assert together == [1, 1, 3, 3, 6, 6]
+    (query, key, value), _ = AttentionCase(128, 200, 64, N=6, K=2, B=1, dtype="bfloat16").inputs()
+    assert hopper.heads_together(check_call(query, key, value, **CAUSAL).problem) is None
+
+
+@pytest.mark.parametrize(
+    ("case", "form"),
+    [
+        (AttentionCase(140, 210, 64, N=4, K=4, dtype="bfloat16", arguments=CAUSAL), "fused"),
+        pytest.param(
+            AttentionCase(140, 210, 64, N=4, K=4, B=2, dtype="float16", arguments=CAUSAL), "split", marks=FULL
+        ),
+    ],
+    ids=str,
+)
+def test_heads_in_sections(case, form, monkeypatch):
+    """Two of four heads before the next two, where one processor makes many of these programs."""
+    monkeypatch.setattr(hopper, "PROCESSORS", 1)
+    monkeypatch.setattr(hopper, "CACHED", 2 * case.T * 64 * 8)
+    arrays, arguments = case.inputs()
+    assert hopper._grid_of_keys(check_call(*arrays, **arguments).problem, hopper.forms(64)[form][0])["section"] == 2
+    check(case, hopper.forms(64)[form])
+
+
 @FULL
 @pytest.mark.parametrize(
     ("case", "form"),

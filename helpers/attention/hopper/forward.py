@@ -74,6 +74,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from helpers.attention.device import core_count
 from helpers.attention.hopper.table import tuned_tiles
 from helpers.attention.hopper.warpgroup import (
+    CACHED,
     COLUMNS,
     MATRIX,
     PROCESSORS,
@@ -93,7 +94,6 @@ from helpers.attention.portable.tiles import LOG2_E
 # How far a guess is above the maximum that it was made from, in powers of two, and what l may not exceed by guess.
 # float16 ends at 2^16 and has few small numbers. In bfloat16 p v loses digits for v below 1e-20, say.
 HEADROOM, MOST = {"bfloat16": 40, "float16": 1}, 2**15
-CACHED = 24 * 2**20  # bytes that stay in the L2 cache of a Hopper card, with all else that passes through it
 
 
 class Tiles(NamedTuple):
