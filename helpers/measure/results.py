@@ -41,7 +41,7 @@ What was tried on the way to a kernel and not kept stands in <card>_variants.jso
     loops          the main loops of fused backward kernels in machine code, see LOOP
     profile        at which instructions the warps of a loop were found, in per cent, see PROFILE
     latest         commit, date, notes, and times of Hopper kernels newer than those of the benchmark's record:
-                   `records`, with cuDNN beside them, see LATEST, and `ladder`, see RUNG
+                   `records`, with others beside them, see LATEST, and `ladder`, see RUNG
 """
 
 import json

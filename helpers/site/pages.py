@@ -123,13 +123,14 @@ def rates_table(recorded, which):
 
 
 def newer_table(records, which):
-    """TFLOP/s of the Hopper kernels and of cuDNN in a later run, for each length, and their ratio."""
+    """TFLOP/s of the Hopper kernels in a later run, and as multiples of cuDNN's and of FlashAttention-3's."""
     rows = []
     for T in LENGTHS:
         row = [f"T = {T}"]
         for column in COLUMNS:
             rates = {name: record["tflops"] for name, record in find(records, which, T, *column).items()}
-            row.append(f"{rates['hopper']:.0f} : {rates['cudnn']:.0f} = {rates['hopper'] / rates['cudnn']:.2f}")
+            ratios = (rates["hopper"] / rates[peer] for peer in ("cudnn", "flash_attention_3"))
+            row.append(" · ".join([f"{rates['hopper']:.0f}", *(f"{ratio:.2f}" for ratio in ratios)]))
         rows.append(row)
     return table([which, *column_names()], rows)
 
