@@ -1,5 +1,6 @@
 """The exercises of notebook 13."""
 
+import functools
 import math
 
 import numpy as np
@@ -137,6 +138,11 @@ def _step_cases():
         value_cache[length:] = 50 + left_over
         label = f"N={N}, H={H}, S={S}, length={length}: {label}"
         cases.append(Case(label, (size * query, key, value, key_cache, value_cache, length)))
+    query, value = random.standard_normal((2, 2, 4))
+    key_cache, value_cache = random.uniform(1, 2, (6, 1, 1)) * query, random.standard_normal((6, 2, 4))
+    key_cache[:4] *= -1  # the last of these becomes the new key
+    label = "N=2, H=4, S=6, length=3: large logits, all of them negative"
+    cases.append(Case(label, (1e5 * query, key_cache[3].copy(), value, key_cache, value_cache, 3)))
     return cases
 
 
@@ -172,10 +178,10 @@ def _not_normalised(s):
     return np.exp(s - s.max(axis=-1, keepdims=True))
 
 
-def _left_over_at_zero(query, key, value, key_cache, value_cache, length):
+def _left_over_at(masked, query, key, value, key_cache, value_cache, length):
     _, keys, values = _step()(query, key, value, key_cache, value_cache, length)
     s = np.einsum("nh,snh->ns", query, keys) * query.shape[1] ** -0.5
-    s[:, length + 1 :] = 0
+    s[:, length + 1 :] = masked
     return np.einsum("ns,snh->nh", _softmax(s), values), keys, values
 
 
@@ -190,7 +196,7 @@ _STEP = Exercise(
     outputs=("out", "key_cache", "value_cache"),
     cases=_step_cases,
     expected=_step(),
-    tried="an empty cache, a half full one and the last free place, with leftovers behind the valid keys",
+    tried="an empty cache, a half full one and the last free place, leftovers behind the valid keys, large logits",
     mistakes=(
         Mistake(
             "the new token does not see itself",
@@ -279,8 +285,13 @@ _STEP = Exercise(
         ),
         Mistake(
             "the logits of what is left over are set to 0 instead of being left out",
-            _left_over_at_zero,
+            functools.partial(_left_over_at, 0),
             "exp(0) is 1: cut the rest off, or mask it with -inf, see section 2.",
+        ),
+        Mistake(
+            "what is left over is masked with a number that logits can fall below",
+            functools.partial(_left_over_at, -1e4),
+            "All logits may lie far below 0: cut the rest off, or mask it with -inf, see section 2.",
         ),
         Mistake(
             "query and key are exchanged",
