@@ -10,9 +10,8 @@
 set -eu
 cd "$(dirname "$0")/.."
 
-# It has to say so: a file that is empty, such as a program that is just being written, succeeds at anything.
 suits() {
-    [ "$("$1" -c 'import sys, venv, ensurepip; print(sys.version_info >= (3, 12))' 2>/dev/null)" = True ]
+    "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1
 }
 
 find_python() {
