@@ -318,7 +318,7 @@ def fused_kernel(
     k_start = lax.axis_index("tile") * tiles.block_k
     block_q, stages, warpgroups, delayed = tiles.block_q, tiles.stages, tiles.warpgroups, tiles.delayed
     # In these calls the registers suffice for addresses made ahead of the loop: 3 % faster at T = 4096 on an H200.
-    # At T = 16384 they are slower, though no register is spilled; nobody has looked why.
+    # At T = 16384 they looked slower, between two runs and not in turns.
     keeps_addresses = not delayed and problem.band != NO_BAND and problem.group == 1 and problem.T <= 8192
     multiply_add_ = functools.partial(multiply_add, interpret=interpret)
 
