@@ -22,10 +22,10 @@ def problem_of(H, T, is_causal):
     return dataclasses.replace(problem, B=max(1, POSITIONS // T), T=T, S=T, N=WIDTH // H, K=WIDTH // H)
 
 
-def climb(trials, kernel="hopper forward", T=4096):
-    """{case: {name of a rung: TFLOP/s}} of the newest record of a ladder."""
+def climb(recorded, kernel="hopper forward", T=4096):
+    """{case: {name of a rung: TFLOP/s}} of a ladder."""
     found = {}
-    for entry in trials["latest"]["ladder"]:
+    for entry in recorded["ladder"]:
         if (entry["kernel"], entry["T"]) == (kernel, T):
             case = f"H={entry['H']} {'causal' if entry['is_causal'] else 'full'}"
             found.setdefault(case, {})[entry["name"]] = entry["tflops"]
@@ -41,20 +41,20 @@ def variants(trials, kernel):
     return found
 
 
-def on_the_grid(trials, implementation, which, dtype="bfloat16"):
-    """{(H, is_causal, T): TFLOP/s by the clock of the card} of the newest record, "forward" or "backward"."""
+def on_the_grid(recorded, implementation, which, dtype="bfloat16"):
+    """{(H, is_causal, T): TFLOP/s by the clock of the card}, "forward" or "backward"."""
     return {
         (entry["H"], entry["is_causal"], entry["T"]): entry["tflops"]
-        for entry in trials["latest"]["records"]
+        for entry in recorded["records"]
         if (entry["implementation"], entry["pass"], entry["dtype"]) == (implementation, which, dtype)
         and (entry["B"] * entry["T"], entry["N"] * entry["H"]) == (POSITIONS, WIDTH)
         and entry["N"] == entry["K"]
     }
 
 
-def backward_ms(trials, implementation):
+def backward_ms(recorded, implementation):
     """{(H, is_causal, T): milliseconds by the clock of the card} of the backward pass on the grid."""
-    speeds = on_the_grid(trials, implementation, "backward")
+    speeds = on_the_grid(recorded, implementation, "backward")
     flops = {(H, is_causal, T): 10 * POSITIONS * T * WIDTH / (1 + is_causal) for H, is_causal, T in speeds}
     return {shape: flops[shape] / tflops / 1e9 for shape, tflops in speeds.items()}
 

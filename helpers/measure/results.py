@@ -40,8 +40,6 @@ What was tried on the way to a kernel and not kept stands in <card>_variants.jso
     instructions   how many instructions a step of a loop has
     loops          the main loops of fused backward kernels in machine code, see LOOP
     profile        at which instructions the warps of a loop were found, in per cent, see PROFILE
-    latest         commit, date, notes, and times of Hopper kernels newer than those of the benchmark's record:
-                   `records`, with others beside them, see LATEST, and `ladder`, see RUNG
 """
 
 import json
@@ -53,7 +51,7 @@ RESULTS = Path(__file__).parent / "results"
 
 _text, _whole, _number = (str,), (int,), (int, float)
 # OPTIONAL samples_ms: the times by the device's clock of which device_ms is the median. Those of other implementations
-# with the same number, of the same pass and case, were taken in the same turn. Files of before November 2026 lack them.
+# with the same number, of the same pass and case, were taken in the same turn.
 OPTIONAL = {"samples_ms": (list,)}
 RECORD = {
     "implementation": _text,
@@ -76,9 +74,6 @@ RUNG = {
     "T": _whole,
     "is_causal": (bool,),
     **dict.fromkeys(("device_ms", "spread", "tflops"), _number),
-}
-LATEST = {
-    name: types for name, types in RECORD.items() if name not in ("wall_ms", "spread", "of_matmul", "of_copy", "tiles")
 }
 MEMORY = {"implementation": _text, "pass": _text, "T": _whole, "N": _whole, "H": _whole, "bytes": _whole}
 TILES = {
@@ -184,7 +179,6 @@ VARIANTS_FILE = {
     "instructions": (dict,),
     "loops": (list,),
     "profile": (list,),
-    "latest": (dict,),
 }
 
 
@@ -212,13 +206,6 @@ def check(results, schema=FILE):
     for part, fields in parts.items():
         for number, entry in enumerate(results.get(part, ())):
             _check_fields(f"{part}[{number}]", entry, fields)
-    if "latest" in results:
-        latest = results["latest"]
-        lists = dict.fromkeys(("notes", "records", "ladder"), (list,))
-        _check_fields("latest", latest, {"commit": _text, "date": _text, **lists})
-        for part, fields in (("records", LATEST), ("ladder", RUNG)):
-            for number, entry in enumerate(latest[part]):
-                _check_fields(f"latest: {part}[{number}]", entry, fields)
     for part in ("hopper", "hopper_sweep"):
         for number, row in enumerate(results.get(part, ())):
             where = f"{part}[{number}]"

@@ -47,16 +47,15 @@ def write(stage, notebook_00):
     """Write the computed pages and parts of pages into the folder that Sphinx reads."""
     generated = stage / "generated"
     generated.mkdir()
-    recorded, newer = results.read(), results.read_variants()["latest"]
+    recorded = results.read()
     texts = {
         "serves.md": serves_table(),
         "run.md": run_line(recorded),
-        "newer_run.md": f"{recorded['card']}, {newer['date']}, commit {newer['commit']}",
         "not_measured.md": "\n".join(f"- {note}" for note in recorded["notes"]),
     }
     for which in ("forward", "backward"):
         texts[f"{which}.md"] = rates_table(recorded, which)
-        texts[f"newer_{which}.md"] = newer_table(newer["records"], which)
+        texts[f"ratios_{which}.md"] = ratios_table(recorded["records"], which)
     for name, text in texts.items():
         (generated / name).write_text(text + "\n", encoding="utf-8")
     (stage / "notation.md").write_text(notation(notebook_00), encoding="utf-8")
@@ -122,8 +121,8 @@ def rates_table(recorded, which):
     return table([which, *column_names()], rows)
 
 
-def newer_table(records, which):
-    """TFLOP/s of the Hopper kernels in a later run, and as multiples of cuDNN's and of FlashAttention-3's."""
+def ratios_table(records, which):
+    """TFLOP/s of the Hopper kernels, and as multiples of cuDNN's and of FlashAttention-3's."""
     rows = []
     for T in LENGTHS:
         row = [f"T = {T}"]
