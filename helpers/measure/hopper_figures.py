@@ -41,10 +41,10 @@ def variants(trials, kernel):
     return found
 
 
-def on_the_grid(recorded, implementation, which, dtype="bfloat16"):
-    """{(H, is_causal, T): TFLOP/s by the clock of the card}, "forward" or "backward"."""
+def on_the_grid(recorded, implementation, which, dtype="bfloat16", field="tflops"):
+    """{(H, is_causal, T): TFLOP/s by the clock of the card, or another field}, "forward" or "backward"."""
     return {
-        (entry["H"], entry["is_causal"], entry["T"]): entry["tflops"]
+        (entry["H"], entry["is_causal"], entry["T"]): entry[field]
         for entry in recorded["records"]
         if (entry["implementation"], entry["pass"], entry["dtype"]) == (implementation, which, dtype)
         and (entry["B"] * entry["T"], entry["N"] * entry["H"]) == (POSITIONS, WIDTH)
@@ -54,9 +54,7 @@ def on_the_grid(recorded, implementation, which, dtype="bfloat16"):
 
 def backward_ms(recorded, implementation):
     """{(H, is_causal, T): milliseconds by the clock of the card} of the backward pass on the grid."""
-    speeds = on_the_grid(recorded, implementation, "backward")
-    flops = {(H, is_causal, T): 10 * POSITIONS * T * WIDTH / (1 + is_causal) for H, is_causal, T in speeds}
-    return {shape: flops[shape] / tflops / 1e9 for shape, tflops in speeds.items()}
+    return on_the_grid(recorded, implementation, "backward", field="device_ms")
 
 
 def chosen_form(card, H, is_causal, T):

@@ -4,7 +4,7 @@
     versions   of driver, CUDA, JAX, cuDNN, Python
     commit, date
     ceilings   matmul_tflops, copy_gbps: a large bf16 product and a large copy in the same run
-    records    one for each implementation, pass and case, see RECORD and OPTIONAL; of_matmul and of_copy are its
+    records    one for each implementation, pass and case, see RECORD; of_matmul and of_copy are its
                TFLOP/s and the bandwidth of its inputs and outputs as fractions of the ceilings
     ladder     one for each step on the way to a faster kernel, see RUNG; `kernel` says of which
     memory     bytes that a program needs, see MEMORY
@@ -50,9 +50,8 @@ from pathlib import Path
 RESULTS = Path(__file__).parent / "results"
 
 _text, _whole, _number = (str,), (int,), (int, float)
-# OPTIONAL samples_ms: the times by the device's clock of which device_ms is the median. Those of other implementations
-# with the same number, of the same pass and case, were taken in the same turn.
-OPTIONAL = {"samples_ms": (list,)}
+# samples_ms: the times by the device's clock of which device_ms is the median. Those of other implementations with the
+# same number, of the same pass and case, were taken in the same turn.
 RECORD = {
     "implementation": _text,
     "pass": _text,
@@ -60,6 +59,7 @@ RECORD = {
     **dict.fromkeys("BTSNKH", _whole),
     "is_causal": (bool,),
     "device_ms": (int, float, type(None)),
+    "samples_ms": (list,),
     "wall_ms": _number,
     "spread": _number,
     "tflops": _number,
@@ -224,7 +224,7 @@ def check(results, schema=FILE):
 
 
 def _check_fields(where, entry, fields):
-    for name, types in (fields | {name: OPTIONAL[name] for name in OPTIONAL if name in entry}).items():
+    for name, types in fields.items():
         if name not in entry:
             raise ValueError(f"{where}: {name} is missing")
         wrong_bool = isinstance(entry[name], bool) and bool not in types
