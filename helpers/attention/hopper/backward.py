@@ -114,7 +114,7 @@ def for_each_query_tile(problem, tiles, kv, k_start, body, masked_body, carry):
 
     masked_body serves the tiles that see some of the keys only, and the keys that end within them.
     There is at least one step a head, so that a pipeline has something to do: a tile that sees nothing.
-    It is one loop (or two). A loop in a loop would make ptxas serialise the products of the delayed order.
+    It is one loop (or two). A loop in a loop made ptxas serialise the products of the delayed order, before `issue`.
     """
     block_q, block_k, band, group = tiles.block_q, tiles.block_k, problem.band, problem.group
     first, stop = query_tiles(k_start, k_start + block_k, block_q, band, problem.T, problem.S, xp=jnp)
