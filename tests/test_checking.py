@@ -417,6 +417,12 @@ def test_what_a_run_adds_is_no_result_that_can_be_misplaced():
     assert "The order asked for is double, total." in swapped.text
 
 
+def test_equal_results_are_not_misplaced_where_another_is_nearly_right():
+    counts = dataclasses.replace(DOUBLE, outputs=("lost", "extra", "double"), expected=lambda x: (0, 0, 2 * x))
+    nearly = judged(lambda x: (0, 0, 2.00006 * x), counts)
+    assert nearly.status == "wrong" and nearly.mistake is None
+
+
 def test_missing_factors_and_terms_of_a_count_are_named():
     sizes = [(2, 3, 4), (5, 2, 8), (7, 7, 3), (10, 6, 5)]
     count = dataclasses.replace(exercise(None), cases=lambda: [Case(str(size), size) for size in sizes])

@@ -652,6 +652,8 @@ def _general_slip(exercise, cases, results, answer):
         table.append((parts, _values(expected)))
     agree = lambda mine, right: _compare(mine, right, 10 * exercise.tolerance) is None
     places = range(len(names))
+    if all(agree(mine[place], right[place]) for mine, right in table for place in places):
+        return None  # nearly right, and in order: two counts of 0 look exchanged, and are not
     for order in itertools.permutations(places) if len(names) <= 4 else ():
         if order != tuple(places) and all(
             agree(mine[i], right[j]) for mine, right in table for i, j in enumerate(order)

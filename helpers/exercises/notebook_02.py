@@ -79,6 +79,7 @@ def _update_cases():
         case("the largest logit in the middle of the tile", 5, 3, 2, np.array([1.0, 0, 2, -1, 1, 0, 6, 1])),
         case("logits near 1000", 6, 4, 3, _even(1000 + 3 * random.standard_normal(10))),
         case("logits near -1000", 6, 4, 3, _even(-1000 + 3 * random.standard_normal(10))),
+        case("a rise from 0 to 1000", 3, 3, 2, np.array([0.0, 0.5, -1, 999.5, 1000, 998])),
     ]
 
 
@@ -128,6 +129,13 @@ def _wrong_update(**options):
 def _divided_update(m, l, acc, s, v):
     m_new, l_new, acc_new = _update(m, l, l * acc, s, v)
     return m_new, l_new, acc_new / l_new
+
+
+def _rescaled_afterwards(m, l, acc, s, v):
+    unit = s.max() if m == -np.inf else m
+    m_new, p = max(m, s.max()), np.exp(s - unit)
+    alpha = np.exp(unit - m_new)
+    return m_new, alpha * (l + p.sum()), alpha * (acc + p @ v)
 
 
 UPDATE_MISTAKES = (
@@ -224,6 +232,11 @@ UPDATE_MISTAKES = (
         "acc is carried divided by l, as the first FlashAttention did",
         _divided_update,
         "Here acc is the undivided sum, and the only division comes after the last tile: see section 4.",
+    ),
+    Mistake(
+        "the tile is added in the old unit, and the whole is rescaled afterwards",
+        _rescaled_afterwards,
+        "e^(s - m) overflows where the tile lies far above m; e^(s - m_new) is at most 1: see section 3.",
     ),
     Mistake(
         "a tile is added only where it raises the maximum",
@@ -1128,7 +1141,7 @@ EXERCISES = (
         cases=_update_cases,
         run=_run_update,
         expected=_expected_update,
-        tried="tiles of 2 to 5 keys, maximum first, in the middle and last, logits near 1000 and -1000",
+        tried="tiles of 2 to 5 keys, maximum first, in the middle and last, logits near 1000 and -1000, a steep rise",
         mistakes=UPDATE_MISTAKES,
     ),
     Exercise(
