@@ -83,12 +83,12 @@ def test_programs_take_turns_and_inputs_rotate():
     assert {inputs for name, inputs in device.log if name == "c"} == {(0,), (1,)}
 
 
-def test_the_time_of_the_device_is_the_median_of_all_its_samples():
-    device, samples = FakeDevice(), iter([1.0, 2.0, 9.0])
+def test_the_time_of_the_device_is_the_median_of_its_turns_and_a_turn_the_mean_of_its_calls():
+    device, samples = FakeDevice(), iter([[0.0, 2.0], [2.0, 2.0], [3.0, 15.0]])
     run, wait = device.program("a", [1.0])
     programs = {"a": Program(run, [()], wait)}
-    measured = timing.time_together(programs, rounds=1, clock=device.clock, device_samples=lambda p: [next(samples)])
-    assert measured["a"].device_ms == 2.0
+    measured = timing.time_together(programs, rounds=3, clock=device.clock, device_samples=lambda p: next(samples))
+    assert measured["a"].device_samples == (1.0, 2.0, 9.0) and measured["a"].device_ms == 2.0
 
 
 def test_the_summary_is_the_median_and_the_quartiles():
@@ -109,13 +109,14 @@ def test_the_profiler_sees_every_input_too(monkeypatch):
 
     def measure(run, iterations):
         assert isinstance(run, benchmark.jax.stages.Wrapped), "the profiler would compile it"
-        return lambda: (None, [run() for _ in range(iterations)])
+        return lambda: (None, [run() for _ in range(iterations)] if iterations > 1 else run())
 
     monkeypatch.setattr(profiler, "measure", measure)
     run = lambda number: seen.append(number) or 1.5
     assert timing.kernel_times(Program(run, [(number,) for number in range(5)])) == [1.5] * 5
     assert seen == [0, 1, 2, 3, 4]
     assert timing.kernel_times(Program(run, [(0,)])) == [1.5] * 3
+    assert timing.kernel_times(Program(run, [(0,)]), calls=1) == [1.5]
 
 
 def test_inputs_rotate_through_more_than_the_cache():

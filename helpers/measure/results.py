@@ -104,7 +104,10 @@ HOPPER = {
     "up_to": (int, type(None)),
     "tiles": (dict,),
 }
-_backward_tiles = {**dict.fromkeys(("block_q", "block_k", "stages", "warpgroups"), _whole), "delayed": (bool,)}
+_backward_tiles = {
+    **dict.fromkeys(("block_q", "block_k", "stages", "warpgroups"), _whole),
+    **dict.fromkeys(("delayed", "keeps_addresses"), (bool,)),
+}
 HOPPER_TILES = {
     "forward": {
         **dict.fromkeys(("block_q", "block_k", "stages", "warpgroups"), _whole),

@@ -27,8 +27,8 @@ class Timing:
     device_ms: median of the time that the kernels of one call took by the device's own clock, without
       the gaps between them; None where no profiler could look.
     samples: how many wall times there were.
-    device_samples: what device_ms is the median of. Of programs that were measured together, samples with the same
-      number were taken in one turn: they are pairs.
+    device_samples: what device_ms is the median of, one for each turn: the mean of the calls in it. Of programs that
+      were measured together, samples with the same number are of the same turn: they are pairs.
     """
 
     wall_ms: float
@@ -63,8 +63,8 @@ def time_together(programs, *, rounds=9, sample_ms=10.0, clock=time.perf_counter
     """Measure programs in turns. programs: {name: Program}. Returns {name: Timing}.
 
     rounds: samples of each program. sample_ms: about how long one sample lasts.
-    clock: seconds. device_samples: function of a Program that returns milliseconds; by default the
-    profiler of `kernel_times`.
+    clock: seconds. device_samples: function of a Program that returns the milliseconds of some calls; by
+    default the profiler of `kernel_times`.
     """
     device_samples = kernel_times if device_samples is None else device_samples
     calls, rotations = {}, {}
@@ -77,8 +77,9 @@ def time_together(programs, *, rounds=9, sample_ms=10.0, clock=time.perf_counter
     for name in _turns(programs, rounds):
         walls[name].append(_sample(programs[name], rotations[name], calls[name], clock))
     devices = {name: [] for name in programs}
-    for name in _turns(programs, 3):
-        devices[name] += device_samples(programs[name])
+    for name in _turns(programs, rounds):
+        found = device_samples(programs[name])
+        devices[name] += [float(np.mean(found))] if found else []  # calls of one turn are too alike to count apart
     return {name: summary(walls[name], devices[name]) for name in programs}
 
 
@@ -118,7 +119,8 @@ def kernel_times(program, calls=3):
         _, times = profiler.measure(_AsItIs(once), iterations=max(calls, len(program.inputs)))()
     except Exception:  # no GPU, no CUPTI, or another profiler attached
         return []
-    return [] if times is None or any(sample is None for sample in times) else list(times)
+    times = times if isinstance(times, list) else [times]  # it returns the time of one call as a number
+    return [] if None in times else times
 
 
 class _AsItIs:

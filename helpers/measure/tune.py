@@ -97,7 +97,7 @@ def hopper_forward_candidates(H):
 
 
 def hopper_backward_candidates(H):
-    """Pairs of tiles as `backward.forms` has them: those, and some with other tiles or more stages."""
+    """Pairs of tiles as `backward.forms` has them: those, fused also with addresses kept, and some others."""
     own = hopper_backward.Tiles
     dkv = {64: [own(128, 128, 2), own(64, 192, 3, 3)], 128: [own(64, 128, 2), own(64, 128, 3)]}
     dq = {
@@ -105,7 +105,9 @@ def hopper_backward_candidates(H):
         128: [own(128, 128, 2), own(128, 64, 4), own(192, 64, 2, 3)],
     }
     more = itertools.product(dkv.get(H, ()), dq.get(H, ()))
-    return list(dict.fromkeys([*hopper_backward.forms(H).values(), *more]))
+    forms = hopper_backward.forms(H).values()
+    kept = [(first._replace(keeps_addresses=True), second) for first, second in forms if second is None]
+    return list(dict.fromkeys([*forms, *kept, *more]))
 
 
 def compile_all(function, choices, arrays):

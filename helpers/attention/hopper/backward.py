@@ -266,7 +266,7 @@ def dkv_kernel(
                 lse, s = lse_and_awaited(s, 1, lse_smem.at[slot])
                 p = exp2_of_logits(s, lse, 1, problem)
                 if masked:
-                    # anew, or ptxas of CUDA 13.0 serialises the products at H = 64
+                    # anew: else ptxas of CUDA 13.0 serialised the products at H = 64, before `issue` overwrote sums
                     p = hide(p, anew(i * tiles.block_q), my_start, 0, problem, tiles)
                 multiply_add_(dv_acc, p.astype(problem.dtype), do_tile.at[:, columns], p_spare)
                 dp = awaited(dp, 1)
@@ -317,9 +317,7 @@ def fused_kernel(
     b, kv, me = lax.axis_index("batch"), kv_head_here(problem, tiles), lax.axis_index("warpgroup")
     k_start = lax.axis_index("tile") * tiles.block_k
     block_q, stages, warpgroups, delayed = tiles.block_q, tiles.stages, tiles.warpgroups, tiles.delayed
-    # In these calls the registers suffice for addresses made ahead of the loop: 3 % faster at T = 4096 on an H200.
-    # At T = 16384 they looked slower, between two runs and not in turns.
-    keeps_addresses = not delayed and problem.band != NO_BAND and problem.group == 1 and problem.T <= 8192
+    keeps_addresses = tiles.keeps_addresses and problem.group == 1
     multiply_add_ = functools.partial(multiply_add, interpret=interpret)
 
     def compute():
@@ -546,7 +544,11 @@ def dq_kernel(
 
 
 class Tiles(NamedTuple):
-    """How one kernel is launched: tile sizes, tiles in flight, and for fused_kernel `delayed` (see there).
+    """How one kernel is launched: tile sizes, tiles in flight, and for fused_kernel two choices more.
+
+    delayed          see fused_kernel
+    keeps_addresses  the compiler may make the addresses of k and v ahead of the loop, and keep them in
+                     registers. Never with groups, where some would be spilled.
 
     A compute warpgroup owns 64 rows of the kernel's own side: block_k is 64 * warpgroups in dkv_kernel
     and fused_kernel, block_q is in dq_kernel.
@@ -557,6 +559,7 @@ class Tiles(NamedTuple):
     stages: int
     warpgroups: int = 2
     delayed: bool = False
+    keeps_addresses: bool = False
 
 
 def forms(H):
