@@ -307,7 +307,7 @@ def rung(number, steps=6, costs=None, warpgroups=None, stages=2):
         name: make(index, warpgroups, steps, stages, costs, ping_pong=number == 5) for index, name in enumerate(names)
     }
     if number >= 3:
-        groups["memory"] = _memory(steps, stages, costs)
+        groups["memory"] = _memory(steps, stages, costs, late=number == 6)
     return simulate(groups, barriers, latency=costs.latency)
 
 
@@ -338,9 +338,12 @@ def _fetching(me, warpgroups, steps, stages, costs, ping_pong):
             yield from _fetch(j + stages, stages, costs)
 
 
-def _memory(steps, stages, costs):
-    for j in range(steps):
-        for name in "kv":
+def _memory(steps, stages, costs, late):
+    """Keys and values tile by tile, and with `late` values after the keys of the next tile: so they are asked for."""
+    for step in range(steps + late):
+        for name, j in (("k", step), ("v", step - late)):
+            if j not in range(steps):
+                continue
             if j >= stages:
                 yield Wait(f"{name}_free", j % stages)
             yield Fetch(name, j % stages, j, f"{name}_loaded", costs.copy)

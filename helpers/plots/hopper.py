@@ -65,7 +65,7 @@ def processor():
         axes.text(left + wide * (quarter + 0.47), 1.45, note, ha="center", va="center", size=8)
     axes.text(left, 2.75, "four quarters, each with units of its own:", va="center", size=9)
     _arrow(axes, (9.9, 1.45), (12.2, 1.45), "operands")
-    _arrow(axes, (9.9, 7.5), (12.2, 7.5), "load, store")
+    _arrow(axes, (9.9, 7.5), (12.2, 7.5), "load, store", both=True)
     return figure
 
 
@@ -77,8 +77,9 @@ def _box(axes, x, y, width, height, name, note, colour):
     axes.text(x + width / 2, y + height * (0.3 if lines < 2 else 0.45), note, ha="center", va="center", size=8.5)
 
 
-def _arrow(axes, start, stop, name):
-    axes.add_patch(FancyArrowPatch(start, stop, arrowstyle="-|>", mutation_scale=14, color=style.INK, lw=1.5))
+def _arrow(axes, start, stop, name, both=False):
+    heads = "<|-|>" if both else "-|>"
+    axes.add_patch(FancyArrowPatch(start, stop, arrowstyle=heads, mutation_scale=14, color=style.INK, lw=1.5))
     axes.text((start[0] + stop[0]) / 2, start[1] + 0.3, name, ha="center", size=8.5)
 
 
