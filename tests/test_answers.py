@@ -224,6 +224,30 @@ def test_tiles_are_known_in_any_style(style):
             assert judged.mistake and "other sizes" in judged.mistake, (sizes, judged.text)
 
 
+def test_one_query_and_all_keys_are_no_tile():
+    def answer(q, k, v, out, lse, dout, scale, block_q, block_k):
+        dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+        for i in range(len(q)):
+            p = np.exp(scale * k @ q[i] - lse[i])
+            ds = scale * p * (v @ dout[i] - out[i] @ dout[i])
+            dq[i] = ds @ k
+            dk += np.outer(ds, q[i])
+            dv += np.outer(p, dout[i])
+        return dq, dk, dv
+
+    judged = verdict(exercise("6.5"), answer)
+    assert judged.mistake and "whole rows" in judged.mistake, judged.text
+
+
+def test_causal_is_passed_by_name():
+    def layer(x, w_qkv, w_merge, N, attention):  # flash_attention would take it for a bias
+        B, T, C = x.shape
+        query, key, value = (part.reshape(B, T, N, C // N) for part in jnp.split(x @ w_qkv, 3, axis=-1))
+        return attention(query, key, value, True).reshape(B, T, C) @ w_merge
+
+    assert "raised TypeError" in verdict(exercise("8.1"), layer).text
+
+
 # Right results by a forbidden way
 
 

@@ -551,7 +551,8 @@ def _compare(mine, right, tolerance, exact_dtype=False):
         if not wrong.any():  # spread thinly: show the worst
             wrong = np.abs(mine - right) == np.nanmax(np.abs(mine - right))
         if wide and array.dtype.kind == "f" and array.dtype.itemsize < 8 and _close(mine, right, 100 * tolerance):
-            note = f"\nYour result is {array.dtype}; if the method is right, this case needs float64."
+            needed = "float64" if array.dtype.itemsize == 4 else "a wider dtype"
+            note = f"\nYour result is {array.dtype}; if the method is right, this case needs {needed}."
     if not wrong.any():
         return None
     index = tuple(int(i) for i in np.argwhere(wrong)[0])

@@ -712,8 +712,10 @@ def _run_tiled(answer, q, k, v, dout, scale, block_q, block_k):
     T = len(q)
     out, lse = (array[0] for array in _oracle_of_heads(q[None], k[None], v[None], scale))
     lse, shapes = watch(lse)
+    k, of_keys = watch(k, second=True)
     run = lambda: answer(q, k, v, out, lse, dout, scale, block_q, block_k)
     result, whole = exceeds(2 * T * T, run) if T == LONG else (run(), False)
+    whole = whole or (LONG,) in of_keys  # the logits of one query and all keys, or of one key and all queries
     try:
         dq, dk, dv = result
     except (TypeError, ValueError):

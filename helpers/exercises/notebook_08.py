@@ -93,7 +93,10 @@ def _differentiable(method, is_causal):
 
 def _run_layer(answer, x, w_qkv, w_merge, dout, N, method):
     def layer(probe, *arrays):
-        def attention(query, key, value, is_causal=False):
+        def attention(query, key, value, *, is_causal=False):  # a fourth in order would be flash_attention's bias
+            for name, array in (("query", query), ("key", key), ("value", value)):
+                if 0 in array.shape:  # rotated, with head_dim 1: half of it is nothing
+                    raise Complaint(f"attention got a {name} of shape {array.shape}, which is empty; is it rotated?")
             # Under jax.vmap the axis of the batch does not show.
             batched = (array[None] if array.ndim == 3 else array for array in (query, key, value))
             out = _differentiable({"naive": _naive, "flash": _flash}[method], is_causal)(*batched)

@@ -11,6 +11,7 @@ from helpers.exercises.checking import OURS
 class _Watched(np.ndarray):
     """An array that notes the shape of every array made from it."""
 
+    __array_priority__ = 2
     shapes = None
 
     def __array_finalize__(self, source):
@@ -19,9 +20,18 @@ class _Watched(np.ndarray):
             self.shapes.add(self.shape)
 
 
-def watch(array):
-    """A view of a NumPy array, and a set that will hold the shape of every array that NumPy makes from it."""
-    view = array.view(_Watched)
+class _Second(_Watched):
+    """The same, but what is made from a first one and this one is noted by the first alone."""
+
+    __array_priority__ = 1
+
+
+def watch(array, second=False):
+    """A view of a NumPy array, and a set that will hold the shape of every array that NumPy makes from it.
+
+    second: leave to another watched array what is made from both.
+    """
+    view = array.view(_Second if second else _Watched)
     view.shapes = set()
     return view, view.shapes
 
