@@ -159,6 +159,15 @@ def test_a_fault_is_seen(monkeypatch, tmp_path, fault):
             check(AttentionCase(200, 201, 24, N=4, K=2, arguments=arguments))
 
 
+def test_a_cut_is_no_rounding(monkeypatch, tmp_path):
+    """In bfloat16, which the interpreter rounds by hand."""
+    case = AttentionCase(63, 203, 64, dtype="bfloat16", logits="low")
+    check(case)
+    with_fault(monkeypatch, tmp_path, "bits += 0x7FFF + ((bits >> 16) & 1)", "bits += 0")
+    with pytest.raises(AssertionError):
+        check(case)
+
+
 def test_arrays_with_gaps_are_refused():
     gaps = np.zeros((1, 8, 4, 16), np.float32)[:, :, ::2]
     with pytest.raises(ValueError, match="without gaps"):

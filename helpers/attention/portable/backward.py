@@ -21,8 +21,8 @@ A gradient has one owner, the program that writes it, and that decides the order
 
 The rows of ds add up to dlse. With a delta made from an out that was rounded, to 16 bits or to the TF32 of
 a GPU's float32 products, they miss it by the error of delta, and dq_kernel mends delta by that much wherever
-it would be seen: where the softmax is so sharp that dp - delta nearly cancels. dkv_kernel then gets the
-mended delta.
+it would be seen: where the softmax is sharp, or values have a part in common, so that delta is large beside
+dp - delta. dkv_kernel then gets the mended delta.
 
 Refs, as one program sees them (H' is head_padded: head_dim rounded up to a power of two, G the query heads of
 one key/value head). In dkv_kernel and fused_kernel the queries' side has an axis for the group:
@@ -188,7 +188,8 @@ def dq_kernel(
         eps = TF32_EPS if dtype.itemsize == 4 else float(jnp.finfo(dtype).eps)
         again = (jnp.abs(error) - eps / 4 * ds_size).max() > 0
         delta += error
-        # Below the rounding of ds, as in flat softmaxes, the second sweep is empty.
+        # Below the rounding of ds, as in flat softmaxes over values with nothing in
+        # common, the second sweep is empty.
         dq = jnp.where(again, 0, dq)
         stop *= again.astype(jnp.int32)
         dq, _, _ = all_key_tiles((dq, no_sums, no_sums), delta, stop)
