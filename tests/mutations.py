@@ -306,6 +306,7 @@ FAULTS = [
         ("keys past the end have weight", "if problem.S % tiles.block_k:\n        keys = wide", "if problem.S % tiles.block_k and problem.band.right is None:\n        keys = wide"),
         ("the diagonal is one off", "ahead = q_start + problem.band.right - k_start", "ahead = q_start + problem.band.right - k_start + 1"),
         ("one tile of queries too few has a mask", "pl.cdiv(last_key - band.right, block_q), first, stop)", "pl.cdiv(last_key - band.right, block_q) - 1, first, stop)"),
+        ("every section has the first heads", "return lax.axis_index(\"section\") * grid[\"kv_head\"] + within if \"section\" in grid else within", "return within"),
         ("walks go up only", "== 1\n        i = lax.div(n, group)", "< 2\n        i = lax.div(n, group)"),
         ("walks are counted over all batch entries", "others if first[0] == \"batch\" else (first, *others)", "(first, *others)"),
         ("the last tile of keys is not seen by dq", "loop(middle, stop, True)", "loop(middle, stop - 1, True)"),
