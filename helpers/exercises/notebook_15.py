@@ -75,6 +75,9 @@ def _walk_cases():
     q, (k, v) = random.standard_normal((4, 8)), random.standard_normal((2, 10, 8))
     q[:, 0], k[:, 0] = (1, -1, 1, -1), np.tile((0, 150, 60, 90, 30), 2)
     cases.append(Case("1 tile of queries, 2 steps, queries and keys of very different logits", (q, k, v, 4, 5)))
+    # Whole numbers, which float32 holds: m may begin with no finite number.
+    q, k = np.eye(1, 8).repeat(4, axis=0), np.eye(1, 8) * (-1e5 + np.arange(10.0)[:, None] % 4)
+    cases.append(Case("1 tile of queries, 2 steps, logits near -100000", (q, k, v, 4, 5)))
     return cases
 
 
@@ -137,7 +140,7 @@ WALK = Exercise(
     run=_walk,
     expected=_attention,
     tolerance=1e-4,
-    tried="one to three steps, tiles of queries one after another, logits near 500 and -500, largest first and last",
+    tried="one to three steps, tiles of queries one after another, logits from 500 to -100000, largest first and last",
     mistakes=(
         Mistake(
             "scratch is never set",
