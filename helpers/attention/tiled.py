@@ -117,7 +117,7 @@ def key_outer(memory, *, scale, block_q, block_k, band=NO_BAND):
 
 
 def backward(memory, *, scale, block_q, block_k, band=NO_BAND):
-    """Gradients of one head, in the two loops of the portable backward kernels.
+    """Gradients of one head, in the loops of the portable backward kernels, after delta.
 
     memory holds q, out, do (T, H), k, v (S, H), lse (T,) and dlse (T,), and receives delta (T,) in
     float32, dk and dv (S, H) and dq (T, H). Each tile of keys keeps dk and dv on chip while the
