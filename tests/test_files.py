@@ -247,3 +247,17 @@ def test_the_readme_lists_every_notebook():
         assert f"[{path.stem[:2]} · {title}](notebooks/{path.name})" in text
     for number in re.findall(r"make ([a-z-]+)", text):
         assert re.search(rf"^{number}:", (ROOT / "Makefile").read_text(), re.MULTILINE), number
+
+
+@pytest.mark.parametrize("shown, number", [("triton_shown", "16"), ("cuda_shown", "17")])
+def test_what_is_recorded_is_what_the_notebook_shows(shown, number):
+    """A reader without the compiler sees the record, and the sentences beside it speak of the committed outputs."""
+    record = json.loads((ROOT / "helpers/measure/results" / f"{shown}.json").read_text())["outputs"]
+    notebook = lessons.read(next(path for path in PATHS if path.name.startswith(number)))
+    found = {}
+    for cell in notebook.cells:
+        if cell.cell_type == "code" and (called := re.search(rf'{shown}\.show\("(\w+)"\)', cell.source)):
+            found[called[1]] = "".join(output.get("text", "") for output in cell.outputs)
+    assert found.keys() == record.keys()
+    for name, text in record.items():
+        assert found[name].endswith(text), name
