@@ -384,12 +384,12 @@ _KEPT = Exercise(
         Mistake(
             "out is forgotten in flash",
             _kept(flash=lambda B, T, N, H, e: 3 * e * B * T * N * H + 4 * B * N * T),
-            "delta is made of out and its gradient, so out must stay: see section 2.",
+            "delta is made of out and its gradient, so out is kept: see section 2.",
         ),
         Mistake(
             "lse is forgotten",
             _kept(flash=lambda B, T, N, H, e: 4 * e * B * T * N * H),
-            "Without lse the weights cannot be computed again: see section 2.",
+            "With lse any tile of the weights can be computed again by itself: see section 2.",
         ),
         Mistake(
             "lse is counted in the dtype of the inputs",
