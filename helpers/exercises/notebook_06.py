@@ -580,7 +580,7 @@ _SAVE = Exercise(
         Mistake(
             "lse is not saved in the plan without the table",
             _saved(statistics=0),
-            "Without lse the weights cannot be divided by their sum: see section 7.",
+            "With lse any tile of the weights can be computed again by itself: see section 7.",
         ),
         Mistake(
             "lse is stored in the dtype of q",
