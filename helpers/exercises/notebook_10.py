@@ -836,7 +836,7 @@ PIPELINE = Exercise(
         Mistake(
             "two tiles of scores are alive at once",
             _ahead,
-            "It could be faster still, but the registers do not hold it: see the picture of section 6.",
+            "It could be faster still, but at H = 64 the registers do not hold it: see the picture of section 6.",
         ),
     ),
 )
