@@ -2,10 +2,10 @@
 
     python -m helpers.measure.benchmark        (make gpu-bench)
 
-For every case: each implementation is first compared with naive float32 attention, and a wrong one is
-reported as wrong and never timed. Then forward and backward are timed, apart from each other and in
-turns (`timing`), on random inputs that do not fit the cache. What cannot be measured here is a line in
-the report. Writes helpers/measure/results/<card>.json, described in `results`.
+For every case: the first key/value head of each result is first compared with naive float32 attention,
+and what is wrong there is reported as wrong and never timed. Then forward and backward are timed, apart
+from each other and in turns (`timing`), on random inputs that do not fit the cache. What cannot be measured
+here is a line in the report. Writes helpers/measure/results/<card>.json, described in `results`.
 
 TFLOP/s are FLOPs over the device's time, or over the wall time where no profiler could look. FLOPs are
 4 T S H for each query head and batch entry, half if causal, 2.5 times as many backward.
