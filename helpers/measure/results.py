@@ -106,7 +106,7 @@ HOPPER = {
 }
 _backward_tiles = {
     **dict.fromkeys(("block_q", "block_k", "stages", "warpgroups"), _whole),
-    **dict.fromkeys(("delayed", "keeps_addresses"), (bool,)),
+    **dict.fromkeys(("delayed", "keeps_addresses", "zeros_ahead"), (bool,)),
 }
 HOPPER_TILES = {
     "forward": {

@@ -97,7 +97,7 @@ def hopper_forward_candidates(H):
 
 
 def hopper_backward_candidates(H):
-    """Pairs of tiles as `backward.forms` has them: those, fused also with addresses kept, and some others."""
+    """Pairs of tiles as `backward.forms` has them: those, fused with each choice it has, and some others."""
     own = hopper_backward.Tiles
     dkv = {64: [own(128, 128, 2), own(64, 192, 3, 3)], 128: [own(64, 128, 2), own(64, 128, 3)]}
     dq = {
@@ -106,8 +106,12 @@ def hopper_backward_candidates(H):
     }
     more = itertools.product(dkv.get(H, ()), dq.get(H, ()))
     forms = hopper_backward.forms(H).values()
-    kept = [(first._replace(keeps_addresses=True), second) for first, second in forms if second is None]
-    return list(dict.fromkeys([*forms, *kept, *more]))
+    fused = [
+        (first._replace(keeps_addresses=keeps, zeros_ahead=zeros), second)
+        for (first, second), keeps, zeros in itertools.product(forms, (False, True), (False, True))
+        if second is None
+    ]
+    return list(dict.fromkeys([*forms, *fused, *more]))
 
 
 def compile_all(function, choices, arrays):

@@ -18,13 +18,14 @@ products p^T do and ds^T q want their left operand. dq is the difference:
            more: 7 products for each pair of tiles, and the same bits every time.
     fused  fused_kernel puts ds^T into shared memory, its warpgroups share out ds k between them, and
            TMA adds the product to a float32 dq in memory: 5 products, and a dq whose rounding
-           depends on the order in which the additions arrive.
+           depends on the order in which the additions arrive. The zeros that it adds to are written
+           by XLA or, with `zeros_ahead`, by the programs of earlier heads (see heads_ahead).
 
 One more warpgroup, the memory warpgroup, computes nothing: it keeps a ring of `stages` tiles filled.
 
 Refs in GMEM (G is the group, N // K query heads of one key/value head; T' is T rounded up):
 
-    q_ref, do_ref, dq_ref           (B, T, N, H); dq_ref is float32 and starts as zeros in the fused form
+    q_ref, do_ref, dq_ref           (B, T, N, H); dq_ref is float32 in the fused form
     k_ref, v_ref, dk_ref, dv_ref    (B, S, K, H)
     lse_ref, delta_ref              (B, N, T') float32: L lse and delta
 
@@ -70,6 +71,7 @@ WIDEST = 128  # columns of dk and dv that the registers of a warpgroup hold besi
 # a predicate. ptxas before CUDA 13.2 then computes `first` in each step from the predicate of that step (see
 # tests/one_turn_or_two.ptx): it got queries 64 to 127 wrong. LLVM does not see through `anew`.
 FEW_TILES = 4
+WAVES_AHEAD = 2  # of programs, between one that writes zeros and those that add to them
 ROWS_OF_WGMMA = 64  # rows of a product that one warpgroup owns
 SWIZZLED_32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))  # SWIZZLED for float32
 
@@ -313,12 +315,20 @@ def fused_kernel(
     A warpgroup's ds k needs the ds of all. So ds is published before dv is issued, and the tensor core has
     that product to do while the warpgroups wait for one another. With tiles.delayed, dv goes before ds: a step
     first issues its own s and then finishes the step before, whose ds the others have had time to publish.
+
+    With tiles.zeros_ahead a program first sends zeros on their way to its share of the dq of a later head. At its
+    end, where it waits for its stores in any case, it says so to the programs of that head.
     """
     b, kv, me = lax.axis_index("batch"), kv_head_here(problem, tiles), lax.axis_index("warpgroup")
     k_start = lax.axis_index("tile") * tiles.block_k
     block_q, stages, warpgroups, delayed = tiles.block_q, tiles.stages, tiles.warpgroups, tiles.delayed
     keeps_addresses = tiles.keeps_addresses and problem.group == 1
     multiply_add_ = functools.partial(multiply_add, interpret=interpret)
+    ahead, heads = heads_ahead(problem, tiles), problem.B * problem.K
+    this_head = b * problem.K + kv
+    zeroed = None  # for each key/value head of the batch, how many warpgroups have written their zeros to its dq
+    if ahead and not interpret:
+        zeroed = pl.get_global(plgpu.SemaphoreType.REGULAR((heads,)))  # called again, it makes another array
 
     def compute():
         plgpu.set_max_registers(REGISTERS[warpgroups][0], action="increase")
@@ -331,6 +341,33 @@ def fused_kernel(
         width = dq_smem.shape[-1]
         my_rows = me * ROWS_OF_WGMMA if block_q > ROWS_OF_WGMMA else 0
         my_columns = pl.ds(me * width if width < problem.H else 0, width)
+        key_tiles_in_all = pl.cdiv(problem.S, tiles.block_k)
+
+        def part_of_dq(b, i, head, plane):
+            ref = dq_ref.at[plane] if interpret else dq_ref  # see _fused
+            return ref.at[b, pl.ds(i * block_q + my_rows, ROWS_OF_WGMMA), head, my_columns]
+
+        def write_zeros():
+            """To every key_tiles_in_all-th tile of the queries of a later head; not awaited."""
+            dq_smem.at[me][...] = plgpu.layout_cast(jnp.zeros((ROWS_OF_WGMMA, width), jnp.float32), MATRIX)
+            plgpu.commit_smem()
+            later_b, later_kv = lax.div(this_head + ahead, problem.K), lax.rem(this_head + ahead, problem.K)
+            mine, tiles_in_all = lax.axis_index("tile"), pl.cdiv(problem.T, block_q)
+
+            def one_tile(n, _):
+                for g in range(problem.group):
+                    head, i = later_kv * problem.group + g, mine + n * key_tiles_in_all
+                    plgpu.copy_smem_to_gmem(dq_smem.at[me], part_of_dq(later_b, i, head, key_tiles_in_all))
+
+            count = lax.div(tiles_in_all - mine + key_tiles_in_all - 1, key_tiles_in_all)
+            lax.fori_loop(0, count, one_tile, None)
+
+        def await_zeros():
+            writers = key_tiles_in_all * warpgroups
+            plgpu.semaphore_wait(zeroed.at[this_head], writers, decrement=False, memory_scope="gpu")
+
+        def say_zeros_are_there():
+            plgpu.semaphore_signal(zeroed.at[this_head + ahead], memory_scope="gpu")
 
         def publish_ds(ds, slot):
             ds_smem.at[slot, me][...] = ds
@@ -357,12 +394,8 @@ def fused_kernel(
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 dq_smem.at[me][...] = dq
                 plgpu.commit_smem()
-                mine = b, pl.ds(i * block_q + my_rows, ROWS_OF_WGMMA), head, my_columns
-                if interpret:  # it knows no addition: each tile of keys has a plane of its own
-                    plane = dq_ref.at[lax.axis_index("tile")]
-                    plgpu.copy_smem_to_gmem(dq_smem.at[me], plane.at[mine])
-                else:
-                    plgpu.copy_smem_to_gmem(dq_smem.at[me], dq_ref.at[mine], reduction_op="add")
+                mine = part_of_dq(b, i, head, lax.axis_index("tile"))
+                plgpu.copy_smem_to_gmem(dq_smem.at[me], mine, reduction_op=None if interpret else "add")
 
             def one_step(masked, head, i, step, before):
                 wg = me if keeps_addresses else anew(me)
@@ -402,6 +435,10 @@ def fused_kernel(
 
             if delayed:  # before the first step there is a ds of zeros, which adds nothing to dk
                 publish_ds(plgpu.layout_cast(jnp.zeros((ROWS_OF_WGMMA, block_q), problem.dtype), MATRIX), 1)
+            if ahead:
+                pl.when(this_head + ahead < heads)(write_zeros)
+            if zeroed is not None:
+                pl.when(this_head >= ahead)(await_zeros)
             plgpu.barrier_wait(kv_loaded)
             nothing = kv * problem.group, jnp.int32(0), jnp.int32(0), jnp.int32(1)
             steps = (functools.partial(one_step, masked) for masked in (False, True))
@@ -418,6 +455,8 @@ def fused_kernel(
         plgpu.barrier_wait(ds_ready)
         mine = b, pl.ds(my_start, ROWS_OF_WGMMA), kv
         store_dk_and_dv(dk, dv, k_mine, v_mine, dk_ref.at[mine], dv_ref.at[mine], problem)
+        if zeroed is not None:
+            pl.when(this_head + ahead < heads)(say_zeros_are_there)
 
     def load():
         refs = q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref
@@ -544,9 +583,10 @@ def dq_kernel(
 
 
 class Tiles(NamedTuple):
-    """How one kernel is launched: tile sizes, tiles in flight, and for fused_kernel two choices more.
+    """How one kernel is launched: tile sizes, tiles in flight, and for fused_kernel three choices more.
 
     delayed          see fused_kernel
+    zeros_ahead      see fused_kernel
     keeps_addresses  the compiler may make the addresses of k and v ahead of the loop, and keep them in
                      registers. Never with groups, where some would be spilled.
 
@@ -560,6 +600,7 @@ class Tiles(NamedTuple):
     warpgroups: int = 2
     delayed: bool = False
     keeps_addresses: bool = False
+    zeros_ahead: bool = False
 
 
 def forms(H):
@@ -661,11 +702,26 @@ def _padded(array, *axes):
     return jnp.pad(array, [(0, after.get(axis, 0)) for axis in range(array.ndim)]) if any(after.values()) else array
 
 
+def _zeros(problem, shape, ahead, empty):
+    """A float32 dq with zeros where no program writes them: in the first `ahead` key/value heads, or in all."""
+    if not ahead:
+        return jnp.zeros(shape, jnp.float32)
+    entries, heads = divmod(ahead, problem.K)
+    dq = empty(shape, jnp.float32)
+    if entries:
+        dq = dq.at[:entries].set(0.0)
+    return dq.at[entries, :, : heads * problem.group].set(0.0) if heads else dq
+
+
 # A ref can be indexed in a traced function only.
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))
 def _fused(problem, arrays, tiles, interpret):
-    planes = (pl.cdiv(problem.S, tiles.block_k),) if interpret else ()
-    dq_ref = jax.new_ref(jnp.zeros((*planes, *arrays[0].shape), jnp.float32))
+    empty = (lambda shape, dtype: jnp.full(shape, jnp.nan, dtype)) if interpret else lax.empty
+    dq = _zeros(problem, arrays[0].shape, heads_ahead(problem, tiles), empty)
+    if interpret:  # it knows no addition: each tile of keys has a plane of its own, the zeros have the last
+        planes = jnp.zeros((pl.cdiv(problem.S, tiles.block_k), *dq.shape), dq.dtype)
+        dq = jnp.concatenate([planes, dq[None]])
+    dq_ref = jax.new_ref(dq)
     dk, dv = _dkv(problem, arrays, tiles, interpret, dq_ref)
     dq = jax.freeze(dq_ref)
     if interpret:
@@ -718,6 +774,22 @@ def heads_together(problem):
         return None
     cached = max(1, CACHED // (problem.T * problem.H * (2 * problem.dtype.itemsize + 4)))
     return max(count for count in range(1, problem.K + 1) if problem.K % count == 0 and count <= cached)
+
+
+def heads_ahead(problem, tiles):
+    """How many key/value heads after its own a program of fused_kernel writes zeros to dq, 0 where it writes none.
+
+    The programs of that head start two waves later at the soonest, so they hardly wait. They wait for programs
+    that a card starts before them, and so for none that needs their place.
+    """
+    grid = _grid_of_keys(problem, tiles)
+    few = problem.band != NO_BAND and next(iter(grid)) != "batch"
+    if few or not tiles.zeros_ahead:
+        return 0
+    side_by_side = 1 if problem.band == NO_BAND else grid["kv_head"]  # heads whose programs start together
+    sets = 1 + pl.cdiv(WAVES_AHEAD * core_count(PROCESSORS), side_by_side * grid["tile"])
+    ahead = sets * side_by_side
+    return ahead if ahead < problem.B * problem.K else 0
 
 
 def kv_head_here(problem, tiles):
