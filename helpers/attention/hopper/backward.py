@@ -395,7 +395,10 @@ def fused_kernel(
                 dq_smem.at[me][...] = dq
                 plgpu.commit_smem()
                 mine = part_of_dq(b, i, head, lax.axis_index("tile"))
-                plgpu.copy_smem_to_gmem(dq_smem.at[me], mine, reduction_op=None if interpret else "add")
+                if interpret:  # it knows no addition: each tile of keys has a plane of its own
+                    plgpu.copy_smem_to_gmem(dq_smem.at[me], mine)
+                else:
+                    plgpu.copy_smem_to_gmem(dq_smem.at[me], mine, reduction_op="add")
 
             def one_step(masked, head, i, step, before):
                 wg = me if keeps_addresses else anew(me)
