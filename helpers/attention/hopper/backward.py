@@ -344,7 +344,7 @@ def fused_kernel(
         key_tiles_in_all = pl.cdiv(problem.S, tiles.block_k)
 
         def part_of_dq(b, i, head, plane):
-            ref = dq_ref.at[plane] if interpret else dq_ref  # see _fused
+            ref = dq_ref.at[plane] if interpret else dq_ref  # see _zeros
             return ref.at[b, pl.ds(i * block_q + my_rows, ROWS_OF_WGMMA), head, my_columns]
 
         def write_zeros():
@@ -705,26 +705,30 @@ def _padded(array, *axes):
     return jnp.pad(array, [(0, after.get(axis, 0)) for axis in range(array.ndim)]) if any(after.values()) else array
 
 
-def _zeros(problem, shape, ahead, empty):
-    """A float32 dq with zeros where no program writes them: in the first `ahead` key/value heads, or in all."""
+def _zeros(problem, shape, tiles, interpret):
+    """A float32 dq with zeros where no program writes them: in the first key/value heads, or in all.
+
+    The interpreter knows no addition: there each tile of keys has a plane of its own, and the zeros the last.
+    """
+    ahead = heads_ahead(problem, tiles)
     if not ahead:
-        return jnp.zeros(shape, jnp.float32)
-    entries, heads = divmod(ahead, problem.K)
-    dq = empty(shape, jnp.float32)
-    if entries:
-        dq = dq.at[:entries].set(0.0)
-    return dq.at[entries, :, : heads * problem.group].set(0.0) if heads else dq
+        dq = jnp.zeros(shape, jnp.float32)
+    else:
+        dq = jnp.full(shape, jnp.nan, jnp.float32) if interpret else lax.empty(shape, jnp.float32)
+        entries, heads = divmod(ahead, problem.K)
+        if entries:
+            dq = dq.at[:entries].set(0.0)
+        if heads:
+            dq = dq.at[entries, :, : heads * problem.group].set(0.0)
+    if not interpret:
+        return dq
+    return jnp.concatenate([jnp.zeros((pl.cdiv(problem.S, tiles.block_k), *shape), jnp.float32), dq[None]])
 
 
 # A ref can be indexed in a traced function only.
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))
 def _fused(problem, arrays, tiles, interpret):
-    empty = (lambda shape, dtype: jnp.full(shape, jnp.nan, dtype)) if interpret else lax.empty
-    dq = _zeros(problem, arrays[0].shape, heads_ahead(problem, tiles), empty)
-    if interpret:  # it knows no addition: each tile of keys has a plane of its own, the zeros have the last
-        planes = jnp.zeros((pl.cdiv(problem.S, tiles.block_k), *dq.shape), dq.dtype)
-        dq = jnp.concatenate([planes, dq[None]])
-    dq_ref = jax.new_ref(dq)
+    dq_ref = jax.new_ref(_zeros(problem, arrays[0].shape, tiles, interpret))
     dk, dv = _dkv(problem, arrays, tiles, interpret, dq_ref)
     dq = jax.freeze(dq_ref)
     if interpret:
