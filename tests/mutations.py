@@ -278,6 +278,8 @@ FAULTS = [
         ("lse loses the headroom's digits", "lse = (m - headroom + jnp.log2(row_sum * 2.0**headroom)) / LOG2_E", "lse = (m + jnp.log2(row_sum)) / LOG2_E"),
         ("guesses are trusted", "min(problem.S, MOST)", "float(\"inf\")"),
         ("careful rows do not rescale acc", "return acc * lax.broadcast_in_dim(alpha, acc.shape, [0]), m, l, narrow(p)", "return acc, m, l, narrow(p)"),
+        ("an incomplete round is dealt like a full one", "return xp.where(is_full, index, first + program)", "return index"),
+        ("the least even deal is taken", "return min(choices,", "return max(choices,"),
         ("the mask begins a key late", "visible = jnp.minimum(visible, my_start + 1 - j * block_k + rows)", "visible = jnp.minimum(visible, my_start + 2 - j * block_k + rows)"),
         ("one tile too many goes without a mask", "unmasked = jnp.minimum(lax.div(my_start + 1, block_k) if causal else stop", "unmasked = jnp.minimum(lax.div(my_start + block_q, block_k) if causal else stop"),
         ("the last keys are those of nobody", "return jnp.where(cols < visible, s, -jnp.inf)", "return jnp.where(cols <= visible, s, -jnp.inf)"),
