@@ -146,7 +146,13 @@ def test_every_tile_is_dealt_once(deal, count, programs):
 
 @pytest.mark.parametrize(
     ("B", "T", "H", "snake", "most"),
-    [(4, 4096, 64, 1.031, 1.011), (1, 16384, 64, 1.008, 1.002), (1, 2048, 64, 1.34, 1.04), (1, 2048, 128, 1.37, 1.04), (4, 4096, 128, 1.011, 1.011)],
+    [
+        (4, 4096, 64, 1.031, 1.011),
+        (1, 16384, 64, 1.008, 1.002),
+        (1, 2048, 64, 1.34, 1.04),
+        (1, 2048, 128, 1.37, 1.04),
+        (4, 4096, 128, 1.011, 1.011),
+    ],
 )
 def test_the_most_even_deal_is_taken(B, T, H, snake, most):
     """Work of the busiest program, as a multiple of the mean: at most `most`, where every other round backwards has `snake`."""

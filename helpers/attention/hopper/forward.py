@@ -463,21 +463,23 @@ class Deal(NamedTuple):
 def dealt(turn, program, programs, count, deal, xp=jnp):
     """The place in a list of `count` tiles of queries that a program comes to in a turn.
 
-    As cards are dealt, but in a full round everybody sits down `shift` places further on than in the last one. And
-    every other full round is dealt backwards, those where turn % 2 is `backward`. xp: the NumPy to compute with.
+    As cards are dealt, but in a full round everybody sits `shift` places further on
+    than in the one before. And every other full round is dealt backwards, those where
+    turn % 2 is `backward`. xp: the NumPy to compute with.
     """
     rem = lax.rem if xp is jnp else np.remainder
-    place, first = program, turn * programs
-    is_full = first + programs <= count
+    place = program
+    index = turn * programs + place
+    full_round = (turn + 1) * programs <= count
     if deal.shift:
         place = rem(program + deal.shift * turn, programs)
-    index = first + place
+        index = xp.where(full_round, turn * programs + place, index)
     if deal.backward is not None:
-        # With these two lines in the other order some causal calls took 3 % longer on an H200.
-        is_backward = turn % 2 == deal.backward
-        backwards = first + (programs - 1 - place)
+        # These two lines exchanged, some causal calls once took 3 % longer on an H200.
+        is_backward = full_round & (turn % 2 == deal.backward)
+        backwards = turn * programs + (programs - 1 - place)
         index = xp.where(is_backward, backwards, index)
-    return xp.where(is_full, index, first + program)
+    return index
 
 
 def deal_of(problem, tiles, programs):
@@ -522,9 +524,10 @@ def heads_together(problem):
 def causal_order(index, q_tiles, problem, xp=jnp):
     """(tile of queries, head) at a place of the list of all pairs of a causal call.
 
-    index: a place, or an array of places. xp: the NumPy to compute with. The heads come in parts, `heads_together`.
+    index: a place, or an array of places. The heads come in parts, `heads_together`.
     In the last part the longest tiles come first, in the one before it they come last,
-    and so on in turns, so that the ends of two parts fit each other.
+    and so on in turns, so that the ends of two parts fit each other. xp: the NumPy to
+    compute with.
     """
     div, rem = (lax.div, lax.rem) if xp is jnp else (np.floor_divide, np.remainder)
     heads, width = problem.N * problem.B, heads_together(problem)
