@@ -130,6 +130,52 @@ def test_the_causal_order_has_every_pair_once(heads, group, cached_heads, q_tile
     assert (jnp.diff(last) <= 0).all()  # the longest tiles of the last part first
 
 
+DEALS = [hopper.Deal(backward, shift) for backward in (None, 0, 1) for shift in (0, 1, 8)]
+
+
+@pytest.mark.parametrize("deal", DEALS, ids=str)
+@pytest.mark.parametrize(("count", "programs"), [(2048, 132), (100, 8), (21, 5), (3, 3), (1, 1)])
+def test_every_tile_is_dealt_once(deal, count, programs):
+    """To the programs that the kernel expects it from: those before the end of the last round."""
+    turns, mine = np.arange(-(-count // programs))[:, None], np.arange(programs)
+    places = hopper.dealt(turns, mine, programs, count, deal, np)
+    np.testing.assert_array_equal(places, np.asarray(hopper.dealt(turns, mine, programs, count, deal)))
+    has_turn = turns * programs + mine < count
+    np.testing.assert_array_equal(np.sort(places[has_turn]), np.arange(count))
+
+
+@pytest.mark.parametrize(
+    ("B", "T", "H", "snake", "most"),
+    [
+        (4, 4096, 64, 1.031, 1.011),
+        (1, 16384, 64, 1.008, 1.002),
+        (1, 2048, 64, 1.34, 1.04),
+        (1, 2048, 128, 1.37, 1.04),
+        (4, 4096, 128, 1.011, 1.011),
+    ],
+)
+def test_the_most_even_deal_is_taken(B, T, H, snake, most):
+    """Work of the busiest program, as a multiple of the mean: at most `most`, where every other round backwards has `snake`."""
+    N = 2048 // H
+    problem = Problem(B, T, T, N, N, H, jnp.dtype(jnp.bfloat16), 1.0, Band(right=0))
+    tiles = hopper.untuned_tiles(problem)
+    work = hopper.work_in_order(problem, tiles)
+    ratios = []
+    for deal in (hopper.Deal(1, 0), hopper.deal_of(problem, tiles, 132)):
+        ends = hopper.work_of_programs(work, 132, deal)
+        assert ends.sum() == work.sum()
+        ratios.append(ends.max() / ends.mean())
+    assert ratios[0] == pytest.approx(snake, abs=0.01) and ratios[1] <= most
+
+
+@pytest.mark.parametrize("deal", [hopper.Deal(0, 0), hopper.Deal(1, 8), hopper.Deal(0, 1)], ids=str)
+def test_causal_calls_of_every_deal(deal, monkeypatch):
+    """Full rounds and a last one of two programs of three, with turns that are done again."""
+    monkeypatch.setattr(hopper, "deal_of", lambda *_: deal)
+    case = AttentionCase(180, 200, H=64, N=4, dtype="bfloat16", logits="rising", arguments=CAUSAL)
+    check_forward(interpreted(hopper.forward, tiles=SMALL._replace(programs=3)), case)
+
+
 @FULL
 @pytest.mark.parametrize(("N", "K", "cached_heads"), [(5, 5, 2), (4, 4, 2), (6, 3, 1), (2, 2, 0)])
 def test_causal_calls_take_the_heads_in_parts(N, K, cached_heads, monkeypatch):

@@ -3,11 +3,13 @@
 import dataclasses
 import math
 
-import jax.numpy as jnp
 import numpy as np
 
 from helpers.attention.hopper import forward
 from helpers.attention.hopper.warpgroup import PROCESSORS
+
+IN_TURNS = forward.Deal(backward=None, shift=0)
+SNAKE = forward.Deal(backward=1, shift=0)  # every other full turn backwards
 
 
 def key_tiles_of(problem, tiles):
@@ -17,18 +19,13 @@ def key_tiles_of(problem, tiles):
     return np.repeat([math.ceil(stop / tiles.block_k) for stop in stops], problem.N * problem.B)
 
 
-def dealt(work, programs=PROCESSORS, backwards=False):
-    """The sum of work of each program, dealt in turns; every other full turn backwards if asked."""
-    ends = np.zeros(programs, int)
-    for turn in range(math.ceil(len(work) / programs)):
-        part = work[turn * programs : (turn + 1) * programs]
-        turned = backwards and turn % 2 == 1 and len(part) == programs
-        ends[: len(part)] += part[::-1] if turned else part
-    return ends
+def dealt(work, deal=IN_TURNS, programs=PROCESSORS):
+    """The sum of work of each program."""
+    return forward.work_of_programs(work, programs, deal)
 
 
 def in_parts(problem, tiles):
     """Tiles of keys that each tile of queries sees, in the order in which the kernel deals them."""
     one_head = key_tiles_of(dataclasses.replace(problem, N=1, B=1), tiles)
-    places = jnp.arange(len(one_head) * problem.N * problem.B)
-    return one_head[np.asarray(forward.causal_order(places, len(one_head), problem)[0])]
+    places = np.arange(len(one_head) * problem.N * problem.B)
+    return one_head[forward.causal_order(places, len(one_head), problem, np)[0]]
