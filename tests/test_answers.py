@@ -9,6 +9,7 @@ import mutants
 import numpy as np
 import pytest
 import solutions
+from jax.experimental import pallas as pl
 
 from helpers.exercises import checking
 from helpers.exercises.checking import exercise, verdict
@@ -224,6 +225,14 @@ def test_tiles_are_known_in_any_style(style):
             assert judged.mistake and "other sizes" in judged.mistake, (sizes, judged.text)
 
 
+def test_parts_of_k_are_no_logits():
+    def answer(q, k, v, *rest):
+        columns = [k[:, h] for h in range(k.shape[1])]  # as long as a row of logits
+        return flash_backward(WEIGHTS["a new table"])(q, np.stack(columns, axis=1), v, *rest)
+
+    assert verdict(exercise("6.5"), answer).status == "correct"
+
+
 def test_one_query_and_all_keys_are_no_tile():
     def answer(q, k, v, out, lse, dout, scale, block_q, block_k):
         dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
@@ -237,6 +246,40 @@ def test_one_query_and_all_keys_are_no_tile():
 
     judged = verdict(exercise("6.5"), answer)
     assert judged.mistake and "whole rows" in judged.mistake, judged.text
+
+
+def test_products_of_a_few_keys_with_one_query_are_no_tile_of_queries():
+    def answer(q, k, v, scale, block_q, block_k):
+        out, lse = np.empty(q.shape), np.empty(len(q))
+        for i in range(len(q)):
+            m, l, acc = -np.inf, 0.0, 0.0
+            for j in range(0, len(k), block_k):
+                s = scale * (k[j : j + block_k] * q[i]).sum(axis=1)
+                m_new = max(m, s.max())
+                alpha, p = np.exp(m - m_new), np.exp(s - m_new)
+                m, l, acc = m_new, alpha * l + p.sum(), alpha * acc + p @ v[j : j + block_k]
+            out[i], lse[i] = acc / l, m + np.log(l)
+        return out, lse
+
+    assert verdict(exercise("3.1"), answer).status == "correct"
+
+
+def test_a_product_of_all_keys_is_noticed_when_written_as_a_sum():
+    def kernel(p_ref, v_ref, out_ref, *, S, block_k):
+        out_ref[...] = (p_ref[...].astype(jnp.float32)[:, :, None] * v_ref[...]).sum(axis=1)
+
+    assert "one product takes 3 keys at once" in verdict(exercise("4.3"), kernel).text
+
+
+def test_the_grid_is_not_left_to_pallas_call():
+    def run_grid(body, x, grid, block_shape, in_map, out_map):
+        def kernel(x_ref, out_ref):
+            out_ref[...] = body(x_ref[...])
+
+        specs = {"in_specs": [pl.BlockSpec(block_shape, in_map)], "out_specs": pl.BlockSpec(block_shape, out_map)}
+        return pl.pallas_call(kernel, grid=grid, **specs, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    assert "write the two loops yourself" in verdict(exercise("4.4"), run_grid).text
 
 
 def test_causal_is_passed_by_name():

@@ -496,6 +496,18 @@ def test_one_entry_of_a_dict_is_recognised_beside_others_that_nobody_knows():
     assert judged(lambda n: {"a": np.sqrt(n), "b": n**2}, known).mistake is None
 
 
+def test_the_entry_that_is_shown_is_the_one_whose_mistake_is_named():
+    table = lambda n, b: {"a": n, "b": b}
+    mistakes = (Mistake("the square is missing", lambda n: table(n, n), "Reread."),)
+    cases = [Case(f"case {n}", (n,)) for n in (1, 3)]
+    known = dataclasses.replace(
+        exercise(None), cases=lambda: cases, expected=lambda n: table(n, n**2), mistakes=mistakes
+    )
+    result = judged(lambda n: table(n + 1 / n, n), known)  # in case 1 only a is wrong, and nobody knows why
+    assert result.mistake == "the square is missing"
+    assert "wrong for case 3" in result.text and "b: yours 3, expected 9" in result.text and "a: " not in result.text
+
+
 def test_a_name_that_follows_from_an_entry_nobody_knows_tells_nothing():
     table = lambda a, b: {"a": a, "b": b, "larger": "a" if a > b else "b"}
     mistakes = (Mistake("the two are exchanged", lambda n: table(n**2, n), "Reread."),)

@@ -214,7 +214,11 @@ def _verdict(exercise, answer, progress):
             return Verdict("wrong", text, "an argument is changed")
         else:
             continue
-        mistake = _recognise(exercise, cases, results) or _general_slip(exercise, cases, results, answer)
+        mistake = _mistake_behind(exercise, results)
+        if not mistake and (of_entry := _mistake_in_an_entry(exercise, cases, results)):
+            mistake, case, complaint = of_entry  # say what is wrong with that entry: others may have other reasons
+            text = f"✗ {name}: wrong for {case.label}.\n{_indent(complaint)}"
+        mistake = mistake or _general_slip(exercise, cases, results, answer)
         if mistake:
             text += f"\n  This is what you get when {mistake.name}.\n  {mistake.advice}"
         if outcome.changed:
@@ -575,15 +579,11 @@ def _close(mine, right, tolerance):
 # Naming a mistake
 
 
-def _recognise(exercise, cases, results):
-    """The known mistake whose results agree with these on every case, or None."""
-    if all(isinstance(result, _Raised) for result in results):
-        return None
-    return _mistake_behind(exercise, results) or _mistake_in_an_entry(exercise, cases, results)
-
-
 def _mistake_in_an_entry(exercise, cases, results):
-    """For results that are dicts of the same keys: the known mistake behind the first wrong entry that has one."""
+    """For results that are dicts of the same keys: the known mistake behind the first wrong entry that has one.
+
+    With the first case in which that entry is wrong, and how. None if no entry has one.
+    """
     if exercise.judge or not all(isinstance(result, dict) for result in results):
         return None
     rights = [_expected(exercise, case)[0] for case, _ in zip(cases, results, strict=False)]
@@ -591,10 +591,15 @@ def _mistake_in_an_entry(exercise, cases, results):
         return None
     for name in rights[0]:
         mine = [result.get(name) for result in results]
-        if not all(_same(a, b[name], exercise.tolerance) for a, b in zip(mine, rights, strict=True)):
+        wrong = [
+            (case, f"{name}: {said}")
+            for case, one, right in zip(cases, mine, rights, strict=False)
+            if (said := _compare(one, right[name], exercise.tolerance, exercise.exact_dtype))
+        ]
+        if wrong:
             mistake = _mistake_behind(exercise, mine, lambda result, name=name: result[name])
             if mistake:
-                return mistake
+                return mistake, *wrong[0]
             if any(isinstance(right, str) for right in rights[0].values()):
                 return None  # a name among numbers follows from them, and may be wrong by many a mistake
     return None
@@ -602,6 +607,8 @@ def _mistake_in_an_entry(exercise, cases, results):
 
 def _mistake_behind(exercise, results, part=lambda result: result):
     """The known mistake of which this part agrees with results on every case, or None."""
+    if all(isinstance(result, _Raised) for result in results):
+        return None
     for mistake in exercise.mistakes:
         for answer in (mistake.answer, *mistake.variants):
             with contextlib.suppress(Exception):  # where the mistake does not apply to results of this kind

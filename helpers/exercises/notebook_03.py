@@ -69,13 +69,16 @@ def _oracle(q, k, v, scale):
 
 def _run_in_tiles(answer, q, k, v, scale, block_q, block_k):
     """What the answer returns; a `Complaint` where the arrays that it made tell of other tiles."""
-    H, S = k.shape[1], len(k)
+    T, H, S = *q.shape, len(k)
     q, shapes = watch(q)
     run = lambda: answer(q, k, v, scale, block_q, block_k)
     result, whole = exceeds(4 * block_q * S, run) if S == LONG else (run(), False)
     if whole:
         raise Complaint(f"Rows of {S} logits were in memory at once; a tile has {block_k}.")
-    if H == 5 and (block_k, H) in shapes and (block_q, H) not in shapes:  # H is the length of nothing else there
+    if T > block_q and H != block_k and {(T, block_k), (block_k, T)} & shapes:
+        raise Complaint(f"All {T} queries met a tile of keys at once; block_q is {block_q}.")
+    # H is the length of nothing else there. Where queries come one by one, theirs may be a tile of products with keys.
+    if H == 5 and (block_k, H) in shapes and not {(block_q, H), (H,)} & shapes:
         raise Complaint(f"A tile of {block_k} queries was made; block_q is {block_q}.")
     return result
 
@@ -274,6 +277,11 @@ QUERY_OUTER = Exercise(
             "the tiles of keys are not used: the softmax takes a whole row of logits at once",
             lambda q, k, v, scale, block_q, block_k: _query_outer(q, k, v, scale, len(q), len(k)),
             "The numbers are right, but a long row fits no chip: visit block_k keys at a time, as in section 2.",
+        ),
+        Mistake(
+            "the queries are not cut into tiles",
+            lambda q, k, v, scale, block_q, block_k: _query_outer(q, k, v, scale, len(q), block_k),
+            "The numbers are right, but a state for all queries fits no chip: take block_q at a time, as in section 2.",
         ),
         Mistake(
             "the two block sizes are exchanged",
@@ -559,14 +567,17 @@ CLASSIFY = Exercise(
 
 
 class _WatchedMemory(SlowMemory):
-    """Keeps a copy of out at the moment when the second key tile is first asked for."""
+    """Keeps a copy of out at the moment when the second key tile is first asked for. queries: most of q in one load."""
 
-    snapshot = None
+    snapshot, queries = None, 0
 
     def load(self, name, start, stop):
         if name == "k" and start > 0 and self.snapshot is None:
             self.snapshot = self.arrays["out"].copy()
-        return super().load(name, start, stop)
+        rows = super().load(name, start, stop)
+        if name == "q":
+            self.queries = max(self.queries, len(rows))
+        return rows
 
 
 def _run_on_memory(answer, q, k, v, scale, block_q, block_k):
@@ -579,7 +590,7 @@ def _run_on_memory(answer, q, k, v, scale, block_q, block_k):
     if not out.any() and result is not None:
         raise Complaint("nothing was stored in out: the results belong into memory, by memory.store")
     first = out if memory.snapshot is None else memory.snapshot
-    return first, out, memory.arrays["m"] + np.log(memory.arrays["l"]), memory.bytes_moved
+    return first, out, memory.arrays["m"] + np.log(memory.arrays["l"]), memory.bytes_moved, memory.queries
 
 
 def _expected_on_memory(q, k, v, scale, block_q, block_k):
@@ -587,7 +598,7 @@ def _expected_on_memory(q, k, v, scale, block_q, block_k):
     first, _ = _oracle(q, k[:block_k], v[:block_k], scale)
     visits = -(-S // block_k)
     elements = 2 * S * H + visits * (3 * T * H + 4 * T) + T * H + 2 * T
-    return first, *_oracle(q, k, v, scale), 8 * elements
+    return first, *_oracle(q, k, v, scale), 8 * elements, min(block_q, T)
 
 
 def _key_outer(
@@ -691,7 +702,7 @@ def _visit(**options):
 KEY_OUTER = Exercise(
     number="3.3",
     title="Key tiles outside",
-    outputs=("out after the first key tile", "out", "lse from m and l", "bytes moved"),
+    outputs=("out after the first key tile", "out", "lse from m and l", "bytes moved", "queries loaded at once"),
     cases=_attention_cases,
     run=_run_on_memory,
     expected=_expected_on_memory,
@@ -832,6 +843,12 @@ KEY_OUTER = Exercise(
             "the two block sizes are exchanged",
             lambda memory, scale, block_q, block_k: _key_outer(memory, scale, block_k, block_q),
             "block_q belongs to the queries and block_k to the keys: see section 2.",
+        ),
+        Mistake(
+            "a key tile meets all queries at once, or one by one, instead of block_q at a time",
+            lambda memory, scale, block_q, block_k: _key_outer(memory, scale, len(memory.arrays["q"]), block_k),
+            "The numbers are right, but the inner loop goes over tiles of queries: see the picture of section 6.",
+            variants=(lambda memory, scale, block_q, block_k: _key_outer(memory, scale, 1, block_k),),
         ),
         Mistake(
             "tiles are read from memory.arrays, past the counter: q, k and v",

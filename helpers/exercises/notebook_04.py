@@ -424,10 +424,17 @@ def _run_matmul(kernel, p, v, block_q, block_h, block_k):
 
 
 def _keys_in_products(jaxpr):
-    """The length of the sum in each matrix product of a jaxpr, those in its loops and kernels too."""
+    """The length of the sum in each matrix product of a jaxpr, those in its loops and kernels too.
+
+    A product may also be written as a multiplication and a sum.
+    """
     for equation in jaxpr.eqns:
+        summed = ()
         if equation.primitive.name == "dot_general":
             (summed, _), _ = equation.params["dimension_numbers"]
+        elif equation.primitive.name == "reduce_sum":
+            summed = equation.params["axes"]
+        if summed:
             yield math.prod(equation.invars[0].aval.shape[axis] for axis in summed)
         for value in equation.params.values():
             inner = getattr(value, "jaxpr", value)
@@ -731,6 +738,17 @@ def _run_grid(
     return out
 
 
+def _run_by_hand(answer, name, body, *arguments):
+    """What the answer returns; a `Complaint` where `pallas_call`, or another transformation, has traced the body."""
+
+    def each_time(block):
+        if isinstance(block, jax.core.Tracer):
+            raise Complaint("`body` got a traced block, as under pallas_call; write the two loops yourself, in NumPy")
+        return body(block)
+
+    return answer(each_time, *arguments)
+
+
 def _strictly(answer):
     """The same answer where a block that begins past the end raises, as lengths below 0 make it."""
 
@@ -789,7 +807,7 @@ GRID = Exercise(
     title="The grid, in NumPy",
     outputs=("out",),
     cases=_grid_cases,
-    run=lambda answer, name, *arguments: answer(*arguments),
+    run=_run_by_hand,
     expected=lambda name, *_: _grid_by_pallas(name),
     tried="the same kernels under pallas_call, index maps that swap, share and mirror, blocks over the end",
     mistakes=(

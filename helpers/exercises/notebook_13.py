@@ -274,9 +274,9 @@ _STEP = Exercise(
             "Each head has a softmax over its keys: with s of shape (N, keys), along the last axis.",
         ),
         Mistake(
-            "large logits overflow",
+            "the exponentials of large logits overflow, or all vanish",
             _step(attend=lambda s: np.exp(s) / np.exp(s).sum(axis=-1, keepdims=True)),
-            "Take the largest logit of each head off before the exponential, as in notebook 02.",
+            "Take off the largest valid logit of each head before the exponential: those of leftovers do not count.",
         ),
         Mistake(
             "the logits themselves are the weights",
@@ -589,6 +589,7 @@ def _place_cases():
     for B, width, page, label in [
         (1, 3, 5, "one sequence"),
         (3, 4, 2, "three sequences"),
+        (3, 4, 6, "three sequences"),
         (4, 6, 16, "four sequences"),
         (5, 2, 1, "a page for each token"),
     ]:
@@ -597,7 +598,8 @@ def _place_cases():
         positions[-1] = page if B > 1 else positions[0]  # the first of the next
         table = random.permutation(B * width + 3)[: B * width].reshape(B, width)
         for row, position in enumerate(positions):
-            table[row, position // page + 1 :] = -1
+            behind = table[row, position // page + 1 :]
+            behind[:] = random.integers(B * width + 3, size=len(behind))
         cases.append(Case(f"B={B}, pages of {page}: {label}", (table, positions, page)))
     return cases
 
@@ -620,7 +622,7 @@ _PLACES = Exercise(
     outputs=("places",),
     cases=_place_cases,
     expected=_places(),
-    tried="1 to 5 sequences, pages of 1 to 16 tokens, the last slot of a page and the first of the next",
+    tried="1 to 5 sequences, pages of 1 to 16 tokens, a page's last slot and the next one's first, anything behind",
     mistakes=(
         Mistake(
             "the page table is not used, as if the pages lay in order",

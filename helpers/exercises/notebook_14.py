@@ -445,9 +445,9 @@ WORK = Exercise(
             "A row for each step, a column for each device.",
         ),
         Mistake(
-            "each device meets its own keys only",
+            "every step counts like the first, in which each device has its own keys",
             _pairs_mistake(held=lambda i, step, n: i),
-            "Keys travel: in step r device i has those of device i - r, see section 3.",
+            "Keys travel, and what is compared are positions in the whole sequence, not within a share: see section 5.",
         ),
     ),
 )

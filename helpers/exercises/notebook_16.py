@@ -302,6 +302,7 @@ def _key_ranges_cases():
         (0, 16, 16, 60, False),
         (32, 16, 16, 100, True),
         (63, 64, 32, 200, True),
+        (32, 32, 64, 200, True),
         (96, 32, 64, 90, True),
         (15, 1, 16, 100, True),
         (16, 1, 16, 100, True),
@@ -379,6 +380,7 @@ KEY_RANGES = Exercise(
             "a tile on the diagonal counts as full",
             functools.partial(_key_ranges, whole=(_down, _up)),
             "Round down where tiles must be whole: see section 4.",
+            variants=(functools.partial(_key_ranges, by_all=lambda q_start, block_q: q_start, whole=(_down, _up)),),
         ),
         Mistake(
             "no tile is skipped",

@@ -122,6 +122,8 @@ def _races_cases():
     return [
         Case("nothing happens", ([],)),
         Case("a thread reads what it wrote", ([(0, 0, 5, True), (0, 0, 5, False)],)),
+        Case("another writes it after a barrier", ([(0, 0, 5, False), (1, 1, 5, True)],)),
+        Case("two write it, with a barrier between them", ([(0, 0, 5, True), (1, 1, 5, True)],)),
         Case("another thread reads it", ([(0, 0, 5, True), (1, 0, 5, False)],)),
         Case("another reads it after a barrier", ([(0, 0, 5, True), (1, 1, 5, False)],)),
         Case("another reads an element beside it", ([(0, 0, 5, True), (1, 0, 6, False)],)),

@@ -21,15 +21,21 @@ class _Watched(np.ndarray):
 
 
 class _Second(_Watched):
-    """The same, but what is made from a first one and this one is noted by the first alone."""
+    """The same, but what is made from a first one and this one is noted by the first alone, and parts of it by none."""
 
     __array_priority__ = 1
+
+    def __array_finalize__(self, source):
+        is_part = self.base is not None and self.base.base is not None  # the watched array is itself a view
+        self.shapes = getattr(source, "shapes", None)
+        if self.shapes is not None and not is_part:
+            self.shapes.add(self.shape)
 
 
 def watch(array, second=False):
     """A view of a NumPy array, and a set that will hold the shape of every array that NumPy makes from it.
 
-    second: leave to another watched array what is made from both.
+    second: leave to another watched array what is made from both, and do not count slices of the array as made.
     """
     view = array.view(_Second if second else _Watched)
     view.shapes = set()

@@ -34,8 +34,10 @@ def program_blocks(call):
     """
     views = [_View(operand) for operand in call.operands.values()]
     figure, panels = _panels(views)
+    said = []
     for axes, view in zip(panels, views, strict=True):
         _outline(axes, view)
+        rows = {}
         for block, numbers in view.owners().items():
             shared = len(numbers) > 1
             # More programs than colours share one, or equal colours would seem to say something.
@@ -44,11 +46,15 @@ def program_blocks(call):
             _draw_block(axes, view, block, colour, 0.8 if shared else 0.45)
             (x, width), (y, height) = view.visible(block)
             if width and height:
-                names = _names([call.programs[number] for number in numbers])
+                programs = [call.programs[number] for number in numbers]
                 size = 9 if len(call.grid) < 3 else 7.5
-                axes.text(x + width / 2, y + height / 2, names, ha="center", va="center", size=size)
+                axes.text(x + width / 2, y + height / 2, _names(programs), ha="center", va="center", size=size)
+                rows.setdefault(y, {})[x] = _spoken(programs)
         _title(axes, view)
+        told = "; ".join(", ".join(row[x] for x in sorted(row)) for _, row in sorted(rows.items()))
+        said.append(f"{_named(view)}, row by row: {told}.")
     figure.suptitle("Each block with the programs that see it", x=0.01, ha="left", size=11)
+    figure.alt = f"Each block with the programs that see it. {' '.join(said)}"
     return figure
 
 
@@ -113,7 +119,10 @@ def tail(length, tiles):
     count, block = next(iter(tiles.values())).shape
     figure, axes = style.subplots(width=9, height=0.75 * len(tiles) + 0.9)
     style.bare(axes)
+    said = []
     for row, (way, loaded) in enumerate(tiles.items()):
+        told = (" ".join(f"{value:g}".replace("nan", "NaN") for value in tile) for tile in np.asarray(loaded))
+        said.append(f"{way}: {'; '.join(told)}.")
         axes.text(-0.25, row + 0.4, way, ha="right", va="center", size=10)
         for position, value in enumerate(np.asarray(loaded).reshape(-1)):
             x = position + 0.35 * (position // block)
@@ -139,6 +148,7 @@ def tail(length, tiles):
     axes.text(end + 0.08, len(tiles) + 0.05, f"end of the array ({length})", size=9, va="center", ha="center")
     axes.set_xlim(-4.4, count * (block + 0.35))
     axes.set_ylim(len(tiles) + 0.3, -0.5)
+    figure.alt = f"What {count} tiles of {block} hold of an array of {length} elements. {' '.join(said)}"
     return figure
 
 
@@ -367,9 +377,13 @@ def _draw_block(axes, view, block, colour, alpha, ink=style.INK):
         axes.add_patch(Rectangle(*inside, facecolor="none", edgecolor=ink, lw=0.9))
 
 
-def _title(axes, view):
+def _named(view):
     shape = " × ".join(map(str, view.operand.values.shape)) or "one number"
-    axes.set_title(f"{view.operand.name} ({shape})" + (f"\n{view.note}" if view.note else ""), size=10, loc="left")
+    return f"{view.operand.name} ({shape})"
+
+
+def _title(axes, view):
+    axes.set_title(_named(view) + (f"\n{view.note}" if view.note else ""), size=10, loc="left")
 
 
 def _name(program):
@@ -381,6 +395,12 @@ def _names(programs):
     if len(names) > MOST_NAMES:
         return f"{names[0]}\n…\n{names[-1]}"
     return "\n".join(names) if len(programs[0]) > 1 else "  ".join(names)
+
+
+def _spoken(programs):
+    """`_names` on one line, for the words of a picture."""
+    names = [f"({_name(program)})" if len(program) > 1 else _name(program) for program in programs]
+    return " and ".join(names) if len(names) <= MOST_NAMES else f"{names[0]} … {names[-1]}"
 
 
 def _regions(counts):

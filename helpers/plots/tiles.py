@@ -428,17 +428,20 @@ def budget_map(H, itemsize, budget, T, registers=256 * KIB, sizes=(16, 32, 64, 1
     traffic = np.array([[cost.query_outer_bytes(T, T, H, itemsize, q, k) for k in sizes] for q in sizes])
     relative = traffic / cost.naive_bytes(T, T, H, itemsize)
     room, held = shared <= budget, in_registers < registers
+    said = []
     for panel, values, fits, title in (
         (panels[0], shared / KIB, room, f"shared memory, KiB (≤ {budget / KIB:.0f})"),
         (panels[1], in_registers / KIB, held, f"registers, KiB (< {registers / KIB:.0f})"),
         (panels[2], 100 * relative, room & held, f"traffic, % of naive (T = {T})"),
     ):
+        texts = np.where(fits, np.vectorize("{:.0f}".format)(values), "✗")
+        rows = (f"block_q = {size}: {', '.join(row)}" for size, row in zip(sizes, texts, strict=True))
+        said.append(f"{title}. {'; '.join(rows)}.")
         for row, column in np.ndindex(values.shape):
             pale = panel is panels[2] and relative[row, column] >= 1
             colour = style.SKIPPED if not fits[row, column] else "#F3D9C6" if pale else style.STATE
             _box(panel, column - 0.5, row - 0.5, 1, 1, colour, linewidth=0.5)
-            text = f"{values[row, column]:.0f}" if fits[row, column] else "✗"
-            panel.text(column, row, text, ha="center", va="center", size=10)
+            panel.text(column, row, texts[row, column], ha="center", va="center", size=10)
         if chosen:
             corner = sizes.index(chosen[1]) - 0.5, sizes.index(chosen[0]) - 0.5
             panel.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=style.OUTPUT, linewidth=3))
@@ -451,6 +454,10 @@ def budget_map(H, itemsize, budget, T, registers=256 * KIB, sizes=(16, 32, 64, 1
     panels[0].set_ylabel("block_q (queries)")
     panels[0].text(0, -0.32, f"H = {H}. ✗: does not fit", transform=panels[0].transAxes, size=9)
     panels[2].text(0, -0.32, "pale: fits, and saves nothing", transform=panels[2].transAxes, size=9)
+    figure.alt = (
+        f"H = {H}. From left to right block_k = {', '.join(map(str, sizes))}; ✗: does not fit. {' '.join(said)}"
+        + (f" Framed: block_q = {chosen[0]}, block_k = {chosen[1]}." if chosen else "")
+    )
     return figure
 
 

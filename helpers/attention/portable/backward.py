@@ -188,8 +188,8 @@ def dq_kernel(
         eps = TF32_EPS if dtype.itemsize == 4 else float(jnp.finfo(dtype).eps)
         again = (jnp.abs(error) - eps / 4 * ds_size).max() > 0
         delta += error
-        # Below the rounding of ds, as in flat softmaxes over values with nothing in
-        # common, the second sweep is empty.
+        # Below the rounding of ds, as in flat softmaxes over many keys and values with
+        # nothing in common, the second sweep is empty.
         dq = jnp.where(again, 0, dq)
         stop *= again.astype(jnp.int32)
         dq, _, _ = all_key_tiles((dq, no_sums, no_sums), delta, stop)
