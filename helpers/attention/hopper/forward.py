@@ -461,7 +461,7 @@ class Deal(NamedTuple):
 
 
 def dealt(turn, program, programs, count, deal, xp=jnp):
-    """The place in a list of `count` tiles of queries that a program comes to in a turn.
+    """The place in a list of `count` tiles of queries that is a program's in a turn.
 
     As cards are dealt, but in a full round everybody sits `shift` places further on
     than in the one before. And every other full round is dealt backwards, those where
