@@ -41,6 +41,21 @@ def variants(trials, kernel):
     return found
 
 
+def speeds(entries, H, is_causal):
+    """{name: TFLOP/s} of recorded entries for a head dim and a mask."""
+    return {entry["name"]: entry["tflops"] for entry in entries if (entry["H"], entry["is_causal"]) == (H, is_causal)}
+
+
+def factors(trials, kernel):
+    """[(name of a change, factors of the speed of a kernel)]: H = 64 full, causal, 128 full, causal; None for none."""
+    found = {}
+    for entry in trials["factors"]:
+        if entry["kernel"] == kernel:
+            place = 2 * (entry["H"] == 128) + entry["is_causal"]
+            found.setdefault(entry["name"], [None] * 4)[place] = entry["factor"]
+    return list(found.items())
+
+
 def on_the_grid(recorded, implementation, which, dtype="bfloat16", field="tflops"):
     """{(H, is_causal, T): TFLOP/s by the clock of the card, or another field}, "forward" or "backward"."""
     return {
