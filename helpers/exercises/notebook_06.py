@@ -585,7 +585,7 @@ _SAVE = Exercise(
         Mistake(
             "lse is stored in the dtype of q",
             _saved(lse_bytes=None),
-            "In 16 bits lse ruins the gradients, so it takes 4 bytes: see section 10.",
+            "In 16 bits lse makes the gradients several times worse, so it takes 4 bytes: see section 10.",
         ),
         Mistake(
             "two numbers are saved for each row, m and l or lse and delta",
