@@ -264,6 +264,19 @@ def test_products_of_a_few_keys_with_one_query_are_no_tile_of_queries():
     assert verdict(exercise("3.1"), answer).status == "correct"
 
 
+def test_whole_rows_of_logits_are_noticed_one_after_another():
+    def answer(q, k, v, scale, block_q, block_k):
+        out, lse = np.empty(q.shape), np.empty(len(q))
+        for i in range(len(q)):
+            s = scale * (k @ q[i])
+            p = np.exp(s - s.max())
+            out[i], lse[i] = p @ v / p.sum(), s.max() + np.log(p.sum())
+        return out, lse
+
+    judged = verdict(exercise("3.1"), answer)
+    assert judged.mistake and "a whole row of logits" in judged.mistake, judged.text
+
+
 def test_a_product_of_all_keys_is_noticed_when_written_as_a_sum():
     def kernel(p_ref, v_ref, out_ref, *, S, block_k):
         out_ref[...] = (p_ref[...].astype(jnp.float32)[:, :, None] * v_ref[...]).sum(axis=1)

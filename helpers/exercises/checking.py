@@ -394,7 +394,10 @@ def _message(error):
     if line.startswith("JAX arrays are immutable"):
         return "a JAX array cannot be written into: compute a new one and return it"
     if "captures constants" in line:
-        return "a kernel takes no array from outside, and .at[...] or jnp.array brings one along: use + and jnp.where"
+        return (
+            "a kernel takes no array from outside, and np.arange, jnp.array of a list, or an array's .at[...] "
+            "(not a ref's) can bring one along: use jnp.arange, + and jnp.where"
+        )
     line = re.sub(r" at 0x[0-9a-f]+", "", line)
     line = re.sub(r"(\S*/)?helpers/exercises/\S+", "the check", line)
     line = re.sub(r"_apply\.<locals>\.watched", "your function", line)

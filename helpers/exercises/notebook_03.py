@@ -73,8 +73,9 @@ def _run_in_tiles(answer, q, k, v, scale, block_q, block_k):
     q, shapes = watch(q)
     run = lambda: answer(q, k, v, scale, block_q, block_k)
     result, whole = exceeds(4 * block_q * S, run) if S == LONG else (run(), False)
-    if whole:
-        raise Complaint(f"Rows of {S} logits were in memory at once; a tile has {block_k}.")
+    # There nothing but logits is made of q and as long as the keys: those of all queries, or of one at a time.
+    if whole or (S == LONG and any(S in shape for shape in shapes)):
+        raise Complaint(f"Whole rows of {S} logits were made; a tile has {block_k}.")
     if T > block_q and H != block_k and {(T, block_k), (block_k, T)} & shapes:
         raise Complaint(f"All {T} queries met a tile of keys at once; block_q is {block_q}.")
     # H is the length of nothing else there. Where queries come one by one, theirs may be a tile of products with keys.

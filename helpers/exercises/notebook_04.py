@@ -213,6 +213,7 @@ def _softmax_kernel(
     extra_row=0,
     subtract_max=True,
     max_axis=1,
+    by_lse=False,
     select=False,
     clear=False,
     divide=True,
@@ -226,6 +227,7 @@ def _softmax_kernel(
     else:
         s = plt.load(s_ref, mask=mask, other=other) if mask_load else s_ref[...]
     m = s.max(axis=max_axis, keepdims=True) if subtract_max else 0
+    m = jax.nn.logsumexp(s, axis=1, keepdims=True) if by_lse else m
     p = jnp.where(mask | (not clear), exp(s - m), 0)
     p = p / p.sum(axis=sum_axis, keepdims=True) if divide else p
     if mask_store:
@@ -363,6 +365,11 @@ MASKED_TAIL = Exercise(
             "the largest logit of the whole block is subtracted, instead of that of each row",
             functools.partial(_softmax_kernel, max_axis=None),
             "Far below the maximum every exponential is 0, and 0 / 0 is NaN; max takes axis=1: see section 4.",
+        ),
+        Mistake(
+            "something is rounded near 2000: the maximum plus the logarithm of the sum, or the logits times log2(e)",
+            functools.partial(_softmax_kernel, by_lse=True, divide=False),
+            "A float32 has too few digits left there: take off the maximum first, and divide by the sum.",
         ),
         Mistake(
             "the largest logit is not subtracted",

@@ -142,7 +142,7 @@ def _step_cases():
     key_cache, value_cache = random.uniform(1, 2, (6, 1, 1)) * query, random.standard_normal((6, 2, 4))
     key_cache[:4] *= -1  # the last of these becomes the new key
     label = "N=2, H=4, S=6, length=3: large logits, all of them negative"
-    cases.append(Case(label, (1e5 * query, key_cache[3].copy(), value, key_cache, value_cache, 3)))
+    cases.append(Case(label, (1e12 * query, key_cache[3].copy(), value, key_cache, value_cache, 3)))
     return cases
 
 

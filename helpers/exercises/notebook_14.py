@@ -417,7 +417,8 @@ WORK = Exercise(
         Mistake(
             "queries see the keys behind them",
             _pairs_mistake(sees=np.greater_equal),
-            "A query at i sees keys j ≤ i: rows are queries, columns are keys, see section 5.",
+            "A query at position a sees the key at position b if b ≤ a: in the table of hint 1 rows are queries and "
+            "columns are keys.",
         ),
         Mistake(
             "nothing is masked",

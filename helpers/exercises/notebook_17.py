@@ -132,6 +132,8 @@ def _races_cases():
         Case("two threads write", ([(3, 1, 7, True), (4, 1, 7, True)],)),
         Case("the next tile comes too early", ([(0, 0, 1, True), (1, 1, 1, False), (0, 1, 1, True)],)),
         Case("a race after a barrier", ([(0, 0, 1, True), (1, 1, 1, False), (2, 2, 1, True), (5, 2, 1, False)],)),
+        Case("a race before a barrier, and a write after it", ([(0, 0, 1, True), (1, 0, 1, False), (2, 1, 1, True)],)),
+        Case("the write after the barrier comes between", ([(0, 0, 1, True), (2, 1, 1, True), (1, 0, 1, False)],)),
         Case("in another order", ([(1, 0, 5, False), (2, 1, 9, False), (0, 0, 5, True)],)),
         Case("the writer reads before another does", ([(0, 0, 5, True), (0, 0, 5, False), (1, 0, 5, False)],)),
         Case("two have read when one of them writes", ([(0, 0, 5, False), (1, 0, 5, False), (0, 0, 5, True)],)),
