@@ -35,6 +35,45 @@ def test_bars_are_told_by_their_ticks(lies):
     assert description(figure) == "read: q 3, k 0.125."
 
 
+def test_bars_are_told_in_order_however_often_a_size_comes_back():
+    figure, axes = style.subplots()
+    for place, size in enumerate((475, 436, 475)):
+        axes.barh(place, size, alpha=0.5)
+        axes.barh(place, size, fc="none", hatch="//")  # the same bar, hatched
+        axes.text(size, place, f"{size}")
+    axes.set_yticks(range(3), ["ours", "cuDNN, bfloat16", "ours again"])
+    assert description(figure) == "ours 475; cuDNN, bfloat16 436; ours again 475."
+
+
+def test_bars_at_one_tick_are_told_together():
+    figure, axes = style.subplots()
+    for start, size in ((0, 64), (64, 32), (96, 32)):
+        axes.barh(0, size, left=start)
+    axes.set_yticks([0], ["registers"])
+    assert description(figure) == "registers 64 + 32 + 32."
+
+
+def test_an_inner_panel_names_its_bars_too():
+    figure, panels = style.subplots(1, 2, sharey=True)
+    for axes in panels:
+        axes.barh([0, 1], [3, 4])
+    panels[0].set_yticks([0, 1], ["q", "k"])
+    assert description(figure) == "q 3, k 4. q 3, k 4."
+
+
+def test_how_many_bars_are_left_out_is_told():
+    figure, axes = style.subplots()
+    axes.bar(range(100), range(100))
+    axes.set_xticks([])
+    assert description(figure).endswith(", 46, 47, and 52 more.")
+
+
+def test_an_exponent_keeps_its_brackets():
+    figure, axes = style.subplots()
+    axes.set_title("units of $e^m$: $e^{s - m}$ in $m_{new}$")
+    assert description(figure) == "units of e^m: e^(s - m) in m_new."
+
+
 def test_a_table_is_told_by_its_range_and_its_colour_bar_is_no_panel():
     figure, axes = style.subplots()
     figure.colorbar(axes.imshow(np.arange(6.0).reshape(2, 3)), ax=axes, label="weight")

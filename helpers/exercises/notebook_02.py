@@ -577,19 +577,19 @@ BREAK_MISTAKES = (
         "A low row breaks two shortcuts; find what hurts “no max” alone: see the picture in section 6.",
     ),
     Mistake(
-        "the row for “tile max” never falls from one tile to the next, or by less than 89",
+        "the row for “tile max” never falls from one tile to a later one, or not far enough",
         _rows([100], [-200], [-100, 0]),
-        "Only a fall between two tiles makes alpha exceed the largest float32: see section 6.",
+        "Only a fall makes alpha or l exceed the largest float32, and 89 between two tiles are enough: see section 6.",
     ),
     Mistake(
         "the row for “tile max” holds logits so large that “no max” overflows too",
         _rows([100], [-200], [200, 0]),
-        "What matters is the fall from one tile to the next, not the height: see section 6.",
+        "What matters is the fall from one tile to a later one, not the height: see section 6.",
     ),
     Mistake(
         "the row for “tile max” is so low that a reference of 0 fails as well",
         _rows([100], [-200], [-200, -300]),
-        "What matters is the fall from one tile to the next: let the first tile stay near 0, see section 6.",
+        "What matters is the fall from one tile to a later one: let the first tile stay near 0, see section 6.",
     ),
     Mistake(
         "the rows for “no max” and “m starts at 0” are exchanged",
@@ -806,7 +806,7 @@ ATTEND_MISTAKES = (
     Mistake(
         "m is the maximum of the tile instead of the running maximum",
         _wrong_attend(choose=lambda m, largest: largest),
-        "The result is right until m falls so far that alpha overflows, or to -inf in a masked tile: see section 6.",
+        "It is right until m falls so far that alpha or l overflows, or to -inf in a masked tile: see section 6.",
     ),
     Mistake(
         "m starts at 0",

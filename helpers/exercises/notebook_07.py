@@ -79,7 +79,7 @@ def _body_cases(seed):
         (8, 12, 3, 4, 4, 0.5, 1, 0),
         (12, 8, 3, 4, 4, 2, 1, 120),
         (8, 12, 3, 4, 4, 1.5, 2, -120),
-        (12, 10, 3, 4, 5, 0.75, 2, 0),
+        (12, 10, 3, 4, 5, -0.75, 2, 0),
     ]:
         q, k, v, do = (random.standard_normal((length, H)) for length in (T, S, S, T))
         q, k, do = np.round(8 * size * q) / 8, np.round(8 * k) / 8, do + 0.5  # so that float32 holds the logits
@@ -89,7 +89,7 @@ def _body_cases(seed):
         if push:
             k[:, 0] = np.round(push / scale + 2 * np.sign(push) * np.linspace(1, 0, S)) / 16
         about = f"all logits near {push}" if push else "logits around 0"
-        label = f"T={T}, S={S}, H={H}, block_q={block_q}, block_k={block_k}, {about}"
+        label = f"T={T}, S={S}, H={H}, block_q={block_q}, block_k={block_k}, scale={scale}, {about}"
         cases.append(Case(label, (*map(_float32, (q, k, v, do)), scale, block_q, block_k)))
     return cases
 
@@ -221,7 +221,7 @@ _DKV = Exercise(
     expected=lambda q, k, v, do, scale, block_q, block_k: _gradient_oracle(q, k, v, do, scale)[1:],
     run=_run_dkv,
     tolerance=2e-4,  # float32, and base two, round logits of 120
-    tried="1 to 3 tiles of queries and 2 or 3 of keys, T above and below S, logits around 0, near 120 and near -120",
+    tried="1 to 3 tiles of queries, 2 or 3 of keys, T above and below S, logits near 0, 120 and -120, a scale below 0",
     mistakes=(
         Mistake(
             "dv is right and dk is wrong, because delta is missing from ds",
@@ -500,7 +500,7 @@ _DQ = Exercise(
     expected=lambda q, k, v, do, scale, block_q, block_k: _gradient_oracle(q, k, v, do, scale)[0],
     run=_run_dq,
     tolerance=2e-4,  # float32, and base two, round logits of 120
-    tried="1 to 3 tiles of queries and 2 or 3 of keys, T above and below S, logits around 0, near 120 and near -120",
+    tried="1 to 3 tiles of queries, 2 or 3 of keys, T above and below S, logits near 0, 120 and -120, a scale below 0",
     mistakes=(
         Mistake(
             "delta is missing from ds",

@@ -684,6 +684,8 @@ def _fault_of_order(operations, steps):
                     )
                 softmaxed.add(j)
                 continue
+            if kind == "s" and f"s{j}" in ordered:
+                return f"s{j} is ordered a second time: the scores of a tile are computed once."
             ordered.append(f"{kind}{j}")
             if kind == "s":
                 if j and j - 1 not in softmaxed:

@@ -28,6 +28,7 @@ def _bind_cases():
             (16, 256, 200, 0, 5),
             (64, 128, 560, 0, 6),
             (64, 128, 600, 10, 4),
+            (64, 128, 600, 10, 6),
             (256, 128, 640, 0, 6),
         )
     ]
@@ -159,9 +160,12 @@ def _guess_cases():
         ("logits ln 1, ln 3, ln 22, ln 4", ln([1.0, 3.0, 22.0, 4.0]), 2, 1, 32768),
         ("logits ln 1, ln 3, ln 4, ln 40", ln([1.0, 3.0, 4.0, 40.0]), 2, 1, 32768),
         ("6 keys, one 6 above the others, headroom 40", np.array([0.0, 0.0, 6.0, 0.0, 0.0, 0.0]), 2, 40, 32768),
+        ("6 keys, four 3 above the others, headroom 40", np.array([0.0, 0.0, 3.0, 3.0, 3.0, 3.0]), 2, 40, 32768),
+        ("6 keys, four 57 above the others, headroom 40", np.array([0.0, 0.0, 57.0, 57.0, 57.0, 57.0]), 2, 40, 32768),
         ("6 keys, one 8 above the others, `most` 3", np.array([-3.0, -3.0, 5.0, -3.0, -3.0, -3.0]), 2, 0, 3),
         ("8 equal logits, whose sum is just what is allowed", np.zeros(8), 4, 0, 32768),
         ("10 keys, `most` 5, headroom 0", np.zeros(10), 4, 0, 5),
+        ("8 keys in one tile, `most` 3, headroom 1", np.zeros(8), 8, 1, 3),
         ("6 keys, the first tile 8 below the others", np.array([-8.0, -8.0, 0.0, 0.0, 0.0, 0.0]), 2, 11, 32768),
         ("40 random logits, headroom 1", 3 * random.standard_normal(40), 8, 1, 32768),
         ("40 random logits, headroom 40", 9 * random.standard_normal(40), 8, 40, 32768),

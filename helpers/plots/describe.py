@@ -1,9 +1,12 @@
 """What a figure shows, in words, read off its titles, axes and data: the alternative text of a plot."""
 
+import itertools
+import re
+
 import numpy as np
 from matplotlib.image import AxesImage
 
-MOST = 8  # groups of bars that a listener can be asked to hear; of lines, bars and pieces of text a few times as many
+MOST = 8  # a listener can be asked to hear a few times as many lines, bars and pieces of text
 
 
 def description(figure):
@@ -21,7 +24,9 @@ def _panel(axes):
     colours = (
         [] if shown or not axes.get_legend() else [_flat(text.get_text()) for text in axes.get_legend().get_texts()]
     )
-    words = list(dict.fromkeys(filter(None, (_flat(text.get_text()) for text in axes.texts))))
+    sizes = {form(size) for _, bars in _series(axes) for _, size in bars for form in (_number, "{:.0f}".format)}
+    words = dict.fromkeys(_flat(text.get_text()) for text in axes.texts)
+    words = [word for word in words if word and word not in sizes]  # the size beside a bar has been told with it
     words = [] if any(map(str.isalpha, "".join(shown))) and len(words) > MOST else words[: 3 * MOST]
     parts = ["; ".join(filter(None, shown)), f"Marked: {', '.join(colours)}" if colours else "", ", ".join(words)]
     return " ".join(filter(None, [title, against, *map(_sentence, parts)]))
@@ -43,23 +48,39 @@ def _lines(axes):
 
 
 def _bars(axes):
-    """Each bar with the tick that names it."""
-    for container in axes.containers[:MOST]:
-        bars = [bar for bar in container if hasattr(bar, "get_width")]
-        if not bars:
-            continue
-        lies = container.orientation == "horizontal"
+    """Every bar in the order of drawing, with the tick that names it; neighbours at one tick under one name."""
+    for name, bars in _series(axes):
+        told = []
+        for tick, group in itertools.groupby(bars[: 6 * MOST], key=lambda bar: bar[0]):
+            sizes = [_number(size) for _, size in group]
+            told.append(f"{tick} {' + '.join(sizes)}" if tick else ", ".join(sizes))
+        told += [f"and {len(bars) - 6 * MOST} more"] if len(bars) > 6 * MOST else []
+        # A name may have commas of its own.
+        yield f"{name}: " * bool(name) + ("; " if any("," in tick for tick, _ in bars) else ", ").join(told)
+
+
+def _series(axes):
+    """[(name, [(tick, size)])] of the bars. Those without a name that follow each other are one series."""
+    series, seen = [], set()
+    for container in axes.containers:
+        lies = getattr(container, "orientation", None) == "horizontal"
         ticks = axes.yaxis if lies else axes.xaxis
-        labels = [_flat(label.get_text()) for label in ticks.get_ticklabels()]
-        names = dict(zip(np.round(ticks.get_ticklocs(), 6), labels, strict=False))
-        sizes = []
-        for bar in bars[: 2 * MOST]:
-            middle = bar.get_y() + bar.get_height() / 2 if lies else bar.get_x() + bar.get_width() / 2
-            size = _number(bar.get_width() if lies else bar.get_height())
-            name = names.get(np.round(middle, 6))
-            sizes.append(f"{name} {size}" if name else size)
+        places = ticks.get_majorticklocs()  # whose labels an inner panel has too, though it does not show them
+        names = dict(zip(np.round(places, 6), ticks.get_major_formatter().format_ticks(places), strict=True))
+        bars = []
+        for bar in (bar for bar in container if hasattr(bar, "get_width")):
+            x, y, width, height = bar.get_x(), bar.get_y(), bar.get_width(), bar.get_height()
+            if (x, y, width, height) not in seen:  # a hatched one may be drawn over a coloured one
+                tick = names.get(np.round(y + height / 2 if lies else x + width / 2, 6), "")
+                bars.append((_flat(tick), width if lies else height))
+            seen.add((x, y, width, height))
         name = _flat(str(container.get_label()))
-        yield ("" if name.startswith("_") else f"{name}: ") + ", ".join(sizes)
+        name = "" if name.startswith("_") else name
+        if bars and series and not name and not series[-1][0]:
+            series[-1][1].extend(bars)
+        elif bars:
+            series.append((name, bars))
+    return series
 
 
 def _images(axes):
@@ -81,8 +102,9 @@ def _number(value):
 
 
 def _flat(text):
-    """On one line, and without the marks of a formula."""
-    return " ".join(str(text).replace("$", "").replace("{", "").replace("}", "").split())
+    """On one line, and without the marks of a formula, but for the brackets that an exponent needs."""
+    text = re.sub(r"\^\{([^{}]*)\}", r"^(\1)", str(text))
+    return " ".join(re.sub("[${}]", "", text).split())
 
 
 def _sentence(text):

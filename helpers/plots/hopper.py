@@ -130,6 +130,9 @@ def owners_of(layout, shape):
     return owner["warp"], owner["lane"]
 
 
+TOLD = 5  # bars of a row of a timeline that its words tell
+
+
 def timelines(runs, until=None, units=()):
     """Who works and who waits. runs: {title: Run of the model}; units: rows for these units as well."""
     until = max(run.end for run in runs.values()) if until is None else until
@@ -139,9 +142,10 @@ def timelines(runs, until=None, units=()):
         len(runs), 1, width=10, height=0.45 * sum(heights) + 0.75 * len(runs) + 0.5,
         height_ratios=heights, squeeze=False, sharex=True,
     )  # fmt: skip
-    used = set()
+    used, lengths, said = set(), {}, []
     for axes, (title, run) in zip(panels[:, 0], runs.items(), strict=True):
         names = rows[title]
+        begins = {name: [] for name in names}
         for span in run.spans:
             if span.who not in names or span.start >= until or (span.what == "wait" and span.who == "memory"):
                 continue
@@ -150,22 +154,29 @@ def timelines(runs, until=None, units=()):
             used.add(kind)
             colour, hatch, _ = KINDS[kind]
             y, width = names.index(span.who), min(span.stop, until) - span.start
+            owner = f"{span.what[8]}: " if span.what.startswith("compute") and len(run.tiles) > 2 else ""
+            if kind != "wait" and not (kind == "p" and span.who in run.tiles and "exponentials" in names):
+                lengths.setdefault(KINDS[kind][2], span.stop - span.start)
+                begins[span.who].append(f"{owner}{label} {span.start:,.0f}")
             edge = style.SKIPPED if kind == "wait" else style.INK
             axes.barh(y, width, left=span.start, height=0.72, color=colour, ec=edge, hatch=hatch, lw=0.6, alpha=0.75)
             if kind != "wait" and width > until / 30:
                 place = {"ha": "center", "va": "center", "size": 7.5}
                 box = {"fc": style.PAPER, "ec": "none", "pad": 0.8, "alpha": 0.85}
-                owner = f"{span.what[8]}: " if span.what.startswith("compute") and len(run.tiles) > 2 else ""
                 axes.text(span.start + width / 2, y, owner + label.removeprefix("copy "), bbox=box, **place)
         axes.set_yticks(range(len(names)), names)
         axes.set_ylim(len(names) - 0.45, -0.55)
         axes.set_title(title)
+        told = (f"{name}: {', '.join(of[:TOLD])}{', …' * (len(of) > TOLD)}" for name, of in begins.items() if of)
+        said.append(f"{title}. {'; '.join(told)}.")
     axes.set_xlim(0, until)
     axes.set_xlabel("cycles of the model")
     shown = [kind for kind in KINDS if kind in used]
     edge = {"ec": style.INK, "lw": 0.6}
     handles = [Patch(fc=fc, hatch=hatch, label=label, **edge) for fc, hatch, label in map(KINDS.get, shown)]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), fontsize=8.5)
+    lasting = ", ".join(f"{name} {length:.0f}" for name, length in lengths.items())
+    figure.alt = f"Who works, and from which cycle on. Cycles: {lasting}. {' '.join(said)}"
     return figure
 
 
@@ -178,7 +189,9 @@ def phases(run, barriers):
     """Barriers over time: the number of completed phases of each, and the parity that the hardware keeps."""
     places = sorted((place for place in run.phases if place[0] in barriers), key=lambda p: (barriers.index(p[0]), p[1]))
     figure, axes = style.subplots(width=10, height=0.42 * len(places) + 1.2)
+    said = []
     for y, place in enumerate(places):
+        said.append(f"{place[0]}[{place[1]}]: {', '.join(f'{time:,.0f}' for time in run.phases[place])}")
         edges = [0, *run.phases[place], run.end]
         for number, (start, stop) in enumerate(itertools.pairwise(edges)):
             odd = number % 2
@@ -192,6 +205,7 @@ def phases(run, barriers):
     axes.set_xlim(0, run.end)
     axes.set_xlabel("cycles of the model")
     axes.set_title("phases completed so far, by barrier (hatched: odd)")
+    figure.alt = f"The cycles of the model in which each barrier completes a phase. {'; '.join(said)}."
     return figure
 
 
@@ -211,6 +225,11 @@ def stacked(rows, limit, unit, title, limit_name, scale=1.0):
                       hatch=hatches[index], ec=style.INK, lw=0.6)  # fmt: skip
             left += amount * scale
     limits = limit if isinstance(limit, (list, tuple)) else [limit] * len(rows)
+    said = []
+    for (name, row), at in zip(rows.items(), limits, strict=True):
+        told = ", ".join(f"{part} {amount * scale:.3g}" for part, amount in row.items() if amount)
+        said.append(f"{name}: {told}; in all {sum(row.values()) * scale:.3g} of {at * scale:.3g}.")
+    figure.alt = f"{title}, in {unit}, of {limit_name}. {' '.join(said)}"
     for y, at in enumerate(limits):
         axes.plot([at * scale] * 2, [y - 0.45, y + 0.45], color=style.INK, lw=2.2)
     axes.set_yticks(range(len(rows)), rows)
@@ -228,8 +247,13 @@ def stacked(rows, limit, unit, title, limit_name, scale=1.0):
 def program_ends(ends):
     """When each program is done, against the mean. ends: {order: array of a number for each program}."""
     figure, panels = style.subplots(1, len(ends), width=10, height=3.2, sharey=True)
+    said = []
     for axes, (name, values) in zip(panels, ends.items(), strict=True):
         late = 100 * (values / np.mean(values) - 1)
+        step = int(np.argmax(np.abs(np.diff(late))))
+        jump = (step, step + 1) if abs(late[step + 1] - late[step]) > np.ptp(late) / 2 else ()
+        told = (f"program {i} {late[i]:+.1f}" for i in (0, *jump, len(late) - 1))
+        said.append(f"{name}: {', '.join(told)}; from {late.min():+.1f} to {late.max():+.1f}.")
         for sign, colour in ((1, style.OUTPUT), (-1, style.SKIPPED)):
             axes.bar(range(len(values)), np.where(sign * late > 0, late, 0), width=1.0, color=colour)
         axes.axhline(0, color=style.INK, lw=1.2)
@@ -237,6 +261,7 @@ def program_ends(ends):
         axes.set_xlabel("program")
         axes.margins(x=0.01)
     panels[0].set_ylabel("ends later than the mean (%)")
+    figure.alt = f"By how many per cent of the mean a program ends later. {' '.join(said)}"
     return figure
 
 
@@ -262,7 +287,10 @@ def rungs(figures, names):
 def company(counts, figures):
     """TFLOP/s of rungs over the compute warpgroups on a processor. counts, figures: {case: {rung: number}}."""
     figure, panels = style.subplots(1, len(counts), width=10, height=3.3, sharey=True)
+    said = []
     for axes, (case, many) in zip(panels, counts.items(), strict=True):
+        told = (f"rung {number}: {count}, {figures[case][number]:.0f}" for number, count in sorted(many.items()))
+        said.append(f"{case}. {'; '.join(told)}.")
         taken = []
         for number, count in sorted(many.items(), key=lambda item: figures[case][item[0]]):
             y = figures[case][number]
@@ -279,6 +307,7 @@ def company(counts, figures):
     panels[0].set_ylim(0, 1.1 * max(max(of.values()) for of in figures.values()))
     panels[0].set_ylabel("recorded TFLOP/s")
     figure.supxlabel("compute warpgroups on one processor (square: ordinary copies)", size=10)
+    figure.alt = f"Compute warpgroups on one processor, and recorded TFLOP/s. {' '.join(said)}"
     return figure
 
 

@@ -1,5 +1,7 @@
 """Pictures of notebook 12: operands, shared memory, registers, the owners of dq, timelines and recorded figures."""
 
+import itertools
+
 import matplotlib.ticker
 import numpy as np
 from matplotlib.colors import ListedColormap
@@ -92,8 +94,11 @@ def _tile(axes, x, y, height, width, name, held, where):
 def shared_memory(kernels):
     """Stacked bars of what kernels keep in shared memory, with the limit. kernels: {title: `on_chip.Kernel`}."""
     figure, axes = style.subplots(width=10, height=0.72 * len(kernels) + 1.5)
-    for y, kernel in enumerate(kernels.values()):
+    said = []
+    for y, (title, kernel) in enumerate(kernels.items()):
         left, small = 0, 0
+        told = (f"{buffer.name.removesuffix('_smem')} {buffer.bytes / KIB:.3g}" for buffer in kernel.buffers)
+        said.append(f"{title}: {', '.join(told)}; in all {kernel.smem / KIB:g}.")
         for buffer in kernel.buffers:
             name = buffer.name.removesuffix("_smem")
             amount = buffer.bytes / KIB
@@ -112,6 +117,7 @@ def shared_memory(kernels):
     axes.set_xlim(0, SMEM_LIMIT / KIB * 1.12)
     axes.set_xlabel("KiB of shared memory (the narrow bar at the end: lse and delta)")
     axes.set_title("What one program keeps in shared memory", loc="left")
+    figure.alt = f"What one program keeps in shared memory, in KiB, of {SMEM_LIMIT // KIB}. {' '.join(said)}"
     return figure
 
 
@@ -135,8 +141,11 @@ def _bar(axes, y, left, width, name, label, height=0.66):
 def registers(panels, limit):
     """Stacked bars of registers of a thread. panels: {title: {name: registers}}; limit: what a thread may have."""
     figure, axes = style.subplots(width=10, height=0.62 * len(panels) + 1.4)
-    for y, held in enumerate(panels.values()):
+    said = []
+    for y, (title, held) in enumerate(panels.items()):
         left = 0
+        told = ", ".join(f"{name} {amount}" for name, amount in held.items())
+        said.append(f"{title}: {told}; in all {sum(held.values())}.")
         for name, amount in held.items():
             _bar(axes, y, left, amount, name.split("1")[0], f"{name}\n{amount}")
             left += amount
@@ -149,6 +158,7 @@ def registers(panels, limit):
     axes.set_xlim(0, max(limit * 1.15, 1.08 * max(sum(held.values()) for held in panels.values())))
     axes.set_xlabel("registers of a thread")
     axes.set_title("Accumulators and 16-bit operands that live at the same time", loc="left")
+    figure.alt = f"{axes.get_title('left')}, in registers of a thread, of {limit}. {' '.join(said)}"
     return figure
 
 
@@ -204,13 +214,13 @@ def cycles(forms):
     """Least cycles of one step by two units. forms: {title: {kernel: (FLOPs, {what: bytes})}}."""
     figure, axes = style.subplots(width=10, height=0.95 * sum(map(len, forms.values())) + 1.7)
     y, ticks = 0.0, {}
-    most = 0
+    most, said = 0, []
     for title, kernels in forms.items():
         for name, (flops, traffic) in kernels.items():
             tensor = flops / TENSOR_RATE
             axes.barh(y, tensor, 0.36, color=style.SKIPPED, ec=style.INK, lw=0.8)
             axes.text(tensor + 20, y, f"{tensor:.0f}", va="center", size=9)
-            left = 0
+            left, told = 0, []
             for what, amount in traffic.items():
                 wide = amount / SMEM_RATE
                 label = what.split(":")[0].replace(" written", " in").replace(" read by TMA", " out")
@@ -228,9 +238,12 @@ def cycles(forms):
                     bbox={"fc": style.PAPER, "ec": "none", "pad": 0.5, "alpha": 0.75},
                 )
                 left += wide
+                told.append(f"{label} {wide:.0f}")
             axes.text(left + 20, y + 0.4, f"{left:.0f}", va="center", size=9)
             most = max(most, left, tensor)
             ticks[y + 0.2] = f"{title}\n{name}" if len(kernels) > 1 else title
+            whose = ticks[y + 0.2].replace("\n", ", ")
+            said.append(f"{whose}: tensor core {tensor:.0f}, shared memory {left:.0f}: {', '.join(told)}.")
             y += 1
         y += 0.25
     axes.set_yticks(list(ticks), list(ticks.values()))
@@ -239,6 +252,7 @@ def cycles(forms):
     axes.set_xlim(0, most * 1.1)
     axes.set_xlabel("cycles for 64 queries and 128 keys, at the least")
     axes.set_title("Grey: tensor core. Coloured: shared memory (hatched: not an operand)", loc="left")
+    figure.alt = f"Cycles for 64 queries and 128 keys, at the least. {' '.join(said)}"
     return figure
 
 
@@ -246,12 +260,15 @@ def timelines(runs, shown):
     """What two warpgroups and the tensor core do. runs: {title: spans of a `timeline.Run`}; shown: cycles from, to."""
     lanes = ["warpgroup 0", "warpgroup 1", "tensor core"]
     figure, panels = style.subplots(len(runs), 1, width=10, height=2.15 * len(runs) + 0.5, sharex=True, squeeze=False)
+    said = []
     for axes, (title, spans) in zip(panels[:, 0], runs.items(), strict=True):
+        busy = {lane: [] for lane in lanes}
         for span in _joined(spans):
             start, stop = max(span.start, shown[0]), min(span.stop, shown[1])
             if span.who not in lanes or span.what == "wait" or stop <= start:
                 continue
             name, lane = span.what.split(": ")[-1], lanes.index(span.who)
+            busy[span.who].append((start, stop))
             hatch = "//" if lanes[1] in (span.who, span.what.split(": ")[0]) else None
             colour = COLOURS[name.split()[-1]]
             axes.barh(lane, stop - start, 0.78, left=start, color=colour, alpha=0.4, ec="none")
@@ -267,7 +284,12 @@ def timelines(runs, shown):
         axes.set_ylim(2.6, -0.6)
         axes.set_xlim(*shown)
         axes.set_title(title, loc="left")
+        told = (f"{lane} {sum(stop - start for start, stop in of) / np.ptp(shown):.0%}" for lane, of in busy.items())
+        edges = [shown[0], *itertools.chain(*busy["tensor core"]), shown[1]]
+        pauses = [f"{a:,.0f} to {b:,.0f}" for a, b in zip(edges[::2], edges[1::2], strict=True) if b > a]
+        said.append(f"{title}: {', '.join(told)}; pauses of the tensor core: {', '.join(pauses) or 'none'}.")
     panels[-1, 0].set_xlabel("cycles of the model (hatched: work of warpgroup 1; ↓: written to shared memory)")
+    figure.alt = f"Who works how much of cycles {shown[0]:,} to {shown[1]:,} of the model. {' '.join(said)}"
     return figure
 
 
