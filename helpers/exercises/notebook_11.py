@@ -250,9 +250,9 @@ GUESS = Exercise(
             "The guess is the maximum of the first tile plus `headroom` powers of two: see section 4.",
         ),
         Mistake(
-            "the headroom is multiplied by log2(e) instead of ln 2",
+            "the headroom counts for too much: by log2(e) instead of ln 2, or twice",
             functools.partial(_guess, base=2.0 ** (1 / np.log(2) ** 2)),
-            "A power of two is e to the power of ln 2: see hint 1.",
+            "A power of two is e to the power of ln 2, and m alone is raised by them: see hint 1.",
         ),
         Mistake(
             "the headroom is taken as a power of e",
