@@ -31,7 +31,13 @@ def _clock_cases():
         ("a card on which waiting costs 1 ms", dict(call_s=2e-3, wait_s=1e-3), THREE, 5, 60),
         ("a card that keeps the inputs of the last call in its cache", dict(call_s=3e-3, cached=0.3), THREE, 5, 12),
         ("a card that others use now and then", dict(call_s=2e-3, disturbed=others), THREE, 9, 12),
-        ("a card whose cache holds the inputs of two calls", dict(call_s=3e-3, cached=0.3, holds=2), THREE, 5, 12),
+        (
+            "a card whose cache holds the inputs of two calls",
+            dict(call_s=3e-3, cached=0.3, holds=2),
+            [*THREE, ("d",)],
+            5,
+            12,
+        ),
         (
             "a card too slow in three of nine samples and too fast in three",
             dict(call_s=2e-3, disturbed=often),
@@ -515,6 +521,7 @@ def _bound_cases():
         ("the case worked by hand", (1, 2, 3, 1, 1, 4, 2, False), toy),
         ("B=4, T=S=4096, 16 heads, H=128, 16 bit", (4, 4096, 4096, 16, 16, 128, 2, False), CEILINGS),
         ("the same, causal", (4, 4096, 4096, 16, 16, 128, 2, True), CEILINGS),
+        ("half of an odd number of pairs", (1, 3, 3, 1, 1, 16, 2, True), CEILINGS),
         ("H=32, 64 heads", (4, 4096, 4096, 64, 64, 32, 2, False), CEILINGS),
         ("one query for each of 8 sequences (decoding)", (8, 1, 16384, 32, 4, 128, 2, False), CEILINGS),
         ("8 key/value heads for 32 query heads, T=128", (2, 128, 128, 32, 8, 256, 4, True), CEILINGS),
