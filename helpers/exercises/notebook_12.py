@@ -26,7 +26,7 @@ PRODUCTS = {
     "ds k, both orientations held": ("ds", "k", [*BY_KEYS, "ds"]),
     "ds.T q, both orientations held": ("ds.T", "q", ["ds", "ds.T"]),
     "p.T ds, both computed": ("p.T", "ds", BY_KEYS),
-    "p ds.T, both computed, the left one held turned": ("p", "ds.T", BY_KEYS),
+    "p ds.T, both computed, the left one held transposed": ("p", "ds.T", BY_KEYS),
     "p ds.T, both computed, one as it is needed": ("p", "ds.T", ["p", "s.T", "ds.T"]),
     "k p.T, the right one computed": ("k", "p.T", BY_KEYS),
 }
