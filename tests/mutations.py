@@ -288,7 +288,7 @@ FAULTS = [
         ("out is written over before it has left", "plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the out", "pass  # the out"),
         ("a negative scale keeps its queries", "return -query, dataclasses.replace(problem, scale=-problem.scale)", "return query, dataclasses.replace(problem, scale=-problem.scale)"),
         ("a scale of zero is one", "return jnp.zeros_like(query), dataclasses", "return query, dataclasses"),
-        ("the last part of the heads is longest last", "xp.where((parts - 1 - part) % 2 == 1, level, q_tiles - 1 - level)", "jnp.where((parts - 1 - part) % 2 == 0, level, q_tiles - 1 - level)"),
+        ("the last part of the heads is longest last", "xp.where((parts - 1 - part) % 2 == 1, level, q_tiles - 1 - level)", "xp.where((parts - 1 - part) % 2 == 0, level, q_tiles - 1 - level)"),
         ("long float16 sequences are guessed", "return tiles._replace(guess=tiles.guess and not too_long)", "return tiles"),
         ("programs go by the keys of the longest query", "return q_start, lax.rem(head, problem.N), lax.div(head, problem.N), key_stop(q_start + q_block)", "return q_start, lax.rem(head, problem.N), lax.div(head, problem.N), key_stop(problem.T)", "the keys that no query sees are masked, so that they cost time and change nothing"),
     ),
