@@ -172,7 +172,9 @@ def reason_of(error):
 
 def left_out(case, name, error):
     """One line for an implementation that cannot serve a case; the same for all cases if it is not here."""
-    return f"{name}: not installed" if isinstance(error, ImportError) else f"{case.name}: {name}: {reason_of(error)}"
+    if isinstance(error, ImportError):
+        return f"{name}: not installed ({error})"
+    return f"{case.name}: {name}: {reason_of(error)}"
 
 
 def lowered(function, *inputs):
