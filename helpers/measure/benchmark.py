@@ -173,7 +173,7 @@ def reason_of(error):
 def left_out(case, name, error):
     """One line for an implementation that cannot serve a case; the same for all cases if it is not here."""
     if isinstance(error, ImportError):
-        return f"{name}: not installed ({error})"
+        return f"{name}: could not be imported ({error})"
     return f"{case.name}: {name}: {reason_of(error)}"
 
 
