@@ -37,6 +37,7 @@ BY_KEYS = {
     "dq": ("ds", "k", "dq"),
 }
 BY_QUERIES = {"s": ("q", "kᵀ", "s"), "dp": ("do", "vᵀ", "dp"), "dq": ("ds", "k", "dq")}
+BY_HEAD = ((64, style.QUERY, "o"), (128, style.OUTPUT, "s"))  # colour and mark of a head dim
 
 
 def products(kernel):
@@ -373,6 +374,39 @@ def bars(entries):
     panels[0, 0].set_yticks(range(len(names)), names)
     panels[0, 0].tick_params(axis="y", length=0)
     panels[0, 0].invert_yaxis()
+    return figure
+
+
+def factors(changes):
+    """Speed with a change by that without it, a row for each change. changes: as `hopper_figures.factors`."""
+    cases = [(f"H = {H}, {mask}", colour, mark, mask) for H, colour, mark in BY_HEAD for mask in ("full", "causal")]
+    tried = [case for case in range(len(cases)) if any(found[case] for _, found in changes)]
+    figure, axes = style.subplots(width=8.4, height=0.3 * len(changes) + 1.5)
+    axes.axvline(1, color=style.FAINT, lw=1)
+    for place, case in enumerate(tried):
+        name, colour, mark, mask = cases[case]
+        rows = [row for row, (_, found) in enumerate(changes) if found[case]]
+        apart = 0.16 * (place - (len(tried) - 1) / 2)  # so that none hides another
+        axes.plot(
+            [changes[row][1][case] for row in rows],
+            [row + apart for row in rows],
+            mark,
+            color=colour,
+            mfc=colour if mask == "full" else style.PAPER,
+            ms=6,
+            mew=1.5,
+            label=name,
+        )
+    axes.set_yticks(range(len(changes)), [name for name, _ in changes])
+    axes.grid(axis="y", color=style.SKIPPED, lw=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.set_xlabel("speed, by that without the change")
+    figure.legend(loc="outside lower center", ncols=len(tried))
+    shown = lambda found: ", ".join(f"{found[case]:.3f}" if found[case] else "–" for case in tried)
+    told = "; ".join(f"{name} {shown(found)}" for name, found in changes)
+    figure.alt = f"Speed, by that without the change, for {'; '.join(cases[case][0] for case in tried)}. {told}."
     return figure
 
 
