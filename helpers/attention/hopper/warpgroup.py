@@ -113,7 +113,7 @@ def interpreted_sum(products, axis):
 
 
 def overwriting_sum(products, axis):
-    """What `issue` does on a card. Pallas has no word for a product that overwrites, so it is spelt out in PTX."""
+    """What `issue` does on a card: Pallas has no word for a product that overwrites."""
     shape = tuple(ref.shape[1 - axis] for ref in products[0])
 
     @plgpu.inline_mgpu(
