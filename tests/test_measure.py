@@ -265,9 +265,7 @@ def test_peers_that_fail_leave_a_line_each_and_the_rest_runs():
         "it takes float16 only",
         "too little memory on this GPU",
     ]
-    assert (
-        notes[0] == "absent: could not be imported (No module named 'tokamax')"
-    )  # for all cases alike, so that it is said once
+    assert notes[0].startswith("absent: could not")  # it names no case, so that it is said once for all
 
 
 def test_a_peer_with_a_queue_of_its_own_is_waited_for_checked_and_timed_in_turns(monkeypatch):
