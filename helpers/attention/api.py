@@ -1,6 +1,7 @@
 """The public function: check the call, choose an implementation, return what was asked for."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from helpers.attention.device import by_platform, compute_capability, device_of
 from helpers.attention.hopper import backward as hopper_backward
 from helpers.attention.hopper import forward as hopper_forward
 from helpers.attention.hopper import serve as hopper
+from helpers.attention.low_bits import with_low_bits
 from helpers.attention.portable import backward as portable_backward
 from helpers.attention.portable import decode as portable_decode
 from helpers.attention.portable import forward as portable_forward
@@ -176,15 +178,19 @@ def _compiled(attend, problem, return_residual, *arrays):
 
 
 class Kernels(NamedTuple):
-    """forward(call) -> (out, lse) and backward(call, out, lse, dout, dlse) -> (dq, dk, dv), on one device.
+    """forward(call) -> (out, lse) and backward(call, out, lse, dout, dlse, low) -> (dq, dk, dv), on one device.
 
-    The other two are for a call that has some of the keys only, while others travel: forward_of_part leaves room
-    for a transfer that occupies a part of a GPU, and for backward_of_part out and lse are those of all keys.
+    forward_with_low_bits(call) -> (out, lse, low) is for a call that will be differentiated, see `low_bits`; None
+    where backward needs no more than out. The others are for a call that has some of the keys only, while others
+    travel: they leave room for a transfer that occupies a part of a GPU. exact_forward_of_part has out in float32 with
+    all of its bits, and for backward_of_part out, lse and low are those of all keys.
     """
 
     forward: Callable
     backward: Callable
+    forward_with_low_bits: Callable | None
     forward_of_part: Callable
+    exact_forward_of_part: Callable
     backward_of_part: Callable
 
 
@@ -198,6 +204,10 @@ class KernelsOf:
 
     platforms: tuple
     splits: bool = True
+
+    def keeps_low_bits(self, problem):
+        """Whether the backward pass of a problem wants the low bits of out."""
+        return problem.dtype.itemsize == 2 and all(kernels.forward_with_low_bits for _, kernels in self.platforms)
 
     def __call__(self, call):
         query, key, value = map(reverse_mode_only, call.arrays[:3])
@@ -216,7 +226,11 @@ class KernelsOf:
             with _settings(), jax.default_matmul_precision(precision):
                 return by_platform(*arrays, **{name: on(kernels) for name, kernels in self.platforms})
 
-        letters = sharding.FORWARD if which.startswith("forward") else sharding.BACKWARD
+        letters = {
+            "forward_with_low_bits": sharding.FORWARD_WITH_LOW_BITS,
+            "backward": sharding.BACKWARD,
+            "backward_of_part": sharding.BACKWARD,
+        }.get(which, sharding.FORWARD)
         return sharding.one_device_at_a_time(one_device, *letters, self.splits)(problem, *arrays)
 
 
@@ -231,26 +245,69 @@ def _forward(many_queries, interpret):
     return forward
 
 
+def _exact(forward):
+    """A forward pass with out in float32, from one that keeps its low bits."""
+
+    def exact_forward(call):
+        out, lse, low = forward(call)
+        return with_low_bits(out, low), lse
+
+    return exact_forward
+
+
 def _portable(interpret):
     forward = _forward(portable_forward.forward, interpret)
-    backward = functools.partial(portable_backward.backward, interpret=interpret)
-    return Kernels(forward, backward, forward, functools.partial(backward, mends_delta=False))
+
+    def exact_forward_of_part(call):
+        exact = functools.partial(portable_forward.forward, dtype=jnp.float32, interpret=interpret)
+        out, lse = exact(call)
+        # The weights of the product are rounded, and add up to what they make of ones.
+        sums, _ = exact(dataclasses.replace(call, value=jnp.ones_like(call.value)))
+        return out / jnp.where(sums == 0, 1, sums), lse
+
+    def backward(call, out, lse, dout, dlse, low, mends_delta=True):
+        out = out if low is None else with_low_bits(out, low)
+        return portable_backward.backward(call, out, lse, dout, dlse, mends_delta=mends_delta, interpret=interpret)
+
+    of_part = functools.partial(backward, mends_delta=False)
+    return Kernels(forward, backward, None, forward, exact_forward_of_part, of_part)
 
 
 def _hopper(interpret):
     forward = _forward(hopper_forward.forward, interpret)
-    backward = functools.partial(hopper_backward.backward, interpret=interpret)
     of_part = _forward(functools.partial(hopper_forward.forward, is_persistent=False), interpret)
-    return Kernels(forward, backward, of_part, backward)
+    keeping = functools.partial(hopper_forward.forward, keeps_low_bits=True, interpret=interpret)
+    exact_of_part = _exact(functools.partial(keeping, is_persistent=False))
+    backward = functools.partial(hopper_backward.backward, interpret=interpret)
+    return Kernels(forward, backward, keeping, of_part, exact_of_part, backward)
 
 
 def _tpu(interpret):
     forward = functools.partial(tpu.forward, interpret=interpret)
+    keeping = functools.partial(forward, keeps_low_bits=True)
     backward = functools.partial(tpu.backward, interpret=interpret)
-    return Kernels(forward, backward, forward, backward)
+    return Kernels(forward, backward, keeping, forward, _exact(keeping), backward)
 
 
-REFERENCE = Kernels(naive_attention, naive_gradients, naive_attention, naive_gradients_of_part)
+def _reference():
+    def keeping(call):
+        return *naive_attention(call), jnp.zeros(call.query.shape, jnp.int16)  # backward computes out again
+
+    def backward(call, out, lse, dout, dlse, low):
+        return naive_gradients(call, out, lse, dout, dlse)
+
+    def exact_forward_of_part(call):
+        query, key, value = (array.astype(jnp.float32) for array in call.arrays[:3])
+        problem = dataclasses.replace(call.problem, dtype=jnp.dtype(jnp.float32))
+        return naive_attention(dataclasses.replace(call, problem=problem, query=query, key=key, value=value))
+
+    def backward_of_part(call, out, lse, dout, dlse, low):
+        return naive_gradients_of_part(call, with_low_bits(out, low), lse, dout, dlse)
+
+    return Kernels(naive_attention, backward, keeping, naive_attention, exact_forward_of_part, backward_of_part)
+
+
+REFERENCE = _reference()
 PORTABLE = KernelsOf((("cpu", _portable(True)), ("cuda", _portable(False))))
 PORTABLE_OR_REFERENCE = KernelsOf((("cuda", _portable(False)), ("default", REFERENCE)))
 REFERENCE_EVERYWHERE = KernelsOf((("default", REFERENCE),))
@@ -272,16 +329,23 @@ def _attention(kernels, problem, *arrays):
 
 
 def _attention_forward(kernels, problem, *arrays):
-    out, lse = _attention(kernels, problem, *arrays)
-    return (out, lse), (*arrays, out, lse)
+    attention = _keeping_low_bits if kernels.keeps_low_bits(problem) else _attention
+    out, lse, *low = attention(kernels, problem, *arrays)
+    return (out, lse), (*arrays, out, lse, *(low or [None]))
 
 
 def _attention_backward(kernels, problem, residuals, gradients):
+    *residuals, low = residuals
     # Lengths are integers and have no gradient.
-    return *_gradients(kernels, problem, *residuals, *gradients), None, None
+    return *_gradients(kernels, problem, *residuals, *gradients, low), None, None
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _keeping_low_bits(kernels, problem, *arrays):
+    return kernels.run("forward_with_low_bits", problem, *arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -295,7 +359,8 @@ def _no_second_derivative(*_):
     )
 
 
-_gradients.defvjp(_no_second_derivative, _no_second_derivative)
+for function in (_keeping_low_bits, _gradients):
+    function.defvjp(_no_second_derivative, _no_second_derivative)
 
 
 def _check_portable(call, _):

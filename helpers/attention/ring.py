@@ -44,6 +44,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from helpers.attention.api import KernelsOf, kernels_of
+from helpers.attention.low_bits import low_bits
 from helpers.attention.masking import Band
 from helpers.attention.problem import Problem, check_call, check_lengths
 from helpers.attention.reverse_mode import reverse_mode_only
@@ -143,7 +144,7 @@ def ring_attention(
 
     Returns:
       out, or (out, lse), for this device's queries, as `flash_attention` over the whole sequence has them.
-      Gradients flow as there, in reverse mode once. In 16 bits they are those of kernels that do not mend delta.
+      Gradients flow as there, in reverse mode once.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `flash_attention`; the message names the argument.
@@ -349,7 +350,7 @@ class Ring:
     def step(self, which, step, queries, key, value, query_lengths, key_lengths):
         """One pass of this device's piece of a step, with results for all of its queries and of these keys.
 
-        which: "forward_of_part" or "backward_of_part". queries: query, and for the latter out, lse, dout, dlse.
+        which: a pass of `api.Kernels`. queries: query, and for "backward_of_part" out, lse, dout, dlse and low.
         """
         T, S, is_causal = self.problem.T, self.problem.S, self.problem.band.right == 0
         pieces = plan(self.layout, self.devices, T, S, is_causal=is_causal, key_length=self.key_length)[step]
@@ -376,11 +377,13 @@ class Ring:
     def _piece(self, which, piece, queries, key, value, query_lengths, key_lengths):
         problem = self.problem
         first, keys, is_causal = piece or Piece(problem.T, 0, False)
-        query, *residuals = (array[:, first:] if array.ndim == 4 else array[..., first:] for array in queries)
+        cut = lambda array: array[:, first:] if array.ndim == 4 else array[..., first:]
+        query, *residuals = jax.tree.map(cut, queries)
         key, value = key[:, :keys], value[:, :keys]
         if piece is None:
             of_rows = jnp.swapaxes(query[..., 0], 1, 2).astype(jnp.float32)
-            results = (query, of_rows) if which == "forward_of_part" else (query, key, value)
+            out = query.astype(jnp.float32) if which == "exact_forward_of_part" else query
+            results = (query, key, value) if which == "backward_of_part" else (out, of_rows)
         else:
             if query_lengths is not None:
                 query_lengths = jnp.maximum(query_lengths - first, 0)
@@ -389,11 +392,11 @@ class Ring:
             part = dataclasses.replace(problem, T=problem.T - first, S=keys, band=Band.of(is_causal))
             results = self.kernels.run(which, part, query, key, value, query_lengths, key_lengths, *residuals)
         after = lambda array: _padded(array, 1, 0, problem.S - keys)
-        if which == "forward_of_part":
-            out, lse = results
-            return _padded(out, 1, first, 0), _padded(lse, 2, first, 0, -jnp.inf)
-        dq, dk, dv = results
-        return _padded(dq, 1, first, 0), after(dk), after(dv)
+        if which == "backward_of_part":
+            dq, dk, dv = results
+            return _padded(dq, 1, first, 0), after(dk), after(dv)
+        out, lse = results
+        return _padded(out, 1, first, 0), _padded(lse, 2, first, 0, -jnp.inf)
 
 
 def _padded(array, axis, before, after, filler=0):
@@ -411,29 +414,38 @@ def _merge(out, lse, out_of_part, lse_of_part):
     return weight(lse) * out.astype(jnp.float32) + weight(lse_of_part) * out_of_part.astype(jnp.float32), both
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(ring, query, *key_side):
+def _around(ring, which, query, *key_side):
+    """(out, lse) by the forward pass `which` of every part; out is float32 where there are several."""
     *shard, query_lengths, key_lengths = key_side
     lengths = query_lengths, key_lengths
     out = lse = None
     for step in range(ring.devices):
         coming = ring.shift(shard) if step + 1 < ring.devices else None
-        part = ring.step("forward_of_part", step, (query,), *shard, *lengths)
+        part = ring.step(which, step, (query,), *shard, *lengths)
         out, lse = _merge(out, lse, *part) if step else part
         # Else the next shard but one could come before this one is done with, and
         # parts could wait to be merged together: memory would grow with the number of
         # devices.
         shard, out, lse = lax.optimization_barrier((coming, out, lse))
+    return out, lse
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring(ring, query, *key_side):
+    out, lse = _around(ring, "forward_of_part", query, *key_side)
     return out.astype(query.dtype), lse
 
 
-def _ring_forward(ring, *arrays):
-    out, lse = _ring(ring, *arrays)
-    return (out, lse), (*arrays, out, lse)
+def _ring_forward(ring, query, *key_side):
+    exact, lse = _around(ring, "exact_forward_of_part", query, *key_side)
+    out = exact.astype(query.dtype)
+    low = low_bits(exact, out) if query.dtype.itemsize == 2 else None
+    return (out, lse), (query, *key_side, out, lse, low)
 
 
 def _ring_backward(ring, residuals, gradients):
-    return *_gradients(ring, *residuals, *gradients), None, None  # lengths have no gradient
+    *residuals, low = residuals
+    return *_gradients(ring, *residuals, *gradients, low), None, None  # lengths have no gradient
 
 
 _ring.defvjp(_ring_forward, _ring_backward)

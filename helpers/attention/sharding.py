@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 CALL = ("BTNH", "BSKH", "BSKH", "B", "B")  # query, key, value and both lengths
 FORWARD = CALL, ("BTNH", "BNT")
-BACKWARD = (*CALL, "BTNH", "BNT", "BTNH", "BNT"), ("BTNH", "BSKH", "BSKH")
+FORWARD_WITH_LOW_BITS = CALL, ("BTNH", "BNT", "BTNH")
+BACKWARD = (*CALL, "BTNH", "BNT", "BTNH", "BNT", "BTNH"), ("BTNH", "BSKH", "BSKH")  # residuals' low bits come last
 
 
 def one_device_at_a_time(run, inputs, outputs, splits=True):

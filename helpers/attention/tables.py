@@ -5,11 +5,14 @@ import functools
 from helpers.attention.device import default_device
 from helpers.measure import results
 
+# An H100 of this form has the SMs of an H200, and another memory.
+SAME_SMS = {"NVIDIA H100 80GB HBM3": "NVIDIA H200"}
+
 
 def this_card():
-    """The name of the GPU that computes, None where there is none."""
+    """The name of the GPU that computes, or of a tuned one with the same SMs; None where there is none."""
     device = default_device()
-    return device.device_kind if device.platform == "gpu" else None
+    return SAME_SMS.get(device.device_kind, device.device_kind) if device.platform == "gpu" else None
 
 
 @functools.cache

@@ -14,7 +14,8 @@ as wide as memory wants it, and a sum over keys adds whole registers. With scale
     alpha  = 2^(m - m'),   p = 2^(s - m')
     l      = alpha l + sum over keys of p
     acc    = alpha acc + v_j^T p      (H', block_q)
-    out_i  = (acc / l)^T,   lse = ln 2 (m + log2 l)
+    w      = alpha w + sum over keys of p as the product has it, rounded to the dtype of v
+    out_i  = (acc / w)^T,   lse = ln 2 (m + log2 l)
 
 and on the way back, of lse and delta = rowsum(out * do) - dlse (FlashAttention-2, arXiv 2307.08691, algorithm 2):
 
@@ -37,6 +38,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from helpers.attention.low_bits import low_bits, with_low_bits
 from helpers.attention.masking import key_tiles, query_tiles
 from helpers.attention.portable.tiles import LOG2_E
 from helpers.attention.problem import Problem
@@ -105,7 +107,9 @@ class Walk:
         return seen if self.problem.band.left is None else seen & (keys >= first - start)
 
 
-def forward_kernel(query_lengths, key_lengths, q_ref, k_ref, v_ref, out_ref, lse_ref, m_ref, l_ref, acc_ref, *, walk):
+def forward_kernel(
+    query_lengths, key_lengths, q_ref, k_ref, v_ref, out_ref, lse_ref, m_ref, l_ref, w_ref, acc_ref, *, walk
+):
     """Program (b, n, i, step): one step of query tile i."""
     b, i, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     lengths = query_lengths[b], key_lengths[b]
@@ -115,6 +119,7 @@ def forward_kernel(query_lengths, key_lengths, q_ref, k_ref, v_ref, out_ref, lse
     def _():
         m_ref[...] = jnp.full_like(m_ref, -jnp.inf)
         l_ref[...] = jnp.zeros_like(l_ref)
+        w_ref[...] = jnp.zeros_like(w_ref)
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
     @pl.when(j < stop)
@@ -127,14 +132,16 @@ def forward_kernel(query_lengths, key_lengths, q_ref, k_ref, v_ref, out_ref, lse
         alpha = jnp.exp2(m - reference)
         p = jnp.exp2(s - reference)
         m_ref[...] = m_new
+        weights = p.astype(v.dtype)
         l_ref[...] = alpha * l_ref[...] + p.sum(axis=0, keepdims=True)
-        acc_ref[...] = alpha * acc_ref[...] + product(v, p.astype(v.dtype), 0, 0)
+        w_ref[...] = alpha * w_ref[...] + weights.astype(jnp.float32).sum(axis=0, keepdims=True)
+        acc_ref[...] = alpha * acc_ref[...] + product(v, weights, 0, 0)
 
     @pl.when(step == walk.steps - 1)
     def _():
         empty = l_ref[...] == 0
-        l = jnp.where(empty, 1, l_ref[...])
-        out_ref[...] = (acc_ref[...] / l).T.astype(out_ref.dtype)
+        l, w = (jnp.where(empty, 1, ref[...]) for ref in (l_ref, w_ref))
+        out_ref[...] = (acc_ref[...] / w).T.astype(out_ref.dtype)
         lse_ref[...] = jnp.where(empty, -jnp.inf, (m_ref[...] + jnp.log2(l)) / LOG2_E)
 
 
@@ -206,36 +213,40 @@ def dkv_kernel(
         dv_ref[...] = dv_sum_ref[...].astype(dv_ref.dtype)
 
 
-def forward(call, *, block_q=None, block_k=None, interpret=False):
+def forward(call, *, block_q=None, block_k=None, keeps_low_bits=False, interpret=False):
     """Attention of a checked `Call`: out (B, T, N, H) in the dtype of query and lse (B, N, T) in float32.
 
-    block_q, block_k: multiples of 128, chosen unless given. interpret: False on a TPU, `pltpu.InterpretParams`
-    elsewhere.
+    With keeps_low_bits also those of out, int16 and of its shape. block_q, block_k: multiples of 128, chosen unless
+    given. interpret: False on a TPU, `pltpu.InterpretParams` elsewhere.
     """
     problem = call.problem
     walk = Walk(problem, *_blocks(problem, block_q, block_k), key_tiles)
     q, k, v = _laid_out(call, walk)
     q_spec, k_spec, row_spec = _query_outer_specs(walk, q.shape[-1])
     rows = jax.ShapeDtypeStruct((*q.shape[:2], 1, q.shape[2]), jnp.float32)
-    scratch = [(1, walk.block_q), (1, walk.block_q), (q.shape[-1], walk.block_q)]
+    scratch = [(1, walk.block_q)] * 3 + [(q.shape[-1], walk.block_q)]
     in_specs, out_specs = [q_spec, k_spec, k_spec], [q_spec, row_spec]
     grid = problem.B, problem.N, q.shape[2] // walk.block_q, walk.steps
-    out, lse = _launch(forward_kernel, walk, grid, in_specs, out_specs, [q, rows], scratch, interpret)(
+    like = [jax.ShapeDtypeStruct(q.shape, jnp.float32 if keeps_low_bits else q.dtype), rows]
+    exact, lse = _launch(forward_kernel, walk, grid, in_specs, out_specs, like, scratch, interpret)(
         *_lengths(call), q, k, v
     )
-    return _given_back(out, problem.T, problem), lse[:, :, 0, : problem.T]
+    out, lse = _given_back(exact, problem.T, problem), lse[:, :, 0, : problem.T]
+    if not keeps_low_bits:
+        return out, lse
+    return out, lse, low_bits(_given_back(exact, problem.T, problem, jnp.float32), out)
 
 
-def backward(call, out, lse, dout, dlse, *, block_q=None, block_k=None, interpret=False):
+def backward(call, out, lse, dout, dlse, low=None, *, block_q=None, block_k=None, interpret=False):
     """Gradients of a checked `Call`: (dq, dk, dv) with the shapes and the dtype of its arrays.
 
-    out (B, T, N, H) and lse (B, N, T) float32 are what `forward` returned; dout and dlse are their gradients. The
-    same input gives the same bits each time. As delta is made from an out that was rounded to 16 bits, dq and dk of a
-    very sharp softmax are less exact than those of the portable kernels, which mend it.
+    out (B, T, N, H), lse (B, N, T) float32 and low (int16, as out) are what `forward` returned; dout and dlse are the
+    gradients of the first two. Without low, dq feels what the keys that a row sees have in common. The same input
+    gives the same bits each time.
     """
     problem = call.problem
     blocks = _blocks(problem, block_q, block_k)
-    delta = jnp.einsum("bthd,bthd->bht", *(x.astype(jnp.float32) for x in (out, dout)), precision="highest") - dlse
+    delta = (with_low_bits(out, low) * dout.astype(jnp.float32)).sum(axis=-1).swapaxes(1, 2) - dlse
     # A query that sees no key passes no gradient, whatever arrives at its lse of -inf.
     delta = jnp.where(lse == -jnp.inf, 0, delta)
     walk = Walk(problem, *blocks, key_tiles)
@@ -349,6 +360,6 @@ def _padded(array, lengths, block):
     return jnp.pad(array, [(0, 0), (0, 0), (0, -array.shape[2] % block), (0, -array.shape[3] % LANES)])
 
 
-def _given_back(array, length, problem):
-    """(B, length, heads, H) of an array as `_padded` laid it out."""
-    return array[:, :, :length, : problem.H].swapaxes(1, 2).astype(problem.dtype)
+def _given_back(array, length, problem, dtype=None):
+    """(B, length, heads, H) of an array as `_padded` laid it out, in the dtype of the problem unless given."""
+    return array[:, :, :length, : problem.H].swapaxes(1, 2).astype(dtype or problem.dtype)

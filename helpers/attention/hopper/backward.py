@@ -1,13 +1,17 @@
 """The Hopper backward kernels: the gradients of attention by TMA, wgmma and warp specialisation.
 
 The equations are those of the portable backward (FlashAttention-2, arXiv 2307.08691, algorithm 2).
-With L = log2(e), p is computed by exp2, and delta comes from outside:
+With L = log2(e), p is computed by exp2, and delta comes from outside, of an out with all of its float32 bits:
 
     delta  = rowsum(out * do) - dlse
     p      = exp2(scale L q k^T - L lse)
     dp     = do v^T
     ds     = p * (dp - delta)
     dv     = p^T do,   dk = scale ds^T q,   dq = scale ds k
+
+A row of ds adds up to dlse, and dq is a sum of keys with these weights. So an error of delta comes back in dq, times
+the mean of the keys that the row sees. An out that was rounded to 16 bits has such an error wherever values have a
+part in common, and so has one whose weights were rounded for the product with v but not for their sum: see `forward`.
 
 dkv_kernel and fused_kernel (FlashAttention-3, arXiv 2407.08608) own block_k keys of one key/value
 head, 64 for each compute warpgroup, and run over the tiles of queries that see them. They compute the
@@ -61,6 +65,7 @@ from helpers.attention.hopper.warpgroup import (
     multiply_add,
     padded_head_dim,
 )
+from helpers.attention.low_bits import with_low_bits
 from helpers.attention.masking import NO_BAND, key_tiles, query_tiles
 from helpers.attention.portable.tiles import LOG2_E
 from helpers.attention.problem import Call
@@ -650,25 +655,24 @@ def untuned_tiles(problem, deterministic=False):
     return forms(problem.H)["fused" if problem.H <= 64 else "fused, dq delayed"]
 
 
-def backward(call, out, lse, dout, dlse, *, tiles=None, deterministic=False, interpret=False):
+def backward(call, out, lse, dout, dlse, low=None, *, tiles=None, deterministic=False, interpret=False):
     """Gradients of a checked `Call`: (dq, dk, dv) with the shapes and the dtype of its arrays.
 
-    out (B, T, N, H) and lse (B, N, T) float32 are what `forward` returned; dout and dlse are their
-    gradients. 16-bit types, full or causal, no lengths. With `deterministic` the same input gives the
+    out (B, T, N, H), lse (B, N, T) float32 and low (int16, as out) are what `forward` returned; dout and dlse are
+    the gradients of the first two. Without low, dq feels what the keys that a row sees have in common.
+    16-bit types, full or causal, no lengths. With `deterministic` the same input gives the
     same bits each time. tiles: a pair as `forms` has them. interpret: False, or InterpretGPUParams.
     Beyond inputs and outputs it allocates lse and delta in float32, a float32 dq in the fused form, and
     padded copies where T, S or H ask for them (see _padded).
-    Unlike the portable kernels it does not mend the error that a rounded out leaves in delta, so
-    gradients of very sharp softmaxes are several times less exact.
     """
     problem = call.problem
     at_once = max(1, GRID_LIMIT // (2 * problem.N))
     if problem.B > at_once:
-        return _in_pieces(call, (out, lse, dout, dlse), at_once, tiles, deterministic, interpret)
+        return _in_pieces(call, (out, lse, dout, dlse, low), at_once, tiles, deterministic, interpret)
     dkv_tiles, dq_tiles = default_tiles(problem, deterministic) if tiles is None else tiles
     if deterministic and dq_tiles is None:
         raise ValueError("the fused form is not deterministic, give tiles of the split form")
-    delta = jnp.einsum("btnh,btnh->bnt", out, dout, preferred_element_type=jnp.float32) - dlse
+    delta = (with_low_bits(out, low) * dout.astype(jnp.float32)).sum(axis=-1).swapaxes(1, 2) - dlse
     head_dim = padded_head_dim(problem.H)
     arrays = (
         *(_padded(array, (1, 8), (3, head_dim)) for array in (call.query, call.key, call.value, dout)),
@@ -688,10 +692,11 @@ def _in_pieces(call, residuals, at_once, tiles, deterministic, interpret):
     """`backward` of some batch entries after others, for more than one grid can hold."""
     arrays, pieces = (call.query, call.key, call.value, *residuals), []
     for start in range(0, call.problem.B, at_once):
-        query, key, value, *rest = (array[start : start + at_once] for array in arrays)
+        part = slice(start, start + at_once)
+        query, key, value, *others = (None if array is None else array[part] for array in arrays)
         problem = dataclasses.replace(call.problem, B=len(query))
         piece = Call(problem, query, key, value, None, None)
-        pieces.append(backward(piece, *rest, tiles=tiles, deterministic=deterministic, interpret=interpret))
+        pieces.append(backward(piece, *others, tiles=tiles, deterministic=deterministic, interpret=interpret))
     return tuple(map(jnp.concatenate, zip(*pieces, strict=True)))
 
 

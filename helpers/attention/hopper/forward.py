@@ -23,6 +23,16 @@ portable kernel:
 When a program is done with its list of work, it does the tiles of queries again in which a guess failed.
 (FlashAttention-4 also leaves an old m where it can, and decides that in every tile.)
 
+For a gradient, out must be as exact as float32 allows, up to what rounding p to 16 bits does at random (see
+`backward`). Two things are in the way. The product acc + p v takes p rounded, so its weights add up to something else
+than l, the sum of p as it was. And the tensor core drops the bits of each p v that lie below those of a large acc,
+so acc is short by 1e-5 after 4096 keys. With `keeps_low_bits` the product has eight columns more, of constants c_i
+beside v, which both of these befall as they befall v, and
+
+    out    = acc sum_i c_i / sum_i (what became of c_i)
+
+is free of them. lse stays what it is. What rounding takes off this out leaves as an array of its own, see `low_bits`.
+
 What runs at the same time is all of the art. A program (one on each processor of the card) has
 `warpgroups` compute warpgroups of block_q queries each and one memory warpgroup:
 
@@ -82,19 +92,22 @@ from helpers.attention.hopper.warpgroup import (
     REGISTERS,
     ROWS,
     SWIZZLED,
-    accumulate,
+    accumulate_all,
     accumulate_then,
     anew,
     overlapped,
     padded_head_dim,
     product,
 )
+from helpers.attention.low_bits import low_bits
 from helpers.attention.masking import Band
 from helpers.attention.portable.tiles import LOG2_E
 
 # How far a guess is above the maximum that it was made from, in powers of two, and what l may not exceed by guess.
 # float16 ends at 2^16 and has few small numbers. In bfloat16 p v loses digits for v below 1e-20, say.
 HEADROOM, MOST = {"bfloat16": 40, "float16": 1}, 2**15
+# The constants beside v: eight of [1, 2), in which all endings of three bits occur, as they do among values.
+CONSTANTS = {"bfloat16": [1 + 17 * i / 2**7 for i in range(8)], "float16": [1 + 145 * i / 2**10 for i in range(8)]}
 
 
 class Tiles(NamedTuple):
@@ -123,7 +136,7 @@ def forward_kernel(
     q_ref, k_ref, v_ref, out_ref, lse_ref,
     q_smem, k_smem, v_smem, o_smem, lse_smem,
     q_loaded, k_loaded, v_loaded, k_free, v_free, judged,
-    *, problem, tiles, programs, interpret,
+    *, low=None, problem, tiles, programs, interpret,
 ):  # fmt: skip
     block_q, block_k, stages, warpgroups = tiles.block_q, tiles.block_k, tiles.stages, tiles.warpgroups
     program, me = lax.axis_index("program"), lax.axis_index("warpgroup")
@@ -134,6 +147,7 @@ def forward_kernel(
     scale_2 = problem.scale * LOG2_E
     rounds = pl.cdiv(q_tiles * heads - program, programs)  # how many tiles of queries are mine
     guesses = tiles.guess and problem.S > block_k  # the maximum of the only tile is that of all
+    constants = CONSTANTS[problem.dtype.name]
     headroom, most = HEADROOM[problem.dtype.name] if guesses else 0, min(problem.S, MOST)
 
     def key_stop(q_stop):
@@ -189,6 +203,9 @@ def forward_kernel(
         plgpu.set_max_registers(REGISTERS[warpgroups][0], action="increase")
         do_again(rounds, 0)
         o_mine = (o_smem if tiles.ahead else q_smem).at[me]
+        if low is not None:
+            pl.when(me == 0)(lambda: plgpu.copy_gmem_to_smem(low.constants_ref, low.constants, low.constants_loaded))
+            plgpu.barrier_wait(low.constants_loaded)
         for slot in range(stages):  # every slot begins free
             plgpu.barrier_arrive(k_free.at[slot])
             plgpu.barrier_arrive(v_free.at[slot])
@@ -242,6 +259,10 @@ def forward_kernel(
         def slot_of(step):
             return lax.rem(step, stages)
 
+        def values(slot):
+            """What p is multiplied with: a tile of values, and the constants beside it."""
+            return (v_smem.at[slot],) if low is None else (v_smem.at[slot], low.constants.T)
+
         def one_list(start, count, step):
             """Attention of my turns start, ..., start + count - 1. The rings have seen `step` key tiles before."""
 
@@ -288,6 +309,8 @@ def forward_kernel(
                 my_start, stop, unmasked = mine_of(turn)
                 q_mine = queries(i)
                 if tiles.ahead:
+                    if low is not None:  # those of the turn before leave from where these queries go
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     load_q(i + 1)
                 else:
                     first = begin_alone(i, step)
@@ -311,18 +334,20 @@ def forward_kernel(
 
                     plgpu.barrier_wait(v_loaded.at[v_slot])
                     qk = q_mine, k_smem.at[k_slot].T
-                    pv = acc, p, v_smem.at[v_slot]
+                    pv = acc, p, values(v_slot)
                     state = l if by_guess else (m, l, m)
                     acc, p, state = overlapped(qk, pv, while_pv_runs, state, interpret=interpret)
                     plgpu.barrier_arrive(v_free.at[v_slot])
                     if by_guess:
                         return acc, m, state, narrow(p)
                     m, l, alpha = state
-                    return acc * lax.broadcast_in_dim(alpha, acc.shape, [0]), m, l, narrow(p)
+                    acc = tuple(part * lax.broadcast_in_dim(alpha, part.shape, [0]) for part in acc)
+                    return acc, m, l, narrow(p)
 
                 wait_for_k(1)
-                acc = plgpu.layout_cast(jnp.zeros((block_q, q_mine.shape[1]), jnp.float32), MATRIX)
-                state = acc, *first
+                widths = (q_mine.shape[1],) if low is None else (q_mine.shape[1], len(constants))
+                zeros = lambda width: plgpu.layout_cast(jnp.zeros((block_q, width), jnp.float32), MATRIX)
+                state = tuple(map(zeros, widths)), *first
                 # Without the mask, and with it; by guess, and carefully if a guess of mine has failed.
                 guess = lse_smem[warpgroups, 2 * me + 1] == 0 if guesses else False
                 for by_guess, masked in itertools.product((True, False), (False, True)):
@@ -360,9 +385,19 @@ def forward_kernel(
                     since = jnp.where(i < 4, jnp.minimum(i, 1), i - i % 4)
                     pl.when(failed)(lambda: do_again(start + since, turn + 1))
 
+                def keep_low_bits(out):
+                    """In SMEM, where the queries were: nobody needs them any more."""
+                    low = low_bits(out, out.astype(problem.dtype))
+                    q_mine[...] = lax.bitcast_convert_type(low, problem.dtype)
+
                 def store(acc):
+                    acc, *of_constants = acc
+                    weight = sum(constants) / of_constants[0].sum(axis=1) if low is not None else 1 / row_sum
+                    out = acc * lax.broadcast_in_dim(weight, acc.shape, [0])
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the out before this one has left SMEM
-                    o_mine[...] = (acc * lax.broadcast_in_dim(1 / row_sum, acc.shape, [0])).astype(problem.dtype)
+                    o_mine[...] = out.astype(problem.dtype)
+                    if low is not None and tiles.ahead:
+                        keep_low_bits(out)
                     lse = (m - headroom + jnp.log2(row_sum * 2.0**headroom)) / LOG2_E
                     if guesses:
                         lse = jnp.where(worst > jnp.where(guess, jnp.float32(most), jnp.inf), jnp.inf, lse)
@@ -376,11 +411,22 @@ def forward_kernel(
                         mine = pl.ds(my_start, block_q)
                         plgpu.copy_smem_to_gmem(o_mine, out_ref.at[b, mine, n])
                         plgpu.copy_smem_to_gmem(lse_smem.at[me], lse_ref.at[b, n, mine])
+                        if low is not None and tiles.ahead:
+                            plgpu.copy_smem_to_gmem(q_mine, low.ref.at[b, mine, n])
+
+                    if low is not None and not tiles.ahead:
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        keep_low_bits(out)
+                        plgpu.commit_smem()
+
+                        @pl.when(my_start < problem.T)
+                        def _():
+                            plgpu.copy_smem_to_gmem(q_mine, low.ref.at[b, pl.ds(my_start, block_q), n])
 
                 plgpu.barrier_wait(v_loaded.at[last])
-                pv = acc, p, v_smem.at[last]
+                pv = acc, p, values(last)
                 if not tiles.ahead:
-                    acc = accumulate(*pv, interpret=interpret)
+                    acc = accumulate_all(*pv, interpret=interpret)
                     pass_over()
                     store(acc)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -451,6 +497,19 @@ def forward_kernel(
 
     pl.when(me < warpgroups)(compute)
     pl.when(me == warpgroups)(memory)
+
+
+class LowBits(NamedTuple):
+    """The refs that forward_kernel has besides when it keeps the low bits of out.
+
+    ref: as out_ref. constants_ref, constants: (8, 64) in GMEM and SMEM, row i 64 times CONSTANTS[i]; they are
+    multiplied with 64 keys at a time. constants_loaded: a barrier.
+    """
+
+    ref: jax.Array
+    constants_ref: jax.Array
+    constants: jax.Array
+    constants_loaded: jax.Array
 
 
 class Deal(NamedTuple):
@@ -583,10 +642,11 @@ def _padded(array, length, head_dim):
     return jnp.pad(array, ((0, 0), (0, length - T), (0, 0), (0, head_dim - H)))
 
 
-def forward(call, *, tiles=None, is_persistent=True, interpret=False):
+def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, interpret=False):
     """Attention of a checked `Call` by the kernel above.
 
-    Returns out (B, T, N, H) in the dtype of query and lse (B, N, T) in float32. Where T and S are
+    Returns out (B, T, N, H) in the dtype of query and lse (B, N, T) in float32; with keeps_low_bits also those of
+    out, int16 and of its shape. Where T and S are
     multiples of eight and of at least one tile, H is one of HEAD_DIMS and the scale is positive, the
     arrays are not copied, and lse only where T is no multiple of block_q.
     tiles: a `Tiles`, or None for the fastest known. is_persistent: False gives each tile of queries a
@@ -598,7 +658,7 @@ def forward(call, *, tiles=None, is_persistent=True, interpret=False):
     if reason := why_not(problem):
         raise NotImplementedError(f"the hopper kernel cannot serve this call: {reason}")
     tiles = default_tiles(problem) if tiles is None else tiles
-    if not is_persistent:
+    if not is_persistent or (keeps_low_bits and problem.H > 128):  # there, the list would cost 400 bytes of registers
         tiles = tiles._replace(programs=None)
     query, problem = _with_positive_scale(call.query, problem)
     B, T, S, N, H = problem.B, problem.T, problem.S, problem.N, problem.H
@@ -613,12 +673,19 @@ def forward(call, *, tiles=None, is_persistent=True, interpret=False):
         return plgpu.SMEM((*shape, head_dim), problem.dtype, transforms=SWIZZLED)
 
     own_rows = warpgroups, block_q
+    out_type = jax.ShapeDtypeStruct((B, padded_T, N, head_dim), problem.dtype)
+    lse_type = jax.ShapeDtypeStruct((B, N, pl.cdiv(T, block_q) * block_q), jnp.float32)
+    constants = jnp.array([[number] * 64 for number in CONSTANTS[problem.dtype.name]], problem.dtype)
+
+    def body(*refs):
+        refs, low = list(refs), None
+        if keeps_low_bits:
+            low = LowBits(refs.pop(6), refs.pop(3), refs.pop(-2), refs.pop(-1))
+        forward_kernel(*refs, low=low, problem=problem, tiles=tiles, programs=programs, interpret=bool(interpret))
+
     kernel = plgpu.kernel(
-        lambda *refs: forward_kernel(*refs, problem=problem, tiles=tiles, programs=programs, interpret=bool(interpret)),
-        out_type=[
-            jax.ShapeDtypeStruct((B, padded_T, N, head_dim), problem.dtype),
-            jax.ShapeDtypeStruct((B, N, pl.cdiv(T, block_q) * block_q), jnp.float32),
-        ],
+        body,
+        out_type=[out_type, lse_type, *[out_type] * keeps_low_bits],
         scratch_types=[
             smem(2, *own_rows) if tiles.ahead else smem(*own_rows),
             smem(stages, block_k),
@@ -631,23 +698,24 @@ def forward(call, *, tiles=None, is_persistent=True, interpret=False):
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
             plgpu.Barrier(num_arrivals=warpgroups),
+            *[plgpu.SMEM((8, 64), problem.dtype, transforms=SWIZZLED), plgpu.Barrier()] * keeps_low_bits,
         ],
         grid=(programs,),
         grid_names=("program",),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         # Every SMEM access is ordered by the barriers above, and reductions of rows need no SMEM.
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=1024
-        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         interpret=interpret or None,
     )
-    out, lse = kernel(
+    out, lse, *low = kernel(
         _padded(query, padded_T, head_dim),
         _padded(call.key, padded_S, head_dim),
         _padded(call.value, padded_S, head_dim),
+        *[constants] * keeps_low_bits,
     )
-    return out[:, :T, :, :H], lse[:, :, :T]
+    low = (lax.bitcast_convert_type(array[:, :T, :, :H], jnp.int16) for array in low)
+    return out[:, :T, :, :H], lse[:, :, :T], *low
 
 
 def _with_positive_scale(query, problem):

@@ -192,23 +192,48 @@ def product(a, b, *, interpret):
     return pl.run_scoped(body, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
 
 
+def _add_products(refs, a, bs):
+    """Issue refs[i] += a @ bs[i] for each i, a short b once for each part of a as long as it; returns how many."""
+    count = 0
+    for ref, b in zip(refs, bs, strict=True):
+        for start in range(0, a.shape[1], b.shape[0]):
+            plgpu.wgmma(ref, a if b.shape[0] == a.shape[1] else a[:, start : start + b.shape[0]], b)
+            count += 1
+    return count
+
+
+def _added(c, a, bs):
+    """c[i] + a @ bs[i] in the interpreter."""
+    sums = []
+    for one, b in zip(c, bs, strict=True):
+        (values,) = read(b)
+        repeated = jnp.tile(values, (a.shape[1] // len(values), 1))
+        sums.append(one + lax.dot(a, repeated, preferred_element_type=jnp.float32))
+    return tuple(sums)
+
+
 def accumulate(c, a, b, *, interpret):
     """c + a @ b."""
+    return accumulate_all((c,), a, (b,), interpret=interpret)[0]
+
+
+def accumulate_all(c, a, bs, *, interpret):
+    """c[i] + a @ bs[i] for each i: tuples of accumulators and of refs with one left operand."""
     if interpret:
-        return c + _dot(a, b)
-    return pl.run_state(lambda c_ref: plgpu.wgmma(c_ref, a, b))(plgpu.ACC.init(c))
+        return _added(c, a, bs)
+    return pl.run_state(lambda refs: _add_products(refs, a, bs) and None)(tuple(map(plgpu.ACC.init, c)))
 
 
 def accumulate_then(last, ready, following, meanwhile, *, interpret):
     """Two products in flight at once, and work on the first while the second runs.
 
-    last: (c, a, b); following: (a, b). Issues c + a @ b, calls ready(), issues a @ b of the second, awaits
-    the first product alone and calls meanwhile(c + a @ b) while the tensor core is busy with the second.
+    last: (c, a, bs) as for `accumulate_all`; following: (a, b). Issues c + a @ b, calls ready(), issues a @ b of the
+    second, awaits the first product alone and calls meanwhile(c + a @ b) while the tensor core is busy with the second.
     Returns a @ b of the second.
     """
-    (c, a, b), (a2, b2) = last, following
+    (c, a, bs), (a2, b2) = last, following
     if interpret:
-        c = c + _dot(a, b)
+        c = _added(c, a, bs)
         ready()
         s = _dot(a2, b2)
         meanwhile(c)
@@ -216,41 +241,41 @@ def accumulate_then(last, ready, following, meanwhile, *, interpret):
         return s
 
     def body(refs):
-        c_ref, s_ref = refs
-        plgpu.wgmma(c_ref, a, b)
+        c_refs, s_ref = refs
+        _add_products(c_refs, a, bs)
         ready()
         plgpu.wgmma(s_ref, a2, b2)
-        meanwhile(plgpu.wgmma_accumulator_load(c_ref, wait_n=1))
+        meanwhile(tuple(plgpu.wgmma_accumulator_load(c_ref, wait_n=1) for c_ref in c_refs))
 
     s = plgpu.layout_cast(jnp.zeros((a2.shape[0], b2.shape[1]), jnp.float32), MATRIX)
-    return pl.run_state(body)((plgpu.ACC.init(c), plgpu.ACC.init(s)))[1]
+    return pl.run_state(body)((tuple(map(plgpu.ACC.init, c)), plgpu.ACC.init(s)))[1]
 
 
 def overlapped(first, second, meanwhile, state, *, interpret):
     """Two products in flight at once, and work on the first while the second runs.
 
-    first: (a, b); second: (c, a, b). Issues a @ b and then c + a @ b, awaits the first
+    first: (a, b); second: (c, a, bs) as for `accumulate_all`. Issues a @ b and then c + a @ b, awaits the first
     product, s, alone, and computes p, state = meanwhile(s, state) while the tensor core is
     busy with the second. p has the shape of s, and state keeps its shapes. ptxas likes to await the
     second before most of that work, unless meanwhile ends with a loop, such as a barrier_wait.
     Returns (c + a @ b of the second, p, the new state).
     """
-    (a, b), (c, a2, b2) = first, second
+    (a, b), (c, a2, bs) = first, second
     if interpret:
-        s, c = _dot(a, b), c + _dot(a2, b2)
+        s, c = _dot(a, b), _added(c, a2, bs)
         p, state = meanwhile(s, state)
-        read(a2, b2)
+        read(a2, *bs)
         return c, p, state
     shape = a.shape[0], b.shape[1]
     leaves, tree = jax.tree.flatten(state)
 
     def body(refs):
-        c_ref, p_ref, *state_refs = refs
+        c_refs, p_ref, *state_refs = refs
 
         def with_first(s_ref):
             plgpu.wgmma(s_ref, a, b)
-            plgpu.wgmma(c_ref, a2, b2)
-            s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)  # the older of the two
+            later = _add_products(c_refs, a2, bs)
+            s = plgpu.wgmma_accumulator_load(s_ref, wait_n=later)  # the oldest of them
             p, new = meanwhile(s, jax.tree.unflatten(tree, [ref[...] for ref in state_refs]))
             values = p, *jax.tree.leaves(new)
             for ref, value in zip((p_ref, *state_refs), values, strict=True):
@@ -260,5 +285,5 @@ def overlapped(first, second, meanwhile, state, *, interpret):
 
     # run_state awaits the second product, and is how values leave its body; p starts as anything.
     p = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), MATRIX)
-    c, p, *leaves = pl.run_state(body)((plgpu.ACC.init(c), p, *leaves))
+    c, p, *leaves = pl.run_state(body)((tuple(map(plgpu.ACC.init, c)), p, *leaves))
     return c, p, jax.tree.unflatten(tree, leaves)

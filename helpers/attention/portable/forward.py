@@ -95,10 +95,10 @@ def forward_kernel(
     plt.store(lse_ref, lse, mask=rows < problem.T)
 
 
-def forward(call, *, block_q=None, block_k=None, num_warps=None, num_stages=None, interpret=False):
+def forward(call, *, block_q=None, block_k=None, num_warps=None, num_stages=None, dtype=None, interpret=False):
     """Attention of a checked `Call` by the kernel above.
 
-    Returns out (B, T, N, H) in the dtype of query and lse (B, N, T) in float32. Beyond its inputs
+    Returns out (B, T, N, H) in the dtype of query, or `dtype`, and lse (B, N, T) in float32. Beyond its inputs
     and outputs it allocates nothing. block_q, block_k: tile sizes, powers of two of at least 16.
     num_warps, num_stages: warps of a program and key tiles in flight, on a GPU. Each is chosen for
     the card unless given. interpret: run the kernel's operations one by one on any device, for learning
@@ -129,7 +129,7 @@ def forward(call, *, block_q=None, block_k=None, num_warps=None, num_stages=None
         ],
         out_specs=[q_spec, lse_spec],
         out_shape=[
-            jax.ShapeDtypeStruct((B, T, N, H), problem.dtype),
+            jax.ShapeDtypeStruct((B, T, N, H), dtype or problem.dtype),
             jax.ShapeDtypeStruct((B, N, T), jnp.float32),
         ],
         compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),

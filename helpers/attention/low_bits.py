@@ -1,0 +1,29 @@
+"""The low-order bits of a float32 result that is returned in 16 bits.
+
+A kernel computes out in float32 and returns it rounded. Its backward pass needs more of it, for delta = rowsum(out *
+do) is large where values have a part in common, and an error of delta comes back in dq, times what the keys have in
+common. So the forward pass of a gradient keeps another 16 bits: how many float32 numbers there are from the rounded
+out to the exact one,
+
+    low = bits(exact) - bits(float32(rounded))        at most 2^15 in size for bfloat16, 2^12 for float16
+
+where bits are read as integers, which for numbers of one sign are in the order of the numbers.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+
+
+def low_bits(exact, rounded):
+    """int16 array, from float32 `exact` and the same rounded to 16 bits."""
+    bits, start = (lax.bitcast_convert_type(array, jnp.int32) for array in (exact, rounded.astype(jnp.float32)))
+    return jnp.clip(bits - start, -(2**15), 2**15 - 1).astype(jnp.int16)
+
+
+def with_low_bits(rounded, low):
+    """The float32 array whose `low_bits` these are; where low is None, `rounded` in float32."""
+    rounded = rounded.astype(jnp.float32)
+    if low is None:
+        return rounded
+    bits = lax.bitcast_convert_type(rounded, jnp.int32) + low.astype(jnp.int32)
+    return lax.bitcast_convert_type(bits, jnp.float32)
