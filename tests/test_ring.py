@@ -129,6 +129,21 @@ def test_full_mask_with_lengths_and_rows_that_see_nothing():
     check_both(AttentionCase(T=10, S=7, H=8, B=2, query_lengths=(10, 4), key_lengths=(0, 5)), devices=2)
 
 
+def test_a_query_that_sees_no_key_passes_nothing():
+    """Whatever arrives at it."""
+    (query, key, value), arguments = AttentionCase(T=4, S=4, H=8, N=1, query_lengths=(3,)).inputs()
+
+    @jax.jit
+    def gradients(filler):
+        attend = functools.partial(attention_on(2, implementation="reference"), **arguments)
+        (out, lse), pull_back = jax.vjp(attend, query, key, value)
+        fill = lambda array: jnp.ones_like(array).at[:, 3].set(filler)
+        return pull_back((fill(out), fill(lse)))
+
+    for mine, right in zip(gradients(np.nan), gradients(0.0), strict=True):
+        np.testing.assert_array_equal(mine, right)
+
+
 CASES = {
     "square": AttentionCase(T=64, S=64, H=8, N=4, K=2, arguments=CAUSAL),
     "odd": AttentionCase(T=37, S=37, H=24, N=6, K=2, B=2, arguments=CAUSAL),

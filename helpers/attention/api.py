@@ -21,7 +21,7 @@ from helpers.attention.portable import backward as portable_backward
 from helpers.attention.portable import decode as portable_decode
 from helpers.attention.portable import forward as portable_forward
 from helpers.attention.problem import FEW_QUERIES, Call, check_call
-from helpers.attention.reference import naive_attention, naive_gradients, naive_gradients_of_part
+from helpers.attention.reference import naive_attention, naive_gradients, naive_gradients_of_part, what_counts
 from helpers.attention.reverse_mode import reverse_mode_only
 
 IMPLEMENTATIONS = ("reference", "portable", "hopper", "tpu", "cudnn")
@@ -277,8 +277,10 @@ def _attention_forward(kernels, problem, *arrays):
 
 
 def _attention_backward(kernels, problem, residuals, gradients):
+    call, lse = Call(problem, *residuals[:5]), residuals[6]
+    query, *gradients = call.of_seeing_rows(lse, call.query, *gradients)
     # Lengths are integers and have no gradient.
-    return *_gradients(kernels, problem, *residuals, *gradients), None, None
+    return *_gradients(kernels, problem, query, *residuals[1:], *gradients), None, None
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
@@ -352,8 +354,12 @@ def _check_cudnn(call, return_residual):
 
 def _cudnn(call):
     band = call.problem.band
+    arrays = query, key, value = call.arrays[:3]
+    is_query, is_key, _ = what_counts(call)
+    if call.may_have_blind_rows:
+        arrays = jnp.where(is_query, query, 0), jnp.where(is_key, key, 0), jnp.where(is_key, value, 0)
     out = jax.nn.dot_product_attention(
-        *map(reverse_mode_only, call.arrays[:3]),
+        *map(reverse_mode_only, arrays),
         scale=call.problem.scale,
         is_causal=band.right == 0,
         query_seq_lengths=call.query_lengths,
@@ -361,4 +367,4 @@ def _cudnn(call):
         local_window_size=None if band.left is None else (band.left, 0),
         implementation="cudnn",
     )
-    return out, None
+    return jnp.where(is_query, out, 0) if call.may_have_blind_rows else out, None

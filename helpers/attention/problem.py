@@ -45,6 +45,11 @@ class Problem:
         """Query heads that share one key/value head."""
         return self.N // self.K
 
+    @property
+    def band_blinds_rows(self):
+        """Whether the band leaves the last query without a key, be there lengths or not."""
+        return self.band.left is not None and self.T - self.band.left > self.S
+
 
 @dataclass(frozen=True)
 class Call:
@@ -64,6 +69,21 @@ class Call:
     def arrays(self):
         """The five, in the order of the fields."""
         return self.query, self.key, self.value, self.query_lengths, self.key_lengths
+
+    @property
+    def may_have_blind_rows(self):
+        """Whether a query may see no key. Known when traced, so that calls without such rows pay nothing for them."""
+        return self.problem.band_blinds_rows or not (self.query_lengths is None and self.key_lengths is None)
+
+    def of_seeing_rows(self, lse, *arrays):
+        """The arrays, (B, T, N, H) or (B, N, T), with zeros for queries that see no key, as lse (B, N, T) tells.
+
+        In the backward pass: such a query passes nothing, but a NaN would survive the weight of zero that it has.
+        """
+        if not self.may_have_blind_rows:
+            return arrays
+        blind = {3: lse == -jnp.inf, 4: jnp.swapaxes(lse == -jnp.inf, 1, 2)[..., None]}
+        return tuple(jnp.where(blind[array.ndim], 0, array) for array in arrays)
 
 
 def check_call(

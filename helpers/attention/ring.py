@@ -45,7 +45,7 @@ from jax.sharding import PartitionSpec as P
 
 from helpers.attention.api import KernelsOf, kernels_of
 from helpers.attention.masking import Band
-from helpers.attention.problem import Problem, check_call, check_lengths
+from helpers.attention.problem import Call, Problem, check_call, check_lengths
 from helpers.attention.reverse_mode import reverse_mode_only
 from helpers.attention.sharding import vary_alike
 
@@ -433,6 +433,8 @@ def _ring_forward(ring, *arrays):
 
 
 def _ring_backward(ring, residuals, gradients):
+    call, lse = Call(ring.problem, *residuals[:5]), residuals[6]
+    gradients = call.of_seeing_rows(lse, *gradients)
     return *_gradients(ring, *residuals, *gradients), None, None  # lengths have no gradient
 
 
