@@ -13,7 +13,8 @@ from attention_cases import in_tiers
 
 from helpers import flash_attention
 from helpers.attention import api, device
-from helpers.attention.problem import check_call
+from helpers.attention.masking import key_tiles
+from helpers.attention.problem import MAX_LENGTH, check_call
 
 B, T, S, N, K, H = 2, 20, 24, 4, 2, 16
 
@@ -91,11 +92,21 @@ def test_illegal_arguments_are_refused_under_jit():
             jax.jit(lambda value, name=name: flash_attention(**arrays(), **{name: value}))(value)
 
 
-@pytest.mark.parametrize(("T", "S"), [(2**30 + 1, 8), (8, 2**30 + 1)])
+@pytest.mark.parametrize(("T", "S"), [(2**30, 8), (8, 2**30)])
 def test_too_many_positions_are_refused(T, S):
     query, key = (jax.ShapeDtypeStruct((1, length, 1, 16), jnp.float16) for length in (T, S))
-    with pytest.raises(ValueError, match=rf"at most 2\*\*30 positions, got {T} and {S}"):
+    with pytest.raises(ValueError, match=rf"at most 2\*\*30 - 1 positions, got {T} and {S}"):
         jax.eval_shape(flash_attention, query, key, key)
+
+
+def test_positions_stay_within_int32():
+    """At the largest length with the largest window, where a kernel's numbers are those of a traced program."""
+    problems = []
+    note = lambda *arrays: problems.append(check_call(*arrays, local_window_size=2**40).problem)
+    jax.eval_shape(note, *[jax.ShapeDtypeStruct((1, MAX_LENGTH, 1, 16), jnp.float16)] * 3)
+    problem, last = problems[0], jnp.int32(MAX_LENGTH - 63)
+    tiles = key_tiles(last, last + 64, 64, problem.band, problem.T, problem.S, xp=jnp)
+    assert tuple(map(int, tiles)) == (0, 2**24)
 
 
 def test_a_message_shows_the_shape_that_was_passed():

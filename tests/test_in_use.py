@@ -163,6 +163,23 @@ def test_explicit_axes(implementation):
     assert jax.typeof(lse).sharding.spec == P("batch", None, "heads")
 
 
+@on_four_devices
+@pytest.mark.parametrize("implementation", ["reference", "portable"])
+def test_explicit_axes_that_split_the_sequence(implementation):
+    """The results are split as the query is, and each gradient as its array."""
+    mesh = mesh_of(AxisType.Explicit)
+    specs = [P("batch", "heads"), P("batch"), P("batch", None, "heads")]
+    arrays = [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in zip(inputs(), specs, strict=False)]
+    (out, lse), pull_back = jax.vjp(attention_of(implementation), *arrays)
+    for result in (out, lse):
+        assert jax.typeof(result).sharding.spec[:3] == ("batch", "heads", None)
+    for gradient, array in zip(pull_back((out, lse)), arrays, strict=True):
+        assert jax.typeof(gradient).sharding == jax.typeof(array).sharding
+    right = attention_of("reference")(*inputs()[:3])
+    for mine, other in zip((out, lse), right, strict=True):
+        np.testing.assert_allclose(mine, other, atol=4e-6)
+
+
 @pytest.mark.full
 @on_four_devices
 def test_vmap_over_an_axis_that_is_split_explicitly():
@@ -210,6 +227,22 @@ def test_an_axis_of_vmap_joins_the_batch():
         )
         for mine, other in zip(together, alone, strict=True):
             np.testing.assert_allclose(mine[i], other, atol=4e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "portable", "hopper", "tpu"])
+def test_vmap_over_an_axis_of_no_entries_gives_none(implementation):
+    """Also with another such axis around it or in it, and where an array has none of them."""
+    arrays = [jnp.zeros((0, 2, *array.shape), jnp.bfloat16) for array in inputs()[:3]]
+    arrays[1] = arrays[1][:, :1].reshape(0, *arrays[1].shape[2:])
+    loss = lambda *arrays: sum(result.sum() for result in attention_of(implementation, None)(*arrays))
+    inner = jax.vmap(jax.grad(loss, (0, 1, 2)), (0, None, 0))
+    shapes = lambda results: [result.shape for result in results]
+    run = jax.eval_shape if implementation in ("hopper", "tpu") else lambda f, *arrays: jax.jit(f)(*arrays)
+    gradients = run(jax.vmap(inner), *arrays)
+    assert shapes(gradients) == [(0, 2, *array.shape) for array in inputs()[:3]]
+    other_way = jax.vmap(jax.vmap(attention_of(implementation, None), (0, None, 0)), (1, None, 1))
+    arrays[1] = jnp.zeros_like(inputs()[1], jnp.bfloat16)
+    assert shapes(run(other_way, *arrays)) == [(2, 0, B, T, 4, H), (2, 0, B, T, 4)]
 
 
 SETTINGS = {
@@ -298,6 +331,35 @@ def test_export_for_another_platform_says_what_works():
     said = r'compiled for tpu, for which this .* no kernels; use implementation="reference"'
     with pytest.raises(NotImplementedError, match=said):
         jax.export.export(run, platforms=("tpu",))(*inputs()[:3])
+
+
+SYMBOLIC = [
+    {},
+    {"is_causal": True, "local_window_size": (3, 2), "query_seq_lengths": np.array([5, 6], np.int32)},
+]
+
+
+@pytest.mark.parametrize("arguments", SYMBOLIC, ids=str)
+def test_export_with_symbolic_shapes(arguments):
+    """Of the reference, which is the default then, with gradients and a query that sees nothing."""
+    b, t, s = jax.export.symbolic_shape("b, t, s", constraints=["t >= 6"])
+    batch = B if arguments else b  # lengths have their number
+    query, key = (jax.ShapeDtypeStruct((batch, length, N, H), jnp.float32) for length, N in ((t, 4), (s, 2)))
+    lse = jax.ShapeDtypeStruct((batch, t, 4), jnp.float32)
+    run = functools.partial(everything, functools.partial(flash_attention, return_residual=True, **arguments))
+    exported = jax.export.export(jax.jit(run))(query, key, key, query, lse)
+    arrays = inputs()
+    for mine, right in zip(exported.call(*arrays), jax.jit(run)(*arrays), strict=True):
+        np.testing.assert_allclose(mine, right, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["portable", "hopper", "tpu", "cudnn"])
+def test_symbolic_shapes_are_the_references_alone(implementation):
+    t = jax.export.symbolic_shape("t")[0]
+    query = jax.ShapeDtypeStruct((1, t, 2, H), jnp.bfloat16)
+    attend = functools.partial(flash_attention, implementation=implementation)
+    with pytest.raises(NotImplementedError, match=f'{implementation} serves no symbolic shapes; use .*="reference"'):
+        jax.export.export(jax.jit(attend))(query, query, query)
 
 
 FORWARD_MODE = {

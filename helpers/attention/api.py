@@ -104,7 +104,7 @@ def flash_attention(
     "__gpu$xla.gpu.triton" for portable and "mosaic_gpu_v2" for hopper, since JAX does not promise that later
     versions run them. From a machine without a GPU, name the implementation: None is the reference there.
     Of these, hopper can be exported for "cuda" alone; and what is split under jit cannot be exported, unlike a
-    `jax.shard_map`.
+    `jax.shard_map`. Where B, T or S are symbols, None is the reference too, which alone serves them.
     """
     call = check_call(
         query,
@@ -132,8 +132,12 @@ def _choose(implementation, call, return_residual):
     """The function that serves this call: it takes the call and returns out and lse (B, N, T)."""
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(f"implementation must be None or one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
+    if call.problem.is_symbolic and implementation not in (None, "reference"):
+        raise NotImplementedError(f'{implementation} serves no symbolic shapes; use implementation="reference"')
     device = device_of(call.query)
     if implementation is None:
+        if call.problem.is_symbolic:
+            return naive_attention
         if device.platform == "tpu":
             return TPU_OR_REFERENCE
         capability = compute_capability(device_of(call.query))

@@ -78,7 +78,7 @@ def _no_derivative(*_):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _gathered(problem, _, query, key_pages, value_pages, table, lengths):
-    table = jnp.clip(table, 0, len(key_pages) - 1)
+    table = jnp.clip(table, 0, key_pages.shape[0] - 1)
     key, value = (
         pages[table].reshape(problem.B, problem.S, problem.K, problem.H) for pages in (key_pages, value_pages)
     )

@@ -45,7 +45,7 @@ from jax.sharding import PartitionSpec as P
 
 from helpers.attention.api import KernelsOf, kernels_of
 from helpers.attention.masking import Band
-from helpers.attention.problem import Call, Problem, check_call, check_lengths
+from helpers.attention.problem import MAX_LENGTH, Call, Problem, check_call, check_lengths
 from helpers.attention.reverse_mode import reverse_mode_only
 from helpers.attention.sharding import vary_alike
 
@@ -161,6 +161,13 @@ def ring_attention(
         raise TypeError(f"return_residual must be True or False, got {return_residual!r}")
     call = check_call(query, key, value, scale=scale, is_causal=is_causal)
     problem = call.problem
+    if problem.is_symbolic:
+        raise NotImplementedError("ring_attention serves no symbolic shapes")
+    if devices * max(problem.T, problem.S) > MAX_LENGTH:
+        raise ValueError(
+            f"query and key must have at most 2**30 - 1 positions on all devices together, got {devices} times "
+            f"{problem.T} and {problem.S}"
+        )
     if is_causal and problem.T != problem.S:
         raise ValueError(
             f"with is_causal a device must have as many keys as queries, got {problem.S} and {problem.T}; "

@@ -41,6 +41,11 @@ def one_device_at_a_time(run, inputs, outputs, splits=True):
 
         @call.def_vmap
         def _(size, is_batched, *arrays):
+            if not size:  # an entry of zeros has the types of the results; XLA leaves out what nobody reads
+                entry = lambda array, batched: array.sum(axis=0, dtype=array.dtype) if batched else array
+                results = at_once(problem, *jax.tree.map(entry, arrays, tuple(is_batched)))
+                return tuple(result[None][:0] for result in results), (True,) * len(outputs)
+
             def join(array, batched):
                 array = array if batched else jnp.broadcast_to(array, (size, *array.shape))
                 return array.reshape(-1, *array.shape[2:])
@@ -90,22 +95,27 @@ def _partitioned(run, problem, inputs, outputs, arrays):
 def over_explicit_axes(run, problem, arrays, inputs=FORWARD[0], outputs=FORWARD[1]):
     """run(problem, *arrays), on each device for its part, where axes of the mesh are explicit.
 
-    Results are split as the query is, but whole in sequences and H. What has a derivative in run has one here.
+    Results are split as the query is. What has a derivative in run has one here.
     """
     shardings = [jax.typeof(array).sharding for array in jax.tree.leaves(arrays)]
     mesh = next((sharding.mesh for sharding in shardings if not sharding.mesh.empty), shardings[0].mesh)
     if jax.sharding.AxisType.Explicit not in mesh.axis_types:
         return run(problem, *arrays)
     inputs = _present(inputs, arrays)
-    batch, _, heads, _ = shardings[0].spec
-    split = Split(mesh.shape, problem, batch, heads)
+    own = dict(zip("BTNH", shardings[0].spec, strict=True))
+    split = Split(mesh.shape, problem, own["B"], own["N"])
     arrays = tuple(
         None if array is None else jax.sharding.reshard(array, NamedSharding(mesh, split.spec(letters)))
         for array, letters in zip(arrays, inputs, strict=True)
     )
     part = split.part(lambda problem, *arrays: run(problem, *vary_alike(arrays)), inputs, outputs)
     in_specs, out_specs = (tuple(letters and split.spec(letters) for letters in side) for side in (inputs, outputs))
-    return jax.shard_map(part, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(*arrays)
+    results = jax.shard_map(part, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(*arrays)
+    as_query = lambda letters: NamedSharding(mesh, P(*map(own.get, letters)))
+    return tuple(
+        jax.sharding.reshard(result, as_query(letters)) if "T" in letters else result
+        for result, letters in zip(results, outputs, strict=True)
+    )
 
 
 class Split:
