@@ -248,7 +248,8 @@ FAULTS = [
     *_of(
         "helpers/attention/hopper/serve.py",
         ("lengths are ignored", "if call.query_lengths is not None or call.key_lengths is not None:", "if call.query_lengths is not None and call.key_lengths is not None:"),
-        ("a CPU with few threads waits for ever", "if int(os.environ.get(\"PJRT_NPROC\", os.cpu_count())) < THREADS:", "if int(os.environ.get(\"PJRT_NPROC\", os.cpu_count())) < 1:"),
+        ("a CPU with few threads waits for ever", "if threads < THREADS:", "if threads < 1:"),
+        ("the environment is believed after JAX has started", "    return sum(", "    return THREADS_ASKED_FOR or sum("),
     ),
     *_of(
         "helpers/attention/hopper/table.py",

@@ -307,6 +307,38 @@ def test_hopper_kernels_are_split_too(hopper_machine):
     check(program(*arrays), "hopper")
 
 
+def forward_kernels(jaxpr, platform="cpu"):
+    """How many forward kernels a jaxpr and those in it hold for a platform."""
+    count = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            count += equation.params["name"] == "flash_attention_forward"
+        elif equation.params.get("platform", platform) == platform:
+            values = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda value: hasattr(value, "eqns"))
+            count += sum(forward_kernels(inner, platform) for inner in values if hasattr(inner, "eqns"))
+    return count
+
+
+@pytest.mark.parametrize("return_residual", [False, True])
+def test_checkpoint_saves_residuals_by_name(return_residual):
+    """Then the forward kernel runs once, where a checkpoint without names runs it again."""
+    arrays = [jnp.concatenate([array] * 3, axis=1) for array in inputs()[:3]]  # more queries than the few
+    policy = jax.checkpoint_policies.save_only_these_names(*api.RESIDUALS)
+
+    def loss(*arrays):
+        result = flash_attention(
+            jnp.sin(arrays[0]), *arrays[1:], implementation="portable", return_residual=return_residual
+        )
+        return sum(jnp.sin(array).sum() for array in jax.tree.leaves(result))
+
+    right = jax.jit(jax.grad(loss, (0, 1, 2)))(*arrays)
+    for wrap, count in ((jax.checkpoint(loss), 2), (jax.checkpoint(loss, policy=policy), 1)):
+        for gradient in (jax.grad(wrap, (0, 1, 2)), jax.jit(jax.grad(jax.jit(wrap), (0, 1, 2)))):
+            assert forward_kernels(jax.make_jaxpr(gradient)(*arrays).jaxpr) == count
+    for mine, other in zip(gradient(*arrays), right, strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-6)
+
+
 # JAX keeps an exported program for later versions of itself, and does not promise that for kernels.
 UNPROMISED = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ("__gpu$xla.gpu.triton", "mosaic_gpu_v2")]
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.experimental.pallas.fuser  # the interpreter would import it with the first kernel, and that compile again
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
@@ -24,6 +25,7 @@ from helpers.attention.problem import FEW_QUERIES, Call, check_call
 from helpers.attention.reference import naive_attention, naive_gradients, naive_gradients_of_part, what_counts
 from helpers.attention.reverse_mode import reverse_mode_only
 
+RESIDUALS = ("flash_attention_out", "flash_attention_lse")  # their names for `jax.checkpoint`
 IMPLEMENTATIONS = ("reference", "portable", "hopper", "tpu", "cudnn")
 
 
@@ -88,6 +90,10 @@ def flash_attention(
     passes none. The kernels have reverse-mode first derivatives; the reference has all. The algorithm
     is FlashAttention-2, arXiv 2307.08691.
 
+    In `jax.checkpoint`, what the backward pass of the kernels needs beside its arguments can be saved by name:
+    policy=jax.checkpoint_policies.save_only_these_names("flash_attention_out", "flash_attention_lse"). Then their
+    forward pass is not run again. The reference has no such names.
+
     Precision: on a GPU the factors of float32 products are rounded to TF32, 11 significant bits, as
     everywhere in JAX, unless `jax.default_matmul_precision("highest")` is set around the call or
     the jit that traces it. With TF32, dq and dk of a row that sees one key only are not quite the zero
@@ -151,7 +157,10 @@ def _choose(implementation, call, return_residual):
         raise NotImplementedError(reason)
     if implementation in INTERPRETED:
         alone = device.platform == "cpu" and jax.typeof(call.query).sharding.mesh.empty
-        return INTERPRETED[implementation] if alone else OR_REFERENCE[implementation]
+        if not alone:
+            return OR_REFERENCE[implementation]
+        too_few_threads = implementation == "hopper" and _check_threads()
+        return _refusing("cpu", too_few_threads) if too_few_threads else INTERPRETED[implementation]
     return {"reference": naive_attention, "portable": PORTABLE, "cudnn": _cudnn}[implementation]
 
 
@@ -196,7 +205,8 @@ class Kernels(NamedTuple):
 class KernelsOf:
     """Attention by the kernels for the platform that a program is compiled for, as a function of a call.
 
-    Decided so late, one trace serves them all. platforms: pairs of a platform, or "default", and its Kernels.
+    Decided so late, one trace serves them all. platforms: pairs of a platform, or "default", and its Kernels, or the
+    words with which it is refused.
     splits: whether XLA may split a call over devices.
     """
 
@@ -213,6 +223,8 @@ class KernelsOf:
 
         def one_device(problem, *arrays):
             def on(kernels):
+                if isinstance(kernels, str):
+                    return kernels
                 one_pass = getattr(kernels, which)
                 return lambda *arrays: tuple(one_pass(Call(problem, *arrays[:5]), *arrays[5:]))
 
@@ -276,7 +288,7 @@ def _attention(kernels, problem, *arrays):
 
 
 def _attention_forward(kernels, problem, *arrays):
-    out, lse = _attention(kernels, problem, *arrays)
+    out, lse = map(checkpoint_name, _attention(kernels, problem, *arrays), RESIDUALS)
     return (out, lse), (*arrays, out, lse)
 
 
@@ -327,11 +339,23 @@ def _check_hopper(call, _):
     """Why the Hopper kernels cannot serve a call here, or None where they can."""
     device = device_of(call.query)
     reason = hopper.why_not(call)
-    if device.platform == "cpu":
-        reason = reason or hopper.why_not_here()
-    elif compute_capability(device) != (9, 0):
+    if device.platform != "cpu" and compute_capability(device) != (9, 0):
         reason = f"it needs an NVIDIA GPU of compute capability 9.0 (Hopper) or a CPU, this is {device.device_kind}"
+    if reason:
+        return f'the hopper kernel cannot serve this call: {reason}; use implementation="portable"'
+    # A traced call may be on its way to a GPU: that is known when its program is lowered.
+    return _check_threads() if device.platform == "cpu" and not isinstance(call.query, jax.core.Tracer) else None
+
+
+def _check_threads():
+    """Why this CPU cannot interpret the Hopper kernels, or None where it can."""
+    reason = hopper.why_not_here()
     return reason and f'the hopper kernel cannot serve this call: {reason}; use implementation="portable"'
+
+
+def _refusing(platform, words):
+    """Hopper's kernels for a GPU, and words for those who compile them for another platform."""
+    return KernelsOf(((platform, words), ("cuda", dict(INTERPRETED["hopper"].platforms)["cuda"])), splits=False)
 
 
 def _check_cudnn(call, return_residual):

@@ -40,10 +40,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from helpers.attention.api import KernelsOf, kernels_of
+from helpers.attention.api import RESIDUALS, KernelsOf, kernels_of
 from helpers.attention.masking import Band
 from helpers.attention.problem import MAX_LENGTH, Call, Problem, check_call, check_lengths
 from helpers.attention.reverse_mode import reverse_mode_only
@@ -435,7 +436,7 @@ def _ring(ring, query, *key_side):
 
 
 def _ring_forward(ring, *arrays):
-    out, lse = _ring(ring, *arrays)
+    out, lse = map(checkpoint_name, _ring(ring, *arrays), RESIDUALS)
     return (out, lse), (*arrays, out, lse)
 
 
