@@ -14,7 +14,7 @@ from attention_cases import in_tiers
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from helpers import flash_attention
+from helpers import flash_attention, paged_attention
 from helpers.attention import api, sharding
 from helpers.attention.problem import check_call
 
@@ -436,3 +436,89 @@ def test_the_precision_of_products_is_the_callers():
         with jax.default_matmul_precision(precision):
             text = str(jax.make_jaxpr(run)(*types))
         assert precision.upper() in text.upper() and f"Precision.{other}" not in text
+
+
+# Pages
+
+
+def paged_inputs(K=2, dtype=np.float32):
+    """query, key and value pages, table and lengths of `paged_attention`."""
+    random = np.random.default_rng(K)
+    shapes = [(B, 2, 4, H), (6, 16, K, H), (6, 16, K, H)]
+    table = random.permutation(6).reshape(B, 3).astype(np.int32)
+    return *(jnp.asarray(random.standard_normal(shape), dtype) for shape in shapes), table, np.array([40, 17], np.int32)
+
+
+def paged(implementation, *arrays):
+    return paged_attention(*arrays, implementation=implementation, return_residual=True)
+
+
+def check_pages(results, *arrays):
+    for mine, right in zip(results, paged("reference", *arrays), strict=True):
+        np.testing.assert_allclose(mine, right, atol=2e-6)
+
+
+PAGES = P(None, None, "heads")
+SPECS_OF_PAGES = P("batch", None, "heads"), PAGES, PAGES, P("batch"), P("batch")
+
+
+@on_four_devices
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("implementation", ["reference", "portable"])
+def test_pages_are_split_over_heads_and_queries_over_the_batch_too(implementation, kind):
+    mesh, run = mesh_of(kind), functools.partial(paged, implementation)
+    arrays = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(paged_inputs(), SPECS_OF_PAGES, strict=True)]
+    program = jax.jit(run).lower(*arrays).compile()
+    results = program(*arrays)
+    check_pages(results, *paged_inputs())
+    if implementation == "portable":
+        assert not any(f"{name}(" in program.as_text() for name in COLLECTIVES)
+        assert [result.sharding.shard_shape(result.shape) for result in results] == [(1, 2, 2, H), (1, 2, 2)]
+    if kind == AxisType.Explicit:
+        assert jax.typeof(run(*arrays)[0]).sharding.spec == P("batch", None, "heads", None)
+
+
+@on_four_devices
+@pytest.mark.parametrize(("implementation", "K"), [("reference", 2), ("portable", 2), ("portable", 1)])
+def test_pages_in_shard_map(implementation, K):
+    specs = (*SPECS_OF_PAGES[:1], *[PAGES if K == 2 else P()] * 2, *SPECS_OF_PAGES[3:])
+    run = functools.partial(paged, implementation)
+    out_specs = (SPECS_OF_PAGES[0],) * 2
+    on_mesh = jax.shard_map(run, mesh=mesh_of(AxisType.Auto), in_specs=specs, out_specs=out_specs)
+    check_pages(jax.jit(on_mesh)(*paged_inputs(K)), *paged_inputs(K))
+
+
+@pytest.mark.parametrize("own_pages", [False, True])
+def test_vmap_of_pages(own_pages):
+    """Pages that all entries share are not copied; where each has its own, so it keeps them, a wrong table included."""
+    query, key_pages, value_pages, table, lengths = paged_inputs()
+    tables = np.stack([table, table[::-1], table + 3])  # numbers from 6 on mean the last page
+    values = jnp.stack([value_pages, -value_pages, 2 * value_pages]) if own_pages else value_pages
+    run = jax.vmap(
+        lambda query, values, table: paged("portable", query, key_pages, values, table, lengths),
+        (None, 0 if own_pages else None, 0),
+    )
+    together = jax.jit(run)(query, values, tables)
+    for i in range(3):
+        value = values[i] if own_pages else values
+        check_pages([result[i] for result in together], query, key_pages, value, tables[i].clip(0, 5), lengths)
+    text = jax.jit(run).lower(query, values, tables).as_text()
+    assert ("x16x2x4xf32>" in text.replace("tensor<6x16x2x4xf32>", "")) == own_pages
+    none = jax.vmap(functools.partial(paged, "portable"), (0, None, None, None, None))
+    assert none(query[None][:0], key_pages, value_pages, table, lengths)[0].shape == (0, *query.shape)
+
+
+def test_pages_are_exported_for_cuda_from_a_cpu():
+    run = jax.jit(functools.partial(paged, "portable"))
+    exported = jax.export.export(run, platforms=("cpu", "cuda"), disabled_checks=UNPROMISED)(*paged_inputs())
+    assert "__gpu$xla.gpu.triton" in exported.mlir_module()
+    check_pages(exported.call(*paged_inputs()), *paged_inputs())
+    exported = jax.export.export(run, platforms=("cuda",), disabled_checks=UNPROMISED)(*paged_inputs())
+    assert "stablehlo.while" not in exported.mlir_module()  # of the interpreter
+
+
+def test_pages_under_jit_for_a_cpu_on_a_machine_with_a_card(monkeypatch):
+    monkeypatch.setattr("helpers.attention.paged.compute_capability", lambda *_: (9, 0))
+    traced = jax.jit(functools.partial(paged, None)).trace(*paged_inputs())
+    assert "__gpu$xla.gpu.triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    check_pages(traced.lower().compile()(*paged_inputs()), *paged_inputs())

@@ -127,7 +127,7 @@ def flash_attention(
     if not isinstance(return_residual, bool):
         raise TypeError(f"return_residual must be True or False, got {return_residual!r}")
     attend = _choose(implementation, call, return_residual)
-    with _settings():
+    with settings():
         out, lse = _compiled(attend, call.problem, return_residual, *call.arrays)
     if query.ndim == 3:
         out, lse = out[0], None if lse is None else lse[0]
@@ -171,7 +171,7 @@ def kernels_of(implementation, call):
 
 
 @contextlib.contextmanager
-def _settings():
+def settings():
     """JAX's settings in which kernels are traced and run, whatever the caller's."""
     with jax.enable_x64(False), jax.disable_jit(False):
         yield
@@ -229,7 +229,7 @@ class KernelsOf:
                 return lambda *arrays: tuple(one_pass(Call(problem, *arrays[:5]), *arrays[5:]))
 
             # Perhaps traced anew when XLA splits a call, long after the caller's settings are gone.
-            with _settings(), jax.default_matmul_precision(precision):
+            with settings(), jax.default_matmul_precision(precision):
                 return by_platform(*arrays, **{name: on(kernels) for name, kernels in self.platforms})
 
         letters = sharding.FORWARD if which.startswith("forward") else sharding.BACKWARD

@@ -9,6 +9,7 @@ JAX can place arrays in three ways, and each comes here by its own way:
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -22,11 +23,23 @@ FORWARD = CALL, ("BTNH", "BNT")
 BACKWARD = (*CALL, "BTNH", "BNT", "BTNH", "BNT"), ("BTNH", "BSKH", "BSKH")
 
 
-def one_device_at_a_time(run, inputs, outputs, splits=True):
+def join_axis(size, array, is_batched):
+    """An array, with an axis of `vmap` or without, where that axis of a size has become a part of the batch."""
+    array = array if is_batched else jnp.broadcast_to(array, (size, *array.shape))
+    return array.reshape(-1, *array.shape[2:])
+
+
+def join_all(size, is_batched, *arrays):
+    """All arrays, each with such an axis or without."""
+    return jax.tree.map(functools.partial(join_axis, size), arrays, tuple(is_batched))
+
+
+def one_device_at_a_time(run, inputs, outputs, splits=True, join=join_all):
     """run(problem, *arrays) as a function that `vmap` and the compiler's partitioner know how to split.
 
     run has no derivative and works on one device. inputs, outputs: the letters of its arrays, of which some
-    may be None, and of its results, a tuple. splits: whether to split at all. An axis of `vmap` joins the batch.
+    may be None, and of its results, a tuple. splits: whether to split at all. An axis of `vmap` joins the batch, in
+    arrays that join makes of the arrays.
     """
 
     def part(problem, *arrays):
@@ -46,15 +59,10 @@ def one_device_at_a_time(run, inputs, outputs, splits=True):
                 results = at_once(problem, *jax.tree.map(entry, arrays, tuple(is_batched)))
                 return tuple(result[None][:0] for result in results), (True,) * len(outputs)
 
-            def join(array, batched):
-                array = array if batched else jnp.broadcast_to(array, (size, *array.shape))
-                return array.reshape(-1, *array.shape[2:])
-
             joined = dataclasses.replace(problem, B=size * problem.B)
-            results = at_once(joined, *jax.tree.map(join, arrays, tuple(is_batched)))
-            return tuple(result.reshape(size, problem.B, *result.shape[1:]) for result in results), (True,) * len(
-                outputs
-            )
+            results = at_once(joined, *join(size, is_batched, *arrays))
+            results = tuple(result.reshape(size, problem.B, *result.shape[1:]) for result in results)
+            return results, (True,) * len(outputs)
 
         return call(*arrays)
 
@@ -163,7 +171,9 @@ class Split:
                 return run(self.local, *arrays)
             mine = jax.lax.axis_index(self.heads) * self.problem.K // self.head_parts
             take = lambda array: jax.lax.dynamic_slice_in_dim(array, mine, 1, axis=2)
-            own = [take(array) if letters == "BSKH" else array for array, letters in zip(arrays, inputs, strict=True)]
+            own = [
+                take(array) if "K" in (letters or "") else array for array, letters in zip(arrays, inputs, strict=True)
+            ]
             results = run(self.local, *own)
             return tuple(
                 self._sum_of_heads(result, mine) if letters == "BSKH" else result
