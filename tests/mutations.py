@@ -244,7 +244,7 @@ FAULTS = [
     *_of(
         "helpers/attention/sharding.py",
         ("a vmapped batch mixes its entries", "return array.reshape(-1, *array.shape[2:])", "return array.swapaxes(0, 1).reshape(-1, *array.shape[2:])"),
-        ("an unbatched array of a vmap is taken apart", "array = array if is_batched else", "array = array if batched or size == array.shape[0] else"),
+        ("an unbatched array of a vmap is taken apart", "array = array if is_batched else", "array = array if is_batched or size == array.shape[0] else"),
         ("every device has the first key head", "mine = jax.lax.axis_index(self.heads) * self.problem.K // self.head_parts", "mine = 0 * jax.lax.axis_index(self.heads)"),
         ("gradients of shared keys are not summed", "return jax.lax.psum(every, self.heads).astype", "return every.astype"),
         ("a batch that does not divide is split", "lambda parts: problem.B % parts == 0", "lambda parts: True"),
