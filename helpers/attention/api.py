@@ -97,7 +97,9 @@ def flash_attention(
     Precision: on a GPU the factors of float32 products are rounded to TF32, 11 significant bits, as
     everywhere in JAX, unless `jax.default_matmul_precision("highest")` is set around the call or
     the jit that traces it. With TF32, dq and dk of a row that sees one key only are not quite the zero
-    that they should be: what is left is the rounding of dout value^T.
+    that they should be: what is left is the rounding of dout value^T. The kernels multiply logits by log2 e before the
+    largest is subtracted, which rounds float32 logits once more: beside the error of the logits themselves, out has a
+    relative error of up to 5e-8 times the largest logit (4e-5 near 2000).
 
     Many devices: under jit a call is split over the batch and the heads as its arrays are, and no array
     is gathered for that; where there are fewer key heads than devices to split them, every device needs
