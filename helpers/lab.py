@@ -1,7 +1,10 @@
 """Start JupyterLab, with a few lines of the series in place of its log. Takes the options of `jupyter lab`."""
 
 import os
+import tempfile
+from pathlib import Path
 
+from jupyter_core.paths import jupyter_config_dir, jupyter_data_dir, jupyter_runtime_dir
 from jupyterlab.labapp import LabApp
 
 READY = """
@@ -33,8 +36,32 @@ class Server(LabApp.serverapp_class):
 
 LabApp.serverapp_class = Server
 
+# Where Jupyter and IPython keep what they write, by the variables that say another place.
+FOLDERS = {
+    "JUPYTER_CONFIG_DIR": jupyter_config_dir,
+    "JUPYTER_DATA_DIR": jupyter_data_dir,
+    "JUPYTER_RUNTIME_DIR": jupyter_runtime_dir,
+    "IPYTHONDIR": lambda: os.environ.get("IPYTHONDIR") or Path.home() / ".ipython",
+}
+
+
+def folders_in_place_of_unwritable_ones():
+    """Variables for the environment, so that JupyterLab starts where the home folder, or its part, is read-only."""
+    return {name: tempfile.mkdtemp(prefix="jupyter-") for name, where in FOLDERS.items() if not _is_writable(where())}
+
+
+def _is_writable(folder):
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
 if __name__ == "__main__":
     # For the kernels. NumPy's products here are small; where another program keeps a core busy, two threads that wait
     # for each other made a cell of notebook 12 take 42 seconds in place of 3.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ |= folders_in_place_of_unwritable_ones()
     LabApp.launch_instance()
