@@ -1,10 +1,10 @@
 """Start JupyterLab, with a few lines of the series in place of its log. Takes the options of `jupyter lab`."""
 
 import os
+import sys
 import tempfile
 from pathlib import Path
 
-from jupyter_core.paths import jupyter_config_dir, jupyter_data_dir, jupyter_runtime_dir
 from jupyterlab.labapp import LabApp
 
 READY = """
@@ -36,23 +36,24 @@ class Server(LabApp.serverapp_class):
 
 LabApp.serverapp_class = Server
 
-# Where Jupyter and IPython keep what they write, by the variables that say another place.
+# Where in the home folder Jupyter and IPython keep what they write, by the variables that say another place.
 FOLDERS = {
-    "JUPYTER_CONFIG_DIR": jupyter_config_dir,
-    "JUPYTER_DATA_DIR": jupyter_data_dir,
-    "JUPYTER_RUNTIME_DIR": jupyter_runtime_dir,
-    "IPYTHONDIR": lambda: os.environ.get("IPYTHONDIR") or Path.home() / ".ipython",
+    "JUPYTER_CONFIG_DIR": ".jupyter",
+    "JUPYTER_DATA_DIR": "Library/Jupyter" if sys.platform == "darwin" else ".local/share/jupyter",
+    "IPYTHONDIR": ".ipython",
 }
 
 
 def folders_in_place_of_unwritable_ones():
-    """Variables for the environment, so that JupyterLab starts where the home folder, or its part, is read-only."""
-    return {name: tempfile.mkdtemp(prefix="jupyter-") for name, where in FOLDERS.items() if not _is_writable(where())}
+    """Variables for the environment, so that JupyterLab starts where the home folder, or a part of it, is read-only."""
+    homeless = [name for name, folder in FOLDERS.items() if not (os.environ.get(name) or _is_writable(folder))]
+    return {name: tempfile.mkdtemp(prefix="jupyter-") for name in homeless}
 
 
 def _is_writable(folder):
+    folder = Path.home() / folder
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return True
     except OSError:

@@ -196,7 +196,6 @@ def test_jupyter_starts_without_a_home_that_can_be_written(monkeypatch, tmp_path
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("HOME", "/dev/null/home")
-    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     found = lab.folders_in_place_of_unwritable_ones()
     assert found.keys() == lab.FOLDERS.keys()
     assert all(Path(folder).is_dir() for folder in found.values())

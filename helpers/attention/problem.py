@@ -52,8 +52,8 @@ class Problem:
 
     @property
     def band_blinds_rows(self):
-        """Whether the band leaves the last query without a key, be there lengths or not."""
-        return self.band.left is not None and self.T - self.band.left > self.S
+        """Whether the band leaves the last query without a key, or may do so, be there lengths or not."""
+        return self.band.left is not None and (self.is_symbolic or self.T - self.band.left > self.S)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,9 @@ def naive_attention(call):
     l = jnp.where(empty, 1, l)
     out = jnp.einsum("bkgts,bskh->btkgh", (p / l).astype(value.dtype), value, preferred_element_type=jnp.float32)
     lse = jnp.where(empty, -jnp.inf, m + jnp.log(l))
-    out = jnp.where(is_query, out.astype(problem.dtype).reshape(B, T, N, H), 0)  # keeps back what arrives at the others
+    out = out.astype(problem.dtype).reshape(B, T, N, H)
+    if call.may_have_blind_rows:
+        out = jnp.where(is_query, out, 0)  # what it is already, but no gradient that arrives there goes on
     return out, lse.reshape(B, N, T)
 
 
