@@ -59,17 +59,16 @@ def flash_attention(
         all of it.
       local_window_size: (left, right), or one integer for both: query i sees keys
         i - left <= j <= i + right.
-      implementation: "reference" (naive, the whole matrix in memory), "portable" (the Pallas
-        kernels: compiled on an NVIDIA GPU from Ampere on, interpreted on a CPU), "hopper" (kernels
-        for NVIDIA's Hopper cards, 16-bit inputs without lengths or windows; a CPU of 16 cores or
-        with PJRT_NPROC=16 interprets them, for one device), "tpu" (kernels for Google's TPUs, which have been compiled
-        for v5e and v6e and run nowhere but in the interpreter; a CPU interprets them, for one device), "cudnn"
-        (handed to `jax.nn`, where it can serve the call), or None: hopper on such a card for what it serves,
-        otherwise portable on an NVIDIA GPU from Ampere on, tpu on a TPU, reference elsewhere. Some things are
-        better in portable than in hopper. Where a softmax is very sharp, its 16-bit gradients are several times
-        more exact. Its dq is the same in each run, to the last bit. Its forward pass takes as long for all
-        inputs, hopper's takes longer where scores are far above those of the first keys. And bfloat16 values
-        below 1e-20 keep all of their digits.
+      implementation: "reference" (naive, the whole matrix in memory), "portable" (the Pallas kernels: compiled on an
+        NVIDIA GPU from Ampere on, interpreted on a CPU), "hopper" (kernels for NVIDIA's Hopper cards, 16-bit inputs
+        without lengths or windows; a CPU of 16 cores or with PJRT_NPROC=16 interprets them, for one device), "tpu"
+        (kernels for Google's TPUs, which have been compiled for v5e and v6e and run nowhere but in the interpreter; a
+        CPU interprets them, for one device), "cudnn" (handed to `jax.nn`, where it can serve the call), or None:
+        hopper on such a card for what it serves, otherwise portable on an NVIDIA GPU from Ampere on, tpu on a TPU,
+        reference elsewhere. Some things are better in portable than in hopper. Where a softmax is very sharp, its
+        16-bit gradients are several times more exact. Its dq is the same in each run, to the last bit. Its forward
+        pass takes as long for all inputs, hopper's takes longer where scores are far above those of the first keys.
+        And bfloat16 values below 1e-20 keep all of their digits.
       return_residual: also return the log-sum-exp of the scaled logits.
 
     Returns:
@@ -86,33 +85,32 @@ def flash_attention(
     Up to 16 queries, as when text is generated, portable and hopper share one forward pass: the keys are split over
     programs, which write 4 (H + 1) bytes for each part of the keys, query and head, to be merged (`portable.decode`).
 
-    Gradients flow into query, key and value from out and from lse, and a query that sees no key
-    passes none. The kernels have reverse-mode first derivatives; the reference has all. The algorithm
-    is FlashAttention-2, arXiv 2307.08691.
+    Gradients flow into query, key and value from out and from lse, and a query that sees no key passes none. The
+    kernels have reverse-mode first derivatives; the reference has all. The algorithm is FlashAttention-2, arXiv
+    2307.08691.
 
     In `jax.checkpoint`, what the backward pass of the kernels needs beside its arguments can be saved by name:
     policy=jax.checkpoint_policies.save_only_these_names("flash_attention_out", "flash_attention_lse"). Then their
     forward pass is not run again. The reference has no such names.
 
-    Precision: on a GPU the factors of float32 products are rounded to TF32, 11 significant bits, as
-    everywhere in JAX, unless `jax.default_matmul_precision("highest")` is set around the call or
-    the jit that traces it. With TF32, dq and dk of a row that sees one key only are not quite the zero
-    that they should be: what is left is the rounding of dout value^T. The kernels multiply logits by log2 e before the
-    largest is subtracted, which rounds float32 logits once more: beside the error of the logits themselves, out has a
-    relative error of up to 5e-8 times the largest logit (4e-5 near 2000).
+    Precision: on a GPU the factors of float32 products are rounded to TF32, 11 significant bits, as everywhere in JAX,
+    unless `jax.default_matmul_precision("highest")` is set around the call or the jit that traces it. With TF32, dq
+    and dk of a row that sees one key only are not quite the zero that they should be: what is left is the rounding of
+    dout value^T. The kernels multiply logits by log2 e before the largest is subtracted, which rounds float32 logits
+    once more: beside the error of the logits themselves, out has a relative error of up to 5e-8 times the largest
+    logit (4e-5 near 2000).
 
-    Many devices: under jit a call is split over the batch and the heads as its arrays are, and no array
-    is gathered for that; where there are fewer key heads than devices to split them, every device needs
-    all of its batch's. Sequences are gathered; `ring_attention` leaves them split. On a mesh with explicit axes the
-    result is split as query is, and in `jax.shard_map` each device attends to its own part. (The reference's split is
-    XLA's choice.)
+    Many devices: under jit a call is split over the batch and the heads as its arrays are, and no array is gathered
+    for that; where there are fewer key heads than devices to split them, every device needs all of its batch's.
+    Sequences are gathered; `ring_attention` leaves them split. On a mesh with explicit axes the result is split as
+    query is, and in `jax.shard_map` each device attends to its own part. (The reference's split is XLA's choice.)
 
-    Platforms: which kernels run is settled when a program is compiled, so one trace serves a CPU and a
-    GPU. For `jax.export` say disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name)], name
-    "__gpu$xla.gpu.triton" for portable and "mosaic_gpu_v2" for hopper, since JAX does not promise that later
-    versions run them. From a machine without a GPU, name the implementation: None is the reference there.
-    Of these, hopper can be exported for "cuda" alone; and what is split under jit cannot be exported, unlike a
-    `jax.shard_map`. Where B, T or S are symbols, None is the reference too, which alone serves them.
+    Platforms: which kernels run is settled when a program is compiled, so one trace serves a CPU and a GPU. For
+    `jax.export` say disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name)], name "__gpu$xla.gpu.triton"
+    for portable and "mosaic_gpu_v2" for hopper, since JAX does not promise that later versions run them. From a
+    machine without a GPU, name the implementation: None is the reference there. Of these, hopper can be exported for
+    "cuda" alone; and what is split under jit cannot be exported, unlike a `jax.shard_map`. Where B, T or S are
+    symbols, None is the reference too, which alone serves them.
     """
     call = check_call(
         query,
