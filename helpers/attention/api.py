@@ -54,11 +54,9 @@ def flash_attention(
         the arguments below.
       scale: a Python number; None means 1 / sqrt(H).
       is_causal: query i sees keys j <= i, counted from the start of both.
-      query_seq_lengths, key_value_seq_lengths: int32 (B,); positions from there on are padding and
-        may hold anything. Under jit their values cannot be checked; there, more than the length means
-        all of it.
-      local_window_size: (left, right), or one integer for both: query i sees keys
-        i - left <= j <= i + right.
+      query_seq_lengths, key_value_seq_lengths: int32 (B,); positions from there on are padding and may hold anything.
+        Under jit their values cannot be checked; there, more than the length means all of it.
+      local_window_size: (left, right), or one integer for both: query i sees keys i - left <= j <= i + right.
       implementation: "reference" (naive, the whole matrix in memory), "portable" (the Pallas kernels: compiled on an
         NVIDIA GPU from Ampere on, interpreted on a CPU), "hopper" (kernels for NVIDIA's Hopper cards, 16-bit inputs
         without lengths or windows; a CPU of 16 cores or with PJRT_NPROC=16 interprets them, for one device), "tpu"
@@ -79,8 +77,7 @@ def flash_attention(
 
     Raises:
       TypeError, ValueError: an argument is not as described; the message names it.
-      NotImplementedError: the chosen implementation cannot serve this call, or has no such derivative;
-        the message says why and what can.
+      NotImplementedError: the chosen implementation cannot serve this call, or has no such derivative; it says why.
 
     Up to 16 queries, as when text is generated, portable and hopper share one forward pass: the keys are split over
     programs, which write 4 (H + 1) bytes for each part of the keys, query and head, to be merged (`portable.decode`).
