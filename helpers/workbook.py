@@ -143,7 +143,7 @@ def _unused_name(path):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Bring a learner's own copies of the notebooks up to date.")
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("fresh", help="put a fresh copy of one notebook beside an edited one").add_argument("notebook")
     options = parser.parse_args(arguments)

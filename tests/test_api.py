@@ -13,7 +13,8 @@ from attention_cases import in_tiers
 
 from helpers import flash_attention
 from helpers.attention import api, device
-from helpers.attention.problem import check_call
+from helpers.attention.masking import key_tiles
+from helpers.attention.problem import MAX_LENGTH, check_call
 
 B, T, S, N, K, H = 2, 20, 24, 4, 2, 16
 
@@ -91,11 +92,21 @@ def test_illegal_arguments_are_refused_under_jit():
             jax.jit(lambda value, name=name: flash_attention(**arrays(), **{name: value}))(value)
 
 
-@pytest.mark.parametrize(("T", "S"), [(2**30 + 1, 8), (8, 2**30 + 1)])
+@pytest.mark.parametrize(("T", "S"), [(2**30, 8), (8, 2**30)])
 def test_too_many_positions_are_refused(T, S):
     query, key = (jax.ShapeDtypeStruct((1, length, 1, 16), jnp.float16) for length in (T, S))
-    with pytest.raises(ValueError, match=rf"at most 2\*\*30 positions, got {T} and {S}"):
+    with pytest.raises(ValueError, match=rf"at most 2\*\*30 - 1 positions, got {T} and {S}"):
         jax.eval_shape(flash_attention, query, key, key)
+
+
+def test_positions_stay_within_int32():
+    """At the largest length with the largest window, where a kernel's numbers are those of a traced program."""
+    problems = []
+    note = lambda *arrays: problems.append(check_call(*arrays, local_window_size=2**40).problem)
+    jax.eval_shape(note, *[jax.ShapeDtypeStruct((1, MAX_LENGTH, 1, 16), jnp.float16)] * 3)
+    problem, last = problems[0], jnp.int32(MAX_LENGTH - 63)
+    tiles = key_tiles(last, last + 64, 64, problem.band, problem.T, problem.S, xp=jnp)
+    assert tuple(map(int, tiles)) == (0, 2**24)
 
 
 def test_a_message_shows_the_shape_that_was_passed():
@@ -294,6 +305,72 @@ def test_agreement_with_jax_nn_without_a_batch_axis():
     ):
         assert mine.shape == theirs.shape
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+BLIND = {
+    # name: T, S, the arguments of a call of batch 2 or 1, and which of its queries see a key
+    "lengths of the queries": (2, 1, {"query_seq_lengths": np.array([1, 2], np.int32)}, [[1, 0], [1, 1]]),
+    "lengths of the keys": (2, 1, {"key_value_seq_lengths": np.array([1, 0], np.int32)}, [[1, 1], [0, 0]]),
+    "a window": (18, 17, {"local_window_size": 0}, [[1] * 17 + [0]]),
+    "a window and lengths": (
+        3,
+        3,
+        {"local_window_size": (0, 1), "key_value_seq_lengths": np.array([3, 2], np.int32)},
+        [[1, 1, 1], [1, 1, 0]],
+    ),
+}
+
+
+def blind_and_right(name, dtype, with_lse=True, **arguments):
+    """Results and gradients where queries that see no key hold NaN or inf and get such gradients, and where 0."""
+    T, S, own, sees = BLIND[name]
+    sees, random = np.array(sees, bool), np.random.default_rng(0)
+    shapes = [(len(sees), length, 1, 8) for length in (T, S, S, T)]
+    query, key, value, dout = (random.standard_normal(shape).astype(dtype) for shape in shapes)
+    dlse = random.standard_normal((len(sees), T, 1)).astype(np.float32)
+
+    @jax.jit
+    def everything(filler):
+        fill = lambda array: jnp.where(sees.reshape(*sees.shape, *[1] * (array.ndim - 2)), array, filler)
+        attention = functools.partial(flash_attention, return_residual=with_lse, **own, **arguments)
+        results, pull_back = jax.vjp(attention, fill(query), key, value)
+        return results, pull_back((fill(dout), fill(dlse)) if with_lse else fill(dout))
+
+    return [everything(np.array(filler, dtype)) for filler in (np.nan, np.inf)], everything(np.zeros((), dtype))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "portable", "tpu"])
+@pytest.mark.parametrize("name", BLIND)
+def test_a_query_that_sees_no_key_passes_nothing(name, implementation):
+    blind, right = blind_and_right(name, np.float32, implementation=implementation)
+    assert all(np.isfinite(gradient).all() for gradient in right[1])
+    for results in blind:
+        jax.tree.map(np.testing.assert_array_equal, results, right)
+
+
+@pytest.mark.parametrize("name", ["lengths of the queries", "lengths of the keys"])
+def test_cudnn_is_kept_from_queries_that_see_no_key(name, monkeypatch):
+    theirs = jax.nn.dot_product_attention
+    in_xla = lambda *arrays, **arguments: theirs(*arrays, **arguments | {"implementation": "xla"})
+    monkeypatch.setattr("helpers.attention.api.compute_capability", lambda *_: (9, 0))
+    monkeypatch.setattr("jax.nn.dot_product_attention", in_xla)
+    blind, right = blind_and_right(name, jnp.bfloat16, False, implementation="cudnn")
+    for results in blind:
+        jax.tree.map(np.testing.assert_array_equal, results, right)
+    assert all(np.isfinite(array).all() for array in jax.tree.leaves(right))
+
+
+def test_second_derivatives_of_the_reference_where_a_row_sees_nothing():
+    query, key = np.ones((1, 2, 1, 1), np.float32), np.arange(2, dtype=np.float32).reshape(1, 2, 1, 1)
+    arguments = {"query_seq_lengths": np.array([1], np.int32), "implementation": "reference"}
+
+    def slope(key, filler):
+        loss = lambda key: flash_attention(query, key, key, **arguments)[0, :, 0, 0] ** 2 @ jnp.array([1.0, filler])
+        return jax.grad(loss)(key)
+
+    second = jax.jacrev(slope)(key, np.nan)
+    np.testing.assert_array_equal(second, jax.jacrev(slope)(key, 0.0))
+    assert np.asarray(second).any()
 
 
 def test_the_reference_can_be_differentiated_where_rows_see_nothing():

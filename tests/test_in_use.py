@@ -14,7 +14,7 @@ from attention_cases import in_tiers
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from helpers import flash_attention
+from helpers import flash_attention, paged_attention
 from helpers.attention import api, sharding
 from helpers.attention.problem import check_call
 
@@ -163,6 +163,23 @@ def test_explicit_axes(implementation):
     assert jax.typeof(lse).sharding.spec == P("batch", None, "heads")
 
 
+@on_four_devices
+@pytest.mark.parametrize("implementation", ["reference", "portable"])
+def test_explicit_axes_that_split_the_sequence(implementation):
+    """The results are split as the query is, and each gradient as its array."""
+    mesh = mesh_of(AxisType.Explicit)
+    specs = [P("batch", "heads"), P("batch"), P("batch", None, "heads")]
+    arrays = [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in zip(inputs(), specs, strict=False)]
+    (out, lse), pull_back = jax.vjp(attention_of(implementation), *arrays)
+    for result in (out, lse):
+        assert jax.typeof(result).sharding.spec[:3] == ("batch", "heads", None)
+    for gradient, array in zip(pull_back((out, lse)), arrays, strict=True):
+        assert jax.typeof(gradient).sharding == jax.typeof(array).sharding
+    right = attention_of("reference")(*inputs()[:3])
+    for mine, other in zip((out, lse), right, strict=True):
+        np.testing.assert_allclose(mine, other, atol=4e-6)
+
+
 @pytest.mark.full
 @on_four_devices
 def test_vmap_over_an_axis_that_is_split_explicitly():
@@ -210,6 +227,22 @@ def test_an_axis_of_vmap_joins_the_batch():
         )
         for mine, other in zip(together, alone, strict=True):
             np.testing.assert_allclose(mine[i], other, atol=4e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "portable", "hopper", "tpu"])
+def test_vmap_over_an_axis_of_no_entries_gives_none(implementation):
+    """Also with another such axis around it or in it, and where an array has none of them."""
+    arrays = [jnp.zeros((0, 2, *array.shape), jnp.bfloat16) for array in inputs()[:3]]
+    arrays[1] = arrays[1][:, :1].reshape(0, *arrays[1].shape[2:])
+    loss = lambda *arrays: sum(result.sum() for result in attention_of(implementation, None)(*arrays))
+    inner = jax.vmap(jax.grad(loss, (0, 1, 2)), (0, None, 0))
+    shapes = lambda results: [result.shape for result in results]
+    run = jax.eval_shape if implementation in ("hopper", "tpu") else lambda f, *arrays: jax.jit(f)(*arrays)
+    gradients = run(jax.vmap(inner), *arrays)
+    assert shapes(gradients) == [(0, 2, *array.shape) for array in inputs()[:3]]
+    other_way = jax.vmap(jax.vmap(attention_of(implementation, None), (0, None, 0)), (1, None, 1))
+    arrays[1] = jnp.zeros_like(inputs()[1], jnp.bfloat16)
+    assert shapes(run(other_way, *arrays)) == [(2, 0, B, T, 4, H), (2, 0, B, T, 4)]
 
 
 SETTINGS = {
@@ -274,6 +307,38 @@ def test_hopper_kernels_are_split_too(hopper_machine):
     check(program(*arrays), "hopper")
 
 
+def forward_kernels(jaxpr, platform="cpu"):
+    """How many forward kernels a jaxpr and those in it hold for a platform."""
+    count = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            count += equation.params["name"] == "flash_attention_forward"
+        elif equation.params.get("platform", platform) == platform:
+            values = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda value: hasattr(value, "eqns"))
+            count += sum(forward_kernels(inner, platform) for inner in values if hasattr(inner, "eqns"))
+    return count
+
+
+@pytest.mark.parametrize("return_residual", [False, True])
+def test_checkpoint_saves_residuals_by_name(return_residual):
+    """Then the forward kernel runs once, where a checkpoint without names runs it again."""
+    arrays = [jnp.concatenate([array] * 3, axis=1) for array in inputs()[:3]]  # more queries than the few
+    policy = jax.checkpoint_policies.save_only_these_names(*api.RESIDUALS)
+
+    def loss(*arrays):
+        result = flash_attention(
+            jnp.sin(arrays[0]), *arrays[1:], implementation="portable", return_residual=return_residual
+        )
+        return sum(jnp.sin(array).sum() for array in jax.tree.leaves(result))
+
+    right = jax.jit(jax.grad(loss, (0, 1, 2)))(*arrays)
+    for wrap, count in ((jax.checkpoint(loss), 2), (jax.checkpoint(loss, policy=policy), 1)):
+        for gradient in (jax.grad(wrap, (0, 1, 2)), jax.jit(jax.grad(jax.jit(wrap), (0, 1, 2)))):
+            assert forward_kernels(jax.make_jaxpr(gradient)(*arrays).jaxpr) == count
+    for mine, other in zip(gradient(*arrays), right, strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-6)
+
+
 # JAX keeps an exported program for later versions of itself, and does not promise that for kernels.
 UNPROMISED = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ("__gpu$xla.gpu.triton", "mosaic_gpu_v2")]
 
@@ -298,6 +363,35 @@ def test_export_for_another_platform_says_what_works():
     said = r'compiled for tpu, for which this .* no kernels; use implementation="reference"'
     with pytest.raises(NotImplementedError, match=said):
         jax.export.export(run, platforms=("tpu",))(*inputs()[:3])
+
+
+SYMBOLIC = [
+    {},
+    {"is_causal": True, "local_window_size": (3, 2), "query_seq_lengths": np.array([5, 6], np.int32)},
+]
+
+
+@pytest.mark.parametrize("arguments", SYMBOLIC, ids=str)
+def test_export_with_symbolic_shapes(arguments):
+    """Of the reference, which is the default then, with gradients and a query that sees nothing."""
+    b, t, s = jax.export.symbolic_shape("b, t, s", constraints=["t >= 6"])
+    batch = B if arguments else b  # lengths have their number
+    query, key = (jax.ShapeDtypeStruct((batch, length, N, H), jnp.float32) for length, N in ((t, 4), (s, 2)))
+    lse = jax.ShapeDtypeStruct((batch, t, 4), jnp.float32)
+    run = functools.partial(everything, functools.partial(flash_attention, return_residual=True, **arguments))
+    exported = jax.export.export(jax.jit(run))(query, key, key, query, lse)
+    arrays = inputs()
+    for mine, right in zip(exported.call(*arrays), jax.jit(run)(*arrays), strict=True):
+        np.testing.assert_allclose(mine, right, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["portable", "hopper", "tpu", "cudnn"])
+def test_symbolic_shapes_are_the_references_alone(implementation):
+    t = jax.export.symbolic_shape("t")[0]
+    query = jax.ShapeDtypeStruct((1, t, 2, H), jnp.bfloat16)
+    attend = functools.partial(flash_attention, implementation=implementation)
+    with pytest.raises(NotImplementedError, match=f'{implementation} serves no symbolic shapes; use .*="reference"'):
+        jax.export.export(jax.jit(attend))(query, query, query)
 
 
 FORWARD_MODE = {
@@ -342,3 +436,89 @@ def test_the_precision_of_products_is_the_callers():
         with jax.default_matmul_precision(precision):
             text = str(jax.make_jaxpr(run)(*types))
         assert precision.upper() in text.upper() and f"Precision.{other}" not in text
+
+
+# Pages
+
+
+def paged_inputs(K=2, dtype=np.float32):
+    """query, key and value pages, table and lengths of `paged_attention`."""
+    random = np.random.default_rng(K)
+    shapes = [(B, 2, 4, H), (6, 16, K, H), (6, 16, K, H)]
+    table = random.permutation(6).reshape(B, 3).astype(np.int32)
+    return *(jnp.asarray(random.standard_normal(shape), dtype) for shape in shapes), table, np.array([40, 17], np.int32)
+
+
+def paged(implementation, *arrays):
+    return paged_attention(*arrays, implementation=implementation, return_residual=True)
+
+
+def check_pages(results, *arrays):
+    for mine, right in zip(results, paged("reference", *arrays), strict=True):
+        np.testing.assert_allclose(mine, right, atol=2e-6)
+
+
+PAGES = P(None, None, "heads")
+SPECS_OF_PAGES = P("batch", None, "heads"), PAGES, PAGES, P("batch"), P("batch")
+
+
+@on_four_devices
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("implementation", ["reference", "portable"])
+def test_pages_are_split_over_heads_and_queries_over_the_batch_too(implementation, kind):
+    mesh, run = mesh_of(kind), functools.partial(paged, implementation)
+    arrays = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(paged_inputs(), SPECS_OF_PAGES, strict=True)]
+    program = jax.jit(run).lower(*arrays).compile()
+    results = program(*arrays)
+    check_pages(results, *paged_inputs())
+    if implementation == "portable":
+        assert not any(f"{name}(" in program.as_text() for name in COLLECTIVES)
+        assert [result.sharding.shard_shape(result.shape) for result in results] == [(1, 2, 2, H), (1, 2, 2)]
+    if kind == AxisType.Explicit:
+        assert jax.typeof(run(*arrays)[0]).sharding.spec == P("batch", None, "heads", None)
+
+
+@on_four_devices
+@pytest.mark.parametrize(("implementation", "K"), [("reference", 2), ("portable", 2), ("portable", 1)])
+def test_pages_in_shard_map(implementation, K):
+    specs = (*SPECS_OF_PAGES[:1], *[PAGES if K == 2 else P()] * 2, *SPECS_OF_PAGES[3:])
+    run = functools.partial(paged, implementation)
+    out_specs = (SPECS_OF_PAGES[0],) * 2
+    on_mesh = jax.shard_map(run, mesh=mesh_of(AxisType.Auto), in_specs=specs, out_specs=out_specs)
+    check_pages(jax.jit(on_mesh)(*paged_inputs(K)), *paged_inputs(K))
+
+
+@pytest.mark.parametrize("own_pages", [False, True])
+def test_vmap_of_pages(own_pages):
+    """Pages that all entries share are not copied; where each has its own, so it keeps them, a wrong table included."""
+    query, key_pages, value_pages, table, lengths = paged_inputs()
+    tables = np.stack([table, table[::-1], table + 3])  # numbers from 6 on mean the last page
+    values = jnp.stack([value_pages, -value_pages, 2 * value_pages]) if own_pages else value_pages
+    run = jax.vmap(
+        lambda query, values, table: paged("portable", query, key_pages, values, table, lengths),
+        (None, 0 if own_pages else None, 0),
+    )
+    together = jax.jit(run)(query, values, tables)
+    for i in range(3):
+        value = values[i] if own_pages else values
+        check_pages([result[i] for result in together], query, key_pages, value, tables[i].clip(0, 5), lengths)
+    text = jax.jit(run).lower(query, values, tables).as_text()
+    assert ("x16x2x4xf32>" in text.replace("tensor<6x16x2x4xf32>", "")) == own_pages
+    none = jax.vmap(functools.partial(paged, "portable"), (0, None, None, None, None))
+    assert none(query[None][:0], key_pages, value_pages, table, lengths)[0].shape == (0, *query.shape)
+
+
+def test_pages_are_exported_for_cuda_from_a_cpu():
+    run = jax.jit(functools.partial(paged, "portable"))
+    exported = jax.export.export(run, platforms=("cpu", "cuda"), disabled_checks=UNPROMISED)(*paged_inputs())
+    assert "__gpu$xla.gpu.triton" in exported.mlir_module()
+    check_pages(exported.call(*paged_inputs()), *paged_inputs())
+    exported = jax.export.export(run, platforms=("cuda",), disabled_checks=UNPROMISED)(*paged_inputs())
+    assert "stablehlo.while" not in exported.mlir_module()  # of the interpreter
+
+
+def test_pages_under_jit_for_a_cpu_on_a_machine_with_a_card(monkeypatch):
+    monkeypatch.setattr("helpers.attention.paged.compute_capability", lambda *_: (9, 0))
+    traced = jax.jit(functools.partial(paged, None)).trace(*paged_inputs())
+    assert "__gpu$xla.gpu.triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    check_pages(traced.lower().compile()(*paged_inputs()), *paged_inputs())

@@ -129,6 +129,20 @@ def test_full_mask_with_lengths_and_rows_that_see_nothing():
     check_both(AttentionCase(T=10, S=7, H=8, B=2, query_lengths=(10, 4), key_lengths=(0, 5)), devices=2)
 
 
+def test_a_query_that_sees_no_key_passes_nothing():
+    """Whatever arrives at it."""
+    (query, key, value), arguments = AttentionCase(T=4, S=4, H=8, N=1, key_lengths=(0,)).inputs()
+
+    @jax.jit
+    def gradients(filler):
+        attend = functools.partial(attention_on(2, implementation="reference"), **arguments)
+        results, pull_back = jax.vjp(attend, query, key, value)
+        return pull_back(jax.tree.map(lambda array: jnp.full_like(array, filler), results))
+
+    for mine, right in zip(gradients(np.nan), gradients(0.0), strict=True):
+        np.testing.assert_array_equal(mine, right)
+
+
 CASES = {
     "square": AttentionCase(T=64, S=64, H=8, N=4, K=2, arguments=CAUSAL),
     "odd": AttentionCase(T=37, S=37, H=24, N=6, K=2, B=2, arguments=CAUSAL),
@@ -324,6 +338,7 @@ def shares(share=4, **options):
         ({"is_causal": True, "keys": 6}, "as many keys as queries, got 6 and 4"),
         ({"is_causal": True, "share": 3}, "query must have an even length on each device for layout zigzag, got 3"),
         ({"key_length": 9}, "key_length must be an integer from 1 to 8, got 9"),
+        ({"share": 2**29}, r"at most 2\*\*30 - 1 positions on all devices together, got 2 times 536870912 and"),
         ({"key_length": 0}, "key_length must be an integer from 1 to 8, got 0"),
         ({"query_seq_lengths": np.array([9], np.int32)}, "query_seq_lengths must lie between 0 and 8"),
         ({"implementation": "fastest"}, "implementation must be None or one of"),
@@ -363,6 +378,16 @@ def test_derivatives_that_there_are_not():
         jax.jvp(attend, (query,), (query,))
     with pytest.raises(NotImplementedError, match="first derivative only"):
         jax.grad(lambda query: jax.grad(attend)(query).sum())(query)
+
+
+def test_checkpoint_saves_residuals_by_name():
+    """Then no kernel runs again, and no keys travel again."""
+    query = jnp.ones((1, 4, 1, 8))
+    attend = lambda query: attention_on(2)(query, query, query)[0].sum()
+    policy = jax.checkpoint_policies.save_only_these_names(*api.RESIDUALS)
+    text = lambda attend: str(jax.make_jaxpr(jax.grad(attend))(query))
+    again, once, plain = map(text, (jax.checkpoint(attend), jax.checkpoint(attend, policy=policy), attend))
+    assert again.count("ppermute") > once.count("ppermute") == plain.count("ppermute")
 
 
 # What it costs

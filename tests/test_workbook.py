@@ -1,11 +1,15 @@
 """A learner's copies of the notebooks: brought up to date, and nothing that was written into them is ever lost."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import nbformat
 import pytest
 from lessons import PATHS
 
+from helpers import lab
 from helpers import workbook as module
 from helpers.workbook import EARLIER, RECORD, edition, find, fresh, lay_out
 
@@ -177,6 +181,24 @@ def test_every_notebook_is_found_by_its_number():
         assert find(path.stem[:2]) == find(int(path.stem[:2])) == find(f"notebooks/{path.name}") == path
     with pytest.raises(LookupError, match="no notebook '77': say a number from 00 to "):
         find(77)
+
+
+def test_the_command_needs_no_docstrings():
+    """PYTHONOPTIMIZE=2 takes them away."""
+    command = [sys.executable, "-OO", "-P", module.__file__, "fresh", "77"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert "there is no notebook '77'" in ended.stderr and ended.returncode == 1
+
+
+def test_jupyter_starts_without_a_home_that_can_be_written(monkeypatch, tmp_path):
+    """A file cannot be a folder, whoever asks; a read-only home is no bar for root."""
+    for name in lab.FOLDERS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("HOME", "/dev/null/home")
+    found = lab.folders_in_place_of_unwritable_ones()
+    assert found.keys() == lab.FOLDERS.keys()
+    assert all(Path(folder).is_dir() for folder in found.values())
 
 
 @pytest.mark.parametrize("name", ["five", ""])

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.experimental.pallas.fuser  # the interpreter would import it with the first kernel, and that compile again
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
@@ -23,9 +24,11 @@ from helpers.attention.portable import backward as portable_backward
 from helpers.attention.portable import decode as portable_decode
 from helpers.attention.portable import forward as portable_forward
 from helpers.attention.problem import FEW_QUERIES, Call, check_call
-from helpers.attention.reference import naive_attention, naive_gradients, naive_gradients_of_part
+from helpers.attention.reference import naive_attention, naive_gradients, naive_gradients_of_part, what_counts
 from helpers.attention.reverse_mode import reverse_mode_only
 
+# Their names for `jax.checkpoint`; the last is there for 16-bit types in hopper, tpu and rings.
+RESIDUALS = ("flash_attention_out", "flash_attention_lse", "flash_attention_low_bits")
 IMPLEMENTATIONS = ("reference", "portable", "hopper", "tpu", "cudnn")
 
 
@@ -54,22 +57,18 @@ def flash_attention(
         the arguments below.
       scale: a Python number; None means 1 / sqrt(H).
       is_causal: query i sees keys j <= i, counted from the start of both.
-      query_seq_lengths, key_value_seq_lengths: int32 (B,); positions from there on are padding and
-        may hold anything. Under jit their values cannot be checked; there, more than the length means
-        all of it.
-      local_window_size: (left, right), or one integer for both: query i sees keys
-        i - left <= j <= i + right.
-      implementation: "reference" (naive, the whole matrix in memory), "portable" (the Pallas
-        kernels: compiled on an NVIDIA GPU from Ampere on, interpreted on a CPU), "hopper" (kernels
-        for NVIDIA's Hopper cards, 16-bit inputs without lengths or windows; a CPU of 16 cores or
-        with PJRT_NPROC=16 interprets them, for one device), "tpu" (kernels for Google's TPUs, which have been compiled
-        for v5e and v6e and run nowhere but in the interpreter; a CPU interprets them, for one device), "cudnn"
-        (handed to `jax.nn`, where it can serve the call), or None: hopper on such a card for what it serves,
-        otherwise portable on an NVIDIA GPU from Ampere on, tpu on a TPU, reference elsewhere. Some things are
-        better in portable than in hopper. Where a softmax is very sharp, its 16-bit gradients are several times
-        more exact. Its dq is the same in each run, to the last bit. Its forward pass takes as long for all
-        inputs, hopper's takes longer where scores are far above those of the first keys. And bfloat16 values
-        below 1e-20 keep all of their digits.
+      query_seq_lengths, key_value_seq_lengths: int32 (B,); positions from there on are padding and may hold anything.
+        Under jit their values cannot be checked; there, more than the length means all of it.
+      local_window_size: (left, right), or one integer for both: query i sees keys i - left <= j <= i + right.
+      implementation: "reference" (naive, the whole matrix in memory), "portable" (the Pallas kernels: compiled on an
+        NVIDIA GPU from Ampere on, interpreted on a CPU), "hopper" (kernels for NVIDIA's Hopper cards, 16-bit inputs
+        without lengths or windows; a CPU of 16 cores or with PJRT_NPROC=16 interprets them, for one device), "tpu"
+        (kernels for Google's TPUs, which have been compiled for v5e and v6e and run nowhere but in the interpreter; a
+        CPU interprets them, for one device), "cudnn" (handed to `jax.nn`, where it can serve the call), or None:
+        hopper on such a card for what it serves, otherwise portable on an NVIDIA GPU from Ampere on, tpu on a TPU,
+        reference elsewhere. Some things are better in portable than in hopper. Its dq is the same in each run, to the
+        last bit. Its forward pass takes as long for all inputs, hopper's takes longer where scores are far above those
+        of the first keys. And bfloat16 values below 1e-20 keep all of their digits.
       return_residual: also return the log-sum-exp of the scaled logits.
 
     Returns:
@@ -80,33 +79,36 @@ def flash_attention(
 
     Raises:
       TypeError, ValueError: an argument is not as described; the message names it.
-      NotImplementedError: the chosen implementation cannot serve this call, or has no such derivative;
-        the message says why and what can.
+      NotImplementedError: the chosen implementation cannot serve this call, or has no such derivative; it says why.
 
     Up to 16 queries, as when text is generated, portable and hopper share one forward pass: the keys are split over
     programs, which write 4 (H + 1) bytes for each part of the keys, query and head, to be merged (`portable.decode`).
 
-    Gradients flow into query, key and value from out and from lse, and a query that sees no key
-    passes none. The kernels have reverse-mode first derivatives; the reference has all. The algorithm
-    is FlashAttention-2, arXiv 2307.08691.
+    Gradients flow into query, key and value from out and from lse, and a query that sees no key passes none. The
+    kernels have reverse-mode first derivatives; the reference has all. The algorithm is FlashAttention-2, arXiv
+    2307.08691. In 16 bits dq does not feel what the keys of a row have in common, as it does with cudnn: for that the
+    forward pass of hopper and tpu, where it is differentiated, keeps 2 B T N H bytes more, the low bits of out. In
+    `jax.checkpoint` the residuals can be saved by name, so that this pass runs once (the reference has no such names):
+    policy=jax.checkpoint_policies.save_only_these_names(*helpers.attention.api.RESIDUALS).
 
-    Precision: on a GPU the factors of float32 products are rounded to TF32, 11 significant bits, as
-    everywhere in JAX, unless `jax.default_matmul_precision("highest")` is set around the call or
-    the jit that traces it. With TF32, dq and dk of a row that sees one key only are not quite the zero
-    that they should be: what is left is the rounding of dout value^T.
+    Precision: on a GPU the factors of float32 products are rounded to TF32, 11 significant bits, as everywhere in JAX,
+    unless `jax.default_matmul_precision("highest")` is set around the call or the jit that traces it. With TF32, dq
+    and dk of a row that sees one key only are not quite the zero that they should be: what is left is the rounding of
+    dout value^T. The kernels multiply logits by log2 e before the largest is subtracted, which rounds float32 logits
+    once more: beside the error of the logits themselves, out has a relative error of up to 5e-8 times the largest
+    logit (4e-5 near 2000), and dq, where the keys of a row have much in common, one of up to 5e-5 times it.
 
-    Many devices: under jit a call is split over the batch and the heads as its arrays are, and no array
-    is gathered for that; where there are fewer key heads than devices to split them, every device needs
-    all of its batch's. Sequences are gathered; `ring_attention` leaves them split. On a mesh with explicit axes the
-    result is split as query is, and in `jax.shard_map` each device attends to its own part. (The reference's split is
-    XLA's choice.)
+    Many devices: under jit a call is split over the batch and the heads as its arrays are, and no array is gathered
+    for that; where there are fewer key heads than devices to split them, every device needs all of its batch's.
+    Sequences are gathered; `ring_attention` leaves them split. On a mesh with explicit axes the result is split as
+    query is, and in `jax.shard_map` each device attends to its own part. (The reference's split is XLA's choice.)
 
-    Platforms: which kernels run is settled when a program is compiled, so one trace serves a CPU and a
-    GPU. For `jax.export` say disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name)], name
-    "__gpu$xla.gpu.triton" for portable and "mosaic_gpu_v2" for hopper, since JAX does not promise that later
-    versions run them. From a machine without a GPU, name the implementation: None is the reference there.
-    Of these, hopper can be exported for "cuda" alone; and what is split under jit cannot be exported, unlike a
-    `jax.shard_map`.
+    Platforms: which kernels run is settled when a program is compiled, so one trace serves a CPU and a GPU. For
+    `jax.export` say disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name)], name "__gpu$xla.gpu.triton"
+    for portable and "mosaic_gpu_v2" for hopper, since JAX does not promise that later versions run them. From a
+    machine without a GPU, name the implementation: None is the reference there. Of these, hopper can be exported for
+    "cuda" alone; and what is split under jit cannot be exported, unlike a `jax.shard_map`. Where B, T or S are
+    symbols, None is the reference too, which alone serves them.
     """
     call = check_call(
         query,
@@ -123,7 +125,7 @@ def flash_attention(
     if not isinstance(return_residual, bool):
         raise TypeError(f"return_residual must be True or False, got {return_residual!r}")
     attend = _choose(implementation, call, return_residual)
-    with _settings():
+    with settings():
         out, lse = _compiled(attend, call.problem, return_residual, *call.arrays)
     if query.ndim == 3:
         out, lse = out[0], None if lse is None else lse[0]
@@ -134,8 +136,12 @@ def _choose(implementation, call, return_residual):
     """The function that serves this call: it takes the call and returns out and lse (B, N, T)."""
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(f"implementation must be None or one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
+    if call.problem.is_symbolic and implementation not in (None, "reference"):
+        raise NotImplementedError(f'{implementation} serves no symbolic shapes; use implementation="reference"')
     device = device_of(call.query)
     if implementation is None:
+        if call.problem.is_symbolic:
+            return naive_attention
         if device.platform == "tpu":
             return TPU_OR_REFERENCE
         capability = compute_capability(device_of(call.query))
@@ -149,7 +155,10 @@ def _choose(implementation, call, return_residual):
         raise NotImplementedError(reason)
     if implementation in INTERPRETED:
         alone = device.platform == "cpu" and jax.typeof(call.query).sharding.mesh.empty
-        return INTERPRETED[implementation] if alone else OR_REFERENCE[implementation]
+        if not alone:
+            return OR_REFERENCE[implementation]
+        too_few_threads = implementation == "hopper" and _check_threads()
+        return _refusing("cpu", too_few_threads) if too_few_threads else INTERPRETED[implementation]
     return {"reference": naive_attention, "portable": PORTABLE, "cudnn": _cudnn}[implementation]
 
 
@@ -160,7 +169,7 @@ def kernels_of(implementation, call):
 
 
 @contextlib.contextmanager
-def _settings():
+def settings():
     """JAX's settings in which kernels are traced and run, whatever the caller's."""
     with jax.enable_x64(False), jax.disable_jit(False):
         yield
@@ -198,7 +207,8 @@ class Kernels(NamedTuple):
 class KernelsOf:
     """Attention by the kernels for the platform that a program is compiled for, as a function of a call.
 
-    Decided so late, one trace serves them all. platforms: pairs of a platform, or "default", and its Kernels.
+    Decided so late, one trace serves them all. platforms: pairs of a platform, or "default", and its Kernels, or the
+    words with which it is refused.
     splits: whether XLA may split a call over devices.
     """
 
@@ -219,11 +229,13 @@ class KernelsOf:
 
         def one_device(problem, *arrays):
             def on(kernels):
+                if isinstance(kernels, str):
+                    return kernels
                 one_pass = getattr(kernels, which)
                 return lambda *arrays: tuple(one_pass(Call(problem, *arrays[:5]), *arrays[5:]))
 
             # Perhaps traced anew when XLA splits a call, long after the caller's settings are gone.
-            with _settings(), jax.default_matmul_precision(precision):
+            with settings(), jax.default_matmul_precision(precision):
                 return by_platform(*arrays, **{name: on(kernels) for name, kernels in self.platforms})
 
         letters = {
@@ -330,14 +342,16 @@ def _attention(kernels, problem, *arrays):
 
 def _attention_forward(kernels, problem, *arrays):
     attention = _keeping_low_bits if kernels.keeps_low_bits(problem) else _attention
-    out, lse, *low = attention(kernels, problem, *arrays)
+    out, lse, *low = map(checkpoint_name, attention(kernels, problem, *arrays), RESIDUALS)
     return (out, lse), (*arrays, out, lse, *(low or [None]))
 
 
 def _attention_backward(kernels, problem, residuals, gradients):
     *residuals, low = residuals
+    call, lse = Call(problem, *residuals[:5]), residuals[6]
+    query, *gradients = call.of_seeing_rows(lse, call.query, *gradients)
     # Lengths are integers and have no gradient.
-    return *_gradients(kernels, problem, *residuals, *gradients, low), None, None
+    return *_gradients(kernels, problem, query, *residuals[1:], *gradients, low), None, None
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
@@ -386,11 +400,23 @@ def _check_hopper(call, _):
     """Why the Hopper kernels cannot serve a call here, or None where they can."""
     device = device_of(call.query)
     reason = hopper.why_not(call)
-    if device.platform == "cpu":
-        reason = reason or hopper.why_not_here()
-    elif compute_capability(device) != (9, 0):
+    if device.platform != "cpu" and compute_capability(device) != (9, 0):
         reason = f"it needs an NVIDIA GPU of compute capability 9.0 (Hopper) or a CPU, this is {device.device_kind}"
+    if reason:
+        return f'the hopper kernel cannot serve this call: {reason}; use implementation="portable"'
+    # A traced call may be on its way to a GPU: that is known when its program is lowered.
+    return _check_threads() if device.platform == "cpu" and not isinstance(call.query, jax.core.Tracer) else None
+
+
+def _check_threads():
+    """Why this CPU cannot interpret the Hopper kernels, or None where it can."""
+    reason = hopper.why_not_here()
     return reason and f'the hopper kernel cannot serve this call: {reason}; use implementation="portable"'
+
+
+def _refusing(platform, words):
+    """Hopper's kernels for a GPU, and words for those who compile them for another platform."""
+    return KernelsOf(((platform, words), ("cuda", dict(INTERPRETED["hopper"].platforms)["cuda"])), splits=False)
 
 
 def _check_cudnn(call, return_residual):
@@ -417,8 +443,12 @@ def _check_cudnn(call, return_residual):
 
 def _cudnn(call):
     band = call.problem.band
+    arrays = query, key, value = call.arrays[:3]
+    is_query, is_key, _ = what_counts(call)
+    if call.may_have_blind_rows:
+        arrays = jnp.where(is_query, query, 0), jnp.where(is_key, key, 0), jnp.where(is_key, value, 0)
     out = jax.nn.dot_product_attention(
-        *map(reverse_mode_only, call.arrays[:3]),
+        *map(reverse_mode_only, arrays),
         scale=call.problem.scale,
         is_causal=band.right == 0,
         query_seq_lengths=call.query_lengths,
@@ -426,4 +456,4 @@ def _cudnn(call):
         local_window_size=None if band.left is None else (band.left, 0),
         implementation="cudnn",
     )
-    return out, None
+    return jnp.where(is_query, out, 0) if call.may_have_blind_rows else out, None

@@ -9,6 +9,10 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
 
+NO_KERNELS = (
+    "this program is compiled for {platforms}, for which this implementation of flash_attention has no kernels; use "
+    'implementation="reference"'
+)
 AMPERE = jax.sharding.AbstractDevice(device_kind="NVIDIA A100-SXM4-80GB", num_cores=108, platform="gpu")
 LEAST_SHARED_MEMORY = 99 * 1024  # bytes of a program, at capability 8.6, 8.9 and 12.x; more from 8.0 on elsewhere
 
@@ -63,22 +67,27 @@ def _lowers_for_cuda():
 def by_platform(*arrays, **runs):
     """run(*arrays), a tuple, for the platform that the program is compiled for. runs: {platform or "default": run}.
 
-    Decided so late, one trace serves all platforms. No run has a derivative or knows `vmap`.
+    Decided so late, one trace serves all platforms. No run has a derivative or knows `vmap`. In place of some of them,
+    not of all, there may be the words of an error, which is raised when a program is compiled for that platform.
     """
     leaves, tree = jax.tree.flatten(arrays)
     types = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    branches = {}
+    branches, refusals = {}, {"default": NO_KERNELS}
     for platform, run in runs.items():
+        if isinstance(run, str):
+            refusals[platform] = run
+            continue
         # The setting is that of `jax.shard_map(check_vma=False)`, which has no public name for a part of its body.
         with config._check_vma(False), _lowers_for_cuda() if platform == "cuda" else contextlib.nullcontext():
             jaxpr = jax.make_jaxpr(lambda *leaves, run=run: tuple(run(*tree.unflatten(leaves))))(*types)
-        branches[platform] = functools.partial(_apart, platform, jaxpr)
-    branches.setdefault("default", functools.partial(_apart, None, jaxpr))
+        branches[platform] = functools.partial(_apart, platform, None, jaxpr)
+    for platform, words in refusals.items():  # with results of the right types
+        branches.setdefault(platform, functools.partial(_apart, platform, words, jaxpr))
     return jax.lax.platform_dependent(*leaves, **branches)
 
 
-def _apart(platform, jaxpr, *arrays):
-    return tuple(apart_p.bind(*arrays, call_jaxpr=jaxpr, platform=platform))
+def _apart(platform, refusal, jaxpr, *arrays):
+    return tuple(apart_p.bind(*arrays, call_jaxpr=jaxpr, platform=platform, refusal=refusal))
 
 
 # A part of a program for one platform. JAX would lower it for every platform of an exported program, and in
@@ -88,22 +97,21 @@ apart_p.multiple_results = True
 
 
 @apart_p.def_effectful_abstract_eval
-def _(query, *_, call_jaxpr, platform):
+def _(query, *_, call_jaxpr, platform, refusal):
     def result(aval):
         sharding = query.sharding.update(spec=P(*(None for _ in aval.shape)))
         return jax.core.ShapedArray(aval.shape, aval.dtype, sharding=sharding, manual_axis_type=query.manual_axis_type)
 
+    if refusal is not None:
+        return [result(aval) for aval in call_jaxpr.out_avals], set()
     effects = call_jaxpr.effects - {core.internal_mutable_array_effect}  # refs that live and die inside are no effect
     return [result(aval) for aval in call_jaxpr.out_avals], effects
 
 
-def _lower_apart(context, *arrays, call_jaxpr, platform):
+def _lower_apart(context, *arrays, call_jaxpr, platform, refusal):
     module = context.module_context
-    if platform is None:
-        raise NotImplementedError(
-            f"this program is compiled for {', '.join(module.platforms)}, for which this implementation of "
-            'flash_attention has no kernels; use implementation="reference"'
-        )
+    if refusal is not None:
+        raise NotImplementedError(refusal.format(platforms=", ".join(module.platforms)))
     if platform != "default":
         module = module.replace(platforms=(platform,))
     inner = context.replace(module_context=module, avals_in=call_jaxpr.in_avals)

@@ -46,6 +46,15 @@ def visible(rows, cols, band, query_length, key_length):
     return seen
 
 
+def sees_some(rows, band, query_length, key_length):
+    """Boolean mask of the ``rows`` that see any key: a band that holds a key of a query holds the first it could see.
+
+    rows: integer positions; the lengths are broadcast to them.
+    """
+    sees = (rows < query_length) & (key_length > 0)
+    return sees if band.left is None else sees & (rows - band.left < key_length)
+
+
 def key_tiles(q_start, q_stop, block_k, band, query_length, key_length, xp=np):
     """Half-open range ``(first, stop)`` of the key tiles that queries q_start..q_stop-1 need.
 

@@ -18,7 +18,7 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 MAX_HEAD_DIM = 256
 FEW_QUERIES = 16  # at most, of calls that the kernels for decoding serve
 LARGEST_SCALE = float(np.finfo(np.float32).max) / math.log2(math.e)
-MAX_LENGTH = 2**30  # so that sums of two positions stay within int32
+MAX_LENGTH = 2**30 - 1  # so that sums of two positions stay within int32
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Problem:
 
     B batch, T queries, S keys, N query heads, K key/value heads, H head_dim (the letters of
     `jax.nn.dot_product_attention`); dtype of query, key and value; scale of the logits; band of
-    visible keys (see `masking`).
+    visible keys (see `masking`). In `jax.export`, B, T and S may be symbols.
     """
 
     B: int
@@ -44,6 +44,16 @@ class Problem:
     def group(self):
         """Query heads that share one key/value head."""
         return self.N // self.K
+
+    @property
+    def is_symbolic(self):
+        """Whether some size is no number, but a symbol of `jax.export.symbolic_shape`."""
+        return not all(isinstance(size, int) for size in (self.B, self.T, self.S))
+
+    @property
+    def band_blinds_rows(self):
+        """Whether the band leaves the last query without a key, or may do so, be there lengths or not."""
+        return self.band.left is not None and (self.is_symbolic or self.T - self.band.left > self.S)
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,21 @@ class Call:
     def arrays(self):
         """The five, in the order of the fields."""
         return self.query, self.key, self.value, self.query_lengths, self.key_lengths
+
+    @property
+    def may_have_blind_rows(self):
+        """Whether a query may see no key. Known when traced, so that calls without such rows pay nothing for them."""
+        return self.problem.band_blinds_rows or not (self.query_lengths is None and self.key_lengths is None)
+
+    def of_seeing_rows(self, lse, *arrays):
+        """The arrays, (B, T, N, H) or (B, N, T), with zeros for queries that see no key, as lse (B, N, T) tells.
+
+        In the backward pass: such a query passes nothing, but a NaN would survive the weight of zero that it has.
+        """
+        if not self.may_have_blind_rows:
+            return arrays
+        blind = {3: lse == -jnp.inf, 4: jnp.swapaxes(lse == -jnp.inf, 1, 2)[..., None]}
+        return tuple(jnp.where(blind[array.ndim], 0, array) for array in arrays)
 
 
 def check_call(
@@ -117,8 +142,8 @@ def check_call(
     B = query.shape[0]
     if N % K:
         raise ValueError(f"query heads must be a multiple of key/value heads, got {N} and {K}")
-    if max(T, S) > MAX_LENGTH:
-        raise ValueError(f"query and key must have at most 2**30 positions, got {T} and {S}")
+    if any(_is_more(length, MAX_LENGTH) for length in (T, S)):
+        raise ValueError(f"query and key must have at most 2**30 - 1 positions, got {T} and {S}")
     if H > MAX_HEAD_DIM:
         raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, got {H}")
     _refuse_tracer("is_causal", is_causal)
@@ -176,8 +201,8 @@ def check_paged_call(query, key_pages, value_pages, page_table, lengths, *, scal
     if page_table.ndim != 2 or page_table.shape[0] != B or not page_table.shape[1]:
         raise ValueError(f"page_table must have shape ({B}, pages of a sequence), got {page_table.shape}")
     S = page_table.shape[1] * page
-    if S > MAX_LENGTH:
-        raise ValueError(f"page_table must have room for at most 2**30 tokens, got {S}")
+    if _is_more(S, MAX_LENGTH):
+        raise ValueError(f"page_table must have room for at most 2**30 - 1 tokens, got {S}")
     if lengths is None:
         raise TypeError(f"lengths must be an int32 array of shape ({B},), got None")
     key_lengths = check_lengths("lengths", lengths, B, S)
@@ -204,6 +229,13 @@ def _check_array(name, array):
         )
     if 0 in array.shape:
         raise ValueError(f"{name} must have at least one element on every axis, got shape {array.shape}")
+    if not all(isinstance(size, int) for size in array.shape[-2:]):
+        raise TypeError(f"{name} must have numbers of heads and head_dim, not symbols, got shape {array.shape}")
+
+
+def _is_more(length, limit):
+    """Whether a length is above a limit, as far as that is known: one of them may be a symbol."""
+    return isinstance(length, int) and isinstance(limit, int) and length > limit
 
 
 def _check_scale(scale, head_dim):
@@ -253,7 +285,7 @@ def check_lengths(name, lengths, batch, longest):
     # Under jit the values are not known yet; there, lengths past the end act like the full length.
     if not isinstance(lengths, jax.core.Tracer):
         values = jax.device_get(lengths)
-        if values.min() < 0 or values.max() > longest:
+        if values.min() < 0 or _is_more(int(values.max()), longest):
             raise ValueError(f"{name} must lie between 0 and {longest}, got {values.tolist()}")
     return jnp.asarray(lengths)
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from helpers.attention.masking import visible
+from helpers.attention.masking import sees_some, visible
 from helpers.attention.problem import check_call
 
 
@@ -24,7 +24,7 @@ def naive_attention(call):
     """
     problem = call.problem
     B, T, N, K, H = problem.B, problem.T, problem.N, problem.K, problem.H
-    is_query, is_key, seen = _what_counts(call)
+    is_query, is_key, seen = what_counts(call)
     # Padding may hold anything, NaN included, and 0 * NaN is NaN: replace it by zeros.
     query = jnp.where(is_query, call.query, 0).reshape(B, T, K, problem.group, H)
     key = jnp.where(is_key, call.key, 0)
@@ -41,17 +41,25 @@ def naive_attention(call):
     l = jnp.where(empty, 1, l)
     out = jnp.einsum("bkgts,bskh->btkgh", (p / l).astype(value.dtype), value, preferred_element_type=jnp.float32)
     lse = jnp.where(empty, -jnp.inf, m + jnp.log(l))
-    return out.astype(problem.dtype).reshape(B, T, N, H), lse.reshape(B, N, T)
+    out = out.astype(problem.dtype).reshape(B, T, N, H)
+    if call.may_have_blind_rows:
+        out = jnp.where(is_query, out, 0)  # what it is already, but no gradient that arrives there goes on
+    return out, lse.reshape(B, N, T)
 
 
-def _what_counts(call):
-    """Which queries (B, T, 1, 1) and keys (B, S, 1, 1) are no padding, and which keys each sees, (B, 1, 1, T, S)."""
+def what_counts(call):
+    """Which queries (B, T, 1, 1) see a key, which keys (B, S, 1, 1) are no padding, and which of them each query sees.
+
+    The last has shape (B, 1, 1, T, S).
+    """
     problem = call.problem
     B, T, S = problem.B, problem.T, problem.S
     query_lengths = jnp.full((B,), T) if call.query_lengths is None else call.query_lengths
     key_lengths = jnp.full((B,), S) if call.key_lengths is None else call.key_lengths
-    is_query = jnp.arange(T)[None, :, None, None] < query_lengths[:, None, None, None]
-    is_key = jnp.arange(S)[None, :, None, None] < key_lengths[:, None, None, None]
+    of_entry = lambda lengths: lengths[:, None, None, None]
+    rows = jnp.arange(T)[None, :, None, None]
+    is_query = sees_some(rows, problem.band, of_entry(query_lengths), of_entry(key_lengths))
+    is_key = jnp.arange(S)[None, :, None, None] < of_entry(key_lengths)
     seen = visible(
         jnp.arange(T)[None, :, None],
         jnp.arange(S)[None, None, :],
@@ -80,7 +88,7 @@ def naive_gradients_of_part(call, out, lse, dout, dlse):
     """
     problem = call.problem
     B, T, N, K, H = problem.B, problem.T, problem.N, problem.K, problem.H
-    is_query, is_key, seen = _what_counts(call)
+    is_query, is_key, seen = what_counts(call)
     exact = lambda array, is_real: jnp.where(is_real, array.astype(jnp.float32), 0)
     q, o, do = (exact(array, is_query).reshape(B, T, K, problem.group, H) for array in (call.query, out, dout))
     k, v = (exact(array, is_key) for array in (call.key, call.value))

@@ -40,13 +40,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from helpers.attention.api import KernelsOf, kernels_of
+from helpers.attention.api import RESIDUALS, KernelsOf, kernels_of
 from helpers.attention.low_bits import low_bits
 from helpers.attention.masking import Band
-from helpers.attention.problem import Problem, check_call, check_lengths
+from helpers.attention.problem import MAX_LENGTH, Call, Problem, check_call, check_lengths
 from helpers.attention.reverse_mode import reverse_mode_only
 from helpers.attention.sharding import vary_alike
 
@@ -162,6 +163,13 @@ def ring_attention(
         raise TypeError(f"return_residual must be True or False, got {return_residual!r}")
     call = check_call(query, key, value, scale=scale, is_causal=is_causal)
     problem = call.problem
+    if problem.is_symbolic:
+        raise NotImplementedError("ring_attention serves no symbolic shapes")
+    if devices * max(problem.T, problem.S) > MAX_LENGTH:
+        raise ValueError(
+            f"query and key must have at most 2**30 - 1 positions on all devices together, got {devices} times "
+            f"{problem.T} and {problem.S}"
+        )
     if is_causal and problem.T != problem.S:
         raise ValueError(
             f"with is_causal a device must have as many keys as queries, got {problem.S} and {problem.T}; "
@@ -439,12 +447,15 @@ def _ring(ring, query, *key_side):
 def _ring_forward(ring, query, *key_side):
     exact, lse = _around(ring, "exact_forward_of_part", query, *key_side)
     out = exact.astype(query.dtype)
-    low = low_bits(exact, out) if query.dtype.itemsize == 2 else None
-    return (out, lse), (query, *key_side, out, lse, low)
+    low = [low_bits(exact, out)] if query.dtype.itemsize == 2 else []
+    out, lse, *low = map(checkpoint_name, (out, lse, *low), RESIDUALS)
+    return (out, lse), (query, *key_side, out, lse, *(low or [None]))
 
 
 def _ring_backward(ring, residuals, gradients):
     *residuals, low = residuals
+    call, lse = Call(ring.problem, *residuals[:5]), residuals[6]
+    gradients = call.of_seeing_rows(lse, *gradients)
     return *_gradients(ring, *residuals, *gradients, low), None, None  # lengths have no gradient
 
 

@@ -9,6 +9,7 @@ JAX can place arrays in three ways, and each comes here by its own way:
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -23,11 +24,23 @@ FORWARD_WITH_LOW_BITS = CALL, ("BTNH", "BNT", "BTNH")
 BACKWARD = (*CALL, "BTNH", "BNT", "BTNH", "BNT", "BTNH"), ("BTNH", "BSKH", "BSKH")  # residuals' low bits come last
 
 
-def one_device_at_a_time(run, inputs, outputs, splits=True):
+def join_axis(size, array, is_batched):
+    """An array, with an axis of `vmap` or without, where that axis of a size has become a part of the batch."""
+    array = array if is_batched else jnp.broadcast_to(array, (size, *array.shape))
+    return array.reshape(-1, *array.shape[2:])
+
+
+def join_all(size, is_batched, *arrays):
+    """All arrays, each with such an axis or without."""
+    return jax.tree.map(functools.partial(join_axis, size), arrays, tuple(is_batched))
+
+
+def one_device_at_a_time(run, inputs, outputs, splits=True, join=join_all):
     """run(problem, *arrays) as a function that `vmap` and the compiler's partitioner know how to split.
 
     run has no derivative and works on one device. inputs, outputs: the letters of its arrays, of which some
-    may be None, and of its results, a tuple. splits: whether to split at all. An axis of `vmap` joins the batch.
+    may be None, and of its results, a tuple. splits: whether to split at all. An axis of `vmap` joins the batch, in
+    arrays that join makes of the arrays.
     """
 
     def part(problem, *arrays):
@@ -42,15 +55,15 @@ def one_device_at_a_time(run, inputs, outputs, splits=True):
 
         @call.def_vmap
         def _(size, is_batched, *arrays):
-            def join(array, batched):
-                array = array if batched else jnp.broadcast_to(array, (size, *array.shape))
-                return array.reshape(-1, *array.shape[2:])
+            if not size:  # an entry of zeros has the types of the results; XLA leaves out what nobody reads
+                entry = lambda array, batched: array.sum(axis=0, dtype=array.dtype) if batched else array
+                results = at_once(problem, *jax.tree.map(entry, arrays, tuple(is_batched)))
+                return tuple(result[None][:0] for result in results), (True,) * len(outputs)
 
             joined = dataclasses.replace(problem, B=size * problem.B)
-            results = at_once(joined, *jax.tree.map(join, arrays, tuple(is_batched)))
-            return tuple(result.reshape(size, problem.B, *result.shape[1:]) for result in results), (True,) * len(
-                outputs
-            )
+            results = at_once(joined, *join(size, is_batched, *arrays))
+            results = tuple(result.reshape(size, problem.B, *result.shape[1:]) for result in results)
+            return results, (True,) * len(outputs)
 
         return call(*arrays)
 
@@ -91,22 +104,27 @@ def _partitioned(run, problem, inputs, outputs, arrays):
 def over_explicit_axes(run, problem, arrays, inputs=FORWARD[0], outputs=FORWARD[1]):
     """run(problem, *arrays), on each device for its part, where axes of the mesh are explicit.
 
-    Results are split as the query is, but whole in sequences and H. What has a derivative in run has one here.
+    Results are split as the query is. What has a derivative in run has one here.
     """
     shardings = [jax.typeof(array).sharding for array in jax.tree.leaves(arrays)]
     mesh = next((sharding.mesh for sharding in shardings if not sharding.mesh.empty), shardings[0].mesh)
     if jax.sharding.AxisType.Explicit not in mesh.axis_types:
         return run(problem, *arrays)
     inputs = _present(inputs, arrays)
-    batch, _, heads, _ = shardings[0].spec
-    split = Split(mesh.shape, problem, batch, heads)
+    own = dict(zip("BTNH", shardings[0].spec, strict=True))
+    split = Split(mesh.shape, problem, own["B"], own["N"])
     arrays = tuple(
         None if array is None else jax.sharding.reshard(array, NamedSharding(mesh, split.spec(letters)))
         for array, letters in zip(arrays, inputs, strict=True)
     )
     part = split.part(lambda problem, *arrays: run(problem, *vary_alike(arrays)), inputs, outputs)
     in_specs, out_specs = (tuple(letters and split.spec(letters) for letters in side) for side in (inputs, outputs))
-    return jax.shard_map(part, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(*arrays)
+    results = jax.shard_map(part, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(*arrays)
+    as_query = lambda letters: NamedSharding(mesh, P(*map(own.get, letters)))
+    return tuple(
+        jax.sharding.reshard(result, as_query(letters)) if "T" in letters else result
+        for result, letters in zip(results, outputs, strict=True)
+    )
 
 
 class Split:
@@ -154,7 +172,9 @@ class Split:
                 return run(self.local, *arrays)
             mine = jax.lax.axis_index(self.heads) * self.problem.K // self.head_parts
             take = lambda array: jax.lax.dynamic_slice_in_dim(array, mine, 1, axis=2)
-            own = [take(array) if letters == "BSKH" else array for array, letters in zip(arrays, inputs, strict=True)]
+            own = [
+                take(array) if "K" in (letters or "") else array for array, letters in zip(arrays, inputs, strict=True)
+            ]
             results = run(self.local, *own)
             return tuple(
                 self._sum_of_heads(result, mine) if letters == "BSKH" else result
