@@ -213,7 +213,7 @@ FAULTS = [
     ),
     *_of(
         "helpers/attention/low_bits.py",
-        ("low bits have the wrong sign", "jnp.clip(bits - start,", "jnp.clip(start - bits,"),
+        ("low bits have the wrong sign", "jnp.minimum(bits - start,", "jnp.minimum(start - bits,"),
         ("low bits are added to a number, not to its bits", "return lax.bitcast_convert_type(bits, jnp.float32)", "return rounded + low.astype(jnp.float32)"),
     ),
     *_of(
