@@ -356,7 +356,7 @@ def attempt(trials, attention=flash_attention):
     """The `Report` of a program: "right" or "wrong". What goes wrong on the way is raised."""
     distances = tuple(judge(*pair) for pair in zip(trials, run(trials, attention), strict=True))
     text = [
-        f"{name} is off by {one.relative:.2g}, {one.whole:.1f} times as far as it should be, its worst entry {one.worst:.1f}"
+        f"{name} is off by {one.relative:.2g}, {one.whole:.1f} times what it may be, its worst entry {one.worst:.1f}"
         for found in distances
         for name, one in found.items()
         if not good(one)
@@ -371,12 +371,8 @@ def try_calls(*calls):
     for trial, found in zip(trials, attempt(trials).distances, strict=True):
         print(trial)
         for name, one in found.items():
-            if one is None:
-                print(f"  {name:4} unjudged: no bound can be stated")
-                continue
-            print(f"  {name:4} {'right' if good(one) else 'WRONG'}: relative error {one.relative:.2e};", end=" ")
-            print(f"{one.whole:.2f} times as far as it should be, the worst entry {one.worst:.2f}", end=" ")
-            print(f"(at most {rounding.TIMES})")
+            verdict = "unjudged" if one is None else "right" if good(one) else "WRONG"
+            print(f"  {name:4} {verdict}", one or "")
 
 
 def reports(pool, patience, programs):
@@ -390,26 +386,13 @@ def reports(pool, patience, programs):
 
 def simplifications(trial):
     """Changes, as dictionaries of fields, that make a trial simpler; the boldest first."""
-    plain = {
-        "page": 0,
-        "way": "jit",
-        "B": 1,
-        "N": 1,
-        "lse_gradient": False,
-        "scale": None,
-        "kinds": (),
-        "unseen": None,
-        "padding": "nan",
-    }
-    plain |= {
-        "precision": "highest",
-        "window": None,
-        "query_lengths": None,
-        "key_lengths": None,
-        "is_causal": False,
-        "seed": 0,
-    }
-    changes = [{name: value} for name, value in plain.items() if getattr(trial, name) != value]
+    plain = Trial(1, 1)
+    names = "page way B N lse_gradient scale kinds unseen padding precision window query_lengths key_lengths is_causal"
+    changes = [
+        {name: getattr(plain, name)}
+        for name in (*names.split(), "seed")
+        if getattr(trial, name) != getattr(plain, name)
+    ]
     if len(trial.kinds) > 1:
         changes += [{"kinds": trial.kinds[:i] + trial.kinds[i + 1 :]} for i in range(len(trial.kinds))]
     if trial.K > 1:
@@ -537,7 +520,9 @@ def add_up(logs):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m helpers.measure.fuzz", description=__doc__.splitlines()[0])
-    parser.add_argument("--implementation", choices=("hopper", "portable", "tpu", "reference"), help="by default the default")
+    parser.add_argument(
+        "--implementation", choices=("hopper", "portable", "tpu", "reference"), help="by default the default"
+    )
     parser.add_argument("--only", choices=ONLY, help="calls of few queries, or of keys in pages")
     parser.add_argument("--minutes", type=float, help="when to stop; by default 5, or never if --calls or --sweep does")
     parser.add_argument("--calls", type=int, help="stop after so many")

@@ -1,7 +1,7 @@
 """How far a result is from the right answer, against what naive attention and rounding make of the same call.
 
     whole   error of the array / larger of naive attention's error and the noise, Frobenius norms
-    worst   largest error of an entry in units of its noise / larger of naive attention's and `USUAL`
+    worst   of all entries the largest error / larger of `USUAL` times the noise and naive attention's error in the row
 
 Either may be `TIMES` and no more. The first says how exact a result is; a fault in a few entries of a large array
 hides there, and shows in the second. The noise of an entry is what no algorithm in the dtype can avoid: the standard
@@ -15,7 +15,8 @@ var(a + b) = var a + var b, var(a b) = a^2 var b + b^2 var a.
 
 dp and delta are not. Where all values share a part, both are large and close to each other; an out that was rounded
 gives a delta whose error is large in ds, has one sign along a row, and meets the part that all keys share. Weights
-that were rounded may enter delta if their sum divides it: then dp - delta is what they err by, not dp.
+that were rounded may enter delta if their sum divides it: then dp - delta is what they err by, not dp. And an out
+of twice the bits is as good as float32.
 A float32 product on the tensor cores (TF32) reads 11 significant bits of each operand and cuts the rest, so its
 errors have a sign too. Where the right answer is 0 because nothing is seen, no error is allowed. A row of one
 visible key has dq = 0 as well, as a difference dp - delta of equal numbers: there it is allowed what float32 leaves.
@@ -30,7 +31,7 @@ from helpers.attention.reference import oracle_softmax
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 TIMES = 3.0  # the most that a right result has of each measure
-USUAL = 2.0  # the largest error in a large array, in units of the noise of its entry, is seldom less
+USUAL = 2.0  # largest error among many entries, in units of their noise
 FLOAT32 = 2.0**-23  # of a sum in float32 whose last bit is cut, not rounded
 TF32 = 2.0**-10
 STEP = 16  # terms that a tensor core adds at once; where all of them have one sign, so have the errors of their sums
@@ -93,7 +94,8 @@ def answers(query, key, value, dout, dlse=None, *, tf32=False, **arguments):
     centred = dp - delta
     ds = p * (centred + added)
     of_delta = (p**2 * (of_s + rounded) * centred**2).sum(axis=-1, keepdims=True) + float32 * added**2
-    of_delta += ((product(p, operand * p**2, v, S) + H * float32 * out**2) * do**2).sum(axis=-1, keepdims=True)
+    of_kept = product(p, operand * p**2, v, S) + (H * float32 + rounded**2) * out**2
+    of_delta += (of_kept * do**2).sum(axis=-1, keepdims=True)
     of_delta += (4 * operand + (keys / (2 * STEP)) ** 2 * float32) * delta**2
     of_ds = p**2 * of_dp + (of_s + rounded) * ds**2 + least
 
@@ -124,14 +126,13 @@ def distance(result, answer, naive):
     off, own = _error(result, answer.right), _error(naive, answer.right)
     if answer.noise is None or not np.isfinite(own).all():
         return None
-    usual = max(_worst(own, answer.noise), USUAL)
-    norms = [float(np.linalg.norm(array)) for array in (own, answer.noise, np.nan_to_num(answer.right, neginf=0))]
+    of_row = own.max(axis=-1, keepdims=True) if own.ndim == 4 else own
+    usual = np.where(answer.noise > 0, np.maximum(USUAL * answer.noise, of_row), 0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        worst = float(np.where(off == 0, 0, off / usual).max())
+    size, *norms = (float(np.linalg.norm(array)) for array in (np.nan_to_num(answer.right, neginf=0), own, answer.noise))
     error = float(np.linalg.norm(off))
-    return Distance(
-        _ratio(error, max(norms[:2])),
-        _ratio(_worst(off, answer.noise), usual if np.isfinite(usual) else USUAL),
-        error / norms[2] if norms[2] else error,
-    )
+    return Distance(error and error / (max(norms) or 1e-300), worst, error / (size or 1))
 
 
 def _error(result, right):
@@ -141,12 +142,3 @@ def _error(result, right):
         raise ValueError(f"shape {result.shape}, expected {right.shape}")
     with np.errstate(invalid="ignore"):
         return np.nan_to_num(np.where(result == right, 0, np.abs(result - right)), nan=np.inf, posinf=np.inf)
-
-
-def _worst(error, noise):
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return float(np.where(error == 0, 0, error / noise).max())
-
-
-def _ratio(a, b):
-    return 0.0 if a == 0 else a / b if b else np.inf
