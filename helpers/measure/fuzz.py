@@ -493,29 +493,26 @@ def at_most(programs, calls, deadline, clock=time.monotonic):
 
 def commit():
     """The commit that is checked out, with a + where files differ from it."""
-    git = functools.partial(subprocess.run, capture_output=True, text=True, cwd=os.path.dirname(__file__))
-    try:
-        name = git(["git", "rev-parse", "--short", "HEAD"]).stdout.strip() or "unknown"
-        return name + "+" * bool(git(["git", "status", "--porcelain", "--untracked-files=no"]).stdout)
-    except FileNotFoundError:
-        return "unknown"
+    describe = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
+    with contextlib.suppress(FileNotFoundError):
+        return subprocess.run(describe, capture_output=True, text=True).stdout.strip() or "unknown"
+    return "unknown"
 
 
 def add_up(logs):
     """Print what several runs found, by commit and implementation. A call that two of them made counts once."""
     found = {}
     for record in itertools.chain.from_iterable(map(json.loads, open(log)) for log in logs):
-        trials = record["trials"]
-        group = found.setdefault((record["commit"], trials[0]["implementation"] or "default"), {})
-        group[json.dumps(trials)] = record
-    for (at, implementation), group in found.items():
+        group = found.setdefault((record["commit"], record["trials"][0]["implementation"] or "default"), {})
+        group[json.dumps(record["trials"])] = record
+    for names, group in found.items():
         records = group.values()
-        count = lambda is_one: sum(len(r["trials"]) for r in records if is_one(r))  # noqa: B023 (called at once)
-        seeds = ", ".join(map(str, sorted({record["seed"] for record in records})))
-        print(f"{at} {implementation}, seeds {seeds}: {count(lambda _: True)} calls", end=" ")
-        few, pages = (count(lambda r, one=one: one(Trial(**r["trials"][0]))) for one in ONLY.values())
-        print(f"({few} of few queries, {pages} in pages)", end=", ")
-        print(f"{sum(r['kind'] != 'right' for r in records)} wrong, {sum(r['unjudged'] for r in records)} unjudged.")
+        trials = [Trial(**trial) for record in records for trial in record["trials"]]
+        few, paged = (sum(map(is_one, trials)) for is_one in ONLY.values())
+        wrong, unjudged = sum(one["kind"] != "right" for one in records), sum(one["unjudged"] for one in records)
+        seeds = ", ".join(sorted({str(one["seed"]) for one in records}))
+        print(*names, f"seeds {seeds}: {len(trials)} calls ({few} of few queries, {paged} in pages),", end=" ")
+        print(f"{wrong} wrong, {unjudged} unjudged.")
 
 
 def main(arguments=None):
@@ -533,6 +530,7 @@ def main(arguments=None):
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes; by default one a core")
     parser.add_argument("--patience", type=float, default=180.0, help="seconds after which a call hangs")
     parser.add_argument("--log", type=argparse.FileType("w"), help="a file for a line of JSON for every program")
+    parser.add_argument("--commit", help="what the log calls the code; by default as git does")
     parser.add_argument("--sum", nargs="+", metavar="LOG", help="run nothing, and add up what these logs have")
     options = parser.parse_args(arguments)
     if options.sum:
@@ -555,12 +553,13 @@ def main(arguments=None):
     deadline = None if minutes is None else began + 60 * minutes
     programs = at_most(itertools.islice(programs, options.first, None), options.calls, deadline)
 
-    named = {"commit": commit(), "seed": options.sweep or options.seed}
+    named = {"commit": options.commit or commit(), "seed": options.sweep or options.seed}
     with workers.Workers(attempt, options.workers) as pool:
         tally = fuzz(programs, functools.partial(reports, pool, options.patience), options.log, total, named=named)
         seconds = time.monotonic() - began
         for report in tally.faults()[:SHRUNK]:
-            simplest = shrink(report, functools.partial(reports, pool, min(options.patience, SHRINK_SECONDS)))
+            again = functools.partial(reports, pool, min(options.patience, SHRINK_SECONDS))
+            simplest = shrink(report, again, SHRINK_SECONDS)
             print(f"\nMade simpler, {simplest.kind}: {simplest.text[:500]}\n  {simplest.reproduction}")
     largest = ", ".join(f"{name} {whole:.2f} / {worst:.2f}" for name, (whole, worst) in tally.worst.items())
     print(f"\nLargest errors over what they should be, of an array / of an entry: {largest or 'none'}")

@@ -25,25 +25,16 @@ LARGEST_COMMON = 100.0  # standard deviations
 LARGEST_LOGIT = 3000.0  # beyond it, float32 says too little about a softmax
 LARGEST_16 = 60000.0  # of float16, which ends at 65504
 OTHER = (
-    ("dout", "channel", 30.0),
-    ("dout", "row", 30.0),
-    ("key", "channel", 10.0),
-    ("key", "equal", 1.0),
-    ("key", "rising", 10.0),
-    ("key", "row", 30.0),
-    ("query", "channel", 10.0),
-    ("query", "equal", 1.0),
-    ("value", "channel", 100.0),
-    ("value", "equal", 1.0),
-    ("value", "row", 30.0),
-    ("value", "times", 0.01),
-    ("value", "times", 10.0),
+    *((name, "channel", size) for name, size in (("query", 10.0), ("key", 10.0), ("value", 100.0), ("dout", 30.0))),
+    *((name, "row", 30.0) for name in ("key", "value", "dout")),
+    *((name, "equal", 1.0) for name in ("query", "key", "value")),
     *((name, "specks", 0.2) for name in ("query", "key", "value", "dout")),
+    *(("value", "times", size) for size in (0.01, 10.0)),
+    ("key", "rising", 10.0),
 )
-LOGITS = tuple(
-    ("logits", form, size)
-    for form, sizes in (("near", (100.0, -100.0, 1000.0, -1000.0)), ("spread", (8.0, 100.0, 1000.0, 0.01)))
-    for size in sizes
+LOGITS = (
+    *(("logits", "near", size) for size in (100.0, -100.0, 1000.0, -1000.0)),
+    *(("logits", "spread", size) for size in (8.0, 100.0, 1000.0, 0.01)),
 )
 ENDS = (  # of float16
     (("query", "times", 2.0**12), ("key", "times", 2.0**-12)),
