@@ -248,6 +248,59 @@ def test_one_query_and_all_keys_are_no_tile():
     assert judged.mistake and "whole rows" in judged.mistake, judged.text
 
 
+def backward_in_pairs(q, k, v, out, lse, dout, scale, block_q, block_k):
+    """The slowest right way: a query and a key at a time."""
+    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    for i in range(len(q)):
+        delta = out[i] @ dout[i]
+        for j in range(len(k)):
+            p = np.exp(scale * q[i] @ k[j] - lse[i])
+            ds = scale * p * (dout[i] @ v[j] - delta)
+            dq[i] += ds * k[j]
+            dk[j] += ds * q[i]
+            dv[j] += p * dout[i]
+    return dq, dk, dv
+
+
+def backward_in_rows(q, k, v, out, lse, dout, scale, block_q, block_k):
+    """A query at a time, within the tiles."""
+    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    for start in range(0, len(k), block_k):
+        cols = slice(start, start + block_k)
+        for i in range(len(q)):
+            p = np.exp(scale * k[cols] @ q[i] - lse[i])
+            ds = scale * p * (v[cols] @ dout[i] - out[i] @ dout[i])
+            dq[i] += ds @ k[cols]
+            dk[cols] += np.outer(ds, q[i])
+            dv[cols] += np.outer(p, dout[i])
+    return dq, dk, dv
+
+
+@pytest.mark.parametrize("answer", [backward_in_pairs, backward_in_rows])
+def test_loops_over_single_rows_are_in_time(answer, monkeypatch):
+    monkeypatch.setattr(checking, "SECONDS", 8)  # of 10 that learners have
+    assert verdict(exercise("6.5"), answer).status == "correct"
+
+
+def backward_at_once(q, k, v, out, lse, dout, scale):
+    p = jnp.exp(scale * q @ k.T - lse[:, None])
+    ds = scale * p * (dout @ v.T - (out * dout).sum(axis=1)[:, None])
+    return ds @ k, ds.T @ q, p.T @ dout
+
+
+@pytest.mark.parametrize("compiled", [lambda function: function, jax.jit], ids=["op by op", "jit"])
+def test_whole_tables_are_noticed_in_jax(compiled):
+    function = compiled(backward_at_once)
+    judged = verdict(exercise("6.5"), lambda *a: function(*map(jnp.asarray, a[:6]), a[6]))
+    assert judged.mistake and "more than a tile is held" in judged.mistake, judged.text
+
+
+def test_a_slow_answer_is_called_slow(monkeypatch):
+    monkeypatch.setattr(checking, "SECONDS", 0.1)
+    judged = verdict(exercise("6.5"), backward_in_pairs)
+    assert "many small steps are slow" in judged.text
+
+
 def test_products_of_a_few_keys_with_one_query_are_no_tile_of_queries():
     def answer(q, k, v, scale, block_q, block_k):
         out, lse = np.empty(q.shape), np.empty(len(q))
