@@ -9,7 +9,9 @@ import mutants
 import numpy as np
 import pytest
 import solutions
+from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
 
 from helpers.exercises import checking
 from helpers.exercises.checking import exercise, verdict
@@ -328,6 +330,52 @@ def test_whole_rows_of_logits_are_noticed_one_after_another():
 
     judged = verdict(exercise("3.1"), answer)
     assert judged.mistake and "a whole row of logits" in judged.mistake, judged.text
+
+
+def in_base_two(s):
+    s = s * np.float32(np.log2(np.e))
+    p = jnp.exp2(s - s.max(axis=1, keepdims=True))
+    return p / p.sum(axis=1, keepdims=True)
+
+
+def by_lse(s):
+    return jnp.exp(s - jax.nn.logsumexp(s, axis=1, keepdims=True))
+
+
+def by_lse_in_base_two(s):
+    s = s * np.float32(np.log2(np.e))
+    m = s.max(axis=1, keepdims=True)
+    return jnp.exp2(s - (m + jnp.log2(jnp.exp2(s - m).sum(axis=1, keepdims=True))))
+
+
+@pytest.mark.parametrize("softmax", [in_base_two, by_lse, by_lse_in_base_two])
+def test_a_softmax_may_round_its_logits(softmax):
+    """As the kernels of the series do. The task states the tolerance."""
+
+    def kernel(s_ref, out_ref, *, T, S):
+        rows = pl.program_id(0) * s_ref.shape[0] + jnp.arange(s_ref.shape[0])
+        mask = (rows < T)[:, None] & (jnp.arange(s_ref.shape[1]) < S)
+        plt.store(out_ref, softmax(plt.load(s_ref, mask=mask, other=-jnp.inf)), mask=mask)
+
+    assert verdict(exercise("4.2"), kernel).status == "correct"
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_loop_over_python_numbers_is_told_why_it_stops(masked):
+    def kernel(p_ref, v_ref, out_ref, *, S, block_k):
+        acc = jnp.zeros(out_ref.shape, jnp.float32)
+        for start in range(0, S, block_k):
+            tile, inside = pl.ds(start, block_k), start + jnp.arange(block_k) < S
+            if masked:
+                p = plt.load(p_ref.at[:, tile], mask=inside[None, :], other=0)
+                v = plt.load(v_ref.at[tile, :], mask=inside[:, None], other=0)
+            else:
+                p, v = p_ref[:, tile], v_ref[tile, :]
+            acc += lax.dot(p, v, preferred_element_type=jnp.float32)
+        out_ref[...] = acc
+
+    text = verdict(exercise("4.3"), kernel).text
+    assert "the last tile starts at a Python number" in text and "Out of bound" not in text
 
 
 def test_a_product_of_all_keys_is_noticed_when_written_as_a_sum():
