@@ -303,6 +303,12 @@ def test_a_slow_answer_is_called_slow(monkeypatch):
     assert "many small steps are slow" in judged.text
 
 
+def test_alpha_along_the_columns_is_named():
+    source = of("3.1").solution.replace("alpha[:, None] * acc", "alpha * acc")
+    judged = verdict(exercise("3.1"), solutions.solution(of("3.1"), source))
+    assert judged.mistake and "alpha multiplies the columns" in judged.mistake, judged.text
+
+
 def test_products_of_a_few_keys_with_one_query_are_no_tile_of_queries():
     def answer(q, k, v, scale, block_q, block_k):
         out, lse = np.empty(q.shape), np.empty(len(q))
@@ -330,6 +336,13 @@ def test_whole_rows_of_logits_are_noticed_one_after_another():
 
     judged = verdict(exercise("3.1"), answer)
     assert judged.mistake and "a whole row of logits" in judged.mistake, judged.text
+
+
+@pytest.mark.parametrize("sizes", [(128, 64), (16, 16), (4, 4), (128, 128), (3, 4), (256, 512), (1, 5)])
+def test_tiles_of_sizes_of_their_own_are_refused(sizes):
+    solution = solutions.solution(of("3.1"))
+    judged = verdict(exercise("3.1"), lambda *a: solution(*a[:4], *sizes))
+    assert judged.status == "wrong" and "what was built" in judged.text
 
 
 def in_base_two(s):
@@ -403,6 +416,49 @@ def test_causal_is_passed_by_name():
         return attention(query, key, value, True).reshape(B, T, C) @ w_merge
 
     assert "raised TypeError" in verdict(exercise("8.1"), layer).text
+
+
+def neighbours_only(words):
+    banks = [int(word) % 32 for lane, word in enumerate(words) if lane == 0 or word != words[lane - 1]]
+    return max(banks.count(bank) for bank in banks)
+
+
+def offsets_from_the_first_row(rows, b, n, T, N, H, head_padded):
+    columns = np.arange(head_padded)
+    in_order = rows[0] + np.arange(len(rows))[:, None]
+    return b * T * N * H + n * H + in_order * N * H + columns, (rows < T)[:, None] & (columns < H)
+
+
+def mask_from_the_first_row(rows, b, n, T, N, H, head_padded):
+    columns = np.arange(head_padded)
+    inside = np.arange(len(rows)) < T - rows[0]
+    return b * T * N * H + n * H + rows[:, None] * N * H + columns, inside[:, None] & (columns < H)
+
+
+def keys_up_to_the_last_query(k_start, block_q, block_k, T, is_causal):
+    masked = free = 0
+    for first in range(0, T, block_q):
+        last = first + block_q - 1
+        if is_causal and last < k_start:
+            continue
+        whole = last < T and (not is_causal or first >= min(k_start + block_k, T) - 1)
+        masked, free = masked + (not whole), free + whole
+    return masked, free
+
+
+NEARLY = {
+    "17.4": (neighbours_only, "only neighbouring lanes share a word"),
+    "16.2": (offsets_from_the_first_row, "numbered on from the first"),
+    "16.2 mask": (mask_from_the_first_row, "numbered on from the first"),
+    "16.4": (keys_up_to_the_last_query, "keys from T on are left out"),
+}
+
+
+@pytest.mark.parametrize("name", NEARLY)
+def test_what_is_right_in_simple_cases_only_is_named(name):
+    answer, mistake = NEARLY[name]
+    judged = verdict(exercise(name.split()[0]), answer)
+    assert judged.mistake and mistake in judged.mistake, judged.text
 
 
 # Right results by a forbidden way
