@@ -418,6 +418,23 @@ def test_causal_is_passed_by_name():
     assert "raised TypeError" in verdict(exercise("8.1"), layer).text
 
 
+IN_ANOTHER_UNIT = {
+    "2.1": ("m_new = max(m, s.max())", "m_new = max(m, s.max()) + 1"),
+    "2.2": ("m = np.maximum(m_a, m_b)", "m = np.maximum(m_a, m_b) + 1"),
+    "3.3": ("m_new = np.maximum(m, s.max(axis=1))", "m_new = np.maximum(m, s.max(axis=1)) + 1"),
+    "5.1": ("m_new = jnp.maximum(m, s.max(axis=1))", "m_new = jnp.maximum(m, s.max(axis=1)) + 1"),
+}
+
+
+@pytest.mark.parametrize("number", IN_ANOTHER_UNIT)
+def test_m_is_the_largest_logit_as_the_task_says(number):
+    """Another reference gives the same attention. The tasks ask for this one, all of them."""
+    old, new = IN_ANOTHER_UNIT[number]
+    assert old in of(number).solution
+    judged = verdict(exercise(number), solutions.solution(of(number), of(number).solution.replace(old, new)))
+    assert judged.status == "wrong" and "m: yours" in judged.text, judged.text
+
+
 def neighbours_only(words):
     banks = [int(word) % 32 for lane, word in enumerate(words) if lane == 0 or word != words[lane - 1]]
     return max(banks.count(bank) for bank in banks)
