@@ -451,11 +451,12 @@ def test_a_full_disk_leaves_the_old_results(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("path", [*results.RESULTS.glob("*.json")], ids=lambda path: path.stem)
 def test_committed_results_keep_to_the_schema(path):
-    kind = path.stem.rpartition("_")[2]
+    kind = "common_part" if path.stem.endswith("_common_part") else path.stem.rpartition("_")[2]
     schemas = {
         "tiles": results.TILES_FILE,
         "variants": results.VARIANTS_FILE,
         "ring": results.RING_FILE,
+        "common_part": results.COMMON_PART_FILE,
         "compile": results.COMPILED_FOR_TPU_FILE,
         "triton": results.TRITON_FILE,
         "cuda": results.CUDA_FILE,
