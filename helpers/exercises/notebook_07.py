@@ -1401,7 +1401,7 @@ _BOUNDS = Exercise(
 def _rounding_cases():
     by_hand = [[1, 1, 1 + 2**-8]], [[1], [1], [2]]
     cases = [Case("the case worked by hand", (_float32(by_hand[0]), np.asarray(by_hand[1], jnp.bfloat16)))]
-    random = np.random.default_rng(76)
+    random = np.random.default_rng(77)  # far from ties, which libraries could break differently
     for T, S, H, part, dtype in [
         (4, 8, 4, 0, "bfloat16"),
         (8, 48, 16, 10, "bfloat16"),
