@@ -52,6 +52,8 @@ class AttentionCase:
     logits: "plain", "large" (100 times), "low" (every logit far below zero), "one huge" or "last huge"
       (at the key in the middle or at the end), "rising" (larger from key to key), or "equal".
     value_size: values are this many times as large, and positive unless it is 1.
+    common: a part that keys, and values, have in common, in standard deviations, or 0; common_to: "all" of them,
+      "runs" of them (four, each with its own), or "drift" (from one common part to another).
     query_lengths, key_lengths: tuples of B integers, or None.
     """
 
@@ -69,6 +71,8 @@ class AttentionCase:
     batched: bool = True
     seed: int = 0
     value_size: float = 1.0
+    common: float = 0.0
+    common_to: str = "all"
 
     def inputs(self):
         """(query, key, value) and the keyword arguments of the call."""
@@ -91,6 +95,8 @@ class AttentionCase:
                 key[...] = 0
         if self.value_size != 1:
             value = self.value_size * np.abs(value)
+        if self.common:
+            key, value = (array + self.common * self._common_part(random) for array in (key, value))
         arrays = [array.astype(jnp.dtype(self.dtype)) for array in (query, key, value)]
         if not self.batched:
             arrays = [array[0] for array in arrays]
@@ -100,6 +106,16 @@ class AttentionCase:
         if self.key_lengths is not None:
             arguments["key_value_seq_lengths"] = np.array(self.key_lengths, np.int32)
         return arrays, arguments
+
+    def _common_part(self, random):
+        """What each key, or value, has of it: (B, S, K, H)."""
+        parts = random.standard_normal((4, self.B, self.K, self.H))
+        position = np.arange(self.S) / self.S
+        if self.common_to == "drift":
+            of_part = np.stack([1 - position, position, 0 * position, 0 * position], axis=1)
+        else:
+            of_part = np.eye(4)[(4 * position).astype(int) if self.common_to == "runs" else 0 * np.arange(self.S)]
+        return np.einsum("sp,pbkh->bskh", of_part, parts)
 
 
 def relative_error(mine, right):

@@ -1,7 +1,8 @@
-"""The fuzzer calls what is legal and nothing else, finds faults in few entries, and raises no false alarm."""
+"""The fuzzer calls what is legal and nothing else, finds faults of every kind, and raises no false alarm."""
 
 import functools
 import io
+import itertools
 import json
 import re
 
@@ -14,7 +15,7 @@ from helpers.attention import reference
 from helpers.attention.hopper import serve as hopper
 from helpers.attention.masking import visible
 from helpers.attention.problem import check_call
-from helpers.measure import fuzz, rounding, workers
+from helpers.measure import fuzz, kinds, rounding, workers
 from helpers.measure.fuzz import Report, Trial
 
 DRAWN = {name: [fuzz.draw(0, i, name) for i in range(400)] for name in (None, "portable", "hopper")}
@@ -44,6 +45,11 @@ def test_every_drawn_call_is_legal(implementation):
             assert hopper.why_not(trial.call) is None
 
 
+def forms(trial, wanted):
+    """The names of the arrays that have one of the forms."""
+    return {name for name, form, _ in trial.kinds if form in wanted}
+
+
 KINDS = {
     "far more keys than queries": lambda t: t.S > 50 * t.T,
     "far more queries than keys": lambda t: t.T > 50 * t.S,
@@ -70,8 +76,18 @@ KINDS = {
     "a gradient into lse": lambda t: t.lse_gradient,
     "vmap": lambda t: t.way == "vmap",
     "no program around it": lambda t: t.way == "eager",
-    "large values": lambda t: t.value_size > 1,
-    **{f"{logits} logits": lambda t, logits=logits: t.logits == logits for logits in fuzz.LOGITS},
+    "normal numbers": lambda t: not t.kinds,
+    "a part that keys share, and one that values share": lambda t: {"key", "value"} <= forms(t, kinds.COMMON),
+    **{
+        f"{form} in {name}": lambda t, name=name, form=form: (name, form) in {kind[:2] for kind in t.kinds}
+        for name, form in itertools.product(("query", "key", "value", "dout"), kinds.COMMON)
+    },
+    **{f"a kind {kind}": lambda t, kind=kind: kind in t.kinds for kind in kinds.LOGITS},
+    **{
+        f"{form} inputs": lambda t, form=form: form in {kind[1] for kind in t.kinds}
+        for form in ("channel", "row", "rising", "equal", "times", "specks")
+    },
+    "the ends of float16": lambda t: kinds.ENDS[0][0] in t.kinds or kinds.ENDS[2][0] in t.kinds,
     "where the masks of two tiles of queries were once left out": (
         lambda t: t.is_causal and 65 <= t.T <= 128 and t.S >= 257 and t.H > 64
     ),
@@ -83,6 +99,8 @@ MORE_KINDS = {  # which Hopper kernels do not serve
     "a causal window": lambda t: t.window and t.is_causal,
     "lengths": lambda t: t.query_lengths and t.key_lengths,
     "lengths under vmap": lambda t: t.key_lengths and t.way == "vmap",
+    "rows that see nothing, with NaN in dout": lambda t: t.query_lengths and t.unseen == "nan",
+    "infinities behind the last key": lambda t: t.key_lengths and t.padding == "-inf",
     "pages": lambda t: t.page,
     "pages of sequences of several lengths": lambda t: t.page and t.key_lengths and t.B > 1,
 }
@@ -90,11 +108,17 @@ MORE_KINDS = {  # which Hopper kernels do not serve
 
 @pytest.mark.parametrize("implementation", DRAWN)
 def test_every_kind_of_call_is_drawn(implementation):
-    kinds = KINDS if implementation == "hopper" else KINDS | MORE_KINDS
+    wanted = KINDS if implementation == "hopper" else KINDS | MORE_KINDS
     trials = [trial for trials in DRAWN[implementation] for trial in trials]
-    missing = [name for name, kind in kinds.items() if sum(map(bool, map(kind, trials))) < 3]
+    missing = [name for name, kind in wanted.items() if sum(map(bool, map(kind, trials))) < 3]
     assert not missing
     assert any(len(trials) == 2 for trials in DRAWN[implementation]), "two calls in one program"
+
+
+@pytest.mark.parametrize("only", fuzz.ONLY)
+def test_calls_of_one_sort_can_be_asked_for(only):
+    drawn = [trial for i in range(20) for trial in fuzz.draw(1, i, "portable", only=only)]
+    assert all(trial.T <= 16 and bool(trial.page) == (only == "pages") for trial in drawn)
 
 
 def test_a_call_is_made_from_the_seed_and_its_number_and_printed_whole():
@@ -114,7 +138,12 @@ SMALL = Trial(9, 14, 8, N=4, K=2, B=2, implementation="reference")
 SOUND = [
     (Trial(3, 100, 16, N=4, K=2, B=2, dtype="float32", key_lengths=(50, 0), page=17, implementation="reference"),),
     (Trial(3, 100, 16, N=4, K=2, dtype="float16", page=16, implementation="portable"),),
-    (SMALL, Trial(5, 3, 16, dtype="bfloat16", logits="sharp", is_causal=True, implementation="reference")),
+    (
+        SMALL,
+        Trial(
+            5, 3, 16, dtype="bfloat16", kinds=(("logits", "spread", 8.0),), is_causal=True, implementation="reference"
+        ),
+    ),
     (Trial(20, 17, 16, dtype="float16", scale=-0.6, lse_gradient=True, implementation="reference"),),
     (
         Trial(
@@ -136,22 +165,29 @@ def test_a_right_result_is_right(trials):
     assert fuzz.attempt(trials).kind == "right"
 
 
-def stand_in(trials, attention=None, tile_without_mask=0, change=None):
+REAL_RUN = fuzz.run
+
+
+def pretend(monkeypatch, function, **options):
+    """Let `fuzz.run` be function(trials), but for naive attention, which is run."""
+
+    def run(trials, attention=None, dtype=None):
+        return REAL_RUN(trials, dtype=dtype) if trials[0].implementation == "reference" else function(trials, **options)
+
+    monkeypatch.setattr(fuzz, "run", run)
+
+
+def stand_in(trials, hides=None, leaks=False, change=None):
     """What `fuzz.run` returns: the oracle's results, rounded.
 
-    tile_without_mask: of queries and keys tile..2 tile all see each other. change: takes {name: result} and
-    changes one.
+    hides: the mask instead of `visible`. leaks: whether dout of rows that see nothing is read. change: takes
+    {name: result} and changes one.
     """
-
-    def leaky(rows, cols, *rest):
-        tile = tile_without_mask
-        return visible(rows, cols, *rest) | ((rows >= tile) & (rows < 2 * tile) & (cols >= tile) & (cols < 2 * tile))
-
     found = []
     for trial in trials:
-        arrays, (dout, dlse) = trial.inputs()
+        arrays, (dout, dlse) = (trial if leaks else fuzz.replace(trial, unseen=None)).inputs()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(reference, "visible", leaky)
+            patch.setattr(reference, "visible", hides or visible)
             out, lse = reference.oracle(*arrays, **trial.arguments, **trial.lengths)
             gradients = reference.oracle_gradients(*arrays, dout, dlse, **trial.arguments, **trial.lengths)
         out, *gradients = (array.astype(jnp.dtype(trial.dtype)) for array in (out, *gradients))
@@ -160,6 +196,19 @@ def stand_in(trials, attention=None, tile_without_mask=0, change=None):
             change(results)
         found.append(tuple(results.values()))
     return found
+
+
+def no_mask_in_a_tile(rows, cols, *rest, tile=64):
+    """Queries and keys tile..2 tile all see each other."""
+    return visible(rows, cols, *rest) | ((rows >= tile) & (rows < 2 * tile) & (cols >= tile) & (cols < 2 * tile))
+
+
+def one_key_more(rows, cols, *rest):
+    return visible(rows + 1, cols, *rest)
+
+
+def few_keys_for_the_last_row(rows, cols, *rest):
+    return visible(rows, cols, *rest) & ((rows < LARGE.T - 1) | (cols > 100))
 
 
 def change_entry(name, factor, results):
@@ -174,33 +223,49 @@ def change_row(name, factor, results):
     results[name][0, 5] *= np.asarray(factor, results[name].dtype)
 
 
-def shift_lse(results):
-    results["lse"] += np.float32(1e-4)
+def enlarge_lse(results):
+    results["lse"] *= np.float32(1 + 3e-5)
 
 
 def cut_to_8_bits(name, results):
     results[name] = results[name].astype(jnp.bfloat16).astype(results[name].dtype)
 
 
+def forget_scale(results):
+    for name in ("dq", "dk"):
+        results[name] = results[name] * np.asarray(LARGE.H**0.5, results[name].dtype)
+
+
 LARGE = Trial(150, 140, 80, N=2, dtype="float16", is_causal=True)
+COMMON = (("key", "runs", 30.0), ("value", "drift", 10.0))
+SPECIAL = ((), COMMON, (("logits", "spread", 8.0),), (("dout", "all", 5.0), ("value", "specks", 0.2)))
 FAULTS = {
-    "no mask in one tile": ({"tile_without_mask": 64}, ["out", "lse", "dq", "dk", "dv"]),
-    "a row of dk is 2 % too large": ({"change": functools.partial(change_row, "dk", 1.02)}, ["dk"]),
-    "an entry of dq is 2 % too small": ({"change": functools.partial(change_entry, "dq", 0.98)}, ["dq"]),
+    "no mask in one tile": ({"hides": no_mask_in_a_tile}, ["out", "lse", "dq", "dk", "dv"]),
+    "one key more than is seen": ({"hides": one_key_more}, ["out", "lse", "dq", "dk", "dv"]),
+    "the last row does not see most of its keys": (
+        {"hides": few_keys_for_the_last_row},
+        ["out", "lse", "dq", "dk", "dv"],
+    ),
+    "gradients without the scale": ({"change": forget_scale}, ["dq", "dk"]),
+    "a row of dk is 4 % too large": ({"change": functools.partial(change_row, "dk", 1.04)}, ["dk"]),
+    "an entry of dq has the wrong sign": ({"change": functools.partial(change_entry, "dq", -1.0)}, ["dq"]),
     "an entry of dv has the wrong sign": ({"change": functools.partial(change_entry, "dv", -1.0)}, ["dv"]),
     "an entry of out is not a number": ({"change": functools.partial(change_entry, "out", np.nan)}, ["out"]),
-    "lse is a ten-thousandth too large": ({"change": shift_lse}, ["lse"]),
+    "lse is too large by 1 in 30000": ({"change": enlarge_lse}, ["lse"]),
     "out was rounded to bfloat16": ({"change": functools.partial(cut_to_8_bits, "out")}, ["out"]),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_few_entries_is_found(fault, monkeypatch):
-    options, wrong = FAULTS[fault]
-    monkeypatch.setattr(fuzz, "run", functools.partial(stand_in, **options))
-    report = fuzz.attempt((LARGE,))
-    assert [name for name, one in report.distances[0].items() if not fuzz.good(one)] == wrong
-    assert report.kind == "wrong"
+@pytest.mark.parametrize("special", SPECIAL, ids=str)
+def test_a_fault_is_found_in_inputs_of_several_kinds(special, monkeypatch):
+    trial = fuzz.replace(LARGE, kinds=special)
+    naive = fuzz.run_naive(trial)
+    monkeypatch.setattr(fuzz, "run_naive", lambda trial, dtype=None: naive)
+    for fault, (options, wrong) in ({"none": ({}, [])} | FAULTS).items():
+        pretend(monkeypatch, stand_in, **options)
+        report = fuzz.attempt((trial,))
+        assert [name for name, one in report.distances[0].items() if not fuzz.good(one)] == wrong, fault
+        assert report.kind == ("wrong" if wrong else "right") and not report.unjudged
 
 
 def test_nothing_may_come_from_what_is_not_seen(monkeypatch):
@@ -211,45 +276,99 @@ def test_nothing_may_come_from_what_is_not_seen(monkeypatch):
 
     trial = Trial(20, 30, 8, is_causal=True)
     for change, kind in ((None, "right"), (touch, "wrong")):
-        monkeypatch.setattr(fuzz, "run", functools.partial(stand_in, change=change))
+        pretend(monkeypatch, stand_in, change=change)
         assert fuzz.attempt((trial,)).kind == kind
 
 
-def tf32_product(a, b):
-    """a @ b, of whose operands a tensor core reads the first 10 bits after the point."""
-    cut = lambda x: (np.ascontiguousarray(x, np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
-    return cut(a) @ cut(b)
+@pytest.mark.parametrize("masks", [{"query_lengths": (7,)}, {"window": (2, 2)}, {"key_lengths": (0,)}], ids=str)
+@pytest.mark.parametrize("unseen", fuzz.FILL)
+def test_a_gradient_of_a_row_that_sees_nothing_must_not_be_read(masks, unseen, monkeypatch):
+    for leaks, kind in ((False, "right"), (True, "wrong")):
+        pretend(monkeypatch, stand_in, leaks=leaks)
+        assert fuzz.attempt((Trial(20, 8, 8, unseen=unseen, lse_gradient=True, **masks),)).kind == kind
 
 
-def tf32_run(trials, attention=None, delta_missing=False):
-    """`fuzz.run` of a float32 kernel whose products are TF32: one head, causal or full."""
+def test_results_beyond_the_dtype_are_unjudged(monkeypatch):
+    pretend(monkeypatch, stand_in)
+    answer = rounding.answers(*(np.full((1, 3, 1, 8), x, np.float16) for x in (1, 1, 1, 60000)), is_causal=True)["dv"]
+    assert answer.noise is None and rounding.distance(answer.right, answer, answer.right) is None
+    report = Report((SMALL,), "right", distances=({"out": None, "dq": rounding.Distance(0, 0, 0)},))
+    assert report.unjudged == 1 and report.record()["distances"][0]["out"] is None
+
+
+def cut(x):
+    """What a tensor core reads of float32: the first 10 bits after the point."""
+    return (np.ascontiguousarray(x, np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def kernel(trials, delta="kept", tf32=False):
+    """`fuzz.run` of a kernel in NumPy, of float32 sums and what is rounded to the dtype: one head, causal or full.
+
+    delta: of an out divided by the sum of the rounded weights, which is "kept" in twice the bits of the dtype or
+    "rounded", as it is returned; or "missing".
+    """
     (trial,) = trials
     ((q, k, v), (do, dlse)) = trial.inputs()
     q, k, v, do = (np.asarray(array[0, :, 0], np.float32) for array in (q, k, v, do))
-    scale = np.float32(trial.H**-0.5)
-    s = scale * tf32_product(q, k.T)
+    product = (lambda a, b: cut(a) @ cut(b)) if tf32 else np.matmul
+    rounded = lambda x: x.astype(jnp.dtype(trial.dtype)).astype(np.float32)
+    scale = np.float32(trial.call.problem.scale)
+    s = scale * product(q, k.T)
     if trial.is_causal:
         s[np.arange(trial.T)[:, None] < np.arange(trial.S)] = -np.inf
-    lse = np.log(np.exp(s - s.max(1, keepdims=True)).sum(1)) + s.max(1)
-    p = np.exp(s - lse[:, None])
-    out = tf32_product(p, v)
-    delta = (out * do).sum(1) * (not delta_missing)
-    ds = p * (tf32_product(do, v.T) - delta[:, None] + dlse[0])
-    dq, dk, dv = scale * tf32_product(ds, k), scale * tf32_product(ds.T, q), tf32_product(p.T, do)
-    return [
-        (*(array[None, :, None] for array in (out,)), lse[None, :, None], *(a[None, :, None] for a in (dq, dk, dv)))
-    ]
+    largest = s.max(1, keepdims=True)
+    weights = np.exp(s - largest)
+    lse = np.log(weights.sum(1, keepdims=True)) + largest
+    out = product(rounded(weights), v) / rounded(weights).sum(1, keepdims=True)
+    kept = rounded(out) + rounded(out - rounded(out)) * (delta == "kept")
+    p = np.exp(s - lse)
+    ds = p * (product(do, v.T) - (kept * do).sum(1, keepdims=True) * (delta != "missing") + dlse[0])
+    dq, dk = scale * product(rounded(ds), k), scale * product(rounded(ds).T, q)
+    out, dq, dk, dv = (x[None, :, None].astype(trial.dtype) for x in (out, dq, dk, product(rounded(p).T, do)))
+    return [(out, lse[None], dq, dk, dv)]
 
 
-@pytest.mark.parametrize("change", [{}, {"S": 1}, {"value_size": 10.0}, {"is_causal": True}], ids=str)
+@pytest.mark.parametrize("change", [{}, {"S": 1}, {"kinds": (("value", "times", 10.0),)}, {"is_causal": True}], ids=str)
 def test_what_tf32_cuts_is_allowed_where_it_is_asked_for(change, monkeypatch):
     """Also in rows of one visible key, whose dq is 0 and comes out as what rounding leaves of dp - delta."""
     trial = Trial(**{"T": 60, "S": 90, "H": 64, "dtype": "float32", "precision": "default"} | change)
-    monkeypatch.setattr(fuzz, "run", tf32_run)
+    pretend(monkeypatch, kernel, tf32=True)
     assert fuzz.attempt((trial,)).kind == "right"
     assert fuzz.attempt((fuzz.replace(trial, precision="highest"),)).kind == "wrong"
-    monkeypatch.setattr(fuzz, "run", functools.partial(tf32_run, delta_missing=True))
+    pretend(monkeypatch, kernel, tf32=True, delta="missing")
     assert fuzz.attempt((trial,)).kind == "wrong"
+
+
+EVERY_KIND = [
+    *(tuple((name, form, size) for name in ("key", "value")) for form in kinds.COMMON for size in (10.0, 100.0)),
+    (("query", "all", 100.0), ("dout", "runs", 100.0), ("key", "equal", 1.0)),
+    *((kind,) for kind in kinds.LOGITS),
+    (("query", "specks", 0.2), ("key", "channel", 10.0), ("value", "row", 30.0)),
+    (("key", "rising", 10.0), ("value", "equal", 1.0), ("dout", "specks", 0.2)),
+    *kinds.ENDS,
+]
+
+
+@pytest.mark.parametrize("special", EVERY_KIND, ids=str)
+def test_an_exact_delta_is_right_and_that_of_a_rounded_out_is_wrong(special, monkeypatch):
+    both_share = {name for name, form, _ in special if form in kinds.COMMON} == {"key", "value"}
+    for dtype in ("bfloat16", "float16") if both_share else ("float16",):
+        trial = Trial(70, 90, 32, dtype=dtype, is_causal=True, kinds=special)
+        pretend(monkeypatch, kernel)
+        assert fuzz.attempt((trial,)).kind == "right", dtype
+        if both_share:
+            pretend(monkeypatch, kernel, delta="rounded")
+            assert fuzz.attempt((trial,)).kind == "wrong", dtype
+
+
+def test_right_answers_are_those_of_the_oracle():
+    trial = Trial(20, 17, 16, N=4, K=2, B=2, scale=-0.6, query_lengths=(20, 3), key_lengths=(9, 0), lse_gradient=True)
+    arrays, cotangents = trial.inputs()
+    found = rounding.answers(*arrays, *cotangents, **trial.arguments, **trial.lengths)
+    right = reference.oracle(*arrays, **trial.arguments, **trial.lengths)
+    right += reference.oracle_gradients(*arrays, *cotangents, **trial.arguments, **trial.lengths)
+    for answer, one in zip(found.values(), right, strict=True):
+        np.testing.assert_allclose(answer.right, one, rtol=1e-9, atol=1e-12)
 
 
 def is_broken(trials):
@@ -263,9 +382,9 @@ def judge(is_broken, programs):
 
 @pytest.mark.parametrize("others", [(), (Trial(7, 7),)], ids=["alone", "beside another"])
 def test_a_failure_is_made_simpler(others):
-    lengths = {"query_lengths": (800, 3), "key_lengths": (1500, 900), "window": (70, 3)}
+    lengths = {"unseen": "inf", "query_lengths": (800, 3), "key_lengths": (1500, 900), "window": (70, 3)}
     trial = Trial(
-        *(801, 1700, 200, 6, 2, 2), is_causal=True, scale=0.3, logits="sharp", way="vmap", lse_gradient=True, **lengths
+        *(801, 1700, 200, 6, 2, 2), is_causal=True, scale=0.3, kinds=COMMON, way="vmap", lse_gradient=True, **lengths
     )
     report = Report((*others, trial), "wrong")
     assert fuzz.shrink(report, functools.partial(judge, is_broken)).trials == (Trial(65, 257, 65, is_causal=True),)
@@ -318,7 +437,7 @@ class InThisProcess:
 
 def main(monkeypatch, tmp_path, *arguments, **options):
     monkeypatch.setattr(workers, "Workers", InThisProcess)
-    monkeypatch.setattr(fuzz, "run", functools.partial(stand_in, **options))
+    pretend(monkeypatch, stand_in, **options)
     log = tmp_path / "log.jsonl"
     status = fuzz.main(["--longest", "40", "--calls", "12", "--log", str(log), *arguments])
     records = [json.loads(line) for line in log.read_text().splitlines()]
@@ -329,17 +448,41 @@ def main(monkeypatch, tmp_path, *arguments, **options):
 def test_a_sound_run_ends_with_status_0(monkeypatch, tmp_path, capsys):
     status, records = main(monkeypatch, tmp_path)
     assert status == 0 and all(record["kind"] == "right" for record in records)
-    assert re.search(r"1[23] calls in .* minutes, \d+ a minute: 0 wrong", capsys.readouterr().out)
+    assert re.search(r"1[23] calls in .* minutes, \d+ a minute: 0 wrong, 0 unjudged", capsys.readouterr().out)
+
+
+def test_runs_are_added_up_and_a_call_made_twice_counts_once(monkeypatch, tmp_path, capsys):
+    calls = 0
+    for seed in "1", "2":
+        (tmp_path / seed).mkdir()
+        _, records = main(monkeypatch, tmp_path / seed, "--seed", seed)
+        calls += sum(len(record["trials"]) for record in records)
+    logs = [str(tmp_path / seed / "log.jsonl") for seed in "121"]
+    capsys.readouterr()
+    assert fuzz.main(["--sum", *logs]) is None
+    assert re.fullmatch(
+        rf"\S+ default seeds 1, 2: {calls} calls \(\d+ of few queries, \d+ in pages\), 0 wrong, 0 unjudged.\n",
+        capsys.readouterr().out,
+    )
+
+
+def test_a_run_of_which_too_much_is_unjudged_ends_with_status_1(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(rounding, "distance", lambda *_: None)
+    status, records = main(monkeypatch, tmp_path)
+    assert status == 1 and all(record["kind"] == "right" and record["unjudged"] for record in records)
+    assert re.search(r"0 wrong, 1[23] unjudged \(at most 5%\)", capsys.readouterr().out)
 
 
 def test_a_run_with_a_fault_prints_a_line_that_reproduces_it(monkeypatch, tmp_path, capsys):
-    status, records = main(monkeypatch, tmp_path, "--seed", "1", tile_without_mask=8)
+    monkeypatch.setattr(fuzz, "SHRINK_SECONDS", 5.0)
+    hides = functools.partial(no_mask_in_a_tile, tile=8)
+    status, records = main(monkeypatch, tmp_path, "--seed", "1", hides=hides)
     printed = capsys.readouterr().out
     assert status == 1 and any(record["kind"] == "wrong" for record in records)
     line = re.search(r'Made simpler, wrong: .*\n  python -c "(.*)"', printed)[1]
     exec(line)
     assert "WRONG" in capsys.readouterr().out
-    monkeypatch.setattr(fuzz, "run", stand_in)
+    pretend(monkeypatch, stand_in)
     exec(line)
     assert "WRONG" not in capsys.readouterr().out
 
@@ -351,5 +494,5 @@ def test_errors_are_counted_and_shown():
 
     shown = io.StringIO()
     tally = fuzz.fuzz([(SMALL,), (SMALL, SMALL)], run_all, progress=shown)
-    assert (tally.calls, len(tally.wrong), len(tally.kinds())) == (3, 2, 1)
+    assert (tally.calls, len(tally.wrong), len(tally.faults())) == (3, 2, 1)
     assert "RESOURCE_EXHAUSTED" in shown.getvalue() and tally.wrong[0].reproduction in shown.getvalue()

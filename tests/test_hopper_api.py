@@ -20,7 +20,7 @@ SMALL = AttentionCase(70, 90, 64, N=4, K=2, dtype="bfloat16", arguments={"is_cau
 @pytest.mark.full
 def test_forward_and_gradients():
     check_forward(hopper_attention, SMALL)
-    check_gradients(functools.partial(gradients_of, hopper_attention), SMALL, mends_delta=False)
+    check_gradients(functools.partial(gradients_of, hopper_attention), SMALL)
 
 
 def test_without_a_batch_axis_and_in_fp16():

@@ -62,7 +62,7 @@ def by_the_kernels(case, block_q=128, block_k=128):
 def check(case, run=by_the_function):
     results, gradients = run(case)
     check_forward(lambda *_, **__: results, case)
-    check_gradients(lambda _: gradients, case, mends_delta=False)
+    check_gradients(lambda _: gradients, case)
 
 
 @pytest.mark.parametrize(

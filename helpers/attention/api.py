@@ -217,7 +217,8 @@ class KernelsOf:
 
     def keeps_low_bits(self, problem):
         """Whether the backward pass of a problem wants the low bits of out."""
-        return problem.dtype.itemsize == 2 and all(kernels.forward_with_low_bits for _, kernels in self.platforms)
+        served = [kernels for _, kernels in self.platforms if isinstance(kernels, Kernels)]
+        return problem.dtype.itemsize == 2 and all(kernels.forward_with_low_bits for kernels in served)
 
     def __call__(self, call):
         query, key, value = map(reverse_mode_only, call.arrays[:3])

@@ -17,7 +17,7 @@ from jax import lax
 def low_bits(exact, rounded):
     """int16 array, from float32 `exact` and the same rounded to 16 bits."""
     bits, start = (lax.bitcast_convert_type(array, jnp.int32) for array in (exact, rounded.astype(jnp.float32)))
-    return jnp.clip(bits - start, -(2**15), 2**15 - 1).astype(jnp.int16)
+    return jnp.minimum(bits - start, 2**15 - 1).astype(jnp.int16)  # 2^15 itself, a tie, is one float32 number less
 
 
 def with_low_bits(rounded, low):

@@ -1,13 +1,15 @@
-"""Random legal calls of `flash_attention`, each compared with float64 entry by entry.
+"""Random legal calls of `flash_attention`, each compared with float64 and with naive attention.
 
     python -m helpers.measure.fuzz --minutes 5 --seed 0 --implementation hopper        (make gpu-fuzz)
+    python -m helpers.measure.fuzz --sum first.jsonl second.jsonl                      adds up the --log of several runs
 
-A call may have few queries and many keys, which may lie in pages (`paged_attention`, without gradients).
-out, lse, dq, dk and dv are each judged by themselves. Every entry may be off by what rounding does to it
-(see `rounding`) and no more, so that a fault in a few entries of a large array is seen. Errors, hangs and
-dead processes count as wrong. Program number i, of one call or two, is made from (seed, i) and the options
-alone, so it is the same however many processes there are. What is wrong is made smaller while it stays wrong,
-and printed as a line that reproduces it. The exit status is 1 if anything was wrong.
+A call may have few queries and many keys, which may lie in pages (`paged_attention`, without gradients). Its inputs
+are of several `kinds`. out, lse, dq, dk and dv are each judged by themselves: as arrays and entry by entry, each may
+err three times as much as naive attention in the same dtype, or as rounding must (see `rounding`). Where naive
+attention overflows in 16 bits, it is asked in float32; where no bound can be stated, the call is unjudged. Errors,
+hangs and dead processes count as wrong. Program number i, of one call or two, is made from (seed, i) and the options
+alone, so it is the same however many processes there are. What is wrong is made smaller while it stays wrong, and
+printed as a line that reproduces it. The exit status is 1 if anything was wrong, or more than 5 % unjudged.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import itertools
 import json
 import math
 import os
+import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -28,18 +31,18 @@ from tqdm import tqdm
 
 from helpers import flash_attention, paged_attention
 from helpers.attention.hopper import serve as hopper
-from helpers.attention.masking import Band
-from helpers.attention.problem import Call, Problem
-from helpers.measure import rounding, workers
+from helpers.attention.masking import Band, visible
+from helpers.attention.problem import FEW_QUERIES, Call, Problem
+from helpers.measure import kinds, rounding, workers
 
-# What a right result may have, in units of the noise of an entry: as its largest error, and as the root mean
-# square of an array. Every run ends with the largest that it met.
-WORST, TYPICAL = 6.0, 1.5
+UNJUDGED = 0.05  # the largest part of calls of which nothing may be said
 LONGEST = 2000  # positions of a sequence
 SIDES = (16, 32, 64, 128, 256)  # of tiles
 HEAD_DIMS = (64, 80, 96, 128, 160, 256)
 PAGES = (16, 17, 32, 64, 128, 200)  # positions of a page
-LOGITS = ("plain", "sharp", "one huge", "rising", "low", "equal")
+PAGED = (None, "portable", "reference")  # implementations that serve them
+ONLY = {"few": lambda t: t.T <= FEW_QUERIES and not t.page, "pages": lambda t: t.page > 0}  # calls that may be all
+FILL = ("nan", "inf", "-inf")  # in places that must not matter
 SHRUNK, SHRINK_SECONDS = 3, 90.0  # failures that are made smaller, and the time for each
 
 
@@ -48,10 +51,10 @@ class Trial:
     """One call: its shapes, dtype and arguments, how its inputs are drawn, and what is asked of the result.
 
     T, S, H, N, K, B, dtype, scale and is_causal as in `problem.Problem` and `flash_attention`.
-    window: (left, right). query_lengths, key_lengths: tuples of B integers; what lies behind is NaN.
-    logits: "plain", "sharp" (8 times), "one huge" (30 times, at a random key), "rising" (from key to key),
-      "low" (all far below zero, if scale is above it) or "equal".
-    value_size: values are this many times as large, and all positive unless it is 1.
+    window: (left, right). query_lengths, key_lengths: tuples of B integers; what lies behind is `padding`.
+    padding, unseen: "nan", "inf" or "-inf"; unseen is what dout and dlse hold in rows that see nothing, and None
+      where those are numbers like others.
+    kinds: of inputs, as in `kinds`; without any they are standard normal.
     lse_gradient: whether lse gets a gradient as well.
     way: "jit" (one program), "eager" (none around it) or "vmap" (over the batch).
     precision: of float32 products, as `jax.default_matmul_precision` takes it.
@@ -70,8 +73,9 @@ class Trial:
     query_lengths: tuple | None = None
     key_lengths: tuple | None = None
     scale: float | None = None
-    logits: str = "plain"
-    value_size: float = 1.0
+    padding: str = "nan"
+    unseen: str | None = None
+    kinds: tuple = ()
     lse_gradient: bool = False
     way: str = "jit"
     precision: str = "highest"
@@ -108,22 +112,19 @@ class Trial:
         query, dout = random.standard_normal((2, self.B, self.T, self.N, self.H))
         key, value = random.standard_normal((2, self.B, self.S, self.K, self.H))
         dlse = random.standard_normal((self.B, self.T, self.N)).astype(np.float32) * self.lse_gradient
-        match self.logits:
-            case "sharp":
-                query *= 8
-            case "one huge":
-                key[:, random.integers(self.S)] *= 30
-            case "rising":
-                key *= np.linspace(0, 10, self.S)[:, None, None]
-            case "low":
-                query, key = np.abs(query) + 1, -4 * (np.abs(key) + 1)
-            case "equal":
-                key[...] = 0
-        if self.value_size != 1:
-            value = self.value_size * np.abs(value)
-        for arrays, lengths in (((query,), self.query_lengths), ((key, value), self.key_lengths)):
-            for array, (row, length) in itertools.product(arrays, enumerate(lengths or ())):
-                array[row, length:] = np.nan
+        arrays = {"query": query, "key": key, "value": value, "dout": dout}
+        problem = self.call.problem
+        arrays = kinds.apply(self.kinds, arrays, problem.scale, self.dtype, self.seed)
+        query, key, value, dout = (arrays[name] for name in ("query", "key", "value", "dout"))
+        for row in range(self.B):
+            T, S = (
+                longest if lengths is None else lengths[row]
+                for longest, lengths in ((self.T, self.query_lengths), (self.S, self.key_lengths))
+            )
+            query[row, T:] = key[row, S:] = value[row, S:] = float(self.padding)
+            if self.unseen:
+                seen = visible(np.arange(self.T)[:, None], np.arange(self.S), problem.band, T, S).any(axis=1)
+                dout[row, ~seen] = dlse[row, ~seen] = float(self.unseen)
         query, key, value, dout = (array.astype(jnp.dtype(self.dtype)) for array in (query, key, value, dout))
         return (query, key, value), (dout, dlse)
 
@@ -150,11 +151,11 @@ def legal(trial):
     return trial.implementation != "hopper" or hopper.why_not(trial.call) is None
 
 
-def draw(seed, index, implementation=None, longest=LONGEST):
-    """The trials of program number index: one, or two that are called in one program."""
+def draw(seed, index, implementation=None, longest=LONGEST, only=None):
+    """The trials of program number index: one, or two that are called in one program. only: a name in `ONLY`."""
     random = np.random.default_rng([seed, index])
-    kinds = (draw_trial(random, implementation, longest) for _ in itertools.count())
-    trials = filter(legal, kinds)
+    trials = (draw_trial(random, implementation, longest) for _ in itertools.count())
+    trials = (trial for trial in trials if legal(trial) and (only is None or ONLY[only](trial)))
     first = next(trials)
     if first.page or random.random() > 0.1:
         return (first,)
@@ -183,20 +184,17 @@ def draw_trial(random, implementation, longest):
         T, S = random.permutation([log_uniform(1, 16), int(random.integers(1, longest + 1))]).tolist()
     elif random.random() < 0.15:  # as when text is generated
         T, S = log_uniform(1, 16), log_uniform(1, 8 * longest)
-        page = int(random.choice(PAGES)) if implementation != "hopper" and random.random() < 0.5 else 0
+        page = int(random.choice(PAGES)) if implementation in PAGED and random.random() < 0.5 else 0
     H = int(random.choice(HEAD_DIMS)) if random.random() < 0.6 else int(random.integers(1, 257))
     most = max(1, longest**2 // (T * S))
     B = min(log_uniform(1, 8), most)
     K = min(log_uniform(1, 8), max(1, most // B))
     N = K * min(log_uniform(1, 8), max(1, most // (B * K)))
     dtype = str(random.choice(["bfloat16", "float16", "float32"], p=[0.4, 0.35, 0.25]))
-    logits = str(random.choice(LOGITS)) if random.random() < 0.4 else "plain"
     scale = sometimes(0.25, round(float(random.choice([-1, 1, 1, 1]) * math.exp(random.uniform(-4, 0))), 3))
-    value_size = float(random.choice([1, 1, 1, 0.01, 10]))
-    if dtype == "float16" and (logits != "plain" or value_size > 1):
-        scale, value_size = None, min(value_size, 1.0)  # its gradients might leave the range of float16
+    drawn = kinds.draw(random, dtype)
     # Where logits are large, TF32 changes them by so much that nothing can be said of the result.
-    coarse = dtype == "float32" and logits in ("plain", "equal") and random.random() < 0.5
+    coarse = dtype == "float32" and not {"query", "key", "logits"} & {name for name, *_ in drawn}
     trial = Trial(
         T=T,
         S=S,
@@ -207,14 +205,15 @@ def draw_trial(random, implementation, longest):
         dtype=dtype,
         is_causal=bool(random.random() < (0.2 if S > longest else 0.6)),  # few queries would see few keys
         window=sometimes(0.2, (log_uniform(1, S) - 1, log_uniform(1, S) - 1)),
-        query_lengths=sometimes(0.1, tuple(random.integers(0, T + 1, B).tolist())),
-        key_lengths=sometimes(0.1, tuple(random.integers(0, S + 1, B).tolist())),
+        query_lengths=sometimes(0.15, tuple(random.integers(0, T + 1, B).tolist())),
+        key_lengths=sometimes(0.15, tuple(random.integers(0, S + 1, B).tolist())),
         scale=scale,
-        logits=logits,
-        value_size=value_size,
+        padding=str(random.choice(FILL)),
+        unseen=sometimes(0.5, str(random.choice(FILL))),
+        kinds=drawn,
         lse_gradient=bool(random.random() < 0.4),
         way=str(random.choice(["jit", "vmap", "eager"], p=[0.8, 0.15, 0.05])),
-        precision="default" if coarse else "highest",
+        precision="default" if coarse and random.random() < 0.5 else "highest",
         implementation=implementation,
         seed=int(random.integers(2**31)),
     )
@@ -243,7 +242,7 @@ SWEEPS = {"causal": causal_sweep}
 class Report:
     """What came of a program. kind: "right", "wrong", "raised", "hung" or "died".
 
-    distances: for each trial {name of a result: `rounding.Distance`}; text: in words.
+    distances: for each trial {name of a result: `rounding.Distance`, or None where it is unjudged}; text: in words.
     """
 
     trials: tuple
@@ -266,23 +265,28 @@ class Report:
 
     def record(self):
         """As a dictionary that JSON can hold."""
-        numbers = [{name: one._asdict() for name, one in found.items()} for found in self.distances]
-        trials = [asdict(trial) for trial in self.trials]
-        return {"kind": self.kind, "text": self.text, "trials": trials, "distances": numbers, "seconds": self.seconds}
+        numbers = [{name: one and one._asdict() for name, one in found.items()} for found in self.distances]
+        own = {"kind": self.kind, "text": self.text, "unjudged": self.unjudged, "seconds": self.seconds}
+        return own | {"trials": [asdict(trial) for trial in self.trials], "distances": numbers}
+
+    @property
+    def unjudged(self):
+        """The number of calls with a result of which nothing is said."""
+        return sum(None in found.values() for found in self.distances)
 
 
 def good(distance):
-    """Whether a result is as close to the right answer as rounding allows."""
-    return distance.worst <= WORST and distance.typical <= TYPICAL
+    """Whether a result is as close to the right answer as it should be, or unjudged."""
+    return distance is None or max(distance.whole, distance.worst) <= rounding.TIMES
 
 
-def run(trials, attention=flash_attention):
+def run(trials, attention=flash_attention, dtype=None):
     """[(out, lse, dq, dk, dv), ...] of trials that are called in one program, from their inputs.
 
-    With pages there are no gradients. attention: called as `flash_attention` is.
+    With pages there are no gradients. attention: called as `flash_attention` is. dtype: what the inputs are cast to.
     """
     if trials[0].page:
-        return [run_in_pages(trial) for trial in trials]
+        return [run_in_pages(trial, dtype) for trial in trials]
 
     def attend(trial, query, key, value, lengths):
         keywords = trial.arguments | {"implementation": trial.implementation, "return_residual": True}
@@ -303,16 +307,21 @@ def run(trials, attention=flash_attention):
         (gradients,) = pull_back(cotangents)
         return [(*own, *gradient) for own, gradient in zip(results, gradients, strict=True)]
 
-    arrays, cotangents = zip(*(trial.inputs() for trial in trials), strict=True)
+    arrays, cotangents = zip(*(cast(trial.inputs(), dtype) for trial in trials), strict=True)
     lengths = [trial.lengths for trial in trials]
     with jax.default_matmul_precision(trials[0].precision):
         results = (program if trials[0].way == "eager" else jax.jit(program))(list(arrays), list(cotangents), lengths)
     return jax.tree.map(np.asarray, results)
 
 
-def run_in_pages(trial):
+def cast(arrays, dtype):
+    """A tree of arrays in another dtype, if one is named."""
+    return jax.tree.map(lambda array: array.astype(dtype), arrays) if dtype else arrays
+
+
+def run_in_pages(trial, dtype=None):
     """(out, lse) of a trial whose keys lie in pages."""
-    (query, key, value), _ = trial.inputs()
+    (query, key, value), _ = cast(trial.inputs(), dtype)
     lengths = np.array(trial.key_lengths or trial.B * (trial.S,), np.int32)
 
     @jax.jit  # so that the table is not checked
@@ -323,25 +332,37 @@ def run_in_pages(trial):
         return jax.tree.map(np.asarray, program(query, *trial.pages(key, value), lengths))
 
 
+def run_naive(trial, dtype=None):
+    """The same results by naive attention, which gets numbers in rows that see nothing."""
+    return run((replace(trial, implementation="reference", unseen=None, way="jit"),), dtype=dtype)[0]
+
+
+def judge(trial, results):
+    """{name of a result: its `rounding.Distance`}."""
+    arrays, (dout, dlse) = trial.inputs()
+    tf32 = trial.precision == "default"
+    answers = rounding.answers(*arrays, dout, dlse, tf32=tf32, **trial.arguments, **trial.lengths)
+    found, naive = {}, run_naive(trial)
+    exact = naive if trial.dtype == "float32" else None
+    for name, result, own in zip(rounding.NAMES, results, naive, strict=False):  # no gradients with pages
+        found[name] = rounding.distance(result, answers[name], own)
+        if found[name] is None and answers[name].noise is not None:
+            exact = run_naive(trial, "float32") if exact is None else exact
+            found[name] = rounding.distance(result, answers[name], exact[rounding.NAMES.index(name)])
+    return found
+
+
 def attempt(trials, attention=flash_attention):
     """The `Report` of a program: "right" or "wrong". What goes wrong on the way is raised."""
-    distances, text = [], []
-    for trial, results in zip(trials, run(trials, attention), strict=True):
-        arrays, (dout, dlse) = trial.inputs()
-        tf32 = trial.precision == "default"
-        answers = rounding.answers(*arrays, dout, dlse, tf32=tf32, **trial.arguments, **trial.lengths)
-        found = {
-            name: rounding.distance(result, answers[name])
-            for name, result in zip(rounding.NAMES, results, strict=not trial.page)
-        }
-        distances.append(found)
-        text += [
-            f"{name} is off by {one.relative:.2g}, its worst entry by {one.worst:.1f} times its rounding"
-            for name, one in found.items()
-            if not good(one)
-        ]
+    distances = tuple(judge(*pair) for pair in zip(trials, run(trials, attention), strict=True))
+    text = [
+        f"{name} is off by {one.relative:.2g}, {one.whole:.1f} times what it may be, its worst entry {one.worst:.1f}"
+        for found in distances
+        for name, one in found.items()
+        if not good(one)
+    ]
     jax.clear_caches()  # every program is compiled once and run once
-    return Report(trials, "wrong" if text else "right", "; ".join(text), tuple(distances))
+    return Report(trials, "wrong" if text else "right", "; ".join(text), distances)
 
 
 def try_calls(*calls):
@@ -350,11 +371,8 @@ def try_calls(*calls):
     for trial, found in zip(trials, attempt(trials).distances, strict=True):
         print(trial)
         for name, one in found.items():
-            verdict = "right" if good(one) else "WRONG"
-            print(
-                f"  {name:4} {verdict}: relative error {one.relative:.2e}; in units of the expected rounding", end=" "
-            )
-            print(f"the worst entry {one.worst:.2f} (at most {WORST}), typically {one.typical:.2f} (at most {TYPICAL})")
+            verdict = "unjudged" if one is None else "right" if good(one) else "WRONG"
+            print(f"  {name:4} {verdict}", one or "")
 
 
 def reports(pool, patience, programs):
@@ -368,25 +386,15 @@ def reports(pool, patience, programs):
 
 def simplifications(trial):
     """Changes, as dictionaries of fields, that make a trial simpler; the boldest first."""
-    plain = {
-        "page": 0,
-        "way": "jit",
-        "B": 1,
-        "N": 1,
-        "lse_gradient": False,
-        "scale": None,
-        "logits": "plain",
-        "value_size": 1.0,
-    }
-    plain |= {
-        "precision": "highest",
-        "window": None,
-        "query_lengths": None,
-        "key_lengths": None,
-        "is_causal": False,
-        "seed": 0,
-    }
-    changes = [{name: value} for name, value in plain.items() if getattr(trial, name) != value]
+    plain = Trial(1, 1)
+    names = "page way B N lse_gradient scale kinds unseen padding precision window query_lengths key_lengths is_causal"
+    changes = [
+        {name: getattr(plain, name)}
+        for name in (*names.split(), "seed")
+        if getattr(trial, name) != getattr(plain, name)
+    ]
+    if len(trial.kinds) > 1:
+        changes += [{"kinds": trial.kinds[:i] + trial.kinds[i + 1 :]} for i in range(len(trial.kinds))]
     if trial.K > 1:
         changes.append({"K": 1, "N": trial.N // trial.K})
     for name, ends in (("T", (1,)), ("S", (1,)), ("H", (16, 64, 128))):
@@ -438,24 +446,29 @@ class Tally:
     """What a run has found so far."""
 
     calls: int = 0
+    unjudged: int = 0
     wrong: list = field(default_factory=list)
     worst: dict = field(default_factory=dict)
 
     def add(self, report):
         self.calls += len(report.trials)
+        self.unjudged += report.unjudged
         if report.kind != "right":
             self.wrong.append(report)
         for name, one in itertools.chain.from_iterable(found.items() for found in report.distances):
-            worst, typical = self.worst.get(name, (0.0, 0.0))
-            self.worst[name] = max(worst, one.worst), max(typical, one.typical)
+            if one is not None:
+                self.worst[name] = tuple(map(max, self.worst.get(name, (0.0, 0.0)), (one.whole, one.worst)))
 
-    def kinds(self):
+    def faults(self):
         """The first report of each signature."""
         return list({report.signature: report for report in reversed(self.wrong)}.values())[::-1]
 
 
-def fuzz(programs, run_all, log=None, total=None, progress=sys.stderr):
-    """Run programs and return a `Tally`. run_all: an iterable of programs -> an iterator of their reports."""
+def fuzz(programs, run_all, log=None, total=None, progress=sys.stderr, named=None):
+    """Run programs and return a `Tally`. run_all: an iterable of programs -> an iterator of their reports.
+
+    log: a file for a line of JSON for every program, of its record and what named, a dictionary, has.
+    """
     tally = Tally()
     with tqdm(total=total, unit=" calls", file=progress, mininterval=5.0, smoothing=0.0) as bar:
         for report in run_all(programs):
@@ -465,7 +478,7 @@ def fuzz(programs, run_all, log=None, total=None, progress=sys.stderr):
             if report.kind != "right":
                 bar.write(f"{report.kind}: {report.text[:500]}\n  {report.reproduction}", file=progress)
             if log is not None:
-                print(json.dumps(report.record()), file=log, flush=True)
+                print(json.dumps((named or {}) | report.record()), file=log, flush=True)
     return tally
 
 
@@ -478,9 +491,36 @@ def at_most(programs, calls, deadline, clock=time.monotonic):
         calls = None if calls is None else calls - len(program)
 
 
+def commit():
+    """The commit that is checked out, with a + where files differ from it."""
+    describe = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
+    with contextlib.suppress(FileNotFoundError):
+        return subprocess.run(describe, capture_output=True, text=True).stdout.strip() or "unknown"
+    return "unknown"
+
+
+def add_up(logs):
+    """Print what several runs found, by commit and implementation. A call that two of them made counts once."""
+    found = {}
+    for record in itertools.chain.from_iterable(map(json.loads, open(log)) for log in logs):
+        group = found.setdefault((record["commit"], record["trials"][0]["implementation"] or "default"), {})
+        group[json.dumps(record["trials"])] = record
+    for names, group in found.items():
+        records = group.values()
+        trials = [Trial(**trial) for record in records for trial in record["trials"]]
+        few, paged = (sum(map(is_one, trials)) for is_one in ONLY.values())
+        wrong, unjudged = sum(one["kind"] != "right" for one in records), sum(one["unjudged"] for one in records)
+        seeds = ", ".join(sorted({str(one["seed"]) for one in records}))
+        print(*names, f"seeds {seeds}: {len(trials)} calls ({few} of few queries, {paged} in pages),", end=" ")
+        print(f"{wrong} wrong, {unjudged} unjudged.")
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m helpers.measure.fuzz", description=__doc__.splitlines()[0])
-    parser.add_argument("--implementation", choices=("hopper", "portable", "reference"), help="by default the default")
+    parser.add_argument(
+        "--implementation", choices=("hopper", "portable", "tpu", "reference"), help="by default the default"
+    )
+    parser.add_argument("--only", choices=ONLY, help="calls of few queries, or of keys in pages")
     parser.add_argument("--minutes", type=float, help="when to stop; by default 5, or never if --calls or --sweep does")
     parser.add_argument("--calls", type=int, help="stop after so many")
     parser.add_argument("--seed", type=int, default=0)
@@ -490,7 +530,13 @@ def main(arguments=None):
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes; by default one a core")
     parser.add_argument("--patience", type=float, default=180.0, help="seconds after which a call hangs")
     parser.add_argument("--log", type=argparse.FileType("w"), help="a file for a line of JSON for every program")
+    parser.add_argument("--commit", help="what the log calls the code; by default as git does")
+    parser.add_argument("--sum", nargs="+", metavar="LOG", help="run nothing, and add up what these logs have")
     options = parser.parse_args(arguments)
+    if options.sum:
+        return add_up(options.sum)
+    if options.only == "pages" and options.implementation not in PAGED:
+        parser.error(f"{options.implementation} has no kernels for pages")
     if not workers.visible_gpus():
         print("No NVIDIA GPU here: kernels are interpreted on the CPU, where long sequences take long.")
 
@@ -499,24 +545,29 @@ def main(arguments=None):
         programs = SWEEPS[options.sweep](options.implementation)
         total = total or len(programs) - options.first
     else:
-        programs = (draw(options.seed, i, options.implementation, options.longest) for i in itertools.count())
+        programs = (
+            draw(options.seed, i, options.implementation, options.longest, options.only) for i in itertools.count()
+        )
     minutes = options.minutes or (None if options.sweep or options.calls else 5.0)
     began = time.monotonic()
     deadline = None if minutes is None else began + 60 * minutes
     programs = at_most(itertools.islice(programs, options.first, None), options.calls, deadline)
 
+    named = {"commit": options.commit or commit(), "seed": options.sweep or options.seed}
     with workers.Workers(attempt, options.workers) as pool:
-        tally = fuzz(programs, functools.partial(reports, pool, options.patience), options.log, total)
+        tally = fuzz(programs, functools.partial(reports, pool, options.patience), options.log, total, named=named)
         seconds = time.monotonic() - began
-        for report in tally.kinds()[:SHRUNK]:
-            simplest = shrink(report, functools.partial(reports, pool, min(options.patience, SHRINK_SECONDS)))
+        for report in tally.faults()[:SHRUNK]:
+            again = functools.partial(reports, pool, min(options.patience, SHRINK_SECONDS))
+            simplest = shrink(report, again, SHRINK_SECONDS)
             print(f"\nMade simpler, {simplest.kind}: {simplest.text[:500]}\n  {simplest.reproduction}")
-    largest = ", ".join(f"{name} {worst:.1f} / {typical:.2f}" for name, (worst, typical) in tally.worst.items())
-    print(f"\nErrors in units of the expected rounding, worst entry / typical one: {largest or 'none'}")
-    print(f"(at most {WORST:.1f} / {TYPICAL:.2f} is right)")
+    largest = ", ".join(f"{name} {whole:.2f} / {worst:.2f}" for name, (whole, worst) in tally.worst.items())
+    print(f"\nLargest errors over what they should be, of an array / of an entry: {largest or 'none'}")
+    print(f"(at most {rounding.TIMES} is right)")
     rate = 60 * tally.calls / seconds
-    print(f"{tally.calls} calls in {seconds / 60:.1f} minutes, {rate:.0f} a minute: {len(tally.wrong)} wrong.")
-    return 1 if tally.wrong or not tally.calls else 0
+    print(f"{tally.calls} calls in {seconds / 60:.1f} minutes, {rate:.0f} a minute: {len(tally.wrong)} wrong, ", end="")
+    print(f"{tally.unjudged} unjudged (at most {UNJUDGED:.0%}).")
+    return int(bool(tally.wrong) or tally.unjudged > UNJUDGED * tally.calls or not tally.calls)
 
 
 if __name__ == "__main__":

@@ -27,9 +27,9 @@ def trials():
     """Every `fuzz.Trial` to be run, in pairs of neighbouring shapes and masks rather than all with all."""
     cases = itertools.product((64, 80, 200), ("bfloat16", "float16"))
     for n, (H, dtype) in enumerate(cases):
-        for is_causal, logits in ((True, "plain"), (False, "rising"), (True, "sharp")):
+        for is_causal, kinds in ((True, ()), (False, (("key", "rising", 10.0),)), (True, (("logits", "spread", 8.0),))):
             T, S = SHAPES[(n + is_causal) % len(SHAPES)]
-            one = Trial(T, S, H, N=4, K=2, B=2, dtype=dtype, is_causal=is_causal, logits=logits)
+            one = Trial(T, S, H, N=4, K=2, B=2, dtype=dtype, is_causal=is_causal, kinds=kinds)
             yield replace(one, implementation="hopper")
             yield replace(one, implementation="portable", window=(30, 5), query_lengths=(T, T // 2), key_lengths=(3, S))
     for n, (T, S) in enumerate(((1, 1000), (3, 517), (16, 2048), (2, 15))):

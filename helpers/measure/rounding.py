@@ -1,18 +1,25 @@
-"""How far rounding may carry each entry of a result from the right answer.
+"""How far a result is from the right answer, against what naive attention and rounding make of the same call.
 
-A bound for a whole array hides a fault in a few of its entries. Here every entry has its own: the standard
-deviation of its rounding error, if each rounding of the algorithm below errs at random by up to half a unit
-in the last place. It is propagated in float64 beside the values, by the rules for independent errors:
+    whole   error of the array / larger of naive attention's error and the noise, Frobenius norms
+    worst   of all entries the largest error / larger of `USUAL` times the noise and naive attention's error in the row
+
+Either may be `TIMES` and no more. The first says how exact a result is; a fault in a few entries of a large array
+hides there, and shows in the second. The noise of an entry is what no algorithm in the dtype can avoid: the standard
+deviation of its error if the inputs of the last product are rounded to the dtype, and sums are float32. It is
+propagated in float64 beside the values, by the rules for independent errors:
 var(a + b) = var a + var b, var(a b) = a^2 var b + b^2 var a.
 
     s = scale q k^T    p = exp(s - lse)    out = p v          products are summed in float32
-    dp = do v^T        delta = rowsum(out * do)               out, p, dp and ds are rounded to the dtype
+    dp = do v^T        delta = rowsum(p * dp)                 out, p and ds are rounded to the dtype
     ds = p (dp - delta + dlse)    dv = p^T do    dq = scale ds k    dk = scale ds^T q
 
-The errors of lse and delta are the same all along a row, and so add up in out and dq. A float32 product
-on the tensor cores (TF32) reads 11 significant bits of each operand and cuts the rest, so its errors have a sign too.
-Where the right answer is 0 because nothing is seen, no error is allowed. A row of one visible key has dq = 0
-as well, as a difference dp - delta of equal numbers: there it is allowed what rounding leaves of them.
+dp and delta are not. Where all values share a part, both are large and close to each other; an out that was rounded
+gives a delta whose error is large in ds, has one sign along a row, and meets the part that all keys share. Weights
+that were rounded may enter delta if their sum divides it: then dp - delta is what they err by, not dp. And an out
+of twice the bits is as good as float32.
+A float32 product on the tensor cores (TF32) reads 11 significant bits of each operand and cuts the rest, so its
+errors have a sign too. Where the right answer is 0 because nothing is seen, no error is allowed. A row of one
+visible key has dq = 0 as well, as a difference dp - delta of equal numbers: there it is allowed what float32 leaves.
 """
 
 from typing import NamedTuple
@@ -20,9 +27,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from helpers.attention.reference import oracle, oracle_gradients, oracle_softmax
+from helpers.attention.reference import oracle_softmax
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
+TIMES = 3.0  # the most that a right result has of each measure
+USUAL = 2.0  # largest error among many entries, in units of their noise
 FLOAT32 = 2.0**-23  # of a sum in float32 whose last bit is cut, not rounded
 TF32 = 2.0**-10
 STEP = 16  # terms that a tensor core adds at once; where all of them have one sign, so have the errors of their sums
@@ -30,89 +39,108 @@ HEADROOM = 64  # powers of two by which a 16-bit kernel may move the logits of a
 
 
 class Answer(NamedTuple):
-    """A right result, float64, and the standard deviation of the rounding error of each entry."""
+    """A right result, float64, and the noise of each entry; None where it, or ds for it, is beyond the dtype."""
 
     right: np.ndarray
-    noise: np.ndarray
+    noise: np.ndarray | None
 
 
 class Distance(NamedTuple):
-    """How far a result is from an `Answer`.
+    """whole and worst as above; relative: Frobenius norm of the error over that of the right answer."""
 
-    worst and typical: the largest and the root mean square error, in units of the noise of the entry.
-    relative: Frobenius norm of the error over that of the right answer.
-    """
-
+    whole: float
     worst: float
-    typical: float
     relative: float
 
 
 def answers(query, key, value, dout, dlse=None, *, tf32=False, **arguments):
     """{name: Answer} for the arguments of `oracle_gradients` with a batch axis.
 
-    tf32: whether float32 products may read TF32. Inputs of 16 bits are always read whole.
+    tf32: whether float32 products may read TF32. Inputs of 16 bits are always read whole. dout and dlse of rows that
+    see nothing may hold anything.
     """
-    right = (*oracle(query, key, value, **arguments), *oracle_gradients(query, key, value, dout, dlse, **arguments))
     q, k, v, p, lse, problem = oracle_softmax(query, key, value, arguments)
     B, T, S, H = problem.B, problem.T, problem.S, problem.H
-    lse = np.where(np.isneginf(lse), 0, lse)[..., None]
-    do = np.asarray(dout, np.float64).transpose(0, 2, 1, 3)
-    added = 0 if dlse is None else np.asarray(dlse, np.float64).transpose(0, 2, 1)[..., None]
+    keys = (p > 0).sum(axis=-1, keepdims=True)
+    right_lse, lse = lse, np.where(keys, lse[..., None], 0)
+    do = np.where(keys, np.asarray(dout, np.float64).transpose(0, 2, 1, 3), 0)
+    added = np.zeros((B, T, problem.N)) if dlse is None else np.asarray(dlse, np.float64)
+    added = np.where(keys, added.transpose(0, 2, 1)[..., None], 0)
 
     is_float32 = problem.dtype == jnp.float32
+    limits = jnp.finfo(problem.dtype)
     operand = TF32**2 if is_float32 and tf32 else 0.0  # relative variances of an operand as it is read,
-    rounded = max(operand, (float(jnp.finfo(problem.dtype).eps) / 2) ** 2)  # of p and ds for the next product,
+    rounded = max(operand, float(limits.eps) ** 2 / 12)  # of what is rounded for the next product,
     float32 = FLOAT32**2  # and of each addition
     smallest = 2.0**-24 if problem.dtype == jnp.float16 else 2.0**-126  # what may be rounded to 0
     least = np.where(p > 0, smallest**2, 0)
+    turned = lambda array: array.swapaxes(-1, -2)
 
     def product(a, variance_a, b, terms):
         """The variance of a @ b, of which b is an input."""
         return (variance_a + (operand + terms * float32) * a**2) @ b**2
 
-    s = problem.scale * q @ k.swapaxes(-1, -2)
-    of_s = problem.scale**2 * product(q, operand * q**2, k.swapaxes(-1, -2), H)
+    s = problem.scale * q @ turned(k)
+    of_s = problem.scale**2 * product(q, operand * q**2, turned(k), H)
     of_s += operand * s**2 + 16 * float32 * (s**2 + lse**2 + 1)  # by powers of two
     of_lse = (p * of_s).sum(axis=-1, keepdims=True) + S * float32
-    of_p = p**2 * (of_s + of_lse) + least
-    of_weights = of_p + rounded * p**2
+    of_weights = p**2 * (of_s + of_lse + rounded) + least
     out = p @ v
     of_out = product(p, of_weights, v, S) + (of_lse + 4 * operand) * out**2
 
-    dp = do @ v.swapaxes(-1, -2)
-    of_dp = product(do, operand * do**2, v.swapaxes(-1, -2), H) + rounded * dp**2
-    delta = (out * do).sum(axis=-1, keepdims=True)
-    of_delta = ((of_out + rounded * out**2 + H * float32 * out**2) * do**2).sum(axis=-1, keepdims=True)
-    of_delta += 4 * operand * delta**2 + float32 * added**2
-    ds = p * (dp - delta + added)
-    of_ds = p**2 * of_dp + of_p * (dp - delta + added) ** 2 + rounded * ds**2 + least
+    dp = do @ turned(v)
+    of_dp = product(do, operand * do**2, turned(v), H)
+    delta = (p * dp).sum(axis=-1, keepdims=True)
+    centred = dp - delta
+    ds = p * (centred + added)
+    of_delta = (p**2 * (of_s + rounded) * centred**2).sum(axis=-1, keepdims=True) + float32 * added**2
+    of_kept = product(p, operand * p**2, v, S) + (H * float32 + rounded**2) * out**2
+    of_delta += (of_kept * do**2).sum(axis=-1, keepdims=True)
+    of_delta += (4 * operand + (keys / (2 * STEP)) ** 2 * float32) * delta**2
+    of_ds = p**2 * of_dp + (of_s + rounded) * ds**2 + least
 
+    dq, dk, dv = problem.scale * (ds @ k), problem.scale * (turned(ds) @ q), turned(p) @ do
     of_dq = problem.scale**2 * (product(ds, of_ds, k, S) + of_delta * (p @ k) ** 2 + of_lse * (ds @ k) ** 2)
-    of_dk = problem.scale**2 * product(ds.swapaxes(-1, -2), (of_ds + p**2 * of_delta).swapaxes(-1, -2), q, T)
-    of_dv = product(p.swapaxes(-1, -2), of_weights.swapaxes(-1, -2), do, T)
-    of_dk, of_dv = (of.reshape(B, problem.K, problem.group, S, H).sum(axis=2) for of in (of_dk, of_dv))
+    of_dk = problem.scale**2 * product(turned(ds), turned(of_ds + p**2 * of_delta + of_lse * ds**2), q, T)
+    of_dv = product(turned(p), turned(of_weights), do, T)
+    dk, dv, of_dk, of_dv = (a.reshape(B, problem.K, problem.group, S, H).sum(axis=2) for a in (dk, dv, of_dk, of_dv))
+    of_lse += float32 * (H / STEP * lse) ** 2 + (0 if is_float32 else HEADROOM**2 * float32)
 
-    of_lse += float32 * (H / STEP * lse) ** 2
-    of_lse = of_lse[..., 0] + (0 if is_float32 else HEADROOM**2 * float32)
-    variances = [of.swapaxes(1, 2) for of in (of_out, of_lse, of_dq, of_dk, of_dv)]
     found = {}
-    for name, value, variance in zip(NAMES, right, variances, strict=True):
+    arrays = (out, of_out), (right_lse, of_lse[..., 0]), (dq, of_dq), (dk, of_dk), (dv, of_dv)
+    for name, (right, variance) in zip(NAMES, arrays, strict=True):
+        largest = np.abs(right).max()
         if name != "lse":  # which stays float32
-            variance = variance + (variance > 0) * ((rounded + 4 * operand) * value**2 + smallest**2)
-        found[name] = Answer(value, np.sqrt(variance))
+            variance = variance + (variance > 0) * ((rounded + 4 * operand) * right**2 + smallest**2)
+            largest = max(largest, np.abs(ds).max() if name in ("dq", "dk") else 0)
+        is_within = name == "lse" or largest <= float(limits.max)
+        found[name] = Answer(right.swapaxes(1, 2), np.sqrt(variance).swapaxes(1, 2) if is_within else None)
     return found
 
 
-def distance(result, answer):
-    """The `Distance` of a result from an `Answer`; infinite where it has NaN, or anything but a right 0 or -inf."""
+def distance(result, answer, naive):
+    """The `Distance` of a result from an `Answer`; None where no bound can be stated.
+
+    Infinite where a result has NaN, or anything but a right 0 or -inf. naive: the result of naive attention.
+    """
+    off, own = _error(result, answer.right), _error(naive, answer.right)
+    if answer.noise is None or not np.isfinite(own).all():
+        return None
+    of_row = own.max(axis=-1, keepdims=True) if own.ndim == 4 else own
+    usual = np.where(answer.noise > 0, np.maximum(USUAL * answer.noise, of_row), 0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        worst = float(np.where(off == 0, 0, off / usual).max())
+    size, *norms = (
+        float(np.linalg.norm(array)) for array in (np.nan_to_num(answer.right, neginf=0), own, answer.noise)
+    )
+    error = float(np.linalg.norm(off))
+    return Distance(error and error / (max(norms) or 1e-300), worst, error / (size or 1))
+
+
+def _error(result, right):
+    """Absolute errors; infinite where a result is NaN."""
     result = np.asarray(result, np.float64)
-    if result.shape != answer.right.shape:
-        raise ValueError(f"shape {result.shape}, expected {answer.right.shape}")
-    with np.errstate(invalid="ignore", divide="ignore"):
-        error = np.where(result == answer.right, 0, np.abs(result - answer.right))
-        ratio = np.where(error == 0, 0, error / answer.noise)
-        size = np.linalg.norm(answer.right[np.isfinite(answer.right)])
-        relative = np.linalg.norm(error) / size if size else np.linalg.norm(error)
-    ratio, relative = np.nan_to_num(ratio, nan=np.inf, posinf=np.inf), np.nan_to_num(relative, nan=np.inf)
-    return Distance(float(ratio.max()), float(np.sqrt((ratio**2).mean())), float(relative))
+    if result.shape != right.shape:
+        raise ValueError(f"shape {result.shape}, expected {right.shape}")
+    with np.errstate(invalid="ignore"):
+        return np.nan_to_num(np.where(result == right, 0, np.abs(result - right)), nan=np.inf, posinf=np.inf)
