@@ -310,8 +310,13 @@ def run(trials, attention=flash_attention, dtype=None):
     arrays, cotangents = zip(*(cast(trial.inputs(), dtype) for trial in trials), strict=True)
     lengths = [trial.lengths for trial in trials]
     with jax.default_matmul_precision(trials[0].precision):
-        results = (program if trials[0].way == "eager" else jax.jit(program))(list(arrays), list(cotangents), lengths)
+        results = (program if trials[0].way == "eager" else once(program))(list(arrays), list(cotangents), lengths)
     return jax.tree.map(np.asarray, results)
+
+
+def once(program):
+    """As `jax.jit`, for a program that runs once: what XLA would try for its products is not worth the time."""
+    return jax.jit(program, compiler_options={"xla_gpu_autotune_level": 0})
 
 
 def cast(arrays, dtype):
@@ -324,7 +329,7 @@ def run_in_pages(trial, dtype=None):
     (query, key, value), _ = cast(trial.inputs(), dtype)
     lengths = np.array(trial.key_lengths or trial.B * (trial.S,), np.int32)
 
-    @jax.jit  # so that the table is not checked
+    @once  # so that the table is not checked
     def program(*arrays):
         return paged_attention(*arrays, scale=trial.scale, implementation=trial.implementation, return_residual=True)
 

@@ -92,7 +92,8 @@ from helpers.attention.hopper.warpgroup import (
     REGISTERS,
     ROWS,
     SWIZZLED,
-    accumulate_all,
+    Beside,
+    accumulate,
     accumulate_then,
     anew,
     overlapped,
@@ -148,6 +149,7 @@ def forward_kernel(
     rounds = pl.cdiv(q_tiles * heads - program, programs)  # how many tiles of queries are mine
     guesses = tiles.guess and problem.S > block_k  # the maximum of the only tile is that of all
     constants = CONSTANTS[problem.dtype.name]
+    is_wide = one_product_serves(tiles, q_smem.shape[-1])
     headroom, most = HEADROOM[problem.dtype.name] if guesses else 0, min(problem.S, MOST)
 
     def key_stop(q_stop):
@@ -261,7 +263,9 @@ def forward_kernel(
 
         def values(slot):
             """What p is multiplied with: a tile of values, and the constants beside it."""
-            return (v_smem.at[slot],) if low is None else (v_smem.at[slot], low.constants.T)
+            if low is None:
+                return v_smem.at[slot]
+            return Beside(v_smem.at[slot], low.constants if is_wide else low.constants.T)
 
         def one_list(start, count, step):
             """Attention of my turns start, ..., start + count - 1. The rings have seen `step` key tiles before."""
@@ -333,7 +337,7 @@ def forward_kernel(
                         return p_and_state
 
                     plgpu.barrier_wait(v_loaded.at[v_slot])
-                    qk = q_mine, k_smem.at[k_slot].T
+                    qk = q_mine, k_smem.at[k_slot]
                     pv = acc, p, values(v_slot)
                     state = l if by_guess else (m, l, m)
                     acc, p, state = overlapped(qk, pv, while_pv_runs, state, interpret=interpret)
@@ -341,13 +345,17 @@ def forward_kernel(
                     if by_guess:
                         return acc, m, state, narrow(p)
                     m, l, alpha = state
-                    acc = tuple(part * lax.broadcast_in_dim(alpha, part.shape, [0]) for part in acc)
+                    acc = jax.tree.map(lambda acc: acc * lax.broadcast_in_dim(alpha, acc.shape, [0]), acc)
                     return acc, m, l, narrow(p)
 
                 wait_for_k(1)
-                widths = (q_mine.shape[1],) if low is None else (q_mine.shape[1], len(constants))
+                head_dim, more = q_mine.shape[1], len(constants)
                 zeros = lambda width: plgpu.layout_cast(jnp.zeros((block_q, width), jnp.float32), MATRIX)
-                state = tuple(map(zeros, widths)), *first
+                if low is None:
+                    acc = zeros(head_dim)
+                else:
+                    acc = zeros(head_dim + more) if is_wide else (zeros(head_dim), zeros(more))
+                state = acc, *first
                 # Without the mask, and with it; by guess, and carefully if a guess of mine has failed.
                 guess = lse_smem[warpgroups, 2 * me + 1] == 0 if guesses else False
                 for by_guess, masked in itertools.product((True, False), (False, True)):
@@ -391,8 +399,10 @@ def forward_kernel(
                     q_mine[...] = lax.bitcast_convert_type(low, problem.dtype)
 
                 def store(acc):
-                    acc, *of_constants = acc
-                    weight = sum(constants) / of_constants[0].sum(axis=1) if low is not None else 1 / row_sum
+                    weight = 1 / row_sum
+                    if low is not None:
+                        acc, of_constants = (acc[:, :head_dim], acc[:, head_dim:]) if is_wide else acc
+                        weight = sum(constants) / of_constants.sum(axis=1)
                     out = acc * lax.broadcast_in_dim(weight, acc.shape, [0])
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the out before this one has left SMEM
                     o_mine[...] = out.astype(problem.dtype)
@@ -426,7 +436,7 @@ def forward_kernel(
                 plgpu.barrier_wait(v_loaded.at[last])
                 pv = acc, p, values(last)
                 if not tiles.ahead:
-                    acc = accumulate_all(*pv, interpret=interpret)
+                    acc = accumulate(*pv, interpret=interpret)
                     pass_over()
                     store(acc)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -449,7 +459,7 @@ def forward_kernel(
                     store(acc)
 
                 # In the last turn these operands are stale, and nobody uses what comes of them.
-                qk = queries(i + 1), k_smem.at[slot_of(next_step)].T
+                qk = queries(i + 1), k_smem.at[slot_of(next_step)]
                 s = accumulate_then(pv, ready, qk, meanwhile, interpret=interpret)
                 return next_step, worst, *begin(i + 1, next_step, s)
 
@@ -502,8 +512,9 @@ def forward_kernel(
 class LowBits(NamedTuple):
     """The refs that forward_kernel has besides when it keeps the low bits of out.
 
-    ref: as out_ref. constants_ref, constants: (8, 64) in GMEM and SMEM, row i 64 times CONSTANTS[i]; they are
-    multiplied with 64 keys at a time. constants_loaded: a barrier.
+    ref: as out_ref. constants_ref, constants: in GMEM and SMEM, as a `Beside` wants them. Where `one_product_serves`
+    (16, 64), and each row begins with CONSTANTS; else (8, 64), row i 64 times CONSTANTS[i].
+    constants_loaded: a barrier.
     """
 
     ref: jax.Array
@@ -622,6 +633,20 @@ def default_tiles(problem):
     return tiles._replace(guess=tiles.guess and not too_long)
 
 
+def with_room_for_constants(tiles, problem):
+    """The tiles, or others that leave registers for the sums of constants: tried by hand on an H100 (JAX 0.11.2)."""
+    if problem.H > 128:
+        return tiles._replace(programs=None)
+    if tiles.warpgroups == 4 and 2048 < problem.S <= 8192:
+        return tiles._replace(warpgroups=3)
+    return tiles
+
+
+def one_product_serves(tiles, head_dim):
+    """Whether p is multiplied with values and constants at once, see `warpgroup.Beside`: not with short tiles."""
+    return head_dim == 64 and tiles.block_k >= 128
+
+
 def untuned_tiles(problem):
     """The `Tiles` for a card without a table: the fastest of those tried by hand on an NVIDIA H200 (JAX 0.11.2)."""
     programs = core_count(PROCESSORS)
@@ -657,8 +682,10 @@ def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, inter
     problem = call.problem
     if reason := why_not(problem):
         raise NotImplementedError(f"the hopper kernel cannot serve this call: {reason}")
-    tiles = default_tiles(problem) if tiles is None else tiles
-    if not is_persistent or (keeps_low_bits and problem.H > 128):  # there, the list would cost 400 bytes of registers
+    if tiles is None:
+        tiles = default_tiles(problem)
+        tiles = with_room_for_constants(tiles, problem) if keeps_low_bits else tiles
+    if not is_persistent:
         tiles = tiles._replace(programs=None)
     query, problem = _with_positive_scale(call.query, problem)
     B, T, S, N, H = problem.B, problem.T, problem.S, problem.N, problem.H
@@ -676,6 +703,8 @@ def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, inter
     out_type = jax.ShapeDtypeStruct((B, padded_T, N, head_dim), problem.dtype)
     lse_type = jax.ShapeDtypeStruct((B, N, pl.cdiv(T, block_q) * block_q), jnp.float32)
     constants = jnp.array([[number] * 64 for number in CONSTANTS[problem.dtype.name]], problem.dtype)
+    if one_product_serves(tiles, head_dim):
+        constants = jnp.pad(jnp.tile(constants[:, 0], (16, 1)), ((0, 0), (0, 56)))
 
     def body(*refs):
         refs, low = list(refs), None
@@ -698,7 +727,7 @@ def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, inter
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
             plgpu.Barrier(num_arrivals=warpgroups),
-            *[plgpu.SMEM((8, 64), problem.dtype, transforms=SWIZZLED), plgpu.Barrier()] * keeps_low_bits,
+            *[plgpu.SMEM(constants.shape, problem.dtype, transforms=SWIZZLED), plgpu.Barrier()] * keeps_low_bits,
         ],
         grid=(programs,),
         grid_names=("program",),

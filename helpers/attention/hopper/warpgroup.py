@@ -13,6 +13,7 @@ float32 array in registers in the layout WGMMA. All products are 16-bit with a f
 
 import functools
 import itertools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -153,11 +154,7 @@ def wgmma_instructions(operands, axis, shape):
         ",".join(["=f"] * count + ["l"] * len(descriptors)),
         has_side_effects=True,
     )
-    sums = [llvm.extractvalue(f32, sums, [i]) for i in range(count)]
-    pairs = [vector.from_elements(ir.VectorType.get((2,), f32), pair) for pair in itertools.batched(sums, 2)]
-    layout = MATRIX.to_mgpu()
-    pairs = np.array(pairs, dtype=object).reshape(layout.registers_shape(shape))
-    return mgpu.FragmentedArray(_registers=pairs, _layout=layout, _is_signed=None)
+    return _array([llvm.extractvalue(f32, sums, [i]) for i in range(count)], shape)
 
 
 def descriptor(ref, axis):
@@ -192,89 +189,185 @@ def product(a, b, *, interpret):
     return pl.run_scoped(body, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
 
 
-def _add_products(refs, a, bs):
-    """Issue refs[i] += a @ bs[i] for each i, a short b once for each part of a as long as it; returns how many."""
-    count = 0
-    for ref, b in zip(refs, bs, strict=True):
-        for start in range(0, a.shape[1], b.shape[0]):
-            plgpu.wgmma(ref, a if b.shape[0] == a.shape[1] else a[:, start : start + b.shape[0]], b)
-            count += 1
-    return count
+class Beside(NamedTuple):
+    """A right operand of (keys, H) and columns of constants beside it: the product has len(CONSTANTS) columns more.
+
+    values: a ref (keys, H). constants: where `is_one_product`, a ref (16, 64) whose rows begin with the constants;
+    else a ref (64, 8), each row the constants. The first needs H = 64, and no time of its own; the others take 16
+    cycles for each 16 keys, for no wgmma takes less.
+    """
+
+    values: jax.Array
+    constants: jax.Array
+
+    @property
+    def is_one_product(self):
+        return self.constants.shape[0] == 16
 
 
-def _added(c, a, bs):
-    """c[i] + a @ bs[i] in the interpreter."""
-    sums = []
-    for one, b in zip(c, bs, strict=True):
-        (values,) = read(b)
-        repeated = jnp.tile(values, (a.shape[1] // len(values), 1))
-        sums.append(one + lax.dot(a, repeated, preferred_element_type=jnp.float32))
-    return tuple(sums)
+def is_wide(b):
+    return isinstance(b, Beside) and b.is_one_product
+
+
+def wide_product(acc, a, b, interpret):
+    """Issue acc + a @ (values and constants) as one product; returns it in flight, for `awaited` and nothing else.
+
+    acc: (64, H + 8); a: in registers; b: a `Beside` with `is_one_product`.
+    """
+    if interpret:
+        return _added(acc, a, b)
+
+    @plgpu.inline_mgpu(
+        arg_types=(MATRIX, MATRIX, plgpu.RefType(SWIZZLED), plgpu.RefType(SWIZZLED)),
+        return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=MATRIX),
+    )
+    def instructions(_, acc, a, values, constants):
+        return wide_instructions(acc, a, values, constants)
+
+    return instructions(acc, a, *b)
+
+
+def wide_instructions(acc, a, values, constants):
+    """The registers of acc + a @ (values and constants), by one block of PTX.
+
+    A descriptor says how far the next 64 columns of an operand are from the first: here that leads to the constants,
+    whose 16 rows serve every 16 keys.
+    """
+    f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+    (begins, steps), (ends, _) = descriptor(values, 0), descriptor(constants, 0)
+    columns = acc.shape[1]
+    sums = [vector.extract(pair, [], [i]) for pair in acc.registers.ravel() for i in range(2)]
+    lefts = [utils.bitcast(pair, i32) for pair in a.registers.ravel()]  # four for each 16 keys, as wgmma wants them
+    count, dtype = len(sums), ir.MemRefType(values.type).element_type
+    registers = ",".join(f"${i}" for i in range(count))
+    at = 2 * count  # outputs, and the same as inputs
+    place, constants_at = at + len(lefts), at + len(lefts) + 1
+    wgmma = f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{dtype}.{dtype}"
+    text = ""
+    for number, step in enumerate(steps):
+        left = ",".join(f"${at + 4 * number + i}" for i in range(4))
+        text += f"add.s64 b, ${place}, {step}; sub.s64 far, ${constants_at}, b; and.b64 far, far, 0x3FFF; "
+        text += f"shl.b64 far, far, 16; or.b64 b, b, far; {wgmma} {{{registers}}}, {{{left}}}, b, 1, 1, 1, 1; "
+    constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r"] * len(lefts) + ["l"] * 2
+    sums = llvm.inline_asm(
+        llvm.StructType.get_literal([f32] * count),
+        [*sums, *lefts, begins, ends],
+        f"{{ .reg .b64 b, far; wgmma.fence.sync.aligned; {text}wgmma.commit_group.sync.aligned; }}",
+        ",".join(constraints),
+        has_side_effects=True,
+    )
+    return _array([llvm.extractvalue(f32, sums, [i]) for i in range(count)], acc.shape)
+
+
+def _array(sums, shape):
+    """An array in the layout of wgmma, of the numbers that a thread has of it."""
+    pairs = [
+        vector.from_elements(ir.VectorType.get((2,), ir.F32Type.get()), pair) for pair in itertools.batched(sums, 2)
+    ]
+    layout = MATRIX.to_mgpu()
+    pairs = np.array(pairs, dtype=object).reshape(layout.registers_shape(shape))
+    return mgpu.FragmentedArray(_registers=pairs, _layout=layout, _is_signed=None)
+
+
+def _added(c, a, b):
+    """c + a @ b in the interpreter."""
+    if not isinstance(b, Beside):
+        return c + _dot(a, b)
+    values, constants = read(*b)
+    constants = jnp.tile(constants[:, :8], (a.shape[1] // len(constants), 1))
+    products = [lax.dot(a, right, preferred_element_type=jnp.float32) for right in (values, constants)]
+    if b.is_one_product:
+        return c + jnp.concatenate(products, axis=1)
+    return tuple(map(jnp.add, c, products))
+
+
+def _add_products(refs, a, b):
+    """Issue refs += a @ b, ACC refs, for accumulators as `accumulate` has them; returns the number of products."""
+    if not isinstance(b, Beside):
+        plgpu.wgmma(refs, a, b)
+        return 1
+    of_values, of_constants = refs
+    plgpu.wgmma(of_values, a, b.values)
+    starts = range(0, a.shape[1], 64)
+    for start in starts:
+        plgpu.wgmma(of_constants, a if len(starts) == 1 else a[:, start : start + 64], b.constants)
+    return 1 + len(starts)
 
 
 def accumulate(c, a, b, *, interpret):
-    """c + a @ b."""
-    return accumulate_all((c,), a, (b,), interpret=interpret)[0]
+    """c + a @ b.
 
-
-def accumulate_all(c, a, bs, *, interpret):
-    """c[i] + a @ bs[i] for each i: tuples of accumulators and of refs with one left operand."""
+    With a `Beside`, c has its columns too: (64, H + 8) where it is one product, else a pair, (64, H) and (64, 8).
+    """
     if interpret:
-        return _added(c, a, bs)
-    return pl.run_state(lambda refs: _add_products(refs, a, bs) and None)(tuple(map(plgpu.ACC.init, c)))
+        return _added(c, a, b)
+    if is_wide(b):
+        return awaited(wide_product(c, a, b, interpret), 0)
+    return pl.run_state(lambda refs: _add_products(refs, a, b) and None)(jax.tree.map(plgpu.ACC.init, c))
 
 
 def accumulate_then(last, ready, following, meanwhile, *, interpret):
     """Two products in flight at once, and work on the first while the second runs.
 
-    last: (c, a, bs) as for `accumulate_all`; following: (a, b). Issues c + a @ b, calls ready(), issues a @ b of the
-    second, awaits the first product alone and calls meanwhile(c + a @ b) while the tensor core is busy with the second.
-    Returns a @ b of the second.
+    last: (c, a, b) as for `accumulate`; following: (a, b). Issues c + a @ b, calls ready(), issues a @ b.T of the
+    second, awaits the first product alone and calls meanwhile(c + a @ b) while the tensor core is busy with the
+    second. Returns a @ b.T of the second.
     """
-    (c, a, bs), (a2, b2) = last, following
+    (c, a, b), (a2, b2) = last, following
     if interpret:
-        c = _added(c, a, bs)
+        c = _added(c, a, b)
         ready()
-        s = _dot(a2, b2)
+        s = _dot(a2, b2.T)
         meanwhile(c)
         read(a2, b2)
         return s
+    if is_wide(b):
+        c = wide_product(c, a, b, interpret)
+        ready()
+        s = issue([(a2, b2)], 1, interpret)
+        meanwhile(awaited(c, 1))
+        return awaited(s, 0)
 
     def body(refs):
         c_refs, s_ref = refs
-        _add_products(c_refs, a, bs)
+        _add_products(c_refs, a, b)
         ready()
-        plgpu.wgmma(s_ref, a2, b2)
-        meanwhile(tuple(plgpu.wgmma_accumulator_load(c_ref, wait_n=1) for c_ref in c_refs))
+        plgpu.wgmma(s_ref, a2, b2.T)
+        meanwhile(jax.tree.map(functools.partial(plgpu.wgmma_accumulator_load, wait_n=1), c_refs))
 
-    s = plgpu.layout_cast(jnp.zeros((a2.shape[0], b2.shape[1]), jnp.float32), MATRIX)
-    return pl.run_state(body)((tuple(map(plgpu.ACC.init, c)), plgpu.ACC.init(s)))[1]
+    s = plgpu.layout_cast(jnp.zeros((a2.shape[0], b2.shape[0]), jnp.float32), MATRIX)
+    return pl.run_state(body)((jax.tree.map(plgpu.ACC.init, c), plgpu.ACC.init(s)))[1]
 
 
 def overlapped(first, second, meanwhile, state, *, interpret):
     """Two products in flight at once, and work on the first while the second runs.
 
-    first: (a, b); second: (c, a, bs) as for `accumulate_all`. Issues a @ b and then c + a @ b, awaits the first
+    first: (a, b); second: (c, a, b) as for `accumulate`. Issues a @ b.T and then c + a @ b, awaits the first
     product, s, alone, and computes p, state = meanwhile(s, state) while the tensor core is
     busy with the second. p has the shape of s, and state keeps its shapes. ptxas likes to await the
     second before most of that work, unless meanwhile ends with a loop, such as a barrier_wait.
     Returns (c + a @ b of the second, p, the new state).
     """
-    (a, b), (c, a2, bs) = first, second
+    (a, b), (c, a2, b2) = first, second
     if interpret:
-        s, c = _dot(a, b), _added(c, a2, bs)
+        s, c = _dot(a, b.T), _added(c, a2, b2)
         p, state = meanwhile(s, state)
-        read(a2, *bs)
+        read(a2, *(b2 if isinstance(b2, Beside) else (b2,)))
         return c, p, state
-    shape = a.shape[0], b.shape[1]
+    if is_wide(b2):
+        s = issue([(a, b)], 1, interpret)
+        c = wide_product(c, a2, b2, interpret)
+        p, state = meanwhile(awaited(s, 1), state)
+        return awaited(c, 0), p, state
+    shape = a.shape[0], b.shape[0]
     leaves, tree = jax.tree.flatten(state)
 
     def body(refs):
         c_refs, p_ref, *state_refs = refs
 
         def with_first(s_ref):
-            plgpu.wgmma(s_ref, a, b)
-            later = _add_products(c_refs, a2, bs)
+            plgpu.wgmma(s_ref, a, b.T)
+            later = _add_products(c_refs, a2, b2)
             s = plgpu.wgmma_accumulator_load(s_ref, wait_n=later)  # the oldest of them
             p, new = meanwhile(s, jax.tree.unflatten(tree, [ref[...] for ref in state_refs]))
             values = p, *jax.tree.leaves(new)
@@ -285,5 +378,5 @@ def overlapped(first, second, meanwhile, state, *, interpret):
 
     # run_state awaits the second product, and is how values leave its body; p starts as anything.
     p = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), MATRIX)
-    c, p, *leaves = pl.run_state(body)((tuple(map(plgpu.ACC.init, c)), p, *leaves))
+    c, p, *leaves = pl.run_state(body)((jax.tree.map(plgpu.ACC.init, c), p, *leaves))
     return c, p, jax.tree.unflatten(tree, leaves)
