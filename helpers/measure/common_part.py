@@ -184,7 +184,8 @@ def worst(rows, name, which="dq"):
     pairs = [pair for pair in pairs if None not in pair]
     if not pairs:
         return float("nan"), float("nan")
-    return max(mine for mine, _ in pairs), max(mine / max(naive, 1e-30) for mine, naive in pairs)
+    mine, naive = np.array(pairs).T
+    return mine.max(), (mine / np.maximum(naive, 1e-30)).max()  # NaN where one is
 
 
 def verdicts(rows, short, names):
