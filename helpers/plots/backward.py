@@ -320,9 +320,7 @@ def word_gradients(gradients, tokens, word):
 
 def gradient_errors(errors):
     """Bars on a logarithmic axis. errors: {title: {implementation: relative errors of dq, dk and dv}}."""
-    figure, panels = style.subplots(
-        1, len(errors), width=10 if len(errors) > 1 else 8, height=3.5, sharey=True, squeeze=False
-    )
+    figure, panels = style.subplots(1, len(errors), width=10, height=3.5, sharey=True, squeeze=False)
     looks = {
         "the kernels": (style.OUTPUT, ""),
         "naive, same dtype": (style.SKIPPED, "//"),
@@ -338,7 +336,7 @@ def gradient_errors(errors):
         axes.tick_params(axis="x", length=0)
         axes.set_title(title, loc="left")
     tallest = max(max(heights) for rows in errors.values() for heights in rows.values())
-    panels[0, 0].set_ylim(1e-8 if len(errors) > 1 else 1e-4, 3 * tallest)
+    panels[0, 0].set_ylim(1e-8, 3 * tallest)
     panels[0, 0].set_ylabel("relative error")
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
