@@ -523,7 +523,7 @@ def test_a_target_that_is_missed_is_named(dq, met):
 
 
 def test_a_record_of_common_parts_is_checked_and_drawn():
-    rows = [common_part_row(0.01 * mean, mean, kind=kind) for kind in common_part.KINDS[:2] for mean in (0, 1, 10)]
+    rows = [common_part_row(0.01 * mean, mean, dtype=dtype) for dtype in common_part.DTYPES for mean in (0, 1, 10)]
     header = benchmark.Machine("NVIDIA Test", {"jax": "0"}, "abc", "2026-01-01").header()
     record = header | {"heads": 2, "rows": rows, "short": rows[:1], "notes": []}
     results.check(record, results.COMMON_PART_FILE)

@@ -363,12 +363,11 @@ def errors_by_mean(means, curves, title):
 
 
 def common_part(rows, title):
-    """The same as recorded: a panel for each kind of common part. rows: of `results.COMMON_PART`, of one call."""
-    kinds = dict.fromkeys(row["kind"] for row in rows)
-    figure, panels = style.subplots(1, len(kinds), width=10, height=4.2, sharey=True, squeeze=False)
-    words = {"one mean": "one mean for all keys", "documents": "four documents, a mean for each"}
-    for axes, kind in zip(panels[0], kinds, strict=True):
-        some = sorted((row for row in rows if row["kind"] == kind and row["mean"] > 0), key=lambda row: row["mean"])
+    """The same as recorded, a panel for each dtype. rows: of `results.COMMON_PART`, of one call and one kind."""
+    dtypes = dict.fromkeys(row["dtype"] for row in rows)
+    figure, panels = style.subplots(1, len(dtypes), width=10, height=4.2, sharey=True, squeeze=False)
+    for axes, dtype in zip(panels[0], dtypes, strict=True):
+        some = sorted((row for row in rows if row["dtype"] == dtype and row["mean"]), key=lambda row: row["mean"])
         for name in ("cudnn", "hopper", "portable", "naive"):
             found = [(row["mean"], row["errors"][name]["dq"]) for row in some if name in row["errors"]]
             if found:
@@ -376,7 +375,7 @@ def common_part(rows, title):
                 label = {"cudnn": "cuDNN"}.get(name, name)
                 axes.plot(*zip(*found, strict=True), dash, marker=marker, markersize=6, color=colour, label=label)
         _scales_of_means(axes, [row["mean"] for row in some])
-        axes.set_title(words.get(kind, kind), loc="left")
+        axes.set_title(dtype, loc="left")
     panels[0, 0].set_ylabel("relative error of dq")
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
