@@ -342,8 +342,10 @@ def _attention(kernels, problem, *arrays):
 
 
 def _attention_forward(kernels, problem, *arrays):
-    attention = _keeping_low_bits if kernels.keeps_low_bits(problem) else _attention
-    out, lse, *low = map(checkpoint_name, attention(kernels, problem, *arrays), RESIDUALS)
+    keeps_low_bits = kernels.keeps_low_bits(problem)
+    attention = _keeping_low_bits if keeps_low_bits else _attention
+    results = attention(kernels, problem, *arrays)
+    out, lse, *low = map(checkpoint_name, results, RESIDUALS)
     return (out, lse), (*arrays, out, lse, *(low or [None]))
 
 
@@ -351,8 +353,9 @@ def _attention_backward(kernels, problem, residuals, gradients):
     *residuals, low = residuals
     call, lse = Call(problem, *residuals[:5]), residuals[6]
     query, *gradients = call.of_seeing_rows(lse, call.query, *gradients)
+    arrays = query, *residuals[1:], *gradients, low
     # Lengths are integers and have no gradient.
-    return *_gradients(kernels, problem, query, *residuals[1:], *gradients, low), None, None
+    return *_gradients(kernels, problem, *arrays), None, None
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
