@@ -196,6 +196,16 @@ def test_a_half_made_environment_is_made_again(machine, damage):
     assert machine.installations() == 2
 
 
+def test_a_renamed_folder_is_set_up_again(machine):
+    """An environment knows the folder of the series by its path: in another, `import helpers` fails."""
+    machine.add_python("python3.12")
+    machine.run(".venv")
+    machine.root = machine.root.rename(machine.root.with_name("flash attention, renamed ü"))
+    for _ in range(2):
+        assert machine.run(".venv").returncode == 0
+    assert machine.installations() == 2
+
+
 def test_a_folder_that_is_no_environment_is_left_alone(machine):
     machine.add_python("python3.12")
     precious = machine.root / ".venv" / "thesis.txt"
