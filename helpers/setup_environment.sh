@@ -62,7 +62,12 @@ if [ -e "$venv" ] && [ ! -e "$venv/pyvenv.cfg" ] && [ -n "$(ls -A "$venv" 2>/dev
     exit 1
 fi
 echo "Setting up $venv with $("$python" --version). Later this is skipped, unless the packages or this folder's name have changed." >&2
-rm -rf "$venv"
+rm -rf "$venv" 2>/dev/null || :
+if ! mkdir -p "$venv" 2>/dev/null || [ ! -w "$venv" ]; then
+    echo "$venv cannot be written in $(pwd -P). Copy the whole folder to a place where you may write, and run the" \
+        "same command there." >&2
+    exit 1
+fi
 "$python" -m venv "$venv"
 constraints=$venv/constraints.txt
 if [ -n "$jax_version" ]; then

@@ -196,6 +196,16 @@ def test_a_half_made_environment_is_made_again(machine, damage):
     assert machine.installations() == 2
 
 
+def test_where_nothing_can_be_written_it_says_what_to_do(machine):
+    """A file cannot hold a folder, whoever asks; a read-only folder is no bar for root."""
+    machine.add_python("python3.12")
+    (machine.root / "read-only").write_text("")
+    result = machine.run("read-only/.venv")
+    assert result.returncode == 1 and machine.installations() == 0
+    assert "cannot be written" in result.stderr and "Copy the whole folder to a place where you may" in result.stderr
+    assert "mkdir" not in result.stderr and "not found" not in result.stderr
+
+
 def test_a_renamed_folder_is_set_up_again(machine):
     """An environment knows the folder of the series by its path: in another, `import helpers` fails."""
     machine.add_python("python3.12")
