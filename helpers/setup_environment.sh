@@ -56,6 +56,14 @@ if [ -x "$venv/bin/python" ] && [ "$(cat "$venv/complete" 2>/dev/null)" = "$made
     exit 0
 fi
 
+if [ "$(uname -sm 2>/dev/null)" = "Darwin x86_64" ]; then
+    cat >&2 <<'END'
+JAX is made for Macs with Apple silicon, no longer for those with an Intel processor. On such a Mac, the series can be
+read as pages, or run in Colab. If this Mac has Apple silicon, the terminal runs under Rosetta: open one that does not.
+END
+    exit 1
+fi
+
 python=$(find_python)
 if [ -e "$venv" ] && [ ! -e "$venv/pyvenv.cfg" ] && [ -n "$(ls -A "$venv" 2>/dev/null)" ]; then
     echo "$venv exists and is not a virtual environment; move it away, or choose another: make lab VENV=.venv2" >&2
