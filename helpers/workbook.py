@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import itertools
 import json
+import os
 import shutil
 import sys
 import time
@@ -142,15 +143,30 @@ def _unused_name(path):
     return aside
 
 
+CANNOT_SAVE = (
+    "The folder workbook cannot be written: JupyterLab will open your notebooks, and save nothing of what you do in "
+    "them. Make it writable, or copy the series to a folder where you may write, and start it there."
+)
+CANNOT_WRITE = (
+    "The workbook could not be brought up to date: {path} cannot be written ({reason}). Make its folder writable, or "
+    "copy the series to a folder where you may write, and run the same command there."
+)
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(description="Bring a learner's own copies of the notebooks up to date.")
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("fresh", help="put a fresh copy of one notebook beside an edited one").add_argument("notebook")
     options = parser.parse_args(arguments)
     try:
-        said = [fresh(options.notebook)] if options.command else lay_out()
-    except (LookupError, OSError) as error:
+        said = [fresh(options.notebook, NOTEBOOKS, WORKBOOK)] if options.command else lay_out(NOTEBOOKS, WORKBOOK)
+    except LookupError as error:
         sys.exit(f"The workbook could not be brought up to date: {error}")
+    except OSError as error:
+        path = error.filename2 or error.filename or WORKBOOK
+        sys.exit(CANNOT_WRITE.format(path=path, reason=error.strerror or error))
+    if not os.access(WORKBOOK, os.W_OK):
+        said.append(CANNOT_SAVE)
     print("\n".join(said) or "The workbook is up to date.")
 
 

@@ -196,6 +196,37 @@ def test_a_half_made_environment_is_made_again(machine, damage):
     assert machine.installations() == 2
 
 
+@pytest.mark.parametrize("processor, starts", [("x86_64", False), ("arm64", True)])
+def test_a_mac_needs_apple_silicon(machine, processor, starts):
+    """JAX has no package for the others."""
+    machine.add_python("python3.12")
+    machine.add_program(machine.path / "uname", f"#!/bin/sh\necho Darwin {processor}\n")
+    result = machine.run(".venv")
+    assert (result.returncode == 0) is starts is ("Apple silicon" not in result.stderr)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.count("macOS on Apple silicon") == text.count("macOS")
+
+
+def test_where_nothing_can_be_written_it_says_what_to_do(machine):
+    """A file cannot hold a folder, whoever asks; a read-only folder is no bar for root."""
+    machine.add_python("python3.12")
+    (machine.root / "read-only").write_text("")
+    result = machine.run("read-only/.venv")
+    assert result.returncode == 1 and machine.installations() == 0
+    assert "cannot be written" in result.stderr and "Copy the whole folder to a place where you may" in result.stderr
+    assert "mkdir" not in result.stderr and "not found" not in result.stderr
+
+
+def test_a_renamed_folder_is_set_up_again(machine):
+    """An environment knows the folder of the series by its path: in another, `import helpers` fails."""
+    machine.add_python("python3.12")
+    machine.run(".venv")
+    machine.root = machine.root.rename(machine.root.with_name("flash attention, renamed ü"))
+    for _ in range(2):
+        assert machine.run(".venv").returncode == 0
+    assert machine.installations() == 2
+
+
 def test_a_folder_that_is_no_environment_is_left_alone(machine):
     machine.add_python("python3.12")
     precious = machine.root / ".venv" / "thesis.txt"

@@ -201,6 +201,29 @@ def test_jupyter_starts_without_a_home_that_can_be_written(monkeypatch, tmp_path
     assert all(Path(folder).is_dir() for folder in found.values())
 
 
+@pytest.mark.parametrize("command", [[], ["fresh", "01"]])
+def test_where_the_workbook_cannot_be_written_it_says_what_to_do(command, folders, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(module, "NOTEBOOKS", folders[0])
+    monkeypatch.setattr(module, "WORKBOOK", tmp_path / "file" / "workbook")
+    with pytest.raises(SystemExit) as stopped:
+        module.main(command)
+    said = str(stopped.value)
+    assert "workbook cannot be written (Not a directory)" in said and "copy the series to a folder" in said
+    assert "Errno" not in said
+
+
+def test_a_workbook_that_can_only_be_read_is_opened_with_a_warning(folders, monkeypatch, capsys):
+    """Up to date, there is nothing to write at the start; the first to notice would be the learner who saves."""
+    monkeypatch.setattr(module, "NOTEBOOKS", folders[0])
+    monkeypatch.setattr(module, "WORKBOOK", folders[1])
+    module.main([])
+    assert capsys.readouterr().out == "The workbook is up to date.\n"
+    monkeypatch.setattr("os.access", lambda path, mode: path != folders[1])
+    module.main([])
+    assert capsys.readouterr().out.startswith("The folder workbook cannot be written")
+
+
 @pytest.mark.parametrize("name", ["five", ""])
 def test_a_command_says_what_it_cannot_do(name, monkeypatch, tmp_path):
     monkeypatch.setattr(module, "WORKBOOK", tmp_path)
