@@ -91,7 +91,8 @@ def find(name, notebooks=NOTEBOOKS):
         if stem and (stem == path.stem or stem.zfill(2) == path.stem.split("_")[0]):
             return path
     numbers = [path.stem.split("_")[0] for path in paths]
-    raise LookupError(f"there is no notebook {str(name)!r}: say a number from {numbers[0]} to {numbers[-1]}")
+    what = f"there is no notebook {str(name)!r}" if stem else "it was not said which notebook"
+    raise LookupError(f"{what}: say a number from {numbers[0]} to {numbers[-1]}, as in make fresh NOTEBOOK=05")
 
 
 def edition(path):

@@ -102,7 +102,8 @@ def test_without_a_suitable_python_it_says_what_to_install(machine):
     machine.add_python("python3", "3.11.7")
     result = machine.run(".venv")
     assert result.returncode != 0
-    assert "needs Python 3.12 or newer" in result.stderr and "sudo apt install python3.12" in result.stderr
+    assert "needs Python 3.12 or newer" in result.stderr and "install uv" in result.stderr
+    assert "apt install python3.12" not in result.stderr  # no Debian has that package
     assert not (machine.root / ".venv").exists()
 
 

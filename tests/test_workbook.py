@@ -224,8 +224,10 @@ def test_a_workbook_that_can_only_be_read_is_opened_with_a_warning(folders, monk
     assert capsys.readouterr().out.startswith("The folder workbook cannot be written")
 
 
-@pytest.mark.parametrize("name", ["five", ""])
-def test_a_command_says_what_it_cannot_do(name, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    "name, what", [("five", "there is no notebook 'five'"), ("", "it was not said which notebook")]
+)
+def test_a_command_says_what_it_cannot_do(name, what, monkeypatch, tmp_path):
     monkeypatch.setattr(module, "WORKBOOK", tmp_path)
-    with pytest.raises(SystemExit, match=f"there is no notebook '{name}'"):
+    with pytest.raises(SystemExit, match=f"{what}: say a number from 00 to .., as in make fresh NOTEBOOK=05"):
         module.main(["fresh", name])
