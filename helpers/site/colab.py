@@ -21,7 +21,7 @@ BRANCH = "colab"
 GITHUB = "https://github.com/"
 OPENS = "https://colab.research.google.com/github/"
 # Colab has its own of these, older ones, and its notebooks run on them.
-OF_THE_HOST = ("ipython", "ipywidgets", "jupyterlab", "nbclient", "nbformat")
+OF_THE_HOST = ("ipython", "ipywidgets", "jupyterlab", "nbclient", "nbformat", "pyzmq")
 TARGET = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)(?=[)#])")
 BUTTON = re.compile(re.escape(OPENS) + r"([\w.-]+/[\w.-]+)/blob/[^\"]*?(?=notebooks/)")
 # JAX rejects the CUDA plugin of an older JAX, in twenty lines of red. Of its GPUs, Colab lends most often one for which
