@@ -32,12 +32,13 @@ find_python() {
     fi
     cat >&2 <<'END'
 This series needs Python 3.12 or newer, with its venv module, and none was found. Any of these brings one:
-  Debian, Ubuntu   sudo apt install python3.12 python3.12-venv
-  Fedora           sudo dnf install python3.12
-  macOS            brew install python@3.12
-  Windows          use WSL and follow Ubuntu
-  anywhere         install uv (https://docs.astral.sh/uv), then run this command again
-  conda            conda env create -f environment.yml
+  Debian 13, Ubuntu 24.04, or newer   sudo apt install python3 python3-venv
+  Fedora                              sudo dnf install python3.12
+  macOS                               brew install python@3.12
+  Windows                             use WSL and follow Ubuntu
+  older ones, and anywhere            install uv (https://docs.astral.sh/uv), then run this command again
+  with pyenv                          pyenv install 3.12, then run this command again
+  with conda                          conda env create -f environment.yml, then follow the README
 If Python is in an unusual place, name it: make lab PYTHON=/path/to/python3.12
 END
     return 1

@@ -15,7 +15,6 @@ import hashlib
 import itertools
 import json
 import os
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -24,6 +23,20 @@ ROOT = Path(__file__).parents[1]
 NOTEBOOKS = ROOT / "notebooks"
 WORKBOOK = ROOT / "workbook"
 RECORD = ".editions.json"  # {name of a copy: the editions that it has been}
+# What JupyterLab writes into a notebook as soon as its kernel runs. Where it is there before, nothing is changed by
+# opening a copy, and JupyterLab does not ask to save what nobody touched.
+OF_THE_KERNEL = {
+    "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
+    "language_info": {
+        "codemirror_mode": {"name": "ipython", "version": 3},
+        "file_extension": ".py",
+        "mimetype": "text/x-python",
+        "name": "python",
+        "nbconvert_exporter": "python",
+        "pygments_lexer": "ipython3",
+        "version": sys.version.split()[0],
+    },
+}
 EARLIER = Path(__file__).with_name("earlier_editions.json")
 
 
@@ -91,7 +104,8 @@ def find(name, notebooks=NOTEBOOKS):
         if stem and (stem == path.stem or stem.zfill(2) == path.stem.split("_")[0]):
             return path
     numbers = [path.stem.split("_")[0] for path in paths]
-    raise LookupError(f"there is no notebook {str(name)!r}: say a number from {numbers[0]} to {numbers[-1]}")
+    what = f"there is no notebook {str(name)!r}" if stem else "it was not said which notebook"
+    raise LookupError(f"{what}: say a number from {numbers[0]} to {numbers[-1]}, as in make fresh NOTEBOOK=05")
 
 
 def edition(path):
@@ -107,7 +121,13 @@ def edition(path):
 def _place(source, target):
     """Copy a notebook in one step. What is recorded is recorded before, so an interrupted copy is no edited one."""
     _remember(target.parent, source.name, edition(source))
-    replace(target, lambda temporary: shutil.copyfile(source, temporary))
+    replace(target, lambda temporary: temporary.write_text(_for_this_kernel(source), encoding="utf-8"))
+
+
+def _for_this_kernel(path):
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    notebook["metadata"] |= OF_THE_KERNEL
+    return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
 
 
 def _remember(workbook, name, what):

@@ -1,5 +1,6 @@
 """The set-up commands on machines that are not as one would wish."""
 
+import json
 import os
 import re
 import shlex
@@ -102,7 +103,8 @@ def test_without_a_suitable_python_it_says_what_to_install(machine):
     machine.add_python("python3", "3.11.7")
     result = machine.run(".venv")
     assert result.returncode != 0
-    assert "needs Python 3.12 or newer" in result.stderr and "sudo apt install python3.12" in result.stderr
+    assert "needs Python 3.12 or newer" in result.stderr and "install uv" in result.stderr
+    assert "apt install python3.12" not in result.stderr  # no Debian has that package
     assert not (machine.root / ".venv").exists()
 
 
@@ -286,6 +288,13 @@ def test_make_lab_says_one_address_what_to_click_and_how_to_stop(lab, tmp_path):
             assert f"because {port} is in use" in text and "Shift+Enter" in text and "Ctrl+C here" in text
             assert "LabApp]" not in text and "ServerApp]" not in text
             assert "/login" not in urllib.request.urlopen(address).url
+            server, token = re.fullmatch(r"(http://.*?)/.*token=(\w+)", address).groups()
+            kernels = urllib.request.Request(f"{server}/api/kernels", headers={"Authorization": f"token {token}"})
+            kernel = json.load(urllib.request.urlopen(kernels, data=b"{}"))["id"]
+            connection = tmp_path / "RUNTIME" / f"kernel-{kernel}.json"
+            assert "curve_publickey" in json.loads(connection.read_text())
+            time.sleep(2)  # in which a kernel says that what it says is not encrypted
+            assert "without encryption" not in (tmp_path / "said").read_text()
             assert "/login" in urllib.request.urlopen(address.partition("?")[0]).url
         finally:
             process.terminate()

@@ -21,7 +21,7 @@ BRANCH = "colab"
 GITHUB = "https://github.com/"
 OPENS = "https://colab.research.google.com/github/"
 # Colab has its own of these, older ones, and its notebooks run on them.
-OF_THE_HOST = ("ipython", "ipywidgets", "jupyterlab", "nbclient", "nbformat")
+OF_THE_HOST = ("ipython", "ipywidgets", "jupyterlab", "nbclient", "nbformat", "pyzmq")
 TARGET = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)(?=[)#])")
 BUTTON = re.compile(re.escape(OPENS) + r"([\w.-]+/[\w.-]+)/blob/[^\"]*?(?=notebooks/)")
 # JAX rejects the CUDA plugin of an older JAX, in twenty lines of red. Of its GPUs, Colab lends most often one for which
@@ -50,11 +50,12 @@ if "google.colab" in sys.modules:
 
 
 def write_copies(repository, revision, folder=FOLDER, notebooks=NOTEBOOKS):
-    """Write a copy of each notebook to folder. repository: an address on GitHub, else ValueError."""
+    """Write a copy of each notebook to folder. repository: an address on GitHub, else ValueError. Returns the paths."""
     (folder / "notebooks").mkdir(parents=True, exist_ok=True)
     for path in sorted(notebooks.glob("*.ipynb")):
         notebook = for_colab(nbformat.read(path, as_version=4), repository, revision)
         nbformat.write(notebook, folder / "notebooks" / path.name)
+    return sorted((folder / "notebooks").glob("*.ipynb"))
 
 
 def for_colab(notebook, repository, revision):
@@ -105,9 +106,10 @@ def main(arguments=None):
     parser.add_argument("--folder", type=Path, default=FOLDER)
     options = parser.parse_args(arguments)
     try:
-        write_copies(options.repository, options.revision, options.folder)
+        copies = write_copies(options.repository, options.revision, options.folder)
     except ValueError as reason:
         sys.exit(f"{reason}.")
+    print(f"{options.folder.name}/notebooks holds {len(copies)} notebooks for Colab; put them into branch {BRANCH}.")
 
 
 if __name__ == "__main__":
