@@ -9,7 +9,9 @@ import mutants
 import numpy as np
 import pytest
 import solutions
+from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
 
 from helpers.exercises import checking
 from helpers.exercises.checking import exercise, verdict
@@ -248,6 +250,65 @@ def test_one_query_and_all_keys_are_no_tile():
     assert judged.mistake and "whole rows" in judged.mistake, judged.text
 
 
+def backward_in_pairs(q, k, v, out, lse, dout, scale, block_q, block_k):
+    """The slowest right way: a query and a key at a time."""
+    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    for i in range(len(q)):
+        delta = out[i] @ dout[i]
+        for j in range(len(k)):
+            p = np.exp(scale * q[i] @ k[j] - lse[i])
+            ds = scale * p * (dout[i] @ v[j] - delta)
+            dq[i] += ds * k[j]
+            dk[j] += ds * q[i]
+            dv[j] += p * dout[i]
+    return dq, dk, dv
+
+
+def backward_in_rows(q, k, v, out, lse, dout, scale, block_q, block_k):
+    """A query at a time, within the tiles."""
+    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    for start in range(0, len(k), block_k):
+        cols = slice(start, start + block_k)
+        for i in range(len(q)):
+            p = np.exp(scale * k[cols] @ q[i] - lse[i])
+            ds = scale * p * (v[cols] @ dout[i] - out[i] @ dout[i])
+            dq[i] += ds @ k[cols]
+            dk[cols] += np.outer(ds, q[i])
+            dv[cols] += np.outer(p, dout[i])
+    return dq, dk, dv
+
+
+@pytest.mark.parametrize("answer", [backward_in_pairs, backward_in_rows])
+def test_loops_over_single_rows_are_in_time(answer, monkeypatch):
+    monkeypatch.setattr(checking, "SECONDS", 8)  # of 10 that learners have
+    assert verdict(exercise("6.5"), answer).status == "correct"
+
+
+def backward_at_once(q, k, v, out, lse, dout, scale):
+    p = jnp.exp(scale * q @ k.T - lse[:, None])
+    ds = scale * p * (dout @ v.T - (out * dout).sum(axis=1)[:, None])
+    return ds @ k, ds.T @ q, p.T @ dout
+
+
+@pytest.mark.parametrize("compiled", [lambda function: function, jax.jit], ids=["op by op", "jit"])
+def test_whole_tables_are_noticed_in_jax(compiled):
+    function = compiled(backward_at_once)
+    judged = verdict(exercise("6.5"), lambda *a: function(*map(jnp.asarray, a[:6]), a[6]))
+    assert judged.mistake and "more than a tile is held" in judged.mistake, judged.text
+
+
+def test_a_slow_answer_is_called_slow(monkeypatch):
+    monkeypatch.setattr(checking, "SECONDS", 0.1)
+    judged = verdict(exercise("6.5"), backward_in_pairs)
+    assert "many small steps are slow" in judged.text
+
+
+def test_alpha_along_the_columns_is_named():
+    source = of("3.1").solution.replace("alpha[:, None] * acc", "alpha * acc")
+    judged = verdict(exercise("3.1"), solutions.solution(of("3.1"), source))
+    assert judged.mistake and "alpha multiplies the columns" in judged.mistake, judged.text
+
+
 def test_products_of_a_few_keys_with_one_query_are_no_tile_of_queries():
     def answer(q, k, v, scale, block_q, block_k):
         out, lse = np.empty(q.shape), np.empty(len(q))
@@ -277,6 +338,59 @@ def test_whole_rows_of_logits_are_noticed_one_after_another():
     assert judged.mistake and "a whole row of logits" in judged.mistake, judged.text
 
 
+@pytest.mark.parametrize("sizes", [(128, 64), (16, 16), (4, 4), (128, 128), (3, 4), (256, 512), (1, 5)])
+def test_tiles_of_sizes_of_their_own_are_refused(sizes):
+    solution = solutions.solution(of("3.1"))
+    judged = verdict(exercise("3.1"), lambda *a: solution(*a[:4], *sizes))
+    assert judged.status == "wrong" and "what was built" in judged.text
+
+
+def in_base_two(s):
+    s = s * np.float32(np.log2(np.e))
+    p = jnp.exp2(s - s.max(axis=1, keepdims=True))
+    return p / p.sum(axis=1, keepdims=True)
+
+
+def by_lse(s):
+    return jnp.exp(s - jax.nn.logsumexp(s, axis=1, keepdims=True))
+
+
+def by_lse_in_base_two(s):
+    s = s * np.float32(np.log2(np.e))
+    m = s.max(axis=1, keepdims=True)
+    return jnp.exp2(s - (m + jnp.log2(jnp.exp2(s - m).sum(axis=1, keepdims=True))))
+
+
+@pytest.mark.parametrize("softmax", [in_base_two, by_lse, by_lse_in_base_two])
+def test_a_softmax_may_round_its_logits(softmax):
+    """As the kernels of the series do. The task states the tolerance."""
+
+    def kernel(s_ref, out_ref, *, T, S):
+        rows = pl.program_id(0) * s_ref.shape[0] + jnp.arange(s_ref.shape[0])
+        mask = (rows < T)[:, None] & (jnp.arange(s_ref.shape[1]) < S)
+        plt.store(out_ref, softmax(plt.load(s_ref, mask=mask, other=-jnp.inf)), mask=mask)
+
+    assert verdict(exercise("4.2"), kernel).status == "correct"
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_loop_over_python_numbers_is_told_why_it_stops(masked):
+    def kernel(p_ref, v_ref, out_ref, *, S, block_k):
+        acc = jnp.zeros(out_ref.shape, jnp.float32)
+        for start in range(0, S, block_k):
+            tile, inside = pl.ds(start, block_k), start + jnp.arange(block_k) < S
+            if masked:
+                p = plt.load(p_ref.at[:, tile], mask=inside[None, :], other=0)
+                v = plt.load(v_ref.at[tile, :], mask=inside[:, None], other=0)
+            else:
+                p, v = p_ref[:, tile], v_ref[tile, :]
+            acc += lax.dot(p, v, preferred_element_type=jnp.float32)
+        out_ref[...] = acc
+
+    text = verdict(exercise("4.3"), kernel).text
+    assert "the last tile starts at a Python number" in text and "Out of bound" not in text
+
+
 def test_a_product_of_all_keys_is_noticed_when_written_as_a_sum():
     def kernel(p_ref, v_ref, out_ref, *, S, block_k):
         out_ref[...] = (p_ref[...].astype(jnp.float32)[:, :, None] * v_ref[...]).sum(axis=1)
@@ -302,6 +416,66 @@ def test_causal_is_passed_by_name():
         return attention(query, key, value, True).reshape(B, T, C) @ w_merge
 
     assert "raised TypeError" in verdict(exercise("8.1"), layer).text
+
+
+IN_ANOTHER_UNIT = {
+    "2.1": ("m_new = max(m, s.max())", "m_new = max(m, s.max()) + 1"),
+    "2.2": ("m = np.maximum(m_a, m_b)", "m = np.maximum(m_a, m_b) + 1"),
+    "3.3": ("m_new = np.maximum(m, s.max(axis=1))", "m_new = np.maximum(m, s.max(axis=1)) + 1"),
+    "5.1": ("m_new = jnp.maximum(m, s.max(axis=1))", "m_new = jnp.maximum(m, s.max(axis=1)) + 1"),
+}
+
+
+@pytest.mark.parametrize("number", IN_ANOTHER_UNIT)
+def test_m_is_the_largest_logit_as_the_task_says(number):
+    """Another reference gives the same attention. The tasks ask for this one, all of them."""
+    old, new = IN_ANOTHER_UNIT[number]
+    assert old in of(number).solution
+    judged = verdict(exercise(number), solutions.solution(of(number), of(number).solution.replace(old, new)))
+    assert judged.status == "wrong" and "m: yours" in judged.text, judged.text
+
+
+def neighbours_only(words):
+    banks = [int(word) % 32 for lane, word in enumerate(words) if lane == 0 or word != words[lane - 1]]
+    return max(banks.count(bank) for bank in banks)
+
+
+def offsets_from_the_first_row(rows, b, n, T, N, H, head_padded):
+    columns = np.arange(head_padded)
+    in_order = rows[0] + np.arange(len(rows))[:, None]
+    return b * T * N * H + n * H + in_order * N * H + columns, (rows < T)[:, None] & (columns < H)
+
+
+def mask_from_the_first_row(rows, b, n, T, N, H, head_padded):
+    columns = np.arange(head_padded)
+    inside = np.arange(len(rows)) < T - rows[0]
+    return b * T * N * H + n * H + rows[:, None] * N * H + columns, inside[:, None] & (columns < H)
+
+
+def keys_up_to_the_last_query(k_start, block_q, block_k, T, is_causal):
+    masked = free = 0
+    for first in range(0, T, block_q):
+        last = first + block_q - 1
+        if is_causal and last < k_start:
+            continue
+        whole = last < T and (not is_causal or first >= min(k_start + block_k, T) - 1)
+        masked, free = masked + (not whole), free + whole
+    return masked, free
+
+
+NEARLY = {
+    "17.4": (neighbours_only, "only neighbouring lanes share a word"),
+    "16.2": (offsets_from_the_first_row, "numbered on from the first"),
+    "16.2 mask": (mask_from_the_first_row, "numbered on from the first"),
+    "16.4": (keys_up_to_the_last_query, "keys from T on are left out"),
+}
+
+
+@pytest.mark.parametrize("name", NEARLY)
+def test_what_is_right_in_simple_cases_only_is_named(name):
+    answer, mistake = NEARLY[name]
+    judged = verdict(exercise(name.split()[0]), answer)
+    assert judged.mistake and mistake in judged.mistake, judged.text
 
 
 # Right results by a forbidden way

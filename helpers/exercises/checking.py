@@ -330,7 +330,11 @@ def _raised(error, answer):
     """The `_Raised` of an exception that came out of an answer."""
     kind = _name_of(error)
     if kind == "_TooSlow":
-        return _Raised(kind, f"stopped: more than {SECONDS} seconds for {{case}}.\n  Does a loop never end?")
+        return _Raised(
+            kind,
+            f"stopped: more than {SECONDS} seconds for {{case}}.\n"
+            "  Either a loop never ends, or many small steps are slow: let one operation work on a whole array.",
+        )
     if kind == "KeyboardInterrupt":
         return _Raised(kind, "interrupted, for {case}.")
     frames = _frames(error)
@@ -349,7 +353,7 @@ def _raised(error, answer):
         return _Raised(kind, text)
     message = _TRACED.get(kind) or _message(error)
     text = f"raised {kind} for {{case}}." + (f"\n  {message}" if message else "")
-    yours = [(frame, line) for frame, line in frames if _is_learners(frame.f_code, code)]
+    yours = [(frame, line) for frame, line in frames if is_learners(frame.f_code, code)]
     if yours:
         frame, line = yours[-1]
         source = linecache.getline(frame.f_code.co_filename, line).strip()
@@ -378,7 +382,8 @@ def _code_of(answer):
     return getattr(answer, "__code__", None)
 
 
-def _is_learners(code, own):
+def is_learners(code, own=None):
+    """Whether code was written by the learner: own, the answer's, or any that lies in no library and not in here."""
     path = code.co_filename
     if code is own:
         return True

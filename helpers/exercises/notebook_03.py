@@ -7,7 +7,7 @@ import numpy as np
 from helpers.attention.masking import Band, tile_kind
 from helpers.attention.reference import oracle
 from helpers.attention.tiled import SlowMemory
-from helpers.exercises.checking import Case, Complaint, Exercise, Mistake
+from helpers.exercises.checking import Case, Complaint, Exercise, Mistake, plain
 from helpers.exercises.watched import called, exceeds, watch
 from helpers.measure import cost
 
@@ -68,20 +68,36 @@ def _oracle(q, k, v, scale):
 
 
 def _run_in_tiles(answer, q, k, v, scale, block_q, block_k):
-    """What the answer returns; a `Complaint` where the arrays that it made tell of other tiles."""
-    T, H, S = *q.shape, len(k)
+    """What the answer returns, and how it was built as far as NumPy's arrays tell."""
+    S = len(k)
     q, shapes = watch(q)
     run = lambda: answer(q, k, v, scale, block_q, block_k)
     result, whole = exceeds(4 * block_q * S, run) if S == LONG else (run(), False)
-    # There nothing but logits is made of q and as long as the keys: those of all queries, or of one at a time.
-    if whole or (S == LONG and any(S in shape for shape in shapes)):
-        raise Complaint(f"Whole rows of {S} logits were made; a tile has {block_k}.")
-    if T > block_q and H != block_k and {(T, block_k), (block_k, T)} & shapes:
-        raise Complaint(f"All {T} queries met a tile of keys at once; block_q is {block_q}.")
+    result = plain(result)
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise Complaint("expected two results, (out, lse)" + (", got None" if result is None else ""))
+    return *result, _built(shapes, *q.shape, S, block_q, block_k, whole)
+
+
+def _built(shapes, T, H, S, block_q, block_k, whole):
+    """What the shapes of the arrays made of q tell of the tiles; where there are none, they tell nothing."""
+    either_way = lambda rows, columns: {(rows, columns), (columns, rows)} & shapes
+    if S == LONG:
+        # Nothing but logits is made of q and as long as the keys: those of all queries, or of one at a time.
+        if whole or any(S in shape for shape in shapes):
+            return f"whole rows of {S} logits"
+        tables = {shape for shape in shapes if len(shape) == 2 and min(shape) > 1}
+        keys = {max(shape) for shape in shapes if math.prod(shape) == max(shape, default=1) not in (1, T)}
+        if not either_way(block_q, block_k) if tables else keys and block_k not in keys:
+            return "tiles of other sizes"
+    if T > block_q and S > block_k and either_way(T, S):
+        return "all logits at once"
+    if T > block_q and H != block_k and either_way(T, block_k):
+        return "a tile of keys for all queries at once"
     # H is the length of nothing else there. Where queries come one by one, theirs may be a tile of products with keys.
     if H == 5 and (block_k, H) in shapes and not {(block_q, H), (H,)} & shapes:
-        raise Complaint(f"A tile of {block_k} queries was made; block_q is {block_q}.")
-    return result
+        return "tiles of block_k queries"
+    return "tiles"
 
 
 def _query_outer(
@@ -111,6 +127,7 @@ def _query_outer(
     sum_of=lambda p: p.sum(axis=1),
     new_maximum=lambda m, s: np.maximum(m, s.max(axis=1)),
     alpha_of=lambda m, m_new: np.exp(m - m_new),
+    alpha_along_columns=False,
 ):
     T, S = len(q), len(k)
     out, lse = np.zeros(q.shape), np.zeros(T)
@@ -135,7 +152,7 @@ def _query_outer(
             if add_first:
                 l, acc = l + sum_of(p), acc + p @ v[cols]
             l = (alpha if rescale_l else 1) * l
-            acc = (alpha[:, None] if rescale_acc else 1) * acc
+            acc = (alpha if alpha_along_columns else alpha[:, None] if rescale_acc else 1) * acc
             if not add_first:
                 l, acc = l + sum_of(p), acc + p @ v[cols]
             if normalise_early:
@@ -165,6 +182,10 @@ def _with(**options):
     return lambda *arguments: _query_outer(*arguments, **options)
 
 
+def _in_tiles_of(*sizes):
+    return lambda q, k, v, scale, *_: _query_outer(q, k, v, scale, *sizes)
+
+
 def _rescaled(change):
     return lambda q, k, v, scale, *blocks: _query_outer(q, k, v, change(scale), *blocks)
 
@@ -172,9 +193,9 @@ def _rescaled(change):
 QUERY_OUTER = Exercise(
     number="3.1",
     title="Query tiles outside",
-    outputs=("out", "lse"),
+    outputs=("out", "lse", "what was built"),
     cases=_attention_cases,
-    expected=lambda q, k, v, scale, *_: _oracle(q, k, v, scale),
+    expected=lambda q, k, v, scale, *_: (*_oracle(q, k, v, scale), "tiles"),
     run=_run_in_tiles,
     tried="T ≠ S, ragged tails, unequal blocks, largest logits first, last and in the middle, or near ±1000, scale < 0",
     mistakes=(
@@ -182,6 +203,11 @@ QUERY_OUTER = Exercise(
             "acc is not multiplied by alpha when the maximum grows",
             _with(rescale_acc=False),
             "What was added under the old maximum must shrink too: see the equation of section 1.",
+        ),
+        Mistake(
+            "alpha multiplies the columns of acc, where it should multiply the rows",
+            _with(alpha_along_columns=True),
+            "NumPy lines up (block_q,) with the H of (block_q, H); give alpha a second axis: alpha[:, None] * acc.",
         ),
         Mistake(
             "l is not multiplied by alpha when the maximum grows",
@@ -276,8 +302,9 @@ QUERY_OUTER = Exercise(
         ),
         Mistake(
             "the tiles of keys are not used: the softmax takes a whole row of logits at once",
-            lambda q, k, v, scale, block_q, block_k: _query_outer(q, k, v, scale, len(q), len(k)),
+            lambda q, k, v, scale, block_q, block_k: _query_outer(q, k, v, scale, block_q, len(k)),
             "The numbers are right, but a long row fits no chip: visit block_k keys at a time, as in section 2.",
+            variants=(lambda q, k, v, scale, block_q, block_k: _query_outer(q, k, v, scale, len(q), len(k)),),
         ),
         Mistake(
             "the queries are not cut into tiles",
@@ -288,6 +315,12 @@ QUERY_OUTER = Exercise(
             "the two block sizes are exchanged",
             lambda q, k, v, scale, block_q, block_k: _query_outer(q, k, v, scale, block_k, block_q),
             "The numbers are right, but block_q belongs to the queries and block_k to the keys: see section 2.",
+        ),
+        Mistake(
+            "block_q and block_k are not used: the tiles have sizes of their own",
+            _in_tiles_of(128, 64),
+            "The numbers are right, but the caller chooses the tiles, to fit the chip: step by block_q and block_k.",
+            variants=tuple(_in_tiles_of(*sizes) for sizes in ((2, 2), (4, 4), (8, 8), (16, 16), (64, 64), (16, 64))),
         ),
         Mistake(
             "p is measured from the tile's own maximum, in another unit than the sums that it is added to",
@@ -591,7 +624,7 @@ def _run_on_memory(answer, q, k, v, scale, block_q, block_k):
     if not out.any() and result is not None:
         raise Complaint("nothing was stored in out: the results belong into memory, by memory.store")
     first = out if memory.snapshot is None else memory.snapshot
-    return first, out, memory.arrays["m"] + np.log(memory.arrays["l"]), memory.bytes_moved, memory.queries
+    return first, out, memory.arrays["m"], memory.arrays["l"], memory.bytes_moved, memory.queries
 
 
 def _expected_on_memory(q, k, v, scale, block_q, block_k):
@@ -599,7 +632,9 @@ def _expected_on_memory(q, k, v, scale, block_q, block_k):
     first, _ = _oracle(q, k[:block_k], v[:block_k], scale)
     visits = -(-S // block_k)
     elements = 2 * S * H + visits * (3 * T * H + 4 * T) + T * H + 2 * T
-    return first, *_oracle(q, k, v, scale), 8 * elements, min(block_q, T)
+    out, lse = _oracle(q, k, v, scale)
+    m = (scale * (q @ k.T)).max(axis=1)
+    return first, out, m, np.exp(lse - m), 8 * elements, min(block_q, T)
 
 
 def _key_outer(
@@ -703,7 +738,7 @@ def _visit(**options):
 KEY_OUTER = Exercise(
     number="3.3",
     title="Key tiles outside",
-    outputs=("out after the first key tile", "out", "lse from m and l", "bytes moved", "queries loaded at once"),
+    outputs=("out after the first key tile", "out", "m", "l", "bytes moved", "queries loaded at once"),
     cases=_attention_cases,
     run=_run_on_memory,
     expected=_expected_on_memory,

@@ -213,7 +213,6 @@ def _softmax_kernel(
     extra_row=0,
     subtract_max=True,
     max_axis=1,
-    by_lse=False,
     select=False,
     clear=False,
     divide=True,
@@ -227,7 +226,6 @@ def _softmax_kernel(
     else:
         s = plt.load(s_ref, mask=mask, other=other) if mask_load else s_ref[...]
     m = s.max(axis=max_axis, keepdims=True) if subtract_max else 0
-    m = jax.nn.logsumexp(s, axis=1, keepdims=True) if by_lse else m
     p = jnp.where(mask | (not clear), exp(s - m), 0)
     p = p / p.sum(axis=sum_axis, keepdims=True) if divide else p
     if mask_store:
@@ -243,6 +241,7 @@ MASKED_TAIL = Exercise(
     cases=_softmax_cases,
     run=_run_softmax,
     expected=_softmax_expected,
+    tolerance=5e-4,  # the task says so: a logit near 2000 times log2(e), or plus log l, is off by up to 1.2e-4
     tried="ragged rows and columns, the largest logit first, all below 0, rows from −2000 to 2000",
     mistakes=(
         Mistake(
@@ -367,11 +366,6 @@ MASKED_TAIL = Exercise(
             "Far below the maximum every exponential is 0, and 0 / 0 is NaN; max takes axis=1: see section 4.",
         ),
         Mistake(
-            "something is rounded near 2000: the maximum plus the logarithm of the sum, or the logits times log2(e)",
-            functools.partial(_softmax_kernel, by_lse=True, divide=False),
-            "A float32 has too few digits left there: take off the maximum first, and divide by the sum.",
-        ),
-        Mistake(
             "the largest logit is not subtracted",
             functools.partial(_softmax_kernel, subtract_max=False),
             "The exponential overflows for large logits: see section 4.",
@@ -420,7 +414,15 @@ def _run_matmul(kernel, p, v, block_q, block_h, block_k):
         out_shape=jax.ShapeDtypeStruct((T, H), jnp.float32),
         name="exercise",
     )
-    keys = sorted(_keys_in_products(jax.make_jaxpr(call)(p, v).jaxpr))
+    try:
+        keys = sorted(_keys_in_products(jax.make_jaxpr(call)(p, v).jaxpr))
+    except ValueError as error:
+        if "Out of bound slice" not in str(error):
+            raise
+        raise Complaint(
+            "the last tile starts at a Python number, so Pallas sees that it runs past the end, and allows no mask;\n"
+            "loop with lax.fori_loop, where the start is traced, and give the mask to plt.load: see sections 5 and 6"
+        ) from error
     if keys and keys[-1] > block_k:
         raise Complaint(f"one product takes {keys[-1]} keys at once; load and add one tile of block_k keys at a time")
     if keys and keys[0] < block_k:

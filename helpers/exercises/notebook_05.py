@@ -71,7 +71,7 @@ def _body_cases():
 def _run_body(answer, q, k, v, block_k):
     (T, H), S = q.shape, len(k)
 
-    def kernel(q_ref, k_ref, v_ref, out_ref, lse_ref):
+    def kernel(q_ref, k_ref, v_ref, out_ref, lse_ref, m_ref):
         def one_key_tile(j, state):
             tile = pl.ds(j * block_k, block_k)
             new = answer(q_ref[...], k_ref[tile, :], v_ref[tile, :], *state)
@@ -81,8 +81,14 @@ def _run_body(answer, q, k, v, block_k):
         m, l, acc = lax.fori_loop(0, S // block_k, one_key_tile, state)
         out_ref[...] = acc / l[:, None]
         lse_ref[...] = m + jnp.log(l)
+        m_ref[...] = m
 
-    return _replayed(kernel, ((T, H), (T,)), q, k, v)
+    return _replayed(kernel, ((T, H), (T,), (T,)), q, k, v)
+
+
+def _expected_body(q, k, v, block_k):
+    logits = q.astype(np.float64) @ k.T.astype(np.float64)
+    return *_head_oracle(q, k, v), logits.max(axis=1)
 
 
 def _like(values, names, templates):
@@ -161,9 +167,9 @@ def _body(
 _LOOP_BODY = Exercise(
     number="5.1",
     title="The loop body",
-    outputs=("out (from your acc and l)", "lse (from your m and l)"),
+    outputs=("out (from your acc and l)", "lse (from your m and l)", "m"),
     cases=_body_cases,
-    expected=lambda q, k, v, block_k: _head_oracle(q, k, v),
+    expected=_expected_body,
     run=_run_body,
     tried="2 or 3 tiles of 2 to 5 keys, the largest logits first, last and in the middle, from -400 to 200",
     mistakes=(

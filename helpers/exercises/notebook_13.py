@@ -264,6 +264,11 @@ _STEP = Exercise(
             "Divide by the sum of the exponentials, head by head.",
         ),
         Mistake(
+            "one maximum serves all heads",
+            _step(attend=lambda s: np.exp(s - s.max()) / np.exp(s - s.max()).sum(axis=-1, keepdims=True)),
+            "A head whose logits lie far below the largest of all loses its exponentials: take a maximum for each.",
+        ),
+        Mistake(
             "the softmax runs over the heads instead of the keys",
             _step(attend=lambda s: _softmax(s, axis=0)),
             "Each head has a softmax over its keys: with s of shape (N, keys), along the last axis.",
@@ -292,6 +297,7 @@ _STEP = Exercise(
             "what is left over is masked with a number that logits can fall below",
             functools.partial(_left_over_at, -1e4),
             "All logits may lie far below 0: cut the rest off, or mask it with -inf, see section 2.",
+            variants=(functools.partial(_left_over_at, -1e9), functools.partial(_left_over_at, -1e10)),
         ),
         Mistake(
             "query and key are exchanged",
@@ -458,6 +464,7 @@ _MERGE = Exercise(
             "one maximum serves all rows",
             _merge(reference=lambda lse: np.full(lse.shape[1], lse.max())),
             "Every row has its own largest lse: take the maximum along the parts, see hint 1.",
+            variants=(_merge(reference=lambda lse: np.full(lse.shape[1], lse.max()), guarded=False),),
         ),
         Mistake(
             "a row without any key becomes NaN",

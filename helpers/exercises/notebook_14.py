@@ -90,12 +90,12 @@ def _unguarded_maximum(out_a, lse_a, out_b, lse_b):
     return (weight_a / l)[:, None] * out_a + (weight_b / l)[:, None] * out_b, m + np.log(l)
 
 
-def _one_maximum(out_a, lse_a, out_b, lse_b):
+def _one_maximum(out_a, lse_a, out_b, lse_b, guarded=True):
     m = max(lse_a.max(), lse_b.max())
     m = 0 if m == -np.inf else m
     a, b = np.exp(lse_a - m), np.exp(lse_b - m)
-    total = np.where(a + b == 0, 1, a + b)
-    with np.errstate(divide="ignore"):
+    total = np.where(a + b == 0, 1, a + b) if guarded else a + b
+    with np.errstate(all="ignore"):
         return (a / total)[:, None] * out_a + (b / total)[:, None] * out_b, m + np.log(a + b)
 
 
@@ -134,6 +134,7 @@ MERGE = Exercise(
             "one maximum serves all rows",
             _one_maximum,
             "Every row has a level of its own, and far below the maximum exp is 0: subtract row by row, see section 2.",
+            variants=(functools.partial(_one_maximum, guarded=False),),
         ),
         Mistake(
             "both parts count alike",
@@ -444,6 +445,12 @@ WORK = Exercise(
             "rows are devices and columns are steps",
             _pairs_mistake(turned=True),
             "A row for each step, a column for each device.",
+        ),
+        Mistake(
+            "the steps are added up",
+            lambda owned: _pairs(owned).sum(axis=0),
+            "Devices wait for each other in every step, so each step has a row of its own: return (D, D).",
+            variants=(lambda owned: _pairs(owned).sum(axis=1), lambda owned: _pairs(owned).sum()),
         ),
         Mistake(
             "every step counts like the first, in which each device has its own keys",

@@ -533,6 +533,11 @@ VMEM = Exercise(
             "the logits are counted",
             _vmem_with(logits=1),
             "They are no block and no scratch: a step makes them and uses them up, see section 7.",
+            variants=(
+                _vmem_with(logits=2),
+                lambda q, k, H, e: _vmem(q, k, H, e, logits=e / 4),
+                lambda q, k, H, e: _vmem(q, k, H, e, logits=1 + e / 4),
+            ),
         ),
     ),
 )

@@ -161,13 +161,26 @@ def _pointers_cases():
         (8, 8, 2, 0, 13, 2, 24, 32),
         (16, 16, 1, 3, 32, 4, 16, 16),
     ]
-    return [
+    cases = [
         Case(
             f"rows {start} to {start + rows - 1}, b={b}, n={n}, T={T}, N={N}, H={H}, head_padded={padded}",
             (np.arange(start, start + rows), b, n, T, N, H, padded),
         )
         for start, rows, b, n, T, N, H, padded in sizes
     ]
+    label = "rows 3, 9, 0 and 6, b=1, n=2, T=7, N=3, H=3, head_padded=4"
+    return [*cases, Case(label, (np.array([3, 9, 0, 6]), 1, 2, 7, 3, 3, 4))]
+
+
+def _numbered_on(offsets_too=True, mask_too=True):
+    """As if rows were the first one and those that follow it, in the offsets, in the mask or in both."""
+
+    def answer(rows, *sizes):
+        in_order = rows[0] + np.arange(len(rows))
+        offsets, mask = _pointers(rows, *sizes), _pointers(in_order, *sizes)
+        return (mask if offsets_too else offsets)[0], (mask if mask_too else offsets)[1]
+
+    return answer
 
 
 POINTERS = Exercise(
@@ -176,7 +189,7 @@ POINTERS = Exercise(
     outputs=("offsets", "mask"),
     cases=_pointers_cases,
     expected=_pointers,
-    tried="whole and ragged tiles, heads of a power of two and others, several heads and batch entries",
+    tried="whole and ragged tiles, rows in any order, heads of a power of two and others, several heads and entries",
     mistakes=(
         Mistake(
             "the next row is H elements away",
@@ -212,6 +225,12 @@ POINTERS = Exercise(
                 lambda T, N, H, padded: (T * N * H, N * H, 1, 1),
                 lambda T, N, H, padded: (T * N * H, N * H, N, 1),
             ),
+        ),
+        Mistake(
+            "rows are numbered on from the first, whatever the others are",
+            _numbered_on(),
+            "rows may hold any positions in any order: take each of them, rows[:, None], see the task.",
+            variants=(_numbered_on(mask_too=False), _numbered_on(offsets_too=False)),
         ),
         Mistake(
             "the heads of the array are taken to be padded",
@@ -435,6 +454,11 @@ def _free_if(*several):
     return tuple(functools.partial(_query_counts, sees_all=sees_all) for sees_all in several)
 
 
+def _keys_cut(k_start, block_q, block_k, T, is_causal):
+    """As if there were T keys, and those of the program over their end needed no query."""
+    return _query_counts(k_start, block_q, min(block_k, max(T - k_start, 1)), T, is_causal)
+
+
 def _skipped_are_free(k_start, block_q, block_k, T, is_causal):
     masked, _ = _query_counts(k_start, block_q, block_k, T, is_causal)
     return masked, _up(T, block_q) - masked
@@ -468,6 +492,7 @@ def _query_counts_cases():
         (31, 16, 1, 100, True),
         (0, 16, 16, 63, False),
         (64, 16, 16, 128, False),
+        (0, 1, 4, 3, True),
     ]
     return _cases(names, sizes)
 
@@ -495,6 +520,11 @@ QUERY_COUNTS = Exercise(
             "the last key is not taken to be seen by its own query",
             *_free_if(lambda rows, k_start, block_k: rows[0] >= k_start + block_k),
             "The last key is k_start + block_k - 1, and the query there sees it: see section 5.",
+        ),
+        Mistake(
+            "keys from T on are left out",
+            _keys_cut,
+            "A free tile sees every key of the program, those over the end included: see the task.",
         ),
         Mistake(
             "the ragged tile at the end counts as free",

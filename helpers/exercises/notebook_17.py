@@ -288,6 +288,7 @@ def _passes_cases():
         Case("fragments, rows of 32 words", (32 * g + t,)),
         Case("fragments, rows of 36 words", (36 * g + t,)),
         Case("two words of one bank, each read by sixteen lanes", (32 * (lanes // 16),)),
+        Case("two words of one bank, read by turns", (32 * (lanes % 2),)),
         Case("random words", (random.integers(0, 256, 32),)),
         Case("other random words", (random.integers(0, 1024, 32),)),
     ]
@@ -305,6 +306,19 @@ PASSES = Exercise(
             "lanes that read the same word are counted twice",
             functools.partial(_passes, distinct=False),
             "One word is read once and given to all lanes that want it: count different words.",
+        ),
+        Mistake(
+            "only neighbouring lanes share a word",
+            lambda words: _passes(
+                [word for lane, word in enumerate(words) if lane == 0 or word != words[lane - 1]], distinct=False
+            ),
+            "All lanes that want a word share it, wherever they are: count different words.",
+        ),
+        Mistake(
+            "the first pass is not counted",
+            lambda words: _passes(words) - 1,
+            "Without a conflict there is one pass, not none: count passes, not conflicts.",
+            (lambda words: _passes(words, distinct=False) - 1,),
         ),
         Mistake(
             "all different words are counted",

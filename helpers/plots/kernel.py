@@ -33,7 +33,7 @@ def one_program():
     _box(axes, 10.3, 0.8, 1.15, 2.2, style.STATE, "l", "block_q")
     _box(axes, 11.7, 0.8, 3.8, 2.2, style.STATE, "acc", "block_q × H")
     axes.text(12.2, 3.35, "the state: stays for the whole loop", size=9, ha="center", va="center")
-    axes.text(12.2, 6.12, "tile j leaves when tile j + 1 arrives", size=9, ha="center", va="center")
+    axes.text(12.2, 6.12, "while tile j is used, tile j + 1 may be on its way", size=9, ha="center", va="center")
 
     axes.text(17.1, 8.75, "large memory", size=11, weight="bold", va="center")
     _stack(axes, 17.0, 4, 1.2, "out", style.OUTPUT, highlighted=1, note="written\nonce")
