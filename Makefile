@@ -8,6 +8,8 @@ START = --Application.log_level=ERROR --LabApp.default_url=/lab/tree/workbook/00
 AS_ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
 # One worker a core: threads of their own would only get in each other's way.
 ON_CPU = JAX_PLATFORMS=cpu OPENBLAS_NUM_THREADS=1
+# Without its docstrings Jupyter's server does not start, and without assertions tests find little.
+unexport PYTHONOPTIMIZE
 ARGS ?=
 NOTEBOOK ?=
 # The public address of the repository, for example https://github.com/owner/name, and what the buttons of the site

@@ -253,6 +253,34 @@ def test_make_help_names_every_command():
         assert f"make {command} " in text
 
 
+def test_make_needs_no_environment_that_keeps_docstrings(tmp_path):
+    """PYTHONOPTIMIZE=2 takes them away, and Jupyter's server cannot be imported without."""
+    (tmp_path / "more").write_text(
+        "optimized: ; @$(IN_VENV) -P -c 'import sys, helpers.lab; print(sys.flags.optimize)'\n"
+    )
+    command = [
+        "make",
+        "--no-print-directory",
+        "-f",
+        "Makefile",
+        "-f",
+        tmp_path / "more",
+        "optimized",
+        f"VENV={sys.prefix}",
+    ]
+    environment = {**os.environ, "MAKEFLAGS": "", "PYTHONOPTIMIZE": "2"}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (ended.stdout, ended.returncode) == ("0\n", 0), ended.stderr
+
+
+def test_what_notebooks_import_needs_no_docstrings():
+    imported = "helpers, helpers.environment, helpers.exercises, helpers.source, helpers.workbook, helpers.notebooks"
+    command = [sys.executable, "-OO", "-P", "-c", f"import {imported}"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
 @pytest.fixture
 def lab():
     """How `make lab` starts JupyterLab."""
