@@ -126,7 +126,7 @@ def _place(source, target):
 
 def _for_this_kernel(path):
     notebook = json.loads(path.read_text(encoding="utf-8"))
-    notebook["metadata"] |= OF_THE_KERNEL
+    notebook["metadata"] = notebook.get("metadata", {}) | OF_THE_KERNEL
     return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
 
 

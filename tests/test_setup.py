@@ -247,10 +247,58 @@ def test_the_oldest_jax_replaces_the_pinned_one(machine):
     assert len(constraints) == len((ROOT / "constraints.txt").read_text().splitlines())
 
 
+def test_integration_runs_in_a_folder_whose_name_is_not_plain(tmp_path):
+    """With a space and a letter that is not of ASCII, in a clone of its own, which is gone afterwards."""
+    checkout, programs = tmp_path / "checkout", tmp_path / "bin"
+    (checkout / ".ci").mkdir(parents=True)
+    programs.mkdir()
+    shutil.copy(ROOT / ".ci" / "run", checkout / ".ci" / "run")
+    for name, text in (
+        ("git", f'#!/bin/sh\ncp -R "{checkout}" "$4"\n'),
+        ("chromium", "#!/bin/sh\n"),
+        ("make", '#!/bin/sh\necho "$1 in $PWD"\n[ "$1" != test ] || exit 3\n'),
+    ):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
+    ended = subprocess.run(["bash", ".ci/run"], cwd=checkout, env=environment, capture_output=True, text=True)
+    lint, test = ended.stdout.splitlines()
+    assert lint.startswith("lint in ") and test.startswith("test in ") and test.endswith("/flash attention ü")
+    assert ended.returncode == 3 and {path.name for path in tmp_path.iterdir()} == {"checkout", "bin"}
+
+
 def test_make_help_names_every_command():
     text = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for command in ("lab", "fresh", "test", "notebooks", "figures", "lint", "help", "gpu-test", "gpu-fuzz"):
         assert f"make {command} " in text
+
+
+def test_make_needs_no_environment_that_keeps_docstrings(tmp_path):
+    """PYTHONOPTIMIZE=2 takes them away, and Jupyter's server cannot be imported without."""
+    (tmp_path / "more").write_text(
+        "optimized: ; @$(IN_VENV) -P -c 'import sys, helpers.lab; print(sys.flags.optimize)'\n"
+    )
+    command = [
+        "make",
+        "--no-print-directory",
+        "-f",
+        "Makefile",
+        "-f",
+        tmp_path / "more",
+        "optimized",
+        f"VENV={sys.prefix}",
+    ]
+    environment = {**os.environ, "MAKEFLAGS": "", "PYTHONOPTIMIZE": "2"}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (ended.stdout, ended.returncode) == ("0\n", 0), ended.stderr
+
+
+def test_what_notebooks_import_needs_no_docstrings():
+    imported = "helpers, helpers.environment, helpers.exercises, helpers.source, helpers.workbook, helpers.notebooks"
+    command = [sys.executable, "-OO", "-P", "-c", f"import {imported}"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.fixture
