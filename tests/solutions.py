@@ -15,6 +15,13 @@ def solution(lesson, source=None):
     return names[lesson.answer_name]
 
 
+def defined(path, name):
+    """What a notebook defines under a name, with all that it needs of the notebook."""
+    names = dict(_imports(path))
+    _define(name, names, _definitions(path))
+    return names[name]
+
+
 def _define(source, names, definitions):
     """Run source in names, after those statements of the notebook that define what it needs."""
     for name in _globals(symtable.symtable(source, "solution", "exec")):

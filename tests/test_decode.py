@@ -6,8 +6,10 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import lessons
 import numpy as np
 import pytest
+import solutions
 from attention_cases import AttentionCase, check_forward
 from test_lowering import lower_for_cuda
 
@@ -277,3 +279,10 @@ def test_the_benchmark_measures_what_is_right_and_notes_the_rest(monkeypatch):
         with pytest.raises(ValueError, match=r"decode: records\[0\]: gbps is missing"):
             results.check(results.read() | {"decode": part | {"records": records}})
     assert "no_such_module" in notes[0] and "wrong by 4.8e-02" in notes[1] and notes[2:] == ["of torch: not installed"]
+
+
+@pytest.mark.parametrize("start", [3, np.int32(3), jnp.int32(0)], ids=["later", "NumPy", "traced or an array"])
+def test_the_notebook_refuses_several_tokens_where_its_masks_would_be_wrong(start):
+    read = solutions.defined(lessons.PATHS[13], "read")
+    with pytest.raises(ValueError, match="from position 0 only"):
+        read(None, None, np.zeros((1, 2), int), start, None)

@@ -423,7 +423,7 @@ def _merge(out, lse, out_of_part, lse_of_part):
 
 
 def _around(ring, which, query, *key_side):
-    """(out, lse) by the forward pass `which` of every part; out is float32 where there are several."""
+    """(out, lse) by the pass `which` of every part; out of several is float32."""
     *shard, query_lengths, key_lengths = key_side
     lengths = query_lengths, key_lengths
     out = lse = None
