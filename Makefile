@@ -1,13 +1,15 @@
 # Two commands do everything: `make lab` to learn, `make test` to check. `make help` lists the rest.
 
 VENV ?= .venv
-IN_VENV = $(VENV)/bin/python
+IN_VENV = "$(VENV)/bin/python"
 OLDEST_JAX = 0.11.2
 START = --Application.log_level=ERROR --LabApp.default_url=/lab/tree/workbook/00_start_here.ipynb
 # Jupyter refuses to run as root unless told so; it listens on this machine only, behind its token.
 AS_ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
 # One worker a core: threads of their own would only get in each other's way.
 ON_CPU = JAX_PLATFORMS=cpu OPENBLAS_NUM_THREADS=1
+# Without its docstrings Jupyter's server does not start, and without assertions tests find little.
+unexport PYTHONOPTIMIZE
 ARGS ?=
 NOTEBOOK ?=
 # The public address of the repository, for example https://github.com/owner/name, and what the buttons of the site
@@ -72,7 +74,7 @@ colab: setup ## write copies of the notebooks for Colab to colab/, which install
 	@$(IN_VENV) -m helpers.site.colab --repository "$(REPOSITORY)" --revision "$(REVISION)"
 
 gpu: setup ## add CUDA to the environment, on a machine with an NVIDIA GPU
-	@$(IN_VENV) -m pip install --disable-pip-version-check --constraint $(VENV)/constraints.txt --editable '.[test,gpu]'
+	@$(IN_VENV) -m pip install --disable-pip-version-check --constraint "$(VENV)/constraints.txt" --editable '.[test,gpu]'
 
 # Processes beside each other compile on all cores, and share the memory of the GPU.
 GPU_TESTS = tests/test_on_gpu.py tests/test_portable_forward.py tests/test_portable_backward.py tests/test_footprint.py \

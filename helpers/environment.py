@@ -7,17 +7,35 @@ import matplotlib
 import numpy
 
 from helpers import clock
+from helpers.attention.device import compute_capability, default_device
+
+TOO_OLD = (
+    "Device: CPU. Pallas kernels run in interpret mode, since JAX compiles them for NVIDIA GPUs "
+    "from compute capability 8.0 (Ampere) on, and this {kind} is none."
+)
+
+
+def interprets():
+    """Whether a notebook interprets its kernels: on a CPU, and on a GPU for which JAX cannot compile them."""
+    device = default_device()
+    return device.platform != "tpu" and compute_capability(device) < (8, 0)
 
 
 def show_environment():
-    """Print the versions in use and the device that JAX computes on; from here on, slow cells say that they run."""
+    """Print the versions in use and the device that JAX computes on; from here on, slow cells say that they run.
+
+    A GPU for which JAX cannot compile the kernels is left alone: the notebook computes on the CPU.
+    """
     clock.watch()
-    device = jax.devices()[0]
+    device = default_device()
     print(
         f"Python {platform.python_version()} · JAX {jax.__version__} · NumPy {numpy.__version__} · "
         f"Matplotlib {matplotlib.__version__}"
     )
     if device.platform == "cpu":
         print("Device: CPU. Pallas kernels run in interpret mode.")
+    elif interprets():
+        jax.config.update("jax_default_device", jax.devices("cpu")[0])
+        print(TOO_OLD.format(kind=device.device_kind))
     else:
         print(f"Device: {device.device_kind}. Pallas kernels are compiled for it, unless a cell interprets them.")

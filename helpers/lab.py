@@ -5,6 +5,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import zmq
 from jupyterlab.labapp import LabApp
 
 READY = """
@@ -19,6 +20,12 @@ To stop, save what you wrote (Ctrl+S), and press Ctrl+C here, twice.
 
 class Server(LabApp.serverapp_class):
     """Jupyter's server. It says its address once, and says when that is not the usual one."""
+
+    def init_configurables(self):
+        """What the server and a kernel say to each other is encrypted; else every kernel warns that it is not."""
+        if zmq.has("curve"):
+            self.config.MappingKernelManager.setdefault("transport_encryption", "auto")
+        super().init_configurables()
 
     def init_httpserver(self):
         asked = self.port

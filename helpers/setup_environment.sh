@@ -4,8 +4,9 @@
 #   sh helpers/setup_environment.sh VENV [JAX_VERSION]   make VENV ready; JAX_VERSION overrides the pinned one
 #   sh helpers/setup_environment.sh --find               print the Python that would be used
 #
-# The environment is complete when VENV/complete holds the checksum of what it was made from. That
-# file is written last, so an interrupted installation is noticed and done again.
+# The environment is complete when VENV/complete holds the checksum of what it was made from, and where: an
+# environment finds the series by its path, and cannot be moved. That file is written last, so an interrupted
+# installation is noticed and done again.
 
 set -eu
 cd "$(dirname "$0")/.."
@@ -31,12 +32,13 @@ find_python() {
     fi
     cat >&2 <<'END'
 This series needs Python 3.12 or newer, with its venv module, and none was found. Any of these brings one:
-  Debian, Ubuntu   sudo apt install python3.12 python3.12-venv
-  Fedora           sudo dnf install python3.12
-  macOS            brew install python@3.12
-  Windows          use WSL and follow Ubuntu
-  anywhere         install uv (https://docs.astral.sh/uv), then run this command again
-  conda            conda env create -f environment.yml
+  Debian 13, Ubuntu 24.04, or newer   sudo apt install python3 python3-venv
+  Fedora                              sudo dnf install python3.12
+  macOS                               brew install python@3.12
+  Windows                             use WSL and follow Ubuntu
+  older ones, and anywhere            install uv (https://docs.astral.sh/uv), then run this command again
+  with pyenv                          pyenv install 3.12, then run this command again
+  with conda                          conda env create -f environment.yml, then follow the README
 If Python is in an unusual place, name it: make lab PYTHON=/path/to/python3.12
 END
     return 1
@@ -49,10 +51,18 @@ fi
 
 venv=$1
 jax_version=${2:-}
-made_from="$(cat pyproject.toml constraints.txt | cksum) $jax_version"
+made_from="$(cat pyproject.toml constraints.txt | cksum) $jax_version in $(pwd -P)"
 if [ -x "$venv/bin/python" ] && [ "$(cat "$venv/complete" 2>/dev/null)" = "$made_from" ] &&
     "$venv/bin/python" -c '' 2>/dev/null; then
     exit 0
+fi
+
+if [ "$(uname -sm 2>/dev/null)" = "Darwin x86_64" ]; then
+    cat >&2 <<'END'
+JAX is made for Macs with Apple silicon, no longer for those with an Intel processor. On such a Mac, the series can be
+read as pages, or run in Colab. If this Mac has Apple silicon, the terminal runs under Rosetta: open one that does not.
+END
+    exit 1
 fi
 
 python=$(find_python)
@@ -60,8 +70,13 @@ if [ -e "$venv" ] && [ ! -e "$venv/pyvenv.cfg" ] && [ -n "$(ls -A "$venv" 2>/dev
     echo "$venv exists and is not a virtual environment; move it away, or choose another: make lab VENV=.venv2" >&2
     exit 1
 fi
-echo "Setting up $venv with $("$python" --version). Later this is skipped, unless the packages have changed." >&2
-rm -rf "$venv"
+echo "Setting up $venv with $("$python" --version). Later this is skipped, unless the packages or this folder's name have changed." >&2
+rm -rf "$venv" 2>/dev/null || :
+if ! mkdir -p "$venv" 2>/dev/null || [ ! -w "$venv" ]; then
+    echo "$venv cannot be written in $(pwd -P). Copy the whole folder to a place where you may write, and run the" \
+        "same command there." >&2
+    exit 1
+fi
 "$python" -m venv "$venv"
 constraints=$venv/constraints.txt
 if [ -n "$jax_version" ]; then
@@ -119,4 +134,4 @@ fi
 mkdir -p "$venv/etc/jupyter/labconfig"
 echo '{"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": true}}' \
     >"$venv/etc/jupyter/labconfig/page_config.json"
-echo "$made_from" >"$venv/complete"
+printf '%s\n' "$made_from" >"$venv/complete"

@@ -14,7 +14,7 @@ import argparse
 import hashlib
 import itertools
 import json
-import shutil
+import os
 import sys
 import time
 from pathlib import Path
@@ -23,6 +23,20 @@ ROOT = Path(__file__).parents[1]
 NOTEBOOKS = ROOT / "notebooks"
 WORKBOOK = ROOT / "workbook"
 RECORD = ".editions.json"  # {name of a copy: the editions that it has been}
+# What JupyterLab writes into a notebook as soon as its kernel runs. Where it is there before, nothing is changed by
+# opening a copy, and JupyterLab does not ask to save what nobody touched.
+OF_THE_KERNEL = {
+    "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
+    "language_info": {
+        "codemirror_mode": {"name": "ipython", "version": 3},
+        "file_extension": ".py",
+        "mimetype": "text/x-python",
+        "name": "python",
+        "nbconvert_exporter": "python",
+        "pygments_lexer": "ipython3",
+        "version": sys.version.split()[0],
+    },
+}
 EARLIER = Path(__file__).with_name("earlier_editions.json")
 
 
@@ -90,7 +104,8 @@ def find(name, notebooks=NOTEBOOKS):
         if stem and (stem == path.stem or stem.zfill(2) == path.stem.split("_")[0]):
             return path
     numbers = [path.stem.split("_")[0] for path in paths]
-    raise LookupError(f"there is no notebook {str(name)!r}: say a number from {numbers[0]} to {numbers[-1]}")
+    what = f"there is no notebook {str(name)!r}" if stem else "it was not said which notebook"
+    raise LookupError(f"{what}: say a number from {numbers[0]} to {numbers[-1]}, as in make fresh NOTEBOOK=05")
 
 
 def edition(path):
@@ -106,7 +121,13 @@ def edition(path):
 def _place(source, target):
     """Copy a notebook in one step. What is recorded is recorded before, so an interrupted copy is no edited one."""
     _remember(target.parent, source.name, edition(source))
-    replace(target, lambda temporary: shutil.copyfile(source, temporary))
+    replace(target, lambda temporary: temporary.write_text(_for_this_kernel(source), encoding="utf-8"))
+
+
+def _for_this_kernel(path):
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    notebook["metadata"] = notebook.get("metadata", {}) | OF_THE_KERNEL
+    return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
 
 
 def _remember(workbook, name, what):
@@ -142,15 +163,30 @@ def _unused_name(path):
     return aside
 
 
+CANNOT_SAVE = (
+    "The folder workbook cannot be written: JupyterLab will open your notebooks, and save nothing of what you do in "
+    "them. Make it writable, or copy the series to a folder where you may write, and start it there."
+)
+CANNOT_WRITE = (
+    "The workbook could not be brought up to date: {path} cannot be written ({reason}). Make its folder writable, or "
+    "copy the series to a folder where you may write, and run the same command there."
+)
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(description="Bring a learner's own copies of the notebooks up to date.")
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("fresh", help="put a fresh copy of one notebook beside an edited one").add_argument("notebook")
     options = parser.parse_args(arguments)
     try:
-        said = [fresh(options.notebook)] if options.command else lay_out()
-    except (LookupError, OSError) as error:
+        said = [fresh(options.notebook, NOTEBOOKS, WORKBOOK)] if options.command else lay_out(NOTEBOOKS, WORKBOOK)
+    except LookupError as error:
         sys.exit(f"The workbook could not be brought up to date: {error}")
+    except OSError as error:
+        path = error.filename2 or error.filename or WORKBOOK
+        sys.exit(CANNOT_WRITE.format(path=path, reason=error.strerror or error))
+    if not os.access(WORKBOOK, os.W_OK):
+        said.append(CANNOT_SAVE)
     print("\n".join(said) or "The workbook is up to date.")
 
 

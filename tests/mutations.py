@@ -100,7 +100,7 @@ FAULTS = [
     *_of(
         "helpers/attention/api.py",
         ("programs are persistent in a ring", "hopper_forward.forward, is_persistent=False", "hopper_forward.forward, is_persistent=True"),
-        ("the low bits of out do not reach the backward pass", "*gradients, low), None, None", "*gradients, None), None, None"),
+        ("the low bits of out do not reach the backward pass", "*gradients, low\n", "*gradients, None\n"),
         ("cudnn takes a head_dim of 20", "elif problem.H % 8 or problem.H > 128:", "elif problem.H % 4 or problem.H > 128:"),
         ("cudnn gets the window mirrored", "(band.left, 0)", "(0, band.left)"),
         ("cudnn is causal without being asked", "is_causal=band.right == 0", "is_causal=band.right is not None or band.left is None"),
@@ -114,7 +114,7 @@ FAULTS = [
         ("a lse without a batch axis keeps it", "None if lse is None else lse[0]", "lse"),
         ("a query that sees no key passes what arrives", "call.of_seeing_rows(lse, call.query, *gradients)", "call.arrays[0], *gradients"),
         ("cudnn passes what arrives at a query that sees no key", "jnp.where(is_query, out, 0) if call.may_have_blind_rows else out, None", "out, None"),
-        ("a residual has no name", "map(checkpoint_name, attention(kernels, problem, *arrays), RESIDUALS)", "attention(kernels, problem, *arrays)"),
+        ("a residual has no name", "map(checkpoint_name, results, RESIDUALS)", "results"),
         ("too few threads are found when a program is lowered for a GPU", 'device.platform == "cpu" and not isinstance(call.query, jax.core.Tracer)', 'device.platform == "cpu"'),
         ("a second call compiles again", "@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # so", "# so"),
         ("a second derivative gives no error", "function.defvjp(_no_second_derivative, _no_second_derivative)", "function.defvjp(lambda *a, f=function: (f(*a), None), lambda *a: (None,) * 10)"),
@@ -452,7 +452,7 @@ FAULTS = [
         ("a learner's work is overwritten", "elif mine in earlier.get(name, []) + laid_out.get(name, []):", "elif True:"),
         ("a broken notebook is lost", "target.rename(aside)", "target.unlink()"),
         ("running a notebook is an edit", 'json.dumps([cell for cell in said if cell[1]])', "json.dumps(cells)"),
-        ("an interrupted update looks like an edit", "    _remember(target.parent, source.name, edition(source))\n    replace(target, lambda temporary: shutil.copyfile(source, temporary))", "    replace(target, lambda temporary: shutil.copyfile(source, temporary))\n    _remember(target.parent, source.name, edition(source))"),
+        ("an interrupted update looks like an edit", "    _remember(target.parent, source.name, edition(source))\n    replace(target, lambda temporary: temporary.write_text(_for_this_kernel(source), encoding=\"utf-8\"))", "    replace(target, lambda temporary: temporary.write_text(_for_this_kernel(source), encoding=\"utf-8\"))\n    _remember(target.parent, source.name, edition(source))"),
     ),
     *_of(
         "helpers/notebooks.py",

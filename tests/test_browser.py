@@ -17,7 +17,7 @@ from chromium import CHROMIUM, started_chromium
 from lessons import PATHS, ROOT
 from playwright.sync_api import TimeoutError, expect
 
-from helpers.workbook import edition
+from helpers.workbook import OF_THE_KERNEL, edition
 
 NOTEBOOK = "00_start_here.ipynb"
 
@@ -37,6 +37,7 @@ def server(tmp_path):
     for cell in notebook.cells:  # as if it had never run, so that Run All has something to show
         if cell.cell_type == "code":
             cell.update(execution_count=None, outputs=[])
+    notebook.metadata.update(OF_THE_KERNEL)  # as in every copy
     nbformat.write(notebook, root / "workbook" / NOTEBOOK)
     shutil.copytree(ROOT / "figures", root / "figures")
     with _serving(root, tmp_path) as url:
@@ -88,6 +89,8 @@ def test_run_all_and_unfold_a_solution(server):
         page.goto(f"{url}/lab/tree/workbook/{NOTEBOOK}?reset", timeout=60_000)
         idle = page.locator(".jp-Notebook-ExecutionIndicator[data-status='idle']")
         idle.first.wait_for(timeout=60_000)
+        page.wait_for_timeout(3000)  # for what the kernel says of itself
+        assert page.locator(".jp-mod-dirty").count() == 0, "JupyterLab would ask to save what nobody touched"
 
         started = page.locator(".jp-InputPrompt", has_text=re.compile(r"\[\d+\]")).first
         for _ in range(8):  # the menu answers before the notebook and its kernel are ready to run

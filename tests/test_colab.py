@@ -1,12 +1,14 @@
 """The copies of the notebooks for Colab, with a stand-in for it: they install the series there, and only there."""
 
+import json
+import os
 import re
+import subprocess
 import sys
-import types
+from importlib.metadata import version
 
 import nbformat
 import pytest
-from IPython.core.interactiveshell import InteractiveShell
 from lessons import PATHS, ROOT
 
 from helpers.site import colab
@@ -49,28 +51,66 @@ def test_a_copy_needs_nothing_beside_it(pair):
         assert (ROOT / path).is_file(), target
 
 
-@pytest.mark.parametrize("in_colab", [True, False])
-def test_the_cell_installs_in_colab_only(in_colab, monkeypatch):
+# A session of Colab: some modules are loaded, pip and the kernel are stand-ins that say what they are asked.
+SESSION = """
+import json, os, sys, types
+from IPython.core.interactiveshell import InteractiveShell
+loaded, source = json.loads(sys.argv[1]), sys.argv[2]
+for name, version in loaded.items():
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__version__ = version
+shell, asked = InteractiveShell.instance(), []
+shell.register_magic_function(asked.append, magic_name="pip")
+shell.kernel = types.SimpleNamespace(do_shutdown=lambda restart: asked.append("restart"))
+shell.run_cell(source).raise_error()
+print(json.dumps([asked, os.environ.get("JAX_PLATFORMS")]))
+"""
+
+
+def in_session(loaded):
+    """What the first cell of a copy asks of pip and of the kernel, JAX_PLATFORMS, and what the cell prints."""
     copy = colab.for_colab(nbformat.read(PATHS[0], as_version=4), REPOSITORY, REVISION)
     source = next(cell.source for cell in copy.cells if cell.cell_type == "code")
-    monkeypatch.delitem(sys.modules, "google.colab", raising=False)
-    if in_colab:
-        monkeypatch.setitem(sys.modules, "google.colab", types.ModuleType("google.colab"))
-    shell, asked = InteractiveShell(), []
-    shell.register_magic_function(asked.append, magic_name="pip")
-    shell.run_cell(source).raise_error()
-    if not in_colab:
-        assert asked == []
-        return
-    packages, series = asked
-    assert '"jax>=' in packages and "ipython" not in packages and "jupyterlab" not in packages
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    command = [sys.executable, "-c", SESSION, json.dumps(loaded), source]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    *said, result = run.stdout.splitlines()
+    return *json.loads(result), "\n".join(said)
+
+
+def test_elsewhere_the_cell_does_nothing():
+    assert in_session({"numpy": "1.26.4"}) == ([], None, "")
+
+
+OLD = {"numpy": "2.0.2", "jax": "0.7.2"}
+NEW = {name: version(name) for name in ("numpy", "jax", "jaxlib")}
+
+
+@pytest.mark.parametrize(
+    "loaded, old", [({}, []), (NEW, []), (NEW | OLD, ["jax", "numpy"]), ({"numpy": "2.0.2"}, ["numpy"])]
+)
+def test_in_colab_the_cell_installs_and_restarts_where_an_old_package_is_loaded(loaded, old):
+    (packages, series, plugins, *more), platforms, said = in_session({"google.colab": ""} | loaded)
+    assert packages.startswith("install ") and '"jax>=' in packages
+    assert "ipython" not in packages and "jupyterlab" not in packages
     assert series == f'install --quiet --no-deps "git+{REPOSITORY}@{REVISION}"'
+    assert plugins.startswith("uninstall --yes ") and "jax-cuda12-plugin" in plugins and platforms == "cpu"
+    assert "interpret mode, on the CPU, whatever GPU" in said
+    assert more == ["restart"] * bool(old)
+    assert (f"({', '.join(old)}): the session restarts. Then run this cell again" in said) is bool(old)
 
 
 @pytest.mark.parametrize("repository", ["", "https://example.org/owner/name"])
 def test_without_an_address_on_github_there_are_no_copies(repository, tmp_path):
     with pytest.raises(SystemExit, match=r"^Colab opens repositories on https://github.com/ only, not .*\.$"):
         colab.main(["--repository", repository, "--folder", str(tmp_path)])
+
+
+def test_the_command_says_what_it_wrote(tmp_path, capsys):
+    colab.main(["--repository", REPOSITORY, "--folder", str(tmp_path / "colab")])
+    assert capsys.readouterr().out.startswith(f"colab/notebooks holds {len(PATHS)} notebooks for Colab")
+    assert len(list((tmp_path / "colab" / "notebooks").iterdir())) == len(PATHS)
 
 
 def test_buttons_of_the_site_lead_to_the_copies():

@@ -86,9 +86,25 @@ def test_no_file_holds_an_index_or_a_machine_path():
             assert [word for word in words if word in text] == [], path
 
 
+def test_an_installed_series_has_every_file_that_is_read():
+    """Beside code, a wheel holds what package-data names; the set-up script is for a clone only."""
+    folder = ROOT / "helpers"
+    data = {path for path in tracked_files() if folder in path.parents and path.suffix != ".py"}
+    packaging = PROJECT["tool"]["setuptools"]
+    named = {path for pattern in packaging["package-data"]["helpers"] for path in folder.glob(pattern)}
+    assert data - named == {folder / "setup_environment.sh"}
+    assert packaging["packages"]["find"] == {"include": ["helpers*"]}  # folders without an __init__.py, too
+
+
 def test_every_import_is_declared():
     """A package that only happens to be installed would break the next clean machine."""
-    provided = {"yaml": "pyyaml", "PIL": "pillow", "bs4": "beautifulsoup4", "py_mini_racer": "mini-racer"}
+    provided = {
+        "yaml": "pyyaml",
+        "PIL": "pillow",
+        "bs4": "beautifulsoup4",
+        "py_mini_racer": "mini-racer",
+        "zmq": "pyzmq",
+    }
     provided["sphinxcontrib"] = "sphinxcontrib-katex"
     extras = PROJECT["project"]["optional-dependencies"]
     declared = set(map(requirement_name, PROJECT["project"]["dependencies"] + extras["test"]))

@@ -473,6 +473,7 @@ def test_a_run_of_which_too_much_is_unjudged_ends_with_status_1(monkeypatch, tmp
     assert re.search(r"0 wrong, 1[23] unjudged \(at most 5%\)", capsys.readouterr().out)
 
 
+@pytest.mark.full
 def test_a_run_with_a_fault_prints_a_line_that_reproduces_it(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(fuzz, "SHRINK_SECONDS", 5.0)
     hides = functools.partial(no_mask_in_a_tile, tile=8)

@@ -15,9 +15,12 @@ from helpers import flash_attention
 from helpers.attention import tables
 from helpers.attention.portable import backward, forward, tiles
 from helpers.attention.problem import check_call
-from helpers.measure import benchmark, implementations, ladder, results, timing, tune
+from helpers.attention.reference import oracle_gradients
+from helpers.measure import benchmark, common_part, implementations, ladder, results, timing, tune
 from helpers.measure.benchmark import Case
 from helpers.measure.timing import Program, Timing
+from helpers.plots import backward as backward_plots
+from helpers.plots.describe import description
 
 SMALL = Case(1, 128, 128, 2, 2, 64, "bfloat16", True)
 
@@ -451,11 +454,12 @@ def test_a_full_disk_leaves_the_old_results(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("path", [*results.RESULTS.glob("*.json")], ids=lambda path: path.stem)
 def test_committed_results_keep_to_the_schema(path):
-    kind = path.stem.rpartition("_")[2]
+    kind = "common_part" if path.stem.endswith("_common_part") else path.stem.rpartition("_")[2]
     schemas = {
         "tiles": results.TILES_FILE,
         "variants": results.VARIANTS_FILE,
         "ring": results.RING_FILE,
+        "common_part": results.COMMON_PART_FILE,
         "compile": results.COMPILED_FOR_TPU_FILE,
         "triton": results.TRITON_FILE,
         "cuda": results.CUDA_FILE,
@@ -472,6 +476,62 @@ def test_every_row_of_the_ring_is_checked():
     del found["rows"][-1]["efficiency"]
     with pytest.raises(ValueError, match=rf"rows\[{len(found['rows']) - 1}\]: efficiency is missing"):
         results.check(found, results.RING_FILE)
+
+
+@pytest.mark.parametrize("kind", common_part.KINDS)
+def test_the_right_answer_of_a_common_part_is_the_oracle(kind):
+    case = common_part.case_of(5, 8, 4, "bfloat16", True)
+    arrays = [np.asarray(array) for array in common_part.arrays_of(case, kind, 4)]
+    right = common_part.right_of(case, arrays)
+    expected = oracle_gradients(*arrays, is_causal=True)
+    assert all(np.allclose(mine, one, rtol=1e-9, atol=1e-12) for mine, one in zip(right, expected, strict=False))
+    errors = common_part.errors_of([1.25 * array for array in expected], right)
+    assert [errors[name] for name in ("dq", "dk", "dv")] == [0.25] * 3 and errors["of_terms"] < 0.25
+
+
+def test_what_all_keys_share_is_as_large_as_it_says():
+    case = common_part.case_of(1, 4096, 64, "bfloat16", False)
+    for kind, vectors in (("one mean", 1), ("documents", 4)):
+        _, key, *_ = common_part.arrays_of(case, kind, 10)
+        means = np.float32(key).reshape(4, 1024, 2, 64).mean(axis=1)
+        assert 5 < np.linalg.norm(means[0]) / np.sqrt(means[0].size) < 15
+        assert len(np.unique(np.round(means[:, 0, 0]))) == vectors
+
+
+def test_an_error_has_no_size_where_the_right_gradient_is_zero():
+    case = common_part.case_of(2, 1, 4, "bfloat16", False)
+    right = common_part.right_of(case, common_part.arrays_of(case, "one mean", 4))
+    errors = common_part.errors_of(right[:3], right)
+    assert errors == {"dq": None, "dk": None, "dv": 0, "of_terms": 0}
+
+
+def common_part_row(dq, mean=10, **about):
+    """A row of the record, with invented errors."""
+    about = {"T": 512, "S": 512, "H": 64, "dtype": "bfloat16", "is_causal": True, "kind": "one mean"} | about
+    error = lambda dq: {"dq": dq, "dk": 0.002, "dv": 0.002, "of_terms": dq / 100}
+    return about | {"mean": mean, "errors": {"hopper": error(dq), "naive": error(0.01)}}
+
+
+@pytest.mark.parametrize(("dq", "met"), [(0.012, True), (0.021, False), (0.9, False), (float("nan"), False)])
+def test_a_target_that_is_missed_is_named(dq, met):
+    for rows, short in (
+        ([common_part_row(0.01), common_part_row(dq)], []),
+        ([common_part_row(0.01)], [common_part_row(dq)]),
+    ):
+        lines, all_met = common_part.verdicts(rows, short, ("hopper", "naive"))
+        assert all_met is met and any("MISSED" in line for line in lines) is not met
+
+
+def test_a_record_of_common_parts_is_checked_and_drawn():
+    rows = [common_part_row(0.01 * mean, mean, dtype=dtype) for dtype in common_part.DTYPES for mean in (0, 1, 10)]
+    header = benchmark.Machine("NVIDIA Test", {"jax": "0"}, "abc", "2026-01-01").header()
+    record = header | {"heads": 2, "rows": rows, "short": rows[:1], "notes": []}
+    results.check(record, results.COMMON_PART_FILE)
+    told = description(backward_plots.common_part(rows, "All"))
+    assert "hopper: from 0.01 at 1 to 0.1 at 10" in told
+    del rows[-1]["errors"]["naive"]["dk"]
+    with pytest.raises(ValueError, match="errors of naive: dk is missing"):
+        results.check(record, results.COMMON_PART_FILE)
 
 
 PARTS = ["tiles", "sweep", "hopper", "hopper_sweep"]

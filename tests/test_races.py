@@ -1,5 +1,7 @@
 """What the race detector says, in words: of kernels, and of operations of the model written out as one."""
 
+import re
+import runpy
 import threading
 
 import jax
@@ -11,6 +13,7 @@ from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from helpers.measure import races as module
 from helpers.measure.races import DETECTING, races, ring_kernel_races
 from helpers.measure.timeline import Arrive, Fetch, Read, Wait
 
@@ -72,6 +75,32 @@ def races_of_two(first, second, *scratch):
     options = {"num_threads": 2, "thread_name": "warpgroup", "interpret": DETECTING}
     run = plgpu.kernel(kernel, out_type=out_type, scratch_types=scratch, **options)
     return sorted(races(lambda: run(jnp.ones(128, jnp.float32))))
+
+
+TWO_STORES = """
+def first(_, smem):
+    smem[...] = jnp.ones(128)
+def second(_, smem):
+    smem[...] = jnp.zeros(128)
+"""
+
+
+def test_a_race_is_named_wherever_its_kernel_is_kept(tmp_path):
+    """Spaces, commas, brackets and other letters than those of ASCII are in the names of folders."""
+    path = tmp_path / "flash attention, über (2)" / "my kernels.py"
+    path.parent.mkdir()
+    path.write_text(TWO_STORES, encoding="utf-8")
+    functions = runpy.run_path(str(path), {"jnp": jnp})
+    found = races_of_two(functions["first"], functions["second"], plgpu.SMEM((128,), jnp.float32))
+    assert found == ["write: smem[...] = jnp.ones(128)", "write: smem[...] = jnp.zeros(128)"]
+
+
+def test_a_race_that_cannot_be_read_is_no_empty_list(monkeypatch):
+    monkeypatch.setattr(module, "_ACCESS", re.compile("a form of another version"))
+    functions = {"jnp": jnp}
+    exec(TWO_STORES, functions)
+    with pytest.raises(RuntimeError, match="a race was found"):
+        races_of_two(functions["first"], functions["second"], plgpu.SMEM((128,), jnp.float32))
 
 
 def test_who_awaits_a_phase_late_is_after_that_phase_only():

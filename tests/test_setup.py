@@ -1,5 +1,6 @@
 """The set-up commands on machines that are not as one would wish."""
 
+import json
 import os
 import re
 import shlex
@@ -102,7 +103,8 @@ def test_without_a_suitable_python_it_says_what_to_install(machine):
     machine.add_python("python3", "3.11.7")
     result = machine.run(".venv")
     assert result.returncode != 0
-    assert "needs Python 3.12 or newer" in result.stderr and "sudo apt install python3.12" in result.stderr
+    assert "needs Python 3.12 or newer" in result.stderr and "install uv" in result.stderr
+    assert "apt install python3.12" not in result.stderr  # no Debian has that package
     assert not (machine.root / ".venv").exists()
 
 
@@ -196,6 +198,37 @@ def test_a_half_made_environment_is_made_again(machine, damage):
     assert machine.installations() == 2
 
 
+@pytest.mark.parametrize("processor, starts", [("x86_64", False), ("arm64", True)])
+def test_a_mac_needs_apple_silicon(machine, processor, starts):
+    """JAX has no package for the others."""
+    machine.add_python("python3.12")
+    machine.add_program(machine.path / "uname", f"#!/bin/sh\necho Darwin {processor}\n")
+    result = machine.run(".venv")
+    assert (result.returncode == 0) is starts is ("Apple silicon" not in result.stderr)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.count("macOS on Apple silicon") == text.count("macOS")
+
+
+def test_where_nothing_can_be_written_it_says_what_to_do(machine):
+    """A file cannot hold a folder, whoever asks; a read-only folder is no bar for root."""
+    machine.add_python("python3.12")
+    (machine.root / "read-only").write_text("")
+    result = machine.run("read-only/.venv")
+    assert result.returncode == 1 and machine.installations() == 0
+    assert "cannot be written" in result.stderr and "Copy the whole folder to a place where you may" in result.stderr
+    assert "mkdir" not in result.stderr and "not found" not in result.stderr
+
+
+def test_a_renamed_folder_is_set_up_again(machine):
+    """An environment knows the folder of the series by its path: in another, `import helpers` fails."""
+    machine.add_python("python3.12")
+    machine.run(".venv")
+    machine.root = machine.root.rename(machine.root.with_name("flash attention, renamed ü"))
+    for _ in range(2):
+        assert machine.run(".venv").returncode == 0
+    assert machine.installations() == 2
+
+
 def test_a_folder_that_is_no_environment_is_left_alone(machine):
     machine.add_python("python3.12")
     precious = machine.root / ".venv" / "thesis.txt"
@@ -214,10 +247,58 @@ def test_the_oldest_jax_replaces_the_pinned_one(machine):
     assert len(constraints) == len((ROOT / "constraints.txt").read_text().splitlines())
 
 
+def test_integration_runs_in_a_folder_whose_name_is_not_plain(tmp_path):
+    """With a space and a letter that is not of ASCII, in a clone of its own, which is gone afterwards."""
+    checkout, programs = tmp_path / "checkout", tmp_path / "bin"
+    (checkout / ".ci").mkdir(parents=True)
+    programs.mkdir()
+    shutil.copy(ROOT / ".ci" / "run", checkout / ".ci" / "run")
+    for name, text in (
+        ("git", f'#!/bin/sh\ncp -R "{checkout}" "$4"\n'),
+        ("chromium", "#!/bin/sh\n"),
+        ("make", '#!/bin/sh\necho "$1 in $PWD"\n[ "$1" != test ] || exit 3\n'),
+    ):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
+    ended = subprocess.run(["bash", ".ci/run"], cwd=checkout, env=environment, capture_output=True, text=True)
+    lint, test = ended.stdout.splitlines()
+    assert lint.startswith("lint in ") and test.startswith("test in ") and test.endswith("/flash attention ü")
+    assert ended.returncode == 3 and {path.name for path in tmp_path.iterdir()} == {"checkout", "bin"}
+
+
 def test_make_help_names_every_command():
     text = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for command in ("lab", "fresh", "test", "notebooks", "figures", "lint", "help", "gpu-test", "gpu-fuzz"):
         assert f"make {command} " in text
+
+
+def test_make_needs_no_environment_that_keeps_docstrings(tmp_path):
+    """PYTHONOPTIMIZE=2 takes them away, and Jupyter's server cannot be imported without."""
+    (tmp_path / "more").write_text(
+        "optimized: ; @$(IN_VENV) -P -c 'import sys, helpers.lab; print(sys.flags.optimize)'\n"
+    )
+    command = [
+        "make",
+        "--no-print-directory",
+        "-f",
+        "Makefile",
+        "-f",
+        tmp_path / "more",
+        "optimized",
+        f"VENV={sys.prefix}",
+    ]
+    environment = {**os.environ, "MAKEFLAGS": "", "PYTHONOPTIMIZE": "2"}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (ended.stdout, ended.returncode) == ("0\n", 0), ended.stderr
+
+
+def test_what_notebooks_import_needs_no_docstrings():
+    imported = "helpers, helpers.environment, helpers.exercises, helpers.source, helpers.workbook, helpers.notebooks"
+    command = [sys.executable, "-OO", "-P", "-c", f"import {imported}"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.fixture
@@ -255,6 +336,13 @@ def test_make_lab_says_one_address_what_to_click_and_how_to_stop(lab, tmp_path):
             assert f"because {port} is in use" in text and "Shift+Enter" in text and "Ctrl+C here" in text
             assert "LabApp]" not in text and "ServerApp]" not in text
             assert "/login" not in urllib.request.urlopen(address).url
+            server, token = re.fullmatch(r"(http://.*?)/.*token=(\w+)", address).groups()
+            kernels = urllib.request.Request(f"{server}/api/kernels", headers={"Authorization": f"token {token}"})
+            kernel = json.load(urllib.request.urlopen(kernels, data=b"{}"))["id"]
+            connection = tmp_path / "RUNTIME" / f"kernel-{kernel}.json"
+            assert "curve_publickey" in json.loads(connection.read_text())
+            time.sleep(2)  # in which a kernel says that what it says is not encrypted
+            assert "without encryption" not in (tmp_path / "said").read_text()
             assert "/login" in urllib.request.urlopen(address.partition("?")[0]).url
         finally:
             process.terminate()

@@ -29,6 +29,13 @@ def executed(path):
     path.write_text(json.dumps(found, indent=4))
 
 
+def is_copy(path, of):
+    """The same text, but for what JupyterLab would write into it as it opens it."""
+    expected = json.loads(of.read_text())
+    expected["metadata"] |= module.OF_THE_KERNEL
+    return path.read_text() == json.dumps(expected, indent=1, ensure_ascii=False) + "\n"
+
+
 @pytest.fixture
 def folders(tmp_path):
     notebooks, workbook = tmp_path / "notebooks", tmp_path / "workbook"
@@ -47,6 +54,18 @@ def update(folders, name="00_first.ipynb", text="a new edition"):
     return lay_out(notebooks, workbook)
 
 
+def test_a_copy_says_what_its_kernel_will_say():
+    """Or JupyterLab changes it on opening, and asks to save what nobody touched."""
+    program = (
+        "from ipykernel import ipkernel, kernelspec; import json; print(json.dumps(["
+        "kernelspec.get_kernel_dict(), ipkernel.IPythonKernel.language_info]))"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    specification, language = json.loads(run.stdout)
+    kernel = {"name": "python3", **{name: specification[name] for name in ("display_name", "language")}}
+    assert module.OF_THE_KERNEL == {"kernelspec": kernel, "language_info": language}
+
+
 def test_a_new_notebook_is_added(folders):
     assert update(folders, "02_third.ipynb") == ["added 02_third.ipynb"]
 
@@ -57,7 +76,7 @@ def test_a_copy_that_nobody_edited_follows_its_notebook(folders, use):
     for text in ("a second edition", "a third edition"):
         use(workbook / "00_first.ipynb")
         assert update(folders, text=text) == ["updated 00_first.ipynb, which you had not edited"]
-        assert (workbook / "00_first.ipynb").read_text() == (notebooks / "00_first.ipynb").read_text()
+        assert is_copy(workbook / "00_first.ipynb", notebooks / "00_first.ipynb")
         assert lay_out(*folders) == []
 
 
@@ -80,7 +99,7 @@ def test_a_fresh_copy_stands_beside_the_edited_one(folders):
     assert (
         fresh("00", *folders) == "00_first_fresh.ipynb in the workbook is a fresh copy; 00_first.ipynb keeps your edits"
     )
-    assert (workbook / "00_first_fresh.ipynb").read_text() == (notebooks / "00_first.ipynb").read_text()
+    assert is_copy(workbook / "00_first_fresh.ipynb", notebooks / "00_first.ipynb")
     assert (workbook / "00_first.ipynb").read_text() == mine
     assert lay_out(*folders) == [], "the learner has the new edition and need not be told again"
 
@@ -97,7 +116,7 @@ def test_a_fresh_copy_takes_the_place_of_one_that_nobody_edited(folders):
     notebooks, workbook = folders
     executed(workbook / "01_second.ipynb")
     assert fresh("1", *folders) == "01_second.ipynb in the workbook is a fresh copy"
-    assert (workbook / "01_second.ipynb").read_text() == (notebooks / "01_second.ipynb").read_text()
+    assert is_copy(workbook / "01_second.ipynb", notebooks / "01_second.ipynb")
 
 
 @pytest.mark.parametrize("broken", ["", "not JSON", '{"cells": 3}', "{}", notebook("half a file")[:-20]])
@@ -117,6 +136,7 @@ def test_an_interruption_loses_nothing_and_the_next_start_finishes(folders, when
     """The copy is there or not, whole in any case, and an untouched one still counts as untouched."""
     notebooks, workbook = folders
     (workbook / "01_second.ipynb").write_text(notebook("my answer"))
+    before = (notebooks / "00_first.ipynb").read_text()
     (notebooks / "00_first.ipynb").write_text(notebook("a new edition"))
     steps = iter(range(100))
 
@@ -132,7 +152,7 @@ def test_an_interruption_loses_nothing_and_the_next_start_finishes(folders, when
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(module, "replace", interrupted)
         lay_out(*folders)
-    assert (workbook / "00_first.ipynb").read_text() == notebook("00_first.ipynb")
+    assert json.loads((workbook / "00_first.ipynb").read_text())["cells"] == json.loads(before)["cells"]
     assert lay_out(*folders) == ["updated 00_first.ipynb, which you had not edited"]
     assert (workbook / "01_second.ipynb").read_text() == notebook("my answer")
     assert not any(path.suffix == ".new" for path in workbook.iterdir() if "00_first" in path.name)
@@ -201,8 +221,33 @@ def test_jupyter_starts_without_a_home_that_can_be_written(monkeypatch, tmp_path
     assert all(Path(folder).is_dir() for folder in found.values())
 
 
-@pytest.mark.parametrize("name", ["five", ""])
-def test_a_command_says_what_it_cannot_do(name, monkeypatch, tmp_path):
+@pytest.mark.parametrize("command", [[], ["fresh", "01"]])
+def test_where_the_workbook_cannot_be_written_it_says_what_to_do(command, folders, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(module, "NOTEBOOKS", folders[0])
+    monkeypatch.setattr(module, "WORKBOOK", tmp_path / "file" / "workbook")
+    with pytest.raises(SystemExit) as stopped:
+        module.main(command)
+    said = str(stopped.value)
+    assert "workbook cannot be written (Not a directory)" in said and "copy the series to a folder" in said
+    assert "Errno" not in said
+
+
+def test_a_workbook_that_can_only_be_read_is_opened_with_a_warning(folders, monkeypatch, capsys):
+    """Up to date, there is nothing to write at the start; the first to notice would be the learner who saves."""
+    monkeypatch.setattr(module, "NOTEBOOKS", folders[0])
+    monkeypatch.setattr(module, "WORKBOOK", folders[1])
+    module.main([])
+    assert capsys.readouterr().out == "The workbook is up to date.\n"
+    monkeypatch.setattr("os.access", lambda path, mode: path != folders[1])
+    module.main([])
+    assert capsys.readouterr().out.startswith("The folder workbook cannot be written")
+
+
+@pytest.mark.parametrize(
+    "name, what", [("five", "there is no notebook 'five'"), ("", "it was not said which notebook")]
+)
+def test_a_command_says_what_it_cannot_do(name, what, monkeypatch, tmp_path):
     monkeypatch.setattr(module, "WORKBOOK", tmp_path)
-    with pytest.raises(SystemExit, match=f"there is no notebook '{name}'"):
+    with pytest.raises(SystemExit, match=f"{what}: say a number from 00 to .., as in make fresh NOTEBOOK=05"):
         module.main(["fresh", name])

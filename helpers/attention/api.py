@@ -86,9 +86,11 @@ def flash_attention(
 
     Gradients flow into query, key and value from out and from lse, and a query that sees no key passes none. The
     kernels have reverse-mode first derivatives; the reference has all. The algorithm is FlashAttention-2, arXiv
-    2307.08691. In 16 bits dq does not feel what the keys of a row have in common, as it does with cudnn: for that the
-    forward pass of hopper and tpu, where it is differentiated, keeps 2 B T N H bytes more, the low bits of out. In
-    `jax.checkpoint` the residuals can be saved by name, so that this pass runs once (the reference has no such names):
+    2307.08691. Where keys and values have a part in common, dq of cudnn in 16 bits is off
+    by much more than itself. Here it is as exact as naive attention's, within a factor of two (of six in float16 after
+    4096 keys with a mean of 30 standard deviations). For that the forward pass of hopper and tpu, where it is
+    differentiated, keeps 2 B T N H bytes more, the low bits of out. In `jax.checkpoint` the residuals can be saved by
+    name, so that this pass runs once (the reference has no such names):
     policy=jax.checkpoint_policies.save_only_these_names(*helpers.attention.api.RESIDUALS).
 
     Precision: on a GPU the factors of float32 products are rounded to TF32, 11 significant bits, as everywhere in JAX,
@@ -342,8 +344,10 @@ def _attention(kernels, problem, *arrays):
 
 
 def _attention_forward(kernels, problem, *arrays):
-    attention = _keeping_low_bits if kernels.keeps_low_bits(problem) else _attention
-    out, lse, *low = map(checkpoint_name, attention(kernels, problem, *arrays), RESIDUALS)
+    keeps_low_bits = kernels.keeps_low_bits(problem)
+    attention = _keeping_low_bits if keeps_low_bits else _attention
+    results = attention(kernels, problem, *arrays)
+    out, lse, *low = map(checkpoint_name, results, RESIDUALS)
     return (out, lse), (*arrays, out, lse, *(low or [None]))
 
 
@@ -351,8 +355,9 @@ def _attention_backward(kernels, problem, residuals, gradients):
     *residuals, low = residuals
     call, lse = Call(problem, *residuals[:5]), residuals[6]
     query, *gradients = call.of_seeing_rows(lse, call.query, *gradients)
+    arrays = query, *residuals[1:], *gradients, low
     # Lengths are integers and have no gradient.
-    return *_gradients(kernels, problem, query, *residuals[1:], *gradients, low), None, None
+    return *_gradients(kernels, problem, *arrays), None, None
 
 
 _attention.defvjp(_attention_forward, _attention_backward)

@@ -6,6 +6,7 @@ verdict must not depend on the hardware.
 
 import functools
 import math
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -1395,4 +1396,213 @@ _BOUNDS = Exercise(
     ),
 )
 
-EXERCISES = (_DKV, _DQ, _WIRING, _FLOPS, _BOUNDS)
+# 7.6 Out, and what rounding takes off it
+
+
+def _rounding_cases():
+    by_hand = [[1, 1, 1 + 2**-8]], [[1], [1], [2]]
+    cases = [Case("the case worked by hand", (_float32(by_hand[0]), np.asarray(by_hand[1], jnp.bfloat16)))]
+    random = np.random.default_rng(77)  # far from ties, which libraries could break differently
+    for T, S, H, part, unit in [
+        (4, 8, 4, 0, 1),
+        (8, 48, 16, 10, 1),
+        (16, 64, 8, 30, 10_000),  # beyond the range of float16
+        (16, 96, 8, 4, 0.01),
+    ]:
+        s = random.standard_normal((T, S)) * 1.5
+        v = unit * (random.standard_normal((S, H)) + part * random.standard_normal(H))
+        shared = f"values with a part of {part} standard deviations in common" if part else "values around 0"
+        p = np.exp(s - s.max(axis=1, keepdims=True))
+        cases.append(Case(f"T={T}, S={S}, H={H}, {shared}", (_float32(p), np.asarray(v, jnp.bfloat16))))
+    return cases
+
+
+def _weighted_mean(p, v):
+    """The float64 mean of the values, weighted with p as the product takes it."""
+    weights = p.astype(v.dtype).astype(np.float64)
+    return weights @ v.astype(np.float64) / weights.sum(axis=1, keepdims=True)
+
+
+def _run_rounding(answer, p, v):
+    """Whether out and low are bfloat16 numbers, out, and out + low. A tie of out may be broken either way."""
+    found = answer(p, v)
+    if found is None:
+        raise Complaint("expected out and low, got None: is a `return` missing?")
+    found = tuple(found) if isinstance(found, tuple | list | Iterator) else (found,)
+    if len(found) != 2:
+        raise Complaint(f"expected two arrays, out and low, got {len(found)} result{'s' * (len(found) != 1)}")
+    exact, arrays = _weighted_mean(p, v), []
+    for name, array in zip(("out", "low"), found, strict=True):
+        try:
+            arrays.append(np.asarray(array).astype(np.float64))
+        except (TypeError, ValueError) as error:
+            raise Complaint(f"{name}: expected an array of shape {exact.shape}") from error
+        if arrays[-1].shape != exact.shape:
+            raise Complaint(f"{name}: expected shape {exact.shape}, got {arrays[-1].shape}")
+    out, low = arrays
+    of_16_bits = lambda array: np.array_equal(array, array.astype(v.dtype).astype(np.float64), equal_nan=True)
+    numbers = " and ".join("bfloat16" if of_16_bits(array) else "of more bits" for array in arrays)
+    step = 2.0 ** (np.floor(np.log2(np.abs(exact))) - jnp.finfo(v.dtype).nmant)
+    nearest = exact.astype(v.dtype).astype(np.float64)
+    return numbers, np.where(np.abs(out - exact) <= 0.51 * step, nearest, out), out + low
+
+
+def _rounding_expected(p, v):
+    exact = _weighted_mean(p, v)
+    return "bfloat16 and bfloat16", exact.astype(v.dtype).astype(np.float64), exact
+
+
+def _product(weights, v):
+    return np.float32(weights) @ np.float32(v)
+
+
+def _sum_of(weights):
+    return np.float32(weights).sum(axis=1, keepdims=True)
+
+
+def _rounding(
+    exact=lambda p, w, v: _product(w, v) / _sum_of(w),
+    out=lambda exact, dtype: exact.astype(dtype),
+    low=lambda exact, out: exact - np.float32(out),
+    low_dtype=lambda dtype: dtype,
+):
+    """An answer with something wrong in one place. w: p as the product takes it."""
+
+    def out_and_low(p, v):
+        mean = exact(p, p.astype(v.dtype), v)
+        rounded = out(mean, v.dtype)
+        return rounded, np.asarray(low(mean, rounded)).astype(low_dtype(v.dtype))
+
+    return out_and_low
+
+
+def _p_divided_first(p, w, v):
+    return _product((p / _sum_of(p)).astype(v.dtype), v)
+
+
+def _truncated(exact, dtype):
+    nearest = exact.astype(dtype)
+    towards_zero = np.nextafter(nearest, np.zeros_like(nearest))
+    return np.where(np.abs(np.float32(nearest)) > np.abs(exact), towards_zero, nearest)
+
+
+_ROUNDING = Exercise(
+    number="7.6",
+    title="Out, and what rounding takes off it",
+    outputs=("numbers of out and low", "out", "out + low"),
+    cases=_rounding_cases,
+    expected=_rounding_expected,
+    run=_run_rounding,
+    tolerance=5e-6,  # 2^-9 of low, which is 2^-9 of out, and float32 sums
+    tried="values with parts of 0 to 30 standard deviations in common, small and large ones, out and out + low",
+    mistakes=(
+        Mistake(
+            "low is zero everywhere: the difference was taken after both of its terms had been rounded",
+            _rounding(low=lambda exact, out: np.zeros_like(exact)),
+            "Keep the exact result in float32 until low has been taken off it: see the text of the exercise.",
+        ),
+        Mistake(
+            "the sign of low is wrong, out less exact",
+            _rounding(low=lambda exact, out: np.float32(out) - exact),
+            "out + low must be exact again, so low = exact - out: see the text of the exercise.",
+        ),
+        Mistake(
+            "out is that of the kernels before: divided by the sum of the unrounded weights, and low is zero",
+            _rounding(exact=lambda p, w, v: _product(w, v) / _sum_of(p), low=lambda exact, out: np.zeros_like(exact)),
+            "Take low off before anything is rounded, and divide by the weights that the product took: see section 12.",
+        ),
+        Mistake(
+            "the weights were rounded for the product with v, but not for their sum",
+            _rounding(exact=lambda p, w, v: _product(w, v) / _sum_of(p)),
+            "A mean divides by the sum of the very weights that it used. Which are these? See section 12.",
+        ),
+        Mistake(
+            "the sum takes the rounded weights, but the product takes p as it is",
+            _rounding(exact=lambda p, w, v: _product(p, v) / _sum_of(w)),
+            "It is the product that wants 16 bits: a tensor core takes p in the dtype of v, see section 10.",
+        ),
+        Mistake(
+            "nothing rounds the weights",
+            _rounding(exact=lambda p, w, v: _product(p, v) / _sum_of(p)),
+            "A tensor core takes both operands in 16 bits, so the product takes p in the dtype of v: see section 10.",
+        ),
+        Mistake(
+            "the sum of the weights comes out in 16 bits",
+            _rounding(exact=lambda p, w, v: _product(w, v) / np.float32(_sum_of(w).astype(v.dtype))),
+            "The sum of 16-bit numbers keeps their dtype unless you say otherwise: convert them to float32 first.",
+            variants=(
+                _rounding(exact=lambda p, w, v: _product(w, v) / np.float32(w.sum(axis=1, keepdims=True))),
+                _rounding(exact=lambda p, w, v: _product(w, v) / np.float32(_sum_of(p).astype(v.dtype))),
+            ),
+        ),
+        Mistake(
+            "the product with v comes out in 16 bits",
+            _rounding(exact=lambda p, w, v: np.float32(_product(w, v).astype(v.dtype)) / _sum_of(w)),
+            "A product of 16-bit arrays keeps their dtype unless you say otherwise: ask for float32, see section 10.",
+            variants=(_rounding(exact=lambda p, w, v: np.float32(jnp.dot(w, v)) / _sum_of(w)),),
+        ),
+        Mistake(
+            "product and sum both come out in 16 bits",
+            _rounding(
+                exact=lambda p, w, v: (
+                    np.float32(_product(w, v).astype(v.dtype)) / np.float32(_sum_of(w).astype(v.dtype))
+                )
+            ),
+            "Results of 16-bit arrays keep their dtype unless you say otherwise: compute both in float32.",
+            variants=(
+                _rounding(exact=lambda p, w, v: np.asarray(jnp.dot(w, v) / jnp.sum(w, axis=1, keepdims=True))),
+                _rounding(
+                    exact=lambda p, w, v: np.asarray(jnp.dot(w, v) / jnp.sum(w, axis=1, keepdims=True)),
+                    low=lambda exact, out: exact - out,
+                ),
+            ),
+        ),
+        Mistake(
+            "out is not rounded, so that nothing is left for low",
+            _rounding(out=lambda exact, dtype: exact),
+            "out goes to its reader in the dtype of v: round it, and low is what that takes off.",
+            variants=(_rounding(out=lambda exact, dtype: exact, low_dtype=lambda dtype: np.float32),),
+        ),
+        Mistake(
+            "low is left in float32",
+            _rounding(low_dtype=lambda dtype: np.float32),
+            "low is to cost as few bytes as out: round it to the dtype of v as well.",
+        ),
+        Mistake(
+            "low is the whole result once more",
+            _rounding(low=lambda exact, out: exact),
+            "low is what rounding took off: exact less out, see the text of the exercise.",
+        ),
+        Mistake(
+            "low is divided by out",
+            _rounding(low=lambda exact, out: (exact - np.float32(out)) / np.float32(out)),
+            "low is a difference: it is added to out, not multiplied with it.",
+        ),
+        Mistake(
+            "low and out have changed places",
+            lambda p, v: _rounding()(p, v)[::-1],
+            "The order asked for is out, low.",
+        ),
+        Mistake(
+            "out is not divided by the sum of the weights",
+            _rounding(exact=lambda p, w, v: _product(w, v)),
+            "p is e^(s - m): a row of it does not add up to 1, so divide by its sum once, as notebook 05 does.",
+        ),
+        Mistake(
+            "the weights were divided by their sum before they were rounded",
+            _rounding(exact=_p_divided_first),
+            "Round p as it arrives, and divide at the end: what is rounded last does not add up to 1.",
+            variants=(
+                _rounding(exact=lambda p, w, v: _p_divided_first(p, w, v) / _sum_of((p / _sum_of(p)).astype(v.dtype))),
+            ),
+        ),
+        Mistake(
+            "out is cut off instead of rounded to the nearest",
+            _rounding(out=_truncated),
+            "`astype` rounds to the nearest number: use it for out.",
+        ),
+    ),
+)
+
+
+EXERCISES = (_DKV, _DQ, _WIRING, _FLOPS, _BOUNDS, _ROUNDING)

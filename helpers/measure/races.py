@@ -31,7 +31,8 @@ from helpers.measure import timeline
 # this: with the default of 5, two transfers share a count, and one that is done makes the other look done.
 DETECTING = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=1024)
 
-_ACCESS = re.compile(r"(read|write) of .*?, (\S+?):(\d+)(?::\d+)? \(")
+# Of an access: its kind, path, line. Buffers and threads are written with commas, paths may hold spaces.
+_ACCESS = re.compile(r"(read|write) of .*?, ((?:[A-Za-z]:\\|[/<]).*?):(\d+)(?::\d+)? \(")
 
 
 class _ClockOfPhase:
@@ -154,7 +155,8 @@ def races(run):
     """Call run(), which traces a kernel and runs it interpreted with `DETECTING`. Returns [] or what was found.
 
     Of a race, the list holds the two accesses that nothing puts in order; otherwise a sentence.
-    JAX 0.11 prints races and goes on, later versions raise.
+    JAX 0.11 prints races and goes on, later versions raise. RuntimeError if a race was found whose text has another
+    form than is known here: to a caller, an empty list would say that there is none.
     """
     log = logging.getLogger("jax._src.callback")
     printed, was_disabled, raised = io.StringIO(), log.disabled, False
@@ -178,6 +180,8 @@ def races(run):
     text = printed.getvalue()
     if found or "RACE DETECTED" in text:
         accesses = _ACCESS.findall(text)[:2]
+        if not accesses:
+            raise RuntimeError(f"a race was found, but not the two accesses in what the detector says of it:\n{text}")
         return [f"{kind}: {linecache.getline(path, int(line)).strip()}" for kind, path, line in accesses]
     if raised:
         return [text.strip().splitlines()[-1].split(" on thread")[0]]

@@ -25,6 +25,9 @@ The tuner's table stands beside it in <card>_tiles.json:
 
 Ring attention on several cards of one host stands in <card>_ring.json: `rows`, see RING.
 
+The errors of gradients where keys and values have a part in common stand in <card>_common_part.json: `heads`, `rows`
+of long sequences and `short` ones, see COMMON_PART.
+
 What `dialects.triton_card` measured of the Triton kernels stands in <card>_triton.json, and what Triton prints without
 a card in triton_shown.json, under the name "Triton" for a card: `outputs`, texts by name. The same of CUDA C++ stands
 in <card>_cuda.json and cuda_shown.json.
@@ -139,6 +142,15 @@ RING = {
     **dict.fromkeys(("T", "devices"), _whole),
     **dict.fromkeys(("alone_ms", "ms", "efficiency"), _number),
 }
+# kind, mean: as in `common_part`. errors: {implementation: ERRORS}, relative; None where the right answer is 0.
+COMMON_PART = {
+    **dict.fromkeys("TSH", _whole),
+    **dict.fromkeys(("dtype", "kind"), _text),
+    "is_causal": (bool,),
+    "mean": _number,
+    "errors": (dict,),
+}
+ERRORS = {**dict.fromkeys(("dq", "dk", "dv"), (*_number, type(None))), "of_terms": _number}
 # implementation: "ours", or JAX's "flash" or "splash". vmem in bytes; bundles and spills as in `tpu_compile`.
 COMPILED_FOR_TPU = {
     **dict.fromkeys(("chip", "implementation", "which", "dtype", "kernel"), _text),
@@ -158,6 +170,7 @@ FILE = {
 }
 TILES_FILE = {"card": _text, "versions": (dict,), "commit": _text, "date": _text, "tiles": (list,), "sweep": (list,)}
 RING_FILE = {"card": _text, "versions": (dict,), "commit": _text, "date": _text, "rows": (list,)}
+COMMON_PART_FILE = {**RING_FILE, "heads": _whole, "short": (list,), "notes": (list,)}
 TRITON_FILE = {
     **dict.fromkeys(("card", "commit", "date"), _text),
     **dict.fromkeys(("versions", "samples"), (dict,)),
@@ -203,6 +216,11 @@ def check(results, schema=FILE):
         for number, entry in enumerate(results["decode"]["records"]):
             _check_fields(f"decode: records[{number}]", entry, DECODE)
     parts |= {"rows": RING} if schema is RING_FILE else {}
+    if schema is COMMON_PART_FILE:
+        parts |= {"rows": COMMON_PART, "short": COMMON_PART}
+        for row in (*results["rows"], *results["short"]):
+            for name, errors in row["errors"].items() if isinstance(row.get("errors"), dict) else ():
+                _check_fields(f"errors of {name}", errors, ERRORS)
     parts |= {"rows": COMPILED_FOR_TPU} if schema is COMPILED_FOR_TPU_FILE else {}
     parts |= {"variants": VARIANT, "factors": FACTOR, "kernels": KERNEL}
     parts |= {"compiled": COMPILED, "loops": LOOP, "profile": PROFILE}
@@ -280,6 +298,11 @@ def read_tiles(card="NVIDIA H200"):
 def read_ring(card="NVIDIA H200"):
     """Ring attention on several cards; FileNotFoundError where nothing was recorded."""
     return read(card, "_ring", RING_FILE)
+
+
+def read_common_part(card="NVIDIA H100 80GB HBM3"):
+    """Errors of gradients where keys and values have a part in common; FileNotFoundError where none are recorded."""
+    return read(card, "_common_part", COMMON_PART_FILE)
 
 
 def read_compiled_for_tpu():

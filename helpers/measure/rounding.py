@@ -97,7 +97,8 @@ def answers(query, key, value, dout, dlse=None, *, tf32=False, **arguments):
     of_kept = product(p, operand * p**2, v, S) + (H * float32 + rounded**2) * out**2
     of_delta += (of_kept * do**2).sum(axis=-1, keepdims=True)
     of_delta += (4 * operand + (keys / (2 * STEP)) ** 2 * float32) * delta**2
-    of_ds = p**2 * of_dp + (of_s + rounded) * ds**2 + least
+    # What is too small for the dtype may count as 0: ds, and the weight that it is a multiple of.
+    of_ds = p**2 * of_dp + (of_s + rounded) * ds**2 + least * (1 + (centred + added) ** 2)
 
     dq, dk, dv = problem.scale * (ds @ k), problem.scale * (turned(ds) @ q), turned(p) @ do
     of_dq = problem.scale**2 * (product(ds, of_ds, k, S) + of_delta * (p @ k) ** 2 + of_lse * (ds @ k) ** 2)

@@ -5,6 +5,7 @@ import numpy as np
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
 
 from helpers.plots import style
+from helpers.plots.measuring import LOOKS
 
 KIB = 1024
 COLOURS = {"q": style.QUERY, "k": style.KEY, "v": style.VALUE, "do": style.OUTPUT, "lse": style.STATE}
@@ -319,14 +320,9 @@ def word_gradients(gradients, tokens, word):
 
 def gradient_errors(errors):
     """Bars on a logarithmic axis. errors: {title: {implementation: relative errors of dq, dk and dv}}."""
-    figure, panels = style.subplots(
-        1, len(errors), width=10 if len(errors) > 1 else 8, height=3.5, sharey=True, squeeze=False
-    )
+    figure, panels = style.subplots(1, len(errors), width=10, height=3.5, sharey=True, squeeze=False)
     looks = {
         "the kernels": (style.OUTPUT, ""),
-        "fused, rounded out": (style.LOGITS, "xx"),
-        "fused, exact out": (style.STATE, ".."),
-        "delta mended": (style.OUTPUT, ""),
         "naive, same dtype": (style.SKIPPED, "//"),
     }
     for axes, (title, rows) in zip(panels[0], errors.items(), strict=True):
@@ -340,11 +336,63 @@ def gradient_errors(errors):
         axes.tick_params(axis="x", length=0)
         axes.set_title(title, loc="left")
     tallest = max(max(heights) for rows in errors.values() for heights in rows.values())
-    panels[0, 0].set_ylim(1e-8 if len(errors) > 1 else 1e-4, 3 * tallest)
+    panels[0, 0].set_ylim(1e-8, 3 * tallest)
     panels[0, 0].set_ylabel("relative error")
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     return figure
+
+
+def errors_by_mean(means, curves, title):
+    """Errors of dq against the mean of keys and values, on two log scales. curves: {name: error at each mean}."""
+    figure, axes = style.subplots(width=8.6, height=4.4)
+    looks = {
+        "out rounded": (style.LOGITS, "o", ":"),
+        "out exact, weights rounded": (style.KEY, "s", "--"),
+        "nothing rounded but ds": (style.INK, "^", "-"),
+        "cured": (style.OUTPUT, "D", "-"),
+    }
+    for name, errors in curves.items():
+        colour, marker, dash = looks[name]
+        axes.plot(means, errors, dash, marker=marker, markersize=6, color=colour, label=name)
+    _scales_of_means(axes, means)
+    axes.set_ylabel("relative error of dq")
+    axes.set_title(title, loc="left")
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    return figure
+
+
+def common_part(rows, title):
+    """The same as recorded, a panel for each dtype. rows: of `results.COMMON_PART`, of one call and one kind."""
+    dtypes = dict.fromkeys(row["dtype"] for row in rows)
+    figure, panels = style.subplots(1, len(dtypes), width=10, height=4.2, sharey=True, squeeze=False)
+    for axes, dtype in zip(panels[0], dtypes, strict=True):
+        some = sorted((row for row in rows if row["dtype"] == dtype and row["mean"]), key=lambda row: row["mean"])
+        for name in ("cudnn", "hopper", "portable", "naive"):
+            found = [(row["mean"], row["errors"][name]["dq"]) for row in some if name in row["errors"]]
+            if found:
+                colour, marker, dash = LOOKS[name]
+                label = {"cudnn": "cuDNN"}.get(name, name)
+                axes.plot(*zip(*found, strict=True), dash, marker=marker, markersize=6, color=colour, label=label)
+        _scales_of_means(axes, [row["mean"] for row in some])
+        axes.set_title(dtype, loc="left")
+    panels[0, 0].set_ylabel("relative error of dq")
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    figure.suptitle(title, x=0.01, ha="left", size=11)
+    return figure
+
+
+def _scales_of_means(axes, means):
+    """Two log scales, and a line where an error is as large as what it is the error of."""
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xticks(means, [f"{mean:g}" for mean in means])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlabel("mean of keys and values, in standard deviations")
+    axes.axhline(1, color=style.FAINT, lw=1)
+    axes.text(means[0], 1.15, "as large as dq itself", size=9, va="bottom", ha="left")
 
 
 def _cell(axes, x, y, text, colour, strong=False):

@@ -1,0 +1,61 @@
+"""What a notebook runs on, with stand-ins for devices: on a GPU that is too old for the kernels, it takes the CPU."""
+
+import types
+
+import jax
+import pytest
+
+from helpers import clock, environment
+from helpers.attention import device
+
+
+def stand_in(platform, capability):
+    return types.SimpleNamespace(platform=platform, device_kind="Tesla T4", compute_capability=capability)
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Makes a device the one that JAX computes on, unless it is told another."""
+    monkeypatch.setattr(clock, "watch", lambda: None)
+
+    def on(found):
+        devices = jax.devices
+        monkeypatch.setattr(jax, "devices", lambda backend=None: devices(backend) if backend else [found])
+
+    before = jax.config.jax_default_device
+    jax.config.update("jax_default_device", None)
+    yield on
+    jax.config.update("jax_default_device", before)
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "interpreted"),
+    [
+        ("cpu", None, True),
+        ("gpu", "7.5", True),
+        ("gpu", "gfx942", True),
+        ("gpu", "8.0", False),
+        ("gpu", "12.0", False),
+        ("tpu", None, False),
+    ],
+)
+def test_kernels_are_interpreted_where_they_cannot_be_compiled(platform, capability, interpreted, on):
+    on(stand_in(platform, capability))
+    assert environment.interprets() is interpreted
+
+
+def test_on_an_old_gpu_a_notebook_computes_on_the_cpu_and_says_why(on, capsys):
+    on(stand_in("gpu", "7.5"))
+    environment.show_environment()
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert "CPU" in said and "interpret mode" in said and "8.0 (Ampere)" in said and "Tesla T4" in said
+    assert device.default_device().platform == "cpu" and environment.interprets()
+
+
+@pytest.mark.parametrize("platform, capability", [("cpu", None), ("gpu", "9.0"), ("tpu", None)])
+def test_elsewhere_jax_keeps_its_device(platform, capability, on, capsys):
+    on(stand_in(platform, capability))
+    environment.show_environment()
+    assert jax.config.jax_default_device is None
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith("Device: CPU" if platform == "cpu" else "Device: Tesla T4")
