@@ -268,7 +268,7 @@ def dropped(self, which, step, query_side, key, value, *lengths):
     results = STEP(self, which, step, query_side, key, value, *lengths)
     if step != self.devices - 1:
         return results
-    filler = (0, -jnp.inf) if which == "forward_of_part" else (0, 0, 0)
+    filler = (0, 0, 0) if which == "backward_of_part" else (0, -jnp.inf)
     return tuple(array * 0 + nothing for array, nothing in zip(results, filler, strict=True))
 
 
@@ -428,7 +428,8 @@ def counted_footprint(devices, share, monkeypatch, which):
 
     def run(self, which, problem, query, key, value, *rest):
         of_rows = jax.ShapeDtypeStruct((problem.B, problem.N, problem.T), jnp.float32)
-        results = (query, of_rows) if which == "forward_of_part" else (query, key, value)
+        out = jax.ShapeDtypeStruct(query.shape, jnp.float32 if which == "exact_forward_of_part" else query.dtype)
+        results = (query, key, value) if which == "backward_of_part" else (out, of_rows)
         results = tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in results)
         residuals = [array for array in rest if array is not None]
         return jax.pure_callback(lambda *_: None, results, query, key, value, *residuals)

@@ -444,8 +444,13 @@ def _ring(ring, query, *key_side):
     return out.astype(query.dtype), lse
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _exact_ring(ring, query, *key_side):
+    return _around(ring, "exact_forward_of_part", query, *key_side)
+
+
 def _ring_forward(ring, query, *key_side):
-    exact, lse = _around(ring, "exact_forward_of_part", query, *key_side)
+    exact, lse = _exact_ring(ring, query, *key_side)
     out = exact.astype(query.dtype)
     low = [low_bits(exact, out)] if query.dtype.itemsize == 2 else []
     out, lse, *low = map(checkpoint_name, (out, lse, *low), RESIDUALS)
@@ -488,4 +493,5 @@ def _no_second_derivative(*_):
     )
 
 
-_gradients.defvjp(_no_second_derivative, _no_second_derivative)
+for function in (_exact_ring, _gradients):
+    function.defvjp(_no_second_derivative, _no_second_derivative)
