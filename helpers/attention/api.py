@@ -74,7 +74,7 @@ def flash_attention(
     Returns:
       out, with the shape and dtype of query; with return_residual, (out, lse), where lse is a
       natural logarithm, float32, of shape (B, T, N) or (T, N). Sums are float32 whatever the
-      dtype, so logits and S * max|value| must stay within the range of float32. A query that sees
+      dtype, so logits and `S * max|value|` must stay within the range of float32. A query that sees
       no key gets out = 0 and lse = -inf (at which `jax.debug_infs` stops where lse is asked for).
 
     Raises:
@@ -91,7 +91,7 @@ def flash_attention(
     4096 keys with a mean of 30 standard deviations). For that the forward pass of hopper and tpu, where it is
     differentiated, keeps 2 B T N H bytes more, the low bits of out. In `jax.checkpoint` the residuals can be saved by
     name, so that this pass runs once (the reference has no such names):
-    policy=jax.checkpoint_policies.save_only_these_names(*helpers.attention.api.RESIDUALS).
+    `policy=jax.checkpoint_policies.save_only_these_names(*helpers.attention.api.RESIDUALS)`.
 
     Precision: on a GPU the factors of float32 products are rounded to TF32, 11 significant bits, as everywhere in JAX,
     unless `jax.default_matmul_precision("highest")` is set around the call or the jit that traces it. With TF32, dq
