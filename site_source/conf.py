@@ -4,6 +4,7 @@ import os
 
 project = "Flash attention in Pallas"
 author = "the authors of the series"
+description = "A course in notebooks: derive flash attention, program it in NumPy, and take its GPU kernels apart in Pallas."
 html_title = project
 language = "en"
 
@@ -14,11 +15,11 @@ extensions = [
     "sphinx_copybutton",
     "helpers.site.extension",
 ]
-exclude_patterns = ["README.md", "generated/*"]
+exclude_patterns = ["generated/*"]
 
 nb_execution_mode = "off"
 nb_number_source_lines = False
-myst_enable_extensions = ["dollarmath"]
+myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
 html_math_renderer = "mathml"
 
@@ -31,9 +32,27 @@ html_theme = "sphinx_book_theme"
 html_context = {"default_mode": "auto"}  # light or dark, as the reader's machine is set
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_js_files = [("pictures.js", {"defer": "defer"})]
+html_sidebars = {"index": []}
 html_favicon = "static/favicon.svg"
 html_show_sourcelink = False
 copybutton_selector = "div.highlight:not(.output *) pre"
+
+# Where the site will stand, if that is known. A picture beside a link to a page needs it: its address must be a whole one.
+html_baseurl = os.environ.get("SITE_ADDRESS", "")
+
+# Words by which readers look for what a notebook teaches under another name, for the search.
+search_words = {
+    "02": "logsumexp streaming running maximum safe",
+    "03": "causal softmax mask SRAM HBM tiling",
+    "05": "causal softmax mask GQA MQA grouped-query",
+    "07": "autodiff VJP custom_vjp gradient",
+    "10": "WGMMA TMA mbarrier warp specialization FlashAttention-3 FA3 H100",
+    "11": "FlashAttention-3 FA3 H100",
+    "13": "KV cache PagedAttention vLLM flash-decoding split-K",
+    "14": "context sequence parallelism sharding ppermute",
+    "15": "MXU VMEM splash",
+}
 
 # The address of the public repository, for example https://github.com/owner/name. Without it no page has a button
 # that would lead there.

@@ -33,12 +33,14 @@ class BuildError(Exception):
     """Why there is no new site, in one line."""
 
 
-def build(target=SITE, notebooks=NOTEBOOKS, repository="", revision=""):
+def build(target=SITE, notebooks=NOTEBOOKS, repository="", revision="main", address=""):
     """Build the site in target. Whatever goes wrong, what stood there before still stands.
 
     repository: the public address of the series, for the buttons that lead there; without it there are none.
     revision: the branch, tag or commit that these buttons show.
+    address: where the site will stand, for the picture that a link to a page shows; without it there is none.
     """
+    repository = repository.rstrip("/")
     if missing := [name for name in EXTRA if not _is_installed(name)]:
         raise BuildError(f"{missing[0]} is not installed here; `make site` sets up what the site needs")
     target = Path(target).resolve()
@@ -49,8 +51,8 @@ def build(target=SITE, notebooks=NOTEBOOKS, repository="", revision=""):
         check_executed(path)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".site-") as scratch:
         stage, pages = Path(scratch, "stage"), Path(scratch, "pages")
-        lay_out(stage, paths)
-        _run_sphinx(stage, pages, repository, revision)
+        lay_out(stage, paths, repository, revision)
+        _run_sphinx(stage, pages, REPOSITORY=repository, REVISION=revision, SITE_ADDRESS=address)
         _mend_pages(pages)
         _add_font(pages)
         _replace(target, pages, Path(scratch, "before"))
@@ -74,7 +76,7 @@ def check_executed(path):
                 )
 
 
-def lay_out(stage, paths):
+def lay_out(stage, paths, repository, revision):
     """Copy what Sphinx reads to one folder, in which links between notebooks and to pictures hold as they stand."""
     from helpers.site import pages  # which needs JAX: a notebook with an error is named before that is loaded
 
@@ -85,7 +87,7 @@ def lay_out(stage, paths):
         nbformat.write(with_alt_texts(nbformat.read(path, as_version=4)), stage / "notebooks" / path.name)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (stage / "README.md").write_text(CODE.sub("](function.md)", readme), encoding="utf-8")
-    pages.write(stage, paths[0])
+    pages.write(stage, paths[0], repository, revision)
 
 
 def with_alt_texts(notebook):
@@ -111,8 +113,8 @@ def _is_installed(name):
         return False
 
 
-def _run_sphinx(stage, pages, repository, revision):
-    environment = {**os.environ, "REPOSITORY": repository, "REVISION": revision, "JAX_PLATFORMS": "cpu"}
+def _run_sphinx(stage, pages, **known):
+    environment = {**os.environ, **known, "JAX_PLATFORMS": "cpu"}
     command = [
         sys.executable,
         "-m",

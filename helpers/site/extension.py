@@ -1,10 +1,12 @@
-"""A Sphinx extension: equations that need no script, pictures that a phone can show, and honest buttons.
+"""A Sphinx extension: equations that need no script, pictures that open large, words to find, and honest buttons.
 
 Equations become MathML, which browsers draw themselves; KaTeX converts them while the site is built, and one that it
 does not understand is a warning.
 """
 
+import html
 from pathlib import Path
+from urllib.parse import urljoin
 from xml.etree import ElementTree
 
 import sphinxcontrib.katex
@@ -12,6 +14,7 @@ from docutils import nodes
 from py_mini_racer import JSEvalException, mini_racer
 from sphinx.util import logging
 
+PREVIEW = "preview.png"  # among the static files: the picture of the first page, in the shape that links show
 KATEX = Path(sphinxcontrib.katex.__file__).with_name("katex.min.js")
 SCROLLS = "pst-scrollable-table-container"  # the theme lets a keyboard scroll what has this class and is too wide
 MATHML = "http://www.w3.org/1998/Math/MathML"
@@ -81,13 +84,38 @@ def visit_math_block(translator, node):
 
 
 def visit_image(translator, node):
-    translator.body.append(f'<span class="picture {SCROLLS}">')
+    """A picture is a link to itself, which the script of the pages opens as large as it was drawn."""
+    start = len(translator.body)
     type(translator).visit_image(translator, node)
-    translator.body.append("</span>")
+    translator.body.insert(start, f'<a class="picture" href="{html.escape(node["uri"])}">')
+    translator.body.append("</a>")
 
 
 def depart_image(translator, node):
     type(translator).depart_image(translator, node)
+
+
+def add_search_words(app, doctree):
+    """Let the search find a notebook by the words that the configuration has for its number."""
+    number = Path(app.env.docname).name.partition("_")[0]
+    if words := app.config.search_words.get(number):
+        doctree.insert(0, nodes.meta("", name="keywords", content=", ".join(words.split())))
+
+
+def describe_links(app, pagename, templatename, context, doctree):
+    """Give a page what a link to it shows elsewhere: a title, a description and, at a known address, a picture."""
+    title = app.env.titles[pagename].astext() if pagename in app.env.titles else app.config.project
+    said = app.config.description
+    if doctree and (first := next(doctree.findall(nodes.paragraph), None)):
+        said = first.astext().replace("\n", " ")
+    tags = {"og:title": title, "og:description": said, "og:site_name": app.config.project, "og:type": "article"}
+    if site := app.config.html_baseurl:
+        tags["og:url"] = urljoin(site, f"{pagename}.html")
+        tags["og:image"] = urljoin(site, f"_static/{PREVIEW}")
+        tags["twitter:card"] = "summary_large_image"
+    lines = [f'<meta name="description" content="{html.escape(said)}"/>']
+    lines += [f'<meta property="{name}" content="{html.escape(text)}"/>' for name, text in tags.items()]
+    context["metatags"] = "\n".join([context.get("metatags", ""), *lines])
 
 
 def only_notebooks_have_a_source(app, pagename, templatename, context, doctree):
@@ -100,5 +128,9 @@ def setup(app):
     app.add_html_math_renderer("mathml", (visit_inline_math, None), (visit_math_block, None))
     app.connect("doctree-resolved", convert)
     app.add_node(nodes.image, override=True, html=(visit_image, depart_image))
+    app.add_config_value("search_words", {}, "env")
+    app.add_config_value("description", "", "html")
+    app.connect("doctree-read", add_search_words)
+    app.connect("html-page-context", describe_links)
     app.connect("html-page-context", only_notebooks_have_a_source)
     return {"parallel_read_safe": True}

@@ -1,5 +1,6 @@
 """What the pages of the site show that code knows better than prose: what serves a call, records, the notation."""
 
+import collections
 import itertools
 import re
 from unittest import mock
@@ -12,6 +13,7 @@ from helpers.attention import api
 from helpers.attention.problem import check_call
 from helpers.measure import results
 from helpers.plots import measuring as plots
+from helpers.site import landing
 
 H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 TPU = jax.sharding.AbstractDevice(device_kind="TPU v6 lite", num_cores=1, platform="tpu")
@@ -19,6 +21,16 @@ NOTATION = re.compile(r"^## \d+ · (Notation.*)$", re.MULTILINE)
 LENGTHS = (1024, 4096, 16384)
 WIDTH = 2048  # N H of the recorded grid
 COLUMNS = tuple(itertools.product((64, 128), (False, True)))
+PASSES = ("forward", "backward")
+# What a note of the benchmark holds, and how a reader is told. Where several fit, the first does.
+REASONS = (
+    ("takes float16 only", "takes float16 only, and the tables of this page are in bfloat16"),
+    ("not supported in the backwards", "has no backward pass of causal attention"),
+    ("could not be imported", "could not be imported where the benchmark ran"),
+    ("Shared memory size limit", "asks for more shared memory than a thread block of this GPU can have"),
+    ("too little memory on this GPU", "needs more memory for its table of logits than the GPU has"),
+    ("", "stopped with an error"),
+)
 
 # What a call may ask for: its name, then what differs from a full call of 16-bit arrays that all implementations serve.
 REQUESTS = (
@@ -43,24 +55,33 @@ CHECKS = {
 }
 
 
-def write(stage, notebook_00):
-    """Write the computed pages and parts of pages into the folder that Sphinx reads."""
+def write(stage, notebook_00, repository, revision):
+    """Write the computed pages and parts of pages into the folder that Sphinx reads.
+
+    repository and revision: as in `build.build`.
+    """
     generated = stage / "generated"
     generated.mkdir()
     recorded = results.read()
     texts = {
+        "buttons.md": landing.buttons(repository, revision),
+        "shown.md": landing.shown(recorded),
+        "paths.md": landing.paths(),
+        "commands.md": landing.commands(repository),
         "serves.md": serves_table(),
         "run.md": run_line(recorded),
-        "not_measured.md": "\n".join(f"- {note}" for note in recorded["notes"]),
+        "conclusion.md": conclusion(recorded),
+        "not_measured.md": not_measured(recorded["notes"]),
     }
-    for which in ("forward", "backward"):
+    for which in PASSES:
         texts[f"{which}.md"] = rates_table(recorded, which)
         texts[f"ratios_{which}.md"] = ratios_table(recorded["records"], which)
     for name, text in texts.items():
         (generated / name).write_text(text + "\n", encoding="utf-8")
     (stage / "notation.md").write_text(notation(notebook_00), encoding="utf-8")
     for name, figure in pictures(recorded).items():
-        figure.savefig(stage / "figures" / name, dpi=150)
+        figure.savefig(stage / "figures" / name, dpi=2 * figure.dpi)
+    landing.picture(recorded, width=6, height=3.15).savefig(stage / "static" / "preview.png", dpi=200)
 
 
 def table(head, rows):
@@ -134,11 +155,48 @@ def ratios_table(records, which):
     return table([which, *column_names()], rows)
 
 
+def conclusion(recorded):
+    """What the tables say of the kernels of this series, in three sentences."""
+    records, said = recorded["records"], []
+    for peer, name in (("cudnn", "cuDNN"), ("flash_attention_3", "FlashAttention-3")):
+        ratios = {which: _ratios(records, which, "hopper", peer) for which in PASSES}
+        every = [ratio for of_pass in ratios.values() for ratio in of_pass]
+        ranges = (f"{min(found):.2f} to {max(found):.2f} times as fast {which}" for which, found in ratios.items())
+        won = f"{sum(ratio > 1 for ratio in every)} of {len(every)} cases"
+        said.append(f"faster than {name} in {won}: they are {' and '.join(ranges)}.")
+    shares = [100 * ratio for which in PASSES for ratio in _ratios(records, which, "portable", "hopper")]
+    return (
+        f"On an {recorded['card']} in bfloat16, the Hopper kernels of this series are {said[0]} They are {said[1]} "
+        f"The portable kernels, which run on any NVIDIA GPU from Ampere on, reach {min(shares):.0f} to "
+        f"{max(shares):.0f} per cent of the speed of the Hopper kernels."
+    )
+
+
+def _ratios(records, which, ours, peer):
+    """How many times as fast one implementation is as another, in each case of the tables."""
+    cases = (find(records, which, T, *column) for column, T in itertools.product(COLUMNS, LENGTHS))
+    return [case[ours]["tflops"] / case[peer]["tflops"] for case in cases]
+
+
+def not_measured(notes):
+    """What the benchmark could not measure: a line of Markdown for each reason, however many cases had it."""
+    found = collections.defaultdict(dict)
+    for note in notes:
+        reason = next(words for part, words in REASONS if part in note)
+        name = next(part for part in note.split(": ") if part.isidentifier() and part != "memory")
+        found[reason].setdefault(name, []).extend(re.findall(r"\w+ at T = \d+", note))
+    lines = []
+    for reason, places in found.items():
+        names = (f"`{name}`" + f" ({', '.join(where)})" * bool(where) for name, where in places.items())
+        lines.append(f"- {' and '.join(names)} {reason}.")
+    return "\n".join(lines)
+
+
 def pictures(recorded):
-    """{file name: figure} of the page with the results."""
+    """{file name: figure} of the first page and of that with the results."""
     top = recorded["ceilings"]["matmul_tflops"]
-    drawn = {}
-    for which in ("forward", "backward"):
+    drawn = {"landing.png": landing.picture(recorded)}
+    for which in PASSES:
         rates = {column: {} for column in COLUMNS}
         for column, T in itertools.product(COLUMNS, LENGTHS):
             for name, record in find(recorded["records"], which, T, *column).items():
@@ -152,7 +210,10 @@ def pictures(recorded):
 
 
 def notation(notebook_00):
-    """The section on notation of notebook 00 as a page of its own."""
+    """The page on notation: that beside the notebooks, else the section of notebook 00."""
+    page = notebook_00.with_name("notation.md")
+    if page.exists():
+        return page.read_text(encoding="utf-8")
     for cell in nbformat.read(notebook_00, as_version=4).cells:
         if cell.cell_type == "markdown" and (heading := NOTATION.search(cell.source)):
             return f"# {heading[1]}\n{cell.source[heading.end() :]}\n"

@@ -1,0 +1,116 @@
+"""The first page of the site: a picture of the result, where to start, and three ways through the series."""
+
+from helpers.plots import style
+from helpers.plots.measuring import HATCHES, LOOKS
+from helpers.site.colab import BRANCH, GITHUB, OPENS
+
+CASE = {"pass": "forward", "dtype": "bfloat16", "T": 4096, "N": 16, "K": 16, "H": 128, "is_causal": True}
+BARS = {
+    "naive": "naive attention",
+    "portable": "this series: portable kernel",
+    "cudnn": "cuDNN",
+    "hopper": "this series: Hopper kernel",
+}
+FIRST = "notebooks/00_start_here.ipynb"
+
+# Three ways through: name, notebooks, what you do, and what you have at the end.
+PATHS = (
+    (
+        "Two hours",
+        "00 to 03",
+        "Read [00](notebooks/00_start_here.ipynb), section 1 of [01](notebooks/01_naive_attention.ipynb) and its first "
+        "exercise, [02](notebooks/02_online_softmax.ipynb), and [03](notebooks/03_tiled_attention.ipynb) up to the "
+        "loop over tiles.",
+        "Your own NumPy version of the idea beside the kernel, which runs in interpret mode.",
+    ),
+    (
+        "The whole course",
+        "00 to 08",
+        "Do [00](notebooks/00_start_here.ipynb) to [08](notebooks/08_training.ipynb) in order, with the exercises: "
+        "the forward pass, the gradients, both as kernels, and a small language model.",
+        "Every equation of both passes derived, and the parts of their kernels written and checked.",
+    ),
+    (
+        "The GPU path",
+        "09 to 12",
+        "After the course, [09](notebooks/09_measure_it.ipynb) to [12](notebooks/12_hopper_backward.ipynb): measure "
+        "without fooling yourself, then barriers, TMA and wgmma on Hopper. You need no GPU to read and solve them.",
+        "You can read a kernel that is measured against cuDNN, and say where its speed comes from.",
+    ),
+)
+
+
+def rates(recorded):
+    """{implementation: TFLOP/s} of the case that the picture shows."""
+    return {
+        record["implementation"]: record["tflops"]
+        for record in recorded["records"]
+        if all(record[name] == value for name, value in CASE.items())
+    }
+
+
+def picture(recorded, width=4.8, height=3.7):
+    """TFLOP/s of naive attention, of both kernels of the series and of cuDNN, as bars with their names above them.
+
+    width and height in inches. The letters are large, for the picture shrinks with the screen.
+    """
+    rate, top = rates(recorded), recorded["ceilings"]["matmul_tflops"]
+    title = f"Forward pass on an {recorded['card']}"
+    figure, axes = style.subplots(width=width, height=height)
+    for row, (name, words) in enumerate(BARS.items()):
+        colour = LOOKS[name][0]
+        axes.barh(-row, rate[name], 0.42, color=colour, hatch=HATCHES[name], edgecolor=style.PAPER)
+        weight = "bold" if words.startswith("this series") else "normal"
+        axes.text(0, 0.27 - row, words, va="bottom", size=12, weight=weight)
+        axes.text(rate[name] + 10, -row, f"{rate[name]:.0f}", va="center", size=12, weight=weight)
+    axes.axvline(top, color=style.INK, linewidth=1.4, linestyle=":")
+    axes.set_ylim(-len(BARS) + 0.65, 0.72)
+    axes.set_xlim(0, top * 1.02)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(labelsize=11)
+    axes.set_xlabel("TFLOP/s (dotted: matrix product)", size=12)
+    axes.set_title(title, loc="left", size=13)
+    figure.alt = (
+        f"{title}, in TFLOP/s: {', '.join(f'{words} {rate[name]:.0f}' for name, words in BARS.items())}; "
+        f"a large matrix product {top:.0f}."
+    )
+    return figure
+
+
+def shown(recorded):
+    """The picture and what it says, in Markdown."""
+    rate = rates(recorded)
+    return (
+        f"![{picture(recorded).alt}](figures/landing.png)\n\nCausal attention of {CASE['T']} queries and keys, head dimension {CASE['H']}, {CASE['dtype']}. The Hopper "
+        f"kernel of [10](notebooks/10_hopper_forward.ipynb) and [11](notebooks/11_hopper_forward_tuned.ipynb) is "
+        f"{rate['hopper'] / rate['naive']:.1f} times as fast as naive attention and {rate['hopper'] / rate['cudnn']:.2f} "
+        f"times as fast as cuDNN. FlashAttention-3 reached {rate['flash_attention_3']:.0f} TFLOP/s in the same run. "
+        "[All results](results.md)"
+    )
+
+
+def buttons(repository, revision):
+    """Links to where one can start, in Markdown: those to other sites only where the repository has an address there."""
+    links = {"Start reading": FIRST}
+    if repository.startswith(GITHUB):
+        name = repository.removeprefix(GITHUB)
+        links["Run in Colab"] = f"{OPENS}{name}/blob/{BRANCH}/{FIRST}"
+        links["Run in Binder"] = f"https://mybinder.org/v2/gh/{name}/{revision}?urlpath=lab/tree/{FIRST}"
+    links["Install"] = "#install"
+    return " ".join(f"[{words}]({target})" for words, target in links.items())
+
+
+def commands(repository):
+    """What to type to have the series on a machine."""
+    fetch = f"git clone {repository}\ncd {repository.rsplit('/', 1)[-1]}\n" if repository else ""
+    return f"```sh\n{fetch}make lab\n```"
+
+
+def paths():
+    """The three ways through, as boxes in Markdown."""
+    boxes = (
+        f"```{{container}} path\n**{name}**\n\n{notebooks}\n\n{what}\n\n*At the end:* {gained}\n```"
+        for name, notebooks, what, gained in PATHS
+    )
+    return "````{container} paths\n" + "\n".join(boxes) + "\n````"
