@@ -4,7 +4,9 @@ import os
 
 project = "Flash attention in Pallas"
 author = "the authors of the series"
-description = "A course in notebooks: derive flash attention, program it in NumPy, and take its GPU kernels apart in Pallas."
+description = (
+    "Derive flash attention, program it in NumPy, and take its GPU kernels apart in JAX Pallas: a course in notebooks."
+)
 html_title = project
 language = "en"
 
@@ -38,7 +40,7 @@ html_favicon = "static/favicon.svg"
 html_show_sourcelink = False
 copybutton_selector = "div.highlight:not(.output *) pre"
 
-# Where the site will stand, if that is known. A picture beside a link to a page needs it: its address must be a whole one.
+# Where the site will stand, if that is known. The picture of a link needs it, whose address must be a whole one.
 html_baseurl = os.environ.get("SITE_ADDRESS", "")
 
 # Words by which readers look for what a notebook teaches under another name, for the search.

@@ -21,14 +21,14 @@ PATHS = (
         "Read [00](notebooks/00_start_here.ipynb), section 1 of [01](notebooks/01_naive_attention.ipynb) and its first "
         "exercise, [02](notebooks/02_online_softmax.ipynb), and [03](notebooks/03_tiled_attention.ipynb) up to the "
         "loop over tiles.",
-        "Your own NumPy version of the idea beside the kernel, which runs in interpret mode.",
+        "You have your own NumPy loop over tiles, and have seen the kernel give the same numbers in interpret mode.",
     ),
     (
         "The whole course",
         "00 to 08",
         "Do [00](notebooks/00_start_here.ipynb) to [08](notebooks/08_training.ipynb) in order, with the exercises: "
         "the forward pass, the gradients, both as kernels, and a small language model.",
-        "Every equation of both passes derived, and the parts of their kernels written and checked.",
+        "You have derived every equation of both passes, and written and checked the parts of their kernels.",
     ),
     (
         "The GPU path",
@@ -49,7 +49,7 @@ def rates(recorded):
     }
 
 
-def picture(recorded, width=4.8, height=3.7):
+def picture(recorded, width=4.8, height=3.4):
     """TFLOP/s of naive attention, of both kernels of the series and of cuDNN, as bars with their names above them.
 
     width and height in inches. The letters are large, for the picture shrinks with the screen.
@@ -57,6 +57,7 @@ def picture(recorded, width=4.8, height=3.7):
     rate, top = rates(recorded), recorded["ceilings"]["matmul_tflops"]
     title = f"Forward pass on an {recorded['card']}"
     figure, axes = style.subplots(width=width, height=height)
+    figure.get_layout_engine().set(w_pad=0.15, h_pad=0.12)
     for row, (name, words) in enumerate(BARS.items()):
         colour = LOOKS[name][0]
         axes.barh(-row, rate[name], 0.42, color=colour, hatch=HATCHES[name], edgecolor=style.PAPER)
@@ -82,16 +83,17 @@ def shown(recorded):
     """The picture and what it says, in Markdown."""
     rate = rates(recorded)
     return (
-        f"![{picture(recorded).alt}](figures/landing.png)\n\nCausal attention of {CASE['T']} queries and keys, head dimension {CASE['H']}, {CASE['dtype']}. The Hopper "
-        f"kernel of [10](notebooks/10_hopper_forward.ipynb) and [11](notebooks/11_hopper_forward_tuned.ipynb) is "
-        f"{rate['hopper'] / rate['naive']:.1f} times as fast as naive attention and {rate['hopper'] / rate['cudnn']:.2f} "
-        f"times as fast as cuDNN. FlashAttention-3 reached {rate['flash_attention_3']:.0f} TFLOP/s in the same run. "
-        "[All results](results.md)"
+        f"![{picture(recorded).alt}](figures/landing.png)\n\n"
+        f"Causal attention of {CASE['T']} queries and keys, head dimension {CASE['H']}, {CASE['dtype']}. The Hopper "
+        "kernel of [10](notebooks/10_hopper_forward.ipynb) and [11](notebooks/11_hopper_forward_tuned.ipynb) is "
+        f"{rate['hopper'] / rate['naive']:.1f} times as fast as naive attention and "
+        f"{rate['hopper'] / rate['cudnn']:.2f} times as fast as cuDNN. FlashAttention-3 reached "
+        f"{rate['flash_attention_3']:.0f} TFLOP/s in the same run. [All results](results.md)"
     )
 
 
 def buttons(repository, revision):
-    """Links to where one can start, in Markdown: those to other sites only where the repository has an address there."""
+    """Links to where one can start, in Markdown; without an address of the repository none to other sites."""
     links = {"Start reading": FIRST}
     if repository.startswith(GITHUB):
         name = repository.removeprefix(GITHUB)
@@ -103,8 +105,9 @@ def buttons(repository, revision):
 
 def commands(repository):
     """What to type to have the series on a machine."""
-    fetch = f"git clone {repository}\ncd {repository.rsplit('/', 1)[-1]}\n" if repository else ""
-    return f"```sh\n{fetch}make lab\n```"
+    if not repository:
+        return "```sh\nmake lab  # in your copy of the repository\n```"
+    return f"```sh\ngit clone {repository}\ncd {repository.rsplit('/', 1)[-1]}\nmake lab\n```"
 
 
 def paths():
