@@ -47,11 +47,11 @@ html_baseurl = os.environ.get("SITE_ADDRESS", "")
 search_words = {
     "02": "logsumexp streaming running maximum safe",
     "03": "causal softmax mask SRAM HBM tiling",
-    "05": "causal softmax mask GQA MQA grouped-query",
-    "07": "autodiff VJP custom_vjp gradient",
-    "10": "WGMMA TMA mbarrier warp specialization FlashAttention-3 FA3 H100",
-    "11": "FlashAttention-3 FA3 H100",
-    "13": "KV cache PagedAttention vLLM flash-decoding split-K",
+    "05": "causal softmax mask GQA MQA grouped query",
+    "07": "autodiff VJP gradient",
+    "10": "WGMMA TMA mbarrier warp specialization FlashAttention FA3 H100",
+    "11": "FlashAttention FA3 H100",
+    "13": "KV cache PagedAttention vLLM flash decoding",
     "14": "context sequence parallelism sharding ppermute",
     "15": "MXU VMEM splash",
 }

@@ -9,6 +9,7 @@ import itertools
 import re
 import runpy
 import threading
+import types
 from urllib.parse import unquote, urlsplit
 
 import nbformat
@@ -19,12 +20,15 @@ from lessons import PATHS, ROOT
 
 from helpers import flash_attention
 from helpers.attention import masking
+from helpers.measure import results
 from helpers.site import build as site_build
+from helpers.site import landing
 from helpers.site import pages as site_pages
 from helpers.site.build import BuildError, build
 
 REPOSITORY = "https://github.com/owner/name"
-WIDTHS = {"phone": 360, "tablet": 768, "desktop": 1440}
+ADDRESS = "https://owner.github.io/name/"
+WIDTHS = {"phone": 360, "tablet": 768, "laptop": 1280, "desktop": 1440}
 SCHEMES = {"phone": "light", "desktop": "dark"}  # where pages are opened and axe looks, and at which colours
 BROWSERS = 2  # at once, each with half of the pages
 PAGE_BYTES, READABLE_MS = 3_000_000, 2_000
@@ -95,7 +99,7 @@ def test_a_missing_sphinx_is_one_line(name, old_site, monkeypatch):
 
 
 def test_half_a_build_does_not_replace_a_good_one(tmp_path, old_site, monkeypatch):
-    def half(stage, pages, *_):
+    def half(stage, pages, **_):
         pages.mkdir()
         (pages / "index.html").write_text("half")
         raise BuildError("Sphinx stopped")
@@ -167,6 +171,40 @@ def test_the_notation_is_that_of_notebook_00():
     assert page.count("|---|") == 7
 
 
+def test_a_page_on_notation_beside_the_notebooks_is_taken(tmp_path):
+    (tmp_path / "notation.md").write_text("# Notation\n")
+    assert site_pages.notation(tmp_path / "00_test.ipynb") == "# Notation\n"
+
+
+def test_the_results_begin_with_what_the_record_says():
+    recorded = results.read()
+    rates = {"hopper": 600.0, "cudnn": 400.0, "flash_attention_3": 800.0, "portable": 300.0}
+    changed = [record | {"tflops": rates.get(record["implementation"], 1.0)} for record in recorded["records"]]
+    said = site_pages.conclusion(recorded | {"records": changed})
+    assert "faster than cuDNN in 24 of 24 cases: they are 1.50 to 1.50 times as fast forward" in said
+    assert "faster than FlashAttention-3 in 0 of 24 cases: they are 0.75 to 0.75" in said
+    assert "reach 50 to 50 per cent" in said
+    assert 2 <= site_pages.conclusion(recorded).count(". ") + 1 <= 3
+
+
+def test_what_was_not_measured_is_told_once_and_without_an_error_message():
+    lines = site_pages.not_measured(results.read()["notes"]).splitlines()
+    assert any("(forward at T = " in line for line in lines)
+    for line in lines:
+        assert "Error" not in line and "stopped" not in line and len(line) < 150
+    notes = ["float16 B4 T16 causal: one: backward: ValueError: [3] is bad: no", "a B8: two: X", "b B8: two: X"]
+    assert site_pages.not_measured(notes) == "- `one` and `two` stopped with an error."
+
+
+def test_the_first_page_leads_to_other_sites_only_from_a_repository():
+    assert re.findall(r"\[(.*?)\]", landing.buttons("", "main")) == ["Start reading", "Install"]
+    assert "git clone" not in landing.commands("")
+    linked = landing.buttons(REPOSITORY, "v1")
+    assert "https://mybinder.org/v2/gh/owner/name/v1?" in linked
+    assert "https://colab.research.google.com/github/owner/name/blob/colab/notebooks/00_start_here.ipynb" in linked
+    assert f"git clone {REPOSITORY}\ncd name\n" in landing.commands(REPOSITORY)
+
+
 def test_the_tile_bounds_of_the_cheat_sheet_are_those_of_the_kernels():
     (code,) = re.findall(r"```python\n(.*?)```", CHEAT_SHEET, re.DOTALL)
     random = np.random.default_rng(0)
@@ -216,7 +254,7 @@ def marked(marks):
 def site(tmp_path_factory):
     """The whole site, with an address so that all buttons are there."""
     target = tmp_path_factory.mktemp("built") / "site"
-    build(target, repository=REPOSITORY, revision="main")
+    build(target, repository=REPOSITORY, revision="main", address=ADDRESS)
     return target
 
 
@@ -288,6 +326,32 @@ def test_every_picture_says_what_it_shows(site):
         for image in soup(page).select("article img"):
             alt = image.get("alt", "")
             assert len(alt) > 15 and "_images/" not in alt, f"{page.name}: {image['src']}"
+
+
+@marked(needs_site)
+def test_a_link_to_a_page_shows_what_it_is(site):
+    for page in content_pages(site):
+        said = {
+            tag.get("property") or tag.get("name"): tag["content"] for tag in soup(page).find_all("meta", content=True)
+        }
+        assert len(said["og:title"]) > 4 and len(said["description"]) > 30, page.name
+        assert said["og:description"] == said["description"]
+        assert said["og:url"] == f"{ADDRESS}{page.relative_to(site)}"
+        assert (site / said["og:image"].removeprefix(ADDRESS)).is_file()
+
+
+@marked(needs_site)
+def test_a_link_shows_no_picture_where_the_address_is_unknown():
+    from helpers.site import extension
+
+    app = types.SimpleNamespace(
+        env=types.SimpleNamespace(titles={}),
+        config=types.SimpleNamespace(project="A project", description="What it <is>.", html_baseurl=""),
+    )
+    context = {}
+    extension.describe_links(app, "search", "search.html", context, None)
+    assert 'name="description" content="What it &lt;is&gt;."' in context["metatags"]
+    assert "og:image" not in context["metatags"] and "og:url" not in context["metatags"]
 
 
 @marked(needs_site)
@@ -396,6 +460,14 @@ def faults_of_width(page):
         yield f"scrolls sideways by {wide} px"
 
 
+def faults_of_code(page):
+    """Code and printed outputs, unfolded, that would have to be moved to be read."""
+    wide = page.evaluate("""() => [...document.querySelectorAll("article pre")]
+        .filter(part => part.scrollWidth > part.clientWidth).map(part => part.textContent.slice(0, 60))""")
+    if wide:
+        yield f"{len(wide)} pieces of code scroll sideways: {wide[0]!r}"
+
+
 def faults_of_access(page):
     """Level AA of the WCAG, contrast included, with everything unfolded."""
     from axe_playwright_python.base import AXE_SCRIPT
@@ -409,7 +481,10 @@ def faults_of_access(page):
 
 @pytest.fixture(scope="module")
 def faults(site, server):
-    """What is wrong with the pages: {(what was looked at, width): lines}. A tablet's is the phone's, made wider."""
+    """What is wrong with the pages: {(what was looked at, width): lines}.
+
+    A tablet's page is the phone's, made wider, and a laptop's the desktop's, made narrower.
+    """
 
     def visit(paths):
         with started_chromium() as chromium:
@@ -423,6 +498,10 @@ def faults(site, server):
                         page.set_viewport_size({"width": WIDTHS["tablet"], "height": 1024})
                         for fault in faults_of_width(page):
                             yield ("opening", "tablet"), f"{path.name}: {fault}"
+                    if width == "desktop":
+                        page.set_viewport_size({"width": WIDTHS["laptop"], "height": 800})
+                        for fault in itertools.chain(faults_of_width(page), faults_of_code(page)):
+                            yield ("opening", "laptop"), f"{path.name}: {fault}"
 
     found = collections.defaultdict(list)
     by_size = sorted(content_pages(site), key=lambda path: path.stat().st_size)
@@ -464,9 +543,13 @@ def test_a_text_that_is_hard_to_read_is_noticed(css, server, chromium):
 
 @marked(in_browser)
 def test_a_reader_searches_unfolds_and_copies(server, chromium):
-    with opened(chromium, WIDTHS["desktop"]) as (page, *_):
-        page.goto(f"{server}/search.html?q=softmax")
-        page.locator("#search-results li a").first.wait_for(timeout=20_000)
+    for words, taught in {"softmax": ("02",), "logsumexp": ("02",), "causal+softmax": ("03", "05")}.items():
+        with opened(chromium, WIDTHS["desktop"]) as (page, *_):
+            page.goto(f"{server}/search.html?q={words}")
+            for number in taught:
+                page.locator("#search-results li a", has_text=f"{number} ·").first.wait_for(timeout=20_000)
+            icon, field = (page.locator(f"main form.bd-search {part}").bounding_box() for part in ("i", "input"))
+            assert icon["x"] + icon["width"] <= field["x"], "the icon covers what is typed"
     with opened(chromium, WIDTHS["desktop"]) as (page, complaints, _):
         page.goto(f"{server}/notebooks/00_start_here.html")
         solution = page.locator("details", has=page.locator("summary", has_text="Solution")).first
@@ -475,6 +558,43 @@ def test_a_reader_searches_unfolds_and_copies(server, chromium):
         assert solution.locator("pre").is_visible() and solution.locator("button.copybtn").count() == 1
         assert page.locator("div.cell_output button.copybtn").count() == 0, "an output is nothing to copy"
         assert complaints == []
+
+
+@marked(in_browser)
+def test_the_first_page_shows_the_result_and_the_ways_in_on_one_screen(server, chromium):
+    with opened(chromium, WIDTHS["laptop"]) as (page, *_):
+        page.set_viewport_size({"width": WIDTHS["laptop"], "height": 800})
+        page.goto(f"{server}/index.html")
+        for part in ("h1", ".said", ".buttons a >> nth=-1", ".shown img", ".shown p >> nth=-1"):
+            box = page.locator(f"article {part}").bounding_box()
+            assert box["y"] + box["height"] <= 800, part
+        assert page.locator(".buttons a").all_inner_texts() == [
+            "Start reading",
+            "Run in Colab",
+            "Run in Binder",
+            "Install",
+        ]
+        assert page.locator(".path").count() == len(landing.PATHS) == 3
+        assert page.locator(".lessons a[href*=notebooks]").count() == len(PATHS)
+        page.locator(".search-button").click()
+        assert page.locator("#pst-search-dialog input").is_visible()
+
+
+@marked(in_browser)
+def test_a_picture_fits_a_phone_and_opens_large(server, chromium):
+    with opened(chromium, WIDTHS["phone"]) as (page, complaints, _):
+        page.goto(f"{server}/notebooks/03_tiled_attention.html")
+        picture = page.locator("a.picture").first
+        box = picture.locator("img").bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= WIDTHS["phone"]
+        assert "enlarge" in picture.evaluate("link => getComputedStyle(link, '::after').content")
+        large = page.locator("dialog.enlarged")
+        picture.click()
+        assert large.locator("img").bounding_box()["width"] == 1000, "as wide as it was drawn"
+        assert large.locator("div").evaluate("view => view.scrollLeft") > 0, "it shows what was tapped"
+        assert len(large.locator("img").get_attribute("alt")) > 15
+        large.locator("button").click()
+        assert not large.is_visible() and complaints == []
 
 
 @marked(in_browser)

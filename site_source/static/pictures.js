@@ -15,4 +15,6 @@ document.addEventListener("click", event => {
   Object.assign(image, { src: link.href, alt: shown.alt })
   image.style.width = `${shown.naturalWidth / 2}px` // pictures have two dots for each that they are wide
   dialog.showModal()
+  const view = dialog.querySelector("div")
+  view.scrollLeft = (event.offsetX / shown.width) * view.scrollWidth - view.clientWidth / 2 // to what was tapped
 })
