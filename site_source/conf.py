@@ -38,6 +38,7 @@ html_js_files = [("pictures.js", {"defer": "defer"})]
 html_sidebars = {"index": []}
 html_favicon = "static/favicon.svg"
 html_show_sourcelink = False
+html_scaled_image_link = False  # every picture is a link already
 copybutton_selector = "div.highlight:not(.output *) pre"
 
 # Where the site will stand, if that is known. The picture of a link needs it, whose address must be a whole one.

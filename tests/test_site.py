@@ -279,7 +279,7 @@ def test_every_link_anchor_and_picture_is_there(site):
     missing = []
     for page in content_pages(site):
         for tag, attribute in itertools.chain(
-            ((tag, "href") for tag in soup(page).find_all(href=True)),
+            ((tag, "href") for tag in soup(page).find_all(href=True) if "canonical" not in tag.get("rel", ())),
             ((tag, "src") for tag in soup(page).find_all(src=True)),
         ):
             address = urlsplit(tag[attribute])
