@@ -587,6 +587,11 @@ def test_a_picture_fits_a_phone_and_opens_large(server, chromium):
         picture = page.locator("a.picture").first
         box = picture.locator("img").bounding_box()
         assert box["x"] >= 0 and box["x"] + box["width"] <= WIDTHS["phone"]
+        page.evaluate("[...document.images].forEach(image => image.loading = 'eager')")
+        page.wait_for_function("[...document.images].every(image => image.complete)")
+        stretched = "image => image.width * image.naturalHeight / (image.height * image.naturalWidth)"
+        of_all = f"[...document.querySelectorAll('a.picture img')].map({stretched})"
+        assert page.evaluate(of_all) == pytest.approx([1] * page.locator("a.picture").count(), abs=0.03)
         assert "enlarge" in picture.evaluate("link => getComputedStyle(link, '::after').content")
         large = page.locator("dialog.enlarged")
         picture.click()
