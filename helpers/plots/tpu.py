@@ -12,7 +12,7 @@ PARTS = {
     "v": (style.VALUE, ""),
     "out": (style.OUTPUT, ""),
     "acc": (style.STATE, "//"),
-    "lse, m, l": (style.STATE, ".."),
+    "lse, m, l, w": (style.STATE, ".."),
     "the compiler's own": (style.SKIPPED, "xx"),
 }
 
