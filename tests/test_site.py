@@ -161,12 +161,6 @@ def test_the_table_of_implementations_holds(name, request_):
     assert served == (request_.get("dtype") != "float32" and not {"lengths", "local_window_size"} & request_.keys())
 
 
-def test_the_notation_is_that_of_notebook_00():
-    page = site_pages.notation(PATHS[0])
-    assert page.startswith("# Notation") and "itemsize" in page and "## " not in page
-    assert page.count("|---|") == 7
-
-
 def test_the_tile_bounds_of_the_cheat_sheet_are_those_of_the_kernels():
     (code,) = re.findall(r"```python\n(.*?)```", CHEAT_SHEET, re.DOTALL)
     random = np.random.default_rng(0)
