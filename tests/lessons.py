@@ -2,7 +2,7 @@
 
     python tests/lessons.py
 
-prints the minutes of every notebook, as the tables of the README and of notebook 00 must give them.
+prints the minutes of every notebook, as notebooks/lessons.toml must give them.
 """
 
 import re
@@ -58,22 +58,39 @@ def lessons(path):
     return found
 
 
-def reading_minutes(path):
-    """Minutes to read a notebook at 200 words and 15 lines of code a minute, its exercises left out.
+# Seconds that reading takes. A count of words alone, at 200 a minute, was found to be half of what readers needed.
+WORD, FORMULA_ON_ITS_OWN, FORMULA_IN_A_LINE = 60 / 180, 60, 3
+LINE, PICTURE_SEEN = 5, 20  # of code, or of what a cell prints
 
-    Counted are the words of Markdown cells, formulas included but not the descriptions of pictures,
-    and the lines of code cells that are not blank; not the outputs, nor the time to run the cells.
+
+def reading_minutes(path, sections=None):
+    """Minutes to read a notebook, or its first sections, and what its cells print and draw; the exercises left out.
+
+    An estimate by the constants above. The time to run the cells comes on top.
     """
     apart = {index for lesson in lessons(path) for index in range(lesson.stub - 1, lesson.check + 2)}
-    words = lines = 0
+    seconds = 0
     for index, cell in enumerate(read(path).cells):
+        if sections and cell.source.startswith(f"## {sections + 1} · "):
+            break
         if index in apart:
             continue
         if cell.cell_type == "markdown":
-            words += len(PICTURE.sub("", cell.source).split())
+            text, pictures = PICTURE.subn("", cell.source)
+            text, displayed = re.subn(r"\$\$.*?\$\$", "", text, flags=re.DOTALL)
+            text, inline = re.subn(r"\$[^$\n]+\$", "", text)
+            seconds += words(text) * WORD + displayed * FORMULA_ON_ITS_OWN + inline * FORMULA_IN_A_LINE
         else:
-            lines += sum(bool(line.strip()) for line in cell.source.splitlines())
-    return words / 200 + lines / 15
+            printed = [line for output in cell.outputs for line in output.get("text", "").splitlines()]
+            seconds += sum(bool(line.strip()) for line in [*cell.source.splitlines(), *printed]) * LINE
+            pictures = sum("image/png" in output.get("data", {}) for output in cell.outputs)
+        seconds += pictures * PICTURE_SEEN
+    return seconds / 60
+
+
+def words(text):
+    """How many words a text has; marks such as | and ** that stand alone are none."""
+    return len(re.findall(r"\S*\w\S*", text))
 
 
 def exercise_minutes(path):

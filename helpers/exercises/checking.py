@@ -143,7 +143,7 @@ def check(number, answer):
     try:
         found = exercise(number)
     except BaseException:
-        print(f'✗ There is no exercise {_describe(number)}. A check says, for example, check("2.1", update).')
+        print(f"✗ There is no exercise {_describe(number)}. CHANGES.md lists those that have moved.")
         return
     bar = functools.partial(tqdm, desc=f"Exercise {found.number}", file=sys.stdout, leave=False, delay=1, unit="case")
     judged = verdict(found, answer, bar)

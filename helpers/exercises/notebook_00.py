@@ -58,7 +58,7 @@ EXERCISES = (
             Mistake(
                 "the logits are divided by the square root of S instead of H",
                 lambda q, k, v: _attend(q, k, v, scale=1 / np.sqrt(len(k))),
-                "len(k) is the number of keys; H is the length of q: see section 4.",
+                "len(k) is the number of keys; H is the length of q.",
             ),
             Mistake(
                 "the logits are multiplied by the square root of H instead of divided",
