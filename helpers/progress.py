@@ -1,20 +1,18 @@
 """The map of the series with what a learner has done, for notebook 00."""
 
-import importlib
-
 from helpers.exercises import record
+from helpers.exercises.exercise import exercises_of
 from helpers.plots import roadmap
-from helpers.series import LESSONS, PATHS, exercises_of
+from helpers.series import LESSONS, PATHS, exercises_on
 
 
 def progress():
     """Print for each path what is solved and which exercise comes next, and return the map, a dot for each exercise."""
-    modules = {number: importlib.import_module(f"helpers.exercises.notebook_{number}") for number in LESSONS}
-    exercises = {number: module.EXERCISES for number, module in modules.items()}
+    exercises = {number: exercises_of(number) for number in LESSONS}
     titles = {exercise.number: exercise.title for each in exercises.values() for exercise in each}
     done = record.done()
     for path in PATHS:
-        numbers = exercises_of(path, titles)
+        numbers = exercises_on(path, titles)
         solved = sum(done.get(number) == record.SOLVED for number in numbers)
         upcoming = _next(numbers, done)
         then = f"next {upcoming} · {titles[upcoming]}" if upcoming else "all of them"

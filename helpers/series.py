@@ -10,7 +10,7 @@ LESSONS = {row["file"][:2]: row for row in _TOML["lessons"]}  # {"00": what its 
 PATHS = _TOML["paths"]
 
 
-def exercises_of(path, numbers):
+def exercises_on(path, numbers):
     """Those of the exercises `numbers`, such as "2.1", that lie on a path."""
     if "parts" in path:
         return [number for part in path["parts"] for number in part["exercises"] if number in numbers]

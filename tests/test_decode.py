@@ -119,7 +119,7 @@ def test_lowers_for_a_gpu(pages):
     shaped = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     integers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     key = shaped(600, page, K, H) if pages else shaped(B, S, K, H)
-    attend = lambda query, key, table, lengths: decode(Call(problem, query, key, key, lengths, lengths), table)
+    attend = lambda query, key, table, lengths: decode(Call(problem, query, key, key, lengths, lengths, table))
     table = integers(B, S // page) if pages else None
     assert lower_for_cuda(attend, shaped(B, 3, N, H), key, table, integers(B)).count("@__gpu$xla.gpu.triton") == 2
 
@@ -196,7 +196,7 @@ def test_a_wrong_table_under_jit_reads_some_page(implementation):
         ({"query": np.zeros((2, 1, 3, 24), np.float32)}, "query heads must be a multiple"),
         ({"query": np.zeros((2, 1, 4, 25), np.float32)}, "key_pages must have the head_dim of query"),
         ({"value_pages": np.zeros((24, 16, 2, 24), np.float16)}, "must share one dtype"),
-        ({"implementation": "hopper"}, "implementation must be None or one of reference, portable"),
+        ({"implementation": "triton"}, "implementation must be None or one of reference, portable"),
     ],
 )
 def test_wrong_arguments_are_refused(change, message):
@@ -212,6 +212,8 @@ def test_a_derivative_is_refused_where_there_is_none():
     assert np.isfinite(jax.grad(loss)(query, "reference")).all()
     with pytest.raises(NotImplementedError, match='use implementation="reference"'):
         jax.grad(loss)(query, "portable")
+    with pytest.raises(NotImplementedError, match=r'hopper cannot serve .* it takes no pages; use .*="portable"'):
+        paged_attention(*cache(16, (20, 32), dtype="bfloat16"), implementation="hopper")
 
 
 # What the tuner and the benchmark make of it

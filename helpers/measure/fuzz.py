@@ -30,9 +30,9 @@ import numpy as np
 from tqdm import tqdm
 
 from helpers import flash_attention, paged_attention
-from helpers.attention.hopper import serve as hopper
 from helpers.attention.masking import Band, visible
 from helpers.attention.problem import FEW_QUERIES, Call, Problem
+from helpers.attention.registry import TABLE
 from helpers.measure import kinds, rounding, workers
 
 UNJUDGED = 0.05  # the largest part of calls of which nothing may be said
@@ -148,7 +148,7 @@ class Trial:
 
 def legal(trial):
     """Whether its implementation serves a trial."""
-    return trial.implementation != "hopper" or hopper.why_not(trial.call) is None
+    return trial.implementation != "hopper" or set(trial.call.features) <= set(TABLE["hopper"].serves)
 
 
 def draw(seed, index, implementation=None, longest=LONGEST, only=None):

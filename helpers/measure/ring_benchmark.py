@@ -24,9 +24,9 @@ from jax.sharding import PartitionSpec as P
 
 from helpers import flash_attention
 from helpers.attention import ring
-from helpers.attention.api import KernelsOf
 from helpers.attention.masking import Band
 from helpers.attention.problem import Problem
+from helpers.attention.registry import KernelsOf
 from helpers.measure import results
 from helpers.measure import ring as cost
 from helpers.measure.benchmark import Machine, both_passes, gpu_or_reason, reason_of

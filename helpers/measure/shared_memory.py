@@ -95,7 +95,7 @@ class Compilation:
             if self.decodes:
                 in_pages = self.kernel != "decode"
                 key, value = ((x.reshape(-1, PAGE, *x.shape[2:]) if in_pages else x) for x in (key, value))
-                return decode(Call(problem, query, key, value, None, lengths), table if in_pages else None)
+                return decode(Call(problem, query, key, value, None, lengths, table if in_pages else None))
             if self.kernel == "forward":
                 return forward.forward(Call(problem, query, key, value, None, None), **tiles._asdict())
             arrays = query, key, value, dout, lse, delta, None, None

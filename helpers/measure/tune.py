@@ -212,8 +212,8 @@ def tune_decode(head_dims=(64, 128, 256), dtypes=(jnp.bfloat16, jnp.float32), pr
             inputs = [decoding.inputs_of(case, seed) for seed in range(rotation(case.bytes))]
 
             def run(launch, *arrays, in_pages=in_pages):
-                call, table = check_paged_call(*arrays) if in_pages else (check_call(*arrays), None)
-                return decode(call, table, **splits_of(call.problem, this_card(), launch)._asdict())
+                call = (check_paged_call if in_pages else check_call)(*arrays)
+                return decode(call, **splits_of(call.problem, this_card(), launch)._asdict())
 
             compiled = compile_all(run, list(choices), inputs[0])
             right = compiled[default](*inputs[0])

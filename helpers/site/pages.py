@@ -8,7 +8,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from helpers.attention import api
+from helpers.attention import registry
 from helpers.attention.problem import check_call
 from helpers.measure import results
 from helpers.plots import measuring as plots
@@ -45,12 +45,6 @@ REQUESTS = (
     ("`scale` of any sign", {"scale": -1.0}),
     ("`return_residual`", {"return_residual": True}),
 )
-CHECKS = {
-    "portable": api._check_portable,
-    "hopper": api._check_hopper,
-    "tpu": api._check_tpu,
-    "cudnn": api._check_cudnn,
-}
 
 
 def write(stage, repository, revision):
@@ -92,7 +86,7 @@ def table(head, rows):
 
 def serves_table():
     """What each implementation serves on an H200, or on a TPU, as the checks of `flash_attention` say it."""
-    names = ["reference", *CHECKS]
+    names = registry.IMPLEMENTATIONS
     rows = [[name, *("✓" if why_not(i, **request) is None else "–" for i in names)] for name, request in REQUESTS]
     return table(["a call with", *(f"`{name}`" for name in names)], rows)
 
@@ -103,10 +97,9 @@ def why_not(implementation, dtype="bfloat16", S=16, K=2, H=64, lengths=False, re
     if lengths:
         options |= dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), jnp.full(1, 16, jnp.int32))
     call = check_call(query, key, key, **options)
-    check = CHECKS.get(implementation, lambda call, return_residual: None)
     device = TPU if implementation == "tpu" else H200
-    with mock.patch.multiple(api, device_of=lambda _: device, compute_capability=lambda _: (9, 0)):
-        return check(call, return_residual)
+    with mock.patch.object(registry, "compute_capability", lambda _: (9, 0)):
+        return registry.why_not(implementation, call, return_residual, device)
 
 
 # The results
