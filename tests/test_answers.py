@@ -16,7 +16,7 @@ from helpers.exercises import running
 from helpers.exercises.checking import verdict
 from helpers.exercises.edits import edited, written
 from helpers.exercises.exercise import exercise
-from helpers.measure import cost
+from helpers.instruments import cost
 
 NUMBERS = [lesson.number for lesson in lessons.ALL]
 KERNELS = {"4.1", "4.2", "4.3", "5.1", "5.2", "5.4", "7.1", "7.2", "7.3", "8.1", "10.1"}  # seconds, not milliseconds
@@ -497,7 +497,7 @@ def test_the_traffic_table_is_not_taken_from_the_helpers():
         }
 
     judged = verdict(exercise("3.4"), table)
-    assert judged.status == "wrong" and "`naive_bytes` of helpers.measure.cost was called" in judged.text
+    assert judged.status == "wrong" and "`naive_bytes` of helpers.instruments.cost was called" in judged.text
 
 
 @pytest.mark.parametrize("helper", ["naive_bytes", "forward_flops"])
@@ -508,7 +508,7 @@ def test_the_bill_is_not_taken_from_the_helpers(helper):
         return {"flops": flops, "bytes": cost.naive_bytes(T, S, H, itemsize) if helper == "naive_bytes" else moved}
 
     judged = verdict(exercise("1.2"), bill)
-    assert judged.status == "wrong" and f"`{helper}` of helpers.measure.cost was called" in judged.text
+    assert judged.status == "wrong" and f"`{helper}` of helpers.instruments.cost was called" in judged.text
 
 
 def test_attention_that_is_called_and_not_used_is_noticed():

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import itertools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import solutions
 from attention_cases import AttentionCase, check_forward
 from test_lowering import lower_for_cuda
 
+from helpers.attention import tables
 from helpers.attention.masking import NO_BAND, Band
 from helpers.attention.paged import paged_attention
 from helpers.attention.portable.decode import (
@@ -28,8 +30,9 @@ from helpers.attention.portable.decode import (
 from helpers.attention.portable.tiles import Card, Tiles, shared_bytes
 from helpers.attention.problem import Call, Problem, check_call
 from helpers.attention.reference import oracle
-from helpers.measure import benchmark, decoding, results, tune
-from helpers.measure.timing import Timing
+from helpers.dev import benchmark, decoding, tune
+from helpers.instruments import results
+from helpers.instruments.timing import Timing
 
 INTERPRET = jax.default_backend() == "cpu"
 UNTUNED = Card(None, (9, 0), 227 * 1024)
@@ -240,9 +243,10 @@ def test_rows_of_the_tuner_keep_to_the_schema_and_are_the_fastest(monkeypatch):
     assert table[1]["per_processor"] == 2 and table[3]["per_processor"] == 3
 
 
-def test_a_card_with_a_table_uses_it(monkeypatch):
+def test_a_card_with_a_table_uses_it(monkeypatch, tmp_path):
     row = {"in_pages": False, "itemsize": 2, "head_padded": 128, "block_r": 16} | Launch(32, 1, 4, 3)._asdict()
-    monkeypatch.setattr(results, "read_tiles", lambda card: {"decode": [row]})
+    monkeypatch.setattr(tables, "TUNED", tmp_path)
+    (tmp_path / "nvidia_unheard_of.json").write_text(json.dumps({"decode": [row]}))
     card = Card("NVIDIA Unheard-of", (9, 0), 227 * 1024)
     problem = Problem(1, 1, 10**6, 32, 8, 128, jnp.dtype("bfloat16"), 1.0, NO_BAND)
     assert select_splits(problem, card=card) == Splits(16, 32, 1, 4, 3 * 132 // 8)

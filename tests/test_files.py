@@ -282,7 +282,7 @@ def test_notebook_00_is_short():
 @pytest.mark.parametrize("shown, number", [("triton_shown", "16"), ("cuda_shown", "17")])
 def test_what_is_recorded_is_what_the_notebook_shows(shown, number):
     """A reader without the compiler sees the record, and the sentences beside it speak of the committed outputs."""
-    record = json.loads((ROOT / "helpers/measure/results" / f"{shown}.json").read_text())["outputs"]
+    record = json.loads((ROOT / "helpers/instruments/records" / f"{shown}.json").read_text())["outputs"]
     notebook = lessons.read(next(path for path in PATHS if path.name.startswith(number)))
     found = {}
     for cell in notebook.cells:

@@ -14,8 +14,8 @@ import pytest
 from helpers.attention import reference
 from helpers.attention.masking import visible
 from helpers.attention.problem import check_call
-from helpers.measure import fuzz, kinds, rounding, workers
-from helpers.measure.fuzz import Report, Trial
+from helpers.dev import fuzz, kinds, rounding, workers
+from helpers.dev.fuzz import Report, Trial
 
 DRAWN = {name: [fuzz.draw(0, i, name) for i in range(400)] for name in (None, "portable", "hopper")}
 

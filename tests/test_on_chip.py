@@ -1,11 +1,11 @@
-"""What `helpers.measure.on_chip` sees of the Hopper backward kernels agrees with counts made by hand."""
+"""What `helpers.instruments.on_chip` sees of the Hopper backward kernels agrees with counts made by hand."""
 
 import pytest
 
 from helpers.attention.hopper import backward
 from helpers.attention.hopper.backward import Tiles
 from helpers.exercises.exercise import exercise
-from helpers.measure import on_chip
+from helpers.instruments import on_chip
 
 KIB = 1024
 FORMS = backward.forms(128)

@@ -21,8 +21,9 @@ from helpers.attention import api, registry, ring
 from helpers.attention.masking import Band
 from helpers.attention.problem import Problem
 from helpers.attention.ring import LAYOUTS, plan, positions, ring_attention, ring_attention_on_mesh
-from helpers.measure import results, ring_benchmark, timing
-from helpers.measure import ring as cost
+from helpers.dev import ring_benchmark
+from helpers.instruments import results, timing
+from helpers.instruments import ring as cost
 
 
 def mesh_of(devices):

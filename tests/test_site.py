@@ -20,7 +20,7 @@ from lessons import PATHS, ROOT
 
 from helpers import flash_attention, series
 from helpers.attention import masking
-from helpers.measure import results
+from helpers.instruments import results
 from helpers.site import build as site_build
 from helpers.site import landing
 from helpers.site import pages as site_pages

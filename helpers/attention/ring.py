@@ -25,7 +25,7 @@ fill up the end of the sequence are cut off in the same way. `plan` lists all pi
 On GPUs, compile with OVERLAPPING: XLA then sends keys and values as one transfer beside the kernel, where by itself
 it would send the values before. NCCL's transfer occupies some of the multiprocessors, which may be why a persistent
 forward kernel lost time beside it; here it runs one program a tile, and the backward kernels always do. What that gave
-on two cards is in measure/results.
+on two GPUs is in instruments/records.
 
 Several hosts: call `jax.distributed.initialize()` first, and make the mesh of all devices. Nothing else changes.
 A host that stops ends the others with an error: after `heartbeat_timeout_seconds` of that call, if not at once.

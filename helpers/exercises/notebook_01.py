@@ -8,8 +8,8 @@ import numpy as np
 from helpers.attention.reference import oracle
 from helpers.exercises.exercise import Case, Exercise
 from helpers.exercises.watched import without
-from helpers.measure import cost, roofline
-from helpers.measure.cost import forward_flops, naive_bytes, naive_footprint
+from helpers.instruments import cost, roofline
+from helpers.instruments.cost import forward_flops, naive_bytes, naive_footprint
 
 # 1.1
 

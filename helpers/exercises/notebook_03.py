@@ -12,7 +12,7 @@ from helpers.attention.tiled import SlowMemory
 from helpers.exercises.comparing import plain
 from helpers.exercises.exercise import Case, Complaint, Exercise
 from helpers.exercises.watched import exceeds, watch, without
-from helpers.measure import cost
+from helpers.instruments import cost
 
 KIB = 1024
 LONG = 1024  # keys: enough for rows of logits to show in the memory that an answer takes

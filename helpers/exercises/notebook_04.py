@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from helpers.exercises.exercise import Case, Complaint, Exercise
-from helpers.measure.products import equations
-from helpers.measure.traffic import replay
+from helpers.instruments.products import equations
+from helpers.instruments.traffic import replay
 
 
 def _call(kernel, grid, in_specs, out_spec, shape, **options):

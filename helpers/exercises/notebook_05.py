@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from helpers.attention.reference import oracle
 from helpers.exercises import tile_bounds
 from helpers.exercises.exercise import Case, Complaint, Exercise
-from helpers.measure.traffic import replay
+from helpers.instruments.traffic import replay
 
 log2_e = math.log2(math.e)
 

@@ -18,7 +18,7 @@ from helpers.attention.masking import Band, visible
 from helpers.attention.reference import oracle, oracle_gradients
 from helpers.exercises import tile_bounds
 from helpers.exercises.exercise import Case, Complaint, Exercise
-from helpers.measure.traffic import replay
+from helpers.instruments.traffic import replay
 
 
 def _float32(array):

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from helpers.exercises.exercise import Case, Complaint, Exercise
-from helpers.measure.simulated import SimulatedCard
+from helpers.instruments.simulated import SimulatedCard
 
 # 9.1
 

@@ -1,6 +1,6 @@
 """The exercises of notebook 10.
 
-Answers that put operations in order run in the model of `helpers.measure.timeline` first: it always comes
+Answers that put operations in order run in the model of `helpers.instruments.timeline` first: it always comes
 to an end, also where real warpgroups would wait for ever.
 """
 
@@ -9,8 +9,8 @@ import itertools
 import numpy as np
 
 from helpers.exercises.exercise import Case, Complaint, Exercise
-from helpers.measure.races import ring_kernel_races, with_last_waits
-from helpers.measure.timeline import Arrive, Drain, Fetch, Issue, OrderError, Read, Wait, Work, simulate
+from helpers.instruments.races import ring_kernel_races, with_last_waits
+from helpers.instruments.timeline import Arrive, Drain, Fetch, Issue, OrderError, Read, Wait, Work, simulate
 
 MOST = 5000  # operations of an answer
 

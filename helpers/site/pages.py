@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from helpers.attention import registry
 from helpers.attention.problem import check_call
-from helpers.measure import results
+from helpers.instruments import results
 from helpers.plots import measuring as plots
 from helpers.site import landing
 

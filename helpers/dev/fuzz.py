@@ -1,7 +1,7 @@
 """Random legal calls of `flash_attention`, each compared with float64 and with naive attention.
 
-    python -m helpers.measure.fuzz --minutes 5 --seed 0 --implementation hopper        (make gpu-fuzz)
-    python -m helpers.measure.fuzz --sum first.jsonl second.jsonl                      adds up the --log of several runs
+    python -m helpers.dev.fuzz --minutes 5 --seed 0 --implementation hopper        (make gpu-fuzz)
+    python -m helpers.dev.fuzz --sum first.jsonl second.jsonl                      adds up the --log of several runs
 
 A call may have few queries and many keys, which may lie in pages (`paged_attention`, without gradients). Its inputs
 are of several `kinds`. out, lse, dq, dk and dv are each judged by themselves: as arrays and entry by entry, each may
@@ -33,7 +33,7 @@ from helpers import flash_attention, paged_attention
 from helpers.attention.masking import Band, visible
 from helpers.attention.problem import FEW_QUERIES, Call, Problem
 from helpers.attention.registry import TABLE
-from helpers.measure import kinds, rounding, workers
+from helpers.dev import kinds, rounding, workers
 
 UNJUDGED = 0.05  # the largest part of calls of which nothing may be said
 LONGEST = 2000  # positions of a sequence
@@ -261,7 +261,7 @@ class Report:
     def reproduction(self):
         """A line for a shell."""
         calls = ", ".join(map(str, self.trials))
-        return f'python -c "from helpers.measure.fuzz import try_calls; try_calls({calls})"'
+        return f'python -c "from helpers.dev.fuzz import try_calls; try_calls({calls})"'
 
     def record(self):
         """As a dictionary that JSON can hold."""
@@ -521,7 +521,7 @@ def add_up(logs):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(prog="python -m helpers.measure.fuzz", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m helpers.dev.fuzz", description=__doc__.splitlines()[0])
     parser.add_argument(
         "--implementation", choices=("hopper", "portable", "tpu", "reference"), help="by default the default"
     )
@@ -578,6 +578,6 @@ def main(arguments=None):
 if __name__ == "__main__":
     # As the processes that it starts know it, by its own name.
     with contextlib.suppress(KeyboardInterrupt):
-        from helpers.measure import fuzz as this_module
+        from helpers.dev import fuzz as this_module
 
         sys.exit(this_module.main())
