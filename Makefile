@@ -36,16 +36,16 @@ fresh: setup ## put a fresh copy of a notebook beside yours: make fresh NOTEBOOK
 	@$(IN_VENV) -P helpers/workbook.py fresh "$(NOTEBOOK)"
 
 test: setup ## run the quick tier of the tests, most notebooks included
-	@$(ON_CPU) $(IN_VENV) -m pytest -n auto --dist loadgroup -m "not full" $(ARGS)
+	@$(ON_CPU) $(IN_VENV) -m pytest -n auto -m "not full" $(ARGS)
 
 test-all: setup ## run all tests
-	@$(ON_CPU) $(IN_VENV) -m pytest -n auto --dist loadgroup $(ARGS)
+	@$(ON_CPU) $(IN_VENV) -m pytest -n auto $(ARGS)
 
 # Tests that ask little of JAX or nothing, and find the same on any.
 ANY_JAX = answers colab files mutation numbers setup workbook
 test-oldest: ## run the quick tests of helpers on the oldest JAX that is supported
 	@sh helpers/setup_environment.sh .venv-oldest $(OLDEST_JAX)
-	@$(ON_CPU) .venv-oldest/bin/python -m pytest -n auto --dist loadgroup -m "not full" tests $(ANY_JAX:%=--ignore=tests/test_%.py) $(ARGS)
+	@$(ON_CPU) .venv-oldest/bin/python -m pytest -n auto -m "not full" tests $(ANY_JAX:%=--ignore=tests/test_%.py) $(ARGS)
 
 mutation: setup ## put faults into the code, one at a time, and see which tests notice
 	@$(ON_CPU) $(IN_VENV) -m tests.mutation $(ARGS)

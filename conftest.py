@@ -10,6 +10,7 @@ import pytest
 from lessons import lessons
 from nbformat import NotebookNode
 from nbval.plugin import IPyNbCell, IPyNbFile
+from xdist.scheduler import LoadScopeScheduling
 
 jax.config.update("jax_num_cpu_devices", 8)  # for the tests with arrays on several devices
 
@@ -64,8 +65,7 @@ class Lesson(IPyNbFile):
     """A notebook, re-executed and compared cell by cell by nbval; after each check, its solution must pass it."""
 
     def collect(self):
-        """One kernel serves the unsolved and the solved notebook, so all of it runs in one process."""
-        self.add_marker(pytest.mark.xdist_group(self.path.stem))
+        """One kernel serves the unsolved and the solved notebook."""
         if self.path.stem in NOTEBOOKS_OF_THE_FULL_TIER:
             self.add_marker("full")
         of_check = {f"check({lesson.answer_name})": lesson for lesson in lessons(self.path)}
@@ -81,6 +81,28 @@ class Lesson(IPyNbFile):
 def pytest_collect_file(file_path, parent):
     if file_path.suffix == ".ipynb":
         return Lesson.from_parent(parent, path=file_path)
+
+
+# Which tests stay together (what `--dist loadgroup` is for; with pytest 9.2 its groups come apart)
+
+TOGETHER = (
+    ".ipynb",
+    "test_site.py",
+    "test_training.py",
+)  # these keep what the next of them needs, or would compute again
+
+
+class InSmallParts(LoadScopeScheduling):
+    """Test by test to the next free worker, but these files whole."""
+
+    def _split_scope(self, nodeid):
+        path = nodeid.partition("::")[0]
+        return path if path.endswith(TOGETHER) else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return InSmallParts(config, log)
 
 
 # The two tiers

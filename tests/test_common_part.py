@@ -44,7 +44,10 @@ CASES = [
     *[(name, AttentionCase(64, 90, **SMALL, common=30, common_to="drift")) for name in ("hopper", "tpu")],
     *[(name, AttentionCase(5, 80, 40, dtype="float16", common=30)) for name in IMPLEMENTATIONS],
     *[(f"ring {name}", AttentionCase(64, 64, 16, dtype="bfloat16", common=10)) for name in ("portable", "reference")],
-    ("portable", AttentionCase(2, 800, 64, dtype="bfloat16", common=1.5)),  # each of many keys has a little of the error
+    (
+        "portable",
+        AttentionCase(2, 800, 64, dtype="bfloat16", common=1.5),
+    ),  # each of many keys has a little of the error
 ]
 
 

@@ -19,7 +19,7 @@ MAX_HEAD_DIM = 256
 FEW_QUERIES = 16  # at most, of calls that the kernels for decoding serve
 LARGEST_SCALE = float(np.finfo(np.float32).max) / math.log2(math.e)
 SYMBOLS, LENGTHS, WINDOW, PAGES = "symbolic shapes", "sequence lengths", "local window", "pages"
-FEATURES = (SYMBOLS, "float32", LENGTHS, WINDOW, PAGES)  # what a call may ask for, and a backend must list
+FEATURES = (SYMBOLS, PAGES, "float32", LENGTHS, WINDOW)  # what a call may ask for, and a backend must list
 MAX_LENGTH = 2**30 - 1  # so that sums of two positions stay within int32
 
 
@@ -84,10 +84,10 @@ class Call:
         """What the call asks for, of `FEATURES`."""
         asked = (
             self.problem.is_symbolic,
+            self.page_table is not None,
             self.problem.dtype == jnp.float32,
             not (self.query_lengths is None and self.key_lengths is None),
             self.problem.band not in (Band(), Band(right=0)),
-            self.page_table is not None,
         )
         return [feature for feature, is_asked in zip(FEATURES, asked, strict=True) if is_asked]
 
