@@ -36,16 +36,16 @@ fresh: setup ## put a fresh copy of a notebook beside yours: make fresh NOTEBOOK
 	@$(IN_VENV) -P helpers/workbook.py fresh "$(NOTEBOOK)"
 
 test: setup ## run the quick tier of the tests, most notebooks included
-	@$(ON_CPU) $(IN_VENV) -m pytest -n auto -m "not full" $(ARGS)
+	@$(ON_CPU) $(IN_VENV) -m pytest -n auto --dist loadgroup -m "not full" $(ARGS)
 
 test-all: setup ## run all tests
-	@$(ON_CPU) $(IN_VENV) -m pytest -n auto $(ARGS)
+	@$(ON_CPU) $(IN_VENV) -m pytest -n auto --dist loadgroup $(ARGS)
 
 # Tests that ask little of JAX or nothing, and find the same on any.
 ANY_JAX = answers colab files mutation numbers setup workbook
 test-oldest: ## run the quick tests of helpers on the oldest JAX that is supported
 	@sh helpers/setup_environment.sh .venv-oldest $(OLDEST_JAX)
-	@$(ON_CPU) .venv-oldest/bin/python -m pytest -n auto -m "not full" tests $(ANY_JAX:%=--ignore=tests/test_%.py) $(ARGS)
+	@$(ON_CPU) .venv-oldest/bin/python -m pytest -n auto --dist loadgroup -m "not full" tests $(ANY_JAX:%=--ignore=tests/test_%.py) $(ARGS)
 
 mutation: setup ## put faults into the code, one at a time, and see which tests notice
 	@$(ON_CPU) $(IN_VENV) -m tests.mutation $(ARGS)
@@ -86,30 +86,30 @@ gpu-test: setup ## run the kernels' tests on the GPU of this machine
 	@XLA_PYTHON_CLIENT_PREALLOCATE=false $(IN_VENV) -m pytest -n 8 --dist worksteal $(GPU_TESTS) -rs $(ARGS)
 
 gpu-fuzz: setup ## compare random calls on the GPU of this machine with float64 arithmetic
-	@$(IN_VENV) -m helpers.measure.fuzz $(ARGS)
+	@$(IN_VENV) -m helpers.dev.fuzz $(ARGS)
 
 gpu-memcheck: setup ## watch every memory access of the kernels on the GPU with NVIDIA's compute-sanitizer
-	@compute-sanitizer --error-exitcode 1 $(IN_VENV) -m helpers.measure.memcheck $(ARGS)
+	@compute-sanitizer --error-exitcode 1 $(IN_VENV) -m helpers.dev.memcheck $(ARGS)
 
 gpu-bench: setup ## measure the kernels on the GPU of this machine, next to cuDNN and installed peers
-	@$(IN_VENV) -m helpers.measure.benchmark $(ARGS)
+	@$(IN_VENV) -m helpers.dev.benchmark $(ARGS)
 
 gpu-ring: setup ## measure ring attention on all GPUs of this machine, two or more
-	@$(IN_VENV) -m helpers.measure.ring_benchmark $(ARGS)
+	@$(IN_VENV) -m helpers.dev.ring_benchmark $(ARGS)
 
 gpu-tune: setup ## find the fastest tiles of the kernels for this GPU and record them
-	@$(IN_VENV) -m helpers.measure.tune $(ARGS)
+	@$(IN_VENV) -m helpers.dev.tune $(ARGS)
 
 gpu-compile: ## compile the kernels for cards from Ampere to Blackwell, without one, and see that they fit
 	@sh helpers/setup_environment.sh .venv-ptxas
 	@.venv-ptxas/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-ptxas/constraints.txt --editable '.[ptxas]'
-	@JAX_PLATFORMS=cpu .venv-ptxas/bin/python -m helpers.measure.shared_memory
-	@JAX_PLATFORMS=cpu .venv-ptxas/bin/python -m helpers.measure.ptxas
+	@JAX_PLATFORMS=cpu .venv-ptxas/bin/python -m helpers.dev.shared_memory
+	@JAX_PLATFORMS=cpu .venv-ptxas/bin/python -m helpers.dev.ptxas
 
 tpu-compile: ## compile the kernels for TPUs with Google's compiler, without one, and see what they take
 	@sh helpers/setup_environment.sh .venv-tpu
 	@.venv-tpu/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-tpu/constraints.txt --editable '.[tpu]'
-	@JAX_PLATFORMS=cpu .venv-tpu/bin/python -m helpers.measure.tpu_compile $(ARGS)
+	@JAX_PLATFORMS=cpu .venv-tpu/bin/python -m helpers.dev.tpu_compile $(ARGS)
 
 triton: ## install Triton for notebook 16, run its kernels in its interpreter and compile them for a card
 	@case "$$(uname -sm)" in "Linux x86_64" | "Linux aarch64") ;; \

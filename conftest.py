@@ -1,7 +1,6 @@
 """What every test and every notebook under test shares."""
 
 import os
-from pathlib import Path
 
 os.environ.setdefault("PJRT_NPROC", "16")  # threads for Mosaic's interpreter, whose warpgroups wait for one another
 os.environ["FLASH_ATTENTION_NO_CLOCK"] = "1"  # helpers.clock.OFF, for the notebooks under test
@@ -11,7 +10,6 @@ import pytest
 from lessons import lessons
 from nbformat import NotebookNode
 from nbval.plugin import IPyNbCell, IPyNbFile
-from xdist.scheduler import LoadScopeScheduling
 
 jax.config.update("jax_num_cpu_devices", 8)  # for the tests with arrays on several devices
 
@@ -22,7 +20,8 @@ NOTEBOOKS_OF_THE_FULL_TIER = ("08_training", "09_measure_it", "14_ring_attention
 # In a kernel, after a check: the solution passes it, in a namespace of its own, so that nothing later can need it.
 SOLVED = """
 def _solved():
-    from helpers.exercises.checking import exercise, verdict
+    from helpers.exercises.checking import verdict
+    from helpers.exercises.exercise import exercise
     scope = dict(globals())
     exec({solution!r}, scope)
     judged = verdict(exercise({number!r}), scope[{name!r}])
@@ -65,10 +64,11 @@ class Lesson(IPyNbFile):
     """A notebook, re-executed and compared cell by cell by nbval; after each check, its solution must pass it."""
 
     def collect(self):
-        """One kernel serves the unsolved and the solved notebook."""
+        """One kernel serves the unsolved and the solved notebook, so all of it runs in one process."""
+        self.add_marker(pytest.mark.xdist_group(self.path.stem))
         if self.path.stem in NOTEBOOKS_OF_THE_FULL_TIER:
             self.add_marker("full")
-        of_check = {f'check("{lesson.number}", {lesson.answer_name})': lesson for lesson in lessons(self.path)}
+        of_check = {f"check({lesson.answer_name})": lesson for lesson in lessons(self.path)}
         for cell in super().collect():
             yield cell
             if lesson := of_check.get(cell.cell.source):
@@ -81,29 +81,6 @@ class Lesson(IPyNbFile):
 def pytest_collect_file(file_path, parent):
     if file_path.suffix == ".ipynb":
         return Lesson.from_parent(parent, path=file_path)
-
-
-# Which tests stay together
-
-TOGETHER = ("test_site", "test_training")  # these keep what the next of them would compute again
-
-
-class InSmallParts(LoadScopeScheduling):
-    """Test by test to the next free worker, but a notebook whole, and the mistakes of an exercise.
-
-    A kernel remembers what it ran, and a mistake is recognised among those that were judged before it.
-    """
-
-    def _split_scope(self, nodeid):
-        path, _, test = nodeid.partition("::")
-        if path.endswith(".ipynb") or Path(path).stem in TOGETHER:
-            return path
-        return nodeid.partition("-")[0] if test.startswith("test_a_known_mistake") else nodeid
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    return InSmallParts(config, log)
 
 
 # The two tiers

@@ -24,10 +24,11 @@ import nbformat
 from nbclient import NotebookClient
 from PIL import Image
 
-from helpers import clock
+from helpers import clock, series
 from helpers.plots.style import compact_png
 from helpers.workbook import NOTEBOOKS, ROOT, find, replace
 
+README = ROOT / "README.md"
 KEPT_METADATA = ("tags", "jupyter")
 CELL_TIMEOUT_S = 120
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -62,7 +63,10 @@ def execute(path, anew=False):
 
 
 def normalise(notebook, number):
-    """Leave only what the lesson needs: tags, counts 1..n, ids by position, a fixed kernel name, small pictures."""
+    """Leave only what the lesson needs: tags, counts 1..n, ids by position, a fixed kernel name, small pictures.
+
+    What lessons.toml knows is written into its cells.
+    """
     notebook.metadata = nbformat.from_dict(
         {
             "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -75,6 +79,8 @@ def normalise(notebook, number):
         cell.id = f"{number}-{index:03d}"
         cell.metadata = nbformat.from_dict({key: cell.metadata[key] for key in KEPT_METADATA if key in cell.metadata})
         cell.pop("attachments", None)
+        if cell.cell_type == "markdown":
+            cell.source = series.fill(cell.source, number=None if index else number)
         if cell.cell_type == "code":
             count += 1
             cell.execution_count = count
@@ -149,6 +155,7 @@ def main(arguments=None):
         paths = [Path(name) if Path(name).is_file() else find(name, NOTEBOOKS) for name in options.notebooks]
     except LookupError as error:
         sys.exit(str(error))
+    replace(README, lambda new: new.write_text(series.fill(README.read_text("utf-8"), "notebooks/"), encoding="utf-8"))
     for path in paths or sorted(NOTEBOOKS.glob("*.ipynb")):
         began = time.perf_counter()
         said = execute(path, options.anew)

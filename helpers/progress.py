@@ -1,34 +1,33 @@
 """The map of the series with what a learner has done, for notebook 00."""
 
-import importlib
-
 from helpers.exercises import record
+from helpers.exercises.exercise import exercises_of
 from helpers.plots import roadmap
+from helpers.series import LESSONS, PATHS, exercises_on
 
 
 def progress():
-    """Print how many exercises are solved and which comes next, and return the map, a dot for each exercise."""
-    exercises = {
-        number: importlib.import_module(f"helpers.exercises.notebook_{number}").EXERCISES for number, _ in roadmap.STEPS
-    }
+    """Print for each path what is solved and which exercise comes next, and return the map, a dot for each exercise."""
+    exercises = {number: exercises_of(number) for number in LESSONS}
+    titles = {exercise.number: exercise.title for each in exercises.values() for exercise in each}
     done = record.done()
-    upcoming = _next([exercise for each in exercises.values() for exercise in each], done)
-    total = sum(map(len, exercises.values()))
-    solved = sum(done.get(exercise.number) == record.SOLVED for each in exercises.values() for exercise in each)
-    then = f"Next: {upcoming.number} · {upcoming.title}." if upcoming else "That is all of them."
-    print(f"{solved} of {total} exercises solved. {then}")
+    for path in PATHS:
+        numbers = exercises_on(path, titles)
+        solved = sum(done.get(number) == record.SOLVED for number in numbers)
+        upcoming = _next(numbers, done)
+        then = f"next {upcoming} · {titles[upcoming]}" if upcoming else "all of them"
+        print(f"{path['name'] + ':':12} {solved:2} of {len(numbers):2} exercises solved, {then}")
     if not record.in_a_workbook():
         print("Nothing is recorded here, only in your own copy, which `make lab` opens.")
     states = {
         number: tuple(done.get(exercise.number, "open") for exercise in each) for number, each in exercises.items()
     }
-    return roadmap.progress(states, following=upcoming and f"{int(upcoming.number.split('.')[0]):02d}")
+    return roadmap.progress(states, following=upcoming and f"{int(upcoming.split('.')[0]):02d}")
 
 
-def _next(exercises, done):
+def _next(numbers, done):
     """The first exercise that is not solved, from the one on that was worked on last; None if all are solved."""
-    numbers = [exercise.number for exercise in exercises]
     last = next((number for number in reversed(done) if number in numbers), numbers[0])
     place = numbers.index(last)
-    ordered = exercises[place:] + exercises[:place]
-    return next((exercise for exercise in ordered if done.get(exercise.number) != record.SOLVED), None)
+    ordered = numbers[place:] + numbers[:place]
+    return next((number for number in ordered if done.get(number) != record.SOLVED), None)

@@ -3,6 +3,8 @@
     python -m helpers.workbook             copy the notebooks that are missing, refresh those that nobody edited
     python -m helpers.workbook fresh 05    put a fresh copy of one notebook beside an edited one
 
+Pages such as notation.md lie beside the notebooks and are copied as they are, by the same rules.
+
 An edition of a notebook is what its cells say: their kinds and sources, blank cells and outputs left out. So running
 or saving a notebook is no edit. A copy is untouched when it is an edition that was laid out under its name: the
 workbook records those in `.editions.json`, and `earlier_editions.json` lists those of the time before that record.
@@ -49,7 +51,7 @@ def lay_out(notebooks=NOTEBOOKS, workbook=WORKBOOK):
     workbook.mkdir(exist_ok=True)
     earlier, laid_out = _read(EARLIER), _read(workbook / RECORD)
     said = []
-    for source in sorted(notebooks.glob("*.ipynb")):
+    for source in _sources(notebooks):
         target, name, current = workbook / source.name, source.name, edition(source)
         mine = edition(target) if target.exists() else None
         if not target.exists():
@@ -66,15 +68,17 @@ def lay_out(notebooks=NOTEBOOKS, workbook=WORKBOOK):
             _place(source, target)
             said.append(f"updated {name}, which you had not edited")
         elif current not in laid_out.get(name, []):
-            number = name.split("_")[0]
             said.append(
-                f"kept {name} with your edits, though the notebook has changed; "
-                f"for a fresh copy beside it: make fresh NOTEBOOK={number}"
+                f"kept {name} with your edits, though the series has a newer one; "
+                f"for a fresh copy beside it: make fresh NOTEBOOK={source.stem.split('_')[0]}"
             )
     for name in sorted(earlier | laid_out):
         target = workbook / name
         if target.exists() and not (notebooks / name).exists():
-            said.append(f"kept {name}, though the series no longer has a notebook of this name: delete it if you wish")
+            said.append(
+                f"kept {name}, though the series no longer has a notebook of this name: CHANGES.md, beside it, "
+                "says where its exercises are, and you may delete it"
+            )
     return said
 
 
@@ -88,7 +92,8 @@ def fresh(name, notebooks=NOTEBOOKS, workbook=WORKBOOK):
     known = _read(EARLIER).get(source.name, []) + _read(workbook / RECORD).get(source.name, [])
     known.append(edition(source))
     names = itertools.chain(
-        [source.name, f"{source.stem}_fresh.ipynb"], (f"{source.stem}_fresh_{n}.ipynb" for n in itertools.count(2))
+        [source.name, f"{source.stem}_fresh{source.suffix}"],
+        (f"{source.stem}_fresh_{n}{source.suffix}" for n in itertools.count(2)),
     )
     target = next(path for path in map(workbook.joinpath, names) if not path.exists() or edition(path) in known)
     _place(source, target)
@@ -97,19 +102,25 @@ def fresh(name, notebooks=NOTEBOOKS, workbook=WORKBOOK):
 
 
 def find(name, notebooks=NOTEBOOKS):
-    """The path of the notebook with a number, name or path such as 5, "05" or "notebooks/05_forward_kernel.ipynb"."""
+    """The path of what has a number, name or path: 5, "05", "notation" or "notebooks/05_forward_kernel.ipynb"."""
     stem = Path(str(name)).stem
-    paths = sorted(notebooks.glob("*.ipynb"))
-    for path in paths:
+    for path in _sources(notebooks):
         if stem and (stem == path.stem or stem.zfill(2) == path.stem.split("_")[0]):
             return path
-    numbers = [path.stem.split("_")[0] for path in paths]
+    numbers = [path.stem.split("_")[0] for path in sorted(notebooks.glob("*.ipynb"))]
     what = f"there is no notebook {str(name)!r}" if stem else "it was not said which notebook"
     raise LookupError(f"{what}: say a number from {numbers[0]} to {numbers[-1]}, as in make fresh NOTEBOOK=05")
 
 
+def _sources(notebooks):
+    """The notebooks, and the pages beside them."""
+    return sorted([*notebooks.glob("*.ipynb"), *notebooks.glob("*.md")])
+
+
 def edition(path):
     """A short text that is the same for two notebooks if their cells say the same; None if it is no notebook."""
+    if path.suffix == ".md":
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     try:
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         said = [(cell.get("cell_type"), "".join(cell.get("source", "")).strip()) for cell in cells]
@@ -125,7 +136,10 @@ def _place(source, target):
 
 
 def _for_this_kernel(path):
-    notebook = json.loads(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        return text
+    notebook = json.loads(text)
     notebook["metadata"] = notebook.get("metadata", {}) | OF_THE_KERNEL
     return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
 

@@ -1,4 +1,4 @@
-"""The solutions of the notebooks as functions, to run them without their notebooks."""
+"""What the notebooks define, to run it without them."""
 
 import ast
 import builtins
@@ -6,13 +6,6 @@ import functools
 import symtable
 
 import lessons
-
-
-def solution(lesson, source=None):
-    """The function of a lesson's solution, or of other source in its place, with the names that its notebook defines."""
-    names = dict(_imports(lesson.path))
-    _define(source or lesson.solution, names, _definitions(lesson.path))
-    return names[lesson.answer_name]
 
 
 def defined(path, name):

@@ -8,14 +8,15 @@ import lessons
 import mutants
 import numpy as np
 import pytest
-import solutions
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from helpers.exercises import checking
-from helpers.exercises.checking import exercise, verdict
-from helpers.measure import cost
+from helpers.exercises import running
+from helpers.exercises.checking import verdict
+from helpers.exercises.edits import edited, written
+from helpers.exercises.exercise import exercise
+from helpers.instruments import cost
 
 NUMBERS = [lesson.number for lesson in lessons.ALL]
 KERNELS = {"4.1", "4.2", "4.3", "5.1", "5.2", "5.4", "7.1", "7.2", "7.3", "8.1", "10.1"}  # seconds, not milliseconds
@@ -104,15 +105,13 @@ def survivors(number, every=1):
     """(how many mutants were tried, those that the check takes for right)."""
     lesson, found = of(number), exercise(number)
     tried = list(mutants.mutants(lesson.solution))[::every]
-    alive = [
-        change for change, source in tried if verdict(found, solutions.solution(lesson, source)).status == "correct"
-    ]
+    alive = [change for change, source in tried if verdict(found, written(found.solution, source)).status == "correct"]
     return len(tried), alive
 
 
 @pytest.mark.parametrize("number", [number for number in NUMBERS if number not in KERNELS])
 def test_some_mutants_are_rejected(number, monkeypatch):
-    monkeypatch.setattr(checking, "SECONDS", 0.3)  # a loop that never ends need not be waited for
+    monkeypatch.setattr(running, "SECONDS", 0.3)  # a loop that never ends need not be waited for
     _, alive = survivors(number, EVERY)
     assert set(alive) <= set(EQUAL.get(number, ()))
 
@@ -120,7 +119,7 @@ def test_some_mutants_are_rejected(number, monkeypatch):
 @pytest.mark.full
 @pytest.mark.parametrize("number", NUMBERS)
 def test_all_mutants_are_rejected_but_those_that_are_equal(number, monkeypatch):
-    monkeypatch.setattr(checking, "SECONDS", 10 if number in KERNELS else 1)
+    monkeypatch.setattr(running, "SECONDS", 10 if number in KERNELS else 1)
     tried, alive = survivors(number)
     assert tried >= 5
     assert set(alive) == set(EQUAL.get(number, ()))
@@ -171,7 +170,7 @@ STYLES = {
 
 @pytest.mark.parametrize("number", [number for number in NUMBERS if number not in KERNELS])
 def test_right_answers_in_any_style(number):
-    solution = solutions.solution(of(number))
+    solution = exercise(number).solution
     for style, restyled in STYLES.items():
         judged = verdict(exercise(number), restyled(solution))
         if not (number in BOUNDS and style.startswith("an iterator")):
@@ -185,7 +184,7 @@ BOUNDS = {"4.4"}  # a right answer there is written by arrays of the checker
 @pytest.mark.parametrize("number", ["0.1", "1.1", "2.2", "2.5", "3.1", "6.1", "6.2", "6.5", "8.3"])
 def test_right_answers_in_jax(number):
     """Solutions without writing into arrays, with arguments of jax.numpy: float32."""
-    solution = solutions.solution(of(number))
+    solution = exercise(number).solution
     judged = verdict(exercise(number), lambda *a: solution(*converted(a, floats(jnp.asarray))))
     assert judged.status == "correct", judged.text
 
@@ -280,7 +279,7 @@ def backward_in_rows(q, k, v, out, lse, dout, scale, block_q, block_k):
 
 @pytest.mark.parametrize("answer", [backward_in_pairs, backward_in_rows])
 def test_loops_over_single_rows_are_in_time(answer, monkeypatch):
-    monkeypatch.setattr(checking, "SECONDS", 8)  # of 10 that learners have
+    monkeypatch.setattr(running, "SECONDS", 8)  # of 10 that learners have
     assert verdict(exercise("6.5"), answer).status == "correct"
 
 
@@ -307,14 +306,14 @@ def test_whole_tables_are_noticed_in_jax(function, compiled):
 
 
 def test_a_slow_answer_is_called_slow(monkeypatch):
-    monkeypatch.setattr(checking, "SECONDS", 0.1)
+    monkeypatch.setattr(running, "SECONDS", 0.1)
     judged = verdict(exercise("6.5"), backward_in_pairs)
     assert "many small steps are slow" in judged.text
 
 
 def test_alpha_along_the_columns_is_named():
-    source = of("3.1").solution.replace("alpha[:, None] * acc", "alpha * acc")
-    judged = verdict(exercise("3.1"), solutions.solution(of("3.1"), source))
+    answer = edited(exercise("3.1").solution, ("alpha[:, None] * acc", "alpha * acc"))
+    judged = verdict(exercise("3.1"), answer)
     assert judged.mistake and "alpha multiplies the columns" in judged.mistake, judged.text
 
 
@@ -349,7 +348,7 @@ def test_whole_rows_of_logits_are_noticed_one_after_another():
 
 @pytest.mark.parametrize("sizes", [(128, 64), (16, 16), (4, 4), (128, 128), (3, 4), (256, 512), (1, 5)])
 def test_tiles_of_sizes_of_their_own_are_refused(sizes):
-    solution = solutions.solution(of("3.1"))
+    solution = exercise("3.1").solution
     judged = verdict(exercise("3.1"), lambda *a: solution(*a[:4], *sizes))
     assert judged.status == "wrong" and "what was built" in judged.text
 
@@ -438,9 +437,7 @@ IN_ANOTHER_UNIT = {
 @pytest.mark.parametrize("number", IN_ANOTHER_UNIT)
 def test_m_is_the_largest_logit_as_the_task_says(number):
     """Another reference gives the same attention. The tasks ask for this one, all of them."""
-    old, new = IN_ANOTHER_UNIT[number]
-    assert old in of(number).solution
-    judged = verdict(exercise(number), solutions.solution(of(number), of(number).solution.replace(old, new)))
+    judged = verdict(exercise(number), edited(exercise(number).solution, IN_ANOTHER_UNIT[number]))
     assert judged.status == "wrong" and "m: yours" in judged.text, judged.text
 
 
@@ -500,7 +497,7 @@ def test_the_traffic_table_is_not_taken_from_the_helpers():
         }
 
     judged = verdict(exercise("3.4"), table)
-    assert judged.status == "wrong" and "`naive_bytes` of helpers.measure.cost was called" in judged.text
+    assert judged.status == "wrong" and "`naive_bytes` of helpers.instruments.cost was called" in judged.text
 
 
 @pytest.mark.parametrize("helper", ["naive_bytes", "forward_flops"])
@@ -511,7 +508,7 @@ def test_the_bill_is_not_taken_from_the_helpers(helper):
         return {"flops": flops, "bytes": cost.naive_bytes(T, S, H, itemsize) if helper == "naive_bytes" else moved}
 
     judged = verdict(exercise("1.2"), bill)
-    assert judged.status == "wrong" and f"`{helper}` of helpers.measure.cost was called" in judged.text
+    assert judged.status == "wrong" and f"`{helper}` of helpers.instruments.cost was called" in judged.text
 
 
 def test_attention_that_is_called_and_not_used_is_noticed():
@@ -531,6 +528,6 @@ def test_attention_that_is_called_and_not_used_is_noticed():
 def test_advice_points_to_sections_that_exist(number):
     cells = lessons.read(of(number).path).cells
     sections = set(re.findall(r"^## (\d+) · ", "\n".join(cell.source for cell in cells), re.MULTILINE))
-    for mistake in exercise(number).mistakes:
+    for mistake in exercise(number).known:
         pointed = re.findall(r"sections? (\d+)(?: and (\d+))?", mistake.advice)
         assert {section for pair in pointed for section in pair if section} <= sections, mistake.advice

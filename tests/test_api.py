@@ -12,9 +12,10 @@ import pytest
 from attention_cases import in_tiers
 
 from helpers import flash_attention
-from helpers.attention import api, device
+from helpers.attention import device, registry
 from helpers.attention.masking import key_tiles
 from helpers.attention.problem import MAX_LENGTH, check_call
+from helpers.attention.reference import naive_attention
 
 B, T, S, N, K, H = 2, 20, 24, 4, 2, 16
 
@@ -81,7 +82,7 @@ def test_illegal_arguments_are_refused(wrong, error, message, monkeypatch):
         raise AssertionError("a kernel ran before the arguments were checked")
 
     monkeypatch.setattr("jax.experimental.pallas.pallas_call", no_kernel)
-    monkeypatch.setattr("helpers.attention.api.naive_attention", no_kernel)
+    monkeypatch.setattr("helpers.attention.api.run", no_kernel)
     with pytest.raises(error, match=re.escape(message)):
         flash_attention(**{**arrays(), **wrong})
 
@@ -138,7 +139,7 @@ def test_cudnn_without_a_gpu_says_so():
 
 
 CUDNN_REFUSALS = [
-    ({}, np.float32, "it takes bfloat16 and float16 only"),
+    ({}, np.float32, "it takes no float32"),
     (
         {
             "query": zeros(B, T, N, 20, dtype=np.float16),
@@ -161,7 +162,7 @@ CUDNN_REFUSALS = [
 
 @pytest.mark.parametrize(("arguments", "dtype", "reason"), CUDNN_REFUSALS)
 def test_cudnn_refuses_what_it_cannot_serve(arguments, dtype, reason, monkeypatch):
-    monkeypatch.setattr("helpers.attention.api.compute_capability", lambda *_: (9, 0))
+    monkeypatch.setattr("helpers.attention.registry.compute_capability", lambda *_: (9, 0))
     with pytest.raises(NotImplementedError, match=reason):
         flash_attention(**{**arrays(dtype), "implementation": "cudnn", **arguments})
 
@@ -183,7 +184,7 @@ def test_cudnn_gets_the_mask_of_the_call(scale, arguments, window, is_causal, mo
         got.update(arguments)
         return query
 
-    monkeypatch.setattr("helpers.attention.api.compute_capability", lambda *_: (9, 0))
+    monkeypatch.setattr("helpers.attention.registry.compute_capability", lambda *_: (9, 0))
     monkeypatch.setattr("jax.nn.dot_product_attention", cudnn)
     flash_attention(**arrays(np.float16), implementation="cudnn", scale=scale, **arguments)
     assert got["local_window_size"] == window and got["is_causal"] is is_causal
@@ -192,8 +193,8 @@ def test_cudnn_gets_the_mask_of_the_call(scale, arguments, window, is_causal, mo
 
 def test_an_old_gpu_is_refused_by_name(monkeypatch):
     turing = types.SimpleNamespace(platform="gpu", compute_capability="7.5", device_kind="Tesla T4")
-    monkeypatch.setattr("helpers.attention.api.device_of", lambda _: turing)
-    monkeypatch.setattr("helpers.attention.api.compute_capability", lambda *_: (7, 5))
+    monkeypatch.setattr("helpers.attention.registry.device_of", lambda _: turing)
+    monkeypatch.setattr("helpers.attention.registry.compute_capability", lambda *_: (7, 5))
     with pytest.raises(NotImplementedError, match=r"compute capability 8\.0.*use implementation=\"reference\""):
         flash_attention(**arrays(), implementation="portable")
 
@@ -215,14 +216,14 @@ def test_an_old_gpu_is_refused_by_name(monkeypatch):
 def test_the_default_implementation_follows_the_device_and_the_call(
     capability, dtype, arguments, expected, monkeypatch
 ):
-    monkeypatch.setattr("helpers.attention.api.compute_capability", lambda *_: capability)
-    chosen = api._choose(None, check_call(**arrays(dtype), **arguments), False)
-    functions = {
-        "reference": api.naive_attention,
-        "portable": api.PORTABLE_OR_REFERENCE,
-        "hopper": api.HOPPER_OR_REFERENCE,
-    }
-    assert chosen == functions[expected]
+    monkeypatch.setattr("helpers.attention.registry.compute_capability", lambda *_: capability)
+    gpu = types.SimpleNamespace(platform="gpu", device_kind="some GPU")
+    monkeypatch.setattr("helpers.attention.registry.device_of", lambda _: gpu)
+    chosen = registry.choose(None, check_call(**arrays(dtype), **arguments))
+    if expected == "reference":
+        assert chosen is naive_attention
+    else:
+        assert chosen == registry.kernels_by_platform(expected, interpreted=False)
 
 
 def test_the_default_follows_the_arrays_and_not_the_machine(monkeypatch):
@@ -233,7 +234,7 @@ def test_the_default_follows_the_arrays_and_not_the_machine(monkeypatch):
     array = jax.device_put(jnp.zeros((1, 8, 1, 16), jnp.bfloat16), cpu)
     assert device.device_of(array) == cpu and device.compute_capability(device.device_of(array)) == (0, 0)
     assert device.device_of(np.zeros(3)) == gpu and device.compute_capability() == (9, 0)
-    assert api._choose(None, check_call(array, array, array), False) is api.naive_attention
+    assert registry.choose(None, check_call(array, array, array)) is naive_attention
     traced = []
     jax.make_jaxpr(lambda x: traced.append(device.device_of(x)) or x)(array)
     assert traced == [gpu]
@@ -352,7 +353,7 @@ def test_a_query_that_sees_no_key_passes_nothing(name, implementation):
 def test_cudnn_is_kept_from_queries_that_see_no_key(name, monkeypatch):
     theirs = jax.nn.dot_product_attention
     in_xla = lambda *arrays, **arguments: theirs(*arrays, **arguments | {"implementation": "xla"})
-    monkeypatch.setattr("helpers.attention.api.compute_capability", lambda *_: (9, 0))
+    monkeypatch.setattr("helpers.attention.registry.compute_capability", lambda *_: (9, 0))
     monkeypatch.setattr("jax.nn.dot_product_attention", in_xla)
     blind, right = blind_and_right(name, jnp.bfloat16, False, implementation="cudnn")
     for results in blind:

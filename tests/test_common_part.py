@@ -13,7 +13,7 @@ from attention_cases import AttentionCase, check_forward, check_gradients, cotan
 from test_ring import attention_on
 
 from helpers import flash_attention
-from helpers.attention import api
+from helpers.attention import registry
 from helpers.attention.low_bits import low_bits, with_low_bits
 from helpers.attention.reference import oracle_gradients
 
@@ -77,7 +77,7 @@ def test_what_is_noticed(monkeypatch, implementation, what):
         return forward
 
     gradients = functools.partial(gradients_of, attention(implementation))
-    monkeypatch.setattr(api.KernelsOf, "run", broken(api.KernelsOf.run))
+    monkeypatch.setattr(registry.KernelsOf, "run", broken(registry.KernelsOf.run))
     jax.clear_caches()
     with pytest.raises(AssertionError, match="dq: relative error"):
         check_gradients(gradients, case)

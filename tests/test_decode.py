@@ -3,6 +3,7 @@
 import functools
 import importlib
 import itertools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import solutions
 from attention_cases import AttentionCase, check_forward
 from test_lowering import lower_for_cuda
 
+from helpers.attention import tables
 from helpers.attention.masking import NO_BAND, Band
 from helpers.attention.paged import paged_attention
 from helpers.attention.portable.decode import (
@@ -28,8 +30,9 @@ from helpers.attention.portable.decode import (
 from helpers.attention.portable.tiles import Card, Tiles, shared_bytes
 from helpers.attention.problem import Call, Problem, check_call
 from helpers.attention.reference import oracle
-from helpers.measure import benchmark, decoding, results, tune
-from helpers.measure.timing import Timing
+from helpers.dev import benchmark, decoding, tune
+from helpers.instruments import results
+from helpers.instruments.timing import Timing
 
 INTERPRET = jax.default_backend() == "cpu"
 UNTUNED = Card(None, (9, 0), 227 * 1024)
@@ -119,7 +122,7 @@ def test_lowers_for_a_gpu(pages):
     shaped = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     integers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     key = shaped(600, page, K, H) if pages else shaped(B, S, K, H)
-    attend = lambda query, key, table, lengths: decode(Call(problem, query, key, key, lengths, lengths), table)
+    attend = lambda query, key, table, lengths: decode(Call(problem, query, key, key, lengths, lengths, table))
     table = integers(B, S // page) if pages else None
     assert lower_for_cuda(attend, shaped(B, 3, N, H), key, table, integers(B)).count("@__gpu$xla.gpu.triton") == 2
 
@@ -196,7 +199,7 @@ def test_a_wrong_table_under_jit_reads_some_page(implementation):
         ({"query": np.zeros((2, 1, 3, 24), np.float32)}, "query heads must be a multiple"),
         ({"query": np.zeros((2, 1, 4, 25), np.float32)}, "key_pages must have the head_dim of query"),
         ({"value_pages": np.zeros((24, 16, 2, 24), np.float16)}, "must share one dtype"),
-        ({"implementation": "hopper"}, "implementation must be None or one of reference, portable"),
+        ({"implementation": "triton"}, "implementation must be None or one of reference, portable"),
     ],
 )
 def test_wrong_arguments_are_refused(change, message):
@@ -212,6 +215,8 @@ def test_a_derivative_is_refused_where_there_is_none():
     assert np.isfinite(jax.grad(loss)(query, "reference")).all()
     with pytest.raises(NotImplementedError, match='use implementation="reference"'):
         jax.grad(loss)(query, "portable")
+    with pytest.raises(NotImplementedError, match=r'hopper cannot serve .* it takes no pages; use .*="portable"'):
+        paged_attention(*cache(16, (20, 32), dtype="bfloat16"), implementation="hopper")
 
 
 # What the tuner and the benchmark make of it
@@ -238,9 +243,10 @@ def test_rows_of_the_tuner_keep_to_the_schema_and_are_the_fastest(monkeypatch):
     assert table[1]["per_processor"] == 2 and table[3]["per_processor"] == 3
 
 
-def test_a_card_with_a_table_uses_it(monkeypatch):
+def test_a_card_with_a_table_uses_it(monkeypatch, tmp_path):
     row = {"in_pages": False, "itemsize": 2, "head_padded": 128, "block_r": 16} | Launch(32, 1, 4, 3)._asdict()
-    monkeypatch.setattr(results, "read_tiles", lambda card: {"decode": [row]})
+    monkeypatch.setattr(tables, "TUNED", tmp_path)
+    (tmp_path / "nvidia_unheard_of.json").write_text(json.dumps({"decode": [row]}))
     card = Card("NVIDIA Unheard-of", (9, 0), 227 * 1024)
     problem = Problem(1, 1, 10**6, 32, 8, 128, jnp.dtype("bfloat16"), 1.0, NO_BAND)
     assert select_splits(problem, card=card) == Splits(16, 32, 1, 4, 3 * 132 // 8)

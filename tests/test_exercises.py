@@ -1,27 +1,20 @@
 """Every exercise: its stub is not attempted, its known mistakes are named. (conftest.py has its solution checked.)"""
 
-import importlib
+import inspect
 
 import lessons
 import numpy as np
 import pytest
 
-from helpers.exercises import checking
-from helpers.exercises.checking import exercise, verdict
+from helpers.exercises import checking, naming, running
+from helpers.exercises.checking import verdict
+from helpers.exercises.exercise import exercise, exercises_of, numbers_of_names
 
 NUMBERS = [lesson.number for lesson in lessons.ALL]
-# Each mistake of these is a kernel, or several, to be compiled. Of them four an exercise are quick, of others eight; the
-# rest is left to the full tier. Their names and advice change with their exercise only, and no seeded fault needs them.
-OF_KERNELS, QUICK_OF_KERNELS, QUICK = ("4.2", "4.3", "5.1", "7.1", "7.2", "7.3", "8.1"), 4, 8
-MISTAKES = [
-    pytest.param(
-        number,
-        mistake,
-        id=f"{number}-{mistake.name}".replace(" ", "_"),
-        marks=pytest.mark.full if place >= (QUICK_OF_KERNELS if number in OF_KERNELS else QUICK) else (),
-    )
-    for number in NUMBERS
-    for place, mistake in enumerate(exercise(number).mistakes)
+# Each mistake of these is a kernel, or several, to be compiled.
+OF_KERNELS = ("4.2", "4.3", "5.1", "7.1", "7.2", "7.3", "8.1")
+KERNELS_IN_THE_FULL_TIER = [
+    pytest.param(number, marks=pytest.mark.full if number in OF_KERNELS else ()) for number in NUMBERS
 ]
 
 
@@ -30,6 +23,7 @@ def test_the_notebook_shows_a_complete_exercise(lesson):
     cells = lessons.read(lesson.path).cells
     heading, stub, check, folded = cells[lesson.stub - 1 : lesson.check + 2]
     assert exercise(lesson.number).title == lesson.title
+    assert inspect.getsource(exercise(lesson.number).solution) == lesson.solution
     assert "minute" in heading.source and "line" in heading.source and "★" in heading.source
     assert "**By hand.**" in heading.source
     assert "raise NotImplementedError" in stub.source and '"""' in stub.source
@@ -43,23 +37,26 @@ def test_the_notebook_shows_a_complete_exercise(lesson):
 
 @pytest.mark.parametrize("path", lessons.PATHS, ids=lambda path: path.stem)
 def test_a_module_holds_exactly_the_exercises_of_its_notebook(path):
-    module = importlib.import_module(f"helpers.exercises.notebook_{path.stem[:2]}")
     # A notebook may show them in another order: numbers stay when a lesson moves, for the sake of workbooks.
-    assert sorted(exercise.number for exercise in module.EXERCISES) == sorted(
-        lesson.number for lesson in lessons.lessons(path)
-    )
+    assert {found.number: found.solution.__name__ for found in exercises_of(path.stem[:2])} == {
+        lesson.number: lesson.answer_name for lesson in lessons.lessons(path)
+    }
+
+
+def test_an_exercise_is_found_by_the_name_of_its_function():
+    assert numbers_of_names() == {lesson.answer_name: lesson.number for lesson in lessons.ALL}
 
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_at_least_three_mistakes_are_known(number):
-    names = [mistake.name for mistake in exercise(number).mistakes]
+    names = [mistake.name for mistake in exercise(number).known]
     assert len(set(names)) == len(names) >= 3
 
 
 @pytest.fixture
 def each_answer_runs_once(monkeypatch):
     """A mistake is judged as an answer, and as a mistake it is what the answer is compared with: one result for both."""
-    run_anew = checking._apply
+    run_anew = running.apply
 
     def apply(exercise, answer, case):
         key = exercise.number, answer, case.label
@@ -67,7 +64,8 @@ def each_answer_runs_once(monkeypatch):
             RESULTS[key] = run_anew(exercise, answer, case)
         return RESULTS[key]
 
-    monkeypatch.setattr(checking, "_apply", apply)
+    for module in (checking, naming):
+        monkeypatch.setattr(module, "apply", apply)
 
 
 RESULTS = {}
@@ -79,15 +77,13 @@ def test_cases_can_be_told_apart(number):
     assert len(set(labels)) == len(labels)
 
 
-@pytest.mark.parametrize(("number", "mistake"), MISTAKES)
-def test_a_known_mistake_is_rejected_under_its_own_name(number, mistake, each_answer_runs_once):
-    judged = verdict(exercise(number), mistake.answer)
-    assert judged.status == "wrong"
-    assert judged.mistake == mistake.name, judged.text
-    assert mistake.advice in judged.text
-    for variant in mistake.variants:  # which may be lucky, and right, where it breaks ties another way
-        judged = verdict(exercise(number), variant)
-        assert judged.status == "correct" or judged.mistake
+@pytest.mark.parametrize("number", KERNELS_IN_THE_FULL_TIER)
+def test_known_mistakes_are_rejected_under_their_own_names(number, each_answer_runs_once):
+    for mistake in exercise(number).known:
+        judged = verdict(exercise(number), mistake.answer)
+        assert judged.status == "wrong", mistake.name
+        assert judged.mistake == mistake.name, judged.text
+        assert mistake.advice in judged.text
 
 
 def _raise(*_):
@@ -115,9 +111,7 @@ STRANGE = {
 }
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(number, marks=pytest.mark.full if number in OF_KERNELS else ()) for number in NUMBERS]
-)
+@pytest.mark.parametrize("number", KERNELS_IN_THE_FULL_TIER)
 def test_a_strange_answer_gets_a_readable_verdict(number, capsys):
     for name, answer in STRANGE.items():
         judged = verdict(exercise(number), answer)

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from lessons import PATHS, ROOT
 
+from helpers import series
 from helpers.notebooks import normalise
 from helpers.plots.collect import draw_all, figures
 from helpers.text import SENTENCE
@@ -87,7 +88,10 @@ def test_no_file_holds_an_index_or_a_machine_path():
 
 
 def test_an_installed_series_has_every_file_that_is_read():
-    """Beside code, a wheel holds what package-data names; the set-up script is for a clone only."""
+    """Beside code, a wheel holds what package-data names; the set-up script is for a clone only.
+
+    lessons.toml lies with the notebooks, and a link to it in the package, so that a wheel holds it too.
+    """
     folder = ROOT / "helpers"
     data = {path for path in tracked_files() if folder in path.parents and path.suffix != ".py"}
     packaging = PROJECT["tool"]["setuptools"]
@@ -181,13 +185,14 @@ def test_a_notebook_has_the_form_of_a_lesson(path):
     number = path.stem[:2]
     first = cells[0].source
     assert first.startswith(f"# {number} · ") and "**You need**" in first and "**Time**" in first
-    assert f"../figures/roadmap-{number}.png" in first
+    map_in = first if number != "00" else "".join(cell.source for cell in cells)  # where the paths are shown
+    assert f"../figures/roadmap-{number}.png" in map_in
     code = [cell for cell in cells if cell.cell_type == "code"]
     assert code[0].source.endswith("show_environment()")
     assert cells[-1].source.startswith("## What you can do now")
     place = PATHS.index(path)
     for neighbour in {*PATHS[max(0, place - 1) : place], *PATHS[place + 1 : place + 2]}:
-        assert f"({neighbour.name})" in first and f"({neighbour.name})" in cells[-1].source
+        assert f"({neighbour.name})" in cells[-1].source
     lengths = sorted(len(cell.source.splitlines()) for cell in code)
     assert lengths[len(lengths) // 2] <= 10 and lengths[-1] <= 45
     for before, after in itertools.pairwise(cells):
@@ -217,37 +222,35 @@ def test_every_picture_is_drawn_and_shown(tmp_path, capsys):
         assert (tmp_path / name).read_bytes() == (ROOT / "figures" / name).read_bytes(), f"{name} is out of date"
 
 
-def promised_minutes(text, path):
-    """(reading, exercises) in the row of a notebook in the table of a text."""
-    row = next((line for line in text.splitlines() if line.startswith("|") and path.stem[:2] + " · " in line), "")
-    found = re.search(r"\| (\d+) \+ (\d+) \|", row)
-    assert found, f"no minutes for {path.name}"
-    return int(found[1]), int(found[2])
-
-
-def tables_of_notebook_00():
-    return next(cell.source for cell in lessons.read(PATHS[0]).cells if cell.source.startswith("## 2 · The path"))
-
-
-def test_the_minutes_are_measured(path):
-    """The README, notebook 00 and the notebook itself promise what `lessons` counts, and nobody is kept an hour."""
+def test_the_lessons_are_as_lessons_toml_says(path):
+    """Its title and minutes are those of the notebook; `series.fill` has them from there, and `normalise` calls it."""
+    row = series.LESSONS[path.stem[:2]]
     reading, exercises = lessons.reading_minutes(path), lessons.exercise_minutes(path)
-    assert reading <= 60, "split it"
-    for text in ((ROOT / "README.md").read_text(), tables_of_notebook_00()):
-        promised = promised_minutes(text, path)
-        assert abs(promised[0] - reading) <= 3 and abs(promised[1] - exercises) <= 4, (path.name, reading, exercises)
-    title = lessons.read(path).cells[0].source
-    assert int(re.search(r"\*\*Time\*\* about (\d+) minutes to read", title)[1]) == promised[0]
+    assert row["file"] == path.stem and abs(row["reading"] - reading) <= 5, (path.name, round(reading))
+    assert row["exercises"] == exercises and reading <= 110, "split it"
+    first = lessons.read(path).cells[0].source
+    assert first.startswith(f"# {path.stem[:2]} · {row['title']}\n") and series.neighbours(path.stem[:2]) in first
 
 
-def test_the_paths_take_as_long_as_notebook_00_says():
-    """Hours of the course and of everything, each the sum of its rows, to the nearest half hour."""
-    source = tables_of_notebook_00()
-    minutes = {path.stem[:2]: sum(promised_minutes(source, path)) for path in PATHS}
-    for name, last in (("the course", "08"), ("everything", "99")):
-        promised = re.search(rf"\| \*\*{name}\*\* \|.*\| (\d+)(½?) \|", source)
-        hours = int(promised[1]) + bool(promised[2]) / 2
-        assert abs(60 * hours - sum(m for number, m in minutes.items() if number <= last)) <= 15, name
+def test_the_paths_can_be_walked():
+    """Each takes the time that it says, and its exercises stand in the sections that are to be read."""
+    minutes = {number: row["reading"] + row["exercises"] for number, row in series.LESSONS.items()}
+    assert [path.stem[:2] for path in PATHS] == list(minutes)
+    for path in series.PATHS:
+        if "parts" not in path:
+            found = sum(minutes[number] for number in minutes if number <= path["last"])
+        else:
+            found = 0
+            for part in path["parts"]:
+                of_part = {lesson.number: lesson for lesson in lessons.ALL if lesson.number in part["exercises"]}
+                (notebook,) = {lesson.path for lesson in of_part.values()}
+                cells, sections = lessons.read(notebook).cells, part.get("sections")
+                ends = [n for n, cell in enumerate(cells) if cell.source.startswith(f"## {(sections or 99) + 1} · ")]
+                assert all(lesson.check < min(ends, default=len(cells)) for lesson in of_part.values())
+                headings = [cells[lesson.stub - 1].source for lesson in of_part.values()]
+                found += lessons.reading_minutes(notebook, sections)
+                found += sum(int(lessons.MINUTES.search(heading)[1]) for heading in headings)
+        assert abs(found - path["minutes"]) <= 10, (path["name"], round(found))
 
 
 def test_headings_are_plain_text(path):
@@ -256,19 +259,30 @@ def test_headings_are_plain_text(path):
     assert not [line for source in cells for line in source.splitlines() if re.match(r"#+ .*\$", line)]
 
 
-def test_the_readme_lists_every_notebook():
+def test_the_readme_is_short_and_true():
+    """Its tables are those of lessons.toml, and its commands there are."""
     text = (ROOT / "README.md").read_text()
-    for path in PATHS:
-        title = lessons.read(path).cells[0].source.splitlines()[0].removeprefix(f"# {path.stem[:2]} · ")
-        assert f"[{path.stem[:2]} · {title}](notebooks/{path.name})" in text
+    assert series.fill(text, "notebooks/") == text, "run `make notebooks`"
+    assert series.lessons_table("notebooks/") in text and series.paths_table("notebooks/") in text
+    assert lessons.words(lessons.PICTURE.sub("", text)) <= 900
     for number in re.findall(r"make ([a-z-]+)", text):
         assert re.search(rf"^{number}:", (ROOT / "Makefile").read_text(), re.MULTILINE), number
+
+
+def test_notebook_00_is_short():
+    """The first exercise comes at once, and the whole of its prose, exercise and solution included, is an hour's start."""
+    cells = lessons.read(PATHS[0]).cells
+    prose = [lessons.PICTURE.sub("", cell.source) for cell in cells if cell.cell_type == "markdown"]
+    assert sum(map(lessons.words, prose)) <= 1800
+    assert series.lessons_table() in "\n".join(prose) and series.paths_table() in "\n".join(prose)
+    (exercise,) = lessons.lessons(PATHS[0])
+    assert exercise.stub <= 7
 
 
 @pytest.mark.parametrize("shown, number", [("triton_shown", "16"), ("cuda_shown", "17")])
 def test_what_is_recorded_is_what_the_notebook_shows(shown, number):
     """A reader without the compiler sees the record, and the sentences beside it speak of the committed outputs."""
-    record = json.loads((ROOT / "helpers/measure/results" / f"{shown}.json").read_text())["outputs"]
+    record = json.loads((ROOT / "helpers/instruments/records" / f"{shown}.json").read_text())["outputs"]
     notebook = lessons.read(next(path for path in PATHS if path.name.startswith(number)))
     found = {}
     for cell in notebook.cells:

@@ -9,7 +9,7 @@ import pytest
 from test_lowering import lower_for_cuda
 
 from helpers import flash_attention
-from helpers.measure import cost
+from helpers.instruments import cost
 
 LENGTHS = (1024, 4096)
 B, N, H = 1, 2, 64

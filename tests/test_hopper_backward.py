@@ -14,7 +14,7 @@ from helpers.attention.hopper import backward as hopper
 from helpers.attention.masking import Band
 from helpers.attention.problem import Call, Problem, check_call
 from helpers.attention.reference import naive_attention, oracle_gradients
-from helpers.measure.races import DETECTING, in_use_until_awaited, races
+from helpers.instruments.races import DETECTING, in_use_until_awaited, races
 
 FULL = pytest.mark.full
 CAUSAL = {"is_causal": True}

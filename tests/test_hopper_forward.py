@@ -16,7 +16,7 @@ from helpers.attention.hopper import ladder
 from helpers.attention.masking import Band
 from helpers.attention.problem import Call, Problem, check_call
 from helpers.attention.reference import oracle
-from helpers.measure.races import DETECTING, races
+from helpers.instruments.races import DETECTING, races
 
 # Interpreted warpgroups wait for each other in the threads of XLA's pool, which must not be fewer.
 # The pool is made with the first use of JAX, so conftest.py or the caller sets this.

@@ -13,8 +13,9 @@ from test_hopper_forward import interpreted, problem_of
 from helpers.attention import tables
 from helpers.attention.hopper import backward, forward, serve
 from helpers.attention.hopper.warpgroup import REGISTERS
-from helpers.measure import ptxas, results, tune
-from helpers.measure.ptxas import Configuration, Kernel
+from helpers.dev import ptxas, tune
+from helpers.dev.ptxas import Configuration, Kernel
+from helpers.instruments import results
 
 # The table
 
@@ -44,9 +45,9 @@ def tiles_file(**parts):
 @pytest.fixture
 def with_a_table(monkeypatch, tmp_path):
     """On a card with the table above."""
-    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "TUNED", tmp_path)
     monkeypatch.setattr(tables, "this_card", lambda: "NVIDIA Test")
-    results.write(tiles_file(hopper=TABLE, hopper_sweep=[]), tmp_path / "nvidia_test_tiles.json", results.TILES_FILE)
+    results.write(tiles_file(hopper=TABLE, hopper_sweep=[]), tmp_path / "nvidia_test.json", results.TILES_FILE)
     yield
     tables.rows_by.cache_clear()
 

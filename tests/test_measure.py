@@ -16,9 +16,10 @@ from helpers.attention import tables
 from helpers.attention.portable import backward, forward, tiles
 from helpers.attention.problem import check_call
 from helpers.attention.reference import oracle_gradients
-from helpers.measure import benchmark, common_part, implementations, ladder, results, timing, tune
-from helpers.measure.benchmark import Case
-from helpers.measure.timing import Program, Timing
+from helpers.dev import benchmark, common_part, tune
+from helpers.dev.benchmark import Case
+from helpers.instruments import implementations, ladder, results, timing
+from helpers.instruments.timing import Program, Timing
 from helpers.plots import backward as backward_plots
 from helpers.plots.describe import description
 
@@ -452,11 +453,13 @@ def test_a_full_disk_leaves_the_old_results(tmp_path, monkeypatch, capsys):
     assert path.read_text() == "what was there" and len(list(tmp_path.iterdir())) == 1
 
 
-@pytest.mark.parametrize("path", [*results.RESULTS.glob("*.json")], ids=lambda path: path.stem)
+RECORDS = [*results.RESULTS.glob("*.json"), *tables.TUNED.glob("*.json")]
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_committed_results_keep_to_the_schema(path):
     kind = "common_part" if path.stem.endswith("_common_part") else path.stem.rpartition("_")[2]
     schemas = {
-        "tiles": results.TILES_FILE,
         "variants": results.VARIANTS_FILE,
         "ring": results.RING_FILE,
         "common_part": results.COMMON_PART_FILE,
@@ -465,10 +468,10 @@ def test_committed_results_keep_to_the_schema(path):
         "cuda": results.CUDA_FILE,
         "shown": results.SHOWN_FILE,
     }
-    schema = schemas.get(kind, results.FILE)
+    schema = results.TILES_FILE if path.parent == tables.TUNED else schemas.get(kind, results.FILE)
     found = json.loads(path.read_text())
     results.check(found, schema)
-    assert path.stem.removesuffix(f"_{kind}" if schema is not results.FILE else "") == results.slug(found["card"])
+    assert path.stem.removesuffix(f"_{kind}" if kind in schemas else "") == results.slug(found["card"])
 
 
 def test_every_row_of_the_ring_is_checked():
@@ -547,7 +550,7 @@ def test_every_row_of_a_table_is_checked(part, name):
         results.check(table, results.TILES_FILE)
 
 
-TUNED = [row for path in results.RESULTS.glob("*_tiles.json") for row in json.loads(path.read_text())["tiles"]]
+TUNED = [row for path in tables.TUNED.glob("*.json") for row in json.loads(path.read_text())["tiles"]]
 DEFAULTS = [
     {"kernel": kernel, "itemsize": itemsize, "head_padded": H, "is_causal": False, **choice._asdict()}
     for (kernel, itemsize), by_head in tiles.DEFAULTS.items()

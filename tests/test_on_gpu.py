@@ -17,8 +17,8 @@ from helpers.attention.hopper import backward
 from helpers.attention.hopper import forward as hopper
 from helpers.attention.problem import check_call
 from helpers.attention.reference import oracle, oracle_gradients
-from helpers.measure import ptxas
-from helpers.measure.shared_memory import CARDS
+from helpers.dev import ptxas
+from helpers.dev.shared_memory import CARDS
 
 SHARED_MEMORY = {card.capability: card.shared_memory for card in CARDS}
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="this machine has no GPU that JAX can use")

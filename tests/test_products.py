@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from helpers.measure.products import Product, products
+from helpers.instruments.products import Product, products
 
 
 def kernel(x_ref, y_ref, out_ref):

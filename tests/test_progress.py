@@ -7,6 +7,7 @@ import lessons
 import numpy as np
 import pytest
 
+from helpers import series
 from helpers.exercises import check, record
 from helpers.plots import roadmap
 from helpers.progress import progress
@@ -108,21 +109,29 @@ def said(capsys, **done):
     return capsys.readouterr().out
 
 
-def test_progress_says_what_comes_next(workbook, capsys):
+def next_on(path, said):
+    """The exercise that comes next on a path, by what progress said."""
+    return re.search(rf"^{path}: .*solved, (?:next (\S+) · |all of them)", said, re.MULTILINE)[1]
+
+
+def test_progress_says_what_comes_next_on_each_path(workbook, capsys):
     total = len(lessons.ALL)
-    assert said(capsys) == f"0 of {total} exercises solved. Next: 0.1 · Attention for one query.\n"
-    assert re.match(r"1 of .* Next: 1.1 · ", said(capsys, e0_1="solved"))
-    assert "Next: 2.1 · " in said(capsys, e0_1="solved", e2_1="tried"), "where you are, not where you skipped"
+    assert said(capsys).splitlines()[0] == "two hours:    0 of  3 exercises solved, next 0.1 · Attention for one query"
+    solved = said(capsys, e0_1="solved")
+    assert [next_on(path["name"], solved) for path in series.PATHS] == ["2.1", "1.1", "1.1"]
+    elsewhere = said(capsys, e0_1="solved", e2_1="tried", e5_2="tried")
+    assert next_on("the course", elsewhere) == "5.2", "where you are, not where you skipped"
+    assert next_on("two hours", elsewhere) == "2.1"
     last = lessons.ALL[-1].number.replace(".", "_")
-    assert "Next: 1.1 · " in said(capsys, e0_1="solved", **{f"e{last}": "solved"}), "what was skipped comes at the end"
+    skipped = said(capsys, e0_1="solved", **{f"e{last}": "solved"})
+    assert next_on("everything", skipped) == "1.1", "what was skipped comes at the end"
     everything = {f"e{lesson.number.replace('.', '_')}": "solved" for lesson in lessons.ALL}
-    assert said(capsys, **everything) == f"{total} of {total} exercises solved. That is all of them.\n"
+    assert said(capsys, **everything).endswith(f"everything:  {total} of {total} exercises solved, all of them\n")
 
 
 def test_the_map_has_a_dot_for_each_exercise(workbook):
-    states = {number: ("open",) for number, _ in roadmap.STEPS} | {"02": ("solved", "tried", "open")}
+    states = {number: ("open",) for number in series.LESSONS} | {"02": ("solved", "tried", "open")}
     axes = roadmap.progress(states, "02").axes[0]
     dots = [line for line in axes.lines if line.get_marker() == "o"]
     assert [dot.get_fillstyle() for dot in dots].count("none") == len(states)
     assert sorted(dot.get_fillstyle() for dot in dots)[:2] == ["full", "left"]
-    assert {number for number, _ in roadmap.STEPS} == {path.stem[:2] for path in lessons.PATHS}

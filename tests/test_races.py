@@ -13,9 +13,9 @@ from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from helpers.measure import races as module
-from helpers.measure.races import DETECTING, races, ring_kernel_races
-from helpers.measure.timeline import Arrive, Fetch, Read, Wait
+from helpers.instruments import races as module
+from helpers.instruments.races import DETECTING, races, ring_kernel_races
+from helpers.instruments.timeline import Arrive, Fetch, Read, Wait
 
 
 def memory(steps, stages, wait=True):

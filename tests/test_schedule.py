@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from helpers.attention.hopper import forward
-from helpers.measure.hopper_figures import problem_of
-from helpers.measure.schedule import SNAKE, dealt, in_parts, key_tiles_of
-from helpers.measure.walks import from_memory, in_step, walks
+from helpers.instruments.hopper_figures import problem_of
+from helpers.instruments.schedule import SNAKE, dealt, in_parts, key_tiles_of
+from helpers.instruments.walks import from_memory, in_step, walks
 
 
 def test_no_work_is_lost():

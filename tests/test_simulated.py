@@ -4,8 +4,8 @@ import functools
 
 import pytest
 
-from helpers.measure.simulated import SimulatedCard
-from helpers.measure.timing import Program, time_together
+from helpers.instruments.simulated import SimulatedCard
+from helpers.instruments.timing import Program, time_together
 
 
 def test_calls_are_queued_and_worked_off_one_after_another():

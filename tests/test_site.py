@@ -18,9 +18,9 @@ import pytest
 from chromium import CHROMIUM, started_chromium
 from lessons import PATHS, ROOT
 
-from helpers import flash_attention
+from helpers import flash_attention, series
 from helpers.attention import masking
-from helpers.measure import results
+from helpers.instruments import results
 from helpers.site import build as site_build
 from helpers.site import landing
 from helpers.site import pages as site_pages
@@ -163,17 +163,6 @@ def test_the_table_of_implementations_holds(name, request_):
     assert row.split(" | ")[1:3] == ["✓", "✓"], "reference and portable serve every call"
     served = site_pages.why_not("hopper", **request_) is None
     assert served == (request_.get("dtype") != "float32" and not {"lengths", "local_window_size"} & request_.keys())
-
-
-def test_the_notation_is_that_of_notebook_00():
-    page = site_pages.notation(PATHS[0])
-    assert page.startswith("# Notation") and "itemsize" in page and "## " not in page
-    assert page.count("|---|") == 7
-
-
-def test_a_page_on_notation_beside_the_notebooks_is_taken(tmp_path):
-    (tmp_path / "notation.md").write_text("# Notation\n")
-    assert site_pages.notation(tmp_path / "00_test.ipynb") == "# Notation\n"
 
 
 def test_the_results_begin_with_what_the_record_says():
@@ -574,8 +563,8 @@ def test_the_first_page_shows_the_result_and_the_ways_in_on_one_screen(server, c
             "Run in Binder",
             "Install",
         ]
-        assert page.locator(".path").count() == len(landing.PATHS) == 3
-        assert page.locator(".lessons a[href*=notebooks]").count() == len(PATHS)
+        assert page.locator(".path").count() == len(series.PATHS) == 3
+        assert page.locator(".lessons a[href*='notebooks/0'], .lessons a[href*='notebooks/1']").count() == len(PATHS)
         page.locator(".search-button").click()
         assert page.locator("#pst-search-dialog input").is_visible()
 

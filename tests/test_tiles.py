@@ -20,9 +20,9 @@ from helpers.attention.portable import forward as portable
 from helpers.attention.portable.tiles import DEFAULTS, Card, Tiles, padded_head_dim, select_tiles, shared_bytes
 from helpers.attention.problem import Problem, check_call
 from helpers.attention.reference import oracle, oracle_gradients
-from helpers.measure import cost, results
-from helpers.measure.shared_memory import CARDS, KERNELS
-from helpers.measure.traffic import replay
+from helpers.dev.shared_memory import CARDS, KERNELS
+from helpers.instruments import cost, results
+from helpers.instruments.traffic import replay
 
 edges = st.none() | st.integers(0, 40)
 lengths = st.integers(1, 40)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from helpers.measure.timeline import (
+from helpers.instruments.timeline import (
     Arrive,
     Costs,
     Drain,

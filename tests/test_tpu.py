@@ -19,9 +19,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from test_portable_forward import GRID, LOGITS, TURNS, WINDOWS_AND_SCALES
 
 from helpers import flash_attention
-from helpers.attention import api, tpu
+from helpers.attention import registry, tpu
 from helpers.attention.masking import Band, key_tiles, query_tiles, visible
-from helpers.attention.problem import Problem, check_call
+from helpers.attention.problem import Call, Problem, check_call
 
 tpu_attention = functools.partial(flash_attention, implementation="tpu", return_residual=True)
 FULL = pytest.mark.full
@@ -52,7 +52,7 @@ def by_the_kernels(case, block_q=128, block_k=128):
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(problem, *arrays):
-        call = api.Call(problem, *arrays)
+        call = Call(problem, *arrays)
         out, lse = tpu.forward(call, **blocks)
         return (out, lse.swapaxes(1, 2)), tpu.backward(call, out, lse, dout, dlse.swapaxes(1, 2), **blocks)
 
@@ -247,15 +247,17 @@ def test_only_products_of_float32_follow_the_precision(dtype, precision):
 
 def test_the_default_on_a_tpu(monkeypatch):
     device = types.SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
-    monkeypatch.setattr("helpers.attention.api.device_of", lambda _: device)
+    monkeypatch.setattr("helpers.attention.registry.device_of", lambda _: device)
     (query, key, value), _ = AttentionCase(8, 8).inputs()
     for implementation in (None, "tpu"):
-        assert api._choose(implementation, check_call(query, key, value), True) == api.TPU_OR_REFERENCE
+        assert registry.choose(implementation, check_call(query, key, value)) == registry.kernels_by_platform(
+            "tpu", interpreted=False
+        )
 
 
 def test_a_gpu_is_refused(monkeypatch):
-    device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
-    monkeypatch.setattr("helpers.attention.api.device_of", lambda _: device)
+    device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
+    monkeypatch.setattr("helpers.attention.registry.device_of", lambda _: device)
     (query, key, value), _ = AttentionCase(8, 8).inputs()
     with pytest.raises(
         NotImplementedError, match=r'a TPU or a CPU, this is NVIDIA H200; use implementation="portable"'

@@ -1,6 +1,7 @@
 """What is read from the files that the compiler for TPUs writes; the compiling itself is make tpu-compile's."""
 
-from helpers.measure import results, tpu_compile
+from helpers.dev import tpu_compile
+from helpers.instruments import results
 
 ALLOCATIONS = """
   #allocation0 [shape = 'u32[]', space=smem, size = 0x4, offset = 0x4, fixed_abs, tag = 'smem constant byte address']

@@ -1,6 +1,6 @@
 """What a lesson says of a kernel that runs in the interpreter for TPUs; notebook 15 shows a race and a second visit."""
 
-from helpers.measure.tpu_interpreter import complaint
+from helpers.instruments.tpu_interpreter import complaint
 
 
 def test_nothing_to_complain_of():

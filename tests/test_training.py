@@ -11,6 +11,8 @@ import pytest
 
 from helpers import flash_attention, transformer
 
+pytestmark = pytest.mark.xdist_group("training")  # these keep what the next of them would compute again
+
 CONFIG = transformer.Config(vocabulary=11, N=2, H=16, layers=1)
 TOLERANCE = 1e-5  # relative, of a gradient; the faults below are off by at least 100 times as much
 naive = functools.partial(flash_attention, implementation="reference")

@@ -1,35 +1,17 @@
 """The public function: check the call, choose an implementation, return what was asked for."""
 
-import contextlib
-import dataclasses
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
-import jax.experimental.pallas.fuser  # the interpreter would import it with the first kernel, and that compile again
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.experimental.pallas import tpu as pltpu
 
-from helpers.attention import sharding, tpu
-from helpers.attention.device import by_platform, compute_capability, device_of
-from helpers.attention.hopper import backward as hopper_backward
-from helpers.attention.hopper import forward as hopper_forward
-from helpers.attention.hopper import serve as hopper
-from helpers.attention.low_bits import with_low_bits
-from helpers.attention.portable import backward as portable_backward
-from helpers.attention.portable import decode as portable_decode
-from helpers.attention.portable import forward as portable_forward
-from helpers.attention.problem import FEW_QUERIES, Call, check_call
-from helpers.attention.reference import naive_attention, naive_gradients, naive_gradients_of_part, what_counts
-from helpers.attention.reverse_mode import reverse_mode_only
+from helpers.attention import sharding
+from helpers.attention.device import default_device, settings
+from helpers.attention.differentiate import RESIDUALS
+from helpers.attention.problem import Call, check_call
+from helpers.attention.registry import IMPLEMENTATIONS, Kernels, KernelsOf, choose
 
-# Their names for `jax.checkpoint`; the last is there for 16-bit types in hopper, tpu and rings.
-RESIDUALS = ("flash_attention_out", "flash_attention_lse", "flash_attention_low_bits")
-IMPLEMENTATIONS = ("reference", "portable", "hopper", "tpu", "cudnn")
+__all__ = ["IMPLEMENTATIONS", "RESIDUALS", "flash_attention"]
 
 
 def flash_attention(
@@ -126,340 +108,46 @@ def flash_attention(
     )
     if not isinstance(return_residual, bool):
         raise TypeError(f"return_residual must be True or False, got {return_residual!r}")
-    attend = _choose(implementation, call, return_residual)
-    with settings():
-        out, lse = _compiled(attend, call.problem, return_residual, *call.arrays)
+    out, lse = run(choose(implementation, call, return_residual), call, return_residual)
     if query.ndim == 3:
         out, lse = out[0], None if lse is None else lse[0]
     return (out, lse) if return_residual else out
 
 
-def _choose(implementation, call, return_residual):
-    """The function that serves this call: it takes the call and returns out and lse (B, N, T)."""
-    if implementation not in (None, *IMPLEMENTATIONS):
-        raise ValueError(f"implementation must be None or one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
-    if call.problem.is_symbolic and implementation not in (None, "reference"):
-        raise NotImplementedError(f'{implementation} serves no symbolic shapes; use implementation="reference"')
-    device = device_of(call.query)
-    if implementation is None:
-        if call.problem.is_symbolic:
-            return naive_attention
-        if device.platform == "tpu":
-            return TPU_OR_REFERENCE
-        capability = compute_capability(device_of(call.query))
-        if capability == (9, 0) and hopper.why_not(call) is None:
-            return HOPPER_OR_REFERENCE
-        return PORTABLE_OR_REFERENCE if capability >= (8, 0) else naive_attention
-    check = {"portable": _check_portable, "hopper": _check_hopper, "tpu": _check_tpu, "cudnn": _check_cudnn}.get(
-        implementation
-    )
-    if check and (reason := check(call, return_residual)):
-        raise NotImplementedError(reason)
-    if implementation in INTERPRETED:
-        alone = device.platform == "cpu" and jax.typeof(call.query).sharding.mesh.empty
-        if not alone:
-            return OR_REFERENCE[implementation]
-        too_few_threads = implementation == "hopper" and _check_threads()
-        return _refusing("cpu", too_few_threads) if too_few_threads else INTERPRETED[implementation]
-    return {"reference": naive_attention, "portable": PORTABLE, "cudnn": _cudnn}[implementation]
+def run(attend, call, return_residual):
+    """out, and lse (B, T, N) or None, of a call by what `choose` found."""
+    with settings():
+        forward = _forward_on_one_device(attend, call)
+        if forward is not None:
+            return _compiled_for_one_device(forward, call.problem, return_residual, *call.arrays)
+        return _compiled(attend, call.problem, return_residual, *call.arrays)
 
 
-def kernels_of(implementation, call):
-    """The `KernelsOf` that serve a call, for those who call single passes, as `ring` does."""
-    chosen = _choose(implementation, call, return_residual=True)
-    return REFERENCE_EVERYWHERE if chosen is naive_attention else chosen
-
-
-@contextlib.contextmanager
-def settings():
-    """JAX's settings in which kernels are traced and run, whatever the caller's."""
-    with jax.enable_x64(False), jax.disable_jit(False):
-        yield
+def _forward_on_one_device(attend, call):
+    """The forward kernel alone, where nothing is traced and all arrays are on one device; otherwise None."""
+    arrays = jax.tree.leaves(call.arrays)
+    if not isinstance(attend, KernelsOf) or any(isinstance(array, jax.core.Tracer) for array in arrays):
+        return None
+    devices = {device for array in arrays for device in array.devices()}
+    is_alone = all(isinstance(array.sharding, jax.sharding.SingleDeviceSharding) for array in arrays)
+    if not is_alone or not jax.sharding.get_abstract_mesh().empty or len(devices) > 1:
+        return None
+    (device,) = devices
+    if not any(array.committed for array in arrays) and device != default_device():
+        return None  # they move before they are used
+    kernels = attend.on(device)
+    return kernels.forward if isinstance(kernels, Kernels) else None
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))  # so that a second call compiles nothing
-def _compiled(attend, problem, return_residual, *arrays):
-    """out, and lse (B, T, N) or None."""
-
-    def of_arrays(problem, *arrays):
-        return attend(Call(problem, *arrays))
-
-    out, lse = sharding.over_explicit_axes(of_arrays, problem, sharding.vary_alike(arrays))
+def _compiled_for_one_device(forward, problem, return_residual, *arrays):
+    out, lse = forward(Call(problem, *arrays))
     return out, jnp.swapaxes(lse, 1, 2) if return_residual else None
 
 
-class Kernels(NamedTuple):
-    """forward(call) -> (out, lse) and backward(call, out, lse, dout, dlse, low) -> (dq, dk, dv), on one device.
-
-    forward_with_low_bits(call) -> (out, lse, low) is for a call that will be differentiated, see `low_bits`; None
-    where backward needs no more than out. The others are for a call that has some of the keys only, while others
-    travel: they leave room for a transfer that occupies a part of a GPU. exact_forward_of_part has out in float32 with
-    all of its bits, and for backward_of_part out, lse and low are those of all keys.
-    """
-
-    forward: Callable
-    backward: Callable
-    forward_with_low_bits: Callable | None
-    forward_of_part: Callable
-    exact_forward_of_part: Callable
-    backward_of_part: Callable
-
-
-@dataclass(frozen=True)
-class KernelsOf:
-    """Attention by the kernels for the platform that a program is compiled for, as a function of a call.
-
-    Decided so late, one trace serves them all. platforms: pairs of a platform, or "default", and its Kernels, or the
-    words with which it is refused.
-    splits: whether XLA may split a call over devices.
-    """
-
-    platforms: tuple
-    splits: bool = True
-
-    def keeps_low_bits(self, problem):
-        """Whether the backward pass of a problem wants the low bits of out."""
-        served = [kernels for _, kernels in self.platforms if isinstance(kernels, Kernels)]
-        return problem.dtype.itemsize == 2 and all(kernels.forward_with_low_bits for kernels in served)
-
-    def __call__(self, call):
-        query, key, value = map(reverse_mode_only, call.arrays[:3])
-        return _attention(self, call.problem, query, key, value, call.query_lengths, call.key_lengths)
-
-    def run(self, which, problem, *arrays):
-        """The pass which, a field of `Kernels`, of (query, key, value, both lengths, *residuals)."""
-        precision = jax.config.jax_default_matmul_precision
-
-        def one_device(problem, *arrays):
-            def on(kernels):
-                if isinstance(kernels, str):
-                    return kernels
-                one_pass = getattr(kernels, which)
-                return lambda *arrays: tuple(one_pass(Call(problem, *arrays[:5]), *arrays[5:]))
-
-            # Perhaps traced anew when XLA splits a call, long after the caller's settings are gone.
-            with settings(), jax.default_matmul_precision(precision):
-                return by_platform(*arrays, **{name: on(kernels) for name, kernels in self.platforms})
-
-        letters = {
-            "forward_with_low_bits": sharding.FORWARD_WITH_LOW_BITS,
-            "backward": sharding.BACKWARD,
-            "backward_of_part": sharding.BACKWARD,
-        }.get(which, sharding.FORWARD)
-        return sharding.one_device_at_a_time(one_device, *letters, self.splits)(problem, *arrays)
-
-
-def _forward(many_queries, interpret):
-    """The forward pass by many_queries(call, interpret=…), and that of few queries by kernels of its own."""
-
-    def forward(call):
-        if call.problem.T <= FEW_QUERIES:
-            return portable_decode.decode(call, interpret=bool(interpret))
-        return many_queries(call, interpret=interpret)
-
-    return forward
-
-
-def _exact(forward):
-    """A forward pass with out in float32, from one that keeps its low bits."""
-
-    def exact_forward(call):
-        out, lse, low = forward(call)
-        return with_low_bits(out, low), lse
-
-    return exact_forward
-
-
-def _portable(interpret):
-    forward = _forward(portable_forward.forward, interpret)
-
-    def exact_forward_of_part(call):
-        exact = functools.partial(portable_forward.forward, dtype=jnp.float32, interpret=interpret)
-        out, lse = exact(call)
-        # The weights of the product are rounded, and add up to what they make of ones.
-        sums, _ = exact(dataclasses.replace(call, value=jnp.ones_like(call.value)))
-        return out / jnp.where(sums == 0, 1, sums), lse
-
-    def backward(call, out, lse, dout, dlse, low, mends_delta=True):
-        out = out if low is None else with_low_bits(out, low)
-        return portable_backward.backward(call, out, lse, dout, dlse, mends_delta=mends_delta, interpret=interpret)
-
-    of_part = functools.partial(backward, mends_delta=False)
-    return Kernels(forward, backward, None, forward, exact_forward_of_part, of_part)
-
-
-def _hopper(interpret):
-    forward = _forward(hopper_forward.forward, interpret)
-    of_part = _forward(functools.partial(hopper_forward.forward, is_persistent=False), interpret)
-    keeping = functools.partial(hopper_forward.forward, keeps_low_bits=True, interpret=interpret)
-    exact_of_part = _exact(functools.partial(keeping, is_persistent=False))
-    backward = functools.partial(hopper_backward.backward, interpret=interpret)
-    return Kernels(forward, backward, keeping, of_part, exact_of_part, backward)
-
-
-def _tpu(interpret):
-    forward = functools.partial(tpu.forward, interpret=interpret)
-    keeping = functools.partial(forward, keeps_low_bits=True)
-    backward = functools.partial(tpu.backward, interpret=interpret)
-    return Kernels(forward, backward, keeping, forward, _exact(keeping), backward)
-
-
-def _reference():
-    def keeping(call):
-        return *naive_attention(call), jnp.zeros(call.query.shape, jnp.int16)  # backward computes out again
-
-    def backward(call, out, lse, dout, dlse, low):
-        return naive_gradients(call, out, lse, dout, dlse)
-
-    def exact_forward_of_part(call):
-        query, key, value = (array.astype(jnp.float32) for array in call.arrays[:3])
-        problem = dataclasses.replace(call.problem, dtype=jnp.dtype(jnp.float32))
-        return naive_attention(dataclasses.replace(call, problem=problem, query=query, key=key, value=value))
-
-    def backward_of_part(call, out, lse, dout, dlse, low):
-        return naive_gradients_of_part(call, with_low_bits(out, low), lse, dout, dlse)
-
-    return Kernels(naive_attention, backward, keeping, naive_attention, exact_forward_of_part, backward_of_part)
-
-
-REFERENCE = _reference()
-PORTABLE = KernelsOf((("cpu", _portable(True)), ("cuda", _portable(False))))
-PORTABLE_OR_REFERENCE = KernelsOf((("cuda", _portable(False)), ("default", REFERENCE)))
-REFERENCE_EVERYWHERE = KernelsOf((("default", REFERENCE),))
-HOPPER_OR_REFERENCE = KernelsOf((("cuda", _hopper(False)), ("default", REFERENCE)))
-TPU_OR_REFERENCE = KernelsOf((("tpu", _tpu(False)), ("default", REFERENCE)))
-OR_REFERENCE = {"hopper": HOPPER_OR_REFERENCE, "tpu": TPU_OR_REFERENCE}
-# Mosaic's interpreters have side effects, which JAX would not let into `checkpoint` even where they are not used, and
-# they know one device only. So they are chosen when tracing: on a CPU these kernels cannot be checkpointed, nor split
-# by XLA.
-INTERPRETED = {
-    "hopper": KernelsOf((("cpu", _hopper(plgpu.InterpretGPUParams())), ("cuda", _hopper(False))), splits=False),
-    "tpu": KernelsOf((("cpu", _tpu(pltpu.InterpretParams())), ("tpu", _tpu(False))), splits=False),
-}
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(kernels, problem, *arrays):
-    return kernels.run("forward", problem, *arrays)
-
-
-def _attention_forward(kernels, problem, *arrays):
-    keeps_low_bits = kernels.keeps_low_bits(problem)
-    attention = _keeping_low_bits if keeps_low_bits else _attention
-    results = attention(kernels, problem, *arrays)
-    out, lse, *low = map(checkpoint_name, results, RESIDUALS)
-    return (out, lse), (*arrays, out, lse, *(low or [None]))
-
-
-def _attention_backward(kernels, problem, residuals, gradients):
-    *residuals, low = residuals
-    call, lse = Call(problem, *residuals[:5]), residuals[6]
-    query, *gradients = call.of_seeing_rows(lse, call.query, *gradients)
-    arrays = query, *residuals[1:], *gradients, low
-    # Lengths are integers and have no gradient.
-    return *_gradients(kernels, problem, *arrays), None, None
-
-
-_attention.defvjp(_attention_forward, _attention_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _keeping_low_bits(kernels, problem, *arrays):
-    return kernels.run("forward_with_low_bits", problem, *arrays)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gradients(kernels, problem, *arrays):
-    return kernels.run("backward", problem, *arrays)
-
-
-def _no_second_derivative(*_):
-    raise NotImplementedError(
-        'the kernels have a first derivative only; use implementation="reference" for second derivatives'
-    )
-
-
-for function in (_keeping_low_bits, _gradients):
-    function.defvjp(_no_second_derivative, _no_second_derivative)
-
-
-def _check_portable(call, _):
-    """Why the portable kernels cannot serve a call here, or None where they can."""
-    device = device_of(call.query)
-    if device.platform != "cpu" and compute_capability(device) < (8, 0):
-        return (
-            "the portable kernel needs a CPU or an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, this is "
-            f'{device.device_kind}; use implementation="reference"'
-        )
-    return None
-
-
-def _check_tpu(call, _):
-    """Why the kernels for a TPU cannot serve a call here, or None where they can."""
-    device = device_of(call.query)
-    if device.platform not in ("tpu", "cpu"):
-        return f'the tpu kernel needs a TPU or a CPU, this is {device.device_kind}; use implementation="portable"'
-    return None
-
-
-def _check_hopper(call, _):
-    """Why the Hopper kernels cannot serve a call here, or None where they can."""
-    device = device_of(call.query)
-    reason = hopper.why_not(call)
-    if device.platform != "cpu" and compute_capability(device) != (9, 0):
-        reason = f"it needs an NVIDIA GPU of compute capability 9.0 (Hopper) or a CPU, this is {device.device_kind}"
-    if reason:
-        return f'the hopper kernel cannot serve this call: {reason}; use implementation="portable"'
-    # A traced call may be on its way to a GPU: that is known when its program is lowered.
-    return _check_threads() if device.platform == "cpu" and not isinstance(call.query, jax.core.Tracer) else None
-
-
-def _check_threads():
-    """Why this CPU cannot interpret the Hopper kernels, or None where it can."""
-    reason = hopper.why_not_here()
-    return reason and f'the hopper kernel cannot serve this call: {reason}; use implementation="portable"'
-
-
-def _refusing(platform, words):
-    """Hopper's kernels for a GPU, and words for those who compile them for another platform."""
-    return KernelsOf(((platform, words), ("cuda", dict(INTERPRETED["hopper"].platforms)["cuda"])), splits=False)
-
-
-def _check_cudnn(call, return_residual):
-    """Why cuDNN cannot keep the contract of `flash_attention`, or None where it can."""
-    problem = call.problem
-    right = problem.band.right
-    reason = None
-    if compute_capability(device_of(call.query)) < (8, 0):
-        reason = "it needs an NVIDIA GPU of compute capability 8.0 or newer"
-    elif problem.dtype == jnp.float32:
-        reason = "it takes bfloat16 and float16 only"
-    elif problem.H % 8 or problem.H > 128:
-        reason = f"it takes head_dim up to 128 in multiples of 8, and this is {problem.H}"
-    elif (right is not None and right != 0) or (problem.band.left is not None and right is None):
-        reason = "it takes a local window only with nothing to the right"
-    elif problem.band.left is not None and problem.T > problem.S:
-        reason = f"with a local window it takes no more queries than keys, not {problem.T} and {problem.S}"
-    elif problem.scale <= 0:
-        reason = f"it takes a positive scale only, and this is {problem.scale}"
-    elif return_residual:
-        reason = "jax.nn rounds its lse to the dtype of key and stops its gradient"
-    return reason and f'cudnn cannot serve this call: {reason}; use implementation="portable"'
-
-
-def _cudnn(call):
-    band = call.problem.band
-    arrays = query, key, value = call.arrays[:3]
-    is_query, is_key, _ = what_counts(call)
-    if call.may_have_blind_rows:
-        arrays = jnp.where(is_query, query, 0), jnp.where(is_key, key, 0), jnp.where(is_key, value, 0)
-    out = jax.nn.dot_product_attention(
-        *map(reverse_mode_only, arrays),
-        scale=call.problem.scale,
-        is_causal=band.right == 0,
-        query_seq_lengths=call.query_lengths,
-        key_value_seq_lengths=call.key_lengths,
-        local_window_size=None if band.left is None else (band.left, 0),
-        implementation="cudnn",
-    )
-    return jnp.where(is_query, out, 0) if call.may_have_blind_rows else out, None
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _compiled(attend, problem, return_residual, *arrays):
+    letters = sharding.letters("forward", in_pages=arrays[5] is not None)
+    attend_to = lambda problem, *arrays: attend(Call(problem, *arrays))
+    out, lse = sharding.over_explicit_axes(attend_to, problem, sharding.vary_alike(arrays), *letters)
+    return out, jnp.swapaxes(lse, 1, 2) if return_residual else None

@@ -17,6 +17,13 @@ AMPERE = jax.sharding.AbstractDevice(device_kind="NVIDIA A100-SXM4-80GB", num_co
 LEAST_SHARED_MEMORY = 99 * 1024  # bytes of a program, at capability 8.6, 8.9 and 12.x; more from 8.0 on elsewhere
 
 
+@contextlib.contextmanager
+def settings():
+    """JAX's settings in which kernels are traced and run, whatever the caller's."""
+    with jax.enable_x64(False), jax.disable_jit(False):
+        yield
+
+
 def default_device():
     """The device that computes unless arrays say otherwise."""
     device = jax.config.jax_default_device

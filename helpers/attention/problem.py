@@ -6,7 +6,7 @@ What no implementation accepts is refused here, before any kernel runs; what one
 import math
 import numbers
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 MAX_HEAD_DIM = 256
 FEW_QUERIES = 16  # at most, of calls that the kernels for decoding serve
 LARGEST_SCALE = float(np.finfo(np.float32).max) / math.log2(math.e)
+SYMBOLS, LENGTHS, WINDOW, PAGES = "symbolic shapes", "sequence lengths", "local window", "pages"
+FEATURES = (SYMBOLS, "float32", LENGTHS, WINDOW, PAGES)  # what a call may ask for, and a backend must list
 MAX_LENGTH = 2**30 - 1  # so that sums of two positions stay within int32
 
 
@@ -60,7 +62,8 @@ class Problem:
 class Call:
     """A checked call: the static problem and its arrays, always with a batch axis.
 
-    query (B, T, N, H); key, value (B, S, K, H); query_lengths, key_lengths int32 (B,) or None.
+    query (B, T, N, H); key, value (B, S, K, H); query_lengths, key_lengths int32 (B,) or None. With a page_table, int32
+    (B, pages of a sequence), key and value are (pages, page, K, H), and S is what a row of the table has room for.
     """
 
     problem: Problem
@@ -69,11 +72,33 @@ class Call:
     value: jax.Array
     query_lengths: jax.Array | None
     key_lengths: jax.Array | None
+    page_table: jax.Array | None = None
 
     @property
     def arrays(self):
-        """The five, in the order of the fields."""
-        return self.query, self.key, self.value, self.query_lengths, self.key_lengths
+        """The six, in the order of the fields."""
+        return self.query, self.key, self.value, self.query_lengths, self.key_lengths, self.page_table
+
+    @property
+    def features(self):
+        """What the call asks for, of `FEATURES`."""
+        asked = (
+            self.problem.is_symbolic,
+            self.problem.dtype == jnp.float32,
+            not (self.query_lengths is None and self.key_lengths is None),
+            self.problem.band not in (Band(), Band(right=0)),
+            self.page_table is not None,
+        )
+        return [feature for feature, is_asked in zip(FEATURES, asked, strict=True) if is_asked]
+
+    def gathered(self):
+        """The call with its keys in one piece, if they lie in pages. A page that does not exist is some other one."""
+        if self.page_table is None:
+            return self
+        problem, table = self.problem, jnp.clip(self.page_table, 0, self.key.shape[0] - 1)
+        shape = problem.B, problem.S, problem.K, problem.H
+        key, value = (pages[table].reshape(shape) for pages in (self.key, self.value))
+        return replace(self, key=key, value=value, page_table=None)
 
     @property
     def may_have_blind_rows(self):
@@ -172,10 +197,7 @@ def check_call(
 
 
 def check_paged_call(query, key_pages, value_pages, page_table, lengths, *, scale=None):
-    """Check the arguments of `paged_attention`; return a `Call` whose key and value are pages, and the table.
-
-    The S of its problem is the number of tokens that a row of the table has room for.
-    """
+    """Check the arguments of `paged_attention` and return them as a `Call`, as `check_call` does."""
     arrays = {"query": query, "key_pages": key_pages, "value_pages": value_pages}
     for name, array in arrays.items():
         _check_array(name, array)
@@ -214,7 +236,7 @@ def check_paged_call(query, key_pages, value_pages, page_table, lengths, *, scal
                 raise ValueError(f"page_table[{row}] must name pages from 0 to {pages - 1}, got {wrong[0]}")
     problem = Problem(B, T, S, N, K, H, jnp.dtype(query.dtype), _check_scale(scale, H), Band())
     pages = jnp.asarray(key_pages), jnp.asarray(value_pages)
-    return Call(problem, jnp.asarray(query), *pages, None, key_lengths), jnp.asarray(page_table)
+    return Call(problem, jnp.asarray(query), *pages, None, key_lengths, jnp.asarray(page_table))
 
 
 def _check_array(name, array):

@@ -22,7 +22,7 @@ def naive_attention(call):
     are float32; the weights are rounded to the dtype of value for the second product, as
     in `jax.nn.dot_product_attention`.
     """
-    problem = call.problem
+    call, problem = call.gathered(), call.problem
     B, T, N, K, H = problem.B, problem.T, problem.N, problem.K, problem.H
     is_query, is_key, seen = what_counts(call)
     # Padding may hold anything, NaN included, and 0 * NaN is NaN: replace it by zeros.

@@ -25,7 +25,7 @@ fill up the end of the sequence are cut off in the same way. `plan` lists all pi
 On GPUs, compile with OVERLAPPING: XLA then sends keys and values as one transfer beside the kernel, where by itself
 it would send the values before. NCCL's transfer occupies some of the multiprocessors, which may be why a persistent
 forward kernel lost time beside it; here it runs one program a tile, and the backward kernels always do. What that gave
-on two cards is in measure/results.
+on two GPUs is in instruments/records.
 
 Several hosts: call `jax.distributed.initialize()` first, and make the mesh of all devices. Nothing else changes.
 A host that stops ends the others with an error: after `heartbeat_timeout_seconds` of that call, if not at once.
@@ -40,15 +40,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from helpers.attention.api import RESIDUALS, KernelsOf, kernels_of
+from helpers.attention.differentiate import differentiable
 from helpers.attention.low_bits import low_bits
 from helpers.attention.masking import Band
 from helpers.attention.problem import MAX_LENGTH, Call, Problem, check_call, check_lengths
-from helpers.attention.reverse_mode import reverse_mode_only
+from helpers.attention.reference import naive_attention
+from helpers.attention.registry import KernelsOf, choose, kernels_by_platform
 from helpers.attention.sharding import vary_alike
 
 LAYOUTS = ("contiguous", "striped", "zigzag")
@@ -189,9 +189,11 @@ def ring_attention(
     ]
     # Chosen for a call that has lengths if this one has.
     call = dataclasses.replace(call, query_lengths=lengths[0], key_lengths=lengths[1])
-    ring = Ring(kernels_of(implementation, call), problem, axis_name, devices, layout, key_length)
-    _, *arrays = vary_alike((lax.axis_index(axis_name), *call.arrays))
-    out, lse = _ring(ring, *map(reverse_mode_only, arrays[:3]), *arrays[3:])
+    chosen = choose(implementation, call)
+    kernels = kernels_by_platform("reference") if chosen is naive_attention else chosen
+    ring = Ring(kernels, problem, axis_name, devices, layout, key_length)
+    _, *arrays = vary_alike((lax.axis_index(axis_name), *call.arrays[:5]))
+    out, lse = _differentiable(ring)(*arrays)
     lse = jnp.swapaxes(lse, 1, 2)
     if query.ndim == 3:
         out, lse = out[0], lse[0]
@@ -244,7 +246,7 @@ def ring_attention_on_mesh(
         "layout": layout if is_causal else "contiguous",
         "implementation": implementation,
     }
-    out, lse = _on_mesh(mesh, tuple(arguments.items()), *call.arrays)
+    out, lse = _on_mesh(mesh, tuple(arguments.items()), *call.arrays[:5])
     if query.ndim == 3:
         out, lse = out[0], lse[0]
     return (out, lse) if return_residual else out
@@ -358,7 +360,7 @@ class Ring:
     def step(self, which, step, queries, key, value, query_lengths, key_lengths):
         """One pass of this device's piece of a step, with results for all of its queries and of these keys.
 
-        which: a pass of `api.Kernels`. queries: query, and for "backward_of_part" out, lse, dout, dlse and low.
+        which: a pass of `registry.Kernels`. queries: query, and for "backward_of_part" out, lse, dout, dlse and low.
         """
         T, S, is_causal = self.problem.T, self.problem.S, self.problem.band.right == 0
         pieces = plan(self.layout, self.devices, T, S, is_causal=is_causal, key_length=self.key_length)[step]
@@ -398,7 +400,7 @@ class Ring:
             if key_lengths is not None:
                 key_lengths = jnp.minimum(key_lengths, keys)
             part = dataclasses.replace(problem, T=problem.T - first, S=keys, band=Band.of(is_causal))
-            results = self.kernels.run(which, part, query, key, value, query_lengths, key_lengths, *residuals)
+            results = self.kernels.run(which, part, query, key, value, query_lengths, key_lengths, None, *residuals)
         after = lambda array: _padded(array, 1, 0, problem.S - keys)
         if which == "backward_of_part":
             dq, dk, dv = results
@@ -438,36 +440,27 @@ def _around(ring, which, query, *key_side):
     return out, lse
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(ring, query, *key_side):
-    out, lse = _around(ring, "forward_of_part", query, *key_side)
-    return out.astype(query.dtype), lse
+def _differentiable(ring):
+    """attend(query, key, value, *lengths) -> (out, lse), with a backward pass that goes round once more."""
+
+    def forward(query, *key_side):
+        out, lse = _around(ring, "forward_of_part", query, *key_side)
+        return out.astype(query.dtype), lse
+
+    def forward_with_residuals(query, *key_side):
+        exact, lse = _around(ring, "exact_forward_of_part", query, *key_side)
+        out = exact.astype(query.dtype)
+        return (out, lse, low_bits(exact, out)) if query.dtype.itemsize == 2 else (out, lse)
+
+    def backward(arrays, residuals, gradients):
+        out, lse, *low = residuals
+        gradients = Call(ring.problem, *arrays).of_seeing_rows(lse, *gradients)
+        return _gradients(ring, *arrays, out, lse, *gradients, *(low or [None]))
+
+    words = 'ring_attention has a first derivative only; flash_attention with implementation="reference" has all'
+    return differentiable(forward, backward, forward_with_residuals, words)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _exact_ring(ring, query, *key_side):
-    return _around(ring, "exact_forward_of_part", query, *key_side)
-
-
-def _ring_forward(ring, query, *key_side):
-    exact, lse = _exact_ring(ring, query, *key_side)
-    out = exact.astype(query.dtype)
-    low = [low_bits(exact, out)] if query.dtype.itemsize == 2 else []
-    out, lse, *low = map(checkpoint_name, (out, lse, *low), RESIDUALS)
-    return (out, lse), (query, *key_side, out, lse, *(low or [None]))
-
-
-def _ring_backward(ring, residuals, gradients):
-    *residuals, low = residuals
-    call, lse = Call(ring.problem, *residuals[:5]), residuals[6]
-    gradients = call.of_seeing_rows(lse, *gradients)
-    return *_gradients(ring, *residuals, *gradients, low), None, None  # lengths have no gradient
-
-
-_ring.defvjp(_ring_forward, _ring_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gradients(ring, query, key, value, query_lengths, key_lengths, *residuals):
     own, lengths = [key, value], (query_lengths, key_lengths)
     dq = jnp.zeros_like(query, jnp.float32)
@@ -485,13 +478,3 @@ def _gradients(ring, query, key, value, query_lengths, key_lengths, *residuals):
             part = [a + b for a, b in zip(travelling, part, strict=True)]
         travelling = ring.shift(part) if step else part
     return tuple(array.astype(query.dtype) for array in (dq, *travelling))
-
-
-def _no_second_derivative(*_):
-    raise NotImplementedError(
-        'ring_attention has a first derivative only; flash_attention with implementation="reference" has all'
-    )
-
-
-for function in (_exact_ring, _gradients):
-    function.defvjp(_no_second_derivative, _no_second_derivative)

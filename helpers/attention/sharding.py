@@ -18,10 +18,20 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-CALL = ("BTNH", "BSKH", "BSKH", "B", "B")  # query, key, value and both lengths
-FORWARD = CALL, ("BTNH", "BNT")
-FORWARD_WITH_LOW_BITS = CALL, ("BTNH", "BNT", "BTNH")
-BACKWARD = (*CALL, "BTNH", "BNT", "BTNH", "BNT", "BTNH"), ("BTNH", "BSKH", "BSKH")  # residuals' low bits come last
+RESULTS = ("BTNH", "BNT", "BTNH")  # out, lse, and the low bits of out
+
+
+def letters(which, in_pages=False):
+    """Of the arrays that go into a pass of `registry.Kernels`, and of those that come out.
+
+    Into it go query, key, value, both lengths and the page table, and into a backward pass also out, lse, dout, dlse
+    and low bits. P pages of G tokens hold keys, and L of them a sequence.
+    """
+    keys = "PGKH" if in_pages else "BSKH"
+    call = ("BTNH", keys, keys, "B", "B", "BL")
+    if "backward" in which:
+        return (*call, "BTNH", "BNT", "BTNH", "BNT", "BTNH"), ("BTNH", "BSKH", "BSKH")
+    return call, RESULTS if which == "forward_with_low_bits" else RESULTS[:2]
 
 
 def join_axis(size, array, is_batched):
@@ -31,16 +41,24 @@ def join_axis(size, array, is_batched):
 
 
 def join_all(size, is_batched, *arrays):
-    """All arrays, each with such an axis or without."""
-    return jax.tree.map(functools.partial(join_axis, size), arrays, tuple(is_batched))
+    """All arrays, each with such an axis or without. Pages that all entries share stay as they are, uncopied."""
+    query, key, value, _, key_lengths, table, *_ = arrays
+    join = functools.partial(join_axis, size)
+    if table is None:
+        return jax.tree.map(join, arrays, tuple(is_batched))
+    of_query, of_keys, of_values, _, of_lengths, of_table = is_batched
+    if of_keys or of_values:  # each entry has pages of its own, whose numbers go on from those of the entry before
+        count = (key.shape[1:] if of_keys else key.shape)[0]
+        table = jnp.clip(table, 0, count - 1) + count * jnp.arange(size, dtype=table.dtype)[:, None, None]
+        key, value, of_table = join(key, of_keys), join(value, of_values), True
+    return join(query, of_query), key, value, None, join(key_lengths, of_lengths), join(table, of_table)
 
 
-def one_device_at_a_time(run, inputs, outputs, splits=True, join=join_all):
+def one_device_at_a_time(run, inputs, outputs, splits=True):
     """run(problem, *arrays) as a function that `vmap` and the compiler's partitioner know how to split.
 
     run has no derivative and works on one device. inputs, outputs: the letters of its arrays, of which some
-    may be None, and of its results, a tuple. splits: whether to split at all. An axis of `vmap` joins the batch, in
-    arrays that join makes of the arrays.
+    may be None, and of its results, a tuple. splits: whether to split at all. An axis of `vmap` joins the batch.
     """
 
     def part(problem, *arrays):
@@ -61,7 +79,7 @@ def one_device_at_a_time(run, inputs, outputs, splits=True, join=join_all):
                 return tuple(result[None][:0] for result in results), (True,) * len(outputs)
 
             joined = dataclasses.replace(problem, B=size * problem.B)
-            results = at_once(joined, *join(size, is_batched, *arrays))
+            results = at_once(joined, *join_all(size, is_batched, *arrays))
             results = tuple(result.reshape(size, problem.B, *result.shape[1:]) for result in results)
             return results, (True,) * len(outputs)
 
@@ -101,7 +119,7 @@ def _partitioned(run, problem, inputs, outputs, arrays):
     return call(*arrays)
 
 
-def over_explicit_axes(run, problem, arrays, inputs=FORWARD[0], outputs=FORWARD[1]):
+def over_explicit_axes(run, problem, arrays, inputs, outputs):
     """run(problem, *arrays), on each device for its part, where axes of the mesh are explicit.
 
     Results are split as the query is. What has a derivative in run has one here.

@@ -1,10 +1,13 @@
 """The tables of the tuner: which tiles were the fastest on the card that a kernel will run on."""
 
 import functools
+import json
+import re
+from pathlib import Path
 
 from helpers.attention.device import default_device
-from helpers.measure import results
 
+TUNED = Path(__file__).parent / "tuned"  # <GPU>.json, written by `dev.tune` and described in `instruments.results`
 # An H100 of this form has the SMs of an H200, and another memory.
 SAME_SMS = {"NVIDIA H100 80GB HBM3": "NVIDIA H200"}
 
@@ -15,11 +18,19 @@ def this_card():
     return SAME_SMS.get(device.device_kind, device.device_kind) if device.platform == "gpu" else None
 
 
+def path_of(card):
+    """Where the table of a GPU is, or would be."""
+    return TUNED / f"{slug(card)}.json"
+
+
+def slug(card):
+    """The name of a GPU as the name of a file."""
+    return re.sub(r"[^a-z0-9]+", "_", card.lower()).strip("_")
+
+
 @functools.cache
 def rows_by(card, part, *fields):
-    """{values of these fields: row} for a part of a card's table (see `results`), empty where it was not tuned."""
-    try:
-        rows = results.read_tiles(card).get(part, ()) if card else ()
-    except FileNotFoundError:
-        rows = ()
+    """{values of these fields: row} for a part of a GPU's table, empty where it was not tuned."""
+    path = path_of(card or "none")
+    rows = json.loads(path.read_text()).get(part, ()) if path.exists() else ()
     return {tuple(row[field] for field in fields): row for row in rows}

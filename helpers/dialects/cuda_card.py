@@ -215,7 +215,7 @@ def timed(card, H, dtype, is_causal):
     import torch
 
     from helpers import flash_attention
-    from helpers.measure.timing import Program, time_together
+    from helpers.instruments.timing import Program, time_together
 
     B, N = TOKENS // T, WIDTH // H
     keys = jax.random.split(jax.random.key(17), 4)

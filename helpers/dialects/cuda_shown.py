@@ -1,6 +1,6 @@
 """What notebook 17 shows of CUDA C++: run here if there is a C++ compiler, and read from a record if not.
 
-    python -m helpers.dialects.cuda_shown        writes helpers/measure/results/cuda_shown.json (make cuda)
+    python -m helpers.dialects.cuda_shown        writes helpers/instruments/records/cuda_shown.json (make cuda)
 
 The measurements of a card stand in <card>_cuda.json; `cuda_card` takes them.
 """
@@ -17,7 +17,7 @@ import numpy as np
 from helpers.attention.reference import oracle, oracle_gradients
 from helpers.dialects import cuda_compile, cuda_launch
 from helpers.dialects.cuda_launch import RUNGS, SOURCE, SharedMemoryError
-from helpers.measure import results
+from helpers.instruments import results
 from helpers.source import Source, cut
 
 RECORD = results.RESULTS / "cuda_shown.json"

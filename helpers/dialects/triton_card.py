@@ -291,7 +291,7 @@ def timed(H, is_causal, best, pallas):
 
     from helpers.dialects import triton_launch
     from helpers.dialects.triton_launch import Launch
-    from helpers.measure.timing import Program, kernel_times, time_together
+    from helpers.instruments.timing import Program, kernel_times, time_together
 
     B, N = TOKENS // T, WIDTH // H
     keys = jax.random.split(jax.random.key(16), 4)

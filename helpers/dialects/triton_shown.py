@@ -1,6 +1,6 @@
 """What notebook 16 shows of Triton: run here if Triton is installed, and read from a record if not.
 
-    python -m helpers.dialects.triton_shown        writes helpers/measure/results/triton_shown.json (make triton)
+    python -m helpers.dialects.triton_shown        writes helpers/instruments/records/triton_shown.json (make triton)
 
 The measurements of a card stand in <card>_triton.json; `triton_card` writes them.
 """
@@ -17,7 +17,7 @@ import numpy as np
 
 from helpers.attention.reference import oracle, oracle_gradients
 from helpers.dialects import triton_launch
-from helpers.measure import results
+from helpers.instruments import results
 
 RECORD = results.RESULTS / "triton_shown.json"
 CARD = results.RESULTS / "nvidia_h200_triton.json"

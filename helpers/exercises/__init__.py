@@ -1,4 +1,4 @@
-"""The exercises of the notebooks. A check cell says ``check("2.1", update)``."""
+"""The exercises of the notebooks. A check cell says ``check(update)``."""
 
 from helpers.exercises.checking import check
 

@@ -1,22 +1,49 @@
 """The exercises of notebook 15: a step of the walk, blocks that stay, whole registers, VMEM, axes in any order."""
 
-import functools
 import itertools
-import math
 
+import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 
-from helpers.exercises.checking import Case, Complaint, Exercise, Mistake
+from helpers.exercises.exercise import Case, Complaint, Exercise
 
-# 15.1 A step of the walk
+
+def _cases(names, *sizes):
+    """A case for each row of numbers, labelled by their names."""
+    return [Case(", ".join(f"{name}={size}" for name, size in zip(names, row, strict=True)), row) for row in sizes]
+
+
+# 15.1
+
+
+def attend_step(step, last, q_ref, k_ref, v_ref, out_ref, lse_ref, m_ref, l_ref, acc_ref):
+    @pl.when(step == 0)
+    def _():
+        m_ref[...] = jnp.full(m_ref.shape, -jnp.inf)
+        l_ref[...] = jnp.zeros(l_ref.shape)
+        acc_ref[...] = jnp.zeros(acc_ref.shape)
+
+    m = m_ref[...]
+    s = q_ref[...] @ k_ref[...].T
+    m_new = jnp.maximum(m, s.max(axis=1, keepdims=True))
+    alpha = jnp.exp(m - m_new)
+    p = jnp.exp(s - m_new)
+    m_ref[...] = m_new
+    l_ref[...] = alpha * l_ref[...] + p.sum(axis=1, keepdims=True)
+    acc_ref[...] = alpha * acc_ref[...] + p @ v_ref[...]
+
+    @pl.when(step == last)
+    def _():
+        out_ref[...] = acc_ref[...] / l_ref[...]
+        lse_ref[...] = m_ref[...] + jnp.log(l_ref[...])
 
 
 class Ref:
-    """A block in VMEM: `ref[...]` is what stands there, `ref[...] = x` puts x there. It begins with NaN."""
+    """A block in VMEM, float32: `ref[...]` is what stands there, `ref[...] = x` puts x there."""
 
-    def __init__(self, name, shape, array=None):
-        self.name, self.shape, self.dtype = name, shape, np.dtype(np.float32)
-        self._array = np.full(shape, np.nan, np.float32) if array is None else array.astype(np.float32)
+    def __init__(self, name, array):
+        self.name, self.shape, self.dtype, self._array = name, array.shape, np.dtype("float32"), np.float32(array)
 
     def __getitem__(self, index):
         return self._array[index].copy()
@@ -32,20 +59,17 @@ class Ref:
 
 
 def _walk(answer, q, k, v, block_q, block_k):
-    """(out, lse) of a step function: all steps of a tile of queries, then those of the next."""
+    """(out, lse) of a step function: all steps of a tile of queries, then those of the next. Blocks begin with NaN."""
     H, last = q.shape[1], len(k) // block_k - 1
-    scratch = Ref("m_ref", (block_q, 1)), Ref("l_ref", (block_q, 1)), Ref("acc_ref", (block_q, H))
-    outs, lses = [], []
+    begun = lambda name, width: Ref(name, np.full((block_q, width), np.nan))
+    scratch, results = (begun("m_ref", 1), begun("l_ref", 1), begun("acc_ref", H)), []
     for start in range(0, len(q), block_q):
-        out_ref, lse_ref = Ref("out_ref", (block_q, H)), Ref("lse_ref", (block_q, 1))
-        q_ref = Ref("q_ref", (block_q, H), q[start : start + block_q])
+        q_ref, out_ref, lse_ref = Ref("q_ref", q[start : start + block_q]), begun("out_ref", H), begun("lse_ref", 1)
         for step in range(last + 1):
             keys = slice(step * block_k, (step + 1) * block_k)
-            k_ref, v_ref = Ref("k_ref", (block_k, H), k[keys]), Ref("v_ref", (block_k, H), v[keys])
-            answer(step, last, q_ref, k_ref, v_ref, out_ref, lse_ref, *scratch)
-        outs.append(out_ref[...])
-        lses.append(lse_ref[...])
-    return np.concatenate(outs), np.concatenate(lses)
+            answer(step, last, q_ref, Ref("k_ref", k[keys]), Ref("v_ref", v[keys]), out_ref, lse_ref, *scratch)
+        results.append((out_ref[...], lse_ref[...]))
+    return tuple(map(np.concatenate, zip(*results, strict=True)))
 
 
 def _attention(q, k, v, block_q, block_k):
@@ -55,24 +79,17 @@ def _attention(q, k, v, block_q, block_k):
     return (np.exp(s - lse) @ v).astype(np.float32), lse.astype(np.float32)
 
 
+# fmt: off
 def _walk_cases():
     hand = np.array([[1.0]]), np.log([[1.0], [3.0], [2.0], [8.0]]), np.array([[1.0], [2.0], [3.0], [4.0]])
     cases = [Case("the case worked by hand", (*hand, 1, 2))]
-    for label, tiles, steps, heights in (
-        ("2 tiles of queries, 3 steps", 2, 3, (0, 0, 0)),
-        ("2 tiles of queries, 3 steps, the largest logits first", 2, 3, (9, 0, 0)),
-        ("2 tiles of queries, 3 steps, the largest logits last", 2, 3, (0, 0, 9)),
-        ("2 tiles of queries, 3 steps, logits near 200, then near 0", 2, 3, (200, 0, -20)),
-        ("2 tiles of queries, 3 steps, logits near 500", 2, 3, (500, 501, 499)),
-        ("2 tiles of queries, 3 steps, logits near -500", 2, 3, (-501, -499, -500)),
-        ("3 tiles of queries, 1 step", 3, 1, (0,)),
+    for tiles, *heights in (
+        (2, 0, 0, 0), (2, 9, 0, 0), (2, 0, 0, 9), (2, 200, 0, -20), (2, 500, 501, 499), (2, -501, -499, -500), (3, 0),
     ):
         random = np.random.default_rng([15, 1, len(cases)])
-        q = random.standard_normal((4 * tiles, 8))
-        k, v = random.standard_normal((2, 5 * steps, 8))
+        q, (k, v) = random.standard_normal((4 * tiles, 8)), random.standard_normal((2, 5 * len(heights), 8))
         q[:, 0], k[:, 0] = 1, np.repeat(heights, 5)
-        cases.append(Case(label, (q, k, v, 4, 5)))
-    random = np.random.default_rng([15, 1, len(cases)])
+        cases.append(Case(f"{tiles} tiles of queries, logits of the steps near {str(heights)[1:-1]}", (q, k, v, 4, 5)))
     q, (k, v) = random.standard_normal((4, 8)), random.standard_normal((2, 10, 8))
     q[:, 0], k[:, 0] = (1, -1, 1, -1), np.tile((0, 150, 60, 90, 30), 2)
     cases.append(Case("1 tile of queries, 2 steps, queries and keys of very different logits", (q, k, v, 4, 5)))
@@ -82,480 +99,194 @@ def _walk_cases():
     return cases
 
 
-def _step(
-    step,
-    last,
-    q_ref,
-    k_ref,
-    v_ref,
-    out_ref,
-    lse_ref,
-    m_ref,
-    l_ref,
-    acc_ref,
-    *,
-    begins=lambda step, last: step == 0,
-    ends=lambda step, last: step == last,
-    maximum=np.maximum,
-    of_l=lambda alpha: alpha,
-    of_acc=lambda alpha: alpha,
-    early=False,
-    halfway=False,
-    lse=lambda m, l: m + np.log(l),
-    out=lambda acc, l: acc / l,
-):
-    def write():
-        out_ref[...], lse_ref[...] = out(acc_ref[...], l_ref[...]), lse(m_ref[...], l_ref[...])
-
-    if begins(step, last):
-        m_ref[...], l_ref[...], acc_ref[...] = -np.inf, 0, 0
-    if early and ends(step, last):
-        write()
-    s = q_ref[...] @ k_ref[...].T
-    m = maximum(m_ref[...], s.max(axis=1, keepdims=True))
-    alpha, p = np.exp(m_ref[...] - m), np.exp(s - m)
-    before = l_ref[...]
-    m_ref[...] = m
-    l_ref[...] = of_l(alpha) * before + p.sum(axis=1, keepdims=True)
-    if halfway:
-        acc_ref[...] = (alpha * before * acc_ref[...] + p @ v_ref[...]) / l_ref[...]
-    else:
-        acc_ref[...] = of_acc(alpha) * acc_ref[...] + p @ v_ref[...]
-    if not early and ends(step, last):
-        write()
-
-
-def _step_with(**options):
-    return functools.partial(_step, **options)
-
-
-def _one(alpha):
-    return 1
-
+LSE, MAXIMUM = "m_ref[...] + jnp.log(l_ref[...])", "jnp.maximum(m, s.max(axis=1, keepdims=True))"  # in the solution
 
 WALK = Exercise(
-    number="15.1",
-    title="A step of the walk",
-    outputs=("out", "lse"),
-    cases=_walk_cases,
-    run=_walk,
-    expected=_attention,
-    tolerance=1e-4,
+    solution=attend_step, title="A step of the walk", outputs=("out", "lse"),
+    cases=_walk_cases, run=_walk, expected=_attention, tolerance=1e-4,
     tried="one to three steps, tiles of queries one after another, logits from 500 to -100000, largest first and last",
     mistakes=(
-        Mistake(
-            "scratch is never set",
-            _step_with(begins=lambda step, last: False),
-            "At step 0 there stands whatever was left there: set m, l and acc first, see section 2.",
-        ),
-        Mistake(
-            "scratch is set at every step",
-            _step_with(begins=lambda step, last: True),
-            "Then only the last tile of keys counts: set it at step 0 alone, see section 2.",
-        ),
-        Mistake(
-            "the result is written at step 0 only",
-            _step_with(ends=lambda step, last: step == 0),
-            "It is whole after the last step: see section 3.",
-        ),
-        Mistake(
-            "the result is written before the last tile is in it",
-            _step_with(early=True),
-            "Update m, l and acc first, then write: see section 3.",
-        ),
-        Mistake(
-            "m is overwritten before alpha is made of it",
-            _step_with(of_l=_one, of_acc=_one),
-            "A ref forgets: read the old m before you write the new one, or alpha is 1, see section 4.",
-        ),
-        Mistake(
-            "acc is not rescaled",
-            _step_with(of_acc=_one),
-            "acc counts from the old maximum: multiply it by alpha, as l, see section 4.",
-        ),
-        Mistake(
-            "l is not rescaled",
-            _step_with(of_l=_one),
-            "l counts from the old maximum: multiply it by alpha, as acc, see section 4.",
-        ),
-        Mistake(
-            "m is the maximum of the tile alone",
-            _step_with(maximum=lambda old, new: new),
-            "The running maximum never falls: take the larger of the two, see section 4.",
-        ),
-        Mistake(
-            "nothing is divided by l",
-            _step_with(out=lambda acc, l: acc),
-            "out = acc / l, once, at the end: see section 4.",
-        ),
-        Mistake(
-            "acc is divided at every step, and once more at the end",
-            _step_with(halfway=True),
-            "acc stays a sum until the last step: see section 4.",
-        ),
-        Mistake(
-            "lse is without the logarithm",
-            _step_with(lse=lambda m, l: m + l),
-            "lse = m + log l: see section 4.",
-        ),
-        Mistake(
-            "lse is without m",
-            _step_with(lse=lambda m, l: np.log(l)),
-            "lse = m + log l: see section 4.",
-        ),
-        Mistake(
-            "lse is m",
-            _step_with(lse=lambda m, l: m),
-            "lse = m + log l: see section 4.",
-        ),
+        ("scratch is never set", "step == 0", "False", "Set m, l and acc at step 0, before all else: see section 2."),
+        ("scratch is set at every step", "step == 0", "True", "Then only the last tile counts: see section 2."),
+        ("m begins with 0", "-jnp.inf", "0.0",
+         "Logits far below 0 lose their exponentials against it: begin with -inf, see section 2."),
+        ("the result is written at step 0 only", "== last", "== 0", "It is whole after the last step: see section 3."),
+        ("the result is written before the last tile is in it",
+         ("    m = m_ref[...]\n", "acc_ref[...] / l_ref[...]", LSE),
+         ("    m, l, acc = m_ref[...], l_ref[...], acc_ref[...]\n", "acc / l", "m + jnp.log(l)"),
+         "Update m, l and acc first, then write: see section 3."),
+        ("m is overwritten before alpha is made of it",
+         "alpha = jnp.exp(m - m_new)", "m_ref[...] = m_new\n    alpha = jnp.exp(m_ref[...] - m_new)",
+         "A ref forgets: read the old m before you write the new one, or alpha is 1, see section 4."),
+        ("acc is not rescaled", "alpha * acc_ref", "acc_ref", "acc counts from the old maximum, as l: see section 4."),
+        ("l is not rescaled", "alpha * l_ref", "l_ref", "l counts from the old maximum, as acc: see section 4."),
+        ("m is the maximum of the tile alone", MAXIMUM, "s.max(axis=1, keepdims=True)",
+         "The running maximum never falls: take the larger of the two, see section 4."),
+        ("nothing is divided by l", " / l_ref[...]", "", "out = acc / l, once, at the end: see section 4."),
+        ("acc is divided at every step, and once more at the end",
+         "alpha * acc_ref[...] + p @ v_ref[...]", "(alpha * acc_ref[...] + p @ v_ref[...]) / l_ref[...]",
+         "acc stays a sum until the last step: see section 4."),
+        ("lse is without the logarithm", LSE, "m_ref[...] + l_ref[...]", "lse = m + log l: see section 4."),
+        ("lse is without m", LSE, "jnp.log(l_ref[...])", "lse = m + log l: see section 4."),
     ),
 )
+# fmt: on
 
 
-# 15.2 A block that stays
+# 15.2
 
 
-def _needed(i, step, block_q, block_k):
-    return step * block_k < (i + 1) * block_q
+def keys_in_place(i, step, block_q, block_k):
+    last = ((i + 1) * block_q - 1) // block_k
+    return min(step, last)
 
 
 def _asked(answer, T, S, block_q, block_k):
     """The index of the key block for each program, in the order of the walk: (tiles of queries, steps)."""
-    table = []
-    for i, step in np.ndindex(T // block_q, S // block_k):
-        index = answer(i, step, block_q, block_k)
-        try:
-            whole = int(index)
-        except (TypeError, ValueError, OverflowError):
-            whole = None
-        if whole is None or whole != index:
-            raise Complaint(f"program ({i}, {step}) asks for what is no whole number")
-        table.append(whole)
-    return np.array(table).reshape(T // block_q, S // block_k)
-
-
-def _transfers(indices):
-    """How often a block moves: whenever it is not that of the step before."""
-    return 1 + sum(a != b for a, b in itertools.pairwise(indices))
+    table = np.array([[answer(i, j, block_q, block_k) for j in range(S // block_k)] for i in range(T // block_q)])
+    if table.ndim > 2 or table.dtype.kind not in "iuf" or (table % 1 != 0).any():
+        raise Complaint("an index map names one block, by a whole number")
+    return table.astype(int)
 
 
 def _judge_blocks(table, case):
-    T, S, block_q, block_k = case.arguments
-    programs = list(np.ndindex(T // block_q, S // block_k))
-    indices = [int(index) for index in np.ravel(table)]
-    for (i, step), index in zip(programs, indices, strict=True):
-        if not 0 <= index < S // block_k:
-            return f"program ({i}, {step}) asks for block {index}, and there are blocks 0 to {S // block_k - 1}"
-        if _needed(i, step, block_q, block_k) and index != step:
-            return f"program ({i}, {step}) needs key block {step} and has {index}"
-    wanted = [step for i, step in programs if _needed(i, step, block_q, block_k)]
-    moved, least = _transfers(indices), _transfers(wanted)
+    (_, _, block_q, block_k), wanted = case.arguments, []
+    for (i, step), index in np.ndenumerate(table):
+        if step * block_k < (i + 1) * block_q:
+            wanted.append(step)
+            if index != step:
+                return f"program ({i}, {step}) needs key block {step} and has {index}"
+    # A block moves whenever it is not that of the step before.
+    moved, least = (1 + sum(a != b for a, b in itertools.pairwise(blocks)) for blocks in (np.ravel(table), wanted))
     return None if moved == least else f"{moved} blocks are fetched on the walk, and {least} would do"
 
 
-def _block_cases():
-    sizes = (
-        (4, 4, 2, 2),
-        (8, 8, 2, 2),
-        (8, 8, 4, 2),
-        (8, 8, 2, 4),
-        (12, 12, 6, 4),
-        (12, 12, 4, 6),
-        (24, 24, 3, 8),
-        (4, 8, 2, 2),
-        (8, 4, 2, 2),
-        (512, 512, 128, 128),
-    )
-    return [
-        Case(f"{T} queries, {S} keys, block_q={block_q}, block_k={block_k}", (T, S, block_q, block_k))
-        for T, S, block_q, block_k in sizes
-    ]
+LAST, TAKEN = "((i + 1) * block_q - 1) // block_k", "min(step, last)"  # in the solution
 
-
-def _last(i, block_q, block_k):
-    return ((i + 1) * block_q - 1) // block_k
-
-
+# fmt: off
 BLOCKS = Exercise(
-    number="15.2",
-    title="A block that stays",
-    outputs=("blocks",),
-    cases=_block_cases,
-    run=_asked,
-    judge=_judge_blocks,
+    solution=keys_in_place, title="A block that stays", outputs=("blocks",), run=_asked, judge=_judge_blocks,
+    cases=lambda: _cases(
+        ("T", "S", "block_q", "block_k"), (4, 4, 2, 2), (8, 8, 2, 2), (8, 8, 4, 2), (8, 8, 2, 4), (12, 12, 6, 4),
+        (12, 12, 4, 6), (24, 24, 3, 8), (4, 8, 2, 2), (8, 4, 2, 2), (512, 512, 128, 128),
+    ),
     tried="tiles of equal and of unequal sizes, more keys than queries and fewer",
     mistakes=(
-        Mistake(
-            "every block is fetched",
-            lambda i, step, block_q, block_k: step,
-            "Past the last block that tile i needs, let the index stay: see section 5.",
-        ),
-        Mistake(
-            "the index stays one block too early",
-            lambda i, step, block_q, block_k: min(step, max(0, _last(i, block_q, block_k) - 1)),
-            "The block that holds the key of the last query is needed too: see section 5.",
-        ),
-        Mistake(
-            "the index stays one block too late",
-            lambda i, step, block_q, block_k: min(step, (i + 1) * block_q // block_k),
-            "The last query of tile i is (i + 1) * block_q - 1: see section 5.",
-            variants=(lambda i, step, block_q, block_k: min(step, _last(i, block_q, block_k) + 1),),
-        ),
-        Mistake(
-            "the last block is that of the first query of the tile",
-            lambda i, step, block_q, block_k: min(step, i * block_q // block_k),
-            "The last query of the tile sees furthest: see section 5.",
-        ),
-        Mistake(
-            "both kinds of tiles are taken to be of one size",
-            lambda i, step, block_q, block_k: min(step, i),
-            "i counts tiles of queries, step counts tiles of keys: go by positions, see section 5.",
-        ),
-        Mistake(
-            "block_q and block_k are swapped",
-            lambda i, step, block_q, block_k: min(step, _last(i, block_k, block_q)),
-            "Query tile i ends at (i + 1) * block_q, and a key block has block_k keys.",
-        ),
-        Mistake(
-            "the index of a block that is not needed is -1",
-            lambda i, step, block_q, block_k: step if _needed(i, step, block_q, block_k) else -1,
-            "An index map always names a block: name one that is there already, see section 5.",
-        ),
-        Mistake(
-            "the index goes back to 0 where nothing is needed",
-            lambda i, step, block_q, block_k: step if _needed(i, step, block_q, block_k) else 0,
-            "The next tile begins with block 0, but after the last tile of the walk nobody wants it: let it stay.",
-        ),
-        Mistake(
-            "min and max are mixed up",
-            lambda i, step, block_q, block_k: max(step, _last(i, block_q, block_k)),
-            "The index may not go beyond the last block that is needed: take the smaller, see section 5.",
-        ),
-        Mistake(
-            "the same block stays for all steps",
-            lambda i, step, block_q, block_k: _last(i, block_q, block_k),
-            "Up to the last block that is needed, each step has its own: see section 5.",
-        ),
+        ("every block is fetched", TAKEN, "step", "Past the last block that is needed let it stay: see section 5."),
+        ("the index stays one block too early", TAKEN, "min(step, max(0, last - 1))",
+         "The block that holds the key of the last query is needed too: see section 5."),
+        ("the index stays one block too late", TAKEN, "min(step, last + 1)",
+         "The last query of tile i is (i + 1) * block_q - 1: see section 5."),
+        ("the first query of the next tile counts as the last of this one", LAST, "(i + 1) * block_q // block_k",
+         "The last query of tile i is (i + 1) * block_q - 1: see section 5."),
+        ("the last block is that of the first query of the tile", LAST, "i * block_q // block_k",
+         "The last query of the tile sees furthest: see section 5."),
+        ("both kinds of tiles are taken to be of one size", LAST, "i",
+         "i counts tiles of queries, step counts tiles of keys: go by positions, see section 5."),
+        ("block_q and block_k are swapped", LAST, "((i + 1) * block_k - 1) // block_q",
+         "Query tile i ends at (i + 1) * block_q, and a key block has block_k keys."),
+        ("the index of a block that is not needed is -1", TAKEN, "step if step <= last else -1",
+         "An index map always names a block: name one that is there already, see section 5."),
+        ("the index goes back to 0 where nothing is needed", TAKEN, "step if step <= last else 0",
+         "The next tile begins with block 0, but after the last tile of the walk nobody wants it: let it stay."),
+        ("min and max are mixed up", "min", "max", "The last block that is needed is a limit: see section 5."),
     ),
 )
+# fmt: on
 
 
-# 15.3 Whole registers
+# 15.3
 
 
-def _registers(
-    rows, columns, itemsize, *, sublanes=lambda itemsize: 32 // itemsize, lanes=128, whole=math.ceil, turned=False
-):
-    if turned:
-        rows, columns = columns, rows
-    return whole(rows / sublanes(itemsize)) * whole(columns / lanes)
+def registers(rows, columns, itemsize):
+    height = 32 // itemsize
+    return -(-rows // height) * -(-columns // 128)
 
 
-def _registers_with(**options):
-    return functools.partial(_registers, **options)
+HEIGHT, COUNT = "32 // itemsize", "-(-rows // height) * -(-columns // 128)"  # in the solution
 
-
+# fmt: off
 REGISTERS = Exercise(
-    number="15.3",
-    title="Whole registers",
-    outputs=("registers",),
-    cases=lambda: [
-        Case(f"({rows}, {columns}), {itemsize} byte{'s' * (itemsize > 1)}", (rows, columns, itemsize))
-        for rows, columns, itemsize in (
-            (20, 100, 4),
-            (8, 128, 4),
-            (16, 128, 2),
-            (512, 64, 2),
-            (512, 128, 2),
-            (512, 1, 4),
-            (1, 512, 4),
-            (512, 512, 4),
-            (9, 129, 4),
-            (17, 257, 2),
-            (33, 136, 1),
-            (256, 80, 2),
-        )
-    ],
-    expected=_registers,
+    solution=registers, title="Whole registers", outputs=("registers",),
+    cases=lambda: _cases(
+        ("rows", "columns", "itemsize"), (20, 100, 4), (8, 128, 4), (16, 128, 2), (512, 64, 2), (512, 128, 2),
+        (512, 1, 4), (1, 512, 4), (512, 512, 4), (9, 129, 4), (17, 257, 2), (33, 136, 1), (256, 80, 2),
+    ),
     tried="rows, columns and tiles, 8, 16 and 32 bits",
     mistakes=(
-        Mistake(
-            "the numbers are counted, and packed without gaps",
-            lambda rows, columns, itemsize: math.ceil(rows * columns * itemsize / 4096),
-            "A register holds a piece of 128 columns: rows and columns are filled up each by itself, see section 6.",
-        ),
-        Mistake(
-            "a register has 8 rows of any numbers",
-            _registers_with(sublanes=lambda itemsize: 8),
-            "Of 16-bit numbers two rows share a sublane, so 16 rows fit: see section 6.",
-        ),
-        Mistake(
-            "a register has 16 rows of any numbers",
-            _registers_with(sublanes=lambda itemsize: 16),
-            "Of 32-bit numbers a register has 8 rows: see section 6.",
-        ),
-        Mistake(
-            "smaller numbers are packed along the lanes",
-            lambda rows, columns, itemsize: math.ceil(rows / 8) * math.ceil(columns / (512 // itemsize)),
-            "There are 128 lanes whatever the numbers: they are packed along the rows, see section 6.",
-        ),
-        Mistake(
-            "rows and columns are swapped",
-            _registers_with(turned=True),
-            "The last axis lies along the 128 lanes: see section 6.",
-        ),
-        Mistake(
-            "parts of registers are left out",
-            _registers_with(whole=math.floor),
-            "A part of a register takes a whole one: round up, see section 6.",
-        ),
-        Mistake(
-            "nothing is rounded",
-            _registers_with(whole=float),
-            "A part of a register takes a whole one: round up, see section 6.",
-        ),
-        Mistake(
-            "larger numbers have more rows",
-            _registers_with(sublanes=lambda itemsize: 2 * itemsize),
-            "Four bytes have 8 rows, two bytes 16: see section 6.",
-        ),
+        ("the numbers are counted, and packed without gaps", COUNT, "-(-rows * columns * itemsize // 4096)",
+         "A register holds a piece of 128 columns: rows and columns are filled up each by itself, see section 6."),
+        ("a register has 8 rows of any numbers", HEIGHT, "8", "Of 16-bit numbers it has 16 rows: see section 6."),
+        ("a register has 16 rows of any numbers", HEIGHT, "16", "Of 32-bit numbers it has 8 rows: see section 6."),
+        ("smaller numbers are packed along the lanes", (HEIGHT, "// 128"), ("8", "// (512 // itemsize)"),
+         "There are 128 lanes whatever the numbers: they are packed along the rows, see section 6."),
+        ("rows and columns are swapped", COUNT, "-(-columns // height) * -(-rows // 128)",
+         "The last axis lies along the 128 lanes: see section 6."),
+        ("parts of registers are left out", COUNT, "(rows // height) * (columns // 128)", "Round up: see section 6."),
+        ("nothing is rounded", COUNT, "(rows / height) * (columns / 128)", "Round up: see section 6."),
+        ("larger numbers have more rows", HEIGHT, "2 * itemsize", "Four bytes have 8 rows, two 16: see section 6."),
     ),
 )
+# fmt: on
 
 
-# 15.4 What lies in VMEM
+# 15.4
 
 
-def _vmem(
-    block_q,
-    block_k,
-    H,
-    itemsize,
-    *,
-    lanes=128,
-    buffers=2,
-    scratch=1,
-    of_out=1,
-    of_lse=1,
-    of_m=1,
-    of_l=1,
-    values=1,
-    of_acc=4,
-    logits=0,
-    acc_rows="q",
-):
-    H = -(-H // lanes) * lanes
-    streamed = itemsize * H * ((1 + of_out) * block_q + (1 + values) * block_k) + 4 * of_lse * block_q
-    kept = 4 * (of_m + of_l) * block_q + of_acc * H * (block_q if acc_rows == "q" else block_k)
-    return buffers * streamed + scratch * kept + 4 * logits * block_q * block_k
+def vmem_bytes(block_q, block_k, H, itemsize):
+    lanes = -(-H // 128) * 128
+    row = 4 * block_q
+    streams = itemsize * lanes * (2 * block_q + 2 * block_k) + row
+    scratch = 2 * row + 4 * lanes * block_q
+    return 2 * streams + scratch
 
 
-def _vmem_with(**options):
-    return functools.partial(_vmem, **options)
+TOTAL, ACC = "2 * streams + scratch", "4 * lanes * block_q"  # in the solution
+LSE_M_L = "There is lse, in two buffers, and there are m and l, one of each: see section 7."
+NO_BLOCK = "They are no block and no scratch: a step makes them and uses them up, see section 7."
 
-
+# fmt: off
 VMEM = Exercise(
-    number="15.4",
-    title="What lies in VMEM",
-    outputs=("bytes",),
-    cases=lambda: [
-        Case(f"block_q={q}, block_k={k}, H={H}, itemsize={e}", (q, k, H, e))
-        for q, k, H, e in (
-            (128, 128, 128, 2),
-            (128, 128, 64, 2),
-            (512, 512, 128, 2),
-            (256, 512, 128, 2),
-            (512, 128, 128, 4),
-            (384, 256, 129, 2),
-            (128, 640, 256, 4),
-            (256, 128, 300, 2),
-        )
-    ],
-    expected=_vmem,
+    solution=vmem_bytes, title="What lies in VMEM", outputs=("bytes",),
+    cases=lambda: _cases(
+        ("block_q", "block_k", "H", "itemsize"), (128, 128, 128, 2), (128, 128, 64, 2), (512, 512, 128, 2),
+        (256, 512, 128, 2), (512, 128, 128, 4), (384, 256, 129, 2), (128, 640, 256, 4), (256, 128, 300, 2),
+    ),
     tried="equal and unequal blocks, head dims that fill the lanes and some that do not, 16 and 32 bits",
     mistakes=(
-        Mistake(
-            "each block has one buffer",
-            _vmem_with(buffers=1),
-            "While one block is used the next is on its way: two buffers each, see section 7.",
-        ),
-        Mistake(
-            "scratch has two buffers as well",
-            _vmem_with(scratch=2),
-            "Scratch does not stream, so there is one of it: see section 7.",
-        ),
-        Mistake(
-            "head_dim is not filled up to whole lanes",
-            _vmem_with(lanes=1),
-            "In VMEM a head of 64 is as wide as one of 128: see section 6.",
-        ),
-        Mistake(
-            "the blocks of out have one buffer",
-            _vmem_with(of_out=0.5),
-            "A block that is done is sent while the next one is filled: see section 7.",
-        ),
-        Mistake(
-            "out is forgotten",
-            _vmem_with(of_out=0),
-            "Results stream as well, outwards: see section 7.",
-        ),
-        Mistake(
-            "the values are forgotten",
-            _vmem_with(values=0),
-            "Keys and values stream by, a block of each: see section 7.",
-        ),
-        Mistake(
-            "two rows of block_q numbers are missing",
-            _vmem_with(of_lse=0),
-            "There is lse, in two buffers, and there are m and l, one of each: see section 7.",
-        ),
-        Mistake(
-            "a row of block_q numbers is missing",
-            _vmem_with(of_l=0),
-            "There is lse, in two buffers, and there are m and l, one of each: see section 7.",
-        ),
-        Mistake(
-            "acc has the dtype of the inputs",
-            lambda q, k, H, e: _vmem(q, k, H, e, of_acc=e),
-            "Sums are kept in float32, 4 bytes each: see section 7.",
-        ),
-        Mistake(
-            "acc has as many rows as there are keys",
-            _vmem_with(acc_rows="k"),
-            "It belongs to the queries: H' numbers for each of them, see section 7.",
-        ),
-        Mistake(
-            "acc is forgotten",
-            _vmem_with(of_acc=0),
-            "The sum of weighted values is scratch as well: see section 7.",
-        ),
-        Mistake(
-            "the logits are counted",
-            _vmem_with(logits=1),
-            "They are no block and no scratch: a step makes them and uses them up, see section 7.",
-            variants=(
-                _vmem_with(logits=2),
-                lambda q, k, H, e: _vmem(q, k, H, e, logits=e / 4),
-                lambda q, k, H, e: _vmem(q, k, H, e, logits=1 + e / 4),
-            ),
-        ),
+        ("each block has one buffer", "2 * streams", "streams",
+         "While one block is used the next is on its way: two buffers each, see section 7."),
+        ("scratch has two buffers as well", TOTAL, "2 * (streams + scratch)",
+         "Scratch does not stream, so there is one of it: see section 7."),
+        ("head_dim is not filled up to whole lanes", "-(-H // 128) * 128", "H",
+         "In VMEM a head of 64 is as wide as one of 128: see section 6."),
+        ("out is forgotten", "2 * block_q", "block_q", "Results stream as well, outwards: see section 7."),
+        ("the values are forgotten", "2 * block_k", "block_k", "Values stream by, as keys do: see section 7."),
+        ("two rows of block_q numbers are missing", ") + row", ")", LSE_M_L),
+        ("a row of block_q numbers is missing", "2 * row", "row", LSE_M_L),
+        ("acc has the dtype of the inputs", ACC, "itemsize * lanes * block_q", "Its sums are float32: see section 7."),
+        ("acc is forgotten", f" + {ACC}", "", "The sum of weighted values is scratch as well: see section 7."),
+        ("the logits are counted", TOTAL, f"{TOTAL} + 4 * block_q * block_k", NO_BLOCK),
+        ("logits and weights are counted", TOTAL, f"{TOTAL} + 8 * block_q * block_k", NO_BLOCK),
+        ("logits and rounded weights are counted", TOTAL, f"{TOTAL} + (4 + itemsize) * block_q * block_k", NO_BLOCK),
     ),
 )
+# fmt: on
 
 
-# 15.5 Axes in any order
+# 15.5
 
 
-def _shares(grid, block_of, axis):
-    """Whether two programs that differ in an axis have the same block of the result."""
-    owners = {}
-    for program in itertools.product(*map(range, grid)):
-        owners.setdefault(tuple(block_of(*program)), set()).add(program[axis])
-    return any(len(places) > 1 for places in owners.values())
-
-
-def _semantics(grid, block_of):
-    return tuple("arbitrary" if _shares(grid, block_of, axis) else "parallel" for axis in range(len(grid)))
+def semantics(grid, block_of):
+    writers = {}
+    for program in np.ndindex(*grid):
+        writers.setdefault(tuple(block_of(*program)), []).append(program)
+    words = []
+    for axis in range(len(grid)):
+        places = [{program[axis] for program in group} for group in writers.values()]
+        shared = any(len(found) > 1 for found in places)
+        words.append("arbitrary" if shared else "parallel")
+    return tuple(words)
 
 
 def _in_words(answer, grid, block_of):
@@ -565,22 +296,12 @@ def _in_words(answer, grid, block_of):
     return " ".join(map(str, result))
 
 
-def _along(grid, block_of, axis, places):
-    """Whether the block is the same at places of one axis, where all others are 0."""
-    programs = [tuple(place if a == axis else 0 for a in range(len(grid))) for place in places]
-    return len({tuple(block_of(*program)) for program in programs}) < len(programs)
+SHARED = "any(len(found) > 1 for found in places)"  # in the solution
+ALL, ALONG = "for program in group", "for program in group if program[axis] == sum(program)"  # where all others are 0
 
-
-def _said(is_arbitrary):
-    return lambda grid, block_of: tuple(
-        "arbitrary" if is_arbitrary(grid, block_of, axis) else "parallel" for axis in range(len(grid))
-    )
-
-
+# fmt: off
 AXES = Exercise(
-    number="15.5",
-    title="Axes in any order",
-    outputs=("words",),
+    solution=semantics, title="Axes in any order", outputs=("words",), run=_in_words,
     cases=lambda: [
         Case("the case worked by hand", ((2, 3), lambda i, j: (i, 0))),
         Case("the forward kernel", ((2, 2, 3, 4), lambda b, n, i, step: (b, n, i, 0))),
@@ -592,46 +313,24 @@ AXES = Exercise(
         Case("both ends of an axis share a block", ((4, 2), lambda i, j: (i % 3, j))),
         Case("a row and a column share a block", ((2, 2), lambda i, j: (i * j,))),
     ],
-    run=_in_words,
-    expected=lambda grid, block_of: " ".join(_semantics(grid, block_of)),
     tried="the kernels of this notebook, heads that share a block, blocks along a diagonal",
     mistakes=(
-        Mistake(
-            "every axis is called parallel",
-            _said(lambda *_: False),
-            "Programs that add to one block need its sum from the step before: see section 8.",
-        ),
-        Mistake(
-            "every axis is called arbitrary",
-            _said(lambda *_: True),
-            "Programs that share neither block nor scratch may go in any order: see section 8.",
-        ),
-        Mistake(
-            "only the last axis is called arbitrary",
-            _said(lambda grid, block_of, axis: axis == len(grid) - 1),
-            "An axis is arbitrary if programs along it share a block, wherever it stands: see section 8.",
-        ),
-        Mistake(
-            "the two words are swapped",
-            _said(lambda grid, block_of, axis: not _shares(grid, block_of, axis)),
-            "Parallel are those axes along which nobody shares a block: see section 8.",
-        ),
-        Mistake(
-            "only the first two programs of an axis are compared",
-            _said(lambda grid, block_of, axis: _along(grid, block_of, axis, (0, 1))),
-            "Programs further on may share a block as well: compare all, see section 8.",
-        ),
-        Mistake(
-            "only the two ends of an axis are compared",
-            _said(lambda grid, block_of, axis: _along(grid, block_of, axis, (0, grid[axis] - 1))),
-            "Neighbours may share a block though the ends do not, such as heads of a group: see section 8.",
-        ),
-        Mistake(
-            "programs are compared along one axis only",
-            _said(lambda grid, block_of, axis: _along(grid, block_of, axis, range(grid[axis]))),
-            "Two programs that differ in two axes may share a block as well: see section 8.",
-        ),
+        ("every axis is called parallel", SHARED, "False",
+         "Programs that add to one block need its sum from the step before: see section 8."),
+        ("every axis is called arbitrary", SHARED, "True",
+         "Programs that share neither block nor scratch may go in any order: see section 8."),
+        ("only the last axis is called arbitrary", SHARED, "axis == len(grid) - 1",
+         "An axis is arbitrary if programs along it share a block, wherever it stands: see section 8."),
+        ("the two words are swapped", "if shared", "if not shared",
+         "Parallel are those axes along which nobody shares a block: see section 8."),
+        ("only the first two programs of an axis are compared", ALL, f"{ALONG} and program[axis] < 2",
+         "Programs further on may share a block as well: compare all, see section 8."),
+        ("only the two ends of an axis are compared", ALL, f"{ALONG} and program[axis] in (0, grid[axis] - 1)",
+         "Neighbours may share a block though the ends do not, such as heads of a group: see section 8."),
+        ("programs are compared along one axis only", ALL, ALONG,
+         "Two programs that differ in two axes may share a block as well: see section 8."),
     ),
 )
+# fmt: on
 
 EXERCISES = (WALK, BLOCKS, REGISTERS, VMEM, AXES)

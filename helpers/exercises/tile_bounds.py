@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from helpers.attention.masking import Band, visible
-from helpers.exercises.checking import Case, Complaint
+from helpers.exercises.exercise import Case, Complaint
 
 
 @dataclass(frozen=True)

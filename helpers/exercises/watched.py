@@ -7,7 +7,8 @@ import tracemalloc
 import jax
 import numpy as np
 
-from helpers.exercises.checking import OURS, is_learners
+from helpers.exercises.exercise import Complaint
+from helpers.exercises.running import OURS, is_learners
 
 
 class _Watched(np.ndarray):
@@ -62,23 +63,31 @@ def exceeds(limit, run):
     return result, True
 
 
+@contextlib.contextmanager
+def _profiled(note):
+    """Within, Python tells note(frame, event, _) of every call and return."""
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
 def kept(run, unwanted):
     """(what run() returns, whether a variable of the learner's functions was unwanted(shape) when one returned).
 
     Sees arrays of any library, and those of a function that JAX traces.
     """
-    found, before = [], sys.getprofile()
+    found = []
 
     def note(frame, event, _):
         if event == "return" and is_learners(frame.f_code):
             shapes = [getattr(value, "shape", None) for value in frame.f_locals.values()]
             found.extend(shape for shape in shapes if isinstance(shape, tuple) and unwanted(shape))
 
-    sys.setprofile(note)
-    try:
+    with _profiled(note):
         result = run()
-    finally:
-        sys.setprofile(before)
     return result, bool(found)
 
 
@@ -106,18 +115,17 @@ def staged(run):
     return results[0] if results and not shapes else run(), shapes
 
 
-def called(module, run):
-    """(what run() returns, the name of a function of the module that other code than the helpers' called, or None)."""
-    names, before = [], sys.getprofile()
+def without(module, answer, *arguments):
+    """What an answer returns. Complaint where it, and not a helper, calls a function of the module."""
+    names = []
 
     def note(frame, event, _):
         if event == "call" and frame.f_code.co_filename == module.__file__:
             if not frame.f_back.f_code.co_filename.startswith(OURS):
                 names.append(frame.f_code.co_name)
 
-    sys.setprofile(note)
-    try:
-        result = run()
-    finally:
-        sys.setprofile(before)
-    return result, names[0] if names else None
+    with _profiled(note):
+        result = answer(*arguments)
+    if names:
+        raise Complaint(f"`{names[0]}` of {module.__name__} was called; here the formulas are yours to write.")
+    return result

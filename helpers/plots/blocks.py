@@ -1,6 +1,6 @@
 """Pictures of notebook 04: which block each program of a kernel sees, and what a tail holds.
 
-`program_blocks`, `one_program` and `read_counts` draw a `helpers.measure.traffic.KernelCall`, so they
+`program_blocks`, `one_program` and `read_counts` draw a `helpers.instruments.traffic.KernelCall`, so they
 show the real grid, BlockSpecs and loads of a replayed `pallas_call`. Of an array with more than two axes they
 draw two: those along which its blocks move, or along which its counts differ.
 """
@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from matplotlib.colors import BoundaryNorm, LinearSegmentedColormap
 from matplotlib.patches import Rectangle
 
-from helpers.measure.traffic import replay
+from helpers.instruments.traffic import replay
 from helpers.plots import style
 
 # Drawn as light tints, and every block is labelled: here colour only helps to find a program again.

@@ -8,7 +8,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 
-from helpers.measure.on_chip import SMEM_LIMIT, SMEM_RATE, TENSOR_RATE, WARPGROUP
+from helpers.instruments.on_chip import SMEM_LIMIT, SMEM_RATE, TENSOR_RATE, WARPGROUP
 from helpers.plots import style
 
 KIB = 1024

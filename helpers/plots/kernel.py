@@ -85,7 +85,7 @@ def tiles_visited(panels, block_q, block_k):
     figure.legend(
         handles=[
             Patch(fc=style.KEY, label="read, every pair visible"),
-            Patch(fc="#F6D9A6", ec=style.PAPER, hatch="//", label="read, some pairs hidden"),
+            Patch(fc="#F6D9A6", ec=style.PAPER, hatch="//", label="read, some pairs masked"),
             Patch(fc=style.SKIPPED, label="never read"),
         ],
         loc="outside lower center",

@@ -3,7 +3,7 @@
 import numpy as np
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from helpers.measure import cost, roofline
+from helpers.instruments import cost, roofline
 from helpers.plots import style
 
 MIB, GIB = 2**20, 2**30

@@ -3,46 +3,12 @@
 from matplotlib.lines import Line2D
 from matplotlib.patches import FancyBboxPatch, Patch
 
+from helpers import series
 from helpers.plots import style
 
-# Each track is a row of steps. It begins once the step that it follows is done, and stands in columns of its own from
-# the one that is given, so that the line to it passes the rows between.
-TRACKS = (
-    (
-        "the course",
-        None,
-        0,
-        (
-            ("00", "start\nhere"),
-            ("01", "naive\nattention"),
-            ("02", "online\nsoftmax"),
-            ("03", "tiles in\nNumPy"),
-            ("04", "Pallas\nbasics"),
-            ("05", "forward\nkernel"),
-            ("06", "backward\nmaths"),
-            ("07", "backward\nkernels"),
-            ("08", "train\nwith it"),
-        ),
-    ),
-    (
-        "measuring\nand Hopper",
-        "08",
-        5,
-        (
-            ("09", "measure\nit"),
-            ("10", "Hopper\nforward"),
-            ("11", "Hopper\ntuned"),
-            ("12", "Hopper\nbackward"),
-        ),
-    ),
-    (
-        "further",
-        "08",
-        4,
-        (("13", "decoding"), ("14", "ring\nattention"), ("15", "on a\nTPU"), ("16", "Triton"), ("17", "CUDA")),
-    ),
-)
-STEPS = tuple(step for *_, steps in TRACKS for step in steps)
+# A track that begins after a lesson stands in columns of its own from here on, so that the line to it passes the rows
+# between.
+COLUMNS = {"measuring and Hopper": 5, "further": 4}
 WIDTH, LINE = 0.84, 1.3  # of a box, where the distance between two is 1; from one row to the next
 # How the dot of an exercise looks: the shape says it, for readers who do not see the colours.
 DOTS = {
@@ -83,19 +49,20 @@ def progress(states, following=None):
 
 def _map(draw_step):
     """A figure of the tracks; draw_step is called with axes, x, y, the number and the name of each step."""
-    figure, axes = style.subplots(width=10, height=0.4 + 0.95 * len(TRACKS))
+    figure, axes = style.subplots(width=10, height=0.4 + 0.95 * len(series.TRACKS))
     style.bare(axes)
     place = {}
-    for row, (track, begins_after, first, steps) in enumerate(TRACKS):
-        y = -row * LINE
-        axes.text(-0.6, y + 0.5, track, ha="right", va="center", size=11, linespacing=1.15)
-        for x, (number, name) in enumerate(steps, start=first):
-            draw_step(axes, x, y, number, name)
+    for row, track in enumerate(series.TRACKS):
+        y, first = -row * LINE, COLUMNS.get(track["name"], 0)
+        name = track["name"].replace(" and ", "\nand ")
+        axes.text(-0.6, y + 0.5, name, ha="right", va="center", size=11, linespacing=1.15)
+        for x, number in enumerate(series.of_track(track["name"]), start=first):
+            draw_step(axes, x, y, number, series.LESSONS[number]["on_map"])
             place[number] = x, y
             if x > first:
                 axes.plot([x - 1 + WIDTH / 2, x - WIDTH / 2], [y + 0.5] * 2, color=style.INK, linewidth=1.4)
-        if begins_after is not None:
-            last_x, last_y = place[begins_after]
+        if "after" in track:
+            last_x, last_y = place[track["after"]]
             turn = last_y - (LINE - 1) / 2
             axes.plot([last_x, last_x, first], [last_y, turn, turn], color=style.INK, linewidth=1.4)
             axes.annotate(
@@ -105,7 +72,7 @@ def _map(draw_step):
                 arrowprops={"arrowstyle": "-|>", "color": style.INK, "linewidth": 1.4, "shrinkA": 0, "shrinkB": 0},
             )
     axes.set_xlim(-1.75, max(x for x, _ in place.values()) + 0.5)
-    axes.set_ylim(-(len(TRACKS) - 1) * LINE - 0.06, 1.06)
+    axes.set_ylim(-(len(series.TRACKS) - 1) * LINE - 0.06, 1.06)
     return figure
 
 
@@ -127,4 +94,4 @@ def _step(axes, x, y, number, name, filled=False, framed=False, raised=0.0):
     axes.text(x, y + raised + 0.34, name, ha="center", va="center", color=ink, size=10.5, linespacing=1.1)
 
 
-FIGURES = {f"roadmap-{number}.png": lambda number=number: roadmap(number) for number, _ in STEPS}
+FIGURES = {f"roadmap-{number}.png": lambda number=number: roadmap(number) for number in series.LESSONS}

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.patches import Rectangle
 
 from helpers.attention.masking import NO_BAND, tile_kind, visible
-from helpers.measure import cost
+from helpers.instruments import cost
 from helpers.plots import style
 
 KIB = 1024

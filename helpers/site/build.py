@@ -85,9 +85,11 @@ def lay_out(stage, paths, repository, revision):
     (stage / "notebooks").mkdir()
     for path in paths:
         nbformat.write(with_alt_texts(nbformat.read(path, as_version=4)), stage / "notebooks" / path.name)
+    for page in NOTEBOOKS.glob("*.md"):
+        shutil.copy(page, stage / "notebooks")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (stage / "README.md").write_text(CODE.sub("](function.md)", readme), encoding="utf-8")
-    pages.write(stage, paths[0], repository, revision)
+    pages.write(stage, repository, revision)
 
 
 def with_alt_texts(notebook):

@@ -1,5 +1,6 @@
 """The first page of the site: a picture of the result, where to start, and three ways through the series."""
 
+from helpers import series
 from helpers.plots import style
 from helpers.plots.measuring import HATCHES, LOOKS
 from helpers.site.colab import BRANCH, GITHUB, OPENS
@@ -12,32 +13,6 @@ BARS = {
     "hopper": "this series: Hopper kernel",
 }
 FIRST = "notebooks/00_start_here.ipynb"
-
-# Three ways through: name, notebooks, what you do, and what you have at the end.
-PATHS = (
-    (
-        "Two hours",
-        "00 to 03",
-        "Read [00](notebooks/00_start_here.ipynb), section 1 of [01](notebooks/01_naive_attention.ipynb) and its first "
-        "exercise, [02](notebooks/02_online_softmax.ipynb), and [03](notebooks/03_tiled_attention.ipynb) up to the "
-        "loop over tiles.",
-        "You have your own NumPy loop over tiles, and have seen the kernel give the same numbers in interpret mode.",
-    ),
-    (
-        "The whole course",
-        "00 to 08",
-        "Do [00](notebooks/00_start_here.ipynb) to [08](notebooks/08_training.ipynb) in order, with the exercises: "
-        "the forward pass, the gradients, both as kernels, and a small language model.",
-        "You have derived every equation of both passes, and written and checked the parts of their kernels.",
-    ),
-    (
-        "The GPU path",
-        "09 to 12",
-        "After the course, [09](notebooks/09_measure_it.ipynb) to [12](notebooks/12_hopper_backward.ipynb): measure "
-        "without fooling yourself, then barriers, TMA and wgmma on Hopper. You need no GPU to read and solve them.",
-        "You can read a kernel that is measured against cuDNN, and say where its speed comes from.",
-    ),
-)
 
 
 def rates(recorded):
@@ -114,7 +89,8 @@ def commands(repository):
 def paths():
     """The three ways through, as boxes in Markdown."""
     boxes = (
-        f"```{{container}} path\n**{name}**\n\n{notebooks}\n\n{what}\n\n*At the end:* {gained}\n```"
-        for name, notebooks, what, gained in PATHS
+        f"```{{container}} path\n**{path['name'].capitalize()}**\n\nabout {series.hours(path['minutes'])} hours\n\n"
+        f"{series.steps(path, 'notebooks/')}.\n\n*At the end:* {path['ends']}.\n```"
+        for path in series.PATHS
     )
     return "````{container} paths\n" + "\n".join(boxes) + "\n````"

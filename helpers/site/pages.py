@@ -1,4 +1,4 @@
-"""What the pages of the site show that code knows better than prose: what serves a call, records, the notation."""
+"""What the pages of the site show that code knows better than prose: what serves a call, and records."""
 
 import collections
 import itertools
@@ -7,17 +7,15 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import nbformat
 
-from helpers.attention import api
+from helpers.attention import registry
 from helpers.attention.problem import check_call
-from helpers.measure import results
+from helpers.instruments import results
 from helpers.plots import measuring as plots
 from helpers.site import landing
 
 H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 TPU = jax.sharding.AbstractDevice(device_kind="TPU v6 lite", num_cores=1, platform="tpu")
-NOTATION = re.compile(r"^## \d+ · (Notation.*)$", re.MULTILINE)
 LENGTHS = (1024, 4096, 16384)
 WIDTH = 2048  # N H of the recorded grid
 COLUMNS = tuple(itertools.product((64, 128), (False, True)))
@@ -47,15 +45,9 @@ REQUESTS = (
     ("`scale` of any sign", {"scale": -1.0}),
     ("`return_residual`", {"return_residual": True}),
 )
-CHECKS = {
-    "portable": api._check_portable,
-    "hopper": api._check_hopper,
-    "tpu": api._check_tpu,
-    "cudnn": api._check_cudnn,
-}
 
 
-def write(stage, notebook_00, repository, revision):
+def write(stage, repository, revision):
     """Write the computed pages and parts of pages into the folder that Sphinx reads.
 
     repository and revision: as in `build.build`.
@@ -78,7 +70,6 @@ def write(stage, notebook_00, repository, revision):
         texts[f"ratios_{which}.md"] = ratios_table(recorded["records"], which)
     for name, text in texts.items():
         (generated / name).write_text(text + "\n", encoding="utf-8")
-    (stage / "notation.md").write_text(notation(notebook_00), encoding="utf-8")
     for name, figure in pictures(recorded).items():
         figure.savefig(stage / "figures" / name, dpi=2 * figure.dpi)
     landing.picture(recorded, width=6, height=3.15).savefig(stage / "static" / "preview.png", dpi=200)
@@ -95,7 +86,7 @@ def table(head, rows):
 
 def serves_table():
     """What each implementation serves on an H200, or on a TPU, as the checks of `flash_attention` say it."""
-    names = ["reference", *CHECKS]
+    names = registry.IMPLEMENTATIONS
     rows = [[name, *("✓" if why_not(i, **request) is None else "–" for i in names)] for name, request in REQUESTS]
     return table(["a call with", *(f"`{name}`" for name in names)], rows)
 
@@ -106,10 +97,9 @@ def why_not(implementation, dtype="bfloat16", S=16, K=2, H=64, lengths=False, re
     if lengths:
         options |= dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), jnp.full(1, 16, jnp.int32))
     call = check_call(query, key, key, **options)
-    check = CHECKS.get(implementation, lambda call, return_residual: None)
     device = TPU if implementation == "tpu" else H200
-    with mock.patch.multiple(api, device_of=lambda _: device, compute_capability=lambda _: (9, 0)):
-        return check(call, return_residual)
+    with mock.patch.object(registry, "compute_capability", lambda _: (9, 0)):
+        return registry.why_not(implementation, call, return_residual, device)
 
 
 # The results
@@ -204,17 +194,3 @@ def pictures(recorded):
                     rates[column].setdefault(name, {})[T] = record["tflops"]
         drawn[f"results-{which}.png"] = plots.against(rates, LENGTHS, top, f"{which.capitalize()} pass, bfloat16")
     return drawn
-
-
-# The notation
-
-
-def notation(notebook_00):
-    """The page on notation: that beside the notebooks, else the section of notebook 00."""
-    page = notebook_00.with_name("notation.md")
-    if page.exists():
-        return page.read_text(encoding="utf-8")
-    for cell in nbformat.read(notebook_00, as_version=4).cells:
-        if cell.cell_type == "markdown" and (heading := NOTATION.search(cell.source)):
-            return f"# {heading[1]}\n{cell.source[heading.end() :]}\n"
-    raise ValueError(f"{notebook_00.name} has no section on notation")

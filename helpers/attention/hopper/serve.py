@@ -1,4 +1,4 @@
-"""Which problems the Hopper kernels serve, and where."""
+"""Where the Hopper kernels can be interpreted, and the tiles that they take."""
 
 import os
 from pathlib import Path
@@ -36,13 +36,6 @@ def _name_of(thread):
         return (thread / "comm").read_text().strip()
     except OSError:  # it has ended
         return None
-
-
-def why_not(call):
-    """Why the kernels cannot serve a checked `Call`, or None where they can."""
-    if call.query_lengths is not None or call.key_lengths is not None:
-        return "it takes no sequence lengths"
-    return forward_kernel.why_not(call.problem)
 
 
 def fields_of(tiles):

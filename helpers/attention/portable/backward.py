@@ -45,6 +45,7 @@ from jax.experimental.pallas import triton as plt
 from helpers.attention.masking import key_tiles, query_tiles, visible
 from helpers.attention.portable.tiles import LOG2_E, dot, exp2, length_of, padded_head_dim, select_tiles
 
+ROUNDINGS = 0.5  # times eps and the norm of a row of ds, of which rounding it adds .3 to its sum
 TF32_EPS = 2.0**-10  # of the operands of float32 products on a GPU, unless a higher precision is asked for
 
 
@@ -162,7 +163,7 @@ def dq_kernel(
     delta = plt.load(delta_ref, mask=row_mask, other=0)
 
     def one_key_tile(j, state, delta):
-        dq, ds_sum, ds_size = state
+        dq, ds_sum, ds_size, ds_most = state
         cols = j * block_k + jnp.arange(block_k)
         tile = pl.ds(j * block_k, block_k)
         k_mask = (cols < key_length)[:, None] & in_head
@@ -171,14 +172,15 @@ def dq_kernel(
         seen = visible(rows[:, None], cols[None, :], problem.band, query_length, key_length)
         _, ds = p_and_ds(q, k, v, do, lse, delta, seen, problem.scale, interpret)
         dq += dot(ds.astype(k.dtype), k)
-        return dq, ds_sum + ds.sum(axis=1), ds_size + jnp.abs(ds).sum(axis=1)
+        size = jnp.abs(ds)
+        return dq, ds_sum + ds.sum(axis=1), ds_size + size.sum(axis=1), jnp.maximum(ds_most, size.max(axis=1))
 
     def all_key_tiles(state, delta, stop):
         return lax.fori_loop(first, stop, lambda j, state: one_key_tile(j, state, delta), state)
 
     first, stop = key_tiles(q_start, q_start + block_q, block_k, problem.band, query_length, key_length, xp=jnp)
-    no_sums = jnp.zeros(block_q, jnp.float32)
-    dq, ds_sum, ds_size = all_key_tiles((jnp.zeros(q.shape, jnp.float32), no_sums, no_sums), delta, stop)
+    no_sums = 3 * (jnp.zeros(block_q, jnp.float32),)
+    dq, ds_sum, ds_size, ds_most = all_key_tiles((jnp.zeros(q.shape, jnp.float32), *no_sums), delta, stop)
 
     if mends_delta:
         # A row of ds adds up to dlse; what it misses is the error of delta.
@@ -186,13 +188,16 @@ def dq_kernel(
         error = jnp.where(lse == -jnp.inf, 0, ds_sum - dlse)
         dtype = problem.dtype
         eps = TF32_EPS if dtype.itemsize == 4 else float(jnp.finfo(dtype).eps)
-        again = (jnp.abs(error) - eps / 4 * ds_size).max() > 0
+        # All keys have their share of this error, of one sign, so that what keys have in
+        # common adds up; the rounding of ds has both signs. Where the error is as small
+        # as that, as a rule where values have nothing in common, the second sweep is
+        # empty. (norm, which cannot overflow, is at least that of the row.)
+        norm = jnp.sqrt(ds_size) * jnp.sqrt(ds_most)
+        again = (jnp.abs(error) - ROUNDINGS * eps * norm).max() > 0
         delta += error
-        # Below the rounding of ds, as in flat softmaxes over many keys and values with
-        # nothing in common, the second sweep is empty.
         dq = jnp.where(again, 0, dq)
         stop *= again.astype(jnp.int32)
-        dq, _, _ = all_key_tiles((dq, no_sums, no_sums), delta, stop)
+        dq, *_ = all_key_tiles((dq, *no_sums), delta, stop)
     in_array = rows < problem.T
     store_mask = in_array[:, None] & in_head
     plt.store(dq_ref, (problem.scale * dq).astype(dq_ref.dtype), mask=store_mask)

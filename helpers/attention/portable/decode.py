@@ -227,14 +227,12 @@ def partial_bytes(problem, splits):
     return 4 * splits.parts * problem.B * problem.T * problem.N * (problem.H + 1) * (splits.parts > 1)
 
 
-def decode(call, table=None, *, interpret=False, **options):
+def decode(call, *, interpret=False, **options):
     """Attention of a checked `Call` with few queries: out (B, T, N, H) in the dtype of query, lse (B, N, T) float32.
 
-    With a table, int32 (B, pages of a sequence), the key and value of the call are pages (P, page, K, H), and its
-    S is the number of keys that a row of the table can hold. Beyond its inputs and outputs it needs `partial_bytes`.
-    options: fields of `Splits`.
+    Its keys may lie in pages. Beyond its inputs and outputs it needs `partial_bytes`. options: fields of `Splits`.
     """
-    problem = call.problem
+    problem, table = call.problem, call.page_table
     splits = select_splits(problem, table is not None, **options)
     B, T, S, N, K, H, group = *(getattr(problem, name) for name in "BTSNKH"), problem.group
     rows, head_padded = T * group, padded_head_dim(H)

@@ -21,21 +21,21 @@ def products(function, *arguments):
     often it runs.
     """
     found = {}
-    for equation in _equations(jax.make_jaxpr(function)(*arguments).jaxpr):
+    for equation in equations(jax.make_jaxpr(function)(*arguments).jaxpr):
         if equation.primitive.name == "pallas_call":
-            inside = _equations(equation.params["jaxpr"])
+            inside = equations(equation.params["jaxpr"])
             found[equation.params["name"]] = [_product(each) for each in inside if each.primitive.name == "dot_general"]
     return found
 
 
-def _equations(jaxpr):
+def equations(jaxpr):
     """Every operation of a jaxpr, and of the loops and functions inside it; of kernels only the call."""
     for equation in jaxpr.eqns:
         yield equation
         if equation.primitive.name != "pallas_call":
             for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
                 if hasattr(value, "eqns"):
-                    yield from _equations(value)
+                    yield from equations(value)
 
 
 def _product(equation):

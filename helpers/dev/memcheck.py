@@ -1,6 +1,6 @@
 """Calls that go near every edge of the kernels' memory, for a tool that watches each access.
 
-    compute-sanitizer --error-exitcode 1 python -m helpers.measure.memcheck        (make gpu-memcheck)
+    compute-sanitizer --error-exitcode 1 python -m helpers.dev.memcheck        (make gpu-memcheck)
 
 Results are compared with float64 by the way. There are tails on both sides, fewer queries than a tile and
 more, every padded head_dim, walks up and down through the heads of a group, guesses that fail, both forms
@@ -17,7 +17,7 @@ import jax
 from tqdm import tqdm
 
 from helpers.attention.hopper import backward, forward
-from helpers.measure.fuzz import Trial, attempt
+from helpers.dev.fuzz import Trial, attempt
 
 SHAPES = ((65, 257), (200, 129), (7, 300), (321, 40))
 PROCESSORS = 4  # as many the kernels are told that there are, so that programs take turns and walks go up

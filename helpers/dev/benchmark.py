@@ -1,11 +1,11 @@
 """Measure the attention kernels on this machine's GPU, next to cuDNN and public peers, and record the figures.
 
-    python -m helpers.measure.benchmark        (make gpu-bench)
+    python -m helpers.dev.benchmark        (make gpu-bench)
 
 For every case: the first key/value head of each result is first compared with naive float32 attention,
 and what is wrong there is reported as wrong and never timed. Then forward and backward are timed, apart
 from each other and in turns (`timing`), on random inputs that do not fit the cache. What cannot be measured
-here is a line in the report. Writes helpers/measure/results/<card>.json, described in `results`.
+here is a line in the report. Writes helpers/instruments/records/<card>.json, described in `results`.
 
 TFLOP/s are FLOPs over the device's time, or over the wall time where no profiler could look. FLOPs are
 4 T S H for each query head and batch entry, half if causal, 2.5 times as many backward.
@@ -39,11 +39,12 @@ from helpers.attention.hopper import ladder as hopper_ladder
 from helpers.attention.hopper import serve as hopper
 from helpers.attention.portable.tiles import select_tiles
 from helpers.attention.problem import check_call
-from helpers.measure import cost, decoding, ladder, results
-from helpers.measure.decoding import WIDEST_ERROR
-from helpers.measure.implementations import OF_JAX, OF_TORCH, PEERS, gradient_programs
-from helpers.measure.timing import Program, rotation, time_together
-from helpers.measure.workers import Workers
+from helpers.dev import decoding
+from helpers.dev.decoding import WIDEST_ERROR
+from helpers.dev.workers import Workers
+from helpers.instruments import cost, ladder, results
+from helpers.instruments.implementations import OF_JAX, OF_TORCH, PEERS, gradient_programs
+from helpers.instruments.timing import Program, rotation, time_together
 
 TOKENS, WIDTH = 16384, 2048
 PASSES = "forward", "backward"

@@ -1,10 +1,10 @@
-"""What the warpgroups of a Hopper backward kernel do in a step, for the model of `helpers.measure.timeline`.
+"""What the warpgroups of a Hopper backward kernel do in a step, for the model of `helpers.instruments.timeline`.
 
 A walk is a function of (operations, steps) that yields operations; operations[name] is a list of those of one name.
 """
 
-from helpers.measure.on_chip import SMEM_RATE, TENSOR_RATE
-from helpers.measure.timeline import Issue, Work, simulate
+from helpers.instruments.on_chip import SMEM_RATE, TENSOR_RATE
+from helpers.instruments.timeline import Issue, Work, simulate
 
 EXPONENTIAL_RATE, ARITHMETIC_RATE = 16, 128  # a cycle of one processor, which its warpgroups share
 OPERATIONS_OF_DS = 4

@@ -24,13 +24,13 @@ from jax.sharding import PartitionSpec as P
 
 from helpers import flash_attention
 from helpers.attention import ring
-from helpers.attention.api import KernelsOf
 from helpers.attention.masking import Band
 from helpers.attention.problem import Problem
-from helpers.measure import results
-from helpers.measure import ring as cost
-from helpers.measure.benchmark import Machine, both_passes, gpu_or_reason, reason_of
-from helpers.measure.timing import Program, time_together
+from helpers.attention.registry import KernelsOf
+from helpers.dev.benchmark import Machine, both_passes, gpu_or_reason, reason_of
+from helpers.instruments import results
+from helpers.instruments import ring as cost
+from helpers.instruments.timing import Program, time_together
 
 AXIS = "sequence"
 SPLIT = P(None, AXIS)

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from helpers import flash_attention, paged_attention
-from helpers.measure.implementations import operators_of_flash_attention_3
-from helpers.measure.timing import Program, rotation, time_together
+from helpers.instruments.implementations import operators_of_flash_attention_3
+from helpers.instruments.timing import Program, rotation, time_together
 
 WIDEST_ERROR = 1.0  # of a 16-bit result, in units of eps of its dtype; naive 16-bit attention has about a third
 

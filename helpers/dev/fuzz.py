@@ -1,7 +1,7 @@
 """Random legal calls of `flash_attention`, each compared with float64 and with naive attention.
 
-    python -m helpers.measure.fuzz --minutes 5 --seed 0 --implementation hopper        (make gpu-fuzz)
-    python -m helpers.measure.fuzz --sum first.jsonl second.jsonl                      adds up the --log of several runs
+    python -m helpers.dev.fuzz --minutes 5 --seed 0 --implementation hopper        (make gpu-fuzz)
+    python -m helpers.dev.fuzz --sum first.jsonl second.jsonl                      adds up the --log of several runs
 
 A call may have few queries and many keys, which may lie in pages (`paged_attention`, without gradients). Its inputs
 are of several `kinds`. out, lse, dq, dk and dv are each judged by themselves: as arrays and entry by entry, each may
@@ -30,10 +30,10 @@ import numpy as np
 from tqdm import tqdm
 
 from helpers import flash_attention, paged_attention
-from helpers.attention.hopper import serve as hopper
 from helpers.attention.masking import Band, visible
 from helpers.attention.problem import FEW_QUERIES, Call, Problem
-from helpers.measure import kinds, rounding, workers
+from helpers.attention.registry import TABLE
+from helpers.dev import kinds, rounding, workers
 
 UNJUDGED = 0.05  # the largest part of calls of which nothing may be said
 LONGEST = 2000  # positions of a sequence
@@ -148,7 +148,7 @@ class Trial:
 
 def legal(trial):
     """Whether its implementation serves a trial."""
-    return trial.implementation != "hopper" or hopper.why_not(trial.call) is None
+    return trial.implementation != "hopper" or set(trial.call.features) <= set(TABLE["hopper"].serves)
 
 
 def draw(seed, index, implementation=None, longest=LONGEST, only=None):
@@ -261,7 +261,7 @@ class Report:
     def reproduction(self):
         """A line for a shell."""
         calls = ", ".join(map(str, self.trials))
-        return f'python -c "from helpers.measure.fuzz import try_calls; try_calls({calls})"'
+        return f'python -c "from helpers.dev.fuzz import try_calls; try_calls({calls})"'
 
     def record(self):
         """As a dictionary that JSON can hold."""
@@ -521,7 +521,7 @@ def add_up(logs):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(prog="python -m helpers.measure.fuzz", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m helpers.dev.fuzz", description=__doc__.splitlines()[0])
     parser.add_argument(
         "--implementation", choices=("hopper", "portable", "tpu", "reference"), help="by default the default"
     )
@@ -578,6 +578,6 @@ def main(arguments=None):
 if __name__ == "__main__":
     # As the processes that it starts know it, by its own name.
     with contextlib.suppress(KeyboardInterrupt):
-        from helpers.measure import fuzz as this_module
+        from helpers.dev import fuzz as this_module
 
         sys.exit(this_module.main())

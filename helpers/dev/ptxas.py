@@ -1,13 +1,13 @@
 """Compile every configuration of the Hopper kernels for an H200, on Linux without one, and read what ptxas says.
 
-    python -m helpers.measure.ptxas        (make gpu-compile)
+    python -m helpers.dev.ptxas        (make gpu-compile)
 
 The configurations are those of the committed tables of the tuner, and those for cards without a table.
 XLA needs a description of a card and no card; Mosaic hands the kernels to ptxas, which says how many
 bytes of registers each one spills to memory and whether it had to serialise wgmmas, which were meant
 to run beside other work. The former has a limit, the latter is not allowed. Nor is code that ptxas
 before CUDA 13.2 compiles wrongly (see `mistaken_selects`), for which short sequences are compiled too.
-For the portable kernels, which XLA compiles with Triton, see `helpers.measure.shared_memory`.
+For the portable kernels, which XLA compiles with Triton, see `helpers.dev.shared_memory`.
 """
 
 import argparse
@@ -29,13 +29,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 
+from helpers.attention import tables
 from helpers.attention.hopper import backward, forward
 from helpers.attention.hopper.serve import fields_of
 from helpers.attention.hopper.table import LENGTHS
 from helpers.attention.hopper.warpgroup import HEAD_DIMS
 from helpers.attention.masking import Band
 from helpers.attention.problem import Call, Problem
-from helpers.measure import results
 
 # Bytes that a kernel may spill, by pass and padded head_dim: somewhat more than today's kernels do. The
 # kernels for a head_dim of 256 merely fit.
@@ -99,7 +99,7 @@ class Configuration:
 def configurations():
     """Every `Configuration` of a committed table or for a card without one, each of them once."""
     found = []
-    for path in sorted(results.RESULTS.glob("*_tiles.json")):
+    for path in sorted(tables.TUNED.glob("*.json")):
         for row in json.loads(path.read_text()).get("hopper", ()):
             which, tiles = row["pass"].split()[-1], row["tiles"]
             tiles = forward.Tiles(**tiles["forward"]) if which == "forward" else backward.pair(tiles)

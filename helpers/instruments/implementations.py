@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from helpers import flash_attention
-from helpers.measure.timing import Program
+from helpers.instruments.timing import Program
 
 
 def ours(implementation):

@@ -1,6 +1,6 @@
 """Compile the portable kernels for cards from Ampere on, on Linux without one, and see that shared memory holds them.
 
-    python -m helpers.measure.shared_memory        (make gpu-compile)
+    python -m helpers.dev.shared_memory        (make gpu-compile)
 
 The kernels get the tiles that `portable.tiles` chooses for the card, for long and short sequences. XLA is told
 that the card has no shared memory at all; it then compiles as far as Triton and says how much there should be.
@@ -27,7 +27,7 @@ from helpers.attention.portable import backward, forward
 from helpers.attention.portable.decode import decode, select_splits
 from helpers.attention.portable.tiles import Card, Tiles, padded_head_dim, select_tiles, shared_bytes
 from helpers.attention.problem import Call, Problem
-from helpers.measure.ptxas import find_toolkit, sharding_on
+from helpers.dev.ptxas import find_toolkit, sharding_on
 
 KIB = 1024
 CARDS = [  # by names that Pallas knows, one of a compute capability, two of 9.0: the H200 has a table of its own
@@ -95,7 +95,7 @@ class Compilation:
             if self.decodes:
                 in_pages = self.kernel != "decode"
                 key, value = ((x.reshape(-1, PAGE, *x.shape[2:]) if in_pages else x) for x in (key, value))
-                return decode(Call(problem, query, key, value, None, lengths), table if in_pages else None)
+                return decode(Call(problem, query, key, value, None, lengths, table if in_pages else None))
             if self.kernel == "forward":
                 return forward.forward(Call(problem, query, key, value, None, None), **tiles._asdict())
             arrays = query, key, value, dout, lse, delta, None, None

@@ -12,7 +12,7 @@
                copy_gbps and `records`, see DECODE; it may be missing
     notes      what could not be measured, and why
 
-The tuner's table stands beside it in <card>_tiles.json:
+The tuner's table stands beside the kernels, in attention/tuned/<card>.json:
 
     tiles          the fastest for each portable kernel, see TILES
     sweep          everything that was tried, with its time in `ms` by the host's clock; it may be empty
@@ -47,10 +47,12 @@ What was tried on the way to a kernel and not kept stands in <card>_variants.jso
 
 import json
 import os
-import re
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results"
+from helpers.attention import tables
+from helpers.attention.tables import slug
+
+RESULTS = Path(__file__).parent / "records"
 
 _text, _whole, _number = (str,), (int,), (int, float)
 # samples_ms: the times by the device's clock of which device_ms is the median. Those of other implementations with the
@@ -198,11 +200,6 @@ VARIANTS_FILE = {
 }
 
 
-def slug(card):
-    """The name of a card as a file name: "NVIDIA H200" gives "nvidia_h200"."""
-    return re.sub(r"[^a-z0-9]+", "_", card.lower()).strip("_")
-
-
 def check(results, schema=FILE):
     """Raise ValueError naming the first field of recorded results that is missing or of a wrong type."""
     _check_fields("results", results, schema)
@@ -283,7 +280,10 @@ def write_or_say(results, path, schema=FILE):
 
 def read(card="NVIDIA H200", suffix="", schema=FILE):
     """The recorded results of a card; FileNotFoundError where there are none."""
-    path = RESULTS / f"{slug(card)}{suffix}.json"
+    return _read(RESULTS / f"{slug(card)}{suffix}.json", schema)
+
+
+def _read(path, schema):
     with open(path) as file:
         results = json.load(file)
     check(results, schema)
@@ -292,7 +292,7 @@ def read(card="NVIDIA H200", suffix="", schema=FILE):
 
 def read_tiles(card="NVIDIA H200"):
     """The tuner's table of a card; FileNotFoundError where there is none."""
-    return read(card, "_tiles", TILES_FILE)
+    return _read(tables.path_of(card), TILES_FILE)
 
 
 def read_ring(card="NVIDIA H200"):

@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.hopper import backward, warpgroup
 from helpers.attention.hopper.warpgroup import MATRIX, anew, read
-from helpers.measure import timeline
+from helpers.instruments import timeline
 
 # A vector clock counts the steps of every warpgroup and of every TMA transfer, by the transfer's number modulo
 # this: with the default of 5, two transfers share a count, and one that is done makes the other look done.

@@ -1,6 +1,6 @@
 """How exact are gradients where keys and values have a part in common? Measured on this machine's GPU, and recorded.
 
-    python -m helpers.measure.common_part        (--small: naive and portable at T = 64, for any machine, not recorded)
+    python -m helpers.dev.common_part        (--small: naive and portable at T = 64, for any machine, not recorded)
 
 With delta = rowsum(out * do), ds = p (dp - delta) and dq = scale ds k, an error of delta returns in dq, times the mean
 of the keys that the row sees. So the keys and the values of each case are normal random numbers, with standard
@@ -12,7 +12,7 @@ deviation 1, plus a part of this size in units of it:
 
 Errors are relative, by float64: |mine - right| / |right| of the whole array. Where few keys are seen dq is a small
 difference of large terms, or 0. So short sequences are judged by these terms too, of_terms = |mine - right| / |the
-same with delta = 0|. Writes helpers/measure/results/<gpu>_common_part.json, described in `results`.
+same with delta = 0|. Writes helpers/instruments/records/<gpu>_common_part.json, described in `results`.
 """
 
 import argparse
@@ -29,8 +29,7 @@ import numpy as np
 from tqdm import tqdm
 
 from helpers.attention.device import compute_capability
-from helpers.measure import results
-from helpers.measure.benchmark import (
+from helpers.dev.benchmark import (
     COMPILERS,
     Case,
     Machine,
@@ -41,7 +40,8 @@ from helpers.measure.benchmark import (
     lowered,
     reason_of,
 )
-from helpers.measure.implementations import OF_JAX
+from helpers.instruments import results
+from helpers.instruments.implementations import OF_JAX
 
 HEADS = 2
 KINDS = ("one mean", "documents", "drift")
@@ -232,7 +232,7 @@ def verdicts(rows, short, names):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(prog="python -m helpers.measure.common_part", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m helpers.dev.common_part", description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="naive and portable at T = 64, not recorded")
     parser.add_argument("--commit", help="what to record as the commit, where git cannot say")
     options = parser.parse_args(arguments)

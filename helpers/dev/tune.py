@@ -1,12 +1,12 @@
 """Find the fastest tiles of the kernels on this machine's GPU, and record them for it.
 
-    python -m helpers.measure.tune        (make gpu-tune)
+    python -m helpers.dev.tune        (make gpu-tune)
 
 The portable kernels are tuned at T = 4096, those for few queries at `DECODED`, and on a Hopper card the Hopper
 kernels at each of `hopper.table.LENGTHS`. Every candidate that shared memory holds is compiled, compared with
 the result of the default tiles, and timed; the fastest are timed once more, for longer (those for few queries
 once, by the device's clock). A candidate that the compiler refuses or that computes something else is passed
-over. Writes helpers/measure/results/<card>_tiles.json, which the kernels read through `attention.tables`.
+over. Writes helpers/attention/tuned/<card>.json, which the kernels read through `attention.tables`.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from helpers.attention import tables
 from helpers.attention.device import compute_capability
 from helpers.attention.hopper import backward as hopper_backward
 from helpers.attention.hopper import forward as hopper_forward
@@ -30,9 +31,10 @@ from helpers.attention.portable.decode import DEFAULTS as DECODE_DEFAULTS
 from helpers.attention.portable.decode import Launch, decode, splits_of
 from helpers.attention.portable.tiles import DEFAULTS, Tiles, fitting, this_card
 from helpers.attention.problem import check_call, check_paged_call
-from helpers.measure import decoding, results
-from helpers.measure.benchmark import Machine, compile_together, gpu_or_reason, one_stage, random_arrays
-from helpers.measure.timing import Program, kernel_times, rotation, time_together
+from helpers.dev import decoding
+from helpers.dev.benchmark import Machine, compile_together, gpu_or_reason, one_stage, random_arrays
+from helpers.instruments import results
+from helpers.instruments.timing import Program, kernel_times, rotation, time_together
 
 T, TOKENS, WIDTH = 4096, 16384, 2048
 NOISE = 1.01  # the default stays where nothing is faster than by this
@@ -212,8 +214,8 @@ def tune_decode(head_dims=(64, 128, 256), dtypes=(jnp.bfloat16, jnp.float32), pr
             inputs = [decoding.inputs_of(case, seed) for seed in range(rotation(case.bytes))]
 
             def run(launch, *arrays, in_pages=in_pages):
-                call, table = check_paged_call(*arrays) if in_pages else (check_call(*arrays), None)
-                return decode(call, table, **splits_of(call.problem, this_card(), launch)._asdict())
+                call = (check_paged_call if in_pages else check_call)(*arrays)
+                return decode(call, **splits_of(call.problem, this_card(), launch)._asdict())
 
             compiled = compile_all(run, list(choices), inputs[0])
             right = compiled[default](*inputs[0])
@@ -294,7 +296,7 @@ def _subject(row):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(prog="python -m helpers.measure.tune", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m helpers.dev.tune", description=__doc__.splitlines()[0])
     parser.add_argument("--kernels", choices=PARTS, nargs="+", help="by default those that this card runs")
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--passes", choices=PASSES, nargs="+", default=PASSES, help="of the Hopper kernels")
@@ -323,7 +325,7 @@ def main(arguments=None):
         found |= dict(zip(PARTS["decode"], tune_decode(head_dims, dtypes), strict=True))
     if "hopper" in kernels:
         found |= dict(zip(PARTS["hopper"], tune_hopper(head_dims, options.passes), strict=True))
-    path = results.RESULTS / f"{results.slug(machine.card)}_tiles.json"
+    path = tables.path_of(machine.card)
     for part in kernels:
         for row in found[PARTS[part][0]]:
             print(" ".join(f"{value!s:>9}" for value in row.values()))

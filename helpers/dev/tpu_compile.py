@@ -1,6 +1,6 @@
 """Compile every configuration of the TPU kernels with Google's compiler, on Linux without one, and read what it says.
 
-    python -m helpers.measure.tpu_compile [--record COMMIT]        (make tpu-compile)
+    python -m helpers.dev.tpu_compile [--record COMMIT]        (make tpu-compile)
 
 The compiler, libtpu, needs a description of a chip and no chip. It packs instructions into bundles, of which a core
 issues one a cycle unless it waits for memory, and writes its schedule to files. Three numbers of a kernel are read
@@ -11,7 +11,7 @@ there. They are the compiler's, and nothing here ran on a TPU:
               products, so the fewer the better; where a kernel has several forms of a step, all of them are in it
     spills    stores of registers to VMEM for lack of registers
 
-With --record they are written to results/tpu_compile.json, beside those of the two kernels that come with JAX, in
+With --record they are written to records/tpu_compile.json, beside those of the two kernels that come with JAX, in
 tiles of the same size.
 """
 
@@ -38,7 +38,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from helpers.attention import tpu
 from helpers.attention.masking import Band
 from helpers.attention.problem import Call, Problem
-from helpers.measure import results
+from helpers.instruments import results
 
 CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
 B, N, T = 32, 16, 2048  # so large that of all arrays the compiler can put only rows of statistics into VMEM whole
@@ -198,7 +198,7 @@ def compile_all(folder):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="make tpu-compile", description=__doc__.splitlines()[0])
-    parser.add_argument("--record", metavar="COMMIT", help="write results/tpu_compile.json, as of this commit")
+    parser.add_argument("--record", metavar="COMMIT", help="write records/tpu_compile.json, as of this commit")
     commit = parser.parse_args(arguments).record
     if not (library := util.find_spec("libtpu")):
         print("The compiler for TPUs is not installed here; make tpu-compile installs it, for Linux on x86-64.")

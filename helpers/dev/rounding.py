@@ -73,7 +73,8 @@ def answers(query, key, value, dout, dlse=None, *, tf32=False, **arguments):
     rounded = max(operand, float(limits.eps) ** 2 / 12)  # of what is rounded for the next product,
     float32 = FLOAT32**2  # and of each addition
     smallest = 2.0**-24 if problem.dtype == jnp.float16 else 2.0**-126  # what may be rounded to 0
-    least = np.where(p > 0, smallest**2, 0)
+    lost = max(smallest, 0 if is_float32 else 2.0 ** (HEADROOM - 126))  # a weight of a row whose logits were moved
+    least = np.where(p > 0, lost**2, 0)
     turned = lambda array: array.swapaxes(-1, -2)
 
     def product(a, variance_a, b, terms):
@@ -95,6 +96,7 @@ def answers(query, key, value, dout, dlse=None, *, tf32=False, **arguments):
     ds = p * (centred + added)
     of_delta = (p**2 * (of_s + rounded) * centred**2).sum(axis=-1, keepdims=True) + float32 * added**2
     of_kept = product(p, operand * p**2, v, S) + (H * float32 + rounded**2) * out**2
+    of_kept += np.where(np.abs(out) < float(limits.smallest_normal), smallest**2 / 12, 0)  # few bits are kept of those
     of_delta += (of_kept * do**2).sum(axis=-1, keepdims=True)
     of_delta += (4 * operand + (keys / (2 * STEP)) ** 2 * float32) * delta**2
     # What is too small for the dtype may count as 0: ds, and the weight that it is a multiple of.

@@ -1,0 +1,307 @@
+"""Which kernels there are, where they run, and what they serve: one table, by the names of implementations.
+
+A call asks for features, such as float32 or lengths (`Call.features`). A backend lists those that it serves, and
+refuses what it does not list.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.experimental.pallas.fuser  # the interpreter would import it with the first kernel, and that compile again
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
+
+from helpers.attention import cudnn, sharding, tpu
+from helpers.attention.device import by_platform, compute_capability, device_of, settings
+from helpers.attention.differentiate import differentiable, without_derivative
+from helpers.attention.hopper import backward as hopper_backward
+from helpers.attention.hopper import forward as hopper_forward
+from helpers.attention.hopper import serve as hopper
+from helpers.attention.low_bits import with_low_bits
+from helpers.attention.portable import backward as portable_backward
+from helpers.attention.portable import decode as portable_decode
+from helpers.attention.portable import forward as portable_forward
+from helpers.attention.problem import FEATURES, FEW_QUERIES, LENGTHS, SYMBOLS, WINDOW, Call
+from helpers.attention.reference import naive_attention, naive_gradients, naive_gradients_of_part
+
+
+class Kernels(NamedTuple):
+    """forward(call) -> (out, lse) and backward(call, out, lse, dout, dlse, low) -> (dq, dk, dv), on one device.
+
+    forward_with_low_bits(call) -> (out, lse, low) is for a call that will be differentiated, see `low_bits`; None
+    where backward needs no more than out. The others are for a call that has some of the keys only, while others
+    travel: they leave room for a transfer that occupies a part of a GPU. exact_forward_of_part has out in float32 with
+    all of its bits, and for backward_of_part out, lse and low are those of all keys.
+    """
+
+    forward: Callable
+    backward: Callable
+    forward_with_low_bits: Callable | None
+    forward_of_part: Callable
+    exact_forward_of_part: Callable
+    backward_of_part: Callable
+
+
+@dataclass(frozen=True)
+class KernelsOf:
+    """Attention by the kernels for the platform that a program is compiled for, as a function of a call.
+
+    Decided so late, one trace serves them all. platforms: pairs of a platform, or "default", and its Kernels, or the
+    words with which it is refused.
+    splits: whether XLA may split a call over devices.
+    """
+
+    platforms: tuple
+    splits: bool = True
+
+    def on(self, device):
+        """The `Kernels` for a device, or the words with which it is refused; None where there are none."""
+        platforms = dict(self.platforms)
+        return platforms.get({"gpu": "cuda"}.get(device.platform, device.platform), platforms.get("default"))
+
+    def keeps_low_bits(self, problem):
+        """Whether the backward pass of a problem wants the low bits of out."""
+        served = [kernels for _, kernels in self.platforms if isinstance(kernels, Kernels)]
+        return problem.dtype.itemsize == 2 and all(kernels.forward_with_low_bits for kernels in served)
+
+    def __call__(self, call):
+        problem = call.problem
+        forward = functools.partial(self.run, "forward", problem)
+        keeping = functools.partial(self.run, "forward_with_low_bits", problem)
+        if call.page_table is not None:
+            words = 'paged_attention has no derivative in its kernel; use implementation="reference"'
+            return without_derivative(forward, words)(*call.arrays)
+
+        def backward(arrays, residuals, gradients):
+            call, (out, lse, *low) = Call(problem, *arrays), residuals
+            query, *gradients = call.of_seeing_rows(lse, call.query, *gradients)
+            return self.run("backward", problem, query, *arrays[1:], out, lse, *gradients, *(low or [None]))
+
+        attend = differentiable(forward, backward, keeping if self.keeps_low_bits(problem) else None)
+        return attend(*call.arrays)
+
+    def run(self, which, problem, *arrays):
+        """The pass which, a field of `Kernels`, of the arrays of a `Call` and of its residuals."""
+        precision = jax.config.jax_default_matmul_precision
+
+        def one_device(problem, *arrays):
+            def on(kernels):
+                if isinstance(kernels, str):
+                    return kernels
+                one_pass = getattr(kernels, which)
+                return lambda *arrays: tuple(one_pass(Call(problem, *arrays[:6]), *arrays[6:]))
+
+            # Perhaps traced anew when XLA splits a call, long after the caller's settings are gone.
+            with settings(), jax.default_matmul_precision(precision):
+                return by_platform(*arrays, **{name: on(kernels) for name, kernels in self.platforms})
+
+        letters = sharding.letters(which, in_pages=arrays[5] is not None)
+        return sharding.one_device_at_a_time(one_device, *letters, self.splits)(problem, *arrays)
+
+
+# The kernels of each implementation. interpret: what makes them run on a CPU, or False
+
+
+def _forward(many_queries, interpret):
+    """The forward pass by many_queries(call, interpret=…), and that of few queries by kernels of its own."""
+
+    def forward(call):
+        if call.problem.T <= FEW_QUERIES:
+            return portable_decode.decode(call, interpret=bool(interpret))
+        return many_queries(call, interpret=interpret)
+
+    return forward
+
+
+def _exact(forward):
+    """A forward pass with out in float32, from one that keeps its low bits."""
+
+    def exact_forward(call):
+        out, lse, low = forward(call)
+        return with_low_bits(out, low), lse
+
+    return exact_forward
+
+
+def _portable(interpret):
+    forward = _forward(portable_forward.forward, interpret)
+
+    def exact_forward_of_part(call):
+        exact = functools.partial(portable_forward.forward, dtype=jnp.float32, interpret=interpret)
+        out, lse = exact(call)
+        # The weights of the product are rounded, and add up to what they make of ones.
+        sums, _ = exact(dataclasses.replace(call, value=jnp.ones_like(call.value)))
+        return out / jnp.where(sums == 0, 1, sums), lse
+
+    def backward(call, out, lse, dout, dlse, low, mends_delta=True):
+        out = out if low is None else with_low_bits(out, low)
+        return portable_backward.backward(call, out, lse, dout, dlse, mends_delta=mends_delta, interpret=interpret)
+
+    of_part = functools.partial(backward, mends_delta=False)
+    return Kernels(forward, backward, None, forward, exact_forward_of_part, of_part)
+
+
+def _hopper(interpret):
+    forward = _forward(hopper_forward.forward, interpret)
+    of_part = _forward(functools.partial(hopper_forward.forward, is_persistent=False), interpret)
+    keeping = functools.partial(hopper_forward.forward, keeps_low_bits=True, interpret=interpret)
+    exact_of_part = _exact(functools.partial(keeping, is_persistent=False))
+    backward = functools.partial(hopper_backward.backward, interpret=interpret)
+    return Kernels(forward, backward, keeping, of_part, exact_of_part, backward)
+
+
+def _tpu(interpret):
+    forward = functools.partial(tpu.forward, interpret=interpret)
+    keeping = functools.partial(forward, keeps_low_bits=True)
+    backward = functools.partial(tpu.backward, interpret=interpret)
+    return Kernels(forward, backward, keeping, forward, _exact(keeping), backward)
+
+
+def _naive(interpret):
+    def keeping(call):
+        return *naive_attention(call), jnp.zeros(call.query.shape, jnp.int16)  # backward computes out again
+
+    def backward(call, out, lse, dout, dlse, low):
+        return naive_gradients(call, out, lse, dout, dlse)
+
+    def exact_forward_of_part(call):
+        query, key, value = (array.astype(jnp.float32) for array in call.arrays[:3])
+        problem = dataclasses.replace(call.problem, dtype=jnp.dtype(jnp.float32))
+        return naive_attention(dataclasses.replace(call, problem=problem, query=query, key=key, value=value))
+
+    def backward_of_part(call, out, lse, dout, dlse, low):
+        return naive_gradients_of_part(call, with_low_bits(out, low), lse, dout, dlse)
+
+    return Kernels(naive_attention, backward, keeping, naive_attention, exact_forward_of_part, backward_of_part)
+
+
+# The table
+
+
+@dataclass(frozen=True)
+class Backend:
+    """An implementation.
+
+    serves: the features that it has beyond 16-bit calls in which all queries see all keys, or causally. needs, runs_on:
+    the devices that it runs on, in words and as a function of a device. limits(call, return_residual): why it cannot
+    serve a call for another reason, or None. kernels(interpret): its `Kernels`, None where JAX differentiates it.
+    platform: where these are compiled. interpreter: what interprets them on a CPU. alone: whether that interpreter
+    knows one device only, and has side effects that JAX does not let into `checkpoint`, even where they are not used.
+    """
+
+    serves: tuple
+    needs: str
+    runs_on: Callable
+    limits: Callable = lambda call, return_residual: None
+    kernels: Callable | None = None
+    platform: str = "default"
+    interpreter: object = False
+    alone: bool = False
+
+
+TABLE = {
+    "reference": Backend(FEATURES, "any device", lambda device: True, kernels=_naive),
+    "portable": Backend(
+        serves=tuple(feature for feature in FEATURES if feature != SYMBOLS),
+        needs="a CPU or an NVIDIA GPU of compute capability 8.0 (Ampere) or newer",
+        runs_on=lambda device: device.platform == "cpu" or compute_capability(device) >= (8, 0),
+        kernels=_portable,
+        platform="cuda",
+        interpreter=True,
+    ),
+    "hopper": Backend(
+        serves=(),
+        needs="an NVIDIA GPU of compute capability 9.0 (Hopper) or a CPU",
+        runs_on=lambda device: device.platform == "cpu" or compute_capability(device) == (9, 0),
+        kernels=_hopper,
+        platform="cuda",
+        interpreter=plgpu.InterpretGPUParams(),
+        alone=True,
+    ),
+    "tpu": Backend(
+        serves=("float32", LENGTHS, WINDOW),
+        needs="a TPU or a CPU",
+        runs_on=lambda device: device.platform in ("tpu", "cpu"),
+        kernels=_tpu,
+        platform="tpu",
+        interpreter=pltpu.InterpretParams(),
+        alone=True,
+    ),
+    "cudnn": Backend(
+        serves=(LENGTHS, WINDOW),
+        needs="an NVIDIA GPU of compute capability 8.0 or newer",
+        runs_on=lambda device: compute_capability(device) >= (8, 0),
+        limits=cudnn.why_not,
+    ),
+}
+IMPLEMENTATIONS = tuple(TABLE)
+BY_DEFAULT = ("hopper", "portable", "tpu", "reference")  # the first that is compiled for the device and serves the call
+
+
+def why_not(name, call, return_residual=False, device=None):
+    """Why an implementation cannot serve a call, or None where it can. device: by default that of the call's arrays."""
+    device, backend = device or device_of(call.query), TABLE[name]
+    lacking = next((feature for feature in call.features if feature not in backend.serves), None)
+    if lacking:
+        return f"it takes no {lacking}"
+    if not backend.runs_on(device):
+        return f"it needs {backend.needs}, this is {device.device_kind}"
+    return backend.limits(call, return_residual)
+
+
+@functools.cache
+def kernels(name, interpreted=False):
+    """The `Kernels` of an implementation, the same each time."""
+    return TABLE[name].kernels(interpreted and TABLE[name].interpreter)
+
+
+def kernels_by_platform(name, interpreted=True, splits=True):
+    """An implementation's `KernelsOf`: for its platform, and interpreted on a CPU or, elsewhere, naive attention."""
+    compiled = TABLE[name].platform, kernels(name)
+    other = ("cpu", kernels(name, True)) if interpreted else ("default", kernels("reference"))
+    return KernelsOf((compiled,) if name == "reference" else (other, compiled), splits)
+
+
+def choose(implementation, call, return_residual=True):
+    """The function that serves a call, of which it makes out and lse (B, N, T)."""
+    if implementation not in (None, *TABLE):
+        raise ValueError(f"implementation must be None or one of {', '.join(TABLE)}, got {implementation!r}")
+    device = device_of(call.query)
+    if implementation is None:
+        fits = (name for name in BY_DEFAULT if _is_compiled_for(name, device) and why_not(name, call) is None)
+        name = next(fits)
+        return naive_attention if name == "reference" else kernels_by_platform(name, interpreted=False)
+    if reason := why_not(implementation, call, return_residual):
+        raise refusal(implementation, call, reason)
+    backend = TABLE[implementation]
+    if backend.kernels is None:
+        return cudnn.attention
+    if implementation == "reference":
+        return naive_attention
+    if not backend.alone:
+        return kernels_by_platform(implementation)
+    if device.platform != "cpu" or not jax.typeof(call.query).sharding.mesh.empty:
+        return kernels_by_platform(implementation, interpreted=False)
+    too_few_threads = implementation == "hopper" and hopper.why_not_here()
+    if not too_few_threads:
+        return kernels_by_platform(implementation, splits=False)
+    error = refusal(implementation, call, too_few_threads)
+    if not isinstance(call.query, jax.core.Tracer):
+        raise error
+    # A traced call may be on its way to a GPU: that is known when its program is lowered.
+    return KernelsOf((("cpu", str(error)), ("cuda", kernels("hopper"))), splits=False)
+
+
+def _is_compiled_for(name, device):
+    return name == "reference" or (device.platform != "cpu" and TABLE[name].runs_on(device))
+
+
+def refusal(name, call, reason):
+    """The error that says why an implementation cannot serve a call, and which can."""
+    instead = next(other for other in ("portable", "reference") if other != name and why_not(other, call) is None)
+    return NotImplementedError(f'{name} cannot serve this call: {reason}; use implementation="{instead}"')

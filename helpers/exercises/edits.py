@@ -1,0 +1,29 @@
+"""Source code with a slip in it: a known mistake is an edit of the solution, a seeded fault one of a kernel."""
+
+import functools
+import inspect
+import textwrap
+
+EDITED = "an edited solution"  # in place of a file's name, so that a check takes it for a learner's code
+
+
+def changed(text, *changes):
+    """Text in which each `old` is replaced by its `new` wherever it stands. ValueError where it stands nowhere."""
+    for old, new in changes:
+        if old not in text:
+            raise ValueError(f"{old!r} is not in {text[:80]!r} …")
+        text = text.replace(old, new)
+    return text
+
+
+@functools.cache
+def edited(function, *changes):
+    """A function of a module with changed source, (old, new) each."""
+    return written(function, changed(textwrap.dedent(inspect.getsource(function)), *changes))
+
+
+def written(function, source):
+    """What source, which defines it anew, makes of a function: the names that it uses are those of its module."""
+    names = dict(function.__globals__)
+    exec(compile(source, EDITED, "exec"), names)
+    return names[function.__name__]

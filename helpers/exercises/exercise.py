@@ -1,0 +1,124 @@
+"""What an exercise is, and where to find one.
+
+A notebook's exercises stand in ``helpers/exercises/notebook_NN.py`` as a tuple EXERCISES. Each has its solution, cases
+to try an answer on, and a list of known mistakes, which are edits of the solution.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from helpers.exercises.edits import edited
+
+
+@dataclass(frozen=True)
+class Case:
+    """One set of arguments and how the verdict describes it, for example "T=3, S=5, H=2"."""
+
+    label: str
+    arguments: tuple
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A known wrong answer.
+
+    name: completes the sentence "This is what you get when …". answer: a callable that makes the mistake. advice: what
+    leads on, as a rule with the section to reread.
+    """
+
+    name: str
+    answer: Callable
+    advice: str
+    variants: tuple = ()
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """Everything that is needed to judge an answer.
+
+    solution: a right answer, as the notebook shows it. Its name is the exercise's.
+    title: as in the heading, "The update".
+    cases: a function without arguments that returns the cases, a small one first. It is called for
+      each check, so that importing stays quick; it must be deterministic.
+    outputs: names of the parts of a tuple result, in order; the name of the result otherwise.
+    tried: what the cases cover, completes "correct on N cases: …".
+    mistakes: known wrong answers. Each is an edit of the solution, (when, old, new, advice), or, where an edit cannot
+      say it, (when, answer, advice). old and new may be tuples of as many parts.
+    expected: the right result for the arguments of a case: an array or number, a string, a tuple
+      of those, or a dict of those. A float64 result may make a verdict say that float32 is too little.
+      By default the solution's.
+    run: how an answer is applied to the arguments of a case; by default it is called with them.
+      May raise `Complaint` where what the answer returned cannot be used.
+    judge: for exercises with many right answers. Takes the result and the case and returns None if
+      it is right, otherwise a sentence that says why it is not. Replaces `expected`.
+    tolerance: largest relative error of a right answer, in the Frobenius norm.
+    exact_dtype: whether each output must have the dtype of the expected one.
+    number: "2.1" for the first of notebook 02, by its place in EXERCISES. `exercises_of` fills it in.
+    """
+
+    solution: Callable
+    title: str
+    cases: Callable
+    outputs: tuple[str, ...]
+    tried: str
+    mistakes: tuple[tuple, ...]
+    expected: Callable | None = None
+    run: Callable = lambda answer, *arguments: answer(*arguments)
+    judge: Callable | None = None
+    tolerance: float = 1e-5
+    exact_dtype: bool = False
+    number: str = ""
+
+    @functools.cached_property
+    def known(self):
+        """The mistakes, as a tuple of `Mistake`."""
+        return tuple(row if isinstance(row, Mistake) else self._mistake(*row) for row in self.mistakes)
+
+    def _mistake(self, name, what, *rest):
+        *new, advice = rest
+        if not new:
+            return Mistake(name, what, advice)
+        pairs = zip(what, *new, strict=True) if isinstance(what, tuple) else [(what, *new)]
+        return Mistake(name, edited(self.solution, *pairs), advice)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """status "not attempted", "correct" or "wrong"; the text to print; the name of a known mistake."""
+
+    status: str
+    text: str
+    mistake: str | None = None
+
+
+class Complaint(Exception):  # noqa: N818
+    """What is wrong with a result, in words for the learner. For the `run` of an exercise."""
+
+
+@functools.cache
+def exercises_of(lesson):
+    """The exercises of a notebook such as "02", in the order of their numbers. LookupError where there is none."""
+    try:
+        module = importlib.import_module(f"helpers.exercises.notebook_{lesson}")
+    except ModuleNotFoundError as error:
+        raise LookupError(lesson) from error
+    return tuple(replace(found, number=f"{int(lesson)}.{place}") for place, found in enumerate(module.EXERCISES, 1))
+
+
+def exercise(number):
+    """The exercise with a number such as "2.1". LookupError if there is none."""
+    lesson, _, place = str(number).strip().partition(".")
+    for found in exercises_of(f"{lesson:0>2}"):
+        if found.number == f"{lesson}.{place}":
+            return found
+    raise LookupError(number)
+
+
+@functools.cache
+def numbers_of_names():
+    """{name of the function that an exercise asks for: its number}."""
+    lessons = sorted(path.stem.removeprefix("notebook_") for path in Path(__file__).parent.glob("notebook_*.py"))
+    return {found.solution.__name__: found.number for lesson in lessons for found in exercises_of(lesson)}

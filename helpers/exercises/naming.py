@@ -1,0 +1,200 @@
+"""Names the mistake behind a wrong answer: a known one that gives the same results, or a slip that results betray."""
+
+import contextlib
+import functools
+import inspect
+import itertools
+import math
+
+import numpy as np
+
+from helpers.exercises.comparing import as_numbers, close, compare, expected_of, parts_of, values_of
+from helpers.exercises.exercise import Mistake
+from helpers.exercises.running import Raised, apply
+
+
+def mistake_in_an_entry(exercise, cases, results):
+    """For results that are dicts of the same keys: the known mistake behind the first wrong entry that has one.
+
+    With the first case in which that entry is wrong, and how. None if no entry has one.
+    """
+    if exercise.judge or not all(isinstance(result, dict) for result in results):
+        return None
+    rights = [expected_of(exercise, case)[0] for case, _ in zip(cases, results, strict=False)]
+    if not isinstance(rights[0], dict) or any(right.keys() != rights[0].keys() for right in rights):
+        return None
+    for name in rights[0]:
+        mine = [result.get(name) for result in results]
+        wrong = [
+            (case, f"{name}: {said}")
+            for case, one, right in zip(cases, mine, rights, strict=False)
+            if (said := compare(one, right[name], exercise.tolerance, exercise.exact_dtype))
+        ]
+        if wrong:
+            mistake = mistake_behind(exercise, mine, lambda result, name=name: result[name])
+            if mistake:
+                return mistake, *wrong[0]
+            if any(isinstance(right, str) for right in rights[0].values()):
+                return None  # a name among numbers follows from them, and may be wrong by many a mistake
+    return None
+
+
+def mistake_behind(exercise, results, part=lambda result: result):
+    """The known mistake of which this part agrees with results on every case, or None."""
+    if all(isinstance(result, Raised) for result in results):
+        return None
+    for mistake in exercise.known:
+        for answer in (mistake.answer, *mistake.variants):
+            with contextlib.suppress(Exception):  # where the mistake does not apply to results of this kind
+                if all(
+                    _same(result, part(_mistaken(exercise, answer, number)), 10 * exercise.tolerance)
+                    for number, result in enumerate(results)
+                ):
+                    return mistake
+    return None
+
+
+@functools.cache
+def _mistaken(exercise, answer, case_number):
+    """What a wrong answer returns for a case: the same each time, so computed once."""
+    return apply(exercise, answer, exercise.cases()[case_number]).result
+
+
+def _same(a, b, tolerance):
+    """Whether two results are equal; whoever raises in the same case counts as doing the same, a complaint apart."""
+    if isinstance(a, Raised) or isinstance(b, Raised):
+        return isinstance(a, Raised) and isinstance(b, Raised) and (a.kind == "Complaint") == (b.kind == "Complaint")
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key], tolerance) for key in a)
+    if isinstance(a, str) or isinstance(b, str) or a is None or b is None:
+        return a is b or (isinstance(a, str) and a == b)
+    if isinstance(a, tuple) and isinstance(b, tuple):  # one by one: beside a large number a small one could be anything
+        return len(a) == len(b) and all(_same(x, y, tolerance) for x, y in zip(a, b, strict=True))
+    a, b = as_numbers(a), as_numbers(b)
+    if a is None or b is None or a.shape != b.shape:
+        return False
+    if a.dtype.kind != b.dtype.kind and {a.dtype.kind, b.dtype.kind} - set("iuf"):
+        return False
+    if b.dtype.kind in "iu":  # a count: one more or less is another
+        tolerance = min(tolerance, 1e-9)
+    return close(a.astype(np.float64), b.astype(np.float64), tolerance)
+
+
+def general_slip(exercise, cases, results, answer):
+    """A slip that can be told in any exercise by its results, as a `Mistake` without an answer; or None."""
+    if exercise.judge or len(results) < 2 or any(isinstance(result, Raised) for result in results):
+        return None
+    table, names = [], None  # table: of (parts, right parts)
+    for case, result in zip(cases, results, strict=False):
+        expected, names_here = expected_of(exercise, case)
+        parts = parts_of(result, names_here, expected)
+        if parts is None or names not in (None, names_here):
+            return None
+        names = names_here
+        table.append((parts, values_of(expected)))
+    agree = lambda mine, right: compare(mine, right, 10 * exercise.tolerance) is None
+    places = range(len(names))
+    if all(agree(mine[place], right[place]) for mine, right in table for place in places):
+        return None  # nearly right, and in order: two counts of 0 look exchanged, and are not
+    for order in itertools.permutations(places) if len(names) <= 4 else ():
+        if order != tuple(places) and all(
+            agree(mine[i], right[j]) for mine, right in table for i, j in enumerate(order)
+        ):
+            # A string that stays in its place may be what `run` adds, about how the answer was made.
+            told = [place for place in places if order[place] != place or not isinstance(table[0][1][place], str)]
+            yours = ", ".join(str(names[order[place]]) for place in told)
+            asked = ", ".join(str(names[place]) for place in told)
+            return Mistake(f"the results come as {yours}", None, f"The order asked for is {asked}.")
+    found = []
+    for place in places:
+        if not all(agree(mine[place], right[place]) for mine, right in table):
+            columns = [(as_numbers(mine[place]), right[place]) for mine, right in table]
+            if any(mine is None or isinstance(right, str) for mine, right in columns):
+                return None
+            columns = [(mine, as_numbers(right)) for mine, right in columns]
+            slip = _slip_of_shape(columns, agree) or _slip_of_factor(columns, agree)
+            slip = slip or _slip_of_count(columns, _amounts(answer, cases))
+            if slip is None:
+                return None
+            found.append((f"{names[place]} {slip[0]}", slip[1]))
+    return Mistake(" and ".join(name for name, _ in found), None, found[0][1]) if found else None
+
+
+def _slip_of_shape(columns, agree):
+    """(what is wrong, advice) in one output, given (mine, right) for each case; or None."""
+    if all(agree(np.squeeze(mine), np.squeeze(right)) for mine, right in columns):
+        return "has an axis of length one too many, or too few", "Look at keepdims and [:, None]."
+    if all(mine.ndim == 2 and agree(mine.T, right) for mine, right in columns):
+        return "is transposed", "Look at which axis comes first."
+    return None
+
+
+def _slip_of_factor(columns, agree):
+    """The same for a factor or a difference that is the same everywhere."""
+    if any(mine.shape != right.shape for mine, right in columns):
+        return None
+    mine, right = (np.concatenate([np.ravel(pair[side]).astype(float) for pair in columns]) for side in (0, 1))
+    finite = np.isfinite(right)
+    if not np.array_equal(mine[~finite], right[~finite], equal_nan=True) or not np.isfinite(mine[finite]).all():
+        return None
+    mine, right = mine[finite], right[finite]
+    if len(set(right.tolist())) < 3:
+        return None
+    factor, offset = float(mine @ right / (right @ right)), float((mine - right).mean())
+    if abs(factor) > 1e-3 and all(agree(m, np.where(np.isfinite(r), factor * r, r)) for m, r in columns):
+        known = {
+            -1.0: "has the wrong sign",
+            math.log2(math.e): "is too large by log2(e) = 1.4427: it is in base two",
+            math.log(2): "is too small by ln 2 = 0.6931: it was divided by log2(e)",
+        }
+        says = next((says for value, says in known.items() if math.isclose(factor, value, rel_tol=1e-4)), None)
+        says = says or f"is {factor:.4g} times what it should be"
+        return f"{says}, in every case", "Look for a factor that is missing, or counted twice."
+    if abs(offset) > 1e-3 and all(agree(m, r + offset) for m, r in columns):
+        size = "large" if offset > 0 else "small"
+        return (
+            f"is too {size} by {abs(offset):.4g}, in every case",
+            "Look for a term that is missing, or counted twice.",
+        )
+    return None
+
+
+def _amounts(answer, cases):
+    """{name: values over the cases} of the arguments that are numbers, larger than 0."""
+    with contextlib.suppress(BaseException):
+        names = list(inspect.signature(answer).parameters)
+        columns = zip(*(case.arguments for case in cases), strict=True)
+        return {
+            name: np.array(column, float)
+            for name, column in zip(names, columns, strict=False)
+            if all(isinstance(x, int | float) and not isinstance(x, bool) and x > 0 for x in column)
+        }
+    return {}
+
+
+def _slip_of_count(columns, amounts):
+    """The same for a count that lacks a factor, or a term that is a product of arguments."""
+    if any(mine.shape or right.shape for mine, right in columns):
+        return None
+    mine, right = (np.array([float(pair[side]) for pair in columns]) for side in (0, 1))
+    if not np.isfinite(mine).all() or not (mine * right > 0).all():
+        return None
+    same = lambda a: np.ptp(a) <= 1e-9 * np.abs(a).max()
+    for name, values in amounts.items():
+        if not same(values) and same(right / mine / values):
+            times = f" and {constant:.4g}" if not math.isclose(constant := (right / mine / values)[0], 1) else ""
+            return f"lacks the factor {name}{times}", "Look at what is multiplied."
+        if not same(values) and same(mine / right / values):
+            times = f" and {constant:.4g}" if not math.isclose(constant := (mine / right / values)[0], 1) else ""
+            return f"has the factor {name}{times} once too often", "Look at what is multiplied."
+    for count in range(1, 6):
+        for chosen in itertools.combinations_with_replacement(amounts, count):
+            product = math.prod(amounts[name] for name in chosen)
+            terms = (mine - right) / product
+            if same(terms) and not same(product) and abs(terms[0]) < 65:
+                size = f"{abs(terms[0]):.4g} · " if not math.isclose(abs(terms[0]), 1) else ""
+                what = f"{size}{' · '.join(chosen)}"
+                return f"{'has' if terms[0] > 0 else 'lacks'} {what}" + (" too much" if terms[0] > 0 else ""), (
+                    "Look for a term that is missing, or counted twice."
+                )
+    return None

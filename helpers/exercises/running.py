@@ -1,0 +1,223 @@
+"""Runs an answer, whatever it does: raise, exit, write into its arguments, or never end, where that can be stopped."""
+
+import contextlib
+import copy
+import functools
+import inspect
+import linecache
+import re
+import signal
+import sys
+import threading
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from helpers.exercises.comparing import indent, plain
+from helpers.exercises.exercise import Complaint
+
+SECONDS = 10  # that an answer may take for one case
+OURS = str(Path(__file__).parents[1])
+
+
+class TooSlow(BaseException):
+    """Not an Exception, so that the `except Exception` of an answer lets it pass."""
+
+
+@dataclass(frozen=True)
+class Raised:
+    """In place of a result: the answer raised. kind: name of the exception's type; text: what to say."""
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an answer did with a case. changed: name of an argument that it wrote into, or None."""
+
+    result: object
+    changed: str | None = None
+
+
+def apply(exercise, answer, case):
+    """The `Outcome` of an answer for a case."""
+    changed = []
+
+    def watched(*arguments, **options):
+        before = [_snapshot(argument) for argument in arguments]
+        try:
+            return answer(*arguments, **options)
+        finally:
+            for place, (old, now) in enumerate(zip(before, arguments, strict=True)):
+                if not _unchanged(old, now):
+                    changed.append(_name_of_argument(answer, place))
+
+    with contextlib.suppress(BaseException):  # for the names of its parameters
+        functools.update_wrapper(watched, answer)
+    try:
+        with warnings.catch_warnings(), np.errstate(all="ignore"), _limited(SECONDS):
+            warnings.simplefilter("ignore")
+            # A deep copy, so that an answer that writes into its arguments cannot spoil the next case.
+            result = plain(exercise.run(watched, *copy.deepcopy(case.arguments)))
+    except Complaint as complaint:
+        return Outcome(Raised("Complaint", f"wrong for {{case}}.\n{indent(str(complaint))}"))
+    except BaseException as error:
+        return Outcome(_raised(error, answer))
+    return Outcome(result, changed[0] if changed else None)
+
+
+@contextlib.contextmanager
+def _limited(seconds):
+    """Raise TooSlow in the body after so many seconds, where that can be done: on POSIX, in the main thread.
+
+    On a machine that is busy with other things, up to three times as many. Compiled code is not
+    interrupted; the exception comes when it returns to Python.
+    """
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    running, began, began_cpu = True, time.monotonic(), time.process_time()
+
+    def stop(*_):
+        waited, ran = time.monotonic() - began, time.process_time() - began_cpu
+        starved = 0.01 * waited < ran < 0.6 * waited
+        if running and (not starved or waited > 3 * seconds):
+            raise TooSlow
+
+    handler = signal.signal(signal.SIGALRM, stop)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds, seconds / 10)  # again, should the first be caught
+    try:
+        yield
+    finally:
+        running = False
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)
+
+
+def _snapshot(value):
+    """A copy of what an answer could write into; None for anything else."""
+    if isinstance(value, np.ndarray):
+        return np.array(value)
+    if isinstance(value, list | tuple):
+        return [_snapshot(item) if isinstance(item, np.ndarray | list | tuple | dict) else item for item in value]
+    return dict(value) if isinstance(value, dict) else None
+
+
+def _unchanged(before, now):
+    if isinstance(before, np.ndarray):
+        return before.shape == now.shape and np.array_equal(before, now, equal_nan=before.dtype.kind == "f")
+    if isinstance(before, list):
+        return len(before) == len(now) and all(map(_unchanged, before, now))
+    if isinstance(before, dict):
+        return before == now
+    return before is None or before is now or isinstance(now, np.ndarray | list | tuple | dict)
+
+
+def _name_of_argument(answer, place):
+    with contextlib.suppress(BaseException):
+        return f"`{list(inspect.signature(answer).parameters)[place]}`"
+    return f"number {place + 1}"
+
+
+# What went wrong in an answer
+
+_TRACED = {
+    "TracerArrayConversionError": "a value inside a kernel or a traced function is not there yet: use jnp, not np",
+    "TracerBoolConversionError": "a traced value is neither true nor false yet: no Python `if`, `while`, "
+    "`and`, `max` or `min` on it, but jnp.where, jnp.maximum",
+    "TracerIntegerConversionError": "a traced value is no Python integer: no int(), range() or list index with it",
+    "ConcretizationTypeError": "a traced value is no Python number: no int(), float(), bool() or `if` on it",
+    "NonConcreteBooleanIndexError": "a traced mask cannot select entries: use jnp.where",
+    "UnexpectedTracerError": "a traced value was kept after its function had ended: return it instead",
+}
+
+
+def _raised(error, answer):
+    """The `Raised` of an exception that came out of an answer."""
+    kind = name_of(error)
+    if kind == "TooSlow":
+        return Raised(
+            kind,
+            f"stopped: more than {SECONDS} seconds for {{case}}.\n"
+            "  Either a loop never ends, or many small steps are slow: let one operation work on a whole array.",
+        )
+    if kind == "KeyboardInterrupt":
+        return Raised(kind, "interrupted, for {case}.")
+    frames = _frames(error)
+    code = _code_of(answer)
+    if isinstance(error, NotImplementedError) and not error.args and frames:
+        last, line = frames[-1]
+        if last.f_code is code:
+            lines = {number for _, _, number in code.co_lines() if number} - {code.co_firstlineno}
+            if len(lines) <= 1:
+                return Raised("not attempted", "")
+            text = (
+                f"raised NotImplementedError for {{case}}.\n  Delete line {line} of your function's cell, the stub's."
+            )
+            return Raised(kind, text)
+        text = f"`{last.f_code.co_name}`, which your function calls, is not written yet."
+        return Raised(kind, text)
+    message = _TRACED.get(kind) or _message(error)
+    text = f"raised {kind} for {{case}}." + (f"\n  {message}" if message else "")
+    yours = [(frame, line) for frame, line in frames if is_learners(frame.f_code, code)]
+    if yours:
+        frame, line = yours[-1]
+        source = linecache.getline(frame.f_code.co_filename, line).strip()
+        where = "" if frame.f_code is code else f" of `{frame.f_code.co_name}`"
+        text += f"\n  In line {line}{where}" + (f": {source[:120]}" if source else ".")
+    return Raised(kind, text)
+
+
+def _frames(error):
+    """(frame, line number) from the outermost to the innermost."""
+    found, trace = [], error.__traceback__
+    while trace is not None:
+        found.append((trace.tb_frame, trace.tb_lineno))
+        trace = trace.tb_next
+    return found
+
+
+def _code_of(answer):
+    """The code object of a function, also behind functools.partial, jax.jit or a decorator; None without one."""
+    for _ in range(10):
+        inner = getattr(answer, "func", None) if isinstance(answer, functools.partial) else None
+        inner = inner or getattr(answer, "__wrapped__", None) or getattr(answer, "__func__", None)
+        if inner is None:
+            break
+        answer = inner
+    return getattr(answer, "__code__", None)
+
+
+def is_learners(code, own=None):
+    """Whether code was written by the learner: own, the answer's, or any that lies in no library and not in here."""
+    path = code.co_filename
+    if code is own:
+        return True
+    return not path.startswith((OURS, sys.prefix, sys.base_prefix, "<")) and "site-packages" not in path
+
+
+def _message(error):
+    """The first line of an exception's message, without what differs from run to run or is the checker's own."""
+    try:
+        line = (str(error).strip().splitlines() or [""])[0]
+    except Exception:
+        return ""
+    if line.startswith("JAX arrays are immutable"):
+        return "a JAX array cannot be written into: compute a new one and return it"
+    if "captures constants" in line:
+        return (
+            "a kernel takes no array from outside, and np.arange, jnp.array of a list, or an array's .at[...] "
+            "(not a ref's) can bring one along: use jnp.arange, + and jnp.where"
+        )
+    line = re.sub(r" at 0x[0-9a-f]+", "", line)
+    line = re.sub(r"(\S*/)?helpers/exercises/\S+", "the check", line)
+    line = re.sub(r"apply\.<locals>\.watched", "your function", line)
+    return line[:200]
+
+
+def name_of(error):
+    return type(error).__name__

@@ -1,1 +1,0 @@
-"""What kernels cost, by formula, by counting and by the clock; whether they are right; and the records of it."""
