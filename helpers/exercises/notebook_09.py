@@ -23,12 +23,12 @@ def median_time(run, wait, clock, inputs, samples, calls):
     return np.median(times)
 
 
-THREE = [("a",), ("b",), ("c",)]  # more than the cache of the simulated card holds
+THREE = [("a",), ("b",), ("c",)]  # more than the cache of the simulated GPU holds
 PER_CENT = 3
 
 
 def _clock_cases():
-    """Arguments: what the card is like, inputs, samples, calls."""
+    """Arguments: what the GPU is like, inputs, samples, calls."""
     others = {5: range(24, 48), 0.7: range(60, 72)}
     # By samples of 60 calls, the first, the middle and the last among them; a few calls more before must not matter.
     samples_of = {0.9: (0,), 1.2: (1, 2), 0.85: (3,), 1.3: (4,), 0.8: (8,)}
@@ -40,14 +40,14 @@ def _clock_cases():
     busy = dict(call_s=2e-3, compile_s=1.5, launch_s=2e-5, wait_s=1e-3, cached=0.4, disturbed=others)
     cases = [
         ("the case worked by hand", dict(call_s=2e-3, launch_s=5e-5), THREE, 1, 3),
-        ("a card that compiles for 1 s, one sample", dict(call_s=2e-3, compile_s=1.0), THREE, 1, 12),
-        ("a card whose calls take the host 1.5 ms to queue", dict(call_s=2e-3, launch_s=1.5e-3), THREE, 5, 60),
-        ("a card on which waiting costs 1 ms", dict(call_s=2e-3, wait_s=1e-3), THREE, 5, 60),
-        ("a card that keeps the inputs of the last call in its cache", dict(call_s=3e-3, cached=0.3), THREE, 5, 12),
-        ("a card that others use now and then", dict(call_s=2e-3, disturbed=others), THREE, 9, 12),
-        ("a card whose cache holds the inputs of two calls", two_calls, [*THREE, ("d",)], 5, 12),
-        ("a card too slow in three of nine samples and too fast in three", uneven, THREE, 9, 60),
-        ("a card with all of this", busy, THREE, 9, 60),
+        ("a GPU that compiles for 1 s, one sample", dict(call_s=2e-3, compile_s=1.0), THREE, 1, 12),
+        ("a GPU whose calls take the host 1.5 ms to queue", dict(call_s=2e-3, launch_s=1.5e-3), THREE, 5, 60),
+        ("a GPU on which waiting costs 1 ms", dict(call_s=2e-3, wait_s=1e-3), THREE, 5, 60),
+        ("a GPU that keeps the inputs of the last call in its cache", dict(call_s=3e-3, cached=0.3), THREE, 5, 12),
+        ("a GPU that others use now and then", dict(call_s=2e-3, disturbed=others), THREE, 9, 12),
+        ("a GPU whose cache holds the inputs of two calls", two_calls, [*THREE, ("d",)], 5, 12),
+        ("a GPU too slow in three of nine samples and too fast in three", uneven, THREE, 9, 60),
+        ("a GPU with all of this", busy, THREE, 9, 60),
     ]
     return [Case(label, tuple(arguments)) for label, *arguments in cases]
 
@@ -68,7 +68,7 @@ def _judge_clock(result, case):
     if abs(seconds / truth - 1) <= PER_CENT / 100:
         return None
     mine = f"{1e3 * seconds:.3g}" if math.isfinite(seconds) else str(seconds)
-    return f"time: yours {mine} ms, this card takes {1e3 * truth:.3g} ms a call"
+    return f"time: yours {mine} ms, this GPU takes {1e3 * truth:.3g} ms a call"
 
 
 # What the mistakes leave out.
@@ -78,7 +78,7 @@ WARM_UP, WAIT = "    wait(run(*inputs[0]))\n", "        wait(result)\n"
 CLOCK = Exercise(
     solution=median_time, title="A benchmark with four faults", outputs=("time",), tolerance=1e-3,
     cases=_clock_cases, run=_measure, judge=_judge_clock,
-    tried="cards that compile, cache, are slow to wait for, and are used by others",
+    tried="GPUs that compile, cache, are slow to wait for, and are used by others",
     mistakes=(
         # Without a wait, the inputs make no difference.
         ("nothing is called before the clock starts, nothing is waited for, and the mean is taken",
@@ -107,8 +107,8 @@ CLOCK = Exercise(
          "The calls of one sample follow one another, so each of them needs other inputs: reread section 2."),
         ("the mean is taken, and one disturbed sample spoils it", "np.median", "np.mean",
          "The median does not care how bad the worst samples are: reread section 2."),
-        ("the fastest sample is taken, and with it the luckiest moment of the card", "np.median", "np.min",
-         "A card can be too fast for a moment as well as too slow: take the median, see section 2."),
+        ("the fastest sample is taken, and with it the luckiest moment of the GPU", "np.median", "np.min",
+         "A GPU can be too fast for a moment as well as too slow: take the median, see section 2."),
         ("every call is waited for, so that the waiting is measured too", WAIT, f"    {WAIT}",
          "Queue all calls of a sample and wait once: reread section 1."),
         ("the time of a sample is not divided by its calls", " / calls", "",
@@ -148,7 +148,7 @@ def _pair_cases():
         case("0.07 % faster, samples that differ by 1 %", 1.0007, 0.01),
         case("0.07 % faster, samples that differ by 0.01 %", 1.0007, 0.0001),
         case("5 % slower, samples that differ by 1 %", 0.95, 0.01),
-        case("3 % faster, on a card that slows down by 20 %", 1.03, 0.005, drift=0.2),
+        case("3 % faster, on a GPU that slows down by 20 %", 1.03, 0.005, drift=0.2),
         case("10 % faster, four bad samples of new", 1.10, 0.01, outliers=4),
         case("the same program twice", 1.0, 0.02),
         case("2 % faster, an even number of turns", 1.02, 0.01, n=8),
@@ -177,7 +177,7 @@ MEDIANS = "np.median((old / new)[resamples], axis=1)"
 PAIRS = Exercise(
     solution=speed_up, title="Is 0.07 % a speed-up?", outputs=("low", "high", "verdict"), tolerance=1e-6,
     cases=_pair_cases, expected=_expected_interval,
-    tried="real and imagined speed-ups, a slow-down, a card that warms up, bad samples",
+    tried="real and imagined speed-ups, a slow-down, a GPU that warms up, bad samples",
     mistakes=(
         ("the ratio is new over old, which is below one for a speed-up", "old / new", "new / old",
          "A speed-up of 2 means that the old program took twice as long: see the exercise."),
@@ -241,7 +241,7 @@ def _bound_cases():
         ("H=32, 64 heads", (4, 4096, 4096, 64, 64, 32, 2, False), CEILINGS),
         ("one query for each of 8 sequences (decoding)", (8, 1, 16384, 32, 4, 128, 2, False), CEILINGS),
         ("8 key/value heads for 32 query heads, T=128", (2, 128, 128, 32, 8, 256, 4, True), CEILINGS),
-        ("T ≠ S on a card with fast matrix units", (3, 100, 700, 6, 2, 64, 2, False), fast),
+        ("T ≠ S on a GPU with fast matrix units", (3, 100, 700, 6, 2, 64, 2, False), fast),
     ]
     return [Case(label, (*shape, ceilings)) for label, shape, ceilings in shapes]
 
