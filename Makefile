@@ -19,7 +19,7 @@ REVISION ?= main
 # Where the site will stand, for example https://owner.github.io/name/: with it, a link to a page shows a picture.
 SITE_ADDRESS ?=
 
-.PHONY: help setup lab fresh test test-all test-oldest mutation notebooks figures lint site site-setup site-test colab gpu gpu-test gpu-memcheck gpu-fuzz gpu-bench gpu-ring gpu-tune gpu-compile tpu-compile cuda triton
+.PHONY: help setup lab fresh lesson test test-all test-oldest mutation notebooks figures lint site site-setup site-test colab gpu gpu-test gpu-memcheck gpu-fuzz gpu-bench gpu-ring gpu-tune gpu-compile tpu-compile cuda triton
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -52,6 +52,9 @@ mutation: setup ## put faults into the code, one at a time, and see which tests 
 
 notebooks: setup ## execute all notebooks, or some, and write them back: make notebooks NOTEBOOK="03 05"
 	@$(IN_VENV) -m helpers.notebooks execute $(NOTEBOOK) $(ARGS)
+
+lesson: setup ## lay out a new lesson with one exercise: make lesson NAME=any_mask
+	@$(IN_VENV) -m helpers.dev.lesson "$(NAME)"
 
 figures: setup ## draw every picture that the Markdown cells show
 	@$(IN_VENV) -m helpers.plots
