@@ -43,7 +43,7 @@ def _attention_cases():
     equal, values = random.standard_normal((3, 2)), math.sqrt(2) * random.standard_normal((5, 2))
     cases += [
         Case("every logit near -2000, causal", (q, down, v, True)),
-        Case("the largest logit, 3000, hidden by the mask", (-q, rising, v, True)),
+        Case("the largest logit, 3000, masked", (-q, rising, v, True)),
         Case("rows of very different size", (steep, down, v, False)),
         Case("equal keys", (equal, np.ones((5, 2)), values, True)),
     ]
@@ -80,9 +80,9 @@ ATTENTION = Exercise(
         ("the mask is aligned with the last query and the last key",
          "np.arange(len(q))[:, None]", "np.arange(len(q))[:, None] + len(k) - len(q)",
          "Query i sees keys j ≤ i, both counted from the start, whatever T and S are: reread section 3."),
-        ("hidden logits are set to 0", "-np.inf", "0.0",
+        ("masked logits are set to 0", "-np.inf", "0.0",
          "The exponential of 0 is 1, so a logit of 0 still gets weight: reread section 3."),
-        ("hidden logits are set to a finite number that is not low enough", "-np.inf", "-1000.0",
+        ("masked logits are set to a finite number that is not low enough", "-np.inf", "-1000.0",
          "A visible logit can be lower still; only -np.inf is always below it: reread section 3."),
         ("the weights are masked after the softmax, so that they no longer sum to one",
          ("        s = np.where(seen, s, -np.inf)\n", "return p @ v / p.sum(axis=-1, keepdims=True)"),
@@ -97,7 +97,7 @@ ATTENTION = Exercise(
         ("one maximum is subtracted from the whole table, and rows far below it vanish",
          "s.max(axis=-1, keepdims=True)", "s.max()",
          "Every row needs its own maximum, s.max(axis=-1, keepdims=True): reread section 1."),
-        ("the maximum is taken before the mask, so that a hidden logit makes all visible ones vanish",
+        ("the maximum is taken before the mask, so that a masked logit makes all visible ones vanish",
          ("s - s.max(axis=-1, keepdims=True)", "    if is_causal"),
          ("s - m", "    m = s.max(axis=-1, keepdims=True)\n    if is_causal"),
          "Mask first, then take the maximum of what is left: reread section 3."),
@@ -179,7 +179,7 @@ def _fit_cases():
 FIT = Exercise(
     solution=longest, title="The longest sequence that fits", outputs=("T",),
     cases=_fit_cases,
-    tried="exact fits, one byte too few, no room at all, and real cards with up to 128 heads",
+    tried="exact fits, one byte too few, no room at all, and real GPUs with up to 128 heads",
     mistakes=(
         ("q, k, v and out are forgotten", " + 4 * itemsize * (T + 1) * H", "",
          "The four small matrices must fit too: reread section 6."),
@@ -209,7 +209,7 @@ FIT = Exercise(
 
 
 def shortest_time(T, S, H, itemsize, card):
-    """Least time of naive attention on a card: (seconds, "memory" or "compute")."""
+    """Least time of naive attention on a GPU: (seconds, "memory" or "compute")."""
     compute = forward_flops(T, S, H) / card.matrix_rate
     memory = naive_bytes(T, S, H, itemsize) / card.bandwidth
     return max(compute, memory), "memory" if memory > compute else "compute"
@@ -217,8 +217,8 @@ def shortest_time(T, S, H, itemsize, card):
 
 def _time_cases():
     shapes = [
-        (roofline.Card("a toy card", 1024, 48.0, 32.0), 2, 3, 4, 2),
-        (roofline.Card("a slower toy card", 1024, 8.0, 32.0), 2, 3, 4, 2),
+        (roofline.Card("a toy GPU", 1024, 48.0, 32.0), 2, 3, 4, 2),
+        (roofline.Card("a slower toy GPU", 1024, 8.0, 32.0), 2, 3, 4, 2),
         (roofline.T4, 100, 300, 64, 4),
         (roofline.T4, 8192, 8192, 512, 2),
         (roofline.RTX_4090, 2048, 512, 128, 2),
@@ -236,7 +236,7 @@ def _time_cases():
 TIME = Exercise(
     solution=shortest_time, title="The shortest possible time", outputs=("seconds", "limit"),
     cases=_time_cases,
-    tried="both limits, six cards, real and toy, T and S equal and different",
+    tried="both limits, six GPUs, real and toy, T and S equal and different",
     mistakes=(
         ("the two times are added", "max(compute, memory)", "compute + memory",
          "Arithmetic and traffic can go on at once, so only the longer one counts: reread section 7."),

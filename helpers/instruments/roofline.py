@@ -1,4 +1,4 @@
-"""What a card can do at best, by its datasheet: memory, matrix rate, bandwidth, and the roof they make.
+"""What a GPU can do at best, by its datasheet: memory, matrix rate, bandwidth, and the roof they make.
 
 The roofline model bounds a computation from two sides at once: the matrix units need at least
 FLOPs / matrix_rate seconds, the memory at least bytes / bandwidth, and the two can overlap. These

@@ -63,8 +63,9 @@ def three_bills():
     style.bare(axes)
     axes.set_xlim(0, 19)
     axes.set_ylim(0, 6.2)
+    inside = "streaming multiprocessors\nwith matrix units, registers\nand shared memory"
     boxes = (
-        (0.2, 4.6, style.QUERY, "the chip", "processors with matrix units,\nregisters and shared memory"),
+        (0.2, 4.6, style.QUERY, "the chip", inside),
         (13.4, 5.5, style.VALUE, "the memory", "gigabytes, but far away"),
     )
     for x, width, colour, name, detail in boxes:
@@ -137,7 +138,7 @@ def byte_bill(read, written):
 
 
 def cards(lengths, measured, heads, H=128, itemsize=2):
-    """Footprint of attention with `heads` heads against T = S, and the memory of some cards.
+    """Footprint of attention with `heads` heads against T = S, and the memory of some GPUs.
 
     measured: bytes that the compiler reported for naive attention, one for each length.
     """
@@ -203,7 +204,7 @@ def roof(card, points):
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel("intensity: FLOPs for each byte moved")
     axes.set_ylabel("attainable rate (TFLOP/s)")
-    axes.set_title(f"The roof of one card, the {card.name}, by its datasheet (not measured)", loc="left")
+    axes.set_title(f"The roof of one GPU, the {card.name}, by its datasheet (not measured)", loc="left")
     axes.legend(loc="lower right", title="FLOPs per byte → TFLOP/s", alignment="left", frameon=False)
     return figure
 
