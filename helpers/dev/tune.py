@@ -25,7 +25,7 @@ from helpers.attention.hopper import backward as hopper_backward
 from helpers.attention.hopper import forward as hopper_forward
 from helpers.attention.hopper import serve as hopper
 from helpers.attention.hopper.table import LENGTHS
-from helpers.attention.hopper.warpgroup import PROCESSORS
+from helpers.attention.hopper.warpgroup import NUM_SMS
 from helpers.attention.portable import backward, forward
 from helpers.attention.portable.decode import DEFAULTS as DECODE_DEFAULTS
 from helpers.attention.portable.decode import Launch, decode, splits_of
@@ -93,7 +93,7 @@ def hopper_forward_candidates(H):
         256: [(64, 2, 2)],
     }
     ahead = H <= 128  # SMEM for two tiles of queries
-    programs_guess = [(PROCESSORS, True), (PROCESSORS, False), (None, True)]
+    programs_guess = [(NUM_SMS, True), (NUM_SMS, False), (None, True)]
     choices = itertools.product(block_k_stages_warpgroups[H], programs_guess)
     return [hopper_forward.Tiles(64, *shape, programs, ahead, guess) for shape, (programs, guess) in choices]
 

@@ -55,7 +55,7 @@ from helpers.attention.hopper.warpgroup import (
     CACHED,
     COLUMNS,
     MATRIX,
-    PROCESSORS,
+    NUM_SMS,
     REGISTERS,
     ROWS,
     SWIZZLED,
@@ -153,7 +153,7 @@ def for_each_query_tile(problem, tiles, kv, k_start, body, masked_body, carry):
         that take their places walk up: each begins at its own keys, just when those
         before it come by.
         """
-        up = lax.rem(lax.div(place_in_line(problem, tiles), core_count(PROCESSORS)), 2) == 1
+        up = lax.rem(lax.div(place_in_line(problem, tiles), core_count(NUM_SMS)), 2) == 1
         i = lax.div(n, group)
         return kv * group + lax.rem(n, group), jnp.where(up, start + i, end - 1 - i)
 
@@ -764,7 +764,7 @@ def _grid(problem, head_axis, tile_count, parts=1, together=None):
     name, heads = head_axis
     if problem.band == NO_BAND:
         return {"batch": problem.B, name: heads, "part": parts, "tile": tile_count}
-    if problem.B * parts * tile_count * heads < 4 * core_count(PROCESSORS):
+    if problem.B * parts * tile_count * heads < 4 * core_count(NUM_SMS):
         return {"part": parts, "tile": tile_count, "batch": problem.B, name: heads}
     sections = {"section": heads // together} if together else {}
     return {"batch": problem.B, "part": parts, **sections, "tile": tile_count, name: together or heads}
@@ -799,7 +799,7 @@ def heads_ahead(problem, tiles):
     if few or not tiles.zeros_ahead:
         return 0
     side_by_side = 1 if problem.band == NO_BAND else grid["kv_head"]  # heads whose programs start together
-    sets = 1 + pl.cdiv(WAVES_AHEAD * core_count(PROCESSORS), side_by_side * grid["tile"])
+    sets = 1 + pl.cdiv(WAVES_AHEAD * core_count(NUM_SMS), side_by_side * grid["tile"])
     ahead = sets * side_by_side
     return ahead if ahead < problem.B * problem.K else 0
 

@@ -88,7 +88,7 @@ from helpers.attention.hopper.warpgroup import (
     CACHED,
     COLUMNS,
     MATRIX,
-    PROCESSORS,
+    NUM_SMS,
     REGISTERS,
     ROWS,
     SWIZZLED,
@@ -128,7 +128,7 @@ class Tiles(NamedTuple):
     block_k: int = 128
     stages: int = 2
     warpgroups: int = 2
-    programs: int | None = PROCESSORS
+    programs: int | None = NUM_SMS
     ahead: bool = True
     guess: bool = True
 
@@ -626,7 +626,7 @@ def default_tiles(problem):
     """
     tuned = tuned_tiles("forward", problem, problem.S)
     tiles = Tiles(**tuned["forward"]) if tuned else untuned_tiles(problem)
-    turns = pl.cdiv(problem.T, tiles.block_q * tiles.warpgroups) * problem.N * problem.B / core_count(PROCESSORS)
+    turns = pl.cdiv(problem.T, tiles.block_q * tiles.warpgroups) * problem.N * problem.B / core_count(NUM_SMS)
     if turns < 4 and tiles.warpgroups > 2 and padded_head_dim(problem.H) == 64:
         tiles = tiles._replace(block_k=128, stages=4, warpgroups=2, guess=True)
     too_long = problem.S > MOST * 2 ** HEADROOM.get(problem.dtype.name, 0)
@@ -649,7 +649,7 @@ def one_product_serves(tiles, head_dim):
 
 def untuned_tiles(problem):
     """The `Tiles` for a card without a table: the fastest of those tried by hand on an NVIDIA H200 (JAX 0.11.2)."""
-    programs = core_count(PROCESSORS)
+    programs = core_count(NUM_SMS)
     if problem.H <= 64:
         if problem.band.right == 0:
             return Tiles(block_k=64, stages=4, warpgroups=4, programs=programs, guess=problem.S > 2048)

@@ -27,7 +27,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 HEAD_DIMS = (64, 128, 256)  # others are padded to the next
-PROCESSORS = 132  # of an H100 SXM and an H200; on other cards the programs queue or leave some idle
+NUM_SMS = 132  # of an H100 SXM and an H200; on other cards the programs queue or leave some idle
 CACHED = 24 * 2**20  # bytes that stay in the L2 cache of a Hopper card, with all else that passes through it
 MATRIX = plgpu.Layout.WGMMA  # how a warpgroup holds a (rows, columns) array in registers
 ROWS = MATRIX.reduce(1)  # and one number a row of it

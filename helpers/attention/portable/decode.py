@@ -61,7 +61,7 @@ from helpers.attention.portable.tiles import (
 MOST_ROWS = 64  # of a tile
 FEWEST_KEYS = 256  # of a part
 MERGED = 32  # parts that are merged in one step
-PROCESSORS = 132  # of an H200, where the device does not say
+NUM_SMS = 132  # of an H200, where the device does not say
 
 
 class Launch(NamedTuple):
@@ -213,7 +213,7 @@ def splits_of(problem, card, launch):
     tiles = fitting("decode", tiles, problem, card)
     heads = problem.B * problem.K * pl.cdiv(problem.T * problem.group, tiles.block_q)
     _, seen = key_tiles(0, problem.T, 1, problem.band, problem.T, problem.S)
-    programs = launch.per_processor * core_count(PROCESSORS)
+    programs = launch.per_processor * core_count(NUM_SMS)
     parts = max(1, min(programs // heads, int(seen) // FEWEST_KEYS))
     return Splits(*tiles, parts)
 
