@@ -17,6 +17,6 @@ def tuned_tiles(which, problem, length):
 
     From the table of this card, for a problem whose programs run over a sequence of this length.
     """
-    table = tables.rows_by(tables.this_card(), "hopper", "pass", "head_padded", "is_causal", "up_to")
+    table = tables.rows_by(tables.this_gpu(), "hopper", "pass", "head_padded", "is_causal", "up_to")
     row = table.get((which, padded_head_dim(problem.H), problem.band.right == 0, up_to(length)))
     return row and row["tiles"]
