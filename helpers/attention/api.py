@@ -43,11 +43,11 @@ def flash_attention(
         Under jit their values cannot be checked; there, more than the length means all of it.
       local_window_size: (left, right), or one integer for both: query i sees keys i - left <= j <= i + right.
       implementation: "reference" (naive, the whole matrix in memory), "portable" (the Pallas kernels: compiled on an
-        NVIDIA GPU from Ampere on, interpreted on a CPU), "hopper" (kernels for NVIDIA's Hopper cards, 16-bit inputs
+        NVIDIA GPU from Ampere on, interpreted on a CPU), "hopper" (kernels for NVIDIA's Hopper GPUs, 16-bit inputs
         without lengths or windows; a CPU of 16 cores or with PJRT_NPROC=16 interprets them, for one device), "tpu"
         (kernels for Google's TPUs, which have been compiled for v5e and v6e and run nowhere but in the interpreter; a
         CPU interprets them, for one device), "cudnn" (handed to `jax.nn`, where it can serve the call), or None:
-        hopper on such a card for what it serves, otherwise portable on an NVIDIA GPU from Ampere on, tpu on a TPU,
+        hopper on such a GPU for what it serves, otherwise portable on an NVIDIA GPU from Ampere on, tpu on a TPU,
         reference elsewhere. Some things are better in portable than in hopper. Its dq is the same in each run, to the
         last bit. Its forward pass takes as long for all inputs, hopper's takes longer where scores are far above those
         of the first keys. And bfloat16 values below 1e-20 keep all of their digits.

@@ -57,7 +57,7 @@ def query_outer(memory, *, scale, block_q, block_k, band=NO_BAND):
 
     memory holds q (T, H), k (S, H) and v (S, H) and receives out (T, H) in the dtype
     of q and lse (T,) in float32. Each query tile keeps its state on chip until it has
-    seen all its keys; tiles of keys that the band hides are never loaded.
+    seen all its keys; tiles of keys that the band masks are never loaded.
     """
     T, H = memory.arrays["q"].shape
     S = len(memory.arrays["k"])

@@ -33,7 +33,7 @@ def split_keys():
     _part(axes, 0.2, 5.3, 10.6, "keys 0 to S − 1", "program 0")
     _arrow(axes, (10.9, 5.65), (13, 5.65))
     _box(axes, 13.1, 5.25, 2.2, "out, lse", style.OUTPUT)
-    axes.text(15.6, 5.65, "the other processors wait", va="center", size=9.5, color=style.OUTPUT)
+    axes.text(15.6, 5.65, "the other SMs wait", va="center", size=9.5, color=style.OUTPUT)
 
     axes.text(0.2, 4.2, "four programs for a head", weight="bold", va="center")
     for part in range(4):

@@ -1,4 +1,4 @@
-"""Pictures of notebook 09: clocks, samples, and the recorded figures of a card."""
+"""Pictures of notebook 09: clocks, samples, and the recorded figures of a GPU."""
 
 import numpy as np
 from matplotlib.colors import LinearSegmentedColormap
@@ -35,13 +35,13 @@ def _listed(figures, digits=".0f"):
 
 
 def queue():
-    """Host and card side by side: calls return at once, the work is done later."""
+    """Host and GPU side by side: calls return at once, the work is done later."""
     figure, axes = style.subplots(width=9.5, height=2.9)
     style.bare(axes)
     axes.set_xlim(-2.2, 21.5)
     axes.set_ylim(-0.9, 4.6)
     axes.text(-0.4, 3, "host", ha="right", va="center", weight="bold")
-    axes.text(-0.4, 1, "card", ha="right", va="center", weight="bold")
+    axes.text(-0.4, 1, "GPU", ha="right", va="center", weight="bold")
     for number in range(3):
         axes.add_patch(Rectangle((0.2 + number, 2.6), 0.8, 0.8, facecolor=style.KEY, edgecolor=style.PAPER))
         axes.text(0.6 + number, 3, f"{number + 1}", ha="center", va="center", size=9)
@@ -84,7 +84,7 @@ def samples(milliseconds, title):
 
 
 def drift(one_after_another, in_turns):
-    """Samples of the programs A and B on a card that warms up: {name: [(moment, milliseconds), ...]} twice."""
+    """Samples of the programs A and B on a GPU that warms up: {name: [(moment, milliseconds), ...]} twice."""
     figure, panels = style.subplots(1, 2, width=9.5, height=3.4, sharey=True)
     titles = "One after the other", "In turns"
     for axes, found, title in zip(panels, (one_after_another, in_turns), titles, strict=True):
@@ -100,7 +100,7 @@ def drift(one_after_another, in_turns):
 
 
 def fooled(reports, truth_ms):
-    """What several benchmarks say of one card: {name: milliseconds}, and the truth."""
+    """What several benchmarks say of one GPU: {name: milliseconds}, and the truth."""
     figure, axes = style.subplots(width=9, height=0.42 * len(reports) + 1.0)
     for row, time in enumerate(reports.values()):
         right = abs(time / truth_ms - 1) < 0.03
@@ -313,7 +313,7 @@ def relative(values, title):
 def memory(found, refused, card_bytes):
     """Bytes of a program against T. found: {pass: {implementation: {T: bytes}}}.
 
-    refused: {(pass, implementation): T} of those that the card had no room for.
+    refused: {(pass, implementation): T} of those that the GPU had no room for.
     """
     figure, panels = style.subplots(1, 2, width=10, height=3.9, sharey=True)
     for axes, (which, programs) in zip(panels, found.items(), strict=True):
@@ -341,7 +341,7 @@ def memory(found, refused, card_bytes):
 
 
 def claims(rates, title):
-    """One measurement, several TFLOP/s: {how it was counted: TFLOP/s}, ours first; and the card's rate."""
+    """One measurement, several TFLOP/s: {how it was counted: TFLOP/s}, ours first; and the GPU's rate."""
     *rates, (limit_name, limit) = rates.items()
     figure, axes = style.subplots(width=9.5, height=0.45 * len(rates) + 1.1)
     for row, (_, rate) in enumerate(rates):

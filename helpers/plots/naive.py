@@ -64,7 +64,7 @@ def three_bills():
     axes.set_xlim(0, 19)
     axes.set_ylim(0, 6.2)
     boxes = (
-        (0.2, 4.6, style.QUERY, "the chip", "processors with matrix units,\nregisters and shared memory"),
+        (0.2, 4.6, style.QUERY, "the chip", "processors (SMs) with\nmatrix units, registers\nand shared memory"),
         (13.4, 5.5, style.VALUE, "the memory", "gigabytes, but far away"),
     )
     for x, width, colour, name, detail in boxes:
@@ -137,7 +137,7 @@ def byte_bill(read, written):
 
 
 def cards(lengths, measured, heads, H=128, itemsize=2):
-    """Footprint of attention with `heads` heads against T = S, and the memory of some cards.
+    """Footprint of attention with `heads` heads against T = S, and the memory of some GPUs.
 
     measured: bytes that the compiler reported for naive attention, one for each length.
     """
@@ -169,7 +169,7 @@ def cards(lengths, measured, heads, H=128, itemsize=2):
 
 
 def roof(card, points):
-    """The roof of a card, and computations on it: points maps a label to an intensity in FLOPs per byte."""
+    """The roof of a GPU, and computations on it: points maps a label to an intensity in FLOPs per byte."""
     figure, axes = style.subplots(width=9.5, height=4.3)
     low, high = 8, 4096
     x = np.geomspace(low, high, 300)
@@ -203,7 +203,7 @@ def roof(card, points):
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel("intensity: FLOPs for each byte moved")
     axes.set_ylabel("attainable rate (TFLOP/s)")
-    axes.set_title(f"The roof of one card, the {card.name}, by its datasheet (not measured)", loc="left")
+    axes.set_title(f"The roof of one GPU, the {card.name}, by its datasheet (not measured)", loc="left")
     axes.legend(loc="lower right", title="FLOPs per byte → TFLOP/s", alignment="left", frameon=False)
     return figure
 
@@ -214,7 +214,7 @@ def _short(length):
 
 
 def roof_of_attention(tiles=(), card=roofline.H100, T=4096, H=128, itemsize=2):
-    """Naive attention under the roof of a card by formula, and flash attention with each of some tiles of queries."""
+    """Naive attention under the roof of a GPU by formula, and flash attention with each of some tiles of queries."""
     moved = {"naive": cost.naive_bytes(T, T, H, itemsize)}
     for block_q in tiles:
         moved[f"flash, block_q = {block_q}"] = cost.query_outer_bytes(T, T, H, itemsize, block_q, 128)
