@@ -179,7 +179,7 @@ FAULTS = [
         "helpers/attention/portable/tiles.py",
         ("the power of two of the head starts at 8", "return max(MIN_BLOCK, pl.next_power_of_2(H))", "return max(8, pl.next_power_of_2(H))"),
         ("blocks are longer than the sequence needs", "min(block, need) for block, need", "max(block, need) for block, need"),
-        ("tiles may have twice the shared memory that there is", "card.capability) > card.shared_memory:", "card.capability) > 2 * card.shared_memory:"),
+        ("tiles may have twice the shared memory that there is", "gpu.capability) > gpu.shared_memory:", "gpu.capability) > 2 * gpu.shared_memory:"),
         ("a block of 24 is accepted", "or block & (block - 1):", "or False:"),
         ("lengths past the end are not cut", "jnp.minimum(length_ref[...], longest)", "length_ref[...]"),
         ("the table of the card is not looked at", "tiles = Tiles(*(row[name] for name in Tiles._fields)) if row else", "tiles ="),

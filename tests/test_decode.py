@@ -27,7 +27,7 @@ from helpers.attention.portable.decode import (
     partial_bytes,
     select_splits,
 )
-from helpers.attention.portable.tiles import Card, Tiles, shared_bytes
+from helpers.attention.portable.tiles import Gpu, Tiles, shared_bytes
 from helpers.attention.problem import Call, Problem, check_call
 from helpers.attention.reference import oracle
 from helpers.dev import benchmark, decoding, tune
@@ -35,7 +35,7 @@ from helpers.instruments import results
 from helpers.instruments.timing import Timing
 
 INTERPRET = jax.default_backend() == "cpu"
-UNTUNED = Card(None, (9, 0), 227 * 1024)
+UNTUNED = Gpu(None, (9, 0), 227 * 1024)
 
 
 def decoded(*arrays, block_r=16, block_k=16, parts=3, **arguments):
@@ -83,23 +83,23 @@ def test_a_part_without_visible_keys_has_no_weight():
 )
 def test_parts_fill_the_processors_and_are_not_tiny(B, S, parts):
     problem = Problem(B, 1, S, 32, 8, 128, jnp.dtype("bfloat16"), 1.0, NO_BAND)
-    assert select_splits(problem, card=UNTUNED).parts == parts  # 2 x 132 programs at most, of 256 keys at least
+    assert select_splits(problem, gpu=UNTUNED).parts == parts  # 2 x 132 programs at most, of 256 keys at least
 
 
 def test_keys_that_no_query_sees_make_no_parts():
     causal = Problem(1, 16, 8192, 8, 8, 64, jnp.dtype("bfloat16"), 1.0, Band.of(is_causal=True))
-    assert select_splits(causal, card=UNTUNED).parts == 1
+    assert select_splits(causal, gpu=UNTUNED).parts == 1
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (12, 0)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_tiles_fit_every_card(capability, dtype):
-    card = Card(None, capability, {(8, 0): 163, (9, 0): 227}.get(capability, 99) * 1024)
+def test_tiles_fit_every_gpu(capability, dtype):
+    gpu = Gpu(None, capability, {(8, 0): 163, (9, 0): 227}.get(capability, 99) * 1024)
     for H, rows in itertools.product((64, 128, 256), (1, 16, 64, 1000)):
         problem = Problem(1, 16, 4096, rows, 1, H, jnp.dtype(dtype), 1.0, NO_BAND)
-        splits = select_splits(problem, card=card)
+        splits = select_splits(problem, gpu=gpu)
         tiles = Tiles(splits.block_r, splits.block_k, splits.num_warps, splits.num_stages)
-        assert shared_bytes("decode", tiles, problem, capability) <= card.shared_memory
+        assert shared_bytes("decode", tiles, problem, capability) <= gpu.shared_memory
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -247,12 +247,12 @@ def test_a_card_with_a_table_uses_it(monkeypatch, tmp_path):
     row = {"in_pages": False, "itemsize": 2, "head_padded": 128, "block_r": 16} | Launch(32, 1, 4, 3)._asdict()
     monkeypatch.setattr(tables, "TUNED", tmp_path)
     (tmp_path / "nvidia_unheard_of.json").write_text(json.dumps({"decode": [row]}))
-    card = Card("NVIDIA Unheard-of", (9, 0), 227 * 1024)
+    gpu = Gpu("NVIDIA Unheard-of", (9, 0), 227 * 1024)
     problem = Problem(1, 1, 10**6, 32, 8, 128, jnp.dtype("bfloat16"), 1.0, NO_BAND)
-    assert select_splits(problem, card=card) == Splits(16, 32, 1, 4, 3 * 132 // 8)
-    assert select_splits(problem, True, card)[1:4] == DEFAULTS[2, True][:3]
+    assert select_splits(problem, gpu=gpu) == Splits(16, 32, 1, 4, 3 * 132 // 8)
+    assert select_splits(problem, True, gpu)[1:4] == DEFAULTS[2, True][:3]
     other = Problem(1, 1, 10**6, 32, 8, 64, jnp.dtype("bfloat16"), 1.0, NO_BAND)
-    assert select_splits(other, card=card)[1:4] == DEFAULTS[2, False][:3]
+    assert select_splits(other, gpu=gpu)[1:4] == DEFAULTS[2, False][:3]
 
 
 def test_the_benchmark_measures_what_is_right_and_notes_the_rest(monkeypatch):

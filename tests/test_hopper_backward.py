@@ -193,7 +193,7 @@ def test_few_programs_take_all_batch_entries_together():
     problem = check_call(*AttentionCase(140, 210, 64, N=2, B=2, dtype="bfloat16").inputs()[0], **CAUSAL).problem
     assert list(hopper._grid(problem, ("head", 2), 2)) == ["part", "tile", "batch", "head"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hopper, "PROCESSORS", 1)
+        patch.setattr(hopper, "NUM_SMS", 1)
         assert list(hopper._grid(problem, ("head", 2), 2)) == ["batch", "part", "tile", "head"]
 
 
@@ -222,7 +222,7 @@ def test_heads_that_the_cache_holds_go_together(monkeypatch):
 )
 def test_heads_in_sections(case, form, monkeypatch):
     """Two of four heads before the next two, where one processor makes many of these programs."""
-    monkeypatch.setattr(hopper, "PROCESSORS", 1)
+    monkeypatch.setattr(hopper, "NUM_SMS", 1)
     monkeypatch.setattr(hopper, "CACHED", 2 * case.T * 64 * 8)
     arrays, arguments = case.inputs()
     assert hopper._grid_of_keys(check_call(*arrays, **arguments).problem, hopper.forms(64)[form][0])["section"] == 2
@@ -240,7 +240,7 @@ def test_heads_in_sections(case, form, monkeypatch):
 )
 def test_walks_of_one_processor(case, form, monkeypatch):
     """Of many programs, batch entry by batch entry, and down and up through the heads of a group."""
-    monkeypatch.setattr(hopper, "PROCESSORS", 1)
+    monkeypatch.setattr(hopper, "NUM_SMS", 1)
     check(case, hopper.forms(64)[form])
 
 
@@ -260,7 +260,7 @@ def test_walks_of_one_processor(case, form, monkeypatch):
 )
 def test_zeros_ahead(case, form, sets, monkeypatch):
     """Of one processor, whose waves are short: where no program has written zeros, dq is not a number."""
-    monkeypatch.setattr(hopper, "PROCESSORS", 1)
+    monkeypatch.setattr(hopper, "NUM_SMS", 1)
     monkeypatch.setattr(hopper, "CACHED", 2 * case.T * case.H * 8)
     tiles = SMALL[form][0]._replace(zeros_ahead=True)
     arrays, arguments = case.inputs()
@@ -308,7 +308,7 @@ def walk_of(problem, tiles, monkeypatch, **place):
 
 def test_a_causal_walk_through_a_group_goes_down_and_the_next_up(monkeypatch):
     """The mask cuts the tiles 2 and 3 of the second program; with one processor, it walks up."""
-    monkeypatch.setattr(hopper, "PROCESSORS", 1)
+    monkeypatch.setattr(hopper, "NUM_SMS", 1)
     (query, key, value), _ = AttentionCase(320, 320, 64, N=4, K=2, B=1, dtype="bfloat16").inputs()
     problem, tiles = check_call(query, key, value, is_causal=True).problem, hopper.Tiles(64, 128, 2)
     walk = functools.partial(walk_of, problem, tiles, monkeypatch, part=0, batch=0)
@@ -317,15 +317,15 @@ def test_a_causal_walk_through_a_group_goes_down_and_the_next_up(monkeypatch):
     assert walk(kv_head=0, tile=0) == cut(1, 0) + whole(4, 3, 2)
     of_other_heads = [(head - 2, i, masked) for head, i, masked in walk(kv_head=1, tile=0)]
     assert of_other_heads == cut(0, 1) + whole(2, 3, 4)
-    monkeypatch.setattr(hopper, "PROCESSORS", 2)
+    monkeypatch.setattr(hopper, "NUM_SMS", 2)
     assert walk(kv_head=0, tile=1) == cut(2, 3) + whole(4)
-    monkeypatch.setattr(hopper, "PROCESSORS", 132)
+    monkeypatch.setattr(hopper, "NUM_SMS", 132)
     assert walk(kv_head=0, tile=1) == cut(3, 2) + whole(4)
 
 
 def test_walks_are_counted_anew_in_each_batch_entry(monkeypatch):
     """Where batch entries come one by one; there are three programs in each here."""
-    monkeypatch.setattr(hopper, "PROCESSORS", 1)
+    monkeypatch.setattr(hopper, "NUM_SMS", 1)
     (query, key, value), _ = AttentionCase(320, 320, 64, N=2, K=1, B=2, dtype="bfloat16").inputs()
     problem, tiles = check_call(query, key, value, is_causal=True).problem, hopper.Tiles(64, 128, 2)
     walk = functools.partial(walk_of, problem, tiles, monkeypatch, part=0, kv_head=0)
@@ -337,8 +337,8 @@ def test_walks_are_counted_anew_in_each_batch_entry(monkeypatch):
 def test_every_walk_passes_each_tile_once(causal, group, monkeypatch):
     (query, key, value), _ = AttentionCase(330, 470, 64, N=group, K=1, B=1, dtype="bfloat16").inputs()
     problem, tiles = check_call(query, key, value, is_causal=causal).problem, hopper.Tiles(64, 128, 2)
-    for processors, tile in itertools.product((1, 132), range(4)):
-        monkeypatch.setattr(hopper, "PROCESSORS", processors)
+    for num_sms, tile in itertools.product((1, 132), range(4)):
+        monkeypatch.setattr(hopper, "NUM_SMS", num_sms)
         walk = walk_of(problem, tiles, monkeypatch, part=0, batch=0, kv_head=0, tile=tile)
         wanted = {(head, i) for head in range(group) for i in range(min(2 * tile, 5) if causal else 0, 6)}
         assert len(walk) == len(wanted) and {(head, i) for head, i, _ in walk} == wanted

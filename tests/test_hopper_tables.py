@@ -46,7 +46,7 @@ def tiles_file(**parts):
 def with_a_table(monkeypatch, tmp_path):
     """On a card with the table above."""
     monkeypatch.setattr(tables, "TUNED", tmp_path)
-    monkeypatch.setattr(tables, "this_card", lambda: "NVIDIA Test")
+    monkeypatch.setattr(tables, "this_gpu", lambda: "NVIDIA Test")
     results.write(tiles_file(hopper=TABLE, hopper_sweep=[]), tmp_path / "nvidia_test.json", results.TILES_FILE)
     yield
     tables.rows_by.cache_clear()
@@ -68,7 +68,7 @@ def test_a_card_with_a_table_uses_it(with_a_table):
 
 
 def test_a_card_without_a_table_uses_the_default(with_a_table, monkeypatch):
-    monkeypatch.setattr(tables, "this_card", lambda: "NVIDIA Unknown")
+    monkeypatch.setattr(tables, "this_gpu", lambda: "NVIDIA Unknown")
     problem = problem_of(1000, 1000, 128, "bfloat16", True)
     assert forward.default_tiles(problem) == forward.untuned_tiles(problem)
     assert backward.default_tiles(problem) == backward.untuned_tiles(problem)
@@ -178,7 +178,7 @@ def test_every_configuration_lowers_for_cuda(configuration):
 @pytest.mark.parametrize("card", ["NVIDIA H200", "NVIDIA H100"])
 def test_whatever_the_problem_its_tiles_are_among_them(card, monkeypatch):
     """So that shared memory holds them: Mosaic lowers no kernel that needs more than a Hopper card has."""
-    monkeypatch.setattr(tables, "this_card", lambda: card)
+    monkeypatch.setattr(tables, "this_gpu", lambda: card)
     known = {(one.which, one.H, one.is_causal, one.tiles) for one in ptxas.configurations()}
     # A kernel that does not guess keeps no more than one that does.
     known |= {(*one, tiles._replace(guess=False)) for *one, tiles in known if isinstance(tiles, forward.Tiles)}

@@ -577,12 +577,12 @@ def test_a_card_with_a_table_uses_it(monkeypatch):
     query = np.zeros((1, 4096, 1, 128), jnp.bfloat16)
     problem = check_call(query, query, query).problem
     by_default = tiles.select_tiles("forward", problem)
-    monkeypatch.setattr(tables, "this_card", lambda: "NVIDIA H200")
+    monkeypatch.setattr(tables, "this_gpu", lambda: "NVIDIA H200")
     row = next(
         r for r in TUNED if (r["kernel"], r["itemsize"], r["head_padded"], r["is_causal"]) == ("forward", 2, 128, False)
     )
     assert tiles.select_tiles("forward", problem) == tuple(row[name] for name in tiles.Tiles._fields) != by_default
-    monkeypatch.setattr(tables, "this_card", lambda: "NVIDIA Unknown")
+    monkeypatch.setattr(tables, "this_gpu", lambda: "NVIDIA Unknown")
     assert tiles.select_tiles("forward", problem) == by_default
 
 

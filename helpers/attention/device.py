@@ -48,7 +48,7 @@ def compute_capability(device=None):
 
 
 def core_count(otherwise):
-    """How many processors the default device says that it has; `otherwise` where it says nothing."""
+    """How many SMs the default device says that it has; `otherwise` where it says nothing."""
     return getattr(default_device(), "core_count", None) or otherwise
 
 
@@ -63,7 +63,7 @@ def shared_memory(device=None):
 def _lowers_for_cuda():
     """A context in which Pallas lowers for an NVIDIA GPU, also where there is none, as for `jax.export`.
 
-    Its Triton lowering asks for the name of a card. What it makes of the oldest that it serves runs on all.
+    Its Triton lowering asks for the name of a GPU. What it makes of the oldest that it serves runs on all.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if (mesh.abstract_device or default_device()).platform in ("gpu", "cuda"):

@@ -294,7 +294,7 @@ def _check_window(window):
         raise TypeError(f"{expected}, got {window!r}") from None
     if left < 0 or right < 0:
         raise ValueError(f"local_window_size must not be negative, got {window!r}")
-    # Beyond any length the window hides nothing; the bound keeps int32 positions from overflowing.
+    # Beyond any length the window masks nothing; the bound keeps int32 positions from overflowing.
     return min(left, MAX_LENGTH), min(right, MAX_LENGTH)
 
 

@@ -96,7 +96,7 @@ class KernelsOf:
                 one_pass = getattr(kernels, which)
                 return lambda *arrays: tuple(one_pass(Call(problem, *arrays[:6]), *arrays[6:]))
 
-            # Perhaps traced anew when XLA splits a call, long after the caller's settings are gone.
+            # Perhaps traced again when XLA splits a call, long after the caller's settings are gone.
             with settings(), jax.default_matmul_precision(precision):
                 return by_platform(*arrays, **{name: on(kernels) for name, kernels in self.platforms})
 

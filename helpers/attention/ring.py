@@ -23,7 +23,7 @@ mask is causal in there. Pieces have static shapes, so the kernels of one device
 fill up the end of the sequence are cut off in the same way. `plan` lists all pieces.
 
 On GPUs, compile with OVERLAPPING: XLA then sends keys and values as one transfer beside the kernel, where by itself
-it would send the values before. NCCL's transfer occupies some of the multiprocessors, which may be why a persistent
+it would send the values before. NCCL's transfer occupies some of the SMs, which may be why a persistent
 forward kernel lost time beside it; here it runs one program a tile, and the backward kernels always do. What that gave
 on two GPUs is in instruments/records.
 

@@ -1,4 +1,4 @@
-"""The tables of the tuner: which tiles were the fastest on the card that a kernel will run on."""
+"""The tables of the tuner: which tiles were the fastest on the GPU that a kernel will run on."""
 
 import functools
 import json
@@ -12,25 +12,25 @@ TUNED = Path(__file__).parent / "tuned"  # <GPU>.json, written by `dev.tune` and
 SAME_SMS = {"NVIDIA H100 80GB HBM3": "NVIDIA H200"}
 
 
-def this_card():
+def this_gpu():
     """The name of the GPU that computes, or of a tuned one with the same SMs; None where there is none."""
     device = default_device()
     return SAME_SMS.get(device.device_kind, device.device_kind) if device.platform == "gpu" else None
 
 
-def path_of(card):
+def path_of(gpu):
     """Where the table of a GPU is, or would be."""
-    return TUNED / f"{slug(card)}.json"
+    return TUNED / f"{slug(gpu)}.json"
 
 
-def slug(card):
+def slug(gpu):
     """The name of a GPU as the name of a file."""
-    return re.sub(r"[^a-z0-9]+", "_", card.lower()).strip("_")
+    return re.sub(r"[^a-z0-9]+", "_", gpu.lower()).strip("_")
 
 
 @functools.cache
-def rows_by(card, part, *fields):
+def rows_by(gpu, part, *fields):
     """{values of these fields: row} for a part of a GPU's table, empty where it was not tuned."""
-    path = path_of(card or "none")
+    path = path_of(gpu or "none")
     rows = json.loads(path.read_text()).get(part, ()) if path.exists() else ()
     return {tuple(row[field] for field in fields): row for row in rows}

@@ -20,7 +20,7 @@ from helpers.attention.hopper import backward, forward
 from helpers.dev.fuzz import Trial, attempt
 
 SHAPES = ((65, 257), (200, 129), (7, 300), (321, 40))
-PROCESSORS = 4  # as many the kernels are told that there are, so that programs take turns and walks go up
+NUM_SMS = 4  # as many the kernels are told that there are, so that programs take turns and walks go up
 
 
 def trials():
@@ -45,7 +45,7 @@ def main():
     todo = list(trials())
     if jax.devices()[0].platform != "gpu":
         sys.exit("This needs a GPU.")
-    backward.core_count = forward.core_count = lambda _: PROCESSORS
+    backward.core_count = forward.core_count = lambda _: NUM_SMS
     for trial in tqdm(todo, unit=" calls", mininterval=5.0):
         report = attempt((trial,))
         if report.kind != "right":

@@ -25,19 +25,19 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from helpers.attention.masking import Band
 from helpers.attention.portable import backward, forward
 from helpers.attention.portable.decode import decode, select_splits
-from helpers.attention.portable.tiles import Card, Tiles, padded_head_dim, select_tiles, shared_bytes
+from helpers.attention.portable.tiles import Gpu, Tiles, padded_head_dim, select_tiles, shared_bytes
 from helpers.attention.problem import Call, Problem
 from helpers.dev.ptxas import find_toolkit, sharding_on
 
 KIB = 1024
 CARDS = [  # by names that Pallas knows, one of a compute capability, two of 9.0: the H200 has a table of its own
-    Card("NVIDIA A100", (8, 0), 163 * KIB),
-    Card("NVIDIA A10", (8, 6), 99 * KIB),
-    Card("NVIDIA L4", (8, 9), 99 * KIB),
-    Card("NVIDIA H100", (9, 0), 227 * KIB),
-    Card("NVIDIA H200", (9, 0), 227 * KIB),
-    Card("NVIDIA B200", (10, 0), 227 * KIB),
-    Card("NVIDIA RTX PRO 6000", (12, 0), 99 * KIB),
+    Gpu("NVIDIA A100", (8, 0), 163 * KIB),
+    Gpu("NVIDIA A10", (8, 6), 99 * KIB),
+    Gpu("NVIDIA L4", (8, 9), 99 * KIB),
+    Gpu("NVIDIA H100", (9, 0), 227 * KIB),
+    Gpu("NVIDIA H200", (9, 0), 227 * KIB),
+    Gpu("NVIDIA B200", (10, 0), 227 * KIB),
+    Gpu("NVIDIA RTX PRO 6000", (12, 0), 99 * KIB),
 ]
 KERNELS = "forward", "dkv", "dq"
 DECODING = "decode", "decode of pages"
@@ -55,7 +55,7 @@ FEW = [(1, 4096), (8, 4096), (16, 4096), (1, 16)]  # queries, with four heads to
 class Compilation:
     """A kernel for a card, with the tiles that it would get there."""
 
-    card: Card
+    card: Gpu
     kernel: str
     problem: Problem
     precision: str | None

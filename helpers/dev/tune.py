@@ -25,11 +25,11 @@ from helpers.attention.hopper import backward as hopper_backward
 from helpers.attention.hopper import forward as hopper_forward
 from helpers.attention.hopper import serve as hopper
 from helpers.attention.hopper.table import LENGTHS
-from helpers.attention.hopper.warpgroup import PROCESSORS
+from helpers.attention.hopper.warpgroup import NUM_SMS
 from helpers.attention.portable import backward, forward
 from helpers.attention.portable.decode import DEFAULTS as DECODE_DEFAULTS
 from helpers.attention.portable.decode import Launch, decode, splits_of
-from helpers.attention.portable.tiles import DEFAULTS, Tiles, fitting, this_card
+from helpers.attention.portable.tiles import DEFAULTS, Tiles, fitting, this_gpu
 from helpers.attention.problem import check_call, check_paged_call
 from helpers.dev import decoding
 from helpers.dev.benchmark import Machine, compile_together, gpu_or_reason, one_stage, random_arrays
@@ -93,7 +93,7 @@ def hopper_forward_candidates(H):
         256: [(64, 2, 2)],
     }
     ahead = H <= 128  # SMEM for two tiles of queries
-    programs_guess = [(PROCESSORS, True), (PROCESSORS, False), (None, True)]
+    programs_guess = [(NUM_SMS, True), (NUM_SMS, False), (None, True)]
     choices = itertools.product(block_k_stages_warpgroups[H], programs_guess)
     return [hopper_forward.Tiles(64, *shape, programs, ahead, guess) for shape, (programs, guess) in choices]
 
@@ -158,7 +158,7 @@ def times_of_choices(function, choices, inputs, always):
 
 def tune_portable(head_dims=(64, 128, 256), dtypes=(jnp.bfloat16, jnp.float32), progress=sys.stderr):
     """(tiles, sweep): rows of the table, and rows of everything tried, as `results` describes them."""
-    table, sweep, card = [], [], this_card()
+    table, sweep, card = [], [], this_gpu()
     cases = list(itertools.product(dtypes, head_dims, (False, True)))
     for dtype, H, is_causal in tqdm(cases, "portable", file=progress):
         *arrays, dout = arrays_of(T, H, dtype)
@@ -215,7 +215,7 @@ def tune_decode(head_dims=(64, 128, 256), dtypes=(jnp.bfloat16, jnp.float32), pr
 
             def run(launch, *arrays, in_pages=in_pages):
                 call = (check_paged_call if in_pages else check_call)(*arrays)
-                return decode(call, **splits_of(call.problem, this_card(), launch)._asdict())
+                return decode(call, **splits_of(call.problem, this_gpu(), launch)._asdict())
 
             compiled = compile_all(run, list(choices), inputs[0])
             right = compiled[default](*inputs[0])

@@ -1,14 +1,14 @@
-"""Run, compare and time the CUDA kernels on an NVIDIA card that has PyTorch and JAX, and record the figures.
+"""Run, compare and time the CUDA kernels on an NVIDIA GPU that has PyTorch and JAX, and record the figures.
 
     python -m helpers.dialects.cuda_card --commit HASH        writes $OUT/cuda.json
 
-    resources    registers, spilled bytes and shared memory of every kernel, from the NVRTC found beside the card
+    resources    registers, spilled bytes and shared memory of every kernel, from the NVRTC found beside the GPU
     correct      errors of every rung and of the backward against the float64 oracle and against PyTorch
     times        the rungs, and the backward, beside the portable Pallas kernel and `flash_attention`
 
 The kernels are compiled by NVRTC and launched by the driver, both by ctypes: what PyTorch and JAX bring is enough.
 `make cuda` compiles the same file, maybe by another version of NVRTC. The arrays that are timed are JAX's, handed to
-PyTorch by DLPack. Events of the card time the rungs and the backward; the wall clock times the rest, and the last rung
+PyTorch by DLPack. Events of the GPU time the rungs and the backward; the wall clock times the rest, and the last rung
 once more. The rung that computes logits for every dimension is timed on a quarter of the batch, and without a causal
 mask only.
 """
@@ -36,7 +36,7 @@ TURNS = list(itertools.product(ELEMENTS, (1, 2, 8), (False, True)))
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 TOKENS, T, WIDTH = 16384, 4096, 2048
 SLOWEST = RUNGS[0]
-TOO_SMALL = "The CUDA kernels are made for NVIDIA cards of compute capability 8.0 and above; there is none here."
+TOO_SMALL = "The CUDA kernels are made for NVIDIA GPUs of compute capability 8.0 and above; there is none here."
 
 
 def cases():
@@ -48,7 +48,7 @@ def cases():
 
 
 class Card:
-    """The kernels as the card has them: loaded when first used, launched on PyTorch's stream."""
+    """The kernels as the GPU has them: loaded when first used, launched on PyTorch's stream."""
 
     def __init__(self):
         import torch
@@ -98,7 +98,7 @@ class Card:
         return Problem(**pointers, B=B, T=T, S=S, N=N, K=K, H=H, scale=H**-0.5, is_causal=is_causal)
 
     def forward(self, query, key, value, rung, is_causal):
-        """(out, lse) of tensors on the card; results are NaN before, so that what is not written is seen."""
+        """(out, lse) of tensors on the GPU; results are NaN before, so that what is not written is seen."""
         import torch
 
         B, T, N, H = query.shape
@@ -133,7 +133,7 @@ def to_numpy(tensor):
 
 
 def on_card(array):
-    """A NumPy array as a tensor on the card; bfloat16 by way of float32, which holds it exactly."""
+    """A NumPy array as a tensor on the GPU; bfloat16 by way of float32, which holds it exactly."""
     import torch
 
     return torch.from_numpy(np.asarray(array, np.float32)).cuda().to(getattr(torch, str(array.dtype)))
@@ -194,7 +194,7 @@ def check_case(card, case):
 
 
 def event_ms(run, calls):
-    """Milliseconds of a call by the card's own clock: the best of `calls`."""
+    """Milliseconds of a call by the GPU's own clock: the best of `calls`."""
     import torch
 
     found = []

@@ -1,9 +1,9 @@
-"""Compile cuda/attention.cu with NVIDIA's own compiler, NVRTC, which needs no card, and print what it says.
+"""Compile cuda/attention.cu with NVIDIA's own compiler, NVRTC, which needs no GPU, and print what it says.
 
     python -m helpers.dialects.cuda_compile        (make cuda)
 
-For each kernel: registers of a thread, bytes that did not fit and were spilled, and bytes of shared memory a block.
-NVRTC comes in a wheel of its own (nvidia-cuda-nvrtc), and with the CUDA wheels of JAX and of PyTorch.
+For each kernel: registers of a thread, bytes that did not fit and were spilled, and bytes of shared memory of a
+thread block. NVRTC comes in a wheel of its own (nvidia-cuda-nvrtc), and with the CUDA wheels of JAX and of PyTorch.
 """
 
 import ctypes

@@ -109,7 +109,7 @@ def rows_of(dtype, head):
 
 
 def grid_of(kernel, problem, dtype, head):
-    """Blocks of 128 threads that a kernel needs, (x, y, z)."""
+    """Thread blocks of 128 threads that a kernel needs, (x, y, z)."""
     B, T, S, N, K, H = (getattr(problem, name) for name in SIZES)
     blocks = {
         "forward_elements": -(-T * H // THREADS),
@@ -131,7 +131,7 @@ def problem_of(query, key, scale, is_causal, arrays):
 
 
 def launch(kernel, problem, dtype, source=None):
-    """Run a kernel, block after block; raise `SharedMemoryError` if its threads race."""
+    """Run a kernel, one thread block after another; raise `SharedMemoryError` if its threads race."""
     head = head_of(problem.H)
     found = library(SOURCE.read_text() if source is None else source, dtype, head)
     grid = (ctypes.c_int * 3)(*grid_of(kernel, problem, dtype, head))

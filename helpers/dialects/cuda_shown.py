@@ -2,7 +2,7 @@
 
     python -m helpers.dialects.cuda_shown        writes helpers/instruments/records/cuda_shown.json (make cuda)
 
-The measurements of a card stand in <card>_cuda.json; `cuda_card` takes them.
+The measurements of a GPU stand in <GPU>_cuda.json; `cuda_card` takes them.
 """
 
 import contextlib
@@ -162,15 +162,15 @@ def compiled():
 
 
 def _card():
-    """The record of the card, or None, after a line that says so."""
+    """The record of the GPU, or None, after a line that says so."""
     if CARD.exists():
         return json.loads(CARD.read_text())
-    print("Not recorded yet: python -m helpers.dialects.cuda_card measures it on a card.")
+    print("Not recorded yet: python -m helpers.dialects.cuda_card measures it on a GPU.")
     return None
 
 
 def show_correct():
-    """Print what card it was, and how many comparisons agreed with the oracle."""
+    """Print what GPU it was, and how many comparisons agreed with the oracle."""
     if not (record := _card()):
         return
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())

@@ -1,4 +1,4 @@
-"""Run, compare and time the Triton kernels on an NVIDIA card that has PyTorch and Triton, and record the figures.
+"""Run, compare and time the Triton kernels on an NVIDIA GPU that has PyTorch and Triton, and record the figures.
 
     python -m helpers.dialects.triton_card --commit HASH        writes $OUT/triton.json
 
@@ -84,7 +84,7 @@ def inputs_of(case):
 
 
 def on_card(array):
-    """A NumPy array as a tensor on the card; bfloat16 by way of float32, which holds it exactly."""
+    """A NumPy array as a tensor on the GPU; bfloat16 by way of float32, which holds it exactly."""
     torch = importlib.import_module("torch")
 
     return torch.from_numpy(np.asarray(array, np.float32)).cuda().to(getattr(torch, str(array.dtype)))
@@ -226,7 +226,7 @@ def in_workers(tasks, notes, processes=12):
 
 
 def event_ms(run, calls=10):
-    """Milliseconds of a queued call, by the card's own clock: the best of three."""
+    """Milliseconds of a queued call, by the GPU's own clock: the best of three."""
     torch = importlib.import_module("torch")
 
     run()
@@ -243,7 +243,7 @@ def event_ms(run, calls=10):
 
 
 def fastest(H, is_causal, notes, tried):
-    """{kernel: choice}, of those that the card takes."""
+    """{kernel: choice}, of those that the GPU takes."""
     best = {}
     for kernel, choices in CHOICES.items():
         times = {}

@@ -1,4 +1,4 @@
-"""Compile the Triton kernels for an NVIDIA card with Triton's own compiler, without having one.
+"""Compile the Triton kernels for an NVIDIA GPU with Triton's own compiler, without having one.
 
     python -m helpers.dialects.triton_compile        (make triton)
 

@@ -1,7 +1,7 @@
-"""Launch the Triton kernels: on NumPy arrays by Triton's interpreter, on a card's arrays by its compiler.
+"""Launch the Triton kernels: on NumPy arrays by Triton's interpreter, on a GPU's arrays by its compiler.
 
 Triton is imported when a kernel is launched, not before: the series does without it. `make triton` makes an
-environment that has it. An array on a card is a torch.Tensor, since that is what Triton takes.
+environment that has it. An array on a GPU is a torch.Tensor, since that is what Triton takes.
 """
 
 import ast
@@ -23,7 +23,7 @@ DESCRIBED = 16  # bytes, of which a tensor descriptor wants every row to begin a
 
 
 class Launch(NamedTuple):
-    """Tiles of a kernel, and on a card the warps of a program and the loads ahead."""
+    """Tiles of a kernel, and on a GPU the warps of a program and the loads ahead."""
 
     block_q: int
     block_k: int
@@ -112,7 +112,7 @@ def shapes_of(query, key, scale=None, is_causal=False):
 
 
 def _launch_for(shapes, query, launch):
-    """The given `Launch`, or one of tiles that fit any card; none larger than the sequences need."""
+    """The given `Launch`, or one of tiles that fit any GPU; none larger than the sequences need."""
     side = 64
     if not isinstance(query, np.ndarray) and padded_head_dim(shapes.H) * query.itemsize > 256:
         side = 32 if query.itemsize == 2 else MIN_BLOCK
@@ -137,14 +137,14 @@ def _run(name, arrays, grid, launch, *constants):
         for array in arrays:
             if not array.flags.c_contiguous:
                 raise ValueError("arrays must lie in memory without gaps")
-        with np.errstate(all="ignore"):  # what a mask hides may overflow
+        with np.errstate(all="ignore"):  # what is masked may overflow
             kernel[grid](*map(InMemory, arrays), *constants)
     else:
         kernel[grid](*arrays, *constants, num_warps=launch.num_warps, num_stages=launch.num_stages)
 
 
 def _let_descriptors_lie_on(device):
-    """A card wants its descriptors in its own memory, for which Triton asks the caller."""
+    """A GPU wants its descriptors in its own memory, for which Triton asks the caller."""
     torch, triton = importlib.import_module("torch"), importlib.import_module("triton")
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
 
@@ -163,7 +163,7 @@ def _common(shapes, launch, interpret, precision):
 def forward(query, key, value, *, scale=None, is_causal=False, launch=None, precision="tf32", kernel="forward_kernel"):
     """out (B, T, N, H) and lse (B, N, T) of query (B, T, N, H), key and value (B, S, K, H).
 
-    All NumPy arrays, or all tensors on a card, without gaps. precision: of float32 products on a card, "tf32" or
+    All NumPy arrays, or all tensors on a GPU, without gaps. precision: of float32 products on a GPU, "tf32" or
     "ieee"; the interpreter's are exact to float32. kernel: or "forward_by_descriptors", with which a head of one
     position must fill a multiple of 16 bytes: ValueError if it does not.
     """

@@ -2,7 +2,7 @@
 
     python -m helpers.dialects.triton_shown        writes helpers/instruments/records/triton_shown.json (make triton)
 
-The measurements of a card stand in <card>_triton.json; `triton_card` writes them.
+The measurements of a GPU stand in <GPU>_triton.json; `triton_card` writes them.
 """
 
 import contextlib
@@ -85,10 +85,10 @@ def show(name):
 
 
 def _card():
-    """The record of the card, or None, after a line that says so."""
+    """The record of the GPU, or None, after a line that says so."""
     if CARD.exists():
         return json.loads(CARD.read_text())
-    print("Not recorded yet: python -m helpers.dialects.triton_card measures it on a card.")
+    print("Not recorded yet: python -m helpers.dialects.triton_card measures it on a GPU.")
     return None
 
 

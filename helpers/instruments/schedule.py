@@ -6,7 +6,7 @@ import math
 import numpy as np
 
 from helpers.attention.hopper import forward
-from helpers.attention.hopper.warpgroup import PROCESSORS
+from helpers.attention.hopper.warpgroup import NUM_SMS
 
 IN_TURNS = forward.Deal(backward=None, shift=0)
 SNAKE = forward.Deal(backward=1, shift=0)  # every other full turn backwards
@@ -19,7 +19,7 @@ def key_tiles_of(problem, tiles):
     return np.repeat([math.ceil(stop / tiles.block_k) for stop in stops], problem.N * problem.B)
 
 
-def dealt(work, deal=IN_TURNS, programs=PROCESSORS):
+def dealt(work, deal=IN_TURNS, programs=NUM_SMS):
     """The sum of work of each program."""
     return forward.work_of_programs(work, programs, deal)
 

@@ -30,15 +30,15 @@ ROLES = {  # of what is held, by how its name begins
 
 
 def processor():
-    """One processor of the card: its memories, its units, and the warpgroups of one program."""
+    """One SM: its memories, its units, and the warpgroups of one program."""
     figure, axes = style.subplots(width=10, height=4.9)
     style.bare(axes)
     axes.set_xlim(0, 20)
     axes.set_ylim(-0.1, 9.8)
-    note = "all of q, k, v,\nout, lse\n\n141 GB\nshared by all\nprocessors"
+    note = "all of q, k, v,\nout, lse\n\n141 GB\nshared by all\nSMs"
     _box(axes, 0.1, 0.1, 3.1, 9.0, "GMEM", note, style.FAINT)
     axes.add_patch(Rectangle((3.9, 0.1), 15.9, 9.0, fc="none", ec=style.INK, lw=1.6, ls="--"))
-    axes.text(3.9, 9.45, "one of 132 processors, running one program", va="center", size=10)
+    axes.text(3.9, 9.45, "one of 132 SMs (streaming multiprocessors), running one program", va="center", size=10)
     _box(axes, 4.3, 3.3, 1.5, 2.6, "TMA", "copies", style.STATE)
     note = "tiles of q, k, v,\nout; barriers\n\n227 KiB\nall warpgroups\nof the program\nsee it"
     _box(axes, 6.8, 0.6, 3.1, 8.0, "SMEM", note, style.KEY)
@@ -58,7 +58,7 @@ def processor():
             axes.add_patch(Rectangle(*box, fc="none", ec=colour, lw=1.4))
             axes.text(left + wide * (quarter + 0.47), y + 0.42, f"warp {quarter}", ha="center", va="center", size=9)
     for quarter in range(4):
-        note = "scheduler\ntensor core\nexponentials"
+        note = "warp\nscheduler\ntensor core\nexponentials"
         box = (left + wide * quarter, 0.6), wide - 0.12, 1.75
         axes.add_patch(Rectangle(*box, fc=style.LOGITS, alpha=0.3, ec="none"))
         axes.add_patch(Rectangle(*box, fc="none", ec=style.LOGITS, lw=1.4))
@@ -285,7 +285,7 @@ def rungs(figures, names):
 
 
 def company(counts, figures):
-    """TFLOP/s of rungs over the compute warpgroups on a processor. counts, figures: {case: {rung: number}}."""
+    """TFLOP/s of rungs over the compute warpgroups on an SM. counts, figures: {case: {rung: number}}."""
     figure, panels = style.subplots(1, len(counts), width=10, height=3.3, sharey=True)
     said = []
     for axes, (case, many) in zip(panels, counts.items(), strict=True):
@@ -306,8 +306,8 @@ def company(counts, figures):
         axes.set_xlim(0.4, axes.get_xticks()[-1] + 0.6)
     panels[0].set_ylim(0, 1.1 * max(max(of.values()) for of in figures.values()))
     panels[0].set_ylabel("recorded TFLOP/s")
-    figure.supxlabel("compute warpgroups on one processor (square: ordinary copies)", size=10)
-    figure.alt = f"Compute warpgroups on one processor, and recorded TFLOP/s. {' '.join(said)}"
+    figure.supxlabel("compute warpgroups on one SM (square: ordinary copies)", size=10)
+    figure.alt = f"Compute warpgroups on one SM, and recorded TFLOP/s. {' '.join(said)}"
     return figure
 
 

@@ -442,7 +442,7 @@ def walks(runs, processors):
 
 def mistaken(seen, taken, errors, block_q=64):
     """What one program took for visible, and what became of the rows. seen, taken (T, keys): as the mask says and as
-    it was on the card; errors: {name: relative error of each row}."""
+    it was on the GPU; errors: {name: relative error of each row}."""
     figure, (table, rows) = style.subplots(1, 2, width=10, height=4.0, width_ratios=(1, 1.35))
     shades = ListedColormap([style.PAPER, style.STATE, style.OUTPUT])
     table.imshow(seen + 2 * (taken & ~seen), cmap=shades, vmin=0, vmax=2, aspect="auto")
@@ -451,7 +451,7 @@ def mistaken(seen, taken, errors, block_q=64):
     table.set_xlabel("key")
     table.set_ylabel("query")
     table.set_title("weights of program 0")
-    handles = [Patch(fc=style.STATE, label="visible"), Patch(fc=style.OUTPUT, label="hidden, and taken all the same")]
+    handles = [Patch(fc=style.STATE, label="visible"), Patch(fc=style.OUTPUT, label="masked, and taken all the same")]
     table.legend(handles=handles, loc="upper right", fontsize=8, frameon=True, facecolor=style.PAPER)
     looks = {"dq": (style.QUERY, "-"), "dk": (style.KEY, "--"), "dv": (style.VALUE, ":")}
     for name, values in errors.items():

@@ -313,7 +313,7 @@ def relative(values, title):
 def memory(found, refused, card_bytes):
     """Bytes of a program against T. found: {pass: {implementation: {T: bytes}}}.
 
-    refused: {(pass, implementation): T} of those that the card had no room for.
+    refused: {(pass, implementation): T} of those that the GPU had no room for.
     """
     figure, panels = style.subplots(1, 2, width=10, height=3.9, sharey=True)
     for axes, (which, programs) in zip(panels, found.items(), strict=True):

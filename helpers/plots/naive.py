@@ -170,7 +170,7 @@ def cards(lengths, measured, heads, H=128, itemsize=2):
 
 
 def roof(card, points):
-    """The roof of a card, and computations on it: points maps a label to an intensity in FLOPs per byte."""
+    """The roof of a GPU, and computations on it: points maps a label to an intensity in FLOPs per byte."""
     figure, axes = style.subplots(width=9.5, height=4.3)
     low, high = 8, 4096
     x = np.geomspace(low, high, 300)
@@ -215,7 +215,7 @@ def _short(length):
 
 
 def roof_of_attention(tiles=(), card=roofline.H100, T=4096, H=128, itemsize=2):
-    """Naive attention under the roof of a card by formula, and flash attention with each of some tiles of queries."""
+    """Naive attention under the roof of a GPU by formula, and flash attention with each of some tiles of queries."""
     moved = {"naive": cost.naive_bytes(T, T, H, itemsize)}
     for block_q in tiles:
         moved[f"flash, block_q = {block_q}"] = cost.query_outer_bytes(T, T, H, itemsize, block_q, 128)

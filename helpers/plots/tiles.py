@@ -359,17 +359,17 @@ def growth(lengths, H, itemsize, block_q, block_k):
     return figure
 
 
-def gpu(processors=132, shared=228, registers=256):
+def gpu(num_sms=132, shared=228, registers=256):
     """A GPU, its many SMs, and one of them enlarged. Sizes in KiB, by default those of an H200."""
     figure, axes = style.subplots(width=10, height=4.0)
     style.bare(axes)
     axes.set_xlim(0, 20)
     axes.set_ylim(-0.5, 8.0)
     columns = 12
-    axes.text(0.2, 7.65, f"the chip: {processors} SMs", weight="bold")
+    axes.text(0.2, 7.65, f"the chip: {num_sms} SMs (streaming multiprocessors)", weight="bold")
     _box(axes, 0.1, 2.2, 8.4, 5.2, style.INK, filled=False)
     side, gap = 0.52, 0.14
-    for number in range(processors):
+    for number in range(num_sms):
         row, column = divmod(number, columns)
         x, y = 0.35 + column * (side + gap), 7.05 - row * 0.335
         last = number == columns - 1

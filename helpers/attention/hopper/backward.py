@@ -35,7 +35,7 @@ Refs in GMEM (G is the group, N // K query heads of one key/value head; T' is T 
 
 T and S are rounded up to a multiple of 8 and H to 64, 128 or 256 (see _padded). Positions past the
 end are zeros in every tile: a query of zeros with do = delta = lse = 0 adds nothing to dk and dv,
-and a key of zeros is hidden, for its p could overflow.
+and a key of zeros is masked, for its p could overflow.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ from helpers.attention.hopper.warpgroup import (
     CACHED,
     COLUMNS,
     MATRIX,
-    PROCESSORS,
+    NUM_SMS,
     REGISTERS,
     ROWS,
     SWIZZLED,
@@ -74,7 +74,7 @@ GRID_LIMIT = 65535  # programs along the axis into which Mosaic folds all but th
 WIDEST = 128  # columns of dk and dv that the registers of a warpgroup hold beside s and dp
 # With so few tiles of queries LLVM may see that a loop over them has one step or two, and count the steps by
 # a predicate. ptxas before CUDA 13.2 then computes `first` in each step from the predicate of that step (see
-# tests/one_turn_or_two.ptx): it got queries 64 to 127 wrong. LLVM does not see through `anew`.
+# tests/one_turn_or_two.ptx): it got queries 64 to 127 wrong. LLVM does not see through the barrier of `anew`.
 FEW_TILES = 4
 WAVES_AHEAD = 2  # of programs, between one that writes zeros and those that add to them
 ROWS_OF_WGMMA = 64  # rows of a product that one warpgroup owns
@@ -96,11 +96,11 @@ def lse_and_awaited(s, wait_n, lse_ref):
 
 
 def hide(p, q_start, k_start, keys_axis, problem, tiles):
-    """p with zeros where the query does not see the key, or where there is no key.
+    """p masked: zeros where the query does not see the key, or where there is no key.
 
     `masking.visible` in a form that needs few registers: it compares columns with a
-    number for each row, made anew in each step, where the compiler would keep a
-    difference of positions for each entry of p.
+    number for each row. An optimization barrier keeps that number in the step, where
+    the compiler would keep a difference of positions for each entry of p.
     """
     rows = anew(plgpu.broadcasted_iota(jnp.int32, p.shape[:1], 0, layout=ROWS))
     cols = plgpu.broadcasted_iota(jnp.int32, p.shape, 1, layout=MATRIX)
@@ -153,7 +153,7 @@ def for_each_query_tile(problem, tiles, kv, k_start, body, masked_body, carry):
         that take their places walk up: each begins at its own keys, just when those
         before it come by.
         """
-        up = lax.rem(lax.div(place_in_line(problem, tiles), core_count(PROCESSORS)), 2) == 1
+        up = lax.rem(lax.div(place_in_line(problem, tiles), core_count(NUM_SMS)), 2) == 1
         i = lax.div(n, group)
         return kv * group + lax.rem(n, group), jnp.where(up, start + i, end - 1 - i)
 
@@ -273,7 +273,7 @@ def dkv_kernel(
                 lse, s = lse_and_awaited(s, 1, lse_smem.at[slot])
                 p = exp2_of_logits(s, lse, 1, problem)
                 if masked:
-                    # anew: else ptxas of CUDA 13.0 serialised the products at H = 64, before `issue` overwrote sums
+                    # without `anew` ptxas of CUDA 13.0 serialised the products at H = 64, before `issue` overwrote sums
                     p = hide(p, anew(i * tiles.block_q), my_start, 0, problem, tiles)
                 multiply_add_(dv_acc, p.astype(problem.dtype), do_tile.at[:, columns], p_spare)
                 dp = awaited(dp, 1)
@@ -642,14 +642,14 @@ def pair(fields):
 def default_tiles(problem, deterministic=False):
     """The fastest tiles for a problem, a pair as `forms` has them, with `deterministic` of the split form.
 
-    From the tuner's table of this card, or `untuned_tiles`.
+    From the tuner's table of this GPU, or `untuned_tiles`.
     """
     tuned = tuned_tiles("deterministic backward" if deterministic else "backward", problem, problem.T)
     return untuned_tiles(problem, deterministic) if tuned is None else pair(tuned)
 
 
 def untuned_tiles(problem, deterministic=False):
-    """The one of `forms` for a problem on a card without a table; with `deterministic`, the split form."""
+    """The one of `forms` for a problem on a GPU without a table; with `deterministic`, the split form."""
     if deterministic or problem.H > 128:
         return forms(problem.H)["split"]
     return forms(problem.H)["fused" if problem.H <= 64 else "fused, dq delayed"]
@@ -764,7 +764,7 @@ def _grid(problem, head_axis, tile_count, parts=1, together=None):
     name, heads = head_axis
     if problem.band == NO_BAND:
         return {"batch": problem.B, name: heads, "part": parts, "tile": tile_count}
-    if problem.B * parts * tile_count * heads < 4 * core_count(PROCESSORS):
+    if problem.B * parts * tile_count * heads < 4 * core_count(NUM_SMS):
         return {"part": parts, "tile": tile_count, "batch": problem.B, name: heads}
     sections = {"section": heads // together} if together else {}
     return {"batch": problem.B, "part": parts, **sections, "tile": tile_count, name: together or heads}
@@ -792,14 +792,14 @@ def heads_ahead(problem, tiles):
     """How many key/value heads after its own a program of fused_kernel writes zeros to dq, 0 where it writes none.
 
     The programs of that head start two waves later at the soonest, so they hardly wait. They wait for programs
-    that a card starts before them, and so for none that needs their place.
+    that a GPU starts before them, and so for none that needs their place.
     """
     grid = _grid_of_keys(problem, tiles)
     few = problem.band != NO_BAND and next(iter(grid)) != "batch"
     if few or not tiles.zeros_ahead:
         return 0
     side_by_side = 1 if problem.band == NO_BAND else grid["kv_head"]  # heads whose programs start together
-    sets = 1 + pl.cdiv(WAVES_AHEAD * core_count(PROCESSORS), side_by_side * grid["tile"])
+    sets = 1 + pl.cdiv(WAVES_AHEAD * core_count(NUM_SMS), side_by_side * grid["tile"])
     ahead = sets * side_by_side
     return ahead if ahead < problem.B * problem.K else 0
 

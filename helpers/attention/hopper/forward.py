@@ -33,17 +33,19 @@ beside v, which both of these befall as they befall v, and
 
 is free of them. lse stays what it is. What rounding takes off this out leaves as an array of its own, see `low_bits`.
 
-What runs at the same time is all of the art. A program (one on each processor of the card) has
-`warpgroups` compute warpgroups of block_q queries each and one memory warpgroup:
+What runs at the same time is all of the art. The kernel is persistent: there is a program for each SM,
+unless `programs` says otherwise. A program has `warpgroups` compute warpgroups of block_q queries each
+and one memory warpgroup:
 
     memory     fetches k_j and v_j by TMA into rings of `stages` tiles, as soon as a slot is free
     compute    issues s_j = q k_j^T and then acc += p_{j-1} v_{j-1} to the tensor core, and while that
                computes the second, takes the exponentials of the first
     compute    the other compute warpgroups do the same at other times, which fills the gaps
 
-Every program works through a list of (tile of queries, head) pairs. It fetches the next q while it works
-at this one, and issues the first scores of the next to the tensor core together with the last product
-of this one: between two tiles of queries, too, the tensor core has something to do.
+Every program works through a list of (tile of queries, head) pairs, which the tile scheduler `dealt` gives
+it. It fetches the next q while it works at this one, and issues the first scores of the next to the tensor
+core together with the last product of this one: between two tiles of queries, too, the tensor core has
+something to do.
 
 A slot of a ring goes free -> loaded -> free; every compute warpgroup frees every slot, also those with
 keys that only the others need.
@@ -88,7 +90,7 @@ from helpers.attention.hopper.warpgroup import (
     CACHED,
     COLUMNS,
     MATRIX,
-    PROCESSORS,
+    NUM_SMS,
     REGISTERS,
     ROWS,
     SWIZZLED,
@@ -118,7 +120,7 @@ class Tiles(NamedTuple):
     block_k: keys of a tile, a multiple of 64.
     stages: slots of the rings of keys and of values.
     warpgroups: compute warpgroups of a program, 2 to 4.
-    programs: how many programs share the work; None means one for each tile of queries.
+    programs: how many persistent programs share the work; None means one for each tile of queries.
     ahead: fetch the next queries while these are at work, and issue their first scores together with the
       last product of these. Otherwise there is SMEM for one tile of queries, and out leaves through it.
     guess: guess the maximum. It saves time in every step, and takes some for every tile of queries.
@@ -128,7 +130,7 @@ class Tiles(NamedTuple):
     block_k: int = 128
     stages: int = 2
     warpgroups: int = 2
-    programs: int | None = PROCESSORS
+    programs: int | None = NUM_SMS
     ahead: bool = True
     guess: bool = True
 
@@ -524,18 +526,19 @@ class LowBits(NamedTuple):
 
 
 class Deal(NamedTuple):
-    """How the list of all tiles of queries is dealt to the programs, see `dealt`."""
+    """What a tile scheduler does besides taking turns, see `dealt`."""
 
     backward: int | None
     shift: int
 
 
 def dealt(turn, program, programs, count, deal, xp=jnp):
-    """The place in a list of `count` tiles of queries that is a program's in a turn.
+    """The tile scheduler: which of `count` tiles of queries is a program's in a turn.
 
-    As cards are dealt, but in a full round everybody sits `shift` places further on
-    than in the one before. And every other full round is dealt backwards, those where
-    turn % 2 is `backward`. xp: the NumPy to compute with.
+    It returns a place in their list. The programs take turns, but in a full round each
+    stands `shift` places further on than in the one before. And every other full
+    round goes backwards, those where turn % 2 is `backward`. xp: the NumPy to
+    compute with.
     """
     rem = lax.rem if xp is jnp else np.remainder
     place = program
@@ -556,7 +559,7 @@ def deal_of(problem, tiles, programs):
     """The `Deal` for a problem whose work `programs` share.
 
     Full calls: the last tile of a head may have few rows, and turn by turn another program gets it. Causal: of six
-    deals the one by which the busiest program has least to do.
+    schedules the one by which the busiest program has least to do.
     """
     if problem.band.right != 0:
         return Deal(None, 1)
@@ -574,7 +577,7 @@ def work_in_order(problem, tiles):
 
 
 def work_of_programs(work, programs, deal):
-    """The sum of work that each program is dealt."""
+    """The sum of work that a tile scheduler gives each program."""
     turns = np.arange(pl.cdiv(len(work), programs))[:, None]
     places = dealt(turns, np.arange(programs), programs, len(work), deal, np)
     return np.where(places < len(work), work[np.minimum(places, len(work) - 1)], 0).sum(axis=0)
@@ -619,14 +622,14 @@ def why_not(problem):
 
 
 def default_tiles(problem):
-    """The fastest `Tiles` for a problem: from the tuner's table of this card, or `untuned_tiles`.
+    """The fastest `Tiles` for a problem: from the tuner's table of this GPU, or `untuned_tiles`.
 
     With fewer queries in a turn where a program would have less than four turns: one turn more or less is much
     then. Without a guess where equal logits alone could bring l above MOST.
     """
     tuned = tuned_tiles("forward", problem, problem.S)
     tiles = Tiles(**tuned["forward"]) if tuned else untuned_tiles(problem)
-    turns = pl.cdiv(problem.T, tiles.block_q * tiles.warpgroups) * problem.N * problem.B / core_count(PROCESSORS)
+    turns = pl.cdiv(problem.T, tiles.block_q * tiles.warpgroups) * problem.N * problem.B / core_count(NUM_SMS)
     if turns < 4 and tiles.warpgroups > 2 and padded_head_dim(problem.H) == 64:
         tiles = tiles._replace(block_k=128, stages=4, warpgroups=2, guess=True)
     too_long = problem.S > MOST * 2 ** HEADROOM.get(problem.dtype.name, 0)
@@ -648,8 +651,8 @@ def one_product_serves(tiles, head_dim):
 
 
 def untuned_tiles(problem):
-    """The `Tiles` for a card without a table: the fastest of those tried by hand on an NVIDIA H200 (JAX 0.11.2)."""
-    programs = core_count(PROCESSORS)
+    """The `Tiles` for a GPU without a table: the fastest of those tried by hand on an NVIDIA H200 (JAX 0.11.2)."""
+    programs = core_count(NUM_SMS)
     if problem.H <= 64:
         if problem.band.right == 0:
             return Tiles(block_k=64, stages=4, warpgroups=4, programs=programs, guess=problem.S > 2048)
@@ -675,7 +678,7 @@ def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, inter
     multiples of eight and of at least one tile, H is one of HEAD_DIMS and the scale is positive, the
     arrays are not copied, and lse only where T is no multiple of block_q.
     tiles: a `Tiles`, or None for the fastest known. is_persistent: False gives each tile of queries a
-    program of its own. A program that waits for a multiprocessor, because a transfer from another card
+    program of its own. A program that waits for an SM, because a transfer from another GPU
     occupies it, is then one of many; a persistent one would begin its whole share late.
     interpret: False, or a `plgpu.InterpretGPUParams` that says how to run on a CPU.
     """

@@ -15,8 +15,8 @@ def up_to(length):
 def tuned_tiles(which, problem, length):
     """{kernel: fields of its tiles} for a pass ("forward", "backward" or "deterministic backward"), or None.
 
-    From the table of this card, for a problem whose programs run over a sequence of this length.
+    From the table of this GPU, for a problem whose programs run over a sequence of this length.
     """
-    table = tables.rows_by(tables.this_card(), "hopper", "pass", "head_padded", "is_causal", "up_to")
+    table = tables.rows_by(tables.this_gpu(), "hopper", "pass", "head_padded", "is_causal", "up_to")
     row = table.get((which, padded_head_dim(problem.H), problem.band.right == 0, up_to(length)))
     return row and row["tiles"]

@@ -1,8 +1,8 @@
-"""Products of one warpgroup: wgmma on a Hopper card, plain matrix products in the interpreter.
+"""Products of one warpgroup: wgmma on a Hopper GPU, plain matrix products in the interpreter.
 
 The Mosaic GPU interpreter runs barriers, TMA copies and SMEM on a CPU, but not a wgmma whose left
 operand lives in registers, nor one whose accumulator begins as a given array. The functions here
-stand in for both, so that a kernel is one source for the card and for the interpreter: compiled,
+stand in for both, so that a kernel is one source for the GPU and for the interpreter: compiled,
 they issue asynchronous wgmmas; interpreted, they read the same operands through the same refs (so
 that the race detector sees the reads) and multiply at once. `accumulate_then` and `overlapped` read the
 operands of their second product once more after the work beside it, for they are in use until then.
@@ -27,8 +27,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 HEAD_DIMS = (64, 128, 256)  # others are padded to the next
-PROCESSORS = 132  # of an H100 SXM and an H200; on other cards the programs queue or leave some idle
-CACHED = 24 * 2**20  # bytes that stay in the L2 cache of a Hopper card, with all else that passes through it
+NUM_SMS = 132  # of an H100 SXM and an H200; on other GPUs the programs queue or leave some idle
+CACHED = 24 * 2**20  # bytes that stay in the L2 cache of a Hopper GPU, with all else that passes through it
 MATRIX = plgpu.Layout.WGMMA  # how a warpgroup holds a (rows, columns) array in registers
 ROWS = MATRIX.reduce(1)  # and one number a row of it
 COLUMNS = MATRIX.reduce(0)  # or a column, all of them in each of the four warps
@@ -44,11 +44,12 @@ def padded_head_dim(H):
 
 
 def anew(numbers):
-    """The same number or array, of which the compiler knows nothing before this point.
+    """The same number or array behind an optimization barrier.
 
-    What a loop makes of it in every step, such as addresses of operands, is then made
-    in every step. The compiler would rather make all of it ahead of the loop, and has
-    no registers left in which to keep it.
+    The compiler knows nothing of it before this point. What a loop makes of it in every
+    step, such as addresses of operands, is then made in every step. The compiler would
+    rather make all of it ahead of the loop, and has no registers left in which to
+    keep it.
     """
     return lax.optimization_barrier(numbers)
 
@@ -114,7 +115,7 @@ def interpreted_sum(products, axis):
 
 
 def overwriting_sum(products, axis):
-    """What `issue` does on a card: Pallas has no word for a product that overwrites."""
+    """What `issue` does on a GPU: Pallas has no word for a product that overwrites."""
     shape = tuple(ref.shape[1 - axis] for ref in products[0])
 
     @plgpu.inline_mgpu(

@@ -3,7 +3,7 @@
 With one query a head there is one tile of queries and little arithmetic: the time goes into reading keys
 and values once. So three things differ from `forward`.
 
-1. The keys are split over programs (Flash-Decoding, Dao et al. 2023), so that all processors read.
+1. The keys are split over programs (Flash-Decoding, Dao et al. 2023), so that all SMs read.
 2. The query heads that share a key head are rows of one tile, up to 64 of them, and the keys are read once for a tile.
 3. Where the keys are split, each program writes its own out and lse in float32, and a second kernel merges them as
    parts of a sum:
@@ -55,17 +55,17 @@ from helpers.attention.portable.tiles import (
     fitting,
     length_of,
     padded_head_dim,
-    this_card,
+    this_gpu,
 )
 
 MOST_ROWS = 64  # of a tile
 FEWEST_KEYS = 256  # of a part
 MERGED = 32  # parts that are merged in one step
-PROCESSORS = 132  # of an H200, where the device does not say
+NUM_SMS = 132  # of an H200, where the device does not say
 
 
 class Launch(NamedTuple):
-    """What the tuner finds: keys of a tile, warps of a program, tiles in flight, and programs for each processor."""
+    """What the tuner finds: keys of a tile, warps of a program, tiles in flight, and programs for each SM."""
 
     block_k: int
     num_warps: int
@@ -83,7 +83,7 @@ class Splits(NamedTuple):
     parts: int
 
 
-# For cards without a table of their own, by bytes of an element and whether the keys lie in pages: then a program
+# For GPUs without a table of their own, by bytes of an element and whether the keys lie in pages: then a program
 # waits for the table as well, and more of them are needed.
 DEFAULTS = {
     (2, False): Launch(64, 2, 3, 2),
@@ -187,33 +187,33 @@ def _keys(ref, table_ref, start, cols, is_key, in_head):
     return plt.load(ref.at[number[:, None], (cols % page)[:, None], dims[None, :]], mask=mask, other=0)
 
 
-def select_splits(problem, in_pages=False, card=None, **overrides):
-    """The `Splits` of a problem, from the tuner's table of the card where there is one, otherwise from `DEFAULTS`.
+def select_splits(problem, in_pages=False, gpu=None, **overrides):
+    """The `Splits` of a problem, from the tuner's table of the GPU where there is one, otherwise from `DEFAULTS`.
 
-    in_pages: whether the keys lie in pages. card: a `tiles.Card`, by default the one that computes. overrides:
+    in_pages: whether the keys lie in pages. gpu: a `tiles.Gpu`, by default the one that computes. overrides:
     fields of Splits to be taken as given.
     """
-    card = card or this_card()
+    gpu = gpu or this_gpu()
     itemsize, head_padded = problem.dtype.itemsize, max(64, padded_head_dim(problem.H))
-    tuned = tables.rows_by(card.name, "decode", "in_pages", "itemsize", "head_padded", "block_r")
+    tuned = tables.rows_by(gpu.name, "decode", "in_pages", "itemsize", "head_padded", "block_r")
     row = tuned.get((in_pages, itemsize, head_padded, _rows_of_a_tile(problem)))
     launch = Launch(*(row[name] for name in Launch._fields)) if row else DEFAULTS[itemsize, in_pages]
-    splits = splits_of(problem, card, launch)._replace(**overrides)
+    splits = splits_of(problem, gpu, launch)._replace(**overrides)
     check_blocks(splits.block_r, splits.block_k)
     return splits
 
 
-def splits_of(problem, card, launch):
-    """The `Splits` of a problem with a `Launch`, whose tiles are cut to what there is and what the card holds.
+def splits_of(problem, gpu, launch):
+    """The `Splits` of a problem with a `Launch`, whose tiles are cut to what there is and what the GPU holds.
 
     There are parts enough for the programs that it wants, as long as each has `FEWEST_KEYS` keys.
     """
     block_k = min(launch.block_k, max(MIN_BLOCK, pl.next_power_of_2(problem.S)))
     tiles = Tiles(_rows_of_a_tile(problem), block_k, launch.num_warps, launch.num_stages)
-    tiles = fitting("decode", tiles, problem, card)
+    tiles = fitting("decode", tiles, problem, gpu)
     heads = problem.B * problem.K * pl.cdiv(problem.T * problem.group, tiles.block_q)
     _, seen = key_tiles(0, problem.T, 1, problem.band, problem.T, problem.S)
-    programs = launch.per_processor * core_count(PROCESSORS)
+    programs = launch.per_processor * core_count(NUM_SMS)
     parts = max(1, min(programs // heads, int(seen) // FEWEST_KEYS))
     return Splits(*tiles, parts)
 

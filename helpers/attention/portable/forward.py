@@ -101,7 +101,7 @@ def forward(call, *, block_q=None, block_k=None, num_warps=None, num_stages=None
     Returns out (B, T, N, H) in the dtype of query, or `dtype`, and lse (B, N, T) in float32. Beyond its inputs
     and outputs it allocates nothing. block_q, block_k: tile sizes, powers of two of at least 16.
     num_warps, num_stages: warps of a program and key tiles in flight, on a GPU. Each is chosen for
-    the card unless given. interpret: run the kernel's operations one by one on any device, for learning
+    the GPU unless given. interpret: run the kernel's operations one by one on any device, for learning
     and testing.
     """
     problem = call.problem

@@ -25,16 +25,16 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-class Card(NamedTuple):
-    """What decides which tiles a card gets: its name, compute capability, and bytes of shared memory of a program."""
+class Gpu(NamedTuple):
+    """What decides which tiles a GPU gets: its name, compute capability, and bytes of shared memory of a program."""
 
     name: str | None
     capability: tuple[int, int]
     shared_memory: int
 
 
-# For cards without a table of their own, by bytes of an element and padded head_dim: no larger than those
-# of an H200's table, for cards with less shared memory. The tuner finds better ones.
+# For GPUs without a table of their own, by bytes of an element and padded head_dim: no larger than those
+# of an H200's table, for GPUs with less shared memory. The tuner finds better ones.
 DEFAULTS = {
     ("forward", 2): {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 4, 2), 256: Tiles(32, 32, 4, 2)},
     ("forward", 4): {64: Tiles(64, 32, 4, 2), 128: Tiles(32, 32, 4, 2), 256: Tiles(16, 16, 4, 2)},
@@ -45,33 +45,33 @@ DEFAULTS = {
 }
 
 
-def select_tiles(kernel, problem, card=None, **overrides):
+def select_tiles(kernel, problem, gpu=None, **overrides):
     """The `Tiles` of a kernel ("forward", "dkv" or "dq") for a problem.
 
-    From the tuner's table of the card where there is one, otherwise `DEFAULTS`; no larger than the
-    sequences need and shared memory holds. card: a `Card`, by default the one that computes.
+    From the tuner's table of the GPU where there is one, otherwise `DEFAULTS`; no larger than the
+    sequences need and shared memory holds. gpu: a `Gpu`, by default the one that computes.
     overrides: fields of Tiles to be taken as given, where they are not None.
     """
-    card = card or this_card()
+    gpu = gpu or this_gpu()
     itemsize, head_padded = problem.dtype.itemsize, max(64, padded_head_dim(problem.H))
-    tuned = tables.rows_by(card.name, "tiles", "kernel", "itemsize", "head_padded", "is_causal")
+    tuned = tables.rows_by(gpu.name, "tiles", "kernel", "itemsize", "head_padded", "is_causal")
     row = tuned.get((kernel, itemsize, head_padded, problem.band.right == 0))
     tiles = Tiles(*(row[name] for name in Tiles._fields)) if row else DEFAULTS[kernel, itemsize][head_padded]
     tiles = Tiles(*cut_blocks(tiles[:2], (problem.T, problem.S)), *tiles[2:])
-    tiles = fitting(kernel, tiles, problem, card)
+    tiles = fitting(kernel, tiles, problem, gpu)
     tiles = tiles._replace(**{name: value for name, value in overrides.items() if value is not None})
     check_blocks(tiles.block_q, tiles.block_k)
     return tiles
 
 
-def this_card():
-    """The `Card` that computes; its name is None where that is no GPU."""
-    return Card(tables.this_card(), compute_capability(), shared_memory())
+def this_gpu():
+    """The `Gpu` that computes; its name is None where that is no GPU."""
+    return Gpu(tables.this_gpu(), compute_capability(), shared_memory())
 
 
-def fitting(kernel, tiles, problem, card):
+def fitting(kernel, tiles, problem, gpu):
     """The tiles, or, where shared memory would not hold them, the next smaller ones that it holds."""
-    while shared_bytes(kernel, tiles, problem, card.capability) > card.shared_memory:
+    while shared_bytes(kernel, tiles, problem, gpu.capability) > gpu.shared_memory:
         if tiles.num_stages > 1:
             tiles = tiles._replace(num_stages=tiles.num_stages - 1)
         elif tiles.block_q >= tiles.block_k:

@@ -1,4 +1,4 @@
-// Attention in CUDA C++, rung by rung: one source for a card (NVRTC or nvcc) and, by emulate.hpp, for a CPU.
+// Attention in CUDA C++, rung by rung: one source for a GPU (NVRTC or nvcc) and, by emulate.hpp, for a CPU.
 //
 //     s = scale q k^T      p = exp(s - m)      l = sum p      out = p v / l      lse = m + log l
 //
@@ -167,7 +167,7 @@ __device__ void attend(const Problem &p, int i, int start, const float *q, float
 }
 
 // ---- Rung b: the order of FlashAttention-1. Keys outside: out, m and l of every query come and go once a tile ----
-// grid: (1, 1, B x N): a block for a whole head, because two blocks must not change one row of out.
+// grid: (1, 1, B x N): a thread block for a whole head, because two must not change one row of out.
 
 extern "C" __global__ void __launch_bounds__(THREADS) forward_keys_outer(Problem p) {
     SHARED(float, keys, KEYS * D);
@@ -362,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward_tensor_cores(Probl
 EXPORT(forward_tensor_cores)
 #endif
 
-// ---- Backward: delta, then one kernel that owns a tile of keys; to dq every block adds its part, by atomicAdd ----
+// ---- Backward: delta, then one kernel. A thread block owns a tile of keys, and adds its part of dq by atomicAdd ----
 // grid of delta: (T / THREADS, 1, B x N); of backward: (S / ROWS, 1, B x K)
 
 extern "C" __global__ void delta(Problem p) {

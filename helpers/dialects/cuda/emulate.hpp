@@ -1,6 +1,7 @@
-// A small CUDA on a CPU: enough of it to run attention.cu, block after block, by a C++17 compiler that has ucontext.h.
+// A small CUDA on a CPU: enough of it to run attention.cu, one thread block after another, by a C++17 compiler that
+// has ucontext.h.
 //
-// A thread of the block is a fibre, which gives way where it waits: at __syncthreads, and at what a warp does
+// A thread of a thread block is a fibre, which gives way where it waits: at __syncthreads, and at what a warp does
 // together (shuffles, mma). So one order of execution is seen, always the same. Races are found all the same, because
 // they are not looked for in results: each element of a SHARED array remembers who wrote and who read it since the
 // last barrier, and two threads of which one wrote, with no barrier between them, are a race in any order.
@@ -49,7 +50,7 @@ static std::vector<Fibre> fibres;
 static std::vector<Warp> warps;
 static ucontext_t scheduler;
 static unsigned current, arrived;
-static unsigned long epoch = 1, first_epoch = 1;  // counts barriers, and where those of this block begin
+static unsigned long epoch = 1, first_epoch = 1;  // counts barriers, and where those of this thread block begin
 static long faults = 0;
 static std::string first_fault;
 
