@@ -54,7 +54,7 @@ TESTS = {
     "helpers/instruments/cost.py": ["test_tiles", "test_footprint", "test_measure", "01_naive_attention", "03_tiled_attention"],
     "helpers/instruments/on_chip.py": ["test_on_chip", "12_hopper_backward"],
     "helpers/instruments/races.py": ["test_races"],
-    "helpers/instruments/records.py": ["test_measure", "test_hopper_tables"],
+    "helpers/instruments/results.py": ["test_measure", "test_hopper_tables"],
     "helpers/instruments/roofline.py": ["test_measure", "09_measure_it", "01_naive_attention"],
     "helpers/instruments/simulated.py": ["test_simulated"],
     "helpers/instruments/timeline.py": ["test_timeline", "10_hopper_forward"],
@@ -367,7 +367,7 @@ FAULTS = [
         ("inputs stay in the cache", "3 * L2_BYTES / inputs_bytes", "L2_BYTES / 2 / inputs_bytes"),
     ),
     *_of(
-        "helpers/instruments/records.py",
+        "helpers/instruments/results.py",
         ("the rows of the sweep are not checked", 'if part == "hopper_sweep" else {}', "if part is None else {}"),
         ("negative times are accepted", "if not (record[\"wall_ms\"] > 0 and record[\"tflops\"] > 0):", "if not (record[\"wall_ms\"] > 0 or record[\"tflops\"] > 0):"),
         ("True passes for a number", "wrong_bool = isinstance(entry[name], bool) and bool not in types", "wrong_bool = False"),
