@@ -235,11 +235,12 @@ def test_explicit_axes(T, is_split):
 
 
 @pytest.mark.full
-def test_on_a_hopper_card_every_piece_goes_to_its_kernels(monkeypatch):
+def test_on_a_hopper_card_every_piece_goes_to_its_kernels():
     """As far as a CPU can tell: they are lowered for a card, padding or not, and nothing is gathered."""
-    monkeypatch.setattr(registry, "compute_capability", lambda *_: (9, 0))
     arrays = [jax.ShapeDtypeStruct((1, 4100, 2, 128), jnp.bfloat16)] * 3
-    loss = lambda *arrays: attention_on(2, is_causal=True)(*arrays)[0].astype(jnp.float32).sum()
+    loss = lambda *arrays: (
+        attention_on(2, implementation="hopper", is_causal=True)(*arrays)[0].astype(jnp.float32).sum()
+    )
     text = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text and "gpu.triton" not in text
     assert "collective_permute" in text and "all_gather" not in text
