@@ -425,7 +425,7 @@ def table(*arguments):
 
 
 FORBIDDEN = {
-    "3.4": ("naive_bytes", table),
+    "3.4": ("query_outer_bytes", table),
     "1.2": ("naive_bytes", lambda *sizes: bill(*sizes, moved=cost.naive_bytes)),
     "1.2, flops": ("forward_flops", lambda *sizes: bill(*sizes, flops=cost.forward_flops)),
 }
