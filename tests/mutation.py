@@ -6,7 +6,7 @@
 
 For each fault it runs the test that noticed last time, then the tests of the file in the quick tier until one
 fails, then those of the full tier. So "survived" means that no test of the file noticed; a test elsewhere might.
-The record, mutation_results.json, says of each fault which test noticed it and in which tier.
+The record, mutation_results.json, says of each fault in which tier it was noticed and by which test.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import pytest
@@ -39,16 +39,8 @@ POWER = {QUICK: 0.90, FULL: 0.97}  # of the faults that can be noticed, what the
 CLOCK = itertools.count(1)
 # Importing takes longer than most of the tests: a server imports once what is not under test, and forks for each run.
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(
-    [
-        "jax",
-        "jax.experimental.pallas.mosaic_gpu",
-        "jax.experimental.pallas.triton",
-        "hypothesis",
-        "nbval.plugin",
-        "optax",
-    ]
-)
+PALLAS = "jax.experimental.pallas"
+SERVER.set_forkserver_preload([f"{PALLAS}.mosaic_gpu", f"{PALLAS}.triton", "hypothesis", "nbval.plugin", "optax"])
 
 
 @dataclass(frozen=True)
@@ -181,14 +173,15 @@ def judge_all(faults, known, jobs, timeout, note=lambda found: None):
 
 def read():
     """{label: `Found`} of the record."""
-    return {name: Found(**entry) for name, entry in json.loads(RESULTS.read_text()).items()} if RESULTS.exists() else {}
+    return {name: Found(*entry) for name, entry in json.loads(RESULTS.read_text()).items()} if RESULTS.exists() else {}
 
 
 def record(found):
-    """Write a record, in the order of the faults, whole or not at all."""
-    ordered = {label(fault): vars(found[label(fault)]) for fault in FAULTS if label(fault) in found}
+    """Write a record, {label: [tier, test]}, in the order of the faults, whole or not at all."""
+    ordered = {label(fault): astuple(found[label(fault)]) for fault in FAULTS if label(fault) in found}
+    lines = [f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in ordered.items()]
     partial = RESULTS.with_suffix(".partial")
-    partial.write_text(json.dumps(ordered, indent=1) + "\n")
+    partial.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     partial.replace(RESULTS)
 
 

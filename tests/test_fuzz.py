@@ -1,10 +1,12 @@
 """The fuzzer calls what is legal and nothing else, finds faults of every kind, and raises no false alarm."""
 
+import contextlib
 import functools
 import io
 import itertools
 import json
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -54,27 +56,16 @@ KINDS = {
     "far more queries than keys": lambda t: t.T > 50 * t.S,
     "one query": lambda t: t.T == 1,
     "few queries, very many keys": lambda t: t.T <= 16 and t.S > 5000,
-    "more than a thousand of both": lambda t: min(t.T, t.S) > 1000,
-    "whole tiles of 128": lambda t: t.T % 128 == 0,
     "one more than tiles of 64": lambda t: t.S % 64 == 1,
-    "one less than tiles of 256": lambda t: t.T % 256 == 255,
-    "a narrow head": lambda t: t.H < 64,
     "an odd head": lambda t: t.H % 2,
     "the widest head": lambda t: t.H == 256,
-    "a head of a width in between": lambda t: t.H == 160,
-    "heads for themselves": lambda t: t.N == t.K > 1,
-    "several groups of heads": lambda t: t.N > t.K > 1,
     "a group for all": lambda t: t.N > t.K == 1,
     "more work than a card has processors": lambda t: t.B * t.N > 132,
     "causal": lambda t: t.is_causal,
-    "full": lambda t: not t.is_causal,
-    "bfloat16": lambda t: t.dtype == "bfloat16",
-    "float16": lambda t: t.dtype == "float16",
     "a scale": lambda t: t.scale is not None,
     "a negative scale": lambda t: (t.scale or 0) < 0,
     "a gradient into lse": lambda t: t.lse_gradient,
     "vmap": lambda t: t.way == "vmap",
-    "no program around it": lambda t: t.way == "eager",
     "normal numbers": lambda t: not t.kinds,
     "a part that keys share, and one that values share": lambda t: {"key", "value"} <= forms(t, kinds.COMMON),
     **{
@@ -134,28 +125,13 @@ def test_the_sweep_has_every_call():
 
 
 SMALL = Trial(9, 14, 8, N=4, K=2, B=2, implementation="reference")
+LENGTHS = {"query_lengths": (12, 0, 5), "key_lengths": (2, 9, 0)}
 SOUND = [
     (Trial(3, 100, 16, N=4, K=2, B=2, dtype="float32", key_lengths=(50, 0), page=17, implementation="reference"),),
     (Trial(3, 100, 16, N=4, K=2, dtype="float16", page=16, implementation="portable"),),
-    (
-        SMALL,
-        Trial(
-            5, 3, 16, dtype="bfloat16", kinds=(("logits", "spread", 8.0),), is_causal=True, implementation="reference"
-        ),
-    ),
+    (SMALL, fuzz.replace(SMALL, dtype="bfloat16", kinds=(("logits", "spread", 8.0),), is_causal=True)),
     (Trial(20, 17, 16, dtype="float16", scale=-0.6, lse_gradient=True, implementation="reference"),),
-    (
-        Trial(
-            *(12, 9, 8),
-            B=3,
-            dtype="float32",
-            query_lengths=(12, 0, 5),
-            key_lengths=(2, 9, 0),
-            window=(3, 2),
-            way="vmap",
-            implementation="reference",
-        ),
-    ),
+    (Trial(12, 9, 8, B=3, dtype="float32", **LENGTHS, window=(3, 2), way="vmap", implementation="reference"),),
 ]
 
 
@@ -389,11 +365,6 @@ def test_a_failure_is_made_simpler(others):
     assert fuzz.shrink(report, functools.partial(judge, is_broken)).trials == (Trial(65, 257, 65, is_causal=True),)
 
 
-def test_a_failure_that_takes_two_calls_stays_a_failure():
-    report = Report((Trial(70, 300), Trial(9, 9)), "wrong")
-    assert fuzz.shrink(report, functools.partial(judge, lambda trials: len(trials) == 2)) == report
-
-
 def test_making_simpler_ends_when_its_time_is_up():
     """With a fault that only goes by single steps, and a clock by which each takes 20 seconds."""
     one_less = functools.partial(judge, lambda trials: trials[0].T > 1900 and trials[0].T % 64 != 1)
@@ -417,25 +388,15 @@ def test_processes_that_hang_or_die_are_named_and_replaced():
     assert found == TASKS
 
 
-class InThisProcess:
+@contextlib.contextmanager
+def in_this_process(function, count):
     """Like `workers.Workers`."""
-
-    def __init__(self, function, count):
-        self.function = function
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def outcomes(self, tasks, patience):
-        for task in tasks:
-            yield workers.Outcome(task, "returned", self.function(task), 0.0)
+    outcome = lambda task: workers.Outcome(task, "returned", function(task), 0.0)
+    yield SimpleNamespace(outcomes=lambda tasks, patience: map(outcome, tasks))
 
 
 def main(monkeypatch, tmp_path, *arguments, **options):
-    monkeypatch.setattr(workers, "Workers", InThisProcess)
+    monkeypatch.setattr(workers, "Workers", in_this_process)
     pretend(monkeypatch, stand_in, **options)
     log = tmp_path / "log.jsonl"
     status = fuzz.main(["--longest", "40", "--calls", "12", "--log", str(log), *arguments])

@@ -18,7 +18,6 @@ from helpers.instruments.races import DETECTING, in_use_until_awaited, races
 
 FULL = pytest.mark.full
 CAUSAL = {"is_causal": True}
-FORMS = list(hopper.forms(64))
 # Of one stage, so that every ring goes round with the second tile.
 SMALL = {
     "split": (hopper.Tiles(64, 128, 1), hopper.Tiles(128, 64, 1)),
@@ -63,24 +62,6 @@ def check(case, tiles):
 def test_gradients(case, tiles):
     """Of a size that sends every ring round, with tiles that the mask cuts, grouped heads and a padded head_dim."""
     check(case, tiles)
-
-
-CASES = [
-    AttentionCase(1, 7, 24, dtype="bfloat16"),
-    AttentionCase(130, 203, 64, N=1, B=2, dtype="float16"),
-    AttentionCase(150, 70, 80, N=2, K=2, dtype="bfloat16", arguments=CAUSAL),
-    AttentionCase(65, 270, 64, N=2, dtype="float16", arguments=CAUSAL),
-    AttentionCase(100, 129, 128, N=1, dtype="bfloat16", arguments={"scale": -0.3}),
-    AttentionCase(230, 130, 128, dtype="bfloat16", arguments=CAUSAL),
-]
-
-
-@FULL
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients_of_every_form(case, form):
-    if "delayed" not in form or case.arguments == CAUSAL:  # the order of its steps matters to masks
-        check(case, hopper.forms(case.H)[form])
 
 
 @pytest.mark.parametrize("form", ["fused", pytest.param("split", marks=FULL)])
@@ -155,7 +136,7 @@ def test_operands_written_over_are_found(fault):
 )
 def test_accumulators_read_too_early_are_found(form, change):
     """While the kernel is traced, for a card. (Of more waits some are too patient, and none of these is wrong.)"""
-    problem = check_call(*AttentionCase(64, 64, 64, dtype="bfloat16").inputs()[0]).problem
+    problem = problem_of(64, 64, 2, 1, causal=False)
     trace_for_a_card(problem, hopper.forms(64)[form])
     with pytest.raises(RuntimeError, match="read before its products are awaited"):
         trace_for_a_card(problem, hopper.forms(64)[form], seeded(hopper, change))
@@ -164,50 +145,32 @@ def test_accumulators_read_too_early_are_found(form, change):
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_no_accumulator_is_read_too_early(H):
     for causal, tiles in itertools.product((False, True), hopper.forms(H).values()):
-        case = AttentionCase(1000, 1000, H, dtype="bfloat16")
-        trace_for_a_card(check_call(*case.inputs()[0], is_causal=causal).problem, tiles)
-
-
-@FULL
-@pytest.mark.parametrize(
-    "change",
-    [
-        ("dq_smem.at[me][...] = dq\n                plgpu.commit_smem()", "dq_smem.at[me][...] = dq"),
-        ("dv.astype(problem.dtype)\n    plgpu.commit_smem()", "dv.astype(problem.dtype)"),
-        ("plgpu.barrier_wait(q_free.at[slot])\n        plgpu.copy", "plgpu.copy"),
-        ("plgpu.barrier_wait(do_free.at[slot])\n        plgpu.copy", "plgpu.copy"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("form", ["fused", "fused, dq delayed"])
-def test_a_forgotten_step_is_found(form, change):
-    """As a race, or a barrier that is ahead of who awaits it."""
-    assert races(backward_of(AttentionCase(192, 70, 64, dtype="bfloat16"), SMALL[form], seeded(hopper, change)))
+        trace_for_a_card(problem_of(1000, 1000, 2, 1, H=H, causal=causal), tiles)
 
 
 # Walks
 
 
-def test_few_programs_take_all_batch_entries_together():
+def problem_of(T, S, N, K, B=1, H=64, causal=True):
+    return Problem(B, T, S, N, K, H, jnp.dtype(jnp.bfloat16), 1.0, Band.of(causal))
+
+
+def test_few_programs_take_all_batch_entries_together(monkeypatch):
     """And many go batch entry by batch entry; with one processor, these are many."""
-    problem = check_call(*AttentionCase(140, 210, 64, N=2, B=2, dtype="bfloat16").inputs()[0], **CAUSAL).problem
+    problem = problem_of(140, 210, N=2, K=1, B=2)
     assert list(hopper._grid(problem, ("head", 2), 2)) == ["part", "tile", "batch", "head"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hopper, "NUM_SMS", 1)
-        assert list(hopper._grid(problem, ("head", 2), 2)) == ["batch", "part", "tile", "head"]
+    monkeypatch.setattr(hopper, "NUM_SMS", 1)
+    assert list(hopper._grid(problem, ("head", 2), 2)) == ["batch", "part", "tile", "head"]
 
 
 def test_heads_that_the_cache_holds_go_together(monkeypatch):
     """A head of these has 128 x 64 positions, of 2 + 2 + 4 bytes. A section divides the heads evenly."""
-    (query, key, value), _ = AttentionCase(128, 200, 64, N=6, K=6, B=3, dtype="bfloat16").inputs()
-    problem = check_call(query, key, value, **CAUSAL).problem
-    together = []
+    together, problem = [], problem_of(128, 200, N=6, K=6, B=3)
     for heads in (0, 1, 3, 5, 6, 100):
         monkeypatch.setattr(hopper, "CACHED", heads * 128 * 64 * 8)
         together.append(hopper.heads_together(problem))
     assert together == [1, 1, 3, 3, 6, 6]
-    (query, key, value), _ = AttentionCase(128, 200, 64, N=6, K=2, B=1, dtype="bfloat16").inputs()
-    assert hopper.heads_together(check_call(query, key, value, **CAUSAL).problem) is None
+    assert hopper.heads_together(problem_of(128, 200, N=6, K=2)) is None
 
 
 @pytest.mark.parametrize(
@@ -230,18 +193,10 @@ def test_heads_in_sections(case, form, monkeypatch):
 
 
 @FULL
-@pytest.mark.parametrize(
-    ("case", "form"),
-    [
-        (AttentionCase(140, 210, 64, N=2, B=2, dtype="bfloat16", arguments=CAUSAL), "split"),
-        (AttentionCase(330, 400, 64, N=6, K=2, dtype="bfloat16", arguments=CAUSAL), "fused"),
-    ],
-    ids=str,
-)
-def test_walks_of_one_processor(case, form, monkeypatch):
-    """Of many programs, batch entry by batch entry, and down and up through the heads of a group."""
+def test_walks_of_one_processor(monkeypatch):
+    """Of many programs, down and up through the heads of a group."""
     monkeypatch.setattr(hopper, "NUM_SMS", 1)
-    check(case, hopper.forms(64)[form])
+    check(AttentionCase(330, 400, 64, N=6, K=2, dtype="bfloat16", arguments=CAUSAL), hopper.forms(64)["fused"])
 
 
 @pytest.mark.parametrize(
@@ -249,9 +204,6 @@ def test_walks_of_one_processor(case, form, monkeypatch):
     [
         (AttentionCase(140, 210, 64, N=3, K=3, B=2, dtype="bfloat16"), "fused", 6),
         pytest.param(AttentionCase(210, 130, 128, N=2, B=4, dtype="float16"), "fused, dq delayed", 4, marks=FULL),
-        pytest.param(
-            AttentionCase(200, 130, 64, N=4, K=4, B=2, dtype="bfloat16", arguments=CAUSAL), "fused", 4, marks=FULL
-        ),
         pytest.param(
             AttentionCase(330, 70, 64, N=4, K=2, B=3, dtype="bfloat16", arguments=CAUSAL), "fused", 3, marks=FULL
         ),
@@ -282,14 +234,16 @@ def test_zeros_ahead(case, form, sets, monkeypatch):
 )
 def test_zeros_are_two_waves_of_programs_ahead(shape, causal, heads, monkeypatch):
     monkeypatch.setattr(hopper, "CACHED", 32 * 1024 * 64 * 8)
-    problem = Problem(*shape, 64, jnp.dtype(jnp.bfloat16), 1.0, Band(right=0) if causal else Band())
+    B, T, S, N, K = shape
+    problem = problem_of(T, S, N, K, B, causal=causal)
     tiles = hopper.forms(64)["fused"][0]._replace(zeros_ahead=True)
     assert hopper.heads_ahead(problem, tiles) == heads
     assert hopper.heads_ahead(problem, tiles._replace(zeros_ahead=False)) == 0
 
 
-def walk_of(problem, tiles, monkeypatch, **place):
+def walk_of(problem, monkeypatch, **place):
     """[(query head, tile of queries, masked)] of the program at a place of the grid, outside of a kernel."""
+    tiles = hopper.Tiles(64, 128, 2)
     monkeypatch.setattr(hopper.lax, "axis_index", place.__getitem__)
     steps = []
 
@@ -309,9 +263,7 @@ def walk_of(problem, tiles, monkeypatch, **place):
 def test_a_causal_walk_through_a_group_goes_down_and_the_next_up(monkeypatch):
     """The mask cuts the tiles 2 and 3 of the second program; with one processor, it walks up."""
     monkeypatch.setattr(hopper, "NUM_SMS", 1)
-    (query, key, value), _ = AttentionCase(320, 320, 64, N=4, K=2, B=1, dtype="bfloat16").inputs()
-    problem, tiles = check_call(query, key, value, is_causal=True).problem, hopper.Tiles(64, 128, 2)
-    walk = functools.partial(walk_of, problem, tiles, monkeypatch, part=0, batch=0)
+    walk = functools.partial(walk_of, problem_of(320, 320, N=4, K=2), monkeypatch, part=0, batch=0)
     cut = lambda *tiles: [(head, i, True) for i in tiles for head in (0, 1)]
     whole = lambda *tiles: [(head, i, False) for i in tiles for head in (0, 1)]
     assert walk(kv_head=0, tile=0) == cut(1, 0) + whole(4, 3, 2)
@@ -326,20 +278,17 @@ def test_a_causal_walk_through_a_group_goes_down_and_the_next_up(monkeypatch):
 def test_walks_are_counted_anew_in_each_batch_entry(monkeypatch):
     """Where batch entries come one by one; there are three programs in each here."""
     monkeypatch.setattr(hopper, "NUM_SMS", 1)
-    (query, key, value), _ = AttentionCase(320, 320, 64, N=2, K=1, B=2, dtype="bfloat16").inputs()
-    problem, tiles = check_call(query, key, value, is_causal=True).problem, hopper.Tiles(64, 128, 2)
-    walk = functools.partial(walk_of, problem, tiles, monkeypatch, part=0, kv_head=0)
+    walk = functools.partial(walk_of, problem_of(320, 320, N=2, K=1, B=2), monkeypatch, part=0, kv_head=0)
     assert walk(batch=0, tile=0) == walk(batch=1, tile=0) and walk(batch=0, tile=1) == walk(batch=1, tile=1)
 
 
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_walk_passes_each_tile_once(causal, group, monkeypatch):
-    (query, key, value), _ = AttentionCase(330, 470, 64, N=group, K=1, B=1, dtype="bfloat16").inputs()
-    problem, tiles = check_call(query, key, value, is_causal=causal).problem, hopper.Tiles(64, 128, 2)
-    for num_sms, tile in itertools.product((1, 132), range(4)):
-        monkeypatch.setattr(hopper, "NUM_SMS", num_sms)
-        walk = walk_of(problem, tiles, monkeypatch, part=0, batch=0, kv_head=0, tile=tile)
+    problem = problem_of(330, 470, N=group, K=1, causal=causal)
+    for processors, tile in itertools.product((1, 132), range(4)):
+        monkeypatch.setattr(hopper, "NUM_SMS", processors)
+        walk = walk_of(problem, monkeypatch, part=0, batch=0, kv_head=0, tile=tile)
         wanted = {(head, i) for head in range(group) for i in range(min(2 * tile, 5) if causal else 0, 6)}
         assert len(walk) == len(wanted) and {(head, i) for head, i, _ in walk} == wanted
         if causal:  # only tiles that see all keys go without a mask
@@ -434,7 +383,7 @@ def test_the_compiler_does_not_see_where_few_tiles_begin(T, is_hidden, monkeypat
     """What tests/one_turn_or_two.ptx shows on a card; long sequences keep the code that was measured."""
     hidden = []
     monkeypatch.setattr(hopper, "anew", lambda number: hidden.append(number.shape) or number)
-    problem = Problem(1, T, 512, 1, 1, 128, jnp.dtype(jnp.bfloat16), 1.0, Band(right=0))
+    problem = problem_of(T, 512, 1, 1, H=128)
     nothing = lambda *_: None
 
     def steps(k_start):

@@ -41,12 +41,6 @@ def interpreted(forward, **options):
     return attention
 
 
-def races_of(case, tiles, module=hopper):
-    """What the race detector finds, sorted."""
-    arrays, arguments = case.inputs()
-    return sorted(races(lambda: module.forward(check_call(*arrays, **arguments), tiles=tiles, interpret=DETECTING)))
-
-
 QUICK = {
     "small: one key, causal": (AttentionCase(70, 1, H=64, dtype="float16", arguments=CAUSAL), None),
     "small: a padded head": (AttentionCase(100, 130, H=80, dtype="bfloat16", arguments=CAUSAL), None),
@@ -57,36 +51,21 @@ QUICK = {
     "small: guesses fail under a mask": (AttentionCase(130, 150, H=64, N=1, dtype="bfloat16", logits="rising", arguments=CAUSAL), SMALL._replace(programs=1)),
 }  # fmt: skip
 
-LATE = (
-    AttentionCase(500, 500, H=64, N=1, dtype="float16", logits="last huge", arguments=CAUSAL),
-    SMALL._replace(programs=1, warpgroups=3),
-)
 CASES = {
     "one row, one key": (AttentionCase(1, 1, H=64, dtype="bfloat16"), None),
     "fewer keys than a TMA row": (AttentionCase(1, 7, H=64, dtype="float16"), None),
     "one key": (AttentionCase(239, 1, H=64, dtype="bfloat16"), None),
-    "one key, causal": (AttentionCase(239, 1, H=64, dtype="float16", arguments=CAUSAL), None),
-    "fewer keys than a tile, causal": (AttentionCase(200, 100, H=128, dtype="bfloat16", arguments=CAUSAL), None),
     "more keys than queries": (AttentionCase(63, 65, H=64, dtype="bfloat16", arguments=CAUSAL), None),
     "tails, 128": (AttentionCase(100, 130, H=128, dtype="float16"), None),
-    "tails, 256, causal": (AttentionCase(113, 203, H=256, dtype="bfloat16", arguments=CAUSAL), None),
-    "padded head": (AttentionCase(100, 130, H=80, dtype="bfloat16", arguments=CAUSAL), None),
     "no tails": (AttentionCase(128, 128, H=64, dtype="bfloat16", arguments=CAUSAL), None),
     "the ring goes round": (AttentionCase(300, 300, H=64, dtype="float16", arguments=CAUSAL), SMALL),
-    "rows of the last tile are missing": (AttentionCase(300, 200, H=64, dtype="bfloat16"), SMALL),
     "three warpgroups": (AttentionCase(300, 400, H=64, dtype="bfloat16"), hopper.Tiles(warpgroups=3)),
     "four warpgroups": (AttentionCase(300, 300, H=64, dtype="bfloat16", arguments=CAUSAL), hopper.Tiles(block_k=64, warpgroups=4)),
-    "three warpgroups, one stage, several turns": (AttentionCase(700, 300, H=64, N=2, dtype="bfloat16", arguments=CAUSAL), SMALL._replace(stages=1, warpgroups=3)),
-    "grouped heads": (AttentionCase(128, 256, H=128, N=4, K=2, B=2, dtype="bfloat16"), None),
     "one program a tile": (AttentionCase(200, 200, H=64, dtype="bfloat16", arguments=CAUSAL), SMALL._replace(programs=None)),
     "large logits": (AttentionCase(130, 300, H=64, dtype="bfloat16", logits="large"), SMALL),
-    "large logits, causal": (AttentionCase(130, 130, H=64, dtype="float16", logits="large", arguments=CAUSAL), SMALL),
-    "low logits": (AttentionCase(130, 300, H=64, dtype="bfloat16", logits="low", arguments=CAUSAL), SMALL),
     "last huge": (AttentionCase(65, 300, H=64, dtype="float16", logits="last huge"), SMALL),
     "guesses fail at once": (AttentionCase(500, 500, H=64, dtype="float16", logits="rising", arguments=CAUSAL), SMALL._replace(programs=1)),
-    "guesses fail in bfloat16": (AttentionCase(300, 400, H=64, N=4, K=2, dtype="bfloat16", logits="rising"), SMALL),
-    "one guess fails, late": LATE,
-    "some guesses fail, in some heads": (AttentionCase(200, 300, H=64, N=4, B=2, dtype="float16", logits="rising", arguments={"scale": 0.06}), SMALL._replace(programs=1)),
+    "one guess fails, late": (AttentionCase(500, 500, H=64, N=1, dtype="float16", logits="last huge", arguments=CAUSAL), SMALL._replace(programs=1, warpgroups=3)),
     "guesses fail without a tile ahead": (AttentionCase(300, 300, H=256, dtype="bfloat16", logits="rising", arguments=CAUSAL), hopper.Tiles(block_k=64, ahead=False)),
     "guesses fail, one program a tile": (AttentionCase(200, 300, H=128, dtype="float16", logits="large"), hopper.Tiles(programs=None)),
     "equal logits": (AttentionCase(130, 300, H=64, dtype="float16", logits="equal"), SMALL),
@@ -176,16 +155,6 @@ def test_causal_calls_of_every_deal(deal, monkeypatch):
     check_forward(interpreted(hopper.forward, tiles=SMALL._replace(programs=3)), case)
 
 
-@FULL
-@pytest.mark.parametrize(("N", "K", "cached_heads"), [(5, 5, 2), (4, 4, 2), (6, 3, 1), (2, 2, 0)])
-def test_causal_calls_take_the_heads_in_parts(N, K, cached_heads, monkeypatch):
-    """Of two heads and a rest of one, of two without a rest, of the heads of one key head, and of one."""
-    S, H = 200, 128
-    monkeypatch.setattr(hopper, "CACHED", cached_heads * 2 * S * H * 2)
-    case = AttentionCase(300, S, H=H, N=N, K=K, dtype="bfloat16", arguments=CAUSAL)
-    check_forward(interpreted(hopper.forward, tiles=SMALL._replace(programs=3)), case)
-
-
 @pytest.mark.parametrize("rung", [5, *(pytest.param(rung, marks=FULL) for rung in ladder.NAMES if rung < 5)])
 def test_every_rung(rung):
     """With more tiles of keys than the ring has slots, also under a mask. The sixth is the kernel of all other tests."""
@@ -199,21 +168,6 @@ def test_a_rung_says_what_it_takes():
 
 
 # Guesses
-
-
-@FULL
-@pytest.mark.parametrize(
-    "change",
-    [
-        ("jnp.where(guess, jnp.float32(most), jnp.inf), jnp.inf, lse)", "jnp.inf, jnp.inf, lse)"),
-        ("lambda state: state[0] <= warpgroups, body", "lambda state: state[0] < 1, body"),
-    ],
-    ids=["trusted", "not done again"],
-)
-def test_a_failed_guess_without_consequences_is_found(change):
-    case = AttentionCase(130, 150, H=64, N=1, dtype="float16", logits="rising", arguments={"scale": 0.06})
-    with pytest.raises(AssertionError, match="relative error"):
-        check_forward(interpreted(seeded(hopper, change).forward, tiles=SMALL), case)
 
 
 @pytest.mark.parametrize(
@@ -265,54 +219,22 @@ def test_long_float16_sequences_are_not_guessed():
 
 
 # {fault: (case, tiles, changes, the lines that race)}
-FAULTS = {
-    "the operands of stale scores are loaded over before all are done with a list": (
-        *LATE,
-        [("pl.when(me < warpgroups)(lambda: plgpu.barrier_arrive(judged))", "pass"), ("plgpu.barrier_wait(judged)", "pass")],
-        ["read: values = ", "write: plgpu.copy_gmem_to_smem(tile, smem.at[slot], loaded.at[slot])"],
-    ),
-    "values are given back while p v runs": (
-        AttentionCase(64, 256, H=64, N=1, dtype="bfloat16"),
-        SMALL,
-        [("plgpu.barrier_arrive(k_free.at[k_slot])", "plgpu.barrier_arrive(k_free.at[k_slot]); plgpu.barrier_arrive(v_free.at[v_slot])"), ("plgpu.barrier_arrive(v_free.at[v_slot])\n                    if by_guess", "pass\n                    if by_guess")],
-        ["read: values = ", "write: plgpu.copy_gmem_to_smem(tile, smem.at[slot], loaded.at[slot])"],
-    ),
-    "out leaves before it is written": (
-        AttentionCase(128, 64, H=64, N=1, dtype="bfloat16"),
-        SMALL,
-        [("lse_smem[me, :] = lse\n                    plgpu.commit_smem()", "lse_smem[me, :] = lse\n                    pass")],
-        ["read: plgpu.copy_smem_to_gmem(o_mine", "write: o_mine[...] = "],
-    ),
-    "out is written while the one before leaves": (
-        AttentionCase(300, 64, H=64, N=1, dtype="bfloat16"),
-        SMALL._replace(programs=1),
-        [("plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the out", "pass  # the out")],
-        ["read: plgpu.copy_smem_to_gmem(o_mine", "write: o_mine[...] = "],
-    ),
-    "the next scores are ordered before their operands are there": (
-        AttentionCase(400, 128, H=64, N=1, dtype="bfloat16"),
-        SMALL,
-        [("                    wait_for_first(i + 1, next_step)\n", "\n")],
-        ["read: values = ", "write: plgpu.copy_gmem_to_smem("],
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", [name if "p v runs" in name else pytest.param(name, marks=FULL) for name in FAULTS])
-def test_a_race_is_found(fault):
-    """In every run: the first of these, which an ordinary detector missed in 5 of 40, was found in 60 of 60."""
-    case, tiles, changes, lines = FAULTS[fault]
-    found = races_of(case, tiles, seeded(hopper, *changes))
-    assert len(found) == 2 and all(map(str.startswith, found, lines)), found
+def test_a_race_is_found():
+    """Values are given back while p v runs. In every run: an ordinary detector missed it in 5 of 40."""
+    early, late = "plgpu.barrier_arrive(k_free.at[k_slot])", "plgpu.barrier_arrive(v_free.at[v_slot])"
+    then = "\n                    if by_guess"
+    module = seeded(hopper, (early, f"{early}; {late}"), (late + then, "pass" + then))
+    arrays, _ = AttentionCase(64, 256, H=64, N=1, dtype="bfloat16").inputs()
+    read, write = sorted(races(lambda: module.forward(check_call(*arrays), tiles=SMALL, interpret=DETECTING)))
+    assert read.startswith("read: values = ")
+    assert write.startswith("write: plgpu.copy_gmem_to_smem(tile, smem.at[slot], loaded.at[slot])")
 
 
 # Lowering
 
 
 def problem_of(T, S, H, dtype, causal, N=2, K=1):
-    return Problem(
-        B=2, T=T, S=S, N=N, K=K, H=H, dtype=jnp.dtype(dtype), scale=H**-0.5, band=Band.of(causal)
-    )  # fmt: skip
+    return Problem(2, T, S, N, K, H, jnp.dtype(dtype), H**-0.5, Band.of(causal))
 
 
 def lower(forward, problem, **options):
@@ -335,7 +257,7 @@ def lower(forward, problem, **options):
         *(
             pytest.param(*options, marks=FULL)
             for options in itertools.product(
-                (24, 64, 128, 256), (1, 100, 1024, 4096, 16384), (False, True), ("bfloat16", "float16")
+                (24, 64, 128, 256), (1, 1024, 16384), (False, True), ("bfloat16", "float16")
             )
         ),
     ],
