@@ -108,7 +108,7 @@ GRADIENT_FAULTS = {
     "only the first head of a group counts": ("fori_loop(0, problem.group, one_head", "fori_loop(0, 1, one_head"),
     "the first query tile is skipped": ("fori_loop(first, stop, one_tile", "fori_loop(first + 1, stop, one_tile"),
     "the last key tile is skipped": ("fori_loop(first, stop, lambda j", "fori_loop(first, stop - 1, lambda j"),
-    "delta is never mended": ("eps / 4 * ds_size).max() > 0", "eps / 4 * ds_size).max() < 0"),
+    "delta is never mended": ("eps * norm).max() > 0", "eps * norm).max() < 0"),
     "delta is mended the wrong way": ("delta += error", "delta -= error"),
     "delta is mended as if lse had no gradient": ("ds_sum - dlse", "ds_sum"),
     "the mended delta does not reach dk": ("(*arrays[:5], delta, *arrays[6:])", "arrays"),
