@@ -1,7 +1,7 @@
 """Put one fault after another into a copy of the code, and see which tests notice.
 
     python -m tests.mutation                     every fault of `mutations`; records what was found
-    python -m tests.mutation --sample 5 --seed 3 some of them, without recording; fails where one is not noticed
+    python -m tests.mutation --sample 5 --seed 3 some that were noticed, without recording; fails where one is not
     python -m tests.mutation --only masking --jobs 2
 
 For each fault it runs the test that noticed last time, then the tests of the file in the quick tier until one
@@ -207,14 +207,15 @@ def main(arguments=None):
     if options.new:
         faults = [fault for fault in faults if known.get(label(fault), Found(SURVIVED)).tier == SURVIVED]
     if options.sample is not None:
-        faults = random.Random(options.seed).sample(faults, min(options.sample, len(faults)))
+        noticed = [fault for fault in faults if known.get(label(fault), Found(SURVIVED)).tier != SURVIVED]
+        faults = random.Random(options.seed).sample(noticed, min(options.sample, len(noticed)))
     note = (lambda found: None) if options.sample is not None else (lambda found: record(known | dict(found)))
     found = judge_all(faults, known, options.jobs, options.timeout, note)
     survived = [name for name, it in found.items() if it.tier == SURVIVED]
     counts = {tier: sum(it.tier == tier for it in found.values()) for tier in (QUICK, FULL)}
     print(f"{len(found)} faults: quick tier {counts[QUICK]}, full tier {counts[FULL]}, survived {len(survived)}")
     if options.sample is not None:
-        return int(any(known.get(name, Found(SURVIVED)).tier != SURVIVED for name in survived))
+        return int(bool(survived))
     of_all = shares(known | found)
     print(f"of all that can be noticed: quick tier {of_all[QUICK]:.1%}, both {of_all[FULL]:.1%}")
     return int(any(of_all[tier] < POWER[tier] for tier in POWER))
