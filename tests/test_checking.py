@@ -20,7 +20,7 @@ import pytest
 
 from helpers.exercises import check, checking, running
 from helpers.exercises.checking import verdict
-from helpers.exercises.exercise import Case, Exercise, Mistake
+from helpers.exercises.exercise import Case, Exercise
 
 RIGHT = np.array([[1.0, 2.0], [3.0, 4.0]])
 
@@ -91,7 +91,7 @@ def test_a_small_output_beside_a_large_one_must_agree_too():
         cases=lambda: [Case("one", (1,)), Case("two", (2,))],
         expected=lambda n: (400_000 * n, 4 * n),
         tried="one and two",
-        mistakes=(Mistake("one stage is left out", lambda n: (400_000 * n, 4 * n - 1), "Count again."),),
+        mistakes=(("one stage is left out", lambda n: (400_000 * n, 4 * n - 1), "Count again."),),
     )
     assert judged(lambda n: (400_000.0 * n, 4 * n - 1), count).mistake == "one stage is left out"
     assert judged(lambda n: (400_000 * n, 4 * n - n - 1), count).mistake is None
@@ -454,7 +454,7 @@ def test_a_transposed_result_is_named():
 
 def test_a_mistake_may_raise_where_the_answer_does():
     fails = lambda x: (x * x, x.sum()) if x.size == 1 else [][0]
-    known = dataclasses.replace(DOUBLE, mistakes=(Mistake("it fails", fails, "Reread."),))
+    known = dataclasses.replace(DOUBLE, mistakes=(("it fails", fails, "Reread."),))
     assert judged(lambda x: (x * x, x.sum() if x.size == 1 else 1 / 0), known).mistake == "it fails"
     assert judged(lambda x: 1 / 0, known).mistake is None
 
@@ -487,17 +487,10 @@ def test_a_mark_has_a_colour_in_a_notebook_only(capsys, monkeypatch):
         assert re.sub(r"\x1b\[[0-9;]*m", "", notebook.getvalue()) == capsys.readouterr().out
 
 
-def test_a_mistake_may_have_variants():
-    either = Mistake("one is lost", lambda x: (2 * x, x.min()), "Reread.", variants=(lambda x: (2 * x, x.max()),))
-    known = dataclasses.replace(DOUBLE, mistakes=(either,))
-    assert judged(lambda x: (2 * x, x.max()), known).mistake == "one is lost"
-    assert judged(lambda x: (2 * x, x.max() + 1), known).mistake is None
-
-
 def of_entries(expected, mistake, numbers=(2, 3)):
     """An exercise whose result is a dict, with one mistake, both functions of the number of a case."""
     cases = [Case(f"case {n}", (n,)) for n in numbers]
-    known = (Mistake("it is known", mistake, "Reread."),)
+    known = (("it is known", mistake, "Reread."),)
     return dataclasses.replace(exercise(None), cases=lambda: cases, expected=expected, mistakes=known)
 
 

@@ -21,6 +21,11 @@ class Case:
     arguments: tuple
 
 
+def labelled(names, *rows):
+    """A `Case` for each row of arguments, labelled by their names."""
+    return [Case(", ".join(f"{name}={value}" for name, value in zip(names, row, strict=True)), row) for row in rows]
+
+
 @dataclass(frozen=True)
 class Mistake:
     """A known wrong answer.
@@ -32,7 +37,6 @@ class Mistake:
     name: str
     answer: Callable
     advice: str
-    variants: tuple = ()
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class Exercise:
     @functools.cached_property
     def known(self):
         """The mistakes, as a tuple of `Mistake`."""
-        return tuple(row if isinstance(row, Mistake) else self._mistake(*row) for row in self.mistakes)
+        return tuple(self._mistake(*row) for row in self.mistakes)
 
     def _mistake(self, name, what, *rest):
         *new, advice = rest

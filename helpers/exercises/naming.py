@@ -44,13 +44,12 @@ def mistake_behind(exercise, results, part=lambda result: result):
     if all(isinstance(result, Raised) for result in results):
         return None
     for mistake in exercise.known:
-        for answer in (mistake.answer, *mistake.variants):
-            with contextlib.suppress(Exception):  # where the mistake does not apply to results of this kind
-                if all(
-                    _same(result, part(_mistaken(exercise, answer, number)), 10 * exercise.tolerance)
-                    for number, result in enumerate(results)
-                ):
-                    return mistake
+        with contextlib.suppress(Exception):  # where the mistake does not apply to results of this kind
+            if all(
+                _same(result, part(_mistaken(exercise, mistake.answer, number)), 10 * exercise.tolerance)
+                for number, result in enumerate(results)
+            ):
+                return mistake
     return None
 
 

@@ -4,14 +4,13 @@ import math
 
 import numpy as np
 
-from helpers.exercises.exercise import Case, Exercise
+from helpers.exercises.exercise import Case, Exercise, labelled
 
 
 def _cases(names, *sizes):
     """A case for each row of numbers, labelled by their names. The first is the one worked by hand."""
-    labels = [", ".join(f"{name}={size}" for name, size in zip(names, row, strict=True)) for row in sizes]
-    labels[0] = f"the case worked by hand, {labels[0]}"
-    return [Case(label, row) for label, row in zip(labels, sizes, strict=True)]
+    first, *others = labelled(names, *sizes)
+    return [Case(f"the case worked by hand, {first.label}", first.arguments), *others]
 
 
 # 13.1

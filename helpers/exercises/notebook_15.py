@@ -6,13 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from helpers.exercises.exercise import Case, Complaint, Exercise
-
-
-def _cases(names, *sizes):
-    """A case for each row of numbers, labelled by their names."""
-    return [Case(", ".join(f"{name}={size}" for name, size in zip(names, row, strict=True)), row) for row in sizes]
-
+from helpers.exercises.exercise import Case, Complaint, Exercise, labelled
 
 # 15.1
 
@@ -166,7 +160,7 @@ LAST, TAKEN = "((i + 1) * block_q - 1) // block_k", "min(step, last)"  # in the 
 # fmt: off
 BLOCKS = Exercise(
     solution=keys_in_place, title="A block that stays", outputs=("blocks",), run=_asked, judge=_judge_blocks,
-    cases=lambda: _cases(
+    cases=lambda: labelled(
         ("T", "S", "block_q", "block_k"), (4, 4, 2, 2), (8, 8, 2, 2), (8, 8, 4, 2), (8, 8, 2, 4), (12, 12, 6, 4),
         (12, 12, 4, 6), (24, 24, 3, 8), (4, 8, 2, 2), (8, 4, 2, 2), (512, 512, 128, 128),
     ),
@@ -208,7 +202,7 @@ HEIGHT, COUNT = "32 // itemsize", "-(-rows // height) * -(-columns // 128)"  # i
 # fmt: off
 REGISTERS = Exercise(
     solution=registers, title="Whole registers", outputs=("registers",),
-    cases=lambda: _cases(
+    cases=lambda: labelled(
         ("rows", "columns", "itemsize"), (20, 100, 4), (8, 128, 4), (16, 128, 2), (512, 64, 2), (512, 128, 2),
         (512, 1, 4), (1, 512, 4), (512, 512, 4), (9, 129, 4), (17, 257, 2), (33, 136, 1), (256, 80, 2),
     ),
@@ -248,7 +242,7 @@ NO_BLOCK = "They are no block and no scratch: a step makes them and uses them up
 # fmt: off
 VMEM = Exercise(
     solution=vmem_bytes, title="What lies in VMEM", outputs=("bytes",),
-    cases=lambda: _cases(
+    cases=lambda: labelled(
         ("block_q", "block_k", "H", "itemsize"), (128, 128, 128, 2), (128, 128, 64, 2), (512, 512, 128, 2),
         (256, 512, 128, 2), (512, 128, 128, 4), (384, 256, 129, 2), (128, 640, 256, 4), (256, 128, 300, 2),
     ),

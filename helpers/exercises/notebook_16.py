@@ -2,13 +2,7 @@
 
 import numpy as np
 
-from helpers.exercises.exercise import Case, Exercise
-
-
-def _cases(names, *sizes):
-    """A case for each row of numbers, labelled by their names."""
-    return [Case(", ".join(f"{name}={size}" for name, size in zip(names, row, strict=True)), row) for row in sizes]
-
+from helpers.exercises.exercise import Exercise, labelled
 
 # 16.1
 
@@ -22,7 +16,7 @@ def programs(B, T, S, N, K, block_q, block_k):
 
 # fmt: off
 def _grids_cases():
-    return _cases(
+    return labelled(
         ("B", "T", "S", "N", "K", "block_q", "block_k"),
         (1, 4, 8, 1, 1, 4, 4), (2, 100, 130, 8, 2, 64, 32), (3, 128, 64, 6, 3, 32, 64), (4, 1, 4096, 16, 1, 16, 128),
         (1, 65, 63, 2, 2, 16, 64),
@@ -73,7 +67,7 @@ def pointers(rows, b, n, T, N, H, head_padded):
 
 # fmt: off
 def _pointers_cases():
-    return _cases(
+    return labelled(
         ("rows", "b", "n", "T", "N", "H", "head_padded"),
         (np.arange(2), 0, 1, 5, 3, 2, 4), (np.arange(4, 8), 1, 2, 7, 3, 5, 8), (np.arange(8, 16), 2, 0, 13, 2, 24, 32),
         (np.arange(16, 32), 1, 3, 32, 4, 16, 16), (np.array([3, 9, 0, 6]), 1, 2, 7, 3, 3, 4),
@@ -131,7 +125,7 @@ def key_ranges(q_start, block_q, block_k, S, is_causal):
 
 # fmt: off
 def _key_ranges_cases():
-    return _cases(
+    return labelled(
         ("q_start", "block_q", "block_k", "S", "is_causal"),
         (4, 4, 2, 12, True), (0, 16, 16, 64, False), (0, 16, 16, 60, False), (32, 16, 16, 100, True),
         (63, 64, 32, 200, True), (32, 32, 64, 200, True), (96, 32, 64, 90, True), (15, 1, 16, 100, True),
@@ -195,7 +189,7 @@ def query_tiles(k_start, block_q, block_k, T, is_causal):
 
 # fmt: off
 def _query_counts_cases():
-    return _cases(
+    return labelled(
         ("k_start", "block_q", "block_k", "T", "is_causal"),
         (2, 2, 2, 8, True), (0, 16, 16, 64, False), (0, 16, 16, 70, False), (32, 16, 32, 150, True),
         (64, 64, 16, 200, True), (64, 16, 64, 256, True), (48, 32, 16, 33, True), (96, 32, 32, 90, True),
