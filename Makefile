@@ -103,7 +103,7 @@ gpu-ring: setup ## measure ring attention on all GPUs of this machine, two or mo
 gpu-tune: setup ## find the fastest tiles of the kernels for this GPU and record them
 	@$(IN_VENV) -m helpers.dev.tune $(ARGS)
 
-gpu-compile: ## compile the kernels for cards from Ampere to Blackwell, without one, and see that they fit
+gpu-compile: ## compile the kernels for GPUs from Ampere to Blackwell, without one, and see that they fit
 	@sh helpers/setup_environment.sh .venv-ptxas
 	@.venv-ptxas/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-ptxas/constraints.txt --editable '.[ptxas]'
 	@JAX_PLATFORMS=cpu .venv-ptxas/bin/python -m helpers.dev.shared_memory
@@ -114,7 +114,7 @@ tpu-compile: ## compile the kernels for TPUs with Google's compiler, without one
 	@.venv-tpu/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-tpu/constraints.txt --editable '.[tpu]'
 	@JAX_PLATFORMS=cpu .venv-tpu/bin/python -m helpers.dev.tpu_compile $(ARGS)
 
-triton: ## install Triton for notebook 16, run its kernels in its interpreter and compile them for a card
+triton: ## install Triton for notebook 16, run its kernels in its interpreter and compile them for a GPU
 	@case "$$(uname -sm)" in "Linux x86_64" | "Linux aarch64") ;; \
 		*) echo "There is no Triton for this machine: it is made for Linux. Notebook 16 shows what it printed elsewhere."; exit 1 ;; esac
 	@sh helpers/setup_environment.sh .venv-triton

@@ -386,7 +386,7 @@ def ceilings():
 
 
 def rungs(case):
-    """{kernel: (pass, {name: function})}: the steps on the way to our kernels, as far as this card runs them.
+    """{kernel: (pass, {name: function})}: the steps on the way to our kernels, as far as this GPU runs them.
 
     The functions take query, key and value; for a backward pass also out, lse (B, N, T) and dout.
     """

@@ -1,7 +1,7 @@
 """What the benchmark measures of decoding: one query a sequence against many keys, in one piece and in pages.
 
 Such a call is bound by bytes: keys and values have to be read once. So its figure is GB/s of keys and values,
-and its yardstick is a copy on the same card.
+and its yardstick is a copy on the same GPU.
 """
 
 import functools

@@ -2,8 +2,8 @@
 
     python -m helpers.dev.ptxas        (make gpu-compile)
 
-The configurations are those of the committed tables of the tuner, and those for cards without a table.
-XLA needs a description of a card and no card; Mosaic hands the kernels to ptxas, which says how many
+The configurations are those of the committed tables of the tuner, and those for GPUs without a table.
+XLA needs a description of a GPU and no GPU; Mosaic hands the kernels to ptxas, which says how many
 bytes of registers each one spills to memory and whether it had to serialise wgmmas, which were meant
 to run beside other work. The former has a limit, the latter is not allowed. Nor is code that ptxas
 before CUDA 13.2 compiles wrongly (see `mistaken_selects`), for which short sequences are compiled too.
@@ -97,7 +97,7 @@ class Configuration:
 
 
 def configurations():
-    """Every `Configuration` of a committed table or for a card without one, each of them once."""
+    """Every `Configuration` of a committed table or for a GPU without one, each of them once."""
     found = []
     for path in sorted(tables.TUNED.glob("*.json")):
         for row in json.loads(path.read_text()).get("hopper", ()):
@@ -194,7 +194,7 @@ def find_toolkit():
 
 
 def sharding_on(name, capability, shared_memory):
-    """Where the arrays of a program would be for a card that is an H200 but for these three; after `find_toolkit`."""
+    """Where the arrays of a program would be for a GPU that is an H200 but for these three; after `find_toolkit`."""
     fields = {"NAME": name, "MAJOR": capability[0], "MINOR": capability[1], "OPTIN": shared_memory}
     description = functools.reduce(lambda text, field: text.replace(field, str(fields[field])), fields, DESCRIPTION)
     devices = topologies.get_topology_desc(platform="cuda", target_config=description, topology="1x1x1").devices

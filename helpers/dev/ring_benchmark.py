@@ -1,11 +1,11 @@
-"""Time ring attention on all GPUs of this machine next to one card's share of the work, and record it.
+"""Time ring attention on all GPUs of this machine next to one GPU's share of the work, and record it.
 
-Efficiency is the time of a share of the work on one card, without any communication, divided by the time of the
-ring. Wall times, for the transfers count; the programs of a case take turns on all cards. The share alone is:
+Efficiency is the time of a share of the work on one GPU, without any communication, divided by the time of the
+ring. Wall times, for the transfers count; the programs of a case take turns on all GPUs. The share alone is:
 
-    full forward         the kernel, a card's queries against all keys
+    full forward         the kernel, a GPU's queries against all keys
     causal zigzag both   both passes over a sequence with 1/n of the pairs, scaled by the pairs
-    weak scaling         one card's own queries against its own keys, n times
+    weak scaling         one GPU's own queries against its own keys, n times
 """
 
 import argparse
@@ -35,7 +35,7 @@ from helpers.instruments.timing import Program, time_together
 AXIS = "sequence"
 SPLIT = P(None, AXIS)
 N, H, DTYPE = 16, 128, "bfloat16"
-RIGHT_AT, WIDEST_ERROR = 4096, 0.02  # positions, and relative error of each result against one card's
+RIGHT_AT, WIDEST_ERROR = 4096, 0.02  # positions, and relative error of each result against one GPU's
 LONGEST = 2**20  # positions whose memory is compared with the formula
 
 
@@ -121,7 +121,7 @@ def lowered_ring(case, mesh, variant, inputs):
 
 
 def share_alone(case, devices):
-    """(lowered program, its inputs, factor): the factor times its time is that of one card's share."""
+    """(lowered program, its inputs, factor): the factor times its time is that of one GPU's share."""
     here = SingleDeviceSharding(jax.devices()[0])
     attend = functools.partial(flash_attention, is_causal=case.is_causal)
     if case.name == "weak scaling":
@@ -136,7 +136,7 @@ def share_alone(case, devices):
 
 @functools.cache  # cases of one kind differ in their lengths
 def complaint(case, mesh):
-    """What is wrong with the ring of a short case, or None; against `flash_attention` on one card."""
+    """What is wrong with the ring of a short case, or None; against `flash_attention` on one GPU."""
     attend = functools.partial(ring.ring_attention_on_mesh, mesh=mesh, axis_name=AXIS, is_causal=case.is_causal)
     on_one = functools.partial(flash_attention, is_causal=case.is_causal)
     inputs = [np.asarray(array) for array in arrays(case, case.T, SingleDeviceSharding(jax.devices()[0]))]

@@ -1,10 +1,10 @@
-"""Compile the portable kernels for cards from Ampere on, on Linux without one, and see that shared memory holds them.
+"""Compile the portable kernels for GPUs from Ampere on, on Linux without one, and see that shared memory holds them.
 
     python -m helpers.dev.shared_memory        (make gpu-compile)
 
-The kernels get the tiles that `portable.tiles` chooses for the card, for long and short sequences. XLA is told
-that the card has no shared memory at all; it then compiles as far as Triton and says how much there should be.
-That must be no more than the card has, and no more than `tiles.shared_bytes` promised. One kernel of each kind
+The kernels get the tiles that `portable.tiles` chooses for the GPU, for long and short sequences. XLA is told
+that the GPU has no shared memory at all; it then compiles as far as Triton and says how much there should be.
+That must be no more than the GPU has, and no more than `tiles.shared_bytes` promised. One kernel of each kind
 is compiled to the end.
 """
 
@@ -53,7 +53,7 @@ FEW = [(1, 4096), (8, 4096), (16, 4096), (1, 16)]  # queries, with four heads to
 
 @dataclass(frozen=True)
 class Compilation:
-    """A kernel for a card, with the tiles that it would get there."""
+    """A kernel for a GPU, with the tiles that it would get there."""
 
     card: Gpu
     kernel: str
@@ -81,7 +81,7 @@ class Compilation:
         return " ".join(word for word in words if word) + f", tiles {tiles}"
 
     def compile(self, shared_memory):
-        """Compile it for the card as if that had so many bytes of shared memory."""
+        """Compile it for the GPU as if that had so many bytes of shared memory."""
         problem, tiles = self.problem, self.tiles
         sharding = sharding_of(self.card.name, self.card.capability, shared_memory)
         array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
@@ -126,7 +126,7 @@ sharding_of = functools.cache(sharding_on)
 
 
 def compilations(card):
-    """Every `Compilation` for a card, without those that differ only in the lengths of several tiles."""
+    """Every `Compilation` for a GPU, without those that differ only in the lengths of several tiles."""
     found = {}
     for kernel, dtype in itertools.product((*KERNELS, *DECODING), HEAD_DIMS):
         shapes, N, bands = (FEW, 4, BANDS[:1]) if kernel in DECODING else (SHAPES, 1, BANDS)

@@ -2,7 +2,7 @@
 
     python -m helpers.dev.tune        (make gpu-tune)
 
-The portable kernels are tuned at T = 4096, those for few queries at `DECODED`, and on a Hopper card the Hopper
+The portable kernels are tuned at T = 4096, those for few queries at `DECODED`, and on a Hopper GPU the Hopper
 kernels at each of `hopper.table.LENGTHS`. Every candidate that shared memory holds is compiled, compared with
 the result of the default tiles, and timed; the fastest are timed once more, for longer (those for few queries
 once, by the device's clock). A candidate that the compiler refuses or that computes something else is passed
@@ -148,7 +148,7 @@ def times_of_choices(function, choices, inputs, always):
     """`times_of` those that compile and compute the same as the first that does."""
     compiled = compile_all(function, choices, inputs)
     if not compiled:
-        raise RuntimeError(f"none of {len(choices)} choices of tiles compiles on this card")
+        raise RuntimeError(f"none of {len(choices)} choices of tiles compiles on this GPU")
     right = next(iter(compiled.values()))(*inputs)
     programs = {
         choice: Program(program, [inputs]) for choice, program in compiled.items() if agree(program(*inputs), right)
@@ -297,7 +297,7 @@ def _subject(row):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m helpers.dev.tune", description=__doc__.splitlines()[0])
-    parser.add_argument("--kernels", choices=PARTS, nargs="+", help="by default those that this card runs")
+    parser.add_argument("--kernels", choices=PARTS, nargs="+", help="by default those that this GPU runs")
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--passes", choices=PASSES, nargs="+", default=PASSES, help="of the Hopper kernels")
     parser.add_argument("--sixteen-bit", action="store_true", help="leave float32 out")
@@ -310,7 +310,7 @@ def main(arguments=None):
     hopper_runs = compute_capability() == (9, 0)
     kernels = options.kernels or ["portable", "decode", *(["hopper"] if hopper_runs else [])]
     if "hopper" in kernels and not hopper_runs:
-        print("The Hopper kernels need a card of compute capability 9.0.")
+        print("The Hopper kernels need a GPU of compute capability 9.0.")
         return 1
     head_dims, machine, found = tuple(options.head_dims), Machine.here(options.commit), {}
     try:
