@@ -110,11 +110,13 @@ def answers(query, key, value, dout, dlse=None, *, tf32=False, **arguments):
     of_lse += float32 * (H / STEP * lse) ** 2 + (0 if is_float32 else HEADROOM**2 * float32)
 
     found = {}
-    arrays = (out, of_out), (right_lse, of_lse[..., 0]), (dq, of_dq), (dk, of_dk), (dv, of_dv)
-    for name, (right, variance) in zip(NAMES, arrays, strict=True):
+    rows = T * problem.group
+    arrays = (out, of_out, S), (right_lse, of_lse[..., 0], S), (dq, of_dq, S), (dk, of_dk, rows), (dv, of_dv, rows)
+    for name, (right, variance, terms) in zip(NAMES, arrays, strict=True):
         largest = np.abs(right).max()
         if name != "lse":  # which stays float32
-            variance = variance + (variance > 0) * ((rounded + 4 * operand) * right**2 + smallest**2)
+            summed = terms / STEP * float32  # where terms have one sign, a partial sum is as large as the sum
+            variance = variance + (variance > 0) * ((rounded + 4 * operand + summed) * right**2 + smallest**2)
             largest = max(largest, np.abs(ds).max() if name in ("dq", "dk") else 0)
         is_within = name == "lse" or largest <= float(limits.max)
         found[name] = Answer(right.swapaxes(1, 2), np.sqrt(variance).swapaxes(1, 2) if is_within else None)
