@@ -81,6 +81,14 @@ def answers(query, key, value, dout, dlse=None, *, tf32=False, **arguments):
         """The variance of a @ b, of which b is an input."""
         return (variance_a + (operand + terms * float32) * a**2) @ b**2
 
+    def summed(a, b):
+        """The variance of the additions of a @ b one by one: of a partial sum, which may be larger than the sum."""
+        partial, largest, terms = 0, 0, a.shape[-1]
+        for part in np.array_split(np.arange(terms), min(terms, STEP)):
+            partial = partial + a[..., part] @ b[..., part, :]
+            largest = np.maximum(largest, np.abs(partial))
+        return terms / 12 * problem.group * float32 * largest**2
+
     s = problem.scale * q @ turned(k)
     of_s = problem.scale**2 * product(q, operand * q**2, turned(k), H)
     of_s += operand * s**2 + 16 * float32 * (s**2 + lse**2 + 1)  # by powers of two
@@ -106,17 +114,21 @@ def answers(query, key, value, dout, dlse=None, *, tf32=False, **arguments):
     of_dq = problem.scale**2 * (product(ds, of_ds, k, S) + of_delta * (p @ k) ** 2 + of_lse * (ds @ k) ** 2)
     of_dk = problem.scale**2 * product(turned(ds), turned(of_ds + p**2 * of_delta + of_lse * ds**2), q, T)
     of_dv = product(turned(p), turned(of_weights), do, T)
-    dk, dv, of_dk, of_dv = (a.reshape(B, problem.K, problem.group, S, H).sum(axis=2) for a in (dk, dv, of_dk, of_dv))
+    in_groups = lambda array: array.reshape(B, problem.K, problem.group, S, H).sum(axis=2)
+    dk, dv, of_dk, of_dv = map(in_groups, (dk, dv, of_dk, of_dv))
     of_lse += float32 * (H / STEP * lse) ** 2 + (0 if is_float32 else HEADROOM**2 * float32)
 
     found = {}
-    rows = T * problem.group
-    arrays = (out, of_out, S), (right_lse, of_lse[..., 0], S), (dq, of_dq, S), (dk, of_dk, rows), (dv, of_dv, rows)
-    for name, (right, variance, terms) in zip(NAMES, arrays, strict=True):
+    if is_float32:
+        of_out += summed(p, v)
+        of_dq += problem.scale**2 * summed(ds, k)
+        of_dk += problem.scale**2 * in_groups(summed(turned(ds), q))
+        of_dv += in_groups(summed(turned(p), do))
+    arrays = (out, of_out), (right_lse, of_lse[..., 0]), (dq, of_dq), (dk, of_dk), (dv, of_dv)
+    for name, (right, variance) in zip(NAMES, arrays, strict=True):
         largest = np.abs(right).max()
         if name != "lse":  # which stays float32
-            summed = terms / STEP * float32  # where terms have one sign, a partial sum is as large as the sum
-            variance = variance + (variance > 0) * ((rounded + 4 * operand + summed) * right**2 + smallest**2)
+            variance = variance + (variance > 0) * ((rounded + 4 * operand) * right**2 + smallest**2)
             largest = max(largest, np.abs(ds).max() if name in ("dq", "dk") else 0)
         is_within = name == "lse" or largest <= float(limits.max)
         found[name] = Answer(right.swapaxes(1, 2), np.sqrt(variance).swapaxes(1, 2) if is_within else None)
