@@ -248,6 +248,15 @@ def test_one_query_and_all_keys_are_no_tile():
     assert judged.mistake and "whole rows" in judged.mistake, judged.text
 
 
+@pytest.mark.parametrize(
+    "sizes", [lambda block_q, block_k: (block_q, 10**6), lambda block_q, block_k: (10**6, block_k)]
+)
+def test_a_tile_and_all_of_the_other_length_are_no_tile(sizes):
+    answer = flash_backward(WEIGHTS["a new table"])
+    judged = verdict(exercise("6.5"), lambda *a: answer(*a[:-2], *sizes(*a[-2:])))
+    assert judged.mistake and "whole rows" in judged.mistake, judged.text
+
+
 def backward_in_pairs(q, k, v, out, lse, dout, scale, block_q, block_k):
     """The slowest right way: a query and a key at a time."""
     dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)

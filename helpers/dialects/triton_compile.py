@@ -95,7 +95,7 @@ def main():
             said = f"{name:22} {H:3} {mask:6} {tile:>8} {launch.num_warps:5}"
             said += f" {registers:9} {stack:5} {shared / 1024:10.0f}"
             print(f"{said}  {used}".rstrip(), flush=True)
-    print("All compile. Nothing ran on a card.")
+    print("All compile. Nothing ran on a GPU.")
     return 0
 
 

@@ -348,10 +348,11 @@ def _built(shapes, block_q, block_k, whole):
     rows = {max(shape) for shape in shapes if shape and math.prod(shape) == max(shape) < LONG}
     tables = {tuple(sorted(shape)) for shape in shapes if len(shape) == 2 and min(shape) > 3}  # 3: head_dim
     tables -= {table for table in tables if math.prod(table) == LONG}  # lse itself, cut into tiles
-    sizes_tell = tables and max(map(max, tables)) < LONG and tuple(sorted((block_q, block_k))) not in tables
+    longest = max(map(max, tables), default=0)
+    sizes_tell = tables and longest < LONG and tuple(sorted((block_q, block_k))) not in tables
     if sizes_tell or (rows and not rows & {block_q, block_k}):
         return "other tiles"
-    if whole:
+    if whole or longest >= LONG:
         return "more than a tile at once"
     return "tiles of block_k queries and block_q keys" if block_k in rows and block_q not in rows else "tiles"
 

@@ -57,7 +57,7 @@ def _races_cases():
         [],
         [(0, 0, 5, True), (0, 0, 5, False)], [(0, 0, 5, False), (1, 1, 5, True)], [(0, 0, 5, True), (1, 1, 5, True)],
         [(0, 0, 5, True), (1, 0, 5, False)], [(0, 0, 5, True), (1, 1, 5, False)], [(0, 0, 5, True), (1, 0, 6, False)],
-        [(0, 2, 5, False), (1, 2, 5, False)], [(0, 0, 5, False), (1, 0, 5, True)], [(3, 1, 7, True), (4, 1, 7, True)],
+        [(0, 2, 5, False), (1, 2, 5, False)], [(0, 0, 5, False), (1, 0, 5, True)], [(3, 1, 7, True), (40, 1, 7, True)],
         [(0, 0, 1, True), (1, 1, 1, False), (0, 1, 1, True)], [(0, 0, 1, True), (1, 0, 1, False), (2, 1, 1, True)],
         [(0, 0, 1, True), (1, 1, 1, False), (2, 2, 1, True), (5, 2, 1, False)],
         [(0, 0, 1, True), (2, 1, 1, True), (1, 0, 1, False)], [(1, 0, 5, False), (2, 1, 9, False), (0, 0, 5, True)],

@@ -332,8 +332,8 @@ def forward_kernel(
                         plgpu.barrier_arrive(k_free.at[k_slot])
                         s = mask(s, my_start, j) if masked else s
                         p_and_state = softmax_by_guess(s, m, state) if by_guess else careful_softmax(s, *state[:2])
-                        # The compiler would gladly await p v first, and take the exponentials after. It
-                        # does not move work or waits across a loop, such as this wait for the next keys.
+                        # The compiler would gladly await p v first, and take the exponentials after. ptxas
+                        # 13.0 did not move that wait across a loop, such as this one for the next keys.
                         p_and_state = lax.optimization_barrier(p_and_state)
                         wait_for_k(j + 1)
                         return p_and_state
