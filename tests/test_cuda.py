@@ -163,7 +163,7 @@ def test_no_compiler_is_one_clear_line(monkeypatch):
 @pytest.mark.skipif(cuda_compile.nvrtc() is None, reason=cuda_compile.MISSING)
 @pytest.mark.parametrize("dtype", cuda_launch.ELEMENTS)
 def test_nvidias_compiler_takes_the_same_file(dtype):
-    _, log = cuda_compile.compile_for_card(dtype, 64)
+    _, log = cuda_compile.compile_for_gpu(dtype, 64)
     found = cuda_compile.resources(log)
     tensor_cores = {TENSOR_CORES} - ({TENSOR_CORES} if dtype == "float32" else set())
     assert set(found) == {ELEMENTS, KEYS_OUTER, ROWS, "delta", "backward"} | tensor_cores
