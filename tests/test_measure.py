@@ -4,7 +4,9 @@ import dataclasses
 import functools
 import itertools
 import json
+import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from helpers.attention import tables
 from helpers.attention.portable import backward, forward, tiles
 from helpers.attention.problem import check_call
 from helpers.attention.reference import oracle_gradients
-from helpers.dev import benchmark, common_part, tune
+from helpers.dev import benchmark, common_part, measuring, tune
 from helpers.dev.benchmark import Case
 from helpers.instruments import implementations, ladder, results, timing
 from helpers.instruments.simulated import SimulatedCard
@@ -44,14 +46,11 @@ def timed(card, *names, inputs=((),), device_samples=lambda program: [], **optio
     return timing.time_together(programs, clock=card.clock, device_samples=device_samples, **options), calls
 
 
-def test_times_are_those_of_the_device_not_of_the_queueing():
+def test_a_time_is_the_device_s_not_that_of_queueing_and_a_sample_lasts_long_enough():
     measured, _ = timed(SimulatedCard(2e-3), "a")
     assert measured["a"].wall_ms == pytest.approx(2.0)
     assert measured["a"].spread == pytest.approx(0.0, abs=1e-9)
     assert measured["a"].device_ms is None and measured["a"].samples == 9
-
-
-def test_a_sample_lasts_long_enough():
     _, calls = timed(SimulatedCard(1e-5), "a", rounds=2, sample_ms=1.0)
     assert len(calls) == 1 + 3 + 2 * 100  # the warm-up, a first estimate, and two samples of a millisecond
 
@@ -61,15 +60,14 @@ def test_programs_take_turns_and_inputs_rotate():
     assert [name for name, _ in calls[-8:]] == ["a", "b", "b", "a", "a", "b", "b", "a"]
     _, calls = timed(SimulatedCard(1e-4), "c", inputs=[(0,), (1,)], rounds=1)
     assert {inputs for _, inputs in calls} == {(0,), (1,)}
+    assert timing.rotation(10 * timing.L2_BYTES) == 1
+    assert timing.rotation(timing.L2_BYTES // 4) * (timing.L2_BYTES // 4) >= 3 * timing.L2_BYTES
 
 
 def test_the_time_of_the_device_is_the_median_of_its_turns_and_a_turn_the_mean_of_its_calls():
     samples = iter([[0.0, 2.0], [2.0, 2.0], [3.0, 15.0]])
     measured, _ = timed(SimulatedCard(1.0), "a", rounds=3, device_samples=lambda program: next(samples))
     assert measured["a"].device_samples == (1.0, 2.0, 9.0) and measured["a"].device_ms == 2.0
-
-
-def test_the_summary_is_the_median_and_the_quartiles():
     found = timing.summary([1.0, 2.0, 3.0, 4.0, 100.0], [7.0, 5.0, 6.0])
     samples = (7.0, 5.0, 6.0)  # in their order, for that of another program has their partners
     assert found == Timing(wall_ms=3000.0, spread=2 / 3, device_ms=6.0, samples=5, device_samples=samples)
@@ -82,7 +80,7 @@ def test_the_profiler_sees_every_input_too(monkeypatch):
     seen = []
 
     def measure(run, iterations):
-        assert isinstance(run, benchmark.jax.stages.Wrapped), "the profiler would compile it"
+        assert isinstance(run, jax.stages.Wrapped), "the profiler would compile it"
         return lambda: (None, [run() for _ in range(iterations)] if iterations > 1 else run())
 
     monkeypatch.setattr(profiler, "measure", measure)
@@ -97,11 +95,6 @@ def test_the_profiler_sees_every_input_too(monkeypatch):
     assert waited == ["a result"]
 
 
-def test_inputs_rotate_through_more_than_the_cache():
-    assert timing.rotation(10 * timing.L2_BYTES) == 1
-    assert timing.rotation(timing.L2_BYTES // 4) * (timing.L2_BYTES // 4) >= 3 * timing.L2_BYTES
-
-
 def fixed_times(programs):
     return {name: Timing(wall_ms=2.0, spread=0.01, device_ms=1.0, samples=9) for name in programs}
 
@@ -114,7 +107,7 @@ def slightly_wrong(case):
 def wrong_gradient(case):
     """Right forward; dv alone is wrong."""
     attention = implementations.ours("reference")(case)
-    doubled = lambda value: 1.05 * value - 0.05 * benchmark.jax.lax.stop_gradient(value)
+    doubled = lambda value: 1.05 * value - 0.05 * jax.lax.stop_gradient(value)
     return lambda query, key, value: attention(query, key, doubled(value)).astype(query.dtype)
 
 
@@ -129,8 +122,8 @@ def test_a_wrong_kernel_is_reported_and_never_timed():
         ("wrong_dv", "forward"),
         ("right", "backward"),
     }
-    assert any("wrong: forward: wrong: out has a relative error" in note for note in notes)
-    assert any("wrong_dv: backward: wrong: dv has a relative error" in note for note in notes)
+    assert any("forward: wrong: wrong: out has a relative error" in note for note in notes)
+    assert any("backward: wrong_dv: wrong: dv has a relative error" in note for note in notes)
 
 
 def test_a_wrong_rung_is_reported_and_never_timed():
@@ -142,7 +135,7 @@ def test_a_wrong_rung_is_reported_and_never_timed():
 
         def gradients(query, key, value, out, lse, dout, factor=1.0):
             assert out.shape == query.shape and lse.shape == (SMALL.B, SMALL.N, SMALL.T)
-            dq, dk, dv = benchmark.jax.vjp(attention, query, key, value)[1](dout)
+            dq, dk, dv = jax.vjp(attention, query, key, value)[1](dout)
             return dq, factor * dk, dv
 
         wrong_dk = functools.partial(gradients, factor=1.05)
@@ -166,13 +159,13 @@ def test_a_wrong_rung_is_reported_and_never_timed():
 
 @pytest.mark.full
 def test_the_steps_to_the_hopper_kernels_are_for_hopper(monkeypatch):
-    monkeypatch.setattr(benchmark, "compute_capability", lambda: (8, 0))
+    monkeypatch.setattr(benchmark, "is_hopper", lambda: False)
     assert list(benchmark.rungs(SMALL)) == ["portable forward"]
-    monkeypatch.setattr(benchmark, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(benchmark, "is_hopper", lambda: True)
     kernels = benchmark.rungs(SMALL)
     assert list(kernels) == ["portable forward", "hopper forward", "hopper backward"]
-    array = benchmark.jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
-    row = benchmark.jax.ShapeDtypeStruct((1, 2, 256), jnp.float32)
+    array = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
+    row = jax.ShapeDtypeStruct((1, 2, 256), jnp.float32)
     for which, functions in kernels.values():
         inputs = (array, array, array, array, row, array) if which == "backward" else (array, array, array)
         for function in functions.values():
@@ -181,7 +174,7 @@ def test_the_steps_to_the_hopper_kernels_are_for_hopper(monkeypatch):
 
 def test_nan_is_wrong():
     right = benchmark.right_answer(SMALL, benchmark.inputs_of(SMALL))
-    assert "wrong" in benchmark.complaint(SMALL, "forward", jnp.full((1, 128, 2, 64), jnp.nan), right)
+    assert "wrong" in benchmark.complaint(SMALL, "forward", [jnp.full((1, 128, 2, 64), jnp.nan)], right)
 
 
 def raises(error):
@@ -196,33 +189,27 @@ def refuses(case):
 
 
 @pytest.mark.full
-def test_what_other_processes_compile_is_the_same(monkeypatch):
+def test_what_other_processes_compile_is_the_same():
     notes, found = [], {}
     made = {"naive": implementations.ours("reference"), "portable": implementations.ours("portable")}
     parts = benchmark.parts_of_case(SMALL, made, notes.append)
-    parts["forward", "refuses"] = functools.partial(benchmark.lower_pass, refuses, SMALL, "forward")
-    parts["answer"] = functools.partial(benchmark.right_of, SMALL)
-    arrays = benchmark.inputs_of(SMALL)
+    refused = SMALL, "refuses", "forward"
+    parts[refused] = functools.partial(benchmark.lower_pass, refuses, SMALL, "forward")
+    *inputs, dout = arrays = benchmark.inputs_of(SMALL)
     for processes in (0, 2):
-        compiled = benchmark.compile_together(parts, lambda *of: notes.append(of), processes)
-        assert list(compiled) == [part for part in parts if part != ("forward", "refuses")]
-        (part, error) = notes.pop()
-        assert part == ("forward", "refuses") and not notes
-        assert benchmark.reason_of(error) == "NotImplementedError: it takes float16 only"
-        (answer,) = compiled.pop("answer")
-        found[processes] = [benchmark.jax.tree.leaves(answer(arrays))]
-        for (which, _), stages in compiled.items():
-            if which == "forward":
-                found[processes].append([stages[0](*arrays[:3])])
-            else:
-                found[processes].append(stages[1](stages[0](*arrays[:3]), arrays[3]))
+        compiled = measuring.compile_together(parts, notes.append, processes)
+        assert list(compiled) == [part for part in parts if part != refused]
+        assert [notes.pop(), *notes] == [f"{SMALL.name}: refuses: forward: NotImplementedError: it takes float16 only"]
+        found[processes] = []
+        for (_, _, which), (first, *rest) in compiled.items():
+            kept = first(arrays) if which == "answer" else first(*inputs)
+            found[processes] += jax.tree.leaves(rest[0](kept, dout) if rest else kept)
     for mine, theirs in zip(found[0], found[2], strict=True):
-        for a, b in zip(mine, theirs, strict=True):
-            np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+        np.testing.assert_array_equal(np.asarray(mine, np.float32), np.asarray(theirs, np.float32))
 
 
 def forward_only(case):
-    @benchmark.jax.custom_vjp
+    @jax.custom_vjp
     def attention(query, key, value):
         return implementations.ours("reference")(case)(query, key, value)
 
@@ -257,7 +244,7 @@ def test_a_peer_with_a_queue_of_its_own_is_waited_for_checked_and_timed_in_turns
 
     def peer(case, factor=1.0):
         attention = implementations.ours("reference")(case)
-        gradients = lambda kept, dout: benchmark.jax.vjp(attention, *kept)[1](dout)
+        gradients = lambda kept, dout: jax.vjp(attention, *kept)[1](dout)
         return implementations.OfTorch(
             forward=lambda *arrays: np.asarray(factor * attention(*arrays)),
             residuals=lambda *arrays: arrays,
@@ -269,7 +256,7 @@ def test_a_peer_with_a_queue_of_its_own_is_waited_for_checked_and_timed_in_turns
 
     def time_programs(programs):
         timed.append(list(programs))
-        assert {name: program.wait is benchmark.jax.block_until_ready for name, program in programs.items()} == {
+        assert {name: program.wait is jax.block_until_ready for name, program in programs.items()} == {
             name: name == "right" for name in programs
         }
         return fixed_times(programs)
@@ -279,7 +266,7 @@ def test_a_peer_with_a_queue_of_its_own_is_waited_for_checked_and_timed_in_turns
     records = benchmark.measure_case(SMALL, made, note=notes.append, time_programs=time_programs)
     assert timed == [["right", "peer"], ["right", "peer", "wrong"]]
     assert len(waits) == 4 and len(records) == 5
-    assert len(notes) == 1 and "wrong: forward: wrong: out has a relative error" in notes[0]
+    assert len(notes) == 1 and "forward: wrong: wrong: out has a relative error" in notes[0]
 
 
 def test_what_raises_or_comes_too_late_is_noted_and_does_not_stop_the_run(monkeypatch):
@@ -293,8 +280,9 @@ def test_what_raises_or_comes_too_late_is_noted_and_does_not_stop_the_run(monkey
 
     monkeypatch.setattr(benchmark, "measure_case", measure_case)
     monkeypatch.setattr(benchmark, "names_for", lambda case: ())
-    assert len(benchmark.run([broken, SMALL], notes.append, progress=lines.append)) == 1 and "portable" in lines[1]
-    assert benchmark.run([SMALL], notes.append, began=-1e9) == []
+    now = time.perf_counter()
+    assert len(benchmark.run([broken, SMALL], notes.append, now, lines.append)) == 1 and "portable" in lines[1]
+    assert benchmark.run([SMALL], notes.append, -1e9) == []
     assert benchmark.ladder_records([SMALL], notes.append, raises(gave_up)) == []
     assert (
         ["gave up" in notes[0], "time was up" in notes[1], "gave up" in notes[2]] == [True] * 3 == [True] * len(notes)
@@ -302,7 +290,7 @@ def test_what_raises_or_comes_too_late_is_noted_and_does_not_stop_the_run(monkey
 
 
 def test_without_a_gpu_the_commands_say_so(capsys):
-    if benchmark.jax.default_backend() == "gpu":
+    if jax.default_backend() == "gpu":
         pytest.skip("this machine has a GPU")
     assert benchmark.main([]) == 1 and tune.main([]) == 1
     assert capsys.readouterr().out.count("this machine has no GPU that JAX can use") == 2
@@ -311,8 +299,11 @@ def test_without_a_gpu_the_commands_say_so(capsys):
 def test_an_older_gpu_is_named(monkeypatch):
     turing = type("Device", (), {"platform": "gpu", "compute_capability": "7.5", "device_kind": "Tesla T4"})()
     monkeypatch.setattr("helpers.attention.device.default_device", lambda: turing)
-    monkeypatch.setattr(benchmark, "default_device", lambda: turing)
-    assert "which Tesla T4 has not" in benchmark.gpu_or_reason()
+    monkeypatch.setattr(measuring, "default_device", lambda: turing)
+    assert "which Tesla T4 has not" in measuring.gpu_or_reason()
+
+
+HEADER = measuring.Machine("NVIDIA Test", {"jax": "0"}, "abc", "2026-01-01").header()
 
 
 @functools.cache
@@ -325,12 +316,11 @@ def recorded():
         for name in ("portable", "hopper", "cudnn")
         for which in ("forward", "backward")
     ]
-    header = benchmark.Machine("NVIDIA Test", {"jax": "0"}, "abc", "2026-01-01").header()
     rung = {"kernel": "portable forward", "name": "first", "H": 64, "T": 4096, "is_causal": True}
     rung |= {"device_ms": 1.0, "spread": 0.01, "tflops": 100.0}
     memory = {"implementation": "portable", "pass": "forward", "T": 1024, "N": 1, "H": 64, "bytes": 10}
     parts = {"records": benchmark.with_fractions(records, top), "ladder": [rung], "memory": [memory], "notes": []}
-    return header | {"ceilings": top} | parts
+    return HEADER | {"ceilings": top} | parts
 
 
 def test_records_say_what_was_measured():
@@ -465,8 +455,7 @@ def test_a_target_that_is_missed_is_named(dq, met):
 
 def test_a_record_of_common_parts_is_checked_and_drawn():
     rows = [common_part_row(0.01 * mean, mean, dtype=dtype) for dtype in common_part.DTYPES for mean in (0, 1, 10)]
-    header = benchmark.Machine("NVIDIA Test", {"jax": "0"}, "abc", "2026-01-01").header()
-    record = header | {"heads": 2, "rows": rows, "short": rows[:1], "notes": []}
+    record = HEADER | {"heads": 2, "rows": rows, "short": rows[:1], "notes": []}
     results.check(record, results.COMMON_PART_FILE)
     told = description(backward_plots.common_part(rows, "All"))
     assert "hopper: from 0.01 at 1 to 0.1 at 10" in told
@@ -499,13 +488,13 @@ DEFAULTS = [
 @pytest.mark.parametrize("row", TUNED + DEFAULTS, ids=lambda row: "-".join(map(str, row.values())))
 def test_every_configuration_lowers_for_cuda(row):
     dtype = jnp.float32 if row["itemsize"] == 4 else jnp.bfloat16
-    shape = benchmark.jax.ShapeDtypeStruct((1, 512, 2, row["head_padded"]), dtype)
+    shape = jax.ShapeDtypeStruct((1, 512, 2, row["head_padded"]), dtype)
     chosen = {name: row[name] for name in tiles.Tiles._fields}
     call = lambda q: check_call(q, q, q, is_causal=row["is_causal"])
     if row["kernel"] == "forward":
         text = lower_for_cuda(lambda q: forward.forward(call(q), **chosen), shape)
     else:
-        row_shape = benchmark.jax.ShapeDtypeStruct((1, 2, 512), jnp.float32)
+        row_shape = jax.ShapeDtypeStruct((1, 2, 512), jnp.float32)
         gradients = lambda q, lse: backward.backward(call(q), q, lse, q, lse, **chosen)
         text = lower_for_cuda(gradients, shape, row_shape)
     assert "__gpu$xla.gpu.triton" in text
