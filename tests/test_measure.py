@@ -138,38 +138,33 @@ def test_a_wrong_rung_is_reported_and_never_timed():
             dq, dk, dv = jax.vjp(attention, query, key, value)[1](dout)
             return dq, factor * dk, dv
 
-        wrong_dk = functools.partial(gradients, factor=1.05)
         return {
-            "first kernel": (
-                "forward",
-                {"right": attention, "wrong": slightly_wrong(case), "raises": raises(ValueError)},
-            ),
-            "second kernel": ("backward", {"wrong dk": wrong_dk, "right": gradients}),
-            "third kernel": ("forward", {"wrong": slightly_wrong(case)}),
+            ("first kernel", "forward", "right"): attention,
+            ("first kernel", "forward", "wrong"): slightly_wrong(case),
+            ("first kernel", "forward", "raises"): raises(ValueError),
+            ("second kernel", "backward", "wrong dk"): functools.partial(gradients, factor=1.05),
+            ("second kernel", "backward", "right"): gradients,
+            ("third kernel", "forward", "wrong"): slightly_wrong(case),
         }
 
     found = benchmark.ladder_records([SMALL], notes.append, rungs, time_programs)
     assert timed == [["right"], ["right"]] and len(notes) == 4
-    assert [(entry["kernel"], entry["name"]) for entry in found] == [
-        ("first kernel", "right"),
-        ("second kernel", "right"),
-    ]
+    assert [entry["kernel"] for entry in found] == ["first kernel", "second kernel"]
     assert found[1]["tflops"] == pytest.approx(2.5 * found[0]["tflops"])
 
 
 @pytest.mark.full
 def test_the_steps_to_the_hopper_kernels_are_for_hopper(monkeypatch):
     monkeypatch.setattr(benchmark, "is_hopper", lambda: False)
-    assert list(benchmark.rungs(SMALL)) == ["portable forward"]
+    assert {kernel for kernel, *_ in benchmark.rungs(SMALL)} == {"portable forward"}
     monkeypatch.setattr(benchmark, "is_hopper", lambda: True)
-    kernels = benchmark.rungs(SMALL)
-    assert list(kernels) == ["portable forward", "hopper forward", "hopper backward"]
+    steps = benchmark.rungs(SMALL)
+    assert {kernel for kernel, *_ in steps} == {"portable forward", "hopper forward", "hopper backward"}
     array = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
     row = jax.ShapeDtypeStruct((1, 2, 256), jnp.float32)
-    for which, functions in kernels.values():
+    for (_, which, _), function in steps.items():
         inputs = (array, array, array, array, row, array) if which == "backward" else (array, array, array)
-        for function in functions.values():
-            assert "gpu" in lower_for_cuda(function, *inputs)
+        assert "gpu" in lower_for_cuda(function, *inputs)
 
 
 def test_nan_is_wrong():
@@ -283,20 +278,13 @@ def test_what_raises_or_comes_too_late_is_noted_and_does_not_stop_the_run(monkey
     now = time.perf_counter()
     assert len(benchmark.run([broken, SMALL], notes.append, now, lines.append)) == 1 and "portable" in lines[1]
     assert benchmark.run([SMALL], notes.append, -1e9) == []
-    assert benchmark.ladder_records([SMALL], notes.append, raises(gave_up)) == []
-    assert (
-        ["gave up" in notes[0], "time was up" in notes[1], "gave up" in notes[2]] == [True] * 3 == [True] * len(notes)
-    )
+    assert "gave up" in notes[0] and "time was up" in notes[1] and len(notes) == 2
 
 
-def test_without_a_gpu_the_commands_say_so(capsys):
-    if jax.default_backend() == "gpu":
-        pytest.skip("this machine has a GPU")
-    assert benchmark.main([]) == 1 and tune.main([]) == 1
-    assert capsys.readouterr().out.count("this machine has no GPU that JAX can use") == 2
-
-
-def test_an_older_gpu_is_named(monkeypatch):
+def test_without_a_gpu_that_serves_the_commands_say_so(monkeypatch, capsys):
+    if jax.default_backend() != "gpu":
+        assert benchmark.main([]) == 1 and tune.main([]) == 1 and common_part.main([]) == 1
+        assert capsys.readouterr().out.count("this machine has no GPU that JAX can use") == 3
     turing = type("Device", (), {"platform": "gpu", "compute_capability": "7.5", "device_kind": "Tesla T4"})()
     monkeypatch.setattr("helpers.attention.device.default_device", lambda: turing)
     monkeypatch.setattr(measuring, "default_device", lambda: turing)
@@ -339,12 +327,14 @@ def test_results_are_read_back(tmp_path, monkeypatch):
     results.write(recorded(), tmp_path / "nvidia_test.json")
     assert results.read("NVIDIA Test") == json.loads(json.dumps(recorded()))
     assert [path.name for path in tmp_path.iterdir()] == ["nvidia_test.json"]
+    (tmp_path / "nvidia_test.json").write_text("{}")
+    with pytest.raises(ValueError, match="results: card is missing"):
+        results.read("NVIDIA Test")
 
 
 FAULTS = {
     "ceilings is missing": lambda r: r.pop("ceilings"),
     "copy_gbps is missing": lambda r: r["ceilings"].pop("copy_gbps"),
-    "tflops is missing": lambda r: r["records"][0].pop("tflops"),
     "T is '1024'": lambda r: r["records"][1].update(T="1024"),
     "T is True": lambda r: r["records"][1].update(T=True),
     "is_causal is 1": lambda r: r["records"][1].update(is_causal=1),
@@ -355,34 +345,19 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("message", FAULTS)
-def test_broken_results_are_refused_and_not_written(message, tmp_path):
-    broken = json.loads(json.dumps(recorded()))
-    FAULTS[message](broken)
+def test_what_is_broken_or_cannot_be_written_leaves_the_old_results(tmp_path, monkeypatch, capsys):
     path = tmp_path / "card.json"
     path.write_text("what was there")
-    with pytest.raises(ValueError, match=message):
-        results.write(broken, path)
-    assert path.read_text() == "what was there" and len(list(tmp_path.iterdir())) == 1
-
-
-def test_broken_results_are_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(results, "RESULTS", tmp_path)
-    (tmp_path / "nvidia_test.json").write_text("{}")
-    with pytest.raises(ValueError, match="results: card is missing"):
-        results.read("NVIDIA Test")
-
-
-def test_a_full_disk_leaves_the_old_results(tmp_path, monkeypatch, capsys):
-    path = tmp_path / "card.json"
-    path.write_text("what was there")
+    for message, change in FAULTS.items():
+        broken = json.loads(json.dumps(recorded()))
+        change(broken)
+        with pytest.raises(ValueError, match=message):
+            results.write(broken, path)
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(results.os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        results.write(recorded(), path)
     assert results.write_or_say(recorded(), path) == 1
     assert "could not be recorded in card.json: [Errno 28] No space left" in capsys.readouterr().out
     assert path.read_text() == "what was there" and len(list(tmp_path.iterdir())) == 1
@@ -427,13 +402,9 @@ def test_what_all_keys_share_is_as_large_as_it_says():
         means = np.float32(key).reshape(4, 1024, 2, 64).mean(axis=1)
         assert 5 < np.linalg.norm(means[0]) / np.sqrt(means[0].size) < 15
         assert len(np.unique(np.round(means[:, 0, 0]))) == vectors
-
-
-def test_an_error_has_no_size_where_the_right_gradient_is_zero():
-    case = common_part.case_of(2, 1, 4, "bfloat16", False)
-    right = common_part.right_of(case, common_part.arrays_of(case, "one mean", 4))
-    errors = common_part.errors_of(right[:3], right)
-    assert errors == {"dq": None, "dk": None, "dv": 0, "of_terms": 0}
+    one_key = common_part.case_of(2, 1, 4, "bfloat16", False)  # its right dq and dk are 0, where no error has a size
+    right = common_part.right_of(one_key, common_part.arrays_of(one_key, "one mean", 4))
+    assert common_part.errors_of(right[:3], right) == {"dq": None, "dk": None, "dv": 0, "of_terms": 0}
 
 
 def common_part_row(dq, mean=10, **about):

@@ -290,68 +290,50 @@ def ceilings():
 
 
 def rungs(case):
-    """{kernel: (pass, {name: function})}: the steps on the way to our kernels, as far as this GPU runs them.
+    """{(kernel, pass, name): function}: the steps on the way to our kernels, as far as this GPU runs them.
 
     The functions take query, key and value; for a backward pass also out, lse (B, N, T) and dout.
     """
     causal = {"is_causal": case.is_causal}
-    steps = {rung.name: functools.partial(ladder.attention, rung=rung, **causal) for rung in ladder.RUNGS}
-    kernels = {"portable forward": ("forward", steps)}
+    steps = {("portable forward", "forward", rung.name): (ladder.attention, {"rung": rung}) for rung in ladder.RUNGS}
     if is_hopper():
-        steps = {name: functools.partial(_hopper_rung, case, rung) for rung, name in hopper_ladder.NAMES.items()}
-        kernels["hopper forward"] = "forward", steps
-        forms = hopper_backward.forms(case.H).items()
-        kernels["hopper backward"] = (
-            "backward",
-            {name: functools.partial(_hopper_form, case, tiles) for name, tiles in forms},
-        )
-    return kernels
+        names, forms = hopper_ladder.NAMES.items(), hopper_backward.forms(case.H).items()
+        steps |= {("hopper forward", "forward", name): (_hopper_rung, {"rung": rung}) for rung, name in names}
+        steps |= {("hopper backward", "backward", name): (_hopper_form, {"tiles": tiles}) for name, tiles in forms}
+    return {step: functools.partial(function, **options, **causal) for step, (function, options) in steps.items()}
 
 
-def _hopper_rung(case, rung, *arrays):
-    return hopper_ladder.forward(check_call(*arrays, is_causal=case.is_causal), rung=rung)[0]
+def _hopper_rung(*arrays, rung, is_causal):
+    return hopper_ladder.forward(check_call(*arrays, is_causal=is_causal), rung=rung)[0]
 
 
-def _hopper_form(case, tiles, query, key, value, out, lse, dout):
-    call = check_call(query, key, value, is_causal=case.is_causal)
+def _hopper_form(query, key, value, out, lse, dout, *, tiles, is_causal):
+    call = check_call(query, key, value, is_causal=is_causal)
     return hopper_backward.backward(call, out, lse, dout, jnp.zeros_like(lse), tiles=tiles)
 
 
 def ladder_records(cases, note, rungs=rungs, time_programs=time_together, processes=0):
     """One entry for each of a case's `rungs`; wrong ones are noted and not timed."""
-    found, parts, records = {}, {}, []
+    parts, records = {}, []
+
+    def inputs_of_passes(case):
+        *arrays, dout = inputs_of(case)
+        out, lse = flash_attention(*arrays, is_causal=case.is_causal, return_residual=True)
+        return {"forward": tuple(arrays), "backward": (*arrays, out, lse.swapaxes(1, 2), dout)}
+
     for case in cases:
-        try:
-            found[case] = rungs(case)
-        except Exception as error:
-            note(f"ladder: {case.name}: {reason_of(error)}")
-            continue
-        query, key, value, dout = jax.eval_shape(lambda: inputs_of(case))  # noqa: B023
-        lse = jax.ShapeDtypeStruct((case.B, case.N, case.T), jnp.float32)
-        for kernel, (which, functions) in found[case].items():
-            inputs = (query, key, value, query, lse, dout) if which == "backward" else (query, key, value)
-            for name, run in functions.items():
-                parts["ladder", case, kernel, name] = functools.partial(one_stage, run, inputs)
+        shapes = jax.eval_shape(functools.partial(inputs_of_passes, case))
+        for (kernel, which, name), run in rungs(case).items():
+            parts["ladder", case, kernel, which, name] = functools.partial(one_stage, run, shapes[which])
     compiled = compile_together(parts, note, processes)
-    for case, kernels in found.items():
-        try:
-            records += _rungs_of_case(case, kernels, compiled, note, time_programs)
-        except Exception as error:
-            note(f"ladder: {case.name}: {reason_of(error)}")
-    return records
-
-
-def _rungs_of_case(case, kernels, compiled, note, time_programs):
-    records = []
-    *arrays, dout = inputs_of(case)
-    right = right_answer(case, (*arrays, dout))
-    out, lse = flash_attention(*arrays, is_causal=case.is_causal, return_residual=True)
-    for kernel, (which, functions) in kernels.items():
-        inputs = (*arrays, out, lse.swapaxes(1, 2), dout) if which == "backward" else tuple(arrays)
-        ready = {name: compiled.get(("ladder", case, kernel, name)) for name in functions}
-        makers = {name: functools.partial(Program, *stages, [inputs]) for name, stages in ready.items() if stages}
-        wrong = lambda _, found, which=which: complaint(case, which, jax.tree.leaves(found), right)
-        programs = right_ones(makers, wrong, note, "ladder", case, kernel)
+    for about in dict.fromkeys(part[:-1] for part in compiled):
+        _, case, kernel, which = about
+        inputs = inputs_of_passes(case)[which]
+        right = right_answer(case, inputs_of(case))
+        found = {part[-1]: stages for part, stages in compiled.items() if part[:-1] == about}
+        makers = {name: functools.partial(Program, *stages, [inputs]) for name, stages in found.items()}
+        wrong = lambda _, found: complaint(case, which, jax.tree.leaves(found), right)  # noqa: B023
+        programs = right_ones(makers, wrong, note, *about)
         for name, timing in time_programs(programs).items() if programs else ():
             ms = milliseconds(timing)
             rung = {"kernel": kernel, "name": name, "H": case.H, "T": case.T, "is_causal": case.is_causal}
@@ -363,20 +345,29 @@ def memory_records(note, longest=2**20):
     """Bytes of forward and of forward with backward against T, for one head with H = 64 in bf16."""
     case_of = lambda T: Case(1, T, T, 1, 1, 64, "bfloat16", True)
     inputs = lambda T, which: inputs_of(case_of(T))[: 3 if which == "forward" else 4]
-    records = []
+    parts, records = {}, []
     for name, which in itertools.product(("naive", "portable", "hopper"), PASSES):
         for T in (2**n for n in range(10, longest.bit_length(), 2)):
             attention = OF_JAX[name](case_of(T))
             program = attention if which == "forward" else both_passes(attention)
-            try:
-                ready = lowered(program, *jax.eval_shape(functools.partial(inputs, T, which))).compile()
-                jax.block_until_ready(ready(*inputs(T, which)))  # it fits, or this raises
-            except Exception as error:
-                note(f"memory: {name}: {which} at T = {T}: {reason_of(error)}")
-                break
-            report = ready.memory_analysis()
-            needed = report.argument_size_in_bytes + report.output_size_in_bytes + report.temp_size_in_bytes
-            records.append({"implementation": name, "pass": which, "T": T, "N": 1, "H": 64, "bytes": needed})
+            shapes = jax.eval_shape(functools.partial(inputs, T, which))
+            parts[name, which, T] = functools.partial(one_stage, program, shapes)
+    # Naive attention one by one: XLA tries its products in the GPU's memory while it compiles.
+    compiled = compile_together({part: lower for part, lower in parts.items() if part[0] != "naive"}, note)
+    too_long = set()
+    for (name, which, T), lower in parts.items():
+        if (name, which) in too_long:
+            continue
+        try:
+            (ready,) = compiled.get((name, which, T)) or [stage.compile() for stage in lower()]
+            jax.block_until_ready(ready(*inputs(T, which)))  # it fits, or this raises
+        except Exception as error:
+            note(f"memory: {name}: {which} at T = {T}: {reason_of(error)}")
+            too_long.add((name, which))
+            continue
+        report = ready.memory_analysis()
+        needed = report.argument_size_in_bytes + report.output_size_in_bytes + report.temp_size_in_bytes
+        records.append({"implementation": name, "pass": which, "T": T, "N": 1, "H": 64, "bytes": needed})
     return records
 
 
