@@ -79,7 +79,7 @@ def by_launches(dialect, case):
     if has_gpu := torch.cuda.is_available():
         inputs, dout = [*map(on_gpu.to_gpu, inputs)], on_gpu.to_gpu(dout)
         if dialect is cuda_launch:
-            forward, backward = functools.partial(cuda_kernels().forward, rung="forward_rows"), cuda_kernels().backward
+            forward, backward = cuda_kernels().forward, cuda_kernels().backward
         else:
             arguments["precision"] = "ieee"
     out, lse = forward(*inputs, **arguments)

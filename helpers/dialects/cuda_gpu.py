@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import torch
 
 from helpers import flash_attention
-from helpers.dialects import cuda_compile, on_gpu
-from helpers.dialects.cuda_launch import ELEMENTS, HEADS, RUNGS, THREADS, Problem, grid_of, head_of
+from helpers.dialects import cuda_compile, cuda_launch, on_gpu
+from helpers.dialects.cuda_launch import ELEMENTS, HEADS, RUNGS, THREADS, grid_of, head_of
 from helpers.dialects.on_gpu import RESULTS, TOKENS, WIDTH, T, event_ms, to_gpu
 from helpers.instruments.timing import Program, time_together
 
@@ -69,37 +69,19 @@ class Loaded:
             self.functions[key] = function
         return self.functions[key]
 
-    def launch(self, kernel, problem, dtype):
+    def launch(self, kernel, problem, dtype, _):
         head = head_of(problem.H)
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         arguments = (ctypes.c_void_p * 1)(ctypes.cast(ctypes.byref(problem), ctypes.c_void_p))
         sizes = [ctypes.c_uint(size) for size in (*grid_of(kernel, problem, dtype, head), THREADS, 1, 1, 0)]
         self.call("cuLaunchKernel", self.function(kernel, dtype, head), *sizes, stream, arguments, None)
 
-    def problem(self, query, key, is_causal, tensors):
-        (B, T, N, H), (_, S, K, _) = query.shape, key.shape
-        pointers = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-        return Problem(**pointers, B=B, T=T, S=S, N=N, K=K, H=H, scale=H**-0.5, is_causal=is_causal)
+    def forward(self, *arrays, **options):
+        """As `cuda_launch.forward`, of tensors on the GPU."""
+        return cuda_launch.forward(*arrays, **options, run=self.launch)
 
-    def forward(self, query, key, value, rung, is_causal):
-        """(out, lse) of tensors on the GPU; results are NaN before, so that what is not written is seen."""
-        B, T, N, H = query.shape
-        empty = functools.partial(torch.full, fill_value=float("nan"), device="cuda")
-        out, lse = torch.full_like(query, float("nan")), empty((B, N, T))
-        work = empty((B, N, T, H + 2) if rung == "forward_keys_outer" else (1,))
-        tensors = {"query": query, "key": key, "value": value, "out": out, "lse": lse, "work": work}
-        self.launch(rung, self.problem(query, key, is_causal, tensors), str(query.dtype).removeprefix("torch."))
-        return out, lse
-
-    def backward(self, query, key, value, out, lse, dout, dlse, is_causal):
-        """(dq, dk, dv)"""
-        tensors = dict(query=query, key=key, value=value, out=out, lse=lse, dout=dout, dlse=dlse)
-        tensors |= {"delta": torch.full_like(lse, float("nan")), "dq": torch.zeros_like(query, dtype=torch.float32)}
-        tensors |= {"dk": torch.full_like(key, float("nan")), "dv": torch.full_like(value, float("nan"))}
-        problem, dtype = self.problem(query, key, is_causal, tensors), str(query.dtype).removeprefix("torch.")
-        self.launch("delta", problem, dtype)
-        self.launch("backward", problem, dtype)
-        return tensors["dq"].to(query.dtype), tensors["dk"], tensors["dv"]
+    def backward(self, *arrays, **options):
+        return cuda_launch.backward(*arrays, **options, run=self.launch)
 
 
 def rungs_of(dtype):
@@ -114,11 +96,11 @@ def compared(kernels, case):
     theirs = on_gpu.of_torch(tensors, is_causal)
     rows = []
     for rung in rungs_of(case["dtype"]):
-        found = dict(zip(RESULTS, kernels.forward(*q_k_v, rung, is_causal), strict=False))
+        found = dict(zip(RESULTS, kernels.forward(*q_k_v, rung=rung, is_causal=is_causal), strict=False))
         rows.append(on_gpu.row_of(case, found, right, on_gpu.errors_of(found, theirs), kernel=rung))
-    out, lse = kernels.forward(*q_k_v, "forward_rows", is_causal)
+    out, lse = kernels.forward(*q_k_v, is_causal=is_causal)
     gradients = lambda dlse: dict(
-        zip(RESULTS[2:], kernels.backward(*q_k_v, out, lse, dout, dlse, is_causal), strict=True)
+        zip(RESULTS[2:], kernels.backward(*q_k_v, out, lse, dout, dlse, is_causal=is_causal), strict=True)
     )
     against = on_gpu.errors_of(gradients(0 * lse), theirs)  # PyTorch's attention has no gradient of lse
     return [*rows, on_gpu.row_of(case, gradients(to_gpu(dlse)), right, against, kernel="backward")]
@@ -139,13 +121,13 @@ def timed(kernels, dtype, H, is_causal):
     for rung in rungs_of(dtype):
         if rung == SLOWEST and is_causal:
             continue
-        batch = 1 if rung == SLOWEST else B
-        kernels.forward(*(tensor[:1, :256].contiguous() for tensor in q_k_v), rung, is_causal)  # loads the module
-        run = functools.partial(kernels.forward, *(tensor[:batch] for tensor in q_k_v), rung, is_causal)
+        batch, options = 1 if rung == SLOWEST else B, {"rung": rung, "is_causal": is_causal}
+        kernels.forward(*(tensor[:1, :256] for tensor in q_k_v), **options)  # loads the module
+        run = functools.partial(kernels.forward, *(tensor[:batch] for tensor in q_k_v), **options)
         first = event_ms(run, rounds=1)
         add(rung, batch, first if first > 1000 else event_ms(run, rounds=3 if first > 50 else 20), "events")
-    out, lse = kernels.forward(*q_k_v, "forward_rows", is_causal)
-    backward = functools.partial(kernels.backward, *q_k_v, out, lse, dout, 0 * lse, is_causal)
+    out, lse = kernels.forward(*q_k_v, is_causal=is_causal)
+    backward = functools.partial(kernels.backward, *q_k_v, out, lse, dout, 0 * lse, is_causal=is_causal)
     add("backward", B, event_ms(backward), "events", "backward")
 
     attend = functools.partial(flash_attention, is_causal=is_causal)
@@ -156,8 +138,9 @@ def timed(kernels, dtype, H, is_causal):
         "flash_attention": Program(jax.jit(attend), [tuple(arrays[:3])]),
         "scaled_dot_product_attention": Program(theirs, [tuple(q_k_v)], on_gpu.wait),
     }
+    last = functools.partial(kernels.forward, rung=LAST, is_causal=is_causal)
     if dtype != "float32":
-        programs[LAST] = Program(lambda *arrays: kernels.forward(*arrays, LAST, is_causal), [tuple(q_k_v)], on_gpu.wait)
+        programs[LAST] = Program(last, [tuple(q_k_v)], on_gpu.wait)
     for name, timing in time_together(programs, sample_ms=20).items():
         add(name, B, timing.wall_ms, "wall")
     return rows
