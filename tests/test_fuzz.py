@@ -60,7 +60,7 @@ KINDS = {
     "an odd head": lambda t: t.H % 2,
     "the widest head": lambda t: t.H == 256,
     "a group for all": lambda t: t.N > t.K == 1,
-    "more work than a card has processors": lambda t: t.B * t.N > 132,
+    "more work than a GPU has processors": lambda t: t.B * t.N > 132,
     "causal": lambda t: t.is_causal,
     "a scale": lambda t: t.scale is not None,
     "a negative scale": lambda t: (t.scale or 0) < 0,

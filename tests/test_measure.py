@@ -471,7 +471,7 @@ def test_every_configuration_lowers_for_cuda(row):
     assert "__gpu$xla.gpu.triton" in text
 
 
-def test_a_card_with_a_table_uses_it(monkeypatch):
+def test_a_gpu_with_a_table_uses_it(monkeypatch):
     query = np.zeros((1, 4096, 1, 128), jnp.bfloat16)
     problem = check_call(query, query, query).problem
     by_default = tiles.select_tiles("forward", problem)

@@ -174,7 +174,7 @@ def test_arrays_with_gaps_are_refused():
         triton_launch.forward(gaps, gaps, gaps)
 
 
-def test_kernels_compile_for_a_card_without_one():
+def test_kernels_compile_for_a_gpu_without_one():
     said = subprocess.run(
         [sys.executable, "-m", "helpers.dialects.triton_compile"], capture_output=True, text=True, check=True
     )

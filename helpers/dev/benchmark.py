@@ -5,7 +5,7 @@
 For every case: the first key/value head of each result is first compared with naive float32 attention,
 and what is wrong there is reported as wrong and never timed. Then forward and backward are timed, apart
 from each other and in turns (`timing`), on random inputs that do not fit the cache. What cannot be measured
-here is a line in the report. Writes helpers/instruments/records/<card>.json, described in `results`.
+here is a line in the report. Writes helpers/instruments/records/<gpu>.json, described in `results`.
 
 TFLOP/s are FLOPs over the device's time, or over the wall time where no profiler could look. FLOPs are
 4 T S H for each query head and batch entry, half if causal, 2.5 times as many backward.
@@ -353,7 +353,8 @@ def memory_records(note, longest=2**20):
             shapes = jax.eval_shape(functools.partial(inputs, T, which))
             parts[name, which, T] = functools.partial(one_stage, program, shapes)
     # Naive attention one by one: XLA tries its products in the GPU's memory while it compiles.
-    compiled = compile_together({part: lower for part, lower in parts.items() if part[0] != "naive"}, note)
+    kernels = {part: lower for part, lower in parts.items() if part[0] != "naive"}
+    compiled = compile_together(kernels, lambda text: None)  # what fails is noted below, once
     too_long = set()
     for (name, which, T), lower in parts.items():
         if (name, which) in too_long:

@@ -6,7 +6,7 @@ The portable kernels are tuned at T = 4096, those for few queries at `DECODED`, 
 kernels at each of `hopper.table.LENGTHS`. Every candidate that shared memory holds is compiled, compared with
 the result of the default tiles, and timed; the fastest are timed once more, for longer (those for few queries
 once, by the device's clock). A candidate that the compiler refuses or that computes something else is passed
-over. Writes helpers/attention/tuned/<card>.json, which the kernels read through `attention.tables`.
+over. Writes helpers/attention/tuned/<gpu>.json, which the kernels read through `attention.tables`.
 """
 
 import argparse
