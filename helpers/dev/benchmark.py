@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass, replace
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from helpers import flash_attention
 from helpers.attention.hopper import backward as hopper_backward
@@ -381,7 +380,7 @@ def run(cases, note, began, progress=print, processes=0):
             # XLA tries the products of naive attention in the GPU's memory, where nobody else may be at it. And
             # JAX 0.11.2 can't read a compiled program of tokamax that another process hands over.
             (here if part[1].startswith(("naive", "tokamax")) else parts)[part] = lower
-    compiled = compile_together(parts, note, processes, functools.partial(tqdm, desc="compiling", mininterval=5))
+    compiled = compile_together(parts, note, processes)
     compiled |= compile_together(here, note, threads=1)
     progress(f"compiled after {time.perf_counter() - began:.0f} s")
     for case in cases:

@@ -26,7 +26,6 @@ from dataclasses import asdict
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from helpers.dev.benchmark import Case, inputs_of
 from helpers.dev.measuring import (
@@ -215,7 +214,7 @@ def main(arguments=None):
     machine = Machine.here(options.commit)
     pairs = [*itertools.product(grid, names), *itertools.product(short, (names[0], "naive"))]
     parts = {pair: functools.partial(lower_gradients, *pair) for pair in pairs}
-    programs = compile_together(parts, note, processes, functools.partial(tqdm, desc="compiling", mininterval=5))
+    programs = compile_together(parts, note, processes)
     print(f"compiled after {time.perf_counter() - began:.0f} s", flush=True)
     rows = [row for case in grid for row in rows_of(case, programs, KINDS, MEANS, note)]
     short_rows = [row for case in short for row in rows_of(case, programs, ("one mean",), (4, 10, 30), note)]

@@ -12,11 +12,13 @@ from dataclasses import asdict, dataclass
 
 import jax
 from jax.experimental import serialize_executable
+from tqdm import tqdm
 
 from helpers.attention.device import compute_capability, default_device
 from helpers.dev.workers import Workers
 
 COMPILERS = 12  # threads or processes that compile
+MANY = 60  # parts, with which compiling takes so long that a bar shows how far it is
 
 
 def gpu_or_reason():
@@ -123,13 +125,14 @@ def one_stage(function, inputs):
     return [lowered(function, *inputs)]
 
 
-def compile_together(parts, note, processes=0, progress=lambda parts, **_: parts, threads=COMPILERS):
+def compile_together(parts, note, processes=0, threads=COMPILERS):
     """{part: compiled programs} of {part: function that returns lowered programs}; note(text) for what fails.
 
     JAX lowers one after another, and XLA compiles beside it. Lowering kernels takes most of the time: with
     `processes`, so many do both, and hand over what they compiled; functions and what they hold must go through
-    pickle then. Otherwise `threads` compile. progress: a bar round an iterable, such as tqdm.
+    pickle then. Otherwise `threads` compile.
     """
+    progress = functools.partial(tqdm, desc="compiling", mininterval=5, total=len(parts), disable=len(parts) < MANY)
     if processes:
         return _compile_elsewhere(parts, note, processes, progress)
     compiled, waiting = {}, {}
@@ -150,7 +153,7 @@ def compile_together(parts, note, processes=0, progress=lambda parts, **_: parts
 def _compile_elsewhere(parts, note, processes, progress):
     found = {}
     with Workers(_serialized, processes) as workers:
-        for outcome in progress(workers.outcomes(parts.items(), patience=120), total=len(parts)):
+        for outcome in progress(workers.outcomes(parts.items(), patience=120)):
             part = outcome.task[0]
             try:
                 if outcome.kind != "returned":
