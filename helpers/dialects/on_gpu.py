@@ -22,6 +22,7 @@ RESULTS = ("out", "lse", "dq", "dk", "dv")
 # In 16 bits half a unit in the last place, at most: in the norm, rounding the result and the weights stays below.
 BOUNDS = {"float32": 5e-6, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 BOUND_OF_LSE = 2e-6
+torch.backends.cuda.matmul.allow_tf32 = False  # also in the processes that compare
 TOKENS, T, WIDTH = 16384, 4096, 2048  # of what is timed: all tokens, those of a sequence, and N H
 
 
@@ -152,7 +153,6 @@ def parse(arguments, about):
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
         parser.exit(1, "The kernels need an NVIDIA GPU of compute capability 8.0 or above, and there is none here.\n")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    torch.backends.cuda.matmul.allow_tf32 = False
     return commit
 
 
