@@ -115,26 +115,17 @@ def right_of(case, arrays):
         return right_answer(case.is_causal, *(jnp.asarray(array, jnp.float32) for array in arrays))
 
 
-@jax.jit
-def _sizes(found, right):
-    """The norms of dq, dk and dv, and those of their errors."""
-    norm = lambda array: jnp.sqrt((array.astype(jnp.float64) ** 2).sum())
-    return [norm(one) for one in right], [norm(a.astype(jnp.float64) - b) for a, b in zip(found, right, strict=True)]
-
-
 def errors_of(found, right):
     """{"dq", "dk", "dv": relative error, or None where the right answer is 0; "of_terms": see the top}."""
-    *right, terms = right
-    with jax.enable_x64(True):
-        sizes, errors = jax.device_get(_sizes(list(found), [jnp.asarray(one) for one in right]))
-        terms = float(jnp.linalg.norm(jnp.asarray(terms).reshape(-1)))
-    least = 1e-12 * terms
-    rounded = lambda error, size: float(f"{float(error) / float(size):.4g}")
+    *right, terms = (np.asarray(array, np.float64) for array in right)
+    norm = lambda array: float(np.linalg.norm(array))
+    errors = [norm(np.asarray(mine, np.float64) - one) for mine, one in zip(found, right, strict=True)]
+    rounded = lambda error, size: float(f"{error / size:.4g}")
     entry = {
-        name: rounded(error, size) if size > least else None
-        for name, size, error in zip(GRADIENTS, sizes, errors, strict=True)
+        name: rounded(error, norm(one)) if norm(one) > 1e-12 * norm(terms) else None
+        for name, one, error in zip(GRADIENTS, right, errors, strict=True)
     }
-    return entry | {"of_terms": rounded(errors[0], terms)}
+    return entry | {"of_terms": rounded(errors[0], norm(terms))}
 
 
 def lower_gradients(case, name):

@@ -35,6 +35,7 @@ from helpers.attention.registry import TABLE
 from helpers.dev import kinds, rounding, workers
 from helpers.dev.measuring import commit_here
 
+PATIENCE = 180.0  # seconds after which a call hangs
 UNJUDGED = 0.05  # the largest part of calls of which nothing may be said
 LONGEST = 2000  # positions of a sequence
 SIDES = (16, 32, 64, 128, 256)  # of tiles
@@ -518,7 +519,6 @@ def main(arguments=None):
     parser.add_argument("--first", type=int, default=0, help="number of the first program of this seed or sweep")
     parser.add_argument("--sweep", choices=SWEEPS, help="this list of calls instead of random ones")
     parser.add_argument("--longest", type=int, default=LONGEST, help="most positions of a sequence")
-    parser.add_argument("--patience", type=float, default=180.0, help="seconds after which a call hangs")
     parser.add_argument("--log", type=argparse.FileType("w"), help="a file for a line of JSON for every program")
     parser.add_argument("--commit", help="what the log calls the code; by default as git does")
     parser.add_argument("--sum", nargs="+", metavar="LOG", help="run nothing, and add up what these logs have")
@@ -543,10 +543,10 @@ def main(arguments=None):
 
     named = {"commit": options.commit or commit_here(), "seed": options.sweep or options.seed}
     with workers.Workers(attempt, os.cpu_count()) as pool:
-        tally = fuzz(programs, functools.partial(reports, pool, options.patience), options.log, total, named=named)
+        tally = fuzz(programs, functools.partial(reports, pool, PATIENCE), options.log, total, named=named)
         seconds = time.monotonic() - began
         for report in tally.faults()[:SHRUNK]:
-            again = functools.partial(reports, pool, min(options.patience, SHRINK_SECONDS))
+            again = functools.partial(reports, pool, SHRINK_SECONDS)
             simplest = shrink(report, again, SHRINK_SECONDS)
             print(f"\nMade simpler, {simplest.kind}: {simplest.text[:500]}\n  {simplest.reproduction}")
     largest = ", ".join(f"{name} {whole:.2f} / {worst:.2f}" for name, (whole, worst) in tally.worst.items())
