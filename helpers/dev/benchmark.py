@@ -54,7 +54,7 @@ from helpers.instruments.timing import Program, rotation, time_together
 
 TOKENS, WIDTH = 16384, 2048
 PASSES = "forward", "backward"
-SECONDS = 380.0  # cases that are not begun by then are left out
+LIMIT = 380.0  # seconds after which no case begins
 
 
 @dataclass(frozen=True)
@@ -371,8 +371,8 @@ def memory_records(note, longest=2**20):
     return records
 
 
-def run(cases, note, began, progress=print, processes=0):
-    """Records of cases, all of which are compiled before; began: by `time.perf_counter`, for `SECONDS`."""
+def run(cases, note, began, progress=print, processes=0, limit=LIMIT):
+    """Records of cases, all of which are compiled before; began: by `time.perf_counter`, for the limit in seconds."""
     parts, here, records = {}, {}, []
     for case in cases:
         implementations = {name: OF_JAX[name] for name in names_for(case) if name in OF_JAX}
@@ -384,7 +384,7 @@ def run(cases, note, began, progress=print, processes=0):
     compiled |= compile_together(here, note, threads=1)
     progress(f"compiled after {time.perf_counter() - began:.0f} s")
     for case in cases:
-        if time.perf_counter() - began > SECONDS:
+        if time.perf_counter() - began > limit:
             note(f"{case.name}: left out, the time was up")
             continue
         implementations = {name: OF_TORCH[name] for name in names_for(case) if name in OF_TORCH}
@@ -439,6 +439,7 @@ def with_fractions(records, top):
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m helpers.dev.benchmark", description=__doc__.splitlines()[0])
     parser.add_argument("--decode", action="store_true", help="measure decoding alone, and keep the rest")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds after which no case begins")
     parser.add_argument("--commit", help="what to record as the commit, where git cannot say")
     given = "of peers that cannot be asked for theirs"
     parser.add_argument("--versions", nargs="*", default=[], metavar="PEER=VERSION", help=given)
@@ -455,7 +456,8 @@ def main(arguments=None):
         return results.write_or_say(results.read(machine.card) | {"decode": decode_part(machine, top, note)}, path)
     # The shapes that lessons quote come first, so that a slow machine still has them.
     cases = sorted([*GRID, TUTORIAL, *GROUPED], key=lambda case: (case.T != 4096 and case != TUTORIAL, case.dtype))
-    records = with_fractions(run(cases, note, began, functools.partial(print, flush=True), COMPILERS), top)
+    show = functools.partial(print, flush=True)
+    records = with_fractions(run(cases, note, began, show, COMPILERS, options.limit), top)
     long = [case for case in GRID if case.T == 4096 and case.dtype == "bfloat16"]
     found = {"ceilings": top, "records": records, "ladder": ladder_records(long, note, processes=COMPILERS)}
     print(f"{time.perf_counter() - began:.0f} s, and decoding")
