@@ -493,7 +493,7 @@ def test_every_rung_of_the_ladder_is_right(rung, is_causal):
     case = dataclasses.replace(SMALL, T=256, S=256, is_causal=is_causal)
     arrays = benchmark.inputs_of(case)
     out = ladder.attention(*arrays[:3], rung=rung, is_causal=is_causal, interpret=True)
-    assert benchmark.complaint(case, "forward", out, benchmark.right_answer(case, arrays)) is None
+    assert benchmark.complaint(case, "forward", [out], benchmark.right_answer(case, arrays)) is None
 
 
 def test_the_ladder_changes_one_thing_at_a_time():
