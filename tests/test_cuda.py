@@ -4,10 +4,11 @@ import re
 
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, check_forward, check_gradients, cotangents
+from attention_cases import AttentionCase, check_forward, check_gradients, cotangents, in_tiers
 
 from helpers.dialects import cuda_compile, cuda_launch
 from helpers.dialects.cuda_launch import RUNGS, SOURCE, SharedMemoryError
+from helpers.dialects.cuda_shown import without_barrier
 
 if not cuda_launch.is_installed():
     pytest.skip(cuda_launch.MISSING, allow_module_level=True)
@@ -52,34 +53,20 @@ def test_shapes_and_head_dims(shape_and_head_dim, turn):
     check(AttentionCase(T, S, H, N=group, dtype=dtype, arguments={"is_causal": is_causal}), rungs)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("dtype", "group", "is_causal"), TURNS)
-def test_groups_and_dtypes(dtype, group, is_causal):
-    check(AttentionCase(70, 90, 24, N=2 * group, K=2, B=2, dtype=dtype, arguments={"is_causal": is_causal}))
+CASES = [
+    *[AttentionCase(37, 75, 24, dtype=dtype, arguments=CAUSAL) for dtype in ("float32", "bfloat16")],
+    *[AttentionCase(63, 203, 64, dtype=dtype, logits=logits) for dtype, logits in LOGITS],
+    *[AttentionCase(63, 65, arguments={"scale": scale, "is_causal": True}) for scale in (0.0, -0.5, 1.0)],
+    *[
+        AttentionCase(70, 90, 24, N=2 * group, K=2, B=2, dtype=dtype, arguments={"is_causal": is_causal})
+        for dtype, group, is_causal in TURNS
+    ],
+]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("dtype", "logits"), LOGITS)
-def test_size_of_logits(dtype, logits):
-    check(AttentionCase(63, 203, 64, dtype=dtype, logits=logits))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("scale", [0.0, -0.5, 1.0])
-def test_scale(scale):
-    check(AttentionCase(63, 65, arguments={"scale": scale, "is_causal": True}))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_small_case(dtype):
-    check(AttentionCase(37, 75, 24, dtype=dtype, arguments=CAUSAL))
-
-
-def without_barrier(number):
-    """The source without one of its barriers."""
-    places = [found.span() for found in re.finditer(r"__syncthreads\(\);", SOURCE.read_text())]
-    start, stop = places[number]
-    return SOURCE.read_text()[:start] + SOURCE.read_text()[stop:]
+@pytest.mark.parametrize("case", in_tiers(CASES, lambda case: case.T == 37), ids=str)
+def test_logits_scales_and_groups(case):
+    check(case)
 
 
 BARRIERS = list(zip(range(9), [KEYS_OUTER] * 2 + [ROWS] * 2 + [TENSOR_CORES] * 2 + ["backward"] * 3, strict=True))
@@ -134,22 +121,17 @@ def test_fragments_are_rounded_as_numpy_rounds(dtype):
         assert np.array_equal(cuda_launch.forward(*arrays, rung=rung)[0], arrays[2])
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [("dtype", "must all be one of"), ("heads", "shapes"), ("head_dim", "shapes"), ("float32", "tensor_cores")],
-)
-def test_bad_input_is_one_clear_line(change, message):
-    query, key, rung = np.zeros((1, 4, 4, 16), np.float32), np.zeros((1, 4, 4, 16), np.float32), ROWS
-    if change == "dtype":
-        key = key.astype(np.float64)
-    if change == "heads":
-        key = key[:, :, :3]
-    if change == "head_dim":
-        query = key = np.zeros((1, 4, 4, 257), np.float32)
-    if change == "float32":
-        rung = TENSOR_CORES
-    with pytest.raises(ValueError, match=message):
-        cuda_launch.forward(query, key, key, rung=rung)
+def test_bad_input_is_one_clear_line():
+    zeros = lambda *shape, dtype=np.float32: np.zeros(shape, dtype)
+    query = zeros(1, 4, 4, 16)
+    for arrays, rung, message in (
+        ((query, zeros(1, 4, 4, 16, dtype=np.float64)), ROWS, "must all be one of"),
+        ((query, zeros(1, 4, 3, 16)), ROWS, "shapes"),
+        ((zeros(1, 4, 4, 257),) * 2, ROWS, "shapes"),
+        ((query, query), TENSOR_CORES, "tensor_cores"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cuda_launch.forward(*arrays, arrays[1], rung=rung)
 
 
 def test_no_compiler_is_one_clear_line(monkeypatch):
@@ -163,7 +145,7 @@ def test_no_compiler_is_one_clear_line(monkeypatch):
 @pytest.mark.skipif(cuda_compile.nvrtc() is None, reason=cuda_compile.MISSING)
 @pytest.mark.parametrize("dtype", cuda_launch.ELEMENTS)
 def test_nvidias_compiler_takes_the_same_file(dtype):
-    _, log = cuda_compile.compile_for_card(dtype, 64)
+    _, log = cuda_compile.compile_for_gpu(dtype, 64)
     found = cuda_compile.resources(log)
     tensor_cores = {TENSOR_CORES} - ({TENSOR_CORES} if dtype == "float32" else set())
     assert set(found) == {ELEMENTS, KEYS_OUTER, ROWS, "delta", "backward"} | tensor_cores

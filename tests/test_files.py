@@ -127,9 +127,7 @@ def test_every_import_is_declared():
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
             for name in {name.split(".")[0] for name in names} - own - set(sys.stdlib_module_names):
                 package = provided.get(name, name.replace("_", "-")).lower()
-                if (
-                    path.stem.endswith("_card") and package == "torch"
-                ):  # it is there on the card, and wanted nowhere else
+                if path.stem.endswith("_gpu") and package == "torch":  # it is there on the GPU, and wanted nowhere else
                     continue
                 known = declared_for_site if needs_site else declared_for_triton if needs_triton else declared
                 assert package in known, f"{path.name}: {name}"

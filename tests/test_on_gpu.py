@@ -18,9 +18,9 @@ from helpers.attention.hopper import forward as hopper
 from helpers.attention.problem import check_call
 from helpers.attention.reference import oracle, oracle_gradients
 from helpers.dev import ptxas
-from helpers.dev.shared_memory import CARDS
+from helpers.dev.shared_memory import GPUS
 
-SHARED_MEMORY = {card.capability: card.shared_memory for card in CARDS}
+SHARED_MEMORY = {gpu.capability: gpu.shared_memory for gpu in GPUS}
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="this machine has no GPU that JAX can use")
 
 portable_attention = functools.partial(flash_attention, implementation="portable", return_residual=True)

@@ -409,7 +409,6 @@ def test_a_case_on_cards_gives_rows_of_the_schema(case):
         results.check(results.read_ring() | {"rows": [row]}, results.RING_FILE)
         assert (row["case"], row["T"], row["devices"]) == (case.name, 512, 2)
         assert row["efficiency"] == pytest.approx(row["alone_ms"] / row["ms"], rel=0.02)  # of rounded times
-    assert "GiB a device, by formula" in ring_benchmark.memory(case, mesh_of(2))
 
 
 @pytest.mark.full

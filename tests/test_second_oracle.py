@@ -13,9 +13,12 @@ import pytest
 from attention_cases import AttentionCase, cotangents, relative_error
 
 from helpers import flash_attention
-from helpers.dialects import cuda_card, cuda_launch, triton_launch
+from helpers.dialects import cuda_launch, triton_launch
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed here", exc_type=ImportError)
+from helpers.dialects import on_gpu  # noqa: E402
+from helpers.dialects.cuda_gpu import Loaded  # noqa: E402
+
 pytestmark = pytest.mark.full  # the float64 oracle finds the same faults
 
 EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -63,29 +66,25 @@ def in_jax(case, implementation=None):
         return run(inputs, cotangents(case)[0])
 
 
-@functools.cache
-def card():
-    found = cuda_card.Card()
-    found.compile()
-    return found
+cuda_kernels = functools.cache(Loaded)
 
 
 def by_launches(dialect, case):
-    """The same of Triton's kernels or CUDA's: compiled for the card where PyTorch has one, else interpreted or
+    """The same of Triton's kernels or CUDA's: compiled for the GPU where PyTorch has one, else interpreted or
     emulated."""
     if not dialect.is_installed():
         pytest.skip(dialect.MISSING)
     (*inputs, dout), arguments = (*case.inputs()[0], cotangents(case)[0]), case.inputs()[1]
     forward, backward = dialect.forward, dialect.backward
-    if on_card := torch.cuda.is_available():
-        inputs, dout = [*map(cuda_card.on_card, inputs)], cuda_card.on_card(dout)
+    if has_gpu := torch.cuda.is_available():
+        inputs, dout = [*map(on_gpu.to_gpu, inputs)], on_gpu.to_gpu(dout)
         if dialect is cuda_launch:
-            forward, backward = functools.partial(card().forward, rung="forward_rows"), card().backward
+            forward, backward = cuda_kernels().forward, cuda_kernels().backward
         else:
             arguments["precision"] = "ieee"
     out, lse = forward(*inputs, **arguments)
     results = out, *backward(*inputs, out, lse, dout, 0 * lse, **arguments)
-    return [cuda_card.to_numpy(result) for result in results] if on_card else results
+    return [*map(on_gpu.to_numpy, results)] if has_gpu else results
 
 
 DIALECTS = {

@@ -20,7 +20,7 @@ from helpers.attention.portable import forward as portable
 from helpers.attention.portable.tiles import DEFAULTS, Gpu, Tiles, padded_head_dim, select_tiles, shared_bytes
 from helpers.attention.problem import Problem, check_call
 from helpers.attention.reference import oracle, oracle_gradients
-from helpers.dev.shared_memory import CARDS, KERNELS
+from helpers.dev.shared_memory import GPUS, KERNELS
 from helpers.instruments import cost, results
 from helpers.instruments.traffic import replay
 
@@ -228,7 +228,7 @@ def test_the_compiler_asks_for_no_more_shared_memory_than_counted(kernel, tiles,
     assert reported <= counted <= 1.3 * reported
 
 
-@pytest.mark.parametrize("gpu", [*CARDS, Gpu(None, (0, 0), 99 * 1024)], ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("gpu", [*GPUS, Gpu(None, (0, 0), 99 * 1024)], ids=lambda gpu: gpu.name)
 def test_tiles_fit_every_gpu(gpu):
     for kernel, dtype, H in itertools.product(KERNELS, ("bfloat16", "float32"), (1, 17, 33, 65, 129)):
         for T, S in itertools.product((1, 17, 33, 65, 4096), repeat=2):
@@ -244,14 +244,14 @@ def test_the_blocks_of_a_head_are_powers_of_two_of_at_least_16():
 
 def test_tiles_are_cut_only_where_they_must_be():
     """Those that the tuner found for long sequences are used as they are, and so are the defaults on the smallest GPU."""
-    h200 = next(gpu for gpu in CARDS if gpu.name == "NVIDIA H200")
+    h200 = next(gpu for gpu in GPUS if gpu.name == "NVIDIA H200")
     for row in results.read_tiles()["tiles"]:
         dtype, band = {2: "bfloat16", 4: "float32"}[row["itemsize"]], Band.of(row["is_causal"])
         problem = problem_of(4096, 4096, row["head_padded"], dtype, band)
         assert select_tiles(row["kernel"], problem, h200) == tuple(row[name] for name in Tiles._fields)
     for (kernel, itemsize), by_head in DEFAULTS.items():
         for H, tiles in by_head.items():
-            for gpu in (gpu for gpu in CARDS if gpu is not h200):
+            for gpu in (gpu for gpu in GPUS if gpu is not h200):
                 problem = problem_of(4096, 4096, H, {2: "float16", 4: "float32"}[itemsize])
                 assert select_tiles(kernel, problem, gpu) == tiles
 

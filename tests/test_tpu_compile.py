@@ -29,13 +29,12 @@ def test_bundles_are_counted_from_the_first_product_to_the_last():
     assert tpu_compile.schedule(UNITS) == (3, 4)
 
 
-def test_what_the_compiler_wrote_of_kernels_is_read_and_removed(tmp_path):
+def test_what_the_compiler_wrote_of_kernels_is_read(tmp_path):
     for name in ("flash_attention_tpu_dq.1", "copy.9"):
         (tmp_path / f"17-{name}-02-original.txt").write_text(ALLOCATIONS)
         (tmp_path / f"17-{name}-70-final_hlo-static-per-bundle-utilization.txt").write_text(UNITS)
     found = tpu_compile.kernels_of(tmp_path)
     assert found == {"flash_attention_tpu_dq": {"vmem": 0x40800, "bundles": 3, "spills": 4}}
-    assert not list(tmp_path.iterdir())
 
 
 def test_without_the_compiler_one_line_says_so(monkeypatch, capsys):

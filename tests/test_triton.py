@@ -56,20 +56,19 @@ def test_shapes_and_head_dims(shape_and_head_dim, turn):
     check(AttentionCase(T, S, H, N=group, dtype=dtype, arguments={"is_causal": is_causal}), launch)
 
 
-@pytest.mark.parametrize(("dtype", "group", "is_causal"), TURNS[::5])  # all of them meet in the shapes above
-def test_groups_and_dtypes(dtype, group, is_causal):
-    K = 1 if group == 8 else 2
-    check(AttentionCase(70, 130, 64, N=group * K, K=K, B=2, dtype=dtype, arguments={"is_causal": is_causal}))
+CASES = [
+    *[AttentionCase(63, 203, 64, dtype=dtype, logits=logits) for dtype, logits in LOGITS],
+    *[AttentionCase(63, 65, arguments={"scale": scale, "is_causal": True}) for scale in (0.0, -0.5, 1.0)],
+    *[
+        AttentionCase(70, 130, 64, N=2 * group, K=2, B=2, dtype=dtype, arguments={"is_causal": is_causal})
+        for dtype, group, is_causal in TURNS[::5]  # all of them meet in the shapes above
+    ],
+]
 
 
-@pytest.mark.parametrize(("dtype", "logits"), LOGITS)
-def test_size_of_logits(dtype, logits):
-    check(AttentionCase(63, 203, 64, dtype=dtype, logits=logits))
-
-
-@pytest.mark.parametrize("scale", [0.0, -0.5, 1.0])
-def test_scale(scale):
-    check(AttentionCase(63, 65, arguments={"scale": scale, "is_causal": True}))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_logits_scales_and_groups(case):
+    check(case)
 
 
 BLOCKS = list(itertools.product((16, 32, 64), (16, 32, 64)))
@@ -174,7 +173,7 @@ def test_arrays_with_gaps_are_refused():
         triton_launch.forward(gaps, gaps, gaps)
 
 
-def test_kernels_compile_for_a_card_without_one():
+def test_kernels_compile_for_a_gpu_without_one():
     said = subprocess.run(
         [sys.executable, "-m", "helpers.dialects.triton_compile"], capture_output=True, text=True, check=True
     )

@@ -5,35 +5,25 @@
 For every case: the first key/value head of each result is first compared with naive float32 attention,
 and what is wrong there is reported as wrong and never timed. Then forward and backward are timed, apart
 from each other and in turns (`timing`), on random inputs that do not fit the cache. What cannot be measured
-here is a line in the report. Writes helpers/instruments/records/<card>.json, described in `results`.
+here is a line in the report. Writes helpers/instruments/records/<gpu>.json, described in `results`.
 
 TFLOP/s are FLOPs over the device's time, or over the wall time where no profiler could look. FLOPs are
 4 T S H for each query head and batch entry, half if causal, 2.5 times as many backward.
 """
 
 import argparse
-import datetime
 import functools
-import importlib.metadata
-import importlib.util
 import itertools
 import os
-import platform
-import subprocess
 import sys
 import time
-import warnings
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import serialize_executable
-from tqdm import tqdm
 
 from helpers import flash_attention
-from helpers.attention.device import compute_capability, default_device
 from helpers.attention.hopper import backward as hopper_backward
 from helpers.attention.hopper import ladder as hopper_ladder
 from helpers.attention.hopper import serve as hopper
@@ -41,14 +31,30 @@ from helpers.attention.portable.tiles import select_tiles
 from helpers.attention.problem import check_call
 from helpers.dev import decoding
 from helpers.dev.decoding import WIDEST_ERROR
-from helpers.dev.workers import Workers
+from helpers.dev.measuring import (
+    COMPILERS,
+    Machine,
+    Notes,
+    both_passes,
+    clocks,
+    compile_together,
+    gpu_or_reason,
+    is_hopper,
+    lowered,
+    milliseconds,
+    one_stage,
+    random_arrays,
+    reason_of,
+    right_ones,
+    say_left_out,
+)
 from helpers.instruments import cost, ladder, results
 from helpers.instruments.implementations import OF_JAX, OF_TORCH, PEERS, gradient_programs
 from helpers.instruments.timing import Program, rotation, time_together
 
 TOKENS, WIDTH = 16384, 2048
 PASSES = "forward", "backward"
-COMPILERS = 12  # threads or processes that compile
+LIMIT = 380.0  # seconds after which no case begins
 
 
 @dataclass(frozen=True)
@@ -95,12 +101,6 @@ GRID = [
 ]
 TUTORIAL = Case(4, 1024, 1024, 8, 8, 64, "float16", False)
 GROUPED = [Case(4, 4096, 4096, 2048 // H, 2048 // H // 8, H, "bfloat16", c) for H in (64, 128) for c in (False, True)]
-
-
-def random_arrays(shapes, dtype, seed=0):
-    """Standard normal arrays, made on the device."""
-    keys = jax.random.split(jax.random.key(seed), len(shapes))
-    return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
 
 
 def inputs_of(case, seed=0):
@@ -152,41 +152,13 @@ def _errors(group, found, right):
 
 
 def complaint(case, which, found, right):
-    """What is wrong with the results of a pass, or None."""
-    if which == "forward":
-        found = [found]
+    """What is wrong with the results of a pass, a list of arrays, or None."""
     names = ("out",) if which == "forward" else ("dq", "dk", "dv")
-    errors = _errors(case.N // case.K, list(found), right[which])
+    errors = _errors(case.N // case.K, found, right[which])
     for name, error in zip(names, errors, strict=True):
         if not error <= WIDEST_ERROR * float(jnp.finfo(case.dtype).eps):
             return f"wrong: {name} has a relative error of {error:.1e}"
     return None
-
-
-def reason_of(error):
-    """One line for an exception."""
-    if "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower():
-        return "too little memory on this GPU"
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:160] if lines else ''}"
-
-
-def left_out(case, name, error):
-    """One line for an implementation that cannot serve a case; the same for all cases if it is not here."""
-    if isinstance(error, ImportError):
-        return f"{name}: could not be imported ({error})"
-    return f"{case.name}: {name}: {reason_of(error)}"
-
-
-def lowered(function, *inputs):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return jax.jit(function).lower(*inputs)
-
-
-def one_stage(function, inputs):
-    """The forward pass of an implementation, or any other single program, lowered."""
-    return [lowered(function, *inputs)]
 
 
 def two_stages(attention, query, key, value, dout):
@@ -206,53 +178,6 @@ def two_stages(attention, query, key, value, dout):
     return [first, lowered(lambda leaves, dout: backward(jax.tree.unflatten(tree, leaves), dout), first.out_info, dout)]
 
 
-def compile_together(parts, note, processes=0, progress=lambda parts, **_: parts, threads=COMPILERS):
-    """{name: compiled programs} of {name: function that returns lowered programs}; note(name, error) for what fails.
-
-    JAX lowers one after another, and XLA compiles beside it. Lowering kernels takes most of the time: with
-    `processes`, so many do both, and hand over what they compiled; functions and what they hold must go through
-    pickle then. Otherwise `threads` compile. progress: a bar round an iterable, such as tqdm.
-    """
-    if processes:
-        return _compile_elsewhere(parts, note, processes, progress)
-    compiled, waiting = {}, {}
-    with ThreadPoolExecutor(threads) as pool:
-        for name, lower in progress(parts.items()):
-            try:
-                waiting[name] = [pool.submit(stage.compile) for stage in lower()]
-            except Exception as error:
-                note(name, error)
-    for name, futures in waiting.items():
-        try:
-            compiled[name] = [future.result() for future in futures]
-        except Exception as error:
-            note(name, error)
-    return compiled
-
-
-def _compile_elsewhere(parts, note, processes, progress):
-    found = {}
-    with Workers(_serialized, processes) as workers:
-        for outcome in progress(workers.outcomes(parts.items(), patience=120), total=len(parts)):
-            name = outcome.task[0]
-            if outcome.kind != "returned":
-                note(name, outcome.failure())
-                continue
-            try:
-                load = functools.partial(serialize_executable.deserialize_and_load, execution_devices=jax.devices()[:1])
-                found[name] = [load(*stage) for stage in outcome.value]
-            except Exception as error:
-                note(name, error)
-    return {name: found[name] for name in parts if name in found}
-
-
-def _serialized(part):
-    """The compiled programs of a part, in a form that another process can load."""
-    _, lower = part
-    jax.config.update("jax_enable_compilation_cache", False)  # what came from a cache on disk cannot be handed over
-    return [serialize_executable.serialize(stage.compile()) for stage in lower()]
-
-
 def lower_pass(make, case, which):
     """A pass of an implementation, lowered: for backward with what keeps its residuals."""
     shapes = jax.eval_shape(lambda: inputs_of(case))
@@ -260,101 +185,79 @@ def lower_pass(make, case, which):
     return one_stage(attention, shapes[:3]) if which == "forward" else two_stages(attention, *shapes)
 
 
+def lower_answer(case):
+    return [right_answer.lower(case, jax.eval_shape(lambda: inputs_of(case)))]
+
+
 def parts_of_case(case, implementations, note):
-    """What `compile_together` takes for a case: {(pass, name): function}. implementations: {name: make}, of JAX."""
-    parts = {}
+    """{(case, name, pass): function}, for `compile_together`. implementations: {name: make}, of JAX."""
+    parts = {(case, "right", "answer"): functools.partial(lower_answer, case)}
     for name, make in implementations.items():
         try:
             make(case)
         except Exception as error:
-            note(left_out(case, name, error))
+            say_left_out(note, error, name, case)
         else:
-            parts |= {(which, name): functools.partial(lower_pass, make, case, which) for which in PASSES}
+            parts |= {(case, name, which): functools.partial(lower_pass, make, case, which) for which in PASSES}
     return parts
 
 
-def right_of(case):
-    """`right_answer` of a case, lowered."""
-    return [right_answer.lower(case, jax.eval_shape(lambda: inputs_of(case)))]
-
-
-def compile_case(case, implementations, note):
-    """{(pass, name): compiled programs} of one case."""
-    complain = lambda part, error: note(f"{case.name}: {part[1]}: {part[0]}: {reason_of(error)}")
-    return compile_together(parts_of_case(case, implementations, note), complain)
-
-
-def measure_case(case, implementations, *, note, time_programs=time_together, compiled=None, answer=None):
+def measure_case(case, implementations, *, note, time_programs=time_together, compiled=None):
     """Records of one case. implementations: {name: make}; note(text) takes what could not be measured.
 
-    compiled: what `compile_case` returns, and answer: `right_answer` compiled for it, if that was done before.
+    compiled: what `compile_together` makes of the `parts_of_case`, if that was done before.
     """
     of_torch = {name: make for name, make in implementations.items() if name in OF_TORCH}
     if compiled is None:
         of_jax = {name: make for name, make in implementations.items() if name not in of_torch}
-        compiled = compile_case(case, of_jax, note)
+        compiled = compile_together(parts_of_case(case, of_jax, note), note)
     first = inputs_of(case)
     count = rotation(sum(array.nbytes for array in first[:3]))  # a forward pass reads no dout
     sets = [first, *(inputs_of(case, seed) for seed in range(1, count))]
-    right = answer(sets[0]) if answer else right_answer(case, sets[0])
-    ready = {which: {} for which in PASSES}
-
-    def add(name, which, make, to_jax=lambda array: array):
-        """Keep the program that make() returns, if it is right."""
-        try:
-            program = make()
-            found = program.run(*program.inputs[0])
-            program.wait(found)
-            wrong = complaint(case, which, to_jax(found) if which == "forward" else [*map(to_jax, found)], right)
-        except Exception as error:
-            wrong = reason_of(error)
-        if wrong:
-            note(f"{case.name}: {name}: {which}: {wrong}")
-        else:
-            ready[which][name] = program
-
-    for (which, name), stages in compiled.items():
-        if which == "forward":
-            add(name, which, lambda: Program(*stages, [tuple(arrays[:3]) for arrays in sets]))  # noqa: B023
-        else:
-            residuals, backward = stages
-            kept = lambda: [(residuals(*arrays[:3]), arrays[3]) for arrays in sets]  # noqa: B023
-            add(name, which, lambda: Program(backward, kept()))  # noqa: B023
+    (answer,) = compiled[case, "right", "answer"]
+    right, makers, to_jax = answer(first), {which: {} for which in PASSES}, {}
+    for (_, name, which), stages in compiled.items():
+        if which in makers:
+            makers[which][name] = functools.partial(_program_of_jax, stages, sets)
     for name, make in of_torch.items():
         try:
             peer = make(case)
             programs = peer.programs(sets)
         except Exception as error:
-            note(left_out(case, name, error))
+            say_left_out(note, error, name, case)
             continue
+        to_jax[name] = peer.to_jax
         for which, program in programs.items():
-            add(name, which, lambda: program, peer.to_jax)  # noqa: B023
+            makers[which][name] = lambda program=program: program
     records = []
-    for which, programs in ready.items():
-        if programs:
-            try:
-                times = time_programs(programs)
-            except Exception as error:
-                note(f"{case.name}: {which}: {reason_of(error)}")
-                continue
-            records += [record(case, name, which, timing) for name, timing in times.items()]
+    for which, of_pass in makers.items():
+
+        def wrong(name, found, which=which):
+            found = jax.tree.map(to_jax.get(name, lambda array: array), [found] if which == "forward" else [*found])
+            return complaint(case, which, found, right)
+
+        programs = right_ones(of_pass, wrong, note, case, which)
+        try:
+            times = time_programs(programs) if programs else {}
+        except Exception as error:
+            note(f"{case.name}: {which}: {reason_of(error)}")
+            continue
+        records += [record(case, name, which, timing) for name, timing in times.items()]
     return records
+
+
+def _program_of_jax(stages, sets):
+    """A pass as compiled: forward of one stage, or backward of what keeps the residuals and what reads them."""
+    if len(stages) == 1:
+        return Program(*stages, [tuple(arrays[:3]) for arrays in sets])
+    residuals, backward = stages
+    return Program(backward, [(residuals(*arrays[:3]), arrays[3]) for arrays in sets])
 
 
 def record(case, name, which, timing):
     """One entry of the results file, without its fractions of the ceilings."""
-    ms = timing.wall_ms if timing.device_ms is None else timing.device_ms
-    return {
-        "implementation": name,
-        "pass": which,
-        **asdict(case),
-        "device_ms": timing.device_ms,
-        "wall_ms": timing.wall_ms,
-        "spread": timing.spread,
-        "samples_ms": [round(sample, 5) for sample in timing.device_samples],
-        "tflops": case.flops(which) / ms / 1e9,
-        "tiles": tiles_used(case, name, which),
-    }
+    figures = {"tflops": case.flops(which) / milliseconds(timing) / 1e9, "tiles": tiles_used(case, name, which)}
+    return {"implementation": name, "pass": which, **asdict(case), **clocks(timing), **figures}
 
 
 def tiles_used(case, name, which):
@@ -380,130 +283,84 @@ def ceilings():
         "by the driver": Program(jax.jit(jnp.copy), [(large,)]),
     }
     times = time_together(programs, sample_ms=30.0)
-    ms = {name: timing.device_ms or timing.wall_ms for name, timing in times.items()}
+    ms = {name: milliseconds(timing) for name, timing in times.items()}
     fastest_copy = min(ms["by a kernel"], ms["by the driver"])
     return {"matmul_tflops": 2 * 8192**3 / ms["matmul"] / 1e9, "copy_gbps": 2 * large.nbytes / fastest_copy / 1e6}
 
 
 def rungs(case):
-    """{kernel: (pass, {name: function})}: the steps on the way to our kernels, as far as this GPU runs them.
+    """{(kernel, pass, name): function}: the steps on the way to our kernels, as far as this GPU runs them.
 
     The functions take query, key and value; for a backward pass also out, lse (B, N, T) and dout.
     """
-    steps = {
-        rung.name: functools.partial(ladder.attention, rung=rung, is_causal=case.is_causal) for rung in ladder.RUNGS
-    }
-    kernels = {"portable forward": ("forward", steps)}
-    if compute_capability() == (9, 0):
-        kernels["hopper forward"] = (
-            "forward",
-            {name: functools.partial(_hopper_rung, case, rung) for rung, name in hopper_ladder.NAMES.items()},
-        )
-        kernels["hopper backward"] = (
-            "backward",
-            {
-                name: functools.partial(_hopper_form, case, tiles)
-                for name, tiles in hopper_backward.forms(case.H).items()
-            },
-        )
-    return kernels
+    causal = {"is_causal": case.is_causal}
+    steps = {("portable forward", "forward", rung.name): (ladder.attention, {"rung": rung}) for rung in ladder.RUNGS}
+    if is_hopper():
+        names, forms = hopper_ladder.NAMES.items(), hopper_backward.forms(case.H).items()
+        steps |= {("hopper forward", "forward", name): (_hopper_rung, {"rung": rung}) for rung, name in names}
+        steps |= {("hopper backward", "backward", name): (_hopper_form, {"tiles": tiles}) for name, tiles in forms}
+    return {step: functools.partial(function, **options, **causal) for step, (function, options) in steps.items()}
 
 
-def _hopper_rung(case, rung, *arrays):
-    return hopper_ladder.forward(check_call(*arrays, is_causal=case.is_causal), rung=rung)[0]
+def _hopper_rung(*arrays, rung, is_causal):
+    return hopper_ladder.forward(check_call(*arrays, is_causal=is_causal), rung=rung)[0]
 
 
-def _hopper_form(case, tiles, query, key, value, out, lse, dout):
-    call = check_call(query, key, value, is_causal=case.is_causal)
+def _hopper_form(query, key, value, out, lse, dout, *, tiles, is_causal):
+    call = check_call(query, key, value, is_causal=is_causal)
     return hopper_backward.backward(call, out, lse, dout, jnp.zeros_like(lse), tiles=tiles)
 
 
 def ladder_records(cases, note, rungs=rungs, time_programs=time_together, processes=0):
     """One entry for each of a case's `rungs`; wrong ones are noted and not timed."""
-    found, parts = {}, {}
+    parts, records = {}, []
+
+    def inputs_of_passes(case):
+        *arrays, dout = inputs_of(case)
+        out, lse = flash_attention(*arrays, is_causal=case.is_causal, return_residual=True)
+        return {"forward": tuple(arrays), "backward": (*arrays, out, lse.swapaxes(1, 2), dout)}
+
     for case in cases:
-        try:
-            found[case] = rungs(case)
-        except Exception as error:
-            note(f"ladder: {case.name}: {reason_of(error)}")
-            continue
-        query, key, value, dout = jax.eval_shape(lambda: inputs_of(case))  # noqa: B023
-        lse = jax.ShapeDtypeStruct((case.B, case.N, case.T), jnp.float32)
-        for kernel, (which, functions) in found[case].items():
-            inputs = (query, key, value, query, lse, dout) if which == "backward" else (query, key, value)
-            for name, run in functions.items():
-                parts[case, kernel, name] = functools.partial(one_stage, run, inputs)
-
-    def complain(part, error):
-        case, kernel, name = part
-        note(f"ladder: {case.name}: {kernel}: {name}: {reason_of(error)}")
-
-    compiled = compile_together(parts, complain, processes)
-    records = []
-    for case, kernels in found.items():
-        try:
-            records += _rungs_of_case(case, kernels, compiled, note, time_programs)
-        except Exception as error:
-            note(f"ladder: {case.name}: {reason_of(error)}")
-    return records
-
-
-def _rungs_of_case(case, kernels, compiled, note, time_programs):
-    records = []
-    *arrays, dout = inputs_of(case)
-    right = right_answer(case, (*arrays, dout))
-    out, lse = flash_attention(*arrays, is_causal=case.is_causal, return_residual=True)
-    for kernel, (which, functions) in kernels.items():
-        inputs = (*arrays, out, lse.swapaxes(1, 2), dout) if which == "backward" else tuple(arrays)
-        programs = {}
-        for name in functions:
-            if (case, kernel, name) not in compiled:
-                continue
-            (program,) = compiled[case, kernel, name]
-            try:
-                wrong = complaint(case, which, program(*inputs), right)
-            except Exception as error:
-                wrong = reason_of(error)
-            if wrong:
-                note(f"ladder: {case.name}: {kernel}: {name}: {wrong}")
-            else:
-                programs[name] = Program(program, [inputs])
+        shapes = jax.eval_shape(functools.partial(inputs_of_passes, case))
+        for (kernel, which, name), run in rungs(case).items():
+            parts["ladder", case, kernel, which, name] = functools.partial(one_stage, run, shapes[which])
+    compiled = compile_together(parts, note, processes)
+    for about in dict.fromkeys(part[:-1] for part in compiled):
+        _, case, kernel, which = about
+        inputs = inputs_of_passes(case)[which]
+        right = right_answer(case, inputs_of(case))
+        found = {part[-1]: stages for part, stages in compiled.items() if part[:-1] == about}
+        makers = {name: functools.partial(Program, *stages, [inputs]) for name, stages in found.items()}
+        wrong = lambda _, found: complaint(case, which, jax.tree.leaves(found), right)  # noqa: B023
+        programs = right_ones(makers, wrong, note, *about)
         for name, timing in time_programs(programs).items() if programs else ():
-            ms = timing.device_ms or timing.wall_ms
+            ms = milliseconds(timing)
             rung = {"kernel": kernel, "name": name, "H": case.H, "T": case.T, "is_causal": case.is_causal}
             records.append(rung | {"device_ms": ms, "spread": timing.spread, "tflops": case.flops(which) / ms / 1e9})
     return records
 
 
-def both_passes(attention):
-    """A function of (query, key, value, dout) that returns the three gradients."""
-    return lambda query, key, value, dout: jax.vjp(attention, query, key, value)[1](dout)
-
-
 def memory_records(note, longest=2**20):
     """Bytes of forward and of forward with backward against T, for one head with H = 64 in bf16."""
-    parts = {}
-    for name, which in itertools.product(("naive", "portable", "hopper"), ("forward", "backward")):
+    case_of = lambda T: Case(1, T, T, 1, 1, 64, "bfloat16", True)
+    inputs = lambda T, which: inputs_of(case_of(T))[: 3 if which == "forward" else 4]
+    parts, records = {}, []
+    for name, which in itertools.product(("naive", "portable", "hopper"), PASSES):
         for T in (2**n for n in range(10, longest.bit_length(), 2)):
-            case = Case(1, T, T, 1, 1, 64, "bfloat16", True)
-            shapes = jax.eval_shape(lambda: inputs_of(case))  # noqa: B023
-            attention = OF_JAX[name](case)
+            attention = OF_JAX[name](case_of(T))
             program = attention if which == "forward" else both_passes(attention)
-            parts[name, which, T] = functools.partial(one_stage, program, shapes[: 3 if which == "forward" else 4])
-    failed, compiled = {}, {}
-    for is_naive in (False, True):  # one by one: XLA tries its products in the GPU's memory while it compiles
-        some = {part: lower for part, lower in parts.items() if (part[0] == "naive") is is_naive}
-        compiled |= compile_together(some, failed.__setitem__, threads=1 if is_naive else COMPILERS)
-    records, too_long = [], set()
-    for name, which, T in parts:
+            shapes = jax.eval_shape(functools.partial(inputs, T, which))
+            parts[name, which, T] = functools.partial(one_stage, program, shapes)
+    # Naive attention one by one: XLA tries its products in the GPU's memory while it compiles.
+    kernels = {part: lower for part, lower in parts.items() if part[0] != "naive"}
+    compiled = compile_together(kernels, lambda text: None)  # what fails is noted below, once
+    too_long = set()
+    for (name, which, T), lower in parts.items():
         if (name, which) in too_long:
             continue
         try:
-            if (name, which, T) in failed:
-                raise failed[name, which, T]
-            (ready,) = compiled[name, which, T]
-            arrays = inputs_of(Case(1, T, T, 1, 1, 64, "bfloat16", True))
-            jax.block_until_ready(ready(*arrays[: 3 if which == "forward" else 4]))  # it fits, or this raises
+            (ready,) = compiled.get((name, which, T)) or [stage.compile() for stage in lower()]
+            jax.block_until_ready(ready(*inputs(T, which)))  # it fits, or this raises
         except Exception as error:
             note(f"memory: {name}: {which} at T = {T}: {reason_of(error)}")
             too_long.add((name, which))
@@ -514,84 +371,26 @@ def memory_records(note, longest=2**20):
     return records
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Where and when the figures were taken."""
-
-    card: str
-    versions: dict
-    commit: str
-    date: str
-
-    @classmethod
-    def here(cls, commit=None):
-        device = default_device()
-        versions = {"python": platform.python_version(), "jax": jax.__version__}
-        versions["cuda"] = getattr(device.client, "platform_version", "unknown").splitlines()[0].removeprefix("cuda ")
-        versions["driver"] = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        try:
-            from jax._src.lib import cuda_versions
-
-            versions["cudnn"] = str(cuda_versions.cudnn_get_version())
-        except Exception:
-            versions["cudnn"] = "unknown"
-        for name in ("torch", "triton", "tokamax"):  # of the peers
-            if importlib.util.find_spec(name):
-                versions[name] = importlib.metadata.version(name)
-        commit = commit or _output_of("git", "rev-parse", "--short", "HEAD")
-        return cls(device.device_kind, versions, commit, datetime.date.today().isoformat())
-
-    def header(self):
-        return asdict(self)
-
-
-def _output_of(*command):
-    try:
-        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()
-        return lines[0].strip() if lines else "unknown"
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-
-
-def gpu_or_reason():
-    """None where the kernels can be compiled for this machine, otherwise the reason why not."""
-    device = default_device()
-    if device.platform != "gpu":
-        return "this machine has no GPU that JAX can use"
-    if compute_capability() < (8, 0):
-        return f"the kernels need compute capability 8.0 (Ampere) or newer, which {device.device_kind} has not"
-    return None
-
-
-def run(cases, note, progress=print, began=None, limit_s=380.0, processes=0):
-    """Records of cases, until limit_s is over; what is left out then is noted. All are compiled before."""
-    began = time.perf_counter() if began is None else began
+def run(cases, note, began, progress=print, processes=0, limit=LIMIT):
+    """Records of cases, all of which are compiled before; began: by `time.perf_counter`, for the limit in seconds."""
     parts, here, records = {}, {}, []
     for case in cases:
         implementations = {name: OF_JAX[name] for name in names_for(case) if name in OF_JAX}
         for part, lower in parts_of_case(case, implementations, note).items():
             # XLA tries the products of naive attention in the GPU's memory, where nobody else may be at it. And
             # JAX 0.11.2 can't read a compiled program of tokamax that another process hands over.
-            (here if part[1].startswith(("naive", "tokamax")) else parts)[case, *part] = lower
-    parts |= {(case, "right", "answer"): functools.partial(right_of, case) for case in cases}
-
-    def complain(part, error):
-        case, which, name = part
-        note(f"{case.name}: {name}: {which}: {reason_of(error)}")
-
-    bar = functools.partial(tqdm, desc="compiling", mininterval=5)
-    compiled = compile_together(parts, complain, processes, bar)
-    compiled |= compile_together(here, complain, threads=1)
+            (here if part[1].startswith(("naive", "tokamax")) else parts)[part] = lower
+    compiled = compile_together(parts, note, processes)
+    compiled |= compile_together(here, note, threads=1)
     progress(f"compiled after {time.perf_counter() - began:.0f} s")
     for case in cases:
-        if time.perf_counter() - began > limit_s:
+        if time.perf_counter() - began > limit:
             note(f"{case.name}: left out, the time was up")
             continue
         implementations = {name: OF_TORCH[name] for name in names_for(case) if name in OF_TORCH}
-        of_case = {part[1:]: stages for part, stages in compiled.items() if part[0] == case}
-        (answer,) = of_case.pop(("right", "answer"), (None,))
+        of_case = {part: stages for part, stages in compiled.items() if part[0] == case}
         try:
-            found = measure_case(case, implementations, note=note, compiled=of_case, answer=answer)
+            found = measure_case(case, implementations, note=note, compiled=of_case)
         except Exception as error:
             note(f"{case.name}: {reason_of(error)}")
             continue
@@ -600,18 +399,18 @@ def run(cases, note, progress=print, began=None, limit_s=380.0, processes=0):
     return records
 
 
-def decode_part(machine, top, note, progress=print, processes=0):
+def decode_part(machine, top, note):
     """The part `decode` of the results."""
     records = []
-    compiled = decoding.compiled(decoding.GRID, note, functools.partial(compile_together, processes=processes))
+    compiled = compile_together(decoding.parts(decoding.GRID), note, COMPILERS)
     for case in decoding.GRID:
         try:
-            found = decoding.measure(case, note, compiled[case])
+            found = decoding.measure(case, note, compiled)
         except Exception as error:
             note(f"{case.name}: {reason_of(error)}")
             continue
         records += [entry | {"of_copy": round(entry["gbps"] / top["copy_gbps"], 4)} for entry in found]
-        progress(decoding.line(case, found))
+        print(decoding.line(case, found), flush=True)
     header = {name: machine.header()[name] for name in ("commit", "date", "versions")}
     return header | {"copy_gbps": top["copy_gbps"], "records": records}
 
@@ -638,51 +437,33 @@ def with_fractions(records, top):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(prog="make gpu-bench", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="only T = 4096 in bfloat16, without recording")
-    parser.add_argument("--decode", action="store_true", help="only decoding; the rest of the record stays")
-    parser.add_argument("--limit", type=float, default=380.0, help="seconds after which no other case is begun")
+    parser = argparse.ArgumentParser(prog="python -m helpers.dev.benchmark", description=__doc__.splitlines()[0])
+    parser.add_argument("--decode", action="store_true", help="measure decoding alone, and keep the rest")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds after which no case begins")
     parser.add_argument("--commit", help="what to record as the commit, where git cannot say")
-    parser.add_argument(
-        "--versions", nargs="*", default=[], metavar="PEER=VERSION", help="of peers that cannot be asked for theirs"
-    )
+    given = "of peers that cannot be asked for theirs"
+    parser.add_argument("--versions", nargs="*", default=[], metavar="PEER=VERSION", help=given)
     options = parser.parse_args(arguments)
-    reason = gpu_or_reason()
-    if reason:
+    if reason := gpu_or_reason():
         print(f"Nothing to measure: {reason}.")
         return 1
-    began = time.perf_counter()
-    notes = []
-
-    def note(text):
-        if text not in notes:
-            notes.append(text)
-            print(f"  ! {text}", flush=True)
-
-    machine = Machine.here(options.commit)
-    machine.versions.update(given.split("=", 1) for given in options.versions)
-    print(machine.card, *(f"{name} {version}" for name, version in machine.versions.items()), sep=" · ")
+    began, note = time.perf_counter(), Notes()
+    machine = Machine.here(options.commit, **dict(given.split("=", 1) for given in options.versions))
     top = ceilings()
     print(f"ceilings: matmul {top['matmul_tflops']:.0f} TFLOP/s, copy {top['copy_gbps']:.0f} GB/s", flush=True)
     path = results.RESULTS / f"{results.slug(machine.card)}.json"
     if options.decode:
-        part = decode_part(machine, top, note, functools.partial(print, flush=True), COMPILERS)
-        return results.write_or_say(results.read(machine.card) | {"decode": part}, path)
+        return results.write_or_say(results.read(machine.card) | {"decode": decode_part(machine, top, note)}, path)
     # The shapes that lessons quote come first, so that a slow machine still has them.
     cases = sorted([*GRID, TUTORIAL, *GROUPED], key=lambda case: (case.T != 4096 and case != TUTORIAL, case.dtype))
-    if options.quick:
-        cases = [case for case in cases if case.T == 4096 and case.dtype == "bfloat16"]
     show = functools.partial(print, flush=True)
-    records = with_fractions(run(cases, note, show, began, options.limit, COMPILERS), top)
+    records = with_fractions(run(cases, note, began, show, COMPILERS, options.limit), top)
     long = [case for case in GRID if case.T == 4096 and case.dtype == "bfloat16"]
-    steps = [] if options.quick else ladder_records(long, note, processes=COMPILERS)
-    if options.quick:
-        return 0
+    found = {"ceilings": top, "records": records, "ladder": ladder_records(long, note, processes=COMPILERS)}
     print(f"{time.perf_counter() - began:.0f} s, and decoding")
-    decode = decode_part(machine, top, note, show, COMPILERS)
-    memory = memory_records(note)  # last: JAX keeps what it took, and the processes that compile want some too
-    found = machine.header() | {"ceilings": top, "records": records, "ladder": steps, "memory": memory, "notes": notes}
-    return results.write_or_say(found | {"decode": decode}, path)
+    found |= {"decode": decode_part(machine, top, note)}
+    found |= {"memory": memory_records(note)}  # last: JAX keeps what it took, and processes that compile want some too
+    return results.write_or_say(machine.header() | found | {"notes": note}, path)
 
 
 if __name__ == "__main__":

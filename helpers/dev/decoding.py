@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from helpers import flash_attention, paged_attention
+from helpers.dev.measuring import clocks, milliseconds, one_stage, right_ones
 from helpers.instruments.implementations import operators_of_flash_attention_3
 from helpers.instruments.timing import Program, rotation, time_together
 
@@ -55,10 +56,10 @@ def jax_nn(implementation, case):
     return functools.partial(jax.nn.dot_product_attention, implementation=implementation)
 
 
-def jax_gqa(splits, case):
-    """The decode kernel that JAX carries, for Triton, with so many parts of the keys."""
+def jax_gqa_16(case):
+    """The decode kernel that JAX carries, for Triton, with 16 parts of the keys."""
     gqa = importlib.import_module("jax.experimental.pallas.ops.gpu.decode_attention").gqa
-    return lambda query, key, value: gqa(query[:, 0], key, value, k_splits=splits, block_k=128)[:, None]
+    return lambda query, key, value: gqa(query[:, 0], key, value, k_splits=16, block_k=128)[:, None]
 
 
 def jax_paged(case):
@@ -88,8 +89,7 @@ CONTIGUOUS = {
     "flash_attention": ours,
     "cudnn": functools.partial(jax_nn, "cudnn"),
     "xla": functools.partial(jax_nn, "xla"),
-    "jax_gqa_16": functools.partial(jax_gqa, 16),
-    "jax_gqa_64": functools.partial(jax_gqa, 64),
+    "jax_gqa_16": jax_gqa_16,
 }
 PAGED = {"paged_attention": ours, "jax_paged": jax_paged}
 OF_TORCH = {"flash_attention_3": flash_attention_3}
@@ -135,61 +135,40 @@ def complaint(case, out, arrays):
 
 
 def lower(make, case, name):
-    """An implementation, lowered for `compile_together` of `benchmark`."""
+    """An implementation, lowered for `compile_together` of `measuring`."""
     shapes = jax.eval_shape(lambda: inputs_of(case, 0))
-    shapes = jax.eval_shape(heads_first, shapes) if name == "jax_paged" else shapes
-    return [jax.jit(make(case)).lower(*shapes)]
+    return one_stage(make(case), jax.eval_shape(heads_first, shapes) if name == "jax_paged" else shapes)
 
 
-def compiled(cases, note, compile_together):
-    """{case: {name: program}}. note, compile_together: as in `benchmark`."""
-    parts = {}
-    for case in cases:
-        for name, make in (PAGED if case.page else CONTIGUOUS).items():
-            parts[case, name] = functools.partial(lower, make, case, name)
-
-    def complain(part, error):
-        case, name = part
-        note(f"{case.name}: {name}: {type(error).__name__}: {str(error)[:160]}")
-
-    found = {case: {} for case in cases}
-    for (case, name), (program,) in compile_together(parts, complain).items():
-        found[case][name] = program
-    return found
+def parts(cases):
+    """What `compile_together` takes: {(case, name): function}."""
+    return {
+        (case, name): functools.partial(lower, make, case, name)
+        for case in cases
+        for name, make in (PAGED if case.page else CONTIGUOUS).items()
+    }
 
 
 def measure(case, note, compiled, time_programs=time_together):
-    """Records of one case, without their fractions of a copy's speed. compiled: {name: program}, of JAX."""
+    """Records of one case, without their fractions of a copy's speed. compiled: {(case, name): [program]}, of JAX."""
     sets = [inputs_of(case, seed) for seed in range(rotation(case.bytes))]
-    programs = {}
+    makers, to_jax = {}, {}
+    for (one, name), stages in compiled.items():
+        if one == case:
+            inputs = [heads_first(arrays) for arrays in sets] if name == "jax_paged" else sets
+            makers[name] = functools.partial(Program, *stages, inputs)
 
-    def add(name, program, to_jax=lambda array: array):
-        """Keep the program, if it is right."""
-        found = program.run(*program.inputs[0])
-        program.wait(found)
-        wrong = complaint(case, to_jax(found), sets[0])
-        if wrong:
-            note(f"{case.name}: {name}: {wrong}")
-        else:
-            programs[name] = program
+    def of_torch(name, make):
+        attention, to_torch, to_jax[name], synchronise = make(case)
+        return Program(attention, [tuple(map(to_torch, arrays)) for arrays in sets], lambda _: synchronise())
 
-    for name, program in compiled.items():
-        add(name, Program(program, [heads_first(one) for one in sets] if name == "jax_paged" else sets))
-    for name, make in OF_TORCH.items():
-        try:
-            attention, to_torch, to_jax, synchronise = make(case)
-            wait = lambda _: synchronise()  # noqa: B023
-            add(name, Program(attention, [tuple(map(to_torch, one)) for one in sets], wait), to_jax)
-        except ImportError:
-            note(f"{name}: not installed")
-        except Exception as error:
-            note(f"{case.name}: {name}: {type(error).__name__}: {str(error)[:160]}")
+    makers |= {name: functools.partial(of_torch, name, make) for name, make in OF_TORCH.items()}
+    wrong = lambda name, out: complaint(case, to_jax[name](out) if name in to_jax else out, sets[0])
     records = []
-    for name, timing in time_programs(programs).items():
-        ms = timing.wall_ms if timing.device_ms is None else timing.device_ms
-        times = {"device_ms": ms, "wall_ms": timing.wall_ms, "spread": timing.spread}
-        times["samples_ms"] = [round(sample, 5) for sample in timing.device_samples]
-        records.append({"implementation": name, **asdict(case), **times, "gbps": case.bytes / ms / 1e6})
+    for name, timing in time_programs(right_ones(makers, wrong, note, case)).items():
+        ms = milliseconds(timing)
+        times = clocks(timing) | {"device_ms": ms, "gbps": case.bytes / ms / 1e6}
+        records.append({"implementation": name, **asdict(case), **times})
     return records
 
 

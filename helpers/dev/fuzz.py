@@ -19,7 +19,6 @@ import itertools
 import json
 import math
 import os
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -34,7 +33,9 @@ from helpers.attention.masking import Band, visible
 from helpers.attention.problem import FEW_QUERIES, Call, Problem
 from helpers.attention.registry import TABLE
 from helpers.dev import kinds, rounding, workers
+from helpers.dev.measuring import commit_here
 
+PATIENCE = 180.0  # seconds after which a call hangs
 UNJUDGED = 0.05  # the largest part of calls of which nothing may be said
 LONGEST = 2000  # positions of a sequence
 SIDES = (16, 32, 64, 128, 256)  # of tiles
@@ -136,8 +137,8 @@ class Trial:
         table = random.permutation(used + unused)[:used].reshape(self.B, each).astype(np.int32)
         scattered = []
         for array in (key, value):
-            padded = np.full((self.B, each * self.page, *array.shape[2:]), np.nan, array.dtype)
-            padded[:, : self.S] = array
+            missing = each * self.page - self.S
+            padded = np.pad(array, ((0, 0), (0, missing), (0, 0), (0, 0)), constant_values=np.nan)
             pages = np.full((used + unused, self.page, *array.shape[2:]), np.nan, array.dtype)
             pages[table.ravel()] = padded.reshape(used, *pages.shape[1:])
             scattered.append(pages)
@@ -196,13 +197,7 @@ def draw_trial(random, implementation, longest):
     # Where logits are large, TF32 changes them by so much that nothing can be said of the result.
     coarse = dtype == "float32" and not {"query", "key", "logits"} & {name for name, *_ in drawn}
     trial = Trial(
-        T=T,
-        S=S,
-        H=H,
-        N=N,
-        K=K,
-        B=B,
-        dtype=dtype,
+        *(T, S, H, N, K, B, dtype),
         is_causal=bool(random.random() < (0.2 if S > longest else 0.6)),  # few queries would see few keys
         window=sometimes(0.2, (log_uniform(1, S) - 1, log_uniform(1, S) - 1)),
         query_lengths=sometimes(0.15, tuple(random.integers(0, T + 1, B).tolist())),
@@ -496,14 +491,6 @@ def at_most(programs, calls, deadline, clock=time.monotonic):
         calls = None if calls is None else calls - len(program)
 
 
-def commit():
-    """The commit that is checked out, with a + where files differ from it."""
-    describe = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
-    with contextlib.suppress(FileNotFoundError):
-        return subprocess.run(describe, capture_output=True, text=True).stdout.strip() or "unknown"
-    return "unknown"
-
-
 def add_up(logs):
     """Print what several runs found, by commit and implementation. A call that two of them made counts once."""
     found = {}
@@ -532,8 +519,6 @@ def main(arguments=None):
     parser.add_argument("--first", type=int, default=0, help="number of the first program of this seed or sweep")
     parser.add_argument("--sweep", choices=SWEEPS, help="this list of calls instead of random ones")
     parser.add_argument("--longest", type=int, default=LONGEST, help="most positions of a sequence")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes; by default one a core")
-    parser.add_argument("--patience", type=float, default=180.0, help="seconds after which a call hangs")
     parser.add_argument("--log", type=argparse.FileType("w"), help="a file for a line of JSON for every program")
     parser.add_argument("--commit", help="what the log calls the code; by default as git does")
     parser.add_argument("--sum", nargs="+", metavar="LOG", help="run nothing, and add up what these logs have")
@@ -546,24 +531,22 @@ def main(arguments=None):
         print("No NVIDIA GPU here: kernels are interpreted on the CPU, where long sequences take long.")
 
     total = options.calls
+    chosen = options.implementation, options.longest, options.only
+    programs = (draw(options.seed, i, *chosen) for i in itertools.count())
     if options.sweep:
         programs = SWEEPS[options.sweep](options.implementation)
         total = total or len(programs) - options.first
-    else:
-        programs = (
-            draw(options.seed, i, options.implementation, options.longest, options.only) for i in itertools.count()
-        )
     minutes = options.minutes or (None if options.sweep or options.calls else 5.0)
     began = time.monotonic()
     deadline = None if minutes is None else began + 60 * minutes
     programs = at_most(itertools.islice(programs, options.first, None), options.calls, deadline)
 
-    named = {"commit": options.commit or commit(), "seed": options.sweep or options.seed}
-    with workers.Workers(attempt, options.workers) as pool:
-        tally = fuzz(programs, functools.partial(reports, pool, options.patience), options.log, total, named=named)
+    named = {"commit": options.commit or commit_here(), "seed": options.sweep or options.seed}
+    with workers.Workers(attempt, os.cpu_count()) as pool:
+        tally = fuzz(programs, functools.partial(reports, pool, PATIENCE), options.log, total, named=named)
         seconds = time.monotonic() - began
         for report in tally.faults()[:SHRUNK]:
-            again = functools.partial(reports, pool, min(options.patience, SHRINK_SECONDS))
+            again = functools.partial(reports, pool, SHRINK_SECONDS)
             simplest = shrink(report, again, SHRINK_SECONDS)
             print(f"\nMade simpler, {simplest.kind}: {simplest.text[:500]}\n  {simplest.reproduction}")
     largest = ", ".join(f"{name} {whole:.2f} / {worst:.2f}" for name, (whole, worst) in tally.worst.items())

@@ -10,7 +10,6 @@ before CUDA 13.2 compiles wrongly (see `mistaken_selects`), for which short sequ
 For the portable kernels, which XLA compiles with Triton, see `helpers.dev.shared_memory`.
 """
 
-import argparse
 import functools
 import importlib.util
 import itertools
@@ -36,6 +35,7 @@ from helpers.attention.hopper.table import LENGTHS
 from helpers.attention.hopper.warpgroup import HEAD_DIMS
 from helpers.attention.masking import Band
 from helpers.attention.problem import Call, Problem
+from helpers.dev.measuring import reason_of
 
 # Bytes that a kernel may spill, by pass and padded head_dim: somewhat more than today's kernels do. The
 # kernels for a head_dim of 256 merely fit.
@@ -207,8 +207,7 @@ def lengths_of(configuration):
     return [long] + [(n * 64, many) for n in few] + [(many, n * 64) for n in few] if configuration.is_causal else [long]
 
 
-def main(arguments=None):
-    argparse.ArgumentParser(prog="make gpu-compile", description=__doc__.splitlines()[0]).parse_args(arguments)
+def main():
     find_toolkit()
     sharding = sharding_on("NVIDIA H200", (9, 0), 227 * 1024)
     failed = 0
@@ -225,7 +224,7 @@ def main(arguments=None):
             for ptx in text.split(".visible .entry"):
                 wrong += [f"ptxas before CUDA 13.2 may mistake {select}" for select in mistaken_selects(ptx)]
         except Exception as error:
-            wrong = [f"does not compile: {(str(error) or repr(error)).splitlines()[0]}"]
+            wrong = [f"does not compile: {reason_of(error)}"]
         failed += bool(wrong)
         spilled = " + ".join(str(kernel.spilled) for kernel in kernels)
         said = f"{spilled or '?':>9} bytes spilled{', WRONG: ' * bool(wrong)}{'; '.join(wrong)}"

@@ -12,7 +12,7 @@ import argparse
 import functools
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from unittest import mock
 
 import jax
@@ -24,19 +24,15 @@ from jax.sharding import PartitionSpec as P
 
 from helpers import flash_attention
 from helpers.attention import ring
-from helpers.attention.masking import Band
-from helpers.attention.problem import Problem
 from helpers.attention.registry import KernelsOf
-from helpers.dev.benchmark import Machine, both_passes, gpu_or_reason, reason_of
+from helpers.dev.measuring import Machine, Notes, both_passes, gpu_or_reason, reason_of
 from helpers.instruments import results
-from helpers.instruments import ring as cost
 from helpers.instruments.timing import Program, time_together
 
 AXIS = "sequence"
 SPLIT = P(None, AXIS)
 N, H, DTYPE = 16, 128, "bfloat16"
 RIGHT_AT, WIDEST_ERROR = 4096, 0.02  # positions, and relative error of each result against one GPU's
-LONGEST = 2**20  # positions whose memory is compared with the formula
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,7 @@ VARIANTS = {
 
 
 @dataclass(frozen=True)
-class Case:
+class RingCall:
     """One call: how long the whole sequence is, of how many heads, and which passes of it."""
 
     name: str
@@ -79,8 +75,8 @@ class Case:
 
 
 def cases(devices):
-    short, middle, long = (Case("full forward", 1024 * length) for length in (32, 128, 256))
-    both, weak = Case("causal zigzag both", 131072, True), Case("weak scaling", 65536 * devices)
+    short, middle, long = (RingCall("full forward", 1024 * length) for length in (32, 128, 256))
+    both, weak = RingCall("causal zigzag both", 131072, True), RingCall("weak scaling", 65536 * devices)
     return [short, middle, both, weak, long]
 
 
@@ -166,33 +162,9 @@ def measure(case, mesh, note, time_programs=time_together, right_at=RIGHT_AT):
         programs = {name: Program(run.result(), [tuple(arrays)]) for name, (run, arrays) in waiting.items()}
     timings = time_programs(programs, rounds=5, sample_ms=100.0, device_samples=lambda _: [])
     alone = factor * timings.pop("alone").wall_ms
-    return [
-        {
-            "case": case.name,
-            "T": case.T,
-            "devices": devices,
-            "variant": name,
-            "alone_ms": round(alone, 3),
-            "ms": round(timing.wall_ms, 3),
-            "efficiency": round(alone / timing.wall_ms, 3),
-        }
-        for name, timing in timings.items()
-    ]
-
-
-def memory(case, mesh):
-    """One line: the bytes that a device needs as compiled, next to the formula, which counts out as returned."""
-    inputs = [
-        jax.ShapeDtypeStruct((1, case.T, case.N, case.H), jnp.dtype(DTYPE), sharding=NamedSharding(mesh, SPLIT))
-    ] * (4 if case.passes == "both" else 3)
-    overlapping = VARIANTS["overlapping"]
-    needed = lowered_ring(case, mesh, overlapping, inputs).compile(overlapping.options).memory_analysis()
-    needed = needed.argument_size_in_bytes + needed.output_size_in_bytes + needed.temp_size_in_bytes
-    band = Band(right=0) if case.is_causal else Band()
-    problem = Problem(1, case.T, case.T, case.N, case.N, case.H, jnp.dtype(DTYPE), 1.0, band)
-    stated = sum(cost.footprint(problem, mesh.size, case.passes).values())
-    gib = 2**30
-    return f"{case.passes} at T = {case.T}: {needed / gib:.2f} GiB a device, by formula {stated / gib:.2f}"
+    about = {"case": case.name, "T": case.T, "devices": devices}
+    figures = lambda ms: {"alone_ms": round(alone, 3), "ms": round(ms, 3), "efficiency": round(alone / ms, 3)}
+    return [about | {"variant": name} | figures(timing.wall_ms) for name, timing in timings.items()]
 
 
 def main(arguments=None):
@@ -203,14 +175,8 @@ def main(arguments=None):
     if reason or jax.device_count() < 2:
         print(f"Nothing to measure: {reason or 'a ring needs two GPUs, and this machine has one'}.")
         return 1
-    machine, mesh, notes = Machine.here(options.commit), mesh_of_all(), []
-
-    def note(text):
-        notes.append(text)
-        print(f"  ! {text}", flush=True)
-
-    print(mesh.size, machine.card, *(f"{name} {version}" for name, version in machine.versions.items()), sep=" · ")
-    rows = []
+    mesh, note, rows = mesh_of_all(), Notes(), []
+    machine = Machine.here(options.commit)
     for case in cases(mesh.size):
         try:
             found = measure(case, mesh, note)
@@ -221,13 +187,8 @@ def main(arguments=None):
             label = f"{row['case']} {row['T'] // 1024}k, {row['variant']}"
             print(f"{label:45} {row['ms']:9.2f} ms, alone {row['alone_ms']:9.2f}: {row['efficiency']:.3f}", flush=True)
         rows += found
-    try:
-        notes.append(memory(Case("memory", LONGEST, True), mesh))
-        print(notes[-1])
-    except Exception as error:
-        note(f"memory: {reason_of(error)}")
     path = results.RESULTS / f"{results.slug(machine.card)}_ring.json"
-    return results.write_or_say(asdict(machine) | {"rows": rows, "notes": notes}, path, results.RING_FILE)
+    return results.write_or_say(machine.header() | {"rows": rows, "notes": note}, path, results.RING_FILE)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import os
 import re
 import sys
 import tempfile
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
@@ -38,6 +39,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from helpers.attention import tpu
 from helpers.attention.masking import Band
 from helpers.attention.problem import Call, Problem
+from helpers.dev.measuring import reason_of
 from helpers.instruments import results
 
 CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
@@ -62,57 +64,50 @@ class Configuration:
     dtype: str
     is_causal: bool
 
-    def lowered(self, sharding):
-        """The pass for the chip that the sharding names."""
-        heads_first = self.implementation != "ours"
-        shape = (B, N, T, self.H) if heads_first else (B, T, N, self.H)
-        array = jax.ShapeDtypeStruct(shape, self.dtype, sharding=sharding)
-        row = jax.ShapeDtypeStruct((B, N, T), jnp.float32, sharding=sharding)
-        run, arrays = getattr(self, f"_{self.implementation}")(array, row)
-        with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
-            return jax.jit(run).lower(*arrays)
-
-    def _ours(self, array, row):
-        problem = Problem(B, T, T, N, N, self.H, jnp.dtype(self.dtype), 0.1, Band.of(self.is_causal))
-        if self.which == "forward":
-            return lambda *arrays: tpu.forward(Call(problem, *arrays, None, None)), [array] * 3
-        run = lambda query, key, value, *rest: tpu.backward(Call(problem, query, key, value, None, None), *rest)
-        return run, [array, array, array, array, row, array, row]
-
-    def _theirs(self, attention, array):
+    def program(self):
+        """(function, shapes and dtypes of its arrays)."""
+        if self.implementation == "ours":
+            problem = Problem(B, T, T, N, N, self.H, jnp.dtype(self.dtype), 0.1, Band.of(self.is_causal))
+            return ours(problem, self.which)
+        attention, array = getattr(self, f"_{self.implementation}")(), ((B, N, T, self.H), self.dtype)
         if self.which == "forward":
             return attention, [array] * 3
         return lambda dout, *arrays: jax.vjp(attention, *arrays)[1](dout), [array] * 4
 
-    def _flash(self, array, _):
+    def _flash(self):
         names = ("q", "k_major", "k", "q_major_dkv", "k_major_dkv", "k_dkv", "q_dkv", "k_major_dq", "k_dq", "q_dq")
         blocks = jax_flash.BlockSizes(block_b=1, **{f"block_{name}": BLOCK for name in names})
-        attention = functools.partial(jax_flash.flash_attention, causal=self.is_causal, block_sizes=blocks)
-        return self._theirs(attention, array)
+        return functools.partial(jax_flash.flash_attention, causal=self.is_causal, block_sizes=blocks)
 
-    def _splash(self, array, _):
+    def _splash(self):
         names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
         blocks = splash.BlockSizes(**{f"block_{name}": BLOCK for name in names})
         mask = masks.CausalMask((T, T)) if self.is_causal else masks.FullMask((T, T))
         with jax.ensure_compile_time_eval():
             kernel = splash.make_splash_mha_single_device(masks.MultiHeadMask([mask] * N), block_sizes=blocks)
-        return self._theirs(jax.vmap(kernel), array)
+        return jax.vmap(kernel)
 
 
-def lowered(problem, which, sharding, precision=None):
-    """A pass of ours with lengths, for the chip that the sharding names."""
-    of = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-    query = of((problem.B, problem.T, problem.N, problem.H), problem.dtype)
-    key = of((problem.B, problem.S, problem.K, problem.H), problem.dtype)
-    row, lengths = of((problem.B, problem.N, problem.T), jnp.float32), of((problem.B,), jnp.int32)
+def ours(problem, which, with_lengths=False):
+    """(function, shapes and dtypes of its arrays) of a pass of our kernels."""
+    query = (problem.B, problem.T, problem.N, problem.H), problem.dtype
+    key = (problem.B, problem.S, problem.K, problem.H), problem.dtype
+    row, lengths = ((problem.B, problem.N, problem.T), jnp.float32), [((problem.B,), jnp.int32)] * 2 * with_lengths
 
-    def run(*arrays):
-        call, rest = Call(problem, *arrays[:5]), arrays[5:]
-        return tpu.forward(call) if which == "forward" else tpu.backward(call, *rest)
+    def run(query, key, value, *rest):
+        call = Call(problem, query, key, value, *(rest[: len(lengths)] or (None, None)))
+        return tpu.forward(call) if which == "forward" else tpu.backward(call, *rest[len(lengths) :])
 
-    arrays = [query, key, key, lengths, lengths] + ([] if which == "forward" else [query, row, query, row])
+    return run, [query, key, key, *lengths] + ([] if which == "forward" else [query, row, query, row])
+
+
+def compile_for(chip, run, arrays, precision=None):
+    """Compile a function for one chip."""
+    device = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip]).devices[:1]
+    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(device), ("x",)), jax.sharding.PartitionSpec())
+    arrays = [jax.ShapeDtypeStruct(*array, sharding=sharding) for array in arrays]
     with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh), jax.default_matmul_precision(precision):
-        return jax.jit(run).lower(*arrays)
+        jax.jit(run).lower(*arrays).compile()
 
 
 def configurations():
@@ -137,7 +132,7 @@ def schedule(text):
 
 
 def kernels_of(folder):
-    """{name: numbers} of the kernels that were compiled into a folder, which is emptied."""
+    """{name: numbers} of the kernels that were compiled into a folder."""
     found = {}
     for path in sorted(folder.iterdir()):
         kernel = re.match(r"\d+-(\S*(?:attention|mha)\S*?)(?:\.\d+)*-\d+-(original|final_hlo-static.*)\.txt", path.name)
@@ -147,53 +142,42 @@ def kernels_of(folder):
                 numbers["vmem"] = bytes_of_vmem(path.read_text())
             else:
                 numbers["bundles"], numbers["spills"] = schedule(path.read_text())
-        path.unlink()
     return found
-
-
-def sharding_on(chip):
-    """Where the arrays of a program for one chip would be."""
-    device = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip]).devices[:1]
-    return jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(device), ("x",)), jax.sharding.PartitionSpec())
-
-
-def first_line(error):
-    return (str(error) or repr(error)).splitlines()[0]
 
 
 def compile_all(folder):
     """Compile and print each configuration. Returns rows for the record, and how many failed."""
-    rows, failed = [], 0
+    rows, failed = [], []
+
+    @contextmanager
+    def noticed(said):
+        try:
+            yield
+        except Exception as error:
+            failed.append(said)
+            print(f"{said} WRONG: {reason_of(error)}", flush=True)
+        for path in folder.iterdir():
+            path.unlink()
+
     for chip, one in itertools.product(CHIPS, configurations()):
         mask = "causal" if one.is_causal else "full"
         said = f"{chip} {one.implementation:6} {one.which:8} H{one.H:<3} {one.dtype:8} {mask:6}"
-        try:
-            one.lowered(sharding_on(chip)).compile()
+        with noticed(said):
+            compile_for(chip, *one.program())
             kernels = kernels_of(folder)
             if not kernels:
                 raise RuntimeError("the compiler wrote no schedule")
-        except Exception as error:
-            failed += 1
-            print(f"{said} WRONG: {first_line(error)}", flush=True)
-            for path in folder.iterdir():
-                path.unlink()
-            continue
-        for name, numbers in kernels.items():
-            rows.append({"chip": chip, **vars(one), "kernel": name, **numbers})
-            size = f"{numbers['vmem'] / 2**20:5.2f} MiB of VMEM"
-            print(
-                f"{said} {name:32.32} {size}, {numbers['bundles']:5} bundles, {numbers['spills']:5} spills", flush=True
-            )
-    for chip, (name, problem), which in itertools.product(CHIPS, UNUSUAL.items(), ("forward", "backward")):
-        for precision in ("default", "highest"):
-            said = f"{chip} ours   {which:8} {name}, {precision} precision"
-            try:
-                lowered(problem, which, sharding_on(chip), precision).compile()
-                print(f"{said}: compiles", flush=True)
-            except Exception as error:
-                failed += 1
-                print(f"{said} WRONG: {first_line(error)}", flush=True)
-    return rows, failed
+            for name, numbers in kernels.items():
+                rows.append({"chip": chip, **vars(one), "kernel": name, **numbers})
+                more = f"{numbers['bundles']:5} bundles, {numbers['spills']:5} spills"
+                print(f"{said} {name:32.32} {numbers['vmem'] / 2**20:5.2f} MiB of VMEM, {more}", flush=True)
+    choices = itertools.product(CHIPS, UNUSUAL.items(), ("forward", "backward"), ("default", "highest"))
+    for chip, (name, problem), which, precision in choices:
+        said = f"{chip} ours   {which:8} {name}, {precision} precision:"
+        with noticed(said):
+            compile_for(chip, *ours(problem, which, with_lengths=True), precision)
+            print(f"{said} compiles", flush=True)
+    return rows, len(failed)
 
 
 def main(arguments=None):

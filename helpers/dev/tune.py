@@ -6,7 +6,7 @@ The portable kernels are tuned at T = 4096, those for few queries at `DECODED`, 
 kernels at each of `hopper.table.LENGTHS`. Every candidate that shared memory holds is compiled, compared with
 the result of the default tiles, and timed; the fastest are timed once more, for longer (those for few queries
 once, by the device's clock). A candidate that the compiler refuses or that computes something else is passed
-over. Writes helpers/attention/tuned/<card>.json, which the kernels read through `attention.tables`.
+over. Writes helpers/attention/tuned/<gpu>.json, which the kernels read through `attention.tables`.
 """
 
 import argparse
@@ -20,7 +20,6 @@ import numpy as np
 from tqdm import tqdm
 
 from helpers.attention import tables
-from helpers.attention.device import compute_capability
 from helpers.attention.hopper import backward as hopper_backward
 from helpers.attention.hopper import forward as hopper_forward
 from helpers.attention.hopper import serve as hopper
@@ -32,13 +31,13 @@ from helpers.attention.portable.decode import Launch, decode, splits_of
 from helpers.attention.portable.tiles import DEFAULTS, Tiles, fitting, this_gpu
 from helpers.attention.problem import check_call, check_paged_call
 from helpers.dev import decoding
-from helpers.dev.benchmark import Machine, compile_together, gpu_or_reason, one_stage, random_arrays
+from helpers.dev.measuring import Machine, compile_together, gpu_or_reason, is_hopper, one_stage, random_arrays
 from helpers.instruments import results
 from helpers.instruments.timing import Program, kernel_times, rotation, time_together
 
 T, TOKENS, WIDTH = 4096, 16384, 2048
 NOISE = 1.01  # the default stays where nothing is faster than by this
-PASSES = "forward", "backward"
+HEAD_DIMS, DTYPES = (64, 128, 256), (jnp.bfloat16, jnp.float32)
 PARTS = {  # of the file, see `results`
     "portable": ("tiles", "sweep"),
     "decode": ("decode", "decode_sweep"),
@@ -119,7 +118,7 @@ def hopper_backward_candidates(H):
 def compile_all(function, choices, arrays):
     """{choice: compiled function}, without those that the compiler refuses."""
     parts = {choice: functools.partial(one_stage, functools.partial(function, choice), arrays) for choice in choices}
-    return {choice: program for choice, (program,) in compile_together(parts, lambda *_: None).items()}
+    return {choice: program for choice, (program,) in compile_together(parts, lambda text: None).items()}
 
 
 def agree(mine, right):
@@ -156,11 +155,10 @@ def times_of_choices(function, choices, inputs, always):
     return times_of(programs, always)
 
 
-def tune_portable(head_dims=(64, 128, 256), dtypes=(jnp.bfloat16, jnp.float32), progress=sys.stderr):
+def tune_portable(head_dims=HEAD_DIMS):
     """(tiles, sweep): rows of the table, and rows of everything tried, as `results` describes them."""
     table, sweep, card = [], [], this_gpu()
-    cases = list(itertools.product(dtypes, head_dims, (False, True)))
-    for dtype, H, is_causal in tqdm(cases, "portable", file=progress):
+    for dtype, H, is_causal in tqdm([*itertools.product(DTYPES, head_dims, (False, True))], "portable"):
         *arrays, dout = arrays_of(T, H, dtype)
         call = check_call(*arrays, is_causal=is_causal)
         out, lse = jax.jit(lambda *a, c=is_causal: forward.forward(check_call(*a, is_causal=c)))(*arrays)
@@ -195,15 +193,13 @@ def device_times(programs, turns=3):
     return {choice: float(np.median(found)) for choice, found in samples.items() if found}
 
 
-def tune_decode(head_dims=(64, 128, 256), dtypes=(jnp.bfloat16, jnp.float32), progress=sys.stderr):
+def tune_decode(head_dims=HEAD_DIMS, dtypes=DTYPES):
     """(decode, decode_sweep): rows of the table, and rows of everything tried, as `results` describes them.
 
     The fastest has the least geometric mean of its times over `DECODED`. Pages are tuned for one query only.
     """
     table, sweep, kinds = [], [], [*((False, block_r) for block_r in QUERIES), (True, 16)]
-    for dtype, H, (in_pages, block_r) in tqdm(
-        list(itertools.product(dtypes, head_dims, kinds)), "decode", file=progress
-    ):
+    for dtype, H, (in_pages, block_r) in tqdm([*itertools.product(dtypes, head_dims, kinds)], "decode"):
         itemsize, T = jnp.dtype(dtype).itemsize, QUERIES[block_r]
         where = {"in_pages": in_pages, "itemsize": itemsize, "head_padded": H, "block_r": block_r}
         default = DECODE_DEFAULTS[itemsize, in_pages]
@@ -240,13 +236,12 @@ def fastest(times, default):
     return default if default in times and times[default] <= NOISE * times[best] else best
 
 
-def tune_hopper(head_dims=(64, 128, 256), passes=PASSES, dtype=jnp.bfloat16, progress=sys.stderr):
+def tune_hopper(head_dims=HEAD_DIMS):
     """(hopper, hopper_sweep): rows of the table, and rows of everything tried, as `results` describes them."""
     table, sweep = [], []
-    cases = list(itertools.product(head_dims, (False, True), LENGTHS))
-    for H, is_causal, longest in tqdm(cases, "hopper", file=progress):
+    for H, is_causal, longest in tqdm([*itertools.product(head_dims, (False, True), LENGTHS)], "hopper"):
         where = {"head_padded": H, "is_causal": is_causal, "up_to": longest}
-        *arrays, dout = arrays_of(LENGTHS[longest], H, dtype)
+        *arrays, dout = arrays_of(LENGTHS[longest], H, jnp.bfloat16)
         call_of = functools.partial(check_call, is_causal=is_causal)
         problem = call_of(*arrays).problem
 
@@ -263,10 +258,7 @@ def tune_hopper(head_dims=(64, 128, 256), passes=PASSES, dtype=jnp.bfloat16, pro
             return final
 
         default = hopper_forward.untuned_tiles(problem)
-        if "forward" in passes:
-            final_of_pass("forward", run_forward, [default], hopper_forward_candidates(H), arrays)
-        if "backward" not in passes:
-            continue
+        final_of_pass("forward", run_forward, [default], hopper_forward_candidates(H), arrays)
         out, lse = jax.jit(functools.partial(run_forward, default))(*arrays)
         residuals = (*arrays, out, lse, dout, jnp.zeros_like(lse))
         defaults = [hopper_backward.untuned_tiles(problem, deterministic) for deterministic in (False, True)]
@@ -298,38 +290,29 @@ def _subject(row):
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m helpers.dev.tune", description=__doc__.splitlines()[0])
     parser.add_argument("--kernels", choices=PARTS, nargs="+", help="by default those that this GPU runs")
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
-    parser.add_argument("--passes", choices=PASSES, nargs="+", default=PASSES, help="of the Hopper kernels")
-    parser.add_argument("--sixteen-bit", action="store_true", help="leave float32 out")
+    parser.add_argument("--head-dims", type=int, nargs="+", default=HEAD_DIMS)
     parser.add_argument("--commit", help="what to record as the commit, where git cannot say")
     options = parser.parse_args(arguments)
-    reason = gpu_or_reason()
-    if reason:
+    if reason := gpu_or_reason():
         print(f"Nothing to tune: {reason}.")
         return 1
-    hopper_runs = compute_capability() == (9, 0)
-    kernels = options.kernels or ["portable", "decode", *(["hopper"] if hopper_runs else [])]
-    if "hopper" in kernels and not hopper_runs:
+    kernels = options.kernels or [part for part in PARTS if part != "hopper" or is_hopper()]
+    if "hopper" in kernels and not is_hopper():
         print("The Hopper kernels need a GPU of compute capability 9.0.")
         return 1
-    head_dims, machine, found = tuple(options.head_dims), Machine.here(options.commit), {}
+    machine, found = Machine.here(options.commit), {}
     try:
         earlier = results.read_tiles(machine.card)
     except (FileNotFoundError, ValueError) as error:
         print(f"Beginning without an earlier table: {error}")
         earlier = {}
-    dtypes = (jnp.bfloat16,) if options.sixteen_bit else (jnp.bfloat16, jnp.float32)
-    if "portable" in kernels:
-        found |= dict(zip(PARTS["portable"], tune_portable(head_dims, dtypes), strict=True))
-    if "decode" in kernels:
-        found |= dict(zip(PARTS["decode"], tune_decode(head_dims, dtypes), strict=True))
-    if "hopper" in kernels:
-        found |= dict(zip(PARTS["hopper"], tune_hopper(head_dims, options.passes), strict=True))
-    path = tables.path_of(machine.card)
     for part in kernels:
+        tune = {"portable": tune_portable, "decode": tune_decode, "hopper": tune_hopper}[part]
+        found |= dict(zip(PARTS[part], tune(options.head_dims), strict=True))
         for row in found[PARTS[part][0]]:
             print(" ".join(f"{value!s:>9}" for value in row.values()))
-    return results.write_or_say(merged(machine.header(), found, earlier), path, results.TILES_FILE)
+    table = merged(machine.header(), found, earlier)
+    return results.write_or_say(table, tables.path_of(machine.card), results.TILES_FILE)
 
 
 if __name__ == "__main__":

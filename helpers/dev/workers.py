@@ -44,6 +44,7 @@ class Workers:
     """
 
     def __init__(self, function, count, devices=None):
+        os.environ["OPENBLAS_NUM_THREADS"] = "1"  # which a process reads when it begins
         devices = visible_gpus() if devices is None else devices
         self._all = [_Worker(function, i, devices[i % len(devices)] if devices else None) for i in range(count)]
 
@@ -107,14 +108,10 @@ class _Worker:
             self.pipe.send(task)
 
     def _start(self):
-        own = {"OPENBLAS_NUM_THREADS": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        if self.device is not None:
-            own["CUDA_VISIBLE_DEVICES"] = self.device
         self.pipe, theirs = SPAWN.Pipe()
-        self.process, self.done = SPAWN.Process(target=_serve, args=(self.function, theirs), daemon=True), 0
-        self.is_ready = False
-        with _environment(own), _few_cores(self.number):
-            self.process.start()
+        arguments = self.function, theirs, self.number, self.device
+        self.process, self.done, self.is_ready = SPAWN.Process(target=_serve, args=arguments, daemon=True), 0, False
+        self.process.start()
         theirs.close()  # so that the pipe breaks when the process dies
 
     def outcome(self, patience):
@@ -144,38 +141,14 @@ class _Worker:
         self.process, self.busy = None, False
 
 
-@contextlib.contextmanager
-def _environment(own):
-    """Environment variables for the processes started meanwhile."""
-    before = {name: os.environ.get(name) for name in own}
-    os.environ.update(own)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _few_cores(number):
-    """Processes started meanwhile see four cores: on all, each would keep a thread or more for every core."""
-    if not hasattr(os, "sched_setaffinity"):  # it is Linux that has it
-        yield
-        return
-    cores = sorted(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError):
+def _serve(function, pipe, number, device):
+    """What a process does: answer tasks, on one GPU and four cores. On all cores it would keep a thread for each."""
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # which JAX reads when it is first used
+    if device is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = device
+    if hasattr(os, "sched_setaffinity"):  # it is Linux that has it
+        cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[(number + i) % len(cores)] for i in range(4)})
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, cores)
-
-
-def _serve(function, pipe):
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         pipe.send(("ready", None))
         while True:

@@ -8,6 +8,7 @@ thread block. NVRTC comes in a wheel of its own (nvidia-cuda-nvrtc), and with th
 
 import ctypes
 import functools
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -40,7 +41,7 @@ def version():
     return f"{major.value}.{minor.value}"
 
 
-def compile_for_card(dtype, head, architecture="sm_90", source=None):
+def compile_for_gpu(dtype, head, architecture="sm_90", source=None):
     """(cubin, log of ptxas) of attention.cu for one type of element and one head_dim."""
     library = nvrtc()
     if library is None:
@@ -86,18 +87,15 @@ def resources(log):
     return found
 
 
-def main():
-    if nvrtc() is None:
-        sys.exit(MISSING)
-    print(f"{'':8}{'':10}{'head':>5}  {'kernel':22}{'registers':>10}{'spilled':>9}{'shared':>8}")
-    for architecture in ARCHITECTURES:
-        for dtype in ELEMENTS:
-            for head in HEADS:
-                _, log = compile_for_card(dtype, head, architecture)
-                for kernel, row in sorted(resources(log).items()):
-                    numbers = f"{row['registers']:10}{row['spilled']:9}{row['shared']:8}"
-                    print(f"{architecture:8}{dtype:10}{head:5}  {kernel:22}{numbers}", flush=True)
+def say(dtypes=ELEMENTS, heads=HEADS):
+    """Print registers, spilled bytes and shared memory of every kernel, by architecture, type and head_dim."""
+    print(f"{'':6} {'type':8} {'H':>4}  {'kernel':20} {'registers':>9} {'spilled':>8} {'shared':>7}")
+    for architecture, dtype, head in itertools.product(ARCHITECTURES, dtypes, heads):
+        _, log = compile_for_gpu(dtype, head, architecture)
+        for kernel, row in sorted(resources(log).items()):
+            numbers = f"{row['registers']:9} {row['spilled']:8} {row['shared']:7}"
+            print(f"{architecture:6} {dtype:8} {head:4}  {kernel:20} {numbers}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(MISSING if nvrtc() is None else say())

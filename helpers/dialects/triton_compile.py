@@ -37,24 +37,15 @@ def compiled(name, shapes, dtype, launch, capability=90, precision="tf32"):
     from triton.compiler import ASTSource, compile
 
     typed, rows = (names.split() for names in POINTERS[name])
-    signature = {argument: "constexpr" for argument in kernel.arg_names}
-    signature |= {argument: f"*{NAMES_IN_TRITON[dtype]}" for argument in typed}
-    signature |= {argument: "*fp32" for argument in rows}
-    constants = {
-        **shapes._asdict(),
-        **launch._asdict(),
-        "head_padded": padded_head_dim(shapes.H),
-        "precision": precision,
-        "interpret": False,
-    }
+    signature = dict.fromkeys(kernel.arg_names, "constexpr")
+    signature |= dict.fromkeys(typed, f"*{NAMES_IN_TRITON[dtype]}") | dict.fromkeys(rows, "*fp32")
+    constants = {**shapes._asdict(), **launch._asdict(), "head_padded": padded_head_dim(shapes.H)}
+    constants |= {"precision": precision, "interpret": False}
     if name != "delta_kernel":
         signature["scale"] = "fp32"
     constants = {argument: constants[argument] for argument, kind in signature.items() if kind == "constexpr"}
-    aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, argument in enumerate(kernel.arg_names)
-        if argument in typed + rows
-    }
+    places = (place for place, argument in enumerate(kernel.arg_names) if argument in typed + rows)
+    aligned = {(place,): [["tt.divisibility", 16]] for place in places}
     source = ASTSource(kernel, signature, constants, aligned)
     target = GPUTarget("cuda", capability, 32)
     return compile(source, target, {"num_warps": launch.num_warps, "num_stages": launch.num_stages})
@@ -67,12 +58,8 @@ def numbers(found):
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(found.asm["cubin"])
-        said = subprocess.run(
-            [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(cubin)],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(cubin)]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack = (int(re.search(rf"{word}:(\d+)", said)[1]) for word in ("REG", "STACK"))
     return registers, stack, found.metadata.shared
 

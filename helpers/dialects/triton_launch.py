@@ -129,35 +129,31 @@ def _new(like, shape, dtype=None):
     return torch.empty(shape, dtype=like.dtype if dtype is None else torch.float32, device=like.device)
 
 
-def _run(name, arrays, grid, launch, *constants):
-    """Launch a kernel by its name."""
+def _run(name, arrays, blocks, launch, *constants):
+    """Launch a kernel by its name. blocks: (length, side of a tile of it, heads, batch entries) of its programs."""
     interpret = isinstance(arrays[0], np.ndarray)
-    kernel = getattr(kernels(interpret), name)
+    length, side, *rest = blocks
+    run = getattr(kernels(interpret), name)[-(-length // side), *rest]
     if interpret:
-        for array in arrays:
-            if not array.flags.c_contiguous:
-                raise ValueError("arrays must lie in memory without gaps")
+        if not all(array.flags.c_contiguous for array in arrays):
+            raise ValueError("arrays must lie in memory without gaps")
         with np.errstate(all="ignore"):  # what is masked may overflow
-            kernel[grid](*map(InMemory, arrays), *constants)
+            run(*map(InMemory, arrays), *constants)
     else:
-        kernel[grid](*arrays, *constants, num_warps=launch.num_warps, num_stages=launch.num_stages)
+        run(*arrays, *constants, num_warps=launch.num_warps, num_stages=launch.num_stages)
+
+
+def _run_with_products(name, arrays, blocks, shapes, launch, precision):
+    """Launch one of the kernels that multiply matrices."""
+    _, T, S, N, K, H, scale, is_causal = shapes
+    constants = scale, T, S, N, K, H, padded_head_dim(H), is_causal, launch.block_q, launch.block_k
+    _run(name, arrays, blocks, launch, *constants, precision, isinstance(arrays[0], np.ndarray))
 
 
 def _let_descriptors_lie_on(device):
     """A GPU wants its descriptors in its own memory, for which Triton asks the caller."""
     torch, triton = importlib.import_module("torch"), importlib.import_module("triton")
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
-
-
-def _grid(length, block, heads, B):
-    return -(-length // block), heads, B
-
-
-def _common(shapes, launch, interpret, precision):
-    """The constants of the kernels that multiply matrices."""
-    _, T, S, N, K, H, scale, is_causal = shapes
-    head_padded = padded_head_dim(H)
-    return scale, T, S, N, K, H, head_padded, is_causal, launch.block_q, launch.block_k, precision, interpret
 
 
 def forward(query, key, value, *, scale=None, is_causal=False, launch=None, precision="tf32", kernel="forward_kernel"):
@@ -176,8 +172,7 @@ def forward(query, key, value, *, scale=None, is_causal=False, launch=None, prec
     B, T, N = shapes.B, shapes.T, shapes.N
     launch = _launch_for(shapes, query, launch)
     out, lse = _new(query, (B, T, N, shapes.H)), _new(query, (B, N, T), "float32")
-    constants = _common(shapes, launch, isinstance(query, np.ndarray), precision)
-    _run(kernel, (query, key, value, out, lse), _grid(T, launch.block_q, N, B), launch, *constants)
+    _run_with_products(kernel, (query, key, value, out, lse), (T, launch.block_q, N, B), shapes, launch, precision)
     return out, lse
 
 
@@ -186,7 +181,7 @@ def delta_of(out, do, dlse, launch):
     B, T, N, H = out.shape
     delta = _new(out, (B, N, T), "float32")
     constants = T, N, H, padded_head_dim(H), launch.block_q
-    _run("delta_kernel", (out, do, dlse, delta), _grid(T, launch.block_q, N, B), launch, *constants)
+    _run("delta_kernel", (out, do, dlse, delta), (T, launch.block_q, N, B), launch, *constants)
     return delta
 
 
@@ -194,22 +189,20 @@ def dkv(query, key, value, do, lse, delta, *, scale=None, is_causal=False, launc
     """(dk, dv), each (B, S, K, H)."""
     shapes = shapes_of(query, key, scale, is_causal)
     launch = _launch_for(shapes, query, launch)
-    dk, dv = _new(query, tuple(key.shape)), _new(query, tuple(key.shape))
-    grid = _grid(shapes.S, launch.block_k, shapes.K, shapes.B)
-    constants = _common(shapes, launch, isinstance(query, np.ndarray), precision)
-    _run("dkv_kernel", (query, key, value, do, lse, delta, dk, dv), grid, launch, *constants)
-    return dk, dv
+    arrays = query, key, value, do, lse, delta, _new(query, tuple(key.shape)), _new(query, tuple(key.shape))
+    blocks = shapes.S, launch.block_k, shapes.K, shapes.B
+    _run_with_products("dkv_kernel", arrays, blocks, shapes, launch, precision)
+    return arrays[-2:]
 
 
 def dq(query, key, value, do, lse, delta, *, scale=None, is_causal=False, launch=None, precision="tf32"):
     """dq (B, T, N, H)."""
     shapes = shapes_of(query, key, scale, is_causal)
     launch = _launch_for(shapes, query, launch)
-    dq = _new(query, tuple(query.shape))
-    grid = _grid(shapes.T, launch.block_q, shapes.N, shapes.B)
-    constants = _common(shapes, launch, isinstance(query, np.ndarray), precision)
-    _run("dq_kernel", (query, key, value, do, lse, delta, dq), grid, launch, *constants)
-    return dq
+    arrays = query, key, value, do, lse, delta, _new(query, tuple(query.shape))
+    blocks = shapes.T, launch.block_q, shapes.N, shapes.B
+    _run_with_products("dq_kernel", arrays, blocks, shapes, launch, precision)
+    return arrays[-1]
 
 
 def backward(query, key, value, out, lse, do, dlse, *, dkv_launch=None, dq_launch=None, **options):

@@ -2,38 +2,21 @@
 
     python -m helpers.dialects.triton_shown        writes helpers/instruments/records/triton_shown.json (make triton)
 
-The measurements of a GPU stand in <GPU>_triton.json; `triton_card` writes them.
+The measurements of a GPU stand in <GPU>_triton.json; `triton_gpu` writes them.
 """
 
-import contextlib
-import io
-import json
 import subprocess
 import sys
 from importlib import metadata
 
-import jax.numpy as jnp
 import numpy as np
 
-from helpers.attention.reference import oracle, oracle_gradients
-from helpers.dialects import triton_launch
-from helpers.instruments import results
-
-RECORD = results.RESULTS / "triton_shown.json"
-CARD = results.RESULTS / "nvidia_h200_triton.json"
+from helpers.dialects import shown, triton_launch
+from helpers.dialects.shown import Shown
 
 
 def inputs(dtype):
-    """(query, key, value), do and dlse: 100 queries of 4 heads, 130 keys of 2, head_dim 24."""
-    random = np.random.default_rng(16)
-    shapes = (2, 100, 4, 24), (2, 130, 2, 24), (2, 130, 2, 24), (2, 100, 4, 24)
-    *arrays, do = (random.standard_normal(shape).astype(jnp.dtype(dtype)) for shape in shapes)
-    return arrays, do, random.standard_normal((2, 4, 100)).astype(np.float32)
-
-
-def _error(mine, right):
-    mine, right = np.asarray(mine, np.float64), np.asarray(right, np.float64)
-    return np.linalg.norm(mine - right) / np.linalg.norm(right)
+    return shown.inputs(dtype, 100, 130, seed=16)
 
 
 def forward(kernel="forward_kernel"):
@@ -41,24 +24,15 @@ def forward(kernel="forward_kernel"):
     for dtype, bound in (("float32", 2e-6), ("float16", 2**-10), ("bfloat16", 2**-7)):
         arrays, _, _ = inputs(dtype)
         for is_causal in (False, True):
-            out, lse = triton_launch.forward(*arrays, is_causal=is_causal, kernel=kernel)
-            right_out, right_lse = oracle(*arrays, is_causal=is_causal)
-            right = _error(out, right_out) < bound, _error(lse.swapaxes(1, 2), right_lse) < 2e-6
-            print(f"{dtype:8} {'causal' if is_causal else 'full':6} out right: {right[0]}, lse right: {right[1]}")
+            found = triton_launch.forward(*arrays, is_causal=is_causal, kernel=kernel)
+            label = f"{dtype:8} {'causal' if is_causal else 'full':6}"
+            shown.say_forward(label, arrays, found, bound, is_causal)
 
 
 def backward():
     """Print whether dq, dk and dv agree with the oracle, each by itself."""
     for dtype, bound in (("float32", 5e-6), ("float16", 2**-9), ("bfloat16", 2**-6)):
-        arrays, do, dlse = inputs(dtype)
-        out, lse = triton_launch.forward(*arrays, is_causal=True)
-        found = triton_launch.backward(*arrays, out, lse, do, dlse, is_causal=True)
-        right = oracle_gradients(*arrays, do, dlse.swapaxes(1, 2), is_causal=True)
-        verdicts = (
-            f"{name} right: {_error(mine, correct) < bound}"
-            for name, mine, correct in zip(("dq", "dk", "dv"), found, right, strict=True)
-        )
-        print(f"{dtype:8} {', '.join(verdicts)}")
+        shown.say_backward(triton_launch, dtype, inputs(dtype), bound)
 
 
 def descriptors():
@@ -71,37 +45,13 @@ def descriptors():
         print(error)
 
 
-SHOWN = {"forward": forward, "backward": backward, "descriptors": descriptors}
-
-
-def show(name):
-    """Print what one of `SHOWN` prints, or "compiled": what the compiler said, always recorded."""
-    record = json.loads(RECORD.read_text())
-    if name in SHOWN and triton_launch.is_installed():
-        SHOWN[name]()
-        return
-    print(f"Recorded with Triton {record['versions']['triton']}; make triton installs it and runs this anew.")
-    print(record["outputs"][name], end="")
-
-
-def _card():
-    """The record of the GPU, or None, after a line that says so."""
-    if CARD.exists():
-        return json.loads(CARD.read_text())
-    print("Not recorded yet: python -m helpers.dialects.triton_card measures it on a GPU.")
-    return None
-
-
-def show_provenance():
-    if record := _card():
-        versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-        print(f"{record['card']}, {record['date']}, commit {record['commit'][:7]}: {versions}")
+SHOWN = Shown("Triton", triton_launch, {"forward": forward, "backward": backward, "descriptors": descriptors})
+show, show_provenance = SHOWN.show, SHOWN.show_provenance
 
 
 def show_correct():
     """How many cases agreed with the oracle, and the largest errors beside PyTorch."""
-    if not (record := _card()):
-        return
+    record = SHOWN.gpu()
     rows = record["correct"]
     print(f"{sum(row['right'] for row in rows)} of {record['cases']} cases agree with the float64 oracle")
     for dtype in ("float32", "float16", "bfloat16"):
@@ -117,9 +67,7 @@ def show_correct():
 
 def show_second_oracle():
     """`flash_attention` and PyTorch against the oracle and against each other."""
-    if not (record := _card()):
-        return
-    for row in record.get("second", []):
+    for row in SHOWN.gpu()["second"]:
         print(
             f"T={row['T']} S={row['S']} H={row['H']} N={row['N']} K={row['K']} {row['dtype']}, "
             f"{'causal' if row['is_causal'] else 'full'}"
@@ -130,10 +78,8 @@ def show_second_oracle():
 
 def show_times():
     """TFLOP/s of both dialects, by the same clock."""
-    if not (record := _card()):
-        return
     by_case = {}
-    for row in record["times"]:
+    for row in SHOWN.gpu()["times"]:
         by_case.setdefault((row["pass"], row["H"], row["is_causal"]), {})[row["implementation"]] = row["tflops"]
     print("TFLOP/s; in brackets as multiples of pallas")
     for (which, H, is_causal), found in sorted(by_case.items(), reverse=True):
@@ -144,18 +90,14 @@ def show_times():
 
 def show_strides():
     """Bandwidth by the distance of neighbouring threads' loads."""
-    if not (record := _card()):
-        return
-    rows = record["strides"]
+    rows = SHOWN.gpu()["strides"]
     for row in rows:
         print(f"stride {row['stride']:2}: {row['gbps']:5.0f} GB/s of use, {row['gbps'] / rows[0]['gbps']:.0%}")
 
 
 def show_samples():
     """What means of five calls say of a program and its twin, and what medians say."""
-    if not (record := _card()):
-        return
-    found = record["samples"]
+    found = SHOWN.gpu()["samples"]
     first, second = found["first_wall_ms"]
     print(f"the first call took {first:.0f} ms by the wall, the second {second:.2f} ms")
     a, b = (np.array(found["series"][name]) for name in "ab")
@@ -173,17 +115,10 @@ def main():
     if not triton_launch.is_installed():
         print(triton_launch.MISSING)
         return 1
-    outputs = {}
-    for name, run in SHOWN.items():
-        with contextlib.redirect_stdout(io.StringIO()) as said:
-            run()
-        outputs[name] = said.getvalue()
     # Triton decides once whether it interprets, so a process of its own compiles.
     command = [sys.executable, "-m", "helpers.dialects.triton_compile"]
-    outputs["compiled"] = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    print("".join(outputs.values()), end="")
-    record = {"card": "Triton", "versions": {"triton": metadata.version("triton")}, "outputs": outputs}
-    return results.write_or_say(record, RECORD, results.SHOWN_FILE)
+    compiled = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return SHOWN.record({"triton": metadata.version("triton")}, compiled)
 
 
 if __name__ == "__main__":

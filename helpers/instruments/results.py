@@ -28,7 +28,7 @@ Ring attention on several cards of one host stands in <card>_ring.json: `rows`, 
 The errors of gradients where keys and values have a part in common stand in <card>_common_part.json: `heads`, `rows`
 of long sequences and `short` ones, see COMMON_PART.
 
-What `dialects.triton_card` measured of the Triton kernels stands in <card>_triton.json, and what Triton prints without
+What `dialects.triton_gpu` measured of the Triton kernels stands in <card>_triton.json, and what Triton prints without
 a card in triton_shown.json, under the name "Triton" for a card: `outputs`, texts by name. The same of CUDA C++ stands
 in <card>_cuda.json and cuda_shown.json.
 

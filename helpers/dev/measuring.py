@@ -1,0 +1,211 @@
+"""What the programs for maintainers share: which GPU this is, compiling for it, and timing only what is right."""
+
+import datetime
+import functools
+import importlib.metadata
+import importlib.util
+import platform
+import subprocess
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+
+import jax
+from jax.experimental import serialize_executable
+from tqdm import tqdm
+
+from helpers.attention.device import compute_capability, default_device
+from helpers.dev.workers import Workers
+
+COMPILERS = 12  # threads or processes that compile
+MANY = 60  # parts, with which compiling takes so long that a bar shows how far it is
+
+
+def gpu_or_reason():
+    """None where the kernels can be compiled for this machine, otherwise the reason why not."""
+    device = default_device()
+    if device.platform != "gpu":
+        return "this machine has no GPU that JAX can use"
+    if compute_capability() < (8, 0):
+        return f"the kernels need compute capability 8.0 (Ampere) or newer, which {device.device_kind} has not"
+    return None
+
+
+def is_hopper():
+    return compute_capability() == (9, 0)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where and when the figures were taken: the header of a record."""
+
+    card: str
+    versions: dict
+    commit: str
+    date: str
+
+    @classmethod
+    def here(cls, commit=None, **versions):
+        """This machine, which is printed. commit: where git cannot say; versions: of what cannot be asked for its."""
+        device = default_device()
+        found = {"python": platform.python_version(), "jax": jax.__version__}
+        found["cuda"] = getattr(device.client, "platform_version", "unknown").splitlines()[0].removeprefix("cuda ")
+        found["driver"] = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        try:
+            from jax._src.lib import cuda_versions
+
+            found["cudnn"] = str(cuda_versions.cudnn_get_version())
+        except Exception:
+            found["cudnn"] = "unknown"
+        for name in ("torch", "triton", "tokamax"):  # of the peers
+            if importlib.util.find_spec(name):
+                found[name] = importlib.metadata.version(name)
+        here = cls(device.device_kind, found | versions, commit or commit_here(), datetime.date.today().isoformat())
+        print(here.card, *(f"{name} {version}" for name, version in here.versions.items()), sep=" · ", flush=True)
+        return here
+
+    def header(self):
+        return asdict(self)
+
+
+def commit_here():
+    """The commit that is checked out, with a + where files differ from it."""
+    return _output_of("git", "describe", "--always", "--exclude=*", "--dirty=+")
+
+
+def _output_of(*command):
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()
+        return lines[0].strip() if lines else "unknown"
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+class Notes(list):
+    """What could not be measured, and why: each line is printed when it comes, and kept once."""
+
+    def __call__(self, text):
+        if text not in self:
+            self.append(text)
+            print(f"  ! {text}", flush=True)
+
+
+def reason_of(error):
+    """One line for an exception."""
+    if "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower():
+        return "too little memory on this GPU"
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:160] if lines else ''}"
+
+
+def label_of(part):
+    """One line for a part of what is measured: a tuple of texts, and of calls, which have a name."""
+    return ": ".join(str(getattr(one, "name", one)) for one in part)
+
+
+def random_arrays(shapes, dtype, seed=0):
+    """Standard normal arrays, made on the device."""
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def both_passes(attention):
+    """A function of (query, key, value, dout) that returns the three gradients."""
+    return lambda query, key, value, dout: jax.vjp(attention, query, key, value)[1](dout)
+
+
+def lowered(function, *inputs):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return jax.jit(function).lower(*inputs)
+
+
+def one_stage(function, inputs):
+    """A single program, lowered: what most parts of `compile_together` return."""
+    return [lowered(function, *inputs)]
+
+
+def compile_together(parts, note, processes=0, threads=COMPILERS):
+    """{part: compiled programs} of {part: function that returns lowered programs}; note(text) for what fails.
+
+    JAX lowers one after another, and XLA compiles beside it. Lowering kernels takes most of the time: with
+    `processes`, so many do both, and hand over what they compiled; functions and what they hold must go through
+    pickle then. Otherwise `threads` compile.
+    """
+    progress = functools.partial(tqdm, desc="compiling", mininterval=5, total=len(parts), disable=len(parts) < MANY)
+    if processes:
+        return _compile_elsewhere(parts, note, processes, progress)
+    compiled, waiting = {}, {}
+    with ThreadPoolExecutor(threads) as pool:
+        for part, lower in progress(parts.items()):
+            try:
+                waiting[part] = [pool.submit(stage.compile) for stage in lower()]
+            except Exception as error:
+                note(f"{label_of(part)}: {reason_of(error)}")
+    for part, futures in waiting.items():
+        try:
+            compiled[part] = [future.result() for future in futures]
+        except Exception as error:
+            note(f"{label_of(part)}: {reason_of(error)}")
+    return compiled
+
+
+def _compile_elsewhere(parts, note, processes, progress):
+    found = {}
+    with Workers(_serialized, processes) as workers:
+        for outcome in progress(workers.outcomes(parts.items(), patience=120)):
+            part = outcome.task[0]
+            try:
+                if outcome.kind != "returned":
+                    raise outcome.failure()
+                load = functools.partial(serialize_executable.deserialize_and_load, execution_devices=jax.devices()[:1])
+                found[part] = [load(*stage) for stage in outcome.value]
+            except Exception as error:
+                note(f"{label_of(part)}: {reason_of(error)}")
+    return {part: found[part] for part in parts if part in found}
+
+
+def _serialized(task):
+    """The compiled programs of a part, in a form that another process can load."""
+    _, lower = task
+    jax.config.update("jax_enable_compilation_cache", False)  # what came from a cache on disk cannot be handed over
+    return [serialize_executable.serialize(stage.compile()) for stage in lower()]
+
+
+def say_left_out(note, error, name, *about):
+    """Note that an implementation cannot serve a call; once for all calls if it is not here."""
+    if isinstance(error, ImportError):
+        note(f"{name}: could not be imported ({error})")
+    else:
+        note(f"{label_of((*about, name))}: {reason_of(error)}")
+
+
+def right_ones(makers, complaint, note, *about):
+    """{name: Program} of those whose result is right; the others are noted, and never timed.
+
+    makers: {name: function that returns a `timing.Program`}. complaint(name, result): what is wrong, or None.
+    """
+    ready = {}
+    for name, make in makers.items():
+        try:
+            program = make()
+            found = program.run(*program.inputs[0])
+            program.wait(found)
+            if wrong := complaint(name, found):
+                note(f"{label_of((*about, name))}: {wrong}")
+            else:
+                ready[name] = program
+        except Exception as error:
+            say_left_out(note, error, name, *about)
+    return ready
+
+
+def milliseconds(timing):
+    """By the device's clock, or by the wall where no profiler could look."""
+    return timing.wall_ms if timing.device_ms is None else timing.device_ms
+
+
+def clocks(timing):
+    """The fields of a record that say how long a call took."""
+    fields = {"device_ms": timing.device_ms, "wall_ms": timing.wall_ms, "spread": timing.spread}
+    return fields | {"samples_ms": [round(sample, 5) for sample in timing.device_samples]}
