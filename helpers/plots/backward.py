@@ -2,9 +2,9 @@
 
 import matplotlib.ticker
 import numpy as np
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
+from matplotlib.patches import Patch
 
-from helpers.plots import style
+from helpers.plots import draw, style
 from helpers.plots.measuring import LOOKS
 
 KIB = 1024
@@ -20,13 +20,11 @@ def owners():
     rows, columns = 4, 5
     for axes, by_column in zip(panels, (True, False), strict=True):
         style.bare(axes)
-        axes.set_xlim(-1.5, columns + 2.1)
-        axes.set_ylim(rows + 2.1, -1.35)
-        axes.set_aspect("equal")
+        axes.set(aspect="equal", xlim=(-1.5, columns + 2.1), ylim=(rows + 2.1, -1.35))
         for i in range(rows):
             for j in range(columns):
                 mine = j == 2 if by_column else i == 1
-                axes.add_patch(Rectangle((j, i), 0.94, 0.94, fc=style.LOGITS, alpha=0.75 if mine else 0.18, ec="none"))
+                draw.box(axes, j, i, 0.94, 0.94, style.LOGITS, alpha=0.75 if mine else 0.18, ec="none")
         for i in range(rows):
             _cell(axes, -1.1, i, f"q{i}", style.QUERY)
             _cell(axes, columns + 0.5, i, "dq", style.QUERY, strong=not by_column and i == 1)
@@ -35,13 +33,13 @@ def owners():
             _cell(axes, j, rows + 0.5, "dk, dv", style.KEY, strong=by_column and j == 2)
         if by_column:
             _arrow(axes, (2.47, 0.15), (2.47, rows + 0.45))
-            axes.set_title("dk and dv: one program for each column", loc="left")
+            axes.set_title("dk and dv: one program for each column")
             note = "It walks down its tile of keys, and writes dk and dv once."
         else:
             _arrow(axes, (0.15, 1.47), (columns + 0.45, 1.47))
-            axes.set_title("dq: one program for each row", loc="left")
+            axes.set_title("dq: one program for each row")
             note = "It walks along its tile of queries, and writes dq once."
-        axes.text(columns / 2, rows + 1.85, note, ha="center", va="center")
+        draw.label(axes, columns / 2, rows + 1.85, note)
     return figure
 
 
@@ -58,36 +56,25 @@ def lost_updates(orders, parts):
             first = step.startswith("A")
             colour = style.QUERY if first else style.KEY
             x = column + (0.06 if first else 0.34)
-            axes.add_patch(
-                Rectangle((x, row), 0.56, 0.84, fc=colour, alpha=0.35, ec=colour, hatch="" if first else "//")
-            )
-            axes.text(
-                x + 0.28,
-                row + 0.42,
-                step.replace(" ", "\n"),
-                ha="center",
-                va="center",
-                size=9,
-                linespacing=1.0,
-                bbox={"fc": style.PAPER, "ec": "none", "pad": 0.8, "alpha": 0.8},
+            draw.box(axes, x, row, 0.56, 0.84, colour, alpha=0.35, ec=colour, hatch="" if first else "//")
+            draw.label(
+                axes, x + 0.28, row + 0.42, step.replace(" ", "\n"), size=9, linespacing=1.0, bbox=draw.paper(0.8, 0.8)
             )
         good = result == right
-        axes.text(
+        draw.label(
+            axes,
             column + 0.48,
             len(steps) + 0.45,
             f"{result:g}" + (" ✓" if good else " ✗"),
-            ha="center",
-            va="center",
             weight="bold",
             size=13,
             color=style.INK if good else style.OUTPUT,
         )
-    axes.annotate("", (-0.12, 4), (-0.12, 0), arrowprops={"arrowstyle": "-|>", "color": style.INK})
+    draw.arrow(axes, (-0.12, 0), (-0.12, 4), size=10, lw=1, zorder=3)
     axes.text(-0.2, 2, "time", rotation=90, ha="right", va="center")
     axes.text(-0.2, 4.45, "dq", ha="right", va="center", weight="bold")
-    axes.set_xlim(-0.5, len(orders))
-    axes.set_ylim(4.95, -0.1)
-    axes.set_title(" and ".join(f"{name} adds {part:g}" for name, part in parts.items()), loc="left")
+    axes.set(xlim=(-0.5, len(orders)), ylim=(4.95, -0.1))
+    axes.set_title(" and ".join((f"{name} adds {part:g}" for name, part in parts.items())))
     return figure
 
 
@@ -102,15 +89,8 @@ def reads_of_two_kernels(calls):
             edges = np.arange(len(reads) + 1)
             axes.stairs(reads, edges, fill=True, fc=COLOURS[name], alpha=0.45)
             axes.stairs(reads, edges, fc="none", ec=COLOURS[name], lw=1.2)
-            axes.text(
-                len(reads) / 2,
-                reads.max() / 2,
-                f"{reads.max()}×",
-                ha="center",
-                va="center",
-                bbox={"fc": style.PAPER, "ec": "none", "pad": 1.2},
-            )
-            axes.set_title(name, loc="left")
+            draw.label(axes, len(reads) / 2, reads.max() / 2, f"{reads.max()}×", bbox=draw.paper(1.2))
+            axes.set_title(name)
             axes.set_xticks([0, len(reads)])
         row[0].set_ylabel(f"{title}\ntimes read")
         row[0].yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
@@ -123,8 +103,7 @@ def residuals():
     """A wiring diagram: what the forward kernel leaves, and which backward kernel reads it."""
     figure, axes = style.subplots(width=10, height=4.7)
     style.bare(axes)
-    axes.set_xlim(0, 20)
-    axes.set_ylim(-1.75, 7.9)
+    axes.set(xlim=(0, 20), ylim=(-1.75, 7.9))
 
     for y, name in zip((6.1, 5.1, 4.1), "qkv", strict=True):
         _box(axes, 0.2, y, 1.2, 0.85, COLOURS[name], name)
@@ -145,7 +124,7 @@ def residuals():
     }
     for name, x in kernels.items():
         _kernel(axes, x, -0.6, 2.4, 8.3, "")
-        axes.text(x + 1.2, 7.35, name, ha="center", va="center", weight="bold", linespacing=1.1)
+        draw.label(axes, x + 1.2, 7.35, name, weight="bold", linespacing=1.1)
     for name, (y, *by) in readers.items():
         colour = COLOURS.get(name, style.OUTPUT)
         _box(axes, 5.6, y, 1.4, 0.85, colour, name, hatch="//" if name == "dout" else None)
@@ -162,7 +141,7 @@ def residuals():
 def _wire(axes, start, y, ends, colour):
     """A line from an array to every kernel that reads it, with a dot at each."""
     axes.plot([start, max(ends)], [y, y], color=colour, lw=1.8, solid_capstyle="butt", zorder=3)
-    axes.plot(ends, [y] * len(ends), "o", color=colour, markersize=8, markeredgecolor=style.INK, zorder=4)
+    axes.plot(ends, [y] * len(ends), "o", color=colour, ms=8, markeredgecolor=style.INK, zorder=4)
 
 
 def products(counted):
@@ -182,22 +161,14 @@ def products(counted):
             colour, hatch = looks[kernel]
             axes.barh(y, flops, 0.62, left=left, color=colour, alpha=0.45, ec="none")
             axes.barh(y, flops, 0.62, left=left, fc="none", hatch=hatch, ec=colour, lw=1.2)
-            axes.text(
-                left + flops / 2,
-                y,
-                f"{kernel}: {flops:g}",
-                ha="center",
-                va="center",
-                bbox={"fc": style.PAPER, "ec": "none", "pad": 1.5},
-            )
+            draw.label(axes, left + flops / 2, y, f"{kernel}: {flops:g}", bbox=draw.paper())
             left += flops
         axes.text(left + 0.2, y, f"{left:g}", va="center", weight="bold")
     axes.set_yticks(range(len(counted)), counted)
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
-    axes.set_xlim(0, 15.5)
-    axes.set_xlabel("FLOPs of the matrix products, in units of T S H")
-    axes.set_title("Counted from the kernels' own operations", loc="left")
+    axes.set(xlim=(0, 15.5), xlabel="FLOPs of the matrix products, in units of T S H")
+    axes.set_title("Counted from the kernels' own operations")
     return figure
 
 
@@ -214,10 +185,9 @@ def orders_of_addition(values, exact):
         axes.text(x, count, f"{count}", ha="center", va="bottom", size=9)
     axes.axvline(0, color=style.INK, lw=1.2, ls="--")
     axes.text(0.04, 0.97, "exact", transform=axes.get_xaxis_transform(), ha="left", va="top", size=9)
-    axes.set_ylim(0, counts.max() * 1.2)
-    axes.set_xlabel("distance from the exact sum, in steps between neighbouring float32 numbers")
-    axes.set_ylabel("orders tried")
-    axes.set_title(f"One entry of dq, added up in {len(values)} orders", loc="left")
+    axes.set(ylim=(0, counts.max() * 1.2))
+    axes.set(xlabel="distance from the exact sum, in steps between neighbouring float32 numbers", ylabel="orders tried")
+    axes.set_title(f"One entry of dq, added up in {len(values)} orders")
     return figure
 
 
@@ -232,12 +202,11 @@ def causal_visits(kinds, query_reads, key_reads, block_q, block_k):
     figure, panels = style.subplots(1, 2, width=10, height=4.9)
     for axes, by_column in zip(panels, (True, False), strict=True):
         style.bare(axes)
-        axes.set_xlim(-1.6, columns + 2.3)
-        axes.set_ylim(rows + 2.5, -0.25)
+        axes.set(xlim=(-1.6, columns + 2.3), ylim=(rows + 2.5, -0.25))
         for i in range(rows):
             for j in range(columns):
                 colour, hatch = looks[kinds[i, j]]
-                axes.add_patch(Rectangle((j, i), 1, 1, fc=colour, ec=style.PAPER, hatch=hatch, lw=1.2))
+                draw.box(axes, j, i, 1, 1, colour, ec=style.PAPER, hatch=hatch, lw=1.2)
         for i in range(rows):
             axes.text(-0.15, i + 0.5, f"q{i}", ha="right", va="center", size=9)
         for j in range(columns):
@@ -248,20 +217,20 @@ def causal_visits(kinds, query_reads, key_reads, block_q, block_k):
                 _arrow(axes, (j + 0.5, visited[0] + 0.1), (j + 0.5, visited[-1] + 0.95), size=11)
             for i, reads in enumerate(query_reads):
                 width = 1.5 * reads / max(query_reads)
-                axes.add_patch(Rectangle((columns + 0.2, i + 0.15), width, 0.7, fc=style.QUERY, alpha=0.45, ec="none"))
+                draw.box(axes, columns + 0.2, i + 0.15, width, 0.7, style.QUERY, alpha=0.45, ec="none")
                 axes.text(columns + 0.3, i + 0.5, f"{reads}×", va="center", size=9)
-            axes.set_title("dk and dv kernel: a column starts at the diagonal", loc="left")
-            axes.text(columns + 1.1, rows + 0.55, "reads of\nthis tile of q", ha="center", va="center", size=9)
+            axes.set_title("dk and dv kernel: a column starts at the diagonal")
+            draw.label(axes, columns + 1.1, rows + 0.55, "reads of\nthis tile of q", size=9)
         else:
             for i in range(rows):
                 visited = [j for j in range(columns) if kinds[i, j] != "skipped"]
                 _arrow(axes, (visited[0] + 0.1, i + 0.5), (visited[-1] + 0.95, i + 0.5), size=11)
             for j, reads in enumerate(key_reads):
                 height = 1.1 * reads / max(key_reads)
-                axes.add_patch(Rectangle((j + 0.15, rows + 0.7), 0.7, height, fc=style.KEY, alpha=0.55, ec="none"))
+                draw.box(axes, j + 0.15, rows + 0.7, 0.7, height, style.KEY, alpha=0.55, ec="none")
                 axes.text(j + 0.5, rows + 0.8 + height, f"{reads}×", ha="center", va="top", size=9)
-            axes.set_title("dq kernel: a row ends at the diagonal", loc="left")
-            axes.text(columns + 1.15, rows + 1.2, "reads of this\ntile of k", ha="center", va="center", size=9)
+            axes.set_title("dq kernel: a row ends at the diagonal")
+            draw.label(axes, columns + 1.15, rows + 1.2, "reads of this\ntile of k", size=9)
     figure.legend(
         handles=[
             Patch(fc=looks["full"][0], label="visited, every pair visible"),
@@ -287,10 +256,9 @@ def group_traffic(panels):
         panel.set_yticks(range(len(arrays)), arrays)
         panel.tick_params(axis="y", length=0)
         panel.invert_yaxis()
-        panel.set_xlim(0, most * 1.15)
-        panel.set_xlabel("KiB moved")
+        panel.set(xlim=(0, most * 1.15), xlabel="KiB moved")
         total = sum(sum(pair) for pair in arrays.values()) / KIB
-        panel.set_title(f"{title}: {total:.0f} KiB", loc="left")
+        panel.set_title(f"{title}: {total:.0f} KiB")
     figure.legend(
         handles=[
             Patch(fc=style.KEY, alpha=0.55, ec=style.INK, label="read"),
@@ -310,21 +278,17 @@ def word_gradients(gradients, tokens, word):
         axes.bar(range(len(tokens)), lengths, 0.75, color=GRADIENTS[name], alpha=0.5, ec="none")
         axes.bar(range(len(tokens)), lengths, 0.75, fc="none", ec=GRADIENTS[name], hatch=HATCHES[name], lw=1)
         axes.axvline(word, color=style.INK, lw=1, ls=":", zorder=0)
-        axes.set_ylabel(f"length of\n{name}")
-        axes.set_ylim(0, lengths.max() * 1.15)
+        axes.set(ylim=(0, lengths.max() * 1.15), ylabel=f"length of\n{name}")
     panels[-1].set_xticks(range(len(tokens)), tokens, rotation=60, ha="right")
     panels[-1].tick_params(axis="x", length=0)
-    panels[0].set_title(f"What the output of “{tokens[word]}”, word {word}, depends on", loc="left")
+    panels[0].set_title(f"What the output of “{tokens[word]}”, word {word}, depends on")
     return figure
 
 
 def gradient_errors(errors):
     """Bars on a logarithmic axis. errors: {title: {implementation: relative errors of dq, dk and dv}}."""
     figure, panels = style.subplots(1, len(errors), width=10, height=3.5, sharey=True, squeeze=False)
-    looks = {
-        "the kernels": (style.OUTPUT, ""),
-        "naive, same dtype": (style.SKIPPED, "//"),
-    }
+    looks = {"the kernels": (style.OUTPUT, ""), "naive, same dtype": (style.SKIPPED, "//")}
     for axes, (title, rows) in zip(panels[0], errors.items(), strict=True):
         width = 0.84 / len(rows)
         for number, (name, heights) in enumerate(rows.items()):
@@ -334,10 +298,9 @@ def gradient_errors(errors):
         axes.set_yscale("log")
         axes.set_xticks(range(3), ("dq", "dk", "dv"))
         axes.tick_params(axis="x", length=0)
-        axes.set_title(title, loc="left")
+        axes.set_title(title)
     tallest = max(max(heights) for rows in errors.values() for heights in rows.values())
-    panels[0, 0].set_ylim(1e-8, 3 * tallest)
-    panels[0, 0].set_ylabel("relative error")
+    panels[0, 0].set(ylim=(1e-08, 3 * tallest), ylabel="relative error")
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     return figure
@@ -354,10 +317,9 @@ def errors_by_mean(means, curves, title):
     }
     for name, errors in curves.items():
         colour, marker, dash = looks[name]
-        axes.plot(means, errors, dash, marker=marker, markersize=6, color=colour, label=name)
+        axes.plot(means, errors, dash, marker=marker, ms=6, color=colour, label=name)
     _scales_of_means(axes, means)
-    axes.set_ylabel("relative error of dq")
-    axes.set_title(title, loc="left")
+    axes.set(ylabel="relative error of dq", title=title)
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     return figure
 
@@ -373,9 +335,9 @@ def common_part(rows, title):
             if found:
                 colour, marker, dash = LOOKS[name]
                 label = {"cudnn": "cuDNN"}.get(name, name)
-                axes.plot(*zip(*found, strict=True), dash, marker=marker, markersize=6, color=colour, label=label)
+                axes.plot(*zip(*found, strict=True), dash, marker=marker, ms=6, color=colour, label=label)
         _scales_of_means(axes, [row["mean"] for row in some])
-        axes.set_title(dtype, loc="left")
+        axes.set_title(dtype)
     panels[0, 0].set_ylabel("relative error of dq")
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
@@ -385,42 +347,37 @@ def common_part(rows, title):
 
 def _scales_of_means(axes, means):
     """Two log scales, and a line where an error is as large as what it is the error of."""
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+    axes.set(xscale="log", yscale="log")
     axes.set_xticks(means, [f"{mean:g}" for mean in means])
     axes.minorticks_off()
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    draw.plain(axes.yaxis)
     axes.set_xlabel("mean of keys and values, in standard deviations")
     axes.axhline(1, color=style.FAINT, lw=1)
     axes.text(means[0], 1.15, "as large as dq itself", size=9, va="bottom", ha="left")
 
 
 def _cell(axes, x, y, text, colour, strong=False):
-    axes.add_patch(Rectangle((x, y), 0.94, 0.94, fc=colour, alpha=0.85 if strong else 0.25, ec="none"))
+    draw.box(axes, x, y, 0.94, 0.94, colour, alpha=0.85 if strong else 0.25, ec="none")
     if strong:
-        axes.add_patch(Rectangle((x, y), 0.94, 0.94, fc="none", ec=style.INK, lw=1.5))
-    axes.text(x + 0.47, y + 0.47, text, ha="center", va="center", size=9, weight="bold" if strong else "normal")
+        draw.box(axes, x, y, 0.94, 0.94, "none", ec=style.INK, lw=1.5)
+    draw.label(axes, x + 0.47, y + 0.47, text, size=9, weight="bold" if strong else "normal")
 
 
 def _box(axes, x, y, width, height, colour, name, hatch=None):
-    axes.add_patch(Rectangle((x, y), width, height, fc=colour, alpha=0.30, ec="none"))
-    axes.add_patch(Rectangle((x, y), width, height, fc="none", ec=colour, lw=1.6))
+    draw.box(axes, x, y, width, height, colour, alpha=0.3, ec="none")
+    draw.box(axes, x, y, width, height, "none", ec=colour, lw=1.6)
     if hatch:
-        axes.add_patch(Rectangle((x, y), width, height, fc="none", ec=colour, hatch=hatch, lw=0, alpha=0.25))
-    axes.text(x + width / 2, y + height / 2, name, ha="center", va="center", weight="bold")
+        draw.box(axes, x, y, width, height, "none", ec=colour, hatch=hatch, lw=0, alpha=0.25)
+    draw.label(axes, x + width / 2, y + height / 2, name, weight="bold")
 
 
 def _kernel(axes, x, y, width, height, name):
-    axes.add_patch(
-        FancyBboxPatch(
-            (x, y), width, height, boxstyle="round,pad=0,rounding_size=0.25", fc="#EEF1F4", ec=style.INK, lw=1.5
-        )
-    )
-    axes.text(x + width / 2, y + height / 2, name, ha="center", va="center", weight="bold", linespacing=1.2)
+    draw.rounded(axes, x, y, width, height, "#EEF1F4", corner=0.25, ec=style.INK, lw=1.5)
+    draw.label(axes, x + width / 2, y + height / 2, name, weight="bold", linespacing=1.2)
 
 
 def _arrow(axes, start, stop, size=15):
-    axes.add_patch(FancyArrowPatch(start, stop, arrowstyle="-|>", mutation_scale=size, color=style.INK, lw=1.5))
+    draw.arrow(axes, start, stop, size=size)
 
 
 FIGURES = {"07-owners.png": owners, "07-residuals.png": residuals}

@@ -15,7 +15,7 @@ from matplotlib.colors import BoundaryNorm, LinearSegmentedColormap
 from matplotlib.patches import Rectangle
 
 from helpers.instruments.traffic import replay
-from helpers.plots import style
+from helpers.plots import draw, style
 
 # Drawn as light tints, and every block is labelled: here colour only helps to find a program again.
 PROGRAM_COLOURS = (style.QUERY, style.KEY, style.VALUE, style.LOGITS, style.STATE, style.OUTPUT)
@@ -48,7 +48,7 @@ def program_blocks(call):
             if width and height:
                 programs = [call.programs[number] for number in numbers]
                 size = 9 if len(call.grid) < 3 else 7.5
-                axes.text(x + width / 2, y + height / 2, _names(programs), ha="center", va="center", size=size)
+                draw.label(axes, x + width / 2, y + height / 2, _names(programs), size=size)
                 rows.setdefault(y, {})[x] = _spoken(programs)
         _title(axes, view)
         told = "; ".join(", ".join(row[x] for x in sorted(row)) for _, row in sorted(rows.items()))
@@ -106,7 +106,7 @@ def read_counts(call, *names):
         axes.set_yticks(_thin(sorted(down)) if view.labels[0] else [])
         word = "stored" if operand.is_output else "loaded"
         outside = f"\n{operand.outside} elements loaded outside" if operand.outside else ""
-        axes.set_title(f"{operand.name}: times {word}{outside}", size=10, loc="left")
+        axes.set_title(f"{operand.name}: times {word}{outside}", size=10)
     figure.colorbar(image, ax=panels.tolist(), label="times", ticks=_thin(range(most + 1)), shrink=0.8)
     return figure
 
@@ -135,19 +135,16 @@ def tail(length, tiles):
                 colour, hatch, text = style.PAPER, None, "0"
             else:
                 colour, hatch, text = style.OUTPUT, "....", f"{value:g}"
-            axes.add_patch(
-                Rectangle((x, row), 1, 0.8, facecolor=colour, edgecolor=style.FAINT, hatch=hatch, alpha=0.55, lw=1)
-            )
-            box = {"facecolor": style.PAPER, "edgecolor": "none", "pad": 1.5} if hatch else None
-            axes.text(x + 0.5, row + 0.4, text, ha="center", va="center", size=10, bbox=box)
+            draw.box(axes, x, row, 1, 0.8, colour, ec=style.FAINT, hatch=hatch, alpha=0.55, lw=1)
+            box = draw.paper() if hatch else None
+            draw.label(axes, x + 0.5, row + 0.4, text, size=10, bbox=box)
     for number in range(count):
         start = number * (block + 0.35)
-        axes.text(start + block / 2, -0.22, f"tile {number}", ha="center", va="center", size=10, color=style.INK)
+        draw.label(axes, start + block / 2, -0.22, f"tile {number}", size=10, color=style.INK)
     end = length + 0.35 * (length // block)
     axes.plot([end, end], [-0.1, len(tiles) - 0.1], color=style.INK, lw=1.6, ls="--")
-    axes.text(end + 0.08, len(tiles) + 0.05, f"end of the array ({length})", size=9, va="center", ha="center")
-    axes.set_xlim(-4.4, count * (block + 0.35))
-    axes.set_ylim(len(tiles) + 0.3, -0.5)
+    draw.label(axes, end + 0.08, len(tiles) + 0.05, f"end of the array ({length})", size=9)
+    axes.set(xlim=(-4.4, count * (block + 0.35)), ylim=(len(tiles) + 0.3, -0.5))
     figure.alt = f"What {count} tiles of {block} hold of an array of {length} elements. {' '.join(said)}"
     return figure
 
@@ -174,21 +171,18 @@ def grid_and_refs():
     for column in range(4):
         colour, x = PROGRAM_COLOURS[column], 2.2 + 1.8 * column
         for y in (2.5, 0.0):
-            axes.add_patch(Rectangle((x, y), 1.8, 0.5, facecolor=colour, alpha=0.45, edgecolor=style.INK, lw=1.2))
-            axes.text(x + 0.9, y + 0.25, f"block {column}", ha="center", va="center", size=9.5)
-        axes.add_patch(Rectangle((x + 0.2, 1.05), 1.4, 0.9, facecolor=style.PAPER, edgecolor=colour, lw=2))
-        axes.text(x + 0.9, 1.72, f"program {column}", ha="center", va="center", size=9.5, weight="bold")
-        axes.text(x + 0.9, 1.32, "x_ref → out_ref", ha="center", va="center", size=9)
+            draw.box(axes, x, y, 1.8, 0.5, colour, alpha=0.45, ec=style.INK, lw=1.2)
+            draw.label(axes, x + 0.9, y + 0.25, f"block {column}", size=9.5)
+        draw.box(axes, x + 0.2, 1.05, 1.4, 0.9, style.PAPER, ec=colour, lw=2)
+        draw.label(axes, x + 0.9, 1.72, f"program {column}", size=9.5, weight="bold")
+        draw.label(axes, x + 0.9, 1.32, "x_ref → out_ref", size=9)
         for start, stop in ((2.48, 1.99), (1.03, 0.52)):
-            axes.annotate(
-                "", (x + 0.9, stop), (x + 0.9, start), arrowprops={"arrowstyle": "-|>", "color": style.INK, "lw": 1.3}
-            )
+            draw.arrow(axes, (x + 0.9, start), (x + 0.9, stop), size=10, lw=1.3, zorder=3)
     for y, label in ((2.75, "array x, in memory"), (1.5, "the grid: (4,)"), (0.25, "array out, in memory")):
         axes.text(2.0, y, label, ha="right", va="center", size=10)
     axes.text(9.5, 2.24, "in_specs", va="center", size=9.5, color=style.INK)
     axes.text(9.5, 0.78, "out_specs", va="center", size=9.5, color=style.INK)
-    axes.set_xlim(-0.3, 10.5)
-    axes.set_ylim(-0.1, 3.1)
+    axes.set(xlim=(-0.3, 10.5), ylim=(-0.1, 3.1))
     return figure
 
 
@@ -210,10 +204,10 @@ def matmul_tiles():
     part(v, 0, 0, 1.5, 4.2, style.VALUE)
     part(v, 0, 2.1, 1.5, 1.05, style.VALUE, "///", 0.75)
     part(out, 0, 1.5, 1.5, 1.5, style.OUTPUT, None, 0.6)
-    box = {"facecolor": style.PAPER, "edgecolor": "none", "pad": 1.5}
-    axes.text(3.75, 2.25, "tile j", ha="center", va="center", size=9.5, bbox=box)
-    axes.text(8.65, 2.62, "tile j", ha="center", va="center", size=9.5, bbox=box)
-    axes.text(13.55, 2.25, "acc", ha="center", va="center", size=10)
+    box = draw.paper()
+    draw.label(axes, 3.75, 2.25, "tile j", size=9.5, bbox=box)
+    draw.label(axes, 8.65, 2.62, "tile j", size=9.5, bbox=box)
+    draw.label(axes, 13.55, 2.25, "acc", size=10)
     for array, name, across, down in ((p, "p", "S", "T"), (v, "v", "H", "S"), (out, "out", "H", "T")):
         x, y, width, height = array
         axes.text(x, y - 0.2, name, size=12, weight="bold", va="bottom")
@@ -227,14 +221,13 @@ def matmul_tiles():
             axes.annotate(
                 "", stop, start, arrowprops={"arrowstyle": "|-|, widthA=0.25, widthB=0.25", "shrinkA": 0, "shrinkB": 0}
             )
-    axes.text(6.55, 1.6, "×", size=18, ha="center", va="center")
-    axes.text(11.75, 1.6, "=", size=18, ha="center", va="center")
-    axes.annotate("", (5.9, 1.2), (0.1, 1.2), arrowprops={"arrowstyle": "-|>", "color": style.INK})
+    draw.label(axes, 6.55, 1.6, "×", size=18)
+    draw.label(axes, 11.75, 1.6, "=", size=18)
+    draw.arrow(axes, (0.1, 1.2), (5.9, 1.2), size=10, lw=1, zorder=3)
     axes.text(3, 1.1, "j = 0, 1, 2, …", ha="center", va="bottom", size=9.5)
-    axes.annotate("", (9.75, 4.1), (9.75, 0.1), arrowprops={"arrowstyle": "-|>", "color": style.INK})
+    draw.arrow(axes, (9.75, 0.1), (9.75, 4.1), size=10, lw=1, zorder=3)
     axes.text(9.95, 2.1, "j", ha="left", va="center", size=9.5)
-    axes.set_xlim(-0.9, 16.1)
-    axes.set_ylim(5.0, -0.6)
+    axes.set(xlim=(-0.9, 16.1), ylim=(5.0, -0.6))
     return figure
 
 
@@ -334,11 +327,7 @@ def _panels(views, columns=None):
     notes = any(view.note for view in views)
     height = 1.3 if flat else max(min(3.2, 0.45 * len(view.edges()[1]) + 1.1) for view in views)
     figure, panels = style.subplots(
-        rows,
-        columns,
-        width=min(10.0, 3.0 * columns + 0.6),
-        height=rows * (height + 0.2 * notes) + 0.3,
-        squeeze=False,
+        rows, columns, width=min(10.0, 3.0 * columns + 0.6), height=rows * (height + 0.2 * notes) + 0.3, squeeze=False
     )
     for axes in panels.reshape(-1)[len(views) :]:
         axes.remove()
@@ -347,14 +336,13 @@ def _panels(views, columns=None):
 
 def _outline(axes, view):
     rows, columns = view.shape
-    axes.add_patch(Rectangle((0, 0), columns, rows, facecolor="none", edgecolor=style.INK, lw=1.8, zorder=4))
+    draw.box(axes, 0, 0, columns, rows, "none", ec=style.INK, lw=1.8, zorder=4)
     across, down = view.edges()
     axes.set_xticks(_thin(across))
     axes.set_yticks(_thin(down) if view.labels[0] else [])
     axes.tick_params(labelsize=8, length=2)
     over = [max((start + size for start, size in sides), default=0) for sides in zip(*view.owners(), strict=True)]
-    axes.set_xlim(-0.02 * columns, max(1.02 * columns, over[0]))
-    axes.set_ylim(max(1.02 * rows, over[1]), -0.02 * rows)
+    axes.set(xlim=(-0.02 * columns, max(1.02 * columns, over[0])), ylim=(max(1.02 * rows, over[1]), -0.02 * rows))
     for spine in axes.spines.values():
         spine.set_visible(False)
     axes.set_xlabel(f"{view.labels[1]} (elements)" if view.labels[1] else "", size=9)
@@ -369,7 +357,7 @@ def _thin(edges, most=9):
 def _draw_block(axes, view, block, colour, alpha, ink=style.INK):
     (x, width), (y, height) = block
     (inner_x, inner_width), (inner_y, inner_height) = view.visible(block)
-    axes.add_patch(Rectangle((x, y), width, height, facecolor="none", edgecolor=style.FAINT, hatch=OVERHANG, lw=0.8))
+    draw.box(axes, x, y, width, height, "none", ec=style.FAINT, hatch=OVERHANG, lw=0.8)
     if inner_width and inner_height:
         inside = (inner_x, inner_y), inner_width, inner_height
         axes.add_patch(Rectangle(*inside, facecolor=style.PAPER, edgecolor="none"))
@@ -383,7 +371,7 @@ def _named(view):
 
 
 def _title(axes, view):
-    axes.set_title(_named(view) + (f"\n{view.note}" if view.note else ""), size=10, loc="left")
+    axes.set_title(_named(view) + (f"\n{view.note}" if view.note else ""), size=10)
 
 
 def _name(program):

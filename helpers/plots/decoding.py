@@ -1,9 +1,9 @@
 """Pictures of notebook 13: what is computed again, how keys are split, who holds which page, and recorded speeds."""
 
 import numpy as np
-from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
+from matplotlib.patches import Patch, Rectangle
 
-from helpers.plots import style
+from helpers.plots import draw, style
 
 OWNERS = (style.QUERY, style.KEY, style.VALUE, style.LOGITS, style.STATE, style.OUTPUT)
 HATCHES = ("", "//", "..", "xx", "\\\\", "--")
@@ -15,9 +15,7 @@ def again(steps):
     figure, axes = style.subplots(width=8, height=3)
     for (name, counts), colour, dash in zip(steps.items(), (style.LOGITS, style.QUERY), ("-", "--"), strict=False):
         axes.step(range(len(counts)), counts, where="mid", color=colour, linestyle=dash, label=name)
-    axes.set_xlabel("token written")
-    axes.set_ylabel("keys computed\nin a block")
-    axes.set_title("What each new token computes", loc="left")
+    axes.set(xlabel="token written", ylabel="keys computed\nin a block", title="What each new token computes")
     axes.legend(loc="upper left")
     axes.set_ylim(0)
     return figure
@@ -27,8 +25,7 @@ def split_keys():
     """One query against the keys of a sequence: one program reads them all, or several read a part each."""
     figure, axes = style.subplots(width=10, height=3.6)
     style.bare(axes)
-    axes.set_xlim(0, 20)
-    axes.set_ylim(0, 7.2)
+    axes.set(xlim=(0, 20), ylim=(0, 7.2))
     axes.text(0.2, 6.7, "one program for a head", weight="bold", va="center")
     _part(axes, 0.2, 5.3, 10.6, "keys 0 to S − 1", "program 0")
     _arrow(axes, (10.9, 5.65), (13, 5.65))
@@ -49,18 +46,18 @@ def split_keys():
 
 
 def _part(axes, x, y, width, text, above):
-    axes.add_patch(Rectangle((x, y), width, 0.7, facecolor=style.KEY, edgecolor=style.PAPER))
-    axes.text(x + width / 2, y + 0.35, text, ha="center", va="center", size=9.5)
-    axes.text(x + width / 2, y + 0.95, above, ha="center", va="center", size=9)
+    draw.box(axes, x, y, width, 0.7, style.KEY, ec=style.PAPER)
+    draw.label(axes, x + width / 2, y + 0.35, text, size=9.5)
+    draw.label(axes, x + width / 2, y + 0.95, above, size=9)
 
 
 def _box(axes, x, y, width, text, colour):
-    axes.add_patch(Rectangle((x, y), width, 0.75, facecolor=style.PAPER, edgecolor=colour, linewidth=1.6))
-    axes.text(x + width / 2, y + 0.36, text, ha="center", va="center", size=9.5)
+    draw.box(axes, x, y, width, 0.75, style.PAPER, ec=colour, lw=1.6)
+    draw.label(axes, x + width / 2, y + 0.36, text, size=9.5)
 
 
 def _arrow(axes, start, stop):
-    axes.add_patch(FancyArrowPatch(start, stop, arrowstyle="-|>", mutation_scale=12, color=style.INK, linewidth=1.2))
+    draw.arrow(axes, start, stop, size=12, lw=1.2)
 
 
 def reserved(lengths, longest, page):
@@ -70,10 +67,9 @@ def reserved(lengths, longest, page):
     titles = f"Room for {longest} tokens each", f"Pages of {page} tokens"
     for axes, rooms, title in zip(panels, ([longest] * len(lengths), in_pages), titles, strict=True):
         rows = range(len(lengths))
-        axes.barh(rows, rooms, facecolor=style.SKIPPED, hatch="//", edgecolor=style.PAPER, label="empty")
-        axes.barh(rows, lengths, facecolor=style.KEY, edgecolor=style.PAPER, label="used")
-        axes.set_title(f"{title}: {sum(lengths) / sum(rooms):.0%} used", loc="left")
-        axes.set_xlabel("tokens")
+        axes.barh(rows, rooms, fc=style.SKIPPED, hatch="//", ec=style.PAPER, label="empty")
+        axes.barh(rows, lengths, fc=style.KEY, ec=style.PAPER, label="used")
+        axes.set(xlabel="tokens", title=f"{title}: {sum(lengths) / sum(rooms):.0%} used")
     panels[0].set_ylabel("sequence")
     panels[0].set_yticks([])
     panels[0].invert_yaxis()
@@ -102,7 +98,7 @@ def pages(pool):
             filled = min(page, pool.lengths[name] - column * page)
             holders[number].append((look, filled))
     for number, held in holders.items():
-        right.add_patch(Rectangle((number, 0), 0.9, page, facecolor="none", edgecolor=style.FAINT))
+        draw.box(right, number, 0, 0.9, page, "none", ec=style.FAINT)
         for place, (look, filled) in enumerate(held):
             part = 0.9 / len(held)
             right.add_patch(Rectangle((number + place * part, 0), part, filled, **look))
@@ -110,12 +106,10 @@ def pages(pool):
         right.text(number + 0.45, page * 1.06, str(pool.counts[number]), ha="center", va="top", size=9)
     for axes, title in ((left, "Page tables"), (right, "Memory: numbers above, holders below")):
         style.bare(axes)
-        axes.set_title(title, loc="left", pad=14)
+        axes.set_title(title, pad=14)
         axes.invert_yaxis()
-    left.set_xlim(-3.4, width)
-    left.set_ylim(max(len(names), 3), -0.2)
-    right.set_xlim(-0.2, count)
-    right.set_ylim(page * 1.2, -0.3 * page / 4 - 0.2)
+    left.set(xlim=(-3.4, width), ylim=(max(len(names), 3), -0.2))
+    right.set(xlim=(-0.2, count), ylim=(page * 1.2, -0.3 * page / 4 - 0.2))
     told = "; ".join(f"{name}, {pool.lengths[name]} tokens, in pages {pool.tables[name]}" for name in names)
     shared = [number for number in range(count) if pool.counts[number] > 1]
     figure.alt = f"Page tables: {told}. Shared pages: {shared or 'none'}. Free pages: {pool.counts.count(0)}."
@@ -124,7 +118,7 @@ def pages(pool):
 
 def _label(axes, x, y, number):
     box = {"boxstyle": "round,pad=0.15", "facecolor": style.PAPER, "edgecolor": "none"}
-    axes.text(x, y, str(number), ha="center", va="center", size=9, bbox=box)
+    draw.label(axes, x, y, str(number), size=9, bbox=box)
 
 
 def bandwidth(rows, copy):
@@ -139,20 +133,18 @@ def bandwidth(rows, copy):
         axes.plot(
             np.array(places) + 0.08 * (place - (len(names) - 1) / 2),
             list(found.values()),
-            linestyle="none",
+            ls="none",
             marker=PEERS[place % len(PEERS)],
-            markersize=8,
+            ms=8,
             color=colour,
-            markerfacecolor=colour if place < len(OWNERS) else style.PAPER,
+            mfc=colour if place < len(OWNERS) else style.PAPER,
             label=name,
         )
-    axes.set_title("One query for each sequence, bfloat16, N = 32, K = 8, H = 128", loc="left")
-    axes.axhline(copy, color=style.INK, linewidth=1.2, linestyle="--")
+    axes.set_title("One query for each sequence, bfloat16, N = 32, K = 8, H = 128")
+    axes.axhline(copy, color=style.INK, lw=1.2, ls="--")
     axes.text(-0.48, copy * 1.02, "copy", size=9)
     axes.set_xticks(range(len(shapes)), [f"B = {B}\nS = {S:,}" for B, S in shapes])
-    axes.set_xlim(-0.5, len(shapes) - 0.5)
-    axes.set_ylim(0)
-    axes.set_ylabel("GB/s of keys and values")
+    axes.set(xlim=(-0.5, len(shapes) - 0.5), ylim=(0, None), ylabel="GB/s of keys and values")
     figure.legend(handles=axes.get_legend_handles_labels()[0], loc="outside lower center", ncols=3, fontsize=9)
     told = (f"{name} {', '.join(f'{row["gbps"]:.0f}' for row in rows if _name(row) == name)}" for name in names)
     shaped = ", ".join(f"B={B} S={S}" for B, S in shapes)
@@ -168,19 +160,18 @@ def translation():
     """From the position of a token to a place in memory, by way of the page table."""
     figure, axes = style.subplots(width=10, height=3.4)
     style.bare(axes)
-    axes.set_xlim(0, 20)
-    axes.set_ylim(0, 6.8)
+    axes.set(xlim=(0, 20), ylim=(0, 6.8))
     axes.text(0.2, 6.4, "the sequence, as the model counts it", va="center", weight="bold", size=9.5)
     table, page = [7, 2, 5], 4
     for token in range(10):
         fill = style.OUTPUT if token == 6 else style.KEY
-        axes.add_patch(Rectangle((0.2 + 0.62 * token, 5), 0.58, 0.8, facecolor=fill, edgecolor=style.PAPER))
-        axes.text(0.49 + 0.62 * token, 5.4, str(token), ha="center", va="center", size=9)
+        draw.box(axes, 0.2 + 0.62 * token, 5, 0.58, 0.8, fill, ec=style.PAPER)
+        draw.label(axes, 0.49 + 0.62 * token, 5.4, str(token), size=9)
     axes.text(8.6, 6.4, "its page table", va="center", weight="bold", size=9.5)
     for entry, number in enumerate(table):
         edge = style.OUTPUT if entry == 1 else style.FAINT
-        axes.add_patch(Rectangle((8.6 + 1.1 * entry, 5), 1, 0.8, facecolor=style.PAPER, edgecolor=edge, linewidth=1.6))
-        axes.text(9.1 + 1.1 * entry, 5.4, str(number), ha="center", va="center", size=10)
+        draw.box(axes, 8.6 + 1.1 * entry, 5, 1, 0.8, style.PAPER, ec=edge, lw=1.6)
+        draw.label(axes, 9.1 + 1.1 * entry, 5.4, str(number), size=10)
     axes.text(12.6, 5.4, "6 // 4 = 1: entry 1 says page 2\n6 % 4 = 2: slot 2 of that page", va="center", size=9.5)
     axes.text(0.2, 3.1, "the memory, which all sequences share", va="center", weight="bold", size=9.5)
     for number in range(9):
@@ -189,23 +180,13 @@ def translation():
             filled = number in table and table.index(number) * page + slot < 10
             token = table.index(number) * page + slot if filled else None
             fill = style.OUTPUT if token == 6 else style.KEY if filled else style.SKIPPED
-            axes.add_patch(Rectangle((x + 0.5 * slot, 1.4), 0.46, 0.8, facecolor=fill, edgecolor=style.PAPER))
+            draw.box(axes, x + 0.5 * slot, 1.4, 0.46, 0.8, fill, ec=style.PAPER)
             if filled:
-                axes.text(x + 0.23 + 0.5 * slot, 1.8, str(token), ha="center", va="center", size=9)
-        axes.text(x + 0.98, 0.9, f"page {number}", ha="center", va="center", size=9)
+                draw.label(axes, x + 0.23 + 0.5 * slot, 1.8, str(token), size=9)
+        draw.label(axes, x + 0.98, 0.9, f"page {number}", size=9)
     for start, stop in (((0.49 + 0.62 * 6, 4.95), (9.9, 4.95)), ((10.2, 4.9), (0.2 + 2.17 * 2 + 1.23, 2.3))):
         bend = "arc3,rad=0.25" if start[1] == stop[1] else "arc3,rad=0"
-        axes.add_patch(
-            FancyArrowPatch(
-                start,
-                stop,
-                arrowstyle="-|>",
-                mutation_scale=12,
-                color=style.OUTPUT,
-                connectionstyle=bend,
-                linewidth=1.2,
-            )
-        )
+        draw.arrow(axes, start, stop, style.OUTPUT, size=12, lw=1.2, connectionstyle=bend)
     handles = [Patch(facecolor=style.SKIPPED, label="empty, or of other sequences")]
     axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1, -0.08), fontsize=9)
     return figure

@@ -4,9 +4,9 @@ import itertools
 
 import numpy as np
 from matplotlib.colors import LinearSegmentedColormap
-from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
+from matplotlib.patches import Patch, Rectangle
 
-from helpers.plots import style
+from helpers.plots import draw, style
 
 KINDS = {  # of work, by the label's first letters: colour, hatch, name
     "pv": (style.VALUE, "..", "product with v"),
@@ -33,11 +33,10 @@ def processor():
     """One SM: its memories, its units, and the warpgroups of one program."""
     figure, axes = style.subplots(width=10, height=4.9)
     style.bare(axes)
-    axes.set_xlim(0, 20)
-    axes.set_ylim(-0.1, 9.8)
+    axes.set(xlim=(0, 20), ylim=(-0.1, 9.8))
     note = "all of q, k, v,\nout, lse\n\n141 GB\nshared by all\nSMs"
     _box(axes, 0.1, 0.1, 3.1, 9.0, "GMEM", note, style.FAINT)
-    axes.add_patch(Rectangle((3.9, 0.1), 15.9, 9.0, fc="none", ec=style.INK, lw=1.6, ls="--"))
+    draw.box(axes, 3.9, 0.1, 15.9, 9.0, "none", ec=style.INK, lw=1.6, ls="--")
     axes.text(3.9, 9.45, "one of 132 SMs (streaming multiprocessors), running one program", va="center", size=10)
     _box(axes, 4.3, 3.3, 1.5, 2.6, "TMA", "copies", style.STATE)
     note = "tiles of q, k, v,\nout; barriers\n\n227 KiB\nall warpgroups\nof the program\nsee it"
@@ -56,13 +55,13 @@ def processor():
             box = (left + wide * quarter, y), wide - 0.12, 0.85
             axes.add_patch(Rectangle(*box, fc=colour, alpha=0.25, ec="none"))
             axes.add_patch(Rectangle(*box, fc="none", ec=colour, lw=1.4))
-            axes.text(left + wide * (quarter + 0.47), y + 0.42, f"warp {quarter}", ha="center", va="center", size=9)
+            draw.label(axes, left + wide * (quarter + 0.47), y + 0.42, f"warp {quarter}", size=9)
     for quarter in range(4):
         note = "warp\nscheduler\ntensor core\nexponentials"
         box = (left + wide * quarter, 0.6), wide - 0.12, 1.75
         axes.add_patch(Rectangle(*box, fc=style.LOGITS, alpha=0.3, ec="none"))
         axes.add_patch(Rectangle(*box, fc="none", ec=style.LOGITS, lw=1.4))
-        axes.text(left + wide * (quarter + 0.47), 1.45, note, ha="center", va="center", size=8)
+        draw.label(axes, left + wide * (quarter + 0.47), 1.45, note, size=8)
     axes.text(left, 2.75, "four quarters, each with units of its own:", va="center", size=9)
     _arrow(axes, (9.9, 1.45), (12.2, 1.45), "operands")
     _arrow(axes, (9.9, 7.5), (12.2, 7.5), "load, store", both=True)
@@ -70,16 +69,16 @@ def processor():
 
 
 def _box(axes, x, y, width, height, name, note, colour):
-    axes.add_patch(Rectangle((x, y), width, height, fc=colour, alpha=0.25, ec="none"))
-    axes.add_patch(Rectangle((x, y), width, height, fc="none", ec=colour, lw=1.6))
+    draw.box(axes, x, y, width, height, colour, alpha=0.25, ec="none")
+    draw.box(axes, x, y, width, height, "none", ec=colour, lw=1.6)
     lines = note.count("\n")
-    axes.text(x + width / 2, y + height * (0.68 if lines < 2 else 0.85), name, ha="center", va="center", weight="bold")
-    axes.text(x + width / 2, y + height * (0.3 if lines < 2 else 0.45), note, ha="center", va="center", size=8.5)
+    draw.label(axes, x + width / 2, y + height * (0.68 if lines < 2 else 0.85), name, weight="bold")
+    draw.label(axes, x + width / 2, y + height * (0.3 if lines < 2 else 0.45), note, size=8.5)
 
 
 def _arrow(axes, start, stop, name, both=False):
     heads = "<|-|>" if both else "-|>"
-    axes.add_patch(FancyArrowPatch(start, stop, arrowstyle=heads, mutation_scale=14, color=style.INK, lw=1.5))
+    draw.arrow(axes, start, stop, arrowstyle=heads)
     axes.text((start[0] + stop[0]) / 2, start[1] + 0.3, name, ha="center", size=8.5)
 
 
@@ -91,15 +90,14 @@ def owners(layout, shape=(64, 16)):
     left.imshow(warp, cmap=shades, aspect="auto", vmin=-1, vmax=4)
     for index in range(4):
         rows = np.flatnonzero((warp == index).any(axis=1))
-        left.text(shape[1] / 2 - 0.5, rows.mean(), f"warp {index}", ha="center", va="center", weight="bold")
-    left.set_title("the warp that holds it")
-    left.set_ylabel("row of the matrix")
+        draw.label(left, shape[1] / 2 - 0.5, rows.mean(), f"warp {index}", weight="bold")
+    left.set(ylabel="row of the matrix", title="the warp that holds it")
     rows = 16
     mine = np.isin(lane[:rows], (0, 5))
     marked = LinearSegmentedColormap.from_list("marked", ["white", style.KEY])
     right.imshow(np.where(mine, 1, 0), cmap=marked, aspect="auto")
     for (row, column), number in np.ndenumerate(lane[:rows]):
-        right.text(column, row, number, ha="center", va="center", size=8, weight="bold" if mine[row, column] else None)
+        draw.label(right, column, row, number, size=8, weight="bold" if mine[row, column] else None)
     right.set_title("the lane of warp 0 that holds it; two lanes marked")
     for axes in (left, right):
         axes.set_xlabel("column of the matrix")
@@ -162,15 +160,13 @@ def timelines(runs, until=None, units=()):
             axes.barh(y, width, left=span.start, height=0.72, color=colour, ec=edge, hatch=hatch, lw=0.6, alpha=0.75)
             if kind != "wait" and width > until / 30:
                 place = {"ha": "center", "va": "center", "size": 7.5}
-                box = {"fc": style.PAPER, "ec": "none", "pad": 0.8, "alpha": 0.85}
+                box = draw.paper(0.8, 0.85)
                 axes.text(span.start + width / 2, y, owner + label.removeprefix("copy "), bbox=box, **place)
         axes.set_yticks(range(len(names)), names)
-        axes.set_ylim(len(names) - 0.45, -0.55)
-        axes.set_title(title)
+        axes.set(ylim=(len(names) - 0.45, -0.55), title=title)
         told = (f"{name}: {', '.join(of[:TOLD])}{', …' * (len(of) > TOLD)}" for name, of in begins.items() if of)
         said.append(f"{title}. {'; '.join(told)}.")
-    axes.set_xlim(0, until)
-    axes.set_xlabel("cycles of the model")
+    axes.set(xlim=(0, until), xlabel="cycles of the model")
     shown = [kind for kind in KINDS if kind in used]
     edge = {"ec": style.INK, "lw": 0.6}
     handles = [Patch(fc=fc, hatch=hatch, label=label, **edge) for fc, hatch, label in map(KINDS.get, shown)]
@@ -198,12 +194,11 @@ def phases(run, barriers):
             axes.barh(y, stop - start, left=start, height=0.72, color=style.KEY if odd else style.PAPER,
                       alpha=0.7, ec=style.INK, lw=0.6, hatch="//" if odd else None)  # fmt: skip
             if stop - start > run.end / 40:
-                box = {"fc": style.PAPER, "ec": "none", "pad": 0.8, "alpha": 0.85}
-                axes.text((start + stop) / 2, y, number, ha="center", va="center", size=8, bbox=box)
+                box = draw.paper(0.8, 0.85)
+                draw.label(axes, (start + stop) / 2, y, number, size=8, bbox=box)
     axes.set_yticks(range(len(places)), [f"{name}[{slot}]" for name, slot in places])
     axes.invert_yaxis()
-    axes.set_xlim(0, run.end)
-    axes.set_xlabel("cycles of the model")
+    axes.set(xlim=(0, run.end), xlabel="cycles of the model")
     axes.set_title("phases completed so far, by barrier (hatched: odd)")
     figure.alt = f"The cycles of the model in which each barrier completes a phase. {'; '.join(said)}."
     return figure
@@ -234,8 +229,7 @@ def stacked(rows, limit, unit, title, limit_name, scale=1.0):
         axes.plot([at * scale] * 2, [y - 0.45, y + 0.45], color=style.INK, lw=2.2)
     axes.set_yticks(range(len(rows)), rows)
     axes.invert_yaxis()
-    axes.set_xlabel(f"{unit} (thick line: {limit_name})")
-    axes.set_title(title)
+    axes.set(xlabel=f"{unit} (thick line: {limit_name})", title=title)
     handles = [
         Patch(fc=colour, hatch=hatch, ec=style.INK, lw=0.6, alpha=0.7, label=part)
         for colour, hatch, part in zip(colours, hatches, parts, strict=False)
@@ -257,8 +251,7 @@ def program_ends(ends):
         for sign, colour in ((1, style.OUTPUT), (-1, style.SKIPPED)):
             axes.bar(range(len(values)), np.where(sign * late > 0, late, 0), width=1.0, color=colour)
         axes.axhline(0, color=style.INK, lw=1.2)
-        axes.set_title(name)
-        axes.set_xlabel("program")
+        axes.set(xlabel="program", title=name)
         axes.margins(x=0.01)
     panels[0].set_ylabel("ends later than the mean (%)")
     figure.alt = f"By how many per cent of the mean a program ends later. {' '.join(said)}"
@@ -304,8 +297,7 @@ def company(counts, figures):
         axes.set_title(case)
         axes.set_xticks(range(1, max(max(of.values()) for of in counts.values()) + 1))
         axes.set_xlim(0.4, axes.get_xticks()[-1] + 0.6)
-    panels[0].set_ylim(0, 1.1 * max(max(of.values()) for of in figures.values()))
-    panels[0].set_ylabel("recorded TFLOP/s")
+    panels[0].set(ylim=(0, 1.1 * max(max(of.values()) for of in figures.values())), ylabel="recorded TFLOP/s")
     figure.supxlabel("compute warpgroups on one SM (square: ordinary copies)", size=10)
     figure.alt = f"Compute warpgroups on one SM, and recorded TFLOP/s. {' '.join(said)}"
     return figure
@@ -337,8 +329,7 @@ def references(offsets, errors):
             offsets, np.where(np.isfinite(values), values, np.nan), color=colour, marker=marker, ms=4, label=name
         )
     axes.axvline(0, color=style.INK, lw=1.0, ls="--")
-    axes.set_xlabel("m above the maximum (powers of two)")
-    axes.set_ylabel("relative error of out")
+    axes.set(xlabel="m above the maximum (powers of two)", ylabel="relative error of out")
     axes.legend(loc="upper left")
     return figure
 

@@ -6,10 +6,10 @@ import matplotlib.ticker
 import numpy as np
 from matplotlib.colors import ListedColormap
 from matplotlib.lines import Line2D
-from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
+from matplotlib.patches import Patch, Rectangle
 
 from helpers.instruments.on_chip import SMEM_LIMIT, SMEM_RATE, TENSOR_RATE, WARPGROUP
-from helpers.plots import style
+from helpers.plots import draw, style
 
 KIB = 1024
 COLOURS = {
@@ -53,16 +53,15 @@ def products(kernel):
         size = 2 * product.m * product.k
         where = f"registers, {size // WARPGROUP // 4} a thread" if held else f"shared memory, {size // KIB} KiB"
         _tile(axes, 1.9, y, product.m * unit, product.k * unit, left, held, where)
-        axes.text(3.35, y, "×", ha="center", va="center", size=14)
+        draw.label(axes, 3.35, y, "×", size=14)
         where = f"shared memory, {2 * product.k * product.n // KIB} KiB"
         _tile(axes, 4.8, y, product.k * unit, product.n * unit, right, False, where)
-        axes.text(6.25, y, "→", ha="center", va="center", size=14)
+        draw.label(axes, 6.25, y, "→", size=14)
         where = f"accumulator, {product.m * product.n // WARPGROUP} a thread"
         _tile(axes, 7.7, y, product.m * unit, product.n * unit, result, True, where)
         axes.text(0.1, y, f"{product.m}×{product.k}×{product.n}", va="center", size=9)
-    axes.set_xlim(0, 10)
-    axes.set_ylim(len(kernel.products) - 0.3, -0.62)
-    axes.set_title(f"{kernel.name}: what one warpgroup multiplies in a step, first to last", loc="left")
+    axes.set(xlim=(0, 10), ylim=(len(kernel.products) - 0.3, -0.62))
+    axes.set_title(f"{kernel.name}: what one warpgroup multiplies in a step, first to last")
     figure.legend(
         handles=[
             Patch(fc="#FFFFFF", ec=style.INK, label="in shared memory"),
@@ -80,15 +79,7 @@ def _tile(axes, x, y, height, width, name, held, where):
     axes.add_patch(Rectangle(box, width, height, fc=colour, alpha=0.35, ec="none"))
     hatch = "///" if held else None
     axes.add_patch(Rectangle(box, width, height, fc="none", ec=colour, lw=1.4, hatch=hatch))
-    axes.text(
-        x,
-        y,
-        name,
-        ha="center",
-        va="center",
-        weight="bold",
-        bbox={"fc": style.PAPER, "ec": "none", "pad": 1, "alpha": 0.8},
-    )
+    draw.label(axes, x, y, name, weight="bold", bbox=draw.paper(1, 0.8))
     axes.text(x, y + height / 2 + 0.03, where, ha="center", va="top", size=8)
 
 
@@ -114,10 +105,9 @@ def shared_memory(kernels):
     axes.text(SMEM_LIMIT / KIB + 1, -0.62, f"limit: {SMEM_LIMIT // KIB}", va="center", size=9)
     axes.set_yticks(range(len(kernels)), kernels)
     axes.tick_params(axis="y", length=0)
-    axes.set_ylim(len(kernels) - 0.5, -0.8)
-    axes.set_xlim(0, SMEM_LIMIT / KIB * 1.12)
+    axes.set(xlim=(0, SMEM_LIMIT / KIB * 1.12), ylim=(len(kernels) - 0.5, -0.8))
     axes.set_xlabel("KiB of shared memory (the narrow bar at the end: lse and delta)")
-    axes.set_title("What one program keeps in shared memory", loc="left")
+    axes.set_title("What one program keeps in shared memory")
     figure.alt = f"What one program keeps in shared memory, in KiB, of {SMEM_LIMIT // KIB}. {' '.join(said)}"
     return figure
 
@@ -127,16 +117,7 @@ def _bar(axes, y, left, width, name, label, height=0.66):
     axes.barh(y, width, height, left=left, color=colour, alpha=0.35, ec="none")
     axes.barh(y, width, height, left=left, fc="none", ec=colour, hatch=hatch, lw=1.2)
     if label:
-        axes.text(
-            left + width / 2,
-            y,
-            label,
-            ha="center",
-            va="center",
-            size=8,
-            linespacing=1.0,
-            bbox={"fc": style.PAPER, "ec": "none", "pad": 0.8, "alpha": 0.8},
-        )
+        draw.label(axes, left + width / 2, y, label, size=8, linespacing=1.0, bbox=draw.paper(0.8, 0.8))
 
 
 def registers(panels, limit):
@@ -155,10 +136,9 @@ def registers(panels, limit):
     axes.text(limit + 1, -0.62, f"limit: {limit}", va="center", size=9)
     axes.set_yticks(range(len(panels)), panels)
     axes.tick_params(axis="y", length=0)
-    axes.set_ylim(len(panels) - 0.5, -0.8)
-    axes.set_xlim(0, max(limit * 1.15, 1.08 * max(sum(held.values()) for held in panels.values())))
-    axes.set_xlabel("registers of a thread")
-    axes.set_title("Accumulators and 16-bit operands that live at the same time", loc="left")
+    axes.set(xlim=(0, max(limit * 1.15, 1.08 * max(sum(held.values()) for held in panels.values()))))
+    axes.set(ylim=(len(panels) - 0.5, -0.8), xlabel="registers of a thread")
+    axes.set_title("Accumulators and 16-bit operands that live at the same time")
     figure.alt = f"{axes.get_title('left')}, in registers of a thread, of {limit}. {' '.join(said)}"
     return figure
 
@@ -168,27 +148,20 @@ def nobody_owns_dq():
     figure, axes = style.subplots(width=9, height=4.4)
     style.bare(axes)
     rows, columns = 4, 4
-    axes.set_xlim(-1.6, 9.6)
-    axes.set_ylim(rows + 1.4, -1.2)
+    axes.set(xlim=(-1.6, 9.6), ylim=(rows + 1.4, -1.2))
     places = (2, 0, 3, 1)  # where each program is now: they do not march in step
     for j in range(columns):
         axes.text(j + 0.47, -0.25, f"k{j}, v{j}", ha="center", va="bottom", size=9)
-        axes.add_patch(Rectangle((j, rows + 0.35), 0.94, 0.6, fc=style.KEY, alpha=0.4, ec=style.KEY))
-        axes.text(j + 0.47, rows + 0.65, f"dk{j}, dv{j}", ha="center", va="center", size=9)
+        draw.box(axes, j, rows + 0.35, 0.94, 0.6, style.KEY, alpha=0.4, ec=style.KEY)
+        draw.label(axes, j + 0.47, rows + 0.65, f"dk{j}, dv{j}", size=9)
         _arrow(axes, (j + 0.47, 0.05), (j + 0.47, rows + 0.3), style.KEY)
         for i in range(rows):
             now = places[j] == i
-            axes.add_patch(
-                Rectangle(
-                    (j, i), 0.94, 0.94, fc=style.LOGITS, alpha=0.75 if now else 0.16, ec=style.INK if now else "none"
-                )
-            )
+            draw.box(axes, j, i, 0.94, 0.94, style.LOGITS, alpha=0.75 if now else 0.16, ec=style.INK if now else "none")
     for i in range(rows):
         axes.text(-0.12, i + 0.47, f"q{i}, do{i}", ha="right", va="center", size=9)
-        axes.add_patch(Rectangle((6.4, i), 1.2, 0.94, fc=style.QUERY, alpha=0.4, ec=style.QUERY, hatch="xx"))
-        axes.text(
-            7.0, i + 0.47, f"dq{i}", ha="center", va="center", size=9, bbox={"fc": style.PAPER, "ec": "none", "pad": 1}
-        )
+        draw.box(axes, 6.4, i, 1.2, 0.94, style.QUERY, alpha=0.4, ec=style.QUERY, hatch="xx")
+        draw.label(axes, 7.0, i + 0.47, f"dq{i}", size=9, bbox=draw.paper(1))
     for j in range(columns):
         _arrow(axes, (j + 0.97, places[j] + 0.47), (6.35, places[j] + 0.47), style.QUERY)
     axes.text(5.3, -0.25, "TMA adds", ha="center", va="bottom", size=9)
@@ -200,15 +173,13 @@ def nobody_owns_dq():
         va="center",
         size=9,
     )
-    axes.text(
-        2.0, rows + 1.2, "One owner for each: it sums in registers and writes once.", ha="center", va="center", size=9
-    )
-    axes.set_title("A program for each tile of keys: dk and dv have owners, dq has none", loc="left")
+    draw.label(axes, 2.0, rows + 1.2, "One owner for each: it sums in registers and writes once.", size=9)
+    axes.set_title("A program for each tile of keys: dk and dv have owners, dq has none")
     return figure
 
 
 def _arrow(axes, start, stop, colour):
-    axes.add_patch(FancyArrowPatch(start, stop, arrowstyle="-|>", mutation_scale=12, color=colour, lw=1.4))
+    draw.arrow(axes, start, stop, colour, size=12, lw=1.4)
 
 
 def cycles(forms):
@@ -229,15 +200,7 @@ def cycles(forms):
                 hatch = "" if "operands" in what else "//"
                 axes.barh(y + 0.4, wide, 0.36, left=left, color=colour, alpha=0.35, ec="none")
                 axes.barh(y + 0.4, wide, 0.36, left=left, fc="none", ec=colour, hatch=hatch, lw=1)
-                axes.text(
-                    left + wide / 2,
-                    y + 0.4,
-                    label,
-                    ha="center",
-                    va="center",
-                    size=7.5,
-                    bbox={"fc": style.PAPER, "ec": "none", "pad": 0.5, "alpha": 0.75},
-                )
+                draw.label(axes, left + wide / 2, y + 0.4, label, size=7.5, bbox=draw.paper(0.5, 0.75))
                 left += wide
                 told.append(f"{label} {wide:.0f}")
             axes.text(left + 20, y + 0.4, f"{left:.0f}", va="center", size=9)
@@ -250,9 +213,8 @@ def cycles(forms):
     axes.set_yticks(list(ticks), list(ticks.values()))
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
-    axes.set_xlim(0, most * 1.1)
-    axes.set_xlabel("cycles for 64 queries and 128 keys, at the least")
-    axes.set_title("Grey: tensor core. Coloured: shared memory (hatched: not an operand)", loc="left")
+    axes.set(xlim=(0, most * 1.1), xlabel="cycles for 64 queries and 128 keys, at the least")
+    axes.set_title("Grey: tensor core. Coloured: shared memory (hatched: not an operand)")
     figure.alt = f"Cycles for 64 queries and 128 keys, at the least. {' '.join(said)}"
     return figure
 
@@ -278,13 +240,13 @@ def timelines(runs, shown):
             if label.startswith("↓") and stop - start < 0.025 * (shown[1] - shown[0]):
                 label = "↓"
             if stop - start > (0.006 + 0.007 * len(label)) * (shown[1] - shown[0]):
-                box = {"fc": style.PAPER, "ec": "none", "pad": 0.6, "alpha": 0.8}
-                axes.text((start + stop) / 2, lane, label, ha="center", va="center", size=8, bbox=box)
+                box = draw.paper(0.6, 0.8)
+                draw.label(axes, (start + stop) / 2, lane, label, size=8, bbox=box)
         axes.set_yticks(range(len(lanes)), lanes)
         axes.tick_params(axis="y", length=0)
         axes.set_ylim(2.6, -0.6)
         axes.set_xlim(*shown)
-        axes.set_title(title, loc="left")
+        axes.set_title(title)
         told = (f"{lane} {sum(stop - start for start, stop in of) / np.ptp(shown):.0%}" for lane, of in busy.items())
         edges = [shown[0], *itertools.chain(*busy["tensor core"]), shown[1]]
         pauses = [f"{a:,.0f} to {b:,.0f}" for a, b in zip(edges[::2], edges[1::2], strict=True) if b > a]
@@ -313,10 +275,8 @@ def slower_threads(factors, cycles_of):
     looks = [(style.KEY, "o", "-"), (style.QUERY, "s", "--"), (style.VALUE, "^", ":")]
     for (title, values), (colour, marker, line) in zip(cycles_of.items(), looks, strict=False):
         axes.plot(factors, values, color=colour, marker=marker, ls=line, label=title)
-    axes.set_xlabel("work of the threads, in units of the estimate")
-    axes.set_ylabel("cycles of a step")
-    axes.set_ylim(0)
-    axes.set_title("64 queries and 128 keys, H = 128", loc="left")
+    axes.set(ylim=(0, None), xlabel="work of the threads, in units of the estimate", ylabel="cycles of a step")
+    axes.set_title("64 queries and 128 keys, H = 128")
     axes.legend(loc="lower right")
     return figure
 
@@ -335,10 +295,8 @@ def against_cudnn(records):
         axes.set_xscale("log", base=2)
         axes.set_xticks([1024, 4096, 16384], ["1k", "4k", "16k"])
         axes.minorticks_off()
-        axes.set_xlabel("T = S")
-        axes.set_title(f"H = {H}, {'causal' if is_causal else 'full'}", loc="left")
-    panels[0].set_ylabel("TFLOP/s, backward")
-    panels[0].set_ylim(0)
+        axes.set(xlabel="T = S", title=f"H = {H}, {'causal' if is_causal else 'full'}")
+    panels[0].set(ylim=(0, None), ylabel="TFLOP/s, backward")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2)
     return figure
@@ -359,16 +317,8 @@ def bars(entries):
             wrong = "nothing added" in name or name.startswith("without")
             colour = style.SKIPPED if name.startswith("cuDNN") else style.PAPER if wrong else style.OUTPUT
             axes.barh(y, found[0], 0.74, color=colour, alpha=0.55, hatch="//" if wrong else None, ec=style.INK, lw=0.8)
-            axes.text(
-                found[0] - 8,
-                y,
-                f"{found[0]:.0f}",
-                ha="right",
-                va="center",
-                size=8,
-                bbox={"fc": style.PAPER, "ec": "none", "pad": 0.6, "alpha": 0.8},
-            )
-        axes.set_title(f"H = {H}, {'causal' if is_causal else 'full'}", loc="left")
+            axes.text(found[0] - 8, y, f"{found[0]:.0f}", ha="right", va="center", size=8, bbox=draw.paper(0.6, 0.8))
+        axes.set_title(f"H = {H}, {'causal' if is_causal else 'full'}")
         axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(3))
         axes.set_xlabel("TFLOP/s")
     panels[0, 0].set_yticks(range(len(names)), names)
@@ -429,9 +379,7 @@ def walks(runs, processors):
             text = f"{programs[0]}" if len(programs) == 1 else f"{programs[0]} to {programs[-1]}"
             axes.text(x - 1, y, text, size=8, ha="right", va="center")
         axes.margins(x=0.12)  # room for the numbers
-        axes.set_xlabel("step")
-        axes.set_ylabel(label)
-        axes.set_title(title, loc="left")
+        axes.set(xlabel="step", ylabel=label, title=title)
     handles = [
         Line2D([], [], color=style.KEY, label="the programs that start first"),
         Line2D([], [], color=style.QUERY, label="those that take their places"),
@@ -448,9 +396,7 @@ def mistaken(seen, taken, errors, block_q=64):
     table.imshow(seen + 2 * (taken & ~seen), cmap=shades, vmin=0, vmax=2, aspect="auto")
     table.axhline(block_q - 0.5, color=style.INK, lw=1.2, ls="--")
     table.axvline(block_q - 0.5, color=style.INK, lw=1.2, ls="--")
-    table.set_xlabel("key")
-    table.set_ylabel("query")
-    table.set_title("weights of program 0")
+    table.set(xlabel="key", ylabel="query", title="weights of program 0")
     handles = [Patch(fc=style.STATE, label="visible"), Patch(fc=style.OUTPUT, label="masked, and taken all the same")]
     table.legend(handles=handles, loc="upper right", fontsize=8, frameon=True, facecolor=style.PAPER)
     looks = {"dq": (style.QUERY, "-"), "dk": (style.KEY, "--"), "dv": (style.VALUE, ":")}
@@ -460,9 +406,7 @@ def mistaken(seen, taken, errors, block_q=64):
     rows.axvline(block_q - 0.5, color=style.INK, lw=1.2, ls="--")
     rows.set_xlabel("row of the gradient")
     rows.set_yscale("symlog", linthresh=1)
-    rows.set_ylim(0)
-    rows.set_ylabel("relative error of the row")
-    rows.set_title("what became of the gradients")
+    rows.set(ylim=(0, None), ylabel="relative error of the row", title="what became of the gradients")
     rows.legend(loc="upper left")
     return figure
 

@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 
-from helpers.plots import style
+from helpers.plots import draw, style
 from helpers.plots.measuring import LOOKS
 
 
@@ -16,9 +16,7 @@ def attention_map(weights, queries, keys=None, title="Who looks at whom"):
     image = axes.imshow(weights, cmap=style.PROBABILITY_MAP, vmin=0, vmax=max(1e-9, float(np.max(weights))))
     axes.set_xticks(range(len(keys)), keys, rotation=90, size=9)
     axes.set_yticks(range(len(queries)), queries, size=9)
-    axes.set_xlabel("key")
-    axes.set_ylabel("query")
-    axes.set_title(title)
+    axes.set(xlabel="key", ylabel="query", title=title)
     figure.colorbar(image, ax=axes, label="weight", shrink=0.7)
     return figure
 
@@ -46,7 +44,7 @@ def costs(recorded):
             if points:
                 size = 9 if axes is right and name == "portable" else 6  # the other kernel lies on it
                 line = sorted(points.items())
-                axes.plot(*zip(*line, strict=True), dash, marker=marker, markersize=size, color=colour, label=label)
+                axes.plot(*zip(*line, strict=True), dash, marker=marker, ms=size, color=colour, label=label)
     refused = next(note for note in recorded["notes"] if note.startswith("memory: naive: forward at T = "))
     too_long = int(re.search(r"T = (\d+)", refused)[1])
     right.text(2**16.6, 24_000, f"naive at {too_long // 1024}k:\nno room on this GPU", va="center", size=9)
@@ -54,9 +52,8 @@ def costs(recorded):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.xaxis.set_major_formatter(lambda T, _: f"{T / 1024:.0f}k" if T >= 1024 else "")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-        axes.set_xlabel("tokens of a sequence (1k = 1024)")
-        axes.set_ylabel(what)
+        draw.plain(axes.yaxis, "{:,g}")
+        axes.set(xlabel="tokens of a sequence (1k = 1024)", ylabel=what)
     left.set_xticks([1024, 4096, 16384])
     left.set_yticks([0.2, 0.5, 1, 2, 5, 10])
     left.minorticks_off()

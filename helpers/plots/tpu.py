@@ -1,9 +1,9 @@
 """Pictures of notebook 15: a core and its memories, the walk over a grid, registers, VMEM, and what a compiler says."""
 
 import numpy as np
-from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
+from matplotlib.patches import Patch
 
-from helpers.plots import style
+from helpers.plots import draw, style
 
 LOOKS = {"ours": (style.OUTPUT, ""), "JAX's flash": (style.SKIPPED, "//"), "JAX's splash": (style.STATE, "..")}
 PARTS = {
@@ -21,8 +21,7 @@ def core():
     """A core with its memories: blocks stream through pairs of buffers, scratch stays, one step after another."""
     figure, axes = style.subplots(width=10, height=4.4)
     style.bare(axes)
-    axes.set_xlim(0, 20)
-    axes.set_ylim(0, 8.8)
+    axes.set(xlim=(0, 20), ylim=(0, 8.8))
     _frame(axes, 0.2, 0.4, 4.2, 7.4, "HBM", "large")
     for place, (name, colour) in enumerate((("q", style.QUERY), ("k", style.KEY), ("v", style.VALUE))):
         _stack(axes, 0.6, 5.3 - 1.6 * place, name, colour)
@@ -37,16 +36,14 @@ def core():
     _box(axes, 6.8, 0.65, 1.35, 1.0, style.OUTPUT, "out\nnow")
     _box(axes, 8.25, 0.65, 1.35, 1.0, style.OUTPUT, "out\nbefore", faint=True)
     _arrow(axes, (6.7, 1.15), (4.5, 1.15))
-    axes.text(5.4, 7.0, "copies,\nbeside\nthe work", ha="center", va="center", size=9)
+    draw.label(axes, 5.4, 7.0, "copies,\nbeside\nthe work", size=9)
     _box(axes, 10.2, 2.1, 2.4, 4.2, style.STATE, "scratch\n\nm, l, acc\n\nstays from\nstep to step")
 
     _frame(axes, 15.0, 0.4, 4.8, 7.4, "the core", "one step at a time")
     _box(axes, 15.4, 4.75, 4.0, 1.55, style.FAINT, "registers\n8 sublanes × 128 lanes")
     _box(axes, 15.4, 2.85, 4.0, 1.2, style.FAINT, "matrix units (MXU)")
     _box(axes, 15.4, 0.95, 4.0, 1.2, style.FAINT, "vector unit: maxima, sums")
-    axes.add_patch(
-        FancyArrowPatch((13.1, 4.1), (14.9, 4.1), arrowstyle="<|-|>", mutation_scale=14, color=style.INK, lw=1.4)
-    )
+    draw.arrow(axes, (13.1, 4.1), (14.9, 4.1), arrowstyle="<|-|>", lw=1.4)
     return figure
 
 
@@ -57,15 +54,13 @@ def order(numbers):
     style.bare(axes)
     places = sorted(np.ndindex(rows, columns), key=lambda place: numbers[place])
     for i, j in places:
-        axes.add_patch(Rectangle((j, i), 0.94, 0.9, fc=style.STATE, alpha=0.45, ec=style.INK, lw=1))
-        axes.text(j + 0.47, i + 0.45, str(numbers[i, j]), ha="center", va="center", size=12)
+        draw.box(axes, j, i, 0.94, 0.9, style.STATE, alpha=0.45, ec=style.INK, lw=1)
+        draw.label(axes, j + 0.47, i + 0.45, str(numbers[i, j]), size=12)
     for i in range(rows):
         axes.text(-0.12, i + 0.45, f"i = {i}", ha="right", va="center", size=9)
     for j in range(columns):
         axes.text(j + 0.47, -0.12, f"j = {j}", ha="center", va="bottom", size=9)
-    axes.set_xlim(-0.8, columns)
-    axes.set_ylim(rows, -0.5)
-    axes.set_title("When each program runs")
+    axes.set(xlim=(-0.8, columns), ylim=(rows, -0.5), title="When each program runs")
     said = ", ".join(f"({i}, {j})" for i, j in places)
     figure.alt = f"A grid of {rows} × {columns} programs with the numbers in which they run: {said}."
     return figure
@@ -85,18 +80,15 @@ def fetched(panels):
             counts[bool(needed[i, j])] += bool(moves)
             colour = style.KEY if needed[i, j] else style.OUTPUT if moves else style.SKIPPED
             hatch = "//" if moves and not needed[i, j] else None
-            axes.add_patch(Rectangle((j, i), 0.94, 0.9, fc=colour, alpha=0.75 if moves else 0.35, hatch=hatch, ec="w"))
-            box = {"fc": style.PAPER, "ec": "none", "pad": 1.2} if hatch else None
+            draw.box(axes, j, i, 0.94, 0.9, colour, alpha=0.75 if moves else 0.35, hatch=hatch, ec="w")
+            box = draw.paper(1.2) if hatch else None
             weight = "bold" if moves else "normal"
-            axes.text(
-                j + 0.47, i + 0.45, str(indices[i, j]), ha="center", va="center", size=11, weight=weight, bbox=box
-            )
+            draw.label(axes, j + 0.47, i + 0.45, str(indices[i, j]), size=11, weight=weight, bbox=box)
         for i in range(rows):
             axes.text(-0.12, i + 0.45, f"tile {i}", ha="right", va="center", size=9)
         for j in range(columns):
             axes.text(j + 0.47, -0.12, f"step {j}", ha="center", va="bottom", size=8.5)
-        axes.set_xlim(-0.9, columns)
-        axes.set_ylim(rows, -0.5)
+        axes.set(xlim=(-0.9, columns), ylim=(rows, -0.5))
         axes.set_title(f"{title}: {sum(counts.values())} fetched", pad=10)
         said.append(f"{title}: {counts[True]} blocks fetched that are needed and {counts[False]} that are not")
     handles = [
@@ -117,13 +109,12 @@ def registers(panels, colours):
     for axes, (title, (rows, columns, height)), colour in zip(all_axes, panels.items(), colours, strict=True):
         style.bare(axes)
         down, across = -(-rows // height), -(-columns // 128)
-        axes.add_patch(Rectangle((0, 0), across * 128, down * height, fc=style.SKIPPED))
-        axes.add_patch(Rectangle((0, 0), columns, rows, fc=colour))
+        draw.box(axes, 0, 0, across * 128, down * height, style.SKIPPED)
+        draw.box(axes, 0, 0, columns, rows, colour)
         for i, j in np.ndindex(down, across):
-            axes.add_patch(Rectangle((128 * j, height * i), 128, height, fc="none", ec=style.PAPER, lw=0.8))
+            draw.box(axes, 128 * j, height * i, 128, height, "none", ec=style.PAPER, lw=0.8)
         used = rows * columns / (down * height * across * 128)
-        axes.set_xlim(-8, across * 128 + 8)
-        axes.set_ylim(down * height * 1.02, -0.02 * down * height)
+        axes.set(xlim=(-8, across * 128 + 8), ylim=(down * height * 1.02, -0.02 * down * height))
         count = f"{down * across} register{'s' * (down * across > 1)}"
         axes.set_title(f"{title}\n{count}, {used:.1%} used", size=9.5)
         said.append(f"{title}: {count}, of which {used:.1%} holds numbers")
@@ -140,13 +131,12 @@ def vmem(chips):
         for part, (colour, hatch) in PARTS.items():
             axes.barh(row, parts[part], 0.6, left=left, color=colour, hatch=hatch, ec=style.PAPER)
             if parts[part] > 100:
-                box = {"fc": style.PAPER, "ec": "none", "pad": 1.2}
-                axes.text(left + parts[part] / 2, row, f"{parts[part]:.0f}", ha="center", va="center", size=9, bbox=box)
+                box = draw.paper(1.2)
+                draw.label(axes, left + parts[part] / 2, row, f"{parts[part]:.0f}", size=9, bbox=box)
             left += parts[part]
     axes.set_yticks(range(len(chips)), chips)
     axes.invert_yaxis()
-    axes.set_xlabel("KiB")
-    axes.set_title("What lies in VMEM during a step of the forward kernel")
+    axes.set(xlabel="KiB", title="What lies in VMEM during a step of the forward kernel")
     handles = [Patch(fc=colour, hatch=hatch, ec=style.PAPER, label=name) for name, (colour, hatch) in PARTS.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     said = (
@@ -182,25 +172,25 @@ def bundles(chips):
 
 
 def _frame(axes, x, y, width, height, name, note):
-    axes.add_patch(Rectangle((x, y), width, height, fc="none", ec=style.INK, lw=1.6))
+    draw.box(axes, x, y, width, height, "none", ec=style.INK, lw=1.6)
     axes.text(x + 0.05, y + height + 0.35, name, weight="bold", va="center", size=11)
     axes.text(x + width, y + height + 0.35, note, va="center", ha="right", size=9)
 
 
 def _stack(axes, x, y, name, colour):
     for place in range(4):
-        axes.add_patch(Rectangle((x + 0.75 * place, y), 0.72, 1.0, fc=colour, alpha=0.75, ec="w", lw=1.5))
+        draw.box(axes, x + 0.75 * place, y, 0.72, 1.0, colour, alpha=0.75, ec="w", lw=1.5)
     axes.text(x + 3.1, y + 0.5, name, va="center", weight="bold")
 
 
 def _box(axes, x, y, width, height, colour, text, faint=False):
-    axes.add_patch(Rectangle((x, y), width, height, fc=colour, alpha=0.12 if faint else 0.35, ec="none"))
-    axes.add_patch(Rectangle((x, y), width, height, fc="none", ec=colour, lw=1.6, ls="--" if faint else "-"))
-    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", size=9)
+    draw.box(axes, x, y, width, height, colour, alpha=0.12 if faint else 0.35, ec="none")
+    draw.box(axes, x, y, width, height, "none", ec=colour, lw=1.6, ls="--" if faint else "-")
+    draw.label(axes, x + width / 2, y + height / 2, text, size=9)
 
 
 def _arrow(axes, start, stop):
-    axes.add_patch(FancyArrowPatch(start, stop, arrowstyle="-|>", mutation_scale=14, color=style.INK, lw=1.4))
+    draw.arrow(axes, start, stop, lw=1.4)
 
 
 FIGURES = {"15-core.png": core}

@@ -5,11 +5,7 @@ from matplotlib.patches import Patch, Rectangle
 from helpers.attention.masking import Band, tile_kind
 from helpers.plots import style
 
-LOOKS = {
-    "full": {"fc": style.VALUE},
-    "partial": {"fc": style.KEY, "hatch": "//"},
-    "skipped": {"fc": style.SKIPPED},
-}
+LOOKS = {"full": {"fc": style.VALUE}, "partial": {"fc": style.KEY, "hatch": "//"}, "skipped": {"fc": style.SKIPPED}}
 
 
 def tile_kinds(T, S, block_q, block_k):
@@ -29,8 +25,7 @@ def tile_kinds(T, S, block_q, block_k):
     axes.plot([0, end], [0, end], color=style.INK, lw=1.2)
     axes.plot([S, S], [0, rows * block_q], color=style.OUTPUT, lw=1.2, ls="--")
     axes.text(S, rows * block_q + 4, "the last key", color=style.OUTPUT, ha="center", va="top", size=9)
-    axes.set_xlim(0, columns * block_k)
-    axes.set_ylim(rows * block_q + 22, 0)
+    axes.set(xlim=(0, columns * block_k), ylim=(rows * block_q + 22, 0))
     axes.set_title(f"Tiles of {block_q} queries and {block_k} keys: T = {T}, S = {S}, causal")
     handles = [Patch(label=f"{kind}: {counts[kind]}", **look) for kind, look in LOOKS.items()]
     figure.legend(handles=handles, loc="outside right upper")

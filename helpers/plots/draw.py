@@ -1,0 +1,87 @@
+"""The marks that pictures share: words, boxes, arrows, bars with their sizes, axes, legends."""
+
+import numpy as np
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
+
+from helpers.plots import style
+
+
+def paper(pad=1.5, alpha=None):
+    """The light ground of words that stand on a hatch or a line, for `bbox`."""
+    return {"fc": style.PAPER, "ec": "none", "pad": pad, "alpha": alpha}
+
+
+def label(axes, x, y, text, **options):
+    """Words with their middle at (x, y)."""
+    return axes.text(x, y, text, **({"ha": "center", "va": "center"} | options))
+
+
+def box(axes, x, y, width, height, colour, **look):
+    """A rectangle with its first corner at (x, y)."""
+    axes.add_patch(Rectangle((x, y), width, height, fc=colour, **look))
+
+
+def rounded(axes, x, y, width, height, colour, corner=0.12, **look):
+    axes.add_patch(FancyBboxPatch((x, y), width, height, f"round,pad=0,rounding_size={corner}", fc=colour, **look))
+
+
+def tinted(axes, x, y, width, height, colour, alpha=0.3, lw=1.6, **edge):
+    """A box in a tint of a colour, with an edge and a hatch in the colour itself."""
+    box(axes, x, y, width, height, colour, alpha=alpha, ec="none")
+    box(axes, x, y, width, height, "none", ec=colour, lw=lw, **edge)
+
+
+def arrow(axes, start, stop, colour=style.INK, size=14, **look):
+    """An arrow from start to stop, both (x, y); size of its head in points."""
+    look = {"arrowstyle": "-|>", "lw": 1.5} | look
+    axes.add_patch(FancyArrowPatch(start, stop, mutation_scale=size, color=colour, **look))
+
+
+def tinted_bar(axes, y, width, height, colour, left=0, alpha=0.35, hatch=None, lw=1.2):
+    """A bar that lies, in a tint of a colour, with an edge and a hatch in the colour itself."""
+    axes.barh(y, width, height, left=left, color=colour, alpha=alpha, ec="none")
+    axes.barh(y, width, height, left=left, fc="none", ec=colour, hatch=hatch, lw=lw)
+
+
+def grouped_bars(axes, groups, rows, looks, width, gap, **options):
+    """Upright bars side by side. groups: names below; rows: {name: a height for each}; looks: (colour, hatch) each."""
+    for number, ((name, heights), (colour, hatch)) in enumerate(zip(rows.items(), looks, strict=False)):
+        x = np.arange(len(groups)) + width * (number - (len(rows) - 1) / 2)
+        axes.bar(x, heights, gap * width, color=colour, hatch=hatch, ec=style.INK, lw=0.8, label=name, **options)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.tick_params(axis="x", length=0)
+
+
+def rows(axes, names):
+    """A name beside each row, from the top down."""
+    axes.set_yticks(range(len(names)), names)
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+
+
+def plain(axis, form="{:g}"):
+    """Numbers along an axis as they are read, not as powers."""
+    axis.set_major_formatter(lambda value, _: form.format(value))
+
+
+def short(length):
+    """4096 as 4k, so that ticks do not collide."""
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
+
+
+def below(figure, axes=None, **options):
+    """A legend below the panels: of what one of them names, or of handles=."""
+    if axes is not None:
+        options["handles"], options["labels"] = axes.get_legend_handles_labels()
+    options = {"ncols": len(options["handles"])} | options
+    figure.legend(loc="outside lower center", **options)
+
+
+def beside(axes, **options):
+    """A legend to the right of the axes."""
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1), **options)
+
+
+def keys(looks, **options):
+    """Handles for a legend. looks: {name: (colour, hatch)}."""
+    return [Patch(fc=colour, hatch=hatch, label=name, **options) for name, (colour, hatch) in looks.items()]
