@@ -11,6 +11,9 @@ def paper(pad=1.5, alpha=None):
     return {"fc": style.PAPER, "ec": "none", "pad": pad, "alpha": alpha}
 
 
+WORDS = {"size": 8, "linespacing": 1.0, "bbox": paper(0.8, 0.8)}  # on a bar
+
+
 def label(axes, x, y, text, **options):
     """Words with their middle at (x, y)."""
     return axes.text(x, y, text, **({"ha": "center", "va": "center"} | options))
@@ -31,6 +34,16 @@ def tinted(axes, x, y, width, height, colour, alpha=0.3, lw=1.6, **edge):
     box(axes, x, y, width, height, "none", ec=colour, lw=lw, **edge)
 
 
+def named(axes, x, y, width, height, colour, name, note=None, hatch=None, size=10):
+    """A tinted box with its name, a note below that, and a faint hatch."""
+    tinted(axes, x, y, width, height, colour)
+    if hatch:
+        box(axes, x, y, width, height, "none", ec=colour, hatch=hatch, lw=0, alpha=0.25)
+    label(axes, x + width / 2, y + height * (0.62 if note else 0.5), name, weight="bold", size=size)
+    if note:
+        label(axes, x + width / 2, y + height * 0.24, note, size=8)
+
+
 def arrow(axes, start, stop, colour=style.INK, size=14, **look):
     """An arrow from start to stop, both (x, y); size of its head in points."""
     look = {"arrowstyle": "-|>", "lw": 1.5} | look
@@ -41,6 +54,31 @@ def tinted_bar(axes, y, width, height, colour, left=0, alpha=0.35, hatch=None, l
     """A bar that lies, in a tint of a colour, with an edge and a hatch in the colour itself."""
     axes.barh(y, width, height, left=left, color=colour, alpha=alpha, ec="none")
     axes.barh(y, width, height, left=left, fc="none", ec=colour, hatch=hatch, lw=lw)
+
+
+def stack(axes, y, parts, height, words=None, **look):
+    """Tinted bars end to end. parts: (amount, colour, hatch, what is written on it or None) each. Returns the end."""
+    left = 0
+    for amount, colour, hatch, text in parts:
+        tinted_bar(axes, y, amount, height, colour, left, hatch=hatch, **look)
+        if text:
+            label(
+                axes, left + amount / 2, y, text, **(words or {"size": 8, "linespacing": 1.0, "bbox": paper(0.8, 0.8)})
+            )
+        left += amount
+    return left
+
+
+def lines(axes, x, curves, looks, **options):
+    """A line for each of {name: values}, with its look: (colour, marker, dash)."""
+    for (name, values), (colour, marker, dash) in zip(curves.items(), looks, strict=False):
+        axes.plot(x, values, dash, marker=marker, color=colour, label=name, **options)
+
+
+def lengths(axes, ticks, names=None):
+    """A logarithmic axis of lengths, with a tick at each of some."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, names or [short(tick) for tick in ticks])
 
 
 def grouped_bars(axes, groups, rows, looks, width, gap, **options):
@@ -66,7 +104,7 @@ def plain(axis, form="{:g}"):
 
 def short(length):
     """4096 as 4k, so that ticks do not collide."""
-    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
+    return f"{length // 1024}k" if length >= 1024 else str(length)
 
 
 def below(figure, axes=None, **options):
