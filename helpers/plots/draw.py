@@ -104,7 +104,7 @@ def plain(axis, form="{:g}"):
 
 def short(length):
     """4096 as 4k, so that ticks do not collide."""
-    return f"{length // 1024}k" if length >= 1024 else str(length)
+    return f"{length >> 20}M" if length >= 2**20 else f"{length >> 10}k" if length >= 1024 else str(length)
 
 
 def below(figure, axes=None, **options):
