@@ -194,7 +194,7 @@ def causal_visits(kinds, query_reads, key_reads, block_q, block_k):
     by_row.set_title("dq kernel: a row ends at the diagonal")
     draw.label(by_row, columns + 1.15, rows + 1.2, "reads of this\ntile of k", size=9)
     names = "visited, every pair visible", "visited and masked", "never visited"
-    draw.below(figure, handles=draw.keys(dict(zip(names, looks.values(), strict=True)), ec=style.PAPER))
+    draw.below(figure, handles=draw.keys(dict(zip(names, looks.values(), strict=True))))
     figure.suptitle(f"Causal, {block_q} queries and {block_k} keys to a tile", x=0.01, ha="left", size=11)
     return figure
 

@@ -122,4 +122,8 @@ def beside(axes, **options):
 
 def keys(looks, **options):
     """Handles for a legend. looks: {name: (colour, hatch)}."""
-    return [Patch(fc=colour, hatch=hatch, label=name, **options) for name, (colour, hatch) in looks.items()]
+    edge = lambda hatch: {"ec": style.PAPER} if hatch else {}
+    return [
+        Patch(**{"fc": fc, "hatch": hatch, "label": name} | edge(hatch) | options)
+        for name, (fc, hatch) in looks.items()
+    ]

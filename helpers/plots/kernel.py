@@ -67,7 +67,7 @@ def tiles_visited(panels, block_q, block_k):
         panel.tick_params(length=0)
         panel.set(xlabel=f"key tile j ({block_k} keys each)", ylabel=f"program i ({block_q} queries each)")
         panel.set_title(f"{title}: {int(visited.sum())} of {visited.size} tiles read")
-    draw.below(figure, handles=draw.keys(looks, ec=style.PAPER))
+    draw.below(figure, handles=draw.keys(looks))
     return figure
 
 

@@ -9,6 +9,12 @@ from helpers.plots import draw, style
 
 MIB = 2**20
 NAIVE, FLASH = style.LOGITS, style.QUERY
+MONO = "DejaVu Sans Mono"
+
+
+def _seen(character):
+    """A character, or a sign for one that leaves no mark."""
+    return {"\n": "↵", "\t": "⇥", " ": "␣"}.get(character, character)
 
 
 def model():
@@ -19,10 +25,11 @@ def model():
     draw.rounded(axes, 3.5, 1.5, 12.3, 4.5, "#EEF1F4", corner=0.25, ec=style.FAINT, lw=1.2, zorder=-1)
     axes.text(3.8, 5.6, "one block; the model has several of them, one after another", va="center", size=9.5)
 
-    _arrow(axes, (0.9, 2.2), (18.2, 2.2))
+    arrow = {"colour": style.FAINT, "size": 12, "lw": 1.4, "zorder": 0}
+    draw.arrow(axes, (0.9, 2.2), (18.2, 2.2), **arrow)
     _box(axes, 0.2, 1.7, 1.3, 1.0, style.PAPER, "tokens", style.FAINT)
     _box(axes, 1.85, 1.7, 1.5, 1.0, style.KEY, "embed")
-    boxes = [
+    for x, width, colour, name in (
         (3.9, 1.2, style.SKIPPED, "norm"),
         (5.3, 1.1, style.QUERY, "q, k, v"),
         (6.6, 1.9, style.OUTPUT, "attention"),
@@ -30,36 +37,20 @@ def model():
         (11.2, 1.2, style.SKIPPED, "norm"),
         (12.6, 0.9, style.VALUE, "up"),
         (13.7, 1.1, style.VALUE, "down"),
-    ]
-    for x, width, colour, name in boxes:
+    ):
         _box(axes, x, 3.9, width, 1.1, colour, name)
     for start, stop, plus in ((4.5, 9.3, 10.5), (11.8, 14.25, 15.2)):
-        _arrow(axes, (start, 2.2), (start, 3.85))
+        draw.arrow(axes, (start, 2.2), (start, 3.85), **arrow)
         axes.plot([start, stop], [4.45, 4.45], color=style.FAINT, lw=1.4, zorder=0)
         axes.plot([stop, plus], [4.45, 4.45], color=style.FAINT, lw=1.4, zorder=0)
-        _arrow(axes, (plus, 4.45), (plus, 2.55))
-        draw.label(
-            axes,
-            plus,
-            2.2,
-            "+",
-            size=13,
-            weight="bold",
-            bbox={"boxstyle": "circle,pad=0.12", "fc": style.PAPER, "ec": style.INK},
-        )
+        draw.arrow(axes, (plus, 4.45), (plus, 2.55), **arrow)
+        circle = {"boxstyle": "circle,pad=0.12", "fc": style.PAPER, "ec": style.INK}
+        draw.label(axes, plus, 2.2, "+", size=13, weight="bold", bbox=circle)
     _box(axes, 16.1, 1.7, 1.2, 1.0, style.SKIPPED, "norm")
     _box(axes, 17.6, 1.7, 2.2, 1.0, style.KEY, "embedᵀ → logits")
-    axes.annotate(
-        "naive or flash:\nnothing else changes",
-        (7.55, 3.85),
-        (7.55, 0.62),
-        ha="center",
-        va="center",
-        size=9.5,
-        weight="bold",
-        color=style.OUTPUT,
-        arrowprops={"arrowstyle": "-|>", "color": style.OUTPUT, "lw": 1.4},
-    )
+    words = {"ha": "center", "va": "center", "size": 9.5, "weight": "bold", "color": style.OUTPUT}
+    up = {"arrowstyle": "-|>", "color": style.OUTPUT, "lw": 1.4}
+    axes.annotate("naive or flash:\nnothing else changes", (7.55, 3.85), (7.55, 0.62), arrowprops=up, **words)
     axes.text(12.1, 3.1, "each position by itself", ha="left", va="center", size=9)
     axes.text(5.0, 3.1, "positions meet", ha="left", va="center", size=9)
     for x, shape in ((0.85, "(B, T)"), (2.6, "(B, T, C)"), (18.7, "(B, T, vocabulary)")):
@@ -72,10 +63,6 @@ def _box(axes, x, y, width, height, colour, text, edge=None):
     draw.rounded(axes, x, y, width, height, colour, ec=edge or colour, lw=1.2)
     ink = style.INK if colour in (style.PAPER, style.SKIPPED, style.KEY) else "white"
     draw.label(axes, x + width / 2, y + height / 2, text, size=9, color=ink)
-
-
-def _arrow(axes, start, stop):
-    draw.arrow(axes, start, stop, style.FAINT, size=12, lw=1.4, zorder=0)
 
 
 def influence(panels):
@@ -103,27 +90,22 @@ def kept(arrays, T, H):
     arrays: {version: [(shape, bytes)]}.
     """
     figure, axes = style.subplots(width=9, height=2.7)
-    kinds = {
-        "a (T, T) table for each head": (style.LOGITS, "//"),
-        "an array of the shape of q": (style.QUERY, ""),
-        "one number for each row": (style.OUTPUT, "xx"),
-    }
-    looks = list(kinds.values())
+    kinds = {"a (T, T) table for each head": (style.LOGITS, "//"), "an array of the shape of q": (style.QUERY, "")}
+    kinds |= {"one number for each row": (style.OUTPUT, "xx")}
+    table, matrix, column = kinds.values()
+    ends = []
     for row, found in enumerate(arrays.values()):
-        start = 0
+        end = 0
         for shape, size in sorted(found, key=lambda entry: -entry[1]):
-            colour, hatch = looks[0 if shape[-2:] == (T, T) else 1 if shape[-1:] == (H,) else 2]
-            axes.barh(-row, size / MIB, left=start / MIB, fc=colour, hatch=hatch, ec=style.PAPER, height=0.62)
-            start += size
-        axes.text(start / MIB, -row, f"  {start / MIB:.1f} MiB", va="center")
+            colour, hatch = table if shape[-2:] == (T, T) else matrix if shape[-1:] == (H,) else column
+            axes.barh(-row, size / MIB, left=end, fc=colour, hatch=hatch, ec=style.PAPER, height=0.62)
+            end += size / MIB
+        axes.text(end, -row, f"  {end:.1f} MiB", va="center")
+        ends.append(end)
     axes.set_yticks(range(0, -len(arrays), -1), list(arrays))
-    axes.set(xlim=(0, 1.14 * max(sum((size for _, size in found)) for found in arrays.values()) / MIB))
-    axes.set_xlabel("kept from the forward pass for the backward pass (MiB)")
+    axes.set(xlim=(0, 1.14 * max(ends)), xlabel="kept from the forward pass for the backward pass (MiB)")
     axes.set_title(f"One layer of attention at T = {T}")
-    axes.legend(
-        handles=[Patch(fc=colour, hatch=hatch, ec=style.PAPER, label=name) for name, (colour, hatch) in kinds.items()],
-        loc="lower right",
-    )
+    axes.legend(handles=draw.keys(kinds, ec=style.PAPER), loc="lower right")
     return figure
 
 
@@ -131,15 +113,13 @@ def shift(inputs, targets):
     """A stretch of text as inputs, and the same text one place to the left as targets."""
     figure, axes = style.subplots(width=9.5, height=2.3)
     style.bare(axes)
-    for row, (characters, colour) in enumerate(((inputs, style.QUERY), (targets, style.OUTPUT))):
+    for characters, colour, y in ((inputs, style.QUERY, 2.1), (targets, style.OUTPUT, 0.0)):
         for place, character in enumerate(characters):
-            y = 2.1 - 2.1 * row
             draw.rounded(axes, place + 0.06, y, 0.88, 0.9, "none", corner=0.08, ec=colour, lw=1.5)
-            shown = {"\n": "↵", "\t": "⇥", " ": "␣"}.get(character, character)
-            draw.label(axes, place + 0.5, y + 0.43, shown, family="DejaVu Sans Mono", size=11)
+            draw.label(axes, place + 0.5, y + 0.43, _seen(character), family=MONO, size=11)
     for place in range(len(inputs)):
         draw.arrow(axes, (place + 0.5, 2.02), (place + 0.5, 0.98), style.FAINT, size=10, lw=1, zorder=3)
-        draw.label(axes, place + 0.5, 3.25, str(place), size=8.5)
+        draw.label(axes, place + 0.5, 3.25, place, size=8.5)
     axes.text(-0.2, 2.55, "input", ha="right", va="center", weight="bold", color=style.QUERY)
     axes.text(-0.2, 0.45, "target", ha="right", va="center", weight="bold", color=style.OUTPUT)
     axes.text(-0.2, 3.25, "position", ha="right", va="center", size=8.5)
@@ -153,8 +133,7 @@ def next_character(chances, shown=12):
     for axes, (title, chance) in zip(panels, chances.items(), strict=True):
         likeliest = sorted(chance, key=lambda character: -chance[character])[:shown]
         axes.bar(range(shown), [chance[character] for character in likeliest], fc=style.LOGITS, ec=style.PAPER)
-        names = [{"\n": "↵", "\t": "⇥", " ": "␣"}.get(character, character) for character in likeliest]
-        axes.set_xticks(range(shown), names, family="DejaVu Sans Mono")
+        axes.set_xticks(range(shown), map(_seen, likeliest), family=MONO)
         axes.set_title(title)
     panels[0].set(ylim=(0, 1), ylabel="probability")
     figure.supxlabel("next character (␣ space, ↵ new line, ⇥ indentation)", size=10)
@@ -216,20 +195,18 @@ def faults(right, wrong, without_fault, limit):
     below.set_title("Only the run without a fault stays under the limit")
     for axes in (left, below):
         axes.set_xlabel("step")
-    handles, labels = left.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=6)
+    draw.below(figure, left)
     return figure
 
 
 def heads(weights, characters):
     """Maps of attention, one panel for each block and head: weights maps a title to a (T, T) array."""
     figure, grid = style.subplots(2, -(-len(weights) // 2), width=8.6, height=7.8, sharex=True, sharey=True)
-    panels = grid.reshape(-1)
-    names = [{"\n": "↵", "\t": "⇥", " ": "␣"}.get(character, character) for character in characters]
-    for axes, (title, table) in zip(panels, weights.items(), strict=True):
+    ticks, words = range(len(characters)), {"size": 8, "family": MONO}
+    for axes, (title, table) in zip(grid.flat, weights.items(), strict=True):
         image = axes.imshow(table, cmap=style.PROBABILITY_MAP, vmin=0, vmax=1)
-        axes.set_xticks(range(len(names)), names, size=8, family="DejaVu Sans Mono")
-        axes.set_yticks(range(len(names)), names, size=8, family="DejaVu Sans Mono")
+        axes.set_xticks(ticks, map(_seen, characters), **words)
+        axes.set_yticks(ticks, map(_seen, characters), **words)
         axes.tick_params(length=0)
         axes.set_title(title)
     for axes in grid[-1]:
@@ -243,16 +220,13 @@ def heads(weights, characters):
 def memory(lengths, measured, title):
     """Bytes against T, both axes logarithmic: measured maps "naive" and "flash" to one number for each length."""
     figure, axes = style.subplots(width=8, height=4)
-    looks = {"naive": (NAIVE, "o", "-"), "flash": (FLASH, "s", "--")}
-    for name, values in measured.items():
-        colour, marker, dash = looks[name]
-        label = f"{name}: × {values[-1] / values[-2]:.1f} for the last doubling"
-        axes.plot(lengths, np.asarray(values) / MIB, dash, color=colour, marker=marker, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=10)
-    axes.set_xticks(lengths, [str(T) for T in lengths])
+    for name, colour, marker, dash in (("naive", NAIVE, "o", "-"), ("flash", FLASH, "s", "--")):
+        sizes = np.asarray(measured[name]) / MIB
+        label = f"{name}: × {sizes[-1] / sizes[-2]:.1f} for the last doubling"
+        axes.plot(lengths, sizes, dash, color=colour, marker=marker, label=label)
+    draw.lengths(axes, lengths, list(map(str, lengths)))
+    axes.set(yscale="log", xlabel="length T", ylabel="temporary memory (MiB)", title=title)
     draw.plain(axes.yaxis, "{:,g}")
-    axes.set(xlabel="length T", ylabel="temporary memory (MiB)", title=title)
     axes.legend(loc="upper left")
     return figure
 
