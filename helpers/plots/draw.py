@@ -123,7 +123,4 @@ def beside(axes, **options):
 def keys(looks, **options):
     """Handles for a legend. looks: {name: (colour, hatch)}."""
     edge = lambda hatch: {"ec": style.PAPER} if hatch else {}
-    return [
-        Patch(**{"fc": fc, "hatch": hatch, "label": name} | edge(hatch) | options)
-        for name, (fc, hatch) in looks.items()
-    ]
+    return [Patch(label=name, fc=fc, hatch=hatch, **edge(hatch) | options) for name, (fc, hatch) in looks.items()]

@@ -84,7 +84,7 @@ def drift(one_after_another, in_turns):
     for axes, found, title in zip(panels, (one_after_another, in_turns), titles, strict=True):
         for (name, points), colour, marker in zip(found.items(), (style.QUERY, style.OUTPUT), "os", strict=True):
             moments, times = np.transpose(points)
-            axes.plot(1000.0 * moments, times, marker, color=colour, ms=4, label=name)
+            axes.plot(1e3 * moments, times, marker, color=colour, ms=4, label=name)
             axes.axhline(np.median(times), color=colour, lw=1.2, ls="-" if marker == "o" else "--")
         axes.set(xlabel="moment (ms)", title=title)
         axes.legend(loc="lower right", title="lines: medians")
@@ -117,8 +117,7 @@ def ratios(pairs):
         axes.set(xlabel="turn", title=name)
         draw.plain(axes.yaxis, "{:g} %")
     panels[0].set_ylabel("old ÷ new, minus one")
-    handles = panels[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=3, fontsize=9)
+    draw.below(figure, panels[0], fontsize=9)
     return figure
 
 
@@ -145,10 +144,9 @@ def roof(points, ceilings, title):
     close.set_yticks(range(0, -len(points), -1), points)
     close.set(xlim=(0, rate * 1.05), xlabel="TFLOP/s (line: matrix product)", title="The same, close up")
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    axes.set(yscale="log", ylim=(10, rate * 1.6))
     draw.plain(axes.xaxis)
     draw.plain(axes.yaxis)
-    axes.set_ylim(10, rate * 1.6)
     axes.plot([], [], "o", color=style.FAINT, mfc=style.PAPER, mew=2, label="open: H = 64")
     axes.plot([], [], "o", color=style.FAINT, mew=2, label="filled: H = 128")
     axes.legend(loc="lower right", fontsize=9, ncols=2)
@@ -168,8 +166,7 @@ def bounds(rows, title):
             axes.barh(y, share, 0.24, color=colour, hatch=hatch, ec=style.PAPER, label=None if row else side)
             axes.text(share + 1, y, f"{1e3 * times[side]:.3g} ms", va="center", size=8)
     axes.set_yticks(range(0, -len(rows), -1), rows)
-    axes.set_xlim(0, 135)
-    axes.set_xticks([0, 25, 50, 75, 100])
+    axes.set(xlim=(0, 135), xticks=[0, 25, 50, 75, 100])
     axes.set(xlabel="least time of each side, in per cent of the longest", title=title)
     axes.legend(loc="center right")
     return figure
@@ -182,24 +179,20 @@ def ladder(steps, others, H, ceiling):
     """
     figure, panels = style.subplots(1, 2, width=10.5, height=4.3, sharey=True)
     for axes, is_causal in zip(panels, (False, True), strict=True):
-        before = 0.0
-        rows = [*steps[is_causal].items(), *others[is_causal].items()]
-        for row, (name, rate) in enumerate(rows):
-            rung = row < len(steps[is_causal])
-            end = max(rate, before) if rung else rate
-            if rung:
+        before, rungs, rows = 0.0, steps[is_causal], steps[is_causal] | others[is_causal]
+        for row, (name, rate) in enumerate(rows.items()):
+            if name in rungs:
                 axes.barh(-row, min(before, rate), color=style.STATE)
-                gained = rate > before
-                colour, hatch = (style.QUERY, "") if gained else (style.OUTPUT, "////")
+                colour, hatch = (style.QUERY, "") if rate > before else (style.OUTPUT, "////")
                 axes.barh(-row, abs(rate - before), left=min(before, rate), color=colour, hatch=hatch)
-                before = rate
             else:
-                colour = LOOKS[name][0]
-                axes.barh(-row, rate, color=colour, hatch=HATCHES[name], ec=style.PAPER)
+                axes.barh(-row, rate, color=LOOKS[name][0], hatch=HATCHES[name], ec=style.PAPER)
+            end = max(rate, before) if name in rungs else rate
             axes.text(end + 6, -row, f"{rate:.0f}", va="center", size=9)
-        axes.axhline(-len(steps[is_causal]) + 0.5, color=style.FAINT, lw=1, ls="--")
+            before = rate
+        axes.axhline(-len(rungs) + 0.5, color=style.FAINT, lw=1, ls="--")
         axes.axvline(ceiling, color=style.INK, lw=1.2, ls=":")
-        axes.set_yticks(range(0, -len(rows), -1), [name for name, _ in rows])
+        axes.set_yticks(range(0, -len(rows), -1), rows)
         axes.set(xlim=(0, ceiling * 1.08), xlabel="TFLOP/s (dotted: matrix product)")
         axes.set_title(f"H = {H}, {mask_of(is_causal)}")
     figure.alt = "TFLOP/s. " + " ".join(
@@ -215,11 +208,8 @@ def tiles(sweep, titles):
     """
     figure, panels = style.subplots(1, len(sweep), width=0.4 + 2.5 * len(sweep), height=2.9, squeeze=False)
     for axes, rows, title in zip(panels[0], sweep, titles, strict=True):
-        best_of = {}
-        for row in rows:
-            key = row["block_q"], row["block_k"]
-            if key not in best_of or row["ms"] < best_of[key]["ms"]:
-                best_of[key] = row
+        slowest_first = sorted(rows, key=lambda row: -row["ms"])
+        best_of = {(row["block_q"], row["block_k"]): row for row in slowest_first}
         sides = sorted({size for key in best_of for size in key})
         fastest = min(row["ms"] for row in best_of.values())
         table = np.full((len(sides), len(sides)), np.nan)
@@ -247,12 +237,11 @@ def against(rates, lengths, ceiling, title):
     for axes, ((H, is_causal), found) in zip(panels, rates.items(), strict=True):
         for name, (colour, marker, dash) in LOOKS.items():
             points = found.get(name, {})
-            known = [T for T in lengths if T in points]
+            known = [(T, points[T]) for T in lengths if T in points]
             if known:
-                axes.plot(known, [points[T] for T in known], dash, color=colour, marker=marker, ms=6, label=name)
+                axes.plot(*zip(*known, strict=True), dash, color=colour, marker=marker, ms=6, label=name)
         axes.axhline(ceiling, color=style.INK, lw=1.2, ls=":")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths, [f"{T // 1024}k" for T in lengths])
+        draw.lengths(axes, lengths)
         axes.minorticks_off()
         axes.set(xlim=(lengths[0] / 1.4, lengths[-1] * 1.4), ylim=(0, ceiling * 1.06), xlabel="T")
         axes.set_title(f"H = {H}, {mask_of(is_causal)}")
@@ -301,14 +290,12 @@ def memory(found, refused, card_bytes):
                 axes.plot([list(points)[-1], T], [last, guess], ls=dash, color=colour, alpha=0.5)
                 axes.plot(T, guess, "x", color=style.OUTPUT, ms=10, mew=2.5, zorder=4)
         axes.axhline(card_bytes / 2**20, color=style.INK, lw=1.2, ls=":", label="memory of the GPU")
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks([2**n for n in range(10, 21, 2)], ["1k", "4k", "16k", "64k", "256k", "1M"])
+        draw.lengths(axes, [2**n for n in range(10, 21, 2)])
+        axes.set(yscale="log", xlabel="T", title=which)
         draw.plain(axes.yaxis, "{:,g}")
-        axes.set(xlabel="T", title=which)
     panels[0].set_ylabel("MiB, one head, H = 64, 16-bit")
     panels[0].plot([], [], "x", color=style.OUTPUT, ms=10, mew=2.5, label="refused by the GPU")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    draw.below(figure, panels[0])
     return figure
 
 

@@ -164,7 +164,7 @@ def curves(naive, flash, limit):
     steps = np.arange(len(naive))
     below.plot(steps[seen], difference[seen], "o", color=style.INK, ms=2.5, label="difference, where it is not zero")
     below.axhline(limit, color=style.OUTPUT, lw=1.5, ls=":", label=f"the limit, {limit:g}")
-    below.set(yscale="log", ylim=(1e-08, 0.01), xlabel="step", ylabel="|difference|")
+    below.set(yscale="log", ylim=(1e-8, 1e-2), xlabel="step", ylabel="|difference|")
     below.set_title("On this scale you can see it")
     below.legend(loc="upper right", ncols=2)
     return figure
@@ -191,7 +191,7 @@ def faults(right, wrong, without_fault, limit):
     below.axhline(limit, color=style.INK, lw=1.5, ls=":")
     box = draw.paper(1.0)
     below.text(steps, limit * 0.2, f"limit, {limit:g}", ha="right", va="top", size=9, bbox=box)
-    below.set(yscale="log", ylim=(5e-08, 20), ylabel="|difference| from the right run")
+    below.set(yscale="log", ylim=(5e-8, 20), ylabel="|difference| from the right run")
     below.set_title("Only the run without a fault stays under the limit")
     for axes in (left, below):
         axes.set_xlabel("step")
