@@ -37,9 +37,9 @@ def progress(states, following=None):
 
     figure = _map(step)
     handles = [Line2D([], [], label=state, **DOT, **look) for state, look in DOTS.items()]
-    frame = Patch(facecolor=style.PAPER, edgecolor=style.OUTPUT, linewidth=3, label="has the next exercise")
+    frame = Patch(fc=style.PAPER, ec=style.OUTPUT, lw=3, label="has the next exercise")
     figure.set_figheight(figure.get_figheight() + 0.35)
-    figure.legend(handles=[*handles, frame], loc="outside lower center", ncols=4)
+    draw.below(figure, handles=[*handles, frame])
     solved = {number: of_step.count("solved") for number, of_step in states.items()}
     counts = ", ".join(f"{number} {solved[number]} of {len(states[number])}" for number in states)
     then = f"The next is in {following}." if following else "That is all of them."
@@ -66,7 +66,7 @@ def _map(draw_step):
             turn = last_y - (LINE - 1) / 2
             axes.plot([last_x, last_x, first], [last_y, turn, turn], color=style.INK, lw=1.4)
             draw.arrow(axes, (first, turn), (first, y + 1), size=10, lw=1.4, shrinkA=0, shrinkB=0, zorder=3)
-    axes.set(xlim=(-1.75, max((x for x, _ in place.values())) + 0.5))
+    axes.set(xlim=(-1.75, max(x for x, _ in place.values()) + 0.5))
     axes.set(ylim=(-(len(series.TRACKS) - 1) * LINE - 0.06, 1.06))
     return figure
 
