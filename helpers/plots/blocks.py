@@ -66,7 +66,7 @@ def one_program(call, *programs):
         for block in view.owners():
             _draw_block(axes, view, block, style.PAPER, 1, ink=style.SKIPPED)
         colour = style.OUTPUT if view.operand.is_output else style.QUERY
-        _draw_block(axes, view, view.block(view.number), colour, 0.6)
+        _draw_block(axes, view, view.blocks[view.number], colour, 0.6)
         if view.number == numbers[0] or view.note:
             axes.set_title(view.title, size=10)
         if view.number != numbers[-1]:
@@ -99,9 +99,8 @@ def read_counts(call, *names):
             down.add(top)
             ink = style.PAPER if counts[top, left] > 0.6 * most else style.INK
             middle = (left + right) / 2, (top + bottom) / 2
-            axes.text(*middle, f"{counts[top, left]}×", ha="center", va="center", color=ink, size=9)
-        axes.set_xticks(_thin(sorted(across)))
-        axes.set_yticks(_thin(sorted(down)) if view.labels[0] else [])
+            draw.label(axes, *middle, f"{counts[top, left]}×", color=ink, size=9)
+        axes.set(xticks=_thin(sorted(across)), yticks=_thin(sorted(down)) if view.labels[0] else [])
         word = "stored" if operand.is_output else "loaded"
         outside = f"\n{operand.outside} elements loaded outside" if operand.outside else ""
         axes.set_title(f"{operand.name}: times {word}{outside}", size=10)
@@ -221,61 +220,34 @@ class _View:
     """The two axes of an operand that are drawn, rows first, and where its blocks lie on them.
 
     number: the program at whose blocks the axes that are not drawn are cut. counts: if given, axes
-    along which they differ are drawn first.
+    along which they differ are drawn first. An array of one axis is a row.
+
+    name, title: the array with its shape, and below it where the axes that are not drawn are cut, if blocks differ
+    there. blocks: for each program ((start, size) along the columns, (start, size) along the rows).
     """
 
     def __init__(self, operand, number=0, counts=None):
-        self.operand = operand
-        self.number = number
-        ndim = operand.values.ndim
-        distinct = [len(np.unique(operand.block_of[:, axis])) for axis in range(ndim)]
+        self.operand, self.number = operand, number
+        shape, sizes = operand.values.shape, [size or 1 for size in operand.block_shape]
+        starts = operand.block_of * np.array(sizes, int)
+        moves = (starts != starts[:1]).any(axis=0)
 
         def interest(axis):
             differ = counts is not None and bool((counts != counts.take([0], axis)).any())
-            return differ, distinct[axis] > 1, operand.block_shape[axis] is not None, operand.values.shape[axis]
+            return differ, moves[axis], operand.block_shape[axis] is not None, shape[axis]
 
-        self.drawn = tuple(sorted(sorted(range(ndim), key=interest, reverse=True)[:2]))
-        self.hidden = tuple(axis for axis in range(ndim) if axis not in self.drawn)
-
-    @property
-    def shape(self):
-        """(rows, columns) of the picture; an array of one axis is a row."""
-        sizes = [self.operand.values.shape[axis] for axis in self.drawn]
-        return tuple([1] * (2 - len(sizes)) + sizes)
-
-    @property
-    def note(self):
-        """Where the axes that are not drawn are cut, such as "axis 2 at 0", if blocks differ there."""
-        sizes, blocks = self.operand.block_shape, self.operand.block_of
-        return ", ".join(
-            f"axis {axis} at {int(blocks[self.number, axis]) * (sizes[axis] or 1)}"
-            for axis in self.hidden
-            if len(np.unique(blocks[:, axis])) > 1
-        )
-
-    @property
-    def name(self):
-        """The array with its shape."""
-        shape = " × ".join(map(str, self.operand.values.shape)) or "one number"
-        return f"{self.operand.name} ({shape})"
-
-    @property
-    def title(self):
-        return f"{self.name}\n{self.note}".strip()
-
-    @property
-    def labels(self):
-        names = [f"axis {axis}" for axis in self.drawn]
-        return [""] * (2 - len(names)) + names
-
-    def block(self, number):
-        """The block of a program: ((start, size) along the columns, (start, size) along the rows)."""
-        sides = []
-        for axis in self.drawn:
-            size = self.operand.block_shape[axis] or 1
-            sides.append((int(self.operand.block_of[number, axis]) * size, size))
-        sides = [(0, 1)] * (2 - len(sides)) + sides
-        return sides[1], sides[0]
+        self.drawn = sorted(sorted(range(len(shape)), key=interest, reverse=True)[:2])
+        hidden = [axis for axis in range(len(shape)) if axis not in self.drawn]
+        self.cut = starts[number]
+        self.alike = np.flatnonzero((starts[:, hidden] == self.cut[hidden]).all(axis=1))  # programs with the same cut
+        self.note = ", ".join(f"axis {axis} at {self.cut[axis]}" for axis in hidden if moves[axis])
+        self.name = f"{operand.name} ({' × '.join(map(str, shape)) or 'one number'})"
+        self.title = f"{self.name}\n{self.note}".strip()
+        missing = 2 - len(self.drawn)
+        self.labels = [""] * missing + [f"axis {axis}" for axis in self.drawn]
+        self.shape = (*[1] * missing, *(shape[axis] for axis in self.drawn))
+        of_drawn = [[(int(start[axis]), sizes[axis]) for axis in self.drawn] for start in starts]
+        self.blocks = [tuple(reversed([(0, 1)] * missing + sides)) for sides in of_drawn]
 
     def visible(self, block):
         """The part of a block that lies inside the array."""
@@ -287,26 +259,21 @@ class _View:
 
     def owners(self):
         """{block: numbers of the programs that see it}, on the hidden axes as program `number`."""
-        blocks = self.operand.block_of
         found = {}
-        for number in range(len(blocks)):
-            if all(blocks[number, axis] == blocks[self.number, axis] for axis in self.hidden):
-                found.setdefault(self.block(number), []).append(number)
+        for number in self.alike:
+            found.setdefault(self.blocks[number], []).append(number)
         return found
 
     def plane(self, counts):
         """Counts of the elements, cut down to the two axes that are drawn."""
-        cut = []
-        for axis in range(counts.ndim):
-            start = int(self.operand.block_of[self.number, axis]) * (self.operand.block_shape[axis] or 1)
-            cut.append(slice(None) if axis in self.drawn else start)
+        cut = (slice(None) if axis in self.drawn else self.cut[axis] for axis in range(counts.ndim))
         return counts[tuple(cut)].reshape(self.shape)
 
     def edges(self):
         """Edges of the blocks, ((along columns), (along rows)), for ticks."""
         sides = [{0, length} for length in reversed(self.shape)]
-        for number in range(len(self.operand.block_of)):
-            for edges, (start, size), length in zip(sides, self.block(number), reversed(self.shape), strict=True):
+        for block in self.blocks:
+            for edges, (start, size), length in zip(sides, block, reversed(self.shape), strict=True):
                 edges.update(edge for edge in (start, start + size) if 0 <= edge <= length)
         return tuple(sorted(edges) for edges in sides)
 
@@ -377,9 +344,8 @@ def _regions(counts):
     )
     if (len(down) - 1) * (len(across) - 1) > MOST_REGIONS:
         return
-    for top, bottom in itertools.pairwise(down):
-        for left, right in itertools.pairwise(across):
-            yield top, bottom, left, right
+    for (top, bottom), (left, right) in itertools.product(itertools.pairwise(down), itertools.pairwise(across)):
+        yield top, bottom, left, right
 
 
 FIGURES = {

@@ -62,9 +62,7 @@ def stack(axes, y, parts, height, words=None, **look):
     for amount, colour, hatch, text in parts:
         tinted_bar(axes, y, amount, height, colour, left, hatch=hatch, **look)
         if text:
-            label(
-                axes, left + amount / 2, y, text, **(words or {"size": 8, "linespacing": 1.0, "bbox": paper(0.8, 0.8)})
-            )
+            label(axes, left + amount / 2, y, text, **words or WORDS)
         left += amount
     return left
 
@@ -81,11 +79,14 @@ def lengths(axes, ticks, names=None):
     axes.set_xticks(ticks, names or [short(tick) for tick in ticks])
 
 
-def grouped_bars(axes, groups, rows, looks, width, gap, **options):
-    """Upright bars side by side. groups: names below; rows: {name: a height for each}; looks: (colour, hatch) each."""
+def grouped_bars(axes, groups, rows, looks, width, part, **options):
+    """Upright bars side by side. groups: names below; rows: {name: a height for each}; looks: (colour, hatch) each.
+
+    width: from one bar of a group to the next. part: how much of that a bar takes.
+    """
     for number, ((name, heights), (colour, hatch)) in enumerate(zip(rows.items(), looks, strict=False)):
         x = np.arange(len(groups)) + width * (number - (len(rows) - 1) / 2)
-        axes.bar(x, heights, gap * width, color=colour, hatch=hatch, ec=style.INK, lw=0.8, label=name, **options)
+        axes.bar(x, heights, part * width, color=colour, hatch=hatch, ec=style.INK, lw=0.8, label=name, **options)
     axes.set_xticks(range(len(groups)), groups)
     axes.tick_params(axis="x", length=0)
 

@@ -249,7 +249,7 @@ def against(rates, lengths, ceiling, title):
     fraction = panels[-1].secondary_yaxis("right", functions=(lambda y: 100 * y / ceiling, lambda y: y * ceiling / 100))
     fraction.set_ylabel("per cent of the matrix product")
     handles = {name: line for axes in panels for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=min(5, len(handles)), fontsize=9)
+    draw.below(figure, handles=handles.values(), ncols=min(5, len(handles)), fontsize=9)
     return figure
 
 
@@ -264,7 +264,7 @@ def relative(values, title):
     axes.axvline(1, color=style.INK, lw=1.2, ls="--")
     axes.set_yticks(range(0, -len(values), -1), values)
     axes.set(xlabel="speed relative to cuDNN in the same run (dashed: as fast)", title=title)
-    figure.legend(loc="outside lower center", ncols=3)
+    draw.below(figure, axes, ncols=3)
     every = [ratio for found in values.values() for ratio in found.values()]
     axes.set_xlim(min(0.45, *every) - 0.03, max(1.25, *every) + 0.03)
     rows = " ".join(f"{case}: {_listed(found, '.2f')}." for case, found in values.items())

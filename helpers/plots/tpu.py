@@ -115,7 +115,7 @@ def registers(panels, colours):
         count = f"{down * across} register{'s' * (down * across > 1)}"
         axes.set_title(f"{title}\n{count}, {used:.1%} used", size=9.5)
         said.append(f"{title}: {count}, of which {used:.1%} holds numbers")
-    figure.legend(handles=[Patch(fc=style.SKIPPED, label="filled up")], loc="outside lower center")
+    draw.below(figure, handles=draw.keys({"filled up": (style.SKIPPED, None)}))
     figure.alt = f"Arrays cut into registers, drawn each to its own scale. {'; '.join(said)}."
     return figure
 

@@ -2,7 +2,6 @@
 
 import numpy as np
 from matplotlib.colors import LogNorm
-from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from helpers.plots import draw, style
@@ -80,7 +79,7 @@ def influence(panels):
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes[0].set_ylabel("position of the logits")
     figure.colorbar(image, ax=axes, label="largest change of a logit", shrink=0.85, extend="min")
-    figure.legend(handles=[Patch(fc=style.SKIPPED, label="no change, up to rounding")], loc="outside lower center")
+    draw.below(figure, handles=draw.keys({"no change, up to rounding": (style.SKIPPED, None)}))
     return figure
 
 
