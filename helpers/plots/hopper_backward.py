@@ -319,14 +319,14 @@ def mistaken(seen, taken, errors, block_q=64):
     figure, (table, rows) = style.subplots(1, 2, width=10, height=4.0, width_ratios=(1, 1.35))
     shades = ListedColormap([style.PAPER, style.STATE, style.OUTPUT])
     table.imshow(seen + 2 * (taken & ~seen), cmap=shades, vmin=0, vmax=2, aspect="auto")
-    for line in (table.axhline, table.axvline, rows.axvline):
-        line(block_q - 0.5, color=style.INK, lw=1.2, ls="--")
     table.set(xlabel="key", ylabel="query", title="weights of program 0")
     shown = {"visible": (style.STATE, None), "masked, and taken all the same": (style.OUTPUT, None)}
     table.legend(handles=draw.keys(shown), loc="upper right", fontsize=8, frameon=True, facecolor=style.PAPER)
     dashes = {"dq": "-", "dk": "--", "dv": ":"}
     for name, values in errors.items():
         rows.plot(np.arange(len(values)), values, color=style.ROLES[name], ls=dashes[name], label=name)
+    for line in (table.axhline, table.axvline, rows.axvline):
+        line(block_q - 0.5, color=style.INK, lw=1.2, ls="--")
     rows.set_xlabel("row of the gradient")
     rows.set_yscale("symlog", linthresh=1)
     rows.set(ylim=(0, None), ylabel="relative error of the row", title="what became of the gradients")
