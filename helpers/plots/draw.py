@@ -91,10 +91,11 @@ def grouped_bars(axes, groups, rows, looks, width, part, **options):
     axes.tick_params(axis="x", length=0)
 
 
-def rows(axes, names):
-    """A name beside each row, from the top down."""
+def rows(axes, names, marks=False):
+    """A name beside each row, from the top down; with marks, where the row is."""
     axes.set_yticks(range(len(names)), names)
-    axes.tick_params(axis="y", length=0)
+    if not marks:
+        axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
 
 

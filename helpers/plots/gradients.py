@@ -23,8 +23,7 @@ def jacobian(p, matrix, tokens, query):
         text = f"{matrix[i, j]:+.2f}".replace("-", "−").replace("0.", ".")
         draw.label(right, j, i, text, size=8, color=style.PAPER if strong else style.INK)
     right.set_xticks(shown, tokens, rotation=90, size=9)
-    right.set_yticks([])
-    right.set(xlabel="weight p of this key …", ylabel="… when the logit s of this key rises")
+    right.set(yticks=[], xlabel="weight p of this key …", ylabel="… when the logit s of this key rises")
     right.set_title("Jacobian: + the weight grows, − it shrinks")
     figure.colorbar(image, ax=right, label="∂p / ∂s", shrink=0.7)
     return figure
@@ -97,16 +96,13 @@ def delta_two_ways(p_dp, o_do):
     for axes, values, name, side in ((table, p_dp, "p ∘ dp", "key"), (small, o_do, "out ∘ dout", "component")):
         limit = np.abs(values).max()
         axes.imshow(values, cmap=SIGNED_MAP, vmin=-limit, vmax=limit, aspect="auto")
-        axes.set(xlabel=side, title=f"{name}: {values.size} numbers")
-        axes.set_yticks(range(0, T, 5))
+        axes.set(xlabel=side, title=f"{name}: {values.size} numbers", yticks=range(0, T, 5))
     table.set_ylabel("query")
     rows = np.arange(T)
     sums.plot(p_dp.sum(axis=1), rows, "o", color=style.LOGITS, ms=9, label="sum of a row of p ∘ dp")
     sums.plot(o_do.sum(axis=1), rows, "x", color=style.INK, ms=6, label="sum of a row of out ∘ dout")
     sums.axvline(0, color=style.FAINT, lw=0.8)
-    sums.set_ylim(T - 0.5, -0.5)
-    sums.set_yticks(range(0, T, 5))
-    sums.set(xlabel="delta", title="The row sums agree")
+    sums.set(ylim=(T - 0.5, -0.5), yticks=range(0, T, 5), xlabel="delta", title="The row sums agree")
     sums.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), fontsize=9)
     return figure
 

@@ -184,8 +184,7 @@ def phases(run, barriers):
             axes.barh(y, stop - start, 0.72, left=start, color=colour, hatch=hatch, alpha=0.7, **EDGE)
             if stop - start > run.end / 40:
                 draw.label(axes, (start + stop) / 2, y, number, size=8, bbox=draw.paper(0.8, 0.85))
-    axes.set_yticks(range(len(places)), names)
-    axes.invert_yaxis()
+    draw.rows(axes, names, marks=True)
     axes.set(xlim=(0, run.end), xlabel="cycles of the model")
     axes.set_title("phases completed so far, by barrier (hatched: odd)")
     figure.alt = f"The cycles of the model in which each barrier completes a phase. {'; '.join(said)}."
@@ -213,8 +212,7 @@ def stacked(rows, limit, unit, title, limit_name, scale=1.0):
         axes.plot([at * scale] * 2, [y - 0.45, y + 0.45], color=style.INK, lw=2.2)
         told = ", ".join(f"{part} {amount * scale:.3g}" for part, amount in row.items() if amount)
         said.append(f"{name}: {told}; in all {left:.3g} of {at * scale:.3g}.")
-    axes.set_yticks(range(len(rows)), rows)
-    axes.invert_yaxis()
+    draw.rows(axes, rows, marks=True)
     axes.set(xlabel=f"{unit} (thick line: {limit_name})", title=title)
     draw.beside(axes, handles=draw.keys(looks, alpha=0.7, **EDGE), fontsize=8.5)
     figure.alt = f"{title}, in {unit}, of {limit_name}. {' '.join(said)}"
@@ -251,8 +249,7 @@ def rungs(figures, names):
         look = {"color": colour, "hatch": hatch, "alpha": 0.75, "ec": style.INK, "lw": 0.5}
         bars = axes.barh(*zip(*found, strict=True), height=height, label=case, **look)
         axes.bar_label(bars, fmt="%.0f", padding=3, fontsize=7.5)
-    axes.set_yticks(range(len(names)), [f"{number}  {name}" for number, name in enumerate(names, 1)])
-    axes.invert_yaxis()
+    draw.rows(axes, [f"{number}  {name}" for number, name in enumerate(names, 1)], marks=True)
     axes.set_xlabel("recorded TFLOP/s")
     draw.beside(axes, fontsize=8.5)
     return figure

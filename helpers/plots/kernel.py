@@ -115,8 +115,7 @@ def error_by_dtype(errors):
     implementations = {name: [row[name] for row in errors.values()] for name in next(iter(errors.values()))}
     looks = (style.OUTPUT, ""), (style.SKIPPED, "//"), (style.STATE, "..")
     draw.grouped_bars(axes, errors, implementations, looks, 0.8 / len(implementations), 0.92)
-    axes.set(yscale="log", ylim=(1e-8, 1e-1), ylabel="relative error of out")
-    axes.set_title("Error against the float64 oracle")
+    axes.set(yscale="log", ylim=(1e-8, 1e-1), ylabel="relative error of out", title="Error against the float64 oracle")
     axes.legend(loc="upper left", ncols=len(implementations))
     return figure
 

@@ -52,9 +52,7 @@ def passes(traces, labels):
             panel.axvline(number * size - 0.5, color=style.FAINT, lw=0.8, ls=":")
             panel.text((number + 0.5) * size, size + 1, label, ha="center", va="bottom", size=9, color=style.INK)
         panel.set_title(f"{name}: {len(positions)} reads", pad=8)
-        panel.set(xlim=(-2, longest + 1), ylim=(-1, size + 4.5))
-        panel.set_yticks([0, size - 1])
-        panel.set_xlabel("reads so far")
+        panel.set(xlim=(-2, longest + 1), ylim=(-1, size + 4.5), yticks=[0, size - 1], xlabel="reads so far")
     axes[0].set_ylabel("position in the row")
     return figure
 

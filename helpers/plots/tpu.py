@@ -132,8 +132,7 @@ def vmem(chips):
                 draw.label(axes, left + parts[part] / 2, row, f"{parts[part]:.0f}", size=9, bbox=draw.paper(1.2))
             left += parts[part]
         said.append(f"{chip}: {', '.join(f'{part} {size:.0f}' for part, size in parts.items())}, in all {left:.0f}")
-    axes.set_yticks(range(len(chips)), chips)
-    axes.invert_yaxis()
+    draw.rows(axes, chips, marks=True)
     title = "What lies in VMEM during a step of the forward kernel"
     axes.set(xlabel="KiB", title=title)
     draw.below(figure, handles=draw.keys(PARTS, ec=style.PAPER))
