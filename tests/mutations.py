@@ -369,7 +369,7 @@ FAULTS = [
     ),
     *_of(
         "helpers/instruments/results.py",
-        ("the rows of the sweep are not checked", 'if part == "hopper_sweep" else {}', "if part is None else {}"),
+        ("the rows of the sweep are not checked", '"hopper_sweep": HOPPER | MS,', '"hopper_sweep": {},'),
         ("negative times are accepted", "if not (record[\"wall_ms\"] > 0 and record[\"tflops\"] > 0):", "if not (record[\"wall_ms\"] > 0 or record[\"tflops\"] > 0):"),
         ("True passes for a number", "wrong_bool = isinstance(entry[name], bool) and bool not in types", "wrong_bool = False"),
         ("a full disk leaves half a file", "os.replace(partial, path)\n    finally:", "pass\n    finally:"),

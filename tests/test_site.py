@@ -25,6 +25,7 @@ from helpers.site import build as site_build
 from helpers.site import landing
 from helpers.site import pages as site_pages
 from helpers.site.build import BuildError, build
+from helpers.site.colab import OPENS
 
 REPOSITORY = "https://github.com/owner/name"
 ADDRESS = "https://owner.github.io/name/"
@@ -38,25 +39,10 @@ CHEAT_SHEET = (ROOT / "site_source" / "cheat_sheet.md").read_text(encoding="utf-
 # What needs no Sphinx
 
 
-def notebook_with(folder, **cell):
-    cells = [nbformat.v4.new_markdown_cell("# A title"), nbformat.v4.new_code_cell("1 / x", **cell)]
-    path = folder / "00_test.ipynb"
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
-    return path
-
-
-FAULTS = {
-    "an error": (
-        {"execution_count": 1, "outputs": [nbformat.v4.new_output("error", ename="ZeroDivisionError", traceback=[])]},
-        r"00_test.ipynb, cell \w+, ended in ZeroDivisionError",
-    ),
-    "never executed": ({"execution_count": None}, r"00_test.ipynb, cell \w+, has not been executed"),
-}
-
-
 @pytest.fixture
-def old_site(tmp_path):
-    """A site that stands, and must go on standing."""
+def old_site(tmp_path, monkeypatch):
+    """A site that stands, and must go on standing; whether Sphinx is installed is not asked."""
+    monkeypatch.setattr(site_build, "EXTRA", ())
     target = tmp_path / "out" / "site"
     target.mkdir(parents=True)
     (target / "index.html").write_text("what was there before")
@@ -66,21 +52,24 @@ def old_site(tmp_path):
     assert [path.name for path in target.parent.iterdir()] == ["site"], "something is left over"
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_notebook_that_cannot_be_shown_is_named(fault, tmp_path, old_site, monkeypatch):
-    monkeypatch.setattr(site_build, "EXTRA", ())
-    cell, expected = FAULTS[fault]
-    notebook_with(tmp_path, **cell)
+FAULT = nbformat.v4.new_output("error", ename="ZeroDivisionError", traceback=[])
+
+
+@pytest.mark.parametrize(
+    "cell, expected",
+    [
+        ({"execution_count": 1, "outputs": [FAULT]}, r"00_test.ipynb, cell \w+, ended in ZeroDivisionError"),
+        ({"execution_count": None}, r"00_test.ipynb, cell \w+, has not been executed"),
+        (None, r"^00_test.ipynb cannot be read as a notebook: \w+$"),
+    ],
+)
+def test_a_notebook_that_cannot_be_shown_is_named(cell, expected, tmp_path, old_site):
+    cells = [nbformat.v4.new_markdown_cell("# A title"), nbformat.v4.new_code_cell("1 / x", **cell or {})]
+    text = nbformat.writes(nbformat.v4.new_notebook(cells=cells)) if cell else '{"cells": ['
+    (tmp_path / "00_test.ipynb").write_text(text)
     with pytest.raises(BuildError, match=expected) as raised:
         build(old_site, notebooks=tmp_path)
     assert "\n" not in str(raised.value)
-
-
-def test_a_damaged_notebook_is_named(tmp_path, old_site, monkeypatch):
-    monkeypatch.setattr(site_build, "EXTRA", ())
-    notebook_with(tmp_path, execution_count=1).write_text('{"cells": [')
-    with pytest.raises(BuildError, match=r"^00_test.ipynb cannot be read as a notebook: \w+$"):
-        build(old_site, notebooks=tmp_path)
 
 
 def test_every_link_of_the_readme_leads_to_a_page():
@@ -98,13 +87,12 @@ def test_a_missing_sphinx_is_one_line(name, old_site, monkeypatch):
         build(old_site)
 
 
-def test_half_a_build_does_not_replace_a_good_one(tmp_path, old_site, monkeypatch):
+def test_half_a_build_does_not_replace_a_good_one(old_site, monkeypatch):
     def half(stage, pages, **_):
         pages.mkdir()
         (pages / "index.html").write_text("half")
         raise BuildError("Sphinx stopped")
 
-    monkeypatch.setattr(site_build, "EXTRA", ())
     monkeypatch.setattr(site_build, "lay_out", lambda *_: None)
     monkeypatch.setattr(site_build, "_run_sphinx", half)
     with pytest.raises(BuildError, match="Sphinx stopped"):
@@ -190,7 +178,7 @@ def test_the_first_page_leads_to_other_sites_only_from_a_repository():
     assert "git clone" not in landing.commands("")
     linked = landing.buttons(REPOSITORY, "v1")
     assert "https://mybinder.org/v2/gh/owner/name/v1?" in linked
-    assert "https://colab.research.google.com/github/owner/name/blob/colab/notebooks/00_start_here.ipynb" in linked
+    assert f"{OPENS}owner/name/blob/colab/notebooks/00_start_here.ipynb" in linked
     assert f"git clone {REPOSITORY}\ncd name\n" in landing.commands(REPOSITORY)
 
 
@@ -220,19 +208,10 @@ def test_the_cheat_sheet_has_the_costs_of_notebook_03():
 # The site itself
 
 
-needs_site = [
-    pytest.mark.full,  # a build of the whole site, to find what the tests above and of the notebooks rarely miss
-    pytest.mark.site,
-    pytest.mark.skipif(
-        not all(map(site_build._is_installed, site_build.EXTRA)),
-        reason="the extra `site` is not installed: make site-test",
-    ),
-]
-in_browser = [
-    *needs_site,
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here"),
-]
+INSTALLED = all(map(site_build._is_installed, site_build.EXTRA))
+# "full": a build of the whole site, to find what the tests above and of the notebooks rarely miss.
+needs_site = [pytest.mark.full, pytest.mark.site, pytest.mark.skipif(not INSTALLED, reason="see make site-test")]
+in_browser = [*needs_site, pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")]
 
 
 def marked(marks):
@@ -267,20 +246,17 @@ def content_pages(site):
 def test_every_link_anchor_and_picture_is_there(site):
     missing = []
     for page in content_pages(site):
-        for tag, attribute in itertools.chain(
-            ((tag, "href") for tag in soup(page).find_all(href=True) if "canonical" not in tag.get("rel", ())),
-            ((tag, "src") for tag in soup(page).find_all(src=True)),
-        ):
-            address = urlsplit(tag[attribute])
+        links = (tag for tag in soup(page).find_all(href=True) if "canonical" not in tag.get("rel", ()))
+        for tag in (*links, *soup(page).find_all(src=True)):
+            target = tag.get("href") or tag["src"]
+            address = urlsplit(target)
             if address.scheme or address.netloc:
-                assert tag.name == "a", f"{page.name} loads {tag[attribute]}"
+                assert tag.name == "a", f"{page.name} loads {target}"
                 continue
             found = (page.parent / unquote(address.path)).resolve() if address.path else page
-            anchor = unquote(address.fragment)
-            if not found.is_file():
-                missing.append((page.name, tag[attribute]))
-            elif anchor and found.suffix == ".html" and anchor not in anchors(found):
-                missing.append((page.name, tag[attribute]))
+            anchor = unquote(address.fragment) if found.suffix == ".html" else ""
+            if not found.is_file() or (anchor and anchor not in anchors(found)):
+                missing.append((page.name, target))
     assert missing == []
 
 
@@ -297,10 +273,7 @@ def test_every_notebook_has_its_page(site):
         source = f"{REPOSITORY}/blob/main/notebooks/{name}.ipynb"
         buttons = [link["href"] for link in page.select(".article-header-buttons a")]
         assert any(link.startswith(source) for link in buttons), f"{name}: no link to its source"
-        for start in (
-            "https://colab.research.google.com/github/owner/name/blob/colab/",
-            "https://mybinder.org/v2/gh/owner/name/main",
-        ):
+        for start in (f"{OPENS}owner/name/blob/colab/", "https://mybinder.org/v2/gh/owner/name/main"):
             assert any(link.startswith(start) and f"{name}.ipynb" in link for link in buttons), f"{name}: no {start}"
         folded = page.find_all("details", class_=False)
         written = sum(cell.source.count("<details>") for cell in nbformat.read(PATHS[place], as_version=4).cells)
@@ -320,9 +293,8 @@ def test_every_picture_says_what_it_shows(site):
 @marked(needs_site)
 def test_a_link_to_a_page_shows_what_it_is(site):
     for page in content_pages(site):
-        said = {
-            tag.get("property") or tag.get("name"): tag["content"] for tag in soup(page).find_all("meta", content=True)
-        }
+        metas = soup(page).find_all("meta", content=True)
+        said = {tag.get("property") or tag.get("name"): tag["content"] for tag in metas}
         assert len(said["og:title"]) > 4 and len(said["description"]) > 30, page.name
         assert said["og:description"] == said["description"]
         assert said["og:url"] == f"{ADDRESS}{page.relative_to(site)}"
@@ -379,15 +351,13 @@ def opened(chromium, width, scheme="light"):
     """A page of a width, the complaints that it collects, and {address: status} of what it asked for."""
     page = chromium.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
     complaints, sent = [], {}
-    page.on(
-        "console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None
+    # What the page itself broke off, when it was left, is no fault.
+    failed = lambda request: (
+        request.failure != "net::ERR_ABORTED" and complaints.append(f"{request.failure}: {request.url}")
     )
+    page.on("console", lambda said: said.type in ("error", "warning") and complaints.append(said.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on(
-        "requestfailed",
-        # What the page itself broke off, when it was left, is no fault.
-        lambda request: request.failure == "net::ERR_ABORTED" or complaints.append(f"{request.failure}: {request.url}"),
-    )
+    page.on("requestfailed", failed)
     page.on("response", lambda response: sent.update({response.url: response.status}))
     try:
         yield page, complaints, sent
@@ -443,18 +413,12 @@ def faults_of_opening(page, path, site, server, complaints, sent):
         yield f"{weight} bytes"
 
 
-def faults_of_width(page):
-    wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
-    if wide > 0:
-        yield f"scrolls sideways by {wide} px"
-
-
-def faults_of_code(page):
-    """Code and printed outputs, unfolded, that would have to be moved to be read."""
-    wide = page.evaluate("""() => [...document.querySelectorAll("article pre")]
+def faults_of_width(page, parts="html"):
+    """What scrolls sideways: the page, or code and printed outputs, unfolded, that are moved to be read."""
+    wide = page.evaluate(f"""[...document.querySelectorAll("{parts}")]
         .filter(part => part.scrollWidth > part.clientWidth).map(part => part.textContent.slice(0, 60))""")
     if wide:
-        yield f"{len(wide)} pieces of code scroll sideways: {wide[0]!r}"
+        yield f"{len(wide)} of {parts} scroll sideways: {wide[0]!r}"
 
 
 def faults_of_access(page):
@@ -489,7 +453,7 @@ def faults(site, server):
                             yield ("opening", "tablet"), f"{path.name}: {fault}"
                     if width == "desktop":
                         page.set_viewport_size({"width": WIDTHS["laptop"], "height": 800})
-                        for fault in itertools.chain(faults_of_width(page), faults_of_code(page)):
+                        for fault in faults_of_width(page, "html, article pre"):
                             yield ("opening", "laptop"), f"{path.name}: {fault}"
 
     found = collections.defaultdict(list)
@@ -589,18 +553,6 @@ def test_a_picture_fits_a_phone_and_opens_large(server, chromium):
         assert len(large.locator("img").get_attribute("alt")) > 15
         large.locator("button").click()
         assert not large.is_visible() and complaints == []
-
-
-@marked(in_browser)
-def test_the_theme_changes(server, chromium):
-    with opened(chromium, WIDTHS["desktop"]) as (page, *_):
-        page.goto(f"{server}/index.html")
-        themes = set()
-        for name in ("Dark", "Light"):
-            page.locator(".theme-switch-button:visible").first.click()
-            page.locator(".theme-switch-container .dropdown-menu:visible").get_by_text(name).click()
-            themes.add(page.evaluate("document.documentElement.dataset.theme"))
-        assert themes == {"light", "dark"}
 
 
 @marked(in_browser)

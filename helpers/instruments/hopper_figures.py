@@ -57,7 +57,7 @@ def factors(trials, kernel):
 
 
 def on_the_grid(recorded, implementation, which, dtype="bfloat16", field="tflops"):
-    """{(H, is_causal, T): TFLOP/s by the clock of the card, or another field}, "forward" or "backward"."""
+    """{(H, is_causal, T): TFLOP/s by the clock of the GPU, or another field}, "forward" or "backward"."""
     return {
         (entry["H"], entry["is_causal"], entry["T"]): entry[field]
         for entry in recorded["records"]
@@ -68,12 +68,12 @@ def on_the_grid(recorded, implementation, which, dtype="bfloat16", field="tflops
 
 
 def backward_ms(recorded, implementation):
-    """{(H, is_causal, T): milliseconds by the clock of the card} of the backward pass on the grid."""
+    """{(H, is_causal, T): milliseconds by the clock of the GPU} of the backward pass on the grid."""
     return on_the_grid(recorded, implementation, "backward", field="device_ms")
 
 
 def chosen_form(card, H, is_causal, T):
-    """The form of the backward pass that the kernels choose on a card with a table: "split", "fused", ..."""
+    """The form of the backward pass that the kernels choose on a GPU with a table: "split", "fused", ..."""
     table = tables.rows_by(card, "hopper", "pass", "head_padded", "is_causal", "up_to")
     tiles = table["backward", H, is_causal, up_to(T)]["tiles"]
     if "dkv" in tiles:

@@ -39,17 +39,9 @@ def jax_triton(case):
     if case.H > 64:
         block_q, block_k, num_warps, num_stages = (64, 64, 4, 3) if case.is_causal else (128, 128, 8, 3)
     blocks = module.BlockSizes(block_q, block_k, 64, 64, 64, 64)  # two forward, four backward
-    return lambda query, key, value: module.mha(
-        query,
-        key,
-        value,
-        None,
-        sm_scale=case.H**-0.5,
-        causal=case.is_causal,
-        block_sizes=blocks,
-        num_warps=num_warps,
-        num_stages=num_stages,
-    )
+    options = {"sm_scale": case.H**-0.5, "causal": case.is_causal, "block_sizes": blocks}
+    options |= {"num_warps": num_warps, "num_stages": num_stages}
+    return lambda query, key, value: module.mha(query, key, value, None, **options)
 
 
 def jax_mosaic(case):
@@ -58,10 +50,10 @@ def jax_mosaic(case):
     if case.dtype != "float16":
         raise NotImplementedError("it takes float16 only")
     module = importlib.import_module("jax.experimental.pallas.ops.gpu.attention_mgpu")
-    blocks = {} if case.is_causal else dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), 64)
-    config = module.TuningConfig(
-        block_q=64, block_kv=128 if case.H <= 64 else 64, max_concurrent_steps=2, causal=case.is_causal, **blocks
-    )
+    blocks = {"block_q": 64, "block_kv": 128 if case.H <= 64 else 64}
+    if not case.is_causal:
+        blocks |= dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), 64)
+    config = module.TuningConfig(max_concurrent_steps=2, causal=case.is_causal, **blocks)
 
     def attention(query, key, value):
         # Its logits are not scaled.
@@ -179,11 +171,5 @@ def gradient_programs(attention):
     backward(kept, dout) makes the three gradients of it.
     """
 
-    def residuals(query, key, value):
-        _, pull_back = jax.vjp(attention, query, key, value)
-        return pull_back
-
-    def backward(pull_back, dout):
-        return pull_back(dout)
-
-    return residuals, backward
+    residuals = lambda query, key, value: jax.vjp(attention, query, key, value)[1]
+    return residuals, lambda pull_back, dout: pull_back(dout)

@@ -24,7 +24,7 @@ from helpers.attention.problem import check_call
 class Rung:
     """One kernel of the ladder.
 
-    skip_tiles: leave out the tiles that a causal mask hides whole.
+    skip_tiles: leave out the tiles that a causal mask covers whole.
     narrow: hand 16-bit operands to the products, instead of float32 copies of them.
     base_2: exp2 with log2 e in the scale, instead of exp.
     one_instruction: exp2 as the GPU's own instruction, instead of the library's function round it.

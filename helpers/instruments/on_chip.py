@@ -20,10 +20,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from helpers.attention.hopper import backward as hopper
 from helpers.attention.problem import check_call
 
-SMEM_LIMIT = 227 * 1024  # bytes of shared memory that one thread block of a Hopper card may have
+SMEM_LIMIT = 227 * 1024  # bytes of shared memory that one thread block of a Hopper GPU may have
 WARPGROUP = 128  # threads
 SMEM_RATE = 128  # bytes that shared memory delivers in a cycle
-TENSOR_RATE = 4096  # floating-point operations of 16-bit products in a cycle of one processor
+TENSOR_RATE = 4096  # floating-point operations of 16-bit products in a cycle of one SM
 _NAMES = {
     ("k_smem", "q_smem"): "s",
     ("v_smem", "do_smem"): "dp",

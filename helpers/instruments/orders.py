@@ -6,7 +6,7 @@ A walk is a function of (operations, steps) that yields operations; operations[n
 from helpers.instruments.on_chip import SMEM_RATE, TENSOR_RATE
 from helpers.instruments.timeline import Issue, Work, simulate
 
-EXPONENTIAL_RATE, ARITHMETIC_RATE = 16, 128  # a cycle of one processor, which its warpgroups share
+EXPONENTIAL_RATE, ARITHMETIC_RATE = 16, 128  # a cycle of one SM, which its warpgroups share
 OPERATIONS_OF_DS = 4
 
 
@@ -14,7 +14,7 @@ def operations(kernel, slow, me):
     """{name: operations} of warpgroup `me` in a step of an `on_chip.Kernel`.
 
     A product takes the longer of its times at the tensor core and at shared memory. The work of the threads
-    takes a unit of the processor as long as its rate allows, and the warpgroup `slow` times as long.
+    takes a unit of the SM as long as its rate allows, and the warpgroup `slow` times as long.
     """
     products = dict.fromkeys(("s", "dp", "dv", "dq", "dk"), 0.0)
     for product in kernel.products:

@@ -7,10 +7,8 @@ And of products it sees nothing: see `operands_by_way_of_tma` and `in_use_until_
 
 import contextlib
 import functools
-import io
 import itertools
 import linecache
-import logging
 import re
 from collections import Counter
 from unittest import mock
@@ -26,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from helpers.attention.hopper import backward, warpgroup
 from helpers.attention.hopper.warpgroup import MATRIX, anew, read
 from helpers.instruments import timeline
+from helpers.instruments.overheard import overheard
 
 # A vector clock counts the steps of every warpgroup and of every TMA transfer, by the transfer's number modulo
 # this: with the default of 5, two transfers share a count, and one that is done makes the other look done.
@@ -67,7 +66,7 @@ def ordered_by_phases():
 def in_use_until_awaited():
     """A context in which kernels are traced so that they read the operands of a `wgmma` when it is awaited, too.
 
-    The interpreter computes a product at once; on a card it runs on, and a slot that is given back before it is
+    The interpreter computes a product at once; on a GPU it runs on, and a slot that is given back before it is
     awaited may be filled too early. Then the second read races. An accumulator that is read before its products
     are awaited raises a RuntimeError, whatever the kernel is traced for.
     """
@@ -154,36 +153,21 @@ def operands_by_way_of_tma():
 def races(run):
     """Call run(), which traces a kernel and runs it interpreted with `DETECTING`. Returns [] or what was found.
 
-    Of a race, the list holds the two accesses that nothing puts in order; otherwise a sentence.
-    JAX 0.11 prints races and goes on, later versions raise. RuntimeError if a race was found whose text has another
-    form than is known here: to a caller, an empty list would say that there is none.
+    Of a race, the list holds the two accesses that nothing puts in order; otherwise a sentence. RuntimeError if a race
+    was found whose text has another form than is known here: to a caller, an empty list would say that there is none.
     """
-    log = logging.getLogger("jax._src.callback")
-    printed, was_disabled, raised = io.StringIO(), log.disabled, False
-    log.disabled = True  # the same text, with its trace
-    try:
-        watched = ordered_by_phases(), in_use_until_awaited(), operands_by_way_of_tma()
-        with contextlib.redirect_stdout(printed), contextlib.ExitStack() as stack:
-            for context in watched:
-                stack.enter_context(context)
-            jax.block_until_ready(run())
-    except Exception as error:
-        raised = True
-        printed.write(str(error))
-        with contextlib.suppress(Exception):
-            jax.effects_barrier()  # or the next kernel might raise this error once more
-    finally:
-        log.disabled = was_disabled
-    found = interpret_pallas_call.get_races().races_found if not raised else False
-    if raised or found:
+    with ordered_by_phases(), in_use_until_awaited(), operands_by_way_of_tma():
+        text, error = overheard(run)
+    found = error is None and interpret_pallas_call.get_races().races_found
+    if error or found:
         gpu_callbacks.reset_gpu_interpret_mode_state()
-    text = printed.getvalue()
+    text += str(error or "")
     if found or "RACE DETECTED" in text:
         accesses = _ACCESS.findall(text)[:2]
         if not accesses:
             raise RuntimeError(f"a race was found, but not the two accesses in what the detector says of it:\n{text}")
         return [f"{kind}: {linecache.getline(path, int(line)).strip()}" for kind, path, line in accesses]
-    if raised:
+    if error:
         return [text.strip().splitlines()[-1].split(" on thread")[0]]
     return []
 

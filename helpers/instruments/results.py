@@ -1,4 +1,4 @@
-"""Recorded measurements: one JSON file a card, read by the notebooks, written by the benchmark.
+"""Recorded measurements: one JSON file a GPU, read by the notebooks, written by the benchmark.
 
     card       name of the GPU, as its driver gives it
     versions   of driver, CUDA, JAX, cuDNN, Python
@@ -18,18 +18,18 @@ The tuner's table stands beside the kernels, in attention/tuned/<card>.json:
     sweep          everything that was tried, with its time in `ms` by the host's clock; it may be empty
     decode         the fastest for few queries, by the size of a tile of rows, see LAUNCH
     decode_sweep   the same for them, by the device's clock, with B and S
-    hopper         the fastest for each pass of the Hopper kernels, see HOPPER; only for Hopper cards
+    hopper         the fastest for each pass of the Hopper kernels, see HOPPER; only for Hopper GPUs
     hopper_sweep   the same for them; in the file of the H200 the times of the finalists are by the device's
                    clock
     kept           {part: header} of what stands there from an earlier run, when only a part was tuned
 
-Ring attention on several cards of one host stands in <card>_ring.json: `rows`, see RING.
+Ring attention on several GPUs of one host stands in <card>_ring.json: `rows`, see RING.
 
 The errors of gradients where keys and values have a part in common stand in <card>_common_part.json: `heads`, `rows`
 of long sequences and `short` ones, see COMMON_PART.
 
 What `dialects.triton_gpu` measured of the Triton kernels stands in <card>_triton.json, and what Triton prints without
-a card in triton_shown.json, under the name "Triton" for a card: `outputs`, texts by name. The same of CUDA C++ stands
+a GPU in triton_shown.json, under the name "Triton" for a GPU: `outputs`, texts by name. The same of CUDA C++ stands
 in <card>_cuda.json and cuda_shown.json.
 
 What the compiler for TPUs says of kernels stands in tpu_compile.json: `rows`, see COMPILED_FOR_TPU, and `block`, the
@@ -48,197 +48,148 @@ What was tried on the way to a kernel and not kept stands in <card>_variants.jso
 import json
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from helpers.attention import tables
 from helpers.attention.tables import slug
 
 RESULTS = Path(__file__).parent / "records"
 
-_text, _whole, _number = (str,), (int,), (int, float)
+KINDS = {"text": str, "whole": int, "number": (int, float), "flag": bool, "rows": list, "parts": dict}
+
+
+def _fields(**kinds):
+    """{name of a field: types of its value}. kinds: names by a kind of KINDS, or by one with "_or_none" behind it."""
+    found = {}
+    for kind, names in kinds.items():
+        types = KINDS[kind.removesuffix("_or_none")]
+        types = types if isinstance(types, tuple) else (types,)
+        found |= dict.fromkeys(names.split(), types + (type(None),) * kind.endswith("_or_none"))
+    return found
+
+
+class Schema(NamedTuple):
+    """What a file must have. fields: of the file itself; parts: {name of a list: the fields of each of its rows}."""
+
+    fields: dict
+    parts: dict
+
+
 # samples_ms: the times by the device's clock of which device_ms is the median. Those of other implementations with the
 # same number, of the same pass and case, were taken in the same turn.
-RECORD = {
-    "implementation": _text,
-    "pass": _text,
-    "dtype": _text,
-    **dict.fromkeys("BTSNKH", _whole),
-    "is_causal": (bool,),
-    "device_ms": (int, float, type(None)),
-    "samples_ms": (list,),
-    "wall_ms": _number,
-    "spread": _number,
-    "tflops": _number,
-    "of_matmul": _number,
-    "of_copy": _number,
-    "tiles": (dict, type(None)),
-}
-RUNG = {
-    "kernel": _text,
-    "name": _text,
-    "H": _whole,
-    "T": _whole,
-    "is_causal": (bool,),
-    **dict.fromkeys(("device_ms", "spread", "tflops"), _number),
-}
-MEMORY = {"implementation": _text, "pass": _text, "T": _whole, "N": _whole, "H": _whole, "bytes": _whole}
-TILES = {
-    "kernel": _text,
-    "itemsize": _whole,
-    "head_padded": _whole,
-    "is_causal": (bool,),
-    **dict.fromkeys(("block_q", "block_k", "num_warps", "num_stages"), _whole),
-}
-LAUNCH = {
-    "in_pages": (bool,),
-    **dict.fromkeys(
-        ("itemsize", "head_padded", "block_r", "block_k", "num_warps", "num_stages", "per_processor"), _whole
-    ),
-}
+RECORD = _fields(text="implementation pass dtype", whole="B T S N K H", flag="is_causal", rows="samples_ms")
+RECORD |= _fields(number="wall_ms spread tflops of_matmul of_copy", number_or_none="device_ms", parts_or_none="tiles")
+TRIAL = _fields(text="kernel name", whole="H T", flag="is_causal")
+RUNG = TRIAL | _fields(number="device_ms spread tflops")
+MEMORY = _fields(text="implementation pass", whole="T N H bytes")
+MS = _fields(number="ms")
+TILES = _fields(text="kernel", whole="itemsize head_padded block_q block_k num_warps num_stages", flag="is_causal")
+LAUNCH = _fields(whole="itemsize head_padded block_r block_k num_warps num_stages per_processor", flag="in_pages")
 # page: keys of a page, 0 where they lie in one piece. gbps: of keys and values read once; of_copy: that as a fraction.
-DECODE = {
-    **dict.fromkeys(("implementation", "dtype"), _text),
-    **dict.fromkeys((*"BTSNKH", "page"), _whole),
-    **dict.fromkeys(("device_ms", "wall_ms", "spread", "gbps", "of_copy"), _number),
-}
+DECODE = _fields(text="implementation dtype", whole="B T S N K H page", number="device_ms wall_ms spread gbps of_copy")
 # pass: "forward", "backward" or "deterministic backward". up_to: the longest sequence (keys of a forward,
 # queries of a backward) that the row is for, or None. tiles: for each kernel of the pass, see HOPPER_TILES.
-HOPPER = {
-    "pass": _text,
-    "head_padded": _whole,
-    "is_causal": (bool,),
-    "up_to": (int, type(None)),
-    "tiles": (dict,),
-}
-_backward_tiles = {
-    **dict.fromkeys(("block_q", "block_k", "stages", "warpgroups"), _whole),
-    **dict.fromkeys(("delayed", "keeps_addresses", "zeros_ahead"), (bool,)),
-}
-HOPPER_TILES = {
-    "forward": {
-        **dict.fromkeys(("block_q", "block_k", "stages", "warpgroups"), _whole),
-        "programs": (int, type(None)),
-        "ahead": (bool,),
-    },
-    **dict.fromkeys(("fused", "dkv", "dq"), _backward_tiles),
-}
+HOPPER = _fields(text="pass", whole="head_padded", flag="is_causal", whole_or_none="up_to", parts="tiles")
+_tiles = _fields(whole="block_q block_k stages warpgroups")
+_backward_tiles = _tiles | _fields(flag="delayed keeps_addresses zeros_ahead")
+HOPPER_TILES = {"forward": _tiles | _fields(whole_or_none="programs", flag="ahead")}
+HOPPER_TILES |= dict.fromkeys(("fused", "dkv", "dq"), _backward_tiles)
 PASSES = {
     "forward": [{"forward"}],
     "backward": [{"fused"}, {"dkv", "dq"}],
     "deterministic backward": [{"dkv", "dq"}],
 }
-KERNEL = {"name": _text, "kernel": _text, "H": _whole, "T": _whole, "is_causal": (bool,), "device_ms": _number}
-COMPILED = {"rung": _whole, "H": _whole, "is_causal": (bool,), "registers": _whole}
-LOOP = {
-    **dict.fromkeys(("name", "addresses"), _text),
-    **dict.fromkeys(("H", "instructions", "loads", "stores", "to_uniform"), _whole),
-    "is_causal": (bool,),
-    "requests": (int, type(None)),  # for spilled registers, of one call at T = 4096, by the profiler
-}
-PROFILE = {**dict.fromkeys(("name", "what"), _text), "H": _whole, "T": _whole, "is_causal": (bool,), "share": _number}
-VARIANT = {"kernel": _text, "name": _text, "H": _whole, "T": _whole, "is_causal": (bool,), "tflops": _number}
+KERNEL = TRIAL | _fields(number="device_ms")
+COMPILED = _fields(whole="rung H registers", flag="is_causal")
+# requests: for spilled registers, of one call at T = 4096, by the profiler
+LOOP = _fields(text="name addresses", whole="H instructions loads stores to_uniform", flag="is_causal")
+LOOP |= _fields(whole_or_none="requests")
+PROFILE = _fields(text="name what", whole="H T", flag="is_causal", number="share")
+VARIANT = TRIAL | _fields(number="tflops")
 # factor: the speed as a multiple of that of the kernel to which the change was made
-FACTOR = {"kernel": _text, "name": _text, "H": _whole, "T": _whole, "is_causal": (bool,), "factor": _number}
-# variant: how the exchange was compiled. alone_ms: the same work on one card without any; efficiency: that by ms.
-RING = {
-    **dict.fromkeys(("case", "variant"), _text),
-    **dict.fromkeys(("T", "devices"), _whole),
-    **dict.fromkeys(("alone_ms", "ms", "efficiency"), _number),
-}
+FACTOR = TRIAL | _fields(number="factor")
+# variant: how the exchange was compiled. alone_ms: the same work on one GPU without any; efficiency: that by ms.
+RING = _fields(text="case variant", whole="T devices", number="alone_ms ms efficiency")
 # kind, mean: as in `common_part`. errors: {implementation: ERRORS}, relative; None where the right answer is 0.
-COMMON_PART = {
-    **dict.fromkeys("TSH", _whole),
-    **dict.fromkeys(("dtype", "kind"), _text),
-    "is_causal": (bool,),
-    "mean": _number,
-    "errors": (dict,),
-}
-ERRORS = {**dict.fromkeys(("dq", "dk", "dv"), (*_number, type(None))), "of_terms": _number}
+COMMON_PART = _fields(whole="T S H", text="dtype kind", flag="is_causal", number="mean", parts="errors")
+ERRORS = _fields(number_or_none="dq dk dv", number="of_terms")
 # implementation: "ours", or JAX's "flash" or "splash". vmem in bytes; bundles and spills as in `tpu_compile`.
-COMPILED_FOR_TPU = {
-    **dict.fromkeys(("chip", "implementation", "which", "dtype", "kernel"), _text),
-    **dict.fromkeys(("H", "vmem", "bundles", "spills"), _whole),
-    "is_causal": (bool,),
-}
-FILE = {
-    "card": _text,
-    "versions": (dict,),
-    "commit": _text,
-    "date": _text,
-    "ceilings": (dict,),
-    "records": (list,),
-    "ladder": (list,),
-    "memory": (list,),
-    "notes": (list,),
-}
-TILES_FILE = {"card": _text, "versions": (dict,), "commit": _text, "date": _text, "tiles": (list,), "sweep": (list,)}
-RING_FILE = {"card": _text, "versions": (dict,), "commit": _text, "date": _text, "rows": (list,)}
-COMMON_PART_FILE = {**RING_FILE, "heads": _whole, "short": (list,), "notes": (list,)}
-TRITON_FILE = {
-    **dict.fromkeys(("card", "commit", "date"), _text),
-    **dict.fromkeys(("versions", "samples"), (dict,)),
-    **dict.fromkeys(("correct", "second", "times", "tried", "strides", "notes"), (list,)),
-}
-CUDA_FILE = {
-    **dict.fromkeys(("card", "commit", "date"), _text),
-    "versions": (dict,),
-    **dict.fromkeys(("correct", "times", "resources", "notes"), (list,)),
-}
-SHOWN_FILE = {"card": _text, "versions": (dict,), "outputs": (dict,)}
-COMPILED_FOR_TPU_FILE = {**RING_FILE, "block": _whole}
-VARIANTS_FILE = {
-    "card": _text,
-    "versions": (dict,),
-    "date": _text,
-    "notes": (list,),
-    "variants": (list,),
-    "factors": (list,),
-    "kernels": (list,),
-    "compiled": (list,),
-    "instructions": (dict,),
-    "loops": (list,),
-    "profile": (list,),
-}
+COMPILED_FOR_TPU = _fields(
+    text="chip implementation which dtype kernel", whole="H vmem bundles spills", flag="is_causal"
+)
+
+_made = _fields(text="card date", parts="versions")
+_header = _made | _fields(text="commit")
+FILE = Schema(
+    _header | _fields(parts="ceilings", rows="records ladder memory notes"),
+    {"records": RECORD, "ladder": RUNG, "memory": MEMORY},
+)
+DECODE_PART = Schema(
+    _fields(text="commit date", parts="versions", number="copy_gbps", rows="records"), {"records": DECODE}
+)
+TILES_FILE = Schema(
+    _header | _fields(rows="tiles sweep"),
+    {
+        "tiles": TILES,
+        "sweep": TILES | MS,
+        "decode": LAUNCH,
+        "decode_sweep": LAUNCH | MS | _fields(whole="B S"),
+        "hopper": HOPPER,
+        "hopper_sweep": HOPPER | MS,
+    },
+)
+_rows = _header | _fields(rows="rows")
+RING_FILE = Schema(_rows, {"rows": RING})
+COMMON_PART_FILE = Schema(
+    _rows | _fields(whole="heads", rows="short notes"), {"rows": COMMON_PART, "short": COMMON_PART}
+)
+COMPILED_FOR_TPU_FILE = Schema(_rows | _fields(whole="block"), {"rows": COMPILED_FOR_TPU})
+TRITON_FILE = Schema(_header | _fields(parts="samples", rows="correct second times tried strides notes"), {})
+CUDA_FILE = Schema(_header | _fields(rows="correct times resources notes"), {})
+SHOWN_FILE = Schema(_fields(text="card", parts="versions outputs"), {})
+VARIANTS_FILE = Schema(
+    _made | _fields(rows="notes variants factors kernels compiled loops profile", parts="instructions"),
+    {
+        "variants": VARIANT,
+        "factors": FACTOR,
+        "kernels": KERNEL,
+        "compiled": COMPILED,
+        "loops": LOOP,
+        "profile": PROFILE,
+    },
+)
 
 
 def check(results, schema=FILE):
     """Raise ValueError naming the first field of recorded results that is missing or of a wrong type."""
-    _check_fields("results", results, schema)
-    parts = {"records": RECORD, "ladder": RUNG, "memory": MEMORY, "tiles": TILES}
-    parts |= {"sweep": TILES | {"ms": _number}, "decode_sweep": LAUNCH | {"B": _whole, "S": _whole, "ms": _number}}
-    if schema is TILES_FILE:
-        parts["decode"] = LAUNCH
-    elif "decode" in results:
-        header = {"commit": _text, "date": _text, "versions": (dict,), "copy_gbps": _number, "records": (list,)}
-        _check_fields("decode", results["decode"], header)
-        for number, entry in enumerate(results["decode"]["records"]):
-            _check_fields(f"decode: records[{number}]", entry, DECODE)
-    parts |= {"rows": RING} if schema is RING_FILE else {}
+    _check_parts("results", "", results, schema)
+    if schema is FILE:
+        if "decode" in results:
+            _check_parts("decode", "decode: ", results["decode"], DECODE_PART)
+        _check_fields("ceilings", results["ceilings"], _fields(number="matmul_tflops copy_gbps"))
     if schema is COMMON_PART_FILE:
-        parts |= {"rows": COMMON_PART, "short": COMMON_PART}
         for row in (*results["rows"], *results["short"]):
-            for name, errors in row["errors"].items() if isinstance(row.get("errors"), dict) else ():
+            for name, errors in row["errors"].items():
                 _check_fields(f"errors of {name}", errors, ERRORS)
-    parts |= {"rows": COMPILED_FOR_TPU} if schema is COMPILED_FOR_TPU_FILE else {}
-    parts |= {"variants": VARIANT, "factors": FACTOR, "kernels": KERNEL}
-    parts |= {"compiled": COMPILED, "loops": LOOP, "profile": PROFILE}
-    for part, fields in parts.items():
-        for number, entry in enumerate(results.get(part, ())):
-            _check_fields(f"{part}[{number}]", entry, fields)
     for part in ("hopper", "hopper_sweep"):
         for number, row in enumerate(results.get(part, ())):
             where = f"{part}[{number}]"
-            _check_fields(where, row, HOPPER | ({"ms": _number} if part == "hopper_sweep" else {}))
             if set(row["tiles"]) not in PASSES.get(row["pass"], ()):
                 raise ValueError(f"{where}: {row['pass']} has no kernels {sorted(row['tiles'])}")
             for kernel, fields in row["tiles"].items():
                 _check_fields(f"{where}: tiles: {kernel}", fields, HOPPER_TILES[kernel])
-    if schema is FILE:
-        _check_fields("ceilings", results["ceilings"], {"matmul_tflops": _number, "copy_gbps": _number})
-        for number, record in enumerate(results["records"]):
-            if record["pass"] not in ("forward", "backward"):
-                raise ValueError(f"records[{number}]: pass must be forward or backward, got {record['pass']!r}")
-            if not (record["wall_ms"] > 0 and record["tflops"] > 0):
-                raise ValueError(f"records[{number}]: wall_ms and tflops must be positive")
+    for number, record in enumerate(results["records"] if schema is FILE else ()):
+        if record["pass"] not in ("forward", "backward"):
+            raise ValueError(f"records[{number}]: pass must be forward or backward, got {record['pass']!r}")
+        if not (record["wall_ms"] > 0 and record["tflops"] > 0):
+            raise ValueError(f"records[{number}]: wall_ms and tflops must be positive")
+
+
+def _check_parts(name, within, results, schema):
+    _check_fields(name, results, schema.fields)
+    for part, fields in schema.parts.items():
+        for number, entry in enumerate(results.get(part, ())):
+            _check_fields(f"{within}{part}[{number}]", entry, fields)
 
 
 def _check_fields(where, entry, fields):
@@ -279,7 +230,7 @@ def write_or_say(results, path, schema=FILE):
 
 
 def read(card="NVIDIA H200", suffix="", schema=FILE):
-    """The recorded results of a card; FileNotFoundError where there are none."""
+    """The recorded results of a GPU; FileNotFoundError where there are none."""
     return _read(RESULTS / f"{slug(card)}{suffix}.json", schema)
 
 
@@ -291,12 +242,12 @@ def _read(path, schema):
 
 
 def read_tiles(card="NVIDIA H200"):
-    """The tuner's table of a card; FileNotFoundError where there is none."""
+    """The tuner's table of a GPU; FileNotFoundError where there is none."""
     return _read(tables.path_of(card), TILES_FILE)
 
 
 def read_ring(card="NVIDIA H200"):
-    """Ring attention on several cards; FileNotFoundError where nothing was recorded."""
+    """Ring attention on several GPUs; FileNotFoundError where nothing was recorded."""
     return read(card, "_ring", RING_FILE)
 
 

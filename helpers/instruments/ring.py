@@ -20,12 +20,8 @@ def pairs(layout, devices, T, S=None, *, is_causal):
     T, S: multiples of what the layout wants.
     """
     queries, keys = T // devices, (T if S is None else S) // devices
-    return np.array(
-        [
-            [_pairs(piece, queries) for piece in step]
-            for step in plan(layout, devices, queries, keys, is_causal=is_causal)
-        ]
-    )
+    steps = plan(layout, devices, queries, keys, is_causal=is_causal)
+    return np.array([[_pairs(piece, queries) for piece in step] for step in steps])
 
 
 def _pairs(piece, queries):
@@ -55,11 +51,6 @@ def sent_bytes(problem, devices, which="forward"):
     if which == "backward":
         hop += shard_bytes(problem, devices, SUM_BYTES)
     return (devices - 1) * hop
-
-
-def gathered_bytes(problem, devices):
-    """Bytes that each device receives where all keys and values are gathered first instead."""
-    return (devices - 1) * shard_bytes(problem, devices)
 
 
 def footprint(problem, devices, which="forward"):

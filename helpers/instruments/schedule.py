@@ -1,4 +1,4 @@
-"""How the work of a causal call is dealt to the programs of the Hopper forward kernel, in NumPy."""
+"""Which program of the Hopper forward kernel takes which work of a causal call, in NumPy."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ def dealt(work, deal=IN_TURNS, programs=NUM_SMS):
 
 
 def in_parts(problem, tiles):
-    """Tiles of keys that each tile of queries sees, in the order in which the kernel deals them."""
+    """Tiles of keys that each tile of queries sees, in the order of the kernel's tile scheduler."""
     one_head = key_tiles_of(dataclasses.replace(problem, N=1, B=1), tiles)
     places = np.arange(len(one_head) * problem.N * problem.B)
     return one_head[forward.causal_order(places, len(one_head), problem, np)[0]]

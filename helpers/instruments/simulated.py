@@ -1,4 +1,4 @@
-"""A card made of arithmetic, with a clock of its own: here the right answer of a measurement is known.
+"""A GPU made of arithmetic, with a clock of its own: here the right answer of a measurement is known.
 
 It has what a benchmark must cope with: a queue, a compiler, a cache, other people, and a temperature.
 Reading its clock costs nothing. The same calls give the same times, on any machine.
@@ -6,8 +6,10 @@ Reading its clock costs nothing. The same calls give the same times, on any mach
 
 import math
 from collections import deque
+from dataclasses import KW_ONLY, dataclass, field
 
 
+@dataclass
 class SimulatedCard:
     """A GPU whose calls take call_s seconds, if nothing else happens.
 
@@ -15,33 +17,28 @@ class SimulatedCard:
     wait_s: what it costs to find out that a call is done.
     cached: a call whose inputs are among those of the last `holds` calls takes call_s times this.
     disturbed: {factor: numbers of the calls that take call_s times it}, counted from 0.
-    warming: by how much a call is slower when the card is warm, as a fraction. warming_s: the busy time in
+    warming: by how much a call is slower when the GPU is warm, as a fraction. warming_s: the busy time in
       which it comes 63 % of the way there.
     """
 
-    def __init__(
-        self,
-        call_s,
-        *,
-        compile_s=0.0,
-        launch_s=0.0,
-        wait_s=0.0,
-        cached=1.0,
-        holds=1,
-        disturbed=None,
-        warming=0.0,
-        warming_s=1.0,
-    ):
-        self.call_s, self.compile_s, self.launch_s, self.wait_s = call_s, compile_s, launch_s, wait_s
-        self.cached, self.disturbed = cached, disturbed or {}
-        self.in_cache = deque(maxlen=holds)
-        self.warming, self.warming_s = warming, warming_s
+    call_s: float
+    _: KW_ONLY
+    compile_s: float = 0.0
+    launch_s: float = 0.0
+    wait_s: float = 0.0
+    cached: float = 1.0
+    holds: int = 1
+    disturbed: dict = field(default_factory=dict)
+    warming: float = 0.0
+    warming_s: float = 1.0
+
+    def __post_init__(self):
+        self.in_cache, self.compiled = deque(maxlen=self.holds), set()
         self.now = self.idle_at = self.busy_s = 0.0
         self.calls = 0
-        self.compiled = set()
 
     def clock(self):
-        """Seconds since the card was made."""
+        """Seconds since the GPU was made."""
         return self.now
 
     def run(self, *inputs, program="program", slower=1.0):

@@ -12,7 +12,7 @@ A warpgroup is a generator that yields operations, one after another:
 
 `simulate` runs warpgroups to their end and returns the spans of time in which each worked or waited.
 A unit (the tensor core, say) does one thing at a time, first come, first served. The model finds what
-a card would not report. It raises `OrderError` where warpgroups wait for each other for ever, where a slot
+a GPU would not report. It raises `OrderError` where warpgroups wait for each other for ever, where a slot
 is written while someone may still read it or read before it is loaded, and where a phase of a
 barrier is missed. "May": not the simulated times decide, but whether barriers put the two in order.
 """

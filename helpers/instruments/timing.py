@@ -3,7 +3,7 @@
 A GPU works through a queue. A call returns when its work is queued, so a clock must wait for the
 result; and one short call measures mostly the waiting. So a *sample* here is the time of several
 queued calls divided by their number. Samples of the programs to be compared are taken in turns, so
-that a card that gets warmer slows all of them alike, and each turn begins with another program.
+that a GPU that gets warmer slows all of them alike, and each turn begins with another program.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-L2_BYTES = 64 * 2**20  # at least the cache of the cards here; rotated inputs are several times as large
+L2_BYTES = 64 * 2**20  # at least the cache of the GPUs here; rotated inputs are several times as large
 
 
 @dataclass(frozen=True)

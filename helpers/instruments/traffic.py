@@ -108,7 +108,6 @@ class _Ref:
                 raise NotImplementedError(f"cannot replay a ref seen through {type(transform).__name__}")
             squeezed = []
             for axis, index in enumerate(transform.indices):
-                length = positions.shape[axis]
                 if hasattr(index, "size") and hasattr(index, "start"):
                     wanted = int(index.start) + index.stride * np.arange(index.size)
                 elif np.ndim(index) == 0:
@@ -116,17 +115,18 @@ class _Ref:
                     squeezed.append(axis)
                 else:
                     raise NotImplementedError("cannot replay a ref indexed by an array")
-                inside = (wanted >= 0) & (wanted < length)
-                taken = positions.take(np.where(inside, wanted, 0), axis)
-                column = inside.reshape([-1 if a == axis else 1 for a in range(positions.ndim)])
-                positions = np.where(column, taken, -1)
+                positions = _taken(positions, axis, wanted)
             positions = positions.squeeze(tuple(squeezed))
         return positions
 
-    def load(self, transforms=(), mask=None, other=None):
+    def _places(self, transforms, mask):
+        """Positions, which of them are wanted, and which of those lie inside."""
         positions = self._select(transforms)
         wanted = np.ones(positions.shape, bool) if mask is None else np.broadcast_to(np.asarray(mask), positions.shape)
-        valid = wanted & (positions >= 0)
+        return positions, wanted, wanted & (positions >= 0)
+
+    def load(self, transforms=(), mask=None, other=None):
+        positions, wanted, valid = self._places(transforms, mask)
         if self.operand:
             self.operand.reads.reshape(-1)[positions[valid]] += 1
             self.operand.outside += int((wanted & ~valid).sum())
@@ -137,9 +137,7 @@ class _Ref:
         return jnp.asarray(result)
 
     def store(self, value, transforms=(), mask=None):
-        positions = self._select(transforms)
-        wanted = np.ones(positions.shape, bool) if mask is None else np.broadcast_to(np.asarray(mask), positions.shape)
-        valid = wanted & (positions >= 0)
+        positions, wanted, valid = self._places(transforms, mask)
         before = self.flat[np.maximum(positions, 0)]
         self.flat[positions[valid]] = np.broadcast_to(np.asarray(value), positions.shape)[valid]
         if self.operand:
@@ -252,25 +250,15 @@ class _Interpreter:
         operands = []
         for number, block in enumerate(mapping.block_mappings):
             is_output = number >= mapping.num_inputs
-            if not is_output:
-                array = np.array(values[number])
-            elif number - mapping.num_inputs in aliases:
-                array = np.array(values[aliases[number - mapping.num_inputs]])
-            else:
-                array = _poisoned(block.array_aval.shape, block.array_aval.dtype)
+            source = aliases.get(number - mapping.num_inputs) if is_output else number
+            aval = block.array_aval
+            array = _poisoned(aval.shape, aval.dtype) if source is None else np.array(values[source])
             columns = [jnp.array(column, jnp.int32) for column in zip(*programs, strict=True)]
             indices = jax.vmap(jaxpr_as_fun(block.index_map_jaxpr))(*columns) if columns else [0] * array.ndim
-            operands.append(
-                Operand(
-                    name=names[number],
-                    is_output=is_output,
-                    values=array,
-                    block_shape=tuple(_block_size(size) for size in block.block_shape),
-                    block_of=np.array([np.broadcast_to(index, len(programs)) for index in indices], int)
-                    .reshape(array.ndim, len(programs))
-                    .T,
-                )
-            )
+            indices = np.array([np.broadcast_to(index, len(programs)) for index in indices], int)
+            block_of = indices.reshape(array.ndim, len(programs)).T
+            block_shape = tuple(map(_block_size, block.block_shape))
+            operands.append(Operand(names[number], is_output, array, block_shape, block_of))
         scratch = [_poisoned(variable.aval.shape, variable.aval.dtype) for variable in jaxpr.invars[len(operands) :]]
         outer = self.program, self.grid
         local = [axis for axis in range(len(grid)) if axis not in mapping.vmapped_dims]
@@ -284,10 +272,16 @@ class _Interpreter:
             for operand, earlier in zip(operands, before, strict=self.by_program):
                 operand.reads_by_program.append(operand.reads - earlier)
         self.program, self.grid = outer
-        self.calls.append(
-            KernelCall(params["name"] or "kernel", grid, programs, {operand.name: operand for operand in operands})
-        )
+        by_name = {operand.name: operand for operand in operands}
+        self.calls.append(KernelCall(params["name"] or "kernel", grid, programs, by_name))
         return [jnp.asarray(operand.values) for operand in operands if operand.is_output]
+
+
+def _taken(positions, axis, wanted):
+    """The positions at some places of an axis, and -1 for places outside."""
+    inside = (wanted >= 0) & (wanted < positions.shape[axis])
+    taken = positions.take(np.where(inside, wanted, 0), axis)
+    return np.where(inside.reshape([-1 if a == axis else 1 for a in range(positions.ndim)]), taken, -1)
 
 
 def _window(operand, program_number):
@@ -296,9 +290,7 @@ def _window(operand, program_number):
     positions = np.arange(math.prod(shape)).reshape(shape)
     for axis, (size, index) in enumerate(zip(operand.block_shape, operand.block_of[program_number], strict=True)):
         wanted = int(index) * (size or 1) + np.arange(size or 1)
-        inside = (wanted >= 0) & (wanted < shape[axis])
-        taken = positions.take(np.where(inside, wanted, 0), axis)
-        positions = np.where(inside.reshape([-1 if a == axis else 1 for a in range(len(shape))]), taken, -1)
+        positions = _taken(positions, axis, wanted)
     squeezed = tuple(axis for axis, size in enumerate(operand.block_shape) if size is None)
     return _Ref(operand.values.reshape(-1), positions.squeeze(squeezed), operand)
 

@@ -1,4 +1,4 @@
-"""Which tiles of queries the programs of a causal Hopper backward pass read, and when, on a card that keeps pace."""
+"""Which tiles of queries the programs of a causal Hopper backward pass read, and when, on a GPU whose SMs keep pace."""
 
 import itertools
 

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from matplotlib.colors import BoundaryNorm, LinearSegmentedColormap
-from matplotlib.patches import Rectangle
 
 from helpers.instruments.traffic import replay
-from helpers.plots import style
+from helpers.plots import draw, style
 
 # Drawn as light tints, and every block is labelled: here colour only helps to find a program again.
 PROGRAM_COLOURS = (style.QUERY, style.KEY, style.VALUE, style.LOGITS, style.STATE, style.OUTPUT)
@@ -34,25 +33,24 @@ def program_blocks(call):
     """
     views = [_View(operand) for operand in call.operands.values()]
     figure, panels = _panels(views)
+    # More programs than colours share one, or equal colours would seem to say something.
+    colours = PROGRAM_COLOURS if len(call.programs) <= len(PROGRAM_COLOURS) else [style.STATE] * len(call.programs)
     said = []
     for axes, view in zip(panels, views, strict=True):
         _outline(axes, view)
         rows = {}
         for block, numbers in view.owners().items():
-            shared = len(numbers) > 1
-            # More programs than colours share one, or equal colours would seem to say something.
-            own = PROGRAM_COLOURS[numbers[0]] if len(call.programs) <= len(PROGRAM_COLOURS) else style.STATE
-            colour = style.SKIPPED if shared else own
-            _draw_block(axes, view, block, colour, 0.8 if shared else 0.45)
+            look = (colours[numbers[0]], 0.45) if len(numbers) == 1 else (style.SKIPPED, 0.8)
+            _draw_block(axes, view, block, *look)
             (x, width), (y, height) = view.visible(block)
             if width and height:
                 programs = [call.programs[number] for number in numbers]
                 size = 9 if len(call.grid) < 3 else 7.5
-                axes.text(x + width / 2, y + height / 2, _names(programs), ha="center", va="center", size=size)
+                draw.label(axes, x + width / 2, y + height / 2, _names(programs), size=size)
                 rows.setdefault(y, {})[x] = _spoken(programs)
-        _title(axes, view)
+        axes.set_title(view.title, size=10)
         told = "; ".join(", ".join(row[x] for x in sorted(row)) for _, row in sorted(rows.items()))
-        said.append(f"{_named(view)}, row by row: {told}.")
+        said.append(f"{view.name}, row by row: {told}.")
     figure.suptitle("Each block with the programs that see it", x=0.01, ha="left", size=11)
     figure.alt = f"Each block with the programs that see it. {' '.join(said)}"
     return figure
@@ -68,9 +66,9 @@ def one_program(call, *programs):
         for block in view.owners():
             _draw_block(axes, view, block, style.PAPER, 1, ink=style.SKIPPED)
         colour = style.OUTPUT if view.operand.is_output else style.QUERY
-        _draw_block(axes, view, view.block(view.number), colour, 0.6)
+        _draw_block(axes, view, view.blocks[view.number], colour, 0.6)
         if view.number == numbers[0] or view.note:
-            _title(axes, view)
+            axes.set_title(view.title, size=10)
         if view.number != numbers[-1]:
             axes.set_xlabel("")
     for axes, program in zip(panels[:: len(call.operands)], programs, strict=True):
@@ -101,12 +99,11 @@ def read_counts(call, *names):
             down.add(top)
             ink = style.PAPER if counts[top, left] > 0.6 * most else style.INK
             middle = (left + right) / 2, (top + bottom) / 2
-            axes.text(*middle, f"{counts[top, left]}×", ha="center", va="center", color=ink, size=9)
-        axes.set_xticks(_thin(sorted(across)))
-        axes.set_yticks(_thin(sorted(down)) if view.labels[0] else [])
+            draw.label(axes, *middle, f"{counts[top, left]}×", color=ink, size=9)
+        axes.set(xticks=_thin(sorted(across)), yticks=_thin(sorted(down)) if view.labels[0] else [])
         word = "stored" if operand.is_output else "loaded"
         outside = f"\n{operand.outside} elements loaded outside" if operand.outside else ""
-        axes.set_title(f"{operand.name}: times {word}{outside}", size=10, loc="left")
+        axes.set_title(f"{operand.name}: times {word}{outside}", size=10)
     figure.colorbar(image, ax=panels.tolist(), label="times", ticks=_thin(range(most + 1)), shrink=0.8)
     return figure
 
@@ -121,50 +118,42 @@ def tail(length, tiles):
     style.bare(axes)
     said = []
     for row, (way, loaded) in enumerate(tiles.items()):
-        told = (" ".join(f"{value:g}".replace("nan", "NaN") for value in tile) for tile in np.asarray(loaded))
-        said.append(f"{way}: {'; '.join(told)}.")
         axes.text(-0.25, row + 0.4, way, ha="right", va="center", size=10)
-        for position, value in enumerate(np.asarray(loaded).reshape(-1)):
-            x = position + 0.35 * (position // block)
-            right = value == position + 1
-            if np.isnan(value):
-                colour, hatch, text = style.SKIPPED, OVERHANG, "NaN"
-            elif right:
-                colour, hatch, text = style.KEY, None, f"{value:g}"
-            elif position >= length and value == 0:
-                colour, hatch, text = style.PAPER, None, "0"
+        texts = [f"{value:g}".replace("nan", "NaN") for value in np.ravel(loaded)]
+        for position, text in enumerate(texts):
+            if text == "NaN":
+                colour, hatch = style.SKIPPED, OVERHANG
+            elif text == f"{position + 1}":
+                colour, hatch = style.KEY, None
+            elif position >= length and text == "0":
+                colour, hatch = style.PAPER, None
             else:
-                colour, hatch, text = style.OUTPUT, "....", f"{value:g}"
-            axes.add_patch(
-                Rectangle((x, row), 1, 0.8, facecolor=colour, edgecolor=style.FAINT, hatch=hatch, alpha=0.55, lw=1)
-            )
-            box = {"facecolor": style.PAPER, "edgecolor": "none", "pad": 1.5} if hatch else None
-            axes.text(x + 0.5, row + 0.4, text, ha="center", va="center", size=10, bbox=box)
+                colour, hatch = style.OUTPUT, "...."
+            x = position + 0.35 * (position // block)
+            draw.box(axes, x, row, 1, 0.8, colour, ec=style.FAINT, hatch=hatch, alpha=0.55, lw=1)
+            draw.label(axes, x + 0.5, row + 0.4, text, size=10, bbox=draw.paper() if hatch else None)
+        said.append(f"{way}: {'; '.join(' '.join(tile) for tile in itertools.batched(texts, block))}.")
     for number in range(count):
-        start = number * (block + 0.35)
-        axes.text(start + block / 2, -0.22, f"tile {number}", ha="center", va="center", size=10, color=style.INK)
+        draw.label(axes, number * (block + 0.35) + block / 2, -0.22, f"tile {number}", size=10)
     end = length + 0.35 * (length // block)
     axes.plot([end, end], [-0.1, len(tiles) - 0.1], color=style.INK, lw=1.6, ls="--")
-    axes.text(end + 0.08, len(tiles) + 0.05, f"end of the array ({length})", size=9, va="center", ha="center")
-    axes.set_xlim(-4.4, count * (block + 0.35))
-    axes.set_ylim(len(tiles) + 0.3, -0.5)
+    draw.label(axes, end + 0.08, len(tiles) + 0.05, f"end of the array ({length})", size=9)
+    axes.set(xlim=(-4.4, count * (block + 0.35)), ylim=(len(tiles) + 0.3, -0.5))
     figure.alt = f"What {count} tiles of {block} hold of an array of {length} elements. {' '.join(said)}"
     return figure
 
 
 def exercise_index_map():
     """The picture of exercise 4.1, drawn from a kernel with the index map that it asks for."""
-    spec = pl.BlockSpec((2, 4), lambda i, j: (i, j))
-    copy = pl.pallas_call(
-        _copy,
-        grid=(3, 4),
-        in_specs=[pl.BlockSpec((2, 4), lambda i, j: (j // 2, i))],
-        out_specs=spec,
-        out_shape=jax.ShapeDtypeStruct((6, 16), jnp.float32),
-        interpret=True,
-    )
-    (call,), _ = replay(copy, np.zeros((4, 12), np.float32))
-    return program_blocks(call)
+
+    def copy(x_ref, out_ref):
+        out_ref[...] = x_ref[...]
+
+    whole = jax.ShapeDtypeStruct((6, 16), jnp.float32)
+    x_spec, out_spec = pl.BlockSpec((2, 4), lambda i, j: (j // 2, i)), pl.BlockSpec((2, 4), lambda i, j: (i, j))
+    call = pl.pallas_call(copy, whole, grid=(3, 4), in_specs=[x_spec], out_specs=out_spec, interpret=True)
+    (replayed,), _ = replay(call, np.zeros((4, 12), np.float32))
+    return program_blocks(replayed)
 
 
 def grid_and_refs():
@@ -174,21 +163,18 @@ def grid_and_refs():
     for column in range(4):
         colour, x = PROGRAM_COLOURS[column], 2.2 + 1.8 * column
         for y in (2.5, 0.0):
-            axes.add_patch(Rectangle((x, y), 1.8, 0.5, facecolor=colour, alpha=0.45, edgecolor=style.INK, lw=1.2))
-            axes.text(x + 0.9, y + 0.25, f"block {column}", ha="center", va="center", size=9.5)
-        axes.add_patch(Rectangle((x + 0.2, 1.05), 1.4, 0.9, facecolor=style.PAPER, edgecolor=colour, lw=2))
-        axes.text(x + 0.9, 1.72, f"program {column}", ha="center", va="center", size=9.5, weight="bold")
-        axes.text(x + 0.9, 1.32, "x_ref → out_ref", ha="center", va="center", size=9)
+            draw.box(axes, x, y, 1.8, 0.5, colour, alpha=0.45, ec=style.INK, lw=1.2)
+            draw.label(axes, x + 0.9, y + 0.25, f"block {column}", size=9.5)
+        draw.box(axes, x + 0.2, 1.05, 1.4, 0.9, style.PAPER, ec=colour, lw=2)
+        draw.label(axes, x + 0.9, 1.72, f"program {column}", size=9.5, weight="bold")
+        draw.label(axes, x + 0.9, 1.32, "x_ref → out_ref", size=9)
         for start, stop in ((2.48, 1.99), (1.03, 0.52)):
-            axes.annotate(
-                "", (x + 0.9, stop), (x + 0.9, start), arrowprops={"arrowstyle": "-|>", "color": style.INK, "lw": 1.3}
-            )
+            draw.arrow(axes, (x + 0.9, start), (x + 0.9, stop), size=10, lw=1.3, zorder=3)
     for y, label in ((2.75, "array x, in memory"), (1.5, "the grid: (4,)"), (0.25, "array out, in memory")):
         axes.text(2.0, y, label, ha="right", va="center", size=10)
     axes.text(9.5, 2.24, "in_specs", va="center", size=9.5, color=style.INK)
     axes.text(9.5, 0.78, "out_specs", va="center", size=9.5, color=style.INK)
-    axes.set_xlim(-0.3, 10.5)
-    axes.set_ylim(-0.1, 3.1)
+    axes.set(xlim=(-0.3, 10.5), ylim=(-0.1, 3.1))
     return figure
 
 
@@ -196,101 +182,72 @@ def matmul_tiles():
     """Program (1, 0) of the matmul, at step j = 2 of its loop."""
     figure, axes = style.subplots(width=9, height=3.9)
     style.bare(axes)
-    p, v, out = (0.0, 0.0, 6.0, 3.0), (7.9, -0.0, 3.0, 4.2), (12.8, 0.0, 3.0, 3.0)  # x, y, width, height
-
-    def part(array, x, y, width, height, colour, hatch=None, alpha=0.3):
-        rectangle = Rectangle((array[0] + x, array[1] + y), width, height, lw=1.2, edgecolor=style.INK)
-        rectangle.set(facecolor=colour, alpha=alpha, hatch=hatch)
-        axes.add_patch(rectangle)
-
-    for array in (p, v, out):
-        axes.add_patch(Rectangle(array[:2], *array[2:], facecolor="none", edgecolor=style.INK, lw=1.6))
-    part(p, 0, 1.5, 6, 1.5, style.LOGITS)
-    part(p, 3, 1.5, 1.5, 1.5, style.LOGITS, "///", 0.75)
-    part(v, 0, 0, 1.5, 4.2, style.VALUE)
-    part(v, 0, 2.1, 1.5, 1.05, style.VALUE, "///", 0.75)
-    part(out, 0, 1.5, 1.5, 1.5, style.OUTPUT, None, 0.6)
-    box = {"facecolor": style.PAPER, "edgecolor": "none", "pad": 1.5}
-    axes.text(3.75, 2.25, "tile j", ha="center", va="center", size=9.5, bbox=box)
-    axes.text(8.65, 2.62, "tile j", ha="center", va="center", size=9.5, bbox=box)
-    axes.text(13.55, 2.25, "acc", ha="center", va="center", size=10)
-    for array, name, across, down in ((p, "p", "S", "T"), (v, "v", "H", "S"), (out, "out", "H", "T")):
-        x, y, width, height = array
-        axes.text(x, y - 0.2, name, size=12, weight="bold", va="bottom")
-        axes.text(x + width / 2, y + height + 0.4, across, ha="center", va="top", weight="bold")
-        axes.text(x - 0.35, y + height / 2, down, ha="right", va="center", weight="bold")
+    for name, across, down, x, width, height in (
+        ("p", "S", "T", 0.0, 6.0, 3.0),
+        ("v", "H", "S", 7.9, 3.0, 4.2),
+        ("out", "H", "T", 12.8, 3.0, 3.0),
+    ):
+        draw.box(axes, x, 0, width, height, "none", ec=style.INK, lw=1.6)
+        axes.text(x, -0.2, name, size=12, weight="bold", va="bottom")
+        draw.label(axes, x + width / 2, height + 0.4, across, va="top", weight="bold")
+        axes.text(x - 0.35, height / 2, down, ha="right", va="center", weight="bold")
         # From edge to edge: these letters are lengths.
-        for start, stop in (
-            ((x, y + height + 0.22), (x + width, y + height + 0.22)),
-            ((x - 0.2, y), (x - 0.2, y + height)),
-        ):
-            axes.annotate(
-                "", stop, start, arrowprops={"arrowstyle": "|-|, widthA=0.25, widthB=0.25", "shrinkA": 0, "shrinkB": 0}
-            )
-    axes.text(6.55, 1.6, "×", size=18, ha="center", va="center")
-    axes.text(11.75, 1.6, "=", size=18, ha="center", va="center")
-    axes.annotate("", (5.9, 1.2), (0.1, 1.2), arrowprops={"arrowstyle": "-|>", "color": style.INK})
-    axes.text(3, 1.1, "j = 0, 1, 2, …", ha="center", va="bottom", size=9.5)
-    axes.annotate("", (9.75, 4.1), (9.75, 0.1), arrowprops={"arrowstyle": "-|>", "color": style.INK})
+        length = {"arrowstyle": "|-|, widthA=0.25, widthB=0.25", "shrinkA": 0, "shrinkB": 0}
+        axes.annotate("", (x + width, height + 0.22), (x, height + 0.22), arrowprops=length)
+        axes.annotate("", (x - 0.2, height), (x - 0.2, 0), arrowprops=length)
+    for *place, colour, hatch, alpha in (
+        (0, 1.5, 6, 1.5, style.LOGITS, None, 0.3),
+        (3, 1.5, 1.5, 1.5, style.LOGITS, "///", 0.75),
+        (7.9, 0, 1.5, 4.2, style.VALUE, None, 0.3),
+        (7.9, 2.1, 1.5, 1.05, style.VALUE, "///", 0.75),
+        (12.8, 1.5, 1.5, 1.5, style.OUTPUT, None, 0.6),
+    ):
+        draw.box(axes, *place, colour, alpha=alpha, hatch=hatch, ec=style.INK, lw=1.2)
+    draw.label(axes, 3.75, 2.25, "tile j", size=9.5, bbox=draw.paper())
+    draw.label(axes, 8.65, 2.62, "tile j", size=9.5, bbox=draw.paper())
+    draw.label(axes, 13.55, 2.25, "acc", size=10)
+    draw.label(axes, 6.55, 1.6, "×", size=18)
+    draw.label(axes, 11.75, 1.6, "=", size=18)
+    draw.arrow(axes, (0.1, 1.2), (5.9, 1.2), size=10, lw=1, zorder=3)
+    draw.label(axes, 3, 1.1, "j = 0, 1, 2, …", va="bottom", size=9.5)
+    draw.arrow(axes, (9.75, 0.1), (9.75, 4.1), size=10, lw=1, zorder=3)
     axes.text(9.95, 2.1, "j", ha="left", va="center", size=9.5)
-    axes.set_xlim(-0.9, 16.1)
-    axes.set_ylim(5.0, -0.6)
+    axes.set(xlim=(-0.9, 16.1), ylim=(5.0, -0.6))
     return figure
-
-
-def _copy(x_ref, out_ref):
-    out_ref[...] = x_ref[...]
 
 
 class _View:
     """The two axes of an operand that are drawn, rows first, and where its blocks lie on them.
 
     number: the program at whose blocks the axes that are not drawn are cut. counts: if given, axes
-    along which they differ are drawn first.
+    along which they differ are drawn first. An array of one axis is a row.
+
+    name, title: the array with its shape, and below it where the axes that are not drawn are cut, if blocks differ
+    there. blocks: for each program ((start, size) along the columns, (start, size) along the rows).
     """
 
     def __init__(self, operand, number=0, counts=None):
-        self.operand = operand
-        self.number = number
-        ndim = operand.values.ndim
-        distinct = [len(np.unique(operand.block_of[:, axis])) for axis in range(ndim)]
+        self.operand, self.number = operand, number
+        shape, sizes = operand.values.shape, [size or 1 for size in operand.block_shape]
+        starts = operand.block_of * np.array(sizes, int)
+        moves = (starts != starts[:1]).any(axis=0)
 
         def interest(axis):
             differ = counts is not None and bool((counts != counts.take([0], axis)).any())
-            return differ, distinct[axis] > 1, operand.block_shape[axis] is not None, operand.values.shape[axis]
+            return differ, moves[axis], operand.block_shape[axis] is not None, shape[axis]
 
-        self.drawn = tuple(sorted(sorted(range(ndim), key=interest, reverse=True)[:2]))
-        self.hidden = tuple(axis for axis in range(ndim) if axis not in self.drawn)
-
-    @property
-    def shape(self):
-        """(rows, columns) of the picture; an array of one axis is a row."""
-        sizes = [self.operand.values.shape[axis] for axis in self.drawn]
-        return tuple([1] * (2 - len(sizes)) + sizes)
-
-    @property
-    def note(self):
-        """Where the axes that are not drawn are cut, such as "axis 2 at 0", if blocks differ there."""
-        sizes, blocks = self.operand.block_shape, self.operand.block_of
-        return ", ".join(
-            f"axis {axis} at {int(blocks[self.number, axis]) * (sizes[axis] or 1)}"
-            for axis in self.hidden
-            if len(np.unique(blocks[:, axis])) > 1
-        )
-
-    @property
-    def labels(self):
-        names = [f"axis {axis}" for axis in self.drawn]
-        return [""] * (2 - len(names)) + names
-
-    def block(self, number):
-        """The block of a program: ((start, size) along the columns, (start, size) along the rows)."""
-        sides = []
-        for axis in self.drawn:
-            size = self.operand.block_shape[axis] or 1
-            sides.append((int(self.operand.block_of[number, axis]) * size, size))
-        sides = [(0, 1)] * (2 - len(sides)) + sides
-        return sides[1], sides[0]
+        self.drawn = sorted(sorted(range(len(shape)), key=interest, reverse=True)[:2])
+        hidden = [axis for axis in range(len(shape)) if axis not in self.drawn]
+        self.cut = starts[number]
+        self.alike = np.flatnonzero((starts[:, hidden] == self.cut[hidden]).all(axis=1))  # programs with the same cut
+        self.note = ", ".join(f"axis {axis} at {self.cut[axis]}" for axis in hidden if moves[axis])
+        self.name = f"{operand.name} ({' × '.join(map(str, shape)) or 'one number'})"
+        self.title = f"{self.name}\n{self.note}".strip()
+        missing = 2 - len(self.drawn)
+        self.labels = [""] * missing + [f"axis {axis}" for axis in self.drawn]
+        self.shape = (*[1] * missing, *(shape[axis] for axis in self.drawn))
+        of_drawn = [[(int(start[axis]), sizes[axis]) for axis in self.drawn] for start in starts]
+        self.blocks = [tuple(reversed([(0, 1)] * missing + sides)) for sides in of_drawn]
 
     def visible(self, block):
         """The part of a block that lies inside the array."""
@@ -302,26 +259,21 @@ class _View:
 
     def owners(self):
         """{block: numbers of the programs that see it}, on the hidden axes as program `number`."""
-        blocks = self.operand.block_of
         found = {}
-        for number in range(len(blocks)):
-            if all(blocks[number, axis] == blocks[self.number, axis] for axis in self.hidden):
-                found.setdefault(self.block(number), []).append(number)
+        for number in self.alike:
+            found.setdefault(self.blocks[number], []).append(number)
         return found
 
     def plane(self, counts):
         """Counts of the elements, cut down to the two axes that are drawn."""
-        cut = []
-        for axis in range(counts.ndim):
-            start = int(self.operand.block_of[self.number, axis]) * (self.operand.block_shape[axis] or 1)
-            cut.append(slice(None) if axis in self.drawn else start)
+        cut = (slice(None) if axis in self.drawn else self.cut[axis] for axis in range(counts.ndim))
         return counts[tuple(cut)].reshape(self.shape)
 
     def edges(self):
         """Edges of the blocks, ((along columns), (along rows)), for ticks."""
         sides = [{0, length} for length in reversed(self.shape)]
-        for number in range(len(self.operand.block_of)):
-            for edges, (start, size), length in zip(sides, self.block(number), reversed(self.shape), strict=True):
+        for block in self.blocks:
+            for edges, (start, size), length in zip(sides, block, reversed(self.shape), strict=True):
                 edges.update(edge for edge in (start, start + size) if 0 <= edge <= length)
         return tuple(sorted(edges) for edges in sides)
 
@@ -331,34 +283,25 @@ def _panels(views, columns=None):
     columns = columns or min(len(views), MOST_COLUMNS)
     rows = -(-len(views) // columns)
     flat = all(view.shape[0] == 1 for view in views)
-    notes = any(view.note for view in views)
     height = 1.3 if flat else max(min(3.2, 0.45 * len(view.edges()[1]) + 1.1) for view in views)
-    figure, panels = style.subplots(
-        rows,
-        columns,
-        width=min(10.0, 3.0 * columns + 0.6),
-        height=rows * (height + 0.2 * notes) + 0.3,
-        squeeze=False,
-    )
-    for axes in panels.reshape(-1)[len(views) :]:
+    height = rows * (height + 0.2 * any(view.note for view in views)) + 0.3
+    figure, panels = style.subplots(rows, columns, width=min(10.0, 3.0 * columns + 0.6), height=height, squeeze=False)
+    for axes in panels.flat[len(views) :]:
         axes.remove()
-    return figure, panels.reshape(-1)[: len(views)]
+    return figure, panels.flat[: len(views)]
 
 
 def _outline(axes, view):
     rows, columns = view.shape
-    axes.add_patch(Rectangle((0, 0), columns, rows, facecolor="none", edgecolor=style.INK, lw=1.8, zorder=4))
+    style.bare(axes)
+    draw.box(axes, 0, 0, columns, rows, "none", ec=style.INK, lw=1.8, zorder=4)
     across, down = view.edges()
-    axes.set_xticks(_thin(across))
-    axes.set_yticks(_thin(down) if view.labels[0] else [])
+    axes.set(xticks=_thin(across), yticks=_thin(down) if view.labels[0] else [])
     axes.tick_params(labelsize=8, length=2)
     over = [max((start + size for start, size in sides), default=0) for sides in zip(*view.owners(), strict=True)]
-    axes.set_xlim(-0.02 * columns, max(1.02 * columns, over[0]))
-    axes.set_ylim(max(1.02 * rows, over[1]), -0.02 * rows)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    axes.set_xlabel(f"{view.labels[1]} (elements)" if view.labels[1] else "", size=9)
-    axes.set_ylabel(f"{view.labels[0]} (elements)" if view.labels[0] else "", size=9)
+    axes.set(xlim=(-0.02 * columns, max(1.02 * columns, over[0])), ylim=(max(1.02 * rows, over[1]), -0.02 * rows))
+    for set_label, label in zip((axes.set_ylabel, axes.set_xlabel), view.labels, strict=True):
+        set_label(label and f"{label} (elements)", size=9)
 
 
 def _thin(edges, most=9):
@@ -368,22 +311,12 @@ def _thin(edges, most=9):
 
 def _draw_block(axes, view, block, colour, alpha, ink=style.INK):
     (x, width), (y, height) = block
-    (inner_x, inner_width), (inner_y, inner_height) = view.visible(block)
-    axes.add_patch(Rectangle((x, y), width, height, facecolor="none", edgecolor=style.FAINT, hatch=OVERHANG, lw=0.8))
-    if inner_width and inner_height:
-        inside = (inner_x, inner_y), inner_width, inner_height
-        axes.add_patch(Rectangle(*inside, facecolor=style.PAPER, edgecolor="none"))
-        axes.add_patch(Rectangle(*inside, facecolor=colour, alpha=alpha, edgecolor="none"))
-        axes.add_patch(Rectangle(*inside, facecolor="none", edgecolor=ink, lw=0.9))
-
-
-def _named(view):
-    shape = " × ".join(map(str, view.operand.values.shape)) or "one number"
-    return f"{view.operand.name} ({shape})"
-
-
-def _title(axes, view):
-    axes.set_title(_named(view) + (f"\n{view.note}" if view.note else ""), size=10, loc="left")
+    draw.box(axes, x, y, width, height, "none", ec=style.FAINT, hatch=OVERHANG, lw=0.8)
+    (x, width), (y, height) = view.visible(block)
+    if width and height:
+        draw.box(axes, x, y, width, height, style.PAPER, ec="none")
+        draw.box(axes, x, y, width, height, colour, alpha=alpha, ec="none")
+        draw.box(axes, x, y, width, height, "none", ec=ink, lw=0.9)
 
 
 def _name(program):
@@ -411,9 +344,8 @@ def _regions(counts):
     )
     if (len(down) - 1) * (len(across) - 1) > MOST_REGIONS:
         return
-    for top, bottom in itertools.pairwise(down):
-        for left, right in itertools.pairwise(across):
-            yield top, bottom, left, right
+    for (top, bottom), (left, right) in itertools.product(itertools.pairwise(down), itertools.pairwise(across)):
+        yield top, bottom, left, right
 
 
 FIGURES = {

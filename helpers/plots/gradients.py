@@ -2,12 +2,10 @@
 
 import numpy as np
 from matplotlib.colors import LinearSegmentedColormap
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
-from helpers.plots import style
+from helpers.plots import draw, style
 
 SIGNED_MAP = LinearSegmentedColormap.from_list("signed", [style.OUTPUT, style.PAPER, style.QUERY])
-BOX = {"facecolor": style.PAPER, "edgecolor": "none", "pad": 1.5}
 MIB = 2**20
 
 
@@ -17,20 +15,16 @@ def jacobian(p, matrix, tokens, query):
     figure, (left, right) = style.subplots(1, 2, width=10, height=6.8, width_ratios=[1, 4.6])
     left.barh(shown, p, color=style.LOGITS)
     left.set_yticks(shown, tokens, size=9)
-    left.set_ylim(len(tokens) - 0.5, -0.5)
-    left.set_xlabel("weight p")
-    left.set_title(f"Row of “{query}”", loc="left")
+    left.set(ylim=(len(tokens) - 0.5, -0.5), xlabel="weight p", title=f"Row of “{query}”")
     limit = np.abs(matrix).max()
     image = right.imshow(matrix, cmap=SIGNED_MAP, vmin=-limit, vmax=limit, aspect="auto")
     for i, j in np.argwhere(np.abs(matrix) > 0.1 * limit):
         strong = abs(matrix[i, j]) > 0.6 * limit
         text = f"{matrix[i, j]:+.2f}".replace("-", "−").replace("0.", ".")
-        right.text(j, i, text, ha="center", va="center", size=8, color=style.PAPER if strong else style.INK)
+        draw.label(right, j, i, text, size=8, color=style.PAPER if strong else style.INK)
     right.set_xticks(shown, tokens, rotation=90, size=9)
-    right.set_yticks([])
-    right.set_xlabel("weight p of this key …")
-    right.set_ylabel("… when the logit s of this key rises")
-    right.set_title("Jacobian: + the weight grows, − it shrinks", loc="left")
+    right.set(yticks=[], xlabel="weight p of this key …", ylabel="… when the logit s of this key rises")
+    right.set_title("Jacobian: + the weight grows, − it shrinks")
     figure.colorbar(image, ax=right, label="∂p / ∂s", shrink=0.7)
     return figure
 
@@ -41,81 +35,49 @@ def one_row_backwards(p, dp, ds, tokens, query):
     delta = float(p @ dp)
     figure, panels = style.subplots(3, 1, width=9.2, height=6.4, sharex=True)
     panels[0].bar(x, p, color=style.LOGITS)
-    panels[0].set_ylabel("p")
-    panels[0].set_title(f"Row of “{query}”: what it looks at", loc="left")
+    panels[0].set(ylabel="p", title=f"Row of “{query}”: what it looks at")
     _signed_bars(panels[1], x, dp - delta, bottom=delta)
-    panels[1].axhline(delta, color=style.INK, linewidth=1.2, linestyle="--")
+    panels[1].axhline(delta, color=style.INK, lw=1.2, ls="--")
     panels[1].text(len(tokens) + 0.1, delta, f"delta = {delta:.2f}", ha="left", va="bottom", size=9.5, color=style.INK)
-    panels[1].set_ylabel("dp")
-    panels[1].set_title("What more of each weight would be worth, measured from the mean delta", loc="left")
+    panels[1].set(ylabel="dp", title="What more of each weight would be worth, measured from the mean delta")
     _signed_bars(panels[2], x, ds)
-    panels[2].axhline(0, color=style.INK, linewidth=0.8)
-    panels[2].set_ylabel("ds")
-    panels[2].set_title("ds = p × (height of the bar above): they sum to zero", loc="left")
-    panels[2].set_xlim(-0.9, len(tokens) + 2.6)
+    panels[2].axhline(0, color=style.INK, lw=0.8)
+    panels[2].set(xlim=(-0.9, len(tokens) + 2.6), ylabel="ds")
+    panels[2].set_title("ds = p × (height of the bar above): they sum to zero")
     panels[2].set_xticks(x, tokens, rotation=90, size=9)
     panels[2].set_xlabel("key")
     return figure
 
 
 def _signed_bars(axes, x, heights, bottom=0.0):
-    heights = np.asarray(heights)
-    up = heights >= 0
+    up = np.asarray(heights) >= 0
     axes.bar(x[up], heights[up], bottom=bottom, color=style.QUERY)
-    axes.bar(x[~up], heights[~up], bottom=bottom, color=style.OUTPUT, hatch="////", edgecolor=style.PAPER)
+    axes.bar(x[~up], heights[~up], bottom=bottom, color=style.OUTPUT, hatch="////", ec=style.PAPER)
 
 
 def chain():
     """The forward chain and, below it, the backward chain."""
     figure, axes = style.subplots(width=9.6, height=4.6)
     style.bare(axes)
-    axes.set_xlim(-0.7, 12.4)
-    axes.set_ylim(-0.8, 6.1)
-    roles = {
-        "q": (0.4, style.QUERY),
-        "k": (2.2, style.KEY),
-        "s": (4.8, style.LOGITS),
-        "p": (7.7, style.LOGITS),
-        "v": (9.3, style.VALUE),
-        "out": (11.5, style.OUTPUT),
-    }
-    for name, (x, colour) in roles.items():
-        for y, text in ((4.0, name), (1.0, f"d{name}")):
-            axes.add_patch(
-                FancyBboxPatch(
-                    (x - 0.42, y - 0.36),
-                    0.84,
-                    0.72,
-                    boxstyle="round,pad=0,rounding_size=0.12",
-                    facecolor=style.PAPER,
-                    edgecolor=colour,
-                    linewidth=2,
-                    linestyle="-" if y == 4.0 else "--",
-                )
-            )
-            axes.text(x, y, text, ha="center", va="center", size=12, weight="bold")
+    axes.set(xlim=(-0.7, 12.4), ylim=(-0.8, 6.1))
+    for name, x in (("q", 0.4), ("k", 2.2), ("s", 4.8), ("p", 7.7), ("v", 9.3), ("out", 11.5)):
+        for y, text, dash in ((4.0, name, "-"), (1.0, f"d{name}", "--")):
+            draw.rounded(axes, x - 0.42, y - 0.36, 0.84, 0.72, style.PAPER, ec=style.ROLES[name], lw=2, ls=dash)
+            draw.label(axes, x, y, text, size=12, weight="bold")
 
-    def arrow(start, stop, y, label, offset, bend=0.0, x=None):
+    def arrow(start, stop, y, label="", offset=0.0, bend=0.0, x=None):
         sign = 1 if stop > start else -1
-        lift = 0.0 if not bend else (0.4 if bend * sign < 0 else -0.4)
-        axes.add_patch(
-            FancyArrowPatch(
-                (start + (0.45 * sign if not lift else 0), y + lift),
-                (stop - (0.45 * sign if not lift else 0), y + lift),
-                connectionstyle=f"arc3,rad={bend}",
-                arrowstyle="-|>",
-                mutation_scale=14,
-                color=style.INK if y > 2 else style.OUTPUT,
-                linewidth=1.6,
-            )
-        )
-        axes.text((start + stop) / 2 if x is None else x, y + offset, label, ha="center", va="center", size=10)
+        apart = 0 if bend else 0.45 * sign  # from the middle of a box; a bent arrow begins above or below it
+        lift = -0.4 * np.sign(bend * sign)
+        colour, ends = style.INK if y > 2 else style.OUTPUT, ((start + apart, y + lift), (stop - apart, y + lift))
+        draw.arrow(axes, *ends, colour, lw=1.6, connectionstyle=f"arc3,rad={bend}")
+        draw.label(axes, (start + stop) / 2 if x is None else x, y + offset, label, size=10)
 
     arrow(2.2, 4.8, 4.0, "scale q kᵀ", 0.32)
-    arrow(0.4, 4.8, 4.0, "", 0.0, bend=-0.32)
+    arrow(0.4, 4.8, 4.0, bend=-0.32)
     arrow(4.8, 7.7, 4.0, "softmax", 0.32)
     arrow(9.3, 11.5, 4.0, "p v", 0.32)
-    arrow(7.7, 11.5, 4.0, "", 0.0, bend=-0.32)
+    arrow(7.7, 11.5, 4.0, bend=-0.32)
     arrow(11.5, 9.3, 1.0, "pᵀ dout", 0.32)
     arrow(11.5, 7.7, 1.0, "dp = dout vᵀ", 1.32, bend=0.32, x=9.6)
     arrow(7.7, 4.8, 1.0, "p ∘ (dp − delta)", 0.36)
@@ -134,49 +96,32 @@ def delta_two_ways(p_dp, o_do):
     for axes, values, name, side in ((table, p_dp, "p ∘ dp", "key"), (small, o_do, "out ∘ dout", "component")):
         limit = np.abs(values).max()
         axes.imshow(values, cmap=SIGNED_MAP, vmin=-limit, vmax=limit, aspect="auto")
-        axes.set_title(f"{name}: {values.size} numbers", loc="left")
-        axes.set_xlabel(side)
-        axes.set_yticks(range(0, T, 5))
+        axes.set(xlabel=side, title=f"{name}: {values.size} numbers", yticks=range(0, T, 5))
     table.set_ylabel("query")
     rows = np.arange(T)
-    sums.plot(p_dp.sum(axis=1), rows, "o", color=style.LOGITS, markersize=9, label="sum of a row of p ∘ dp")
-    sums.plot(o_do.sum(axis=1), rows, "x", color=style.INK, markersize=6, label="sum of a row of out ∘ dout")
-    sums.axvline(0, color=style.FAINT, linewidth=0.8)
-    sums.set_ylim(T - 0.5, -0.5)
-    sums.set_yticks(range(0, T, 5))
-    sums.set_xlabel("delta")
-    sums.set_title("The row sums agree", loc="left")
+    sums.plot(p_dp.sum(axis=1), rows, "o", color=style.LOGITS, ms=9, label="sum of a row of p ∘ dp")
+    sums.plot(o_do.sum(axis=1), rows, "x", color=style.INK, ms=6, label="sum of a row of out ∘ dout")
+    sums.axvline(0, color=style.FAINT, lw=0.8)
+    sums.set(ylim=(T - 0.5, -0.5), yticks=range(0, T, 5), xlabel="delta", title="The row sums agree")
     sums.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), fontsize=9)
     return figure
 
 
 def which_gradient_is_wrong(errors):
     """A table of relative errors: {what was done: (error in dq, in dk, in dv)}."""
-    names = ("dq", "dk", "dv")
     figure, axes = style.subplots(width=8.6, height=0.42 * len(errors) + 0.9)
     style.bare(axes)
     for row, (label, values) in enumerate(errors.items()):
         axes.text(-0.08, row, label, ha="right", va="center", size=10)
         for column, value in enumerate(values):
-            right = value < 1e-6
-            axes.add_patch(
-                Rectangle(
-                    (column + 0.04, row - 0.42),
-                    0.92,
-                    0.84,
-                    facecolor=style.STATE if right else style.OUTPUT,
-                    hatch=None if right else "///",
-                    edgecolor=style.PAPER,
-                    linewidth=0,
-                )
-            )
-            text = "right" if right else f"off by {value:.2g}"
-            axes.text(column + 0.5, row, text, ha="center", va="center", size=9, bbox=BOX)
-    for column, name in enumerate(names):
-        axes.text(column + 0.5, -0.75, name, ha="center", va="center", size=10.5, weight="bold")
-    axes.set_xlim(-2.6, 3.0)
-    axes.set_ylim(len(errors) - 0.4, -1.1)
-    axes.set_title("Relative error of each gradient", loc="left")
+            colour, hatch, text = style.STATE, None, "right"
+            if value >= 1e-6:
+                colour, hatch, text = style.OUTPUT, "///", f"off by {value:.2g}"
+            draw.box(axes, column + 0.04, row - 0.42, 0.92, 0.84, colour, hatch=hatch, ec=style.PAPER, lw=0)
+            draw.label(axes, column + 0.5, row, text, size=9, bbox=draw.paper())
+    for column, name in enumerate(("dq", "dk", "dv")):
+        draw.label(axes, column + 0.5, -0.75, name, size=10.5, weight="bold")
+    axes.set(xlim=(-2.6, 3.0), ylim=(len(errors) - 0.4, -1.1), title="Relative error of each gradient")
     return figure
 
 
@@ -185,49 +130,27 @@ def saved(parts, lengths, totals, T):
 
     parts: {plan: {array: bytes}} at length T. lengths: sequence lengths; totals: {plan: bytes at each}.
     """
-    colours = {
-        "q": style.QUERY,
-        "k": style.KEY,
-        "v": style.VALUE,
-        "out": style.OUTPUT,
-        "lse": style.STATE,
-        "p": style.LOGITS,
-    }
     figure, (bars, growth) = style.subplots(1, 2, width=9.6, height=3.9, width_ratios=[1.15, 1])
-    largest = max(sum(arrays.values()) for arrays in parts.values())
+    largest = max(sum(arrays.values()) for arrays in parts.values()) / MIB
     for y, arrays in enumerate(reversed(parts.values())):
-        left = 0.0
-        for name, size in arrays.items():
-            bars.barh(
-                y,
-                size / MIB,
-                left=left / MIB,
-                color=colours[name],
-                hatch="xx" if name == "p" else None,
-                edgecolor=style.PAPER,
-                linewidth=1 if size / largest > 0.01 else 0,
-                height=0.5,
-            )
+        left, small = 0.0, []
+        for name, size in ((name, size / MIB) for name, size in arrays.items()):
+            hatch, lw = "xx" if name == "p" else None, 1 if size / largest > 0.01 else 0
+            bars.barh(y, size, 0.5, left=left, color=style.ROLES[name], hatch=hatch, ec=style.PAPER, lw=lw)
             if size / largest > 0.2:
-                bars.text((left + size / 2) / MIB, y, name, ha="center", va="center", size=10.5, bbox=BOX)
+                draw.label(bars, left + size / 2, y, name, size=10.5, bbox=draw.paper())
+            else:
+                small.append(name)
             left += size
-        small = " + ".join(name for name, size in arrays.items() if size / largest <= 0.2)
-        bars.text(0, y + 0.3, small, ha="left", va="bottom", size=9.5)
-        bars.text(left / MIB + 0.4, y, f"{left / MIB:.3g} MiB", ha="left", va="center", size=9.5)
+        bars.text(0, y + 0.3, " + ".join(small), ha="left", va="bottom", size=9.5)
+        bars.text(left + 0.4, y, f"{left:.3g} MiB", ha="left", va="center", size=9.5)
     bars.set_yticks(range(len(parts)), list(reversed(parts)))
-    bars.set_ylim(-0.5, len(parts) - 0.3)
-    bars.set_xlim(0, 1.25 * largest / MIB)
-    bars.set_xlabel("MiB for one head")
-    bars.set_title(f"Kept until the backward pass, T = S = {T}", loc="left")
-    looks = zip(totals.items(), ((style.LOGITS, "s", "--"), (style.QUERY, "o", "-")), strict=True)
-    for (plan, sizes), (colour, marker, dash) in looks:
-        growth.plot(lengths, np.asarray(sizes) / MIB, dash, marker=marker, color=colour, label=plan, markersize=5)
-    growth.set_xscale("log", base=2)
-    growth.set_yscale("log")
-    growth.set_xticks(lengths[::2], [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths[::2]])
-    growth.set_xlabel("T = S")
-    growth.set_ylabel("MiB for one head")
-    growth.set_title("How it grows", loc="left")
+    bars.set(xlim=(0, 1.25 * largest), ylim=(-0.5, len(parts) - 0.3), xlabel="MiB for one head")
+    bars.set_title(f"Kept until the backward pass, T = S = {T}")
+    totals = {plan: np.asarray(sizes) / MIB for plan, sizes in totals.items()}
+    draw.lines(growth, lengths, totals, ((style.LOGITS, "s", "--"), (style.QUERY, "o", "-")), ms=5)
+    draw.lengths(growth, lengths[::2])
+    growth.set(yscale="log", xlabel="T = S", ylabel="MiB for one head", title="How it grows")
     growth.legend(loc="upper left")
     return figure
 
@@ -239,17 +162,15 @@ def bytes_of_each_array(memory):
     for y, name in enumerate(names):
         read, written = memory.read[name] / 1024, memory.written[name] / 1024
         axes.barh(y, read, color=style.STATE, height=0.62, label="read" if y == 0 else None)
-        axes.barh(y, written, left=read, color=style.OUTPUT, hatch="////", edgecolor=style.PAPER, height=0.62)
+        axes.barh(y, written, left=read, color=style.OUTPUT, hatch="////", ec=style.PAPER, height=0.62)
         times = memory.read[name] / memory.arrays[name].nbytes
         notes = ["read once" if times == 1 else f"read {times:.0f} ×"] if times else []
         notes += ["written once"] if written else []
         axes.text(read + written + 4, y, ", ".join(notes), va="center", size=9)
-    axes.barh(0, 0, color=style.OUTPUT, hatch="////", edgecolor=style.PAPER, label="written")
+    axes.barh(0, 0, color=style.OUTPUT, hatch="////", ec=style.PAPER, label="written")
     axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.5, -0.6)
-    axes.set_xlim(0, 1.3 * max(memory.read[name] + memory.written[name] for name in names) / 1024)
-    axes.set_xlabel("KiB moved")
-    axes.set_title("What the backward pass moved", loc="left")
+    axes.set(xlim=(0, 1.3 * max(memory.read[name] + memory.written[name] for name in names) / 1024))
+    axes.set(ylim=(len(names) - 0.5, -0.6), xlabel="KiB moved", title="What the backward pass moved")
     axes.legend(loc="lower right")
     return figure
 
@@ -258,26 +179,16 @@ def finite_differences(steps, curves):
     """Error of finite differences against the step: {name: relative error at each step}, on two log scales."""
     figure, axes = style.subplots(width=9.2, height=4.8)
     looks = ((style.QUERY, "o", "-"), (style.VALUE, "^", "-"), (style.KEY, "s", "-"), (style.OUTPUT, "x", "--"))
-    for (name, errors), (colour, marker, dash) in zip(curves.items(), looks, strict=True):
-        axes.plot(steps, errors, dash, marker=marker, markersize=5, color=colour, label=name, linewidth=1.6)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_ylim(1e-13, 1e5)
-    axes.set_xlabel("step")
-    axes.set_ylabel("relative error of the gradient")
-    axes.set_title("Too small a step rounds, too large a step cuts corners", loc="left")
+    draw.lines(axes, steps, curves, looks, ms=5, lw=1.6)
+    axes.set(xscale="log", yscale="log", ylim=(1e-13, 1e5), xlabel="step", ylabel="relative error of the gradient")
+    axes.set_title("Too small a step rounds, too large a step cuts corners")
     best = next(iter(curves.values()))
     lowest = int(np.argmin(best))
-    axes.annotate(
-        f"best step, about {_short(steps[lowest], 0)}",
-        (steps[lowest], best[lowest]),
-        (18, -16),
-        textcoords="offset points",
-        size=9.5,
-        arrowprops={"arrowstyle": "-", "color": style.FAINT},
-    )
-    axes.text(steps[-2], 3e-10, "rounding:\nerror ∝ 1 / step", size=9.5, color=style.INK, ha="left", va="center")
-    axes.text(steps[0], 3e-8, "truncation:\nerror ∝ step²", size=9.5, color=style.INK, ha="right", va="center")
+    said, place = f"best step, about {_short(steps[lowest], 0)}", (steps[lowest], best[lowest])
+    line = {"arrowstyle": "-", "color": style.FAINT}
+    axes.annotate(said, place, (18, -16), textcoords="offset points", size=9.5, arrowprops=line)
+    axes.text(steps[-2], 3e-10, "rounding:\nerror ∝ 1 / step", size=9.5, ha="left", va="center")
+    axes.text(steps[0], 3e-8, "truncation:\nerror ∝ step²", size=9.5, ha="right", va="center")
     axes.legend(loc="upper right", ncols=2, fontsize=9)
     return figure
 
@@ -291,18 +202,14 @@ def stored_lse(values, errors, bounds):
     figure, axes = style.subplots(width=9.2, height=4.0)
     looks = ((style.QUERY, "o", "-"), (style.OUTPUT, "^", "--"))
     for (name, measured), (colour, marker, dash) in zip(errors.items(), looks, strict=True):
-        axes.plot(values, 100 * measured, marker, color=colour, markersize=3, alpha=0.55)
-        axes.plot(values, 100 * bounds[name], dash, color=colour, linewidth=1.6)
-        axes.plot([], [], dash, marker=marker, color=colour, markersize=4, label=f"lse stored in {name}")
+        axes.plot(values, 100 * measured, marker, color=colour, ms=3, alpha=0.55)
+        axes.plot(values, 100 * bounds[name], dash, color=colour, lw=1.6)
+        axes.plot([], [], dash, marker=marker, color=colour, ms=4, label=f"lse stored in {name}")
     edges = 2.0 ** np.arange(np.floor(np.log2(values[0])), np.ceil(np.log2(values[-1])) + 1)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(edges, [f"{edge:g}" for edge in edges])
-    axes.set_ylim(1e-3, 100)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlabel("lse of the row")
-    axes.set_ylabel("error of every weight, in %")
-    axes.set_title("One dot is one row; the line is the most it can be", loc="left")
+    draw.lengths(axes, edges, [f"{edge:g}" for edge in edges])
+    axes.set(yscale="log", ylim=(1e-3, 100), xlabel="lse of the row", ylabel="error of every weight, in %")
+    draw.plain(axes.yaxis)
+    axes.set_title("One dot is one row; the line is the most it can be")
     axes.legend(loc="upper left")
     return figure
 
@@ -310,33 +217,17 @@ def stored_lse(values, errors, bounds):
 def lse_rounding(errors, tolerance=1e-2):
     """Relative error of dq: {dtype: {spread of the logits: (with float32 lse, with lse in that dtype)}}."""
     figure, axes = style.subplots(1, len(errors), width=9.2, height=3.9, sharey=True)
+    sides = ((-0.19, style.STATE, None, "lse in float32"), (0.19, style.OUTPUT, "////", "lse in the 16-bit dtype"))
     for panel, (dtype, groups) in zip(axes, errors.items(), strict=True):
-        for x, pair in enumerate(groups.values()):
-            for side, value in enumerate(pair):
-                panel.bar(
-                    x + 0.38 * (side - 0.5),
-                    value,
-                    width=0.34,
-                    color=(style.STATE, style.OUTPUT)[side],
-                    hatch=(None, "////")[side],
-                    edgecolor=style.PAPER,
-                    label=("lse in float32", "lse in the 16-bit dtype")[side] if x == 0 else None,
-                )
-                panel.text(
-                    x + 0.38 * (side - 0.5),
-                    1.15 * value,
-                    _short(value, 1),
-                    ha="center",
-                    va="bottom",
-                    size=8.5,
-                    bbox=BOX,
-                )
-        panel.axhline(tolerance, color=style.INK, linestyle="--", linewidth=1)
-        panel.set_xticks(range(len(groups)), list(groups))
-        panel.set_yscale("log")
-        panel.set_ylim(1e-4, 1)
-        panel.set_title(f"q, k, v, out, do in {dtype}", loc="left")
-        panel.set_xlabel("size of the logits")
+        x = np.arange(len(groups))
+        for (shift, colour, hatch, label), values in zip(sides, zip(*groups.values(), strict=True), strict=True):
+            panel.bar(x + shift, values, 0.34, color=colour, hatch=hatch, ec=style.PAPER, label=label)
+            for place, value in zip(x + shift, values, strict=True):
+                text = {"va": "bottom", "size": 8.5, "bbox": draw.paper()}
+                draw.label(panel, place, 1.15 * value, _short(value, 1), **text)
+        panel.axhline(tolerance, color=style.INK, ls="--", lw=1)
+        panel.set_xticks(x, list(groups))
+        panel.set(yscale="log", ylim=(1e-4, 1), xlabel="size of the logits", title=f"q, k, v, out, do in {dtype}")
     axes[0].text(-0.45, 1.1 * tolerance, f"a tolerance of {tolerance:g}", ha="left", va="bottom", size=9)
     axes[0].set_ylabel("relative error of dq")
     axes[0].legend(loc="upper left", fontsize=9)

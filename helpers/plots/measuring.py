@@ -4,7 +4,7 @@ import numpy as np
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.patches import Rectangle
 
-from helpers.plots import style
+from helpers.plots import draw, style
 
 LOOKS = {  # colour, marker, dash
     "naive": (style.LOGITS, "o", ":"),
@@ -38,28 +38,25 @@ def queue():
     """Host and GPU side by side: calls return at once, the work is done later."""
     figure, axes = style.subplots(width=9.5, height=2.9)
     style.bare(axes)
-    axes.set_xlim(-2.2, 21.5)
-    axes.set_ylim(-0.9, 4.6)
+    axes.set(xlim=(-2.2, 21.5), ylim=(-0.9, 4.6))
     axes.text(-0.4, 3, "host", ha="right", va="center", weight="bold")
     axes.text(-0.4, 1, "GPU", ha="right", va="center", weight="bold")
     for number in range(3):
-        axes.add_patch(Rectangle((0.2 + number, 2.6), 0.8, 0.8, facecolor=style.KEY, edgecolor=style.PAPER))
-        axes.text(0.6 + number, 3, f"{number + 1}", ha="center", va="center", size=9)
+        draw.box(axes, 0.2 + number, 2.6, 0.8, 0.8, style.KEY, ec=style.PAPER)
+        draw.label(axes, 0.6 + number, 3, f"{number + 1}", size=9)
         start = 0.9 + 5.6 * number
-        axes.add_patch(Rectangle((start, 0.6), 5.5, 0.8, facecolor=style.QUERY, edgecolor=style.PAPER))
-        axes.text(start + 2.75, 1, f"call {number + 1} is computed", ha="center", va="center", color="white", size=9)
-    axes.add_patch(
-        Rectangle((3.2, 2.6), 14.5, 0.8, facecolor=style.PAPER, edgecolor=style.FAINT, hatch="///", linewidth=1)
-    )
-    axes.text(10.4, 3, " wait ", ha="center", va="center", backgroundcolor=style.PAPER, size=9)
+        draw.box(axes, start, 0.6, 5.5, 0.8, style.QUERY, ec=style.PAPER)
+        draw.label(axes, start + 2.75, 1, f"call {number + 1} is computed", color="white", size=9)
+    draw.box(axes, 3.2, 2.6, 14.5, 0.8, style.PAPER, ec=style.FAINT, hatch="///", lw=1)
+    draw.label(axes, 10.4, 3, " wait ", backgroundcolor=style.PAPER, size=9)
     for x, text, colour in (
         (0.1, "clock()", style.INK),
         (3.1, "clock() here measures\nthe queuing", style.OUTPUT),
         (17.8, "clock() here measures\nthe work", style.VALUE),
     ):
-        axes.plot([x, x], [0.3, 3.6], color=colour, linewidth=1.5, linestyle="--", zorder=0)
+        axes.plot([x, x], [0.3, 3.6], color=colour, lw=1.5, ls="--", zorder=0)
         axes.text(x, 3.75, text, ha="center" if x > 1 else "left", va="bottom", color=colour, size=9)
-    axes.annotate("", (20.5, -0.2), (0, -0.2), arrowprops={"arrowstyle": "-|>", "color": style.FAINT})
+    draw.arrow(axes, (0, -0.2), (20.5, -0.2), style.FAINT, size=10, lw=1, zorder=3)
     axes.text(20.5, -0.45, "time", ha="right", va="top")
     return figure
 
@@ -70,15 +67,12 @@ def samples(milliseconds, title):
     low, middle, high = np.quantile(times, [0.25, 0.5, 0.75])
     figure, (left, right) = style.subplots(1, 2, width=9.5, height=3.3, sharey=True)
     left.plot(times, ".", color=style.QUERY)
-    left.set_xlabel("sample, in the order taken")
-    left.set_ylabel("time of a call (ms)")
-    left.set_title(title, loc="left")
+    left.set(xlabel="sample, in the order taken", ylabel="time of a call (ms)", title=title)
     right.plot(np.linspace(0, 100, len(times)), np.sort(times), color=style.QUERY)
     right.axhspan(low, high, color=style.STATE, alpha=0.35, label="between the quartiles")
-    right.axhline(middle, color=style.INK, linewidth=1.2, label="median")
-    right.axhline(times.mean(), color=style.OUTPUT, linewidth=1.5, linestyle="--", label="mean")
-    right.set_xlabel("sorted: per cent of the samples")
-    right.set_title("The same, sorted", loc="left")
+    right.axhline(middle, color=style.INK, lw=1.2, label="median")
+    right.axhline(times.mean(), color=style.OUTPUT, lw=1.5, ls="--", label="mean")
+    right.set(xlabel="sorted: per cent of the samples", title="The same, sorted")
     right.legend(loc="upper left")
     return figure
 
@@ -90,10 +84,9 @@ def drift(one_after_another, in_turns):
     for axes, found, title in zip(panels, (one_after_another, in_turns), titles, strict=True):
         for (name, points), colour, marker in zip(found.items(), (style.QUERY, style.OUTPUT), "os", strict=True):
             moments, times = np.transpose(points)
-            axes.plot(1e3 * moments, times, marker, color=colour, markersize=4, label=name)
-            axes.axhline(np.median(times), color=colour, linewidth=1.2, linestyle="-" if marker == "o" else "--")
-        axes.set_xlabel("moment (ms)")
-        axes.set_title(title, loc="left")
+            axes.plot(1e3 * moments, times, marker, color=colour, ms=4, label=name)
+            axes.axhline(np.median(times), color=colour, lw=1.2, ls="-" if marker == "o" else "--")
+        axes.set(xlabel="moment (ms)", title=title)
         axes.legend(loc="lower right", title="lines: medians")
     panels[0].set_ylabel("time of a call (ms)")
     return figure
@@ -106,10 +99,9 @@ def fooled(reports, truth_ms):
         right = abs(time / truth_ms - 1) < 0.03
         axes.barh(-row, time, color=style.VALUE if right else style.OUTPUT, hatch="" if right else "////", height=0.7)
         axes.text(time * 1.1, -row, f"{time:.3g} ms", va="center", size=9, backgroundcolor=style.PAPER)
-    axes.axvline(truth_ms, color=style.INK, linewidth=1.2, linestyle="--")
+    axes.axvline(truth_ms, color=style.INK, lw=1.2, ls="--")
     axes.set_yticks(range(0, -len(reports), -1), reports)
-    axes.set_xscale("log")
-    axes.set_xlim(right=max(reports.values()) * 2.5)
+    axes.set(xscale="log", xlim=(None, max(reports.values()) * 2.5))
     axes.set_xlabel("reported time of a call (ms), logarithmic; dashed: the truth")
     return figure
 
@@ -120,14 +112,12 @@ def ratios(pairs):
     percent = lambda ratio: 100 * (np.asarray(ratio) - 1)
     for axes, (name, (values, (low, high))) in zip(panels, pairs.items(), strict=True):
         axes.axhspan(*percent([low, high]), color=style.STATE, alpha=0.45, label="95 % interval of the median")
-        axes.plot(percent(values), "o", color=style.QUERY, markersize=4, label="one turn")
-        axes.axhline(0, color=style.OUTPUT, linestyle="--", linewidth=1.5, label="no difference")
-        axes.set_xlabel("turn")
-        axes.set_title(name, loc="left")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
+        axes.plot(percent(values), "o", color=style.QUERY, ms=4, label="one turn")
+        axes.axhline(0, color=style.OUTPUT, ls="--", lw=1.5, label="no difference")
+        axes.set(xlabel="turn", title=name)
+        draw.plain(axes.yaxis, "{:g} %")
     panels[0].set_ylabel("old ÷ new, minus one")
-    handles = panels[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=3, fontsize=9)
+    draw.below(figure, panels[0], fontsize=9)
     return figure
 
 
@@ -147,48 +137,37 @@ def roof(points, ceilings, title):
         colour, marker, _ = LOOKS[kind]
         face = colour if "128" in name else style.PAPER
         label = kind if face == style.PAPER else None
-        axes.plot(x, y, marker, color=colour, markersize=8, markerfacecolor=face, markeredgewidth=2, label=label)
-        close.barh(-row, y, 0.7, facecolor=face, edgecolor=colour, linewidth=2)
+        axes.plot(x, y, marker, color=colour, ms=8, mfc=face, mew=2, label=label)
+        close.barh(-row, y, 0.7, fc=face, ec=colour, lw=2)
         close.text(y + 12, -row, f"{y:.0f}", va="center", size=9)
     close.axvline(rate, color=style.INK)
     close.set_yticks(range(0, -len(points), -1), points)
-    close.set_xlim(0, rate * 1.05)
-    close.set_xlabel("TFLOP/s (line: matrix product)")
-    close.set_title("The same, close up", loc="left")
+    close.set(xlim=(0, rate * 1.05), xlabel="TFLOP/s (line: matrix product)", title="The same, close up")
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_ylim(10, rate * 1.6)
-    axes.plot([], [], "o", color=style.FAINT, markerfacecolor=style.PAPER, markeredgewidth=2, label="open: H = 64")
-    axes.plot([], [], "o", color=style.FAINT, markeredgewidth=2, label="filled: H = 128")
+    axes.set(yscale="log", ylim=(10, rate * 1.6))
+    draw.plain(axes.xaxis)
+    draw.plain(axes.yaxis)
+    axes.plot([], [], "o", color=style.FAINT, mfc=style.PAPER, mew=2, label="open: H = 64")
+    axes.plot([], [], "o", color=style.FAINT, mew=2, label="filled: H = 128")
     axes.legend(loc="lower right", fontsize=9, ncols=2)
-    axes.set_xlabel("FLOPs for each byte that is moved")
-    axes.set_ylabel("TFLOP/s")
-    axes.set_title(title, loc="left")
+    axes.set(xlabel="FLOPs for each byte that is moved", ylabel="TFLOP/s", title=title)
     return figure
 
 
 def bounds(rows, title):
     """Least times of several problems by side: {problem: {side: seconds}}, each relative to the longest."""
-    looks = {
-        "matrix": (style.QUERY, ""),
-        "exponentials": (style.LOGITS, "////"),
-        "memory": (style.VALUE, "..."),
-    }
+    looks = {"matrix": (style.QUERY, ""), "exponentials": (style.LOGITS, "////"), "memory": (style.VALUE, "...")}
     figure, axes = style.subplots(width=9, height=0.62 * len(rows) + 1.2)
     for row, times in enumerate(rows.values()):
         longest = max(times.values())
         for place, (side, (colour, hatch)) in enumerate(looks.items()):
             share = 100 * times[side] / longest
             y = -row - 0.26 * (place - 1)
-            axes.barh(y, share, 0.24, color=colour, hatch=hatch, edgecolor=style.PAPER, label=None if row else side)
+            axes.barh(y, share, 0.24, color=colour, hatch=hatch, ec=style.PAPER, label=None if row else side)
             axes.text(share + 1, y, f"{1e3 * times[side]:.3g} ms", va="center", size=8)
     axes.set_yticks(range(0, -len(rows), -1), rows)
-    axes.set_xlim(0, 135)
-    axes.set_xticks([0, 25, 50, 75, 100])
-    axes.set_xlabel("least time of each side, in per cent of the longest")
-    axes.set_title(title, loc="left")
+    axes.set(xlim=(0, 135), xticks=[0, 25, 50, 75, 100])
+    axes.set(xlabel="least time of each side, in per cent of the longest", title=title)
     axes.legend(loc="center right")
     return figure
 
@@ -200,27 +179,22 @@ def ladder(steps, others, H, ceiling):
     """
     figure, panels = style.subplots(1, 2, width=10.5, height=4.3, sharey=True)
     for axes, is_causal in zip(panels, (False, True), strict=True):
-        before = 0.0
-        rows = [*steps[is_causal].items(), *others[is_causal].items()]
-        for row, (name, rate) in enumerate(rows):
-            rung = row < len(steps[is_causal])
-            end = max(rate, before) if rung else rate
-            if rung:
+        before, rungs, rows = 0.0, steps[is_causal], steps[is_causal] | others[is_causal]
+        for row, (name, rate) in enumerate(rows.items()):
+            if name in rungs:
                 axes.barh(-row, min(before, rate), color=style.STATE)
-                gained = rate > before
-                colour, hatch = (style.QUERY, "") if gained else (style.OUTPUT, "////")
+                colour, hatch = (style.QUERY, "") if rate > before else (style.OUTPUT, "////")
                 axes.barh(-row, abs(rate - before), left=min(before, rate), color=colour, hatch=hatch)
-                before = rate
             else:
-                colour = LOOKS[name][0]
-                axes.barh(-row, rate, color=colour, hatch=HATCHES[name], edgecolor=style.PAPER)
+                axes.barh(-row, rate, color=LOOKS[name][0], hatch=HATCHES[name], ec=style.PAPER)
+            end = max(rate, before) if name in rungs else rate
             axes.text(end + 6, -row, f"{rate:.0f}", va="center", size=9)
-        axes.axhline(-len(steps[is_causal]) + 0.5, color=style.FAINT, linewidth=1, linestyle="--")
-        axes.axvline(ceiling, color=style.INK, linewidth=1.2, linestyle=":")
-        axes.set_yticks(range(0, -len(rows), -1), [name for name, _ in rows])
-        axes.set_xlim(0, ceiling * 1.08)
-        axes.set_xlabel("TFLOP/s (dotted: matrix product)")
-        axes.set_title(f"H = {H}, {mask_of(is_causal)}", loc="left")
+            before = rate
+        axes.axhline(-len(rungs) + 0.5, color=style.FAINT, lw=1, ls="--")
+        axes.axvline(ceiling, color=style.INK, lw=1.2, ls=":")
+        axes.set_yticks(range(0, -len(rows), -1), rows)
+        axes.set(xlim=(0, ceiling * 1.08), xlabel="TFLOP/s (dotted: matrix product)")
+        axes.set_title(f"H = {H}, {mask_of(is_causal)}")
     figure.alt = "TFLOP/s. " + " ".join(
         f"H = {H}, {mask_of(is_causal)}: {_listed(steps[is_causal] | others[is_causal])}." for is_causal in steps
     )
@@ -234,11 +208,8 @@ def tiles(sweep, titles):
     """
     figure, panels = style.subplots(1, len(sweep), width=0.4 + 2.5 * len(sweep), height=2.9, squeeze=False)
     for axes, rows, title in zip(panels[0], sweep, titles, strict=True):
-        best_of = {}
-        for row in rows:
-            key = row["block_q"], row["block_k"]
-            if key not in best_of or row["ms"] < best_of[key]["ms"]:
-                best_of[key] = row
+        slowest_first = sorted(rows, key=lambda row: -row["ms"])
+        best_of = {(row["block_q"], row["block_k"]): row for row in slowest_first}
         sides = sorted({size for key in best_of for size in key})
         fastest = min(row["ms"] for row in best_of.values())
         table = np.full((len(sides), len(sides)), np.nan)
@@ -246,18 +217,15 @@ def tiles(sweep, titles):
             i, j = sides.index(block_q), sides.index(block_k)
             table[i, j] = share = fastest / row["ms"]
             text = f"{100 * share:.0f} %\n{row['num_warps']}w {row['num_stages']}s"
-            axes.text(j, i, text, ha="center", va="center", color="white" if share > 0.6 else style.INK, size=8.5)
+            draw.label(axes, j, i, text, color="white" if share > 0.6 else style.INK, size=8.5)
             if row["ms"] == fastest:
                 axes.add_patch(Rectangle((j - 0.47, i - 0.47), 0.94, 0.94, fill=False, edgecolor=style.OUTPUT, lw=3))
         axes.imshow(table, cmap=FAST_TO_SLOW, vmin=0.3, vmax=1, origin="lower")
         for i, j in np.argwhere(np.isnan(table)):
-            axes.add_patch(
-                Rectangle((j - 0.5, i - 0.5), 1, 1, facecolor=style.PAPER, edgecolor=style.SKIPPED, hatch="////", lw=0)
-            )
+            draw.box(axes, j - 0.5, i - 0.5, 1, 1, style.PAPER, ec=style.SKIPPED, hatch="////", lw=0)
         axes.set_xticks(range(len(sides)), sides)
         axes.set_yticks(range(len(sides)), sides)
-        axes.set_xlabel("block_k")
-        axes.set_title(title, loc="left")
+        axes.set(xlabel="block_k", title=title)
     panels[0][0].set_ylabel("block_q")
     return figure
 
@@ -269,24 +237,19 @@ def against(rates, lengths, ceiling, title):
     for axes, ((H, is_causal), found) in zip(panels, rates.items(), strict=True):
         for name, (colour, marker, dash) in LOOKS.items():
             points = found.get(name, {})
-            known = [T for T in lengths if T in points]
+            known = [(T, points[T]) for T in lengths if T in points]
             if known:
-                axes.plot(
-                    known, [points[T] for T in known], dash, color=colour, marker=marker, markersize=6, label=name
-                )
-        axes.axhline(ceiling, color=style.INK, linewidth=1.2, linestyle=":")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths, [f"{T // 1024}k" for T in lengths])
+                axes.plot(*zip(*known, strict=True), dash, color=colour, marker=marker, ms=6, label=name)
+        axes.axhline(ceiling, color=style.INK, lw=1.2, ls=":")
+        draw.lengths(axes, lengths)
         axes.minorticks_off()
-        axes.set_xlim(lengths[0] / 1.4, lengths[-1] * 1.4)
-        axes.set_ylim(0, ceiling * 1.06)
-        axes.set_xlabel("T")
-        axes.set_title(f"H = {H}, {mask_of(is_causal)}", loc="left")
+        axes.set(xlim=(lengths[0] / 1.4, lengths[-1] * 1.4), ylim=(0, ceiling * 1.06), xlabel="T")
+        axes.set_title(f"H = {H}, {mask_of(is_causal)}")
     panels[0].set_ylabel("TFLOP/s (dotted: matrix product)")
     fraction = panels[-1].secondary_yaxis("right", functions=(lambda y: 100 * y / ceiling, lambda y: y * ceiling / 100))
     fraction.set_ylabel("per cent of the matrix product")
     handles = {name: line for axes in panels for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=min(5, len(handles)), fontsize=9)
+    draw.below(figure, handles=handles.values(), ncols=min(5, len(handles)), fontsize=9)
     return figure
 
 
@@ -294,15 +257,14 @@ def relative(values, title):
     """Speed relative to cuDNN: {case: {implementation: ratio}}; cases are rows."""
     figure, axes = style.subplots(width=9.5, height=0.36 * len(values) + 1.3)
     for row, found in enumerate(values.values()):
-        axes.plot([0.3, 1.5], [-row, -row], color=style.SKIPPED, linewidth=0.8, zorder=0)
+        axes.plot([0.3, 1.5], [-row, -row], color=style.SKIPPED, lw=0.8, zorder=0)
         for name, ratio in found.items():
             colour, marker, _ = LOOKS[name]
-            axes.plot(ratio, -row, marker, color=colour, markersize=8, label=None if row else name)
-    axes.axvline(1, color=style.INK, linewidth=1.2, linestyle="--")
+            axes.plot(ratio, -row, marker, color=colour, ms=8, label=None if row else name)
+    axes.axvline(1, color=style.INK, lw=1.2, ls="--")
     axes.set_yticks(range(0, -len(values), -1), values)
-    axes.set_xlabel("speed relative to cuDNN in the same run (dashed: as fast)")
-    axes.set_title(title, loc="left")
-    figure.legend(loc="outside lower center", ncols=3)
+    axes.set(xlabel="speed relative to cuDNN in the same run (dashed: as fast)", title=title)
+    draw.below(figure, axes, ncols=3)
     every = [ratio for found in values.values() for ratio in found.values()]
     axes.set_xlim(min(0.45, *every) - 0.03, max(1.25, *every) + 0.03)
     rows = " ".join(f"{case}: {_listed(found, '.2f')}." for case, found in values.items())
@@ -321,22 +283,19 @@ def memory(found, refused, card_bytes):
             colour, marker, dash = LOOKS[name]
             dash, size = ((0, (4, 3)), 5) if name == "hopper" else (dash, 8)  # it may lie on the portable line
             megabytes = np.array(list(points.values())) / 2**20
-            axes.plot(list(points), megabytes, linestyle=dash, color=colour, marker=marker, markersize=size, label=name)
+            axes.plot(list(points), megabytes, ls=dash, color=colour, marker=marker, ms=size, label=name)
             if (which, name) in refused:
                 T, last = refused[which, name], megabytes[-1]
                 guess = last**2 / megabytes[-2]
-                axes.plot([list(points)[-1], T], [last, guess], linestyle=dash, color=colour, alpha=0.5)
-                axes.plot(T, guess, "x", color=style.OUTPUT, markersize=10, markeredgewidth=2.5, zorder=4)
-        axes.axhline(card_bytes / 2**20, color=style.INK, linewidth=1.2, linestyle=":", label="memory of the GPU")
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks([2**n for n in range(10, 21, 2)], ["1k", "4k", "16k", "64k", "256k", "1M"])
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-        axes.set_xlabel("T")
-        axes.set_title(which, loc="left")
+                axes.plot([list(points)[-1], T], [last, guess], ls=dash, color=colour, alpha=0.5)
+                axes.plot(T, guess, "x", color=style.OUTPUT, ms=10, mew=2.5, zorder=4)
+        axes.axhline(card_bytes / 2**20, color=style.INK, lw=1.2, ls=":", label="memory of the GPU")
+        draw.lengths(axes, [2**n for n in range(10, 21, 2)])
+        axes.set(yscale="log", xlabel="T", title=which)
+        draw.plain(axes.yaxis, "{:,g}")
     panels[0].set_ylabel("MiB, one head, H = 64, 16-bit")
-    panels[0].plot([], [], "x", color=style.OUTPUT, markersize=10, markeredgewidth=2.5, label="refused by the GPU")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    panels[0].plot([], [], "x", color=style.OUTPUT, ms=10, mew=2.5, label="refused by the GPU")
+    draw.below(figure, panels[0])
     return figure
 
 
@@ -346,13 +305,12 @@ def claims(rates, title):
     figure, axes = style.subplots(width=9.5, height=0.45 * len(rates) + 1.1)
     for row, (_, rate) in enumerate(rates):
         colour, hatch = (style.OUTPUT, "////") if row else (style.VALUE, "")
-        axes.barh(-row, rate, 0.7, color=colour, hatch=hatch, edgecolor=style.PAPER)
+        axes.barh(-row, rate, 0.7, color=colour, hatch=hatch, ec=style.PAPER)
         axes.text(rate + 8, -row, f"{rate:.0f}", va="center", size=9)
-    axes.axvline(limit, color=style.INK, linewidth=1.2, linestyle=":")
+    axes.axvline(limit, color=style.INK, lw=1.2, ls=":")
     axes.set_yticks(range(0, -len(rates), -1), [name for name, _ in rates])
-    axes.set_xlim(0, 1.12 * max(limit, *(rate for _, rate in rates)))
-    axes.set_xlabel(f"TFLOP/s printed (dotted: {limit_name})")
-    axes.set_title(title, loc="left")
+    axes.set(xlim=(0, 1.12 * max(limit, *(rate for _, rate in rates))))
+    axes.set(xlabel=f"TFLOP/s printed (dotted: {limit_name})", title=title)
     return figure
 
 

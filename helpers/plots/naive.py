@@ -1,10 +1,9 @@
 """Pictures of notebook 01: the table of weights and what it costs."""
 
 import numpy as np
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from helpers.instruments import cost, roofline
-from helpers.plots import style
+from helpers.plots import draw, style
 
 MIB, GIB = 2**20, 2**30
 READ, WRITE = style.STATE, style.OUTPUT
@@ -20,21 +19,15 @@ def spread_of_logits(head_dims, spread, largest):
     figure, (left, right) = style.subplots(1, 2, width=8.8, height=3.5)
     figure.get_layout_engine().set(wspace=0.06)
     looks = [(style.OUTPUT, "o", "-"), (style.QUERY, "s", "-"), (style.FAINT, "^", "--")]
-    for values, axes in ((spread, left), (largest, right)):
-        for (label, line), (colour, marker, dash) in zip(values.items(), looks, strict=False):
-            axes.plot(head_dims, line, dash, color=colour, marker=marker, label=label)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(head_dims, [str(H) for H in head_dims])
+    for curves, axes in ((spread, left), (largest, right)):
+        draw.lines(axes, head_dims, curves, looks)
+        draw.lengths(axes, head_dims, list(map(str, head_dims)))
         axes.set_xlabel("head dimension H")
     left.set_yscale("log", base=2)
     left.yaxis.set_major_formatter(lambda value, _: f"{value:g}" if value >= 1 else f"1/{1 / value:g}")
-    left.set_ylabel("standard deviation of the logits")
-    left.set_title("The spread grows with √H", loc="left")
-    left.set_ylim(1 / 64, 512)
-    left.legend(loc="upper left", frameon=False)
-    right.set_ylim(0, 1)
-    right.set_ylabel("largest weight of a query")
-    right.set_title("Without scale, one key takes all", loc="left")
+    left.set(ylim=(1 / 64, 512), ylabel="standard deviation of the logits", title="The spread grows with √H")
+    left.legend(loc="upper left")
+    right.set(ylim=(0, 1), ylabel="largest weight of a query", title="Without scale, one key takes all")
     return figure
 
 
@@ -46,14 +39,12 @@ def one_row(rows, tokens, query):
         past = [j <= query for j in shown]
         for seen, colour, hatch, label in ((True, style.QUERY, "", "visible"), (False, style.OUTPUT, "////", "future")):
             where = [j for j in shown if past[j] == seen]
-            axes.bar(where, np.asarray(weights)[where], color=colour, hatch=hatch, edgecolor=style.PAPER, label=label)
-        axes.axvline(query + 0.5, color=style.FAINT, linewidth=1, linestyle="--")
+            axes.bar(where, np.asarray(weights)[where], color=colour, hatch=hatch, ec=style.PAPER, label=label)
+        axes.axvline(query + 0.5, color=style.FAINT, lw=1, ls="--")
         axes.set_xticks(shown, tokens, rotation=90, size=8)
-        axes.set_xlabel("key")
-        axes.set_title(f"{title}\nsum {float(np.sum(weights)):.2f}", loc="left")
-        axes.set_ylim(0, 1.08)
+        axes.set(ylim=(0, 1.08), xlabel="key", title=f"{title}\nsum {float(np.sum(weights)):.2f}")
     panels[0].set_ylabel(f"weight for the query “{tokens[query]}”")
-    panels[-1].legend(loc="upper right", frameon=False)
+    panels[-1].legend(loc="upper right")
     return figure
 
 
@@ -61,52 +52,33 @@ def three_bills():
     """The chip, the memory, and where each of the three quantities is counted."""
     figure, axes = style.subplots(width=9.5, height=3.1)
     style.bare(axes)
-    axes.set_xlim(0, 19)
-    axes.set_ylim(0, 6.2)
+    axes.set(xlim=(0, 19), ylim=(0, 6.2))
     inside = "streaming multiprocessors\nwith matrix units, registers\nand shared memory"
-    boxes = (
+    for x, width, colour, name, detail in (
         (0.2, 4.6, style.QUERY, "the chip", inside),
         (13.4, 5.5, style.VALUE, "the memory", "gigabytes, but far away"),
-    )
-    for x, width, colour, name, detail in boxes:
-        axes.add_patch(
-            FancyBboxPatch(
-                (x, 2.2),
-                width,
-                3.6,
-                boxstyle="round,pad=0,rounding_size=0.25",
-                facecolor=style.PAPER,
-                edgecolor=colour,
-                linewidth=2,
-            )
-        )
-        axes.text(x + width / 2, 5.3, name, ha="center", va="center", weight="bold", color=colour, size=11)
-        axes.text(x + width / 2, 4.4, detail, ha="center", va="center", size=9)
+    ):
+        draw.rounded(axes, x, 2.2, width, 3.6, style.PAPER, corner=0.25, ec=colour, lw=2)
+        draw.label(axes, x + width / 2, 5.3, name, weight="bold", color=colour, size=11)
+        draw.label(axes, x + width / 2, 4.4, detail, size=9)
     for y, start, stop, label in ((4.6, 13.2, 5.0, "read"), (3.2, 5.0, 13.2, "write")):
-        axes.add_patch(FancyArrowPatch((start, y), (stop, y), arrowstyle="-|>", mutation_scale=20, color=style.INK))
-        axes.text(9.1, y + 0.3, label, ha="center", va="bottom", size=10, color=style.INK)
+        draw.arrow(axes, (start, y), (stop, y), size=20, lw=1)
+        draw.label(axes, 9.1, y + 0.3, label, va="bottom", size=10)
     for x, name, question, unit in (
         (2.5, "FLOPs", "how much arithmetic?", "operations"),
         (9.1, "bytes moved", "how much traffic?", "bytes, each crossing counted"),
         (16.15, "footprint", "how much at once?", "bytes, at the worst moment"),
     ):
-        axes.text(x, 1.45, name, ha="center", va="center", weight="bold", size=12, color=style.OUTPUT)
-        axes.text(x, 0.85, question, ha="center", va="center", size=10)
-        axes.text(x, 0.3, unit, ha="center", va="center", size=9, color=style.INK)
-    for x, size, name, colour in (
-        (13.55, 0.6, "q", style.QUERY),
-        (14.25, 0.6, "k", style.KEY),
-        (14.95, 0.6, "v", style.VALUE),
-        (15.65, 0.6, "out", style.OUTPUT),
-        (16.4, 1.1, "s", style.LOGITS),
-        (17.6, 1.1, "weights", style.LOGITS),
-    ):
-        axes.add_patch(
-            FancyBboxPatch((x, 2.5), size, size, boxstyle="square,pad=0", facecolor=colour, edgecolor="none")
-        )
+        draw.label(axes, x, 1.45, name, weight="bold", size=12, color=style.OUTPUT)
+        draw.label(axes, x, 0.85, question, size=10)
+        draw.label(axes, x, 0.3, unit, size=9)
+    matrices = ("q", 13.55, 0.6), ("k", 14.25, 0.6), ("v", 14.95, 0.6), ("out", 15.65, 0.6)
+    for name, x, size in (*matrices, ("s", 16.4, 1.1), ("weights", 17.6, 1.1)):
+        colour = style.ROLES.get(name, style.LOGITS)
+        draw.box(axes, x, 2.5, size, size, colour, ec="none")
         ink = style.INK if colour in (style.KEY, style.LOGITS) else "white"
-        axes.text(x + size / 2, 2.5 + size / 2, name, ha="center", va="center", color=ink, weight="bold", size=8)
-    axes.text(16.15, 1.97, "(a square for each matrix, not to scale)", ha="center", va="center", size=8.5)
+        draw.label(axes, x + size / 2, 2.5 + size / 2, name, color=ink, weight="bold", size=8)
+    draw.label(axes, 16.15, 1.97, "(a square for each matrix, not to scale)", size=8.5)
     return figure
 
 
@@ -115,25 +87,22 @@ def byte_bill(read, written):
 
     read and written: bytes by name of the array, as `tiled.SlowMemory` counts them.
     """
-    crossings = [("read", "q", read), ("read", "k", read), ("write", "s", written), ("read", "s", read)]
-    crossings += [("write", "weights", written), ("read", "weights", read)]
-    crossings += [("read", "v", read), ("write", "out", written)]
+    steps = "read q", "read k", "write s", "read s", "write weights", "read weights", "read v", "write out"
     figure, axes = style.subplots(width=8.8, height=2.8)
     start = 0
-    for number, (what, name, counted) in enumerate(crossings):
+    for number, step in enumerate(steps):
+        what, name = step.split()
+        counted, colour, hatch = (read, READ, "") if what == "read" else (written, WRITE, "////")
         width = counted[name] / MIB
-        colour, hatch = (READ, "") if what == "read" else (WRITE, "////")
-        axes.barh(-number, width, left=start, color=colour, hatch=hatch, edgecolor=style.PAPER, height=0.8)
-        early = number < len(crossings) / 2
-        x = start + width + 1 if early else start - 1
-        axes.text(x, -number, f"{width:.0f}", va="center", ha="left" if early else "right", size=9)
+        axes.barh(-number, width, left=start, color=colour, hatch=hatch, ec=style.PAPER, height=0.8)
+        x, side = (start + width + 1, "left") if number < len(steps) / 2 else (start - 1, "right")
+        axes.text(x, -number, f"{width:.0f}", va="center", ha=side, size=9)
         start += width
-    axes.axvline(start, color=style.FAINT, linewidth=1, linestyle="--")
+    axes.axvline(start, color=style.FAINT, lw=1, ls="--")
     axes.text(start + 1, 0, f"{start:.0f} MiB in all", va="center")
-    axes.set_yticks(range(0, -len(crossings), -1), [f"{what} {name}" for what, name, _ in crossings])
-    axes.set_xlim(0, start * 1.15)
-    axes.set_xlabel("bytes moved so far (MiB)")
-    axes.set_title("Four crossings of a table, and little else (reads plain, writes hatched)", loc="left")
+    axes.set_yticks(range(0, -len(steps), -1), steps)
+    axes.set(xlim=(0, start * 1.15), xlabel="bytes moved so far (MiB)")
+    axes.set_title("Four crossings of a table, and little else (reads plain, writes hatched)")
     return figure
 
 
@@ -148,43 +117,34 @@ def cards(lengths, measured, heads, H=128, itemsize=2):
     axes.plot(lengths, np.asarray(measured) / GIB, "o", color=style.INK, label="naive, reported by the compiler")
     flash = heads * cost.flash_footprint(T, T, H, itemsize) / GIB
     axes.plot(T, flash, "--", color=FLASH, label="flash, by formula")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_ylim(0.02, 600)
-    axes.set_xlim(lengths[0] * 0.8, 2**20)
+    draw.lengths(axes, [2**n for n in range(int(np.log2(lengths[0])), 21)])
+    axes.set(yscale="log", xlim=(lengths[0] * 0.8, 2**20), ylim=(0.02, 600))
     for card in (roofline.T4, roofline.RTX_4090, roofline.A100_40GB, roofline.H100, roofline.H200):
-        axes.axhline(card.memory / GIB, color=style.FAINT, linewidth=1)
+        size = card.memory / GIB
+        axes.axhline(size, color=style.FAINT, lw=1)
         name = "A100 or H100, 80 GB" if card is roofline.H100 else card.name
-        size = "" if "GB" in name else f", {card.memory // GIB} GB"
-        below = card is roofline.T4
-        y, side = (card.memory / GIB / 1.06, "top") if below else (card.memory / GIB * 1.04, "bottom")
-        axes.text(lengths[0] * 0.85, y, f"{name}{size}", size=8.5, va=side)
-    ticks = [2**n for n in range(int(np.log2(lengths[0])), 21)]
-    axes.set_xticks(ticks, [_short(tick) for tick in ticks])
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    axes.set_xlabel("length T = S")
-    axes.set_ylabel(f"footprint (GiB), {heads} heads, H = {H}, {8 * itemsize}-bit inputs")
-    axes.set_title("Where one layer of naive attention stops fitting", loc="left")
-    axes.legend(loc="lower right", frameon=False)
+        name += "" if "GB" in name else f", {card.memory // GIB} GB"
+        y, side = (size / 1.06, "top") if card is roofline.T4 else (size * 1.04, "bottom")
+        axes.text(lengths[0] * 0.85, y, name, size=8.5, va=side)
+    draw.plain(axes.yaxis, "{:,g}")
+    axes.set(xlabel="length T = S", ylabel=f"footprint (GiB), {heads} heads, H = {H}, {8 * itemsize}-bit inputs")
+    axes.set_title("Where one layer of naive attention stops fitting")
+    axes.legend(loc="lower right")
     return figure
 
 
 def roof(card, points):
     """The roof of a GPU, and computations on it: points maps a label to an intensity in FLOPs per byte."""
     figure, axes = style.subplots(width=9.5, height=4.3)
-    low, high = 8, 4096
+    low, high, ridge, top = 8, 4096, card.ridge, card.matrix_rate / 1e12
     x = np.geomspace(low, high, 300)
     axes.plot(x, [roofline.attainable(card, intensity) / 1e12 for intensity in x], color=style.INK)
-    axes.fill_between(
-        [low, card.ridge], [1, 1], [low * card.bandwidth / 1e12, card.matrix_rate / 1e12], color=style.STATE, alpha=0.18
-    )
-    axes.fill_between([card.ridge, high], [1, 1], [card.matrix_rate / 1e12] * 2, color=style.KEY, alpha=0.15)
+    axes.fill_between([low, ridge], 1, [low * card.bandwidth / 1e12, top], color=style.STATE, alpha=0.18)
+    axes.fill_between([ridge, high], 1, top, color=style.KEY, alpha=0.15)
     axes.text(10, 13, "the memory is the limit", va="center", color=style.QUERY)
-    axes.text(
-        card.ridge * 1.1, card.matrix_rate / 1.5e12, "the matrix units are the limit", va="center", color=style.OUTPUT
-    )
-    axes.axvline(card.ridge, color=style.FAINT, linewidth=1, linestyle="--")
-    axes.text(card.ridge / 1.05, 1400, f"ridge: {card.ridge:.0f}", color=style.INK, va="center", ha="right")
+    axes.text(ridge * 1.1, top / 1.5, "the matrix units are the limit", va="center", color=style.OUTPUT)
+    axes.axvline(ridge, color=style.FAINT, lw=1, ls="--")
+    axes.text(ridge / 1.05, 1400, f"ridge: {ridge:.0f}", va="center", ha="right")
     flash = iter("sD^")
     for label, intensity in points.items():
         if label.startswith("flash"):
@@ -192,26 +152,18 @@ def roof(card, points):
         else:
             marker, colour, size = ("o", NAIVE, 15) if label == "naive" else ("v", style.INK, 9)
         rate = roofline.attainable(card, intensity) / 1e12
-        if intensity < card.ridge:
-            axes.plot([intensity] * 2, [10, rate], color=colour, linewidth=1, linestyle=":")
+        if intensity < ridge:
+            axes.plot([intensity] * 2, [10, rate], color=colour, lw=1, ls=":")
         text = f"{label}: {intensity:.0f} → {rate:.0f}"
-        axes.plot(intensity, rate, marker, color=colour, markersize=size, label=text, linestyle="none")
+        axes.plot(intensity, rate, marker, color=colour, ms=size, label=text, ls="none")
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlim(low, high)
-    axes.set_ylim(10, 2000)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlabel("intensity: FLOPs for each byte moved")
-    axes.set_ylabel("attainable rate (TFLOP/s)")
-    axes.set_title(f"The roof of one GPU, the {card.name}, by its datasheet (not measured)", loc="left")
-    axes.legend(loc="lower right", title="FLOPs per byte → TFLOP/s", alignment="left", frameon=False)
+    axes.set(yscale="log", xlim=(low, high), ylim=(10, 2000))
+    draw.plain(axes.xaxis)
+    draw.plain(axes.yaxis)
+    axes.set(xlabel="intensity: FLOPs for each byte moved", ylabel="attainable rate (TFLOP/s)")
+    axes.set_title(f"The roof of one GPU, the {card.name}, by its datasheet (not measured)")
+    axes.legend(loc="lower right", title="FLOPs per byte → TFLOP/s", alignment="left")
     return figure
-
-
-def _short(length):
-    """4096 as 4k, so that ticks do not collide."""
-    return f"{length // 1024}k" if length % 1024 == 0 and length < 2**20 else "1M" if length == 2**20 else str(length)
 
 
 def roof_of_attention(tiles=(), card=roofline.H100, T=4096, H=128, itemsize=2):

@@ -1,10 +1,10 @@
 """Where you are in the series."""
 
 from matplotlib.lines import Line2D
-from matplotlib.patches import FancyBboxPatch, Patch
+from matplotlib.patches import Patch
 
 from helpers import series
-from helpers.plots import style
+from helpers.plots import draw, style
 
 # A track that begins after a lesson stands in columns of its own from here on, so that the line to it passes the rows
 # between.
@@ -37,9 +37,9 @@ def progress(states, following=None):
 
     figure = _map(step)
     handles = [Line2D([], [], label=state, **DOT, **look) for state, look in DOTS.items()]
-    frame = Patch(facecolor=style.PAPER, edgecolor=style.OUTPUT, linewidth=3, label="has the next exercise")
+    frame = Patch(fc=style.PAPER, ec=style.OUTPUT, lw=3, label="has the next exercise")
     figure.set_figheight(figure.get_figheight() + 0.35)
-    figure.legend(handles=[*handles, frame], loc="outside lower center", ncols=4)
+    draw.below(figure, handles=[*handles, frame])
     solved = {number: of_step.count("solved") for number, of_step in states.items()}
     counts = ", ".join(f"{number} {solved[number]} of {len(states[number])}" for number in states)
     then = f"The next is in {following}." if following else "That is all of them."
@@ -60,38 +60,23 @@ def _map(draw_step):
             draw_step(axes, x, y, number, series.LESSONS[number]["on_map"])
             place[number] = x, y
             if x > first:
-                axes.plot([x - 1 + WIDTH / 2, x - WIDTH / 2], [y + 0.5] * 2, color=style.INK, linewidth=1.4)
+                axes.plot([x - 1 + WIDTH / 2, x - WIDTH / 2], [y + 0.5] * 2, color=style.INK, lw=1.4)
         if "after" in track:
             last_x, last_y = place[track["after"]]
             turn = last_y - (LINE - 1) / 2
-            axes.plot([last_x, last_x, first], [last_y, turn, turn], color=style.INK, linewidth=1.4)
-            axes.annotate(
-                "",
-                (first, y + 1),
-                (first, turn),
-                arrowprops={"arrowstyle": "-|>", "color": style.INK, "linewidth": 1.4, "shrinkA": 0, "shrinkB": 0},
-            )
-    axes.set_xlim(-1.75, max(x for x, _ in place.values()) + 0.5)
-    axes.set_ylim(-(len(series.TRACKS) - 1) * LINE - 0.06, 1.06)
+            axes.plot([last_x, last_x, first], [last_y, turn, turn], color=style.INK, lw=1.4)
+            draw.arrow(axes, (first, turn), (first, y + 1), size=10, lw=1.4, shrinkA=0, shrinkB=0, zorder=3)
+    axes.set(xlim=(-1.75, max(x for x, _ in place.values()) + 0.5))
+    axes.set(ylim=(-(len(series.TRACKS) - 1) * LINE - 0.06, 1.06))
     return figure
 
 
 def _step(axes, x, y, number, name, filled=False, framed=False, raised=0.0):
     edge = style.OUTPUT if filled or framed else style.QUERY
-    axes.add_patch(
-        FancyBboxPatch(
-            (x - WIDTH / 2, y),
-            WIDTH,
-            1,
-            boxstyle="round,pad=0,rounding_size=0.12",
-            facecolor=edge if filled else style.PAPER,
-            edgecolor=edge,
-            linewidth=3 if framed else 1.6,
-        )
-    )
+    draw.rounded(axes, x - WIDTH / 2, y, WIDTH, 1, edge if filled else style.PAPER, ec=edge, lw=3 if framed else 1.6)
     ink = style.PAPER if filled else style.INK
-    axes.text(x, y + raised + 0.76, number, ha="center", va="center", color=ink, weight="bold", size=12)
-    axes.text(x, y + raised + 0.34, name, ha="center", va="center", color=ink, size=10.5, linespacing=1.1)
+    draw.label(axes, x, y + raised + 0.76, number, color=ink, weight="bold", size=12)
+    draw.label(axes, x, y + raised + 0.34, name, color=ink, size=10.5, linespacing=1.1)
 
 
 FIGURES = {f"roadmap-{number}.png": lambda number=number: roadmap(number) for number in series.LESSONS}

@@ -3,9 +3,8 @@
 import itertools
 
 import numpy as np
-from matplotlib.patches import FancyBboxPatch, Rectangle
 
-from helpers.plots import style
+from helpers.plots import draw, style
 
 
 def exponent_range(limits):
@@ -18,21 +17,21 @@ def exponent_range(limits):
     for y, (low, high) in enumerate(limits.values()):
         axes.barh(y, low + edge, left=-edge, color=style.SKIPPED, height=0.6)
         axes.barh(y, high - low, left=low, color=style.STATE, height=0.6)
-        axes.barh(y, edge - high, left=high, color=style.OUTPUT, height=0.6, hatch="///", edgecolor=style.PAPER)
-        box = {"facecolor": style.PAPER, "edgecolor": "none", "pad": 1.5}
-        for limit, side in ((low, "left"), (high, "right")):
-            inward = 2 if side == "left" else -2
-            axes.text(limit + inward, y, f"{limit:.1f}".replace("-", "−"), ha=side, va="center", size=8.5, bbox=box)
+        axes.barh(y, edge - high, left=high, color=style.OUTPUT, height=0.6, hatch="///", ec=style.PAPER)
+        for limit, x, side in ((low, low + 2, "left"), (high, high - 2, "right")):
+            text = f"{limit:.1f}".replace("-", "−")
+            axes.text(x, y, text, ha=side, va="center", size=8.5, bbox=draw.paper())
     top = len(limits) - 0.45
-    axes.text(-edge, top, "$e^s$ becomes 0", ha="left", size=9, color=style.INK)
-    axes.text(0, top, "$e^s$ can be stored", ha="center", size=9, color=style.INK)
-    axes.text(edge, top, "$e^s$ becomes inf", ha="right", size=9, color=style.INK)
+    for x, side, becomes in (
+        (-edge, "left", "becomes 0"),
+        (0, "center", "can be stored"),
+        (edge, "right", "becomes inf"),
+    ):
+        axes.text(x, top, f"$e^s$ {becomes}", ha=side, size=9)
     axes.set_yticks(range(len(limits)), list(limits))
-    axes.plot([0, 0], [-0.5, top - 0.1], color=style.INK, linewidth=0.8)
-    axes.set_xlim(-edge, edge)
-    axes.set_ylim(-0.5, len(limits) - 0.1)
-    axes.set_xlabel("logit s")
-    axes.set_title("Which logits survive the exponential", loc="left")
+    axes.plot([0, 0], [-0.5, top - 0.1], color=style.INK, lw=0.8)
+    axes.set(xlim=(-edge, edge), ylim=(-0.5, len(limits) - 0.1), xlabel="logit s")
+    axes.set_title("Which logits survive the exponential")
     said = (f"{name}: from {low:.1f} to {high:.1f}" for name, (low, high) in limits.items())
     figure.alt = f"For which logits s the exponential of s can be stored. {'; '.join(said)}."
     return figure
@@ -48,15 +47,12 @@ def passes(traces, labels):
     figure, axes = style.subplots(1, len(traces), width=9, height=2.7, sharey=True)
     for panel, (name, positions) in zip(axes, traces.items(), strict=True):
         size = max(positions) + 1
-        panel.plot(positions, "o", color=style.KEY, markersize=3.5)
+        panel.plot(positions, "o", color=style.KEY, ms=3.5)
         for number, label in enumerate(labels[name]):
-            panel.axvline(number * size - 0.5, color=style.FAINT, linewidth=0.8, linestyle=":")
+            panel.axvline(number * size - 0.5, color=style.FAINT, lw=0.8, ls=":")
             panel.text((number + 0.5) * size, size + 1, label, ha="center", va="bottom", size=9, color=style.INK)
-        panel.set_title(f"{name}: {len(positions)} reads", loc="left", pad=8)
-        panel.set_xlim(-2, longest + 1)
-        panel.set_ylim(-1, size + 4.5)
-        panel.set_yticks([0, size - 1])
-        panel.set_xlabel("reads so far")
+        panel.set_title(f"{name}: {len(positions)} reads", pad=8)
+        panel.set(xlim=(-2, longest + 1), ylim=(-1, size + 4.5), yticks=[0, size - 1], xlabel="reads so far")
     axes[0].set_ylabel("position in the row")
     return figure
 
@@ -71,26 +67,24 @@ def running_state(tokens, history, query):
     raised = np.flatnonzero(alpha < 1)
     figure, (above, below) = style.subplots(2, 1, width=9, height=5, sharex=True)
 
-    above.plot(steps, s, "o", color=style.LOGITS, markersize=6, label="logit s", zorder=3)
+    above.plot(steps, s, "o", color=style.LOGITS, ms=6, label="logit s", zorder=3)
     above.step(np.append(steps, len(steps)) - 0.5, np.append(m, m[-1]), where="post", color=style.STATE, label="m")
-    above.set_ylabel("logit")
-    above.set_ylim(s.min() - 0.8, m.max() + 1.0)
-    above.set_title(f"Row of “{query}”: the largest logit so far, m", loc="left")
-    above.legend(loc="upper left", ncols=2, bbox_to_anchor=(0.13, 1.02), frameon=False)
+    above.set(ylim=(s.min() - 0.8, m.max() + 1.0), ylabel="logit")
+    above.set_title(f"Row of “{query}”: the largest logit so far, m")
+    above.legend(loc="upper left", ncols=2, bbox_to_anchor=(0.13, 1.02))
 
     # Each key first multiplies the old sum by alpha, then adds its own exponential.
     scaled = alpha * np.append(0, l[:-1])
     x = np.column_stack([steps - 0.5, steps - 0.15]).reshape(-1)
     path = np.column_stack([scaled, l]).reshape(-1)
     below.step(np.append(x, len(steps) - 0.5), np.append(path, l[-1]), where="post", color=style.STATE)
-    below.set_ylabel("sum ℓ")
-    below.set_ylim(0, l.max() * 1.6)
-    below.set_title("The sum so far, ℓ, in units of $e^m$: first × α, then + $e^{s - m}$", loc="left")
+    below.set(ylim=(0, l.max() * 1.6), ylabel="sum ℓ")
+    below.set_title("The sum so far, ℓ, in units of $e^m$: first × α, then + $e^{s - m}$")
     below.set_xticks(steps, tokens, rotation=90, size=9)
     below.set_xlabel("key, in order of arrival")
     for j in raised:
         for panel in (above, below):
-            panel.axvline(j - 0.5, color=style.OUTPUT, linewidth=1.1, linestyle="--", zorder=0)
+            panel.axvline(j - 0.5, color=style.OUTPUT, lw=1.1, ls="--", zorder=0)
         # Upright, so that the factors of neighbouring keys do not meet.
         factor = f"× {alpha[j]:.2g}"
         below.text(j - 0.42, 1.57 * l.max(), factor, rotation=90, ha="left", va="top", color=style.OUTPUT, size=9)
@@ -101,32 +95,28 @@ def hand_case():
     """The state of the hand case after each of its two tiles."""
     figure, axes = style.subplots(width=9.5, height=3.1)
     style.bare(axes)
-    boxes = (
-        (0.0, "state\nbefore", ("m = −∞", "ℓ = 0", "acc = 0"), style.STATE),
-        (3.1, "after\ntile 1", ("m = ln 3", "ℓ = 1/3 + 1 = 4/3", "acc = 1/3·1 + 1·2 = 7/3"), style.STATE),
-        (7.0, "after\ntile 2", ("m = ln 8", "ℓ = 3/8·4/3 + 5/4 = 7/4", "acc = 3/8·7/3 + 19/4 = 45/8"), style.STATE),
-    )
-    widths = (1.55, 2.65, 3.0)
-    for (x, name, lines, colour), width in zip(boxes, widths, strict=True):
-        axes.add_patch(_rounded(x, 0.75, width, 1.15, colour))
-        axes.text(x + width / 2, 2.03, name.replace("\n", " "), ha="center", va="bottom", weight="bold", size=10)
+    for x, width, name, lines in (
+        (0.0, 1.55, "state before", ("m = −∞", "ℓ = 0", "acc = 0")),
+        (3.1, 2.65, "after tile 1", ("m = ln 3", "ℓ = 1/3 + 1 = 4/3", "acc = 1/3·1 + 1·2 = 7/3")),
+        (7.0, 3.0, "after tile 2", ("m = ln 8", "ℓ = 3/8·4/3 + 5/4 = 7/4", "acc = 3/8·7/3 + 19/4 = 45/8")),
+    ):
+        draw.rounded(axes, x, 0.75, width, 1.15, style.PAPER, corner=0.1, ec=style.STATE, lw=1.8)
+        draw.label(axes, x + width / 2, 2.03, name, va="bottom", weight="bold", size=10)
         for row, line in enumerate(lines):
             axes.text(x + 0.12, 1.65 - 0.32 * row, line, va="center", size=10)
+    look = {"size": 10, "zorder": 3}
     for x, to, label, tile in (
         (1.6, 3.05, "α = 0", "tile 1\ns = ln 1, ln 3\nv = 1, 2"),
         (5.8, 6.95, "α = 3/8", "tile 2\ns = ln 2, ln 8\nv = 3, 4"),
     ):
         middle = (x + to) / 2
-        axes.annotate("", (to, 1.32), (x, 1.32), arrowprops={"arrowstyle": "-|>", "color": style.INK, "lw": 1.4})
-        axes.text(middle, 1.42, label, ha="center", va="bottom", size=10.5, color=style.OUTPUT, weight="bold")
-        axes.text(middle, 0.18, tile, ha="center", va="center", size=9.5, color=style.INK, linespacing=1.35)
-        axes.annotate(
-            "", (middle, 1.28), (middle, 0.6), arrowprops={"arrowstyle": "-|>", "color": style.KEY, "lw": 1.8}
-        )
-    axes.text(8.5, 0.18, "out = acc / ℓ = 45/14\nlse = m + log ℓ = ln 14", ha="center", va="center", size=10.5)
-    axes.annotate("", (8.5, 0.44), (8.5, 0.72), arrowprops={"arrowstyle": "-|>", "color": style.OUTPUT, "lw": 1.8})
-    axes.set_xlim(-0.1, 10.1)
-    axes.set_ylim(-0.25, 2.3)
+        draw.arrow(axes, (x, 1.32), (to, 1.32), lw=1.4, **look)
+        draw.label(axes, middle, 1.42, label, va="bottom", size=10.5, color=style.OUTPUT, weight="bold")
+        draw.label(axes, middle, 0.18, tile, size=9.5, linespacing=1.35)
+        draw.arrow(axes, (middle, 0.6), (middle, 1.28), style.KEY, lw=1.8, **look)
+    draw.label(axes, 8.5, 0.18, "out = acc / ℓ = 45/14\nlse = m + log ℓ = ln 14", size=10.5)
+    draw.arrow(axes, (8.5, 0.72), (8.5, 0.44), style.OUTPUT, lw=1.8, **look)
+    axes.set(xlim=(-0.1, 10.1), ylim=(-0.25, 2.3))
     return figure
 
 
@@ -139,42 +129,25 @@ def merge_tree(tokens, levels):
     leaves = len(levels[0])
     figure, axes = style.subplots(width=8.8, height=0.85 * len(levels) + 1.0)
     style.bare(axes)
-    centres = [[(index + 0.5) * leaves / len(level) for index in range(len(level))] for level in levels]
-    for height, (level, xs) in enumerate(zip(levels, centres, strict=True)):
-        for index, ((m, l), x) in enumerate(zip(level, xs, strict=True)):
-            if height:
-                for child in (2 * index, 2 * index + 1):
-                    m_child = levels[height - 1][child][0]
-                    below = centres[height - 1][child]
-                    kept = m_child == m
-                    axes.plot(
-                        [below, x],
-                        [height - 1 + 0.3, height - 0.3],
-                        color=style.FAINT if kept else style.OUTPUT,
-                        linewidth=1.4,
-                        linestyle="-" if kept else "--",
-                        zorder=0,
-                    )
-                    if not kept:
-                        axes.text(
-                            (below + x) / 2,
-                            height - 0.5,
-                            f"×{np.exp(m_child - m):.2g}",
-                            ha="center",
-                            va="center",
-                            size=8.5,
-                            color=style.OUTPUT,
-                            bbox={"facecolor": style.PAPER, "edgecolor": "none", "pad": 1},
-                        )
+    centre = lambda height, index: (index + 0.5) * leaves / len(levels[height])
+    for height, level in enumerate(levels):
+        for index, (m, l) in enumerate(level):
+            x = centre(height, index)
+            for child in (2 * index, 2 * index + 1) if height else ():
+                m_child, below = levels[height - 1][child][0], centre(height - 1, child)
+                colour, dash = (style.FAINT, "-") if m_child == m else (style.OUTPUT, "--")
+                axes.plot([below, x], [height - 0.7, height - 0.3], color=colour, lw=1.4, ls=dash, zorder=0)
+                if m_child != m:
+                    words = {"size": 8.5, "color": style.OUTPUT, "bbox": draw.paper(1)}
+                    draw.label(axes, (below + x) / 2, height - 0.5, f"×{np.exp(m_child - m):.2g}", **words)
             colour = style.OUTPUT if len(level) == 1 else style.STATE
-            axes.add_patch(_rounded(x - 0.44, height - 0.29, 0.88, 0.58, colour))
-            axes.text(x, height + 0.12, f"m {m:.2f}".replace("-", "−"), ha="center", va="center", size=9)
-            axes.text(x, height - 0.13, f"ℓ {l:.2f}", ha="center", va="center", size=9)
-    for x, token in zip(centres[0], tokens, strict=True):
-        axes.text(x, -0.42, token, ha="center", va="top", size=10, weight="bold")
-    axes.set_title("One box is one state; a dashed part is multiplied by the factor on its line", loc="left")
-    axes.set_xlim(-0.05, leaves + 0.05)
-    axes.set_ylim(-0.75, len(levels) - 0.55)
+            draw.rounded(axes, x - 0.44, height - 0.29, 0.88, 0.58, style.PAPER, corner=0.1, ec=colour, lw=1.8)
+            draw.label(axes, x, height + 0.12, f"m {m:.2f}".replace("-", "−"), size=9)
+            draw.label(axes, x, height - 0.13, f"ℓ {l:.2f}", size=9)
+    for index, token in enumerate(tokens):
+        draw.label(axes, centre(0, index), -0.42, token, va="top", size=10, weight="bold")
+    axes.set(xlim=(-0.05, leaves + 0.05), ylim=(-0.75, len(levels) - 0.55))
+    axes.set_title("One box is one state; a dashed part is multiplied by the factor on its line")
     return figure
 
 
@@ -186,37 +159,19 @@ def survival(shifts, panels):
     """
     figure, axes = style.subplots(1, len(panels), width=9, height=3, sharey=True)
     step = shifts[1] - shifts[0]
-    axes[0].set_title("Where the lse of the row is right", loc="left")
+    axes[0].set_title("Where the lse of the row is right")
     for panel, (label, rows) in zip(axes, panels.items(), strict=True):
         for y, right in enumerate(reversed(rows.values())):
             for shift, fine in zip(shifts, right, strict=True):
-                panel.add_patch(
-                    Rectangle(
-                        (shift - step / 2, y - 0.32),
-                        step,
-                        0.64,
-                        facecolor=style.STATE if fine else style.OUTPUT,
-                        edgecolor=style.STATE if fine else style.PAPER,
-                        hatch=None if fine else "//",
-                        linewidth=0,
-                    )
-                )
-        for y, right in enumerate(reversed(rows.values())):
+                edge, hatch = (style.STATE, None) if fine else (style.PAPER, "//")
+                colour = style.STATE if fine else style.OUTPUT
+                draw.box(panel, shift - step / 2, y - 0.32, step, 0.64, colour, ec=edge, hatch=hatch, lw=0)
             for start, stop, fine in _runs(right):
-                panel.text(
-                    (shifts[start] + shifts[stop - 1]) / 2,
-                    y,
-                    "right" if fine else "wrong",
-                    ha="center",
-                    va="center",
-                    size=9,
-                    bbox={"facecolor": style.PAPER, "edgecolor": "none", "pad": 1.5},
-                )
+                middle, text = (shifts[start] + shifts[stop - 1]) / 2, "right" if fine else "wrong"
+                draw.label(panel, middle, y, text, size=9, bbox=draw.paper())
         panel.set_yticks(range(len(rows)), list(reversed(rows)))
-        panel.set_xlim(shifts[0] - step / 2, shifts[-1] + step / 2)
-        panel.set_ylim(-0.55, len(rows) - 0.45)
-        panel.set_xlabel(label)
-        panel.axvline(0, color=style.INK, linewidth=0.8)
+        panel.set(xlim=(shifts[0] - step / 2, shifts[-1] + step / 2), ylim=(-0.55, len(rows) - 0.45), xlabel=label)
+        panel.axvline(0, color=style.INK, lw=0.8)
     return figure
 
 
@@ -224,18 +179,6 @@ def _runs(flags):
     """(start, stop, flag) of each run of equal flags."""
     edges = [0, *(np.flatnonzero(np.diff(np.asarray(flags, int))) + 1), len(flags)]
     return [(start, stop, bool(flags[start])) for start, stop in itertools.pairwise(edges)]
-
-
-def _rounded(x, y, width, height, edge):
-    return FancyBboxPatch(
-        (x, y),
-        width,
-        height,
-        boxstyle="round,pad=0,rounding_size=0.1",
-        facecolor=style.PAPER,
-        edgecolor=edge,
-        linewidth=1.8,
-    )
 
 
 FIGURES = {"02-hand-case.png": hand_case}

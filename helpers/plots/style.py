@@ -28,6 +28,14 @@ SKIPPED = "#C9CDD3"  # what is never touched
 INK = "#24292F"
 FAINT = "#8C959F"
 PAPER = "#FBFBFA"
+ROLES = {  # of arrays
+    **dict.fromkeys(("q", "dq"), QUERY),
+    **dict.fromkeys(("k", "dk"), KEY),
+    **dict.fromkeys(("v", "dv"), VALUE),
+    **dict.fromkeys(("s", "p", "dp", "ds"), LOGITS),
+    **dict.fromkeys(("out", "do", "dout"), OUTPUT),
+    **dict.fromkeys(("m", "l", "acc", "lse", "delta"), STATE),
+}
 
 PROBABILITY_MAP = LinearSegmentedColormap.from_list("probability", [PAPER, LOGITS, "#5B1A45"])
 

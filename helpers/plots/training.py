@@ -2,39 +2,33 @@
 
 import numpy as np
 from matplotlib.colors import LogNorm
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
 from matplotlib.ticker import MaxNLocator
 
-from helpers.plots import style
+from helpers.plots import draw, style
 
 MIB = 2**20
 NAIVE, FLASH = style.LOGITS, style.QUERY
+MONO = "DejaVu Sans Mono"
+
+
+def _seen(character):
+    """A character, or a sign for one that leaves no mark."""
+    return {"\n": "↵", "\t": "⇥", " ": "␣"}.get(character, character)
 
 
 def model():
     """The whole model from left to right, with the one box that this notebook exchanges."""
     figure, axes = style.subplots(width=10, height=3.3)
     style.bare(axes)
-    axes.set_xlim(0, 20)
-    axes.set_ylim(0, 6.6)
-    axes.add_patch(
-        FancyBboxPatch(
-            (3.5, 1.5),
-            12.3,
-            4.5,
-            boxstyle="round,pad=0,rounding_size=0.25",
-            fc="#EEF1F4",
-            ec=style.FAINT,
-            lw=1.2,
-            zorder=-1,
-        )
-    )
+    axes.set(xlim=(0, 20), ylim=(0, 6.6))
+    draw.rounded(axes, 3.5, 1.5, 12.3, 4.5, "#EEF1F4", corner=0.25, ec=style.FAINT, lw=1.2, zorder=-1)
     axes.text(3.8, 5.6, "one block; the model has several of them, one after another", va="center", size=9.5)
 
-    _arrow(axes, (0.9, 2.2), (18.2, 2.2))
+    arrow = {"colour": style.FAINT, "size": 12, "lw": 1.4, "zorder": 0}
+    draw.arrow(axes, (0.9, 2.2), (18.2, 2.2), **arrow)
     _box(axes, 0.2, 1.7, 1.3, 1.0, style.PAPER, "tokens", style.FAINT)
     _box(axes, 1.85, 1.7, 1.5, 1.0, style.KEY, "embed")
-    boxes = [
+    for x, width, colour, name in (
         (3.9, 1.2, style.SKIPPED, "norm"),
         (5.3, 1.1, style.QUERY, "q, k, v"),
         (6.6, 1.9, style.OUTPUT, "attention"),
@@ -42,59 +36,32 @@ def model():
         (11.2, 1.2, style.SKIPPED, "norm"),
         (12.6, 0.9, style.VALUE, "up"),
         (13.7, 1.1, style.VALUE, "down"),
-    ]
-    for x, width, colour, name in boxes:
+    ):
         _box(axes, x, 3.9, width, 1.1, colour, name)
     for start, stop, plus in ((4.5, 9.3, 10.5), (11.8, 14.25, 15.2)):
-        _arrow(axes, (start, 2.2), (start, 3.85))
+        draw.arrow(axes, (start, 2.2), (start, 3.85), **arrow)
         axes.plot([start, stop], [4.45, 4.45], color=style.FAINT, lw=1.4, zorder=0)
         axes.plot([stop, plus], [4.45, 4.45], color=style.FAINT, lw=1.4, zorder=0)
-        _arrow(axes, (plus, 4.45), (plus, 2.55))
-        axes.text(
-            plus,
-            2.2,
-            "+",
-            ha="center",
-            va="center",
-            size=13,
-            weight="bold",
-            bbox={"boxstyle": "circle,pad=0.12", "fc": style.PAPER, "ec": style.INK},
-        )
+        draw.arrow(axes, (plus, 4.45), (plus, 2.55), **arrow)
+        circle = {"boxstyle": "circle,pad=0.12", "fc": style.PAPER, "ec": style.INK}
+        draw.label(axes, plus, 2.2, "+", size=13, weight="bold", bbox=circle)
     _box(axes, 16.1, 1.7, 1.2, 1.0, style.SKIPPED, "norm")
     _box(axes, 17.6, 1.7, 2.2, 1.0, style.KEY, "embedᵀ → logits")
-    axes.annotate(
-        "naive or flash:\nnothing else changes",
-        (7.55, 3.85),
-        (7.55, 0.62),
-        ha="center",
-        va="center",
-        size=9.5,
-        weight="bold",
-        color=style.OUTPUT,
-        arrowprops={"arrowstyle": "-|>", "color": style.OUTPUT, "lw": 1.4},
-    )
+    words = {"ha": "center", "va": "center", "size": 9.5, "weight": "bold", "color": style.OUTPUT}
+    up = {"arrowstyle": "-|>", "color": style.OUTPUT, "lw": 1.4}
+    axes.annotate("naive or flash:\nnothing else changes", (7.55, 3.85), (7.55, 0.62), arrowprops=up, **words)
     axes.text(12.1, 3.1, "each position by itself", ha="left", va="center", size=9)
     axes.text(5.0, 3.1, "positions meet", ha="left", va="center", size=9)
     for x, shape in ((0.85, "(B, T)"), (2.6, "(B, T, C)"), (18.7, "(B, T, vocabulary)")):
-        axes.text(x, 1.3, shape, ha="center", va="center", size=8.5)
-    axes.text(10.5, 1.8, "(B, T, C)", ha="center", va="center", size=8.5, zorder=2)
+        draw.label(axes, x, 1.3, shape, size=8.5)
+    draw.label(axes, 10.5, 1.8, "(B, T, C)", size=8.5, zorder=2)
     return figure
 
 
 def _box(axes, x, y, width, height, colour, text, edge=None):
-    axes.add_patch(
-        FancyBboxPatch(
-            (x, y), width, height, boxstyle="round,pad=0,rounding_size=0.12", fc=colour, ec=edge or colour, lw=1.2
-        )
-    )
+    draw.rounded(axes, x, y, width, height, colour, ec=edge or colour, lw=1.2)
     ink = style.INK if colour in (style.PAPER, style.SKIPPED, style.KEY) else "white"
-    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", size=9, color=ink)
-
-
-def _arrow(axes, start, stop):
-    axes.add_patch(
-        FancyArrowPatch(start, stop, arrowstyle="-|>", mutation_scale=12, color=style.FAINT, lw=1.4, zorder=0)
-    )
+    draw.label(axes, x + width / 2, y + height / 2, text, size=9, color=ink)
 
 
 def influence(panels):
@@ -108,12 +75,11 @@ def influence(panels):
         shown = np.ma.masked_less(change, 1e-5)
         panel.set_facecolor(style.SKIPPED)
         image = panel.imshow(shown, cmap=style.PROBABILITY_MAP, norm=LogNorm(top / 1e3, top))
-        panel.set_xlabel("position whose token is replaced")
-        panel.set_title(title, loc="left")
+        panel.set(xlabel="position whose token is replaced", title=title)
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes[0].set_ylabel("position of the logits")
     figure.colorbar(image, ax=axes, label="largest change of a logit", shrink=0.85, extend="min")
-    figure.legend(handles=[Patch(fc=style.SKIPPED, label="no change, up to rounding")], loc="outside lower center")
+    draw.below(figure, handles=draw.keys({"no change, up to rounding": (style.SKIPPED, None)}))
     return figure
 
 
@@ -123,27 +89,22 @@ def kept(arrays, T, H):
     arrays: {version: [(shape, bytes)]}.
     """
     figure, axes = style.subplots(width=9, height=2.7)
-    kinds = {
-        "a (T, T) table for each head": (style.LOGITS, "//"),
-        "an array of the shape of q": (style.QUERY, ""),
-        "one number for each row": (style.OUTPUT, "xx"),
-    }
-    looks = list(kinds.values())
+    kinds = {"a (T, T) table for each head": (style.LOGITS, "//"), "an array of the shape of q": (style.QUERY, "")}
+    kinds |= {"one number for each row": (style.OUTPUT, "xx")}
+    table, matrix, column = kinds.values()
+    ends = []
     for row, found in enumerate(arrays.values()):
-        start = 0
+        end = 0
         for shape, size in sorted(found, key=lambda entry: -entry[1]):
-            colour, hatch = looks[0 if shape[-2:] == (T, T) else 1 if shape[-1:] == (H,) else 2]
-            axes.barh(-row, size / MIB, left=start / MIB, fc=colour, hatch=hatch, ec=style.PAPER, height=0.62)
-            start += size
-        axes.text(start / MIB, -row, f"  {start / MIB:.1f} MiB", va="center")
+            colour, hatch = table if shape[-2:] == (T, T) else matrix if shape[-1:] == (H,) else column
+            axes.barh(-row, size / MIB, left=end, fc=colour, hatch=hatch, ec=style.PAPER, height=0.62)
+            end += size / MIB
+        axes.text(end, -row, f"  {end:.1f} MiB", va="center")
+        ends.append(end)
     axes.set_yticks(range(0, -len(arrays), -1), list(arrays))
-    axes.set_xlim(0, 1.14 * max(sum(size for _, size in found) for found in arrays.values()) / MIB)
-    axes.set_xlabel("kept from the forward pass for the backward pass (MiB)")
-    axes.set_title(f"One layer of attention at T = {T}", loc="left")
-    axes.legend(
-        handles=[Patch(fc=colour, hatch=hatch, ec=style.PAPER, label=name) for name, (colour, hatch) in kinds.items()],
-        loc="lower right",
-    )
+    axes.set(xlim=(0, 1.14 * max(ends)), xlabel="kept from the forward pass for the backward pass (MiB)")
+    axes.set_title(f"One layer of attention at T = {T}")
+    axes.legend(handles=draw.keys(kinds, ec=style.PAPER), loc="lower right")
     return figure
 
 
@@ -151,32 +112,17 @@ def shift(inputs, targets):
     """A stretch of text as inputs, and the same text one place to the left as targets."""
     figure, axes = style.subplots(width=9.5, height=2.3)
     style.bare(axes)
-    for row, (characters, colour) in enumerate(((inputs, style.QUERY), (targets, style.OUTPUT))):
+    for characters, colour, y in ((inputs, style.QUERY, 2.1), (targets, style.OUTPUT, 0.0)):
         for place, character in enumerate(characters):
-            y = 2.1 - 2.1 * row
-            axes.add_patch(
-                FancyBboxPatch(
-                    (place + 0.06, y),
-                    0.88,
-                    0.9,
-                    boxstyle="round,pad=0,rounding_size=0.08",
-                    fc="none",
-                    ec=colour,
-                    lw=1.5,
-                )
-            )
-            shown = {"\n": "↵", "\t": "⇥", " ": "␣"}.get(character, character)
-            axes.text(place + 0.5, y + 0.43, shown, ha="center", va="center", family="DejaVu Sans Mono", size=11)
+            draw.rounded(axes, place + 0.06, y, 0.88, 0.9, "none", corner=0.08, ec=colour, lw=1.5)
+            draw.label(axes, place + 0.5, y + 0.43, _seen(character), family=MONO, size=11)
     for place in range(len(inputs)):
-        axes.annotate(
-            "", (place + 0.5, 0.98), (place + 0.5, 2.02), arrowprops={"arrowstyle": "-|>", "color": style.FAINT}
-        )
-        axes.text(place + 0.5, 3.25, str(place), ha="center", va="center", size=8.5)
+        draw.arrow(axes, (place + 0.5, 2.02), (place + 0.5, 0.98), style.FAINT, size=10, lw=1, zorder=3)
+        draw.label(axes, place + 0.5, 3.25, place, size=8.5)
     axes.text(-0.2, 2.55, "input", ha="right", va="center", weight="bold", color=style.QUERY)
     axes.text(-0.2, 0.45, "target", ha="right", va="center", weight="bold", color=style.OUTPUT)
     axes.text(-0.2, 3.25, "position", ha="right", va="center", size=8.5)
-    axes.set_xlim(-2.2, len(inputs) + 0.1)
-    axes.set_ylim(-0.1, 3.5)
+    axes.set(xlim=(-2.2, len(inputs) + 0.1), ylim=(-0.1, 3.5))
     return figure
 
 
@@ -186,11 +132,9 @@ def next_character(chances, shown=12):
     for axes, (title, chance) in zip(panels, chances.items(), strict=True):
         likeliest = sorted(chance, key=lambda character: -chance[character])[:shown]
         axes.bar(range(shown), [chance[character] for character in likeliest], fc=style.LOGITS, ec=style.PAPER)
-        names = [{"\n": "↵", "\t": "⇥", " ": "␣"}.get(character, character) for character in likeliest]
-        axes.set_xticks(range(shown), names, family="DejaVu Sans Mono")
-        axes.set_title(title, loc="left")
-    panels[0].set_ylim(0, 1)
-    panels[0].set_ylabel("probability")
+        axes.set_xticks(range(shown), map(_seen, likeliest), family=MONO)
+        axes.set_title(title)
+    panels[0].set(ylim=(0, 1), ylabel="probability")
     figure.supxlabel("next character (␣ space, ↵ new line, ⇥ indentation)", size=10)
     return figure
 
@@ -202,11 +146,8 @@ def schedule(rates):
     top = int(np.argmax(rates))
     axes.axvline(top, color=style.FAINT, lw=1, ls="--")
     axes.text(top + 4, 0.08 * max(rates), "end of the warm-up", size=9, va="center")
-    axes.set_xlabel("step")
-    axes.set_ylabel("learning rate")
-    axes.set_title("A warm-up, then a slow descent", loc="left")
-    axes.set_xlim(0, len(rates))
-    axes.set_ylim(0)
+    axes.set(xlim=(0, len(rates)), ylim=(0, None), xlabel="step", ylabel="learning rate")
+    axes.set_title("A warm-up, then a slow descent")
     return figure
 
 
@@ -215,19 +156,15 @@ def curves(naive, flash, limit):
     figure, (above, below) = style.subplots(2, 1, width=9, height=5.2, sharex=True, height_ratios=(3, 2))
     above.plot(naive, color=NAIVE, lw=5, alpha=0.55, label="naive")
     above.plot(flash, color=FLASH, lw=1.4, ls="--", label="flash")
-    above.set_ylabel("loss (nats for each character)")
-    above.set_title("Two runs, one curve", loc="left")
+    above.set(ylabel="loss (nats for each character)", title="Two runs, one curve")
     above.legend(loc="upper right")
     difference = np.abs(naive - flash)
     seen = difference > 0
     steps = np.arange(len(naive))
     below.plot(steps[seen], difference[seen], "o", color=style.INK, ms=2.5, label="difference, where it is not zero")
     below.axhline(limit, color=style.OUTPUT, lw=1.5, ls=":", label=f"the limit, {limit:g}")
-    below.set_yscale("log")
-    below.set_ylim(1e-8, 1e-2)
-    below.set_ylabel("|difference|")
-    below.set_xlabel("step")
-    below.set_title("On this scale you can see it", loc="left")
+    below.set(yscale="log", ylim=(1e-8, 1e-2), xlabel="step", ylabel="|difference|")
+    below.set_title("On this scale you can see it")
     below.legend(loc="upper right", ncols=2)
     return figure
 
@@ -249,34 +186,28 @@ def faults(right, wrong, without_fault, limit):
     difference = np.abs(without_fault - right[: len(without_fault)]).clip(1e-7)
     left.plot([], [], color=style.FAINT, marker=".", ms=5, lw=1, label="without a fault (right panel)")
     below.plot(difference, color=style.FAINT, marker=".", ms=5, lw=1)
-    left.set_ylim(0)
-    left.set_ylabel("loss (nats for each character)")
-    left.set_title("Each of them learns something", loc="left")
+    left.set(ylim=(0, None), ylabel="loss (nats for each character)", title="Each of them learns something")
     below.axhline(limit, color=style.INK, lw=1.5, ls=":")
-    box = {"fc": style.PAPER, "ec": "none", "pad": 1.0}
+    box = draw.paper(1.0)
     below.text(steps, limit * 0.2, f"limit, {limit:g}", ha="right", va="top", size=9, bbox=box)
-    below.set_yscale("log")
-    below.set_ylim(5e-8, 20)
-    below.set_ylabel("|difference| from the right run")
-    below.set_title("Only the run without a fault stays under the limit", loc="left")
+    below.set(yscale="log", ylim=(5e-8, 20), ylabel="|difference| from the right run")
+    below.set_title("Only the run without a fault stays under the limit")
     for axes in (left, below):
         axes.set_xlabel("step")
-    handles, labels = left.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=6)
+    draw.below(figure, left)
     return figure
 
 
 def heads(weights, characters):
     """Maps of attention, one panel for each block and head: weights maps a title to a (T, T) array."""
     figure, grid = style.subplots(2, -(-len(weights) // 2), width=8.6, height=7.8, sharex=True, sharey=True)
-    panels = grid.reshape(-1)
-    names = [{"\n": "↵", "\t": "⇥", " ": "␣"}.get(character, character) for character in characters]
-    for axes, (title, table) in zip(panels, weights.items(), strict=True):
+    ticks, words = range(len(characters)), {"size": 8, "family": MONO}
+    for axes, (title, table) in zip(grid.flat, weights.items(), strict=True):
         image = axes.imshow(table, cmap=style.PROBABILITY_MAP, vmin=0, vmax=1)
-        axes.set_xticks(range(len(names)), names, size=8, family="DejaVu Sans Mono")
-        axes.set_yticks(range(len(names)), names, size=8, family="DejaVu Sans Mono")
+        axes.set_xticks(ticks, map(_seen, characters), **words)
+        axes.set_yticks(ticks, map(_seen, characters), **words)
         axes.tick_params(length=0)
-        axes.set_title(title, loc="left")
+        axes.set_title(title)
     for axes in grid[-1]:
         axes.set_xlabel("key")
     for axes in grid[:, 0]:
@@ -288,18 +219,13 @@ def heads(weights, characters):
 def memory(lengths, measured, title):
     """Bytes against T, both axes logarithmic: measured maps "naive" and "flash" to one number for each length."""
     figure, axes = style.subplots(width=8, height=4)
-    looks = {"naive": (NAIVE, "o", "-"), "flash": (FLASH, "s", "--")}
-    for name, values in measured.items():
-        colour, marker, dash = looks[name]
-        label = f"{name}: × {values[-1] / values[-2]:.1f} for the last doubling"
-        axes.plot(lengths, np.asarray(values) / MIB, dash, color=colour, marker=marker, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=10)
-    axes.set_xticks(lengths, [str(T) for T in lengths])
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    axes.set_xlabel("length T")
-    axes.set_ylabel("temporary memory (MiB)")
-    axes.set_title(title, loc="left")
+    for name, colour, marker, dash in (("naive", NAIVE, "o", "-"), ("flash", FLASH, "s", "--")):
+        sizes = np.asarray(measured[name]) / MIB
+        label = f"{name}: × {sizes[-1] / sizes[-2]:.1f} for the last doubling"
+        axes.plot(lengths, sizes, dash, color=colour, marker=marker, label=label)
+    draw.lengths(axes, lengths, list(map(str, lengths)))
+    axes.set(yscale="log", xlabel="length T", ylabel="temporary memory (MiB)", title=title)
+    draw.plain(axes.yaxis, "{:,g}")
     axes.legend(loc="upper left")
     return figure
 

@@ -1,15 +1,12 @@
 """Pictures of notebook 16: which tiles of logits need a mask."""
 
+import numpy as np
 from matplotlib.patches import Patch, Rectangle
 
 from helpers.attention.masking import Band, tile_kind
 from helpers.plots import style
 
-LOOKS = {
-    "full": {"fc": style.VALUE},
-    "partial": {"fc": style.KEY, "hatch": "//"},
-    "skipped": {"fc": style.SKIPPED},
-}
+LOOKS = {"full": {"fc": style.VALUE}, "partial": {"fc": style.KEY, "hatch": "//"}, "skipped": {"fc": style.SKIPPED}}
 
 
 def tile_kinds(T, S, block_q, block_k):
@@ -18,23 +15,19 @@ def tile_kinds(T, S, block_q, block_k):
     figure, axes = style.subplots(width=7, height=4.2)
     style.bare(axes)
     counts = dict.fromkeys(LOOKS, 0)
-    for i in range(rows):
-        for j in range(columns):
-            of_rows, of_columns = range(i * block_q, (i + 1) * block_q), range(j * block_k, (j + 1) * block_k)
-            kind = tile_kind(of_rows, of_columns, Band(None, 0), rows * block_q, S)
-            counts[kind] += 1
-            corner = (j * block_k, i * block_q)
-            axes.add_patch(Rectangle(corner, block_k, block_q, ec=style.PAPER, lw=1.5, **LOOKS[kind]))
+    for i, j in np.ndindex(rows, columns):
+        y, x = i * block_q, j * block_k
+        kind = tile_kind(range(y, y + block_q), range(x, x + block_k), Band(None, 0), rows * block_q, S)
+        counts[kind] += 1
+        axes.add_patch(Rectangle((x, y), block_k, block_q, ec=style.PAPER, lw=1.5, **LOOKS[kind]))
     end = min(rows * block_q, columns * block_k)
     axes.plot([0, end], [0, end], color=style.INK, lw=1.2)
     axes.plot([S, S], [0, rows * block_q], color=style.OUTPUT, lw=1.2, ls="--")
     axes.text(S, rows * block_q + 4, "the last key", color=style.OUTPUT, ha="center", va="top", size=9)
-    axes.set_xlim(0, columns * block_k)
-    axes.set_ylim(rows * block_q + 22, 0)
+    axes.set(xlim=(0, columns * block_k), ylim=(rows * block_q + 22, 0))
     axes.set_title(f"Tiles of {block_q} queries and {block_k} keys: T = {T}, S = {S}, causal")
     handles = [Patch(label=f"{kind}: {counts[kind]}", **look) for kind, look in LOOKS.items()]
     figure.legend(handles=handles, loc="outside right upper")
-    figure.alt = (
-        f"A table cut into tiles under a causal mask: {', '.join(f'{n} {kind}' for kind, n in counts.items())}."
-    )
+    told = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    figure.alt = f"A table cut into tiles under a causal mask: {told}."
     return figure

@@ -16,15 +16,8 @@ from helpers.site.colab import buttons_to_copies
 
 SITE = ROOT / "site"
 SOURCE = ROOT / "site_source"
-EXTRA = (
-    "sphinx",
-    "myst_nb",
-    "sphinx_book_theme",
-    "sphinx_copybutton",
-    "sphinxcontrib.katex",
-    "py_mini_racer",
-    "ziamath",
-)
+EXTRA = ("sphinx", "myst_nb", "sphinx_book_theme", "sphinx_copybutton")
+EXTRA += ("sphinxcontrib.katex", "py_mini_racer", "ziamath")
 CODE = re.compile(r"\]\(helpers/attention/\w+\.py\)")  # in the README; on the site the functions have a page
 NOT_SAID = "The picture that the code above draws."
 
@@ -71,9 +64,8 @@ def check_executed(path):
             raise BuildError(f"{path.name}, cell {cell.id}, has not been executed; `make notebooks` does that")
         for output in cell.outputs:
             if output.output_type == "error":
-                raise BuildError(
-                    f"{path.name}, cell {cell.id}, ended in {output.ename}: mend it, then `make notebooks`"
-                )
+                fault = f"ended in {output.ename}: mend it, then `make notebooks`"
+                raise BuildError(f"{path.name}, cell {cell.id}, {fault}")
 
 
 def lay_out(stage, paths, repository, revision):
@@ -117,19 +109,9 @@ def _is_installed(name):
 
 def _run_sphinx(stage, pages, **known):
     environment = {**os.environ, **known, "JAX_PLATFORMS": "cpu"}
-    command = [
-        sys.executable,
-        "-m",
-        "sphinx",
-        "-q",
-        "-W",
-        "--keep-going",
-        "-b",
-        "html",
-        "-d",
-        stage.parent / "doctrees",
-    ]
-    done = subprocess.run([*command, stage, pages], env=environment, stderr=subprocess.PIPE, text=True, check=False)
+    options = "-q", "-W", "--keep-going", "-b", "html", "-d", stage.parent / "doctrees"
+    command = [sys.executable, "-m", "sphinx", *options, stage, pages]
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
     said = [line.replace(f"{stage}/", "") for line in done.stderr.splitlines() if line.strip()]
     if done.returncode:
         raise BuildError("Sphinx did not build the site: " + "\n".join(said or [f"exit status {done.returncode}"]))

@@ -17,11 +17,7 @@ FIRST = "notebooks/00_start_here.ipynb"
 
 def rates(recorded):
     """{implementation: TFLOP/s} of the case that the picture shows."""
-    return {
-        record["implementation"]: record["tflops"]
-        for record in recorded["records"]
-        if all(record[name] == value for name, value in CASE.items())
-    }
+    return {record["implementation"]: record["tflops"] for record in recorded["records"] if record | CASE == record}
 
 
 def picture(recorded, width=4.8, height=3.4):
@@ -35,22 +31,18 @@ def picture(recorded, width=4.8, height=3.4):
     figure.get_layout_engine().set(w_pad=0.15, h_pad=0.12)
     for row, (name, words) in enumerate(BARS.items()):
         colour = LOOKS[name][0]
-        axes.barh(-row, rate[name], 0.42, color=colour, hatch=HATCHES[name], edgecolor=style.PAPER)
+        axes.barh(-row, rate[name], 0.42, color=colour, hatch=HATCHES[name], ec=style.PAPER)
         weight = "bold" if words.startswith("this series") else "normal"
         axes.text(0, 0.27 - row, words, va="bottom", size=12, weight=weight)
         axes.text(rate[name] + 10, -row, f"{rate[name]:.0f}", va="center", size=12, weight=weight)
-    axes.axvline(top, color=style.INK, linewidth=1.4, linestyle=":")
-    axes.set_ylim(-len(BARS) + 0.65, 0.72)
-    axes.set_xlim(0, top * 1.02)
-    axes.set_yticks([])
+    axes.axvline(top, color=style.INK, lw=1.4, ls=":")
+    axes.set(xlim=(0, top * 1.02), ylim=(-len(BARS) + 0.65, 0.72), yticks=[])
     axes.spines["left"].set_visible(False)
     axes.tick_params(labelsize=11)
     axes.set_xlabel("TFLOP/s (dotted: matrix product)", size=12)
-    axes.set_title(title, loc="left", size=13)
-    figure.alt = (
-        f"{title}, in TFLOP/s: {', '.join(f'{words} {rate[name]:.0f}' for name, words in BARS.items())}; "
-        f"a large matrix product {top:.0f}."
-    )
+    axes.set_title(title, size=13)
+    told = ", ".join(f"{words} {rate[name]:.0f}" for name, words in BARS.items())
+    figure.alt = f"{title}, in TFLOP/s: {told}; a large matrix product {top:.0f}."
     return figure
 
 

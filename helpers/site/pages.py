@@ -113,7 +113,7 @@ def run_line(recorded):
 def find(records, which, T, H, is_causal, dtype="bfloat16"):
     """{implementation: record} of one case of the grid, with a key/value head for each query head."""
     case = {"pass": which, "T": T, "H": H, "K": WIDTH // H, "is_causal": is_causal, "dtype": dtype}
-    return {r["implementation"]: r for r in records if all(r[name] == value for name, value in case.items())}
+    return {record["implementation"]: record for record in records if record | case == record}
 
 
 def column_names():
