@@ -44,6 +44,7 @@ PAGES = (16, 17, 32, 64, 128, 200)  # positions of a page
 PAGED = (None, "portable", "reference")  # implementations that serve them
 ONLY = {"few": lambda t: t.T <= FEW_QUERIES and not t.page, "pages": lambda t: t.page > 0}  # calls that may be all
 FILL = ("nan", "inf", "-inf")  # in places that must not matter
+MOST_A_GPU = 13  # processes that have enough of its memory
 SHRUNK, SHRINK_SECONDS = 3, 90.0  # failures that are made smaller, and the time for each
 
 
@@ -542,7 +543,8 @@ def main(arguments=None):
     programs = at_most(itertools.islice(programs, options.first, None), options.calls, deadline)
 
     named = {"commit": options.commit or commit_here(), "seed": options.sweep or options.seed}
-    with workers.Workers(attempt, os.cpu_count()) as pool:
+    processes = min(os.cpu_count(), MOST_A_GPU * len(workers.visible_gpus()) or os.cpu_count())
+    with workers.Workers(attempt, processes) as pool:
         tally = fuzz(programs, functools.partial(reports, pool, PATIENCE), options.log, total, named=named)
         seconds = time.monotonic() - began
         for report in tally.faults()[:SHRUNK]:
