@@ -82,7 +82,7 @@ gpu: setup ## add CUDA to the environment, on a machine with an NVIDIA GPU
 	@$(IN_VENV) -m pip install --disable-pip-version-check --constraint "$(VENV)/constraints.txt" --editable '.[test,gpu]'
 
 # Processes beside each other compile on all cores, and share the memory of the GPU.
-GPU_TESTS = tests/test_on_gpu.py tests/test_portable_forward.py tests/test_portable_backward.py tests/test_footprint.py \
+GPU_TESTS = tests/test_on_gpu.py tests/test_portable.py tests/test_footprint.py \
 	tests/test_reference.py tests/test_api.py tests/test_in_use.py tests/test_decode.py tests/test_ring.py \
 	tests/test_second_oracle.py
 gpu-test: setup ## run the kernels' tests on the GPU of this machine

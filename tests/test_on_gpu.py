@@ -8,8 +8,15 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, check_forward, check_gradients, cotangents, gradients_of, relative_error
-from test_portable_forward import GRID
+from attention_cases import (
+    GRID,
+    AttentionCase,
+    check_forward,
+    check_gradients,
+    cotangents,
+    gradients_of,
+    relative_error,
+)
 
 from helpers import flash_attention
 from helpers.attention.device import compute_capability, shared_memory
