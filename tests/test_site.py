@@ -38,20 +38,24 @@ CHEAT_SHEET = (ROOT / "site_source" / "cheat_sheet.md").read_text(encoding="utf-
 # What needs no Sphinx
 
 
-def notebook_with(folder, **cell):
+def notebook_of(**cell):
     cells = [nbformat.v4.new_markdown_cell("# A title"), nbformat.v4.new_code_cell("1 / x", **cell)]
-    path = folder / "00_test.ipynb"
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
-    return path
+    return nbformat.writes(nbformat.v4.new_notebook(cells=cells))
 
 
+ERROR = nbformat.v4.new_output("error", ename="ZeroDivisionError", traceback=[])
 FAULTS = {
-    "an error": (
-        {"execution_count": 1, "outputs": [nbformat.v4.new_output("error", ename="ZeroDivisionError", traceback=[])]},
-        r"00_test.ipynb, cell \w+, ended in ZeroDivisionError",
-    ),
-    "never executed": ({"execution_count": None}, r"00_test.ipynb, cell \w+, has not been executed"),
+    "an error": (notebook_of(execution_count=1, outputs=[ERROR]), r", cell \w+, ended in ZeroDivisionError"),
+    "never executed": (notebook_of(execution_count=None), r", cell \w+, has not been executed"),
+    "damaged": ('{"cells": [', r" cannot be read as a notebook: \w+"),
 }
+
+
+@pytest.fixture(autouse=True)
+def no_extra(request, monkeypatch):
+    """What needs no Sphinx is tried without."""
+    if not request.node.get_closest_marker("site"):
+        monkeypatch.setattr(site_build, "EXTRA", ())
 
 
 @pytest.fixture
@@ -66,21 +70,12 @@ def old_site(tmp_path):
     assert [path.name for path in target.parent.iterdir()] == ["site"], "something is left over"
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_notebook_that_cannot_be_shown_is_named(fault, tmp_path, old_site, monkeypatch):
-    monkeypatch.setattr(site_build, "EXTRA", ())
-    cell, expected = FAULTS[fault]
-    notebook_with(tmp_path, **cell)
-    with pytest.raises(BuildError, match=expected) as raised:
+@pytest.mark.parametrize(("text", "said"), FAULTS.values(), ids=FAULTS)
+def test_a_notebook_that_cannot_be_shown_is_named(text, said, tmp_path, old_site):
+    (tmp_path / "00_test.ipynb").write_text(text)
+    with pytest.raises(BuildError, match=f"^00_test.ipynb{said}") as raised:
         build(old_site, notebooks=tmp_path)
     assert "\n" not in str(raised.value)
-
-
-def test_a_damaged_notebook_is_named(tmp_path, old_site, monkeypatch):
-    monkeypatch.setattr(site_build, "EXTRA", ())
-    notebook_with(tmp_path, execution_count=1).write_text('{"cells": [')
-    with pytest.raises(BuildError, match=r"^00_test.ipynb cannot be read as a notebook: \w+$"):
-        build(old_site, notebooks=tmp_path)
 
 
 def test_every_link_of_the_readme_leads_to_a_page():
@@ -98,28 +93,26 @@ def test_a_missing_sphinx_is_one_line(name, old_site, monkeypatch):
         build(old_site)
 
 
-def test_half_a_build_does_not_replace_a_good_one(tmp_path, old_site, monkeypatch):
+def test_half_a_build_does_not_replace_a_good_one(old_site, monkeypatch):
     def half(stage, pages, **_):
         pages.mkdir()
         (pages / "index.html").write_text("half")
         raise BuildError("Sphinx stopped")
 
-    monkeypatch.setattr(site_build, "EXTRA", ())
     monkeypatch.setattr(site_build, "lay_out", lambda *_: None)
     monkeypatch.setattr(site_build, "_run_sphinx", half)
     with pytest.raises(BuildError, match="Sphinx stopped"):
         build(old_site)
 
 
-def test_a_folder_that_is_no_site_is_left_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(site_build, "EXTRA", ())
+def test_a_folder_that_is_no_site_is_left_alone(tmp_path):
     (tmp_path / "thesis.txt").touch()
     with pytest.raises(BuildError, match="exists and is no site"):
         build(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-def test_the_old_site_comes_back_where_the_new_cannot_take_its_place(old_site, monkeypatch):
+def test_the_old_site_comes_back_where_the_new_cannot_take_its_place(old_site):
     with pytest.raises(FileNotFoundError):
         site_build._replace(old_site, old_site.parent / "no pages", old_site.parent / "before")
 
@@ -220,23 +213,19 @@ def test_the_cheat_sheet_has_the_costs_of_notebook_03():
 # The site itself
 
 
-needs_site = [
-    pytest.mark.full,  # a build of the whole site, to find what the tests above and of the notebooks rarely miss
-    pytest.mark.site,
-    pytest.mark.skipif(
-        not all(map(site_build._is_installed, site_build.EXTRA)),
-        reason="the extra `site` is not installed: make site-test",
-    ),
-]
-in_browser = [
-    *needs_site,
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here"),
-]
+MISSING = [name for name in site_build.EXTRA if not site_build._is_installed(name)]
 
 
-def marked(marks):
-    return lambda test: functools.reduce(lambda test, mark: mark(test), marks, test)
+def needs_site(test):
+    """A build of the whole site, to find what the tests above and of the notebooks rarely miss."""
+    skipped = pytest.mark.skipif(bool(MISSING), reason="the extra `site` is not installed: make site-test")
+    return pytest.mark.full(pytest.mark.site(skipped(test)))
+
+
+def in_browser(test):
+    return needs_site(
+        pytest.mark.browser(pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")(test))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +252,7 @@ def content_pages(site):
     return sorted(set(site.rglob("*.html")) - set(site.glob("_static/**/*.html")))
 
 
-@marked(needs_site)
+@needs_site
 def test_every_link_anchor_and_picture_is_there(site):
     missing = []
     for page in content_pages(site):
@@ -284,7 +273,7 @@ def test_every_link_anchor_and_picture_is_there(site):
     assert missing == []
 
 
-@marked(needs_site)
+@needs_site
 def test_every_notebook_has_its_page(site):
     names = [path.stem for path in PATHS]
     for place, name in enumerate(names):
@@ -309,7 +298,7 @@ def test_every_notebook_has_its_page(site):
             assert solution.select_one("div.highlight-python pre span"), f"{name}: a solution without colours"
 
 
-@marked(needs_site)
+@needs_site
 def test_every_picture_says_what_it_shows(site):
     for page in content_pages(site):
         for image in soup(page).select("article img"):
@@ -317,7 +306,7 @@ def test_every_picture_says_what_it_shows(site):
             assert len(alt) > 15 and "_images/" not in alt, f"{page.name}: {image['src']}"
 
 
-@marked(needs_site)
+@needs_site
 def test_a_link_to_a_page_shows_what_it_is(site):
     for page in content_pages(site):
         said = {
@@ -329,7 +318,7 @@ def test_a_link_to_a_page_shows_what_it_is(site):
         assert (site / said["og:image"].removeprefix(ADDRESS)).is_file()
 
 
-@marked(needs_site)
+@needs_site
 def test_a_link_shows_no_picture_where_the_address_is_unknown():
     from helpers.site import extension
 
@@ -343,7 +332,7 @@ def test_a_link_shows_no_picture_where_the_address_is_unknown():
     assert "og:image" not in context["metatags"] and "og:url" not in context["metatags"]
 
 
-@marked(needs_site)
+@needs_site
 def test_every_equation_is_drawn(site):
     """None is left as source, and none drew an error."""
     for page in content_pages(site):
@@ -501,36 +490,27 @@ def faults(site, server):
     return found
 
 
-@marked(in_browser)
+@in_browser
 @pytest.mark.parametrize("width", WIDTHS)
 def test_every_page_opens_well(width, faults):
     assert faults["opening", width] == []
 
 
-@marked(in_browser)
+@in_browser
 @pytest.mark.parametrize("width", SCHEMES)
 def test_no_page_breaks_a_rule_of_accessibility(width, faults):
     assert faults["access", width] == []
 
 
-@marked(in_browser)
-@pytest.mark.parametrize(
-    "css",
-    [
-        "article p { color: #999 !important }",
-        ".highlight .k { color: #bbb !important }",
-        "article { background: #777 !important }",
-        "article p:last-of-type { opacity: .3 }",
-    ],
-)
-def test_a_text_that_is_hard_to_read_is_noticed(css, server, chromium):
+@in_browser
+def test_a_text_that_is_hard_to_read_is_noticed(server, chromium):
     with opened(chromium, WIDTHS["desktop"]) as (page, *_):
         page.goto(f"{server}/notebooks/00_start_here.html")
-        page.add_style_tag(content=css)
+        page.add_style_tag(content=".highlight .k { color: #bbb !important }")
         assert any(fault.startswith("color-contrast") for fault in faults_of_access(page))
 
 
-@marked(in_browser)
+@in_browser
 def test_a_reader_searches_unfolds_and_copies(server, chromium):
     for words, taught in {"softmax": ("02",), "logsumexp": ("02",), "causal+softmax": ("03", "05")}.items():
         with opened(chromium, WIDTHS["desktop"]) as (page, *_):
@@ -549,7 +529,7 @@ def test_a_reader_searches_unfolds_and_copies(server, chromium):
         assert complaints == []
 
 
-@marked(in_browser)
+@in_browser
 def test_the_first_page_shows_the_result_and_the_ways_in_on_one_screen(server, chromium):
     with opened(chromium, WIDTHS["laptop"]) as (page, *_):
         page.set_viewport_size({"width": WIDTHS["laptop"], "height": 800})
@@ -569,7 +549,7 @@ def test_the_first_page_shows_the_result_and_the_ways_in_on_one_screen(server, c
         assert page.locator("#pst-search-dialog input").is_visible()
 
 
-@marked(in_browser)
+@in_browser
 def test_a_picture_fits_a_phone_and_opens_large(server, chromium):
     with opened(chromium, WIDTHS["phone"]) as (page, complaints, _):
         page.goto(f"{server}/notebooks/03_tiled_attention.html")
@@ -591,19 +571,7 @@ def test_a_picture_fits_a_phone_and_opens_large(server, chromium):
         assert not large.is_visible() and complaints == []
 
 
-@marked(in_browser)
-def test_the_theme_changes(server, chromium):
-    with opened(chromium, WIDTHS["desktop"]) as (page, *_):
-        page.goto(f"{server}/index.html")
-        themes = set()
-        for name in ("Dark", "Light"):
-            page.locator(".theme-switch-button:visible").first.click()
-            page.locator(".theme-switch-container .dropdown-menu:visible").get_by_text(name).click()
-            themes.add(page.evaluate("document.documentElement.dataset.theme"))
-        assert themes == {"light", "dark"}
-
-
-@marked(in_browser)
+@in_browser
 def test_the_cheat_sheet_is_one_printed_page(server, chromium, tmp_path):
     with opened(chromium, WIDTHS["desktop"]) as (page, *_):
         page.goto(f"{server}/cheat_sheet.html")
