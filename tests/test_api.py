@@ -107,6 +107,16 @@ def test_without_a_batch_axis_too_out_comes_alone():
     assert flash_attention(query, key, key, implementation="reference").shape == (20, 4, 16)
 
 
+@pytest.mark.parametrize("implementation", ["portable", "reference"])
+def test_a_second_call_compiles_nothing(implementation, monkeypatch):
+    attention = functools.partial(flash_attention, implementation=implementation)
+    attention(**arrays())
+    compiled = []
+    monkeypatch.setattr("jax._src.compiler.compile_or_get_cached", lambda *a, **k: compiled.append(a))
+    attention(**arrays())
+    assert compiled == []
+
+
 @pytest.mark.parametrize("name", ["block_q", "block_k"])
 @pytest.mark.parametrize("block", [0, 8, 24, 100, -16, 16.0])
 def test_illegal_block_sizes_are_refused(name, block):

@@ -49,18 +49,6 @@ def test_the_plugin_that_compiles_for_a_gpu_is_of_the_pinned_jax():
     assert len(plugins) == 2 and {plugin.split("==")[1] for plugin in plugins} == {CONSTRAINTS["jax"]}
 
 
-def test_the_workflow_calls_what_there_is():
-    """Its steps are commands of the Makefile, and it publishes only what was tested."""
-    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "site.yml").read_text())
-    jobs = workflow["jobs"]
-    makefile = (ROOT / "Makefile").read_text()
-    for command in (step["run"] for job in jobs.values() for step in job["steps"] if "run" in step):
-        assert re.search(rf"^{command.removeprefix('make ')}:", makefile, re.MULTILINE), command
-    assert set(jobs["publish"]["needs"]) == jobs.keys() - {"publish"} and "main" in jobs["publish"]["if"]
-    for name in workflow["env"]:
-        assert re.search(rf"^{name} \?=", makefile, re.MULTILINE), name
-
-
 def test_the_oldest_jax_is_the_one_that_is_tested():
     (jax,) = (r for r in PROJECT["project"]["dependencies"] if requirement_name(r) == "jax")
     assert f"OLDEST_JAX = {re.search(r'>=([0-9.]+)', jax)[1]}" in (ROOT / "Makefile").read_text()
