@@ -312,7 +312,8 @@ def each_way_once(name, implementation):
     in_tiers(itertools.product(BLIND, ["reference", "portable", "tpu"]), each_way_once),
 )
 def test_a_query_that_sees_no_key_passes_nothing(name, implementation):
-    blind, right = blind_and_right(name, np.float32, implementation=implementation)
+    dtype = jnp.bfloat16 if implementation == "portable" else np.float32  # there it looks at a sum of ds again
+    blind, right = blind_and_right(name, dtype, implementation=implementation)
     assert all(np.isfinite(gradient).all() for gradient in right[1])
     for results in blind:
         jax.tree.map(np.testing.assert_array_equal, results, right)
