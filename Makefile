@@ -82,9 +82,8 @@ gpu: setup ## add CUDA to the environment, on a machine with an NVIDIA GPU
 	@$(IN_VENV) -m pip install --disable-pip-version-check --constraint "$(VENV)/constraints.txt" --editable '.[test,gpu]'
 
 # Processes beside each other compile on all cores, and share the memory of the GPU.
-GPU_TESTS = tests/test_on_gpu.py tests/test_portable_forward.py tests/test_portable_backward.py tests/test_footprint.py \
-	tests/test_reference.py tests/test_api.py tests/test_in_use.py tests/test_decode.py tests/test_ring.py \
-	tests/test_second_oracle.py
+GPU_TESTS = tests/test_on_gpu.py tests/test_portable.py tests/test_footprint.py \
+	tests/test_reference.py tests/test_api.py tests/test_in_use.py tests/test_decode.py tests/test_ring.py
 gpu-test: setup ## run the kernels' tests on the GPU of this machine
 	@XLA_PYTHON_CLIENT_PREALLOCATE=false $(IN_VENV) -m pytest -n 8 --dist worksteal $(GPU_TESTS) -rs $(ARGS)
 

@@ -107,33 +107,9 @@ def pytest_xdist_make_scheduler(config, log):
 
 # The two tiers
 
-LEFT_OUT = {
-    "full": "tests of the full tier, which find little that the others miss; all of them: make test-all",
-    "quick": "tests of the quick tier: make test",
-}
-left_out = dict.fromkeys(LEFT_OUT, 0)
-
-
-def pytest_deselected(items):
-    for item in items if items and items[0].config.option.markexpr else ():
-        left_out["full" if item.get_closest_marker("full") else "quick"] += 1
-
-
-def pytest_sessionfinish(session):
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["left_out"] = left_out
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node, error):
-    left_out.update(getattr(node, "workeroutput", {}).get("left_out", {}))  # every worker says the same
-
 
 def pytest_terminal_summary(terminalreporter, config):
-    for tier, count in left_out.items():
-        if count:
-            terminalreporter.write_line(f"Left out: {count} {LEFT_OUT[tier]}")
-    if config.args_source is config.ArgsSource.TESTPATHS and not any(left_out.values()):
-        terminalreporter.write_line("Nothing was left out.")
+    if config.option.markexpr:
+        terminalreporter.write_line("These were tests of one tier. All of them: make test-all")
     if skipped := len(terminalreporter.stats.get("skipped", [])):
         terminalreporter.write_line(f"Skipped: {skipped} tests that want what this machine lacks; ARGS=-rs names it")

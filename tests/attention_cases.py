@@ -5,6 +5,7 @@ correct kernel, not of a plausible one.
 """
 
 import functools
+import itertools
 from dataclasses import dataclass, field
 
 import jax
@@ -28,6 +29,25 @@ SHAPES = [
     (1023, 1024),
 ]
 HEAD_DIMS = [1, 24, 64, 80, 128, 256]
+# Every shape meets every head_dim; dtypes, groups and masks take turns. The first turn comes twice a
+# round, so that a round has no factor in common with the number of head_dims.
+DTYPES = ["float32", "bfloat16", "float16"]
+GROUPS = [1, 2, 8]
+TURNS = list(itertools.product(DTYPES, GROUPS, [False, True]))
+GRID = list(zip(itertools.product(SHAPES, HEAD_DIMS), itertools.cycle([*TURNS, TURNS[0]])))
+LOGITS = list(itertools.product(DTYPES, ["large", "low", "one huge"]))
+WINDOWS_AND_SCALES = [
+    {"local_window_size": (5, 3)},
+    {"local_window_size": 0},
+    {"local_window_size": (40, 0)},
+    {"local_window_size": (0, 50), "is_causal": True},
+    {"local_window_size": (10, 10**12)},
+    {"local_window_size": 17, "is_causal": True},
+    {"scale": 0.5},
+    {"scale": -1.0},
+    {"scale": 0.0},
+    {"scale": 1e-30},
+]
 FLOAT32_TOLERANCE = 2e-6
 GRADIENT_TOLERANCE = 5e-6
 
@@ -138,9 +158,14 @@ def largest_logit(case):
 
 def check_forward(attention, case):
     """Assert that attention(query, key, value, **arguments) -> (out, lse) is right for a case."""
+    arrays, arguments = case.inputs()
+    _check_forward(attention(*arrays, **arguments), case, lambda: naive_attention_of(*arrays, **arguments))
+
+
+def _check_forward(results, case, naive):
     (query, key, value), arguments = case.inputs()
     right_out, right_lse = oracle(query, key, value, **arguments)
-    out, lse = attention(query, key, value, **arguments)
+    out, lse = results
     assert out.dtype == query.dtype and lse.dtype == jnp.float32
     assert out.shape == right_out.shape and lse.shape == right_lse.shape
 
@@ -158,8 +183,7 @@ def check_forward(attention, case):
     if query.dtype == np.float32:
         bound = float32_bound
     else:
-        naive, _ = naive_attention_of(query, key, value, **arguments)
-        bound = 2 * relative_error(naive, right_out) + float(jnp.finfo(query.dtype).eps) / 4
+        bound = 2 * relative_error(naive()[0], right_out) + float(jnp.finfo(query.dtype).eps) / 4
     assert out_error <= bound, f"out: relative error {out_error:.1e} above {bound:.1e}"
 
 
@@ -171,16 +195,21 @@ def cotangents(case):
     return dout, random.standard_normal(query.shape[:-1]).astype(np.float32)
 
 
-def gradients_of(attention, case):
-    """(dq, dk, dv) of attention(query, key, value, **arguments) -> (out, lse), by `jax.vjp`."""
+def results_of(attention, case):
+    """(out, lse), (dq, dk, dv) of attention(query, key, value, **arguments) -> (out, lse), by `jax.vjp`."""
     arrays, arguments = case.inputs()
 
-    @jax.jit  # one program to compile, not one for each operation
-    def gradients(arrays, cotangents):
-        _, pull_back = jax.vjp(lambda *arrays: attention(*arrays, **arguments), *arrays)
-        return pull_back(cotangents)
+    @jax.jit  # one program, for nearly all of the time goes into compiling
+    def run(arrays, cotangents):
+        results, pull_back = jax.vjp(functools.partial(attention, **arguments), *arrays)
+        return results, pull_back(cotangents)
 
-    return gradients(arrays, cotangents(case))
+    return run(arrays, cotangents(case))
+
+
+def gradients_of(attention, case):
+    """(dq, dk, dv) of attention(query, key, value, **arguments) -> (out, lse)."""
+    return results_of(attention, case)[1]
 
 
 def naive_attention_of(query, key, value, **arguments):
@@ -210,16 +239,25 @@ def check_gradients(gradients, case, *, mends_delta=True):
     mends_delta: whether they correct a delta that was made from a rounded out. Without that, where the
       softmax is saturated, ds is a small difference of large numbers and shows the rounding.
     """
+    _check_gradients(gradients(case), case, lambda: gradients_of(naive_attention_of, case), mends_delta)
+
+
+def _check_gradients(mine, case, naive, mends_delta):
     arrays, arguments = case.inputs()
     right = oracle_gradients(*arrays, *cotangents(case), **arguments)
-    mine = gradients(case)
     bound = GRADIENT_TOLERANCE * max(1.0, largest_logit(case) / 20)
     bounds = [bound * max(1.0, cancellation(case) / 20)] * 2 + [bound]
     if case.dtype != "float32":
-        naive = gradients_of(naive_attention_of, case)
         rounding = float(jnp.finfo(case.dtype).eps) / (4 if mends_delta or case.logits == "plain" else 1)
-        bounds = [2 * relative_error(n, r) + rounding for n, r in zip(naive, right, strict=True)]
+        bounds = [2 * relative_error(n, r) + rounding for n, r in zip(naive(), right, strict=True)]
     for name, gradient, correct, bound in zip(("dq", "dk", "dv"), mine, right, bounds, strict=True):
         assert gradient.dtype == jnp.dtype(case.dtype), f"{name}: dtype {gradient.dtype}"
         error = relative_error(gradient, correct)
         assert error <= bound, f"{name}: relative error {error:.1e} above {bound:.1e}"
+
+
+def check_results(results, case, *, mends_delta=True):
+    """Assert that all five of ((out, lse), (dq, dk, dv)) are right for a case."""
+    naive = functools.cache(lambda: results_of(naive_attention_of, case))
+    _check_forward(results[0], case, lambda: naive()[0])
+    _check_gradients(results[1], case, lambda: naive()[1], mends_delta)

@@ -1,7 +1,7 @@
 """One-line faults of the code, and where to look for the tests that should notice: see `mutation`.
 
 A fault replaces `old`, which stands in its file exactly once, by `new`. They were chosen where reading suggests
-gaps as much as where it suggests none. A fault that changes no result within what is promised says why in `equal`.
+gaps as much as where it suggests none.
 """
 
 from dataclasses import dataclass
@@ -9,13 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Fault:
-    """file: path from the root. name: what is wrong. equal: why nobody can notice, where that is so."""
+    """file: path from the root. name: what is wrong."""
 
     file: str
     name: str
     old: str
     new: str
-    equal: str = ""
 
 
 # Where the tests of a file are, those that should notice most first. A name without "/" is a pattern of `tests`.
@@ -23,7 +22,7 @@ TESTS = {
     "helpers/attention/api.py": ["test_api", "test_in_use", "test_decode", "test_hopper_api"],
     "helpers/attention/cudnn.py": ["test_api"],
     "helpers/attention/differentiate.py": ["test_in_use", "test_ring", "test_api"],
-    "helpers/attention/registry.py": ["test_api", "test_hopper_api", "test_in_use", "test_portable_forward", "test_portable_backward", "test_ring", "test_common_part"],
+    "helpers/attention/registry.py": ["test_api", "test_hopper_api", "test_in_use", "test_portable", "test_ring", "test_common_part"],
     "helpers/attention/device.py": ["test_api", "test_hopper_api", "test_measure"],
     "helpers/attention/hopper/backward.py": ["test_hopper_backward*", "test_hopper_tables", "test_on_chip", "test_hopper*"],
     "helpers/attention/hopper/forward.py": ["test_hopper_forward*", "test_hopper_tables", "test_common_part", "test_hopper*"],
@@ -32,17 +31,17 @@ TESTS = {
     "helpers/attention/hopper/table.py": ["test_hopper_tables", "test_hopper*"],
     "helpers/attention/hopper/warpgroup.py": ["test_warpgroup", "test_hopper_forward*", "test_hopper*"],
     "helpers/attention/low_bits.py": ["test_common_part"],
-    "helpers/attention/masking.py": ["test_tiles", "test_reference", "test_api", "test_portable_forward", "test_portable_backward"],
+    "helpers/attention/masking.py": ["test_tiles", "test_reference", "test_api", "test_portable"],
     "helpers/attention/online_softmax.py": ["test_tiles"],
-    "helpers/attention/portable/backward.py": ["test_portable_backward", "test_common_part", "test_tiles", "test_lowering", "test_faults"],
+    "helpers/attention/portable/backward.py": ["test_portable", "test_common_part", "test_tiles", "test_lowering"],
     "helpers/attention/portable/decode.py": ["test_decode"],
     "helpers/attention/paged.py": ["test_decode", "test_in_use"],
-    "helpers/attention/portable/forward.py": ["test_portable_forward", "test_tiles", "test_lowering", "test_faults"],
-    "helpers/attention/portable/tiles.py": ["test_tiles", "test_api", "test_measure", "test_lowering", "test_portable_forward", "test_portable_backward"],
+    "helpers/attention/portable/forward.py": ["test_portable", "test_tiles", "test_lowering"],
+    "helpers/attention/portable/tiles.py": ["test_tiles", "test_api", "test_measure", "test_lowering", "test_portable"],
     "helpers/attention/ring.py": ["test_ring"],
-    "helpers/attention/problem.py": ["test_api", "test_portable_forward", "test_decode"],
-    "helpers/attention/reference.py": ["test_reference", "test_api", "test_portable_forward", "test_portable_backward"],
-    "helpers/attention/sharding.py": ["test_in_use", "test_portable_forward", "test_hopper_api", "test_api", "test_decode"],
+    "helpers/attention/problem.py": ["test_api", "test_portable", "test_decode"],
+    "helpers/attention/reference.py": ["test_reference", "test_api", "test_portable"],
+    "helpers/attention/sharding.py": ["test_in_use", "test_portable", "test_hopper_api", "test_api", "test_decode"],
     "helpers/attention/tpu.py": ["test_tpu", "test_common_part"],
     "helpers/attention/tables.py": ["test_measure", "test_hopper_tables"],
     "helpers/attention/tiled.py": ["test_tiles", "06_backward_mathematics", "test_exercises"],
@@ -159,7 +158,6 @@ FAULTS = [
         ("NaN in padded values reaches the result", "value = jnp.where(is_key, call.value, 0)", "value = call.value"),
         ("probabilities are not rounded", "(p / l).astype(value.dtype), value, preferred", "p / l, value.astype(jnp.float32), preferred"),
         ("a row without keys is NaN", "m = jnp.where(m == -jnp.inf, 0, m)  # a row", "m = jnp.where(m == jnp.inf, 0, m)  # a row"),
-        ("the maximum has a gradient", "m = jax.lax.stop_gradient(s.max(axis=-1, keepdims=True))", "m = s.max(axis=-1, keepdims=True)", "m cancels in out and in lse, so its gradient is zero but for rounding"),
         ("the oracle's delta is of the other axis", "delta = (p * dp).sum(axis=-1, keepdims=True)", "delta = (p * dp).sum(axis=-2, keepdims=True)"),
         ("the oracle loses the gradient of lse", "ds += p * np.asarray(dlse, np.float64)", "ds += 0 * np.asarray(dlse, np.float64)"),
         ("the oracle keeps one head of a group", "gradient.reshape(B, K, problem.group, S, H).sum(axis=2)", "gradient.reshape(B, K, problem.group, S, H)[:, :, 0]"),
@@ -215,7 +213,6 @@ FAULTS = [
         ("lse of a part is in base 2", "(m + jnp.log2(l)) / LOG2_E)", "(m + jnp.log2(l)))"),
         ("the merge takes the rows of another query", "(n // group, 0, t * group + n % group)", "(n // group, 0, n % group * T + t)"),
         ("a wrong table leads out of the pages", "number = jnp.clip(number, 0, pages - 1)", "number = number + 0"),
-        ("the table is read past the end of a sequence", "plt.load(table_ref.at[cols // page], mask=is_key, other=0)", "plt.load(table_ref.at[cols // page])", "is clipped to a page, of which no key is read"),
         ("a page begins where the last one ended", "(cols % page)[:, None]", "(cols % pages)[:, None]"),
         ("every part has one tile of keys at least, and not 256 keys", "int(seen) // FEWEST_KEYS", "int(seen)"),
         ("the table of the card is not looked at", "Launch(*(row[name] for name in Launch._fields)) if row else DEFAULTS", "DEFAULTS"),
@@ -249,14 +246,11 @@ FAULTS = [
     ),
     *_of(
         "helpers/attention/portable/backward.py",
-        ("a blind row's dlse reaches keys as NaN", "error = jnp.where(lse == -jnp.inf, 0, ds_sum - dlse)", "error = ds_sum - dlse"),
-        ("a blind row passes a gradient", "jnp.where(lse == -jnp.inf, 0, delta), mask=row_mask)", "delta, mask=row_mask)"),
         ("the sign of dlse is lost", "delta = (out * do).sum(axis=1) - dlse", "delta = (out * do).sum(axis=1) + dlse"),
         ("hidden pairs have weight", "p = jnp.where(seen, exp2(", "p = jnp.where(seen | True, exp2("),
         ("dv of a head overwrites that of another", "dv += dot(p.astype(do.dtype).T, do)", "dv = dot(p.astype(do.dtype).T, do)"),
         ("ds is rounded like p, in float16", "ds = ds.astype(q.dtype)", "ds = ds.astype(jnp.float16).astype(q.dtype)"),
         ("delta is not mended", "delta += error", "delta += 0 * error"),
-        ("delta is mended everywhere", "eps * norm).max() > 0", "eps * norm).max() > -jnp.inf", "a second sweep with a delta that is as good gives the same gradients, only later"),
         ("an error of delta that many keys share counts as rounding", "ROUNDINGS = 0.5", "ROUNDINGS = 8.0"),
         ("delta is mended where it is not seen only", "eps * norm).max() > 0", "eps * norm).max() < 0"),
         ("dkv has the unmended delta", "arrays = (*arrays[:5], delta, *arrays[6:])", "arrays = (*arrays[:5], arrays[5], *arrays[6:])"),
@@ -321,7 +315,6 @@ FAULTS = [
         ("a scale of zero is one", "return jnp.zeros_like(query), dataclasses", "return query, dataclasses"),
         ("the last part of the heads is longest last", "xp.where((parts - 1 - part) % 2 == 1, level, q_tiles - 1 - level)", "xp.where((parts - 1 - part) % 2 == 0, level, q_tiles - 1 - level)"),
         ("long float16 sequences are guessed", "return tiles._replace(guess=tiles.guess and not too_long)", "return tiles"),
-        ("programs go by the keys of the longest query", "return q_start, lax.rem(head, problem.N), lax.div(head, problem.N), key_stop(q_start + q_block)", "return q_start, lax.rem(head, problem.N), lax.div(head, problem.N), key_stop(problem.T)", "the keys that no query sees are masked, so that they cost time and change nothing"),
     ),
     *_of(
         "helpers/attention/hopper/backward.py",

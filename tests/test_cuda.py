@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, check_forward, check_gradients, cotangents, in_tiers
+from attention_cases import GRID, LOGITS, TURNS, AttentionCase, check_forward, check_gradients, cotangents, in_tiers
 
 from helpers.dialects import cuda_compile, cuda_launch
 from helpers.dialects.cuda_launch import RUNGS, SOURCE, SharedMemoryError
@@ -13,7 +13,6 @@ from helpers.dialects.cuda_shown import without_barrier
 if not cuda_launch.is_installed():
     pytest.skip(cuda_launch.MISSING, allow_module_level=True)
 
-from test_portable_forward import GRID, LOGITS, TURNS
 
 CAUSAL = {"is_causal": True}
 ELEMENTS, KEYS_OUTER, ROWS, TENSOR_CORES = RUNGS

@@ -4,6 +4,7 @@ import functools
 import importlib
 import itertools
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -82,13 +83,10 @@ def test_a_part_without_visible_keys_has_no_weight():
     ("B", "S", "parts"), [(1, 100, 1), (1, 8192, 32), (8, 8192, 4), (1, 131072, 33), (32, 8192, 1)]
 )
 def test_parts_fill_the_processors_and_are_not_tiny(B, S, parts):
+    """And keys that no query sees make none."""
     problem = Problem(B, 1, S, 32, 8, 128, jnp.dtype("bfloat16"), 1.0, NO_BAND)
+    assert select_splits(replace(problem, band=Band.of(is_causal=True)), gpu=UNTUNED).parts == 1
     assert select_splits(problem, gpu=UNTUNED).parts == parts  # 2 x 132 programs at most, of 256 keys at least
-
-
-def test_keys_that_no_query_sees_make_no_parts():
-    causal = Problem(1, 16, 8192, 8, 8, 64, jnp.dtype("bfloat16"), 1.0, Band.of(is_causal=True))
-    assert select_splits(causal, gpu=UNTUNED).parts == 1
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (12, 0)])
@@ -107,10 +105,8 @@ def test_the_memory_of_the_parts_is_the_formula(parts):
     case = AttentionCase(2, 100, 32, N=4, K=2, B=3)
     call = check_call(*case.inputs()[0])
     options = {"block_k": 16, "parts": parts}
-    jaxpr = jax.make_jaxpr(lambda *arrays: decode(Call(call.problem, *arrays), interpret=INTERPRET, **options))(
-        *call.arrays
-    )
-    kernels = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "pallas_call"]
+    run = lambda *arrays: decode(Call(call.problem, *arrays), interpret=INTERPRET, **options)
+    kernels = [eqn for eqn in jax.make_jaxpr(run)(*call.arrays).eqns if eqn.primitive.name == "pallas_call"]
     allocated = [sum(v.aval.size * v.aval.dtype.itemsize for v in kernel.outvars) for kernel in kernels]
     assert sum(allocated[:-1]) == partial_bytes(call.problem, select_splits(call.problem, **options))
 
@@ -249,9 +245,9 @@ def test_a_card_with_a_table_uses_it(monkeypatch, tmp_path):
     (tmp_path / "nvidia_unheard_of.json").write_text(json.dumps({"decode": [row]}))
     gpu = Gpu("NVIDIA Unheard-of", (9, 0), 227 * 1024)
     problem = Problem(1, 1, 10**6, 32, 8, 128, jnp.dtype("bfloat16"), 1.0, NO_BAND)
+    other = replace(problem, H=64)
     assert select_splits(problem, gpu=gpu) == Splits(16, 32, 1, 4, 3 * 132 // 8)
     assert select_splits(problem, True, gpu)[1:4] == DEFAULTS[2, True][:3]
-    other = Problem(1, 1, 10**6, 32, 8, 64, jnp.dtype("bfloat16"), 1.0, NO_BAND)
     assert select_splits(other, gpu=gpu)[1:4] == DEFAULTS[2, False][:3]
 
 

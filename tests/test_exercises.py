@@ -5,6 +5,7 @@ import inspect
 import lessons
 import numpy as np
 import pytest
+from attention_cases import in_tiers
 
 from helpers.exercises import checking, naming, running
 from helpers.exercises.checking import verdict
@@ -13,9 +14,7 @@ from helpers.exercises.exercise import exercise, exercises_of, numbers_of_names
 NUMBERS = [lesson.number for lesson in lessons.ALL]
 # Each mistake of these is a kernel, or several, to be compiled.
 OF_KERNELS = ("4.2", "4.3", "5.1", "7.1", "7.2", "7.3", "8.1")
-KERNELS_IN_THE_FULL_TIER = [
-    pytest.param(number, marks=pytest.mark.full if number in OF_KERNELS else ()) for number in NUMBERS
-]
+KERNELS_IN_THE_FULL_TIER = in_tiers(NUMBERS, lambda number: number not in OF_KERNELS)
 
 
 @pytest.mark.parametrize("lesson", lessons.ALL, ids=NUMBERS)
@@ -29,9 +28,7 @@ def test_the_notebook_shows_a_complete_exercise(lesson):
     assert "raise NotImplementedError" in stub.source and '"""' in stub.source
     (output,) = check.outputs
     assert output.text.startswith("○") and "not attempted" in output.text
-    assert [f"<summary>{name}</summary>\n\n" in folded.source for name in ("Hint 1", "Hint 2", "Solution")] == [
-        True
-    ] * 3
+    assert all(f"<summary>{name}</summary>\n\n" in folded.source for name in ("Hint 1", "Hint 2", "Solution"))
     assert folded.source.count("<details>") == folded.source.count("</details>")
 
 
@@ -48,9 +45,10 @@ def test_an_exercise_is_found_by_the_name_of_its_function():
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_at_least_three_mistakes_are_known(number):
+def test_three_mistakes_are_known_and_cases_can_be_told_apart(number):
     names = [mistake.name for mistake in exercise(number).known]
-    assert len(set(names)) == len(names) >= 3
+    labels = [case.label for case in exercise(number).cases()]
+    assert len(set(names)) == len(names) >= 3 and len(set(labels)) == len(labels)
 
 
 @pytest.fixture
@@ -69,12 +67,6 @@ def each_answer_runs_once(monkeypatch):
 
 
 RESULTS = {}
-
-
-@pytest.mark.parametrize("number", NUMBERS)
-def test_cases_can_be_told_apart(number):
-    labels = [case.label for case in exercise(number).cases()]
-    assert len(set(labels)) == len(labels)
 
 
 @pytest.mark.parametrize("number", KERNELS_IN_THE_FULL_TIER)

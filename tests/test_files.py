@@ -49,18 +49,6 @@ def test_the_plugin_that_compiles_for_a_gpu_is_of_the_pinned_jax():
     assert len(plugins) == 2 and {plugin.split("==")[1] for plugin in plugins} == {CONSTRAINTS["jax"]}
 
 
-def test_the_workflow_calls_what_there_is():
-    """Its steps are commands of the Makefile, and it publishes only what was tested."""
-    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "site.yml").read_text())
-    jobs = workflow["jobs"]
-    makefile = (ROOT / "Makefile").read_text()
-    for command in (step["run"] for job in jobs.values() for step in job["steps"] if "run" in step):
-        assert re.search(rf"^{command.removeprefix('make ')}:", makefile, re.MULTILINE), command
-    assert set(jobs["publish"]["needs"]) == jobs.keys() - {"publish"} and "main" in jobs["publish"]["if"]
-    for name in workflow["env"]:
-        assert re.search(rf"^{name} \?=", makefile, re.MULTILINE), name
-
-
 def test_the_oldest_jax_is_the_one_that_is_tested():
     (jax,) = (r for r in PROJECT["project"]["dependencies"] if requirement_name(r) == "jax")
     assert f"OLDEST_JAX = {re.search(r'>=([0-9.]+)', jax)[1]}" in (ROOT / "Makefile").read_text()
@@ -72,15 +60,8 @@ def tracked_files():
 
 
 def test_no_file_holds_an_index_or_a_machine_path():
-    words = [
-        "index-" + "url",
-        "extra-" + "index",
-        "pypi" + ".org",
-        "python" + "hosted",
-        "/ro" + "ot/",
-        "/ho" + "me/",
-        "/wo" + "rk/",
-    ]
+    parts = "index- url, extra- index, pypi .org, python hosted, /ro ot/, /ho me/, /wo rk/"
+    words = [words.replace(" ", "") for words in parts.split(", ")]
     for path in tracked_files():
         if path.suffix not in (".png",):
             text = path.read_text(encoding="utf-8")
@@ -112,25 +93,22 @@ def test_every_import_is_declared():
     provided["sphinxcontrib"] = "sphinxcontrib-katex"
     extras = PROJECT["project"]["optional-dependencies"]
     declared = set(map(requirement_name, PROJECT["project"]["dependencies"] + extras["test"]))
-    declared_for_site = declared | set(map(requirement_name, extras["site"]))
-    declared_for_triton = declared | set(map(requirement_name, extras["triton"]))
     own = {"helpers", "tests"} | {path.stem for path in (ROOT / "tests").glob("*.py")}
     code = [path for folder in ("helpers", "tests") for path in (ROOT / folder).rglob("*.py")]
     sources = [(path, path.read_text()) for path in code]
     for path in PATHS:
         sources += [(path, cell.source) for cell in lessons.read(path).cells if cell.cell_type == "code"]
     for path, source in sources:
-        needs_triton = path.parent.name == "dialects" or path.name == "test_triton.py"
-        needs_site = path.parent.name == "site" or path.name == "test_site.py"
+        needs = "triton" if "dialects" in path.parts or path.name == "test_triton.py" else None
+        needs = "site" if "site" in path.parts or path.name == "test_site.py" else needs
+        known = declared | set(map(requirement_name, extras[needs])) if needs else declared
         for node in ast.walk(ast.parse(source)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
             for name in {name.split(".")[0] for name in names} - own - set(sys.stdlib_module_names):
                 package = provided.get(name, name.replace("_", "-")).lower()
-                if path.stem.endswith("_gpu") and package == "torch":  # it is there on the GPU, and wanted nowhere else
-                    continue
-                known = declared_for_site if needs_site else declared_for_triton if needs_triton else declared
-                assert package in known, f"{path.name}: {name}"
+                # PyTorch is there on the GPU, and wanted nowhere else.
+                assert package in known or (name, path.stem[-4:]) == ("torch", "_gpu"), f"{path.name}: {name}"
 
 
 @pytest.fixture(params=PATHS, ids=lambda path: path.stem)

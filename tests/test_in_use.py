@@ -4,6 +4,7 @@ The devices are four simulated ones of the CPU, see conftest. The right answers 
 """
 
 import functools
+import itertools
 from types import SimpleNamespace
 
 import jax
@@ -21,7 +22,6 @@ from helpers.attention.problem import check_call
 
 B, T, S, H = 2, 6, 8, 4
 LENGTHS = np.array([7, 3], np.int32)
-COLLECTIVES = ("all-gather", "all-to-all", "collective-permute")
 
 on_four_devices = pytest.mark.skipif(jax.device_count() < 4, reason="this machine has fewer than four devices")
 
@@ -70,15 +70,14 @@ def check(results, implementation, N=4, K=2):
         np.testing.assert_allclose(np.float32(mine), np.float32(other), atol=bound, rtol=1e-6)
 
 
-def split(arrays, mesh, sequence=None, shares_keys=False):
-    """The arrays on a mesh: batch over its first axis, heads over its second, or the sequence over that."""
-    batch, heads = mesh.axis_names
-    specs = []
-    for i, array in enumerate(arrays):
-        whole = shares_keys and i in (1, 2)
-        spec = (batch, sequence, None) if sequence else (batch, None, None if whole else heads)
-        specs.append(P(*spec, *[None] * (array.ndim - 3)))
+def split(arrays, mesh, shares_keys=False):
+    """The arrays on a mesh: batch over its first axis, heads over its second."""
+    specs = [P("batch", None, None if shares_keys and i in (1, 2) else "heads") for i in range(len(arrays))]
     return [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, specs, strict=True)]
+
+
+def gathers_nothing(program):
+    return not any(f"{name}(" in program.as_text() for name in ("all-gather", "all-to-all", "collective-permute"))
 
 
 def mesh_of(kind, shape=(2, 2)):
@@ -98,7 +97,7 @@ def test_automatic_axes_split_the_call_and_gather_nothing(implementation, shape,
     with jax.default_matmul_precision("default"):  # the precision is that of the call, not of the compiling
         program = lowered.compile()
     text = program.as_text()
-    assert not any(f"{name}(" in text for name in COLLECTIVES)
+    assert gathers_nothing(program)
     assert text.count("operand_precision={highest,highest}") == text.count(" dot(") > 0
     results = program(*arrays)
     check(results, implementation, K=K)
@@ -113,8 +112,7 @@ def test_heads_that_only_the_keys_split_are_split_for_the_queries():
     mesh, specs = mesh_of(AxisType.Auto), [P("batch"), *[P(None, None, "heads")] * 2]
     arrays = [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in zip(inputs(), specs, strict=False)]
     out = NamedSharding(mesh, P("batch", None, "heads"))
-    text = jax.jit(attention_of("portable", lengths=None), out_shardings=out).lower(*arrays).compile().as_text()
-    assert not any(f"{name}(" in text for name in COLLECTIVES)
+    assert gathers_nothing(jax.jit(attention_of("portable", lengths=None), out_shardings=out).lower(*arrays).compile())
 
 
 @pytest.mark.parametrize(("batch", "parts"), [(4, 2), (3, 1)])
@@ -127,26 +125,12 @@ def test_a_batch_that_does_not_divide_stays_whole(batch, parts):
 @pytest.mark.full
 @on_four_devices
 def test_arrays_that_are_split_differently():
-    """Heads of the keys alone, a batch of the keys over the axis of the queries' heads, and gradients not at all."""
-    query, key, value, dout, dlse = inputs()
+    """Heads of the keys alone, a batch of the keys over the axis of the queries' heads, sequences, and gradients not."""
     mesh, run = mesh_of(AxisType.Auto), jax.jit(functools.partial(everything, attention_of("portable")))
-    place = lambda array, *spec: jax.device_put(array, NamedSharding(mesh, P(*spec)))
-    for specs in (
-        [(), (None, None, "heads")],
-        [("batch",), (None, None, "batch")],
-        [(None, None, "heads"), ("heads",)],
-    ):
-        own, of_keys = specs
-        keys = [place(array, *of_keys) for array in (key, value)]
-        check(run(place(query, *own), *keys, *(place(array) for array in (dout, dlse))), "portable")
-
-
-@pytest.mark.full
-@on_four_devices
-def test_sequences_may_be_split_too():
-    """They are gathered."""
-    arrays = split(inputs(), mesh_of(AxisType.Auto), sequence="heads")
-    check(jax.jit(functools.partial(everything, attention_of("portable")))(*arrays), "portable")
+    heads, sequence = P(None, None, "heads"), P("batch", "heads")
+    for own, of_keys in ((P(), heads), (P("batch"), P(None, None, "batch")), (heads, P("heads")), (sequence, sequence)):
+        specs = own, of_keys, of_keys, P(), P()
+        check(run(*map(jax.device_put, inputs(), [NamedSharding(mesh, spec) for spec in specs])), "portable")
 
 
 @on_four_devices
@@ -157,7 +141,7 @@ def test_explicit_axes(implementation):
     arrays = split(inputs(dtype=dtype), mesh)
     run = functools.partial(everything, attention_of(implementation))
     program = jax.jit(run).lower(*arrays).compile()
-    assert not any(f"{name}(" in program.as_text() for name in COLLECTIVES)
+    assert gathers_nothing(program)
     check(program(*arrays), implementation)
     out, lse = attention_of(implementation)(*arrays[:3])
     assert jax.typeof(out).sharding.spec == P("batch", None, "heads", None)
@@ -185,8 +169,7 @@ def test_explicit_axes_that_split_the_sequence(implementation):
 @on_four_devices
 def test_vmap_over_an_axis_that_is_split_explicitly():
     single = lambda *arrays: everything(attention_of("portable", None), *arrays)
-    arrays = split(inputs(), mesh_of(AxisType.Explicit))
-    check(jax.jit(jax.vmap(single))(*arrays), "hopper")  # the answers without lengths
+    check(jax.jit(jax.vmap(single))(*split(inputs(), mesh_of(AxisType.Explicit))), "hopper")  # without lengths
 
 
 @on_four_devices
@@ -215,22 +198,19 @@ def test_an_axis_of_vmap_joins_the_batch():
         attention = attention_of("portable", None)
         return everything(functools.partial(attention, key_value_seq_lengths=lengths), query, key, value, dout, dlse)
 
-    together = jax.jit(jax.vmap(one))(query, value, lengths, dout, dlse)
-    right = functools.partial(attention_of("reference", None))
+    in_axes = (1, 2, 0, 0, 0)
+    together = jax.jit(jax.vmap(one, in_axes))(np.moveaxis(query, 0, 1), np.moveaxis(value, 0, 2), lengths, dout, dlse)
     for i in range(3):
-        alone = everything(
-            functools.partial(right, key_value_seq_lengths=lengths[i]),
-            query[i],
-            key,
-            value[i],
-            dout[i],
-            np.where(lengths[i, :, None, None] > 0, dlse[i], 0),
-        )
+        right = attention_of("reference", lengths[i])
+        sees = lengths[i, :, None, None] > 0
+        alone = everything(right, query[i], key, value[i], dout[i], np.where(sees, dlse[i], 0))
         for mine, other in zip(together, alone, strict=True):
             np.testing.assert_allclose(mine[i], other, atol=4e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "portable", "hopper", "tpu"])
+@pytest.mark.parametrize(
+    "implementation", in_tiers(["portable", "hopper", "reference", "tpu"], lambda name: name in ("portable", "hopper"))
+)
 def test_vmap_over_an_axis_of_no_entries_gives_none(implementation):
     """Also with another such axis around it or in it, and where an array has none of them."""
     arrays = [jnp.zeros((0, 2, *array.shape), jnp.bfloat16) for array in inputs()[:3]]
@@ -256,8 +236,10 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("implementation", ["reference", "portable"])
+@pytest.mark.parametrize(
+    ("implementation", "setting"),
+    in_tiers(itertools.product(["portable", "reference"], SETTINGS), lambda name, _: name == "portable"),
+)
 def test_settings(setting, implementation):
     """The call as it is and its gradients, with a row that sees no key where no lse is asked for."""
     arrays, lengths = [jnp.asarray(array) for array in inputs()], jnp.asarray(LENGTHS)
@@ -294,7 +276,7 @@ def test_hopper_kernels_are_split_too(hopper_machine):
     traced = jax.jit(functools.partial(everything, attention_of(None, None))).trace(*arrays)
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@CustomSPMDPartitioning") == 2
     program = traced.lower().compile()
-    assert not any(f"{name}(" in program.as_text() for name in COLLECTIVES)
+    assert gathers_nothing(program)
     check(program(*arrays), "hopper")
 
 
@@ -310,17 +292,13 @@ def forward_kernels(jaxpr, platform="cpu"):
     return count
 
 
-@pytest.mark.parametrize("return_residual", [False, True])
-def test_checkpoint_saves_residuals_by_name(return_residual):
+def test_checkpoint_saves_residuals_by_name():
     """Then the forward kernel runs once, where a checkpoint without names runs it again."""
     arrays = [jnp.concatenate([array] * 3, axis=1) for array in inputs()[:3]]  # more queries than the few
     policy = jax.checkpoint_policies.save_only_these_names(*api.RESIDUALS)
 
     def loss(*arrays):
-        result = flash_attention(
-            jnp.sin(arrays[0]), *arrays[1:], implementation="portable", return_residual=return_residual
-        )
-        return sum(jnp.sin(array).sum() for array in jax.tree.leaves(result))
+        return jnp.sin(flash_attention(jnp.sin(arrays[0]), *arrays[1:], implementation="portable")).sum()
 
     right = jax.jit(jax.grad(loss, (0, 1, 2)))(*arrays)
     for wrap, count in ((jax.checkpoint(loss), 2), (jax.checkpoint(loss, policy=policy), 1)):
@@ -386,32 +364,18 @@ FORWARD_MODE = {
     "jacfwd": lambda f, x: jax.jacfwd(f)(x),
     "hessian": lambda f, x: jax.hessian(lambda x: f(x).sum())(x),
     "jvp of grad": lambda f, x: jax.jvp(jax.grad(lambda x: f(x).sum()), (x,), (x,)),
+    "grad of grad": lambda f, x: jax.grad(lambda x: jax.grad(lambda x: f(x).sum())(x).sum())(x),
 }
 
 
 @pytest.mark.parametrize("derivative", FORWARD_MODE)
-@pytest.mark.parametrize("argument", [0, 2])
-def test_forward_mode_says_what_works(derivative, argument):
-    arrays = list(inputs()[:3])
-
-    def of_one(array):
-        arrays[argument] = array
-        return flash_attention(*arrays, implementation="portable")
-
-    said = "first derivative only" if derivative in ("hessian", "jvp of grad") else "reverse mode only.*forward mode"
+def test_forward_mode_says_what_works(derivative):
+    query, key, value, *_ = inputs()
+    of_one = lambda value: flash_attention(query, key, value, implementation="portable")
+    is_second = derivative in ("hessian", "jvp of grad", "grad of grad")
+    said = "first derivative only" if is_second else "reverse mode only.*forward mode"
     with pytest.raises(NotImplementedError, match=said + '.*implementation="reference"'):
-        FORWARD_MODE[derivative](of_one, arrays[argument])
-
-
-def test_what_works_instead_of_forward_mode():
-    query, key, value, dout, _ = inputs()
-    attend = lambda implementation: lambda query: flash_attention(query, key, value, implementation=implementation)
-    _, linear = jax.linearize(attend("portable"), query)
-    (transposed,) = jax.linear_transpose(linear, query)(dout)
-    _, pull_back = jax.vjp(attend("reference"), query)
-    np.testing.assert_allclose(transposed, *pull_back(dout), atol=4e-6, rtol=1e-6)
-    _, tangent = jax.jvp(attend("reference"), (query,), (query,))
-    np.testing.assert_allclose((tangent * dout).sum(), (transposed * query).sum(), rtol=1e-5)
+        FORWARD_MODE[derivative](of_one, value)
 
 
 def test_the_precision_of_products_is_the_callers():
@@ -458,7 +422,7 @@ def test_pages_are_split_over_heads_and_queries_over_the_batch_too(implementatio
     results = program(*arrays)
     check_pages(results, *paged_inputs())
     if implementation == "portable":
-        assert not any(f"{name}(" in program.as_text() for name in COLLECTIVES)
+        assert gathers_nothing(program)
         assert [result.sharding.shard_shape(result.shape) for result in results] == [(1, 2, 2, H), (1, 2, 2)]
     if kind == AxisType.Explicit:
         assert jax.typeof(run(*arrays)[0]).sharding.spec == P("batch", None, "heads", None)
@@ -496,8 +460,8 @@ def test_vmap_of_pages(own_pages):
 
 def test_pages_are_exported_for_cuda_from_a_cpu():
     run = jax.jit(functools.partial(paged, "portable"))
-    exported = jax.export.export(run, platforms=("cpu", "cuda"), disabled_checks=UNPROMISED)(*paged_inputs())
-    assert "__gpu$xla.gpu.triton" in exported.mlir_module()
-    check_pages(exported.call(*paged_inputs()), *paged_inputs())
-    exported = jax.export.export(run, platforms=("cuda",), disabled_checks=UNPROMISED)(*paged_inputs())
-    assert "stablehlo.while" not in exported.mlir_module()  # of the interpreter
+    export = lambda *platforms: jax.export.export(run, platforms=platforms, disabled_checks=UNPROMISED)(*paged_inputs())
+    both, cuda = export("cpu", "cuda"), export("cuda")
+    assert all("__gpu$xla.gpu.triton" in exported.mlir_module() for exported in (both, cuda))
+    assert "stablehlo.while" not in cuda.mlir_module()  # of the interpreter
+    check_pages(both.call(*paged_inputs()), *paged_inputs())

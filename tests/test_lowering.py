@@ -8,24 +8,12 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
-from attention_cases import HEAD_DIMS, SHAPES
+from attention_cases import HEAD_DIMS, SHAPES, in_tiers
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from helpers import flash_attention
 
 AMPERE = AbstractDevice(device_kind="NVIDIA A100-SXM4-80GB", num_cores=108, platform="gpu")
-
-
-def lower(shape, H, dtype, N=2, K=1, lengths=False, **arguments):
-    """StableHLO of a portable call for CUDA, as text."""
-    T, S = shape
-    query = jax.ShapeDtypeStruct((2, T, N, H), dtype)
-    key = jax.ShapeDtypeStruct((2, S, K, H), dtype)
-    attention = functools.partial(flash_attention, implementation="portable", **arguments)
-    named = {}
-    if lengths:
-        named = dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), jax.ShapeDtypeStruct((2,), jnp.int32))
-    return lower_for_cuda(attention, query, key, key, **named)
 
 
 def lower_for_cuda(function, *arguments, **named):
@@ -34,39 +22,20 @@ def lower_for_cuda(function, *arguments, **named):
         return jax.jit(function).trace(*arguments, **named).lower(lowering_platforms=("cuda",)).as_text()
 
 
-FULL = pytest.mark.full
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
-HEAD_DIMS_AND_DTYPES = [*zip(HEAD_DIMS, 2 * DTYPES, strict=True)]  # each with one of the other
-OTHERS = [
-    pytest.param(*pair, marks=FULL) for pair in itertools.product(HEAD_DIMS, DTYPES) if pair not in HEAD_DIMS_AND_DTYPES
-]
+HEADS = list(itertools.product(HEAD_DIMS, DTYPES))
 
 
-@pytest.mark.parametrize(("H", "dtype"), HEAD_DIMS_AND_DTYPES + OTHERS)
-def test_every_head_dim_and_dtype(H, dtype):
-    """With two of the shapes each, so that every shape meets every dtype."""
-    place = HEAD_DIMS.index(H) + 3 * DTYPES.index(dtype)
-    for shape in (SHAPES[2 * place % len(SHAPES)], SHAPES[(2 * place + 1) % len(SHAPES)]):
-        assert lower(shape, H, dtype, is_causal=shape[0] > 100).count("@__gpu$xla.gpu.triton") == 1
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"lengths": True},
-        {"local_window_size": (9, 3), "is_causal": True},
-        {"return_residual": True},
-        {"N": 8, "K": 1, "lengths": True, "is_causal": True},
-    ],
-    ids=str,
-)
-def test_every_argument(options):
-    assert lower((100, 130), 64, jnp.bfloat16, **options).count("@__gpu$xla.gpu.triton") == 1
+def in_turn(H, dtype):
+    """Each head_dim with one of the dtypes."""
+    return HEAD_DIMS.index(H) % 3 == DTYPES.index(dtype)
 
 
 def test_nothing_but_the_kernel():
     """Without the residual, the program is the kernel alone: no copy of K or V, no table of weights."""
-    text = lower((1024, 1024), 64, jnp.bfloat16, N=8, K=1, is_causal=True)
+    query, key = (jax.ShapeDtypeStruct((2, 1024, heads, 64), jnp.bfloat16) for heads in (8, 1))
+    attention = functools.partial(flash_attention, implementation="portable", is_causal=True, local_window_size=9)
+    text = lower_for_cuda(attention, query, key, key)
     # `case` picks the platform, with one branch left.
     assert set(re.findall(r"stablehlo\.(\w+)", text)) == {"custom_call", "case", "constant", "return"}
     shapes = set(re.findall(r"tensor<((?:\d+x)+\w+)>", text)) - {"4xindex", "3xindex"}
@@ -74,12 +43,12 @@ def test_nothing_but_the_kernel():
     assert shapes == {query_and_out, key_and_value, lse}
 
 
-@pytest.mark.parametrize(
-    ("H", "dtype"),
-    [pair if pair[0] in (24, 128, 256) else pytest.param(*pair, marks=FULL) for pair in HEAD_DIMS_AND_DTYPES] + OTHERS,
-)
-def test_the_backward_kernels(H, dtype):
-    for (T, S), (N, K) in [((1, 7), (1, 1)), ((1023, 1024), (8, 1))]:
+@pytest.mark.parametrize(("H", "dtype"), in_tiers(HEADS, in_turn))
+def test_every_head_dim_and_dtype(H, dtype):
+    """With two of the shapes each, so that every shape meets every dtype."""
+    place = HEAD_DIMS.index(H) + 3 * DTYPES.index(dtype)
+    for T, S in (SHAPES[2 * place % len(SHAPES)], SHAPES[(2 * place + 1) % len(SHAPES)]):
+        N, K = (8, 1) if T > 100 else (1, 1)
         query, key = jax.ShapeDtypeStruct((2, T, N, H), dtype), jax.ShapeDtypeStruct((2, S, K, H), dtype)
         lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
 

@@ -1,15 +1,22 @@
 """What only a GPU can show: long sequences, and cuDNN behind the same function. Skipped elsewhere."""
 
-import ctypes
 import functools
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, check_forward, check_gradients, cotangents, gradients_of, relative_error
-from test_portable_forward import GRID
+from attention_cases import (
+    GRID,
+    AttentionCase,
+    check_forward,
+    check_gradients,
+    check_results,
+    cotangents,
+    gradients_of,
+    relative_error,
+    results_of,
+)
 
 from helpers import flash_attention
 from helpers.attention.device import compute_capability, shared_memory
@@ -30,8 +37,7 @@ portable_attention = functools.partial(flash_attention, implementation="portable
 @pytest.mark.parametrize(("T", "S", "H"), [(4096, 4096, 128), (16384, 4000, 64), (5000, 16384, 64), (16384, 16384, 64)])
 def test_long_sequences(T, S, H, dtype):
     case = AttentionCase(T, S, H, N=1, K=1, dtype=dtype, arguments={"is_causal": T == S})
-    check_forward(portable_attention, case)
-    check_gradients(functools.partial(gradients_of, portable_attention), case)
+    check_results(results_of(portable_attention, case), case)
 
 
 @pytest.mark.parametrize(
@@ -47,8 +53,7 @@ def test_long_sequences(T, S, H, dtype):
 )
 def test_large_heads_in_one_tile(case):
     """The kernels that ask for the most shared memory: loops over a single tile are unrolled."""
-    check_forward(portable_attention, case)
-    check_gradients(functools.partial(gradients_of, portable_attention), case)
+    check_results(results_of(portable_attention, case), case)
 
 
 @pytest.mark.parametrize("precision", ["default", "highest"])
@@ -78,8 +83,7 @@ hopper_attention = functools.partial(flash_attention, implementation="hopper", r
 def test_hopper_shapes_and_head_dims(shape_and_head_dim, turn):
     ((T, S), H), (dtype, group, is_causal) = shape_and_head_dim, turn
     case = AttentionCase(T, S, H, N=2 * group, K=2, dtype=dtype, arguments={"is_causal": is_causal})
-    check_forward(hopper_attention, case)
-    check_gradients(functools.partial(gradients_of, hopper_attention), case, mends_delta=False)
+    check_results(results_of(hopper_attention, case), case, mends_delta=False)
 
 
 @on_hopper
@@ -89,8 +93,7 @@ def test_hopper_shapes_and_head_dims(shape_and_head_dim, turn):
 )
 def test_hopper_long_sequences(T, S, H, dtype):
     case = AttentionCase(T, S, H, N=1, K=1, dtype=dtype, arguments={"is_causal": T == S})
-    check_forward(hopper_attention, case)
-    check_gradients(functools.partial(gradients_of, hopper_attention), case, mends_delta=False)
+    check_results(results_of(hopper_attention, case), case, mends_delta=False)
 
 
 @on_hopper
@@ -120,13 +123,13 @@ def test_hopper_configurations(configuration, monkeypatch):
     check_gradients(gradients, case, mends_delta=False)
 
 
-def gradients_by_zeros_ahead(case, tiles):
-    """(dq, dk, dv), in memory that held no zeros before."""
+def gradients_with(case, tiles):
+    """(dq, dk, dv) of the kernels with given tiles, in memory that held no zeros before."""
     arrays, arguments = case.inputs()
     call = check_call(*arrays, **arguments)
     out, lse = hopper.forward(call)
     dout, dlse = cotangents(case)
-    assert 0 < backward.heads_ahead(call.problem, tiles) < case.B * case.K
+    assert not tiles.zeros_ahead or 0 < backward.heads_ahead(call.problem, tiles) < case.B * case.K
     jax.block_until_ready([jax.numpy.full((case.B, case.T, case.N, case.H), np.nan, np.float32) for _ in range(4)])
     return backward.backward(call, out, lse, dout, dlse.swapaxes(1, 2), tiles=(tiles, None))
 
@@ -140,7 +143,7 @@ def test_zeros_ahead(form, H, N, K, B, is_causal, monkeypatch):
     backward._fused.clear_cache()
     case = AttentionCase(1100, 1300, H, N=N, K=K, B=B, dtype="bfloat16", arguments={"is_causal": is_causal})
     tiles = list(backward.forms(H).values())[1 + form][0]._replace(zeros_ahead=True)
-    check_gradients(functools.partial(gradients_by_zeros_ahead, tiles=tiles), case, mends_delta=False)
+    check_gradients(functools.partial(gradients_with, tiles=tiles), case, mends_delta=False)
 
 
 @on_hopper
@@ -149,12 +152,7 @@ def test_zeros_ahead_of_this_card_change_no_bit(form):
     """A sum of two tiles of keys has no order."""
     case = AttentionCase(300, 200, 64, N=16, K=16, B=30, dtype="bfloat16")
     (tiles, _) = backward.forms(64)[form]
-    found = gradients_by_zeros_ahead(case, tiles._replace(zeros_ahead=True))
-    arrays, arguments = case.inputs()
-    call = check_call(*arrays, **arguments)
-    out, lse = hopper.forward(call)
-    dout, dlse = cotangents(case)
-    right = backward.backward(call, out, lse, dout, dlse.swapaxes(1, 2), tiles=(tiles, None))
+    found, right = (gradients_with(case, tiles._replace(zeros_ahead=ahead)) for ahead in (True, False))
     for name, mine, correct in zip(("dq", "dk", "dv"), found, right, strict=True):
         np.testing.assert_array_equal(np.float32(mine), np.float32(correct), err_msg=name)
 
@@ -197,39 +195,6 @@ def test_hopper_few_queries_and_many_keys(T, S, H):
     for dtype in ("bfloat16", "float16"):
         case = AttentionCase(T, S, H, N=2, K=2, dtype=dtype, arguments={"is_causal": True})
         check_gradients(functools.partial(gradients_of, hopper_attention), case, mends_delta=False)
-
-
-@on_hopper
-def test_the_compiler_mistakes_one_turn_or_two():
-    """As long as the compiler in the driver makes this mistake, kernels have to keep it from it."""
-    cuda = ctypes.CDLL("libcuda.so.1")
-
-    def call(name, *arguments):
-        assert (error := getattr(cuda, name)(*arguments)) == 0, f"{name}: error {error}"
-
-    version, device = ctypes.c_int(), ctypes.c_int()
-    context, module, kernel, out = (ctypes.c_void_p() for _ in range(4))
-    call("cuInit", 0)
-    call("cuDriverGetVersion", ctypes.byref(version))
-    call("cuDeviceGet", ctypes.byref(device), 0)
-    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-    call("cuCtxSetCurrent", context)
-    call("cuModuleLoadData", ctypes.byref(module), Path(__file__).with_name("one_turn_or_two.ptx").read_bytes() + b"\0")
-    call("cuModuleGetFunction", ctypes.byref(kernel), module, b"one_turn_or_two")
-    programs, pieces, words = 3, 4, 4
-    marks = np.zeros((programs, pieces, words), np.int32)
-    pointer = marks.ctypes.data_as(ctypes.c_void_p)
-    call("cuMemAlloc_v2", ctypes.byref(out), ctypes.c_size_t(marks.nbytes))
-    call("cuMemcpyHtoD_v2", out, pointer, ctypes.c_size_t(marks.nbytes))
-    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(out))
-    call("cuLaunchKernel", kernel, programs, 1, 1, 32, 1, 1, 0, None, arguments, None)
-    call("cuCtxSynchronize")
-    call("cuMemcpyDtoH_v2", pointer, out, ctypes.c_size_t(marks.nbytes))
-    call("cuMemFree_v2", out)
-    right = np.array([[1, 1, 0, 0]] * programs)
-    mistaken = np.array([[1, 0, 1, 0], *right[1:]])
-    expected = mistaken if version.value < 13020 else right
-    np.testing.assert_array_equal(marks[..., 0], expected)
 
 
 @pytest.mark.parametrize(

@@ -67,16 +67,6 @@ def test_whatever_is_done_every_sequence_reads_its_own_tokens(page):
     assert refused > 10 and (copied > 10 or page == 1), "the test was to try these"
 
 
-def test_a_shared_page_is_copied_by_the_first_to_write_and_kept_by_the_last():
-    pool = PagePool(8, 4)
-    assert pool.append("a", 6) == []
-    pool.fork("a", "b")
-    assert pool.tables["a"] == pool.tables["b"] == [0, 1] and pool.counts[:3] == [2, 2, 0]
-    assert pool.append("b") == [(1, 2)] and pool.tables["b"] == [0, 2]
-    assert pool.append("a") == [] and pool.tables["a"] == [0, 1]
-    assert pool.place("a", 6) == (1, 2) and pool.place("b", 6) == (2, 2)
-
-
 def test_a_full_page_is_shared_without_a_copy():
     pool = PagePool(4, 4)
     pool.append("a", 8)
@@ -84,20 +74,6 @@ def test_a_full_page_is_shared_without_a_copy():
     assert pool.append("b") == [] and pool.tables["b"] == [0, 2]
     pool.release("a")
     assert pool.counts == [1, 0, 1, 0] and sorted(pool.free) == [1, 3]
-
-
-def test_running_out_of_pages_loses_nothing():
-    pool = PagePool(3, 4)
-    pool.append("a", 8)
-    pool.fork("a", "b", 7)
-    pool.append("c", 1)
-    before = copy.deepcopy(vars(pool))
-    for name in ("a", "b", "c", "d"):
-        with pytest.raises(OutOfPagesError, match=f"'{name}' needs . more pages, 0 are free"):
-            pool.append(name, 4)
-        assert vars(pool) == before
-    pool.release("c")
-    assert pool.append("b") == [(1, 2)]
 
 
 def test_wrong_arguments_are_refused():

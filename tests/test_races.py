@@ -12,25 +12,10 @@ from jax import lax
 from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from test_timeline import compute, memory
 
 from helpers.instruments import races as module
 from helpers.instruments.races import DETECTING, races, ring_kernel_races
-from helpers.instruments.timeline import Arrive, Fetch, Read, Wait
-
-
-def memory(steps, stages, wait=True):
-    for j in range(steps):
-        if wait and j >= stages:
-            yield Wait("free", j % stages)
-        yield Fetch("tile", j % stages, j, "loaded")
-
-
-def compute(steps, stages, wait=True, early=False):
-    for j in range(steps):
-        yield from [Wait("loaded", j % stages)] if wait else []
-        yield from [Arrive("free", j % stages)] if early else []
-        yield Read("tile", j % stages)
-        yield from [Arrive("free", j % stages)] if not early else []
 
 
 @pytest.mark.parametrize(("steps", "stages", "readers"), [(1, 1, 1), (5, 2, 1), (7, 3, 2), (2, 4, 1)])

@@ -1,6 +1,7 @@
 """Ring attention on simulated devices against the oracle, its plan against the mask, and its costs by formula."""
 
 import functools
+import itertools
 import signal
 import socket
 import subprocess
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, check_forward, check_gradients, cotangents
+from attention_cases import AttentionCase, check_results, in_tiers, results_of
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -40,17 +41,7 @@ def attention_on(devices, **options):
 
 
 def check_both(case, devices, **options):
-    """Assert that out, lse and the gradients of one program are right."""
-    arrays, arguments = case.inputs()
-
-    @jax.jit
-    def everything(arrays, gradients):
-        results, pull_back = jax.vjp(functools.partial(attention_on(devices, **options), **arguments), *arrays)
-        return results, pull_back(gradients)
-
-    results, gradients = everything(arrays, cotangents(case))
-    check_forward(lambda *_, **__: results, case)
-    check_gradients(lambda _: gradients, case)
+    check_results(results_of(attention_on(devices, **options), case), case)
 
 
 # Who has what, and who does what
@@ -99,9 +90,9 @@ def test_zigzag_gives_all_devices_the_same_work_in_every_step():
         assert of_zigzag.sum() == of_contiguous.sum() == 24 * devices * (48 * devices + 1)
 
 
-@pytest.mark.parametrize("layout", ["striped", pytest.param("zigzag", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
-    "devices", [3, pytest.param(4, marks=pytest.mark.full), pytest.param(8, marks=pytest.mark.full)]
+    ("layout", "devices"),
+    in_tiers(itertools.product(["striped", "zigzag"], [3, 4, 8]), lambda *pair: pair == ("striped", 3)),
 )
 def test_shares_go_into_a_layout_and_back(layout, devices):
     whole, share = np.arange(2 * devices**2)[None], 2 * devices
@@ -164,34 +155,24 @@ CASES = {
 
 
 FEW = ("odd", "lengths", "full")  # on any number of devices
-MORE = (*FEW[1:], "more queries", "bfloat16")
+ZIGZAG = {1: FEW[:1], 2: FEW, 3: FEW[1:], 4: CASES, 8: (*FEW[1:], "more queries", "bfloat16")}
+RUNS = [(devices, CASES[name], {}) for devices, names in ZIGZAG.items() for name in names]
+for place, devices, name in [
+    ("contiguous", 2, "odd"),
+    ("contiguous", 8, "lengths"),
+    ("striped", 8, "odd"),
+    ("striped", 3, "lengths"),
+]:
+    RUNS.append((devices, CASES[name], {"layout": place}))
+for dtype, is_causal in [("float32", True), ("bfloat16", True), ("float16", True), ("bfloat16", False)]:
+    small = AttentionCase(T=70, S=70, H=16, dtype=dtype, arguments={"is_causal": is_causal})
+    RUNS.append((2, small, {"implementation": "portable"}))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("devices", "name"),
-    [(n, name) for n, names in {1: FEW[:1], 2: FEW, 3: FEW[1:], 4: CASES, 8: MORE}.items() for name in names],
-)
-def test_zigzag(devices, name):
-    check_both(CASES[name], devices)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "devices", "layout"),
-    [("odd", 2, "contiguous"), ("lengths", 8, "contiguous"), ("odd", 8, "striped"), ("lengths", 3, "striped")],
-)
-def test_other_layouts(name, devices, layout):
-    check_both(CASES[name], devices, layout=layout)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("dtype", "is_causal"), [("float32", True), ("bfloat16", True), ("float16", True), ("bfloat16", False)]
-)
-def test_the_portable_kernels(dtype, is_causal):
-    case = AttentionCase(T=70, S=70, H=16, N=2, K=1, dtype=dtype, arguments={"is_causal": is_causal})
-    check_both(case, devices=2, implementation="portable")
+@pytest.mark.parametrize(("devices", "case", "options"), RUNS, ids=str)
+def test_agrees_with_the_oracle(devices, case, options):
+    check_both(case, devices, **options)
 
 
 def check_gradients_of_a_loss(attend, mine, arrays, arguments):
@@ -294,16 +275,6 @@ def test_bad_meshes():
         ring_attention_on_mesh(query, query, query, mesh=jax.devices(), axis_name="sequence")
     with pytest.raises(ValueError, match="axis_name must be an axis of the mesh, sequence, got 'batch'"):
         ring_attention_on_mesh(query, query, query, mesh=mesh_of(2), axis_name="batch")
-
-
-@pytest.mark.full
-def test_derivatives_that_there_are_not():
-    query = jnp.ones((1, 4, 1, 8))
-    attend = lambda query: attention_on(2)(query, query, query)[0].sum()
-    with pytest.raises(NotImplementedError, match="reverse mode only"):
-        jax.jvp(attend, (query,), (query,))
-    with pytest.raises(NotImplementedError, match="first derivative only"):
-        jax.grad(lambda query: jax.grad(attend)(query).sum())(query)
 
 
 def test_checkpoint_saves_residuals_by_name():

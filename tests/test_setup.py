@@ -111,15 +111,19 @@ def test_a_failed_installation_is_said_and_repaired(machine):
     assert machine.installations() == 2
 
 
-def test_uv_installs_where_it_is(machine):
+@pytest.fixture
+def machine_with_uv(machine):
     machine.add_python("python3.12")
     machine.add_program(machine.path / "uv", FAKE_UV)
-    assert machine.run(".venv").returncode == 0
-    (line,) = machine.recorded()
+    return machine
+
+
+def test_uv_installs_where_it_is(machine_with_uv):
+    assert machine_with_uv.run(".venv").returncode == 0
+    (line,) = machine_with_uv.recorded()
     assert line.startswith("uv install pip install ") and "--editable .[test]" in line
-    assert "--python .venv/bin/python --constraint .venv/constraints.txt" in line and line.endswith(
-        "index= more= links= none="
-    )
+    assert "--python .venv/bin/python --constraint .venv/constraints.txt" in line
+    assert line.endswith("index= more= links= none=")
 
 
 def test_uv_is_brought_by_pip(machine):
@@ -130,13 +134,11 @@ def test_uv_is_brought_by_pip(machine):
     assert line.startswith("uv install ")
 
 
-def test_pip_installs_where_uv_fails(machine):
-    machine.add_python("python3.12")
-    machine.add_program(machine.path / "uv", FAKE_UV)
-    machine.note("broken_uv")
-    result = machine.run(".venv")
+def test_pip_installs_where_uv_fails(machine_with_uv):
+    machine_with_uv.note("broken_uv")
+    result = machine_with_uv.run(".venv")
     assert result.returncode == 0 and "did not finish" not in result.stderr
-    assert [line.split()[0] for line in machine.recorded()] == ["uv", "pip"]
+    assert [line.split()[0] for line in machine_with_uv.recorded()] == ["uv", "pip"]
 
 
 @pytest.mark.parametrize(
@@ -150,36 +152,31 @@ def test_pip_installs_where_uv_fails(machine):
         ("global.index{}url='https://a'\ninstall.index{}url='https://g'", "index=https://g more= links= none="),
     ],
 )
-def test_uv_asks_where_pip_was_told_to_ask(machine, settings, asked):
-    machine.add_python("python3.12")
-    machine.add_program(machine.path / "uv", FAKE_UV)
-    machine.note("settings", settings.replace("{}", "-") + "\n")
-    machine.run(".venv")
-    assert machine.recorded()[0].endswith(asked)
+def test_uv_asks_where_pip_was_told_to_ask(machine_with_uv, settings, asked):
+    machine_with_uv.note("settings", settings.replace("{}", "-") + "\n")
+    machine_with_uv.run(".venv")
+    assert machine_with_uv.recorded()[0].endswith(asked)
 
 
-def test_what_uv_itself_was_told_comes_first(machine):
-    machine.add_python("python3.12")
-    machine.add_program(machine.path / "uv", FAKE_UV)
-    machine.note("settings", "global.find-links='/d'\n")
-    machine.run(".venv", UV_FIND_LINKS="/mine")
-    assert machine.recorded()[0].endswith("links=/mine none=")
+def test_what_uv_itself_was_told_comes_first(machine_with_uv):
+    machine_with_uv.note("settings", "global.find-links='/d'\n")
+    machine_with_uv.run(".venv", UV_FIND_LINKS="/mine")
+    assert machine_with_uv.recorded()[0].endswith("links=/mine none=")
 
 
-@pytest.mark.parametrize("damage", ["the stamp is missing", "python is gone", "python does not run", "new pins"])
+DAMAGE = {
+    "the stamp is missing": lambda root: (root / ".venv" / "complete").unlink(),
+    "python is gone": lambda root: (root / ".venv" / "bin" / "python").unlink(),
+    "python does not run": lambda root: (root / ".venv" / "bin" / "python").write_text("#!/bin/sh\nexit 1\n"),
+    "new pins": lambda root: (root / "constraints.txt").write_text("jax==0.12.1\n"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_a_half_made_environment_is_made_again(machine, damage):
     machine.add_python("python3.12")
     machine.run(".venv")
-    venv = machine.root / ".venv"
-    match damage:
-        case "the stamp is missing":
-            (venv / "complete").unlink()
-        case "python is gone":
-            (venv / "bin" / "python").unlink()
-        case "python does not run":
-            (venv / "bin" / "python").write_text("#!/bin/sh\nexit 1\n")
-        case "new pins":
-            (machine.root / "constraints.txt").write_text("jax==0.12.1\n")
+    damage(machine.root)
     assert machine.run(".venv").returncode == 0
     assert machine.installations() == 2
 
@@ -233,24 +230,18 @@ def test_the_oldest_jax_replaces_the_pinned_one(machine):
     assert len(constraints) == len((ROOT / "constraints.txt").read_text().splitlines())
 
 
-def test_make_needs_no_environment_that_keeps_docstrings(tmp_path):
-    """PYTHONOPTIMIZE=2 takes them away, and Jupyter's server cannot be imported without."""
+def test_make_and_what_notebooks_import_need_no_docstrings(tmp_path):
+    """PYTHONOPTIMIZE=2 takes them away; and Jupyter's server cannot be imported without, so make sets it aside."""
+    imported = "helpers, helpers.environment, helpers.exercises, helpers.source, helpers.workbook, helpers.notebooks"
     (tmp_path / "more").write_text(
-        "optimized: ; @$(IN_VENV) -P -c 'import sys, helpers.lab; print(sys.flags.optimize)'\n"
+        "optimized: ; @$(IN_VENV) -P -c 'import sys, helpers.lab; print(sys.flags.optimize)' && "
+        f"$(IN_VENV) -OO -P -c 'import {imported}'\n"
     )
     files = ["-f", "Makefile", "-f", tmp_path / "more"]
     command = ["make", "--no-print-directory", *files, "optimized", f"VENV={sys.prefix}"]
-    environment = {**os.environ, "MAKEFLAGS": "", "PYTHONOPTIMIZE": "2"}
+    environment = {**os.environ, "MAKEFLAGS": "", "PYTHONOPTIMIZE": "2", "JAX_PLATFORMS": "cpu"}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (ended.stdout, ended.returncode) == ("0\n", 0), ended.stderr
-
-
-def test_what_notebooks_import_needs_no_docstrings():
-    imported = "helpers, helpers.environment, helpers.exercises, helpers.source, helpers.workbook, helpers.notebooks"
-    command = [sys.executable, "-OO", "-P", "-c", f"import {imported}"]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.fixture

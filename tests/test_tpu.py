@@ -5,18 +5,26 @@ come from one program, and each is compared by itself.
 """
 
 import functools
-import itertools
 import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, check_forward, check_gradients, cotangents, in_tiers
+from attention_cases import (
+    GRID,
+    LOGITS,
+    TURNS,
+    WINDOWS_AND_SCALES,
+    AttentionCase,
+    check_results,
+    cotangents,
+    in_tiers,
+    results_of,
+)
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
-from test_portable_forward import GRID, LOGITS, TURNS, WINDOWS_AND_SCALES
 
 from helpers import flash_attention
 from helpers.attention import registry, tpu
@@ -24,24 +32,11 @@ from helpers.attention.masking import Band, key_tiles, query_tiles, visible
 from helpers.attention.problem import Call, Problem, check_call
 
 tpu_attention = functools.partial(flash_attention, implementation="tpu", return_residual=True)
-FULL = pytest.mark.full
 DETECTING = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
 
 
-def by_the_function(case):
-    """(out, lse), (dq, dk, dv) of `flash_attention`."""
-    arrays, arguments = case.inputs()
-
-    @jax.jit
-    def run(arrays, cotangents):
-        results, pull_back = jax.vjp(functools.partial(tpu_attention, **arguments), *arrays)
-        return results, pull_back(cotangents)
-
-    return run(arrays, cotangents(case))
-
-
 def by_the_kernels(case, block_q=128, block_k=128):
-    """The same of the kernels in small blocks, so that small cases have many.
+    """(out, lse), (dq, dk, dv) of the kernels in small blocks, so that small cases have many.
 
     Two cores share the axes that may go in any order, and neither may read or write what the other writes.
     """
@@ -59,33 +54,24 @@ def by_the_kernels(case, block_q=128, block_k=128):
     return run(call.problem, *call.arrays)
 
 
-def check(case, run=by_the_function):
-    results, gradients = run(case)
-    check_forward(lambda *_, **__: results, case)
-    check_gradients(lambda _: gradients, case)
+def check(case):
+    check_results(results_of(tpu_attention, case), case)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        AttentionCase(
-            200, 140, N=2, B=2, query_lengths=(200, 7), key_lengths=(120, 140), arguments={"is_causal": True}
-        ),
-        pytest.param(
-            AttentionCase(290, 150, 24, N=4, K=2, dtype="bfloat16", arguments={"is_causal": True}), marks=FULL
-        ),
-        pytest.param(
-            AttentionCase(150, 290, N=4, K=2, B=2, query_lengths=(150, 7), key_lengths=(120, 290)), marks=FULL
-        ),
-        pytest.param(AttentionCase(600, 300, N=1, arguments={"local_window_size": (20, 100)}), marks=FULL),
-        pytest.param(AttentionCase(300, 600, 64, N=1, arguments={"local_window_size": (100, 20)}), marks=FULL),
-        pytest.param(AttentionCase(290, 400, 136, B=2, dtype="float16", key_lengths=(0, 300)), marks=FULL),
-        pytest.param(AttentionCase(300, 600, N=4, arguments={"is_causal": True}, logits="rising"), marks=FULL),
-    ],
-    ids=str,
-)
+CASES = [
+    AttentionCase(200, 140, B=2, query_lengths=(200, 7), key_lengths=(120, 140), arguments={"is_causal": True}),
+    AttentionCase(290, 150, 24, N=4, K=2, dtype="bfloat16", arguments={"is_causal": True}),
+    AttentionCase(150, 290, N=4, K=2, B=2, query_lengths=(150, 7), key_lengths=(120, 290)),
+    AttentionCase(600, 300, N=1, arguments={"local_window_size": (20, 100)}),
+    AttentionCase(300, 600, 64, N=1, arguments={"local_window_size": (100, 20)}),
+    AttentionCase(290, 400, 136, B=2, dtype="float16", key_lengths=(0, 300)),
+    AttentionCase(300, 600, N=4, arguments={"is_causal": True}, logits="rising"),
+]
+
+
+@pytest.mark.parametrize("case", in_tiers(CASES, lambda case: case == CASES[0]), ids=str)
 def test_many_blocks(case):
-    check(case, by_the_kernels)
+    check_results(by_the_kernels(case), case)
     assert not interpret_pallas_call.races.races_found
 
 
@@ -94,47 +80,26 @@ def test_many_blocks(case):
 @pytest.mark.parametrize("arguments", [{"is_causal": True}, {"local_window_size": (200, 60)}], ids=str)
 def test_unequal_blocks(blocks, arguments):
     case = AttentionCase(600, 500, 24, N=2, arguments=arguments)
-    check(case, lambda case: by_the_kernels(case, *blocks))
+    check_results(by_the_kernels(case, *blocks), case)
 
 
-def one_a_shape(shape_and_head_dim, turn):
-    place = GRID.index((shape_and_head_dim, turn))
-    return place // 6 % 6 == place % 6
-
-
-EACH_SHAPE = [pair for pair in GRID if one_a_shape(*pair)]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("shape_and_head_dim", "turn"), EACH_SHAPE)
-def test_shapes_and_head_dims(shape_and_head_dim, turn):
-    ((T, S), H), (dtype, group, is_causal) = shape_and_head_dim, turn
-    check(AttentionCase(T, S, H, N=group, dtype=dtype, arguments={"is_causal": is_causal}))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("dtype", "group", "is_causal"), TURNS)
-def test_groups_and_dtypes(dtype, group, is_causal):
-    check(AttentionCase(40, 50, 24, N=group, dtype=dtype, arguments={"is_causal": is_causal}))
+ONE_A_SHAPE = [pair for place, pair in enumerate(GRID) if place // 6 % 6 == place % 6]
+FULL_TIER = [
+    *[
+        AttentionCase(*shape, H, N=N, dtype=dtype, arguments={"is_causal": c})
+        for (shape, H), (dtype, N, c) in ONE_A_SHAPE
+    ],
+    *[AttentionCase(40, 50, 24, N=N, dtype=dtype, arguments={"is_causal": is_causal}) for dtype, N, is_causal in TURNS],
+    *[AttentionCase(63, 203, 64, dtype=dtype, logits=logits) for dtype, logits in LOGITS],
+    *[AttentionCase(*(100, 60)[:: (-1) ** i], arguments=each) for i, each in enumerate(WINDOWS_AND_SCALES)],
+    AttentionCase(50, 70, 24, N=4, K=2, batched=False),
+]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("dtype", "logits"), LOGITS)
-def test_size_of_logits(dtype, logits):
-    check(AttentionCase(63, 203, 64, dtype=dtype, logits=logits))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("shape", "arguments"), list(zip(itertools.cycle([(100, 60), (60, 100)]), WINDOWS_AND_SCALES)), ids=str
-)
-def test_windows_and_scales(shape, arguments):
-    check(AttentionCase(*shape, arguments=arguments))
-
-
-@pytest.mark.full
-def test_without_a_batch_axis():
-    check(AttentionCase(50, 70, 24, N=4, K=2, batched=False))
+@pytest.mark.parametrize("case", FULL_TIER, ids=str)
+def test_the_function(case):
+    check(case)
 
 
 def test_padding_may_hold_anything():
@@ -149,11 +114,9 @@ def test_padding_may_hold_anything():
         return results, pull_back(cotangents)
 
     clean = run((query, key, value), (dout, dlse))
-    check(case, lambda _: clean)
+    check_results(clean, case)
     query[1, 20:] = key[1, 30:] = value[1, 30:] = dout[1, 20:] = dlse[1, 20:] = np.nan
-    dirty = run((query, key, value), (dout, dlse))
-    for mine, right in zip(jax.tree.leaves(dirty), jax.tree.leaves(clean), strict=True):
-        np.testing.assert_array_equal(mine, right)
+    jax.tree.map(np.testing.assert_array_equal, run((query, key, value), (dout, dlse)), clean)
 
 
 @pytest.mark.full
@@ -215,12 +178,10 @@ def test_blocks_are_whole_lanes_of_about_the_same_size(length, block):
     assert tpu._blocks(problem, 256, 128) == (256, 128)
 
 
-@pytest.mark.parametrize(
-    ("H", "dtype"),
-    in_tiers(
-        list(zip([24, 64, 128, 256], ["float16", *2 * ["bfloat16"], "float32"], strict=True)), lambda H, _: H == 24
-    ),
-)
+EACH_HEAD = [(24, "float16"), (64, "bfloat16"), (128, "bfloat16"), (256, "float32")]
+
+
+@pytest.mark.parametrize(("H", "dtype"), in_tiers(EACH_HEAD, lambda H, _: H == 24))
 def test_lowers_for_a_tpu_without_one(H, dtype):
     """Pallas has an instruction of a TPU for each operation, and accepts the shapes of all blocks."""
     query, key = (jax.ShapeDtypeStruct((2, length, heads, H), dtype) for length, heads in ((300, 4), (700, 2)))
@@ -245,21 +206,26 @@ def test_only_products_of_float32_follow_the_precision(dtype, precision):
     assert set(equation.params["precision"]) == {jax.lax.Precision[precision]}
 
 
-def test_the_default_on_a_tpu(monkeypatch):
-    device = types.SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
-    monkeypatch.setattr("helpers.attention.registry.device_of", lambda _: device)
-    (query, key, value), _ = AttentionCase(8, 8).inputs()
-    for implementation in (None, "tpu"):
-        assert registry.choose(implementation, check_call(query, key, value)) == registry.kernels_by_platform(
-            "tpu", interpreted=False
-        )
+@pytest.fixture
+def on_a_device(monkeypatch):
+    def be(**device):
+        monkeypatch.setattr("helpers.attention.registry.device_of", lambda _: types.SimpleNamespace(**device))
+
+    return be
 
 
-def test_a_gpu_is_refused(monkeypatch):
-    device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
-    monkeypatch.setattr("helpers.attention.registry.device_of", lambda _: device)
-    (query, key, value), _ = AttentionCase(8, 8).inputs()
-    with pytest.raises(
-        NotImplementedError, match=r'a TPU or a CPU, this is NVIDIA H200; use implementation="portable"'
-    ):
-        tpu_attention(query, key, value)
+ARRAYS, _ = AttentionCase(8, 8).inputs()
+
+
+@pytest.mark.parametrize("implementation", [None, "tpu"])
+def test_the_default_on_a_tpu(implementation, on_a_device):
+    on_a_device(platform="tpu", device_kind="TPU v5 lite")
+    chosen = registry.choose(implementation, check_call(*ARRAYS))
+    assert chosen == registry.kernels_by_platform("tpu", interpreted=False)
+
+
+def test_a_gpu_is_refused(on_a_device):
+    on_a_device(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
+    said = r'a TPU or a CPU, this is NVIDIA H200; use implementation="portable"'
+    with pytest.raises(NotImplementedError, match=said):
+        tpu_attention(*ARRAYS)

@@ -1,4 +1,4 @@
-"""The transformer of notebook 08 learns the same with flash attention as with naive, and faults in attention show."""
+"""The transformer of notebook 08 has the same gradients with flash attention as with naive; notebook 08 trains it."""
 
 import functools
 import math
@@ -6,13 +6,12 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from helpers import flash_attention, transformer
 
 CONFIG = transformer.Config(vocabulary=11, N=2, H=16, layers=1)
-TOLERANCE = 1e-5  # relative, of a gradient; the faults below are off by at least 100 times as much
+TOLERANCE = 1e-5  # relative, of a gradient
 naive = functools.partial(flash_attention, implementation="reference")
 flash = functools.partial(flash_attention, implementation="portable")
 
@@ -21,61 +20,21 @@ def batch_of(B=2, T=70, seed=0):
     return np.random.default_rng(seed).integers(0, CONFIG.vocabulary, (B, T + 1))
 
 
-@functools.cache
 def loss_and_gradients(attention):
-    """On a batch whose 70 positions are more than one tile of keys, and end inside a tile."""
     function = jax.jit(jax.value_and_grad(functools.partial(transformer.loss, attention=attention)))
     return function(transformer.init(CONFIG), batch_of())
-
-
-def worst_error(gradients, right):
-    errors = jax.tree.map(lambda a, b: float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)), gradients, right)
-    return max(jax.tree.leaves(errors))
-
-
-def by_definition(query, key, value, is_causal, keep=lambda lse: lse):
-    s = jnp.einsum("btnh,bsnh->bnts", query, key) / math.sqrt(query.shape[-1])
-    s = jnp.where(jnp.tri(query.shape[1], dtype=bool), s, -jnp.inf)
-    lse = keep(jax.nn.logsumexp(s, axis=-1, keepdims=True))
-    return jnp.einsum("bnts,bsnh->btnh", jnp.exp(s - lse), value)
 
 
 def not_causal(query, key, value, is_causal):
     return naive(query, key, value)
 
 
-def unscaled(query, key, value, is_causal):
-    return naive(query, key, value, is_causal=True, scale=1.0)
-
-
-def last_key_forgotten(query, key, value, is_causal):
-    lengths = jnp.full(query.shape[0], query.shape[1] - 1, jnp.int32)
-    return naive(query, key, value, is_causal=True, key_value_seq_lengths=lengths)
-
-
-no_delta = functools.partial(by_definition, keep=jax.lax.stop_gradient)
-lse_in_16_bit = functools.partial(
-    by_definition, keep=lambda lse: lse + jax.lax.stop_gradient(lse.astype(jnp.bfloat16).astype(lse.dtype) - lse)
-)
-
-
-@pytest.mark.parametrize("attention", [flash, by_definition], ids=["flash", "by definition"])
-def test_a_step_has_the_loss_and_the_gradients_of_naive_attention(attention):
-    right_loss, right = loss_and_gradients(naive)
-    loss, gradients = loss_and_gradients(attention)
+def test_a_step_has_the_loss_and_the_gradients_of_naive_attention():
+    """On a batch whose 70 positions are more than one tile of keys, and end inside a tile."""
+    (right_loss, right), (loss, gradients) = map(loss_and_gradients, (naive, flash))
     assert abs(loss - right_loss) < 1e-6 * right_loss
-    assert worst_error(gradients, right) < TOLERANCE
-
-
-@pytest.mark.parametrize(
-    "attention",
-    [not_causal, unscaled, last_key_forgotten, no_delta, lse_in_16_bit],
-    ids=["not causal", "unscaled", "last key forgotten", "no delta", "lse in 16 bit"],
-)
-def test_a_fault_in_attention_shows_in_the_gradients(attention):
-    _, right = loss_and_gradients(naive)
-    _, gradients = loss_and_gradients(attention)
-    assert worst_error(gradients, right) > 100 * TOLERANCE
+    errors = jax.tree.map(lambda a, b: float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)), gradients, right)
+    assert max(jax.tree.leaves(errors)) < TOLERANCE
 
 
 def changed_positions(attention, place, T=20):
@@ -88,8 +47,7 @@ def changed_positions(attention, place, T=20):
     return np.asarray((before != after).any(axis=-1))[0]
 
 
-@pytest.mark.parametrize("place", [0, 7, 19])
-def test_a_token_changes_its_own_and_later_logits_only(place):
+def test_a_token_changes_its_own_and_later_logits_only(place=7):
     for attention in (naive, flash):
         changed = changed_positions(attention, place)
         assert not changed[:place].any() and changed[place:].all()
@@ -118,8 +76,7 @@ def test_the_loss_is_the_mean_surprise_at_the_next_token():
     assert transformer.loss(parameters, batch, naive) == pytest.approx(math.log(CONFIG.vocabulary), rel=1e-6)
 
 
-@pytest.mark.parametrize("layers", [0, 1, 3])
-@pytest.mark.parametrize(("N", "H"), [(2, 16), (3, 8)])
+@pytest.mark.parametrize(("layers", "N", "H"), [(0, 2, 16), (3, 3, 8)])
 def test_number_of_parameters(layers, N, H):
     C = N * H
     parameters = transformer.init(transformer.Config(vocabulary=11, N=N, H=H, layers=layers))
@@ -133,39 +90,6 @@ def test_a_seed_decides_the_parameters():
     equal = functools.partial(jax.tree.map, lambda a, b: bool((a == b).all()))
     assert all(jax.tree.leaves(equal(one, same)))
     assert not equal(one, other)["embedding"] and not equal(one, other)["blocks"][0]["down"]
-
-
-@functools.cache
-def compiled_step(attention):
-    optimiser = optax.adam(3e-3)
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(state, batch):
-        parameters, remembered = state
-        loss, gradients = jax.value_and_grad(transformer.loss)(parameters, batch, attention)
-        updates, remembered = optimiser.update(gradients, remembered, parameters)
-        return (optax.apply_updates(parameters, updates), remembered), loss
-
-    return optimiser, step
-
-
-def trained(attention, steps=30):
-    """Losses on one batch that is shown again and again."""
-    optimiser, step = compiled_step(attention)
-    parameters = transformer.init(CONFIG)
-    state, losses = (parameters, optimiser.init(parameters)), []
-    for _ in range(steps):
-        state, loss = step(state, batch_of(T=40))
-        losses.append(float(loss))
-    return np.array(losses)
-
-
-@pytest.mark.full
-def test_training_repeats_itself_and_does_not_depend_on_the_attention():
-    losses = trained(naive)
-    assert losses[-1] < losses[0] / 2
-    assert np.array_equal(losses, trained(naive))
-    assert np.abs(losses - trained(flash)).max() < 1e-4
 
 
 def test_only_naive_attention_keeps_a_table_for_the_backward_pass():

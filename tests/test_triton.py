@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from attention_cases import SHAPES, AttentionCase, check_forward, check_gradients, cotangents
+from attention_cases import GRID, LOGITS, SHAPES, TURNS, AttentionCase, check_forward, check_gradients, cotangents
 
 from helpers.attention.masking import Band, tile_kind
 from helpers.dialects import triton_launch
@@ -21,7 +21,6 @@ if not triton_launch.is_installed():
 kernels = triton_launch.kernels(interpret=True)
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
-from test_portable_forward import GRID, LOGITS, TURNS  # noqa: E402
 
 pytestmark = pytest.mark.full  # the quick tier needs no Triton
 CAUSAL, FULL = {"is_causal": True}, {"is_causal": False}

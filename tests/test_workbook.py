@@ -66,10 +66,6 @@ def test_a_copy_says_what_its_kernel_will_say():
     assert module.OF_THE_KERNEL == {"kernelspec": kernel, "language_info": language}
 
 
-def test_a_new_notebook_is_added(folders):
-    assert update(folders, "02_third.ipynb") == ["added 02_third.ipynb"]
-
-
 @pytest.mark.parametrize("use", [lambda path: None, executed], ids=["never opened", "executed and saved"])
 def test_a_copy_that_nobody_edited_follows_its_notebook(folders, use):
     notebooks, workbook = folders
@@ -171,7 +167,7 @@ def test_an_interruption_loses_nothing_and_the_next_start_finishes(folders, when
     assert not any(path.suffix == ".new" for path in workbook.iterdir() if "00_first" in path.name)
 
 
-@pytest.mark.parametrize("foreign", [None, "", "[]", "{", '{"00_first.ipynb": 3, "x": [[]]}', "\x00"])
+@pytest.mark.parametrize("foreign", [None, "", "[]", '{"00_first.ipynb": 3, "x": [[]]}', "\x00"])
 def test_without_a_record_of_the_copies_only_known_editions_are_untouched(folders, foreign, monkeypatch, tmp_path):
     """As in a workbook from before there was a record."""
     _, workbook = folders
@@ -234,26 +230,30 @@ def test_jupyter_starts_without_a_home_that_can_be_written(monkeypatch, tmp_path
     assert all(Path(folder).is_dir() for folder in found.values())
 
 
-@pytest.mark.parametrize("command", [[], ["fresh", "01"]])
-def test_where_the_workbook_cannot_be_written_it_says_what_to_do(command, folders, monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("")
+@pytest.fixture
+def command(folders, monkeypatch):
     monkeypatch.setattr(module, "NOTEBOOKS", folders[0])
+    monkeypatch.setattr(module, "WORKBOOK", folders[1])
+    return module.main
+
+
+@pytest.mark.parametrize("arguments", [[], ["fresh", "01"]])
+def test_where_the_workbook_cannot_be_written_it_says_what_to_do(arguments, command, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
     monkeypatch.setattr(module, "WORKBOOK", tmp_path / "file" / "workbook")
     with pytest.raises(SystemExit) as stopped:
-        module.main(command)
+        command(arguments)
     said = str(stopped.value)
     assert "workbook cannot be written (Not a directory)" in said and "copy the series to a folder" in said
     assert "Errno" not in said
 
 
-def test_a_workbook_that_can_only_be_read_is_opened_with_a_warning(folders, monkeypatch, capsys):
+def test_a_workbook_that_can_only_be_read_is_opened_with_a_warning(command, monkeypatch, capsys):
     """Up to date, there is nothing to write at the start; the first to notice would be the learner who saves."""
-    monkeypatch.setattr(module, "NOTEBOOKS", folders[0])
-    monkeypatch.setattr(module, "WORKBOOK", folders[1])
-    module.main([])
+    command([])
     assert capsys.readouterr().out == "The workbook is up to date.\n"
-    monkeypatch.setattr("os.access", lambda path, mode: path != folders[1])
-    module.main([])
+    monkeypatch.setattr("os.access", lambda path, mode: path != module.WORKBOOK)
+    command([])
     assert capsys.readouterr().out.startswith("The folder workbook cannot be written")
 
 
