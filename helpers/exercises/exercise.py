@@ -60,6 +60,8 @@ class Exercise:
       it is right, otherwise a sentence that says why it is not. Replaces `expected`.
     tolerance: largest relative error of a right answer, in the Frobenius norm.
     exact_dtype: whether each output must have the dtype of the expected one.
+    building_block: the part of the learner's own module that the answer is, such as "forward" or "gradients"; by
+      default it is none.
     number: "2.1" for the first of notebook 02, by its place in EXERCISES. `exercises_of` fills it in.
     """
 
@@ -74,6 +76,7 @@ class Exercise:
     judge: Callable | None = None
     tolerance: float = 1e-5
     exact_dtype: bool = False
+    building_block: str = ""
     number: str = ""
 
     @functools.cached_property
