@@ -254,7 +254,7 @@ PARTS = {  # what is said of a part: (function of mine.py, what must be in the r
     "causal": ("forward", "forward"),
     "gradients": ("flash_attention", "gradients"),
     "trains": ("flash_attention", "trains"),
-    "decodes": ("decode", "decode"),
+    "decodes": ("decode_attention", "decode"),
 }
 
 
