@@ -8,12 +8,19 @@ import re
 import sys
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
+import lessons
+import nbformat
 import numpy as np
 import pytest
+from nbclient import NotebookClient
 
 from helpers import clock
+from helpers.attention.reference import oracle, oracle_gradients
 from helpers.exercises import mine, yours
 from helpers.exercises.exercise import exercise
+from helpers.instruments import ladder
 from helpers.workbook import RECORD
 
 IMPORTS = "import numpy as np\nimport jax, functools\nfrom math import sqrt as root, pi"
@@ -220,3 +227,86 @@ def test_parts_are_what_was_reached_and_is_still_there():
     mine.reach("trains", function=keep)  # the series' own
     open(mine.FILE, "w").write("x = 1")
     assert not any(mine.parts().values())
+
+
+CELLS = """from helpers.exercises import mine
+from helpers.exercises.exercise import exercise
+from dataclasses import replace
+found = replace(exercise("2.1"), building_block="forward")
+---
+def update(x):
+    return replace
+---
+print(mine.keep(found, globals()))
+---
+import mine
+print(mine.update(1).__name__)
+---
+open("mine.py", "a").write("\\nadded = 7\\n")
+---
+print(mine.added)"""
+
+
+def test_in_a_kernel(workbook):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS.split("\n---\n")])
+    NotebookClient(notebook, resources={"metadata": {"path": str(workbook)}}).execute()
+    printed = [
+        "".join(output.text for output in cell.outputs if output.get("name") == "stdout") for cell in notebook.cells
+    ]
+    assert printed[2:] == ["  Kept: `update` is in your mine.py.\n", "replace\n", "", "7\n"]
+
+
+# A learner who solved everything
+
+
+BLOCKS = [lesson for lesson in lessons.ALL if exercise(lesson.number).building_block]
+
+
+def solve(lesson):
+    """Paste the solution of an exercise, and check it."""
+    found = exercise(lesson.number)
+    source = lesson.solution
+    names = {**found.solution.__globals__, "__name__": "__main__"}
+    names["In"] = [cell.source for cell in lessons.read(lesson.path).cells if cell.cell_type == "code"] + [source]
+    exec(source, names)
+    return mine.keep(found, names)
+
+
+@pytest.fixture
+def everything():
+    for lesson in BLOCKS:
+        assert "Kept" in solve(lesson), lesson.number
+        if exercise(lesson.number).building_block == "gradients":
+            assert len(text().splitlines()) <= 200
+    assert len(text().splitlines()) <= 400
+    return importlib.import_module("mine")
+
+
+SHAPES = {"ragged, grouped": (2, 70, 90, 4, 2, 20), "more queries than keys": (1, 130, 65, 2, 2, 64)}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_the_module_of_all_solutions_is_right(everything, shape, is_causal, dtype):
+    B, T, S, N, K, H = shape
+    draw = np.random.default_rng(40).standard_normal
+    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, H), (B, T, N, H)
+    *arrays, dout = (jnp.asarray(draw(shape), dtype) for shape in shapes)
+    attend = lambda *arrays: everything.flash_attention(*arrays, is_causal=is_causal)
+    out, pull_back = jax.vjp(attend, *arrays)
+    right = oracle(*arrays, is_causal=is_causal)[0]
+    rights = right, *oracle_gradients(*arrays, dout, is_causal=is_causal)
+    for found, expected in zip((out, *pull_back(dout)), rights, strict=True):
+        error = np.linalg.norm(np.float64(found) - expected) / np.linalg.norm(expected)
+        assert found.dtype == dtype and error < (1e-5 if dtype == jnp.float32 else 1.5e-2)
+
+
+def test_the_place_of_a_kernel_on_the_ladder():
+    for rung in ladder.RUNGS[:4]:
+        attend = lambda *arrays, rung=rung: ladder.attention(
+            *arrays[:3], rung=rung, is_causal=arrays[3], interpret=True
+        )
+        found, flops, moved = ladder.place_of(attend, T=128)
+        assert found is rung
+        assert flops == 4 * 128 * 128 * 64 and moved == 2 * 64 * (2 * 128 + 2 * 2 * 128)

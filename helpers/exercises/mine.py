@@ -204,6 +204,13 @@ def _stamp():
     return found.st_mtime_ns, found.st_size
 
 
+def load():
+    """The learner's module, as its file is now. Whatever an import may raise, and TooSlow."""
+    with limited(SECONDS):
+        refresh()
+        return importlib.import_module("mine")
+
+
 def yours(name, trial):
     """The learner's function of a name, from mine.py, if it has one that does in a trial what that of the series does.
 
@@ -222,9 +229,7 @@ def _usable(name, trial, series):
     if clock.OFF in os.environ or not os.path.isfile(FILE):
         return None, f"as exercise {numbers_of_names()[name]} has not put yours into {FILE} yet"
     try:
-        with limited(SECONDS):
-            refresh()
-            found = getattr(importlib.import_module("mine"), name, None)
+        found = getattr(load(), name, None)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
