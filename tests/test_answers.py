@@ -19,7 +19,8 @@ from helpers.exercises.exercise import exercise
 from helpers.instruments import cost
 
 NUMBERS = [lesson.number for lesson in lessons.ALL]
-KERNELS = {"4.1", "4.2", "4.3", "5.1", "5.2", "5.4", "7.1", "7.2", "7.3", "8.1", "10.1"}  # seconds, not milliseconds
+KERNELS = {"4.1", "4.2", "4.3", "5.2", "5.3", "5.5", "7.1", "7.2", "7.3", "8.1", "10.1"}  # seconds, not milliseconds
+WHOLE_KERNELS = {"5.5"}  # with thirty named mistakes each, and minutes for what is left
 EVERY = 25  # of how many mutants the quick tests try one
 
 COMMUTES = "the two parts are treated alike"
@@ -69,8 +70,8 @@ EQUAL = {
     },
     "4.2": {"0 → -1": "the last axis of a grid of one axis is the first"},
     "4.3": {"0 → 1": "the other operand holds 0 there", "0 → -1": "the other operand holds 0 there"},
-    "5.2": {"1 → 2": "minus infinity plus one is minus infinity, and 0 divided by 2 is 0"},
-    "5.3": {"0 → 1": EMPTY, "0 → -1": EMPTY},
+    "5.3": {"1 → 2": "minus infinity plus one is minus infinity, and 0 divided by 2 is 0"},
+    "5.1": {"0 → 1": EMPTY, "0 → -1": EMPTY},
     "6.3": {"np.zeros_like → np.ones_like": "dq is overwritten, head by head"},
     "6.5": {
         "(np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)) → (np.zeros_like(q), np.zeros_like(v), np.zeros_like(k))": (
@@ -117,7 +118,7 @@ def test_some_mutants_are_rejected(number, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", [number for number in NUMBERS if number not in WHOLE_KERNELS])
 def test_all_mutants_are_rejected_but_those_that_are_equal(number, monkeypatch):
     monkeypatch.setattr(running, "SECONDS", 10 if number in KERNELS else 1)
     tried, alive = survivors(number)
@@ -400,7 +401,6 @@ IN_ANOTHER_UNIT = {
     "2.1": ("m_new = max(m, s.max())", "m_new = max(m, s.max()) + 1"),
     "2.2": ("m = np.maximum(m_a, m_b)", "m = np.maximum(m_a, m_b) + 1"),
     "3.3": ("m_new = np.maximum(m, s.max(axis=1))", "m_new = np.maximum(m, s.max(axis=1)) + 1"),
-    "5.1": ("m_new = jnp.maximum(m, s.max(axis=1))", "m_new = jnp.maximum(m, s.max(axis=1)) + 1"),
 }
 
 

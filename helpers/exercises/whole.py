@@ -80,9 +80,8 @@ def _way(jaxpr, calls, arrays, blocks, ours):
         return "with elements that a program reads more than once"
     if any(one.writes.max(initial=0) > 1 for one in operands):
         return "with outputs that are written more than once"
-    return (
-        AS_ASKED if sum(one.bytes_read for one in operands) <= ours() else "with more bytes read than these tiles need"
-    )
+    enough = sum(one.bytes_read for one in operands) <= ours()
+    return AS_ASKED if enough else "with more bytes read than these tiles need"
 
 
 def _sizes(jaxpr, within=False):
