@@ -224,9 +224,21 @@ def test_parts_are_what_was_reached_and_is_still_there():
     assert not any(mine.parts().values())
     keep("def forward(q):\n    return q", name="forward")
     assert mine.parts() == {"forward": True, "causal": True, "gradients": False, "trains": False, "decodes": False}
-    mine.reach("trains", function=keep)  # the series' own
+    keep("def flash_attention(q):\n    return q", name="flash_attention")
+    mine.reach("trains", keep)  # the series' own
+    assert not mine.parts()["trains"]
+    mine.reach("trains", importlib.import_module("mine").flash_attention)
+    assert mine.parts()["trains"]
     open(mine.FILE, "w").write("x = 1")
     assert not any(mine.parts().values())
+
+
+def test_what_stood_in_for_a_kernel_goes_when_the_learner_has_one():
+    series = exercise("0.1").solution
+    mine.keep(block(), notebook("def double(x):\n    return 2 * attend(x)", names={"attend": series}))
+    assert "\nfrom helpers.exercises.notebook_00 import attend\n" in text()
+    keep("def attend(x):\n    return 21 * x", number="0.1", name="attend")
+    assert "import attend" not in text() and importlib.import_module("mine").double(1) == 42
 
 
 CELLS = """from helpers.exercises import mine

@@ -75,7 +75,6 @@ def keep(found, names):
         return f"  Not kept in {FILE}: this folder cannot be written ({error.strerror or error})."
     except BaseException as error:
         return f"  Not kept in {FILE}: {name_of(error)}."
-    reach(found.building_block)
     lost = ", which Colab forgets with this session: download it" if "google.colab" in sys.modules else ""
     return f"  Kept: `{name}` is in your {FILE}{lost}."
 
@@ -101,18 +100,20 @@ def merged(text, gathered, number):
         holder = holders.get(name)
         if holder is None:
             added += ["", "", *block]
+        elif isinstance(holder, ast.ImportFrom) and holder.module.startswith("helpers.exercises."):
+            added += ["", "", *block]  # until now that of the series stood in for it
+            replaced[holder.lineno - 1, holder.end_lineno] = []
         elif source_of(holder, text) != source:
             if _exercise_of(holder, text) != number:
                 raise NotKept(
                     f"`{name}` is there already, written or edited by you or for another exercise. Rename one."
                 )
             replaced[first_line(holder) - 2, holder.end_lineno] = block
-    last = max((end for _, end in replaced), default=None)
     for (begin, end), block in sorted(replaced.items(), reverse=True):
-        # What is new goes before the last of what is replaced, which may need it.
-        lines[begin:end] = [*added[2:], *added[:2], *block] if end == last else block
-    if last is None:
-        lines += added
+        if block and added:  # what is new goes before the last of what is replaced, which may need it
+            block, added = [*added[2:], "", "", *block], []
+        lines[begin:end] = block
+    lines += added
     top = max((node.end_lineno for node in body if isinstance(node, ast.Import | ast.ImportFrom)), default=0)
     top = top or (body[0].end_lineno if body and ast.get_docstring(ast.Module(body, [])) else 0)
     if new_imports:
@@ -254,27 +255,29 @@ def _agree(one, other):
 
 # What the learner's module can do
 
-PARTS = {  # what is said of a part: (function of mine.py, what must be in the record)
-    "forward": ("forward", "forward"),
-    "causal": ("forward", "forward"),
-    "gradients": ("flash_attention", "gradients"),
-    "trains": ("flash_attention", "trains"),
-    "decodes": ("decode_attention", "decode"),
+PARTS = {  # {what is said of a part: the function of mine.py that does it}
+    "forward": "forward",
+    "causal": "forward",
+    "gradients": "flash_attention",
+    "trains": "flash_attention",
+    "decodes": "decode_attention",
 }
+SHOWN = ("trains",)  # parts that a notebook has to show, too, and then records
 
 
-def reach(part, function=None):
+def reach(part, function):
     """Record that the learner's module can do something, if the function that did it is the learner's."""
-    if function is None or getattr(function, "__module__", None) == "mine":
+    if getattr(function, "__module__", None) == "mine":
         record.note(part, record.SOLVED)
 
 
 def parts():
     """{part: whether the learner's module can do it}."""
-    names, done = set(), record.done()
+    names = set()
     with contextlib.suppress(Exception):
         names = {name for node in ast.parse(Path(FILE).read_bytes()).body for name in bound(node)}
-    return {part: name in names and done.get(said) == record.SOLVED for part, (name, said) in PARTS.items()}
+    done = record.done()
+    return {part: name in names and (part not in SHOWN or part in done) for part, name in PARTS.items()}
 
 
 sys.meta_path.insert(0, _Finder)
