@@ -189,13 +189,13 @@ def test_a_check_keeps_only_right_answers(capsys, monkeypatch):
 
 MODULES = {
     "right": ("def attention(q, k, v):\n    import numpy as np\n    w = np.exp(k @ q / len(q) ** 0.5)\n    return w @ v / w.sum()", "yours"),
-    "wrong": ("def attention(q, k, v):\n    return q", "of the series, as yours gives something else"),
-    "raises": ("def attention(q, k, v):\n    raise SystemExit", "of the series, as yours raises SystemExit"),
-    "endless": ("def attention(q, k, v):\n    while True: pass", "of the series, as yours raises TooSlow"),
-    "slow to import": ("while True: pass", "of the series, as mine.py cannot be imported: TooSlow"),
-    "broken": ("def attention(", "of the series, as mine.py cannot be imported: SyntaxError"),
-    "of an older edition": ("def attention_of_old(q): ...", "of the series, as mine.py has none"),
-    "none": (None, "of the series, as exercise 0.1 has not put yours into mine.py yet"),
+    "wrong": ("def attention(q, k, v):\n    return q", "the series' own, for yours gives something else"),
+    "raises": ("def attention(q, k, v):\n    raise SystemExit", "the series' own, for yours raises SystemExit"),
+    "endless": ("def attention(q, k, v):\n    while True: pass", "the series' own, for yours raises TooSlow"),
+    "slow to import": ("while True: pass", "the series' own, for mine.py cannot be imported: TooSlow"),
+    "broken": ("def attention(", "the series' own, for mine.py cannot be imported: SyntaxError"),
+    "of an older edition": ("def attention_of_old(q): ...", "the series' own, for mine.py has none"),
+    "none": (None, "the series' own, for exercise 0.1 has not put one into mine.py"),
 }  # fmt: skip
 
 
@@ -217,7 +217,7 @@ def test_where_notebooks_are_executed_for_their_outputs_the_series_runs(capsys, 
     monkeypatch.setenv(clock.OFF, "1")
     open(mine.FILE, "w").write("raise ValueError")
     yours(exercise("0.1").solution.__name__, lambda _: 1 / 0)
-    assert "of the series, as exercise 0.1" in capsys.readouterr().out
+    assert "the series' own, for exercise 0.1" in capsys.readouterr().out
 
 
 def test_parts_are_what_was_reached_and_is_still_there():

@@ -221,22 +221,22 @@ def yours(name, trial):
     """
     series = exercise(numbers_of_names()[name]).solution
     found, why = _usable(name, trial, series)
-    print(f"{name}: yours, from {FILE}." if found else f"{name}: that of the series, {why}.")
+    print(f"{name}: yours, from {FILE}." if found else f"{name}: the series' own, for {why}.")
     return found or series
 
 
 def _usable(name, trial, series):
     """(function, None), or (None, why not)."""
     if clock.OFF in os.environ or not os.path.isfile(FILE):
-        return None, f"as exercise {numbers_of_names()[name]} has not put yours into {FILE} yet"
+        return None, f"exercise {numbers_of_names()[name]} has not put one into {FILE}"
     try:
         found = getattr(load(), name, None)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return None, f"as {FILE} cannot be imported: {name_of(error)}"
+        return None, f"{FILE} cannot be imported: {name_of(error)}"
     if found is None:
-        return None, f"as {FILE} has none"
+        return None, f"{FILE} has none"
     try:
         with limited(TRIAL_S):
             pairs = zip(jax.tree.leaves(trial(found)), jax.tree.leaves(trial(series)), strict=True)
@@ -244,8 +244,8 @@ def _usable(name, trial, series):
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return None, f"as yours raises {name_of(error)} here"
-    return (found, None) if same else (None, "as yours gives something else")
+        return None, f"yours raises {name_of(error)} here"
+    return (found, None) if same else (None, "yours gives something else")
 
 
 def _agree(one, other):
