@@ -19,7 +19,20 @@ from helpers.exercises.exercise import exercise
 from helpers.instruments import cost
 
 NUMBERS = [lesson.number for lesson in lessons.ALL]
-KERNELS = {"4.1", "4.2", "4.3", "5.2", "5.3", "5.5", "7.1", "7.2", "7.3", "8.1", "10.1", "13.7"}  # seconds, not milliseconds
+KERNELS = {
+    "4.1",
+    "4.2",
+    "4.3",
+    "5.2",
+    "5.3",
+    "5.5",
+    "7.1",
+    "7.2",
+    "7.3",
+    "8.1",
+    "10.1",
+    "13.7",
+}  # seconds, not milliseconds
 WHOLE_KERNELS = {"5.5", "13.7"}  # with thirty named mistakes each, and minutes for what is left
 EVERY = 25  # of how many mutants the quick tests try one
 

@@ -104,10 +104,11 @@ def merged(text, gathered, number):
             added += ["", "", *block]  # until now that of the series stood in for it
             replaced[holder.lineno - 1, holder.end_lineno] = []
         elif source_of(holder, text) != source:
-            if _exercise_of(holder, text) != number:
-                raise NotKept(
-                    f"`{name}` is there already, written or edited by you or for another exercise. Rename one."
-                )
+            owner = _exercise_of(holder, text)
+            if owner is None:
+                raise NotKept(f"it has a `{name}` that you wrote or edited there. Rename one of them.")
+            if owner != number:
+                raise NotKept(f"its `{name}` is another, of exercise {owner}. Check that one again first.")
             replaced[first_line(holder) - 2, holder.end_lineno] = block
     for (begin, end), block in sorted(replaced.items(), reverse=True):
         if block and added:  # what is new goes before the last of what is replaced, which may need it
