@@ -93,6 +93,8 @@ def merged(text, gathered, number):
         holder = holders.get(name)
         if holder is None:
             new_imports.append(statement)
+        elif _is_stand_in(ast.parse(statement).body[0]):
+            continue  # the learner has one
         elif not isinstance(holder, ast.Import | ast.ImportFrom) or import_of(name, holder) != statement:
             raise NotKept(f"`{name}` is something else there than here. Rename one of them.")
     for name, source in gathered.definitions.items():
@@ -100,8 +102,8 @@ def merged(text, gathered, number):
         holder = holders.get(name)
         if holder is None:
             added += ["", "", *block]
-        elif isinstance(holder, ast.ImportFrom) and holder.module.startswith("helpers.exercises."):
-            added += ["", "", *block]  # until now that of the series stood in for it
+        elif _is_stand_in(holder):
+            added += ["", "", *block]
             replaced[holder.lineno - 1, holder.end_lineno] = []
         elif source_of(holder, text) != source:
             owner = _exercise_of(holder, text)
@@ -121,6 +123,11 @@ def merged(text, gathered, number):
         gap = [""] if top and not any(isinstance(node, ast.Import | ast.ImportFrom) for node in body) else []
         lines[top:top] = gap + sorted(new_imports, key=lambda each: (each.startswith("from"), each))
     return "\n".join(lines) + "\n"
+
+
+def _is_stand_in(node):
+    """Whether a statement imports a solution of the series, for want of the learner's own."""
+    return isinstance(node, ast.ImportFrom) and (node.module or "").startswith("helpers.exercises.")
 
 
 def _exercise_of(node, text):
