@@ -19,8 +19,8 @@ from helpers.exercises.exercise import exercise
 from helpers.instruments import cost
 
 NUMBERS = [lesson.number for lesson in lessons.ALL]
-KERNELS = {"4.1", "4.2", "4.3", "5.2", "5.3", "5.5", "7.1", "7.2", "7.3", "7.7", "7.8", "7.9", "8.1", "10.1"}  # seconds, not milliseconds
-WHOLE_KERNELS = {"5.5", "7.7", "7.8", "7.9"}  # with many named mistakes each, and minutes for what is left
+WHOLE_KERNELS = {number for number in NUMBERS if exercise(number).building_block}  # minutes for all their mutants
+KERNELS = {"4.1", "4.2", "4.3", "5.2", "5.3", "7.1", "7.2", "7.3", "8.1", "10.1"} | WHOLE_KERNELS  # seconds each
 EVERY = 25  # of how many mutants the quick tests try one
 
 COMMUTES = "the two parts are treated alike"
