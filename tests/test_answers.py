@@ -60,7 +60,7 @@ EQUAL = {
     },
     "2.5": {"0.0 → 1.0": NEVER_READ, "0.0 → -1.0": NEVER_READ},
     "3.1": {"np.zeros → np.ones": NEVER_READ},
-    "3.6": {
+    "3.5": {
         "cost.query_outer_bytes(T, S, H, itemsize, *pair) → cost.query_outer_bytes(T, H, S, itemsize, *pair)": (
             "S and H are factors of one product"
         ),
