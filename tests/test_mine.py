@@ -54,7 +54,7 @@ def keep(*cells, number="2.1", name="double"):
 
 
 def text():
-    return open(mine.FILE, encoding="utf-8").read()
+    return open(mine.FILE, encoding="utf-8", newline="").read()
 
 
 @pytest.fixture(autouse=True)
@@ -97,13 +97,15 @@ def test_what_is_missing_is_named_and_nothing_written():
 
 def test_only_what_a_check_wrote_is_replaced():
     keep("def helper(x):\n    return x", "def double(x):\n    return 2 * helper(x)")
-    by_hand = "\n\n# by hand\ndef other(x):\n    return -x\n"
-    open(mine.FILE, "a").write(by_hand)
-    keep("def more(x):\n    return x", "def double(x):\n    return 2 * more(x)")
+    by_hand = "\n\n# by hand\r\nimport math\ndef other(x):\n    return -x * len('\x0c')\n"
+    open(mine.FILE, "a", newline="").write(by_hand)
+    more = "import numpy as np\na, b = 1, 1\ndef more(x):\n    return a * b * np.add(x, 0)"
+    keep(more, "def double(x):\n    return 2 * more(x)")
     assert by_hand in text() and "return 2 * more(x)" in text() and "return 2 * helper(x)" not in text()
-    assert text().index("def more") < text().index("def double") < text().index("def other")
+    assert text().index("import numpy") < text().index("def more") < text().index("def double") < text().index("other")
+    assert text().count("a, b = 1, 1") == 1
     before = text()
-    assert "Kept" in keep("def more(x):\n    return x", "def double(x):\n    return 2 * more(x)")
+    assert "Kept" in keep(more, "def double(x):\n    return 2 * more(x)")
     assert text() == before, "the same answer changes nothing"
     assert "a `other` that you wrote" in keep("def other(x):\n    return 0", "def double(x):\n    return other(x)")
     assert "of exercise 2.1" in keep(

@@ -46,7 +46,8 @@ def gather(name, names):
         else:
             for needed in free_names(source):
                 visit(needed)
-            gathered.definitions[name] = source
+            if source not in gathered.definitions.values():  # one statement may define several names
+                gathered.definitions[name] = source
 
     visit(name)
     return gathered
@@ -104,7 +105,7 @@ def source_of(node, text):
     """The lines of a statement; where it shares one with another, only its own part."""
     if isinstance(node, ast.Assign | ast.AnnAssign):
         return ast.get_source_segment(text, node)
-    return "\n".join(text.splitlines()[first_line(node) - 1 : node.end_lineno])
+    return "\n".join(text.split("\n")[first_line(node) - 1 : node.end_lineno])
 
 
 def free_names(source):

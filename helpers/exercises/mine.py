@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import importlib
 import importlib.util
+import itertools
 import os
 import re
 import sys
@@ -88,7 +89,7 @@ def merged(text, gathered, number):
             f"it cannot be read as Python (line {getattr(error, 'lineno', '?')}). Mend it, and check again."
         ) from None
     holders = {name: node for node in body for name in bound(node)}
-    lines, new_imports, replaced, added = text.splitlines(), [], {}, []
+    new_imports, replaced, added = [], {}, []
     for name, statement in gathered.imports.items():
         holder = holders.get(name)
         if holder is None:
@@ -112,17 +113,19 @@ def merged(text, gathered, number):
             if owner != number:
                 raise NotKept(f"its `{name}` is another, of exercise {owner}. Check that one again first.")
             replaced[first_line(holder) - 2, holder.end_lineno] = block
-    for (begin, end), block in sorted(replaced.items(), reverse=True):
-        if block and added:  # what is new goes before the last of what is replaced, which may need it
-            block, added = [*added[2:], "", "", *block], []
-        lines[begin:end] = block
-    lines += added
-    top = max((node.end_lineno for node in body if isinstance(node, ast.Import | ast.ImportFrom)), default=0)
-    top = top or (body[0].end_lineno if body and ast.get_docstring(ast.Module(body, [])) else 0)
+    if replaced and any(replaced.values()):
+        # What is new goes before the last of what is replaced, which may need it.
+        last = max(place for place, block in replaced.items() if block)
+        replaced[last], added = [*added[2:], *["", ""][: len(added)], *replaced[last]], []
     if new_imports:
-        gap = [""] if top and not any(isinstance(node, ast.Import | ast.ImportFrom) for node in body) else []
-        lines[top:top] = gap + sorted(new_imports, key=lambda each: (each.startswith("from"), each))
-    return "\n".join(lines) + "\n"
+        head = itertools.takewhile(lambda node: isinstance(node, ast.Import | ast.ImportFrom | ast.Expr), body)
+        top = max((node.end_lineno for node in head), default=0)
+        gap = [""] if top and isinstance(body[0], ast.Expr) and top == body[0].end_lineno else []
+        replaced[top, top] = gap + sorted(new_imports, key=lambda each: (each.startswith("from"), each))
+    lines = text.removesuffix("\n").split("\n")
+    for (begin, end), block in sorted(replaced.items(), reverse=True):
+        lines[begin:end] = block
+    return "\n".join(lines + added) + "\n"
 
 
 def _is_stand_in(node):
@@ -133,7 +136,7 @@ def _is_stand_in(node):
 def _exercise_of(node, text):
     """The number of the exercise whose check wrote a statement of mine.py; None if the learner wrote or edited it."""
     begin = first_line(node)
-    mark = MARK.match(text.splitlines()[begin - 2]) if begin > 1 else None
+    mark = MARK.match(text.split("\n")[begin - 2].rstrip()) if begin > 1 else None
     return mark[1] if mark and mark[2] == _digest(source_of(node, text)) else None
 
 
