@@ -157,11 +157,7 @@ def test_right_answers_in_any_style(number):
     solution = exercise(number).solution
     for style, restyled in STYLES.items():
         judged = verdict(exercise(number), restyled(solution))
-        if not (number in BOUNDS and style.startswith("an iterator")):
-            assert judged.status == "correct", f"{style}: {judged.text}"
-
-
-BOUNDS = {"4.4"}  # a right answer there is written by arrays of the checker
+        assert judged.status == "correct", f"{style}: {judged.text}"
 
 
 @pytest.mark.full
@@ -368,17 +364,6 @@ def test_a_product_of_all_keys_is_noticed_when_written_as_a_sum():
         out_ref[...] = (p_ref[...].astype(jnp.float32)[:, :, None] * v_ref[...]).sum(axis=1)
 
     assert "one product takes 3 keys at once" in verdict(exercise("4.3"), kernel).text
-
-
-def test_the_grid_is_not_left_to_pallas_call():
-    def run_grid(body, x, grid, block_shape, in_map, out_map):
-        def kernel(x_ref, out_ref):
-            out_ref[...] = body(x_ref[...])
-
-        specs = {"in_specs": [pl.BlockSpec(block_shape, in_map)], "out_specs": pl.BlockSpec(block_shape, out_map)}
-        return pl.pallas_call(kernel, grid=grid, **specs, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
-
-    assert "write the two loops yourself" in verdict(exercise("4.4"), run_grid).text
 
 
 def test_causal_is_passed_by_name():
