@@ -1,6 +1,6 @@
 """The map of the series with what a learner has done, for notebook 00."""
 
-from helpers.exercises import record
+from helpers.exercises import mine, record
 from helpers.exercises.exercise import exercises_of
 from helpers.plots import roadmap
 from helpers.series import LESSONS, PATHS, exercises_on
@@ -17,6 +17,7 @@ def progress():
         upcoming = _next(numbers, done)
         then = f"next {upcoming} · {titles[upcoming]}" if upcoming else "all of them"
         print(f"{path['name'] + ':':12} {solved:2} of {len(numbers):2} exercises solved, {then}")
+    print("your mine.py:", "  ".join(f"{part} {'✓' if is_there else '·'}" for part, is_there in mine.parts().items()))
     if not record.in_a_workbook():
         print("Nothing is recorded here, only in your own copy, which `make lab` opens.")
     states = {

@@ -19,7 +19,8 @@ from helpers.exercises.exercise import exercise
 from helpers.instruments import cost
 
 NUMBERS = [lesson.number for lesson in lessons.ALL]
-KERNELS = {"4.1", "4.2", "4.3", "5.1", "5.2", "5.4", "7.1", "7.2", "7.3", "8.1", "10.1"}  # seconds, not milliseconds
+WHOLE_KERNELS = {number for number in NUMBERS if exercise(number).building_block}  # minutes for all their mutants
+KERNELS = {"4.1", "4.2", "4.3", "5.2", "5.3", "7.1", "7.2", "7.3", "8.1", "10.1"} | WHOLE_KERNELS  # seconds each
 EVERY = 25  # of how many mutants the quick tests try one
 
 COMMUTES = "the two parts are treated alike"
@@ -50,16 +51,9 @@ EQUAL = {
             "200.0 → 199.0",
         )
     },
-    "2.4": {
-        "0.0 → 1.0": NEVER_READ,
-        "0.0 → -1.0": NEVER_READ,
-        "np.zeros → np.ones": NEVER_READ,
-        "1.0 → 2.0": "0 divided by 2 is 0 too",
-        "0 → 1": "l is at least 1 where a key was visible",
-    },
-    "2.5": {"0.0 → 1.0": NEVER_READ, "0.0 → -1.0": NEVER_READ},
+    "2.4": {"0.0 → 1.0": NEVER_READ, "0.0 → -1.0": NEVER_READ},
     "3.1": {"np.zeros → np.ones": NEVER_READ},
-    "3.6": {
+    "3.5": {
         "cost.query_outer_bytes(T, S, H, itemsize, *pair) → cost.query_outer_bytes(T, H, S, itemsize, *pair)": (
             "S and H are factors of one product"
         ),
@@ -69,8 +63,8 @@ EQUAL = {
     },
     "4.2": {"0 → -1": "the last axis of a grid of one axis is the first"},
     "4.3": {"0 → 1": "the other operand holds 0 there", "0 → -1": "the other operand holds 0 there"},
-    "5.2": {"1 → 2": "minus infinity plus one is minus infinity, and 0 divided by 2 is 0"},
-    "5.3": {"0 → 1": EMPTY, "0 → -1": EMPTY},
+    "5.3": {"1 → 2": "minus infinity plus one is minus infinity, and 0 divided by 2 is 0"},
+    "5.1": {"0 → 1": EMPTY, "0 → -1": EMPTY},
     "6.3": {"np.zeros_like → np.ones_like": "dq is overwritten, head by head"},
     "6.5": {
         "(np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)) → (np.zeros_like(q), np.zeros_like(v), np.zeros_like(k))": (
@@ -117,7 +111,7 @@ def test_some_mutants_are_rejected(number, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", [number for number in NUMBERS if number not in WHOLE_KERNELS])
 def test_all_mutants_are_rejected_but_those_that_are_equal(number, monkeypatch):
     monkeypatch.setattr(running, "SECONDS", 10 if number in KERNELS else 1)
     tried, alive = survivors(number)
@@ -163,15 +157,11 @@ def test_right_answers_in_any_style(number):
     solution = exercise(number).solution
     for style, restyled in STYLES.items():
         judged = verdict(exercise(number), restyled(solution))
-        if not (number in BOUNDS and style.startswith("an iterator")):
-            assert judged.status == "correct", f"{style}: {judged.text}"
-
-
-BOUNDS = {"4.4"}  # a right answer there is written by arrays of the checker
+        assert judged.status == "correct", f"{style}: {judged.text}"
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", ["0.1", "1.1", "2.2", "2.5", "3.1", "6.1", "6.2", "6.5", "8.3"])
+@pytest.mark.parametrize("number", ["0.1", "1.1", "2.2", "2.4", "3.1", "6.1", "6.2", "6.5", "8.3"])
 def test_right_answers_in_jax(number):
     """Solutions without writing into arrays, with arguments of jax.numpy: float32."""
     solution = exercise(number).solution
@@ -385,17 +375,6 @@ def test_a_product_of_all_keys_is_noticed_when_written_as_a_sum():
     assert "one product takes 3 keys at once" in verdict(exercise("4.3"), kernel).text
 
 
-def test_the_grid_is_not_left_to_pallas_call():
-    def run_grid(body, x, grid, block_shape, in_map, out_map):
-        def kernel(x_ref, out_ref):
-            out_ref[...] = body(x_ref[...])
-
-        specs = {"in_specs": [pl.BlockSpec(block_shape, in_map)], "out_specs": pl.BlockSpec(block_shape, out_map)}
-        return pl.pallas_call(kernel, grid=grid, **specs, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
-
-    assert "write the two loops yourself" in verdict(exercise("4.4"), run_grid).text
-
-
 def test_causal_is_passed_by_name():
     def layer(x, w_qkv, w_merge, N, attention):  # flash_attention would take it for a bias
         B, T, C = x.shape
@@ -409,7 +388,6 @@ IN_ANOTHER_UNIT = {
     "2.1": ("m_new = max(m, s.max())", "m_new = max(m, s.max()) + 1"),
     "2.2": ("m = np.maximum(m_a, m_b)", "m = np.maximum(m_a, m_b) + 1"),
     "3.3": ("m_new = np.maximum(m, s.max(axis=1))", "m_new = np.maximum(m, s.max(axis=1)) + 1"),
-    "5.1": ("m_new = jnp.maximum(m, s.max(axis=1))", "m_new = jnp.maximum(m, s.max(axis=1)) + 1"),
 }
 
 

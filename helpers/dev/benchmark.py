@@ -48,9 +48,11 @@ from helpers.dev.measuring import (
     right_ones,
     say_left_out,
 )
+from helpers.exercises import mine
 from helpers.instruments import cost, ladder, results
 from helpers.instruments.implementations import OF_JAX, OF_TORCH, PEERS, gradient_programs
 from helpers.instruments.timing import Program, rotation, time_together
+from helpers.workbook import WORKBOOK
 
 TOKENS, WIDTH = 16384, 2048
 PASSES = "forward", "backward"
@@ -436,8 +438,25 @@ def with_fractions(records, top):
     return done
 
 
+def report_mine(note):
+    """Print how fast flash_attention of workbook/mine.py is, beside ours and cuDNN's. Nothing is recorded."""
+    os.chdir(WORKBOOK)
+    try:
+        attention = mine.load().flash_attention
+    except Exception as error:
+        print(f"Nothing to measure: workbook/mine.py has no flash_attention ({reason_of(error)}).")
+        return 1
+    yours = {"mine": lambda case: functools.partial(attention, is_causal=case.is_causal)}
+    beside = {name: OF_JAX[name] for name in ("naive", "portable", "hopper", "cudnn")}
+    for H, is_causal in itertools.product((64, 128), (False, True)):
+        case = Case.of_grid(4096, H, "bfloat16", is_causal)
+        print(line(case, measure_case(case, yours | beside, note=note)), flush=True)
+    return 0
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m helpers.dev.benchmark", description=__doc__.splitlines()[0])
+    parser.add_argument("--mine", action="store_true", help="only the kernel of workbook/mine.py, without recording")
     parser.add_argument("--decode", action="store_true", help="measure decoding alone, and keep the rest")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds after which no case begins")
     parser.add_argument("--commit", help="what to record as the commit, where git cannot say")
@@ -448,6 +467,8 @@ def main(arguments=None):
         print(f"Nothing to measure: {reason}.")
         return 1
     began, note = time.perf_counter(), Notes()
+    if options.mine:
+        return report_mine(note)
     machine = Machine.here(options.commit, **dict(given.split("=", 1) for given in options.versions))
     top = ceilings()
     print(f"ceilings: matmul {top['matmul_tflops']:.0f} TFLOP/s, copy {top['copy_gbps']:.0f} GB/s", flush=True)

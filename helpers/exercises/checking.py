@@ -10,7 +10,7 @@ import warnings
 import numpy as np
 from tqdm import tqdm
 
-from helpers.exercises import record
+from helpers.exercises import mine, record
 from helpers.exercises.comparing import complaint_about, describe, indent
 from helpers.exercises.exercise import (
     Verdict,
@@ -28,11 +28,13 @@ def check(answer, *more):
 
     Never raises, and prints the same text whenever the answer is the same. A bar shows the
     progress of a check that takes more than a second, and goes away at its end. In a workbook
-    the `record` keeps what was tried and solved. Older workbooks name the number: ``check("2.1", update)``.
+    the `record` keeps what was tried and solved, and `mine` the source of a building block.
+    Older workbooks name the number: ``check("2.1", update)``.
     """
+    names = sys._getframe(1).f_globals
     try:
         number, answer = (answer, *more) if more else (None, answer)
-        found = exercise(number if more else _number_of(answer, sys._getframe(1).f_globals))
+        found = exercise(number if more else _number_of(answer, names))
     except BaseException:
         which = number if more else getattr(answer, "__name__", answer)
         print(f"✗ There is no exercise {describe(which)}. CHANGES.md lists those that have moved.")
@@ -40,6 +42,8 @@ def check(answer, *more):
     bar = functools.partial(tqdm, desc=f"Exercise {found.number}", file=sys.stdout, leave=False, delay=1, unit="case")
     judged = verdict(found, answer, bar)
     print(_in_colour(judged))
+    if judged.status == "correct" and (said := mine.keep(found, names)):
+        print(said)
     if judged.status in STATES:
         record.note(found.number, STATES[judged.status])
 
@@ -110,4 +114,5 @@ def _verdict(exercise, answer, progress):
             )
         return Verdict("wrong", text, mistake.name if mistake else None)
     plural = "s" if len(cases) > 1 else ""
-    return Verdict("correct", f"✓ {name}: correct on {len(cases)} case{plural}: {exercise.tried}.")
+    remark = f"\n  {exercise.remark(answer)}" if exercise.remark else ""
+    return Verdict("correct", f"✓ {name}: correct on {len(cases)} case{plural}: {exercise.tried}.{remark}")

@@ -60,6 +60,9 @@ class Exercise:
       it is right, otherwise a sentence that says why it is not. Replaces `expected`.
     tolerance: largest relative error of a right answer, in the Frobenius norm.
     exact_dtype: whether each output must have the dtype of the expected one.
+    building_block: the part of the learner's own module that the answer is, such as "forward" or "gradients"; by
+      default it is none.
+    remark: what is said of a right answer besides, a sentence that it makes of the answer.
     number: "2.1" for the first of notebook 02, by its place in EXERCISES. `exercises_of` fills it in.
     """
 
@@ -74,6 +77,8 @@ class Exercise:
     judge: Callable | None = None
     tolerance: float = 1e-5
     exact_dtype: bool = False
+    building_block: str = ""
+    remark: Callable | None = None
     number: str = ""
 
     @functools.cached_property

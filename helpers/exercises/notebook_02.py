@@ -337,97 +337,6 @@ BREAK = Exercise(
 # 2.4
 
 
-def attend_by_tiles(s, v, block_k):
-    """out (tiles, H) and lse (tiles,) of every prefix of tiles. s: (S,), v: (S, H)."""
-    m, l, acc = -np.inf, 0.0, np.zeros(v.shape[1])
-    out, lse = [], []
-    for start in range(0, len(s), block_k):
-        tile = slice(start, start + block_k)
-        m_new = max(m, s[tile].max())
-        reference = 0.0 if m_new == -np.inf else m_new
-        alpha = np.exp(m - reference)
-        p = np.exp(s[tile] - reference)
-        l, acc, m = alpha * l + p.sum(), alpha * acc + p @ v[tile], m_new
-        out.append(acc / (l if l > 0 else 1.0))
-        lse.append(m + np.log(l))
-    return np.array(out), np.array(lse)
-
-
-def _attend_cases():
-    random = np.random.default_rng(24)
-
-    def case(label, s, block_k, H):
-        s = np.asarray(s, float)
-        return Case(f"{label}, S={len(s)}, block_k={block_k}, H={H}", (s, random.standard_normal((len(s), H)), block_k))
-
-    # Few shapes, because an answer in jax.numpy is compiled for each of them.
-    masked = random.standard_normal(7)
-    masked[[0, 1, 2, 5]] = -np.inf
-    return [
-        Case("the hand case", (HAND_S, HAND_V, 2)),
-        case("a ragged last tile", random.standard_normal(5), 2, 3),
-        case("the largest logit first", [5.0, 1, 0, 2, -1, 3, 1], 3, 2),
-        case("the largest logit last", [-1.0, 1, 0, 2, 1, 3, 7], 3, 2),
-        case("the largest logit in the middle", [0.0, 1, 2, 9, 1, 0, -1, 3, 2], 3, 2),
-        case("tiles of one key", 2 * random.standard_normal(4), 1, 2),
-        case("first tile fully masked", masked, 3, 2),
-        case("a fully masked tile after a visible one", [1.0, 0, -np.inf, -np.inf, 2, -1, -np.inf, -np.inf], 2, 2),
-        case("a fully masked tile before logits near -1000", [-np.inf, -np.inf, -1000, -1001, -999], 2, 2),
-        case("masked tiles between logits near -1000", [-1000, -np.inf, -np.inf, -np.inf, -1002, -1001], 2, 2),
-        case("every key masked", np.full(4, -np.inf), 2, 2),
-        case("logits near 1000", _even(1000 + 2 * random.standard_normal(7)), 3, 2),
-        case("logits near -1000", _even(-1000 + 2 * random.standard_normal(7)), 3, 2),
-        case("a rise from 0 to 1000", _even(np.repeat([0.0, 1000.0], 3) + random.standard_normal(6)), 3, 2),
-        case("a fall from 1000 to 0", _even(np.repeat([1000.0, 0.0], 3) + random.standard_normal(6)), 3, 2),
-    ]
-
-
-def _expected_attend(s, v, block_k):
-    stops = [min(start + block_k, len(s)) for start in range(0, len(s), block_k)]
-    prefixes = [_out_and_lse(s[:stop], v[:stop]) for stop in stops]
-    return np.stack([out for out, _ in prefixes]), np.stack([lse for _, lse in prefixes])
-
-
-# fmt: off
-ATTEND = Exercise(
-    solution=attend_by_tiles, title="One pass, and the answer after every tile", outputs=("out", "lse"),
-    cases=_attend_cases, expected=_expected_attend,
-    tried="ragged and masked tiles, maximum first, in the middle and last, jumps of 1000 up and down",
-    mistakes=(
-        ("neither l nor acc is rescaled", "alpha * ", "",
-         "Both are measured in units of e^m, so both change when m does: see section 3."),
-        ("acc is not rescaled", "alpha * acc", "acc",
-         "acc needs the same alpha as l, or out can exceed every value: see section 4."),
-        ("l is not rescaled", "alpha * l", "l", "l needs the same alpha as acc: see section 3."),
-        ("alpha is inverted, which makes it infinite where m is still -inf", "m - reference", "reference - m",
-         "alpha = e^(m - m_new) is at most 1, and 0 for the first tile: see section 3."),
-        ("p uses the old m", "s[tile] - reference", "s[tile] - (0.0 if m == -np.inf else m)",
-         "The new exponentials must be in the new units, e^(s - m_new): see section 3."),
-        ("acc is divided by l half-way and then rescaled again",
-         "out.append(acc / (l if l > 0 else 1.0))", "acc = acc / (l if l > 0 else 1.0)\n        out.append(acc)",
-         "Keep acc undivided from tile to tile and divide a copy of it: see the common slip in section 4."),
-        ("out is never divided by l", " / (l if l > 0 else 1.0)", "", "out = acc / l: see section 4."),
-        ("only the last tile is kept", ("alpha * l + ", "alpha * acc + "), ("", ""),
-         "l and acc stand for all keys so far, not for those of one tile: see section 4."),
-        ("m is the maximum of the tile instead of the running maximum", "max(m, s[tile].max())", "s[tile].max()",
-         "It is right until m falls so far that alpha or l overflows, or to -inf in a masked tile: see section 6."),
-        ("-inf is subtracted from -inf in a masked tile", "0.0 if m_new == -np.inf else m_new", "m_new",
-         "Use 0 as the reference while m is still -inf: see section 7."),
-        ("0 is divided by 0 while no key was visible", "(l if l > 0 else 1.0)", "l",
-         "Divide by 1 where l is 0, so that out is 0 there: see the end of section 7."),
-        ("the last, shorter tile is left out", "len(s), block_k", "len(s) // block_k * block_k, block_k",
-         "range(0, len(s), block_k) reaches the tail, len(s) // block_k tiles do not."),
-        ("masked keys get a large negative logit instead of -inf",
-         "    m, l, acc", "    s = np.where(s == -np.inf, -1e9, s)\n    m, l, acc",
-         "A tile with nothing but masked keys then counts as a tile of equal keys: see section 7."),
-    ),
-)
-# fmt: on
-
-
-# 2.5
-
-
 def merge_by_lse(out_a, lse_a, out_b, lse_b):
     """(out, lse) of two results over disjoint keys. out: (rows, H), lse: (rows,)."""
     lse = np.logaddexp(lse_a, lse_b)
@@ -509,4 +418,4 @@ MERGE_BY_LSE = Exercise(
 )
 # fmt: on
 
-EXERCISES = (UPDATE, MERGE, BREAK, ATTEND, MERGE_BY_LSE)
+EXERCISES = (UPDATE, MERGE, BREAK, MERGE_BY_LSE)

@@ -394,111 +394,6 @@ TRAFFIC_TABLE = Exercise(
 # 3.5
 
 
-def largest_blocks(H, itemsize, budget, sizes):
-    """The (block_q, block_k) that fits in budget and has the largest product."""
-    fitting = [
-        (block_q, block_k)
-        for block_q in sizes
-        for block_k in sizes
-        if itemsize * (block_q * H + 2 * block_k * H + block_q * block_k) <= budget
-    ]
-    return max(fitting, key=lambda blocks: blocks[0] * blocks[1])
-
-
-POWERS = (16, 32, 64, 128, 256, 512, 1024)
-
-
-def _needed(block_q, block_k, H, itemsize):
-    """Bytes on chip: tiles of q, k, v and the logits between them."""
-    return itemsize * (block_q * H + 2 * block_k * H + block_q * block_k)
-
-
-def _judge_blocks(result, H, itemsize, budget, sizes, score, sentence):
-    """What is wrong with a pair that should fit and have the least score(*pair); sentence tells both scores."""
-    if not np.shape(result) == (2,) or not all(float(size).is_integer() for size in result):
-        return "expected two integers (block_q, block_k)"
-    blocks = int(result[0]), int(result[1])
-    for name, size in zip(("block_q", "block_k"), blocks, strict=True):
-        if size not in sizes:
-            return f"{name} = {str(size)[:20]} is not one of the allowed sizes"
-    needed = _needed(*blocks, H, itemsize)
-    if needed > budget:
-        return f"block_q, block_k = {blocks} need {needed} bytes on chip, the budget is {budget}"
-    fitting = [(q, k) for q in sizes for k in sizes if _needed(q, k, H, itemsize) <= budget]
-    best = min(score(*pair) for pair in fitting)
-    if score(*blocks) > best:
-        return f"block_q, block_k = {blocks} fit, " + sentence.format(abs(score(*blocks)), abs(best))
-    return None
-
-
-def _judge_largest(result, case):
-    sentence = "and their product is {}; other sizes that fit reach {}"
-    return _judge_blocks(result, *case.arguments, lambda q, k: -q * k, sentence)
-
-
-def _budget_cases():
-    case = lambda label, *arguments: Case(label, arguments)
-    return [
-        case("the case worked by hand", 2, 2, 64, (2, 4)),
-        case("the same with 80 bytes, which all four pairs fit in", 2, 2, 80, (2, 4)),
-        case("H=64, 2 bytes, 128 KiB", 64, 2, 128 * KIB, POWERS),
-        case("H=64, 2 bytes, 164 KiB", 64, 2, 164 * KIB, POWERS),
-        case("H=128, 2 bytes, 164 KiB", 128, 2, 164 * KIB, POWERS),
-        case("H=128, 2 bytes, 100 KiB", 128, 2, 100 * KIB, POWERS),
-        case("H=64, 4 bytes, 96 KiB", 64, 4, 96 * KIB, POWERS),
-        case("H=64, 2 bytes, 48 KiB, which one pair fills exactly", 64, 2, 48 * KIB, POWERS),
-        case("H=64, 2 bytes, 100 KiB, sizes in no order", 64, 2, 100 * KIB, (512, 16, 128, 32, 64, 256)),
-        case("H=64, 2 bytes, 227 KiB", 64, 2, 227 * KIB, POWERS),
-        case("H=32, 2 bytes, 20 KiB, other sizes", 32, 2, 20 * KIB, (24, 40, 56, 88, 120)),
-        case("H=16, 4 bytes, 6 KiB, small sizes", 16, 4, 6 * KIB, (8, 16, 24, 48)),
-        case("H=256, 2 bytes, 228 KiB", 256, 2, 228 * KIB, POWERS),
-    ]
-
-
-# fmt: off
-# What goes wrong in the budget, the same in 3.5 and 3.6.
-WRONG_BUDGETS = (
-    ("the tile of v is left out of the budget", "2 * block_k * H", "block_k * H",
-     "A key tile brings its values along, so it counts twice: see the sum in section 8."),
-    ("the tile of weights is left out of the budget", " + block_q * block_k", "",
-     "block_q times block_k weights p may pass through shared memory as well: see the first sum in section 8."),
-    ("elements are compared with a budget in bytes", "if itemsize * ", "if ",
-     "Multiply the number of elements by the bytes of one: see the sum in section 8."),
-    ("a tile that fills the budget exactly is turned away", "<= budget", "< budget",
-     "Exactly full still fits: see the ≤ in section 8."),
-    ("every tile is counted twice, that of queries as well, or the accumulator is counted in the same budget",
-     "(block_q * H", "(2 * block_q * H",
-     "Queries come alone, and the accumulator lies in registers: see the sums in section 8."),
-    ("the weights p are counted with 4 bytes an entry", " + block_q * block_k)", ") + 4 * block_q * block_k",
-     "In this budget all tiles have `itemsize` bytes an element: see the first sum in section 8."),
-    ("only square tiles are tried", "<= budget", "<= budget and block_q == block_k",
-     "block_q and block_k may differ: see the map in section 8."),
-)
-KEY = "blocks[0] * blocks[1]"
-
-LARGEST_BLOCKS = Exercise(
-    solution=largest_blocks, title="The largest tile that fits", outputs=("block_q, block_k",),
-    cases=_budget_cases, judge=_judge_largest,
-    tried="H from 2 to 256, 2 and 4 bytes, up to 228 KiB, sizes in any order; of several largest tiles any one counts",
-    mistakes=(
-        *WRONG_BUDGETS,
-        ("the tile of queries is counted twice and that of keys once, or the pair is returned the other way round",
-         "block_q * H + 2 * block_k * H", "2 * block_q * H + block_k * H",
-         "block_q comes first, and it is keys that bring values along: see the sum in section 8."),
-        ("the largest block_q is taken first, and then the largest block_k that still fits", KEY, "blocks",
-         "It is the product that shall be large: see the text of the exercise."),
-        ("the largest block_k is taken first, and then the largest block_q that still fits", KEY, "blocks[::-1]",
-         "It is the product that shall be large: see the text of the exercise."),
-        ("block_q + block_k is made large instead of the product", KEY, "sum(blocks)",
-         "The tile of logits has block_q times block_k entries: see section 8."),
-    ),
-)
-# fmt: on
-
-
-# 3.6
-
-
 def least_traffic_blocks(T, S, H, itemsize, budget, sizes):
     """The (block_q, block_k) that fits in budget and moves the fewest bytes."""
     fitting = [
@@ -511,10 +406,31 @@ def least_traffic_blocks(T, S, H, itemsize, budget, sizes):
     return min(fitting, key=moved)
 
 
+POWERS = (16, 32, 64, 128, 256, 512, 1024)
+
+
+def _needed(block_q, block_k, H, itemsize):
+    """Bytes on chip: tiles of q, k, v and the logits between them."""
+    return itemsize * (block_q * H + 2 * block_k * H + block_q * block_k)
+
+
 def _judge_least_traffic(result, case):
-    T, S, H, itemsize, *rest = case.arguments
-    moved = lambda q, k: cost.query_outer_bytes(T, S, H, itemsize, q, k)
-    return _judge_blocks(result, H, itemsize, *rest, moved, "and move {} bytes; other sizes that fit move {}")
+    """What is wrong with a pair that should fit and move the fewest bytes."""
+    T, S, H, itemsize, budget, sizes = case.arguments
+    moved = lambda pair: cost.query_outer_bytes(T, S, H, itemsize, *pair)
+    if not np.shape(result) == (2,) or not all(float(size).is_integer() for size in result):
+        return "expected two integers (block_q, block_k)"
+    blocks = int(result[0]), int(result[1])
+    for name, size in zip(("block_q", "block_k"), blocks, strict=True):
+        if size not in sizes:
+            return f"{name} = {str(size)[:20]} is not one of the allowed sizes"
+    needed = _needed(*blocks, H, itemsize)
+    if needed > budget:
+        return f"block_q, block_k = {blocks} need {needed} bytes on chip, the budget is {budget}"
+    best = min(moved((q, k)) for q in sizes for k in sizes if _needed(q, k, H, itemsize) <= budget)
+    if moved(blocks) > best:
+        return f"block_q, block_k = {blocks} fit, and move {moved(blocks)} bytes; other sizes that fit move {best}"
+    return None
 
 
 def _traffic_cases():
@@ -545,7 +461,21 @@ LEAST_TRAFFIC = Exercise(
     cases=_traffic_cases, judge=_judge_least_traffic,
     tried="T ≠ S, H from 2 to 128, 2 and 4 bytes, up to 228 KiB, sizes in any order; of several best any one counts",
     mistakes=(
-        *WRONG_BUDGETS,
+        ("the tile of v is left out of the budget", "2 * block_k * H", "block_k * H",
+         "A key tile brings its values along, so it counts twice: see the sum in section 8."),
+        ("the tile of weights is left out of the budget", " + block_q * block_k", "",
+         "block_q times block_k weights p may pass through shared memory as well: see the first sum in section 8."),
+        ("elements are compared with a budget in bytes", "if itemsize * ", "if ",
+         "Multiply the number of elements by the bytes of one: see the sum in section 8."),
+        ("a tile that fills the budget exactly is turned away", "<= budget", "< budget",
+         "Exactly full still fits: see the ≤ in section 8."),
+        ("every tile is counted twice, that of queries as well, or the accumulator is counted in the same budget",
+         "(block_q * H", "(2 * block_q * H",
+         "Queries come alone, and the accumulator lies in registers: see the sums in section 8."),
+        ("the weights p are counted with 4 bytes an entry", " + block_q * block_k)", ") + 4 * block_q * block_k",
+         "In this budget all tiles have `itemsize` bytes an element: see the first sum in section 8."),
+        ("only square tiles are tried", "<= budget", "<= budget and block_q == block_k",
+         "block_q and block_k may differ: see the map in section 8."),
         ("the tile of queries is counted twice and that of keys once",
          "block_q * H + 2 * block_k * H", "2 * block_q * H + block_k * H",
          "It is keys that bring values along: see the sum in section 8."),
@@ -565,4 +495,4 @@ LEAST_TRAFFIC = Exercise(
 )
 # fmt: on
 
-EXERCISES = (QUERY_OUTER, CLASSIFY, KEY_OUTER, TRAFFIC_TABLE, LARGEST_BLOCKS, LEAST_TRAFFIC)
+EXERCISES = (QUERY_OUTER, CLASSIFY, KEY_OUTER, TRAFFIC_TABLE, LEAST_TRAFFIC)

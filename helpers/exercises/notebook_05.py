@@ -4,6 +4,7 @@ Kernels are replayed here on every device: the small cases need tiles that a GPU
 index must do no harm, and a verdict must not depend on the hardware.
 """
 
+import functools
 import math
 
 import jax
@@ -11,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
 
 from helpers.attention.reference import oracle
-from helpers.exercises import tile_bounds
+from helpers.environment import interprets
+from helpers.exercises import tile_bounds, whole
 from helpers.exercises.exercise import Case, Complaint, Exercise
 from helpers.instruments.traffic import replay
 
@@ -43,159 +46,6 @@ def _replayed(kernel, shapes, *arguments):
 
 
 # 5.1
-
-
-def attend_key_tile(q, k, v, m, l, acc):
-    """The new (m, l, acc) after one key tile. q (block_q, H), k and v (block_k, H)."""
-    s = q @ k.T
-    m_new = jnp.maximum(m, s.max(axis=1))
-    alpha = jnp.exp(m - m_new)
-    p = jnp.exp(s - m_new[:, None])
-    l = alpha * l + p.sum(axis=1)
-    acc = alpha[:, None] * acc + p @ v
-    return m_new, l, acc
-
-
-def _body_cases():
-    by_hand = _float32(np.ones((1, 1)), np.log([[1.0], [3.0], [2.0], [8.0]]), [[1], [2], [3], [4]])
-    cases = [Case("the case worked by hand", (*by_hand, 2))]
-    random = np.random.default_rng(51)
-    for T, S, H, block_k, label, push in [
-        (6, 12, 3, 4, "the largest logits in the last tile", (0, 20, 60)),
-        (8, 15, 4, 5, "the largest logits in the first tile", (200, 0, -20)),
-        (6, 12, 3, 4, "large logits for some queries, far below 0 for others", (90, 150, 120)),
-        (6, 12, 3, 4, "the largest in the middle, all far below 0", (-400, -170, -350)),
-        (6, 12, 3, 4, "logits 200 apart in each tile", (0, -200, 0, -100) * 3),
-    ]:
-        q, k, v = (random.standard_normal((length, H)) for length in (T, S, S))
-        # The first component of q is 1, so that of k moves the logits of a whole tile.
-        q[:, 0] = (-1) ** np.arange(T) if "others" in label else 1
-        k[:, 0] += np.repeat(push, S // len(push))
-        cases.append(Case(f"T={T}, S={S}, H={H}, block_k={block_k}, {label}", (*_float32(q, k, v), block_k)))
-    return cases
-
-
-def _run_body(answer, q, k, v, block_k):
-    (T, H), S = q.shape, len(k)
-
-    def kernel(q_ref, k_ref, v_ref, out_ref, lse_ref, m_ref):
-        def one_key_tile(j, state):
-            tile = pl.ds(j * block_k, block_k)
-            new = answer(q_ref[...], k_ref[tile, :], v_ref[tile, :], *state)
-            return _like(new, ("m", "l", "acc"), state)
-
-        state = jnp.full(T, -jnp.inf, jnp.float32), jnp.zeros(T, jnp.float32), jnp.zeros((T, H), jnp.float32)
-        m, l, acc = lax.fori_loop(0, S // block_k, one_key_tile, state)
-        out_ref[...] = acc / l[:, None]
-        lse_ref[...] = m + jnp.log(l)
-        m_ref[...] = m
-
-    return _replayed(kernel, ((T, H), (T,), (T,)), q, k, v)
-
-
-def _expected_body(q, k, v, block_k):
-    out, lse = oracle(*(array[:, None, :] for array in (q, k, v)), scale=1.0)
-    return out[:, 0], lse[:, 0], (q.astype(np.float64) @ k.T.astype(np.float64)).max(axis=1)
-
-
-# fmt: off
-LOOP_BODY = Exercise(
-    solution=attend_key_tile, title="The loop body",
-    outputs=("out (from your acc and l)", "lse (from your m and l)", "m"),
-    cases=_body_cases, run=_run_body, expected=_expected_body,
-    tried="2 or 3 tiles of 2 to 5 keys, the largest logits first, last and in the middle, from -400 to 200",
-    mistakes=(
-        ("acc is not rescaled by alpha", "alpha[:, None] * acc", "acc",
-         "What acc holds was measured from the old maximum, just like l: reread the equations of section 2."),
-        ("l is not rescaled by alpha", "alpha * l", "l",
-         "What l holds was measured from the old maximum, just like acc: reread the equations of section 2."),
-        ("alpha is upside down or no exponential, or the new m is not the larger of the two",
-         "m - m_new)", "m_new - m)",
-         "m' is max(m, ...) and alpha is exp(m - m'), never above one: reread the equations of section 2."),
-        ("p is taken with the old maximum", "s - m_new[:, None]", "s - m[:, None]",
-         "Compute the new maximum first and subtract that one: reread the equations of section 2."),
-        ("m is the maximum of the tile instead of the maximum so far", "jnp.maximum(m, s.max(axis=1))", "s.max(axis=1)",
-         "It works until a tile lies far below an earlier one, then alpha overflows: section 2 takes max(m, ...)."),
-        ("one maximum is taken over the whole tile instead of one for each query", "s.max(axis=1)", "s.max()",
-         "A query far below the others loses all its exponentials: rowmax in section 2 has an entry for each query."),
-        ("p is exp(s), with no maximum subtracted", "s - m_new[:, None]", "s",
-         "l and acc are measured from the new maximum, so p must be as well: reread the equations of section 2."),
-        ("all exponentials are taken to base two", "jnp.exp", "jnp.exp2",
-         "Base two comes later, with logits to match; here it is jnp.exp: reread the equations of section 2."),
-        ("the old m is returned instead of the new one", "return m_new", "return m",
-         "The next tile must know the maximum so far: return m' of section 2."),
-        ("acc is divided by l inside the loop", "l, acc\n", "l, acc / l[:, None]\n",
-         "The division comes once, after the loop: reread the equations of section 2."),
-    ),
-)
-# fmt: on
-
-
-# 5.2
-
-
-def finish(m, l, acc):
-    """(out, lse) of a state in base two. m, l: (block_q,), acc: (block_q, H)."""
-    l = jnp.where(l == 0, 1, l)
-    lse = (m + jnp.log2(l)) / log2_e
-    return acc / l[:, None], lse
-
-
-def _finish_cases():
-    random = np.random.default_rng(52)
-    cases = [Case("the case worked by hand", _float32([1, -np.inf], [1.5, 0], [[3, 6], [0, 0]]))]
-    for rows, H, shift, empty in [(4, 2, 0, [1]), (9, 5, 300, []), (16, 16, -300, [0, 7, 15])]:
-        m = shift + 4 * random.standard_normal(rows)
-        l = 1 + 9 * random.random(rows)
-        acc = random.standard_normal((rows, H)) * l[:, None]
-        m[empty], l[empty], acc[empty] = -np.inf, 0, 0
-        label = f"{rows} rows, H={H}, m near {shift}, {len(empty)} of them without a key"
-        cases.append(Case(label, _float32(m, l, acc)))
-    return cases
-
-
-def _run_finish(answer, m, l, acc):
-    def kernel(m_ref, l_ref, acc_ref, out_ref, lse_ref):
-        state = m_ref[...], l_ref[...], acc_ref[...]
-        out_ref[...], lse_ref[...] = _like(answer(*state), ("out", "lse"), (state[2], state[0]))
-
-    return _replayed(kernel, (acc.shape, m.shape), m, l, acc)
-
-
-def _expected_finish(m, l, acc):
-    m, l, acc = (array.astype(np.float64) for array in (m, l, acc))
-    out = np.divide(acc, l[:, None], out=np.zeros_like(acc), where=l[:, None] > 0)
-    return out, math.log(2) * m + np.log(l)
-
-
-# fmt: off
-FINISH = Exercise(
-    solution=finish, title="The end of the kernel", outputs=("out", "lse"),
-    cases=_finish_cases, run=_run_finish, expected=_expected_finish,
-    tried="2 to 16 rows, m from far below 0 to far above, rows without a key among them",
-    mistakes=(
-        ("lse is left in base 2", "(m + jnp.log2(l)) / log2_e", "m + jnp.log2(l)",
-         "Multiply by ln 2, which is dividing by log2 e: see the last equation of section 8."),
-        ("m in base 2 is added to a natural logarithm of l", "(m + jnp.log2(l)) / log2_e", "m + jnp.log(l)",
-         "Both terms must have one base: see the last equation of section 8."),
-        ("a natural logarithm of l is divided by log2 e as well", "jnp.log2", "jnp.log",
-         "Only what is in base two is converted: jnp.log2(l), or convert m alone. See the equation of section 8."),
-        ("2^m is formed before the logarithm is taken, and overflows or vanishes",
-         "(m + jnp.log2(l)) / log2_e", "jnp.log(jnp.exp2(m) * l)",
-         "A float32 ends at 2^128: add the logarithms instead, as in the equation of section 1."),
-        ("out is not divided by l", "acc / l[:, None]", "acc",
-         "acc is a sum of p v; the weights add up to one only after the division: see section 1."),
-        ("a row without a key is divided by zero", "    l = jnp.where(l == 0, 1, l)\n", "",
-         "Put 1 in place of an l that is 0 before you divide: see the text of the exercise."),
-        ("a row without a key gets the lse 0 instead of minus infinity",
-         "lse = (m +", "lse = (jnp.where(m == -jnp.inf, 0, m) +",
-         "exp(lse) is the sum over the keys seen, which is 0 for no key: see the text of the exercise."),
-    ),
-)
-# fmt: on
-
-
-# 5.3
 
 
 def tile_range(i, T, S, block_q, block_k, left=None):
@@ -252,7 +102,7 @@ BOUNDS = Exercise(
 # fmt: on
 
 
-# 5.4
+# 5.2
 
 
 def key_block(i, n, b, N, K):
@@ -329,7 +179,71 @@ GQA = Exercise(
 # fmt: on
 
 
-# 5.5
+# 5.3
+
+
+def finish(m, l, acc):
+    """(out, lse) of a state in base two. m, l: (block_q,), acc: (block_q, H)."""
+    l = jnp.where(l == 0, 1, l)
+    lse = (m + jnp.log2(l)) / log2_e
+    return acc / l[:, None], lse
+
+
+def _finish_cases():
+    random = np.random.default_rng(52)
+    cases = [Case("the case worked by hand", _float32([1, -np.inf], [1.5, 0], [[3, 6], [0, 0]]))]
+    for rows, H, shift, empty in [(4, 2, 0, [1]), (9, 5, 300, []), (16, 16, -300, [0, 7, 15])]:
+        m = shift + 4 * random.standard_normal(rows)
+        l = 1 + 9 * random.random(rows)
+        acc = random.standard_normal((rows, H)) * l[:, None]
+        m[empty], l[empty], acc[empty] = -np.inf, 0, 0
+        label = f"{rows} rows, H={H}, m near {shift}, {len(empty)} of them without a key"
+        cases.append(Case(label, _float32(m, l, acc)))
+    return cases
+
+
+def _run_finish(answer, m, l, acc):
+    def kernel(m_ref, l_ref, acc_ref, out_ref, lse_ref):
+        state = m_ref[...], l_ref[...], acc_ref[...]
+        out_ref[...], lse_ref[...] = _like(answer(*state), ("out", "lse"), (state[2], state[0]))
+
+    return _replayed(kernel, (acc.shape, m.shape), m, l, acc)
+
+
+def _expected_finish(m, l, acc):
+    m, l, acc = (array.astype(np.float64) for array in (m, l, acc))
+    out = np.divide(acc, l[:, None], out=np.zeros_like(acc), where=l[:, None] > 0)
+    return out, math.log(2) * m + np.log(l)
+
+
+# fmt: off
+FINISH = Exercise(
+    solution=finish, title="The end of the kernel", outputs=("out", "lse"),
+    cases=_finish_cases, run=_run_finish, expected=_expected_finish,
+    tried="2 to 16 rows, m from far below 0 to far above, rows without a key among them",
+    mistakes=(
+        ("lse is left in base 2", "(m + jnp.log2(l)) / log2_e", "m + jnp.log2(l)",
+         "Multiply by ln 2, which is dividing by log2 e: see the last equation of section 8."),
+        ("m in base 2 is added to a natural logarithm of l", "(m + jnp.log2(l)) / log2_e", "m + jnp.log(l)",
+         "Both terms must have one base: see the last equation of section 8."),
+        ("a natural logarithm of l is divided by log2 e as well", "jnp.log2", "jnp.log",
+         "Only what is in base two is converted: jnp.log2(l), or convert m alone. See the equation of section 8."),
+        ("2^m is formed before the logarithm is taken, and overflows or vanishes",
+         "(m + jnp.log2(l)) / log2_e", "jnp.log(jnp.exp2(m) * l)",
+         "A float32 ends at 2^128: add the logarithms instead, as in the equation of section 1."),
+        ("out is not divided by l", "acc / l[:, None]", "acc",
+         "acc is a sum of p v; the weights add up to one only after the division: see section 1."),
+        ("a row without a key is divided by zero", "    l = jnp.where(l == 0, 1, l)\n", "",
+         "Put 1 in place of an l that is 0 before you divide: see the text of the exercise."),
+        ("a row without a key gets the lse 0 instead of minus infinity",
+         "lse = (m +", "lse = (jnp.where(m == -jnp.inf, 0, m) +",
+         "exp(lse) is the sum over the keys seen, which is 0 for no key: see the text of the exercise."),
+    ),
+)
+# fmt: on
+
+
+# 5.4
 
 
 def causal_bytes(T, H, itemsize, block_q, block_k):
@@ -380,4 +294,198 @@ BYTES = Exercise(
 )
 # fmt: on
 
-EXERCISES = (LOOP_BODY, FINISH, BOUNDS, GQA, BYTES)
+# 5.5
+
+
+def forward(q, k, v, is_causal=False, block_q=64, block_k=64):
+    """out (B, T, N, H) in the dtype of q, and lse (B, N, T) float32.
+
+    q: (B, T, N, H); k, v: (B, S, K, H). Head n of q reads head n // (N // K) of k, v.
+    """
+    (B, T, N, H), (_, S, K, _) = q.shape, k.shape
+    group, head_padded = N // K, max(16, pl.next_power_of_2(H))
+    dot = functools.partial(lax.dot, preferred_element_type=jnp.float32)
+
+    def kernel(q_ref, k_ref, v_ref, out_ref, lse_ref):
+        in_head = jnp.arange(head_padded) < H
+        q_start = pl.program_id(0) * block_q
+        rows = q_start + jnp.arange(block_q)
+        q = jnp.where(in_head, q_ref[...], 0)
+
+        def one_key_tile(j, state):
+            m, l, acc = state
+            tile = pl.ds(j * block_k, block_k)
+            cols = j * block_k + jnp.arange(block_k)
+            inside = (cols < S)[:, None] & in_head
+            k = jnp.where(inside, k_ref[tile, :], 0)
+            v = jnp.where(inside, v_ref[tile, :], 0)
+            s = dot(q, k.T) / math.sqrt(H)
+            seen = cols[None, :] < S
+            if is_causal:
+                seen = seen & (cols[None, :] <= rows[:, None])
+            s = jnp.where(seen, s, -jnp.inf)
+            m_new = jnp.maximum(m, s.max(axis=1))
+            alpha = jnp.exp(m - m_new)
+            p = jnp.exp(s - m_new[:, None])
+            l = alpha * l + p.sum(axis=1)
+            acc = alpha[:, None] * acc + dot(p.astype(v.dtype), v)
+            return m_new, l, acc
+
+        stop = jnp.minimum(q_start + block_q, S) if is_causal else S
+        m = jnp.full(block_q, -jnp.inf)
+        l, acc = jnp.zeros(block_q), jnp.zeros((block_q, head_padded))
+        m, l, acc = lax.fori_loop(0, pl.cdiv(stop, block_k), one_key_tile, (m, l, acc))
+        out_ref[...] = (acc / l[:, None]).astype(out_ref.dtype)
+        lse_ref[...] = m + jnp.log(l)
+
+    keys_padded = pl.cdiv(S, block_k) * block_k
+    of_queries = lambda i, n, b: (b, i, n, 0)
+    of_group = lambda i, n, b: (b, 0, n // group, 0)
+    query_tile = pl.BlockSpec((None, block_q, None, head_padded), of_queries)
+    all_keys = pl.BlockSpec((None, keys_padded, None, head_padded), of_group)
+    lse_tile = pl.BlockSpec((None, None, block_q), lambda i, n, b: (b, n, i))
+    out = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    lse = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
+    return pl.pallas_call(
+        kernel,
+        grid=(pl.cdiv(T, block_q), N, B),
+        in_specs=[query_tile, all_keys, all_keys],
+        out_specs=[query_tile, lse_tile],
+        out_shape=[out, lse],
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interprets(),
+    )(q, k, v)
+
+
+def _forward_cases():
+    """Arguments (q, k, v, is_causal, block_q, block_k); without block sizes, those that the answer has by itself."""
+    by_hand = _float32(np.ones((1, 1)), np.log([[1.0], [3.0], [2.0], [8.0]]), [[1], [2], [3], [4]])
+    cases = [Case("the case worked by hand", (*(array[None, :, None] for array in by_hand), False, 1, 2))]
+    random = np.random.default_rng(55)
+    for (B, T, S, N, K, H), is_causal, blocks, dtype, label, push in [
+        ((1, 16, 32, 2, 1, 4), False, (8, 16), np.float32, "the largest logits last", (0, 20)),
+        ((2, 12, 21, 4, 2, 5), True, (8, 16), np.float32, "", (0,)),
+        ((1, 37, 20, 3, 3, 16), True, (16, 8), np.float32, "the largest logits first, 200 above the rest", (200, 0)),
+        ((1, 20, 40, 6, 2, 3), False, (16, 8), np.float32, "large logits for some queries, far below 0 for others",
+         (90, 150, 120, 100, 140)),
+        ((2, 20, 37, 4, 2, 8), True, (8, 16), jnp.bfloat16, "", (0,)),
+        ((1, 24, 40, 2, 1, 8), False, (8, 16), jnp.bfloat16, "all far below 0, a part in common", (-400, -350)),
+        ((2, 100, 90, 4, 2, 20), True, (), np.float32, "your own blocks, not replayed but run", (3,)),
+    ]:  # fmt: skip
+        q, k, v = (random.standard_normal((B, length, heads, H)) for length, heads in ((T, N), (S, K), (S, K)))
+        # The first component of q is 1 / scale, so that of k moves the logits of a part of the keys.
+        q[..., 0] = math.sqrt(H) * ((-1) ** np.arange(T)[None, :, None] if "others" in label else 1)
+        k[..., 0] += np.repeat(push, -(-S // len(push)))[None, :S, None]
+        v += 3 * ("common" in label)
+        sizes = dict(T=T, S=S, N=N, K=K, H=H, B=B) | dict(zip(("block_q", "block_k"), blocks, strict=False))
+        said = ["causal" if is_causal else "no mask", jnp.dtype(dtype).name, *filter(None, [label])]
+        label = ", ".join([f"{name}={value}" for name, value in sizes.items()] + said)
+        cases.append(Case(label, (*(array.astype(dtype) for array in (q, k, v)), is_causal, *blocks)))
+    return cases
+
+
+def _run_forward(answer, q, k, v, is_causal, *blocks):
+    """out, lse, and how they were made."""
+    attend = lambda q, k, v: answer(q, k, v, is_causal, *blocks)
+    about = ("out", "lse"), _expected_forward(q, k, v, is_causal)[:2], (q.dtype, jnp.float32)
+    if not blocks:
+        return whole.run(attend, (q, k, v), *about)
+    ours = functools.partial(_bytes_of_ours, is_causal, *blocks, *((array.shape, array.dtype) for array in (q, k, v)))
+    return whole.watched(attend, (q, k, v), *about, blocks, ours)
+
+
+@functools.cache
+def _bytes_of_ours(is_causal, block_q, block_k, *arrays):
+    ours = lambda q, k, v: forward(q, k, v, is_causal, block_q, block_k)
+    return whole.bytes_read(ours, [np.ones(*each) for each in arrays])
+
+
+def _remark_on_forward(answer):
+    *arrays, is_causal, block_q, block_k = _forward_cases()[2].arguments
+    yours, ours = (
+        whole.bytes_read(lambda q, k, v, one=one: one(q, k, v, is_causal, block_q, block_k), arrays)
+        for one in (answer, forward)
+    )
+    return f"In the causal case of T=12 your programs read {yours} bytes, and ours {ours}."
+
+
+def _expected_forward(q, k, v, is_causal, *blocks):
+    out, lse = oracle(q, k, v, is_causal=is_causal)
+    return out, lse.swapaxes(1, 2), whole.AS_ASKED
+
+
+# fmt: off
+_UPDATE = (  # slips in the update of the state
+    ("acc is not rescaled by alpha", "alpha[:, None] * acc", "acc",
+     "What acc holds was measured from the old maximum, just like l: reread the equations of section 2."),
+    ("l is not rescaled by alpha", "alpha * l", "l",
+     "What l holds was measured from the old maximum, just like acc: reread the equations of section 2."),
+    ("alpha is upside down or no exponential, or the new m is not the larger of the two",
+     "m - m_new)", "m_new - m)",
+     "m' is max(m, ...) and alpha is exp(m - m'), never above one: reread the equations of section 2."),
+    ("p is taken with the old maximum", "s - m_new[:, None]", "s - m[:, None]",
+     "Compute the new maximum first and subtract that one: reread the equations of section 2."),
+    ("m is the maximum of the tile instead of the maximum so far", "jnp.maximum(m, s.max(axis=1))", "s.max(axis=1)",
+     "It works until a tile lies far below an earlier one, then alpha overflows: section 2 takes max(m, ...)."),
+    ("one maximum is taken over the whole tile instead of one for each query", "s.max(axis=1)", "s.max()",
+     "A query far below the others loses all its exponentials: rowmax in section 2 has an entry for each query."),
+    ("p is exp(s), with no maximum subtracted", "s - m_new[:, None]", "s",
+     "l and acc are measured from the new maximum, so p must be as well: reread the equations of section 2."),
+    ("all exponentials are taken to base two", "jnp.exp", "jnp.exp2",
+     "Base two comes later, with logits to match; here it is jnp.exp: reread the equations of section 2."),
+    ("the old m is returned instead of the new one", "return m_new", "return m",
+     "The next tile must know the maximum so far: return m' of section 2."),
+    ("acc is divided by l inside the loop", "l, acc\n", "l, acc / l[:, None]\n",
+     "The division comes once, after the loop: reread the equations of section 2."),
+)
+
+FORWARD = Exercise(
+    solution=forward, title="The forward kernel, whole", outputs=("out", "lse", "how it was made"),
+    cases=_forward_cases, run=_run_forward, expected=_expected_forward, tolerance=1e-4, building_block="forward",
+    remark=_remark_on_forward,
+    tried="T below and above S, ragged ends, unequal tiles, grouped heads, causal and not, float32 and bfloat16, "
+          "logits from -400 to 200; replayed, and run once with your own tiles",
+    mistakes=(
+        *_UPDATE,
+        *GQA.mistakes[:4],
+        *FINISH.mistakes[4:5],
+        ("lse is the maximum alone", "m + jnp.log(l)", "m", "lse = m + log l: see the equations of section 1."),
+        ("the logits are not scaled", " / math.sqrt(H)", "", "s = q kᵀ / √H: see the equations of section 1."),
+        ("the causal mask is missing", "& (cols[None, :] <= rows[:, None])", "",
+         "Skipping tiles is not enough: in those on the diagonal the keys after a query get −∞, see section 5."),
+        ("a query does not see the key at its own place", "cols[None, :] <= rows", "cols[None, :] < rows",
+         "Query i sees the keys j ≤ i, its own included: see section 5."),
+        ("no tile is skipped", "if is_causal else S", "if False else S",
+         "The loop ends at the tile that holds the last key that the last query sees: see exercise 5.1."),
+        ("the end of the loop is rounded down", "pl.cdiv(stop, block_k), one", "stop // block_k, one",
+         "A tile that holds even one visible key must be read: see exercise 5.1."),
+        ("the loop ends where the first query of the tile stops seeing", "q_start + block_q, S", "q_start + 1, S",
+         "The last query of the tile sees furthest: see exercise 5.1."),
+        ("keys past the end take part", "cols[None, :] < S\n", "cols[None, :] >= 0\n",
+         "A key of zeros has a logit too. From S on the logits are −∞: see section 6."),
+        ("values past the end are multiplied by weights of 0", "jnp.where(inside, v_ref[tile, :], 0)", "v_ref[tile, :]",
+         "What lies there may be NaN, and 0 · NaN is NaN: replace it by 0 before the product, see section 6."),
+        ("the block of the keys ends with the array, and the last slice is moved back into it",
+         "keys_padded = pl.cdiv(S, block_k) * block_k", "keys_padded = S",
+         "Make the block a whole number of tiles long, so that it reaches past the end: see section 6."),
+        ("acc is kept in the dtype of the inputs",
+         ("jnp.zeros((block_q, head_padded))", "alpha[:, None] * acc + dot(p.astype(v.dtype), v)"),
+         ("jnp.zeros((block_q, head_padded), v_ref.dtype)",
+          "(alpha[:, None] * acc + dot(p.astype(v.dtype), v)).astype(v.dtype)"),
+         "A sum of many parts is kept in float32, whatever the inputs are: see section 9."),
+        ("all keys are one tile", "    group, head", "    block_k = 64\n    group, head",
+         "A program holds block_k keys at a time, and its loop brings the next: see section 4."),
+        ("the tiles of queries are smaller than asked", "    group, head",
+         "    block_q = max(1, block_q // 2)\n    group, head",
+         "block_q decides how often the keys are read: see the end of section 4."),
+        ("k and v are repeated in memory for each query head", ("n // group", "(q, k, v)\n"),
+         ("n", "(q, jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2))\n"),
+         "The index map picks the head, and nothing is copied: see section 7."),
+        ("the tile of queries is read again for each tile of keys",
+         "dot(q, k.T)", "dot(jnp.where(in_head, q_ref[...], 0), k.T)",
+         "It stays the same through the loop: read it once, before. See section 4."),
+    ),
+)
+# fmt: on
+
+EXERCISES = (BOUNDS, GQA, FINISH, BYTES, FORWARD)

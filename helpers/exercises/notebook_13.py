@@ -1,9 +1,18 @@
-"""The exercises of notebook 13: a cache of keys and values, one step with it, parts of it, pages, room for a token."""
+"""The exercises of notebook 13: a cache, one step with it, parts of it, pages, room for a token, and a kernel."""
 
+import functools
 import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
 
+from helpers.attention.reference import oracle
+from helpers.environment import interprets
+from helpers.exercises import whole
 from helpers.exercises.exercise import Case, Exercise, labelled
 
 
@@ -416,4 +425,173 @@ ROOM = Exercise(
 )
 # fmt: on
 
-EXERCISES = (AGAIN, STEP, MERGE, PLACES, FIT, ROOM)
+
+# 13.7
+
+
+def decode_attention(query, key, value, lengths, parts=4, block_k=64):
+    """out (B, N, H): a query for each sequence, over its first lengths[b] keys.
+
+    query: (B, N, H); key, value: (B, S, K, H); lengths: (B,) int32, at least 1.
+    """
+    (B, N, H), (_, S, K, _) = query.shape, key.shape
+    group, head_padded = N // K, max(16, pl.next_power_of_2(H))
+    rows = max(16, pl.next_power_of_2(group))
+    tiles_of_a_part = pl.cdiv(pl.cdiv(S, block_k), parts)
+    dot = functools.partial(lax.dot, preferred_element_type=jnp.float32)
+
+    def kernel(q_ref, k_ref, v_ref, length_ref, out_ref, lse_ref):
+        length = length_ref[...]
+        in_head = jnp.arange(head_padded) < H
+        q = jnp.where(in_head, q_ref[...], 0)
+
+        def one_key_tile(j, state):
+            m, l, acc = state
+            tile = pl.ds(j * block_k, block_k)
+            seen = j * block_k + jnp.arange(block_k) < length
+            k = jnp.where(seen[:, None] & in_head, k_ref[tile, :], 0)
+            v = jnp.where(seen[:, None] & in_head, v_ref[tile, :], 0)
+            s = jnp.where(seen, dot(q, k.T) / math.sqrt(H), -jnp.inf)
+            m_new = jnp.maximum(m, s.max(axis=1))
+            alpha = jnp.exp(m - m_new)
+            p = jnp.exp(s - m_new[:, None])
+            l = alpha * l + p.sum(axis=1)
+            acc = alpha[:, None] * acc + dot(p.astype(v.dtype), v)
+            return m_new, l, acc
+
+        first = pl.program_id(1) * tiles_of_a_part
+        stop = jnp.minimum(first + tiles_of_a_part, pl.cdiv(length, block_k))
+        state = jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.zeros((rows, head_padded))
+        m, l, acc = lax.fori_loop(first, stop, one_key_tile, state)
+        out_ref[...] = acc / jnp.where(l == 0, 1, l)[:, None]
+        lse_ref[...] = m + jnp.log(l)
+
+    keys_padded = parts * tiles_of_a_part * block_k
+    all_keys = pl.BlockSpec((None, keys_padded, None, head_padded), lambda i, j, b: (b, 0, i, 0))
+    outs, lses = pl.pallas_call(
+        kernel,
+        grid=(K, parts, B),
+        in_specs=[
+            pl.BlockSpec((None, None, rows, head_padded), lambda i, j, b: (b, i, 0, 0)),
+            all_keys,
+            all_keys,
+            pl.BlockSpec((None,), lambda i, j, b: (b,)),
+        ],
+        out_specs=[
+            pl.BlockSpec((None, None, None, rows, head_padded), lambda i, j, b: (b, i, j, 0, 0)),
+            pl.BlockSpec((None, None, None, rows), lambda i, j, b: (b, i, j, 0)),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((B, K, parts, group, H), jnp.float32),
+            jax.ShapeDtypeStruct((B, K, parts, group), jnp.float32),
+        ],
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interprets(),
+    )(query.reshape(B, K, group, H), key, value, lengths)
+    weights = jax.nn.softmax(lses, axis=2)
+    return (weights[..., None] * outs).sum(axis=2).reshape(B, N, H).astype(query.dtype)
+
+
+def _decode_cases():
+    keys, values = np.log([1.0, 3, 2, 8, 1]), np.array([1.0, 2, 3, 4, 99])
+    by_hand = (np.ones((1, 1, 1)), keys[None, :, None, None], values[None, :, None, None])
+    label = "the case worked by hand, a fifth key left over behind the four"
+    cases = [Case(label, (*(array.astype(np.float32) for array in by_hand), np.array([4], np.int32), 2, 2))]
+    random = np.random.default_rng(137)
+    for (B, S, N, K, H), lengths, parts, block_k, dtype, push, label in [
+        ((2, 32, 4, 2, 4), (32, 9), 2, 8, np.float32, 0, "a part without a key"),
+        ((1, 37, 6, 2, 5), (37,), 3, 8, np.float32, 0, "a last part that is shorter"),
+        ((2, 16, 2, 2, 8), (1, 14), 2, 4, np.float32, 200, "large logits, the largest first"),
+        ((2, 44, 20, 1, 3), (13, 44), 2, 8, np.float32, -300, "20 heads for one key head, all logits far below 0"),
+        ((1, 40, 4, 2, 8), (33,), 2, 8, jnp.bfloat16, 0, "bfloat16"),
+    ]:
+        query = random.standard_normal((B, N, H))
+        key, value = random.standard_normal((2, B, S, K, H))
+        query[..., 0] = math.sqrt(H)  # so that the first component of a key moves its logits
+        key[..., 0] += push * np.where(np.arange(S) < 4, 1, 0.9)[:, None]
+        for b, length in enumerate(lengths):
+            key[b, length:], value[b, length:] = 3, np.inf  # what another sequence left behind
+        about = f"B={B}, S={S}, N={N}, K={K}, H={H}, lengths={list(lengths)}, parts={parts}, block_k={block_k}: {label}"
+        arrays = (array.astype(dtype) for array in (query, key, value))
+        cases.append(Case(about, (*arrays, np.array(lengths, np.int32), parts, block_k)))
+    return cases
+
+
+def _run_decode(answer, query, key, value, lengths, parts, block_k):
+    """out, and how it was made."""
+    run = lambda by: lambda *arrays: by(*arrays, parts, block_k)
+    arrays = query, key, value, lengths
+    right = _expected_decode(*arrays)[:1]
+    blocks = max(16, pl.next_power_of_2(query.shape[1] // key.shape[2])), block_k
+    sizes = (parts, block_k, tuple(lengths.tolist()), *((array.shape, array.dtype) for array in arrays[:3]))
+    return whole.watched(run(answer), arrays, ("out",), right, (query.dtype,), blocks, lambda: _bytes_of_ours(*sizes))
+
+
+@functools.cache
+def _bytes_of_ours(parts, block_k, lengths, *arrays):
+    arrays = [*(np.ones(*each) for each in arrays), np.array(lengths, np.int32)]
+    return whole.bytes_read(lambda *each: decode_attention(*each, parts, block_k), arrays)
+
+
+def _expected_decode(query, key, value, lengths, *_):
+    value = np.where(np.isfinite(np.float32(value)), value, 0)
+    out, _ = oracle(query[:, None], key, value, key_value_seq_lengths=lengths)
+    return out[:, 0], whole.AS_ASKED
+
+
+# fmt: off
+DECODE = Exercise(
+    solution=decode_attention, title="A kernel that decodes", outputs=("out", "how it was made"),
+    building_block="decode",    cases=_decode_cases, run=_run_decode, expected=_expected_decode, tolerance=1e-4,
+    tried="1 or 2 sequences, 1 to 20 heads for a key head, 2 or 3 parts, one of them without a key, leftovers behind "
+          "the valid keys, logits from -300 to 200, float32 and bfloat16",
+    mistakes=(
+        ("keys behind the length of a sequence count as well", "< length\n", "< S\n",
+         "Sequence b sees its first lengths[b] keys: mask the others, see section 2."),
+        ("values behind the length are multiplied by a weight of zero, and zero times infinity is NaN",
+         "v = jnp.where(seen[:, None] & in_head, v_ref[tile, :], 0)", "v = jnp.where(in_head, v_ref[tile, :], 0)",
+         "Whatever lies behind the length must not meet a weight: put zeros there, see section 2."),
+        ("a masked key has the logit 0 instead of minus infinity", "math.sqrt(H), -jnp.inf)", "math.sqrt(H), 0)",
+         "exp(0) is 1: mask a logit with minus infinity, see section 2."),
+        ("one key too many is seen", "jnp.arange(block_k) < length", "jnp.arange(block_k) <= length",
+         "Keys are counted from 0, so the last one is number lengths[b] - 1: see section 2."),
+        ("every part begins with the first key", "first = pl.program_id(1) * tiles_of_a_part", "first = 0",
+         "Part number j begins with tile j times the tiles of a part: see section 6."),
+        ("only the first part is worked on", "first = pl.program_id(1)", "first = parts * pl.program_id(1)",
+         "Part number j begins with tile j times the tiles of a part: see section 6."),
+        ("the results of the parts are averaged", "jax.nn.softmax(lses, axis=2)", "jnp.ones_like(lses) / parts",
+         "A part counts by its share of the sum of exponentials: see the equation of section 6."),
+        ("the results of the parts are added up", "jax.nn.softmax(lses, axis=2)", "jnp.ones_like(lses)",
+         "Each part is divided by its own sum already, and needs its weight: see the equation of section 6."),
+        ("parts are weighted by their lse instead of its exponential", "jax.nn.softmax(lses, axis=2)",
+         "jnp.nan_to_num(lses, neginf=0) / jnp.nan_to_num(lses, neginf=0).sum(axis=2, keepdims=True)",
+         "exp(lse) is the sum of a part: see the equation of section 6."),
+        ("parts are merged across the heads of a group instead of across the parts",
+         "jax.nn.softmax(lses, axis=2)", "jax.nn.softmax(lses, axis=3)",
+         "Each row has weights of its own, which add up to one over the parts: see section 6."),
+        ("the lse of a part lacks its maximum", "lse_ref[...] = m + jnp.log(l)", "lse_ref[...] = jnp.log(l)",
+         "lse = m + log l: the unit must come back, or parts of different units are compared. See section 6."),
+        ("out of a part is not divided by its sum", "acc / jnp.where(l == 0, 1, l)[:, None]", "acc",
+         "The merge of section 6 takes results that are divided already."),
+        ("a part without a key is divided by zero", "jnp.where(l == 0, 1, l)[:, None]", "l[:, None]",
+         "Where no key was seen, l is 0 and out shall be 0: divide by 1 there, see section 6."),
+        ("every program reads the keys of the first key head", "(b, 0, i, 0))\n    outs", "(b, 0, 0, 0))\n    outs",
+         "Axis 0 of the grid is the key head: it belongs into the index map of the keys, see section 5."),
+        ("the scale is forgotten", " / math.sqrt(H)", "",
+         "The logits are divided by the root of H: see the text of the exercise."),
+        ("what a lane beyond the head holds counts in the logits",
+         ("    q = jnp.where(in_head, q_ref[...], 0)", "k = jnp.where(seen[:, None] & in_head,"),
+         ("    q = q_ref[...]", "k = jnp.where(seen[:, None],"),
+         "A block that is wider than the head holds anything there: put zeros in its place, as in notebook 05."),
+        ("acc is not rescaled by alpha", "alpha[:, None] * acc", "acc",
+         "What acc holds was measured from the old maximum, just like l: see section 2 of notebook 05."),
+        ("l is not rescaled by alpha", "alpha * l", "l",
+         "What l holds was measured from the old maximum, just like acc: see section 2 of notebook 05."),
+        ("tiles behind the length are read, though they count for nothing",
+         "jnp.minimum(first + tiles_of_a_part, pl.cdiv(length, block_k))", "first + tiles_of_a_part",
+         "Bytes are what a step waits for: end the loop where the sequence ends, see section 4."),
+    ),
+)
+# fmt: on
+
+EXERCISES = (AGAIN, STEP, MERGE, PLACES, FIT, ROOM, DECODE)

@@ -15,12 +15,12 @@ from helpers.workbook import RECORD as MARK_OF_A_WORKBOOK
 
 FILE = "progress.txt"
 TRIED, SOLVED = "tried", "solved"
-LINE = re.compile(rf"^\d{{4}}-\d\d-\d\d \d\d:\d\d  (\d{{1,2}}\.\d{{1,2}})  ({TRIED}|{SOLVED})$", re.MULTILINE)
+LINE = re.compile(rf"^\d{{4}}-\d\d-\d\d \d\d:\d\d  (\d{{1,2}}\.\d{{1,2}}|[a-z]+)  ({TRIED}|{SOLVED})$", re.MULTILINE)
 LONGEST = 1_000_000  # characters that are read of a file
 
 
 def note(number, state):
-    """Record that exercise `number` was tried or solved, if that is news. Never raises, whatever the file may be."""
+    """Record that exercise `number`, or a part of `mine`, was tried or solved, if that is news. Never raises."""
     with contextlib.suppress(Exception):
         path = Path.cwd() / FILE
         if in_a_workbook() and (path.is_file() or not path.exists()) and done().get(number) not in (state, SOLVED):
@@ -31,7 +31,7 @@ def note(number, state):
 
 
 def done():
-    """{number: TRIED or SOLVED}, the exercise that was worked on last at the end. Empty where there is no record."""
+    """{number or part: TRIED or SOLVED}, what was worked on last at the end. Empty where there is no record."""
     found = {}
     with contextlib.suppress(Exception):
         for number, state in LINE.findall(_text(Path.cwd() / FILE)) if in_a_workbook() else ():

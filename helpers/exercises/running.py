@@ -59,7 +59,7 @@ def apply(exercise, answer, case):
     with contextlib.suppress(BaseException):  # for the names of its parameters
         functools.update_wrapper(watched, answer)
     try:
-        with warnings.catch_warnings(), np.errstate(all="ignore"), _limited(SECONDS):
+        with warnings.catch_warnings(), np.errstate(all="ignore"), limited(SECONDS):
             warnings.simplefilter("ignore")
             # A deep copy, so that an answer that writes into its arguments cannot spoil the next case.
             result = plain(exercise.run(watched, *copy.deepcopy(case.arguments)))
@@ -71,7 +71,7 @@ def apply(exercise, answer, case):
 
 
 @contextlib.contextmanager
-def _limited(seconds):
+def limited(seconds):
     """Raise TooSlow in the body after so many seconds, where that can be done: on POSIX, in the main thread.
 
     On a machine that is busy with other things, up to three times as many. Compiled code is not
@@ -148,7 +148,7 @@ def _raised(error, answer):
     if kind == "KeyboardInterrupt":
         return Raised(kind, "interrupted, for {case}.")
     frames = _frames(error)
-    code = _code_of(answer)
+    code = code_of(answer)
     if isinstance(error, NotImplementedError) and not error.args and frames:
         last, line = frames[-1]
         if last.f_code is code:
@@ -181,7 +181,7 @@ def _frames(error):
     return found
 
 
-def _code_of(answer):
+def code_of(answer):
     """The code object of a function, also behind functools.partial, jax.jit or a decorator; None without one."""
     for _ in range(10):
         inner = getattr(answer, "func", None) if isinstance(answer, functools.partial) else None

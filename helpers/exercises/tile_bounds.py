@@ -1,4 +1,4 @@
-"""What exercises 5.3 and 7.5 share: the range of tiles that a loop over keys, or over queries, must visit."""
+"""What exercises 5.1 and 7.5 share: the range of tiles that a loop over keys, or over queries, must visit."""
 
 from dataclasses import dataclass
 

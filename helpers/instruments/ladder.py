@@ -12,12 +12,15 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from helpers.attention.portable.tiles import LOG2_E, Tiles, exp2, select_tiles
 from helpers.attention.problem import check_call
+from helpers.instruments.products import equations
+from helpers.instruments.traffic import replay
 
 
 @dataclass(frozen=True)
@@ -118,3 +121,25 @@ def attention(query, key, value, *, rung, is_causal, interpret=False):
         interpret=interpret,
         name="ladder",
     )(query, key, value)
+
+
+def place_of(forward, T=256, H=64):
+    """(rung, FLOPs, bytes): the highest rung whose ideas a forward kernel has, and what it multiplies and moves.
+
+    forward(query, key, value, is_causal) gets arrays (1, T, 1, H) in bfloat16. FLOPs and bytes are counted by a
+    `replay` without a mask; bytes are all that programs read and write. What only a GPU's code shows is not seen, so
+    that no rung above "exponent in base 2" is found.
+    """
+    arrays = (np.ones((1, T, 1, H), jnp.bfloat16),) * 3
+    run = lambda is_causal: lambda *arrays: forward(*arrays, is_causal)
+    full, causal = (replay(run(is_causal), *arrays)[0] for is_causal in (False, True))
+    moved, moved_causal = (sum(call.bytes_moved for call in calls) for calls in (full, causal))
+    outside = equations(jax.make_jaxpr(run(False))(*arrays).jaxpr)
+    inside = [each for call in outside if "grid_mapping" in call.params for each in equations(call.params["jaxpr"])]
+    operands = [v.aval.dtype for each in inside if each.primitive.name == "dot_general" for v in each.invars]
+    has = (
+        all(dtype.itemsize == 2 for dtype in operands),
+        moved_causal < moved,
+        not any(each.primitive.name == "exp" for each in inside),
+    )
+    return RUNGS[(*has, False).index(False)], sum(call.flops for call in full), moved

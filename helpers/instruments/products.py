@@ -24,7 +24,7 @@ def products(function, *arguments):
     for equation in equations(jax.make_jaxpr(function)(*arguments).jaxpr):
         if equation.primitive.name == "pallas_call":
             inside = equations(equation.params["jaxpr"])
-            found[equation.params["name"]] = [_product(each) for each in inside if each.primitive.name == "dot_general"]
+            found[equation.params["name"]] = [product(each) for each in inside if each.primitive.name == "dot_general"]
     return found
 
 
@@ -38,7 +38,8 @@ def equations(jaxpr):
                     yield from equations(value)
 
 
-def _product(equation):
+def product(equation):
+    """The `Product` of a dot_general, carried out once."""
     left = equation.invars[0].aval.shape
     (contracted, _), _ = equation.params["dimension_numbers"]
     shape = equation.outvars[0].aval.shape

@@ -16,6 +16,8 @@ import numpy as np
 from jax.extend import core
 from jax.extend.core import jaxpr_as_fun
 
+from helpers.instruments.products import product
+
 CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2")
 CALLS += ("custom_vmap_call", "custom_partitioning", "flash_attention_apart")
 
@@ -66,12 +68,13 @@ class Operand:
 
 @dataclass
 class KernelCall:
-    """One `pallas_call`: its name, its grid, the programs in order, and its operands by name."""
+    """One `pallas_call`: its name, its grid, the programs in order, its operands by name, the FLOPs of its products."""
 
     name: str
     grid: tuple[int, ...]
     programs: list[tuple[int, ...]]
     operands: dict[str, Operand]
+    flops: int
 
     @property
     def bytes_moved(self):
@@ -151,6 +154,7 @@ class _Interpreter:
 
     def __init__(self, by_program):
         self.by_program = by_program
+        self.flops = 0  # of the kernel that runs
         self.calls = []
         self.program = ()
         self.grid = ()
@@ -213,6 +217,8 @@ class _Interpreter:
             return self.run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), values)
         if any(isinstance(value, _Ref) for value in values):
             raise NotImplementedError(f"cannot replay the operation {name} on a ref")
+        if name == "dot_general":
+            self.flops += product(equation).flops
         return equation.primitive.bind(*values, **params)
 
     def loop(self, params, values):
@@ -262,7 +268,7 @@ class _Interpreter:
         scratch = [_poisoned(variable.aval.shape, variable.aval.dtype) for variable in jaxpr.invars[len(operands) :]]
         outer = self.program, self.grid
         local = [axis for axis in range(len(grid)) if axis not in mapping.vmapped_dims]
-        self.grid = tuple(grid[axis] for axis in local)
+        self.grid, self.flops = tuple(grid[axis] for axis in local), 0
         for number, program in enumerate(programs):
             self.program = tuple(program[axis] for axis in local)
             refs = [_window(operand, number) for operand in operands]
@@ -273,7 +279,7 @@ class _Interpreter:
                 operand.reads_by_program.append(operand.reads - earlier)
         self.program, self.grid = outer
         by_name = {operand.name: operand for operand in operands}
-        self.calls.append(KernelCall(params["name"] or "kernel", grid, programs, by_name))
+        self.calls.append(KernelCall(params["name"] or "kernel", grid, programs, by_name, self.flops))
         return [jnp.asarray(operand.values) for operand in operands if operand.is_output]
 
 

@@ -145,12 +145,8 @@ def roof(card, points):
     axes.text(ridge * 1.1, top / 1.5, "the matrix units are the limit", va="center", color=style.OUTPUT)
     axes.axvline(ridge, color=style.FAINT, lw=1, ls="--")
     axes.text(ridge / 1.05, 1400, f"ridge: {ridge:.0f}", va="center", ha="right")
-    flash = iter("sD^")
     for label, intensity in points.items():
-        if label.startswith("flash"):
-            marker, colour, size = next(flash), FLASH, 8
-        else:
-            marker, colour, size = ("o", NAIVE, 15) if label == "naive" else ("v", style.INK, 9)
+        marker, colour, size = ("o", NAIVE, 15) if label == "naive" else ("v", style.INK, 9)
         rate = roofline.attainable(card, intensity) / 1e12
         if intensity < ridge:
             axes.plot([intensity] * 2, [10, rate], color=colour, lw=1, ls=":")
@@ -166,17 +162,13 @@ def roof(card, points):
     return figure
 
 
-def roof_of_attention(tiles=(), card=roofline.H100, T=4096, H=128, itemsize=2):
-    """Naive attention under the roof of a GPU by formula, and flash attention with each of some tiles of queries."""
-    moved = {"naive": cost.naive_bytes(T, T, H, itemsize)}
-    for block_q in tiles:
-        moved[f"flash, block_q = {block_q}"] = cost.query_outer_bytes(T, T, H, itemsize, block_q, 128)
-    moved["each matrix once"] = 4 * itemsize * T * H
+def roof_of_attention(card=roofline.H100, T=4096, H=128, itemsize=2):
+    """Naive attention under the roof of a GPU, by formula."""
+    moved = {"naive": cost.naive_bytes(T, T, H, itemsize), "each matrix once": 4 * itemsize * T * H}
     return roof(card, {name: cost.forward_flops(T, T, H) / count for name, count in moved.items()})
 
 
 FIGURES = {
     "01-three-bills.png": three_bills,
     "01-roof.png": roof_of_attention,
-    "03-roof.png": lambda: roof_of_attention(tiles=(64, 128, 256)),
 }

@@ -151,21 +151,25 @@ def schedule(rates):
     return figure
 
 
-def curves(naive, flash, limit):
-    """Two loss curves, and below them the size of their difference with the limit it must stay under."""
+def curves(naive, others, limit):
+    """Loss curves on one another, and below them how far each is from naive's, with the limit it must stay under.
+
+    naive: (steps,) losses; others: {name: losses} of one or two more runs.
+    """
     figure, (above, below) = style.subplots(2, 1, width=9, height=5.2, sharex=True, height_ratios=(3, 2))
     above.plot(naive, color=NAIVE, lw=5, alpha=0.55, label="naive")
-    above.plot(flash, color=FLASH, lw=1.4, ls="--", label="flash")
-    above.set(ylabel="loss (nats for each character)", title="Two runs, one curve")
+    looks = (FLASH, "--", "o"), (style.OUTPUT, ":", "^")
+    for (name, losses), (colour, line, marker) in zip(others.items(), looks, strict=False):
+        above.plot(losses, color=colour, lw=1.4, ls=line, label=name)
+        difference = np.abs(naive - losses)
+        seen = np.flatnonzero(difference)
+        below.plot(seen, difference[seen], marker, color=colour, ms=2.5, label=f"{name} - naive, where it is not zero")
+    above.set(ylabel="loss (nats for each character)", title=f"{len(others) + 1} runs, one curve")
     above.legend(loc="upper right")
-    difference = np.abs(naive - flash)
-    seen = difference > 0
-    steps = np.arange(len(naive))
-    below.plot(steps[seen], difference[seen], "o", color=style.INK, ms=2.5, label="difference, where it is not zero")
-    below.axhline(limit, color=style.OUTPUT, lw=1.5, ls=":", label=f"the limit, {limit:g}")
+    below.axhline(limit, color=style.INK, lw=1.5, ls=":", label=f"the limit, {limit:g}")
     below.set(yscale="log", ylim=(1e-8, 1e-2), xlabel="step", ylabel="|difference|")
     below.set_title("On this scale you can see it")
-    below.legend(loc="upper right", ncols=2)
+    below.legend(loc="upper right", ncols=3)
     return figure
 
 

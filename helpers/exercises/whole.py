@@ -1,0 +1,109 @@
+"""Judges whole kernels, those of 05 and 07: replays what an answer launches, and says how it went about it."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+
+from helpers.exercises.exercise import Complaint
+from helpers.instruments.traffic import replay
+
+AS_ASKED = "from tiles alone, each read once by a program that needs it"
+OF_16_BITS = 8e-3  # relative error that rounding to bfloat16 may bring, of an output and of the table before it
+
+
+def watched(function, arrays, names, right, dtypes, blocks, ours):
+    """(*results as float64, how they were made) of function(*arrays), whose kernels are replayed.
+
+    names, right, dtypes: of the results; one of 16 bits that rounding alone sets apart counts as right.
+    blocks: the sizes of the two tiles. ours: a function that counts the bytes that our kernel reads.
+    """
+    with jax.default_matmul_precision("highest"):
+        jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*arrays)
+        _check_results(shapes, names, right, dtypes)
+        calls, results = replay(function, *arrays, by_program=True)
+    if not calls:
+        raise Complaint("no `pl.pallas_call` was made: write a kernel, and launch it")
+    return *_as_float64(results, right, dtypes), _way(jaxpr.jaxpr, calls, arrays, blocks, ours)
+
+
+def run(function, arrays, names, right, dtypes):
+    """The same without a replay: as it runs in a notebook, on the device that there is."""
+    with jax.default_matmul_precision("highest"):
+        results = jax.jit(function)(*arrays)
+    _check_results(results, names, right, dtypes)
+    return *_as_float64(results, right, dtypes), AS_ASKED
+
+
+def bytes_read(function, arrays):
+    """Bytes that all programs of all kernels of function(*arrays) load."""
+    calls, _ = replay(function, *arrays)
+    return sum(one.bytes_read for call in calls for one in call.operands.values())
+
+
+def _as_float64(results, right, dtypes):
+    results = results if isinstance(results, tuple | list) else (results,)
+    return [_rounded_alike(*each) for each in zip(results, right, dtypes, strict=True)]
+
+
+def _check_results(shapes, names, right, dtypes):
+    found = shapes if isinstance(shapes, tuple | list) else (shapes,)
+    if found == (None,) or len(found) != len(names):
+        got = "None: is a `return` missing?" if found == (None,) else f"{len(found)} result{'s' * (len(found) != 1)}"
+        raise Complaint(f"expected {', '.join(names)}, got {got}")
+    for name, one, expected, dtype in zip(names, found, right, dtypes, strict=True):
+        if one.shape != expected.shape:
+            raise Complaint(f"{name}: expected shape {expected.shape}, got {one.shape}")
+        if one.dtype != dtype:
+            raise Complaint(f"{name}: expected dtype {jnp.dtype(dtype).name}, got {one.dtype.name}")
+
+
+def _rounded_alike(mine, right, dtype):
+    mine = np.asarray(mine).astype(np.float64)
+    off = np.linalg.norm(mine - right) if jnp.dtype(dtype).itemsize == 2 else math.inf
+    return right if off <= OF_16_BITS * np.linalg.norm(right) else mine
+
+
+def _way(jaxpr, calls, arrays, blocks, ours):
+    """How an answer went about it: `AS_ASKED`, or the first thing that was not."""
+    within, around, sums = _sizes(jaxpr)
+    if around > max(array.size for array in arrays):
+        return "with an array in memory that is larger than any input"
+    if within > max(blocks) * max(*blocks, 16, pl.next_power_of_2(arrays[0].shape[-1])):
+        return "with more than a tile at once in a program"
+    if any(dtype.itemsize == 2 for dtype in sums):
+        return "with sums of 16 bits from tile to tile"
+    operands = [operand for call in calls for operand in call.operands.values()]
+    if max(reads.max(initial=0) for one in operands for reads in one.reads_by_program) > 1:
+        return "with elements that a program reads more than once"
+    if any(one.writes.max(initial=0) > 1 for one in operands):
+        return "with outputs that are written more than once"
+    enough = sum(one.bytes_read for one in operands) <= ours()
+    return AS_ASKED if enough else "with more bytes read than these tiles need"
+
+
+def _sizes(jaxpr, within=False):
+    """(elements of the largest value in a kernel, of the largest around it, dtypes of what loops in kernels carry)."""
+    inside, around, sums = 0, 0, set()
+    for equation in jaxpr.eqns:
+        values = [v.aval for v in equation.outvars if hasattr(v.aval, "dtype") and not hasattr(v.aval, "inner_aval")]
+        sizes = [math.prod(value.shape) for value in values]
+        if equation.primitive.name in ("while", "scan") and within:
+            sums.update(v.dtype for v in values if v.shape and jnp.issubdtype(v.dtype, jnp.floating))
+        largest = max(sizes, default=0)
+        inside, around = (max(inside, largest), around) if within else (inside, max(around, largest))
+        for inner in _inner(equation.params):
+            found = _sizes(inner, within or equation.primitive.name == "pallas_call")
+            inside, around, sums = max(inside, found[0]), max(around, found[1]), sums | found[2]
+    return inside, around, sums
+
+
+def _inner(params):
+    """The jaxprs among the parameters of an equation, those of index maps left out."""
+    for value in params.values():
+        for one in value if isinstance(value, tuple | list) else (value,):
+            one = getattr(one, "jaxpr", one)
+            if hasattr(one, "eqns"):
+                yield one

@@ -1,0 +1,321 @@
+"""The learner's own module: written by checks, only where it may be, whole or not at all, and read with caution."""
+
+import functools
+import importlib
+import linecache
+import multiprocessing
+import os
+import re
+import sys
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import lessons
+import nbformat
+import numpy as np
+import pytest
+from nbclient import NotebookClient
+
+from helpers import clock
+from helpers.attention.reference import oracle, oracle_gradients
+from helpers.exercises import mine, yours
+from helpers.exercises.exercise import exercise
+from helpers.instruments import ladder
+from helpers.workbook import RECORD
+
+IMPORTS = "import numpy as np\nimport jax, functools\nfrom math import sqrt as root, pi"
+HELPERS = "HALF = 1 / 2\n\n\ndef scaled(x):\n    return HALF * x * root(4)"
+ANSWER = "@functools.cache\ndef double(x):\n    return np.float64(scaled(2 * x)) + 0 * unused(x)\n\n\ndef unused(x):\n    return x"
+
+
+def block(number="2.1", name="double"):
+    """An exercise whose answer is a building block."""
+
+    def solution(x):
+        return 2 * x
+
+    solution.__name__ = name
+    return replace(exercise("2.1"), solution=solution, number=number, building_block="forward")
+
+
+def notebook(*cells, names=()):
+    """The variables of a notebook in which cells were run."""
+    names = {"In": ["", *cells], **dict(names)}
+    for place, cell in enumerate(cells):
+        file = f"/cells/{abs(hash(cell))}-{place}.py"
+        linecache.cache[file] = len(cell), None, cell.splitlines(keepends=True), file
+        exec(compile(cell, file, "exec"), names)
+    return names
+
+
+def keep(*cells, number="2.1", name="double"):
+    return mine.keep(block(number, name), notebook(*cells))
+
+
+def text():
+    return open(mine.FILE, encoding="utf-8", newline="").read()
+
+
+@pytest.fixture(autouse=True)
+def workbook(tmp_path, monkeypatch):
+    """This process in an empty workbook, as a kernel is."""
+    (tmp_path / RECORD).write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(clock.OFF)
+    sys.modules.pop("mine", None)
+    yield tmp_path
+    sys.modules.pop("mine", None)
+
+
+def test_an_answer_takes_along_what_it_needs_and_nothing_else():
+    assert keep(IMPORTS, "x = 3\n" + HELPERS, ANSWER) == "  Kept: `double` is in your mine.py."
+    code = re.sub(r", digest \w{8}", "", text().removeprefix(mine.HEADER))
+    assert code == (
+        "\nimport functools\nimport numpy as np\nfrom math import sqrt as root\n\n\n"
+        "# Exercise 2.1\nHALF = 1 / 2\n\n\n"
+        "# Exercise 2.1\ndef scaled(x):\n    return HALF * x * root(4)\n\n\n"
+        "# Exercise 2.1\ndef unused(x):\n    return x\n\n\n"
+        "# Exercise 2.1\n@functools.cache\ndef double(x):\n    return np.float64(scaled(2 * x)) + 0 * unused(x)\n"
+    )
+    assert importlib.import_module("mine").double(3) == 6
+
+
+def test_the_cell_that_was_run_last_counts_and_not_the_one_that_was_typed_last():
+    names = notebook("def double(x):\n    return x + x")
+    names["In"] += ["def double(x):\n    return oops", "def double(x: ..."]
+    mine.keep(block(), names)
+    assert "return x + x" in text()
+
+
+def test_what_is_missing_is_named_and_nothing_written():
+    assert "`table`" in keep("import numpy as np\ntable = np.ones(3)\ndef double(x):\n    return table * x")
+    assert "`later`" in keep("def double(x):\n    return later(x) if x < 0 else 2 * x")
+    assert "`double`" in mine.keep(block(), {"double": eval("lambda x: 2 * x")})
+    assert not os.path.exists(mine.FILE)
+
+
+def test_only_what_a_check_wrote_is_replaced():
+    keep("def helper(x):\n    return x", "def double(x):\n    return 2 * helper(x)")
+    by_hand = "\n\n# by hand\r\nimport math\ndef other(x):\n    return -x * len('\x0c')\n"
+    open(mine.FILE, "a", newline="").write(by_hand)
+    more = "import numpy as np\na, b = 1, 1\ndef more(x):\n    return a * b * np.add(x, 0)"
+    keep(more, "def double(x):\n    return 2 * more(x)")
+    assert by_hand in text() and "return 2 * more(x)" in text() and "return 2 * helper(x)" not in text()
+    assert text().index("import numpy") < text().index("def more") < text().index("def double") < text().index("other")
+    assert text().count("a, b = 1, 1") == 1
+    before = text()
+    assert "Kept" in keep(more, "def double(x):\n    return 2 * more(x)")
+    assert text() == before, "the same answer changes nothing"
+    assert "a `other` that you wrote" in keep("def other(x):\n    return 0", "def double(x):\n    return other(x)")
+    assert "of exercise 2.1" in keep(
+        "def more(x):\n    return 1", "def triple(x):\n    return more(x)", number="2.2", name="triple"
+    )
+    assert text() == before
+    open(mine.FILE, "w").write(before.replace("2 * more(x)", "more(x) * 2"))
+    edited = text()
+    assert "edited" in keep("def double(x):\n    return x + x") and text() == edited
+    open(mine.FILE, "w").write("np = 1\n")
+    assert "`np` is something else" in keep("import numpy as np\ndef double(x):\n    return np.add(x, x)")
+    assert text() == "np = 1\n"
+
+
+@pytest.mark.parametrize("content", [b"def double(x:\n", b"\xff\xfe\x00", b"raise ValueError\n", b"while True: pass\n"])
+def test_a_module_that_cannot_be_imported_is_left_alone(content, monkeypatch):
+    monkeypatch.setattr(mine, "SECONDS", 0.5)
+    open(mine.FILE, "wb").write(content)
+    assert "Not kept" in keep("def double(x):\n    return x + x")
+    assert open(mine.FILE, "rb").read() == content
+
+
+def test_a_folder_that_cannot_be_written_is_said(monkeypatch):
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refuse)  # whoever runs this may be root
+    assert "this folder cannot be written" in keep("def double(x):\n    return x + x")
+
+
+def test_outside_a_workbook_nothing_is_kept(workbook):
+    (workbook / RECORD).unlink()
+    assert keep("def double(x):\n    return x + x") == "" and list(workbook.iterdir()) == []
+
+
+def _write(number):
+    name = f"function_{number}"
+    return keep(f"def {name}(x):\n    return {number}", number=f"2.{number}", name=name)
+
+
+def test_two_processes_at_once_lose_nothing():
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        assert all(said.startswith("  Kept") for said in pool.map(_write, range(12), chunksize=1))
+    assert len(re.findall(r"^def function_\d+", text(), re.MULTILINE)) == 12
+
+
+def test_a_process_that_died_while_it_wrote_blocks_nobody_for_ever(monkeypatch, workbook):
+    lock = workbook / f".{mine.FILE}.lock"
+    lock.touch()
+    monkeypatch.setattr(mine, "PATIENCE_S", 0.1)
+    assert "another notebook" in keep("def double(x):\n    return x + x")
+    os.utime(lock, (0, 0))
+    assert "Kept" in keep("def double(x):\n    return x + x")
+
+
+def test_a_running_kernel_sees_a_new_version():
+    keep("def double(x):\n    return x + x")
+    module = importlib.import_module("mine")
+    new = text().replace("x + x", "x + 7")
+    open(mine.FILE, "w").write(new)
+    mine.refresh()
+    assert module.double(1) == 8
+    open(mine.FILE, "w").write("def double(x:")
+    mine.refresh()
+    assert module.double(1) == 8, "a broken version leaves the old one"
+
+
+def test_a_check_keeps_only_right_answers(capsys, monkeypatch):
+    from helpers.exercises import checking
+
+    source = "def one_query(x):\n    return x"
+    found = replace(block(name="one_query"), run=lambda answer: answer(1.0), expected=lambda: 1.0, cases=lambda: [])
+    names = notebook(source)
+    monkeypatch.setattr(checking, "exercise", lambda number: found)
+    wrong = checking.Verdict("wrong", "✗ no")
+    monkeypatch.setattr(checking, "verdict", lambda *_: wrong)
+    names["check"] = checking.check
+    exec("check('2.1', one_query)", names)
+    assert not os.path.exists(mine.FILE)
+    monkeypatch.setattr(checking, "verdict", lambda *_: checking.Verdict("correct", "✓ yes"))
+    exec("check('2.1', one_query)", names)
+    assert capsys.readouterr().out == "✗ no\n✓ yes\n  Kept: `one_query` is in your mine.py.\n"
+
+
+MODULES = {
+    "right": ("def attention(q, k, v):\n    import numpy as np\n    w = np.exp(k @ q / len(q) ** 0.5)\n    return w @ v / w.sum()", "yours"),
+    "wrong": ("def attention(q, k, v):\n    return q", "the series' own, for yours gives something else"),
+    "raises": ("def attention(q, k, v):\n    raise SystemExit", "the series' own, for yours raises SystemExit"),
+    "endless": ("def attention(q, k, v):\n    while True: pass", "the series' own, for yours raises TooSlow"),
+    "slow to import": ("while True: pass", "the series' own, for mine.py cannot be imported: TooSlow"),
+    "broken": ("def attention(", "the series' own, for mine.py cannot be imported: SyntaxError"),
+    "of an older edition": ("def attention_of_old(q): ...", "the series' own, for mine.py has none"),
+    "none": (None, "the series' own, for exercise 0.1 has not put one into mine.py"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "said"), MODULES.values(), ids=MODULES)
+def test_notebooks_run_what_works_and_say_what_they_run(source, said, capsys, monkeypatch):
+    monkeypatch.setattr(mine, "SECONDS", 0.5)
+    monkeypatch.setattr(mine, "TRIAL_S", 0.5)
+    name = exercise("0.1").solution.__name__
+    if source:
+        open(mine.FILE, "w").write(source.replace("def attention(", f"def {name}("))
+    draw = np.random.default_rng(0).standard_normal
+    q, k, v = draw(4), draw((5, 4)), draw((5, 3))
+    function = yours(name, lambda function: function(q, k, v))
+    assert said in capsys.readouterr().out
+    assert (function.__module__ == "mine") == (said == "yours")
+
+
+def test_where_notebooks_are_executed_for_their_outputs_the_series_runs(capsys, monkeypatch):
+    monkeypatch.setenv(clock.OFF, "1")
+    open(mine.FILE, "w").write("raise ValueError")
+    yours(exercise("0.1").solution.__name__, lambda _: 1 / 0)
+    assert "the series' own, for exercise 0.1" in capsys.readouterr().out
+
+
+def test_parts_are_what_was_reached_and_is_still_there():
+    assert not any(mine.parts().values())
+    keep("def forward(q):\n    return q", name="forward")
+    assert mine.parts() == {"forward": True, "causal": True, "gradients": False, "trains": False, "decodes": False}
+    keep("def flash_attention(q):\n    return q", name="flash_attention")
+    mine.reach("trains", keep)  # the series' own
+    assert not mine.parts()["trains"]
+    mine.reach("trains", importlib.import_module("mine").flash_attention)
+    assert mine.parts()["trains"]
+    open(mine.FILE, "w").write("x = 1")
+    assert not any(mine.parts().values())
+
+
+def test_what_stood_in_for_a_kernel_goes_when_the_learner_has_one():
+    series = exercise("0.1").solution
+    mine.keep(block(), notebook("def double(x):\n    return 2 * attend(x)", names={"attend": series}))
+    assert "\nfrom helpers.exercises.notebook_00 import attend\n" in text()
+    keep("def attend(x):\n    return 21 * x", number="0.1", name="attend")
+    assert "import attend" not in text() and importlib.import_module("mine").double(1) == 42
+
+
+CELLS = """from helpers.exercises import mine
+from helpers.exercises.exercise import exercise
+from dataclasses import replace
+found = replace(exercise("2.1"), building_block="forward")
+---
+def update(x):
+    return replace
+---
+print(mine.keep(found, globals()))
+---
+import mine
+print(mine.update(1).__name__)
+---
+open("mine.py", "a").write("\\nadded = 7\\n")
+---
+print(mine.added)"""
+
+
+def test_in_a_kernel(workbook):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS.split("\n---\n")])
+    NotebookClient(notebook, resources={"metadata": {"path": str(workbook)}}).execute()
+    printed = [
+        "".join(output.text for output in cell.outputs if output.get("name") == "stdout") for cell in notebook.cells
+    ]
+    assert printed[2:] == ["  Kept: `update` is in your mine.py.\n", "replace\n", "", "7\n"]
+
+
+# A learner who solved everything
+
+
+BLOCKS = [lesson for lesson in lessons.ALL if exercise(lesson.number).building_block]
+
+
+def solve(lesson):
+    """Paste the solution of an exercise, and check it."""
+    found = exercise(lesson.number)
+    source = lesson.solution
+    names = {**found.solution.__globals__, "__name__": "__main__"}
+    names["In"] = [cell.source for cell in lessons.read(lesson.path).cells if cell.cell_type == "code"] + [source]
+    exec(source, names)
+    return mine.keep(found, names)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
+def test_the_module_of_all_solutions_is_short_and_right(dtype):
+    for lesson in BLOCKS:
+        assert "Kept" in solve(lesson), lesson.number
+        if lesson.number.startswith("7."):
+            assert sum(map(bool, text().splitlines())) <= 200, "blank lines left out"
+    assert len(text().splitlines()) <= 400
+    assert "helpers.exercises" not in text()
+    module, draw = importlib.import_module("mine"), np.random.default_rng(40).standard_normal
+    for (B, T, S, N, K, H), is_causal in [
+        ((2, 70, 90, 4, 2, 20), False),
+        ((1, 130, 65, 2, 2, 64), True),
+        ((1, 40, 100, 4, 1, 16), True),
+    ]:
+        shapes = (B, T, N, H), (B, S, K, H), (B, S, K, H), (B, T, N, H)
+        *arrays, dout = (jnp.asarray(draw(shape), dtype) for shape in shapes)
+        out, pull_back = jax.vjp(functools.partial(module.flash_attention, is_causal=is_causal), *arrays)
+        right = oracle(*arrays, is_causal=is_causal)[0]
+        rights = right, *oracle_gradients(*arrays, dout, is_causal=is_causal)
+        for found, expected in zip((out, *pull_back(dout)), rights, strict=True):
+            error = np.linalg.norm(np.float64(found) - expected) / np.linalg.norm(expected)
+            assert found.dtype == dtype and error < (1e-5 if dtype == jnp.float32 else 1.5e-2)
+
+
+def test_the_place_of_a_kernel_on_the_ladder():
+    for rung in ladder.RUNGS[:4]:
+        attend = lambda *arrays, rung=rung: ladder.attention(
+            *arrays[:3], rung=rung, is_causal=arrays[3], interpret=True
+        )
+        found, flops, moved = ladder.place_of(attend, T=128)
+        assert found is rung
+        assert flops == 4 * 128 * 128 * 64 and moved == 2 * 64 * (2 * 128 + 2 * 2 * 128)
