@@ -11,33 +11,6 @@ READ, WRITE = style.STATE, style.OUTPUT
 NAIVE, FLASH = style.LOGITS, style.QUERY
 
 
-def spread_of_logits(head_dims, spread, largest):
-    """How logits and weights change with head_dim.
-
-    head_dims: the values of H. spread, largest: dicts from a label to one number for each H, the
-    standard deviation of the logits and the average largest weight of a query.
-    """
-    figure, (left, right) = style.subplots(1, 2, width=8.8, height=3.5)
-    figure.get_layout_engine().set(wspace=0.06)
-    looks = [(style.OUTPUT, "o", "-"), (style.QUERY, "s", "-"), (style.FAINT, "^", "--")]
-    for values, axes in ((spread, left), (largest, right)):
-        for (label, line), (colour, marker, dash) in zip(values.items(), looks, strict=False):
-            axes.plot(head_dims, line, dash, color=colour, marker=marker, label=label)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(head_dims, [str(H) for H in head_dims])
-        axes.set_xlabel("head dimension H")
-    left.set_yscale("log", base=2)
-    left.yaxis.set_major_formatter(lambda value, _: f"{value:g}" if value >= 1 else f"1/{1 / value:g}")
-    left.set_ylabel("standard deviation of the logits")
-    left.set_title("The spread grows with √H", loc="left")
-    left.set_ylim(1 / 64, 512)
-    left.legend(loc="upper left", frameon=False)
-    right.set_ylim(0, 1)
-    right.set_ylabel("largest weight of a query")
-    right.set_title("Without scale, one key takes all", loc="left")
-    return figure
-
-
 def one_row(rows, tokens, query):
     """The weights of one query under several masks: rows maps a title to its (S,) weights."""
     figure, panels = style.subplots(1, len(rows), width=9, height=3.7, sharey=True)
