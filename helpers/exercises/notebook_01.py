@@ -9,7 +9,7 @@ from helpers.attention.reference import oracle
 from helpers.exercises.exercise import Case, Exercise
 from helpers.exercises.watched import without
 from helpers.instruments import cost, roofline
-from helpers.instruments.cost import forward_flops, naive_bytes, naive_footprint
+from helpers.instruments.cost import naive_footprint
 
 # 1.1
 
@@ -205,63 +205,4 @@ FIT = Exercise(
 # fmt: on
 
 
-# 1.4
-
-
-def shortest_time(T, S, H, itemsize, card):
-    """Least time of naive attention on a GPU: (seconds, "memory" or "compute")."""
-    compute = forward_flops(T, S, H) / card.matrix_rate
-    memory = naive_bytes(T, S, H, itemsize) / card.bandwidth
-    return max(compute, memory), "memory" if memory > compute else "compute"
-
-
-def _time_cases():
-    shapes = [
-        (roofline.Card("a toy GPU", 1024, 48.0, 32.0), 2, 3, 4, 2),
-        (roofline.Card("a slower toy GPU", 1024, 8.0, 32.0), 2, 3, 4, 2),
-        (roofline.T4, 100, 300, 64, 4),
-        (roofline.T4, 8192, 8192, 512, 2),
-        (roofline.RTX_4090, 2048, 512, 128, 2),
-        (roofline.A100_80GB, 4096, 16384, 128, 1),
-        (roofline.H100, 4096, 4096, 128, 2),
-        (roofline.H100, 8192, 4096, 1024, 2),
-    ]
-    by_hand, *others = (
-        Case(f"{card.name}, T={T}, S={S}, H={H}, itemsize={e}", (T, S, H, e, card)) for card, T, S, H, e in shapes
-    )
-    return [Case("the case worked by hand, T=2, S=3, H=4, itemsize=2", by_hand.arguments), *others]
-
-
-# fmt: off
-TIME = Exercise(
-    solution=shortest_time, title="The shortest possible time", outputs=("seconds", "limit"),
-    cases=_time_cases,
-    tried="both limits, six GPUs, real and toy, T and S equal and different",
-    mistakes=(
-        ("the two times are added", "max(compute, memory)", "compute + memory",
-         "Arithmetic and traffic can go on at once, so only the longer one counts: reread section 7."),
-        ("the shorter of the two times is taken", ("max(", ">"), ("min(", "<"),
-         "Both sides must finish, so the longer one decides: reread section 7."),
-        ("the two limits are exchanged", ">", "<",
-         "The limit is the side that takes longer: reread section 7."),
-        ("naive attention is taken to be limited by the memory always",
-         ("max(compute, memory)", "memory > compute"), ("memory", "True"),
-         "With a large head dimension the matrix units can be slower: compute both times."),
-        ("the number of bytes is compared with the number of FLOPs",
-         "memory > compute", "naive_bytes(T, S, H, itemsize) > forward_flops(T, S, H)",
-         "Compare seconds, or the intensity with card.ridge: reread section 7."),
-        ("FLOPs are divided by the bandwidth, and bytes by the matrix rate",
-         ("matrix_rate\n", "bandwidth\n    r"), ("bandwidth\n", "matrix_rate\n    r"),
-         "FLOPs go with FLOP/s, and bytes with bytes/s: see hint 1."),
-        ("T is taken for the number of keys too", "s(T, S, H", "s(T, T, H",
-         "There are S keys: the table has T rows and S columns, see section 4."),
-        ("the footprint is taken for the bytes moved", "naive_bytes", "naive_footprint",
-         "The bandwidth counts what crosses, naive_bytes: reread section 4."),
-        ("only half of the FLOPs are counted, as for one product or for a causal mask",
-         "forward_flops(T, S, H)", "forward_flops(T, S, H, is_causal=True)",
-         "Both products count, 4 T S H: reread section 4, or call forward_flops."),
-    ),
-)
-# fmt: on
-
-EXERCISES = (ATTENTION, BILL, FIT, TIME)
+EXERCISES = (ATTENTION, BILL, FIT)

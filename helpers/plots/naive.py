@@ -10,27 +10,6 @@ READ, WRITE = style.STATE, style.OUTPUT
 NAIVE, FLASH = style.LOGITS, style.QUERY
 
 
-def spread_of_logits(head_dims, spread, largest):
-    """How logits and weights change with head_dim.
-
-    head_dims: the values of H. spread, largest: dicts from a label to one number for each H, the
-    standard deviation of the logits and the average largest weight of a query.
-    """
-    figure, (left, right) = style.subplots(1, 2, width=8.8, height=3.5)
-    figure.get_layout_engine().set(wspace=0.06)
-    looks = [(style.OUTPUT, "o", "-"), (style.QUERY, "s", "-"), (style.FAINT, "^", "--")]
-    for curves, axes in ((spread, left), (largest, right)):
-        draw.lines(axes, head_dims, curves, looks)
-        draw.lengths(axes, head_dims, list(map(str, head_dims)))
-        axes.set_xlabel("head dimension H")
-    left.set_yscale("log", base=2)
-    left.yaxis.set_major_formatter(lambda value, _: f"{value:g}" if value >= 1 else f"1/{1 / value:g}")
-    left.set(ylim=(1 / 64, 512), ylabel="standard deviation of the logits", title="The spread grows with √H")
-    left.legend(loc="upper left")
-    right.set(ylim=(0, 1), ylabel="largest weight of a query", title="Without scale, one key takes all")
-    return figure
-
-
 def one_row(rows, tokens, query):
     """The weights of one query under several masks: rows maps a title to its (S,) weights."""
     figure, panels = style.subplots(1, len(rows), width=9, height=3.7, sharey=True)
