@@ -9,6 +9,7 @@ import pytest
 
 from helpers import series
 from helpers.exercises import check, record
+from helpers.exercises.exercise import exercise
 from helpers.plots import roadmap
 from helpers.progress import progress
 from helpers.workbook import lay_out
@@ -46,8 +47,17 @@ def test_what_was_tried_and_solved_is_recorded_once(workbook, capsys):
     assert not (workbook / record.FILE).exists()
     for answer in (wrong, wrong, right, right, wrong):
         check("0.1", answer)
-    assert lines() == ["0.1  tried", "0.1  solved"]
+    name = exercise("0.1").solution.__name__
+    assert lines() == [f"0.1  {name}  tried", f"0.1  {name}  solved"]
     assert record.done() == {"0.1": "solved"}
+
+
+def test_a_record_outlives_a_change_of_numbers(workbook, capsys):
+    old = "5.1  solved", "5.2  solved", "2.5  tried", "7.1  key_tile  solved", "9.9  update  solved", "2.1  tried"
+    (workbook / record.FILE).write_text("".join(f"2026-11-22 14:03  {line}\n" for line in old))
+    assert record.done() == {"5.3": "solved", "2.4": "tried", "2.1": "solved"}
+    check("5.3", exercise("5.1").solution)
+    assert "Exercise 5.1:" in capsys.readouterr().out
 
 
 def test_outside_a_workbook_nothing_is_recorded(tmp_path, monkeypatch, capsys):
@@ -99,7 +109,8 @@ def said(capsys, **done):
     """What progress says after these exercises, e2_1="tried" for example, in this order."""
     with open(record.FILE, "w") as file:
         for name, state in done.items():
-            file.write(f"2026-11-22 14:03  {name[1:].replace('_', '.')}  {state}\n")
+            number = name[1:].replace("_", ".")
+            file.write(f"2026-11-22 14:03  {number}  {exercise(number).solution.__name__}  {state}\n")
     progress()
     return capsys.readouterr().out
 

@@ -34,7 +34,7 @@ def check(answer, *more):
     names = sys._getframe(1).f_globals
     try:
         number, answer = (answer, *more) if more else (None, answer)
-        found = exercise(number if more else _number_of(answer, names))
+        found = exercise(_today(number, answer) if more else _number_of(answer, names))
     except BaseException:
         which = number if more else getattr(answer, "__name__", answer)
         print(f"✗ There is no exercise {describe(which)}. CHANGES.md lists those that have moved.")
@@ -60,6 +60,12 @@ def _number_of(answer, names):
     """The number of the exercise that an answer is for: by its own name, or by one that it has among `names`."""
     own = [getattr(answer, "__name__", None), *(name for name, value in names.items() if value is answer)]
     return next(numbers_of_names()[name] for name in own if name in numbers_of_names())
+
+
+def _today(number, answer):
+    """The number that an older workbook has, or that of the answer's name where exercises of that notebook moved."""
+    by_name = numbers_of_names().get(getattr(answer, "__name__", None), number)
+    return by_name if by_name.split(".")[0] == str(number).split(".")[0] else number
 
 
 def verdict(exercise, answer, progress=iter):
