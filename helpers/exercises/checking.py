@@ -64,7 +64,7 @@ def _number_of(answer, names):
 
 def _today(number, answer):
     """The number that an older workbook has, or that of the answer's name where exercises of that notebook moved."""
-    by_name = numbers_of_names().get(getattr(answer, "__name__", None), number)
+    by_name = numbers_of_names().get(str(getattr(answer, "__name__", None)), "")
     return by_name if by_name.split(".")[0] == str(number).split(".")[0] else number
 
 
