@@ -5,6 +5,7 @@ An answer that agrees with a known mistake on every case is recognised by its re
 
 import functools
 import sys
+import types
 import warnings
 
 import numpy as np
@@ -64,7 +65,7 @@ def _number_of(answer, names):
 
 def _today(number, answer):
     """The number that an older workbook has, or that of the answer's name where exercises of that notebook moved."""
-    by_name = numbers_of_names().get(str(getattr(answer, "__name__", None)), "")
+    by_name = numbers_of_names().get(answer.__name__, "") if isinstance(answer, types.FunctionType) else ""
     return by_name if by_name.split(".")[0] == str(number).split(".")[0] else number
 
 
