@@ -331,7 +331,7 @@ def forward(q, k, v, is_causal=False, block_q=64, block_k=64):
             acc = alpha[:, None] * acc + dot(p.astype(v.dtype), v)
             return m_new, l, acc
 
-        stop = jnp.minimum(q_start + block_q, S) if is_causal else S
+        stop = jnp.minimum(q_start + block_q, min(T, S)) if is_causal else S
         m = jnp.full(block_q, -jnp.inf)
         l, acc = jnp.zeros(block_q), jnp.zeros((block_q, head_padded))
         m, l, acc = lax.fori_loop(0, pl.cdiv(stop, block_k), one_key_tile, (m, l, acc))
@@ -368,9 +368,9 @@ def _forward_cases():
         ((1, 37, 20, 3, 3, 16), True, (16, 8), np.float32, "the largest logits first, 200 above the rest", (200, 0)),
         ((1, 20, 40, 6, 2, 3), False, (16, 8), np.float32, "large logits for some queries, far below 0 for others",
          (90, 150, 120, 100, 140)),
-        ((2, 20, 37, 4, 2, 8), True, (8, 16), jnp.bfloat16, "", (0,)),
+        ((2, 20, 37, 4, 2, 8), True, (16, 8), jnp.bfloat16, "", (0,)),
         ((1, 24, 40, 2, 1, 8), False, (8, 16), jnp.bfloat16, "all far below 0, a part in common", (-400, -350)),
-        ((2, 100, 90, 4, 2, 20), True, (), np.float32, "your own blocks, not replayed but run", (3,)),
+        ((2, 100, 90, 4, 2, 20), True, (), np.float32, "your default blocks, not replayed but run", (3,)),
     ]:  # fmt: skip
         q, k, v = (random.standard_normal((B, length, heads, H)) for length, heads in ((T, N), (S, K), (S, K)))
         # The first component of q is 1 / scale, so that of k moves the logits of a part of the keys.
@@ -406,7 +406,8 @@ def _remark_on_forward(answer):
         whole.bytes_read(lambda q, k, v, one=one: one(q, k, v, is_causal, block_q, block_k), arrays)
         for one in (answer, forward)
     )
-    return f"In the causal case of T=12 your programs read {yours} bytes, and ours {ours}."
+    shape = "B=2, T=12, S=21, N=4, K=2, H=5, float32, tiles of 8 and 16"
+    return f"In the causal case {shape}, your programs read {yours} bytes, and ours {ours}."
 
 
 def _expected_forward(q, k, v, is_causal, *blocks):
@@ -444,7 +445,7 @@ FORWARD = Exercise(
     cases=_forward_cases, run=_run_forward, expected=_expected_forward, tolerance=1e-4, building_block="forward",
     remark=_remark_on_forward,
     tried="T below and above S, ragged ends, unequal tiles, grouped heads, causal and not, float32 and bfloat16, "
-          "logits from -400 to 200; replayed, and run once with your own tiles",
+          "logits from -400 to 200; replayed, and run once with your default tiles",
     mistakes=(
         *_UPDATE,
         *GQA.mistakes[:4],
@@ -459,8 +460,13 @@ FORWARD = Exercise(
          "The loop ends at the tile that holds the last key that the last query sees: see exercise 5.1."),
         ("the end of the loop is rounded down", "pl.cdiv(stop, block_k), one", "stop // block_k, one",
          "A tile that holds even one visible key must be read: see exercise 5.1."),
-        ("the loop ends where the first query of the tile stops seeing", "q_start + block_q, S", "q_start + 1, S",
+        ("the loop ends where the first query of the tile stops seeing", "q_start + block_q, min", "q_start + 1, min",
          "The last query of the tile sees furthest: see exercise 5.1."),
+        ("positions past T count as queries", "min(T, S)", "S",
+         "The last query of the last tile is T - 1: see exercise 5.1."),
+        ("columns of q past the end of the head are not replaced",
+         "jnp.where(in_head, q_ref[...], 0)\n\n", "q_ref[...]\n\n",
+         "They meet the columns of k in a product, and 0 · NaN is NaN: put 0 there, see section 6."),
         ("keys past the end take part", "cols[None, :] < S\n", "cols[None, :] >= 0\n",
          "A key of zeros has a logit too. From S on the logits are −∞: see section 6."),
         ("values past the end are multiplied by weights of 0", "jnp.where(inside, v_ref[tile, :], 0)", "v_ref[tile, :]",

@@ -828,7 +828,7 @@ def query_gradients(q, k, v, do, lse, delta, is_causal=False, block_q=64, block_
             ds = p * (dp - delta[:, None])
             return dq + scale * dot(ds.astype(k.dtype), k)
 
-        stop = jnp.minimum(q_start + block_q, S) if is_causal else S
+        stop = jnp.minimum(q_start + block_q, min(T, S)) if is_causal else S
         zeros = jnp.zeros((block_q, head_padded))
         dq = lax.fori_loop(0, pl.cdiv(stop, block_k), one_key_tile, zeros)
         dq_ref[...] = dq.astype(dq_ref.dtype)
