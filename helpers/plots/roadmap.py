@@ -32,8 +32,11 @@ def progress(states, following=None):
 
     def step(axes, x, y, number, name):
         _step(axes, x, y, number, name, framed=number == following, raised=0.1)
+        count = len(states[number])
+        apart = min(0.125, 0.9 * WIDTH / count)
+        size = {"markersize": DOT["markersize"] * apart / 0.125}
         for place, state in enumerate(states[number]):
-            axes.plot(x + 0.125 * (place - (len(states[number]) - 1) / 2), y + 0.15, **DOT, **DOTS[state])
+            axes.plot(x + apart * (place - (count - 1) / 2), y + 0.15, **DOT | size, **DOTS[state])
 
     figure = _map(step)
     handles = [Line2D([], [], label=state, **DOT, **look) for state, look in DOTS.items()]
