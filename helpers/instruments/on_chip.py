@@ -5,7 +5,7 @@ kernel asks for and the operands of every product that one step of its loop issu
 are those of the kernels themselves, whatever the documentation says.
 
 A step is one pair of tiles, block_q queries and block_k keys. Everything is for one program, which
-is one thread block on one processor of the card.
+is one thread block on one SM of the GPU.
 """
 
 import inspect

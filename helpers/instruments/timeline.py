@@ -266,7 +266,7 @@ class Costs(NamedTuple):
     """Cycles of one compute warpgroup and one tile of keys (64 x 128, H = 64), and of copies.
 
     product: q k^T, and as long again p v, on the tensor core. softmax: its exponentials. These two
-    follow from the rates of the card. copy: a tile through the copy engine, at 64 bytes a cycle;
+    follow from the rates of the GPU. copy: a tile through the copy engine, at 64 bytes a cycle;
     latency: from the request to the arrival, beyond that. These two are assumptions.
     """
 

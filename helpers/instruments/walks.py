@@ -25,7 +25,7 @@ def walks(T, heads, group, order, processors, block_q=64, block_k=128):
 
 
 def in_step(programs, processors):
-    """The steps of a card whose processors keep pace: lists of (program, (query head, tile of queries))."""
+    """The steps of a GPU whose SMs keep pace: lists of (program, (query head, tile of queries))."""
     waiting = iter(enumerate(programs))  # who is done with a program takes the next
     each = [((number, tile) for number, walk in waiting for tile in walk) for _ in range(processors)]
     return [[now for now in step if now] for step in itertools.zip_longest(*each)]
