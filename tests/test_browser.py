@@ -14,10 +14,12 @@ import urllib.request
 import nbformat
 import pytest
 from chromium import CHROMIUM, started_chromium
-from lessons import PATHS, ROOT
+from lessons import PATHS, ROOT, lessons
 from playwright.sync_api import TimeoutError, expect
 
-from helpers.workbook import OF_THE_KERNEL, edition
+from helpers import clock
+from helpers.exercises import mine
+from helpers.workbook import OF_THE_KERNEL, edition, lay_out
 
 NOTEBOOK = "00_start_here.ipynb"
 
@@ -51,7 +53,7 @@ def _serving(root, tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name != clock.OFF},  # as for a learner
         "JAX_PLATFORMS": "cpu",
         "JUPYTER_CONFIG_DIR": str(tmp_path / "config"),
         "JUPYTER_DATA_DIR": str(tmp_path / "data"),
@@ -82,41 +84,48 @@ def _wait_for(url, process, log, seconds=60):
             time.sleep(0.3)
 
 
+def _run_all(page, url, path, seconds=120):
+    """Open a notebook, run all of its cells, save it, and return its code cells."""
+    page.goto(f"{url}/lab/tree/workbook/{path.name}?reset", timeout=60_000)
+    idle = page.locator(".jp-Notebook-ExecutionIndicator[data-status='idle']")
+    idle.first.wait_for(timeout=60_000)
+    page.wait_for_timeout(3000)  # for what the kernel says of itself
+    assert page.locator(".jp-mod-dirty").count() == 0, "JupyterLab would ask to save what nobody touched"
+
+    started = page.locator(".jp-InputPrompt", has_text=re.compile(r"\[\d+\]")).first
+    for _ in range(8):  # the menu answers before the notebook and its kernel are ready to run
+        try:
+            page.locator(".lm-MenuBar-itemLabel", has_text="Run").first.click(timeout=5_000)
+            page.locator(".lm-Menu-item[data-command='runmenu:run-all']").click(timeout=5_000)
+            started.wait_for(timeout=20_000)
+            break
+        except TimeoutError:
+            page.keyboard.press("Escape")  # closes the menu, or a dialog that asks for patience
+    else:
+        raise AssertionError("Run All did not start. " + " ".join(page.locator(".jp-Dialog").all_inner_texts()))
+
+    # The page draws only the cells in view; the saved file has them all.
+    code, deadline = [], time.monotonic() + seconds
+    while not code or any(cell["execution_count"] is None for cell in code):
+        assert time.monotonic() < deadline, f"Run All of {path.name} did not come to the end"
+        page.keyboard.press("Control+s")
+        page.wait_for_timeout(1000)
+        try:
+            saved = json.loads(path.read_text())
+        except ValueError:  # caught in the middle of being written
+            continue
+        code = [cell for cell in saved["cells"] if cell["cell_type"] == "code"]
+    outputs = [output for cell in code for output in cell["outputs"]]
+    errors = [output["ename"] + ": " + output["evalue"] for output in outputs if output["output_type"] == "error"]
+    assert outputs and not errors, f"{path.name}: {errors}"
+    return code
+
+
 def test_run_all_and_unfold_a_solution(server):
     url, root = server
     with started_chromium() as browser:
         page = browser.new_page(viewport={"width": 1400, "height": 1000})
-        page.goto(f"{url}/lab/tree/workbook/{NOTEBOOK}?reset", timeout=60_000)
-        idle = page.locator(".jp-Notebook-ExecutionIndicator[data-status='idle']")
-        idle.first.wait_for(timeout=60_000)
-        page.wait_for_timeout(3000)  # for what the kernel says of itself
-        assert page.locator(".jp-mod-dirty").count() == 0, "JupyterLab would ask to save what nobody touched"
-
-        started = page.locator(".jp-InputPrompt", has_text=re.compile(r"\[\d+\]")).first
-        for _ in range(8):  # the menu answers before the notebook and its kernel are ready to run
-            try:
-                page.locator(".lm-MenuBar-itemLabel", has_text="Run").first.click(timeout=5_000)
-                page.locator(".lm-Menu-item[data-command='runmenu:run-all']").click(timeout=5_000)
-                started.wait_for(timeout=20_000)
-                break
-            except TimeoutError:
-                page.keyboard.press("Escape")  # closes the menu, or a dialog that asks for patience
-        else:
-            raise AssertionError("Run All did not start. " + " ".join(page.locator(".jp-Dialog").all_inner_texts()))
-
-        # The page draws only the cells in view; the saved file has them all.
-        code, deadline = [], time.monotonic() + 120
-        while not code or any(cell["execution_count"] is None for cell in code):
-            assert time.monotonic() < deadline, "Run All did not come to the end"
-            page.keyboard.press("Control+s")
-            page.wait_for_timeout(1000)
-            try:
-                saved = json.loads((root / "workbook" / NOTEBOOK).read_text())
-            except ValueError:  # caught in the middle of being written
-                continue
-            code = [cell for cell in saved["cells"] if cell["cell_type"] == "code"]
-        kinds = [output["output_type"] for cell in code for output in cell["outputs"]]
-        assert kinds and "error" not in kinds
+        _run_all(page, url, root / "workbook" / NOTEBOOK)
         original = ROOT / "notebooks" / NOTEBOOK
         assert edition(root / "workbook" / NOTEBOOK) == edition(original), "running and saving a copy is no edit"
 
@@ -129,6 +138,45 @@ def test_run_all_and_unfold_a_solution(server):
         expect(solution.locator("pre")).not_to_be_visible()
         solution.locator("summary").click()
         expect(solution.locator("pre")).to_be_visible()
+
+
+def _solved(path, workbook):
+    """A copy of a notebook, without outputs, in which a learner has put the solutions into the empty cells."""
+    notebook = nbformat.read(path, as_version=4)
+    for lesson in lessons(path):
+        notebook.cells[lesson.stub].source = lesson.solution
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.update(execution_count=None, outputs=[])
+    notebook.metadata.update(OF_THE_KERNEL)
+    nbformat.write(notebook, workbook / path.name)
+    return workbook / path.name
+
+
+def _printed(code):
+    return "".join("".join(output.get("text", "")) for cell in code for output in cell["outputs"])
+
+
+def test_a_learner_who_solves_everything_owns_a_kernel_that_trains_and_writes(tmp_path, monkeypatch):
+    """The module grows from 05 to 13, and what 08 and 13 do with it is what they do with the kernels of the series."""
+    root = tmp_path / "series"
+    root.mkdir()
+    lay_out(ROOT / "notebooks", root / "workbook")
+    shutil.copytree(ROOT / "figures", root / "figures")
+    taken = [path for path in PATHS if path.stem[:2] in ("05", "07", "08", "13")]
+    with _serving(root, tmp_path) as url, started_chromium() as browser:
+        page = browser.new_page(viewport={"width": 1400, "height": 1000})
+        printed = {
+            path.stem[:2]: _printed(_run_all(page, url, _solved(path, root / "workbook"), 300)) for path in taken
+        }
+    for text in printed.values():
+        assert "✗" not in text
+    for text in (printed["08"], printed["13"]):
+        assert "yours, from mine.py" in text and "the series' own" not in text
+    kept = {name for text in printed.values() for name in re.findall(r"Kept: `(\w+)`", text)}
+    assert kept == {"forward", "key_gradients", "query_gradients", "flash_attention", "decode_attention"}
+    monkeypatch.chdir(root / "workbook")
+    assert all(mine.parts().values())
 
 
 # A line of 88 columns, the most that code has, is 31 px wider than the room that the panel leaves.
