@@ -330,22 +330,23 @@ QUERY_GRADIENTS = Exercise(
 
 def flash_attention(q, k, v, is_causal=False):
     """out (B, T, N, H), differentiable in q (B, T, N, H), k and v (B, S, K, H)."""
+    tiles = (64, 64) if q.shape[-1] <= 128 else (32, 32)  # what shared memory holds
 
     @jax.custom_vjp
     def attend(q, k, v):
-        out, _ = forward(q, k, v, is_causal)
+        out, _ = forward(q, k, v, is_causal, *tiles)
         return out
 
     def forward_rule(q, k, v):
-        out, lse = forward(q, k, v, is_causal)
+        out, lse = forward(q, k, v, is_causal, *tiles)
         return out, (q, k, v, out, lse)
 
     def backward_rule(residuals, do):
         q, k, v, out, lse = residuals
         delta = (out.astype(jnp.float32) * do.astype(jnp.float32)).sum(axis=3)
         needed = q, k, v, do, lse, delta.swapaxes(1, 2)
-        dk, dv = key_gradients(*needed, is_causal)
-        dq = query_gradients(*needed, is_causal)
+        dk, dv = key_gradients(*needed, is_causal, *tiles)
+        dq = query_gradients(*needed, is_causal, *tiles)
         return dq, dk, dv
 
     attend.defvjp(forward_rule, backward_rule)
@@ -398,7 +399,7 @@ FLASH_ATTENTION = Exercise(
     tried="out and all gradients through jax.vjp, causal and not, T and S alike and apart, grouped heads, both dtypes",
     mistakes=(
         ("the gradients are right, but forward runs twice", (_RULES, "q, k, v, out, lse = residuals"),
-         ("return out, (q, k, v)", "q, k, v = residuals\n        out, lse = forward(q, k, v, is_causal)"),
+         ("return out, (q, k, v)", "q, k, v = residuals\n        out, lse = forward(q, k, v, is_causal, *tiles)"),
          "The forward rule runs it once, and keeps out and lse as residuals: see section 5."),
         ("dk and dv are returned in the wrong order", "return dq, dk, dv", "return dq, dv, dk",
          "The backward rule returns gradients in the order of the arguments, q, k, v: see section 5."),
@@ -409,13 +410,13 @@ FLASH_ATTENTION = Exercise(
          "delta = rowsum(out do) is what the softmax takes off dp: see section 2."),
         ("delta is made of do alone", "out.astype(jnp.float32) * ", "do.astype(jnp.float32) * ",
          "delta = rowsum(out do) needs the out of the forward pass, a residual: see section 2."),
-        ("the backward kernels are not told that attention is causal", "(*needed, is_causal)", "(*needed)",
+        ("the backward kernels are not told that attention is causal", "(*needed, is_causal, *tiles)", "(*needed, False, *tiles)",
          "Hand is_causal on to both kernels: see section 8."),
-        ("the dk and dv kernel is not told that attention is causal", "key_gradients(*needed, is_causal)",
-         "key_gradients(*needed)", "Hand is_causal on to both kernels: see section 8."),
-        ("the dq kernel is not told that attention is causal", "query_gradients(*needed, is_causal)",
-         "query_gradients(*needed)", "Hand is_causal on to both kernels: see section 8."),
-        ("forward is not told that attention is causal", "forward(q, k, v, is_causal)", "forward(q, k, v)",
+        ("the dk and dv kernel is not told that attention is causal", "key_gradients(*needed, is_causal, *tiles)",
+         "key_gradients(*needed, False, *tiles)", "Hand is_causal on to both kernels: see section 8."),
+        ("the dq kernel is not told that attention is causal", "query_gradients(*needed, is_causal, *tiles)",
+         "query_gradients(*needed, False, *tiles)", "Hand is_causal on to both kernels: see section 8."),
+        ("forward is not told that attention is causal", "forward(q, k, v, is_causal, *tiles)", "forward(q, k, v, False, *tiles)",
          "Hand is_causal on to the forward kernel too: see section 8."),
         ("lse is kept in bfloat16", "(q, k, v, out, lse)", "(q, k, v, out, lse.astype(jnp.bfloat16).astype(lse.dtype))",
          "p = exp(s - lse) turns the rounding of lse into an error of every weight: see the box of section 5."),
