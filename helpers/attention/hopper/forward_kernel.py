@@ -30,8 +30,8 @@ Two parts can be exchanged. `softmax` chooses m: `RunningMaximum`, as above, or
 `guess.Guess`. `out` makes out of acc: `RoundedOut`, as above, or `exact_out.ExactOut`.
 
 Registers of a compute warpgroup: s and p (block_q, block_k), acc (block_q, H), m
-(block_q,), and l (block_q, 8), of which a thread has what it summed itself: the sum over
-threads comes last, not in each step.
+(block_q,), and l (block_q, 8), of which a thread has what it summed itself: the sum
+over threads comes last, not in each step.
 """
 
 import functools
@@ -92,7 +92,7 @@ class Scratch(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """A list of `count` turns of a program, from turn `start` of the tile scheduler on."""
+    """A list of turns of a program: `count` of them, from turn `start` on."""
 
     start: jax.Array
     count: jax.Array
@@ -158,8 +158,9 @@ def forward_kernel(refs, smem, *, problem, tiles, programs, softmax, out, interp
     """
     index, me = lax.axis_index("program"), lax.axis_index("warpgroup")
     scheduler = TileScheduler(problem, tiles, programs, index)
-    parts = [part(problem, tiles, refs, smem, me) for part in (softmax, out)]
-    program = Program(problem, tiles, refs, smem, me, scheduler, scheduler.turns, *parts, interpret)
+    own = problem, tiles, refs, smem, me
+    parts = scheduler, scheduler.turns, softmax(*own), out(*own)
+    program = Program(*own, *parts, interpret)
     pl.when(me < tiles.warpgroups)(lambda: compute(program))
     pl.when(me == tiles.warpgroups)(lambda: memory(program))
 
@@ -174,6 +175,8 @@ def memory(program):
         _, n, b, stop = program.scheduler.place(turn)
 
         def fetch(ring, ref, j):
+            # An array: JAX refuses a slice past the end if it is known beforehand.
+            j = jnp.asarray(j, jnp.int32)
             # Grouped queries: `group` query heads read one key/value head, in place.
             kv_head = lax.div(n, program.problem.group)
             tile = ref.at[b, pl.ds(j * block_k, block_k), kv_head]
@@ -325,7 +328,7 @@ def key_tiles(program, turn, softmax, state):
 
 
 def one_key_tile(program, turn, rule, is_masked, j, state):
-    """A step: the softmax of key tile j, while the product with the values before runs."""
+    """A step: the softmax of key tile j, while the product of the tile before runs."""
     acc, m, l, p = state
     keys, values, step = program.smem.keys, program.smem.values, turn.step + j
 
@@ -342,7 +345,8 @@ def one_key_tile(program, turn, rule, is_masked, j, state):
     qk = turn.q, *keys.at(step)
     values.wait(step - 1)
     pv = acc, p, program.out.beside(*values.at(step - 1))
-    acc, p, carried = overlapped(qk, pv, while_pv_runs, rule.carried(m, l), interpret=program.interpret)
+    carried, interpret = rule.carried(m, l), program.interpret
+    acc, p, carried = overlapped(qk, pv, while_pv_runs, carried, interpret=interpret)
     values.release(step - 1)
     acc, m, l = rule.rescaled(acc, m, carried)
     return acc, m, l, narrow(p, program.problem.dtype)
@@ -412,7 +416,7 @@ def last_product(program, turns, turn, pv, store):
 
 
 def last_product_and_next_scores(program, turns, turn, pv, store):
-    """The last product of a turn, stored while the first scores of the next are computed.
+    """The last product of a turn, stored while the first scores of the next are made.
 
     Returns (m, l, p) after the first key tile of the next.
     """
@@ -463,7 +467,7 @@ def epilogue(program, turn, softmax, m, l, acc):
 
 @dataclass(frozen=True)
 class RunningMaximum:
-    """m is the maximum of the scores that the row has seen: the softmax of FlashAttention.
+    """m is the maximum of the scores that the row has seen, as in FlashAttention.
 
     This class is the rule for all steps, too: (p, carried) = softmax(s, m, carried).
     """
@@ -563,7 +567,7 @@ class RoundedOut:
         return acc * lax.broadcast_in_dim(1 / l, acc.shape, [0])
 
     def put(self, turn, out):
-        """Round out into SMEM. Returns [(ref in SMEM, array in GMEM)] of what is to go."""
+        """Round out into SMEM. Returns [(ref in SMEM, array in GMEM)] of what leaves."""
         self.mine[...] = out.astype(self.problem.dtype)
         return [(self.mine, self.refs.out)]
 

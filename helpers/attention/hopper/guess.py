@@ -140,9 +140,10 @@ class Guess(RunningMaximum):
         lax.while_loop(lambda state: state[0] <= warpgroups, body, first)
 
     def next_list(self, which):
-        """(number, start, count) of the next list: of the next warpgroup that wants one.
+        """(which, start, count) of the next list, `which` above all if there is none.
 
-        Unless one before it asked for the same.
+        It is that of the next warpgroup that wants one, unless one before it asked for
+        the same.
         """
         each = range(self.tiles.warpgroups)
         starts = [self.again[2 * i].astype(jnp.int32) for i in each]
