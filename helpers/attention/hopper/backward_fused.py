@@ -1,0 +1,277 @@
+"""The fused form of the Hopper backward pass: a kernel that owns keys writes dk and dv, and adds its part of dq.
+
+A warpgroup's part of ds k needs the ds of all warpgroups, so they meet once in a step. There are two orders of it:
+
+    immediate_kernel  A step does its own five products. ds is published before dv is issued: the tensor core has
+                      that product to do while the warpgroups wait for one another.
+    delayed_kernel    dv goes before ds. A step first issues its own s and then finishes the step before, whose ds
+                      the others have had time to publish.
+
+With tiles.zeros_ahead a program first sends zeros on their way to its share of the dq of a later head. At its end,
+where it waits for its stores in any case, it says so to the programs of that head.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from helpers.attention.hopper.backward_parts import (
+    Program,
+    ds_of,
+    exp2_of_logits,
+    hide,
+    load_keys_then_queries,
+    lse_and_awaited,
+    store_dk_and_dv,
+    take_registers,
+)
+from helpers.attention.hopper.backward_schedule import ROWS_OF_WGMMA, heads_ahead
+from helpers.attention.hopper.ptx import MATRIX
+from helpers.attention.hopper.warpgroup import COLUMNS, anew, awaited, issue, multiply_add
+
+
+def immediate_kernel(gmem, scratch, problem, tiles, interpret):
+    """Writes dk and dv of block_k keys and adds their part of dq, in each step that of its own tile.
+
+    gmem: a `Gmem`, whose dq is float32 and holds zeros; scratch: a `Scratch`.
+    """
+    run(Program.here(gmem, scratch, problem, tiles, interpret), walk_immediately)
+
+
+def delayed_kernel(gmem, scratch, problem, tiles, interpret):
+    """As immediate_kernel, but dq and dk of a tile come in the step after; scratch.q has a slot more."""
+    run(Program.here(gmem, scratch, problem, tiles, interpret), walk_delayed)
+
+
+class Own(NamedTuple):
+    """What a compute warpgroup owns: 64 keys, and of each tile of dq 64 rows, or all rows and some columns.
+
+    start: the first of the keys; dk, dv: their sums, ACC refs (64, H).
+    row, columns: the first of those rows of dq, and those columns.
+    """
+
+    start: jax.Array
+    dk: jax.Array
+    dv: jax.Array
+    row: jax.Array
+    columns: slice
+
+
+class Work(NamedTuple):
+    """A tile of queries with published ds, for `finish`: query head, number, slots of its q and of its ds."""
+
+    head: jax.Array
+    i: jax.Array
+    q_slot: jax.Array
+    ds_slot: jax.Array
+
+
+def run(program, walk):
+    """The fused kernel in the order of walk(program, own), which adds up dk, dv and dq."""
+    scratch, problem, tiles, me = program.scratch, program.problem, program.tiles, program.me
+    zeros = Zeros.of(program)
+
+    def compute():
+        take_registers(tiles, memory=0)
+        start = program.k_start + me * ROWS_OF_WGMMA
+        scratch.q.open()
+        scratch.do.open()
+        width = scratch.dq.shape[-1]
+        row = me * ROWS_OF_WGMMA if tiles.block_q > ROWS_OF_WGMMA else 0
+        columns = pl.ds(me * width if width < problem.H else 0, width)
+
+        def accumulate(dk_acc, dv_acc):
+            walk(program, Own(start, dk_acc, dv_acc, row, columns), zeros)
+            return dk_acc[...], dv_acc[...]
+
+        acc = plgpu.ACC((ROWS_OF_WGMMA, problem.H), jnp.float32)
+        dk, dv = pl.run_scoped(accumulate, acc, acc)
+        plgpu.barrier_arrive(scratch.ds_ready)  # the other warpgroups are done with the keys of this one
+        plgpu.barrier_wait(scratch.ds_ready)
+        store_dk_and_dv(program, dk, dv, start)
+        zeros.say_they_are_there()
+
+    pl.when(me < tiles.warpgroups)(compute)
+    pl.when(me == tiles.warpgroups)(lambda: load_keys_then_queries(program))
+
+
+def walk_immediately(program, own, zeros):
+    zeros.write_and_await(program, own)
+    plgpu.barrier_wait(program.scratch.kv_loaded)
+    program.walk(*(functools.partial(immediate_step, program, own, masked) for masked in (False, True)), None)
+
+
+def walk_delayed(program, own, zeros):
+    """Before the first step there is a ds of zeros, which adds nothing to dk; after the last, its dq and dk."""
+    scratch, problem = program.scratch, program.problem
+    shape = ROWS_OF_WGMMA, program.tiles.block_q
+    publish(program, plgpu.layout_cast(jnp.zeros(shape, problem.dtype), MATRIX), 1)
+    zeros.write_and_await(program, own)
+    plgpu.barrier_wait(scratch.kv_loaded)
+    nothing = Work(program.kv * problem.group, jnp.int32(0), jnp.int32(0), jnp.int32(1))
+    steps = (functools.partial(delayed_step, program, own, masked) for masked in (False, True))
+    step, last = program.walk(*steps, nothing)
+    finish(program, own, last, step)
+    plgpu.wgmma_wait(0)
+    plgpu.barrier_arrive(scratch.q.consumed.at[last.q_slot])
+
+
+def immediate_step(program, own, masked, head, i, step, _):
+    """dk, dv and dq of a tile of queries, all in this step."""
+    scratch, problem, interpret = program.scratch, program.problem, program.interpret
+    wg = number_in_step(program)
+    (q, lse), (do, delta) = scratch.q.at(step), scratch.do.at(step)
+    ds_slot = lax.rem(step, 2)
+
+    scratch.q.wait(step)
+    s = issue([(scratch.k.at[0, wg], q)], 1, interpret)
+    scratch.do.wait(step)
+    dp = issue([(scratch.v.at[0, wg], do)], 1, interpret)
+    lse, s = lse_and_awaited(s, 1, lse)
+    p = exp2_of_logits(s, lse, 1, problem)
+    if masked:
+        p = hide(p, i * program.tiles.block_q, own.start, 0, problem, program.tiles)
+    p_16 = p.astype(problem.dtype)
+    dp = awaited(dp, 0)
+    ds = ds_of(p, dp, plgpu.load(delta, layout=COLUMNS), 1, problem)
+    publish(program, ds, ds_slot)
+    multiply_add(own.dv, p_16, do, spare_of(program), interpret)
+    finish(program, own, Work(head, i, scratch.q.slot(step), ds_slot), step + 1, ds)
+    plgpu.wgmma_wait(0)
+    scratch.do.release(step)
+    scratch.q.release(step)
+
+
+def delayed_step(program, own, masked, head, i, step, before):
+    """dv of a tile of queries, and dk and dq of the one before; returns what is left to do of this one."""
+    scratch, problem, interpret = program.scratch, program.problem, program.interpret
+    wg = number_in_step(program)
+    (q, lse), (do, delta) = scratch.q.at(step), scratch.do.at(step)
+    ds_slot = lax.rem(step, 2)
+
+    scratch.q.wait(step)
+    s = issue([(scratch.k.at[0, wg], q)], 1, interpret)
+    finish(program, own, before, step)
+    scratch.do.wait(step)
+    dp = issue([(scratch.v.at[0, wg], do)], 1, interpret)
+    lse, s = lse_and_awaited(s, 2, lse)
+    p = exp2_of_logits(s, lse, 1, problem)
+    if masked:
+        p = hide(p, i * program.tiles.block_q, own.start, 0, problem, program.tiles)
+    multiply_add(own.dv, p.astype(problem.dtype), do, spare_of(program), interpret)
+    dp = awaited(dp, 1)  # and so is dk of the step before
+    pl.when(step > 0)(lambda: plgpu.barrier_arrive(scratch.q.consumed.at[before.q_slot]))
+    ds = ds_of(p, dp, plgpu.load(delta, layout=COLUMNS), 1, problem)
+    publish(program, ds, ds_slot)
+    plgpu.wgmma_wait(0)
+    scratch.do.release(step)
+    return Work(head, i, scratch.q.slot(step), ds_slot)
+
+
+def number_in_step(program):
+    """The number of the warpgroup. Unless it may, the compiler can't keep what it makes of it from step to step."""
+    keeps = program.tiles.keeps_addresses and program.problem.group == 1
+    return program.me if keeps else anew(program.me)
+
+
+def spare_of(program):
+    return None if program.scratch.spare is None else program.scratch.spare.at[program.me]
+
+
+def publish(program, ds, slot):
+    """Let the other warpgroups read this one's ds^T."""
+    program.scratch.ds.at[slot, program.me][...] = ds
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(program.scratch.ds_ready)
+
+
+def finish(program, own, work, step, ds=None):
+    """Add ds k of a published tile to dq, and issue its part of dk, not awaited."""
+    scratch, interpret = program.scratch, program.interpret
+    plgpu.barrier_wait(scratch.ds_ready)
+    rows = pl.ds(own.row, ROWS_OF_WGMMA)
+    ds_and_k = [
+        (scratch.ds.at[work.ds_slot, wg, :, rows], scratch.k.at[0, wg, :, own.columns])
+        for wg in range(program.tiles.warpgroups)
+    ]
+    dq = issue(ds_and_k, 0, interpret)
+    mine = scratch.ds.at[work.ds_slot, program.me] if ds is None or interpret else ds
+    multiply_add(own.dk, mine, scratch.q.buffers[0].at[work.q_slot], None, interpret)
+    dq = awaited(dq, 1)
+    pl.when(step > 0)(lambda: add_to_dq(program, own, dq, work.head, work.i))
+
+
+def add_to_dq(program, own, dq, head, i):
+    """Send this warpgroup's part of a tile of dq on its way, to be added to what is there."""
+    mine = program.scratch.dq.at[program.me]
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    mine[...] = dq
+    plgpu.commit_smem()
+    there = part_of_dq(program, own, program.b, i, head, lax.axis_index("tile"))
+    if program.interpret:  # it knows no addition: each tile of keys has a plane of its own
+        plgpu.copy_smem_to_gmem(mine, there)
+    else:
+        plgpu.copy_smem_to_gmem(mine, there, reduction_op="add")
+
+
+def part_of_dq(program, own, b, i, head, plane):
+    """Where a warpgroup's part of a tile of dq is in memory; interpreted, in a plane: see `backward`."""
+    ref = program.gmem.dq.at[plane] if program.interpret else program.gmem.dq
+    return ref.at[b, pl.ds(i * program.tiles.block_q + own.row, ROWS_OF_WGMMA), head, own.columns]
+
+
+class Zeros(NamedTuple):
+    """The zeros that a program writes to the dq of a later head of keys, and those that it waits for.
+
+    head, ahead: its own head of keys in the batch, and how many later that one is, 0 for no zeros. heads: all of them.
+    written: for each of them, how many warpgroups have written their zeros to its dq. None in the interpreter.
+    """
+
+    head: jax.Array
+    ahead: int
+    heads: int
+    written: jax.Array | None
+
+    @classmethod
+    def of(cls, program):
+        problem = program.problem
+        ahead, heads = heads_ahead(problem, program.tiles), problem.B * problem.K
+        written = None
+        if ahead and not program.interpret:
+            written = pl.get_global(plgpu.SemaphoreType.REGULAR((heads,)))  # called again, it makes another array
+        return cls(program.b * problem.K + program.kv, ahead, heads, written)
+
+    def write_and_await(self, program, own):
+        if self.ahead:
+            pl.when(self.head + self.ahead < self.heads)(lambda: self.write(program, own))
+        if self.written is not None:
+            writers = pl.cdiv(program.problem.S, program.tiles.block_k) * program.tiles.warpgroups
+            options = {"decrement": False, "memory_scope": "gpu"}
+            there = lambda: plgpu.semaphore_wait(self.written.at[self.head], writers, **options)
+            pl.when(self.head >= self.ahead)(there)
+
+    def write(self, program, own):
+        """To every key_tiles-th tile of the queries of the later head; not awaited."""
+        problem, mine = program.problem, program.scratch.dq.at[program.me]
+        mine[...] = plgpu.layout_cast(jnp.zeros(mine.shape, jnp.float32), MATRIX)
+        plgpu.commit_smem()
+        later_b, later_kv = lax.div(self.head + self.ahead, problem.K), lax.rem(self.head + self.ahead, problem.K)
+        first, q_tiles = lax.axis_index("tile"), pl.cdiv(problem.T, program.tiles.block_q)
+        key_tiles = pl.cdiv(problem.S, program.tiles.block_k)
+
+        def one_tile(n, _):
+            for g in range(problem.group):
+                head, i = later_kv * problem.group + g, first + n * key_tiles
+                plgpu.copy_smem_to_gmem(mine, part_of_dq(program, own, later_b, i, head, key_tiles))
+
+        lax.fori_loop(0, lax.div(q_tiles - first + key_tiles - 1, key_tiles), one_tile, None)
+
+    def say_they_are_there(self):
+        if self.written is not None:
+            say = lambda: plgpu.semaphore_signal(self.written.at[self.head + self.ahead], memory_scope="gpu")
+            pl.when(self.head + self.ahead < self.heads)(say)
