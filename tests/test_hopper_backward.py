@@ -128,7 +128,7 @@ IN_USE = {
     "queries, given back before the dk of the step before is awaited": (
         SMALL["fused, dq delayed"],
         backward_fused,
-        [("dp = awaited(dp, 1)  # and so", "# and so"), ("scratch.q.consumed.at[before.q_slot]))\n", "scratch.q.consumed.at[before.q_slot])); dp = awaited(dp, 1)\n")],
+        [("dp = awaited(dp, 1)  # and so", "# and so"), ("pl.when(step > 0)(release)\n", "pl.when(step > 0)(release); dp = awaited(dp, 1)\n")],
         FETCH,
     ),
 }  # fmt: skip

@@ -62,8 +62,8 @@ class Own(NamedTuple):
     columns: slice
 
 
-class Work(NamedTuple):
-    """A tile of queries with published ds, for `finish`: query head, number, slots of its q and of its ds."""
+class Published(NamedTuple):
+    """A tile of queries whose ds is published: its query head and number, and the slots of its q and of its ds."""
 
     head: jax.Array
     i: jax.Array
@@ -113,10 +113,10 @@ def walk_delayed(program, own, zeros):
     publish(program, plgpu.layout_cast(jnp.zeros(shape, problem.dtype), MATRIX), 1)
     zeros.write_and_await(program, own)
     plgpu.barrier_wait(scratch.kv_loaded)
-    nothing = Work(program.kv * problem.group, jnp.int32(0), jnp.int32(0), jnp.int32(1))
+    nothing = Published(program.kv * problem.group, jnp.int32(0), jnp.int32(0), jnp.int32(1))
     steps = (functools.partial(delayed_step, program, own, masked) for masked in (False, True))
     step, last = program.walk(*steps, nothing)
-    finish(program, own, last, step)
+    finish_before(program, own, last, step)
     plgpu.wgmma_wait(0)
     plgpu.barrier_arrive(scratch.q.consumed.at[last.q_slot])
 
@@ -141,14 +141,18 @@ def immediate_step(program, own, masked, head, i, step, _):
     ds = ds_of(p, dp, plgpu.load(delta, layout=COLUMNS), 1, problem)
     publish(program, ds, ds_slot)
     multiply_add(own.dv, p_16, do, spare_of(program), interpret)
-    finish(program, own, Work(head, i, scratch.q.slot(step), ds_slot), step + 1, ds)
+    dq = finish(program, own, Published(head, i, scratch.q.slot(step), ds_slot), ds)
+    add_to_dq(program, own, dq, head, i)
     plgpu.wgmma_wait(0)
     scratch.do.release(step)
     scratch.q.release(step)
 
 
 def delayed_step(program, own, masked, head, i, step, before):
-    """dv of a tile of queries, and dk and dq of the one before; returns what is left to do of this one."""
+    """dv of a tile of queries, and dk and dq of the one before.
+
+    Returns this tile, as a `Published` one.
+    """
     scratch, problem, interpret = program.scratch, program.problem, program.interpret
     wg = number_in_step(program)
     (q, lse), (do, delta) = scratch.q.at(step), scratch.do.at(step)
@@ -156,7 +160,7 @@ def delayed_step(program, own, masked, head, i, step, before):
 
     scratch.q.wait(step)
     s = issue([(scratch.k.at[0, wg], q)], 1, interpret)
-    finish(program, own, before, step)
+    finish_before(program, own, before, step)
     scratch.do.wait(step)
     dp = issue([(scratch.v.at[0, wg], do)], 1, interpret)
     lse, s = lse_and_awaited(s, 2, lse)
@@ -165,16 +169,17 @@ def delayed_step(program, own, masked, head, i, step, before):
         p = hide(p, i * program.tiles.block_q, own.start, 0, problem, program.tiles)
     multiply_add(own.dv, p.astype(problem.dtype), do, spare_of(program), interpret)
     dp = awaited(dp, 1)  # and so is dk of the step before
-    pl.when(step > 0)(lambda: plgpu.barrier_arrive(scratch.q.consumed.at[before.q_slot]))
+    release = lambda: plgpu.barrier_arrive(scratch.q.consumed.at[before.q_slot])
+    pl.when(step > 0)(release)
     ds = ds_of(p, dp, plgpu.load(delta, layout=COLUMNS), 1, problem)
     publish(program, ds, ds_slot)
     plgpu.wgmma_wait(0)
     scratch.do.release(step)
-    return Work(head, i, scratch.q.slot(step), ds_slot)
+    return Published(head, i, scratch.q.slot(step), ds_slot)
 
 
 def number_in_step(program):
-    """The number of the warpgroup. Unless it may, the compiler can't keep what it makes of it from step to step."""
+    """The number of the warpgroup; unless tiles.keeps_addresses, hidden from the compiler in each step: see `Tiles`."""
     keeps = program.tiles.keeps_addresses and program.problem.group == 1
     return program.me if keeps else anew(program.me)
 
@@ -190,30 +195,42 @@ def publish(program, ds, slot):
     plgpu.barrier_arrive(program.scratch.ds_ready)
 
 
-def finish(program, own, work, step, ds=None):
-    """Add ds k of a published tile to dq, and issue its part of dk, not awaited."""
+def finish_before(program, own, before, step):
+    """`finish` of the tile before. In step 0 there is none, but a ds of zeros for dk."""
+    dq = finish(program, own, before)
+    pl.when(step > 0)(lambda: add_to_dq(program, own, dq, before.head, before.i))
+
+
+def finish(program, own, tile, ds=None):
+    """This warpgroup's part of ds k of a `Published` tile; that of dk is issued only.
+
+    ds: what it published itself, where it still has that in registers.
+    """
     scratch, interpret = program.scratch, program.interpret
     plgpu.barrier_wait(scratch.ds_ready)
-    rows = pl.ds(own.row, ROWS_OF_WGMMA)
-    ds_and_k = [
-        (scratch.ds.at[work.ds_slot, wg, :, rows], scratch.k.at[0, wg, :, own.columns])
-        for wg in range(program.tiles.warpgroups)
-    ]
-    dq = issue(ds_and_k, 0, interpret)
-    mine = scratch.ds.at[work.ds_slot, program.me] if ds is None or interpret else ds
-    multiply_add(own.dk, mine, scratch.q.buffers[0].at[work.q_slot], None, interpret)
-    dq = awaited(dq, 1)
-    pl.when(step > 0)(lambda: add_to_dq(program, own, dq, work.head, work.i))
+
+    def ds_and_k(wg):
+        rows = pl.ds(own.row, ROWS_OF_WGMMA)
+        ds_of_wg = scratch.ds.at[tile.ds_slot, wg, :, rows]
+        return ds_of_wg, scratch.k.at[0, wg, :, own.columns]
+
+    warpgroups = range(program.tiles.warpgroups)
+    dq = issue([ds_and_k(wg) for wg in warpgroups], 0, interpret)
+    if ds is None or interpret:
+        ds = scratch.ds.at[tile.ds_slot, program.me]
+    q = scratch.q.buffers[0].at[tile.q_slot]
+    multiply_add(own.dk, ds, q, None, interpret)
+    return awaited(dq, 1)
 
 
 def add_to_dq(program, own, dq, head, i):
-    """Send this warpgroup's part of a tile of dq on its way, to be added to what is there."""
+    """Send this warpgroup's part of a tile of dq on its way, to be added there."""
     mine = program.scratch.dq.at[program.me]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     mine[...] = dq
     plgpu.commit_smem()
     there = part_of_dq(program, own, program.b, i, head, lax.axis_index("tile"))
-    if program.interpret:  # it knows no addition: each tile of keys has a plane of its own
+    if program.interpret:  # no addition: each tile of keys has a plane of its own
         plgpu.copy_smem_to_gmem(mine, there)
     else:
         plgpu.copy_smem_to_gmem(mine, there, reduction_op="add")
