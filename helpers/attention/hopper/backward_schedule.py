@@ -21,15 +21,15 @@ WAVES_AHEAD = 2  # of programs, between one that writes zeros and those that add
 
 
 class Tiles(NamedTuple):
-    """How one kernel is launched: tile sizes, tiles in flight, and for fused_kernel three choices more.
+    """How one kernel is launched: tile sizes, tiles in flight, and for the fused form some choices more.
 
-    delayed          see fused_kernel
-    zeros_ahead      see fused_kernel
+    delayed          delayed_kernel, not immediate_kernel
+    zeros_ahead      see `backward_fused`
     keeps_addresses  the compiler may make the addresses of k and v ahead of the loop, and keep them in
                      registers. Never with groups, where some would be spilled.
 
-    A compute warpgroup owns 64 rows of the kernel's own side: block_k is 64 * warpgroups in dkv_kernel
-    and fused_kernel, block_q is in dq_kernel.
+    A compute warpgroup owns 64 rows of the kernel's own side. So block_q is 64 * warpgroups in dq_kernel,
+    and block_k is in the others.
     """
 
     block_q: int
@@ -42,7 +42,7 @@ class Tiles(NamedTuple):
 
 
 def forms(H):
-    """{name: (tiles of fused_kernel, None) or (tiles of dkv_kernel, tiles of dq_kernel)} for a head_dim.
+    """{name: (tiles of the fused kernel, None) or (tiles of dkv_kernel, tiles of dq_kernel)} for a head_dim.
 
     Up to H = 128 the tiles of each form are the fastest of those tried by hand on an NVIDIA H200 (JAX
     0.11.2), where the tuner has found better ones since; for H = 256 they merely fit.
@@ -100,7 +100,7 @@ def grid_of(problem, head_axis, tile_count, parts=1, together=None):
 
 
 def grid_of_keys(problem, tiles):
-    """The programs of dkv_kernel and fused_kernel."""
+    """The programs of the kernels that own keys."""
     parts, together = pl.cdiv(problem.H, WIDEST), heads_together(problem)
     return grid_of(problem, ("kv_head", problem.K), pl.cdiv(problem.S, tiles.block_k), parts, together)
 
@@ -123,7 +123,7 @@ def heads_together(problem):
 
 
 def heads_ahead(problem, tiles):
-    """How many key/value heads after its own a program of fused_kernel writes zeros to dq, 0 where it writes none.
+    """How many key/value heads after its own a program of the fused form writes zeros to dq, 0 where it writes none.
 
     The programs of that head start two waves later at the soonest, so they hardly wait. They wait for programs
     that a GPU starts before them, and so for none that needs their place.
