@@ -340,8 +340,6 @@ FAULTS = [
         ("dp is read before it is there", "dp = awaited(dp, 0)", "dp = awaited(dp, 1)"),
         ("dq of the first step is stored", "pl.when(step > 0)(lambda: add_to_dq(program, own, dq, before.head, before.i))", "add_to_dq(program, own, dq, before.head, before.i)"),
         ("dq is written over before it has left", "plgpu.wait_smem_to_gmem(0, wait_read_only=True)\n    mine[...] = dq", "mine[...] = dq"),
-        ("zeros go to the head before", "lax.rem(self.head + self.ahead, problem.K)", "lax.rem(self.head + self.ahead - 1, problem.K)"),
-        ("zeros miss the last tiles of queries", "lax.div(q_tiles - first + key_tiles - 1, key_tiles)", "lax.div(q_tiles - first, key_tiles)"),
     ),
     *_of(
         "helpers/attention/hopper/backward_parts.py",
@@ -356,7 +354,6 @@ FAULTS = [
         ("every section has the first heads", "return lax.axis_index(\"section\") * grid[\"kv_head\"] + within if \"section\" in grid else within", "return within"),
         ("walks go up only", "== 1\n        i = lax.div(n, group)", "< 2\n        i = lax.div(n, group)"),
         ("walks are counted over all batch entries", "others if first[0] == \"batch\" else (first, *others)", "(first, *others)"),
-        ("zeros are one set ahead only", "sets = 1 + pl.cdiv(", "sets = 0 + pl.cdiv("),
     ),
     *_of(
         "helpers/attention/hopper/backward_split.py",

@@ -220,48 +220,6 @@ def test_walks_of_one_processor(monkeypatch):
     check(AttentionCase(330, 400, 64, N=6, K=2, dtype="bfloat16", arguments=CAUSAL), schedule.forms(64)["fused"])
 
 
-@pytest.mark.parametrize(
-    ("case", "form", "sets"),
-    [
-        (AttentionCase(140, 210, 64, N=3, K=3, B=2, dtype="bfloat16"), "fused", 6),
-        pytest.param(AttentionCase(210, 130, 128, N=2, B=4, dtype="float16"), "fused, dq delayed", 4, marks=FULL),
-        pytest.param(
-            AttentionCase(330, 70, 64, N=4, K=2, B=3, dtype="bfloat16", arguments=CAUSAL), "fused", 3, marks=FULL
-        ),
-    ],
-    ids=str,
-)
-def test_zeros_ahead(case, form, sets, monkeypatch):
-    """Of one processor, whose waves are short: where no program has written zeros, dq is not a number."""
-    monkeypatch.setattr(schedule, "NUM_SMS", 1)
-    monkeypatch.setattr(schedule, "CACHED", 2 * case.T * case.H * 8)
-    tiles = SMALL[form][0]._replace(zeros_ahead=True)
-    arrays, arguments = case.inputs()
-    problem = check_call(*arrays, **arguments).problem
-    ahead, heads = schedule.heads_ahead(problem, tiles), case.B * case.K
-    assert 0 < ahead < heads and ahead % (heads // sets) == 0, "a part of the heads, in whole sets"
-    check(case, (tiles, None))
-
-
-@pytest.mark.parametrize(
-    ("shape", "causal", "heads"),
-    [
-        ((1, 128, 128, 300, 300), False, 265),  # a program a head: 2 waves of 132 programs between them
-        ((1, 128, 1280, 100, 100), False, 28),
-        ((1, 128, 1280, 28, 28), False, 0),  # no program would write
-        ((2, 1024, 1024, 64, 64), True, 96),  # sections of 32 heads, of 256 programs: one and two of them lie between
-        ((2, 1024, 1024, 4, 4), True, 0),  # few programs
-    ],
-)
-def test_zeros_are_two_waves_of_programs_ahead(shape, causal, heads, monkeypatch):
-    monkeypatch.setattr(schedule, "CACHED", 32 * 1024 * 64 * 8)
-    B, T, S, N, K = shape
-    problem = problem_of(T, S, N, K, B, causal=causal)
-    tiles = schedule.forms(64)["fused"][0]._replace(zeros_ahead=True)
-    assert schedule.heads_ahead(problem, tiles) == heads
-    assert schedule.heads_ahead(problem, tiles._replace(zeros_ahead=False)) == 0
-
-
 def walk_of(problem, monkeypatch, **place):
     """[(query head, tile of queries, masked)] of the program at a place of the grid, outside of a kernel."""
     tiles = schedule.Tiles(64, 128, 2)

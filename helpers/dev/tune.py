@@ -109,8 +109,8 @@ def hopper_backward_candidates(H):
     more = itertools.product(dkv.get(H, ()), dq.get(H, ()))
     forms = backward_schedule.forms(H).values()
     fused = [
-        (first._replace(keeps_addresses=keeps, zeros_ahead=zeros), second)
-        for (first, second), keeps, zeros in itertools.product(forms, (False, True), (False, True))
+        (first._replace(keeps_addresses=keeps), second)
+        for (first, second), keeps in itertools.product(forms, (False, True))
         if second is None
     ]
     return list(dict.fromkeys([*forms, *fused, *more]))

@@ -22,8 +22,7 @@ dq is the difference:
            more: 7 products for each pair of tiles, and the same bits every time.
     fused  immediate_kernel and delayed_kernel put ds^T into shared memory, the warpgroups share out ds k
            between them, and TMA adds the product to a float32 dq in memory: 5 products, and a dq whose
-           rounding depends on the order in which the additions arrive. The zeros that it adds to are written
-           by XLA or, with `zeros_ahead`, by the programs of earlier heads (see heads_ahead).
+           rounding depends on the order in which the additions arrive.
 
 One more warpgroup, the memory warpgroup, computes nothing: it keeps a ring of `stages` tiles filled.
 
@@ -43,7 +42,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -54,7 +52,6 @@ from helpers.attention.hopper.backward_schedule import (
     default_tiles,
     grid_of_keys,
     grid_of_queries,
-    heads_ahead,
 )
 from helpers.attention.hopper.backward_split import DqScratch, dkv_kernel, dq_kernel
 from helpers.attention.hopper.ptx import SWIZZLED
@@ -123,30 +120,12 @@ def _padded(array, *axes):
     return jnp.pad(array, [(0, after.get(axis, 0)) for axis in range(array.ndim)]) if any(after.values()) else array
 
 
-def _zeros(problem, shape, tiles, interpret):
-    """A float32 dq with zeros where no program writes them: in the first key/value heads, or in all.
-
-    The interpreter knows no addition: there each tile of keys has a plane of its own, and the zeros the last.
-    """
-    ahead = heads_ahead(problem, tiles)
-    if not ahead:
-        dq = jnp.zeros(shape, jnp.float32)
-    else:
-        dq = jnp.full(shape, jnp.nan, jnp.float32) if interpret else lax.empty(shape, jnp.float32)
-        entries, heads = divmod(ahead, problem.K)
-        if entries:
-            dq = dq.at[:entries].set(0.0)
-        if heads:
-            dq = dq.at[entries, :, : heads * problem.group].set(0.0)
-    if not interpret:
-        return dq
-    return jnp.concatenate([jnp.zeros((pl.cdiv(problem.S, tiles.block_k), *shape), jnp.float32), dq[None]])
-
-
 # A ref can be indexed in a traced function only.
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))
 def _fused(problem, arrays, tiles, interpret):
-    dq_ref = jax.new_ref(_zeros(problem, arrays[0].shape, tiles, interpret))
+    # The interpreter knows no addition: there each tile of keys has a plane of its own.
+    planes = (pl.cdiv(problem.S, tiles.block_k),) if interpret else ()
+    dq_ref = jax.new_ref(jnp.zeros((*planes, *arrays[0].shape), jnp.float32))
     dk, dv = _dkv(problem, arrays, tiles, interpret, dq_ref)
     dq = jax.freeze(dq_ref)
     if interpret:

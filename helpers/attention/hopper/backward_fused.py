@@ -6,9 +6,6 @@ A warpgroup's part of ds k needs the ds of all warpgroups, so they meet once in 
                       that product to do while the warpgroups wait for one another.
     delayed_kernel    dv goes before ds. A step first issues its own s and then finishes the step before, whose ds
                       the others have had time to publish.
-
-With tiles.zeros_ahead a program first sends zeros on their way to its share of the dq of a later head. At its end,
-where it waits for its stores in any case, it says so to the programs of that head.
 """
 
 import functools
@@ -30,7 +27,7 @@ from helpers.attention.hopper.backward_parts import (
     store_dk_and_dv,
     take_registers,
 )
-from helpers.attention.hopper.backward_schedule import ROWS_OF_WGMMA, heads_ahead
+from helpers.attention.hopper.backward_schedule import ROWS_OF_WGMMA
 from helpers.attention.hopper.ptx import MATRIX
 from helpers.attention.hopper.warpgroup import COLUMNS, anew, awaited, issue, multiply_add
 
@@ -74,7 +71,6 @@ class Published(NamedTuple):
 def run(program, walk):
     """The fused kernel in the order of walk(program, own), which adds up dk, dv and dq."""
     scratch, problem, tiles, me = program.scratch, program.problem, program.tiles, program.me
-    zeros = Zeros.of(program)
 
     def compute():
         take_registers(tiles, memory=0)
@@ -86,7 +82,7 @@ def run(program, walk):
         columns = pl.ds(me * width if width < problem.H else 0, width)
 
         def accumulate(dk_acc, dv_acc):
-            walk(program, Own(start, dk_acc, dv_acc, row, columns), zeros)
+            walk(program, Own(start, dk_acc, dv_acc, row, columns))
             return dk_acc[...], dv_acc[...]
 
         acc = plgpu.ACC((ROWS_OF_WGMMA, problem.H), jnp.float32)
@@ -94,24 +90,21 @@ def run(program, walk):
         plgpu.barrier_arrive(scratch.ds_ready)  # the other warpgroups are done with the keys of this one
         plgpu.barrier_wait(scratch.ds_ready)
         store_dk_and_dv(program, dk, dv, start)
-        zeros.say_they_are_there()
 
     pl.when(me < tiles.warpgroups)(compute)
     pl.when(me == tiles.warpgroups)(lambda: load_keys_then_queries(program))
 
 
-def walk_immediately(program, own, zeros):
-    zeros.write_and_await(program, own)
+def walk_immediately(program, own):
     plgpu.barrier_wait(program.scratch.kv_loaded)
     program.walk(*(functools.partial(immediate_step, program, own, masked) for masked in (False, True)), None)
 
 
-def walk_delayed(program, own, zeros):
+def walk_delayed(program, own):
     """Before the first step there is a ds of zeros, which adds nothing to dk; after the last, its dq and dk."""
     scratch, problem = program.scratch, program.problem
     shape = ROWS_OF_WGMMA, program.tiles.block_q
     publish(program, plgpu.layout_cast(jnp.zeros(shape, problem.dtype), MATRIX), 1)
-    zeros.write_and_await(program, own)
     plgpu.barrier_wait(scratch.kv_loaded)
     nothing = Published(program.kv * problem.group, jnp.int32(0), jnp.int32(0), jnp.int32(1))
     steps = (functools.partial(delayed_step, program, own, masked) for masked in (False, True))
@@ -225,70 +218,13 @@ def finish(program, own, tile, ds=None):
 
 def add_to_dq(program, own, dq, head, i):
     """Send this warpgroup's part of a tile of dq on its way, to be added there."""
-    mine = program.scratch.dq.at[program.me]
+    mine, there = program.scratch.dq.at[program.me], program.gmem.dq
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     mine[...] = dq
     plgpu.commit_smem()
-    there = part_of_dq(program, own, program.b, i, head, lax.axis_index("tile"))
+    rows = pl.ds(i * program.tiles.block_q + own.row, ROWS_OF_WGMMA)
+    part = program.b, rows, head, own.columns
     if program.interpret:  # no addition: each tile of keys has a plane of its own
-        plgpu.copy_smem_to_gmem(mine, there)
+        plgpu.copy_smem_to_gmem(mine, there.at[lax.axis_index("tile")].at[part])
     else:
-        plgpu.copy_smem_to_gmem(mine, there, reduction_op="add")
-
-
-def part_of_dq(program, own, b, i, head, plane):
-    """Where a warpgroup's part of a tile of dq is in memory; interpreted, in a plane: see `backward`."""
-    ref = program.gmem.dq.at[plane] if program.interpret else program.gmem.dq
-    return ref.at[b, pl.ds(i * program.tiles.block_q + own.row, ROWS_OF_WGMMA), head, own.columns]
-
-
-class Zeros(NamedTuple):
-    """The zeros that a program writes to the dq of a later head of keys, and those that it waits for.
-
-    head, ahead: its own head of keys in the batch, and how many later that one is, 0 for no zeros. heads: all of them.
-    written: for each of them, how many warpgroups have written their zeros to its dq. None in the interpreter.
-    """
-
-    head: jax.Array
-    ahead: int
-    heads: int
-    written: jax.Array | None
-
-    @classmethod
-    def of(cls, program):
-        problem = program.problem
-        ahead, heads = heads_ahead(problem, program.tiles), problem.B * problem.K
-        written = None
-        if ahead and not program.interpret:
-            written = pl.get_global(plgpu.SemaphoreType.REGULAR((heads,)))  # called again, it makes another array
-        return cls(program.b * problem.K + program.kv, ahead, heads, written)
-
-    def write_and_await(self, program, own):
-        if self.ahead:
-            pl.when(self.head + self.ahead < self.heads)(lambda: self.write(program, own))
-        if self.written is not None:
-            writers = pl.cdiv(program.problem.S, program.tiles.block_k) * program.tiles.warpgroups
-            options = {"decrement": False, "memory_scope": "gpu"}
-            there = lambda: plgpu.semaphore_wait(self.written.at[self.head], writers, **options)
-            pl.when(self.head >= self.ahead)(there)
-
-    def write(self, program, own):
-        """To every key_tiles-th tile of the queries of the later head; not awaited."""
-        problem, mine = program.problem, program.scratch.dq.at[program.me]
-        mine[...] = plgpu.layout_cast(jnp.zeros(mine.shape, jnp.float32), MATRIX)
-        plgpu.commit_smem()
-        later_b, later_kv = lax.div(self.head + self.ahead, problem.K), lax.rem(self.head + self.ahead, problem.K)
-        first, q_tiles = lax.axis_index("tile"), pl.cdiv(problem.T, program.tiles.block_q)
-        key_tiles = pl.cdiv(problem.S, program.tiles.block_k)
-
-        def one_tile(n, _):
-            for g in range(problem.group):
-                head, i = later_kv * problem.group + g, first + n * key_tiles
-                plgpu.copy_smem_to_gmem(mine, part_of_dq(program, own, later_b, i, head, key_tiles))
-
-        lax.fori_loop(0, lax.div(q_tiles - first + key_tiles - 1, key_tiles), one_tile, None)
-
-    def say_they_are_there(self):
-        if self.written is not None:
-            say = lambda: plgpu.semaphore_signal(self.written.at[self.head + self.ahead], memory_scope="gpu")
-            pl.when(self.head + self.ahead < self.heads)(say)
+        plgpu.copy_smem_to_gmem(mine, there.at[part], reduction_op="add")

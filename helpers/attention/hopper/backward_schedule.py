@@ -17,14 +17,12 @@ WIDEST = 128  # columns of dk and dv that the registers of a warpgroup hold besi
 # a predicate. ptxas before CUDA 13.2 then computes `first` in each step from the predicate of that step (see
 # tests/one_turn_or_two.ptx): it got queries 64 to 127 wrong. LLVM does not see through the barrier of `anew`.
 FEW_TILES = 4
-WAVES_AHEAD = 2  # of programs, between one that writes zeros and those that add to them
 
 
 class Tiles(NamedTuple):
-    """How one kernel is launched: tile sizes, tiles in flight, and for the fused form some choices more.
+    """How one kernel is launched: tile sizes, tiles in flight, and for the fused form two choices more.
 
     delayed          delayed_kernel, not immediate_kernel
-    zeros_ahead      see `backward_fused`
     keeps_addresses  the compiler may make the addresses of k and v ahead of the loop, and keep them in
                      registers. Never with groups, where some would be spilled.
 
@@ -38,7 +36,6 @@ class Tiles(NamedTuple):
     warpgroups: int = 2
     delayed: bool = False
     keeps_addresses: bool = False
-    zeros_ahead: bool = False
 
 
 def forms(H):
@@ -120,22 +117,6 @@ def heads_together(problem):
         return None
     cached = max(1, CACHED // (problem.T * problem.H * (2 * problem.dtype.itemsize + 4)))
     return max(count for count in range(1, problem.K + 1) if problem.K % count == 0 and count <= cached)
-
-
-def heads_ahead(problem, tiles):
-    """How many key/value heads after its own a program of the fused form writes zeros to dq, 0 where it writes none.
-
-    The programs of that head start two waves later at the soonest, so they hardly wait. They wait for programs
-    that a GPU starts before them, and so for none that needs their place.
-    """
-    grid = grid_of_keys(problem, tiles)
-    few = problem.band != NO_BAND and next(iter(grid)) != "batch"
-    if few or not tiles.zeros_ahead:
-        return 0
-    side_by_side = 1 if problem.band == NO_BAND else grid["kv_head"]  # heads whose programs start together
-    sets = 1 + pl.cdiv(WAVES_AHEAD * core_count(NUM_SMS), side_by_side * grid["tile"])
-    ahead = sets * side_by_side
-    return ahead if ahead < problem.B * problem.K else 0
 
 
 def kv_head_here(problem, tiles):
