@@ -20,7 +20,7 @@ from attention_cases import (
 
 from helpers import flash_attention
 from helpers.attention.device import compute_capability, shared_memory
-from helpers.attention.hopper import backward
+from helpers.attention.hopper import backward, backward_schedule
 from helpers.attention.hopper import forward as hopper
 from helpers.attention.problem import check_call
 from helpers.attention.reference import oracle, oracle_gradients
@@ -119,42 +119,8 @@ def test_hopper_configurations(configuration, monkeypatch):
         call = check_call(query, key, value, **arguments)
         return backward.backward(call, *hopper.forward(call), dout, dlse.swapaxes(1, 2), tiles=tiles)
 
-    monkeypatch.setattr(backward, "core_count", lambda _: 8)
+    monkeypatch.setattr(backward_schedule, "core_count", lambda _: 8)
     check_gradients(gradients, case, mends_delta=False)
-
-
-def gradients_with(case, tiles):
-    """(dq, dk, dv) of the kernels with given tiles, in memory that held no zeros before."""
-    arrays, arguments = case.inputs()
-    call = check_call(*arrays, **arguments)
-    out, lse = hopper.forward(call)
-    dout, dlse = cotangents(case)
-    assert not tiles.zeros_ahead or 0 < backward.heads_ahead(call.problem, tiles) < case.B * case.K
-    jax.block_until_ready([jax.numpy.full((case.B, case.T, case.N, case.H), np.nan, np.float32) for _ in range(4)])
-    return backward.backward(call, out, lse, dout, dlse.swapaxes(1, 2), tiles=(tiles, None))
-
-
-@on_hopper
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("form", "H", "N", "K", "B"), [(0, 64, 2, 2, 6), (1, 128, 4, 4, 3), (0, 40, 8, 2, 6)])
-def test_zeros_ahead(form, H, N, K, B, is_causal, monkeypatch):
-    """Written some heads before they are needed, as many as 8 processors ask for."""
-    monkeypatch.setattr(backward, "core_count", lambda _: 8)
-    backward._fused.clear_cache()
-    case = AttentionCase(1100, 1300, H, N=N, K=K, B=B, dtype="bfloat16", arguments={"is_causal": is_causal})
-    tiles = list(backward.forms(H).values())[1 + form][0]._replace(zeros_ahead=True)
-    check_gradients(functools.partial(gradients_with, tiles=tiles), case, mends_delta=False)
-
-
-@on_hopper
-@pytest.mark.parametrize("form", ["fused", "fused, dq delayed"])
-def test_zeros_ahead_of_this_card_change_no_bit(form):
-    """A sum of two tiles of keys has no order."""
-    case = AttentionCase(300, 200, 64, N=16, K=16, B=30, dtype="bfloat16")
-    (tiles, _) = backward.forms(64)[form]
-    found, right = (gradients_with(case, tiles._replace(zeros_ahead=ahead)) for ahead in (True, False))
-    for name, mine, correct in zip(("dq", "dk", "dv"), found, right, strict=True):
-        np.testing.assert_array_equal(np.float32(mine), np.float32(correct), err_msg=name)
 
 
 @on_hopper

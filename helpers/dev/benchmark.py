@@ -25,6 +25,7 @@ import numpy as np
 
 from helpers import flash_attention
 from helpers.attention.hopper import backward as hopper_backward
+from helpers.attention.hopper import backward_schedule
 from helpers.attention.hopper import ladder as hopper_ladder
 from helpers.attention.hopper import serve as hopper
 from helpers.attention.portable.tiles import select_tiles
@@ -298,7 +299,7 @@ def rungs(case):
     causal = {"is_causal": case.is_causal}
     steps = {("portable forward", "forward", rung.name): (ladder.attention, {"rung": rung}) for rung in ladder.RUNGS}
     if is_hopper():
-        names, forms = hopper_ladder.NAMES.items(), hopper_backward.forms(case.H).items()
+        names, forms = hopper_ladder.NAMES.items(), backward_schedule.forms(case.H).items()
         steps |= {("hopper forward", "forward", name): (_hopper_rung, {"rung": rung}) for rung, name in names}
         steps |= {("hopper backward", "backward", name): (_hopper_form, {"tiles": tiles}) for name, tiles in forms}
     return {step: functools.partial(function, **options, **causal) for step, (function, options) in steps.items()}

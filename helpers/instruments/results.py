@@ -91,7 +91,7 @@ DECODE = _fields(text="implementation dtype", whole="B T S N K H page", number="
 # queries of a backward) that the row is for, or None. tiles: for each kernel of the pass, see HOPPER_TILES.
 HOPPER = _fields(text="pass", whole="head_padded", flag="is_causal", whole_or_none="up_to", parts="tiles")
 _tiles = _fields(whole="block_q block_k stages warpgroups")
-_backward_tiles = _tiles | _fields(flag="delayed keeps_addresses zeros_ahead")
+_backward_tiles = _tiles | _fields(flag="delayed keeps_addresses")
 HOPPER_TILES = {"forward": _tiles | _fields(whole_or_none="programs", flag="ahead")}
 HOPPER_TILES |= dict.fromkeys(("fused", "dkv", "dq"), _backward_tiles)
 PASSES = {
