@@ -16,14 +16,11 @@ from test_lowering import lower_for_cuda
 from helpers.attention import tables
 from helpers.attention.portable import backward, forward, tiles
 from helpers.attention.problem import check_call
-from helpers.attention.reference import oracle_gradients
-from helpers.dev import benchmark, common_part, measuring, tune
+from helpers.dev import benchmark, measuring, tune
 from helpers.dev.benchmark import Case
 from helpers.instruments import implementations, ladder, results, timing
 from helpers.instruments.simulated import SimulatedCard
 from helpers.instruments.timing import Program, Timing
-from helpers.plots import backward as backward_plots
-from helpers.plots.describe import description
 
 SMALL = Case(1, 128, 128, 2, 2, 64, "bfloat16", True)
 
@@ -153,20 +150,6 @@ def test_a_wrong_rung_is_reported_and_never_timed():
     assert found[1]["tflops"] == pytest.approx(2.5 * found[0]["tflops"])
 
 
-@pytest.mark.full
-def test_the_steps_to_the_hopper_kernels_are_for_hopper(monkeypatch):
-    monkeypatch.setattr(benchmark, "is_hopper", lambda: False)
-    assert {kernel for kernel, *_ in benchmark.rungs(SMALL)} == {"portable forward"}
-    monkeypatch.setattr(benchmark, "is_hopper", lambda: True)
-    steps = benchmark.rungs(SMALL)
-    assert {kernel for kernel, *_ in steps} == {"portable forward", "hopper forward", "hopper backward"}
-    array = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
-    row = jax.ShapeDtypeStruct((1, 2, 256), jnp.float32)
-    for (_, which, _), function in steps.items():
-        inputs = (array, array, array, array, row, array) if which == "backward" else (array, array, array)
-        assert "gpu" in lower_for_cuda(function, *inputs)
-
-
 def test_nan_is_wrong():
     right = benchmark.right_answer(SMALL, benchmark.inputs_of(SMALL))
     assert "wrong" in benchmark.complaint(SMALL, "forward", [jnp.full((1, 128, 2, 64), jnp.nan)], right)
@@ -177,30 +160,6 @@ def raises(error):
         raise error
 
     return make
-
-
-def refuses(case):
-    raise NotImplementedError("it takes float16 only")
-
-
-@pytest.mark.full
-def test_what_other_processes_compile_is_the_same():
-    notes, found = [], {}
-    made = {"naive": implementations.ours("reference"), "portable": implementations.ours("portable")}
-    parts = benchmark.parts_of_case(SMALL, made, notes.append)
-    refused = SMALL, "refuses", "forward"
-    parts[refused] = functools.partial(benchmark.lower_pass, refuses, SMALL, "forward")
-    *inputs, dout = arrays = benchmark.inputs_of(SMALL)
-    for processes in (0, 2):
-        compiled = measuring.compile_together(parts, notes.append, processes)
-        assert list(compiled) == [part for part in parts if part != refused]
-        assert [notes.pop(), *notes] == [f"{SMALL.name}: refuses: forward: NotImplementedError: it takes float16 only"]
-        found[processes] = []
-        for (_, _, which), (first, *rest) in compiled.items():
-            kept = first(arrays) if which == "answer" else first(*inputs)
-            found[processes] += jax.tree.leaves(rest[0](kept, dout) if rest else kept)
-    for mine, theirs in zip(found[0], found[2], strict=True):
-        np.testing.assert_array_equal(np.asarray(mine, np.float32), np.asarray(theirs, np.float32))
 
 
 def forward_only(case):
@@ -283,8 +242,8 @@ def test_what_raises_or_comes_too_late_is_noted_and_does_not_stop_the_run(monkey
 
 def test_without_a_gpu_that_serves_the_commands_say_so(monkeypatch, capsys):
     if jax.default_backend() != "gpu":
-        assert benchmark.main([]) == 1 and tune.main([]) == 1 and common_part.main([]) == 1
-        assert capsys.readouterr().out.count("this machine has no GPU that JAX can use") == 3
+        assert benchmark.main([]) == 1 and tune.main([]) == 1
+        assert capsys.readouterr().out.count("this machine has no GPU that JAX can use") == 2
     turing = type("Device", (), {"platform": "gpu", "compute_capability": "7.5", "device_kind": "Tesla T4"})()
     monkeypatch.setattr("helpers.attention.device.default_device", lambda: turing)
     monkeypatch.setattr(measuring, "default_device", lambda: turing)
@@ -324,7 +283,7 @@ def test_records_say_what_was_measured():
 
 def test_results_are_read_back(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "RESULTS", tmp_path)
-    results.write(recorded(), tmp_path / "nvidia_test.json")
+    results.write(recorded(), tmp_path / "nvidia_test.json", results.FILE)
     assert results.read("NVIDIA Test") == json.loads(json.dumps(recorded()))
     assert [path.name for path in tmp_path.iterdir()] == ["nvidia_test.json"]
     (tmp_path / "nvidia_test.json").write_text("{}")
@@ -352,7 +311,7 @@ def test_what_is_broken_or_cannot_be_written_leaves_the_old_results(tmp_path, mo
         broken = json.loads(json.dumps(recorded()))
         change(broken)
         with pytest.raises(ValueError, match=message):
-            results.write(broken, path)
+            results.write(broken, path, results.FILE)
 
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -363,76 +322,10 @@ def test_what_is_broken_or_cannot_be_written_leaves_the_old_results(tmp_path, mo
     assert path.read_text() == "what was there" and len(list(tmp_path.iterdir())) == 1
 
 
-RECORDS = [*results.RESULTS.glob("*.json"), *tables.TUNED.glob("*.json")]
-
-
-@pytest.mark.parametrize("path", RECORDS, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_committed_results_keep_to_the_schema(path):
-    kind = "common_part" if path.stem.endswith("_common_part") else path.stem.rpartition("_")[2]
-    schemas = {
-        "variants": results.VARIANTS_FILE,
-        "ring": results.RING_FILE,
-        "common_part": results.COMMON_PART_FILE,
-        "compile": results.COMPILED_FOR_TPU_FILE,
-        "triton": results.TRITON_FILE,
-        "cuda": results.CUDA_FILE,
-        "shown": results.SHOWN_FILE,
-    }
-    schema = results.TILES_FILE if path.parent == tables.TUNED else schemas.get(kind, results.FILE)
-    found = json.loads(path.read_text())
-    results.check(found, schema)
-    assert path.stem.removesuffix(f"_{kind}" if kind in schemas else "") == results.slug(found["card"])
-
-
-@pytest.mark.parametrize("kind", common_part.KINDS)
-def test_the_right_answer_of_a_common_part_is_the_oracle(kind):
-    case = common_part.case_of(5, 8, 4, "bfloat16", True)
-    arrays = [np.asarray(array) for array in common_part.arrays_of(case, kind, 4)]
-    right = common_part.right_of(case, arrays)
-    expected = oracle_gradients(*arrays, is_causal=True)
-    assert all(np.allclose(mine, one, rtol=1e-9, atol=1e-12) for mine, one in zip(right, expected, strict=False))
-    errors = common_part.errors_of([1.25 * array for array in expected], right)
-    assert [errors[name] for name in ("dq", "dk", "dv")] == [0.25] * 3 and errors["of_terms"] < 0.25
-
-
-def test_what_all_keys_share_is_as_large_as_it_says():
-    case = common_part.case_of(1, 4096, 64, "bfloat16", False)
-    for kind, vectors in (("one mean", 1), ("documents", 4)):
-        _, key, *_ = common_part.arrays_of(case, kind, 10)
-        means = np.float32(key).reshape(4, 1024, 2, 64).mean(axis=1)
-        assert 5 < np.linalg.norm(means[0]) / np.sqrt(means[0].size) < 15
-        assert len(np.unique(np.round(means[:, 0, 0]))) == vectors
-    one_key = common_part.case_of(2, 1, 4, "bfloat16", False)  # its right dq and dk are 0, where no error has a size
-    right = common_part.right_of(one_key, common_part.arrays_of(one_key, "one mean", 4))
-    assert common_part.errors_of(right[:3], right) == {"dq": None, "dk": None, "dv": 0, "of_terms": 0}
-
-
-def common_part_row(dq, mean=10, **about):
-    """A row of the record, with invented errors."""
-    about = {"T": 512, "S": 512, "H": 64, "dtype": "bfloat16", "is_causal": True, "kind": "one mean"} | about
-    error = lambda dq: {"dq": dq, "dk": 0.002, "dv": 0.002, "of_terms": dq / 100}
-    return about | {"mean": mean, "errors": {"hopper": error(dq), "naive": error(0.01)}}
-
-
-@pytest.mark.parametrize(("dq", "met"), [(0.012, True), (0.021, False), (0.9, False), (float("nan"), False)])
-def test_a_target_that_is_missed_is_named(dq, met):
-    for rows, short in (
-        ([common_part_row(0.01), common_part_row(dq)], []),
-        ([common_part_row(0.01)], [common_part_row(dq)]),
-    ):
-        lines, all_met = common_part.verdicts(rows, short, ("hopper", "naive"))
-        assert all_met is met and any("MISSED" in line for line in lines) is not met
-
-
-def test_a_record_of_common_parts_is_checked_and_drawn():
-    rows = [common_part_row(0.01 * mean, mean, dtype=dtype) for dtype in common_part.DTYPES for mean in (0, 1, 10)]
-    record = HEADER | {"heads": 2, "rows": rows, "short": rows[:1], "notes": []}
-    results.check(record, results.COMMON_PART_FILE)
-    told = description(backward_plots.common_part(rows, "All"))
-    assert "hopper: from 0.01 at 1 to 0.1 at 10" in told
-    del rows[-1]["errors"]["naive"]["dk"]
-    with pytest.raises(ValueError, match="errors of naive: dk is missing"):
-        results.check(record, results.COMMON_PART_FILE)
+@pytest.mark.parametrize("path", tables.TUNED.glob("*.json"), ids=lambda path: path.stem)
+def test_committed_tables_keep_to_the_schema(path):
+    card = json.loads(path.read_text())["card"]
+    assert path.stem == results.slug(card) and results.read_tiles(card) and results.read(card)
 
 
 def test_every_row_of_a_table_is_checked():

@@ -45,7 +45,7 @@ class Shown:
         outputs = {name: printed(run) for name, run in self.printers.items()} | {"compiled": compiled}
         print("".join(outputs.values()), end="")
         found = {"card": self.name, "versions": versions, "outputs": outputs}
-        return results.write_or_say(found, self.path, results.SHOWN_FILE)
+        return results.write_or_say(found, self.path)
 
 
 def printed(run):

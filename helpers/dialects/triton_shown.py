@@ -2,7 +2,7 @@
 
     python -m helpers.dialects.triton_shown        writes helpers/instruments/records/triton_shown.json (make triton)
 
-The measurements of a GPU stand in <GPU>_triton.json; `triton_gpu` writes them.
+The measurements of a GPU stand in <GPU>_triton.json.
 """
 
 import subprocess
