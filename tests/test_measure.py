@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import time
 
 import jax
 import jax.numpy as jnp
@@ -68,28 +67,6 @@ def test_the_time_of_the_device_is_the_median_of_its_turns_and_a_turn_the_mean_o
     found = timing.summary([1.0, 2.0, 3.0, 4.0, 100.0], [7.0, 5.0, 6.0])
     samples = (7.0, 5.0, 6.0)  # in their order, for that of another program has their partners
     assert found == Timing(wall_ms=3000.0, spread=2 / 3, device_ms=6.0, samples=5, device_samples=samples)
-
-
-def test_the_profiler_sees_every_input_too(monkeypatch):
-    """No device time comes from a call that finds its inputs in the cache."""
-    from jax.experimental.mosaic.gpu import profiler
-
-    seen = []
-
-    def measure(run, iterations):
-        assert isinstance(run, jax.stages.Wrapped), "the profiler would compile it"
-        return lambda: (None, [run() for _ in range(iterations)] if iterations > 1 else run())
-
-    monkeypatch.setattr(profiler, "measure", measure)
-    run = lambda number: seen.append(number) or 1.5
-    assert timing.kernel_times(Program(run, [(number,) for number in range(5)])) == [1.5] * 5
-    assert seen == [0, 1, 2, 3, 4]
-    assert timing.kernel_times(Program(run, [(0,)])) == [1.5] * 3
-    assert timing.kernel_times(Program(run, [(0,)]), calls=1) == [1.5]
-    waited = []  # for what is not of JAX
-    monkeypatch.setattr(profiler, "measure", lambda run, iterations: lambda: (run(), [1.0] * iterations))
-    assert timing.kernel_times(Program(lambda: "a result", [()], waited.append)) == [1.0] * 3
-    assert waited == ["a result"]
 
 
 def fixed_times(programs):
@@ -162,84 +139,6 @@ def raises(error):
     return make
 
 
-def forward_only(case):
-    @jax.custom_vjp
-    def attention(query, key, value):
-        return implementations.ours("reference")(case)(query, key, value)
-
-    attention.defvjp(lambda *arrays: (attention(*arrays), arrays), raises(NotImplementedError("no backward pass yet")))
-    return attention
-
-
-def test_peers_that_fail_leave_a_line_each_and_the_rest_runs():
-    notes = []
-    made = {
-        "absent": raises(ModuleNotFoundError("No module named 'tokamax'")),
-        "refuses": raises(NotImplementedError("it takes float16 only")),
-        "hungry": raises(RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")),
-        "forward only": forward_only,
-        "portable": implementations.ours("portable"),
-    }
-    records = benchmark.measure_case(SMALL, made, note=notes.append, time_programs=fixed_times)
-    whats = [(r["implementation"], r["pass"]) for r in records]
-    assert sorted(whats) == [("forward only", "forward"), ("portable", "backward"), ("portable", "forward")]
-    assert [note.rsplit(": ", 1)[1] for note in notes] == [
-        "could not be imported (No module named 'tokamax')",
-        "it takes float16 only",
-        "too little memory on this GPU",
-        "no backward pass yet",
-    ]
-    assert notes[0].startswith("absent: could not")  # it names no case, so that it is said once for all
-
-
-def test_a_peer_with_a_queue_of_its_own_is_waited_for_checked_and_timed_in_turns(monkeypatch):
-    """Arrays of NumPy stand in for those of PyTorch."""
-    waits, timed, notes = [], [], []
-
-    def peer(case, factor=1.0):
-        attention = implementations.ours("reference")(case)
-        gradients = lambda kept, dout: jax.vjp(attention, *kept)[1](dout)
-        return implementations.OfTorch(
-            forward=lambda *arrays: np.asarray(factor * attention(*arrays)),
-            residuals=lambda *arrays: arrays,
-            backward=lambda kept, dout: [np.asarray(gradient) for gradient in gradients(kept, dout)],
-            to_torch=np.asarray,
-            to_jax=jnp.asarray,
-            synchronise=lambda: waits.append("waited"),
-        )
-
-    def time_programs(programs):
-        timed.append(list(programs))
-        assert {name: program.wait is jax.block_until_ready for name, program in programs.items()} == {
-            name: name == "right" for name in programs
-        }
-        return fixed_times(programs)
-
-    monkeypatch.setattr(benchmark, "OF_TORCH", {"peer": peer, "wrong": functools.partial(peer, factor=1.05)})
-    made = {"right": implementations.ours("reference"), **benchmark.OF_TORCH}
-    records = benchmark.measure_case(SMALL, made, note=notes.append, time_programs=time_programs)
-    assert timed == [["right", "peer"], ["right", "peer", "wrong"]]
-    assert len(waits) == 4 and len(records) == 5
-    assert len(notes) == 1 and "forward: wrong: wrong: out has a relative error" in notes[0]
-
-
-def test_what_raises_or_comes_too_late_is_noted_and_does_not_stop_the_run(monkeypatch):
-    notes, lines, gave_up = [], [], RuntimeError("a driver that gave up")
-    broken = dataclasses.replace(SMALL, T=64, S=64)
-
-    def measure_case(case, *_, **__):
-        if case == broken:
-            raise gave_up
-        return [benchmark.record(case, "portable", "forward", Timing(1.0, 0.0, 1.0, 9))]
-
-    monkeypatch.setattr(benchmark, "measure_case", measure_case)
-    monkeypatch.setattr(benchmark, "names_for", lambda case: ())
-    now = time.perf_counter()
-    assert len(benchmark.run([broken, SMALL], notes.append, now, lines.append)) == 1 and "portable" in lines[1]
-    assert benchmark.run([SMALL], notes.append, -1e9) == []
-    assert "gave up" in notes[0] and "time was up" in notes[1] and len(notes) == 2
-
-
 def test_without_a_gpu_that_serves_the_commands_say_so(monkeypatch, capsys):
     if jax.default_backend() != "gpu":
         assert benchmark.main([]) == 1 and tune.main([]) == 1
@@ -289,37 +188,6 @@ def test_results_are_read_back(tmp_path, monkeypatch):
     (tmp_path / "nvidia_test.json").write_text("{}")
     with pytest.raises(ValueError, match="results: card is missing"):
         results.read("NVIDIA Test")
-
-
-FAULTS = {
-    "ceilings is missing": lambda r: r.pop("ceilings"),
-    "copy_gbps is missing": lambda r: r["ceilings"].pop("copy_gbps"),
-    "T is '1024'": lambda r: r["records"][1].update(T="1024"),
-    "T is True": lambda r: r["records"][1].update(T=True),
-    "is_causal is 1": lambda r: r["records"][1].update(is_causal=1),
-    "pass must be forward or backward": lambda r: r["records"][0].update({"pass": "both"}),
-    "must be positive": lambda r: r["records"][0].update(wall_ms=0.0),
-    "tflops is None": lambda r: r["ladder"][0].update(tflops=None),
-    "bytes is 1.5": lambda r: r["memory"][0].update(bytes=1.5),
-}
-
-
-def test_what_is_broken_or_cannot_be_written_leaves_the_old_results(tmp_path, monkeypatch, capsys):
-    path = tmp_path / "card.json"
-    path.write_text("what was there")
-    for message, change in FAULTS.items():
-        broken = json.loads(json.dumps(recorded()))
-        change(broken)
-        with pytest.raises(ValueError, match=message):
-            results.write(broken, path, results.FILE)
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(results.os, "fsync", full)
-    assert results.write_or_say(recorded(), path) == 1
-    assert "could not be recorded in card.json: [Errno 28] No space left" in capsys.readouterr().out
-    assert path.read_text() == "what was there" and len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.parametrize("path", tables.TUNED.glob("*.json"), ids=lambda path: path.stem)
