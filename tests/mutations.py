@@ -421,7 +421,7 @@ FAULTS = [
     ),
     *_of(
         "helpers/workbook.py",
-        ("a learner's work is overwritten", "elif mine in earlier.get(name, []) + laid_out.get(name, []):", "elif True:"),
+        ("a learner's work is overwritten", "elif mine in laid_out.get(name, []):", "elif True:"),
         ("a broken notebook is lost", "target.rename(aside)", "target.unlink()"),
         ("running a notebook is an edit", 'json.dumps([cell for cell in said if cell[1]])', "json.dumps(cells)"),
         ("an interrupted update looks like an edit", "    _remember(target.parent, source.name, edition(source))\n    replace(target, lambda temporary: temporary.write_text(_for_this_kernel(source), encoding=\"utf-8\"))", "    replace(target, lambda temporary: temporary.write_text(_for_this_kernel(source), encoding=\"utf-8\"))\n    _remember(target.parent, source.name, edition(source))"),
