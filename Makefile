@@ -108,7 +108,7 @@ gpu-compile: ## compile the kernels for GPUs from Ampere to Blackwell, without o
 tpu-compile: ## compile the kernels for TPUs with Google's compiler, without one, and see what they take
 	@sh helpers/setup_environment.sh .venv-tpu
 	@.venv-tpu/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-tpu/constraints.txt --editable '.[tpu]'
-	@JAX_PLATFORMS=cpu .venv-tpu/bin/python -m helpers.dev.tpu_compile $(ARGS)
+	@JAX_PLATFORMS=cpu .venv-tpu/bin/python -m helpers.dev.tpu_compile
 
 triton: ## install Triton for notebook 16, run its kernels in its interpreter and compile them for a GPU
 	@case "$$(uname -sm)" in "Linux x86_64" | "Linux aarch64") ;; \

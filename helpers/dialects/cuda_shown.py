@@ -2,7 +2,7 @@
 
     python -m helpers.dialects.cuda_shown        writes helpers/instruments/records/cuda_shown.json (make cuda)
 
-The measurements of a GPU stand in <GPU>_cuda.json; `cuda_gpu` takes them.
+The measurements of a GPU stand in <GPU>_cuda.json.
 """
 
 import re
