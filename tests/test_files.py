@@ -1,11 +1,9 @@
 """The files beside the code: environments agree, notebooks are as committed notebooks must be, pictures are drawn."""
 
-import ast
 import itertools
 import json
 import re
 import subprocess
-import sys
 import tomllib
 
 import lessons
@@ -16,7 +14,6 @@ from lessons import PATHS, ROOT
 from helpers import series
 from helpers.notebooks import normalise
 from helpers.plots.collect import draw_all, figures
-from helpers.text import SENTENCE
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CONSTRAINTS = {
@@ -81,36 +78,6 @@ def test_an_installed_series_has_every_file_that_is_read():
     assert packaging["packages"]["find"] == {"include": ["helpers*"]}  # folders without an __init__.py, too
 
 
-def test_every_import_is_declared():
-    """A package that only happens to be installed would break the next clean machine."""
-    provided = {
-        "yaml": "pyyaml",
-        "PIL": "pillow",
-        "bs4": "beautifulsoup4",
-        "py_mini_racer": "mini-racer",
-        "zmq": "pyzmq",
-    }
-    provided["sphinxcontrib"] = "sphinxcontrib-katex"
-    extras = PROJECT["project"]["optional-dependencies"]
-    declared = set(map(requirement_name, PROJECT["project"]["dependencies"] + extras["test"]))
-    own = {"helpers", "tests"} | {path.stem for path in (ROOT / "tests").glob("*.py")}
-    code = [path for folder in ("helpers", "tests") for path in (ROOT / folder).rglob("*.py")]
-    sources = [(path, path.read_text()) for path in code]
-    for path in PATHS:
-        sources += [(path, cell.source) for cell in lessons.read(path).cells if cell.cell_type == "code"]
-    for path, source in sources:
-        needs = "triton" if "dialects" in path.parts or path.name == "test_triton.py" else None
-        needs = "site" if "site" in path.parts or path.name == "test_site.py" else needs
-        known = declared | set(map(requirement_name, extras[needs])) if needs else declared
-        for node in ast.walk(ast.parse(source)):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) else []
-            for name in {name.split(".")[0] for name in names} - own - set(sys.stdlib_module_names):
-                package = provided.get(name, name.replace("_", "-")).lower()
-                # PyTorch is there on the GPU, and wanted nowhere else.
-                assert package in known or (name, path.stem[-4:]) == ("torch", "_gpu"), f"{path.name}: {name}"
-
-
 @pytest.fixture(params=PATHS, ids=lambda path: path.stem)
 def path(request):
     return request.param
@@ -146,14 +113,6 @@ def test_outputs_can_be_compared(path):
             assert excused or kinds <= {"text/plain", "image/png", "text/markdown"}
             text = json.dumps(output.get("text", "")) + json.dumps(output.get("data", {}).get("text/plain", ""))
             assert excused or not re.search(r"0x[0-9a-f]{6}|/tmp/", text)
-
-
-def test_what_a_notebook_prints_is_no_wider_than_its_code(path):
-    """88 columns; a sentence may be longer, for it breaks between words."""
-    for cell in lessons.read(path).cells:
-        for output in cell.get("outputs", []) if "nbval-ignore-output" not in cell.metadata.get("tags", []) else ():
-            printed = output.get("text") or output.get("data", {}).get("text/markdown", "")
-            assert [line for line in printed.splitlines() if len(line) > 88 and SENTENCE not in line] == [], cell.id
 
 
 def test_a_notebook_has_the_form_of_a_lesson(path):

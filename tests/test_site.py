@@ -14,7 +14,7 @@ import pytest
 from chromium import CHROMIUM, started_chromium
 from lessons import PATHS, ROOT
 
-from helpers import flash_attention, series
+from helpers import flash_attention
 from helpers.attention import masking
 from helpers.instruments import results
 from helpers.site import build as site_build
@@ -84,12 +84,6 @@ def test_the_tile_bounds_of_the_cheat_sheet_are_those_of_the_kernels():
         for j in range(-(-S // block_k)):
             expected = masking.query_tiles(j * block_k, (j + 1) * block_k, block_q, band, T, S)
             assert list(range(*sheet["query_tiles"](j))) == list(range(*expected))
-
-
-def test_the_cheat_sheet_has_the_costs_of_notebook_03():
-    derived = PATHS[3].read_text(encoding="utf-8").replace("\\\\", "\\")
-    moved = re.findall(r"^\| bytes moved, [\w-]+ \| \$(.*)\$ \|$", CHEAT_SHEET, re.MULTILINE)
-    assert len(moved) == 2 and [formula for formula in moved if formula not in derived] == []
 
 
 # The site itself
@@ -175,17 +169,6 @@ def test_every_picture_says_what_it_shows(site):
         for image in soup(page).select("article img"):
             alt = image.get("alt", "")
             assert len(alt) > 15 and "_images/" not in alt, f"{page.name}: {image['src']}"
-
-
-@marked(needs_site)
-def test_a_link_to_a_page_shows_what_it_is(site):
-    for page in content_pages(site):
-        metas = soup(page).find_all("meta", content=True)
-        said = {tag.get("property") or tag.get("name"): tag["content"] for tag in metas}
-        assert len(said["og:title"]) > 4 and len(said["description"]) > 30, page.name
-        assert said["og:description"] == said["description"]
-        assert said["og:url"] == f"{ADDRESS}{page.relative_to(site)}"
-        assert (site / said["og:image"].removeprefix(ADDRESS)).is_file()
 
 
 @marked(needs_site)
@@ -305,26 +288,6 @@ def test_a_reader_searches_unfolds_and_copies(server, chromium):
         assert solution.locator("pre").is_visible() and solution.locator("button.copybtn").count() == 1
         assert page.locator("div.cell_output button.copybtn").count() == 0, "an output is nothing to copy"
         assert complaints == []
-
-
-@marked(in_browser)
-def test_the_first_page_shows_the_result_and_the_ways_in_on_one_screen(server, chromium):
-    with opened(chromium, WIDTHS["laptop"]) as (page, *_):
-        page.set_viewport_size({"width": WIDTHS["laptop"], "height": 800})
-        page.goto(f"{server}/index.html")
-        for part in ("h1", ".said", ".buttons a >> nth=-1", ".shown img", ".shown p >> nth=-1"):
-            box = page.locator(f"article {part}").bounding_box()
-            assert box["y"] + box["height"] <= 800, part
-        assert page.locator(".buttons a").all_inner_texts() == [
-            "Start reading",
-            "Run in Colab",
-            "Run in Binder",
-            "Install",
-        ]
-        assert page.locator(".path").count() == len(series.PATHS) == 3
-        assert page.locator(".lessons a[href*='notebooks/0'], .lessons a[href*='notebooks/1']").count() == len(PATHS)
-        page.locator(".search-button").click()
-        assert page.locator("#pst-search-dialog input").is_visible()
 
 
 @marked(in_browser)
