@@ -14,7 +14,7 @@ import urllib.request
 import nbformat
 import pytest
 from chromium import CHROMIUM, started_chromium
-from lessons import PATHS, ROOT
+from lessons import ROOT
 from playwright.sync_api import TimeoutError, expect
 
 from helpers.workbook import OF_THE_KERNEL, edition
@@ -129,42 +129,3 @@ def test_run_all_and_unfold_a_solution(server):
         expect(solution.locator("pre")).not_to_be_visible()
         solution.locator("summary").click()
         expect(solution.locator("pre")).to_be_visible()
-
-
-# A line of 88 columns, the most that code has, is 31 px wider than the room that the panel leaves.
-TOO_WIDE = """([lineOfCode, shown]) => {
-    const room = document.querySelector(".jp-MarkdownOutput").clientWidth
-    const limits = {"table": room, "mjx-container[display=true] > mjx-math": room, ".cm-line": room + lineOfCode}
-    return [...document.querySelectorAll(".jp-Notebook .jp-Cell")].flatMap((cell, place) =>
-        Object.entries(limits).flatMap(([kind, limit]) =>
-            [...cell.querySelectorAll(kind)]
-                .map(part => Math.round(part.getBoundingClientRect().width))
-                .filter(width => width > limit + 1)
-                .map(width => `${shown[place]}: ${kind} takes ${width} of ${room} px`)))
-}"""
-
-
-def test_tables_and_equations_fit_beside_the_panel(tmp_path):
-    """On a window of 1100 × 800: all that could be too wide, of all notebooks, gathered in one."""
-    root = tmp_path / "series"
-    root.mkdir()
-    settings = tmp_path / "config/lab/user-settings/@jupyterlab/notebook-extension/tracker.jupyterlab-settings"
-    settings.parent.mkdir(parents=True)
-    settings.write_text(json.dumps({"windowingMode": "none", "autoStartDefaultKernel": False}))  # every cell is drawn
-    cells, shown = [], []
-    for path in PATHS:
-        for cell in nbformat.read(path, as_version=4).cells:
-            is_code = cell.cell_type == "code"
-            if max(map(len, cell.source.splitlines())) > 83 if is_code else re.search(r"\$\$|\|---", cell.source):
-                cells.append(cell)
-                shown.append(f"{path.stem}, cell {cell.id}")
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), root / NOTEBOOK)
-    equations = sum(cell.source.count("$$") // 2 for cell in cells if cell.cell_type == "markdown")
-    with _serving(root, tmp_path) as url, started_chromium() as browser:
-        page = browser.new_page(viewport={"width": 1100, "height": 800})
-        page.goto(f"{url}/lab/tree/{NOTEBOOK}?reset", timeout=60_000)
-        drawn = "kind => document.querySelectorAll(`.jp-Notebook ${kind}`).length"
-        for kind, count in ((".jp-Cell", len(cells)), ("mjx-container[display=true]", equations)):
-            page.wait_for_function(f"([kind, count]) => ({drawn})(kind) >= count", arg=[kind, count], timeout=90_000)
-        assert page.locator(".jp-SideBar-panel, #jp-left-stack").first.is_visible()
-        assert page.evaluate(TOO_WIDE, [31, shown]) == []
