@@ -31,7 +31,6 @@ the compiler for TPUs says of kernels (tpu_compile.json).
 """
 
 import json
-import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -142,32 +141,12 @@ def _check_fields(where, entry, fields):
 
 
 def write(results, path, schema=None):
-    """Write the results to path, whole or not at all; with a schema, check them first."""
+    """Write the results to path; with a schema, check them first."""
     if schema:
         check(results, schema)
-    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    try:
-        with open(partial, "w") as file:
-            json.dump(results, file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def write_or_say(results, path, schema=None):
-    """Write the results of a command, or print why that failed. Returns its exit status."""
-    try:
-        write(results, path, schema)
-    except OSError as error:
-        print(f"The figures above could not be recorded in {path.name}: {error}")
-        return 1
+    path.write_text(json.dumps(results, indent=1) + "\n")
     print(f"wrote {path.name}")
-    return 0
 
 
 def read(card="NVIDIA H200"):
