@@ -313,7 +313,8 @@ def main(arguments=None):
         for row in found[PARTS[part][0]]:
             print(" ".join(f"{value!s:>9}" for value in row.values()))
     table = merged(machine.header(), found, earlier)
-    return results.write_or_say(table, tables.path_of(machine.card), results.TILES_FILE)
+    results.write(table, tables.path_of(machine.card), results.TILES_FILE)
+    return 0
 
 
 if __name__ == "__main__":
