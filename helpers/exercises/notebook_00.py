@@ -5,9 +5,8 @@ import numpy as np
 from helpers.attention.reference import oracle
 from helpers.exercises.exercise import Case, Exercise
 
+
 # 0.1
-
-
 def attend(q, k, v):
     """Attention of one query. q: (H,), k and v: (S, H). Returns (H,)."""
     s = k @ q / np.sqrt(len(q))
@@ -30,7 +29,6 @@ def _expected(q, k, v):
     return out[0, 0]
 
 
-# fmt: off
 ATTEND = Exercise(
     solution=attend, title="Attention for one query", outputs=("out",),
     cases=_cases, expected=_expected,
@@ -63,7 +61,6 @@ ATTEND = Exercise(
          (" / np.sqrt(len(q))", "/ p.sum()"), ("", "/ p.sum() / np.sqrt(len(q))"),
          "The square root belongs to s, before the exponential: see the formula of the exercise."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 EXERCISES = (ATTEND,)

@@ -11,9 +11,8 @@ from helpers.exercises.watched import without
 from helpers.instruments import cost, roofline
 from helpers.instruments.cost import naive_footprint
 
+
 # 1.1
-
-
 def causal_attention(q, k, v, is_causal):
     """Attention of one head: (T, H). q: (T, H), k and v: (S, H), is_causal: bool."""
     s = q @ k.T / np.sqrt(q.shape[-1])
@@ -55,7 +54,6 @@ def _attention_expected(q, k, v, is_causal):
     return oracle(q, k, v, is_causal=is_causal)[0][:, 0]
 
 
-# fmt: off
 ATTENTION = Exercise(
     solution=causal_attention, title="Attention with scale and causal mask", outputs=("out",),
     cases=_attention_cases, expected=_attention_expected,
@@ -102,13 +100,10 @@ ATTENTION = Exercise(
          ("s - m", "    m = s.max(axis=-1, keepdims=True)\n    if is_causal"),
          "Mask first, then take the maximum of what is left: reread section 3."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 1.2
-
-
 def bill(T, S, H, itemsize):
     """What naive attention costs: {"flops": operations, "bytes": bytes moved}."""
     tables = 4 * T * S
@@ -122,7 +117,6 @@ def _bill_cases():
     return [Case(f"the case worked by hand, {by_hand.label}", by_hand.arguments), *others]
 
 
-# fmt: off
 BILL = Exercise(
     solution=bill, title="FLOPs and bytes by hand", outputs=("the bill",),
     cases=_bill_cases, run=functools.partial(without, cost),
@@ -144,13 +138,10 @@ BILL = Exercise(
         ("k and v are given T rows instead of S", "2 * S * H", "2 * T * H",
          "q and out have T rows, k and v have S: reread section 1."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 1.3
-
-
 def longest(memory, heads, H, itemsize):
     """The largest T = S for which naive attention fits in memory bytes, or 0."""
     T = 0
@@ -175,7 +166,6 @@ def _fit_cases():
     ]
 
 
-# fmt: off
 FIT = Exercise(
     solution=longest, title="The longest sequence that fits", outputs=("T",),
     cases=_fit_cases,
@@ -201,8 +191,7 @@ FIT = Exercise(
          "(8 * (T + 1) ** 2 + 4 * itemsize * (T + 1) * H)", "8 * (T + 1) ** 2 + 4 * itemsize * (T + 1) * H",
          "Each head has its own q, k, v and out, and its own tables: see the exercise."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 EXERCISES = (ATTENTION, BILL, FIT)

@@ -59,8 +59,6 @@ LEVELS = np.array([[-1000.0], [0.0], [1000.0]])
 
 
 # 2.1
-
-
 def update(m, l, acc, s, v):
     """The new (m, l, acc). m, l: numbers, acc: (H,); s: (block_k,), v: (block_k, H)."""
     m_new = max(m, s.max())
@@ -100,7 +98,6 @@ def _expected_update(s_before, v_before, s, v):
     return _definition(np.concatenate([s_before, s]), np.concatenate([v_before, v]))
 
 
-# fmt: off
 UPDATE = Exercise(
     solution=update, title="The update", outputs=("m", "l", "acc"),
     cases=_update_cases, run=_run_update, expected=_expected_update,
@@ -132,13 +129,10 @@ UPDATE = Exercise(
         ("p = e^s is taken without subtracting m_new", "s - m_new", "s",
          "Old and new terms must be in the same unit, e^(s - m_new): see section 3."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 2.2
-
-
 def merge(a, b):
     """The merged (m, l, acc) of a and b, with shapes (rows,), (rows,) and (rows, H)."""
     (m_a, l_a, acc_a), (m_b, l_b, acc_b) = a, b
@@ -182,7 +176,6 @@ def _expected_merge(s_a, v_a, s_b, v_b):
     return _definition(np.concatenate([s_a, s_b], axis=-1), np.concatenate([v_a, v_b]))
 
 
-# fmt: off
 MERGE = Exercise(
     solution=merge, title="Merge two states", outputs=("m", "l", "acc"),
     cases=_merge_cases, run=_run_merge, expected=_expected_merge,
@@ -218,13 +211,10 @@ MERGE = Exercise(
          "    m = np.maximum(m_a, m_b)\n",
          "Which part is empty may differ from row to row: e^(-inf) = 0 takes it out of those rows by itself."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 2.3
-
-
 def rows_that_break(block_k):
     """Rows of finite logits, one for each shortcut: a dict of arrays of shape (S,)."""
     first, second = np.zeros(block_k), np.full(block_k, -100.0)
@@ -294,7 +284,6 @@ def _judge_break(result, case):
 HIGH, LOW, FALL = "np.full(block_k, 100.0)", "np.full(block_k, -200.0)", "np.concatenate([first, second])"
 STARTS = "np.zeros(block_k), np.full(block_k, -100.0)"
 
-# fmt: off
 BREAK = Exercise(
     solution=rows_that_break, title="Break the shortcuts", outputs=("rows",),
     cases=_break_cases, run=_run_break, judge=_judge_break,
@@ -330,13 +319,10 @@ BREAK = Exercise(
          STARTS, "np.zeros(8), np.full(8, -100.0)",
          "A fall from one tile to the next takes two tiles: let the length depend on block_k."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 2.4
-
-
 def merge_by_lse(out_a, lse_a, out_b, lse_b):
     """(out, lse) of two results over disjoint keys. out: (rows, H), lse: (rows,)."""
     lse = np.logaddexp(lse_a, lse_b)
@@ -379,7 +365,6 @@ def _expected_lse(s_a, v_a, s_b, v_b):
     return _out_and_lse(np.concatenate([s_a, s_b], axis=-1), np.concatenate([v_a, v_b]))
 
 
-# fmt: off
 MERGE_BY_LSE = Exercise(
     solution=merge_by_lse, title="Merge by lse", outputs=("out", "lse"),
     cases=_lse_cases, run=_run_lse, expected=_expected_lse,
@@ -415,7 +400,6 @@ MERGE_BY_LSE = Exercise(
          "        return (out_b, lse_b) if np.isinf(lse_a).any() else (out_a, lse_a)\n    lse = np.logaddexp",
          "Which part is empty may differ from row to row: np.where decides for each row, see hint 2."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 EXERCISES = (UPDATE, MERGE, BREAK, MERGE_BY_LSE)

@@ -64,8 +64,6 @@ def _oracle(q, k, v, scale):
 
 
 # 3.1
-
-
 def tiled_attention(q, k, v, scale, block_q, block_k):
     """out (T, H) and lse (T,) of one head. q: (T, H), k and v: (S, H)."""
     out, lse = np.empty(q.shape), np.empty(len(q))
@@ -120,7 +118,6 @@ def _built(shapes, T, H, S, block_q, block_k, whole):
     return "tiles"
 
 
-# fmt: off
 QUERY_OUTER = Exercise(
     solution=tiled_attention, title="Query tiles outside", outputs=("out", "lse", "what was built"),
     cases=_attention_cases, run=_run_in_tiles,
@@ -161,13 +158,10 @@ QUERY_OUTER = Exercise(
         ("the last, shorter key tile is left out", "len(k), block_k", "len(k) // block_k * block_k, block_k",
          "range(0, S, block_k) reaches the tail, S // block_k tiles do not: see section 4."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 3.2
-
-
 def kind_of_tile(q_start, q_stop, k_start, k_stop, T, S):
     """The kind of a tile of causal attention: "skipped", "partial" or "full"."""
     last_query = min(q_stop, T) - 1
@@ -196,7 +190,6 @@ def _kind_cases():
     return [Case("T={}, S={}, block_q={}, block_k={}".format(*size), size) for size in sizes]
 
 
-# fmt: off
 CLASSIFY = Exercise(
     solution=kind_of_tile, title="Skipped, partial or full", outputs=("kind",),
     cases=_kind_cases, run=_run_kinds, expected=functools.partial(_run_kinds, _right_kind),
@@ -228,13 +221,10 @@ CLASSIFY = Exercise(
          ("> last_query", "<= q_start"), ("> last_query + S - T", "<= q_start + S - T"),
          "Query i sees the keys j ≤ i, whatever S and T are: see section 5."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 3.3
-
-
 def key_outer_attention(memory, scale, block_q, block_k):
     """Fill out (T, H), m and l (T,) of a memory that holds q (T, H), k and v (S, H)."""
     T, S = len(memory.arrays["q"]), len(memory.arrays["k"])
@@ -300,7 +290,6 @@ LOADS = textwrap.indent(
 DIVISION = 'memory.store("out", 0, memory.load("out", 0, T) / memory.load("l", 0, T)[:, None])'
 KEY_TILES, QUERY_TILES = "for k_start in range(0, S, block_k):\n", "for q_start in range(0, T, block_q):\n"
 
-# fmt: off
 KEY_OUTER = Exercise(
     solution=key_outer_attention, title="Key tiles outside",
     outputs=("out after the first key tile", "out", "m", "l", "bytes moved", "queries loaded at once"),
@@ -333,13 +322,10 @@ KEY_OUTER = Exercise(
          (QUERY_TILES + 8 * " " + KEY_TILES + textwrap.indent(LOADS, "    ")),
          "Here each key tile meets every query tile before the next key tile comes: see the picture of section 6."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 3.4
-
-
 def traffic_table(T, S, H, itemsize, block_q, block_k):
     """Bytes moved: {"naive": …, "query-outer": …, "key-outer": …}."""
     query_tiles, key_tiles = -(-T // block_q), -(-S // block_k)
@@ -358,7 +344,6 @@ def _table_cases():
     return [Case("T={}, S={}, H={}, {} bytes, block_q={}, block_k={}".format(*size), size) for size in sizes]
 
 
-# fmt: off
 TRAFFIC_TABLE = Exercise(
     solution=traffic_table, title="The traffic table", outputs=("bytes",),
     cases=_table_cases, run=functools.partial(without, cost), tolerance=1e-9,
@@ -387,13 +372,10 @@ TRAFFIC_TABLE = Exercise(
         ("the filling of out, m and l before key-outer starts is forgotten", "filling + ", "",
          "Someone must write the zeros and the minus infinity first: see the text of the exercise."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 3.5
-
-
 def least_traffic_blocks(T, S, H, itemsize, budget, sizes):
     """The (block_q, block_k) that fits in budget and moves the fewest bytes."""
     fitting = [
@@ -455,7 +437,6 @@ def _traffic_cases():
 
 MOVED = "cost.query_outer_bytes(T, S, H, itemsize, *pair)"
 
-# fmt: off
 LEAST_TRAFFIC = Exercise(
     solution=least_traffic_blocks, title="The tile that moves the fewest bytes", outputs=("block_q, block_k",),
     cases=_traffic_cases, judge=_judge_least_traffic,
@@ -492,7 +473,6 @@ LEAST_TRAFFIC = Exercise(
         ("the most bytes are moved instead of the fewest: block_q is as small as it can be", "min(fit", "max(fit",
          "Each query tile reads all of k and v again, so fewer and larger ones are better: see section 7."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 EXERCISES = (QUERY_OUTER, CLASSIFY, KEY_OUTER, TRAFFIC_TABLE, LEAST_TRAFFIC)

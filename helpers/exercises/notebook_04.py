@@ -25,8 +25,6 @@ def _call(kernel, grid, in_specs, out_spec, shape, **options):
 
 
 # 4.1
-
-
 def read_block(i, j):
     """(row, column) of the block of x that program (i, j) reads, counted in blocks."""
     return j // 2, i
@@ -66,7 +64,6 @@ def _expected_index_map(x, rows, columns):
     return np.repeat(blocks, 2, axis=2).reshape(C * rows, 2 * R * columns)
 
 
-# fmt: off
 INDEX_MAP = Exercise(
     solution=read_block, title="The index map", outputs=("out",),
     cases=_index_map_cases, run=_run_index_map, expected=_expected_index_map,
@@ -87,13 +84,10 @@ INDEX_MAP = Exercise(
         ("the map counts elements of 2 × 4 blocks instead of blocks", "j // 2, i", "j // 2 * 2, i * 4",
          "An index map counts in blocks: see section 3."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 4.2
-
-
 def softmax_tail_kernel(s_ref, out_ref, *, T, S):
     """Softmax along the rows of a (T, S) table; both refs may hang over its end."""
     block_rows, block_columns = s_ref.shape
@@ -140,7 +134,6 @@ _LOAD = "plt.load(s_ref, mask=mask, other=-jnp.inf)"
 _PUT = "plt.store(out_ref, p / p.sum(axis=1, keepdims=True), mask=mask)"
 _PUT_WHOLE = "out_ref[...] = p / p.sum(axis=1, keepdims=True)"
 
-# fmt: off
 MASKED_TAIL = Exercise(
     solution=softmax_tail_kernel, title="A masked tail",
     outputs=("elements loaded past the end", "elements stored past the end", "out"),
@@ -171,13 +164,10 @@ MASKED_TAIL = Exercise(
         ("the largest logit is not subtracted", " - s.max(axis=1, keepdims=True)", "",
          "The exponential overflows for large logits: see section 4."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 4.3
-
-
 def matmul_tail_kernel(p_ref, v_ref, out_ref, *, S, block_k):
     """out = p v, summed over tiles of block_k keys; the last may be partial."""
 
@@ -247,7 +237,6 @@ def _expected_matmul(p, v, block_q, block_h, block_k):
 _TILE_OF_P = "plt.load(p_ref.at[:, tile], mask=inside[None, :], other=0)"
 _TILE_OF_V = "plt.load(v_ref.at[tile, :], mask=inside[:, None], other=0)"
 
-# fmt: off
 ACCUMULATE = Exercise(
     solution=matmul_tail_kernel, title="Accumulate over k",
     outputs=("elements of p loaded past the end", "elements of v loaded past the end", "out"),
@@ -281,8 +270,7 @@ ACCUMULATE = Exercise(
         ("tile j begins at element j instead of element j * block_k", "j * block_k", "j",
          "pl.ds counts elements, unlike an index map, which counts blocks: see section 5."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 EXERCISES = (INDEX_MAP, MASKED_TAIL, ACCUMULATE)

@@ -46,8 +46,6 @@ def _replayed(kernel, shapes, *arguments):
 
 
 # 5.1
-
-
 def tile_range(i, T, S, block_q, block_k, left=None):
     """(first, stop) of the key tiles that query tile i needs. left may be None."""
     q_start, q_stop = i * block_q, min((i + 1) * block_q, T)
@@ -69,7 +67,6 @@ _BOUNDS_SHAPES = [  # i, T, S, block_q, block_k, left
 ]  # fmt: skip
 _FIRST, _STOP = "first_key // block_k", "-(-stop_key // block_k)"
 
-# fmt: off
 BOUNDS = Exercise(
     solution=tile_range, title="The bounds of the loop", outputs=("(first, stop)",),
     cases=lambda: tile_bounds.OVER_KEYS.cases(_BOUNDS_SHAPES), run=tile_bounds.run,
@@ -98,13 +95,10 @@ BOUNDS = Exercise(
         ("first is rounded up instead of down (too few tiles)", _FIRST, "-(-first_key // block_k)",
          "A tile that holds even one visible key must be read: reread the rule of section 5."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 5.2
-
-
 def key_block(i, n, b, N, K):
     """The block of k (B, S, K, H) for query tile i of query head n in batch entry b."""
     group = N // K
@@ -154,7 +148,6 @@ def _judge_gqa(result, case):
     return None
 
 
-# fmt: off
 GQA = Exercise(
     solution=key_block, title="The index map of grouped queries", outputs=("blocks",),
     cases=_gqa_cases, run=_run_gqa, judge=_judge_gqa,
@@ -175,13 +168,10 @@ GQA = Exercise(
         ("the indices come in the order of the grid, (i, n, b)", "b, 0, n // group", "i, n, b",
          "They follow the axes of k, which are (B, S, K, H): see the text of the exercise."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 5.3
-
-
 def finish(m, l, acc):
     """(out, lse) of a state in base two. m, l: (block_q,), acc: (block_q, H)."""
     l = jnp.where(l == 0, 1, l)
@@ -216,7 +206,6 @@ def _expected_finish(m, l, acc):
     return out, math.log(2) * m + np.log(l)
 
 
-# fmt: off
 FINISH = Exercise(
     solution=finish, title="The end of the kernel", outputs=("out", "lse"),
     cases=_finish_cases, run=_run_finish, expected=_expected_finish,
@@ -239,13 +228,10 @@ FINISH = Exercise(
          "lse = (m +", "lse = (jnp.where(m == -jnp.inf, 0, m) +",
          "exp(lse) is the sum over the keys seen, which is 0 for no key: see the text of the exercise."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 5.4
-
-
 def causal_bytes(T, H, itemsize, block_q, block_k):
     """Bytes that a causal forward kernel moves for one head of T queries and T keys."""
     once = 2 * T * H * itemsize + 4 * T
@@ -270,7 +256,6 @@ def _expected_bytes(T, H, itemsize, block_q, block_k):
 
 _TILES = "-(-(i + 1) * block_q // block_k)"
 
-# fmt: off
 BYTES = Exercise(
     solution=causal_bytes, title="The bytes of a causal kernel", outputs=("bytes",),
     cases=_bytes_cases, expected=_expected_bytes,
@@ -291,12 +276,10 @@ BYTES = Exercise(
         ("lse is counted in the dtype of the inputs", "4 * T", "itemsize * T",
          "lse is float32 whatever the inputs are: see section 10."),
     ),
-)
-# fmt: on
+)  # fmt: skip
+
 
 # 5.5
-
-
 def forward(q, k, v, is_causal=False, block_q=64, block_k=64):
     """out (B, T, N, H) in the dtype of q, and lse (B, N, T) float32.
 
@@ -415,7 +398,6 @@ def _expected_forward(q, k, v, is_causal, *blocks):
     return out, lse.swapaxes(1, 2), whole.AS_ASKED
 
 
-# fmt: off
 _UPDATE = (  # slips in the update of the state
     ("acc is not rescaled by alpha", "alpha[:, None] * acc", "acc",
      "What acc holds was measured from the old maximum, just like l: reread the equations of section 2."),
@@ -438,7 +420,7 @@ _UPDATE = (  # slips in the update of the state
      "The next tile must know the maximum so far: return m' of section 2."),
     ("acc is divided by l inside the loop", "l, acc\n", "l, acc / l[:, None]\n",
      "The division comes once, after the loop: reread the equations of section 2."),
-)
+)  # fmt: skip
 
 FORWARD = Exercise(
     solution=forward, title="The forward kernel, whole", outputs=("out", "lse", "how it was made"),
@@ -491,7 +473,6 @@ FORWARD = Exercise(
          "dot(q, k.T)", "dot(jnp.where(in_head, q_ref[...], 0), k.T)",
          "It stays the same through the loop: read it once, before. See section 4."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 EXERCISES = (BOUNDS, GQA, FINISH, BYTES, FORWARD)

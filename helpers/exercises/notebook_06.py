@@ -34,8 +34,6 @@ def _gradients_of_heads(q, k, v, dout, scale):
 
 
 # 6.1
-
-
 def softmax_backward(p, dp):
     """The gradient of the logits. p, dp: (T, S). Returns ds (T, S)."""
     delta = (p * dp).sum(axis=1, keepdims=True)
@@ -65,7 +63,6 @@ def _expected_ds(p, dp):
     return np.stack([(np.diag(row) - np.outer(row, row)) @ drow for row, drow in zip(p, dp, strict=True)])
 
 
-# fmt: off
 DS = Exercise(
     solution=softmax_backward, title="From dp to ds", outputs=("ds",),
     cases=_ds_cases, expected=_expected_ds,
@@ -91,13 +88,10 @@ DS = Exercise(
         ("dp - delta is not multiplied by p", "p * (dp - delta)", "dp - delta",
          "A key without weight passes no gradient: see the last line of the equation in section 2."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 6.2
-
-
 def row_delta(out, dout, dlse):
     """What is subtracted from dp in each row. out, dout: (T, H); dlse: (T,)."""
     return (out * dout).sum(axis=1) - dlse
@@ -132,7 +126,6 @@ def _expected_delta(q, k, v, dout, dlse):
     return (p * (dout @ v.T)).sum(axis=1) - dlse
 
 
-# fmt: off
 DELTA = Exercise(
     solution=row_delta, title="delta without a table", outputs=("delta",),
     cases=_delta_cases, run=_run_delta, expected=_expected_delta,
@@ -153,13 +146,10 @@ DELTA = Exercise(
         ("every query is multiplied with every other, out @ dout.T", "(out * dout).sum(axis=1)", "out @ dout.T",
          "Each row of out meets its own row of dout alone: multiply entry by entry, then sum, see section 4."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 6.3
-
-
 def gradients(p, ds, q, k, dout, scale):
     """p, ds: (N, T, S); q, dout: (N, T, H); k: (K, S, H).
 
@@ -194,7 +184,6 @@ def _run_products(answer, q, k, v, dout, scale):
     return answer(p, ds, q, k, dout, scale)
 
 
-# fmt: off
 PRODUCTS = Exercise(
     solution=gradients, title="dq, dk and dv", outputs=("dq", "dk", "dv"),
     cases=_product_cases, run=_run_products, expected=_gradients_of_heads,
@@ -218,13 +207,10 @@ PRODUCTS = Exercise(
         ("query head n reads key/value head n % K instead of n // group", "n // group", "n % len(k)",
          "Query heads of one group stand next to each other: see section 6."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 6.4
-
-
 def residual_bytes(T, S, N, K, H, itemsize):
     """Bytes kept for the backward pass: (with the table p, without it)."""
     inputs = itemsize * (N * T * H + 2 * K * S * H)
@@ -239,7 +225,6 @@ def _save_cases():
     return [Case("T={}, S={}, N={}, K={}, H={}, {} bytes".format(*size), size) for size in sizes]
 
 
-# fmt: off
 SAVE = Exercise(
     solution=residual_bytes, title="What to save", outputs=("with the table", "without the table"),
     cases=_save_cases,
@@ -260,13 +245,10 @@ SAVE = Exercise(
         ("k and v are counted once for each query head", "2 * K", "2 * N",
          "There are K key/value heads, and nothing is copied for the group: see section 6."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 6.5
-
-
 def flash_backward(q, k, v, out, lse, dout, scale, block_q, block_k):
     """q, out, dout: (T, H); k, v: (S, H); lse: (T,).
 
@@ -362,7 +344,6 @@ def _expected_tiled(q, k, v, dout, scale, block_q, block_k):
     return *(gradient[0] for gradient in gradients), "tiles"
 
 
-# fmt: off
 TILED = Exercise(
     solution=flash_backward, title="The whole backward pass, tile by tile",
     outputs=("dq", "dk", "dv", "what was built"),
@@ -400,7 +381,6 @@ TILED = Exercise(
          "    delta =", "    block_q, block_k = len(q), len(k)\n    delta =",
          "The numbers are right, but the memory grows with the lengths: loop over tiles of both, see section 8."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 EXERCISES = (DS, DELTA, PRODUCTS, SAVE, TILED)

@@ -53,8 +53,6 @@ def _like(values, names, templates):
 
 
 # 7.1
-
-
 def one_query_tile(q, k, v, do, lse, delta, scale, dk, dv):
     """The sums after one tile of queries. Returns (dk, dv).
 
@@ -129,7 +127,6 @@ def _run_body(names, answer, q, k, v, do, scale, block_q, block_k):
     return results if of_keys else results[0]
 
 
-# fmt: off
 DKV = Exercise(
     solution=one_query_tile, title="The body of the dk and dv kernel", outputs=("dk", "dv"),
     cases=functools.partial(_body_cases, 71), run=functools.partial(_run_body, ("dk", "dv")),
@@ -150,13 +147,10 @@ DKV = Exercise(
          "out = p v, so dv = pᵀ do: see the equations of section 1."),
         *OF_A_PAIR,
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 7.2
-
-
 def one_key_tile(q, k, v, do, lse, delta, scale, dq):
     """The sum after one tile of keys. Returns dq.
 
@@ -169,7 +163,6 @@ def one_key_tile(q, k, v, do, lse, delta, scale, dq):
     return dq + scale * (ds @ k)
 
 
-# fmt: off
 DQ = Exercise(
     solution=one_key_tile, title="The body of the dq kernel", outputs=("dq",),
     cases=functools.partial(_body_cases, 72), run=functools.partial(_run_body, ("dq",)),
@@ -187,13 +180,10 @@ DQ = Exercise(
          "s = scale q kᵀ, so the gradient of q needs the keys: see the equations of section 1."),
         *OF_A_PAIR,
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 7.3
-
-
 def differentiable(forward, backward):
     """A differentiable attend(q, k, v) that returns out, made of two launches."""
 
@@ -296,7 +286,6 @@ def _wiring_expected(q, k, v, weight):
 
 BACKWARD, KEPT = "return backward(*residuals, dout)", "return out, (q, k, v, out, lse)"  # lines of the solution
 
-# fmt: off
 WIRING = Exercise(
     solution=differentiable, title="Wiring the gradient",
     outputs=("out", "out under jax.grad", "dq", "dk", "dv",
@@ -330,13 +319,10 @@ WIRING = Exercise(
         ("out is kept in bfloat16", "v, out, lse)", "v, out.astype(jnp.bfloat16), lse)",
          "delta is made of out, and its rounding reaches dq and dk: keep out as it is, see section 12."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 7.4
-
-
 def product_flops(T, S, H, block_q, block_k, fused, is_causal):
     """FLOPs of all matrix products in the backward pass of one head."""
     pairs = 0
@@ -378,7 +364,6 @@ def _flops_expected(T, S, H, block_q, block_k, fused, is_causal):
 
 PRODUCTS, VISITED = "(5 if fused else 7)", "j * block_k <= (i + 1) * block_q - 1"  # in the solution
 
-# fmt: off
 FLOPS = Exercise(
     solution=product_flops, title="Count the products", outputs=("FLOPs",),
     cases=_flops_cases, expected=_flops_expected,
@@ -412,13 +397,10 @@ FLOPS = Exercise(
         ("pairs of tiles are counted as if they were pairs of a query and a key", "block_q * block_k * ", "",
          "A pair of tiles has block_q × block_k entries: see the case worked by hand."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 7.5
-
-
 def query_tile_range(j, T, S, block_q, block_k, left=None):
     """(first, stop) of the query tiles that key tile j needs."""
     k_start, k_stop = j * block_k, min((j + 1) * block_k, S)
@@ -428,7 +410,6 @@ def query_tile_range(j, T, S, block_q, block_k, left=None):
     return k_start // block_q, -(-stop_query // block_q)
 
 
-# fmt: off
 _BOUNDS_SHAPES = [  # j, T, S, block_q, block_k, left
     (0, 64, 64, 16, 32, None), (1, 64, 64, 16, 32, None), (1, 64, 64, 32, 16, None), (2, 96, 96, 64, 16, None),
     (3, 50, 128, 16, 16, None), (4, 50, 128, 16, 16, None), (1, 100, 48, 16, 32, None), (1, 64, 64, 16, 32, 8),
@@ -436,7 +417,7 @@ _BOUNDS_SHAPES = [  # j, T, S, block_q, block_k, left
     (1, 64, 40, 16, 32, 4), (2, 100, 100, 16, 32, 30), (5, 70, 200, 32, 16, 12), (4, 64, 128, 16, 16, 5),
     (4, 64, 128, 16, 16, None), (4, 65, 128, 16, 16, None), (4, 64, 128, 24, 16, None),  # T around k_start
     (2, 13, 20, 3, 5, 2), (1, 13, 20, 5, 3, 0), (0, 6, 6, 1, 2, 3), (2, 6, 6, 1, 2, None), (3, 50, 50, 7, 5, 11),
-]
+]  # fmt: skip
 
 BOUNDS = Exercise(
     solution=query_tile_range, title="The queries that a tile of keys needs", outputs=("(first, stop)",),
@@ -475,13 +456,10 @@ BOUNDS = Exercise(
         ("the last tile of keys is taken to be full (too many tiles)", "min((j + 1) * block_k, S)", "(j + 1) * block_k",
          "Keys from S on do not exist and nobody sees them: cut k_stop at S."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 7.6
-
-
 def out_and_low(p, v):
     """The output in the dtype of v, and what rounding took off it."""
     weights = np.float32(p.astype(v.dtype))
@@ -538,7 +516,6 @@ def _run_rounding(answer, p, v):
 
 ROUNDED_P, OFF = "np.float32(p.astype(v.dtype))", "exact - np.float32(out)"  # in the solution
 
-# fmt: off
 ROUNDING = Exercise(
     solution=out_and_low, title="Out, and what rounding takes off it",
     outputs=("numbers of out and low", "out", "out + low"),
@@ -575,7 +552,6 @@ ROUNDING = Exercise(
          ("np.float32((p / p.sum(axis=1, keepdims=True)).astype(v.dtype))", ""),
          "Round p as it arrives, and divide at the end: what is rounded last does not add up to 1."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 EXERCISES = (DKV, DQ, WIRING, FLOPS, BOUNDS, ROUNDING, KEY_GRADIENTS, QUERY_GRADIENTS, FLASH_ATTENTION)

@@ -12,9 +12,8 @@ from helpers.attention.reference import oracle, oracle_gradients
 from helpers.exercises.comparing import plain
 from helpers.exercises.exercise import Case, Complaint, Exercise
 
+
 # 8.1
-
-
 def attention_layer(x, w_qkv, w_merge, N, attention):
     """Causal attention with N heads. Returns (B, T, C).
 
@@ -110,7 +109,6 @@ def _layer_expected(x, w_qkv, w_merge, dout, N, method):
 
 SPLIT = "part.reshape(B, T, N, C // N)"  # in the solution
 
-# fmt: off
 LAYER = Exercise(
     solution=attention_layer, title="Swap attention in",
     outputs=("out", "gradient of x", "gradient of w_qkv", "gradient of w_merge", "attention is used"),
@@ -150,12 +148,10 @@ LAYER = Exercise(
         ("x is added to the result", "return out", "return x + out",
          "Return only what is to be added to x; the block adds it: see section 1."),
     ),
-)
-# fmt: on
+)  # fmt: skip
+
 
 # 8.2
-
-
 def bytes_kept(B, T, N, H, itemsize, layers):
     """Bytes kept for the backward pass. Returns {"naive": bytes, "flash": bytes}."""
     like_q = itemsize * B * T * N * H
@@ -177,7 +173,6 @@ def _kept_cases():
     return [Case(f"the case worked by hand, {label(by_hand)}", by_hand), *cases]
 
 
-# fmt: off
 KEPT = Exercise(
     solution=bytes_kept, title="Read the memory difference", outputs=("bytes",),
     cases=_kept_cases, tolerance=1e-9,
@@ -208,12 +203,10 @@ KEPT = Exercise(
         ("naive and flash are exchanged", ('"naive"', '"flash"', '"swapped"'), ('"swapped"', '"naive"', '"flash"'),
          "Naive is the one with a table: see section 2."),
     ),
-)
-# fmt: on
+)  # fmt: skip
+
 
 # 8.3
-
-
 def inputs_and_targets(tokens, starts, T):
     """A batch for learning the next token. Returns inputs and targets, both (B, T)."""
     windows = tokens[starts[:, None] + np.arange(T + 1)]
@@ -240,7 +233,6 @@ def _run_shift(answer, tokens, starts, T):
 
 INPUTS, TARGETS = "windows[:, :-1]", "windows[:, 1:]"  # in the solution
 
-# fmt: off
 SHIFT = Exercise(
     solution=inputs_and_targets, title="The causal shift", outputs=("inputs", "targets"),
     cases=_shift_cases, run=_run_shift,
@@ -272,12 +264,10 @@ SHIFT = Exercise(
          "starts[:, None]", "T * np.arange(len(starts))[:, None]",
          "Row b begins at starts[b]: see the text of the exercise."),
     ),
-)
-# fmt: on
+)  # fmt: skip
+
 
 # 8.4
-
-
 def next_token_loss(logits, targets):
     """Mean of -log softmax at the targets. logits: (T, vocabulary), targets: (T,)."""
     m = logits.max(axis=-1, keepdims=True)
@@ -317,7 +307,6 @@ def _loss_expected(logits, targets):
 LSE, LOSS_OF_EACH = "lse = m[:, 0] + np.log(np.exp(logits - m).sum(axis=-1))", "(lse - right)"  # in the solution
 SOFTMAX = "p = np.exp(logits - m) / np.exp(logits - m).sum(axis=-1, keepdims=True)"
 
-# fmt: off
 LOSS = Exercise(
     solution=next_token_loss, title="The loss, without overflow", outputs=("loss",),
     cases=_loss_cases, expected=_loss_expected,
@@ -355,7 +344,6 @@ LOSS = Exercise(
         ("only the last position counts", f"{LOSS_OF_EACH}.mean()", f"{LOSS_OF_EACH}[-1]",
          "Every position predicts its next token: take the mean over all of them, see section 3."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 EXERCISES = (LAYER, KEPT, SHIFT, LOSS)

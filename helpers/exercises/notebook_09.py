@@ -7,9 +7,8 @@ import numpy as np
 from helpers.exercises.exercise import Case, Complaint, Exercise
 from helpers.instruments.simulated import SimulatedCard
 
+
 # 9.1
-
-
 def median_time(run, wait, clock, inputs, samples, calls):
     """Seconds of one call of run: the median of `samples` samples of `calls` calls."""
     wait(run(*inputs[0]))
@@ -74,7 +73,6 @@ def _judge_clock(result, case):
 # What the mistakes leave out.
 WARM_UP, WAIT = "    wait(run(*inputs[0]))\n", "        wait(result)\n"
 
-# fmt: off
 CLOCK = Exercise(
     solution=median_time, title="A benchmark with four faults", outputs=("time",), tolerance=1e-3,
     cases=_clock_cases, run=_measure, judge=_judge_clock,
@@ -114,13 +112,10 @@ CLOCK = Exercise(
         ("the time of a sample is not divided by its calls", " / calls", "",
          "A sample holds several calls; the result is the time of one."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 9.2
-
-
 def speed_up(old, new, resamples):
     """Returns (low, high, verdict) of the ratio old / new."""
     medians = np.median((old / new)[resamples], axis=1)
@@ -173,7 +168,6 @@ def _expected_interval(old, new, resamples):
 
 MEDIANS = "np.median((old / new)[resamples], axis=1)"
 
-# fmt: off
 PAIRS = Exercise(
     solution=speed_up, title="Is 0.07 % a speed-up?", outputs=("low", "high", "verdict"), tolerance=1e-6,
     cases=_pair_cases, expected=_expected_interval,
@@ -208,13 +202,10 @@ PAIRS = Exercise(
          ('"faster" if low', '"slower" if high'), ('"slower" if low', '"faster" if high'),
          "The ratio is old over new: above 1, the new program took less time."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 9.3
-
-
 def roofline_bounds(B, T, S, N, K, H, itemsize, is_causal, ceilings):
     """{"matrix": s, "memory": s, "exponentials": s, "binds": name}, s: seconds."""
     pairs = B * N * T * S / (2 if is_causal else 1)
@@ -248,7 +239,6 @@ def _bound_cases():
 
 HALVED = " / (2 if is_causal else 1)"
 
-# fmt: off
 BOUNDS = Exercise(
     solution=roofline_bounds, title="The roof over one problem", outputs=("bounds",),
     cases=_bound_cases, tolerance=1e-6,  # ten times as much tells the smallest of these times from 0
@@ -282,13 +272,10 @@ BOUNDS = Exercise(
         ("the name that comes last in the alphabet is said to bind", ", key=times.get", "",
          "max of a dict compares its keys; pass key=times.get."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 9.4
-
-
 def counted_ceiling(rate, T, block, products, is_causal):
     """Largest counted TFLOP/s, for `products` products in each visited tile."""
     tiles = T // block
@@ -317,7 +304,6 @@ def _expected_ceiling(rate, T, block, products, is_causal):
     return rate * counted / done
 
 
-# fmt: off
 CEILING = Exercise(
     solution=counted_ceiling, title="The ceiling of a split backward", outputs=("ceiling",),
     cases=_ceiling_cases, expected=_expected_ceiling,
@@ -349,13 +335,10 @@ CEILING = Exercise(
         ("the tiles on the diagonal are left out of the work", "tiles + 1", "tiles - 1",
          "Half of a diagonal tile is visible, so the kernel must compute it."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 9.5
-
-
 def restated(claimed, which, counted, is_causal, halved):
     """TFLOP/s in our convention of a claim that was counted in another one."""
     ours = {"forward": 4, "backward": 10, "both": 14}[which] / (2 if is_causal else 1)
@@ -378,7 +361,6 @@ def _claim_cases():
 
 COUNTS = '"forward": 4, "backward": 10, "both": 14'
 
-# fmt: off
 CLAIMS = Exercise(
     solution=restated, title="Other people's numbers", outputs=("TFLOP/s",), cases=_claim_cases,
     tried="both passes alone and together, products left out or counted twice, the mask halved rightly and wrongly",
@@ -405,7 +387,6 @@ CLAIMS = Exercise(
         ("seven products are counted for the backward pass", COUNTS, '"forward": 4, "backward": 14, "both": 18',
          "The convention counts the five products of a fused kernel: see the exercise."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 EXERCISES = (CLOCK, PAIRS, BOUNDS, CEILING, CLAIMS)

@@ -37,8 +37,6 @@ def _complaint_or_none(result, case):
 
 
 # 10.1
-
-
 def ring(role, steps, stages):
     """Yield the operations of "memory" or "compute": `steps` tiles, `stages` slots."""
     for j in range(steps):
@@ -109,7 +107,6 @@ FETCH = '            yield Fetch("tile", slot, j, "loaded")\n'
 READ = '            yield Read("tile", slot)\n'
 ARRIVE = '            yield Arrive("free", slot)\n'
 
-# fmt: off
 RING = Exercise(
     solution=ring, title="Place the barriers", outputs=("the order of operations",),
     cases=_ring_cases, run=_run_ring, judge=_complaint_or_none,
@@ -143,13 +140,10 @@ RING = Exercise(
         ("every tile has a slot of its own", "j % stages", "j",
          "A ring uses its slots again: tile j goes into slot j % stages, see section 4."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 10.2
-
-
 def split_registers(warpgroups, memory):
     """(registers of a thread at the start, the most of a compute thread)."""
     at_start = 65536 // (128 * (warpgroups + 1)) // 8 * 8
@@ -172,7 +166,6 @@ def _register_expected(warpgroups, memory):
     return start, compute
 
 
-# fmt: off
 REGISTERS = Exercise(
     solution=split_registers, title="Share out the registers",
     outputs=("registers at the start", "registers of a compute thread"),
@@ -201,13 +194,10 @@ REGISTERS = Exercise(
          "pool // warpgroups", "pool // (warpgroups + 1)",
          "It has its share already: only the compute warpgroups divide the rest."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 10.3
-
-
 def smem_budget(H, block_q, block_k, stages, warpgroups):
     """(bytes of SMEM of the forward kernel, the most stages that fit)."""
     fixed = 3 * warpgroups * block_q * H * 2
@@ -227,7 +217,6 @@ def _smem_cases():
     return [Case("H={}, block_q={}, block_k={}, stages={}, warpgroups={}".format(*shape), shape) for shape in shapes]
 
 
-# fmt: off
 SMEM = Exercise(
     solution=smem_budget, title="The budget of shared memory", outputs=("bytes", "most stages"),
     cases=_smem_cases, tried="three head dims, one to four stages, one to four warpgroups",
@@ -256,12 +245,10 @@ SMEM = Exercise(
         ("the 1280 bytes for scratch and gaps are forgotten", " - 1280", "",
          "It has to fit beside your arrays when you count the stages: see the end of section 7."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 10.4
-
 PRODUCT, EXPONENTIALS = 256, 528
 
 
@@ -351,7 +338,6 @@ def _run_pipeline(answer, steps):
     return ""
 
 
-# fmt: off
 PIPELINE = Exercise(
     solution=pipeline, title="Order the pipeline", outputs=("the order of operations",),
     cases=_pipeline_cases, run=_run_pipeline, judge=_complaint_or_none,
@@ -381,13 +367,10 @@ PIPELINE = Exercise(
          "softmax(j)\n        yield Drain(0)", "softmax(j)",
          "The next p goes into the registers that it still reads: end each step with Drain(0), see section 11."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 10.5
-
-
 def tiles_of(program, programs, lengths):
     """Indices of the tiles that a program computes, so that no program has too many."""
     order = sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True)
@@ -472,7 +455,6 @@ def _in_blocks(program, programs, lengths):
 BY_LENGTH = "sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True)"
 IN_ORDER = "list(range(len(lengths)))"
 
-# fmt: off
 BALANCE = Exercise(
     solution=tiles_of, title="Balance a causal mask", outputs=("the tiles of each program",),
     cases=_balance_cases, run=_run_balance, judge=_judge_balance,
@@ -503,7 +485,6 @@ BALANCE = Exercise(
          BY_LENGTH, IN_ORDER,
          "Sort the indices by their lengths, not the lengths themselves: see the hints."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 EXERCISES = (RING, REGISTERS, SMEM, PIPELINE, BALANCE)

@@ -4,9 +4,8 @@ import numpy as np
 
 from helpers.exercises.exercise import Case, Exercise
 
+
 # 11.1
-
-
 def slowest_unit(H, block_k, instructions, moved, cost):
     """(name, cycles) of the unit that binds a tile of 64 queries and block_k keys."""
     cycles = {
@@ -29,7 +28,6 @@ def _bind_cases():
     return [Case(label.format(*row), row) for row in numbers]
 
 
-# fmt: off
 BIND = Exercise(
     solution=slowest_unit, title="What binds the loop", outputs=("unit", "cycles"), cases=_bind_cases,
     tried="head dims from 16 to 256, tiles of 64 to 256 keys, with and without exponentials moved",
@@ -61,13 +59,10 @@ BIND = Exercise(
         ("the units are taken to work one after another", "cycles[unit]", "sum(cycles.values())",
          "They work at the same time, so at best the slowest sets the pace: see the exercise."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 11.2
-
-
 def guess(s, block_k, headroom, most):
     """(whether the guess fails, lse) of a row of logits s (S,)."""
     m = s[:block_k].max() + headroom * np.log(2)
@@ -108,7 +103,6 @@ def _guess_expected(s, block_k, headroom, most):
     return bool(lse - guessed > np.log(min(len(s), most)) + 1e-12), float(lse)
 
 
-# fmt: off
 GUESS = Exercise(
     solution=guess, title="Guess, and notice", outputs=("failed", "lse"), cases=_guess_cases, expected=_guess_expected,
     tried="rows that fail by either bound and rows that do not, logits near 900 and -900, one tile only",
@@ -140,7 +134,6 @@ GUESS = Exercise(
         ("the headroom is taken off again in lse", "m + np.log(l)", "m - headroom * np.log(2) + np.log(l)",
          "l was summed with the headroom in m, so lse = m + ln l with the same m."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 EXERCISES = (BIND, GUESS)

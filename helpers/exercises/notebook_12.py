@@ -11,8 +11,6 @@ def _cases(names, sizes):
 
 
 # 12.1
-
-
 def operands(left, right, held):
     """(place of left, place of right, whether a computed tile must be stored first)."""
     computed = {name.removesuffix(".T") for name in held}
@@ -46,7 +44,6 @@ PRODUCTS = {
 }
 
 
-# fmt: off
 OPERANDS = Exercise(
     solution=operands, title="Registers or shared memory",
     outputs=("place of the left operand", "place of the right operand", "whether a tile must be stored first"),
@@ -80,13 +77,10 @@ OPERANDS = Exercise(
          ('right.removesuffix(".T")', 'left.removesuffix(".T")'), ("right", "left"),
          "Take the .T off both sides before you compare: see hint 2."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 12.2
-
-
 def fused_smem(H, block_q, stages, warpgroups, delayed):
     """Bytes of shared memory of the fused kernel, without barriers."""
     block_k = 64 * warpgroups
@@ -98,7 +92,6 @@ def fused_smem(H, block_q, stages, warpgroups, delayed):
     return streamed + keys_and_values + ds + dq
 
 
-# fmt: off
 SMEM = Exercise(
     solution=fused_smem, title="A budget of shared memory", outputs=("bytes",),
     cases=lambda: _cases("H block_q stages warpgroups delayed", [
@@ -132,13 +125,10 @@ SMEM = Exercise(
         ("lse and delta are forgotten", " + 4 * block_q)", ")",
          "They come with q and do, one float32 for each query: see section 2."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 12.3
-
-
 def reduce_add(B, T, S, N, H, block_q, block_k, is_causal, bandwidth):
     """(bytes added to dq, least seconds)."""
     pairs = 0
@@ -151,7 +141,6 @@ def reduce_add(B, T, S, N, H, block_q, block_k, is_causal, bandwidth):
 
 SEEN = "j * block_k <= (i + 1) * block_q - 1"
 
-# fmt: off
 ADDED = Exercise(
     solution=reduce_add, title="What the additions move", outputs=("bytes", "seconds"), tolerance=1e-6,
     cases=lambda: _cases("B T S N H block_q block_k is_causal", [
@@ -187,13 +176,10 @@ ADDED = Exercise(
         ("one head of one batch entry is counted", "B * N * ", "",
          "Each of the B N query heads has a dq of its own: see section 3."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 12.4
-
-
 def fused_or_split(flops, smem_bytes, exposed):
     """("fused" or "split", cycles of fused, cycles of split) for one pair of tiles."""
 
@@ -230,7 +216,6 @@ def _choice_cases():
 
 SLOWER_UNIT = "max(flops[kernel] / 4096, smem_bytes[kernel] / 128)"
 
-# fmt: off
 CHOICE = Exercise(
     solution=fused_or_split, title="Fused or split", outputs=("choice", "cycles of fused", "cycles of split"),
     cases=_choice_cases, tolerance=1e-6,
@@ -265,13 +250,10 @@ CHOICE = Exercise(
         ("the form with more cycles is chosen", "fused < split", "fused > split",
          "Fewer cycles are better: see the text of the exercise."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 12.5
-
-
 def halving_block_q(T, block_q):
     """{what: factor} of a walk with block_q / 2 against one with block_q."""
     before, after = -(-T // block_q), -(-T // (block_q // 2))
@@ -287,7 +269,6 @@ def halving_block_q(T, block_q):
     }
 
 
-# fmt: off
 HALVING = Exercise(
     solution=halving_block_q, title="Half as many queries in a tile", outputs=("factors",), tolerance=1e-6,
     cases=lambda: _cases("T block_q", [
@@ -322,13 +303,10 @@ HALVING = Exercise(
         ("the last tile is always full", "after / before", "2",
          "Round the number of steps up, before and after: see the case worked by hand."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 12.6
-
-
 def visited(T, S, tile, block_q, block_k):
     """([tiles of queries as written], [tiles on the card]) of one program."""
     q_tiles, programs = -(-T // block_q), -(-S // block_k)
@@ -350,7 +328,6 @@ def _visited_expected(T, S, tile, block_q, block_k):
     return np.array(written), np.array(card)
 
 
-# fmt: off
 VISITED = Exercise(
     solution=visited, title="Who is hit", outputs=("tiles as written", "tiles on the card"),
     cases=lambda: _cases("T S tile block_q block_k", [
@@ -387,7 +364,6 @@ VISITED = Exercise(
         ("a tile of keys that is not full is not counted", "-(-S // block_k)", "S // block_k",
          "257 keys are three tiles of 128: round up."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 EXERCISES = (OPERANDS, SMEM, ADDED, CHOICE, HALVING, VISITED)

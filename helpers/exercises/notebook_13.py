@@ -23,8 +23,6 @@ def _cases(names, *sizes):
 
 
 # 13.1
-
-
 def keys_computed(prompt, new):
     """Keys that a block computes: {"without a cache": …, "with a cache": …}."""
     without = sum(prompt + turn for turn in range(new))
@@ -33,7 +31,6 @@ def keys_computed(prompt, new):
 
 RUNS, KEPT = "sum(prompt + turn for turn in range(new))", "prompt + new - 1"  # in the solution
 
-# fmt: off
 AGAIN = Exercise(
     solution=keys_computed, title="What is computed again", outputs=("keys",), tolerance=1e-9,
     cases=lambda: _cases(("prompt", "new"), (3, 2), (1, 1), (1, 5), (7, 1), (12, 60), (1000, 300)),
@@ -59,13 +56,10 @@ AGAIN = Exercise(
         ("only the last run is counted", RUNS, KEPT,
          "Without a cache every run computes all keys again, so add up the runs: see section 1."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 13.2
-
-
 def one_step(query, key, value, key_cache, value_cache, length):
     """Attention of a new token. Returns out (N, H) and both caches with it stored."""
     key_cache, value_cache = key_cache.copy(), value_cache.copy()
@@ -108,7 +102,6 @@ COPIED = "    key_cache, value_cache = key_cache.copy(), value_cache.copy()\n"
 SEEN = "    keys, values = key_cache[: length + 1], value_cache[: length + 1]\n"
 LARGEST, TOTAL = "s.max(axis=-1, keepdims=True)", "p.sum(axis=-1, keepdims=True)"
 
-# fmt: off
 STEP = Exercise(
     solution=one_step, title="One step with a cache", outputs=("out", "key_cache", "value_cache"), cases=_step_cases,
     tried="an empty cache, a half full one and the last free place, leftovers behind the valid keys, large logits",
@@ -146,13 +139,10 @@ STEP = Exercise(
         ("the caches are cut to their valid part", "return out, key_cache, value_cache", "return out, keys, values",
          "A cache keeps its shape, so that one compiled step serves all lengths: see section 2."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 13.3
-
-
 def merge_splits(outs, lses):
     """(out, lse) of all keys. outs: (parts, R, H), lses: (parts, R)."""
     m = lses.max(axis=0)
@@ -192,7 +182,6 @@ def _expected_merge(outs, lses):
 
 RESULT, LSE, DIVISOR = "return out", "m + np.log(total)", "np.where(total == 0, 1, total)"  # in the solution
 
-# fmt: off
 MERGE = Exercise(
     solution=merge_splits, title="Merge by lse", outputs=("out", "lse"), cases=_merge_cases, expected=_expected_merge,
     tolerance=2e-4,  # in float32 a lse of 1000 is known to four digits behind the point
@@ -228,13 +217,10 @@ MERGE = Exercise(
          "What was taken off inside is added outside: m + log of the sum, see section 6."),
         ("the logarithm is forgotten in lse", LSE, "m + total", "lse = m + log of the sum: see section 6."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 13.4
-
-
 def places(table, positions, page):
     """The place of each sequence's new token. table: (B, width), positions: (B,)."""
     numbers = table[np.arange(len(table)), positions // page]
@@ -258,7 +244,6 @@ def _place_cases():
 
 ENTRY, PLACE = "table[np.arange(len(table)), positions // page]", "numbers * page + positions % page"  # in the solution
 
-# fmt: off
 PLACES = Exercise(
     solution=places, title="Where a token lies", outputs=("places",), cases=_place_cases,
     tried="1 to 5 sequences, pages of 1 to 16 tokens, a page's last slot and the next one's first, anything behind",
@@ -287,13 +272,10 @@ PLACES = Exercise(
          ("(positions - 1) // page", "(positions - 1) % page"),
          "The first token has position 0: see the case worked by hand."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 13.5
-
-
 def fit(layers, K, H, itemsize, memory, tokens, longest, page):
     """Returns {"bytes a token": …, "reserved": …, "paged": …}, integers."""
     token = 2 * layers * K * H * itemsize
@@ -306,13 +288,16 @@ def fit(layers, K, H, itemsize, memory, tokens, longest, page):
     }
 
 
-# fmt: off
 def _fit_cases():
     return _cases(
         ("layers", "K", "H", "itemsize", "memory", "tokens", "longest", "page"),
-        (1, 1, 2, 2, 200, 5, 10, 4), (2, 3, 4, 4, 20_000, 17, 24, 16), (3, 2, 8, 2, 10_000, 33, 64, 32),
-        (32, 8, 128, 2, 64 * 2**30, 1000, 8192, 16), (32, 32, 128, 2, 64 * 2**30, 4096, 4096, 256),
-        (36, 8, 128, 1, 10**10, 333, 32768, 1), (80, 8, 128, 2, 50 * 10**9, 100, 131072, 64),
+        (1, 1, 2, 2, 200, 5, 10, 4),
+        (2, 3, 4, 4, 20_000, 17, 24, 16),
+        (3, 2, 8, 2, 10_000, 33, 64, 32),
+        (32, 8, 128, 2, 64 * 2**30, 1000, 8192, 16),
+        (32, 32, 128, 2, 64 * 2**30, 4096, 4096, 256),
+        (36, 8, 128, 1, 10**10, 333, 32768, 1),
+        (80, 8, 128, 2, 50 * 10**9, 100, 131072, 64),
     )
 
 
@@ -350,13 +335,10 @@ FIT = Exercise(
         ("paged sequences take as many pages as the longest there may be", PAGES, "-(-longest // page)",
          "Pages are taken as the sequence grows: it holds those of its `tokens`, see section 7."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 13.6
-
-
 def make_room(table, length, counts, free, page):
     """Room for token number length. Returns {"table": …, "counts": …, "copied": …}."""
     table, counts, copied = list(table), list(counts), -1
@@ -388,7 +370,6 @@ def _room_cases():
 OPENS, SHARED = "length % page == 0", "counts[table[-1]] > 1"  # in the solution
 LEAVES = "        copied = table[-1]\n        counts[copied] -= 1\n"
 
-# fmt: off
 ROOM = Exercise(
     solution=make_room, title="Room for one more token", outputs=("result",), cases=_room_cases, tolerance=1e-9,
     tried="full pages and such with room, shared and not, the first token, and pages of one token",
@@ -422,13 +403,10 @@ ROOM = Exercise(
         ("0 says that nothing is copied, which is the number of a page", "list(counts), -1", "list(counts), 0",
          'Where nothing is copied "copied" is -1: see the text of the exercise.'),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 13.7
-
-
 def decode_attention(query, key, value, lengths, parts=4, block_k=64):
     """out (B, N, H): a query for each sequence, over its first lengths[b] keys.
 
@@ -539,7 +517,6 @@ def _expected_decode(query, key, value, lengths, *_):
     return out[:, 0], whole.AS_ASKED
 
 
-# fmt: off
 DECODE = Exercise(
     solution=decode_attention, title="A kernel that decodes", outputs=("out", "how it was made"),
     building_block="decode",    cases=_decode_cases, run=_run_decode, expected=_expected_decode, tolerance=1e-4,
@@ -591,7 +568,6 @@ DECODE = Exercise(
          "jnp.minimum(first + tiles_of_a_part, pl.cdiv(length, block_k))", "first + tiles_of_a_part",
          "Bytes are what a step waits for: end the loop where the sequence ends, see section 4."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 EXERCISES = (AGAIN, STEP, MERGE, PLACES, FIT, ROOM, DECODE)

@@ -5,9 +5,8 @@ import numpy as np
 from helpers.attention.ring import positions
 from helpers.exercises.exercise import Case, Complaint, Exercise
 
+
 # 14.1
-
-
 def merge_shares(out_a, lse_a, out_b, lse_b):
     """(out, lse) of two disjoint sets of keys together: (T, H) and (T,)."""
     lse = np.logaddexp(lse_a, lse_b)
@@ -17,13 +16,20 @@ def merge_shares(out_a, lse_a, out_b, lse_b):
     return weight_a[:, None] * out_a + weight_b[:, None] * out_b, lse
 
 
-# fmt: off
 def _merge_cases():
     hand = (np.array([[7 / 4]]), np.log([4.0]), np.array([[3.8]]), np.log([10.0]))
     cases, none = [Case("the case worked by hand", hand)], -np.inf
     for T, H, *levels in (  # what each part's lse lies near, or that of each row of it
-        (3, 2, 0, 0), (5, 4, 2, -1), (5, 4, 0, 3), (4, 3, 1000, 1001), (4, 3, -1000, -999), (4, 3, -1000, 1000),
-        (3, 2, none, 0), (3, 2, 0, none), (3, 2, none, none), (3, 2, (1000, 0, -1000), (1001, 1, -999)),
+        (3, 2, 0, 0),
+        (5, 4, 2, -1),
+        (5, 4, 0, 3),
+        (4, 3, 1000, 1001),
+        (4, 3, -1000, -999),
+        (4, 3, -1000, 1000),
+        (3, 2, none, 0),
+        (3, 2, 0, none),
+        (3, 2, none, none),
+        (3, 2, (1000, 0, -1000), (1001, 1, -999)),
         (4, 2, (none, 0, none, 0), (0, none, none, 0)),
     ):
         random, parts = np.random.default_rng([14, len(cases)]), []
@@ -65,13 +71,10 @@ MERGE = Exercise(
          GUARDED, "np.where(lse == -np.inf, 0, np.maximum(lse_a, lse_b))",
          "With the larger lse as reference the weights do not add up to 1: subtract the merged lse, see section 2."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 14.2
-
-
 def turn_the_ring(queries, keys, values, attend, merge):
     """The result of every device: a list of D arrays (rows, H)."""
     D = len(queries)
@@ -118,7 +121,6 @@ def _whole(queries, keys, values):
 HELD, PART = "(i - r) % D", "attend(queries[i], keys[j], values[j])"  # in the solution
 MERGED = f"out, lse = merge(out, lse, *{PART})"
 
-# fmt: off
 RING = Exercise(
     solution=turn_the_ring, title="Turn the ring", outputs=("out of every device",),
     cases=_ring_cases, run=_run_ring, expected=_whole, tried="one to eight devices, more keys than queries and fewer",
@@ -139,13 +141,10 @@ RING = Exercise(
          MERGED, f"part, of_part = {PART}\n            out, lse = merge(out, lse, part, of_part)[0], of_part",
          "`merge` returns the lse of both: carry that one on, see section 2."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 14.3
-
-
 def count_pairs(owned):
     """(D, D) integers: pairs in step r (row) of device i (column)."""
     D = len(owned)
@@ -168,7 +167,6 @@ def _pairs_cases():
     return [*cases, Case("three devices, positions at random", (list(shuffled),))]
 
 
-# fmt: off
 WORK = Exercise(
     solution=count_pairs, title="Who has work", outputs=("pairs",), cases=_pairs_cases,
     tried="three layouts, two to five devices, positions in any order",
@@ -183,13 +181,10 @@ WORK = Exercise(
         ("the steps are added up", "return table", "return table.sum(axis=0)",
          "Devices wait for each other in every step, so each step has a row of its own: return (D, D)."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 14.4
-
-
 def zigzag(devices, share, device):
     """The positions of a device, rising: integers (share,)."""
     half = share // 2
@@ -201,7 +196,6 @@ def zigzag(devices, share, device):
 LATE = "2 * devices - 1 - device"  # in the solution
 BOTH = "np.concatenate([early * half + within, late * half + within])"
 
-# fmt: off
 ZIGZAG = Exercise(
     solution=zigzag, title="Zigzag", outputs=("positions",),
     cases=lambda: [
@@ -226,13 +220,10 @@ ZIGZAG = Exercise(
         ("the late piece comes first", BOTH, "np.concatenate([late * half + within, early * half + within])",
          "The positions of a device rise, so that its own keys need the usual causal mask: see section 5."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 14.5
-
-
 def part_gradients(q, k, v, do, lse, delta, scale):
     """(dq, dk, dv) of a share of the keys; lse and delta are of all."""
     p = np.exp(scale * q @ k.T - lse[:, None])
@@ -241,12 +232,16 @@ def part_gradients(q, k, v, do, lse, delta, scale):
     return scale * ds @ k, scale * ds.T @ q, p.T @ do
 
 
-# fmt: off
 def _gradient_cases():
     cases = []
     for T, S, keys, H, scale, level in (
-        (2, 1, 3, 1, 1.0, 0), (3, 2, 6, 2, 0.7, 0), (5, 4, 8, 4, 0.5, 0), (4, 6, 7, 3, 1.3, 0),
-        (4, 3, 9, 4, 0.5, 800), (3, 4, 8, 2, 0.7, -800), (2, 3, 3, 2, 0.9, 0),
+        (2, 1, 3, 1, 1.0, 0),
+        (3, 2, 6, 2, 0.7, 0),
+        (5, 4, 8, 4, 0.5, 0),
+        (4, 6, 7, 3, 1.3, 0),
+        (4, 3, 9, 4, 0.5, 800),
+        (3, 4, 8, 2, 0.7, -800),
+        (2, 3, 3, 2, 0.9, 0),
     ):
         random = np.random.default_rng([14, 5, len(cases)])
         q, do = random.standard_normal((2, T, H))
@@ -277,13 +272,10 @@ GRADIENTS = Exercise(
         ("the logits are not scaled", "scale * q", "q", "The logits are scale q kᵀ: see section 6."),
         ("lse is not subtracted", " - lse[:, None]", "", "p = exp(s - lse): see section 6."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 14.6
-
-
 def shortest_share(N, K, itemsize, flops, bandwidth):
     """The least number of positions of a share that hides a hop."""
     t = itemsize * K * flops / (2 * N * bandwidth)
@@ -292,7 +284,6 @@ def shortest_share(N, K, itemsize, flops, bandwidth):
 
 TIMES, ROUNDED = "itemsize * K * flops / (2 * N * bandwidth)", "int(-(-t // 1))"  # in the solution
 
-# fmt: off
 SHARE = Exercise(
     solution=shortest_share, title="How long must a share be?", outputs=("positions",),
     cases=lambda: [
@@ -314,7 +305,6 @@ SHARE = Exercise(
         ("a share that comes out whole is given one position more", ROUNDED, "int(t) + 1",
          "Where both times are equal nothing is waited for: a share that comes out whole is long enough."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 EXERCISES = (MERGE, RING, WORK, ZIGZAG, GRADIENTS, SHARE)

@@ -8,9 +8,8 @@ from jax.experimental import pallas as pl
 
 from helpers.exercises.exercise import Case, Complaint, Exercise, labelled
 
+
 # 15.1
-
-
 def attend_step(step, last, q_ref, k_ref, v_ref, out_ref, lse_ref, m_ref, l_ref, acc_ref):
     @pl.when(step == 0)
     def _():
@@ -73,12 +72,17 @@ def _attention(q, k, v, block_q, block_k):
     return (np.exp(s - lse) @ v).astype(np.float32), lse.astype(np.float32)
 
 
-# fmt: off
 def _walk_cases():
     hand = np.array([[1.0]]), np.log([[1.0], [3.0], [2.0], [8.0]]), np.array([[1.0], [2.0], [3.0], [4.0]])
     cases = [Case("the case worked by hand", (*hand, 1, 2))]
     for tiles, *heights in (
-        (2, 0, 0, 0), (2, 9, 0, 0), (2, 0, 0, 9), (2, 200, 0, -20), (2, 500, 501, 499), (2, -501, -499, -500), (3, 0),
+        (2, 0, 0, 0),
+        (2, 9, 0, 0),
+        (2, 0, 0, 9),
+        (2, 200, 0, -20),
+        (2, 500, 501, 499),
+        (2, -501, -499, -500),
+        (3, 0),
     ):
         random = np.random.default_rng([15, 1, len(cases)])
         q, (k, v) = random.standard_normal((4 * tiles, 8)), random.standard_normal((2, 5 * len(heights), 8))
@@ -123,13 +127,10 @@ WALK = Exercise(
         ("lse is without the logarithm", LSE, "m_ref[...] + l_ref[...]", "lse = m + log l: see section 4."),
         ("lse is without m", LSE, "jnp.log(l_ref[...])", "lse = m + log l: see section 4."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 15.2
-
-
 def keys_in_place(i, step, block_q, block_k):
     last = ((i + 1) * block_q - 1) // block_k
     return min(step, last)
@@ -157,7 +158,6 @@ def _judge_blocks(table, case):
 
 LAST, TAKEN = "((i + 1) * block_q - 1) // block_k", "min(step, last)"  # in the solution
 
-# fmt: off
 BLOCKS = Exercise(
     solution=keys_in_place, title="A block that stays", outputs=("blocks",), run=_asked, judge=_judge_blocks,
     cases=lambda: labelled(
@@ -185,13 +185,10 @@ BLOCKS = Exercise(
          "The next tile begins with block 0, but after the last tile of the walk nobody wants it: let it stay."),
         ("min and max are mixed up", "min", "max", "The last block that is needed is a limit: see section 5."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 15.3
-
-
 def registers(rows, columns, itemsize):
     height = 32 // itemsize
     return -(-rows // height) * -(-columns // 128)
@@ -199,7 +196,6 @@ def registers(rows, columns, itemsize):
 
 HEIGHT, COUNT = "32 // itemsize", "-(-rows // height) * -(-columns // 128)"  # in the solution
 
-# fmt: off
 REGISTERS = Exercise(
     solution=registers, title="Whole registers", outputs=("registers",),
     cases=lambda: labelled(
@@ -220,13 +216,10 @@ REGISTERS = Exercise(
         ("nothing is rounded", COUNT, "(rows / height) * (columns / 128)", "Round up: see section 6."),
         ("larger numbers have more rows", HEIGHT, "2 * itemsize", "Four bytes have 8 rows, two 16: see section 6."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 15.4
-
-
 def vmem_bytes(block_q, block_k, H, itemsize):
     lanes = -(-H // 128) * 128
     row = 4 * block_q
@@ -239,7 +232,6 @@ TOTAL, ACC = "2 * streams + scratch", "4 * lanes * block_q"  # in the solution
 LSE_M_L = "There is lse, in two buffers, and there are m and l, one of each: see section 7."
 NO_BLOCK = "They are no block and no scratch: a step makes them and uses them up, see section 7."
 
-# fmt: off
 VMEM = Exercise(
     solution=vmem_bytes, title="What lies in VMEM", outputs=("bytes",),
     cases=lambda: labelled(
@@ -264,13 +256,10 @@ VMEM = Exercise(
         ("logits and weights are counted", TOTAL, f"{TOTAL} + 8 * block_q * block_k", NO_BLOCK),
         ("logits and rounded weights are counted", TOTAL, f"{TOTAL} + (4 + itemsize) * block_q * block_k", NO_BLOCK),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 15.5
-
-
 def semantics(grid, block_of):
     writers = {}
     for program in np.ndindex(*grid):
@@ -293,7 +282,6 @@ def _in_words(answer, grid, block_of):
 SHARED = "any(len(found) > 1 for found in places)"  # in the solution
 ALL, ALONG = "for program in group", "for program in group if program[axis] == sum(program)"  # where all others are 0
 
-# fmt: off
 AXES = Exercise(
     solution=semantics, title="Axes in any order", outputs=("words",), run=_in_words,
     cases=lambda: [
@@ -324,7 +312,6 @@ AXES = Exercise(
         ("programs are compared along one axis only", ALL, ALONG,
          "Two programs that differ in two axes may share a block as well: see section 8."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 EXERCISES = (WALK, BLOCKS, REGISTERS, VMEM, AXES)

@@ -4,9 +4,8 @@ import numpy as np
 
 from helpers.exercises.exercise import Exercise, labelled
 
+
 # 16.1
-
-
 def programs(B, T, S, N, K, block_q, block_k):
     """(programs of the forward kernel, programs of dkv)."""
     forward = -(-T // block_q) * N * B
@@ -14,11 +13,13 @@ def programs(B, T, S, N, K, block_q, block_k):
     return forward, dkv
 
 
-# fmt: off
 def _grids_cases():
     return labelled(
         ("B", "T", "S", "N", "K", "block_q", "block_k"),
-        (1, 4, 8, 1, 1, 4, 4), (2, 100, 130, 8, 2, 64, 32), (3, 128, 64, 6, 3, 32, 64), (4, 1, 4096, 16, 1, 16, 128),
+        (1, 4, 8, 1, 1, 4, 4),
+        (2, 100, 130, 8, 2, 64, 32),
+        (3, 128, 64, 6, 3, 32, 64),
+        (4, 1, 4096, 16, 1, 16, 128),
         (1, 65, 63, 2, 2, 16, 64),
     )
 
@@ -49,13 +50,10 @@ GRIDS = Exercise(
          "A program walks over the tiles of the other length in a loop: see sections 4 and 5."),
         ("the batch is forgotten", " * B", "", "The grid has a third axis, the batch: see section 2."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 16.2
-
-
 def pointers(rows, b, n, T, N, H, head_padded):
     """(offsets, mask), both (len(rows), head_padded)."""
     columns = np.arange(head_padded)
@@ -65,12 +63,14 @@ def pointers(rows, b, n, T, N, H, head_padded):
     return offsets, mask
 
 
-# fmt: off
 def _pointers_cases():
     return labelled(
         ("rows", "b", "n", "T", "N", "H", "head_padded"),
-        (np.arange(2), 0, 1, 5, 3, 2, 4), (np.arange(4, 8), 1, 2, 7, 3, 5, 8), (np.arange(8, 16), 2, 0, 13, 2, 24, 32),
-        (np.arange(16, 32), 1, 3, 32, 4, 16, 16), (np.array([3, 9, 0, 6]), 1, 2, 7, 3, 3, 4),
+        (np.arange(2), 0, 1, 5, 3, 2, 4),
+        (np.arange(4, 8), 1, 2, 7, 3, 5, 8),
+        (np.arange(8, 16), 2, 0, 13, 2, 24, 32),
+        (np.arange(16, 32), 1, 3, 32, 4, 16, 16),
+        (np.array([3, 9, 0, 6]), 1, 2, 7, 3, 3, 4),
     )
 
 
@@ -107,13 +107,10 @@ POINTERS = Exercise(
         ("the mask is True for what is masked", "return offsets, mask", "return offsets, ~mask",
          "True says that the element is read: see section 3."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 16.3
-
-
 def key_ranges(q_start, block_q, block_k, S, is_causal):
     """(full, stop): where the masked tiles begin, and where the skipped ones do."""
     full, stop = S // block_k, -(-S // block_k)
@@ -123,13 +120,21 @@ def key_ranges(q_start, block_q, block_k, S, is_causal):
     return full, stop
 
 
-# fmt: off
 def _key_ranges_cases():
     return labelled(
         ("q_start", "block_q", "block_k", "S", "is_causal"),
-        (4, 4, 2, 12, True), (0, 16, 16, 64, False), (0, 16, 16, 60, False), (32, 16, 16, 100, True),
-        (63, 64, 32, 200, True), (32, 32, 64, 200, True), (96, 32, 64, 90, True), (15, 1, 16, 100, True),
-        (16, 1, 16, 100, True), (64, 64, 16, 100, True), (128, 64, 16, 97, True), (128, 128, 64, 1000, False),
+        (4, 4, 2, 12, True),
+        (0, 16, 16, 64, False),
+        (0, 16, 16, 60, False),
+        (32, 16, 16, 100, True),
+        (63, 64, 32, 200, True),
+        (32, 32, 64, 200, True),
+        (96, 32, 64, 90, True),
+        (15, 1, 16, 100, True),
+        (16, 1, 16, 100, True),
+        (64, 64, 16, 100, True),
+        (128, 64, 16, 97, True),
+        (128, 128, 64, 1000, False),
     )
 
 
@@ -165,13 +170,10 @@ KEY_RANGES = Exercise(
         ("the second number says how many tiles are masked", "return full, stop", "return full, stop - full",
          "`stop` is where the masked tiles end, counted from the first tile of all: see section 4."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 16.4
-
-
 def query_tiles(k_start, block_q, block_k, T, is_causal):
     """(masked, free): tiles of queries with a mask, and without."""
     masked = free = 0
@@ -187,14 +189,24 @@ def query_tiles(k_start, block_q, block_k, T, is_causal):
     return masked, free
 
 
-# fmt: off
 def _query_counts_cases():
     return labelled(
         ("k_start", "block_q", "block_k", "T", "is_causal"),
-        (2, 2, 2, 8, True), (0, 16, 16, 64, False), (0, 16, 16, 70, False), (32, 16, 32, 150, True),
-        (64, 64, 16, 200, True), (64, 16, 64, 256, True), (48, 32, 16, 33, True), (96, 32, 32, 90, True),
-        (32, 16, 1, 100, True), (31, 16, 1, 100, True), (0, 16, 16, 63, False), (64, 16, 16, 128, False),
-        (0, 1, 4, 3, True), (80, 16, 16, 64, False), (128, 16, 16, 40, True),
+        (2, 2, 2, 8, True),
+        (0, 16, 16, 64, False),
+        (0, 16, 16, 70, False),
+        (32, 16, 32, 150, True),
+        (64, 64, 16, 200, True),
+        (64, 16, 64, 256, True),
+        (48, 32, 16, 33, True),
+        (96, 32, 32, 90, True),
+        (32, 16, 1, 100, True),
+        (31, 16, 1, 100, True),
+        (0, 16, 16, 63, False),
+        (64, 16, 16, 128, False),
+        (0, 1, 4, 3, True),
+        (80, 16, 16, 64, False),
+        (128, 16, 16, 40, True),
     )
 
 
@@ -227,7 +239,6 @@ QUERY_COUNTS = Exercise(
         ("the first number counts every tile that is computed", "return masked, free", "return masked + free, free",
          "Return those with a mask and those without, each by itself."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 EXERCISES = (GRIDS, POINTERS, KEY_RANGES, QUERY_COUNTS)

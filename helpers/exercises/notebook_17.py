@@ -4,15 +4,13 @@ import numpy as np
 
 from helpers.exercises.exercise import Case, Exercise
 
+
 # 17.1
-
-
 def operations(T, S, H):
     """(operations of the first rung, operations that attention needs)."""
     return T * H * S * (2 * H + 2), 4 * T * S * H
 
 
-# fmt: off
 SIZES = ((1, 1, 1), (2, 3, 4), (128, 128, 64), (100, 700, 128), (5, 1, 7), (4096, 4096, 64))  # T, S, H
 
 OPERATIONS = Exercise(
@@ -29,13 +27,10 @@ OPERATIONS = Exercise(
         ("only the logits are counted as needed", "4 * T", "2 * T",
          "Attention has two products, 2 T S H operations each."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 17.2
-
-
 def has_race(touches):
     """Whether two of the touches (thread, epoch, index, writes) race."""
     for thread, epoch, index, writes in touches:
@@ -46,7 +41,6 @@ def has_race(touches):
     return False
 
 
-# fmt: off
 def _races_cases():
     def tile(late=()):
         """Eight threads write an element each and read all; those that are late write after the barrier."""
@@ -55,14 +49,24 @@ def _races_cases():
 
     few = [  # nothing, two touches, and more: a race before a barrier or after it, in any order, with others between
         [],
-        [(0, 0, 5, True), (0, 0, 5, False)], [(0, 0, 5, False), (1, 1, 5, True)], [(0, 0, 5, True), (1, 1, 5, True)],
-        [(0, 0, 5, True), (1, 0, 5, False)], [(0, 0, 5, True), (1, 1, 5, False)], [(0, 0, 5, True), (1, 0, 6, False)],
-        [(0, 2, 5, False), (1, 2, 5, False)], [(0, 0, 5, False), (1, 0, 5, True)], [(3, 1, 7, True), (40, 1, 7, True)],
-        [(0, 0, 1, True), (1, 1, 1, False), (0, 1, 1, True)], [(0, 0, 1, True), (1, 0, 1, False), (2, 1, 1, True)],
+        [(0, 0, 5, True), (0, 0, 5, False)],
+        [(0, 0, 5, False), (1, 1, 5, True)],
+        [(0, 0, 5, True), (1, 1, 5, True)],
+        [(0, 0, 5, True), (1, 0, 5, False)],
+        [(0, 0, 5, True), (1, 1, 5, False)],
+        [(0, 0, 5, True), (1, 0, 6, False)],
+        [(0, 2, 5, False), (1, 2, 5, False)],
+        [(0, 0, 5, False), (1, 0, 5, True)],
+        [(3, 1, 7, True), (40, 1, 7, True)],
+        [(0, 0, 1, True), (1, 1, 1, False), (0, 1, 1, True)],
+        [(0, 0, 1, True), (1, 0, 1, False), (2, 1, 1, True)],
         [(0, 0, 1, True), (1, 1, 1, False), (2, 2, 1, True), (5, 2, 1, False)],
-        [(0, 0, 1, True), (2, 1, 1, True), (1, 0, 1, False)], [(1, 0, 5, False), (2, 1, 9, False), (0, 0, 5, True)],
-        [(0, 0, 5, True), (0, 0, 5, False), (1, 0, 5, False)], [(0, 0, 5, False), (1, 0, 5, False), (0, 0, 5, True)],
-        [(0, 0, 5, False), (1, 0, 5, False), (1, 0, 5, True)], [(0, 0, 5, True), (0, 1, 9, False), (1, 0, 5, False)],
+        [(0, 0, 1, True), (2, 1, 1, True), (1, 0, 1, False)],
+        [(1, 0, 5, False), (2, 1, 9, False), (0, 0, 5, True)],
+        [(0, 0, 5, True), (0, 0, 5, False), (1, 0, 5, False)],
+        [(0, 0, 5, False), (1, 0, 5, False), (0, 0, 5, True)],
+        [(0, 0, 5, False), (1, 0, 5, False), (1, 0, 5, True)],
+        [(0, 0, 5, True), (0, 1, 9, False), (1, 0, 5, False)],
     ]
     return [
         *(Case(f"touches={touches}", (touches,)) for touches in few),
@@ -91,20 +95,16 @@ RACES = Exercise(
          ("for i, (thread, epoch, index, writes) in enumerate(touches)", "_ in touches[i + 1:]"),
          "The order of the list says nothing: threads are not in order. Look at each pair both ways."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 17.3
-
-
 def held(row, column):
     """(lane, register, half) of an element of the first factor, 16 × 16."""
     lane = 4 * (row % 8) + column % 8 // 2
     return lane, row // 8 + 2 * (column // 8), column % 2
 
 
-# fmt: off
 PLACES = ((0, 0), (0, 1), (1, 0), (0, 2), (8, 0), (0, 8), (8, 8), (15, 15), (3, 13), (10, 6), (7, 7), (12, 9))
 
 HELD = Exercise(
@@ -124,30 +124,31 @@ HELD = Exercise(
         ("the columns of a lane are not counted from 0 again at 8", "column % 8 // 2", "column // 2",
          "t is less than 4: columns 8 and 9 belong to the lane of columns 0 and 1."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 17.4
-
-
 def passes(words):
     """Passes that shared memory takes to serve a warp."""
     banks = [int(word) % 32 for word in set(map(int, words))]
     return max(banks.count(bank) for bank in banks)
 
 
-# fmt: off
 def _passes_cases():
     lanes, random = np.arange(32), np.random.default_rng(17)
     g, t = lanes // 4, lanes % 4
     words = {
-        "lane after lane": lanes, "all lanes the same word": np.full(32, 5), "every second word": 2 * lanes,
-        "a column of rows of 32 words": 32 * lanes, "a column of rows of 33 words": 33 * lanes,
-        "fragments, rows of 32 words": 32 * g + t, "fragments, rows of 36 words": 36 * g + t,
+        "lane after lane": lanes,
+        "all lanes the same word": np.full(32, 5),
+        "every second word": 2 * lanes,
+        "a column of rows of 32 words": 32 * lanes,
+        "a column of rows of 33 words": 33 * lanes,
+        "fragments, rows of 32 words": 32 * g + t,
+        "fragments, rows of 36 words": 36 * g + t,
         "two words of one bank, each read by sixteen lanes": 32 * (lanes // 16),
         "two words of one bank, read by turns": 32 * (lanes % 2),
-        "random words": random.integers(0, 256, 32), "other random words": random.integers(0, 1024, 32),
+        "random words": random.integers(0, 256, 32),
+        "other random words": random.integers(0, 1024, 32),
     }
     return [Case(label, (words_of_lanes,)) for label, words_of_lanes in words.items()]
 
@@ -172,7 +173,6 @@ PASSES = Exercise(
         ("a bank has a row of 32 words", "% 32", "// 32",
          "Neighbouring words are in different banks: word w is in bank w modulo 32, not w // 32."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 EXERCISES = (OPERATIONS, RACES, HELD, PASSES)

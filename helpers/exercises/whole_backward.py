@@ -17,7 +17,6 @@ from helpers.exercises.comparing import describe
 from helpers.exercises.exercise import Case, Complaint, Exercise
 from helpers.exercises.notebook_05 import forward
 
-# fmt: off
 # What the two bodies share, p and ds of a pair of tiles, and the slips in it
 OF_A_PAIR = (
     ("delta is missing from ds", " - delta[:, None]", "", "ds = p (dp - delta): see the equations of section 1."),
@@ -36,12 +35,10 @@ OF_A_PAIR = (
      "lse is already the log-sum-exp over all keys, so p = exp(s - lse): see the equations of section 1."),
     ("the scale is missing from the logits", "s = scale * (q @ k.T)", "s = q @ k.T",
      "p = exp(scale q kᵀ - lse), as in the forward pass: see the equations of section 1."),
-)
-# fmt: on
+)  # fmt: skip
+
 
 # 7.7
-
-
 def key_gradients(q, k, v, do, lse, delta, is_causal=False, block_q=64, block_k=64):
     """dk and dv, both (B, S, K, H) in the dtype of k.
 
@@ -187,7 +184,6 @@ TRIED = (
     "T below and above S, ragged ends, unequal tiles, grouped heads, causal and not, float32 and bfloat16, "
     "logits near 120 and -120; replayed, and run once with your own tiles"
 )
-# fmt: off
 KEY_GRADIENTS = Exercise(
     solution=key_gradients, title="The dk and dv kernel, whole", outputs=("dk", "dv", "how they were made"),
     cases=_kernel_cases, run=functools.partial(_run_kernel, ("dk", "dv"), key_gradients),
@@ -226,13 +222,10 @@ KEY_GRADIENTS = Exercise(
          "rows_padded = pl.cdiv(T, block_q) * block_q", "rows_padded = T",
          "Make it a whole number of tiles long, so that it reaches past the end: see section 6 of notebook 05."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 7.8
-
-
 def query_gradients(q, k, v, do, lse, delta, is_causal=False, block_q=64, block_k=64):
     """dq (B, T, N, H) in the dtype of q.
 
@@ -288,7 +281,6 @@ def query_gradients(q, k, v, do, lse, delta, is_causal=False, block_q=64, block_
     )(q, k, v, do, lse, delta)
 
 
-# fmt: off
 QUERY_GRADIENTS = Exercise(
     solution=query_gradients, title="The dq kernel, whole", outputs=("dq", "how it was made"),
     cases=_kernel_cases, run=functools.partial(_run_kernel, ("dq",), query_gradients),
@@ -321,13 +313,10 @@ QUERY_GRADIENTS = Exercise(
          "keys_padded = pl.cdiv(S, block_k) * block_k", "keys_padded = S",
          "Make it a whole number of tiles long, so that it reaches past the end: see section 6 of notebook 05."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 7.9
-
-
 def flash_attention(q, k, v, is_causal=False):
     """out (B, T, N, H), differentiable in q (B, T, N, H), k and v (B, S, K, H)."""
 
@@ -391,7 +380,6 @@ def _expected_flash(q, k, v, do, is_causal):
 
 _RULES = "return out, (q, k, v, out, lse)"  # a line of the solution
 
-# fmt: off
 FLASH_ATTENTION = Exercise(
     solution=flash_attention, title="Flash attention, yours", outputs=("out", "dq", "dk", "dv", "how they were made"),
     cases=_flash_cases, run=_run_flash, expected=_expected_flash, tolerance=2e-4, building_block="gradients",
@@ -422,5 +410,4 @@ FLASH_ATTENTION = Exercise(
         ("out is kept in bfloat16", "(q, k, v, out, lse)", "(q, k, v, out.astype(jnp.bfloat16), lse)",
          "delta is made of out, and its rounding reaches dq and dk: keep out as it is, see section 12."),
     ),
-)
-# fmt: on
+)  # fmt: skip
