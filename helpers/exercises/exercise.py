@@ -21,9 +21,22 @@ class Case:
     arguments: tuple
 
 
-def labelled(names, *rows):
-    """A `Case` for each row of arguments, labelled by their names."""
-    return [Case(", ".join(f"{name}={value}" for name, value in zip(names, row, strict=True)), row) for row in rows]
+def table(names, *rows):
+    """A function for `cases`: a `Case` for each row of arguments, labelled by their names, such as "T=2, S=3".
+
+    names: of the arguments, with spaces between. A row that has one entry more begins with its label.
+    """
+    names = names.split()
+
+    def cases():
+        return [
+            Case(row[0], row[1:])
+            if len(row) > len(names)
+            else Case(", ".join(f"{name}={value}" for name, value in zip(names, row, strict=True)), row)
+            for row in rows
+        ]
+
+    return cases
 
 
 @dataclass(frozen=True)
