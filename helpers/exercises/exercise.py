@@ -10,7 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from helpers.exercises.edits import edited
+from helpers.exercises.edits import edited, source_of, written
+from helpers.exercises.slips import slips
+
+OF_A_SLIP = "Your code may look otherwise, but its results are those of such a slip. Follow the case above by hand."
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class Exercise:
     exact_dtype: whether each output must have the dtype of the expected one.
     building_block: the part of the learner's own module that the answer is, such as "forward" or "gradients"; by
       default it is none.
+    slow: whether one answer takes so long that `slips` are not tried.
     remark: what is said of a right answer besides, a sentence that it makes of the answer.
     number: "2.1" for the first of notebook 02, by its place in EXERCISES. `exercises_of` fills it in.
     """
@@ -91,6 +95,7 @@ class Exercise:
     tolerance: float = 1e-5
     exact_dtype: bool = False
     building_block: str = ""
+    slow: bool = False
     remark: Callable | None = None
     number: str = ""
 
@@ -98,6 +103,14 @@ class Exercise:
     def known(self):
         """The mistakes, as a tuple of `Mistake`."""
         return tuple(self._mistake(*row) for row in self.mistakes)
+
+    @functools.cached_property
+    def slips(self):
+        """What may be wrong in any code, in each place of the solution, as a tuple of `Mistake`."""
+        source = source_of(self.solution)
+        if self.slow or "while " in source:  # which may then never end
+            return ()
+        return tuple(Mistake(wrong, written(self.solution, text), OF_A_SLIP) for _, wrong, text in slips(source))
 
     def _mistake(self, name, what, *rest):
         *new, advice = rest

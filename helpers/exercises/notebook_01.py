@@ -64,6 +64,9 @@ ATTENTION = Exercise(
          "Query i sees keys j ≤ i; np.triu with k=1 begins right after the diagonal: reread section 3."),
         ("the mask hides the past and shows the future", "<=", ">=",
          "Rows are queries and columns are keys; the visible part is the lower left: reread section 3."),
+        ("the mask is aligned with the last query and the last key",
+         "np.arange(len(q))[:, None]", "np.arange(len(q))[:, None] + len(k) - len(q)",
+         "Query i sees keys j ≤ i, both counted from the start, whatever T and S are: reread section 3."),
         ("masked logits are set to 0", "-np.inf", "0.0",
          "The exponential of 0 is 1, so a logit of 0 still gets weight: reread section 3."),
         ("the weights are masked after the softmax, so that they no longer sum to one",
@@ -135,9 +138,7 @@ FIT = Exercise(
         ("one byte less than the case worked by hand", 63, 1, 2, 2), ("less than one query needs", 10, 1, 2, 2),
         (1000, 2, 3, 4), (21490815, 16, 64, 2),
         ("just enough for T=100 with 3 heads", 3 * naive_footprint(100, 100, 64, 2), 3, 64, 2),
-        *((f"{card.name}, heads={heads}, H={H}, itemsize={e}", card.memory, heads, H, e) for card, heads, H, e in (
-            (roofline.T4, 1, 64, 4), (roofline.RTX_4090, 32, 128, 2), (roofline.H200, 128, 256, 2),
-        )),
+        (roofline.T4.memory, 1, 64, 4), (roofline.RTX_4090.memory, 32, 128, 2), (roofline.H200.memory, 128, 256, 2),
     ),
     tried="exact fits, one byte too few, no room at all, and real GPUs with up to 128 heads",
     mistakes=(

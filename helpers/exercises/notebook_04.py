@@ -58,31 +58,19 @@ def _run_index_map(read_block, x, rows, columns):
     return replay(_call(kernel, (C, 2 * R), in_specs, out_spec, (C * rows, 2 * R * columns)), x)[1]
 
 
-def _expected_index_map(x, rows, columns):
-    R, C = x.shape[0] // rows, x.shape[1] // columns
-    blocks = x.reshape(R, rows, C, columns).transpose(2, 1, 0, 3)
-    return np.repeat(blocks, 2, axis=2).reshape(C * rows, 2 * R * columns)
-
-
 INDEX_MAP = Exercise(
     solution=read_block, title="The index map", outputs=("out",),
-    cases=_index_map_cases, run=_run_index_map, expected=_expected_index_map,
+    cases=_index_map_cases, run=_run_index_map,
     tried="1 to 4 rows and 2 to 5 columns of blocks, four block shapes",
     mistakes=(
         ("the axes are not swapped", "j // 2, i", "i, j // 2",
          "Program (i, j) reads from column i of x: see the picture of the exercise, and section 3."),
         ("each program reads a block of its own instead of sharing it with its neighbour", "j // 2", "j",
          "Programs (i, 0) and (i, 1) read the same block: see the picture of the exercise."),
-        ("each program reads the block of its own number", "j // 2, i", "i, j",
-         "Follow one program from `out` to `x`: see the picture of the exercise."),
         ("i is halved instead of j", "j // 2, i", "j, i // 2",
          "Neighbours in j share a block, neighbours in i do not: see the picture of the exercise."),
         ("j % 2 stands where j // 2 should", "j // 2", "j % 2",
          "The remainder makes programs alternate; the quotient makes neighbours share."),
-        ("the halves are rounded up, (j + 1) // 2", "j // 2", "(j + 1) // 2",
-         "Programs with j = 0 and j = 1 share a row: see the picture of the exercise."),
-        ("the map counts elements of 2 × 4 blocks instead of blocks", "j // 2, i", "j // 2 * 2, i * 4",
-         "An index map counts in blocks: see section 3."),
     ),
 )  # fmt: skip
 
@@ -125,11 +113,6 @@ def _run_softmax(kernel, s, block_q, block_s):
     return s_seen.outside, out_seen.outside_writes, out
 
 
-def _expected_softmax(s, block_q, block_s):
-    e = np.exp(s.astype(np.float64) - s.max(axis=1, keepdims=True))
-    return 0, 0, (e / e.sum(axis=1, keepdims=True)).astype(np.float32)
-
-
 _LOAD = "plt.load(s_ref, mask=mask, other=-jnp.inf)"
 _PUT = "plt.store(out_ref, p / p.sum(axis=1, keepdims=True), mask=mask)"
 _PUT_WHOLE = "out_ref[...] = p / p.sum(axis=1, keepdims=True)"
@@ -137,7 +120,7 @@ _PUT_WHOLE = "out_ref[...] = p / p.sum(axis=1, keepdims=True)"
 MASKED_TAIL = Exercise(
     solution=softmax_tail_kernel, title="A masked tail",
     outputs=("elements loaded past the end", "elements stored past the end", "out"),
-    cases=_softmax_cases, run=_run_softmax, expected=_expected_softmax,
+    cases=_softmax_cases, run=_run_softmax,
     tolerance=5e-4,  # the task says so: a logit near 2000 times log2(e), or plus log l, is off by up to 1.2e-4
     tried="ragged rows and columns, the largest logit first, all below 0, rows from −2000 to 2000",
     mistakes=(
@@ -230,17 +213,13 @@ def _keys_in_products(jaxpr):
                 yield math.prod(equation.invars[0].aval.shape[axis] for axis in summed)
 
 
-def _expected_matmul(p, v, block_q, block_h, block_k):
-    return 0, 0, (p.astype(np.float64) @ v.astype(np.float64)).astype(np.float32)
-
-
 _TILE_OF_P = "plt.load(p_ref.at[:, tile], mask=inside[None, :], other=0)"
 _TILE_OF_V = "plt.load(v_ref.at[tile, :], mask=inside[:, None], other=0)"
 
 ACCUMULATE = Exercise(
     solution=matmul_tail_kernel, title="Accumulate over k",
     outputs=("elements of p loaded past the end", "elements of v loaded past the end", "out"),
-    cases=_matmul_cases, run=_run_matmul, expected=_expected_matmul,
+    cases=_matmul_cases, run=_run_matmul, slow=True,
     tried="S from 3 to 200, below block_k, above it and a multiple of it, unequal block sizes, float32 and float16",
     mistakes=(
         ("the output block is added to before anything was stored in it",

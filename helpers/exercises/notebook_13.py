@@ -13,13 +13,7 @@ from jax.experimental.pallas import triton as plt
 from helpers.attention.reference import oracle
 from helpers.environment import interprets
 from helpers.exercises import whole
-from helpers.exercises.exercise import Case, Exercise, labelled
-
-
-def _cases(names, *sizes):
-    """A case for each row of numbers, labelled by their names. The first is the one worked by hand."""
-    first, *others = labelled(names, *sizes)
-    return [Case(f"the case worked by hand, {first.label}", first.arguments), *others]
+from helpers.exercises.exercise import Case, Exercise, table
 
 
 # 13.1
@@ -33,7 +27,7 @@ RUNS, KEPT = "sum(prompt + turn for turn in range(new))", "prompt + new - 1"  # 
 
 AGAIN = Exercise(
     solution=keys_computed, title="What is computed again", outputs=("keys",), tolerance=1e-9,
-    cases=lambda: _cases(("prompt", "new"), (3, 2), (1, 1), (1, 5), (7, 1), (12, 60), (1000, 300)),
+    cases=table("prompt new", ("the case worked by hand", 3, 2), (1, 1), (1, 5), (7, 1), (12, 60), (1000, 300)),
     tried="prompts of 1 to 1000 tokens, 1 to 300 new ones",
     mistakes=(
         ("the last new token counts as well, though nothing follows it that would need its key",
@@ -288,23 +282,16 @@ def fit(layers, K, H, itemsize, memory, tokens, longest, page):
     }
 
 
-def _fit_cases():
-    return _cases(
-        ("layers", "K", "H", "itemsize", "memory", "tokens", "longest", "page"),
-        (1, 1, 2, 2, 200, 5, 10, 4),
-        (2, 3, 4, 4, 20_000, 17, 24, 16),
-        (3, 2, 8, 2, 10_000, 33, 64, 32),
-        (32, 8, 128, 2, 64 * 2**30, 1000, 8192, 16),
-        (32, 32, 128, 2, 64 * 2**30, 4096, 4096, 256),
-        (36, 8, 128, 1, 10**10, 333, 32768, 1),
-        (80, 8, 128, 2, 50 * 10**9, 100, 131072, 64),
-    )
-
-
 RESERVED, PAGED, PAGES = "memory // (longest * token)", "pages // pages_of_a_sequence", "-(-tokens // page)"
 
 FIT = Exercise(
-    solution=fit, title="How many sequences fit", outputs=("result",), cases=_fit_cases, tolerance=1e-9,
+    solution=fit, title="How many sequences fit", outputs=("result",), tolerance=1e-9,
+    cases=table(
+        "layers K H itemsize memory tokens longest page", ("the case worked by hand", 1, 1, 2, 2, 200, 5, 10, 4),
+        (2, 3, 4, 4, 20_000, 17, 24, 16), (3, 2, 8, 2, 10_000, 33, 64, 32),
+        (32, 8, 128, 2, 64 * 2**30, 1000, 8192, 16), (32, 32, 128, 2, 64 * 2**30, 4096, 4096, 256),
+        (36, 8, 128, 1, 10**10, 333, 32768, 1), (80, 8, 128, 2, 50 * 10**9, 100, 131072, 64),
+    ),
     tried="1 to 80 layers, pages of 1 to 256 tokens, sequences that fill their last page and such that do not",
     mistakes=(
         ("keys are counted and values forgotten", "2 * layers", "layers",

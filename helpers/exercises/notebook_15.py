@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from helpers.exercises.exercise import Case, Complaint, Exercise, labelled
+from helpers.exercises.exercise import Case, Complaint, Exercise, table
 
 
 # 15.1
@@ -160,9 +160,9 @@ LAST, TAKEN = "((i + 1) * block_q - 1) // block_k", "min(step, last)"  # in the 
 
 BLOCKS = Exercise(
     solution=keys_in_place, title="A block that stays", outputs=("blocks",), run=_asked, judge=_judge_blocks,
-    cases=lambda: labelled(
-        ("T", "S", "block_q", "block_k"), (4, 4, 2, 2), (8, 8, 2, 2), (8, 8, 4, 2), (8, 8, 2, 4), (12, 12, 6, 4),
-        (12, 12, 4, 6), (24, 24, 3, 8), (4, 8, 2, 2), (8, 4, 2, 2), (512, 512, 128, 128),
+    cases=table(
+        "T S block_q block_k", (4, 4, 2, 2), (8, 8, 2, 2), (8, 8, 4, 2), (8, 8, 2, 4), (12, 12, 6, 4), (12, 12, 4, 6),
+        (24, 24, 3, 8), (4, 8, 2, 2), (8, 4, 2, 2), (512, 512, 128, 128),
     ),
     tried="tiles of equal and of unequal sizes, more keys than queries and fewer",
     mistakes=(
@@ -198,9 +198,9 @@ HEIGHT, COUNT = "32 // itemsize", "-(-rows // height) * -(-columns // 128)"  # i
 
 REGISTERS = Exercise(
     solution=registers, title="Whole registers", outputs=("registers",),
-    cases=lambda: labelled(
-        ("rows", "columns", "itemsize"), (20, 100, 4), (8, 128, 4), (16, 128, 2), (512, 64, 2), (512, 128, 2),
-        (512, 1, 4), (1, 512, 4), (512, 512, 4), (9, 129, 4), (17, 257, 2), (33, 136, 1), (256, 80, 2),
+    cases=table(
+        "rows columns itemsize", (20, 100, 4), (8, 128, 4), (16, 128, 2), (512, 64, 2), (512, 128, 2), (512, 1, 4),
+        (1, 512, 4), (512, 512, 4), (9, 129, 4), (17, 257, 2), (33, 136, 1), (256, 80, 2),
     ),
     tried="rows, columns and tiles, 8, 16 and 32 bits",
     mistakes=(
@@ -234,9 +234,9 @@ NO_BLOCK = "They are no block and no scratch: a step makes them and uses them up
 
 VMEM = Exercise(
     solution=vmem_bytes, title="What lies in VMEM", outputs=("bytes",),
-    cases=lambda: labelled(
-        ("block_q", "block_k", "H", "itemsize"), (128, 128, 128, 2), (128, 128, 64, 2), (512, 512, 128, 2),
-        (256, 512, 128, 2), (512, 128, 128, 4), (384, 256, 129, 2), (128, 640, 256, 4), (256, 128, 300, 2),
+    cases=table(
+        "block_q block_k H itemsize", (128, 128, 128, 2), (128, 128, 64, 2), (512, 512, 128, 2), (256, 512, 128, 2),
+        (512, 128, 128, 4), (384, 256, 129, 2), (128, 640, 256, 4), (256, 128, 300, 2),
     ),
     tried="equal and unequal blocks, head dims that fill the lanes and some that do not, 16 and 32 bits",
     mistakes=(

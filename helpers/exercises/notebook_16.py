@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from helpers.exercises.exercise import Exercise, labelled
+from helpers.exercises.exercise import Exercise, table
 
 
 # 16.1
@@ -13,19 +13,12 @@ def programs(B, T, S, N, K, block_q, block_k):
     return forward, dkv
 
 
-def _grids_cases():
-    return labelled(
-        ("B", "T", "S", "N", "K", "block_q", "block_k"),
-        (1, 4, 8, 1, 1, 4, 4),
-        (2, 100, 130, 8, 2, 64, 32),
-        (3, 128, 64, 6, 3, 32, 64),
-        (4, 1, 4096, 16, 1, 16, 128),
-        (1, 65, 63, 2, 2, 16, 64),
-    )
-
-
 GRIDS = Exercise(
-    solution=programs, title="Two grids", outputs=("forward", "dkv"), cases=_grids_cases,
+    solution=programs, title="Two grids", outputs=("forward", "dkv"),
+    cases=table(
+        "B T S N K block_q block_k", (1, 4, 8, 1, 1, 4, 4), (2, 100, 130, 8, 2, 64, 32), (3, 128, 64, 6, 3, 32, 64),
+        (4, 1, 4096, 16, 1, 16, 128), (1, 65, 63, 2, 2, 16, 64),
+    ),
     tried="ragged lengths, grouped heads, tiles of two sizes",
     mistakes=(
         ("a ragged tile does not count as a whole one",
@@ -63,21 +56,15 @@ def pointers(rows, b, n, T, N, H, head_padded):
     return offsets, mask
 
 
-def _pointers_cases():
-    return labelled(
-        ("rows", "b", "n", "T", "N", "H", "head_padded"),
-        (np.arange(2), 0, 1, 5, 3, 2, 4),
-        (np.arange(4, 8), 1, 2, 7, 3, 5, 8),
-        (np.arange(8, 16), 2, 0, 13, 2, 24, 32),
-        (np.arange(16, 32), 1, 3, 32, 4, 16, 16),
-        (np.array([3, 9, 0, 6]), 1, 2, 7, 3, 3, 4),
-    )
-
-
 ROW, BATCH = "rows[:, None] * (N * H)", "b * T * N * H"  # in the solution
 
 POINTERS = Exercise(
-    solution=pointers, title="Pointers of a tile", outputs=("offsets", "mask"), cases=_pointers_cases,
+    solution=pointers, title="Pointers of a tile", outputs=("offsets", "mask"),
+    cases=table(
+        "rows b n T N H head_padded", (np.arange(2), 0, 1, 5, 3, 2, 4), (np.arange(4, 8), 1, 2, 7, 3, 5, 8),
+        (np.arange(8, 16), 2, 0, 13, 2, 24, 32), (np.arange(16, 32), 1, 3, 32, 4, 16, 16),
+        (np.array([3, 9, 0, 6]), 1, 2, 7, 3, 3, 4),
+    ),
     tried="whole and ragged tiles, rows in any order, heads of a power of two and others, several heads and entries",
     mistakes=(
         ("the next row is H elements away", ROW, "rows[:, None] * H",
@@ -120,26 +107,14 @@ def key_ranges(q_start, block_q, block_k, S, is_causal):
     return full, stop
 
 
-def _key_ranges_cases():
-    return labelled(
-        ("q_start", "block_q", "block_k", "S", "is_causal"),
-        (4, 4, 2, 12, True),
-        (0, 16, 16, 64, False),
-        (0, 16, 16, 60, False),
-        (32, 16, 16, 100, True),
-        (63, 64, 32, 200, True),
-        (32, 32, 64, 200, True),
-        (96, 32, 64, 90, True),
-        (15, 1, 16, 100, True),
-        (16, 1, 16, 100, True),
-        (64, 64, 16, 100, True),
-        (128, 64, 16, 97, True),
-        (128, 128, 64, 1000, False),
-    )
-
-
 KEY_RANGES = Exercise(
-    solution=key_ranges, title="Tiles without a mask", outputs=("full", "stop"), cases=_key_ranges_cases,
+    solution=key_ranges, title="Tiles without a mask", outputs=("full", "stop"),
+    cases=table(
+        "q_start block_q block_k S is_causal", (4, 4, 2, 12, True), (0, 16, 16, 64, False), (0, 16, 16, 60, False),
+        (32, 16, 16, 100, True), (63, 64, 32, 200, True), (32, 32, 64, 200, True), (96, 32, 64, 90, True),
+        (15, 1, 16, 100, True), (16, 1, 16, 100, True), (64, 64, 16, 100, True), (128, 64, 16, 97, True),
+        (128, 128, 64, 1000, False),
+    ),
     tried="full and causal masks, ragged lengths, tiles on and off the diagonal, queries after the last key",
     mistakes=(
         ("a tile counts as full if its last query sees all of it", "(q_start + 1) //", "(q_start + block_q) //",
@@ -189,31 +164,16 @@ def query_tiles(k_start, block_q, block_k, T, is_causal):
     return masked, free
 
 
-def _query_counts_cases():
-    return labelled(
-        ("k_start", "block_q", "block_k", "T", "is_causal"),
-        (2, 2, 2, 8, True),
-        (0, 16, 16, 64, False),
-        (0, 16, 16, 70, False),
-        (32, 16, 32, 150, True),
-        (64, 64, 16, 200, True),
-        (64, 16, 64, 256, True),
-        (48, 32, 16, 33, True),
-        (96, 32, 32, 90, True),
-        (32, 16, 1, 100, True),
-        (31, 16, 1, 100, True),
-        (0, 16, 16, 63, False),
-        (64, 16, 16, 128, False),
-        (0, 1, 4, 3, True),
-        (80, 16, 16, 64, False),
-        (128, 16, 16, 40, True),
-    )
-
-
 SKIPPED, FREE = "last < k_start", "first >= k_start + block_k - 1"  # in the solution
 
 QUERY_COUNTS = Exercise(
-    solution=query_tiles, title="The other walk", outputs=("masked", "free"), cases=_query_counts_cases,
+    solution=query_tiles, title="The other walk", outputs=("masked", "free"),
+    cases=table(
+        "k_start block_q block_k T is_causal", (2, 2, 2, 8, True), (0, 16, 16, 64, False), (0, 16, 16, 70, False),
+        (32, 16, 32, 150, True), (64, 64, 16, 200, True), (64, 16, 64, 256, True), (48, 32, 16, 33, True),
+        (96, 32, 32, 90, True), (32, 16, 1, 100, True), (31, 16, 1, 100, True), (0, 16, 16, 63, False),
+        (64, 16, 16, 128, False), (0, 1, 4, 3, True), (80, 16, 16, 64, False), (128, 16, 16, 40, True),
+    ),
     tried="full and causal masks, ragged lengths, keys after the last query",
     mistakes=(
         ("a tile counts as free if its first query sees the first key", FREE, "first >= k_start",
