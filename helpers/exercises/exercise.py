@@ -6,9 +6,11 @@ to try an answer on, and a list of known mistakes, which are edits of the soluti
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
 
 from helpers.exercises.edits import edited, source_of, written
 from helpers.exercises.slips import slips
@@ -131,6 +133,23 @@ class Verdict:
 
 class Complaint(Exception):  # noqa: N818
     """What is wrong with a result, in words for the learner. For the `run` of an exercise."""
+
+
+def shaped(values, shapes):
+    """The parts of a result as a tuple, or a `Complaint` about those that are missing or have a wrong shape.
+
+    shapes: {name: shape}.
+    """
+    wanted = ", ".join(shapes)
+    if values is None:
+        raise Complaint(f"expected {wanted}, got None: is a `return` missing?")
+    values = tuple(values) if isinstance(values, tuple | list | Iterator) else (values,)
+    if len(values) != len(shapes):
+        raise Complaint(f"expected {wanted}, got {len(values)} result{'s' * (len(values) != 1)}")
+    for (name, shape), value in zip(shapes.items(), values, strict=True):
+        if (got := getattr(value, "shape", None)) != shape and (got := np.shape(value)) != shape:
+            raise Complaint(f"{name}: expected shape {shape}, got {got}")
+    return values
 
 
 @functools.cache

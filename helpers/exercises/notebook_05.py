@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as plt
 from helpers.attention.reference import oracle
 from helpers.environment import interprets
 from helpers.exercises import tile_bounds, whole
-from helpers.exercises.exercise import Case, Complaint, Exercise, table
+from helpers.exercises.exercise import Case, Complaint, Exercise, shaped, table
 from helpers.instruments.traffic import replay
 
 log2_e = math.log2(math.e)
@@ -25,17 +25,6 @@ log2_e = math.log2(math.e)
 
 def _float32(*arrays):
     return tuple(np.asarray(array, np.float32) for array in arrays)
-
-
-def _like(values, names, templates):
-    """The values as float32, or a complaint that says which of them is missing or has a wrong shape."""
-    if not isinstance(values, tuple | list) or len(values) != len(names):
-        got = ", got None: is a `return` missing?" if values is None else ""
-        raise Complaint(f"expected {len(names)} values ({', '.join(names)}){got}")
-    for name, value, template in zip(names, values, templates, strict=True):
-        if np.shape(value) != template.shape:
-            raise Complaint(f"{name}: expected shape {template.shape}, got {np.shape(value)}")
-    return tuple(jnp.asarray(value, jnp.float32) for value in values)
 
 
 def _replayed(kernel, shapes, *arguments):
@@ -180,7 +169,7 @@ def _finish_cases():
 def _run_finish(answer, m, l, acc):
     def kernel(m_ref, l_ref, acc_ref, out_ref, lse_ref):
         state = m_ref[...], l_ref[...], acc_ref[...]
-        out_ref[...], lse_ref[...] = _like(answer(*state), ("out", "lse"), (state[2], state[0]))
+        out_ref[...], lse_ref[...] = shaped(answer(*state), {"out": acc.shape, "lse": m.shape})
 
     return _replayed(kernel, (acc.shape, m.shape), m, l, acc)
 
@@ -325,30 +314,9 @@ def _forward_cases():
     return cases
 
 
-def _run_forward(answer, q, k, v, is_causal, *blocks):
-    """out, lse, and how they were made."""
-    attend = lambda q, k, v: answer(q, k, v, is_causal, *blocks)
-    about = ("out", "lse"), _expected_forward(q, k, v, is_causal)[:2], (q.dtype, jnp.float32)
-    if not blocks:
-        return whole.run(attend, (q, k, v), *about)
-    ours = functools.partial(_bytes_of_ours, is_causal, *blocks, *((array.shape, array.dtype) for array in (q, k, v)))
-    return whole.watched(attend, (q, k, v), *about, blocks, ours)
-
-
-@functools.cache
-def _bytes_of_ours(is_causal, block_q, block_k, *arrays):
-    ours = lambda q, k, v: forward(q, k, v, is_causal, block_q, block_k)
-    return whole.bytes_read(ours, [np.ones(*each) for each in arrays])
-
-
-def _remark_on_forward(answer):
-    *arrays, is_causal, block_q, block_k = _forward_cases()[2].arguments
-    yours, ours = (
-        whole.bytes_read(lambda q, k, v, one=one: one(q, k, v, is_causal, block_q, block_k), arrays)
-        for one in (answer, forward)
-    )
-    shape = "B=2, T=12, S=21, N=4, K=2, H=5, float32, tiles of 8 and 16"
-    return f"In the causal case {shape}, your programs read {yours} bytes, and ours {ours}."
+def _run_forward(answer, *arguments):
+    dtypes = {"out": arguments[0].dtype, "lse": jnp.float32}
+    return whole.results(answer, forward, arguments, dtypes, _expected_forward(*arguments)[:2], arguments[4:])
 
 
 def _expected_forward(q, k, v, is_causal, *blocks):
@@ -372,7 +340,7 @@ _UPDATE = (  # slips in the update of the state
 FORWARD = Exercise(
     solution=forward, title="The forward kernel, whole", outputs=("out", "lse", "how it was made"),
     cases=_forward_cases, run=_run_forward, expected=_expected_forward, tolerance=1e-4, building_block="forward",
-    remark=_remark_on_forward,
+    remark=functools.partial(whole.remark, forward, _forward_cases), slow=True,
     tried="T below and above S, ragged ends, unequal tiles, grouped heads, causal and not, float32 and bfloat16, "
           "logits from -400 to 200; replayed, and run once with your default tiles",
     mistakes=(

@@ -107,10 +107,8 @@ def _variants(node):
                 yield wrong, _with(node, ops=[other()])
         case ast.BinOp():
             yield from _of_operators(node)
-        case ast.UnaryOp(
-            op=ast.USub(), operand=ast.BinOp(left=ast.UnaryOp(operand=part), op=ast.FloorDiv()) as quotient
-        ):
-            down = _with(quotient, left=part)
+        case ast.UnaryOp(ast.USub(), ast.BinOp(left, ast.FloorDiv()) as quotient) if _without_minus(left):
+            down = _with(quotient, left=_without_minus(left))
             yield "a quotient is rounded down instead of up", down
             yield "an exact quotient is rounded up as well", ast.BinOp(down, ast.Add(), ast.Constant(1))
         case ast.UnaryOp(operand=operand):
@@ -163,6 +161,13 @@ def _variants(node):
             yield f"the case `{_short(test)}` is left out", _with(node, test=ast.Constant(False))
         case ast.Expr(ast.Yield()):
             yield "an operation is left out", ast.Pass()
+
+
+def _without_minus(node):
+    """What stands behind the minus that a node begins with; None where it begins with none."""
+    if isinstance(node, ast.BinOp) and _without_minus(node.left):
+        return _with(node, left=_without_minus(node.left))
+    return node.operand if isinstance(node, ast.UnaryOp) else None
 
 
 def _of_names(node, names):

@@ -137,33 +137,14 @@ def _kernel_case(label, arrays, is_causal, blocks):
 
 def _run_kernel(names, ours, answer, *arguments):
     """The gradients of these names, and how they were made."""
-    arrays, is_causal, blocks = arguments[:6], arguments[6], arguments[7:]
-    launch = lambda *arrays: answer(*arrays, is_causal, *blocks)
-    about = names, _expected_of_kernel(names, *arguments)[:-1], [arrays[0].dtype] * len(names)
-    if not blocks:
-        return whole.run(launch, arrays, *about)
-    of_ours = functools.partial(_bytes_of, ours, is_causal, *blocks, *((array.shape, array.dtype) for array in arrays))
-    return whole.watched(launch, arrays, *about, blocks, of_ours)
-
-
-@functools.cache
-def _bytes_of(function, is_causal, block_q, block_k, *arrays):
-    launch = lambda *arrays: function(*arrays, is_causal, block_q, block_k)
-    return whole.bytes_read(launch, [np.ones(*each) for each in arrays])
+    dtypes = dict.fromkeys(names, arguments[0].dtype)
+    right = _expected_of_kernel(names, *arguments)[:-1]
+    return whole.results(answer, ours, arguments, dtypes, right, arguments[7:])
 
 
 def _expected_of_kernel(names, q, k, v, do, lse, delta, is_causal, *blocks):
     gradients = dict(zip(("dq", "dk", "dv"), oracle_gradients(q, k, v, do, is_causal=is_causal), strict=True))
     return *(gradients[name] for name in names), whole.AS_ASKED
-
-
-def _remark_on(ours, answer):
-    *arrays, is_causal, block_q, block_k = _kernel_cases()[2].arguments
-    yours, of_ours = (
-        whole.bytes_read(lambda *arrays, one=one: one(*arrays, is_causal, block_q, block_k), arrays)
-        for one in (answer, ours)
-    )
-    return f"In the causal case of T=12 your programs read {yours} bytes, and ours {of_ours}."
 
 
 def _of_whole(slips):
@@ -188,7 +169,8 @@ KEY_GRADIENTS = Exercise(
     solution=key_gradients, title="The dk and dv kernel, whole", outputs=("dk", "dv", "how they were made"),
     cases=_kernel_cases, run=functools.partial(_run_kernel, ("dk", "dv"), key_gradients),
     expected=functools.partial(_expected_of_kernel, ("dk", "dv")), tolerance=2e-4, tried=TRIED,
-    building_block="gradients of the keys", remark=functools.partial(_remark_on, key_gradients),
+    building_block="gradients of the keys", slow=True,
+    remark=functools.partial(whole.remark, key_gradients, _kernel_cases),
     mistakes=(
         ("both sums are overwritten, so that only the last tile of queries counts", ("dk + ", "dv + "), ("", ""),
          "Add to the dk and dv that arrive: a tile of keys belongs to all queries, see the picture of section 1."),
@@ -285,7 +267,8 @@ QUERY_GRADIENTS = Exercise(
     solution=query_gradients, title="The dq kernel, whole", outputs=("dq", "how it was made"),
     cases=_kernel_cases, run=functools.partial(_run_kernel, ("dq",), query_gradients),
     expected=functools.partial(_expected_of_kernel, ("dq",)), tolerance=2e-4, tried=TRIED,
-    building_block="gradients of the queries", remark=functools.partial(_remark_on, query_gradients),
+    building_block="gradients of the queries", slow=True,
+    remark=functools.partial(whole.remark, query_gradients, _kernel_cases),
     mistakes=(
         ("dq is overwritten, so that only the last tile of keys counts", "dq + ", "",
          "Add to the dq that arrives: a tile of queries sees all keys, see the picture of section 1."),
@@ -359,7 +342,6 @@ def _flash_cases():
 
 def _run_flash(answer, q, k, v, do, is_causal):
     """out, its gradients, and how they were made. So short that any tile holds all, and each array is read but once."""
-    names = "out", "dq", "dk", "dv"
     right = _expected_flash(q, k, v, do, is_causal)[:-1]
 
     def with_gradients(attend, q, k, v, do):
@@ -370,7 +352,8 @@ def _run_flash(answer, q, k, v, do, is_causal):
 
     ours = lambda: whole.bytes_read(functools.partial(with_gradients, flash_attention), (q, k, v, do))
     yours = functools.partial(with_gradients, answer)
-    return whole.watched(yours, (q, k, v, do), names, right, [q.dtype] * 4, (256, 256), ours)
+    dtypes = dict.fromkeys(("out", "dq", "dk", "dv"), q.dtype)
+    return whole.watched(yours, (q, k, v, do), dtypes, right, (256, 256), ours)
 
 
 def _expected_flash(q, k, v, do, is_causal):
@@ -382,7 +365,7 @@ _RULES = "return out, (q, k, v, out, lse)"  # a line of the solution
 
 FLASH_ATTENTION = Exercise(
     solution=flash_attention, title="Flash attention, yours", outputs=("out", "dq", "dk", "dv", "how they were made"),
-    cases=_flash_cases, run=_run_flash, expected=_expected_flash, tolerance=2e-4, building_block="gradients",
+    cases=_flash_cases, run=_run_flash, expected=_expected_flash, tolerance=2e-4, building_block="gradients", slow=True,
     tried="out and all gradients through jax.vjp, causal and not, T and S alike and apart, grouped heads, both dtypes",
     mistakes=(
         ("the gradients are right, but forward runs twice", (_RULES, "q, k, v, out, lse = residuals"),
