@@ -1,6 +1,5 @@
 """The exercises of notebook 12: pencil and paper for the Hopper backward kernels."""
 
-
 from helpers.exercises.exercise import Case, Exercise, table
 
 
@@ -78,9 +77,9 @@ def fused_smem(H, block_q, stages, warpgroups, delayed):
 SMEM = Exercise(
     solution=fused_smem, title="A budget of shared memory", outputs=("bytes",),
     cases=table(
-        "H block_q stages warpgroups delayed",
-        (64, 64, 1, 1, False), (64, 128, 2, 2, False), (128, 64, 2, 2, False), (128, 64, 2, 2, True),
-        (64, 64, 3, 2, True), (128, 64, 1, 2, True), (64, 32, 2, 3, False), (128, 96, 2, 1, True),
+        "H block_q stages warpgroups delayed", (64, 64, 1, 1, False), (64, 128, 2, 2, False), (128, 64, 2, 2, False),
+        (128, 64, 2, 2, True), (64, 64, 3, 2, True), (128, 64, 1, 2, True), (64, 32, 2, 3, False),
+        (128, 96, 2, 1, True),
     ),
     tried="one to three warpgroups, one to three stages, both orders",
     mistakes=(
@@ -114,12 +113,12 @@ SEEN = "j * block_k <= (i + 1) * block_q - 1"
 ADDED = Exercise(
     solution=reduce_add, title="What the additions move", outputs=("bytes", "seconds"), tolerance=1e-6,
     cases=table(
-        "B T S N H block_q block_k is_causal bandwidth",
-        (1, 4, 4, 1, 2, 2, 2, False, 32.0), (1, 4, 4, 1, 2, 2, 2, True, 32.0),
-        (1, 512, 384, 2, 64, 128, 128, False, 1e12), (2, 256, 600, 1, 64, 64, 128, False, 2e12),
-        (2, 1024, 1024, 3, 128, 64, 128, True, 4e12), (1, 768, 512, 2, 64, 128, 128, True, 4e12),
-        (2, 512, 500, 1, 64, 128, 64, True, 4e12), (1, 512, 300, 1, 64, 64, 128, True, 1e12),
-        (1, 128, 512, 1, 32, 64, 128, True, 1e12), (1, 12, 12, 3, 5, 3, 2, True, 10.0),
+        "B T S N H block_q block_k is_causal bandwidth", (1, 4, 4, 1, 2, 2, 2, False, 32.0),
+        (1, 4, 4, 1, 2, 2, 2, True, 32.0), (1, 512, 384, 2, 64, 128, 128, False, 1e12),
+        (2, 256, 600, 1, 64, 64, 128, False, 2e12), (2, 1024, 1024, 3, 128, 64, 128, True, 4e12),
+        (1, 768, 512, 2, 64, 128, 128, True, 4e12), (2, 512, 500, 1, 64, 128, 64, True, 4e12),
+        (1, 512, 300, 1, 64, 64, 128, True, 1e12), (1, 128, 512, 1, 32, 64, 128, True, 1e12),
+        (1, 12, 12, 3, 5, 3, 2, True, 10.0),
     ),
     tried="full and causal, T ≠ S, a last tile of keys that is not full, several heads and batch entries",
     mistakes=(
@@ -217,8 +216,7 @@ def halving_block_q(T, block_q):
 HALVING = Exercise(
     solution=halving_block_q, title="Half as many queries in a tile", outputs=("factors",), tolerance=1e-6,
     cases=table(
-        "T block_q",
-        (256, 128), (4096, 128), (320, 128), (1090, 128), (50, 128), (64, 128), (130, 64),
+        "T block_q", (256, 128), (4096, 128), (320, 128), (1090, 128), (50, 128), (64, 128), (130, 64),
     ),
     tried="lengths that are multiples of the tile and lengths that are not",
     mistakes=(
@@ -252,11 +250,10 @@ def visited(T, S, tile, block_q, block_k):
 VISITED = Exercise(
     solution=visited, title="Who is hit", outputs=("tiles as written", "tiles on the card"),
     cases=table(
-        "T S tile block_q block_k",
-        (128, 384, 0, 64, 128), (128, 384, 1, 64, 128), (65, 130, 0, 64, 128), (128, 256, 0, 64, 128),
-        (65, 257, 0, 64, 128), (64, 512, 0, 64, 128), (129, 640, 0, 64, 128), (129, 640, 1, 64, 128),
-        (100, 1000, 7, 64, 128), (128, 192, 0, 64, 64), (150, 400, 1, 64, 64), (200, 600, 1, 64, 64),
-        (256, 300, 0, 128, 128), (160, 513, 0, 128, 128), (12, 7, 0, 8, 8), (9, 17, 0, 8, 8),
+        "T S tile block_q block_k", (128, 384, 0, 64, 128), (128, 384, 1, 64, 128), (65, 130, 0, 64, 128),
+        (128, 256, 0, 64, 128), (65, 257, 0, 64, 128), (64, 512, 0, 64, 128), (129, 640, 0, 64, 128),
+        (129, 640, 1, 64, 128), (100, 1000, 7, 64, 128), (128, 192, 0, 64, 64), (150, 400, 1, 64, 64),
+        (200, 600, 1, 64, 64), (256, 300, 0, 128, 128), (160, 513, 0, 128, 128), (12, 7, 0, 8, 8), (9, 17, 0, 8, 8),
     ),
     tried="one to four tiles of queries, one to ten programs, square and oblong tiles, lengths that fit no tile",
     mistakes=(

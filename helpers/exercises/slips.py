@@ -155,6 +155,7 @@ def _variants(node):
         case ast.AugAssign(target, op, value):
             yield f"`{_short(target)}` is overwritten instead of added to", ast.Assign([target], value)
             yield OPERATORS[type(op)][1], _with(node, op=OPERATORS[type(op)][0]())
+            yield f"`{_short(node)}` is left out", ast.Pass()
         case ast.If(test, body):
             always = body[0] if len(body) == 1 else _with(node, test=ast.Constant(True))
             yield f"it is not asked whether `{_short(test)}`", always
