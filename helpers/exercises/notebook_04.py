@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from helpers.exercises.exercise import Case, Complaint, Exercise
+from helpers.exercises.exercise import Case, Complaint, Exercise, shaped, table
 from helpers.instruments.products import equations
 from helpers.instruments.traffic import replay
 
@@ -30,38 +30,24 @@ def read_block(i, j):
     return j // 2, i
 
 
-def _index_map_cases():
-    random = np.random.default_rng(41)
+def blocks_of(index_map, grid, axes):
+    """Block indices of all programs of a grid, integers (programs, axes). An index map is traced, as Pallas does it."""
 
-    def case(R, C, rows, columns):
-        x = random.standard_normal((R * rows, C * columns)).astype(np.float32)
-        return Case(f"{R} × {C} blocks of {rows} × {columns}", (x, rows, columns))
+    def traced(*program):
+        block = [jnp.asarray(index) for index in shaped(index_map(*program), dict.fromkeys(axes, ()))]
+        if not all(jnp.issubdtype(index.dtype, jnp.integer) for index in block):
+            raise Complaint("every block index must be an integer: divide with //, not with /")
+        return block
 
-    return [case(1, 2, 1, 2), case(2, 3, 2, 4), case(3, 2, 4, 2), case(4, 5, 2, 8)]
+    return np.stack(jax.vmap(traced)(*np.indices(grid).reshape(len(grid), -1)), axis=1)
 
 
-def _run_index_map(read_block, x, rows, columns):
-    R, C = x.shape[0] // rows, x.shape[1] // columns
-
-    def kernel(x_ref, out_ref):
-        out_ref[...] = x_ref[...]
-
-    def checked(i, j):
-        block = read_block(i, j)
-        if not isinstance(block, tuple | list) or len(block) != 2:
-            raise Complaint("an index map of two axes returns a pair (row, column)")
-        if not all(jnp.issubdtype(jnp.result_type(index), jnp.integer) and jnp.ndim(index) == 0 for index in block):
-            raise Complaint("block indices are whole numbers: divide with //, not with /")
-        return tuple(block)
-
-    in_specs, out_spec = [pl.BlockSpec((rows, columns), checked)], pl.BlockSpec((rows, columns), lambda i, j: (i, j))
-    return replay(_call(kernel, (C, 2 * R), in_specs, out_spec, (C * rows, 2 * R * columns)), x)[1]
-
+AXES = "row", "column"
 
 INDEX_MAP = Exercise(
-    solution=read_block, title="The index map", outputs=("out",),
-    cases=_index_map_cases, run=_run_index_map,
-    tried="1 to 4 rows and 2 to 5 columns of blocks, four block shapes",
+    solution=read_block, title="The index map", outputs=("the block of each program",),
+    cases=table("R C", (1, 2), (2, 3), (3, 2), (4, 5)), run=lambda answer, R, C: blocks_of(answer, (C, 2 * R), AXES),
+    tried="1 to 4 rows and 2 to 5 columns of blocks",
     mistakes=(
         ("the axes are not swapped", "j // 2, i", "i, j // 2",
          "Program (i, j) reads from column i of x: see the picture of the exercise, and section 3."),

@@ -17,7 +17,8 @@ from jax.experimental.pallas import triton as plt
 from helpers.attention.reference import oracle
 from helpers.environment import interprets
 from helpers.exercises import tile_bounds, whole
-from helpers.exercises.exercise import Case, Complaint, Exercise, shaped, table
+from helpers.exercises.exercise import Case, Exercise, shaped, table
+from helpers.exercises.notebook_04 import blocks_of
 from helpers.instruments.traffic import replay
 
 log2_e = math.log2(math.e)
@@ -58,7 +59,7 @@ _FIRST, _STOP = "first_key // block_k", "-(-stop_key // block_k)"
 
 BOUNDS = Exercise(
     solution=tile_range, title="The bounds of the loop", outputs=("(first, stop)",),
-    cases=lambda: tile_bounds.OVER_KEYS.cases(_BOUNDS_SHAPES), run=tile_bounds.run,
+    cases=tile_bounds.OVER_KEYS.cases(*_BOUNDS_SHAPES), run=tile_bounds.run,
     judge=tile_bounds.OVER_KEYS.judge,
     tried="T below, equal to and above S, block_q below and above block_k, ragged ends, with and without a window",
     mistakes=(
@@ -89,31 +90,10 @@ def key_block(i, n, b, N, K):
 
 
 def _run_gqa(answer, B, T, S, N, K, H):
-    """(i, n, b) of each program, in tiles of two queries, and the four indices of the block that it asked for."""
-    q, k = np.ones((B, T, N, H), np.float32), np.ones((B, S, K, H), np.float32)
-
-    def kernel(q_ref, k_ref, out_ref):
-        out_ref[...] = q_ref[...] @ k_ref[...].T
-
-    def index_map(i, n, b):
-        block = answer(i, n, b, N, K)
-        if not isinstance(block, tuple | list) or len(block) != 4:
-            got = ", got None: is a `return` missing?" if block is None else ""
-            raise Complaint(f"expected four block indices, one for each axis of k (B, S, K, H){got}")
-        if any(np.shape(index) or not jnp.issubdtype(jnp.result_type(index), jnp.integer) for index in block):
-            raise Complaint("every block index must be an integer: divide with //, not with /")
-        return tuple(block)
-
-    of_queries = lambda i, n, b: (b, i, n, 0)
-    call = pl.pallas_call(
-        kernel,
-        grid=(T // 2, N, B),
-        in_specs=[pl.BlockSpec((None, 2, None, H), of_queries), pl.BlockSpec((None, S, None, H), index_map)],
-        out_specs=pl.BlockSpec((None, 2, None, S), of_queries),
-        out_shape=jax.ShapeDtypeStruct((B, T, N, S), jnp.float32),
-    )
-    (kernel_call,), _ = replay(call, q, k)
-    return np.hstack([kernel_call.programs, kernel_call.operands["k"].block_of])
+    """(i, n, b) of each program, in tiles of two queries, and the four indices of the block that it asks for."""
+    grid = T // 2, N, B
+    blocks = blocks_of(lambda i, n, b: answer(i, n, b, N, K), grid, ("batch", "keys", "head", "dimension"))
+    return np.hstack([np.array(list(np.ndindex(grid))), blocks])
 
 
 def _judge_gqa(result, case):

@@ -4,6 +4,7 @@ import numpy as np
 
 from helpers.attention.ring import positions
 from helpers.exercises.exercise import Case, Complaint, Exercise, table
+from helpers.exercises.notebook_02 import MERGE_BY_LSE
 
 
 # 14.1
@@ -16,30 +17,6 @@ def merge_shares(out_a, lse_a, out_b, lse_b):
     return weight_a[:, None] * out_a + weight_b[:, None] * out_b, lse
 
 
-def _merge_cases():
-    hand = (np.array([[7 / 4]]), np.log([4.0]), np.array([[3.8]]), np.log([10.0]))
-    cases, none = [Case("the case worked by hand", hand)], -np.inf
-    for T, H, *levels in (  # what each part's lse lies near, or that of each row of it
-        (3, 2, 0, 0),
-        (5, 4, 2, -1),
-        (5, 4, 0, 3),
-        (4, 3, 1000, 1001),
-        (4, 3, -1000, -999),
-        (4, 3, -1000, 1000),
-        (3, 2, none, 0),
-        (3, 2, 0, none),
-        (3, 2, none, none),
-        (3, 2, (1000, 0, -1000), (1001, 1, -999)),
-        (4, 2, (none, 0, none, 0), (0, none, none, 0)),
-    ):
-        random, parts = np.random.default_rng([14, len(cases)]), []
-        for level in levels:
-            out, lse = random.standard_normal((T, H)), random.standard_normal(T) + level
-            parts += [np.where(lse[:, None] == none, 0, out), lse]
-        cases.append(Case(f"T={T}, H={H}, lse_a near {levels[0]}, lse_b near {levels[1]}", tuple(parts)))
-    return cases
-
-
 SUM, GUARDED = "    lse = np.logaddexp(lse_a, lse_b)\n", "np.where(lse == -np.inf, 0, lse)"  # in the solution
 WEIGHTS = "np.exp(lse_a - reference)", "np.exp(lse_b - reference)"
 ONE_M, FINITE = "    m = max(lse_a.max(), lse_b.max())\n", "    m = 0 if m == -np.inf else m\n"  # in place of SUM
@@ -48,7 +25,8 @@ SHARES = "np.exp(lse_a - m) / l", "np.exp(lse_b - m) / l"  # in place of WEIGHTS
 ROW_BY_ROW = "Every row has a level of its own, and far below the maximum exp is 0: subtract row by row, see section 2."
 
 MERGE = Exercise(
-    solution=merge_shares, title="Two parts of a sum", outputs=("out", "lse"), cases=_merge_cases, tolerance=1e-4,
+    solution=merge_shares, title="Two parts of a sum", outputs=("out", "lse"),
+    cases=MERGE_BY_LSE.cases, run=MERGE_BY_LSE.run, tolerance=MERGE_BY_LSE.tolerance,
     tried="parts of different weight, logits near 1000 and -1000, rows without a key in one part and in both",
     mistakes=(
         ("-inf is subtracted from -inf in a row that sees no key in either part", GUARDED, "lse",
