@@ -287,28 +287,14 @@ def merge_by_lse(out_a, lse_a, out_b, lse_b):
 
 
 def _lse_cases():
-    random = np.random.default_rng(25)
-
-    def case(label, rows, a, b, H, shift_a=0.0, shift_b=0.0, hidden=((), ())):
-        s_a = 2 * random.standard_normal((rows, a)) + shift_a
-        s_b = 2 * random.standard_normal((rows, b)) + shift_b
-        for s, empty in zip((s_a, s_b), hidden, strict=True):
-            s[list(empty)] = -np.inf
-        v = random.standard_normal((a + b, H))
-        return Case(f"{label}, rows={rows}, H={H}", (s_a, v[:a], s_b, v[a:]))
-
+    """Those of the other merge, and rows in which neither part saw a key."""
+    nothing, v = np.full((3, 2), -np.inf), np.arange(12.0).reshape(4, 3)
+    some = np.array([[-np.inf, -np.inf], [-np.inf, -np.inf], [0.5, -1.5]])
+    other = np.array([[2.0, 1.0], [-np.inf, -np.inf], [0.25, 3.0]])
     return [
-        Case("the hand case", (HAND_S[None, :2], HAND_V[:2], HAND_S[None, 2:], HAND_V[2:])),
-        case("1 and 6 keys", 3, 1, 6, 2),
-        case("6 and 1 keys", 4, 6, 1, 3),
-        case("larger logits in a", 3, 2, 5, 4, shift_a=5.0),
-        case("logits near 1000", 2, 3, 4, 3, 1000.0, 1000.0),
-        case("logits near -1000", 2, 3, 4, 3, -1000.0, -1000.0),
-        case("a saw no key", 3, 0, 4, 2),
-        case("neither saw a key", 2, 0, 0, 3),
-        case("rows near -1000, 0 and 1000", 3, 3, 2, 2, LEVELS, LEVELS),
-        case("row 0 of a and row 1 of b saw no key", 3, 3, 4, 2, hidden=[(0,), (1,)]),
-        case("rows 0 and 1 of a and row 1 of b saw no key", 3, 3, 4, 2, hidden=[(0, 1), (1,)]),
+        *_merge_cases(),
+        Case("neither saw a key, rows=3, H=3", (nothing, v[:2], nothing, v[2:])),
+        Case("rows 0 and 1 of a and row 1 of b saw no key, rows=3, H=3", (some, v[:2], other, v[2:])),
     ]
 
 
