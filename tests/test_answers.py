@@ -1,11 +1,10 @@
-"""Answers that nobody wrote: mutants of the solutions, which a check must reject, and right answers in other styles."""
+"""Answers that nobody wrote: solutions with a slip, which a check must reject, and right answers in other styles."""
 
 import re
 
 import jax
 import jax.numpy as jnp
 import lessons
-import mutants
 import numpy as np
 import pytest
 from jax import lax
@@ -14,14 +13,15 @@ from jax.experimental.pallas import triton as plt
 
 from helpers.exercises import running
 from helpers.exercises.checking import verdict
-from helpers.exercises.edits import edited, written
+from helpers.exercises.edits import edited, source_of, written
 from helpers.exercises.exercise import exercise
+from helpers.exercises.slips import slips
 from helpers.instruments import cost
 
 NUMBERS = [lesson.number for lesson in lessons.ALL]
-WHOLE_KERNELS = {number for number in NUMBERS if exercise(number).building_block}  # minutes for all their mutants
+WHOLE_KERNELS = {number for number in NUMBERS if exercise(number).building_block}  # minutes for all their slips
 KERNELS = {"4.1", "4.2", "4.3", "5.2", "5.3", "7.1", "7.2", "7.3", "8.1", "10.1"} | WHOLE_KERNELS  # seconds each
-EVERY = 25  # of how many mutants the quick tests try one
+EVERY = 25  # of how many slips the quick tests try one
 
 COMMUTES = "the two parts are treated alike"
 TWO_AXES = "a table has two axes, and the last is number 1"
@@ -85,20 +85,18 @@ EQUAL = {
 }
 
 
-def of(number):
-    return next(lesson for lesson in lessons.ALL if lesson.number == number)
-
-
 def survivors(number, every=1):
-    """(how many mutants were tried, those that the check takes for right)."""
-    lesson, found = of(number), exercise(number)
-    tried = list(mutants.mutants(lesson.solution))[::every]
-    alive = [change for change, source in tried if verdict(found, written(found.solution, source)).status == "correct"]
+    """(how many slips were tried, those that the check takes for right)."""
+    found = exercise(number)
+    tried = list(slips(source_of(found.solution)))[::every]
+    alive = [
+        change for change, _, source in tried if verdict(found, written(found.solution, source)).status == "correct"
+    ]
     return len(tried), alive
 
 
 @pytest.mark.parametrize("number", [number for number in NUMBERS if number not in KERNELS])
-def test_some_mutants_are_rejected(number, monkeypatch):
+def test_some_slips_are_rejected(number, monkeypatch):
     monkeypatch.setattr(running, "SECONDS", 0.3)  # a loop that never ends need not be waited for
     _, alive = survivors(number, EVERY)
     assert set(alive) <= set(EQUAL.get(number, ()))
@@ -106,7 +104,7 @@ def test_some_mutants_are_rejected(number, monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", [number for number in NUMBERS if number not in WHOLE_KERNELS])
-def test_all_mutants_are_rejected_but_those_that_are_equal(number, monkeypatch):
+def test_all_slips_are_rejected_but_those_that_are_equal(number, monkeypatch):
     monkeypatch.setattr(running, "SECONDS", 10 if number in KERNELS else 1)
     tried, alive = survivors(number)
     assert tried >= 5
@@ -114,9 +112,9 @@ def test_all_mutants_are_rejected_but_those_that_are_equal(number, monkeypatch):
 
 
 @pytest.mark.full
-def test_equal_mutants_are_few():
-    """At least 95 of 100 mutants must be rejected, over all exercises."""
-    tried = sum(len(list(mutants.mutants(lesson.solution))) for lesson in lessons.ALL)
+def test_equal_slips_are_few():
+    """At least 95 of 100 must be rejected, over all exercises."""
+    tried = sum(len(list(slips(source_of(exercise(number).solution)))) for number in NUMBERS)
     assert sum(map(len, EQUAL.values())) < 0.05 * tried
 
 
@@ -434,7 +432,7 @@ def test_attention_that_is_called_and_not_used_is_noticed():
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_advice_points_to_sections_that_exist(number):
-    cells = lessons.read(of(number).path).cells
+    cells = lessons.read(next(lesson.path for lesson in lessons.ALL if lesson.number == number)).cells
     sections = set(re.findall(r"^## (\d+) · ", "\n".join(cell.source for cell in cells), re.MULTILINE))
     for mistake in exercise(number).known:
         pointed = re.findall(r"sections? (\d+)(?: and (\d+))?", mistake.advice)

@@ -124,13 +124,13 @@ def values_of(expected):
 
 def _first_difference(exercise, names, parts, expected):
     for name, mine, right in zip(names, parts, values_of(expected), strict=True):
-        complaint = compare(mine, right, exercise.tolerance, exercise.exact_dtype)
+        complaint = compare(mine, right, exercise.tolerance)
         if complaint:
             return f"{name}: {complaint}"
     return None
 
 
-def compare(mine, right, tolerance, exact_dtype=False):
+def compare(mine, right, tolerance):
     """What distinguishes a value from the right one, or None if they agree."""
     if isinstance(right, str):
         return None if isinstance(mine, str) and mine == right else f"expected {right!r}, got {got(mine)}"
@@ -142,8 +142,6 @@ def compare(mine, right, tolerance, exact_dtype=False):
         if right.shape == ():
             return f"expected a number, got {got(mine)}"
         return f"expected shape {right.shape}, got {array.shape if array.shape else got(array)}"
-    if exact_dtype and array.dtype != right.dtype:
-        return f"expected dtype {right.dtype}, got {array.dtype}"
     if np.iscomplexobj(array):
         return f"expected real numbers, got dtype {array.dtype}"
     note = ""

@@ -77,7 +77,6 @@ class Exercise:
     judge: for exercises with many right answers. Takes the result and the case and returns None if
       it is right, otherwise a sentence that says why it is not. Replaces `expected`.
     tolerance: largest relative error of a right answer, in the Frobenius norm.
-    exact_dtype: whether each output must have the dtype of the expected one.
     building_block: the part of the learner's own module that the answer is, such as "forward" or "gradients"; by
       default it is none.
     slow: whether one answer takes so long that `slips` are not tried.
@@ -95,7 +94,6 @@ class Exercise:
     run: Callable = lambda answer, *arguments: answer(*arguments)
     judge: Callable | None = None
     tolerance: float = 1e-5
-    exact_dtype: bool = False
     building_block: str = ""
     slow: bool = False
     remark: Callable | None = None
@@ -109,10 +107,10 @@ class Exercise:
     @functools.cached_property
     def slips(self):
         """What may be wrong in any code, in each place of the solution, as a tuple of `Mistake`."""
-        source = source_of(self.solution)
-        if self.slow or "while " in source:  # which may then never end
+        if self.slow or "while " in source_of(self.solution):  # which may then never end
             return ()
-        return tuple(Mistake(wrong, written(self.solution, text), OF_A_SLIP) for _, wrong, text in slips(source))
+        found = slips(source_of(self.solution))
+        return tuple(Mistake(wrong, written(self.solution, text), OF_A_SLIP) for _, wrong, text in found)
 
     def _mistake(self, name, what, *rest):
         *new, advice = rest

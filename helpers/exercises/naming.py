@@ -28,7 +28,7 @@ def mistake_in_an_entry(exercise, cases, results):
         wrong = [
             (case, f"{name}: {said}")
             for case, one, right in zip(cases, mine, rights, strict=False)
-            if (said := compare(one, right[name], exercise.tolerance, exercise.exact_dtype))
+            if (said := compare(one, right[name], exercise.tolerance))
         ]
         if wrong:
             mistake = mistake_behind(exercise, mine, lambda result, name=name: result[name])

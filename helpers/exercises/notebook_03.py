@@ -54,7 +54,8 @@ def _attention_cases():
         case(6, ", the first logit 2000 above the others", *small, -0.5, peak=0, gap=2000.0),
         case(7, ", the last logit 2000 above the others", *small, 0.5, peak=9, gap=2000.0),
         case(8, ", logits near 1000 and -1000, by query", *small, 0.25, shift=1000.0, mixed=True),
-        case(9, "", 128, LONG, 1, 128, 64, 1.0),
+        case(9, ", more queries than keys", 11, 6, 4, 2, 4, 0.5),
+        case(10, "", 128, LONG, 1, 128, 64, 1.0),
     ]
 
 
