@@ -27,12 +27,14 @@ COMMUTES = "the two parts are treated alike"
 TWO_AXES = "a table has two axes, and the last is number 1"
 NEVER_READ = "whatever stands there is multiplied by 0, or overwritten"
 EMPTY = "the range is empty as before"
+WHOLE = "it comes out whole in every case, or is rounded afterwards"
+ONE_LENGTH = "both arrays have one length along that axis"
 STILL_BREAKS = "another row of logits that breaks what it shall"
 NO_TIE = "the task has no ties, or leaves them open"
 ROUNDED_AWAY = "rounding to whole units leaves the result as it is"
 
 EQUAL = {
-    "1.1": {"-1 → 1": TWO_AXES},
+    "1.1": {"-1 → 1": TWO_AXES, "k → v": ONE_LENGTH, "q → k": ONE_LENGTH},
     "1.3": {"0 → -1": "the loop begins one step earlier and ends at the same length"},
     "2.2": {"(a, b) → (b, a)": COMMUTES},
     "2.3": {
@@ -43,11 +45,20 @@ EQUAL = {
             "100.0 → 99.0",
             "200.0 → 201.0",
             "200.0 → 199.0",
+            "100.0 → 200.0",
+            "200.0 → 100.0",
+            "200.0 → 400.0",
         )
     },
     "2.4": {"0.0 → 1.0": NEVER_READ, "0.0 → -1.0": NEVER_READ},
-    "3.1": {"np.zeros → np.ones": NEVER_READ},
+    "3.1": {
+        "np.zeros → np.ones": NEVER_READ,
+        "every zeros → ones": NEVER_READ,
+        "k → v": ONE_LENGTH,
+        "q → k": ONE_LENGTH,
+    },
     "3.5": {
+        "S → T": "the least of both is at the same tile",
         "cost.query_outer_bytes(T, S, H, itemsize, *pair) → cost.query_outer_bytes(T, H, S, itemsize, *pair)": (
             "S and H are factors of one product"
         ),
@@ -68,9 +79,21 @@ EQUAL = {
     "7.5": {"0 → 1": EMPTY, "0 → -1": EMPTY},
     "8.4": {"-1 → 1": TWO_AXES, "0 → -1": "an axis of length one has one entry, the last"},
     "9.1": {"0 → 1": "any inputs will do for the warm-up", "0 → -1": "any inputs will do for the warm-up"},
-    "10.2": {"65536 → 65537": ROUNDED_AWAY, "128 → 127": ROUNDED_AWAY},
+    "9.4": {
+        "T // block → T / block": WHOLE,
+        "tiles * (tiles + 1) // 2 → tiles * (tiles + 1) / 2": WHOLE,
+    },
+    "10.2": {
+        "65536 → 65537": ROUNDED_AWAY,
+        "128 → 127": ROUNDED_AWAY,
+        "65536 // (128 * (warpgroups + 1)) → 65536 / (128 * (warpgroups + 1))": WHOLE,
+        "pool // warpgroups → pool / warpgroups": WHOLE,
+    },
     "10.3": {change: ROUNDED_AWAY for change in ("232448 → 232449", "1280 → 1279")},
+    "10.5": {"start // programs → start / programs": WHOLE},
+    "11.1": {"block_k // 2 → block_k / 2": WHOLE},
     "12.4": {"fused < split → fused <= split": NO_TIE},
+    "12.5": {"block_q // 2 → block_q / 2": WHOLE},
     "13.2": {"-1 → 1": TWO_AXES},
     "13.3": {
         "0 → 1": "any reference is right where every weight is 0",
@@ -78,9 +101,11 @@ EQUAL = {
         "1 → 2": "0 divided by 2 is 0 too",
         "np.errstate(divide='ignore') → np.errstate()": "it only keeps a warning away",
     },
+    "13.5": {"memory // (page * token) → memory / (page * token)": WHOLE},
     "14.1": {change: "minus infinity less one is minus infinity" for change in ("0 → 1", "0 → -1")},
     "14.2": {"i - r → i + r": "the ring turned the other way, in which all shares come past as well"},
     "14.3": {"np.zeros → np.ones": NEVER_READ},
+    "14.4": {"share // 2 → share / 2": WHOLE},
     "15.1": {"jnp.zeros → jnp.ones": NEVER_READ},
 }
 

@@ -10,7 +10,7 @@ from helpers.attention.masking import Band, tile_kind
 from helpers.attention.reference import oracle
 from helpers.attention.tiled import SlowMemory
 from helpers.exercises.comparing import plain
-from helpers.exercises.exercise import Case, Complaint, Exercise
+from helpers.exercises.exercise import Case, Complaint, Exercise, table
 from helpers.exercises.watched import exceeds, watch, without
 from helpers.instruments import cost
 
@@ -176,14 +176,13 @@ def _right_kind(q_start, q_stop, k_start, k_stop, T, S):
     return tile_kind(range(q_start, q_stop), range(k_start, k_stop), Band(right=0), T, S)
 
 
-def _kind_cases():
-    sizes = [(4, 4, 2, 2), (5, 8, 4, 2), (6, 9, 3, 4), (9, 5, 2, 3), (13, 11, 4, 4), (7, 7, 1, 1), (8, 20, 8, 4)]
-    return [Case("T={}, S={}, block_q={}, block_k={}".format(*size), size) for size in sizes]
-
-
 CLASSIFY = Exercise(
     solution=kind_of_tile, title="Skipped, partial or full", outputs=("kind",),
-    cases=_kind_cases, run=_run_kinds, expected=functools.partial(_run_kinds, _right_kind),
+    cases=table(
+        "T S block_q block_k", (4, 4, 2, 2), (5, 8, 4, 2), (6, 9, 3, 4), (9, 5, 2, 3), (13, 11, 4, 4), (7, 7, 1, 1),
+        (8, 20, 8, 4),
+    ),
+    run=_run_kinds, expected=functools.partial(_run_kinds, _right_kind),
     tried="every tile of seven causal problems, T < S, T = S and T > S, ragged tails, unequal blocks",
     mistakes=(
         ("tiles that stick out past the end are called full", " and q_stop <= T and k_stop <= S", "",
@@ -312,15 +311,13 @@ def traffic_table(T, S, H, itemsize, block_q, block_k):
     }
 
 
-def _table_cases():
-    sizes = [(2, 3, 1, 2, 1, 2), (8, 16, 4, 4, 4, 4), (10, 13, 8, 2, 4, 5), (1000, 700, 64, 2, 128, 32)]
-    sizes += [(4096, 4096, 128, 2, 128, 128)]
-    return [Case("T={}, S={}, H={}, {} bytes, block_q={}, block_k={}".format(*size), size) for size in sizes]
-
-
 TRAFFIC_TABLE = Exercise(
     solution=traffic_table, title="The traffic table", outputs=("bytes",),
-    cases=_table_cases, run=functools.partial(without, cost), tolerance=1e-9,
+    cases=table(
+        "T S H itemsize block_q block_k", (2, 3, 1, 2, 1, 2), (8, 16, 4, 4, 4, 4), (10, 13, 8, 2, 4, 5),
+        (1000, 700, 64, 2, 128, 32), (4096, 4096, 128, 2, 128, 128),
+    ),
+    run=functools.partial(without, cost), tolerance=1e-9,
     tried="T ≠ S, ragged tails, unequal blocks, 2 and 4 bytes, up to T = S = 4096",
     mistakes=(
         ("q, k, v and out of naive attention are forgotten", "(4 * T * S + 2 * T * H + 2 * S * H)", "4 * T * S",
@@ -383,31 +380,28 @@ def _judge_least_traffic(result, case):
     return None
 
 
-def _traffic_cases():
-    case, large = lambda label, *arguments: Case(label, arguments), POWERS[2:]
-    return [
-        case("the case worked by hand", 4, 4, 2, 2, 64, (2, 4)),
-        case("T=1000, S=700, H=64, 2 bytes, 164 KiB", 1000, 700, 64, 2, 164 * KIB, large),
-        case("T=S=4096, H=64, 2 bytes, 164 KiB", 4096, 4096, 64, 2, 164 * KIB, large),
-        case("T=S=4096, H=128, 2 bytes, 164 KiB", 4096, 4096, 128, 2, 164 * KIB, large),
-        case("T=5000, S=300, H=64, 2 bytes, 228 KiB", 5000, 300, 64, 2, 228 * KIB, POWERS),
-        case("T=3000, S=9000, H=64, 4 bytes, 164 KiB", 3000, 9000, 64, 4, 164 * KIB, POWERS),
-        case("T=S=4096, H=64, 2 bytes, 164 KiB, which two pairs fill exactly", 4096, 4096, 64, 2, 164 * KIB, POWERS),
-        case("T=S=4096, H=64, 100 KiB, sizes in no order", 4096, 4096, 64, 2, 100 * KIB, (128, 16, 512, 32, 64, 256)),
-        case("T=10, below all sizes", 10, 500, 64, 2, 100 * KIB, (16, 32, 64)),
-        case("T=500, S=10, 40 KiB", 500, 10, 64, 2, 40 * KIB, (16, 32, 64, 128)),
-        case("T=96, S=500, H=64, 100 KiB", 96, 500, 64, 2, 100 * KIB, (16, 48, 64, 96)),
-        case("T=S=4096, H=64, 150,000 bytes", 4096, 4096, 64, 2, 150_000, POWERS[:-1]),
-        case("T=S=1000, H=32, 20 KiB, other sizes", 1000, 1000, 32, 2, 20 * KIB, (24, 40, 56, 88, 120)),
-        case("T=S=1000, H=32, 17 KiB, sizes close to each other", 1000, 1000, 32, 2, 17 * KIB, (40, 56, 60)),
-    ]
-
-
 MOVED = "cost.query_outer_bytes(T, S, H, itemsize, *pair)"
 
 LEAST_TRAFFIC = Exercise(
     solution=least_traffic_blocks, title="The tile that moves the fewest bytes", outputs=("block_q, block_k",),
-    cases=_traffic_cases, judge=_judge_least_traffic,
+    cases=table(
+        "T S H itemsize budget sizes",
+        ("the case worked by hand", 4, 4, 2, 2, 64, (2, 4)),
+        ("T=1000, S=700, H=64, 2 bytes, 164 KiB", 1000, 700, 64, 2, 164 * KIB, POWERS[2:]),
+        ("T=S=4096, H=64, 2 bytes, 164 KiB", 4096, 4096, 64, 2, 164 * KIB, POWERS[2:]),
+        ("T=S=4096, H=128, 2 bytes, 164 KiB", 4096, 4096, 128, 2, 164 * KIB, POWERS[2:]),
+        ("T=5000, S=300, H=64, 2 bytes, 228 KiB", 5000, 300, 64, 2, 228 * KIB, POWERS),
+        ("T=3000, S=9000, H=64, 4 bytes, 164 KiB", 3000, 9000, 64, 4, 164 * KIB, POWERS),
+        ("T=S=4096, H=64, 2 bytes, 164 KiB, which two pairs fill exactly", 4096, 4096, 64, 2, 164 * KIB, POWERS),
+        ("T=S=4096, H=64, 100 KiB, sizes in no order", 4096, 4096, 64, 2, 100 * KIB, (128, 16, 512, 32, 64, 256)),
+        ("T=10, below all sizes", 10, 500, 64, 2, 100 * KIB, (16, 32, 64)),
+        ("T=500, S=10, 40 KiB", 500, 10, 64, 2, 40 * KIB, (16, 32, 64, 128)),
+        ("T=96, S=500, H=64, 100 KiB", 96, 500, 64, 2, 100 * KIB, (16, 48, 64, 96)),
+        ("T=S=4096, H=64, 150,000 bytes", 4096, 4096, 64, 2, 150_000, POWERS[:-1]),
+        ("T=S=1000, H=32, 20 KiB, other sizes", 1000, 1000, 32, 2, 20 * KIB, (24, 40, 56, 88, 120)),
+        ("T=S=1000, H=32, 17 KiB, sizes close to each other", 1000, 1000, 32, 2, 17 * KIB, (40, 56, 60)),
+    ),
+    judge=_judge_least_traffic,
     tried="T ≠ S, H from 2 to 128, 2 and 4 bytes, up to 228 KiB, sizes in any order; of several best any one counts",
     mistakes=(
         ("the tile of v is left out of the budget", "2 * block_k * H", "block_k * H",

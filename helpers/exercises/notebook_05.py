@@ -46,20 +46,20 @@ def tile_range(i, T, S, block_q, block_k, left=None):
     return first_key // block_k, -(-stop_key // block_k)
 
 
-_BOUNDS_SHAPES = [  # i, T, S, block_q, block_k, left
-    (0, 64, 64, 32, 16, None), (1, 64, 64, 32, 16, None), (1, 64, 64, 16, 32, None), (2, 48, 48, 16, 32, None),
-    (2, 40, 128, 16, 8, None), (1, 33, 48, 32, 16, None), (3, 128, 40, 32, 16, None), (3, 128, 33, 32, 16, None),
-    (1, 64, 64, 32, 16, 8), (0, 64, 64, 16, 16, 20), (3, 128, 128, 32, 16, 20), (3, 128, 128, 32, 16, 16),
-    (3, 128, 128, 32, 16, 17), (2, 96, 96, 32, 64, 0), (4, 100, 70, 16, 16, 30), (6, 128, 40, 16, 16, 8),
-    (3, 128, 40, 16, 16, 8),  # the window has just left the keys behind
-    (8, 256, 100, 16, 16, 24), (4, 256, 100, 32, 16, 28), (2, 100, 7, 4, 8, 0), (2, 7, 7, 3, 2, 1),
-    (1, 6, 6, 2, 1, None), (0, 6, 6, 2, 1, 3), (1, 50, 50, 12, 8, 3),
-]  # fmt: skip
 _FIRST, _STOP = "first_key // block_k", "-(-stop_key // block_k)"
 
 BOUNDS = Exercise(
     solution=tile_range, title="The bounds of the loop", outputs=("(first, stop)",),
-    cases=tile_bounds.OVER_KEYS.cases(*_BOUNDS_SHAPES), run=tile_bounds.run,
+    cases=tile_bounds.OVER_KEYS.cases(  # i, T, S, block_q, block_k, left
+        (0, 64, 64, 32, 16, None), (1, 64, 64, 32, 16, None), (1, 64, 64, 16, 32, None), (2, 48, 48, 16, 32, None),
+        (2, 40, 128, 16, 8, None), (1, 33, 48, 32, 16, None), (3, 128, 40, 32, 16, None), (3, 128, 33, 32, 16, None),
+        (1, 64, 64, 32, 16, 8), (0, 64, 64, 16, 16, 20), (3, 128, 128, 32, 16, 20), (3, 128, 128, 32, 16, 16),
+        (3, 128, 128, 32, 16, 17), (2, 96, 96, 32, 64, 0), (4, 100, 70, 16, 16, 30), (6, 128, 40, 16, 16, 8),
+        (3, 128, 40, 16, 16, 8),  # the window has just left the keys behind
+        (8, 256, 100, 16, 16, 24), (4, 256, 100, 32, 16, 28), (2, 100, 7, 4, 8, 0), (2, 7, 7, 3, 2, 1),
+        (1, 6, 6, 2, 1, None), (0, 6, 6, 2, 1, 3), (1, 50, 50, 12, 8, 3),
+    ),
+    run=tile_bounds.run,
     judge=tile_bounds.OVER_KEYS.judge,
     tried="T below, equal to and above S, block_q below and above block_k, ragged ends, with and without a window",
     mistakes=(

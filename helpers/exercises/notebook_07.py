@@ -320,18 +320,17 @@ def query_tile_range(j, T, S, block_q, block_k, left=None):
     return k_start // block_q, -(-stop_query // block_q)
 
 
-_BOUNDS_SHAPES = [  # j, T, S, block_q, block_k, left
-    (0, 64, 64, 16, 32, None), (1, 64, 64, 16, 32, None), (1, 64, 64, 32, 16, None), (2, 96, 96, 64, 16, None),
-    (3, 50, 128, 16, 16, None), (4, 50, 128, 16, 16, None), (1, 100, 48, 16, 32, None), (1, 64, 64, 16, 32, 8),
-    (0, 64, 64, 16, 16, 20), (1, 128, 128, 16, 32, 16), (1, 128, 128, 16, 32, 17), (1, 128, 128, 16, 32, 0),
-    (1, 64, 40, 16, 32, 4), (2, 100, 100, 16, 32, 30), (5, 70, 200, 32, 16, 12), (4, 64, 128, 16, 16, 5),
-    (4, 64, 128, 16, 16, None), (4, 65, 128, 16, 16, None), (4, 64, 128, 24, 16, None),  # T around k_start
-    (2, 13, 20, 3, 5, 2), (1, 13, 20, 5, 3, 0), (0, 6, 6, 1, 2, 3), (2, 6, 6, 1, 2, None), (3, 50, 50, 7, 5, 11),
-]  # fmt: skip
-
 BOUNDS = Exercise(
     solution=query_tile_range, title="The queries that a tile of keys needs", outputs=("(first, stop)",),
-    cases=tile_bounds.OVER_QUERIES.cases(*_BOUNDS_SHAPES), run=tile_bounds.run,
+    cases=tile_bounds.OVER_QUERIES.cases(  # j, T, S, block_q, block_k, left
+        (0, 64, 64, 16, 32, None), (1, 64, 64, 16, 32, None), (1, 64, 64, 32, 16, None), (2, 96, 96, 64, 16, None),
+        (3, 50, 128, 16, 16, None), (4, 50, 128, 16, 16, None), (1, 100, 48, 16, 32, None), (1, 64, 64, 16, 32, 8),
+        (0, 64, 64, 16, 16, 20), (1, 128, 128, 16, 32, 16), (1, 128, 128, 16, 32, 17), (1, 128, 128, 16, 32, 0),
+        (1, 64, 40, 16, 32, 4), (2, 100, 100, 16, 32, 30), (5, 70, 200, 32, 16, 12), (4, 64, 128, 16, 16, 5),
+        (4, 64, 128, 16, 16, None), (4, 65, 128, 16, 16, None), (4, 64, 128, 24, 16, None),  # T around k_start
+        (2, 13, 20, 3, 5, 2), (1, 13, 20, 5, 3, 0), (0, 6, 6, 1, 2, 3), (2, 6, 6, 1, 2, None), (3, 50, 50, 7, 5, 11),
+    ),
+    run=tile_bounds.run,
     judge=tile_bounds.OVER_QUERIES.judge,
     tried="T below, equal to and above S, block_q below and above block_k, ragged ends, with and without a window",
     mistakes=(

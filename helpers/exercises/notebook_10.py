@@ -6,9 +6,7 @@ to an end, also where real warpgroups would wait for ever.
 
 import itertools
 
-import numpy as np
-
-from helpers.exercises.exercise import Case, Complaint, Exercise, table
+from helpers.exercises.exercise import Complaint, Exercise, table
 from helpers.instruments.races import ring_kernel_races, with_last_waits
 from helpers.instruments.timeline import Arrive, Drain, Fetch, Issue, OrderError, Read, Wait, Work, simulate
 
@@ -49,13 +47,6 @@ def ring(role, steps, stages):
             yield Wait("loaded", slot)
             yield Read("tile", slot)
             yield Arrive("free", slot)
-
-
-def _ring_cases():
-    shapes = ((1, 1, 1), (2, 1, 1), (4, 2, 1), (7, 3, 2), (2, 4, 1))
-    nouns = ("tile", "slot", "compute warpgroup")
-    label = lambda shape: ", ".join(f"{n} {noun}{'s' * (n > 1)}" for n, noun in zip(shape, nouns, strict=True))
-    return [Case(label(shape), shape) for shape in shapes]
 
 
 def _run_ring(answer, steps, stages, readers):
@@ -109,7 +100,8 @@ ARRIVE = '            yield Arrive("free", slot)\n'
 
 RING = Exercise(
     solution=ring, title="Place the barriers", outputs=("the order of operations",),
-    cases=_ring_cases, run=_run_ring, judge=_complaint_or_none,
+    cases=table("tiles slots readers", (1, 1, 1), (2, 1, 1), (4, 2, 1), (7, 3, 2), (2, 4, 1)),
+    run=_run_ring, judge=_complaint_or_none,
     tried="fewer tiles than slots and more, one slot, two readers; in the model, one of them as a kernel too",
     mistakes=(
         ("the memory warpgroup fills a slot again without waiting until it is free", AWAIT, "",
@@ -319,22 +311,6 @@ def tiles_of(program, programs, lengths):
     return mine
 
 
-def _balance_cases():
-    random = np.random.default_rng(105)
-    causal = [(i + 1) for i in range(8)]
-    cases = [
-        ("tiles of 1 to 4, 2 programs", [1, 2, 3, 4], 2),
-        ("tiles of 1 to 8, 4 programs", causal, 4),
-        ("3 heads of tiles of 1 to 8, 5 programs", causal * 3, 5),
-        ("11 tiles of random lengths, 3 programs", random.integers(1, 20, 11).tolist(), 3),
-        ("fewer tiles than programs", [2, 5, 1], 4),
-        ("five tiles of 1 and five of 2, 3 programs", [1] * 5 + [2] * 5, 3),
-        ("one program", [3, 1, 2], 1),
-        ("as many tiles as programs, and one more", [7, 1, 5, 3, 4], 4),
-    ]
-    return [Case(label, (lengths, programs)) for label, lengths, programs in cases]
-
-
 def _run_balance(answer, lengths, programs):
     parts = []
     for program in range(programs):
@@ -393,7 +369,12 @@ IN_ORDER = "list(range(len(lengths)))"
 
 BALANCE = Exercise(
     solution=tiles_of, title="Balance a causal mask", outputs=("the tiles of each program",),
-    cases=_balance_cases, run=_run_balance, judge=_judge_balance,
+    cases=table(
+        "lengths programs", ([1, 2, 3, 4], 2), ([*range(1, 9)], 4), ("3 heads, 5 programs", 3 * [*range(1, 9)], 5),
+        ([14, 2, 9, 17, 1, 6, 19, 11, 4, 13, 8], 3), ([2, 5, 1], 4), ([1, 1, 1, 1, 1, 2, 2, 2, 2, 2], 3),
+        ([3, 1, 2], 1), ([7, 1, 5, 3, 4], 4),
+    ),
+    run=_run_balance, judge=_judge_balance,
     tried="causal tiles of one head and of three, random lengths, fewer tiles than programs",
     mistakes=(
         ("tiles are dealt in the order given", (BY_LENGTH, "turn[::-1]"), (IN_ORDER, "turn"),

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from helpers.exercises.exercise import Case, Exercise, table
+from helpers.exercises.exercise import Exercise, table
 
 
 # 11.1
@@ -52,16 +52,18 @@ def guess(s, block_k, headroom, most):
     return bool(l > min(len(s), most)), m + np.log(l)
 
 
-def _guess_cases():
-    random = np.random.default_rng(112)
-    ln = np.log
-    cases = [
-        ("the case worked by hand", ln([1.0, 3.0, 40.0, 4.0]), 2, 1, 32768),
-        ("the case worked by hand, headroom 3", ln([1.0, 3.0, 40.0, 4.0]), 2, 3, 32768),
-        ("its logits less 900, headroom 0", ln([1.0, 3.0, 40.0, 4.0]) - 900, 2, 0, 32768),
-        ("its logits plus 900, headroom 3", ln([1.0, 3.0, 40.0, 4.0]) + 900, 2, 3, 32768),
-        ("logits ln 1, ln 3, ln 22, ln 4", ln([1.0, 3.0, 22.0, 4.0]), 2, 1, 32768),
-        ("logits ln 1, ln 3, ln 4, ln 40", ln([1.0, 3.0, 4.0, 40.0]), 2, 1, 32768),
+LN, RANDOM = np.log, np.random.default_rng(112)
+
+GUESS = Exercise(
+    solution=guess, title="Guess, and notice", outputs=("failed", "lse"),
+    cases=table(
+        "s block_k headroom most",
+        ("the case worked by hand", LN([1.0, 3.0, 40.0, 4.0]), 2, 1, 32768),
+        ("the case worked by hand, headroom 3", LN([1.0, 3.0, 40.0, 4.0]), 2, 3, 32768),
+        ("its logits less 900, headroom 0", LN([1.0, 3.0, 40.0, 4.0]) - 900, 2, 0, 32768),
+        ("its logits plus 900, headroom 3", LN([1.0, 3.0, 40.0, 4.0]) + 900, 2, 3, 32768),
+        ("logits ln 1, ln 3, ln 22, ln 4", LN([1.0, 3.0, 22.0, 4.0]), 2, 1, 32768),
+        ("logits ln 1, ln 3, ln 4, ln 40", LN([1.0, 3.0, 4.0, 40.0]), 2, 1, 32768),
         ("6 keys, one 6 above the others, headroom 40", np.array([0.0, 0.0, 6.0, 0.0, 0.0, 0.0]), 2, 40, 32768),
         ("6 keys, four 3 above the others, headroom 40", np.array([0.0, 0.0, 3.0, 3.0, 3.0, 3.0]), 2, 40, 32768),
         ("6 keys, four 57 above the others, headroom 40", np.array([0.0, 0.0, 57.0, 57.0, 57.0, 57.0]), 2, 40, 32768),
@@ -70,16 +72,11 @@ def _guess_cases():
         ("10 keys, `most` 5, headroom 0", np.zeros(10), 4, 0, 5),
         ("8 keys in one tile, `most` 3, headroom 1", np.zeros(8), 8, 1, 3),
         ("6 keys, the first tile 8 below the others", np.array([-8.0, -8.0, 0.0, 0.0, 0.0, 0.0]), 2, 11, 32768),
-        ("40 random logits, headroom 1", 3 * random.standard_normal(40), 8, 1, 32768),
-        ("40 random logits, headroom 40", 9 * random.standard_normal(40), 8, 40, 32768),
-        ("fewer keys than a tile", random.standard_normal(5), 16, 1, 32768),
-        ("12 keys and their largest first", np.array([7.0, *random.standard_normal(11)]), 4, 0, 32768),
-    ]
-    return [Case(label, arguments) for label, *arguments in cases]
-
-
-GUESS = Exercise(
-    solution=guess, title="Guess, and notice", outputs=("failed", "lse"), cases=_guess_cases,
+        ("40 random logits, headroom 1", 3 * RANDOM.standard_normal(40), 8, 1, 32768),
+        ("40 random logits, headroom 40", 9 * RANDOM.standard_normal(40), 8, 40, 32768),
+        ("fewer keys than a tile", RANDOM.standard_normal(5), 16, 1, 32768),
+        ("12 keys and their largest first", np.array([7.0, *RANDOM.standard_normal(11)]), 4, 0, 32768),
+    ),
     tried="rows that fail by either bound and rows that do not, logits near 900 and -900, one tile only",
     mistakes=(
         ("the maximum of the whole row is taken", "s[:block_k]", "s",

@@ -16,31 +16,29 @@ def operands(left, right, held):
 
 BY_KEYS = ["s.T", "p.T", "dp.T", "ds.T"]
 BY_QUERIES = ["s", "p", "dp", "ds"]
-PRODUCTS = {
-    "ds k, transposed tiles": ("ds", "k", BY_KEYS),
-    "p.T do, transposed tiles": ("p.T", "do", BY_KEYS),
-    "ds.T q, transposed tiles": ("ds.T", "q", BY_KEYS),
-    "k q.T, transposed tiles": ("k", "q.T", []),
-    "v do.T, transposed tiles": ("v", "do.T", ["s.T"]),
-    "k.T ds.T, transposed tiles": ("k.T", "ds.T", BY_KEYS),
-    "ds k, tiles as they are": ("ds", "k", BY_QUERIES),
-    "p.T do, tiles as they are": ("p.T", "do", BY_QUERIES),
-    "ds.T q, tiles as they are": ("ds.T", "q", BY_QUERIES),
-    "do.T p, tiles as they are": ("do.T", "p", BY_QUERIES),
-    "q k.T, tiles as they are": ("q", "k.T", []),
-    "ds k, both orientations held": ("ds", "k", [*BY_KEYS, "ds"]),
-    "ds.T q, both orientations held": ("ds.T", "q", ["ds", "ds.T"]),
-    "p.T ds, both computed": ("p.T", "ds", BY_KEYS),
-    "p ds.T, both computed, the left one held transposed": ("p", "ds.T", BY_KEYS),
-    "p ds.T, both computed, one as it is needed": ("p", "ds.T", ["p", "s.T", "ds.T"]),
-    "k p.T, the right one computed": ("k", "p.T", BY_KEYS),
-}
-
-
 OPERANDS = Exercise(
     solution=operands, title="Registers or shared memory",
     outputs=("place of the left operand", "place of the right operand", "whether a tile must be stored first"),
-    cases=lambda: [Case(label, arguments) for label, arguments in PRODUCTS.items()],
+    cases=table(
+        "left right held",
+        ("ds k, transposed tiles", "ds", "k", BY_KEYS),
+        ("p.T do, transposed tiles", "p.T", "do", BY_KEYS),
+        ("ds.T q, transposed tiles", "ds.T", "q", BY_KEYS),
+        ("k q.T, transposed tiles", "k", "q.T", []),
+        ("v do.T, transposed tiles", "v", "do.T", ["s.T"]),
+        ("k.T ds.T, transposed tiles", "k.T", "ds.T", BY_KEYS),
+        ("ds k, tiles as they are", "ds", "k", BY_QUERIES),
+        ("p.T do, tiles as they are", "p.T", "do", BY_QUERIES),
+        ("ds.T q, tiles as they are", "ds.T", "q", BY_QUERIES),
+        ("do.T p, tiles as they are", "do.T", "p", BY_QUERIES),
+        ("q k.T, tiles as they are", "q", "k.T", []),
+        ("ds k, both orientations held", "ds", "k", [*BY_KEYS, "ds"]),
+        ("ds.T q, both orientations held", "ds.T", "q", ["ds", "ds.T"]),
+        ("p.T ds, both computed", "p.T", "ds", BY_KEYS),
+        ("p ds.T, both computed, the left one held transposed", "p", "ds.T", BY_KEYS),
+        ("p ds.T, both computed, one as it is needed", "p", "ds.T", ["p", "s.T", "ds.T"]),
+        ("k p.T, the right one computed", "k", "p.T", BY_KEYS),
+    ),
     tried="kernels that own keys and kernels that own queries, with tiles transposed and as they are",
     mistakes=(
         ("the right operand may lie in registers as well",

@@ -274,25 +274,23 @@ def make_room(table, length, counts, free, page):
     return {"table": table, "counts": counts, "copied": copied}
 
 
-def _room_cases():
-    return [
-        Case("the case worked by hand", ([3, 5], 6, [0, 0, 0, 2, 0, 2, 1], [0, 4, 2, 1], 4)),
-        Case("a page that is not shared has room", ([1], 2, [0, 1, 0, 2], [0, 2], 4)),
-        Case("the last page is full", ([2, 0], 8, [1, 0, 1, 0], [1, 3], 4)),
-        Case("the last page is full, and shared", ([2, 0], 6, [2, 0, 3, 0, 0], [4, 1, 3], 3)),
-        Case("the first token of all", ([], 0, [0, 2, 0], [2, 0], 4)),
-        Case("shared by three", ([4, 1, 0], 9, [3, 3, 0, 0, 3], [3, 2], 4)),
-        Case("an earlier page is shared, the last is not", ([4, 1, 0], 11, [1, 2, 0, 0, 3], [2, 3], 4)),
-        Case("one slot is left, and shared", ([0], 3, [2, 1, 0, 0], [2, 3], 4)),
-        Case("pages of one token, shared", ([1, 2], 2, [0, 2, 2, 0], [3, 0], 1)),
-    ]
-
-
 OPENS, SHARED = "length % page == 0", "counts[table[-1]] > 1"  # in the solution
 LEAVES = "        copied = table[-1]\n        counts[copied] -= 1\n"
 
 ROOM = Exercise(
-    solution=make_room, title="Room for one more token", outputs=("result",), cases=_room_cases, tolerance=1e-9,
+    solution=make_room, title="Room for one more token", outputs=("result",), tolerance=1e-9,
+    cases=table(
+        "table length counts free page",
+        ("the case worked by hand", [3, 5], 6, [0, 0, 0, 2, 0, 2, 1], [0, 4, 2, 1], 4),
+        ("a page that is not shared has room", [1], 2, [0, 1, 0, 2], [0, 2], 4),
+        ("the last page is full", [2, 0], 8, [1, 0, 1, 0], [1, 3], 4),
+        ("the last page is full, and shared", [2, 0], 6, [2, 0, 3, 0, 0], [4, 1, 3], 3),
+        ("the first token of all", [], 0, [0, 2, 0], [2, 0], 4),
+        ("shared by three", [4, 1, 0], 9, [3, 3, 0, 0, 3], [3, 2], 4),
+        ("an earlier page is shared, the last is not", [4, 1, 0], 11, [1, 2, 0, 0, 3], [2, 3], 4),
+        ("one slot is left, and shared", [0], 3, [2, 1, 0, 0], [2, 3], 4),
+        ("pages of one token, shared", [1, 2], 2, [0, 2, 2, 0], [3, 0], 1),
+    ),
     tried="full pages and such with room, shared and not, the first token, and pages of one token",
     mistakes=(
         ("a shared page is written into, where the other sequences will write their own tokens", SHARED, "False",

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from helpers.exercises.exercise import Case, Exercise
+from helpers.exercises.exercise import Case, Exercise, table
 
 
 # 17.1
@@ -11,11 +11,9 @@ def operations(T, S, H):
     return T * H * S * (2 * H + 2), 4 * T * S * H
 
 
-SIZES = ((1, 1, 1), (2, 3, 4), (128, 128, 64), (100, 700, 128), (5, 1, 7), (4096, 4096, 64))  # T, S, H
-
 OPERATIONS = Exercise(
     solution=operations, title="What does the first rung cost?", outputs=("first rung", "needed"),
-    cases=lambda: [Case(f"T={T}, S={S}, H={H}", (T, S, H)) for T, S, H in SIZES],
+    cases=table("T S H", (1, 1, 1), (2, 3, 4), (128, 128, 64), (100, 700, 128), (5, 1, 7), (4096, 4096, 64)),
     tried="lengths that differ, head dims from 1 to 128",
     mistakes=(
         ("there is a thread for each query only", "T * H * S * (", "T * S * (",
@@ -99,11 +97,12 @@ def held(row, column):
     return lane, row // 8 + 2 * (column // 8), column % 2
 
 
-PLACES = ((0, 0), (0, 1), (1, 0), (0, 2), (8, 0), (0, 8), (8, 8), (15, 15), (3, 13), (10, 6), (7, 7), (12, 9))
-
 HELD = Exercise(
     solution=held, title="Who holds this element?", outputs=("lane", "register", "half"),
-    cases=lambda: [Case(f"row {row}, column {column}", (row, column)) for row, column in PLACES],
+    cases=table(
+        "row column", (0, 0), (0, 1), (1, 0), (0, 2), (8, 0), (0, 8), (8, 8), (15, 15), (3, 13), (10, 6), (7, 7),
+        (12, 9),
+    ),
     tried="corners, both halves of the rows and of the columns",
     mistakes=(
         ("the registers are in the other order", "row // 8 + 2 * (column // 8)", "column // 8 + 2 * (row // 8)",
