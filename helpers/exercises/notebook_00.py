@@ -30,8 +30,6 @@ ATTEND = Exercise(
          "Divide q · k by the square root of H: see the formula of the exercise."),
         ("the logits are divided by H instead of its square root", "np.sqrt(len(q))", "len(q)",
          "See the formula of the exercise."),
-        ("the exponential is taken to base two", "np.exp", "np.exp2",
-         "Here it is e to the power of s, np.exp: see the formula of the exercise."),
         ("the exponential is missing, so that the logits themselves are the weights", "np.exp(s)", "s",
          "w is e to the power of s, divided by the sum: see the formula of the exercise."),
         ("the weights are divided by their number instead of their sum", "p.sum()", "len(p)",

@@ -66,8 +66,6 @@ DS = Exercise(
          "A softmax has a whole matrix of derivatives, a sigmoid has only a diagonal: see the slip in section 2."),
         ("delta is the sum of dp, without the weights p", "(p * dp).sum", "dp.sum",
          "delta is a mean weighted by p, the row sum of p * dp: see section 2."),
-        ("the row sum has lost its axis, and meets the columns", ", keepdims=True", "",
-         "delta has shape (T,): keepdims=True or [:, None] puts it beside the rows of a (T, S) table."),
     ),
 )  # fmt: skip
 
@@ -164,9 +162,6 @@ PRODUCTS = Exercise(
          "In a product q kᵀ the gradient of one factor holds the other factor: see section 3."),
         ("the scale is missing in dq and dk: dv is right, dq and dk are too long", "scale * ", "",
          "s = scale q kᵀ, and the factor stays when you differentiate: see section 3."),
-        ("dk and dv are one and the same array, and each holds the sum of both",
-         "    group =", "    dk = dv = np.zeros_like(k)\n    group =",
-         "dk = dv = np.zeros_like(k) gives one array two names: make two, see the hints."),
         ("only the last query head of each group counts", "+=", "=",
          "Add instead of assigning; dk[kv] += … adds only once where an index repeats: see section 6."),
     ),
@@ -303,8 +298,6 @@ TILED = Exercise(
     tried="ragged tiles, uneven block sizes, T above and below S, peaked weights, logits near 1000 and -1000",
     mistakes=(
         ("delta is missing", "(dp - delta[rows, None])", "dp", LOOK_AT_DS + "it is p * (dp - delta), see section 2."),
-        ("delta is the sum of p * dp over one tile only", "delta[rows, None]", "(p * dp).sum(axis=1, keepdims=True)",
-         LOOK_AT_DS + "delta is a sum over all keys, and out and dout have it ready, see section 4."),
         ("the scale is missing in dq and dk", "+= scale * ", "+= ",
          "dv is right, and dq and dk are wrong by one constant factor: s = scale q kᵀ, see section 3."),
         ("p is the softmax of one tile",

@@ -291,8 +291,6 @@ FLOPS = Exercise(
     ),
     tried="both forms, with and without a causal mask, T below, equal to and above S, tiles of both proportions",
     mistakes=(
-        ("the two forms have changed places", PRODUCTS, "(7 if fused else 5)",
-         "The fused kernel computes s and dp once, the two kernels once each: see the table of section 6."),
         ("two kernels are charged for the products of the fused one twice", PRODUCTS, "(5 if fused else 10)",
          "The dq kernel computes s, dp and dq, and no dk or dv: see the table of section 6."),
         ("no pair of tiles is skipped under the causal mask", f"not is_causal or {VISITED}", "1",
@@ -336,8 +334,6 @@ BOUNDS = Exercise(
     mistakes=(
         ("no tile is skipped above the diagonal (too many tiles)", "return k_start // block_q", "return 0",
          "Queries before k_start see none of these keys: see the picture of section 8."),
-        ("first is j, which holds only when block_q equals block_k", "return k_start // block_q", "return j",
-         "Count in queries first, then divide by block_q: see the text of the exercise."),
         ("these are the bounds of the dq kernel: the loop ends at the diagonal where it should begin",
          ("stop_query = T if left is None else min(k_stop + left, T)", "return k_start // block_q"),
          ("stop_query = min(k_stop, T)", "return 0 if left is None else max(k_start - left, 0) // block_q"),
@@ -425,10 +421,6 @@ ROUNDING = Exercise(
          "A product of 16-bit arrays keeps their dtype unless you say otherwise: ask for float32, see section 10."),
         ("low is left in float32", "low.astype(v.dtype)", "low",
          "low is to cost as few bytes as out: round it to the dtype of v as well."),
-        ("the weights were divided by their sum before they were rounded",
-         (ROUNDED_P, " / weights.sum(axis=1, keepdims=True)"),
-         ("np.float32((p / p.sum(axis=1, keepdims=True)).astype(v.dtype))", ""),
-         "Round p as it arrives, and divide at the end: what is rounded last does not add up to 1."),
     ),
 )  # fmt: skip
 

@@ -35,9 +35,6 @@ BIND = Exercise(
          "Each thread moves `moved` of its exponentials: see the exercise."),
         ("moved exponentials cost no instructions", " + moved * (cost - 1)", "",
          "What leaves one unit arrives at another: each is now `cost` instructions."),
-        ("the four warps are fed one after another",
-         "instructions + moved * (cost - 1)", "4 * (instructions + moved * (cost - 1))",
-         "Each warp has a scheduler of its own, so the loop takes `instructions` cycles, not four times as many."),
         ("the units are taken to work one after another", "cycles[unit]", "sum(cycles.values())",
          "They work at the same time, so at best the slowest sets the pace: see the exercise."),
     ),
@@ -89,8 +86,6 @@ GUESS = Exercise(
          "No p may leave the range of float16, however many keys there are: `most` bounds l as well, see section 4."),
         ("only `most` bounds the sum", "min(len(s), most)", "most",
          "With the true maximum the sum is at most the number of keys: more than that is a failure, see section 4."),
-        ("each p is compared with the bound instead of their sum", "l > min", "np.exp(s - m).max() > min",
-         "Many p that are not too large can have a sum that is: the kernel looks at l, see section 4."),
     ),
 )  # fmt: skip
 

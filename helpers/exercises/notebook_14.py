@@ -99,8 +99,6 @@ RING = Exercise(
         ("the values stay at home", "values[j]", "values[i]", "A value travels with its key: see section 3."),
         ("the parts are averaged", (MERGED, "append(out)"), (f"out = out + {PART}[0]", "append(out / D)"),
          "Parts of different weight are merged by their lse: see section 2."),
-        ("the parts are added up", MERGED, f"out = out + {PART}[0]",
-         "Each part is divided by its own sum already: merge by lse, see section 2."),
         ("a share is overwritten before it is handed on", HELD, "0",  # that of device 0 goes through all
          "All devices send at the same time: make a new list, such as keys[-1:] + keys[:-1]."),
         ("only the last share is left", MERGED, f"out, lse = {PART}",
@@ -169,8 +167,6 @@ ZIGZAG = Exercise(
     mistakes=(
         ("every device has a contiguous share", BOTH, "device * share + np.arange(share)",
          "That is the contiguous layout: two pieces of half the share, see section 5."),
-        ("every device has each D-th position", BOTH, "device + devices * np.arange(share)",
-         "That is the striped layout: two pieces of half the share, see section 5."),
         ("the second piece is the i-th of the second half", LATE, "devices + device",
          "Then the last device has the last piece of each half, and the most work: it is mirrored, see section 5."),
         ("pieces begin at multiples of `share`, not of half as many", "* half", "* share",
@@ -248,7 +244,6 @@ SHARE = Exercise(
     mistakes=(
         ("only the keys travel", "2 * N", "4 * N", "Values travel too: two arrays, see section 7."),
         ("only half of the operations is counted", "2 * N", "N", "Two products, 4 H operations a pair: see section 7."),
-        ("it is not rounded", ROUNDED, "t", "A share is a whole number of positions: round up."),
         ("a share that comes out whole is given one position more", ROUNDED, "int(t) + 1",
          "Where both times are equal nothing is waited for: a share that comes out whole is long enough."),
     ),

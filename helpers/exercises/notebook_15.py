@@ -109,7 +109,6 @@ WALK = Exercise(
          "A ref forgets: read the old m before you write the new one, or alpha is 1, see section 4."),
         ("m is the maximum of the tile alone", MAXIMUM, "s.max(axis=1, keepdims=True)",
          "The running maximum never falls: take the larger of the two, see section 4."),
-        ("lse is without the logarithm", LSE, "m_ref[...] + l_ref[...]", "lse = m + log l: see section 4."),
     ),
 )  # fmt: skip
 
@@ -153,8 +152,6 @@ BLOCKS = Exercise(
         ("every block is fetched", TAKEN, "step", "Past the last block that is needed let it stay: see section 5."),
         ("the index stays one block too early", TAKEN, "min(step, max(0, last - 1))",
          "The block that holds the key of the last query is needed too: see section 5."),
-        ("the last block is that of the first query of the tile", LAST, "i * block_q // block_k",
-         "The last query of the tile sees furthest: see section 5."),
         ("both kinds of tiles are taken to be of one size", LAST, "i",
          "i counts tiles of queries, step counts tiles of keys: go by positions, see section 5."),
         ("the index of a block that is not needed is -1", TAKEN, "step if step <= last else -1",
@@ -265,8 +262,6 @@ AXES = Exercise(
     mistakes=(
         ("every axis is called parallel", SHARED, "False",
          "Programs that add to one block need its sum from the step before: see section 8."),
-        ("every axis is called arbitrary", SHARED, "True",
-         "Programs that share neither block nor scratch may go in any order: see section 8."),
         ("only the last axis is called arbitrary", SHARED, "axis == len(grid) - 1",
          "An axis is arbitrary if programs along it share a block, wherever it stands: see section 8."),
         ("only the first two programs of an axis are compared", ALL, f"{ALONG} and program[axis] < 2",

@@ -31,8 +31,6 @@ GRIDS = Exercise(
          "dk and dv belong to a key head, and one program adds up its whole group: see section 5."),
         ("the forward kernel has a program for each key head", "N * B", "K * B",
          "Each query head has programs of its own, and those of a group read the same keys: see section 2."),
-        ("the lengths are mixed up", ("T // block_q", "S // block_k"), ("S // block_q", "T // block_k"),
-         "The forward kernel cuts the T queries, dkv the S keys: see the task."),
     ),
 )  # fmt: skip
 
@@ -70,8 +68,6 @@ POINTERS = Exercise(
          "It is the tile that is padded: in the array a head has H elements, see section 3."),
         ("the padding of a head counts as inside", " & (columns < H)", " & (columns < head_padded)",
          "Columns from H on belong to the next head: they are masked, see section 3."),
-        ("rows over the end count as inside", "(rows < T)[:, None]", "(rows >= 0)[:, None]",
-         "Positions are 0 to T - 1, and what comes after them is masked: see section 3."),
     ),
 )  # fmt: skip
 
@@ -106,8 +102,6 @@ KEY_RANGES = Exercise(
          "The last query sees q_start + block_q keys: round up to the tiles that they touch, and add none."),
         ("the causal mask is left out", "if is_causal:", "if False:",
          "With is_causal, query i sees keys 0 to i: see section 4."),
-        ("the second number says how many tiles are masked", "return full, stop", "return full, stop - full",
-         "`stop` is where the masked tiles end, counted from the first tile of all: see section 4."),
     ),
 )  # fmt: skip
 

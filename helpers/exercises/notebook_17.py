@@ -107,8 +107,6 @@ HELD = Exercise(
     mistakes=(
         ("the registers are in the other order", "row // 8 + 2 * (column // 8)", "column // 8 + 2 * (row // 8)",
          "Register 1 is eight rows down, register 2 eight columns to the right: see section 6."),
-        ("the columns of a lane are four apart", ("column % 8 // 2", "column % 2"), ("column % 4", "column % 8 // 4"),
-         "A lane's two elements are neighbours: columns 2 t and 2 t + 1."),
         ("rows are dealt in pairs", ("row % 8", "row // 8"), ("row // 2", "row % 2"), "A lane has rows g and g + 8."),
         ("the rows of a lane are not counted from 0 again at 8", "(row % 8)", "row",
          "There are 32 lanes: row g + 8 belongs to the lanes of row g."),
@@ -156,8 +154,6 @@ PASSES = Exercise(
         ("all different words are counted", MOST, "len(banks)", "Words in different banks come in the same pass."),
         ("the banks that are used are counted", MOST, "len(set(banks))",
          "Many banks are good: what counts is the one bank that is asked for most words."),
-        ("a bank has a row of 32 words", "% 32", "// 32",
-         "Neighbouring words are in different banks: word w is in bank w modulo 32, not w // 32."),
     ),
 )  # fmt: skip
 
