@@ -46,7 +46,7 @@ def tile_range(i, T, S, block_q, block_k, left=None):
     return first_key // block_k, -(-stop_key // block_k)
 
 
-_FIRST, _STOP = "first_key // block_k", "-(-stop_key // block_k)"
+_STOP = "-(-stop_key // block_k)"
 
 BOUNDS = Exercise(
     solution=tile_range, title="The bounds of the loop", outputs=("(first, stop)",),
@@ -295,17 +295,6 @@ def _expected_forward(q, k, v, is_causal, *blocks):
     return out, lse.swapaxes(1, 2), whole.AS_ASKED
 
 
-_UPDATE = (  # slips in the update of the state
-    ("acc is not rescaled by alpha", "alpha[:, None] * acc", "acc",
-     "What acc holds was measured from the old maximum, just like l: reread the equations of section 2."),
-    ("l is not rescaled by alpha", "alpha * l", "l",
-     "What l holds was measured from the old maximum, just like acc: reread the equations of section 2."),
-    ("p is taken with the old maximum", "s - m_new[:, None]", "s - m[:, None]",
-     "Compute the new maximum first and subtract that one: reread the equations of section 2."),
-    ("acc is divided by l inside the loop", "l, acc\n", "l, acc / l[:, None]\n",
-     "The division comes once, after the loop: reread the equations of section 2."),
-)  # fmt: skip
-
 FORWARD = Exercise(
     solution=forward, title="The forward kernel, whole", outputs=("out", "lse", "how it was made"),
     cases=_forward_cases, run=_run_forward, expected=_expected_forward, tolerance=1e-4, building_block="forward",
@@ -313,9 +302,15 @@ FORWARD = Exercise(
     tried="T below and above S, ragged ends, unequal tiles, grouped heads, causal and not, float32 and bfloat16, "
           "logits from -400 to 200; replayed, and run once with your default tiles",
     mistakes=(
-        *_UPDATE,
-        *GQA.mistakes[:4],
-        *FINISH.mistakes[4:5],
+        ("acc is not rescaled by alpha", "alpha[:, None] * acc", "acc",
+         "What acc holds was measured from the old maximum, just like l: reread the equations of section 2."),
+        ("l is not rescaled by alpha", "alpha * l", "l",
+         "What l holds was measured from the old maximum, just like acc: reread the equations of section 2."),
+        ("acc is divided by l inside the loop", "l, acc\n", "l, acc / l[:, None]\n",
+         "The division comes once, after the loop: reread the equations of section 2."),
+        *GQA.mistakes[:2],
+        *FINISH.mistakes[1:2],
+        ("the logits are not scaled", " / math.sqrt(H)", "", "s = q kᵀ / √H: see the equations of section 1."),
         ("the causal mask is missing", "& (cols[None, :] <= rows[:, None])", "",
          "Skipping tiles is not enough: in those on the diagonal the keys after a query get −∞, see section 5."),
         ("no tile is skipped", "if is_causal else S", "if False else S",

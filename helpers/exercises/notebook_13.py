@@ -84,7 +84,6 @@ def _step_cases():
 STORE, TAKE = "key_cache[length], value_cache[length] =", "[: length + 1]"  # in the solution
 COPIED = "    key_cache, value_cache = key_cache.copy(), value_cache.copy()\n"
 SEEN = "    keys, values = key_cache[: length + 1], value_cache[: length + 1]\n"
-LARGEST, TOTAL = "s.max(axis=-1, keepdims=True)", "p.sum(axis=-1, keepdims=True)"
 
 STEP = Exercise(
     solution=one_step, title="One step with a cache", outputs=("out", "key_cache", "value_cache"), cases=_step_cases,
@@ -137,7 +136,7 @@ def _merge_cases():
     return cases
 
 
-RESULT, LSE, DIVISOR = "return out", "m + np.log(total)", "np.where(total == 0, 1, total)"  # in the solution
+RESULT, LSE = "return out", "m + np.log(total)"  # in the solution
 
 MERGE = Exercise(
     solution=merge_splits, title="Merge by lse", outputs=("out", "lse"), cases=_merge_cases,

@@ -231,7 +231,7 @@ def shortest_share(N, K, itemsize, flops, bandwidth):
     return int(-(-t // 1))
 
 
-TIMES, ROUNDED = "itemsize * K * flops / (2 * N * bandwidth)", "int(-(-t // 1))"  # in the solution
+ROUNDED = "int(-(-t // 1))"  # in the solution
 
 SHARE = Exercise(
     solution=shortest_share, title="How long must a share be?", outputs=("positions",),

@@ -45,7 +45,7 @@ def pointers(rows, b, n, T, N, H, head_padded):
     return offsets, mask
 
 
-ROW, BATCH = "rows[:, None] * (N * H)", "b * T * N * H"  # in the solution
+ROW = "rows[:, None] * (N * H)"  # in the solution
 
 POINTERS = Exercise(
     solution=pointers, title="Pointers of a tile", outputs=("offsets", "mask"),
