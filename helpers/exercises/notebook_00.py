@@ -28,10 +28,6 @@ ATTEND = Exercise(
     mistakes=(
         ("the logits are not scaled", " / np.sqrt(len(q))", "",
          "Divide q · k by the square root of H: see the formula of the exercise."),
-        ("the logits are divided by H instead of its square root", "np.sqrt(len(q))", "len(q)",
-         "See the formula of the exercise."),
-        ("the exponential is missing, so that the logits themselves are the weights", "np.exp(s)", "s",
-         "w is e to the power of s, divided by the sum: see the formula of the exercise."),
         ("the weights are divided by their number instead of their sum", "p.sum()", "len(p)",
          "The weights of a query must add up to one: divide by w.sum(), see section 1."),
         ("the keys are added up instead of the values", "p @ v", "p @ k",

@@ -56,10 +56,6 @@ ATTENTION = Exercise(
     mistakes=(
         ("the logits are not scaled", " / np.sqrt(q.shape[-1])", "",
          "Divide by the square root of H: reread section 2."),
-        ("the mask is forgotten", "if is_causal", "if False",
-         "Where is_causal is True, query i must not see keys after i: reread section 3."),
-        ("a query cannot see the key at its own position", "<=", "<",
-         "Query i sees keys j ≤ i, its own position included: reread section 3."),
         ("a query sees one key too many, the one after its own position", "[:, None]", "[:, None] + 1",
          "Query i sees keys j ≤ i; np.triu with k=1 begins right after the diagonal: reread section 3."),
         ("the mask hides the past and shows the future", "<=", ">=",

@@ -69,11 +69,13 @@ def _update_cases():
     def case(label, before, block_k, H, s=None):
         s = random.standard_normal(before + block_k) if s is None else s
         v = random.standard_normal((before + block_k, H))
-        return Case(f"{label}, block_k={block_k}, H={H}", (s[:before], v[:before], s[before:], v[before:]))
+        return Case(
+            f"{label}, block_k={block_k}, H={H}", (*_definition(s[:before], v[:before]), s[before:], v[before:])
+        )
 
     rising, falling = np.arange(9.0), np.arange(9.0)[::-1]
     return [
-        Case("tile 2 of the hand case", (HAND_S[:2], HAND_V[:2], HAND_S[2:], HAND_V[2:])),
+        Case("tile 2 of the hand case", (*_definition(HAND_S[:2], HAND_V[:2]), HAND_S[2:], HAND_V[2:])),
         case("the first tile of a row", 0, 3, 2),
         case("the first tile of a row, logits near -1000", 0, 4, 2, -1000 + np.arange(4.0)),
         case("3 keys before", 3, 2, 4),
@@ -86,13 +88,9 @@ def _update_cases():
     ]
 
 
-def _run_update(answer, s_before, v_before, s, v):
-    return answer(*_definition(s_before, v_before), s, v)
-
-
 UPDATE = Exercise(
     solution=update, title="The update", outputs=("m", "l", "acc"),
-    cases=_update_cases, run=_run_update,
+    cases=_update_cases,
     tried="tiles of 2 to 5 keys, maximum first, in the middle and last, logits near 1000 and -1000, a steep rise",
     mistakes=(
         ("neither l nor acc is rescaled", "alpha * ", "",
@@ -122,7 +120,8 @@ def merge(a, b):
     return m, alpha * l_a + beta * l_b, alpha[:, None] * acc_a + beta[:, None] * acc_b
 
 
-def _merge_cases():
+def _two_parts():
+    """(label, (s, v) of a, (s, v) of b), the logits and values of the keys of two parts."""
     random = np.random.default_rng(22)
 
     def case(label, rows, a, b, H, shift_a=0.0, shift_b=0.0, spread=1.0, hidden=False):
@@ -131,11 +130,12 @@ def _merge_cases():
         if hidden:
             s_a[0] = s_b[1] = -np.inf
         v = random.standard_normal((a + b, H))
-        return Case(f"{label}, rows={rows}, H={H}", (s_a, v[:a], s_b, v[a:]))
+        return f"{label}, rows={rows}, H={H}", (s_a, v[:a]), (s_b, v[a:])
 
+    hand_a, hand_b = (HAND_S[None, :2], HAND_V[:2]), (HAND_S[None, 2:], HAND_V[2:])
     return [
-        Case("the hand case", (HAND_S[None, :2], HAND_V[:2], HAND_S[None, 2:], HAND_V[2:])),
-        Case("the hand case the other way round", (HAND_S[None, 2:], HAND_V[2:], HAND_S[None, :2], HAND_V[:2])),
+        ("the hand case", hand_a, hand_b),
+        ("the hand case the other way round", hand_b, hand_a),
         case("3 and 5 keys", 4, 3, 5, 2, spread=2.0),
         case("nothing and 4 keys", 3, 0, 4, 2),
         case("4 keys and nothing", 3, 4, 0, 2),
@@ -149,13 +149,13 @@ def _merge_cases():
     ]
 
 
-def _run_merge(answer, s_a, v_a, s_b, v_b):
-    return answer(_definition(s_a, v_a), _definition(s_b, v_b))
+def _merge_cases():
+    return [Case(label, (_definition(*a), _definition(*b))) for label, a, b in _two_parts()]
 
 
 MERGE = Exercise(
     solution=merge, title="Merge two states", outputs=("m", "l", "acc"),
-    cases=_merge_cases, run=_run_merge,
+    cases=_merge_cases,
     tried="1 to 5 rows, either part the larger, either part empty, logits near 1000 and -1000",
     mistakes=(
         ("the sums are added as they are", ("alpha * ", "beta * ", "alpha[:, None] * ", "beta[:, None] * "), ("",) * 4,
@@ -279,24 +279,17 @@ def merge_by_lse(out_a, lse_a, out_b, lse_b):
 
 
 def _lse_cases():
-    """Those of the other merge, and rows in which neither part saw a key."""
-    nothing, v = np.full((3, 2), -np.inf), np.arange(12.0).reshape(4, 3)
-    some = np.array([[-np.inf, -np.inf], [-np.inf, -np.inf], [0.5, -1.5]])
-    other = np.array([[2.0, 1.0], [-np.inf, -np.inf], [0.25, 3.0]])
-    return [
-        *_merge_cases(),
-        Case("neither saw a key, rows=3, H=3", (nothing, v[:2], nothing, v[2:])),
-        Case("rows 0 and 1 of a and row 1 of b saw no key, rows=3, H=3", (some, v[:2], other, v[2:])),
-    ]
-
-
-def _run_lse(answer, s_a, v_a, s_b, v_b):
-    return answer(*_out_and_lse(s_a, v_a), *_out_and_lse(s_b, v_b))
+    """The same parts, and rows in which neither saw a key."""
+    v = np.arange(12.0).reshape(4, 3)
+    none, some = np.full((3, 2), -np.inf), np.array([[2.0, 1.0], [-np.inf, -np.inf], [0.25, 3.0]])
+    more = [("neither saw a key, rows=3, H=3", (none, v[:2]), (none, v[2:]))]
+    more += [("only b saw keys, none of them in row 1, rows=3, H=3", (none, v[:2]), (some, v[2:]))]
+    return [Case(label, (*_out_and_lse(*a), *_out_and_lse(*b))) for label, a, b in [*_two_parts(), *more]]
 
 
 MERGE_BY_LSE = Exercise(
     solution=merge_by_lse, title="Merge by lse", outputs=("out", "lse"),
-    cases=_lse_cases, run=_run_lse,
+    cases=_lse_cases,
     tolerance=2e-4,  # float32 rounds an lse near 1000 to four digits behind the point
     tried="uneven parts, logits near 1000 and -1000, parts that saw no key",
     mistakes=(

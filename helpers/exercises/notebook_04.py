@@ -55,8 +55,6 @@ INDEX_MAP = Exercise(
          "Programs (i, 0) and (i, 1) read the same block: see the picture of the exercise."),
         ("i is halved instead of j", "j // 2, i", "j, i // 2",
          "Neighbours in j share a block, neighbours in i do not: see the picture of the exercise."),
-        ("j % 2 stands where j // 2 should", "j // 2", "j % 2",
-         "The remainder makes programs alternate; the quotient makes neighbours share."),
     ),
 )  # fmt: skip
 

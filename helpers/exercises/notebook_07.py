@@ -10,16 +10,13 @@ from jax import lax
 
 from helpers.exercises import oracles, tile_bounds
 from helpers.exercises.exercise import Case, Complaint, Exercise, shaped, table
+from helpers.exercises.notebook_03 import tiled_attention
 from helpers.exercises.notebook_06 import flash_backward
 from helpers.exercises.whole_backward import FLASH_ATTENTION, KEY_GRADIENTS, OF_A_PAIR, QUERY_GRADIENTS
 
 
 def _float32(array):
     return np.asarray(array, np.float32)
-
-
-def _gradients(*arrays, **options):
-    return tuple(map(_float32, oracles.gradients(*arrays, **options)))
 
 
 # 7.1
@@ -84,7 +81,6 @@ def _run_body(names, answer, q, k, v, do, scale, block_q, block_k):
 DKV = Exercise(
     solution=one_query_tile, title="The body of the dk and dv kernel", outputs=("dk", "dv"),
     cases=functools.partial(_body_cases, 71), run=functools.partial(_run_body, ("dk", "dv")),
-    expected=lambda q, k, v, do, scale, *_: _gradients(q, k, v, do, scale=scale)[1:],
     tolerance=2e-4,  # float32, and base two, round logits of 120
     tried="1 to 3 tiles of queries, 2 or 3 of keys, T above and below S, logits near 0, 120 and -120, a scale below 0",
     mistakes=(
@@ -118,7 +114,6 @@ def one_key_tile(q, k, v, do, lse, delta, scale, dq):
 DQ = Exercise(
     solution=one_key_tile, title="The body of the dq kernel", outputs=("dq",),
     cases=functools.partial(_body_cases, 72), run=functools.partial(_run_body, ("dq",)),
-    expected=lambda q, k, v, do, scale, *_: _gradients(q, k, v, do, scale=scale)[0],
     tolerance=2e-4,  # float32, and base two, round logits of 120
     tried="1 to 3 tiles of queries, 2 or 3 of keys, T above and below S, logits near 0, 120 and -120, a scale below 0",
     mistakes=(
@@ -167,6 +162,11 @@ def _wiring_cases():
     return cases
 
 
+def _forward_kernels(q, k, v):
+    """(out, lse), in NumPy: while JAX waits for it, JAX must not be asked."""
+    return tiled_attention(q, k, v, 1 / math.sqrt(q.shape[1]), len(q), len(k))
+
+
 def _backward_kernels(q, k, v, out, lse, dout):
     """(dq, dk, dv), in NumPy."""
     return flash_backward(q, k, v, out, lse, dout, 1 / math.sqrt(q.shape[1]), len(q), len(k))
@@ -187,7 +187,7 @@ def _run_wiring(answer, q, k, v, weight):
         return jax.pure_callback(run, results, *arguments, vmap_method="sequential")
 
     def forward(q, k, v):
-        return launch(oracles.attention, [q.shape, q.shape[:1]], q, k, v)
+        return launch(_forward_kernels, [q.shape, q.shape[:1]], q, k, v)
 
     def backward(q, k, v, out, lse, dout):
         shapes = dict.fromkeys(("q", "k", "v", "out", "lse", "dout"), weight.shape) | {"lse": weight.shape[:1]}
@@ -209,7 +209,7 @@ def _run_wiring(answer, q, k, v, weight):
     launches.clear()
     gradients, out = jax.grad(loss, (0, 1, 2), has_aux=True)(*arrays)
     results = [np.asarray(array) for array in (alone, out, *gradients)]
-    return *results, launches.count(oracles.attention), launches.count(_backward_kernels)
+    return *results, launches.count(_forward_kernels), launches.count(_backward_kernels)
 
 
 BACKWARD, KEPT = "return backward(*residuals, dout)", "return out, (q, k, v, out, lse)"  # lines of the solution

@@ -26,7 +26,7 @@ ROW_BY_ROW = "Every row has a level of its own, and far below the maximum exp is
 
 MERGE = Exercise(
     solution=merge_shares, title="Two parts of a sum", outputs=("out", "lse"),
-    cases=MERGE_BY_LSE.cases, run=MERGE_BY_LSE.run, tolerance=MERGE_BY_LSE.tolerance,
+    cases=MERGE_BY_LSE.cases, tolerance=MERGE_BY_LSE.tolerance,
     tried="parts of different weight, logits near 1000 and -1000, rows without a key in one part and in both",
     mistakes=(
         ("-inf is subtracted from -inf in a row that sees no key in either part", GUARDED, "lse",

@@ -35,11 +35,10 @@ NAMES = {
     "exp": "exp2",
     "median": "mean",
     "mean": "sum",
-    "sum": "max",
+    "sum": "mean",
     "zeros": "ones",
     "zeros_like": "ones_like",
     "float32": "float16",
-    "inf": "pi",
     "sqrt": "square",
     "True": "False",
 }
@@ -135,6 +134,8 @@ def _variants(node):
                 yield "a number is half of what it should be", ast.Constant(node.value // 2)
         case ast.Attribute(value, "T"):
             yield f"`{_short(value)}` is not transposed", value
+        case ast.Attribute(attr="inf"):
+            yield "0 stands where an infinity belongs", ast.Constant(0.0)
         case ast.Attribute(attr=attr) if attr in NAMES:
             yield f"`{NAMES[attr]}` stands where `{attr}` belongs", _with(node, attr=NAMES[attr])
         case ast.Name(id=name) if name in NAMES and isinstance(node.ctx, ast.Load):
