@@ -240,7 +240,6 @@ def _judge_break(result, case):
 
 # What breaks the shortcuts in the solution: parts of it, of which the mistakes change one or the other.
 HIGH, LOW, FALL = "np.full(block_k, 100.0)", "np.full(block_k, -200.0)", "np.concatenate([first, second])"
-STARTS = "np.zeros(block_k), np.full(block_k, -100.0)"
 
 BREAK = Exercise(
     solution=rows_that_break, title="Break the shortcuts", outputs=("rows",),
@@ -263,7 +262,7 @@ BREAK = Exercise(
          LOW, "np.full(block_k, -50.0)",
          "Let every e^s in it vanish in float32, which is sure below -104: see section 1."),
         ("the row for “tile max” has the same length whatever block_k is, and may lie in a single tile",
-         STARTS, "np.zeros(8), np.full(8, -100.0)",
+         "np.zeros(block_k), np.full(block_k, -100.0)", "np.zeros(8), np.full(8, -100.0)",
          "A fall from one tile to the next takes two tiles: let the length depend on block_k."),
     ),
 )  # fmt: skip

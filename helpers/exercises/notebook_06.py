@@ -8,8 +8,6 @@ from helpers.exercises import oracles
 from helpers.exercises.exercise import Case, Exercise, table
 from helpers.exercises.watched import exceeds, kept, staged, watch
 
-LOOK_AT_DS = "dv is right and dq and dk are wrong, so look at ds: "
-
 
 def _normal(random, *shape):
     """Normal numbers that float32 holds exactly, as float64."""
@@ -265,7 +263,8 @@ TILED = Exercise(
     tolerance=1e-4,  # float32 rounds an lse near 1000 to four digits behind the point
     tried="ragged tiles, uneven block sizes, T above and below S, peaked weights, logits near 1000 and -1000",
     mistakes=(
-        ("delta is missing", "(dp - delta[rows, None])", "dp", LOOK_AT_DS + "it is p * (dp - delta), see section 2."),
+        ("delta is missing", "(dp - delta[rows, None])", "dp",
+         "dv is right and dq and dk are wrong, so look at ds: it is p * (dp - delta), see section 2."),
         ("the scale is missing in dq and dk", "+= scale * ", "+= ",
          "dv is right, and dq and dk are wrong by one constant factor: s = scale q kᵀ, see section 3."),
         ("p is the softmax of one tile",

@@ -250,8 +250,6 @@ LOSS = Exercise(
         ("the logarithm is taken of a probability that has rounded to zero",
          (LSE, "right = logits", f"{LOSS_OF_EACH}.mean()"), (SOFTMAX, "right = p", "-np.log(right).mean()"),
          "Subtract logarithms, lse - logit, instead of taking the logarithm of a quotient: see section 4."),
-        ("the maximum is taken off and not added back", "m[:, 0] + ", "",
-         "lse = m + log l: the unit must come back, see section 4."),
         ("the losses of all tokens are averaged, not that of the target alone",
          "logits[np.arange(len(targets)), targets]", "logits.mean(axis=-1)",
          "Take the logit at `targets` from each row: see hint 2."),

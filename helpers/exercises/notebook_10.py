@@ -95,7 +95,6 @@ def _simulated(memory, computing):
 # Parts of the solution, which the mistakes change.
 AWAIT = '            if j >= stages:\n                yield Wait("free", slot)\n'
 FETCH = '            yield Fetch("tile", slot, j, "loaded")\n'
-READ = '            yield Read("tile", slot)\n'
 ARRIVE = '            yield Arrive("free", slot)\n'
 
 RING = Exercise(
@@ -170,8 +169,6 @@ SMEM = Exercise(
     mistakes=(
         ("o_smem is forgotten, or the next tile of queries", "3 * warpgroups", "2 * warpgroups",
          "There are three tiles of that size: q, the next q, and out on its way to GMEM: see section 7."),
-        ("lse_smem is forgotten", "4 * (warpgroups + 1) * block_q + ", "",
-         "One float32 for each query leaves through SMEM too: see section 7."),
         ("the barriers are forgotten", (" + 8 * (warpgroups + 1)", " + 4 * 8"), ("", ""),
          "A barrier is 8 bytes of SMEM: one for each warpgroup's q, four for each slot, one more: see section 7."),
         ("each warpgroup has rings of its own", "2 * block_k", "2 * warpgroups * block_k",
@@ -279,11 +276,6 @@ PIPELINE = Exercise(
          ("        yield product_with_v(j - 1)\n", "yield softmax(j)"),
          ("", "yield softmax(j)\n        yield product_with_v(j - 1)"),
          "Order the product with v of the tile before as well, and then await the older of the two: see section 11."),
-        ("the last product with v is forgotten", "    yield product_with_v(steps - 1)\n", "",
-         "Products with v run one tile late, so one is left when the loop ends: see section 11."),
-        ("the product with v is not awaited at the end of a step",
-         "softmax(j)\n        yield Drain(0)", "softmax(j)",
-         "The next p goes into the registers that it still reads: end each step with Drain(0), see section 11."),
     ),
 )  # fmt: skip
 
@@ -371,8 +363,6 @@ BALANCE = Exercise(
          "The last ones may be the longest, and nothing is left to even them out: sort them first, see section 12."),
         ("tiles are cut into blocks of neighbours", _in_blocks,
          "Neighbouring tiles have similar lengths, so one program gets all the long ones: see section 12."),
-        ("the shortest tiles come first", ", reverse=True", "",
-         "Short tiles are good for filling up at the end, so keep them for last: see section 12."),
         ("every turn is dealt from the same end, or gives one tile to whoever has fewest", "turn[::-1]", "turn",
          "One program has the longest tile of every turn: go back and forth, or longest first to whoever has least."),
         ("the tiles of the last, incomplete turn are dropped",

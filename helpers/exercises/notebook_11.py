@@ -80,8 +80,6 @@ GUESS = Exercise(
          "That is what the guess is to save: only the first tile is looked at, see section 4."),
         ("only the first tile is summed", "np.exp(s - m)", "np.exp(s[:block_k] - m)",
          "The guess comes from the first tile, the sum is of the whole row: see the exercise."),
-        ("the headroom is taken as a power of e", "headroom * np.log(2)", "headroom",
-         "It is given in powers of two: see the text of the exercise."),
         ("only the number of keys bounds the sum", "min(len(s), most)", "len(s)",
          "No p may leave the range of float16, however many keys there are: `most` bounds l as well, see section 4."),
         ("only `most` bounds the sum", "min(len(s), most)", "most",

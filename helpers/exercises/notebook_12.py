@@ -85,8 +85,6 @@ SMEM = Exercise(
          "It is kept for two steps, however many slots the rings have: see section 2."),
         ("the ds of one warpgroup only is counted", "block_k * block_q", "64 * block_q",
          "`ds` is a tile of all keys of the program, 64 for each warpgroup: see the exercise."),
-        ("the delayed order needs nothing more", "stages + delayed", "stages",
-         "In the delayed order q is still needed one step later, for dk: see section 5."),
     ),
 )  # fmt: skip
 
@@ -245,8 +243,6 @@ VISITED = Exercise(
     ),
     tried="one to four tiles of queries, one to ten programs, square and oblong tiles, lengths that fit no tile",
     mistakes=(
-        ("two programs are enough for the mistake", "programs >= 3", "programs >= 2",
-         "With two programs `first` is the number of the tile itself, and there is no select: see section 11."),
         ("all programs of such a call visit the tiles 0 and 2", " and tile == 0", "",
          "The others have a single step, and that is right: see section 11."),
         ("the card visits what the source says", "[0, 2] if hit else written", "written",

@@ -197,8 +197,6 @@ PLACES = Exercise(
          "t // page counts whole pages, t % page is the place in the last one: see section 7."),
         ("every sequence is looked up in every row of the table", ENTRY, "table[:, positions // page]",
          "table[:, j] is a whole table: with table[np.arange(B), j] each sequence has its own row, see hint 1."),
-        ("the slot is forgotten", PLACE, "numbers * page",
-         "Within its page the token is in slot t % page: see section 7."),
     ),
 )  # fmt: skip
 
@@ -216,7 +214,7 @@ def fit(layers, K, H, itemsize, memory, tokens, longest, page):
     }
 
 
-RESERVED, PAGED, PAGES = "memory // (longest * token)", "pages // pages_of_a_sequence", "-(-tokens // page)"
+RESERVED, PAGED = "memory // (longest * token)", "pages // pages_of_a_sequence"
 
 FIT = Exercise(
     solution=fit, title="How many sequences fit", outputs=("result",), tolerance=1e-9,
@@ -239,8 +237,6 @@ FIT = Exercise(
         ("the last page of a sequence counts by its tokens, as if others could use its rest",
          PAGED, "memory // (tokens * token)",
          "A sequence holds whole pages: round tokens / page up, see section 7."),
-        ("the last page of a sequence is forgotten where it is not full", PAGES, "max(1, tokens // page)",
-         "A sequence holds whole pages: round tokens / page up, see section 7."),
     ),
 )  # fmt: skip
 
@@ -261,7 +257,6 @@ def make_room(table, length, counts, free, page):
 
 
 OPENS, SHARED = "length % page == 0", "counts[table[-1]] > 1"  # in the solution
-LEAVES = "        copied = table[-1]\n        counts[copied] -= 1\n"
 
 ROOM = Exercise(
     solution=make_room, title="Room for one more token", outputs=("result",), tolerance=1e-9,
@@ -281,15 +276,13 @@ ROOM = Exercise(
     mistakes=(
         ("a shared page is written into, where the other sequences will write their own tokens", SHARED, "False",
          "Where others hold the last page too, copy it before writing: see section 8."),
-        ("the last page is copied whether it is shared or not", f"elif {SHARED}", "else",
-         "A page that nobody else holds needs no copy: look at its count, see section 8."),
         ("the last page counts as shared because an earlier one is",
          SHARED, "any(counts[number] > 1 for number in table)",
          "Only the last page is written into: look at its count, see section 8."),
         ("a new page is taken one token too early", OPENS, "(length + 1) % page == 0",
          "Token number `length` opens a page where length is a multiple of page: see section 8."),
         ("the number of the copy is returned instead of that of its source",
-         LEAVES, "        copied = free[-1]\n        counts[table[-1]] -= 1\n",
+         ("copied = table[-1]", "counts[copied] -"), ("copied = free[-1]", "counts[table[-1]] -"),
          'The caller needs to know what to copy: "copied" is the source, see the text of the exercise.'),
     ),
 )  # fmt: skip

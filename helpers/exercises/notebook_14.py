@@ -153,9 +153,6 @@ def zigzag(devices, share, device):
     return np.concatenate([early * half + within, late * half + within])
 
 
-LATE = "2 * devices - 1 - device"  # in the solution
-BOTH = "np.concatenate([early * half + within, late * half + within])"
-
 ZIGZAG = Exercise(
     solution=zigzag, title="Zigzag", outputs=("positions",),
     cases=table(
@@ -165,9 +162,10 @@ ZIGZAG = Exercise(
     ),
     tried="one to eight devices, first, middle and last",
     mistakes=(
-        ("every device has a contiguous share", BOTH, "device * share + np.arange(share)",
+        ("every device has a contiguous share",
+         "np.concatenate([early * half + within, late * half + within])", "device * share + np.arange(share)",
          "That is the contiguous layout: two pieces of half the share, see section 5."),
-        ("the second piece is the i-th of the second half", LATE, "devices + device",
+        ("the second piece is the i-th of the second half", "2 * devices - 1 - device", "devices + device",
          "Then the last device has the last piece of each half, and the most work: it is mirrored, see section 5."),
         ("pieces begin at multiples of `share`, not of half as many", "* half", "* share",
          "There are 2D pieces for D shares, so a piece is half a share: see section 5."),
@@ -231,8 +229,6 @@ def shortest_share(N, K, itemsize, flops, bandwidth):
     return int(-(-t // 1))
 
 
-ROUNDED = "int(-(-t // 1))"  # in the solution
-
 SHARE = Exercise(
     solution=shortest_share, title="How long must a share be?", outputs=("positions",),
     cases=table(
@@ -244,7 +240,7 @@ SHARE = Exercise(
     mistakes=(
         ("only the keys travel", "2 * N", "4 * N", "Values travel too: two arrays, see section 7."),
         ("only half of the operations is counted", "2 * N", "N", "Two products, 4 H operations a pair: see section 7."),
-        ("a share that comes out whole is given one position more", ROUNDED, "int(t) + 1",
+        ("a share that comes out whole is given one position more", "int(-(-t // 1))", "int(t) + 1",
          "Where both times are equal nothing is waited for: a share that comes out whole is long enough."),
     ),
 )  # fmt: skip

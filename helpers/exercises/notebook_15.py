@@ -98,8 +98,6 @@ WALK = Exercise(
     tried="one to three steps, tiles of queries one after another, logits from 500 to -100000, largest first and last",
     mistakes=(
         ("scratch is set at every step", "step == 0", "True", "Then only the last tile counts: see section 2."),
-        ("m begins with 0", "-jnp.inf", "0.0",
-         "Logits far below 0 lose their exponentials against it: begin with -inf, see section 2."),
         ("the result is written before the last tile is in it",
          ("    m = m_ref[...]\n", "acc_ref[...] / l_ref[...]", LSE),
          ("    m, l, acc = m_ref[...], l_ref[...], acc_ref[...]\n", "acc / l", "m + jnp.log(l)"),
@@ -139,7 +137,7 @@ def _judge_blocks(table, case):
     return None if moved == least else f"{moved} blocks are fetched on the walk, and {least} would do"
 
 
-LAST, TAKEN = "((i + 1) * block_q - 1) // block_k", "min(step, last)"  # in the solution
+TAKEN = "min(step, last)"  # in the solution
 
 BLOCKS = Exercise(
     solution=keys_in_place, title="A block that stays", outputs=("blocks",), run=_asked, judge=_judge_blocks,
@@ -152,8 +150,6 @@ BLOCKS = Exercise(
         ("every block is fetched", TAKEN, "step", "Past the last block that is needed let it stay: see section 5."),
         ("the index stays one block too early", TAKEN, "min(step, max(0, last - 1))",
          "The block that holds the key of the last query is needed too: see section 5."),
-        ("both kinds of tiles are taken to be of one size", LAST, "i",
-         "i counts tiles of queries, step counts tiles of keys: go by positions, see section 5."),
         ("the index of a block that is not needed is -1", TAKEN, "step if step <= last else -1",
          "An index map always names a block: name one that is there already, see section 5."),
         ("the index goes back to 0 where nothing is needed", TAKEN, "step if step <= last else 0",
@@ -200,7 +196,6 @@ def vmem_bytes(block_q, block_k, H, itemsize):
 
 
 TOTAL, ACC = "2 * streams + scratch", "4 * lanes * block_q"  # in the solution
-NO_BLOCK = "They are no block and no scratch: a step makes them and uses them up, see section 7."
 
 VMEM = Exercise(
     solution=vmem_bytes, title="What lies in VMEM", outputs=("bytes",),
@@ -214,10 +209,9 @@ VMEM = Exercise(
          "While one block is used the next is on its way: two buffers each, see section 7."),
         ("scratch has two buffers as well", TOTAL, "2 * (streams + scratch)",
          "Scratch does not stream, so there is one of it: see section 7."),
-        ("head_dim is not filled up to whole lanes", "-(-H // 128) * 128", "H",
-         "In VMEM a head of 64 is as wide as one of 128: see section 6."),
         ("acc has the dtype of the inputs", ACC, "itemsize * lanes * block_q", "Its sums are float32: see section 7."),
-        ("logits and rounded weights are counted", TOTAL, f"{TOTAL} + (4 + itemsize) * block_q * block_k", NO_BLOCK),
+        ("logits and rounded weights are counted", TOTAL, f"{TOTAL} + (4 + itemsize) * block_q * block_k",
+         "They are no block and no scratch: a step makes them and uses them up, see section 7."),
     ),
 )  # fmt: skip
 

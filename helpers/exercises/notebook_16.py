@@ -29,8 +29,6 @@ GRIDS = Exercise(
          "Add one only where something is left over: -(-T // block_q) does."),
         ("dkv has a program for each query head", "K * B", "N * B",
          "dk and dv belong to a key head, and one program adds up its whole group: see section 5."),
-        ("the forward kernel has a program for each key head", "N * B", "K * B",
-         "Each query head has programs of its own, and those of a group read the same keys: see section 2."),
     ),
 )  # fmt: skip
 
@@ -94,14 +92,11 @@ KEY_RANGES = Exercise(
     mistakes=(
         ("a tile counts as full if its last query sees all of it", "(q_start + 1) //", "(q_start + block_q) //",
          "The first query sees least: it decides, see section 4."),
+        ("the causal mask is left out", "if is_causal:", "if False:",
+         "With is_causal, query i sees keys 0 to i: see section 4."),
         ("the end of the keys is forgotten under a causal mask",
          "min(stop, -(-(q_start + block_q) // block_k))", "-(-(q_start + block_q) // block_k)",
          "There are only S keys, whatever a query could see: they limit both numbers, see section 4."),
-        ("a tile that no query sees is not skipped",
-         "-(-(q_start + block_q) // block_k)", "(q_start + block_q) // block_k + 1",
-         "The last query sees q_start + block_q keys: round up to the tiles that they touch, and add none."),
-        ("the causal mask is left out", "if is_causal:", "if False:",
-         "With is_causal, query i sees keys 0 to i: see section 4."),
     ),
 )  # fmt: skip
 

@@ -73,13 +73,12 @@ def _races_cases():
     ]
 
 
-SAME = "(epoch, index) == (when, where)"  # in the solution
-
 RACES = Exercise(
     solution=has_race, title="Find the race", outputs=("race",), cases=_races_cases,
     tried="reads and writes of one thread and of several, with and without a barrier, of one element and of several",
     mistakes=(
-        ("elements are not told apart", SAME, "epoch == when", "Both must touch the same index."),
+        ("elements are not told apart", "(epoch, index) == (when, where)", "epoch == when",
+         "Both must touch the same index."),
         ("only two writes race", ("where, _ in", "writes and same"), ("where, too in", "writes and too and same"),
          "A read beside a write races too: it sees the old value or the new one."),
         ("each touch is compared with earlier writes only",
