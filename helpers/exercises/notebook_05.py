@@ -294,8 +294,6 @@ FORWARD = Exercise(
          "What acc holds was measured from the old maximum, just like l: reread the equations of section 2."),
         ("l is not rescaled by alpha", "alpha * l", "l",
          "What l holds was measured from the old maximum, just like acc: reread the equations of section 2."),
-        ("acc is divided by l inside the loop", "l, acc\n", "l, acc / l[:, None]\n",
-         "The division comes once, after the loop: reread the equations of section 2."),
         *GQA.mistakes[:2],
         *FINISH.mistakes[1:2],
         ("the logits are not scaled", " / math.sqrt(H)", "", "s = q kᵀ / √H: see the equations of section 1."),

@@ -173,8 +173,6 @@ CHOICE = Exercise(
          "Tensor core and shared memory work at the same time, so the slower one decides: see section 4."),
         ("only shared memory counts", SLOWER_UNIT, "smem_bytes[kernel] / 128",
          "The tensor core does 4096 operations in a cycle, and that can be the slower side: see section 4."),
-        ("only the tensor core counts", SLOWER_UNIT, "flops[kernel] / 4096",
-         "Shared memory delivers 128 bytes in a cycle, and that can be the slower side: see section 4."),
         ("the choice is made before the exposed cycles are added",
          (" + exposed", "fused, split"), ("", "fused + exposed, split"),
          "They are part of what the fused form takes: compare after adding them."),
@@ -217,8 +215,6 @@ HALVING = Exercise(
          "Empty rows are multiplied as well: see the case worked by hand, T=320."),
         ("the products of a step are counted, not those of the whole walk", '"flops": steps / 2', '"flops": 1 / 2',
          "There are more steps: see the case worked by hand."),
-        ("the last tile is always full", "after / before", "2",
-         "Round the number of steps up, before and after: see the case worked by hand."),
     ),
 )  # fmt: skip
 

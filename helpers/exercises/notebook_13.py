@@ -228,9 +228,6 @@ FIT = Exercise(
     mistakes=(
         ("keys are counted and values forgotten", "2 * layers", "layers",
          "A token has a key and a value in each layer: a factor 2, see section 3."),
-        ("the number of sequences is rounded up",
-         (RESERVED, PAGED), ("-(-memory // (longest * token))", "-(-pages // pages_of_a_sequence)"),
-         "A part of a sequence is no sequence: round down."),
         ("the number of sequences is not rounded",
          (RESERVED, PAGED), ("memory / (longest * token)", "pages / pages_of_a_sequence"),
          "A part of a sequence is no sequence: divide with //."),

@@ -260,8 +260,6 @@ AXES = Exercise(
          "An axis is arbitrary if programs along it share a block, wherever it stands: see section 8."),
         ("only the first two programs of an axis are compared", ALL, f"{ALONG} and program[axis] < 2",
          "Programs further on may share a block as well: compare all, see section 8."),
-        ("only the two ends of an axis are compared", ALL, f"{ALONG} and program[axis] in (0, grid[axis] - 1)",
-         "Neighbours may share a block though the ends do not, such as heads of a group: see section 8."),
     ),
 )  # fmt: skip
 
