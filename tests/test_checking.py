@@ -81,6 +81,12 @@ def test_a_mistake_must_agree_on_every_case():
     assert judged(lambda x: (x * x if x.size > 1 else x + 7, x.sum())).mistake is None
 
 
+def test_a_slip_is_named_where_no_mistake_is_known():
+    named = judged(lambda x: (2 * x, x.mean()))
+    assert named.mistake == "`mean` stands where `sum` belongs" and "results are those of such a slip" in named.text
+    assert judged(lambda x: (2 * x, x.mean()), dataclasses.replace(DOUBLE, slow=True)).mistake is None
+
+
 def test_a_small_output_beside_a_large_one_must_agree_too():
     """And counts agree exactly: neither is near enough in the norm of both."""
     count = Exercise(

@@ -68,7 +68,8 @@ class Exercise:
     outputs: names of the parts of a tuple result, in order; the name of the result otherwise.
     tried: what the cases cover, completes "correct on N cases: …".
     mistakes: known wrong answers. Each is an edit of the solution, (when, old, new, advice), or, where an edit cannot
-      say it, (when, answer, advice). old and new may be tuples of as many parts.
+      say it, (when, answer, advice). old and new may be tuples of as many parts. At most twelve: those that
+      teach something. What is a slip in any code has a name without being listed, see `slips`.
     expected: the right result for the arguments of a case: an array or number, a string, a tuple
       of those, or a dict of those. A float64 result may make a verdict say that float32 is too little.
       By default the solution's.
