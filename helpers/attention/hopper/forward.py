@@ -84,14 +84,12 @@ def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, inter
     """Attention of a checked `Call` by the Hopper kernel.
 
     Returns out (B, T, N, H) in the dtype of query and lse (B, N, T) in float32; with keeps_low_bits also those of
-    out, int16 and of its shape. Where T and S are
-    multiples of eight and of at least one tile, H is one of HEAD_DIMS and the scale is positive, the
-    arrays are not copied, and lse only where T is no multiple of block_q.
-    tiles: a `Tiles`, or None for the fastest known. is_persistent: False gives each tile of queries a
-    program of its own. A program that waits for an SM, because a transfer from another GPU
-    occupies it, is then one of many; a persistent one would begin its whole share late.
-    interpret: False, or a `plgpu.InterpretGPUParams` that says how to run on a CPU.
-    NotImplementedError where `why_not` says why.
+    out, int16 and of its shape. Where T and S are multiples of eight and of at least one tile, H is one of HEAD_DIMS
+    and the scale is positive, the arrays are not copied, and lse only where T is no multiple of block_q.
+    tiles: a `Tiles`, or None for the fastest known. is_persistent: False gives each tile of queries a program of its
+    own. A program that waits for an SM, because a transfer from another GPU occupies it, is then one of many; a
+    persistent one would begin its whole share late. interpret: False, or a `plgpu.InterpretGPUParams` that says how to
+    run on a CPU. NotImplementedError where `why_not` says why.
     """
     problem = call.problem
     if reason := why_not(problem):
@@ -131,11 +129,11 @@ def _launch(problem, tiles, arrays, interpret):
         "out": ExactOut if keeps_low_bits else RoundedOut,
         "interpret": bool(interpret),
     }
-    names = ["q", "k", "v", *["constants"] * keeps_low_bits, "out", "lse", *["low"] * keeps_low_bits]
 
-    def body(*refs_and_scratch):
-        *refs, smem = refs_and_scratch
-        forward_kernel(Refs(**dict(zip(names, refs, strict=True))), smem, **options)
+    def body(q, k, v, *others):
+        *others, smem = others
+        constants, out, lse, low = others if keeps_low_bits else (None, *others, None)
+        forward_kernel(Refs(q, k, v, out, lse, constants, low), smem, **options)
 
     rows = pl.cdiv(problem.T, tiles.block_q) * tiles.block_q
     out_type = jax.ShapeDtypeStruct(arrays[0].shape, problem.dtype)

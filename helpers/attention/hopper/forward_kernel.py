@@ -118,14 +118,23 @@ class Turn(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Program:
-    """A program, as its warpgroup number `me` sees it. tiles: see `forward.Tiles`."""
+class Part:
+    """What a part of the kernel works with, in warpgroup number `me` of a program.
+
+    tiles: see `forward.Tiles`.
+    """
 
     problem: Problem
     tiles: NamedTuple
     refs: Refs
     smem: Scratch
     me: jax.Array
+
+
+@dataclass(frozen=True)
+class Program(Part):
+    """A program, as one of its warpgroups sees it."""
+
     scheduler: TileScheduler
     turns: jax.Array  # how many it has
     softmax: "RunningMaximum"
@@ -159,8 +168,8 @@ def forward_kernel(refs, smem, *, problem, tiles, programs, softmax, out, interp
     index, me = lax.axis_index("program"), lax.axis_index("warpgroup")
     scheduler = TileScheduler(problem, tiles, programs, index)
     own = problem, tiles, refs, smem, me
-    parts = scheduler, scheduler.turns, softmax(*own), out(*own)
-    program = Program(*own, *parts, interpret)
+    own_parts = softmax(*own), out(*own)
+    program = Program(*own, scheduler, scheduler.turns, *own_parts, interpret)
     pl.when(me < tiles.warpgroups)(lambda: compute(program))
     pl.when(me == tiles.warpgroups)(lambda: memory(program))
 
@@ -466,17 +475,12 @@ def epilogue(program, turn, softmax, m, l, acc):
 
 
 @dataclass(frozen=True)
-class RunningMaximum:
+class RunningMaximum(Part):
     """m is the maximum of the scores that the row has seen, as in FlashAttention.
 
     This class is the rule for all steps, too: (p, carried) = softmax(s, m, carried).
     """
 
-    problem: Problem
-    tiles: NamedTuple
-    refs: Refs
-    smem: Scratch
-    me: jax.Array
     kept = None  # what it carries from turn to turn
 
     def begin(self, turns):
@@ -530,14 +534,8 @@ class RunningMaximum:
 
 
 @dataclass(frozen=True)
-class RoundedOut:
+class RoundedOut(Part):
     """out = acc / l, rounded to 16 bits."""
-
-    problem: Problem
-    tiles: NamedTuple
-    refs: Refs
-    smem: Scratch
-    me: jax.Array
 
     @property
     def mine(self):
