@@ -37,7 +37,7 @@ class Scratch(NamedTuple):
     q, do      rings of tiles of queries, (slots, block_q, H) with lse or delta (slots, block_q) in float32
     k, v       (parts, warpgroups, 64, H / parts): 64 keys for each compute warpgroup
     kv_loaded  a barrier: k and v are there
-    spare      (warpgroups, n, 64, block_q), for the interpreter only: see multiply_add
+    spare      (warpgroups, 64, block_q), in dkv_kernel (warpgroups, 2, 64, block_q); see multiply_add
 
     In the fused kernels alone
 
