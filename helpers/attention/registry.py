@@ -19,6 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from helpers.attention import cudnn, sharding, tpu
 from helpers.attention.device import by_platform, compute_capability, device_of, settings
 from helpers.attention.differentiate import differentiable, without_derivative
+from helpers.attention.extra_gradients import gradients_of_extras
 from helpers.attention.hopper import backward as hopper_backward
 from helpers.attention.hopper import forward as hopper_forward
 from helpers.attention.hopper import serve as hopper
@@ -70,6 +71,7 @@ class KernelsOf:
         return problem.dtype.itemsize == 2 and all(kernels.forward_with_low_bits for kernels in served)
 
     def __call__(self, call):
+        call = call.prepared()
         problem = call.problem
         forward = functools.partial(self.run, "forward", problem)
         keeping = functools.partial(self.run, "forward_with_low_bits", problem)
@@ -79,8 +81,12 @@ class KernelsOf:
 
         def backward(arrays, residuals, gradients):
             call, (out, lse, *low) = Call(problem, *arrays), residuals
-            query, *gradients = call.of_seeing_rows(lse, call.query, *gradients)
-            return self.run("backward", problem, query, *arrays[1:], out, lse, *gradients, *(low or [None]))
+            query, *clean = call.of_seeing_rows(lse, call.query, *gradients)
+            found = self.run("backward", problem, query, *arrays[1:], out, lse, *clean, *(low or [None]))
+            if call.extras is None:
+                return found
+            seeing = dataclasses.replace(call, query=query)
+            return *found, None, None, None, gradients_of_extras(seeing, out, lse, *gradients, *low)
 
         attend = differentiable(forward, backward, keeping if self.keeps_low_bits(problem) else None)
         return attend(*call.arrays)
@@ -94,13 +100,13 @@ class KernelsOf:
                 if isinstance(kernels, str):
                     return kernels
                 one_pass = getattr(kernels, which)
-                return lambda *arrays: tuple(one_pass(Call(problem, *arrays[:6]), *arrays[6:]))
+                return lambda *arrays: tuple(one_pass(Call(problem, *arrays[:7]), *arrays[7:]))
 
             # Perhaps traced again when XLA splits a call, long after the caller's settings are gone.
             with settings(), jax.default_matmul_precision(precision):
                 return by_platform(*arrays, **{name: on(kernels) for name, kernels in self.platforms})
 
-        letters = sharding.letters(which, in_pages=arrays[5] is not None)
+        letters = sharding.letters(which, arrays)
         return sharding.one_device_at_a_time(one_device, *letters, self.splits)(problem, *arrays)
 
 
@@ -111,7 +117,7 @@ def _forward(many_queries, interpret):
     """The forward pass by many_queries(call, interpret=…), and that of few queries by kernels of its own."""
 
     def forward(call):
-        if call.problem.T <= FEW_QUERIES:
+        if call.problem.T <= FEW_QUERIES and call.is_plain:
             return portable_decode.decode(call, interpret=bool(interpret))
         return many_queries(call, interpret=interpret)
 
