@@ -14,17 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from helpers.attention.extras import Extras, check_function, check_score_arrays, check_table
-from helpers.attention.masking import Band, block_mask
+from helpers.attention.masking import Band, block_mask, visible
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 MAX_HEAD_DIM = 256
 FEW_QUERIES = 16  # at most, of calls that the kernels for decoding serve
 LARGEST_SCALE = float(np.finfo(np.float32).max) / math.log2(math.e)
 SYMBOLS, LENGTHS, WINDOW, PAGES = "symbolic shapes", "sequence lengths", "local window", "pages"
-OFFSET, SEGMENTS, SOFT_CAP, SINKS = "causal_offset", "segment ids", "soft cap", "sinks"
-TABLES = ("bias", "mask", "mask_mod", "score_mod")
-# what a call may ask for, and a backend must list
-FEATURES = (SYMBOLS, PAGES, "float32", LENGTHS, WINDOW, OFFSET, SEGMENTS, SOFT_CAP, SINKS, *TABLES)
+OFFSET, SEGMENTS, SOFT_CAP, SINKS, MASK = "causal_offset", "segment ids", "soft cap", "sinks", "mask"
+# What a call may ask for, and a backend must list.
+FEATURES = (SYMBOLS, PAGES, "float32", LENGTHS, WINDOW, OFFSET, SEGMENTS, SOFT_CAP, SINKS)
+FEATURES += ("bias", MASK, "mask_mod", "score_mod")
 MAX_LENGTH = 2**30 - 1  # so that sums of two positions stay within int32
 
 
@@ -208,9 +208,7 @@ def check_call(
     message names the argument, what it was, and what was expected.
     """
     problem, arrays = _check_arrays(query, key, value)
-    _refuse_tracer("is_causal", is_causal)
-    if not isinstance(is_causal, bool | np.bool_):
-        raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
+    _check_causal(is_causal)
     problem = replace(
         problem,
         scale=_check_scale(scale, problem.H),
@@ -278,8 +276,42 @@ def _check_arrays(query, key, value):
     return problem, tuple(map(jnp.asarray, (query, key, value)))
 
 
-def check_paged_call(query, key_pages, value_pages, page_table, lengths, *, scale=None):
-    """Check the arguments of `paged_attention` and return them as a `Call`, as `check_call` does."""
+def check_paged_call(
+    query,
+    key_pages,
+    value_pages,
+    page_table,
+    lengths,
+    *,
+    scale=None,
+    is_causal=False,
+    local_window_size=None,
+    causal_offset=None,
+    logits_soft_cap=None,
+    sinks=None,
+):
+    """Check the arguments of `paged_attention` and return them as a `Call`, as `check_call` does.
+
+    Where queries stand differs from sequence to sequence, so is_causal and a window become a mask.
+    """
+    problem, arrays, key_lengths = _check_pages(query, key_pages, value_pages, page_table, lengths)
+    _check_causal(is_causal)
+    band = check_band(is_causal, local_window_size, causal_offset or 0)
+    problem = replace(problem, scale=_check_scale(scale, problem.H), soft_cap=check_soft_cap(logits_soft_cap))
+    mask = None
+    if band != Band():
+        at_end = jnp.minimum(key_lengths, problem.S) - problem.T
+        first = at_end if causal_offset is None else jnp.zeros_like(key_lengths)
+        rows = first[:, None, None, None] + jnp.arange(problem.T)[:, None]
+        mask = visible(rows, jnp.arange(problem.S), band, MAX_LENGTH, problem.S)
+    extras = Extras(mask=mask, sinks=check_sinks(sinks, problem.N))
+    *arrays, table = arrays
+    has_none = mask is None and sinks is None
+    return Call(problem, *arrays, None, key_lengths, table, None if has_none else extras)
+
+
+def _check_pages(query, key_pages, value_pages, page_table, lengths):
+    """The `Problem` of a paged call, but for scale and mask; query, both pages and the table; and the lengths."""
     arrays = {"query": query, "key_pages": key_pages, "value_pages": value_pages}
     for name, array in arrays.items():
         _check_array(name, array)
@@ -316,9 +348,14 @@ def check_paged_call(query, key_pages, value_pages, page_table, lengths, *, scal
             wrong = [int(number) for number in table[row, :count] if not 0 <= number < pages]
             if wrong:
                 raise ValueError(f"page_table[{row}] must name pages from 0 to {pages - 1}, got {wrong[0]}")
-    problem = Problem(B, T, S, N, K, H, jnp.dtype(query.dtype), _check_scale(scale, H), Band())
-    pages = jnp.asarray(key_pages), jnp.asarray(value_pages)
-    return Call(problem, jnp.asarray(query), *pages, None, key_lengths, jnp.asarray(page_table))
+    problem = Problem(B, T, S, N, K, H, jnp.dtype(query.dtype), 1.0, Band())
+    return problem, tuple(map(jnp.asarray, (query, key_pages, value_pages, page_table))), key_lengths
+
+
+def _check_causal(is_causal):
+    _refuse_tracer("is_causal", is_causal)
+    if not isinstance(is_causal, bool | np.bool_):
+        raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
 
 
 def _check_array(name, array):
