@@ -181,6 +181,7 @@ def _compiled_for_one_device(forward, problem, return_residual, *arrays):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _compiled(attend, problem, return_residual, *arrays):
+    arrays = Call(problem, *arrays).numbered().arrays
     letters = sharding.letters("forward", arrays)
     attend_to = lambda problem, *arrays: attend(Call(problem, *arrays))
     out, lse = sharding.over_explicit_axes(attend_to, problem, sharding.vary_alike(arrays), *letters)

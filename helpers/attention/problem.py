@@ -114,18 +114,23 @@ class Call:
         )
         return [feature for feature, is_asked in zip(FEATURES, asked, strict=True) if is_asked]
 
-    def prepared(self):
-        """The call with all `Extras` that kernels want, if it has any."""
+    def numbered(self):
+        """The call with the numbers of its batch entries and heads, if a function wants them; before it is split."""
         problem, extras = self.problem, self.extras or Extras()
-        has_function = problem.mask_mod is not None or problem.score_mod is not None
-        if has_function and extras.batch is None:
-            batch, heads = (jnp.arange(size, dtype=jnp.int32) for size in (problem.B, problem.N))
-            extras = extras._replace(batch=batch, heads=heads[None])
-        if extras.block_mask is None and (problem.mask_mod is not None or extras.mask is not None):
-            of_numbers = {"batch": extras.batch, "heads": extras.heads}
-            mask = block_mask(problem.T, problem.S, mask=extras.mask, mask_mod=problem.mask_mod, **of_numbers)
-            extras = extras._replace(block_mask=mask)
-        return self if extras is self.extras or not jax.tree.leaves(extras) else replace(self, extras=extras)
+        if extras.batch is not None or (problem.mask_mod is None and problem.score_mod is None):
+            return self
+        batch, heads = (jnp.arange(size, dtype=jnp.int32) for size in (problem.B, problem.N))
+        return replace(self, extras=extras._replace(batch=batch, heads=heads[None]))
+
+    def prepared(self):
+        """The call with these numbers and with the block mask of mask and mask_mod, if there is one of them."""
+        call = self.numbered()
+        problem, extras = call.problem, call.extras or Extras()
+        if extras.block_mask is not None or (problem.mask_mod is None and extras.mask is None):
+            return call
+        of_numbers = {"batch": extras.batch, "heads": extras.heads}
+        mask = block_mask(problem.T, problem.S, mask=extras.mask, mask_mod=problem.mask_mod, **of_numbers)
+        return replace(call, extras=extras._replace(block_mask=mask))
 
     @property
     def is_plain(self):

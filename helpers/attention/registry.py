@@ -71,8 +71,7 @@ class KernelsOf:
         return problem.dtype.itemsize == 2 and all(kernels.forward_with_low_bits for kernels in served)
 
     def __call__(self, call):
-        call = call.prepared()
-        problem = call.problem
+        call, problem = call.prepared(), call.problem
         forward = functools.partial(self.run, "forward", problem)
         keeping = functools.partial(self.run, "forward_with_low_bits", problem)
         if call.page_table is not None:
