@@ -280,11 +280,11 @@ def test_a_block_mask_of_both():
     [
         (scores, "s = problem.soft_cap * jnp.tanh(s / problem.soft_cap)", "s = jnp.tanh(s)"),
         (portable_forward, "else (LOG2_E * sink, 1)", "else (LOG2_E * sink, 2)"),
-        (pairs, "of_scaled, self.problem.scale * products", "of_scaled, products"),
+        (pairs, "of_natural, s / LOG2_E", "of_natural, s"),
     ],
 )
 def test_a_wrong_logit_is_noticed(module, old, new, monkeypatch):
-    """A cap that is none, a sink that counts twice, a cap before the scale."""
+    """A cap that is none, a sink that counts twice, a cap of logits in another base."""
     arrays, arguments = drawn(94, 20, 30, only=("soft cap", "sinks"))
     faulty, run = seeded(module, (old, new)), portable_forward.forward
     if module is scores:

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from helpers.attention import cudnn, sharding, tpu
 from helpers.attention.device import by_platform, compute_capability, device_of, settings
-from helpers.attention.differentiate import differentiable, without_derivative
+from helpers.attention.differentiate import differentiable, reverse_mode_only, without_derivative
 from helpers.attention.extra_gradients import gradients_of_extras
 from helpers.attention.hopper import backward as hopper_backward
 from helpers.attention.hopper import forward as hopper_forward
@@ -72,6 +72,7 @@ class KernelsOf:
 
     def __call__(self, call):
         call, problem = call.prepared(), call.problem
+        call = dataclasses.replace(call, extras=jax.tree.map(reverse_mode_only, call.extras))
         forward = functools.partial(self.run, "forward", problem)
         keeping = functools.partial(self.run, "forward_with_low_bits", problem)
         if call.page_table is not None:

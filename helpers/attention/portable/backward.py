@@ -72,7 +72,8 @@ def p_and_ds(q, k, v, do, lse, delta, pair, interpret):
 
     Third, a function that takes such a gradient back to the scaled products.
     """
-    s, pull_back = pair.logits_and_pull_back(dot(q, k.T))
+    s = (pair.problem.scale * LOG2_E) * dot(q, k.T)
+    s, pull_back = pair.logits(s)
     p = pair.hidden(exp2(s - (LOG2_E * lse)[:, None], interpret), 0)
     dp = dot(do, v.T)
     return p, p * (dp - delta[:, None]), pull_back

@@ -71,7 +71,8 @@ def forward_kernel(
         v = plt.load(v_ref.at[tile, :], mask=k_mask, other=0)
 
         pair = Pair(problem, lengths, extras, 0, rows, cols, (q_start, j * block_k), is_full)
-        s = pair.logits(dot(q, k.T))
+        s = (problem.scale * LOG2_E) * dot(q, k.T)
+        s, _ = pair.logits(s)
         s = pair.hidden(s, -jnp.inf)
         m_new = jnp.maximum(m, s.max(axis=1))
         reference = jnp.where(m_new == -jnp.inf, 0, m_new)  # a row may have seen no key yet

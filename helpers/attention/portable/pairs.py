@@ -47,19 +47,18 @@ class Pair:
     starts: tuple
     is_full: jax.Array | None = None
 
-    def logits(self, products):
-        """Logits of base 2 of products of queries and keys, (block_q, block_k) float32."""
-        return self.logits_and_pull_back(products)[0]
+    def logits(self, s):
+        """The logits of scaled products (block_q, block_k), both float32 of base 2, and what takes gradients back.
 
-    def logits_and_pull_back(self, products):
-        """These logits, and what takes a gradient of natural logits back to one of scaled products."""
+        That is a function of the gradient of natural logits; it returns the one of natural scaled products.
+        """
         if not self._changes_logits:
-            return (self.problem.scale * LOG2_E) * products, lambda ds: ds
+            return s, lambda ds: ds
         extras = self.extras or Extras()
         bias = self._tile(extras.bias)
         arrays = None if extras.score_arrays is None else [self._tile(ref) for ref in extras.score_arrays]
-        of_scaled = lambda s: scores.logits(s, self.problem, *self._numbers(), bias, arrays)
-        s, pull_back = jax.vjp(of_scaled, self.problem.scale * products)
+        of_natural = lambda s: scores.logits(s, self.problem, *self._numbers(), bias, arrays)
+        s, pull_back = jax.vjp(of_natural, s / LOG2_E)
         return LOG2_E * s, lambda ds: pull_back(ds)[0]
 
     def hidden(self, table, filler):
