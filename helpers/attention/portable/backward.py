@@ -119,7 +119,8 @@ def dkv_kernel(
         lse = plt.load(lse_ref.at[head, tile], mask=rows < query_length, other=0)
         delta = plt.load(delta_ref.at[head, tile], mask=rows < query_length, other=0)
 
-        pair = Pair(problem, lengths, extras, head, rows, cols, (i * block_q, k_start), is_full)
+        starts = i * block_q, k_start
+        pair = Pair(problem, lengths, extras, head, rows, cols, starts, is_full)
         p, ds, pull_back = p_and_ds(q, k, v, do, lse, delta, pair, interpret)
         dv += dot(p.astype(do.dtype).T, do)
         ds = pull_back(ds).astype(q.dtype)
@@ -197,11 +198,12 @@ def dq_kernel(
     dq, ds_sum, ds_size, ds_most = all_key_tiles((jnp.zeros(q.shape, jnp.float32), *no_sums), delta, stop)
 
     if mends_delta:
-        # A row of ds adds up to dlse; what it misses is the error of delta.
+        # A row of ds adds up to dlse, and to what a sink takes; what it misses is the
+        # error of delta.
         dlse = plt.load(dlse_ref, mask=row_mask, other=0)
         sink = sink_of(extras)
-        of_sink = 0 if sink is None else exp2(LOG2_E * (sink - lse), interpret) * delta
-        error = jnp.where(lse == -jnp.inf, 0, ds_sum - dlse - of_sink)
+        right = dlse if sink is None else dlse + exp2(LOG2_E * (sink - lse), interpret) * delta
+        error = jnp.where(lse == -jnp.inf, 0, ds_sum - right)
         dtype = problem.dtype
         eps = TF32_EPS if dtype.itemsize == 4 else float(jnp.finfo(dtype).eps)
         # All keys have their share of this error, of one sign, so that what keys have in

@@ -70,7 +70,8 @@ def forward_kernel(
         k = plt.load(k_ref.at[tile, :], mask=k_mask, other=0)
         v = plt.load(v_ref.at[tile, :], mask=k_mask, other=0)
 
-        pair = Pair(problem, lengths, extras, 0, rows, cols, (q_start, j * block_k), is_full)
+        starts = q_start, j * block_k
+        pair = Pair(problem, lengths, extras, 0, rows, cols, starts, is_full)
         s = (problem.scale * LOG2_E) * dot(q, k.T)
         s, _ = pair.logits(s)
         s = pair.hidden(s, -jnp.inf)
@@ -90,13 +91,15 @@ def forward_kernel(
         jnp.full(block_q, l_start, jnp.float32),
         jnp.zeros((block_q, head_padded), jnp.float32),
     )
-    in_band = key_tiles(q_start, q_start + block_q, block_k, problem.band, *lengths, xp=jnp)
+    q_stop = q_start + block_q
+    in_band = key_tiles(q_start, q_stop, block_k, problem.band, *lengths, xp=jnp)
     bounds = bounds_of(lists, 0, in_band)
     m, l, acc = over_tiles(lists, 0, bounds, one_key_tile, state)
 
     empty = l == 0 if sink is None else (l == 1) & (m == m_start)
     l = jnp.where(empty, 1, l)
-    lse = jnp.where(empty, -jnp.inf if sink is None else sink, (m + jnp.log2(l)) / LOG2_E)
+    nothing = -jnp.inf if sink is None else sink
+    lse = jnp.where(empty, nothing, (m + jnp.log2(l)) / LOG2_E)
     plt.store(out_ref, (acc / l[:, None]).astype(out_ref.dtype), mask=q_mask)
     plt.store(lse_ref, lse, mask=rows < problem.T)
 

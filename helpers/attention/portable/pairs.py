@@ -139,9 +139,9 @@ def _own(head, ref):
     return jnp.asarray(head if ref.shape[0] > 1 else 0, jnp.int32)  # a load takes no Python number
 
 
-def sink_of(extras, head=0):
-    """The sink of a head, or None."""
-    return None if extras is None or extras.sinks is None else extras.sinks[_own(head, extras.sinks)]
+def sink_of(extras):
+    """The sink of the only head of a program, or None."""
+    return None if extras is None or extras.sinks is None else extras.sinks[0]
 
 
 def specs(tree, heads):
