@@ -243,7 +243,7 @@ def test_kinds_of_tiles():
 def test_a_wrong_kind_is_noticed(old, new, monkeypatch):
     """A leak across a boundary, a partial tile that is skipped."""
     faulty = seeded(masking, (old, new))
-    monkeypatch.setattr("helpers.attention.problem.block_mask", faulty.block_mask)
+    monkeypatch.setattr("helpers.attention.problem.masking.block_mask", faulty.block_mask)
     with pytest.raises(AssertionError, match="a tile with something"):
         for only in ("segments", "mask", "offset"):
             names = (only, "mask") if only == "offset" else (only,)
@@ -278,6 +278,15 @@ def test_a_block_mask_of_both():
     cut = kinds_of(seen, 64, 64)
     np.testing.assert_array_equal(mine, cut)
     assert mine.dtype == jnp.int8 and mine.shape == (1, 3, 3, 4) and (cut == PARTIAL).any()
+
+
+def test_a_block_mask_that_is_kept():
+    """The same result, from the tiles that it names."""
+    arrays, arguments = drawn(41, 100, 140, only=("mask", "mask_mod"))
+    kept = block_mask(100, 140, batch=2, heads=4, **arguments)
+    attend = jax.jit(functools.partial(flash_attention, implementation="portable", **arguments))
+    np.testing.assert_array_equal(attend(*arrays[:3], block_mask=kept), attend(*arrays[:3]))
+    assert not attend(*arrays[:3], block_mask=0 * kept).any()
 
 
 # Faults of the kernels
@@ -494,6 +503,8 @@ ILLEGAL = [
     ({"mask_mod": [1]}, TypeError, "mask_mod must be a function, by which compiled programs are told apart: it has no hash"),
     ({"score_mod": lambda s, b, n, i, j: s[0]}, TypeError, "score_mod must return float32 of the shape of s"),
     ({"score_mod": lambda s, b, n, i, j: s, "score_arrays": ((zeros(4), "n"),)}, TypeError, "score_mod must be a function of s, b, n, i, j and score_arrays that JAX can trace"),
+    ({"block_mask": zeros(1, 1, 1, 1, dtype=np.int8)}, ValueError, "block_mask tells of mask and mask_mod, and both are None"),
+    ({"mask": zeros(20, 24, dtype=bool), "block_mask": zeros(1, 1, 2, 1, dtype=np.int8)}, ValueError, "block_mask must be int8 (batch or 1, heads or 1, *(1, 1)), got int8 (1, 1, 2, 1)"),
     ({"score_arrays": ((zeros(4), "n"),)}, ValueError, "score_arrays are for score_mod, which is None"),
     ({"score_mod": steeper, "score_arrays": (zeros(4),)}, TypeError, 'score_arrays must hold pairs of an array and its axes, such as (slopes, "n"), got ndarray as score_arrays[0]'),
     ({"score_mod": steeper, "score_arrays": ((zeros(4), "h"),)}, ValueError, 'score_arrays[0] must have axes among "b", "n", "i" and "j", each once, got \'h\''),

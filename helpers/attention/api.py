@@ -34,6 +34,7 @@ def flash_attention(
     mask_mod=None,
     score_mod=None,
     score_arrays=(),
+    block_mask=None,
     implementation=None,
     return_residual=False,
 ):
@@ -60,6 +61,8 @@ def flash_attention(
       score_mod: a function (s, b, n, i, j, *arrays) -> s that changes scaled logits.
       score_arrays: pairs of an array and its axes, such as (slopes, "n") and (positions, "bi"), float or int32: what
         score_mod gets as arrays.
+      block_mask: what `helpers.attention.masking.block_mask` made of this mask and this mask_mod, for calls that share
+        them; it is believed. None makes it anew where a kernel wants it.
       implementation: "reference" (naive, the whole matrix in memory), "portable" (the Pallas kernels: compiled on an
         NVIDIA GPU from Ampere on, interpreted on a CPU), "hopper" (kernels for NVIDIA's Hopper GPUs, 16-bit inputs
         without lengths or windows; a CPU of 16 cores or with PJRT_NPROC=16 interprets them, for one device), "tpu"
@@ -139,6 +142,7 @@ def flash_attention(
         mask_mod=mask_mod,
         score_mod=score_mod,
         score_arrays=score_arrays,
+        block_mask=block_mask,
     )
     if not isinstance(return_residual, bool):
         raise TypeError(f"return_residual must be True or False, got {return_residual!r}")

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from helpers.attention.device import settings
+from helpers.attention.masking import BLOCK
 
 SCORE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32)
 LETTERS = {"b": "B", "n": "N", "i": "T", "j": "S"}
@@ -78,6 +79,22 @@ def check_table(name, array, sizes, has_batch, dtypes):
         wanted = f"(batch, heads, queries, keys), {whole}" if has_batch else f"(heads, queries, keys), {whole[1:]}"
         raise ValueError(f"{name} must broadcast to {wanted}, got shape {array.shape}")
     return jnp.asarray(array).reshape(shape)
+
+
+def check_block_mask(block_mask, sizes, has_mask):
+    """What `masking.block_mask` made of the mask and the mask_mod of a call, or None."""
+    if block_mask is None:
+        return None
+    if not has_mask:
+        raise ValueError("block_mask tells of mask and mask_mod, and both are None")
+    if not isinstance(block_mask, jax.Array | np.ndarray):
+        raise TypeError(f"block_mask must be a JAX or NumPy array, got {type(block_mask).__name__}")
+    tiles = tuple(-(-sizes[axis] // BLOCK) for axis in "ij")
+    allowed = [(b, n, *tiles) for b in (1, sizes["b"]) for n in (1, sizes["n"])]
+    if block_mask.dtype != jnp.int8 or block_mask.shape not in allowed:
+        got = f"{block_mask.dtype} {block_mask.shape}"
+        raise ValueError(f"block_mask must be int8 (batch or 1, heads or 1, *{tiles}), got {got}")
+    return jnp.asarray(block_mask)
 
 
 def check_score_arrays(pairs, sizes, score_mod):

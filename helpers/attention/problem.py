@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from helpers.attention.extras import Extras, check_function, check_score_arrays, check_table
-from helpers.attention.masking import Band, block_mask, visible
+from helpers.attention import masking
+from helpers.attention.extras import Extras, check_block_mask, check_function, check_score_arrays, check_table
+from helpers.attention.masking import Band, visible
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 MAX_HEAD_DIM = 256
@@ -129,7 +130,7 @@ class Call:
         if extras.block_mask is not None or (problem.mask_mod is None and extras.mask is None):
             return call
         of_numbers = {"batch": extras.batch, "heads": extras.heads}
-        mask = block_mask(problem.T, problem.S, mask=extras.mask, mask_mod=problem.mask_mod, **of_numbers)
+        mask = masking.block_mask(problem.T, problem.S, mask=extras.mask, mask_mod=problem.mask_mod, **of_numbers)
         return replace(call, extras=extras._replace(block_mask=mask))
 
     @property
@@ -206,6 +207,7 @@ def check_call(
     mask_mod=None,
     score_mod=None,
     score_arrays=(),
+    block_mask=None,
 ):
     """Check the arguments of `flash_attention` and return them as a `Call`.
 
@@ -235,6 +237,7 @@ def check_call(
         *segment_ids,
         check_sinks(sinks, N),
         score_arrays,
+        block_mask=check_block_mask(block_mask, sizes, mask is not None or mask_mod is not None),
     )
     return Call(
         problem,
