@@ -183,13 +183,15 @@ def oracle_gradients(query, key, value, dout, dlse=None, **arguments):
 class Softmax(NamedTuple):
     """What the oracle knows on its way, float64.
 
-    q (B, N, T, H), k and v (B, N, S, H), p (B, N, T, S), lse and weight_of_sink (B, N, T, 1); the problem; is_query,
-    which queries (B, 1, T, 1) are no padding; pull_back(ds) -> gradients of scaled products, bias and score arrays.
+    q (B, N, T, H), k and v (B, N, S, H), logits, -inf where hidden, and p (B, N, T, S), lse (B, N, T), weight_of_sink
+    (B, N, T, 1); the problem; is_query, which queries (B, 1, T, 1) are no padding; pull_back(ds) -> gradients of
+    scaled products, bias and score arrays.
     """
 
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
+    logits: np.ndarray
     p: np.ndarray
     lse: np.ndarray
     weight_of_sink: np.ndarray
@@ -221,7 +223,7 @@ def oracle_softmax(query, key, value, arguments):
     empty = l == 0
     l = np.where(empty, 1, l)
     lse = np.where(empty, -np.inf, m + np.log(l))
-    return Softmax(q, k, v, p / l, lse[..., 0], np.exp(sink - m) / l, problem, is_query, pull_back)
+    return Softmax(q, k, v, s, p / l, lse[..., 0], np.exp(sink - m) / l, problem, is_query, pull_back)
 
 
 def _oracle_seen(call, query_lengths, key_lengths):
