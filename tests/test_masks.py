@@ -17,12 +17,14 @@ from test_in_use import UNPROMISED, gathers_nothing, mesh_of, on_four_devices
 
 from helpers import flash_attention, paged_attention
 from helpers.attention import masking, scores
+from helpers.attention.api import run
 from helpers.attention.masking import FULL, HIDDEN, PARTIAL, block_mask, tile_kinds, visible
 from helpers.attention.portable import backward as portable_backward
 from helpers.attention.portable import forward as portable_forward
 from helpers.attention.portable import pairs
 from helpers.attention.problem import check_call
 from helpers.attention.reference import oracle, oracle_gradients
+from helpers.attention.registry import kernels_by_platform
 from helpers.instruments.traffic import replay
 
 BOUND = 2e-5  # relative, of float32 results; a sum over all rows may cancel
@@ -181,6 +183,22 @@ def test_documents_are_as_if_alone():
         own = [array[:, start:stop] for array in arrays]
         alone = right(own, {"is_causal": True})
         compare([result[:, start:stop] for result in packed], alone)
+
+
+def test_gradients_of_tables_come_from_some_rows_at_a_time(monkeypatch):
+    """Of 23 rows 7 at a time, so that the last seven begin where others have been."""
+    monkeypatch.setattr("helpers.attention.extra_gradients.MOST_LOGITS", 2 * 4 * 26 * 7)
+    arrays, arguments = drawn(42, 23, 26, only=("bias", "score_mod", "segments", "lengths"))
+    compare(everything(arrays, arguments, implementation="portable"), right(arrays, arguments))
+
+
+def test_naive_kernels_stand_in_where_there_is_no_gpu():
+    def attention(query, key, value, return_residual, **arguments):
+        naive_on_a_cpu = kernels_by_platform("portable", interpreted=False)
+        return run(naive_on_a_cpu, check_call(query, key, value, **arguments), return_residual)
+
+    arrays, arguments = drawn(43, 20, 26, only=ALL)
+    compare(everything(arrays, arguments, attention), right(arrays, arguments))
 
 
 # Cost

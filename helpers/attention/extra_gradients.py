@@ -20,7 +20,7 @@ from helpers.attention.low_bits import with_low_bits
 from helpers.attention.masking import visible
 from helpers.attention.sharding import vary_alike
 
-MOST_LOGITS = 2**22
+MOST_LOGITS = 2**24
 
 
 def gradients_of_extras(call, out, lse, dout, dlse, low=None):

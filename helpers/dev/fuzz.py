@@ -117,6 +117,11 @@ class Trial:
         return named | {"causal_offset": self.offset, "logits_soft_cap": self.soft_cap} | self._functions
 
     @property
+    def may_be_mapped(self):
+        """Whether it is the same entry by entry of the batch."""
+        return not (self.extras or self.documents)
+
+    @property
     def _functions(self):
         slopes = np.float32(2.0 ** -np.arange(1, self.N + 1))
         alibi = {"score_mod": minus_distance, "score_arrays": ((slopes, "n"),)}
@@ -204,7 +209,7 @@ def draw(seed, index, implementation=None, longest=LONGEST, only=None):
     first = next(trials)
     if first.page or random.random() > 0.1:
         return (first,)
-    trials = (trial for trial in trials if not trial.page)
+    trials = (trial for trial in trials if not trial.page and (first.way != "vmap" or trial.may_be_mapped))
     return replace(first, precision="highest"), replace(next(trials), way=first.way, precision="highest")
 
 
@@ -272,7 +277,7 @@ def draw_extras(trial):
         "documents": int(random.integers(1, 9)) if random.random() < 0.5 else 0,
         "soft_cap": float(random.choice([1.0, 5.0, 50.0])) if random.random() < 0.3 else None,
         "extras": tuple(name for name in EXTRAS if random.random() < 0.3),
-        "way": "jit",
+        "way": "jit" if trial.way == "vmap" else trial.way,
     }
 
 
