@@ -88,7 +88,8 @@ def flash_attention(
     -inf wherever one of the masks hides a key, and exp(sink) in the sum of the softmax. lse counts the sink, and where
     a query sees no key, it is the sink. mask_mod and score_mod are traced with int32 numbers that broadcast, and
     float32 logits; define them once, since each new function is compiled anew. Gradients flow into bias, sinks and
-    float score_arrays too.
+    float score_arrays too; those of bias and score_arrays are made beside the kernels, from all logits once more, but
+    never all of them at a time, and summed in the same order each time.
 
     Up to 16 queries, as when text is generated, portable and hopper share one forward pass: the keys are split over
     programs, which write 4 (H + 1) bytes for each part of the keys, query and head, to be merged (`portable.decode`).
