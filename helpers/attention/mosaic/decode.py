@@ -115,7 +115,7 @@ def decode_kernel(
         l = alpha * l + p.sum(axis=1)
         own_keys.wait(splits.slots - 1, interpret=interpret)
         v = in_pieces(plgpu.load(ring.at[lax.rem(i + 1, splits.slots)], layout=v_layout, optimized=False))
-        p = [p.astype(dtype)] if interpret else as_operand(p, count, dtype, interpret=False)
+        p = [p.astype(problem.dtype)] if interpret else as_operand(p, count, dtype, interpret=False)
         acc = own_keys.add_weighted(acc * along(alpha, acc.shape, 0), p, v, v_layout, interpret=interpret)
         fetch(i + 1 + splits.slots, 1 - splits.slots % 2)
         return m_new, l, acc

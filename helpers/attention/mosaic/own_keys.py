@@ -150,7 +150,7 @@ def _load(ref, index):
     """The number at an index of a ref to int32 in GMEM."""
     i32 = ir.IntegerType.get_signless(32)
     address = (_address(ref) + _wide(index) * 4).registers.item()
-    return mgpu.FragmentedArray.splat(llvm.load(i32, llvm.inttoptr(llvm.PointerType.get(1), address)), ())
+    return mgpu.FragmentedArray.splat(llvm.load(i32, llvm.inttoptr(llvm.PointerType.get(1), address)), (), is_signed=True)
 
 
 def _swizzled(row, byte, row_bytes):
