@@ -254,6 +254,11 @@ def tile_specs(count, rows, columns, index_map):
     return [of_piece(piece) for piece in range(count)]
 
 
+def row_spec(rows, index_map):
+    """Spec of one number for each of so many rows, of an array (B, N, T'); index_map: (b, head, tile of rows)."""
+    return plgpu.BlockSpec((None, None, rows), index_map, memory_space=plgpu.SMEM, oob_fill_mode=IN_BOUNDS)
+
+
 def store(ref, value, *, interpret):
     """Write a value in registers (ACC or ROWS) to a ref in GMEM, from where it is: every GPU can do that."""
     if interpret:
