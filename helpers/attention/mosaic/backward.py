@@ -54,10 +54,10 @@ from helpers.attention.mosaic.warp import (
     laid_out,
     lengths_of,
     load,
+    load_rows,
     padded_head_dim,
     product,
     real_lengths,
-    row_spec,
     store,
     taken_up,
     tile_specs,
@@ -85,7 +85,7 @@ def dq_kernel(
         + [(do_ref.at[piece, b, rows, head], do_parts[piece]) for piece in parts],
         *loaded,
     )
-    lse, delta = (plgpu.load(ref.at[b, n, rows], layout=ROWS, optimized=False) for ref in (lse_ref, delta_ref))
+    lse, delta = (load_rows(ref.at[b, n, rows], ROWS) for ref in (lse_ref, delta_ref))
 
     def one_key_tile(place, masked, indices, *operands):
         *operands, dq = operands
@@ -139,16 +139,18 @@ def dkv_kernel(
     )
 
     def one_query_tile(place, masked, indices, *operands):
-        *operands, lse_part, delta_part, (dk, dv) = operands
+        *operands, (dk, dv) = operands
         queries, gradients = operands[:pieces], operands[pieces:]
         transposed = lambda refs: load([ref.T for ref in refs], RHS, interpret=interpret)
         keys, values = (load(refs, LHS, interpret=interpret) for refs in (k_parts, v_parts))
-        lse, delta = load([lse_part, delta_part], COLUMNS, interpret=interpret)
+        member, i = indices[0], place(indices[1])
+        columns = b, kv * problem.group + member, pl.ds(i * block_q, block_q)
+        lse, delta = (load_rows(ref.at[columns], COLUMNS) for ref in (lse_ref, delta_ref))
         s = product(keys, transposed(queries), interpret=interpret)
         p = jnp.exp2(problem.scale * LOG2_E * s - along(lse, s.shape, 1))
         if masked:
             k_pos, q_pos = (plgpu.broadcasted_iota(jnp.int32, s.shape, axis, layout=ACC) for axis in (0, 1))
-            seen = visible(place(indices[1]) * block_q + q_pos, k_start + k_pos, problem.band, *lengths)
+            seen = visible(i * block_q + q_pos, k_start + k_pos, problem.band, *lengths)
             p = jnp.where(seen, p, 0)
         dp = product(values, transposed(gradients), interpret=interpret)
         ds = p * (dp - along(delta, dp.shape, 1))
@@ -157,16 +159,15 @@ def dkv_kernel(
         return product(ds, load(queries, RHS, interpret=interpret), dk, interpret=interpret), dv
 
     def sweep(count, place, masked, state):
-        head_of = lambda member: kv * problem.group + member
-        specs = tile_specs(pieces, block_q, head_padded, lambda member, step: (b, place(step), head_of(member)))
-        of_rows = row_spec(block_q, lambda member, step: (b, head_of(member), place(step)))
+        place_of = lambda member, step: (b, place(step), kv * problem.group + member)
+        specs = tile_specs(pieces, block_q, head_padded, place_of)
         return plgpu.emit_pipeline(
             functools.partial(one_query_tile, place, masked),
             grid=(problem.group, count),
-            in_specs=[*specs, *specs, of_rows, of_rows],
+            in_specs=[*specs, *specs],
             max_concurrent_steps=stages,
             init_carry=state,
-        )(*pieces * [q_ref], *pieces * [do_ref], lse_ref, delta_ref)
+        )(*pieces * [q_ref], *pieces * [do_ref])
 
     k_stop = k_start + block_k
     needed = whole = query_tiles(k_start, k_stop, block_q, problem.band, *lengths, xp=jnp)

@@ -119,6 +119,11 @@ def load(refs, layout, *, interpret):
     return pieces
 
 
+def load_rows(ref, layout):
+    """A vector of float32 in GMEM, as registers of ROWS or COLUMNS. cp.async has no copy for so little."""
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
 def product(lefts, rights, acc=None, *, interpret):
     """acc + a @ b, of the pieces of a (LHS) and of b (RHS); float32 in ACC. acc: zeros where it is None."""
     if acc is None:
@@ -252,11 +257,6 @@ def tile_specs(count, rows, columns, index_map):
         )
 
     return [of_piece(piece) for piece in range(count)]
-
-
-def row_spec(rows, index_map):
-    """Spec of one number for each of so many rows, of an array (B, N, T'); index_map: (b, head, tile of rows)."""
-    return plgpu.BlockSpec((None, None, rows), index_map, memory_space=plgpu.SMEM, oob_fill_mode=IN_BOUNDS)
 
 
 def store(ref, value, *, interpret):
