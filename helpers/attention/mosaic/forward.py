@@ -12,6 +12,14 @@ FlashAttention-2 (arXiv 2307.08691), algorithm 1. For one tile of block_q querie
     out    = acc / l                          once, after the last tile
     lse    = ln 2 (scale_2 m + log2 l)
 
+For a gradient, out must be as exact as float32 allows (see `backward`), but p v has p rounded, so that its weights add
+up to something else than l. With `keeps_low_bits` the product has eight columns more beside v, each a constant c, which
+rounding befalls as it befalls v, and
+
+    out    = acc c / (what became of c)
+
+is a mean by the weights as they were. What its own rounding takes off leaves as an array of its own, see `low_bits`.
+
 A program is one warpgroup, whose four warps share out the queries. It keeps acc and p in registers, where p becomes
 the left operand of the second product without a detour; k_j and v_j come through shared memory, `stages` tiles ahead.
 The tiles that need a mask have a loop of their own.
@@ -19,7 +27,7 @@ The tiles that need a mask have a loop of their own.
 Refs, laid out as in `warp` (T' and S' are whole tiles, H' a multiple of 64):
 
     q_ref (pieces, B, T', N H')   k_ref, v_ref (pieces, B, S', K H')   lengths_ref (2, B) int32, or None
-    out_ref (B, T', N H')         lse_ref (B, N, T') float32
+    out_ref (B, T', N H')         lse_ref (B, N, T') float32          low_ref (B, T', N H') int16, or None
     q_smem (pieces, block_q, H')  q_loaded: its barrier, where copies need one
 """
 
@@ -31,6 +39,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from helpers.attention.low_bits import low_bits
 from helpers.attention.masking import NO_BAND, key_tiles, visible
 from helpers.attention.mosaic.warp import (
     ACC,
@@ -60,10 +69,11 @@ from helpers.attention.mosaic.warp import (
 from helpers.attention.portable.tiles import LOG2_E
 
 SMALLEST_FACTOR = 1e-30  # so that a factor times infinity is infinity
+CONSTANT = {"bfloat16": 1 + 49 / 2**7, "float16": 1 + 395 / 2**10}  # beside v: in all of its digits, as values are
 
 
 def forward_kernel(
-    q_ref, k_ref, v_ref, lengths_ref, out_ref, lse_ref, q_smem, *q_loaded, problem, tiles, interpret
+    q_ref, k_ref, v_ref, lengths_ref, out_ref, lse_ref, low_ref, q_smem, *q_loaded, problem, tiles, interpret
 ):  # fmt: skip
     block_q, block_k, stages = tiles
     pieces, _, head_padded = q_smem.shape
@@ -81,9 +91,11 @@ def forward_kernel(
     q_parts = [q_smem.at[piece] for piece in range(pieces)]
     fetch([(q_ref.at[piece, b, rows, head], part) for piece, part in enumerate(q_parts)], *q_loaded)
     q = load(q_parts, LHS, interpret=interpret)
+    constant = CONSTANT.get(problem.dtype.name)
+    beside = [] if low_ref is None else [[plgpu.layout_cast(jnp.full((block_k, 8), constant, q_smem.dtype), RHS)]]
 
     def one_key_tile(place, masked, indices, *operands):
-        *keys_and_values, (m, l, acc) = operands
+        *keys_and_values, (m, l, *sums) = operands
         keys, values = keys_and_values[:pieces], keys_and_values[pieces:]
         s = product(q, load([ref.T for ref in keys], RHS, interpret=interpret), interpret=interpret)
         if early is not None:
@@ -99,8 +111,10 @@ def forward_kernel(
         p = jnp.exp2(late * s - along(late * reference, s.shape, 0))
         l = alpha * l + p.sum(axis=1)
         p = as_operand(p, pieces, q_smem.dtype, interpret=interpret)
-        acc *= along(alpha, acc.shape, 0)
-        return m_new, l, product(p, load(values, RHS, interpret=interpret), acc, interpret=interpret)
+        sums = [along(alpha, total.shape, 0) * total for total in sums]
+        rights = [load(values, RHS, interpret=interpret), *beside]
+        sums = [product(p, right, total, interpret=interpret) for right, total in zip(rights, sums, strict=True)]
+        return m_new, l, *sums
 
     def sweep(count, place, masked, state):
         specs = tile_specs(pieces, block_k, head_padded, lambda step: (b, place(step), n // problem.group))
@@ -116,21 +130,27 @@ def forward_kernel(
     whole = needed
     if band != NO_BAND or lengths_ref is not None or problem.S % block_k:
         whole = whole_tiles(needed, q_start, q_start + block_q, block_k, band, *lengths)
-    state = full((block_q,), -jnp.inf, ROWS), full((block_q,), 0, ROWS), full((block_q, head_padded), 0)
-    m, l, acc = in_two_sweeps(sweep, needed, whole, state)
+    sums = [full((block_q, columns), 0) for columns in (head_padded, *len(beside) * [8])]
+    state = full((block_q,), -jnp.inf, ROWS), full((block_q,), 0, ROWS), *sums
+    m, l, acc, *weights = in_two_sweeps(sweep, needed, whole, state)
 
     empty = l == 0
-    l = jnp.where(empty, 1, l)
-    lse = jnp.where(empty, -jnp.inf, (late * m + jnp.log2(l)) / LOG2_E)
-    store(out_ref.at[b, rows, head], (acc / along(l, acc.shape, 0)).astype(out_ref.dtype), interpret=interpret)
+    lse = jnp.where(empty, -jnp.inf, (late * m + jnp.log2(jnp.where(empty, 1, l))) / LOG2_E)
+    if weights:  # the eight columns are the same
+        l = weights[0].max(axis=1) / constant
+    exact = acc / along(jnp.where(empty, 1, l), acc.shape, 0)
+    out = exact.astype(out_ref.dtype)
+    store(out_ref.at[b, rows, head], out, interpret=interpret)
     store(lse_ref.at[b, n, rows], lse, interpret=interpret)
+    if low_ref is not None:
+        store(low_ref.at[b, rows, head], low_bits(exact, out), interpret=interpret)
 
 
-def forward(call, *, dtype=None, tiles=None, interpret=False):
+def forward(call, *, keeps_low_bits=False, tiles=None, interpret=False):
     """Attention of a checked `Call` by the kernel above.
 
-    Returns out (B, T, N, H) in the dtype of query, or `dtype`, and lse (B, N, T) in float32. Beyond these it allocates
-    what is not laid out yet: copies of query, key, value and out, rounded up to whole tiles, where a length is no
+    Returns out (B, T, N, H) in the dtype of query and lse (B, N, T) in float32; with `keeps_low_bits`, which is for
+    calls in 16 bits, also the `low_bits` of out, int16 of its shape. Beyond these it allocates what is not laid out yet: copies of query, key, value and out, rounded up to whole tiles, where a length is no
     multiple of its tile or head_dim none of 64; a copy of value where keys have lengths; and in float32 the pieces of
     all three, of 4 or 6 bytes a number. tiles: a `warp.Tiles`, chosen for the problem unless given. interpret: what
     interprets the kernel on a CPU.
@@ -141,11 +161,13 @@ def forward(call, *, dtype=None, tiles=None, interpret=False):
     key, value = laid_out(call.key, tiles.block_k), laid_out(call.value, tiles.block_k, call.key_lengths)
     pieces, B, T, _ = query.shape
     N, head_padded = problem.N, padded_head_dim(problem.H)
-    out, lse = plgpu.kernel(
+    out_shape = B, T, N * head_padded
+    out, lse, low = plgpu.kernel(
         functools.partial(forward_kernel, problem=problem, tiles=tiles, interpret=bool(interpret)),
         out_type=[
-            jax.ShapeDtypeStruct((B, T, N * head_padded), dtype or problem.dtype),
+            jax.ShapeDtypeStruct(out_shape, problem.dtype),
             jax.ShapeDtypeStruct((B, N, T), jnp.float32),
+            jax.ShapeDtypeStruct(out_shape, jnp.int16) if keeps_low_bits else None,
         ],
         grid=(T // tiles.block_q, N, B),
         grid_names=("i", "n", "b"),
@@ -156,7 +178,8 @@ def forward(call, *, dtype=None, tiles=None, interpret=False):
         compiler_params=COMPILER_PARAMS,
         interpret=interpret,
     )(query, key, value, lengths_of(call))
-    return taken_up(out, problem.T, N, problem.H), lse[:, :, : problem.T]
+    results = taken_up(out, problem.T, N, problem.H), lse[:, :, : problem.T]
+    return (*results, taken_up(low, problem.T, N, problem.H)) if keeps_low_bits else results
 
 
 def forward_tiles(problem):
