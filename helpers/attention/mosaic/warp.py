@@ -28,7 +28,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -67,7 +66,7 @@ def laid_out(array, block, lengths=None):
 
     lengths: int32 (B,) or None; rows from there on become zeros, whatever they hold.
     """
-    B, T, N, H = array.shape
+    B, T, _, H = array.shape
     if lengths is not None:
         array = jnp.where(jnp.arange(T)[:, None, None] < lengths[:, None, None, None], array, 0)
     array = jnp.pad(array, ((0, 0), (0, -T % block), (0, 0), (0, padded_head_dim(H) - H)))
