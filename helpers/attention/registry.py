@@ -23,9 +23,8 @@ from helpers.attention.hopper import backward as hopper_backward
 from helpers.attention.hopper import forward as hopper_forward
 from helpers.attention.hopper import serve as hopper
 from helpers.attention.low_bits import with_low_bits
-from helpers.attention.portable import backward as portable_backward
-from helpers.attention.portable import decode as portable_decode
-from helpers.attention.portable import forward as portable_forward
+from helpers.attention.mosaic import backward as mosaic_backward
+from helpers.attention.mosaic import forward as mosaic_forward
 from helpers.attention.problem import FEATURES, FEW_QUERIES, LENGTHS, SYMBOLS, WINDOW, Call
 from helpers.attention.reference import naive_attention, naive_gradients, naive_gradients_of_part
 
@@ -104,7 +103,8 @@ class KernelsOf:
         return sharding.one_device_at_a_time(one_device, *letters, self.splits)(problem, *arrays)
 
 
-# The kernels of each implementation. interpret: what makes them run on a CPU, or False
+# The kernels of each implementation. interpret: what makes them run on a CPU, or False. The portable ones are imported
+# when they are asked for: they need JAX's lowering by Triton, which is deprecated.
 
 
 def _forward(many_queries, interpret):
@@ -112,7 +112,9 @@ def _forward(many_queries, interpret):
 
     def forward(call):
         if call.problem.T <= FEW_QUERIES:
-            return portable_decode.decode(call, interpret=bool(interpret))
+            from helpers.attention.portable.decode import decode
+
+            return decode(call, interpret=bool(interpret))
         return many_queries(call, interpret=interpret)
 
     return forward
@@ -129,6 +131,9 @@ def _exact(forward):
 
 
 def _portable(interpret):
+    from helpers.attention.portable import backward as portable_backward
+    from helpers.attention.portable import forward as portable_forward
+
     forward = _forward(portable_forward.forward, interpret)
 
     def exact_forward_of_part(call):
@@ -144,6 +149,17 @@ def _portable(interpret):
 
     of_part = functools.partial(backward, mends_delta=False)
     return Kernels(forward, backward, None, forward, exact_forward_of_part, of_part)
+
+
+def _mosaic(interpret):
+    forward = functools.partial(mosaic_forward.forward, interpret=interpret)
+    keeping = functools.partial(forward, keeps_low_bits=True)
+    backward = functools.partial(mosaic_backward.backward, interpret=interpret)
+
+    def exact_forward_of_part(call):
+        return (forward if call.problem.dtype == jnp.float32 else _exact(keeping))(call)
+
+    return Kernels(forward, backward, keeping, forward, exact_forward_of_part, backward)
 
 
 def _hopper(interpret):
@@ -213,6 +229,15 @@ TABLE = {
         kernels=_portable,
         platform="cuda",
         interpreter=True,
+    ),
+    "mosaic": Backend(
+        serves=("float32", LENGTHS, WINDOW),
+        needs="a CPU or an NVIDIA GPU of compute capability 8.0 (Ampere) or newer",
+        runs_on=lambda device: device.platform == "cpu" or compute_capability(device) >= (8, 0),
+        kernels=_mosaic,
+        platform="cuda",
+        interpreter=plgpu.InterpretGPUParams(),
+        alone=True,
     ),
     "hopper": Backend(
         serves=(),

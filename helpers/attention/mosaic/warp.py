@@ -22,12 +22,12 @@ head_dim to a multiple of 64, in zeros: the 128 bytes that a row of a tile has i
 """
 
 import itertools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -66,7 +66,7 @@ def laid_out(array, block, lengths=None):
 
     lengths: int32 (B,) or None; rows from there on become zeros, whatever they hold.
     """
-    B, T, N, H = array.shape
+    B, T, _, H = array.shape
     if lengths is not None:
         array = jnp.where(jnp.arange(T)[:, None, None] < lengths[:, None, None, None], array, 0)
     array = jnp.pad(array, ((0, 0), (0, -T % block), (0, 0), (0, padded_head_dim(H) - H)))
@@ -74,9 +74,9 @@ def laid_out(array, block, lengths=None):
     return jnp.stack(pieces).reshape(len(pieces), B, array.shape[1], -1)
 
 
-def taken_up(array, T, N, H, dtype):
-    """What `laid_out` was given, or what a kernel wrote in its place: (B, T, N, H) of (B, T', N H')."""
-    return array.reshape(*array.shape[:2], N, -1)[:, :T, :, :H].astype(dtype)
+def taken_up(array, T, N, H):
+    """(B, T, N, H) of what a kernel wrote, (B, T', N H')."""
+    return array.reshape(*array.shape[:2], N, -1)[:, :T, :, :H]
 
 
 # Registers
@@ -118,6 +118,11 @@ def load(refs, layout, *, interpret):
     return pieces
 
 
+def load_rows(ref, layout):
+    """A vector of float32 in GMEM, as registers of ROWS or COLUMNS. cp.async has no copy for so little."""
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
 def product(lefts, rights, acc=None, *, interpret):
     """acc + a @ b, of the pieces of a (LHS) and of b (RHS); float32 in ACC. acc: zeros where it is None."""
     if acc is None:
@@ -155,6 +160,61 @@ def _handed_on(x):
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return hand_on(x)
+
+
+# Which tiles, and which pairs of them
+
+
+class Tiles(NamedTuple):
+    """How the work of a kernel is cut: queries and keys of a tile, multiples of 64 and of 16, and tiles in flight."""
+
+    block_q: int
+    block_k: int
+    stages: int
+
+
+def lengths_of(call):
+    """int32 (2, B): how many queries and keys of each batch entry are real; None where all are."""
+    if call.query_lengths is None and call.key_lengths is None:
+        return None
+    problem = call.problem
+    pairs = (call.query_lengths, problem.T), (call.key_lengths, problem.S)
+    return jnp.stack([jnp.full(problem.B, n) if length is None else jnp.clip(length, 0, n) for length, n in pairs])
+
+
+def real_lengths(lengths_ref, b, problem):
+    """How many queries and keys of batch entry b are real. Padding to whole tiles counts as real queries."""
+    return (problem.T, problem.S) if lengths_ref is None else (lengths_ref[0, b], lengths_ref[1, b])
+
+
+def whole_tiles(needed, start, stop, block, band, own_length, other_length):
+    """The range, within the range `needed`, of tiles of which all of the positions start..stop-1 see all.
+
+    The positions are queries and the tiles keys, as in `masking.key_tiles`; mirror the band for the other way round.
+    """
+    first, last = needed[0], other_length // block
+    if band.left is not None:
+        first = jnp.maximum(first, (stop - 1 - band.left + block - 1) // block)
+    if band.right is not None:
+        last = jnp.minimum(last, jnp.maximum(start + band.right + 1, 0) // block)
+    last *= (stop <= own_length).astype(jnp.int32)
+    first = jnp.minimum(first, needed[1])
+    return first, jnp.clip(last, first, needed[1])
+
+
+def in_two_sweeps(sweep, needed, whole, state):
+    """state after all tiles of the range `needed`: first those of `whole`, which need no mask, and then the others.
+
+    sweep(count, place, masked, state) -> state, where place(step) is the tile of a step. A choice within one loop
+    would keep the compiler from ordering its instructions.
+    """
+    (first, stop), (whole_first, whole_stop) = needed, whole
+    state = sweep(whole_stop - whole_first, lambda step: whole_first + step, False, state)
+    if whole is needed:
+        return state
+    before = whole_first - first
+    around = lambda step: jnp.where(step < before, first + step, whole_stop + step - before)
+    return sweep(before + stop - whole_stop, around, True, state)
 
 
 # Copies
