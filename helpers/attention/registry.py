@@ -24,8 +24,9 @@ from helpers.attention.hopper import forward as hopper_forward
 from helpers.attention.hopper import serve as hopper
 from helpers.attention.low_bits import with_low_bits
 from helpers.attention.mosaic import backward as mosaic_backward
+from helpers.attention.mosaic import decode as mosaic_decode
 from helpers.attention.mosaic import forward as mosaic_forward
-from helpers.attention.problem import FEATURES, FEW_QUERIES, LENGTHS, SYMBOLS, WINDOW, Call
+from helpers.attention.problem import FEATURES, FEW_QUERIES, LENGTHS, PAGES, SYMBOLS, WINDOW, Call
 from helpers.attention.reference import naive_attention, naive_gradients, naive_gradients_of_part
 
 
@@ -107,17 +108,20 @@ class KernelsOf:
 # when they are asked for: they need JAX's lowering by Triton, which is deprecated.
 
 
-def _forward(many_queries, interpret):
+def _forward(many_queries, few_queries, interpret):
     """The forward pass by many_queries(call, interpret=…), and that of few queries by kernels of its own."""
 
     def forward(call):
-        if call.problem.T <= FEW_QUERIES:
-            from helpers.attention.portable.decode import decode
-
-            return decode(call, interpret=bool(interpret))
-        return many_queries(call, interpret=interpret)
+        attention = few_queries if call.problem.T <= FEW_QUERIES else many_queries
+        return attention(call, interpret=interpret)
 
     return forward
+
+
+def _portable_decode(call, interpret):
+    from helpers.attention.portable.decode import decode
+
+    return decode(call, interpret=bool(interpret))
 
 
 def _exact(forward):
@@ -134,7 +138,7 @@ def _portable(interpret):
     from helpers.attention.portable import backward as portable_backward
     from helpers.attention.portable import forward as portable_forward
 
-    forward = _forward(portable_forward.forward, interpret)
+    forward = _forward(portable_forward.forward, _portable_decode, interpret)
 
     def exact_forward_of_part(call):
         exact = functools.partial(portable_forward.forward, dtype=jnp.float32, interpret=interpret)
@@ -152,19 +156,20 @@ def _portable(interpret):
 
 
 def _mosaic(interpret):
-    forward = functools.partial(mosaic_forward.forward, interpret=interpret)
-    keeping = functools.partial(forward, keeps_low_bits=True)
+    many_queries = functools.partial(mosaic_forward.forward, interpret=interpret)
+    forward = _forward(mosaic_forward.forward, mosaic_decode.decode, interpret)
+    keeping = functools.partial(many_queries, keeps_low_bits=True)
     backward = functools.partial(mosaic_backward.backward, interpret=interpret)
 
     def exact_forward_of_part(call):
-        return (forward if call.problem.dtype == jnp.float32 else _exact(keeping))(call)
+        return (many_queries if call.problem.dtype == jnp.float32 else _exact(keeping))(call)
 
     return Kernels(forward, backward, keeping, forward, exact_forward_of_part, backward)
 
 
 def _hopper(interpret):
-    forward = _forward(hopper_forward.forward, interpret)
-    of_part = _forward(functools.partial(hopper_forward.forward, is_persistent=False), interpret)
+    forward = _forward(hopper_forward.forward, _portable_decode, interpret)
+    of_part = _forward(functools.partial(hopper_forward.forward, is_persistent=False), _portable_decode, interpret)
     keeping = functools.partial(hopper_forward.forward, keeps_low_bits=True, interpret=interpret)
     exact_of_part = _exact(functools.partial(keeping, is_persistent=False))
     backward = functools.partial(hopper_backward.backward, interpret=interpret)
@@ -231,7 +236,7 @@ TABLE = {
         interpreter=True,
     ),
     "mosaic": Backend(
-        serves=("float32", LENGTHS, WINDOW),
+        serves=(PAGES, "float32", LENGTHS, WINDOW),
         needs="a CPU or an NVIDIA GPU of compute capability 8.0 (Ampere) or newer",
         runs_on=lambda device: device.platform == "cpu" or compute_capability(device) >= (8, 0),
         kernels=_mosaic,
