@@ -17,6 +17,7 @@ from helpers.attention.masking import NO_BAND, Band
 from helpers.attention.mosaic import decode as module
 from helpers.attention.mosaic import own_keys
 from helpers.attention.mosaic.decode import decode, partial_bytes, select_splits
+from helpers.attention.mosaic.warp import RHS
 from helpers.attention.problem import Call, Problem, check_call
 from helpers.instruments.races import DETECTING, races
 
@@ -50,21 +51,48 @@ def test_there_are_no_races():
     assert races(lambda: decoded(*case.inputs()[0], interpret=DETECTING)) == []
 
 
-@pytest.mark.parametrize("fault", ["a ring that turns too early", "another warp's keys"])
-def test_a_seeded_fault_is_noticed(fault, monkeypatch):
-    case = AttentionCase(1, 150, 16, dtype="bfloat16", key_lengths=(149,))
-    if fault == "another warp's keys":
-        monkeypatch.setattr(module, "warp_of", lambda i: own_keys.warp_of(i) ^ 1)
-    else:
-        load = lambda ref, **named: plgpu.load(ref, **named)
-        monkeypatch.setattr(module, "fetched", lambda i, slots: lax.rem(i + 2, jnp.int32(slots)))
-    with pytest.raises(AssertionError):
-        check_forward(functools.partial(decoded, slots=4, programs=1), case)
+def registers(layout, numbers):
+    """(warp, lane, register, vector): which of the numbers each lane has of an array in a layout, in order."""
+    layout = layout.to_mgpu()
+    for tile in layout.tiling.tiles:
+        outer = numbers.shape[: numbers.ndim - len(tile)]
+        pairs = [(size // side, side) for size, side in zip(numbers.shape[-len(tile) :], tile, strict=True)]
+        numbers = numbers.reshape(*outer, *itertools.chain(*pairs))
+        axes = range(len(outer), numbers.ndim)
+        numbers = numbers.transpose(*range(len(outer)), *axes[::2], *axes[1::2])
+    warps = [dim for dim in layout.warp_dims if isinstance(dim, int)]
+    places = [numbers.ndim + dim for dim in (*warps, *layout.lane_dims, layout.vector_dim)]
+    rest = [axis for axis in range(numbers.ndim) if axis not in places]
+    numbers = numbers.transpose(*places[:-1], *rest, places[-1])
+    numbers = numbers.reshape(4 if warps else 1, 32, -1, layout.vector_length)
+    return np.broadcast_to(numbers, (4, *numbers.shape[1:]))
+
+
+@pytest.mark.parametrize(("keys", "H"), [(64, 128), (128, 64), (64, 256)])
+def test_a_warp_has_its_keys_as_a_right_operand(keys, H):
+    """So a permuted relayout is noticed."""
+    tile, n = np.arange(keys * H).reshape(keys, H), keys // own_keys.WARPS
+    mine = registers(own_keys.keys_layout(keys), tile)
+    values = {itemsize: registers(own_keys.values_layout(keys, itemsize), tile) for itemsize in (2, 4)}
+    for warp, quarter in enumerate(tile.reshape(own_keys.WARPS, n, H)):
+        right = registers(RHS, quarter.T)[warp]
+        np.testing.assert_array_equal(mine[warp], right)
+        right = registers(RHS, quarter)[warp]
+        for numbers in values.values():  # of 32 bits one by one
+            for lane in range(32):
+                pairs = numbers[warp, lane].reshape(-1, 2)
+                ordered = [own_keys.row_by_row(pairs[:, i], n).ravel() for i in range(2)]
+                np.testing.assert_array_equal(np.stack(ordered, axis=1), right[lane])
 
 
 @pytest.mark.parametrize(
     ("arch", "H", "dtype", "page"),
-    [((9, 0), 128, "bfloat16", 0), ((8, 0), 72, "float16", 16), ((8, 6), 25, "bfloat16", 7), ((10, 0), 40, "float32", 0)],
+    [
+        ((9, 0), 128, "bfloat16", 0),
+        ((8, 0), 72, "float16", 16),
+        ((8, 6), 25, "bfloat16", 7),
+        ((10, 0), 40, "float32", 0),
+    ],
 )
 def test_lowers_for_a_gpu(arch, H, dtype, page, monkeypatch):
     monkeypatch.setattr(utils, "_infer_arch", lambda: arch)
@@ -73,7 +101,8 @@ def test_lowers_for_a_gpu(arch, H, dtype, page, monkeypatch):
     shaped = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(shape, dtype)
     key = shaped(600, page, K, H) if page else shaped(B, S, K, H)
     table = shaped(B, S // page, dtype=jnp.int32) if page else None
-    attend = lambda query, key, table, lengths: decode(Call(problem, query, key, key, None, lengths, table))
+    run = functools.partial(decode, slots=2)
+    attend = lambda query, key, table, lengths: run(Call(problem, query, key, key, None, lengths, table))
     text = lower_for_cuda(attend, shaped(B, T, N, H), key, table, shaped(B, dtype=jnp.int32))
     assert text.count("custom_call @mosaic_gpu") == 2 and "triton" not in text
     assert "stablehlo.copy" not in text and "stablehlo.pad" not in text  # nothing is copied for a token

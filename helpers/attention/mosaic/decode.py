@@ -38,14 +38,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.device import core_count, shared_memory
-from helpers.attention.masking import key_tiles, visible
+from helpers.attention.masking import key_tiles, share, visible
 from helpers.attention.mosaic import own_keys
 from helpers.attention.mosaic.own_keys import PARTS, WARP_ROWS, WARPS, padded_head_dim, row_of, swizzled, warp_of
 from helpers.attention.mosaic.warp import ACC, ROWS, along, as_operand, full, operand_dtype, pieces_of, split
 
 LOG2_E = math.log2(math.e)
 FEWEST_KEYS = 256  # of a program
-MERGED = 64  # parts that are merged in one step
+MERGED = 2**14  # numbers of parts that are merged in one step: 128 for each thread
 MOST_SLOTS = 8
 NUM_SMS = 132  # of an H100 and an H200, where the device does not say
 
@@ -73,7 +73,7 @@ def decode_kernel(
 
     # The first query sees the first key, if any. So the tiles begin at 0.
     _, tiles = key_tiles(0, problem.T, splits.block_k, problem.band, *lengths, xp=jnp)
-    first, stop = share(jnp.int32(tiles), program, splits.programs)
+    first, stop = share(tiles, program, splits.programs, xp=jnp)
 
     def fetch(i, which):
         """Begin to copy tile i of the ring, which is 0 for keys and 1 for values."""
@@ -150,7 +150,7 @@ def merge_kernel(parts_ref, logs_ref, out_ref, lse_ref, *, problem, interpret):
     b, t, n = (lax.axis_index(name) for name in ("batch", "query", "head"))
     head, row = lax.div(n, problem.group), t * problem.group + lax.rem(n, problem.group)
     count, columns = logs_ref.shape[-1], parts_ref.shape[-1]
-    chunk = min(count, MERGED)
+    chunk = min(count, WARPS * merged_programs(columns))
     shape, a_row = (chunk, columns), functools.partial(full, (columns,), layout=PARTS.reduce(0))
 
     def one_chunk(i, state):
@@ -208,13 +208,6 @@ def tiles_of_rows(problem, splits):
     return pl.cdiv(problem.T * problem.group, splits.block_r)
 
 
-def share(tiles, part, parts):
-    """The range of tiles of one of the parts, which are as even as can be."""
-    each, left = lax.div(tiles, jnp.int32(parts)), lax.rem(tiles, jnp.int32(parts))
-    first = part * each + jnp.minimum(part, left)
-    return first, first + each + jnp.int32(part < left)
-
-
 def select_splits(problem, memory=None, **overrides):
     """The `Splits` of a problem. memory: bytes of shared memory of a program, by default of the GPU that computes.
 
@@ -232,9 +225,13 @@ def select_splits(problem, memory=None, **overrides):
     heads = problem.B * problem.K * pl.cdiv(rows, block_r)
     _, seen = key_tiles(0, problem.T, 1, problem.band, problem.T, problem.S)
     programs = max(1, min(of_an_sm * core_count(NUM_SMS) // heads, int(seen) // FEWEST_KEYS))
-    merged = MERGED // WARPS
-    programs = programs // merged * merged or programs
+    programs = programs // merged_programs(H) * merged_programs(H) or programs
     return Splits(block_r, block_k, slots, programs)._replace(**overrides)
+
+
+def merged_programs(columns):
+    """The parts of how many programs are merged in one step."""
+    return MERGED // (WARPS * columns)
 
 
 def partial_bytes(problem, splits):

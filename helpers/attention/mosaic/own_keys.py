@@ -15,10 +15,8 @@ the end is filled with zeros. Rows of 16-bit numbers whose bytes are no multiple
 The interpreter on a CPU knows none of this: there, a copy is complete at once.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -78,14 +76,16 @@ def copy(source, target, place, b, head, start, stop, table=None, *, interpret):
         thread = _number(utils.thread_idx())
         warp, lane = thread // LANES, thread % LANES
         utils.warp_barrier()
+        places = []
         for step in range(own_rows * row_bytes // (count * LANES)):
             own = lane + step * LANES
             row, byte = warp * own_rows + own // (row_bytes // count), own % (row_bytes // count) * count
-            position = start + row
-            is_inside = position < stop
-            number = place(is_inside.select(position, position * 0), b, head, entry)
-            is_real = is_inside & (byte < H * dtype.itemsize)
+            is_inside = start + row < stop
+            number = place(is_inside.select(start + row, row * 0), b, head, entry)
+            places.append((row, byte, is_inside, number))
+        for row, byte, is_inside, number in places:  # by now all that is read of a table is on its way
             at = _wide(number) * (H * dtype.itemsize) + _wide(byte)
+            is_real = is_inside & (byte < H * dtype.itemsize)
             _copy_bytes(begin + at, end + _swizzled(row, byte, row_bytes), is_real, count)
         _instruction("cp.async.commit_group;")
 
@@ -150,7 +150,8 @@ def _load(ref, index):
     """The number at an index of a ref to int32 in GMEM."""
     i32 = ir.IntegerType.get_signless(32)
     address = (_address(ref) + _wide(index) * 4).registers.item()
-    return mgpu.FragmentedArray.splat(llvm.load(i32, llvm.inttoptr(llvm.PointerType.get(1), address)), (), is_signed=True)
+    number = llvm.load(i32, llvm.inttoptr(llvm.PointerType.get(1), address))
+    return mgpu.FragmentedArray.splat(number, (), is_signed=True)
 
 
 def _swizzled(row, byte, row_bytes):
@@ -216,6 +217,11 @@ def _right_operand(registers, shape):
     )
 
 
+def row_by_row(registers, count):
+    """The registers of a tile of values, which go down column by column, in the order of a right operand."""
+    return registers.reshape(-1, count // 16, 2).swapaxes(0, 1)
+
+
 def _paired(registers):
     """Registers of pairs of 16-bit numbers, from those of single ones that follow one another."""
     first, second = (registers.ravel()[i::2] for i in range(2))
@@ -262,7 +268,10 @@ def scores(queries, keys, *, interpret):
 
 
 def add_weighted(acc, weights, values, layout, *, interpret):
-    """acc + p @ v of weights (4 R, n) in LHS and each warp's own values, a tile (4 n, H) in a values_layout; acc (4 R, H) in ACC."""
+    """acc + p @ v of rows, acc (4 R, H) in ACC and weights (4 R, n) in LHS, and each warp's own values.
+
+    weights, values: lists of pieces; a piece of values is a tile (4 n, H) in layout, a `values_layout`.
+    """
     count, H = weights[0].shape[1], acc.shape[1]
     if interpret:
         rows = acc.shape[0] // WARPS
@@ -271,9 +280,7 @@ def add_weighted(acc, weights, values, layout, *, interpret):
     def product(_, acc, *pieces):
         lefts, rights = pieces[: len(weights)], pieces[len(weights) :]
         registers = [one.registers if one.layout.vector_length == 2 else _paired(one.registers) for one in rights]
-        # A warp has them column by column, and a right operand row by row.
-        ordered = [one.reshape(H // 8, count // 16, 2).swapaxes(0, 1) for one in registers]
-        return _summed(acc, lefts, [_right_operand(one, (count, H)) for one in ordered])
+        return _summed(acc, lefts, [_right_operand(row_by_row(one, count), (count, H)) for one in registers])
 
     layouts = (ACC,) + (LHS,) * len(weights) + (layout,) * len(values)
     result = plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=ACC)
