@@ -14,7 +14,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from test_lowering import lower_for_cuda
 
 from helpers.attention.masking import NO_BAND, Band
-from helpers.attention.mosaic import decode as module
 from helpers.attention.mosaic import own_keys
 from helpers.attention.mosaic.decode import decode, partial_bytes, select_splits
 from helpers.attention.mosaic.warp import RHS
