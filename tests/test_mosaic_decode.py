@@ -107,11 +107,14 @@ def test_lowers_for_a_gpu(arch, H, dtype, page, monkeypatch):
     assert "stablehlo.copy" not in text and "stablehlo.pad" not in text  # nothing is copied for a token
 
 
-@pytest.mark.parametrize(("B", "S", "programs"), [(1, 100, 1), (1, 8192, 32), (8, 8192, 4), (1, 131072, 32)])
-def test_programs_fill_the_sms_and_are_not_tiny(B, S, programs):
+@pytest.mark.parametrize(
+    ("B", "S", "programs", "of_pages"), [(1, 100, 1, 1), (1, 8192, 16, 32), (8, 8192, 2, 4), (32, 8192, 1, 1)]
+)
+def test_programs_fill_the_sms_and_are_not_tiny(B, S, programs, of_pages):
     problem = Problem(B, 1, S, 32, 8, 128, jnp.dtype("bfloat16"), 1.0, NO_BAND)
-    assert select_splits(replace(problem, band=Band.of(is_causal=True)), 227 * 1024).programs == 1
-    assert select_splits(problem, 227 * 1024).programs == programs
+    select = functools.partial(select_splits, memory=227 * 1024)
+    assert select(replace(problem, band=Band.of(is_causal=True))).programs == 1
+    assert (select(problem).programs, select(problem, in_pages=True).programs) == (programs, of_pages)
 
 
 @pytest.mark.parametrize("capability", MEMORIES)
@@ -119,7 +122,7 @@ def test_programs_fill_the_sms_and_are_not_tiny(B, S, programs):
 def test_tiles_fit_every_gpu(capability, dtype):
     dtype, memory = jnp.dtype(dtype), MEMORIES[capability] * 1024
     for H, rows in itertools.product((1, 64, 128, 256), (1, 16, 64, 1000)):
-        splits = select_splits(Problem(1, 16, 4096, rows, 1, H, dtype, 1.0, NO_BAND), memory)
+        splits = select_splits(Problem(1, 16, 4096, rows, 1, H, dtype, 1.0, NO_BAND), memory=memory)
         row = own_keys.padded_head_dim(H, dtype) * dtype.itemsize
         assert (splits.block_r + splits.slots * splits.block_k) * row + 1024 <= memory
 

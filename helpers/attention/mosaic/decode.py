@@ -46,7 +46,7 @@ from helpers.attention.mosaic.warp import ACC, ROWS, along, as_operand, full, op
 LOG2_E = math.log2(math.e)
 FEWEST_KEYS = 256  # of a program
 MERGED = 2**14  # numbers of parts that are merged in one step: 128 for each thread
-MOST_SLOTS = 8
+MOST_SLOTS = 12
 NUM_SMS = 132  # of an H100 and an H200, where the device does not say
 
 
@@ -75,13 +75,16 @@ def decode_kernel(
     _, tiles = key_tiles(0, problem.T, splits.block_k, problem.band, *lengths, xp=jnp)
     first, stop = share(tiles, program, splits.programs, xp=jnp)
 
+    in_one_page = table_ref is None or k_ref.shape[1] % own == 0
+    stride = problem.K if in_one_page else None
+
     def fetch(i, which):
         """Begin to copy tile i of the ring, which is 0 for keys and 1 for values."""
         tile = first + lax.div(i, 2)
         stop_key = jnp.where(tile < stop, lengths[1], 0)
         slot, start = ring.at[lax.rem(i, splits.slots)], tile * splits.block_k
         keys = (k_ref, v_ref)[which], slot, place_of_key(problem, k_ref, table_ref)
-        own_keys.copy(*keys, b, head, start, stop_key, table_ref, interpret=interpret)
+        own_keys.copy(*keys, b, head, start, stop_key, table_ref, stride=stride, interpret=interpret)
 
     group_rows = jnp.int32(problem.T * problem.group)
     place = place_of_query(problem)
@@ -208,11 +211,12 @@ def tiles_of_rows(problem, splits):
     return pl.cdiv(problem.T * problem.group, splits.block_r)
 
 
-def select_splits(problem, memory=None, **overrides):
+def select_splits(problem, in_pages=False, memory=None, **overrides):
     """The `Splits` of a problem. memory: bytes of shared memory of a program, by default of the GPU that computes.
 
-    Two programs share an SM, if their rings fit. There are programs enough for all SMs, as long as each has
-    `FEWEST_KEYS` keys. overrides: fields of Splits to be taken as given.
+    One program with a long ring is enough for an SM, unless there are more heads than SMs, or pages to be looked for:
+    then two share it, if their rings fit. There are programs enough for all SMs, as long as each has `FEWEST_KEYS`
+    keys. overrides: fields of Splits to be taken as given.
     """
     memory = memory or shared_memory()
     H, itemsize = padded_head_dim(problem.H, problem.dtype), problem.dtype.itemsize
@@ -220,11 +224,11 @@ def select_splits(problem, memory=None, **overrides):
     block_r, block_k = overrides.get("block_r", WARP_ROWS * (1 + (rows > WARP_ROWS and H <= 128))), 64
     block_k = overrides.get("block_k", block_k)
     fitting = lambda programs: (memory // programs - 2048 - block_r * H * itemsize) // (block_k * H * itemsize)
-    of_an_sm = 2 if fitting(2) >= 2 else 1
+    heads, sms = problem.B * problem.K * pl.cdiv(rows, block_r), core_count(NUM_SMS)
+    of_an_sm = 2 if (in_pages or heads > sms) and fitting(2) >= 2 else 1
     slots = min(MOST_SLOTS, max(1, fitting(of_an_sm)))
-    heads = problem.B * problem.K * pl.cdiv(rows, block_r)
     _, seen = key_tiles(0, problem.T, 1, problem.band, problem.T, problem.S)
-    programs = max(1, min(of_an_sm * core_count(NUM_SMS) // heads, int(seen) // FEWEST_KEYS))
+    programs = max(1, min(of_an_sm * sms // heads, int(seen) // FEWEST_KEYS))
     programs = programs // merged_programs(H) * merged_programs(H) or programs
     return Splits(block_r, block_k, slots, programs)._replace(**overrides)
 
@@ -246,7 +250,7 @@ def decode(call, *, interpret=False, **options):
     Its keys may lie in pages. Beyond its inputs and outputs it needs `partial_bytes`. options: fields of `Splits`.
     """
     problem, optional = call.problem, (call.page_table, call.query_lengths, call.key_lengths)
-    splits = select_splits(problem, **options)
+    splits = select_splits(problem, call.page_table is not None, **options)
     B, T, N, K = problem.B, problem.T, problem.N, problem.K
     columns, dtype = padded_head_dim(problem.H, problem.dtype), problem.dtype
     row_tiles, parts = tiles_of_rows(problem, splits), WARPS * splits.programs

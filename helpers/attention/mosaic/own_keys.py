@@ -50,13 +50,14 @@ def width(H, dtype):
     return next(count for count in (16, 8, 4, 2) if size % count == 0)
 
 
-def copy(source, target, place, b, head, start, stop, table=None, *, interpret):
+def copy(source, target, place, b, head, start, stop, table=None, *, stride=None, interpret):
     """Begin to copy rows to target, a ref (R, H') in shared memory, each warp a quarter of them.
 
     Row i of it is row place(start + i, b, head, entry) of source, a ref in GMEM that is taken for rows of H numbers.
     It is zeros from H on, and all of it where start + i >= stop. place is made of +, *, // and %; entry(j) is number j
     of table, a ref in GMEM, cut to the pages that there are: a wrong table must not lead to somebody else's memory.
-    The lanes of a warp wait for one another first: then all have read what was there.
+    stride: how far apart in source the rows of a warp are, where that is the same: only the first is then looked for.
+    First the lanes of a warp wait for one another: then all have read what was there.
     """
     H, dtype, R = source.shape[-1], jnp.dtype(source.dtype), target.shape[0]
     if interpret:
@@ -76,16 +77,17 @@ def copy(source, target, place, b, head, start, stop, table=None, *, interpret):
         thread = _number(utils.thread_idx())
         warp, lane = thread // LANES, thread % LANES
         utils.warp_barrier()
+        look = lambda position: place((position < stop).select(position, position * 0), b, head, entry)
+        first = None if stride is None else look(start + warp * own_rows)
         places = []
         for step in range(own_rows * row_bytes // (count * LANES)):
             own = lane + step * LANES
-            row, byte = warp * own_rows + own // (row_bytes // count), own % (row_bytes // count) * count
-            is_inside = start + row < stop
-            number = place(is_inside.select(start + row, row * 0), b, head, entry)
-            places.append((row, byte, is_inside, number))
-        for row, byte, is_inside, number in places:  # by now all that is read of a table is on its way
+            row, byte = own // (row_bytes // count), own % (row_bytes // count) * count
+            number = look(start + warp * own_rows + row) if stride is None else first + row * stride
+            places.append((number, warp * own_rows + row, byte))
+        for number, row, byte in places:  # by now all that is read of a table is on its way
             at = _wide(number) * (H * dtype.itemsize) + _wide(byte)
-            is_real = is_inside & (byte < H * dtype.itemsize)
+            is_real = (start + row < stop) & (byte < H * dtype.itemsize)
             _copy_bytes(begin + at, end + _swizzled(row, byte, row_bytes), is_real, count)
         _instruction("cp.async.commit_group;")
 
