@@ -153,13 +153,17 @@ def _handed_on(x):
         layout, i32 = LHS.to_mgpu(), ir.IntegerType.get_signless(32)
         registers = np.empty(layout.registers_shape(x.shape), dtype=object)
         for place in np.ndindex(registers.shape):
-            row_tile, column_tile, _, half, row_half = place[:5]  # 16 columns of an operand are twice 8 of a sum
-            rest = [0] * (x.registers.ndim - 5)
-            register = x.registers[row_tile, 2 * column_tile + half, 0, 0, row_half, *rest]
+            register = x.registers[place_in_sum(place, x.registers.ndim)]
             registers[place] = utils.bitcast(utils.bitcast(register, i32), register.type)
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return hand_on(x)
+
+
+def place_in_sum(place, axes):
+    """Where among the registers of an array in ACC the numbers are that LHS has in the register at `place`."""
+    row_tile, column_tile, _, half, row_half = place[:5]  # 16 columns of an operand are twice 8 of a sum
+    return row_tile, 2 * column_tile + half, 0, 0, row_half, *[0] * (axes - 5)
 
 
 # Which tiles, and which pairs of them
