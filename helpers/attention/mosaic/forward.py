@@ -90,14 +90,14 @@ def forward_kernel(
 
     q_parts = [q_smem.at[piece] for piece in range(pieces)]
     fetch([(q_ref.at[piece, b, rows, head], part) for piece, part in enumerate(q_parts)], *q_loaded)
-    q = load(q_parts, LHS, interpret=interpret)
     constant = CONSTANT.get(problem.dtype.name)
     beside = [] if low_ref is None else [[plgpu.layout_cast(jnp.full((block_k, 8), constant, q_smem.dtype), RHS)]]
 
     def one_key_tile(place, masked, indices, *operands):
         *keys_and_values, (m, l, *sums) = operands
         keys, values = keys_and_values[:pieces], keys_and_values[pieces:]
-        s = product(q, load([ref.T for ref in keys], RHS, interpret=interpret), interpret=interpret)
+        queries = load(q_parts, LHS, interpret=interpret)  # again in each step: registers are scarcer than time
+        s = product(queries, load([ref.T for ref in keys], RHS, interpret=interpret), interpret=interpret)
         if early is not None:
             s *= early
         if masked:
