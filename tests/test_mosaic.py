@@ -63,6 +63,7 @@ CASES = [
     AttentionCase(70, 130, 24, dtype="float32", arguments={"local_window_size": 17, "is_causal": True}),
     AttentionCase(130, 66, 1, N=3, dtype="float16", batched=False),
     AttentionCase(64, 64, 256, dtype="bfloat16"),
+    AttentionCase(30, 70, 256, dtype="float32", arguments=CAUSAL),  # shared memory has no room for what stays
     AttentionCase(1, 7, 64, dtype="float32", arguments=CAUSAL),
     AttentionCase(7, 1, 80, N=8, dtype="bfloat16"),
     AttentionCase(63, 203, 64, dtype="bfloat16", logits="large"),
@@ -138,11 +139,9 @@ def test_no_races():
 
 
 @pytest.mark.skipif(IS_GPU, reason="interpreted")
-@pytest.mark.parametrize("kernel", ["forward", pytest.param("backward", marks=pytest.mark.full)])
-def test_a_missing_wait_is_a_race(kernel):
+def test_a_missing_wait_is_a_race():
     lazy = seeded(warp, ("        plgpu.barrier_wait(barrier)\n", "        pass\n"))
-    modules = {"forward": forward, "backward": backward}
-    with mock.patch.object(modules[kernel], "fetch", lazy.fetch):
+    with mock.patch.object(warp, "fetch", lazy.fetch):
         found, _ = found_races(AttentionCase(64, 64, 64, N=1, dtype="bfloat16"))
     assert found and any("copy_gmem_to_smem" in text or "barrier" in text.lower() for text in found)
 
