@@ -43,7 +43,8 @@ def flash_attention(
         Under jit their values cannot be checked; there, more than the length means all of it.
       local_window_size: (left, right), or one integer for both: query i sees keys i - left <= j <= i + right.
       implementation: "reference" (naive, the whole matrix in memory), "portable" (the Pallas kernels: compiled on an
-        NVIDIA GPU from Ampere on, interpreted on a CPU), "hopper" (kernels for NVIDIA's Hopper GPUs, 16-bit inputs
+        NVIDIA GPU from Ampere on, interpreted on a CPU), "mosaic" (kernels in Pallas Mosaic GPU, which JAX keeps, for
+        the same GPUs; a CPU interprets them, for one device), "hopper" (kernels for NVIDIA's Hopper GPUs, 16-bit inputs
         without lengths or windows; a CPU of 16 cores or with PJRT_NPROC=16 interprets them, for one device), "tpu"
         (kernels for Google's TPUs, which have been compiled for v5e and v6e and run nowhere but in the interpreter; a
         CPU interprets them, for one device), "cudnn" (handed to `jax.nn`, where it can serve the call), or None:

@@ -18,12 +18,12 @@ The rows of ds add up to dlse, as exactly as delta is: an error of it comes back
 common. So out has all of its float32 bits here (see `low_bits`), and is a mean by the weights as they were rounded for
 p v (see `forward`).
 
-Refs, laid out as in `warp` (T' and S' are whole tiles, H' a multiple of 64), and in shared memory the tiles that stay:
+Refs, laid out as in `warp` (T' and S' are whole tiles, H' a multiple of 64):
 
     q_ref, do_ref (pieces, B, T', N H')   k_ref, v_ref (pieces, B, S', K H')   lengths_ref (2, B) int32, or None
     lse_ref (B, N, T') lse_2, float32     delta_ref (B, N, T') float32
     dq_ref (B, T', N H')                  dk_ref, dv_ref (B, S', K H')
-    in dq_kernel q_smem, do_smem          in dkv_kernel k_smem, v_smem; loaded: a barrier, where copies need one
+    scratch: of `warp.stay`, for q and do in dq_kernel and for k and v in dkv_kernel
 """
 
 import functools
@@ -43,12 +43,10 @@ from helpers.attention.mosaic.warp import (
     LHS,
     RHS,
     ROWS,
-    SWIZZLED,
     Tiles,
     along,
     as_operand,
-    barriers,
-    fetch,
+    fitting,
     full,
     in_two_sweeps,
     laid_out,
@@ -58,6 +56,8 @@ from helpers.attention.mosaic.warp import (
     padded_head_dim,
     product,
     real_lengths,
+    stay,
+    staying_tiles,
     store,
     taken_up,
     tile_specs,
@@ -67,24 +67,18 @@ from helpers.attention.portable.tiles import LOG2_E
 
 
 def dq_kernel(
-    q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, lengths_ref, dq_ref, q_smem, do_smem, *loaded,
+    q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, lengths_ref, dq_ref, scratch, *,
     problem, tiles, interpret,
 ):  # fmt: skip
     block_q, block_k, stages = tiles
-    pieces, _, head_padded = q_smem.shape
+    pieces, head_padded = q_ref.shape[0], padded_head_dim(problem.H)
     i, n, b = (lax.axis_index(name) for name in "inb")
     if problem.band.right is not None:  # the programs with the most keys come first
         i = dq_ref.shape[1] // block_q - 1 - i
     q_start = i * block_q
     rows, head = pl.ds(q_start, block_q), pl.ds(n * head_padded, head_padded)
     lengths = real_lengths(lengths_ref, b, problem)
-    parts = range(pieces)
-    q_parts, do_parts = ([ref.at[piece] for piece in parts] for ref in (q_smem, do_smem))
-    fetch(
-        [(q_ref.at[piece, b, rows, head], q_parts[piece]) for piece in parts]
-        + [(do_ref.at[piece, b, rows, head], do_parts[piece]) for piece in parts],
-        *loaded,
-    )
+    q_parts, do_parts = stay([q_ref, do_ref], (b, rows, head), scratch)
     lse, delta = (load_rows(ref.at[b, n, rows], ROWS) for ref in (lse_ref, delta_ref))
 
     def one_key_tile(place, masked, indices, *operands):
@@ -99,7 +93,7 @@ def dq_kernel(
             seen = visible(q_start + q_pos, place(indices[0]) * block_k + k_pos, problem.band, *lengths)
             p = jnp.where(seen, p, 0)
         dp = product(gradients, transposed(values), interpret=interpret)
-        ds = as_operand(p * (dp - along(delta, dp.shape, 0)), pieces, q_smem.dtype, interpret=interpret)
+        ds = as_operand(p * (dp - along(delta, dp.shape, 0)), pieces, q_ref.dtype, interpret=interpret)
         return product(ds, load(keys, RHS, interpret=interpret), dq, interpret=interpret)
 
     def sweep(count, place, masked, dq):
@@ -121,22 +115,16 @@ def dq_kernel(
 
 
 def dkv_kernel(
-    q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, lengths_ref, dk_ref, dv_ref, k_smem, v_smem, *loaded,
+    q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, lengths_ref, dk_ref, dv_ref, scratch, *,
     problem, tiles, interpret,
 ):  # fmt: skip
     block_q, block_k, stages = tiles
-    pieces, _, head_padded = k_smem.shape
+    pieces, head_padded = q_ref.shape[0], padded_head_dim(problem.H)
     j, kv, b = (lax.axis_index(name) for name in "jkb")
     k_start = j * block_k
     rows, head = pl.ds(k_start, block_k), pl.ds(kv * head_padded, head_padded)
     lengths = real_lengths(lengths_ref, b, problem)
-    parts = range(pieces)
-    k_parts, v_parts = ([ref.at[piece] for piece in parts] for ref in (k_smem, v_smem))
-    fetch(
-        [(k_ref.at[piece, b, rows, head], k_parts[piece]) for piece in parts]
-        + [(v_ref.at[piece, b, rows, head], v_parts[piece]) for piece in parts],
-        *loaded,
-    )
+    k_parts, v_parts = stay([k_ref, v_ref], (b, rows, head), scratch)
 
     def one_query_tile(place, masked, indices, *operands):
         *operands, (dk, dv) = operands
@@ -154,7 +142,7 @@ def dkv_kernel(
             p = jnp.where(seen, p, 0)
         dp = product(values, transposed(gradients), interpret=interpret)
         ds = p * (dp - along(delta, dp.shape, 1))
-        p, ds = (as_operand(x, pieces, k_smem.dtype, interpret=interpret) for x in (p, ds))
+        p, ds = (as_operand(x, pieces, k_ref.dtype, interpret=interpret) for x in (p, ds))
         dv = product(p, load(gradients, RHS, interpret=interpret), dv, interpret=interpret)
         return product(ds, load(queries, RHS, interpret=interpret), dk, interpret=interpret), dv
 
@@ -195,26 +183,28 @@ def backward(call, out, lse, dout, dlse, low=None, *, tiles=None, interpret=Fals
     q_shape = problem.B, problem.T, problem.N, problem.H
     k_shape = problem.B, problem.S, problem.K, problem.H
     launch = functools.partial(_launch, call, dout, LOG2_E * lse, delta, interpret)
-    (dq,) = launch(dq_kernel, "inb", dq_tiles, dq_tiles.block_q, [q_shape])
-    dk, dv = launch(dkv_kernel, "jkb", dkv_tiles, dkv_tiles.block_k, [k_shape, k_shape])
+    (dq,) = launch(dq_kernel, "inb", dq_tiles, dq_tiles.block_q, dq_tiles.block_k, [q_shape])
+    dk, dv = launch(dkv_kernel, "jkb", dkv_tiles, dkv_tiles.block_k, dkv_tiles.block_q, 2 * [k_shape])
     return dq, dk, dv
 
 
-def _launch(call, dout, lse, delta, interpret, kernel, grid_names, tiles, block, shapes):
-    """What a kernel writes: arrays of `shapes`, of which each program writes `block` rows of one head."""
+def _launch(call, dout, lse, delta, interpret, kernel, grid_names, tiles, block, streaming, shapes):
+    """What a kernel writes: arrays of `shapes`, of which each program writes `block` rows of one head.
+
+    streaming: rows of the tiles that pass by.
+    """
     problem = call.problem
     (B, length, heads, H), head_padded = shapes[0], padded_head_dim(problem.H)
     query, do = (laid_out(array, tiles.block_q) for array in (call.query, dout))
     key, value = (laid_out(array, tiles.block_k, call.key_lengths) for array in (call.key, call.value))
     to_whole_tiles = ((0, 0), (0, 0), (0, -problem.T % tiles.block_q))
     whole_length = length + -length % block
-    staying = plgpu.SMEM((len(query), block, head_padded), query.dtype, transforms=SWIZZLED)
     gradients = plgpu.kernel(
         functools.partial(kernel, problem=problem, tiles=tiles, interpret=bool(interpret)),
         out_type=[jax.ShapeDtypeStruct((B, whole_length, heads * head_padded), problem.dtype) for _ in shapes],
         grid=(whole_length // block, heads, B),
         grid_names=tuple(grid_names),
-        scratch_types=[staying, staying, *barriers(2 * len(query))],
+        scratch_types=[staying_tiles(2, block, 2 * tiles.stages * streaming, problem)],
         compiler_params=COMPILER_PARAMS,
         interpret=interpret,
     )(query, key, value, do, *(jnp.pad(rows, to_whole_tiles) for rows in (lse, delta)), lengths_of(call))
@@ -224,4 +214,5 @@ def _launch(call, dout, lse, delta, interpret, kernel, grid_names, tiles, block,
 def backward_tiles(problem):
     """The `Tiles` of dq_kernel and of dkv_kernel for a problem."""
     block_q = 64 if padded_head_dim(problem.H) <= 64 else 32
-    return Tiles(64, 32, 2), Tiles(block_q, 64, 2)
+    tiles = Tiles(64, 32, 2), Tiles(block_q, 64, 2)
+    return tuple(fitting(one, field, problem) for one, field in zip(tiles, ("block_k", "block_q"), strict=True))

@@ -28,7 +28,7 @@ Refs, laid out as in `warp` (T' and S' are whole tiles, H' a multiple of 64):
 
     q_ref (pieces, B, T', N H')   k_ref, v_ref (pieces, B, S', K H')   lengths_ref (2, B) int32, or None
     out_ref (B, T', N H')         lse_ref (B, N, T') float32          low_ref (B, T', N H') int16, or None
-    q_smem (pieces, block_q, H')  q_loaded: its barrier, where copies need one
+    scratch: of `warp.stay`, for the queries
 """
 
 import functools
@@ -47,12 +47,10 @@ from helpers.attention.mosaic.warp import (
     LHS,
     RHS,
     ROWS,
-    SWIZZLED,
     Tiles,
     along,
     as_operand,
-    barriers,
-    fetch,
+    fitting,
     full,
     in_two_sweeps,
     laid_out,
@@ -61,6 +59,8 @@ from helpers.attention.mosaic.warp import (
     padded_head_dim,
     product,
     real_lengths,
+    stay,
+    staying_tiles,
     store,
     taken_up,
     tile_specs,
@@ -73,10 +73,10 @@ CONSTANT = {"bfloat16": 1 + 49 / 2**7, "float16": 1 + 395 / 2**10}  # beside v: 
 
 
 def forward_kernel(
-    q_ref, k_ref, v_ref, lengths_ref, out_ref, lse_ref, low_ref, q_smem, *q_loaded, problem, tiles, interpret
+    q_ref, k_ref, v_ref, lengths_ref, out_ref, lse_ref, low_ref, scratch, *, problem, tiles, interpret
 ):  # fmt: skip
     block_q, block_k, stages = tiles
-    pieces, _, head_padded = q_smem.shape
+    pieces, head_padded = q_ref.shape[0], padded_head_dim(problem.H)
     band, scale_2 = problem.band, problem.scale * LOG2_E
     # The maximum is that of the scores as they are, where scaling keeps their order.
     early, late = (None, scale_2) if scale_2 > SMALLEST_FACTOR else (scale_2, 1)
@@ -88,16 +88,15 @@ def forward_kernel(
     head = pl.ds(n * head_padded, head_padded)
     lengths = real_lengths(lengths_ref, b, problem)
 
-    q_parts = [q_smem.at[piece] for piece in range(pieces)]
-    fetch([(q_ref.at[piece, b, rows, head], part) for piece, part in enumerate(q_parts)], *q_loaded)
-    q = load(q_parts, LHS, interpret=interpret)
+    (q_parts,) = stay([q_ref], (b, rows, head), scratch)
     constant = CONSTANT.get(problem.dtype.name)
-    beside = [] if low_ref is None else [[plgpu.layout_cast(jnp.full((block_k, 8), constant, q_smem.dtype), RHS)]]
+    beside = [] if low_ref is None else [[plgpu.layout_cast(jnp.full((block_k, 8), constant, q_ref.dtype), RHS)]]
 
     def one_key_tile(place, masked, indices, *operands):
         *keys_and_values, (m, l, *sums) = operands
         keys, values = keys_and_values[:pieces], keys_and_values[pieces:]
-        s = product(q, load([ref.T for ref in keys], RHS, interpret=interpret), interpret=interpret)
+        queries = load(q_parts, LHS, interpret=interpret)  # again in each step: registers are scarcer than time
+        s = product(queries, load([ref.T for ref in keys], RHS, interpret=interpret), interpret=interpret)
         if early is not None:
             s *= early
         if masked:
@@ -110,7 +109,7 @@ def forward_kernel(
         alpha = jnp.exp2(late * (m - reference))
         p = jnp.exp2(late * s - along(late * reference, s.shape, 0))
         l = alpha * l + p.sum(axis=1)
-        p = as_operand(p, pieces, q_smem.dtype, interpret=interpret)
+        p = as_operand(p, pieces, q_ref.dtype, interpret=interpret)
         sums = [along(alpha, total.shape, 0) * total for total in sums]
         rights = [load(values, RHS, interpret=interpret), *beside]
         sums = [product(p, right, total, interpret=interpret) for right, total in zip(rights, sums, strict=True)]
@@ -160,7 +159,7 @@ def forward(call, *, keeps_low_bits=False, tiles=None, interpret=False):
     tiles = tiles or forward_tiles(problem)
     query = laid_out(call.query, tiles.block_q)
     key, value = laid_out(call.key, tiles.block_k), laid_out(call.value, tiles.block_k, call.key_lengths)
-    pieces, B, T, _ = query.shape
+    _, B, T, _ = query.shape
     N, head_padded = problem.N, padded_head_dim(problem.H)
     out_shape = B, T, N * head_padded
     out, lse, low = plgpu.kernel(
@@ -172,10 +171,7 @@ def forward(call, *, keeps_low_bits=False, tiles=None, interpret=False):
         ],
         grid=(T // tiles.block_q, N, B),
         grid_names=("i", "n", "b"),
-        scratch_types=[
-            plgpu.SMEM((pieces, tiles.block_q, head_padded), query.dtype, transforms=SWIZZLED),
-            *barriers(pieces),
-        ],
+        scratch_types=[staying_tiles(1, tiles.block_q, 2 * tiles.stages * tiles.block_k, problem)],
         compiler_params=COMPILER_PARAMS,
         interpret=interpret,
     )(query, key, value, lengths_of(call))
@@ -185,4 +181,5 @@ def forward(call, *, keeps_low_bits=False, tiles=None, interpret=False):
 
 def forward_tiles(problem):
     """The `Tiles` of a problem."""
-    return Tiles(64, 64, 2) if padded_head_dim(problem.H) <= 128 else Tiles(64, 32, 2)
+    tiles = Tiles(64, 64, 2) if padded_head_dim(problem.H) <= 128 else Tiles(64, 32, 2)
+    return fitting(tiles, "block_k", problem)

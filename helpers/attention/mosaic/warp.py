@@ -33,11 +33,14 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
+from helpers.attention.device import shared_memory
+
 # The same for both dtypes of 16 bits.
 LHS, RHS, ACC = (layout(jnp.bfloat16) for layout in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC))
 ROWS, COLUMNS = ACC.reduce(1), ACC.reduce(0)  # one number a row, or a column
 HEAD_MULTIPLE = 64  # elements of a row of swizzled shared memory
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+OTHER_SHARED_MEMORY = 4096  # bytes of barriers, and of what reductions over warps take
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
 
@@ -111,7 +114,7 @@ def along(vector, shape, axis):
 
 
 def load(refs, layout, *, interpret):
-    """The pieces that refs in shared memory hold, as registers of a layout."""
+    """The pieces that refs hold, as registers of a layout."""
     pieces = [plgpu.load(ref, layout=layout, optimized=False) for ref in refs]
     if interpret:
         plgpu.commit_smem()  # its race detector wants a fence between a read and what TMA writes there later
@@ -153,24 +156,75 @@ def _handed_on(x):
         layout, i32 = LHS.to_mgpu(), ir.IntegerType.get_signless(32)
         registers = np.empty(layout.registers_shape(x.shape), dtype=object)
         for place in np.ndindex(registers.shape):
-            row_tile, column_tile, _, half, row_half = place[:5]  # 16 columns of an operand are twice 8 of a sum
-            rest = [0] * (x.registers.ndim - 5)
-            register = x.registers[row_tile, 2 * column_tile + half, 0, 0, row_half, *rest]
+            register = x.registers[place_in_sum(place, x.registers.ndim)]
             registers[place] = utils.bitcast(utils.bitcast(register, i32), register.type)
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return hand_on(x)
 
 
+def place_in_sum(place, axes):
+    """Where among the registers of an array in ACC the numbers are that LHS has in the register at `place`."""
+    row_tile, column_tile, _, half, row_half = place[:5]  # 16 columns of an operand are twice 8 of a sum
+    return row_tile, 2 * column_tile + half, 0, 0, row_half, *[0] * (axes - 5)
+
+
 # Which tiles, and which pairs of them
 
 
 class Tiles(NamedTuple):
-    """How the work of a kernel is cut: queries and keys of a tile, multiples of 64 and of 16, and tiles in flight."""
+    """How the work of a kernel is cut: queries and keys of a tile, and tiles in flight.
+
+    The side that a program stays with is a multiple of 64, 16 rows for each warp; the other one is a multiple of 16.
+    """
 
     block_q: int
     block_k: int
     stages: int
+
+
+def row_bytes(problem):
+    """Bytes of shared memory of a row of a tile, in all of its pieces."""
+    return 2 * pieces_of(problem.dtype) * padded_head_dim(problem.H)
+
+
+def fitting(tiles, field, problem):
+    """The tiles, or, where shared memory has no room for two tiles of each stage, smaller ones for which it has.
+
+    field: of Tiles, the side that streams by.
+    """
+    room = (shared_memory() - OTHER_SHARED_MEMORY) // row_bytes(problem)
+    while 2 * tiles.stages * getattr(tiles, field) > room:
+        smaller = {"stages": 1} if tiles.stages > 1 else {field: getattr(tiles, field) // 2}
+        tiles = tiles._replace(**smaller)
+    return tiles
+
+
+def staying_tiles(count, rows, streaming, problem):
+    """Scratch for `stay`, as a tuple: `count` tiles of so many rows, and a barrier where copies need one.
+
+    streaming: rows in shared memory beside them. Where it has no room for those that stay, there are None for them.
+    """
+    room = (shared_memory() - OTHER_SHARED_MEMORY) // row_bytes(problem)
+    if count * rows + streaming > room:
+        return None
+    shape = pieces_of(problem.dtype), rows, padded_head_dim(problem.H)
+    tile = plgpu.SMEM(shape, operand_dtype(problem.dtype), transforms=SWIZZLED)
+    return *count * [tile], *barriers(count * shape[0])
+
+
+def stay(refs, place, scratch):
+    """Lists of the pieces of tiles that a program reads again and again: in shared memory, or where they are.
+
+    refs: laid out arrays in GMEM. place: (b, rows, columns) of their tiles. scratch: of `staying_tiles`.
+    """
+    sources = [[ref.at[piece, *place] for piece in range(ref.shape[0])] for ref in refs]
+    if scratch is None:
+        return sources
+    tiles, barrier = scratch[: len(refs)], scratch[len(refs) :]
+    targets = [[tile.at[piece] for piece in range(tile.shape[0])] for tile in tiles]
+    fetch(zip(itertools.chain(*sources), itertools.chain(*targets), strict=True), *barrier)
+    return targets
 
 
 def lengths_of(call):
