@@ -240,7 +240,7 @@ FAULTS = [
     ),
     *_of(
         "helpers/attention/mosaic/own_keys.py",
-        ("a copy reads past the end", "position < stop", "position <= stop"),
+        ("a copy reads past the end", "is_inside = position < stop", "is_inside = position <= stop"),
         ("the keys of a warp are permuted", "(keys, 16), (keys // WARPS, 16), (8, 8), (2,)", "(keys, 16), (16, 16), (8, 8), (2,)"),
         ("values are taken column by column", "(-1, count // 16, 2).swapaxes(0, 1)", "(-1, count // 16, 2)"),
         ("a wrong table leads out of the pages", "jnp.clip(table[...].reshape(-1)[j], 0, source.shape[0] - 1)", "table[...].reshape(-1)[j]"),

@@ -153,7 +153,9 @@ def merge_kernel(parts_ref, logs_ref, out_ref, lse_ref, *, problem, interpret):
     b, t, n = (lax.axis_index(name) for name in ("batch", "query", "head"))
     head, row = lax.div(n, problem.group), t * problem.group + lax.rem(n, problem.group)
     count, columns = logs_ref.shape[-1], parts_ref.shape[-1]
-    chunk = min(count, WARPS * merged_programs(columns))
+    chunk = next(
+        WARPS * programs for programs in range(merged_programs(columns), 0, -1) if count % (WARPS * programs) == 0
+    )
     shape, a_row = (chunk, columns), functools.partial(full, (columns,), layout=PARTS.reduce(0))
 
     def one_chunk(i, state):
@@ -234,7 +236,7 @@ def select_splits(problem, in_pages=False, memory=None, **overrides):
 
 
 def merged_programs(columns):
-    """The parts of how many programs are merged in one step."""
+    """The parts of how many programs are merged in one step, at most."""
     return MERGED // (WARPS * columns)
 
 
@@ -256,15 +258,18 @@ def decode(call, *, interpret=False, **options):
     row_tiles, parts = tiles_of_rows(problem, splits), WARPS * splits.programs
     smem = lambda *shape: plgpu.SMEM((*shape, columns), dtype, transforms=swizzled(dtype))
 
-    def body(q_ref, k_ref, v_ref, *refs):
+    def flash_attention_decode(q_ref, k_ref, v_ref, *refs):
         refs = list(refs)
         given = [None if array is None else refs.pop(0) for array in optional]
         options = {"problem": problem, "splits": splits, "interpret": bool(interpret)}
         decode_kernel(q_ref, k_ref, v_ref, *given, *refs, **options)
 
+    def flash_attention_merge(*refs):
+        merge_kernel(*refs, problem=problem, interpret=bool(interpret))
+
     # Neighbours read other heads of the same keys, which lie side by side.
     out, logs = plgpu.kernel(
-        body,
+        flash_attention_decode,
         out_type=[
             jax.ShapeDtypeStruct((B, K, row_tiles * splits.block_r, parts, columns), jnp.float32),
             jax.ShapeDtypeStruct((B, K, row_tiles * splits.block_r, parts), jnp.float32),
@@ -277,7 +282,7 @@ def decode(call, *, interpret=False, **options):
         interpret=interpret or None,
     )(call.query, call.key, call.value, *(array for array in optional if array is not None))
     return plgpu.kernel(
-        functools.partial(merge_kernel, problem=problem, interpret=bool(interpret)),
+        flash_attention_merge,
         out_type=[jax.ShapeDtypeStruct(call.query.shape, dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32)],
         grid=(B, T, N),
         grid_names=("batch", "query", "head"),
