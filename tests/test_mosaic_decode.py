@@ -33,10 +33,10 @@ def decoded(*arrays, slots=3, programs=2, interpret=INTERPRET, **arguments):
 @pytest.mark.parametrize(
     ("case", "options"),
     [
-        (AttentionCase(3, 100, 25, N=6, K=2, B=2, key_lengths=(100, 0), query_lengths=(2, 3)), {}),
+        (AttentionCase(3, 100, 25, N=6, K=2, B=2, key_lengths=(100, 0), query_lengths=(2, 3)), {"slots": 1}),
         (
             AttentionCase(16, 200, 64, N=3, dtype="float16", logits="large", arguments={"local_window_size": (1, 70)}),
-            {"slots": 1, "programs": 3},
+            {"slots": 2, "programs": 1},
         ),
     ],
     ids=str,
