@@ -60,7 +60,7 @@ ILLEGAL = [
     ({"key_value_seq_lengths": np.array([1], np.int32)}, ValueError, "key_value_seq_lengths must have shape (2,), got (1,)"),
     ({"key_value_seq_lengths": np.array([1, S + 1], np.int32)}, ValueError, "key_value_seq_lengths must lie between 0 and 24, got [1, 25]"),
     ({"query_seq_lengths": np.array([-1, 3], np.int32)}, ValueError, "query_seq_lengths must lie between 0 and 20, got [-1, 3]"),
-    ({"implementation": "triton"}, ValueError, "implementation must be None or one of reference, portable, hopper, tpu, cudnn, got 'triton'"),
+    ({"implementation": "triton"}, ValueError, "implementation must be None or one of reference, portable, mosaic, hopper, tpu, cudnn, got 'triton'"),
     ({"return_residual": 1}, TypeError, "return_residual must be True or False, got 1"),
     ({"implementation": "hopper"}, NotImplementedError, 'use implementation="portable"'),
 ]  # fmt: skip

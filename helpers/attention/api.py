@@ -64,7 +64,8 @@ def flash_attention(
       block_mask: what `helpers.attention.masking.block_mask` made of this mask and this mask_mod, for calls that share
         them; it is believed. None makes it anew where a kernel wants it.
       implementation: "reference" (naive, the whole matrix in memory), "portable" (the Pallas kernels: compiled on an
-        NVIDIA GPU from Ampere on, interpreted on a CPU), "hopper" (kernels for NVIDIA's Hopper GPUs, 16-bit inputs
+        NVIDIA GPU from Ampere on, interpreted on a CPU), "mosaic" (kernels in Pallas Mosaic GPU, which JAX keeps, for
+        the same GPUs; a CPU interprets them, for one device), "hopper" (kernels for NVIDIA's Hopper GPUs, 16-bit inputs
         without lengths or windows; a CPU of 16 cores or with PJRT_NPROC=16 interprets them, for one device), "tpu"
         (kernels for Google's TPUs, which have been compiled for v5e and v6e and run nowhere but in the interpreter; a
         CPU interprets them, for one device), "cudnn" (handed to `jax.nn`, where it can serve the call), or None:

@@ -99,6 +99,13 @@ def query_tiles(k_start, k_stop, block_q, band, query_length, key_length, xp=np)
     return key_tiles(k_start, k_stop, block_q, mirrored, key_length, query_length, xp)
 
 
+def share(tiles, part, parts, xp=np):
+    """Half-open range of the tiles of one of the parts into which 0..tiles-1 are split, as even as can be."""
+    each, left = tiles // parts, tiles % parts
+    first = part * each + xp.minimum(part, left)
+    return first, first + each + (part < left) * 1
+
+
 def tile_kind(rows, cols, band, query_length, key_length):
     """``"skipped"``, ``"partial"`` or ``"full"``: whether no, some or every pair of a tile is visible.
 

@@ -24,10 +24,21 @@ from helpers.attention.hopper import backward as hopper_backward
 from helpers.attention.hopper import forward as hopper_forward
 from helpers.attention.hopper import serve as hopper
 from helpers.attention.low_bits import with_low_bits
-from helpers.attention.portable import backward as portable_backward
-from helpers.attention.portable import decode as portable_decode
-from helpers.attention.portable import forward as portable_forward
-from helpers.attention.problem import FEATURES, FEW_QUERIES, LENGTHS, MASK, SINKS, SOFT_CAP, SYMBOLS, WINDOW, Call
+from helpers.attention.mosaic import backward as mosaic_backward
+from helpers.attention.mosaic import decode as mosaic_decode
+from helpers.attention.mosaic import forward as mosaic_forward
+from helpers.attention.problem import (
+    FEATURES,
+    FEW_QUERIES,
+    LENGTHS,
+    MASK,
+    PAGES,
+    SINKS,
+    SOFT_CAP,
+    SYMBOLS,
+    WINDOW,
+    Call,
+)
 from helpers.attention.reference import naive_attention, naive_gradients, naive_gradients_of_part
 
 
@@ -110,18 +121,24 @@ class KernelsOf:
         return sharding.one_device_at_a_time(one_device, *letters, self.splits)(problem, *arrays)
 
 
-# The kernels of each implementation. interpret: what makes them run on a CPU, or False
+# The kernels of each implementation. interpret: what makes them run on a CPU, or False. The portable ones are imported
+# when they are asked for: they need JAX's lowering by Triton, which is deprecated.
 
 
-def _forward(many_queries, interpret):
+def _forward(many_queries, few_queries, interpret):
     """The forward pass by many_queries(call, interpret=…), and that of few queries by kernels of its own."""
 
     def forward(call):
-        if call.problem.T <= FEW_QUERIES and call.is_plain:
-            return portable_decode.decode(call, interpret=bool(interpret))
-        return many_queries(call, interpret=interpret)
+        few = call.problem.T <= FEW_QUERIES and call.is_plain
+        return (few_queries if few else many_queries)(call, interpret=interpret)
 
     return forward
+
+
+def _portable_decode(call, interpret):
+    from helpers.attention.portable.decode import decode
+
+    return decode(call, interpret=bool(interpret))
 
 
 def _exact(forward):
@@ -135,7 +152,10 @@ def _exact(forward):
 
 
 def _portable(interpret):
-    forward = _forward(portable_forward.forward, interpret)
+    from helpers.attention.portable import backward as portable_backward
+    from helpers.attention.portable import forward as portable_forward
+
+    forward = _forward(portable_forward.forward, _portable_decode, interpret)
 
     def exact_forward_of_part(call):
         exact = functools.partial(portable_forward.forward, dtype=jnp.float32, interpret=interpret)
@@ -152,9 +172,21 @@ def _portable(interpret):
     return Kernels(forward, backward, None, forward, exact_forward_of_part, of_part)
 
 
+def _mosaic(interpret):
+    many_queries = functools.partial(mosaic_forward.forward, interpret=interpret)
+    forward = _forward(mosaic_forward.forward, mosaic_decode.decode, interpret)
+    keeping = functools.partial(many_queries, keeps_low_bits=True)
+    backward = functools.partial(mosaic_backward.backward, interpret=interpret)
+
+    def exact_forward_of_part(call):
+        return (many_queries if call.problem.dtype == jnp.float32 else _exact(keeping))(call)
+
+    return Kernels(forward, backward, keeping, forward, exact_forward_of_part, backward)
+
+
 def _hopper(interpret):
-    forward = _forward(hopper_forward.forward, interpret)
-    of_part = _forward(functools.partial(hopper_forward.forward, is_persistent=False), interpret)
+    forward = _forward(hopper_forward.forward, _portable_decode, interpret)
+    of_part = _forward(functools.partial(hopper_forward.forward, is_persistent=False), _portable_decode, interpret)
     keeping = functools.partial(hopper_forward.forward, keeps_low_bits=True, interpret=interpret)
     exact_of_part = _exact(functools.partial(keeping, is_persistent=False))
     backward = functools.partial(hopper_backward.backward, interpret=interpret)
@@ -228,6 +260,15 @@ TABLE = {
         kernels=_portable,
         platform="cuda",
         interpreter=True,
+    ),
+    "mosaic": Backend(
+        serves=(PAGES, "float32", LENGTHS, WINDOW),
+        needs="a CPU or an NVIDIA GPU of compute capability 8.0 (Ampere) or newer",
+        runs_on=lambda device: device.platform == "cpu" or compute_capability(device) >= (8, 0),
+        kernels=_mosaic,
+        platform="cuda",
+        interpreter=plgpu.InterpretGPUParams(),
+        alone=True,
     ),
     "hopper": Backend(
         serves=(),

@@ -1,0 +1,218 @@
+"""The backward kernels by `plgpu.mma`: two, of which each writes what it owns, from Ampere to Blackwell.
+
+FlashAttention-2 (arXiv 2307.08691), algorithm 2, for one query head, base 2 in the exponent (ds of FlashAttention's
+appendix B.4, arXiv 2205.14135, with the gradient of lse added):
+
+    p      = 2^(scale_2 q k^T - lse_2)      the weights again; scale_2 = scale log2 e, lse_2 = lse log2 e
+    dp     = do v^T
+    delta  = rowsum(out * do) - dlse        before both kernels, in plain JAX
+    ds     = p * (dp - delta)
+    dv     = p^T do,   dq = scale ds k,   dk = scale ds^T q
+
+    dq_kernel   a tile of queries; loops over the tiles of keys that it sees
+    dkv_kernel  a tile of keys of one key/value head; loops over the tiles of queries that see it, and over the query
+                heads that share the head, so that their sum stays in registers. It makes p and ds transposed, for
+                what a sum holds can be the left operand of the next product, and no right one
+
+The rows of ds add up to dlse, as exactly as delta is: an error of it comes back in dq, times what the keys have in
+common. So out has all of its float32 bits here (see `low_bits`), and is a mean by the weights as they were rounded for
+p v (see `forward`).
+
+Refs, laid out as in `warp` (T' and S' are whole tiles, H' a multiple of 64):
+
+    q_ref, do_ref (pieces, B, T', N H')   k_ref, v_ref (pieces, B, S', K H')   lengths_ref (2, B) int32, or None
+    lse_ref (B, N, T') lse_2, float32     delta_ref (B, N, T') float32
+    dq_ref (B, T', N H')                  dk_ref, dv_ref (B, S', K H')
+    scratch: of `warp.stay`, for q and do in dq_kernel and for k and v in dkv_kernel
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from helpers.attention.low_bits import with_low_bits
+from helpers.attention.masking import NO_BAND, Band, key_tiles, query_tiles, visible
+from helpers.attention.mosaic.warp import (
+    ACC,
+    COLUMNS,
+    COMPILER_PARAMS,
+    LHS,
+    RHS,
+    ROWS,
+    Tiles,
+    along,
+    as_operand,
+    fitting,
+    full,
+    in_two_sweeps,
+    laid_out,
+    lengths_of,
+    load,
+    load_rows,
+    padded_head_dim,
+    product,
+    real_lengths,
+    stay,
+    staying_tiles,
+    store,
+    taken_up,
+    tile_specs,
+    whole_tiles,
+)
+from helpers.attention.portable.tiles import LOG2_E
+
+
+def dq_kernel(
+    q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, lengths_ref, dq_ref, scratch, *,
+    problem, tiles, interpret,
+):  # fmt: skip
+    block_q, block_k, stages = tiles
+    pieces, head_padded = q_ref.shape[0], padded_head_dim(problem.H)
+    i, n, b = (lax.axis_index(name) for name in "inb")
+    if problem.band.right is not None:  # the programs with the most keys come first
+        i = dq_ref.shape[1] // block_q - 1 - i
+    q_start = i * block_q
+    rows, head = pl.ds(q_start, block_q), pl.ds(n * head_padded, head_padded)
+    lengths = real_lengths(lengths_ref, b, problem)
+    q_parts, do_parts = stay([q_ref, do_ref], (b, rows, head), scratch)
+    lse, delta = (load_rows(ref.at[b, n, rows], ROWS) for ref in (lse_ref, delta_ref))
+
+    def one_key_tile(place, masked, indices, *operands):
+        *operands, dq = operands
+        keys, values = operands[:pieces], operands[pieces:]
+        transposed = lambda refs: load([ref.T for ref in refs], RHS, interpret=interpret)
+        queries, gradients = (load(refs, LHS, interpret=interpret) for refs in (q_parts, do_parts))
+        s = product(queries, transposed(keys), interpret=interpret)
+        p = jnp.exp2(problem.scale * LOG2_E * s - along(lse, s.shape, 0))
+        if masked:
+            q_pos, k_pos = (plgpu.broadcasted_iota(jnp.int32, s.shape, axis, layout=ACC) for axis in (0, 1))
+            seen = visible(q_start + q_pos, place(indices[0]) * block_k + k_pos, problem.band, *lengths)
+            p = jnp.where(seen, p, 0)
+        dp = product(gradients, transposed(values), interpret=interpret)
+        ds = as_operand(p * (dp - along(delta, dp.shape, 0)), pieces, q_ref.dtype, interpret=interpret)
+        return product(ds, load(keys, RHS, interpret=interpret), dq, interpret=interpret)
+
+    def sweep(count, place, masked, dq):
+        specs = tile_specs(pieces, block_k, head_padded, lambda step: (b, place(step), n // problem.group))
+        return plgpu.emit_pipeline(
+            functools.partial(one_key_tile, place, masked),
+            grid=(count,),
+            in_specs=[*specs, *specs],
+            max_concurrent_steps=stages,
+            init_carry=dq,
+        )(*pieces * [k_ref], *pieces * [v_ref])
+
+    q_stop = q_start + block_q
+    needed = whole = key_tiles(q_start, q_stop, block_k, problem.band, *lengths, xp=jnp)
+    if problem.band != NO_BAND or lengths_ref is not None or problem.S % block_k:
+        whole = whole_tiles(needed, q_start, q_stop, block_k, problem.band, *lengths)
+    dq = in_two_sweeps(sweep, needed, whole, full((block_q, head_padded), 0))
+    store(dq_ref.at[b, rows, head], (problem.scale * dq).astype(dq_ref.dtype), interpret=interpret)
+
+
+def dkv_kernel(
+    q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, lengths_ref, dk_ref, dv_ref, scratch, *,
+    problem, tiles, interpret,
+):  # fmt: skip
+    block_q, block_k, stages = tiles
+    pieces, head_padded = q_ref.shape[0], padded_head_dim(problem.H)
+    j, kv, b = (lax.axis_index(name) for name in "jkb")
+    k_start = j * block_k
+    rows, head = pl.ds(k_start, block_k), pl.ds(kv * head_padded, head_padded)
+    lengths = real_lengths(lengths_ref, b, problem)
+    k_parts, v_parts = stay([k_ref, v_ref], (b, rows, head), scratch)
+
+    def one_query_tile(place, masked, indices, *operands):
+        *operands, (dk, dv) = operands
+        queries, gradients = operands[:pieces], operands[pieces:]
+        transposed = lambda refs: load([ref.T for ref in refs], RHS, interpret=interpret)
+        keys, values = (load(refs, LHS, interpret=interpret) for refs in (k_parts, v_parts))
+        member, i = indices[0], place(indices[1])
+        columns = b, kv * problem.group + member, pl.ds(i * block_q, block_q)
+        lse, delta = (load_rows(ref.at[columns], COLUMNS) for ref in (lse_ref, delta_ref))
+        s = product(keys, transposed(queries), interpret=interpret)
+        p = jnp.exp2(problem.scale * LOG2_E * s - along(lse, s.shape, 1))
+        if masked:
+            k_pos, q_pos = (plgpu.broadcasted_iota(jnp.int32, s.shape, axis, layout=ACC) for axis in (0, 1))
+            seen = visible(i * block_q + q_pos, k_start + k_pos, problem.band, *lengths)
+            p = jnp.where(seen, p, 0)
+        dp = product(values, transposed(gradients), interpret=interpret)
+        ds = p * (dp - along(delta, dp.shape, 1))
+        p, ds = (as_operand(x, pieces, k_ref.dtype, interpret=interpret) for x in (p, ds))
+        dv = product(p, load(gradients, RHS, interpret=interpret), dv, interpret=interpret)
+        return product(ds, load(queries, RHS, interpret=interpret), dk, interpret=interpret), dv
+
+    def sweep(count, place, masked, state):
+        place_of = lambda member, step: (b, place(step), kv * problem.group + member)
+        specs = tile_specs(pieces, block_q, head_padded, place_of)
+        return plgpu.emit_pipeline(
+            functools.partial(one_query_tile, place, masked),
+            grid=(problem.group, count),
+            in_specs=[*specs, *specs],
+            max_concurrent_steps=stages,
+            init_carry=state,
+        )(*pieces * [q_ref], *pieces * [do_ref])
+
+    k_stop = k_start + block_k
+    needed = whole = query_tiles(k_start, k_stop, block_q, problem.band, *lengths, xp=jnp)
+    if problem.band != NO_BAND or lengths_ref is not None:
+        mirrored = Band(problem.band.right, problem.band.left)
+        whole = whole_tiles(needed, k_start, k_stop, block_q, mirrored, *reversed(lengths))
+    dk, dv = in_two_sweeps(sweep, needed, whole, 2 * (full((block_k, head_padded), 0),))
+    store(dk_ref.at[b, rows, head], (problem.scale * dk).astype(dk_ref.dtype), interpret=interpret)
+    store(dv_ref.at[b, rows, head], dv.astype(dv_ref.dtype), interpret=interpret)
+
+
+def backward(call, out, lse, dout, dlse, low=None, *, tiles=None, interpret=False):
+    """Gradients of a checked `Call`: (dq, dk, dv) with the shapes and the dtype of its arrays.
+
+    out (B, T, N, H), lse (B, N, T) float32 and low are what `forward` returned; dout and dlse are the gradients of the
+    first two. Beyond inputs and outputs it allocates lse_2 and delta, (B, N, T) in float32, and what `forward` says of
+    arrays that are not laid out yet, here with dout and the three gradients, twice where the tiles of the kernels
+    differ. The same input gives the same bits each time. tiles: two `warp.Tiles`, of dq_kernel and of dkv_kernel,
+    chosen for the problem unless given. interpret: what interprets the kernels on a CPU.
+    """
+    problem = call.problem
+    delta = (with_low_bits(out, low) * dout.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - dlse
+    delta = jnp.where(lse == -jnp.inf, 0, delta)  # a row that sees no key passes no gradient
+    dq_tiles, dkv_tiles = tiles or backward_tiles(problem)
+    q_shape = problem.B, problem.T, problem.N, problem.H
+    k_shape = problem.B, problem.S, problem.K, problem.H
+    launch = functools.partial(_launch, call, dout, LOG2_E * lse, delta, interpret)
+    (dq,) = launch(dq_kernel, "inb", dq_tiles, dq_tiles.block_q, dq_tiles.block_k, [q_shape])
+    dk, dv = launch(dkv_kernel, "jkb", dkv_tiles, dkv_tiles.block_k, dkv_tiles.block_q, 2 * [k_shape])
+    return dq, dk, dv
+
+
+def _launch(call, dout, lse, delta, interpret, kernel, grid_names, tiles, block, streaming, shapes):
+    """What a kernel writes: arrays of `shapes`, of which each program writes `block` rows of one head.
+
+    streaming: rows of the tiles that pass by.
+    """
+    problem = call.problem
+    (B, length, heads, H), head_padded = shapes[0], padded_head_dim(problem.H)
+    query, do = (laid_out(array, tiles.block_q) for array in (call.query, dout))
+    key, value = (laid_out(array, tiles.block_k, call.key_lengths) for array in (call.key, call.value))
+    to_whole_tiles = ((0, 0), (0, 0), (0, -problem.T % tiles.block_q))
+    whole_length = length + -length % block
+    gradients = plgpu.kernel(
+        functools.partial(kernel, problem=problem, tiles=tiles, interpret=bool(interpret)),
+        out_type=[jax.ShapeDtypeStruct((B, whole_length, heads * head_padded), problem.dtype) for _ in shapes],
+        grid=(whole_length // block, heads, B),
+        grid_names=tuple(grid_names),
+        scratch_types=[staying_tiles(2, block, 2 * tiles.stages * streaming, problem)],
+        compiler_params=COMPILER_PARAMS,
+        interpret=interpret,
+    )(query, key, value, do, *(jnp.pad(rows, to_whole_tiles) for rows in (lse, delta)), lengths_of(call))
+    return [taken_up(gradient, length, heads, H) for gradient in gradients]
+
+
+def backward_tiles(problem):
+    """The `Tiles` of dq_kernel and of dkv_kernel for a problem."""
+    block_q = 64 if padded_head_dim(problem.H) <= 64 else 32
+    tiles = Tiles(64, 32, 2), Tiles(block_q, 64, 2)
+    return tuple(fitting(one, field, problem) for one, field in zip(tiles, ("block_k", "block_q"), strict=True))

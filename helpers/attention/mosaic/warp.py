@@ -1,0 +1,326 @@
+"""What kernels by `plgpu.mma` share: layouts, products, copies, and how a caller's arrays are laid out for them.
+
+`plgpu.mma` is the matrix product that every NVIDIA GPU from Ampere on has (PTX ISA, mma.sync m16n8k16). A warp holds
+both operands and the sum in registers, each in a layout of its own:
+
+    LHS    a left operand, whose rows the four warps of a program share out
+    RHS    a right operand, all of it in every warp
+    ACC    the sum; like a left operand, its rows are shared out
+
+Tiles come to shared memory by TMA from Hopper on, and by cp.async before. `plgpu.emit_pipeline` knows both; what
+differs else is told by `by_tma`. The interpreter on a CPU runs the form for TMA, and knows no mma: there `product`
+multiplies what was read from the same refs, so that its race detector sees the reads.
+
+mma takes 16-bit operands. A float32 array is a sum of `pieces` in bfloat16, which are laid out one after another, and
+a product of two such arrays is the sum of the products of their pieces, without those below the last bit:
+
+    two pieces     a0 b0 + a0 b1 + a1 b0                          relative error 2^-16, for TF32's 2^-11
+    three pieces   these + a1 b1 + a0 b2 + a2 b0                  as float32 rounds
+
+Refs and arrays that are called *laid out* have shape (pieces, B, T', N H'), with T rounded up to whole tiles and
+head_dim to a multiple of 64, in zeros: the 128 bytes that a row of a tile has in swizzled shared memory.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+
+from helpers.attention.device import shared_memory
+
+# The same for both dtypes of 16 bits.
+LHS, RHS, ACC = (layout(jnp.bfloat16) for layout in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC))
+ROWS, COLUMNS = ACC.reduce(1), ACC.reduce(0)  # one number a row, or a column
+HEAD_MULTIPLE = 64  # elements of a row of swizzled shared memory
+SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+OTHER_SHARED_MEMORY = 4096  # bytes of barriers, and of what reductions over warps take
+IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+
+
+# The caller's arrays
+
+
+def padded_head_dim(H):
+    """head_dim rounded up to whole rows of swizzled shared memory."""
+    return -(-H // HEAD_MULTIPLE) * HEAD_MULTIPLE
+
+
+def operand_dtype(dtype):
+    """The dtype that arrays of a dtype have once they are laid out."""
+    return jnp.dtype(jnp.bfloat16) if dtype == jnp.float32 else jnp.dtype(dtype)
+
+
+def pieces_of(dtype):
+    """How many pieces an array of a dtype is laid out in, by `jax.default_matmul_precision`."""
+    exact = jax.config.jax_default_matmul_precision in ("highest", "float32")
+    return 1 if jnp.dtype(dtype).itemsize == 2 else 3 if exact else 2
+
+
+def laid_out(array, block, lengths=None):
+    """An array (B, T, N, H) laid out in tiles of `block` rows: a copy, unless it is so already.
+
+    lengths: int32 (B,) or None; rows from there on become zeros, whatever they hold.
+    """
+    B, T, _, H = array.shape
+    if lengths is not None:
+        array = jnp.where(jnp.arange(T)[:, None, None] < lengths[:, None, None, None], array, 0)
+    array = jnp.pad(array, ((0, 0), (0, -T % block), (0, 0), (0, padded_head_dim(H) - H)))
+    pieces = split(array, pieces_of(array.dtype), operand_dtype(array.dtype))
+    return jnp.stack(pieces).reshape(len(pieces), B, array.shape[1], -1)
+
+
+def taken_up(array, T, N, H):
+    """(B, T, N, H) of what a kernel wrote, (B, T', N H')."""
+    return array.reshape(*array.shape[:2], N, -1)[:, :T, :, :H]
+
+
+# Registers
+
+
+def split(x, count, dtype):
+    """`count` arrays of a 16-bit dtype with the sum x, as exactly as they can; with count 1, x rounded.
+
+    All but the last have the leading bits of what is left, cut off, so that none is beyond the range of x.
+    """
+    pieces = []
+    for _ in range(count - 1):
+        leading = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & -(2**16), jnp.float32)
+        pieces.append(leading.astype(dtype))
+        x = x - leading
+    return [*pieces, x.astype(dtype)]
+
+
+def pairs(count):
+    """Which pieces of two arrays of so many pieces are multiplied with one another."""
+    return [pair for pair in itertools.product(range(count), repeat=2) if sum(pair) < count]
+
+
+def full(shape, value, layout=ACC):
+    """A float32 array in registers."""
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def along(vector, shape, axis):
+    """A vector in registers, repeated to a shape of which it is the axis."""
+    return lax.broadcast_in_dim(vector, shape, [axis])
+
+
+def load(refs, layout, *, interpret):
+    """The pieces that refs hold, as registers of a layout."""
+    pieces = [plgpu.load(ref, layout=layout, optimized=False) for ref in refs]
+    if interpret:
+        plgpu.commit_smem()  # its race detector wants a fence between a read and what TMA writes there later
+    return pieces
+
+
+def load_rows(ref, layout):
+    """A vector of float32 in GMEM, as registers of ROWS or COLUMNS. cp.async has no copy for so little."""
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def product(lefts, rights, acc=None, *, interpret):
+    """acc + a @ b, of the pieces of a (LHS) and of b (RHS); float32 in ACC. acc: zeros where it is None."""
+    if acc is None:
+        acc = full((lefts[0].shape[0], rights[0].shape[1]), 0)
+    for i, j in reversed(pairs(len(lefts))):  # small ones first
+        if interpret:
+            acc += lax.dot(lefts[i], rights[j], preferred_element_type=jnp.float32)
+        else:
+            acc = plgpu.mma(acc, lefts[i], rights[j])
+    return acc
+
+
+def as_operand(x, count, dtype, *, interpret):
+    """The pieces of a float32 sum (ACC), as a left operand: what a thread has of both is the same."""
+    pieces = split(x, count, dtype)
+    return pieces if interpret else [_handed_on(piece) for piece in pieces]
+
+
+def _handed_on(x):
+    """An array in ACC as the same in LHS: each register as it is, in another place.
+
+    Pallas infers no such change of layout. Without the round trip through an integer, the compiler of Mosaic GPU
+    folds all of this away, and then finds two layouts where there should be one.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(ACC,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=LHS))
+    def hand_on(_, x):
+        layout, i32 = LHS.to_mgpu(), ir.IntegerType.get_signless(32)
+        registers = np.empty(layout.registers_shape(x.shape), dtype=object)
+        for place in np.ndindex(registers.shape):
+            register = x.registers[place_in_sum(place, x.registers.ndim)]
+            registers[place] = utils.bitcast(utils.bitcast(register, i32), register.type)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return hand_on(x)
+
+
+def place_in_sum(place, axes):
+    """Where among the registers of an array in ACC the numbers are that LHS has in the register at `place`."""
+    row_tile, column_tile, _, half, row_half = place[:5]  # 16 columns of an operand are twice 8 of a sum
+    return row_tile, 2 * column_tile + half, 0, 0, row_half, *[0] * (axes - 5)
+
+
+# Which tiles, and which pairs of them
+
+
+class Tiles(NamedTuple):
+    """How the work of a kernel is cut: queries and keys of a tile, and tiles in flight.
+
+    The side that a program stays with is a multiple of 64, 16 rows for each warp; the other one is a multiple of 16.
+    """
+
+    block_q: int
+    block_k: int
+    stages: int
+
+
+def row_bytes(problem):
+    """Bytes of shared memory of a row of a tile, in all of its pieces."""
+    return 2 * pieces_of(problem.dtype) * padded_head_dim(problem.H)
+
+
+def fitting(tiles, field, problem):
+    """The tiles, or, where shared memory has no room for two tiles of each stage, smaller ones for which it has.
+
+    field: of Tiles, the side that streams by.
+    """
+    room = (shared_memory() - OTHER_SHARED_MEMORY) // row_bytes(problem)
+    while 2 * tiles.stages * getattr(tiles, field) > room:
+        smaller = {"stages": 1} if tiles.stages > 1 else {field: getattr(tiles, field) // 2}
+        tiles = tiles._replace(**smaller)
+    return tiles
+
+
+def staying_tiles(count, rows, streaming, problem):
+    """Scratch for `stay`, as a tuple: `count` tiles of so many rows, and a barrier where copies need one.
+
+    streaming: rows in shared memory beside them. Where it has no room for those that stay, there are None for them.
+    """
+    room = (shared_memory() - OTHER_SHARED_MEMORY) // row_bytes(problem)
+    if count * rows + streaming > room:
+        return None
+    shape = pieces_of(problem.dtype), rows, padded_head_dim(problem.H)
+    tile = plgpu.SMEM(shape, operand_dtype(problem.dtype), transforms=SWIZZLED)
+    return *count * [tile], *barriers(count * shape[0])
+
+
+def stay(refs, place, scratch):
+    """Lists of the pieces of tiles that a program reads again and again: in shared memory, or where they are.
+
+    refs: laid out arrays in GMEM. place: (b, rows, columns) of their tiles. scratch: of `staying_tiles`.
+    """
+    sources = [[ref.at[piece, *place] for piece in range(ref.shape[0])] for ref in refs]
+    if scratch is None:
+        return sources
+    tiles, barrier = scratch[: len(refs)], scratch[len(refs) :]
+    targets = [[tile.at[piece] for piece in range(tile.shape[0])] for tile in tiles]
+    fetch(zip(itertools.chain(*sources), itertools.chain(*targets), strict=True), *barrier)
+    return targets
+
+
+def lengths_of(call):
+    """int32 (2, B): how many queries and keys of each batch entry are real; None where all are."""
+    if call.query_lengths is None and call.key_lengths is None:
+        return None
+    problem = call.problem
+    pairs = (call.query_lengths, problem.T), (call.key_lengths, problem.S)
+    return jnp.stack([jnp.full(problem.B, n) if length is None else jnp.clip(length, 0, n) for length, n in pairs])
+
+
+def real_lengths(lengths_ref, b, problem):
+    """How many queries and keys of batch entry b are real. Padding to whole tiles counts as real queries."""
+    return (problem.T, problem.S) if lengths_ref is None else (lengths_ref[0, b], lengths_ref[1, b])
+
+
+def whole_tiles(needed, start, stop, block, band, own_length, other_length):
+    """The range, within the range `needed`, of tiles of which all of the positions start..stop-1 see all.
+
+    The positions are queries and the tiles keys, as in `masking.key_tiles`; mirror the band for the other way round.
+    """
+    first, last = needed[0], other_length // block
+    if band.left is not None:
+        first = jnp.maximum(first, (stop - 1 - band.left + block - 1) // block)
+    if band.right is not None:
+        last = jnp.minimum(last, jnp.maximum(start + band.right + 1, 0) // block)
+    last *= (stop <= own_length).astype(jnp.int32)
+    first = jnp.minimum(first, needed[1])
+    return first, jnp.clip(last, first, needed[1])
+
+
+def in_two_sweeps(sweep, needed, whole, state):
+    """state after all tiles of the range `needed`: first those of `whole`, which need no mask, and then the others.
+
+    sweep(count, place, masked, state) -> state, where place(step) is the tile of a step. A choice within one loop
+    would keep the compiler from ordering its instructions.
+    """
+    (first, stop), (whole_first, whole_stop) = needed, whole
+    state = sweep(whole_stop - whole_first, lambda step: whole_first + step, False, state)
+    if whole is needed:
+        return state
+    before = whole_first - first
+    around = lambda step: jnp.where(step < before, first + step, whole_stop + step - before)
+    return sweep(before + stop - whole_stop, around, True, state)
+
+
+# Copies
+
+
+def by_tma():
+    """Whether tiles come by TMA, as from Hopper on, or by cp.async; known when a kernel is traced."""
+    return utils._infer_arch() >= (9, 0)
+
+
+def barriers(*arrivals):
+    """Scratch for `fetch`: a barrier for each number of copies, where copies need one."""
+    return [plgpu.Barrier(num_arrivals=count) for count in arrivals] if by_tma() else []
+
+
+def fetch(copies, barrier=None):
+    """Copy pairs (a ref in GMEM, one in SMEM), and wait for all of them. barrier: of `barriers`, if there are."""
+    for source, target in copies:
+        if barrier is None:
+            plgpu.copy_gmem_to_smem(source, target, oob_mode=IN_BOUNDS)
+        else:
+            plgpu.copy_gmem_to_smem(source, target, barrier)
+    if barrier is None:
+        plgpu.wait_gmem_to_smem(0)
+    else:
+        plgpu.barrier_wait(barrier)
+
+
+def tile_specs(count, rows, columns, index_map):
+    """Specs of `count` pieces of a laid out array, for `plgpu.emit_pipeline`; index_map: (b, tile of rows, head)."""
+
+    def of_piece(piece):
+        return plgpu.BlockSpec(
+            (None, None, rows, columns),
+            lambda *indices: (jnp.int32(piece), *index_map(*indices)),
+            transforms=SWIZZLED,
+            memory_space=plgpu.SMEM,
+            oob_fill_mode=IN_BOUNDS,
+        )
+
+    return [of_piece(piece) for piece in range(count)]
+
+
+def store(ref, value, *, interpret):
+    """Write a value in registers (ACC or ROWS) to a ref in GMEM, from where it is: every GPU can do that."""
+    if interpret:
+        ref[...] = value
+        return
+    layout = ACC if value.ndim == 2 else ROWS
+
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))
+    def write(_, value, ref):
+        value.store_untiled(ref, optimized=False)
+
+    write(value, ref)
