@@ -22,9 +22,9 @@ def differentiable(
 
     forward(*arrays) -> (out, lse). forward_with_residuals: takes its place where the
     call is differentiated, and may return more arrays, that backward wants.
-    backward(arrays, residuals, gradients) -> (dq, dk, dv, ...): of what went in, what the
-    forward pass returned, and the gradients of out and lse. What it leaves out, or
-    returns None for, has no gradient. refusal: what a second derivative is told.
+    backward(arrays, residuals, gradients) -> (dq, dk, dv, ...): of what went in, what
+    the forward pass returned, and the gradients of out and lse. What it leaves out,
+    or returns None for, has no gradient. refusal: what a second derivative is told.
     """
 
     @jax.custom_vjp

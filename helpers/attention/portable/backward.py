@@ -133,7 +133,8 @@ def dkv_kernel(
 
     def one_head(head, gradients):
         one_tile = functools.partial(one_query_tile, head)
-        return over_tiles(lists, head, bounds_of(lists, head, in_band), one_tile, gradients)
+        bounds = bounds_of(lists, head, in_band)
+        return over_tiles(lists, head, bounds, one_tile, gradients)
 
     zeros = jnp.zeros(k.shape, jnp.float32)
     dk, dv = lax.fori_loop(0, problem.group, one_head, (zeros, zeros))
@@ -202,8 +203,9 @@ def dq_kernel(
         # error of delta.
         dlse = plt.load(dlse_ref, mask=row_mask, other=0)
         sink = sink_of(extras)
-        right = dlse if sink is None else dlse + exp2(LOG2_E * (sink - lse), interpret) * delta
-        error = jnp.where(lse == -jnp.inf, 0, ds_sum - right)
+        if sink is not None:
+            dlse += exp2(LOG2_E * (sink - lse), interpret) * delta
+        error = jnp.where(lse == -jnp.inf, 0, ds_sum - dlse)
         dtype = problem.dtype
         eps = TF32_EPS if dtype.itemsize == 4 else float(jnp.finfo(dtype).eps)
         # All keys have their share of this error, of one sign, so that what keys have in
