@@ -150,7 +150,7 @@ FAULTS = {
     "the last tiles unmasked": ("minimum(last, jnp.maximum(start + band.right + 1, 0) // block)", "minimum(last, jnp.maximum(start + band.right + 2, 0) // block)"),
     "the first tiles unmasked": ("(stop - 1 - band.left + block - 1) // block", "(stop - 1 - band.left) // block"),
     "no tail": ("last *= (stop <= own_length).astype(jnp.int32)", "last *= 1"),
-    "a tile twice": ("whole_stop + step - before", "whole_stop - 1 + step - before"),
+    "a tile twice": ("first + turn - jnp.where(is_before", "first - 1 + turn - jnp.where(is_before"),
 }  # fmt: skip
 
 
@@ -175,15 +175,15 @@ def each_range():
 
 
 def tiles_and_masks(module, block=8):
-    """[{tile: is masked}, or None where one comes twice] of what `in_two_sweeps` does in each range."""
+    """[{tile: is masked}, or None where one comes twice] of the walk through each range."""
     from helpers.attention.masking import key_tiles
 
     found = []
     for band, lengths, start, stop in each_range():
         needed = key_tiles(start, stop, block, band, *lengths, xp=jnp)
         whole = module.whole_tiles(needed, start, stop, block, band, *lengths)
-        steps = lambda count, place, masked, state: [*state, *((int(place(i)), masked) for i in range(int(count)))]
-        done = module.in_two_sweeps(steps, needed, whole, [])
+        order = module.walk(needed, whole)
+        done = [(int(order.place(step)[1]), step >= int(order.whole)) for step in range(int(order.steps))]
         found.append(dict(sorted(done)) if len(dict(done)) == len(done) else None)
     return found
 
