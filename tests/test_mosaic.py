@@ -138,11 +138,20 @@ def test_no_races():
     check_results(results, case)
 
 
+FETCH = "pl.when(step + stages < steps)(lambda: fetch(step + stages))"
+RACES = {
+    "no wait for what streams by": [("            plgpu.barrier_wait(loaded.at[lax.rem(step, stages)])\n", "")],
+    "no wait for what stays": [(" else plgpu.barrier_wait(loaded)", " else None")],
+    "a stage too few": [("        arrive(step)\n", f"        arrive(step)\n        {FETCH}\n"), (f"tiles in rings], state)\n        {FETCH}\n", "tiles in rings], state)\n")],
+}  # fmt: skip
+
+
 @pytest.mark.skipif(IS_GPU, reason="interpreted")
-def test_a_missing_wait_is_a_race():
-    lazy = seeded(warp, ("        plgpu.barrier_wait(barrier)\n", "        pass\n"))
-    with mock.patch.object(warp, "fetch", lazy.fetch):
-        found, _ = found_races(AttentionCase(64, 64, 64, N=1, dtype="bfloat16"))
+@pytest.mark.parametrize("fault", in_tiers(RACES, lambda fault: fault == "a stage too few"))
+def test_a_race_is_found(fault):
+    wrong = seeded(warp, *RACES[fault])
+    with mock.patch.multiple(forward, stay=wrong.stay, streamed=wrong.streamed):
+        found, _ = found_races(AttentionCase(64, 130, 64, N=1, dtype="bfloat16"))
     assert found and any("copy_gmem_to_smem" in text or "barrier" in text.lower() for text in found)
 
 

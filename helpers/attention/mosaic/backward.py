@@ -219,6 +219,11 @@ def _launch(call, dout, lse, delta, interpret, kernel, grid_names, tiles, block,
 
 def backward_tiles(problem):
     """The `Tiles` of dq_kernel and of dkv_kernel for a problem."""
-    block_q = 64 if padded_head_dim(problem.H) <= 64 else 32
-    tiles = Tiles(64, 32, 2), Tiles(block_q, 64, 2)
+    head_padded = padded_head_dim(problem.H)
+    if head_padded <= 64:
+        tiles = Tiles(128 if problem.T > 64 else 64, 32, 2), Tiles(64, 64, 2)
+    elif head_padded <= 128:
+        tiles = Tiles(64, 64, 2), Tiles(32, 64, 2)
+    else:
+        tiles = Tiles(64, 32, 2), Tiles(16, 64, 2)
     return tuple(fitting(one, field, problem) for one, field in zip(tiles, ("block_k", "block_q"), strict=True))

@@ -182,6 +182,7 @@ def forward(call, *, keeps_low_bits=False, tiles=None, interpret=False):
 
 
 def forward_tiles(problem):
-    """The `Tiles` of a problem."""
-    tiles = Tiles(64, 64, 2) if padded_head_dim(problem.H) <= 128 else Tiles(64, 32, 2)
-    return fitting(tiles, "block_k", problem)
+    """The `Tiles` of a problem: two rows of tensor core tiles for each warp, where registers have room for their sum."""
+    head_padded = padded_head_dim(problem.H)
+    block_q = 128 if head_padded <= 64 < problem.T else 64
+    return fitting(Tiles(block_q, 64 if head_padded <= 128 else 32, 2), "block_k", problem)
