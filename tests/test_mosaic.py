@@ -112,7 +112,9 @@ def test_padding_may_hold_anything():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_pieces_add_up(dtype):
     """To the array, or to as many bits of it as there are; numbers near the ends of float32 included."""
-    x = np.float32([0, 1, -1 / 3, 3.4028235e38, -3.4e38, 1.2345678e-20, 1 + 2**-23]).astype(dtype)
+    numbers = [0, 1, -1 / 3, 1 + 2**-23, 1.2345678e-5]
+    ends = [3.4028235e38, -3.4e38, 1.2345678e-20] if dtype == "float32" else []
+    x = np.float32(numbers + ends).astype(dtype)
     count = warp.pieces_of(dtype)
     pieces = [np.asarray(piece, np.float64) for piece in warp.split(jnp.asarray(x), count, warp.operand_dtype(dtype))]
     assert count == (3 if dtype == "float32" else 1)

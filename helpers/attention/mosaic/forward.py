@@ -22,7 +22,8 @@ is a mean by the weights as they were. What its own rounding takes off leaves as
 
 A program is one warpgroup, whose four warps share out the queries. It keeps acc and p in registers, where p becomes
 the left operand of the second product without a detour; k_j and v_j come through shared memory, `stages` tiles ahead.
-The tiles that need a mask have a loop of their own.
+The tiles that need a mask have a loop of their own, after the others: a choice within one loop would keep the compiler
+from ordering its instructions.
 
 Refs, laid out as in `warp` (T' and S' are whole tiles, H' a multiple of 64):
 
@@ -182,7 +183,7 @@ def forward(call, *, keeps_low_bits=False, tiles=None, interpret=False):
 
 
 def forward_tiles(problem):
-    """The `Tiles` of a problem: two rows of tensor core tiles for each warp, where registers have room for their sum."""
+    """The `Tiles` of a problem: 32 queries for each warp, where registers have room for their sum, or 16."""
     head_padded = padded_head_dim(problem.H)
     block_q = 128 if head_padded <= 64 < problem.T else 64
     return fitting(Tiles(block_q, 64 if head_padded <= 128 else 32, 2), "block_k", problem)

@@ -7,8 +7,9 @@ both operands and the sum in registers, each in a layout of its own:
     RHS    a right operand, all of it in every warp
     ACC    the sum; like a left operand, its rows are shared out
 
-Tiles come to shared memory by TMA from Hopper on, and by cp.async before. `plgpu.emit_pipeline` knows both; what
-differs else is told by `by_tma`. The interpreter on a CPU runs the form for TMA, and knows no mma: there `product`
+Tiles come to shared memory by TMA from Hopper on, and by cp.async before: `stay` and `streamed` know both.
+(`plgpu.emit_pipeline` does, too, but it could neither begin before the tiles that stay have come, nor go on from tiles
+that need no mask to those that do.) The interpreter on a CPU runs the form for TMA, and knows no mma: there `product`
 multiplies what was read from the same refs, so that its race detector sees the reads.
 
 mma takes 16-bit operands. A float32 array is a sum of `pieces` in bfloat16, which are laid out one after another, and
