@@ -125,6 +125,14 @@ def load(refs, layout, *, interpret):
     return pieces
 
 
+def sums_by_thread(x):
+    """(rows, 8) of an array in ACC: columns 8 apart are a thread's own, and added up without an exchange of threads."""
+    parts = [x[:, start : start + 8] for start in range(0, x.shape[1], 8)]
+    while len(parts) > 1:
+        parts = [functools.reduce(jnp.add, pair) for pair in itertools.batched(parts, 2)]
+    return parts[0]
+
+
 def load_rows(ref, layout):
     """A vector of float32 in GMEM, as registers of ROWS or COLUMNS. cp.async has no copy for so little."""
     return plgpu.load(ref, layout=layout, optimized=False)
