@@ -226,9 +226,9 @@ def backward_tiles(problem):
     """The `Tiles` of dq_kernel and of dkv_kernel for a problem."""
     head_padded, block_q = padded_head_dim(problem.H), 128 if problem.T > 64 else 64
     if head_padded <= 64:
-        tiles = Tiles(block_q, 32, 2), Tiles(32, 128, 2)
+        dq, dkv = Tiles(block_q, 32, 2), Tiles(32, 128, 2)
     elif head_padded <= 128:
-        tiles = Tiles(block_q, 32, 2), Tiles(32, 64, 2)
+        dq, dkv = Tiles(block_q, 32, 2), Tiles(32, 64, 2)
     else:
-        tiles = Tiles(64, 32, 2), Tiles(16, 64, 2)
-    return tuple(fitting(one, field, problem) for one, field in zip(tiles, ("block_k", "block_q"), strict=True))
+        dq, dkv = Tiles(64, 32, 2), Tiles(16, 64, 2)
+    return fitting(dq, 2 * dq.block_q, "block_k", problem), fitting(dkv, 2 * dkv.block_k, "block_q", problem)

@@ -191,4 +191,4 @@ def forward_tiles(problem):
     """The `Tiles` of a problem: 32 queries for each warp, where registers have room for their sum, or 16."""
     head_padded = padded_head_dim(problem.H)
     block_q = 128 if head_padded <= 128 and problem.T > 64 else 64
-    return fitting(Tiles(block_q, 64 if head_padded <= 64 else 32, 2), "block_k", problem)
+    return fitting(Tiles(block_q, 64 if head_padded <= 64 else 32, 2), block_q, "block_k", problem)

@@ -200,16 +200,24 @@ def row_bytes(problem):
     return 2 * pieces_of(problem.dtype) * padded_head_dim(problem.H)
 
 
-def fitting(tiles, field, problem):
-    """The tiles, or, where shared memory has no room for two tiles of each stage, smaller ones for which it has.
+def fitting(tiles, staying, field, problem):
+    """The tiles, or, where shared memory has no room for two of each stage, smaller ones for which it has.
 
-    field: of Tiles, the side that streams by.
+    staying: rows in shared memory beside them, which stay where they are if need be. field: of Tiles, the side that
+    streams by.
     """
+
+    def cut(room):
+        one = tiles
+        while 2 * one.stages * getattr(one, field) > room:
+            if one.stages == 1 and getattr(one, field) == 16:
+                return None
+            smaller = {"stages": 1} if one.stages > 1 else {field: getattr(one, field) // 2}
+            one = one._replace(**smaller)
+        return one
+
     room = (shared_memory() - OTHER_SHARED_MEMORY) // row_bytes(problem)
-    while 2 * tiles.stages * getattr(tiles, field) > room:
-        smaller = {"stages": 1} if tiles.stages > 1 else {field: getattr(tiles, field) // 2}
-        tiles = tiles._replace(**smaller)
-    return tiles
+    return cut(room - staying) or cut(room)
 
 
 def staying_tiles(count, rows, streaming, problem):
