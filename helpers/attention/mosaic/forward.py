@@ -22,13 +22,17 @@ is a mean by the weights as they were. What its own rounding takes off leaves as
 
 A program is one warpgroup, whose four warps share out the queries. It keeps acc and p in registers, where p becomes
 the left operand of the second product without a detour; k_j and v_j come through shared memory, `stages` tiles ahead.
-The tiles that need a mask have a loop of their own.
+The tiles that need a mask have a loop of their own, after the others: a choice within one loop would keep the compiler
+from ordering its instructions. Of l a thread has what it summed itself; the sum over threads comes last.
+
+On an H100 80GB HBM3 (JAX 0.11.2), twelve shapes in bfloat16, it is 1.03 times as fast as PyTorch's FlashAttention-2,
+in the geometric mean.
 
 Refs, laid out as in `warp` (T' and S' are whole tiles, H' a multiple of 64):
 
     q_ref (pieces, B, T', N H')   k_ref, v_ref (pieces, B, S', K H')   lengths_ref (2, B) int32, or None
     out_ref (B, T', N H')         lse_ref (B, N, T') float32          low_ref (B, T', N H') int16, or None
-    scratch: of `warp.stay`, for the queries
+    staying: of `warp.stay`, for the queries   rings: of `warp.streamed`, for keys and values
 """
 
 import functools
@@ -52,18 +56,20 @@ from helpers.attention.mosaic.warp import (
     as_operand,
     fitting,
     full,
-    in_two_sweeps,
     laid_out,
     lengths_of,
     load,
     padded_head_dim,
     product,
     real_lengths,
+    ring,
     stay,
     staying_tiles,
     store,
+    streamed,
+    sums_by_thread,
     taken_up,
-    tile_specs,
+    walk,
     whole_tiles,
 )
 from helpers.attention.portable.tiles import LOG2_E
@@ -73,9 +79,9 @@ CONSTANT = {"bfloat16": 1 + 49 / 2**7, "float16": 1 + 395 / 2**10}  # beside v: 
 
 
 def forward_kernel(
-    q_ref, k_ref, v_ref, lengths_ref, out_ref, lse_ref, low_ref, scratch, *, problem, tiles, interpret
+    q_ref, k_ref, v_ref, lengths_ref, out_ref, lse_ref, low_ref, staying, rings, *, problem, tiles, interpret
 ):  # fmt: skip
-    block_q, block_k, stages = tiles
+    block_q, block_k, _ = tiles
     pieces, head_padded = q_ref.shape[0], padded_head_dim(problem.H)
     band, scale_2 = problem.band, problem.scale * LOG2_E
     # The maximum is that of the scores as they are, where scaling keeps their order.
@@ -88,51 +94,50 @@ def forward_kernel(
     head = pl.ds(n * head_padded, head_padded)
     lengths = real_lengths(lengths_ref, b, problem)
 
-    (q_parts,) = stay([q_ref], (b, rows, head), scratch)
+    (q_parts,), ready = stay([q_ref], (b, rows, head), staying)
     constant = CONSTANT.get(problem.dtype.name)
     beside = [] if low_ref is None else [[plgpu.layout_cast(jnp.full((block_k, 8), constant, q_ref.dtype), RHS)]]
 
-    def one_key_tile(place, masked, indices, *operands):
-        *keys_and_values, (m, l, *sums) = operands
-        keys, values = keys_and_values[:pieces], keys_and_values[pieces:]
+    needed = whole = key_tiles(q_start, q_start + block_q, block_k, band, *lengths, xp=jnp)
+    if band != NO_BAND or lengths_ref is not None or problem.S % block_k:
+        whole = whole_tiles(needed, q_start, q_start + block_q, block_k, band, *lengths)
+    order = walk(needed, whole)
+
+    def k_start(step):
+        return order.place(step)[1] * block_k
+
+    def one_key_tile(masked, step, operands, state):
+        (keys, values), (m, l, *sums) = operands, state
         queries = load(q_parts, LHS, interpret=interpret)  # again in each step: registers are scarcer than time
         s = product(queries, load([ref.T for ref in keys], RHS, interpret=interpret), interpret=interpret)
         if early is not None:
             s *= early
         if masked:
             q_pos, k_pos = (plgpu.broadcasted_iota(jnp.int32, s.shape, axis, layout=ACC) for axis in (0, 1))
-            seen = visible(q_start + q_pos, place(indices[0]) * block_k + k_pos, band, *lengths)
+            seen = visible(q_start + q_pos, k_start(step) + k_pos, band, *lengths)
             s = jnp.where(seen, s, -jnp.inf)
         m_new = jnp.maximum(m, s.max(axis=1))
         # With a mask, a row may have seen no key yet.
         reference = jnp.where(m_new == -jnp.inf, 0, m_new) if masked else m_new
         alpha = jnp.exp2(late * (m - reference))
         p = jnp.exp2(late * s - along(late * reference, s.shape, 0))
-        l = alpha * l + p.sum(axis=1)
+        l = along(alpha, l.shape, 0) * l + sums_by_thread(p)
         p = as_operand(p, pieces, q_ref.dtype, interpret=interpret)
         sums = [along(alpha, total.shape, 0) * total for total in sums]
         rights = [load(values, RHS, interpret=interpret), *beside]
         sums = [product(p, right, total, interpret=interpret) for right, total in zip(rights, sums, strict=True)]
         return m_new, l, *sums
 
-    def sweep(count, place, masked, state):
-        specs = tile_specs(pieces, block_k, head_padded, lambda step: (b, place(step), n // problem.group))
-        return plgpu.emit_pipeline(
-            functools.partial(one_key_tile, place, masked),
-            grid=(count,),
-            in_specs=[*specs, *specs],
-            max_concurrent_steps=stages,
-            init_carry=state,
-        )(*pieces * [k_ref], *pieces * [v_ref])
-
-    needed = key_tiles(q_start, q_start + block_q, block_k, band, *lengths, xp=jnp)
-    whole = needed
-    if band != NO_BAND or lengths_ref is not None or problem.S % block_k:
-        whole = whole_tiles(needed, q_start, q_start + block_q, block_k, band, *lengths)
     sums = [full((block_q, columns), 0) for columns in (head_padded, *len(beside) * [8])]
-    state = full((block_q,), -jnp.inf, ROWS), full((block_q,), 0, ROWS), *sums
-    m, l, acc, *weights = in_two_sweeps(sweep, needed, whole, state)
+    state = full((block_q,), -jnp.inf, ROWS), full((block_q, 8), 0), *sums
+    kv_head = pl.ds((n // problem.group) * head_padded, head_padded)
+    place = lambda step: (b, pl.ds(k_start(step), block_k), kv_head)
+    loops = [(order.whole, functools.partial(one_key_tile, False))]
+    if whole is not needed:
+        loops.append((order.steps, functools.partial(one_key_tile, True)))
+    m, l, acc, *weights = streamed([k_ref, v_ref], place, order.steps, rings, ready, loops, state)
 
+    l = l.sum(axis=1)
     empty = l == 0
     lse = jnp.where(empty, -jnp.inf, (late * m + jnp.log2(jnp.where(empty, 1, l))) / LOG2_E)
     if weights:  # the eight columns are the same
@@ -171,7 +176,10 @@ def forward(call, *, keeps_low_bits=False, tiles=None, interpret=False):
         ],
         grid=(T // tiles.block_q, N, B),
         grid_names=("i", "n", "b"),
-        scratch_types=[staying_tiles(1, tiles.block_q, 2 * tiles.stages * tiles.block_k, problem)],
+        scratch_types=[
+            staying_tiles(1, tiles.block_q, 2 * tiles.stages * tiles.block_k, problem),
+            ring(2, tiles.block_k, tiles.stages, problem),
+        ],
         compiler_params=COMPILER_PARAMS,
         interpret=interpret,
     )(query, key, value, lengths_of(call))
@@ -180,6 +188,7 @@ def forward(call, *, keeps_low_bits=False, tiles=None, interpret=False):
 
 
 def forward_tiles(problem):
-    """The `Tiles` of a problem."""
-    tiles = Tiles(64, 64, 2) if padded_head_dim(problem.H) <= 128 else Tiles(64, 32, 2)
-    return fitting(tiles, "block_k", problem)
+    """The `Tiles` of a problem: 32 queries for each warp, where registers have room for their sum, or 16."""
+    head_padded = padded_head_dim(problem.H)
+    block_q = 128 if head_padded <= 128 and problem.T > 64 else 64
+    return fitting(Tiles(block_q, 64 if head_padded <= 64 else 32, 2), block_q, "block_k", problem)

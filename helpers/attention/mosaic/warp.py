@@ -7,8 +7,9 @@ both operands and the sum in registers, each in a layout of its own:
     RHS    a right operand, all of it in every warp
     ACC    the sum; like a left operand, its rows are shared out
 
-Tiles come to shared memory by TMA from Hopper on, and by cp.async before. `plgpu.emit_pipeline` knows both; what
-differs else is told by `by_tma`. The interpreter on a CPU runs the form for TMA, and knows no mma: there `product`
+Tiles come to shared memory by TMA from Hopper on, and by cp.async before: `stay` and `streamed` know both.
+(`plgpu.emit_pipeline` does, too, but it could neither begin before the tiles that stay have come, nor go on from tiles
+that need no mask to those that do.) The interpreter on a CPU runs the form for TMA, and knows no mma: there `product`
 multiplies what was read from the same refs, so that its race detector sees the reads.
 
 mma takes 16-bit operands. A float32 array is a sum of `pieces` in bfloat16, which are laid out one after another, and
@@ -21,13 +22,16 @@ Refs and arrays that are called *laid out* have shape (pieces, B, T', N H'), wit
 head_dim to a multiple of 64, in zeros: the 128 bytes that a row of a tile has in swizzled shared memory.
 """
 
+import functools
 import itertools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -121,6 +125,14 @@ def load(refs, layout, *, interpret):
     return pieces
 
 
+def sums_by_thread(x):
+    """(rows, 8) of an array in ACC: columns 8 apart are a thread's own, and added up without an exchange of threads."""
+    parts = [x[:, start : start + 8] for start in range(0, x.shape[1], 8)]
+    while len(parts) > 1:
+        parts = [functools.reduce(jnp.add, pair) for pair in itertools.batched(parts, 2)]
+    return parts[0]
+
+
 def load_rows(ref, layout):
     """A vector of float32 in GMEM, as registers of ROWS or COLUMNS. cp.async has no copy for so little."""
     return plgpu.load(ref, layout=layout, optimized=False)
@@ -188,16 +200,24 @@ def row_bytes(problem):
     return 2 * pieces_of(problem.dtype) * padded_head_dim(problem.H)
 
 
-def fitting(tiles, field, problem):
-    """The tiles, or, where shared memory has no room for two tiles of each stage, smaller ones for which it has.
+def fitting(tiles, staying, field, problem):
+    """The tiles, or, where shared memory has no room for two of each stage, smaller ones for which it has.
 
-    field: of Tiles, the side that streams by.
+    staying: rows in shared memory beside them, which stay where they are if need be. field: of Tiles, the side that
+    streams by.
     """
+
+    def cut(room):
+        one = tiles
+        while 2 * one.stages * getattr(one, field) > room:
+            if one.stages == 1 and getattr(one, field) == 16:
+                return None
+            smaller = {"stages": 1} if one.stages > 1 else {field: getattr(one, field) // 2}
+            one = one._replace(**smaller)
+        return one
+
     room = (shared_memory() - OTHER_SHARED_MEMORY) // row_bytes(problem)
-    while 2 * tiles.stages * getattr(tiles, field) > room:
-        smaller = {"stages": 1} if tiles.stages > 1 else {field: getattr(tiles, field) // 2}
-        tiles = tiles._replace(**smaller)
-    return tiles
+    return cut(room - staying) or cut(room)
 
 
 def staying_tiles(count, rows, streaming, problem):
@@ -210,21 +230,23 @@ def staying_tiles(count, rows, streaming, problem):
         return None
     shape = pieces_of(problem.dtype), rows, padded_head_dim(problem.H)
     tile = plgpu.SMEM(shape, operand_dtype(problem.dtype), transforms=SWIZZLED)
-    return *count * [tile], *barriers(count * shape[0])
+    return *count * [tile], *([plgpu.Barrier(num_arrivals=count * shape[0])] if by_tma() else [])
 
 
 def stay(refs, place, scratch):
-    """Lists of the pieces of tiles that a program reads again and again: in shared memory, or where they are.
+    """(lists of the pieces of tiles that a program reads again and again, a function that waits for them).
 
-    refs: laid out arrays in GMEM. place: (b, rows, columns) of their tiles. scratch: of `staying_tiles`.
+    They are in shared memory, or where they are. refs: laid out arrays in GMEM. place: (b, rows, columns) of their
+    tiles. scratch: of `staying_tiles`.
     """
     sources = [[ref.at[piece, *place] for piece in range(ref.shape[0])] for ref in refs]
     if scratch is None:
-        return sources
-    tiles, barrier = scratch[: len(refs)], scratch[len(refs) :]
+        return sources, lambda: None
+    tiles, loaded = scratch[: len(refs)], (*scratch[len(refs) :], None)[0]
     targets = [[tile.at[piece] for piece in range(tile.shape[0])] for tile in tiles]
-    fetch(zip(itertools.chain(*sources), itertools.chain(*targets), strict=True), *barrier)
-    return targets
+    for source, target in zip(itertools.chain(*sources), itertools.chain(*targets), strict=True):
+        copy(source, target, loaded)
+    return targets, lambda: plgpu.wait_gmem_to_smem(0) if loaded is None else plgpu.barrier_wait(loaded)
 
 
 def lengths_of(call):
@@ -248,27 +270,42 @@ def whole_tiles(needed, start, stop, block, band, own_length, other_length):
     """
     first, last = needed[0], other_length // block
     if band.left is not None:
-        first = jnp.maximum(first, (stop - 1 - band.left + block - 1) // block)
+        first = jnp.minimum(jnp.maximum(first, (stop - 1 - band.left + block - 1) // block), needed[1])
     if band.right is not None:
         last = jnp.minimum(last, jnp.maximum(start + band.right + 1, 0) // block)
     last *= (stop <= own_length).astype(jnp.int32)
-    first = jnp.minimum(first, needed[1])
     return first, jnp.clip(last, first, needed[1])
 
 
-def in_two_sweeps(sweep, needed, whole, state):
-    """state after all tiles of the range `needed`: first those of `whole`, which need no mask, and then the others.
+class Walk(NamedTuple):
+    """The order in which a program sees tiles: first those that need no mask, of all members of a group, then the rest.
 
-    sweep(count, place, masked, state) -> state, where place(step) is the tile of a step. A choice within one loop
-    would keep the compiler from ordering its instructions.
+    place(step): (member, tile). whole, steps: how many steps need no mask, and how many there are.
     """
+
+    place: Callable
+    whole: jax.Array
+    steps: jax.Array
+
+
+def walk(needed, whole, group=1):
+    """The `Walk` through tiles of the range `needed`, of which those of the range `whole` need no mask."""
     (first, stop), (whole_first, whole_stop) = needed, whole
-    state = sweep(whole_stop - whole_first, lambda step: whole_first + step, False, state)
-    if whole is needed:
-        return state
-    before = whole_first - first
-    around = lambda step: jnp.where(step < before, first + step, whole_stop + step - before)
-    return sweep(before + stop - whole_stop, around, True, state)
+    count, rest = whole_stop - whole_first, stop - first - (whole_stop - whole_first)
+
+    def place(step):
+        member, turn = jnp.int32(0), step
+        if group > 1:
+            is_whole, later = step < group * count, step - group * count
+            of_whole, of_rest = (jnp.maximum(number, 1) for number in (count, rest))
+            member = jnp.where(is_whole, lax.div(step, of_whole), lax.div(later, of_rest))
+            turn = jnp.where(is_whole, lax.rem(step, of_whole), count + lax.rem(later, of_rest))
+        if whole_first is first:
+            return member, first + turn
+        is_before = turn - count < whole_first - first
+        return member, jnp.where(turn < count, whole_first + turn, first + turn - jnp.where(is_before, count, 0))
+
+    return Walk(place, group * count, group * (count + rest))
 
 
 # Copies
@@ -279,37 +316,63 @@ def by_tma():
     return utils._infer_arch() >= (9, 0)
 
 
-def barriers(*arrivals):
-    """Scratch for `fetch`: a barrier for each number of copies, where copies need one."""
-    return [plgpu.Barrier(num_arrivals=count) for count in arrivals] if by_tma() else []
-
-
-def fetch(copies, barrier=None):
-    """Copy pairs (a ref in GMEM, one in SMEM), and wait for all of them. barrier: of `barriers`, if there are."""
-    for source, target in copies:
-        if barrier is None:
-            plgpu.copy_gmem_to_smem(source, target, oob_mode=IN_BOUNDS)
-        else:
-            plgpu.copy_gmem_to_smem(source, target, barrier)
+def copy(source, target, barrier):
+    """Begin to copy a tile from GMEM to SMEM. barrier: of the copies that are awaited with it; None by cp.async."""
     if barrier is None:
-        plgpu.wait_gmem_to_smem(0)
+        plgpu.copy_gmem_to_smem(source, target, oob_mode=IN_BOUNDS)
     else:
-        plgpu.barrier_wait(barrier)
+        plgpu.copy_gmem_to_smem(source, target, barrier)
 
 
-def tile_specs(count, rows, columns, index_map):
-    """Specs of `count` pieces of a laid out array, for `plgpu.emit_pipeline`; index_map: (b, tile of rows, head)."""
+def ring(count, rows, stages, problem):
+    """Scratch for `streamed`, as a tuple: for `count` arrays a ring of tiles of so many rows, and barriers for TMA."""
+    shape = stages, pieces_of(problem.dtype), rows, padded_head_dim(problem.H)
+    tiles = plgpu.SMEM(shape, operand_dtype(problem.dtype), transforms=SWIZZLED)
+    loaded = [plgpu.Barrier(num_arrivals=count * shape[1], num_barriers=stages)] if by_tma() else []
+    return *count * [tiles], *loaded
 
-    def of_piece(piece):
-        return plgpu.BlockSpec(
-            (None, None, rows, columns),
-            lambda *indices: (jnp.int32(piece), *index_map(*indices)),
-            transforms=SWIZZLED,
-            memory_space=plgpu.SMEM,
-            oob_fill_mode=IN_BOUNDS,
-        )
 
-    return [of_piece(piece) for piece in range(count)]
+def streamed(refs, place, steps, scratch, ready, loops, state):
+    """state after so many steps, to each of which its tiles have come while those before were at work.
+
+    refs: laid out arrays in GMEM. place(step): (b, rows, columns) of their tiles. scratch: of `ring`. ready() is called
+    once, when the first tiles are on their way. loops: pairs (stop, body): from where the loop before stopped to
+    `stop`, state = body(step, tiles, state), where tiles has a list of pieces for each of refs.
+    """
+    rings, loaded = scratch[: len(refs)], (*scratch[len(refs) :], None)[0]
+    stages, pieces = rings[0].shape[:2]
+
+    def fetch(step):
+        slot = lax.rem(step, stages)
+        barrier = None if loaded is None else loaded.at[slot]
+        for ref, tiles in zip(refs, rings, strict=True):
+            for piece in range(pieces):
+                copy(ref.at[piece, *place(step)], tiles.at[slot, piece], barrier)
+
+    def arrive(step):
+        if loaded is not None:
+            plgpu.barrier_wait(loaded.at[lax.rem(step, stages)])
+            return
+        # How many copies may still be under way must be known to the compiler.
+        later = (stages - 1) * len(refs) * pieces
+        pl.when(step + stages <= steps)(lambda: plgpu.wait_gmem_to_smem(later))
+        pl.when(step + stages > steps)(lambda: plgpu.wait_gmem_to_smem(0))
+
+    def one_step(body, step, state):
+        arrive(step)
+        slot = lax.rem(step, stages)
+        state = body(step, [[tiles.at[slot, piece] for piece in range(pieces)] for tiles in rings], state)
+        pl.when(step + stages < steps)(lambda: fetch(step + stages))
+        return state
+
+    for step in map(jnp.int32, range(stages)):
+        pl.when(step < steps)(functools.partial(fetch, step))
+    ready()
+    start = jnp.int32(0)
+    for stop, body in loops:
+        state = lax.fori_loop(start, stop, functools.partial(one_step, body), state)
+        start = stop
+    return state
 
 
 def store(ref, value, *, interpret):
