@@ -42,7 +42,7 @@ LONGEST = 2000  # positions of a sequence
 SIDES = (16, 32, 64, 128, 256)  # of tiles
 HEAD_DIMS = (64, 80, 96, 128, 160, 256)
 PAGES = (16, 17, 32, 64, 128, 200)  # positions of a page
-PAGED = (None, "portable", "reference")  # implementations that serve them
+PAGED = (None, "portable", "mosaic", "reference")  # implementations that serve them
 ONLY = {"few": lambda t: t.T <= FEW_QUERIES and not t.page, "pages": lambda t: t.page > 0}  # calls that may be all
 EXTRAS = ("bias", "mask", "sinks", "mask_mod", "score_mod")
 FILL = ("nan", "inf", "-inf")  # in places that must not matter
@@ -198,7 +198,7 @@ def minus_distance(s, b, n, i, j, slopes):
 
 def legal(trial):
     """Whether its implementation serves a trial."""
-    return trial.implementation != "hopper" or set(trial.call.features) <= set(TABLE["hopper"].serves)
+    return trial.implementation is None or set(trial.call.features) <= set(TABLE[trial.implementation].serves)
 
 
 def draw(seed, index, implementation=None, longest=LONGEST, only=None):
@@ -576,7 +576,7 @@ def add_up(logs):
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m helpers.dev.fuzz", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--implementation", choices=("hopper", "portable", "tpu", "reference"), help="by default the default"
+        "--implementation", choices=[name for name in TABLE if name != "cudnn"], help="by default the default"
     )
     parser.add_argument("--only", choices=ONLY, help="calls of few queries, or of keys in pages")
     parser.add_argument("--minutes", type=float, help="when to stop; by default 5, or never if --calls or --sweep does")
