@@ -115,8 +115,8 @@ FAULTS = [
         ("documents leak into a tile of several", "some & (q_least == q_most) & (k_least == k_most)", "some & (q_least == q_most)"),
         ("a tile of which one pair is seen is skipped", "_kind(count > 0, count ==", "_kind(count > 1, count =="),
         ("an offset goes the other way", "else right + offset)", "else right - offset)"),
-        ("the first parts do not take what is left over", "return first, first + each + (part < left) * 1", "return first, first + each"),
-        ("parts overlap", "first = part * each + xp.minimum(part, left)", "first = part * each"),
+        ("the first parts do not take what is left over", "part * each + xp.minimum(part, left)", "part * each"),
+        ("parts overlap", "return begin(part), begin(part + 1)", "return part * each, begin(part + 1)"),
         ("a tile with a hidden pair is called full", 'return "full" if seen.all() else "partial"', 'return "full" if seen[-1].all() else "partial"'),
     ),
     *_of(

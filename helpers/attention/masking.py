@@ -102,8 +102,8 @@ def query_tiles(k_start, k_stop, block_q, band, query_length, key_length, xp=np)
 def share(tiles, part, parts, xp=np):
     """Half-open range of the tiles of one of the parts into which 0..tiles-1 are split, as even as can be."""
     each, left = tiles // parts, tiles % parts
-    first = part * each + xp.minimum(part, left)
-    return first, first + each + (part < left) * 1
+    begin = lambda part: part * each + xp.minimum(part, left)
+    return begin(part), begin(part + 1)
 
 
 def tile_kind(rows, cols, band, query_length, key_length):

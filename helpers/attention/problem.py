@@ -178,13 +178,15 @@ class Call:
         """The arrays, (B, T, N, H) or (B, N, T), with zeros for queries that see no key, as lse (B, N, T) tells.
 
         In the backward pass: such a query passes nothing, but a NaN would survive the weight of zero that it has. With
-        sinks, a query whose keys weigh too little beside its sink to change lse counts as one that sees none.
+        sinks, lse is that of the sink where no key is seen, and also where all keys weigh next to nothing beside it:
+        there only what is no number becomes zero.
         """
         if not self.may_have_blind_rows:
             return arrays
         is_blind = lse == (self.extras.sinks[:, :, None] if self.has_sinks else -jnp.inf)
         blind = {3: is_blind, 4: jnp.swapaxes(is_blind, 1, 2)[..., None]}
-        return tuple(jnp.where(blind[array.ndim], 0, array) for array in arrays)
+        lost = lambda array: blind[array.ndim] & (~jnp.isfinite(array) if self.has_sinks else True)
+        return tuple(jnp.where(lost(array), 0, array) for array in arrays)
 
 
 def check_call(
