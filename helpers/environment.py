@@ -34,7 +34,7 @@ def _jax_is_old():
 def backend(num_warps=4, num_stages=1):
     """The keyword arguments of `pl.pallas_call` that say how a kernel runs here: interpreted, or compiled.
 
-    For a GPU, Triton compiles it: num_warps warps make a program, and a loop has num_stages tiles on their way at once.
+    For a GPU Triton compiles it: num_warps warps run a program, and its loops are pipelined in num_stages stages.
     """
     if interprets():
         return {"interpret": True}
