@@ -1,4 +1,4 @@
-"""The first output of every notebook: what it runs on."""
+"""What a notebook runs on: its first output, and how its kernels run there."""
 
 import platform
 
@@ -29,6 +29,20 @@ def interprets():
 
 def _jax_is_old():
     return jax.__version_info__ < KEEPS_TO_ARRAYS
+
+
+def backend(num_warps=4, num_stages=1):
+    """The keyword arguments of `pl.pallas_call` that say how a kernel runs here: interpreted, or compiled.
+
+    For a GPU Triton compiles it: num_warps warps run a program, and its loops are pipelined in num_stages stages.
+    """
+    if interprets():
+        return {"interpret": True}
+    if default_device().platform == "tpu":
+        return {}
+    from jax.experimental.pallas import triton  # deprecated: a CPU and a TPU do without
+
+    return {"compiler_params": triton.CompilerParams(num_warps=num_warps, num_stages=num_stages)}
 
 
 def show_environment():

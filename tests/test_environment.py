@@ -4,6 +4,7 @@ import types
 
 import jax
 import pytest
+from jax.experimental.pallas import triton
 
 from helpers import clock, environment
 from helpers.attention import device
@@ -43,6 +44,17 @@ def test_kernels_are_interpreted_where_they_cannot_be_compiled(platform, capabil
     on(stand_in(platform, capability))
     monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
     assert environment.interprets() is interpreted
+
+
+def test_a_kernel_runs_as_its_device_wants(on, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    on(stand_in("cpu", None))
+    assert environment.backend() == {"interpret": True}
+    on(stand_in("tpu", None))
+    assert environment.backend() == {}
+    on(stand_in("gpu", "9.0"))
+    assert environment.backend() == {"compiler_params": triton.CompilerParams(num_warps=4, num_stages=1)}
+    assert environment.backend(8, 2) == {"compiler_params": triton.CompilerParams(num_warps=8, num_stages=2)}
 
 
 def test_a_gpu_is_no_use_to_kernels_that_jax_lets_write_past_the_end(on, capsys, monkeypatch):

@@ -137,6 +137,13 @@ def test_a_notebook_has_the_form_of_a_lesson(path):
             )
 
 
+def test_what_a_learner_writes_needs_nothing_of_triton():
+    """Its lowering of Pallas is deprecated. Notebook 16 is about Triton itself."""
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "helpers/exercises").glob("*.py")]
+    texts += [cell.source for path in PATHS if path.stem[:2] < "16" for cell in lessons.read(path).cells]
+    assert not [text for text in texts if re.search(r"\bplt\b|pallas\.triton|pallas import triton", text)]
+
+
 def test_links_and_pictures_exist(path):
     text = "\n".join(cell.source for cell in lessons.read(path).cells if cell.cell_type == "markdown")
     for alt, target in re.findall(r"(!?\[[^\]]*\])\(([^)]+)\)", text):

@@ -1,7 +1,7 @@
 """The exercises of notebook 04.
 
-Kernels are replayed, on every device: a verdict does not depend on what lies behind the end of an
-array, and loads and stores past that end are counted.
+Kernels are replayed, on every device: a verdict does not depend on what lies past the end of an array, where a
+replay puts NaN.
 """
 
 import functools
@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from helpers.exercises.exercise import Case, Complaint, Exercise, shaped, table
 from helpers.instruments.products import equations
@@ -62,13 +61,10 @@ INDEX_MAP = Exercise(
 # 4.2
 def softmax_tail_kernel(s_ref, out_ref, *, T, S):
     """Softmax along the rows of a (T, S) table; both refs may hang over its end."""
-    block_rows, block_columns = s_ref.shape
-    rows = pl.program_id(0) * block_rows + jnp.arange(block_rows)
-    columns = jnp.arange(block_columns)
-    mask = (rows < T)[:, None] & (columns < S)[None, :]
-    s = plt.load(s_ref, mask=mask, other=-jnp.inf)
+    inside = jnp.arange(s_ref.shape[1]) < S
+    s = jnp.where(inside, s_ref[...], -jnp.inf)
     p = jnp.exp(s - s.max(axis=1, keepdims=True))
-    plt.store(out_ref, p / p.sum(axis=1, keepdims=True), mask=mask)
+    out_ref[...] = p / p.sum(axis=1, keepdims=True)
 
 
 def _softmax_cases():
@@ -92,38 +88,23 @@ def _run_softmax(kernel, s, block_q, block_s):
     T, S = s.shape
     spec = pl.BlockSpec((block_q, block_s), lambda i: (i, 0))
     call = _call(functools.partial(kernel, T=T, S=S), (pl.cdiv(T, block_q),), [spec], spec, (T, S))
-    (watched,), out = replay(call, s)
-    s_seen, out_seen = watched.operands.values()
-    return s_seen.outside, out_seen.outside_writes, out
+    _, out = replay(call, s)
+    return out
 
-
-_LOAD = "plt.load(s_ref, mask=mask, other=-jnp.inf)"
-_PUT = "plt.store(out_ref, p / p.sum(axis=1, keepdims=True), mask=mask)"
-_PUT_WHOLE = "out_ref[...] = p / p.sum(axis=1, keepdims=True)"
 
 MASKED_TAIL = Exercise(
-    solution=softmax_tail_kernel, title="A masked tail",
-    outputs=("elements loaded past the end", "elements stored past the end", "out"),
+    solution=softmax_tail_kernel, title="A masked tail", outputs=("out",),
     cases=_softmax_cases, run=_run_softmax,
     tolerance=5e-4,  # the task says so: a logit near 2000 times log2(e), or plus log l, is off by up to 1.2e-4
-    tried="ragged rows and columns, the largest logit first, all below 0, rows from −2000 to 2000",
+    tried="ragged rows and columns, the largest logit first, all below 0, rows from −2000 to 2000, NaN past the end",
     mistakes=(
-        ("nothing is masked, or the mask is turned round", (_LOAD, _PUT), ("s_ref[...]", _PUT_WHOLE),
-         "The block hangs over the end of the array on two sides; the mask is true inside: see section 6."),
-        ("masked logits are read as 0 instead of −∞", "-jnp.inf", "0",
-         "A logit of 0 adds e to the power of −m to the sum: see “Which other?” in section 7."),
-        ("what stands in the masked columns makes the rows NaN: no `other`, +∞, NaN, or a maximum along axis 0",
-         ", other=-jnp.inf", "",
-         "Ask plt.load for other=-jnp.inf, and take the maximum with axis=1: see “Which other?” in section 7."),
-        ("the columns are masked and the rows are not", "(rows < T)[:, None] & ", "",
-         "The last block may hold rows past T: mask both axes."),
-        ("the rows are numbered from 0 in every program, or from the number of the program",
-         "pl.program_id(0) * block_rows + ", "",
-         "Add program_id times the height of the block: see “Mask first, not afterwards” in section 7."),
-        ("the load is masked and the store is not", _PUT, _PUT_WHOLE,
-         "On a GPU an unmasked store may overwrite whatever lies behind the array: see section 7."),
-        ("the block is loaded whole and masked afterwards", _LOAD, "jnp.where(mask, s_ref[...], -jnp.inf)",
-         "jnp.where hides the values but the load has happened; give the mask to plt.load: see section 7."),
+        ("what stands in the columns past S makes the rows NaN: nothing replaces it, or NaN or +∞ does, or the maximum "
+         "is taken before or along axis 0", "jnp.where(inside, s_ref[...], -jnp.inf)", "s_ref[...]",
+         "Put −∞ into the columns past S, and then take the maximum with axis=1: see section 7."),
+        ("the columns past S get a logit of 0 instead of −∞", "-jnp.inf", "0",
+         "A logit of 0 adds e to the power of −m to the sum: see section 7."),
+        ("the columns are compared with T instead of with S", "< S", "< T",
+         "S counts the columns of the table, T its rows: see the text of the exercise."),
         ("the largest logit is not subtracted", " - s.max(axis=1, keepdims=True)", "",
          "The exponential overflows for large logits: see section 4."),
     ),
@@ -137,8 +118,8 @@ def matmul_tail_kernel(p_ref, v_ref, out_ref, *, S, block_k):
     def add_tile(j, acc):
         tile = pl.ds(j * block_k, block_k)
         inside = j * block_k + jnp.arange(block_k) < S
-        p = plt.load(p_ref.at[:, tile], mask=inside[None, :], other=0)
-        v = plt.load(v_ref.at[tile, :], mask=inside[:, None], other=0)
+        p = jnp.where(inside[None, :], p_ref[:, tile], 0)
+        v = jnp.where(inside[:, None], v_ref[tile, :], 0)
         return acc + lax.dot(p, v, preferred_element_type=jnp.float32)
 
     acc = jnp.zeros(out_ref.shape, jnp.float32)
@@ -159,26 +140,19 @@ def _matmul_cases():
 
 def _run_matmul(kernel, p, v, block_q, block_h, block_k):
     (T, S), H = p.shape, v.shape[1]
-    in_specs = [pl.BlockSpec((block_q, S), lambda i, h: (i, 0)), pl.BlockSpec((S, block_h), lambda i, h: (0, h))]
+    padded = pl.cdiv(S, block_k) * block_k
+    strip_of_p = pl.BlockSpec((block_q, padded), lambda i, h: (i, 0))
+    strip_of_v = pl.BlockSpec((padded, block_h), lambda i, h: (0, h))
     out_spec = pl.BlockSpec((block_q, block_h), lambda i, h: (i, h))
     with_sizes = functools.partial(kernel, S=S, block_k=block_k)
-    call = _call(with_sizes, (T // block_q, H // block_h), in_specs, out_spec, (T, H))
-    try:
-        keys = sorted(_keys_in_products(jax.make_jaxpr(call)(p, v).jaxpr))
-    except ValueError as error:
-        if "Out of bound slice" not in str(error):
-            raise
-        raise Complaint(
-            "the last tile starts at a Python number, so Pallas sees that it runs past the end, and allows no mask;\n"
-            "loop with lax.fori_loop, where the start is traced, and give the mask to plt.load: see sections 5 and 6"
-        ) from error
+    call = _call(with_sizes, (T // block_q, H // block_h), [strip_of_p, strip_of_v], out_spec, (T, H))
+    keys = sorted(_keys_in_products(jax.make_jaxpr(call)(p, v).jaxpr))
     if keys and keys[-1] > block_k:
         raise Complaint(f"one product takes {keys[-1]} keys at once; load and add one tile of block_k keys at a time")
     if keys and keys[0] < block_k:
         raise Complaint(f"one product takes {keys[0]} of {block_k} keys; load the last tile whole, and mask its tail")
-    (watched,), out = replay(call, p, v)
-    p_seen, v_seen, _ = watched.operands.values()
-    return p_seen.outside, v_seen.outside, out
+    _, out = replay(call, p, v)
+    return out
 
 
 def _keys_in_products(jaxpr):
@@ -193,14 +167,11 @@ def _keys_in_products(jaxpr):
                 yield math.prod(equation.invars[0].aval.shape[axis] for axis in summed)
 
 
-_TILE_OF_P = "plt.load(p_ref.at[:, tile], mask=inside[None, :], other=0)"
-_TILE_OF_V = "plt.load(v_ref.at[tile, :], mask=inside[:, None], other=0)"
-
 ACCUMULATE = Exercise(
     solution=matmul_tail_kernel, title="Accumulate over k",
-    outputs=("elements of p loaded past the end", "elements of v loaded past the end", "out"),
-    cases=_matmul_cases, run=_run_matmul, slow=True,
-    tried="S from 3 to 200, below block_k, above it and a multiple of it, unequal block sizes, float32 and float16",
+    outputs=("out",), cases=_matmul_cases, run=_run_matmul, slow=True,
+    tried="S from 3 to 200, below block_k, above it and a multiple of it, unequal block sizes, float32 and float16, "
+          "NaN past the end",
     mistakes=(
         ("the output block is added to before anything was stored in it",
          ("return acc + ", "acc = jnp.zeros(out_ref.shape, jnp.float32)\n    out_ref[...] = ", "add_tile, acc"),
@@ -211,17 +182,11 @@ ACCUMULATE = Exercise(
          "Sum in float32 whatever the inputs are: see section 5."),
         ("the last, partial tile is left out", "pl.cdiv(S, block_k)", "S // block_k",
          "S // block_k rounds down; pl.cdiv(S, block_k) counts the partial tile too."),
-        ("the last tile is loaded with a slice that runs past the end",
-         (_TILE_OF_P, _TILE_OF_V), ("p_ref[:, tile]", "v_ref[tile, :]"),
-         "In interpret mode it is moved back and some products count twice; on a GPU it reads what lies there: "
-         "see section 6."),
-        ("the tail of p is masked and the tail of v is not", _TILE_OF_V, "v_ref[tile, :]",
-         "Zero times NaN is NaN, so both operands need the mask: see section 7."),
+        ("what lies past the end enters the products: p or v is left as it is, or gets NaN or an infinity",
+         "jnp.where(inside[:, None], v_ref[tile, :], 0)", "v_ref[tile, :]",
+         "A missing key must add nothing, so both operands need 0; 0 · NaN and 0 · ∞ are NaN: see section 7."),
         ("the mask hides nothing of the last tile, in either operand", "j * block_k + jnp.arange", "jnp.arange",
          "Compare j * block_k + jnp.arange(block_k) with S, not the places within a tile: see section 6."),
-        ("plt.load has a mask, and no `other`, or NaN or an infinity for it, in one operand or in both",
-         ", other=0", "",
-         "A missing key must add nothing, so both operands need other=0; 0 · NaN and 0 · ∞ are NaN: see section 7."),
     ),
 )  # fmt: skip
 

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from helpers.attention.reference import oracle
-from helpers.environment import interprets
+from helpers.environment import backend
 from helpers.exercises import tile_bounds, whole
 from helpers.exercises.exercise import Case, Exercise, shaped, table
 from helpers.exercises.notebook_04 import blocks_of
@@ -241,8 +240,7 @@ def forward(q, k, v, is_causal=False, block_q=64, block_k=64):
         in_specs=[query_tile, all_keys, all_keys],
         out_specs=[query_tile, lse_tile],
         out_shape=[out, lse],
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
-        interpret=interprets(),
+        **backend(),
     )(q, k, v)
 
 

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from helpers.attention.reference import oracle
-from helpers.environment import interprets
+from helpers.environment import backend
 from helpers.exercises import whole
 from helpers.exercises.exercise import Case, Exercise, table
 
@@ -342,8 +341,7 @@ def decode_attention(query, key, value, lengths, parts=4, block_k=64):
             jax.ShapeDtypeStruct((B, K, parts, group, H), jnp.float32),
             jax.ShapeDtypeStruct((B, K, parts, group), jnp.float32),
         ],
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
-        interpret=interprets(),
+        **backend(),
     )(query.reshape(B, K, group, H), key, value, lengths)
     weights = jax.nn.softmax(lses, axis=2)
     return (weights[..., None] * outs).sum(axis=2).reshape(B, N, H).astype(query.dtype)

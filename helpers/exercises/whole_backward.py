@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from helpers.attention.reference import oracle, oracle_gradients
-from helpers.environment import interprets
+from helpers.environment import backend
 from helpers.exercises import whole
 from helpers.exercises.comparing import describe
 from helpers.exercises.exercise import Case, Complaint, Exercise
@@ -94,8 +93,7 @@ def key_gradients(q, k, v, do, lse, delta, is_causal=False, block_q=64, block_k=
         in_specs=[all_queries, key_tile, key_tile, all_queries, all_rows, all_rows],
         out_specs=[key_tile, key_tile],
         out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype)] * 2,
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
-        interpret=interprets(),
+        **backend(),
     )(q, k, v, do, lse, delta)
 
 
@@ -241,8 +239,7 @@ def query_gradients(q, k, v, do, lse, delta, is_causal=False, block_q=64, block_
         in_specs=[query_tile, all_keys, all_keys, query_tile, row_tile, row_tile],
         out_specs=query_tile,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
-        interpret=interprets(),
+        **backend(),
     )(q, k, v, do, lse, delta)
 
 

@@ -80,9 +80,9 @@ def lanes(masks, colours=(style.QUERY, style.KEY)):
         height, width = mask.any(axis=1).sum(), mask.any(axis=0).sum()
         draw.label(panel, width / 2, height / 2, "loaded", size=9, bbox=draw.paper())
         if height < rows:
-            draw.label(panel, width / 2, (height + rows) / 2, "0, not loaded", size=9)
+            draw.label(panel, width / 2, (height + rows) / 2, "past the end", size=9)
         if width < columns:
-            draw.label(panel, (width + columns) / 2, rows / 2, "0, not loaded", rotation=90, size=9)
+            draw.label(panel, (width + columns) / 2, rows / 2, "past the end", rotation=90, size=9)
         panel.set(xlim=(0, columns), ylim=(rows, 0), xlabel="position in the head", ylabel="row of the tile")
         panel.set_title(title)
     return figure
