@@ -1,7 +1,5 @@
 """The exercises of notebook 12: pencil and paper for the Hopper backward kernels."""
 
-import numpy as np
-
 from helpers.exercises.exercise import Case, Exercise
 
 
@@ -326,68 +324,4 @@ HALVING = Exercise(
 # fmt: on
 
 
-# 12.6
-
-
-def visited(T, S, tile, block_q, block_k):
-    """([tiles of queries as written], [tiles on the card]) of one program."""
-    q_tiles, programs = -(-T // block_q), -(-S // block_k)
-    first = min(tile * block_k // block_q, q_tiles - 1)
-    written = list(range(first, q_tiles))
-    hit = q_tiles == 2 and programs >= 3 and tile == 0
-    return written, [0, 2] if hit else written
-
-
-def _visited_expected(T, S, tile, block_q, block_k):
-    """The loops themselves, step by step, with the predicate as ptxas reads it."""
-    last, programs = (T + block_q - 1) // block_q - 1, (S + block_k - 1) // block_k
-    firsts = [min(j * block_k // block_q, last) for j in range(programs)]
-    steps = {last + 1 - first for first in firsts}
-    written = list(range(firsts[tile], last + 1))
-    if steps != {1, 2} or firsts == list(range(programs)):
-        return np.array(written), np.array(written)
-    card = [n + (firsts[tile] == last or n > 0) for n in range(len(written))]
-    return np.array(written), np.array(card)
-
-
-# fmt: off
-VISITED = Exercise(
-    solution=visited, title="Who is hit", outputs=("tiles as written", "tiles on the card"),
-    cases=lambda: _cases("T S tile block_q block_k", [
-        (128, 384, 0, 64, 128), (128, 384, 1, 64, 128), (65, 130, 0, 64, 128), (128, 256, 0, 64, 128),
-        (65, 257, 0, 64, 128), (64, 512, 0, 64, 128), (129, 640, 0, 64, 128), (129, 640, 1, 64, 128),
-        (100, 1000, 7, 64, 128), (128, 192, 0, 64, 64), (150, 400, 1, 64, 64), (200, 600, 1, 64, 64),
-        (256, 300, 0, 128, 128), (160, 513, 0, 128, 128), (12, 7, 0, 8, 8), (9, 17, 0, 8, 8),
-    ]),
-    expected=_visited_expected,
-    tried="one to four tiles of queries, one to ten programs, square and oblong tiles, lengths that fit no tile",
-    mistakes=(
-        ("two programs are enough for the mistake", "programs >= 3", "programs >= 2",
-         "With two programs `first` is the number of the tile itself, and there is no select: see section 11."),
-        ("the number of programs does not matter", "programs >= 3 and ", "",
-         "With one or two programs `first` is the number of the tile itself: see section 11."),
-        ("the number of tiles of queries does not matter", "q_tiles == 2 and ", "",
-         "Some programs must have two steps and all others one: that takes just two tiles of queries."),
-        ("every walk of more than one step goes one tile too far",
-         ("q_tiles == 2 and ", "[0, 2]"), ("", "[0, *range(2, q_tiles + 1)]"),
-         "A predicate can tell one step from two, no more: with three tiles of queries there is a real counter."),
-        ("all programs of such a call visit the tiles 0 and 2", " and tile == 0", "",
-         "The others have a single step, and that is right: see section 11."),
-        ("the first step is wrong instead of the second", "[0, 2]", "[1, 1]",
-         "The predicate is overwritten after the first step: see section 11."),
-        ("the card visits what the source says", "[0, 2] if hit else written", "written",
-         "In some of these calls it does not: run the three functions of section 11 for them."),
-        ("a program may begin past the last tile of queries",
-         "min(tile * block_k // block_q, q_tiles - 1)", "tile * block_k // block_q",
-         "It begins at the last one at the latest, whose number is one less than their count, so it has a step."),
-        ("a program begins at the number of its own tile", "tile * block_k // block_q", "tile",
-         "A tile of keys may span several tiles of queries: `first` is tile * block_k // block_q."),
-        ("a tile of queries that is not full is not counted", "-(-T // block_q)", "T // block_q",
-         "65 queries are two tiles of 64: round up."),
-        ("a tile of keys that is not full is not counted", "-(-S // block_k)", "S // block_k",
-         "257 keys are three tiles of 128: round up."),
-    ),
-)
-# fmt: on
-
-EXERCISES = (OPERANDS, SMEM, ADDED, CHOICE, HALVING, VISITED)
+EXERCISES = (OPERANDS, SMEM, ADDED, CHOICE, HALVING)

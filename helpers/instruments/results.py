@@ -35,14 +35,13 @@ in <card>_cuda.json and cuda_shown.json.
 What the compiler for TPUs says of kernels stands in tpu_compile.json: `rows`, see COMPILED_FOR_TPU, and `block`, the
 size of their tiles.
 
-What was tried on the way to a kernel and not kept stands in <card>_variants.json, see VARIANT, and beside it
+What was tried on the way to a kernel stands in <card>_variants.json as far as notebooks show it, see VARIANT (NOTES.md
+says the rest), and beside it
 
     factors        the speeds of changes, as multiples, see FACTOR
-    kernels        the time of each kernel of a backward pass, see KERNEL
     compiled       registers of a thread of the Hopper ladder, see COMPILED
     instructions   how many instructions a step of a loop has
     loops          the main loops of fused backward kernels in machine code, see LOOP
-    profile        at which instructions the warps of a loop were found, in per cent, see PROFILE
 """
 
 import json
@@ -99,12 +98,9 @@ PASSES = {
     "backward": [{"fused"}, {"dkv", "dq"}],
     "deterministic backward": [{"dkv", "dq"}],
 }
-KERNEL = TRIAL | _fields(number="device_ms")
 COMPILED = _fields(whole="rung H registers", flag="is_causal")
-# requests: for spilled registers, of one call at T = 4096, by the profiler
+# loads, stores: of spilled registers
 LOOP = _fields(text="name addresses", whole="H instructions loads stores to_uniform", flag="is_causal")
-LOOP |= _fields(whole_or_none="requests")
-PROFILE = _fields(text="name what", whole="H T", flag="is_causal", number="share")
 VARIANT = TRIAL | _fields(number="tflops")
 # factor: the speed as a multiple of that of the kernel to which the change was made
 FACTOR = TRIAL | _fields(number="factor")
@@ -148,14 +144,12 @@ TRITON_FILE = Schema(_header | _fields(parts="samples", rows="correct second tim
 CUDA_FILE = Schema(_header | _fields(rows="correct times resources notes"), {})
 SHOWN_FILE = Schema(_fields(text="card", parts="versions outputs"), {})
 VARIANTS_FILE = Schema(
-    _made | _fields(rows="notes variants factors kernels compiled loops profile", parts="instructions"),
+    _made | _fields(rows="notes variants factors compiled loops", parts="instructions"),
     {
         "variants": VARIANT,
         "factors": FACTOR,
-        "kernels": KERNEL,
         "compiled": COMPILED,
         "loops": LOOP,
-        "profile": PROFILE,
     },
 )
 
