@@ -19,7 +19,7 @@ REVISION ?= main
 # Where the site will stand, for example https://owner.github.io/name/: with it, a link to a page shows a picture.
 SITE_ADDRESS ?=
 
-.PHONY: help setup lab fresh lesson test test-all test-oldest mutation notebooks figures lint site site-setup site-test colab gpu gpu-test gpu-memcheck gpu-fuzz gpu-bench gpu-ring gpu-tune gpu-compile tpu-compile cuda triton
+.PHONY: help setup lab fresh lesson test test-all test-oldest mutation notebooks figures lint site site-setup site-test colab gpu gpu-test gpu-memcheck gpu-fuzz gpu-bench gpu-tune gpu-compile tpu-compile cuda triton
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -96,9 +96,6 @@ gpu-memcheck: setup ## watch every memory access of the kernels on the GPU with 
 gpu-bench: setup ## measure the kernels on the GPU of this machine, next to cuDNN and installed peers
 	@$(IN_VENV) -m helpers.dev.benchmark $(ARGS)
 
-gpu-ring: setup ## measure ring attention on all GPUs of this machine, two or more
-	@$(IN_VENV) -m helpers.dev.ring_benchmark $(ARGS)
-
 gpu-tune: setup ## find the fastest tiles of the kernels for this GPU and record them
 	@$(IN_VENV) -m helpers.dev.tune $(ARGS)
 
@@ -111,7 +108,7 @@ gpu-compile: ## compile the kernels for GPUs from Ampere to Blackwell, without o
 tpu-compile: ## compile the kernels for TPUs with Google's compiler, without one, and see what they take
 	@sh helpers/setup_environment.sh .venv-tpu
 	@.venv-tpu/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-tpu/constraints.txt --editable '.[tpu]'
-	@JAX_PLATFORMS=cpu .venv-tpu/bin/python -m helpers.dev.tpu_compile $(ARGS)
+	@JAX_PLATFORMS=cpu .venv-tpu/bin/python -m helpers.dev.tpu_compile
 
 triton: ## install Triton for notebook 16, run its kernels in its interpreter and compile them for a GPU
 	@case "$$(uname -sm)" in "Linux x86_64" | "Linux aarch64") ;; \

@@ -13,12 +13,22 @@ TOO_OLD = (
     "Device: CPU. Pallas kernels run in interpret mode, since JAX compiles them for NVIDIA GPUs "
     "from compute capability 8.0 (Ampere) on, and this {kind} is none."
 )
+# There a store past the end of an array goes into what lies behind it.
+OLD_JAX = (
+    "Device: {kind}. Pallas kernels run in interpret mode, since JAX {version} compiles kernels that "
+    "write past the end of an array; install JAX 0.12 to compile them."
+)
+KEEPS_TO_ARRAYS = (0, 12)  # the first version of JAX whose compiled blocks do
 
 
 def interprets():
-    """Whether a notebook interprets its kernels: on a CPU, and on a GPU for which JAX cannot compile them."""
+    """Whether a notebook interprets its kernels: on a CPU, and on a GPU for which JAX cannot compile them rightly."""
     device = default_device()
-    return device.platform != "tpu" and compute_capability(device) < (8, 0)
+    return device.platform != "tpu" and (compute_capability(device) < (8, 0) or _jax_is_old())
+
+
+def _jax_is_old():
+    return jax.__version_info__ < KEEPS_TO_ARRAYS
 
 
 def show_environment():
@@ -34,6 +44,8 @@ def show_environment():
     )
     if device.platform == "cpu":
         print("Device: CPU. Pallas kernels run in interpret mode.")
+    elif device.platform == "gpu" and compute_capability(device) >= (8, 0) and _jax_is_old():
+        print(OLD_JAX.format(kind=device.device_kind, version=jax.__version__))
     elif interprets():
         jax.config.update("jax_default_device", jax.devices("cpu")[0])
         print(TOO_OLD.format(kind=device.device_kind))

@@ -7,9 +7,8 @@ Pages such as notation.md lie beside the notebooks and are copied as they are, b
 
 An edition of a notebook is what its cells say: their kinds and sources, blank cells and outputs left out. So running
 or saving a notebook is no edit. A copy is untouched when it is an edition that was laid out under its name: the
-workbook records those in `.editions.json`, and `earlier_editions.json` lists those of the time before that record.
-An untouched copy is replaced when its notebook changes; any other is kept, and once its
-notebook has moved on it is named, until a fresh copy of that edition lies beside it.
+workbook records those in `.editions.json`. An untouched copy is replaced when its notebook changes; any other is
+kept, and once its notebook has moved on it is named, until a fresh copy of that edition lies beside it.
 """
 
 import argparse
@@ -39,7 +38,6 @@ OF_THE_KERNEL = {
         "version": sys.version.split()[0],
     },
 }
-EARLIER = Path(__file__).with_name("earlier_editions.json")
 
 
 def lay_out(notebooks=NOTEBOOKS, workbook=WORKBOOK):
@@ -49,7 +47,7 @@ def lay_out(notebooks=NOTEBOOKS, workbook=WORKBOOK):
     copy takes its place.
     """
     workbook.mkdir(exist_ok=True)
-    earlier, laid_out = _read(EARLIER), _read(workbook / RECORD)
+    laid_out = _read(workbook / RECORD)
     said = []
     for source in _sources(notebooks):
         target, name, current = workbook / source.name, source.name, edition(source)
@@ -64,7 +62,7 @@ def lay_out(notebooks=NOTEBOOKS, workbook=WORKBOOK):
             said.append(f"{name} could not be read as a notebook: kept as {aside.name}, fresh copy made")
         elif mine == current:
             _remember(workbook, name, current)
-        elif mine in earlier.get(name, []) + laid_out.get(name, []):
+        elif mine in laid_out.get(name, []):
             _place(source, target)
             said.append(f"updated {name}, which you had not edited")
         elif current not in laid_out.get(name, []):
@@ -72,7 +70,7 @@ def lay_out(notebooks=NOTEBOOKS, workbook=WORKBOOK):
                 f"kept {name} with your edits, though the series has a newer one; "
                 f"for a fresh copy beside it: make fresh NOTEBOOK={source.stem.split('_')[0]}"
             )
-    for name in sorted(earlier | laid_out):
+    for name in sorted(laid_out):
         target = workbook / name
         if target.exists() and not (notebooks / name).exists():
             said.append(
@@ -89,8 +87,7 @@ def fresh(name, notebooks=NOTEBOOKS, workbook=WORKBOOK):
     """
     source = find(name, notebooks)
     workbook.mkdir(exist_ok=True)
-    known = _read(EARLIER).get(source.name, []) + _read(workbook / RECORD).get(source.name, [])
-    known.append(edition(source))
+    known = [*_read(workbook / RECORD).get(source.name, []), edition(source)]
     names = itertools.chain(
         [source.name, f"{source.stem}_fresh{source.suffix}"],
         (f"{source.stem}_fresh_{n}{source.suffix}" for n in itertools.count(2)),

@@ -63,16 +63,14 @@ WORD, FORMULA_ON_ITS_OWN, FORMULA_IN_A_LINE = 60 / 180, 60, 3
 LINE, PICTURE_SEEN = 5, 20  # of code, or of what a cell prints
 
 
-def reading_minutes(path, sections=None):
-    """Minutes to read a notebook, or its first sections, and what its cells print and draw; the exercises left out.
+def reading_minutes(path):
+    """Minutes to read a notebook, and what its cells print and draw; the exercises left out.
 
     An estimate by the constants above. The time to run the cells comes on top.
     """
     apart = {index for lesson in lessons(path) for index in range(lesson.stub - 1, lesson.check + 2)}
     seconds = 0
     for index, cell in enumerate(read(path).cells):
-        if sections and cell.source.startswith(f"## {sections + 1} · "):
-            break
         if index in apart:
             continue
         if cell.cell_type == "markdown":

@@ -10,8 +10,6 @@ The record, mutation_results.json, says of each fault in which tier it was notic
 """
 
 import argparse
-import contextlib
-import itertools
 import json
 import os
 import random
@@ -22,23 +20,22 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.mutations import FAULTS, TESTS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_name("mutation_results.json")
+HANGS = 600  # seconds after which tests hang
 NOT_COPIED = shutil.ignore_patterns(
     ".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "workbook", "*.egg-info"
 )
 QUICK, FULL, SURVIVED = "quick", "full", "survived"
 POWER = {QUICK: 0.90, FULL: 0.97}  # of the faults, what the quick tier finds, and what both do
-CLOCK = itertools.count(1)
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """tier: QUICK, FULL or SURVIVED. by: the id of the test that noticed, None if none did."""
 
     tier: str
@@ -73,40 +70,30 @@ def runnable(test):
 class Copy:
     """A copy of the tree, in which faults can do no harm."""
 
-    def __init__(self, folder, cache, timeout):
-        self.root, self.cache, self.timeout = folder, cache, timeout
+    def __init__(self, folder, cache):
+        self.root, self.cache = folder, cache
         shutil.copytree(ROOT, folder, ignore=NOT_COPIED)
-
-    def write(self, file, text):
-        path = self.root / file
-        path.write_text(text)
-        # Python looks at the second in which a file was written, and at its size: make each second another.
-        os.utime(path, (2**30 + next(CLOCK),) * 2)
 
     def first_failure(self, tests, *selected):
         """The id of the first test that fails, or None. One that takes for ever has failed."""
         command = [sys.executable, *"-m pytest -x -v --tb=no --no-header -o".split(), f"cache_dir={self.cache}"]
-        output = self.root.with_suffix(".txt")
-        ended = None
-        environment = os.environ | {"PYTHONPATH": str(self.root)}  # for kernels
-        options = {"cwd": self.root, "env": environment, "stderr": subprocess.STDOUT, "timeout": self.timeout}
-        with open(output, "w") as file, contextlib.suppress(subprocess.TimeoutExpired):
-            ended = subprocess.run([*command, *selected, *tests], stdout=file, **options)
-        said = output.read_text(errors="replace")
-        if ended is None:
-            began = re.findall(r"^(\S+::.*?) *(?:PASSED|SKIPPED|$)", said, re.MULTILINE)
-            return f"{began[-1] if began else tests[0]} (hangs)"
-        failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", said, re.MULTILINE)
-        if failed:
+        # The path is for kernels. Byte code is not kept: Python would take it for that of a file as old and as long.
+        environment = os.environ | {"PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
+        options = {"cwd": self.root, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        try:
+            ended = subprocess.run([*command, *selected, *tests], text=True, timeout=HANGS, check=False, **options)
+        except subprocess.TimeoutExpired:
+            return f"{tests[0]} (hangs)"
+        if failed := re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", ended.stdout, re.MULTILINE):
             return failed[1]
         if ended.returncode not in (0, 4, 5):  # all passed; no such test; none selected
-            raise RuntimeError(said[-2000:])
+            raise RuntimeError(ended.stdout[-2000:])
         return None
 
     def judge(self, fault, known):
         """Which test notices a fault, `Found`. known: what was found last time, or None."""
         sound = (self.root / fault.file).read_text()
-        self.write(fault.file, changed(fault, sound))
+        (self.root / fault.file).write_text(changed(fault, sound))
         try:
             expressions = {QUICK: "not full", FULL: "full"}
             if known and known.by and "(hangs)" not in known.by:
@@ -117,15 +104,15 @@ class Copy:
                     return Found(tier, by)
             return Found(SURVIVED)
         finally:
-            self.write(fault.file, sound)
+            (self.root / fault.file).write_text(sound)
 
 
-def judge_all(faults, known, jobs, timeout, note=lambda found: None):
+def judge_all(faults, known, jobs, note=lambda found: None):
     """{label: `Found`}, printed and noted as they are found. Tests that fail in a sound copy count for nothing."""
     found = {}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         folder = Path(folder)
-        copies = [Copy(folder / str(number), folder / "cache", timeout) for number in range(jobs)]
+        copies = [Copy(folder / str(number), folder / "cache") for number in range(jobs)]
 
         def one(fault):
             copy, began = copies.pop(), time.monotonic()
@@ -155,12 +142,10 @@ def read():
 
 
 def record(found):
-    """Write a record, {label: [tier, test]}, in the order of the faults, whole or not at all."""
-    ordered = {label(fault): astuple(found[label(fault)]) for fault in FAULTS if label(fault) in found}
+    """Write a record, {label: [tier, test]}, in the order of the faults."""
+    ordered = {label(fault): found[label(fault)] for fault in FAULTS if label(fault) in found}
     lines = [f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in ordered.items()]
-    partial = RESULTS.with_suffix(".partial")
-    partial.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    partial.replace(RESULTS)
+    RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def shares(found):
@@ -175,20 +160,16 @@ def main(arguments=None):
     parser.add_argument("--sample", type=int, help="only so many faults, drawn at random; nothing is recorded")
     parser.add_argument("--seed", type=int, default=0, help="of that draw")
     parser.add_argument("--only", default="", help="only faults whose file and name hold this text")
-    parser.add_argument("--new", action="store_true", help="only faults that the record does not say are noticed")
     parser.add_argument("--jobs", type=int, default=max(1, len(os.sched_getaffinity(0)) // 2), help="at the same time")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which tests hang")
     options = parser.parse_args(arguments)
     os.environ |= {"JAX_PLATFORMS": "cpu", "OPENBLAS_NUM_THREADS": "1"}
     known = read()
     faults = [fault for fault in FAULTS if options.only in label(fault)]
-    if options.new:
-        faults = [fault for fault in faults if known.get(label(fault), Found(SURVIVED)).tier == SURVIVED]
     if options.sample is not None:
         noticed = [fault for fault in faults if known.get(label(fault), Found(SURVIVED)).tier != SURVIVED]
         faults = random.Random(options.seed).sample(noticed, min(options.sample, len(noticed)))
     note = (lambda found: None) if options.sample is not None else (lambda found: record(known | dict(found)))
-    found = judge_all(faults, known, options.jobs, options.timeout, note)
+    found = judge_all(faults, known, options.jobs, note)
     survived = [name for name, it in found.items() if it.tier == SURVIVED]
     counts = {tier: sum(it.tier == tier for it in found.values()) for tier in (QUICK, FULL)}
     print(f"{len(found)} faults: quick tier {counts[QUICK]}, full tier {counts[FULL]}, survived {len(survived)}")

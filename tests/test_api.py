@@ -37,8 +37,6 @@ ILLEGAL = [
     ({"query": zeros(B, T, N, H, dtype=np.float64)}, TypeError, "query must have one of the dtypes float32, bfloat16, float16, got float64"),
     ({"key": zeros(B, S, K, H, dtype=np.float16)}, TypeError, "must share one dtype, got query float32, key float16, value float32"),
     ({"value": zeros(B, S, K, H, dtype=np.float16)}, TypeError, "must share one dtype, got query float32, key float32, value float16"),
-    ({"bias": zeros(1, N, T, S)}, TypeError, "bias must be None, got ndarray"),
-    ({"mask": zeros(1, 1, T, S, dtype=bool)}, TypeError, "masks are given by is_causal, query_seq_lengths, key_value_seq_lengths and local_window_size; jax.nn.dot_product_attention takes a mask"),
     ({"query": zeros(T, H)}, ValueError, "query must have shape (batch, length, heads, head_dim) or"),
     ({"query": zeros(T, N, H)}, ValueError, "must all have a batch axis or all have none"),
     ({"query": zeros(B, 0, N, H)}, ValueError, "query must have at least one element on every axis, got shape (2, 0, 4, 16)"),
@@ -62,7 +60,7 @@ ILLEGAL = [
     ({"key_value_seq_lengths": np.array([1], np.int32)}, ValueError, "key_value_seq_lengths must have shape (2,), got (1,)"),
     ({"key_value_seq_lengths": np.array([1, S + 1], np.int32)}, ValueError, "key_value_seq_lengths must lie between 0 and 24, got [1, 25]"),
     ({"query_seq_lengths": np.array([-1, 3], np.int32)}, ValueError, "query_seq_lengths must lie between 0 and 20, got [-1, 3]"),
-    ({"implementation": "triton"}, ValueError, "implementation must be None or one of reference, portable, hopper, tpu, cudnn, got 'triton'"),
+    ({"implementation": "triton"}, ValueError, "implementation must be None or one of reference, portable, mosaic, hopper, tpu, cudnn, got 'triton'"),
     ({"return_residual": 1}, TypeError, "return_residual must be True or False, got 1"),
     ({"implementation": "hopper"}, NotImplementedError, 'use implementation="portable"'),
 ]  # fmt: skip

@@ -9,7 +9,6 @@ import re
 import signal
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from fractions import Fraction
 
@@ -49,22 +48,6 @@ def judged(answer, exercise=DOUBLE):
     return verdict(exercise, answer)
 
 
-def test_right_answers_of_any_container():
-    for answer in (
-        lambda x: (2 * x, x.sum()),
-        lambda x: [2 * x, float(x.sum())],
-        lambda x: (x + x, np.float32(x.sum())),
-    ):
-        assert judged(answer).status == "correct"
-    assert judged(lambda x: (2 * x, x.sum())).text == "✓ Exercise 9.9: correct on 2 cases: one entry and four."
-
-
-def test_a_range_is_worth_its_numbers():
-    counting = dataclasses.replace(DOUBLE, expected=lambda x: np.arange(x.size), outputs=("indices",), mistakes=())
-    assert judged(lambda x: range(x.size), counting).status == "correct"
-    assert judged(lambda x: range(x.size + 1), counting).status == "wrong"
-
-
 def test_the_smallest_failing_case_is_shown():
     text = judged(lambda x: (2 * x if x.size == 1 else 3 * x, x.sum())).text
     assert "wrong for the large case" in text and "double: yours at [0, 0] 3, expected 2" in text
@@ -81,10 +64,17 @@ def test_a_mistake_must_agree_on_every_case():
     assert judged(lambda x: (x * x if x.size > 1 else x + 7, x.sum())).mistake is None
 
 
+def test_a_slip_is_named_where_no_mistake_is_known():
+    named = judged(lambda x: (2 * x, x.mean()))
+    assert named.mistake == "`mean` stands where `sum` belongs" and "results are those of such a slip" in named.text
+    assert judged(lambda x: (2 * x, x.mean()), dataclasses.replace(DOUBLE, slow=True)).mistake is None
+
+
 def test_a_small_output_beside_a_large_one_must_agree_too():
     """And counts agree exactly: neither is near enough in the norm of both."""
     count = Exercise(
         solution=None,
+        slow=True,
         number="9.8",
         title="Count",
         outputs=("bytes", "stages"),
@@ -157,11 +147,6 @@ def test_an_error_in_another_cell_is_placed_there():
     assert f"In line {inner.__code__.co_firstlineno + 1} of `inner`: return x[7]" in text
 
 
-def test_an_earlier_wrong_case_comes_before_an_error():
-    text = judged(lambda x: (3 * x, x.sum() if x.size == 1 else 1 / 0)).text
-    assert "wrong for the small case" in text
-
-
 def stub(*_):
     """As in a notebook."""
     raise NotImplementedError
@@ -200,19 +185,6 @@ def test_tracer_errors_are_translated(body, advice):
     assert advice in text and "In line" in text
 
 
-class Evil:
-    """An object that fails whatever is done to it."""
-
-    def __call__(self, *_):
-        return self
-
-    def _fail(self, *_):
-        raise SystemExit("evil")
-
-    __eq__ = __array__ = __iter__ = __len__ = __getattr__ = __bool__ = __float__ = __repr__ = __str__ = _fail
-    __hash__ = None
-
-
 def deep(x):
     return deep(x)
 
@@ -225,11 +197,6 @@ def interrupted(*_):
     raise KeyboardInterrupt
 
 
-def endless(*_):
-    while True:
-        yield 1
-
-
 def unprintable(*_):
     class UnprintableError(Exception):
         __str__ = None
@@ -237,12 +204,10 @@ def unprintable(*_):
     raise UnprintableError
 
 
-NO_EXERCISES = ("9.9", 0.2, 99.1, "", "x", None, -1, 10**5000, "1." + "9" * 5000, [], Evil())
+NO_EXERCISES = ("9.9", 0.2, 99.1, "", None, -1, 10**5000, [])
 STRANGE = (
-    None, 10**5000, "x", [], Evil(), lambda *_: Evil(), lambda *_: 10**5000, lambda *_: (10**5000, np.zeros(2)),
-    lambda *_: {10**5000: 1}, lambda *_: [Evil(), 1], exits, interrupted, endless, deep, unprintable, type, print,
-    lambda *_: np.zeros(3, "M8[s]"), lambda *_: [[1], [2, 3]], lambda *_: ..., lambda *_: (lambda: 0), lambda *_: {1, 2},
-    lambda *_: 1j, lambda *_: b"x", lambda *_: np.array([Evil()], object), lambda *_: float("inf"),
+    None, 10**5000, "x", lambda *_: (10**5000, np.zeros(2)), exits, interrupted, deep, unprintable, type,
+    lambda *_: np.zeros(3, "M8[s]"), lambda *_: {1, 2}, lambda *_: 1j,
 )  # fmt: skip
 
 
@@ -250,12 +215,6 @@ def test_a_number_without_an_exercise_is_said(capsys):
     for number in NO_EXERCISES:
         check(number, stub)
         assert capsys.readouterr().out.startswith("✗ There is no exercise ")
-
-
-def test_numbers_may_be_floats(capsys):
-    check(0.1, stub)
-    check(np.float64(2.1), stub)
-    assert capsys.readouterr().out.startswith("○ Exercise 0.1: not attempted yet. Your turn, in the cell above.\n○ ")
 
 
 @pytest.mark.parametrize("number", ["0.1", "1.2", "2.3", "3.5", "9.2", "9.3"])
@@ -283,12 +242,6 @@ def test_an_endless_answer_is_stopped(monkeypatch):
     assert judged(lambda x: (2 * x, x.sum())).status == "correct"
 
 
-def test_without_alarms_there_is_no_limit():
-    """In a thread signals cannot be handled; the verdict is the same."""
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(judged, lambda x: (2 * x, x.sum())).result().status == "correct"
-
-
 def test_a_slow_check_shows_progress_and_wipes_it_out(capsys, monkeypatch):
     slow = dataclasses.replace(DOUBLE, run=lambda answer, x: (time.sleep(0.6), answer(x))[1])
     monkeypatch.setattr(checking, "exercise", lambda number: slow)
@@ -306,6 +259,7 @@ def exercise(expected, **options):
     return Exercise(
         **{
             "solution": None,
+            "slow": True,
             "number": "9.8",
             "title": "t",
             "outputs": ("x",),
@@ -459,12 +413,6 @@ def test_a_mistake_may_raise_where_the_answer_does():
     assert judged(lambda x: 1 / 0, known).mistake is None
 
 
-def test_dtypes_matter_where_they_are_said_to():
-    strict = exercise(np.zeros(2, np.float32), exact_dtype=True)
-    assert judged(lambda: np.zeros(2, np.float32), strict).status == "correct"
-    assert "expected dtype float32, got float64" in judged(lambda: np.zeros(2), strict).text
-
-
 def test_a_judge_decides_and_never_raises():
     even = exercise(None, judge=lambda result, case: None if result % 2 == 0 else f"{result} is odd")
     assert judged(lambda: 4, even).status == "correct"
@@ -502,21 +450,8 @@ def test_one_entry_of_a_dict_is_recognised_beside_others_that_nobody_knows():
     assert judged(lambda n: {"a": np.sqrt(n), "b": n**2}, known).mistake is None
 
 
-def test_the_entry_that_is_shown_is_the_one_whose_mistake_is_named():
-    known = of_entries(lambda n: {"a": n, "b": n**2}, lambda n: {"a": n, "b": n}, numbers=(1, 3))
-    result = judged(lambda n: {"a": n + 1 / n, "b": n}, known)  # in case 1 only a is wrong, and nobody knows why
-    assert result.mistake == "it is known"
-    assert "wrong for case 3" in result.text and "b: yours 3, expected 9" in result.text and "a: " not in result.text
-
-
 def test_a_name_that_follows_from_an_entry_nobody_knows_tells_nothing():
     table = lambda a, b: {"a": a, "b": b, "larger": "a" if a > b else "b"}
     known = of_entries(lambda n: table(n, n**2), lambda n: table(n**2, n))
     assert judged(lambda n: table(n**2, n), known).mistake == "it is known"
     assert judged(lambda n: table(n**3 + 1, n**2), known).mistake is None
-
-
-def test_entries_may_differ_from_case_to_case():
-    rows = lambda n, more=0: {f"row {i}": i + more + 1.5 for i in range(n)}
-    text = judged(lambda n: rows(n, 1), of_entries(rows, lambda n: {}, numbers=(3, 1, 2))).text
-    assert "wrong for case 3" in text and "row 0: yours 2.5, expected 1.5" in text

@@ -36,14 +36,6 @@ def test_a_slow_cell_says_for_how_long_and_then_nothing(shown):
     assert len(shown) == count
 
 
-def test_a_quick_cell_shows_nothing(shown):
-    one = clock.Clock(patience_s=5)
-    for _ in range(3):
-        one.start(None)
-        one.stop(None)
-    assert shown == [] and not one.thread.is_alive()
-
-
 @pytest.mark.parametrize("off", [False, True])
 def test_it_watches_a_notebook_once_and_none_that_is_executed_for_its_outputs(off, monkeypatch):
     class Shell:

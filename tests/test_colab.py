@@ -105,14 +105,3 @@ def test_in_colab_the_cell_installs_and_restarts_where_an_old_package_is_loaded(
 def test_without_an_address_on_github_there_are_no_copies(repository, tmp_path):
     with pytest.raises(SystemExit, match=r"^Colab opens repositories on https://github.com/ only, not .*\.$"):
         colab.main(["--repository", repository, "--folder", str(tmp_path)])
-
-
-def test_the_command_says_what_it_wrote(tmp_path, capsys):
-    colab.main(["--repository", REPOSITORY, "--folder", str(tmp_path / "colab")])
-    assert capsys.readouterr().out.startswith(f"colab/notebooks holds {len(PATHS)} notebooks for Colab")
-    assert len(list((tmp_path / "colab" / "notebooks").iterdir())) == len(PATHS)
-
-
-def test_buttons_of_the_site_lead_to_the_copies():
-    there = 'href="https://colab.research.google.com/github/owner/name/blob/{}/notebooks/00_start_here.ipynb"'
-    assert colab.buttons_to_copies(there.format("some/branch")) == there.format("colab")

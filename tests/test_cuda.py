@@ -89,25 +89,6 @@ def test_a_missing_barrier_is_found(number, kernel, dtype):
         gradients(case, source) if kernel == "backward" else attention(kernel, source)(*arrays, **arguments)
 
 
-FRAGMENTS = [
-    ("int word = (8 * column + g) * KEY_STRIDE + 8 * step + t;", "int word = (8 * column + t) * KEY_STRIDE + 8 * step + g;"),
-    ("{keys[word], keys[word + 4]}", "{keys[word + 4], keys[word]}"),
-    ("{values[word], values[word + 4 * VALUE_STRIDE]}", "{values[word + 4 * VALUE_STRIDE], values[word]}"),
-    ("s[2 * step + part / 2] + part % 2 * 2", "s[2 * step + part % 2] + part / 2 * 2"),
-    ("int i = row + 8 * (part % 2), d = 16 * step + 2 * t + 8 * (part / 2);",
-     "int i = row + 8 * (part / 2), d = 16 * step + 2 * t + 8 * (part % 2);"),
-]  # fmt: skip
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("right", "wrong"), FRAGMENTS)
-def test_a_wrong_fragment_is_seen(right, wrong):
-    assert SOURCE.read_text().count(right) == 1
-    source = SOURCE.read_text().replace(right, wrong)
-    with pytest.raises((AssertionError, SharedMemoryError), match=r"relative error|never written"):
-        check_forward(attention(TENSOR_CORES, source), AttentionCase(64, 64, 32, dtype="float16"))
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_fragments_are_rounded_as_numpy_rounds(dtype):
     """One key: out is its value, which a conversion there and back must leave as it is."""
@@ -150,10 +131,3 @@ def test_nvidias_compiler_takes_the_same_file(dtype):
     assert set(found) == {ELEMENTS, KEYS_OUTER, ROWS, "delta", "backward"} | tensor_cores
     for needed in found.values():
         assert 0 < needed["registers"] <= 255 and needed["shared"] <= 48 * 1024  # of a block, unless it asks for more
-
-
-def test_tiles_of_a_launch():
-    """The tiles that a launch counts with are those of the source."""
-    assert "constexpr int ROWS = 2048 / D < 32 ? 2048 / D : 32;" in SOURCE.read_text()
-    assert all(cuda_launch.rows_of("float32", head) == min(2048 // head, 32) for head in cuda_launch.HEADS)
-    assert [cuda_launch.head_of(H) for H in (1, 32, 33, 128, 256, 257)] == [32, 32, 64, 128, 256, None]

@@ -142,7 +142,7 @@ def gathered(key_pages, table):
     return np.asarray(key_pages)[np.clip(table, 0, None)].reshape(len(table), -1, *key_pages.shape[2:])
 
 
-@pytest.mark.parametrize("implementation", ["reference", "portable"])
+@pytest.mark.parametrize("implementation", ["reference", "portable", "mosaic"])
 @pytest.mark.parametrize(
     ("page", "lengths", "dtype"),
     [(16, (0, 33, 80), "float32"), (48, (96, 1), "bfloat16"), (64, (65, 130, 128), "float16")],
@@ -165,12 +165,12 @@ def test_padding_in_a_page_may_hold_anything():
     table[0] = [1, 0]
     right = paged_attention(query, key_pages, value_pages, table, lengths)
     key_pages[0, 4:] = value_pages[0, 4:] = np.nan
-    for implementation in ("reference", "portable"):
+    for implementation in ("reference", "portable", "mosaic"):
         out = paged_attention(query, key_pages, value_pages, table, lengths, implementation=implementation)
         np.testing.assert_allclose(out, right, atol=1e-6)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "portable"])
+@pytest.mark.parametrize("implementation", ["reference", "portable", "mosaic"])
 def test_a_wrong_table_under_jit_reads_some_page(implementation):
     query, key_pages, value_pages, table, lengths = cache(16, (20, 32))
     table[0, 1], table[1, 0] = 1000, -5

@@ -39,9 +39,18 @@ def on(monkeypatch):
         ("tpu", None, False),
     ],
 )
-def test_kernels_are_interpreted_where_they_cannot_be_compiled(platform, capability, interpreted, on):
+def test_kernels_are_interpreted_where_they_cannot_be_compiled(platform, capability, interpreted, on, monkeypatch):
     on(stand_in(platform, capability))
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
     assert environment.interprets() is interpreted
+
+
+def test_a_gpu_is_no_use_to_kernels_that_jax_lets_write_past_the_end(on, capsys, monkeypatch):
+    on(stand_in("gpu", "9.0"))
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    environment.show_environment()
+    assert environment.interprets() and "interpret mode" in capsys.readouterr().out.splitlines()[-1]
+    assert jax.config.jax_default_device is None, "the finished kernels keep to their arrays"
 
 
 def test_on_an_old_gpu_a_notebook_computes_on_the_cpu_and_says_why(on, capsys):

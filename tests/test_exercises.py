@@ -1,7 +1,6 @@
 """Every exercise: its stub is not attempted, its known mistakes are named. (conftest.py has its solution checked.)"""
 
 import inspect
-import re
 
 import lessons
 import numpy as np
@@ -46,10 +45,10 @@ def test_an_exercise_is_found_by_the_name_of_its_function():
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_three_mistakes_are_known_and_cases_can_be_told_apart(number):
+def test_a_few_mistakes_are_known_and_cases_can_be_told_apart(number):
     names = [mistake.name for mistake in exercise(number).known]
     labels = [case.label for case in exercise(number).cases()]
-    assert len(set(names)) == len(names) >= 3 and len(set(labels)) == len(labels)
+    assert len(set(names)) == len(names) and 3 <= len(names) <= 12 and len(set(labels)) == len(labels)
 
 
 @pytest.fixture
@@ -86,22 +85,6 @@ def _raise(*_):
 def _read_past_the_end(*arguments):
     for argument in arguments:
         argument[len(argument)]
-
-
-def names_of_libraries(source):
-    """The names of JAX and Pallas in a source, such as "pl.cdiv" and "jnp.where"."""
-    return set(re.findall(r"\b(?:jax|jnp|lax|pl|plt)\.[a-zA-Z_.]+", source))
-
-
-@pytest.mark.parametrize("number", [number for number in NUMBERS if exercise(number).building_block])
-def test_a_whole_kernel_asks_for_no_name_that_was_not_met(number):
-    """A reader has seen each name of JAX and Pallas in a code cell of 04, 05 or this notebook, before the task."""
-    lesson = next(lesson for lesson in lessons.ALL if lesson.number == number)
-    paths = {path for path in lessons.PATHS if path.stem[:2] in ("04", "05")} | {lesson.path}
-    cells = {path: lessons.read(path).cells for path in paths if path <= lesson.path}
-    cells[lesson.path] = cells[lesson.path][: lesson.stub - 1]
-    met = "\n".join(cell.source for path in cells for cell in cells[path] if cell.cell_type == "code")
-    assert names_of_libraries(lesson.solution) <= names_of_libraries(met)
 
 
 STRANGE = {

@@ -93,6 +93,14 @@ MORE_KINDS = {  # which Hopper kernels do not serve
     "infinities behind the last key": lambda t: t.key_lengths and t.padding == "-inf",
     "pages": lambda t: t.page,
     "pages of sequences of several lengths": lambda t: t.page and t.key_lengths and t.B > 1,
+    "documents": lambda t: t.documents > 1 and t.T > 100,
+    "documents, a mean in keys and in values of each": (
+        lambda t: t.documents > 1 and {"key", "value"} <= forms(t, kinds.COMMON)
+    ),
+    "a soft cap": lambda t: t.soft_cap,
+    "an offset to the left": lambda t: t.offset < 0,
+    "an offset to the right": lambda t: t.offset > 0,
+    **{f"{name} besides": lambda t, name=name: name in t.extras for name in fuzz.EXTRAS},
 }
 
 

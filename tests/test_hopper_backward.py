@@ -1,7 +1,9 @@
 """The Hopper backward kernels in the Mosaic GPU interpreter: against the oracle, with races looked for."""
 
+import contextlib
 import functools
 import itertools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,8 @@ from attention_cases import AttentionCase, check_gradients, cotangents, relative
 from seeded import seeded
 
 from helpers.attention.hopper import backward as hopper
+from helpers.attention.hopper import backward_fused, backward_split
+from helpers.attention.hopper import backward_schedule as schedule
 from helpers.attention.masking import Band
 from helpers.attention.problem import Call, Problem, check_call
 from helpers.attention.reference import naive_attention, oracle_gradients
@@ -20,19 +24,19 @@ FULL = pytest.mark.full
 CAUSAL = {"is_causal": True}
 # Of one stage, so that every ring goes round with the second tile.
 SMALL = {
-    "split": (hopper.Tiles(64, 128, 1), hopper.Tiles(128, 64, 1)),
-    "fused": (hopper.Tiles(64, 128, 1), None),
-    "fused, dq delayed": (hopper.Tiles(64, 128, 1, delayed=True), None),
+    "split": (schedule.Tiles(64, 128, 1), schedule.Tiles(128, 64, 1)),
+    "fused": (schedule.Tiles(64, 128, 1), None),
+    "fused, dq delayed": (schedule.Tiles(64, 128, 1, delayed=True), None),
 }
 
 
-def backward_of(case, tiles, module=hopper):
+def backward_of(case, tiles):
     """A function that runs the interpreted kernels with these tiles, from naive out and lse: (dq, dk, dv)."""
     arrays, arguments = case.inputs()
     call = check_call(*arrays, **arguments)
     out, lse = naive_attention(call)
     dout, dlse = cotangents(case)
-    run = functools.partial(module.backward, call, out, lse, dout, dlse.swapaxes(1, 2), tiles=tiles)
+    run = functools.partial(hopper.backward, call, out, lse, dout, dlse.swapaxes(1, 2), tiles=tiles)
     return lambda: jax.block_until_ready(run(interpret=DETECTING))
 
 
@@ -52,9 +56,9 @@ def check(case, tiles):
     [
         (AttentionCase(1, 7, 24, N=1, dtype="bfloat16"), SMALL["fused"]),
         (AttentionCase(150, 70, 80, K=2, dtype="bfloat16", arguments=CAUSAL), SMALL["split"]),
-        (AttentionCase(70, 100, 256, N=1, dtype="bfloat16"), hopper.forms(256)["split"]),
+        (AttentionCase(70, 100, 256, N=1, dtype="bfloat16"), schedule.forms(256)["split"]),
         (AttentionCase(130, 203, 64, B=2, dtype="float16", arguments={"scale": -0.3}), SMALL["fused"]),
-        (AttentionCase(140, 130, 64, N=1, dtype="float16", arguments=CAUSAL), hopper.forms(64)["fused"]),
+        (AttentionCase(140, 130, 64, N=1, dtype="float16", arguments=CAUSAL), schedule.forms(64)["fused"]),
         (AttentionCase(200, 130, 128, dtype="bfloat16", arguments=CAUSAL), SMALL["fused, dq delayed"]),
     ],
     ids=str,
@@ -83,33 +87,49 @@ def test_size_of_logits(T, logits, arguments, form):
 # Seeded faults
 
 
+@contextlib.contextmanager
+def faulty(module, *changes):
+    """A context in which kernels with changes in the source of their module are launched."""
+    copy = vars(seeded(module, *changes))
+    with mock.patch.multiple(hopper, **{name: copy[name] for name in KERNELS if name in copy}):
+        yield
+
+
+KERNELS = "immediate_kernel", "delayed_kernel", "dkv_kernel", "dq_kernel"
 READ = "values = [operand if isinstance(operand, jax.Array) else operand[...] for operand in operands]"
-# {what another warpgroup or TMA writes over operands in use: (tiles, changes, what writes)}
+FETCH = "plgpu.copy_gmem_to_smem(source, buffer.at[slot], self.filled.at[slot])"
+PUBLISH = "program.scratch.ds.at[slot, program.me][...] = ds"
+# {what another warpgroup or TMA writes over operands in use: (tiles, module, changes, what writes)}
 IN_USE = {
     "ds, with one slot for two steps": (
-        (hopper.Tiles(64, 128, 2), None),  # with one stage, the ring would order the steps
-        [("ds_slot = lax.rem(step, 2)", "ds_slot = lax.rem(step, 1)")],
-        "ds_smem.at[slot, me][...] = ds",
+        (schedule.Tiles(64, 128, 2), None),  # with one stage, the ring would order the steps
+        backward_fused,
+        [("publish(program, ds, ds_slot)\n    multiply_add", "publish(program, ds, ds_slot := lax.rem(step, 1))\n    multiply_add")],
+        PUBLISH,
     ),
     "keys, before all are done with them": (
         SMALL["fused, dq delayed"],
-        [("barrier_arrive(ds_ready)  # the other", "is_done = True  # the other"), ("barrier_wait(ds_ready)\n        mine", "is_done = True\n        mine")],
-        "k_mine[...] = (problem.scale * dk).astype(problem.dtype)",
+        backward_fused,
+        [("barrier_arrive(scratch.ds_ready)  # the other", "is_done = True  # the other"), ("barrier_wait(scratch.ds_ready)\n        store", "is_done = True\n        store")],
+        "k_mine[...] = (program.problem.scale * dk).astype(program.problem.dtype)",
     ),
     "ds, which no fence shows to the products": (
         SMALL["fused"],
-        [("ds_smem.at[slot, me][...] = ds\n            plgpu.commit_smem()", "ds_smem.at[slot, me][...] = ds\n")],
-        "ds_smem.at[slot, me][...] = ds",
+        backward_fused,
+        [(f"{PUBLISH}\n    plgpu.commit_smem()", f"{PUBLISH}\n")],
+        PUBLISH,
     ),
     "queries, given back with do, before dk is awaited": (
         SMALL["split"],
-        [("barrier_arrive(do_free.at[slot])\n                plgpu.wgmma_wait(0)", "barrier_arrive(do_free.at[slot]); plgpu.barrier_arrive(q_free.at[slot])\n                plgpu.wgmma_wait(0)"), ("plgpu.wgmma_wait(0)\n                plgpu.barrier_arrive(q_free.at[slot])", "plgpu.wgmma_wait(0)\n")],
-        "plgpu.copy_gmem_to_smem(q_ref.at[b, rows, head], q_smem.at[slot], q_loaded.at[slot])",
+        backward_split,
+        [("plgpu.wgmma_wait(0)\n    scratch.q.release(step)", "scratch.q.release(step)\n    plgpu.wgmma_wait(0)")],
+        FETCH,
     ),
     "queries, given back before the dk of the step before is awaited": (
         SMALL["fused, dq delayed"],
-        [("dp = awaited(dp, 1 if delayed else 0)\n                if delayed:", "if delayed:"), ("q_free.at[before[2]]))\n", "q_free.at[before[2]])); dp = awaited(dp, 1)\n")],
-        "plgpu.copy_gmem_to_smem(q_ref.at[b, rows, head], q_smem.at[slot], q_loaded.at[slot])",
+        backward_fused,
+        [("dp = awaited(dp, 1)  # and so", "# and so"), ("pl.when(step > 0)(release)\n", "pl.when(step > 0)(release); dp = awaited(dp, 1)\n")],
+        FETCH,
     ),
 }  # fmt: skip
 
@@ -117,34 +137,35 @@ IN_USE = {
 @pytest.mark.parametrize("fault", IN_USE)
 def test_operands_written_over_are_found(fault):
     """In each of 40 runs of each fault, and nothing in 40 runs of each right kernel."""
-    tiles, changes, write = IN_USE[fault]
+    tiles, module, changes, write = IN_USE[fault]
     case = AttentionCase(192, 128, 64, N=1, dtype="bfloat16")
-    read, found = sorted(races(backward_of(case, tiles, seeded(hopper, *changes))))
+    with faulty(module, *changes):
+        read, found = sorted(races(backward_of(case, tiles)))
     assert read in ("read: issue(acc, a, b)", f"read: {READ}") and found == f"write: {write}"
 
 
 @pytest.mark.parametrize(
-    ("form", "change"),
+    ("form", "module", "change"),
     [
-        ("fused", ("lse_and_awaited(s, 2 if delayed else 1", "lse_and_awaited(s, 2")),
-        ("fused", ("awaited(dp, 1 if delayed else 0)", "awaited(dp, 1)")),
-        ("fused, dq delayed", ("awaited(dq, 1)", "awaited(dq, 2)")),
-        ("split", ("lse_and_awaited(s, 1,", "lse_and_awaited(s, 2,")),
-        ("split", ("awaited(dp, 0)", "awaited(dp, 1)")),
+        ("fused", backward_fused, ("lse_and_awaited(s, 1", "lse_and_awaited(s, 2")),
+        ("fused", backward_fused, ("awaited(dp, 0)", "awaited(dp, 1)")),
+        ("fused, dq delayed", backward_fused, ("awaited(dq, 1)", "awaited(dq, 2)")),
+        ("split", backward_split, ("lse_and_awaited(s, 1,", "lse_and_awaited(s, 2,")),
+        ("split", backward_split, ("awaited(dp, 0)", "awaited(dp, 1)")),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)).rpartition(".")[2],
 )
-def test_accumulators_read_too_early_are_found(form, change):
+def test_accumulators_read_too_early_are_found(form, module, change):
     """While the kernel is traced, for a card. (Of more waits some are too patient, and none of these is wrong.)"""
     problem = problem_of(64, 64, 2, 1, causal=False)
-    trace_for_a_card(problem, hopper.forms(64)[form])
-    with pytest.raises(RuntimeError, match="read before its products are awaited"):
-        trace_for_a_card(problem, hopper.forms(64)[form], seeded(hopper, change))
+    trace_for_a_card(problem, schedule.forms(64)[form])
+    with faulty(module, change), pytest.raises(RuntimeError, match="read before its products are awaited"):
+        trace_for_a_card(problem, schedule.forms(64)[form])
 
 
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_no_accumulator_is_read_too_early(H):
-    for causal, tiles in itertools.product((False, True), hopper.forms(H).values()):
+    for causal, tiles in itertools.product((False, True), schedule.forms(H).values()):
         trace_for_a_card(problem_of(1000, 1000, 2, 1, H=H, causal=causal), tiles)
 
 
@@ -158,19 +179,19 @@ def problem_of(T, S, N, K, B=1, H=64, causal=True):
 def test_few_programs_take_all_batch_entries_together(monkeypatch):
     """And many go batch entry by batch entry; with one processor, these are many."""
     problem = problem_of(140, 210, N=2, K=1, B=2)
-    assert list(hopper._grid(problem, ("head", 2), 2)) == ["part", "tile", "batch", "head"]
-    monkeypatch.setattr(hopper, "NUM_SMS", 1)
-    assert list(hopper._grid(problem, ("head", 2), 2)) == ["batch", "part", "tile", "head"]
+    assert list(schedule.grid_of(problem, ("head", 2), 2)) == ["part", "tile", "batch", "head"]
+    monkeypatch.setattr(schedule, "NUM_SMS", 1)
+    assert list(schedule.grid_of(problem, ("head", 2), 2)) == ["batch", "part", "tile", "head"]
 
 
 def test_heads_that_the_cache_holds_go_together(monkeypatch):
     """A head of these has 128 x 64 positions, of 2 + 2 + 4 bytes. A section divides the heads evenly."""
     together, problem = [], problem_of(128, 200, N=6, K=6, B=3)
     for heads in (0, 1, 3, 5, 6, 100):
-        monkeypatch.setattr(hopper, "CACHED", heads * 128 * 64 * 8)
-        together.append(hopper.heads_together(problem))
+        monkeypatch.setattr(schedule, "CACHED", heads * 128 * 64 * 8)
+        together.append(schedule.heads_together(problem))
     assert together == [1, 1, 3, 3, 6, 6]
-    assert hopper.heads_together(problem_of(128, 200, N=6, K=2)) is None
+    assert schedule.heads_together(problem_of(128, 200, N=6, K=2)) is None
 
 
 @pytest.mark.parametrize(
@@ -185,66 +206,24 @@ def test_heads_that_the_cache_holds_go_together(monkeypatch):
 )
 def test_heads_in_sections(case, form, monkeypatch):
     """Two of four heads before the next two, where one processor makes many of these programs."""
-    monkeypatch.setattr(hopper, "NUM_SMS", 1)
-    monkeypatch.setattr(hopper, "CACHED", 2 * case.T * 64 * 8)
+    monkeypatch.setattr(schedule, "NUM_SMS", 1)
+    monkeypatch.setattr(schedule, "CACHED", 2 * case.T * 64 * 8)
     arrays, arguments = case.inputs()
-    assert hopper._grid_of_keys(check_call(*arrays, **arguments).problem, hopper.forms(64)[form][0])["section"] == 2
-    check(case, hopper.forms(64)[form])
+    assert schedule.grid_of_keys(check_call(*arrays, **arguments).problem, schedule.forms(64)[form][0])["section"] == 2
+    check(case, schedule.forms(64)[form])
 
 
 @FULL
 def test_walks_of_one_processor(monkeypatch):
     """Of many programs, down and up through the heads of a group."""
-    monkeypatch.setattr(hopper, "NUM_SMS", 1)
-    check(AttentionCase(330, 400, 64, N=6, K=2, dtype="bfloat16", arguments=CAUSAL), hopper.forms(64)["fused"])
-
-
-@pytest.mark.parametrize(
-    ("case", "form", "sets"),
-    [
-        (AttentionCase(140, 210, 64, N=3, K=3, B=2, dtype="bfloat16"), "fused", 6),
-        pytest.param(AttentionCase(210, 130, 128, N=2, B=4, dtype="float16"), "fused, dq delayed", 4, marks=FULL),
-        pytest.param(
-            AttentionCase(330, 70, 64, N=4, K=2, B=3, dtype="bfloat16", arguments=CAUSAL), "fused", 3, marks=FULL
-        ),
-    ],
-    ids=str,
-)
-def test_zeros_ahead(case, form, sets, monkeypatch):
-    """Of one processor, whose waves are short: where no program has written zeros, dq is not a number."""
-    monkeypatch.setattr(hopper, "NUM_SMS", 1)
-    monkeypatch.setattr(hopper, "CACHED", 2 * case.T * case.H * 8)
-    tiles = SMALL[form][0]._replace(zeros_ahead=True)
-    arrays, arguments = case.inputs()
-    problem = check_call(*arrays, **arguments).problem
-    ahead, heads = hopper.heads_ahead(problem, tiles), case.B * case.K
-    assert 0 < ahead < heads and ahead % (heads // sets) == 0, "a part of the heads, in whole sets"
-    check(case, (tiles, None))
-
-
-@pytest.mark.parametrize(
-    ("shape", "causal", "heads"),
-    [
-        ((1, 128, 128, 300, 300), False, 265),  # a program a head: 2 waves of 132 programs between them
-        ((1, 128, 1280, 100, 100), False, 28),
-        ((1, 128, 1280, 28, 28), False, 0),  # no program would write
-        ((2, 1024, 1024, 64, 64), True, 96),  # sections of 32 heads, of 256 programs: one and two of them lie between
-        ((2, 1024, 1024, 4, 4), True, 0),  # few programs
-    ],
-)
-def test_zeros_are_two_waves_of_programs_ahead(shape, causal, heads, monkeypatch):
-    monkeypatch.setattr(hopper, "CACHED", 32 * 1024 * 64 * 8)
-    B, T, S, N, K = shape
-    problem = problem_of(T, S, N, K, B, causal=causal)
-    tiles = hopper.forms(64)["fused"][0]._replace(zeros_ahead=True)
-    assert hopper.heads_ahead(problem, tiles) == heads
-    assert hopper.heads_ahead(problem, tiles._replace(zeros_ahead=False)) == 0
+    monkeypatch.setattr(schedule, "NUM_SMS", 1)
+    check(AttentionCase(330, 400, 64, N=6, K=2, dtype="bfloat16", arguments=CAUSAL), schedule.forms(64)["fused"])
 
 
 def walk_of(problem, monkeypatch, **place):
     """[(query head, tile of queries, masked)] of the program at a place of the grid, outside of a kernel."""
-    tiles = hopper.Tiles(64, 128, 2)
-    monkeypatch.setattr(hopper.lax, "axis_index", place.__getitem__)
+    tiles = schedule.Tiles(64, 128, 2)
+    monkeypatch.setattr(schedule.lax, "axis_index", place.__getitem__)
     steps = []
 
     def note(masked, head, i, step, _):
@@ -253,7 +232,7 @@ def walk_of(problem, monkeypatch, **place):
 
     bodies = (functools.partial(note, masked) for masked in (False, True))
     with jax.disable_jit():  # then a loop is one of Python
-        count, _ = hopper.for_each_query_tile(
+        count, _ = schedule.for_each_query_tile(
             problem, tiles, place["kv_head"], place["tile"] * tiles.block_k, *bodies, None
         )
     assert count == len(steps)
@@ -262,22 +241,22 @@ def walk_of(problem, monkeypatch, **place):
 
 def test_a_causal_walk_through_a_group_goes_down_and_the_next_up(monkeypatch):
     """The mask cuts the tiles 2 and 3 of the second program; with one processor, it walks up."""
-    monkeypatch.setattr(hopper, "NUM_SMS", 1)
+    monkeypatch.setattr(schedule, "NUM_SMS", 1)
     walk = functools.partial(walk_of, problem_of(320, 320, N=4, K=2), monkeypatch, part=0, batch=0)
     cut = lambda *tiles: [(head, i, True) for i in tiles for head in (0, 1)]
     whole = lambda *tiles: [(head, i, False) for i in tiles for head in (0, 1)]
     assert walk(kv_head=0, tile=0) == cut(1, 0) + whole(4, 3, 2)
     of_other_heads = [(head - 2, i, masked) for head, i, masked in walk(kv_head=1, tile=0)]
     assert of_other_heads == cut(0, 1) + whole(2, 3, 4)
-    monkeypatch.setattr(hopper, "NUM_SMS", 2)
+    monkeypatch.setattr(schedule, "NUM_SMS", 2)
     assert walk(kv_head=0, tile=1) == cut(2, 3) + whole(4)
-    monkeypatch.setattr(hopper, "NUM_SMS", 132)
+    monkeypatch.setattr(schedule, "NUM_SMS", 132)
     assert walk(kv_head=0, tile=1) == cut(3, 2) + whole(4)
 
 
 def test_walks_are_counted_anew_in_each_batch_entry(monkeypatch):
     """Where batch entries come one by one; there are three programs in each here."""
-    monkeypatch.setattr(hopper, "NUM_SMS", 1)
+    monkeypatch.setattr(schedule, "NUM_SMS", 1)
     walk = functools.partial(walk_of, problem_of(320, 320, N=2, K=1, B=2), monkeypatch, part=0, kv_head=0)
     assert walk(batch=0, tile=0) == walk(batch=1, tile=0) and walk(batch=0, tile=1) == walk(batch=1, tile=1)
 
@@ -287,7 +266,7 @@ def test_walks_are_counted_anew_in_each_batch_entry(monkeypatch):
 def test_every_walk_passes_each_tile_once(causal, group, monkeypatch):
     problem = problem_of(330, 470, N=group, K=1, causal=causal)
     for processors, tile in itertools.product((1, 132), range(4)):
-        monkeypatch.setattr(hopper, "NUM_SMS", processors)
+        monkeypatch.setattr(schedule, "NUM_SMS", processors)
         walk = walk_of(problem, monkeypatch, part=0, batch=0, kv_head=0, tile=tile)
         wanted = {(head, i) for head in range(group) for i in range(min(2 * tile, 5) if causal else 0, 6)}
         assert len(walk) == len(wanted) and {(head, i) for head, i, _ in walk} == wanted
@@ -326,13 +305,13 @@ def test_the_fused_form_is_not_deterministic():
     call = check_call(*case.inputs()[0])
     with pytest.raises(ValueError, match="the fused form is not deterministic"):
         rows = np.zeros((1, 2, 40), np.float32)
-        hopper.backward(call, call.query, rows, call.query, rows, tiles=hopper.forms(64)["fused"], deterministic=True)
+        hopper.backward(call, call.query, rows, call.query, rows, tiles=schedule.forms(64)["fused"], deterministic=True)
 
 
 # Lowering
 
 
-def traced_for_a_card(problem, module=hopper, **options):
+def traced_for_a_card(problem, **options):
     query, key = (
         jax.ShapeDtypeStruct((problem.B, length, heads, problem.H), problem.dtype)
         for length, heads in ((problem.T, problem.N), (problem.S, problem.K))
@@ -340,16 +319,15 @@ def traced_for_a_card(problem, module=hopper, **options):
     rows = jax.ShapeDtypeStruct((problem.B, problem.N, problem.T), jnp.float32)
 
     def gradients(query, key, value, *residuals):
-        return module.backward(Call(problem, query, key, value, None, None), *residuals, **options)
+        return hopper.backward(Call(problem, query, key, value, None, None), *residuals, **options)
 
     return jax.jit(gradients).trace(query, key, key, query, rows, query, rows)
 
 
-def trace_for_a_card(problem, tiles, module=hopper):
+def trace_for_a_card(problem, tiles):
     """Raises if an accumulator is read before its products are awaited."""
     with in_use_until_awaited():
-        module._fused.clear_cache()
-        traced_for_a_card(problem, module, tiles=tiles)
+        traced_for_a_card(problem, tiles=tiles)
 
 
 @pytest.mark.parametrize(
@@ -382,12 +360,14 @@ def test_default_tiles_lower_for_a_gpu(H, deterministic, lengths, heads, causal)
 def test_the_compiler_does_not_see_where_few_tiles_begin(T, is_hidden, monkeypatch):
     """What tests/one_turn_or_two.ptx shows on a card; long sequences keep the code that was measured."""
     hidden = []
-    monkeypatch.setattr(hopper, "anew", lambda number: hidden.append(number.shape) or number)
+    monkeypatch.setattr(schedule, "anew", lambda number: hidden.append(number.shape) or number)
     problem = problem_of(T, 512, 1, 1, H=128)
     nothing = lambda *_: None
 
     def steps(k_start):
-        return hopper.for_each_query_tile(problem, hopper.forms(128)["fused"][0], 0, k_start, nothing, nothing, None)
+        return schedule.for_each_query_tile(
+            problem, schedule.forms(128)["fused"][0], 0, k_start, nothing, nothing, None
+        )
 
     jax.eval_shape(steps, jax.ShapeDtypeStruct((), jnp.int32))
     assert hidden == [()] * is_hidden

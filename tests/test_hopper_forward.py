@@ -12,7 +12,9 @@ from attention_cases import AttentionCase, check_forward, relative_error
 from seeded import seeded
 
 from helpers.attention.hopper import forward as hopper
-from helpers.attention.hopper import ladder
+from helpers.attention.hopper import forward_kernel, ladder, tile_scheduler
+from helpers.attention.hopper.tile_scheduler import Deal
+from helpers.attention.hopper.warpgroup import REGISTERS
 from helpers.attention.masking import Band
 from helpers.attention.problem import Call, Problem, check_call
 from helpers.attention.reference import oracle
@@ -98,8 +100,8 @@ def test_the_causal_order_has_every_pair_once(heads, group, cached_heads, q_tile
     """And never more heads together than the cache holds, but at least those that share keys."""
     H, S = 128, 256
     problem = Problem(1, S, S, heads, heads // group, H, jnp.dtype(jnp.bfloat16), 1.0, Band(right=0))
-    monkeypatch.setattr(hopper, "CACHED", cached_heads * 2 * S * H * 2)
-    tiles, order = hopper.causal_order(jnp.arange(q_tiles * heads), q_tiles, problem)
+    monkeypatch.setattr(tile_scheduler, "CACHED", cached_heads * 2 * S * H * 2)
+    tiles, order = tile_scheduler.causal_order(jnp.arange(q_tiles * heads), q_tiles, problem)
     assert len({*zip(tiles.tolist(), order.tolist(), strict=True)}) == q_tiles * heads
     assert set(tiles.tolist()) == set(range(q_tiles)) and set(order.tolist()) == set(range(heads))
     width = min(heads, group * max(1, cached_heads))
@@ -109,7 +111,7 @@ def test_the_causal_order_has_every_pair_once(heads, group, cached_heads, q_tile
     assert (jnp.diff(last) <= 0).all()  # the longest tiles of the last part first
 
 
-DEALS = [hopper.Deal(backward, shift) for backward in (None, 0, 1) for shift in (0, 1, 8)]
+DEALS = [Deal(backward, shift) for backward in (None, 0, 1) for shift in (0, 1, 8)]
 
 
 @pytest.mark.parametrize("deal", DEALS, ids=str)
@@ -117,8 +119,8 @@ DEALS = [hopper.Deal(backward, shift) for backward in (None, 0, 1) for shift in 
 def test_every_tile_is_dealt_once(deal, count, programs):
     """To the programs that the kernel expects it from: those before the end of the last round."""
     turns, mine = np.arange(-(-count // programs))[:, None], np.arange(programs)
-    places = hopper.dealt(turns, mine, programs, count, deal, np)
-    np.testing.assert_array_equal(places, np.asarray(hopper.dealt(turns, mine, programs, count, deal)))
+    places = tile_scheduler.dealt(turns, mine, programs, count, deal, np)
+    np.testing.assert_array_equal(places, np.asarray(tile_scheduler.dealt(turns, mine, programs, count, deal)))
     has_turn = turns * programs + mine < count
     np.testing.assert_array_equal(np.sort(places[has_turn]), np.arange(count))
 
@@ -138,19 +140,19 @@ def test_the_most_even_deal_is_taken(B, T, H, snake, most):
     N = 2048 // H
     problem = Problem(B, T, T, N, N, H, jnp.dtype(jnp.bfloat16), 1.0, Band(right=0))
     tiles = hopper.untuned_tiles(problem)
-    work = hopper.work_in_order(problem, tiles)
+    work = tile_scheduler.work_in_order(problem, tiles)
     ratios = []
-    for deal in (hopper.Deal(1, 0), hopper.deal_of(problem, tiles, 132)):
-        ends = hopper.work_of_programs(work, 132, deal)
+    for deal in (Deal(1, 0), tile_scheduler.deal_of(problem, tiles, 132)):
+        ends = tile_scheduler.work_of_programs(work, 132, deal)
         assert ends.sum() == work.sum()
         ratios.append(ends.max() / ends.mean())
     assert ratios[0] == pytest.approx(snake, abs=0.01) and ratios[1] <= most
 
 
-@pytest.mark.parametrize("deal", [hopper.Deal(0, 0), hopper.Deal(1, 8), hopper.Deal(0, 1)], ids=str)
+@pytest.mark.parametrize("deal", [Deal(0, 0), Deal(1, 8), Deal(0, 1)], ids=str)
 def test_causal_calls_of_every_deal(deal, monkeypatch):
     """Full rounds and a last one of two programs of three, with turns that are done again."""
-    monkeypatch.setattr(hopper, "deal_of", lambda *_: deal)
+    monkeypatch.setattr(tile_scheduler, "deal_of", lambda *_: deal)
     case = AttentionCase(180, 200, H=64, N=4, dtype="bfloat16", logits="rising", arguments=CAUSAL)
     check_forward(interpreted(hopper.forward, tiles=SMALL._replace(programs=3)), case)
 
@@ -218,16 +220,15 @@ def test_long_float16_sequences_are_not_guessed():
 # Races
 
 
-# {fault: (case, tiles, changes, the lines that race)}
-def test_a_race_is_found():
+def test_a_race_is_found(monkeypatch):
     """Values are given back while p v runs. In every run: an ordinary detector missed it in 5 of 40."""
-    early, late = "plgpu.barrier_arrive(k_free.at[k_slot])", "plgpu.barrier_arrive(v_free.at[v_slot])"
-    then = "\n                    if by_guess"
-    module = seeded(hopper, (early, f"{early}; {late}"), (late + then, "pass" + then))
+    early, late = "        keys.release(step)\n        s =", "    values.release(step - 1)\n    acc, m, l ="
+    changes = (early, early.replace("\n", "; values.release(step - 1)\n")), (late, late.split("\n")[1])
+    monkeypatch.setattr(hopper, "forward_kernel", seeded(forward_kernel, *changes).forward_kernel)
     arrays, _ = AttentionCase(64, 256, H=64, N=1, dtype="bfloat16").inputs()
-    read, write = sorted(races(lambda: module.forward(check_call(*arrays), tiles=SMALL, interpret=DETECTING)))
+    read, write = sorted(races(lambda: hopper.forward(check_call(*arrays), tiles=SMALL, interpret=DETECTING)))
     assert read.startswith("read: values = ")
-    assert write.startswith("write: plgpu.copy_gmem_to_smem(tile, smem.at[slot], loaded.at[slot])")
+    assert write.startswith("write: plgpu.copy_gmem_to_smem(source, buffer.at[slot], self.filled.at[slot])")
 
 
 # Lowering
@@ -279,10 +280,10 @@ def test_nothing_is_copied():
     assert "stablehlo.pad" not in text and "stablehlo.slice" not in text and "stablehlo.transpose" not in text
 
 
-@pytest.mark.parametrize("warpgroups", hopper.REGISTERS)
+@pytest.mark.parametrize("warpgroups", REGISTERS)
 def test_the_registers_suffice(warpgroups):
     """Warpgroups that ask for more registers than their program has wait for ever, and only on the card."""
-    compute, memory = hopper.REGISTERS[warpgroups]
+    compute, memory = REGISTERS[warpgroups]
     at_start = 65536 // (128 * (warpgroups + 1)) // 8 * 8  # of each thread
     assert warpgroups * compute + memory <= (warpgroups + 1) * at_start
     assert memory <= at_start <= compute

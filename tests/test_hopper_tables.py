@@ -11,7 +11,7 @@ from test_hopper_backward import gradients_of_kernels
 from test_hopper_forward import interpreted, problem_of
 
 from helpers.attention import tables
-from helpers.attention.hopper import backward, forward, serve
+from helpers.attention.hopper import backward_schedule, forward, serve
 from helpers.attention.hopper.warpgroup import REGISTERS
 from helpers.dev import ptxas, tune
 from helpers.dev.ptxas import Configuration, Kernel
@@ -20,8 +20,8 @@ from helpers.instruments import results
 # The table
 
 
-FORWARD, FUSED = forward.Tiles(block_k=64, stages=3), backward.Tiles(64, 128, 3)
-SPLIT = backward.Tiles(64, 128, 3), backward.Tiles(128, 64, 3)
+FORWARD, FUSED = forward.Tiles(block_k=64, stages=3), backward_schedule.Tiles(64, 128, 3)
+SPLIT = backward_schedule.Tiles(64, 128, 3), backward_schedule.Tiles(128, 64, 3)
 
 
 def row(which, longest, tiles):
@@ -56,22 +56,24 @@ def test_a_card_with_a_table_uses_it(with_a_table):
     problem = lambda length, H=100, causal=True: problem_of(length, length, H, "float16", causal, N=2, K=2)
     assert forward.default_tiles(problem(8192)) == FORWARD
     assert forward.default_tiles(problem(8193)) == FORWARD._replace(programs=None)
-    assert backward.default_tiles(problem(2048)) == (FUSED, None)
-    assert backward.default_tiles(problem(2049)) == SPLIT
-    assert backward.default_tiles(problem(2048), deterministic=True) == SPLIT
+    assert backward_schedule.default_tiles(problem(2048)) == (FUSED, None)
+    assert backward_schedule.default_tiles(problem(2049)) == SPLIT
+    assert backward_schedule.default_tiles(problem(2048), deterministic=True) == SPLIT
     assert serve.tiles_used(problem(2048), "backward") == {"fused": FUSED._asdict()}
     for other in (problem(1000, H=256), problem(1000, causal=False), problem(1000)):
         assert forward.default_tiles(other) == forward.untuned_tiles(other)
     for deterministic in (False, True):
         other = problem(10000)
-        assert backward.default_tiles(other, deterministic) == backward.untuned_tiles(other, deterministic)
+        assert backward_schedule.default_tiles(other, deterministic) == backward_schedule.untuned_tiles(
+            other, deterministic
+        )
 
 
 def test_a_card_without_a_table_uses_the_default(with_a_table, monkeypatch):
     monkeypatch.setattr(tables, "this_gpu", lambda: "NVIDIA Unknown")
     problem = problem_of(1000, 1000, 128, "bfloat16", True)
     assert forward.default_tiles(problem) == forward.untuned_tiles(problem)
-    assert backward.default_tiles(problem) == backward.untuned_tiles(problem)
+    assert backward_schedule.default_tiles(problem) == backward_schedule.untuned_tiles(problem)
 
 
 def test_programs_with_few_turns_get_fewer_queries_in_each(monkeypatch):
@@ -92,7 +94,9 @@ def test_programs_with_few_turns_get_fewer_queries_in_each(monkeypatch):
 def test_the_deterministic_form_is_split_whatever_the_table(with_a_table):
     for H in (64, 128, 256):
         for length in (1000, 3000, 10000):
-            dq_tiles = backward.default_tiles(problem_of(length, length, H, "bfloat16", True), deterministic=True)[1]
+            dq_tiles = backward_schedule.default_tiles(
+                problem_of(length, length, H, "bfloat16", True), deterministic=True
+            )[1]
             assert dq_tiles is not None
 
 
@@ -118,7 +122,7 @@ def test_candidates_ask_for_no_more_registers_than_there_are(H):
     """Else the card would hang: test_the_registers_suffice checks each number of warpgroups."""
     own = tune.hopper_forward_candidates(H)
     pairs = tune.hopper_backward_candidates(H)
-    assert set(backward.forms(H).values()) <= set(pairs)
+    assert set(backward_schedule.forms(H).values()) <= set(pairs)
     for tiles in (*own, *(tiles for pair in pairs for tiles in pair if tiles is not None)):
         assert tiles.warpgroups in REGISTERS
     if H < 256:
@@ -185,7 +189,7 @@ def test_whatever_the_problem_its_tiles_are_among_them(card, monkeypatch):
         problem = problem_of(T, S, H, "float16", is_causal, N=N, K=N)
         assert ("forward", H, is_causal, forward.default_tiles(problem)) in known
         for deterministic in (False, True):
-            assert ("backward", H, is_causal, backward.default_tiles(problem, deterministic)) in known
+            assert ("backward", H, is_causal, backward_schedule.default_tiles(problem, deterministic)) in known
 
 
 def kernels_to_interpret():

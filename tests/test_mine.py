@@ -21,7 +21,6 @@ from helpers import clock
 from helpers.attention.reference import oracle, oracle_gradients
 from helpers.exercises import mine, yours
 from helpers.exercises.exercise import exercise
-from helpers.instruments import ladder
 from helpers.workbook import RECORD
 
 IMPORTS = "import numpy as np\nimport jax, functools\nfrom math import sqrt as root, pi"
@@ -216,13 +215,6 @@ def test_notebooks_run_what_works_and_say_what_they_run(source, said, capsys, mo
     assert (function.__module__ == "mine") == (said == "yours")
 
 
-def test_where_notebooks_are_executed_for_their_outputs_the_series_runs(capsys, monkeypatch):
-    monkeypatch.setenv(clock.OFF, "1")
-    open(mine.FILE, "w").write("raise ValueError")
-    yours(exercise("0.1").solution.__name__, lambda _: 1 / 0)
-    assert "the series' own, for exercise 0.1" in capsys.readouterr().out
-
-
 def test_parts_are_what_was_reached_and_is_still_there():
     assert not any(mine.parts().values())
     keep("def forward(q):\n    return q", name="forward")
@@ -309,13 +301,3 @@ def test_the_module_of_all_solutions_is_short_and_right(dtype):
         for found, expected in zip((out, *pull_back(dout)), rights, strict=True):
             error = np.linalg.norm(np.float64(found) - expected) / np.linalg.norm(expected)
             assert found.dtype == dtype and error < (1e-5 if dtype == jnp.float32 else 1.5e-2)
-
-
-def test_the_place_of_a_kernel_on_the_ladder():
-    for rung in ladder.RUNGS[:4]:
-        attend = lambda *arrays, rung=rung: ladder.attention(
-            *arrays[:3], rung=rung, is_causal=arrays[3], interpret=True
-        )
-        found, flops, moved = ladder.place_of(attend, T=128)
-        assert found is rung
-        assert flops == 4 * 128 * 128 * 64 and moved == 2 * 64 * (2 * 128 + 2 * 2 * 128)

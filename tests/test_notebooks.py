@@ -6,7 +6,6 @@ import subprocess
 
 import nbformat
 import pytest
-from lessons import PATHS
 from PIL import Image
 
 from helpers import notebooks
@@ -122,13 +121,6 @@ def test_a_picture_is_kept_until_helpers_are_edited(tags):
     assert not is_kept(png("red"), nbformat.from_dict(described), tags, by_chance=False)
 
 
-def test_a_kernel_names_the_parts_of_an_output_in_another_order_than_a_file():
-    output = lambda *kinds: nbformat.v4.new_output(
-        "display_data", {kind: png("red").data["image/png"] for kind in kinds}
-    )
-    assert is_kept(output("text/plain", "image/png"), output("image/png", "text/plain"))
-
-
 def test_git_is_asked_whether_anything_was_edited(repository, monkeypatch):
     edited = lambda: notebooks._git(repository, "status", "--porcelain", *notebooks.MADE_FROM) != ""
     (repository / "notebook.ipynb").touch()
@@ -139,15 +131,3 @@ def test_git_is_asked_whether_anything_was_edited(repository, monkeypatch):
         (repository / name).unlink()
     monkeypatch.setenv("PATH", "")
     assert not edited(), "there is no git"
-
-
-def test_only_the_notebooks_that_are_named_are_executed(tmp_path, monkeypatch):
-    done = []
-    monkeypatch.setattr(notebooks, "execute", lambda path, anew: done.append((path.name, anew)) or "")
-    notebooks.main(["execute", "3", f"notebooks/{PATHS[5].name}"])
-    assert done == [(PATHS[3].name, False), (PATHS[5].name, False)]
-    done.clear()
-    notebooks.main(["execute", "--anew"])
-    assert done == [(path.name, True) for path in PATHS]
-    with pytest.raises(SystemExit, match="no notebook '99'"):
-        notebooks.main(["execute", "99"])

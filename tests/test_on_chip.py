@@ -2,13 +2,13 @@
 
 import pytest
 
-from helpers.attention.hopper import backward
-from helpers.attention.hopper.backward import Tiles
+from helpers.attention.hopper import backward, backward_fused, backward_parts, backward_split
+from helpers.attention.hopper.backward_schedule import Tiles, forms
 from helpers.exercises.exercise import exercise
 from helpers.instruments import on_chip
 
 KIB = 1024
-FORMS = backward.forms(128)
+FORMS = forms(128)
 
 
 @pytest.mark.parametrize("delayed", [False, True])
@@ -38,6 +38,7 @@ def test_traffic_of_a_pair_of_tiles():
 
 
 def test_watching_leaves_the_kernels_as_they_were():
-    before = backward._launch, backward.multiply_add, backward.issue, backward.for_each_query_tile
+    modules = backward, backward_fused, backward_parts, backward_split
+    before = [dict(vars(module)) for module in modules]
     on_chip.watch(128, FORMS["fused"])
-    assert (backward._launch, backward.multiply_add, backward.issue, backward.for_each_query_tile) == before
+    assert [dict(vars(module)) for module in modules] == before

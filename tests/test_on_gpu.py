@@ -19,15 +19,13 @@ from attention_cases import (
 )
 
 from helpers import flash_attention
-from helpers.attention.device import compute_capability, shared_memory
-from helpers.attention.hopper import backward
+from helpers.attention.device import compute_capability
+from helpers.attention.hopper import backward, backward_schedule
 from helpers.attention.hopper import forward as hopper
 from helpers.attention.problem import check_call
 from helpers.attention.reference import oracle, oracle_gradients
 from helpers.dev import ptxas
-from helpers.dev.shared_memory import GPUS
 
-SHARED_MEMORY = {gpu.capability: gpu.shared_memory for gpu in GPUS}
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="this machine has no GPU that JAX can use")
 
 portable_attention = functools.partial(flash_attention, implementation="portable", return_residual=True)
@@ -37,22 +35,6 @@ portable_attention = functools.partial(flash_attention, implementation="portable
 @pytest.mark.parametrize(("T", "S", "H"), [(4096, 4096, 128), (16384, 4000, 64), (5000, 16384, 64), (16384, 16384, 64)])
 def test_long_sequences(T, S, H, dtype):
     case = AttentionCase(T, S, H, N=1, K=1, dtype=dtype, arguments={"is_causal": T == S})
-    check_results(results_of(portable_attention, case), case)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        AttentionCase(64, 64, 256, N=7, K=1, dtype="bfloat16", arguments={"local_window_size": (68, 150)}),
-        AttentionCase(53, 53, 256, N=1, K=1, B=3, dtype="bfloat16"),
-        AttentionCase(60, 200, 255, N=2, K=1, dtype="bfloat16", arguments={"is_causal": True}),
-        AttentionCase(32, 32, 128, dtype="float32"),
-        AttentionCase(16, 100, 256, dtype="float32", arguments={"is_causal": True}),
-    ],
-    ids=str,
-)
-def test_large_heads_in_one_tile(case):
-    """The kernels that ask for the most shared memory: loops over a single tile are unrolled."""
     check_results(results_of(portable_attention, case), case)
 
 
@@ -67,11 +49,6 @@ def test_a_weight_of_one_gives_no_gradient(precision):
         dq, dk, dv = pull_back(dout)
     assert max(np.abs(dq).max(), np.abs(dk).max()) < 1e-4
     np.testing.assert_allclose(dv[:, :, 0], dout.sum(axis=2), atol=1e-2)
-
-
-@pytest.mark.skipif(compute_capability() not in SHARED_MEMORY, reason="a card that was not looked up")
-def test_the_card_says_how_much_shared_memory_a_program_has():
-    assert shared_memory() == SHARED_MEMORY[compute_capability()]
 
 
 on_hopper = pytest.mark.skipif(compute_capability() != (9, 0), reason="this machine has no Hopper GPU")
@@ -119,42 +96,8 @@ def test_hopper_configurations(configuration, monkeypatch):
         call = check_call(query, key, value, **arguments)
         return backward.backward(call, *hopper.forward(call), dout, dlse.swapaxes(1, 2), tiles=tiles)
 
-    monkeypatch.setattr(backward, "core_count", lambda _: 8)
+    monkeypatch.setattr(backward_schedule, "core_count", lambda _: 8)
     check_gradients(gradients, case, mends_delta=False)
-
-
-def gradients_with(case, tiles):
-    """(dq, dk, dv) of the kernels with given tiles, in memory that held no zeros before."""
-    arrays, arguments = case.inputs()
-    call = check_call(*arrays, **arguments)
-    out, lse = hopper.forward(call)
-    dout, dlse = cotangents(case)
-    assert not tiles.zeros_ahead or 0 < backward.heads_ahead(call.problem, tiles) < case.B * case.K
-    jax.block_until_ready([jax.numpy.full((case.B, case.T, case.N, case.H), np.nan, np.float32) for _ in range(4)])
-    return backward.backward(call, out, lse, dout, dlse.swapaxes(1, 2), tiles=(tiles, None))
-
-
-@on_hopper
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("form", "H", "N", "K", "B"), [(0, 64, 2, 2, 6), (1, 128, 4, 4, 3), (0, 40, 8, 2, 6)])
-def test_zeros_ahead(form, H, N, K, B, is_causal, monkeypatch):
-    """Written some heads before they are needed, as many as 8 processors ask for."""
-    monkeypatch.setattr(backward, "core_count", lambda _: 8)
-    backward._fused.clear_cache()
-    case = AttentionCase(1100, 1300, H, N=N, K=K, B=B, dtype="bfloat16", arguments={"is_causal": is_causal})
-    tiles = list(backward.forms(H).values())[1 + form][0]._replace(zeros_ahead=True)
-    check_gradients(functools.partial(gradients_with, tiles=tiles), case, mends_delta=False)
-
-
-@on_hopper
-@pytest.mark.parametrize("form", ["fused", "fused, dq delayed"])
-def test_zeros_ahead_of_this_card_change_no_bit(form):
-    """A sum of two tiles of keys has no order."""
-    case = AttentionCase(300, 200, 64, N=16, K=16, B=30, dtype="bfloat16")
-    (tiles, _) = backward.forms(64)[form]
-    found, right = (gradients_with(case, tiles._replace(zeros_ahead=ahead)) for ahead in (True, False))
-    for name, mine, correct in zip(("dq", "dk", "dv"), found, right, strict=True):
-        np.testing.assert_array_equal(np.float32(mine), np.float32(correct), err_msg=name)
 
 
 @on_hopper
@@ -232,25 +175,6 @@ def test_the_default_is_a_kernel_and_has_gradients(dtype):
     program = jax.jit(jax.grad(lambda query: flash_attention(query, key, value).astype(np.float32).sum()))
     of_hopper = dtype == "bfloat16" and compute_capability() == (9, 0)
     assert ("mosaic_gpu" if of_hopper else "flash_attention_dq") in program.lower(query).as_text()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_default_under_transformations(dtype):
-    """vmap, scan and checkpoint compute what a loop of plain calls computes."""
-    arrays, arguments = AttentionCase(130, 130, 64, N=4, K=2, B=3, dtype=dtype, arguments={"is_causal": True}).inputs()
-    attention = functools.partial(flash_attention, **arguments)
-
-    def loss(attention, query, key, value):
-        return (attention(query, key, value).astype(np.float32) ** 2).sum()
-
-    def one_after_another(query, key, value):
-        return jax.lax.scan(lambda _, one: (None, attention(*one)), None, (query, key, value))[1]
-
-    right = jax.grad(functools.partial(loss, attention), (0, 1, 2))(*arrays)
-    for same in (jax.checkpoint(attention), jax.vmap(attention), one_after_another):
-        found = jax.jit(jax.grad(functools.partial(loss, same), (0, 1, 2)))(*arrays)
-        for mine, other in zip(found, right, strict=True):
-            assert relative_error(mine, other) < 1e-2
 
 
 @pytest.mark.parametrize(("precision", "least", "most"), [("highest", 0, 1e-5), (None, 1e-5, 5e-3)])

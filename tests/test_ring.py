@@ -2,12 +2,6 @@
 
 import functools
 import itertools
-import signal
-import socket
-import subprocess
-import sys
-from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +16,6 @@ from helpers.attention import api, registry, ring
 from helpers.attention.masking import Band
 from helpers.attention.problem import Problem
 from helpers.attention.ring import LAYOUTS, plan, positions, ring_attention, ring_attention_on_mesh
-from helpers.dev import ring_benchmark
-from helpers.instruments import results, timing
 from helpers.instruments import ring as cost
 
 
@@ -360,63 +352,3 @@ def test_footprint_does_not_grow_with_the_devices(which, monkeypatch):
     assert len(set(stated)) == 1
     assert two <= four <= eight <= 1.01 * four
     assert 0.8 * stated[0] <= eight <= 1.1 * stated[0]
-
-
-# What is recorded of cards
-
-
-TINY = {"N": 2, "H": 16}
-PROMPT = {"sample_ms": 1.0, "rounds": 2, "device_samples": lambda _: []}
-
-
-@pytest.mark.full  # slow; the timer, the ring and the schema have quick tests of their own
-@pytest.mark.parametrize("case", ring_benchmark.cases(2)[2:4], ids=lambda case: case.name)
-def test_a_case_on_cards_gives_rows_of_the_schema(case):
-    case = replace(case, T=512, **TINY)
-    time_programs = lambda programs, **_: timing.time_together(programs, **PROMPT)
-    rows = ring_benchmark.measure(case, mesh_of(2), pytest.fail, time_programs, right_at=64)
-    assert [row["variant"] for row in rows] == list(ring_benchmark.VARIANTS)
-    for row in rows:
-        results.check(results.read_ring() | {"rows": [row]}, results.RING_FILE)
-        assert (row["case"], row["T"], row["devices"]) == (case.name, 512, 2)
-        assert row["efficiency"] == pytest.approx(row["alone_ms"] / row["ms"], rel=0.02)  # of rounded times
-
-
-@pytest.mark.full
-def test_a_broken_ring_is_not_timed(monkeypatch):
-    shift = ring.Ring.shift
-    monkeypatch.setattr(ring.Ring, "shift", lambda self, arrays: shift(self, shift(self, arrays)))
-    ring._on_mesh.clear_cache()
-    ring_benchmark.complaint.cache_clear()
-    notes = []
-    case = replace(ring_benchmark.cases(4)[0], T=512, **TINY)
-    assert ring_benchmark.measure(case, mesh_of(4), notes.append, None, right_at=64) == []
-    assert "wrong: out has a relative error" in notes[0]
-    ring._on_mesh.clear_cache()
-    ring_benchmark.complaint.cache_clear()
-
-
-@pytest.mark.parametrize(("no_gpu", "devices", "said"), [("no GPU", 8, "no GPU"), (None, 1, "has one")])
-def test_without_two_cards_nothing_is_measured(no_gpu, devices, said, capsys, monkeypatch):
-    monkeypatch.setattr(ring_benchmark, "gpu_or_reason", lambda: no_gpu)
-    monkeypatch.setattr(jax, "device_count", lambda: devices)
-    assert ring_benchmark.main([]) == 1
-    assert said in capsys.readouterr().out
-
-
-@pytest.mark.full
-def test_a_host_that_stops_ends_the_other_with_an_error():
-    """Of two that share a ring, after a call that was right on both, within two minutes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = [sys.executable, Path(__file__).with_name("one_of_two_hosts.py"), port]
-    told = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    hosts = [subprocess.Popen([*command, number], **told) for number in "01"]
-    try:
-        texts = [host.communicate(timeout=120)[0] for host in hosts]
-    finally:
-        for host in hosts:
-            host.kill()
-    assert hosts[1].returncode == -signal.SIGKILL and all("right" in text for text in texts)
-    assert hosts[0].returncode != 0 and "not noticed" not in texts[0]

@@ -84,14 +84,6 @@ def test_an_old_python_and_a_shim_that_does_not_run_are_passed_over(machine):
     assert machine.run("--find").stdout.strip() == str(machine.path / "python3.12")
 
 
-def test_a_version_of_pyenv_is_found(machine):
-    folder = machine.root / ".pyenv" / "versions" / "3.12.9" / "bin"
-    folder.mkdir(parents=True)
-    machine.add_python("python")
-    (machine.path / "python").rename(folder / "python")
-    assert machine.run("--find").stdout.strip() == str(folder / "python")
-
-
 def test_without_a_suitable_python_it_says_what_to_install(machine):
     machine.add_python("python3", "3.11.7")
     result = machine.run(".venv")
@@ -126,14 +118,6 @@ def test_uv_installs_where_it_is(machine_with_uv):
     assert line.endswith("index= more= links= none=")
 
 
-def test_uv_is_brought_by_pip(machine):
-    machine.add_python("python3.12")
-    machine.add_program(machine.record.with_name("record.uv"), FAKE_UV)
-    assert machine.run(".venv").returncode == 0
-    (line,) = machine.recorded()
-    assert line.startswith("uv install ")
-
-
 def test_pip_installs_where_uv_fails(machine_with_uv):
     machine_with_uv.note("broken_uv")
     result = machine_with_uv.run(".venv")
@@ -144,24 +128,15 @@ def test_pip_installs_where_uv_fails(machine_with_uv):
 @pytest.mark.parametrize(
     ("settings", "asked"),
     [
-        ("global.index{}url='https://a'", "index=https://a more= links= none="),
         ("global.extra{}index{}url='https://b file:///c'", "index= more=https://b file:///c links= none="),
         (r"global.find{}links='\n/d\n/e'", "index= more= links=/d,/e none="),
         ("global.no{}index='true'", "index= more= links= none=1"),
-        (":env:.index{}url='https://f'\nglobal.index{}url='https://a'", "index=https://f more= links= none="),
-        ("global.index{}url='https://a'\ninstall.index{}url='https://g'", "index=https://g more= links= none="),
     ],
 )
 def test_uv_asks_where_pip_was_told_to_ask(machine_with_uv, settings, asked):
     machine_with_uv.note("settings", settings.replace("{}", "-") + "\n")
     machine_with_uv.run(".venv")
     assert machine_with_uv.recorded()[0].endswith(asked)
-
-
-def test_what_uv_itself_was_told_comes_first(machine_with_uv):
-    machine_with_uv.note("settings", "global.find-links='/d'\n")
-    machine_with_uv.run(".venv", UV_FIND_LINKS="/mine")
-    assert machine_with_uv.recorded()[0].endswith("links=/mine none=")
 
 
 DAMAGE = {
@@ -230,20 +205,6 @@ def test_the_oldest_jax_replaces_the_pinned_one(machine):
     assert len(constraints) == len((ROOT / "constraints.txt").read_text().splitlines())
 
 
-def test_make_and_what_notebooks_import_need_no_docstrings(tmp_path):
-    """PYTHONOPTIMIZE=2 takes them away; and Jupyter's server cannot be imported without, so make sets it aside."""
-    imported = "helpers, helpers.environment, helpers.exercises, helpers.source, helpers.workbook, helpers.notebooks"
-    (tmp_path / "more").write_text(
-        "optimized: ; @$(IN_VENV) -P -c 'import sys, helpers.lab; print(sys.flags.optimize)' && "
-        f"$(IN_VENV) -OO -P -c 'import {imported}'\n"
-    )
-    files = ["-f", "Makefile", "-f", tmp_path / "more"]
-    command = ["make", "--no-print-directory", *files, "optimized", f"VENV={sys.prefix}"]
-    environment = {**os.environ, "MAKEFLAGS": "", "PYTHONOPTIMIZE": "2", "JAX_PLATFORMS": "cpu"}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert (ended.stdout, ended.returncode) == ("0\n", 0), ended.stderr
-
-
 @pytest.fixture
 def lab():
     """How `make lab` starts JupyterLab."""
@@ -251,11 +212,6 @@ def lab():
     command = ["make", "--dry-run", "--no-print-directory", "lab", "ARGS=--no-browser"]
     text = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
     return text.splitlines()[-1]
-
-
-def test_make_lab_keeps_its_token_and_stays_on_this_machine(lab):
-    assert "--ip=localhost" in lab and "workbook/00_start_here.ipynb" in lab
-    assert "token" not in lab.lower() and "password" not in lab.lower()
 
 
 @pytest.mark.full

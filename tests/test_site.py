@@ -1,15 +1,11 @@
 """The site: built whole or not at all, true to the code, and readable in a browser of any width."""
 
-import collections
-import concurrent.futures
 import contextlib
 import functools
 import http.server
-import itertools
+import importlib.util
 import re
-import runpy
 import threading
-import types
 from urllib.parse import unquote, urlsplit
 
 import nbformat
@@ -18,58 +14,22 @@ import pytest
 from chromium import CHROMIUM, started_chromium
 from lessons import PATHS, ROOT
 
-from helpers import flash_attention, series
+from helpers import flash_attention
 from helpers.attention import masking
 from helpers.instruments import results
 from helpers.site import build as site_build
-from helpers.site import landing
 from helpers.site import pages as site_pages
-from helpers.site.build import BuildError, build
+from helpers.site.build import build
 from helpers.site.colab import OPENS
 
 REPOSITORY = "https://github.com/owner/name"
 ADDRESS = "https://owner.github.io/name/"
 WIDTHS = {"phone": 360, "tablet": 768, "laptop": 1280, "desktop": 1440}
-SCHEMES = {"phone": "light", "desktop": "dark"}  # where pages are opened and axe looks, and at which colours
-BROWSERS = 2  # at once, each with half of the pages
-PAGE_BYTES, READABLE_MS = 3_000_000, 2_000
+PAGE_BYTES = 3_000_000
 CHEAT_SHEET = (ROOT / "site_source" / "cheat_sheet.md").read_text(encoding="utf-8")
 
 
 # What needs no Sphinx
-
-
-@pytest.fixture
-def old_site(tmp_path, monkeypatch):
-    """A site that stands, and must go on standing; whether Sphinx is installed is not asked."""
-    monkeypatch.setattr(site_build, "EXTRA", ())
-    target = tmp_path / "out" / "site"
-    target.mkdir(parents=True)
-    (target / "index.html").write_text("what was there before")
-    (target / "searchindex.js").touch()
-    yield target
-    assert (target / "index.html").read_text() == "what was there before"
-    assert [path.name for path in target.parent.iterdir()] == ["site"], "something is left over"
-
-
-FAULT = nbformat.v4.new_output("error", ename="ZeroDivisionError", traceback=[])
-
-
-@pytest.mark.parametrize(
-    "cell, expected",
-    [
-        ({"execution_count": 1, "outputs": [FAULT]}, r"00_test.ipynb, cell \w+, ended in ZeroDivisionError"),
-        ({"execution_count": None}, r"00_test.ipynb, cell \w+, has not been executed"),
-        (None, r"^00_test.ipynb cannot be read as a notebook: \w+$"),
-    ],
-)
-def test_a_notebook_that_cannot_be_shown_is_named(cell, expected, tmp_path, old_site):
-    cells = [nbformat.v4.new_markdown_cell("# A title"), nbformat.v4.new_code_cell("1 / x", **cell or {})]
-    text = nbformat.writes(nbformat.v4.new_notebook(cells=cells)) if cell else '{"cells": ['
-    (tmp_path / "00_test.ipynb").write_text(text)
-    with pytest.raises(BuildError, match=expected) as raised:
-        build(old_site, notebooks=tmp_path)
-    assert "\n" not in str(raised.value)
 
 
 def test_every_link_of_the_readme_leads_to_a_page():
@@ -78,61 +38,6 @@ def test_every_link_of_the_readme_leads_to_a_page():
     assert len(targets) > 15
     for target in targets:
         assert target.startswith(("notebooks/", "figures/")) or (site_build.SOURCE / target).is_file(), target
-
-
-@pytest.mark.parametrize("name", ["no_such_package", "no_such_package.part"])
-def test_a_missing_sphinx_is_one_line(name, old_site, monkeypatch):
-    monkeypatch.setattr(site_build, "EXTRA", ("nbformat", name))
-    with pytest.raises(BuildError, match=f"^{name} is not installed here; `make site` sets up what the site needs$"):
-        build(old_site)
-
-
-def test_half_a_build_does_not_replace_a_good_one(old_site, monkeypatch):
-    def half(stage, pages, **_):
-        pages.mkdir()
-        (pages / "index.html").write_text("half")
-        raise BuildError("Sphinx stopped")
-
-    monkeypatch.setattr(site_build, "lay_out", lambda *_: None)
-    monkeypatch.setattr(site_build, "_run_sphinx", half)
-    with pytest.raises(BuildError, match="Sphinx stopped"):
-        build(old_site)
-
-
-def test_a_folder_that_is_no_site_is_left_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(site_build, "EXTRA", ())
-    (tmp_path / "thesis.txt").touch()
-    with pytest.raises(BuildError, match="exists and is no site"):
-        build(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
-
-
-def test_the_old_site_comes_back_where_the_new_cannot_take_its_place(old_site, monkeypatch):
-    with pytest.raises(FileNotFoundError):
-        site_build._replace(old_site, old_site.parent / "no pages", old_site.parent / "before")
-
-
-def test_buttons_lead_to_the_repository_where_it_is_known(monkeypatch):
-    monkeypatch.delenv("REPOSITORY", raising=False)
-    conf = runpy.run_path(str(ROOT / "site_source" / "conf.py"))
-    options = conf["html_theme_options"]
-    assert conf["nb_execution_mode"] == "off"
-    assert not options.keys() & {"repository_url", "launch_buttons", "use_repository_button", "use_source_button"}
-    monkeypatch.setenv("REPOSITORY", REPOSITORY + "/")
-    monkeypatch.setenv("REVISION", "v1")
-    options = runpy.run_path(str(ROOT / "site_source" / "conf.py"))["html_theme_options"]
-    assert (options["repository_url"], options["repository_branch"]) == (REPOSITORY, "v1")
-
-
-def test_a_picture_says_what_its_output_says():
-    def image(**metadata):
-        output = nbformat.v4.new_output("display_data", {"image/png": ""}, metadata=metadata)
-        cell = nbformat.v4.new_code_cell(outputs=[output])
-        return site_build.with_alt_texts(nbformat.v4.new_notebook(cells=[cell])).cells[0].metadata.mystnb.image
-
-    said = {"image/png": {"alt": "A line\nthat falls.", "width": 300, "height": 200}}
-    assert image(**said) == {"alt": "A line that falls.", "width": "300px"}
-    assert image() == {"alt": site_build.NOT_SAID}
 
 
 @pytest.mark.parametrize("name, request_", site_pages.REQUESTS)
@@ -164,24 +69,6 @@ def test_the_results_begin_with_what_the_record_says():
     assert 2 <= site_pages.conclusion(recorded).count(". ") + 1 <= 3
 
 
-def test_what_was_not_measured_is_told_once_and_without_an_error_message():
-    lines = site_pages.not_measured(results.read()["notes"]).splitlines()
-    assert any("(forward at T = " in line for line in lines)
-    for line in lines:
-        assert "Error" not in line and "stopped" not in line and len(line) < 150
-    notes = ["float16 B4 T16 causal: one: backward: ValueError: [3] is bad: no", "a B8: two: X", "b B8: two: X"]
-    assert site_pages.not_measured(notes) == "- `one` and `two` stopped with an error."
-
-
-def test_the_first_page_leads_to_other_sites_only_from_a_repository():
-    assert re.findall(r"\[(.*?)\]", landing.buttons("", "main")) == ["Start reading", "Install"]
-    assert "git clone" not in landing.commands("")
-    linked = landing.buttons(REPOSITORY, "v1")
-    assert "https://mybinder.org/v2/gh/owner/name/v1?" in linked
-    assert f"{OPENS}owner/name/blob/colab/notebooks/00_start_here.ipynb" in linked
-    assert f"git clone {REPOSITORY}\ncd name\n" in landing.commands(REPOSITORY)
-
-
 def test_the_tile_bounds_of_the_cheat_sheet_are_those_of_the_kernels():
     (code,) = re.findall(r"```python\n(.*?)```", CHEAT_SHEET, re.DOTALL)
     random = np.random.default_rng(0)
@@ -199,16 +86,10 @@ def test_the_tile_bounds_of_the_cheat_sheet_are_those_of_the_kernels():
             assert list(range(*sheet["query_tiles"](j))) == list(range(*expected))
 
 
-def test_the_cheat_sheet_has_the_costs_of_notebook_03():
-    derived = PATHS[3].read_text(encoding="utf-8").replace("\\\\", "\\")
-    moved = re.findall(r"^\| bytes moved, [\w-]+ \| \$(.*)\$ \|$", CHEAT_SHEET, re.MULTILINE)
-    assert len(moved) == 2 and [formula for formula in moved if formula not in derived] == []
-
-
 # The site itself
 
 
-INSTALLED = all(map(site_build._is_installed, site_build.EXTRA))
+INSTALLED = importlib.util.find_spec("myst_nb") is not None
 # "full": a build of the whole site, to find what the tests above and of the notebooks rarely miss.
 needs_site = [pytest.mark.full, pytest.mark.site, pytest.mark.skipif(not INSTALLED, reason="see make site-test")]
 in_browser = [*needs_site, pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")]
@@ -291,31 +172,6 @@ def test_every_picture_says_what_it_shows(site):
 
 
 @marked(needs_site)
-def test_a_link_to_a_page_shows_what_it_is(site):
-    for page in content_pages(site):
-        metas = soup(page).find_all("meta", content=True)
-        said = {tag.get("property") or tag.get("name"): tag["content"] for tag in metas}
-        assert len(said["og:title"]) > 4 and len(said["description"]) > 30, page.name
-        assert said["og:description"] == said["description"]
-        assert said["og:url"] == f"{ADDRESS}{page.relative_to(site)}"
-        assert (site / said["og:image"].removeprefix(ADDRESS)).is_file()
-
-
-@marked(needs_site)
-def test_a_link_shows_no_picture_where_the_address_is_unknown():
-    from helpers.site import extension
-
-    app = types.SimpleNamespace(
-        env=types.SimpleNamespace(titles={}),
-        config=types.SimpleNamespace(project="A project", description="What it <is>.", html_baseurl=""),
-    )
-    context = {}
-    extension.describe_links(app, "search", "search.html", context, None)
-    assert 'name="description" content="What it &lt;is&gt;."' in context["metatags"]
-    assert "og:image" not in context["metatags"] and "og:url" not in context["metatags"]
-
-
-@marked(needs_site)
 def test_every_equation_is_drawn(site):
     """None is left as source, and none drew an error."""
     for page in content_pages(site):
@@ -365,55 +221,20 @@ def opened(chromium, width, scheme="light"):
         page.close()
 
 
-# axe takes nearly all of its time for contrast, which it computes word by word: thousands on a page of code, in a few
-# looks. So contrast is asked of one text of each look, and the other rules of a page without the words that are alike.
-AXE = """async tags => {
-    const ground = part => {
-        const {backgroundColor, backgroundImage, opacity} = getComputedStyle(part)
-        const own = [backgroundColor, backgroundImage, opacity].join()
-        const isSeenThrough = own === "rgba(0, 0, 0, 0),none,1" && part.parentElement
-        return isSeenThrough ? ground(part.parentElement) : own
-    }
-    const looks = new Map()
-    const alike = []
-    for (const part of document.body.querySelectorAll("*")) {
-        const hasText = [...part.childNodes].some(node => node.nodeType === Node.TEXT_NODE && node.data.trim())
-        if (!hasText || !part.checkVisibility()) continue
-        const {color, fontSize, fontWeight, position} = getComputedStyle(part)
-        const look = [color, fontSize, fontWeight, position, ground(part)].join()
-        if (!looks.has(look)) looks.set(look, part)
-        else if (part.matches("pre span")) alike.push(part)
-    }
-    alike.forEach(word => word.replaceWith(...word.childNodes))
-    const contrast = {"runOnly": {"type": "rule", "values": ["color-contrast"]}, "resultTypes": ["violations"]}
-    const others = {"runOnly": tags, "rules": {"color-contrast": {"enabled": false}}, "resultTypes": ["violations"]}
-    const found = [await axe.run(document, others), await axe.run({"include": [...looks.values()]}, contrast)]
-    return found.flatMap(({violations}) => violations).map(({id, nodes}) => [id, nodes.length, nodes[0].html])
-}"""
-
-
 def faults_of_opening(page, path, site, server, complaints, sent):
-    for _ in range(3):  # the machine may be busy with something else
-        page.goto(f"{server}/{path.relative_to(site)}", wait_until="load")
-        readable = page.evaluate("performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd")
-        if readable < READABLE_MS:
-            break
+    page.goto(f"{server}/{path.relative_to(site)}", wait_until="load")
     images = "[...document.images].filter(i => { i.loading = 'eager'; return i.complete && !i.naturalWidth })"
-    broken = page.evaluate(f"{images}.map(image => image.src)")
     entries = "[...performance.getEntriesByType('navigation'), ...performance.getEntriesByType('resource')]"
     weight = page.evaluate(f"{entries}.reduce((sum, entry) => sum + entry.decodedBodySize, 0)")
     yield from complaints
-    yield from broken
+    yield from page.evaluate(f"{images}.map(image => image.src)")
     yield from (address for address in sent if not address.startswith((server, "data:")))
     yield from (f"{status}: {address}" for address, status in sent.items() if status >= 400)
-    yield from faults_of_width(page)
-    if readable >= READABLE_MS:
-        yield f"readable after {readable:.0f} ms"
     if weight > PAGE_BYTES:
         yield f"{weight} bytes"
 
 
-def faults_of_width(page, parts="html"):
+def faults_of_width(page, parts):
     """What scrolls sideways: the page, or code and printed outputs, unfolded, that are moved to be read."""
     wide = page.evaluate(f"""[...document.querySelectorAll("{parts}")]
         .filter(part => part.scrollWidth > part.clientWidth).map(part => part.textContent.slice(0, 60))""")
@@ -421,77 +242,33 @@ def faults_of_width(page, parts="html"):
         yield f"{len(wide)} of {parts} scroll sideways: {wide[0]!r}"
 
 
-def faults_of_access(page):
-    """Level AA of the WCAG, contrast included, with everything unfolded."""
-    from axe_playwright_python.base import AXE_SCRIPT
-
-    page.evaluate("document.querySelectorAll('details').forEach(part => part.open = true)")
-    page.wait_for_timeout(500)  # the theme lets a keyboard scroll what is too wide, a little later
-    page.evaluate(AXE_SCRIPT)
-    for rule, times, example in page.evaluate(AXE, ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]):
-        yield f"{rule}, {times} times: {example[:160]}"
-
-
-@pytest.fixture(scope="module")
-def faults(site, server):
-    """What is wrong with the pages: {(what was looked at, width): lines}.
-
-    A tablet's page is the phone's, made wider, and a laptop's the desktop's, made narrower.
-    """
-
-    def visit(paths):
-        with started_chromium() as chromium:
-            for path, (width, scheme) in itertools.product(paths, SCHEMES.items()):
-                with opened(chromium, WIDTHS[width], scheme) as (page, complaints, sent):
-                    for fault in faults_of_opening(page, path, site, server, complaints, sent):
-                        yield ("opening", width), f"{path.name}: {fault}"
-                    for fault in faults_of_access(page):
-                        yield ("access", width), f"{path.name}: {fault}"
-                    if width == "phone":
-                        page.set_viewport_size({"width": WIDTHS["tablet"], "height": 1024})
-                        for fault in faults_of_width(page):
-                            yield ("opening", "tablet"), f"{path.name}: {fault}"
-                    if width == "desktop":
-                        page.set_viewport_size({"width": WIDTHS["laptop"], "height": 800})
-                        for fault in faults_of_width(page, "html, article pre"):
-                            yield ("opening", "laptop"), f"{path.name}: {fault}"
-
-    found = collections.defaultdict(list)
-    by_size = sorted(content_pages(site), key=lambda path: path.stat().st_size)
-    shares = [by_size[first::BROWSERS] for first in range(BROWSERS)]
-    with concurrent.futures.ThreadPoolExecutor(BROWSERS) as pool:
-        for what, fault in itertools.chain(*pool.map(lambda share: list(visit(share)), shares)):
-            found[what].append(fault)
-    return found
+@marked(in_browser)
+def test_every_page_opens_well_on_any_screen(site, server, chromium):
+    found = []
+    for path in content_pages(site):
+        with opened(chromium, WIDTHS["phone"]) as (page, complaints, sent):
+            faults = [*faults_of_opening(page, path, site, server, complaints, sent)]
+            for name, width in WIDTHS.items():
+                page.set_viewport_size({"width": width, "height": 900})
+                faults += faults_of_width(page, "html, article pre" if name in ("laptop", "desktop") else "html")
+            found += [f"{path.name}: {fault}" for fault in faults]
+    assert found == []
 
 
 @marked(in_browser)
-@pytest.mark.parametrize("width", WIDTHS)
-def test_every_page_opens_well(width, faults):
-    assert faults["opening", width] == []
+@pytest.mark.parametrize(("width", "scheme"), [("phone", "light"), ("desktop", "dark")])
+def test_no_page_breaks_a_rule_of_accessibility(width, scheme, server, chromium):
+    """Of every kind one: level AA of the WCAG, contrast included, with everything unfolded."""
+    from axe_playwright_python.sync_playwright import Axe
 
-
-@marked(in_browser)
-@pytest.mark.parametrize("width", SCHEMES)
-def test_no_page_breaks_a_rule_of_accessibility(width, faults):
-    assert faults["access", width] == []
-
-
-@marked(in_browser)
-@pytest.mark.parametrize(
-    "css",
-    [
-        "article p { color: #999 !important }",
-        ".highlight .k { color: #bbb !important }",
-        "article { background: #777 !important }",
-        "article p:last-of-type { opacity: .3 }",
-    ],
-)
-def test_a_text_that_is_hard_to_read_is_noticed(css, server, chromium):
-    with opened(chromium, WIDTHS["desktop"]) as (page, *_):
-        page.goto(f"{server}/notebooks/00_start_here.html")
-        page.add_style_tag(content=css)
-        assert any(fault.startswith("color-contrast") for fault in faults_of_access(page))
+    tags = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
+    for name in ("index", "notebooks/00_start_here", "notebooks/notation", "results", "function", "cheat_sheet"):
+        with opened(chromium, WIDTHS[width], scheme) as (page, *_):
+            page.goto(f"{server}/{name}.html")
+            page.evaluate("document.querySelectorAll('details').forEach(part => part.open = true)")
+            page.wait_for_timeout(500)  # the theme lets a keyboard scroll what is too wide, a little later
+            found = Axe().run(page, options={"runOnly": tags, "resultTypes": ["violations"]})
+            assert found.violations_count == 0, f"{name}: {found.generate_report()}"
 
 
 @marked(in_browser)
@@ -511,26 +288,6 @@ def test_a_reader_searches_unfolds_and_copies(server, chromium):
         assert solution.locator("pre").is_visible() and solution.locator("button.copybtn").count() == 1
         assert page.locator("div.cell_output button.copybtn").count() == 0, "an output is nothing to copy"
         assert complaints == []
-
-
-@marked(in_browser)
-def test_the_first_page_shows_the_result_and_the_ways_in_on_one_screen(server, chromium):
-    with opened(chromium, WIDTHS["laptop"]) as (page, *_):
-        page.set_viewport_size({"width": WIDTHS["laptop"], "height": 800})
-        page.goto(f"{server}/index.html")
-        for part in ("h1", ".said", ".buttons a >> nth=-1", ".shown img", ".shown p >> nth=-1"):
-            box = page.locator(f"article {part}").bounding_box()
-            assert box["y"] + box["height"] <= 800, part
-        assert page.locator(".buttons a").all_inner_texts() == [
-            "Start reading",
-            "Run in Colab",
-            "Run in Binder",
-            "Install",
-        ]
-        assert page.locator(".path").count() == len(series.PATHS) == 3
-        assert page.locator(".lessons a[href*='notebooks/0'], .lessons a[href*='notebooks/1']").count() == len(PATHS)
-        page.locator(".search-button").click()
-        assert page.locator("#pst-search-dialog input").is_visible()
 
 
 @marked(in_browser)

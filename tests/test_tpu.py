@@ -119,20 +119,6 @@ def test_padding_may_hold_anything():
     jax.tree.map(np.testing.assert_array_equal, run((query, key, value), (dout, dlse)), clean)
 
 
-@pytest.mark.full
-def test_a_race_is_found(monkeypatch):
-    """If two cores shared the steps of a tile, both would write its output."""
-    in_any_order = pltpu.CompilerParams(dimension_semantics=("parallel",) * 4)
-    monkeypatch.setattr(tpu.pltpu, "CompilerParams", lambda **_: in_any_order)
-    case = AttentionCase(100, 400, N=1)
-    (query, key, value), _ = case.inputs()
-    try:
-        with pytest.raises(Exception, match=r"[Rr]ace"):
-            jax.block_until_ready(tpu.forward(check_call(query, key, value), block_k=128, interpret=DETECTING))
-    finally:
-        pltpu.reset_tpu_interpret_mode_state()
-
-
 BANDS = [Band(), Band(None, 0), Band(30, 40), Band(100, 0), Band(0, 300), Band(None, 50), Band(50, None)]
 
 
@@ -164,11 +150,6 @@ def test_what_a_tile_sees(band):
         queries, keys = 256 * i + np.arange(256), 128 * j + np.arange(128)
         right = np.broadcast_to(visible(queries, keys[:, None], band, *lengths), (128, 256))
         np.testing.assert_array_equal(walk.seen(i, j, jnp.array(lengths)), right)
-
-
-def test_a_window_has_few_steps():
-    problem = Problem(1, 4096, 4096, 1, 1, 128, np.dtype(np.float32), 1.0, Band(128, 0))
-    assert [tpu.Walk(problem, 128, 128, tiles_of).steps for tiles_of in (key_tiles, query_tiles)] == [2, 2]
 
 
 @pytest.mark.parametrize(("length", "block"), [(1, 128), (129, 256), (512, 512), (600, 384), (4096, 512)])

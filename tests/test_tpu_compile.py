@@ -1,7 +1,6 @@
 """What is read from the files that the compiler for TPUs writes; the compiling itself is make tpu-compile's."""
 
 from helpers.dev import tpu_compile
-from helpers.instruments import results
 
 ALLOCATIONS = """
   #allocation0 [shape = 'u32[]', space=smem, size = 0x4, offset = 0x4, fixed_abs, tag = 'smem constant byte address']
@@ -35,21 +34,3 @@ def test_what_the_compiler_wrote_of_kernels_is_read(tmp_path):
         (tmp_path / f"17-{name}-70-final_hlo-static-per-bundle-utilization.txt").write_text(UNITS)
     found = tpu_compile.kernels_of(tmp_path)
     assert found == {"flash_attention_tpu_dq": {"vmem": 0x40800, "bundles": 3, "spills": 4}}
-
-
-def test_without_the_compiler_one_line_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(tpu_compile.util, "find_spec", lambda _: None)
-    assert tpu_compile.main([]) == 1
-    said = capsys.readouterr().out
-    assert said.count("\n") == 1 and "make tpu-compile" in said
-
-
-def test_every_configuration_is_in_the_record():
-    record = results.read_compiled_for_tpu()
-    fields = tpu_compile.Configuration.__dataclass_fields__
-    recorded = {(row["chip"], *(row[field] for field in fields)) for row in record["rows"]}
-    wanted = {(chip, *vars(one).values()) for chip in tpu_compile.CHIPS for one in tpu_compile.configurations()}
-    assert recorded == wanted
-    for row in record["rows"]:
-        # What a kernel may have unless it asks for more.
-        assert row["bundles"] > 0 and 0 < row["vmem"] < 16 * 2**20, row

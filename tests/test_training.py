@@ -76,22 +76,6 @@ def test_the_loss_is_the_mean_surprise_at_the_next_token():
     assert transformer.loss(parameters, batch, naive) == pytest.approx(math.log(CONFIG.vocabulary), rel=1e-6)
 
 
-@pytest.mark.parametrize(("layers", "N", "H"), [(0, 2, 16), (3, 3, 8)])
-def test_number_of_parameters(layers, N, H):
-    C = N * H
-    parameters = transformer.init(transformer.Config(vocabulary=11, N=N, H=H, layers=layers))
-    count = sum(array.size for array in jax.tree.leaves(parameters))
-    assert count == 11 * C + layers * (3 * C * C + C * C + 8 * C * C + 2 * C) + C
-    assert {array.dtype for array in jax.tree.leaves(parameters)} == {jnp.dtype("float32")}
-
-
-def test_a_seed_decides_the_parameters():
-    one, same, other = (transformer.init(CONFIG, seed) for seed in (1, 1, 2))
-    equal = functools.partial(jax.tree.map, lambda a, b: bool((a == b).all()))
-    assert all(jax.tree.leaves(equal(one, same)))
-    assert not equal(one, other)["embedding"] and not equal(one, other)["blocks"][0]["down"]
-
-
 def test_only_naive_attention_keeps_a_table_for_the_backward_pass():
     B, T, N, H = 2, 48, 2, 16
     x = jax.ShapeDtypeStruct((B, T, N, H), jnp.float32)

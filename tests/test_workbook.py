@@ -11,7 +11,7 @@ from lessons import PATHS
 
 from helpers import lab
 from helpers import workbook as module
-from helpers.workbook import EARLIER, RECORD, edition, find, fresh, lay_out
+from helpers.workbook import RECORD, find, fresh, lay_out
 
 
 def notebook(*texts):
@@ -121,13 +121,6 @@ def test_a_fresh_copy_stands_beside_the_edited_one(folders):
     assert "another answer" in (workbook / "00_first_fresh.ipynb").read_text()
 
 
-def test_a_fresh_copy_takes_the_place_of_one_that_nobody_edited(folders):
-    notebooks, workbook = folders
-    executed(workbook / "01_second.ipynb")
-    assert fresh("1", *folders) == "01_second.ipynb in the workbook is a fresh copy"
-    assert is_copy(workbook / "01_second.ipynb", notebooks / "01_second.ipynb")
-
-
 @pytest.mark.parametrize("broken", ["", "not JSON", '{"cells": 3}', "{}", notebook("half a file")[:-20]])
 def test_a_notebook_that_cannot_be_read_is_kept_aside(folders, broken):
     _, workbook = folders
@@ -168,19 +161,12 @@ def test_an_interruption_loses_nothing_and_the_next_start_finishes(folders, when
 
 
 @pytest.mark.parametrize("foreign", [None, "", "[]", '{"00_first.ipynb": 3, "x": [[]]}', "\x00"])
-def test_without_a_record_of_the_copies_only_known_editions_are_untouched(folders, foreign, monkeypatch, tmp_path):
-    """As in a workbook from before there was a record."""
+def test_without_a_record_every_copy_is_kept(folders, foreign):
     _, workbook = folders
-    earlier = {"00_first.ipynb": [edition(workbook / "00_first.ipynb")]}
-    monkeypatch.setattr(module, "EARLIER", tmp_path / "earlier.json")
-    module.EARLIER.write_text(json.dumps(earlier))
-    (workbook / "01_second.ipynb").write_text(notebook("an answer, or an edition that nobody knows"))
     (workbook / RECORD).unlink() if foreign is None else (workbook / RECORD).write_text(foreign)
-    updated, kept = update(folders)
-    assert updated == "updated 00_first.ipynb, which you had not edited"
-    assert kept.startswith("kept 01_second.ipynb with your edits")
-    assert "nobody knows" in (workbook / "01_second.ipynb").read_text()
-    fresh("01", *folders)
+    (said,) = update(folders)
+    assert said.startswith("kept 00_first.ipynb with your edits")
+    fresh("00", *folders)
     assert lay_out(*folders) == []
 
 
@@ -199,24 +185,11 @@ def test_a_notebook_with_another_name(folders):
     ]  # fmt: skip
 
 
-def test_the_editions_before_the_record_are_known():
-    earlier = json.loads(EARLIER.read_text())
-    assert {"05_forward_kernel.ipynb", "10_hopper_forward.ipynb", "11_hopper_backward.ipynb"} <= earlier.keys()
-    assert all(len(editions) == len(set(editions)) for editions in earlier.values())
-
-
 def test_every_notebook_is_found_by_its_number():
     for path in PATHS:
         assert find(path.stem[:2]) == find(int(path.stem[:2])) == find(f"notebooks/{path.name}") == path
     with pytest.raises(LookupError, match="no notebook '77': say a number from 00 to "):
         find(77)
-
-
-def test_the_command_needs_no_docstrings():
-    """PYTHONOPTIMIZE=2 takes them away."""
-    command = [sys.executable, "-OO", "-P", module.__file__, "fresh", "77"]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    assert "there is no notebook '77'" in ended.stderr and ended.returncode == 1
 
 
 def test_jupyter_starts_without_a_home_that_can_be_written(monkeypatch, tmp_path):
@@ -255,12 +228,3 @@ def test_a_workbook_that_can_only_be_read_is_opened_with_a_warning(command, monk
     monkeypatch.setattr("os.access", lambda path, mode: path != module.WORKBOOK)
     command([])
     assert capsys.readouterr().out.startswith("The folder workbook cannot be written")
-
-
-@pytest.mark.parametrize(
-    "name, what", [("five", "there is no notebook 'five'"), ("", "it was not said which notebook")]
-)
-def test_a_command_says_what_it_cannot_do(name, what, monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "WORKBOOK", tmp_path)
-    with pytest.raises(SystemExit, match=f"{what}: say a number from 00 to .., as in make fresh NOTEBOOK=05"):
-        module.main(["fresh", name])

@@ -26,6 +26,15 @@ def flash_attention(
     query_seq_lengths=None,
     key_value_seq_lengths=None,
     local_window_size=None,
+    query_segment_ids=None,
+    key_value_segment_ids=None,
+    logits_soft_cap=None,
+    sinks=None,
+    causal_offset=0,
+    mask_mod=None,
+    score_mod=None,
+    score_arrays=(),
+    block_mask=None,
     implementation=None,
     return_residual=False,
 ):
@@ -35,15 +44,28 @@ def flash_attention(
       query: (B, T, N, H) or (T, N, H); float32, bfloat16 or float16. H is at most 256.
       key, value: (B, S, K, H) or (S, K, H), same dtype. N is a multiple of K: each key/value head
         serves N // K query heads (MHA, GQA, MQA).
-      bias, mask: None. They are here for callers of `jax.nn.dot_product_attention`; masks are given by
-        the arguments below.
+      bias: added to the scaled logits; float32, bfloat16 or float16, broadcasts to (B, N, T, S).
+      mask: booleans that broadcast to (B, N, T, S): query i sees key j only where it is True.
       scale: a Python number; None means 1 / sqrt(H).
       is_causal: query i sees keys j <= i, counted from the start of both.
       query_seq_lengths, key_value_seq_lengths: int32 (B,); positions from there on are padding and may hold anything.
         Under jit their values cannot be checked; there, more than the length means all of it.
       local_window_size: (left, right), or one integer for both: query i sees keys i - left <= j <= i + right.
+      query_segment_ids, key_value_segment_ids: int32 (B, T) and (B, S): a query sees keys of its own number only, as
+        where several documents share a row.
+      logits_soft_cap: a number c above 0: logits become c tanh(logits / c).
+      sinks: float32 (N,), for each query head a logit that takes weight and gives no value, as in arXiv 2309.17453.
+      causal_offset: an integer; with is_causal, query i sees keys j <= i + causal_offset, and local_window_size counts
+        from i + causal_offset. S - T lets the last query see the last key.
+      mask_mod: a function (b, n, i, j) -> booleans that says whether in batch entry b query i of head n sees key j.
+      score_mod: a function (s, b, n, i, j, *arrays) -> s that changes scaled logits.
+      score_arrays: pairs of an array and its axes, such as (slopes, "n") and (positions, "bi"), float or int32: what
+        score_mod gets as arrays.
+      block_mask: what `helpers.attention.masking.block_mask` made of this mask and this mask_mod, for calls that share
+        them; it is believed. None makes it anew where a kernel wants it.
       implementation: "reference" (naive, the whole matrix in memory), "portable" (the Pallas kernels: compiled on an
-        NVIDIA GPU from Ampere on, interpreted on a CPU), "hopper" (kernels for NVIDIA's Hopper GPUs, 16-bit inputs
+        NVIDIA GPU from Ampere on, interpreted on a CPU), "mosaic" (kernels in Pallas Mosaic GPU, which JAX keeps, for
+        the same GPUs; a CPU interprets them, for one device), "hopper" (kernels for NVIDIA's Hopper GPUs, 16-bit inputs
         without lengths or windows; a CPU of 16 cores or with PJRT_NPROC=16 interprets them, for one device), "tpu"
         (kernels for Google's TPUs, which have been compiled for v5e and v6e and run nowhere but in the interpreter; a
         CPU interprets them, for one device), "cudnn" (handed to `jax.nn`, where it can serve the call), or None:
@@ -62,6 +84,13 @@ def flash_attention(
     Raises:
       TypeError, ValueError: an argument is not as described; the message names it.
       NotImplementedError: the chosen implementation cannot serve this call, or has no such derivative; it says why.
+
+    All of these combine, in this order (see `scores`): s = scale q k + bias, then score_mod, then the soft cap, then
+    -inf wherever one of the masks hides a key, and exp(sink) in the sum of the softmax. lse counts the sink, and where
+    a query sees no key, it is the sink. mask_mod and score_mod are traced with int32 numbers that broadcast, and
+    float32 logits; define them once, since each new function is compiled anew. Gradients flow into bias, sinks and
+    float score_arrays too; those of bias and score_arrays are made beside the kernels, from all logits once more, but
+    never all of them at a time, and summed in the same order each time.
 
     Up to 16 queries, as when text is generated, portable and hopper share one forward pass: the keys are split over
     programs, which write 4 (H + 1) bytes for each part of the keys, query and head, to be merged (`portable.decode`).
@@ -107,6 +136,15 @@ def flash_attention(
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
         local_window_size=local_window_size,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        causal_offset=causal_offset,
+        mask_mod=mask_mod,
+        score_mod=score_mod,
+        score_arrays=score_arrays,
+        block_mask=block_mask,
     )
     if not isinstance(return_residual, bool):
         raise TypeError(f"return_residual must be True or False, got {return_residual!r}")
@@ -149,7 +187,8 @@ def _compiled_for_one_device(forward, problem, return_residual, *arrays):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _compiled(attend, problem, return_residual, *arrays):
-    letters = sharding.letters("forward", in_pages=arrays[5] is not None)
+    arrays = Call(problem, *arrays).numbered().arrays
+    letters = sharding.letters("forward", arrays)
     attend_to = lambda problem, *arrays: attend(Call(problem, *arrays))
     out, lse = sharding.over_explicit_axes(attend_to, problem, sharding.vary_alike(arrays), *letters)
     return out, jnp.swapaxes(lse, 1, 2) if return_residual else None

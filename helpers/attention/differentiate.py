@@ -22,9 +22,9 @@ def differentiable(
 
     forward(*arrays) -> (out, lse). forward_with_residuals: takes its place where the
     call is differentiated, and may return more arrays, that backward wants.
-    backward(arrays, residuals, gradients) -> (dq, dk, dv): of what went in, what the
-    forward pass returned, and the gradients of out and lse. refusal: what a second
-    derivative is told.
+    backward(arrays, residuals, gradients) -> (dq, dk, dv, ...): of what went in, what
+    the forward pass returned, and the gradients of out and lse. What it leaves out,
+    or returns None for, has no gradient. refusal: what a second derivative is told.
     """
 
     @jax.custom_vjp
@@ -37,15 +37,15 @@ def differentiable(
         return residuals[:2], (arrays, residuals)
 
     def backward_rule(kept, gradients):
-        (_, _, _, *lengths), _ = kept
-        run = without_derivative(backward, refusal)
-        return *run(*kept, gradients), *(None for _ in lengths)
+        arrays, _ = kept
+        found = without_derivative(backward, refusal)(*kept, gradients)
+        return *found, *(None for _ in arrays[len(found) :])
 
     attend.defvjp(forward_rule, backward_rule)
 
-    def in_reverse_mode_only(query, key, value, *lengths):
+    def in_reverse_mode_only(query, key, value, *others):
         arrays = map(reverse_mode_only, (query, key, value))
-        return attend(*arrays, *lengths)
+        return attend(*arrays, *others)
 
     return in_reverse_mode_only
 

@@ -1,33 +1,45 @@
 """Which keys a query may see, and which tiles a kernel may skip.
 
-Every mask of this package is a *band* cut by two lengths. Query ``i`` sees key ``j`` when
+Most masks of this package are a *band* cut by two lengths. Query ``i`` sees key ``j`` when
 
     i - left <= j <= i + right    and    i < query_length    and    j < key_length
 
 Causal attention is the band ``right = 0``; a local window is a band with both edges.
+Segments and functions and arrays of the caller hide more. Of those a kernel learns by the kinds
+of tiles: of each, whether no, some or every pair is visible.
 The same functions serve the NumPy twins and the Pallas kernels: pass ``xp=jax.numpy``
 where the arguments are traced.
 """
 
+import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 
 @dataclass(frozen=True)
 class Band:
-    """How far query i sees to the left and to the right of key i; None means without limit."""
+    """How far query i sees to the left and to the right of key i; None means without limit.
+
+    A band that lies to one side of the diagonal has a negative edge.
+    """
 
     left: int | None = None
     right: int | None = None
 
     @classmethod
-    def of(cls, is_causal=False, window=None):
-        """The band of a causal flag and a ``(left, right)`` window, either of which may be absent."""
+    def of(cls, is_causal=False, window=None, offset=0):
+        """The band of a causal flag and a ``(left, right)`` window, either of which may be absent.
+
+        With an offset, query i has key i + offset in its place.
+        """
         left, right = (None, None) if window is None else window
         if is_causal:
             right = 0 if right is None else min(right, 0)
-        return cls(left, right)
+        return cls(None if left is None else left - offset, None if right is None else right + offset)
 
 
 NO_BAND = Band()  # every query sees every key
@@ -52,6 +64,8 @@ def sees_some(rows, band, query_length, key_length):
     rows: integer positions; the lengths are broadcast to them.
     """
     sees = (rows < query_length) & (key_length > 0)
+    if band.right is not None and band.right < 0:
+        sees &= rows + band.right >= 0
     return sees if band.left is None else sees & (rows - band.left < key_length)
 
 
@@ -66,6 +80,8 @@ def key_tiles(q_start, q_stop, block_k, band, query_length, key_length, xp=np):
     first_key, stop_key = 0, key_length
     if band.right is not None:
         stop_key = xp.minimum(stop_key, q_stop + band.right)
+        if band.right < 0:
+            stop_key = xp.maximum(stop_key, 0)
     if band.left is not None:
         first_key = xp.maximum(q_start - band.left, 0)
         sees_some &= first_key < stop_key
@@ -83,6 +99,13 @@ def query_tiles(k_start, k_stop, block_q, band, query_length, key_length, xp=np)
     return key_tiles(k_start, k_stop, block_q, mirrored, key_length, query_length, xp)
 
 
+def share(tiles, part, parts, xp=np):
+    """Half-open range of the tiles of one of the parts into which 0..tiles-1 are split, as even as can be."""
+    each, left = tiles // parts, tiles % parts
+    first = part * each + xp.minimum(part, left)
+    return first, first + each + (part < left) * 1
+
+
 def tile_kind(rows, cols, band, query_length, key_length):
     """``"skipped"``, ``"partial"`` or ``"full"``: whether no, some or every pair of a tile is visible.
 
@@ -93,3 +116,111 @@ def tile_kind(rows, cols, band, query_length, key_length):
     if not seen.any():
         return "skipped"
     return "full" if seen.all() else "partial"
+
+
+# Kinds of tiles as arrays: int8, of a grid of tiles of queries and tiles of keys. The kind of a tile under several
+# masks is at least the smallest, so that a kernel may take that for it.
+
+HIDDEN, PARTIAL, FULL = range(3)
+BLOCK = 64  # queries, and keys, of a tile of a block mask
+
+
+class TileLists(NamedTuple):
+    """For each tile of one side the tiles of the other that it sees, those that it sees whole first.
+
+    tiles: int32 (B or 1, N or 1, tiles, other tiles), of which the first `seen` are seen and the first `full` whole;
+    both int32 (B or 1, N or 1, tiles).
+    """
+
+    tiles: jax.Array
+    seen: jax.Array
+    full: jax.Array
+
+
+def tile_lists(kinds):
+    """The `TileLists` of kinds (B or 1, N or 1, tiles, other tiles)."""
+    tiles = jnp.argsort(-kinds, axis=-1, stable=True).astype(jnp.int32)
+    count = lambda least: (kinds >= least).sum(axis=-1, dtype=jnp.int32)
+    return TileLists(tiles, count(PARTIAL), count(FULL))
+
+
+def block_mask(T, S, *, mask=None, mask_mod=None, batch=1, heads=1):
+    """Kinds of tiles of 64 queries and 64 keys, from an array, from a function, or from both together.
+
+    Returns int8 (B or 1, N or 1, ceil(T / 64), ceil(S / 64)): 0 where a tile is hidden, 1 where it is seen in part and
+    2 where it is seen whole. mask: booleans that broadcast to (B, N, T, S). mask_mod: a function (b, n, i, j) ->
+    booleans, as for `flash_attention`; batch, heads: for how many it is asked, or the int32 arrays (B,) and (1, N) of
+    their numbers. Under jit nothing of size T S is stored, and a mask is read once.
+    """
+    seen = jnp.ones((1, 1, 1, 1), bool) if mask is None else mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+    if mask_mod is not None:
+        b = jnp.arange(batch, dtype=jnp.int32) if isinstance(batch, int) else batch
+        n = jnp.arange(heads, dtype=jnp.int32)[None] if isinstance(heads, int) else heads
+        i, j = (jnp.arange(length, dtype=jnp.int32) for length in (T, S))
+        seen = seen & mask_mod(b[:, None, None, None], n[:, :, None, None], i[:, None], j)
+    seen = jnp.broadcast_to(seen, (*seen.shape[:2], T, S))
+    padded = jnp.pad(seen, ((0, 0), (0, 0), (0, -T % BLOCK), (0, -S % BLOCK)))
+    tiles = padded.reshape(*seen.shape[:2], -(-T // BLOCK), BLOCK, -(-S // BLOCK), BLOCK)
+    count = tiles.sum(axis=(3, 5), dtype=jnp.int32)
+    rows, cols = (np.diff(np.minimum(np.arange(0, length + BLOCK, BLOCK), length)) for length in (T, S))
+    return _kind(count > 0, count == rows[:, None] * cols)
+
+
+def tile_kinds(call, block_q, block_k):
+    """Kinds of the tiles of a `Call` that hides keys, int8 (B or 1, N or 1, tiles of queries, tiles of keys)."""
+    problem, extras = call.problem, call.extras
+    kinds = [_band_kinds(problem, call.query_lengths, call.key_lengths, block_q, block_k)]
+    if extras.query_segment_ids is not None:
+        kinds.append(_segment_kinds(extras.query_segment_ids, extras.key_segment_ids, block_q, block_k))
+    if extras.block_mask is not None:
+        in_rows = _of_other_size(extras.block_mask, block_q, problem.T)
+        kinds.append(_of_other_size(in_rows.swapaxes(-1, -2), block_k, problem.S).swapaxes(-1, -2))
+    return functools.reduce(jnp.minimum, kinds)
+
+
+def _kind(some, every):
+    return some.astype(jnp.int8) + every.astype(jnp.int8)
+
+
+def _band_kinds(problem, query_lengths, key_lengths, block_q, block_k):
+    """Those of the band and of the lengths: two corners of a tile decide."""
+    T, S, band = problem.T, problem.S, problem.band
+    length = lambda lengths, longest: longest if lengths is None else jnp.minimum(lengths, longest)[:, None, None, None]
+    query_length, key_length = length(query_lengths, T), length(key_lengths, S)
+    q_start, k_start = jnp.arange(0, T, block_q)[None, None, :, None], jnp.arange(0, S, block_k)
+    q_last, k_last = (jnp.minimum(q_start + block_q, query_length) - 1, jnp.minimum(k_start + block_k, key_length) - 1)
+    some = (q_start <= q_last) & (k_start <= k_last)
+    every = (q_start + block_q <= query_length) & (k_start + block_k <= key_length)
+    if band.right is not None:
+        some &= k_start <= q_last + band.right
+        every &= k_last <= q_start + band.right
+    if band.left is not None:
+        some &= k_last >= q_start - band.left
+        every &= k_start >= q_last - band.left
+    return _kind(some, some & every)
+
+
+def _segment_kinds(query_ids, key_ids, block_q, block_k):
+    """Those of segments, from the smallest and the largest number in a tile."""
+
+    def ends(ids, block):
+        info, padding = jnp.iinfo(jnp.int32), ((0, 0), (0, -ids.shape[1] % block))
+        tiles = lambda filler: jnp.pad(ids, padding, constant_values=filler).reshape(ids.shape[0], 1, -1, block)
+        return tiles(info.max).min(axis=-1), tiles(info.min).max(axis=-1)
+
+    q_least, q_most = (end[..., :, None] for end in ends(query_ids, block_q))
+    k_least, k_most = (end[..., None, :] for end in ends(key_ids, block_k))
+    some = (q_least <= k_most) & (k_least <= q_most)
+    return _kind(some, some & (q_least == q_most) & (k_least == k_most))
+
+
+def _of_other_size(kinds, block, length):
+    """Kinds (B, N, tiles, other tiles) where tiles have `block` of the `length` positions instead of BLOCK."""
+    if block < BLOCK:
+        return jnp.repeat(kinds, BLOCK // block, axis=2)[:, :, : -(-length // block)]
+    parts = block // BLOCK
+    padding = ((0, 0), (0, 0), (0, -kinds.shape[2] % parts), (0, 0))
+    of_tile = lambda filler: jnp.pad(kinds, padding, constant_values=filler).reshape(
+        *kinds.shape[:2], -1, parts, kinds.shape[3]
+    )
+    return _kind((of_tile(HIDDEN) > HIDDEN).any(axis=3), (of_tile(FULL) == FULL).all(axis=3))

@@ -6,7 +6,20 @@ from helpers.attention.registry import choose
 
 
 def paged_attention(
-    query, key_pages, value_pages, page_table, lengths, *, scale=None, implementation=None, return_residual=False
+    query,
+    key_pages,
+    value_pages,
+    page_table,
+    lengths,
+    *,
+    scale=None,
+    is_causal=False,
+    local_window_size=None,
+    causal_offset=None,
+    logits_soft_cap=None,
+    sinks=None,
+    implementation=None,
+    return_residual=False,
 ):
     """Attention of few queries over the keys and values that a page table names.
 
@@ -21,8 +34,12 @@ def paged_attention(
         in any order and in several rows. Entries past the end of a sequence do not matter.
       lengths: int32 (B,), the tokens of each sequence; 0 is a sequence without any.
       scale: a Python number; None means 1 / sqrt(H).
+      is_causal, local_window_size, logits_soft_cap, sinks: as in `flash_attention`, where query i stands at
+      causal_offset: an integer: query i stands at position i + causal_offset of its sequence. None means that the
+        queries are the last of each sequence, so that the last one sees all of it.
       implementation: "reference" (gathers the cache), "portable" (a Pallas kernel that reads it in place: compiled on
-        an NVIDIA GPU from Ampere on, interpreted on a CPU), or None: portable on such a GPU, reference elsewhere.
+        an NVIDIA GPU from Ampere on, interpreted on a CPU; it takes none of the arguments of `flash_attention` above
+        but scale), or None: portable on such a GPU for what it serves, reference elsewhere.
       return_residual: also return the log-sum-exp of the scaled logits.
 
     Returns:
@@ -39,6 +56,18 @@ def paged_attention(
     call is split over batch and heads, pages over heads only. An axis of `vmap` joins the batch, and pages without that
     axis are not copied for it.
     """
-    call = check_paged_call(query, key_pages, value_pages, page_table, lengths, scale=scale)
+    call = check_paged_call(
+        query,
+        key_pages,
+        value_pages,
+        page_table,
+        lengths,
+        scale=scale,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        causal_offset=causal_offset,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+    )
     out, lse = run(choose(implementation, call), call, return_residual)
     return (out, lse) if return_residual else out

@@ -6,20 +6,26 @@ What no implementation accepts is refused here, before any kernel runs; what one
 import math
 import numbers
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from helpers.attention.masking import Band
+from helpers.attention import masking
+from helpers.attention.extras import Extras, check_block_mask, check_function, check_score_arrays, check_table
+from helpers.attention.masking import Band, visible
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 MAX_HEAD_DIM = 256
 FEW_QUERIES = 16  # at most, of calls that the kernels for decoding serve
 LARGEST_SCALE = float(np.finfo(np.float32).max) / math.log2(math.e)
 SYMBOLS, LENGTHS, WINDOW, PAGES = "symbolic shapes", "sequence lengths", "local window", "pages"
-FEATURES = (SYMBOLS, PAGES, "float32", LENGTHS, WINDOW)  # what a call may ask for, and a backend must list
+OFFSET, SEGMENTS, SOFT_CAP, SINKS, MASK = "causal_offset", "segment ids", "soft cap", "sinks", "mask"
+# What a call may ask for, and a backend must list.
+FEATURES = (SYMBOLS, PAGES, "float32", LENGTHS, WINDOW, OFFSET, SEGMENTS, SOFT_CAP, SINKS)
+FEATURES += ("bias", MASK, "mask_mod", "score_mod")
 MAX_LENGTH = 2**30 - 1  # so that sums of two positions stay within int32
 
 
@@ -29,7 +35,8 @@ class Problem:
 
     B batch, T queries, S keys, N query heads, K key/value heads, H head_dim (the letters of
     `jax.nn.dot_product_attention`); dtype of query, key and value; scale of the logits; band of
-    visible keys (see `masking`). In `jax.export`, B, T and S may be symbols.
+    visible keys (see `masking`); soft_cap, mask_mod and score_mod, each of which may be None (see
+    `scores`). In `jax.export`, B, T and S may be symbols.
     """
 
     B: int
@@ -41,6 +48,9 @@ class Problem:
     dtype: np.dtype
     scale: float
     band: Band
+    soft_cap: float | None = None
+    mask_mod: Callable | None = None
+    score_mod: Callable | None = None
 
     @property
     def group(self):
@@ -54,8 +64,9 @@ class Problem:
 
     @property
     def band_blinds_rows(self):
-        """Whether the band leaves the last query without a key, or may do so, be there lengths or not."""
-        return self.band.left is not None and (self.is_symbolic or self.T - self.band.left > self.S)
+        """Whether the band leaves the first or last query without a key, or may do so, be there lengths or not."""
+        left, right = self.band.left, self.band.right
+        return (left is not None and (self.is_symbolic or self.T - left > self.S)) or (right is not None and right < 0)
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,7 @@ class Call:
 
     query (B, T, N, H); key, value (B, S, K, H); query_lengths, key_lengths int32 (B,) or None. With a page_table, int32
     (B, pages of a sequence), key and value are (pages, page, K, H), and S is what a row of the table has room for.
+    extras: what few calls have, or None.
     """
 
     problem: Problem
@@ -73,23 +85,69 @@ class Call:
     query_lengths: jax.Array | None
     key_lengths: jax.Array | None
     page_table: jax.Array | None = None
+    extras: Extras | None = None
 
     @property
     def arrays(self):
-        """The six, in the order of the fields."""
-        return self.query, self.key, self.value, self.query_lengths, self.key_lengths, self.page_table
+        """The seven, in the order of the fields; the last is a tree of arrays."""
+        arrays = self.query, self.key, self.value, self.query_lengths, self.key_lengths
+        return *arrays, self.page_table, self.extras
 
     @property
     def features(self):
         """What the call asks for, of `FEATURES`."""
+        problem, band, extras = self.problem, self.problem.band, self.extras or Extras()
+        is_shifted = (band.left or 0) < 0 or (band.right or 0) < 0 or (band.left is None and bool(band.right))
         asked = (
-            self.problem.is_symbolic,
+            problem.is_symbolic,
             self.page_table is not None,
-            self.problem.dtype == jnp.float32,
+            problem.dtype == jnp.float32,
             not (self.query_lengths is None and self.key_lengths is None),
-            self.problem.band not in (Band(), Band(right=0)),
+            band.left is not None,
+            is_shifted,
+            extras.query_segment_ids is not None,
+            problem.soft_cap is not None,
+            extras.sinks is not None,
+            extras.bias is not None,
+            extras.mask is not None,
+            problem.mask_mod is not None,
+            problem.score_mod is not None,
         )
         return [feature for feature, is_asked in zip(FEATURES, asked, strict=True) if is_asked]
+
+    def numbered(self):
+        """The call with the numbers of its batch entries and heads, if a function wants them; before it is split."""
+        problem, extras = self.problem, self.extras or Extras()
+        if extras.batch is not None or (problem.mask_mod is None and problem.score_mod is None):
+            return self
+        batch, heads = (jnp.arange(size, dtype=jnp.int32) for size in (problem.B, problem.N))
+        return replace(self, extras=extras._replace(batch=batch, heads=heads[None]))
+
+    def prepared(self):
+        """The call with these numbers and with the block mask of mask and mask_mod, if there is one of them."""
+        call = self.numbered()
+        problem, extras = call.problem, call.extras or Extras()
+        if extras.block_mask is not None or (problem.mask_mod is None and extras.mask is None):
+            return call
+        of_numbers = {"batch": extras.batch, "heads": extras.heads}
+        mask = masking.block_mask(problem.T, problem.S, mask=extras.mask, mask_mod=problem.mask_mod, **of_numbers)
+        return replace(call, extras=extras._replace(block_mask=mask))
+
+    @property
+    def is_plain(self):
+        """Whether its logits are products, hidden by the band and the lengths alone."""
+        return not (self.changes_logits or self.hides_keys or self.has_sinks)
+
+    @property
+    def changes_logits(self):
+        """Whether a logit is more than the scaled product of a query and a key."""
+        has_bias = self.extras is not None and self.extras.bias is not None
+        return has_bias or self.problem.soft_cap is not None or self.problem.score_mod is not None
+
+    @property
+    def hides_keys(self):
+        """Whether something hides keys that the band and the lengths do not."""
+        return self.problem.mask_mod is not None or (self.extras is not None and self.extras.hides_keys)
 
     def gathered(self):
         """The call with its keys in one piece, if they lie in pages. A page that does not exist is some other one."""
@@ -101,18 +159,31 @@ class Call:
         return replace(self, key=key, value=value, page_table=None)
 
     @property
+    def has_sinks(self):
+        """Whether each head has a logit that takes weight and gives no value."""
+        return self.extras is not None and self.extras.sinks is not None
+
+    @property
+    def is_padding(self):
+        """Which queries lie past query_lengths, which there are: (B, 1, T)."""
+        return jnp.arange(self.problem.T) >= self.query_lengths[:, None, None]
+
+    @property
     def may_have_blind_rows(self):
         """Whether a query may see no key. Known when traced, so that calls without such rows pay nothing for them."""
-        return self.problem.band_blinds_rows or not (self.query_lengths is None and self.key_lengths is None)
+        has_lengths = not (self.query_lengths is None and self.key_lengths is None)
+        return self.problem.band_blinds_rows or has_lengths or self.hides_keys or self.changes_logits
 
     def of_seeing_rows(self, lse, *arrays):
         """The arrays, (B, T, N, H) or (B, N, T), with zeros for queries that see no key, as lse (B, N, T) tells.
 
-        In the backward pass: such a query passes nothing, but a NaN would survive the weight of zero that it has.
+        In the backward pass: such a query passes nothing, but a NaN would survive the weight of zero that it has. With
+        sinks, a query whose keys weigh too little beside its sink to change lse counts as one that sees none.
         """
         if not self.may_have_blind_rows:
             return arrays
-        blind = {3: lse == -jnp.inf, 4: jnp.swapaxes(lse == -jnp.inf, 1, 2)[..., None]}
+        is_blind = lse == (self.extras.sinks[:, :, None] if self.has_sinks else -jnp.inf)
+        blind = {3: is_blind, 4: jnp.swapaxes(is_blind, 1, 2)[..., None]}
         return tuple(jnp.where(blind[array.ndim], 0, array) for array in arrays)
 
 
@@ -128,19 +199,57 @@ def check_call(
     query_seq_lengths=None,
     key_value_seq_lengths=None,
     local_window_size=None,
+    query_segment_ids=None,
+    key_value_segment_ids=None,
+    logits_soft_cap=None,
+    sinks=None,
+    causal_offset=0,
+    mask_mod=None,
+    score_mod=None,
+    score_arrays=(),
+    block_mask=None,
 ):
     """Check the arguments of `flash_attention` and return them as a `Call`.
 
     Raises TypeError for a wrong type or dtype and ValueError for a wrong shape or value. The
     message names the argument, what it was, and what was expected.
     """
-    for name, array in (("bias", bias), ("mask", mask)):
-        if array is not None:
-            raise TypeError(
-                f"{name} must be None, got {type(array).__name__}: masks are given by is_causal, "
-                "query_seq_lengths, key_value_seq_lengths and local_window_size; "
-                f"jax.nn.dot_product_attention takes a {name}"
-            )
+    problem, arrays = _check_arrays(query, key, value)
+    _check_causal(is_causal)
+    problem = replace(
+        problem,
+        scale=_check_scale(scale, problem.H),
+        band=check_band(is_causal, local_window_size, causal_offset),
+        soft_cap=check_soft_cap(logits_soft_cap),
+        mask_mod=mask_mod,
+        score_mod=score_mod,
+    )
+    B, T, S, N = problem.B, problem.T, problem.S, problem.N
+    has_batch = query.ndim == 4
+    segment_ids = check_segment_ids(problem, has_batch, query_segment_ids, key_value_segment_ids)
+    sizes = {"b": B, "n": N, "i": T, "j": S}
+    score_arrays = check_score_arrays(score_arrays, sizes, score_mod)
+    check_function("mask_mod", mask_mod)
+    check_function("score_mod", score_mod, score_arrays)
+    extras = Extras(
+        check_table("bias", bias, sizes, has_batch, DTYPES),
+        check_table("mask", mask, sizes, has_batch, (jnp.bool_,)),
+        *segment_ids,
+        check_sinks(sinks, N),
+        score_arrays,
+        block_mask=check_block_mask(block_mask, sizes, mask is not None or mask_mod is not None),
+    )
+    return Call(
+        problem,
+        *arrays,
+        check_lengths("query_seq_lengths", query_seq_lengths, B, T),
+        check_lengths("key_value_seq_lengths", key_value_seq_lengths, B, S),
+        extras=extras if any(array is not None for array in extras) else None,
+    )
+
+
+def _check_arrays(query, key, value):
+    """The `Problem` of three arrays, but for scale and mask, and the arrays with a batch axis."""
     arrays = {"query": query, "key": key, "value": value}
     for name, array in arrays.items():
         _check_array(name, array)
@@ -171,33 +280,46 @@ def check_call(
         raise ValueError(f"query and key must have at most 2**30 - 1 positions, got {T} and {S}")
     if H > MAX_HEAD_DIM:
         raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, got {H}")
-    _refuse_tracer("is_causal", is_causal)
-    if not isinstance(is_causal, bool | np.bool_):
-        raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
-
-    problem = Problem(
-        B=B,
-        T=T,
-        S=S,
-        N=N,
-        K=K,
-        H=H,
-        dtype=jnp.dtype(query.dtype),
-        scale=_check_scale(scale, H),
-        band=Band.of(bool(is_causal), _check_window(local_window_size)),
-    )
-    return Call(
-        problem,
-        jnp.asarray(query),
-        jnp.asarray(key),
-        jnp.asarray(value),
-        check_lengths("query_seq_lengths", query_seq_lengths, B, T),
-        check_lengths("key_value_seq_lengths", key_value_seq_lengths, B, S),
-    )
+    problem = Problem(B, T, S, N, K, H, jnp.dtype(query.dtype), 1.0, Band())
+    return problem, tuple(map(jnp.asarray, (query, key, value)))
 
 
-def check_paged_call(query, key_pages, value_pages, page_table, lengths, *, scale=None):
-    """Check the arguments of `paged_attention` and return them as a `Call`, as `check_call` does."""
+def check_paged_call(
+    query,
+    key_pages,
+    value_pages,
+    page_table,
+    lengths,
+    *,
+    scale=None,
+    is_causal=False,
+    local_window_size=None,
+    causal_offset=None,
+    logits_soft_cap=None,
+    sinks=None,
+):
+    """Check the arguments of `paged_attention` and return them as a `Call`, as `check_call` does.
+
+    Where queries stand differs from sequence to sequence, so is_causal and a window become a mask.
+    """
+    problem, arrays, key_lengths = _check_pages(query, key_pages, value_pages, page_table, lengths)
+    _check_causal(is_causal)
+    band = check_band(is_causal, local_window_size, causal_offset or 0)
+    problem = replace(problem, scale=_check_scale(scale, problem.H), soft_cap=check_soft_cap(logits_soft_cap))
+    mask = None
+    if band != Band():
+        at_end = jnp.minimum(key_lengths, problem.S) - problem.T
+        first = at_end if causal_offset is None else jnp.zeros_like(key_lengths)
+        rows = first[:, None, None, None] + jnp.arange(problem.T)[:, None]
+        mask = visible(rows, jnp.arange(problem.S), band, MAX_LENGTH, problem.S)
+    extras = Extras(mask=mask, sinks=check_sinks(sinks, problem.N))
+    *arrays, table = arrays
+    has_none = mask is None and sinks is None
+    return Call(problem, *arrays, None, key_lengths, table, None if has_none else extras)
+
+
+def _check_pages(query, key_pages, value_pages, page_table, lengths):
+    """The `Problem` of a paged call, but for scale and mask; query, both pages and the table; and the lengths."""
     arrays = {"query": query, "key_pages": key_pages, "value_pages": value_pages}
     for name, array in arrays.items():
         _check_array(name, array)
@@ -234,9 +356,14 @@ def check_paged_call(query, key_pages, value_pages, page_table, lengths, *, scal
             wrong = [int(number) for number in table[row, :count] if not 0 <= number < pages]
             if wrong:
                 raise ValueError(f"page_table[{row}] must name pages from 0 to {pages - 1}, got {wrong[0]}")
-    problem = Problem(B, T, S, N, K, H, jnp.dtype(query.dtype), _check_scale(scale, H), Band())
-    pages = jnp.asarray(key_pages), jnp.asarray(value_pages)
-    return Call(problem, jnp.asarray(query), *pages, None, key_lengths, jnp.asarray(page_table))
+    problem = Problem(B, T, S, N, K, H, jnp.dtype(query.dtype), 1.0, Band())
+    return problem, tuple(map(jnp.asarray, (query, key_pages, value_pages, page_table))), key_lengths
+
+
+def _check_causal(is_causal):
+    _refuse_tracer("is_causal", is_causal)
+    if not isinstance(is_causal, bool | np.bool_):
+        raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
 
 
 def _check_array(name, array):
@@ -277,6 +404,64 @@ def _check_scale(scale, head_dim):
 def _refuse_tracer(name, value):
     if isinstance(value, jax.core.Tracer):
         raise TypeError(f"{name} must be known when the function is traced; pass a Python value")
+
+
+def check_band(is_causal, local_window_size, causal_offset):
+    """The `Band` of the three arguments."""
+    _refuse_tracer("causal_offset", causal_offset)
+    try:
+        offset = operator.index(causal_offset)
+    except TypeError:
+        raise TypeError(f"causal_offset must be an integer, got {causal_offset!r}") from None
+    if offset and not is_causal and local_window_size is None:
+        raise ValueError(f"causal_offset shifts is_causal and local_window_size, and {offset} is given without either")
+    band = Band.of(bool(is_causal), _check_window(local_window_size), offset)
+    # Beyond any length an edge means the same; the bound keeps int32 positions from overflowing.
+    bounded = lambda edge: None if edge is None else max(-MAX_LENGTH, min(edge, MAX_LENGTH))
+    return Band(bounded(band.left), bounded(band.right))
+
+
+def check_soft_cap(cap):
+    """A float above 0, or None."""
+    _refuse_tracer("logits_soft_cap", cap)
+    if cap is None:
+        return None
+    if isinstance(cap, bool | np.bool_) or not isinstance(cap, numbers.Real):
+        raise TypeError(f"logits_soft_cap must be a real number or None, got {cap!r}")
+    if not 0 < cap <= LARGEST_SCALE:
+        raise ValueError(f"logits_soft_cap must be above 0 and at most {LARGEST_SCALE:.3g}, got {cap!r}")
+    return float(cap)
+
+
+def check_sinks(sinks, N):
+    """float32 (1, N), or None."""
+    if sinks is None:
+        return None
+    if not isinstance(sinks, jax.Array | np.ndarray):
+        raise TypeError(f"sinks must be a float32 array of shape ({N},), got {type(sinks).__name__}")
+    if sinks.dtype != jnp.float32:
+        raise TypeError(f"sinks must have dtype float32, got {sinks.dtype}")
+    if sinks.shape != (N,):
+        raise ValueError(f"sinks must have shape ({N},), one for each query head, got {sinks.shape}")
+    return jnp.asarray(sinks)[None]
+
+
+def check_segment_ids(problem, has_batch, query_ids, key_ids):
+    """The two int32 arrays, (B, T) and (B, S), or None twice."""
+    named = {"query_segment_ids": (query_ids, problem.T), "key_value_segment_ids": (key_ids, problem.S)}
+    missing = [name for name, (ids, _) in named.items() if ids is None]
+    if len(missing) == 2:
+        return None, None
+    if missing:
+        raise ValueError(f"query_segment_ids and key_value_segment_ids go together, and {missing[0]} is None")
+    found = []
+    for name, (ids, length) in named.items():
+        shape = (problem.B, length) if has_batch else (length,)
+        _check_integers(name, ids, f"int32 array of shape {shape}")
+        if ids.shape != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {ids.shape}")
+        found.append(jnp.asarray(ids).reshape(problem.B, length))
+    return tuple(found)
 
 
 def _check_window(window):

@@ -18,15 +18,27 @@ from jax.experimental.pallas import tpu as pltpu
 
 from helpers.attention import cudnn, sharding, tpu
 from helpers.attention.device import by_platform, compute_capability, device_of, settings
-from helpers.attention.differentiate import differentiable, without_derivative
+from helpers.attention.differentiate import differentiable, reverse_mode_only, without_derivative
+from helpers.attention.extra_gradients import gradients_of_extras
 from helpers.attention.hopper import backward as hopper_backward
 from helpers.attention.hopper import forward as hopper_forward
 from helpers.attention.hopper import serve as hopper
 from helpers.attention.low_bits import with_low_bits
-from helpers.attention.portable import backward as portable_backward
-from helpers.attention.portable import decode as portable_decode
-from helpers.attention.portable import forward as portable_forward
-from helpers.attention.problem import FEATURES, FEW_QUERIES, LENGTHS, SYMBOLS, WINDOW, Call
+from helpers.attention.mosaic import backward as mosaic_backward
+from helpers.attention.mosaic import decode as mosaic_decode
+from helpers.attention.mosaic import forward as mosaic_forward
+from helpers.attention.problem import (
+    FEATURES,
+    FEW_QUERIES,
+    LENGTHS,
+    MASK,
+    PAGES,
+    SINKS,
+    SOFT_CAP,
+    SYMBOLS,
+    WINDOW,
+    Call,
+)
 from helpers.attention.reference import naive_attention, naive_gradients, naive_gradients_of_part
 
 
@@ -70,7 +82,8 @@ class KernelsOf:
         return problem.dtype.itemsize == 2 and all(kernels.forward_with_low_bits for kernels in served)
 
     def __call__(self, call):
-        problem = call.problem
+        call, problem = call.prepared(), call.problem
+        call = dataclasses.replace(call, extras=jax.tree.map(reverse_mode_only, call.extras))
         forward = functools.partial(self.run, "forward", problem)
         keeping = functools.partial(self.run, "forward_with_low_bits", problem)
         if call.page_table is not None:
@@ -79,8 +92,12 @@ class KernelsOf:
 
         def backward(arrays, residuals, gradients):
             call, (out, lse, *low) = Call(problem, *arrays), residuals
-            query, *gradients = call.of_seeing_rows(lse, call.query, *gradients)
-            return self.run("backward", problem, query, *arrays[1:], out, lse, *gradients, *(low or [None]))
+            query, *clean = call.of_seeing_rows(lse, call.query, *gradients)
+            found = self.run("backward", problem, query, *arrays[1:], out, lse, *clean, *(low or [None]))
+            if call.extras is None:
+                return found
+            seeing = dataclasses.replace(call, query=query)
+            return *found, None, None, None, gradients_of_extras(seeing, out, lse, *gradients, *low)
 
         attend = differentiable(forward, backward, keeping if self.keeps_low_bits(problem) else None)
         return attend(*call.arrays)
@@ -94,28 +111,34 @@ class KernelsOf:
                 if isinstance(kernels, str):
                     return kernels
                 one_pass = getattr(kernels, which)
-                return lambda *arrays: tuple(one_pass(Call(problem, *arrays[:6]), *arrays[6:]))
+                return lambda *arrays: tuple(one_pass(Call(problem, *arrays[:7]), *arrays[7:]))
 
             # Perhaps traced again when XLA splits a call, long after the caller's settings are gone.
             with settings(), jax.default_matmul_precision(precision):
                 return by_platform(*arrays, **{name: on(kernels) for name, kernels in self.platforms})
 
-        letters = sharding.letters(which, in_pages=arrays[5] is not None)
+        letters = sharding.letters(which, arrays)
         return sharding.one_device_at_a_time(one_device, *letters, self.splits)(problem, *arrays)
 
 
-# The kernels of each implementation. interpret: what makes them run on a CPU, or False
+# The kernels of each implementation. interpret: what makes them run on a CPU, or False. The portable ones are imported
+# when they are asked for: they need JAX's lowering by Triton, which is deprecated.
 
 
-def _forward(many_queries, interpret):
+def _forward(many_queries, few_queries, interpret):
     """The forward pass by many_queries(call, interpret=…), and that of few queries by kernels of its own."""
 
     def forward(call):
-        if call.problem.T <= FEW_QUERIES:
-            return portable_decode.decode(call, interpret=bool(interpret))
-        return many_queries(call, interpret=interpret)
+        few = call.problem.T <= FEW_QUERIES and call.is_plain
+        return (few_queries if few else many_queries)(call, interpret=interpret)
 
     return forward
+
+
+def _portable_decode(call, interpret):
+    from helpers.attention.portable.decode import decode
+
+    return decode(call, interpret=bool(interpret))
 
 
 def _exact(forward):
@@ -129,7 +152,10 @@ def _exact(forward):
 
 
 def _portable(interpret):
-    forward = _forward(portable_forward.forward, interpret)
+    from helpers.attention.portable import backward as portable_backward
+    from helpers.attention.portable import forward as portable_forward
+
+    forward = _forward(portable_forward.forward, _portable_decode, interpret)
 
     def exact_forward_of_part(call):
         exact = functools.partial(portable_forward.forward, dtype=jnp.float32, interpret=interpret)
@@ -146,9 +172,21 @@ def _portable(interpret):
     return Kernels(forward, backward, None, forward, exact_forward_of_part, of_part)
 
 
+def _mosaic(interpret):
+    many_queries = functools.partial(mosaic_forward.forward, interpret=interpret)
+    forward = _forward(mosaic_forward.forward, mosaic_decode.decode, interpret)
+    keeping = functools.partial(many_queries, keeps_low_bits=True)
+    backward = functools.partial(mosaic_backward.backward, interpret=interpret)
+
+    def exact_forward_of_part(call):
+        return (many_queries if call.problem.dtype == jnp.float32 else _exact(keeping))(call)
+
+    return Kernels(forward, backward, keeping, forward, exact_forward_of_part, backward)
+
+
 def _hopper(interpret):
-    forward = _forward(hopper_forward.forward, interpret)
-    of_part = _forward(functools.partial(hopper_forward.forward, is_persistent=False), interpret)
+    forward = _forward(hopper_forward.forward, _portable_decode, interpret)
+    of_part = _forward(functools.partial(hopper_forward.forward, is_persistent=False), _portable_decode, interpret)
     keeping = functools.partial(hopper_forward.forward, keeps_low_bits=True, interpret=interpret)
     exact_of_part = _exact(functools.partial(keeping, is_persistent=False))
     backward = functools.partial(hopper_backward.backward, interpret=interpret)
@@ -178,6 +216,14 @@ def _naive(interpret):
         return naive_gradients_of_part(call, with_low_bits(out, low), lse, dout, dlse)
 
     return Kernels(naive_attention, backward, keeping, naive_attention, exact_forward_of_part, backward_of_part)
+
+
+def _why_not_in_pages(call, return_residual):
+    """Why the kernel that reads pages cannot serve a call, or None."""
+    lacking = next((feature for feature in call.features if feature in (SOFT_CAP, SINKS, MASK)), None)
+    if call.page_table is None or lacking is None:
+        return None
+    return f"where keys lie in pages it takes no {'causal mask or window' if lacking == MASK else lacking}"
 
 
 # The table
@@ -210,9 +256,19 @@ TABLE = {
         serves=tuple(feature for feature in FEATURES if feature != SYMBOLS),
         needs="a CPU or an NVIDIA GPU of compute capability 8.0 (Ampere) or newer",
         runs_on=lambda device: device.platform == "cpu" or compute_capability(device) >= (8, 0),
+        limits=_why_not_in_pages,
         kernels=_portable,
         platform="cuda",
         interpreter=True,
+    ),
+    "mosaic": Backend(
+        serves=(PAGES, "float32", LENGTHS, WINDOW),
+        needs="a CPU or an NVIDIA GPU of compute capability 8.0 (Ampere) or newer",
+        runs_on=lambda device: device.platform == "cpu" or compute_capability(device) >= (8, 0),
+        kernels=_mosaic,
+        platform="cuda",
+        interpreter=plgpu.InterpretGPUParams(),
+        alone=True,
     ),
     "hopper": Backend(
         serves=(),

@@ -400,7 +400,9 @@ class Ring:
             if key_lengths is not None:
                 key_lengths = jnp.minimum(key_lengths, keys)
             part = dataclasses.replace(problem, T=problem.T - first, S=keys, band=Band.of(is_causal))
-            results = self.kernels.run(which, part, query, key, value, query_lengths, key_lengths, None, *residuals)
+            results = self.kernels.run(
+                which, part, query, key, value, query_lengths, key_lengths, None, None, *residuals
+            )
         after = lambda array: _padded(array, 1, 0, problem.S - keys)
         if which == "backward_of_part":
             dq, dk, dv = results

@@ -10,6 +10,7 @@ JAX can place arrays in three ways, and each comes here by its own way:
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import jax
@@ -21,14 +22,15 @@ from jax.sharding import PartitionSpec as P
 RESULTS = ("BTNH", "BNT", "BTNH")  # out, lse, and the low bits of out
 
 
-def letters(which, in_pages=False):
+def letters(which, arrays):
     """Of the arrays that go into a pass of `registry.Kernels`, and of those that come out.
 
-    Into it go query, key, value, both lengths and the page table, and into a backward pass also out, lse, dout, dlse
-    and low bits. P pages of G tokens hold keys, and L of them a sequence.
+    Into it go the arrays of a `Call`, and into a backward pass also out, lse, dout, dlse and low bits. P pages of G
+    tokens hold keys, and L of them a sequence. An axis of an extra that is 1 and serves all has the letter 1.
     """
-    keys = "PGKH" if in_pages else "BSKH"
-    call = ("BTNH", keys, keys, "B", "B", "BL")
+    *_, table, extras = arrays[:7]
+    keys = "BSKH" if table is None else "PGKH"
+    call = ("BTNH", keys, keys, "B", "B", "BL", None if extras is None else extras.letters())
     if "backward" in which:
         return (*call, "BTNH", "BNT", "BTNH", "BNT", "BTNH"), ("BTNH", "BSKH", "BSKH")
     return call, RESULTS if which == "forward_with_low_bits" else RESULTS[:2]
@@ -40,18 +42,29 @@ def join_axis(size, array, is_batched):
     return array.reshape(-1, *array.shape[2:])
 
 
-def join_all(size, is_batched, *arrays):
+def join_extra(size, batch, array, is_batched):
+    """The same of an array of `Extras`, which may have 1 in place of the batch: unless it has the axis, it keeps it."""
+    if not is_batched and array.shape[0] == 1:
+        return array
+    array = array if is_batched else array[None]
+    return jnp.broadcast_to(array, (size, batch, *array.shape[2:])).reshape(-1, *array.shape[2:])
+
+
+def join_all(size, batch, is_batched, *arrays):
     """All arrays, each with such an axis or without. Pages that all entries share stay as they are, uncopied."""
-    query, key, value, _, key_lengths, table, *_ = arrays
+    query, key, value, lengths, key_lengths, table, extras, *residuals = arrays
+    of_query, of_keys, of_values, of_query_lengths, of_lengths, of_table, of_extras, *of_residuals = is_batched
     join = functools.partial(join_axis, size)
+    extras = jax.tree.map(functools.partial(join_extra, size, batch), extras, of_extras)
     if table is None:
-        return jax.tree.map(join, arrays, tuple(is_batched))
-    of_query, of_keys, of_values, _, of_lengths, of_table = is_batched
+        call = query, key, value, lengths, key_lengths, None
+        call = jax.tree.map(join, call, (of_query, of_keys, of_values, of_query_lengths, of_lengths, None))
+        return *call, extras, *jax.tree.map(join, residuals, of_residuals)
     if of_keys or of_values:  # each entry has pages of its own, whose numbers go on from those of the entry before
         count = (key.shape[1:] if of_keys else key.shape)[0]
         table = jnp.clip(table, 0, count - 1) + count * jnp.arange(size, dtype=table.dtype)[:, None, None]
         key, value, of_table = join(key, of_keys), join(value, of_values), True
-    return join(query, of_query), key, value, None, join(key_lengths, of_lengths), join(table, of_table)
+    return join(query, of_query), key, value, None, join(key_lengths, of_lengths), join(table, of_table), extras
 
 
 def one_device_at_a_time(run, inputs, outputs, splits=True):
@@ -79,7 +92,7 @@ def one_device_at_a_time(run, inputs, outputs, splits=True):
                 return tuple(result[None][:0] for result in results), (True,) * len(outputs)
 
             joined = dataclasses.replace(problem, B=size * problem.B)
-            results = at_once(joined, *join_all(size, is_batched, *arrays))
+            results = at_once(joined, *join_all(size, problem.B, is_batched, *arrays))
             results = tuple(result.reshape(size, problem.B, *result.shape[1:]) for result in results)
             return results, (True,) * len(outputs)
 
@@ -95,26 +108,21 @@ def _partitioned(run, problem, inputs, outputs, arrays):
     def partition(mesh, arguments, results):
         def axes_of(letter):
             """Those of the first array that has split this."""
-            pairs = zip(inputs, arguments, strict=True)
-            found = (
-                own.sharding.spec[own_letters.index(letter)]
-                for own_letters, own in pairs
-                if letter in (own_letters or "")
-            )
+            pairs = zip(jax.tree.leaves(inputs), jax.tree.leaves(arguments), strict=True)
+            found = (own.sharding.spec[letters.index(letter)] for letters, own in pairs if letter in letters)
             return next((axes for axes in found if axes is not None), None)
 
         # Heads that only the keys have split are split for the queries too: those need not move for that.
         batch, heads = axes_of("B"), axes_of("N") or axes_of("K")
         split = Split(mesh.shape, problem, batch, heads)
-        place = lambda letters: None if letters is None else NamedSharding(mesh, split.spec(letters))
-        return mesh, split.part(run, inputs, outputs), tuple(map(place, outputs)), tuple(map(place, inputs))
+        place = lambda letters: NamedSharding(mesh, split.spec(letters))
+        return mesh, split.part(run, inputs, outputs), *(jax.tree.map(place, side) for side in (outputs, inputs))
 
     call = custom_partitioning(lambda *arrays: run(problem, *arrays))
-    heads = {"K": "N"} if problem.K == problem.N else {}
-    rule = [
-        ", ".join(" ".join(heads.get(letter, letter).lower() for letter in letters) for letters in side if letters)
-        for side in (inputs, outputs)
-    ]
+    names = {"K": "n"} if problem.K == problem.N else {}
+    count = itertools.count()
+    name = lambda letter: f"one{next(count)}" if letter == "1" else names.get(letter, letter.lower())
+    rule = [", ".join(" ".join(map(name, letters)) for letters in jax.tree.leaves(side)) for side in (inputs, outputs)]
     call.def_partition(partition, sharding_rule=" -> ".join(rule))
     return call(*arrays)
 
@@ -131,12 +139,10 @@ def over_explicit_axes(run, problem, arrays, inputs, outputs):
     inputs = _present(inputs, arrays)
     own = dict(zip("BTNH", shardings[0].spec, strict=True))
     split = Split(mesh.shape, problem, own["B"], own["N"])
-    arrays = tuple(
-        None if array is None else jax.sharding.reshard(array, NamedSharding(mesh, split.spec(letters)))
-        for array, letters in zip(arrays, inputs, strict=True)
-    )
+    place = lambda array, letters: jax.sharding.reshard(array, NamedSharding(mesh, split.spec(letters)))
+    arrays = jax.tree.map(place, arrays, inputs)
     part = split.part(lambda problem, *arrays: run(problem, *vary_alike(arrays)), inputs, outputs)
-    in_specs, out_specs = (tuple(letters and split.spec(letters) for letters in side) for side in (inputs, outputs))
+    in_specs, out_specs = (jax.tree.map(split.spec, side) for side in (inputs, outputs))
     results = jax.shard_map(part, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(*arrays)
     as_query = lambda letters: NamedSharding(mesh, P(*map(own.get, letters)))
     return tuple(
@@ -190,9 +196,7 @@ class Split:
                 return run(self.local, *arrays)
             mine = jax.lax.axis_index(self.heads) * self.problem.K // self.head_parts
             take = lambda array: jax.lax.dynamic_slice_in_dim(array, mine, 1, axis=2)
-            own = [
-                take(array) if "K" in (letters or "") else array for array, letters in zip(arrays, inputs, strict=True)
-            ]
+            own = jax.tree.map(lambda array, letters: take(array) if "K" in letters else array, arrays, inputs)
             results = run(self.local, *own)
             return tuple(
                 self._sum_of_heads(result, mine) if letters == "BSKH" else result
@@ -210,6 +214,7 @@ class Split:
 
 
 def _present(letters, arrays):
+    """The letters of the arrays that are there."""
     return tuple(None if array is None else own for own, array in zip(letters, arrays, strict=True))
 
 

@@ -25,6 +25,7 @@ import numpy as np
 
 from helpers import flash_attention
 from helpers.attention.hopper import backward as hopper_backward
+from helpers.attention.hopper import backward_schedule
 from helpers.attention.hopper import ladder as hopper_ladder
 from helpers.attention.hopper import serve as hopper
 from helpers.attention.portable.tiles import select_tiles
@@ -298,7 +299,7 @@ def rungs(case):
     causal = {"is_causal": case.is_causal}
     steps = {("portable forward", "forward", rung.name): (ladder.attention, {"rung": rung}) for rung in ladder.RUNGS}
     if is_hopper():
-        names, forms = hopper_ladder.NAMES.items(), hopper_backward.forms(case.H).items()
+        names, forms = hopper_ladder.NAMES.items(), backward_schedule.forms(case.H).items()
         steps |= {("hopper forward", "forward", name): (_hopper_rung, {"rung": rung}) for rung, name in names}
         steps |= {("hopper backward", "backward", name): (_hopper_form, {"tiles": tiles}) for name, tiles in forms}
     return {step: functools.partial(function, **options, **causal) for step, (function, options) in steps.items()}
@@ -474,7 +475,9 @@ def main(arguments=None):
     print(f"ceilings: matmul {top['matmul_tflops']:.0f} TFLOP/s, copy {top['copy_gbps']:.0f} GB/s", flush=True)
     path = results.RESULTS / f"{results.slug(machine.card)}.json"
     if options.decode:
-        return results.write_or_say(results.read(machine.card) | {"decode": decode_part(machine, top, note)}, path)
+        found = results.read(machine.card) | {"decode": decode_part(machine, top, note)}
+        results.write(found, path, results.FILE)
+        return 0
     # The shapes that lessons quote come first, so that a slow machine still has them.
     cases = sorted([*GRID, TUTORIAL, *GROUPED], key=lambda case: (case.T != 4096 and case != TUTORIAL, case.dtype))
     show = functools.partial(print, flush=True)
@@ -484,7 +487,8 @@ def main(arguments=None):
     print(f"{time.perf_counter() - began:.0f} s, and decoding")
     found |= {"decode": decode_part(machine, top, note)}
     found |= {"memory": memory_records(note)}  # last: JAX keeps what it took, and processes that compile want some too
-    return results.write_or_say(machine.header() | found | {"notes": note}, path)
+    results.write(machine.header() | found | {"notes": note}, path, results.FILE)
+    return 0
 
 
 if __name__ == "__main__":

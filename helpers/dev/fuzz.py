@@ -29,6 +29,7 @@ import numpy as np
 from tqdm import tqdm
 
 from helpers import flash_attention, paged_attention
+from helpers.attention.extras import Extras
 from helpers.attention.masking import Band, visible
 from helpers.attention.problem import FEW_QUERIES, Call, Problem
 from helpers.attention.registry import TABLE
@@ -41,8 +42,9 @@ LONGEST = 2000  # positions of a sequence
 SIDES = (16, 32, 64, 128, 256)  # of tiles
 HEAD_DIMS = (64, 80, 96, 128, 160, 256)
 PAGES = (16, 17, 32, 64, 128, 200)  # positions of a page
-PAGED = (None, "portable", "reference")  # implementations that serve them
+PAGED = (None, "portable", "mosaic", "reference")  # implementations that serve them
 ONLY = {"few": lambda t: t.T <= FEW_QUERIES and not t.page, "pages": lambda t: t.page > 0}  # calls that may be all
+EXTRAS = ("bias", "mask", "sinks", "mask_mod", "score_mod")
 FILL = ("nan", "inf", "-inf")  # in places that must not matter
 MOST_A_GPU = 13  # processes that have enough of its memory
 SHRUNK, SHRINK_SECONDS = 3, 90.0  # failures that are made smaller, and the time for each
@@ -61,6 +63,8 @@ class Trial:
     way: "jit" (one program), "eager" (none around it) or "vmap" (over the batch).
     precision: of float32 products, as `jax.default_matmul_precision` takes it.
     page: positions of a page, in which the keys lie in any order; 0 if they do not.
+    offset: causal_offset. documents: in each row, 0 where nobody counts them. soft_cap as logits_soft_cap.
+    extras: some of `EXTRAS`, drawn from the seed.
     """
 
     T: int
@@ -84,6 +88,10 @@ class Trial:
     page: int = 0
     implementation: str | None = None
     seed: int = 0
+    offset: int = 0
+    documents: int = 0
+    soft_cap: float | None = None
+    extras: tuple = ()
 
     def __str__(self):
         own = [f for f in fields(self) if f.default is not getattr(self, f.name) and f.default != getattr(self, f.name)]
@@ -93,20 +101,50 @@ class Trial:
     def call(self):
         """The `Call` without its arrays, by which an implementation says what it serves."""
         scale = 1 / math.sqrt(self.H) if self.scale is None else self.scale
-        band = Band.of(self.is_causal, self.window)
-        problem = Problem(self.B, self.T, self.S, self.N, self.K, self.H, jnp.dtype(self.dtype), scale, band)
-        return Call(problem, None, None, None, self.query_lengths, self.key_lengths)
+        band, functions = Band.of(self.is_causal, self.window, self.offset), self._functions
+        shape = self.B, self.T, self.S, self.N, self.K, self.H
+        functions = functions.get("mask_mod"), functions.get("score_mod")
+        problem = Problem(*shape, jnp.dtype(self.dtype), scale, band, self.soft_cap, *functions)
+        arrays = [
+            self.lengths.get(name) for name in ("bias", "mask", "query_segment_ids", "key_value_segment_ids", "sinks")
+        ]
+        return Call(problem, None, None, None, self.query_lengths, self.key_lengths, extras=Extras(*arrays))
 
     @property
     def arguments(self):
         """The keyword arguments of the call that are no arrays."""
-        return {"scale": self.scale, "is_causal": self.is_causal, "local_window_size": self.window}
+        named = {"scale": self.scale, "is_causal": self.is_causal, "local_window_size": self.window}
+        return named | {"causal_offset": self.offset, "logits_soft_cap": self.soft_cap} | self._functions
+
+    @property
+    def may_be_mapped(self):
+        """Whether it is the same entry by entry of the batch."""
+        return not (self.extras or self.documents)
+
+    @property
+    def _functions(self):
+        slopes = np.float32(2.0 ** -np.arange(1, self.N + 1))
+        alibi = {"score_mod": minus_distance, "score_arrays": ((slopes, "n"),)}
+        return ({"mask_mod": stripes} if "mask_mod" in self.extras else {}) | (
+            alibi if "score_mod" in self.extras else {}
+        )
 
     @property
     def lengths(self):
         """Its keyword arguments that are arrays."""
         named = {"query_seq_lengths": self.query_lengths, "key_value_seq_lengths": self.key_lengths}
-        return {name: np.array(lengths, np.int32) for name, lengths in named.items() if lengths is not None}
+        named = {name: np.array(lengths, np.int32) for name, lengths in named.items() if lengths is not None}
+        random = np.random.default_rng([self.seed, 2])
+        if self.documents:
+            ids = lambda length: np.sort(random.integers(0, self.documents, (self.B, length), np.int32), axis=1)
+            named |= {"query_segment_ids": ids(self.T), "key_value_segment_ids": ids(self.S)}
+        sizes = [size if random.random() < 0.5 else 1 for size in (self.B, self.N, self.T, self.S)]
+        tables = {
+            "bias": lambda: random.standard_normal(sizes, np.float32),
+            "mask": lambda: random.random(sizes) < 0.6,
+            "sinks": lambda: 2 * random.standard_normal(self.N, np.float32),
+        }
+        return named | {name: table() for name, table in tables.items() if name in self.extras}
 
     def inputs(self):
         """(query, key, value) and (dout, dlse)."""
@@ -148,9 +186,19 @@ class Trial:
         return *scattered, np.where(np.arange(each) * self.page < lengths[:, None], table, wrong).astype(np.int32)
 
 
+def stripes(b, n, i, j):
+    """Of tiles of 48 keys, for each 64 queries two of three, and in the second batch entry on, the first keys."""
+    return ((i // 64 + j // 48 + n) % 3 != 0) | (j < 8 * b)
+
+
+def minus_distance(s, b, n, i, j, slopes):
+    """ALiBi (arXiv 2108.12409)."""
+    return s - slopes * jnp.abs(i - j)
+
+
 def legal(trial):
     """Whether its implementation serves a trial."""
-    return trial.implementation != "hopper" or set(trial.call.features) <= set(TABLE["hopper"].serves)
+    return trial.implementation is None or set(trial.call.features) <= set(TABLE[trial.implementation].serves)
 
 
 def draw(seed, index, implementation=None, longest=LONGEST, only=None):
@@ -161,7 +209,7 @@ def draw(seed, index, implementation=None, longest=LONGEST, only=None):
     first = next(trials)
     if first.page or random.random() > 0.1:
         return (first,)
-    trials = (trial for trial in trials if not trial.page)
+    trials = (trial for trial in trials if not trial.page and (first.way != "vmap" or trial.may_be_mapped))
     return replace(first, precision="highest"), replace(next(trials), way=first.way, precision="highest")
 
 
@@ -214,10 +262,23 @@ def draw_trial(random, implementation, longest):
         seed=int(random.integers(2**31)),
     )
     if not page:
-        return trial
+        return replace(trial, **draw_extras(trial)) if random.random() < 0.3 else trial
     lengths = sometimes(0.7, tuple(random.integers(0, S + 1, B).tolist()))
     plain = {"is_causal": False, "window": None, "query_lengths": None, "lse_gradient": False, "way": "jit"}
     return replace(trial, page=page, key_lengths=lengths, **plain)
+
+
+def draw_extras(trial):
+    """Fields of a trial that few calls have."""
+    random = np.random.default_rng([trial.seed, 1])
+    is_shifted = (trial.is_causal or trial.window) and random.random() < 0.3
+    return {
+        "offset": int(random.integers(-trial.T, trial.S + 1)) if is_shifted else 0,
+        "documents": int(random.integers(1, 9)) if random.random() < 0.5 else 0,
+        "soft_cap": float(random.choice([1.0, 5.0, 50.0])) if random.random() < 0.3 else None,
+        "extras": tuple(name for name in EXTRAS if random.random() < 0.3),
+        "way": "jit" if trial.way == "vmap" else trial.way,
+    }
 
 
 def causal_sweep(implementation=None):
@@ -388,7 +449,8 @@ def reports(pool, patience, programs):
 def simplifications(trial):
     """Changes, as dictionaries of fields, that make a trial simpler; the boldest first."""
     plain = Trial(1, 1)
-    names = "page way B N lse_gradient scale kinds unseen padding precision window query_lengths key_lengths is_causal"
+    names = "extras documents soft_cap offset "
+    names += "page way B N lse_gradient scale kinds unseen padding precision window query_lengths key_lengths is_causal"
     changes = [
         {name: getattr(plain, name)}
         for name in (*names.split(), "seed")
@@ -409,6 +471,9 @@ def consistent(trial, change):
     """A change with what it asks of other fields: heads in whole groups, one length for each batch entry."""
     if change.get("N") == 1:
         change = change | {"K": 1}
+    after = replace(trial, **change)
+    if after.offset and not after.is_causal and not after.window:
+        change = change | {"offset": 0}
     after = replace(trial, **change)
     for name, longest in (("query_lengths", after.T), ("key_lengths", after.S)):
         lengths = getattr(after, name)
@@ -511,7 +576,7 @@ def add_up(logs):
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m helpers.dev.fuzz", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--implementation", choices=("hopper", "portable", "tpu", "reference"), help="by default the default"
+        "--implementation", choices=[name for name in TABLE if name != "cudnn"], help="by default the default"
     )
     parser.add_argument("--only", choices=ONLY, help="calls of few queries, or of keys in pages")
     parser.add_argument("--minutes", type=float, help="when to stop; by default 5, or never if --calls or --sweep does")

@@ -22,27 +22,21 @@ MODULE = '''"""The exercises of notebook {number}."""
 
 import numpy as np
 
-from helpers.exercises.exercise import Case, Exercise
+from helpers.exercises.exercise import Exercise, table
+
 
 # {lesson}.1
-
-
 {solution}
 
-def _cases():
-    return [Case("1", (np.array(1.0),)), Case("three numbers", (np.array([1.0, -2.0, 0.5]),))]
-
-
-# fmt: off
 FIRST = Exercise(
-    solution={name}, title="{title}", outputs=("twice x",), cases=_cases, tried="a number and an array",
+    solution={name}, title="{title}", outputs=("twice x",), tried="numbers and an array",
+    cases=table("x", (1.0,), (2.5,), ("three numbers", np.array([1.0, -2.0, 0.5]))),
     mistakes=(
         ("x is squared", "2 * x", "x * x", "Multiply by two: see section 1."),
         ("x is halved", "2 * x", "x / 2", "Multiply by two: see section 1."),
         ("two is added", "2 * x", "2 + x", "Multiply by two: see section 1."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 EXERCISES = (FIRST,)
 '''

@@ -16,7 +16,7 @@ from dataclasses import replace
 import jax
 from tqdm import tqdm
 
-from helpers.attention.hopper import backward, forward
+from helpers.attention.hopper import backward_schedule, forward
 from helpers.dev.fuzz import Trial, attempt
 
 SHAPES = ((65, 257), (200, 129), (7, 300), (321, 40))
@@ -45,7 +45,7 @@ def main():
     todo = list(trials())
     if jax.devices()[0].platform != "gpu":
         sys.exit("This needs a GPU.")
-    backward.core_count = forward.core_count = lambda _: NUM_SMS
+    backward_schedule.core_count = forward.core_count = lambda _: NUM_SMS
     for trial in tqdm(todo, unit=" calls", mininterval=5.0):
         report = attempt((trial,))
         if report.kind != "right":

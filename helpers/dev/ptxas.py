@@ -29,7 +29,7 @@ import numpy as np
 from jax.experimental import topologies
 
 from helpers.attention import tables
-from helpers.attention.hopper import backward, forward
+from helpers.attention.hopper import backward, backward_schedule, forward
 from helpers.attention.hopper.serve import fields_of
 from helpers.attention.hopper.table import LENGTHS
 from helpers.attention.hopper.warpgroup import HEAD_DIMS
@@ -64,7 +64,7 @@ device_description_str: "NAME"
 
 @dataclass(frozen=True)
 class Configuration:
-    """A pass of the Hopper kernels: "forward" with a `forward.Tiles`, or "backward" with a pair as `forms` has them."""
+    """A pass of the Hopper kernels: "forward" with a `forward.Tiles`, or "backward" with a pair of `Tiles`."""
 
     which: str
     H: int
@@ -102,14 +102,14 @@ def configurations():
     for path in sorted(tables.TUNED.glob("*.json")):
         for row in json.loads(path.read_text()).get("hopper", ()):
             which, tiles = row["pass"].split()[-1], row["tiles"]
-            tiles = forward.Tiles(**tiles["forward"]) if which == "forward" else backward.pair(tiles)
+            tiles = forward.Tiles(**tiles["forward"]) if which == "forward" else backward_schedule.pair(tiles)
             found.append(Configuration(which, row["head_padded"], row["is_causal"], tiles))
     for H, is_causal, T in itertools.product(HEAD_DIMS, (False, True), LENGTHS.values()):
         problem = Problem(1, T, T, 1, 1, H, jnp.dtype(jnp.bfloat16), 1.0, Band.of(is_causal))
         for tiles in (forward.untuned_tiles(problem), forward.default_tiles(problem)):  # of many turns, and of few
             found.append(Configuration("forward", H, is_causal, tiles))
         for deterministic in (False, True):
-            tiles = backward.untuned_tiles(problem, deterministic)
+            tiles = backward_schedule.untuned_tiles(problem, deterministic)
             found.append(Configuration("backward", H, is_causal, tiles))
     # A walk through the heads of a group is another loop. Of seven, for eight are divided by a shift.
     found += [replace(one, group=7) for one in found if one.which == "backward"]

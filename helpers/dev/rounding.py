@@ -59,7 +59,8 @@ def answers(query, key, value, dout, dlse=None, *, tf32=False, **arguments):
     tf32: whether float32 products may read TF32. Inputs of 16 bits are always read whole. dout and dlse of rows that
     see nothing may hold anything.
     """
-    q, k, v, p, lse, problem = oracle_softmax(query, key, value, arguments)
+    found = oracle_softmax(query, key, value, arguments)
+    q, k, v, p, lse, problem = found.q, found.k, found.v, found.p, found.lse, found.problem
     B, T, S, H = problem.B, problem.T, problem.S, problem.H
     keys = (p > 0).sum(axis=-1, keepdims=True)
     right_lse, lse = lse, np.where(keys, lse[..., None], 0)
@@ -91,7 +92,13 @@ def answers(query, key, value, dout, dlse=None, *, tf32=False, **arguments):
 
     s = problem.scale * q @ turned(k)
     of_s = problem.scale**2 * product(q, operand * q**2, turned(k), H)
-    of_s += operand * s**2 + 16 * float32 * (s**2 + lse**2 + 1)  # by powers of two
+    # A soft cap and score_mod make another slope of it; bias and they add what float32 rounds.
+    slope, *_ = found.pull_back(np.ones_like(p))
+    logits = np.where(found.logits == -np.inf, 0, found.logits)
+    bend = (2 / problem.soft_cap) ** 2 if problem.soft_cap else 0  # at most, of the slope of a soft cap
+    of_slope = bend * of_s
+    of_s *= slope**2
+    of_s += operand * s**2 + 16 * float32 * (s**2 + (logits - s) ** 2 + lse**2 + 1)  # by powers of two
     of_lse = (p * of_s).sum(axis=-1, keepdims=True) + S * float32
     of_weights = p**2 * (of_s + of_lse + rounded) + least
     out = p @ v
@@ -110,9 +117,10 @@ def answers(query, key, value, dout, dlse=None, *, tf32=False, **arguments):
     # What is too small for the dtype may count as 0: ds, and the weight that it is a multiple of.
     of_ds = p**2 * of_dp + (of_s + rounded) * ds**2 + least * (1 + (centred + added) ** 2)
 
+    of_ds, ds, bent = slope**2 * of_ds + of_slope * ds**2, slope * ds, slope * p  # now of scaled products
     dq, dk, dv = problem.scale * (ds @ k), problem.scale * (turned(ds) @ q), turned(p) @ do
-    of_dq = problem.scale**2 * (product(ds, of_ds, k, S) + of_delta * (p @ k) ** 2 + of_lse * (ds @ k) ** 2)
-    of_dk = problem.scale**2 * product(turned(ds), turned(of_ds + p**2 * of_delta + of_lse * ds**2), q, T)
+    of_dq = problem.scale**2 * (product(ds, of_ds, k, S) + of_delta * (bent @ k) ** 2 + of_lse * (ds @ k) ** 2)
+    of_dk = problem.scale**2 * product(turned(ds), turned(of_ds + bent**2 * of_delta + of_lse * ds**2), q, T)
     of_dv = product(turned(p), turned(of_weights), do, T)
     in_groups = lambda array: array.reshape(B, problem.K, problem.group, S, H).sum(axis=2)
     dk, dv, of_dk, of_dv = map(in_groups, (dk, dv, of_dk, of_dv))

@@ -1,6 +1,6 @@
 """Compile every configuration of the TPU kernels with Google's compiler, on Linux without one, and read what it says.
 
-    python -m helpers.dev.tpu_compile [--record COMMIT]        (make tpu-compile)
+    python -m helpers.dev.tpu_compile        (make tpu-compile)
 
 The compiler, libtpu, needs a description of a chip and no chip. It packs instructions into bundles, of which a core
 issues one a cycle unless it waits for memory, and writes its schedule to files. Three numbers of a kernel are read
@@ -10,14 +10,8 @@ there. They are the compiler's, and nothing here ran on a TPU:
     bundles   from the first product of matrices to the last: a step, nearly. Kernels with equal tiles have equal
               products, so the fewer the better; where a kernel has several forms of a step, all of them are in it
     spills    stores of registers to VMEM for lack of registers
-
-With --record they are written to records/tpu_compile.json, beside those of the two kernels that come with JAX, in
-tiles of the same size.
 """
 
-import argparse
-import datetime
-import functools
 import itertools
 import os
 import re
@@ -25,26 +19,21 @@ import sys
 import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
-from jax.experimental.pallas.ops.tpu import flash_attention as jax_flash
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
 from helpers.attention import tpu
 from helpers.attention.masking import Band
 from helpers.attention.problem import Call, Problem
 from helpers.dev.measuring import reason_of
-from helpers.instruments import results
 
 CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
 B, N, T = 32, 16, 2048  # so large that of all arrays the compiler can put only rows of statistics into VMEM whole
-BLOCK = tpu.LARGEST_BLOCK
 UNITS = ("MATMUL", "VSTORE:SPILL")
 # Calls with everything that a configuration does not have, and lengths; to see that they compile.
 UNUSUAL = {
@@ -56,9 +45,8 @@ UNUSUAL = {
 
 @dataclass(frozen=True)
 class Configuration:
-    """A pass, "forward" or "backward", of "ours", or of JAX's "flash" or "splash"."""
+    """A pass, "forward" or "backward", of square calls."""
 
-    implementation: str
     which: str
     H: int
     dtype: str
@@ -66,30 +54,12 @@ class Configuration:
 
     def program(self):
         """(function, shapes and dtypes of its arrays)."""
-        if self.implementation == "ours":
-            problem = Problem(B, T, T, N, N, self.H, jnp.dtype(self.dtype), 0.1, Band.of(self.is_causal))
-            return ours(problem, self.which)
-        attention, array = getattr(self, f"_{self.implementation}")(), ((B, N, T, self.H), self.dtype)
-        if self.which == "forward":
-            return attention, [array] * 3
-        return lambda dout, *arrays: jax.vjp(attention, *arrays)[1](dout), [array] * 4
-
-    def _flash(self):
-        names = ("q", "k_major", "k", "q_major_dkv", "k_major_dkv", "k_dkv", "q_dkv", "k_major_dq", "k_dq", "q_dq")
-        blocks = jax_flash.BlockSizes(block_b=1, **{f"block_{name}": BLOCK for name in names})
-        return functools.partial(jax_flash.flash_attention, causal=self.is_causal, block_sizes=blocks)
-
-    def _splash(self):
-        names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-        blocks = splash.BlockSizes(**{f"block_{name}": BLOCK for name in names})
-        mask = masks.CausalMask((T, T)) if self.is_causal else masks.FullMask((T, T))
-        with jax.ensure_compile_time_eval():
-            kernel = splash.make_splash_mha_single_device(masks.MultiHeadMask([mask] * N), block_sizes=blocks)
-        return jax.vmap(kernel)
+        problem = Problem(B, T, T, N, N, self.H, jnp.dtype(self.dtype), 0.1, Band.of(self.is_causal))
+        return program(problem, self.which)
 
 
-def ours(problem, which, with_lengths=False):
-    """(function, shapes and dtypes of its arrays) of a pass of our kernels."""
+def program(problem, which, with_lengths=False):
+    """(function, shapes and dtypes of its arrays) of a pass."""
     query = (problem.B, problem.T, problem.N, problem.H), problem.dtype
     key = (problem.B, problem.S, problem.K, problem.H), problem.dtype
     row, lengths = ((problem.B, problem.N, problem.T), jnp.float32), [((problem.B,), jnp.int32)] * 2 * with_lengths
@@ -111,10 +81,9 @@ def compile_for(chip, run, arrays, precision=None):
 
 
 def configurations():
-    """Every `Configuration`: all of ours, and of JAX's kernels those in 16 bits with a head_dim of a row of lanes."""
-    ours = itertools.product(["ours"], ["forward", "backward"], [64, 128, 256], ["bfloat16", "float32"], [False, True])
-    theirs = itertools.product(["flash", "splash"], ["forward", "backward"], [128], ["bfloat16"], [False, True])
-    return [Configuration(*one) for one in (*ours, *theirs)]
+    """Every `Configuration`."""
+    choices = itertools.product(["forward", "backward"], [64, 128, 256], ["bfloat16", "float32"], [False, True])
+    return [Configuration(*one) for one in choices]
 
 
 def bytes_of_vmem(text):
@@ -146,8 +115,8 @@ def kernels_of(folder):
 
 
 def compile_all(folder):
-    """Compile and print each configuration. Returns rows for the record, and how many failed."""
-    rows, failed = [], []
+    """Compile and print each configuration. Returns how many failed."""
+    failed = []
 
     @contextmanager
     def noticed(said):
@@ -161,29 +130,25 @@ def compile_all(folder):
 
     for chip, one in itertools.product(CHIPS, configurations()):
         mask = "causal" if one.is_causal else "full"
-        said = f"{chip} {one.implementation:6} {one.which:8} H{one.H:<3} {one.dtype:8} {mask:6}"
+        said = f"{chip} {one.which:8} H{one.H:<3} {one.dtype:8} {mask:6}"
         with noticed(said):
             compile_for(chip, *one.program())
             kernels = kernels_of(folder)
             if not kernels:
                 raise RuntimeError("the compiler wrote no schedule")
             for name, numbers in kernels.items():
-                rows.append({"chip": chip, **vars(one), "kernel": name, **numbers})
                 more = f"{numbers['bundles']:5} bundles, {numbers['spills']:5} spills"
                 print(f"{said} {name:32.32} {numbers['vmem'] / 2**20:5.2f} MiB of VMEM, {more}", flush=True)
     choices = itertools.product(CHIPS, UNUSUAL.items(), ("forward", "backward"), ("default", "highest"))
     for chip, (name, problem), which, precision in choices:
-        said = f"{chip} ours   {which:8} {name}, {precision} precision:"
+        said = f"{chip} {which:8} {name}, {precision} precision:"
         with noticed(said):
-            compile_for(chip, *ours(problem, which, with_lengths=True), precision)
+            compile_for(chip, *program(problem, which, with_lengths=True), precision)
             print(f"{said} compiles", flush=True)
-    return rows, len(failed)
+    return len(failed)
 
 
-def main(arguments=None):
-    parser = argparse.ArgumentParser(prog="make tpu-compile", description=__doc__.splitlines()[0])
-    parser.add_argument("--record", metavar="COMMIT", help="write records/tpu_compile.json, as of this commit")
-    commit = parser.parse_args(arguments).record
+def main():
     if not (library := util.find_spec("libtpu")):
         print("The compiler for TPUs is not installed here; make tpu-compile installs it, for Linux on x86-64.")
         return 1
@@ -191,13 +156,8 @@ def main(arguments=None):
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # which asks a network what this machine is
     with tempfile.TemporaryDirectory() as folder:
         os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-        rows, failed = compile_all(Path(folder))
+        failed = compile_all(Path(folder))
     print(f"{failed} do not compile." if failed else "All compile. Nothing ran on a TPU.")
-    if commit and not failed:
-        versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "libtpu")}
-        header = {"card": "TPU", "versions": versions, "commit": commit, "date": datetime.date.today().isoformat()}
-        record = {**header, "block": BLOCK, "rows": rows}
-        return results.write_or_say(record, results.RESULTS / "tpu_compile.json", results.COMPILED_FOR_TPU_FILE)
     return int(failed > 0)
 
 

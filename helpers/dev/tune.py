@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from helpers.attention import tables
 from helpers.attention.hopper import backward as hopper_backward
+from helpers.attention.hopper import backward_schedule
 from helpers.attention.hopper import forward as hopper_forward
 from helpers.attention.hopper import serve as hopper
 from helpers.attention.hopper.table import LENGTHS
@@ -98,18 +99,18 @@ def hopper_forward_candidates(H):
 
 
 def hopper_backward_candidates(H):
-    """Pairs of tiles as `backward.forms` has them: those, fused with each choice it has, and some others."""
-    own = hopper_backward.Tiles
+    """Pairs of tiles as `backward_schedule.forms` has them: those, fused with each choice it has, and some others."""
+    own = backward_schedule.Tiles
     dkv = {64: [own(128, 128, 2), own(64, 192, 3, 3)], 128: [own(64, 128, 2), own(64, 128, 3)]}
     dq = {
         64: [own(128, 128, 2), own(128, 128, 3), own(192, 64, 3, 3)],
         128: [own(128, 128, 2), own(128, 64, 4), own(192, 64, 2, 3)],
     }
     more = itertools.product(dkv.get(H, ()), dq.get(H, ()))
-    forms = hopper_backward.forms(H).values()
+    forms = backward_schedule.forms(H).values()
     fused = [
-        (first._replace(keeps_addresses=keeps, zeros_ahead=zeros), second)
-        for (first, second), keeps, zeros in itertools.product(forms, (False, True), (False, True))
+        (first._replace(keeps_addresses=keeps), second)
+        for (first, second), keeps in itertools.product(forms, (False, True))
         if second is None
     ]
     return list(dict.fromkeys([*forms, *fused, *more]))
@@ -261,7 +262,7 @@ def tune_hopper(head_dims=HEAD_DIMS):
         final_of_pass("forward", run_forward, [default], hopper_forward_candidates(H), arrays)
         out, lse = jax.jit(functools.partial(run_forward, default))(*arrays)
         residuals = (*arrays, out, lse, dout, jnp.zeros_like(lse))
-        defaults = [hopper_backward.untuned_tiles(problem, deterministic) for deterministic in (False, True)]
+        defaults = [backward_schedule.untuned_tiles(problem, deterministic) for deterministic in (False, True)]
         final = final_of_pass("backward", run_backward, defaults, hopper_backward_candidates(H), residuals)
         split = {tiles: ms for tiles, ms in final.items() if tiles[1] is not None}
         table.append(hopper_row("deterministic backward", where, fastest(split, defaults[1])))
@@ -312,7 +313,8 @@ def main(arguments=None):
         for row in found[PARTS[part][0]]:
             print(" ".join(f"{value!s:>9}" for value in row.values()))
     table = merged(machine.header(), found, earlier)
-    return results.write_or_say(table, tables.path_of(machine.card), results.TILES_FILE)
+    results.write(table, tables.path_of(machine.card), results.TILES_FILE)
+    return 0
 
 
 if __name__ == "__main__":

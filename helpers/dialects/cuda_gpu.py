@@ -1,43 +1,32 @@
-"""Run, compare and time the CUDA kernels on an NVIDIA GPU that has PyTorch and JAX, and record the figures.
+"""Run the CUDA kernels on an NVIDIA GPU, for a machine with PyTorch, and compare them with the float64 oracle.
 
-    python -m helpers.dialects.cuda_gpu --commit HASH        writes $OUT/cuda.json
+    python -m helpers.dialects.cuda_gpu
 
-    resources    registers, spilled bytes and shared memory of every kernel, from the NVRTC found beside the GPU
-    correct      errors of every rung and of the backward against the float64 oracle and against PyTorch
-    times        the rungs, and the backward, beside the portable Pallas kernel and `flash_attention`
-
-The kernels are compiled by NVRTC and launched by the driver, both by ctypes: what PyTorch and JAX bring is enough.
-`make cuda` compiles the same file, maybe by another version of NVRTC. The arrays that are timed are JAX's, handed to
-PyTorch by DLPack. Events of the GPU time the rungs and the backward; the wall clock times the rest, and the last rung
-once more. The rung that computes logits for every dimension is timed on a quarter of the batch, and without a causal
-mask only.
+The kernels are compiled by NVRTC and launched by the driver, both by ctypes: what PyTorch brings is enough.
+`make cuda` compiles the same file, maybe by another version of NVRTC.
 """
 
 import ctypes
-import functools
 import itertools
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
+from tqdm import tqdm
 
-from helpers import flash_attention
-from helpers.dialects import cuda_compile, cuda_launch, on_gpu
+from helpers.attention.reference import oracle, oracle_gradients
+from helpers.dialects import cuda_compile, cuda_launch
 from helpers.dialects.cuda_launch import ELEMENTS, HEADS, RUNGS, THREADS, grid_of, head_of
-from helpers.dialects.on_gpu import RESULTS, TOKENS, WIDTH, T, event_ms, to_gpu
-from helpers.instruments.timing import Program, time_together
 
-SLOWEST, *_, LAST = RUNGS
-SECONDS = 100  # no new comparison starts after so long, and no new timing after 70 % of it
-TIMED = [  # what is most wanted first
-    ("bfloat16", 64, False),
-    ("bfloat16", 128, False),
-    ("bfloat16", 64, True),
-    ("bfloat16", 128, True),
-    ("float32", 64, False),
-]
+SHAPES = [(1, 1), (1, 7), (7, 1), (63, 65), (100, 130), (113, 203), (128, 128), (239, 1), (799, 3), (1023, 1024)]
+HEAD_DIMS = [1, 24, 64, 80, 128, 256]
+TURNS = list(itertools.product(ELEMENTS, (1, 2, 8), (False, True)))
+NAMES = ("out", "lse", "dq", "dk", "dv")
+# In 16 bits half a unit in the last place, at most: in the norm, rounding the result and the weights stays below.
+BOUNDS = {"float32": 5e-6, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+BOUND_OF_LSE = 2e-6
 
 
 class Loaded:
@@ -47,14 +36,11 @@ class Loaded:
         torch.zeros(1, device="cuda")  # makes the context in which modules are loaded
         self.driver = ctypes.CDLL("libcuda.so.1")
         architecture = "sm_{}{}".format(*torch.cuda.get_device_capability())
-        self.binaries, self.functions, self.resources = {}, {}, []
         keys = list(itertools.product(ELEMENTS, HEADS))
         with ThreadPoolExecutor(12) as pool:
             done = pool.map(lambda key: cuda_compile.compile_for_gpu(*key, architecture), keys)
-            for (dtype, head), (cubin, log) in zip(keys, done, strict=True):
-                self.binaries[dtype, head] = cubin
-                for kernel, row in cuda_compile.resources(log).items():
-                    self.resources.append({"kernel": kernel, "dtype": dtype, "head": head, **row})
+            self.binaries = {key: cubin for key, (cubin, _) in zip(keys, done, strict=True)}
+        self.functions = {}
 
     def call(self, name, *arguments):
         if status := getattr(self.driver, name)(*arguments):
@@ -70,101 +56,65 @@ class Loaded:
         return self.functions[key]
 
     def launch(self, kernel, problem, dtype, _):
+        """As `cuda_launch.launch`, of a problem whose arrays are tensors on the GPU."""
         head = head_of(problem.H)
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         arguments = (ctypes.c_void_p * 1)(ctypes.cast(ctypes.byref(problem), ctypes.c_void_p))
         sizes = [ctypes.c_uint(size) for size in (*grid_of(kernel, problem, dtype, head), THREADS, 1, 1, 0)]
         self.call("cuLaunchKernel", self.function(kernel, dtype, head), *sizes, stream, arguments, None)
 
-    def forward(self, *arrays, **options):
-        """As `cuda_launch.forward`, of tensors on the GPU."""
-        return cuda_launch.forward(*arrays, **options, run=self.launch)
 
-    def backward(self, *arrays, **options):
-        return cuda_launch.backward(*arrays, **options, run=self.launch)
-
-
-def rungs_of(dtype):
-    return [rung for rung in RUNGS if rung != LAST or dtype != "float32"]
+def cases():
+    """(T, S, H, dtype, group, is_causal): every shape with every other head_dim, in turns of the rest."""
+    turns = itertools.cycle([*TURNS, TURNS[0]])
+    for (row, shape), (column, H) in itertools.product(enumerate(SHAPES), enumerate(HEAD_DIMS)):
+        turn = next(turns)
+        if (row + column) % 2 == 0:
+            yield *shape, H, *turn
 
 
-def compared(kernels, case):
-    """Rows of the record: each rung's out and lse, and the gradients from the residuals of `forward_rows`."""
-    arrays, dlse = on_gpu.inputs_of(case)
-    right, is_causal = on_gpu.right_answers(case, arrays, dlse), case["is_causal"]
-    *q_k_v, dout = tensors = [*map(to_gpu, arrays)]
-    theirs = on_gpu.of_torch(tensors, is_causal)
-    rows = []
-    for rung in rungs_of(case["dtype"]):
-        found = dict(zip(RESULTS, kernels.forward(*q_k_v, rung=rung, is_causal=is_causal), strict=False))
-        rows.append(on_gpu.row_of(case, found, right, on_gpu.errors_of(found, theirs), kernel=rung))
-    out, lse = kernels.forward(*q_k_v, is_causal=is_causal)
-    gradients = lambda dlse: dict(
-        zip(RESULTS[2:], kernels.backward(*q_k_v, out, lse, dout, dlse, is_causal=is_causal), strict=True)
-    )
-    against = on_gpu.errors_of(gradients(0 * lse), theirs)  # PyTorch's attention has no gradient of lse
-    return [*rows, on_gpu.row_of(case, gradients(to_gpu(dlse)), right, against, kernel="backward")]
+def to_gpu(array):
+    """A NumPy array as a tensor on the GPU; bfloat16 by way of float32, which holds it exactly."""
+    return torch.from_numpy(np.asarray(array, np.float32)).cuda().to(getattr(torch, str(array.dtype)))
 
 
-def timed(kernels, dtype, H, is_causal):
-    """Rows of the record, for one head_dim."""
-    B, N = TOKENS // T, WIDTH // H
-    keys = jax.random.split(jax.random.key(17), 4)
-    arrays = jax.block_until_ready([jax.random.normal(key, (B, T, N, H), jnp.dtype(dtype)) for key in keys])
-    *q_k_v, dout = map(torch.from_dlpack, arrays)
-    rows = []
-
-    def add(name, batch, ms, clock, which="forward"):
-        row = {"kernel": name, "H": H, "T": T, "B": batch, "N": N, "dtype": dtype, "is_causal": is_causal}
-        rows.append({**row, "ms": ms, "clock": clock, "tflops": on_gpu.tflops(which, ms, H, N, batch, is_causal)})
-
-    for rung in rungs_of(dtype):
-        if rung == SLOWEST and is_causal:
-            continue
-        batch, options = 1 if rung == SLOWEST else B, {"rung": rung, "is_causal": is_causal}
-        kernels.forward(*(tensor[:1, :256] for tensor in q_k_v), **options)  # loads the module
-        run = functools.partial(kernels.forward, *(tensor[:batch] for tensor in q_k_v), **options)
-        first = event_ms(run, rounds=1)
-        add(rung, batch, first if first > 1000 else event_ms(run, rounds=3 if first > 50 else 20), "events")
-    out, lse = kernels.forward(*q_k_v, is_causal=is_causal)
-    backward = functools.partial(kernels.backward, *q_k_v, out, lse, dout, 0 * lse, is_causal=is_causal)
-    add("backward", B, event_ms(backward), "events", "backward")
-
-    attend = functools.partial(flash_attention, is_causal=is_causal)
-    attention = torch.nn.functional.scaled_dot_product_attention
-    theirs = lambda *arrays: attention(*(array.transpose(1, 2) for array in arrays), is_causal=is_causal)
-    programs = {
-        "portable": Program(jax.jit(functools.partial(attend, implementation="portable")), [tuple(arrays[:3])]),
-        "flash_attention": Program(jax.jit(attend), [tuple(arrays[:3])]),
-        "scaled_dot_product_attention": Program(theirs, [tuple(q_k_v)], on_gpu.wait),
-    }
-    last = functools.partial(kernels.forward, rung=LAST, is_causal=is_causal)
-    if dtype != "float32":
-        programs[LAST] = Program(last, [tuple(q_k_v)], on_gpu.wait)
-    for name, timing in time_together(programs, sample_ms=20).items():
-        add(name, B, timing.wall_ms, "wall")
-    return rows
+def wrong(found, right, dtype):
+    """Names and relative errors of the tensors that are farther from the right arrays than rounding explains."""
+    for (name, one), other in zip(found.items(), right, strict=True):
+        error, size = np.linalg.norm(one.double().cpu().numpy() - other), np.linalg.norm(other)
+        if not (error / size if size else error) <= (BOUND_OF_LSE if name == "lse" else BOUNDS[dtype]):
+            yield f"{name} {error / size if size else error:.1e}"
 
 
-def main(arguments=None):
-    commit = on_gpu.parse(arguments, __doc__)
-    record = on_gpu.Record("cuda", commit, on_gpu.versions(cuda=torch.version.cuda))
-    kernels = Loaded()
-    record.found["resources"] = kernels.resources
-    for group in TIMED:
-        if record.seconds < 0.7 * SECONDS:
-            rows = record.attempt(group, timed, kernels, *group)
-            record.found["times"] += rows
-            record.save(f"{group}: " + ", ".join(f"{row['kernel']} {row['tflops']:.1f} TFLOP/s" for row in rows))
-    left_out = 0
-    for case in on_gpu.cases():
-        if record.seconds < SECONDS:
-            record.found["correct"] += record.attempt(case, compared, kernels, case)
-        else:
-            left_out += 1
-    record.found["notes"] += [f"no time for {left_out} cases"] * bool(left_out)
-    wrong = [row for row in record.found["correct"] if not row["right"]]
-    record.save(f"{len(record.found['correct'])} comparisons, {len(wrong)} wrong: {wrong[:20]} {record.found['notes']}")
+def compared(launch, T, S, H, dtype, group, is_causal):
+    """(kernel, what is wrong with its results) of each rung, and of the backward kernels behind `forward_rows`."""
+    random, N, K = np.random.default_rng([17, T, S, H]), 2 * group, 2
+    shapes = (1, T, N, H), (1, S, K, H), (1, S, K, H), (1, T, N, H)
+    *inputs, dout = (random.standard_normal(shape).astype(jnp.dtype(dtype)) for shape in shapes)
+    dlse = random.standard_normal((1, N, T)).astype(np.float32)
+    out, lse = oracle(*inputs, is_causal=is_causal)
+    gradients = oracle_gradients(*inputs, dout, dlse.swapaxes(1, 2), is_causal=is_causal)
+    tensors = [*map(to_gpu, inputs)]
+    for rung in RUNGS[: len(RUNGS) - (dtype == "float32")]:
+        found = cuda_launch.forward(*tensors, rung=rung, is_causal=is_causal, run=launch)
+        yield rung, [*wrong(dict(zip(NAMES, found, strict=False)), (out, lse.swapaxes(1, 2)), dtype)]
+    residuals = cuda_launch.forward(*tensors, is_causal=is_causal, run=launch)
+    found = cuda_launch.backward(*tensors, *residuals, to_gpu(dout), to_gpu(dlse), is_causal=is_causal, run=launch)
+    yield "backward", [*wrong(dict(zip(NAMES[2:], found, strict=True)), gradients, dtype)]
+
+
+def main():
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
+        print("The kernels need an NVIDIA GPU of compute capability 8.0 or above, and there is none here.")
+        return 1
+    kernels, count, failed = Loaded(), 0, 0
+    for case in tqdm(list(cases())):
+        for kernel, faults in compared(kernels.launch, *case):
+            count, failed = count + 1, failed + bool(faults)
+            if faults:
+                print(f"{kernel} {case}: {', '.join(faults)}")
+    print(f"{count} comparisons, {failed} wrong")
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python -m helpers.dialects.cuda_shown        writes helpers/instruments/records/cuda_shown.json (make cuda)
 
-The measurements of a GPU stand in <GPU>_cuda.json; `cuda_gpu` takes them.
+The measurements of a GPU stand in <GPU>_cuda.json.
 """
 
 import re
@@ -142,7 +142,8 @@ def main():
         if not is_there:
             print(missing)
             return 1
-    return SHOWN.record({"nvrtc": cuda_compile.version()}, printed(lambda: cuda_compile.say(["bfloat16"], [64, 128])))
+    SHOWN.record({"nvrtc": cuda_compile.version()}, printed(lambda: cuda_compile.say(["bfloat16"], [64, 128])))
+    return 0
 
 
 if __name__ == "__main__":

@@ -354,11 +354,3 @@ def dq_kernel(
             scale_2, S, K, H, head_padded, is_causal, block_k, True, precision,
             interpret)  # fmt: skip
     store_tile(dq_out + q_head, scale * dq, rows, T, N * H, H, head_padded, interpret)
-
-
-@triton.jit
-def strided_sum_kernel(source, sums, stride: tl.constexpr, block: tl.constexpr):
-    """Program i: the sum of `block` elements that lie `stride` apart. For an experiment with loads."""
-    i = tl.program_id(0)
-    index = (i.to(tl.int64) * block + tl.arange(0, block)) * stride
-    tl.store(sums + i, tl.sum(tl.load(source + index)))

@@ -2,7 +2,7 @@
 
     python -m helpers.dialects.triton_shown        writes helpers/instruments/records/triton_shown.json (make triton)
 
-The measurements of a GPU stand in <GPU>_triton.json; `triton_gpu` writes them.
+The measurements of a GPU stand in <GPU>_triton.json.
 """
 
 import subprocess
@@ -118,7 +118,8 @@ def main():
     # Triton decides once whether it interprets, so a process of its own compiles.
     command = [sys.executable, "-m", "helpers.dialects.triton_compile"]
     compiled = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return SHOWN.record({"triton": metadata.version("triton")}, compiled)
+    SHOWN.record({"triton": metadata.version("triton")}, compiled)
+    return 0
 
 
 if __name__ == "__main__":

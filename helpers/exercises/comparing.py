@@ -83,25 +83,17 @@ def complaint_about(exercise, case, result):
         except BaseException:  # the result was not of the kind that the judge looks into
             return f"{exercise.outputs[0]}: this cannot be judged: {got(result)}"
     expected, names = expected_of(exercise, case)
-    parts = parts_of(result, names, expected)
-    if parts is None:
-        pairs = _from_pairs(result, expected)
-        if pairs and not _first_difference(exercise, names, pairs, expected):
-            return None
-        if isinstance(expected, dict):
-            if not isinstance(result, dict):
-                return f"expected a dict with the keys {', '.join(map(str, names))}, got {got(result)}"
-            return f"the dict lacks the key {next(name for name in names if name not in result)!r}"
-        count = "one number, " if isinstance(result, numbers.Number) else ""  # a lone 4 reads like four results
-        return f"expected {len(expected)} results ({', '.join(names)}), got {count}{got(result)}"
-    complaint = _first_difference(exercise, names, parts, expected)
-    if (
-        complaint
-        and (pairs := _from_pairs(result, expected))
-        and not _first_difference(exercise, names, pairs, expected)
-    ):
+    if (pairs := _from_pairs(result, expected)) and not _first_difference(exercise, names, pairs, expected):
         return None
-    return complaint
+    parts = parts_of(result, names, expected)
+    if parts is not None:
+        return _first_difference(exercise, names, parts, expected)
+    if isinstance(expected, dict):
+        if not isinstance(result, dict):
+            return f"expected a dict with the keys {', '.join(map(str, names))}, got {got(result)}"
+        return f"the dict lacks the key {next(name for name in names if name not in result)!r}"
+    count = "one number, " if isinstance(result, numbers.Number) else ""  # a lone 4 reads like four results
+    return f"expected {len(expected)} results ({', '.join(names)}), got {count}{got(result)}"
 
 
 def expected_of(exercise, case):
@@ -113,24 +105,20 @@ def expected_of(exercise, case):
 
 
 def values_of(expected):
-    return (
-        tuple(expected.values())
-        if isinstance(expected, dict)
-        else expected
-        if isinstance(expected, tuple)
-        else (expected,)
-    )
+    if isinstance(expected, dict):
+        return tuple(expected.values())
+    return expected if isinstance(expected, tuple) else (expected,)
 
 
 def _first_difference(exercise, names, parts, expected):
     for name, mine, right in zip(names, parts, values_of(expected), strict=True):
-        complaint = compare(mine, right, exercise.tolerance, exercise.exact_dtype)
+        complaint = compare(mine, right, exercise.tolerance)
         if complaint:
             return f"{name}: {complaint}"
     return None
 
 
-def compare(mine, right, tolerance, exact_dtype=False):
+def compare(mine, right, tolerance):
     """What distinguishes a value from the right one, or None if they agree."""
     if isinstance(right, str):
         return None if isinstance(mine, str) and mine == right else f"expected {right!r}, got {got(mine)}"
@@ -142,8 +130,6 @@ def compare(mine, right, tolerance, exact_dtype=False):
         if right.shape == ():
             return f"expected a number, got {got(mine)}"
         return f"expected shape {right.shape}, got {array.shape if array.shape else got(array)}"
-    if exact_dtype and array.dtype != right.dtype:
-        return f"expected dtype {right.dtype}, got {array.dtype}"
     if np.iscomplexobj(array):
         return f"expected real numbers, got dtype {array.dtype}"
     note = ""

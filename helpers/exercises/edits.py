@@ -19,7 +19,12 @@ def changed(text, *changes):
 @functools.cache
 def edited(function, *changes):
     """A function of a module with changed source, (old, new) each."""
-    return written(function, changed(textwrap.dedent(inspect.getsource(function)), *changes))
+    return written(function, changed(source_of(function), *changes))
+
+
+def source_of(function):
+    """The source of a function, as if it stood at the top of a module."""
+    return textwrap.dedent(inspect.getsource(function))
 
 
 def written(function, source):

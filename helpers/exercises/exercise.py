@@ -6,11 +6,16 @@ to try an answer on, and a list of known mistakes, which are edits of the soluti
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from helpers.exercises.edits import edited
+import numpy as np
+
+from helpers.exercises.edits import edited, source_of, written
+from helpers.exercises.slips import slips
+
+OF_A_SLIP = "Your code may look otherwise, but its results are those of such a slip. Follow the case above by hand."
 
 
 @dataclass(frozen=True)
@@ -21,9 +26,22 @@ class Case:
     arguments: tuple
 
 
-def labelled(names, *rows):
-    """A `Case` for each row of arguments, labelled by their names."""
-    return [Case(", ".join(f"{name}={value}" for name, value in zip(names, row, strict=True)), row) for row in rows]
+def table(names, *rows):
+    """A function for `cases`: a `Case` for each row of arguments, labelled by their names, such as "T=2, S=3".
+
+    names: of the arguments, with spaces between. A row that has one entry more begins with its label.
+    """
+    names = names.split()
+
+    def cases():
+        return [
+            Case(row[0], row[1:])
+            if len(row) > len(names)
+            else Case(", ".join(f"{name}={value}" for name, value in zip(names, row, strict=True)), row)
+            for row in rows
+        ]
+
+    return cases
 
 
 @dataclass(frozen=True)
@@ -50,7 +68,8 @@ class Exercise:
     outputs: names of the parts of a tuple result, in order; the name of the result otherwise.
     tried: what the cases cover, completes "correct on N cases: …".
     mistakes: known wrong answers. Each is an edit of the solution, (when, old, new, advice), or, where an edit cannot
-      say it, (when, answer, advice). old and new may be tuples of as many parts.
+      say it, (when, answer, advice). old and new may be tuples of as many parts. At most twelve: those that
+      teach something. What is a slip in any code has a name without being listed, see `slips`.
     expected: the right result for the arguments of a case: an array or number, a string, a tuple
       of those, or a dict of those. A float64 result may make a verdict say that float32 is too little.
       By default the solution's.
@@ -59,9 +78,9 @@ class Exercise:
     judge: for exercises with many right answers. Takes the result and the case and returns None if
       it is right, otherwise a sentence that says why it is not. Replaces `expected`.
     tolerance: largest relative error of a right answer, in the Frobenius norm.
-    exact_dtype: whether each output must have the dtype of the expected one.
     building_block: the part of the learner's own module that the answer is, such as "forward" or "gradients"; by
       default it is none.
+    slow: whether one answer takes so long that `slips` are not tried.
     remark: what is said of a right answer besides, a sentence that it makes of the answer.
     number: "2.1" for the first of notebook 02, by its place in EXERCISES. `exercises_of` fills it in.
     """
@@ -76,8 +95,8 @@ class Exercise:
     run: Callable = lambda answer, *arguments: answer(*arguments)
     judge: Callable | None = None
     tolerance: float = 1e-5
-    exact_dtype: bool = False
     building_block: str = ""
+    slow: bool = False
     remark: Callable | None = None
     number: str = ""
 
@@ -85,6 +104,14 @@ class Exercise:
     def known(self):
         """The mistakes, as a tuple of `Mistake`."""
         return tuple(self._mistake(*row) for row in self.mistakes)
+
+    @functools.cached_property
+    def slips(self):
+        """What may be wrong in any code, in each place of the solution, as a tuple of `Mistake`."""
+        if self.slow or "while " in source_of(self.solution):  # which may then never end
+            return ()
+        found = slips(source_of(self.solution))
+        return tuple(Mistake(wrong, written(self.solution, text), OF_A_SLIP) for _, wrong, text in found)
 
     def _mistake(self, name, what, *rest):
         *new, advice = rest
@@ -105,6 +132,23 @@ class Verdict:
 
 class Complaint(Exception):  # noqa: N818
     """What is wrong with a result, in words for the learner. For the `run` of an exercise."""
+
+
+def shaped(values, shapes):
+    """The parts of a result as a tuple, or a `Complaint` about those that are missing or have a wrong shape.
+
+    shapes: {name: shape}.
+    """
+    wanted = ", ".join(shapes)
+    if values is None:
+        raise Complaint(f"expected {wanted}, got None: is a `return` missing?")
+    values = tuple(values) if isinstance(values, tuple | list | Iterator) else (values,)
+    if len(values) != len(shapes):
+        raise Complaint(f"expected {wanted}, got {len(values)} result{'s' * (len(values) != 1)}")
+    for (name, shape), value in zip(shapes.items(), values, strict=True):
+        if (got := getattr(value, "shape", None)) != shape and (got := np.shape(value)) != shape:
+            raise Complaint(f"{name}: expected shape {shape}, got {got}")
+    return values
 
 
 @functools.cache

@@ -28,7 +28,7 @@ def mistake_in_an_entry(exercise, cases, results):
         wrong = [
             (case, f"{name}: {said}")
             for case, one, right in zip(cases, mine, rights, strict=False)
-            if (said := compare(one, right[name], exercise.tolerance, exercise.exact_dtype))
+            if (said := compare(one, right[name], exercise.tolerance))
         ]
         if wrong:
             mistake = mistake_behind(exercise, mine, lambda result, name=name: result[name])
@@ -43,7 +43,20 @@ def mistake_behind(exercise, results, part=lambda result: result):
     """The known mistake of which this part agrees with results on every case, or None."""
     if all(isinstance(result, Raised) for result in results):
         return None
-    for mistake in exercise.known:
+    return _first_alike(exercise, exercise.known, results, part)
+
+
+def slip_behind(exercise, results):
+    """The same for a slip in any place of the solution: one of the `Exercise.slips`."""
+    return (
+        None
+        if any(isinstance(result, Raised) for result in results)
+        else _first_alike(exercise, exercise.slips, results)
+    )
+
+
+def _first_alike(exercise, mistakes, results, part=lambda result: result):
+    for mistake in mistakes:
         with contextlib.suppress(Exception):  # where the mistake does not apply to results of this kind
             if all(
                 _same(result, part(_mistaken(exercise, mistake.answer, number)), 10 * exercise.tolerance)

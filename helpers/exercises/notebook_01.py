@@ -5,15 +5,14 @@ import math
 
 import numpy as np
 
-from helpers.attention.reference import oracle
-from helpers.exercises.exercise import Case, Exercise
+from helpers.exercises import oracles
+from helpers.exercises.exercise import Case, Exercise, table
 from helpers.exercises.watched import without
 from helpers.instruments import cost, roofline
 from helpers.instruments.cost import naive_footprint
 
+
 # 1.1
-
-
 def causal_attention(q, k, v, is_causal):
     """Attention of one head: (T, H). q: (T, H), k and v: (S, H), is_causal: bool."""
     s = q @ k.T / np.sqrt(q.shape[-1])
@@ -50,29 +49,13 @@ def _attention_cases():
     return cases
 
 
-def _attention_expected(q, k, v, is_causal):
-    q, k, v = (np.asarray(array, np.float32)[:, None] for array in (q, k, v))
-    return oracle(q, k, v, is_causal=is_causal)[0][:, 0]
-
-
-# fmt: off
 ATTENTION = Exercise(
     solution=causal_attention, title="Attention with scale and causal mask", outputs=("out",),
-    cases=_attention_cases, expected=_attention_expected,
+    cases=_attention_cases, expected=lambda q, k, v, is_causal: oracles.attention(q, k, v, is_causal=is_causal)[0],
     tried="T below, equal to and above S, with and without the mask, logits from about -2000 to 3000",
     mistakes=(
         ("the logits are not scaled", " / np.sqrt(q.shape[-1])", "",
          "Divide by the square root of H: reread section 2."),
-        ("the logits are divided by H instead of its square root", "np.sqrt(q.shape[-1])", "q.shape[-1]",
-         "The spread grows with the square root of H: reread section 2."),
-        ("the weights are not divided by their sum", " / p.sum(axis=-1, keepdims=True)", "",
-         "The weights of one query must sum to one: reread section 1."),
-        ("the mask is forgotten", "if is_causal", "if False",
-         "Where is_causal is True, query i must not see keys after i: reread section 3."),
-        ("the mask is applied even when is_causal is False", "if is_causal", "if True",
-         "Look at is_causal before you mask: see the signature of the exercise."),
-        ("a query cannot see the key at its own position", "<=", "<",
-         "Query i sees keys j ≤ i, its own position included: reread section 3."),
         ("a query sees one key too many, the one after its own position", "[:, None]", "[:, None] + 1",
          "Query i sees keys j ≤ i; np.triu with k=1 begins right after the diagonal: reread section 3."),
         ("the mask hides the past and shows the future", "<=", ">=",
@@ -82,8 +65,6 @@ ATTENTION = Exercise(
          "Query i sees keys j ≤ i, both counted from the start, whatever T and S are: reread section 3."),
         ("masked logits are set to 0", "-np.inf", "0.0",
          "The exponential of 0 is 1, so a logit of 0 still gets weight: reread section 3."),
-        ("masked logits are set to a finite number that is not low enough", "-np.inf", "-1000.0",
-         "A visible logit can be lower still; only -np.inf is always below it: reread section 3."),
         ("the weights are masked after the softmax, so that they no longer sum to one",
          ("        s = np.where(seen, s, -np.inf)\n", "return p @ v / p.sum(axis=-1, keepdims=True)"),
          ("", "p = p / p.sum(axis=-1, keepdims=True)\n    return (np.where(seen, p, 0) if is_causal else p) @ v"),
@@ -97,18 +78,11 @@ ATTENTION = Exercise(
         ("one maximum is subtracted from the whole table, and rows far below it vanish",
          "s.max(axis=-1, keepdims=True)", "s.max()",
          "Every row needs its own maximum, s.max(axis=-1, keepdims=True): reread section 1."),
-        ("the maximum is taken before the mask, so that a masked logit makes all visible ones vanish",
-         ("s - s.max(axis=-1, keepdims=True)", "    if is_causal"),
-         ("s - m", "    m = s.max(axis=-1, keepdims=True)\n    if is_causal"),
-         "Mask first, then take the maximum of what is left: reread section 3."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 1.2
-
-
 def bill(T, S, H, itemsize):
     """What naive attention costs: {"flops": operations, "bytes": bytes moved}."""
     tables = 4 * T * S
@@ -116,16 +90,13 @@ def bill(T, S, H, itemsize):
     return {"flops": 4 * T * S * H, "bytes": itemsize * (tables + matrices)}
 
 
-def _bill_cases():
-    shapes = [(2, 3, 4, 2), (1, 5, 3, 4), (6, 2, 8, 1), (1024, 384, 64, 4), (4096, 4096, 128, 2)]
-    by_hand, *others = (Case(f"T={T}, S={S}, H={H}, itemsize={e}", (T, S, H, e)) for T, S, H, e in shapes)
-    return [Case(f"the case worked by hand, {by_hand.label}", by_hand.arguments), *others]
-
-
-# fmt: off
 BILL = Exercise(
     solution=bill, title="FLOPs and bytes by hand", outputs=("the bill",),
-    cases=_bill_cases, run=functools.partial(without, cost),
+    cases=table(
+        "T S H itemsize", ("the case worked by hand", 2, 3, 4, 2), (1, 5, 3, 4), (6, 2, 8, 1), (1024, 384, 64, 4),
+        (4096, 4096, 128, 2),
+    ),
+    run=functools.partial(without, cost),
     tried="T and S equal and different, elements of 1, 2 and 4 bytes",
     mistakes=(
         ("only one of the two products is counted, or a multiplication and its addition as one operation",
@@ -135,22 +106,13 @@ BILL = Exercise(
          "The table has T rows and S columns: reread section 4."),
         ("only the tables are multiplied by itemsize", "(tables + matrices)", "tables + matrices",
          "Every array has elements of itemsize bytes: put brackets around the sum."),
-        ("one of the four crossings of a table is forgotten", "tables = 4", "tables = 3",
-         "s is written and read, then the weights are written and read: reread section 5."),
         ("each table is counted once, as if what was written came back for nothing", "tables = 4", "tables = 2",
          "What one step writes, the next one must read: reread section 5."),
-        ("q, k, v and out are left out", "(tables + matrices)", "tables",
-         "The inputs are read and the result is written too: reread section 5."),
-        ("k and v are given T rows instead of S", "2 * S * H", "2 * T * H",
-         "q and out have T rows, k and v have S: reread section 1."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 1.3
-
-
 def longest(memory, heads, H, itemsize):
     """The largest T = S for which naive attention fits in memory bytes, or 0."""
     T = 0
@@ -159,26 +121,15 @@ def longest(memory, heads, H, itemsize):
     return T
 
 
-def _fit_cases():
-    cases = [
-        Case("the case worked by hand", (64, 1, 2, 2)),
-        Case("one byte less than the case worked by hand", (63, 1, 2, 2)),
-        Case("less than one query needs", (10, 1, 2, 2)),
-        Case("memory=1000, heads=2, H=3, itemsize=4", (1000, 2, 3, 4)),
-        Case("memory=21490815, heads=16, H=64, itemsize=2", (21490815, 16, 64, 2)),
-        Case("just enough for T=100 with 3 heads", (3 * naive_footprint(100, 100, 64, 2), 3, 64, 2)),
-    ]
-    cards = [(roofline.T4, 1, 64, 4), (roofline.RTX_4090, 32, 128, 2), (roofline.H200, 128, 256, 2)]
-    return cases + [
-        Case(f"{card.name}, {heads} head{'s' if heads > 1 else ''}, H={H}, itemsize={e}", (card.memory, heads, H, e))
-        for card, heads, H, e in cards
-    ]
-
-
-# fmt: off
 FIT = Exercise(
     solution=longest, title="The longest sequence that fits", outputs=("T",),
-    cases=_fit_cases,
+    cases=table(
+        "memory heads H itemsize", ("the case worked by hand", 64, 1, 2, 2),
+        ("one byte less than the case worked by hand", 63, 1, 2, 2), ("less than one query needs", 10, 1, 2, 2),
+        (1000, 2, 3, 4), (21490815, 16, 64, 2),
+        ("just enough for T=100 with 3 heads", 3 * naive_footprint(100, 100, 64, 2), 3, 64, 2),
+        (roofline.T4.memory, 1, 64, 4), (roofline.RTX_4090.memory, 32, 128, 2), (roofline.H200.memory, 128, 256, 2),
+    ),
     tried="exact fits, one byte too few, no room at all, and real GPUs with up to 128 heads",
     mistakes=(
         ("q, k, v and out are forgotten", " + 4 * itemsize * (T + 1) * H", "",
@@ -189,20 +140,10 @@ FIT = Exercise(
          "A step reads one table while it writes the next, so two are alive: reread section 6."),
         ("the tables are given elements of itemsize bytes, like q, k and v", "8 * (T", "2 * itemsize * (T",
          "The helper keeps both tables in float32, whatever the inputs are: reread section 6."),
-        ("bytes moved are taken for the footprint, four crossings instead of two tables", "8 * (T", "16 * (T",
-         "What must fit is what is alive at one moment: see the picture of section 4."),
         ("an exact fit is refused", "<=", "<",
          "Memory that is filled to the last byte still fits: compare with ≤."),
-        ("the first length that no longer fits is returned", "return T", "return T + 1",
-         "Return the last T that fits, one less."),
-        ("the search begins at T = 1, though not even that may fit", "T = 0", "T = 1",
-         "Where T = 1 is too much the answer is 0: begin there."),
-        ("the small matrices are counted for one head only",
-         "(8 * (T + 1) ** 2 + 4 * itemsize * (T + 1) * H)", "8 * (T + 1) ** 2 + 4 * itemsize * (T + 1) * H",
-         "Each head has its own q, k, v and out, and its own tables: see the exercise."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 EXERCISES = (ATTENTION, BILL, FIT)

@@ -17,8 +17,8 @@ from jax.experimental.pallas import triton as plt
 from helpers.attention.reference import oracle
 from helpers.environment import interprets
 from helpers.exercises import tile_bounds, whole
-from helpers.exercises.exercise import Case, Complaint, Exercise
-from helpers.instruments.traffic import replay
+from helpers.exercises.exercise import Case, Exercise, shaped, table
+from helpers.exercises.notebook_04 import blocks_of
 
 log2_e = math.log2(math.e)
 
@@ -27,27 +27,7 @@ def _float32(*arrays):
     return tuple(np.asarray(array, np.float32) for array in arrays)
 
 
-def _like(values, names, templates):
-    """The values as float32, or a complaint that says which of them is missing or has a wrong shape."""
-    if not isinstance(values, tuple | list) or len(values) != len(names):
-        got = ", got None: is a `return` missing?" if values is None else ""
-        raise Complaint(f"expected {len(names)} values ({', '.join(names)}){got}")
-    for name, value, template in zip(names, values, templates, strict=True):
-        if np.shape(value) != template.shape:
-            raise Complaint(f"{name}: expected shape {template.shape}, got {np.shape(value)}")
-    return tuple(jnp.asarray(value, jnp.float32) for value in values)
-
-
-def _replayed(kernel, shapes, *arguments):
-    call = pl.pallas_call(kernel, out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
-    with jax.default_matmul_precision("highest"):
-        _, results = replay(call, *arguments)
-    return [np.asarray(result, np.float64) for result in results]  # no advice to use it: a kernel has float32 alone
-
-
 # 5.1
-
-
 def tile_range(i, T, S, block_q, block_k, left=None):
     """(first, stop) of the key tiles that query tile i needs. left may be None."""
     q_start, q_stop = i * block_q, min((i + 1) * block_q, T)
@@ -58,28 +38,21 @@ def tile_range(i, T, S, block_q, block_k, left=None):
     return first_key // block_k, -(-stop_key // block_k)
 
 
-_BOUNDS_SHAPES = [  # i, T, S, block_q, block_k, left
-    (0, 64, 64, 32, 16, None), (1, 64, 64, 32, 16, None), (1, 64, 64, 16, 32, None), (2, 48, 48, 16, 32, None),
-    (2, 40, 128, 16, 8, None), (1, 33, 48, 32, 16, None), (3, 128, 40, 32, 16, None), (3, 128, 33, 32, 16, None),
-    (1, 64, 64, 32, 16, 8), (0, 64, 64, 16, 16, 20), (3, 128, 128, 32, 16, 20), (3, 128, 128, 32, 16, 16),
-    (3, 128, 128, 32, 16, 17), (2, 96, 96, 32, 64, 0), (4, 100, 70, 16, 16, 30), (6, 128, 40, 16, 16, 8),
-    (3, 128, 40, 16, 16, 8),  # the window has just left the keys behind
-    (8, 256, 100, 16, 16, 24), (4, 256, 100, 32, 16, 28), (2, 100, 7, 4, 8, 0), (2, 7, 7, 3, 2, 1),
-    (1, 6, 6, 2, 1, None), (0, 6, 6, 2, 1, 3), (1, 50, 50, 12, 8, 3),
-]  # fmt: skip
-_FIRST, _STOP = "first_key // block_k", "-(-stop_key // block_k)"
-
-# fmt: off
 BOUNDS = Exercise(
     solution=tile_range, title="The bounds of the loop", outputs=("(first, stop)",),
-    cases=lambda: tile_bounds.OVER_KEYS.cases(_BOUNDS_SHAPES), run=tile_bounds.run,
+    cases=tile_bounds.OVER_KEYS.cases(  # i, T, S, block_q, block_k, left
+        (0, 64, 64, 32, 16, None), (1, 64, 64, 32, 16, None), (1, 64, 64, 16, 32, None), (2, 48, 48, 16, 32, None),
+        (2, 40, 128, 16, 8, None), (1, 33, 48, 32, 16, None), (3, 128, 40, 32, 16, None), (3, 128, 33, 32, 16, None),
+        (1, 64, 64, 32, 16, 8), (0, 64, 64, 16, 16, 20), (3, 128, 128, 32, 16, 20), (3, 128, 128, 32, 16, 16),
+        (3, 128, 128, 32, 16, 17), (2, 96, 96, 32, 64, 0), (4, 100, 70, 16, 16, 30), (6, 128, 40, 16, 16, 8),
+        (3, 128, 40, 16, 16, 8),  # the window has just left the keys behind
+        (8, 256, 100, 16, 16, 24), (4, 256, 100, 32, 16, 28), (2, 100, 7, 4, 8, 0), (2, 7, 7, 3, 2, 1),
+        (1, 6, 6, 2, 1, None), (0, 6, 6, 2, 1, 3), (1, 50, 50, 12, 8, 3),
+    ),
+    run=tile_bounds.run,
     judge=tile_bounds.OVER_KEYS.judge,
     tried="T below, equal to and above S, block_q below and above block_k, ragged ends, with and without a window",
     mistakes=(
-        ("stop is rounded down instead of up (too few tiles)", _STOP, "stop_key // block_k",
-         "A tile that holds even one visible key must be read: reread the rule of section 5."),
-        ("stop is one tile too far where the last key ends its tile (too many tiles)", _STOP, "stop_key // block_k + 1",
-         "Rounding up leaves an exact multiple as it is; stop // block_k + 1 does not: see the hints."),
         ("stop is measured from the first query of the tile instead of the last (too few tiles)",
          "min(q_stop, S)", "min(q_start + 1, S)", "The last query of the tile sees furthest: reread section 5."),
         ("no tile is skipped on the right (too many tiles)", "min(q_stop, S)", "S",
@@ -93,56 +66,22 @@ BOUNDS = Exercise(
         ("first is measured from the last query of the tile instead of the first (too few tiles)",
          "q_start - left", "q_stop - 1 - left",
          "The first query of the tile sees furthest to the left: see the text of the exercise."),
-        ("the window is one key too short (too few tiles)", "q_start - left", "q_start - left + 1",
-         "Query n sees key n - left too: see the text of the exercise."),
-        ("first is rounded up instead of down (too few tiles)", _FIRST, "-(-first_key // block_k)",
-         "A tile that holds even one visible key must be read: reread the rule of section 5."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 5.2
-
-
 def key_block(i, n, b, N, K):
     """The block of k (B, S, K, H) for query tile i of query head n in batch entry b."""
     group = N // K
     return b, 0, n // group, 0
 
 
-def _gqa_cases():
-    shapes = [(1, 2, 3, 6, 2, 2), (2, 4, 3, 4, 2, 3), (2, 2, 5, 3, 1, 2), (2, 4, 2, 3, 3, 2)]
-    label = "N={3} query heads, K={4} key/value heads, B={0}, query tiles: {tiles}"
-    return [Case(label.format(*shape, tiles=shape[1] // 2), shape) for shape in shapes]
-
-
 def _run_gqa(answer, B, T, S, N, K, H):
-    """(i, n, b) of each program, in tiles of two queries, and the four indices of the block that it asked for."""
-    q, k = np.ones((B, T, N, H), np.float32), np.ones((B, S, K, H), np.float32)
-
-    def kernel(q_ref, k_ref, out_ref):
-        out_ref[...] = q_ref[...] @ k_ref[...].T
-
-    def index_map(i, n, b):
-        block = answer(i, n, b, N, K)
-        if not isinstance(block, tuple | list) or len(block) != 4:
-            got = ", got None: is a `return` missing?" if block is None else ""
-            raise Complaint(f"expected four block indices, one for each axis of k (B, S, K, H){got}")
-        if any(np.shape(index) or not jnp.issubdtype(jnp.result_type(index), jnp.integer) for index in block):
-            raise Complaint("every block index must be an integer: divide with //, not with /")
-        return tuple(block)
-
-    of_queries = lambda i, n, b: (b, i, n, 0)
-    call = pl.pallas_call(
-        kernel,
-        grid=(T // 2, N, B),
-        in_specs=[pl.BlockSpec((None, 2, None, H), of_queries), pl.BlockSpec((None, S, None, H), index_map)],
-        out_specs=pl.BlockSpec((None, 2, None, S), of_queries),
-        out_shape=jax.ShapeDtypeStruct((B, T, N, S), jnp.float32),
-    )
-    (kernel_call,), _ = replay(call, q, k)
-    return np.hstack([kernel_call.programs, kernel_call.operands["k"].block_of])
+    """(i, n, b) of each program, in tiles of two queries, and the four indices of the block that it asks for."""
+    grid = T // 2, N, B
+    blocks = blocks_of(lambda i, n, b: answer(i, n, b, N, K), grid, ("batch", "keys", "head", "dimension"))
+    return np.hstack([np.array(list(np.ndindex(grid))), blocks])
 
 
 def _judge_gqa(result, case):
@@ -154,34 +93,25 @@ def _judge_gqa(result, case):
     return None
 
 
-# fmt: off
 GQA = Exercise(
     solution=key_block, title="The index map of grouped queries", outputs=("blocks",),
-    cases=_gqa_cases, run=_run_gqa, judge=_judge_gqa,
+    cases=table("B T S N K H", (1, 2, 3, 6, 2, 2), (2, 4, 3, 4, 2, 3), (2, 2, 5, 3, 1, 2), (2, 4, 2, 3, 3, 2)),
+    run=_run_gqa, judge=_judge_gqa,
     tried="6 heads on 2, 4 on 2, 3 on 1 and 3 on 3, one and two batch entries, one and two query tiles",
     mistakes=(
         ("the key/value head is n % K", "n // group", "n % K",
          "That deals the query heads out in turn; neighbours share a head: see the picture of section 7."),
         ("n is divided by K instead of by the size of a group", "n // group", "n // K",
          "A group has N // K query heads, and the head is n divided by that: see the start of section 7."),
-        ("the key/value head is the place within the group, n % (N // K)", "n // group", "n % group",
-         "All query heads of a group read one head; divide with // instead of %: see the picture of section 7."),
         ("every query head reads key/value head 0", "n // group", "0",
          "Only with K = 1 do all heads share one: see the picture of section 7."),
-        ("every batch entry reads the keys of the first", "return b", "return 0",
-         "The first axis of k is the batch, and its block index is b: see the text of the exercise."),
         ("the head stands on the axis of the keys", "0, n // group", "n // group, 0",
          "The axes of k are (B, S, K, H), so the head is the third index: see the text of the exercise."),
-        ("the indices come in the order of the grid, (i, n, b)", "b, 0, n // group", "i, n, b",
-         "They follow the axes of k, which are (B, S, K, H): see the text of the exercise."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 5.3
-
-
 def finish(m, l, acc):
     """(out, lse) of a state in base two. m, l: (block_q,), acc: (block_q, H)."""
     l = jnp.where(l == 0, 1, l)
@@ -202,50 +132,28 @@ def _finish_cases():
     return cases
 
 
-def _run_finish(answer, m, l, acc):
-    def kernel(m_ref, l_ref, acc_ref, out_ref, lse_ref):
-        state = m_ref[...], l_ref[...], acc_ref[...]
-        out_ref[...], lse_ref[...] = _like(answer(*state), ("out", "lse"), (state[2], state[0]))
-
-    return _replayed(kernel, (acc.shape, m.shape), m, l, acc)
+def _run_finish(answer, *state):
+    state = [jnp.asarray(array) for array in state]
+    jax.eval_shape(answer, *state)  # traced, as it is within a kernel
+    return shaped(answer(*state), {"out": state[2].shape, "lse": state[0].shape})
 
 
-def _expected_finish(m, l, acc):
-    m, l, acc = (array.astype(np.float64) for array in (m, l, acc))
-    out = np.divide(acc, l[:, None], out=np.zeros_like(acc), where=l[:, None] > 0)
-    return out, math.log(2) * m + np.log(l)
-
-
-# fmt: off
 FINISH = Exercise(
     solution=finish, title="The end of the kernel", outputs=("out", "lse"),
-    cases=_finish_cases, run=_run_finish, expected=_expected_finish,
+    cases=_finish_cases, run=_run_finish,
     tried="2 to 16 rows, m from far below 0 to far above, rows without a key among them",
     mistakes=(
-        ("lse is left in base 2", "(m + jnp.log2(l)) / log2_e", "m + jnp.log2(l)",
-         "Multiply by ln 2, which is dividing by log2 e: see the last equation of section 8."),
         ("m in base 2 is added to a natural logarithm of l", "(m + jnp.log2(l)) / log2_e", "m + jnp.log(l)",
          "Both terms must have one base: see the last equation of section 8."),
-        ("a natural logarithm of l is divided by log2 e as well", "jnp.log2", "jnp.log",
-         "Only what is in base two is converted: jnp.log2(l), or convert m alone. See the equation of section 8."),
-        ("2^m is formed before the logarithm is taken, and overflows or vanishes",
-         "(m + jnp.log2(l)) / log2_e", "jnp.log(jnp.exp2(m) * l)",
-         "A float32 ends at 2^128: add the logarithms instead, as in the equation of section 1."),
         ("out is not divided by l", "acc / l[:, None]", "acc",
          "acc is a sum of p v; the weights add up to one only after the division: see section 1."),
         ("a row without a key is divided by zero", "    l = jnp.where(l == 0, 1, l)\n", "",
          "Put 1 in place of an l that is 0 before you divide: see the text of the exercise."),
-        ("a row without a key gets the lse 0 instead of minus infinity",
-         "lse = (m +", "lse = (jnp.where(m == -jnp.inf, 0, m) +",
-         "exp(lse) is the sum over the keys seen, which is 0 for no key: see the text of the exercise."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 5.4
-
-
 def causal_bytes(T, H, itemsize, block_q, block_k):
     """Bytes that a causal forward kernel moves for one head of T queries and T keys."""
     once = 2 * T * H * itemsize + 4 * T
@@ -255,48 +163,29 @@ def causal_bytes(T, H, itemsize, block_q, block_k):
     return once + 2 * tiles * block_k * H * itemsize
 
 
-def _bytes_cases():
-    shapes = [(4, 2, 4, 2, 2), (12, 4, 2, 3, 2), (12, 3, 4, 2, 3), (30, 8, 2, 6, 5), (64, 32, 2, 16, 32)]
-    shapes += [(128, 64, 2, 64, 16), (256, 128, 4, 32, 32), (192, 16, 2, 32, 64)]
-    label = "T=S={}, H={}, {} bytes an element, block_q={}, block_k={}"
-    return [Case(label.format(*shape), shape) for shape in shapes]
-
-
-def _expected_bytes(T, H, itemsize, block_q, block_k):
-    tiles = [tile_bounds.OVER_KEYS.needed(i, T, T, block_q, block_k, None) for i in range(T // block_q)]
-    rows_read = block_k * sum(map(len, tiles))  # of k, and as many of v
-    return 2 * T * H * itemsize + 4 * T + 2 * rows_read * H * itemsize
-
-
 _TILES = "-(-(i + 1) * block_q // block_k)"
 
-# fmt: off
 BYTES = Exercise(
     solution=causal_bytes, title="The bytes of a causal kernel", outputs=("bytes",),
-    cases=_bytes_cases, expected=_expected_bytes,
+    cases=table(
+        "T H itemsize block_q block_k", (4, 2, 4, 2, 2), (12, 4, 2, 3, 2), (12, 3, 4, 2, 3), (30, 8, 2, 6, 5),
+        (64, 32, 2, 16, 32), (128, 64, 2, 64, 16), (256, 128, 4, 32, 32), (192, 16, 2, 32, 64),
+    ),
     tried="4 to 256 queries, 2 and 4 bytes an element, block_q below, equal to and above block_k",
     mistakes=(
         ("no tile of keys is skipped", _TILES, "T // block_k",
          "Query tile i stops at the diagonal: see the picture of section 5."),
-        ("the read stops at the diagonal instead of at the end of its tile", _TILES, "(i + 1) * block_q / block_k",
-         "A program reads whole tiles; the mask hides the rest afterwards: see the picture of section 5."),
-        ("the number of tiles is rounded down", _TILES, "(i + 1) * block_q // block_k",
-         "A tile that holds even one visible key must be read: see the rule of section 5."),
         ("program i is charged i + 1 tiles, which holds only when block_q equals block_k", _TILES, "i + 1",
          "Find the last key that the program sees, then divide by block_k: see section 5."),
-        ("a program whose last key ends a tile is charged one tile more", _TILES, "(i + 1) * block_q // block_k + 1",
-         "Rounding up leaves an exact multiple as it is; x // block_k + 1 does not: see the hints."),
         ("the values are forgotten", "2 * tiles", "tiles",
          "Each visit reads a tile of k and a tile of v: see the picture of section 1."),
         ("lse is counted in the dtype of the inputs", "4 * T", "itemsize * T",
          "lse is float32 whatever the inputs are: see section 10."),
     ),
-)
-# fmt: on
+)  # fmt: skip
+
 
 # 5.5
-
-
 def forward(q, k, v, is_causal=False, block_q=64, block_k=64):
     """out (B, T, N, H) in the dtype of q, and lse (B, N, T) float32.
 
@@ -384,30 +273,9 @@ def _forward_cases():
     return cases
 
 
-def _run_forward(answer, q, k, v, is_causal, *blocks):
-    """out, lse, and how they were made."""
-    attend = lambda q, k, v: answer(q, k, v, is_causal, *blocks)
-    about = ("out", "lse"), _expected_forward(q, k, v, is_causal)[:2], (q.dtype, jnp.float32)
-    if not blocks:
-        return whole.run(attend, (q, k, v), *about)
-    ours = functools.partial(_bytes_of_ours, is_causal, *blocks, *((array.shape, array.dtype) for array in (q, k, v)))
-    return whole.watched(attend, (q, k, v), *about, blocks, ours)
-
-
-@functools.cache
-def _bytes_of_ours(is_causal, block_q, block_k, *arrays):
-    ours = lambda q, k, v: forward(q, k, v, is_causal, block_q, block_k)
-    return whole.bytes_read(ours, [np.ones(*each) for each in arrays])
-
-
-def _remark_on_forward(answer):
-    *arrays, is_causal, block_q, block_k = _forward_cases()[2].arguments
-    yours, ours = (
-        whole.bytes_read(lambda q, k, v, one=one: one(q, k, v, is_causal, block_q, block_k), arrays)
-        for one in (answer, forward)
-    )
-    shape = "B=2, T=12, S=21, N=4, K=2, H=5, float32, tiles of 8 and 16"
-    return f"In the causal case {shape}, your programs read {yours} bytes, and ours {ours}."
+def _run_forward(answer, *arguments):
+    dtypes = {"out": arguments[0].dtype, "lse": jnp.float32}
+    return whole.results(answer, forward, arguments, dtypes, _expected_forward(*arguments)[:2], arguments[4:])
 
 
 def _expected_forward(q, k, v, is_causal, *blocks):
@@ -415,83 +283,35 @@ def _expected_forward(q, k, v, is_causal, *blocks):
     return out, lse.swapaxes(1, 2), whole.AS_ASKED
 
 
-# fmt: off
-_UPDATE = (  # slips in the update of the state
-    ("acc is not rescaled by alpha", "alpha[:, None] * acc", "acc",
-     "What acc holds was measured from the old maximum, just like l: reread the equations of section 2."),
-    ("l is not rescaled by alpha", "alpha * l", "l",
-     "What l holds was measured from the old maximum, just like acc: reread the equations of section 2."),
-    ("alpha is upside down or no exponential, or the new m is not the larger of the two",
-     "m - m_new)", "m_new - m)",
-     "m' is max(m, ...) and alpha is exp(m - m'), never above one: reread the equations of section 2."),
-    ("p is taken with the old maximum", "s - m_new[:, None]", "s - m[:, None]",
-     "Compute the new maximum first and subtract that one: reread the equations of section 2."),
-    ("m is the maximum of the tile instead of the maximum so far", "jnp.maximum(m, s.max(axis=1))", "s.max(axis=1)",
-     "It works until a tile lies far below an earlier one, then alpha overflows: section 2 takes max(m, ...)."),
-    ("one maximum is taken over the whole tile instead of one for each query", "s.max(axis=1)", "s.max()",
-     "A query far below the others loses all its exponentials: rowmax in section 2 has an entry for each query."),
-    ("p is exp(s), with no maximum subtracted", "s - m_new[:, None]", "s",
-     "l and acc are measured from the new maximum, so p must be as well: reread the equations of section 2."),
-    ("all exponentials are taken to base two", "jnp.exp", "jnp.exp2",
-     "Base two comes later, with logits to match; here it is jnp.exp: reread the equations of section 2."),
-    ("the old m is returned instead of the new one", "return m_new", "return m",
-     "The next tile must know the maximum so far: return m' of section 2."),
-    ("acc is divided by l inside the loop", "l, acc\n", "l, acc / l[:, None]\n",
-     "The division comes once, after the loop: reread the equations of section 2."),
-)
-
 FORWARD = Exercise(
     solution=forward, title="The forward kernel, whole", outputs=("out", "lse", "how it was made"),
     cases=_forward_cases, run=_run_forward, expected=_expected_forward, tolerance=1e-4, building_block="forward",
-    remark=_remark_on_forward,
+    remark=functools.partial(whole.remark, forward, _forward_cases), slow=True,
     tried="T below and above S, ragged ends, unequal tiles, grouped heads, causal and not, float32 and bfloat16, "
           "logits from -400 to 200; replayed, and run once with your default tiles",
     mistakes=(
-        *_UPDATE,
-        *GQA.mistakes[:4],
-        *FINISH.mistakes[4:5],
-        ("lse is the maximum alone", "m + jnp.log(l)", "m", "lse = m + log l: see the equations of section 1."),
+        ("acc is not rescaled by alpha", "alpha[:, None] * acc", "acc",
+         "What acc holds was measured from the old maximum, just like l: reread the equations of section 2."),
+        ("l is not rescaled by alpha", "alpha * l", "l",
+         "What l holds was measured from the old maximum, just like acc: reread the equations of section 2."),
+        *GQA.mistakes[:2],
+        *FINISH.mistakes[1:2],
         ("the logits are not scaled", " / math.sqrt(H)", "", "s = q kᵀ / √H: see the equations of section 1."),
         ("the causal mask is missing", "& (cols[None, :] <= rows[:, None])", "",
          "Skipping tiles is not enough: in those on the diagonal the keys after a query get −∞, see section 5."),
-        ("a query does not see the key at its own place", "cols[None, :] <= rows", "cols[None, :] < rows",
-         "Query i sees the keys j ≤ i, its own included: see section 5."),
         ("no tile is skipped", "if is_causal else S", "if False else S",
          "The loop ends at the tile that holds the last key that the last query sees: see exercise 5.1."),
-        ("the end of the loop is rounded down", "pl.cdiv(stop, block_k), one", "stop // block_k, one",
-         "A tile that holds even one visible key must be read: see exercise 5.1."),
-        ("the loop ends where the first query of the tile stops seeing", "q_start + block_q, min", "q_start + 1, min",
-         "The last query of the tile sees furthest: see exercise 5.1."),
-        ("positions past T count as queries", "min(T, S)", "S",
-         "The last query of the last tile is T - 1: see exercise 5.1."),
-        ("columns of q past the end of the head are not replaced",
-         "jnp.where(in_head, q_ref[...], 0)\n\n", "q_ref[...]\n\n",
-         "They meet the columns of k in a product, and 0 · NaN is NaN: put 0 there, see section 6."),
-        ("keys past the end take part", "cols[None, :] < S\n", "cols[None, :] >= 0\n",
-         "A key of zeros has a logit too. From S on the logits are −∞: see section 6."),
         ("values past the end are multiplied by weights of 0", "jnp.where(inside, v_ref[tile, :], 0)", "v_ref[tile, :]",
          "What lies there may be NaN, and 0 · NaN is NaN: replace it by 0 before the product, see section 6."),
         ("the block of the keys ends with the array, and the last slice is moved back into it",
          "keys_padded = pl.cdiv(S, block_k) * block_k", "keys_padded = S",
          "Make the block a whole number of tiles long, so that it reaches past the end: see section 6."),
-        ("acc is kept in the dtype of the inputs",
-         ("jnp.zeros((block_q, head_padded))", "alpha[:, None] * acc + dot(p.astype(v.dtype), v)"),
-         ("jnp.zeros((block_q, head_padded), v_ref.dtype)",
-          "(alpha[:, None] * acc + dot(p.astype(v.dtype), v)).astype(v.dtype)"),
-         "A sum of many parts is kept in float32, whatever the inputs are: see section 9."),
         ("all keys are one tile", "    group, head", "    block_k = 64\n    group, head",
          "A program holds block_k keys at a time, and its loop brings the next: see section 4."),
-        ("the tiles of queries are smaller than asked", "    group, head",
-         "    block_q = max(1, block_q // 2)\n    group, head",
-         "block_q decides how often the keys are read: see the end of section 4."),
         ("k and v are repeated in memory for each query head", ("n // group", "(q, k, v)\n"),
          ("n", "(q, jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2))\n"),
          "The index map picks the head, and nothing is copied: see section 7."),
-        ("the tile of queries is read again for each tile of keys",
-         "dot(q, k.T)", "dot(jnp.where(in_head, q_ref[...], 0), k.T)",
-         "It stays the same through the loop: read it once, before. See section 4."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 EXERCISES = (BOUNDS, GQA, FINISH, BYTES, FORWARD)

@@ -6,9 +6,7 @@ to an end, also where real warpgroups would wait for ever.
 
 import itertools
 
-import numpy as np
-
-from helpers.exercises.exercise import Case, Complaint, Exercise
+from helpers.exercises.exercise import Complaint, Exercise, table
 from helpers.instruments.races import ring_kernel_races, with_last_waits
 from helpers.instruments.timeline import Arrive, Drain, Fetch, Issue, OrderError, Read, Wait, Work, simulate
 
@@ -37,8 +35,6 @@ def _complaint_or_none(result, case):
 
 
 # 10.1
-
-
 def ring(role, steps, stages):
     """Yield the operations of "memory" or "compute": `steps` tiles, `stages` slots."""
     for j in range(steps):
@@ -51,13 +47,6 @@ def ring(role, steps, stages):
             yield Wait("loaded", slot)
             yield Read("tile", slot)
             yield Arrive("free", slot)
-
-
-def _ring_cases():
-    shapes = ((1, 1, 1), (2, 1, 1), (4, 2, 1), (7, 3, 2), (2, 4, 1))
-    nouns = ("tile", "slot", "compute warpgroup")
-    label = lambda shape: ", ".join(f"{n} {noun}{'s' * (n > 1)}" for n, noun in zip(shape, nouns, strict=True))
-    return [Case(label(shape), shape) for shape in shapes]
 
 
 def _run_ring(answer, steps, stages, readers):
@@ -106,13 +95,12 @@ def _simulated(memory, computing):
 # Parts of the solution, which the mistakes change.
 AWAIT = '            if j >= stages:\n                yield Wait("free", slot)\n'
 FETCH = '            yield Fetch("tile", slot, j, "loaded")\n'
-READ = '            yield Read("tile", slot)\n'
 ARRIVE = '            yield Arrive("free", slot)\n'
 
-# fmt: off
 RING = Exercise(
     solution=ring, title="Place the barriers", outputs=("the order of operations",),
-    cases=_ring_cases, run=_run_ring, judge=_complaint_or_none,
+    cases=table("tiles slots readers", (1, 1, 1), (2, 1, 1), (4, 2, 1), (7, 3, 2), (2, 4, 1)),
+    run=_run_ring, judge=_complaint_or_none,
     tried="fewer tiles than slots and more, one slot, two readers; in the model, one of them as a kernel too",
     mistakes=(
         ("the memory warpgroup fills a slot again without waiting until it is free", AWAIT, "",
@@ -121,35 +109,20 @@ RING = Exercise(
          "A copy has only been ordered when Fetch returns: see section 3."),
         ("nobody says that a slot is free", ARRIVE, "",
          "Every Wait needs an Arrive in somebody else's program: see section 4."),
-        ("a slot is declared free before it has been read", READ + ARRIVE, ARRIVE + READ,
-         "Arrive says that you are done with it: it comes after the Read, see section 4."),
-        ("the memory warpgroup waits for slots that nobody has used yet", "if j >= stages:", "if True:",
-         "The first tiles find their slots empty: do not wait for those, or let the readers arrive once before."),
         ("the memory warpgroup waits for each tile to arrive, or to be read, before it orders the next",
          AWAIT + FETCH, FETCH + '            yield Wait("free", slot)\n',
          "Wait before the fetch that needs the slot, not after the one that filled it: see section 4."),
-        ("the memory warpgroup begins to wait one tile too early", "j >= stages", "j >= stages - 1",
-         "The first `stages` tiles find an empty slot, so tile j waits if j >= stages: see section 4."),
         ("the memory warpgroup waits until all slots are free before it fills them again",
          ("j >= stages", 'yield Wait("free", slot)'),
          ("j and slot == 0", 'yield from (Wait("free", each) for each in range(stages))'),
          "Each slot can be filled as soon as it is free itself, whatever the others do: see section 4."),
-        ('the memory warpgroup waits at "loaded" where it needs a free slot', 'Wait("free"', 'Wait("loaded"',
-         '"loaded" says that a tile has arrived; that it has been read, "free" says: see section 4.'),
         ('the compute warpgroup waits at "free"', 'Wait("loaded"', 'Wait("free"',
          '"free" is for whoever fills a slot; a reader waits at "loaded": see section 4.'),
-        ("all slots share the barrier of slot 0", '"free", slot', '"free", 0',
-         "Each slot has a barrier of its own, or a free slot says nothing about which one: see section 4."),
-        ("every tile has a slot of its own", "j % stages", "j",
-         "A ring uses its slots again: tile j goes into slot j % stages, see section 4."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 10.2
-
-
 def split_registers(warpgroups, memory):
     """(registers of a thread at the start, the most of a compute thread)."""
     at_start = 65536 // (128 * (warpgroups + 1)) // 8 * 8
@@ -157,57 +130,26 @@ def split_registers(warpgroups, memory):
     return at_start, pool // warpgroups // 8 * 8
 
 
-def _register_cases():
-    return [
-        Case(f"{w} compute warpgroups, memory {m}", (w, m))
-        for w, m in ((2, 24), (3, 24), (4, 24), (4, 40), (5, 32), (6, 24), (7, 40))
-    ]
-
-
-def _register_expected(warpgroups, memory):
-    """By search: the largest multiple of 8 with which nobody asks for more than there was at the start."""
-    groups = warpgroups + 1
-    start = max(r for r in range(0, 256, 8) if r * 128 * groups <= 65536)
-    compute = max(r for r in range(0, 256, 8) if r * warpgroups + memory <= start * groups)
-    return start, compute
-
-
-# fmt: off
 REGISTERS = Exercise(
     solution=split_registers, title="Share out the registers",
     outputs=("registers at the start", "registers of a compute thread"),
-    cases=_register_cases, expected=_register_expected,
+    cases=table("warpgroups memory", (2, 24), (3, 24), (4, 24), (4, 40), (5, 32), (6, 24), (7, 40)),
     tried="two to seven compute warpgroups, 24 to 40 registers for the memory warpgroup",
     mistakes=(
         ("the registers that rounding left unused at the start are shared out as well",
          "(warpgroups + 1) * at_start", "65536 // 128",
          "What can be shared out is what the program started with; this request would wait for ever: see section 6."),
-        ("the number at the start is not rounded down to a multiple of 8", "+ 1)) // 8 * 8", "+ 1))",
-         "Registers come in steps of 8 for each thread: see section 6."),
-        ("the number of a compute thread is not rounded down to a multiple of 8",
-         "pool // warpgroups // 8 * 8", "pool // warpgroups",
-         "setmaxnreg takes multiples of 8 only: see section 6."),
         ("neither number is rounded down to a multiple of 8", " // 8 * 8", "",
          "Registers come in steps of 8 for each thread: see section 6."),
-        ("the memory warpgroup's registers are forgotten", " - memory", "",
-         "It keeps some for itself, and they come out of the same total: see section 6."),
-        ("all warpgroups get the same", "pool // warpgroups // 8 * 8", "at_start",
-         "The memory warpgroup gives up all but `memory`, and the others divide what it gave."),
         ("the memory warpgroup's threads are forgotten", "(warpgroups + 1)", "warpgroups",
          "At the start it has as many registers as any other: there is one warpgroup more to divide by."),
         ("`memory` is multiplied by 128, and the rest is not", "- memory", "- 128 * memory",
          "Count in units of one warpgroup's threads, all of it, or in registers, all of it: see the hand case."),
-        ("what is left is divided by all warpgroups, the memory warpgroup included",
-         "pool // warpgroups", "pool // (warpgroups + 1)",
-         "It has its share already: only the compute warpgroups divide the rest."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 10.3
-
-
 def smem_budget(H, block_q, block_k, stages, warpgroups):
     """(bytes of SMEM of the forward kernel, the most stages that fit)."""
     fixed = 3 * warpgroups * block_q * H * 2
@@ -216,52 +158,26 @@ def smem_budget(H, block_q, block_k, stages, warpgroups):
     return fixed + stages * stage, max(0, (232448 - 1280 - fixed) // stage)
 
 
-def _smem_cases():
-    shapes = [
-        (64, 64, 64, 1, 1), (64, 64, 128, 2, 3), (128, 64, 128, 2, 2), (128, 64, 64, 3, 2), (256, 64, 64, 1, 2),
-        (64, 64, 64, 4, 4), (64, 128, 64, 2, 2),
-        (256, 128, 64, 1, 2),  # what does not grow is too much already
-        (64, 128, 64, 4, 3),  # where the bytes for scratch and gaps decide
-        (64, 40, 240, 2, 3),  # where the last stage fits to the byte
-    ]  # fmt: skip
-    return [Case("H={}, block_q={}, block_k={}, stages={}, warpgroups={}".format(*shape), shape) for shape in shapes]
-
-
-# fmt: off
 SMEM = Exercise(
     solution=smem_budget, title="The budget of shared memory", outputs=("bytes", "most stages"),
-    cases=_smem_cases, tried="three head dims, one to four stages, one to four warpgroups",
+    cases=table(  # what does not grow is too much already; scratch and gaps decide; the last stage fits to the byte
+        "H block_q block_k stages warpgroups", (64, 64, 64, 1, 1), (64, 64, 128, 2, 3), (128, 64, 128, 2, 2),
+        (128, 64, 64, 3, 2), (256, 64, 64, 1, 2), (64, 64, 64, 4, 4), (64, 128, 64, 2, 2), (256, 128, 64, 1, 2),
+        (64, 128, 64, 4, 3), (64, 40, 240, 2, 3),
+    ),
+    tried="three head dims, one to four stages, one to four warpgroups",
     mistakes=(
-        ("only one of the two rings is counted", "2 * block_k", "block_k",
-         "Keys and values have a ring each: see the table of section 7."),
-        ("o_smem is forgotten, or the next tile of queries", "3 * warpgroups", "2 * warpgroups",
+        ("out is forgotten, or the next tile of queries", "3 * warpgroups", "2 * warpgroups",
          "There are three tiles of that size: q, the next q, and out on its way to GMEM: see section 7."),
-        ("all warpgroups share one tile of queries", "3 * warpgroups", "3",
-         "Keys and values are shared; queries are not: see section 7."),
-        ("elements are counted as float32", "H * 2", "H * 4",
-         "Tiles in SMEM have the dtype of the inputs, two bytes an element: see section 7."),
-        ("lse_smem is forgotten", "4 * (warpgroups + 1) * block_q + ", "",
-         "One float32 for each query leaves through SMEM too: see section 7."),
-        ("lse_smem lacks its last row", "4 * (warpgroups + 1)", "4 * warpgroups",
-         "It has warpgroups + 1 rows: see the table of section 7."),
         ("the barriers are forgotten", (" + 8 * (warpgroups + 1)", " + 4 * 8"), ("", ""),
          "A barrier is 8 bytes of SMEM: one for each warpgroup's q, four for each slot, one more: see section 7."),
-        ("each stage has two barriers", "4 * 8", "2 * 8",
-         "A stage has four: loaded and free, for keys and for values."),
         ("each warpgroup has rings of its own", "2 * block_k", "2 * warpgroups * block_k",
          "The compute warpgroups read the same keys and values: see the shapes in section 7."),
-        ("the number of stages is negative where nothing fits",
-         "max(0, (232448 - 1280 - fixed) // stage)", "(232448 - 1280 - fixed) // stage",
-         "It is 0 where not even one stage fits."),
-        ("the 1280 bytes for scratch and gaps are forgotten", " - 1280", "",
-         "It has to fit beside your arrays when you count the stages: see the end of section 7."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 10.4
-
 PRODUCT, EXPONENTIALS = 256, 528
 
 
@@ -290,10 +206,6 @@ def pipeline(steps):
         yield Drain(0)
     yield product_with_v(steps - 1)
     yield Drain(0)
-
-
-def _pipeline_cases():
-    return [Case(f"{steps} tile{'s' * (steps > 1)}", (steps,)) for steps in (1, 2, 3, 6)]
 
 
 def _fault_of_order(operations, steps):
@@ -351,43 +263,24 @@ def _run_pipeline(answer, steps):
     return ""
 
 
-# fmt: off
 PIPELINE = Exercise(
     solution=pipeline, title="Order the pipeline", outputs=("the order of operations",),
-    cases=_pipeline_cases, run=_run_pipeline, judge=_complaint_or_none,
+    cases=table("steps", (1,), (2,), (3,), (6,)), run=_run_pipeline, judge=_complaint_or_none,
     tried="one to six tiles; nothing used before it is there, and no cycle wasted",
     mistakes=(
         ("no product runs while you take exponentials", "Drain(1)", "Drain(0)",
          "Order the scores, then the p v of the tile before, and await the older of the two only: see section 11."),
-        ("the product with v is ordered before that of the new scores",
-         "        yield product_with_k(j)\n        yield product_with_v(j - 1)\n",
-         "        yield product_with_v(j - 1)\n        yield product_with_k(j)\n",
-         "Drain(1) then awaits the product with v, not the scores: what you need first must be ordered first."),
         ("the scores are not awaited before their softmax", "        yield Drain(1)\n", "",
          "Two products are under way then, and Drain(1) awaits the older one: see section 11."),
-        ("the first scores are not awaited", "    yield Drain(0)\n    yield softmax(0)", "    yield softmax(0)",
-         "One product is under way there, so Drain(0) awaits it: see the hand case."),
         ("the scores are the only product under way, and Drain(1) lets them run",
          ("        yield product_with_v(j - 1)\n", "yield softmax(j)"),
          ("", "yield softmax(j)\n        yield product_with_v(j - 1)"),
          "Order the product with v of the tile before as well, and then await the older of the two: see section 11."),
-        ("the last product with v is forgotten", "    yield product_with_v(steps - 1)\n", "",
-         "Products with v run one tile late, so one is left when the loop ends: see section 11."),
-        ("the last product with v is not awaited", "(steps - 1)\n    yield Drain(0)", "(steps - 1)",
-         "At the end nothing may be unfinished: Drain(0)."),
-        ("the product with v does not lag behind by one tile", "product_with_v(j - 1)", "product_with_v(j)",
-         "In step j there is no p of tile j yet; there is that of tile j − 1: see section 11."),
-        ("the product with v is not awaited at the end of a step",
-         "softmax(j)\n        yield Drain(0)", "softmax(j)",
-         "The next p goes into the registers that it still reads: end each step with Drain(0), see section 11."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 10.5
-
-
 def tiles_of(program, programs, lengths):
     """Indices of the tiles that a program computes, so that no program has too many."""
     order = sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True)
@@ -398,22 +291,6 @@ def tiles_of(program, programs, lengths):
             turn = turn[::-1]
         mine += turn[program : program + 1]
     return mine
-
-
-def _balance_cases():
-    random = np.random.default_rng(105)
-    causal = [(i + 1) for i in range(8)]
-    cases = [
-        ("tiles of 1 to 4, 2 programs", [1, 2, 3, 4], 2),
-        ("tiles of 1 to 8, 4 programs", causal, 4),
-        ("3 heads of tiles of 1 to 8, 5 programs", causal * 3, 5),
-        ("11 tiles of random lengths, 3 programs", random.integers(1, 20, 11).tolist(), 3),
-        ("fewer tiles than programs", [2, 5, 1], 4),
-        ("five tiles of 1 and five of 2, 3 programs", [1] * 5 + [2] * 5, 3),
-        ("one program", [3, 1, 2], 1),
-        ("as many tiles as programs, and one more", [7, 1, 5, 3, 4], 4),
-    ]
-    return [Case(label, (lengths, programs)) for label, lengths, programs in cases]
 
 
 def _run_balance(answer, lengths, programs):
@@ -472,38 +349,31 @@ def _in_blocks(program, programs, lengths):
 BY_LENGTH = "sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True)"
 IN_ORDER = "list(range(len(lengths)))"
 
-# fmt: off
 BALANCE = Exercise(
     solution=tiles_of, title="Balance a causal mask", outputs=("the tiles of each program",),
-    cases=_balance_cases, run=_run_balance, judge=_judge_balance,
+    cases=table(
+        "lengths programs", ([1, 2, 3, 4], 2), ([*range(1, 9)], 4), ("3 heads, 5 programs", 3 * [*range(1, 9)], 5),
+        ([14, 2, 9, 17, 1, 6, 19, 11, 4, 13, 8], 3), ([2, 5, 1], 4), ([1, 1, 1, 1, 1, 2, 2, 2, 2, 2], 3),
+        ([3, 1, 2], 1), ([7, 1, 5, 3, 4], 4),
+    ),
+    run=_run_balance, judge=_judge_balance,
     tried="causal tiles of one head and of three, random lengths, fewer tiles than programs",
     mistakes=(
         ("tiles are dealt in the order given", (BY_LENGTH, "turn[::-1]"), (IN_ORDER, "turn"),
          "The last ones may be the longest, and nothing is left to even them out: sort them first, see section 12."),
         ("tiles are cut into blocks of neighbours", _in_blocks,
          "Neighbouring tiles have similar lengths, so one program gets all the long ones: see section 12."),
-        ("the shortest tiles come first", ", reverse=True", "",
-         "Short tiles are good for filling up at the end, so keep them for last: see section 12."),
         ("every turn is dealt from the same end, or gives one tile to whoever has fewest", "turn[::-1]", "turn",
          "One program has the longest tile of every turn: go back and forth, or longest first to whoever has least."),
         ("the tiles of the last, incomplete turn are dropped",
          "len(order), programs", "len(order) // programs * programs, programs",
          "Round the number of turns up: the last one may have fewer tiles than programs."),
-        ("the last, incomplete turn is dealt backwards too, so that long tiles come together",
-         " and len(turn) == programs", "",
-         "A turn that is not full is never turned, or the busiest program can get busier: see section 12."),
-        ("the last turn is taken to be complete", "turn[program : program + 1]", "[turn[program]]",
-         "It may have fewer tiles than programs: does it have one at this program's place?"),
-        ("the lengths are returned instead of the indices of the tiles",
-         "return mine", "return [lengths[i] for i in mine]",
-         "Return the numbers of the tiles, as in the case worked by hand."),
         ("tiles go to whoever has least, but in the order given", lambda *a: _by_least(*a, longest_first=False),
          "The longest tiles must come first, while short ones are left to even things out: sort the indices."),
         ("a snake runs over tiles that are not sorted, or places in the sorted order are returned instead of tiles",
          BY_LENGTH, IN_ORDER,
          "Sort the indices by their lengths, not the lengths themselves: see the hints."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 EXERCISES = (RING, REGISTERS, SMEM, PIPELINE, BALANCE)

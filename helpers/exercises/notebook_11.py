@@ -2,11 +2,10 @@
 
 import numpy as np
 
-from helpers.exercises.exercise import Case, Exercise
+from helpers.exercises.exercise import Exercise, table
+
 
 # 11.1
-
-
 def slowest_unit(H, block_k, instructions, moved, cost):
     """(name, cycles) of the unit that binds a tile of 64 queries and block_k keys."""
     cycles = {
@@ -18,56 +17,31 @@ def slowest_unit(H, block_k, instructions, moved, cost):
     return unit, cycles[unit]
 
 
-def _bind_cases():
-    numbers = [
-        (64, 128, 418, 0, 6), (64, 128, 418, 16, 6), (64, 128, 418, 32, 6),  # worked by hand
+BIND = Exercise(
+    solution=slowest_unit, title="What binds the loop", outputs=("unit", "cycles"),
+    cases=table(  # the first three are worked by hand
+        "H block_k instructions moved cost", (64, 128, 418, 0, 6), (64, 128, 418, 16, 6), (64, 128, 418, 32, 6),
         (64, 128, 482, 16, 6), (64, 128, 482, 8, 3), (128, 128, 514, 0, 6), (128, 128, 514, 32, 6),
         (128, 64, 280, 8, 4), (64, 64, 260, 0, 5), (32, 128, 300, 8, 3), (32, 64, 100, 4, 6), (16, 256, 500, 30, 5),
-        (16, 256, 200, 0, 5), (64, 128, 560, 0, 6), (64, 128, 600, 10, 4), (64, 128, 600, 10, 6), (256, 128, 640, 0, 6),
-    ]  # fmt: skip
-    label = "H={}, block_k={}, {} instructions, {} exponentials moved at {} each"
-    return [Case(label.format(*row), row) for row in numbers]
-
-
-# fmt: off
-BIND = Exercise(
-    solution=slowest_unit, title="What binds the loop", outputs=("unit", "cycles"), cases=_bind_cases,
+        (16, 256, 200, 0, 5), (64, 128, 560, 0, 6), (64, 128, 600, 10, 4), (64, 128, 600, 10, 6),
+        (256, 128, 640, 0, 6),
+    ),
     tried="head dims from 16 to 256, tiles of 64 to 256 keys, with and without exponentials moved",
     mistakes=(
-        ("half of the tensor core's work is missing", "2 * 2 * 64", "2 * 64",
-         "Each tile of keys needs two products, and a multiplication with its addition is two FLOPs."),
-        ("the exponentials of alpha are forgotten", "+ 2 - moved", "- moved",
-         "Each thread holds parts of two rows, and each row has an alpha: see the exercise."),
-        ("a thread is given block_k exponentials instead of half as many", "block_k // 2", "block_k",
-         "64 queries and block_k keys over 128 threads are block_k // 2 for each: see the exercise."),
-        ("the exponentials of a single thread are counted", "128 * (block_k", "(block_k",
-         "128 threads share the unit: multiply by their number."),
         ("16 exponentials a cycle are taken for the rate of each quarter", "/ 16", "/ 64",
          "128 threads share a unit that takes 16 a cycle in all: see the exercise."),
-        ("the moved exponentials are not taken off their unit", " - moved", "",
-         "What is computed otherwise, that unit has not to do: take `moved` off for each thread."),
         ("`moved` exponentials are taken off all 128 threads together instead of each",
          "128 * (block_k // 2 + 2 - moved)", "(128 * (block_k // 2 + 2) - moved)",
          "Each thread moves `moved` of its exponentials: see the exercise."),
         ("moved exponentials cost no instructions", " + moved * (cost - 1)", "",
          "What leaves one unit arrives at another: each is now `cost` instructions."),
-        ("the instruction that a moved exponential saves is not taken off", "(cost - 1)", "cost",
-         "It was one instruction before and is `cost` now: the difference counts."),
-        ("the four warps are fed one after another",
-         "instructions + moved * (cost - 1)", "4 * (instructions + moved * (cost - 1))",
-         "Each warp has a scheduler of its own, so the loop takes `instructions` cycles, not four times as many."),
-        ("the names are compared, not the cycles", ", key=cycles.get", "",
-         "max of a dict, or of pairs that begin with a name, goes by the alphabet: give it a key, see hint 2."),
         ("the units are taken to work one after another", "cycles[unit]", "sum(cycles.values())",
          "They work at the same time, so at best the slowest sets the pace: see the exercise."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 11.2
-
-
 def guess(s, block_k, headroom, most):
     """(whether the guess fails, lse) of a row of logits s (S,)."""
     m = s[:block_k].max() + headroom * np.log(2)
@@ -75,16 +49,18 @@ def guess(s, block_k, headroom, most):
     return bool(l > min(len(s), most)), m + np.log(l)
 
 
-def _guess_cases():
-    random = np.random.default_rng(112)
-    ln = np.log
-    cases = [
-        ("the case worked by hand", ln([1.0, 3.0, 40.0, 4.0]), 2, 1, 32768),
-        ("the case worked by hand, headroom 3", ln([1.0, 3.0, 40.0, 4.0]), 2, 3, 32768),
-        ("its logits less 900, headroom 0", ln([1.0, 3.0, 40.0, 4.0]) - 900, 2, 0, 32768),
-        ("its logits plus 900, headroom 3", ln([1.0, 3.0, 40.0, 4.0]) + 900, 2, 3, 32768),
-        ("logits ln 1, ln 3, ln 22, ln 4", ln([1.0, 3.0, 22.0, 4.0]), 2, 1, 32768),
-        ("logits ln 1, ln 3, ln 4, ln 40", ln([1.0, 3.0, 4.0, 40.0]), 2, 1, 32768),
+LN, RANDOM = np.log, np.random.default_rng(112)
+
+GUESS = Exercise(
+    solution=guess, title="Guess, and notice", outputs=("failed", "lse"),
+    cases=table(
+        "s block_k headroom most",
+        ("the case worked by hand", LN([1.0, 3.0, 40.0, 4.0]), 2, 1, 32768),
+        ("the case worked by hand, headroom 3", LN([1.0, 3.0, 40.0, 4.0]), 2, 3, 32768),
+        ("its logits less 900, headroom 0", LN([1.0, 3.0, 40.0, 4.0]) - 900, 2, 0, 32768),
+        ("its logits plus 900, headroom 3", LN([1.0, 3.0, 40.0, 4.0]) + 900, 2, 3, 32768),
+        ("logits ln 1, ln 3, ln 22, ln 4", LN([1.0, 3.0, 22.0, 4.0]), 2, 1, 32768),
+        ("logits ln 1, ln 3, ln 4, ln 40", LN([1.0, 3.0, 4.0, 40.0]), 2, 1, 32768),
         ("6 keys, one 6 above the others, headroom 40", np.array([0.0, 0.0, 6.0, 0.0, 0.0, 0.0]), 2, 40, 32768),
         ("6 keys, four 3 above the others, headroom 40", np.array([0.0, 0.0, 3.0, 3.0, 3.0, 3.0]), 2, 40, 32768),
         ("6 keys, four 57 above the others, headroom 40", np.array([0.0, 0.0, 57.0, 57.0, 57.0, 57.0]), 2, 40, 32768),
@@ -93,54 +69,22 @@ def _guess_cases():
         ("10 keys, `most` 5, headroom 0", np.zeros(10), 4, 0, 5),
         ("8 keys in one tile, `most` 3, headroom 1", np.zeros(8), 8, 1, 3),
         ("6 keys, the first tile 8 below the others", np.array([-8.0, -8.0, 0.0, 0.0, 0.0, 0.0]), 2, 11, 32768),
-        ("40 random logits, headroom 1", 3 * random.standard_normal(40), 8, 1, 32768),
-        ("40 random logits, headroom 40", 9 * random.standard_normal(40), 8, 40, 32768),
-        ("fewer keys than a tile", random.standard_normal(5), 16, 1, 32768),
-        ("12 keys and their largest first", np.array([7.0, *random.standard_normal(11)]), 4, 0, 32768),
-    ]
-    return [Case(label, arguments) for label, *arguments in cases]
-
-
-def _guess_expected(s, block_k, headroom, most):
-    """lse from the true maximum; the bound from the logits themselves."""
-    lse = s.max() + np.log(np.exp(s - s.max()).sum())
-    guessed = max(s[: min(block_k, len(s))]) + headroom * np.log(2.0)
-    return bool(lse - guessed > np.log(min(len(s), most)) + 1e-12), float(lse)
-
-
-# fmt: off
-GUESS = Exercise(
-    solution=guess, title="Guess, and notice", outputs=("failed", "lse"), cases=_guess_cases, expected=_guess_expected,
+        ("40 random logits, headroom 1", 3 * RANDOM.standard_normal(40), 8, 1, 32768),
+        ("40 random logits, headroom 40", 9 * RANDOM.standard_normal(40), 8, 40, 32768),
+        ("fewer keys than a tile", RANDOM.standard_normal(5), 16, 1, 32768),
+        ("12 keys and their largest first", np.array([7.0, *RANDOM.standard_normal(11)]), 4, 0, 32768),
+    ),
     tried="rows that fail by either bound and rows that do not, logits near 900 and -900, one tile only",
     mistakes=(
         ("the maximum of the whole row is taken", "s[:block_k]", "s",
          "That is what the guess is to save: only the first tile is looked at, see section 4."),
         ("only the first tile is summed", "np.exp(s - m)", "np.exp(s[:block_k] - m)",
          "The guess comes from the first tile, the sum is of the whole row: see the exercise."),
-        ("m is not taken off before the exponential", "s - m", "s",
-         "Each p is e to the power of s - m: see section 4."),
-        ("p is a power of two", "np.exp(", "np.exp2(",
-         "Only the headroom is given in powers of two; everything else here is in base e."),
-        ("the headroom is left out", " + headroom * np.log(2)", "",
-         "The guess is the maximum of the first tile plus `headroom` powers of two: see section 4."),
-        ("the headroom is taken as a power of e", "headroom * np.log(2)", "headroom",
-         "It is given in powers of two: see the text of the exercise."),
-        ("the headroom is subtracted", "+ headroom", "- headroom",
-         "A higher m makes smaller p, which leaves room for later scores: see section 4."),
         ("only the number of keys bounds the sum", "min(len(s), most)", "len(s)",
          "No p may leave the range of float16, however many keys there are: `most` bounds l as well, see section 4."),
         ("only `most` bounds the sum", "min(len(s), most)", "most",
          "With the true maximum the sum is at most the number of keys: more than that is a failure, see section 4."),
-        ("a sum just as large as its bound counts as a failure", "l > min", "l >= min",
-         "It fails where the sum is above the bound: equal logits under the true maximum reach it, see section 4."),
-        ("each p is compared with the bound instead of their sum", "l > min", "np.exp(s - m).max() > min",
-         "Many p that are not too large can have a sum that is: the kernel looks at l, see section 4."),
-        ("ln l is returned for lse", "m + np.log(l)", "np.log(l)",
-         "m was taken off every logit and has to come back: lse = m + ln l."),
-        ("the headroom is taken off again in lse", "m + np.log(l)", "m - headroom * np.log(2) + np.log(l)",
-         "l was summed with the headroom in m, so lse = m + ln l with the same m."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 EXERCISES = (BIND, GUESS)

@@ -3,11 +3,11 @@
 import numpy as np
 
 from helpers.attention.ring import positions
-from helpers.exercises.exercise import Case, Complaint, Exercise
+from helpers.exercises.exercise import Case, Complaint, Exercise, table
+from helpers.exercises.notebook_02 import MERGE_BY_LSE
+
 
 # 14.1
-
-
 def merge_shares(out_a, lse_a, out_b, lse_b):
     """(out, lse) of two disjoint sets of keys together: (T, H) and (T,)."""
     lse = np.logaddexp(lse_a, lse_b)
@@ -15,23 +15,6 @@ def merge_shares(out_a, lse_a, out_b, lse_b):
     weight_a = np.exp(lse_a - reference)
     weight_b = np.exp(lse_b - reference)
     return weight_a[:, None] * out_a + weight_b[:, None] * out_b, lse
-
-
-# fmt: off
-def _merge_cases():
-    hand = (np.array([[7 / 4]]), np.log([4.0]), np.array([[3.8]]), np.log([10.0]))
-    cases, none = [Case("the case worked by hand", hand)], -np.inf
-    for T, H, *levels in (  # what each part's lse lies near, or that of each row of it
-        (3, 2, 0, 0), (5, 4, 2, -1), (5, 4, 0, 3), (4, 3, 1000, 1001), (4, 3, -1000, -999), (4, 3, -1000, 1000),
-        (3, 2, none, 0), (3, 2, 0, none), (3, 2, none, none), (3, 2, (1000, 0, -1000), (1001, 1, -999)),
-        (4, 2, (none, 0, none, 0), (0, none, none, 0)),
-    ):
-        random, parts = np.random.default_rng([14, len(cases)]), []
-        for level in levels:
-            out, lse = random.standard_normal((T, H)), random.standard_normal(T) + level
-            parts += [np.where(lse[:, None] == none, 0, out), lse]
-        cases.append(Case(f"T={T}, H={H}, lse_a near {levels[0]}, lse_b near {levels[1]}", tuple(parts)))
-    return cases
 
 
 SUM, GUARDED = "    lse = np.logaddexp(lse_a, lse_b)\n", "np.where(lse == -np.inf, 0, lse)"  # in the solution
@@ -42,21 +25,17 @@ SHARES = "np.exp(lse_a - m) / l", "np.exp(lse_b - m) / l"  # in place of WEIGHTS
 ROW_BY_ROW = "Every row has a level of its own, and far below the maximum exp is 0: subtract row by row, see section 2."
 
 MERGE = Exercise(
-    solution=merge_shares, title="Two parts of a sum", outputs=("out", "lse"), cases=_merge_cases, tolerance=1e-4,
+    solution=merge_shares, title="Two parts of a sum", outputs=("out", "lse"),
+    cases=MERGE_BY_LSE.cases, tolerance=MERGE_BY_LSE.tolerance,
     tried="parts of different weight, logits near 1000 and -1000, rows without a key in one part and in both",
     mistakes=(
         ("-inf is subtracted from -inf in a row that sees no key in either part", GUARDED, "lse",
-         "Where both lse are -inf, subtract 0 instead: see section 2."),
-        ("the maximum is subtracted where it is -inf, in a row that sees no key in either part",
-         (SUM, GUARDED), ("    m = np.maximum(lse_a, lse_b)\n" + BY_M, "lse"),
          "Where both lse are -inf, subtract 0 instead: see section 2."),
         ("exp(lse) is computed as it is", (SUM, *WEIGHTS),
          ("    l = np.exp(lse_a) + np.exp(lse_b)\n    lse = np.log(l)\n", "np.exp(lse_a) / l", "np.exp(lse_b) / l"),
          "Near 1000 it overflows, near -1000 it is 0: subtract the merged lse first, see section 2."),
         ("one maximum serves all rows",
          (SUM, *WEIGHTS), (ONE_M + FINITE + BY_M + "    l = np.where(l == 0, 1, l)\n", *SHARES), ROW_BY_ROW),
-        ("one maximum serves all rows, and those far below it become NaN",
-         (SUM, *WEIGHTS), (ONE_M + FINITE + BY_M, *SHARES), ROW_BY_ROW),
         ("one maximum serves all rows, and those far below it or without a key become NaN",
          (SUM, *WEIGHTS), (ONE_M + BY_M, *SHARES), ROW_BY_ROW),
         ("both parts count alike", "weight_a[:, None] * out_a + weight_b[:, None] * out_b", "(out_a + out_b) / 2",
@@ -65,13 +44,10 @@ MERGE = Exercise(
          GUARDED, "np.where(lse == -np.inf, 0, np.maximum(lse_a, lse_b))",
          "With the larger lse as reference the weights do not add up to 1: subtract the merged lse, see section 2."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 14.2
-
-
 def turn_the_ring(queries, keys, values, attend, merge):
     """The result of every device: a list of D arrays (rows, H)."""
     D = len(queries)
@@ -110,42 +86,28 @@ def _run_ring(answer, queries, keys, values):
     return answer(queries, keys, values, attend, merge_shares)
 
 
-def _whole(queries, keys, values):
-    """Every device's queries over all keys: the right answer."""
-    return np.array([_attend(query, np.concatenate(keys), np.concatenate(values))[0] for query in queries])
-
-
 HELD, PART = "(i - r) % D", "attend(queries[i], keys[j], values[j])"  # in the solution
 MERGED = f"out, lse = merge(out, lse, *{PART})"
 
-# fmt: off
 RING = Exercise(
     solution=turn_the_ring, title="Turn the ring", outputs=("out of every device",),
-    cases=_ring_cases, run=_run_ring, expected=_whole, tried="one to eight devices, more keys than queries and fewer",
+    cases=_ring_cases, run=_run_ring, expected=lambda *shares: np.array(_run_ring(turn_the_ring, *shares)),
+    tried="one to eight devices, more keys than queries and fewer",
     mistakes=(
         ("a step is missing: one share of the keys is never seen", "range(1, D)", "range(1, D - 1)",
          "D devices need D steps, their own keys among them: see section 3."),
-        ("each device stays with its own keys", HELD, "i", "Keys travel, from device to device: see section 3."),
         ("the values stay at home", "values[j]", "values[i]", "A value travels with its key: see section 3."),
         ("the parts are averaged", (MERGED, "append(out)"), (f"out = out + {PART}[0]", "append(out / D)"),
          "Parts of different weight are merged by their lse: see section 2."),
-        ("the parts are added up", MERGED, f"out = out + {PART}[0]",
-         "Each part is divided by its own sum already: merge by lse, see section 2."),
         ("a share is overwritten before it is handed on", HELD, "0",  # that of device 0 goes through all
          "All devices send at the same time: make a new list, such as keys[-1:] + keys[:-1]."),
         ("only the last share is left", MERGED, f"out, lse = {PART}",
          "Each step must be merged into what the steps before found: see section 2."),
-        ("lse is overwritten by that of the last part",
-         MERGED, f"part, of_part = {PART}\n            out, lse = merge(out, lse, part, of_part)[0], of_part",
-         "`merge` returns the lse of both: carry that one on, see section 2."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 14.3
-
-
 def count_pairs(owned):
     """(D, D) integers: pairs in step r (row) of device i (column)."""
     D = len(owned)
@@ -168,28 +130,21 @@ def _pairs_cases():
     return [*cases, Case("three devices, positions at random", (list(shuffled),))]
 
 
-# fmt: off
 WORK = Exercise(
     solution=count_pairs, title="Who has work", outputs=("pairs",), cases=_pairs_cases,
     tried="three layouts, two to five devices, positions in any order",
     mistakes=(
-        ("a query does not see its own position", "<=", "<", "Causal attention sees keys j ≤ i: see section 5."),
         ("queries see the keys behind them", "<=", ">=", "A query at a sees the key at b if b ≤ a: see hint 1."),
         ("nothing is masked", "(keys[None, :] <= queries[:, None]).sum()", "keys.size * queries.size",
          "Count only the pairs in which the query may see the key: see section 5."),
-        ("the keys come from the device after", HELD, "(i + r) % D", "Device i has those of i - r: see section 3."),
         ("keys are listed by their owner", HELD, "r", "Row r is step r: device i has those of i - r, see section 3."),
-        ("every step counts like the first", HELD, "i", "Keys travel, from device to device: see section 5."),
         ("the steps are added up", "return table", "return table.sum(axis=0)",
          "Devices wait for each other in every step, so each step has a row of its own: return (D, D)."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 14.4
-
-
 def zigzag(devices, share, device):
     """The positions of a device, rising: integers (share,)."""
     half = share // 2
@@ -198,41 +153,29 @@ def zigzag(devices, share, device):
     return np.concatenate([early * half + within, late * half + within])
 
 
-LATE = "2 * devices - 1 - device"  # in the solution
-BOTH = "np.concatenate([early * half + within, late * half + within])"
-
-# fmt: off
 ZIGZAG = Exercise(
     solution=zigzag, title="Zigzag", outputs=("positions",),
-    cases=lambda: [
-        Case(f"devices={D}, share={share}, device={device}", (D, share, device))
-        for D, share in ((4, 4), (1, 6), (2, 2), (3, 8), (4, 10), (8, 4)) for device in sorted({0, D // 2, D - 1})
-    ],
-    expected=lambda devices, share, device: positions("zigzag", devices, share, device),
+    cases=table(
+        "devices share device",
+        *((D, share, device) for D, share in ((4, 4), (1, 6), (2, 2), (3, 8), (4, 10), (8, 4))
+          for device in sorted({0, D // 2, D - 1})),
+    ),
     tried="one to eight devices, first, middle and last",
     mistakes=(
-        ("every device has a contiguous share", BOTH, "device * share + np.arange(share)",
+        ("every device has a contiguous share",
+         "np.concatenate([early * half + within, late * half + within])", "device * share + np.arange(share)",
          "That is the contiguous layout: two pieces of half the share, see section 5."),
-        ("every device has each D-th position", BOTH, "device + devices * np.arange(share)",
-         "That is the striped layout: two pieces of half the share, see section 5."),
-        ("the second piece is counted from 1", LATE, "2 * devices - device",
-         "There are 2D pieces, 0 to 2D - 1, and the last is 2D - 1 - 0: see section 5."),
-        ("the second piece is the i-th of the second half", LATE, "devices + device",
+        ("the second piece is the i-th of the second half", "2 * devices - 1 - device", "devices + device",
          "Then the last device has the last piece of each half, and the most work: it is mirrored, see section 5."),
         ("pieces begin at multiples of `share`, not of half as many", "* half", "* share",
          "There are 2D pieces for D shares, so a piece is half a share: see section 5."),
         ("the second piece runs backwards", "late * half + within", "late * half + within[::-1]",
          "Pieces are mirrored, the positions inside them are not: they rise, see section 5."),
-        ("the late piece comes first", BOTH, "np.concatenate([late * half + within, early * half + within])",
-         "The positions of a device rise, so that its own keys need the usual causal mask: see section 5."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 14.5
-
-
 def part_gradients(q, k, v, do, lse, delta, scale):
     """(dq, dk, dv) of a share of the keys; lse and delta are of all."""
     p = np.exp(scale * q @ k.T - lse[:, None])
@@ -241,12 +184,16 @@ def part_gradients(q, k, v, do, lse, delta, scale):
     return scale * ds @ k, scale * ds.T @ q, p.T @ do
 
 
-# fmt: off
 def _gradient_cases():
     cases = []
     for T, S, keys, H, scale, level in (
-        (2, 1, 3, 1, 1.0, 0), (3, 2, 6, 2, 0.7, 0), (5, 4, 8, 4, 0.5, 0), (4, 6, 7, 3, 1.3, 0),
-        (4, 3, 9, 4, 0.5, 800), (3, 4, 8, 2, 0.7, -800), (2, 3, 3, 2, 0.9, 0),
+        (2, 1, 3, 1, 1.0, 0),
+        (3, 2, 6, 2, 0.7, 0),
+        (5, 4, 8, 4, 0.5, 0),
+        (4, 6, 7, 3, 1.3, 0),
+        (4, 3, 9, 4, 0.5, 800),
+        (3, 4, 8, 2, 0.7, -800),
+        (2, 3, 3, 2, 0.9, 0),
     ):
         random = np.random.default_rng([14, 5, len(cases)])
         q, do = random.standard_normal((2, T, H))
@@ -269,52 +216,33 @@ GRADIENTS = Exercise(
         ("delta is made from the part", "    ds = ", "    delta = (p * dp).sum(axis=1)\n    ds = ",
          "delta is a sum of p * dp over all keys, not over the part: take the delta that was given, see section 6."),
         ("delta is missing", " - delta[:, None]", "", "ds = p * (dp - delta): see section 6."),
-        ("the scale is missing in dq and dk", "scale * ds", "ds", "Both have it as a factor: see section 6."),
-        ("the scale is missing in dk", "scale * ds.T", "ds.T", "dk has the scale as a factor like dq: see section 6."),
-        ("the scale is missing in dq", "scale * ds @ k", "ds @ k", "dq has it as a factor like dk: see section 6."),
         ("exp(s) is divided by exp(lse)", " - lse[:, None])", ") / np.exp(lse)[:, None]",
          "Both overflow or vanish: subtract before the exponential, see section 6."),
-        ("the logits are not scaled", "scale * q", "q", "The logits are scale q kᵀ: see section 6."),
-        ("lse is not subtracted", " - lse[:, None]", "", "p = exp(s - lse): see section 6."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 14.6
-
-
 def shortest_share(N, K, itemsize, flops, bandwidth):
     """The least number of positions of a share that hides a hop."""
     t = itemsize * K * flops / (2 * N * bandwidth)
     return int(-(-t // 1))
 
 
-TIMES, ROUNDED = "itemsize * K * flops / (2 * N * bandwidth)", "int(-(-t // 1))"  # in the solution
-
-# fmt: off
 SHARE = Exercise(
     solution=shortest_share, title="How long must a share be?", outputs=("positions",),
-    cases=lambda: [
-        Case(f"N={N}, K={K}, itemsize={e}, flops={flops:g}, bandwidth={rate:g}", (N, K, e, flops, rate))
-        for N, K, e, flops, rate in (
-            (1, 1, 2, 100.0, 10.0), (16, 16, 2, 700e12, 150e9), (32, 8, 2, 700e12, 150e9), (8, 1, 2, 400e12, 25e9),
-            (12, 4, 4, 60e12, 49e9), (16, 16, 1, 1.3e15, 400e9), (5, 5, 2, 123e12, 7e9), (1, 1, 2, 10.0, 100.0),
-        )
-    ],
+    cases=table(
+        "N K itemsize flops bandwidth", (1, 1, 2, 100.0, 10.0), (16, 16, 2, 700e12, 150e9), (32, 8, 2, 700e12, 150e9),
+        (8, 1, 2, 400e12, 25e9), (12, 4, 4, 60e12, 49e9), (16, 16, 1, 1.3e15, 400e9), (5, 5, 2, 123e12, 7e9),
+        (1, 1, 2, 10.0, 100.0),
+    ),
     tried="MHA, GQA and MQA, 8, 16 and 32 bits, fast and slow links",
     mistakes=(
         ("only the keys travel", "2 * N", "4 * N", "Values travel too: two arrays, see section 7."),
         ("only half of the operations is counted", "2 * N", "N", "Two products, 4 H operations a pair: see section 7."),
-        ("elements are counted, not bytes", "itemsize * K", "K", "An element has `itemsize` bytes: see section 7."),
-        ("the heads do not matter", TIMES, "itemsize * flops / (2 * bandwidth)",
-         "All N query heads compute, K heads travel: see section 7."),
-        ("it is rounded down", ROUNDED, "int(t)", "One position less, and the hop outlasts the work: round up."),
-        ("it is not rounded", ROUNDED, "t", "A share is a whole number of positions: round up."),
-        ("a share that comes out whole is given one position more", ROUNDED, "int(t) + 1",
+        ("a share that comes out whole is given one position more", "int(-(-t // 1))", "int(t) + 1",
          "Where both times are equal nothing is waited for: a share that comes out whole is long enough."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 EXERCISES = (MERGE, RING, WORK, ZIGZAG, GRADIENTS, SHARE)

@@ -2,11 +2,10 @@
 
 import numpy as np
 
-from helpers.exercises.exercise import Exercise, labelled
+from helpers.exercises.exercise import Exercise, table
+
 
 # 16.1
-
-
 def programs(B, T, S, N, K, block_q, block_k):
     """(programs of the forward kernel, programs of dkv)."""
     forward = -(-T // block_q) * N * B
@@ -14,17 +13,12 @@ def programs(B, T, S, N, K, block_q, block_k):
     return forward, dkv
 
 
-# fmt: off
-def _grids_cases():
-    return labelled(
-        ("B", "T", "S", "N", "K", "block_q", "block_k"),
-        (1, 4, 8, 1, 1, 4, 4), (2, 100, 130, 8, 2, 64, 32), (3, 128, 64, 6, 3, 32, 64), (4, 1, 4096, 16, 1, 16, 128),
-        (1, 65, 63, 2, 2, 16, 64),
-    )
-
-
 GRIDS = Exercise(
-    solution=programs, title="Two grids", outputs=("forward", "dkv"), cases=_grids_cases,
+    solution=programs, title="Two grids", outputs=("forward", "dkv"),
+    cases=table(
+        "B T S N K block_q block_k", (1, 4, 8, 1, 1, 4, 4), (2, 100, 130, 8, 2, 64, 32), (3, 128, 64, 6, 3, 32, 64),
+        (4, 1, 4096, 16, 1, 16, 128), (1, 65, 63, 2, 2, 16, 64),
+    ),
     tried="ragged lengths, grouped heads, tiles of two sizes",
     mistakes=(
         ("a ragged tile does not count as a whole one",
@@ -35,27 +29,11 @@ GRIDS = Exercise(
          "Add one only where something is left over: -(-T // block_q) does."),
         ("dkv has a program for each query head", "K * B", "N * B",
          "dk and dv belong to a key head, and one program adds up its whole group: see section 5."),
-        ("the forward kernel has a program for each key head", "N * B", "K * B",
-         "Each query head has programs of its own, and those of a group read the same keys: see section 2."),
-        ("both kernels go by tiles of queries", "S // block_k", "T // block_q",
-         "dkv owns a tile of keys: see section 5."),
-        ("a length is cut by the block size of the other",
-         ("T // block_q", "S // block_k"), ("T // block_k", "S // block_q"),
-         "Queries are cut by block_q, keys by block_k: see section 2."),
-        ("the lengths are mixed up", ("T // block_q", "S // block_k"), ("S // block_q", "T // block_k"),
-         "The forward kernel cuts the T queries, dkv the S keys: see the task."),
-        ("there is a program for each pair of tiles",
-         ("N * B", "K * B"), ("-(-S // block_k) * N * B", "-(-T // block_q) * K * B"),
-         "A program walks over the tiles of the other length in a loop: see sections 4 and 5."),
-        ("the batch is forgotten", " * B", "", "The grid has a third axis, the batch: see section 2."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 16.2
-
-
 def pointers(rows, b, n, T, N, H, head_padded):
     """(offsets, mask), both (len(rows), head_padded)."""
     columns = np.arange(head_padded)
@@ -65,19 +43,15 @@ def pointers(rows, b, n, T, N, H, head_padded):
     return offsets, mask
 
 
-# fmt: off
-def _pointers_cases():
-    return labelled(
-        ("rows", "b", "n", "T", "N", "H", "head_padded"),
-        (np.arange(2), 0, 1, 5, 3, 2, 4), (np.arange(4, 8), 1, 2, 7, 3, 5, 8), (np.arange(8, 16), 2, 0, 13, 2, 24, 32),
-        (np.arange(16, 32), 1, 3, 32, 4, 16, 16), (np.array([3, 9, 0, 6]), 1, 2, 7, 3, 3, 4),
-    )
-
-
-ROW, BATCH = "rows[:, None] * (N * H)", "b * T * N * H"  # in the solution
+ROW = "rows[:, None] * (N * H)"  # in the solution
 
 POINTERS = Exercise(
-    solution=pointers, title="Pointers of a tile", outputs=("offsets", "mask"), cases=_pointers_cases,
+    solution=pointers, title="Pointers of a tile", outputs=("offsets", "mask"),
+    cases=table(
+        "rows b n T N H head_padded", (np.arange(2), 0, 1, 5, 3, 2, 4), (np.arange(4, 8), 1, 2, 7, 3, 5, 8),
+        (np.arange(8, 16), 2, 0, 13, 2, 24, 32), (np.arange(16, 32), 1, 3, 32, 4, 16, 16),
+        (np.array([3, 9, 0, 6]), 1, 2, 7, 3, 3, 4),
+    ),
     tried="whole and ragged tiles, rows in any order, heads of a power of two and others, several heads and entries",
     mistakes=(
         ("the next row is H elements away", ROW, "rows[:, None] * H",
@@ -85,35 +59,18 @@ POINTERS = Exercise(
         ("the heads lie one behind the other, each with all its positions",
          ("n * H", ROW), ("n * T * H", "rows[:, None] * H"),
          "The axes are (B, T, N, H), so heads of one position are neighbours: see section 3."),
-        ("the batch entry is left out", f"{BATCH} + ", "",
-         "Entry b begins after b * T * N * H elements: see section 3."),
-        ("head n does not begin n * H elements after head 0", " + n * H", "",
-         "A head has H elements, and the heads of a position are neighbours: see section 3."),
         ("rows are numbered on from the first, whatever the others are",
          ROW, "(rows[0] + np.arange(len(rows)))[:, None] * (N * H)",
          "rows may hold any positions in any order: take each of them, rows[:, None], see the task."),
-        ("rows are numbered on from the first in the mask", "(rows < T)", "(rows[0] + np.arange(len(rows)) < T)",
-         "rows may hold any positions in any order: compare each of them with T, see the task."),
         ("the heads of the array are taken to be padded", "* H", "* head_padded",
          "It is the tile that is padded: in the array a head has H elements, see section 3."),
         ("the padding of a head counts as inside", " & (columns < H)", " & (columns < head_padded)",
          "Columns from H on belong to the next head: they are masked, see section 3."),
-        ("rows over the end count as inside", "(rows < T)[:, None]", "(rows >= 0)[:, None]",
-         "Positions are 0 to T - 1, and what comes after them is masked: see section 3."),
-        ("position T counts as inside", "rows < T", "rows <= T",
-         "Positions are 0 to T - 1, and what comes after them is masked: see section 3."),
-        ("an element counts as inside if its row or its column is", " & ", " | ",
-         "Both must be inside: see section 3."),
-        ("the mask is True for what is masked", "return offsets, mask", "return offsets, ~mask",
-         "True says that the element is read: see section 3."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 16.3
-
-
 def key_ranges(q_start, block_q, block_k, S, is_causal):
     """(full, stop): where the masked tiles begin, and where the skipped ones do."""
     full, stop = S // block_k, -(-S // block_k)
@@ -123,55 +80,28 @@ def key_ranges(q_start, block_q, block_k, S, is_causal):
     return full, stop
 
 
-# fmt: off
-def _key_ranges_cases():
-    return labelled(
-        ("q_start", "block_q", "block_k", "S", "is_causal"),
-        (4, 4, 2, 12, True), (0, 16, 16, 64, False), (0, 16, 16, 60, False), (32, 16, 16, 100, True),
-        (63, 64, 32, 200, True), (32, 32, 64, 200, True), (96, 32, 64, 90, True), (15, 1, 16, 100, True),
-        (16, 1, 16, 100, True), (64, 64, 16, 100, True), (128, 64, 16, 97, True), (128, 128, 64, 1000, False),
-    )
-
-
 KEY_RANGES = Exercise(
-    solution=key_ranges, title="Tiles without a mask", outputs=("full", "stop"), cases=_key_ranges_cases,
+    solution=key_ranges, title="Tiles without a mask", outputs=("full", "stop"),
+    cases=table(
+        "q_start block_q block_k S is_causal", (4, 4, 2, 12, True), (0, 16, 16, 64, False), (0, 16, 16, 60, False),
+        (32, 16, 16, 100, True), (63, 64, 32, 200, True), (32, 32, 64, 200, True), (96, 32, 64, 90, True),
+        (15, 1, 16, 100, True), (16, 1, 16, 100, True), (64, 64, 16, 100, True), (128, 64, 16, 97, True),
+        (128, 128, 64, 1000, False),
+    ),
     tried="full and causal masks, ragged lengths, tiles on and off the diagonal, queries after the last key",
     mistakes=(
         ("a tile counts as full if its last query sees all of it", "(q_start + 1) //", "(q_start + block_q) //",
          "The first query sees least: it decides, see section 4."),
-        ("the first query is not taken to see its own key", "(q_start + 1) //", "q_start //",
-         "Query i sees keys 0 to i, which are i + 1: see section 4."),
-        ("the last query of the tile is left out", "-(-(q_start + block_q)", "-(-(q_start + block_q - 1)",
-         "The last query is q_start + block_q - 1, and it sees its own key: see section 4."),
-        ("the ragged tile at the end counts as full", "= S // block_k,", "= -(-S // block_k),",
-         "Over the end of the array lie no keys: that tile is masked, see section 4."),
+        ("the causal mask is left out", "if is_causal:", "if False:",
+         "With is_causal, query i sees keys 0 to i: see section 4."),
         ("the end of the keys is forgotten under a causal mask",
          "min(stop, -(-(q_start + block_q) // block_k))", "-(-(q_start + block_q) // block_k)",
          "There are only S keys, whatever a query could see: they limit both numbers, see section 4."),
-        ("a tile that no query sees is not skipped",
-         "-(-(q_start + block_q) // block_k)", "(q_start + block_q) // block_k + 1",
-         "The last query sees q_start + block_q keys: round up to the tiles that they touch, and add none."),
-        ("a tile of which some keys are seen is skipped",
-         "-(-(q_start + block_q) // block_k)", "(q_start + block_q) // block_k",
-         "Round up where tiles are touched: one that is seen in part is masked, see section 4."),
-        ("a tile on the diagonal counts as full", "(q_start + 1) // block_k", "-(-(q_start + 1) // block_k)",
-         "Round down where tiles must be whole: see section 4."),
-        ("no tile is skipped", "        stop = min(stop, -(-(q_start + block_q) // block_k))\n", "",
-         "Under a causal mask the last query limits `stop`: see section 4."),
-        ("the causal mask is left out", "if is_causal:", "if False:",
-         "With is_causal, query i sees keys 0 to i: see section 4."),
-        ("is_causal is taken to be True throughout", "if is_causal:", "if True:",
-         "Without it every query sees all S keys: see the task."),
-        ("the second number says how many tiles are masked", "return full, stop", "return full, stop - full",
-         "`stop` is where the masked tiles end, counted from the first tile of all: see section 4."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 16.4
-
-
 def query_tiles(k_start, block_q, block_k, T, is_causal):
     """(masked, free): tiles of queries with a mask, and without."""
     masked = free = 0
@@ -187,47 +117,29 @@ def query_tiles(k_start, block_q, block_k, T, is_causal):
     return masked, free
 
 
-# fmt: off
-def _query_counts_cases():
-    return labelled(
-        ("k_start", "block_q", "block_k", "T", "is_causal"),
-        (2, 2, 2, 8, True), (0, 16, 16, 64, False), (0, 16, 16, 70, False), (32, 16, 32, 150, True),
-        (64, 64, 16, 200, True), (64, 16, 64, 256, True), (48, 32, 16, 33, True), (96, 32, 32, 90, True),
-        (32, 16, 1, 100, True), (31, 16, 1, 100, True), (0, 16, 16, 63, False), (64, 16, 16, 128, False),
-        (0, 1, 4, 3, True), (80, 16, 16, 64, False), (128, 16, 16, 40, True),
-    )
-
-
 SKIPPED, FREE = "last < k_start", "first >= k_start + block_k - 1"  # in the solution
 
 QUERY_COUNTS = Exercise(
-    solution=query_tiles, title="The other walk", outputs=("masked", "free"), cases=_query_counts_cases,
+    solution=query_tiles, title="The other walk", outputs=("masked", "free"),
+    cases=table(
+        "k_start block_q block_k T is_causal", (2, 2, 2, 8, True), (0, 16, 16, 64, False), (0, 16, 16, 70, False),
+        (32, 16, 32, 150, True), (64, 64, 16, 200, True), (64, 16, 64, 256, True), (48, 32, 16, 33, True),
+        (96, 32, 32, 90, True), (32, 16, 1, 100, True), (31, 16, 1, 100, True), (0, 16, 16, 63, False),
+        (64, 16, 16, 128, False), (0, 1, 4, 3, True), (80, 16, 16, 64, False), (128, 16, 16, 40, True),
+    ),
     tried="full and causal masks, ragged lengths, keys after the last query",
     mistakes=(
         ("a tile counts as free if its first query sees the first key", FREE, "first >= k_start",
          "The last key of the tile is seen by the fewest queries: it decides, see section 5."),
         ("the last query of a tile decides whether it is free", FREE, "last >= k_start + block_k - 1",
          "The first query sees least: it decides, see section 5."),
-        ("the last key is not taken to be seen by its own query", FREE, "first >= k_start + block_k",
-         "The last key is k_start + block_k - 1, and the query there sees it: see section 5."),
         ("keys from T on are left out", FREE, "first >= min(k_start + block_k, T) - 1",
          "A free tile sees every key of the program, those over the end included: see the task."),
-        ("the ragged tile at the end counts as free", " and last < T", "",
-         "Over the end of the array lie no queries: its loads are masked, see section 5."),
-        ("the ragged tile at the end is left out", "range(0, T,", "range(0, T // block_q * block_q,",
-         "Some of its queries are there: it is computed with a mask, see section 5."),
-        ("no tile is skipped", f"is_causal and {SKIPPED}", "False",
-         "Queries before k_start see none of these keys: see section 5."),
-        ("a tile is skipped of which some query sees a key", SKIPPED, "first < k_start",
-         "Its last position sees most: only where that is before k_start is a tile skipped, see section 5."),
         ("positions over the end are taken to see nothing", SKIPPED, "min(last, T - 1) < k_start",
          "Positions count as they stand, inside the array or not: see the task."),
-        ("is_causal is taken to be True throughout", ("is_causal and ", "not is_causal or "), ("", ""),
-         "Without it nothing is skipped, and only a ragged tile needs a mask: see the task."),
         ("the first number counts every tile that is computed", "return masked, free", "return masked + free, free",
          "Return those with a mask and those without, each by itself."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 EXERCISES = (GRIDS, POINTERS, KEY_RANGES, QUERY_COUNTS)

@@ -7,34 +7,53 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from helpers.exercises.exercise import Complaint
+from helpers.exercises.exercise import Complaint, shaped
 from helpers.instruments.traffic import replay
 
 AS_ASKED = "from tiles alone, each read once by a program that needs it"
 OF_16_BITS = 8e-3  # relative error that rounding to bfloat16 may bring, of an output and of the table before it
 
 
-def watched(function, arrays, names, right, dtypes, blocks, ours):
-    """(*results as float64, how they were made) of function(*arrays), whose kernels are replayed.
+def results(answer, ours, arguments, dtypes, right, blocks):
+    """(*results as float64, how they were made) of a kernel: of the answer, whose launches are replayed.
 
-    names, right, dtypes: of the results; one of 16 bits that rounding alone sets apart counts as right.
-    blocks: the sizes of the two tiles. ours: a function that counts the bytes that our kernel reads.
+    ours: the solution, whose programs read no byte too many. arguments: of both, the arrays first. dtypes: of the
+    results, {name: dtype}. right: the right ones; one of 16 bits that rounding alone sets apart from it is right too.
+    blocks: the sizes of the two tiles. Without them the answer runs as in a notebook, on the device that there is.
     """
+    arrays, launch = _launches(arguments)
+    if blocks:
+        return watched(launch(answer), arrays, dtypes, right, blocks, lambda: bytes_read(launch(ours), arrays))
+    with jax.default_matmul_precision("highest"):
+        found = jax.jit(launch(answer))(*arrays)
+    _check_results(found, dtypes, right)
+    return *_as_float64(found, right, dtypes), AS_ASKED
+
+
+def watched(function, arrays, dtypes, right, blocks, ours):
+    """The same of function(*arrays). ours: a function that counts the bytes that our kernel reads."""
     with jax.default_matmul_precision("highest"):
         jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*arrays)
-        _check_results(shapes, names, right, dtypes)
-        calls, results = replay(function, *arrays, by_program=True)
+        _check_results(shapes, dtypes, right)
+        calls, found = replay(function, *arrays, by_program=True)
     if not calls:
         raise Complaint("no `pl.pallas_call` was made: write a kernel, and launch it")
-    return *_as_float64(results, right, dtypes), _way(jaxpr.jaxpr, calls, arrays, blocks, ours)
+    return *_as_float64(found, right, dtypes), _way(jaxpr.jaxpr, calls, arrays, blocks, ours)
 
 
-def run(function, arrays, names, right, dtypes):
-    """The same without a replay: as it runs in a notebook, on the device that there is."""
-    with jax.default_matmul_precision("highest"):
-        results = jax.jit(function)(*arrays)
-    _check_results(results, names, right, dtypes)
-    return *_as_float64(results, right, dtypes), AS_ASKED
+def remark(ours, cases, answer):
+    """Says of a right answer how many bytes its programs read in the third case."""
+    case = cases()[2]
+    arrays, launch = _launches(case.arguments)
+    yours, of_ours = (bytes_read(launch(one), arrays) for one in (answer, ours))
+    return f"For {case.label}, your programs read {yours} bytes, and ours {of_ours}."
+
+
+def _launches(arguments):
+    """The arrays among the arguments, and what makes of a kernel a function of these alone."""
+    arrays = [argument for argument in arguments if isinstance(argument, np.ndarray)]
+    options = arguments[len(arrays) :]
+    return arrays, lambda kernel: lambda *arrays: kernel(*arrays, *options)
 
 
 def bytes_read(function, arrays):
@@ -43,19 +62,14 @@ def bytes_read(function, arrays):
     return sum(one.bytes_read for call in calls for one in call.operands.values())
 
 
-def _as_float64(results, right, dtypes):
-    results = results if isinstance(results, tuple | list) else (results,)
-    return [_rounded_alike(*each) for each in zip(results, right, dtypes, strict=True)]
+def _as_float64(found, right, dtypes):
+    found = found if isinstance(found, tuple | list) else (found,)
+    return [_rounded_alike(*each) for each in zip(found, right, dtypes.values(), strict=True)]
 
 
-def _check_results(shapes, names, right, dtypes):
-    found = shapes if isinstance(shapes, tuple | list) else (shapes,)
-    if found == (None,) or len(found) != len(names):
-        got = "None: is a `return` missing?" if found == (None,) else f"{len(found)} result{'s' * (len(found) != 1)}"
-        raise Complaint(f"expected {', '.join(names)}, got {got}")
-    for name, one, expected, dtype in zip(names, found, right, dtypes, strict=True):
-        if one.shape != expected.shape:
-            raise Complaint(f"{name}: expected shape {expected.shape}, got {one.shape}")
+def _check_results(found, dtypes, right):
+    shapes = {name: expected.shape for name, expected in zip(dtypes, right, strict=True)}
+    for one, (name, dtype) in zip(shaped(found, shapes), dtypes.items(), strict=True):
         if one.dtype != dtype:
             raise Complaint(f"{name}: expected dtype {jnp.dtype(dtype).name}, got {one.dtype.name}")
 

@@ -17,31 +17,26 @@ from helpers.exercises.comparing import describe
 from helpers.exercises.exercise import Case, Complaint, Exercise
 from helpers.exercises.notebook_05 import forward
 
-# fmt: off
 # What the two bodies share, p and ds of a pair of tiles, and the slips in it
 OF_A_PAIR = (
     ("delta is missing from ds", " - delta[:, None]", "", "ds = p (dp - delta): see the equations of section 1."),
-    ("lse and delta are taken by key instead of by query", "[:, None]", "[None, :]",
-     "Both have an entry for each query, so they need a second axis, lse[:, None]: see section 2."),
     ("delta is summed over this tile of keys alone", "delta[:, None]", "(p * dp).sum(axis=1, keepdims=True)",
      "delta is a sum over all keys, and arrives ready made: see section 2."),
-    ("dp is a product with k instead of v", "do @ v.T", "do @ k.T",
-     "out = p v, so the gradient of p needs the values: see the equations of section 1."),
-    ("s and lse are exponentiated apart, as in exp(s) / exp(lse), where both may overflow or vanish",
-     "jnp.exp(s - lse[:, None])", "jnp.exp(s) / jnp.exp(lse)[:, None]",
-     "Subtract before you exponentiate, p = exp(s - lse): see the equations of section 1."),
     ("p is a power of two of natural logits", "jnp.exp", "jnp.exp2",
      "With exp2, both s and lse are multiplied by log2 e: see the box of section 2."),
     ("p is a softmax over this tile instead of over all keys", "jnp.exp(s - lse[:, None])", "jax.nn.softmax(s)",
      "lse is already the log-sum-exp over all keys, so p = exp(s - lse): see the equations of section 1."),
     ("the scale is missing from the logits", "s = scale * (q @ k.T)", "s = q @ k.T",
      "p = exp(scale q kᵀ - lse), as in the forward pass: see the equations of section 1."),
-)
-# fmt: on
+    ("s and lse are exponentiated apart, as in exp(s) / exp(lse), where both may overflow or vanish",
+     "jnp.exp(s - lse[:, None])", "jnp.exp(s) / jnp.exp(lse)[:, None]",
+     "Subtract before you exponentiate, p = exp(s - lse): see the equations of section 1."),
+    ("lse and delta are taken by key instead of by query", "[:, None]", "[None, :]",
+     "Both have an entry for each query, so they need a second axis, lse[:, None]: see section 2."),
+)  # fmt: skip
+
 
 # 7.7
-
-
 def key_gradients(q, k, v, do, lse, delta, is_causal=False, block_q=64, block_k=64):
     """dk and dv, both (B, S, K, H) in the dtype of k.
 
@@ -140,19 +135,9 @@ def _kernel_case(label, arrays, is_causal, blocks):
 
 def _run_kernel(names, ours, answer, *arguments):
     """The gradients of these names, and how they were made."""
-    arrays, is_causal, blocks = arguments[:6], arguments[6], arguments[7:]
-    launch = lambda *arrays: answer(*arrays, is_causal, *blocks)
-    about = names, _expected_of_kernel(names, *arguments)[:-1], [arrays[0].dtype] * len(names)
-    if not blocks:
-        return whole.run(launch, arrays, *about)
-    of_ours = functools.partial(_bytes_of, ours, is_causal, *blocks, *((array.shape, array.dtype) for array in arrays))
-    return whole.watched(launch, arrays, *about, blocks, of_ours)
-
-
-@functools.cache
-def _bytes_of(function, is_causal, block_q, block_k, *arrays):
-    launch = lambda *arrays: function(*arrays, is_causal, block_q, block_k)
-    return whole.bytes_read(launch, [np.ones(*each) for each in arrays])
+    dtypes = dict.fromkeys(names, arguments[0].dtype)
+    right = _expected_of_kernel(names, *arguments)[:-1]
+    return whole.results(answer, ours, arguments, dtypes, right, arguments[7:])
 
 
 def _expected_of_kernel(names, q, k, v, do, lse, delta, is_causal, *blocks):
@@ -160,25 +145,13 @@ def _expected_of_kernel(names, q, k, v, do, lse, delta, is_causal, *blocks):
     return *(gradients[name] for name in names), whole.AS_ASKED
 
 
-def _remark_on(ours, answer):
-    *arrays, is_causal, block_q, block_k = _kernel_cases()[2].arguments
-    yours, of_ours = (
-        whole.bytes_read(lambda *arrays, one=one: one(*arrays, is_causal, block_q, block_k), arrays)
-        for one in (answer, ours)
-    )
-    return f"In the causal case of T=12 your programs read {yours} bytes, and ours {of_ours}."
-
-
 def _of_whole(slips):
     """The slips in a body, as edits of a whole kernel."""
     same = {
         "jnp.exp(s - lse[:, None])": "jnp.exp(scale * dot(q, k.T) - lse[:, None])",
-        "jnp.exp(s) / jnp.exp(lse)[:, None]": "jnp.exp(scale * dot(q, k.T)) / jnp.exp(lse)[:, None]",
         "jax.nn.softmax(s)": "jax.nn.softmax(scale * dot(q, k.T))",
         "s = scale * (q @ k.T)": "scale * dot(q, k.T)",
         "s = q @ k.T": "dot(q, k.T)",
-        "do @ v.T": "dot(do, v.T)",
-        "do @ k.T": "dot(do, k.T)",
     }
     return tuple((when, same.get(old, old), same.get(new, new), advice) for when, old, new, advice in slips)
 
@@ -187,12 +160,12 @@ TRIED = (
     "T below and above S, ragged ends, unequal tiles, grouped heads, causal and not, float32 and bfloat16, "
     "logits near 120 and -120; replayed, and run once with your own tiles"
 )
-# fmt: off
 KEY_GRADIENTS = Exercise(
     solution=key_gradients, title="The dk and dv kernel, whole", outputs=("dk", "dv", "how they were made"),
     cases=_kernel_cases, run=functools.partial(_run_kernel, ("dk", "dv"), key_gradients),
     expected=functools.partial(_expected_of_kernel, ("dk", "dv")), tolerance=2e-4, tried=TRIED,
-    building_block="gradients of the keys", remark=functools.partial(_remark_on, key_gradients),
+    building_block="gradients of the keys", slow=True,
+    remark=functools.partial(whole.remark, key_gradients, _kernel_cases),
     mistakes=(
         ("both sums are overwritten, so that only the last tile of queries counts", ("dk + ", "dv + "), ("", ""),
          "Add to the dk and dv that arrive: a tile of keys belongs to all queries, see the picture of section 1."),
@@ -201,38 +174,23 @@ KEY_GRADIENTS = Exercise(
         ("dk is right and dv is wrong, because dv is made of ds instead of p",
          "p.astype(do.dtype).T", "ds.astype(do.dtype).T",
          "out = p v, so dv = pᵀ do: see the equations of section 1."),
-        ("the two gradients are returned in the wrong order", "return dk, dv\n", "return dv, dk\n",
-         "What arrives as dk must leave as dk: the shapes agree, so nothing complains."),
-        *_of_whole(OF_A_PAIR[:1] + OF_A_PAIR[2:]),
+        *_of_whole(OF_A_PAIR[:5]),
         ("a masked weight is left as it is", "rows[:, None], p, 0)", "rows[:, None], p, p)",
          "lse knows nothing of masked keys, so exp(s - lse) may be large there: set p to 0, see section 8."),
-        ("a query does not see the key at its own place", "cols[None, :] <= rows", "cols[None, :] < rows",
-         "Query i sees the keys j ≤ i, its own included: see section 8."),
         ("no tile of queries is skipped", "if is_causal else 0", "if False else 0",
          "The walk begins at the diagonal: see exercise 7.5."),
-        ("the walk begins one tile of queries too late",
-         "first = k_start // block_q", "first = pl.cdiv(k_start + 1, block_q)",
-         "A tile that holds even one query that sees these keys must be read: see exercise 7.5."),
-        ("the last tile of queries is left out when it is not full",
-         "pl.cdiv(T, block_q), one_tile", "T // block_q, one_tile",
-         "Round up: the last tile reaches past the end, and where() hides the rest."),
         ("rows past the end of q and do are multiplied by weights of 0",
          ("inside, q_ref[tile, n, :]", "inside, do_ref[tile, n, :]"),
          ("in_head, q_ref[tile, n, :]", "in_head, do_ref[tile, n, :]"),
          "What lies there may be NaN, and 0 · NaN is NaN: replace it by 0, see section 6 of notebook 05."),
-        ("only one query head of the group counts", "lax.fori_loop(0, group", "lax.fori_loop(0, 1",
-         "dk and dv are sums over the query heads of the group: see section 9."),
         ("the block of the queries ends with the array, and the last slice is moved back into it",
          "rows_padded = pl.cdiv(T, block_q) * block_q", "rows_padded = T",
          "Make it a whole number of tiles long, so that it reaches past the end: see section 6 of notebook 05."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 7.8
-
-
 def query_gradients(q, k, v, do, lse, delta, is_causal=False, block_q=64, block_k=64):
     """dq (B, T, N, H) in the dtype of q.
 
@@ -288,64 +246,51 @@ def query_gradients(q, k, v, do, lse, delta, is_causal=False, block_q=64, block_
     )(q, k, v, do, lse, delta)
 
 
-# fmt: off
 QUERY_GRADIENTS = Exercise(
     solution=query_gradients, title="The dq kernel, whole", outputs=("dq", "how it was made"),
     cases=_kernel_cases, run=functools.partial(_run_kernel, ("dq",), query_gradients),
     expected=functools.partial(_expected_of_kernel, ("dq",)), tolerance=2e-4, tried=TRIED,
-    building_block="gradients of the queries", remark=functools.partial(_remark_on, query_gradients),
+    building_block="gradients of the queries", slow=True,
+    remark=functools.partial(whole.remark, query_gradients, _kernel_cases),
     mistakes=(
         ("dq is overwritten, so that only the last tile of keys counts", "dq + ", "",
          "Add to the dq that arrives: a tile of queries sees all keys, see the picture of section 1."),
         ("dq is not multiplied by the scale", "scale * dot(ds", "dot(ds",
          "s = scale q kᵀ, so the scale appears once more in dq: see the equations of section 1."),
-        ("ds is multiplied by v instead of k", "(k.dtype), k)", "(k.dtype), v)",
-         "s = scale q kᵀ, so the gradient of q needs the keys: see the equations of section 1."),
-        *_of_whole(OF_A_PAIR[:1] + OF_A_PAIR[2:]),
+        *_of_whole(OF_A_PAIR[:5]),
         ("a masked weight is left as it is", "& (cols[None, :] <= rows[:, None])", "",
          "lse knows nothing of masked keys, so exp(s - lse) may be large there: set p to 0, see section 8."),
-        ("keys past the end have a weight", "cols[None, :] < S\n", "cols[None, :] >= 0\n",
-         "A key of zeros has the logit 0, and exp(0 - lse) overflows where lse is far below 0: set p to 0 there."),
-        ("a query does not see the key at its own place", "cols[None, :] <= rows", "cols[None, :] < rows",
-         "Query i sees the keys j ≤ i, its own included: see section 8."),
         ("no tile of keys is skipped", "if is_causal else S", "if False else S",
          "The walk ends at the diagonal, as in the forward kernel: see section 8."),
-        ("the end of the walk is rounded down", "pl.cdiv(stop, block_k), one", "stop // block_k, one",
-         "A tile that holds even one visible key must be read: see section 8."),
-        ("keys past the end are multiplied by entries of 0",
-         ("inside, k_ref[tile, :]", "inside, v_ref[tile, :]"), ("in_head, k_ref[tile, :]", "in_head, v_ref[tile, :]"),
-         "What lies there may be NaN, and 0 · NaN is NaN: replace it by 0, see section 6 of notebook 05."),
         ("the key/value head is n % K", "n // group", "n % K",
          "Neighbours share a head, so it is n // (N // K): see section 9."),
         ("the block of the keys ends with the array, and the last slice is moved back into it",
          "keys_padded = pl.cdiv(S, block_k) * block_k", "keys_padded = S",
          "Make it a whole number of tiles long, so that it reaches past the end: see section 6 of notebook 05."),
     ),
-)
-# fmt: on
+)  # fmt: skip
 
 
 # 7.9
-
-
 def flash_attention(q, k, v, is_causal=False):
     """out (B, T, N, H), differentiable in q (B, T, N, H), k and v (B, S, K, H)."""
+    tiles = (64, 64) if q.shape[-1] <= 128 else (32, 32)  # what shared memory holds
 
     @jax.custom_vjp
     def attend(q, k, v):
-        out, _ = forward(q, k, v, is_causal)
+        out, _ = forward(q, k, v, is_causal, *tiles)
         return out
 
     def forward_rule(q, k, v):
-        out, lse = forward(q, k, v, is_causal)
+        out, lse = forward(q, k, v, is_causal, *tiles)
         return out, (q, k, v, out, lse)
 
     def backward_rule(residuals, do):
         q, k, v, out, lse = residuals
         delta = (out.astype(jnp.float32) * do.astype(jnp.float32)).sum(axis=3)
         needed = q, k, v, do, lse, delta.swapaxes(1, 2)
-        dk, dv = key_gradients(*needed, is_causal)
-        dq = query_gradients(*needed, is_causal)
+        dk, dv = key_gradients(*needed, is_causal, *tiles)
+        dq = query_gradients(*needed, is_causal, *tiles)
         return dq, dk, dv
 
     attend.defvjp(forward_rule, backward_rule)
@@ -370,7 +315,6 @@ def _flash_cases():
 
 def _run_flash(answer, q, k, v, do, is_causal):
     """out, its gradients, and how they were made. So short that any tile holds all, and each array is read but once."""
-    names = "out", "dq", "dk", "dv"
     right = _expected_flash(q, k, v, do, is_causal)[:-1]
 
     def with_gradients(attend, q, k, v, do):
@@ -381,7 +325,8 @@ def _run_flash(answer, q, k, v, do, is_causal):
 
     ours = lambda: whole.bytes_read(functools.partial(with_gradients, flash_attention), (q, k, v, do))
     yours = functools.partial(with_gradients, answer)
-    return whole.watched(yours, (q, k, v, do), names, right, [q.dtype] * 4, (256, 256), ours)
+    dtypes = dict.fromkeys(("out", "dq", "dk", "dv"), q.dtype)
+    return whole.watched(yours, (q, k, v, do), dtypes, right, (256, 256), ours)
 
 
 def _expected_flash(q, k, v, do, is_causal):
@@ -391,14 +336,13 @@ def _expected_flash(q, k, v, do, is_causal):
 
 _RULES = "return out, (q, k, v, out, lse)"  # a line of the solution
 
-# fmt: off
 FLASH_ATTENTION = Exercise(
     solution=flash_attention, title="Flash attention, yours", outputs=("out", "dq", "dk", "dv", "how they were made"),
-    cases=_flash_cases, run=_run_flash, expected=_expected_flash, tolerance=2e-4, building_block="gradients",
+    cases=_flash_cases, run=_run_flash, expected=_expected_flash, tolerance=2e-4, building_block="gradients", slow=True,
     tried="out and all gradients through jax.vjp, causal and not, T and S alike and apart, grouped heads, both dtypes",
     mistakes=(
         ("the gradients are right, but forward runs twice", (_RULES, "q, k, v, out, lse = residuals"),
-         ("return out, (q, k, v)", "q, k, v = residuals\n        out, lse = forward(q, k, v, is_causal)"),
+         ("return out, (q, k, v)", "q, k, v = residuals\n        out, lse = forward(q, k, v, is_causal, *tiles)"),
          "The forward rule runs it once, and keeps out and lse as residuals: see section 5."),
         ("dk and dv are returned in the wrong order", "return dq, dk, dv", "return dq, dv, dk",
          "The backward rule returns gradients in the order of the arguments, q, k, v: see section 5."),
@@ -407,20 +351,11 @@ FLASH_ATTENTION = Exercise(
          "The second argument of the backward rule is the gradient of out: see section 5."),
         ("delta is missing", "delta.swapaxes(1, 2)", "0 * delta.swapaxes(1, 2)",
          "delta = rowsum(out do) is what the softmax takes off dp: see section 2."),
-        ("delta is made of do alone", "out.astype(jnp.float32) * ", "do.astype(jnp.float32) * ",
-         "delta = rowsum(out do) needs the out of the forward pass, a residual: see section 2."),
-        ("the backward kernels are not told that attention is causal", "(*needed, is_causal)", "(*needed)",
-         "Hand is_causal on to both kernels: see section 8."),
-        ("the dk and dv kernel is not told that attention is causal", "key_gradients(*needed, is_causal)",
-         "key_gradients(*needed)", "Hand is_causal on to both kernels: see section 8."),
-        ("the dq kernel is not told that attention is causal", "query_gradients(*needed, is_causal)",
-         "query_gradients(*needed)", "Hand is_causal on to both kernels: see section 8."),
-        ("forward is not told that attention is causal", "forward(q, k, v, is_causal)", "forward(q, k, v)",
-         "Hand is_causal on to the forward kernel too: see section 8."),
-        ("lse is kept in bfloat16", "(q, k, v, out, lse)", "(q, k, v, out, lse.astype(jnp.bfloat16).astype(lse.dtype))",
-         "p = exp(s - lse) turns the rounding of lse into an error of every weight: see the box of section 5."),
+        ("the dk and dv kernel is not told that attention is causal", "key_gradients(*needed, is_causal, *tiles)",
+         "key_gradients(*needed, False, *tiles)", "Hand is_causal on to both kernels: see section 8."),
+        ("the dq kernel is not told that attention is causal", "query_gradients(*needed, is_causal, *tiles)",
+         "query_gradients(*needed, False, *tiles)", "Hand is_causal on to both kernels: see section 8."),
         ("out is kept in bfloat16", "(q, k, v, out, lse)", "(q, k, v, out.astype(jnp.bfloat16), lse)",
          "delta is made of out, and its rounding reaches dq and dk: keep out as it is, see section 12."),
     ),
-)
-# fmt: on
+)  # fmt: skip

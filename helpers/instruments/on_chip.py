@@ -8,7 +8,6 @@ A step is one pair of tiles, block_q queries and block_k keys. Everything is for
 is one thread block on one SM of the GPU.
 """
 
-import inspect
 import math
 from dataclasses import dataclass
 from unittest import mock
@@ -18,12 +17,16 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.hopper import backward as hopper
+from helpers.attention.hopper import backward_fused, backward_parts, backward_split
+from helpers.attention.hopper.backward_schedule import Tiles
+from helpers.attention.hopper.ring import Ring
 from helpers.attention.problem import check_call
 
 SMEM_LIMIT = 227 * 1024  # bytes of shared memory that one thread block of a Hopper GPU may have
 WARPGROUP = 128  # threads
 SMEM_RATE = 128  # bytes that shared memory delivers in a cycle
 TENSOR_RATE = 4096  # floating-point operations of 16-bit products in a cycle of one SM
+BESIDE = {"q": "lse", "do": "delta"}  # what a slot of a ring holds beside a tile
 _NAMES = {
     ("k_smem", "q_smem"): "s",
     ("v_smem", "do_smem"): "dp",
@@ -80,7 +83,7 @@ class Kernel:
     """A kernel as it was traced. products: those of one warpgroup in one step."""
 
     name: str
-    tiles: hopper.Tiles
+    tiles: Tiles
     buffers: tuple
     products: tuple
 
@@ -98,14 +101,23 @@ class Kernel:
         return {product.name: product.m * product.n // WARPGROUP for product in self.products}
 
 
+def memory(scratch):
+    """{name: ref or type} of what a kernel's scratch has, each array in shared memory by itself."""
+    found = {}
+    for name, value in scratch._asdict().items():
+        several = dict(zip((name, BESIDE.get(name)), value.buffers, strict=False)) if isinstance(value, Ring) else {}
+        found |= several or {name: value}
+    return {f"{name}_smem": value for name, value in found.items() if value is not None}
+
+
 def watch(H, tiles, is_causal=False):
     """{name: `Kernel`} of a backward pass with head dim H of at most 128: "fused", or "dkv" and "dq".
 
-    tiles: one of `hopper.forms(H)`, or others of the same kind.
+    tiles: one of `backward_schedule.forms(H)`, or others of the same kind.
     """
     found, state = {}, {"refs": {}, "inside": False, "products": []}
-    launch, loop = hopper._launch, hopper.for_each_query_tile
-    multiply_add, issue = hopper.multiply_add, hopper.issue
+    launch, loop = hopper._launch, backward_parts.for_each_query_tile
+    multiply_add, issue = backward_fused.multiply_add, backward_fused.issue
 
     def under(ref):
         """The array in shared memory of which a ref may show a part or a transpose."""
@@ -118,32 +130,25 @@ def watch(H, tiles, is_causal=False):
             return "registers"
         return state["refs"][id(under(operand))]
 
-    def watched_launch(kernel, name, out_type, scratch, grid, tiles, interpret, **options):
-        parameters = [p.name for p in inspect.signature(kernel).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    def watched_launch(kernel, name, arrays, outputs, scratch, grid, problem, tiles, interpret, **more):
         state["products"], state["inside"] = [], name == "dq"
 
-        def watched(*refs, **others):
-            state["refs"] = {id(under(ref)): parameter for parameter, ref in zip(parameters, refs, strict=True)}
-            return kernel(*refs, **others)
+        def watched(gmem, refs, *others):
+            state["refs"] = {id(under(ref)): name for name, ref in memory(refs).items()}
+            return kernel(gmem, refs, *others)
 
-        result = launch(watched, name, out_type, scratch, grid, tiles, interpret, **options)
-
-        def traced(*arrays):
-            results = result(*arrays)
-            names = parameters[len(parameters) - len(scratch) :]
-            buffers = tuple(
-                Buffer(parameter, tuple(wanted.shape), jnp.dtype(wanted.dtype).itemsize)
-                for parameter, wanted in zip(names, scratch, strict=True)
-                if wanted is not None and not isinstance(wanted, plgpu.Barrier)
-            )
-            # A loop body may be traced more than once.
-            traces = sum(product.name == "s" for product in state["products"])
-            products = state["products"][: len(state["products"]) // traces]
-            kernel_name = name.removesuffix("_backward")
-            found[kernel_name] = Kernel(kernel_name, tiles, buffers, tuple(products))
-            return results
-
-        return traced
+        results = launch(watched, name, arrays, outputs, scratch, grid, problem, tiles, interpret, **more)
+        buffers = tuple(
+            Buffer(name, tuple(wanted.shape), jnp.dtype(wanted.dtype).itemsize)
+            for name, wanted in memory(scratch).items()
+            if not isinstance(wanted, plgpu.Barrier)
+        )
+        # A loop body may be traced more than once.
+        traces = sum(product.name == "s" for product in state["products"])
+        products = state["products"][: len(state["products"]) // traces]
+        kernel_name = name.removesuffix("_backward")
+        found[kernel_name] = Kernel(kernel_name, tiles, buffers, tuple(products))
+        return results
 
     def note(a, b, m, k, n):
         left, right = name_of(a), name_of(b)
@@ -172,11 +177,12 @@ def watch(H, tiles, is_causal=False):
 
     T = 1024
     array, rows = jax.ShapeDtypeStruct((1, T, 1, H), jnp.bfloat16), jax.ShapeDtypeStruct((1, 1, T), jnp.float32)
+    products = {"multiply_add": watched_multiply_add, "issue": watched_issue}
     with (
         mock.patch.object(hopper, "_launch", watched_launch),
-        mock.patch.object(hopper, "multiply_add", watched_multiply_add),
-        mock.patch.object(hopper, "issue", watched_issue),
-        mock.patch.object(hopper, "for_each_query_tile", watched_loop),
+        mock.patch.multiple(backward_fused, **products),
+        mock.patch.multiple(backward_split, **products),
+        mock.patch.object(backward_parts, "for_each_query_tile", watched_loop),
     ):
         hopper._fused.clear_cache()  # what was traced before would not be traced again
         jax.eval_shape(gradients, array, array, array, array, rows, array, rows)

@@ -23,29 +23,14 @@ The tuner's table stands beside the kernels, in attention/tuned/<card>.json:
                    clock
     kept           {part: header} of what stands there from an earlier run, when only a part was tuned
 
-Ring attention on several GPUs of one host stands in <card>_ring.json: `rows`, see RING.
-
-The errors of gradients where keys and values have a part in common stand in <card>_common_part.json: `heads`, `rows`
-of long sequences and `short` ones, see COMMON_PART.
-
-What `dialects.triton_gpu` measured of the Triton kernels stands in <card>_triton.json, and what Triton prints without
-a GPU in triton_shown.json, under the name "Triton" for a GPU: `outputs`, texts by name. The same of CUDA C++ stands
-in <card>_cuda.json and cuda_shown.json.
-
-What the compiler for TPUs says of kernels stands in tpu_compile.json: `rows`, see COMPILED_FOR_TPU, and `block`, the
-size of their tiles.
-
-What was tried on the way to a kernel stands in <card>_variants.json as far as notebooks show it, see VARIANT (NOTES.md
-says the rest), and beside it
-
-    factors        the speeds of changes, as multiples, see FACTOR
-    compiled       registers of a thread of the Hopper ladder, see COMPILED
-    instructions   how many instructions a step of a loop has
-    loops          the main loops of fused backward kernels in machine code, see LOOP
+Other records are of one experiment each, and what they hold says what it is: ring attention on several GPUs
+(<card>_ring.json), gradients where keys and values have a part in common (<card>_common_part.json), what was tried
+on the way to a kernel and not kept (<card>_variants.json), the kernels of notebooks 16 and 17 on a GPU
+(<card>_triton.json, <card>_cuda.json) and what they print without one (triton_shown.json, cuda_shown.json), and what
+the compiler for TPUs says of kernels (tpu_compile.json).
 """
 
 import json
-import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,8 +63,7 @@ class Schema(NamedTuple):
 # same number, of the same pass and case, were taken in the same turn.
 RECORD = _fields(text="implementation pass dtype", whole="B T S N K H", flag="is_causal", rows="samples_ms")
 RECORD |= _fields(number="wall_ms spread tflops of_matmul of_copy", number_or_none="device_ms", parts_or_none="tiles")
-TRIAL = _fields(text="kernel name", whole="H T", flag="is_causal")
-RUNG = TRIAL | _fields(number="device_ms spread tflops")
+RUNG = _fields(text="kernel name", whole="H T", flag="is_causal", number="device_ms spread tflops")
 MEMORY = _fields(text="implementation pass", whole="T N H bytes")
 MS = _fields(number="ms")
 TILES = _fields(text="kernel", whole="itemsize head_padded block_q block_k num_warps num_stages", flag="is_causal")
@@ -90,7 +74,7 @@ DECODE = _fields(text="implementation dtype", whole="B T S N K H page", number="
 # queries of a backward) that the row is for, or None. tiles: for each kernel of the pass, see HOPPER_TILES.
 HOPPER = _fields(text="pass", whole="head_padded", flag="is_causal", whole_or_none="up_to", parts="tiles")
 _tiles = _fields(whole="block_q block_k stages warpgroups")
-_backward_tiles = _tiles | _fields(flag="delayed keeps_addresses zeros_ahead")
+_backward_tiles = _tiles | _fields(flag="delayed keeps_addresses")
 HOPPER_TILES = {"forward": _tiles | _fields(whole_or_none="programs", flag="ahead")}
 HOPPER_TILES |= dict.fromkeys(("fused", "dkv", "dq"), _backward_tiles)
 PASSES = {
@@ -98,24 +82,7 @@ PASSES = {
     "backward": [{"fused"}, {"dkv", "dq"}],
     "deterministic backward": [{"dkv", "dq"}],
 }
-COMPILED = _fields(whole="rung H registers", flag="is_causal")
-# loads, stores: of spilled registers
-LOOP = _fields(text="name addresses", whole="H instructions loads stores to_uniform", flag="is_causal")
-VARIANT = TRIAL | _fields(number="tflops")
-# factor: the speed as a multiple of that of the kernel to which the change was made
-FACTOR = TRIAL | _fields(number="factor")
-# variant: how the exchange was compiled. alone_ms: the same work on one GPU without any; efficiency: that by ms.
-RING = _fields(text="case variant", whole="T devices", number="alone_ms ms efficiency")
-# kind, mean: as in `common_part`. errors: {implementation: ERRORS}, relative; None where the right answer is 0.
-COMMON_PART = _fields(whole="T S H", text="dtype kind", flag="is_causal", number="mean", parts="errors")
-ERRORS = _fields(number_or_none="dq dk dv", number="of_terms")
-# implementation: "ours", or JAX's "flash" or "splash". vmem in bytes; bundles and spills as in `tpu_compile`.
-COMPILED_FOR_TPU = _fields(
-    text="chip implementation which dtype kernel", whole="H vmem bundles spills", flag="is_causal"
-)
-
-_made = _fields(text="card date", parts="versions")
-_header = _made | _fields(text="commit")
+_header = _fields(text="card date commit", parts="versions")
 FILE = Schema(
     _header | _fields(parts="ceilings", rows="records ladder memory notes"),
     {"records": RECORD, "ladder": RUNG, "memory": MEMORY},
@@ -134,24 +101,6 @@ TILES_FILE = Schema(
         "hopper_sweep": HOPPER | MS,
     },
 )
-_rows = _header | _fields(rows="rows")
-RING_FILE = Schema(_rows, {"rows": RING})
-COMMON_PART_FILE = Schema(
-    _rows | _fields(whole="heads", rows="short notes"), {"rows": COMMON_PART, "short": COMMON_PART}
-)
-COMPILED_FOR_TPU_FILE = Schema(_rows | _fields(whole="block"), {"rows": COMPILED_FOR_TPU})
-TRITON_FILE = Schema(_header | _fields(parts="samples", rows="correct second times tried strides notes"), {})
-CUDA_FILE = Schema(_header | _fields(rows="correct times resources notes"), {})
-SHOWN_FILE = Schema(_fields(text="card", parts="versions outputs"), {})
-VARIANTS_FILE = Schema(
-    _made | _fields(rows="notes variants factors compiled loops", parts="instructions"),
-    {
-        "variants": VARIANT,
-        "factors": FACTOR,
-        "compiled": COMPILED,
-        "loops": LOOP,
-    },
-)
 
 
 def check(results, schema=FILE):
@@ -161,10 +110,6 @@ def check(results, schema=FILE):
         if "decode" in results:
             _check_parts("decode", "decode: ", results["decode"], DECODE_PART)
         _check_fields("ceilings", results["ceilings"], _fields(number="matmul_tflops copy_gbps"))
-    if schema is COMMON_PART_FILE:
-        for row in (*results["rows"], *results["short"]):
-            for name, errors in row["errors"].items():
-                _check_fields(f"errors of {name}", errors, ERRORS)
     for part in ("hopper", "hopper_sweep"):
         for number, row in enumerate(results.get(part, ())):
             where = f"{part}[{number}]"
@@ -195,66 +140,48 @@ def _check_fields(where, entry, fields):
             raise ValueError(f"{where}: {name} is {entry[name]!r}, expected {' or '.join(t.__name__ for t in types)}")
 
 
-def write(results, path, schema=FILE):
-    """Check the results and write them to path, whole or not at all."""
-    check(results, schema)
-    path = Path(path)
+def write(results, path, schema=None):
+    """Write the results to path; with a schema, check them first."""
+    if schema:
+        check(results, schema)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    try:
-        with open(partial, "w") as file:
-            json.dump(results, file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def write_or_say(results, path, schema=FILE):
-    """Write the results of a command, or print why that failed. Returns its exit status."""
-    try:
-        write(results, path, schema)
-    except OSError as error:
-        print(f"The figures above could not be recorded in {path.name}: {error}")
-        return 1
+    path.write_text(json.dumps(results, indent=1) + "\n")
     print(f"wrote {path.name}")
-    return 0
 
 
-def read(card="NVIDIA H200", suffix="", schema=FILE):
+def read(card="NVIDIA H200"):
     """The recorded results of a GPU; FileNotFoundError where there are none."""
-    return _read(RESULTS / f"{slug(card)}{suffix}.json", schema)
-
-
-def _read(path, schema):
-    with open(path) as file:
-        results = json.load(file)
-    check(results, schema)
+    results = _read(RESULTS / f"{slug(card)}.json")
+    check(results)
     return results
+
+
+def _read(path):
+    return json.loads(path.read_text())
 
 
 def read_tiles(card="NVIDIA H200"):
     """The tuner's table of a GPU; FileNotFoundError where there is none."""
-    return _read(tables.path_of(card), TILES_FILE)
+    table = _read(tables.path_of(card))
+    check(table, TILES_FILE)
+    return table
 
 
-def read_ring(card="NVIDIA H200"):
-    """Ring attention on several GPUs; FileNotFoundError where nothing was recorded."""
-    return read(card, "_ring", RING_FILE)
+def read_ring():
+    """Ring attention on several GPUs."""
+    return _read(RESULTS / "nvidia_h200_ring.json")
 
 
-def read_common_part(card="NVIDIA H100 80GB HBM3"):
-    """Errors of gradients where keys and values have a part in common; FileNotFoundError where none are recorded."""
-    return read(card, "_common_part", COMMON_PART_FILE)
+def read_common_part():
+    """Errors of gradients where keys and values have a part in common."""
+    return _read(RESULTS / "nvidia_h100_80gb_hbm3_common_part.json")
 
 
 def read_compiled_for_tpu():
     """What the compiler for TPUs said of kernels."""
-    return read("TPU", "_compile", COMPILED_FOR_TPU_FILE)
+    return _read(RESULTS / "tpu_compile.json")
 
 
-def read_variants(card="NVIDIA H200"):
-    """What was tried and not kept; FileNotFoundError where nothing was recorded."""
-    return read(card, "_variants", VARIANTS_FILE)
+def read_variants():
+    """What was tried and not kept."""
+    return _read(RESULTS / "nvidia_h200_variants.json")

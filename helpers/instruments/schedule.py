@@ -5,11 +5,11 @@ import math
 
 import numpy as np
 
-from helpers.attention.hopper import forward
+from helpers.attention.hopper import tile_scheduler
 from helpers.attention.hopper.warpgroup import NUM_SMS
 
-IN_TURNS = forward.Deal(backward=None, shift=0)
-SNAKE = forward.Deal(backward=1, shift=0)  # every other full turn backwards
+IN_TURNS = tile_scheduler.Deal(backward=None, shift=0)
+SNAKE = tile_scheduler.Deal(backward=1, shift=0)  # every other full turn backwards
 
 
 def key_tiles_of(problem, tiles):
@@ -21,11 +21,11 @@ def key_tiles_of(problem, tiles):
 
 def dealt(work, deal=IN_TURNS, programs=NUM_SMS):
     """The sum of work of each program."""
-    return forward.work_of_programs(work, programs, deal)
+    return tile_scheduler.work_of_programs(work, programs, deal)
 
 
 def in_parts(problem, tiles):
     """Tiles of keys that each tile of queries sees, in the order of the kernel's tile scheduler."""
     one_head = key_tiles_of(dataclasses.replace(problem, N=1, B=1), tiles)
     places = np.arange(len(one_head) * problem.N * problem.B)
-    return one_head[forward.causal_order(places, len(one_head), problem, np)[0]]
+    return one_head[tile_scheduler.causal_order(places, len(one_head), problem, np)[0]]

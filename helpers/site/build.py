@@ -1,6 +1,5 @@
 """From the executed notebooks to a folder of pages that asks nothing of any other server."""
 
-import importlib.util
 import os
 import re
 import shutil
@@ -12,12 +11,11 @@ from pathlib import Path
 import nbformat
 
 from helpers.notebooks import NOTEBOOKS, ROOT
+from helpers.site import pages as computed
 from helpers.site.colab import buttons_to_copies
 
 SITE = ROOT / "site"
 SOURCE = ROOT / "site_source"
-EXTRA = ("sphinx", "myst_nb", "sphinx_book_theme", "sphinx_copybutton")
-EXTRA += ("sphinxcontrib.katex", "py_mini_racer", "ziamath")
 CODE = re.compile(r"\]\(helpers/attention/\w+\.py\)")  # in the README; on the site the functions have a page
 NOT_SAID = "The picture that the code above draws."
 
@@ -27,51 +25,30 @@ class BuildError(Exception):
 
 
 def build(target=SITE, notebooks=NOTEBOOKS, repository="", revision="main", address=""):
-    """Build the site in target. Whatever goes wrong, what stood there before still stands.
+    """Build the site in target. Where Sphinx finds a fault, what stood there before still stands.
 
     repository: the public address of the series, for the buttons that lead there; without it there are none.
     revision: the branch, tag or commit that these buttons show.
     address: where the site will stand, for the picture that a link to a page shows; without it there is none.
     """
     repository = repository.rstrip("/")
-    if missing := [name for name in EXTRA if not _is_installed(name)]:
-        raise BuildError(f"{missing[0]} is not installed here; `make site` sets up what the site needs")
     target = Path(target).resolve()
     if target.exists() and not (target / "searchindex.js").is_file():
         raise BuildError(f"{target} exists and is no site; move it away, or choose another target")
     paths = sorted(Path(notebooks).glob("*.ipynb"))
-    for path in paths:
-        check_executed(path)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".site-") as scratch:
         stage, pages = Path(scratch, "stage"), Path(scratch, "pages")
         lay_out(stage, paths, repository, revision)
         _run_sphinx(stage, pages, REPOSITORY=repository, REVISION=revision, SITE_ADDRESS=address)
         _mend_pages(pages)
         _add_font(pages)
-        _replace(target, pages, Path(scratch, "before"))
-
-
-def check_executed(path):
-    """Raise BuildError, naming the first cell, where a notebook cannot be shown as it is."""
-    try:
-        cells = nbformat.read(path, as_version=4).cells
-    except Exception as error:  # whatever a damaged file makes nbformat raise
-        raise BuildError(f"{path.name} cannot be read as a notebook: {type(error).__name__}") from None
-    for cell in cells:
-        if cell.cell_type != "code":
-            continue
-        if cell.execution_count is None:
-            raise BuildError(f"{path.name}, cell {cell.id}, has not been executed; `make notebooks` does that")
-        for output in cell.outputs:
-            if output.output_type == "error":
-                fault = f"ended in {output.ename}: mend it, then `make notebooks`"
-                raise BuildError(f"{path.name}, cell {cell.id}, {fault}")
+        if target.exists():
+            shutil.rmtree(target)
+        pages.rename(target)
 
 
 def lay_out(stage, paths, repository, revision):
     """Copy what Sphinx reads to one folder, in which links between notebooks and to pictures hold as they stand."""
-    from helpers.site import pages  # which needs JAX: a notebook with an error is named before that is loaded
-
     shutil.copytree(SOURCE, stage)
     shutil.copytree(ROOT / "figures", stage / "figures")
     (stage / "notebooks").mkdir()
@@ -81,7 +58,7 @@ def lay_out(stage, paths, repository, revision):
         shutil.copy(page, stage / "notebooks")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (stage / "README.md").write_text(CODE.sub("](function.md)", readme), encoding="utf-8")
-    pages.write(stage, repository, revision)
+    computed.write(stage, repository, revision)
 
 
 def with_alt_texts(notebook):
@@ -98,13 +75,6 @@ def with_alt_texts(notebook):
                     image["width"] = f"{said['width']}px"
                 cell.metadata["mystnb"] = {"image": image}
     return notebook
-
-
-def _is_installed(name):
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # of the package that it would be a part of
-        return False
 
 
 def _run_sphinx(stage, pages, **known):
@@ -145,15 +115,3 @@ def _add_font(pages):
     subsetter.populate(unicodes=drawn | set(map(ord, used)))
     subsetter.subset(font)
     subset.save_font(font, pages / "_static" / "mathematics.woff", options)
-
-
-def _replace(target, pages, before):
-    """Put a finished site where the old one stands."""
-    if target.exists():
-        target.rename(before)
-    try:
-        pages.rename(target)
-    except OSError:
-        if before.exists():
-            before.rename(target)
-        raise

@@ -5,11 +5,11 @@
     3 a memory warpgroup  a second warpgroup does nothing but ask for copies
     4 two compute warpgroups share the keys and values, each with its own queries
     5 ping-pong           the two take turns at the tensor core
-    6 the kernel of `forward.py`: the next scores computed beside this product with v, also from one tile
+    6 the kernel of `forward_kernel.py`: the next scores computed beside this product with v, also from one tile
       of queries to the next, masks on the diagonal only; persistent, a program for each SM,
       with a tile scheduler that balances their work
 
-All compute out and lse, with the names of `forward.py`. Rungs 1 to 5 guess nothing and are for learning:
+All compute out and lse, with the names of `forward_kernel.py`. Rungs 1 to 5 guess nothing and are for learning:
 head_dim 64 or 128, 16-bit, T a multiple of 64 times the compute warpgroups, S a multiple of BLOCK_K. One
 program serves BLOCK_Q queries for each compute warpgroup, of one head:
 

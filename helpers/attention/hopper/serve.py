@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from helpers.attention.hopper import backward as backward_kernels
+from helpers.attention.hopper import backward_schedule
 from helpers.attention.hopper import forward as forward_kernel
 
 THREADS_ASKED_FOR = int(os.environ.get("PJRT_NPROC") or os.cpu_count())
@@ -39,13 +39,13 @@ def _name_of(thread):
 
 
 def fields_of(tiles):
-    """{kernel: {field: value}} of a `forward.Tiles`, or of a pair as `backward.forms` has them."""
+    """{kernel: {field: value}} of a `forward.Tiles`, or of a pair as `backward_schedule.forms` has them."""
     is_forward = isinstance(tiles, forward_kernel.Tiles)
-    named = {"forward": tiles} if is_forward else backward_kernels.named(tiles)
+    named = {"forward": tiles} if is_forward else backward_schedule.named(tiles)
     return {kernel: own._asdict() for kernel, own in named.items()}
 
 
 def tiles_used(problem, which):
     """The tiles of a pass ("forward" or "backward") for a problem, as nested dictionaries."""
-    kernels = forward_kernel if which == "forward" else backward_kernels
+    kernels = forward_kernel if which == "forward" else backward_schedule
     return fields_of(kernels.default_tiles(problem))

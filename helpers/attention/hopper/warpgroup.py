@@ -12,27 +12,22 @@ float32 array in registers in the layout WGMMA. All products are 16-bit with a f
 """
 
 import functools
-import itertools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+
+from helpers.attention.hopper.ptx import MATRIX, overwriting_sum, wide_sum
+from helpers.attention.hopper.ptx import SWIZZLED as SWIZZLED
 
 HEAD_DIMS = (64, 128, 256)  # others are padded to the next
 NUM_SMS = 132  # of an H100 SXM and an H200; on other GPUs the programs queue or leave some idle
 CACHED = 24 * 2**20  # bytes that stay in the L2 cache of a Hopper GPU, with all else that passes through it
-MATRIX = plgpu.Layout.WGMMA  # how a warpgroup holds a (rows, columns) array in registers
-ROWS = MATRIX.reduce(1)  # and one number a row of it
+ROWS = MATRIX.reduce(1)  # how a warpgroup holds one number a row of a matrix
 COLUMNS = MATRIX.reduce(0)  # or a column, all of them in each of the four warps
-SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # how wgmma wants 16-bit SMEM
 # Registers of a thread, (compute, memory), by the number of compute warpgroups. A program starts with
 # as many for every thread as fit; asking for more in all than it started with waits for ever.
 REGISTERS = {2: (240, 24), 3: (160, 24), 4: (112, 24)}
@@ -114,70 +109,6 @@ def interpreted_sum(products, axis):
     return pl.run_scoped(body, plgpu.ACC((rows, columns), jnp.float32))
 
 
-def overwriting_sum(products, axis):
-    """What `issue` does on a GPU: Pallas has no word for a product that overwrites."""
-    shape = tuple(ref.shape[1 - axis] for ref in products[0])
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(SWIZZLED),) * (2 * len(products)),
-        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=MATRIX),
-    )
-    def instructions(_, *operands):
-        return wgmma_instructions(operands, axis, shape)
-
-    return instructions(*itertools.chain.from_iterable(products))
-
-
-def wgmma_instructions(operands, axis, shape):
-    """The registers of a sum of products, a and b of each among operands, by one block of PTX.
-
-    PTX ISA, wgmma.mma_async: each instruction contracts 16. Its operand scale-d says if it adds to what the
-    registers hold, and is false in the first.
-    """
-    count = shape[1] // 2  # of the registers of a thread; $0, $1, ... name them, and the descriptors after them
-    registers = ",".join(f"${i}" for i in range(count))
-    dtype = ir.MemRefType(operands[0].type).element_type
-    wgmma = f"wgmma.mma_async.sync.aligned.m64n{shape[1]}k16.f32.{dtype}.{dtype}"
-    descriptors, steps_of = zip(*(descriptor(operand, axis) for operand in operands), strict=True)
-    places = [
-        (pair, *steps) for pair in range(0, len(operands), 2) for steps in zip(*steps_of[pair : pair + 2], strict=True)
-    ]
-    text = " ".join(
-        f"add.s64 a, ${count + pair}, {a}; add.s64 b, ${count + pair + 1}, {b}; setp.ne.b32 adds, {number > 0:d}, 0; "
-        f"{wgmma} {{{registers}}}, a, b, adds, 1, 1, {1 - axis}, {1 - axis};"
-        for number, (pair, a, b) in enumerate(places)
-    )
-    f32 = ir.F32Type.get()
-    sums = llvm.inline_asm(
-        llvm.StructType.get_literal([f32] * count),
-        descriptors,
-        f"{{ .reg .pred adds; .reg .b64 a, b; wgmma.fence.sync.aligned; {text} wgmma.commit_group.sync.aligned; }}",
-        ",".join(["=f"] * count + ["l"] * len(descriptors)),
-        has_side_effects=True,
-    )
-    return _array([llvm.extractvalue(f32, sums, [i]) for i in range(count)], shape)
-
-
-def descriptor(ref, axis):
-    """(the descriptor of a SWIZZLED operand, what to add to it for each 16 of the contracted axis).
-
-    PTX ISA, "matrix descriptor" of wgmma: where the operand begins, and how far apart its tiles of 8 x 64
-    are across and down, each in units of 16 bytes, and which swizzle.
-    """
-    kind = ir.MemRefType(ref.type)
-    rows_of_tiles, tiles_in_a_row, *_ = kind.shape
-    (down, across, *_), _ = kind.get_strides_and_offset()  # in elements of two bytes
-    down, across, swizzle_128 = down // 8, across // 8, 1
-    if axis == 1:  # 16 columns are a quarter of a tile's row of 128 bytes
-        leading, steps = 0, [tile * across + 2 * quarter for tile in range(tiles_in_a_row) for quarter in range(4)]
-    else:  # 16 rows are two tiles
-        leading, steps = across, [2 * pair * down for pair in range(rows_of_tiles // 2)]
-    i64 = ir.IntegerType.get_signless(64)
-    number = functools.partial(arith.constant, i64)
-    begins = llvm.lshr(llvm.and_(llvm.ptrtoint(i64, utils.memref_ptr(ref)), number(0x3FFFF)), number(4))
-    return llvm.or_(begins, number(leading << 16 | down << 32 | swizzle_128 << 62)), steps
-
-
 def product(a, b, *, interpret):
     """a @ b."""
     if interpret:
@@ -215,59 +146,7 @@ def wide_product(acc, a, b, interpret):
 
     acc: (64, H + 8); a: in registers; b: a `Beside` with `is_one_product`.
     """
-    if interpret:
-        return _added(acc, a, b)
-
-    @plgpu.inline_mgpu(
-        arg_types=(MATRIX, MATRIX, plgpu.RefType(SWIZZLED), plgpu.RefType(SWIZZLED)),
-        return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=MATRIX),
-    )
-    def instructions(_, acc, a, values, constants):
-        return wide_instructions(acc, a, values, constants)
-
-    return instructions(acc, a, *b)
-
-
-def wide_instructions(acc, a, values, constants):
-    """The registers of acc + a @ (values and constants), by one block of PTX.
-
-    A descriptor says how far the next 64 columns of an operand are from the first: here that leads to the constants,
-    whose 16 rows serve every 16 keys.
-    """
-    f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
-    (begins, steps), (ends, _) = descriptor(values, 0), descriptor(constants, 0)
-    columns = acc.shape[1]
-    sums = [vector.extract(pair, [], [i]) for pair in acc.registers.ravel() for i in range(2)]
-    lefts = [utils.bitcast(pair, i32) for pair in a.registers.ravel()]  # four for each 16 keys, as wgmma wants them
-    count, dtype = len(sums), ir.MemRefType(values.type).element_type
-    registers = ",".join(f"${i}" for i in range(count))
-    at = 2 * count  # outputs, and the same as inputs
-    place, constants_at = at + len(lefts), at + len(lefts) + 1
-    wgmma = f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{dtype}.{dtype}"
-    text = ""
-    for number, step in enumerate(steps):
-        left = ",".join(f"${at + 4 * number + i}" for i in range(4))
-        text += f"add.s64 b, ${place}, {step}; sub.s64 far, ${constants_at}, b; and.b64 far, far, 0x3FFF; "
-        text += f"shl.b64 far, far, 16; or.b64 b, b, far; {wgmma} {{{registers}}}, {{{left}}}, b, 1, 1, 1, 1; "
-    constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r"] * len(lefts) + ["l"] * 2
-    sums = llvm.inline_asm(
-        llvm.StructType.get_literal([f32] * count),
-        [*sums, *lefts, begins, ends],
-        f"{{ .reg .b64 b, far; wgmma.fence.sync.aligned; {text}wgmma.commit_group.sync.aligned; }}",
-        ",".join(constraints),
-        has_side_effects=True,
-    )
-    return _array([llvm.extractvalue(f32, sums, [i]) for i in range(count)], acc.shape)
-
-
-def _array(sums, shape):
-    """An array in the layout of wgmma, of the numbers that a thread has of it."""
-    pairs = [
-        vector.from_elements(ir.VectorType.get((2,), ir.F32Type.get()), pair) for pair in itertools.batched(sums, 2)
-    ]
-    layout = MATRIX.to_mgpu()
-    pairs = np.array(pairs, dtype=object).reshape(layout.registers_shape(shape))
-    return mgpu.FragmentedArray(_registers=pairs, _layout=layout, _is_signed=None)
+    return _added(acc, a, b) if interpret else wide_sum(acc, a, *b)
 
 
 def _added(c, a, b):

@@ -19,6 +19,9 @@ A gradient has one owner, the program that writes it, and that decides the order
                    each pair of tiles instead of 7, at the price of a dq whose rounding depends on
                    the order in which programs arrive
 
+Where logits are more than scaled products, ds goes back to those before it meets k and q. A sink is a key without a
+value, whose weight is missing in p and counts in lse.
+
 The rows of ds add up to dlse. With a delta made from an out that was rounded, to 16 bits or to the TF32 of
 a GPU's float32 products, they miss it by the error of delta, and dq_kernel mends delta by that much wherever
 it would be seen: where the softmax is sharp, or values have a part in common, so that delta is large beside
@@ -31,6 +34,7 @@ one key/value head). In dkv_kernel and fused_kernel the queries' side has an axi
     k_ref, v_ref      (S, H')         or (block_k, H')
     lse_ref, delta_ref, dlse_ref  (block_q,)  or (G, T), float32
     query_length_ref, key_length_ref  (), or None
+    extras, lists     what few calls have, see `pairs`, or None
     dq_ref (block_q, H'); dk_ref, dv_ref (block_k, H')
 """
 
@@ -42,7 +46,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from helpers.attention.masking import key_tiles, query_tiles, visible
+from helpers.attention.masking import key_tiles, query_tiles
+from helpers.attention.portable.pairs import Pair, bounds_of, for_kernel, over_tiles, sink_of, specs
 from helpers.attention.portable.tiles import LOG2_E, dot, exp2, length_of, padded_head_dim, select_tiles
 
 ROUNDINGS = 0.5  # times eps and the norm of a row of ds, of which rounding it adds .3 to its sum
@@ -62,12 +67,16 @@ def delta_kernel(out_ref, do_ref, lse_ref, dlse_ref, delta_ref, *, problem, bloc
     plt.store(delta_ref, jnp.where(lse == -jnp.inf, 0, delta), mask=row_mask)
 
 
-def p_and_ds(q, k, v, do, lse, delta, seen, scale, interpret):
-    """Weights of two tiles, gradient of their logits: (block_q, block_k) float32."""
-    s = (scale * LOG2_E) * dot(q, k.T)
-    p = jnp.where(seen, exp2(s - (LOG2_E * lse)[:, None], interpret), 0)
+def p_and_ds(q, k, v, do, lse, delta, pair, interpret):
+    """Weights of two tiles, gradient of their logits: (block_q, block_k) float32.
+
+    Third, a function that takes such a gradient back to the scaled products.
+    """
+    s = (pair.problem.scale * LOG2_E) * dot(q, k.T)
+    s, pull_back = pair.logits(s)
+    p = pair.hidden(exp2(s - (LOG2_E * lse)[:, None], interpret), 0)
     dp = dot(do, v.T)
-    return p, p * (dp - delta[:, None])
+    return p, p * (dp - delta[:, None]), pull_back
 
 
 def dkv_kernel(
@@ -79,6 +88,8 @@ def dkv_kernel(
     delta_ref,
     query_length_ref,
     key_length_ref,
+    extras,
+    lists,
     *gradient_refs,
     problem,
     block_q,
@@ -98,7 +109,7 @@ def dkv_kernel(
     k = plt.load(k_ref, mask=k_mask, other=0)
     v = plt.load(v_ref, mask=k_mask, other=0)
 
-    def one_query_tile(head, i, gradients):
+    def one_query_tile(head, i, is_full, gradients):
         dk, dv = gradients
         rows = i * block_q + jnp.arange(block_q)
         tile = pl.ds(i * block_q, block_q)
@@ -108,20 +119,22 @@ def dkv_kernel(
         lse = plt.load(lse_ref.at[head, tile], mask=rows < query_length, other=0)
         delta = plt.load(delta_ref.at[head, tile], mask=rows < query_length, other=0)
 
-        seen = visible(rows[:, None], cols[None, :], problem.band, *lengths)
-        p, ds = p_and_ds(q, k, v, do, lse, delta, seen, problem.scale, interpret)
+        starts = i * block_q, k_start
+        pair = Pair(problem, lengths, extras, head, rows, cols, starts, is_full)
+        p, ds, pull_back = p_and_ds(q, k, v, do, lse, delta, pair, interpret)
         dv += dot(p.astype(do.dtype).T, do)
-        ds = ds.astype(q.dtype)
+        ds = pull_back(ds).astype(q.dtype)
         dk += dot(ds.T, q)
         if dq_ref is not None:
             plt.atomic_add(dq_ref, (tile, head, slice(None)), problem.scale * dot(ds, k))
         return dk, dv
 
-    first, stop = query_tiles(k_start, k_stop, block_q, problem.band, *lengths, xp=jnp)
+    in_band = query_tiles(k_start, k_stop, block_q, problem.band, *lengths, xp=jnp)
 
     def one_head(head, gradients):
         one_tile = functools.partial(one_query_tile, head)
-        return lax.fori_loop(first, stop, one_tile, gradients)
+        bounds = bounds_of(lists, head, in_band)
+        return over_tiles(lists, head, bounds, one_tile, gradients)
 
     zeros = jnp.zeros(k.shape, jnp.float32)
     dk, dv = lax.fori_loop(0, problem.group, one_head, (zeros, zeros))
@@ -140,6 +153,8 @@ def dq_kernel(
     dlse_ref,
     query_length_ref,
     key_length_ref,
+    extras,
+    lists,
     dq_ref,
     mended_delta_ref,
     *,
@@ -162,29 +177,34 @@ def dq_kernel(
     lse = plt.load(lse_ref, mask=row_mask, other=0)
     delta = plt.load(delta_ref, mask=row_mask, other=0)
 
-    def one_key_tile(j, state, delta):
+    def one_key_tile(delta, j, is_full, state):
         dq, ds_sum, ds_size, ds_most = state
         cols = j * block_k + jnp.arange(block_k)
         tile = pl.ds(j * block_k, block_k)
         k_mask = (cols < key_length)[:, None] & in_head
         k = plt.load(k_ref.at[tile, :], mask=k_mask, other=0)
         v = plt.load(v_ref.at[tile, :], mask=k_mask, other=0)
-        seen = visible(rows[:, None], cols[None, :], problem.band, query_length, key_length)
-        _, ds = p_and_ds(q, k, v, do, lse, delta, seen, problem.scale, interpret)
-        dq += dot(ds.astype(k.dtype), k)
+        pair = Pair(problem, (query_length, key_length), extras, 0, rows, cols, (q_start, j * block_k), is_full)
+        _, ds, pull_back = p_and_ds(q, k, v, do, lse, delta, pair, interpret)
+        dq += dot(pull_back(ds).astype(k.dtype), k)
         size = jnp.abs(ds)
         return dq, ds_sum + ds.sum(axis=1), ds_size + size.sum(axis=1), jnp.maximum(ds_most, size.max(axis=1))
 
     def all_key_tiles(state, delta, stop):
-        return lax.fori_loop(first, stop, lambda j, state: one_key_tile(j, state, delta), state)
+        return over_tiles(lists, 0, (first, stop), functools.partial(one_key_tile, delta), state)
 
-    first, stop = key_tiles(q_start, q_start + block_q, block_k, problem.band, query_length, key_length, xp=jnp)
+    in_band = key_tiles(q_start, q_start + block_q, block_k, problem.band, query_length, key_length, xp=jnp)
+    first, stop = bounds_of(lists, 0, in_band)
     no_sums = 3 * (jnp.zeros(block_q, jnp.float32),)
     dq, ds_sum, ds_size, ds_most = all_key_tiles((jnp.zeros(q.shape, jnp.float32), *no_sums), delta, stop)
 
     if mends_delta:
-        # A row of ds adds up to dlse; what it misses is the error of delta.
+        # A row of ds adds up to dlse, and to what a sink takes; what it misses is the
+        # error of delta.
         dlse = plt.load(dlse_ref, mask=row_mask, other=0)
+        sink = sink_of(extras)
+        if sink is not None:
+            dlse += exp2(LOG2_E * (sink - lse), interpret) * delta
         error = jnp.where(lse == -jnp.inf, 0, ds_sum - dlse)
         dtype = problem.dtype
         eps = TF32_EPS if dtype.itemsize == 4 else float(jnp.finfo(dtype).eps)
@@ -220,12 +240,16 @@ def backward(call, out, lse, dout, dlse, *, fused=False, mends_delta=True, inter
     problem = call.problem
     dkv_tiles, dq_tiles = select_tiles("dkv", problem, **tiles), select_tiles("dq", problem, **tiles)
     delta = _delta(problem, out, lse, dout, dlse, dq_tiles, interpret)
-    arrays = (call.query, call.key, call.value, dout, lse, delta, call.query_lengths, call.key_lengths)
+    if call.changes_logits:
+        lse = jnp.where(lse == -jnp.inf, 0, lse)  # a logit may be -inf without being hidden, and its weight must be 0
+    arrays = (call.query, call.key, call.value, dout, lse, delta)
+    lengths = call.query_lengths, call.key_lengths
+    of_keys = *lengths, *for_kernel(call, dkv_tiles.block_q, dkv_tiles.block_k, outer="keys")
     if fused:
-        return _fused(problem, arrays, dkv_tiles, interpret)
-    dq, delta = _dq(problem, arrays, dlse, dq_tiles, interpret, mends_delta)
-    arrays = (*arrays[:5], delta, *arrays[6:])
-    return dq, *_dkv(problem, arrays, dkv_tiles, interpret)
+        return _fused(problem, (*arrays, *of_keys), dkv_tiles, interpret)
+    of_queries = *lengths, *for_kernel(call, dq_tiles.block_q, dq_tiles.block_k)
+    dq, delta = _dq(problem, arrays, dlse, of_queries, dq_tiles, interpret, mends_delta)
+    return dq, *_dkv(problem, (*arrays[:5], delta, *of_keys), dkv_tiles, interpret)
 
 
 def _parameters(problem, tiles, interpret):
@@ -252,10 +276,11 @@ def _query_specs(problem, block_q):
     )
 
 
-def _length_specs(arrays):
-    """Specs of the two lengths, which come last and may be None; the batch is the last axis of the grid."""
+def _mask_specs(masks, heads):
+    """Specs of two lengths, extras and lists, each of which may be None; the batch is the last axis of the grid."""
+    *lengths, extras, lists = masks
     spec = pl.BlockSpec((None,), lambda i, n, b: (b,))
-    return [None if length is None else spec for length in arrays[-2:]]
+    return [*(None if length is None else spec for length in lengths), specs(extras, heads), specs(lists, heads)]
 
 
 def _delta(problem, out, lse, dout, dlse, tiles, interpret):
@@ -272,12 +297,11 @@ def _delta(problem, out, lse, dout, dlse, tiles, interpret):
     )(out, dout, lse, dlse)
 
 
-def _dq(problem, arrays, dlse, tiles, interpret, mends_delta=True):
+def _dq(problem, arrays, dlse, masks, tiles, interpret, mends_delta=True):
     """(dq, delta), the second in place of the one that came in."""
     # Interpreted float32 products are exact enough as they are; a GPU rounds their operands to TF32.
     mends_delta = mends_delta and (problem.dtype.itemsize == 2 or not interpret)
     q_spec, row_spec, all_keys_spec = _query_specs(problem, tiles.block_q)
-    *arrays, query_lengths, key_lengths = arrays
     return _launch(
         functools.partial(dq_kernel, mends_delta=mends_delta, **_parameters(problem, tiles, interpret)),
         "dq",
@@ -286,7 +310,7 @@ def _dq(problem, arrays, dlse, tiles, interpret, mends_delta=True):
         grid=(pl.cdiv(problem.T, tiles.block_q), problem.N, problem.B),
         in_specs=[
             *[q_spec, all_keys_spec, all_keys_spec, q_spec, row_spec, row_spec, row_spec],
-            *_length_specs((query_lengths, key_lengths)),
+            *_mask_specs(masks, heads=1),
         ],
         out_specs=[q_spec, row_spec],
         out_shape=[
@@ -294,7 +318,7 @@ def _dq(problem, arrays, dlse, tiles, interpret, mends_delta=True):
             jax.ShapeDtypeStruct((problem.B, problem.N, problem.T), jnp.float32),
         ],
         input_output_aliases={5: 1},
-    )(*arrays, dlse, query_lengths, key_lengths)
+    )(*arrays, dlse, *masks)
 
 
 def _dkv_options(problem, arrays, block_k):
@@ -306,7 +330,7 @@ def _dkv_options(problem, arrays, block_k):
     rows_spec = pl.BlockSpec((None, group, T), lambda j, kv, b: (b, kv, 0))
     return {
         "grid": (pl.cdiv(S, block_k), K, B),
-        "in_specs": [group_spec, k_spec, k_spec, group_spec, rows_spec, rows_spec, *_length_specs(arrays)],
+        "in_specs": [group_spec, k_spec, k_spec, group_spec, rows_spec, rows_spec, *_mask_specs(arrays[-4:], group)],
         "out_specs": [k_spec, k_spec],
         "out_shape": [jax.ShapeDtypeStruct((B, S, K, H), problem.dtype)] * 2,
     }
@@ -327,7 +351,7 @@ def _fused(problem, arrays, tiles, interpret):
     options["in_specs"] += [dq_spec]
     options["out_specs"] += [dq_spec]
     options["out_shape"] += [jax.ShapeDtypeStruct(zeros.shape, zeros.dtype)]
-    position_of_zeros = sum(array is not None for array in arrays)
+    position_of_zeros = len(jax.tree.leaves(arrays))
 
     def fused_kernel(*refs):
         inputs, (_, *gradient_refs) = refs[: len(arrays)], refs[len(arrays) :]

@@ -44,7 +44,7 @@ from jax.experimental.pallas import triton as plt
 
 from helpers.attention import tables
 from helpers.attention.device import core_count
-from helpers.attention.masking import key_tiles, visible
+from helpers.attention.masking import key_tiles, share, visible
 from helpers.attention.portable.tiles import (
     LOG2_E,
     MIN_BLOCK,
@@ -129,7 +129,7 @@ def decode_kernel(
     )
     # The first query sees the first key, if any. So the tiles begin at 0.
     _, tiles = key_tiles(0, problem.T, splits.block_k, problem.band, query_length, key_length, xp=jnp)
-    m, l, acc = lax.fori_loop(*_share(tiles, pl.program_id(1), splits.parts), one_key_tile, state)
+    m, l, acc = lax.fori_loop(*share(tiles, pl.program_id(1), splits.parts, xp=jnp), one_key_tile, state)
 
     empty = l == 0
     l = jnp.where(empty, 1, l)
@@ -165,13 +165,6 @@ def merge_kernel(parts_ref, logs_ref, out_ref, lse_ref, *, problem, parts):
 
 def _tiles_of_rows(problem, splits):
     return pl.cdiv(problem.T * problem.group, splits.block_r)
-
-
-def _share(tiles, part, parts):
-    """The range of tiles of one of the parts, which are as even as can be."""
-    each, left = lax.div(tiles, parts), lax.rem(tiles, parts)
-    first = part * each + jnp.minimum(part, left)
-    return first, first + each + (part < left).astype(jnp.int32)
 
 
 def _keys(ref, table_ref, start, cols, is_key, in_head):

@@ -18,6 +18,7 @@ Refs, as one program sees them (H' is head_padded: head_dim rounded up to a powe
     k_ref    (S, H')        all keys of the head that serves this query head
     v_ref    (S, H')        its values
     query_length_ref, key_length_ref  ()  how many of this batch entry are real, or None
+    extras, lists     what few calls have, see `pairs`, or None
     out_ref  (block_q, H')
     lse_ref  (block_q,)     float32
 """
@@ -26,11 +27,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from helpers.attention.masking import key_tiles, visible
+from helpers.attention.masking import key_tiles
+from helpers.attention.portable.pairs import Pair, bounds_of, for_kernel, over_tiles, sink_of, specs
 from helpers.attention.portable.tiles import LOG2_E, dot, exp2, length_of, padded_head_dim, select_tiles
 
 
@@ -40,6 +41,8 @@ def forward_kernel(
     v_ref,
     query_length_ref,
     key_length_ref,
+    extras,
+    lists,
     out_ref,
     lse_ref,
     *,
@@ -48,7 +51,6 @@ def forward_kernel(
     block_k,
     interpret,
 ):
-    band = problem.band
     query_length = length_of(query_length_ref, problem.T)
     key_length = length_of(key_length_ref, problem.S)
     lengths = query_length, key_length
@@ -59,7 +61,7 @@ def forward_kernel(
     q_mask = (rows < problem.T)[:, None] & in_head
     q = plt.load(q_ref, mask=q_mask, other=0)
 
-    def one_key_tile(j, state):
+    def one_key_tile(j, is_full, state):
         m, l, acc = state
         cols = j * block_k + jnp.arange(block_k)
         tile = pl.ds(j * block_k, block_k)
@@ -68,9 +70,11 @@ def forward_kernel(
         k = plt.load(k_ref.at[tile, :], mask=k_mask, other=0)
         v = plt.load(v_ref.at[tile, :], mask=k_mask, other=0)
 
+        starts = q_start, j * block_k
+        pair = Pair(problem, lengths, extras, 0, rows, cols, starts, is_full)
         s = (problem.scale * LOG2_E) * dot(q, k.T)
-        seen = visible(rows[:, None], cols[None, :], band, *lengths)
-        s = jnp.where(seen, s, -jnp.inf)
+        s, _ = pair.logits(s)
+        s = pair.hidden(s, -jnp.inf)
         m_new = jnp.maximum(m, s.max(axis=1))
         reference = jnp.where(m_new == -jnp.inf, 0, m_new)  # a row may have seen no key yet
         alpha = exp2(m - reference, interpret)
@@ -79,18 +83,23 @@ def forward_kernel(
         acc = alpha[:, None] * acc + dot(p.astype(v.dtype), v)
         return m_new, l, acc
 
+    # A sink is a key without a value, seen before all others.
+    sink = sink_of(extras)
+    m_start, l_start = (-jnp.inf, 0) if sink is None else (LOG2_E * sink, 1)
     state = (
-        jnp.full(block_q, -jnp.inf, jnp.float32),
-        jnp.zeros(block_q, jnp.float32),
+        jnp.full(block_q, m_start, jnp.float32),
+        jnp.full(block_q, l_start, jnp.float32),
         jnp.zeros((block_q, head_padded), jnp.float32),
     )
     q_stop = q_start + block_q
-    first, stop = key_tiles(q_start, q_stop, block_k, band, *lengths, xp=jnp)
-    m, l, acc = lax.fori_loop(first, stop, one_key_tile, state)
+    in_band = key_tiles(q_start, q_stop, block_k, problem.band, *lengths, xp=jnp)
+    bounds = bounds_of(lists, 0, in_band)
+    m, l, acc = over_tiles(lists, 0, bounds, one_key_tile, state)
 
-    empty = l == 0
+    empty = l == 0 if sink is None else (l == 1) & (m == m_start)
     l = jnp.where(empty, 1, l)
-    lse = jnp.where(empty, -jnp.inf, (m + jnp.log2(l)) / LOG2_E)
+    nothing = -jnp.inf if sink is None else sink
+    lse = jnp.where(empty, nothing, (m + jnp.log2(l)) / LOG2_E)
     plt.store(out_ref, (acc / l[:, None]).astype(out_ref.dtype), mask=q_mask)
     plt.store(lse_ref, lse, mask=rows < problem.T)
 
@@ -117,6 +126,7 @@ def forward(call, *, block_q=None, block_k=None, num_warps=None, num_stages=None
     kv_spec = pl.BlockSpec((None, S, None, head_padded), shared)
     lse_spec = pl.BlockSpec((None, None, block_q), lambda i, n, b: (b, n, i))
     length_spec = pl.BlockSpec((None,), lambda i, n, b: (b,))
+    extras, lists = for_kernel(call, block_q, block_k)
     return pl.pallas_call(
         functools.partial(forward_kernel, problem=problem, block_q=block_q, block_k=block_k, interpret=interpret),
         grid=(pl.cdiv(T, block_q), N, B),
@@ -126,6 +136,8 @@ def forward(call, *, block_q=None, block_k=None, num_warps=None, num_stages=None
             kv_spec,
             None if call.query_lengths is None else length_spec,
             None if call.key_lengths is None else length_spec,
+            specs(extras, heads=1),
+            specs(lists, heads=1),
         ],
         out_specs=[q_spec, lse_spec],
         out_shape=[
@@ -135,4 +147,4 @@ def forward(call, *, block_q=None, block_k=None, num_warps=None, num_stages=None
         compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
         name="flash_attention_forward",
-    )(call.query, call.key, call.value, call.query_lengths, call.key_lengths)
+    )(call.query, call.key, call.value, call.query_lengths, call.key_lengths, extras, lists)

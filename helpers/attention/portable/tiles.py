@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from helpers.attention import tables
 from helpers.attention.device import compute_capability, shared_memory
@@ -129,6 +128,8 @@ def exp2(x, interpret):
     """
     if interpret:
         return jnp.exp2(x)
+    from jax.experimental.pallas import triton as plt  # here, for JAX will lose it, and all kernels read this module
+
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
     (result,) = plt.elementwise_inline_asm(
         "ex2.approx.ftz.f32 $0, $1;", args=[x], constraints="=f,f", pack=1, result_shape_dtypes=[shape]

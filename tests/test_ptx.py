@@ -9,7 +9,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func
 
-from helpers.attention.hopper.warpgroup import MATRIX, wgmma_instructions, wide_instructions
+from helpers.attention.hopper.ptx import MATRIX, wgmma_instructions, wide_instructions
 
 
 def written(shapes, axis):

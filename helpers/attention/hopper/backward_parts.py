@@ -1,0 +1,164 @@
+"""What the Hopper backward kernels share: a program with its memory, how tiles come in, and pieces of a step."""
+
+import itertools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from helpers.attention.hopper.backward_schedule import ROWS_OF_WGMMA, Tiles, for_each_query_tile, kv_head_here
+from helpers.attention.hopper.ptx import MATRIX
+from helpers.attention.hopper.ring import Ring
+from helpers.attention.hopper.warpgroup import COLUMNS, REGISTERS, ROWS, anew, awaited
+from helpers.attention.portable.tiles import LOG2_E
+from helpers.attention.problem import Problem
+
+
+class Gmem(NamedTuple):
+    """Refs of the arrays of a call, see `backward`; of the gradients those that a kernel writes."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    do: jax.Array
+    lse: jax.Array
+    delta: jax.Array
+    dq: jax.Array | None = None
+    dk: jax.Array | None = None
+    dv: jax.Array | None = None
+
+
+class Scratch(NamedTuple):
+    """Shared memory and barriers of a program that owns keys.
+
+    q, do      rings of tiles of queries, (slots, block_q, H) with lse or delta (slots, block_q) in float32
+    k, v       (parts, warpgroups, 64, H / parts): 64 keys for each compute warpgroup
+    kv_loaded  a barrier: k and v are there
+    spare      (warpgroups, 64, block_q), in dkv_kernel (warpgroups, 2, 64, block_q); see multiply_add
+
+    In the fused kernels alone
+
+    ds         (2, warpgroups, 64, block_q): ds^T of two steps
+    ds_ready   a barrier: all warpgroups have published their ds
+    dq         (warpgroups, 64, H or H / warpgroups) float32: the part of dq that a warpgroup computes
+    """
+
+    q: Ring
+    do: Ring
+    k: jax.Array
+    v: jax.Array
+    kv_loaded: jax.Array
+    spare: jax.Array | None
+    ds: jax.Array | None = None
+    ds_ready: jax.Array | None = None
+    dq: jax.Array | None = None
+
+
+class Program(NamedTuple):
+    """A program that owns block_k keys of one key/value head, 64 for each compute warpgroup, as a warpgroup sees it.
+
+    b, kv, k_start: its batch entry, key/value head and first key; me: the number of the warpgroup.
+    """
+
+    gmem: Gmem
+    scratch: Scratch
+    problem: Problem
+    tiles: Tiles
+    interpret: bool
+    b: jax.Array
+    kv: jax.Array
+    me: jax.Array
+    k_start: jax.Array
+
+    @classmethod
+    def here(cls, gmem, scratch, problem, tiles, interpret):
+        b, kv, me = lax.axis_index("batch"), kv_head_here(problem, tiles), lax.axis_index("warpgroup")
+        return cls(gmem, scratch, problem, tiles, interpret, b, kv, me, lax.axis_index("tile") * tiles.block_k)
+
+    def walk(self, body, masked_body, carry):
+        """`for_each_query_tile` of this program."""
+        return for_each_query_tile(self.problem, self.tiles, self.kv, self.k_start, body, masked_body, carry)
+
+
+def load_keys_then_queries(program):
+    """What the memory warpgroup of a program that owns keys does."""
+    gmem, scratch, tiles, b, kv = program.gmem, program.scratch, program.tiles, program.b, program.kv
+    take_registers(tiles, memory=1)
+    parts, warpgroups, _, width = scratch.k.shape
+    for part, wg in itertools.product(range(parts), range(warpgroups)):
+        keys = b, pl.ds(program.k_start + wg * ROWS_OF_WGMMA, ROWS_OF_WGMMA), kv, pl.ds(part * width, width)
+        plgpu.copy_gmem_to_smem(gmem.k.at[keys], scratch.k.at[part, wg], scratch.kv_loaded)
+        plgpu.copy_gmem_to_smem(gmem.v.at[keys], scratch.v.at[part, wg], scratch.kv_loaded)
+
+    def one_step(head, i, step, _):
+        rows = pl.ds(i * tiles.block_q, tiles.block_q)
+        scratch.q.fetch(step, gmem.q.at[b, rows, head], gmem.lse.at[b, head, rows])
+        scratch.do.fetch(step, gmem.do.at[b, rows, head], gmem.delta.at[b, head, rows])
+
+    program.walk(one_step, one_step, None)
+    scratch.q.drain()
+    scratch.do.drain()
+
+
+def store_dk_and_dv(program, dk, dv, start, columns=slice(None)):
+    """Write a warpgroup's dk and dv by way of the shared memory that held its keys and values.
+
+    start: the first of its 64 keys; columns: those of a head that dk and dv have.
+    """
+    k_mine, v_mine = program.scratch.k.at[0, program.me], program.scratch.v.at[0, program.me]
+    k_mine[...] = (program.problem.scale * dk).astype(program.problem.dtype)
+    v_mine[...] = dv.astype(program.problem.dtype)
+    plgpu.commit_smem()
+    mine = program.b, pl.ds(start, ROWS_OF_WGMMA), program.kv, columns
+    plgpu.copy_smem_to_gmem(k_mine, program.gmem.dk.at[mine])
+    plgpu.copy_smem_to_gmem(v_mine, program.gmem.dv.at[mine])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def take_registers(tiles, memory):
+    """The registers of a compute warpgroup (memory = 0), which wants more, or of the memory warpgroup (memory = 1)."""
+    action = "decrease" if memory else "increase"
+    plgpu.set_max_registers(REGISTERS[tiles.warpgroups][memory], action=action)
+
+
+def exp2_of_logits(s, lse, axis, problem):
+    """p of a tile of logits: exp2(scale L s - L lse), with one lse for each index of an axis."""
+    return jnp.exp2((problem.scale * LOG2_E) * s - lax.broadcast_in_dim(lse, s.shape, [axis]))
+
+
+def lse_and_awaited(s, wait_n, lse_ref):
+    """The lse of each column of s, and s when it is done: lse is on its way meanwhile, but in wide tiles: slower so."""
+    early = lse_ref.shape[0] <= 64
+    if early:
+        lse = plgpu.load(lse_ref, layout=COLUMNS)
+    s = awaited(s, wait_n)
+    return lse if early else plgpu.load(lse_ref, layout=COLUMNS), s
+
+
+def hide(p, q_start, k_start, keys_axis, problem, tiles):
+    """p masked: zeros where the query does not see the key, or where there is no key.
+
+    `masking.visible` in a form that needs few registers: it compares columns with a
+    number for each row. An optimization barrier keeps that number in the step, where
+    the compiler would keep a difference of positions for each entry of p.
+    """
+    rows = anew(plgpu.broadcasted_iota(jnp.int32, p.shape[:1], 0, layout=ROWS))
+    cols = plgpu.broadcasted_iota(jnp.int32, p.shape, 1, layout=MATRIX)
+    wide = lambda row: lax.broadcast_in_dim(row, p.shape, [0])
+    if problem.band.right is not None:
+        ahead = q_start + problem.band.right - k_start
+        by_keys = keys_axis == 0
+        seen = cols >= wide(rows - ahead) if by_keys else cols <= wide(rows + ahead)
+        p = jnp.where(seen, p, 0.0)
+    if problem.S % tiles.block_k:
+        keys = wide(rows) if keys_axis == 0 else cols
+        p = jnp.where(keys < problem.S - k_start, p, 0.0)
+    return p
+
+
+def ds_of(p, dp, delta, axis, problem):
+    """ds, rounded, with one delta for each index of an axis."""
+    return (p * (dp - lax.broadcast_in_dim(delta, dp.shape, [axis]))).astype(problem.dtype)

@@ -1,0 +1,175 @@
+"""The tile scheduler of the Hopper forward kernel: which program works at which tile of queries, and when.
+
+The kernel is persistent: there are as many programs as SMs, and each goes through a list of (tile of queries, head)
+pairs. A place in the list of all pairs is `dealt` to a program and a turn; `causal_order` is the order of that list
+under a causal mask. The host picks the `Deal` for a call, and a program finds its own pairs by a few integer
+operations.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from helpers.attention.hopper.warpgroup import CACHED, padded_head_dim
+from helpers.attention.problem import Problem
+
+
+class Place(NamedTuple):
+    """What a program works at in a turn: queries from q_start on, in head n of batch entry b.
+
+    stop: the end of the key tiles that they see.
+    """
+
+    q_start: jax.Array
+    n: jax.Array
+    b: jax.Array
+    stop: jax.Array
+
+
+@dataclass(frozen=True)
+class TileScheduler:
+    """The turns of one of `programs` programs. tiles: see `forward.Tiles`."""
+
+    problem: Problem
+    tiles: NamedTuple
+    programs: int
+    program: jax.Array
+
+    @property
+    def is_causal(self):
+        return self.problem.band.right == 0
+
+    @property
+    def q_block(self):
+        """Queries of a turn, those of all compute warpgroups."""
+        return self.tiles.warpgroups * self.tiles.block_q
+
+    @property
+    def q_tiles(self):
+        return pl.cdiv(self.problem.T, self.q_block)
+
+    @property
+    def count(self):
+        """How many pairs there are."""
+        return self.q_tiles * self.problem.N * self.problem.B
+
+    @property
+    def turns(self):
+        """How many of them are this program's."""
+        return pl.cdiv(self.count - self.program, self.programs)
+
+    @functools.cached_property
+    def deal(self):
+        return deal_of(self.problem, self.tiles, self.programs)
+
+    def key_stop(self, q_stop):
+        """The end of the key tiles that queries before q_stop see."""
+        block_k = self.tiles.block_k
+        every = pl.cdiv(self.problem.S, block_k)
+        if not self.is_causal:
+            return every
+        return jnp.minimum(lax.div(q_stop + block_k - 1, block_k), every)
+
+    def place(self, turn):
+        """The `Place` of this program in a turn."""
+        index = dealt(turn, self.program, self.programs, self.count, self.deal)
+        if self.is_causal:
+            i, head = causal_order(index, self.q_tiles, self.problem)
+        else:
+            i, head = lax.rem(index, self.q_tiles), lax.div(index, self.q_tiles)
+        q_start, N = i * self.q_block, self.problem.N
+        q_stop = q_start + self.q_block
+        return Place(q_start, lax.rem(head, N), lax.div(head, N), self.key_stop(q_stop))
+
+
+class Deal(NamedTuple):
+    """What a tile scheduler does besides taking turns, see `dealt`."""
+
+    backward: int | None
+    shift: int
+
+
+def dealt(turn, program, programs, count, deal, xp=jnp):
+    """The tile scheduler: which of `count` tiles of queries is a program's in a turn.
+
+    It returns a place in their list. The programs take turns, but in a full round each
+    stands `shift` places further on than in the one before. And every other full
+    round goes backwards, those where turn % 2 is `backward`. xp: the NumPy to
+    compute with.
+    """
+    rem = lax.rem if xp is jnp else np.remainder
+    place = program
+    index = turn * programs + place
+    full_round = (turn + 1) * programs <= count
+    if deal.shift:
+        place = rem(program + deal.shift * turn, programs)
+        index = xp.where(full_round, turn * programs + place, index)
+    if deal.backward is not None:
+        # These two lines exchanged, some causal calls once took 3 % longer on an H200.
+        is_backward = full_round & (turn % 2 == deal.backward)
+        backwards = turn * programs + (programs - 1 - place)
+        index = xp.where(is_backward, backwards, index)
+    return index
+
+
+def deal_of(problem, tiles, programs):
+    """The `Deal` for a problem whose work `programs` share.
+
+    Full calls: the last tile of a head may have few rows, and turn by turn another program gets it. Causal: of six
+    schedules the one by which the busiest program has least to do.
+    """
+    if problem.band.right != 0:
+        return Deal(None, 1)
+    work = work_in_order(problem, tiles)
+    choices = [Deal(backward, shift) for shift in (0, 8, programs // 3) for backward in (1, 0)]
+    return min(choices, key=lambda deal: work_of_programs(work, programs, deal).max())
+
+
+def work_in_order(problem, tiles):
+    """Tiles of keys that each tile of queries of a causal call sees, and two for what it takes besides, in order."""
+    rows, every = tiles.warpgroups * tiles.block_q, pl.cdiv(problem.S, tiles.block_k)
+    q_tiles = pl.cdiv(problem.T, rows)
+    i, _ = causal_order(np.arange(q_tiles * problem.N * problem.B), q_tiles, problem, np)
+    return np.minimum(((i + 1) * rows - 1) // tiles.block_k + 1, every) + 2
+
+
+def work_of_programs(work, programs, deal):
+    """The sum of work that a tile scheduler gives each program."""
+    turns = np.arange(pl.cdiv(len(work), programs))[:, None]
+    places = dealt(turns, np.arange(programs), programs, len(work), deal, np)
+    return np.where(places < len(work), work[np.minimum(places, len(work) - 1)], 0).sum(axis=0)
+
+
+def heads_together(problem):
+    """How many heads a causal call works at before the next: as many as the cache holds keys and values of.
+
+    All of them with a small head_dim, where memory keeps up, and parts would cost some balance for nothing.
+    """
+    every, head_dim = problem.N * problem.B, padded_head_dim(problem.H)
+    keys = min(problem.T, problem.S)  # no query sees a later one
+    bytes_of_keys_and_values = 2 * keys * head_dim * problem.dtype.itemsize
+    return every if head_dim <= 64 else min(every, problem.group * max(1, CACHED // bytes_of_keys_and_values))
+
+
+def causal_order(index, q_tiles, problem, xp=jnp):
+    """(tile of queries, head) at a place of the list of all pairs of a causal call.
+
+    index: a place, or an array of places. The heads come in parts, `heads_together`.
+    In the last part the longest tiles come first, in the one before it they come last,
+    and so on in turns, so that the ends of two parts fit each other. xp: the NumPy to
+    compute with.
+    """
+    div, rem = (lax.div, lax.rem) if xp is jnp else (np.floor_divide, np.remainder)
+    heads, width = problem.N * problem.B, heads_together(problem)
+    parts = pl.cdiv(heads, width)
+    part = div(index, width * q_tiles) if parts > 1 else 0
+    index = index - part * width * q_tiles
+    here = xp.minimum(width, heads - part * width) if heads % width else width
+    level, head = div(index, here), part * width + rem(index, here)
+    return xp.where((parts - 1 - part) % 2 == 1, level, q_tiles - 1 - level), head

@@ -1,0 +1,234 @@
+"""The backward kernels by `plgpu.mma`: two, of which each writes what it owns, from Ampere to Blackwell.
+
+FlashAttention-2 (arXiv 2307.08691), algorithm 2, for one query head, base 2 in the exponent (ds of FlashAttention's
+appendix B.4, arXiv 2205.14135, with the gradient of lse added):
+
+    p      = 2^(scale_2 q k^T - lse_2)      the weights again; scale_2 = scale log2 e, lse_2 = lse log2 e
+    dp     = do v^T
+    delta  = rowsum(out * do) - dlse        before both kernels, in plain JAX
+    ds     = p * (dp - delta)
+    dv     = p^T do,   dq = scale ds k,   dk = scale ds^T q
+
+    dq_kernel   a tile of queries; loops over the tiles of keys that it sees
+    dkv_kernel  a tile of keys of one key/value head; loops over the tiles of queries that see it, and over the query
+                heads that share the head, so that their sum stays in registers. It makes p and ds transposed, for
+                what a sum holds can be the left operand of the next product, and no right one
+
+The rows of ds add up to dlse, as exactly as delta is: an error of it comes back in dq, times what the keys have in
+common. So out has all of its float32 bits here (see `low_bits`), and is a mean by the weights as they were rounded for
+p v (see `forward`).
+
+On an H100 80GB HBM3 (JAX 0.11.2), twelve shapes in bfloat16, they are .94 times as fast as PyTorch's FlashAttention-2,
+in the geometric mean. That has a fused kernel, 5 products for each pair of tiles; the two here have 7.
+
+Refs, laid out as in `warp` (T' and S' are whole tiles, H' a multiple of 64):
+
+    q_ref, do_ref (pieces, B, T', N H')   k_ref, v_ref (pieces, B, S', K H')   lengths_ref (2, B) int32, or None
+    lse_ref (B, N, T') lse_2, float32     delta_ref (B, N, T') float32
+    dq_ref (B, T', N H')                  dk_ref, dv_ref (B, S', K H')
+    staying: of `warp.stay`, q and do in dq_kernel, k and v in dkv_kernel; rings: of `warp.streamed`, the other two
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from helpers.attention.low_bits import with_low_bits
+from helpers.attention.masking import NO_BAND, Band, key_tiles, query_tiles, visible
+from helpers.attention.mosaic.warp import (
+    ACC,
+    COLUMNS,
+    COMPILER_PARAMS,
+    LHS,
+    RHS,
+    ROWS,
+    Tiles,
+    along,
+    as_operand,
+    fitting,
+    full,
+    laid_out,
+    lengths_of,
+    load,
+    load_rows,
+    padded_head_dim,
+    product,
+    real_lengths,
+    ring,
+    stay,
+    staying_tiles,
+    store,
+    streamed,
+    taken_up,
+    walk,
+    whole_tiles,
+)
+from helpers.attention.portable.tiles import LOG2_E
+
+
+def dq_kernel(
+    q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, lengths_ref, dq_ref, staying, rings, *,
+    problem, tiles, interpret,
+):  # fmt: skip
+    block_q, block_k, _ = tiles
+    pieces, head_padded = q_ref.shape[0], padded_head_dim(problem.H)
+    i, n, b = (lax.axis_index(name) for name in "inb")
+    if problem.band.right is not None:  # the programs with the most keys come first
+        i = dq_ref.shape[1] // block_q - 1 - i
+    q_start = i * block_q
+    rows, head = pl.ds(q_start, block_q), pl.ds(n * head_padded, head_padded)
+    lengths = real_lengths(lengths_ref, b, problem)
+    (q_parts, do_parts), ready = stay([q_ref, do_ref], (b, rows, head), staying)
+    lse, delta = (load_rows(ref.at[b, n, rows], ROWS) for ref in (lse_ref, delta_ref))
+
+    q_stop = q_start + block_q
+    needed = whole = key_tiles(q_start, q_stop, block_k, problem.band, *lengths, xp=jnp)
+    if problem.band != NO_BAND or lengths_ref is not None or problem.S % block_k:
+        whole = whole_tiles(needed, q_start, q_stop, block_k, problem.band, *lengths)
+    order = walk(needed, whole)
+
+    def k_start(step):
+        return order.place(step)[1] * block_k
+
+    def one_key_tile(masked, step, operands, dq):
+        keys, values = operands
+        transposed = lambda refs: load([ref.T for ref in refs], RHS, interpret=interpret)
+        queries, gradients = (load(refs, LHS, interpret=interpret) for refs in (q_parts, do_parts))
+        s = product(queries, transposed(keys), interpret=interpret)
+        p = jnp.exp2(problem.scale * LOG2_E * s - along(lse, s.shape, 0))
+        if masked:
+            q_pos, k_pos = (plgpu.broadcasted_iota(jnp.int32, s.shape, axis, layout=ACC) for axis in (0, 1))
+            seen = visible(q_start + q_pos, k_start(step) + k_pos, problem.band, *lengths)
+            p = jnp.where(seen, p, 0)
+        dp = product(gradients, transposed(values), interpret=interpret)
+        ds = as_operand(p * (dp - along(delta, dp.shape, 0)), pieces, q_ref.dtype, interpret=interpret)
+        return product(ds, load(keys, RHS, interpret=interpret), dq, interpret=interpret)
+
+    kv_head = pl.ds((n // problem.group) * head_padded, head_padded)
+    place = lambda step: (b, pl.ds(k_start(step), block_k), kv_head)
+    loops = [(order.whole, functools.partial(one_key_tile, False))]
+    if whole is not needed:
+        loops.append((order.steps, functools.partial(one_key_tile, True)))
+    zeros = full((block_q, head_padded), 0)
+    dq = streamed([k_ref, v_ref], place, order.steps, rings, ready, loops, zeros)
+    store(dq_ref.at[b, rows, head], (problem.scale * dq).astype(dq_ref.dtype), interpret=interpret)
+
+
+def dkv_kernel(
+    q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, lengths_ref, dk_ref, dv_ref, staying, rings, *,
+    problem, tiles, interpret,
+):  # fmt: skip
+    block_q, block_k, _ = tiles
+    pieces, head_padded = q_ref.shape[0], padded_head_dim(problem.H)
+    j, kv, b = (lax.axis_index(name) for name in "jkb")
+    k_start = j * block_k
+    rows, head = pl.ds(k_start, block_k), pl.ds(kv * head_padded, head_padded)
+    lengths = real_lengths(lengths_ref, b, problem)
+    (k_parts, v_parts), ready = stay([k_ref, v_ref], (b, rows, head), staying)
+
+    k_stop = k_start + block_k
+    needed = whole = query_tiles(k_start, k_stop, block_q, problem.band, *lengths, xp=jnp)
+    if problem.band != NO_BAND or lengths_ref is not None:
+        mirrored = Band(problem.band.right, problem.band.left)
+        whole = whole_tiles(needed, k_start, k_stop, block_q, mirrored, *reversed(lengths))
+    order = walk(needed, whole, problem.group)
+
+    def head_and_start(step):
+        member, i = order.place(step)
+        return kv * problem.group + member, i * block_q
+
+    def one_query_tile(masked, step, operands, state):
+        (queries, gradients), (dk, dv) = operands, state
+        n, q_start = head_and_start(step)
+        transposed = lambda refs: load([ref.T for ref in refs], RHS, interpret=interpret)
+        keys = load(k_parts, LHS, interpret=interpret)
+        columns = b, n, pl.ds(q_start, block_q)
+        lse, delta = (load_rows(ref.at[columns], COLUMNS) for ref in (lse_ref, delta_ref))
+        s = product(keys, transposed(queries), interpret=interpret)
+        p = jnp.exp2(problem.scale * LOG2_E * s - along(lse, s.shape, 1))
+        if masked:
+            k_pos, q_pos = (plgpu.broadcasted_iota(jnp.int32, s.shape, axis, layout=ACC) for axis in (0, 1))
+            seen = visible(q_start + q_pos, k_start + k_pos, problem.band, *lengths)
+            p = jnp.where(seen, p, 0)
+        # dv first: fewer registers hold something at the same time.
+        rounded = as_operand(p, pieces, k_ref.dtype, interpret=interpret)
+        dv = product(rounded, load(gradients, RHS, interpret=interpret), dv, interpret=interpret)
+        values = load(v_parts, LHS, interpret=interpret)
+        dp = product(values, transposed(gradients), interpret=interpret)
+        ds = as_operand(p * (dp - along(delta, dp.shape, 1)), pieces, k_ref.dtype, interpret=interpret)
+        return product(ds, load(queries, RHS, interpret=interpret), dk, interpret=interpret), dv
+
+    def place(step):
+        n, q_start = head_and_start(step)
+        return b, pl.ds(q_start, block_q), pl.ds(n * head_padded, head_padded)
+
+    loops = [(order.whole, functools.partial(one_query_tile, False))]
+    if whole is not needed:
+        loops.append((order.steps, functools.partial(one_query_tile, True)))
+    zeros = full((block_k, head_padded), 0)
+    dk, dv = streamed([q_ref, do_ref], place, order.steps, rings, ready, loops, (zeros, zeros))
+    store(dk_ref.at[b, rows, head], (problem.scale * dk).astype(dk_ref.dtype), interpret=interpret)
+    store(dv_ref.at[b, rows, head], dv.astype(dv_ref.dtype), interpret=interpret)
+
+
+def backward(call, out, lse, dout, dlse, low=None, *, tiles=None, interpret=False):
+    """Gradients of a checked `Call`: (dq, dk, dv) with the shapes and the dtype of its arrays.
+
+    out (B, T, N, H), lse (B, N, T) float32 and low are what `forward` returned; dout and dlse are the gradients of the
+    first two. Beyond inputs and outputs it allocates lse_2 and delta, (B, N, T) in float32, and what `forward` says of
+    arrays that are not laid out yet, here with dout and the three gradients, twice where the tiles of the kernels
+    differ. The same input gives the same bits each time. tiles: two `warp.Tiles`, of dq_kernel and of dkv_kernel,
+    chosen for the problem unless given. interpret: what interprets the kernels on a CPU.
+    """
+    problem = call.problem
+    delta = (with_low_bits(out, low) * dout.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - dlse
+    delta = jnp.where(lse == -jnp.inf, 0, delta)  # a row that sees no key passes no gradient
+    dq_tiles, dkv_tiles = tiles or backward_tiles(problem)
+    q_shape = problem.B, problem.T, problem.N, problem.H
+    k_shape = problem.B, problem.S, problem.K, problem.H
+    launch = functools.partial(_launch, call, dout, LOG2_E * lse, delta, interpret)
+    (dq,) = launch(dq_kernel, "inb", dq_tiles, dq_tiles.block_q, dq_tiles.block_k, [q_shape])
+    dk, dv = launch(dkv_kernel, "jkb", dkv_tiles, dkv_tiles.block_k, dkv_tiles.block_q, 2 * [k_shape])
+    return dq, dk, dv
+
+
+def _launch(call, dout, lse, delta, interpret, kernel, grid_names, tiles, block, streaming, shapes):
+    """What a kernel writes: arrays of `shapes`, of which each program writes `block` rows of one head.
+
+    streaming: rows of the tiles that pass by.
+    """
+    problem = call.problem
+    (B, length, heads, H), head_padded = shapes[0], padded_head_dim(problem.H)
+    query, do = (laid_out(array, tiles.block_q) for array in (call.query, dout))
+    key, value = (laid_out(array, tiles.block_k, call.key_lengths) for array in (call.key, call.value))
+    to_whole_tiles = ((0, 0), (0, 0), (0, -problem.T % tiles.block_q))
+    whole_length = length + -length % block
+    gradients = plgpu.kernel(
+        functools.partial(kernel, problem=problem, tiles=tiles, interpret=bool(interpret)),
+        out_type=[jax.ShapeDtypeStruct((B, whole_length, heads * head_padded), problem.dtype) for _ in shapes],
+        grid=(whole_length // block, heads, B),
+        grid_names=tuple(grid_names),
+        scratch_types=[
+            staying_tiles(2, block, 2 * tiles.stages * streaming, problem),
+            ring(2, streaming, tiles.stages, problem),
+        ],
+        compiler_params=COMPILER_PARAMS,
+        interpret=interpret,
+    )(query, key, value, do, *(jnp.pad(rows, to_whole_tiles) for rows in (lse, delta)), lengths_of(call))
+    return [taken_up(gradient, length, heads, H) for gradient in gradients]
+
+
+def backward_tiles(problem):
+    """The `Tiles` of dq_kernel and of dkv_kernel for a problem."""
+    head_padded, block_q = padded_head_dim(problem.H), 128 if problem.T > 64 else 64
+    if head_padded <= 64:
+        dq, dkv = Tiles(block_q, 32, 2), Tiles(32, 128, 2)
+    elif head_padded <= 128:
+        dq, dkv = Tiles(block_q, 32, 2), Tiles(32, 64, 2)
+    else:
+        dq, dkv = Tiles(64, 32, 2), Tiles(16, 64, 2)
+    return fitting(dq, 2 * dq.block_q, "block_k", problem), fitting(dkv, 2 * dkv.block_k, "block_q", problem)

@@ -1,0 +1,184 @@
+"""How the portable kernels see what few calls have: the logits of a pair of tiles, and which pairs there are to see.
+
+Refs of the `Extras` of a call, as one program sees them, with the G query heads that it has, 1 or those of a key head
+(an axis that serves all is 1):
+
+    bias, mask, score arrays    (G, T, S)
+    query_segment_ids, key_segment_ids  (T,), (S,)
+    sinks, heads    (G,)
+    batch           ()
+
+and of the `TileLists` of `masking`, for the one tile that it has, of queries or of keys:
+
+    tiles           (G, other tiles)  those that it sees, the full ones first
+    seen, full      (G,)    how many it sees, and how many of them have nothing to hide
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from helpers.attention import scores
+from helpers.attention.extras import Extras
+from helpers.attention.masking import tile_kinds, tile_lists, visible
+from helpers.attention.portable.tiles import LOG2_E
+from helpers.attention.problem import Problem
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A tile of queries of one head and a tile of keys.
+
+    lengths: of queries and keys. extras: refs, or None. head: its number among those of the program. rows, cols:
+    positions, (block_q,) and (block_k,), and starts, the first of each. is_full: whether all keys are seen, or None
+    where nobody asked.
+    """
+
+    problem: Problem
+    lengths: tuple
+    extras: Extras | None
+    head: jax.Array | int
+    rows: jax.Array
+    cols: jax.Array
+    starts: tuple
+    is_full: jax.Array | None = None
+
+    def logits(self, s):
+        """The logits of scaled products (block_q, block_k), both float32 of base 2, and what takes gradients back.
+
+        That is a function of the gradient of natural logits; it returns the one of natural scaled products.
+        """
+        if not self._changes_logits:
+            return s, lambda ds: ds
+        extras = self.extras or Extras()
+        bias = self._tile(extras.bias)
+        arrays = None if extras.score_arrays is None else [self._tile(ref) for ref in extras.score_arrays]
+        of_natural = lambda s: scores.logits(s, self.problem, *self._numbers(), bias, arrays)
+        s, pull_back = jax.vjp(of_natural, s / LOG2_E)
+        return LOG2_E * s, lambda ds: pull_back(ds)[0]
+
+    def hidden(self, table, filler):
+        """The table (block_q, block_k) with the filler where a query does not see a key."""
+        hide = lambda table: jnp.where(self._seen(), table, filler)
+        return hide(table) if self.is_full is None else lax.cond(self.is_full, lambda table: table, hide, table)
+
+    def _seen(self):
+        problem, extras = self.problem, self.extras or Extras()
+        rows, cols = self.rows[:, None], self.cols[None, :]
+        seen = visible(rows, cols, problem.band, *self.lengths)
+        if problem.mask_mod is None and not extras.hides_keys:
+            return seen
+        ids = [
+            None if ref is None else plt.load(ref.at[pl.ds(start, size)], mask=positions < length, other=-1)
+            for ref, start, size, positions, length in (
+                (extras.query_segment_ids, self.starts[0], self.rows.size, self.rows, problem.T),
+                (extras.key_segment_ids, self.starts[1], self.cols.size, self.cols, problem.S),
+            )
+        ]
+        query_ids, key_ids = (None, None) if ids[0] is None else (ids[0][:, None], ids[1][None, :])
+        return seen & scores.visible_by(problem, *self._numbers(), self._tile(extras.mask), query_ids, key_ids)
+
+    @property
+    def _changes_logits(self):
+        has_bias = self.extras is not None and self.extras.bias is not None
+        return has_bias or self.problem.soft_cap is not None or self.problem.score_mod is not None
+
+    def _numbers(self):
+        """b, n, i and j, as mask_mod and score_mod get them."""
+        if self.problem.mask_mod is None and self.problem.score_mod is None:
+            return None, None, None, None
+        b, n = self.extras.batch[...], self.extras.heads[_own(self.head, self.extras.heads)]
+        return b, n, self.rows[:, None], self.cols[None, :]
+
+    def _tile(self, ref):
+        """The tile of a table that rows and cols meet, zeros past its end; a number where it has neither."""
+        if ref is None:
+            return None
+        _, T, S = ref.shape
+        head = _own(self.head, ref)
+        if T == S == 1:
+            return ref[head, 0, 0]
+        rows = (pl.ds(self.starts[0], self.rows.size), self.rows < T) if T > 1 else (pl.ds(0, 1), jnp.full(1, True))
+        cols = (pl.ds(self.starts[1], self.cols.size), self.cols < S) if S > 1 else (pl.ds(0, 1), jnp.full(1, True))
+        mask = rows[1][:, None] & cols[1][None, :]
+        return plt.load(ref.at[head, rows[0], cols[0]], mask=mask, other=jnp.zeros((), ref.dtype))
+
+
+def for_kernel(call, block_q, block_k, outer="queries"):
+    """The `Extras` and the `TileLists` that a kernel gets, or None. outer: whose tiles have lists."""
+    call = call.prepared()
+    if not call.hides_keys:
+        return call.extras, None
+    kinds = tile_kinds(call, block_q, block_k)
+    lists = tile_lists(kinds if outer == "queries" else kinds.swapaxes(-1, -2))
+    return call.extras._replace(block_mask=None), lists
+
+
+def bounds_of(lists, head, in_band):
+    """Where a walk over tiles begins and ends: in the band, or in the list of a head where there are lists."""
+    return in_band if lists is None else (0, lists.seen[_own(head, lists.seen)])
+
+
+def over_tiles(lists, head, bounds, one_tile, state):
+    """The state after one_tile(tile, is_full, state) for all tiles within bounds, see `bounds_of`."""
+
+    def of_list(at, state):
+        tile, full = lists.tiles[_own(head, lists.tiles), at], lists.full[_own(head, lists.full)]
+        return one_tile(tile, at < full, state)
+
+    in_band = lambda tile, state: one_tile(tile, None, state)
+    return lax.fori_loop(*bounds, in_band if lists is None else of_list, state)
+
+
+def _own(head, ref):
+    """Where a ref has what belongs to a head of the program: 0 where it has the same for all."""
+    return jnp.asarray(head if ref.shape[0] > 1 else 0, jnp.int32)  # a load takes no Python number
+
+
+def sink_of(extras):
+    """The sink of the only head of a program, or None."""
+    return None if extras is None or extras.sinks is None else extras.sinks[0]
+
+
+def specs(tree, heads):
+    """Specs of `Extras` or `TileLists` for programs (tile, head or key head, batch entry), which have `heads` heads."""
+
+    def spec(array, axes):
+        """axes: what its axes are: "b", "n", "o" for the outer tile, or "-" for one that a program has all of."""
+        sizes = {"b": None, "n": min(heads, array.shape[1]) if array.ndim > 1 else None, "o": None}
+        block = tuple(sizes.get(axis, size) for axis, size in zip(axes, array.shape, strict=True))
+        is_one = tuple(size == 1 for size in array.shape)
+
+        def index(tile, n, b):
+            numbers = {"b": b, "n": n, "o": tile, "-": 0}
+            return tuple(0 if one else numbers[axis] for axis, one in zip(axes, is_one, strict=True))
+
+        return pl.BlockSpec(block, index)
+
+    if tree is None:
+        return None
+    return type(tree)(
+        *(
+            jax.tree.map(lambda array, name=name: spec(array, AXES[name]), field)
+            for name, field in tree._asdict().items()
+        )
+    )
+
+
+AXES = {
+    "bias": "bn--",
+    "mask": "bn--",
+    "score_arrays": "bn--",
+    "query_segment_ids": "b-",
+    "key_segment_ids": "b-",
+    "sinks": "bn",
+    "heads": "bn",
+    "batch": "b",
+    "tiles": "bno-",
+    "seen": "bno",
+    "full": "bno",
+}

@@ -1,0 +1,544 @@
+"""Any mask, any score: what hides keys and changes logits, against the oracle, alone and together."""
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import relative_error
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from seeded import seeded
+from test_in_use import UNPROMISED, gathers_nothing, mesh_of, on_four_devices
+
+from helpers import flash_attention, paged_attention
+from helpers.attention import masking, scores
+from helpers.attention.api import run
+from helpers.attention.masking import FULL, HIDDEN, PARTIAL, block_mask, tile_kinds, visible
+from helpers.attention.portable import backward as portable_backward
+from helpers.attention.portable import forward as portable_forward
+from helpers.attention.portable import pairs
+from helpers.attention.problem import check_call
+from helpers.attention.reference import oracle, oracle_gradients
+from helpers.attention.registry import kernels_by_platform
+from helpers.instruments.traffic import replay
+
+BOUND = 2e-5  # relative, of float32 results; a sum over all rows may cancel
+
+
+def prefix_or_stripes(b, n, i, j):
+    return (j < 5 + 8 * b) | ((i + j) // 16 % (n + 2) == 0)
+
+
+def steeper(s, b, n, i, j, slopes, positions):
+    return s * (1 + 0.1 * jnp.sin(positions)) - jax.nn.softplus(slopes) * jnp.abs(i - j) / 32
+
+
+def drawn(seed, T, S, N=4, K=2, B=2, H=8, dtype=np.float32, only=None):
+    """query, key, value, a gradient of out and one of lse, and some of the arguments, or those in `only`."""
+    random = np.random.default_rng(seed)
+    normal = lambda *shape: random.standard_normal(shape).astype(np.float32)
+    ids = lambda length: np.sort(random.integers(0, 4, (B, length)), axis=1).astype(np.int32)
+    length = lambda longest: random.integers(0, longest + 1, B).astype(np.int32)
+    broadcast = lambda *sizes: [size if random.random() < 0.6 else 1 for size in sizes]
+    groups = {
+        "bias": {"bias": normal(*broadcast(B, N, T, S))},
+        "mask": {"mask": random.random(broadcast(B, N, T, S)) < 0.7},
+        "segments": {"query_segment_ids": ids(T), "key_value_segment_ids": ids(S)},
+        "soft cap": {"logits_soft_cap": 1.5},
+        "sinks": {"sinks": normal(N)},
+        "offset": {"is_causal": True, "causal_offset": int(random.integers(-20, 60))},
+        "window": {"local_window_size": (40, 30)},
+        "lengths": {"query_seq_lengths": length(T), "key_value_seq_lengths": length(S)},
+        "mask_mod": {"mask_mod": prefix_or_stripes},
+        "score_mod": {"score_mod": steeper, "score_arrays": ((normal(N), "n"), (normal(T, B), "ib"))},
+    }
+    chosen = [name for name in groups if random.random() < 0.5] if only is None else only
+    arguments = {key: value for name in chosen for key, value in groups[name].items()}
+    arrays = [normal(B, T, N, H), normal(B, S, K, H), normal(B, S, K, H), normal(B, T, N, H), normal(B, T, N)]
+    return [*(array.astype(dtype) for array in arrays[:4]), arrays[4]], arguments
+
+
+def differentiated(arguments):
+    """The arrays among the arguments that have gradients, and a function that puts others in their places."""
+    found = {name: arguments[name] for name in ("bias", "sinks") if name in arguments}
+    if "score_arrays" in arguments:
+        found["score_arrays"] = tuple(array for array, _ in arguments["score_arrays"])
+
+    def put(others):
+        placed = {**arguments, **others}
+        if "score_arrays" in others:
+            axes = [axes for _, axes in arguments["score_arrays"]]
+            placed["score_arrays"] = tuple(zip(others["score_arrays"], axes, strict=True))
+        return placed
+
+    return found, put
+
+
+def everything(arrays, arguments, attention=flash_attention, **options):
+    """out, lse, dq, dk, dv and the gradients of bias, sinks and score arrays, by `jax.vjp` of one program."""
+    found, put = differentiated(arguments)
+
+    @jax.jit
+    def run(arrays, found):
+        def attend(query, key, value, found):
+            return attention(query, key, value, return_residual=True, **put(found), **options)
+
+        results, pull_back = jax.vjp(attend, *arrays[:3], found)
+        *gradients, of_found = pull_back(tuple(arrays[3:]))
+        ordered = [of_found[name] for name in ("bias", "sinks", "score_arrays") if name in of_found]
+        return *results, *gradients, *jax.tree.leaves(ordered)
+
+    return run(arrays, found)
+
+
+def right(arrays, arguments):
+    results = oracle(*arrays[:3], **arguments)
+    return *results, *jax.tree.leaves(oracle_gradients(*arrays, **arguments))
+
+
+def compare(mine, expected, bound=BOUND):
+    for number, (one, other) in enumerate(zip(mine, expected, strict=True)):
+        one, other = np.asarray(one, np.float64), np.asarray(other)
+        if number == 1:
+            empty = np.isneginf(other)
+            np.testing.assert_array_equal(np.isneginf(one), empty)
+            one, other = one[~empty], other[~empty]
+        error = relative_error(one, other)
+        assert error <= bound, f"result {number}: {error:.1e}"
+
+
+ALL = ("bias", "mask", "segments", "soft cap", "sinks", "offset", "lengths", "mask_mod", "score_mod")
+DRAWS = [
+    ("portable", 1, None),
+    ("portable", 3, ALL),
+    ("reference", 4, None),
+    ("reference", 5, ALL),
+]
+FULL_DRAWS = [(implementation, seed, None) for seed in range(6, 40) for implementation in ("portable", "reference")]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "seed", "only"), [*DRAWS, *(pytest.param(*draw, marks=pytest.mark.full) for draw in FULL_DRAWS)]
+)
+def test_combinations(implementation, seed, only):
+    random = np.random.default_rng(seed)
+    T, S = (int(size) for size in random.integers(1, 150, 2)) if only is None else (100, 140)
+    arrays, arguments = drawn(seed, T, S, only=only)
+    compare(everything(arrays, arguments, implementation=implementation), right(arrays, arguments))
+
+
+@pytest.mark.parametrize("only", [("offset",), pytest.param(("offset", "sinks"), marks=pytest.mark.full)])
+def test_few_queries(only):
+    """With a kernel of their own, or without."""
+    arrays, arguments = drawn(30, 3, 40, only=only)
+    arguments["causal_offset"] = 30
+    compare(everything(arrays, arguments, implementation="portable"), right(arrays, arguments))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.full)])
+def test_16_bits_are_as_good_as_naive(dtype):
+    arrays, arguments = drawn(31, 70, 90, dtype=jnp.dtype(dtype), only=("bias", "soft cap", "sinks", "segments"))
+    expected = right(arrays, arguments)
+    mine, naive = (everything(arrays, arguments, implementation=name) for name in ("portable", "reference"))
+    for one, other, answer in list(zip(mine, naive, expected, strict=True))[2:]:
+        bound = 2 * relative_error(other, answer) + float(jnp.finfo(dtype).eps)
+        assert relative_error(one, answer) <= bound
+
+
+@pytest.mark.parametrize(("block_q", "block_k"), [(16, 64), pytest.param(128, 32, marks=pytest.mark.full)])
+def test_tiles_of_other_sizes(block_q, block_k):
+    """Smaller than those of the block mask, and larger."""
+    arrays, arguments = drawn(40, 150, 140, only=("mask", "segments", "mask_mod", "sinks"))
+    options = {"block_q": block_q, "block_k": block_k, "interpret": jax.default_backend() == "cpu"}
+
+    @jax.jit
+    def run(query, key, value, dout, dlse):
+        call = check_call(query, key, value, **arguments)
+        out, lse = portable_forward.forward(call, **options)
+        dlse = dlse.swapaxes(1, 2)
+        query, dout, dlse = call.of_seeing_rows(lse, query, dout, dlse)
+        gradients = portable_backward.backward(
+            check_call(query, key, value, **arguments), out, lse, dout, dlse, **options
+        )
+        return out, lse.swapaxes(1, 2), *gradients
+
+    compare(run(*arrays), right(arrays, arguments)[:5])
+
+
+def test_documents_are_as_if_alone():
+    """Of a row of three, none sees another, in out and in all gradients."""
+    ends = [0, 37, 64, 130]
+    arrays, _ = drawn(50, 130, 130, B=1, only=())
+    ids = np.repeat([7, 3, 7], np.diff(ends))[None].astype(np.int32)
+    ids[0, ends[2] :] = 9
+    segments = {"is_causal": True, "query_segment_ids": ids, "key_value_segment_ids": ids}
+    packed = everything(arrays, segments, implementation="portable")
+    for start, stop in itertools.pairwise(ends):
+        own = [array[:, start:stop] for array in arrays]
+        alone = right(own, {"is_causal": True})
+        compare([result[:, start:stop] for result in packed], alone)
+
+
+def test_gradients_of_tables_come_from_some_rows_at_a_time(monkeypatch):
+    """Of 23 rows 7 at a time, so that the last seven begin where others have been."""
+    monkeypatch.setattr("helpers.attention.extra_gradients.MOST_LOGITS", 2 * 4 * 26 * 7)
+    arrays, arguments = drawn(42, 23, 26, only=("bias", "score_mod", "segments", "lengths"))
+    compare(everything(arrays, arguments, implementation="portable"), right(arrays, arguments))
+
+
+def test_naive_kernels_stand_in_where_there_is_no_gpu():
+    def attention(query, key, value, return_residual, **arguments):
+        naive_on_a_cpu = kernels_by_platform("portable", interpreted=False)
+        return run(naive_on_a_cpu, check_call(query, key, value, **arguments), return_residual)
+
+    arrays, arguments = drawn(43, 20, 26, only=ALL)
+    compare(everything(arrays, arguments, attention), right(arrays, arguments))
+
+
+# Cost
+
+
+def pairs_seen(call):
+    """What a `Call` lets see, (B, N, T, S) booleans, by its definition."""
+    problem = call.problem
+    lengths = [
+        np.full(problem.B, longest) if lengths is None else np.asarray(lengths)
+        for lengths, longest in ((call.query_lengths, problem.T), (call.key_lengths, problem.S))
+    ]
+    rows, cols = np.arange(problem.T)[:, None], np.arange(problem.S)
+    seen = visible(rows, cols, problem.band, *(length[:, None, None, None] for length in lengths))
+    _, of_visible = scores.whole(problem, call.extras)
+    seen = seen & np.asarray(scores.visible_by(problem, *of_visible))
+    return np.broadcast_to(seen, (problem.B, problem.N, problem.T, problem.S))
+
+
+def kinds_of(seen, block_q, block_k):
+    """The kinds of tiles, from all of their pairs; a tile that hangs over an end is not whole."""
+    T, S = seen.shape[2:]
+    padded = np.pad(seen, ((0, 0), (0, 0), (0, -T % block_q), (0, -S % block_k)))
+    tiles = padded.reshape(*seen.shape[:2], -(-T // block_q), block_q, -(-S // block_k), block_k)
+    return tiles.any(axis=(3, 5)).astype(int) + tiles.all(axis=(3, 5))
+
+
+def check_kinds(call, block_q, block_k, kinds=tile_kinds):
+    """Kinds are safe, and where one mask decides, exact."""
+    mine, exact = np.broadcast_arrays(
+        kinds(call.prepared(), block_q, block_k), kinds_of(pairs_seen(call), block_q, block_k)
+    )
+    assert not ((mine == HIDDEN) & (exact != HIDDEN)).any(), "a tile with something to see is skipped"
+    assert not ((mine == FULL) & (exact != FULL)).any(), "a tile with something to hide is not masked"
+    return (mine == exact).mean()
+
+
+def test_kinds_of_tiles():
+    for seed in range(60, 72):
+        arrays, arguments = drawn(seed, 150, 190, only=None)
+        call = check_call(*arrays[:3], **arguments)
+        if call.hides_keys:
+            check_kinds(call, 2 ** (4 + seed % 4), 2 ** (4 + seed % 3))
+    for only, block in ((("mask",), 64), (("mask_mod",), 64), (("segments",), 16), (("segments", "offset"), 32)):
+        arrays, arguments = drawn(91, 192, 192, only=only)
+        exact = check_kinds(check_call(*arrays[:3], **arguments), block, block)
+        assert exact == 1 or ("segments" in only and exact > 0.9)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("(q_least == q_most) & (k_least == k_most)", "(q_least == q_most)"),
+        ("some = (q_least <= k_most) & (k_least <= q_most)", "some = (q_least == k_most) & (k_least == q_most)"),
+        ("_kind(count > 0, count == rows[:, None] * cols)", "_kind(count > 1, count == rows[:, None] * cols)"),
+        ("every &= k_last <= q_start + band.right", "every &= k_start <= q_start + band.right"),
+        ("(of_tile(FULL) == FULL).all(axis=3)", "(of_tile(FULL) == FULL).any(axis=3)"),
+    ],
+)
+def test_a_wrong_kind_is_noticed(old, new, monkeypatch):
+    """A leak across a boundary, a partial tile that is skipped."""
+    faulty = seeded(masking, (old, new))
+    monkeypatch.setattr("helpers.attention.problem.masking.block_mask", faulty.block_mask)
+    with pytest.raises(AssertionError, match="a tile with something"):
+        for only in ("segments", "mask", "offset"):
+            names = (only, "mask") if only == "offset" else (only,)
+            arrays, arguments = drawn(92, 150, 190, only=names)
+            if only == "mask":
+                arguments["mask"] = np.zeros((1, 1, 150, 190), bool)
+                arguments["mask"][..., :64, :64] = arguments["mask"][..., 100, 100] = True
+            if only == "offset":
+                arguments["mask"] = np.ones((1, 1, 1, 1), bool)
+            check_kinds(check_call(*arrays[:3], **arguments), 128 if only == "mask" else 16, 16, faulty.tile_kinds)
+
+
+def test_only_what_is_seen_is_read():
+    """As the kernel itself does it: of 64 keys in four documents a query's tile reads the 16 of its own."""
+    arrays, _ = drawn(93, 64, 64, B=1, N=1, K=1, only=())
+    ids = np.repeat(np.arange(4), 16)[None].astype(np.int32)
+
+    def forward(query, key, value):
+        call = check_call(query, key, value, query_segment_ids=ids, key_value_segment_ids=ids)
+        return portable_forward.forward(call, block_q=16, block_k=16, interpret=True)
+
+    calls, _ = replay(forward, *arrays[:3])
+    (kernel,) = [call for call in calls if call.name == "flash_attention_forward"]
+    assert (kernel.operands["k"].reads == 1).all()
+    assert not any(name.startswith("extras") and operand.reads.any() for name, operand in kernel.operands.items())
+
+
+def test_a_block_mask_of_both():
+    mask = np.random.default_rng(0).random((3, 1, 200)) < 0.01
+    mine = block_mask(130, 200, mask=mask, mask_mod=lambda b, n, i, j: i // 64 >= j // 64)
+    seen = np.broadcast_to(mask[None], (1, 3, 130, 200)) & (np.arange(130)[:, None] // 64 >= np.arange(200) // 64)
+    cut = kinds_of(seen, 64, 64)
+    np.testing.assert_array_equal(mine, cut)
+    assert mine.dtype == jnp.int8 and mine.shape == (1, 3, 3, 4) and (cut == PARTIAL).any()
+
+
+def test_a_block_mask_that_is_kept():
+    """The same result, from the tiles that it names."""
+    arrays, arguments = drawn(41, 100, 140, only=("mask", "mask_mod"))
+    kept = block_mask(100, 140, batch=2, heads=4, **arguments)
+    attend = jax.jit(functools.partial(flash_attention, implementation="portable", **arguments))
+    np.testing.assert_array_equal(attend(*arrays[:3], block_mask=kept), attend(*arrays[:3]))
+    assert not attend(*arrays[:3], block_mask=0 * kept).any()
+
+
+# Faults of the kernels
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        (scores, "s = problem.soft_cap * jnp.tanh(s / problem.soft_cap)", "s = jnp.tanh(s)"),
+        (portable_forward, "else (LOG2_E * sink, 1)", "else (LOG2_E * sink, 2)"),
+        (pairs, "of_natural, s / LOG2_E", "of_natural, s"),
+    ],
+)
+def test_a_wrong_logit_is_noticed(module, old, new, monkeypatch):
+    """A cap that is none, a sink that counts twice, a cap of logits in another base."""
+    arrays, arguments = drawn(94, 20, 30, only=("soft cap", "sinks"))
+    faulty, run = seeded(module, (old, new)), portable_forward.forward
+    if module is scores:
+        monkeypatch.setattr(pairs.scores, "logits", faulty.logits)
+    elif module is pairs:
+        monkeypatch.setattr(portable_forward, "Pair", faulty.Pair)
+    else:
+        run = faulty.forward
+    out, lse = jax.jit(lambda *arrays: run(check_call(*arrays, **arguments), interpret=True))(*arrays[:3])
+    for mine, answer in zip((out, lse.swapaxes(1, 2)), oracle(*arrays[:3], **arguments), strict=True):
+        assert relative_error(mine, answer) > 1e-3
+
+
+# Rows that see nothing
+
+
+@pytest.mark.parametrize("implementation", ["portable", "reference"])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_rows_that_see_nothing(implementation, has_sinks):
+    """They pass nothing, whatever arrives, but what arrives at the lse of a row that is no padding goes to its sink."""
+    arrays, arguments = drawn(95, 20, 30, B=1, only=("sinks",) if has_sinks else ())
+    query, key, value, dout, dlse = arrays
+    mask = np.ones((20, 1), bool)
+    mask[3:5] = False
+    arguments |= {"mask": mask, "query_seq_lengths": np.array([18], np.int32)}
+    sees = mask[:, 0] & (np.arange(20) < 18)
+    expected = right(arrays, arguments)
+    dlse = np.where((np.arange(20) >= 18)[:, None] | ((not has_sinks) & ~sees[:, None]), np.nan, dlse)
+    query, dout = (np.where(sees[:, None, None], array, np.nan) for array in (query, dout))
+    mine = everything([query, key, value, dout, dlse], arguments, implementation=implementation)
+    assert not np.asarray(mine[0])[0, ~sees].any()
+    lse = np.asarray(mine[1])[0, ~sees]
+    np.testing.assert_array_equal(lse, np.broadcast_to(arguments.get("sinks", -np.inf), lse.shape))
+    compare(mine, expected)
+
+
+def test_a_bias_of_minus_infinity_hides():
+    arrays, _ = drawn(96, 20, 30, only=())
+    mask = np.random.default_rng(0).random((2, 1, 20, 30)) < 0.3
+    mask[0, 0, 4] = False
+    bias = np.where(mask, 0, -np.inf).astype(np.float32)
+    mine = everything(arrays, {"bias": bias}, implementation="portable")
+    assert np.isfinite(mine[5]).all()
+    compare(mine[:5], right(arrays, {"mask": mask}))
+
+
+# Where people put it
+
+
+NUMBERED = ("mask_mod", "score_mod", "sinks", "bias", "segments")
+
+
+def reference_of(arrays, arguments):
+    return everything(arrays, arguments, implementation="reference")
+
+
+@on_four_devices
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_split_over_devices(kind):
+    """Functions get the numbers of the whole call, and gradients of what is not split are the sums of all parts."""
+    arrays, arguments = drawn(97, 20, 24, only=NUMBERED)
+    mesh = mesh_of(kind)
+    place = lambda array, spec: jax.device_put(array, NamedSharding(mesh, spec))
+    heads = P("batch", None, "heads")
+    placed = [place(array, heads) for array in arrays]
+    compare(everything(placed, arguments, implementation="portable"), reference_of(arrays, arguments))
+
+
+@on_four_devices
+def test_nothing_is_gathered():
+    arrays, arguments = drawn(98, 20, 24, only=("mask_mod", "sinks", "segments", "soft cap"))
+    mesh = mesh_of(AxisType.Auto)
+    placed = [jax.device_put(array, NamedSharding(mesh, P("batch", None, "heads"))) for array in arrays[:3]]
+    ids = {
+        name: jax.device_put(array, NamedSharding(mesh, P("batch")))
+        for name, array in arguments.items()
+        if "ids" in name
+    }
+    attend = functools.partial(flash_attention, implementation="portable", **{**arguments, **ids})
+    assert gathers_nothing(jax.jit(attend).lower(*placed).compile())
+
+
+@pytest.mark.parametrize("implementation", ["portable", "reference"])
+def test_vmap(implementation):
+    """Over a bias of each entry, with the other arrays shared or not; the numbers are those within an entry."""
+    arrays, arguments = drawn(99, 20, 24, only=NUMBERED)
+    query = arrays[0]
+    queries, biases = (
+        np.stack([query, -query, 2 * query]),
+        np.stack([arguments["bias"]] * 3) * [[[[[1]]]], [[[[2]]]], [[[[3]]]]],
+    )
+    biases = biases.astype(np.float32)
+    one = lambda query, bias: everything(
+        [query, *arrays[1:]], {**arguments, "bias": bias}, implementation=implementation
+    )
+    together = jax.jit(jax.vmap(one))(queries, biases)
+    for entry in range(3):
+        expected = reference_of([queries[entry], *arrays[1:]], {**arguments, "bias": biases[entry]})
+        compare([result[entry] for result in together], expected)
+
+
+@on_four_devices
+def test_shard_map():
+    arrays, arguments = drawn(100, 20, 24, only=("sinks", "bias", "segments"))
+    specs = {"sinks": P("heads"), "bias": P(*("batch" if size == 2 else None for size in arguments["bias"].shape[:1]))}
+    specs |= {name: P("batch") for name in arguments if "ids" in name}
+    own = functools.partial(flash_attention, implementation="portable")
+    heads = P("batch", None, "heads")
+
+    def attention(query, key, value, return_residual, implementation, **arguments):
+        part = lambda *arrays, **named: own(*arrays, return_residual=True, **named)
+        names = list(arguments)
+        mapped = jax.shard_map(
+            lambda query, key, value, *others: part(query, key, value, **dict(zip(names, others, strict=True))),
+            mesh=mesh_of(AxisType.Auto),
+            in_specs=(heads,) * 3 + tuple(specs[name] for name in names),
+            out_specs=(heads, heads),
+        )
+        return mapped(query, key, value, *arguments.values())
+
+    if arguments["bias"].shape[1] == 4:
+        specs["bias"] = P(*specs["bias"], "heads")
+    compare(everything(arrays, arguments, attention, implementation=None), reference_of(arrays, arguments))
+
+
+def test_checkpoint_and_export():
+    arrays, arguments = drawn(101, 20, 24, only=("sinks", "mask_mod", "score_mod"))
+    attend = functools.partial(flash_attention, implementation="portable", **arguments)
+    gradient = jax.jit(jax.grad(jax.checkpoint(lambda *arrays: jnp.sin(attend(*arrays)).sum()), (0, 1, 2)))
+    exported = jax.export.export(gradient, platforms=("cpu", "cuda"), disabled_checks=UNPROMISED)(*arrays[:3])
+    naive = functools.partial(flash_attention, implementation="reference", **arguments)
+    expected = jax.jit(jax.grad(lambda *arrays: jnp.sin(naive(*arrays)).sum(), (0, 1, 2)))(*arrays[:3])
+    for mine, other in zip(exported.call(*arrays[:3]), expected, strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["portable", "reference"])
+def test_agreement_with_jax_nn(implementation):
+    for shape in ((2, 1, 1, 24), (1, 4, 20, 24))[: 1 if implementation == "portable" else 2]:
+        arrays, _ = drawn(102, 20, 24, only=())
+        random = np.random.default_rng(0)
+        arguments = {"bias": random.standard_normal(shape).astype(np.float32), "mask": random.random(shape) < 0.7}
+        arguments["mask"][..., 0] = True
+        theirs = everything(arrays, arguments, jax.nn.dot_product_attention)
+        mine = everything([*arrays[:4], 0 * arrays[4]], arguments, implementation=implementation)
+        for one, other in zip(mine, theirs, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("causal_offset", "arguments"), [(None, {"is_causal": True}), (4, {"local_window_size": (3, 1)})]
+)
+def test_pages(causal_offset, arguments):
+    """Each sequence as `flash_attention` has it, with the queries at its end or where they are said to be."""
+    random = np.random.default_rng(0)
+    query, pages = random.standard_normal((2, 3, 4, 8), np.float32), random.standard_normal((2, 6, 8, 2, 8), np.float32)
+    table, lengths = random.permutation(6).reshape(2, 3).astype(np.int32), np.array([20, 9], np.int32)
+    common = {"logits_soft_cap": 1.5, "sinks": random.standard_normal(4).astype(np.float32)}
+    options = {**arguments, **common, "return_residual": True}
+    paged = functools.partial(paged_attention, query, *pages, table, lengths, causal_offset=causal_offset, **options)
+    mine = paged(implementation="reference")
+    for b, length in enumerate(lengths):
+        key, value = (of_pages[table[b]].reshape(24, 2, 8)[:length] for of_pages in pages)
+        offset = int(length) - 3 if causal_offset is None else causal_offset
+        answer = oracle(query[b], key, value, causal_offset=offset, **arguments, **common)
+        for one, other in zip(mine, answer, strict=True):
+            np.testing.assert_allclose(one[b], other, atol=2e-6)
+    with pytest.raises(NotImplementedError, match=r"where keys lie in pages it takes no soft cap; .*reference"):
+        paged(implementation="portable")
+
+
+# Bad input
+
+
+def zeros(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
+IDS = zeros(2, 20, dtype=np.int32)
+ILLEGAL = [
+    ({"bias": 1.0}, TypeError, "bias must be a JAX or NumPy array, got float"),
+    ({"bias": zeros(20, 24, dtype=np.float64)}, TypeError, "bias must have dtype float32 or bfloat16 or float16, got float64"),
+    ({"bias": zeros(3, 20, 24)}, ValueError, "bias must broadcast to (batch, heads, queries, keys), (2, 4, 20, 24), got shape (3, 20, 24)"),
+    ({"mask": zeros(20, 24)}, TypeError, "mask must have dtype bool, got float32"),
+    ({"mask": zeros(1, 2, 4, 20, 24, dtype=bool)}, ValueError, "mask must broadcast to"),
+    ({"query_segment_ids": IDS}, ValueError, "query_segment_ids and key_value_segment_ids go together, and key_value_segment_ids is None"),
+    ({"query_segment_ids": IDS, "key_value_segment_ids": IDS}, ValueError, "key_value_segment_ids must have shape (2, 24), got (2, 20)"),
+    ({"query_segment_ids": zeros(2, 20), "key_value_segment_ids": IDS}, TypeError, "query_segment_ids must have dtype int32, got float32"),
+    ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap must be above 0"),
+    ({"logits_soft_cap": "5"}, TypeError, "logits_soft_cap must be a real number or None, got '5'"),
+    ({"sinks": zeros(2)}, ValueError, "sinks must have shape (4,), one for each query head, got (2,)"),
+    ({"sinks": zeros(4, dtype=np.float16)}, TypeError, "sinks must have dtype float32, got float16"),
+    ({"causal_offset": 1.5, "is_causal": True}, TypeError, "causal_offset must be an integer, got 1.5"),
+    ({"causal_offset": 3}, ValueError, "causal_offset shifts is_causal and local_window_size, and 3 is given without either"),
+    ({"mask_mod": lambda b, n, i, j: i >= j if i > 0 else j > 0}, TypeError, "mask_mod must be a function of b, n, i, j that JAX can trace; it raises ValueError: The truth value"),
+    ({"mask_mod": lambda i, j: i >= j}, TypeError, "mask_mod must be a function of b, n, i, j that JAX can trace; it raises TypeError"),
+    ({"mask_mod": lambda b, n, i, j: i - j}, TypeError, "mask_mod must return bool of a shape that broadcasts to i against j; for (2, 1) and (1, 3) it gave int32 (2, 3)"),
+    ({"mask_mod": lambda b, n, i, j: jnp.arange(24)[j] > i + jnp.asarray(IDS)[0, 0]}, TypeError, "mask_mod must not hold arrays, which a kernel could not reach: give them as mask or segment ids"),
+    ({"mask_mod": [1]}, TypeError, "mask_mod must be a function, by which compiled programs are told apart: it has no hash"),
+    ({"score_mod": lambda s, b, n, i, j: s[0]}, TypeError, "score_mod must return float32 of the shape of s"),
+    ({"score_mod": lambda s, b, n, i, j: s, "score_arrays": ((zeros(4), "n"),)}, TypeError, "score_mod must be a function of s, b, n, i, j and score_arrays that JAX can trace"),
+    ({"block_mask": zeros(1, 1, 1, 1, dtype=np.int8)}, ValueError, "block_mask tells of mask and mask_mod, and both are None"),
+    ({"mask": zeros(20, 24, dtype=bool), "block_mask": zeros(1, 1, 2, 1, dtype=np.int8)}, ValueError, "block_mask must be int8 (batch or 1, heads or 1, *(1, 1)), got int8 (1, 1, 2, 1)"),
+    ({"score_arrays": ((zeros(4), "n"),)}, ValueError, "score_arrays are for score_mod, which is None"),
+    ({"score_mod": steeper, "score_arrays": (zeros(4),)}, TypeError, 'score_arrays must hold pairs of an array and its axes, such as (slopes, "n"), got ndarray as score_arrays[0]'),
+    ({"score_mod": steeper, "score_arrays": ((zeros(4), "h"),)}, ValueError, 'score_arrays[0] must have axes among "b", "n", "i" and "j", each once, got \'h\''),
+    ({"score_mod": steeper, "score_arrays": ((zeros(4), "j"),)}, ValueError, 'score_arrays[0] must have shape (24,) for the axes "j", got (4,)'),
+    ({"sinks": zeros(4), "implementation": "tpu"}, NotImplementedError, 'tpu cannot serve this call: it takes no sinks; use implementation="portable"'),
+    ({"is_causal": True, "causal_offset": 2, "implementation": "tpu"}, NotImplementedError, "it takes no causal_offset"),
+    ({"mask": zeros(20, 24, dtype=bool), "implementation": "hopper", "dtype": np.float16}, NotImplementedError, "hopper cannot serve this call: it takes no mask"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("wrong", "error", "message"), ILLEGAL, ids=[message[:60] for *_, message in ILLEGAL])
+def test_illegal_arguments_are_refused(wrong, error, message, monkeypatch):
+    def no_kernel(*_, **__):
+        raise AssertionError("a kernel ran before the arguments were checked")
+
+    monkeypatch.setattr("helpers.attention.api.run", no_kernel)
+    wrong = dict(wrong)
+    arrays, _ = drawn(0, 20, 24, dtype=wrong.pop("dtype", np.float32), only=())
+    with pytest.raises(error, match=re.escape(message)):
+        flash_attention(*arrays[:3], **wrong)

@@ -1,0 +1,285 @@
+"""The kernels by `plgpu.mma`: interpreted, against the oracle and without races; lowered for Ampere and Hopper."""
+
+import dataclasses
+import functools
+import subprocess
+import sys
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import (
+    DTYPES,
+    AttentionCase,
+    check_results,
+    cotangents,
+    in_tiers,
+    relative_error,
+    results_of,
+)
+from jax.experimental.mosaic.gpu import utils
+from seeded import seeded
+
+from helpers import flash_attention
+from helpers.attention.mosaic import backward, forward, warp
+from helpers.attention.mosaic.warp import Tiles
+from helpers.attention.problem import check_call
+from helpers.attention.reference import oracle, oracle_gradients
+from helpers.instruments.races import DETECTING, races
+
+mosaic = functools.partial(flash_attention, implementation="mosaic", return_residual=True)
+CAUSAL = {"is_causal": True}
+SMALL = Tiles(64, 32, 2)
+IS_GPU = jax.default_backend() == "gpu"
+
+
+def attention_of(case, forward=forward, backward=backward, tiles=SMALL, interpret=False):
+    """A function that returns ((out, lse), (dq, dk, dv)) of a case by the kernels of two modules."""
+    arrays, arguments = case.inputs()
+    call = check_call(*arrays, **arguments)
+    dout, dlse = cotangents(case)
+    run = {"tiles": tiles, "interpret": interpret}
+
+    @jax.jit
+    def attend(query, key, value, dout, dlse):
+        changed = dataclasses.replace(call, query=query, key=key, value=value)
+        out, lse, *low = forward.forward(changed, keeps_low_bits=call.problem.dtype.itemsize == 2, **run)
+        query, dout, dlse = changed.of_seeing_rows(lse, query, dout, dlse.swapaxes(1, 2))
+        changed = dataclasses.replace(changed, query=query)
+        pair = run | {"tiles": (tiles, Tiles(32, 64, 2))}
+        return (out, lse.swapaxes(1, 2)), backward.backward(changed, out, lse, dout, dlse, *low, **pair)
+
+    return functools.partial(attend, *arrays, dout, dlse)
+
+
+# Against the oracle
+
+CASES = [
+    AttentionCase(100, 200, 40, N=4, K=2, dtype="bfloat16", arguments=CAUSAL),
+    AttentionCase(130, 70, 64, B=3, dtype="float16", query_lengths=(0, 130, 70), key_lengths=(70, 0, 33)),
+    AttentionCase(200, 130, 128, N=1, dtype="bfloat16", arguments={"local_window_size": (40, 3)}),
+    AttentionCase(70, 130, 24, dtype="float32", arguments={"local_window_size": 17, "is_causal": True}),
+    AttentionCase(130, 66, 1, N=3, dtype="float16", batched=False),
+    AttentionCase(64, 64, 256, dtype="bfloat16"),
+    AttentionCase(30, 70, 256, dtype="float32", arguments=CAUSAL),  # shared memory has no room for what stays
+    AttentionCase(1, 7, 64, dtype="float32", arguments=CAUSAL),
+    AttentionCase(7, 1, 80, N=8, dtype="bfloat16"),
+    AttentionCase(63, 203, 64, dtype="bfloat16", logits="large"),
+    AttentionCase(63, 203, 64, dtype="float16", logits="one huge", arguments=CAUSAL),
+    AttentionCase(63, 203, 192, dtype="float32", logits="low"),
+    AttentionCase(130, 130, 16, dtype="float32", arguments={"scale": -1.0, "is_causal": True}),
+    AttentionCase(130, 130, 16, dtype="bfloat16", arguments={"scale": 0.0, "local_window_size": (0, 50)}),
+    AttentionCase(130, 130, 16, dtype="float32", arguments={"scale": 1e-30, "is_causal": True}),
+    AttentionCase(200, 70, B=2, query_lengths=(150, 200), arguments={"local_window_size": (4, 4)}, dtype="bfloat16"),
+    AttentionCase(113, 70, 24, N=4, K=2, dtype="float16", value_size=10.0, arguments={"scale": 3.0}),
+    AttentionCase(64, 300, 64, dtype="bfloat16", common=10.0, common_to="runs"),
+    AttentionCase(300, 300, 64, N=8, dtype="float16", common=4.0, common_to="drift", arguments=CAUSAL),
+]
+
+
+@pytest.mark.parametrize("case", in_tiers(CASES, lambda case: case in CASES[:4]), ids=str)
+def test_results(case):
+    check_results(results_of(mosaic, case), case)
+
+
+def test_float32_by_default():
+    """Two pieces of each operand: between TF32 and float32."""
+    case = AttentionCase(70, 70, 16, dtype="float32", arguments=CAUSAL)
+    arrays, arguments = case.inputs()
+    with jax.default_matmul_precision("default"):
+        mine = jax.tree.leaves(results_of(mosaic, case))
+    right = [*oracle(*arrays, **arguments), *oracle_gradients(*arrays, *cotangents(case), **arguments)]
+    assert all(relative_error(*pair) < 1e-4 for pair in zip(mine, right, strict=True))
+
+
+def test_padding_may_hold_anything():
+    case = AttentionCase(70, 90, B=2, dtype="bfloat16", query_lengths=(70, 20), key_lengths=(90, 30))
+    arrays, arguments = case.inputs()
+
+    @jax.jit
+    def everything(*arrays):
+        results, pull_back = jax.vjp(functools.partial(mosaic, **arguments), *arrays)
+        return results, pull_back(cotangents(case))
+
+    clean = everything(*arrays)
+    for array, length, filler in zip(arrays, (20, 30, 30), (np.nan, np.nan, np.inf), strict=True):
+        array[1, length:] = filler
+    jax.tree.map(np.testing.assert_array_equal, everything(*arrays), clean)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pieces_add_up(dtype):
+    """To the array, or to as many bits of it as there are; numbers near the ends of float32 included."""
+    numbers = [0, 1, -1 / 3, 1 + 2**-23, 1.2345678e-5]
+    ends = [3.4028235e38, -3.4e38, 1.2345678e-20] if dtype == "float32" else []
+    x = np.float32(numbers + ends).astype(dtype)
+    count = warp.pieces_of(dtype)
+    pieces = [np.asarray(piece, np.float64) for piece in warp.split(jnp.asarray(x), count, warp.operand_dtype(dtype))]
+    assert count == (3 if dtype == "float32" else 1)
+    np.testing.assert_array_equal(sum(pieces), np.asarray(x, np.float64))
+    if dtype == "float32":
+        assert relative_error(sum(pieces[:2]), x) < 2**-15
+
+
+# Races, and faults
+
+
+def found_races(case, *modules):
+    results = []
+    found = races(lambda: results.extend(attention_of(case, *modules, interpret=DETECTING)()))
+    return found, results
+
+
+@pytest.mark.skipif(IS_GPU, reason="interpreted")
+def test_no_races():
+    case = AttentionCase(100, 130, 64, N=2, dtype="bfloat16", arguments=CAUSAL)
+    found, results = found_races(case)
+    assert found == []
+    check_results(results, case)
+
+
+FETCH = "pl.when(step + stages < steps)(lambda: fetch(step + stages))"
+RACES = {
+    "no wait for what streams by": [("            plgpu.barrier_wait(loaded.at[lax.rem(step, stages)])\n", "")],
+    "no wait for what stays": [(" else plgpu.barrier_wait(loaded)", " else None")],
+    "a stage too few": [("        arrive(step)\n", f"        arrive(step)\n        {FETCH}\n"), (f"tiles in rings], state)\n        {FETCH}\n", "tiles in rings], state)\n")],
+}  # fmt: skip
+
+
+@pytest.mark.skipif(IS_GPU, reason="interpreted")
+@pytest.mark.parametrize("fault", in_tiers(RACES, lambda fault: fault == "a stage too few"))
+def test_a_race_is_found(fault):
+    wrong = seeded(warp, *RACES[fault])
+    with mock.patch.multiple(forward, stay=wrong.stay, streamed=wrong.streamed):
+        found, _ = found_races(AttentionCase(64, 130, 64, N=1, dtype="bfloat16"))
+    assert found and any("copy_gmem_to_smem" in text or "barrier" in text.lower() for text in found)
+
+
+FAULTS = {
+    "the last tiles unmasked": ("minimum(last, jnp.maximum(start + band.right + 1, 0) // block)", "minimum(last, jnp.maximum(start + band.right + 2, 0) // block)"),
+    "the first tiles unmasked": ("(stop - 1 - band.left + block - 1) // block", "(stop - 1 - band.left) // block"),
+    "no tail": ("last *= (stop <= own_length).astype(jnp.int32)", "last *= 1"),
+    "a tile twice": ("first + turn - jnp.where(is_before", "first - 1 + turn - jnp.where(is_before"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_masks_off_by_one_are_noticed(fault):
+    """Each changes which tiles of some range are masked, or done."""
+    right, wrong = warp, seeded(warp, FAULTS[fault])
+    assert tiles_and_masks(wrong) != tiles_and_masks(right) == expected_tiles()
+
+
+BANDS = [(None, 0), (None, 6), (20, None), (20, 0), (5, 40)]
+LENGTHS = [(64, 64), (64, 50), (40, 64)]
+
+
+def each_range():
+    from helpers.attention.masking import Band
+
+    for band in BANDS:
+        for lengths in LENGTHS:
+            for start in map(jnp.int32, range(0, 64, 16)):
+                yield Band(*band), lengths, start, start + 16
+
+
+def tiles_and_masks(module, block=8):
+    """[{tile: is masked}, or None where one comes twice] of the walk through each range."""
+    from helpers.attention.masking import key_tiles
+
+    found = []
+    for band, lengths, start, stop in each_range():
+        needed = key_tiles(start, stop, block, band, *lengths, xp=jnp)
+        whole = module.whole_tiles(needed, start, stop, block, band, *lengths)
+        order = module.walk(needed, whole)
+        done = [(int(order.place(step)[1]), step >= int(order.whole)) for step in range(int(order.steps))]
+        found.append(dict(sorted(done)) if len(dict(done)) == len(done) else None)
+    return found
+
+
+def expected_tiles(block=8):
+    from helpers.attention.masking import key_tiles, tile_kind
+
+    found = []
+    for band, lengths, start, stop in each_range():
+        tiles = range(*(int(end) for end in key_tiles(start, stop, block, band, *lengths)))
+        kinds = {
+            j: tile_kind(range(int(start), int(stop)), range(j * block, (j + 1) * block), band, *lengths) for j in tiles
+        }
+        found.append({j: kind != "full" for j, kind in kinds.items()})
+    return found
+
+
+# What an interpreter cannot see
+
+
+def elements(layout, shape):
+    """{(warp, lane, register): first element in it} of an array in registers; JAX's rule, in numbers."""
+    layout = layout.to_mgpu()
+    strides = layout.tiling.tile_strides(tuple(utils.get_contiguous_strides(shape)))
+    sizes, own = layout.tiled_tiling_shape, strides[-layout.tiled_tiling_rank :]
+
+    def offset(number, dims):
+        counts = [sizes[d] if isinstance(d, int) else d.times for d in dims]
+        places = np.unravel_index(number, counts)
+        return sum(int(place) * own[d] for d, place in zip(dims, places, strict=True) if isinstance(d, int))
+
+    return {
+        (w, lane, place): offset(w, layout.warp_dims)
+        + offset(lane, layout.lane_dims)
+        + sum(np.multiply(place, strides))
+        for w in range(4)
+        for lane in range(32)
+        for place in np.ndindex(layout.registers_shape(shape))
+    }
+
+
+def test_a_sum_is_handed_on_as_an_operand():
+    """Every register of a left operand has the numbers that the same thread has in the register of the sum."""
+    shape = 128, 32
+    lefts, sums = elements(warp.LHS, shape), elements(warp.ACC, shape)
+    axes = len(next(iter(sums))[2])
+    assert {(w, lane, place): sums[w, lane, warp.place_in_sum(place, axes)] for w, lane, place in lefts} == lefts
+    swapped = seeded(warp, ("2 * column_tile + half", "column_tile + half"))
+    assert any(sums[w, lane, swapped.place_in_sum(place, axes)] != lefts[w, lane, place] for w, lane, place in lefts)
+
+
+AMPERE, HOPPER = (8, 0), (9, 0)
+
+
+@pytest.mark.parametrize(
+    ("capability", "case"),
+    in_tiers(
+        [
+            (AMPERE, AttentionCase(100, 130, 64, N=4, K=2, dtype="bfloat16", arguments=CAUSAL)),
+            (HOPPER, AttentionCase(130, 70, 64, B=2, dtype="float16", query_lengths=(9, 130), key_lengths=(70, 0))),
+            (AMPERE, AttentionCase(100, 130, 256, dtype="float32")),
+            (HOPPER, AttentionCase(100, 130, 256, dtype="float32", arguments={"local_window_size": (8, 9)})),
+        ],
+        lambda capability, case: case.dtype != "float32",
+    ),
+    ids=str,
+)
+def test_lowering_for_cuda(capability, case):
+    """By TMA and by cp.async, with nothing of Triton."""
+    with mock.patch.object(utils, "_infer_arch", lambda: capability):
+        attend = attention_of(case)
+        text = attend.func.trace(*attend.args).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu") >= 3 and "triton" not in text.lower()
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["jax.experimental.pallas.triton"] = None
+import jax, numpy as np
+from helpers import flash_attention
+x = np.ones((1, 20, 1, 16), "bfloat16")
+for name in ("reference", "mosaic"):
+    jax.eval_shape(jax.grad(lambda x: flash_attention(x, x, x, implementation=name).astype("float32").sum()), x)
+"""
+
+
+def test_without_the_triton_lowering():
+    subprocess.run([sys.executable, "-c", WITHOUT_TRITON], check=True)

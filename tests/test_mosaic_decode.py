@@ -1,0 +1,136 @@
+"""Decoding by mma: interpreted against the oracle, and lowered for a GPU from Ampere on."""
+
+import functools
+import itertools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import AttentionCase, check_forward
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from test_lowering import lower_for_cuda
+
+from helpers.attention.masking import NO_BAND, Band
+from helpers.attention.mosaic import own_keys
+from helpers.attention.mosaic.decode import decode, partial_bytes, select_splits
+from helpers.attention.mosaic.warp import RHS
+from helpers.attention.problem import Call, Problem, check_call
+from helpers.instruments.races import DETECTING, races
+
+INTERPRET = plgpu.InterpretGPUParams()
+MEMORIES = {(8, 0): 163, (8, 6): 99, (9, 0): 227}  # KiB of shared memory of a program
+
+
+def decoded(*arrays, slots=3, programs=2, interpret=INTERPRET, **arguments):
+    """(out, lse) by the kernels, interpreted."""
+    out, lse = decode(check_call(*arrays, **arguments), interpret=interpret, slots=slots, programs=programs)
+    return out, lse.swapaxes(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        (AttentionCase(3, 100, 25, N=6, K=2, B=2, key_lengths=(100, 0), query_lengths=(2, 3)), {"slots": 1}),
+        (
+            AttentionCase(16, 200, 64, N=3, dtype="float16", logits="large", arguments={"local_window_size": (1, 70)}),
+            {"slots": 2, "programs": 1},
+        ),
+    ],
+    ids=str,
+)
+def test_agrees_with_the_oracle(case, options):
+    check_forward(functools.partial(decoded, **options), case)
+
+
+def test_there_are_no_races():
+    case = AttentionCase(1, 130, 16, dtype="bfloat16", N=4)
+    assert races(lambda: decoded(*case.inputs()[0], interpret=DETECTING)) == []
+
+
+def registers(layout, numbers):
+    """(warp, lane, register, vector): which of the numbers each lane has of an array in a layout, in order."""
+    layout = layout.to_mgpu()
+    for tile in layout.tiling.tiles:
+        outer = numbers.shape[: numbers.ndim - len(tile)]
+        pairs = [(size // side, side) for size, side in zip(numbers.shape[-len(tile) :], tile, strict=True)]
+        numbers = numbers.reshape(*outer, *itertools.chain(*pairs))
+        axes = range(len(outer), numbers.ndim)
+        numbers = numbers.transpose(*range(len(outer)), *axes[::2], *axes[1::2])
+    warps = [dim for dim in layout.warp_dims if isinstance(dim, int)]
+    places = [numbers.ndim + dim for dim in (*warps, *layout.lane_dims, layout.vector_dim)]
+    rest = [axis for axis in range(numbers.ndim) if axis not in places]
+    numbers = numbers.transpose(*places[:-1], *rest, places[-1])
+    numbers = numbers.reshape(4 if warps else 1, 32, -1, layout.vector_length)
+    return np.broadcast_to(numbers, (4, *numbers.shape[1:]))
+
+
+@pytest.mark.parametrize(("keys", "H"), [(64, 128), (128, 64), (64, 256)])
+def test_a_warp_has_its_keys_as_a_right_operand(keys, H):
+    """So a permuted relayout is noticed."""
+    tile, n = np.arange(keys * H).reshape(keys, H), keys // own_keys.WARPS
+    mine = registers(own_keys.keys_layout(keys), tile)
+    values = {itemsize: registers(own_keys.values_layout(keys, itemsize), tile) for itemsize in (2, 4)}
+    for warp, quarter in enumerate(tile.reshape(own_keys.WARPS, n, H)):
+        right = registers(RHS, quarter.T)[warp]
+        np.testing.assert_array_equal(mine[warp], right)
+        right = registers(RHS, quarter)[warp]
+        for numbers in values.values():  # of 32 bits one by one
+            for lane in range(32):
+                pairs = numbers[warp, lane].reshape(-1, 2)
+                ordered = [own_keys.row_by_row(pairs[:, i], n).ravel() for i in range(2)]
+                np.testing.assert_array_equal(np.stack(ordered, axis=1), right[lane])
+
+
+@pytest.mark.parametrize(
+    ("arch", "H", "dtype", "page"),
+    [
+        ((9, 0), 128, "bfloat16", 0),
+        ((8, 0), 72, "float16", 16),
+        ((8, 6), 25, "bfloat16", 7),
+        ((10, 0), 40, "float32", 0),
+    ],
+)
+def test_lowers_for_a_gpu(arch, H, dtype, page, monkeypatch):
+    monkeypatch.setattr(utils, "_infer_arch", lambda: arch)
+    B, T, S, N, K, dtype = 2, 3, 64 * 7, 8, 2, jnp.dtype(dtype)
+    problem = Problem(B, T, S, N, K, H, dtype, 1.0, NO_BAND)
+    shaped = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(shape, dtype)
+    key = shaped(600, page, K, H) if page else shaped(B, S, K, H)
+    table = shaped(B, S // page, dtype=jnp.int32) if page else None
+    run = functools.partial(decode, slots=2)
+    attend = lambda query, key, table, lengths: run(Call(problem, query, key, key, None, lengths, table))
+    text = lower_for_cuda(attend, shaped(B, T, N, H), key, table, shaped(B, dtype=jnp.int32))
+    assert text.count("custom_call @mosaic_gpu") == 2 and "triton" not in text
+    assert "stablehlo.copy" not in text and "stablehlo.pad" not in text  # nothing is copied for a token
+
+
+@pytest.mark.parametrize(
+    ("B", "S", "programs", "of_pages"), [(1, 100, 1, 1), (1, 8192, 16, 32), (8, 8192, 2, 4), (32, 8192, 1, 1)]
+)
+def test_programs_fill_the_sms_and_are_not_tiny(B, S, programs, of_pages):
+    problem = Problem(B, 1, S, 32, 8, 128, jnp.dtype("bfloat16"), 1.0, NO_BAND)
+    select = functools.partial(select_splits, memory=227 * 1024)
+    assert select(replace(problem, band=Band.of(is_causal=True))).programs == 1
+    assert (select(problem).programs, select(problem, in_pages=True).programs) == (programs, of_pages)
+
+
+@pytest.mark.parametrize("capability", MEMORIES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_tiles_fit_every_gpu(capability, dtype):
+    dtype, memory = jnp.dtype(dtype), MEMORIES[capability] * 1024
+    for H, rows in itertools.product((1, 64, 128, 256), (1, 16, 64, 1000)):
+        splits = select_splits(Problem(1, 16, 4096, rows, 1, H, dtype, 1.0, NO_BAND), memory=memory)
+        row = own_keys.padded_head_dim(H, dtype) * dtype.itemsize
+        assert (splits.block_r + splits.slots * splits.block_k) * row + 1024 <= memory
+
+
+def test_the_memory_of_the_parts_is_the_formula():
+    case = AttentionCase(2, 100, 32, N=4, K=2, B=3)
+    call = check_call(*case.inputs()[0])
+    run = lambda *arrays: decode(Call(call.problem, *arrays), programs=3)
+    kernels = [eqn for eqn in jax.make_jaxpr(run)(*call.arrays).eqns if len(eqn.outvars) == 2]
+    parts = sum(variable.aval.size * variable.aval.dtype.itemsize for variable in kernels[0].outvars)
+    assert parts == partial_bytes(call.problem, select_splits(call.problem, programs=3))
