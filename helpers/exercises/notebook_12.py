@@ -219,34 +219,4 @@ HALVING = Exercise(
 )  # fmt: skip
 
 
-# 12.6
-def visited(T, S, tile, block_q, block_k):
-    """([tiles of queries as written], [tiles on the card]) of one program."""
-    q_tiles, programs = -(-T // block_q), -(-S // block_k)
-    first = min(tile * block_k // block_q, q_tiles - 1)
-    written = list(range(first, q_tiles))
-    hit = q_tiles == 2 and programs >= 3 and tile == 0
-    return written, [0, 2] if hit else written
-
-
-VISITED = Exercise(
-    solution=visited, title="Who is hit", outputs=("tiles as written", "tiles on the card"),
-    cases=table(
-        "T S tile block_q block_k", (128, 384, 0, 64, 128), (128, 384, 1, 64, 128), (65, 130, 0, 64, 128),
-        (128, 256, 0, 64, 128), (65, 257, 0, 64, 128), (64, 512, 0, 64, 128), (129, 640, 0, 64, 128),
-        (129, 640, 1, 64, 128), (100, 1000, 7, 64, 128), (128, 192, 0, 64, 64), (150, 400, 1, 64, 64),
-        (200, 600, 1, 64, 64), (256, 300, 0, 128, 128), (160, 513, 0, 128, 128), (12, 7, 0, 8, 8), (9, 17, 0, 8, 8),
-    ),
-    tried="one to four tiles of queries, one to ten programs, square and oblong tiles, lengths that fit no tile",
-    mistakes=(
-        ("all programs of such a call visit the tiles 0 and 2", " and tile == 0", "",
-         "The others have a single step, and that is right: see section 11."),
-        ("the card visits what the source says", "[0, 2] if hit else written", "written",
-         "In some of these calls it does not: run the three functions of section 11 for them."),
-        ("a program may begin past the last tile of queries",
-         "min(tile * block_k // block_q, q_tiles - 1)", "tile * block_k // block_q",
-         "It begins at the last one at the latest, whose number is one less than their count, so it has a step."),
-    ),
-)  # fmt: skip
-
-EXERCISES = (OPERANDS, SMEM, ADDED, CHOICE, HALVING, VISITED)
+EXERCISES = (OPERANDS, SMEM, ADDED, CHOICE, HALVING)

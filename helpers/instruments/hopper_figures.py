@@ -8,8 +8,6 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from helpers.attention import tables
-from helpers.attention.hopper.table import up_to
 from helpers.attention.problem import check_call
 
 POSITIONS, WIDTH = 16384, 2048
@@ -56,26 +54,12 @@ def factors(trials, kernel):
     return list(found.items())
 
 
-def on_the_grid(recorded, implementation, which, dtype="bfloat16", field="tflops"):
-    """{(H, is_causal, T): TFLOP/s by the clock of the GPU, or another field}, "forward" or "backward"."""
+def on_the_grid(recorded, implementation, which, dtype="bfloat16"):
+    """{(H, is_causal, T): TFLOP/s by the clock of the GPU}, "forward" or "backward"."""
     return {
-        (entry["H"], entry["is_causal"], entry["T"]): entry[field]
+        (entry["H"], entry["is_causal"], entry["T"]): entry["tflops"]
         for entry in recorded["records"]
         if (entry["implementation"], entry["pass"], entry["dtype"]) == (implementation, which, dtype)
         and (entry["B"] * entry["T"], entry["N"] * entry["H"]) == (POSITIONS, WIDTH)
         and entry["N"] == entry["K"]
     }
-
-
-def backward_ms(recorded, implementation):
-    """{(H, is_causal, T): milliseconds by the clock of the GPU} of the backward pass on the grid."""
-    return on_the_grid(recorded, implementation, "backward", field="device_ms")
-
-
-def chosen_form(card, H, is_causal, T):
-    """The form of the backward pass that the kernels choose on a GPU with a table: "split", "fused", ..."""
-    table = tables.rows_by(card, "hopper", "pass", "head_padded", "is_causal", "up_to")
-    tiles = table["backward", H, is_causal, up_to(T)]["tiles"]
-    if "dkv" in tiles:
-        return "split"
-    return "fused, dq delayed" if tiles["fused"]["delayed"] else "fused"

@@ -280,22 +280,6 @@ def company(counts, figures):
     return figure
 
 
-def against(cases, mine, theirs, names=("this kernel", "cuDNN")):
-    """Two implementations side by side, by case. cases: labels; mine, theirs: TFLOP/s."""
-    figure, axes = style.subplots(width=10, height=3.8)
-    x = np.arange(len(cases))
-    looks = (-0.2, style.OUTPUT, None), (0.2, style.SKIPPED, "//")
-    for name, values, (shift, colour, hatch) in zip(names, (mine, theirs), looks, strict=True):
-        look = {"color": colour, "hatch": hatch, "ec": style.INK, "lw": 0.5, "alpha": 0.8}
-        bars = axes.bar(x + shift, values, width=0.4, label=name, **look)
-        axes.bar_label(bars, fmt="%.0f", fontsize=7.5, padding=2)
-    axes.set_xticks(x, cases, fontsize=8.5)
-    axes.set_ylabel("recorded TFLOP/s")
-    axes.legend(loc="upper left", ncols=2)
-    axes.margins(y=0.15)
-    return figure
-
-
 def references(offsets, errors):
     """Relative error of out by how far m is from the maximum. errors: {dtype: an error for each offset}."""
     figure, axes = style.subplots(width=9.5, height=3.2)
