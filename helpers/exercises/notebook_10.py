@@ -382,7 +382,7 @@ BALANCE = Exercise(
 
 # 10.6
 def two_sweeps(sweep, i, block_q, block_k, state):
-    """The state of program i after all tiles of keys that it sees: those it sees whole, then the others."""
+    """The state of program i after its tiles of keys: whole ones, then the others."""
     whole = i * block_q // block_k
     stop = pl.cdiv((i + 1) * block_q, block_k)
     state = sweep(0, whole, False, state)
