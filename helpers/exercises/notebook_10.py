@@ -380,6 +380,7 @@ BALANCE = Exercise(
     ),
 )  # fmt: skip
 
+
 # 10.6
 def two_sweeps(sweep, i, block_q, block_k, state):
     """The state of program i after its tiles of keys: whole ones, then the others."""

@@ -21,6 +21,7 @@ from helpers.attention.hopper import backward_fused, backward_parts, backward_sp
 from helpers.attention.hopper.backward_schedule import Tiles
 from helpers.attention.hopper.ring import Ring
 from helpers.attention.problem import check_call
+from helpers.instruments.hopper_figures import problem_of
 
 SMEM_LIMIT = 227 * 1024  # bytes of shared memory that one thread block of a Hopper GPU may have
 SM_SMEM = 228 * 1024  # bytes that all thread blocks of an SM share
@@ -221,6 +222,16 @@ def programs_on_an_sm(rung, problem, registers):
     by_registers = SM_REGISTERS // (threads * math.ceil(registers / 8) * 8)
     by_smem = SM_SMEM // (smem + BESIDE_THE_TILES + 1024)
     return min(by_registers, by_smem), warpgroups
+
+
+def rungs_on_an_sm(compiled, T=4096):
+    """{case: [`programs_on_an_sm` of each rung]} of the grid's shapes. compiled: what was recorded of the compiler."""
+    found = {}
+    for entry in compiled:  # the rungs of a shape, one after another
+        H, is_causal = entry["H"], entry["is_causal"]
+        rungs = found.setdefault(f"H={H} {'causal' if is_causal else 'full'}", [])
+        rungs.append(programs_on_an_sm(len(rungs) + 1, problem_of(H, T, is_causal), entry["registers"]))
+    return found
 
 
 def traffic(kernel, H):
