@@ -6,6 +6,10 @@ to an end, also where real warpgroups would wait for ever.
 
 import itertools
 
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
 from helpers.exercises.exercise import Complaint, Exercise, table
 from helpers.instruments.races import ring_kernel_races, with_last_waits
 from helpers.instruments.timeline import Arrive, Drain, Fetch, Issue, OrderError, Read, Wait, Work, simulate
@@ -104,20 +108,20 @@ RING = Exercise(
     tried="fewer tiles than slots and more, one slot, two readers; in the model, one of them as a kernel too",
     mistakes=(
         ("the memory warpgroup fills a slot again without waiting until it is free", AWAIT, "",
-         "The second time a slot is used, its readers must be done: see section 4."),
+         "The second time a slot is used, its readers must be done: see section 5."),
         ("the compute warpgroup does not wait until the tile is loaded", '            yield Wait("loaded", slot)\n', "",
-         "A copy has only been ordered when Fetch returns: see section 3."),
+         "A copy has only been ordered when Fetch returns: see section 4."),
         ("nobody says that a slot is free", ARRIVE, "",
-         "Every Wait needs an Arrive in somebody else's program: see section 4."),
+         "Every Wait needs an Arrive in somebody else's program: see section 5."),
         ("the memory warpgroup waits for each tile to arrive, or to be read, before it orders the next",
          AWAIT + FETCH, FETCH + '            yield Wait("free", slot)\n',
-         "Wait before the fetch that needs the slot, not after the one that filled it: see section 4."),
+         "Wait before the fetch that needs the slot, not after the one that filled it: see section 5."),
         ("the memory warpgroup waits until all slots are free before it fills them again",
          ("j >= stages", 'yield Wait("free", slot)'),
          ("j and slot == 0", 'yield from (Wait("free", each) for each in range(stages))'),
-         "Each slot can be filled as soon as it is free itself, whatever the others do: see section 4."),
+         "Each slot can be filled as soon as it is free itself, whatever the others do: see section 5."),
         ('the compute warpgroup waits at "free"', 'Wait("loaded"', 'Wait("free"',
-         '"free" is for whoever fills a slot; a reader waits at "loaded": see section 4.'),
+         '"free" is for whoever fills a slot; a reader waits at "loaded": see section 5.'),
     ),
 )  # fmt: skip
 
@@ -138,9 +142,9 @@ REGISTERS = Exercise(
     mistakes=(
         ("the registers that rounding left unused at the start are shared out as well",
          "(warpgroups + 1) * at_start", "65536 // 128",
-         "What can be shared out is what the program started with; this request would wait for ever: see section 6."),
+         "What can be shared out is what the program started with; this request would wait for ever: see section 7."),
         ("neither number is rounded down to a multiple of 8", " // 8 * 8", "",
-         "Registers come in steps of 8 for each thread: see section 6."),
+         "Registers come in steps of 8 for each thread: see section 7."),
         ("the memory warpgroup's threads are forgotten", "(warpgroups + 1)", "warpgroups",
          "At the start it has as many registers as any other: there is one warpgroup more to divide by."),
         ("`memory` is multiplied by 128, and the rest is not", "- memory", "- 128 * memory",
@@ -168,9 +172,9 @@ SMEM = Exercise(
     tried="three head dims, one to four stages, one to four warpgroups",
     mistakes=(
         ("out is forgotten, or the next tile of queries", "3 * warpgroups", "2 * warpgroups",
-         "There are three tiles of that size: q, the next q, and out on its way to GMEM: see section 7."),
+         "There are three tiles of that size: q, the next q, and out on its way to GMEM: see section 8."),
         ("the barriers are forgotten", (" + 8 * (warpgroups + 1)", " + 4 * 8"), ("", ""),
-         "A barrier is 8 bytes of SMEM: one for each warpgroup's q, four for each slot, one more: see section 7."),
+         "A barrier is 8 bytes of SMEM: one for each warpgroup's q, four for each slot, one more: see section 8."),
         ("each warpgroup has rings of its own", "2 * block_k", "2 * warpgroups * block_k",
          "The compute warpgroups read the same keys and values: see the shapes in section 7."),
     ),
@@ -269,13 +273,13 @@ PIPELINE = Exercise(
     tried="one to six tiles; nothing used before it is there, and no cycle wasted",
     mistakes=(
         ("no product runs while you take exponentials", "Drain(1)", "Drain(0)",
-         "Order the scores, then the p v of the tile before, and await the older of the two only: see section 11."),
+         "Order the scores, then the p v of the tile before, and await the older of the two only: see section 12."),
         ("the scores are not awaited before their softmax", "        yield Drain(1)\n", "",
-         "Two products are under way then, and Drain(1) awaits the older one: see section 11."),
+         "Two products are under way then, and Drain(1) awaits the older one: see section 12."),
         ("the scores are the only product under way, and Drain(1) lets them run",
          ("        yield product_with_v(j - 1)\n", "yield softmax(j)"),
          ("", "yield softmax(j)\n        yield product_with_v(j - 1)"),
-         "Order the product with v of the tile before as well, and then await the older of the two: see section 11."),
+         "Order the product with v of the tile before as well, and then await the older of the two: see section 12."),
     ),
 )  # fmt: skip
 
@@ -360,9 +364,9 @@ BALANCE = Exercise(
     tried="causal tiles of one head and of three, random lengths, fewer tiles than programs",
     mistakes=(
         ("tiles are dealt in the order given", (BY_LENGTH, "turn[::-1]"), (IN_ORDER, "turn"),
-         "The last ones may be the longest, and nothing is left to even them out: sort them first, see section 12."),
+         "The last ones may be the longest, and nothing is left to even them out: sort them first, see section 13."),
         ("tiles are cut into blocks of neighbours", _in_blocks,
-         "Neighbouring tiles have similar lengths, so one program gets all the long ones: see section 12."),
+         "Neighbouring tiles have similar lengths, so one program gets all the long ones: see section 13."),
         ("every turn is dealt from the same end, or gives one tile to whoever has fewest", "turn[::-1]", "turn",
          "One program has the longest tile of every turn: go back and forth, or longest first to whoever has least."),
         ("the tiles of the last, incomplete turn are dropped",
@@ -376,4 +380,91 @@ BALANCE = Exercise(
     ),
 )  # fmt: skip
 
-EXERCISES = (RING, REGISTERS, SMEM, PIPELINE, BALANCE)
+
+# 10.6
+def two_sweeps(sweep, i, block_q, block_k, state):
+    """The state of program i after its tiles of keys: whole ones, then the others."""
+    whole = i * block_q // block_k
+    stop = pl.cdiv((i + 1) * block_q, block_k)
+    state = sweep(0, whole, False, state)
+    return sweep(whole, stop - whole, True, state)
+
+
+class _Swept:
+    """Stands for the state of a softmax: the sweeps that it went through, as (first, count, masked)."""
+
+    def __init__(self, *sweeps):
+        self.sweeps = sweeps
+
+
+def _sweep(first, count, masked, state):
+    if not isinstance(state, _Swept):
+        raise Complaint("`sweep` was called with a state that is none: pass on what came in, or what `sweep` returned")
+    if not all(jnp.issubdtype(jnp.result_type(number), jnp.integer) for number in (first, count)):
+        raise Complaint("`sweep` was called with a number of tiles that is no integer: is there a / for a //?")
+    if not isinstance(masked, bool):
+        raise Complaint("`masked` must be True or False, known when the kernel is traced")
+    return _Swept(*state.sweeps, (first, count, masked))
+
+
+def _run_sweeps(answer, i, block_q, block_k):
+    """The tiles of a program, each as (tile, masked). The number of the program is traced, as in a kernel."""
+
+    def ranges(i):
+        state = answer(_sweep, i, block_q, block_k, _Swept())
+        if not isinstance(state, _Swept):
+            raise Complaint("expected the state that the last `sweep` returned: is a `return` missing?")
+        return [(first, count) for first, count, _ in state.sweeps], [bool(masked) for *_, masked in state.sweeps]
+
+    tiles = []
+    for (first, count), masked in zip(*jax.jit(ranges)(i), strict=True):
+        tiles += [(int(first) + step, bool(masked)) for step in range(min(int(count), MOST))]
+    return {"tiles": tuple(sorted(tiles))}
+
+
+def _judge_sweeps(result, case):
+    i, block_q, block_k = case.arguments
+    tiles = [tile for tile, _ in result["tiles"]]
+    needed = range(-(-(i + 1) * block_q // block_k))
+    for tile in needed:
+        if tiles.count(tile) != 1:
+            return f"tile {tile} is " + ("never computed." if tile not in tiles else "computed more than once.")
+    for tile, masked in result["tiles"]:
+        last_key, first_query = (tile + 1) * block_k - 1, i * block_q
+        if tile not in needed:
+            return f"tile {tile} is computed, though no query of the program sees any of it."
+        if not masked and last_key > first_query:
+            return f"tile {tile} goes without a mask, though query {first_query} does not see key {last_key}."
+        if masked and last_key <= first_query:
+            return f"right, but tile {tile} is masked, and every query of the program sees all of it."
+    return None
+
+
+STOP = "pl.cdiv((i + 1) * block_q, block_k)"
+
+SWEEPS = Exercise(
+    solution=two_sweeps, title="Mask only the diagonal", outputs=("the tiles of a program",),
+    cases=table("i block_q block_k", (1, 64, 64), (0, 64, 64), (3, 64, 32), (2, 64, 128), (3, 64, 128), (5, 128, 48)),
+    run=_run_sweeps, judge=_judge_sweeps,
+    tried="the first program and later ones, tiles of keys smaller and larger than those of queries",
+    mistakes=(
+        ("a tile that the diagonal cuts is taken for whole", "whole = i * block_q // block_k",
+         "whole = (i + 1) * block_q // block_k",
+         "A tile is whole if the first query of the program sees its last key: see the case by hand."),
+        ("only the last tile is masked", "whole = i * block_q // block_k", f"whole = {STOP} - 1",
+         "Where tiles of keys are the smaller ones, the diagonal cuts several of them."),
+        ("the second sweep begins with tile 0 again", "sweep(whole, stop", "sweep(0, stop",
+         "`first` is the tile with which a sweep begins."),
+        ("the second sweep is told where to stop, and not how many tiles it has", "stop - whole", "stop",
+         "`count` counts tiles from `first` on."),
+        ("the tiles that the program sees are rounded down", STOP, "(i + 1) * block_q // block_k",
+         "A tile of which one query sees one key is needed: round up."),
+        ("the state after the first sweep is lost", "state = sweep(0", "sweep(0",
+         "A state is a value here, and changes only in what `sweep` returns."),
+        ("no tile is masked", "True", "False", "The diagonal cuts the tiles of the second sweep: see section 1."),
+        ("every tile is masked", "False", "True",
+         "That is what the kernel of section 1 does already. The first sweep needs no mask."),
+    ),
+)  # fmt: skip
+
+EXERCISES = (RING, REGISTERS, SMEM, PIPELINE, BALANCE, SWEEPS)

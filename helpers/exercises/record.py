@@ -21,7 +21,7 @@ WHAT = r"(\d{1,2}\.\d{1,2}|[a-z]+)(?:  ([a-z]\w*))?"  # an exercise and its func
 LINE = re.compile(rf"^\d{{4}}-\d\d-\d\d \d\d:\d\d  {WHAT}  ({TRIED}|{SOLVED})$", re.MULTILINE)
 # Where exercises stand today that are in older records, without names. None: they are gone.
 MOVED = {"2.4": None, "2.5": "2.4", "3.5": None, "3.6": "3.5", "5.1": None, "5.2": "5.3", "5.3": "5.1", "5.4": "5.2"}
-MOVED |= {"5.5": "5.4", "1.4": None, "4.4": None, "12.6": None}
+MOVED |= {"5.5": "5.4", "1.4": None, "4.4": None, "10.6": "11.1", "12.6": None}
 LONGEST = 1_000_000  # characters that are read of a file
 
 

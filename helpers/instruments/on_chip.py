@@ -17,12 +17,16 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.hopper import backward as hopper
-from helpers.attention.hopper import backward_fused, backward_parts, backward_split
+from helpers.attention.hopper import backward_fused, backward_parts, backward_split, forward, ladder
 from helpers.attention.hopper.backward_schedule import Tiles
 from helpers.attention.hopper.ring import Ring
 from helpers.attention.problem import check_call
+from helpers.instruments.hopper_figures import problem_of
 
 SMEM_LIMIT = 227 * 1024  # bytes of shared memory that one thread block of a Hopper GPU may have
+SM_SMEM = 228 * 1024  # bytes that all thread blocks of an SM share
+SM_REGISTERS = 65536  # of 32 bits
+BESIDE_THE_TILES = 2144  # bytes: scratch, barriers, gaps; at most, by lowering the rungs of the forward ladder
 WARPGROUP = 128  # threads
 SMEM_RATE = 128  # bytes that shared memory delivers in a cycle
 TENSOR_RATE = 4096  # floating-point operations of 16-bit products in a cycle of one SM
@@ -200,6 +204,34 @@ def forward_smem(tiles, H):
     small = 4 * (tiles.warpgroups + 1) * tiles.block_q + 8 * (tiles.warpgroups + 4 * tiles.stages + 1)
     q_and_out = {"q": 2 * q, "out": q} if tiles.ahead else {"q": q, "out": 0}
     return q_and_out | {"k ring": ring, "v ring": ring, "lse, barriers": small}
+
+
+def programs_on_an_sm(rung, problem, registers):
+    """(programs of a rung of the forward ladder that fit on one Hopper SM, compute warpgroups of each).
+
+    registers: of a thread, as the compiler says. Shared memory is that of the tiles, and 1 KiB for each program.
+    """
+    if rung == 6:
+        tiles = forward.default_tiles(problem)
+        warpgroups, has_memory, smem = tiles.warpgroups, True, sum(forward_smem(tiles, problem.H).values())
+    else:
+        warpgroups, has_memory = 2 if rung >= 4 else 1, rung >= 3
+        slots = 1 if rung == 1 else ladder.STAGES
+        smem = (warpgroups * ladder.BLOCK_Q + 2 * slots * ladder.BLOCK_K) * problem.H * 2
+    threads = WARPGROUP * (warpgroups + has_memory)
+    by_registers = SM_REGISTERS // (threads * math.ceil(registers / 8) * 8)
+    by_smem = SM_SMEM // (smem + BESIDE_THE_TILES + 1024)
+    return min(by_registers, by_smem), warpgroups
+
+
+def rungs_on_an_sm(compiled, T=4096):
+    """{case: [`programs_on_an_sm` of each rung]} of the grid's shapes. compiled: what was recorded of the compiler."""
+    found = {}
+    for entry in compiled:  # the rungs of a shape, one after another
+        H, is_causal = entry["H"], entry["is_causal"]
+        rungs = found.setdefault(f"H={H} {'causal' if is_causal else 'full'}", [])
+        rungs.append(programs_on_an_sm(len(rungs) + 1, problem_of(H, T, is_causal), entry["registers"]))
+    return found
 
 
 def traffic(kernel, H):

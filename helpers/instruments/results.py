@@ -24,10 +24,11 @@ The tuner's table stands beside the kernels, in attention/tuned/<card>.json:
     kept           {part: header} of what stands there from an earlier run, when only a part was tuned
 
 Other records are of one experiment each, and what they hold says what it is: ring attention on several GPUs
-(<card>_ring.json), gradients where keys and values have a part in common (<card>_common_part.json), what was tried
-on the way to a kernel and not kept (<card>_variants.json), the kernels of notebooks 16 and 17 on a GPU
-(<card>_triton.json, <card>_cuda.json) and what they print without one (triton_shown.json, cuda_shown.json), and what
-the compiler for TPUs says of kernels (tpu_compile.json).
+(<card>_ring.json), gradients where keys and values have a part in common (<card>_common_part.json), forward kernels
+that run on every GPU from Ampere on (<card>_mma.json), what was tried on the way to a kernel and not kept
+(<card>_variants.json), the kernels of notebooks 16 and 17 on a GPU (<card>_triton.json, <card>_cuda.json) and what
+they print without one (triton_shown.json, cuda_shown.json), and what the compiler for TPUs says of kernels
+(tpu_compile.json).
 """
 
 import json
@@ -175,6 +176,11 @@ def read_ring():
 def read_common_part():
     """Errors of gradients where keys and values have a part in common."""
     return _read(RESULTS / "nvidia_h100_80gb_hbm3_common_part.json")
+
+
+def read_mma():
+    """Forward kernels that run on every GPU from Ampere on, with B T = 16384 positions and N H = 2048 columns."""
+    return _read(RESULTS / "nvidia_h100_80gb_hbm3_mma.json")
 
 
 def read_compiled_for_tpu():
