@@ -111,8 +111,8 @@ EQUAL = {
         "np.zeros → np.ones": "a start with weight 0, or overwritten",
         "every zeros → ones": "a start with weight 0, or overwritten",
         "q → k": ONE_LENGTH,
-        "0 → 1": EMPTY,
-        "0 → -1": EMPTY,
+        "0 → 1": "any reference is right where every weight is 0",
+        "0 → -1": "any reference is right where every weight is 0",
     },
 }
 

@@ -9,7 +9,7 @@ from helpers.exercises.exercise import Case, Complaint, Exercise, table
 
 # 18.1
 def segment_ids(lengths, T):
-    """The document of each of T tokens, int (T,); padding has the number after the last."""
+    """The document of each token, int (T,); padding has the number after the last."""
     padding = T - sum(lengths)
     return np.repeat(np.arange(len(lengths) + 1), [*lengths, padding])
 
@@ -40,7 +40,7 @@ SEGMENTS = Exercise(
 
 # 18.2
 def tile_logits(q, k, scale, bias, cap, seen):
-    """The logits of a tile. q (block_q, H), k (block_k, H); bias, seen (block_q, block_k)."""
+    """Logits, bias, seen: (block_q, block_k). q: (block_q, H), k: (block_k, H)."""
     s = scale * (q @ k.T) + bias
     s = cap * np.tanh(s / cap)
     return np.where(seen, s, -np.inf)
@@ -84,7 +84,7 @@ TILE = Exercise(
 
 # 18.3
 def segment_kinds(ids, block):
-    """Kinds of the tiles of one row, int (tiles, tiles): 0 hidden, 1 partial, 2 full."""
+    """Kinds of the tiles of a row, int (tiles, tiles): 0 hidden, 1 partial, 2 full."""
     tiles = ids.reshape(len(ids) // block, block)
     least, most = tiles.min(axis=1), tiles.max(axis=1)
     some = (least[:, None] <= most) & (least <= most[:, None])
@@ -123,7 +123,7 @@ KINDS = Exercise(
 
 # 18.4
 def packed_attention(q, k, v, ids, block):
-    """(out (T, H), tiles visited): causal within documents; skips what is all hidden."""
+    """(out (T, H), tiles visited): causal within documents; skips hidden tiles."""
     (T, H), visited, out = q.shape, 0, np.zeros(q.shape)
     for start in range(0, T, block):
         i = np.arange(start, min(start + block, T))
@@ -175,7 +175,8 @@ SKIP = "            if not seen.any():\n                continue\n"
 
 PACKED = Exercise(
     solution=packed_attention, title="A loop for packed documents", outputs=("out", "visited"), cases=_packed_cases,
-    run=_run_quietly, tried="2 or 3 documents, tiles that cut them, a last tile that is shorter, large logits of both signs",
+    run=_run_quietly,
+    tried="2 or 3 documents, tiles that cut them, a last tile that is shorter, large logits of both signs",
     mistakes=(
         ("keys of other documents are seen", SEEN, "(j <= i[:, None]) & (ids[j] >= 0)",
          "This is the leak of section 1: a query sees keys of its own number only."),
@@ -194,7 +195,7 @@ PACKED = Exercise(
 
 # 18.5
 def products_gradient(p, dp, delta, s, cap):
-    """Gradient of the scaled products, (block_q, block_k). s: the logits after the cap."""
+    """Gradient of the scaled products, (block_q, block_k). s: logits after the cap."""
     ds = p * (dp - delta[:, None])
     return ds * (1 - (s / cap) ** 2)
 
