@@ -53,7 +53,7 @@ mutation: setup ## put faults into the code, one at a time, and see which tests 
 notebooks: setup ## execute all notebooks, or some, and write them back: make notebooks NOTEBOOK="03 05"
 	@$(IN_VENV) -m helpers.notebooks execute $(NOTEBOOK) $(ARGS)
 
-lesson: setup ## lay out a new lesson with one exercise: make lesson NAME=any_mask
+lesson: setup ## lay out a new lesson with one exercise: make lesson NAME=linear_attention
 	@$(IN_VENV) -m helpers.dev.lesson "$(NAME)"
 
 figures: setup ## draw every picture that the Markdown cells show

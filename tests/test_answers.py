@@ -105,6 +105,13 @@ EQUAL = {
     "14.3": {"np.zeros → np.ones": NEVER_READ},
     "14.4": {"share // 2 → share / 2": WHOLE},
     "15.1": {"jnp.zeros → jnp.ones": NEVER_READ},
+    "18.4": {
+        "np.zeros → np.ones": "a start with weight 0, or overwritten",
+        "every zeros → ones": "a start with weight 0, or overwritten",
+        "q → k": ONE_LENGTH,
+        "0 → 1": "any reference is right where every weight is 0",
+        "0 → -1": "any reference is right where every weight is 0",
+    },
 }
 
 

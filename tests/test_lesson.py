@@ -17,9 +17,9 @@ LEFT = shutil.ignore_patterns(".git", ".venv*", ".*_cache", "__pycache__", "work
 def test_a_new_lesson_is_one_of_the_series(tmp_path):
     root = tmp_path / "series"
     shutil.copytree(ROOT, root, ignore=LEFT, symlinks=True)
-    notebook = lay_out("any_mask", root)
-    with pytest.raises(ValueError, match="there is a lesson any_mask already"):
-        lay_out("any_mask", root)
+    notebook = lay_out("linear_attention", root)
+    with pytest.raises(ValueError, match="there is a lesson linear_attention already"):
+        lay_out("linear_attention", root)
 
     def run(*command):
         here = os.environ | {"PYTHONPATH": str(root)}  # for the kernels
@@ -31,7 +31,7 @@ def test_a_new_lesson_is_one_of_the_series(tmp_path):
     number = notebook.stem[:2]
     run("-m", "helpers.notebooks", "execute", number)
     shutil.copy(root / "figures/roadmap-17.png", root / f"figures/roadmap-{number}.png")  # make figures draws it
-    chosen = f"any_mask or {int(number)}.1 or (Cell and not browser)"
+    chosen = f"linear_attention or {int(number)}.1 or (Cell and not browser)"
     run("-m", "pytest", "-q", str(notebook), "tests/test_exercises.py", "tests/test_files.py", "-k", chosen)
 
 

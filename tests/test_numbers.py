@@ -12,7 +12,7 @@ import lessons
 import nbformat
 import pytest
 
-FIRST, LAST = 9, 17
+FIRST, LAST = 9, 18
 PATHS = [path for path in lessons.PATHS if FIRST <= int(path.stem[:2]) <= LAST]
 QUOTED = tomllib.loads((Path(__file__).parent / "quoted_facts.toml").read_text())
 

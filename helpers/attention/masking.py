@@ -119,7 +119,7 @@ def tile_kind(rows, cols, band, query_length, key_length):
 
 
 # Kinds of tiles as arrays: int8, of a grid of tiles of queries and tiles of keys. The kind of a tile under several
-# masks is at least the smallest, so that a kernel may take that for it.
+# masks is at most the smallest, so that a kernel may take that for it: it hides no pair that is seen.
 
 HIDDEN, PARTIAL, FULL = range(3)
 BLOCK = 64  # queries, and keys, of a tile of a block mask

@@ -1,6 +1,6 @@
 """Lay out a new lesson with one exercise: a notebook, a module of exercises, and a row of notebooks/lessons.toml.
 
-    python -m helpers.dev.lesson any_mask        (make lesson NAME=any_mask)
+    python -m helpers.dev.lesson linear_attention        (make lesson NAME=linear_attention)
 
 It comes after the last one. Then `make notebooks` executes it and writes the tables, and `make figures` the maps.
 """
@@ -77,7 +77,7 @@ build = "what it builds"
 def lay_out(name, root=ROOT):
     """Write the three files, and return the path of the notebook. ValueError where the name does not do."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
-        raise ValueError(f"a lesson's name is small letters, digits and _, such as any_mask, got {name!r}")
+        raise ValueError(f"a lesson's name is small letters, digits and _, such as linear_attention, got {name!r}")
     toml = root / "notebooks" / "lessons.toml"
     rows = toml.read_text(encoding="utf-8")
     before = max(re.findall(r'^file = "(\d\d_\w+)"$', rows, re.MULTILINE))
@@ -102,7 +102,7 @@ def lay_out(name, root=ROOT):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m helpers.dev.lesson", description=__doc__.splitlines()[0])
-    parser.add_argument("name", help="of the lesson and of its exercise's function, such as any_mask")
+    parser.add_argument("name", help="of the lesson and of its exercise's function, such as linear_attention")
     options = parser.parse_args(arguments)
     try:
         print(f"{lay_out(options.name).name} is laid out. Next: make notebooks, and make figures.")

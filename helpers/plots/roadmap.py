@@ -8,7 +8,7 @@ from helpers.plots import draw, style
 
 # A track that begins after a lesson stands in columns of its own from here on, so that the line to it passes the rows
 # between.
-COLUMNS = {"measuring and Hopper": 5, "further": 4}
+COLUMNS = {"measuring and Hopper": 5, "further": 3}
 WIDTH, LINE = 0.84, 1.3  # of a box, where the distance between two is 1; from one row to the next
 # How the dot of an exercise looks: the shape says it, for readers who do not see the colours.
 DOTS = {

@@ -1,0 +1,317 @@
+"""The exercises of notebook 18: segments, logits of a tile, kinds of tiles, a packed loop, a cap, a sink, a mask."""
+
+import math
+
+import numpy as np
+
+from helpers.exercises.exercise import Case, Complaint, Exercise, table
+
+
+# 18.1
+def segment_ids(lengths, T):
+    """The document of each token, int (T,); padding has the number after the last."""
+    padding = T - sum(lengths)
+    return np.repeat(np.arange(len(lengths) + 1), [*lengths, padding])
+
+
+NUMBERS, PARTS = "np.arange(len(lengths) + 1)", "[*lengths, padding]"  # in the solution
+
+SEGMENTS = Exercise(
+    solution=segment_ids, title="Whose token is it?", outputs=("ids",), tolerance=1e-9,
+    cases=table(
+        "lengths T", ("the case worked by hand", [2, 1], 5), ([3], 3), ([1, 1, 4], 6), ([2, 5, 3], 16), ([4], 9),
+        ([7, 1, 2, 6], 20),
+    ),
+    tried="1 to 4 documents, rows that are full and rows with padding",
+    mistakes=(
+        ("padding belongs to the last document", (NUMBERS, PARTS),
+         ("np.arange(len(lengths))", "[*lengths[:-1], lengths[-1] + padding]"),
+         "Padding gets a number of its own, so that no document sees it: see section 1."),
+        ("padding has the number of the first document", NUMBERS, "[*range(len(lengths)), 0]",
+         "Equal numbers see each other, wherever they stand: give padding a new one."),
+        ("the documents are numbered from 1", NUMBERS, "np.arange(1, len(lengths) + 2)",
+         "The first document is number 0."),
+        ("each token has its position in its document", f"np.repeat({NUMBERS}, {PARTS})",
+         f"np.concatenate([np.arange(length) for length in {PARTS}])",
+         "Positions count within a document. A segment id is the same for all of its tokens."),
+    ),
+)  # fmt: skip
+
+
+# 18.2
+def tile_logits(q, k, scale, bias, cap, seen):
+    """Logits, bias, seen: (block_q, block_k). q: (block_q, H), k: (block_k, H)."""
+    s = scale * (q @ k.T) + bias
+    s = cap * np.tanh(s / cap)
+    return np.where(seen, s, -np.inf)
+
+
+def _tile_cases():
+    one = lambda *values: np.array([values], float)
+    by_hand = (one(1), one(0, 4, 1).T, 1.0, one(1, 0, 2), 2.0, np.array([[True, True, False]]))
+    cases = [Case("the case worked by hand", by_hand)]
+    random = np.random.default_rng(182)
+    for block_q, block_k, H, scale, cap, size in [(2, 3, 4, 0.5, 1.5, 1), (4, 2, 3, 0.25, 30, 40), (3, 5, 2, 2, 5, 9)]:
+        q, k = size * random.standard_normal((block_q, H)), random.standard_normal((block_k, H))
+        bias = random.standard_normal((block_q, block_k))
+        seen = random.random((block_q, block_k)) < 0.6
+        seen[0, :2] = True, False
+        cases.append(Case(f"block_q={block_q}, block_k={block_k}, H={H}, cap={cap}", (q, k, scale, bias, cap, seen)))
+    return cases
+
+
+CAPPED, HIDDEN = "    s = cap * np.tanh(s / cap)\n", "    return np.where(seen, s, -np.inf)\n"  # in the solution
+
+TILE = Exercise(
+    solution=tile_logits, title="The logits of a tile", outputs=("s",), cases=_tile_cases,
+    tried="tiles of 1 to 4 queries and 2 to 5 keys, small and large logits",
+    mistakes=(
+        ("the mask comes before the soft cap, which turns -inf into -cap", (CAPPED, HIDDEN),
+         ("    s = np.where(seen, s, -np.inf)\n", "    return cap * np.tanh(s / cap)\n"),
+         "tanh(-inf) is -1, so a hidden key gets a weight again: mask last, see section 2."),
+        ("the bias is added after the soft cap", (" + bias", "cap * np.tanh(s / cap)"),
+         ("", "cap * np.tanh(s / cap) + bias"), "The cap holds for product and bias together: see section 2."),
+        ("the bias is scaled as well", "scale * (q @ k.T) + bias", "scale * (q @ k.T + bias)",
+         "The scale belongs to the products alone: see section 2."),
+        ("a hidden key has the logit 0", "-np.inf", "0", "exp(0) is 1, a weight like others. exp(-inf) is 0."),
+        ("what should be seen is hidden", "np.where(seen, s, -np.inf)", "np.where(seen, -np.inf, s)",
+         "`seen` is True where a query sees a key."),
+        ("the cap is not multiplied back", "cap * np.tanh", "np.tanh",
+         "Logits shall lie between -cap and cap, not between -1 and 1: see section 2."),
+    ),
+)  # fmt: skip
+
+
+# 18.3
+def segment_kinds(ids, block):
+    """Kinds of the tiles of a row, int (tiles, tiles): 0 hidden, 1 partial, 2 full."""
+    tiles = ids.reshape(len(ids) // block, block)
+    least, most = tiles.min(axis=1), tiles.max(axis=1)
+    some = (least[:, None] <= most) & (least <= most[:, None])
+    alone = least == most
+    every = some & alone[:, None] & alone
+    return some.astype(int) + every
+
+
+def _kind_cases():
+    rows = [("the case worked by hand", np.array([0, 0, 0, 1, 1, 1]), 2)]
+    for lengths, block in [((4, 4, 8), 4), ((1, 1, 1, 9), 3), ((5, 11), 4), ((20,), 5), ((2, 3, 1, 6, 4, 8), 4)]:
+        rows.append((f"documents of {list(lengths)}, block={block}", segment_ids(lengths, sum(lengths)), block))
+    return [Case(label, tuple(arguments)) for label, *arguments in rows]
+
+
+SOME, EVERY = "(least[:, None] <= most) & (least <= most[:, None])", "some & alone[:, None] & alone"
+
+KINDS = Exercise(
+    solution=segment_kinds, title="Kinds of tiles from two numbers", outputs=("kinds",), cases=_kind_cases,
+    tolerance=1e-9, tried="1 to 6 documents, tiles of 2 to 5, boundaries within tiles and between them",
+    mistakes=(
+        ("tiles are compared by their first numbers only", SOME, "least[:, None] == least",
+         "A tile may begin in one document and end in another: two ranges must overlap, see section 3."),
+        ("one side of the overlap is not asked for", SOME, "least[:, None] <= most",
+         "Ranges may miss each other on either side: two comparisons, see section 3."),
+        ("a tile counts as full as soon as its ranges are equal", EVERY,
+         "(least[:, None] == least) & (most[:, None] == most)",
+         "Two documents in both tiles leave pairs that do not see each other."),
+        ("only the tile of queries must lie in one document", EVERY, "some & alone[:, None]",
+         "Both tiles must lie in one document."),
+        ("a tile in one document counts as full against any other", EVERY, "alone[:, None] & alone",
+         "It must be the same document for both tiles."),
+    ),
+)  # fmt: skip
+
+
+# 18.4
+def packed_attention(q, k, v, ids, block):
+    """(out (T, H), tiles visited): causal within documents; skips hidden tiles."""
+    (T, H), visited, out = q.shape, 0, np.zeros(q.shape)
+    for start in range(0, T, block):
+        i = np.arange(start, min(start + block, T))
+        m, l, acc = np.full(len(i), -np.inf), np.zeros(len(i)), np.zeros((len(i), H))
+        for first in range(0, T, block):
+            j = np.arange(first, min(first + block, T))
+            seen = (j <= i[:, None]) & (ids[j] == ids[i][:, None])
+            if not seen.any():
+                continue
+            visited += 1
+            s = np.where(seen, q[i] @ k[j].T / np.sqrt(H), -np.inf)
+            m_new = np.maximum(m, s.max(axis=1))
+            reference = np.where(m_new == -np.inf, 0, m_new)
+            alpha, p = np.exp(m - reference), np.exp(s - reference[:, None])
+            l, m = alpha * l + p.sum(axis=1), m_new
+            acc = alpha[:, None] * acc + p @ v[j]
+        out[i] = acc / l[:, None]
+    return out, visited
+
+
+def _packed_cases():
+    one = lambda *values: np.array(values, float)[:, None]
+    by_hand = (one(1, 1, 1, 1), np.log(one(1, 3, 1, 3)), one(4, 8, 0, 4), np.array([0, 0, 0, 1]), 2)
+    cases = [Case("the case worked by hand", by_hand)]
+    random = np.random.default_rng(184)
+    for lengths, H, block, size, about in [
+        ((3, 5), 2, 2, 1, ""),
+        ((4, 4, 4), 3, 4, 1, ""),
+        ((1, 9, 3), 4, 5, 8, ""),
+        ((2, 6, 7), 2, 4, 900, ", large logits"),
+        ((5, 2), 2, 3, -900, ", all logits far below 0"),
+    ]:
+        T = sum(lengths)
+        q, k, v = random.standard_normal((3, T, H))
+        if size < 0:
+            q, k = np.abs(q), 1 + np.abs(k)
+        label = f"documents of {list(lengths)}, H={H}, block={block}{about}"
+        cases.append(Case(label, (size * q, k, v, segment_ids(lengths, T), block)))
+    return cases
+
+
+def _run_quietly(answer, *arguments):
+    with np.errstate(all="ignore"):  # what overflows is told by the verdict
+        return answer(*arguments)
+
+
+SEEN, GUARD = "(j <= i[:, None]) & (ids[j] == ids[i][:, None])", "np.where(m_new == -np.inf, 0, m_new)"
+SKIP = "            if not seen.any():\n                continue\n"
+
+PACKED = Exercise(
+    solution=packed_attention, title="A loop for packed documents", outputs=("out", "visited"), cases=_packed_cases,
+    run=_run_quietly,
+    tried="2 or 3 documents, tiles that cut them, a last tile that is shorter, large logits of both signs",
+    mistakes=(
+        ("keys of other documents are seen", SEEN, "(j <= i[:, None]) & (ids[j] >= 0)",
+         "This is the leak of section 1: a query sees keys of its own number only."),
+        ("later keys are seen", SEEN, "(j >= 0) & (ids[j] == ids[i][:, None])",
+         "The causal mask holds within documents too: both conditions, with `&`."),
+        ("a row that sees no key in its first tile becomes NaN", GUARD, "m_new",
+         "Its maximum is still -inf, and -inf minus -inf is NaN: take 0 for it then, see hint 2."),
+        ("no tile is skipped", SKIP, "", "Where nothing in a tile is seen, go on to the next: see section 3."),
+        ("tiles are skipped for the causal mask alone", "not seen.any()", "first > i[-1]",
+         "Tiles of other documents can be skipped as well: see section 3."),
+        ("a tile is skipped unless all of it is seen", "not seen.any()", "not seen.all()",
+         "Partial tiles must be visited, and masked: see section 3."),
+    ),
+)  # fmt: skip
+
+
+# 18.5
+def products_gradient(p, dp, delta, s, cap):
+    """Gradient of the scaled products, (block_q, block_k). s: logits after the cap."""
+    ds = p * (dp - delta[:, None])
+    return ds * (1 - (s / cap) ** 2)
+
+
+def _cap_cases():
+    one = lambda value: np.array([[value]], float)
+    cases = [Case("the case worked by hand", (one(0.5), one(5), np.array([1.0]), one(1), 2.0))]
+    random = np.random.default_rng(185)
+    for block_q, block_k, cap, size in [(2, 3, 1.5, 1), (4, 2, 50.0, 60), (3, 5, 5.0, 9)]:
+        s = cap * np.tanh(size * random.standard_normal((block_q, block_k)) / cap)
+        dp, delta = random.standard_normal((block_q, block_k)), random.standard_normal(block_q)
+        p = random.random((block_q, block_k))
+        cases.append(Case(f"block_q={block_q}, block_k={block_k}, cap={cap}", (p, dp, delta, s, cap)))
+    return cases
+
+
+FACTOR = "(1 - (s / cap) ** 2)"  # in the solution
+
+CAP = Exercise(
+    solution=products_gradient, title="Back through the cap", outputs=("gradient",), cases=_cap_cases,
+    tried="logits far below the cap and close to it",
+    mistakes=(
+        ("the cap is left out", f" * {FACTOR}", "", "That is the gradient of the capped logits: see section 4."),
+        ("the capped logits are capped once more", FACTOR, "(1 - np.tanh(s / cap) ** 2)",
+         "s is capped already, so s / cap is the tanh: see section 4."),
+        ("the logits are not divided by the cap", FACTOR, "(1 - s**2)",
+         "The derivative is 1 − tanh², and the tanh is s / cap."),
+        ("the square is missing", FACTOR, "(1 - s / cap)", "The derivative of tanh is 1 − tanh²: see section 4."),
+        ("delta is left out", "(dp - delta[:, None])", "dp", "ds = p (dp − delta), as in notebook 06."),
+    ),
+)  # fmt: skip
+
+
+# 18.6
+def add_sinks(out, lse, sinks):
+    """(out, lse) with a sink for each head. out (T, N, H), lse (T, N), sinks (N,)."""
+    new = np.logaddexp(lse, sinks)
+    return out * np.exp(lse - new)[..., None], new
+
+
+def _sink_cases():
+    by_hand = (np.full((1, 1, 1), 8.0), np.array([[math.log(3)]]), np.array([0.0]))
+    cases = [Case("the case worked by hand", by_hand)]
+    random = np.random.default_rng(186)
+    for T, N, H, size, about in [
+        (3, 2, 4, 1, ""),
+        (4, 3, 2, 2, ", a query without a key"),
+        (2, 4, 3, 900, ", far from 0"),
+    ]:
+        out, lse, sinks = random.standard_normal((T, N, H)), random.standard_normal((T, N)), random.standard_normal(N)
+        if "without" in about:
+            out[1], lse[1] = 0, -np.inf
+        level = size * np.where(np.arange(N) % 2, 1, -1)
+        cases.append(Case(f"T={T}, N={N}, H={H}{about}", (out, lse + level, sinks + level)))
+    return cases
+
+
+NEW, SHARE = "np.logaddexp(lse, sinks)", "np.exp(lse - new)[..., None], new"  # in the solution
+
+SINKS = Exercise(
+    solution=add_sinks, title="Add a sink afterwards", outputs=("out", "lse"), cases=_sink_cases, run=_run_quietly,
+    tolerance=1e-4,
+    tried="1 to 4 heads, a query that sees no key, lse far from 0",
+    mistakes=(
+        ("the sum is formed outside of the logarithm, where it overflows", NEW,
+         "np.log(np.exp(lse) + np.exp(sinks))", "`np.logaddexp` adds without leaving the logarithm."),
+        ("the keys get the share of the sink", SHARE, "np.exp(sinks - new)[..., None], new",
+         "The share of the keys is exp(lse) by the new sum: see section 5."),
+        ("lse is left as it was", SHARE, "np.exp(lse - new)[..., None], lse",
+         "The sum has grown by the sink, and lse with it: see section 5."),
+        ("out is not weighted", " * np.exp(lse - new)[..., None]", "",
+         "The sink took its share of the weights away from the keys: see section 5."),
+        ("two logarithms are added as if they were weights", NEW, "lse + sinks",
+         "Both are logarithms. Add what they are logarithms of."),
+    ),
+)  # fmt: skip
+
+
+# 18.7
+def windows_by_head(b, n, i, j):
+    """Whether query i of head n sees key j: the last 16 · 2^n keys, and the first 4."""
+    near = i - j < 16 * 2**n
+    return (j <= i) & (near | (j < 4))
+
+
+def _window_cases():
+    i, j = np.arange(7)[:, None], np.arange(7)
+    cases = [Case("all pairs of 7 tokens, head 0", (0, 0, i, j))]
+    for start, first, n in ((40, 0, 0), (40, 16, 1), (64, 32, 0), (100, 0, 2), (0, 64, 1)):
+        i, j = start + np.arange(24)[:, None], first + np.arange(32)
+        cases.append(Case(f"queries from {start}, keys from {first}, head {n}", (1, n, i, j)))
+    return cases
+
+
+def _run_window(answer, b, n, i, j):
+    seen = np.asarray(answer(b, n, i, j))
+    if seen.dtype != bool:
+        raise Complaint(f"expected booleans, got {seen.dtype}: combine conditions with & and |")
+    return np.broadcast_to(seen, (len(i), len(j))).astype(int)
+
+
+NEAR, BOTH = "i - j < 16 * 2**n", "(j <= i) & (near | (j < 4))"  # in the solution
+
+WINDOW = Exercise(
+    solution=windows_by_head, title="A window for each head", outputs=("seen",), cases=_window_cases, run=_run_window,
+    expected=lambda *arguments: _run_window(windows_by_head, *arguments), tolerance=1e-9,
+    tried="heads 0 to 2, tiles near the diagonal and far from it",
+    mistakes=(
+        ("the first keys are not seen from afar", BOTH, "(j <= i) & near", "The first 4 keys stay visible for all."),
+        ("later keys are seen", BOTH, "near | (j < 4)", "j ≤ i holds for the window and for the first keys."),
+        ("the first keys escape the causal mask", BOTH, "((j <= i) & near) | (j < 4)",
+         "Query 0 must not see key 3: the causal condition holds for both."),
+        ("the window is one key too wide", NEAR, "i - j <= 16 * 2**n",
+         "16 keys, the query's own among them: distances 0 to 15."),
+        ("all heads have the same window", NEAR, "i - j < 16", "Head n has 16 · 2^n keys."),
+    ),
+)  # fmt: skip
+
+EXERCISES = (SEGMENTS, TILE, KINDS, PACKED, CAP, SINKS, WINDOW)
