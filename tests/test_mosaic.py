@@ -75,6 +75,8 @@ CASES = [
     AttentionCase(200, 70, B=2, query_lengths=(150, 200), arguments={"local_window_size": (4, 4)}, dtype="bfloat16"),
     AttentionCase(113, 70, 24, N=4, K=2, dtype="float16", value_size=10.0, arguments={"scale": 3.0}),
     AttentionCase(64, 300, 64, dtype="bfloat16", common=10.0, common_to="runs"),
+    AttentionCase(70, 40, 16, B=1, dtype="float32", common=10.0, common_to="drift", arguments=CAUSAL),
+    AttentionCase(150, 33, 64, B=1, N=4, K=1, dtype="bfloat16", arguments=CAUSAL),  # fewer tiles than stages
     AttentionCase(300, 300, 64, N=8, dtype="float16", common=4.0, common_to="drift", arguments=CAUSAL),
 ]
 

@@ -193,9 +193,11 @@ def backward(call, out, lse, dout, dlse, low=None, *, mends_delta=True, tiles=No
     out (B, T, N, H), lse (B, N, T) float32 and low are what `forward` returned; dout and dlse are the gradients of the
     first two. Beyond inputs and outputs it allocates lse_2 and delta, (B, N, T) in float32, and what `forward` says of
     arrays that are not laid out yet, here with dout and the three gradients, twice where the tiles of the kernels
-    differ. The same input gives the same bits each time. mends_delta: False where out and lse are those of more keys
-    than the call has, as in `ring`: rows of ds add up to dlse over all of the keys only. tiles: two `warp.Tiles`, of dq_kernel and of dkv_kernel,
-    chosen for the problem unless given. interpret: what interprets the kernels on a CPU.
+    differ. The same input gives the same bits each time.
+
+    mends_delta: False where out and lse are those of more keys than the call has, as in `ring`: rows of ds add up to
+    dlse over all of the keys only. tiles: two `warp.Tiles`, of dq_kernel and of dkv_kernel, chosen for the problem
+    unless given. interpret: what interprets the kernels on a CPU.
     """
     problem = call.problem
     delta = (with_low_bits(out, low) * dout.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - dlse
