@@ -306,7 +306,9 @@ class Walk(NamedTuple):
 def walk(needed, whole, group=1):
     """The `Walk` through tiles of the range `needed`, of which those of the range `whole` need no mask."""
     (first, stop), (whole_first, whole_stop) = needed, whole
-    count, rest = whole_stop - whole_first, stop - first - (whole_stop - whole_first)
+    # Where LLVM sees that a loop has one step or two, it counts them by a predicate, and ptxas before CUDA 13.2 then
+    # takes that of a step for that of another (see `helpers.dev.ptxas`). It does not see through a barrier.
+    count, rest = lax.optimization_barrier((whole_stop - whole_first, stop - first - (whole_stop - whole_first)))
 
     def place(step):
         member, turn = jnp.int32(0), step
