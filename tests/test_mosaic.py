@@ -28,7 +28,6 @@ from helpers.attention.mosaic import backward, forward, warp
 from helpers.attention.mosaic.warp import Tiles
 from helpers.attention.problem import check_call
 from helpers.attention.reference import oracle, oracle_gradients
-from helpers.attention.registry import why_not
 from helpers.instruments.races import DETECTING, races
 
 mosaic = functools.partial(flash_attention, implementation="mosaic", return_residual=True)
@@ -284,18 +283,6 @@ def test_lowering_for_cuda(capability, case):
         attend = attention_of(case)
         text = attend.func.trace(*attend.args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu") >= 3 and "triton" not in text.lower()
-
-
-def cuda_device(capability):
-    return mock.Mock(platform="gpu", device_kind="a GPU", compute_capability=capability)
-
-
-def test_wide_heads_before_hopper():
-    """They are refused without TMA, in words that name the limit."""
-    wide, narrow = (check_call(*AttentionCase(16, 16, H, dtype="bfloat16").inputs()[0]) for H in (129, 128))
-    assert "head_dim up to 128, and this is 129" in why_not("mosaic", wide, device=cuda_device("8.9"))
-    assert why_not("mosaic", wide, device=cuda_device("9.0")) is None
-    assert why_not("mosaic", narrow, device=cuda_device("8.0")) is None
 
 
 @pytest.mark.parametrize("H", [64, 160, 192, 256])

@@ -7,7 +7,7 @@ from helpers.attention.differentiate import reverse_mode_only
 from helpers.attention.reference import what_counts
 
 
-def why_not(call, return_residual, device):
+def why_not(call, return_residual):
     """Why cuDNN cannot keep the contract of `flash_attention`, or None where it can."""
     problem = call.problem
     right = problem.band.right

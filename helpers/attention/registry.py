@@ -219,24 +219,12 @@ def _naive(interpret):
     return Kernels(naive_attention, backward, keeping, naive_attention, exact_forward_of_part, backward_of_part)
 
 
-def _why_not_in_pages(call, return_residual, device):
+def _why_not_in_pages(call, return_residual):
     """Why the kernel that reads pages cannot serve a call, or None."""
     lacking = next((feature for feature in call.features if feature in (SOFT_CAP, SINKS, MASK)), None)
     if call.page_table is None or lacking is None:
         return None
     return f"where keys lie in pages it takes no {'causal mask or window' if lacking == MASK else lacking}"
-
-
-def _why_not_by_mma(call, return_residual, device):
-    """Why the kernels by `plgpu.mma` cannot serve a call, or None.
-
-    Where there is no TMA, cp.async copies their tiles, and in that form one call with a head_dim of 226, of many with
-    more than 128, came out wrong on an H100. The reason is not known.
-    """
-    H = call.problem.H
-    if call.page_table is None and H > 128 and (0, 0) < compute_capability(device) < (9, 0):
-        return f"on GPUs before Hopper it takes head_dim up to 128, and this is {H}"
-    return None
 
 
 # The table
@@ -247,16 +235,16 @@ class Backend:
     """An implementation.
 
     serves: the features that it has beyond 16-bit calls in which all queries see all keys, or causally. needs, runs_on:
-    the devices that it runs on, in words and as a function of a device. limits(call, return_residual, device): why it
-    cannot serve a call for another reason, or None. kernels(interpret): its `Kernels`, None where JAX differentiates
-    it. platform: where these are compiled. interpreter: what interprets them on a CPU. alone: whether that interpreter
+    the devices that it runs on, in words and as a function of a device. limits(call, return_residual): why it cannot
+    serve a call for another reason, or None. kernels(interpret): its `Kernels`, None where JAX differentiates it.
+    platform: where these are compiled. interpreter: what interprets them on a CPU. alone: whether that interpreter
     knows one device only, and has side effects that JAX does not let into `checkpoint`, even where they are not used.
     """
 
     serves: tuple
     needs: str
     runs_on: Callable
-    limits: Callable = lambda call, return_residual, device: None
+    limits: Callable = lambda call, return_residual: None
     kernels: Callable | None = None
     platform: str = "default"
     interpreter: object = False
@@ -278,7 +266,6 @@ TABLE = {
         serves=(PAGES, "float32", LENGTHS, WINDOW),
         needs="a CPU or an NVIDIA GPU of compute capability 8.0 (Ampere) or newer",
         runs_on=lambda device: device.platform == "cpu" or compute_capability(device) >= (8, 0),
-        limits=_why_not_by_mma,
         kernels=_mosaic,
         platform="cuda",
         interpreter=plgpu.InterpretGPUParams(),
@@ -321,7 +308,7 @@ def why_not(name, call, return_residual=False, device=None):
         return f"it takes no {lacking}"
     if not backend.runs_on(device):
         return f"it needs {backend.needs}, this is {device.device_kind}"
-    return backend.limits(call, return_residual, device)
+    return backend.limits(call, return_residual)
 
 
 @functools.cache
