@@ -20,6 +20,7 @@ from attention_cases import (
     results_of,
 )
 from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from seeded import seeded
 
 from helpers import flash_attention
@@ -75,6 +76,8 @@ CASES = [
     AttentionCase(200, 70, B=2, query_lengths=(150, 200), arguments={"local_window_size": (4, 4)}, dtype="bfloat16"),
     AttentionCase(113, 70, 24, N=4, K=2, dtype="float16", value_size=10.0, arguments={"scale": 3.0}),
     AttentionCase(64, 300, 64, dtype="bfloat16", common=10.0, common_to="runs"),
+    AttentionCase(70, 40, 16, B=1, dtype="float32", common=10.0, common_to="drift", arguments=CAUSAL),
+    AttentionCase(150, 33, 64, B=1, N=4, K=1, dtype="bfloat16", arguments=CAUSAL),  # fewer tiles than stages
     AttentionCase(300, 300, 64, N=8, dtype="float16", common=4.0, common_to="drift", arguments=CAUSAL),
 ]
 
@@ -92,6 +95,18 @@ def test_float32_by_default():
         mine = jax.tree.leaves(results_of(mosaic, case))
     right = [*oracle(*arrays, **arguments), *oracle_gradients(*arrays, *cotangents(case), **arguments)]
     assert all(relative_error(*pair) < 1e-4 for pair in zip(mine, right, strict=True))
+
+
+def test_delta_takes_up_what_rows_of_ds_miss():
+    """An error of out, put in here for that which the tensor core makes of dp, leaves no trace in float32."""
+    arrays, arguments = AttentionCase(16, 16, 16, B=1, N=1, dtype="float32", arguments=CAUSAL).inputs()
+    call = check_call(*arrays, **arguments)
+    dout, dlse = np.ones_like(arrays[0]), np.zeros((1, 1, 16), np.float32)
+    run = {"interpret": not IS_GPU and plgpu.InterpretGPUParams()}
+    out, lse = forward.forward(call, **run)
+    right = backward.backward(call, out, lse, dout, dlse, mends_delta=False, **run)
+    mended = backward.backward(call, 1.01 * out, lse, dout, dlse, **run)
+    assert all(relative_error(*pair) < 1e-4 for pair in zip(mended, right, strict=True))
 
 
 def test_padding_may_hold_anything():
@@ -268,6 +283,17 @@ def test_lowering_for_cuda(capability, case):
         attend = attention_of(case)
         text = attend.func.trace(*attend.args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu") >= 3 and "triton" not in text.lower()
+
+
+@pytest.mark.parametrize("H", [64, 160, 192, 256])
+def test_tiles_that_cp_async_can_share_out(H):
+    """Blocks of 8 x 64 numbers: four rows of them, or two of two columns, or one of four."""
+    call = check_call(*AttentionCase(100, 130, H, dtype="float32").inputs()[0])
+    with mock.patch.object(utils, "_infer_arch", lambda: AMPERE), jax.default_matmul_precision("highest"):
+        dq, dkv = backward.backward_tiles(call.problem)
+        streaming = forward.forward_tiles(call.problem).block_k, dq.block_k, dkv.block_q
+    columns = warp.padded_head_dim(H) // 64
+    assert all(rows % 32 == 0 or (rows % 16 == 0 and columns % 2 == 0) for rows in streaming)
 
 
 WITHOUT_TRITON = """

@@ -181,7 +181,8 @@ def _mosaic(interpret):
     def exact_forward_of_part(call):
         return (many_queries if call.problem.dtype == jnp.float32 else _exact(keeping))(call)
 
-    return Kernels(forward, backward, keeping, forward, exact_forward_of_part, backward)
+    of_part = functools.partial(backward, mends_delta=False)
+    return Kernels(forward, backward, keeping, forward, exact_forward_of_part, of_part)
 
 
 def _hopper(interpret):

@@ -9,14 +9,16 @@ appendix B.4, arXiv 2205.14135, with the gradient of lse added):
     ds     = p * (dp - delta)
     dv     = p^T do,   dq = scale ds k,   dk = scale ds^T q
 
-    dq_kernel   a tile of queries; loops over the tiles of keys that it sees
+    dq_kernel   a tile of queries; loops over the tiles of keys that it sees. Before it, in float32, another run of it
+                adds up the rows of ds
     dkv_kernel  a tile of keys of one key/value head; loops over the tiles of queries that see it, and over the query
                 heads that share the head, so that their sum stays in registers. It makes p and ds transposed, for
                 what a sum holds can be the left operand of the next product, and no right one
 
 The rows of ds add up to dlse, as exactly as delta is: an error of it comes back in dq, times what the keys have in
 common. So out has all of its float32 bits here (see `low_bits`), and is a mean by the weights as they were rounded for
-p v (see `forward`).
+p v (see `forward`). In float32 that is not enough: the tensor core cuts off bits of dp, for all keys in the same
+direction, of which delta knows nothing. So delta takes up what the sums of the rows of ds are off by.
 
 On an H100 80GB HBM3 (JAX 0.11.2), twelve shapes in bfloat16, they are .94 times as fast as PyTorch's FlashAttention-2,
 in the geometric mean. That has a fused kernel, 5 products for each pair of tiles; the two here have 7.
@@ -25,7 +27,8 @@ Refs, laid out as in `warp` (T' and S' are whole tiles, H' a multiple of 64):
 
     q_ref, do_ref (pieces, B, T', N H')   k_ref, v_ref (pieces, B, S', K H')   lengths_ref (2, B) int32, or None
     lse_ref (B, N, T') lse_2, float32     delta_ref (B, N, T') float32
-    dq_ref (B, T', N H')                  dk_ref, dv_ref (B, S', K H')
+    out_ref (B, T', N H') for dq, or (B, N, T') float32 for the sums of rows of ds
+    dk_ref, dv_ref (B, S', K H')
     staying: of `warp.stay`, q and do in dq_kernel, k and v in dkv_kernel; rings: of `warp.streamed`, the other two
 """
 
@@ -49,6 +52,7 @@ from helpers.attention.mosaic.warp import (
     Tiles,
     along,
     as_operand,
+    fewest_rows,
     fitting,
     full,
     laid_out,
@@ -63,6 +67,7 @@ from helpers.attention.mosaic.warp import (
     staying_tiles,
     store,
     streamed,
+    sums_by_thread,
     taken_up,
     walk,
     whole_tiles,
@@ -71,14 +76,15 @@ from helpers.attention.portable.tiles import LOG2_E
 
 
 def dq_kernel(
-    q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, lengths_ref, dq_ref, staying, rings, *,
-    problem, tiles, interpret,
+    q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, lengths_ref, out_ref, staying, rings, *,
+    problem, tiles, interpret, adds_up=False,
 ):  # fmt: skip
+    """Writes dq of one tile of queries to out_ref, or, where it `adds_up`, the sums of their rows of ds."""
     block_q, block_k, _ = tiles
     pieces, head_padded = q_ref.shape[0], padded_head_dim(problem.H)
     i, n, b = (lax.axis_index(name) for name in "inb")
     if problem.band.right is not None:  # the programs with the most keys come first
-        i = dq_ref.shape[1] // block_q - 1 - i
+        i = q_ref.shape[2] // block_q - 1 - i
     q_start = i * block_q
     rows, head = pl.ds(q_start, block_q), pl.ds(n * head_padded, head_padded)
     lengths = real_lengths(lengths_ref, b, problem)
@@ -94,7 +100,7 @@ def dq_kernel(
     def k_start(step):
         return order.place(step)[1] * block_k
 
-    def one_key_tile(masked, step, operands, dq):
+    def one_key_tile(masked, step, operands, total):
         keys, values = operands
         transposed = lambda refs: load([ref.T for ref in refs], RHS, interpret=interpret)
         queries, gradients = (load(refs, LHS, interpret=interpret) for refs in (q_parts, do_parts))
@@ -105,17 +111,23 @@ def dq_kernel(
             seen = visible(q_start + q_pos, k_start(step) + k_pos, problem.band, *lengths)
             p = jnp.where(seen, p, 0)
         dp = product(gradients, transposed(values), interpret=interpret)
-        ds = as_operand(p * (dp - along(delta, dp.shape, 0)), pieces, q_ref.dtype, interpret=interpret)
-        return product(ds, load(keys, RHS, interpret=interpret), dq, interpret=interpret)
+        ds = p * (dp - along(delta, dp.shape, 0))
+        if adds_up:
+            return total + sums_by_thread(ds)
+        ds = as_operand(ds, pieces, q_ref.dtype, interpret=interpret)
+        return product(ds, load(keys, RHS, interpret=interpret), total, interpret=interpret)
 
     kv_head = pl.ds((n // problem.group) * head_padded, head_padded)
     place = lambda step: (b, pl.ds(k_start(step), block_k), kv_head)
     loops = [(order.whole, functools.partial(one_key_tile, False))]
     if whole is not needed:
         loops.append((order.steps, functools.partial(one_key_tile, True)))
-    zeros = full((block_q, head_padded), 0)
-    dq = streamed([k_ref, v_ref], place, order.steps, rings, ready, loops, zeros)
-    store(dq_ref.at[b, rows, head], (problem.scale * dq).astype(dq_ref.dtype), interpret=interpret)
+    zeros = full((block_q, 8 if adds_up else head_padded), 0)
+    total = streamed([k_ref, v_ref], place, order.steps, rings, ready, loops, zeros)
+    if adds_up:
+        store(out_ref.at[b, n, rows], total.sum(axis=1), interpret=interpret)
+    else:
+        store(out_ref.at[b, rows, head], (problem.scale * total).astype(out_ref.dtype), interpret=interpret)
 
 
 def dkv_kernel(
@@ -175,14 +187,17 @@ def dkv_kernel(
     store(dv_ref.at[b, rows, head], dv.astype(dv_ref.dtype), interpret=interpret)
 
 
-def backward(call, out, lse, dout, dlse, low=None, *, tiles=None, interpret=False):
+def backward(call, out, lse, dout, dlse, low=None, *, mends_delta=True, tiles=None, interpret=False):
     """Gradients of a checked `Call`: (dq, dk, dv) with the shapes and the dtype of its arrays.
 
     out (B, T, N, H), lse (B, N, T) float32 and low are what `forward` returned; dout and dlse are the gradients of the
     first two. Beyond inputs and outputs it allocates lse_2 and delta, (B, N, T) in float32, and what `forward` says of
     arrays that are not laid out yet, here with dout and the three gradients, twice where the tiles of the kernels
-    differ. The same input gives the same bits each time. tiles: two `warp.Tiles`, of dq_kernel and of dkv_kernel,
-    chosen for the problem unless given. interpret: what interprets the kernels on a CPU.
+    differ. The same input gives the same bits each time.
+
+    mends_delta: False where out and lse are those of more keys than the call has, as in `ring`: rows of ds add up to
+    dlse over all of the keys only. tiles: two `warp.Tiles`, of dq_kernel and of dkv_kernel, chosen for the problem
+    unless given. interpret: what interprets the kernels on a CPU.
     """
     problem = call.problem
     delta = (with_low_bits(out, low) * dout.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - dlse
@@ -190,16 +205,20 @@ def backward(call, out, lse, dout, dlse, low=None, *, tiles=None, interpret=Fals
     dq_tiles, dkv_tiles = tiles or backward_tiles(problem)
     q_shape = problem.B, problem.T, problem.N, problem.H
     k_shape = problem.B, problem.S, problem.K, problem.H
-    launch = functools.partial(_launch, call, dout, LOG2_E * lse, delta, interpret)
-    (dq,) = launch(dq_kernel, "inb", dq_tiles, dq_tiles.block_q, dq_tiles.block_k, [q_shape])
-    dk, dv = launch(dkv_kernel, "jkb", dkv_tiles, dkv_tiles.block_k, dkv_tiles.block_q, 2 * [k_shape])
+    launch = functools.partial(_launch, call, dout, LOG2_E * lse, interpret)
+    of_queries = "inb", dq_tiles, dq_tiles.block_q, dq_tiles.block_k, [q_shape]
+    if mends_delta and problem.dtype == jnp.float32:
+        (sums,) = launch(delta, functools.partial(dq_kernel, adds_up=True), *of_queries, adds_up=True)
+        delta += jnp.where(lse == -jnp.inf, 0, sums - dlse)
+    (dq,) = launch(delta, dq_kernel, *of_queries)
+    dk, dv = launch(delta, dkv_kernel, "jkb", dkv_tiles, dkv_tiles.block_k, dkv_tiles.block_q, 2 * [k_shape])
     return dq, dk, dv
 
 
-def _launch(call, dout, lse, delta, interpret, kernel, grid_names, tiles, block, streaming, shapes):
+def _launch(call, dout, lse, interpret, delta, kernel, grid_names, tiles, block, streaming, shapes, adds_up=False):
     """What a kernel writes: arrays of `shapes`, of which each program writes `block` rows of one head.
 
-    streaming: rows of the tiles that pass by.
+    streaming: rows of the tiles that pass by. adds_up: whether it writes one number a row, (B, heads, length) float32.
     """
     problem = call.problem
     (B, length, heads, H), head_padded = shapes[0], padded_head_dim(problem.H)
@@ -207,9 +226,12 @@ def _launch(call, dout, lse, delta, interpret, kernel, grid_names, tiles, block,
     key, value = (laid_out(array, tiles.block_k, call.key_lengths) for array in (call.key, call.value))
     to_whole_tiles = ((0, 0), (0, 0), (0, -problem.T % tiles.block_q))
     whole_length = length + -length % block
-    gradients = plgpu.kernel(
+    written = jax.ShapeDtypeStruct((B, whole_length, heads * head_padded), problem.dtype)
+    if adds_up:
+        written = jax.ShapeDtypeStruct((B, heads, whole_length), jnp.float32)
+    results = plgpu.kernel(
         functools.partial(kernel, problem=problem, tiles=tiles, interpret=bool(interpret)),
-        out_type=[jax.ShapeDtypeStruct((B, whole_length, heads * head_padded), problem.dtype) for _ in shapes],
+        out_type=[written for _ in shapes],
         grid=(whole_length // block, heads, B),
         grid_names=tuple(grid_names),
         scratch_types=[
@@ -219,7 +241,9 @@ def _launch(call, dout, lse, delta, interpret, kernel, grid_names, tiles, block,
         compiler_params=COMPILER_PARAMS,
         interpret=interpret,
     )(query, key, value, do, *(jnp.pad(rows, to_whole_tiles) for rows in (lse, delta)), lengths_of(call))
-    return [taken_up(gradient, length, heads, H) for gradient in gradients]
+    if adds_up:
+        return [sums[:, :, :length] for sums in results]
+    return [taken_up(gradient, length, heads, H) for gradient in results]
 
 
 def backward_tiles(problem):
@@ -230,5 +254,5 @@ def backward_tiles(problem):
     elif head_padded <= 128:
         dq, dkv = Tiles(block_q, 32, 2), Tiles(32, 64, 2)
     else:
-        dq, dkv = Tiles(64, 32, 2), Tiles(16, 64, 2)
+        dq, dkv = Tiles(64, 32, 2), Tiles(fewest_rows(problem), 64, 2)
     return fitting(dq, 2 * dq.block_q, "block_k", problem), fitting(dkv, 2 * dkv.block_k, "block_q", problem)

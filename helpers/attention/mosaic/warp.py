@@ -103,8 +103,8 @@ def split(x, count, dtype):
 
 
 def pairs(count):
-    """Which pieces of two arrays of so many pieces are multiplied with one another."""
-    return [pair for pair in itertools.product(range(count), repeat=2) if sum(pair) < count]
+    """Which pieces of two arrays of so many pieces are multiplied with one another, the largest products first."""
+    return sorted([pair for pair in itertools.product(range(count), repeat=2) if sum(pair) < count], key=sum)
 
 
 def full(shape, value, layout=ACC):
@@ -139,7 +139,13 @@ def load_rows(ref, layout):
 
 
 def product(lefts, rights, acc=None, *, interpret):
-    """acc + a @ b, of the pieces of a (LHS) and of b (RHS); float32 in ACC. acc: zeros where it is None."""
+    """acc + a @ b, of the pieces of a (LHS) and of b (RHS); float32 in ACC. acc: zeros where it is None.
+
+    A tensor core cuts off the last bits of a sum where float32 rounds: errors of one sign, which add up over many
+    tiles. So a product in pieces, which is to be as exact as float32, has a sum of its own before acc is added.
+    """
+    if acc is not None and len(lefts) > 1:
+        return acc + product(lefts, rights, interpret=interpret)
     if acc is None:
         acc = full((lefts[0].shape[0], rights[0].shape[1]), 0)
     for i, j in reversed(pairs(len(lefts))):  # small ones first
@@ -200,6 +206,15 @@ def row_bytes(problem):
     return 2 * pieces_of(problem.dtype) * padded_head_dim(problem.H)
 
 
+def fewest_rows(problem):
+    """The fewest rows of a tile that streams by.
+
+    By cp.async four warps share out its blocks of 8 x 64 numbers: where their columns are no even number, their rows
+    must be a multiple of four.
+    """
+    return 16 if by_tma() or padded_head_dim(problem.H) // HEAD_MULTIPLE % 2 == 0 else 32
+
+
 def fitting(tiles, staying, field, problem):
     """The tiles, or, where shared memory has no room for two of each stage, smaller ones for which it has.
 
@@ -210,7 +225,7 @@ def fitting(tiles, staying, field, problem):
     def cut(room):
         one = tiles
         while 2 * one.stages * getattr(one, field) > room:
-            if one.stages == 1 and getattr(one, field) == 16:
+            if one.stages == 1 and getattr(one, field) == fewest_rows(problem):
                 return None
             smaller = {"stages": 1} if one.stages > 1 else {field: getattr(one, field) // 2}
             one = one._replace(**smaller)
@@ -291,7 +306,9 @@ class Walk(NamedTuple):
 def walk(needed, whole, group=1):
     """The `Walk` through tiles of the range `needed`, of which those of the range `whole` need no mask."""
     (first, stop), (whole_first, whole_stop) = needed, whole
-    count, rest = whole_stop - whole_first, stop - first - (whole_stop - whole_first)
+    # Where LLVM sees that a loop has one step or two, it counts them by a predicate, and ptxas before CUDA 13.2 then
+    # takes that of a step for that of another (see `helpers.dev.ptxas`). It does not see through a barrier.
+    count, rest = lax.optimization_barrier((whole_stop - whole_first, stop - first - (whole_stop - whole_first)))
 
     def place(step):
         member, turn = jnp.int32(0), step
