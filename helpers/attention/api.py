@@ -1,4 +1,47 @@
-"""The public function: check the call, choose an implementation, return what was asked for."""
+"""The public function: check the call, choose an implementation, return what was asked for.
+
+The arguments combine in this order (see `scores`): s = scale q k + bias, then score_mod, then the soft cap, then
+-inf wherever one of the masks hides a key, and exp(sink) in the sum of the softmax. lse counts the sink, and where
+a query sees no key, it is the sink. mask_mod and score_mod are traced with int32 numbers that broadcast, and
+float32 logits; define them once, since each new function is compiled anew. Gradients flow into bias, sinks and
+float score_arrays too; those of bias and score_arrays are made beside the kernels, from all logits once more, but
+never all of them at a time, and summed in the same order each time.
+
+Up to 16 queries, as when text is generated, portable and hopper share one forward pass: the keys are split over
+programs, which write 4 (H + 1) bytes for each part of the keys, query and head, to be merged (`portable.decode`).
+
+Some things are better in portable than in hopper. The dq of portable is the same in each run, to the last bit. Its
+forward pass takes as long for all inputs; hopper's takes longer where logits are far above those of the first keys.
+And in portable bfloat16 values below 1e-20 keep all of their digits.
+
+Where keys and values have a large part in common, dq of cudnn in 16 bits can be off by more than itself. Here, as
+recorded on an H100, its error is at most 1.2 times naive attention's in portable and 2 times in hopper; in float16
+after 4096 keys, with a mean of 10 and of 30 standard deviations, 2.5 and 6.4 times in hopper. With one to seven
+queries that of hopper is up to 180 times naive attention's, and up to 0.11 of dq. To come this close, the forward
+pass of hopper and tpu, where it is differentiated, keeps 2 B T N H bytes more, the low bits of out.
+
+Precision: on a GPU the factors of float32 products are rounded to TF32, 11 significant bits, as everywhere in JAX,
+unless `jax.default_matmul_precision("highest")` is set around the call or the jit that traces it. With TF32, dq
+and dk of a row that sees one key only are not quite the zero that they should be: what is left is the rounding of
+dout value^T. The kernels multiply logits by log2 e before the largest is subtracted, which rounds float32 logits
+once more: beside the error of the logits themselves, out has a relative error of up to 5e-8 times the largest
+logit (4e-5 near 2000), and dq, where the keys of a row have much in common, one of up to 5e-5 times it.
+
+In `jax.checkpoint` the residuals can be saved by name, so that the forward pass runs once (but not in the reference):
+`policy=jax.checkpoint_policies.save_only_these_names(*helpers.attention.api.RESIDUALS)`.
+
+Many devices: under jit a call is split over the batch and the heads as its arrays are, and no array is gathered
+for that; where there are fewer key heads than devices to split them, every device needs all of its batch's.
+Sequences are gathered; `ring_attention` leaves them split. On a mesh with explicit axes the result is split as
+query is, and in `jax.shard_map` each device attends to its own part. (The reference's split is XLA's choice.)
+
+Platforms: which kernels run is settled when a program is compiled, so one trace serves a CPU and a GPU. For
+`jax.export` say disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name)], name "__gpu$xla.gpu.triton"
+for portable and "mosaic_gpu_v2" for hopper, since JAX does not promise that later versions run them. From a
+machine without a GPU, name the implementation: None is the reference there. Of these, hopper can be exported for
+"cuda" alone; and what is split under jit cannot be exported, unlike a `jax.shard_map`. Where B, T or S are
+symbols, None is the reference too, which alone serves them.
+"""
 
 import functools
 
@@ -61,69 +104,31 @@ def flash_attention(
       score_mod: a function (s, b, n, i, j, *arrays) -> s that changes scaled logits.
       score_arrays: pairs of an array and its axes, such as (slopes, "n") and (positions, "bi"), float or int32: what
         score_mod gets as arrays.
-      block_mask: what `helpers.attention.masking.block_mask` made of this mask and this mask_mod, for calls that share
-        them; it is believed. None makes it anew where a kernel wants it.
+      block_mask: of `masking.block_mask`, for calls that share mask and mask_mod; it is believed. None makes it anew.
       implementation: "reference" (naive, the whole matrix in memory), "portable" (the Pallas kernels: compiled on an
         NVIDIA GPU from Ampere on, interpreted on a CPU), "mosaic" (kernels in Pallas Mosaic GPU, which JAX keeps, for
         the same GPUs; a CPU interprets them, for one device), "hopper" (kernels for NVIDIA's Hopper GPUs, 16-bit inputs
         without lengths or windows; a CPU of 16 cores or with PJRT_NPROC=16 interprets them, for one device), "tpu"
-        (kernels for Google's TPUs, which have been compiled for v5e and v6e and run nowhere but in the interpreter; a
-        CPU interprets them, for one device), "cudnn" (handed to `jax.nn`, where it can serve the call), or None:
-        hopper on such a GPU for what it serves, otherwise portable on an NVIDIA GPU from Ampere on, tpu on a TPU,
-        reference elsewhere. Some things are better in portable than in hopper. Its dq is the same in each run, to the
-        last bit. Its forward pass takes as long for all inputs; hopper's takes longer where logits are far above those
-        of the first keys. And in portable bfloat16 values below 1e-20 keep all of their digits.
+        (kernels for Google's TPUs, compiled for v5e and v6e and run in the interpreter alone, for one device), "cudnn"
+        (handed to `jax.nn`, where it can serve the call), or None: hopper on such a GPU for what it serves, otherwise
+        portable on an NVIDIA GPU from Ampere on, tpu on a TPU, reference elsewhere.
       return_residual: also return the log-sum-exp of the scaled logits.
 
     Returns:
-      out, with the shape and dtype of query; with return_residual, (out, lse), where lse is a
-      natural logarithm, float32, of shape (B, T, N) or (T, N). Sums are float32 whatever the
-      dtype, so logits and `S * max|value|` must stay within the range of float32. A query that sees
-      no key gets out = 0 and lse = -inf (at which `jax.debug_infs` stops where lse is asked for).
+      out, with the shape and dtype of query; with return_residual, (out, lse), where lse is a natural logarithm,
+      float32, of shape (B, T, N) or (T, N). Sums are float32 whatever the dtype, so logits and `S * max|value|` must
+      stay within the range of float32. A query that sees no key gets out = 0 and lse = -inf (at which
+      `jax.debug_infs` stops where lse is asked for).
 
     Raises:
       TypeError, ValueError: an argument is not as described; the message names it.
       NotImplementedError: the chosen implementation cannot serve this call, or has no such derivative; it says why.
 
-    All of these combine, in this order (see `scores`): s = scale q k + bias, then score_mod, then the soft cap, then
-    -inf wherever one of the masks hides a key, and exp(sink) in the sum of the softmax. lse counts the sink, and where
-    a query sees no key, it is the sink. mask_mod and score_mod are traced with int32 numbers that broadcast, and
-    float32 logits; define them once, since each new function is compiled anew. Gradients flow into bias, sinks and
-    float score_arrays too; those of bias and score_arrays are made beside the kernels, from all logits once more, but
-    never all of them at a time, and summed in the same order each time.
-
-    Up to 16 queries, as when text is generated, portable and hopper share one forward pass: the keys are split over
-    programs, which write 4 (H + 1) bytes for each part of the keys, query and head, to be merged (`portable.decode`).
-
     Gradients flow into query, key and value from out and from lse, and a query that sees no key passes none. The
     kernels have reverse-mode first derivatives; the reference has all. The algorithm is FlashAttention-2, arXiv
-    2307.08691. In `jax.checkpoint` the residuals can be saved by name, so that the forward pass runs once (but not in
-    the reference): `policy=jax.checkpoint_policies.save_only_these_names(*helpers.attention.api.RESIDUALS)`.
+    2307.08691.
 
-    Where keys and values have a large part in common, dq of cudnn in 16 bits can be off by more than itself. Here, as
-    recorded on an H100, its error is at most 1.2 times naive attention's in portable and 2 times in hopper; in float16
-    after 4096 keys, with a mean of 10 and of 30 standard deviations, 2.5 and 6.4 times in hopper. With one to seven
-    queries that of hopper is up to 180 times naive attention's, and up to 0.11 of dq. To come this close, the forward
-    pass of hopper and tpu, where it is differentiated, keeps 2 B T N H bytes more, the low bits of out.
-
-    Precision: on a GPU the factors of float32 products are rounded to TF32, 11 significant bits, as everywhere in JAX,
-    unless `jax.default_matmul_precision("highest")` is set around the call or the jit that traces it. With TF32, dq
-    and dk of a row that sees one key only are not quite the zero that they should be: what is left is the rounding of
-    dout value^T. The kernels multiply logits by log2 e before the largest is subtracted, which rounds float32 logits
-    once more: beside the error of the logits themselves, out has a relative error of up to 5e-8 times the largest
-    logit (4e-5 near 2000), and dq, where the keys of a row have much in common, one of up to 5e-5 times it.
-
-    Many devices: under jit a call is split over the batch and the heads as its arrays are, and no array is gathered
-    for that; where there are fewer key heads than devices to split them, every device needs all of its batch's.
-    Sequences are gathered; `ring_attention` leaves them split. On a mesh with explicit axes the result is split as
-    query is, and in `jax.shard_map` each device attends to its own part. (The reference's split is XLA's choice.)
-
-    Platforms: which kernels run is settled when a program is compiled, so one trace serves a CPU and a GPU. For
-    `jax.export` say disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name)], name "__gpu$xla.gpu.triton"
-    for portable and "mosaic_gpu_v2" for hopper, since JAX does not promise that later versions run them. From a
-    machine without a GPU, name the implementation: None is the reference there. Of these, hopper can be exported for
-    "cuda" alone; and what is split under jit cannot be exported, unlike a `jax.shard_map`. Where B, T or S are
-    symbols, None is the reference too, which alone serves them.
+    More on precision, devices and the order of arguments stands in the docstring of the module.
     """
     call = check_call(
         query,

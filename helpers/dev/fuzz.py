@@ -21,20 +21,18 @@ import math
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
 from helpers import flash_attention, paged_attention
-from helpers.attention.extras import Extras
-from helpers.attention.masking import Band, visible
-from helpers.attention.problem import FEW_QUERIES, Call, Problem
+from helpers.attention.problem import FEW_QUERIES
 from helpers.attention.registry import TABLE
 from helpers.dev import kinds, rounding, workers
 from helpers.dev.measuring import commit_here
+from helpers.dev.trial import Trial
 
 PATIENCE = 180.0  # seconds after which a call hangs
 UNJUDGED = 0.05  # the largest part of calls of which nothing may be said
@@ -48,152 +46,6 @@ EXTRAS = ("bias", "mask", "sinks", "mask_mod", "score_mod")
 FILL = ("nan", "inf", "-inf")  # in places that must not matter
 MOST_A_GPU = 13  # processes that have enough of its memory
 SHRUNK, SHRINK_SECONDS = 3, 90.0  # failures that are made smaller, and the time for each
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One call: its shapes, dtype and arguments, how its inputs are drawn, and what is asked of the result.
-
-    T, S, H, N, K, B, dtype, scale and is_causal as in `problem.Problem` and `flash_attention`.
-    window: (left, right). query_lengths, key_lengths: tuples of B integers; what lies behind is `padding`.
-    padding, unseen: "nan", "inf" or "-inf"; unseen is what dout and dlse hold in rows that see nothing, and None
-      where those are numbers like others.
-    kinds: of inputs, as in `kinds`; without any they are standard normal.
-    lse_gradient: whether lse gets a gradient as well.
-    way: "jit" (one program), "eager" (none around it) or "vmap" (over the batch).
-    precision: of float32 products, as `jax.default_matmul_precision` takes it.
-    page: positions of a page, in which the keys lie in any order; 0 if they do not.
-    offset: causal_offset. documents: in each row, 0 where nobody counts them. soft_cap as logits_soft_cap.
-    extras: some of `EXTRAS`, drawn from the seed.
-    """
-
-    T: int
-    S: int
-    H: int = 64
-    N: int = 1
-    K: int = 1
-    B: int = 1
-    dtype: str = "bfloat16"
-    is_causal: bool = False
-    window: tuple | None = None
-    query_lengths: tuple | None = None
-    key_lengths: tuple | None = None
-    scale: float | None = None
-    padding: str = "nan"
-    unseen: str | None = None
-    kinds: tuple = ()
-    lse_gradient: bool = False
-    way: str = "jit"
-    precision: str = "highest"
-    page: int = 0
-    implementation: str | None = None
-    seed: int = 0
-    offset: int = 0
-    documents: int = 0
-    soft_cap: float | None = None
-    extras: tuple = ()
-
-    def __str__(self):
-        own = [f for f in fields(self) if f.default is not getattr(self, f.name) and f.default != getattr(self, f.name)]
-        return "dict(" + ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in own) + ")"
-
-    @property
-    def call(self):
-        """The `Call` without its arrays, by which an implementation says what it serves."""
-        scale = 1 / math.sqrt(self.H) if self.scale is None else self.scale
-        band, functions = Band.of(self.is_causal, self.window, self.offset), self._functions
-        shape = self.B, self.T, self.S, self.N, self.K, self.H
-        functions = functions.get("mask_mod"), functions.get("score_mod")
-        problem = Problem(*shape, jnp.dtype(self.dtype), scale, band, self.soft_cap, *functions)
-        arrays = [
-            self.lengths.get(name) for name in ("bias", "mask", "query_segment_ids", "key_value_segment_ids", "sinks")
-        ]
-        return Call(problem, None, None, None, self.query_lengths, self.key_lengths, extras=Extras(*arrays))
-
-    @property
-    def arguments(self):
-        """The keyword arguments of the call that are no arrays."""
-        named = {"scale": self.scale, "is_causal": self.is_causal, "local_window_size": self.window}
-        return named | {"causal_offset": self.offset, "logits_soft_cap": self.soft_cap} | self._functions
-
-    @property
-    def may_be_mapped(self):
-        """Whether it is the same entry by entry of the batch."""
-        return not (self.extras or self.documents)
-
-    @property
-    def _functions(self):
-        slopes = np.float32(2.0 ** -np.arange(1, self.N + 1))
-        alibi = {"score_mod": minus_distance, "score_arrays": ((slopes, "n"),)}
-        return ({"mask_mod": stripes} if "mask_mod" in self.extras else {}) | (
-            alibi if "score_mod" in self.extras else {}
-        )
-
-    @property
-    def lengths(self):
-        """Its keyword arguments that are arrays."""
-        named = {"query_seq_lengths": self.query_lengths, "key_value_seq_lengths": self.key_lengths}
-        named = {name: np.array(lengths, np.int32) for name, lengths in named.items() if lengths is not None}
-        random = np.random.default_rng([self.seed, 2])
-        if self.documents:
-            ids = lambda length: np.sort(random.integers(0, self.documents, (self.B, length), np.int32), axis=1)
-            named |= {"query_segment_ids": ids(self.T), "key_value_segment_ids": ids(self.S)}
-        sizes = [size if random.random() < 0.5 else 1 for size in (self.B, self.N, self.T, self.S)]
-        tables = {
-            "bias": lambda: random.standard_normal(sizes, np.float32),
-            "mask": lambda: random.random(sizes) < 0.6,
-            "sinks": lambda: 2 * random.standard_normal(self.N, np.float32),
-        }
-        return named | {name: table() for name, table in tables.items() if name in self.extras}
-
-    def inputs(self):
-        """(query, key, value) and (dout, dlse)."""
-        random = np.random.default_rng([self.seed, self.T, self.S, self.H])
-        query, dout = random.standard_normal((2, self.B, self.T, self.N, self.H))
-        key, value = random.standard_normal((2, self.B, self.S, self.K, self.H))
-        dlse = random.standard_normal((self.B, self.T, self.N)).astype(np.float32) * self.lse_gradient
-        arrays = {"query": query, "key": key, "value": value, "dout": dout}
-        problem = self.call.problem
-        arrays = kinds.apply(self.kinds, arrays, problem.scale, self.dtype, self.seed)
-        query, key, value, dout = (arrays[name] for name in ("query", "key", "value", "dout"))
-        for row in range(self.B):
-            T, S = (
-                longest if lengths is None else lengths[row]
-                for longest, lengths in ((self.T, self.query_lengths), (self.S, self.key_lengths))
-            )
-            query[row, T:] = key[row, S:] = value[row, S:] = float(self.padding)
-            if self.unseen:
-                seen = visible(np.arange(self.T)[:, None], np.arange(self.S), problem.band, T, S).any(axis=1)
-                dout[row, ~seen] = dlse[row, ~seen] = float(self.unseen)
-        query, key, value, dout = (array.astype(jnp.dtype(self.dtype)) for array in (query, key, value, dout))
-        return (query, key, value), (dout, dlse)
-
-    def pages(self, key, value):
-        """Keys and values in pages, and the table: pages in any order, wrong where no key is."""
-        random = np.random.default_rng(self.seed)
-        each = -(-self.S // self.page)
-        used, unused = self.B * each, 3
-        table = random.permutation(used + unused)[:used].reshape(self.B, each).astype(np.int32)
-        scattered = []
-        for array in (key, value):
-            missing = each * self.page - self.S
-            padded = np.pad(array, ((0, 0), (0, missing), (0, 0), (0, 0)), constant_values=np.nan)
-            pages = np.full((used + unused, self.page, *array.shape[2:]), np.nan, array.dtype)
-            pages[table.ravel()] = padded.reshape(used, *pages.shape[1:])
-            scattered.append(pages)
-        lengths = np.array(self.key_lengths or self.B * (self.S,))
-        wrong = random.choice([-7, used + unused, 2**31 - 1], table.shape)
-        return *scattered, np.where(np.arange(each) * self.page < lengths[:, None], table, wrong).astype(np.int32)
-
-
-def stripes(b, n, i, j):
-    """Of tiles of 48 keys, for each 64 queries two of three, and in the second batch entry on, the first keys."""
-    return ((i // 64 + j // 48 + n) % 3 != 0) | (j < 8 * b)
-
-
-def minus_distance(s, b, n, i, j, slopes):
-    """ALiBi (arXiv 2108.12409)."""
-    return s - slopes * jnp.abs(i - j)
 
 
 def legal(trial):
