@@ -72,8 +72,11 @@ EQUAL = {
     "6.5": {
         "(np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)) → (np.zeros_like(q), np.zeros_like(v), np.zeros_like(k))": (
             "k and v have one shape"
-        )
+        ),
+        "k → v": "k and v have one shape",
+        "v → k": "k and v have one shape",
     },
+    "7.2": {"every sum → mean": "a word of the docstring"},
     "7.5": {"0 → 1": EMPTY, "0 → -1": EMPTY},
     "8.4": {"-1 → 1": TWO_AXES, "0 → -1": "an axis of length one has one entry, the last"},
     "9.1": {"0 → 1": "any inputs will do for the warm-up", "0 → -1": "any inputs will do for the warm-up"},
@@ -88,7 +91,12 @@ EQUAL = {
         "pool // warpgroups → pool / warpgroups": WHOLE,
     },
     "10.3": {change: ROUNDED_AWAY for change in ("232448 → 232449", "1280 → 1279")},
-    "10.5": {"start // programs → start / programs": WHOLE},
+    "10.5": {
+        "start // programs → start / programs": WHOLE,
+        "start // programs % 2 == 1 and len(turn) == programs → start // programs % 2 == 1": (
+            "a last turn that is not full may be dealt from either end"
+        ),
+    },
     "11.1": {"block_k // 2 → block_k / 2": WHOLE},
     "12.4": {"fused < split → fused <= split": NO_TIE},
     "12.5": {"block_q // 2 → block_q / 2": WHOLE},
@@ -104,7 +112,8 @@ EQUAL = {
     "14.2": {"i - r → i + r": "the ring turned the other way, in which all shares come past as well"},
     "14.3": {"np.zeros → np.ones": NEVER_READ},
     "14.4": {"share // 2 → share / 2": WHOLE},
-    "15.1": {"jnp.zeros → jnp.ones": NEVER_READ},
+    "15.1": {"jnp.zeros → jnp.ones": NEVER_READ, "every zeros → ones": NEVER_READ},
+    "15.3": {"32 // itemsize → 32 / itemsize": WHOLE},
     "18.4": {
         "np.zeros → np.ones": "a start with weight 0, or overwritten",
         "every zeros → ones": "a start with weight 0, or overwritten",
