@@ -101,7 +101,7 @@ def flash_attention(
       causal_offset: an integer; with is_causal, query i sees keys j <= i + causal_offset, and local_window_size counts
         from i + causal_offset. S - T lets the last query see the last key.
       mask_mod: a function (b, n, i, j) -> booleans that says whether in batch entry b query i of head n sees key j.
-      score_mod: a function (s, b, n, i, j, *arrays) -> s that changes scaled logits.
+      score_mod: a function of s, b, n, i, j and score_arrays that gives new logits for scaled logits s.
       score_arrays: pairs of an array and its axes, such as (slopes, "n") and (positions, "bi"), float or int32: what
         score_mod gets as arrays.
       block_mask: of `masking.block_mask`, for calls that share mask and mask_mod; it is believed. None makes it anew.
