@@ -323,7 +323,9 @@ def decode_attention(query, key, value, lengths, parts=4, block_k=64):
         lse_ref[...] = m + jnp.log(l)
 
     keys_padded = parts * tiles_of_a_part * block_k
-    all_keys = pl.BlockSpec((None, keys_padded, None, head_padded), lambda i, j, b: (b, 0, i, 0))
+    of_head = lambda i, j, b: (b, 0, i, 0)
+    of_part = lambda i, j, b: (b, i, j, 0, 0)
+    all_keys = pl.BlockSpec((None, keys_padded, None, head_padded), of_head)
     outs, lses = pl.pallas_call(
         kernel,
         grid=(K, parts, B),
@@ -334,7 +336,7 @@ def decode_attention(query, key, value, lengths, parts=4, block_k=64):
             pl.BlockSpec((None,), lambda i, j, b: (b,)),
         ],
         out_specs=[
-            pl.BlockSpec((None, None, None, rows, head_padded), lambda i, j, b: (b, i, j, 0, 0)),
+            pl.BlockSpec((None, None, None, rows, head_padded), of_part),
             pl.BlockSpec((None, None, None, rows), lambda i, j, b: (b, i, j, 0)),
         ],
         out_shape=[
