@@ -34,7 +34,7 @@ def paged_attention(
         in any order and in several rows. Entries past the end of a sequence do not matter.
       lengths: int32 (B,), the tokens of each sequence; 0 is a sequence without any.
       scale: a Python number; None means 1 / sqrt(H).
-      is_causal, local_window_size, logits_soft_cap, sinks: as in `flash_attention`, where query i stands at
+      is_causal, local_window_size, logits_soft_cap, sinks: as in `flash_attention`.
       causal_offset: an integer: query i stands at position i + causal_offset of its sequence. None means that the
         queries are the last of each sequence, so that the last one sees all of it.
       implementation: "reference" (gathers the cache), "portable" (a Pallas kernel that reads it in place: compiled on
