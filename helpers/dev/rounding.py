@@ -114,10 +114,9 @@ def answers(query, key, value, dout, dlse=None, *, tf32=False, **arguments):
     of_kept += np.where(np.abs(out) < float(limits.smallest_normal), smallest**2 / 12, 0)  # few bits are kept of those
     of_delta += (of_kept * do**2).sum(axis=-1, keepdims=True)
     of_delta += (4 * operand + (keys / (2 * STEP)) ** 2 * float32) * delta**2
-    # What is too small for the dtype may count as 0: ds, and the weight that it is a multiple of.
-    of_ds = p**2 * of_dp + (of_s + rounded) * ds**2 + least * (1 + (centred + added) ** 2)
-
-    of_ds, ds, bent = slope**2 * of_ds + of_slope * ds**2, slope * ds, slope * p  # now of scaled products
+    # What is too small for the dtype may count as 0: the weight of which ds is a multiple, and ds of scaled products.
+    of_ds = p**2 * of_dp + (of_s + rounded) * ds**2 + least * (centred + added) ** 2
+    of_ds, ds, bent = slope**2 * of_ds + of_slope * ds**2 + least, slope * ds, slope * p
     dq, dk, dv = problem.scale * (ds @ k), problem.scale * (turned(ds) @ q), turned(p) @ do
     of_dq = problem.scale**2 * (product(ds, of_ds, k, S) + of_delta * (bent @ k) ** 2 + of_lse * (ds @ k) ** 2)
     of_dk = problem.scale**2 * product(turned(ds), turned(of_ds + bent**2 * of_delta + of_lse * ds**2), q, T)
