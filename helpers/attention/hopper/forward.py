@@ -18,7 +18,8 @@ from helpers.attention.hopper.forward_kernel import Refs, RoundedOut, RunningMax
 from helpers.attention.hopper.guess import HEADROOM, MOST, Guess
 from helpers.attention.hopper.ring import Ring
 from helpers.attention.hopper.table import tuned_tiles
-from helpers.attention.hopper.warpgroup import NUM_SMS, SWIZZLED, padded_head_dim
+from helpers.attention.hopper.ptx import SWIZZLED
+from helpers.attention.hopper.warpgroup import NUM_SMS, padded_head_dim
 from helpers.attention.masking import Band
 
 
