@@ -172,8 +172,8 @@ FAULTS = [
         "helpers/attention/registry.py",
         ("programs are persistent in a ring", "hopper_forward.forward, is_persistent=False", "hopper_forward.forward, is_persistent=True"),
         ("the low bits of out do not reach the backward pass", "*(low or [None]))", "None)"),
-        ("hopper is chosen on a newer card", 'compute_capability(device) == (9, 0)', 'compute_capability(device) >= (9, 0)'),
-        ("portable needs a Hopper card", 'device.platform == "cpu" or compute_capability(device) >= (8, 0),\n        limits=_why_not_in_pages', 'device.platform == "cpu" or compute_capability(device) >= (9, 0),\n        limits=_why_not_in_pages'),
+        ("hopper is chosen on a newer GPU", 'compute_capability(device) == (9, 0)', 'compute_capability(device) >= (9, 0)'),
+        ("portable needs a Hopper GPU", 'device.platform == "cpu" or compute_capability(device) >= (8, 0),\n        limits=_why_not_in_pages', 'device.platform == "cpu" or compute_capability(device) >= (9, 0),\n        limits=_why_not_in_pages'),
         ("the device is that of the machine, not of the arrays", "    device = device_of(call.query)\n    if", "    device = device_of(None)\n    if"),
         ("a query that sees no key passes what arrives", "call.of_seeing_rows(lse, call.query, *gradients)", "call.arrays[0], *gradients"),
         ("too few threads are found when a program is lowered for a GPU", "    if not isinstance(call.query, jax.core.Tracer):\n        raise error", "    raise error"),
@@ -183,7 +183,7 @@ FAULTS = [
         "helpers/attention/device.py",
         ("a minor version is lost", "return int(major), int(minor)", "return int(major), 0"),
         ("settings of the caller reach the kernels", "with jax.enable_x64(False), jax.disable_jit(False):", "with jax.disable_jit(False):"),
-        ("an AMD card is taken for one of NVIDIA", 'if device.platform != "gpu" or "." not in capability:', 'if "." not in capability:'),
+        ("an AMD GPU is taken for one of NVIDIA", 'if device.platform != "gpu" or "." not in capability:', 'if "." not in capability:'),
         ("an array on the CPU is thought to be on the GPU", "if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):", "if isinstance(array, jax.core.Tracer):"),
     ),
     *_of(
@@ -246,7 +246,7 @@ FAULTS = [
         ("tiles may have twice the shared memory that there is", "gpu.capability) > gpu.shared_memory:", "gpu.capability) > 2 * gpu.shared_memory:"),
         ("a block of 24 is accepted", "or block & (block - 1):", "or False:"),
         ("lengths past the end are not cut", "jnp.minimum(length_ref[...], longest)", "length_ref[...]"),
-        ("the table of the card is not looked at", "tiles = Tiles(*(row[name] for name in Tiles._fields)) if row else", "tiles ="),
+        ("the table of the GPU is not looked at", "tiles = Tiles(*(row[name] for name in Tiles._fields)) if row else", "tiles ="),
         ("a causal call takes the row of a full one", "problem.band.right == 0))", "problem.band.right != 0))"),
         ("the sum of a product is 16-bit", "return lax.dot(a, b, preferred_element_type=jnp.float32)", "return lax.dot(a, b).astype(jnp.float32)"),
     ),
@@ -296,7 +296,7 @@ FAULTS = [
         ("a wrong table leads out of the pages", "number = jnp.clip(number, 0, pages - 1)", "number = number + 0"),
         ("a page begins where the last one ended", "(cols % page)[:, None]", "(cols % pages)[:, None]"),
         ("every part has one tile of keys at least, and not 256 keys", "int(seen) // FEWEST_KEYS", "int(seen)"),
-        ("the table of the card is not looked at", "Launch(*(row[name] for name in Launch._fields)) if row else DEFAULTS", "DEFAULTS"),
+        ("the table of the GPU is not looked at", "Launch(*(row[name] for name in Launch._fields)) if row else DEFAULTS", "DEFAULTS"),
         ("parts come from the length and not from what is seen", "key_tiles(0, problem.T, 1, problem.band, problem.T, problem.S)", "key_tiles(0, problem.T, 1, type(problem.band)(), problem.T, problem.S)"),
     ),
     *_of(
@@ -483,7 +483,7 @@ FAULTS = [
     ),
     *_of(
         "helpers/instruments/roofline.py",
-        ("the roof is the higher of the bounds", "return min(card.matrix_rate, intensity * card.bandwidth)", "return max(card.matrix_rate, intensity * card.bandwidth)"),
+        ("the roof is the higher of the bounds", "return min(gpu.matrix_rate, intensity * gpu.bandwidth)", "return max(gpu.matrix_rate, intensity * gpu.bandwidth)"),
     ),
     *_of(
         "helpers/instruments/on_chip.py",

@@ -232,14 +232,14 @@ def test_rows_of_the_tuner_keep_to_the_schema_and_are_the_fastest(monkeypatch):
         monkeypatch.setattr(tune, name, value)
     monkeypatch.setattr(tune, "DECODED", ((1, 48), (2, 48)))
     table, sweep = tune.tune_decode((64,), (jnp.bfloat16,))
-    header = {"card": "NVIDIA Test", "versions": {}, "commit": "abc", "date": "2026-01-01", "tiles": [], "sweep": []}
+    header = {"gpu": "NVIDIA Test", "versions": {}, "commit": "abc", "date": "2026-01-01", "tiles": [], "sweep": []}
     results.check(header | {"decode": table, "decode_sweep": sweep}, results.TILES_FILE)
     assert [(row["block_r"], row["in_pages"]) for row in table] == [(16, False), (32, False), (64, False), (16, True)]
     assert table[0] == {"in_pages": False, "itemsize": 2, "head_padded": 64, "block_r": 16} | best._asdict()
     assert table[1]["per_processor"] == 2 and table[3]["per_processor"] == 3
 
 
-def test_a_card_with_a_table_uses_it(monkeypatch, tmp_path):
+def test_a_gpu_with_a_table_uses_it(monkeypatch, tmp_path):
     row = {"in_pages": False, "itemsize": 2, "head_padded": 128, "block_r": 16} | Launch(32, 1, 4, 3)._asdict()
     monkeypatch.setattr(tables, "TUNED", tmp_path)
     (tmp_path / "nvidia_unheard_of.json").write_text(json.dumps({"decode": [row]}))

@@ -473,9 +473,9 @@ def main(arguments=None):
     machine = Machine.here(options.commit, **dict(given.split("=", 1) for given in options.versions))
     top = ceilings()
     print(f"ceilings: matmul {top['matmul_tflops']:.0f} TFLOP/s, copy {top['copy_gbps']:.0f} GB/s", flush=True)
-    path = results.RESULTS / f"{results.slug(machine.card)}.json"
+    path = results.RESULTS / f"{results.slug(machine.gpu)}.json"
     if options.decode:
-        found = results.read(machine.card) | {"decode": decode_part(machine, top, note)}
+        found = results.read(machine.gpu) | {"decode": decode_part(machine, top, note)}
         results.write(found, path, results.FILE)
         return 0
     # The shapes that lessons quote come first, so that a slow machine still has them.

@@ -1,6 +1,6 @@
 """Recorded measurements: one JSON file a GPU, read by the notebooks, written by the benchmark.
 
-    card       name of the GPU, as its driver gives it
+    gpu        name of the GPU, as its driver gives it
     versions   of driver, CUDA, JAX, cuDNN, Python
     commit, date
     ceilings   matmul_tflops, copy_gbps: a large bf16 product and a large copy in the same run
@@ -12,7 +12,7 @@
                copy_gbps and `records`, see DECODE; it may be missing
     notes      what could not be measured, and why
 
-The tuner's table stands beside the kernels, in attention/tuned/<card>.json:
+The tuner's table stands beside the kernels, in attention/tuned/<gpu>.json:
 
     tiles          the fastest for each portable kernel, see TILES
     sweep          everything that was tried, with its time in `ms` by the host's clock; it may be empty
@@ -24,9 +24,9 @@ The tuner's table stands beside the kernels, in attention/tuned/<card>.json:
     kept           {part: header} of what stands there from an earlier run, when only a part was tuned
 
 Other records are of one experiment each, and what they hold says what it is: ring attention on several GPUs
-(<card>_ring.json), gradients where keys and values have a part in common (<card>_common_part.json), forward kernels
-that run on every GPU from Ampere on (<card>_mma.json), what was tried on the way to a kernel and not kept
-(<card>_variants.json), the kernels of notebooks 16 and 17 on a GPU (<card>_triton.json, <card>_cuda.json) and what
+(<gpu>_ring.json), gradients where keys and values have a part in common (<gpu>_common_part.json), forward kernels
+that run on every GPU from Ampere on (<gpu>_mma.json), what was tried on the way to a kernel and not kept
+(<gpu>_variants.json), the kernels of notebooks 16 and 17 on a GPU (<gpu>_triton.json, <gpu>_cuda.json) and what
 they print without one (triton_shown.json, cuda_shown.json), and what the compiler for TPUs says of kernels
 (tpu_compile.json).
 """
@@ -83,7 +83,7 @@ PASSES = {
     "backward": [{"fused"}, {"dkv", "dq"}],
     "deterministic backward": [{"dkv", "dq"}],
 }
-_header = _fields(text="card date commit", parts="versions")
+_header = _fields(text="gpu date commit", parts="versions")
 FILE = Schema(
     _header | _fields(parts="ceilings", rows="records ladder memory notes"),
     {"records": RECORD, "ladder": RUNG, "memory": MEMORY},
@@ -150,9 +150,9 @@ def write(results, path, schema=None):
     print(f"wrote {path.name}")
 
 
-def read(card="NVIDIA H200"):
+def read(gpu="NVIDIA H200"):
     """The recorded results of a GPU; FileNotFoundError where there are none."""
-    results = _read(RESULTS / f"{slug(card)}.json")
+    results = _read(RESULTS / f"{slug(gpu)}.json")
     check(results)
     return results
 
@@ -161,9 +161,9 @@ def _read(path):
     return json.loads(path.read_text())
 
 
-def read_tiles(card="NVIDIA H200"):
+def read_tiles(gpu="NVIDIA H200"):
     """The tuner's table of a GPU; FileNotFoundError where there is none."""
-    table = _read(tables.path_of(card))
+    table = _read(tables.path_of(gpu))
     check(table, TILES_FILE)
     return table
 

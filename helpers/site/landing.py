@@ -26,7 +26,7 @@ def picture(recorded, width=4.8, height=3.4):
     width and height in inches. The letters are large, for the picture shrinks with the screen.
     """
     rate, top = rates(recorded), recorded["ceilings"]["matmul_tflops"]
-    title = f"Forward pass of attention, {recorded['card']}"
+    title = f"Forward pass of attention, {recorded['gpu']}"
     figure, axes = style.subplots(width=width, height=height)
     figure.get_layout_engine().set(w_pad=0.15, h_pad=0.12)
     for row, (name, words) in enumerate(BARS.items()):

@@ -107,7 +107,7 @@ def why_not(implementation, dtype="bfloat16", S=16, K=2, H=64, lengths=False, re
 
 def run_line(recorded):
     versions = ", ".join(f"{name} {version}" for name, version in recorded["versions"].items())
-    return f"{recorded['card']}, {recorded['date']}, commit {recorded['commit']}; {versions}"
+    return f"{recorded['gpu']}, {recorded['date']}, commit {recorded['commit']}; {versions}"
 
 
 def find(records, which, T, H, is_causal, dtype="bfloat16"):
@@ -156,7 +156,7 @@ def conclusion(recorded):
         said.append(f"faster than {name} in {won}: they are {' and '.join(ranges)}.")
     shares = [100 * ratio for which in PASSES for ratio in _ratios(records, which, "portable", "hopper")]
     return (
-        f"On an {recorded['card']} in bfloat16, the Hopper kernels of this series are {said[0]} They are {said[1]} "
+        f"On an {recorded['gpu']} in bfloat16, the Hopper kernels of this series are {said[0]} They are {said[1]} "
         f"The portable kernels, which run on any NVIDIA GPU from Ampere on, reach {min(shares):.0f} to "
         f"{max(shares):.0f} per cent of the speed of the Hopper kernels."
     )
