@@ -47,7 +47,7 @@ def with_a_table(monkeypatch, tmp_path):
     """On a GPU with the table above."""
     monkeypatch.setattr(tables, "TUNED", tmp_path)
     monkeypatch.setattr(tables, "this_gpu", lambda: "NVIDIA Test")
-    results.write(tiles_file(hopper=TABLE, hopper_sweep=[]), tmp_path / "nvidia_test.json", results.TILES_FILE)
+    results.write(tiles_file(hopper=TABLE, hopper_sweep=[]), tmp_path / "nvidia_test.json")
     yield
     tables.rows_by.cache_clear()
 
@@ -100,20 +100,6 @@ def test_the_deterministic_form_is_split_whatever_the_table(with_a_table):
             assert dq_tiles is not None
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"pass": "deterministic backward"}, r"hopper\[0\]: deterministic backward has no kernels \['fused'\]"),
-        ({"pass": "backwards"}, "backwards has no kernels"),
-        ({"up_to": "all"}, "up_to is 'all', expected int or NoneType"),
-        ({"tiles": {"fused": FUSED._asdict() | {"stages": 2.0}}}, "tiles: fused: stages is 2.0"),
-    ],
-)
-def test_a_broken_row_is_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        results.check(tiles_file(hopper=[TABLE[2] | change], hopper_sweep=[]), results.TILES_FILE)
-
-
 # The tuner
 
 
@@ -129,7 +115,7 @@ def test_candidates_ask_for_no_more_registers_than_there_are(H):
         assert len(own) >= 4 and len(pairs) >= 6
 
 
-def test_rows_of_the_tuner_keep_to_the_schema(monkeypatch):
+def test_rows_of_the_tuner(monkeypatch):
     """With invented times: each candidate is faster than the one before."""
     monkeypatch.setattr(tune, "LENGTHS", {2048: 16, None: 32})
     monkeypatch.setattr(tune, "TOKENS", 32)
@@ -138,7 +124,6 @@ def test_rows_of_the_tuner_keep_to_the_schema(monkeypatch):
     times = lambda function, choices, *_: ({choice: 1 / n for n, choice in enumerate(choices, 1)},) * 2
     monkeypatch.setattr(tune, "times_of_choices", times)
     hopper, sweep = tune.tune_hopper((64, 128))
-    results.check(tiles_file(hopper=hopper, hopper_sweep=sweep), results.TILES_FILE)
     assert len(hopper) == 2 * 2 * 2 * 3  # head dims, masks, lengths, passes
     last = tune.hopper_forward_candidates(64)[-1]
     assert forward.Tiles(**hopper[0]["tiles"]["forward"]) == last

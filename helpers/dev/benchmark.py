@@ -476,7 +476,7 @@ def main(arguments=None):
     path = results.RESULTS / f"{results.slug(machine.gpu)}.json"
     if options.decode:
         found = results.read(machine.gpu) | {"decode": decode_part(machine, top, note)}
-        results.write(found, path, results.FILE)
+        results.write(found, path)
         return 0
     # The shapes that lessons quote come first, so that a slow machine still has them.
     cases = sorted([*GRID, TUTORIAL, *GROUPED], key=lambda case: (case.T != 4096 and case != TUTORIAL, case.dtype))
@@ -487,7 +487,7 @@ def main(arguments=None):
     print(f"{time.perf_counter() - began:.0f} s, and decoding")
     found |= {"decode": decode_part(machine, top, note)}
     found |= {"memory": memory_records(note)}  # last: JAX keeps what it took, and processes that compile want some too
-    results.write(machine.header() | found | {"notes": note}, path, results.FILE)
+    results.write(machine.header() | found | {"notes": note}, path)
     return 0
 
 

@@ -313,7 +313,7 @@ def main(arguments=None):
         for row in found[PARTS[part][0]]:
             print(" ".join(f"{value!s:>9}" for value in row.values()))
     table = merged(machine.header(), found, earlier)
-    results.write(table, tables.path_of(machine.gpu), results.TILES_FILE)
+    results.write(table, tables.path_of(machine.gpu))
     return 0
 
 
