@@ -16,8 +16,6 @@ NOTEBOOK ?=
 # show of it. Where no address is given, the site has none of these buttons.
 REPOSITORY ?=
 REVISION ?= main
-# Where the site will stand, for example https://owner.github.io/name/: with it, a link to a page shows a picture.
-SITE_ADDRESS ?=
 
 .PHONY: help setup lab fresh lesson test test-all test-oldest mutation notebooks figures lint site site-setup site-test colab gpu gpu-test gpu-fuzz gpu-bench gpu-tune gpu-compile tpu-compile cuda triton
 
@@ -70,7 +68,7 @@ site-setup:
 		--disable-pip-version-check --constraint .venv-site/constraints.txt --editable '.[site]' && touch .venv-site/with-site; }
 
 site: site-setup ## build the series as pages to read, in site/
-	@.venv-site/bin/python -m helpers.site --repository "$(REPOSITORY)" --revision "$(REVISION)" --address "$(SITE_ADDRESS)"
+	@.venv-site/bin/python -m helpers.site --repository "$(REPOSITORY)" --revision "$(REVISION)"
 
 site-test: site-setup ## build the site and look at every page of it, in a browser where there is one
 	@$(ON_CPU) .venv-site/bin/python -m pytest tests/test_site.py -rs $(ARGS)

@@ -1,7 +1,6 @@
 """Attention of few queries over many keys, in place and in pages, against the oracle."""
 
 import functools
-import importlib
 import itertools
 import json
 from dataclasses import replace
@@ -30,9 +29,7 @@ from helpers.attention.portable.decode import (
 from helpers.attention.portable.tiles import Gpu, Tiles, shared_bytes
 from helpers.attention.problem import Call, Problem, check_call
 from helpers.attention.reference import oracle
-from helpers.dev import decoding, tune
-from helpers.dev.measuring import compile_together
-from helpers.instruments.timing import Timing
+from helpers.dev import tune
 
 INTERPRET = jax.default_backend() == "cpu"
 UNTUNED = Gpu(None, (9, 0), 227 * 1024)
@@ -246,37 +243,6 @@ def test_a_gpu_with_a_table_uses_it(monkeypatch, tmp_path):
     assert select_splits(problem, gpu=gpu) == Splits(16, 32, 1, 4, 3 * 132 // 8)
     assert select_splits(problem, True, gpu)[1:4] == DEFAULTS[2, True][:3]
     assert select_splits(other, gpu=gpu)[1:4] == DEFAULTS[2, False][:3]
-
-
-def test_the_benchmark_measures_what_is_right_and_notes_the_rest(monkeypatch):
-    right, notes = decoding.CONTIGUOUS["xla"], []
-    implementations = {"flash_attention": decoding.CONTIGUOUS["flash_attention"], "right": right}
-    implementations["wrong"] = lambda case: lambda *arrays: 1.05 * right(case)(*arrays)
-    implementations["absent"] = lambda case: importlib.import_module("no_such_module")
-
-    def of_torch(case):
-        """Arrays of NumPy stand in for those of PyTorch."""
-        if case.page:
-            return importlib.import_module("no_such_module")
-        return lambda *arrays: np.asarray(right(case)(*arrays)), np.asarray, jnp.asarray, lambda: None
-
-    monkeypatch.setattr(decoding, "CONTIGUOUS", implementations)
-    monkeypatch.setattr(decoding, "PAGED", {"paged_attention": decoding.PAGED["paged_attention"]})
-    monkeypatch.setattr(decoding, "OF_TORCH", {"of torch": of_torch})
-    monkeypatch.setattr(decoding, "rotation", lambda _: 2)
-    timed = lambda programs: {name: Timing(2.0, 0.1, 1.0, 9) for name in programs}
-    for page, names in ((0, ["flash_attention", "right", "of torch"]), (16, ["paged_attention"])):
-        case = decoding.Decode(2, 64, page, N=4, K=2, H=16)
-        compiled = compile_together(decoding.parts([case]), notes.append)
-        records = decoding.measure(case, notes.append, compiled, timed)
-        assert [record["implementation"] for record in records] == names, notes
-        assert records[0]["gbps"] == pytest.approx(2 * 2 * 64 * 2 * 16 * 2 / 1e-3 / 1e9)
-    assert (
-        "no_such_module" in notes[0]
-        and "wrong by 4.8e-02" in notes[1]
-        and "of torch: could not be imported" in notes[2]
-        and len(notes) == 3
-    )
 
 
 @pytest.mark.parametrize("start", [3, np.int32(3), jnp.int32(0)], ids=["later", "NumPy", "traced or an array"])

@@ -1,7 +1,6 @@
 """The measuring tools, without a GPU: statistics on a fake clock, refusals, the tables of tiles."""
 
 import dataclasses
-import functools
 import itertools
 import json
 
@@ -100,43 +99,9 @@ def test_a_wrong_kernel_is_reported_and_never_timed():
     assert any("backward: wrong_dv: wrong: dv has a relative error" in note for note in notes)
 
 
-def test_a_wrong_rung_is_reported_and_never_timed():
-    timed, notes = [], []
-    time_programs = lambda programs: timed.append(list(programs)) or fixed_times(programs)
-
-    def rungs(case):
-        attention = implementations.ours("reference")(case)
-
-        def gradients(query, key, value, out, lse, dout, factor=1.0):
-            assert out.shape == query.shape and lse.shape == (SMALL.B, SMALL.N, SMALL.T)
-            dq, dk, dv = jax.vjp(attention, query, key, value)[1](dout)
-            return dq, factor * dk, dv
-
-        return {
-            ("first kernel", "forward", "right"): attention,
-            ("first kernel", "forward", "wrong"): slightly_wrong(case),
-            ("first kernel", "forward", "raises"): raises(ValueError),
-            ("second kernel", "backward", "wrong dk"): functools.partial(gradients, factor=1.05),
-            ("second kernel", "backward", "right"): gradients,
-            ("third kernel", "forward", "wrong"): slightly_wrong(case),
-        }
-
-    found = benchmark.ladder_records([SMALL], notes.append, rungs, time_programs)
-    assert timed == [["right"], ["right"]] and len(notes) == 4
-    assert [entry["kernel"] for entry in found] == ["first kernel", "second kernel"]
-    assert found[1]["tflops"] == pytest.approx(2.5 * found[0]["tflops"])
-
-
 def test_nan_is_wrong():
     right = benchmark.right_answer(SMALL, benchmark.inputs_of(SMALL))
     assert "wrong" in benchmark.complaint(SMALL, "forward", [jnp.full((1, 128, 2, 64), jnp.nan)], right)
-
-
-def raises(error):
-    def make(*_):
-        raise error
-
-    return make
 
 
 def test_without_a_gpu_that_serves_the_commands_say_so(monkeypatch, capsys):

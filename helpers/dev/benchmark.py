@@ -314,7 +314,7 @@ def _hopper_form(query, key, value, out, lse, dout, *, tiles, is_causal):
     return hopper_backward.backward(call, out, lse, dout, jnp.zeros_like(lse), tiles=tiles)
 
 
-def ladder_records(cases, note, rungs=rungs, time_programs=time_together, processes=0):
+def ladder_records(cases, note, processes=0):
     """One entry for each of a case's `rungs`; wrong ones are noted and not timed."""
     parts, records = {}, []
 
@@ -336,7 +336,7 @@ def ladder_records(cases, note, rungs=rungs, time_programs=time_together, proces
         makers = {name: functools.partial(Program, *stages, [inputs]) for name, stages in found.items()}
         wrong = lambda _, found: complaint(case, which, jax.tree.leaves(found), right)  # noqa: B023
         programs = right_ones(makers, wrong, note, *about)
-        for name, timing in time_programs(programs).items() if programs else ():
+        for name, timing in time_together(programs).items() if programs else ():
             ms = milliseconds(timing)
             rung = {"kernel": kernel, "name": name, "H": case.H, "T": case.T, "is_causal": case.is_causal}
             records.append(rung | {"device_ms": ms, "spread": timing.spread, "tflops": case.flops(which) / ms / 1e9})

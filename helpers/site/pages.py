@@ -72,7 +72,6 @@ def write(stage, repository, revision):
         (generated / name).write_text(text + "\n", encoding="utf-8")
     for name, figure in pictures(recorded).items():
         figure.savefig(stage / "figures" / name, dpi=2 * figure.dpi)
-    landing.picture(recorded, width=6, height=3.15).savefig(stage / "static" / "preview.png", dpi=200)
 
 
 def table(head, rows):
