@@ -16,10 +16,8 @@ NOTEBOOK ?=
 # show of it. Where no address is given, the site has none of these buttons.
 REPOSITORY ?=
 REVISION ?= main
-# Where the site will stand, for example https://owner.github.io/name/: with it, a link to a page shows a picture.
-SITE_ADDRESS ?=
 
-.PHONY: help setup lab fresh lesson test test-all test-oldest mutation notebooks figures lint site site-setup site-test colab gpu gpu-test gpu-memcheck gpu-fuzz gpu-bench gpu-tune gpu-compile tpu-compile cuda triton
+.PHONY: help setup lab fresh lesson test test-all test-oldest mutation notebooks figures lint site site-setup site-test colab gpu gpu-test gpu-fuzz gpu-bench gpu-tune gpu-compile tpu-compile cuda triton
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -70,7 +68,7 @@ site-setup:
 		--disable-pip-version-check --constraint .venv-site/constraints.txt --editable '.[site]' && touch .venv-site/with-site; }
 
 site: site-setup ## build the series as pages to read, in site/
-	@.venv-site/bin/python -m helpers.site --repository "$(REPOSITORY)" --revision "$(REVISION)" --address "$(SITE_ADDRESS)"
+	@.venv-site/bin/python -m helpers.site --repository "$(REPOSITORY)" --revision "$(REVISION)"
 
 site-test: site-setup ## build the site and look at every page of it, in a browser where there is one
 	@$(ON_CPU) .venv-site/bin/python -m pytest tests/test_site.py -rs $(ARGS)
@@ -82,16 +80,13 @@ gpu: setup ## add CUDA to the environment, on a machine with an NVIDIA GPU
 	@$(IN_VENV) -m pip install --disable-pip-version-check --constraint "$(VENV)/constraints.txt" --editable '.[test,gpu]'
 
 # Processes beside each other compile on all cores, and share the memory of the GPU.
-GPU_TESTS = tests/test_on_gpu.py tests/test_portable.py tests/test_footprint.py \
+GPU_TESTS = tests/test_on_gpu.py tests/test_portable.py \
 	tests/test_reference.py tests/test_api.py tests/test_in_use.py tests/test_decode.py tests/test_ring.py
 gpu-test: setup ## run the kernels' tests on the GPU of this machine
 	@XLA_PYTHON_CLIENT_PREALLOCATE=false $(IN_VENV) -m pytest -n 8 --dist worksteal $(GPU_TESTS) -rs $(ARGS)
 
 gpu-fuzz: setup ## compare random calls on the GPU of this machine with float64 arithmetic
 	@$(IN_VENV) -m helpers.dev.fuzz $(ARGS)
-
-gpu-memcheck: setup ## watch every memory access of the kernels on the GPU with NVIDIA's compute-sanitizer
-	@compute-sanitizer --error-exitcode 1 $(IN_VENV) -m helpers.dev.memcheck $(ARGS)
 
 gpu-bench: setup ## measure the kernels on the GPU of this machine, next to cuDNN and installed peers
 	@$(IN_VENV) -m helpers.dev.benchmark $(ARGS)

@@ -2,19 +2,15 @@
 
     python -m helpers.notebooks execute [--anew] [03 …]
 
-Executing an unchanged notebook again changes no byte of it: what differs from the last commit by chance
-is kept. That is asked of a cell that is the same as there, after cells that are the same. Text differs by chance where
-`nbval-ignore-output` excuses the cell, as its timings do. Pictures show timings and rounding errors too, and their
-pixels do not tell. So, as long as nothing in `helpers` and no version was edited since that commit, such outputs are
-kept, and the cells are named where more than numbers differ; otherwise they are kept if no more than numbers differ.
-`--anew` keeps nothing, and nothing is kept of a notebook that git does not know.
+Executing an unchanged notebook again changes no byte of it, as long as nothing in `helpers` and no version was edited
+since the last commit: a cell that is the same as there, after cells that are the same, keeps its outputs if it prints
+the same, and if `nbval-ignore-output` excuses it in any case. Timings and rounding errors differ by chance, and the
+pixels of a picture do not tell. `--anew` keeps nothing, and nothing is kept of a notebook that git does not know.
 """
 
 import argparse
 import base64
-import io
 import os
-import re
 import subprocess
 import sys
 import time
@@ -22,7 +18,6 @@ from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
-from PIL import Image
 
 from helpers import clock, series
 from helpers.plots.style import compact_png
@@ -34,11 +29,10 @@ CELL_TIMEOUT_S = 120
 WIDGET = "application/vnd.jupyter.widget-view+json"
 MADE_FROM = ("helpers", "constraints.txt", "pyproject.toml")  # what a notebook depends on, besides its own cells
 IGNORED = "nbval-ignore-output"
-NUMBER = re.compile(r"(?<![\w.])[+-]?\d+(,\d{3})*(\.\d+)?(e[+-]?\d+)?(?![\d.]*\d)")  # and no version, such as 2.5.5
 
 
 def execute(path, anew=False):
-    """Run a notebook on the CPU and write it back, normalised, with old outputs where it can. Returns what to say."""
+    """Run a notebook on the CPU and write it back, normalised, with old outputs where it can."""
     notebook = nbformat.read(path, as_version=4)
     committed = _git(path.parent, "show", f"HEAD:./{path.name}")
     os.environ |= {"JAX_PLATFORMS": "cpu", "OPENBLAS_NUM_THREADS": "1", clock.OFF: "1"}
@@ -52,14 +46,12 @@ def execute(path, anew=False):
     ).execute()
     number = path.stem.split("_")[0]
     normalise(notebook, number)
-    kept = []
-    if committed and not anew:
+    if committed and not anew and not _git(ROOT, "status", "--porcelain", *MADE_FROM):
         before = nbformat.reads(committed, as_version=4)
         normalise(before, number)
-        kept = keep_outputs(before, notebook, by_chance=not _git(ROOT, "status", "--porcelain", *MADE_FROM))
+        keep_outputs(before, notebook)
     text = nbformat.writes(notebook) + "\n"
     replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
-    return f"kept the outputs of {', '.join(kept)}, though the new ones differ; --anew takes them" if kept else ""
 
 
 def normalise(notebook, number):
@@ -98,42 +90,20 @@ def normalise(notebook, number):
                     output.data["image/png"] = base64.b64encode(png).decode()
 
 
-def keep_outputs(before, notebook, by_chance=True):
-    """Give an executed notebook its outputs from before, where sources are the same and results differ by chance.
-
-    by_chance: whether pictures, and outputs that are excused, can differ in no other way. Returns the ids of cells
-    whose outputs were kept though more than numbers differ.
-    """
-    differ = []
+def keep_outputs(before, notebook):
+    """Give an executed notebook its outputs from before, where sources and, unless excused, what they print agree."""
     old_cells, new_cells = ([cell for cell in each.cells if cell.cell_type == "code"] for each in (before, notebook))
     for old, new in zip(old_cells, new_cells, strict=False):
         if old.source != new.source:
             break
-        excused = IGNORED in new.metadata.get("tags", ())
-        texts, new_texts = (list(_texts(cell.outputs, excused)) for cell in (old, new))
-        drawn, new_drawn = (list(_drawn(cell.outputs)) for cell in (old, new))
-        same = texts == new_texts and drawn == new_drawn
-        if same or (by_chance and (excused or texts == new_texts)):
+        if IGNORED in new.metadata.get("tags", ()) or _texts(old.outputs) == _texts(new.outputs):
             new.outputs = old.outputs
-            differ += [] if same else [new.id]
-    return differ
 
 
-def _texts(outputs, excused):
-    """What outputs are and say, without pictures, and without numbers where those are excused."""
-    for output in outputs:
-        yield output.output_type, output.get("name")
-        for kind, content in sorted(output.get("data", {"text/plain": output.get("text")}).items()):
-            text = str(content) if kind != "image/png" else ""
-            yield kind, re.sub(" +", " ", NUMBER.sub("0", text)) if excused else text
-
-
-def _drawn(outputs):
-    """The pictures in outputs: their pixels, and what else is said of them."""
-    for output in outputs:
-        if "image/png" in output.get("data", {}):
-            image = Image.open(io.BytesIO(base64.b64decode(output.data["image/png"]))).convert("RGB")
-            yield image.size, image.tobytes(), output.get("metadata")
+def _texts(outputs):
+    """What outputs are and say, without pictures and what is said of them."""
+    said = (output.get("data", {"text/plain": output.get("text")}) for output in outputs)
+    return [{kind: text for kind, text in each.items() if kind != "image/png"} for each in said]
 
 
 def _git(folder, *arguments):
@@ -158,8 +128,8 @@ def main(arguments=None):
     replace(README, lambda new: new.write_text(series.fill(README.read_text("utf-8"), "notebooks/"), encoding="utf-8"))
     for path in paths or sorted(NOTEBOOKS.glob("*.ipynb")):
         began = time.perf_counter()
-        said = execute(path, options.anew)
-        print(f"{path.name}: {time.perf_counter() - began:.0f} s{said and ', ' + said}", file=sys.stderr)
+        execute(path, options.anew)
+        print(f"{path.name}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,6 @@ import os
 
 project = "Flash attention in Pallas"
 author = "the authors of the series"
-description = (
-    "Derive flash attention, program it in NumPy, and take its GPU kernels apart in JAX Pallas: a course in notebooks."
-)
 html_title = project
 language = "en"
 
@@ -40,9 +37,6 @@ html_favicon = "static/favicon.svg"
 html_show_sourcelink = False
 html_scaled_image_link = False  # every picture is a link already
 copybutton_selector = "div.highlight:not(.output *) pre"
-
-# Where the site will stand, if that is known. The picture of a link needs it, whose address must be a whole one.
-html_baseurl = os.environ.get("SITE_ADDRESS", "")
 
 # Words by which readers look for what a notebook teaches under another name, for the search.
 search_words = {

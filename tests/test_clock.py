@@ -34,24 +34,3 @@ def test_a_slow_cell_says_for_how_long_and_then_nothing(shown):
     count = len(shown)
     time.sleep(0.2)
     assert len(shown) == count
-
-
-@pytest.mark.parametrize("off", [False, True])
-def test_it_watches_a_notebook_once_and_none_that_is_executed_for_its_outputs(off, monkeypatch):
-    class Shell:
-        def __init__(self):
-            self.events, self.registered = self, []
-
-        def register(self, name, function):
-            self.registered.append(name)
-
-    shell = Shell()
-    monkeypatch.setattr(clock, "get_ipython", lambda: shell)
-    monkeypatch.setenv(clock.OFF, "1")
-    if not off:
-        monkeypatch.delenv(clock.OFF)
-    clock.watch()
-    clock.watch()
-    assert shell.registered == ([] if off else ["pre_run_cell", "post_run_cell"])
-    monkeypatch.setattr(clock, "get_ipython", lambda: None)
-    clock.watch()

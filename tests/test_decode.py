@@ -1,7 +1,6 @@
 """Attention of few queries over many keys, in place and in pages, against the oracle."""
 
 import functools
-import importlib
 import itertools
 import json
 from dataclasses import replace
@@ -30,10 +29,7 @@ from helpers.attention.portable.decode import (
 from helpers.attention.portable.tiles import Gpu, Tiles, shared_bytes
 from helpers.attention.problem import Call, Problem, check_call
 from helpers.attention.reference import oracle
-from helpers.dev import decoding, tune
-from helpers.dev.measuring import compile_together
-from helpers.instruments import results
-from helpers.instruments.timing import Timing
+from helpers.dev import tune
 
 INTERPRET = jax.default_backend() == "cpu"
 UNTUNED = Gpu(None, (9, 0), 227 * 1024)
@@ -218,7 +214,7 @@ def test_a_derivative_is_refused_where_there_is_none():
 # What the tuner and the benchmark make of it
 
 
-def test_rows_of_the_tuner_keep_to_the_schema_and_are_the_fastest(monkeypatch):
+def test_rows_of_the_tuner_are_the_fastest(monkeypatch):
     best = Launch(64, 4, 2, 3)
 
     def compile_all(function, choices, arrays):
@@ -231,15 +227,13 @@ def test_rows_of_the_tuner_keep_to_the_schema_and_are_the_fastest(monkeypatch):
     for name, value in {"compile_all": compile_all, "device_times": times, "random_arrays": arrays}.items():
         monkeypatch.setattr(tune, name, value)
     monkeypatch.setattr(tune, "DECODED", ((1, 48), (2, 48)))
-    table, sweep = tune.tune_decode((64,), (jnp.bfloat16,))
-    header = {"card": "NVIDIA Test", "versions": {}, "commit": "abc", "date": "2026-01-01", "tiles": [], "sweep": []}
-    results.check(header | {"decode": table, "decode_sweep": sweep}, results.TILES_FILE)
+    table, _ = tune.tune_decode((64,), (jnp.bfloat16,))
     assert [(row["block_r"], row["in_pages"]) for row in table] == [(16, False), (32, False), (64, False), (16, True)]
     assert table[0] == {"in_pages": False, "itemsize": 2, "head_padded": 64, "block_r": 16} | best._asdict()
     assert table[1]["per_processor"] == 2 and table[3]["per_processor"] == 3
 
 
-def test_a_card_with_a_table_uses_it(monkeypatch, tmp_path):
+def test_a_gpu_with_a_table_uses_it(monkeypatch, tmp_path):
     row = {"in_pages": False, "itemsize": 2, "head_padded": 128, "block_r": 16} | Launch(32, 1, 4, 3)._asdict()
     monkeypatch.setattr(tables, "TUNED", tmp_path)
     (tmp_path / "nvidia_unheard_of.json").write_text(json.dumps({"decode": [row]}))
@@ -249,43 +243,6 @@ def test_a_card_with_a_table_uses_it(monkeypatch, tmp_path):
     assert select_splits(problem, gpu=gpu) == Splits(16, 32, 1, 4, 3 * 132 // 8)
     assert select_splits(problem, True, gpu)[1:4] == DEFAULTS[2, True][:3]
     assert select_splits(other, gpu=gpu)[1:4] == DEFAULTS[2, False][:3]
-
-
-def test_the_benchmark_measures_what_is_right_and_notes_the_rest(monkeypatch):
-    right, notes = decoding.CONTIGUOUS["xla"], []
-    implementations = {"flash_attention": decoding.CONTIGUOUS["flash_attention"], "right": right}
-    implementations["wrong"] = lambda case: lambda *arrays: 1.05 * right(case)(*arrays)
-    implementations["absent"] = lambda case: importlib.import_module("no_such_module")
-
-    def of_torch(case):
-        """Arrays of NumPy stand in for those of PyTorch."""
-        if case.page:
-            return importlib.import_module("no_such_module")
-        return lambda *arrays: np.asarray(right(case)(*arrays)), np.asarray, jnp.asarray, lambda: None
-
-    monkeypatch.setattr(decoding, "CONTIGUOUS", implementations)
-    monkeypatch.setattr(decoding, "PAGED", {"paged_attention": decoding.PAGED["paged_attention"]})
-    monkeypatch.setattr(decoding, "OF_TORCH", {"of torch": of_torch})
-    monkeypatch.setattr(decoding, "rotation", lambda _: 2)
-    timed = lambda programs: {name: Timing(2.0, 0.1, 1.0, 9) for name in programs}
-    for page, names in ((0, ["flash_attention", "right", "of torch"]), (16, ["paged_attention"])):
-        case = decoding.Decode(2, 64, page, N=4, K=2, H=16)
-        compiled = compile_together(decoding.parts([case]), notes.append)
-        records = decoding.measure(case, notes.append, compiled, timed)
-        assert [record["implementation"] for record in records] == names, notes
-        assert records[0]["gbps"] == pytest.approx(2 * 2 * 64 * 2 * 16 * 2 / 1e-3 / 1e9)
-        part = {"commit": "", "date": "", "versions": {}, "copy_gbps": 1.0}
-        part |= {"records": [record | {"of_copy": 1.0} for record in records]}
-        results.check(results.read() | {"decode": part})
-        del records[0]["gbps"]
-        with pytest.raises(ValueError, match=r"decode: records\[0\]: gbps is missing"):
-            results.check(results.read() | {"decode": part | {"records": records}})
-    assert (
-        "no_such_module" in notes[0]
-        and "wrong by 4.8e-02" in notes[1]
-        and "of torch: could not be imported" in notes[2]
-        and len(notes) == 3
-    )
 
 
 @pytest.mark.parametrize("start", [3, np.int32(3), jnp.int32(0)], ids=["later", "NumPy", "traced or an array"])

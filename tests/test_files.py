@@ -65,6 +65,21 @@ def test_no_file_holds_an_index_or_a_machine_path():
             assert [word for word in words if word in text] == [], path
 
 
+# What a folder of helpers may import: itself and those before it.
+FOLDERS = ("attention", "instruments", "plots", "exercises", "dialects", "site", "dev")
+
+
+def test_every_file_says_what_it_is_for_and_imports_run_one_way():
+    for path in (path for path in tracked_files() if path.suffix in (".py", ".cu", ".hpp", ".sh")):
+        assert path.read_text(encoding="utf-8").startswith(('"""', "//", "#")), path
+    for place, folder in enumerate(FOLDERS):
+        after = re.compile(
+            rf"^ *(?:from|import) helpers(?:\.| import )(?:{'|'.join(FOLDERS[place + 1 :])})\b", re.MULTILINE
+        )
+        for path in (ROOT / "helpers" / folder).rglob("*.py"):
+            assert place + 1 == len(FOLDERS) or not after.search(path.read_text(encoding="utf-8")), path
+
+
 def test_an_installed_series_has_every_file_that_is_read():
     """Beside code, a wheel holds what package-data names; the set-up script is for a clone only.
 

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import io
-import itertools
 import json
 import re
 from types import SimpleNamespace
@@ -54,52 +53,27 @@ def forms(trial, wanted):
 KINDS = {
     "far more keys than queries": lambda t: t.S > 50 * t.T,
     "far more queries than keys": lambda t: t.T > 50 * t.S,
-    "one query": lambda t: t.T == 1,
     "few queries, very many keys": lambda t: t.T <= 16 and t.S > 5000,
     "one more than tiles of 64": lambda t: t.S % 64 == 1,
     "an odd head": lambda t: t.H % 2,
-    "the widest head": lambda t: t.H == 256,
     "a group for all": lambda t: t.N > t.K == 1,
-    "more work than a GPU has processors": lambda t: t.B * t.N > 132,
-    "causal": lambda t: t.is_causal,
-    "a scale": lambda t: t.scale is not None,
     "a negative scale": lambda t: (t.scale or 0) < 0,
     "a gradient into lse": lambda t: t.lse_gradient,
     "vmap": lambda t: t.way == "vmap",
     "normal numbers": lambda t: not t.kinds,
     "a part that keys share, and one that values share": lambda t: {"key", "value"} <= forms(t, kinds.COMMON),
-    **{
-        f"{form} in {name}": lambda t, name=name, form=form: (name, form) in {kind[:2] for kind in t.kinds}
-        for name, form in itertools.product(("query", "key", "value", "dout"), kinds.COMMON)
-    },
     **{f"a kind {kind}": lambda t, kind=kind: kind in t.kinds for kind in kinds.LOGITS},
-    **{
-        f"{form} inputs": lambda t, form=form: form in {kind[1] for kind in t.kinds}
-        for form in ("channel", "row", "rising", "equal", "times", "specks")
-    },
     "the ends of float16": lambda t: kinds.ENDS[0][0] in t.kinds or kinds.ENDS[2][0] in t.kinds,
-    "where the masks of two tiles of queries were once left out": (
-        lambda t: t.is_causal and 65 <= t.T <= 128 and t.S >= 257 and t.H > 64
-    ),
 }
 MORE_KINDS = {  # which Hopper kernels do not serve
-    "float32": lambda t: t.dtype == "float32" and t.precision == "highest",
     "TF32": lambda t: t.dtype == "float32" and t.precision == "default",
-    "a window": lambda t: t.window and not t.is_causal,
     "a causal window": lambda t: t.window and t.is_causal,
-    "lengths": lambda t: t.query_lengths and t.key_lengths,
-    "lengths under vmap": lambda t: t.key_lengths and t.way == "vmap",
     "rows that see nothing, with NaN in dout": lambda t: t.query_lengths and t.unseen == "nan",
     "infinities behind the last key": lambda t: t.key_lengths and t.padding == "-inf",
-    "pages": lambda t: t.page,
     "pages of sequences of several lengths": lambda t: t.page and t.key_lengths and t.B > 1,
     "documents": lambda t: t.documents > 1 and t.T > 100,
-    "documents, a mean in keys and in values of each": (
-        lambda t: t.documents > 1 and {"key", "value"} <= forms(t, kinds.COMMON)
-    ),
     "a soft cap": lambda t: t.soft_cap,
-    "an offset to the left": lambda t: t.offset < 0,
-    "an offset to the right": lambda t: t.offset > 0,
+    "an offset": lambda t: t.offset,
     **{f"{name} besides": lambda t, name=name: name in t.extras for name in fuzz.EXTRAS},
 }
 
@@ -123,8 +97,6 @@ def test_a_call_is_made_from_the_seed_and_its_number_and_printed_whole():
     assert fuzz.draw(3, 7) == fuzz.draw(3, 7) != fuzz.draw(4, 7) != fuzz.draw(4, 8)
     for trial in (trial for trials in DRAWN[None][:50] for trial in trials):
         assert Trial(**eval(str(trial))) == trial
-    sweep = {trial for (trial,) in fuzz.causal_sweep("hopper") if trial.is_causal and trial.implementation == "hopper"}
-    assert len(sweep) == 141 * 4 * 4 * 2 and {trial.T for trial in sweep} == set(range(60, 201))
 
 
 SMALL = Trial(9, 14, 8, N=4, K=2, B=2, implementation="reference")
@@ -181,14 +153,6 @@ def no_mask_in_a_tile(rows, cols, *rest, tile=64):
     return visible(rows, cols, *rest) | ((rows >= tile) & (rows < 2 * tile) & (cols >= tile) & (cols < 2 * tile))
 
 
-def one_key_more(rows, cols, *rest):
-    return visible(rows + 1, cols, *rest)
-
-
-def few_keys_for_the_last_row(rows, cols, *rest):
-    return visible(rows, cols, *rest) & ((rows < LARGE.T - 1) | (cols > 100))
-
-
 def change_entry(name, factor, results):
     """One entry of many, one of middling size."""
     array = results[name]
@@ -197,16 +161,8 @@ def change_entry(name, factor, results):
     array[at] *= np.asarray(factor, array.dtype)
 
 
-def change_row(name, factor, results):
-    results[name][0, 5] *= np.asarray(factor, results[name].dtype)
-
-
 def enlarge_lse(results):
     results["lse"] *= np.float32(1 + 3e-5)
-
-
-def cut_to_8_bits(name, results):
-    results[name] = results[name].astype(jnp.bfloat16).astype(results[name].dtype)
 
 
 def forget_scale(results):
@@ -216,21 +172,13 @@ def forget_scale(results):
 
 LARGE = Trial(150, 140, 80, N=2, dtype="float16", is_causal=True)
 COMMON = (("key", "runs", 30.0), ("value", "drift", 10.0))
-SPECIAL = ((), COMMON, (("logits", "spread", 8.0),), (("dout", "all", 5.0), ("value", "specks", 0.2)))
+SPECIAL = ((), COMMON, (("logits", "spread", 8.0),))
 FAULTS = {
     "no mask in one tile": ({"hides": no_mask_in_a_tile}, ["out", "lse", "dq", "dk", "dv"]),
-    "one key more than is seen": ({"hides": one_key_more}, ["out", "lse", "dq", "dk", "dv"]),
-    "the last row does not see most of its keys": (
-        {"hides": few_keys_for_the_last_row},
-        ["out", "lse", "dq", "dk", "dv"],
-    ),
     "gradients without the scale": ({"change": forget_scale}, ["dq", "dk"]),
-    "a row of dk is 4 % too large": ({"change": functools.partial(change_row, "dk", 1.04)}, ["dk"]),
     "an entry of dq has the wrong sign": ({"change": functools.partial(change_entry, "dq", -1.0)}, ["dq"]),
-    "an entry of dv has the wrong sign": ({"change": functools.partial(change_entry, "dv", -1.0)}, ["dv"]),
     "an entry of out is not a number": ({"change": functools.partial(change_entry, "out", np.nan)}, ["out"]),
     "lse is too large by 1 in 30000": ({"change": enlarge_lse}, ["lse"]),
-    "out was rounded to bfloat16": ({"change": functools.partial(cut_to_8_bits, "out")}, ["out"]),
 }
 
 
@@ -266,63 +214,36 @@ def test_a_gradient_of_a_row_that_sees_nothing_must_not_be_read(masks, unseen, m
         assert fuzz.attempt((Trial(20, 8, 8, unseen=unseen, lse_gradient=True, **masks),)).kind == kind
 
 
-def test_results_beyond_the_dtype_are_unjudged(monkeypatch):
-    pretend(monkeypatch, stand_in)
-    answer = rounding.answers(*(np.full((1, 3, 1, 8), x, np.float16) for x in (1, 1, 1, 60000)), is_causal=True)["dv"]
-    assert answer.noise is None and rounding.distance(answer.right, answer, answer.right) is None
-    report = Report((SMALL,), "right", distances=({"out": None, "dq": rounding.Distance(0, 0, 0)},))
-    assert report.unjudged == 1 and report.record()["distances"][0]["out"] is None
-
-
-def cut(x):
-    """What a tensor core reads of float32: the first 10 bits after the point."""
-    return (np.ascontiguousarray(x, np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
-
-
-def kernel(trials, delta="kept", tf32=False):
+def kernel(trials, delta="kept"):
     """`fuzz.run` of a kernel in NumPy, of float32 sums and what is rounded to the dtype: one head, causal or full.
 
     delta: of an out divided by the sum of the rounded weights, which is "kept" in twice the bits of the dtype or
-    "rounded", as it is returned; or "missing".
+    "rounded", as it is returned.
     """
     (trial,) = trials
     ((q, k, v), (do, dlse)) = trial.inputs()
     q, k, v, do = (np.asarray(array[0, :, 0], np.float32) for array in (q, k, v, do))
-    product = (lambda a, b: cut(a) @ cut(b)) if tf32 else np.matmul
     rounded = lambda x: x.astype(jnp.dtype(trial.dtype)).astype(np.float32)
     scale = np.float32(trial.call.problem.scale)
-    s = scale * product(q, k.T)
+    s = scale * q @ k.T
     if trial.is_causal:
         s[np.arange(trial.T)[:, None] < np.arange(trial.S)] = -np.inf
     largest = s.max(1, keepdims=True)
     weights = np.exp(s - largest)
     lse = np.log(weights.sum(1, keepdims=True)) + largest
-    out = product(rounded(weights), v) / rounded(weights).sum(1, keepdims=True)
+    out = rounded(weights) @ v / rounded(weights).sum(1, keepdims=True)
     kept = rounded(out) + rounded(out - rounded(out)) * (delta == "kept")
     p = np.exp(s - lse)
-    ds = p * (product(do, v.T) - (kept * do).sum(1, keepdims=True) * (delta != "missing") + dlse[0])
-    dq, dk = scale * product(rounded(ds), k), scale * product(rounded(ds).T, q)
-    out, dq, dk, dv = (x[None, :, None].astype(trial.dtype) for x in (out, dq, dk, product(rounded(p).T, do)))
+    ds = p * (do @ v.T - (kept * do).sum(1, keepdims=True) + dlse[0])
+    dq, dk = scale * rounded(ds) @ k, scale * rounded(ds).T @ q
+    out, dq, dk, dv = (x[None, :, None].astype(trial.dtype) for x in (out, dq, dk, rounded(p).T @ do))
     return [(out, lse[None], dq, dk, dv)]
 
 
-@pytest.mark.parametrize("change", [{}, {"S": 1}, {"kinds": (("value", "times", 10.0),)}, {"is_causal": True}], ids=str)
-def test_what_tf32_cuts_is_allowed_where_it_is_asked_for(change, monkeypatch):
-    """Also in rows of one visible key, whose dq is 0 and comes out as what rounding leaves of dp - delta."""
-    trial = Trial(**{"T": 60, "S": 90, "H": 64, "dtype": "float32", "precision": "default"} | change)
-    pretend(monkeypatch, kernel, tf32=True)
-    assert fuzz.attempt((trial,)).kind == "right"
-    assert fuzz.attempt((fuzz.replace(trial, precision="highest"),)).kind == "wrong"
-    pretend(monkeypatch, kernel, tf32=True, delta="missing")
-    assert fuzz.attempt((trial,)).kind == "wrong"
-
-
 EVERY_KIND = [
-    *(tuple((name, form, size) for name in ("key", "value")) for form in kinds.COMMON for size in (10.0, 100.0)),
-    (("query", "all", 100.0), ("dout", "runs", 100.0), ("key", "equal", 1.0)),
-    *((kind,) for kind in kinds.LOGITS),
+    *(tuple((name, form, 100.0) for name in ("key", "value")) for form in kinds.COMMON),
+    *((kind,) for kind in kinds.LOGITS[::3]),
     (("query", "specks", 0.2), ("key", "channel", 10.0), ("value", "row", 30.0)),
-    (("key", "rising", 10.0), ("value", "equal", 1.0), ("dout", "specks", 0.2)),
     *kinds.ENDS,
 ]
 
@@ -368,13 +289,6 @@ def test_a_failure_is_made_simpler(others):
     assert fuzz.shrink(report, functools.partial(judge, is_broken)).trials == (Trial(65, 257, 65, is_causal=True),)
 
 
-def test_making_simpler_ends_when_its_time_is_up():
-    """With a fault that only goes by single steps, and a clock by which each takes 20 seconds."""
-    one_less = functools.partial(judge, lambda trials: trials[0].T > 1900 and trials[0].T % 64 != 1)
-    found = fuzz.shrink(Report((Trial(2000, 1),), "wrong"), one_less, 50, iter(range(0, 1000, 20)).__next__)
-    assert found.trials == (Trial(1998, 1, 1),)
-
-
 TASKS = {
     "__import__('os').environ['CUDA_VISIBLE_DEVICES']": ("returned", "7"),
     "1 + 1": ("returned", "2"),
@@ -408,28 +322,10 @@ def main(monkeypatch, tmp_path, *arguments, **options):
     return status, records
 
 
-def test_sound_runs_end_with_status_0_and_are_added_up_where_a_call_made_twice_counts_once(
-    monkeypatch, tmp_path, capsys
-):
-    calls = 0
-    for seed in "1", "2":
-        (tmp_path / seed).mkdir()
-        status, records = main(monkeypatch, tmp_path / seed, "--seed", seed)
-        assert status == 0 and all(record["kind"] == "right" for record in records)
-        assert re.search(r"1[23] calls in .* minutes, \d+ a minute: 0 wrong, 0 unjudged", capsys.readouterr().out)
-        calls += sum(len(record["trials"]) for record in records)
-    assert fuzz.main(["--sum", *(str(tmp_path / seed / "log.jsonl") for seed in "121")]) is None
-    assert re.fullmatch(
-        rf"\S+ default seeds 1, 2: {calls} calls \(\d+ of few queries, \d+ in pages\), 0 wrong, 0 unjudged.\n",
-        capsys.readouterr().out,
-    )
-
-
-def test_a_run_of_which_too_much_is_unjudged_ends_with_status_1(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(rounding, "distance", lambda *_: None)
+def test_a_sound_run_ends_with_status_0(monkeypatch, tmp_path, capsys):
     status, records = main(monkeypatch, tmp_path)
-    assert status == 1 and all(record["kind"] == "right" and record["unjudged"] for record in records)
-    assert re.search(r"0 wrong, 1[23] unjudged \(at most 5%\)", capsys.readouterr().out)
+    assert status == 0 and all(record["kind"] == "right" for record in records)
+    assert re.search(r"1[23] calls: 0 wrong, 0 unjudged", capsys.readouterr().out)
 
 
 @pytest.mark.full
@@ -447,12 +343,7 @@ def test_a_run_with_a_fault_prints_a_line_that_reproduces_it(monkeypatch, tmp_pa
     assert "WRONG" not in capsys.readouterr().out
 
 
-def test_errors_are_counted_and_shown():
-    def run_all(programs):
-        for trials in programs:
-            yield Report(trials, "raised", "JaxRuntimeError: RESOURCE_EXHAUSTED: Shared memory size limit exceeded")
-
-    shown = io.StringIO()
-    tally = fuzz.fuzz([(SMALL,), (SMALL, SMALL)], run_all, progress=shown)
-    assert (tally.calls, len(tally.wrong), len(tally.faults())) == (3, 2, 1)
-    assert "RESOURCE_EXHAUSTED" in shown.getvalue() and tally.wrong[0].reproduction in shown.getvalue()
+def test_errors_are_shown_with_a_line_that_reproduces_them():
+    report, shown = Report((SMALL,), "raised", "JaxRuntimeError: RESOURCE_EXHAUSTED"), io.StringIO()
+    assert fuzz.fuzz([(SMALL,)], lambda _: [report], progress=shown) == [report]
+    assert "RESOURCE_EXHAUSTED" in shown.getvalue() and report.reproduction in shown.getvalue()

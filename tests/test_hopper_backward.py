@@ -156,17 +156,17 @@ def test_operands_written_over_are_found(fault):
     ids=lambda value: getattr(value, "__name__", str(value)).rpartition(".")[2],
 )
 def test_accumulators_read_too_early_are_found(form, module, change):
-    """While the kernel is traced, for a card. (Of more waits some are too patient, and none of these is wrong.)"""
+    """While the kernel is traced, for a GPU. (Of more waits some are too patient, and none of these is wrong.)"""
     problem = problem_of(64, 64, 2, 1, causal=False)
-    trace_for_a_card(problem, schedule.forms(64)[form])
+    trace_for_a_gpu(problem, schedule.forms(64)[form])
     with faulty(module, change), pytest.raises(RuntimeError, match="read before its products are awaited"):
-        trace_for_a_card(problem, schedule.forms(64)[form])
+        trace_for_a_gpu(problem, schedule.forms(64)[form])
 
 
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_no_accumulator_is_read_too_early(H):
     for causal, tiles in itertools.product((False, True), schedule.forms(H).values()):
-        trace_for_a_card(problem_of(1000, 1000, 2, 1, H=H, causal=causal), tiles)
+        trace_for_a_gpu(problem_of(1000, 1000, 2, 1, H=H, causal=causal), tiles)
 
 
 # Walks
@@ -275,7 +275,7 @@ def test_every_walk_passes_each_tile_once(causal, group, monkeypatch):
 
 
 def test_more_heads_than_a_grid_can_hold(monkeypatch):
-    """They are served in pieces: a card takes 65535 programs along an axis."""
+    """They are served in pieces: a GPU takes 65535 programs along an axis."""
     monkeypatch.setattr(hopper, "GRID_LIMIT", 8)  # two batch entries of two heads
     sizes = []
 
@@ -311,7 +311,7 @@ def test_the_fused_form_is_not_deterministic():
 # Lowering
 
 
-def traced_for_a_card(problem, **options):
+def traced_for_a_gpu(problem, **options):
     query, key = (
         jax.ShapeDtypeStruct((problem.B, length, heads, problem.H), problem.dtype)
         for length, heads in ((problem.T, problem.N), (problem.S, problem.K))
@@ -324,10 +324,10 @@ def traced_for_a_card(problem, **options):
     return jax.jit(gradients).trace(query, key, key, query, rows, query, rows)
 
 
-def trace_for_a_card(problem, tiles):
+def trace_for_a_gpu(problem, tiles):
     """Raises if an accumulator is read before its products are awaited."""
     with in_use_until_awaited():
-        traced_for_a_card(problem, tiles=tiles)
+        traced_for_a_gpu(problem, tiles=tiles)
 
 
 @pytest.mark.parametrize(
@@ -352,13 +352,13 @@ def test_default_tiles_lower_for_a_gpu(H, deterministic, lengths, heads, causal)
     """Shared memory, layouts and copies fit, whatever the lengths and the grouping of heads."""
     case = AttentionCase(*lengths, H, *heads, B=2, dtype="bfloat16" if H % 64 else "float16")
     problem = check_call(*case.inputs()[0], is_causal=causal).problem
-    lowered = traced_for_a_card(problem, deterministic=deterministic).lower(lowering_platforms=("cuda",))
+    lowered = traced_for_a_gpu(problem, deterministic=deterministic).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
 
 
 @pytest.mark.parametrize(("T", "is_hidden"), [(128, True), (257, False)])
 def test_the_compiler_does_not_see_where_few_tiles_begin(T, is_hidden, monkeypatch):
-    """What tests/one_turn_or_two.ptx shows on a card; long sequences keep the code that was measured."""
+    """What tests/one_turn_or_two.ptx shows on a GPU; long sequences keep the code that was measured."""
     hidden = []
     monkeypatch.setattr(schedule, "anew", lambda number: hidden.append(number.shape) or number)
     problem = problem_of(T, 512, 1, 1, H=128)

@@ -282,7 +282,7 @@ def test_nothing_is_copied():
 
 @pytest.mark.parametrize("warpgroups", REGISTERS)
 def test_the_registers_suffice(warpgroups):
-    """Warpgroups that ask for more registers than their program has wait for ever, and only on the card."""
+    """Warpgroups that ask for more registers than their program has wait for ever, and only on the GPU."""
     compute, memory = REGISTERS[warpgroups]
     at_start = 65536 // (128 * (warpgroups + 1)) // 8 * 8  # of each thread
     assert warpgroups * compute + memory <= (warpgroups + 1) * at_start

@@ -38,21 +38,21 @@ TABLE = [
 
 
 def tiles_file(**parts):
-    header = {"card": "NVIDIA Test", "versions": {}, "commit": "abc", "date": "2026-01-01"}
+    header = {"gpu": "NVIDIA Test", "versions": {}, "commit": "abc", "date": "2026-01-01"}
     return header | {"tiles": [], "sweep": []} | parts
 
 
 @pytest.fixture
 def with_a_table(monkeypatch, tmp_path):
-    """On a card with the table above."""
+    """On a GPU with the table above."""
     monkeypatch.setattr(tables, "TUNED", tmp_path)
     monkeypatch.setattr(tables, "this_gpu", lambda: "NVIDIA Test")
-    results.write(tiles_file(hopper=TABLE, hopper_sweep=[]), tmp_path / "nvidia_test.json", results.TILES_FILE)
+    results.write(tiles_file(hopper=TABLE, hopper_sweep=[]), tmp_path / "nvidia_test.json")
     yield
     tables.rows_by.cache_clear()
 
 
-def test_a_card_with_a_table_uses_it(with_a_table):
+def test_a_gpu_with_a_table_uses_it(with_a_table):
     problem = lambda length, H=100, causal=True: problem_of(length, length, H, "float16", causal, N=2, K=2)
     assert forward.default_tiles(problem(8192)) == FORWARD
     assert forward.default_tiles(problem(8193)) == FORWARD._replace(programs=None)
@@ -69,7 +69,7 @@ def test_a_card_with_a_table_uses_it(with_a_table):
         )
 
 
-def test_a_card_without_a_table_uses_the_default(with_a_table, monkeypatch):
+def test_a_gpu_without_a_table_uses_the_default(with_a_table, monkeypatch):
     monkeypatch.setattr(tables, "this_gpu", lambda: "NVIDIA Unknown")
     problem = problem_of(1000, 1000, 128, "bfloat16", True)
     assert forward.default_tiles(problem) == forward.untuned_tiles(problem)
@@ -100,26 +100,12 @@ def test_the_deterministic_form_is_split_whatever_the_table(with_a_table):
             assert dq_tiles is not None
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"pass": "deterministic backward"}, r"hopper\[0\]: deterministic backward has no kernels \['fused'\]"),
-        ({"pass": "backwards"}, "backwards has no kernels"),
-        ({"up_to": "all"}, "up_to is 'all', expected int or NoneType"),
-        ({"tiles": {"fused": FUSED._asdict() | {"stages": 2.0}}}, "tiles: fused: stages is 2.0"),
-    ],
-)
-def test_a_broken_row_is_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        results.check(tiles_file(hopper=[TABLE[2] | change], hopper_sweep=[]), results.TILES_FILE)
-
-
 # The tuner
 
 
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_candidates_ask_for_no_more_registers_than_there_are(H):
-    """Else the card would hang: test_the_registers_suffice checks each number of warpgroups."""
+    """Else the GPU would hang: test_the_registers_suffice checks each number of warpgroups."""
     own = tune.hopper_forward_candidates(H)
     pairs = tune.hopper_backward_candidates(H)
     assert set(backward_schedule.forms(H).values()) <= set(pairs)
@@ -129,7 +115,7 @@ def test_candidates_ask_for_no_more_registers_than_there_are(H):
         assert len(own) >= 4 and len(pairs) >= 6
 
 
-def test_rows_of_the_tuner_keep_to_the_schema(monkeypatch):
+def test_rows_of_the_tuner(monkeypatch):
     """With invented times: each candidate is faster than the one before."""
     monkeypatch.setattr(tune, "LENGTHS", {2048: 16, None: 32})
     monkeypatch.setattr(tune, "TOKENS", 32)
@@ -138,7 +124,6 @@ def test_rows_of_the_tuner_keep_to_the_schema(monkeypatch):
     times = lambda function, choices, *_: ({choice: 1 / n for n, choice in enumerate(choices, 1)},) * 2
     monkeypatch.setattr(tune, "times_of_choices", times)
     hopper, sweep = tune.tune_hopper((64, 128))
-    results.check(tiles_file(hopper=hopper, hopper_sweep=sweep), results.TILES_FILE)
     assert len(hopper) == 2 * 2 * 2 * 3  # head dims, masks, lengths, passes
     last = tune.hopper_forward_candidates(64)[-1]
     assert forward.Tiles(**hopper[0]["tiles"]["forward"]) == last
@@ -151,11 +136,11 @@ def test_the_default_stays_unless_something_is_clearly_faster():
     assert tune.fastest({"other": 0.95, "third": 2.0}, "default") == "other"
 
 
-ABC = {"card": "NVIDIA Test", "versions": {}, "commit": "abc", "date": "2026-01-01"}
+ABC = {"gpu": "NVIDIA Test", "versions": {}, "commit": "abc", "date": "2026-01-01"}
 
 
 def test_what_was_not_tuned_is_kept():
-    header = {"card": "NVIDIA Test", "versions": {}, "commit": "new", "date": "2026-01-02"}
+    header = {"gpu": "NVIDIA Test", "versions": {}, "commit": "new", "date": "2026-01-02"}
     of = lambda H, ms=1.0: {"kernel": "dq", "itemsize": 2, "head_padded": H, "is_causal": False, "ms": ms}
     earlier = tiles_file(tiles=[of(64), of(128)], sweep=[of(64), of(128)])
     once = tune.merged(header, {"hopper": TABLE, "hopper_sweep": []}, earlier)
@@ -177,10 +162,10 @@ def test_every_configuration_lowers_for_cuda(configuration):
     assert "@mosaic_gpu_v2" in configuration.lowered().as_text()
 
 
-@pytest.mark.parametrize("card", ["NVIDIA H200", "NVIDIA H100"])
-def test_whatever_the_problem_its_tiles_are_among_them(card, monkeypatch):
-    """So that shared memory holds them: Mosaic lowers no kernel that needs more than a Hopper card has."""
-    monkeypatch.setattr(tables, "this_gpu", lambda: card)
+@pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA H100"])
+def test_whatever_the_problem_its_tiles_are_among_them(gpu, monkeypatch):
+    """So that shared memory holds them: Mosaic lowers no kernel that needs more than a Hopper GPU has."""
+    monkeypatch.setattr(tables, "this_gpu", lambda: gpu)
     known = {(one.which, one.H, one.is_causal, one.tiles) for one in ptxas.configurations()}
     # A kernel that does not guess keeps no more than one that does.
     known |= {(*one, tiles._replace(guess=False)) for *one, tiles in known if isinstance(tiles, forward.Tiles)}

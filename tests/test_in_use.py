@@ -253,25 +253,25 @@ def test_settings(setting, implementation):
 
 @pytest.fixture
 def hopper_machine(monkeypatch):
-    """As the default device sees it, one with a Hopper card."""
-    card = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
-    monkeypatch.setattr(registry, "device_of", lambda _: card)
+    """As the default device sees it, one with a Hopper GPU."""
+    gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
+    monkeypatch.setattr(registry, "device_of", lambda _: gpu)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_jit_for_a_cpu_on_a_machine_with_a_hopper_card(dtype, hopper_machine):
+def test_jit_for_a_cpu_on_a_machine_with_a_hopper_gpu(dtype, hopper_machine):
     """The default is decided when a program is compiled for its platform."""
     arrays = inputs(dtype=dtype)
     traced = jax.jit(functools.partial(everything, attention_of(None, None))).trace(*arrays)
-    on_card = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert ("mosaic_gpu" if dtype == jnp.bfloat16 else "__gpu$xla.gpu.triton") in on_card
+    on_gpu = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert ("mosaic_gpu" if dtype == jnp.bfloat16 else "__gpu$xla.gpu.triton") in on_gpu
     check(traced.lower().compile()(*arrays), "hopper")
 
 
 @pytest.mark.full
 @on_four_devices
 def test_hopper_kernels_are_split_too(hopper_machine):
-    """As far as a CPU can tell: in the program for a card the partitioner is asked."""
+    """As far as a CPU can tell: in the program for a GPU the partitioner is asked."""
     arrays = split(inputs(dtype=jnp.bfloat16), mesh_of(AxisType.Auto))
     traced = jax.jit(functools.partial(everything, attention_of(None, None))).trace(*arrays)
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@CustomSPMDPartitioning") == 2

@@ -1,7 +1,6 @@
-"""The measuring tools, without a GPU: statistics on a fake clock, refusals, the schema of results, the tables of tiles."""
+"""The measuring tools, without a GPU: statistics on a fake clock, refusals, the tables of tiles."""
 
 import dataclasses
-import functools
 import itertools
 import json
 
@@ -17,8 +16,8 @@ from helpers.attention.portable import backward, forward, tiles
 from helpers.attention.problem import check_call
 from helpers.dev import benchmark, measuring, tune
 from helpers.dev.benchmark import Case
-from helpers.instruments import implementations, ladder, results, timing
-from helpers.instruments.simulated import SimulatedCard
+from helpers.instruments import implementations, ladder, timing
+from helpers.instruments.simulated import SimulatedGPU
 from helpers.instruments.timing import Program, Timing
 
 SMALL = Case(1, 128, 128, 2, 2, 64, "bfloat16", True)
@@ -30,31 +29,31 @@ def few_inputs(monkeypatch):
     monkeypatch.setattr(benchmark, "rotation", lambda _: 2)
 
 
-def timed(card, *names, inputs=((),), device_samples=lambda program: [], **options):
-    """What `time_together` finds of programs of a simulated card, and the calls that it made: [(name, inputs)]."""
+def timed(gpu, *names, inputs=((),), device_samples=lambda program: [], **options):
+    """What `time_together` finds of programs of a simulated GPU, and the calls that it made: [(name, inputs)]."""
     calls = []
 
     def program(name):
-        run = lambda *inputs: calls.append((name, inputs)) or card.run()
-        return Program(run, list(inputs), card.wait)
+        run = lambda *inputs: calls.append((name, inputs)) or gpu.run()
+        return Program(run, list(inputs), gpu.wait)
 
     programs = {name: program(name) for name in names}
-    return timing.time_together(programs, clock=card.clock, device_samples=device_samples, **options), calls
+    return timing.time_together(programs, clock=gpu.clock, device_samples=device_samples, **options), calls
 
 
 def test_a_time_is_the_device_s_not_that_of_queueing_and_a_sample_lasts_long_enough():
-    measured, _ = timed(SimulatedCard(2e-3), "a")
+    measured, _ = timed(SimulatedGPU(2e-3), "a")
     assert measured["a"].wall_ms == pytest.approx(2.0)
     assert measured["a"].spread == pytest.approx(0.0, abs=1e-9)
     assert measured["a"].device_ms is None and measured["a"].samples == 9
-    _, calls = timed(SimulatedCard(1e-5), "a", rounds=2, sample_ms=1.0)
+    _, calls = timed(SimulatedGPU(1e-5), "a", rounds=2, sample_ms=1.0)
     assert len(calls) == 1 + 3 + 2 * 100  # the warm-up, a first estimate, and two samples of a millisecond
 
 
 def test_programs_take_turns_and_inputs_rotate():
-    _, calls = timed(SimulatedCard(1.0), "a", "b", rounds=4)
+    _, calls = timed(SimulatedGPU(1.0), "a", "b", rounds=4)
     assert [name for name, _ in calls[-8:]] == ["a", "b", "b", "a", "a", "b", "b", "a"]
-    _, calls = timed(SimulatedCard(1e-4), "c", inputs=[(0,), (1,)], rounds=1)
+    _, calls = timed(SimulatedGPU(1e-4), "c", inputs=[(0,), (1,)], rounds=1)
     assert {inputs for _, inputs in calls} == {(0,), (1,)}
     assert timing.rotation(10 * timing.L2_BYTES) == 1
     assert timing.rotation(timing.L2_BYTES // 4) * (timing.L2_BYTES // 4) >= 3 * timing.L2_BYTES
@@ -62,7 +61,7 @@ def test_programs_take_turns_and_inputs_rotate():
 
 def test_the_time_of_the_device_is_the_median_of_its_turns_and_a_turn_the_mean_of_its_calls():
     samples = iter([[0.0, 2.0], [2.0, 2.0], [3.0, 15.0]])
-    measured, _ = timed(SimulatedCard(1.0), "a", rounds=3, device_samples=lambda program: next(samples))
+    measured, _ = timed(SimulatedGPU(1.0), "a", rounds=3, device_samples=lambda program: next(samples))
     assert measured["a"].device_samples == (1.0, 2.0, 9.0) and measured["a"].device_ms == 2.0
     found = timing.summary([1.0, 2.0, 3.0, 4.0, 100.0], [7.0, 5.0, 6.0])
     samples = (7.0, 5.0, 6.0)  # in their order, for that of another program has their partners
@@ -100,43 +99,9 @@ def test_a_wrong_kernel_is_reported_and_never_timed():
     assert any("backward: wrong_dv: wrong: dv has a relative error" in note for note in notes)
 
 
-def test_a_wrong_rung_is_reported_and_never_timed():
-    timed, notes = [], []
-    time_programs = lambda programs: timed.append(list(programs)) or fixed_times(programs)
-
-    def rungs(case):
-        attention = implementations.ours("reference")(case)
-
-        def gradients(query, key, value, out, lse, dout, factor=1.0):
-            assert out.shape == query.shape and lse.shape == (SMALL.B, SMALL.N, SMALL.T)
-            dq, dk, dv = jax.vjp(attention, query, key, value)[1](dout)
-            return dq, factor * dk, dv
-
-        return {
-            ("first kernel", "forward", "right"): attention,
-            ("first kernel", "forward", "wrong"): slightly_wrong(case),
-            ("first kernel", "forward", "raises"): raises(ValueError),
-            ("second kernel", "backward", "wrong dk"): functools.partial(gradients, factor=1.05),
-            ("second kernel", "backward", "right"): gradients,
-            ("third kernel", "forward", "wrong"): slightly_wrong(case),
-        }
-
-    found = benchmark.ladder_records([SMALL], notes.append, rungs, time_programs)
-    assert timed == [["right"], ["right"]] and len(notes) == 4
-    assert [entry["kernel"] for entry in found] == ["first kernel", "second kernel"]
-    assert found[1]["tflops"] == pytest.approx(2.5 * found[0]["tflops"])
-
-
 def test_nan_is_wrong():
     right = benchmark.right_answer(SMALL, benchmark.inputs_of(SMALL))
     assert "wrong" in benchmark.complaint(SMALL, "forward", [jnp.full((1, 128, 2, 64), jnp.nan)], right)
-
-
-def raises(error):
-    def make(*_):
-        raise error
-
-    return make
 
 
 def test_without_a_gpu_that_serves_the_commands_say_so(monkeypatch, capsys):
@@ -159,12 +124,6 @@ def test_records_say_what_was_measured():
     moved = 8 * case.B * case.T * case.N * case.H * 2
     assert record["of_copy"] == pytest.approx(moved / 1.9e-3 / 4000e9, abs=1e-4)
     assert set(record["tiles"]) == {"dkv", "dq"}
-
-
-@pytest.mark.parametrize("path", tables.TUNED.glob("*.json"), ids=lambda path: path.stem)
-def test_committed_tables_keep_to_the_schema(path):
-    card = json.loads(path.read_text())["card"]
-    assert path.stem == results.slug(card) and results.read_tiles(card) and results.read(card)
 
 
 TUNED = [row for path in tables.TUNED.glob("*.json") for row in json.loads(path.read_text())["tiles"]]

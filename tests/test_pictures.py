@@ -20,7 +20,7 @@ def two_lines(axes):
 
 def line_across(axes):
     axes.plot([10, 20], [1, 3], label="kernel")
-    axes.axhline(2.5, label="the card")
+    axes.axhline(2.5, label="the GPU")
 
 
 def bars(axes):
@@ -46,7 +46,7 @@ def table(axes):
     ("draw", "told"),
     [
         (two_lines, "Time. ms against length T. naive: from 0.5 at 1,024 to 12.2 at 4,096."),
-        (line_across, "kernel: from 1 at 10 to 3 at 20; the card: 2.5."),
+        (line_across, "kernel: from 1 at 10 to 3 at 20; the GPU: 2.5."),
         (bars, "read: q 3, k 0.125."),
         (bars_at_one_tick, "registers 64 + 32 + 32."),
         (exponent, "units of e^m: e^(s - m) in m_new."),

@@ -208,8 +208,8 @@ def test_explicit_axes(T, is_split):
 
 
 @pytest.mark.full
-def test_on_a_hopper_card_every_piece_goes_to_its_kernels():
-    """As far as a CPU can tell: they are lowered for a card, padding or not, and nothing is gathered."""
+def test_on_a_hopper_gpu_every_piece_goes_to_its_kernels():
+    """As far as a CPU can tell: they are lowered for a GPU, padding or not, and nothing is gathered."""
     arrays = [jax.ShapeDtypeStruct((1, 4100, 2, 128), jnp.bfloat16)] * 3
     loss = lambda *arrays: (
         attention_on(2, implementation="hopper", is_causal=True)(*arrays)[0].astype(jnp.float32).sum()
@@ -225,7 +225,7 @@ def test_a_transfer_may_occupy_multiprocessors():
     split = P(None, "sequence")
     attention = jax.shard_map(shares, mesh=mesh_of(2), in_specs=split, out_specs=split)
     array = jax.ShapeDtypeStruct((1, 256, 140, 64), jnp.bfloat16)
-    assert "grid=(140,)" in str(jax.make_jaxpr(attention)(*3 * [array]))  # a card has 132 multiprocessors
+    assert "grid=(140,)" in str(jax.make_jaxpr(attention)(*3 * [array]))  # a GPU has 132 multiprocessors
 
 
 # Complaints

@@ -125,20 +125,6 @@ def test_pip_installs_where_uv_fails(machine_with_uv):
     assert [line.split()[0] for line in machine_with_uv.recorded()] == ["uv", "pip"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "asked"),
-    [
-        ("global.extra{}index{}url='https://b file:///c'", "index= more=https://b file:///c links= none="),
-        (r"global.find{}links='\n/d\n/e'", "index= more= links=/d,/e none="),
-        ("global.no{}index='true'", "index= more= links= none=1"),
-    ],
-)
-def test_uv_asks_where_pip_was_told_to_ask(machine_with_uv, settings, asked):
-    machine_with_uv.note("settings", settings.replace("{}", "-") + "\n")
-    machine_with_uv.run(".venv")
-    assert machine_with_uv.recorded()[0].endswith(asked)
-
-
 DAMAGE = {
     "the stamp is missing": lambda root: (root / ".venv" / "complete").unlink(),
     "python is gone": lambda root: (root / ".venv" / "bin" / "python").unlink(),

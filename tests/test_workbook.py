@@ -87,19 +87,6 @@ def test_an_edited_copy_is_kept_and_named_once_it_is_old(folders):
     assert (workbook / "00_first.ipynb").read_text() == mine
 
 
-def test_a_page_is_copied_as_it_is_and_kept_once_it_is_edited(folders):
-    notebooks, workbook = folders
-    for text in ("# A page\n", "# A page with $x$\n"):
-        (notebooks / "page.md").write_text(text)
-        (said,) = lay_out(*folders)
-        assert (workbook / "page.md").read_text() == text and "page.md" in said
-    (workbook / "page.md").write_text("mine\n")
-    (notebooks / "page.md").write_text("# Anew\n")
-    assert lay_out(*folders)[0].endswith("make fresh NOTEBOOK=page")
-    fresh("page", *folders)
-    assert (workbook / "page.md").read_text() == "mine\n" and (workbook / "page_fresh.md").read_text() == "# Anew\n"
-
-
 def test_a_fresh_copy_stands_beside_the_edited_one(folders):
     notebooks, workbook = folders
     mine = notebook("my answer")

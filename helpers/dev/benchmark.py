@@ -314,7 +314,7 @@ def _hopper_form(query, key, value, out, lse, dout, *, tiles, is_causal):
     return hopper_backward.backward(call, out, lse, dout, jnp.zeros_like(lse), tiles=tiles)
 
 
-def ladder_records(cases, note, rungs=rungs, time_programs=time_together, processes=0):
+def ladder_records(cases, note, processes=0):
     """One entry for each of a case's `rungs`; wrong ones are noted and not timed."""
     parts, records = {}, []
 
@@ -336,7 +336,7 @@ def ladder_records(cases, note, rungs=rungs, time_programs=time_together, proces
         makers = {name: functools.partial(Program, *stages, [inputs]) for name, stages in found.items()}
         wrong = lambda _, found: complaint(case, which, jax.tree.leaves(found), right)  # noqa: B023
         programs = right_ones(makers, wrong, note, *about)
-        for name, timing in time_programs(programs).items() if programs else ():
+        for name, timing in time_together(programs).items() if programs else ():
             ms = milliseconds(timing)
             rung = {"kernel": kernel, "name": name, "H": case.H, "T": case.T, "is_causal": case.is_causal}
             records.append(rung | {"device_ms": ms, "spread": timing.spread, "tflops": case.flops(which) / ms / 1e9})
@@ -473,10 +473,10 @@ def main(arguments=None):
     machine = Machine.here(options.commit, **dict(given.split("=", 1) for given in options.versions))
     top = ceilings()
     print(f"ceilings: matmul {top['matmul_tflops']:.0f} TFLOP/s, copy {top['copy_gbps']:.0f} GB/s", flush=True)
-    path = results.RESULTS / f"{results.slug(machine.card)}.json"
+    path = results.RESULTS / f"{results.slug(machine.gpu)}.json"
     if options.decode:
-        found = results.read(machine.card) | {"decode": decode_part(machine, top, note)}
-        results.write(found, path, results.FILE)
+        found = results.read(machine.gpu) | {"decode": decode_part(machine, top, note)}
+        results.write(found, path)
         return 0
     # The shapes that lessons quote come first, so that a slow machine still has them.
     cases = sorted([*GRID, TUTORIAL, *GROUPED], key=lambda case: (case.T != 4096 and case != TUTORIAL, case.dtype))
@@ -487,7 +487,7 @@ def main(arguments=None):
     print(f"{time.perf_counter() - began:.0f} s, and decoding")
     found |= {"decode": decode_part(machine, top, note)}
     found |= {"memory": memory_records(note)}  # last: JAX keeps what it took, and processes that compile want some too
-    results.write(machine.header() | found | {"notes": note}, path, results.FILE)
+    results.write(machine.header() | found | {"notes": note}, path)
     return 0
 
 

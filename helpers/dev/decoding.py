@@ -149,7 +149,7 @@ def parts(cases):
     }
 
 
-def measure(case, note, compiled, time_programs=time_together):
+def measure(case, note, compiled):
     """Records of one case, without their fractions of a copy's speed. compiled: {(case, name): [program]}, of JAX."""
     sets = [inputs_of(case, seed) for seed in range(rotation(case.bytes))]
     makers, to_jax = {}, {}
@@ -165,7 +165,7 @@ def measure(case, note, compiled, time_programs=time_together):
     makers |= {name: functools.partial(of_torch, name, make) for name, make in OF_TORCH.items()}
     wrong = lambda name, out: complaint(case, to_jax[name](out) if name in to_jax else out, sets[0])
     records = []
-    for name, timing in time_programs(right_ones(makers, wrong, note, case)).items():
+    for name, timing in time_together(right_ones(makers, wrong, note, case)).items():
         ms = milliseconds(timing)
         times = clocks(timing) | {"device_ms": ms, "gbps": case.bytes / ms / 1e6}
         records.append({"implementation": name, **asdict(case), **times})

@@ -1,7 +1,6 @@
 """Random legal calls of `flash_attention`, each compared with float64 and with naive attention.
 
     python -m helpers.dev.fuzz --minutes 5 --seed 0 --implementation hopper        (make gpu-fuzz)
-    python -m helpers.dev.fuzz --sum first.jsonl second.jsonl                      adds up the --log of several runs
 
 A call may have few queries and many keys, which may lie in pages (`paged_attention`, without gradients). Its inputs
 are of several `kinds`. out, lse, dq, dk and dv are each judged by themselves: as arrays and entry by entry, each may
@@ -21,7 +20,7 @@ import math
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 
 import jax
 import numpy as np
@@ -31,7 +30,6 @@ from helpers import flash_attention, paged_attention
 from helpers.attention.problem import FEW_QUERIES
 from helpers.attention.registry import TABLE
 from helpers.dev import kinds, rounding, workers
-from helpers.dev.measuring import commit_here
 from helpers.dev.trial import Trial
 
 PATIENCE = 180.0  # seconds after which a call hangs
@@ -133,20 +131,6 @@ def draw_extras(trial):
     }
 
 
-def causal_sweep(implementation=None):
-    """Every number of queries from one tile of 64 to three and a bit, against a few numbers of keys.
-
-    In an order of which every part is a sample of the whole.
-    """
-    sizes = itertools.product(range(60, 201), (129, 257, 300, 513), (64, 80, 128, 256), ("bfloat16", "float16"))
-    common = {"is_causal": True, "implementation": implementation}
-    programs = [(Trial(T, S, H, dtype=dtype, **common),) for T, S, H, dtype in sizes]
-    return [programs[i] for i in np.random.default_rng(0).permutation(len(programs))]
-
-
-SWEEPS = {"causal": causal_sweep}
-
-
 @dataclass(frozen=True)
 class Report:
     """What came of a program. kind: "right", "wrong", "raised", "hung" or "died".
@@ -159,12 +143,6 @@ class Report:
     text: str = ""
     distances: tuple = ()
     seconds: float = 0.0
-
-    @property
-    def signature(self):
-        """What two reports of the same fault are likely to share."""
-        wrong = sorted({name for found in self.distances for name, one in found.items() if not good(one)})
-        return self.kind, *wrong, *(self.text.split(":")[:2] if self.kind == "raised" else ())
 
     @property
     def reproduction(self):
@@ -359,70 +337,33 @@ def shrink(report, run_all, seconds=SHRINK_SECONDS, clock=time.monotonic):
     return report
 
 
-@dataclass
-class Tally:
-    """What a run has found so far."""
+def fuzz(programs, run_all, log=None, total=None, progress=sys.stderr):
+    """Run programs and return their reports. run_all: an iterable of programs -> an iterator of their reports.
 
-    calls: int = 0
-    unjudged: int = 0
-    wrong: list = field(default_factory=list)
-    worst: dict = field(default_factory=dict)
-
-    def add(self, report):
-        self.calls += len(report.trials)
-        self.unjudged += report.unjudged
-        if report.kind != "right":
-            self.wrong.append(report)
-        for name, one in itertools.chain.from_iterable(found.items() for found in report.distances):
-            if one is not None:
-                self.worst[name] = tuple(map(max, self.worst.get(name, (0.0, 0.0)), (one.whole, one.worst)))
-
-    def faults(self):
-        """The first report of each signature."""
-        return list({report.signature: report for report in reversed(self.wrong)}.values())[::-1]
-
-
-def fuzz(programs, run_all, log=None, total=None, progress=sys.stderr, named=None):
-    """Run programs and return a `Tally`. run_all: an iterable of programs -> an iterator of their reports.
-
-    log: a file for a line of JSON for every program, of its record and what named, a dictionary, has.
+    log: a file for a line of JSON for every program.
     """
-    tally = Tally()
+    found, wrong = [], 0
     with tqdm(total=total, unit=" calls", file=progress, mininterval=5.0, smoothing=0.0) as bar:
         for report in run_all(programs):
-            tally.add(report)
+            found.append(report)
+            wrong += report.kind != "right"
             bar.update(len(report.trials))
-            bar.set_postfix(wrong=len(tally.wrong), refresh=False)
+            bar.set_postfix(wrong=wrong, refresh=False)
             if report.kind != "right":
                 bar.write(f"{report.kind}: {report.text[:500]}\n  {report.reproduction}", file=progress)
             if log is not None:
-                print(json.dumps((named or {}) | report.record()), file=log, flush=True)
-    return tally
+                print(json.dumps(report.record()), file=log, flush=True)
+    return found
 
 
-def at_most(programs, calls, deadline, clock=time.monotonic):
-    """Programs until there are so many calls, or it is so late; None means without limit."""
+def in_time(programs, calls, minutes, clock=time.monotonic):
+    """Programs until there are so many calls, or so many minutes are over; None means without limit."""
+    began, made = clock(), 0
     for program in programs:
-        if (calls is not None and calls <= 0) or (deadline is not None and clock() >= deadline):
+        if (calls is not None and made >= calls) or (minutes is not None and clock() >= began + 60 * minutes):
             return
         yield program
-        calls = None if calls is None else calls - len(program)
-
-
-def add_up(logs):
-    """Print what several runs found, by commit and implementation. A call that two of them made counts once."""
-    found = {}
-    for record in itertools.chain.from_iterable(map(json.loads, open(log)) for log in logs):
-        group = found.setdefault((record["commit"], record["trials"][0]["implementation"] or "default"), {})
-        group[json.dumps(record["trials"])] = record
-    for names, group in found.items():
-        records = group.values()
-        trials = [Trial(**trial) for record in records for trial in record["trials"]]
-        few, paged = (sum(map(is_one, trials)) for is_one in ONLY.values())
-        wrong, unjudged = sum(one["kind"] != "right" for one in records), sum(one["unjudged"] for one in records)
-        seeds = ", ".join(sorted({str(one["seed"]) for one in records}))
-        print(*names, f"seeds {seeds}: {len(trials)} calls ({few} of few queries, {paged} in pages),", end=" ")
-        print(f"{wrong} wrong, {unjudged} unjudged.")
+        made += len(program)
 
 
 def main(arguments=None):
@@ -431,50 +372,31 @@ def main(arguments=None):
         "--implementation", choices=[name for name in TABLE if name != "cudnn"], help="by default the default"
     )
     parser.add_argument("--only", choices=ONLY, help="calls of few queries, or of keys in pages")
-    parser.add_argument("--minutes", type=float, help="when to stop; by default 5, or never if --calls or --sweep does")
+    parser.add_argument("--minutes", type=float, help="when to stop; by default 5, or never if --calls does")
     parser.add_argument("--calls", type=int, help="stop after so many")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0, help="number of the first program of this seed or sweep")
-    parser.add_argument("--sweep", choices=SWEEPS, help="this list of calls instead of random ones")
     parser.add_argument("--longest", type=int, default=LONGEST, help="most positions of a sequence")
     parser.add_argument("--log", type=argparse.FileType("w"), help="a file for a line of JSON for every program")
-    parser.add_argument("--commit", help="what the log calls the code; by default as git does")
-    parser.add_argument("--sum", nargs="+", metavar="LOG", help="run nothing, and add up what these logs have")
     options = parser.parse_args(arguments)
-    if options.sum:
-        return add_up(options.sum)
     if options.only == "pages" and options.implementation not in PAGED:
         parser.error(f"{options.implementation} has no kernels for pages")
     if not workers.visible_gpus():
         print("No NVIDIA GPU here: kernels are interpreted on the CPU, where long sequences take long.")
 
-    total = options.calls
     chosen = options.implementation, options.longest, options.only
     programs = (draw(options.seed, i, *chosen) for i in itertools.count())
-    if options.sweep:
-        programs = SWEEPS[options.sweep](options.implementation)
-        total = total or len(programs) - options.first
-    minutes = options.minutes or (None if options.sweep or options.calls else 5.0)
-    began = time.monotonic()
-    deadline = None if minutes is None else began + 60 * minutes
-    programs = at_most(itertools.islice(programs, options.first, None), options.calls, deadline)
-
-    named = {"commit": options.commit or commit_here(), "seed": options.sweep or options.seed}
+    minutes = options.minutes or (None if options.calls else 5.0)
     processes = min(os.cpu_count(), MOST_A_GPU * len(workers.visible_gpus()) or os.cpu_count())
     with workers.Workers(attempt, processes) as pool:
-        tally = fuzz(programs, functools.partial(reports, pool, PATIENCE), options.log, total, named=named)
-        seconds = time.monotonic() - began
-        for report in tally.faults()[:SHRUNK]:
-            again = functools.partial(reports, pool, SHRINK_SECONDS)
-            simplest = shrink(report, again, SHRINK_SECONDS)
+        run_all = functools.partial(reports, pool, PATIENCE)
+        found = fuzz(in_time(programs, options.calls, minutes), run_all, options.log, options.calls)
+        wrong = [report for report in found if report.kind != "right"]
+        for report in wrong[:SHRUNK]:
+            simplest = shrink(report, functools.partial(reports, pool, SHRINK_SECONDS))
             print(f"\nMade simpler, {simplest.kind}: {simplest.text[:500]}\n  {simplest.reproduction}")
-    largest = ", ".join(f"{name} {whole:.2f} / {worst:.2f}" for name, (whole, worst) in tally.worst.items())
-    print(f"\nLargest errors over what they should be, of an array / of an entry: {largest or 'none'}")
-    print(f"(at most {rounding.TIMES} is right)")
-    rate = 60 * tally.calls / seconds
-    print(f"{tally.calls} calls in {seconds / 60:.1f} minutes, {rate:.0f} a minute: {len(tally.wrong)} wrong, ", end="")
-    print(f"{tally.unjudged} unjudged (at most {UNJUDGED:.0%}).")
-    return int(bool(tally.wrong) or tally.unjudged > UNJUDGED * tally.calls or not tally.calls)
+    calls, unjudged = sum(len(report.trials) for report in found), sum(report.unjudged for report in found)
+    print(f"{calls} calls: {len(wrong)} wrong, {unjudged} unjudged (at most {UNJUDGED:.0%}).")
+    return int(bool(wrong) or unjudged > UNJUDGED * calls or not calls)
 
 
 if __name__ == "__main__":

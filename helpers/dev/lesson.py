@@ -92,8 +92,10 @@ def lay_out(name, root=ROOT):
         tags = [CODE[place]] if CODE.get(place) else []
         notebook.cells.append(new(source.format(**words), metadata={"tags": tags} if tags else {}))
     path = root / "notebooks" / f"{lesson:02d}_{name}.ipynb"
-    nbformat.write(notebook, path)
     module = root / "helpers" / "exercises" / f"notebook_{lesson:02d}.py"
+    if module.exists():
+        raise ValueError(f"there is a module {module.name} of exercises already")
+    nbformat.write(notebook, path)
     module.write_text(MODULE.format(**words), encoding="utf-8")
     last = rows.index("# A path is read")
     toml.write_text(rows[:last] + ROW.format(**words) + rows[last:], encoding="utf-8")

@@ -39,7 +39,7 @@ def is_hopper():
 class Machine:
     """Where and when the figures were taken: the header of a record."""
 
-    card: str
+    gpu: str
     versions: dict
     commit: str
     date: str
@@ -61,7 +61,7 @@ class Machine:
             if importlib.util.find_spec(name):
                 found[name] = importlib.metadata.version(name)
         here = cls(device.device_kind, found | versions, commit or commit_here(), datetime.date.today().isoformat())
-        print(here.card, *(f"{name} {version}" for name, version in here.versions.items()), sep=" · ", flush=True)
+        print(here.gpu, *(f"{name} {version}" for name, version in here.versions.items()), sep=" · ", flush=True)
         return here
 
     def header(self):

@@ -158,7 +158,7 @@ def times_of_choices(function, choices, inputs, always):
 
 def tune_portable(head_dims=HEAD_DIMS):
     """(tiles, sweep): rows of the table, and rows of everything tried, as `results` describes them."""
-    table, sweep, card = [], [], this_gpu()
+    table, sweep, gpu = [], [], this_gpu()
     for dtype, H, is_causal in tqdm([*itertools.product(DTYPES, head_dims, (False, True))], "portable"):
         *arrays, dout = arrays_of(T, H, dtype)
         call = check_call(*arrays, is_causal=is_causal)
@@ -167,7 +167,7 @@ def tune_portable(head_dims=HEAD_DIMS):
             itemsize = jnp.dtype(dtype).itemsize
             default = DEFAULTS[kernel, itemsize][H]
             choices = dict.fromkeys([default, *candidates(kernel, itemsize, H)])
-            choices = [tiles for tiles in choices if tiles == fitting(kernel, tiles, call.problem, card)]
+            choices = [tiles for tiles in choices if tiles == fitting(kernel, tiles, call.problem, gpu)]
             times, final = times_of_choices(function, choices, inputs, [default])
             where = {"kernel": kernel, "itemsize": itemsize, "head_padded": H, "is_causal": is_causal}
             sweep += [where | tiles._asdict() | {"ms": round(ms, 4)} for tiles, ms in times.items()]
@@ -303,7 +303,7 @@ def main(arguments=None):
         return 1
     machine, found = Machine.here(options.commit), {}
     try:
-        earlier = results.read_tiles(machine.card)
+        earlier = results.read_tiles(machine.gpu)
     except (FileNotFoundError, ValueError) as error:
         print(f"Beginning without an earlier table: {error}")
         earlier = {}
@@ -313,7 +313,7 @@ def main(arguments=None):
         for row in found[PARTS[part][0]]:
             print(" ".join(f"{value!s:>9}" for value in row.values()))
     table = merged(machine.header(), found, earlier)
-    results.write(table, tables.path_of(machine.card), results.TILES_FILE)
+    results.write(table, tables.path_of(machine.gpu))
     return 0
 
 

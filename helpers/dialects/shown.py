@@ -38,13 +38,13 @@ class Shown:
     def show_provenance(self):
         record = self.gpu()
         versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-        print(f"{record['card']}, {record['date']}, commit {record['commit'][:7]}: {versions}")
+        print(f"{record['gpu']}, {record['date']}, commit {record['commit'][:7]}: {versions}")
 
     def record(self, versions, compiled):
         """Print and record everything. compiled: what the compiler said."""
         outputs = {name: printed(run) for name, run in self.printers.items()} | {"compiled": compiled}
         print("".join(outputs.values()), end="")
-        found = {"card": self.name, "versions": versions, "outputs": outputs}
+        found = {"gpu": self.name, "versions": versions, "outputs": outputs}
         results.write(found, self.path)
 
 

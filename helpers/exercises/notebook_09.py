@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from helpers.exercises.exercise import Case, Complaint, Exercise, table
-from helpers.instruments.simulated import SimulatedCard
+from helpers.instruments.simulated import SimulatedGPU
 
 
 # 9.1
@@ -51,15 +51,15 @@ def _clock_cases():
     return [Case(label, tuple(arguments)) for label, *arguments in cases]
 
 
-def _measure(answer, card, inputs, samples, calls):
-    card = SimulatedCard(**card)
+def _measure(answer, gpu, inputs, samples, calls):
+    gpu = SimulatedGPU(**gpu)
 
     def run(*arrays):
         if arrays not in inputs:
             raise Complaint("run was not given the arrays of one of the tuples: call run(*inputs[i]), with the star")
-        return card.run(*arrays)
+        return gpu.run(*arrays)
 
-    return answer(run, card.wait, card.clock, list(inputs), samples, calls)
+    return answer(run, gpu.wait, gpu.clock, list(inputs), samples, calls)
 
 
 def _judge_clock(result, case):

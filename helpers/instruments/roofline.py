@@ -11,7 +11,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Card:
+class GPU:
     """One GPU, by its datasheet.
 
     name: as people call it.
@@ -36,15 +36,15 @@ class Card:
         return self.matrix_rate / self.bandwidth
 
 
-T4 = Card("T4", 16 * GIB, 65e12, 320e9)
-RTX_4090 = Card("RTX 4090", 24 * GIB, 165e12, 1008e9)
-A100_40GB = Card("A100 40 GB", 40 * GIB, 312e12, 1555e9)
-A100_80GB = Card("A100 80 GB", 80 * GIB, 312e12, 2039e9)
-H100 = Card("H100", 80 * GIB, 989e12, 3350e9)
-H200 = Card("H200", 141 * GIB, 989e12, 4800e9)
-CARDS = (T4, RTX_4090, A100_40GB, A100_80GB, H100, H200)
+T4 = GPU("T4", 16 * GIB, 65e12, 320e9)
+RTX_4090 = GPU("RTX 4090", 24 * GIB, 165e12, 1008e9)
+A100_40GB = GPU("A100 40 GB", 40 * GIB, 312e12, 1555e9)
+A100_80GB = GPU("A100 80 GB", 80 * GIB, 312e12, 2039e9)
+H100 = GPU("H100", 80 * GIB, 989e12, 3350e9)
+H200 = GPU("H200", 141 * GIB, 989e12, 4800e9)
+GPUS = (T4, RTX_4090, A100_40GB, A100_80GB, H100, H200)
 
 
-def attainable(card, intensity):
+def attainable(gpu, intensity):
     """The largest rate, in FLOP/s, at an intensity in FLOPs per byte moved."""
-    return min(card.matrix_rate, intensity * card.bandwidth)
+    return min(gpu.matrix_rate, intensity * gpu.bandwidth)

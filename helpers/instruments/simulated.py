@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 
 @dataclass
-class SimulatedCard:
+class SimulatedGPU:
     """A GPU whose calls take call_s seconds, if nothing else happens.
 
     compile_s: what the first call costs the host. launch_s: what it costs the host to queue a call.

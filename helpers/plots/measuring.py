@@ -272,7 +272,7 @@ def relative(values, title):
     return figure
 
 
-def memory(found, refused, card_bytes):
+def memory(found, refused, gpu_bytes):
     """Bytes of a program against T. found: {pass: {implementation: {T: bytes}}}.
 
     refused: {(pass, implementation): T} of those that the GPU had no room for.
@@ -289,7 +289,7 @@ def memory(found, refused, card_bytes):
                 guess = last**2 / megabytes[-2]
                 axes.plot([list(points)[-1], T], [last, guess], ls=dash, color=colour, alpha=0.5)
                 axes.plot(T, guess, "x", color=style.OUTPUT, ms=10, mew=2.5, zorder=4)
-        axes.axhline(card_bytes / 2**20, color=style.INK, lw=1.2, ls=":", label="memory of the GPU")
+        axes.axhline(gpu_bytes / 2**20, color=style.INK, lw=1.2, ls=":", label="memory of the GPU")
         draw.lengths(axes, [2**n for n in range(10, 21, 2)])
         axes.set(yscale="log", xlabel="T", title=which)
         draw.plain(axes.yaxis, "{:,g}")

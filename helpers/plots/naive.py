@@ -85,7 +85,7 @@ def byte_bill(read, written):
     return figure
 
 
-def cards(lengths, measured, heads, H=128, itemsize=2):
+def gpu_memory(lengths, measured, heads, H=128, itemsize=2):
     """Footprint of attention with `heads` heads against T = S, and the memory of some GPUs.
 
     measured: bytes that the compiler reported for naive attention, one for each length.
@@ -98,12 +98,12 @@ def cards(lengths, measured, heads, H=128, itemsize=2):
     axes.plot(T, flash, "--", color=FLASH, label="flash, by formula")
     draw.lengths(axes, [2**n for n in range(int(np.log2(lengths[0])), 21)])
     axes.set(yscale="log", xlim=(lengths[0] * 0.8, 2**20), ylim=(0.02, 600))
-    for card in (roofline.T4, roofline.RTX_4090, roofline.A100_40GB, roofline.H100, roofline.H200):
-        size = card.memory / GIB
+    for gpu in (roofline.T4, roofline.RTX_4090, roofline.A100_40GB, roofline.H100, roofline.H200):
+        size = gpu.memory / GIB
         axes.axhline(size, color=style.FAINT, lw=1)
-        name = "A100 or H100, 80 GB" if card is roofline.H100 else card.name
-        name += "" if "GB" in name else f", {card.memory // GIB} GB"
-        y, side = (size / 1.06, "top") if card is roofline.T4 else (size * 1.04, "bottom")
+        name = "A100 or H100, 80 GB" if gpu is roofline.H100 else gpu.name
+        name += "" if "GB" in name else f", {gpu.memory // GIB} GB"
+        y, side = (size / 1.06, "top") if gpu is roofline.T4 else (size * 1.04, "bottom")
         axes.text(lengths[0] * 0.85, y, name, size=8.5, va=side)
     draw.plain(axes.yaxis, "{:,g}")
     axes.set(xlabel="length T = S", ylabel=f"footprint (GiB), {heads} heads, H = {H}, {8 * itemsize}-bit inputs")
@@ -112,13 +112,13 @@ def cards(lengths, measured, heads, H=128, itemsize=2):
     return figure
 
 
-def roof(card, points):
+def roof(gpu, points):
     """The roof of a GPU, and computations on it: points maps a label to an intensity in FLOPs per byte."""
     figure, axes = style.subplots(width=9.5, height=4.3)
-    low, high, ridge, top = 8, 4096, card.ridge, card.matrix_rate / 1e12
+    low, high, ridge, top = 8, 4096, gpu.ridge, gpu.matrix_rate / 1e12
     x = np.geomspace(low, high, 300)
-    axes.plot(x, [roofline.attainable(card, intensity) / 1e12 for intensity in x], color=style.INK)
-    axes.fill_between([low, ridge], 1, [low * card.bandwidth / 1e12, top], color=style.STATE, alpha=0.18)
+    axes.plot(x, [roofline.attainable(gpu, intensity) / 1e12 for intensity in x], color=style.INK)
+    axes.fill_between([low, ridge], 1, [low * gpu.bandwidth / 1e12, top], color=style.STATE, alpha=0.18)
     axes.fill_between([ridge, high], 1, top, color=style.KEY, alpha=0.15)
     axes.text(10, 13, "the memory is the limit", va="center", color=style.QUERY)
     axes.text(ridge * 1.1, top / 1.5, "the matrix units are the limit", va="center", color=style.OUTPUT)
@@ -126,7 +126,7 @@ def roof(card, points):
     axes.text(ridge / 1.05, 1400, f"ridge: {ridge:.0f}", va="center", ha="right")
     for label, intensity in points.items():
         marker, colour, size = ("o", NAIVE, 15) if label == "naive" else ("v", style.INK, 9)
-        rate = roofline.attainable(card, intensity) / 1e12
+        rate = roofline.attainable(gpu, intensity) / 1e12
         if intensity < ridge:
             axes.plot([intensity] * 2, [10, rate], color=colour, lw=1, ls=":")
         text = f"{label}: {intensity:.0f} → {rate:.0f}"
@@ -136,15 +136,15 @@ def roof(card, points):
     draw.plain(axes.xaxis)
     draw.plain(axes.yaxis)
     axes.set(xlabel="intensity: FLOPs for each byte moved", ylabel="attainable rate (TFLOP/s)")
-    axes.set_title(f"The roof of one GPU, the {card.name}, by its datasheet (not measured)")
+    axes.set_title(f"The roof of one GPU, the {gpu.name}, by its datasheet (not measured)")
     axes.legend(loc="lower right", title="FLOPs per byte → TFLOP/s", alignment="left")
     return figure
 
 
-def roof_of_attention(card=roofline.H100, T=4096, H=128, itemsize=2):
+def roof_of_attention(gpu=roofline.H100, T=4096, H=128, itemsize=2):
     """Naive attention under the roof of a GPU, by formula."""
     moved = {"naive": cost.naive_bytes(T, T, H, itemsize), "each matrix once": 4 * itemsize * T * H}
-    return roof(card, {name: cost.forward_flops(T, T, H) / count for name, count in moved.items()})
+    return roof(gpu, {name: cost.forward_flops(T, T, H) / count for name, count in moved.items()})
 
 
 FIGURES = {

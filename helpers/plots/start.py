@@ -58,7 +58,7 @@ def costs(recorded):
     left.set(xticks=[1024, 4096, 16384], yticks=[0.2, 0.5, 1, 2, 5, 10])
     left.minorticks_off()
     right.set_xticks([1024, 4096, 16384, 65536, 2**18, 2**20])
-    left.set_title(f"{recorded['card']}: causal forward pass")
+    left.set_title(f"{recorded['gpu']}: causal forward pass")
     right.set_title("bfloat16, head dimension 64")
     draw.below(figure, left, ncols=2)
     return figure

@@ -13,12 +13,11 @@ def main(arguments=None):
     parser.add_argument("--target", type=Path, default=SITE, help="the folder to build in; default: site")
     parser.add_argument("--repository", default="", help="public address of the series; without it no page leads there")
     parser.add_argument("--revision", default="", help="branch, tag or commit that the buttons show; default: main")
-    parser.add_argument("--address", default="", help="where the site will stand; without it links show no picture")
     options = parser.parse_args(arguments)
     began = time.perf_counter()
     try:
         revision = options.revision or "main"
-        build(options.target, repository=options.repository, revision=revision, address=options.address)
+        build(options.target, repository=options.repository, revision=revision)
     except BuildError as reason:
         sys.exit(f"No new site: {reason}.")
     print(f"{options.target}/index.html is ready, after {time.perf_counter() - began:.0f} s.")

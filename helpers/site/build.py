@@ -24,12 +24,11 @@ class BuildError(Exception):
     """Why there is no new site, in one line."""
 
 
-def build(target=SITE, notebooks=NOTEBOOKS, repository="", revision="main", address=""):
+def build(target=SITE, notebooks=NOTEBOOKS, repository="", revision="main"):
     """Build the site in target. Where Sphinx finds a fault, what stood there before still stands.
 
     repository: the public address of the series, for the buttons that lead there; without it there are none.
     revision: the branch, tag or commit that these buttons show.
-    address: where the site will stand, for the picture that a link to a page shows; without it there is none.
     """
     repository = repository.rstrip("/")
     target = Path(target).resolve()
@@ -39,7 +38,7 @@ def build(target=SITE, notebooks=NOTEBOOKS, repository="", revision="main", addr
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".site-") as scratch:
         stage, pages = Path(scratch, "stage"), Path(scratch, "pages")
         lay_out(stage, paths, repository, revision)
-        _run_sphinx(stage, pages, REPOSITORY=repository, REVISION=revision, SITE_ADDRESS=address)
+        _run_sphinx(stage, pages, REPOSITORY=repository, REVISION=revision)
         _mend_pages(pages)
         _add_font(pages)
         if target.exists():

@@ -6,7 +6,6 @@ does not understand is a warning.
 
 import html
 from pathlib import Path
-from urllib.parse import urljoin
 from xml.etree import ElementTree
 
 import sphinxcontrib.katex
@@ -14,14 +13,9 @@ from docutils import nodes
 from py_mini_racer import JSEvalException, mini_racer
 from sphinx.util import logging
 
-PREVIEW = "preview.png"  # among the static files: the picture of the first page, in the shape that links show
 KATEX = Path(sphinxcontrib.katex.__file__).with_name("katex.min.js")
 SCROLLS = "pst-scrollable-table-container"  # the theme lets a keyboard scroll what has this class and is too wide
 MATHML = "http://www.w3.org/1998/Math/MathML"
-OPERATOR = f"{{{MATHML}}}mo"
-ROWS = {f"{{{MATHML}}}{name}" for name in ("mrow", "mstyle", "mtd")}
-APPLY = "\N{FUNCTION APPLICATION}"
-CLOSING = (")", "]", "}", "⌉", "⌋", "|", "∣")
 ElementTree.register_namespace("", MATHML)
 logger = logging.getLogger(__name__)
 
@@ -36,41 +30,18 @@ def convert(app, doctree, docname):
         for equation in equations:
             options = {"displayMode": isinstance(equation, nodes.math_block), "output": "mathml", "strict": "error"}
             try:
-                equation["mathml"] = polished(javascript.call("katex.renderToString", equation.astext(), options))
+                equation["mathml"] = mathml_in(javascript.call("katex.renderToString", equation.astext(), options))
             except JSEvalException as error:
                 reason = str(error).strip().splitlines()[0]
                 logger.warning("equation %r: %s", equation.astext(), reason, location=equation)
                 equation["mathml"] = ""
 
 
-def polished(html):
-    """The MathML in KaTeX's HTML, with the spaces that TeX sets and browsers do not, and without the source.
-
-    These are a thin space between the name of a function and its argument, and none after a sign.
-    """
+def mathml_in(html):
+    """The MathML in KaTeX's HTML, without the source of the equation."""
     math = ElementTree.fromstring(html)[0]
     math[:] = [math[0][0]]
-    for row in math.iter():
-        if row.tag not in ROWS:
-            continue
-        for place in reversed(range(1, len(row))):
-            before, here = row[place - 1 : place + 1]
-            if here.tag == OPERATOR and before.tag == OPERATOR and before.text not in CLOSING:
-                if here.text == "−":
-                    here.set("form", "prefix")
-                elif before.text + here.text == "+=":
-                    before.text = "+="
-                    del row[place]
-            if here.tag != OPERATOR and _ends_in_a_function(before):
-                row.insert(place, ElementTree.Element(f"{{{MATHML}}}mspace", width="0.17em"))
     return ElementTree.tostring(math, encoding="unicode")
-
-
-def _ends_in_a_function(element):
-    """Whether an element is a function's name, perhaps with indices."""
-    if element.tag == OPERATOR:
-        return element.text == APPLY
-    return len(element) > 0 and _ends_in_a_function(element[-1 if element.tag in ROWS else 0])
 
 
 def visit_inline_math(translator, node):
@@ -102,22 +73,6 @@ def add_search_words(app, doctree):
         doctree.insert(0, nodes.meta("", name="keywords", content=", ".join(words.split())))
 
 
-def describe_links(app, pagename, templatename, context, doctree):
-    """Give a page what a link to it shows elsewhere: a title, a description and, at a known address, a picture."""
-    title = app.env.titles[pagename].astext() if pagename in app.env.titles else app.config.project
-    said = app.config.description
-    if doctree and (first := next(doctree.findall(nodes.paragraph), None)):
-        said = first.astext().replace("\n", " ")
-    tags = {"og:title": title, "og:description": said, "og:site_name": app.config.project, "og:type": "article"}
-    if site := app.config.html_baseurl:
-        tags["og:url"] = urljoin(site, f"{pagename}.html")
-        tags["og:image"] = urljoin(site, f"_static/{PREVIEW}")
-        tags["twitter:card"] = "summary_large_image"
-    lines = [f'<meta name="description" content="{html.escape(said)}"/>']
-    lines += [f'<meta property="{name}" content="{html.escape(text)}"/>' for name, text in tags.items()]
-    context["metatags"] = "\n".join([context.get("metatags", ""), *lines])
-
-
 def only_notebooks_have_a_source(app, pagename, templatename, context, doctree):
     """No button to show or fetch the source of a page that was put together while the site was built."""
     if not pagename.startswith("notebooks/"):
@@ -129,8 +84,6 @@ def setup(app):
     app.connect("doctree-resolved", convert)
     app.add_node(nodes.image, override=True, html=(visit_image, depart_image))
     app.add_config_value("search_words", {}, "env")
-    app.add_config_value("description", "", "html")
     app.connect("doctree-read", add_search_words)
-    app.connect("html-page-context", describe_links)
     app.connect("html-page-context", only_notebooks_have_a_source)
     return {"parallel_read_safe": True}

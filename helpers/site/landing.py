@@ -20,14 +20,14 @@ def rates(recorded):
     return {record["implementation"]: record["tflops"] for record in recorded["records"] if record | CASE == record}
 
 
-def picture(recorded, width=4.8, height=3.4):
+def picture(recorded):
     """TFLOP/s of naive attention, of both kernels of the series and of cuDNN, as bars with their names above them.
 
-    width and height in inches. The letters are large, for the picture shrinks with the screen.
+    The letters are large, for the picture shrinks with the screen.
     """
     rate, top = rates(recorded), recorded["ceilings"]["matmul_tflops"]
-    title = f"Forward pass of attention, {recorded['card']}"
-    figure, axes = style.subplots(width=width, height=height)
+    title = f"Forward pass of attention, {recorded['gpu']}"
+    figure, axes = style.subplots(width=4.8, height=3.4)
     figure.get_layout_engine().set(w_pad=0.15, h_pad=0.12)
     for row, (name, words) in enumerate(BARS.items()):
         colour = LOOKS[name][0]

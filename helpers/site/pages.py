@@ -72,7 +72,6 @@ def write(stage, repository, revision):
         (generated / name).write_text(text + "\n", encoding="utf-8")
     for name, figure in pictures(recorded).items():
         figure.savefig(stage / "figures" / name, dpi=2 * figure.dpi)
-    landing.picture(recorded, width=6, height=3.15).savefig(stage / "static" / "preview.png", dpi=200)
 
 
 def table(head, rows):
@@ -107,7 +106,7 @@ def why_not(implementation, dtype="bfloat16", S=16, K=2, H=64, lengths=False, re
 
 def run_line(recorded):
     versions = ", ".join(f"{name} {version}" for name, version in recorded["versions"].items())
-    return f"{recorded['card']}, {recorded['date']}, commit {recorded['commit']}; {versions}"
+    return f"{recorded['gpu']}, {recorded['date']}, commit {recorded['commit']}; {versions}"
 
 
 def find(records, which, T, H, is_causal, dtype="bfloat16"):
@@ -156,7 +155,7 @@ def conclusion(recorded):
         said.append(f"faster than {name} in {won}: they are {' and '.join(ranges)}.")
     shares = [100 * ratio for which in PASSES for ratio in _ratios(records, which, "portable", "hopper")]
     return (
-        f"On an {recorded['card']} in bfloat16, the Hopper kernels of this series are {said[0]} They are {said[1]} "
+        f"On an {recorded['gpu']} in bfloat16, the Hopper kernels of this series are {said[0]} They are {said[1]} "
         f"The portable kernels, which run on any NVIDIA GPU from Ampere on, reach {min(shares):.0f} to "
         f"{max(shares):.0f} per cent of the speed of the Hopper kernels."
     )

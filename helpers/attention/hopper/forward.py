@@ -16,9 +16,10 @@ from helpers.attention.device import core_count
 from helpers.attention.hopper.exact_out import ExactOut, constants_beside, with_room_for_constants
 from helpers.attention.hopper.forward_kernel import Refs, RoundedOut, RunningMaximum, Scratch, forward_kernel
 from helpers.attention.hopper.guess import HEADROOM, MOST, Guess
+from helpers.attention.hopper.ptx import SWIZZLED
 from helpers.attention.hopper.ring import Ring
 from helpers.attention.hopper.table import tuned_tiles
-from helpers.attention.hopper.warpgroup import NUM_SMS, SWIZZLED, padded_head_dim
+from helpers.attention.hopper.warpgroup import NUM_SMS, padded_head_dim
 from helpers.attention.masking import Band
 
 

@@ -24,7 +24,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.hopper import forward as full
-from helpers.attention.hopper.warpgroup import MATRIX, REGISTERS, ROWS, SWIZZLED, accumulate, product
+from helpers.attention.hopper.ptx import SWIZZLED
+from helpers.attention.hopper.warpgroup import MATRIX, REGISTERS, ROWS, accumulate, product
 from helpers.attention.portable.tiles import LOG2_E
 
 BLOCK_Q = 64

@@ -21,7 +21,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.hopper.ptx import MATRIX, overwriting_sum, wide_sum
-from helpers.attention.hopper.ptx import SWIZZLED as SWIZZLED
 
 HEAD_DIMS = (64, 128, 256)  # others are padded to the next
 NUM_SMS = 132  # of an H100 SXM and an H200; on other GPUs the programs queue or leave some idle
