@@ -122,17 +122,6 @@ def test_a_batch_that_does_not_divide_stays_whole(batch, parts):
     assert split_problem.local.B == batch // parts and (split_problem.batch is None) == (parts == 1)
 
 
-@pytest.mark.full
-@on_four_devices
-def test_arrays_that_are_split_differently():
-    """Heads of the keys alone, a batch of the keys over the axis of the queries' heads, sequences, and gradients not."""
-    mesh, run = mesh_of(AxisType.Auto), jax.jit(functools.partial(everything, attention_of("portable")))
-    heads, sequence = P(None, None, "heads"), P("batch", "heads")
-    for own, of_keys in ((P(), heads), (P("batch"), P(None, None, "batch")), (heads, P("heads")), (sequence, sequence)):
-        specs = own, of_keys, of_keys, P(), P()
-        check(run(*map(jax.device_put, inputs(), [NamedSharding(mesh, spec) for spec in specs])), "portable")
-
-
 @on_four_devices
 @pytest.mark.parametrize("implementation", ["reference", "portable", "hopper"])
 def test_explicit_axes(implementation):
@@ -163,13 +152,6 @@ def test_explicit_axes_that_split_the_sequence(implementation):
     right = attention_of("reference")(*inputs()[:3])
     for mine, other in zip((out, lse), right, strict=True):
         np.testing.assert_allclose(mine, other, atol=4e-6)
-
-
-@pytest.mark.full
-@on_four_devices
-def test_vmap_over_an_axis_that_is_split_explicitly():
-    single = lambda *arrays: everything(attention_of("portable", None), *arrays)
-    check(jax.jit(jax.vmap(single))(*split(inputs(), mesh_of(AxisType.Explicit))), "hopper")  # without lengths
 
 
 @on_four_devices

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from helpers.paging import OutOfPagesError, PagePool
-from helpers.plots import decoding
 
 
 class Cache:
@@ -94,25 +93,3 @@ def test_wrong_arguments_are_refused():
     with pytest.raises(KeyError):
         pool.fork("b", "c")
     assert pool.tables == {"a": [0]} and pool.counts == [1, 0, 0, 0]
-
-
-def test_the_picture_of_a_pool_tells_who_holds_what():
-    pool = PagePool(6, 4)
-    pool.append("a", 6)
-    pool.fork("a", "b")
-    pool.append("b", 3)
-    assert decoding.pages(pool).alt == (
-        "Page tables: a, 6 tokens, in pages [0, 1]; b, 9 tokens, in pages [0, 2, 3]. Shared pages: [0]. Free pages: 2."
-    )
-
-
-def test_the_picture_of_speeds_tells_them_all():
-    row = {"T": 1, "N": 32, "K": 8, "H": 128, "device_ms": 1.0, "of_copy": 0.5}  # as recorded, beside what is drawn
-    rows = [
-        row | {"implementation": "ours", "page": page, "B": B, "S": 8192, "gbps": B * gbps}
-        for page, gbps in ((0, 2000.4), (16, 1900.0))
-        for B in (1, 2)
-    ]
-    assert decoding.bandwidth(rows, 4129).alt == (
-        "GB/s of keys and values for B=1 S=8192, B=2 S=8192: ours 2000, 4001; ours, 16 a page 1900, 3800. A copy: 4129."
-    )

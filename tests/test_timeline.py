@@ -12,7 +12,6 @@ from helpers.instruments.timeline import (
     Read,
     Wait,
     Work,
-    relay,
     rung,
     simulate,
 )
@@ -107,11 +106,3 @@ def test_every_rung_runs_and_no_faster_than_its_units(number):
     for name, tiles in run.tiles.items():
         if name != "memory" and number > 1:
             assert sorted(tiles) == sorted([*range(steps)] * 2)  # keys and values
-
-
-def test_the_relay_reads_every_tile_and_puts_all_in_order():
-    run = simulate(relay(steps=7, stages=3), {"loaded": 1, "free": 1}, latency=600)
-    assert run.tiles["compute"] == list(range(7))
-    hasty = {"compute": (op for op in relay(7, 3)["compute"] if not isinstance(op, Wait))}
-    with pytest.raises(OrderError, match="before tile"):
-        simulate(relay(7, 3) | hasty, {"loaded": 1, "free": 1})

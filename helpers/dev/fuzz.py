@@ -7,8 +7,8 @@ are of several `kinds`. out, lse, dq, dk and dv are each judged by themselves: a
 err three times as much as naive attention in the same dtype, or as rounding must (see `rounding`). Where naive
 attention overflows in 16 bits, it is asked in float32; where no bound can be stated, the call is unjudged. Errors,
 hangs and dead processes count as wrong. Program number i, of one call or two, is made from (seed, i) and the options
-alone, so it is the same however many processes there are. What is wrong is made smaller while it stays wrong, and
-printed as a line that reproduces it. The exit status is 1 if anything was wrong, or more than 5 % unjudged.
+alone, so it is the same however many processes there are. What is wrong is printed as a line that reproduces it. The
+exit status is 1 if anything was wrong, or more than 5 % unjudged.
 """
 
 import argparse
@@ -43,7 +43,6 @@ ONLY = {"few": lambda t: t.T <= FEW_QUERIES and not t.page, "pages": lambda t: t
 EXTRAS = ("bias", "mask", "sinks", "mask_mod", "score_mod")
 FILL = ("nan", "inf", "-inf")  # in places that must not matter
 MOST_A_GPU = 13  # processes that have enough of its memory
-SHRUNK, SHRINK_SECONDS = 3, 90.0  # failures that are made smaller, and the time for each
 
 
 def legal(trial):
@@ -276,68 +275,7 @@ def reports(pool, patience, programs):
             yield Report(outcome.task, outcome.kind, outcome.value, seconds=outcome.seconds)
 
 
-def simplifications(trial):
-    """Changes, as dictionaries of fields, that make a trial simpler; the boldest first."""
-    plain = Trial(1, 1)
-    names = "extras documents soft_cap offset "
-    names += "page way B N lse_gradient scale kinds unseen padding precision window query_lengths key_lengths is_causal"
-    changes = [
-        {name: getattr(plain, name)}
-        for name in (*names.split(), "seed")
-        if getattr(trial, name) != getattr(plain, name)
-    ]
-    if len(trial.kinds) > 1:
-        changes += [{"kinds": trial.kinds[:i] + trial.kinds[i + 1 :]} for i in range(len(trial.kinds))]
-    if trial.K > 1:
-        changes.append({"K": 1, "N": trial.N // trial.K})
-    for name, ends in (("T", (1,)), ("S", (1,)), ("H", (16, 64, 128))):
-        size = getattr(trial, name)
-        smaller = {*ends, size // 2, size - size // 4, (size - 1) // 64 * 64 + 1, size - 1}
-        changes += [{name: value} for value in sorted(smaller) if 0 < value < size]
-    return [consistent(trial, change) for change in changes]
-
-
-def consistent(trial, change):
-    """A change with what it asks of other fields: heads in whole groups, one length for each batch entry."""
-    if change.get("N") == 1:
-        change = change | {"K": 1}
-    after = replace(trial, **change)
-    if after.offset and not after.is_causal and not after.window:
-        change = change | {"offset": 0}
-    after = replace(trial, **change)
-    for name, longest in (("query_lengths", after.T), ("key_lengths", after.S)):
-        lengths = getattr(after, name)
-        if lengths is not None:
-            change = change | {name: tuple(min(length, longest) for length in lengths[: after.B])}
-    return change
-
-
-def shrink(report, run_all, seconds=SHRINK_SECONDS, clock=time.monotonic):
-    """The report of the simplest program found that fails in the same way.
-
-    run_all: takes a list of programs and yields their reports.
-    """
-    began = clock()
-
-    def failing(programs):
-        found = {one.trials: one for one in run_all(programs) if one.kind == report.kind}
-        return [found[trials] for trials in programs if trials in found]
-
-    if len(report.trials) > 1:
-        report = next(iter(failing([(trial,) for trial in report.trials])), report)
-    while len(report.trials) == 1 and clock() - began < seconds:
-        (trial,) = report.trials
-        changes = {(replace(trial, **change),): change for change in simplifications(trial)}
-        simpler = failing([trials for trials in changes if legal(trials[0])])
-        if not simpler:
-            break
-        together = functools.reduce(lambda all, one: changes[one.trials] | all, simpler, {})
-        both = (replace(trial, **consistent(trial, together)),)
-        report = next(iter(failing([both])), simpler[0]) if len(simpler) > 1 else simpler[0]
-    return report
-
-
-def fuzz(programs, run_all, log=None, total=None, progress=sys.stderr):
+def fuzz(programs, run_all, log=None, total=None, progress=None):
     """Run programs and return their reports. run_all: an iterable of programs -> an iterator of their reports.
 
     log: a file for a line of JSON for every program.
@@ -390,13 +328,10 @@ def main(arguments=None):
     with workers.Workers(attempt, processes) as pool:
         run_all = functools.partial(reports, pool, PATIENCE)
         found = fuzz(in_time(programs, options.calls, minutes), run_all, options.log, options.calls)
-        wrong = [report for report in found if report.kind != "right"]
-        for report in wrong[:SHRUNK]:
-            simplest = shrink(report, functools.partial(reports, pool, SHRINK_SECONDS))
-            print(f"\nMade simpler, {simplest.kind}: {simplest.text[:500]}\n  {simplest.reproduction}")
+    wrong = sum(report.kind != "right" for report in found)
     calls, unjudged = sum(len(report.trials) for report in found), sum(report.unjudged for report in found)
-    print(f"{calls} calls: {len(wrong)} wrong, {unjudged} unjudged (at most {UNJUDGED:.0%}).")
-    return int(bool(wrong) or unjudged > UNJUDGED * calls or not calls)
+    print(f"{calls} calls: {wrong} wrong, {unjudged} unjudged (at most {UNJUDGED:.0%}).")
+    return int(wrong > 0 or unjudged > UNJUDGED * calls or not calls)
 
 
 if __name__ == "__main__":

@@ -99,11 +99,6 @@ class Kernel:
     def buffer(self, name):
         return next(buffer for buffer in self.buffers if buffer.name == name)
 
-    @property
-    def accumulators(self):
-        """Registers of each thread that hold a float32 accumulator, {name: registers}."""
-        return {product.name: product.m * product.n // WARPGROUP for product in self.products}
-
 
 def memory(scratch):
     """{name: ref or type} of what a kernel's scratch has, each array in shared memory by itself."""

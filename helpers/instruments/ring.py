@@ -10,7 +10,7 @@ import numpy as np
 
 from helpers.attention.ring import plan
 
-FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # of 2 H operations for each pair of a query and a key
+FORWARD_PRODUCTS = 2  # of 2 H operations for each pair of a query and a key
 STATISTIC_BYTES = SUM_BYTES = 4  # of lse and delta, and of sums of results and gradients: float32
 
 

@@ -1,8 +1,8 @@
 """Pictures of notebook 04: which block each program of a kernel sees, and what a tail holds.
 
-`program_blocks`, `one_program` and `read_counts` draw a `helpers.instruments.traffic.KernelCall`, so they
+`program_blocks` and `one_program` draw a `helpers.instruments.traffic.KernelCall`, so they
 show the real grid, BlockSpecs and loads of a replayed `pallas_call`. Of an array with more than two axes they
-draw two: those along which its blocks move, or along which its counts differ.
+draw two: those along which its blocks move.
 """
 
 import itertools
@@ -11,17 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from matplotlib.colors import BoundaryNorm, LinearSegmentedColormap
 
 from helpers.instruments.traffic import replay
 from helpers.plots import draw, style
 
 # Drawn as light tints, and every block is labelled: here colour only helps to find a program again.
 PROGRAM_COLOURS = (style.QUERY, style.KEY, style.VALUE, style.LOGITS, style.STATE, style.OUTPUT)
-COUNT_MAP = LinearSegmentedColormap.from_list("counts", [style.PAPER, style.STATE, style.QUERY])
 OVERHANG = "////"
 MOST_NAMES = 4  # programs named on one block before the list is shortened
-MOST_REGIONS = 64  # numbers written on one panel of counts
 MOST_COLUMNS = 3  # panels side by side
 
 
@@ -73,38 +70,6 @@ def one_program(call, *programs):
             axes.set_xlabel("")
     for axes, program in zip(panels[:: len(call.operands)], programs, strict=True):
         axes.set_ylabel(f"program {_name(program)}\n{axes.get_ylabel()}", size=9)
-    return figure
-
-
-def read_counts(call, *names):
-    """How often each element is loaded (or stored, for an output), one panel for each array.
-
-    names: the arrays to draw, all by default.
-    """
-    operands = [call.operands[name] for name in names or call.operands]
-    totals = [operand.writes if operand.is_output else operand.reads for operand in operands]
-    views = [_View(operand, counts=counts) for operand, counts in zip(operands, totals, strict=True)]
-    figure, panels = _panels(views)
-    most = max(1, *(int(counts.max(initial=0)) for counts in totals))
-    norm = BoundaryNorm(np.arange(most + 2) - 0.5, COUNT_MAP.N)
-    for axes, view, total in zip(panels, views, totals, strict=True):
-        operand, counts = view.operand, view.plane(total)
-        _outline(axes, view)
-        image = axes.pcolormesh(counts, cmap=COUNT_MAP, norm=norm)
-        rows, columns = counts.shape
-        axes.set(xlim=(-0.02 * columns, 1.02 * columns), ylim=(1.02 * rows, -0.02 * rows))
-        across, down = (set(edges) for edges in view.edges())
-        for top, bottom, left, right in _regions(counts):
-            across.add(left)
-            down.add(top)
-            ink = style.PAPER if counts[top, left] > 0.6 * most else style.INK
-            middle = (left + right) / 2, (top + bottom) / 2
-            draw.label(axes, *middle, f"{counts[top, left]}×", color=ink, size=9)
-        axes.set(xticks=_thin(sorted(across)), yticks=_thin(sorted(down)) if view.labels[0] else [])
-        word = "stored" if operand.is_output else "loaded"
-        outside = f"\n{operand.outside} elements loaded outside" if operand.outside else ""
-        axes.set_title(f"{operand.name}: times {word}{outside}", size=10)
-    figure.colorbar(image, ax=panels.tolist(), label="times", ticks=_thin(range(most + 1)), shrink=0.8)
     return figure
 
 
@@ -219,22 +184,20 @@ def matmul_tiles():
 class _View:
     """The two axes of an operand that are drawn, rows first, and where its blocks lie on them.
 
-    number: the program at whose blocks the axes that are not drawn are cut. counts: if given, axes
-    along which they differ are drawn first. An array of one axis is a row.
+    number: the program at whose blocks the axes that are not drawn are cut. An array of one axis is a row.
 
     name, title: the array with its shape, and below it where the axes that are not drawn are cut, if blocks differ
     there. blocks: for each program ((start, size) along the columns, (start, size) along the rows).
     """
 
-    def __init__(self, operand, number=0, counts=None):
+    def __init__(self, operand, number=0):
         self.operand, self.number = operand, number
         shape, sizes = operand.values.shape, [size or 1 for size in operand.block_shape]
         starts = operand.block_of * np.array(sizes, int)
         moves = (starts != starts[:1]).any(axis=0)
 
         def interest(axis):
-            differ = counts is not None and bool((counts != counts.take([0], axis)).any())
-            return differ, moves[axis], operand.block_shape[axis] is not None, shape[axis]
+            return moves[axis], operand.block_shape[axis] is not None, shape[axis]
 
         self.drawn = sorted(sorted(range(len(shape)), key=interest, reverse=True)[:2])
         hidden = [axis for axis in range(len(shape)) if axis not in self.drawn]
@@ -263,11 +226,6 @@ class _View:
         for number in self.alike:
             found.setdefault(self.blocks[number], []).append(number)
         return found
-
-    def plane(self, counts):
-        """Counts of the elements, cut down to the two axes that are drawn."""
-        cut = (slice(None) if axis in self.drawn else self.cut[axis] for axis in range(counts.ndim))
-        return counts[tuple(cut)].reshape(self.shape)
 
     def edges(self):
         """Edges of the blocks, ((along columns), (along rows)), for ticks."""
@@ -334,18 +292,6 @@ def _spoken(programs):
     """`_names` on one line, for the words of a picture."""
     names = [f"({_name(program)})" if len(program) > 1 else _name(program) for program in programs]
     return " and ".join(names) if len(names) <= MOST_NAMES else f"{names[0]} … {names[-1]}"
-
-
-def _regions(counts):
-    """Rectangles (top, bottom, left, right) of equal counts, cut by straight lines; none where they would be many."""
-    down, across = (
-        [0, *(1 + np.flatnonzero((np.diff(counts, axis=axis) != 0).any(axis=1 - axis))), counts.shape[axis]]
-        for axis in (0, 1)
-    )
-    if (len(down) - 1) * (len(across) - 1) > MOST_REGIONS:
-        return
-    for (top, bottom), (left, right) in itertools.product(itertools.pairwise(down), itertools.pairwise(across)):
-        yield top, bottom, left, right
 
 
 FIGURES = {
