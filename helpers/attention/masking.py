@@ -107,12 +107,13 @@ def share(tiles, part, parts, xp=np):
 
 
 def tile_kind(rows, cols, band, query_length, key_length):
-    """``"skipped"``, ``"partial"`` or ``"full"``: whether no, some or every pair of a tile is visible.
+    """``"skipped"``, ``"partial"`` or ``"full"``: if no, some or every pair is visible.
 
-    rows, cols: the positions that the tile covers, two ranges or one-dimensional integer arrays.
-    Positions past the lengths count as not visible.
+    rows, cols: the positions that the tile covers, two ranges or one-dimensional
+    integer arrays. Positions past the lengths count as not visible.
     """
-    seen = visible(np.asarray(rows)[:, None], np.asarray(cols)[None, :], band, query_length, key_length)
+    rows, cols = np.asarray(rows)[:, None], np.asarray(cols)[None, :]
+    seen = visible(rows, cols, band, query_length, key_length)
     if not seen.any():
         return "skipped"
     return "full" if seen.all() else "partial"

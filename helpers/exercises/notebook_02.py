@@ -1,4 +1,4 @@
-"""The exercises of notebook 02, and the ways to choose a reference that it compares."""
+"""The exercises of notebook 02, what a state is, and the ways to choose a reference that it compares."""
 
 import math
 
@@ -32,18 +32,16 @@ SHORTCUTS = {
 }
 
 
-def _definition(s, v):
-    """(m, l, acc) of logits s (…, keys) and values v (keys, H), from their definition; -inf is masked."""
-    if s.shape[-1] == 0:
-        s, v = np.full((*s.shape[:-1], 1), -np.inf), np.zeros((1, v.shape[1]))
-    m = s.max(axis=-1)
+def state_of(s, v):
+    """(m, l, acc) by their definition. s: (…, keys), -inf where masked; v: (keys, H)."""
+    m = s.max(axis=-1, initial=-np.inf)
     p = np.exp(s - np.where(m == -np.inf, 0, m)[..., None])
     return m, p.sum(axis=-1), p @ v
 
 
 def _out_and_lse(s, v):
     """(out, lse), from the definition. No visible key gives 0 and -inf."""
-    m, l, acc = _definition(s, v)
+    m, l, acc = state_of(s, v)
     empty = l == 0
     l = np.where(empty, 1, l)
     return acc / l[..., None], np.where(empty, -np.inf, m + np.log(l))
@@ -69,13 +67,11 @@ def _update_cases():
     def case(label, before, block_k, H, s=None):
         s = random.standard_normal(before + block_k) if s is None else s
         v = random.standard_normal((before + block_k, H))
-        return Case(
-            f"{label}, block_k={block_k}, H={H}", (*_definition(s[:before], v[:before]), s[before:], v[before:])
-        )
+        return Case(f"{label}, block_k={block_k}, H={H}", (*state_of(s[:before], v[:before]), s[before:], v[before:]))
 
     rising, falling = np.arange(9.0), np.arange(9.0)[::-1]
     return [
-        Case("tile 2 of the hand case", (*_definition(HAND_S[:2], HAND_V[:2]), HAND_S[2:], HAND_V[2:])),
+        Case("tile 2 of the hand case", (*state_of(HAND_S[:2], HAND_V[:2]), HAND_S[2:], HAND_V[2:])),
         case("the first tile of a row", 0, 3, 2),
         case("the first tile of a row, logits near -1000", 0, 4, 2, -1000 + np.arange(4.0)),
         case("3 keys before", 3, 2, 4),
@@ -150,7 +146,7 @@ def _two_parts():
 
 
 def _merge_cases():
-    return [Case(label, (_definition(*a), _definition(*b))) for label, a, b in _two_parts()]
+    return [Case(label, (state_of(*a), state_of(*b))) for label, a, b in _two_parts()]
 
 
 MERGE = Exercise(

@@ -1,5 +1,6 @@
 """What exercises 5.1 and 7.5 share: the range of tiles that a loop over keys, or over queries, must visit."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,27 +9,34 @@ from helpers.attention.masking import Band, visible
 from helpers.exercises.exercise import Complaint, shaped, table
 
 
+def key_tiles_needed(i, T, S, block_q, block_k, left):
+    """The key tiles that query tile i needs, found by looking at every pair."""
+    rows, cols = np.arange(i * block_q, (i + 1) * block_q), np.arange(S)
+    seen = visible(rows[:, None], cols[None, :], Band(left=left, right=0), T, S)
+    return sorted({int(key) // block_k for key in np.flatnonzero(seen.any(axis=0))})
+
+
+def query_tiles_needed(j, T, S, block_q, block_k, left):
+    """The query tiles that key tile j needs, found by looking at every pair."""
+    rows, cols = np.arange(T), np.arange(j * block_k, (j + 1) * block_k)
+    seen = visible(rows[:, None], cols[None, :], Band(left=left, right=0), T, S)
+    return sorted({int(query) // block_q for query in np.flatnonzero(seen.any(axis=1))})
+
+
 @dataclass(frozen=True)
 class Loop:
-    """One of the two loops: over the tiles of "key"s that a tile of "query"s needs, or the other way round."""
+    """One of the two loops: over the tiles of "key"s that a tile of "query"s needs, or the other way round.
+
+    needed: a function that finds these tiles.
+    """
 
     over: str
     inside: str
+    needed: Callable
 
     def cases(self, *rows):
         """For `Exercise.cases`: (number of the outer tile, T, S, block_q, block_k, left) each."""
         return table(f"{self.inside}_tile T S block_q block_k left", *rows)
-
-    def needed(self, i, T, S, block_q, block_k, left):
-        """The tiles to visit, found by looking at every pair."""
-        rows, cols = np.arange(T), np.arange(S)
-        if self.over == "key":
-            rows = np.arange(i * block_q, (i + 1) * block_q)
-        else:
-            cols = np.arange(i * block_k, (i + 1) * block_k)
-        seen = visible(rows[:, None], cols[None, :], Band(left=left, right=0), T, S)
-        found = np.flatnonzero(seen.any(axis=0 if self.over == "key" else 1))
-        return {int(position) // (block_k if self.over == "key" else block_q) for position in found}
 
     def judge(self, result, case):
         """A complaint about the range (first, stop), or None."""
@@ -36,14 +44,15 @@ class Loop:
         needed = self.needed(*case.arguments)
         yours = f"yours visits {self.over} tiles {first} to {stop - 1}" if first < stop else "yours visits no tile"
         seen = f"seen between {self.inside} tile {case.arguments[0]} and {self.over} tile"
-        if missing := sorted(tile for tile in needed if not first <= tile < stop):
+        if missing := [tile for tile in needed if not first <= tile < stop]:
             return f"{yours}: too few, something is {seen} {missing[0]}"
         if first < stop and (first not in needed or stop - 1 not in needed):
             return f"{yours}: too many, nothing is {seen} {first if first not in needed else stop - 1}"
         return None
 
 
-OVER_KEYS, OVER_QUERIES = Loop("key", "query"), Loop("query", "key")
+OVER_KEYS = Loop("key", "query", key_tiles_needed)
+OVER_QUERIES = Loop("query", "key", query_tiles_needed)
 
 
 def run(answer, *arguments):
