@@ -232,7 +232,7 @@ def decode(call, *, interpret=False, **options):
     """
     problem, table = call.problem, call.page_table
     splits = select_splits(problem, table is not None, **options)
-    B, T, S, N, K, H, group = *(getattr(problem, name) for name in "BTSNKH"), problem.group
+    B, T, S, K, H, group = *(getattr(problem, name) for name in "BTSKH"), problem.group
     rows, head_padded = T * group, padded_head_dim(H)
     row_tiles = _tiles_of_rows(problem, splits)
     query = call.query.reshape(B, T, K, group, H).swapaxes(1, 2).reshape(B, K, rows, H)
