@@ -455,17 +455,29 @@ def test_checkpoint_and_export():
         np.testing.assert_allclose(mine, other, atol=1e-5)
 
 
+SHAPES = [  # of bias and of mask, and what else hides keys
+    ((2, 1, 1, 24), (2, 1, 1, 24), {}),
+    ((1, 4, 20, 24), (2, 1, 20, 24), {"is_causal": True}),
+    ((2, 4, 20, 24), None, {"local_window_size": (5, 3)}),
+    ((1, 1, 20, 24), (1, 4, 20, 24), {"key_value_seq_lengths": np.array([24, 3], np.int32)}),
+    (None, (2, 4, 20, 24), {"is_causal": True}),
+]
+
+
+@pytest.mark.parametrize(("bias", "mask", "more"), SHAPES)
 @pytest.mark.parametrize("implementation", ["portable", "reference"])
-def test_agreement_with_jax_nn(implementation):
-    for shape in ((2, 1, 1, 24), (1, 4, 20, 24))[: 1 if implementation == "portable" else 2]:
-        arrays, _ = drawn(102, 20, 24, only=())
-        random = np.random.default_rng(0)
-        arguments = {"bias": random.standard_normal(shape).astype(np.float32), "mask": random.random(shape) < 0.7}
-        arguments["mask"][..., 0] = True
-        theirs = everything(arrays, arguments, jax.nn.dot_product_attention)
-        mine = everything([*arrays[:4], 0 * arrays[4]], arguments, implementation=implementation)
-        for one, other in zip(mine, theirs, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
+def test_agreement_with_jax_nn(implementation, bias, mask, more):
+    arrays, _ = drawn(102, 20, 24, only=())
+    random = np.random.default_rng(0)
+    arguments = dict(more)
+    if bias is not None:
+        arguments["bias"] = random.standard_normal(bias).astype(np.float32)
+    if mask is not None:
+        arguments["mask"] = (random.random(mask) < 0.7) | (np.arange(24) == 0)
+    theirs = everything(arrays, arguments, jax.nn.dot_product_attention)
+    mine = everything([*arrays[:4], 0 * arrays[4]], arguments, implementation=implementation)
+    for one, other in zip(mine, theirs, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
 
 
 # Bad input

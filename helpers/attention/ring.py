@@ -142,7 +142,7 @@ def ring_attention(
       axis_name: the axis of the mesh.
       scale, is_causal, query_seq_lengths, key_value_seq_lengths: as in `flash_attention`, of the whole sequence.
         Lengths may be any number up to the padded length.
-      query_segment_ids, key_value_segment_ids: int32 (B, T / D) and (B, S / D), those of this device's queries and keys.
+      query_segment_ids, key_value_segment_ids: int32 (B, T / D) and (B, S / D), those of this device's share.
       layout: which positions a device has, one of LAYOUTS, see `positions`. Without a causal mask, lengths
         or key_length every layout gives the same.
       key_length: a Python integer, where the last keys of the sequence are padding: how many are not. Unlike
