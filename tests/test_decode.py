@@ -42,12 +42,15 @@ def decoded(*arrays, block_r=16, block_k=16, parts=3, **arguments):
     return out, lse.swapaxes(1, 2)
 
 
+CAPPED = {"scale": 0.5, "logits_soft_cap": 2.0, "sinks": np.array([2, 0, -3, 1], np.float32)}
 CASES = [
     AttentionCase(1, 100, 64, N=4, K=2, B=2),
     AttentionCase(3, 70, 24, N=6, K=2, B=2, dtype="bfloat16", key_lengths=(70, 0), query_lengths=(2, 3)),
     AttentionCase(5, 50, 128, N=2, K=1, dtype="float16", arguments={"is_causal": True}),
     AttentionCase(16, 200, 40, N=2, K=2, dtype="float16", logits="large", arguments={"local_window_size": (1, 70)}),
     AttentionCase(1, 33, 256, N=7, K=1, logits="low"),
+    AttentionCase(2, 70, 24, N=4, K=2, B=2, dtype="bfloat16", key_lengths=(70, 0), common=4.0, arguments=CAPPED),
+    AttentionCase(9, 90, 24, N=4, K=2, arguments=CAPPED | {"local_window_size": (7, 0), "causal_offset": 60}),
 ]
 
 
@@ -82,6 +85,8 @@ def test_parts_fill_the_processors_and_are_not_tiny(B, S, parts):
     """And keys that no query sees make none."""
     problem = Problem(B, 1, S, 32, 8, 128, jnp.dtype("bfloat16"), 1.0, NO_BAND)
     assert select_splits(replace(problem, band=Band.of(is_causal=True)), gpu=UNTUNED).parts == 1
+    last = replace(problem, band=Band.of(is_causal=True, window=(500, 0)), is_at_end=True)
+    assert select_splits(last, gpu=UNTUNED).parts == 1
     assert select_splits(problem, gpu=UNTUNED).parts == parts  # 2 x 132 programs at most, of 256 keys at least
 
 
@@ -154,6 +159,47 @@ def test_pages_equal_the_gathered_cache(page, lengths, dtype, implementation):
     np.testing.assert_allclose(np.asarray(out, np.float64), right[0], atol=tolerance)
     np.testing.assert_allclose(lse, right[1], rtol=1e-5, atol=1e-5)
     assert out.dtype == query.dtype and not np.asarray(out, np.float32)[np.isneginf(right[1])].any()
+
+
+BANDS = [
+    (None, {"is_causal": True}),
+    (None, {"is_causal": True, "local_window_size": (20, 5)}),
+    (9, {"is_causal": True}),
+    (260, {"local_window_size": (3, 1)}),
+]
+
+
+def check_pages(attend, causal_offset, arguments):
+    """Each sequence as by the oracle, with the queries at its end or where they are said to be; of page 0, only sinks.
+
+    attend(*arrays, **arguments) -> (out, lse). What lies well before a window is not read, so it may hold anything.
+    """
+    query, key_pages, value_pages, table, lengths = cache(16, (300, 2, 0), T=3, pages=40)
+    table[0] = 1 + np.random.default_rng(0).permutation(len(table[0]))
+    common = {"logits_soft_cap": 1.5, "sinks": np.random.default_rng(0).standard_normal(4).astype(np.float32)}
+    keys, values = (gathered(pages, table) for pages in (key_pages, value_pages))
+    if "local_window_size" in arguments:
+        key_pages[table[0, :8]] = value_pages[table[0, :8]] = np.nan
+    arrays = query, key_pages, value_pages, table, lengths
+    mine = jax.tree.map(np.asarray, attend(*arrays, causal_offset=causal_offset, **arguments, **common))
+    for b, length in enumerate(lengths):
+        shift = int(length) - 3 if causal_offset is None else causal_offset
+        cut = {"key_value_seq_lengths": lengths[b : b + 1], "causal_offset": shift}
+        right = oracle(query[b : b + 1], keys[b : b + 1], values[b : b + 1], **cut, **arguments, **common)
+        for one, other in zip(mine, right, strict=True):
+            np.testing.assert_allclose(one[b], other[0], atol=3e-6)
+    np.testing.assert_array_equal(mine[1][2], np.broadcast_to(common["sinks"], (3, 4)))
+
+
+@pytest.mark.parametrize(("causal_offset", "arguments"), BANDS)
+def test_a_band_in_pages(causal_offset, arguments):
+    attend = functools.partial(paged_attention, implementation="portable", return_residual=True)
+    check_pages(attend, causal_offset, arguments)
+
+
+def test_the_reference_takes_a_band_in_pages():
+    attend = functools.partial(paged_attention, implementation="reference", return_residual=True)
+    check_pages(attend, *BANDS[0])
 
 
 def test_padding_in_a_page_may_hold_anything():

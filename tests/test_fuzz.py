@@ -40,7 +40,7 @@ def test_every_drawn_call_is_legal(implementation):
         assert checked(trial) == trial.call.problem, trial
         assert trial.implementation == implementation
         assert trial.B * trial.N * trial.T * trial.S <= fuzz.LONGEST**2, "more than the oracle should hold"
-        assert not trial.page or (trial.T <= 16 and trial.window is None and not trial.is_causal)
+        assert not trial.page or (trial.T <= 16 and not trial.documents and set(trial.extras) <= {"sinks"})
         if implementation == "hopper":
             assert not trial.call.features
 
@@ -71,6 +71,8 @@ MORE_KINDS = {  # which Hopper kernels do not serve
     "rows that see nothing, with NaN in dout": lambda t: t.query_lengths and t.unseen == "nan",
     "infinities behind the last key": lambda t: t.key_lengths and t.padding == "-inf",
     "pages of sequences of several lengths": lambda t: t.page and t.key_lengths and t.B > 1,
+    "pages with queries at the end of a sequence": lambda t: t.page and 0 < t.offset == t.S - t.T,
+    "pages with a soft cap or sinks": lambda t: t.page and (t.soft_cap or t.extras),
     "documents": lambda t: t.documents > 1 and t.T > 100,
     "a soft cap": lambda t: t.soft_cap,
     "an offset": lambda t: t.offset,

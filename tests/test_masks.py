@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from seeded import seeded
 from test_in_use import UNPROMISED, gathers_nothing, mesh_of, on_four_devices
 
-from helpers import flash_attention, paged_attention
+from helpers import flash_attention
 from helpers.attention import masking, scores
 from helpers.attention.api import run
 from helpers.attention.masking import FULL, HIDDEN, PARTIAL, block_mask, tile_kinds, visible
@@ -455,39 +455,29 @@ def test_checkpoint_and_export():
         np.testing.assert_allclose(mine, other, atol=1e-5)
 
 
+SHAPES = [  # of bias and of mask, and what else hides keys
+    ((2, 1, 1, 24), (2, 1, 1, 24), {}),
+    ((1, 4, 20, 24), (2, 1, 20, 24), {"is_causal": True}),
+    ((2, 4, 20, 24), None, {"local_window_size": (5, 3)}),
+    ((1, 1, 20, 24), (1, 4, 20, 24), {"key_value_seq_lengths": np.array([24, 3], np.int32)}),
+    (None, (2, 4, 20, 24), {"is_causal": True}),
+]
+
+
+@pytest.mark.parametrize(("bias", "mask", "more"), SHAPES)
 @pytest.mark.parametrize("implementation", ["portable", "reference"])
-def test_agreement_with_jax_nn(implementation):
-    for shape in ((2, 1, 1, 24), (1, 4, 20, 24))[: 1 if implementation == "portable" else 2]:
-        arrays, _ = drawn(102, 20, 24, only=())
-        random = np.random.default_rng(0)
-        arguments = {"bias": random.standard_normal(shape).astype(np.float32), "mask": random.random(shape) < 0.7}
-        arguments["mask"][..., 0] = True
-        theirs = everything(arrays, arguments, jax.nn.dot_product_attention)
-        mine = everything([*arrays[:4], 0 * arrays[4]], arguments, implementation=implementation)
-        for one, other in zip(mine, theirs, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
-
-
-@pytest.mark.parametrize(
-    ("causal_offset", "arguments"), [(None, {"is_causal": True}), (4, {"local_window_size": (3, 1)})]
-)
-def test_pages(causal_offset, arguments):
-    """Each sequence as `flash_attention` has it, with the queries at its end or where they are said to be."""
+def test_agreement_with_jax_nn(implementation, bias, mask, more):
+    arrays, _ = drawn(102, 20, 24, only=())
     random = np.random.default_rng(0)
-    query, pages = random.standard_normal((2, 3, 4, 8), np.float32), random.standard_normal((2, 6, 8, 2, 8), np.float32)
-    table, lengths = random.permutation(6).reshape(2, 3).astype(np.int32), np.array([20, 9], np.int32)
-    common = {"logits_soft_cap": 1.5, "sinks": random.standard_normal(4).astype(np.float32)}
-    options = {**arguments, **common, "return_residual": True}
-    paged = functools.partial(paged_attention, query, *pages, table, lengths, causal_offset=causal_offset, **options)
-    mine = paged(implementation="reference")
-    for b, length in enumerate(lengths):
-        key, value = (of_pages[table[b]].reshape(24, 2, 8)[:length] for of_pages in pages)
-        offset = int(length) - 3 if causal_offset is None else causal_offset
-        answer = oracle(query[b], key, value, causal_offset=offset, **arguments, **common)
-        for one, other in zip(mine, answer, strict=True):
-            np.testing.assert_allclose(one[b], other, atol=2e-6)
-    with pytest.raises(NotImplementedError, match=r"where keys lie in pages it takes no soft cap; .*reference"):
-        paged(implementation="portable")
+    arguments = dict(more)
+    if bias is not None:
+        arguments["bias"] = random.standard_normal(bias).astype(np.float32)
+    if mask is not None:
+        arguments["mask"] = (random.random(mask) < 0.7) | (np.arange(24) == 0)
+    theirs = everything(arrays, arguments, jax.nn.dot_product_attention)
+    mine = everything([*arrays[:4], 0 * arrays[4]], arguments, implementation=implementation)
+    for one, other in zip(mine, theirs, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
 
 
 # Bad input

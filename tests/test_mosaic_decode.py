@@ -11,13 +11,15 @@ import pytest
 from attention_cases import AttentionCase, check_forward
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from test_decode import BANDS, CAPPED, check_pages
 from test_lowering import lower_for_cuda
 
+from helpers.attention.extras import Extras
 from helpers.attention.masking import NO_BAND, Band
 from helpers.attention.mosaic import own_keys
 from helpers.attention.mosaic.decode import decode, partial_bytes, select_splits
 from helpers.attention.mosaic.warp import RHS
-from helpers.attention.problem import Call, Problem, check_call
+from helpers.attention.problem import Call, Problem, check_call, check_paged_call
 from helpers.instruments.races import DETECTING, races
 
 INTERPRET = plgpu.InterpretGPUParams()
@@ -38,6 +40,8 @@ def decoded(*arrays, slots=3, programs=2, interpret=INTERPRET, **arguments):
             AttentionCase(16, 200, 64, N=3, dtype="float16", logits="large", arguments={"local_window_size": (1, 70)}),
             {"slots": 2, "programs": 1},
         ),
+        (AttentionCase(2, 70, 24, N=4, B=2, dtype="bfloat16", key_lengths=(70, 0), common=4.0, arguments=CAPPED), {}),
+        (AttentionCase(9, 90, 24, N=4, arguments=CAPPED | {"local_window_size": (7, 0), "causal_offset": 60}), {}),
     ],
     ids=str,
 )
@@ -45,9 +49,18 @@ def test_agrees_with_the_oracle(case, options):
     check_forward(functools.partial(decoded, **options), case)
 
 
+@pytest.mark.parametrize(("causal_offset", "arguments"), BANDS)
+def test_a_band_in_pages(causal_offset, arguments):
+    def attend(*arrays, **arguments):
+        out, lse = decode(check_paged_call(*arrays, **arguments), interpret=INTERPRET, slots=2, programs=2)
+        return out, lse.swapaxes(1, 2)
+
+    check_pages(attend, causal_offset, arguments)
+
+
 def test_there_are_no_races():
-    case = AttentionCase(1, 130, 16, dtype="bfloat16", N=4)
-    assert races(lambda: decoded(*case.inputs()[0], interpret=DETECTING)) == []
+    (arrays, arguments) = AttentionCase(1, 130, 16, dtype="bfloat16", N=4, arguments=CAPPED).inputs()
+    assert races(lambda: decoded(*arrays, interpret=DETECTING, **arguments)) == []
 
 
 def registers(layout, numbers):
@@ -96,13 +109,17 @@ def test_a_warp_has_its_keys_as_a_right_operand(keys, H):
 def test_lowers_for_a_gpu(arch, H, dtype, page, monkeypatch):
     monkeypatch.setattr(utils, "_infer_arch", lambda: arch)
     B, T, S, N, K, dtype = 2, 3, 64 * 7, 8, 2, jnp.dtype(dtype)
-    problem = Problem(B, T, S, N, K, H, dtype, 1.0, NO_BAND)
+    band = Band.of(is_causal=True, window=(100, 0))
+    problem = Problem(B, T, S, N, K, H, dtype, 1.0, band, soft_cap=50.0, is_at_end=True)
     shaped = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(shape, dtype)
     key = shaped(600, page, K, H) if page else shaped(B, S, K, H)
     table = shaped(B, S // page, dtype=jnp.int32) if page else None
     run = functools.partial(decode, slots=2)
-    attend = lambda query, key, table, lengths: run(Call(problem, query, key, key, None, lengths, table))
-    text = lower_for_cuda(attend, shaped(B, T, N, H), key, table, shaped(B, dtype=jnp.int32))
+    attend = lambda query, key, table, lengths, sinks: run(
+        Call(problem, query, key, key, None, lengths, table, Extras(sinks=sinks))
+    )
+    integers, sinks = shaped(B, dtype=jnp.int32), shaped(1, N, dtype=jnp.float32)
+    text = lower_for_cuda(attend, shaped(B, T, N, H), key, table, integers, sinks)
     assert text.count("custom_call @mosaic_gpu") == 2 and "triton" not in text
     assert "stablehlo.copy" not in text and "stablehlo.pad" not in text  # nothing is copied for a token
 

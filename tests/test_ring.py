@@ -113,6 +113,32 @@ def test_full_mask_with_lengths_and_rows_that_see_nothing():
     check_both(AttentionCase(T=10, S=7, H=8, B=2, query_lengths=(10, 4), key_lengths=(0, 5)), devices=2)
 
 
+def documents(T, S, seed=0):
+    """Segment ids of two rows, of which the second has queries of a document without keys."""
+    random = np.random.default_rng(seed)
+    ids = {
+        f"{name}_segment_ids": np.sort(random.integers(0, 4, (2, length)), axis=1).astype(np.int32)
+        for name, length in (("query", T), ("key_value", S))
+    }
+    ids["query_segment_ids"][1, -3:] = 9
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("T", "S", "arguments", "options"),
+    [
+        (21, 21, {"is_causal": True}, {"implementation": "portable"}),
+        (24, 24, {"is_causal": True}, {"layout": "striped"}),
+        (24, 24, {"is_causal": True}, {"layout": "contiguous", "implementation": "portable"}),
+        (19, 30, {"key_value_seq_lengths": np.array([30, 11], np.int32)}, {}),
+    ],
+)
+def test_packed_documents(T, S, arguments, options):
+    """Their numbers travel with the keys, are padded and laid out as they are."""
+    case = AttentionCase(T=T, S=S, H=8, N=4, K=2, B=2, arguments=arguments | documents(T, S))
+    check_both(case, devices=3, **options)
+
+
 def test_a_query_that_sees_no_key_passes_nothing():
     """Whatever arrives at it."""
     (query, key, value), arguments = AttentionCase(T=4, S=4, H=8, N=1, key_lengths=(0,)).inputs()

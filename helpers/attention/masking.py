@@ -64,7 +64,7 @@ def sees_some(rows, band, query_length, key_length):
     rows: integer positions; the lengths are broadcast to them.
     """
     sees = (rows < query_length) & (key_length > 0)
-    if band.right is not None and band.right < 0:
+    if band.right is not None:
         sees &= rows + band.right >= 0
     return sees if band.left is None else sees & (rows - band.left < key_length)
 
@@ -90,6 +90,13 @@ def key_tiles(q_start, q_stop, block_k, band, query_length, key_length, xp=np):
     return first_key // block_k, (stop_key + block_k - 1) // block_k
 
 
+def keys_seen(problem):
+    """How many keys of a `Problem` some query may see, at most: those before the first and after the last are none."""
+    first = problem.first_position(problem.S)
+    start, stop = key_tiles(first, first + problem.T, 1, problem.band, first + problem.T, problem.S)
+    return max(0, int(stop - start))
+
+
 def query_tiles(k_start, k_stop, block_q, band, query_length, key_length, xp=np):
     """The range ``(first, stop)`` of the query tiles that see keys k_start..k_stop-1.
 
@@ -100,9 +107,11 @@ def query_tiles(k_start, k_stop, block_q, band, query_length, key_length, xp=np)
 
 
 def share(tiles, part, parts, xp=np):
-    """Half-open range of the tiles of one of the parts into which 0..tiles-1 are split, as even as can be."""
-    each, left = tiles // parts, tiles % parts
-    begin = lambda part: part * each + xp.minimum(part, left)
+    """Half-open range of the tiles of one of the parts into which such a range is split, as even as can be."""
+    first, stop = tiles
+    count = xp.maximum(stop - first, 0)
+    each, left = count // parts, count % parts
+    begin = lambda part: first + part * each + xp.minimum(part, left)
     return begin(part), begin(part + 1)
 
 

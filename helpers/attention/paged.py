@@ -38,8 +38,8 @@ def paged_attention(
       causal_offset: an integer: query i stands at position i + causal_offset of its sequence. None means that the
         queries are the last of each sequence, so that the last one sees all of it.
       implementation: "reference" (gathers the cache), "portable" (a Pallas kernel that reads it in place: compiled on
-        an NVIDIA GPU from Ampere on, interpreted on a CPU; it takes none of the arguments of `flash_attention` above
-        but scale), or None: portable on such a GPU for what it serves, reference elsewhere.
+        an NVIDIA GPU from Ampere on, interpreted on a CPU), or None: portable on such a GPU, reference elsewhere. With
+        a window it reads the pages in which some query sees a key.
       return_residual: also return the log-sum-exp of the scaled logits.
 
     Returns:

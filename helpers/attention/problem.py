@@ -15,7 +15,7 @@ import numpy as np
 
 from helpers.attention import masking
 from helpers.attention.extras import Extras, check_block_mask, check_function, check_score_arrays, check_table
-from helpers.attention.masking import Band, visible
+from helpers.attention.masking import Band
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 MAX_HEAD_DIM = 256
@@ -36,7 +36,8 @@ class Problem:
     B batch, T queries, S keys, N query heads, K key/value heads, H head_dim (the letters of
     `jax.nn.dot_product_attention`); dtype of query, key and value; scale of the logits; band of
     visible keys (see `masking`); soft_cap, mask_mod and score_mod, each of which may be None (see
-    `scores`). In `jax.export`, B, T and S may be symbols.
+    `scores`); is_at_end, whether the queries are the last positions of their sequence, which has a
+    length then, or its first. In `jax.export`, B, T and S may be symbols.
     """
 
     B: int
@@ -51,11 +52,16 @@ class Problem:
     soft_cap: float | None = None
     mask_mod: Callable | None = None
     score_mod: Callable | None = None
+    is_at_end: bool = False
 
     @property
     def group(self):
         """Query heads that share one key/value head."""
         return self.N // self.K
+
+    def first_position(self, key_length):
+        """Where the first of T queries stands, for the band, in a sequence of so many keys."""
+        return key_length - self.T if self.is_at_end else 0
 
     @property
     def is_symbolic(self):
@@ -135,8 +141,12 @@ class Call:
 
     @property
     def is_plain(self):
-        """Whether its logits are products, hidden by the band and the lengths alone."""
-        return not (self.changes_logits or self.hides_keys or self.has_sinks)
+        """Whether the kernels for decoding serve it where there are few queries.
+
+        Its logits are products, capped or not, which the band and the lengths alone hide.
+        """
+        has_bias = self.extras is not None and self.extras.bias is not None
+        return not (has_bias or self.problem.score_mod is not None or self.hides_keys)
 
     @property
     def changes_logits(self):
@@ -300,24 +310,20 @@ def check_paged_call(
     logits_soft_cap=None,
     sinks=None,
 ):
-    """Check the arguments of `paged_attention` and return them as a `Call`, as `check_call` does.
-
-    Where queries stand differs from sequence to sequence, so is_causal and a window become a mask.
-    """
+    """Check the arguments of `paged_attention` and return them as a `Call`, as `check_call` does."""
     problem, arrays, key_lengths = _check_pages(query, key_pages, value_pages, page_table, lengths)
     _check_causal(is_causal)
     band = check_band(is_causal, local_window_size, causal_offset or 0)
-    problem = replace(problem, scale=_check_scale(scale, problem.H), soft_cap=check_soft_cap(logits_soft_cap))
-    mask = None
-    if band != Band():
-        at_end = jnp.minimum(key_lengths, problem.S) - problem.T
-        first = at_end if causal_offset is None else jnp.zeros_like(key_lengths)
-        rows = first[:, None, None, None] + jnp.arange(problem.T)[:, None]
-        mask = visible(rows, jnp.arange(problem.S), band, MAX_LENGTH, problem.S)
-    extras = Extras(mask=mask, sinks=check_sinks(sinks, problem.N))
+    problem = replace(
+        problem,
+        scale=_check_scale(scale, problem.H),
+        band=band,
+        soft_cap=check_soft_cap(logits_soft_cap),
+        is_at_end=causal_offset is None and band != Band(),
+    )
     *arrays, table = arrays
-    has_none = mask is None and sinks is None
-    return Call(problem, *arrays, None, key_lengths, table, None if has_none else extras)
+    extras = None if sinks is None else Extras(sinks=check_sinks(sinks, problem.N))
+    return Call(problem, *arrays, None, key_lengths, table, extras)
 
 
 def _check_pages(query, key_pages, value_pages, page_table, lengths):

@@ -77,11 +77,12 @@ def what_counts(call):
     query_lengths = jnp.full((B,), T) if call.query_lengths is None else call.query_lengths
     key_lengths = jnp.full((B,), S) if call.key_lengths is None else call.key_lengths
     of_entry = lambda lengths: lengths[:, None, None, None]
-    rows = jnp.arange(T)[None, :, None, None]
-    is_query = sees_some(rows, problem.band, of_entry(query_lengths), of_entry(key_lengths))
+    first = problem.first_position(jnp.minimum(key_lengths, S))
+    rows, query_lengths = jnp.arange(T) + jnp.reshape(first, (-1, 1)), query_lengths + first
+    is_query = sees_some(rows[..., None, None], problem.band, of_entry(query_lengths), of_entry(key_lengths))
     is_key = jnp.arange(S)[None, :, None, None] < of_entry(key_lengths)
     seen = visible(
-        jnp.arange(T)[None, :, None],
+        rows[..., None],
         jnp.arange(S)[None, None, :],
         problem.band,
         query_lengths[:, None, None],

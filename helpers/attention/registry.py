@@ -31,10 +31,7 @@ from helpers.attention.problem import (
     FEATURES,
     FEW_QUERIES,
     LENGTHS,
-    MASK,
     PAGES,
-    SINKS,
-    SOFT_CAP,
     SYMBOLS,
     WINDOW,
     Call,
@@ -219,14 +216,6 @@ def _naive(interpret):
     return Kernels(naive_attention, backward, keeping, naive_attention, exact_forward_of_part, backward_of_part)
 
 
-def _why_not_in_pages(call, return_residual):
-    """Why the kernel that reads pages cannot serve a call, or None."""
-    lacking = next((feature for feature in call.features if feature in (SOFT_CAP, SINKS, MASK)), None)
-    if call.page_table is None or lacking is None:
-        return None
-    return f"where keys lie in pages it takes no {'causal mask or window' if lacking == MASK else lacking}"
-
-
 # The table
 
 
@@ -257,7 +246,6 @@ TABLE = {
         serves=tuple(feature for feature in FEATURES if feature != SYMBOLS),
         needs="a CPU or an NVIDIA GPU of compute capability 8.0 (Ampere) or newer",
         runs_on=lambda device: device.platform == "cpu" or compute_capability(device) >= (8, 0),
-        limits=_why_not_in_pages,
         kernels=_portable,
         platform="cuda",
         interpreter=True,

@@ -18,6 +18,8 @@ Which positions a device has is its layout. With a causal mask it decides who ha
     zigzag      of 2D pieces the i-th and the (2D - 1 - i)-th. All have exactly the same work, and no step but the
                 first needs a mask.
 
+Documents that are packed into the sequence have numbers, segment ids; those of keys travel with their keys.
+
 A step of a device is a `Piece`: its queries from some position on, the keys up to some position, and whether the
 mask is causal in there. Pieces have static shapes, so the kernels of one device serve, but for cuDNN's. Keys that only
 fill up the end of the sequence are cut off in the same way. `plan` lists all pieces.
@@ -44,6 +46,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from helpers.attention.differentiate import differentiable
+from helpers.attention.extras import Extras
 from helpers.attention.low_bits import low_bits
 from helpers.attention.masking import Band
 from helpers.attention.problem import MAX_LENGTH, Call, Problem, check_call, check_lengths
@@ -125,6 +128,8 @@ def ring_attention(
     layout="zigzag",
     query_seq_lengths=None,
     key_value_seq_lengths=None,
+    query_segment_ids=None,
+    key_value_segment_ids=None,
     key_length=None,
     implementation=None,
     return_residual=False,
@@ -137,6 +142,7 @@ def ring_attention(
       axis_name: the axis of the mesh.
       scale, is_causal, query_seq_lengths, key_value_seq_lengths: as in `flash_attention`, of the whole sequence.
         Lengths may be any number up to the padded length.
+      query_segment_ids, key_value_segment_ids: int32 (B, T / D) and (B, S / D), those of this device's share.
       layout: which positions a device has, one of LAYOUTS, see `positions`. Without a causal mask, lengths
         or key_length every layout gives the same.
       key_length: a Python integer, where the last keys of the sequence are padding: how many are not. Unlike
@@ -161,7 +167,8 @@ def ring_attention(
         raise ValueError(f"axis_name must be an axis of the jax.shard_map around the call, got {axis_name!r}") from None
     if not isinstance(return_residual, bool):
         raise TypeError(f"return_residual must be True or False, got {return_residual!r}")
-    call = check_call(query, key, value, scale=scale, is_causal=is_causal)
+    ids = {"query_segment_ids": query_segment_ids, "key_value_segment_ids": key_value_segment_ids}
+    call = check_call(query, key, value, scale=scale, is_causal=is_causal, **ids)
     problem = call.problem
     if problem.is_symbolic:
         raise NotImplementedError("ring_attention serves no symbolic shapes")
@@ -192,7 +199,9 @@ def ring_attention(
     chosen = choose(implementation, call)
     kernels = kernels_by_platform("reference") if chosen is naive_attention else chosen
     ring = Ring(kernels, problem, axis_name, devices, layout, key_length)
-    _, *arrays = vary_alike((lax.axis_index(axis_name), *call.arrays[:5]))
+    extras = call.extras or Extras()
+    shard, own = (call.key, call.value, extras.key_segment_ids), (*lengths, extras.query_segment_ids)
+    _, *arrays = vary_alike((lax.axis_index(axis_name), call.query, *shard, own))
     out, lse = _differentiable(ring)(*arrays)
     lse = jnp.swapaxes(lse, 1, 2)
     if query.ndim == 3:
@@ -212,13 +221,16 @@ def ring_attention_on_mesh(
     layout="zigzag",
     query_seq_lengths=None,
     key_value_seq_lengths=None,
+    query_segment_ids=None,
+    key_value_segment_ids=None,
     implementation=None,
     return_residual=False,
 ):
     """`flash_attention` of whole arrays, spread over an axis of a mesh: any lengths, in their usual order.
 
     query, key, value: (B, T, N, H) and (B, S, K, H), or without B; best if they are split over the axis already.
-    mesh: a `jax.sharding.Mesh`; axis_name: one of its axes. The other arguments are those of `ring_attention`.
+    mesh: a `jax.sharding.Mesh`; axis_name: one of its axes. The other arguments are those of `ring_attention`, with
+    segment ids of the whole sequence.
     Returns out, or (out, lse), with the sequence split over the axis as far as that goes evenly.
 
     Positions go from their usual order into the layout, and results back, by one exchange each of what they weigh. A
@@ -238,6 +250,8 @@ def ring_attention_on_mesh(
         is_causal=is_causal,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
     )
     arguments = {
         "axis_name": axis_name,
@@ -246,14 +260,14 @@ def ring_attention_on_mesh(
         "layout": layout if is_causal else "contiguous",
         "implementation": implementation,
     }
-    out, lse = _on_mesh(mesh, tuple(arguments.items()), *call.arrays[:5])
+    out, lse = _on_mesh(mesh, tuple(arguments.items()), *call.arrays[:5], call.extras or Extras())
     if query.ndim == 3:
         out, lse = out[0], lse[0]
     return (out, lse) if return_residual else out
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _on_mesh(mesh, arguments, query, key, value, query_lengths, key_lengths):
+def _on_mesh(mesh, arguments, query, key, value, query_lengths, key_lengths, extras):
     arguments = dict(arguments)
     axis_name, layout, is_causal = (arguments[name] for name in ("axis_name", "layout", "is_causal"))
     devices = mesh.shape[axis_name]
@@ -265,14 +279,16 @@ def _on_mesh(mesh, arguments, query, key, value, query_lengths, key_lengths):
     # With a causal mask no real query sees a key behind the last query, so that keys may be cut off there, or padded.
     key_length = None if S == padded_S or (is_causal and S >= T) else S
 
-    def shares(query, key, value, *lengths):
-        query, key, value = (to_layout(array, layout, axis_name) for array in (query, key, value))
+    def shares(sequences, lengths):
+        query, key, value, *ids = jax.tree.map(lambda array: to_layout(array, layout, axis_name), sequences)
         out, lse = ring_attention(
             query,
             key,
             value,
             query_seq_lengths=lengths[0],
             key_value_seq_lengths=lengths[1],
+            query_segment_ids=ids[0],
+            key_value_segment_ids=ids[1],
             key_length=key_length,
             return_residual=True,
             **arguments,
@@ -288,14 +304,14 @@ def _on_mesh(mesh, arguments, query, key, value, query_lengths, key_lengths):
     def fitted(array, length):
         """Cut or padded to a length, and split."""
         if array.shape[1] != length:
-            array = whole(array)[:, :length]
-            array = jnp.pad(array, ((0, 0), (0, length - array.shape[1]), (0, 0), (0, 0)))
+            array = _padded(whole(array)[:, :length], 1, 0, max(0, length - array.shape[1]))
         return place(array, split)
 
-    arrays = fitted(query, padded_T), fitted(key, padded_S), fitted(value, padded_S)
+    sequences = (query, padded_T), (key, padded_S), (value, padded_S)
+    sequences += (extras.query_segment_ids, padded_T), (extras.key_segment_ids, padded_S)
+    sequences = [None if array is None else fitted(array, length) for array, length in sequences]
     lengths = whole(query_lengths), whole(key_lengths)
-    in_specs = split, split, split, P(), P()
-    results = jax.shard_map(shares, mesh=mesh, in_specs=in_specs, out_specs=split)(*arrays, *lengths)
+    results = jax.shard_map(shares, mesh=mesh, in_specs=(split, P()), out_specs=split)(sequences, lengths)
     return results if padded_T == T else tuple(whole(array)[:, :T] for array in results)
 
 
@@ -357,11 +373,13 @@ class Ring:
         routes = [(device, (device + 1) % self.devices) for device in range(self.devices)]
         return jax.tree.map(lambda array: lax.ppermute(array, self.axis_name, routes), arrays)
 
-    def step(self, which, step, queries, key, value, query_lengths, key_lengths):
+    def step(self, which, step, queries, shard, own):
         """One pass of this device's piece of a step, with results for all of its queries and of these keys.
 
         which: a pass of `registry.Kernels`. queries: query, and for "backward_of_part" out, lse, dout, dlse and low.
+        shard: key, value and key_segment_ids that are here. own: lengths of queries and keys, and query_segment_ids.
         """
+        query_lengths, key_lengths, query_ids = own
         T, S, is_causal = self.problem.T, self.problem.S, self.problem.band.right == 0
         pieces = plan(self.layout, self.devices, T, S, is_causal=is_causal, key_length=self.key_length)[step]
         me = lax.axis_index(self.axis_name)
@@ -369,9 +387,9 @@ class Ring:
         kinds = list(dict.fromkeys(pieces))
         branches = [functools.partial(self._piece, which, piece) for piece in kinds]
         if len(kinds) == 1:
-            return branches[0](queries, key, value, *lengths)
+            return branches[0](queries, query_ids, *shard, *lengths)
         kind = jnp.asarray([kinds.index(piece) for piece in pieces])[me]
-        return lax.switch(kind, branches, queries, key, value, *lengths)
+        return lax.switch(kind, branches, queries, query_ids, *shard, *lengths)
 
     def _lengths_of(self, query_lengths, key_lengths, me, other):
         """How many of the queries of me and of the keys of the other come before the lengths of the sequence."""
@@ -384,12 +402,12 @@ class Ring:
 
         return count(query_lengths, self.problem.T, me), count(key_lengths, self.problem.S, other)
 
-    def _piece(self, which, piece, queries, key, value, query_lengths, key_lengths):
+    def _piece(self, which, piece, queries, query_ids, key, value, key_ids, query_lengths, key_lengths):
         problem = self.problem
         first, keys, is_causal = piece or Piece(problem.T, 0, False)
         cut = lambda array: array[:, first:] if array.ndim == 4 else array[..., first:]
-        query, *residuals = jax.tree.map(cut, queries)
-        key, value = key[:, :keys], value[:, :keys]
+        (query, *residuals), query_ids = jax.tree.map(cut, (queries, query_ids))
+        key, value, key_ids = jax.tree.map(lambda array: array[:, :keys], (key, value, key_ids))
         if piece is None:
             of_rows = jnp.swapaxes(query[..., 0], 1, 2).astype(jnp.float32)
             out = query.astype(jnp.float32) if which == "exact_forward_of_part" else query
@@ -400,15 +418,18 @@ class Ring:
             if key_lengths is not None:
                 key_lengths = jnp.minimum(key_lengths, keys)
             part = dataclasses.replace(problem, T=problem.T - first, S=keys, band=Band.of(is_causal))
-            results = self.kernels.run(
-                which, part, query, key, value, query_lengths, key_lengths, None, None, *residuals
-            )
+            call = part, query, key, value, query_lengths, key_lengths, None, _extras_of(query_ids, key_ids)
+            results = self.kernels.run(which, *call, *residuals)
         after = lambda array: _padded(array, 1, 0, problem.S - keys)
         if which == "backward_of_part":
             dq, dk, dv = results
             return _padded(dq, 1, first, 0), after(dk), after(dv)
         out, lse = results
         return _padded(out, 1, first, 0), _padded(lse, 2, first, 0, -jnp.inf)
+
+
+def _extras_of(query_ids, key_ids):
+    return None if key_ids is None else Extras(query_segment_ids=query_ids, key_segment_ids=key_ids)
 
 
 def _padded(array, axis, before, after, filler=0):
@@ -428,12 +449,11 @@ def _merge(out, lse, out_of_part, lse_of_part):
 
 def _around(ring, which, query, *key_side):
     """(out, lse) by the pass `which` of every part; out of several is float32."""
-    *shard, query_lengths, key_lengths = key_side
-    lengths = query_lengths, key_lengths
+    *shard, own = key_side
     out = lse = None
     for step in range(ring.devices):
         coming = ring.shift(shard) if step + 1 < ring.devices else None
-        part = ring.step(which, step, (query,), *shard, *lengths)
+        part = ring.step(which, step, (query,), shard, own)
         out, lse = _merge(out, lse, *part) if step else part
         # Else the next shard but one could come before this one is done with, and
         # parts could wait to be merged together: memory would grow with the number of
@@ -443,7 +463,7 @@ def _around(ring, which, query, *key_side):
 
 
 def _differentiable(ring):
-    """attend(query, key, value, *lengths) -> (out, lse), with a backward pass that goes round once more."""
+    """attend(query, key, value, key_ids, own) -> (out, lse), with a backward pass that goes round once more."""
 
     def forward(query, *key_side):
         out, lse = _around(ring, "forward_of_part", query, *key_side)
@@ -456,24 +476,26 @@ def _differentiable(ring):
 
     def backward(arrays, residuals, gradients):
         out, lse, *low = residuals
-        gradients = Call(ring.problem, *arrays).of_seeing_rows(lse, *gradients)
+        *arrays_of_call, key_ids, (*lengths, query_ids) = arrays
+        call = Call(ring.problem, *arrays_of_call, *lengths, None, _extras_of(query_ids, key_ids))
+        gradients = call.of_seeing_rows(lse, *gradients)
         return _gradients(ring, *arrays, out, lse, *gradients, *(low or [None]))
 
     words = 'ring_attention has a first derivative only; flash_attention with implementation="reference" has all'
     return differentiable(forward, backward, forward_with_residuals, words)
 
 
-def _gradients(ring, query, key, value, query_lengths, key_lengths, *residuals):
-    own, lengths = [key, value], (query_lengths, key_lengths)
+def _gradients(ring, query, key, value, key_ids, own, *residuals):
+    at_home = [key, value, key_ids]
     dq = jnp.zeros_like(query, jnp.float32)
-    coming = ring.shift(own)
+    coming = ring.shift(at_home)
     travelling = None  # dk and dv of the shard that is here, summed over devices before
     queries = (query, *residuals)
     for step in [*range(1, ring.devices), 0]:
-        shard, dq = lax.optimization_barrier((coming if step else own, dq))
+        shard, dq = lax.optimization_barrier((coming if step else at_home, dq))
         if 0 < step < ring.devices - 1:
             coming = ring.shift(shard)
-        dq_part, *part = ring.step("backward_of_part", step, queries, *shard, *lengths)
+        dq_part, *part = ring.step("backward_of_part", step, queries, shard, own)
         dq += dq_part.astype(jnp.float32)
         part = [array.astype(jnp.float32) for array in part]
         if travelling is not None:

@@ -41,6 +41,7 @@ PAGES = (16, 17, 32, 64, 128, 200)  # positions of a page
 PAGED = (None, "portable", "mosaic", "reference")  # implementations that serve them
 ONLY = {"few": lambda t: t.T <= FEW_QUERIES and not t.page, "pages": lambda t: t.page > 0}  # calls that may be all
 EXTRAS = ("bias", "mask", "sinks", "mask_mod", "score_mod")
+EXTRAS_OF_PAGES = ("sinks",)
 FILL = ("nan", "inf", "-inf")  # in places that must not matter
 MOST_A_GPU = 13  # processes that have enough of its memory
 
@@ -110,22 +111,25 @@ def draw_trial(random, implementation, longest):
         implementation=implementation,
         seed=int(random.integers(2**31)),
     )
-    if not page:
-        return replace(trial, **draw_extras(trial)) if random.random() < 0.3 else trial
-    lengths = sometimes(0.7, tuple(random.integers(0, S + 1, B).tolist()))
-    plain = {"is_causal": False, "window": None, "query_lengths": None, "lse_gradient": False, "way": "jit"}
-    return replace(trial, page=page, key_lengths=lengths, **plain)
+    if page:
+        lengths = sometimes(0.7, tuple(random.integers(0, S + 1, B).tolist()))
+        plain = {"query_lengths": None, "lse_gradient": False, "way": "jit"}
+        trial = replace(trial, page=page, key_lengths=lengths, **plain)
+    return replace(trial, **draw_extras(trial)) if random.random() < (0.7 if page else 0.3) else trial
 
 
 def draw_extras(trial):
-    """Fields of a trial that few calls have."""
+    """Fields of a trial that few calls have, or that calls in pages may have."""
     random = np.random.default_rng([trial.seed, 1])
-    is_shifted = (trial.is_causal or trial.window) and random.random() < 0.3
+    is_few = trial.T <= FEW_QUERIES
+    is_shifted = (trial.is_causal or trial.window) and random.random() < (0.8 if is_few else 0.3)
+    at_end = trial.S - trial.T if is_few and random.random() < 0.5 else None
+    offset = int(random.integers(-trial.T, trial.S + 1)) if at_end is None else at_end
     return {
-        "offset": int(random.integers(-trial.T, trial.S + 1)) if is_shifted else 0,
-        "documents": int(random.integers(1, 9)) if random.random() < 0.5 else 0,
+        "offset": offset if is_shifted else 0,
+        "documents": int(random.integers(1, 9)) if random.random() < 0.5 and not trial.page else 0,
         "soft_cap": float(random.choice([1.0, 5.0, 50.0])) if random.random() < 0.3 else None,
-        "extras": tuple(name for name in EXTRAS if random.random() < 0.3),
+        "extras": tuple(name for name in (EXTRAS_OF_PAGES if trial.page else EXTRAS) if random.random() < 0.3),
         "way": "jit" if trial.way == "vmap" else trial.way,
     }
 
@@ -214,10 +218,13 @@ def run_in_pages(trial, dtype=None):
     """(out, lse) of a trial whose keys lie in pages."""
     (query, key, value), _ = cast(trial.inputs(), dtype)
     lengths = np.array(trial.key_lengths or trial.B * (trial.S,), np.int32)
+    arguments = trial.arguments | {"implementation": trial.implementation, "sinks": trial.lengths.get("sinks")}
+    if trial.offset == trial.S - trial.T and not trial.key_lengths:
+        arguments["causal_offset"] = None  # which says the same
 
     @once  # so that the table is not checked
     def program(*arrays):
-        return paged_attention(*arrays, scale=trial.scale, implementation=trial.implementation, return_residual=True)
+        return paged_attention(*arrays, return_residual=True, **arguments)
 
     with jax.default_matmul_precision(trial.precision):
         return jax.tree.map(np.asarray, program(query, *trial.pages(key, value), lengths))

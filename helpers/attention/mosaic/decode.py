@@ -8,7 +8,7 @@ There is little arithmetic: the time goes into reading keys and values once. So
 3. copies run ahead: a ring in shared memory holds tiles of keys and values in turn, k_0 v_0 k_1 v_1 ..., and when one
    was used, that which is `slots` further takes its place;
 4. every warp of every program writes its own out and log2 of the sum, in float32, and a second kernel merges these
-   parts:
+   parts, with that of a sink, which takes weight and gives no value, where there is one:
 
     L = log2 sum_i 2^L_i        out = sum_i 2^(L_i - L) out_i        lse = L ln 2
 
@@ -23,6 +23,7 @@ Refs, as every program sees them; H' is H rounded up to 128 bytes:
     query_lengths_ref, key_lengths_ref  (B,)  int32, or None
     parts_ref   (B, K, R, parts, H')  float32: out of part i for row r, query r // group of head r % group
     logs_ref    (B, K, R, parts)      float32: L_i
+    sinks_ref   (B or 1, N)           float32, or None
     q_smem      (block_r, H')
     ring        (slots, block_k, H')
 """
@@ -38,10 +39,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.device import core_count, shared_memory
-from helpers.attention.masking import key_tiles, share, visible
+from helpers.attention.masking import key_tiles, keys_seen, share, visible
 from helpers.attention.mosaic import own_keys
 from helpers.attention.mosaic.own_keys import PARTS, WARP_ROWS, WARPS, padded_head_dim, row_of, swizzled, warp_of
 from helpers.attention.mosaic.warp import ACC, ROWS, along, as_operand, full, operand_dtype, pieces_of, split
+from helpers.attention.scores import capped
 
 LOG2_E = math.log2(math.e)
 FEWEST_KEYS = 256  # of a program
@@ -71,8 +73,9 @@ def decode_kernel(
     count, dtype, own = pieces_of(problem.dtype), operand_dtype(problem.dtype), splits.block_k // WARPS
     in_pieces = lambda x: [x] if interpret else split(x, count, dtype)
 
-    # The first query sees the first key, if any. So the tiles begin at 0.
-    _, tiles = key_tiles(0, problem.T, splits.block_k, problem.band, *lengths, xp=jnp)
+    offset = problem.first_position(lengths[1])
+    stops = offset + lengths[0], lengths[1]
+    tiles = key_tiles(offset, offset + problem.T, splits.block_k, problem.band, *stops, xp=jnp)
     first, stop = share(tiles, program, splits.programs, xp=jnp)
 
     in_one_page = table_ref is None or k_ref.shape[1] % own == 0
@@ -96,7 +99,7 @@ def decode_kernel(
     rows = first_row + row_of(plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=ACC))
     own_cols = warp_of(plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=ACC)) * own
     own_cols += plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=ACC)
-    positions = lax.div(rows, jnp.int32(problem.group))
+    positions = offset + lax.div(rows, jnp.int32(problem.group))
 
     own_keys.wait(splits.slots, interpret=interpret, for_others=True)
     q = in_pieces(plgpu.load(q_smem, layout=own_keys.QUERIES, optimized=False))
@@ -110,7 +113,9 @@ def decode_kernel(
         k = in_pieces(plgpu.load(ring.at[lax.rem(i, splits.slots)], layout=k_layout, optimized=False))
         s = own_keys.scores(q, k, interpret=interpret) * (problem.scale * LOG2_E)
         fetch(i + splits.slots, splits.slots % 2)
-        s = jnp.where(visible(positions, own_cols + j * splits.block_k, problem.band, *lengths), s, -jnp.inf)
+        if problem.soft_cap is not None:
+            s = capped(s, LOG2_E * problem.soft_cap)
+        s = jnp.where(visible(positions, own_cols + j * splits.block_k, problem.band, *stops), s, -jnp.inf)
         m_new = jnp.maximum(m, s.max(axis=1))
         reference = jnp.where(m_new == -jnp.inf, 0, m_new)  # a row may have seen no key yet
         alpha = jnp.exp2(m - reference)
@@ -148,8 +153,8 @@ def decode_kernel(
     own_keys.store(logs_ref, logs, ROWS, place_of_log, b, head, first_row, program)
 
 
-def merge_kernel(parts_ref, logs_ref, out_ref, lse_ref, *, problem, interpret):
-    """Writes out and lse of one row from those of its parts, of which every warp reads a quarter."""
+def merge_kernel(parts_ref, logs_ref, sinks_ref, out_ref, lse_ref, *, problem, interpret):
+    """Writes out and lse of one row from its sink and from its parts, of which every warp reads a quarter."""
     b, t, n = (lax.axis_index(name) for name in ("batch", "query", "head"))
     head, row = lax.div(n, problem.group), t * problem.group + lax.rem(n, problem.group)
     count, columns = logs_ref.shape[-1], parts_ref.shape[-1]
@@ -169,9 +174,14 @@ def merge_kernel(parts_ref, logs_ref, out_ref, lse_ref, *, problem, interpret):
         alpha, weights = jnp.exp2(m - reference), jnp.exp2(logs - along(reference, shape, 1))
         return m_new, alpha * l + weights.sum(axis=0), alpha * acc + (weights * parts).sum(axis=0)
 
-    state = a_row(-jnp.inf), a_row(0), a_row(0)
+    has_sink = sinks_ref is not None
+    sink = a_row(sinks_ref[lax.rem(b, sinks_ref.shape[0]), n] if has_sink else -jnp.inf)
+    m_start = LOG2_E * sink
+    state = m_start, a_row(float(has_sink)), a_row(0)
     m, l, acc = lax.fori_loop(0, count // chunk, one_chunk, state)
     out, lse = acc / jnp.where(l == 0, 1, l), (m + jnp.log2(l)) / LOG2_E
+    if has_sink:
+        lse = jnp.where((l == 1) & (m == m_start), sink, lse)  # as it was given, not via base 2 and back
     out = out.astype(out_ref.dtype)
     if interpret:
         out_ref[b, t, n], lse_ref[b, n, t] = out[: problem.H], lse[0]
@@ -229,8 +239,7 @@ def select_splits(problem, in_pages=False, memory=None, **overrides):
     heads, sms = problem.B * problem.K * pl.cdiv(rows, block_r), core_count(NUM_SMS)
     of_an_sm = 2 if (in_pages or heads > sms) and fitting(2) >= 2 else 1
     slots = min(MOST_SLOTS, max(1, fitting(of_an_sm)))
-    _, seen = key_tiles(0, problem.T, 1, problem.band, problem.T, problem.S)
-    programs = max(1, min(of_an_sm * sms // heads, int(seen) // FEWEST_KEYS))
+    programs = max(1, min(of_an_sm * sms // heads, keys_seen(problem) // FEWEST_KEYS))
     programs = programs // merged_programs(H) * merged_programs(H) or programs
     return Splits(block_r, block_k, slots, programs)._replace(**overrides)
 
@@ -264,8 +273,9 @@ def decode(call, *, interpret=False, **options):
         options = {"problem": problem, "splits": splits, "interpret": bool(interpret)}
         decode_kernel(q_ref, k_ref, v_ref, *given, *refs, **options)
 
-    def flash_attention_merge(*refs):
-        merge_kernel(*refs, problem=problem, interpret=bool(interpret))
+    def flash_attention_merge(parts_ref, logs_ref, *refs):
+        refs = refs if call.has_sinks else (None, *refs)
+        merge_kernel(parts_ref, logs_ref, *refs, problem=problem, interpret=bool(interpret))
 
     # Neighbours read other heads of the same keys, which lie side by side.
     out, logs = plgpu.kernel(
@@ -278,7 +288,10 @@ def decode(call, *, interpret=False, **options):
         grid=(B, splits.programs, K * row_tiles),
         grid_names=("batch", "program", "head"),
         # What shared memory needs in order, the waits for copies have. Reductions stay within a warp.
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
+        # An approximate tanh would be wrong by a hundredth of a logit.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=problem.soft_cap is None, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
         interpret=interpret or None,
     )(call.query, call.key, call.value, *(array for array in optional if array is not None))
     return plgpu.kernel(
@@ -288,4 +301,4 @@ def decode(call, *, interpret=False, **options):
         grid_names=("batch", "query", "head"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret or None,
-    )(out, logs)
+    )(out, logs, *([call.extras.sinks] if call.has_sinks else []))

@@ -5,8 +5,8 @@ and values once. So three things differ from `forward`.
 
 1. The keys are split over programs (Flash-Decoding, Dao et al. 2023), so that all SMs read.
 2. The query heads that share a key head are rows of one tile, up to 64 of them, and the keys are read once for a tile.
-3. Where the keys are split, each program writes its own out and lse in float32, and a second kernel merges them as
-   parts of a sum:
+3. Each program writes its own out and lse in float32, and a second kernel merges them as parts of a sum. A sink, which
+   takes weight and gives no value, is one part more:
 
     lse = log sum_i exp lse_i        out = sum_i exp(lse_i - lse) out_i
 
@@ -22,13 +22,14 @@ of two:
     v_ref    as k_ref
     table_ref  (pages of a sequence,)  int32, or None
     query_length_ref, key_length_ref  ()  or None
-    out_ref  (block_r, H')    of this part, float32 where there are several
+    out_ref  (block_r, H')    of this part, float32
     lse_ref  (block_r,)       of this part, float32
 
 and as program (query head, query, batch entry) of the second kernel sees them:
 
     parts_ref  (parts, H')    out of every part, float32
     logs_ref   (parts',)      lse of every part; parts' is their number rounded up to a power of two
+    sink_ref   ()             float32, or None
     out_ref    (1, H')
     lse_ref    ()             float32
 """
@@ -44,7 +45,7 @@ from jax.experimental.pallas import triton as plt
 
 from helpers.attention import tables
 from helpers.attention.device import core_count
-from helpers.attention.masking import key_tiles, share, visible
+from helpers.attention.masking import key_tiles, keys_seen, share, visible
 from helpers.attention.portable.tiles import (
     LOG2_E,
     MIN_BLOCK,
@@ -57,6 +58,7 @@ from helpers.attention.portable.tiles import (
     padded_head_dim,
     this_gpu,
 )
+from helpers.attention.scores import capped
 
 MOST_ROWS = 64  # of a tile
 FEWEST_KEYS = 256  # of a part
@@ -101,7 +103,8 @@ def decode_kernel(
     key_length = length_of(key_length_ref, problem.S)
     tile_of_rows = pl.program_id(0) % _tiles_of_rows(problem, splits)
     rows = tile_of_rows * splits.block_r + jnp.arange(splits.block_r)
-    positions = rows // problem.group
+    first = problem.first_position(key_length)
+    positions, stop_position = first + rows // problem.group, first + query_length
     is_row = rows < problem.T * problem.group
     in_head = jnp.arange(q_ref.shape[1])[None, :] < problem.H
     q = plt.load(q_ref, mask=is_row[:, None] & in_head, other=0)
@@ -113,7 +116,9 @@ def decode_kernel(
         is_key = cols < key_length
         k, v = (_keys(ref, table_ref, start, cols, is_key, in_head) for ref in (k_ref, v_ref))
         s = (problem.scale * LOG2_E) * dot(q, k.T)
-        s = jnp.where(visible(positions[:, None], cols[None, :], problem.band, query_length, key_length), s, -jnp.inf)
+        if problem.soft_cap is not None:
+            s = capped(s, LOG2_E * problem.soft_cap)
+        s = jnp.where(visible(positions[:, None], cols[None, :], problem.band, stop_position, key_length), s, -jnp.inf)
         m_new = jnp.maximum(m, s.max(axis=1))
         reference = jnp.where(m_new == -jnp.inf, 0, m_new)  # a row may have seen no key yet
         alpha = exp2(m - reference, interpret)
@@ -127,8 +132,7 @@ def decode_kernel(
         jnp.zeros(rows.shape, jnp.float32),
         jnp.zeros(q_ref.shape, jnp.float32),
     )
-    # The first query sees the first key, if any. So the tiles begin at 0.
-    _, tiles = key_tiles(0, problem.T, splits.block_k, problem.band, query_length, key_length, xp=jnp)
+    tiles = key_tiles(first, first + problem.T, splits.block_k, problem.band, stop_position, key_length, xp=jnp)
     m, l, acc = lax.fori_loop(*share(tiles, pl.program_id(1), splits.parts, xp=jnp), one_key_tile, state)
 
     empty = l == 0
@@ -138,8 +142,8 @@ def decode_kernel(
     plt.store(lse_ref, lse, mask=is_row)
 
 
-def merge_kernel(parts_ref, logs_ref, out_ref, lse_ref, *, problem, parts):
-    """Writes out and lse of one row from those of every part."""
+def merge_kernel(parts_ref, logs_ref, sink_ref, out_ref, lse_ref, *, problem, parts):
+    """Writes out and lse of one row from those of every part, and its sink."""
     in_head = jnp.arange(parts_ref.shape[1])[None, :] < problem.H
 
     def log_sums(start, count):
@@ -147,9 +151,11 @@ def merge_kernel(parts_ref, logs_ref, out_ref, lse_ref, *, problem, parts):
         return plt.load(logs_ref.at[pl.ds(start, count)], mask=index < parts, other=-jnp.inf)
 
     logs = log_sums(0, logs_ref.shape[0])
-    m = logs.max()
+    m = logs.max() if sink_ref is None else jnp.maximum(logs.max(), sink_ref[...])
     m = jnp.where(m == -jnp.inf, 0, m)  # there may be no key for this row
     total = jnp.exp(logs - m).sum()
+    if sink_ref is not None:
+        total += jnp.exp(sink_ref[...] - m)
 
     def add(i, acc):
         weight = jnp.exp(log_sums(i * MERGED, MERGED) - m)
@@ -205,9 +211,8 @@ def splits_of(problem, gpu, launch):
     tiles = Tiles(_rows_of_a_tile(problem), block_k, launch.num_warps, launch.num_stages)
     tiles = fitting("decode", tiles, problem, gpu)
     heads = problem.B * problem.K * pl.cdiv(problem.T * problem.group, tiles.block_q)
-    _, seen = key_tiles(0, problem.T, 1, problem.band, problem.T, problem.S)
     programs = launch.per_processor * core_count(NUM_SMS)
-    parts = max(1, min(programs // heads, int(seen) // FEWEST_KEYS))
+    parts = max(1, min(programs // heads, keys_seen(problem) // FEWEST_KEYS))
     return Splits(*tiles, parts)
 
 
@@ -216,8 +221,8 @@ def _rows_of_a_tile(problem):
 
 
 def partial_bytes(problem, splits):
-    """Bytes of the partial results: H + 1 float32 numbers for each query, head and part, if there are several parts."""
-    return 4 * splits.parts * problem.B * problem.T * problem.N * (problem.H + 1) * (splits.parts > 1)
+    """Bytes of the partial results: H + 1 float32 numbers for each query, head and part."""
+    return 4 * splits.parts * problem.B * problem.T * problem.N * (problem.H + 1)
 
 
 def decode(call, *, interpret=False, **options):
@@ -227,7 +232,7 @@ def decode(call, *, interpret=False, **options):
     """
     problem, table = call.problem, call.page_table
     splits = select_splits(problem, table is not None, **options)
-    B, T, S, N, K, H, group = *(getattr(problem, name) for name in "BTSNKH"), problem.group
+    B, T, S, K, H, group = *(getattr(problem, name) for name in "BTSKH"), problem.group
     rows, head_padded = T * group, padded_head_dim(H)
     row_tiles = _tiles_of_rows(problem, splits)
     query = call.query.reshape(B, T, K, group, H).swapaxes(1, 2).reshape(B, K, rows, H)
@@ -248,28 +253,27 @@ def decode(call, *, interpret=False, **options):
     row_of_table = pl.BlockSpec((None, None if table is None else table.shape[1]), lambda i, j, b: (b, 0))
     length_spec = pl.BlockSpec((None,), lambda i, j, b: (b,))
     optional = ((table, row_of_table), (call.query_lengths, length_spec), (call.key_lengths, length_spec))
-    dtype = jnp.float32 if splits.parts > 1 else problem.dtype
     out, lse = pl.pallas_call(
         functools.partial(decode_kernel, problem=problem, splits=splits, interpret=interpret),
         grid=(K * row_tiles, splits.parts, B),
         in_specs=[q_spec, kv_spec, kv_spec, *(None if array is None else spec for array, spec in optional)],
         out_specs=[of_part(splits.block_r, head_padded), of_part(splits.block_r)],
         out_shape=[
-            jax.ShapeDtypeStruct((B, K, splits.parts, rows, H), dtype),
+            jax.ShapeDtypeStruct((B, K, splits.parts, rows, H), jnp.float32),
             jax.ShapeDtypeStruct((B, K, splits.parts, rows), jnp.float32),
         ],
         compiler_params=plt.CompilerParams(num_warps=splits.num_warps, num_stages=splits.num_stages),
         interpret=interpret,
         name="flash_attention_decode",
     )(query, call.key, call.value, *(array for array, _ in optional))
-    if splits.parts > 1:
-        return merge(problem, out, lse, interpret=interpret)
-    out = out.reshape(B, K, T, group, H).swapaxes(1, 2).reshape(B, T, N, H)
-    return out, lse.reshape(B, K, T, group).swapaxes(2, 3).reshape(B, N, T)
+    return merge(problem, out, lse, call.extras.sinks if call.has_sinks else None, interpret=interpret)
 
 
-def merge(problem, out, lse, *, interpret=False):
-    """(out, lse) of `decode` from those of parts of the keys, (B, K, parts, T group, H) and (B, K, parts, T group)."""
+def merge(problem, out, lse, sinks=None, *, interpret=False):
+    """(out, lse) of `decode` from those of parts of the keys, (B, K, parts, T group, H) and (B, K, parts, T group).
+
+    sinks: float32 (B or 1, N), or None.
+    """
     B, T, N, H, group = *(getattr(problem, name) for name in "BTNH"), problem.group
     parts, head_padded = out.shape[2], padded_head_dim(H)
     parts_padded = max(MERGED, pl.next_power_of_2(parts))
@@ -280,6 +284,7 @@ def merge(problem, out, lse, *, interpret=False):
         in_specs=[
             pl.BlockSpec((None, None, parts, None, head_padded), lambda n, t, b: (b, *row_of(n, t), 0)),
             pl.BlockSpec((None, None, parts_padded, None), lambda n, t, b: (b, *row_of(n, t))),
+            None if sinks is None else pl.BlockSpec((None, None), lambda n, t, b: (b % sinks.shape[0], n)),
         ],
         out_specs=[
             pl.BlockSpec((None, None, 1, head_padded), lambda n, t, b: (b, t, n, 0)),
@@ -292,4 +297,4 @@ def merge(problem, out, lse, *, interpret=False):
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="flash_attention_merge",
-    )(out, lse)
+    )(out, lse, sinks)
