@@ -28,6 +28,7 @@ from ordering its instructions. Of l a thread has what it summed itself; the sum
 Refs, laid out as in `warp` (T' and S' are whole tiles, H' a multiple of 64):
 
     q_ref (pieces, B, T', N H')   k_ref, v_ref (pieces, B, S', K H')   lengths_ref (2, B) int32, or None
+    extras, lists     what few calls have, see `pairs`, or None
     out_ref (B, T', N H')         lse_ref (B, N, T') float32          low_ref (B, T', N H') int16, or None
     staying: of `warp.stay`, for the queries   rings: of `warp.streamed`, for keys and values
 """
@@ -84,7 +85,7 @@ def forward_kernel(
     band, scale_2 = problem.band, problem.scale * LOG2_E
     # The maximum is that of the scores as they are, where scaling keeps their order.
     early, late = (None, scale_2) if scale_2 > SMALLEST_FACTOR else (scale_2, 1)
-    is_changed = changes_logits(problem, extras)
+    is_changed = changes_logits(problem, extras)  # then s becomes natural logits
     if is_changed:
         early, late = problem.scale, LOG2_E
     i, n, b = (lax.axis_index(name) for name in "inb")
@@ -116,8 +117,7 @@ def forward_kernel(
         s = product(queries, load([ref.T for ref in keys], RHS, interpret=interpret), interpret=interpret)
         if early is not None:
             s *= early
-        if masked or is_changed:
-            pair = Pair(problem, extras, lengths, b, n, (q_start, k_start(step)), s.shape, query_axis=0)
+        pair = Pair(problem, extras, lengths, b, n, (q_start, k_start(step)), s.shape, query_axis=0)
         if is_changed:
             s = pair.logits(s)
         if masked:

@@ -95,6 +95,10 @@ class Pair:
     shape: tuple
     query_axis: int
 
+    @property
+    def changes_logits(self):
+        return changes_logits(self.problem, self.extras)
+
     def logits(self, s):
         """Natural logits of scaled products."""
         return self._in_words(lambda s, *others: scores.logits(s, self.problem, *others))(s, *self._of_logits())
