@@ -2,7 +2,7 @@
 
 mask_mod and score_mod come with whatever JAX has. `in_words` traces a function, takes it apart into primitives, and
 puts them together again by `RULES` where Mosaic GPU has no such word, or a coarse one: its tanh has eleven bits, its
-sine is one of small angles, and its integers become booleans by their last bit. `unknown_words` says what is in no
+sine is one of small angles, and its integers become booleans by their last bit. `why_not` says what is in no
 dictionary, before anything is compiled.
 """
 
@@ -12,7 +12,10 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Literal
+
+from helpers.attention.device import settings
+from helpers.attention.extras import Extras, tile_shape
 
 # Of numbers and of tiles alike.
 KNOWN = """
@@ -132,10 +135,33 @@ def _evaluate(rules, jaxpr, constants, arguments):
     return list(map(read, jaxpr.outvars))
 
 
-def unknown_words(jaxpr):
-    """The names of primitives that are in no dictionary, in the order in which a jaxpr uses them."""
+def why_not(call):
+    """Why mask_mod or score_mod of a `Call` cannot be said in words of Mosaic GPU, or None."""
+    problem, arrays = call.problem, (call.extras or Extras()).score_arrays or ()
+    tables = tuple((tile_shape(array.shape, 8, 8), array.dtype) for array in arrays)
+    for name, function, tables in (("mask_mod", problem.mask_mod, ()), ("score_mod", problem.score_mod, tables)):
+        words = function and _unknown(name == "score_mod", function, tables)
+        if words:
+            return f"Mosaic GPU has no word for {' and '.join(words)}, which {name} uses"
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def _unknown(is_score, function, tables):
+    """Names of primitives of a function, or of its derivative, that are in no dictionary."""
+    tile = lambda dtype: jax.ShapeDtypeStruct((8, 8), dtype)
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    places = number, number, tile(jnp.int32), tile(jnp.int32)
+    tables = [jax.ShapeDtypeStruct(shape and (8, 8), dtype) for shape, dtype in tables]
+    back = lambda s, *others: jax.vjp(lambda s: function(s, *others), s)[1](s)
+    with settings():
+        jaxpr = jax.make_jaxpr(back if is_score else function)(*[tile(jnp.float32)][:is_score], *places, *tables)
+    return list(dict.fromkeys(_unknown_words(jaxpr.jaxpr)))
+
+
+def _unknown_words(jaxpr):
     for equation in jaxpr.eqns:
         if inner := _inner(equation):
-            yield from unknown_words(inner[0])
+            yield from _unknown_words(inner[0])
         elif equation.primitive.name not in RULES and equation.primitive.name not in KNOWN:
             yield equation.primitive.name
