@@ -154,6 +154,24 @@ def tile_lists(kinds):
     return TileLists(tiles, count(PARTIAL), count(FULL))
 
 
+def for_kernel(call, block_q, block_k, outer="queries", joins_groups=False):
+    """The `Extras` and the `TileLists` that a kernel gets for a `Call`, or None. outer: whose tiles have lists.
+
+    joins_groups: where heads differ, one list for all heads that share a key/value head, (B or 1, K, tiles, other tiles
+    of the first head, then those of the next).
+    """
+    call = call.prepared()
+    if not call.hides_keys:
+        return call.extras, None
+    kinds = tile_kinds(call, block_q, block_k)
+    kinds = kinds if outer == "queries" else kinds.swapaxes(-1, -2)
+    B, heads, tiles, others = kinds.shape
+    if joins_groups and heads > 1:
+        of_groups = kinds.reshape(B, call.problem.K, -1, tiles, others).swapaxes(2, 3)
+        kinds = of_groups.reshape(B, call.problem.K, tiles, -1)
+    return call.extras._replace(block_mask=None), tile_lists(kinds)
+
+
 def block_mask(T, S, *, mask=None, mask_mod=None, batch=1, heads=1):
     """Kinds of tiles of 64 queries and 64 keys, from an array, from a function, or from both together.
 

@@ -27,6 +27,7 @@ from helpers.attention.low_bits import with_low_bits
 from helpers.attention.mosaic import backward as mosaic_backward
 from helpers.attention.mosaic import decode as mosaic_decode
 from helpers.attention.mosaic import forward as mosaic_forward
+from helpers.attention.mosaic import words as mosaic
 from helpers.attention.problem import (
     FEATURES,
     FEW_QUERIES,
@@ -251,9 +252,10 @@ TABLE = {
         interpreter=True,
     ),
     "mosaic": Backend(
-        serves=(PAGES, "float32", LENGTHS, WINDOW),
+        serves=tuple(feature for feature in FEATURES if feature != SYMBOLS),
         needs="a CPU or an NVIDIA GPU of compute capability 8.0 (Ampere) or newer",
         runs_on=lambda device: device.platform == "cpu" or compute_capability(device) >= (8, 0),
+        limits=lambda call, return_residual: _why_not_in_pages(call, return_residual) or mosaic.why_not(call),
         kernels=_mosaic,
         platform="cuda",
         interpreter=plgpu.InterpretGPUParams(),

@@ -15,6 +15,9 @@ appendix B.4, arXiv 2205.14135, with the gradient of lse added):
                 heads that share the head, so that their sum stays in registers. It makes p and ds transposed, for
                 what a sum holds can be the left operand of the next product, and no right one
 
+Where logits are more than scaled products, ds goes back to those before it meets k and q. A sink is a key without a
+value, whose weight is missing in p and counts in lse.
+
 The rows of ds add up to dlse, as exactly as delta is: an error of it comes back in dq, times what the keys have in
 common. So out has all of its float32 bits here (see `low_bits`), and is a mean by the weights as they were rounded for
 p v (see `forward`). In float32 that is not enough: the tensor core cuts off bits of dp, for all keys in the same
@@ -23,6 +26,7 @@ direction, of which delta knows nothing. So delta takes up what the sums of the 
 Refs, laid out as in `warp` (T' and S' are whole tiles, H' a multiple of 64):
 
     q_ref, do_ref (pieces, B, T', N H')   k_ref, v_ref (pieces, B, S', K H')   lengths_ref (2, B) int32, or None
+    extras, lists     of `pairs`, or None
     lse_ref (B, N, T') lse_2, float32     delta_ref (B, N, T') float32
     out_ref (B, T', N H') for dq, or (B, N, T') float32 for the sums of rows of ds
     dk_ref, dv_ref (B, S', K H')
@@ -38,9 +42,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.low_bits import with_low_bits
-from helpers.attention.masking import NO_BAND, Band, key_tiles, query_tiles, visible
+from helpers.attention.masking import NO_BAND, Band, key_tiles, query_tiles
+from helpers.attention.mosaic.pairs import Pair, changes_logits, extras_and_lists, listed_walk
 from helpers.attention.mosaic.warp import (
-    ACC,
     COLUMNS,
     COMPILER_PARAMS,
     LHS,
@@ -72,8 +76,22 @@ from helpers.attention.mosaic.warp import (
 from helpers.attention.portable.tiles import LOG2_E
 
 
+def weights(pair, s, lse, masked):
+    """p of a `Pair` from its products s, and what takes ds back to the scaled products. lse: lse_2 for each of s."""
+    factor, pull_back = pair.problem.scale * LOG2_E, lambda ds: ds
+    if pair.changes_logits:
+        s, pull_back = pair.logits_and_derivative(pair.problem.scale * s)
+        factor = LOG2_E
+    p = jnp.exp2(factor * s - lse)
+    if not masked:
+        return p, pull_back
+    seen = pair.seen()
+    hide = lambda array: jnp.where(seen, array, 0)
+    return hide(p), lambda ds: hide(pull_back(ds)) if pair.changes_logits else ds
+
+
 def dq_kernel(
-    q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, lengths_ref, out_ref, staying, rings, *,
+    q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, lengths_ref, extras, lists, out_ref, staying, rings, *,
     problem, tiles, interpret, adds_up=False,
 ):  # fmt: skip
     """Writes dq of one tile of queries to out_ref, or, where it `adds_up`, the sums of their rows of ds."""
@@ -89,10 +107,13 @@ def dq_kernel(
     lse, delta = (load_rows(ref.at[b, n, rows], ROWS) for ref in (lse_ref, delta_ref))
 
     q_stop = q_start + block_q
-    needed = whole = key_tiles(q_start, q_stop, block_k, problem.band, *lengths, xp=jnp)
-    if problem.band != NO_BAND or lengths_ref is not None or problem.S % block_k:
-        whole = whole_tiles(needed, q_start, q_stop, block_k, problem.band, *lengths)
-    order = walk(needed, whole)
+    if lists is None:
+        needed = whole = key_tiles(q_start, q_stop, block_k, problem.band, *lengths, xp=jnp)
+        if problem.band != NO_BAND or lengths_ref is not None or problem.S % block_k:
+            whole = whole_tiles(needed, q_start, q_stop, block_k, problem.band, *lengths)
+        order = walk(needed, whole)
+    else:
+        order = listed_walk(lists, b, n, i, others=k_ref.shape[2] // block_k)
 
     def k_start(step):
         return order.place(step)[1] * block_k
@@ -102,25 +123,20 @@ def dq_kernel(
         transposed = lambda refs: load([ref.T for ref in refs], RHS, interpret=interpret)
         queries, gradients = (load(refs, LHS, interpret=interpret) for refs in (q_parts, do_parts))
         s = product(queries, transposed(keys), interpret=interpret)
-        p = jnp.exp2(problem.scale * LOG2_E * s - along(lse, s.shape, 0))
-        if masked:
-            q_pos, k_pos = (plgpu.broadcasted_iota(jnp.int32, s.shape, axis, layout=ACC) for axis in (0, 1))
-            seen = visible(q_start + q_pos, k_start(step) + k_pos, problem.band, *lengths)
-            p = jnp.where(seen, p, 0)
+        pair = Pair(problem, extras, lengths, b, n, (q_start, k_start(step)), s.shape, query_axis=0)
+        p, pull_back = weights(pair, s, along(lse, s.shape, 0), masked)
         dp = product(gradients, transposed(values), interpret=interpret)
         ds = p * (dp - along(delta, dp.shape, 0))
         if adds_up:
             return total + sums_by_thread(ds)
+        ds = pull_back(ds)
         ds = as_operand(ds, pieces, q_ref.dtype, interpret=interpret)
         return product(ds, load(keys, RHS, interpret=interpret), total, interpret=interpret)
 
     kv_head = pl.ds((n // problem.group) * head_padded, head_padded)
     place = lambda step: (b, pl.ds(k_start(step), block_k), kv_head)
-    loops = [(order.whole, functools.partial(one_key_tile, False))]
-    if whole is not needed:
-        loops.append((order.steps, functools.partial(one_key_tile, True)))
     zeros = full((block_q, 8 if adds_up else head_padded), 0)
-    total = streamed([k_ref, v_ref], place, order.steps, rings, ready, loops, zeros)
+    total = streamed([k_ref, v_ref], place, order.steps, rings, ready, order.loops(one_key_tile), zeros)
     if adds_up:
         store(out_ref.at[b, n, rows], total.sum(axis=1), interpret=interpret)
     else:
@@ -128,7 +144,7 @@ def dq_kernel(
 
 
 def dkv_kernel(
-    q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, lengths_ref, dk_ref, dv_ref, staying, rings, *,
+    q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, lengths_ref, extras, lists, dk_ref, dv_ref, staying, rings, *,
     problem, tiles, interpret,
 ):  # fmt: skip
     block_q, block_k, _ = tiles
@@ -140,11 +156,16 @@ def dkv_kernel(
     (k_parts, v_parts), ready = stay([k_ref, v_ref], (b, rows, head), staying)
 
     k_stop = k_start + block_k
-    needed = whole = query_tiles(k_start, k_stop, block_q, problem.band, *lengths, xp=jnp)
-    if problem.band != NO_BAND or lengths_ref is not None:
-        mirrored = Band(problem.band.right, problem.band.left)
-        whole = whole_tiles(needed, k_start, k_stop, block_q, mirrored, *reversed(lengths))
-    order = walk(needed, whole, problem.group)
+    if lists is None:
+        needed = whole = query_tiles(k_start, k_stop, block_q, problem.band, *lengths, xp=jnp)
+        # What a function makes of queries that are padding may be no number.
+        has_tail = problem.T % block_q and changes_logits(problem, extras)
+        if problem.band != NO_BAND or lengths_ref is not None or has_tail:
+            mirrored = Band(problem.band.right, problem.band.left)
+            whole = whole_tiles(needed, k_start, k_stop, block_q, mirrored, *reversed(lengths))
+        order = walk(needed, whole, problem.group)
+    else:
+        order = listed_walk(lists, b, kv, j, q_ref.shape[2] // block_q, problem.group)
 
     def head_and_start(step):
         member, i = order.place(step)
@@ -158,27 +179,23 @@ def dkv_kernel(
         columns = b, n, pl.ds(q_start, block_q)
         lse, delta = (load_rows(ref.at[columns], COLUMNS) for ref in (lse_ref, delta_ref))
         s = product(keys, transposed(queries), interpret=interpret)
-        p = jnp.exp2(problem.scale * LOG2_E * s - along(lse, s.shape, 1))
-        if masked:
-            k_pos, q_pos = (plgpu.broadcasted_iota(jnp.int32, s.shape, axis, layout=ACC) for axis in (0, 1))
-            seen = visible(q_start + q_pos, k_start + k_pos, problem.band, *lengths)
-            p = jnp.where(seen, p, 0)
+        pair = Pair(problem, extras, lengths, b, n, (k_start, q_start), s.shape, query_axis=1)
+        p, pull_back = weights(pair, s, along(lse, s.shape, 1), masked)
         # dv first: fewer registers hold something at the same time.
         rounded = as_operand(p, pieces, k_ref.dtype, interpret=interpret)
         dv = product(rounded, load(gradients, RHS, interpret=interpret), dv, interpret=interpret)
         values = load(v_parts, LHS, interpret=interpret)
         dp = product(values, transposed(gradients), interpret=interpret)
-        ds = as_operand(p * (dp - along(delta, dp.shape, 1)), pieces, k_ref.dtype, interpret=interpret)
+        ds = pull_back(p * (dp - along(delta, dp.shape, 1)))
+        ds = as_operand(ds, pieces, k_ref.dtype, interpret=interpret)
         return product(ds, load(queries, RHS, interpret=interpret), dk, interpret=interpret), dv
 
     def place(step):
         n, q_start = head_and_start(step)
         return b, pl.ds(q_start, block_q), pl.ds(n * head_padded, head_padded)
 
-    loops = [(order.whole, functools.partial(one_query_tile, False))]
-    if whole is not needed:
-        loops.append((order.steps, functools.partial(one_query_tile, True)))
     zeros = full((block_k, head_padded), 0)
+    loops = order.loops(one_query_tile)
     dk, dv = streamed([q_ref, do_ref], place, order.steps, rings, ready, loops, (zeros, zeros))
     store(dk_ref.at[b, rows, head], (problem.scale * dk).astype(dk_ref.dtype), interpret=interpret)
     store(dv_ref.at[b, rows, head], dv.astype(dv_ref.dtype), interpret=interpret)
@@ -202,10 +219,14 @@ def backward(call, out, lse, dout, dlse, low=None, *, mends_delta=True, tiles=No
     dq_tiles, dkv_tiles = tiles or backward_tiles(problem)
     q_shape = problem.B, problem.T, problem.N, problem.H
     k_shape = problem.B, problem.S, problem.K, problem.H
-    launch = functools.partial(_launch, call, dout, LOG2_E * lse, interpret)
+    # A logit may be -inf without being hidden, and its weight must be 0.
+    lse_2 = LOG2_E * (jnp.where(lse == -jnp.inf, 0, lse) if call.changes_logits else lse)
+    launch = functools.partial(_launch, call, dout, lse_2, interpret)
     of_queries = "inb", dq_tiles, dq_tiles.block_q, dq_tiles.block_k, [q_shape]
     if mends_delta and problem.dtype == jnp.float32:
         (sums,) = launch(delta, functools.partial(dq_kernel, adds_up=True), *of_queries, adds_up=True)
+        if call.has_sinks:
+            sums -= jnp.exp(call.extras.sinks[:, :, None] - lse) * delta
         delta += jnp.where(lse == -jnp.inf, 0, sums - dlse)
     (dq,) = launch(delta, dq_kernel, *of_queries)
     dk, dv = launch(delta, dkv_kernel, "jkb", dkv_tiles, dkv_tiles.block_k, dkv_tiles.block_q, 2 * [k_shape])
@@ -221,6 +242,7 @@ def _launch(call, dout, lse, interpret, delta, kernel, grid_names, tiles, block,
     (B, length, heads, H), head_padded = shapes[0], padded_head_dim(problem.H)
     query, do = (laid_out(array, tiles.block_q) for array in (call.query, dout))
     key, value = (laid_out(array, tiles.block_k, call.key_lengths) for array in (call.key, call.value))
+    extras, lists = extras_and_lists(call, *tiles[:2], outer="keys" if "k" in grid_names else "queries")
     to_whole_tiles = ((0, 0), (0, 0), (0, -problem.T % tiles.block_q))
     whole_length = length + -length % block
     written = jax.ShapeDtypeStruct((B, whole_length, heads * head_padded), problem.dtype)
@@ -237,7 +259,7 @@ def _launch(call, dout, lse, interpret, delta, kernel, grid_names, tiles, block,
         ],
         compiler_params=COMPILER_PARAMS,
         interpret=interpret,
-    )(query, key, value, do, *(jnp.pad(rows, to_whole_tiles) for rows in (lse, delta)), lengths_of(call))
+    )(query, key, value, do, *(jnp.pad(rows, to_whole_tiles) for rows in (lse, delta)), lengths_of(call), extras, lists)
     if adds_up:
         return [sums[:, :, :length] for sums in results]
     return [taken_up(gradient, length, heads, H) for gradient in results]

@@ -28,6 +28,7 @@ from ordering its instructions. Of l a thread has what it summed itself; the sum
 Refs, laid out as in `warp` (T' and S' are whole tiles, H' a multiple of 64):
 
     q_ref (pieces, B, T', N H')   k_ref, v_ref (pieces, B, S', K H')   lengths_ref (2, B) int32, or None
+    extras, lists     what few calls have, see `pairs`, or None
     out_ref (B, T', N H')         lse_ref (B, N, T') float32          low_ref (B, T', N H') int16, or None
     staying: of `warp.stay`, for the queries   rings: of `warp.streamed`, for keys and values
 """
@@ -41,9 +42,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.low_bits import low_bits
-from helpers.attention.masking import NO_BAND, key_tiles, visible
+from helpers.attention.masking import NO_BAND, key_tiles
+from helpers.attention.mosaic.pairs import Pair, changes_logits, extras_and_lists, listed_walk
 from helpers.attention.mosaic.warp import (
-    ACC,
     COMPILER_PARAMS,
     LHS,
     RHS,
@@ -76,13 +77,17 @@ CONSTANT = {"bfloat16": 1 + 49 / 2**7, "float16": 1 + 395 / 2**10}  # beside v: 
 
 
 def forward_kernel(
-    q_ref, k_ref, v_ref, lengths_ref, out_ref, lse_ref, low_ref, staying, rings, *, problem, tiles, interpret
+    q_ref, k_ref, v_ref, lengths_ref, extras, lists, out_ref, lse_ref, low_ref, staying, rings, *,
+    problem, tiles, interpret,
 ):  # fmt: skip
     block_q, block_k, _ = tiles
     pieces, head_padded = q_ref.shape[0], padded_head_dim(problem.H)
     band, scale_2 = problem.band, problem.scale * LOG2_E
     # The maximum is that of the scores as they are, where scaling keeps their order.
     early, late = (None, scale_2) if scale_2 > SMALLEST_FACTOR else (scale_2, 1)
+    is_changed = changes_logits(problem, extras)  # then s becomes natural logits
+    if is_changed:
+        early, late = problem.scale, LOG2_E
     i, n, b = (lax.axis_index(name) for name in "inb")
     if band.right is not None:  # the programs with the most keys come first, so that no long one is the last
         i = out_ref.shape[1] // block_q - 1 - i
@@ -95,10 +100,13 @@ def forward_kernel(
     constant = CONSTANT.get(problem.dtype.name)
     beside = [] if low_ref is None else [[plgpu.layout_cast(jnp.full((block_k, 8), constant, q_ref.dtype), RHS)]]
 
-    needed = whole = key_tiles(q_start, q_start + block_q, block_k, band, *lengths, xp=jnp)
-    if band != NO_BAND or lengths_ref is not None or problem.S % block_k:
-        whole = whole_tiles(needed, q_start, q_start + block_q, block_k, band, *lengths)
-    order = walk(needed, whole)
+    if lists is None:
+        needed = whole = key_tiles(q_start, q_start + block_q, block_k, band, *lengths, xp=jnp)
+        if band != NO_BAND or lengths_ref is not None or problem.S % block_k:
+            whole = whole_tiles(needed, q_start, q_start + block_q, block_k, band, *lengths)
+        order = walk(needed, whole)
+    else:
+        order = listed_walk(lists, b, n, i, others=k_ref.shape[2] // block_k)
 
     def k_start(step):
         return order.place(step)[1] * block_k
@@ -109,13 +117,14 @@ def forward_kernel(
         s = product(queries, load([ref.T for ref in keys], RHS, interpret=interpret), interpret=interpret)
         if early is not None:
             s *= early
+        pair = Pair(problem, extras, lengths, b, n, (q_start, k_start(step)), s.shape, query_axis=0)
+        if is_changed:
+            s = pair.logits(s)
         if masked:
-            q_pos, k_pos = (plgpu.broadcasted_iota(jnp.int32, s.shape, axis, layout=ACC) for axis in (0, 1))
-            seen = visible(q_start + q_pos, k_start(step) + k_pos, band, *lengths)
-            s = jnp.where(seen, s, -jnp.inf)
+            s = jnp.where(pair.seen(), s, -jnp.inf)
         m_new = jnp.maximum(m, s.max(axis=1))
-        # With a mask, a row may have seen no key yet.
-        reference = jnp.where(m_new == -jnp.inf, 0, m_new) if masked else m_new
+        # A row may have seen no key yet.
+        reference = jnp.where(m_new == -jnp.inf, 0, m_new) if masked or is_changed else m_new
         alpha = jnp.exp2(late * (m - reference))
         p = jnp.exp2(late * s - along(late * reference, s.shape, 0))
         l = along(alpha, l.shape, 0) * l + sums_by_thread(p)
@@ -129,9 +138,7 @@ def forward_kernel(
     state = full((block_q,), -jnp.inf, ROWS), full((block_q, 8), 0), *sums
     kv_head = pl.ds((n // problem.group) * head_padded, head_padded)
     place = lambda step: (b, pl.ds(k_start(step), block_k), kv_head)
-    loops = [(order.whole, functools.partial(one_key_tile, False))]
-    if whole is not needed:
-        loops.append((order.steps, functools.partial(one_key_tile, True)))
+    loops = order.loops(one_key_tile)
     m, l, acc, *weights = streamed([k_ref, v_ref], place, order.steps, rings, ready, loops, state)
 
     l = l.sum(axis=1)
@@ -140,11 +147,28 @@ def forward_kernel(
     if weights:  # the eight columns are the same
         l = weights[0].max(axis=1) / constant
     exact = acc / along(jnp.where(empty, 1, l), acc.shape, 0)
+    if extras is not None and extras.sinks is not None:
+        share, lse = beside_sink(lse, extras.sinks[0, n])
+        exact *= along(share, exact.shape, 0)
     out = exact.astype(out_ref.dtype)
     store(out_ref.at[b, rows, head], out, interpret=interpret)
     store(lse_ref.at[b, n, rows], lse, interpret=interpret)
     if low_ref is not None:
         store(low_ref.at[b, rows, head], low_bits(exact, out), interpret=interpret)
+
+
+def beside_sink(lse, sink):
+    """(what weight of 1 the keys have beside a sink, lse with it), from the lse of the keys of each row.
+
+    The sink is a key without a value, so that out shrinks by exp(lse) / (exp(lse) + exp(sink)). A row that sees no key
+    has the lse of its sink, to the last bit.
+    """
+    lse_2, sink_2 = LOG2_E * lse, LOG2_E * sink
+    is_blind = lse == -jnp.inf
+    top = jnp.maximum(lse_2, sink_2)
+    own, other = jnp.exp2(lse_2 - top), jnp.exp2(sink_2 - top)
+    both = jnp.where(is_blind, 1, own + other)
+    return jnp.where(is_blind, 0, own / both), jnp.where(is_blind, sink, (top + jnp.log2(both)) / LOG2_E)
 
 
 def forward(call, *, keeps_low_bits=False, tiles=None, interpret=False):
@@ -161,6 +185,7 @@ def forward(call, *, keeps_low_bits=False, tiles=None, interpret=False):
     tiles = tiles or forward_tiles(problem)
     query = laid_out(call.query, tiles.block_q)
     key, value = laid_out(call.key, tiles.block_k), laid_out(call.value, tiles.block_k, call.key_lengths)
+    extras, lists = extras_and_lists(call, tiles.block_q, tiles.block_k)
     _, B, T, _ = query.shape
     N, head_padded = problem.N, padded_head_dim(problem.H)
     out_shape = B, T, N * head_padded
@@ -179,7 +204,7 @@ def forward(call, *, keeps_low_bits=False, tiles=None, interpret=False):
         ],
         compiler_params=COMPILER_PARAMS,
         interpret=interpret,
-    )(query, key, value, lengths_of(call))
+    )(query, key, value, lengths_of(call), extras, lists)
     results = taken_up(out, problem.T, N, problem.H), lse[:, :, : problem.T]
     return (*results, taken_up(low, problem.T, N, problem.H)) if keeps_low_bits else results
 

@@ -134,7 +134,7 @@ def sums_by_thread(x):
 
 
 def load_rows(ref, layout):
-    """A vector of float32 in GMEM, as registers of ROWS or COLUMNS. cp.async has no copy for so little."""
+    """A vector in GMEM, as registers of ROWS or COLUMNS. cp.async has no copy for so little."""
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
@@ -295,12 +295,19 @@ def whole_tiles(needed, start, stop, block, band, own_length, other_length):
 class Walk(NamedTuple):
     """The order in which a program sees tiles: first those that need no mask, of all members of a group, then the rest.
 
-    place(step): (member, tile). whole, steps: how many steps need no mask, and how many there are.
+    place(step): (member, tile). whole, steps: how many steps need no mask, and how many there are. masks: whether any
+    may need one.
     """
 
     place: Callable
     whole: jax.Array
     steps: jax.Array
+    masks: bool
+
+    def loops(self, one_tile):
+        """Those of `streamed`, of one_tile(masked, step, tiles, state)."""
+        loops = (self.whole, functools.partial(one_tile, False)), (self.steps, functools.partial(one_tile, True))
+        return loops if self.masks else loops[:1]
 
 
 def walk(needed, whole, group=1):
@@ -322,7 +329,7 @@ def walk(needed, whole, group=1):
         is_before = turn - count < whole_first - first
         return member, jnp.where(turn < count, whole_first + turn, first + turn - jnp.where(is_before, count, 0))
 
-    return Walk(place, group * count, group * (count + rest))
+    return Walk(place, group * count, group * (count + rest), whole is not needed)
 
 
 # Copies

@@ -46,8 +46,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from helpers.attention.masking import key_tiles, query_tiles
-from helpers.attention.portable.pairs import Pair, bounds_of, for_kernel, over_tiles, sink_of, specs
+from helpers.attention.masking import for_kernel, key_tiles, query_tiles
+from helpers.attention.portable.pairs import Pair, bounds_of, over_tiles, sink_of, specs
 from helpers.attention.portable.tiles import LOG2_E, dot, exp2, length_of, padded_head_dim, select_tiles
 
 ROUNDINGS = 0.5  # times eps and the norm of a row of ds, of which rounding it adds .3 to its sum

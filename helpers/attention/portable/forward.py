@@ -30,8 +30,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from helpers.attention.masking import key_tiles
-from helpers.attention.portable.pairs import Pair, bounds_of, for_kernel, over_tiles, sink_of, specs
+from helpers.attention.masking import for_kernel, key_tiles
+from helpers.attention.portable.pairs import Pair, bounds_of, over_tiles, sink_of, specs
 from helpers.attention.portable.tiles import LOG2_E, dot, exp2, length_of, padded_head_dim, select_tiles
 
 

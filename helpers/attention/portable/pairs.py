@@ -24,7 +24,7 @@ from jax.experimental.pallas import triton as plt
 
 from helpers.attention import scores
 from helpers.attention.extras import Extras
-from helpers.attention.masking import tile_kinds, tile_lists, visible
+from helpers.attention.masking import visible
 from helpers.attention.portable.tiles import LOG2_E
 from helpers.attention.problem import Problem
 
@@ -106,16 +106,6 @@ class Pair:
         cols = (pl.ds(self.starts[1], self.cols.size), self.cols < S) if S > 1 else (pl.ds(0, 1), jnp.full(1, True))
         mask = rows[1][:, None] & cols[1][None, :]
         return plt.load(ref.at[head, rows[0], cols[0]], mask=mask, other=jnp.zeros((), ref.dtype))
-
-
-def for_kernel(call, block_q, block_k, outer="queries"):
-    """The `Extras` and the `TileLists` that a kernel gets, or None. outer: whose tiles have lists."""
-    call = call.prepared()
-    if not call.hides_keys:
-        return call.extras, None
-    kinds = tile_kinds(call, block_q, block_k)
-    lists = tile_lists(kinds if outer == "queries" else kinds.swapaxes(-1, -2))
-    return call.extras._replace(block_mask=None), lists
 
 
 def bounds_of(lists, head, in_band):

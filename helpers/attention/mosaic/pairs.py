@@ -1,0 +1,166 @@
+"""How the kernels by `plgpu.mma` see what few calls have: the logits of a pair of tiles, and which pairs there are.
+
+Refs of the `Extras` of a call, all of them in GMEM (an axis that serves all is 1; T' and S' are whole tiles; where rows
+of a kernel's tiles are keys, the last two axes of tables have changed places):
+
+    bias, mask, score arrays    (B, N, T', S'), a mask as int8
+    query_segment_ids, key_segment_ids  (B, T'), (B, S')
+    sinks, heads    (1, N)
+    batch           (B,)
+
+and of the `TileLists` of `masking`. A tile of a table is read as the registers of the sum hold it, from where it is.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from helpers.attention import scores
+from helpers.attention.extras import Extras
+from helpers.attention.masking import for_kernel, visible
+from helpers.attention.mosaic.warp import ACC, COLUMNS, ROWS, along, load_rows, walk
+from helpers.attention.mosaic.words import in_words
+from helpers.attention.problem import Problem
+
+
+def extras_and_lists(call, block_q, block_k, outer="queries"):
+    """The `Extras` and the `TileLists` of a call for a kernel with tiles of one side, "queries" or "keys", or None.
+
+    A copy of each array but sinks and numbers, unless its lengths are whole tiles, it is no mask, and these are queries.
+    """
+    extras, lists = for_kernel(call, block_q, block_k, outer, joins_groups=outer == "keys")
+    if extras is None:
+        return None, None
+    to_whole = lambda size, block: (0, -size % block if size > 1 else 0)
+
+    def table(array):
+        array = array.astype(jnp.int8) if array.dtype == jnp.bool_ else array
+        _, _, T, S = array.shape
+        array = jnp.pad(array, ((0, 0), (0, 0), to_whole(T, block_q), to_whole(S, block_k)))
+        return array if outer == "queries" else array.swapaxes(2, 3)
+
+    ids = lambda array, block: jnp.pad(array, ((0, 0), (0, -array.shape[1] % block)))
+    changed = {name: jax.tree.map(table, getattr(extras, name)) for name in ("bias", "mask", "score_arrays")}
+    if extras.query_segment_ids is not None:
+        changed["query_segment_ids"] = ids(extras.query_segment_ids, block_q)
+        changed["key_segment_ids"] = ids(extras.key_segment_ids, block_k)
+    return extras._replace(**changed), lists
+
+
+def listed_walk(lists, b, head, tile, others, group=1):
+    """The `Walk` through the tiles in the list of one tile. others: how many tiles the other side has."""
+    of_tile = _own(b, lists.seen, 0), _own(head, lists.seen, 1), tile
+    seen, full = (lax.max(counts[of_tile], 0) for counts in (lists.seen, lists.full))
+    joined = lists.tiles.shape[3] > others  # a list of all heads of the group
+    zero = jnp.int32(0)
+    order = walk((zero, seen), (zero, full), 1 if joined else group)
+
+    def place(step):
+        member, turn = order.place(step)
+        entry = lists.tiles[(*of_tile, turn)]
+        return (lax.div(entry, others), lax.rem(entry, others)) if joined else (member, entry)
+
+    return order._replace(place=place)
+
+
+def changes_logits(problem, extras):
+    """Whether logits are more than scaled products."""
+    has_bias = extras is not None and extras.bias is not None
+    return has_bias or problem.soft_cap is not None or problem.score_mod is not None
+
+
+def _own(number, ref, axis):
+    """Where along an axis a ref has what belongs to a batch entry or head: 0 where it has the same for all."""
+    return number if ref.shape[axis] > 1 else jnp.int32(0)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A tile of queries of one head and a tile of keys, whose scores are in registers (ACC).
+
+    lengths: how many queries and keys are real. extras: refs, or None. starts: the first position of rows and of
+    columns. shape: of the tile. query_axis: 0 where its rows are queries, 1 where they are keys.
+    """
+
+    problem: Problem
+    extras: Extras | None
+    lengths: tuple
+    b: jax.Array
+    n: jax.Array
+    starts: tuple
+    shape: tuple
+    query_axis: int
+
+    @property
+    def changes_logits(self):
+        return changes_logits(self.problem, self.extras)
+
+    def logits(self, s):
+        """Natural logits of scaled products."""
+        return self._in_words(lambda s, *others: scores.logits(s, self.problem, *others))(s, *self._of_logits())
+
+    def logits_and_derivative(self, s):
+        """The same, and a function that takes the gradient of these logits back to the scaled products."""
+        logits = lambda s, *others: jax.vjp(lambda s: scores.logits(s, self.problem, *others), s)
+        s, pull_back = self._in_words(logits)(s, *self._of_logits())
+        return s, lambda ds: self._in_words(lambda pull_back, ds: pull_back(ds)[0])(pull_back, ds)
+
+    def seen(self):
+        """Booleans: which query sees which key."""
+        extras, (i, j) = self.extras or Extras(), self._positions()
+        seen = visible(i, j, self.problem.band, *self.lengths)
+        if self.problem.mask_mod is None and not extras.hides_keys:
+            return seen
+        mask = None if extras.mask is None else self._tile(extras.mask) != 0
+        ids = [
+            None if ref is None else self._along(ref.at[_own(self.b, ref, 0)], axis)
+            for ref, axis in (
+                (extras.query_segment_ids, self.query_axis),
+                (extras.key_segment_ids, 1 - self.query_axis),
+            )
+        ]
+        visible_by = lambda *arguments: scores.visible_by(self.problem, *arguments)
+        return seen & self._in_words(visible_by)(*self._numbers(self.problem.mask_mod), mask, *ids)
+
+    def _in_words(self, function):
+        return in_words(function, is_exact=self.problem.dtype == jnp.float32)
+
+    def _positions(self):
+        """Of queries and of keys."""
+        positions = [plgpu.broadcasted_iota(jnp.int32, self.shape, axis, layout=ACC) for axis in (0, 1)]
+        rows, columns = (start + position for start, position in zip(self.starts, positions, strict=True))
+        return (columns, rows) if self.query_axis else (rows, columns)
+
+    def _of_logits(self):
+        extras = self.extras or Extras()
+        bias = None if extras.bias is None else self._tile(extras.bias)
+        arrays = None if extras.score_arrays is None else [self._tile(ref) for ref in extras.score_arrays]
+        return *self._numbers(self.problem.score_mod), bias, arrays
+
+    def _numbers(self, function):
+        """b, n, i and j, as a function gets them, if there is one."""
+        if function is None:
+            return None, None, None, None
+        batch, heads = self.extras.batch, self.extras.heads
+        return batch[_own(self.b, batch, 0)], heads[0, _own(self.n, heads, 1)], *self._positions()
+
+    def _tile(self, table):
+        """The tile of a table that these queries and keys meet; a number where it has neither."""
+        table = table.at[_own(self.b, table, 0), _own(self.n, table, 1)]
+        rows, columns = (pl.ds(start, size) for start, size in zip(self.starts, self.shape, strict=True))
+        if table.shape[0] == 1 and table.shape[1] == 1:
+            return table[0, 0]
+        if table.shape[0] == 1:
+            return self._along(table.at[0], 1)
+        if table.shape[1] == 1:
+            return self._along(table.at[:, 0], 0)
+        return plgpu.load(table.at[rows, columns], layout=ACC, optimized=False)
+
+    def _along(self, vector, axis):
+        """What a ref has for the positions of an axis, repeated to the tile."""
+        part = vector.at[pl.ds(self.starts[axis], self.shape[axis])]
+        return along(load_rows(part, (ROWS, COLUMNS)[axis]), self.shape, axis)
