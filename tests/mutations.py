@@ -70,7 +70,7 @@ FAULTS = [
         ("return_residual is not checked", "if not isinstance(return_residual, bool):", "if return_residual is None:"),
     ),
     *_of("helpers/attention/scores.py", "test_masks",
-        ("the soft cap comes before score_mod", "    if problem.score_mod is not None:\n        s = problem.score_mod(s, b, n, i, j, *(score_arrays or ()))\n    if problem.soft_cap is not None:\n        s = problem.soft_cap * jnp.tanh(s / problem.soft_cap)\n", "    if problem.soft_cap is not None:\n        s = problem.soft_cap * jnp.tanh(s / problem.soft_cap)\n    if problem.score_mod is not None:\n        s = problem.score_mod(s, b, n, i, j, *(score_arrays or ()))\n"),
+        ("the soft cap comes before score_mod", "    if problem.score_mod is not None:\n        s = problem.score_mod(s, b, n, i, j, *(score_arrays or ()))\n    return s if problem.soft_cap is None else capped(s, problem.soft_cap)", "    if problem.soft_cap is not None:\n        s = capped(s, problem.soft_cap)\n    return s if problem.score_mod is None else problem.score_mod(s, b, n, i, j, *(score_arrays or ()))"),
         ("a bias counts twice", "s = s + bias.astype(s.dtype)", "s = s + 2 * bias.astype(s.dtype)"),
         ("a mask and segments are alternatives", "first = first & other", "first = first | other"),
     ),
