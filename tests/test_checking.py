@@ -344,20 +344,6 @@ def test_equal_results_are_not_misplaced_where_another_is_nearly_right():
     assert nearly.status == "wrong" and nearly.mistake is None
 
 
-def test_missing_factors_and_terms_of_a_count_are_named():
-    sizes = [(2, 3, 4), (5, 2, 8), (7, 7, 3), (10, 6, 5)]
-    count = dataclasses.replace(exercise(None), cases=lambda: [Case(str(size), size) for size in sizes])
-    name = lambda answer: (
-        judged(answer, dataclasses.replace(count, expected=lambda T, S, H: 4 * T * S * H + 2 * T)).mistake
-    )
-    assert name(lambda T, S, H: 4 * T * S * H) == "x lacks 2 · T"
-    assert name(lambda T, S, H: 4 * T * S * H + 5 * T) == "x has 3 · T too much"
-    assert name(lambda T, S, H: 2 * T) == "x lacks 4 · T · S · H"
-    assert name(lambda T, S, H: (4 * T * S * H + 2 * T) * S) == "x has the factor S once too often"
-    assert name(lambda T, S, H: 2 * S * H + 1) == "x lacks the factor T and 2"
-    assert name(lambda T, S, H: 4 * T * S * H + 2 * T + (T - 3) ** 2) is None
-
-
 def test_a_transposed_result_is_named():
     squares = [(1.0, np.arange(6.0).reshape(2, 3)), (2.0, np.arange(4.0).reshape(2, 2))]
     assert judged(lambda n: (squares[n][0], squares[n][1].T), named(*squares)).mistake == "b is transposed"

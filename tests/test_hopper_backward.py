@@ -177,7 +177,7 @@ def problem_of(T, S, N, K, B=1, H=64, causal=True):
 
 
 def test_few_programs_take_all_batch_entries_together(monkeypatch):
-    """And many go batch entry by batch entry; with one processor, these are many."""
+    """And many go batch entry by batch entry; with one SM, these are many."""
     problem = problem_of(140, 210, N=2, K=1, B=2)
     assert list(schedule.grid_of(problem, ("head", 2), 2)) == ["part", "tile", "batch", "head"]
     monkeypatch.setattr(schedule, "NUM_SMS", 1)
@@ -205,7 +205,7 @@ def test_heads_that_the_cache_holds_go_together(monkeypatch):
     ids=str,
 )
 def test_heads_in_sections(case, form, monkeypatch):
-    """Two of four heads before the next two, where one processor makes many of these programs."""
+    """Two of four heads before the next two, where one SM makes many of these programs."""
     monkeypatch.setattr(schedule, "NUM_SMS", 1)
     monkeypatch.setattr(schedule, "CACHED", 2 * case.T * 64 * 8)
     arrays, arguments = case.inputs()
@@ -214,7 +214,7 @@ def test_heads_in_sections(case, form, monkeypatch):
 
 
 @FULL
-def test_walks_of_one_processor(monkeypatch):
+def test_walks_of_one_sm(monkeypatch):
     """Of many programs, down and up through the heads of a group."""
     monkeypatch.setattr(schedule, "NUM_SMS", 1)
     check(AttentionCase(330, 400, 64, N=6, K=2, dtype="bfloat16", arguments=CAUSAL), schedule.forms(64)["fused"])
@@ -240,7 +240,7 @@ def walk_of(problem, monkeypatch, **place):
 
 
 def test_a_causal_walk_through_a_group_goes_down_and_the_next_up(monkeypatch):
-    """The mask cuts the tiles 2 and 3 of the second program; with one processor, it walks up."""
+    """The mask cuts the tiles 2 and 3 of the second program; with one SM, it walks up."""
     monkeypatch.setattr(schedule, "NUM_SMS", 1)
     walk = functools.partial(walk_of, problem_of(320, 320, N=4, K=2), monkeypatch, part=0, batch=0)
     cut = lambda *tiles: [(head, i, True) for i in tiles for head in (0, 1)]
@@ -265,8 +265,8 @@ def test_walks_are_counted_anew_in_each_batch_entry(monkeypatch):
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_walk_passes_each_tile_once(causal, group, monkeypatch):
     problem = problem_of(330, 470, N=group, K=1, causal=causal)
-    for processors, tile in itertools.product((1, 132), range(4)):
-        monkeypatch.setattr(schedule, "NUM_SMS", processors)
+    for num_sms, tile in itertools.product((1, 132), range(4)):
+        monkeypatch.setattr(schedule, "NUM_SMS", num_sms)
         walk = walk_of(problem, monkeypatch, part=0, batch=0, kv_head=0, tile=tile)
         wanted = {(head, i) for head in range(group) for i in range(min(2 * tile, 5) if causal else 0, 6)}
         assert len(walk) == len(wanted) and {(head, i) for head, i, _ in walk} == wanted

@@ -77,7 +77,7 @@ def test_a_gpu_without_a_table_uses_the_default(with_a_table, monkeypatch):
 
 
 def test_programs_with_few_turns_get_fewer_queries_in_each(monkeypatch):
-    """On 132 processors: twelve tiles of 192 queries a head, or eight of 256, in two batch entries of N heads."""
+    """On 132 SMs: twelve tiles of 192 queries a head, or eight of 256, in two batch entries of N heads."""
     monkeypatch.setattr(forward, "core_count", lambda _: 132)
     monkeypatch.setattr(forward, "tuned_tiles", lambda *_: None)
     two = forward.Tiles(block_q=64, block_k=128, stages=4, warpgroups=2)

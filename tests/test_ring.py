@@ -245,13 +245,13 @@ def test_on_a_hopper_gpu_every_piece_goes_to_its_kernels():
     assert "collective_permute" in text and "all_gather" not in text
 
 
-def test_a_transfer_may_occupy_multiprocessors():
+def test_a_transfer_may_occupy_sms():
     """On Hopper each tile of queries is a program of its own: a persistent program would begin its whole share late."""
     shares = functools.partial(ring_attention, axis_name="sequence", implementation="hopper")
     split = P(None, "sequence")
     attention = jax.shard_map(shares, mesh=mesh_of(2), in_specs=split, out_specs=split)
     array = jax.ShapeDtypeStruct((1, 256, 140, 64), jnp.bfloat16)
-    assert "grid=(140,)" in str(jax.make_jaxpr(attention)(*3 * [array]))  # a GPU has 132 multiprocessors
+    assert "grid=(140,)" in str(jax.make_jaxpr(attention)(*3 * [array]))  # a GPU has 132 SMs
 
 
 # Complaints

@@ -112,7 +112,7 @@ def _verdict(exercise, answer, progress):
         if not mistake and (of_entry := mistake_in_an_entry(exercise, cases, results)):
             mistake, case, complaint = of_entry  # say what is wrong with that entry: others may have other reasons
             text = f"✗ {name}: wrong for {case.label}.\n{indent(complaint)}"
-        mistake = mistake or general_slip(exercise, cases, results, answer) or slip_behind(exercise, results)
+        mistake = mistake or general_slip(exercise, cases, results) or slip_behind(exercise, results)
         if mistake:
             text += f"\n  This is what you get when {mistake.name}.\n  {mistake.advice}"
         if outcome.changed:

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import inspect
 import itertools
 import math
 
@@ -92,7 +91,7 @@ def _same(a, b, tolerance):
     return close(a.astype(np.float64), b.astype(np.float64), tolerance)
 
 
-def general_slip(exercise, cases, results, answer):
+def general_slip(exercise, cases, results):
     """A slip that can be told in any exercise by its results, as a `Mistake` without an answer; or None."""
     if exercise.judge or len(results) < 2 or any(isinstance(result, Raised) for result in results):
         return None
@@ -125,7 +124,6 @@ def general_slip(exercise, cases, results, answer):
                 return None
             columns = [(mine, as_numbers(right)) for mine, right in columns]
             slip = _slip_of_shape(columns, agree) or _slip_of_factor(columns, agree)
-            slip = slip or _slip_of_count(columns, _amounts(answer, cases))
             if slip is None:
                 return None
             found.append((f"{names[place]} {slip[0]}", slip[1]))
@@ -168,45 +166,4 @@ def _slip_of_factor(columns, agree):
             f"is too {size} by {abs(offset):.4g}, in every case",
             "Look for a term that is missing, or counted twice.",
         )
-    return None
-
-
-def _amounts(answer, cases):
-    """{name: values over the cases} of the arguments that are numbers, larger than 0."""
-    with contextlib.suppress(BaseException):
-        names = list(inspect.signature(answer).parameters)
-        columns = zip(*(case.arguments for case in cases), strict=True)
-        return {
-            name: np.array(column, float)
-            for name, column in zip(names, columns, strict=False)
-            if all(isinstance(x, int | float) and not isinstance(x, bool) and x > 0 for x in column)
-        }
-    return {}
-
-
-def _slip_of_count(columns, amounts):
-    """The same for a count that lacks a factor, or a term that is a product of arguments."""
-    if any(mine.shape or right.shape for mine, right in columns):
-        return None
-    mine, right = (np.array([float(pair[side]) for pair in columns]) for side in (0, 1))
-    if not np.isfinite(mine).all() or not (mine * right > 0).all():
-        return None
-    same = lambda a: np.ptp(a) <= 1e-9 * np.abs(a).max()
-    for name, values in amounts.items():
-        if not same(values) and same(right / mine / values):
-            times = f" and {constant:.4g}" if not math.isclose(constant := (right / mine / values)[0], 1) else ""
-            return f"lacks the factor {name}{times}", "Look at what is multiplied."
-        if not same(values) and same(mine / right / values):
-            times = f" and {constant:.4g}" if not math.isclose(constant := (mine / right / values)[0], 1) else ""
-            return f"has the factor {name}{times} once too often", "Look at what is multiplied."
-    for count in range(1, 6):
-        for chosen in itertools.combinations_with_replacement(amounts, count):
-            product = math.prod(amounts[name] for name in chosen)
-            terms = (mine - right) / product
-            if same(terms) and not same(product) and abs(terms[0]) < 65:
-                size = f"{abs(terms[0]):.4g} · " if not math.isclose(abs(terms[0]), 1) else ""
-                what = f"{size}{' · '.join(chosen)}"
-                return f"{'has' if terms[0] > 0 else 'lacks'} {what}" + (" too much" if terms[0] > 0 else ""), (
-                    "Look for a term that is missing, or counted twice."
-                )
     return None
