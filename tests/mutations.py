@@ -132,7 +132,7 @@ FAULTS = [
     ),
     *_of(
         "helpers/attention/scores.py",
-        ("the soft cap comes before score_mod", "    if problem.score_mod is not None:\n        s = problem.score_mod(s, b, n, i, j, *(score_arrays or ()))\n    if problem.soft_cap is not None:\n        s = problem.soft_cap * jnp.tanh(s / problem.soft_cap)\n", "    if problem.soft_cap is not None:\n        s = problem.soft_cap * jnp.tanh(s / problem.soft_cap)\n    if problem.score_mod is not None:\n        s = problem.score_mod(s, b, n, i, j, *(score_arrays or ()))\n"),
+        ("the soft cap comes before score_mod", "    if problem.score_mod is not None:\n        s = problem.score_mod(s, b, n, i, j, *(score_arrays or ()))\n    if problem.soft_cap is not None:\n        s = capped(s, problem.soft_cap)\n", "    if problem.soft_cap is not None:\n        s = capped(s, problem.soft_cap)\n    if problem.score_mod is not None:\n        s = problem.score_mod(s, b, n, i, j, *(score_arrays or ()))\n"),
         ("a bias counts twice", "s = s + bias.astype(s.dtype)", "s = s + 2 * bias.astype(s.dtype)"),
         ("a mask and segments are alternatives", "first = first & other", "first = first | other"),
     ),
@@ -533,6 +533,8 @@ FAULTS = [
         ("the last shares are of other keys", "for step in [*range(1, ring.devices), 0]:", "for step in range(ring.devices):"),
         ("keys that only fill up are seen", "            key_length=key_length,\n            return", "            return"),
         ("lengths are those of the whole sequence", "        return (own[None] < lengths[:, None]).sum(axis=1, dtype=jnp.int32)", "        return lengths"),
+        ("numbers of documents are not laid out", "lambda array: to_layout(array, layout, axis_name), sequences)", "lambda array: to_layout(array, layout, axis_name), sequences[:3]) + sequences[3:]"),
+        ("numbers of documents stay while their keys travel", "coming = ring.shift(shard) if step + 1", "coming = [*ring.shift(shard[:2]), shard[2]] if step + 1"),
         ("halves stay as they came", "swap = me % 2 == 1\n    return", "swap = me < 0\n    return"),
     ),
     *_of(
