@@ -382,7 +382,8 @@ def paged_inputs(K=2, dtype=np.float32):
 
 
 def paged(implementation, *arrays):
-    return paged_attention(*arrays, implementation=implementation, return_residual=True)
+    band = {"is_causal": True, "local_window_size": (20, 0)}
+    return paged_attention(*arrays, implementation=implementation, return_residual=True, **band)
 
 
 def check_pages(results, *arrays):

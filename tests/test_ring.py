@@ -129,7 +129,7 @@ def documents(T, S, seed=0):
     [
         (21, 21, {"is_causal": True}, {"implementation": "portable"}),
         (24, 24, {"is_causal": True}, {"layout": "striped"}),
-        (24, 24, {"is_causal": True}, {"layout": "contiguous", "implementation": "portable"}),
+        (24, 24, {"is_causal": True}, {"layout": "contiguous"}),
         (19, 30, {"key_value_seq_lengths": np.array([30, 11], np.int32)}, {}),
     ],
 )

@@ -22,7 +22,9 @@ def logits(s, problem, b, n, i, j, bias=None, score_arrays=None):
         s = s + bias.astype(s.dtype)
     if problem.score_mod is not None:
         s = problem.score_mod(s, b, n, i, j, *(score_arrays or ()))
-    return s if problem.soft_cap is None else capped(s, problem.soft_cap)
+    if problem.soft_cap is not None:
+        s = capped(s, problem.soft_cap)
+    return s
 
 
 def capped(s, cap):

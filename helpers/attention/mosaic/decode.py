@@ -288,7 +288,7 @@ def decode(call, *, interpret=False, **options):
         grid=(B, splits.programs, K * row_tiles),
         grid_names=("batch", "program", "head"),
         # What shared memory needs in order, the waits for copies have. Reductions stay within a warp.
-        # An approximate tanh would be wrong by a hundredth of a logit.
+        # The approximate tanh has eleven bits, too few for a cap.
         compiler_params=plgpu.CompilerParams(
             approx_math=problem.soft_cap is None, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
