@@ -33,7 +33,6 @@ from helpers.attention.problem import (
     FEW_QUERIES,
     LENGTHS,
     MASK,
-    PAGES,
     SINKS,
     SOFT_CAP,
     SYMBOLS,
