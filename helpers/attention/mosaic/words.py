@@ -139,7 +139,7 @@ def why_not(call):
     """Why mask_mod or score_mod of a `Call` cannot be said in words of Mosaic GPU, or None."""
     problem, arrays = call.problem, (call.extras or Extras()).score_arrays or ()
     tables = tuple((tile_shape(array.shape, 8, 8), array.dtype) for array in arrays)
-    for name, function, tables in (("mask_mod", problem.mask_mod, ()), ("score_mod", problem.score_mod, tables)):
+    for name, function in (("mask_mod", problem.mask_mod), ("score_mod", problem.score_mod)):
         words = function and _unknown(name == "score_mod", function, tables)
         if words:
             return f"Mosaic GPU has no word for {' and '.join(words)}, which {name} uses"
@@ -155,7 +155,9 @@ def _unknown(is_score, function, tables):
     tables = [jax.ShapeDtypeStruct(shape and (8, 8), dtype) for shape, dtype in tables]
     back = lambda s, *others: jax.vjp(lambda s: function(s, *others), s)[1](s)
     with settings():
-        jaxpr = jax.make_jaxpr(back if is_score else function)(*[tile(jnp.float32)][:is_score], *places, *tables)
+        jaxpr = jax.make_jaxpr(back if is_score else function)(
+            *[tile(jnp.float32)][:is_score], *places, *(tables if is_score else ())
+        )
     return list(dict.fromkeys(_unknown_words(jaxpr.jaxpr)))
 
 

@@ -1,0 +1,204 @@
+"""Any mask, any score in the kernels by `plgpu.mma`: interpreted, against the oracle; lowered for Ampere and Hopper."""
+
+import contextlib
+import re
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import in_tiers, relative_error
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from seeded import seeded
+from test_masks import ALL, compare, drawn, everything, right
+
+from helpers import flash_attention
+from helpers.attention.mosaic import backward, forward, pairs, words
+from helpers.attention.mosaic.warp import Tiles
+from helpers.attention.problem import check_call
+
+IS_GPU = jax.default_backend() == "gpu"
+SMALL = {"B": 1, "N": 2, "K": 1}
+TILES = Tiles(64, 32, 2)
+
+
+def by_kernels(arrays, arguments, forward=forward, backward=backward):
+    """out, lse, dq, dk and dv by the kernels of two modules, with tiles that are seen whole, in part and not at all."""
+    run = {"interpret": not IS_GPU and plgpu.InterpretGPUParams()}
+
+    @jax.jit
+    def attend(query, key, value, dout, dlse):
+        call = check_call(query, key, value, **arguments).prepared()
+        out, lse, *low = forward.forward(call, keeps_low_bits=query.dtype.itemsize == 2, tiles=TILES, **run)
+        query, dout, dlse = call.of_seeing_rows(lse, query, dout, dlse.swapaxes(1, 2))
+        call = check_call(query, key, value, **arguments).prepared()
+        pair = {"tiles": (TILES, Tiles(32, 64, 2))}
+        return out, lse.swapaxes(1, 2), *backward.backward(call, out, lse, dout, dlse, *low, **pair, **run)
+
+    return attend(*arrays)
+
+
+CASES = [
+    (ALL, "float32", {"B": 1}),
+    (("mask", "sinks", "offset"), "bfloat16", {"B": 2, "N": 2, "K": 2}),
+    (("segments", "soft cap", "window"), "float16", SMALL),
+    (("mask_mod", "lengths"), "bfloat16", {"B": 2, "N": 4, "K": 2}),
+    (("score_mod", "bias", "sinks"), "float32", SMALL),
+    (("mask", "mask_mod", "segments"), "float32", {"B": 2, "N": 4, "K": 2}),
+    (("sinks", "lengths"), "float16", {"B": 2}),
+]
+
+
+@pytest.mark.parametrize(("only", "dtype", "sizes"), in_tiers(CASES, lambda only, *_: only in (ALL, CASES[1][0])))
+def test_combinations(only, dtype, sizes):
+    """Alone and together, with heads that differ and heads that do not."""
+    arrays, arguments = drawn(CASES.index((only, dtype, sizes)), 70, 100, dtype=jnp.dtype(dtype), only=only, **sizes)
+    mine, expected = by_kernels(arrays, arguments), right(arrays, arguments)[:5]
+    compare(mine, expected, 2e-5 if dtype == "float32" else 4 * float(jnp.finfo(dtype).eps))
+
+
+def test_gradients_of_sinks_and_arrays():
+    """By the whole function; also where a query sees no key."""
+    arrays, arguments = drawn(7, 20, 30, only=("sinks", "bias", "score_mod"), **SMALL)
+    arguments["mask"] = np.ones((20, 1), bool)
+    arguments["mask"][3:5] = False
+    mine = everything(arrays, arguments, implementation="mosaic")
+    compare(mine, right(arrays, arguments))
+    np.testing.assert_array_equal(mine[1][0, 3:5], np.broadcast_to(arguments["sinks"], (2, 2)))
+
+
+def test_a_function_of_padding_is_nobodys():
+    """One that divides by zero one position past either end, where tiles go on and a table has zeros."""
+    arrays, _ = drawn(8, 70, 90, only=(), **SMALL)
+    table = np.linspace(1, 2, 90).astype(np.float32)
+    score_mod = lambda s, b, n, i, j, table: s / table + jnp.sqrt(s * s / (70.0 - i))
+    arguments = {"score_mod": score_mod, "score_arrays": ((table, "j"),)}
+    mine = by_kernels(arrays, arguments)
+    naive = everything(arrays, arguments, implementation="reference")
+    for one, other in zip(mine, naive, strict=False):
+        assert relative_error(one, other) < 1e-4
+
+
+# Faults
+
+FAULTS = {
+    "a leak across a boundary tile": (pairs, "(zero, full)", "(zero, seen)"),
+    "a partial tile is skipped": (pairs, "walk((zero, seen)", "walk((zero, full)"),
+    "a mask of another head": (pairs, "lax.div(entry, others), lax.rem(entry, others)", "jnp.int32(0), lax.rem(entry, others)"),
+    "the sink counts twice": (forward, "where(is_blind, 1, own + other)", "where(is_blind, 1, own + 2 * other)"),
+    "a cap before the scale": (forward, "early, late = problem.scale, LOG2_E", "early, late = 1, problem.scale * LOG2_E"),
+    "a gradient of capped logits": (backward, "ds = pull_back(ds)\n", "ds = 1 * ds\n"),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(IS_GPU, reason="interpreted")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_noticed(fault):
+    module, old, new = FAULTS[fault]
+    arrays, arguments = drawn(9, 70, 100, only=("segments", "sinks", "soft cap"), dtype=jnp.bfloat16, **SMALL)
+    if "head" in fault:
+        arguments["mask"] = np.arange(70)[:, None] < [[[[90]], [[33]]]]
+    wrong, modules = seeded(module, (old, new)), {"forward": forward, "backward": backward}
+    if module is pairs:
+        patches = [mock.patch.object(one, "listed_walk", wrong.listed_walk) for one in (forward, backward)]
+    else:
+        modules[module.__name__.rpartition(".")[2]], patches = wrong, []
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        mine = by_kernels(arrays, arguments, **modules)
+    answer = right(arrays, arguments)
+    assert max(relative_error(*pair) for pair in zip(mine, answer, strict=False)) > 0.03
+
+
+# Functions in words of Mosaic GPU
+
+X = np.concatenate([np.linspace(-30, 30, 4001), np.linspace(-1, 1, 2001), [0, 1e-8, -1e-20]]).astype(np.float32)
+POSITIVE = np.abs(X) - np.float32(0.9)
+SAID = {
+    "tanh": (jnp.tanh, np.tanh, X),
+    "log1p": (jnp.log1p, np.log1p, POSITIVE),
+    "expm1": (jnp.expm1, np.expm1, X),
+    "floor": (jnp.floor, np.floor, X),
+    "ceil": (jnp.ceil, np.ceil, X),
+    "square root of a power": (lambda x: jnp.abs(x) ** 1.5, lambda x: np.abs(x) ** 1.5, X),
+    "odd power": (lambda x: jnp.power(x, jnp.float32(3)), lambda x: x**3, X),
+    "inverse square": (lambda x: (1 + jnp.abs(x)) ** -2, lambda x: (1 + np.abs(x)) ** -2, X),
+    "softplus": (jax.nn.softplus, lambda x: np.logaddexp(x, 0), X),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_rules(name):
+    function, exact, x = SAID[name]
+    mine, answer = jax.jit(words.in_words(function, is_exact=True))(x), exact(np.float64(x))
+    np.testing.assert_allclose(mine, answer, rtol=5e-6, atol=1e-30)
+
+
+def test_rules_of_absolute_error():
+    """A cap of 50 to 2e-5; angles; and no infinity or NaN at the ends."""
+    ends = np.float32([-np.inf, -200, 200, np.inf])
+    for is_exact in (False, True):
+        capped = jax.jit(words.in_words(jnp.tanh, is_exact))
+        np.testing.assert_allclose(capped(X), np.tanh(np.float64(X)), atol=2e-7 if is_exact else 4.3e-7)
+        np.testing.assert_array_equal(capped(ends), np.sign(ends))
+    for function in (jnp.sin, jnp.cos):
+        np.testing.assert_allclose(words.in_words(function)(100 * X), function(np.float64(100 * X)), atol=3e-5)
+    i = np.arange(-9, 9)
+    said = words.in_words(
+        lambda i: (~(i % 3 == 0), (i % 4).astype(bool), (i > 2).astype(jnp.float32), jnp.isfinite(1 / i))
+    )
+    for mine, answer in zip(said(i), (i % 3 != 0, i % 4 != 0, i > 2, i != 0), strict=True):
+        np.testing.assert_array_equal(mine, answer)
+
+
+def many_masks(b, n, i, j):
+    integers = ((i // 3 + j % 5) % 2 == n // 2) | (jnp.minimum(i, j) + jnp.maximum(i, 3) > jnp.abs(i - j))
+    booleans = ~((i > j) & (j % 7 == 0)) ^ (b == 1) | jnp.logical_not(j == 2) & ((i >> 4) >= (j >> 4))
+    casts = (i % 4).astype(bool) & ((i.astype(jnp.float32) * 0.5).astype(jnp.int32) > j) & jnp.ones_like(i, bool)
+    return integers & booleans | casts & jnp.where(i > 9, j < 30, j >= n) | (jnp.floor(i / 7) == jnp.ceil(j / 7))
+
+
+def many_scores(s, b, n, i, j, slopes, ints, halves):
+    smooth = jnp.exp(-jnp.abs(s)) + jax.nn.softplus(s) + jax.nn.sigmoid(s) * jnp.log1p(jnp.abs(s)) - jnp.expm1(-s * s)
+    kinks = jax.nn.relu(s) ** 3 + jnp.clip(s, -5, 5) * jnp.sign(s) + jnp.round(s) + (s * s + 1) ** -2
+    waves = jnp.sin(s) + jnp.cos(s) + jnp.tanh(s / 30) + jnp.sqrt(jnp.abs(s) + 1) + jnp.where(i == j, 1.0, 0.0)
+    arrays = slopes * jnp.abs(i - j) + 2.0 ** (-8.0 * (n + 1) / 4) * ints + halves * (jnp.isfinite(s) & (i > 2))
+    return smooth + kinks + waves - arrays + jax.lax.stop_gradient(s)
+
+
+@pytest.mark.parametrize("major", in_tiers([8, 9], lambda major: major == 8))
+def test_lowering_for_cuda(major):
+    """Functions of many words, with arrays of every kind of tile, by TMA and by cp.async."""
+    arrays, arguments = drawn(10, 70, 100, only=ALL, dtype=jnp.bfloat16)
+    tables = (
+        (np.ones((2, 70), np.float32), "bi"),
+        (np.ones((4, 100), np.int32), "nj"),
+        (np.ones((70, 100), jnp.bfloat16), "ij"),
+    )
+    arguments |= {"mask_mod": many_masks, "score_mod": many_scores, "score_arrays": tables}
+    assert words.why_not(check_call(*arrays[:3], **arguments)) is None
+
+    def attend(*arrays):
+        call = check_call(*arrays[:3], **arguments).prepared()
+        out, lse, low = forward.forward(call, keeps_low_bits=True)
+        return backward.backward(call, out, lse, arrays[3], lse, low)
+
+    with mock.patch.object(utils, "_infer_arch", lambda: (major, 0)):
+        text = jax.jit(attend).trace(*arrays[:4]).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu") >= 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mask_mod": lambda b, n, i, j: jnp.cumsum(i, axis=1) > j}, "no word for cumsum, which mask_mod uses"),
+        ({"score_mod": lambda s, b, n, i, j: s * jax.scipy.special.erf(s)}, "no word for erf and polynomial, which score_mod uses"),
+    ],
+)  # fmt: skip
+def test_words_that_are_lacking_are_named(arguments, message):
+    arrays, _ = drawn(0, 20, 24, only=())
+    with pytest.raises(NotImplementedError, match=re.escape(f"{message}; use implementation=")):
+        flash_attention(*arrays[:3], implementation="mosaic", **arguments)
