@@ -14,6 +14,7 @@ NO_KERNELS = (
     'implementation="reference"'
 )
 AMPERE = jax.sharding.AbstractDevice(device_kind="NVIDIA A100-SXM4-80GB", num_cores=108, platform="gpu")
+BOUNDS_BLOCKS = (0, 12)  # the first version of JAX whose Triton lowering keeps blocks from what lies behind an array
 LEAST_SHARED_MEMORY = 99 * 1024  # bytes of a program, at capability 8.6, 8.9 and 12.x; more from 8.0 on elsewhere
 
 

@@ -12,16 +12,9 @@
                copy_gbps and `records`, see DECODE; it may be missing
     notes      what could not be measured, and why
 
-The tuner's table stands beside the kernels, in attention/tuned/<card>.json:
+The table of tiles stands beside the kernels, in attention/tuned/<card>.json:
 
-    tiles          the fastest for each portable kernel, see TILES
-    sweep          everything that was tried, with its time in `ms` by the host's clock; it may be empty
-    decode         the fastest for few queries, by the size of a tile of rows, see LAUNCH
-    decode_sweep   the same for them, by the device's clock, with B and S
     hopper         the fastest for each pass of the Hopper kernels, see HOPPER; only for Hopper GPUs
-    hopper_sweep   the same for them; in the file of the H200 the times of the finalists are by the device's
-                   clock
-    kept           {part: header} of what stands there from an earlier run, when only a part was tuned
 
 Other records are of one experiment each, and what they hold says what it is: ring attention on several GPUs
 (<card>_ring.json), gradients where keys and values have a part in common (<card>_common_part.json), forward kernels
@@ -66,9 +59,6 @@ RECORD = _fields(text="implementation pass dtype", whole="B T S N K H", flag="is
 RECORD |= _fields(number="wall_ms spread tflops of_matmul of_copy", number_or_none="device_ms", parts_or_none="tiles")
 RUNG = _fields(text="kernel name", whole="H T", flag="is_causal", number="device_ms spread tflops")
 MEMORY = _fields(text="implementation pass", whole="T N H bytes")
-MS = _fields(number="ms")
-TILES = _fields(text="kernel", whole="itemsize head_padded block_q block_k num_warps num_stages", flag="is_causal")
-LAUNCH = _fields(whole="itemsize head_padded block_r block_k num_warps num_stages per_processor", flag="in_pages")
 # page: keys of a page, 0 where they lie in one piece. gbps: of keys and values read once; of_copy: that as a fraction.
 DECODE = _fields(text="implementation dtype", whole="B T S N K H page", number="device_ms wall_ms spread gbps of_copy")
 # pass: "forward", "backward" or "deterministic backward". up_to: the longest sequence (keys of a forward,
@@ -91,17 +81,7 @@ FILE = Schema(
 DECODE_PART = Schema(
     _fields(text="commit date", parts="versions", number="copy_gbps", rows="records"), {"records": DECODE}
 )
-TILES_FILE = Schema(
-    _header | _fields(rows="tiles sweep"),
-    {
-        "tiles": TILES,
-        "sweep": TILES | MS,
-        "decode": LAUNCH,
-        "decode_sweep": LAUNCH | MS | _fields(whole="B S"),
-        "hopper": HOPPER,
-        "hopper_sweep": HOPPER | MS,
-    },
-)
+TILES_FILE = Schema(_header | _fields(rows="hopper"), {"hopper": HOPPER})
 
 
 def check(results, schema=FILE):
@@ -111,13 +91,12 @@ def check(results, schema=FILE):
         if "decode" in results:
             _check_parts("decode", "decode: ", results["decode"], DECODE_PART)
         _check_fields("ceilings", results["ceilings"], _fields(number="matmul_tflops copy_gbps"))
-    for part in ("hopper", "hopper_sweep"):
-        for number, row in enumerate(results.get(part, ())):
-            where = f"{part}[{number}]"
-            if set(row["tiles"]) not in PASSES.get(row["pass"], ()):
-                raise ValueError(f"{where}: {row['pass']} has no kernels {sorted(row['tiles'])}")
-            for kernel, fields in row["tiles"].items():
-                _check_fields(f"{where}: tiles: {kernel}", fields, HOPPER_TILES[kernel])
+    for number, row in enumerate(results.get("hopper", ())):
+        where = f"hopper[{number}]"
+        if set(row["tiles"]) not in PASSES.get(row["pass"], ()):
+            raise ValueError(f"{where}: {row['pass']} has no kernels {sorted(row['tiles'])}")
+        for kernel, fields in row["tiles"].items():
+            _check_fields(f"{where}: tiles: {kernel}", fields, HOPPER_TILES[kernel])
     for number, record in enumerate(results["records"] if schema is FILE else ()):
         if record["pass"] not in ("forward", "backward"):
             raise ValueError(f"records[{number}]: pass must be forward or backward, got {record['pass']!r}")
@@ -162,7 +141,7 @@ def _read(path):
 
 
 def read_tiles(card="NVIDIA H200"):
-    """The tuner's table of a GPU; FileNotFoundError where there is none."""
+    """The table of tiles of a GPU; FileNotFoundError where there is none."""
     table = _read(tables.path_of(card))
     check(table, TILES_FILE)
     return table
