@@ -4,7 +4,6 @@ import functools
 import itertools
 from pathlib import Path
 
-import jax.numpy as jnp
 import pytest
 from attention_cases import AttentionCase, check_forward, check_gradients
 from test_hopper_backward import gradients_of_kernels
@@ -12,8 +11,7 @@ from test_hopper_forward import interpreted, problem_of
 
 from helpers.attention import tables
 from helpers.attention.hopper import backward_schedule, forward, serve
-from helpers.attention.hopper.warpgroup import REGISTERS
-from helpers.dev import ptxas, tune
+from helpers.dev import ptxas
 from helpers.dev.ptxas import Configuration, Kernel
 from helpers.instruments import results
 
@@ -25,7 +23,8 @@ SPLIT = backward_schedule.Tiles(64, 128, 3), backward_schedule.Tiles(128, 64, 3)
 
 
 def row(which, longest, tiles):
-    return tune.hopper_row(which, {"head_padded": 128, "is_causal": True, "up_to": longest}, tiles)
+    where = {"pass": which, "head_padded": 128, "is_causal": True, "up_to": longest}
+    return where | {"tiles": serve.fields_of(tiles)}
 
 
 TABLE = [
@@ -37,9 +36,9 @@ TABLE = [
 ]
 
 
-def tiles_file(**parts):
+def tiles_file(rows):
     header = {"card": "NVIDIA Test", "versions": {}, "commit": "abc", "date": "2026-01-01"}
-    return header | {"tiles": [], "sweep": []} | parts
+    return header | {"hopper": rows}
 
 
 @pytest.fixture
@@ -47,7 +46,7 @@ def with_a_table(monkeypatch, tmp_path):
     """On a card with the table above."""
     monkeypatch.setattr(tables, "TUNED", tmp_path)
     monkeypatch.setattr(tables, "this_gpu", lambda: "NVIDIA Test")
-    results.write(tiles_file(hopper=TABLE, hopper_sweep=[]), tmp_path / "nvidia_test.json", results.TILES_FILE)
+    results.write(tiles_file(TABLE), tmp_path / "nvidia_test.json", results.TILES_FILE)
     yield
     tables.rows_by.cache_clear()
 
@@ -111,61 +110,7 @@ def test_the_deterministic_form_is_split_whatever_the_table(with_a_table):
 )
 def test_a_broken_row_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        results.check(tiles_file(hopper=[TABLE[2] | change], hopper_sweep=[]), results.TILES_FILE)
-
-
-# The tuner
-
-
-@pytest.mark.parametrize("H", [64, 128, 256])
-def test_candidates_ask_for_no_more_registers_than_there_are(H):
-    """Else the card would hang: test_the_registers_suffice checks each number of warpgroups."""
-    own = tune.hopper_forward_candidates(H)
-    pairs = tune.hopper_backward_candidates(H)
-    assert set(backward_schedule.forms(H).values()) <= set(pairs)
-    for tiles in (*own, *(tiles for pair in pairs for tiles in pair if tiles is not None)):
-        assert tiles.warpgroups in REGISTERS
-    if H < 256:
-        assert len(own) >= 4 and len(pairs) >= 6
-
-
-def test_rows_of_the_tuner_keep_to_the_schema(monkeypatch):
-    """With invented times: each candidate is faster than the one before."""
-    monkeypatch.setattr(tune, "LENGTHS", {2048: 16, None: 32})
-    monkeypatch.setattr(tune, "TOKENS", 32)
-    out_and_lse = lambda call, tiles: (jnp.zeros_like(call.query), jnp.zeros((call.problem.B, call.problem.N, 16)))
-    monkeypatch.setattr(forward, "forward", out_and_lse)
-    times = lambda function, choices, *_: ({choice: 1 / n for n, choice in enumerate(choices, 1)},) * 2
-    monkeypatch.setattr(tune, "times_of_choices", times)
-    hopper, sweep = tune.tune_hopper((64, 128))
-    results.check(tiles_file(hopper=hopper, hopper_sweep=sweep), results.TILES_FILE)
-    assert len(hopper) == 2 * 2 * 2 * 3  # head dims, masks, lengths, passes
-    last = tune.hopper_forward_candidates(64)[-1]
-    assert forward.Tiles(**hopper[0]["tiles"]["forward"]) == last
-    assert {entry["pass"] for entry in sweep} == {"forward", "backward"}
-
-
-def test_the_default_stays_unless_something_is_clearly_faster():
-    assert tune.fastest({"default": 1.0, "other": 0.995}, "default") == "default"
-    assert tune.fastest({"default": 1.0, "other": 0.95}, "default") == "other"
-    assert tune.fastest({"other": 0.95, "third": 2.0}, "default") == "other"
-
-
-ABC = {"card": "NVIDIA Test", "versions": {}, "commit": "abc", "date": "2026-01-01"}
-
-
-def test_what_was_not_tuned_is_kept():
-    header = {"card": "NVIDIA Test", "versions": {}, "commit": "new", "date": "2026-01-02"}
-    of = lambda H, ms=1.0: {"kernel": "dq", "itemsize": 2, "head_padded": H, "is_causal": False, "ms": ms}
-    earlier = tiles_file(tiles=[of(64), of(128)], sweep=[of(64), of(128)])
-    once = tune.merged(header, {"hopper": TABLE, "hopper_sweep": []}, earlier)
-    assert once["tiles"] == earlier["tiles"] and once["sweep"] == earlier["sweep"] and once["hopper"] == TABLE
-    assert once["commit"] == "new" and once["kept"] == {"portable": ABC}
-    twice = tune.merged(header | {"commit": "newer"}, {"tiles": [of(64, 2.0)], "sweep": [of(64, 2.0)]}, once)
-    assert twice["tiles"] == twice["sweep"] == [of(64, 2.0), of(128)] and twice["hopper"] == TABLE
-    assert twice["kept"] == {"portable": ABC, "hopper": header}
-    empty = {part: [] for parts in tune.PARTS.values() for part in parts}
-    assert tune.merged(header, {"tiles": [], "sweep": []}, {}) == header | empty
+        results.check(tiles_file([TABLE[2] | change]), results.TILES_FILE)
 
 
 # Every configuration

@@ -80,6 +80,7 @@ def _rows(first, stop, block, length):
 def gradient_footprint(B, T, N, H, itemsize):
     """Bytes that the forward and backward kernels hold beyond arguments and gradients.
 
-    out in the dtype of query, and lse, delta and the gradient of lse in float32: linear in T.
+    out in the dtype of query and its low bits, and in float32 lse, the same for base 2, delta and the gradient of lse:
+    linear in T.
     """
-    return B * N * T * (H * itemsize + 3 * STATISTIC_BYTES)
+    return B * N * T * (H * (itemsize + 2) + 4 * STATISTIC_BYTES)
