@@ -34,7 +34,8 @@ def _jax_is_old():
 def backend(num_warps=4, num_stages=1):
     """The keyword arguments of `pl.pallas_call` that say how a kernel runs here: interpreted, or compiled.
 
-    For a GPU Triton compiles it: num_warps warps run a program, and its loops are pipelined in num_stages stages.
+    For a GPU Triton compiles it, as long as JAX has it: num_warps warps run a program, and its loops are pipelined in
+    num_stages stages.
     """
     if default_device().platform == "tpu":
         return {}

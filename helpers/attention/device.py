@@ -64,7 +64,7 @@ def shared_memory(device=None):
 def _lowers_for_cuda():
     """A context in which Pallas lowers for an NVIDIA GPU, also where there is none, as for `jax.export`.
 
-    Its Triton lowering asks for the name of a GPU. What it makes of the oldest that it serves runs on all.
+    Its Triton lowering asks for the name of a GPU; what it makes of the oldest that it serves runs on all.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if (mesh.abstract_device or default_device()).platform in ("gpu", "cuda"):

@@ -75,12 +75,3 @@ def key_outer_bytes(T, S, H, itemsize, block_q, block_k, band=NO_BAND):
 def _rows(first, stop, block, length):
     """How many rows the tiles first..stop-1 hold, the last of them cut at length."""
     return max(0, min(int(stop) * block, length) - int(first) * block)
-
-
-def gradient_footprint(B, T, N, H, itemsize):
-    """Bytes that the forward and backward kernels hold beyond arguments and gradients.
-
-    out in the dtype of query and its low bits, and in float32 lse, the same for base 2, delta and the gradient of lse:
-    linear in T.
-    """
-    return B * N * T * (H * (itemsize + 2) + 4 * STATISTIC_BYTES)
