@@ -11,12 +11,14 @@ to run beside other work. The former has a limit, the latter is not allowed. Nor
 before CUDA 13.2 compiles wrongly (see `mistaken_selects`), for which short sequences are compiled too.
 """
 
+import argparse
 import functools
 import importlib.util
 import itertools
 import json
 import os
 import re
+import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
@@ -50,12 +52,12 @@ ALLOWED_SPILLS = {
 HEADS = 16  # of keys; enough that a persistent kernel has more tiles of queries than programs: else it is another
 KIB = 1024
 GPUS = {  # by compute capability: a name, and bytes of shared memory of a program
-    (8, 0): ("NVIDIA A100", 163 * KIB),
-    (8, 6): ("NVIDIA A10", 99 * KIB),
-    (8, 9): ("NVIDIA L4", 99 * KIB),
-    (9, 0): ("NVIDIA H100", 227 * KIB),
-    (10, 0): ("NVIDIA B200", 227 * KIB),
-    (12, 0): ("NVIDIA RTX PRO 6000", 99 * KIB),
+    "8.0": ("NVIDIA A100", 163 * KIB),
+    "8.6": ("NVIDIA A10", 99 * KIB),
+    "8.9": ("NVIDIA L4", 99 * KIB),
+    "9.0": ("NVIDIA H100", 227 * KIB),
+    "10.0": ("NVIDIA B200", 227 * KIB),
+    "12.0": ("NVIDIA RTX PRO 6000", 99 * KIB),
 }
 DESCRIPTION = """
 gpu_device_info {
@@ -197,24 +199,24 @@ def compiling_for(capability, memory):
         yield sizes
 
 
-def mosaic_table():
-    """Print what ptxas says of the Mosaic kernels for each of `GPUS`; return how many it does not compile."""
-    failed, number = 0, 0
-    passes = list(itertools.product(("forward", "backward", "decode", "pages"), HEAD_DIMS, ("bfloat16", "float32")))
-    for capability, (name, memory) in GPUS.items():
-        sharding = sharding_on(name, capability, memory)
-        for which, H, dtype in passes:
-            number += 1
-            try:
-                with compiling_for(capability, memory) as sizes, standard_output() as written:
-                    # Not twice the same scale, for Mosaic does not compile the same kernel again.
-                    MosaicPass(which, H, dtype).lowered(0.01 + 0.0001 * number, sharding).compile()
-                    spilled = " + ".join(str(kernel.spilled) for kernel in kernels_of(written()))
-                said = f"{spilled:>12} bytes spilled, at most {max(sizes) / KIB:5.1f} of {memory // KIB} KiB"
-            except Exception as error:
-                failed += 1
-                said = f"does not compile: {reason_of(error)}"
-            print(f"{name:20} {which:8} H{H:<3} {dtype:8} {said}", flush=True)
+def mosaic_table(gpu):
+    """Print what ptxas says of the Mosaic kernels for one of `GPUS`; return how many it does not compile."""
+    (name, memory), capability = GPUS[gpu], tuple(map(int, gpu.split(".")))
+    sharding, failed = sharding_on(name, capability, memory), 0
+    passes = itertools.product(("forward", "backward", "decode", "pages"), HEAD_DIMS, ("bfloat16", "float32"))
+    for number, (which, H, dtype) in enumerate(passes, 1):
+        try:
+            with compiling_for(capability, memory) as sizes, standard_output() as written:
+                # Not twice the same scale, for Mosaic does not compile the same kernel again.
+                MosaicPass(which, H, dtype).lowered(0.1 / number, sharding).compile()
+                spilled = " + ".join(str(kernel.spilled) for kernel in kernels_of(written()))
+            said = (
+                f"{spilled:>12} bytes spilled, at most {max(sizes) / KIB:5.1f} of {memory // KIB} KiB of shared memory"
+            )
+        except Exception as error:
+            failed += 1
+            said = f"does not compile: {reason_of(error)}"
+        print(f"{name:20} {which:8} H{H:<3} {dtype:8} {said}", flush=True)
     return failed
 
 
@@ -292,9 +294,16 @@ def lengths_of(configuration):
     return [long] + [(n * 64, many) for n in few] + [(many, n * 64) for n in few] if configuration.is_causal else [long]
 
 
-def main():
+def main(arguments=None):
+    parser = argparse.ArgumentParser(prog="python -m helpers.dev.ptxas", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=GPUS, help="only the Mosaic kernels, for this compute capability")
+    only = parser.parse_args(arguments).only
     find_toolkit()
-    failed = mosaic_table()
+    if only:
+        return int(mosaic_table(only) > 0)
+    # A process compiles for one GPU: Mosaic keeps to the first.
+    itself = [sys.executable, "-m", "helpers.dev.ptxas", "--only"]
+    failed = sum(subprocess.run([*itself, gpu]).returncode for gpu in GPUS)
     sharding = sharding_on("NVIDIA H200", (9, 0), 227 * KIB)
     cases = [(configuration, lengths) for configuration in configurations() for lengths in lengths_of(configuration)]
     for number, (configuration, (T, S)) in enumerate(cases, 1):

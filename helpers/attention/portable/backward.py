@@ -69,6 +69,13 @@ def p_and_ds(q, k, v, do, lse, delta, pair):
     return p, p * (dp - delta[:, None]), pull_back
 
 
+def add_atomically(ref, index, value):
+    """ref[index] += value, in a step that nothing comes between. Of plain Pallas only Triton's module has it."""
+    from jax.experimental.pallas import triton
+
+    triton.atomic_add(ref, index, value)
+
+
 def dkv_kernel(
     q_ref,
     k_ref,
@@ -99,8 +106,11 @@ def dkv_kernel(
         dk, dv = gradients
         rows = i * block_q + jnp.arange(block_q)
         tile = pl.ds(i * block_q, block_q)
-        q, do = (real(ref[tile, head, :], rows < query_length, problem.H) for ref in (q_ref, do_ref))
-        lse, delta = (jnp.where(rows < query_length, ref[head, tile], 0) for ref in (lse_ref, delta_ref))
+        is_row = rows < query_length
+        q = real(q_ref[tile, head, :], is_row, problem.H)
+        do = real(do_ref[tile, head, :], is_row, problem.H)
+        lse = jnp.where(is_row, lse_ref[head, tile], 0)
+        delta = jnp.where(is_row, delta_ref[head, tile], 0)
 
         starts = i * block_q, k_start
         pair = Pair(problem, lengths, extras, head, rows, cols, starts, is_full)
@@ -109,9 +119,7 @@ def dkv_kernel(
         ds = pull_back(ds).astype(q.dtype)
         dk += dot(ds.T, q)
         if dq_ref is not None:
-            from jax.experimental.pallas import triton as plt  # the only one with atomics
-
-            plt.atomic_add(dq_ref, (tile, head, slice(None)), problem.scale * dot(ds, k))
+            add_atomically(dq_ref, (tile, head, slice(None)), problem.scale * dot(ds, k))
         return dk, dv
 
     in_band = query_tiles(k_start, k_stop, block_q, problem.band, *lengths, xp=jnp)
@@ -178,7 +186,8 @@ def backward(call, out, lse, dout, dlse, low=None, *, fused=False, interpret=Fal
     """
     problem = call.problem
     dkv_tiles, dq_tiles = select_tiles("dkv", problem, **tiles), select_tiles("dq", problem, **tiles)
-    delta = (with_low_bits(out, low) * dout.astype(jnp.float32)).sum(axis=-1).swapaxes(1, 2) - dlse
+    exact = with_low_bits(out, low)
+    delta = (exact * dout.astype(jnp.float32)).sum(axis=-1).swapaxes(1, 2) - dlse
     # A row that sees no key passes no gradient, whatever arrives at its lse of -inf.
     delta = jnp.where(lse == -jnp.inf, 0, delta)
     if call.changes_logits:
