@@ -61,7 +61,7 @@ GPUS = {  # by compute capability: a name, and bytes of shared memory of a progr
 }
 DESCRIPTION = """
 gpu_device_info {
-  cuda_compute_capability { major: MAJOR minor: MINOR }
+  cuda_compute_capability { major: MAJOR minor: MINOR feature_extension: EXTENSION }
   core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
@@ -283,6 +283,7 @@ def find_toolkit():
 def sharding_on(name, capability, shared_memory):
     """Where the arrays of a program would be for a GPU that is an H200 but for these three; after `find_toolkit`."""
     fields = {"NAME": name, "MAJOR": capability[0], "MINOR": capability[1], "OPTIN": shared_memory}
+    fields["EXTENSION"] = "ACCELERATED_FEATURES" if capability >= (9, 0) else "NONE"  # Mosaic takes sm_90a, not sm_90
     description = functools.reduce(lambda text, field: text.replace(field, str(fields[field])), fields, DESCRIPTION)
     devices = topologies.get_topology_desc(platform="cuda", target_config=description, topology="1x1x1").devices
     return jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(devices), ("x",)), jax.sharding.PartitionSpec())
