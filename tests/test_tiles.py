@@ -1,6 +1,5 @@
 """Masks, NumPy twins, the cost model and the replay: what they say of tiles and bytes agrees."""
 
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -168,20 +167,6 @@ def test_what_lies_past_the_end_reaches_no_gradient():
     written = [operand for kernel in kernels for operand in kernel.operands.values() if operand.is_output]
     assert len(kernels) == 2 and len(written) == 3 and all((operand.writes == 1).all() for operand in written)
     assert all(np.isfinite(gradient).all() for gradient in results)
-
-
-def test_the_kernel_for_a_gpu_is_replayed_like_the_interpreted_one():
-    random = np.random.default_rng(0)
-    query, key, value = random.standard_normal((3, 1, 50, 2, 16), dtype=np.float32)
-
-    def attention(query, key, value, interpret):
-        return portable.forward(check_call(query, key, value), block_q=16, block_k=32, interpret=interpret)
-
-    found = [replay(functools.partial(attention, interpret=mode), query, key, value) for mode in (True, False)]
-    (((interpreted,), results), ((compiled,), same)) = found
-    assert interpreted.bytes_moved == compiled.bytes_moved
-    for mine, right in zip(same, results, strict=True):
-        np.testing.assert_allclose(mine, right, rtol=1e-6)
 
 
 def test_the_blocks_of_a_head_are_powers_of_two_of_at_least_16():

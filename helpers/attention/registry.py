@@ -45,15 +45,15 @@ from helpers.attention.reference import naive_attention, naive_gradients, naive_
 class Kernels(NamedTuple):
     """forward(call) -> (out, lse) and backward(call, out, lse, dout, dlse, low) -> (dq, dk, dv), on one device.
 
-    forward_with_low_bits(call) -> (out, lse, low) is for a call that will be differentiated, see `low_bits`; None
-    where backward needs no more than out. The others are for a call that has some of the keys only, while others
-    travel: they leave room for a transfer that occupies a part of a GPU. exact_forward_of_part has out in float32 with
-    all of its bits, and for backward_of_part out, lse and low are those of all keys.
+    forward_with_low_bits(call) -> (out, lse, low) is for a call in 16 bits that will be differentiated, see `low_bits`.
+    The others are for a call that has some of the keys only, while others travel: they leave room for a transfer that
+    occupies a part of a GPU. exact_forward_of_part has out in float32 with all of its bits, and for backward_of_part
+    out, lse and low are those of all keys.
     """
 
     forward: Callable
     backward: Callable
-    forward_with_low_bits: Callable | None
+    forward_with_low_bits: Callable
     forward_of_part: Callable
     exact_forward_of_part: Callable
     backward_of_part: Callable
@@ -76,11 +76,6 @@ class KernelsOf:
         platforms = dict(self.platforms)
         return platforms.get({"gpu": "cuda"}.get(device.platform, device.platform), platforms.get("default"))
 
-    def keeps_low_bits(self, problem):
-        """Whether the backward pass of a problem wants the low bits of out."""
-        served = [kernels for _, kernels in self.platforms if isinstance(kernels, Kernels)]
-        return problem.dtype.itemsize == 2 and all(kernels.forward_with_low_bits for kernels in served)
-
     def __call__(self, call):
         call, problem = call.prepared(), call.problem
         call = dataclasses.replace(call, extras=jax.tree.map(reverse_mode_only, call.extras))
@@ -99,7 +94,7 @@ class KernelsOf:
             seeing = dataclasses.replace(call, query=query)
             return *found, None, None, None, gradients_of_extras(seeing, out, lse, *gradients, *low)
 
-        attend = differentiable(forward, backward, keeping if self.keeps_low_bits(problem) else None)
+        attend = differentiable(forward, backward, keeping if problem.dtype.itemsize == 2 else None)
         return attend(*call.arrays)
 
     def run(self, which, problem, *arrays):
