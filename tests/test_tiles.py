@@ -1,6 +1,5 @@
 """Masks, NumPy twins, the cost model and the replay: what they say of tiles and bytes agrees."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -20,8 +20,9 @@ after 4096 keys, with a mean of 10 and of 30 standard deviations, 2.5 and 6.4 ti
 queries that of hopper is up to 180 times naive attention's, and up to 0.11 of dq. To come this close, the forward
 pass of all kernels, where it is differentiated, keeps 2 B T N H bytes more, the low bits of out.
 
-Precision: on a GPU the factors of float32 products are rounded to TF32, 11 significant bits, as everywhere in JAX,
-unless `jax.default_matmul_precision("highest")` is set around the call or the jit that traces it. With TF32, dq
+Precision: on a GPU the factors of float32 products are taken as sums of two numbers in bfloat16, which leaves a
+relative error of 2^-16 (TF32, as JAX has it elsewhere and triton here, leaves 2^-11), or of three, as exact as float32,
+where `jax.default_matmul_precision("highest")` is set around the call or the jit that traces it. Where it is not, dq
 and dk of a row that sees one key only are not quite the zero that they should be: what is left is the rounding of
 dout value^T. The kernels multiply logits by log2 e before the largest is subtracted, which rounds float32 logits
 once more: beside the error of the logits themselves, out has a relative error of up to 5e-8 times the largest
