@@ -207,3 +207,12 @@ def test_a_predicate_that_is_the_same_everywhere_is_not_mistaken(again, found):
     assert len(ptxas.mistaken_selects(ptx)) == found
     counted = ptx + "\nadd.u32 %r1, %r1, 1;\nsetp.ne.b32 %p1, %r1, 0;"
     assert len(ptxas.mistaken_selects(counted)) == 1
+
+
+@pytest.mark.parametrize("which", ["decode", pytest.param("pages", marks=pytest.mark.full)])
+def test_the_mosaic_kernels_fit_the_gpu_that_they_are_compiled_for(which):
+    for gpu in ("8.6", "9.0"):
+        _, memory = ptxas.GPUS[gpu]
+        with ptxas.compiling_for(tuple(map(int, gpu.split("."))), memory) as sizes:
+            assert "mosaic_gpu_v2" in ptxas.MosaicPass(which, 128, "float32").lowered(0.1, None).as_text()
+        assert memory // 4 < max(sizes) <= memory

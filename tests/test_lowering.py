@@ -99,7 +99,7 @@ def text_of_gradients(implementation, dtype, T, **arguments):
         ("Ampere", jnp.bfloat16, 3),
         ("Hopper", jnp.bfloat16, 200),
         ("Hopper", jnp.float16, 3),
-        ("portable", jnp.float32, 3),
+        ("portable", jnp.bfloat16, 3),
         ("mosaic", jnp.float16, 200),
         ("hopper", jnp.bfloat16, 200),
         ("reference", jnp.float32, 200),
@@ -113,3 +113,19 @@ def test_nothing_is_compiled_by_triton_unless_it_is_asked_for(name, dtype, T, mo
         monkeypatch.setattr(registry, "device_of", lambda _: gpu)
     text = text_of_gradients(None if capability else name, dtype, T, is_causal=True)
     assert "triton" not in text.lower() and ("mosaic_gpu" in text) == (name != "reference")
+
+
+def test_triton_is_asked_for_by_name_and_on_a_gpu(monkeypatch):
+    array = jax.ShapeDtypeStruct((2, 20, 4, 64), jnp.bfloat16)
+    attention = functools.partial(flash_attention, implementation="triton", logits_soft_cap=5.0)
+    with pytest.raises(NotImplementedError, match="triton cannot serve this call: it needs an NVIDIA GPU"):
+        jax.eval_shape(attention, array, array, array)
+    gpu = types.SimpleNamespace(platform="gpu", device_kind="Ampere", compute_capability="8.0")
+    monkeypatch.setattr(registry, "device_of", lambda _: gpu)
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    with pytest.raises(NotImplementedError, match=r"it needs JAX 0\.12"):
+        jax.eval_shape(attention, array, array, array)
+    monkeypatch.undo()
+    monkeypatch.setattr(registry, "device_of", lambda _: gpu)
+    if jax.__version_info__ >= (0, 12):
+        assert "__gpu$xla.gpu.triton" in lower_for_cuda(attention, array, array, array)
