@@ -17,7 +17,7 @@ NOTEBOOK ?=
 REPOSITORY ?=
 REVISION ?= main
 
-.PHONY: help setup lab fresh lesson test test-all test-oldest mutation notebooks figures lint site site-setup site-test colab gpu gpu-test gpu-fuzz gpu-bench gpu-tune gpu-compile tpu-compile cuda triton
+.PHONY: help setup lab fresh lesson test test-all test-oldest mutation notebooks figures lint site site-setup site-test colab gpu gpu-test gpu-fuzz gpu-bench gpu-compile tpu-compile cuda triton
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -91,13 +91,9 @@ gpu-fuzz: setup ## compare random calls on the GPU of this machine with float64 
 gpu-bench: setup ## measure the kernels on the GPU of this machine, next to cuDNN and installed peers
 	@$(IN_VENV) -m helpers.dev.benchmark $(ARGS)
 
-gpu-tune: setup ## find the fastest tiles of the kernels for this GPU and record them
-	@$(IN_VENV) -m helpers.dev.tune $(ARGS)
-
-gpu-compile: ## compile the kernels for GPUs from Ampere to Blackwell, without one, and see that they fit
+gpu-compile: ## compile the kernels for GPUs from Ampere to Blackwell, without one, and see what they spill
 	@sh helpers/setup_environment.sh .venv-ptxas
 	@.venv-ptxas/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-ptxas/constraints.txt --editable '.[ptxas]'
-	@JAX_PLATFORMS=cpu .venv-ptxas/bin/python -m helpers.dev.shared_memory
 	@JAX_PLATFORMS=cpu .venv-ptxas/bin/python -m helpers.dev.ptxas
 
 tpu-compile: ## compile the kernels for TPUs with Google's compiler, without one, and see what they take

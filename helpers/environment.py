@@ -7,7 +7,8 @@ import matplotlib
 import numpy
 
 from helpers import clock
-from helpers.attention.device import compute_capability, default_device
+from helpers.attention.device import BOUNDS_BLOCKS, compute_capability, default_device
+from helpers.attention.portable.tiles import how_it_runs
 
 TOO_OLD = (
     "Device: CPU. Pallas kernels run in interpret mode, since JAX compiles them for NVIDIA GPUs "
@@ -18,7 +19,6 @@ OLD_JAX = (
     "Device: {kind}. Pallas kernels run in interpret mode, since JAX {version} compiles kernels that "
     "write past the end of an array; install JAX 0.12 to compile them."
 )
-KEEPS_TO_ARRAYS = (0, 12)  # the first version of JAX whose compiled blocks do
 
 
 def interprets():
@@ -28,21 +28,18 @@ def interprets():
 
 
 def _jax_is_old():
-    return jax.__version_info__ < KEEPS_TO_ARRAYS
+    return jax.__version_info__ < BOUNDS_BLOCKS
 
 
 def backend(num_warps=4, num_stages=1):
     """The keyword arguments of `pl.pallas_call` that say how a kernel runs here: interpreted, or compiled.
 
-    For a GPU Triton compiles it: num_warps warps run a program, and its loops are pipelined in num_stages stages.
+    For a GPU Triton compiles it, as long as JAX has it: num_warps warps run a program, and its loops are pipelined in
+    num_stages stages.
     """
-    if interprets():
-        return {"interpret": True}
     if default_device().platform == "tpu":
         return {}
-    from jax.experimental.pallas import triton  # deprecated: a CPU and a TPU do without
-
-    return {"compiler_params": triton.CompilerParams(num_warps=num_warps, num_stages=num_stages)}
+    return how_it_runs(interprets(), num_warps, num_stages)
 
 
 def show_environment():

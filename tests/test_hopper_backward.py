@@ -75,7 +75,7 @@ def test_gradients(case, tiles):
     ids=["low", "low, the last queries would see keys past the end", "large"],
 )
 def test_size_of_logits(T, logits, arguments, form):
-    """Far from 0 as well. delta is made from a rounded out, as everywhere but in the portable kernels,
+    """Far from 0 as well. delta is made from a rounded out, for these calls keep no low bits of it,
     and low logits of one sign show that rounding: four times the error of naive attention and more."""
     case = AttentionCase(T, 100, 64, N=1, dtype="bfloat16", logits=logits, arguments=arguments)
     arrays, arguments = case.inputs()

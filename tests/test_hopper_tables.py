@@ -4,7 +4,6 @@ import functools
 import itertools
 from pathlib import Path
 
-import jax.numpy as jnp
 import pytest
 from attention_cases import AttentionCase, check_forward, check_gradients
 from test_hopper_backward import gradients_of_kernels
@@ -12,8 +11,7 @@ from test_hopper_forward import interpreted, problem_of
 
 from helpers.attention import tables
 from helpers.attention.hopper import backward_schedule, forward, serve
-from helpers.attention.hopper.warpgroup import REGISTERS
-from helpers.dev import ptxas, tune
+from helpers.dev import ptxas
 from helpers.dev.ptxas import Configuration, Kernel
 from helpers.instruments import results
 
@@ -25,7 +23,8 @@ SPLIT = backward_schedule.Tiles(64, 128, 3), backward_schedule.Tiles(128, 64, 3)
 
 
 def row(which, longest, tiles):
-    return tune.hopper_row(which, {"head_padded": 128, "is_causal": True, "up_to": longest}, tiles)
+    where = {"pass": which, "head_padded": 128, "is_causal": True, "up_to": longest}
+    return where | {"tiles": serve.fields_of(tiles)}
 
 
 TABLE = [
@@ -37,9 +36,9 @@ TABLE = [
 ]
 
 
-def tiles_file(**parts):
+def tiles_file(rows):
     header = {"gpu": "NVIDIA Test", "versions": {}, "commit": "abc", "date": "2026-01-01"}
-    return header | {"tiles": [], "sweep": []} | parts
+    return header | {"hopper": rows}
 
 
 @pytest.fixture
@@ -47,7 +46,7 @@ def with_a_table(monkeypatch, tmp_path):
     """On a GPU with the table above."""
     monkeypatch.setattr(tables, "TUNED", tmp_path)
     monkeypatch.setattr(tables, "this_gpu", lambda: "NVIDIA Test")
-    results.write(tiles_file(hopper=TABLE, hopper_sweep=[]), tmp_path / "nvidia_test.json")
+    results.write(tiles_file(TABLE), tmp_path / "nvidia_test.json")
     yield
     tables.rows_by.cache_clear()
 
@@ -98,59 +97,6 @@ def test_the_deterministic_form_is_split_whatever_the_table(with_a_table):
                 problem_of(length, length, H, "bfloat16", True), deterministic=True
             )[1]
             assert dq_tiles is not None
-
-
-# The tuner
-
-
-@pytest.mark.parametrize("H", [64, 128, 256])
-def test_candidates_ask_for_no_more_registers_than_there_are(H):
-    """Else the GPU would hang: test_the_registers_suffice checks each number of warpgroups."""
-    own = tune.hopper_forward_candidates(H)
-    pairs = tune.hopper_backward_candidates(H)
-    assert set(backward_schedule.forms(H).values()) <= set(pairs)
-    for tiles in (*own, *(tiles for pair in pairs for tiles in pair if tiles is not None)):
-        assert tiles.warpgroups in REGISTERS
-    if H < 256:
-        assert len(own) >= 4 and len(pairs) >= 6
-
-
-def test_rows_of_the_tuner(monkeypatch):
-    """With invented times: each candidate is faster than the one before."""
-    monkeypatch.setattr(tune, "LENGTHS", {2048: 16, None: 32})
-    monkeypatch.setattr(tune, "TOKENS", 32)
-    out_and_lse = lambda call, tiles: (jnp.zeros_like(call.query), jnp.zeros((call.problem.B, call.problem.N, 16)))
-    monkeypatch.setattr(forward, "forward", out_and_lse)
-    times = lambda function, choices, *_: ({choice: 1 / n for n, choice in enumerate(choices, 1)},) * 2
-    monkeypatch.setattr(tune, "times_of_choices", times)
-    hopper, sweep = tune.tune_hopper((64, 128))
-    assert len(hopper) == 2 * 2 * 2 * 3  # head dims, masks, lengths, passes
-    last = tune.hopper_forward_candidates(64)[-1]
-    assert forward.Tiles(**hopper[0]["tiles"]["forward"]) == last
-    assert {entry["pass"] for entry in sweep} == {"forward", "backward"}
-
-
-def test_the_default_stays_unless_something_is_clearly_faster():
-    assert tune.fastest({"default": 1.0, "other": 0.995}, "default") == "default"
-    assert tune.fastest({"default": 1.0, "other": 0.95}, "default") == "other"
-    assert tune.fastest({"other": 0.95, "third": 2.0}, "default") == "other"
-
-
-ABC = {"gpu": "NVIDIA Test", "versions": {}, "commit": "abc", "date": "2026-01-01"}
-
-
-def test_what_was_not_tuned_is_kept():
-    header = {"gpu": "NVIDIA Test", "versions": {}, "commit": "new", "date": "2026-01-02"}
-    of = lambda H, ms=1.0: {"kernel": "dq", "itemsize": 2, "head_padded": H, "is_causal": False, "ms": ms}
-    earlier = tiles_file(tiles=[of(64), of(128)], sweep=[of(64), of(128)])
-    once = tune.merged(header, {"hopper": TABLE, "hopper_sweep": []}, earlier)
-    assert once["tiles"] == earlier["tiles"] and once["sweep"] == earlier["sweep"] and once["hopper"] == TABLE
-    assert once["commit"] == "new" and once["kept"] == {"portable": ABC}
-    twice = tune.merged(header | {"commit": "newer"}, {"tiles": [of(64, 2.0)], "sweep": [of(64, 2.0)]}, once)
-    assert twice["tiles"] == twice["sweep"] == [of(64, 2.0), of(128)] and twice["hopper"] == TABLE
-    assert twice["kept"] == {"portable": ABC, "hopper": header}
-    empty = {part: [] for parts in tune.PARTS.values() for part in parts}
-    assert tune.merged(header, {"tiles": [], "sweep": []}, {}) == header | empty
 
 
 # Every configuration
@@ -247,3 +193,12 @@ def test_a_predicate_that_is_the_same_everywhere_is_not_mistaken(again, found):
     assert len(ptxas.mistaken_selects(ptx)) == found
     counted = ptx + "\nadd.u32 %r1, %r1, 1;\nsetp.ne.b32 %p1, %r1, 0;"
     assert len(ptxas.mistaken_selects(counted)) == 1
+
+
+@pytest.mark.parametrize("which", ["decode", pytest.param("pages", marks=pytest.mark.full)])
+def test_the_mosaic_kernels_fit_the_gpu_that_they_are_compiled_for(which):
+    for gpu in ("8.6", "9.0"):
+        _, memory = ptxas.GPUS[gpu]
+        with ptxas.compiling_for(tuple(map(int, gpu.split("."))), memory) as sizes:
+            assert "mosaic_gpu_v2" in ptxas.MosaicPass(which, 128, "float32").lowered(0.1, None).as_text()
+        assert memory // 4 < max(sizes) <= memory

@@ -5,6 +5,7 @@ The devices are four simulated ones of the CPU, see conftest. The right answers 
 
 import functools
 import itertools
+import re
 from types import SimpleNamespace
 
 import jax
@@ -246,7 +247,7 @@ def test_jit_for_a_cpu_on_a_machine_with_a_hopper_gpu(dtype, hopper_machine):
     arrays = inputs(dtype=dtype)
     traced = jax.jit(functools.partial(everything, attention_of(None, None))).trace(*arrays)
     on_gpu = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert ("mosaic_gpu" if dtype == jnp.bfloat16 else "__gpu$xla.gpu.triton") in on_gpu
+    assert "mosaic_gpu" in on_gpu and "stablehlo.while" not in on_gpu  # of the interpreter
     check(traced.lower().compile()(*arrays), "hopper")
 
 
@@ -291,13 +292,13 @@ def test_checkpoint_saves_residuals_by_name():
 
 
 # JAX keeps an exported program for later versions of itself, and does not promise that for kernels.
-UNPROMISED = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ("__gpu$xla.gpu.triton", "mosaic_gpu_v2")]
+UNPROMISED = [jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
 
 
 def test_export_for_both_platforms():
     run = jax.jit(functools.partial(everything, attention_of("portable")))
     exported = jax.export.export(run, platforms=("cpu", "cuda"), disabled_checks=UNPROMISED)(*inputs())
-    assert "__gpu$xla.gpu.triton" in exported.mlir_module()
+    assert "mosaic_gpu_v2" in exported.mlir_module()
     check(exported.call(*inputs()), "portable")
 
 
@@ -436,7 +437,7 @@ def test_vmap_of_pages(own_pages):
         value = values[i] if own_pages else values
         check_pages([result[i] for result in together], query, key_pages, value, tables[i].clip(0, 5), lengths)
     text = jax.jit(run).lower(query, values, tables).as_text()
-    assert ("x16x2x4xf32>" in text.replace("tensor<6x16x2x4xf32>", "")) == own_pages
+    assert (re.search(r"tensor<(18|3x6)x16x2x4xf32>", text) is not None) == own_pages
     none = jax.vmap(functools.partial(paged, "portable"), (0, None, None, None, None))
     assert none(query[None][:0], key_pages, value_pages, table, lengths)[0].shape == (0, *query.shape)
 
@@ -445,6 +446,6 @@ def test_pages_are_exported_for_cuda_from_a_cpu():
     run = jax.jit(functools.partial(paged, "portable"))
     export = lambda *platforms: jax.export.export(run, platforms=platforms, disabled_checks=UNPROMISED)(*paged_inputs())
     both, cuda = export("cpu", "cuda"), export("cuda")
-    assert all("__gpu$xla.gpu.triton" in exported.mlir_module() for exported in (both, cuda))
+    assert all("mosaic_gpu_v2" in exported.mlir_module() for exported in (both, cuda))
     assert "stablehlo.while" not in cuda.mlir_module()  # of the interpreter
     check_pages(both.call(*paged_inputs()), *paged_inputs())

@@ -2,19 +2,16 @@
 
 import dataclasses
 import itertools
-import json
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from attention_cases import in_tiers
 from test_lowering import lower_for_cuda
 
-from helpers.attention import tables
 from helpers.attention.portable import backward, forward, tiles
 from helpers.attention.problem import check_call
-from helpers.dev import benchmark, measuring, tune
+from helpers.dev import benchmark, measuring
 from helpers.dev.benchmark import Case
 from helpers.instruments import implementations, ladder, timing
 from helpers.instruments.simulated import SimulatedGPU
@@ -104,10 +101,10 @@ def test_nan_is_wrong():
     assert "wrong" in benchmark.complaint(SMALL, "forward", [jnp.full((1, 128, 2, 64), jnp.nan)], right)
 
 
-def test_without_a_gpu_that_serves_the_commands_say_so(monkeypatch, capsys):
+def test_without_a_gpu_that_serves_the_benchmark_says_so(monkeypatch, capsys):
     if jax.default_backend() != "gpu":
-        assert benchmark.main([]) == 1 and tune.main([]) == 1
-        assert capsys.readouterr().out.count("this machine has no GPU that JAX can use") == 2
+        assert benchmark.main([]) == 1
+        assert "this machine has no GPU that JAX can use" in capsys.readouterr().out
     turing = type("Device", (), {"platform": "gpu", "compute_capability": "7.5", "device_kind": "Tesla T4"})()
     monkeypatch.setattr("helpers.attention.device.default_device", lambda: turing)
     monkeypatch.setattr(measuring, "default_device", lambda: turing)
@@ -126,40 +123,20 @@ def test_records_say_what_was_measured():
     assert set(record["tiles"]) == {"dkv", "dq"}
 
 
-TUNED = [row for path in tables.TUNED.glob("*.json") for row in json.loads(path.read_text())["tiles"]]
-DEFAULTS = [
-    {"kernel": kernel, "itemsize": itemsize, "head_padded": H, "is_causal": False, **choice._asdict()}
-    for (kernel, itemsize), by_head in tiles.DEFAULTS.items()
-    for H, choice in by_head.items()
-]
+KERNELS = [(*kernel, H) for kernel, by_head in tiles.DEFAULTS.items() for H in by_head]
 
 
-@pytest.mark.parametrize("row", TUNED + DEFAULTS, ids=lambda row: "-".join(map(str, row.values())))
-def test_every_configuration_lowers_for_cuda(row):
-    dtype = jnp.float32 if row["itemsize"] == 4 else jnp.bfloat16
-    shape = jax.ShapeDtypeStruct((1, 512, 2, row["head_padded"]), dtype)
-    chosen = {name: row[name] for name in tiles.Tiles._fields}
-    call = lambda q: check_call(q, q, q, is_causal=row["is_causal"])
-    if row["kernel"] == "forward":
-        text = lower_for_cuda(lambda q: forward.forward(call(q), **chosen), shape)
+@pytest.mark.parametrize(("kernel", "itemsize", "H"), KERNELS)
+def test_the_plain_kernels_lower_for_triton(kernel, itemsize, H):
+    shape = jax.ShapeDtypeStruct((1, 500, 2, H), {2: jnp.bfloat16, 4: jnp.float32}[itemsize])
+    call = lambda q: check_call(q, q, q, is_causal=True)
+    if kernel == "forward":
+        text = lower_for_cuda(lambda q: forward.forward(call(q)), shape)
     else:
-        row_shape = jax.ShapeDtypeStruct((1, 2, 512), jnp.float32)
-        gradients = lambda q, lse: backward.backward(call(q), q, lse, q, lse, **chosen)
-        text = lower_for_cuda(gradients, shape, row_shape)
+        rows = jax.ShapeDtypeStruct((1, 2, 500), jnp.float32)
+        gradients = lambda q, lse: backward.backward(call(q), q, lse, q, lse, fused=kernel == "dkv")
+        text = lower_for_cuda(gradients, shape, rows)
     assert "__gpu$xla.gpu.triton" in text
-
-
-def test_a_gpu_with_a_table_uses_it(monkeypatch):
-    query = np.zeros((1, 4096, 1, 128), jnp.bfloat16)
-    problem = check_call(query, query, query).problem
-    by_default = tiles.select_tiles("forward", problem)
-    monkeypatch.setattr(tables, "this_gpu", lambda: "NVIDIA H200")
-    row = next(
-        r for r in TUNED if (r["kernel"], r["itemsize"], r["head_padded"], r["is_causal"]) == ("forward", 2, 128, False)
-    )
-    assert tiles.select_tiles("forward", problem) == tuple(row[name] for name in tiles.Tiles._fields) != by_default
-    monkeypatch.setattr(tables, "this_gpu", lambda: "NVIDIA Unknown")
-    assert tiles.select_tiles("forward", problem) == by_default
 
 
 def about_masks_where_causal(rung, is_causal):
@@ -182,21 +159,3 @@ def test_the_ladder_changes_one_thing_at_a_time():
     for below, above in itertools.pairwise(ladder.RUNGS):
         changed = [f.name for f in dataclasses.fields(below) if getattr(below, f.name) != getattr(above, f.name)]
         assert len(changed) == 2 and changed[0] == "name"
-
-
-def test_the_tuner_believes_the_device_before_the_host():
-    def time_programs(programs, rounds=9, **_):
-        on_device = {"a": 0.5, "b": 0.4}
-        return {name: Timing(1.0, 0.01, None if rounds < 9 else on_device[name], rounds) for name in programs}
-
-    assert tune.times_of(dict.fromkeys("ab"), ["a"], 2, time_programs)[1] == {"a": 0.5, "b": 0.4}
-
-
-def test_the_default_is_always_among_the_finalists():
-    """And what had a short look only cannot win, however lucky it was."""
-    lucky = lambda programs, rounds=9, **_: {
-        name: Timing({"a": 1.0, "b": 1.1, "default": 3.0}[name] * (1 if rounds < 9 else 2), 0.01, None, rounds)
-        for name in programs
-    }
-    times, final = tune.times_of(dict.fromkeys(["default", "a", "b"]), ["default"], 1, lucky)
-    assert final == {"default": 6.0, "a": 2.0} and times["b"] == 1.1

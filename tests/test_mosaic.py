@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import subprocess
-import sys
 from unittest import mock
 
 import jax
@@ -294,18 +292,3 @@ def test_tiles_that_cp_async_can_share_out(H):
         streaming = forward.forward_tiles(call.problem).block_k, dq.block_k, dkv.block_q
     columns = warp.padded_head_dim(H) // 64
     assert all(rows % 32 == 0 or (rows % 16 == 0 and columns % 2 == 0) for rows in streaming)
-
-
-WITHOUT_TRITON = """
-import sys
-sys.modules["jax.experimental.pallas.triton"] = None
-import jax, numpy as np
-from helpers import flash_attention
-x = np.ones((1, 20, 1, 16), "bfloat16")
-for name in ("reference", "mosaic"):
-    jax.eval_shape(jax.grad(lambda x: flash_attention(x, x, x, implementation=name).astype("float32").sum()), x)
-"""
-
-
-def test_without_the_triton_lowering():
-    subprocess.run([sys.executable, "-c", WITHOUT_TRITON], check=True)

@@ -7,8 +7,8 @@ float32 logits; define them once, since each new function is compiled anew. Grad
 float score_arrays too; those of bias and score_arrays are made beside the kernels, from all logits once more, but
 never all of them at a time, and summed in the same order each time.
 
-Up to 16 queries, as when text is generated, portable and hopper share one forward pass: the keys are split over
-programs, which write 4 (H + 1) bytes for each part of the keys, query and head, to be merged (`portable.decode`).
+Up to 16 queries, as when text is generated, portable and hopper share one forward pass on a GPU: the keys are split
+over programs, which write 4 (H + 1) bytes for each part of the keys, query and head, to be merged (`mosaic.decode`).
 
 Some things are better in portable than in hopper. The dq of portable is the same in each run, to the last bit. Its
 forward pass takes as long for all inputs; hopper's takes longer where logits are far above those of the first keys.
@@ -18,10 +18,11 @@ Where keys and values have a large part in common, dq of cudnn in 16 bits can be
 recorded on an H100, its error is at most 1.2 times naive attention's in portable and 2 times in hopper; in float16
 after 4096 keys, with a mean of 10 and of 30 standard deviations, 2.5 and 6.4 times in hopper. With one to seven
 queries that of hopper is up to 180 times naive attention's, and up to 0.11 of dq. To come this close, the forward
-pass of hopper and tpu, where it is differentiated, keeps 2 B T N H bytes more, the low bits of out.
+pass of all kernels, where it is differentiated, keeps 2 B T N H bytes more, the low bits of out.
 
-Precision: on a GPU the factors of float32 products are rounded to TF32, 11 significant bits, as everywhere in JAX,
-unless `jax.default_matmul_precision("highest")` is set around the call or the jit that traces it. With TF32, dq
+Precision: on a GPU the factors of float32 products are taken as sums of two numbers in bfloat16, which leaves a
+relative error of 2^-16 (TF32, as JAX has it elsewhere and triton here, leaves 2^-11), or of three, as exact as float32,
+where `jax.default_matmul_precision("highest")` is set around the call or the jit that traces it. Where it is not, dq
 and dk of a row that sees one key only are not quite the zero that they should be: what is left is the rounding of
 dout value^T. The kernels multiply logits by log2 e before the largest is subtracted, which rounds float32 logits
 once more: beside the error of the logits themselves, out has a relative error of up to 5e-8 times the largest
@@ -36,11 +37,11 @@ Sequences are gathered; `ring_attention` leaves them split. On a mesh with expli
 query is, and in `jax.shard_map` each device attends to its own part. (The reference's split is XLA's choice.)
 
 Platforms: which kernels run is settled when a program is compiled, so one trace serves a CPU and a GPU. For
-`jax.export` say disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name)], name "__gpu$xla.gpu.triton"
-for portable and "mosaic_gpu_v2" for hopper, since JAX does not promise that later versions run them. From a
-machine without a GPU, name the implementation: None is the reference there. Of these, hopper can be exported for
-"cuda" alone; and what is split under jit cannot be exported, unlike a `jax.shard_map`. Where B, T or S are
-symbols, None is the reference too, which alone serves them.
+`jax.export` say disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")], for JAX does not promise
+that later versions run that. (The call of triton is "__gpu$xla.gpu.triton".) From a machine without a GPU, name the
+implementation: None is the reference there; what portable exports there runs on GPUs from Hopper on. Of these, hopper
+can be exported for "cuda" alone; and what is split under jit cannot be exported, unlike a `jax.shard_map`. Where B, T
+or S are symbols, None is the reference too, which alone serves them.
 """
 
 import functools
@@ -105,13 +106,14 @@ def flash_attention(
       score_arrays: pairs of an array and its axes, such as (slopes, "n") and (positions, "bi"), float or int32: what
         score_mod gets as arrays.
       block_mask: of `masking.block_mask`, for calls that share mask and mask_mod; it is believed. None makes it anew.
-      implementation: "reference" (naive, the whole matrix in memory), "portable" (the Pallas kernels: compiled on an
-        NVIDIA GPU from Ampere on, interpreted on a CPU), "mosaic" (kernels in Pallas Mosaic GPU, which JAX keeps, for
-        the same GPUs; a CPU interprets them, for one device), "hopper" (kernels for NVIDIA's Hopper GPUs, 16-bit inputs
-        without lengths or windows; a CPU of 16 cores or with PJRT_NPROC=16 interprets them, for one device), "tpu"
-        (kernels for Google's TPUs, compiled for v5e and v6e and run in the interpreter alone, for one device), "cudnn"
-        (handed to `jax.nn`, where it can serve the call), or None: hopper on such a GPU for what it serves, otherwise
-        portable on an NVIDIA GPU from Ampere on, tpu on a TPU, reference elsewhere.
+      implementation: "reference" (naive, the whole matrix in memory), "portable" (plain Pallas kernels, which a CPU
+        interprets; on an NVIDIA GPU from Ampere on those of mosaic), "mosaic" (kernels in Pallas Mosaic GPU for such
+        GPUs; a CPU interprets these very kernels, for one device), "hopper" (kernels for NVIDIA's Hopper GPUs, 16-bit
+        inputs without lengths or windows; a CPU of 16 cores or with PJRT_NPROC=16 interprets them, for one device),
+        "tpu" (kernels for Google's TPUs, compiled for v5e and v6e and run in the interpreter alone, for one device),
+        "triton" (the plain kernels, compiled by Triton for an NVIDIA GPU from Ampere on: for comparison, as long as JAX
+        can do that), "cudnn" (handed to `jax.nn`, where it can serve the call), or None: hopper on such a GPU for what
+        it serves, otherwise portable on an NVIDIA GPU from Ampere on, tpu on a TPU, reference elsewhere.
       return_residual: also return the log-sum-exp of the scaled logits.
 
     Returns:

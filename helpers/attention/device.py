@@ -13,7 +13,7 @@ NO_KERNELS = (
     "this program is compiled for {platforms}, for which this implementation of flash_attention has no kernels; use "
     'implementation="reference"'
 )
-AMPERE = jax.sharding.AbstractDevice(device_kind="NVIDIA A100-SXM4-80GB", num_cores=108, platform="gpu")
+BOUNDS_BLOCKS = (0, 12)  # the first version of JAX whose Triton lowering keeps blocks from what lies behind an array
 LEAST_SHARED_MEMORY = 99 * 1024  # bytes of a program, at capability 8.6, 8.9 and 12.x; more from 8.0 on elsewhere
 
 
@@ -60,17 +60,6 @@ def shared_memory(device=None):
     return getattr(device or default_device(), "shared_memory_per_block_optin", None) or LEAST_SHARED_MEMORY
 
 
-def _lowers_for_cuda():
-    """A context in which Pallas lowers for an NVIDIA GPU, also where there is none, as for `jax.export`.
-
-    Its Triton lowering asks for the name of a GPU. What it makes of the oldest that it serves runs on all.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if (mesh.abstract_device or default_device()).platform in ("gpu", "cuda"):
-        return contextlib.nullcontext()
-    return jax.sharding.use_abstract_mesh(mesh.update(abstract_device=AMPERE))
-
-
 def by_platform(*arrays, **runs):
     """run(*arrays), a tuple, for the platform that the program is compiled for. runs: {platform or "default": run}.
 
@@ -85,7 +74,7 @@ def by_platform(*arrays, **runs):
             refusals[platform] = run
             continue
         # The setting is that of `jax.shard_map(check_vma=False)`, which has no public name for a part of its body.
-        with config._check_vma(False), _lowers_for_cuda() if platform == "cuda" else contextlib.nullcontext():
+        with config._check_vma(False):
             jaxpr = jax.make_jaxpr(lambda *leaves, run=run: tuple(run(*tree.unflatten(leaves))))(*types)
         branches[platform] = functools.partial(_apart, platform, None, jaxpr)
     for platform, words in refusals.items():  # with results of the right types

@@ -37,9 +37,10 @@ def paged_attention(
       is_causal, local_window_size, logits_soft_cap, sinks: as in `flash_attention`.
       causal_offset: an integer: query i stands at position i + causal_offset of its sequence. None means that the
         queries are the last of each sequence, so that the last one sees all of it.
-      implementation: "reference" (gathers the cache), "portable" (a Pallas kernel that reads it in place: compiled on
-        an NVIDIA GPU from Ampere on, interpreted on a CPU), or None: portable on such a GPU, reference elsewhere. With
-        a window it reads the pages in which some query sees a key.
+      implementation: "reference" (gathers the cache), "portable" (on an NVIDIA GPU from Ampere on a Mosaic kernel that
+        reads it in place; on a CPU it is gathered for the plain kernel), "mosaic" (that kernel, interpreted on a CPU),
+        or None: portable on such a GPU, reference elsewhere. With a
+        window it reads the pages in which some query sees a key.
       return_residual: also return the log-sum-exp of the scaled logits.
 
     Returns:

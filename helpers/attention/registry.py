@@ -6,6 +6,7 @@ refuses what it does not list.
 
 import dataclasses
 import functools
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,21 +18,24 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 from helpers.attention import cudnn, sharding, tpu
-from helpers.attention.device import by_platform, compute_capability, device_of, settings
+from helpers.attention.device import BOUNDS_BLOCKS, by_platform, compute_capability, device_of, settings
 from helpers.attention.differentiate import differentiable, reverse_mode_only, without_derivative
 from helpers.attention.extra_gradients import gradients_of_extras
 from helpers.attention.hopper import backward as hopper_backward
 from helpers.attention.hopper import forward as hopper_forward
 from helpers.attention.hopper import serve as hopper
-from helpers.attention.low_bits import with_low_bits
+from helpers.attention.low_bits import low_bits, with_low_bits
 from helpers.attention.mosaic import backward as mosaic_backward
 from helpers.attention.mosaic import decode as mosaic_decode
 from helpers.attention.mosaic import forward as mosaic_forward
 from helpers.attention.mosaic import words as mosaic
+from helpers.attention.portable import backward as plain_backward
+from helpers.attention.portable import forward as plain_forward
 from helpers.attention.problem import (
     FEATURES,
     FEW_QUERIES,
     LENGTHS,
+    PAGES,
     SYMBOLS,
     WINDOW,
     Call,
@@ -42,15 +46,15 @@ from helpers.attention.reference import naive_attention, naive_gradients, naive_
 class Kernels(NamedTuple):
     """forward(call) -> (out, lse) and backward(call, out, lse, dout, dlse, low) -> (dq, dk, dv), on one device.
 
-    forward_with_low_bits(call) -> (out, lse, low) is for a call that will be differentiated, see `low_bits`; None
-    where backward needs no more than out. The others are for a call that has some of the keys only, while others
-    travel: they leave room for a transfer that occupies a part of a GPU. exact_forward_of_part has out in float32 with
-    all of its bits, and for backward_of_part out, lse and low are those of all keys.
+    forward_with_low_bits(call) -> (out, lse, low) is for a call in 16 bits that will be differentiated, see `low_bits`.
+    The others are for a call that has some of the keys only, while others travel: they leave room for a transfer that
+    occupies a part of a GPU. exact_forward_of_part has out in float32 with all of its bits, and for backward_of_part
+    out, lse and low are those of all keys.
     """
 
     forward: Callable
     backward: Callable
-    forward_with_low_bits: Callable | None
+    forward_with_low_bits: Callable
     forward_of_part: Callable
     exact_forward_of_part: Callable
     backward_of_part: Callable
@@ -73,11 +77,6 @@ class KernelsOf:
         platforms = dict(self.platforms)
         return platforms.get({"gpu": "cuda"}.get(device.platform, device.platform), platforms.get("default"))
 
-    def keeps_low_bits(self, problem):
-        """Whether the backward pass of a problem wants the low bits of out."""
-        served = [kernels for _, kernels in self.platforms if isinstance(kernels, Kernels)]
-        return problem.dtype.itemsize == 2 and all(kernels.forward_with_low_bits for kernels in served)
-
     def __call__(self, call):
         call, problem = call.prepared(), call.problem
         call = dataclasses.replace(call, extras=jax.tree.map(reverse_mode_only, call.extras))
@@ -96,7 +95,7 @@ class KernelsOf:
             seeing = dataclasses.replace(call, query=query)
             return *found, None, None, None, gradients_of_extras(seeing, out, lse, *gradients, *low)
 
-        attend = differentiable(forward, backward, keeping if self.keeps_low_bits(problem) else None)
+        attend = differentiable(forward, backward, keeping if problem.dtype.itemsize == 2 else None)
         return attend(*call.arrays)
 
     def run(self, which, problem, *arrays):
@@ -118,24 +117,7 @@ class KernelsOf:
         return sharding.one_device_at_a_time(one_device, *letters, self.splits)(problem, *arrays)
 
 
-# The kernels of each implementation. interpret: what makes them run on a CPU, or False. The portable ones are imported
-# when they are asked for: they need JAX's lowering by Triton, which is deprecated.
-
-
-def _forward(many_queries, few_queries, interpret):
-    """The forward pass by many_queries(call, interpret=…), and that of few queries by kernels of its own."""
-
-    def forward(call):
-        few = call.problem.T <= FEW_QUERIES and call.is_plain
-        return (few_queries if few else many_queries)(call, interpret=interpret)
-
-    return forward
-
-
-def _portable_decode(call, interpret):
-    from helpers.attention.portable.decode import decode
-
-    return decode(call, interpret=bool(interpret))
+# The kernels of each implementation. interpret: what makes them run on a CPU, or False.
 
 
 def _exact(forward):
@@ -148,30 +130,39 @@ def _exact(forward):
     return exact_forward
 
 
+def _plain(interpret):
+    def forward(call, dtype=None):
+        return plain_forward.forward(call.gathered(), dtype=dtype, interpret=interpret)
+
+    exact_forward = functools.partial(forward, dtype=jnp.float32)
+
+    def keeping(call):
+        exact, lse = exact_forward(call)
+        out = exact.astype(call.problem.dtype)
+        return out, lse, low_bits(exact, out)
+
+    backward = functools.partial(plain_backward.backward, interpret=interpret)
+    return Kernels(forward, backward, keeping, forward, exact_forward, backward)
+
+
 def _portable(interpret):
-    from helpers.attention.portable import backward as portable_backward
-    from helpers.attention.portable import forward as portable_forward
+    return _plain(interpret) if interpret else _mosaic(interpret)
 
-    forward = _forward(portable_forward.forward, _portable_decode, interpret)
 
-    def exact_forward_of_part(call):
-        exact = functools.partial(portable_forward.forward, dtype=jnp.float32, interpret=interpret)
-        out, lse = exact(call)
-        # The weights of the product are rounded, and add up to what they make of ones.
-        sums, _ = exact(dataclasses.replace(call, value=jnp.ones_like(call.value)))
-        return out / jnp.where(sums == 0, 1, sums), lse
+def _forward(many_queries, interpret):
+    """The forward pass by many_queries(call, interpret=…), and that of few queries by kernels of its own."""
 
-    def backward(call, out, lse, dout, dlse, low, mends_delta=True):
-        out = out if low is None else with_low_bits(out, low)
-        return portable_backward.backward(call, out, lse, dout, dlse, mends_delta=mends_delta, interpret=interpret)
+    def forward(call):
+        if call.problem.T <= FEW_QUERIES and call.is_plain:
+            return mosaic_decode.decode(call, interpret=interpret)
+        return many_queries(call.gathered(), interpret=interpret)
 
-    of_part = functools.partial(backward, mends_delta=False)
-    return Kernels(forward, backward, None, forward, exact_forward_of_part, of_part)
+    return forward
 
 
 def _mosaic(interpret):
     many_queries = functools.partial(mosaic_forward.forward, interpret=interpret)
-    forward = _forward(mosaic_forward.forward, mosaic_decode.decode, interpret)
+    forward = _forward(mosaic_forward.forward, interpret)
     keeping = functools.partial(many_queries, keeps_low_bits=True)
     backward = functools.partial(mosaic_backward.backward, interpret=interpret)
 
@@ -183,8 +174,8 @@ def _mosaic(interpret):
 
 
 def _hopper(interpret):
-    forward = _forward(hopper_forward.forward, _portable_decode, interpret)
-    of_part = _forward(functools.partial(hopper_forward.forward, is_persistent=False), _portable_decode, interpret)
+    forward = _forward(hopper_forward.forward, interpret)
+    of_part = _forward(functools.partial(hopper_forward.forward, is_persistent=False), interpret)
     keeping = functools.partial(hopper_forward.forward, keeps_low_bits=True, interpret=interpret)
     exact_of_part = _exact(functools.partial(keeping, is_persistent=False))
     backward = functools.partial(hopper_backward.backward, interpret=interpret)
@@ -214,6 +205,15 @@ def _naive(interpret):
         return naive_gradients_of_part(call, with_low_bits(out, low), lse, dout, dlse)
 
     return Kernels(naive_attention, backward, keeping, naive_attention, exact_forward_of_part, backward_of_part)
+
+
+def _why_no_triton(call, return_residual):
+    """Why this JAX cannot compile the plain kernels by Triton, or None."""
+    if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
+        return "JAX compiles nothing by Triton any more"
+    if jax.__version_info__ < BOUNDS_BLOCKS:
+        return f"what JAX {jax.__version__} compiles by Triton writes past the end of an array; it needs JAX 0.12"
+    return None
 
 
 # The table
@@ -277,6 +277,14 @@ TABLE = {
         platform="tpu",
         interpreter=pltpu.InterpretParams(),
         alone=True,
+    ),
+    "triton": Backend(
+        serves=tuple(feature for feature in FEATURES if feature not in (SYMBOLS, PAGES)),
+        needs="an NVIDIA GPU of compute capability 8.0 (Ampere) or newer",
+        runs_on=lambda device: compute_capability(device) >= (8, 0),
+        limits=_why_no_triton,
+        kernels=_plain,
+        platform="cuda",
     ),
     "cudnn": Backend(
         serves=(LENGTHS, WINDOW),

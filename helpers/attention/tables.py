@@ -1,4 +1,4 @@
-"""The tables of the tuner: which tiles were the fastest on the GPU that a kernel will run on."""
+"""The table of a GPU: which tiles of the Hopper kernels were the fastest of those that were tried on it."""
 
 import functools
 import json
@@ -7,13 +7,13 @@ from pathlib import Path
 
 from helpers.attention.device import default_device
 
-TUNED = Path(__file__).parent / "tuned"  # <GPU>.json, written by `dev.tune` and described in `instruments.results`
+TUNED = Path(__file__).parent / "tuned"  # <GPU>.json, described in `instruments.results`
 # An H100 of this form has the SMs of an H200, and another memory.
 SAME_SMS = {"NVIDIA H100 80GB HBM3": "NVIDIA H200"}
 
 
 def this_gpu():
-    """The name of the GPU that computes, or of a tuned one with the same SMs; None where there is none."""
+    """The name of the GPU that computes, or of one with the same SMs and a table; None where there is none."""
     device = default_device()
     return SAME_SMS.get(device.device_kind, device.device_kind) if device.platform == "gpu" else None
 
@@ -30,7 +30,7 @@ def slug(gpu):
 
 @functools.cache
 def rows_by(gpu, part, *fields):
-    """{values of these fields: row} for a part of a GPU's table, empty where it was not tuned."""
+    """{values of these fields: row} for a part of a GPU's table, empty where it has none."""
     path = path_of(gpu or "none")
     rows = json.loads(path.read_text()).get(part, ()) if path.exists() else ()
     return {tuple(row[field] for field in fields): row for row in rows}

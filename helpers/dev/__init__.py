@@ -1,1 +1,1 @@
-"""What maintainers run: the benchmark, the tuner, random calls, and compilers for devices that are not here."""
+"""What maintainers run: the benchmark, random calls, and compilers for devices that are not here."""

@@ -28,6 +28,8 @@ from helpers.attention.hopper import backward as hopper_backward
 from helpers.attention.hopper import backward_schedule
 from helpers.attention.hopper import ladder as hopper_ladder
 from helpers.attention.hopper import serve as hopper
+from helpers.attention.mosaic import backward as mosaic_backward
+from helpers.attention.mosaic import forward as mosaic_forward
 from helpers.attention.portable.tiles import select_tiles
 from helpers.attention.problem import check_call
 from helpers.dev import decoding
@@ -114,7 +116,7 @@ def inputs_of(case, seed=0):
 
 def names_for(case):
     """The implementations to be timed for a case: all for those the lessons quote, the main ones for the rest."""
-    names = ["portable", "hopper", "cudnn", "flash_attention_3"]
+    names = ["portable", "triton", "hopper", "cudnn", "flash_attention_3"]
     if case.T <= 4096 and (case.dtype == "bfloat16" or case == TUTORIAL) and case.K == case.N:
         names.insert(0, "naive")
     if case.T == 4096 and case.K == case.N:
@@ -269,6 +271,11 @@ def tiles_used(case, name, which):
     problem = check_call(small, small, small, is_causal=case.is_causal).problem
     problem = replace(problem, B=case.B, T=case.T, S=case.S, N=case.N, K=case.K)
     if name == "portable":
+        if which == "forward":
+            return {"forward": mosaic_forward.forward_tiles(problem)._asdict()}
+        dq, dkv = mosaic_backward.backward_tiles(problem)
+        return {"dq": dq._asdict(), "dkv": dkv._asdict()}
+    if name == "triton":
         kernels = ("forward",) if which == "forward" else ("dkv", "dq")
         return {kernel: select_tiles(kernel, problem)._asdict() for kernel in kernels}
     if name == "hopper":

@@ -1,34 +1,39 @@
-"""Compile every configuration of the Hopper kernels for an H200, on Linux without one, and read what ptxas says.
+"""Compile the kernels for GPUs from Ampere to Blackwell, on Linux without one, and read what ptxas says.
 
     python -m helpers.dev.ptxas        (make gpu-compile)
 
-The configurations are those of the committed tables of the tuner, and those for GPUs without a table.
+The Mosaic kernels are compiled for a GPU of each compute capability; a table says what they spill, and what they take
+of shared memory. Then come the configurations of the Hopper kernels for an H200: those of the committed table, and
+those for GPUs without a table.
 XLA needs a description of a GPU and no GPU; Mosaic hands the kernels to ptxas, which says how many
 bytes of registers each one spills to memory and whether it had to serialise wgmmas, which were meant
 to run beside other work. The former has a limit, the latter is not allowed. Nor is code that ptxas
 before CUDA 13.2 compiles wrongly (see `mistaken_selects`), for which short sequences are compiled too.
-For the portable kernels, which XLA compiles with Triton, see `helpers.dev.shared_memory`.
 """
 
+import argparse
 import functools
 import importlib.util
 import itertools
 import json
 import os
 import re
+import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
+from jax.experimental.mosaic.gpu import core, utils
 
-from helpers.attention import tables
+from helpers.attention import registry, tables
 from helpers.attention.hopper import backward, backward_schedule, forward
 from helpers.attention.hopper.serve import fields_of
 from helpers.attention.hopper.table import LENGTHS
@@ -45,9 +50,18 @@ ALLOWED_SPILLS = {
     "backward of groups": {64: 130, 128: 40, 256: 600},
 }
 HEADS = 16  # of keys; enough that a persistent kernel has more tiles of queries than programs: else it is another
+KIB = 1024
+GPUS = {  # by compute capability: a name, and bytes of shared memory of a program
+    "8.0": ("NVIDIA A100", 163 * KIB),
+    "8.6": ("NVIDIA A10", 99 * KIB),
+    "8.9": ("NVIDIA L4", 99 * KIB),
+    "9.0": ("NVIDIA H100", 227 * KIB),
+    "10.0": ("NVIDIA B200", 227 * KIB),
+    "12.0": ("NVIDIA RTX PRO 6000", 99 * KIB),
+}
 DESCRIPTION = """
 gpu_device_info {
-  cuda_compute_capability { major: MAJOR minor: MINOR }
+  cuda_compute_capability { major: MAJOR minor: MINOR feature_extension: EXTENSION }
   core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
@@ -133,6 +147,79 @@ def kernels_of(text):
     return [Kernel(name, int(spilled), name in serialised) for name, spilled in sizes]
 
 
+@dataclass(frozen=True)
+class MosaicPass:
+    """A pass of the Mosaic kernels: "forward", "backward", "decode" or "pages"."""
+
+    which: str
+    H: int
+    dtype: str
+
+    def lowered(self, scale, sharding):
+        """The pass for CUDA, for 4096 keys, with four query heads to a key head."""
+        few, S, page = self.which in ("decode", "pages"), 4096, 16
+        T = 8 if few else S
+        problem = Problem(1, T, S, HEADS, HEADS // 4, self.H, jnp.dtype(self.dtype), scale, Band.of(not few))
+        shaped = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+        query, key = (shaped((1, length, heads, self.H), self.dtype) for length, heads in ((T, HEADS), (S, HEADS // 4)))
+        row, lengths = shaped((1, HEADS, T), jnp.float32), shaped((1,), jnp.int32)
+        if self.which == "pages":
+            key = shaped((S // page, page, *key.shape[2:]), self.dtype)
+        table = shaped((1, S // page), jnp.int32) if self.which == "pages" else None
+        kernels = registry.kernels("mosaic")
+
+        def run(query, key, value, lengths, table, *residuals):
+            call = Call(problem, query, key, value, None, lengths, table)
+            if residuals:
+                return kernels.backward(call, *residuals, None)
+            keeps = not few and problem.dtype.itemsize == 2
+            return (kernels.forward_with_low_bits if keeps else kernels.forward)(call)
+
+        residuals = (query, row, query, row) if self.which == "backward" else ()
+        arrays = query, key, key, lengths if few else None, table, *residuals
+        return jax.jit(run).trace(*arrays).lower(lowering_platforms=("cuda",))
+
+
+@contextmanager
+def compiling_for(capability, memory):
+    """A list of the bytes of shared memory of the kernels that are lowered in this context, for such a GPU."""
+    sizes, size_of = [], core._smem_tree_size
+
+    def noted(buffers):
+        sizes.append(size_of(buffers))
+        return sizes[-1]
+
+    modules = "helpers.attention.mosaic.warp", "helpers.attention.mosaic.decode"
+    with (
+        mock.patch.object(utils, "_infer_arch", lambda: capability),
+        mock.patch.object(core, "_smem_tree_size", noted),
+        mock.patch(f"{modules[0]}.shared_memory", lambda: memory),
+        mock.patch(f"{modules[1]}.shared_memory", lambda: memory),
+    ):
+        yield sizes
+
+
+def mosaic_table(gpu):
+    """Print what ptxas says of the Mosaic kernels for one of `GPUS`; return how many it does not compile."""
+    (name, memory), capability = GPUS[gpu], tuple(map(int, gpu.split(".")))
+    sharding, failed = sharding_on(name, capability, memory), 0
+    passes = itertools.product(("forward", "backward", "decode", "pages"), HEAD_DIMS, ("bfloat16", "float32"))
+    for number, (which, H, dtype) in enumerate(passes, 1):
+        try:
+            with compiling_for(capability, memory) as sizes, standard_output() as written:
+                # Not twice the same scale, for Mosaic does not compile the same kernel again.
+                MosaicPass(which, H, dtype).lowered(0.1 / number, sharding).compile()
+                spilled = " + ".join(str(kernel.spilled) for kernel in kernels_of(written()))
+            said = (
+                f"{spilled:>12} bytes spilled, at most {max(sizes) / KIB:5.1f} of {memory // KIB} KiB of shared memory"
+            )
+        except Exception as error:
+            failed += 1
+            said = f"does not compile: {reason_of(error)}"
+        print(f"{name:20} {which:8} H{H:<3} {dtype:8} {said}", flush=True)
+    return failed
+
+
 def mistaken_selects(ptx):
     """The selects of a PTX text by a predicate that is set in several places, as a list of texts.
 
@@ -196,6 +283,7 @@ def find_toolkit():
 def sharding_on(name, capability, shared_memory):
     """Where the arrays of a program would be for a GPU that is an H200 but for these three; after `find_toolkit`."""
     fields = {"NAME": name, "MAJOR": capability[0], "MINOR": capability[1], "OPTIN": shared_memory}
+    fields["EXTENSION"] = "ACCELERATED_FEATURES" if capability >= (9, 0) else "NONE"  # Mosaic takes sm_90a, not sm_90
     description = functools.reduce(lambda text, field: text.replace(field, str(fields[field])), fields, DESCRIPTION)
     devices = topologies.get_topology_desc(platform="cuda", target_config=description, topology="1x1x1").devices
     return jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(devices), ("x",)), jax.sharding.PartitionSpec())
@@ -207,10 +295,17 @@ def lengths_of(configuration):
     return [long] + [(n * 64, many) for n in few] + [(many, n * 64) for n in few] if configuration.is_causal else [long]
 
 
-def main():
+def main(arguments=None):
+    parser = argparse.ArgumentParser(prog="python -m helpers.dev.ptxas", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=GPUS, help="only the Mosaic kernels, for this compute capability")
+    only = parser.parse_args(arguments).only
     find_toolkit()
-    sharding = sharding_on("NVIDIA H200", (9, 0), 227 * 1024)
-    failed = 0
+    if only:
+        return int(mosaic_table(only) > 0)
+    # A process compiles for one GPU: Mosaic keeps to the first.
+    itself = [sys.executable, "-m", "helpers.dev.ptxas", "--only"]
+    failed = sum(subprocess.run([*itself, gpu]).returncode for gpu in GPUS)
+    sharding = sharding_on("NVIDIA H200", (9, 0), 227 * KIB)
     cases = [(configuration, lengths) for configuration in configurations() for lengths in lengths_of(configuration)]
     for number, (configuration, (T, S)) in enumerate(cases, 1):
         kernels = []
@@ -229,7 +324,7 @@ def main():
         spilled = " + ".join(str(kernel.spilled) for kernel in kernels)
         said = f"{spilled or '?':>9} bytes spilled{', WRONG: ' * bool(wrong)}{'; '.join(wrong)}"
         print(f"{configuration!s:75} {f'{T}, {S}':>10} {said}")
-    print(f"{failed} configurations are not as they should be." if failed else "All is as it should be.")
+    print(f"{failed} are not as they should be." if failed else "All is as it should be.")
     return int(failed > 0)
 
 

@@ -153,6 +153,7 @@ def flash_attention_3(case):
 OF_JAX = {
     "naive": ours("reference"),
     "portable": ours("portable"),
+    "triton": ours("triton"),
     "hopper": ours("hopper"),
     "cudnn": ours("cudnn"),
     "jax_triton": jax_triton,

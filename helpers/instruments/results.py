@@ -15,8 +15,8 @@
                gbps: of keys and values read once, of_copy: that as a fraction
     notes      what could not be measured, and why
 
-The tuner's table stands beside the kernels, in attention/tuned/<gpu>.json: `tiles`, `decode` and `hopper` are the
-fastest for each kernel, `sweep`, `decode_sweep` and `hopper_sweep` all that was tried.
+The table of tiles stands beside the kernels, in attention/tuned/<gpu>.json: `hopper` is the fastest for each pass of
+the Hopper kernels.
 
 Other records are of one experiment each, and what they hold says what it is: ring attention on several GPUs
 (<gpu>_ring.json), gradients where keys and values have a part in common (<gpu>_common_part.json), forward kernels
@@ -51,7 +51,7 @@ def _read(path):
 
 
 def read_tiles(gpu="NVIDIA H200"):
-    """The tuner's table of a GPU; FileNotFoundError where there is none."""
+    """The table of tiles of a GPU; FileNotFoundError where there is none."""
     return _read(tables.path_of(gpu))
 
 

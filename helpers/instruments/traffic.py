@@ -206,8 +206,6 @@ class _Interpreter:
                 branches = params["branches"]
                 branch = branches[min(max(int(index), 0), len(branches) - 1)]
                 return self.run(branch.jaxpr, branch.consts, rest)
-            case "elementwise_inline_asm" | "elementwise_inline_asm_p":  # how `tiles.exp2` is compiled for a GPU
-                return [jnp.exp2(*values)]
             case "while":
                 return self.loop(params, values)
             case "scan":

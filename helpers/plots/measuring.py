@@ -1,14 +1,13 @@
 """Pictures of notebook 09: clocks, samples, and the recorded figures of a GPU."""
 
 import numpy as np
-from matplotlib.colors import LinearSegmentedColormap
-from matplotlib.patches import Rectangle
 
 from helpers.plots import draw, style
 
 LOOKS = {  # colour, marker, dash
     "naive": (style.LOGITS, "o", ":"),
     "portable": (style.QUERY, "s", "-"),
+    "triton": (style.QUERY, "x", ":"),
     "hopper": (style.OUTPUT, "D", "-"),
     "cudnn": (style.INK, "^", "-"),
     "jax_triton": (style.KEY, "v", "--"),
@@ -19,7 +18,6 @@ LOOKS = {  # colour, marker, dash
     "flash_attention_3": ("#7A5C00", "h", "-."),
 }
 HATCHES = {"naive": "...", "portable": "", "hopper": "////", "cudnn": "xxxx"}
-FAST_TO_SLOW = LinearSegmentedColormap.from_list("rate", [style.PAPER, style.STATE, style.QUERY, "#013A5C"])
 
 
 def mask_of(is_causal):
@@ -198,35 +196,6 @@ def ladder(steps, others, H, ceiling):
     figure.alt = "TFLOP/s. " + " ".join(
         f"H = {H}, {mask_of(is_causal)}: {_listed(steps[is_causal] | others[is_causal])}." for is_causal in steps
     )
-    return figure
-
-
-def tiles(sweep, titles):
-    """Heat maps of the tuner's times. sweep: one list of rows for each panel.
-
-    Each square is the fastest choice of warps and stages for its tile; rates relative to the best square.
-    """
-    figure, panels = style.subplots(1, len(sweep), width=0.4 + 2.5 * len(sweep), height=2.9, squeeze=False)
-    for axes, rows, title in zip(panels[0], sweep, titles, strict=True):
-        slowest_first = sorted(rows, key=lambda row: -row["ms"])
-        best_of = {(row["block_q"], row["block_k"]): row for row in slowest_first}
-        sides = sorted({size for key in best_of for size in key})
-        fastest = min(row["ms"] for row in best_of.values())
-        table = np.full((len(sides), len(sides)), np.nan)
-        for (block_q, block_k), row in best_of.items():
-            i, j = sides.index(block_q), sides.index(block_k)
-            table[i, j] = share = fastest / row["ms"]
-            text = f"{100 * share:.0f} %\n{row['num_warps']}w {row['num_stages']}s"
-            draw.label(axes, j, i, text, color="white" if share > 0.6 else style.INK, size=8.5)
-            if row["ms"] == fastest:
-                axes.add_patch(Rectangle((j - 0.47, i - 0.47), 0.94, 0.94, fill=False, edgecolor=style.OUTPUT, lw=3))
-        axes.imshow(table, cmap=FAST_TO_SLOW, vmin=0.3, vmax=1, origin="lower")
-        for i, j in np.argwhere(np.isnan(table)):
-            draw.box(axes, j - 0.5, i - 0.5, 1, 1, style.PAPER, ec=style.SKIPPED, hatch="////", lw=0)
-        axes.set_xticks(range(len(sides)), sides)
-        axes.set_yticks(range(len(sides)), sides)
-        axes.set(xlabel="block_k", title=title)
-    panels[0][0].set_ylabel("block_q")
     return figure
 
 

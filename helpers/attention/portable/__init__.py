@@ -1,1 +1,1 @@
-"""Kernels in plain Pallas: interpreted on a CPU, compiled by Triton on an NVIDIA GPU from Ampere on."""
+"""Kernels in plain Pallas, for readers: interpreted on a CPU, and for `triton` compiled by Triton for a GPU."""

@@ -1,4 +1,4 @@
-"""The portable forward kernel: one program for each tile of queries, in plain Pallas.
+"""The plain forward kernel: one program for each tile of queries, in Pallas that any device understands.
 
 FlashAttention-2 (arXiv 2307.08691), algorithm 1. For one tile of block_q queries, over tiles j of
 block_k keys, with everything base 2 (scale_2 = scale log2 e, so that exp2 does the work of exp):
@@ -8,15 +8,18 @@ block_k keys, with everything base 2 (scale_2 = scale log2 e, so that exp2 does 
     alpha  = 2^(m - m')
     p      = 2^(s - m')
     l      = alpha l + rowsum p
-    acc    = alpha acc + p v_j
-    out    = acc / l                  once, after the last tile, so S max|v| must fit float32
+    w      = alpha w + rowsum r       r = p, rounded to the dtype of v
+    acc    = alpha acc + r v_j
+    out    = acc / w                  once, after the last tile, so S max|v| must fit float32
     lse    = ln 2 (m + log2 l)
+
+So out is a mean, by weights that add up to one whatever rounding did to them, as its gradient needs (see `backward`).
 
 Refs, as one program sees them (H' is head_padded: head_dim rounded up to a power of two):
 
     q_ref    (block_q, H')  this tile of queries
-    k_ref    (S, H')        all keys of the head that serves this query head
-    v_ref    (S, H')        its values
+    k_ref    (S', H')       all keys of the head that serves this query head, in whole tiles
+    v_ref    (S', H')       its values
     query_length_ref, key_length_ref  ()  how many of this batch entry are real, or None
     extras, lists     what few calls have, see `pairs`, or None
     out_ref  (block_q, H')
@@ -28,11 +31,19 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from helpers.attention.masking import for_kernel, key_tiles
 from helpers.attention.portable.pairs import Pair, bounds_of, over_tiles, sink_of, specs
-from helpers.attention.portable.tiles import LOG2_E, dot, exp2, length_of, padded_head_dim, select_tiles
+from helpers.attention.portable.tiles import (
+    LOG2_E,
+    dot,
+    how_it_runs,
+    length_of,
+    padded_head_dim,
+    real,
+    select_tiles,
+    whole,
+)
 
 
 def forward_kernel(
@@ -49,26 +60,20 @@ def forward_kernel(
     problem,
     block_q,
     block_k,
-    interpret,
 ):
     query_length = length_of(query_length_ref, problem.T)
     key_length = length_of(key_length_ref, problem.S)
     lengths = query_length, key_length
     q_start = pl.program_id(0) * block_q
     rows = q_start + jnp.arange(block_q)
-    head_padded = q_ref.shape[-1]
-    in_head = jnp.arange(head_padded)[None, :] < problem.H
-    q_mask = (rows < problem.T)[:, None] & in_head
-    q = plt.load(q_ref, mask=q_mask, other=0)
+    q = real(q_ref[...], rows < problem.T, problem.H)
 
     def one_key_tile(j, is_full, state):
-        m, l, acc = state
+        m, l, w, acc = state
         cols = j * block_k + jnp.arange(block_k)
         tile = pl.ds(j * block_k, block_k)
-        # Masked lanes are not read: the tail of the last tile belongs to somebody else.
-        k_mask = (cols < key_length)[:, None] & in_head
-        k = plt.load(k_ref.at[tile, :], mask=k_mask, other=0)
-        v = plt.load(v_ref.at[tile, :], mask=k_mask, other=0)
+        k = real(k_ref[tile, :], cols < key_length, problem.H)
+        v = real(v_ref[tile, :], cols < key_length, problem.H)
 
         starts = q_start, j * block_k
         pair = Pair(problem, lengths, extras, 0, rows, cols, starts, is_full)
@@ -77,11 +82,13 @@ def forward_kernel(
         s = pair.hidden(s, -jnp.inf)
         m_new = jnp.maximum(m, s.max(axis=1))
         reference = jnp.where(m_new == -jnp.inf, 0, m_new)  # a row may have seen no key yet
-        alpha = exp2(m - reference, interpret)
-        p = exp2(s - reference[:, None], interpret)
+        alpha = jnp.exp2(m - reference)
+        p = jnp.exp2(s - reference[:, None])
+        rounded = p.astype(v.dtype)
         l = alpha * l + p.sum(axis=1)
-        acc = alpha[:, None] * acc + dot(p.astype(v.dtype), v)
-        return m_new, l, acc
+        w = alpha * w + rounded.astype(jnp.float32).sum(axis=1)
+        acc = alpha[:, None] * acc + dot(rounded, v)
+        return m_new, l, w, acc
 
     # A sink is a key without a value, seen before all others.
     sink = sink_of(extras)
@@ -89,46 +96,44 @@ def forward_kernel(
     state = (
         jnp.full(block_q, m_start, jnp.float32),
         jnp.full(block_q, l_start, jnp.float32),
-        jnp.zeros((block_q, head_padded), jnp.float32),
+        jnp.full(block_q, l_start, jnp.float32),
+        jnp.zeros(q.shape, jnp.float32),
     )
     q_stop = q_start + block_q
     in_band = key_tiles(q_start, q_stop, block_k, problem.band, *lengths, xp=jnp)
     bounds = bounds_of(lists, 0, in_band)
-    m, l, acc = over_tiles(lists, 0, bounds, one_key_tile, state)
+    m, l, w, acc = over_tiles(lists, 0, bounds, one_key_tile, state)
 
     empty = l == 0 if sink is None else (l == 1) & (m == m_start)
-    l = jnp.where(empty, 1, l)
+    l, w = (jnp.where(empty, 1, total) for total in (l, w))
     nothing = -jnp.inf if sink is None else sink
     lse = jnp.where(empty, nothing, (m + jnp.log2(l)) / LOG2_E)
-    plt.store(out_ref, (acc / l[:, None]).astype(out_ref.dtype), mask=q_mask)
-    plt.store(lse_ref, lse, mask=rows < problem.T)
+    out_ref[...] = (acc / w[:, None]).astype(out_ref.dtype)
+    lse_ref[...] = lse
 
 
-def forward(call, *, block_q=None, block_k=None, num_warps=None, num_stages=None, dtype=None, interpret=False):
+def forward(call, *, dtype=None, interpret=False, **tiles):
     """Attention of a checked `Call` by the kernel above.
 
     Returns out (B, T, N, H) in the dtype of query, or `dtype`, and lse (B, N, T) in float32. Beyond its inputs
-    and outputs it allocates nothing. block_q, block_k: tile sizes, powers of two of at least 16.
-    num_warps, num_stages: warps of a program and key tiles in flight, on a GPU. Each is chosen for
-    the GPU unless given. interpret: run the kernel's operations one by one on any device, for learning
-    and testing.
+    and outputs it allocates nothing. interpret: run the kernel's operations one by one on any device, for learning
+    and testing; otherwise Triton compiles it for an NVIDIA GPU. tiles: fields of `Tiles`, each chosen unless given:
+    block_q, block_k, powers of two of at least 16, and for a GPU num_warps, num_stages.
     """
     problem = call.problem
-    block_q, block_k, num_warps, num_stages = select_tiles(
-        "forward", problem, block_q=block_q, block_k=block_k, num_warps=num_warps, num_stages=num_stages
-    )
+    block_q, block_k, num_warps, num_stages = select_tiles("forward", problem, **tiles)
     B, T, S, N, H = problem.B, problem.T, problem.S, problem.N, problem.H
     head_padded = padded_head_dim(H)
 
     q_spec = pl.BlockSpec((None, block_q, None, head_padded), lambda i, n, b: (b, i, n, 0))
     # Grouped queries: `group` query heads read the same key/value head, in place.
     shared = lambda i, n, b: (b, 0, n // problem.group, 0)
-    kv_spec = pl.BlockSpec((None, S, None, head_padded), shared)
+    kv_spec = pl.BlockSpec((None, whole(S, block_k), None, head_padded), shared)
     lse_spec = pl.BlockSpec((None, None, block_q), lambda i, n, b: (b, n, i))
     length_spec = pl.BlockSpec((None,), lambda i, n, b: (b,))
     extras, lists = for_kernel(call, block_q, block_k)
     return pl.pallas_call(
-        functools.partial(forward_kernel, problem=problem, block_q=block_q, block_k=block_k, interpret=interpret),
+        functools.partial(forward_kernel, problem=problem, block_q=block_q, block_k=block_k),
         grid=(pl.cdiv(T, block_q), N, B),
         in_specs=[
             q_spec,
@@ -136,15 +141,14 @@ def forward(call, *, block_q=None, block_k=None, num_warps=None, num_stages=None
             kv_spec,
             None if call.query_lengths is None else length_spec,
             None if call.key_lengths is None else length_spec,
-            specs(extras, heads=1),
-            specs(lists, heads=1),
+            specs(extras, 1, block_q, block_k),
+            specs(lists, 1, block_q, block_k),
         ],
         out_specs=[q_spec, lse_spec],
         out_shape=[
             jax.ShapeDtypeStruct((B, T, N, H), dtype or problem.dtype),
             jax.ShapeDtypeStruct((B, N, T), jnp.float32),
         ],
-        compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
-        interpret=interpret,
         name="flash_attention_forward",
+        **how_it_runs(interpret, num_warps, num_stages),
     )(call.query, call.key, call.value, call.query_lengths, call.key_lengths, extras, lists)

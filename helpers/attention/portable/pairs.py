@@ -1,10 +1,10 @@
-"""How the portable kernels see what few calls have: the logits of a pair of tiles, and which pairs there are to see.
+"""How the plain kernels see what few calls have: the logits of a pair of tiles, and which pairs there are to see.
 
 Refs of the `Extras` of a call, as one program sees them, with the G query heads that it has, 1 or those of a key head
 (an axis that serves all is 1):
 
-    bias, mask, score arrays    (G, T, S)
-    query_segment_ids, key_segment_ids  (T,), (S,)
+    bias, mask, score arrays    (G, T', S'), in whole tiles
+    query_segment_ids, key_segment_ids  (T',), (S',)
     sinks, heads    (G,)
     batch           ()
 
@@ -20,12 +20,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from helpers.attention import scores
 from helpers.attention.extras import Extras
 from helpers.attention.masking import visible
-from helpers.attention.portable.tiles import LOG2_E
+from helpers.attention.portable.tiles import LOG2_E, whole
 from helpers.attention.problem import Problem
 
 
@@ -72,14 +71,10 @@ class Pair:
         seen = visible(rows, cols, problem.band, *self.lengths)
         if problem.mask_mod is None and not extras.hides_keys:
             return seen
-        ids = [
-            None if ref is None else plt.load(ref.at[pl.ds(start, size)], mask=positions < length, other=-1)
-            for ref, start, size, positions, length in (
-                (extras.query_segment_ids, self.starts[0], self.rows.size, self.rows, problem.T),
-                (extras.key_segment_ids, self.starts[1], self.cols.size, self.cols, problem.S),
-            )
-        ]
-        query_ids, key_ids = (None, None) if ids[0] is None else (ids[0][:, None], ids[1][None, :])
+        query_ids = key_ids = None
+        if extras.query_segment_ids is not None:
+            query_ids = extras.query_segment_ids[pl.ds(self.starts[0], rows.size)][:, None]
+            key_ids = extras.key_segment_ids[pl.ds(self.starts[1], cols.size)][None, :]
         return seen & scores.visible_by(problem, *self._numbers(), self._tile(extras.mask), query_ids, key_ids)
 
     @property
@@ -102,10 +97,10 @@ class Pair:
         head = _own(self.head, ref)
         if T == S == 1:
             return ref[head, 0, 0]
-        rows = (pl.ds(self.starts[0], self.rows.size), self.rows < T) if T > 1 else (pl.ds(0, 1), jnp.full(1, True))
-        cols = (pl.ds(self.starts[1], self.cols.size), self.cols < S) if S > 1 else (pl.ds(0, 1), jnp.full(1, True))
-        mask = rows[1][:, None] & cols[1][None, :]
-        return plt.load(ref.at[head, rows[0], cols[0]], mask=mask, other=jnp.zeros((), ref.dtype))
+        rows = pl.ds(self.starts[0], self.rows.size) if T > 1 else pl.ds(0, 1)
+        cols = pl.ds(self.starts[1], self.cols.size) if S > 1 else pl.ds(0, 1)
+        is_pair = (self.rows < self.problem.T)[:, None] & (self.cols < self.problem.S)[None, :]
+        return jnp.where(is_pair, ref[head, rows, cols], jnp.zeros((), ref.dtype))
 
 
 def bounds_of(lists, head, in_band):
@@ -134,18 +129,19 @@ def sink_of(extras):
     return None if extras is None or extras.sinks is None else extras.sinks[0]
 
 
-def specs(tree, heads):
+def specs(tree, heads, block_q, block_k):
     """Specs of `Extras` or `TileLists` for programs (tile, head or key head, batch entry), which have `heads` heads."""
 
     def spec(array, axes):
-        """axes: what its axes are: "b", "n", "o" for the outer tile, or "-" for one that a program has all of."""
+        """axes: a letter for each: "b", "n", "o" for the outer tile, "t", "s" or "-" for what a program has all of."""
+        axes_and_sizes = list(zip(axes, array.shape, strict=True))
+        all_of = lambda axis, size: whole(size, {"t": block_q, "s": block_k}.get(axis, 1)) if size > 1 else 1
         sizes = {"b": None, "n": min(heads, array.shape[1]) if array.ndim > 1 else None, "o": None}
-        block = tuple(sizes.get(axis, size) for axis, size in zip(axes, array.shape, strict=True))
-        is_one = tuple(size == 1 for size in array.shape)
+        block = tuple(sizes.get(axis, all_of(axis, size)) for axis, size in axes_and_sizes)
 
         def index(tile, n, b):
-            numbers = {"b": b, "n": n, "o": tile, "-": 0}
-            return tuple(0 if one else numbers[axis] for axis, one in zip(axes, is_one, strict=True))
+            numbers = {"b": b, "n": n, "o": tile}
+            return tuple(0 if size == 1 else numbers.get(axis, 0) for axis, size in axes_and_sizes)
 
         return pl.BlockSpec(block, index)
 
@@ -160,11 +156,11 @@ def specs(tree, heads):
 
 
 AXES = {
-    "bias": "bn--",
-    "mask": "bn--",
-    "score_arrays": "bn--",
-    "query_segment_ids": "b-",
-    "key_segment_ids": "b-",
+    "bias": "bnts",
+    "mask": "bnts",
+    "score_arrays": "bnts",
+    "query_segment_ids": "bt",
+    "key_segment_ids": "bs",
     "sinks": "bn",
     "heads": "bn",
     "batch": "b",
