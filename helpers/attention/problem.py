@@ -166,7 +166,15 @@ class Call:
         problem, table = self.problem, jnp.clip(self.page_table, 0, self.key.shape[0] - 1)
         shape = problem.B, problem.S, problem.K, problem.H
         key, value = (pages[table].reshape(shape) for pages in (self.key, self.value))
-        return replace(self, key=key, value=value, page_table=None)
+        call = replace(self, key=key, value=value, page_table=None)
+        if not problem.is_at_end:
+            return call
+        # Each sequence has a band of its own: few queries, so it may be an array.
+        first = problem.first_position(self.key_lengths)[:, None, None]
+        rows, cols = jnp.arange(problem.T)[:, None], jnp.arange(problem.S)
+        seen = masking.visible(first + rows, cols, problem.band, problem.S, problem.S)[:, None]
+        extras = (self.extras or Extras())._replace(mask=seen)
+        return replace(call, problem=replace(problem, band=Band(), is_at_end=False), extras=extras)
 
     @property
     def has_sinks(self):
