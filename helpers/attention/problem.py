@@ -15,7 +15,7 @@ import numpy as np
 
 from helpers.attention import masking
 from helpers.attention.extras import Extras, check_block_mask, check_function, check_score_arrays, check_table
-from helpers.attention.masking import Band
+from helpers.attention.masking import Band, visible
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 MAX_HEAD_DIM = 256
@@ -160,13 +160,23 @@ class Call:
         return self.problem.mask_mod is not None or (self.extras is not None and self.extras.hides_keys)
 
     def gathered(self):
-        """The call with its keys in one piece, if they lie in pages. A page that does not exist is some other one."""
+        """The call with its keys in one piece, if they lie in pages. A page that does not exist is some other one.
+
+        Where the queries are at the end of sequences of several lengths, the band becomes a mask.
+        """
         if self.page_table is None:
             return self
         problem, table = self.problem, jnp.clip(self.page_table, 0, self.key.shape[0] - 1)
         shape = problem.B, problem.S, problem.K, problem.H
         key, value = (pages[table].reshape(shape) for pages in (self.key, self.value))
-        return replace(self, key=key, value=value, page_table=None)
+        call = replace(self, key=key, value=value, page_table=None)
+        if not problem.is_at_end:
+            return call
+        first = problem.first_position(jnp.minimum(self.key_lengths, problem.S))
+        rows = first[:, None, None, None] + jnp.arange(problem.T)[:, None]
+        mask = visible(rows, jnp.arange(problem.S), problem.band, MAX_LENGTH, problem.S)
+        extras = (self.extras or Extras())._replace(mask=mask)
+        return replace(call, problem=replace(problem, band=Band(), is_at_end=False), extras=extras)
 
     @property
     def has_sinks(self):
