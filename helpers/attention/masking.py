@@ -64,7 +64,7 @@ def sees_some(rows, band, query_length, key_length):
     rows: integer positions; the lengths are broadcast to them.
     """
     sees = (rows < query_length) & (key_length > 0)
-    if band.right is not None:
+    if band.right is not None and band.right < 0:
         sees &= rows + band.right >= 0
     return sees if band.left is None else sees & (rows - band.left < key_length)
 

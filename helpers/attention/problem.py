@@ -15,7 +15,7 @@ import numpy as np
 
 from helpers.attention import masking
 from helpers.attention.extras import Extras, check_block_mask, check_function, check_score_arrays, check_table
-from helpers.attention.masking import Band
+from helpers.attention.masking import Band, visible
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 MAX_HEAD_DIM = 256
@@ -160,7 +160,10 @@ class Call:
         return self.problem.mask_mod is not None or (self.extras is not None and self.extras.hides_keys)
 
     def gathered(self):
-        """The call with its keys in one piece, if they lie in pages. A page that does not exist is some other one."""
+        """The call with its keys in one piece, if they lie in pages. A page that does not exist is some other one.
+
+        Where the queries are at the end of sequences of several lengths, the band becomes a mask.
+        """
         if self.page_table is None:
             return self
         problem, table = self.problem, jnp.clip(self.page_table, 0, self.key.shape[0] - 1)
@@ -169,11 +172,10 @@ class Call:
         call = replace(self, key=key, value=value, page_table=None)
         if not problem.is_at_end:
             return call
-        # Each sequence has a band of its own: few queries, so it may be an array.
-        first = problem.first_position(self.key_lengths)[:, None, None]
-        rows, cols = jnp.arange(problem.T)[:, None], jnp.arange(problem.S)
-        seen = masking.visible(first + rows, cols, problem.band, problem.S, problem.S)[:, None]
-        extras = (self.extras or Extras())._replace(mask=seen)
+        first = problem.first_position(jnp.minimum(self.key_lengths, problem.S))
+        rows = first[:, None, None, None] + jnp.arange(problem.T)[:, None]
+        mask = visible(rows, jnp.arange(problem.S), problem.band, MAX_LENGTH, problem.S)
+        extras = (self.extras or Extras())._replace(mask=mask)
         return replace(call, problem=replace(problem, band=Band(), is_at_end=False), extras=extras)
 
     @property

@@ -26,7 +26,8 @@ def naive_attention(call):
     are float32; the weights are rounded to the dtype of value for the second product, as
     in `jax.nn.dot_product_attention`.
     """
-    call, problem = call.gathered(), call.problem
+    call = call.gathered()
+    problem = call.problem
     B, T, N, K, H = problem.B, problem.T, problem.N, problem.K, problem.H
     is_query, is_key, seen = what_counts(call)
     # Padding may hold anything, NaN included, and 0 * NaN is NaN: replace it by zeros.
@@ -77,12 +78,11 @@ def what_counts(call):
     query_lengths = jnp.full((B,), T) if call.query_lengths is None else call.query_lengths
     key_lengths = jnp.full((B,), S) if call.key_lengths is None else call.key_lengths
     of_entry = lambda lengths: lengths[:, None, None, None]
-    first = problem.first_position(jnp.minimum(key_lengths, S))
-    rows, query_lengths = jnp.arange(T) + jnp.reshape(first, (-1, 1)), query_lengths + first
-    is_query = sees_some(rows[..., None, None], problem.band, of_entry(query_lengths), of_entry(key_lengths))
+    rows = jnp.arange(T)[None, :, None, None]
+    is_query = sees_some(rows, problem.band, of_entry(query_lengths), of_entry(key_lengths))
     is_key = jnp.arange(S)[None, :, None, None] < of_entry(key_lengths)
     seen = visible(
-        rows[..., None],
+        jnp.arange(T)[None, :, None],
         jnp.arange(S)[None, None, :],
         problem.band,
         query_lengths[:, None, None],
