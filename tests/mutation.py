@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from helpers.exercises.edits import changed
 from tests.mutations import FAULTS, TESTS
 
 ROOT = Path(__file__).parents[1]
@@ -44,13 +45,6 @@ class Found(NamedTuple):
 
 def label(fault):
     return f"{fault.file}: {fault.name}"
-
-
-def changed(fault, text):
-    """The text of a file with the fault in it."""
-    if text.count(fault.old) != 1:
-        raise ValueError(f"{label(fault)}: {fault.old!r} stands in it {text.count(fault.old)} times")
-    return text.replace(fault.old, fault.new)
 
 
 def tests_of(file):
@@ -93,7 +87,7 @@ class Copy:
     def judge(self, fault, known):
         """Which test notices a fault, `Found`. known: what was found last time, or None."""
         sound = (self.root / fault.file).read_text()
-        (self.root / fault.file).write_text(changed(fault, sound))
+        (self.root / fault.file).write_text(changed(sound, (fault.old, fault.new), once=True))
         try:
             expressions = {QUICK: "not full", FULL: "full"}
             if known and known.by and "(hangs)" not in known.by:

@@ -4,9 +4,10 @@ import ast
 
 import pytest
 
+from helpers.exercises.edits import changed
 from tests import mutation
 from tests.mutation import FULL, QUICK, label
-from tests.mutations import FAULTS, Fault
+from tests.mutations import FAULTS
 
 ENOUGH = 120
 
@@ -14,17 +15,16 @@ ENOUGH = 120
 def test_every_fault_fits_its_file():
     assert len({label(fault) for fault in FAULTS}) == len(FAULTS) >= ENOUGH
     for fault in FAULTS:
-        text = mutation.changed(fault, (mutation.ROOT / fault.file).read_text())
+        text = changed((mutation.ROOT / fault.file).read_text(), (fault.old, fault.new), once=True)
         if fault.file.endswith(".py"):
             ast.parse(text)
         assert mutation.tests_of(fault.file), fault.file
 
 
 def test_a_fault_that_does_not_fit_is_refused():
-    fault = Fault("some.py", "nothing", "a", "b")
     for text in ("", "a a"):
         with pytest.raises(ValueError, match=f"stands in it {text.count('a')} times"):
-            mutation.changed(fault, text)
+            changed(text, ("a", "b"), once=True)
 
 
 def test_the_record_is_good_enough():

@@ -12,6 +12,7 @@ from helpers.attention.reference import oracle
 from helpers.dialects import cuda_compile, cuda_launch, shown
 from helpers.dialects.cuda_launch import RUNGS, SOURCE, SharedMemoryError
 from helpers.dialects.shown import Shown, error, printed
+from helpers.exercises.edits import changed
 from helpers.source import Source, cut
 
 
@@ -29,16 +30,6 @@ def show_source(*parts):
 
 def inputs(dtype):
     return shown.inputs(dtype, 70, 90, seed=17)
-
-
-def _changed(*changes):
-    """The source with each (right, wrong) exchanged."""
-    source = SOURCE.read_text()
-    for right, wrong in changes:
-        if source.count(right) != 1:
-            raise ValueError(f"not once in the source: {right}")
-        source = source.replace(right, wrong)
-    return source
 
 
 def without_barrier(number):
@@ -80,7 +71,7 @@ def mistakes():
     arrays, _, _ = inputs("float32")
     right, _ = oracle(*arrays)
     for name, (rung, change) in MISTAKES.items():
-        as_it_was, _ = cuda_launch.forward(*arrays, rung=rung, source=_changed(change))
+        as_it_was, _ = cuda_launch.forward(*arrays, rung=rung, source=changed(SOURCE.read_text(), change, once=True))
         corrected, _ = cuda_launch.forward(*arrays, rung=rung)
         verdict = f"as it was {error(as_it_was, right):.1f}, corrected below 2e-6: {error(corrected, right) < 2e-6}"
         print(f"{name:25} {verdict}")

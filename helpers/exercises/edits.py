@@ -7,11 +7,15 @@ import textwrap
 EDITED = "an edited solution"  # in place of a file's name, so that a check takes it for a learner's code
 
 
-def changed(text, *changes):
-    """Text in which each `old` is replaced by its `new` wherever it stands. ValueError where it stands nowhere."""
+def changed(text, *changes, once=False):
+    """Text in which each `old` is replaced by its `new`, wherever it stands or, with once, where it stands once.
+
+    ValueError where it stands nowhere, or with once in several places.
+    """
     for old, new in changes:
-        if old not in text:
-            raise ValueError(f"{old!r} is not in {text[:80]!r} …")
+        count = text.count(old)
+        if not count or (once and count > 1):
+            raise ValueError(f"{old!r} stands in it {count} times: {text[:80]!r} …")
         text = text.replace(old, new)
     return text
 
