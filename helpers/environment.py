@@ -1,5 +1,6 @@
 """What a notebook runs on: its first output, and how its kernels run there."""
 
+import functools
 import platform
 
 import jax
@@ -43,6 +44,23 @@ def backend(num_warps=4, num_stages=1):
     from jax.experimental.pallas import triton  # deprecated: a CPU and a TPU do without
 
     return {"compiler_params": triton.CompilerParams(num_warps=num_warps, num_stages=num_stages)}
+
+
+def on_gpu(kernel, otherwise):
+    """A forward kernel: `kernel` for 16-bit arrays and heads of at most 256, on a GPU from Ampere on; or the other one.
+
+    Both take (q, k, v, is_causal), the other one the sizes of its tiles besides. `plain` is the other one.
+    """
+
+    @functools.wraps(otherwise)
+    def forward(q, k, v, is_causal=False, *tiles, **named_tiles):
+        compiled = default_device().platform == "gpu" and not interprets()
+        if compiled and q.dtype.itemsize == 2 and q.shape[-1] <= 256:
+            return kernel(q, k, v, is_causal)
+        return otherwise(q, k, v, is_causal, *tiles, **named_tiles)
+
+    forward.plain = otherwise
+    return forward
 
 
 def show_environment():
