@@ -1,4 +1,4 @@
-"""The exercises of notebook 18: segments, logits of a tile, kinds of tiles, a packed loop, a cap, a sink, a mask."""
+"""The exercises of notebook 18: segments, logits of a tile, kinds of tiles, a packed loop, a cap, a sink, masks."""
 
 import functools
 import math
@@ -323,6 +323,7 @@ WINDOW = Exercise(
     ),
 )  # fmt: skip
 
+
 # 18.8
 def masked_forward(q, k, v, mask_mod, block_q=64, block_k=64):
     """out (B, T, N, H) in the dtype of q, and lse (B, N, T) float32.
@@ -391,8 +392,9 @@ MASKS = {
     "j - i in 0 to 9": lambda b, n, i, j: (i <= j) & (j < i + 10),
     "causal documents of 12": lambda b, n, i, j: (j <= i) & (i // 12 == j // 12),
     "windows by head": windows_by_head,
-    "odd queries see nothing, the others all, in batch entry 1 half": lambda b, n, i, j: (i % 2 == 0)
-    & (j < jnp.where(b == 1, 16, 40)),
+    "odd queries see nothing, the others all, in entry 1 half": lambda b, n, i, j: (
+        (i % 2 == 0) & (j < jnp.where(b == 1, 16, 40))
+    ),
     "the first 3 keys, from query 24 on all": lambda b, n, i, j: (j < 3) | (i >= 24),
 }
 
@@ -407,7 +409,7 @@ def _masked_cases():
         ((1, 24, 40, 2, 1, 4), "j - i in 0 to 9", (8, 16), np.float32, 0),
         ((1, 32, 32, 4, 2, 5), "causal documents of 12", (16, 8), np.float32, 60),
         ((1, 40, 40, 2, 1, 8), "windows by head", (16, 8), np.float32, -200),
-        ((2, 17, 37, 1, 1, 3), "odd queries see nothing, the others all, in batch entry 1 half", (8, 16), np.float32, 0),
+        ((2, 17, 37, 1, 1, 3), "odd queries see nothing, the others all, in entry 1 half", (8, 16), np.float32, 0),
         ((1, 20, 40, 2, 1, 8), "the first 3 keys, from query 24 on all", (16, 16), jnp.bfloat16, 0),
     ]:
         q, k, v = (random.standard_normal((B, length, heads, H)) for length, heads in ((T, N), (S, K), (S, K)))
@@ -438,7 +440,8 @@ MASKED = Exercise(
     tried="six masks, by position, head and batch entry, queries that see nothing, ragged ends, unequal tiles, "
           "grouped heads, logits from -200 to 60, float32 and bfloat16; replayed",
     mistakes=(
-        ("no tile is skipped", VISITED, "visit(state)", "Load keys only where the tile has a visible pair: see section 3."),
+        ("no tile is skipped", VISITED, "visit(state)",
+         "Load keys only where the tile has a visible pair: see section 3."),
         ("a tile is skipped unless all of it is seen", "1, 0).max()", "1, 0).min()",
          "Partial tiles must be visited, and masked: see section 3."),
         ("queries behind the last one have tiles visited", "(rows < T)[:, None] & (cols < S)", "(cols < S)",
@@ -446,7 +449,8 @@ MASKED = Exercise(
         ("keys behind the last one are seen", "(rows < T)[:, None] & (cols < S)", "(rows < T)[:, None]",
          "mask_mod knows nothing of S: a key must be inside and be seen."),
         ("the mask decides which tiles are visited, and hides nothing within them", SHOWN,
-         "jnp.where((cols < S)[None, :], dot", "In a partial tile the hidden pairs need the logit -inf: see section 2."),
+         "jnp.where((cols < S)[None, :], dot",
+         "In a partial tile the hidden pairs need the logit -inf: see section 2."),
         ("a query that has seen no key yet becomes NaN", "jnp.where(m_new == -jnp.inf, 0, m_new)", "m_new",
          "Its maximum is still -inf, and -inf minus -inf is NaN: take 0 for it then, see exercise 18.4."),
         ("a query that sees no key is divided by zero", "weight = jnp.where(l == 0, 1, l)", "weight = l",
