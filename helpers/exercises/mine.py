@@ -38,7 +38,7 @@ exercise replaces it, unless you have edited it here. Nothing else is ever touch
 """
 '''
 ON_GPU = "# On a GPU a kernel runs in place of another. Without its line, it does not.\n"
-IN_PLACE = re.compile(rf"\n\n\n{ON_GPU}((?:\w+ = on_gpu\(\w+, \w+\)\n)+)")
+IN_PLACE = re.compile(rf"\n\n\n{ON_GPU}((?:\w+ = on_\w+\(\w+, \w+\)\n)+)")
 MARK = re.compile(r"# Exercise (\d+\.\d+), digest (\w{8})$")
 PATIENCE_S, STALE_S = 10, 60  # how long another process may write, and when it must have died
 TRIAL_S = 60
@@ -66,11 +66,12 @@ def keep(found, names):
             missing = ", ".join(f"`{each}`" for each in gathered.missing)
             raise NotKept(f"it takes {missing} from another cell. Make it an argument, or define it inside.")
         in_place = []
-        if plain := found.on_gpu:
-            gathered.imports["on_gpu"] = "from helpers.environment import on_gpu"
+        if found.in_place:
+            where, plain = found.in_place
+            gathered.imports[where] = f"from helpers.environment import {where}"
             home = exercise(numbers_of_names()[plain]).solution.__module__
             gathered.imports[plain] = f"from {home} import {plain}"  # until the learner has one
-            in_place = [f"{plain} = on_gpu({name}, {plain})\n"]
+            in_place = [f"{plain} = {where}({name}, {plain})\n"]
         with _locked(path):
             text = path.read_bytes().decode() if path.exists() else HEADER
             changed = merged(text, gathered, found.number, in_place)
@@ -139,7 +140,8 @@ def merged(text, gathered, number, in_place=()):
     for (begin, end), block in sorted(replaced.items(), reverse=True):
         lines[begin:end] = block
     text = "\n".join(lines + added) + "\n"
-    return text + "\n\n" + ON_GPU + "".join(sorted(set(in_place))) if in_place else text
+    in_order = sorted(set(in_place))  # by names: what is for a Hopper GPU alone comes last, and is asked first
+    return text + "\n\n" + ON_GPU + "".join(in_order) if in_order else text
 
 
 def _is_stand_in(node):

@@ -7,7 +7,7 @@ to an end, also where real warpgroups would wait for ever.
 import itertools
 
 from helpers.exercises.exercise import Complaint, Exercise, table
-from helpers.exercises.whole_mosaic import MMA
+from helpers.exercises.whole_mosaic import MMA, WGMMA
 from helpers.instruments.races import ring_kernel_races, with_last_waits
 from helpers.instruments.timeline import Arrive, Drain, Fetch, Issue, OrderError, Read, Wait, Work, simulate
 
@@ -377,4 +377,4 @@ BALANCE = Exercise(
     ),
 )  # fmt: skip
 
-EXERCISES = (RING, REGISTERS, SMEM, PIPELINE, BALANCE, MMA)
+EXERCISES = (RING, REGISTERS, SMEM, PIPELINE, BALANCE, MMA, WGMMA)
