@@ -1,5 +1,6 @@
 """What a notebook runs on: its first output, and how its kernels run there."""
 
+import functools
 import platform
 
 import jax
@@ -40,6 +41,32 @@ def backend(num_warps=4, num_stages=1):
     if default_device().platform == "tpu":
         return {}
     return how_it_runs(interprets(), num_warps, num_stages)
+
+
+def on_gpu(kernel, otherwise):
+    """A forward kernel: `kernel` for 16-bit arrays and heads of at most 256, on a GPU from Ampere on; or the other one.
+
+    Both take (q, k, v, is_causal), the other one the sizes of its tiles besides. `plain` is the one without any GPU's.
+    """
+    return _in_place(kernel, otherwise, lambda capability: capability >= (8, 0), 256)
+
+
+def on_hopper(kernel, otherwise):
+    """The same on a Hopper GPU alone, for heads of at most 128."""
+    return _in_place(kernel, otherwise, lambda capability: capability == (9, 0), 128)
+
+
+def _in_place(kernel, otherwise, serves, widest):
+    @functools.wraps(otherwise)
+    def forward(q, k, v, is_causal=False, *tiles, **named_tiles):
+        device = default_device()
+        compiled = device.platform == "gpu" and not interprets() and serves(compute_capability(device))
+        if compiled and q.dtype.itemsize == 2 and q.shape[-1] <= widest:
+            return kernel(q, k, v, is_causal)
+        return otherwise(q, k, v, is_causal, *tiles, **named_tiles)
+
+    forward.plain = getattr(otherwise, "plain", otherwise)
+    return forward
 
 
 def show_environment():

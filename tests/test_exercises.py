@@ -13,7 +13,7 @@ from helpers.exercises.exercise import exercise, exercises_of, numbers_of_names
 
 NUMBERS = [lesson.number for lesson in lessons.ALL]
 # Each mistake of these is a kernel, or several, to be compiled.
-OF_KERNELS = ("4.2", "4.3", "5.5", "7.1", "7.2", "7.3", "7.7", "7.8", "7.9", "8.1", "13.7")
+OF_KERNELS = ("4.2", "4.3", "5.5", "7.1", "7.2", "7.3", "7.7", "7.8", "7.9", "8.1", "10.6", "10.7", "13.7", "18.8")
 KERNELS_IN_THE_FULL_TIER = in_tiers(NUMBERS, lambda number: number not in OF_KERNELS)
 
 

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import re
 import sys
+import types
 from dataclasses import replace
 
 import jax
@@ -16,9 +17,10 @@ import nbformat
 import numpy as np
 import pytest
 from jax.experimental import pallas
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from nbclient import NotebookClient
 
-from helpers import clock
+from helpers import clock, environment
 from helpers.attention.reference import oracle, oracle_gradients
 from helpers.exercises import mine, yours
 from helpers.exercises.exercise import exercise
@@ -219,7 +221,7 @@ def test_notebooks_run_what_works_and_say_what_they_run(source, said, capsys, mo
 def test_parts_are_what_was_reached_and_is_still_there():
     assert not any(mine.parts().values())
     keep("def forward(q):\n    return q", name="forward")
-    assert mine.parts() == {"forward": True, "causal": True, "gradients": False, "trains": False, "decodes": False}
+    assert {part for part, is_there in mine.parts().items() if is_there} == {"forward", "causal"}
     keep("def flash_attention(q):\n    return q", name="flash_attention")
     mine.reach("trains", keep)  # the series' own
     assert not mine.parts()["trains"]
@@ -235,6 +237,42 @@ def test_what_stood_in_for_a_kernel_goes_when_the_learner_has_one():
     assert "\nfrom helpers.exercises.notebook_00 import attend\n" in text()
     keep("def attend(x):\n    return 21 * x", number="0.1", name="attend")
     assert "import attend" not in text() and importlib.import_module("mine").double(1) == 42
+
+
+def keep_on_gpu(name):
+    """Keep an answer that runs in place of `attend`, exercise 0.1, on a GPU."""
+    found = replace(block(number="2.2", name=name), in_place=("on_gpu", "attend"))
+    return mine.keep(found, notebook(f"def {name}(*arguments):\n    return {name!r}, *arguments"))
+
+
+def test_a_kernel_runs_in_place_of_another_on_a_gpu(monkeypatch):
+    keep_on_gpu("by_mma")
+    assert text().endswith("Without its line, it does not.\nattend = on_gpu(by_mma, attend)\n")
+    assert not mine.parts()["forward"] and "import attend" in text()
+    open(mine.FILE, "a").write("added = 7\n")
+    keep("def attend(*arguments):\n    return arguments", number="0.1", name="attend")
+    assert "import attend" not in text()
+    assert "added = 7\n" in text() and text().endswith("\nattend = on_gpu(by_mma, attend)\n")
+    before = text()
+    assert "Kept" in keep_on_gpu("by_mma") and text() == before
+    module, x = importlib.import_module("mine"), np.zeros((1, 1, 1, 64), np.float16)
+    assert module.attend(x, x, x, True, 8) == (x, x, x, True, 8)
+    monkeypatch.setattr(environment, "default_device", lambda: types.SimpleNamespace(platform="gpu"))
+    monkeypatch.setattr(environment, "interprets", lambda: False)
+    capability = [8, 0]
+    monkeypatch.setattr(environment, "compute_capability", lambda _: tuple(capability))
+    assert module.attend(x, x, x, True, 8)[0] == "by_mma" == module.attend(x, x, x)[0]
+    assert module.attend(np.float32(x), x, x)[0] is not module.attend(x, x, x)[0]
+    assert module.attend.plain(x) == (x,)
+    capability[:] = [7, 5]
+    assert module.attend(x, x, x) == (x, x, x, False)
+    on_hopper = environment.on_hopper(lambda *_: "by wgmma", module.attend)
+    for capability[:], one in ([8, 0], "by_mma"), ([9, 0], "by wgmma"), ([10, 0], "by_mma"):
+        assert one in (found := on_hopper(x, x, x), found[0])
+    assert on_hopper.plain is module.attend.plain
+    open(mine.FILE, "w").write(before.replace("attend = on_gpu(by_mma, attend)\n", ""))
+    keep("def attend(*arguments):\n    return arguments, 1", number="0.1", name="attend")
+    assert "= on_gpu" not in text(), "what the learner took out stays out"
 
 
 CELLS = """from helpers.exercises import mine
@@ -267,6 +305,7 @@ def test_in_a_kernel(workbook):
 # A learner who solved everything
 
 
+OPTIONAL = "10.7"
 BLOCKS = [lesson for lesson in lessons.ALL if exercise(lesson.number).building_block]
 
 
@@ -290,14 +329,21 @@ def without_triton(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
-def test_the_module_of_all_solutions_is_short_and_right(dtype, without_triton):
-    for lesson in BLOCKS:
+def test_the_module_of_all_solutions_is_short_and_right(dtype, without_triton, monkeypatch):
+    for lesson in sorted(BLOCKS, key=lambda lesson: lesson.number == OPTIONAL):
+        if lesson.number == OPTIONAL:
+            assert sum(map(bool, text().splitlines())) <= 400, "blank lines left out"
         assert "Kept" in solve(lesson), lesson.number
         if lesson.number.startswith("7."):
             assert sum(map(bool, text().splitlines())) <= 200, "blank lines left out"
-    assert len(text().splitlines()) <= 400
+    last_lines = ["forward = on_gpu(mma_forward, forward)", "forward = on_hopper(hopper_forward, forward)"]
+    assert text().splitlines()[-2:] == last_lines
     assert "helpers.exercises" not in text()
     module, draw = importlib.import_module("mine"), np.random.default_rng(40).standard_normal
+    assert module.forward.plain.__module__ == module.mma_forward.__module__ == "mine"
+    if dtype == jnp.bfloat16:  # the gradients of 07 are to be right with the forward kernel of a GPU, too
+        interpreted = functools.partial(module.mma_forward, interpret=plgpu.InterpretGPUParams())
+        monkeypatch.setattr(module, "forward", lambda q, k, v, is_causal, *_: interpreted(q, k, v, is_causal))
     for (B, T, S, N, K, H), is_causal in [
         ((2, 70, 90, 4, 2, 20), False),
         ((1, 130, 65, 2, 2, 64), True),
@@ -314,6 +360,9 @@ def test_the_module_of_all_solutions_is_short_and_right(dtype, without_triton):
     lengths = jnp.array([90, 33])
     right, _ = oracle(query, key, value, key_value_seq_lengths=lengths)
     assert is_right(module.decode_attention(query[:, 0], key, value, lengths), right[:, 0], dtype)
+    prefix = lambda b, n, i, j: (j < 33) | (j <= i)
+    right, _ = oracle(query, key, value, mask_mod=prefix)
+    assert is_right(module.masked_forward(query, key, value, prefix)[0], right, dtype)
 
 
 def is_right(found, expected, dtype):

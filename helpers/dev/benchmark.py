@@ -53,7 +53,7 @@ from helpers.dev.measuring import (
 )
 from helpers.exercises import mine
 from helpers.instruments import cost, ladder, results
-from helpers.instruments.implementations import OF_JAX, OF_TORCH, PEERS, gradient_programs
+from helpers.instruments.implementations import OF_JAX, OF_TORCH, PEERS, gradient_programs, ours
 from helpers.instruments.timing import Program, rotation, time_together
 from helpers.workbook import WORKBOOK
 
@@ -455,7 +455,7 @@ def report_mine(note):
         print(f"Nothing to measure: workbook/mine.py has no flash_attention ({reason_of(error)}).")
         return 1
     yours = {"mine": lambda case: functools.partial(attention, is_causal=case.is_causal)}
-    beside = {name: OF_JAX[name] for name in ("naive", "portable", "hopper", "cudnn")}
+    beside = {name: OF_JAX[name] for name in ("naive", "portable", "hopper", "cudnn")} | {"mosaic": ours("mosaic")}
     for H, is_causal in itertools.product((64, 128), (False, True)):
         case = Case.of_grid(4096, H, "bfloat16", is_causal)
         print(line(case, measure_case(case, yours | beside, note=note)), flush=True)

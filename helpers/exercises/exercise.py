@@ -80,6 +80,8 @@ class Exercise:
     tolerance: largest relative error of a right answer, in the Frobenius norm.
     building_block: the part of the learner's own module that the answer is, such as "forward" or "gradients"; by
       default it is none.
+    in_place: where the answer runs in place of a building block, a function of `helpers.environment`, and its name,
+      such as ("on_gpu", "forward").
     slow: whether one answer takes so long that `slips` are not tried.
     remark: what is said of a right answer besides, a sentence that it makes of the answer.
     number: "2.1" for the first of notebook 02, by its place in EXERCISES. `exercises_of` fills it in.
@@ -96,6 +98,7 @@ class Exercise:
     judge: Callable | None = None
     tolerance: float = 1e-5
     building_block: str = ""
+    in_place: tuple = ()
     slow: bool = False
     remark: Callable | None = None
     number: str = ""

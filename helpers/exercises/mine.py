@@ -37,6 +37,8 @@ A line such as "# Exercise 5.1, digest 0a1b2c3d" stands above what a check wrote
 exercise replaces it, unless you have edited it here. Nothing else is ever touched.
 """
 '''
+ON_GPU = "# On a GPU a kernel runs in place of another. Without its line, it does not.\n"
+IN_PLACE = re.compile(rf"\n\n\n{ON_GPU}((?:\w+ = on_\w+\(\w+, \w+\)\n)+)")
 MARK = re.compile(r"# Exercise (\d+\.\d+), digest (\w{8})$")
 PATIENCE_S, STALE_S = 10, 60  # how long another process may write, and when it must have died
 TRIAL_S = 60
@@ -63,9 +65,16 @@ def keep(found, names):
         if gathered.missing:
             missing = ", ".join(f"`{each}`" for each in gathered.missing)
             raise NotKept(f"it takes {missing} from another cell. Make it an argument, or define it inside.")
+        in_place = []
+        if found.in_place:
+            where, plain = found.in_place
+            gathered.imports[where] = f"from helpers.environment import {where}"
+            home = exercise(numbers_of_names()[plain]).solution.__module__
+            gathered.imports[plain] = f"from {home} import {plain}"  # until the learner has one
+            in_place = [f"{plain} = {where}({name}, {plain})\n"]
         with _locked(path):
             text = path.read_bytes().decode() if path.exists() else HEADER
-            changed = merged(text, gathered, found.number)
+            changed = merged(text, gathered, found.number, in_place)
             if changed != text:
                 _try_out(changed)
                 replace(path, lambda temporary: temporary.write_bytes(changed.encode()))
@@ -80,8 +89,13 @@ def keep(found, names):
     return f"  Kept: `{name}` is in your {FILE}{lost}."
 
 
-def merged(text, gathered, number):
-    """The text of mine.py with what was gathered for an exercise. `NotKept` where the learner's own code forbids it."""
+def merged(text, gathered, number, in_place=()):
+    """The text of mine.py with what was gathered for an exercise. `NotKept` where the learner's own code forbids it.
+
+    in_place: lines that put a kernel in place of another, which stand at the end, behind both.
+    """
+    in_place = [*in_place, *itertools.chain(*(found.splitlines(keepends=True) for found in IN_PLACE.findall(text)))]
+    text = IN_PLACE.sub("\n", text)
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError) as error:
@@ -125,7 +139,9 @@ def merged(text, gathered, number):
     lines = text.removesuffix("\n").split("\n")
     for (begin, end), block in sorted(replaced.items(), reverse=True):
         lines[begin:end] = block
-    return "\n".join(lines + added) + "\n"
+    text = "\n".join(lines + added) + "\n"
+    in_order = sorted(set(in_place))  # by names: what is for a Hopper GPU alone comes last, and is asked first
+    return text + "\n\n" + ON_GPU + "".join(in_order) if in_order else text
 
 
 def _is_stand_in(node):
@@ -232,6 +248,7 @@ def yours(name, trial):
     """
     series = exercise(numbers_of_names()[name]).solution
     found, why = _usable(name, trial, series)
+    found = getattr(found, "plain", found)  # not what runs in its place on a GPU
     print(f"{name}: yours, from {FILE}." if found else f"{name}: the series' own, for {why}.")
     return found or series
 
@@ -272,6 +289,8 @@ PARTS = {  # {what is said of a part: the function of mine.py that does it}
     "gradients": "flash_attention",
     "trains": "flash_attention",
     "decodes": "decode_attention",
+    "masks": "masked_forward",
+    "on a GPU": "mma_forward",
 }
 SHOWN = ("trains",)  # parts that a notebook has to show, too, and then records
 
@@ -286,7 +305,8 @@ def parts():
     """{part: whether the learner's module can do it}."""
     names = set()
     with contextlib.suppress(Exception):
-        names = {name for node in ast.parse(Path(FILE).read_bytes()).body for name in bound(node)}
+        body = ast.parse(IN_PLACE.sub("\n", Path(FILE).read_text("utf-8"))).body
+        names = {name for node in body if not _is_stand_in(node) for name in bound(node)}
     done = record.done()
     return {part: name in names and (part not in SHOWN or part in done) for part, name in PARTS.items()}
 

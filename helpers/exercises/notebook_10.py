@@ -6,11 +6,8 @@ to an end, also where real warpgroups would wait for ever.
 
 import itertools
 
-import jax
-import jax.numpy as jnp
-from jax.experimental import pallas as pl
-
 from helpers.exercises.exercise import Complaint, Exercise, table
+from helpers.exercises.whole_mosaic import MMA, WGMMA
 from helpers.instruments.races import ring_kernel_races, with_last_waits
 from helpers.instruments.timeline import Arrive, Drain, Fetch, Issue, OrderError, Read, Wait, Work, simulate
 
@@ -380,91 +377,4 @@ BALANCE = Exercise(
     ),
 )  # fmt: skip
 
-
-# 10.6
-def two_sweeps(sweep, i, block_q, block_k, state):
-    """The state of program i after its tiles of keys: whole ones, then the others."""
-    whole = i * block_q // block_k
-    stop = pl.cdiv((i + 1) * block_q, block_k)
-    state = sweep(0, whole, False, state)
-    return sweep(whole, stop - whole, True, state)
-
-
-class _Swept:
-    """Stands for the state of a softmax: the sweeps that it went through, as (first, count, masked)."""
-
-    def __init__(self, *sweeps):
-        self.sweeps = sweeps
-
-
-def _sweep(first, count, masked, state):
-    if not isinstance(state, _Swept):
-        raise Complaint("`sweep` was called with a state that is none: pass on what came in, or what `sweep` returned")
-    if not all(jnp.issubdtype(jnp.result_type(number), jnp.integer) for number in (first, count)):
-        raise Complaint("`sweep` was called with a number of tiles that is no integer: is there a / for a //?")
-    if not isinstance(masked, bool):
-        raise Complaint("`masked` must be True or False, known when the kernel is traced")
-    return _Swept(*state.sweeps, (first, count, masked))
-
-
-def _run_sweeps(answer, i, block_q, block_k):
-    """The tiles of a program, each as (tile, masked). The number of the program is traced, as in a kernel."""
-
-    def ranges(i):
-        state = answer(_sweep, i, block_q, block_k, _Swept())
-        if not isinstance(state, _Swept):
-            raise Complaint("expected the state that the last `sweep` returned: is a `return` missing?")
-        return [(first, count) for first, count, _ in state.sweeps], [bool(masked) for *_, masked in state.sweeps]
-
-    tiles = []
-    for (first, count), masked in zip(*jax.jit(ranges)(i), strict=True):
-        tiles += [(int(first) + step, bool(masked)) for step in range(min(int(count), MOST))]
-    return {"tiles": tuple(sorted(tiles))}
-
-
-def _judge_sweeps(result, case):
-    i, block_q, block_k = case.arguments
-    tiles = [tile for tile, _ in result["tiles"]]
-    needed = range(-(-(i + 1) * block_q // block_k))
-    for tile in needed:
-        if tiles.count(tile) != 1:
-            return f"tile {tile} is " + ("never computed." if tile not in tiles else "computed more than once.")
-    for tile, masked in result["tiles"]:
-        last_key, first_query = (tile + 1) * block_k - 1, i * block_q
-        if tile not in needed:
-            return f"tile {tile} is computed, though no query of the program sees any of it."
-        if not masked and last_key > first_query:
-            return f"tile {tile} goes without a mask, though query {first_query} does not see key {last_key}."
-        if masked and last_key <= first_query:
-            return f"right, but tile {tile} is masked, and every query of the program sees all of it."
-    return None
-
-
-STOP = "pl.cdiv((i + 1) * block_q, block_k)"
-
-SWEEPS = Exercise(
-    solution=two_sweeps, title="Mask only the diagonal", outputs=("the tiles of a program",),
-    cases=table("i block_q block_k", (1, 64, 64), (0, 64, 64), (3, 64, 32), (2, 64, 128), (3, 64, 128), (5, 128, 48)),
-    run=_run_sweeps, judge=_judge_sweeps,
-    tried="the first program and later ones, tiles of keys smaller and larger than those of queries",
-    mistakes=(
-        ("a tile that the diagonal cuts is taken for whole", "whole = i * block_q // block_k",
-         "whole = (i + 1) * block_q // block_k",
-         "A tile is whole if the first query of the program sees its last key: see the case by hand."),
-        ("only the last tile is masked", "whole = i * block_q // block_k", f"whole = {STOP} - 1",
-         "Where tiles of keys are the smaller ones, the diagonal cuts several of them."),
-        ("the second sweep begins with tile 0 again", "sweep(whole, stop", "sweep(0, stop",
-         "`first` is the tile with which a sweep begins."),
-        ("the second sweep is told where to stop, and not how many tiles it has", "stop - whole", "stop",
-         "`count` counts tiles from `first` on."),
-        ("the tiles that the program sees are rounded down", STOP, "(i + 1) * block_q // block_k",
-         "A tile of which one query sees one key is needed: round up."),
-        ("the state after the first sweep is lost", "state = sweep(0", "sweep(0",
-         "A state is a value here, and changes only in what `sweep` returns."),
-        ("no tile is masked", "True", "False", "The diagonal cuts the tiles of the second sweep: see section 1."),
-        ("every tile is masked", "False", "True",
-         "That is what the kernel of section 1 does already. The first sweep needs no mask."),
-    ),
-)  # fmt: skip
-
-EXERCISES = (RING, REGISTERS, SMEM, PIPELINE, BALANCE, SWEEPS)
+EXERCISES = (RING, REGISTERS, SMEM, PIPELINE, BALANCE, MMA, WGMMA)

@@ -1,10 +1,19 @@
-"""The exercises of notebook 18: segments, logits of a tile, kinds of tiles, a packed loop, a cap, a sink, a mask."""
+"""The exercises of notebook 18: segments, logits of a tile, kinds of tiles, a packed loop, a cap, a sink, masks."""
 
+import functools
 import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
 
+from helpers.attention.reference import oracle
+from helpers.environment import backend
+from helpers.exercises import whole
 from helpers.exercises.exercise import Case, Complaint, Exercise, table
+from helpers.exercises.notebook_05 import FORWARD
 
 
 # 18.1
@@ -314,4 +323,146 @@ WINDOW = Exercise(
     ),
 )  # fmt: skip
 
-EXERCISES = (SEGMENTS, TILE, KINDS, PACKED, CAP, SINKS, WINDOW)
+
+# 18.8
+def masked_forward(q, k, v, mask_mod, block_q=64, block_k=64):
+    """out (B, T, N, H) in the dtype of q, and lse (B, N, T) float32.
+
+    q: (B, T, N, H); k, v: (B, S, K, H). mask_mod(b, n, i, j) says who sees whom.
+    """
+    (B, T, N, H), (_, S, K, _) = q.shape, k.shape
+    group, head_padded = N // K, max(16, pl.next_power_of_2(H))
+    dot = functools.partial(lax.dot, preferred_element_type=jnp.float32)
+
+    def kernel(q_ref, k_ref, v_ref, out_ref, lse_ref):
+        i, n, b = (pl.program_id(axis) for axis in range(3))
+        in_head = jnp.arange(head_padded) < H
+        rows = i * block_q + jnp.arange(block_q)
+        q = jnp.where(in_head, q_ref[...], 0)
+
+        def one_key_tile(j, state):
+            cols = j * block_k + jnp.arange(block_k)
+            inside = (rows < T)[:, None] & (cols < S)
+            seen = inside & mask_mod(b, n, rows[:, None], cols[None, :])
+
+            def visit(state):
+                m, l, acc = state
+                tile = pl.ds(j * block_k, block_k)
+                is_key = (cols < S)[:, None] & in_head
+                k = jnp.where(is_key, k_ref[tile, :], 0)
+                v = jnp.where(is_key, v_ref[tile, :], 0)
+                s = jnp.where(seen, dot(q, k.T) / math.sqrt(H), -jnp.inf)
+                m_new = jnp.maximum(m, s.max(axis=1))
+                reference = jnp.where(m_new == -jnp.inf, 0, m_new)
+                alpha = jnp.exp(m - reference)
+                p = jnp.exp(s - reference[:, None])
+                l = alpha * l + p.sum(axis=1)
+                acc = alpha[:, None] * acc + dot(p.astype(v.dtype), v)
+                return m_new, l, acc
+
+            some = jnp.where(seen, 1, 0).max() == 1
+            return lax.cond(some, visit, lambda state: state, state)
+
+        m = jnp.full(block_q, -jnp.inf)
+        l, acc = jnp.zeros(block_q), jnp.zeros((block_q, head_padded))
+        m, l, acc = lax.fori_loop(0, pl.cdiv(S, block_k), one_key_tile, (m, l, acc))
+        weight = jnp.where(l == 0, 1, l)
+        out_ref[...] = (acc / weight[:, None]).astype(out_ref.dtype)
+        lse_ref[...] = m + jnp.log(weight)
+
+    keys_padded = pl.cdiv(S, block_k) * block_k
+    of_queries = lambda i, n, b: (b, i, n, 0)
+    of_group = lambda i, n, b: (b, 0, n // group, 0)
+    query_tile = pl.BlockSpec((None, block_q, None, head_padded), of_queries)
+    all_keys = pl.BlockSpec((None, keys_padded, None, head_padded), of_group)
+    lse_tile = pl.BlockSpec((None, None, block_q), lambda i, n, b: (b, n, i))
+    out = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    lse = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
+    return pl.pallas_call(
+        kernel,
+        grid=(pl.cdiv(T, block_q), N, B),
+        in_specs=[query_tile, all_keys, all_keys],
+        out_specs=[query_tile, lse_tile],
+        out_shape=[out, lse],
+        **backend(),
+    )(q, k, v)
+
+
+MASKS = {
+    "j - i in 0 to 9": lambda b, n, i, j: (i <= j) & (j < i + 10),
+    "causal documents of 12": lambda b, n, i, j: (j <= i) & (i // 12 == j // 12),
+    "windows by head": windows_by_head,
+    "odd queries see nothing, the others all, in entry 1 half": lambda b, n, i, j: (
+        (i % 2 == 0) & (j < jnp.where(b == 1, 16, 40))
+    ),
+    "the first 3 keys, from query 24 on all": lambda b, n, i, j: (j < 3) | (i >= 24),
+}
+
+
+def _masked_cases():
+    """Arguments (q, k, v, mask_mod, block_q, block_k)."""
+    column = lambda *numbers: np.array(numbers, np.float32).reshape(1, -1, 1, 1)
+    by_hand = column(1, 1), column(0, 0, 0), column(1, 3, 5), lambda b, n, i, j: (i == 1) & (j < 2), 2, 2
+    cases = [Case("the case worked by hand", by_hand)]
+    random = np.random.default_rng(188)
+    for (B, T, S, N, K, H), name, blocks, dtype, push in [
+        ((1, 24, 40, 2, 1, 4), "j - i in 0 to 9", (8, 16), np.float32, 0),
+        ((1, 32, 32, 4, 2, 5), "causal documents of 12", (16, 8), np.float32, 60),
+        ((1, 40, 40, 2, 1, 8), "windows by head", (16, 8), np.float32, -200),
+        ((2, 17, 37, 1, 1, 3), "odd queries see nothing, the others all, in entry 1 half", (8, 16), np.float32, 0),
+        ((1, 20, 40, 2, 1, 8), "the first 3 keys, from query 24 on all", (16, 16), jnp.bfloat16, 0),
+    ]:
+        q, k, v = (random.standard_normal((B, length, heads, H)) for length, heads in ((T, N), (S, K), (S, K)))
+        q[..., 0] = math.sqrt(H)  # so that the first component of k moves the logits
+        k[..., 0] += push * np.linspace(0.8, 1, S)[None, :, None]
+        sizes = dict(T=T, S=S, N=N, K=K, H=H, B=B) | dict(zip(("block_q", "block_k"), blocks, strict=True))
+        said = [f"{name}={value}" for name, value in sizes.items()] + [jnp.dtype(dtype).name, name]
+        cases.append(Case(", ".join(said), (*(array.astype(dtype) for array in (q, k, v)), MASKS[name], *blocks)))
+    return cases
+
+
+def _run_masked(answer, *arguments):
+    dtypes = {"out": arguments[0].dtype, "lse": jnp.float32}
+    return whole.results(answer, masked_forward, arguments, dtypes, _expected_masked(*arguments)[:2], arguments[4:])
+
+
+def _expected_masked(q, k, v, mask_mod, *_):
+    out, lse = oracle(q, k, v, mask_mod=mask_mod)
+    return out, lse.swapaxes(1, 2), whole.AS_ASKED
+
+
+VISITED, SHOWN = "lax.cond(some, visit, lambda state: state, state)", "jnp.where(seen, dot"  # in the solution
+
+MASKED = Exercise(
+    solution=masked_forward, title="A mask in your kernel", outputs=("out", "lse", "how it was made"),
+    cases=_masked_cases, run=_run_masked, expected=_expected_masked, tolerance=1e-4, building_block="masks",
+    slow=True,
+    tried="six masks, by position, head and batch entry, queries that see nothing, ragged ends, unequal tiles, "
+          "grouped heads, logits from -200 to 60, float32 and bfloat16; replayed",
+    mistakes=(
+        ("no tile is skipped", VISITED, "visit(state)",
+         "Load keys only where the tile has a visible pair: see section 3."),
+        ("a tile is skipped unless all of it is seen", "1, 0).max()", "1, 0).min()",
+         "Partial tiles must be visited, and masked: see section 3."),
+        ("queries behind the last one have tiles visited", "(rows < T)[:, None] & (cols < S)", "(cols < S)",
+         "What lies past the end sees nothing: it must not decide which tiles are visited."),
+        ("keys behind the last one are seen", "(rows < T)[:, None] & (cols < S)", "(rows < T)[:, None]",
+         "mask_mod knows nothing of S: a key must be inside and be seen."),
+        ("the mask decides which tiles are visited, and hides nothing within them", SHOWN,
+         "jnp.where((cols < S)[None, :], dot",
+         "In a partial tile the hidden pairs need the logit -inf: see section 2."),
+        ("a query that has seen no key yet becomes NaN", "jnp.where(m_new == -jnp.inf, 0, m_new)", "m_new",
+         "Its maximum is still -inf, and -inf minus -inf is NaN: take 0 for it then, see exercise 18.4."),
+        ("a query that sees no key is divided by zero", "weight = jnp.where(l == 0, 1, l)", "weight = l",
+         "Where nothing was seen, l is 0: divide by 1, and out is 0."),
+        ("mask_mod gets the head of the keys", "mask_mod(b, n,", "mask_mod(b, n // group,",
+         "n is a head of the queries, which may have a mask of its own in a group."),
+        ("mask_mod gets queries and keys the other way round", "rows[:, None], cols[None, :]",
+         "cols[None, :], rows[:, None]", "i is the query and j the key: see section 6."),
+        ("positions of queries are counted within the tile", "i * block_q + jnp.arange(block_q)",
+         "jnp.arange(block_q)", "Program i begins with query i * block_q."),
+        *FORWARD.mistakes[:2],
+    ),
+)  # fmt: skip
+
+EXERCISES = (SEGMENTS, TILE, KINDS, PACKED, CAP, SINKS, WINDOW, MASKED)

@@ -10,6 +10,8 @@ import functools
 import itertools
 import linecache
 import re
+import threading
+import types
 from collections import Counter
 from unittest import mock
 
@@ -60,6 +62,19 @@ def ordered_by_phases():
     """
     clock = property(_ClockOfPhase, _start_clocks)
     return mock.patch.object(shared_memory.Barrier, "clock", clock, create=True)
+
+
+def patient_for(seconds):
+    """A context in which a wait at a barrier that takes longer than so many seconds is an error."""
+
+    class Condition(threading.Condition):
+        def wait(self, timeout=None):
+            if not super().wait(timeout or seconds):
+                raise TimeoutError("a warpgroup waits for ever at a barrier")
+            return True
+
+    patient = types.SimpleNamespace(**vars(threading) | {"Condition": Condition})
+    return mock.patch.object(shared_memory, "threading", patient)
 
 
 @contextlib.contextmanager

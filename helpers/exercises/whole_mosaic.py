@@ -1,0 +1,366 @@
+"""The whole forward kernels by mma and by wgmma, exercises 10.6 and 10.7: run under the race detector, and lowered."""
+
+import functools
+import math
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from helpers.attention.hopper import warpgroup
+from helpers.attention.mosaic import warp
+from helpers.attention.mosaic.warp import ACC, LHS, RHS, ROWS
+from helpers.attention.reference import oracle
+from helpers.exercises.exercise import Case, Complaint, Exercise, shaped
+from helpers.exercises.notebook_05 import FORWARD, GQA
+from helpers.exercises.running import name_of
+from helpers.instruments.races import DETECTING, patient_for, races
+
+AS_ASKED = "without a race, and lowered"
+AMPERE, HOPPER = ("Ampere", (8, 0)), ("Hopper", (9, 0))
+PATIENCE_S = 8  # for a warpgroup at a barrier
+OF_16_BITS = {"bfloat16": 8e-3, "float16": 1e-3}  # what rounding p and out may bring, as relative errors
+
+
+# 10.6
+def mma_forward(q, k, v, is_causal=False, interpret=False):
+    """out (B, T, N, H) in the dtype of q, and lse (B, N, T) float32, by mma.
+
+    q: (B, T, N, H); k, v: (B, S, K, H), of 16 bits. interpret: as in `plgpu.kernel`.
+    """
+    (B, T, N, H), (_, S, K, _) = q.shape, k.shape
+    group, head_padded = N // K, pl.cdiv(H, 64) * 64
+    block_q, block_k = 64, 64 if H <= 128 else 32
+    load = functools.partial(warp.load, interpret=bool(interpret))
+    product = functools.partial(warp.product, interpret=bool(interpret))
+
+    def kernel(q_ref, k_ref, v_ref, out_ref, lse_ref, q_smem, *loaded):
+        i, n, b = (lax.axis_index(name) for name in "inb")
+        q_start = i * block_q
+        mine, head = pl.ds(q_start, block_q), pl.ds(n * head_padded, head_padded)
+        warp.copy(q_ref.at[b, mine, head], q_smem, *(loaded or [None]))
+        plgpu.barrier_wait(*loaded) if loaded else plgpu.wait_gmem_to_smem(0)
+
+        def one_key_tile(indices, k_smem, v_smem, state):
+            m, l, acc = state
+            s = product(load([q_smem], LHS), load([k_smem.T], RHS)) / math.sqrt(H)
+            iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, s.shape)
+            rows, cols = q_start + iota(0, layout=ACC), iota(1, layout=ACC)
+            cols += indices[0] * block_k
+            seen = cols < S
+            if is_causal:
+                seen = seen & (cols <= rows)
+            s = jnp.where(seen, s, -jnp.inf)
+            m_new = jnp.maximum(m, s.max(axis=1))
+            alpha = jnp.exp(m - m_new)
+            p = jnp.exp(s - warp.along(m_new, s.shape, 0))
+            l = alpha * l + p.sum(axis=1)
+            acc = warp.along(alpha, acc.shape, 0) * acc
+            p = warp.as_operand(p, 1, q_ref.dtype, interpret=bool(interpret))
+            return m_new, l, product(p, load([v_smem], RHS), acc)
+
+        stop = jnp.minimum(q_start + block_q, min(T, S)) if is_causal else S
+        tile = plgpu.BlockSpec(
+            (None, block_k, head_padded),
+            lambda j: (b, j, n // group),
+            transforms=warp.SWIZZLED,
+            oob_fill_mode=warp.IN_BOUNDS,
+        )
+        m, l = (warp.full((block_q,), start, ROWS) for start in (-jnp.inf, 0))
+        m, l, acc = plgpu.emit_pipeline(
+            one_key_tile,
+            grid=(pl.cdiv(stop, block_k),),
+            in_specs=[tile, tile],
+            max_concurrent_steps=2,
+            init_carry=(m, l, warp.full((block_q, head_padded), 0)),
+        )(k_ref, v_ref)
+        out = (acc / warp.along(l, acc.shape, 0)).astype(out_ref.dtype)
+        store = functools.partial(warp.store, interpret=bool(interpret))
+        store(out_ref.at[b, mine, head], out)
+        store(lse_ref.at[b, n, mine], m + jnp.log(l))
+
+    def in_tiles(array, block):
+        padding = (0, 0), (0, -array.shape[1] % block), (0, 0), (0, head_padded - H)
+        array = jnp.pad(array, padding)
+        return array.reshape(*array.shape[:2], -1)
+
+    q, k, v = in_tiles(q, block_q), in_tiles(k, block_k), in_tiles(v, block_k)
+    tile_of_q = plgpu.SMEM((block_q, head_padded), q.dtype, transforms=warp.SWIZZLED)
+    out, lse = plgpu.kernel(
+        kernel,
+        out_type=[
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((B, N, q.shape[1]), jnp.float32),
+        ],
+        grid=(q.shape[1] // block_q, N, B),
+        grid_names=("i", "n", "b"),
+        scratch_types=[tile_of_q, *([plgpu.Barrier()] if warp.by_tma() else [])],
+        compiler_params=warp.COMPILER_PARAMS,
+        interpret=interpret,
+    )(q, k, v)
+    return out.reshape(B, -1, N, head_padded)[:, :T, :, :H], lse[..., :T]
+
+
+def _cases(seed, *rows):
+    """Arguments (q, k, v, is_causal, whether it is lowered too), the case by hand first."""
+    column = lambda *numbers: np.array(numbers, jnp.bfloat16).reshape(1, -1, 1, 1)
+    by_hand = column(1, 1), column(0, 0), column(1, 3), True, True
+    cases = [Case("the case worked by hand", by_hand)]
+    random = np.random.default_rng(seed)
+    for (B, T, S, N, K, H), is_causal, dtype, push, label in rows:
+        q, k, v = (random.standard_normal((B, length, heads, H)) for length, heads in ((T, N), (S, K), (S, K)))
+        q[..., 0] = math.sqrt(H)  # so that the first component of k moves the logits
+        k[..., 0] += np.repeat(push, -(-S // len(push)))[None, :S, None]
+        if "NaN" in label:
+            k[:, 128:], v[:, 128:] = np.nan, np.nan
+        said = [f"{name}={value}" for name, value in dict(T=T, S=S, N=N, K=K, H=H, B=B).items()]
+        said += ["causal" if is_causal else "no mask", jnp.dtype(dtype).name, *filter(None, [label])]
+        arrays = (array.astype(dtype) for array in (q, k, v))
+        cases.append(Case(", ".join(said), (*arrays, is_causal, H >= 128)))
+    return cases
+
+
+_mma_cases = functools.partial(
+    _cases, 106,
+    ((1, 70, 150, 4, 2, 40), False, jnp.float16, (0, 0, 9), "the largest logits last"),
+    ((2, 100, 60, 3, 1, 64), True, jnp.bfloat16, (0,), ""),
+    ((1, 120, 230, 2, 2, 80), True, jnp.bfloat16, (30, 0, 0), "the largest logits first, NaN in keys from 128 on"),
+    ((1, 65, 70, 2, 1, 200), False, jnp.bfloat16, (-90, -80), "logits far below 0"),
+)  # fmt: skip
+
+
+def _run(gpus, answer, q, k, v, is_causal, is_lowered):
+    """(how it runs, out, lse) of a forward kernel. An out that rounding alone sets apart from the right one is right.
+
+    gpus: (name, capability) of those that it is lowered for, where that is asked.
+    """
+    found, raised = [], []
+
+    def run():
+        try:
+            found.append(jax.block_until_ready(answer(*map(jnp.asarray, (q, k, v)), is_causal, interpret=DETECTING)))
+        except jax.errors.JaxRuntimeError:  # of the interpreter
+            raise
+        except Exception as error:
+            raised.append(error)
+            raise RuntimeError("for the learner, below") from None
+
+    with patient_for(PATIENCE_S):
+        said = races(run)
+    if raised:
+        raise raised[0]
+    way, *right = _expected(q, k, v, is_causal)
+    if said:
+        return "not without this: " + ", ".join(said), *(np.full(array.shape, np.nan) for array in right)
+    out, lse = shaped(found[0], {"out": right[0].shape, "lse": right[1].shape})
+    for name, array, dtype in (("out", out, q.dtype), ("lse", lse, jnp.dtype(jnp.float32))):
+        if array.dtype != dtype:
+            raise Complaint(f"{name}: expected dtype {dtype.name}, got {array.dtype.name}")
+    out = np.asarray(out).astype(np.float64)
+    if np.linalg.norm(out - right[0]) <= OF_16_BITS[q.dtype.name] * np.linalg.norm(right[0]):
+        out = right[0]
+    return _lowered(answer, gpus, q, k, v, is_causal) if is_lowered else way, out, np.asarray(lse)
+
+
+def _lowered(answer, gpus, *arguments):
+    """`AS_ASKED`, or a GPU for which a kernel cannot be lowered, and what is raised."""
+    *arrays, is_causal = arguments
+    for name, capability in gpus:
+        with mock.patch.object(utils, "_infer_arch", return_value=capability):
+            try:
+                traced = jax.jit(lambda *arrays: answer(*arrays, is_causal)).trace(*arrays)
+                traced.lower(lowering_platforms=("cuda",))
+            except Exception as error:
+                return f"not for {name}: {name_of(error)}"
+    return AS_ASKED
+
+
+def _expected(q, k, v, is_causal, *_):
+    k, v = (np.where(np.isfinite(np.float32(array)), array, 0) for array in (k, v))
+    out, lse = oracle(q, k, v, is_causal=is_causal)
+    return AS_ASKED, out, lse.swapaxes(1, 2)
+
+
+IN_BOTH = (
+    ("l is not rescaled by alpha", "alpha * l", "l", FORWARD.mistakes[1][-1]),
+    *GQA.mistakes[:1],
+    ("the zeros behind the last key count as keys", "cols < S", "cols >= 0",
+     "Padding is 0, and exp(0 - m) is a weight: mask what lies at S or behind."),
+    ("the causal mask is missing", "if is_causal:", "if False:",
+     "A key after the query gets -inf: compare positions, as `mma_kernel` does."),
+    ("no tile is skipped", "if is_causal else S", "if False else S",
+     "With a causal mask the tiles end with the one that the last query of the program sees."),
+    ("logits are scaled by the padded head dim", "math.sqrt(H)", "math.sqrt(head_padded)",
+     "The scale belongs to the H that came in: zeros behind it change no product."),
+    ("lse is the logarithm of the sum alone", "m + jnp.log(l)", "jnp.log(l)",
+     "The sum was measured from m: lse = m + log l, as in notebook 05."),
+)  # fmt: skip
+
+MMA = Exercise(
+    solution=mma_forward, title="The forward kernel by mma, whole", outputs=("how it runs", "out", "lse"),
+    cases=functools.partial(
+        _cases, 106,
+        ((1, 70, 150, 4, 2, 40), False, jnp.float16, (0, 0, 9), "the largest logits last"),
+        ((2, 100, 60, 3, 1, 64), True, jnp.bfloat16, (0,), ""),
+        ((1, 120, 230, 2, 2, 80), True, jnp.bfloat16, (30, 0, 0), "the largest logits first, NaN in keys from 128 on"),
+        ((1, 65, 70, 2, 1, 200), False, jnp.bfloat16, (-90, -80), "logits far below 0"),
+    ),
+    run=functools.partial(_run, (AMPERE, HOPPER)), expected=_expected, tolerance=1e-4,
+    building_block="forward on a GPU", in_place=("on_gpu", "forward"), slow=True,
+    tried="T below and above S, ragged ends, head dims from 1 to 200, grouped heads, causal and not, bfloat16 and "
+          "float16, logits from -90 to 30; interpreted under the race detector, and lowered for Ampere and Hopper",
+    mistakes=(
+        *IN_BOTH,
+        ("acc is not rescaled by alpha", "warp.along(alpha, acc.shape, 0) * acc", "acc", FORWARD.mistakes[0][-1]),
+        ("positions of keys are counted within the tile", "cols += indices[0] * block_k", "cols += 0 * block_k",
+         "Step j of the pipeline begins with key j * block_k: `indices` has the step."),
+        ("the last tile of keys is left out where it is not whole", "pl.cdiv(stop, block_k)", "stop // block_k",
+         "Round the number of tiles up."),
+        ("q is read before its copy has arrived",
+         "        plgpu.barrier_wait(*loaded) if loaded else plgpu.wait_gmem_to_smem(0)\n", "",
+         "A copy has only been asked for when `copy` returns: wait as `mma_kernel` does."),
+        ("the barrier of q is there on every GPU", "*([plgpu.Barrier()] if warp.by_tma() else [])", "plgpu.Barrier()",
+         "Before Hopper there is no TMA that would arrive at it: give one only where `warp.by_tma()` says so."),
+    ),
+)  # fmt: skip
+
+
+# 10.7
+def hopper_forward(q, k, v, is_causal=False, interpret=False):
+    """out (B, T, N, H) in the dtype of q, and lse (B, N, T) float32, by wgmma.
+
+    q: (B, T, N, H); k, v: (B, S, K, H), of 16 bits. interpret: as in `plgpu.kernel`.
+    """
+    (B, T, N, H), (_, S, K, _) = q.shape, k.shape
+    group, head_padded = N // K, 64 if H <= 64 else 128
+    block_q, block_k, stages, computing = 64, 128, 2, 2
+    along = lambda vector, table: lax.broadcast_in_dim(vector, table.shape, [0])
+    full = lambda shape, value, layout: plgpu.layout_cast(jnp.full(shape, value), layout)
+    product, accumulate = (
+        functools.partial(function, interpret=bool(interpret)) for function in (warpgroup.product, warpgroup.accumulate)
+    )
+
+    def kernel(q_ref, k_ref, v_ref, out_ref, lse_ref, q_smem, k_smem, v_smem, ready, loaded, free):
+        i, n, b = (lax.axis_index(name) for name in "inb")
+        me = lax.axis_index("warpgroup")
+        last = (i + 1) * computing * block_q
+        stop = pl.cdiv(jnp.minimum(last, min(T, S)) if is_causal else S, block_k)
+
+        def compute():
+            plgpu.set_max_registers(240, action="increase")
+            q_start = (i * computing + me) * block_q
+            mine, q_mine = pl.ds(q_start, block_q), q_smem.at[me]
+            plgpu.copy_gmem_to_smem(q_ref.at[b, mine, n], q_mine, ready.at[me])
+            plgpu.barrier_wait(ready.at[me])
+
+            def one_key_tile(j, state):
+                m, l, acc = state
+                slot = lax.rem(j, stages)
+                plgpu.barrier_wait(loaded.at[slot])
+                s = product(q_mine, k_smem.at[slot].T) / math.sqrt(H)
+                iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, s.shape)
+                rows, cols = (iota(axis, layout=warpgroup.MATRIX) for axis in (0, 1))
+                seen = j * block_k + cols < S
+                if is_causal:
+                    seen = seen & (j * block_k + cols <= q_start + rows)
+                s = jnp.where(seen, s, -jnp.inf)
+                m_new = jnp.maximum(m, s.max(axis=1))
+                alpha = jnp.exp(m - m_new)
+                p = jnp.exp(s - along(m_new, s))
+                l = alpha * l + p.sum(axis=1)
+                acc = along(alpha, acc) * acc
+                acc = accumulate(acc, p.astype(q_ref.dtype), v_smem.at[slot])
+                plgpu.barrier_arrive(free.at[slot])
+                return m_new, l, acc
+
+            m = full((block_q,), -jnp.inf, warpgroup.ROWS)
+            l = full((block_q,), 0.0, warpgroup.ROWS)
+            acc = full((block_q, head_padded), 0.0, warpgroup.MATRIX)
+            m, l, acc = lax.fori_loop(0, stop, one_key_tile, (m, l, acc))
+            q_mine[...] = (acc / along(l, acc)).astype(q_ref.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(q_mine, out_ref.at[b, mine, n])
+            lse_ref[b, n, mine] = m + jnp.log(l)
+            plgpu.wait_smem_to_gmem(0)
+
+        def load():
+            plgpu.set_max_registers(24, action="decrease")
+            filled = jnp.minimum(stages, stop)
+
+            def fetch(j):
+                slot = lax.rem(j, stages)
+                pl.when(j >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+                tile = b, pl.ds(j * block_k, block_k), n // group
+                for ref, smem in ((k_ref, k_smem), (v_ref, v_smem)):
+                    plgpu.copy_gmem_to_smem(ref.at[tile], smem.at[slot], loaded.at[slot])
+
+            pl.loop(0, stop)(fetch)
+            pl.loop(0, filled)(lambda slot: plgpu.barrier_wait(free.at[slot]))
+
+        pl.when(me < computing)(compute)
+        pl.when(me == computing)(load)
+
+    def in_tiles(array, block):
+        padding = (0, 0), (0, -array.shape[1] % block), (0, 0), (0, head_padded - H)
+        return jnp.pad(array, padding)
+
+    q, k, v = in_tiles(q, computing * block_q), in_tiles(k, block_k), in_tiles(v, block_k)
+    of_queries, of_keys = (
+        plgpu.SMEM((count, block, head_padded), q.dtype, transforms=warpgroup.SWIZZLED)
+        for count, block in ((computing, block_q), (stages, block_k))
+    )
+    out, lse = plgpu.kernel(
+        kernel,
+        out_type=[
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((B, N, q.shape[1]), jnp.float32),
+        ],
+        grid=(q.shape[1] // (computing * block_q), N, B),
+        grid_names=("i", "n", "b"),
+        num_threads=computing + 1,
+        thread_name="warpgroup",
+        scratch_types=[
+            *(of_queries, of_keys, of_keys),
+            plgpu.Barrier(num_barriers=computing),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=computing, num_barriers=stages),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret or None,
+    )(q, k, v)
+    return out[:, :T, :, :H], lse[..., :T]
+
+
+WAITS = "pl.when(j >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))"  # in the solution
+
+WGMMA = Exercise(
+    solution=hopper_forward, title="A Hopper kernel of your own", outputs=("how it runs", "out", "lse"),
+    cases=functools.partial(
+        _cases, 107,
+        ((1, 70, 300, 4, 2, 40), False, jnp.float16, (0, 0, 9), "the largest logits last"),
+        ((1, 200, 100, 3, 1, 64), True, jnp.bfloat16, (0,), ""),
+        ((1, 120, 400, 2, 2, 80), True, jnp.bfloat16, (30, 0, 0), "the largest logits first, NaN in keys from 128 on"),
+        ((2, 65, 140, 1, 1, 128), False, jnp.bfloat16, (-90, -80), "logits far below 0"),
+    ),
+    run=functools.partial(_run, (HOPPER,)), expected=_expected, tolerance=1e-4,
+    building_block="forward on a Hopper GPU", in_place=("on_hopper", "forward"), slow=True,
+    tried="T below and above S, ragged ends, head dims from 1 to 128, grouped heads, causal and not, bfloat16 and "
+          "float16, logits from -90 to 30; interpreted under the race detector, and lowered for Hopper",
+    mistakes=(
+        *IN_BOTH,
+        ("acc is not rescaled by alpha", "along(alpha, acc) * acc", "acc", FORWARD.mistakes[0][-1]),
+        ("positions of keys are counted within the tile", "j * block_k + cols", "cols",
+         "Tile j begins with key j * block_k."),
+        ("a tile is read before its copy has arrived", "                plgpu.barrier_wait(loaded.at[slot])\n", "",
+         "A copy has only been ordered when `copy_gmem_to_smem` returns: see section 4."),
+        ("a slot is filled again while somebody reads it", WAITS, "None",
+         "Whoever fills a slot a second time waits until its readers have said that it is free: see section 5."),
+        ("nobody says that a slot is free", "                plgpu.barrier_arrive(free.at[slot])\n", "",
+         "The memory warpgroup waits for ever: every wait needs an arrival, see section 5."),
+    ),
+)  # fmt: skip
