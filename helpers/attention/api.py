@@ -104,7 +104,7 @@ def flash_attention(
       mask_mod: a function (b, n, i, j) -> booleans that says whether in batch entry b query i of head n sees key j.
       score_mod: a function of s, b, n, i, j and score_arrays that gives new logits for scaled logits s.
       score_arrays: pairs of an array and its axes, such as (slopes, "n") and (positions, "bi"), float or int32: what
-        score_mod gets as arrays.
+        score_mod gets as arrays. On a GPU both functions consist of operations on single elements: others are refused.
       block_mask: of `masking.block_mask`, for calls that share mask and mask_mod; it is believed. None makes it anew.
       implementation: "reference" (naive, the whole matrix in memory), "portable" (plain Pallas kernels, which a CPU
         interprets; on an NVIDIA GPU from Ampere on those of mosaic), "mosaic" (kernels in Pallas Mosaic GPU for such

@@ -177,9 +177,9 @@ def forward(call, *, keeps_low_bits=False, tiles=None, interpret=False):
     Returns out (B, T, N, H) in the dtype of query and lse (B, N, T) in float32; with `keeps_low_bits`, which is for
     calls in 16 bits, also the `low_bits` of out, int16 of its shape. Beyond these it allocates what is not laid out
     yet: copies of query, key, value and out, rounded up to whole tiles, where a length is no multiple of its tile or
-    head_dim none of 64; a copy of value where keys have lengths; and in float32 the pieces of all three, of 4 or 6
-    bytes a number. tiles: a `warp.Tiles`, chosen for the problem unless given. interpret: what interprets the kernel
-    on a CPU.
+    head_dim none of 64; a copy of value where keys have lengths; in float32 the pieces of all three, of 4 or 6 bytes a
+    number; and what `extras_and_lists` says of other arrays. tiles: a `warp.Tiles`, chosen for the problem unless
+    given. interpret: what interprets the kernel on a CPU.
     """
     problem = call.problem
     tiles = tiles or forward_tiles(problem)

@@ -30,8 +30,8 @@ from helpers.attention.problem import Problem
 def extras_and_lists(call, block_q, block_k, outer="queries"):
     """The `Extras` and the `TileLists` of a call for a kernel with tiles of one side, "queries" or "keys", or None.
 
-    A copy of each array but sinks and numbers, unless its lengths are whole tiles, it is no mask, and the tiles are of
-    queries.
+    They are rounded up to whole tiles, in zeros, and masks become int8: a copy of each array, unless its lengths are
+    whole tiles, it is no mask, and the tiles are of queries.
     """
     extras, lists = for_kernel(call, block_q, block_k, outer, joins_groups=outer == "keys")
     if extras is None:
