@@ -375,8 +375,8 @@ FAULTS = [
     *_of(
         "helpers/attention/hopper/ladder.py",
         ("the diagonal is hidden", "s = jnp.where(cols <= rows, s, -jnp.inf)", "s = jnp.where(cols < rows, s, -jnp.inf)"),
-        ("acc is not rescaled", "m_new, l, acc * columns(alpha, acc.shape)", "m_new, l, acc"),
-        ("a slot is freed before it is read", "acc = accumulate(acc, p, v_smem.at[slot], interpret=interpret)\n            plgpu.barrier_arrive(v_free.at[slot])", "plgpu.barrier_arrive(v_free.at[slot])\n            acc = accumulate(acc, p, v_smem.at[slot], interpret=interpret)"),
+        ("acc is not rescaled", "    acc = columns(alpha, acc.shape) * acc\n", ""),
+        ("a slot is freed before it is read", "acc = add(acc, alpha, p, v_smem.at[slot], interpret=interpret)\n            plgpu.barrier_arrive(v_free.at[slot])", "plgpu.barrier_arrive(v_free.at[slot])\n            acc = add(acc, alpha, p, v_smem.at[slot], interpret=interpret)"),
     ),
     *_of(
         "helpers/attention/hopper/forward.py",
