@@ -376,6 +376,7 @@ FAULTS = [
         "helpers/attention/hopper/ladder.py",
         ("the diagonal is hidden", "s = jnp.where(cols <= rows, s, -jnp.inf)", "s = jnp.where(cols < rows, s, -jnp.inf)"),
         ("acc is not rescaled", "    acc = columns(alpha, acc.shape) * acc\n", ""),
+        ("the late product keeps its old unit", "return m, l, columns(alpha, acc.shape) * acc, p", "return m, l, acc, p"),
         ("a slot is freed before it is read", "acc = add(acc, alpha, p, v_smem.at[slot], interpret=interpret)\n            plgpu.barrier_arrive(v_free.at[slot])", "plgpu.barrier_arrive(v_free.at[slot])\n            acc = add(acc, alpha, p, v_smem.at[slot], interpret=interpret)"),
     ),
     *_of(
