@@ -157,9 +157,9 @@ def test_causal_calls_of_every_deal(deal, monkeypatch):
     check_forward(interpreted(hopper.forward, tiles=SMALL._replace(programs=3)), case)
 
 
-@pytest.mark.parametrize("rung", [5, *(pytest.param(rung, marks=FULL) for rung in ladder.NAMES if rung < 5)])
+@pytest.mark.parametrize("rung", [5, 6, *(pytest.param(rung, marks=FULL) for rung in ladder.NAMES if rung < 5)])
 def test_every_rung(rung):
-    """With more tiles of keys than the ring has slots, also under a mask. The sixth is the kernel of all other tests."""
+    """With more tiles of keys than the ring has slots, also under a mask. The last is the kernel of all other tests."""
     case = AttentionCase(384, 384, H=64, N=2, K=1, dtype="bfloat16", arguments=CAUSAL if rung % 2 else {})
     check_forward(interpreted(ladder.forward, rung=rung), case)
 

@@ -206,7 +206,7 @@ def programs_on_an_sm(rung, problem, registers):
 
     registers: of a thread, as the compiler says. Shared memory is that of the tiles, and 1 KiB for each program.
     """
-    if rung == 6:
+    if rung == 7:
         tiles = forward.default_tiles(problem)
         warpgroups, has_memory, smem = tiles.warpgroups, True, sum(forward_smem(tiles, problem.H).values())
     else:
@@ -220,12 +220,12 @@ def programs_on_an_sm(rung, problem, registers):
 
 
 def rungs_on_an_sm(compiled, T=4096):
-    """{case: [`programs_on_an_sm` of each rung]} of the grid's shapes. compiled: what was recorded of the compiler."""
+    """{case: {rung: `programs_on_an_sm`}} of the grid's shapes. compiled: what was recorded of the compiler."""
     found = {}
-    for entry in compiled:  # the rungs of a shape, one after another
-        H, is_causal = entry["H"], entry["is_causal"]
-        rungs = found.setdefault(f"H={H} {'causal' if is_causal else 'full'}", [])
-        rungs.append(programs_on_an_sm(len(rungs) + 1, problem_of(H, T, is_causal), entry["registers"]))
+    for entry in compiled:
+        rung, H, is_causal = entry["rung"], entry["H"], entry["is_causal"]
+        rungs = found.setdefault(f"H={H} {'causal' if is_causal else 'full'}", {})
+        rungs[rung] = programs_on_an_sm(rung, problem_of(H, T, is_causal), entry["registers"])
     return found
 
 

@@ -239,47 +239,6 @@ def program_ends(ends):
     return figure
 
 
-def rungs(figures, names):
-    """Recorded TFLOP/s of the rungs. figures: {case: {rung name: TFLOP/s}}; names: in order."""
-    figure, axes = style.subplots(width=10, height=0.55 * len(names) + 1.4)
-    height = 0.8 / len(figures)
-    looks = (style.QUERY, None), (style.KEY, "//"), (style.VALUE, ".."), (style.LOGITS, "xx")
-    for index, ((case, values), (colour, hatch)) in enumerate(zip(figures.items(), looks, strict=False)):
-        found = [(y - 0.4 + height * (index + 0.5), values[name]) for y, name in enumerate(names) if name in values]
-        look = {"color": colour, "hatch": hatch, "alpha": 0.75, "ec": style.INK, "lw": 0.5}
-        bars = axes.barh(*zip(*found, strict=True), height=height, label=case, **look)
-        axes.bar_label(bars, fmt="%.0f", padding=3, fontsize=7.5)
-    draw.rows(axes, [f"{number}  {name}" for number, name in enumerate(names, 1)], marks=True)
-    axes.set_xlabel("recorded TFLOP/s")
-    draw.beside(axes, fontsize=8.5)
-    return figure
-
-
-def company(counts, figures):
-    """TFLOP/s of rungs over the compute warpgroups on an SM. counts, figures: {case: {rung: number}}."""
-    figure, panels = style.subplots(1, len(counts), width=10, height=3.3, sharey=True)
-    most = max(max(of.values()) for of in counts.values())
-    said = []
-    for axes, (case, many) in zip(panels, counts.items(), strict=True):
-        told = (f"rung {number}: {count}, {figures[case][number]:.0f}" for number, count in sorted(many.items()))
-        said.append(f"{case}. {'; '.join(told)}.")
-        taken = []
-        for number, count in sorted(many.items(), key=lambda item: figures[case][item[0]]):
-            y = figures[case][number]
-            # Beside each other where points of the same count lie close.
-            side = sum(count == x and abs(y - other) < 40 for x, other in taken) % 2
-            taken.append((count, y))
-            look = {"fc": style.PAPER, "marker": "s"} if number == 1 else {"fc": style.OUTPUT, "marker": "o"}
-            axes.scatter(count, y, s=55, ec=style.INK, lw=1.0, zorder=2, **look)
-            away = {"xytext": (-9 if side else 9, 0), "ha": "right" if side else "left"}
-            axes.annotate(str(number), (count, y), textcoords="offset points", va="center", size=10, **away)
-        axes.set(title=case, xticks=range(1, most + 1), xlim=(0.4, most + 0.6))
-    panels[0].set(ylim=(0, 1.1 * max(max(of.values()) for of in figures.values())), ylabel="recorded TFLOP/s")
-    figure.supxlabel("compute warpgroups on one SM (square: ordinary copies)", size=10)
-    figure.alt = f"Compute warpgroups on one SM, and recorded TFLOP/s. {' '.join(said)}"
-    return figure
-
-
 def references(offsets, errors):
     """Relative error of out by how far m is from the maximum. errors: {dtype: an error for each offset}."""
     figure, axes = style.subplots(width=9.5, height=3.2)

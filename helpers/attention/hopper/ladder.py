@@ -1,21 +1,23 @@
-"""Six forward kernels for Hopper, each one step from the one before.
+"""Seven forward kernels for Hopper, each one step from the one before.
 
     1 one warpgroup       ordinary copies from GMEM to SMEM, wgmma products
     2 TMA and a ring      the copy engine fetches keys and values some tiles ahead
     3 a memory warpgroup  a second warpgroup does nothing but ask for copies
     4 two compute warpgroups share the keys and values, each with its own queries
     5 ping-pong           the two take turns at the tensor core
-    6 the kernel of `forward_kernel.py`: the next scores computed beside this product with v, also from one tile
-      of queries to the next, masks on the diagonal only; persistent, a program for each SM,
-      with a tile scheduler that balances their work
+    6 overlap             rung 4, but p v runs one tile late, beside the softmax of the next tile
+    7 the kernel of `forward_kernel.py`: that overlap from one tile of queries to the next, too, masks on the
+      diagonal only; persistent, a program for each SM, with a tile scheduler that balances their work
 
-All compute out and lse, with the names of `forward_kernel.py`. Rungs 1 to 5 guess nothing and are for learning:
+All compute out and lse, with the names of `forward_kernel.py`. Rungs 1 to 6 guess nothing and are for learning:
 head_dim 64 or 128, 16-bit, T a multiple of 64 times the compute warpgroups, S a multiple of BLOCK_K. One
 program serves BLOCK_Q queries for each compute warpgroup, of one head:
 
     q_smem  (warpgroups, BLOCK_Q, H)    k_smem, v_smem  (STAGES, BLOCK_K, H)    rung 1: no first axis
     s, p    (BLOCK_Q, BLOCK_K)  m, l  (BLOCK_Q,)  acc  (BLOCK_Q, H)   in registers, float32
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.hopper import forward as full
 from helpers.attention.hopper.ptx import SWIZZLED
-from helpers.attention.hopper.warpgroup import MATRIX, REGISTERS, ROWS, accumulate, product
+from helpers.attention.hopper.warpgroup import MATRIX, REGISTERS, ROWS, accumulate, overlapped, product
 from helpers.attention.portable.tiles import LOG2_E
 
 BLOCK_Q = 64
@@ -38,11 +40,12 @@ NAMES = {
     3: "a memory warpgroup",
     4: "two compute warpgroups",
     5: "ping-pong",
-    6: "overlap and causal scheduling",
+    6: "overlap within a warpgroup",
+    7: "the finished kernel",
 }
 
 
-# What rungs 1 to 5 share: the mathematics.
+# What rungs 1 to 6 share: the mathematics.
 
 
 def start(H):
@@ -58,8 +61,8 @@ def columns(row_values, shape):
     return lax.broadcast_in_dim(row_values, shape, [0])
 
 
-def softmax(s, m, l, acc, *, problem, q_start, j):
-    """Take s = q k^T of key tile j, not yet scaled, into the state. Returns (p, m, l, acc), acc before p v."""
+def softmax(s, m, l, *, problem, q_start, j):
+    """(p, m, l, alpha) from s = q k^T of key tile j, not yet scaled: with alpha, acc is rescaled."""
     scale_2 = problem.scale * LOG2_E
     if problem.band.right == 0:
         rows = q_start + plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=MATRIX)
@@ -69,7 +72,13 @@ def softmax(s, m, l, acc, *, problem, q_start, j):
     alpha = jnp.exp2(m - m_new)
     p = jnp.exp2(scale_2 * s - columns(m_new, s.shape))
     l = alpha * l + p.sum(axis=1)
-    return p.astype(problem.dtype), m_new, l, acc * columns(alpha, acc.shape)
+    return p, m_new, l, alpha
+
+
+def add(acc, alpha, p, v_smem, *, interpret):
+    """alpha acc + p v."""
+    acc = columns(alpha, acc.shape) * acc
+    return accumulate(acc, p.astype(v_smem.dtype), v_smem, interpret=interpret)
 
 
 def key_tiles(problem, q_stop):
@@ -116,8 +125,8 @@ def one_warpgroup(q_ref, k_ref, v_ref, out_ref, lse_ref, q_smem, k_smem, v_smem,
         copy(k_ref.at[b, tile, kv_head], k_smem)
         copy(v_ref.at[b, tile, kv_head], v_smem)
         s = product(q_smem, k_smem.T, interpret=interpret)
-        p, m, l, acc = softmax(s, m, l, acc, problem=problem, q_start=q_start, j=j)
-        return m, l, accumulate(acc, p, v_smem, interpret=interpret)
+        p, m, l, alpha = softmax(s, m, l, problem=problem, q_start=q_start, j=j)
+        return m, l, add(acc, alpha, p, v_smem, interpret=interpret)
 
     state = lax.fori_loop(0, key_tiles(problem, q_start + BLOCK_Q), one_key_tile, start(problem.H))
     finish(state, out_ref.at[b, my_rows, n], lse_ref.at[b, n, my_rows], q_smem, problem=problem)
@@ -150,9 +159,9 @@ def ring(
         slot = lax.rem(j, STAGES)
         plgpu.barrier_wait(k_loaded.at[slot])
         s = product(q_smem.at[0], k_smem.at[slot].T, interpret=interpret)
-        p, m, l, acc = softmax(s, m, l, acc, problem=problem, q_start=q_start, j=j)
+        p, m, l, alpha = softmax(s, m, l, problem=problem, q_start=q_start, j=j)
         plgpu.barrier_wait(v_loaded.at[slot])
-        acc = accumulate(acc, p, v_smem.at[slot], interpret=interpret)
+        acc = add(acc, alpha, p, v_smem.at[slot], interpret=interpret)
         pl.when(j + STAGES < stop)(lambda: fetch(j + STAGES))  # into the slot now free
         return m, l, acc
 
@@ -160,13 +169,13 @@ def ring(
     finish(state, out_ref.at[b, my_rows, n], lse_ref.at[b, n, my_rows], q_smem.at[0], problem=problem)
 
 
-# Rungs 3, 4 and 5: the same roles, with one or two compute warpgroups, with or without turns
+# Rungs 3 to 6: the same roles, with one or two compute warpgroups, with turns, with overlap
 
 
 def specialised(
     q_ref, k_ref, v_ref, out_ref, lse_ref,
     q_smem, k_smem, v_smem, q_loaded, k_loaded, v_loaded, k_free, v_free, turn,
-    *, problem, interpret, warpgroups, ping_pong,
+    *, problem, interpret, warpgroups, ping_pong, overlap,
 ):  # fmt: skip
     b, n, i = here()
     kv_head = lax.div(n, problem.group)
@@ -194,13 +203,18 @@ def specialised(
             if ping_pong:
                 plgpu.barrier_arrive(turn.at[1 - me])
             plgpu.barrier_arrive(k_free.at[slot])
-            p, m, l, acc = softmax(s, m, l, acc, problem=problem, q_start=q_start, j=j)
+            p, m, l, alpha = softmax(s, m, l, problem=problem, q_start=q_start, j=j)
             plgpu.barrier_wait(v_loaded.at[slot])
-            acc = accumulate(acc, p, v_smem.at[slot], interpret=interpret)
+            acc = add(acc, alpha, p, v_smem.at[slot], interpret=interpret)
             plgpu.barrier_arrive(v_free.at[slot])
             return m, l, acc
 
-        state = lax.fori_loop(0, stop, one_key_tile, start(problem.H))
+        if overlap:
+            rings = (k_smem, k_loaded, k_free), (v_smem, v_loaded, v_free)
+            of_tile = functools.partial(softmax, problem=problem, q_start=q_start)
+            state = one_tile_late(q_mine, *rings, of_tile, stop, interpret=interpret)
+        else:
+            state = lax.fori_loop(0, stop, one_key_tile, start(problem.H))
         if ping_pong:
             pl.when(me == 0)(lambda: plgpu.barrier_wait(turn.at[0]))  # the turn that nobody takes
         finish(state, out_ref.at[b, my_rows, n], lse_ref.at[b, n, my_rows], q_mine, problem=problem)
@@ -232,12 +246,52 @@ def specialised(
     pl.when(me == warpgroups)(load)
 
 
+def one_tile_late(q, keys, values, softmax, stop, *, interpret):
+    """The state after all tiles of rung 6. keys, values: a ring in SMEM and its barriers `loaded` and `free`."""
+    (k_smem, k_loaded, k_free), (v_smem, v_loaded, v_free) = keys, values
+
+    def wait_for_keys(j):
+        pl.when(j < stop)(lambda: plgpu.barrier_wait(k_loaded.at[lax.rem(j, STAGES)]))
+
+    wait_for_keys(0)
+    s = product(q, k_smem.at[0].T, interpret=interpret)
+    plgpu.barrier_arrive(k_free.at[0])
+    m, l, acc = start(q.shape[1])
+    p, m, l, _ = softmax(s, m, l, j=0)
+    wait_for_keys(1)
+
+    def one_key_tile(j, state):
+        m, l, acc, p = state
+        new, old = lax.rem(j, STAGES), lax.rem(j - 1, STAGES)
+
+        def while_pv_runs(s, state):
+            plgpu.barrier_arrive(k_free.at[new])
+            m, l, _ = state
+            p, *state = lax.optimization_barrier(softmax(s, m, l, j=j))
+            wait_for_keys(j + 1)
+            return p, tuple(state)
+
+        plgpu.barrier_wait(v_loaded.at[old])
+        qk, pv = (q, k_smem.at[new]), (acc, p, v_smem.at[old])
+        state = m, l, m  # the last keeps a place for alpha
+        acc, p, (m, l, alpha) = overlapped(qk, pv, while_pv_runs, state, interpret=interpret)
+        plgpu.barrier_arrive(v_free.at[old])
+        return m, l, columns(alpha, acc.shape) * acc, p.astype(q.dtype)
+
+    m, l, acc, p = lax.fori_loop(1, stop, one_key_tile, (m, l, acc, p.astype(q.dtype)))
+    last = lax.rem(stop - 1, STAGES)
+    plgpu.barrier_wait(v_loaded.at[last])
+    acc = accumulate(acc, p, v_smem.at[last], interpret=interpret)
+    plgpu.barrier_arrive(v_free.at[last])
+    return m, l, acc
+
+
 def forward(call, *, rung, interpret=False):
-    """out (B, T, N, H) and lse (B, N, T) of a checked `Call` by one rung of the ladder, 1 to 6.
+    """out (B, T, N, H) and lse (B, N, T) of a checked `Call` by one rung of the ladder, 1 to 7.
 
     interpret: False, or a `plgpu.InterpretGPUParams` to run on a CPU.
     """
-    if rung == 6:
+    if rung == 7:
         return full.forward(call, interpret=interpret)
     problem = call.problem
     B, T, S, N, H = problem.B, problem.T, problem.S, problem.N, problem.H
@@ -261,7 +315,7 @@ def forward(call, *, rung, interpret=False):
         body, scratch = ring, [*smem, *loaded]
     else:
         body, scratch = specialised, [*smem, *loaded, *free, turn]
-        options |= {"warpgroups": warpgroups, "ping_pong": rung == 5}
+        options |= {"warpgroups": warpgroups, "ping_pong": rung == 5, "overlap": rung == 6}
     threads = {} if rung < 3 else {"num_threads": warpgroups + 1, "thread_name": "warpgroup"}
     return plgpu.kernel(
         lambda *refs: body(*refs, **options),
