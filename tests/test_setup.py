@@ -23,7 +23,6 @@ case "$*" in
     *"version_info < (3, 12)"*) exit {too_old} ;;
     --version) echo "Python {version}" ;;
     "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && touch "$3/pyvenv.cfg" ;;
-    "-m pip config list") [ ! -e "$RECORD.settings" ] || cat "$RECORD.settings" ;;
     "-m pip install "*" uv") cp "$RECORD.uv" "$here/uv" ;;
     "-m pip install "*) echo "pip install $*" >>"$RECORD"; [ ! -e "$RECORD.broken" ] ;;
 esac
