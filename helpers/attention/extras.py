@@ -14,7 +14,6 @@ from helpers.attention.device import settings
 from helpers.attention.masking import BLOCK
 
 SCORE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32)
-LETTERS = {"b": "B", "n": "N", "i": "T", "j": "S"}
 
 
 class Extras(NamedTuple):

@@ -50,11 +50,6 @@ def _read(path):
     return json.loads(path.read_text())
 
 
-def read_tiles(gpu="NVIDIA H200"):
-    """The table of tiles of a GPU; FileNotFoundError where there is none."""
-    return _read(tables.path_of(gpu))
-
-
 def read_ring():
     """Ring attention on several GPUs."""
     return _read(RESULTS / "nvidia_h200_ring.json")
