@@ -29,7 +29,6 @@ they print without one (triton_shown.json, cuda_shown.json), and what the compil
 import json
 from pathlib import Path
 
-from helpers.attention import tables
 from helpers.attention.tables import slug
 
 RESULTS = Path(__file__).parent / "records"
