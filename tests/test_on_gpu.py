@@ -23,6 +23,7 @@ from helpers.attention.hopper import backward, backward_schedule
 from helpers.attention.hopper import forward as hopper
 from helpers.attention.problem import check_call
 from helpers.attention.reference import oracle, oracle_gradients
+from helpers.attention.registry import TABLE
 from helpers.dev import ptxas
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="this machine has no GPU that JAX can use")
@@ -36,6 +37,14 @@ portable_attention = functools.partial(flash_attention, implementation="portable
 def test_long_sequences(T, S, H, dtype):
     case = AttentionCase(T, S, H, N=1, K=1, dtype=dtype, arguments={"is_causal": T == S})
     check_results(results_of(portable_attention, case), case)
+
+
+@pytest.mark.skipif(TABLE["triton"].limits(None, False) is not None, reason="what this JAX compiles by Triton is wrong")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_plain_kernels_by_triton(dtype):
+    case = AttentionCase(113, 203, 24, N=4, K=2, B=2, dtype=dtype, key_lengths=(203, 40), arguments={"is_causal": True})
+    attention = functools.partial(flash_attention, implementation="triton", return_residual=True)
+    check_results(results_of(attention, case), case)
 
 
 @pytest.mark.parametrize("precision", ["default", "highest"])
@@ -160,18 +169,16 @@ def test_cudnn_keeps_the_contract(case):
 def test_the_default_is_a_kernel_and_has_gradients(dtype):
     (query, key, value), _ = AttentionCase(64, 64, 64, dtype=dtype).inputs()
     program = jax.jit(jax.grad(lambda query: flash_attention(query, key, value).astype(np.float32).sum()))
-    of_hopper = dtype == "bfloat16" and compute_capability() == (9, 0)
-    assert ("mosaic_gpu" if of_hopper else "flash_attention_dq") in program.lower(query).as_text()
+    assert "mosaic_gpu" in program.lower(query).as_text()
 
 
-@pytest.mark.parametrize(("precision", "least", "most"), [("highest", 0, 1e-5), (None, 1e-5, 5e-3)])
-def test_float32_has_the_precision_that_is_asked_for(precision, least, most):
-    """TF32 unless it is asked for more, of out and of every gradient."""
+@pytest.mark.parametrize(("precision", "most"), [("highest", 1e-5), (None, 2e-4)])
+def test_float32_has_the_precision_that_is_asked_for(precision, most):
+    """Better than TF32 unless it is asked for more, of out and of every gradient."""
     case = AttentionCase(200, 300, 64, N=4, K=2)
     arrays, _ = case.inputs()
     right = *oracle(*arrays), *oracle_gradients(*arrays, *cotangents(case))
     with jax.default_matmul_precision(precision):
         found = *portable_attention(*arrays), *gradients_of(portable_attention, case)
-    for i, (mine, other) in enumerate(zip(found, right, strict=True)):
-        error = relative_error(mine, other)
-        assert error <= most and (i == 1 or error >= least)  # lse is a sum over many, and may be more exact
+    for mine, other in zip(found, right, strict=True):
+        assert relative_error(mine, other) <= most

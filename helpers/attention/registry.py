@@ -285,6 +285,7 @@ TABLE = {
         limits=_why_no_triton,
         kernels=_plain,
         platform="cuda",
+        interpreter=True,
     ),
     "cudnn": Backend(
         serves=(LENGTHS, WINDOW),
