@@ -1,0 +1,143 @@
+"""What the Hopper kernels do about masks beyond causal: the tiles that each program visits, and what it hides there.
+
+Windows, an offset, lengths and segments hide whole tiles. Before a kernel starts, `walks` makes of the kinds of tiles
+(see `masking`) a list of the `Walk`s of all tiles of queries, or of keys, and the programs take them from there. The
+memory warpgroup and the compute warpgroups of a program go the same walk, each by itself.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from helpers.attention.extras import Extras
+from helpers.attention.hopper.warpgroup import COLUMNS, MATRIX, ROWS, anew
+from helpers.attention.masking import FULL, HIDDEN, NO_BAND, Band, tile_kinds
+
+
+class Walk(NamedTuple):
+    """The way of a tile of queries through tiles of keys, or of a tile of keys through tiles of queries.
+
+    b, tile: the batch entry and number of the tile itself. The walk has `length` tiles, the last before `stop`. It
+    begins at `start` with `whole` tiles of which every pair is seen; at `stop` it goes on with the first of all.
+    query_length, key_length: of the batch entry.
+    """
+
+    b: jax.Array
+    tile: jax.Array
+    start: jax.Array
+    stop: jax.Array
+    length: jax.Array
+    whole: jax.Array
+    query_length: jax.Array
+    key_length: jax.Array
+
+    @classmethod
+    def read(cls, ref, row):
+        """That of a row of `walks`."""
+        return cls(*(ref[row, column] for column in range(len(cls._fields))))
+
+    def at(self, place):
+        """The tile at a place of the walk."""
+        tile = self.start + place
+        return jnp.where(tile < self.stop, tile, tile - self.length)
+
+
+def needs_walks(call):
+    """Whether a call hides keys in another way than causally."""
+    has_lengths = not (call.query_lengths is None and call.key_lengths is None)
+    return call.problem.band not in (NO_BAND, Band(right=0)) or has_lengths or call.hides_keys
+
+
+def walks(call, block_q, block_k, own="queries"):
+    """int32 (B tiles, 8): a `Walk` of each tile of the call's queries, or with own="keys" of its keys, longest first.
+
+    What sees nothing has a walk of one tile, for a pipeline has to have something to do.
+    """
+    problem = call.problem
+    kinds = tile_kinds(dataclasses.replace(call, extras=call.extras or Extras()), block_q, block_k)[:, 0]
+    kinds = kinds if own == "queries" else kinds.swapaxes(-1, -2)
+    batch, (_, tiles, others) = problem.B, kinds.shape
+    place = jnp.arange(others, dtype=jnp.int32)
+    least = lambda wanted: jnp.where(wanted, place, others).min(axis=-1)
+    first = jnp.minimum(least(kinds > HIDDEN), others - 1)
+    stop = jnp.maximum(jnp.where(kinds > HIDDEN, place + 1, 0).max(axis=-1), first + 1)
+    start = least(kinds == FULL)
+    whole = least((kinds < FULL) & (place > start[..., None])) - start
+    start = jnp.where(whole > 0, start, first)
+
+    def lengths(given, longest):
+        return longest if given is None else jnp.clip(given, 0, longest)[:, None]
+
+    of_entry = lengths(call.query_lengths, problem.T), lengths(call.key_lengths, problem.S)
+    numbers = jnp.arange(batch)[:, None], jnp.arange(tiles)
+    columns = Walk(*numbers, start, stop, stop - first, whole, *of_entry)
+    columns = [jnp.broadcast_to(column, (batch, tiles)).astype(jnp.int32).ravel() for column in columns]
+    _, *columns = lax.sort((-columns[Walk._fields.index("length")], *columns), num_keys=1)
+    return jnp.stack(columns, axis=1)
+
+
+def padded_ids(call, block_q, block_k):
+    """{name: segment numbers of all tiles} of queries and of keys, or nothing."""
+    extras = call.extras or Extras()
+    if extras.query_segment_ids is None:
+        return {}
+    whole = lambda ids, block: jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)))
+    ids = whole(extras.query_segment_ids, block_q), whole(extras.key_segment_ids, block_k)
+    return dict(zip(("query_ids", "key_ids"), ids, strict=True))
+
+
+def without_padding(array, lengths):
+    """array (B, S, K, H) with zeros from the lengths (B,) on, whatever is there: a weight of 0 does not hide a NaN."""
+    if lengths is None:
+        return array
+    return jnp.where(jnp.arange(array.shape[1])[:, None, None] < lengths[:, None, None, None], array, 0)
+
+
+class View(NamedTuple):
+    """How rows of a tile in registers see its columns.
+
+    band: that of rows against columns; lengths: of rows and of columns; ids: refs of their segment numbers, in GMEM, of
+    this batch entry, or None.
+    """
+
+    band: Band
+    lengths: tuple
+    ids: tuple | None
+
+    @classmethod
+    def of_queries(cls, walk, problem, refs):
+        """Rows are queries, columns keys. refs: what has query_ids (B, T') and key_ids (B, S'), or None in their place."""
+        ids = None if refs.query_ids is None else (refs.query_ids.at[walk.b], refs.key_ids.at[walk.b])
+        return cls(problem.band, (walk.query_length, walk.key_length), ids)
+
+    @classmethod
+    def of_keys(cls, walk, problem, refs):
+        """Rows are keys, columns queries."""
+        band, lengths, ids = cls.of_queries(walk, problem, refs)
+        return cls(Band(band.right, band.left), lengths[::-1], ids and ids[::-1])
+
+    def seen(self, shape, row_start, col_start):
+        """Booleans (rows, columns), as `masking.visible` with segments, of the tile that begins at these positions.
+
+        It compares columns with a number for each row, which takes few registers.
+        """
+        rows = row_start + anew(plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=ROWS))
+        cols = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX)
+        wide = lambda row: lax.broadcast_in_dim(row, shape, [0])
+        (row_length, col_length), (left, right) = self.lengths, (self.band.left, self.band.right)
+        stop = col_length if right is None else jnp.minimum(col_length, rows + right + 1)
+        seen = cols < wide(jnp.where(rows < row_length, stop - col_start, 0))
+        if left is not None:
+            seen &= cols >= wide(rows - left - col_start)
+        if self.ids is not None:
+            row_ids, col_ids = (
+                plgpu.load(ids.at[pl.ds(start, size)], layout=layout)
+                for ids, start, size, layout in zip(self.ids, (row_start, col_start), shape, (ROWS, COLUMNS), strict=True)
+            )
+            seen &= wide(row_ids) == lax.broadcast_in_dim(col_ids, shape, [1])
+        return seen
