@@ -21,7 +21,6 @@ from helpers.attention.hopper.backward_parts import (
     Program,
     ds_of,
     exp2_of_logits,
-    hide,
     load_keys_then_queries,
     lse_and_awaited,
     store_dk_and_dv,
@@ -128,7 +127,7 @@ def immediate_step(program, own, masked, head, i, step, _):
     lse, s = lse_and_awaited(s, 1, lse)
     p = exp2_of_logits(s, lse, 1, problem)
     if masked:
-        p = hide(p, i * program.tiles.block_q, own.start, 0, problem, program.tiles)
+        p = program.hidden(p, i * program.tiles.block_q, own.start)
     p_16 = p.astype(problem.dtype)
     dp = awaited(dp, 0)
     ds = ds_of(p, dp, plgpu.load(delta, layout=COLUMNS), 1, problem)
@@ -159,7 +158,7 @@ def delayed_step(program, own, masked, head, i, step, before):
     lse, s = lse_and_awaited(s, 2, lse)
     p = exp2_of_logits(s, lse, 1, problem)
     if masked:
-        p = hide(p, i * program.tiles.block_q, own.start, 0, problem, program.tiles)
+        p = program.hidden(p, i * program.tiles.block_q, own.start)
     multiply_add(own.dv, p.astype(problem.dtype), do, spare_of(program), interpret)
     dp = awaited(dp, 1)  # and so is dk of the step before
     release = lambda: plgpu.barrier_arrive(scratch.q.consumed.at[before.q_slot])
@@ -225,6 +224,7 @@ def add_to_dq(program, own, dq, head, i):
     rows = pl.ds(i * program.tiles.block_q + own.row, ROWS_OF_WGMMA)
     part = program.b, rows, head, own.columns
     if program.interpret:  # no addition: each tile of keys has a plane of its own
-        plgpu.copy_smem_to_gmem(mine, there.at[lax.axis_index("tile")].at[part])
+        plane = lax.div(program.k_start, program.tiles.block_k)
+        plgpu.copy_smem_to_gmem(mine, there.at[plane].at[part])
     else:
         plgpu.copy_smem_to_gmem(mine, there.at[part], reduction_op="add")

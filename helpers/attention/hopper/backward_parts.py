@@ -9,16 +9,26 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from helpers.attention.hopper.backward_schedule import ROWS_OF_WGMMA, Tiles, for_each_query_tile, kv_head_here
+from helpers.attention.hopper.backward_schedule import (
+    ROWS_OF_WGMMA,
+    Tiles,
+    for_each_query_tile,
+    for_each_walked_tile,
+    kv_head_here,
+)
 from helpers.attention.hopper.ptx import MATRIX
 from helpers.attention.hopper.ring import Ring
+from helpers.attention.hopper.walks import View, Walk
 from helpers.attention.hopper.warpgroup import COLUMNS, REGISTERS, ROWS, anew, awaited
 from helpers.attention.portable.tiles import LOG2_E
 from helpers.attention.problem import Problem
 
 
 class Gmem(NamedTuple):
-    """Refs of the arrays of a call, see `backward`; of the gradients those that a kernel writes."""
+    """Refs of the arrays of a call, see `backward`; of the gradients those that a kernel writes.
+
+    walks (see `walks`) of the tiles that programs own, and segment numbers, are None in calls that are full or causal.
+    """
 
     q: jax.Array
     k: jax.Array
@@ -26,6 +36,9 @@ class Gmem(NamedTuple):
     do: jax.Array
     lse: jax.Array
     delta: jax.Array
+    walks: jax.Array | None = None
+    query_ids: jax.Array | None = None
+    key_ids: jax.Array | None = None
     dq: jax.Array | None = None
     dk: jax.Array | None = None
     dv: jax.Array | None = None
@@ -61,6 +74,7 @@ class Program(NamedTuple):
     """A program that owns block_k keys of one key/value head, 64 for each compute warpgroup, as a warpgroup sees it.
 
     b, kv, k_start: its batch entry, key/value head and first key; me: the number of the warpgroup.
+    own_walk: the `Walk` of its keys, or None where the call is full or causal.
     """
 
     gmem: Gmem
@@ -72,15 +86,29 @@ class Program(NamedTuple):
     kv: jax.Array
     me: jax.Array
     k_start: jax.Array
+    own_walk: Walk | None = None
 
     @classmethod
     def here(cls, gmem, scratch, problem, tiles, interpret):
-        b, kv, me = lax.axis_index("batch"), kv_head_here(problem, tiles), lax.axis_index("warpgroup")
-        return cls(gmem, scratch, problem, tiles, interpret, b, kv, me, lax.axis_index("tile") * tiles.block_k)
+        own = gmem, scratch, problem, tiles, interpret
+        kv, me, tile = kv_head_here(problem, tiles, gmem.walks), lax.axis_index("warpgroup"), lax.axis_index("tile")
+        if gmem.walks is None:
+            return cls(*own, lax.axis_index("batch"), kv, me, tile * tiles.block_k)
+        walk = Walk.read(gmem.walks, tile)
+        return cls(*own, walk.b, kv, me, walk.tile * tiles.block_k, walk)
 
     def walk(self, body, masked_body, carry):
-        """`for_each_query_tile` of this program."""
+        """`for_each_query_tile` of this program, or `for_each_walked_tile`."""
+        if self.own_walk is not None:
+            return for_each_walked_tile(self.own_walk, self.problem.group, self.kv, body, masked_body, carry)
         return for_each_query_tile(self.problem, self.tiles, self.kv, self.k_start, body, masked_body, carry)
+
+    def hidden(self, p, q_start, k_start):
+        """p (keys, queries) with zeros where the query does not see the key."""
+        if self.own_walk is None:
+            return hide(p, q_start, k_start, 0, self.problem, self.tiles)
+        view = View.of_keys(self.own_walk, self.problem, self.gmem)
+        return jnp.where(view.seen(p.shape, k_start, q_start), p, 0.0)
 
 
 def load_keys_then_queries(program):

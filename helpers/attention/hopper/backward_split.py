@@ -22,6 +22,7 @@ from helpers.attention.hopper.backward_parts import (
 )
 from helpers.attention.hopper.backward_schedule import ROWS_OF_WGMMA, Tiles
 from helpers.attention.hopper.ring import Ring
+from helpers.attention.hopper.walks import View, Walk
 from helpers.attention.hopper.warpgroup import COLUMNS, ROWS, anew, awaited, issue, multiply_add
 from helpers.attention.masking import key_tiles
 from helpers.attention.problem import Problem
@@ -73,7 +74,7 @@ def dkv_step(program, start, columns, dk_acc, dv_acc, masked, head, i, step, _):
     p = exp2_of_logits(s, lse, 1, problem)
     if masked:
         # without `anew` ptxas of CUDA 13.0 serialised the products at H = 64, before `issue` overwrote sums
-        p = hide(p, anew(i * tiles.block_q), start, 0, problem, tiles)
+        p = program.hidden(p, anew(i * tiles.block_q), start)
     multiply_add(dv_acc, p.astype(problem.dtype), do.at[:, columns], p_spare, interpret)
     dp = awaited(dp, 1)
     ds = ds_of(p, dp, plgpu.load(delta, layout=COLUMNS), 1, problem)
@@ -108,7 +109,7 @@ class DqProgram(NamedTuple):
     """A program that owns block_q queries from q_start on, 64 for each compute warpgroup, as a warpgroup sees it.
 
     b, head: their batch entry and query head; me: the number of the warpgroup.
-    first, stop: the tiles of keys that the queries see.
+    first, stop: the tiles of keys that the queries see; with a `walk`, places in that.
     """
 
     gmem: Gmem
@@ -122,22 +123,41 @@ class DqProgram(NamedTuple):
     q_start: jax.Array
     first: jax.Array
     stop: jax.Array
+    walk: Walk | None = None
 
     @classmethod
     def here(cls, gmem, scratch, problem, tiles, interpret):
-        b, head, me = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("warpgroup")
+        head, me = lax.axis_index("head"), lax.axis_index("warpgroup")
         block_q, block_k = tiles.warpgroups * ROWS_OF_WGMMA, tiles.block_k
+        if gmem.walks is not None:
+            walk = Walk.read(gmem.walks, lax.axis_index("tile"))
+            place = walk.b, head, me, walk.tile * block_q, jnp.int32(0), walk.length
+            return cls(gmem, scratch, problem, tiles, interpret, *place, walk)
+        b = lax.axis_index("batch")
         # Under a causal mask the last queries see the most keys: they go first.
         q_start = (pl.cdiv(problem.T, block_q) - 1 - lax.axis_index("tile")) * block_q
         seen = key_tiles(q_start, q_start + block_q, block_k, problem.band, problem.T, problem.S, xp=jnp)
         return cls(gmem, scratch, problem, tiles, interpret, b, head, me, q_start, *seen)
+
+    def k_start(self, j):
+        """The first key of tile j, of all or of the walk."""
+        return (j if self.walk is None else self.walk.at(j)) * self.tiles.block_k
+
+    def hidden(self, p, q_start, k_start):
+        """p (queries, keys) with zeros where the query does not see the key."""
+        if self.walk is None:
+            return hide(p, q_start, k_start, 1, self.problem, self.tiles)
+        view = View.of_queries(self.walk, self.problem, self.gmem)
+        return jnp.where(view.seen(p.shape, q_start, k_start), p, 0.0)
 
 
 def dq_kernel(gmem, scratch, problem, tiles, interpret):
     """Writes dq of block_q queries. gmem: a `Gmem`; scratch: a `DqScratch`."""
     program = DqProgram.here(gmem, scratch, problem, tiles, interpret)
     all_until = problem.S // tiles.block_k  # so many tiles of keys have none that some query does not see
-    if problem.band.right is not None:
+    if program.walk is not None:
+        all_until = program.walk.whole
+    elif problem.band.right is not None:
         all_until = jnp.minimum(all_until, lax.div(program.q_start + 1 + problem.band.right, tiles.block_k))
     pl.when(program.me < tiles.warpgroups)(lambda: compute_dq(program, all_until))
     pl.when(program.me == tiles.warpgroups)(lambda: load_queries_then_keys(program))
@@ -159,7 +179,7 @@ def compute_dq(program, all_until):
         loop = lambda start, end, masked: lax.fori_loop(start, end, functools.partial(one_step, masked), None)
         middle = jnp.clip(all_until, first, stop)
         loop(first, middle, False)
-        if problem.band.right is not None or problem.S % tiles.block_k:
+        if problem.band.right is not None or problem.S % tiles.block_k or program.walk is not None:
             loop(middle, stop, True)
         return dq_acc[...]
 
@@ -185,7 +205,7 @@ def dq_step(program, lse, delta, dq_acc, masked, j, _):
     s = awaited(s, 1)
     p = exp2_of_logits(s, lse, 0, problem)
     if masked:
-        p = hide(p, program.q_start + me * ROWS_OF_WGMMA, j * tiles.block_k, 1, problem, tiles)
+        p = program.hidden(p, program.q_start + me * ROWS_OF_WGMMA, program.k_start(j))
     dp = awaited(dp, 0)
     scratch.v.release(step)
     ds = ds_of(p, dp, delta, 0, problem)
@@ -208,7 +228,7 @@ def load_queries_then_keys(program):
     kv = lax.div(head, problem.group)
 
     def one_step(j, _):
-        keys = b, pl.ds(j * tiles.block_k, tiles.block_k), kv
+        keys = b, pl.ds(program.k_start(j), tiles.block_k), kv
         scratch.k.fetch(j - first, gmem.k.at[keys])
         scratch.v.fetch(j - first, gmem.v.at[keys])
 
