@@ -32,7 +32,9 @@ from helpers.attention.problem import (
     FEW_QUERIES,
     LENGTHS,
     MASK,
+    OFFSET,
     PAGES,
+    SEGMENTS,
     SINKS,
     SOFT_CAP,
     SYMBOLS,
@@ -272,7 +274,7 @@ TABLE = {
         alone=True,
     ),
     "hopper": Backend(
-        serves=(),
+        serves=(LENGTHS, WINDOW, OFFSET, SEGMENTS, SOFT_CAP, SINKS),
         needs="an NVIDIA GPU of compute capability 9.0 (Hopper) or a CPU",
         runs_on=lambda device: device.platform == "cpu" or compute_capability(device) == (9, 0),
         kernels=_hopper,

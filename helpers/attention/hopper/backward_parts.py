@@ -18,7 +18,7 @@ from helpers.attention.hopper.backward_schedule import (
 )
 from helpers.attention.hopper.ptx import MATRIX
 from helpers.attention.hopper.ring import Ring
-from helpers.attention.hopper.walks import View, Walk
+from helpers.attention.hopper.walks import View, Walk, capped
 from helpers.attention.hopper.warpgroup import COLUMNS, REGISTERS, ROWS, anew, awaited
 from helpers.attention.portable.tiles import LOG2_E
 from helpers.attention.problem import Problem
@@ -90,12 +90,11 @@ class Program(NamedTuple):
 
     @classmethod
     def here(cls, gmem, scratch, problem, tiles, interpret):
-        own = gmem, scratch, problem, tiles, interpret
-        kv, me, tile = kv_head_here(problem, tiles, gmem.walks), lax.axis_index("warpgroup"), lax.axis_index("tile")
-        if gmem.walks is None:
-            return cls(*own, lax.axis_index("batch"), kv, me, tile * tiles.block_k)
-        walk = Walk.read(gmem.walks, tile)
-        return cls(*own, walk.b, kv, me, walk.tile * tiles.block_k, walk)
+        walk = None if gmem.walks is None else Walk.read(gmem.walks, lax.axis_index("tile"))
+        b = lax.axis_index("batch") if walk is None else walk.b
+        kv, me = kv_head_here(problem, tiles, gmem.walks), lax.axis_index("warpgroup")
+        tile = lax.axis_index("tile") if walk is None else walk.tile
+        return cls(gmem, scratch, problem, tiles, interpret, b, kv, me, tile * tiles.block_k, walk)
 
     def walk(self, body, masked_body, carry):
         """`for_each_query_tile` of this program, or `for_each_walked_tile`."""
@@ -153,8 +152,9 @@ def take_registers(tiles, memory):
 
 
 def exp2_of_logits(s, lse, axis, problem):
-    """p of a tile of logits: exp2(scale L s - L lse), with one lse for each index of an axis."""
-    return jnp.exp2((problem.scale * LOG2_E) * s - lax.broadcast_in_dim(lse, s.shape, [axis]))
+    """p of a tile of products, exp2(scale L s - L lse), with one lse for each index of an axis; and `capped`'s slope."""
+    s, slope = capped(s, problem)
+    return jnp.exp2((problem.scale * LOG2_E) * s - lax.broadcast_in_dim(lse, s.shape, [axis])), slope
 
 
 def lse_and_awaited(s, wait_n, lse_ref):
@@ -187,6 +187,7 @@ def hide(p, q_start, k_start, keys_axis, problem, tiles):
     return p
 
 
-def ds_of(p, dp, delta, axis, problem):
-    """ds, rounded, with one delta for each index of an axis."""
-    return (p * (dp - lax.broadcast_in_dim(delta, dp.shape, [axis]))).astype(problem.dtype)
+def ds_of(p, slope, dp, delta, axis, problem):
+    """ds, rounded, with one delta for each index of an axis, and the slope of a soft cap or None."""
+    ds = p * (dp - lax.broadcast_in_dim(delta, dp.shape, [axis]))
+    return (ds if slope is None else slope * ds).astype(problem.dtype)

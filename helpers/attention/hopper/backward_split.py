@@ -71,13 +71,13 @@ def dkv_step(program, start, columns, dk_acc, dv_acc, masked, head, i, step, _):
     scratch.do.wait(step)
     dp = issue(pairs(scratch.v, do), 1, interpret)
     lse, s = lse_and_awaited(s, 1, lse)
-    p = exp2_of_logits(s, lse, 1, problem)
+    p, slope = exp2_of_logits(s, lse, 1, problem)
     if masked:
         # without `anew` ptxas of CUDA 13.0 serialised the products at H = 64, before `issue` overwrote sums
         p = program.hidden(p, anew(i * tiles.block_q), start)
     multiply_add(dv_acc, p.astype(problem.dtype), do.at[:, columns], p_spare, interpret)
     dp = awaited(dp, 1)
-    ds = ds_of(p, dp, plgpu.load(delta, layout=COLUMNS), 1, problem)
+    ds = ds_of(p, slope, dp, plgpu.load(delta, layout=COLUMNS), 1, problem)
     multiply_add(dk_acc, ds, q.at[:, columns], ds_spare, interpret)
     plgpu.wgmma_wait(1)
     scratch.do.release(step)
@@ -127,13 +127,13 @@ class DqProgram(NamedTuple):
 
     @classmethod
     def here(cls, gmem, scratch, problem, tiles, interpret):
+        walk = None if gmem.walks is None else Walk.read(gmem.walks, lax.axis_index("tile"))
+        b = lax.axis_index("batch") if walk is None else walk.b
         head, me = lax.axis_index("head"), lax.axis_index("warpgroup")
         block_q, block_k = tiles.warpgroups * ROWS_OF_WGMMA, tiles.block_k
-        if gmem.walks is not None:
-            walk = Walk.read(gmem.walks, lax.axis_index("tile"))
-            place = walk.b, head, me, walk.tile * block_q, jnp.int32(0), walk.length
+        if walk is not None:
+            place = b, head, me, walk.tile * block_q, jnp.int32(0), walk.length
             return cls(gmem, scratch, problem, tiles, interpret, *place, walk)
-        b = lax.axis_index("batch")
         # Under a causal mask the last queries see the most keys: they go first.
         q_start = (pl.cdiv(problem.T, block_q) - 1 - lax.axis_index("tile")) * block_q
         seen = key_tiles(q_start, q_start + block_q, block_k, problem.band, problem.T, problem.S, xp=jnp)
@@ -203,12 +203,12 @@ def dq_step(program, lse, delta, dq_acc, masked, j, _):
     scratch.v.wait(step)
     dp = issue([(scratch.do.at[wg], v)], 1, interpret)
     s = awaited(s, 1)
-    p = exp2_of_logits(s, lse, 0, problem)
+    p, slope = exp2_of_logits(s, lse, 0, problem)
     if masked:
         p = program.hidden(p, program.q_start + me * ROWS_OF_WGMMA, program.k_start(j))
     dp = awaited(dp, 0)
     scratch.v.release(step)
-    ds = ds_of(p, dp, delta, 0, problem)
+    ds = ds_of(p, slope, dp, delta, 0, problem)
     multiply_add(dq_acc, ds, k, None if scratch.spare is None else scratch.spare.at[me], interpret)
     plgpu.wgmma_wait(0)
     scratch.k.release(step)

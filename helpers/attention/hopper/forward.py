@@ -54,12 +54,13 @@ def why_not(problem):
 
 
 def tiles_for(call, keeps_low_bits=False):
-    """The `Tiles` for a call: `default_tiles`, and without a guess where something beyond a causal mask hides keys."""
-    problem, walked = call.problem, needs_walks(call)
-    if walked:
+    """The `Tiles` for a call: `default_tiles`; with walks or a soft cap, those of full calls, without a guess."""
+    problem = call.problem
+    if needs_walks(call) or problem.soft_cap is not None:
         problem = dataclasses.replace(problem, band=NO_BAND)
-    tiles = default_tiles(problem)
-    tiles = tiles._replace(guess=tiles.guess and not walked)
+        tiles = default_tiles(problem)._replace(guess=False)
+    else:
+        tiles = default_tiles(problem)
     return with_room_for_constants(tiles, problem) if keeps_low_bits else tiles
 
 

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.hopper.forward_kernel import Part, RunningMaximum
 from helpers.attention.hopper.tile_scheduler import TileScheduler, WalkScheduler
-from helpers.attention.hopper.walks import View
+from helpers.attention.hopper.walks import View, capped
 from helpers.attention.hopper.warpgroup import MATRIX, ROWS, anew
 from helpers.attention.portable.tiles import LOG2_E
 
@@ -37,6 +37,15 @@ class Logits(Part):
 
     def of_first_tile(self, turn, s):
         """The logits of the first key tile of a turn."""
+        return self.first_hidden(turn, capped(s, self.problem)[0])
+
+    def of_tile(self, turn, s, j, is_masked):
+        """The logits of key tile j of a turn."""
+        s, _ = capped(s, self.problem)
+        return self.hidden(turn, s, j) if is_masked else s
+
+    def first_hidden(self, turn, s):
+        """`hidden` of the first tile, where some query does not see all of its keys."""
         block_k = self.tiles.block_k
         if self.problem.S < block_k:
             return self.hidden(turn, s, 0)
@@ -45,15 +54,11 @@ class Logits(Part):
         return s
 
     def perhaps_hidden(self, turn, s, is_cut):
-        """Those of the first tile where it may be seen whole. A loop takes fewer registers than a cond."""
+        """Known when the kernel runs. A loop takes fewer registers than a cond."""
         return lax.fori_loop(0, jnp.int32(is_cut), lambda _, s: self.hidden(turn, s, 0), s)
 
-    def of_tile(self, turn, s, j, is_masked):
-        """The logits of key tile j of a turn."""
-        return self.hidden(turn, s, j) if is_masked else s
-
     def hidden(self, turn, s, j):
-        """The scores of key tile j, -inf where a query does not see the key."""
+        """The logits of key tile j, -inf where a query does not see the key."""
         block_q, block_k = self.tiles[:2]
         visible = self.problem.S - j * block_k  # how many of these keys a row sees
         if self.is_causal:
@@ -84,7 +89,7 @@ class WalkedLogits(Logits):
     def scheduler(refs, *own):
         return WalkScheduler(*own, refs.walks)
 
-    def of_first_tile(self, turn, s):
+    def first_hidden(self, turn, s):
         return self.perhaps_hidden(turn, s, turn.walk.whole == 0)
 
     def hidden(self, turn, s, j):

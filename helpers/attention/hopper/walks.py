@@ -1,4 +1,4 @@
-"""What the Hopper kernels do about masks beyond causal: the tiles that each program visits, and what it hides there.
+"""What few calls ask of the Hopper kernels: walks through the tiles that masks leave, what is hidden there, soft caps.
 
 Windows, an offset, lengths and segments hide whole tiles. Before a kernel starts, `walks` makes of the kinds of tiles
 (see `masking`) a list of the `Walk`s of all tiles of queries, or of keys, and the programs take them from there. The
@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from helpers.attention.extras import Extras
 from helpers.attention.hopper.warpgroup import COLUMNS, MATRIX, ROWS, anew
 from helpers.attention.masking import FULL, HIDDEN, NO_BAND, Band, tile_kinds
+from helpers.attention.portable.tiles import LOG2_E
 
 
 class Walk(NamedTuple):
@@ -96,6 +97,19 @@ def without_padding(array, lengths):
     if lengths is None:
         return array
     return jnp.where(jnp.arange(array.shape[1])[:, None, None] < lengths[:, None, None, None], array, 0)
+
+
+def capped(s, problem):
+    """Scaled by problem.scale, c tanh(scale s / c) for a soft cap c, and its slope 1 - tanh^2, of products s.
+
+    The slope is None where there is no cap, or none that a float32 product could reach. By 1 - 2 / (1 + e^2x), tanh x
+    has an error as of float32, and tanh.approx one of 2^-11.
+    """
+    cap, scale = problem.soft_cap, problem.scale
+    if cap is None or abs(scale) * float(jnp.finfo(jnp.float32).max) < cap:
+        return s, None
+    rest = 1 / (1 + jnp.exp2((2 * LOG2_E * scale / cap) * s))
+    return (cap / scale) * (1 - 2 * rest), 4 * rest * (1 - rest)
 
 
 class View(NamedTuple):
