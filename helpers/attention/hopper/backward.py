@@ -117,7 +117,7 @@ def _in_pieces(call, residuals, at_once, tiles, deterministic, interpret):
 
 
 def _walks(call, tiles, own):
-    """The `Gmem` fields walks, query_ids and key_ids of a kernel that owns queries or keys, as far as there are some."""
+    """walks, query_ids and key_ids of a `Gmem`, of a kernel that owns queries or keys: as many as the call needs."""
     if not needs_walks(call):
         return ()
     blocks = tiles.block_q, tiles.block_k

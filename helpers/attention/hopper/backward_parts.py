@@ -152,7 +152,7 @@ def take_registers(tiles, memory):
 
 
 def exp2_of_logits(s, lse, axis, problem):
-    """p of a tile of products, exp2(scale L s - L lse), with one lse for each index of an axis; and `capped`'s slope."""
+    """p of a tile of products, exp2(scale L s - L lse), with one lse for each index of an axis; and the cap's slope."""
     s, slope = capped(s, problem)
     return jnp.exp2((problem.scale * LOG2_E) * s - lax.broadcast_in_dim(lse, s.shape, [axis])), slope
 

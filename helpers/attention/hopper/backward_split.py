@@ -194,7 +194,7 @@ def compute_dq(program, all_until):
 
 def dq_step(program, lse, delta, dq_acc, masked, j, _):
     """Add what tile j of the keys gives to dq_acc, (64, H)."""
-    scratch, problem, tiles, interpret = program.scratch, program.problem, program.tiles, program.interpret
+    scratch, problem, interpret = program.scratch, program.problem, program.interpret
     me, step = program.me, j - program.first
     wg, (k,), (v,) = anew(me), scratch.k.at(step), scratch.v.at(step)
 

@@ -52,10 +52,8 @@ from helpers.attention.hopper.walks import Walk
 from helpers.attention.hopper.warpgroup import (
     MATRIX,
     REGISTERS,
-    ROWS,
     accumulate,
     accumulate_then,
-    anew,
     overlapped,
     product,
 )
@@ -147,7 +145,7 @@ class Program(Part):
     turns: jax.Array  # how many it has
     softmax: "RunningMaximum"
     out: "RoundedOut"
-    logits: "Logits"
+    logits: "Part"  # of `forward_logits`
     interpret: bool
 
     def queries(self, i):
@@ -164,9 +162,7 @@ class Program(Part):
         return Turn(i, step, self.queries(i), *mine, place.stop, place.walk)
 
 
-def forward_kernel(
-    refs, smem, *, problem, tiles, programs, softmax, out, logits, interpret
-):
+def forward_kernel(refs, smem, *, problem, tiles, programs, softmax, out, logits, interpret):
     """Writes out and lse. Every warpgroup of every program calls it.
 
     softmax: `RunningMaximum` or a class like it. out: `RoundedOut` or a class like it.

@@ -1,6 +1,6 @@
 """Scores become logits in the Hopper forward kernel: which keys a query sees, the soft cap, and sinks.
 
-Most calls are full or causal: `Logits`. What else hides keys, `WalkedLogits` does: windows, an offset, lengths, segments.
+Most calls are full or causal: `Logits`. Windows, an offset, lengths and segments hide keys in `WalkedLogits`.
 """
 
 from dataclasses import dataclass
@@ -69,7 +69,7 @@ class Logits(Part):
         return jnp.where(cols < visible, s, -jnp.inf)
 
     def at_the_end(self, turn, out, lse):
-        """out, and lse as a function, of a turn. A sink takes weight from all keys: sigmoid(lse - sink) is left them."""
+        """out, and lse as a function, of a turn. A sink leaves the keys sigmoid(lse - sink) of the weight."""
         if self.refs.sinks is None:
             return out, lse
         sink, of_keys = self.refs.sinks[turn.n], lse()

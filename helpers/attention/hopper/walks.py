@@ -6,6 +6,7 @@ memory warpgroup and the compute warpgroups of a program go the same walk, each 
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -125,7 +126,7 @@ class View(NamedTuple):
 
     @classmethod
     def of_queries(cls, walk, problem, refs):
-        """Rows are queries, columns keys. refs: what has query_ids (B, T') and key_ids (B, S'), or None in their place."""
+        """Rows are queries, columns keys. refs: has query_ids (B, T') and key_ids (B, S'), or None in their place."""
         ids = None if refs.query_ids is None else (refs.query_ids.at[walk.b], refs.key_ids.at[walk.b])
         return cls(problem.band, (walk.query_length, walk.key_length), ids)
 
@@ -149,9 +150,8 @@ class View(NamedTuple):
         if left is not None:
             seen &= cols >= wide(rows - left - col_start)
         if self.ids is not None:
-            row_ids, col_ids = (
-                plgpu.load(ids.at[pl.ds(start, size)], layout=layout)
-                for ids, start, size, layout in zip(self.ids, (row_start, col_start), shape, (ROWS, COLUMNS), strict=True)
-            )
+            load = functools.partial(plgpu.load, optimized=False)
+            row_ids = load(self.ids[0].at[pl.ds(row_start, shape[0])], layout=ROWS)
+            col_ids = load(self.ids[1].at[pl.ds(col_start, shape[1])], layout=COLUMNS)
             seen &= wide(row_ids) == lax.broadcast_in_dim(col_ids, shape, [1])
         return seen
