@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from helpers.attention.device import core_count
 from helpers.attention.hopper.exact_out import ExactOut, constants_beside, with_room_for_constants
 from helpers.attention.hopper.forward_kernel import Refs, RoundedOut, RunningMaximum, Scratch, forward_kernel
-from helpers.attention.hopper.forward_logits import Logits, MaximumOfSeen, WalkedLogits
+from helpers.attention.hopper.forward_logits import GuessOfWhole, Logits, MaximumOfSeen, WalkedLogits
 from helpers.attention.hopper.guess import HEADROOM, MOST, Guess
 from helpers.attention.hopper.ring import Ring
 from helpers.attention.hopper.table import tuned_tiles
@@ -54,13 +54,11 @@ def why_not(problem):
 
 
 def tiles_for(call, keeps_low_bits=False):
-    """The `Tiles` for a call: `default_tiles`; with walks or a soft cap, those of full calls, without a guess."""
+    """The `Tiles` for a call: `default_tiles`; with walks, those of full calls."""
     problem = call.problem
-    if needs_walks(call) or problem.soft_cap is not None:
+    if needs_walks(call):
         problem = dataclasses.replace(problem, band=NO_BAND)
-        tiles = default_tiles(problem)._replace(guess=False)
-    else:
-        tiles = default_tiles(problem)
+    tiles = default_tiles(problem)
     return with_room_for_constants(tiles, problem) if keeps_low_bits else tiles
 
 
@@ -137,11 +135,12 @@ def _launch(problem, tiles, inputs, interpret):
     keeps_low_bits, is_walked = "constants" in inputs, "walks" in inputs
     count = pl.cdiv(problem.T, tiles.block_q * tiles.warpgroups) * problem.B * problem.N
     guesses = tiles.guess and problem.S > tiles.block_k
+    softmaxes = (MaximumOfSeen, GuessOfWhole) if is_walked else (RunningMaximum, Guess)
     options = {
         "problem": problem,
         "tiles": tiles,
         "programs": count if tiles.programs is None else min(tiles.programs, count),
-        "softmax": MaximumOfSeen if is_walked else Guess if guesses else RunningMaximum,
+        "softmax": softmaxes[guesses],
         "out": ExactOut if keeps_low_bits else RoundedOut,
         "logits": WalkedLogits if is_walked else Logits,
         "interpret": bool(interpret),

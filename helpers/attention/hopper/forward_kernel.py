@@ -251,7 +251,7 @@ def one_turn(program, turns, i, state):
         first = prologue(program, turns, i, step)
     wait_for_keys(program, turn, 1)
     acc = program.out.zeros()
-    softmax = program.softmax.in_turn(turns, i, kept)
+    softmax = program.softmax.in_turn(turns, turn, kept)
     acc, m, l, p = key_tiles(program, turn, softmax, (acc, *first))
     l = l.sum(axis=1)
     softmax = softmax.after(l)
@@ -479,8 +479,8 @@ class RunningMaximum(Part):
     def kept_at_first(self):
         return self.kept
 
-    def in_turn(self, turns, i, kept):
-        """Itself, as it is in turn i of a list."""
+    def in_turn(self, turns, turn, kept):
+        """Itself, as it is in a turn of a list."""
         return self
 
     def after(self, l):

@@ -3,13 +3,16 @@
 Most calls are full or causal: `Logits`. Windows, an offset, lengths and segments hide keys in `WalkedLogits`.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.hopper.forward_kernel import Part, RunningMaximum
+from helpers.attention.hopper.guess import Guess
 from helpers.attention.hopper.tile_scheduler import TileScheduler, WalkScheduler
 from helpers.attention.hopper.walks import View, capped
 from helpers.attention.hopper.warpgroup import MATRIX, ROWS, anew
@@ -111,3 +114,27 @@ class MaximumOfSeen(RunningMaximum):
         return jnp.maximum(super().maximum(s), LOWEST)
 
     first_maximum = maximum
+
+
+@dataclass(frozen=True)
+class GuessOfWhole(Guess):
+    """A guess in turns that begin with a tile that all rows see whole; in the others, the maximum.
+
+    is_whole: whether this is such a turn.
+    """
+
+    is_whole: jax.Array | None = None
+
+    def maximum(self, s):
+        return jnp.maximum(super().maximum(s), LOWEST)
+
+    def in_turn(self, turns, turn, kept):
+        return dataclasses.replace(super().in_turn(turns, turn, kept), is_whole=turn.walk.whole > 0)
+
+    def after(self, l):
+        return dataclasses.replace(self, kept=jnp.where(self.is_whole & (l > self.kept), l, self.kept))
+
+    def rules(self):
+        (guess, holds), _ = super().rules()
+        holds &= self.is_whole
+        return [(guess, holds), (self, ~holds)]

@@ -129,7 +129,13 @@ class WalkScheduler(TileScheduler):
         return Place(walk.tile * self.q_block, n, walk.b, walk.length, walk)
 
     def ends(self, place, q_start):
-        return jnp.maximum(place.walk.whole, 1), place.stop
+        walk, (block_q, block_k), right = place.walk, self.tiles[:2], self.problem.band.right
+        stop, until_whole = walk.length, jnp.maximum(walk.start - walk.first + walk.whole, 1)
+        if right is not None:  # the last tiles come last, and only the last queries see these
+            seen = lax.div(q_start + block_q + right + block_k - 1, block_k) - walk.first
+            stop = jnp.clip(seen, until_whole, stop)
+        stop = jnp.where(q_start < walk.query_length, stop, 1)
+        return jnp.minimum(jnp.maximum(walk.whole, 1), stop), stop
 
 
 class Deal(NamedTuple):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -24,15 +25,15 @@ from helpers.attention.portable.tiles import LOG2_E
 class Walk(NamedTuple):
     """The way of a tile of queries through tiles of keys, or of a tile of keys through tiles of queries.
 
-    b, tile: the batch entry and number of the tile itself. The walk has `length` tiles, the last before `stop`. It
-    begins at `start` with `whole` tiles of which every pair is seen; at `stop` it goes on with the first of all.
+    b, tile: the batch entry and the number of the tile itself. The walk has `length` tiles, from `first` on. It begins
+    at `start` with `whole` tiles of which every pair is seen; then come those before them, and then those after them.
     query_length, key_length: of the batch entry.
     """
 
     b: jax.Array
     tile: jax.Array
+    first: jax.Array
     start: jax.Array
-    stop: jax.Array
     length: jax.Array
     whole: jax.Array
     query_length: jax.Array
@@ -45,8 +46,9 @@ class Walk(NamedTuple):
 
     def at(self, place):
         """The tile at a place of the walk."""
-        tile = self.start + place
-        return jnp.where(tile < self.stop, tile, tile - self.length)
+        rest = place - self.whole
+        tile = jnp.where(rest < self.start - self.first, rest, place) + self.first
+        return jnp.where(rest < 0, self.start + place, tile)
 
 
 def needs_walks(call):
@@ -62,25 +64,29 @@ def walks(call, block_q, block_k, own="queries"):
     """
     problem = call.problem
     kinds = tile_kinds(dataclasses.replace(call, extras=call.extras or Extras()), block_q, block_k)[:, 0]
+    xp = np if isinstance(kinds, np.ndarray) else jnp
     kinds = kinds if own == "queries" else kinds.swapaxes(-1, -2)
     batch, (_, tiles, others) = problem.B, kinds.shape
-    place = jnp.arange(others, dtype=jnp.int32)
-    least = lambda wanted: jnp.where(wanted, place, others).min(axis=-1)
-    first = jnp.minimum(least(kinds > HIDDEN), others - 1)
-    stop = jnp.maximum(jnp.where(kinds > HIDDEN, place + 1, 0).max(axis=-1), first + 1)
+    place = xp.arange(others, dtype=np.int32)
+    least = lambda wanted: xp.where(wanted, place, others).min(axis=-1)
+    first = xp.minimum(least(kinds > HIDDEN), others - 1)
+    stop = xp.maximum(xp.where(kinds > HIDDEN, place + 1, 0).max(axis=-1), first + 1)
     start = least(kinds == FULL)
-    whole = least((kinds < FULL) & (place > start[..., None])) - start
-    start = jnp.where(whole > 0, start, first)
+    ended = xp.concatenate([kinds[..., :1] < HIDDEN, (kinds[..., :-1] == FULL) & (kinds[..., 1:] < FULL)], axis=-1)
+    whole = least(ended) - start
+    start = xp.where(whole > 0, start, first)
 
     def lengths(given, longest):
-        return longest if given is None else jnp.clip(given, 0, longest)[:, None]
+        return longest if given is None else xp.clip(given, 0, longest)[:, None]
 
     of_entry = lengths(call.query_lengths, problem.T), lengths(call.key_lengths, problem.S)
-    numbers = jnp.arange(batch)[:, None], jnp.arange(tiles)
-    columns = Walk(*numbers, start, stop, stop - first, whole, *of_entry)
-    columns = [jnp.broadcast_to(column, (batch, tiles)).astype(jnp.int32).ravel() for column in columns]
-    _, *columns = lax.sort((-columns[Walk._fields.index("length")], *columns), num_keys=1)
-    return jnp.stack(columns, axis=1)
+    numbers = xp.arange(batch)[:, None], xp.arange(tiles)
+    columns = Walk(*numbers, first, start, stop - first, whole, *of_entry)
+    columns = xp.stack([xp.broadcast_to(column, (batch, tiles)) for column in columns], axis=-1).reshape(
+        -1, len(columns)
+    )
+    longest_first = xp.argsort(-columns[:, Walk._fields.index("length")], stable=True)
+    return jnp.asarray(columns[longest_first].astype(np.int32))
 
 
 def padded_ids(call, block_q, block_k):
