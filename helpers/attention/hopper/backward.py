@@ -88,7 +88,9 @@ def backward(call, out, lse, dout, dlse, low=None, *, tiles=None, deterministic=
         raise ValueError("the fused form is not deterministic, give tiles of the split form")
     delta = (with_low_bits(out, low) * dout.astype(jnp.float32)).sum(axis=-1).swapaxes(1, 2) - dlse
     head_dim = padded_head_dim(problem.H)
-    key, value = (without_padding(array, call.key_lengths) for array in (call.key, call.value))
+    key, value = call.key, call.value
+    if dq_tiles is not None:  # kernels that own keys see to their end themselves
+        key, value = (without_padding(array, call.key_lengths) for array in (key, value))
     arrays = (
         *(_padded(array, (1, 8), (3, head_dim)) for array in (call.query, key, value, dout)),
         *(_padded(array, (2, 128)) for array in (LOG2_E * lse, delta)),

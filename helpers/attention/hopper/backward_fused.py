@@ -25,6 +25,7 @@ from helpers.attention.hopper.backward_parts import (
     lse_and_awaited,
     store_dk_and_dv,
     take_registers,
+    wait_for_keys,
 )
 from helpers.attention.hopper.backward_schedule import ROWS_OF_WGMMA
 from helpers.attention.hopper.ptx import MATRIX
@@ -95,7 +96,7 @@ def run(program, walk):
 
 
 def walk_immediately(program, own):
-    plgpu.barrier_wait(program.scratch.kv_loaded)
+    wait_for_keys(program, own.start)
     program.walk(*(functools.partial(immediate_step, program, own, masked) for masked in (False, True)), None)
 
 
@@ -104,7 +105,7 @@ def walk_delayed(program, own):
     scratch, problem = program.scratch, program.problem
     shape = ROWS_OF_WGMMA, program.tiles.block_q
     publish(program, plgpu.layout_cast(jnp.zeros(shape, problem.dtype), MATRIX), 1)
-    plgpu.barrier_wait(scratch.kv_loaded)
+    wait_for_keys(program, own.start)
     nothing = Published(program.kv * problem.group, jnp.int32(0), jnp.int32(0), jnp.int32(1))
     steps = (functools.partial(delayed_step, program, own, masked) for masked in (False, True))
     step, last = program.walk(*steps, nothing)

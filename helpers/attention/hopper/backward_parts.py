@@ -110,6 +110,23 @@ class Program(NamedTuple):
         return jnp.where(view.seen(p.shape, k_start, q_start), p, 0.0)
 
 
+def wait_for_keys(program, start):
+    """Until the keys and values of the program are there. A warpgroup's own, from `start` on, end in zeros."""
+    scratch, walk = program.scratch, program.own_walk
+    plgpu.barrier_wait(scratch.kv_loaded)
+    if walk is None:
+        return
+
+    @pl.when(start + ROWS_OF_WGMMA > walk.key_length)
+    def _():
+        for part, array in itertools.product(range(scratch.k.shape[0]), (scratch.k, scratch.v)):
+            own = array.at[part, program.me]
+            rows = start + plgpu.broadcasted_iota(jnp.int32, own.shape, 0, layout=MATRIX)
+            numbers = plgpu.load(own, layout=MATRIX).astype(jnp.float32)
+            own[...] = jnp.where(rows < walk.key_length, numbers, 0).astype(array.dtype)
+        plgpu.commit_smem()
+
+
 def load_keys_then_queries(program):
     """What the memory warpgroup of a program that owns keys does."""
     gmem, scratch, tiles, b, kv = program.gmem, program.scratch, program.tiles, program.b, program.kv

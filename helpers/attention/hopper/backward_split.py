@@ -19,6 +19,7 @@ from helpers.attention.hopper.backward_parts import (
     lse_and_awaited,
     store_dk_and_dv,
     take_registers,
+    wait_for_keys,
 )
 from helpers.attention.hopper.backward_schedule import ROWS_OF_WGMMA, Tiles
 from helpers.attention.hopper.ring import Ring
@@ -42,7 +43,7 @@ def dkv_kernel(gmem, scratch, problem, tiles, interpret):
         start = program.k_start + program.me * ROWS_OF_WGMMA
         scratch.q.open()
         scratch.do.open()
-        plgpu.barrier_wait(scratch.kv_loaded)
+        wait_for_keys(program, start)
 
         def accumulate(dk_acc, dv_acc):
             one_step = functools.partial(dkv_step, program, start, columns, dk_acc, dv_acc)

@@ -19,7 +19,7 @@ from helpers.attention.hopper.forward_logits import GuessOfWhole, Logits, Maximu
 from helpers.attention.hopper.guess import HEADROOM, MOST, Guess
 from helpers.attention.hopper.ring import Ring
 from helpers.attention.hopper.table import tuned_tiles
-from helpers.attention.hopper.walks import needs_walks, padded_ids, walks, without_padding
+from helpers.attention.hopper.walks import last_tiles, needs_walks, padded_ids, walks
 from helpers.attention.hopper.warpgroup import NUM_SMS, SWIZZLED, padded_head_dim
 from helpers.attention.masking import NO_BAND
 
@@ -112,17 +112,20 @@ def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, inter
     padded_T, padded_S = (
         max(pl.cdiv(length, 8) * 8, block) for length, block in ((T, tiles.block_q), (S, tiles.block_k))
     )
-    value = without_padding(call.value, call.key_lengths)
     inputs = {
         "q": _padded(query, padded_T, head_dim),
         "k": _padded(call.key, padded_S, head_dim),
-        "v": _padded(value, padded_S, head_dim),
+        "v": _padded(call.value, padded_S, head_dim),
     }
     if keeps_low_bits:
         inputs["constants"] = constants_beside(problem, tiles, head_dim)
     if needs_walks(call):
         blocks = tiles.block_q * tiles.warpgroups, tiles.block_k
         inputs |= {"walks": walks(call, *blocks), **padded_ids(call, *blocks)}
+    if call.key_lengths is not None:
+        inputs["last_values"] = _padded(
+            last_tiles(call.value, call.key_lengths, tiles.block_k), tiles.block_k, head_dim
+        )
     if call.has_sinks:
         inputs["sinks"] = call.extras.sinks[0]
     out, lse, *low = _launch(problem, tiles, inputs, interpret)

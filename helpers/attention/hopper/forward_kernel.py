@@ -79,6 +79,7 @@ class Refs(NamedTuple):
     walks: jax.Array | None = None
     query_ids: jax.Array | None = None
     key_ids: jax.Array | None = None
+    last_values: jax.Array | None = None
     sinks: jax.Array | None = None
 
 
@@ -193,7 +194,13 @@ def memory(program):
             # Grouped queries: `group` query heads read one key/value head, in place.
             kv_head = lax.div(n, program.problem.group)
             keys = ref.at[b, pl.ds(tile * block_k, block_k), kv_head]
-            ring.fetch(step + j, keys)
+            if ref is not refs.v or refs.last_values is None:
+                ring.fetch(step + j, keys)
+                return
+            is_last = (tile + 1) * block_k > place.walk.key_length
+            last = refs.last_values.at[b, :, kv_head]
+            pl.when(is_last)(lambda: ring.fetch(step + j, last))
+            pl.when(~is_last)(lambda: ring.fetch(step + j, keys))
 
         fetch(smem.keys, refs.k, 0)
 

@@ -124,7 +124,7 @@ class WalkScheduler(TileScheduler):
         B, S = self.problem.B, self.problem.S
         # In the cache, a head takes the room of its keys in all batch entries.
         of_all = dataclasses.replace(self.problem, B=1, T=B * S, S=B * S)
-        row, n = causal_order(index, B * self.q_tiles, of_all)
+        row, n = causal_order(index, B * self.q_tiles, of_all, together=cached_heads)
         walk = Walk.read(self.walks, B * self.q_tiles - 1 - row)
         return Place(walk.tile * self.q_block, n, walk.b, walk.length, walk)
 
@@ -201,22 +201,26 @@ def heads_together(problem):
 
     All of them with a small head_dim, where memory keeps up, and parts would cost some balance for nothing.
     """
-    every, head_dim = problem.N * problem.B, padded_head_dim(problem.H)
+    return problem.N * problem.B if padded_head_dim(problem.H) <= 64 else cached_heads(problem)
+
+
+def cached_heads(problem):
+    """How many query heads there are, at most, whose keys and values the cache holds."""
     keys = min(problem.T, problem.S)  # no query sees a later one
-    bytes_of_keys_and_values = 2 * keys * head_dim * problem.dtype.itemsize
-    return every if head_dim <= 64 else min(every, problem.group * max(1, CACHED // bytes_of_keys_and_values))
+    bytes_of_keys_and_values = 2 * keys * padded_head_dim(problem.H) * problem.dtype.itemsize
+    return min(problem.N * problem.B, problem.group * max(1, CACHED // bytes_of_keys_and_values))
 
 
-def causal_order(index, q_tiles, problem, xp=jnp):
+def causal_order(index, q_tiles, problem, xp=jnp, together=heads_together):
     """(tile of queries, head) at a place of the list of all pairs of a causal call.
 
     index: a place, or an array of places. The heads come in parts, `heads_together`.
     In the last part the longest tiles come first, in the one before it they come last,
     and so on in turns, so that the ends of two parts fit each other. xp: the NumPy to
-    compute with.
+    compute with. together: how many heads a part has, of a problem.
     """
     div, rem = (lax.div, lax.rem) if xp is jnp else (np.floor_divide, np.remainder)
-    heads, width = problem.N * problem.B, heads_together(problem)
+    heads, width = problem.N * problem.B, together(problem)
     parts = pl.cdiv(heads, width)
     part = div(index, width * q_tiles) if parts > 1 else 0
     index = index - part * width * q_tiles

@@ -99,6 +99,14 @@ def padded_ids(call, block_q, block_k):
     return dict(zip(("query_ids", "key_ids"), ids, strict=True))
 
 
+def last_tiles(array, lengths, block):
+    """(B, block, K, H): of each batch entry the tile of `array` (B, S, K, H) where it ends, and zeros from there on."""
+    lengths = jnp.clip(lengths, 0, array.shape[1])[:, None]
+    rows = lengths // block * block + jnp.arange(block)
+    tiles = jnp.take_along_axis(array, rows[:, :, None, None], axis=1, mode="clip")
+    return jnp.where((rows < lengths)[:, :, None, None], tiles, 0)
+
+
 def without_padding(array, lengths):
     """array (B, S, K, H) with zeros from the lengths (B,) on, whatever is there: a weight of 0 does not hide a NaN."""
     if lengths is None:
