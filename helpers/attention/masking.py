@@ -171,7 +171,7 @@ def tile_kinds(call, block_q, block_k):
     problem, extras = call.problem, call.extras
     kinds = [_band_kinds(problem, call.query_lengths, call.key_lengths, block_q, block_k)]
     if extras.query_segment_ids is not None:
-        kinds.append(_segment_kinds(extras.query_segment_ids, extras.key_segment_ids, block_q, block_k))
+        kinds.append(segment_kinds(extras.query_segment_ids, extras.key_segment_ids, block_q, block_k))
     if extras.block_mask is not None:
         in_rows = _of_other_size(extras.block_mask, block_q, problem.T)
         kinds.append(_of_other_size(in_rows.swapaxes(-1, -2), block_k, problem.S).swapaxes(-1, -2))
@@ -201,8 +201,8 @@ def _band_kinds(problem, query_lengths, key_lengths, block_q, block_k):
     return _kind(some, some & every)
 
 
-def _segment_kinds(query_ids, key_ids, block_q, block_k):
-    """Those of segments, from the smallest and the largest number in a tile."""
+def segment_kinds(query_ids, key_ids, block_q, block_k):
+    """Those of segments alone, from the smallest and the largest number in a tile."""
 
     def ends(ids, block):
         info, padding = jnp.iinfo(jnp.int32), ((0, 0), (0, -ids.shape[1] % block))

@@ -107,7 +107,8 @@ class Program(NamedTuple):
         if self.own_walk is None:
             return hide(p, q_start, k_start, 0, self.problem, self.tiles)
         view = View.of_keys(self.own_walk, self.problem, self.gmem)
-        return jnp.where(view.seen(p.shape, k_start, q_start), p, 0.0)
+        is_mixed = self.own_walk.is_mixed(lax.div(q_start, self.tiles.block_q))
+        return view.hidden(p, 0.0, k_start, q_start, is_mixed)
 
 
 def wait_for_keys(program, start):

@@ -149,7 +149,8 @@ class DqProgram(NamedTuple):
         if self.walk is None:
             return hide(p, q_start, k_start, 1, self.problem, self.tiles)
         view = View.of_queries(self.walk, self.problem, self.gmem)
-        return jnp.where(view.seen(p.shape, q_start, k_start), p, 0.0)
+        is_mixed = self.walk.is_mixed(lax.div(k_start, self.tiles.block_k))
+        return view.hidden(p, 0.0, q_start, k_start, is_mixed)
 
 
 def dq_kernel(gmem, scratch, problem, tiles, interpret):

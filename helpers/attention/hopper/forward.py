@@ -21,7 +21,7 @@ from helpers.attention.hopper.ring import Ring
 from helpers.attention.hopper.table import tuned_tiles
 from helpers.attention.hopper.walks import last_tiles, needs_walks, padded_ids, walks
 from helpers.attention.hopper.warpgroup import NUM_SMS, SWIZZLED, padded_head_dim
-from helpers.attention.masking import NO_BAND
+from helpers.attention.masking import NO_BAND, Band
 
 
 class Tiles(NamedTuple):
@@ -54,11 +54,18 @@ def why_not(problem):
 
 
 def tiles_for(call, keeps_low_bits=False):
-    """The `Tiles` for a call: `default_tiles`; with walks, those of full calls."""
+    """The `Tiles` for a call: `default_tiles`, where it has no walks and no soft cap. Those were tried on an H100."""
     problem = call.problem
-    if needs_walks(call):
-        problem = dataclasses.replace(problem, band=NO_BAND)
-    tiles = default_tiles(problem)
+    is_walked, is_capped = needs_walks(call), problem.soft_cap is not None
+    if not (is_walked or is_capped):
+        tiles = default_tiles(problem)
+    elif problem.H > 64:
+        full = default_tiles(dataclasses.replace(problem, band=NO_BAND))
+        tiles = full._replace(guess=full.guess and not is_walked and problem.band == NO_BAND)
+    elif is_walked:
+        tiles = Tiles(stages=4, programs=core_count(NUM_SMS), guess=1024 < problem.S <= longest_guessed(problem))
+    else:
+        tiles = default_tiles(dataclasses.replace(problem, band=Band(right=0)))
     return with_room_for_constants(tiles, problem) if keeps_low_bits else tiles
 
 
@@ -73,8 +80,12 @@ def default_tiles(problem):
     turns = pl.cdiv(problem.T, tiles.block_q * tiles.warpgroups) * problem.N * problem.B / core_count(NUM_SMS)
     if turns < 4 and tiles.warpgroups > 2 and padded_head_dim(problem.H) == 64:
         tiles = tiles._replace(block_k=128, stages=4, warpgroups=2, guess=True)
-    too_long = problem.S > MOST * 2 ** HEADROOM.get(problem.dtype.name, 0)
-    return tiles._replace(guess=tiles.guess and not too_long)
+    return tiles._replace(guess=tiles.guess and problem.S <= longest_guessed(problem))
+
+
+def longest_guessed(problem):
+    """How many keys there may be, so that equal logits alone do not bring l above MOST."""
+    return MOST * 2 ** HEADROOM.get(problem.dtype.name, 0)
 
 
 def untuned_tiles(problem):

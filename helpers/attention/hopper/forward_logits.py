@@ -96,8 +96,8 @@ class WalkedLogits(Logits):
         return self.perhaps_hidden(turn, s, turn.walk.whole == 0)
 
     def hidden(self, turn, s, j):
-        view, k_start = View.of_queries(turn.walk, self.problem, self.refs), turn.walk.at(j) * self.tiles.block_k
-        return jnp.where(view.seen(s.shape, turn.q_start, k_start), s, -jnp.inf)
+        view, tile = View.of_queries(turn.walk, self.problem, self.refs), turn.walk.at(j)
+        return view.hidden(s, -jnp.inf, turn.q_start, tile * self.tiles.block_k, turn.walk.is_mixed(tile))
 
     def at_the_end(self, turn, out, lse):
         """A row that sees nothing has out = 0, and its lse is -inf, or its sink."""

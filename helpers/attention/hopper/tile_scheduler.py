@@ -111,7 +111,7 @@ class TileScheduler:
 class WalkScheduler(TileScheduler):
     """The same for queries that go walks: the longest first, in all batch entries.
 
-    walks: `walks.walks` in GMEM, (B q_tiles, 8).
+    walks: `walks.walks` in GMEM, (B q_tiles, 9).
     """
 
     walks: jax.Array

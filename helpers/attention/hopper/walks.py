@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.extras import Extras
 from helpers.attention.hopper.warpgroup import COLUMNS, MATRIX, ROWS, anew
-from helpers.attention.masking import FULL, HIDDEN, NO_BAND, Band, tile_kinds
+from helpers.attention.masking import FULL, HIDDEN, NO_BAND, Band, segment_kinds, tile_kinds
 from helpers.attention.portable.tiles import LOG2_E
 
 
@@ -27,7 +27,8 @@ class Walk(NamedTuple):
 
     b, tile: the batch entry and the number of the tile itself. The walk has `length` tiles, from `first` on. It begins
     at `start` with `whole` tiles of which every pair is seen; then come those before them, and then those after them.
-    query_length, key_length: of the batch entry.
+    query_length, key_length: of the batch entry. mixed: a bit for those before the whole ones, 1, and one for those
+    after, 2, where segments hide some pair.
     """
 
     b: jax.Array
@@ -38,6 +39,7 @@ class Walk(NamedTuple):
     whole: jax.Array
     query_length: jax.Array
     key_length: jax.Array
+    mixed: jax.Array
 
     @classmethod
     def read(cls, ref, row):
@@ -50,6 +52,10 @@ class Walk(NamedTuple):
         tile = jnp.where(rest < self.start - self.first, rest, place) + self.first
         return jnp.where(rest < 0, self.start + place, tile)
 
+    def is_mixed(self, tile):
+        """1 where segments may hide some pair in a tile, else 0."""
+        return lax.shift_right_logical(self.mixed, (tile >= self.start).astype(jnp.int32)) & 1
+
 
 def needs_walks(call):
     """Whether a call hides keys in another way than causally."""
@@ -58,14 +64,16 @@ def needs_walks(call):
 
 
 def walks(call, block_q, block_k, own="queries"):
-    """int32 (B tiles, 8): a `Walk` of each tile of the call's queries, or with own="keys" of its keys, longest first.
+    """int32 (B tiles, 9): a `Walk` of each tile of the call's queries, or with own="keys" of its keys, longest first.
 
     What sees nothing has a walk of one tile, for a pipeline has to have something to do.
     """
     problem = call.problem
-    kinds = tile_kinds(dataclasses.replace(call, extras=call.extras or Extras()), block_q, block_k)[:, 0]
+    extras = call.extras or Extras()
+    kinds = tile_kinds(dataclasses.replace(call, extras=extras), block_q, block_k)
     xp = np if isinstance(kinds, np.ndarray) else jnp
-    kinds = kinds if own == "queries" else kinds.swapaxes(-1, -2)
+    of_own = lambda kinds: kinds[:, 0] if own == "queries" else kinds[:, 0].swapaxes(-1, -2)
+    kinds = of_own(kinds)
     batch, (_, tiles, others) = problem.B, kinds.shape
     place = xp.arange(others, dtype=np.int32)
     least = lambda wanted: xp.where(wanted, place, others).min(axis=-1)
@@ -80,8 +88,14 @@ def walks(call, block_q, block_k, own="queries"):
         return longest if given is None else xp.clip(given, 0, longest)[:, None]
 
     of_entry = lengths(call.query_lengths, problem.T), lengths(call.key_lengths, problem.S)
+    mixed = 0
+    if extras.query_segment_ids is not None:
+        of_segments = of_own(segment_kinds(extras.query_segment_ids, extras.key_segment_ids, block_q, block_k))
+        is_mixed = (kinds > HIDDEN) & (of_segments < FULL)
+        mixed = xp.where(is_mixed, xp.where(place < start[..., None], 1, 2), 0)
+        mixed = (mixed == 1).any(axis=-1) + 2 * (mixed == 2).any(axis=-1)
     numbers = xp.arange(batch)[:, None], xp.arange(tiles)
-    columns = Walk(*numbers, first, start, stop - first, whole, *of_entry)
+    columns = Walk(*numbers, first, start, stop - first, whole, *of_entry, mixed)
     columns = xp.stack([xp.broadcast_to(column, (batch, tiles)) for column in columns], axis=-1).reshape(
         -1, len(columns)
     )
@@ -124,7 +138,7 @@ def capped(s, problem):
     if cap is None or abs(scale) * float(jnp.finfo(jnp.float32).max) < cap:
         return s, None
     rest = 1 / (1 + jnp.exp2((2 * LOG2_E * scale / cap) * s))
-    return (cap / scale) * (1 - 2 * rest), 4 * rest * (1 - rest)
+    return cap / scale - (2 * cap / scale) * rest, 4 * rest * (1 - rest)
 
 
 class View(NamedTuple):
@@ -150,22 +164,28 @@ class View(NamedTuple):
         band, lengths, ids = cls.of_queries(walk, problem, refs)
         return cls(Band(band.right, band.left), lengths[::-1], ids and ids[::-1])
 
-    def seen(self, shape, row_start, col_start):
-        """Booleans (rows, columns), as `masking.visible` with segments, of the tile that begins at these positions.
+    def hidden(self, table, filler, row_start, col_start, is_mixed):
+        """The table (rows, columns) of the tile that begins at these positions, the filler where a key is not seen.
 
-        It compares columns with a number for each row, which takes few registers.
+        As `masking.visible`, with segments where is_mixed is 1 and not 0. It compares columns with a number for each
+        row, which takes few registers. So does a loop, compared with a cond.
         """
-        rows = row_start + anew(plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=ROWS))
-        cols = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX)
-        wide = lambda row: lax.broadcast_in_dim(row, shape, [0])
+        rows = row_start + anew(plgpu.broadcasted_iota(jnp.int32, table.shape[:1], 0, layout=ROWS))
+        cols = plgpu.broadcasted_iota(jnp.int32, table.shape, 1, layout=MATRIX)
+        wide = lambda row: lax.broadcast_in_dim(row, table.shape, [0])
         (row_length, col_length), (left, right) = self.lengths, (self.band.left, self.band.right)
         stop = col_length if right is None else jnp.minimum(col_length, rows + right + 1)
         seen = cols < wide(jnp.where(rows < row_length, stop - col_start, 0))
         if left is not None:
             seen &= cols >= wide(rows - left - col_start)
-        if self.ids is not None:
+        table = jnp.where(seen, table, filler)
+        if self.ids is None:
+            return table
+
+        def of_own_segment(_, table):
             load = functools.partial(plgpu.load, optimized=False)
-            row_ids = load(self.ids[0].at[pl.ds(row_start, shape[0])], layout=ROWS)
-            col_ids = load(self.ids[1].at[pl.ds(col_start, shape[1])], layout=COLUMNS)
-            seen &= wide(row_ids) == lax.broadcast_in_dim(col_ids, shape, [1])
-        return seen
+            row_ids = load(self.ids[0].at[pl.ds(row_start, table.shape[0])], layout=ROWS)
+            col_ids = load(self.ids[1].at[pl.ds(col_start, table.shape[1])], layout=COLUMNS)
+            return jnp.where(wide(row_ids) == lax.broadcast_in_dim(col_ids, table.shape, [1]), table, filler)
+
+        return lax.fori_loop(0, is_mixed, of_own_segment, table)
