@@ -108,7 +108,7 @@ def flash_attention(
       implementation: "reference" (naive, the whole matrix in memory), "portable" (the Pallas kernels: compiled on an
         NVIDIA GPU from Ampere on, interpreted on a CPU), "mosaic" (kernels in Pallas Mosaic GPU, which JAX keeps, for
         the same GPUs; a CPU interprets them, for one device), "hopper" (kernels for NVIDIA's Hopper GPUs, 16-bit inputs
-        without lengths or windows; a CPU of 16 cores or with PJRT_NPROC=16 interprets them, for one device), "tpu"
+        without bias, mask or functions; a CPU of 16 cores or with PJRT_NPROC=16 interprets them, for one device), "tpu"
         (kernels for Google's TPUs, compiled for v5e and v6e and run in the interpreter alone, for one device), "cudnn"
         (handed to `jax.nn`, where it can serve the call), or None: hopper on such a GPU for what it serves, otherwise
         portable on an NVIDIA GPU from Ampere on, tpu on a TPU, reference elsewhere.

@@ -54,7 +54,7 @@ class Walk(NamedTuple):
 
     def is_mixed(self, tile):
         """1 where segments may hide some pair in a tile, else 0."""
-        return lax.shift_right_logical(self.mixed, (tile >= self.start).astype(jnp.int32)) & 1
+        return jnp.where(tile < self.start, self.mixed, self.mixed >> 1) & 1
 
 
 def needs_walks(call):
