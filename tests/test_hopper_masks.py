@@ -7,7 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, check_forward, check_gradients, check_results, cotangents, results_of
+from attention_cases import (
+    AttentionCase,
+    check_forward,
+    check_gradients,
+    check_results,
+    cotangents,
+    relative_error,
+    results_of,
+)
 
 from helpers import flash_attention
 from helpers.attention.hopper import backward, forward
@@ -15,7 +23,7 @@ from helpers.attention.hopper import backward_schedule as schedule
 from helpers.attention.hopper.walks import Walk, needs_walks, walks
 from helpers.attention.masking import visible
 from helpers.attention.problem import check_call
-from helpers.attention.reference import naive_attention
+from helpers.attention.reference import naive_attention, oracle_gradients
 from helpers.instruments.races import DETECTING, races
 
 FULL = pytest.mark.full
@@ -117,16 +125,32 @@ def test_gradients(name):
 @FULL
 @pytest.mark.parametrize(
     "case",
-    [
-        LENGTHS,
-        dataclasses.replace(DOCUMENTS, common=10.0, common_to="runs", arguments=DOCUMENTS.arguments | SINKS),
-    ],
-    ids=["lengths", "documents with means of their own, and sinks"],
+    [LENGTHS, dataclasses.replace(DOCUMENTS, common=10.0, common_to="runs")],
+    ids=["lengths", "documents with means of their own"],
 )
 def test_by_the_public_function(case):
     """With the low bits of out."""
     attention = functools.partial(flash_attention, implementation="hopper", return_residual=True)
     check_results(results_of(attention, case), case)
+
+
+@FULL
+def test_sinks_have_gradients():
+    """And change those of query, key and value."""
+    case = dataclasses.replace(DOCUMENTS, arguments=DOCUMENTS.arguments | SINKS)
+    arrays, arguments = case.inputs()
+    sinks, (dout, dlse) = arguments.pop("sinks"), cotangents(case)
+
+    @jax.jit
+    def gradients(*arrays):
+        attention = lambda *arrays: flash_attention(
+            *arrays[:3], sinks=arrays[3], implementation="hopper", return_residual=True, **arguments
+        )
+        return jax.vjp(attention, *arrays)[1]((dout, dlse))
+
+    right = oracle_gradients(*arrays, dout, dlse, sinks=sinks, **arguments)
+    for mine, correct in zip(gradients(*arrays, sinks), right, strict=True):
+        assert relative_error(mine, correct) < 8e-3
 
 
 # Walks

@@ -104,8 +104,13 @@ def walk_delayed(program, own):
     """Before the first step there is a ds of zeros, which adds nothing to dk; after the last, its dq and dk."""
     scratch, problem = program.scratch, program.problem
     shape = ROWS_OF_WGMMA, program.tiles.block_q
-    publish(program, plgpu.layout_cast(jnp.zeros(shape, problem.dtype), MATRIX), 1)
-    wait_for_keys(program, own.start)
+    begin = [
+        lambda: publish(program, plgpu.layout_cast(jnp.zeros(shape, problem.dtype), MATRIX), 1),
+        lambda: wait_for_keys(program, own.start),
+    ]
+    # What is published lets the others read these keys: of a walk, they are complete before.
+    for act in begin if program.own_walk is None else begin[::-1]:
+        act()
     nothing = Published(program.kv * problem.group, jnp.int32(0), jnp.int32(0), jnp.int32(1))
     steps = (functools.partial(delayed_step, program, own, masked) for masked in (False, True))
     step, last = program.walk(*steps, nothing)

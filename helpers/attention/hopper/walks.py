@@ -92,8 +92,8 @@ def walks(call, block_q, block_k, own="queries"):
     if extras.query_segment_ids is not None:
         of_segments = of_own(segment_kinds(extras.query_segment_ids, extras.key_segment_ids, block_q, block_k))
         is_mixed = (kinds > HIDDEN) & (of_segments < FULL)
-        mixed = xp.where(is_mixed, xp.where(place < start[..., None], 1, 2), 0)
-        mixed = (mixed == 1).any(axis=-1) + 2 * (mixed == 2).any(axis=-1)
+        last_mixed = jnp.where(is_mixed, place, -1).max(axis=-1)
+        mixed = (least(is_mixed) < start) + 2 * (last_mixed >= start)
     numbers = xp.arange(batch)[:, None], xp.arange(tiles)
     columns = Walk(*numbers, first, start, stop - first, whole, *of_entry, mixed)
     columns = xp.stack([xp.broadcast_to(column, (batch, tiles)) for column in columns], axis=-1).reshape(
