@@ -206,8 +206,9 @@ def test_an_old_gpu_is_refused_by_name(on_a_gpu):
         ((9, 0), "bfloat16", {"is_causal": True}, "hopper"),
         ((9, 0), "float16", {}, "hopper"),
         ((9, 0), "float32", {}, "portable"),
-        ((9, 0), "float16", {"local_window_size": 3}, "portable"),
-        ((9, 0), "float16", {"query_seq_lengths": np.array([3, 5], np.int32)}, "portable"),
+        ((9, 0), "float16", {"local_window_size": 3}, "hopper"),
+        ((9, 0), "float16", {"query_seq_lengths": np.array([3, 5], np.int32)}, "hopper"),
+        ((9, 0), "float16", {"mask_mod": lambda b, n, i, j: j <= i}, "portable"),
     ],
 )
 def test_the_default_implementation_follows_the_device_and_the_call(capability, dtype, arguments, expected, on_a_gpu):

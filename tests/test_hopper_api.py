@@ -41,8 +41,7 @@ def test_vmap():
     ("dtype", "arguments", "reason"),
     [
         ("float32", {}, "it takes no float32"),
-        ("bfloat16", {"local_window_size": 3}, "it takes no local window"),
-        ("bfloat16", {"key_value_seq_lengths": np.array([5], np.int32)}, "it takes no sequence lengths"),
+        ("bfloat16", {"mask": np.ones((20, 30), bool)}, "it takes no mask"),
     ],
 )
 def test_what_it_cannot_serve_is_refused(dtype, arguments, reason):

@@ -109,7 +109,7 @@ def flash_attention(
       implementation: "reference" (naive, the whole matrix in memory), "portable" (plain Pallas kernels, which a CPU
         interprets; on an NVIDIA GPU from Ampere on those of mosaic), "mosaic" (kernels in Pallas Mosaic GPU for such
         GPUs; a CPU interprets these very kernels, for one device), "hopper" (kernels for NVIDIA's Hopper GPUs, 16-bit
-        inputs without lengths or windows; a CPU of 16 cores or with PJRT_NPROC=16 interprets them, for one device),
+        inputs without bias, mask or functions; a CPU with 16 cores or PJRT_NPROC=16 interprets them, for one device),
         "tpu" (kernels for Google's TPUs, compiled for v5e and v6e and run in the interpreter alone, for one device),
         "triton" (the plain kernels, compiled by Triton for an NVIDIA GPU from Ampere on: for comparison, as long as JAX
         can do that), "cudnn" (handed to `jax.nn`, where it can serve the call), or None: hopper on such a GPU for what

@@ -199,7 +199,7 @@ def tile_kinds(call, block_q, block_k):
     problem, extras = call.problem, call.extras
     kinds = [_band_kinds(problem, call.query_lengths, call.key_lengths, block_q, block_k)]
     if extras.query_segment_ids is not None:
-        kinds.append(_segment_kinds(extras.query_segment_ids, extras.key_segment_ids, block_q, block_k))
+        kinds.append(segment_kinds(extras.query_segment_ids, extras.key_segment_ids, block_q, block_k))
     if extras.block_mask is not None:
         in_rows = _of_other_size(extras.block_mask, block_q, problem.T)
         kinds.append(_of_other_size(in_rows.swapaxes(-1, -2), block_k, problem.S).swapaxes(-1, -2))
@@ -211,12 +211,13 @@ def _kind(some, every):
 
 
 def _band_kinds(problem, query_lengths, key_lengths, block_q, block_k):
-    """Those of the band and of the lengths: two corners of a tile decide."""
+    """Those of the band and of the lengths: two corners of a tile decide. Without lengths they are NumPy's."""
     T, S, band = problem.T, problem.S, problem.band
+    xp = np if query_lengths is None and key_lengths is None else jnp
     length = lambda lengths, longest: longest if lengths is None else jnp.minimum(lengths, longest)[:, None, None, None]
     query_length, key_length = length(query_lengths, T), length(key_lengths, S)
-    q_start, k_start = jnp.arange(0, T, block_q)[None, None, :, None], jnp.arange(0, S, block_k)
-    q_last, k_last = (jnp.minimum(q_start + block_q, query_length) - 1, jnp.minimum(k_start + block_k, key_length) - 1)
+    q_start, k_start = xp.arange(0, T, block_q)[None, None, :, None], xp.arange(0, S, block_k)
+    q_last, k_last = (xp.minimum(q_start + block_q, query_length) - 1, xp.minimum(k_start + block_k, key_length) - 1)
     some = (q_start <= q_last) & (k_start <= k_last)
     every = (q_start + block_q <= query_length) & (k_start + block_k <= key_length)
     if band.right is not None:
@@ -228,8 +229,8 @@ def _band_kinds(problem, query_lengths, key_lengths, block_q, block_k):
     return _kind(some, some & every)
 
 
-def _segment_kinds(query_ids, key_ids, block_q, block_k):
-    """Those of segments, from the smallest and the largest number in a tile."""
+def segment_kinds(query_ids, key_ids, block_q, block_k):
+    """Those of segments alone, from the smallest and the largest number in a tile."""
 
     def ends(ids, block):
         info, padding = jnp.iinfo(jnp.int32), ((0, 0), (0, -ids.shape[1] % block))

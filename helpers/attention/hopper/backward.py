@@ -45,6 +45,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from helpers.attention.extras import Extras
 from helpers.attention.hopper.backward_fused import delayed_kernel, immediate_kernel
 from helpers.attention.hopper.backward_parts import Gmem, Scratch
 from helpers.attention.hopper.backward_schedule import (
@@ -56,6 +57,7 @@ from helpers.attention.hopper.backward_schedule import (
 from helpers.attention.hopper.backward_split import DqScratch, dkv_kernel, dq_kernel
 from helpers.attention.hopper.ptx import SWIZZLED
 from helpers.attention.hopper.ring import Ring
+from helpers.attention.hopper.walks import needs_walks, padded_ids, walks, without_padding
 from helpers.attention.hopper.warpgroup import padded_head_dim
 from helpers.attention.low_bits import with_low_bits
 from helpers.attention.portable.tiles import LOG2_E
@@ -70,13 +72,15 @@ def backward(call, out, lse, dout, dlse, low=None, *, tiles=None, deterministic=
 
     out (B, T, N, H), lse (B, N, T) float32 and low (int16, as out) are what `forward` returned; dout and dlse are
     the gradients of the first two. Without low, dq feels what the keys that a row sees have in common.
-    16-bit types, full or causal, no lengths. With `deterministic` the same input gives the
+    16-bit types. With `deterministic` the same input gives the
     same bits each time. tiles: a pair as `backward_schedule.forms` has them. interpret: False, or InterpretGPUParams.
     Beyond inputs and outputs it allocates lse and delta in float32, a float32 dq in the fused form, and
     padded copies where T, S or H ask for them (see _padded).
     """
     problem = call.problem
     at_once = max(1, GRID_LIMIT // (2 * problem.N))
+    if needs_walks(call):  # of tiles of at least 64 positions of all batch entries
+        at_once = min(at_once, max(1, GRID_LIMIT // pl.cdiv(max(problem.T, problem.S), 64)))
     if problem.B > at_once:
         return _in_pieces(call, (out, lse, dout, dlse, low), at_once, tiles, deterministic, interpret)
     dkv_tiles, dq_tiles = default_tiles(problem, deterministic) if tiles is None else tiles
@@ -84,30 +88,42 @@ def backward(call, out, lse, dout, dlse, low=None, *, tiles=None, deterministic=
         raise ValueError("the fused form is not deterministic, give tiles of the split form")
     delta = (with_low_bits(out, low) * dout.astype(jnp.float32)).sum(axis=-1).swapaxes(1, 2) - dlse
     head_dim = padded_head_dim(problem.H)
+    key, value = call.key, call.value
+    if dq_tiles is not None:  # kernels that own keys see to their end themselves
+        key, value = (without_padding(array, call.key_lengths) for array in (key, value))
     arrays = (
-        *(_padded(array, (1, 8), (3, head_dim)) for array in (call.query, call.key, call.value, dout)),
+        *(_padded(array, (1, 8), (3, head_dim)) for array in (call.query, key, value, dout)),
         *(_padded(array, (2, 128)) for array in (LOG2_E * lse, delta)),
     )
     padded = dataclasses.replace(problem, H=head_dim)
+    of_keys = *arrays, *_walks(call, dkv_tiles, "keys")
     if dq_tiles is None:
-        dq, dk, dv = _fused(padded, arrays, dkv_tiles, interpret)
+        dq, dk, dv = _fused(padded, of_keys, dkv_tiles, interpret)
     else:
-        dk, dv = _dkv(padded, arrays, dkv_tiles, interpret)
-        dq = _dq(padded, arrays, dq_tiles, interpret)
+        dk, dv = _dkv(padded, of_keys, dkv_tiles, interpret)
+        dq = _dq(padded, (*arrays, *_walks(call, dq_tiles, "queries")), dq_tiles, interpret)
     dk, dv = (array[:, : problem.S, :, : problem.H] for array in (dk, dv))
     return dq[:, : problem.T, :, : problem.H], dk, dv
 
 
 def _in_pieces(call, residuals, at_once, tiles, deterministic, interpret):
     """`backward` of some batch entries after others, for more than one grid can hold."""
-    arrays, pieces = (call.query, call.key, call.value, *residuals), []
+    extras, pieces = call.extras or Extras(), []
+    ids = Extras(query_segment_ids=extras.query_segment_ids, key_segment_ids=extras.key_segment_ids)
     for start in range(0, call.problem.B, at_once):
         part = slice(start, start + at_once)
-        query, key, value, *others = (None if array is None else array[part] for array in arrays)
-        problem = dataclasses.replace(call.problem, B=len(query))
-        piece = Call(problem, query, key, value, None, None)
+        arrays, others = jax.tree.map(lambda array, part=part: array[part], ((*call.arrays[:6], ids), residuals))
+        piece = Call(dataclasses.replace(call.problem, B=len(arrays[0])), *arrays)
         pieces.append(backward(piece, *others, tiles=tiles, deterministic=deterministic, interpret=interpret))
     return tuple(map(jnp.concatenate, zip(*pieces, strict=True)))
+
+
+def _walks(call, tiles, own):
+    """walks, query_ids and key_ids of a `Gmem`, of a kernel that owns queries or keys: as many as the call needs."""
+    if not needs_walks(call):
+        return ()
+    blocks = tiles.block_q, tiles.block_k
+    return walks(call, *blocks, own), *padded_ids(call, *blocks).values()
 
 
 def _padded(array, *axes):
@@ -168,7 +184,7 @@ def _dkv(problem, arrays, tiles, interpret, dq_ref=None):
     """(dk, dv); with dq_ref by a fused kernel, which adds to that."""
     H, dtype, fused = problem.H, problem.dtype, dq_ref is not None
     block_q, warpgroups = tiles.block_q, tiles.warpgroups
-    grid, own = grid_of_keys(problem, tiles), (warpgroups, ROWS_OF_WGMMA)
+    grid, own = grid_of_keys(problem, tiles, *arrays[6:7]), (warpgroups, ROWS_OF_WGMMA)
     parts, numbers = grid["part"], ((block_q,), jnp.float32)
     kv = plgpu.SMEM((parts, *own, H // parts), dtype, transforms=SWIZZLED)
     spare = (warpgroups, ROWS_OF_WGMMA, block_q) if fused else (warpgroups, 2, ROWS_OF_WGMMA, block_q)
@@ -207,6 +223,6 @@ def _dq(problem, arrays, tiles, interpret):
         v=_ring(tiles.stages, tiles.warpgroups, keys),
         spare=plgpu.SMEM((*own, tiles.block_k), dtype) if interpret else None,
     )
-    grid = grid_of_queries(problem, tiles)
+    grid = grid_of_queries(problem, tiles, *arrays[6:7])
     (dq,) = _launch(dq_kernel, "dq", arrays, {"dq": arrays[0]}, scratch, grid, problem, tiles, interpret)
     return dq

@@ -21,11 +21,11 @@ from helpers.attention.hopper.backward_parts import (
     Program,
     ds_of,
     exp2_of_logits,
-    hide,
     load_keys_then_queries,
     lse_and_awaited,
     store_dk_and_dv,
     take_registers,
+    wait_for_keys,
 )
 from helpers.attention.hopper.backward_schedule import ROWS_OF_WGMMA
 from helpers.attention.hopper.ptx import MATRIX
@@ -96,7 +96,7 @@ def run(program, walk):
 
 
 def walk_immediately(program, own):
-    plgpu.barrier_wait(program.scratch.kv_loaded)
+    wait_for_keys(program, own.start)
     program.walk(*(functools.partial(immediate_step, program, own, masked) for masked in (False, True)), None)
 
 
@@ -104,8 +104,13 @@ def walk_delayed(program, own):
     """Before the first step there is a ds of zeros, which adds nothing to dk; after the last, its dq and dk."""
     scratch, problem = program.scratch, program.problem
     shape = ROWS_OF_WGMMA, program.tiles.block_q
-    publish(program, plgpu.layout_cast(jnp.zeros(shape, problem.dtype), MATRIX), 1)
-    plgpu.barrier_wait(scratch.kv_loaded)
+    begin = [
+        lambda: publish(program, plgpu.layout_cast(jnp.zeros(shape, problem.dtype), MATRIX), 1),
+        lambda: wait_for_keys(program, own.start),
+    ]
+    # What is published lets the others read these keys: of a walk, they are complete before.
+    for act in begin if program.own_walk is None else begin[::-1]:
+        act()
     nothing = Published(program.kv * problem.group, jnp.int32(0), jnp.int32(0), jnp.int32(1))
     steps = (functools.partial(delayed_step, program, own, masked) for masked in (False, True))
     step, last = program.walk(*steps, nothing)
@@ -126,12 +131,12 @@ def immediate_step(program, own, masked, head, i, step, _):
     scratch.do.wait(step)
     dp = issue([(scratch.v.at[0, wg], do)], 1, interpret)
     lse, s = lse_and_awaited(s, 1, lse)
-    p = exp2_of_logits(s, lse, 1, problem)
+    p, slope = exp2_of_logits(s, lse, 1, problem)
     if masked:
-        p = hide(p, i * program.tiles.block_q, own.start, 0, problem, program.tiles)
+        p = program.hidden(p, i * program.tiles.block_q, own.start)
     p_16 = p.astype(problem.dtype)
     dp = awaited(dp, 0)
-    ds = ds_of(p, dp, plgpu.load(delta, layout=COLUMNS), 1, problem)
+    ds = ds_of(p, slope, dp, plgpu.load(delta, layout=COLUMNS), 1, problem)
     publish(program, ds, ds_slot)
     multiply_add(own.dv, p_16, do, spare_of(program), interpret)
     dq = finish(program, own, Published(head, i, scratch.q.slot(step), ds_slot), ds)
@@ -157,14 +162,14 @@ def delayed_step(program, own, masked, head, i, step, before):
     scratch.do.wait(step)
     dp = issue([(scratch.v.at[0, wg], do)], 1, interpret)
     lse, s = lse_and_awaited(s, 2, lse)
-    p = exp2_of_logits(s, lse, 1, problem)
+    p, slope = exp2_of_logits(s, lse, 1, problem)
     if masked:
-        p = hide(p, i * program.tiles.block_q, own.start, 0, problem, program.tiles)
+        p = program.hidden(p, i * program.tiles.block_q, own.start)
     multiply_add(own.dv, p.astype(problem.dtype), do, spare_of(program), interpret)
     dp = awaited(dp, 1)  # and so is dk of the step before
     release = lambda: plgpu.barrier_arrive(scratch.q.consumed.at[before.q_slot])
     pl.when(step > 0)(release)
-    ds = ds_of(p, dp, plgpu.load(delta, layout=COLUMNS), 1, problem)
+    ds = ds_of(p, slope, dp, plgpu.load(delta, layout=COLUMNS), 1, problem)
     publish(program, ds, ds_slot)
     plgpu.wgmma_wait(0)
     scratch.do.release(step)
@@ -225,6 +230,7 @@ def add_to_dq(program, own, dq, head, i):
     rows = pl.ds(i * program.tiles.block_q + own.row, ROWS_OF_WGMMA)
     part = program.b, rows, head, own.columns
     if program.interpret:  # no addition: each tile of keys has a plane of its own
-        plgpu.copy_smem_to_gmem(mine, there.at[lax.axis_index("tile")].at[part])
+        plane = lax.div(program.k_start, program.tiles.block_k)
+        plgpu.copy_smem_to_gmem(mine, there.at[plane].at[part])
     else:
         plgpu.copy_smem_to_gmem(mine, there.at[part], reduction_op="add")

@@ -9,16 +9,26 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from helpers.attention.hopper.backward_schedule import ROWS_OF_WGMMA, Tiles, for_each_query_tile, kv_head_here
+from helpers.attention.hopper.backward_schedule import (
+    ROWS_OF_WGMMA,
+    Tiles,
+    for_each_query_tile,
+    for_each_walked_tile,
+    kv_head_here,
+)
 from helpers.attention.hopper.ptx import MATRIX
 from helpers.attention.hopper.ring import Ring
+from helpers.attention.hopper.walks import View, Walk, capped
 from helpers.attention.hopper.warpgroup import COLUMNS, REGISTERS, ROWS, anew, awaited
 from helpers.attention.portable.tiles import LOG2_E
 from helpers.attention.problem import Problem
 
 
 class Gmem(NamedTuple):
-    """Refs of the arrays of a call, see `backward`; of the gradients those that a kernel writes."""
+    """Refs of the arrays of a call, see `backward`; of the gradients those that a kernel writes.
+
+    walks (see `walks`) of the tiles that programs own, and segment numbers, are None in calls that are full or causal.
+    """
 
     q: jax.Array
     k: jax.Array
@@ -26,6 +36,9 @@ class Gmem(NamedTuple):
     do: jax.Array
     lse: jax.Array
     delta: jax.Array
+    walks: jax.Array | None = None
+    query_ids: jax.Array | None = None
+    key_ids: jax.Array | None = None
     dq: jax.Array | None = None
     dk: jax.Array | None = None
     dv: jax.Array | None = None
@@ -61,6 +74,7 @@ class Program(NamedTuple):
     """A program that owns block_k keys of one key/value head, 64 for each compute warpgroup, as a warpgroup sees it.
 
     b, kv, k_start: its batch entry, key/value head and first key; me: the number of the warpgroup.
+    own_walk: the `Walk` of its keys, or None where the call is full or causal.
     """
 
     gmem: Gmem
@@ -72,15 +86,46 @@ class Program(NamedTuple):
     kv: jax.Array
     me: jax.Array
     k_start: jax.Array
+    own_walk: Walk | None = None
 
     @classmethod
     def here(cls, gmem, scratch, problem, tiles, interpret):
-        b, kv, me = lax.axis_index("batch"), kv_head_here(problem, tiles), lax.axis_index("warpgroup")
-        return cls(gmem, scratch, problem, tiles, interpret, b, kv, me, lax.axis_index("tile") * tiles.block_k)
+        walk = None if gmem.walks is None else Walk.read(gmem.walks, lax.axis_index("tile"))
+        b = lax.axis_index("batch") if walk is None else walk.b
+        kv, me = kv_head_here(problem, tiles, gmem.walks), lax.axis_index("warpgroup")
+        tile = lax.axis_index("tile") if walk is None else walk.tile
+        return cls(gmem, scratch, problem, tiles, interpret, b, kv, me, tile * tiles.block_k, walk)
 
     def walk(self, body, masked_body, carry):
-        """`for_each_query_tile` of this program."""
+        """`for_each_query_tile` of this program, or `for_each_walked_tile`."""
+        if self.own_walk is not None:
+            return for_each_walked_tile(self.own_walk, self.problem.group, self.kv, body, masked_body, carry)
         return for_each_query_tile(self.problem, self.tiles, self.kv, self.k_start, body, masked_body, carry)
+
+    def hidden(self, p, q_start, k_start):
+        """p (keys, queries) with zeros where the query does not see the key."""
+        if self.own_walk is None:
+            return hide(p, q_start, k_start, 0, self.problem, self.tiles)
+        view = View.of_keys(self.own_walk, self.problem, self.gmem)
+        is_mixed = self.own_walk.is_mixed(lax.div(q_start, self.tiles.block_q))
+        return view.hidden(p, 0.0, k_start, q_start, is_mixed)
+
+
+def wait_for_keys(program, start):
+    """Until the keys and values of the program are there. A warpgroup's own, from `start` on, end in zeros."""
+    scratch, walk = program.scratch, program.own_walk
+    plgpu.barrier_wait(scratch.kv_loaded)
+    if walk is None:
+        return
+
+    @pl.when(start + ROWS_OF_WGMMA > walk.key_length)
+    def _():
+        for part, array in itertools.product(range(scratch.k.shape[0]), (scratch.k, scratch.v)):
+            own = array.at[part, program.me]
+            rows = start + plgpu.broadcasted_iota(jnp.int32, own.shape, 0, layout=MATRIX)
+            numbers = plgpu.load(own, layout=MATRIX).astype(jnp.float32)
+            own[...] = jnp.where(rows < walk.key_length, numbers, 0).astype(array.dtype)
+        plgpu.commit_smem()
 
 
 def load_keys_then_queries(program):
@@ -125,8 +170,9 @@ def take_registers(tiles, memory):
 
 
 def exp2_of_logits(s, lse, axis, problem):
-    """p of a tile of logits: exp2(scale L s - L lse), with one lse for each index of an axis."""
-    return jnp.exp2((problem.scale * LOG2_E) * s - lax.broadcast_in_dim(lse, s.shape, [axis]))
+    """p of a tile of products, exp2(scale L s - L lse), with one lse for each index of an axis; and the cap's slope."""
+    s, slope = capped(s, problem)
+    return jnp.exp2((problem.scale * LOG2_E) * s - lax.broadcast_in_dim(lse, s.shape, [axis])), slope
 
 
 def lse_and_awaited(s, wait_n, lse_ref):
@@ -159,6 +205,7 @@ def hide(p, q_start, k_start, keys_axis, problem, tiles):
     return p
 
 
-def ds_of(p, dp, delta, axis, problem):
-    """ds, rounded, with one delta for each index of an axis."""
-    return (p * (dp - lax.broadcast_in_dim(delta, dp.shape, [axis]))).astype(problem.dtype)
+def ds_of(p, slope, dp, delta, axis, problem):
+    """ds, rounded, with one delta for each index of an axis, and the slope of a soft cap or None."""
+    ds = p * (dp - lax.broadcast_in_dim(delta, dp.shape, [axis]))
+    return (ds if slope is None else slope * ds).astype(problem.dtype)

@@ -1,5 +1,7 @@
 """Which program of the Hopper backward kernels does what, and when: tiles, grids, and walks over the queries."""
 
+import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -96,14 +98,20 @@ def grid_of(problem, head_axis, tile_count, parts=1, together=None):
     return {"batch": problem.B, "part": parts, **sections, "tile": tile_count, name: together or heads}
 
 
-def grid_of_keys(problem, tiles):
-    """The programs of the kernels that own keys."""
-    parts, together = pl.cdiv(problem.H, WIDEST), heads_together(problem)
+def grid_of_keys(problem, tiles, walks=None):
+    """The programs of the kernels that own keys. With walks, the tiles of all batch entries, longest first."""
+    parts = pl.cdiv(problem.H, WIDEST)
+    if walks is not None:
+        together = heads_together(dataclasses.replace(problem, T=problem.B * problem.T)) or problem.K
+        return {"part": parts, "section": problem.K // together, "tile": walks.shape[0], "kv_head": together}
+    together = heads_together(problem)
     return grid_of(problem, ("kv_head", problem.K), pl.cdiv(problem.S, tiles.block_k), parts, together)
 
 
-def grid_of_queries(problem, tiles):
+def grid_of_queries(problem, tiles, walks=None):
     """The programs of dq_kernel."""
+    if walks is not None:
+        return {"tile": walks.shape[0], "head": problem.N}
     return grid_of(problem, ("head", problem.N), pl.cdiv(problem.T, tiles.block_q))
 
 
@@ -119,9 +127,9 @@ def heads_together(problem):
     return max(count for count in range(1, problem.K + 1) if problem.K % count == 0 and count <= cached)
 
 
-def kv_head_here(problem, tiles):
+def kv_head_here(problem, tiles, walks=None):
     """The key/value head of this program of that grid."""
-    grid, within = grid_of_keys(problem, tiles), lax.axis_index("kv_head")
+    grid, within = grid_of_keys(problem, tiles, walks), lax.axis_index("kv_head")
     return lax.axis_index("section") * grid["kv_head"] + within if "section" in grid else within
 
 
@@ -132,6 +140,20 @@ def place_in_line(problem, tiles):
     for name, size in others if first[0] == "batch" else (first, *others):
         place = place * size + lax.axis_index(name)
     return place
+
+
+def for_each_walked_tile(walk, group, kv, body, masked_body, carry):
+    """Run carry = body(head, i, step, carry) over the tiles of queries of a `Walk`, in all heads of a group.
+
+    All heads of a tile come before the next. masked_body serves the tiles that the walk does not call whole.
+    """
+
+    def one_step(body, n, state):
+        step, carry = state
+        return step + 1, body(kv * group + lax.rem(n, group), walk.at(lax.div(n, group)), step, carry)
+
+    state = lax.fori_loop(0, group * walk.whole, functools.partial(one_step, body), (jnp.int32(0), carry))
+    return lax.fori_loop(group * walk.whole, group * walk.length, functools.partial(one_step, masked_body), state)
 
 
 def for_each_query_tile(problem, tiles, kv, k_start, body, masked_body, carry):

@@ -19,9 +19,11 @@ from helpers.attention.hopper.backward_parts import (
     lse_and_awaited,
     store_dk_and_dv,
     take_registers,
+    wait_for_keys,
 )
 from helpers.attention.hopper.backward_schedule import ROWS_OF_WGMMA, Tiles
 from helpers.attention.hopper.ring import Ring
+from helpers.attention.hopper.walks import View, Walk
 from helpers.attention.hopper.warpgroup import COLUMNS, ROWS, anew, awaited, issue, multiply_add
 from helpers.attention.masking import key_tiles
 from helpers.attention.problem import Problem
@@ -41,7 +43,7 @@ def dkv_kernel(gmem, scratch, problem, tiles, interpret):
         start = program.k_start + program.me * ROWS_OF_WGMMA
         scratch.q.open()
         scratch.do.open()
-        plgpu.barrier_wait(scratch.kv_loaded)
+        wait_for_keys(program, start)
 
         def accumulate(dk_acc, dv_acc):
             one_step = functools.partial(dkv_step, program, start, columns, dk_acc, dv_acc)
@@ -70,13 +72,13 @@ def dkv_step(program, start, columns, dk_acc, dv_acc, masked, head, i, step, _):
     scratch.do.wait(step)
     dp = issue(pairs(scratch.v, do), 1, interpret)
     lse, s = lse_and_awaited(s, 1, lse)
-    p = exp2_of_logits(s, lse, 1, problem)
+    p, slope = exp2_of_logits(s, lse, 1, problem)
     if masked:
         # without `anew` ptxas of CUDA 13.0 serialised the products at H = 64, before `issue` overwrote sums
-        p = hide(p, anew(i * tiles.block_q), start, 0, problem, tiles)
+        p = program.hidden(p, anew(i * tiles.block_q), start)
     multiply_add(dv_acc, p.astype(problem.dtype), do.at[:, columns], p_spare, interpret)
     dp = awaited(dp, 1)
-    ds = ds_of(p, dp, plgpu.load(delta, layout=COLUMNS), 1, problem)
+    ds = ds_of(p, slope, dp, plgpu.load(delta, layout=COLUMNS), 1, problem)
     multiply_add(dk_acc, ds, q.at[:, columns], ds_spare, interpret)
     plgpu.wgmma_wait(1)
     scratch.do.release(step)
@@ -108,7 +110,7 @@ class DqProgram(NamedTuple):
     """A program that owns block_q queries from q_start on, 64 for each compute warpgroup, as a warpgroup sees it.
 
     b, head: their batch entry and query head; me: the number of the warpgroup.
-    first, stop: the tiles of keys that the queries see.
+    first, stop: the tiles of keys that the queries see; with a `walk`, places in that.
     """
 
     gmem: Gmem
@@ -122,22 +124,42 @@ class DqProgram(NamedTuple):
     q_start: jax.Array
     first: jax.Array
     stop: jax.Array
+    walk: Walk | None = None
 
     @classmethod
     def here(cls, gmem, scratch, problem, tiles, interpret):
-        b, head, me = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("warpgroup")
+        walk = None if gmem.walks is None else Walk.read(gmem.walks, lax.axis_index("tile"))
+        b = lax.axis_index("batch") if walk is None else walk.b
+        head, me = lax.axis_index("head"), lax.axis_index("warpgroup")
         block_q, block_k = tiles.warpgroups * ROWS_OF_WGMMA, tiles.block_k
+        if walk is not None:
+            place = b, head, me, walk.tile * block_q, jnp.int32(0), walk.length
+            return cls(gmem, scratch, problem, tiles, interpret, *place, walk)
         # Under a causal mask the last queries see the most keys: they go first.
         q_start = (pl.cdiv(problem.T, block_q) - 1 - lax.axis_index("tile")) * block_q
         seen = key_tiles(q_start, q_start + block_q, block_k, problem.band, problem.T, problem.S, xp=jnp)
         return cls(gmem, scratch, problem, tiles, interpret, b, head, me, q_start, *seen)
+
+    def k_start(self, j):
+        """The first key of tile j, of all or of the walk."""
+        return (j if self.walk is None else self.walk.at(j)) * self.tiles.block_k
+
+    def hidden(self, p, q_start, k_start):
+        """p (queries, keys) with zeros where the query does not see the key."""
+        if self.walk is None:
+            return hide(p, q_start, k_start, 1, self.problem, self.tiles)
+        view = View.of_queries(self.walk, self.problem, self.gmem)
+        is_mixed = self.walk.is_mixed(lax.div(k_start, self.tiles.block_k))
+        return view.hidden(p, 0.0, q_start, k_start, is_mixed)
 
 
 def dq_kernel(gmem, scratch, problem, tiles, interpret):
     """Writes dq of block_q queries. gmem: a `Gmem`; scratch: a `DqScratch`."""
     program = DqProgram.here(gmem, scratch, problem, tiles, interpret)
     all_until = problem.S // tiles.block_k  # so many tiles of keys have none that some query does not see
-    if problem.band.right is not None:
+    if program.walk is not None:
+        all_until = program.walk.whole
+    elif problem.band.right is not None:
         all_until = jnp.minimum(all_until, lax.div(program.q_start + 1 + problem.band.right, tiles.block_k))
     pl.when(program.me < tiles.warpgroups)(lambda: compute_dq(program, all_until))
     pl.when(program.me == tiles.warpgroups)(lambda: load_queries_then_keys(program))
@@ -159,7 +181,7 @@ def compute_dq(program, all_until):
         loop = lambda start, end, masked: lax.fori_loop(start, end, functools.partial(one_step, masked), None)
         middle = jnp.clip(all_until, first, stop)
         loop(first, middle, False)
-        if problem.band.right is not None or problem.S % tiles.block_k:
+        if problem.band.right is not None or problem.S % tiles.block_k or program.walk is not None:
             loop(middle, stop, True)
         return dq_acc[...]
 
@@ -174,7 +196,7 @@ def compute_dq(program, all_until):
 
 def dq_step(program, lse, delta, dq_acc, masked, j, _):
     """Add what tile j of the keys gives to dq_acc, (64, H)."""
-    scratch, problem, tiles, interpret = program.scratch, program.problem, program.tiles, program.interpret
+    scratch, problem, interpret = program.scratch, program.problem, program.interpret
     me, step = program.me, j - program.first
     wg, (k,), (v,) = anew(me), scratch.k.at(step), scratch.v.at(step)
 
@@ -183,12 +205,12 @@ def dq_step(program, lse, delta, dq_acc, masked, j, _):
     scratch.v.wait(step)
     dp = issue([(scratch.do.at[wg], v)], 1, interpret)
     s = awaited(s, 1)
-    p = exp2_of_logits(s, lse, 0, problem)
+    p, slope = exp2_of_logits(s, lse, 0, problem)
     if masked:
-        p = hide(p, program.q_start + me * ROWS_OF_WGMMA, j * tiles.block_k, 1, problem, tiles)
+        p = program.hidden(p, program.q_start + me * ROWS_OF_WGMMA, program.k_start(j))
     dp = awaited(dp, 0)
     scratch.v.release(step)
-    ds = ds_of(p, dp, delta, 0, problem)
+    ds = ds_of(p, slope, dp, delta, 0, problem)
     multiply_add(dq_acc, ds, k, None if scratch.spare is None else scratch.spare.at[me], interpret)
     plgpu.wgmma_wait(0)
     scratch.k.release(step)
@@ -208,7 +230,7 @@ def load_queries_then_keys(program):
     kv = lax.div(head, problem.group)
 
     def one_step(j, _):
-        keys = b, pl.ds(j * tiles.block_k, tiles.block_k), kv
+        keys = b, pl.ds(program.k_start(j), tiles.block_k), kv
         scratch.k.fetch(j - first, gmem.k.at[keys])
         scratch.v.fetch(j - first, gmem.v.at[keys])
 

@@ -1,7 +1,7 @@
 """Attention by the Hopper forward kernel: what it serves, which tiles it takes, and its launch.
 
-The kernel stands in `forward_kernel`, what can be exchanged in it in `guess` and `exact_out`, and who works at what
-and when in `tile_scheduler`.
+The kernel stands in `forward_kernel`, what can be exchanged in it in `guess`, `exact_out` and `forward_logits`, and who
+works at what and when in `tile_scheduler`.
 """
 
 import dataclasses
@@ -15,12 +15,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from helpers.attention.device import core_count
 from helpers.attention.hopper.exact_out import ExactOut, constants_beside, with_room_for_constants
 from helpers.attention.hopper.forward_kernel import Refs, RoundedOut, RunningMaximum, Scratch, forward_kernel
+from helpers.attention.hopper.forward_logits import GuessOfWhole, Logits, MaximumOfSeen, WalkedLogits
 from helpers.attention.hopper.guess import HEADROOM, MOST, Guess
 from helpers.attention.hopper.ptx import SWIZZLED
 from helpers.attention.hopper.ring import Ring
 from helpers.attention.hopper.table import tuned_tiles
+from helpers.attention.hopper.walks import last_tiles, needs_walks, padded_ids, walks
 from helpers.attention.hopper.warpgroup import NUM_SMS, padded_head_dim
-from helpers.attention.masking import Band
+from helpers.attention.masking import NO_BAND, Band
 
 
 class Tiles(NamedTuple):
@@ -46,12 +48,26 @@ class Tiles(NamedTuple):
 
 
 def why_not(problem):
-    """Why this kernel cannot serve a problem, or None where it can. It knows no lengths either."""
+    """Why this kernel cannot serve a problem, or None where it can."""
     if problem.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it takes bfloat16 and float16 only, not {problem.dtype}"
-    if problem.band not in (Band(), Band(right=0)):
-        return "it takes no local window"
     return None
+
+
+def tiles_for(call, keeps_low_bits=False):
+    """The `Tiles` for a call: `default_tiles`, where it has no walks and no soft cap. Those were tried on an H100."""
+    problem = call.problem
+    is_walked, is_capped = needs_walks(call), problem.soft_cap is not None
+    if not (is_walked or is_capped):
+        tiles = default_tiles(problem)
+    elif problem.H > 64:
+        full = default_tiles(dataclasses.replace(problem, band=NO_BAND))
+        tiles = full._replace(guess=full.guess and not is_walked and problem.band == NO_BAND)
+    elif is_walked:
+        tiles = Tiles(stages=4, programs=core_count(NUM_SMS), guess=1024 < problem.S <= longest_guessed(problem))
+    else:
+        tiles = default_tiles(dataclasses.replace(problem, band=Band(right=0)))
+    return with_room_for_constants(tiles, problem) if keeps_low_bits else tiles
 
 
 def default_tiles(problem):
@@ -65,8 +81,12 @@ def default_tiles(problem):
     turns = pl.cdiv(problem.T, tiles.block_q * tiles.warpgroups) * problem.N * problem.B / core_count(NUM_SMS)
     if turns < 4 and tiles.warpgroups > 2 and padded_head_dim(problem.H) == 64:
         tiles = tiles._replace(block_k=128, stages=4, warpgroups=2, guess=True)
-    too_long = problem.S > MOST * 2 ** HEADROOM.get(problem.dtype.name, 0)
-    return tiles._replace(guess=tiles.guess and not too_long)
+    return tiles._replace(guess=tiles.guess and problem.S <= longest_guessed(problem))
+
+
+def longest_guessed(problem):
+    """How many keys there may be, so that equal logits alone do not bring l above MOST."""
+    return MOST * 2 ** HEADROOM.get(problem.dtype.name, 0)
 
 
 def untuned_tiles(problem):
@@ -95,9 +115,7 @@ def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, inter
     problem = call.problem
     if reason := why_not(problem):
         raise NotImplementedError(f"the hopper kernel cannot serve this call: {reason}")
-    if tiles is None:
-        tiles = default_tiles(problem)
-        tiles = with_room_for_constants(tiles, problem) if keeps_low_bits else tiles
+    tiles = tiles or tiles_for(call, keeps_low_bits)
     if not is_persistent:
         tiles = tiles._replace(programs=None)
     query, problem = _with_positive_scale(call.query, problem)
@@ -106,42 +124,55 @@ def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, inter
     padded_T, padded_S = (
         max(pl.cdiv(length, 8) * 8, block) for length, block in ((T, tiles.block_q), (S, tiles.block_k))
     )
-    arrays = [
-        _padded(query, padded_T, head_dim),
-        _padded(call.key, padded_S, head_dim),
-        _padded(call.value, padded_S, head_dim),
-    ]
+    inputs = {
+        "q": _padded(query, padded_T, head_dim),
+        "k": _padded(call.key, padded_S, head_dim),
+        "v": _padded(call.value, padded_S, head_dim),
+    }
     if keeps_low_bits:
-        arrays.append(constants_beside(problem, tiles, head_dim))
-    out, lse, *low = _launch(problem, tiles, arrays, interpret)
+        inputs["constants"] = constants_beside(problem, tiles, head_dim)
+    if needs_walks(call):
+        blocks = tiles.block_q * tiles.warpgroups, tiles.block_k
+        inputs |= {"walks": walks(call, *blocks), **padded_ids(call, *blocks)}
+    if call.key_lengths is not None:
+        inputs["last_values"] = _padded(
+            last_tiles(call.value, call.key_lengths, tiles.block_k), tiles.block_k, head_dim
+        )
+    if call.has_sinks:
+        inputs["sinks"] = call.extras.sinks[0]
+    out, lse, *low = _launch(problem, tiles, inputs, interpret)
     low = (jax.lax.bitcast_convert_type(array[:, :T, :, :H], jnp.int16) for array in low)
     return out[:, :T, :, :H], lse[:, :, :T], *low
 
 
-def _launch(problem, tiles, arrays, interpret):
-    """[out, lse] of padded arrays q, k and v, and the low bits of out where there are constants after these."""
-    keeps_low_bits = len(arrays) == 4
+def _launch(problem, tiles, inputs, interpret):
+    """[out, lse] of {field of `Refs`: array}, and the low bits of out where there are constants among these."""
+    keeps_low_bits, is_walked = "constants" in inputs, "walks" in inputs
     count = pl.cdiv(problem.T, tiles.block_q * tiles.warpgroups) * problem.B * problem.N
+    guesses = tiles.guess and problem.S > tiles.block_k
+    softmaxes = (MaximumOfSeen, GuessOfWhole) if is_walked else (RunningMaximum, Guess)
     options = {
         "problem": problem,
         "tiles": tiles,
         "programs": count if tiles.programs is None else min(tiles.programs, count),
-        "softmax": Guess if tiles.guess and problem.S > tiles.block_k else RunningMaximum,
+        "softmax": softmaxes[guesses],
         "out": ExactOut if keeps_low_bits else RoundedOut,
+        "logits": WalkedLogits if is_walked else Logits,
         "interpret": bool(interpret),
     }
-
-    def body(q, k, v, *others):
-        *others, smem = others
-        constants, out, lse, low = others if keeps_low_bits else (None, *others, None)
-        forward_kernel(Refs(q, k, v, out, lse, constants, low), smem, **options)
-
     rows = pl.cdiv(problem.T, tiles.block_q) * tiles.block_q
-    out_type = jax.ShapeDtypeStruct(arrays[0].shape, problem.dtype)
-    lse_type = jax.ShapeDtypeStruct((problem.B, problem.N, rows), jnp.float32)
+    out_type = jax.ShapeDtypeStruct(inputs["q"].shape, problem.dtype)
+    outputs = {"out": out_type, "lse": jax.ShapeDtypeStruct((problem.B, problem.N, rows), jnp.float32)}
+    if keeps_low_bits:
+        outputs["low"] = out_type
+
+    def body(*refs):
+        *refs, smem = refs
+        forward_kernel(Refs(**dict(zip((*inputs, *outputs), refs, strict=True))), smem, **options)
+
     return plgpu.kernel(
         body,
-        out_type=[out_type, lse_type, *[out_type] * keeps_low_bits],
+        out_type=list(outputs.values()),
         scratch_types=[_scratch(problem, tiles, keeps_low_bits)],
         grid=(options["programs"],),
         grid_names=("program",),
@@ -150,7 +181,7 @@ def _launch(problem, tiles, arrays, interpret):
         # Every SMEM access is ordered by barriers, and reductions of rows need no SMEM.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         interpret=interpret or None,
-    )(*arrays)
+    )(*inputs.values())
 
 
 def _scratch(problem, tiles, keeps_low_bits):

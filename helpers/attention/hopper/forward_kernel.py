@@ -26,8 +26,9 @@ together with the last product of this one: between two tiles of queries, too, t
 tensor core has something to do. (Without `ahead` there is shared memory for one tile of
 queries, and out leaves through it.)
 
-Two parts can be exchanged. `softmax` chooses m: `RunningMaximum`, as above, or
+Three parts can be exchanged. `softmax` chooses m: `RunningMaximum`, as above, or
 `guess.Guess`. `out` makes out of acc: `RoundedOut`, as above, or `exact_out.ExactOut`.
+`logits` hides keys, see `forward_logits`.
 
 Registers of a compute warpgroup: s and p (block_q, block_k), acc (block_q, H), m
 (block_q,), and l (block_q, 8), of which a thread has what it summed itself: the sum
@@ -47,13 +48,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.hopper.ring import Ring
 from helpers.attention.hopper.tile_scheduler import TileScheduler
+from helpers.attention.hopper.walks import Walk
 from helpers.attention.hopper.warpgroup import (
     MATRIX,
     REGISTERS,
-    ROWS,
     accumulate,
     accumulate_then,
-    anew,
     overlapped,
     product,
 )
@@ -65,7 +65,8 @@ class Refs(NamedTuple):
     """The arrays in GMEM, as they are in the caller's hands.
 
     T' and S' are T and S rounded up to eight rows and at least one tile, T'' is T
-    rounded up to block_q. constants and low: of `exact_out.ExactOut`.
+    rounded up to block_q. constants and low: of `exact_out.ExactOut`. The others: of
+    `forward_logits`.
     """
 
     q: jax.Array  # (B, T', N, H)
@@ -75,6 +76,11 @@ class Refs(NamedTuple):
     lse: jax.Array  # (B, N, T''), float32
     constants: jax.Array | None = None
     low: jax.Array | None = None
+    walks: jax.Array | None = None
+    query_ids: jax.Array | None = None
+    key_ids: jax.Array | None = None
+    last_values: jax.Array | None = None
+    sinks: jax.Array | None = None
 
 
 class Scratch(NamedTuple):
@@ -110,6 +116,7 @@ class Turn(NamedTuple):
     unmasked: jax.Array  # the end of my key tiles that need no mask
     stop: jax.Array  # and of all of mine
     stop_all: jax.Array  # and of those that some warpgroup of the program needs
+    walk: Walk | None  # where they are not the first ones
 
     @property
     def next_step(self):
@@ -139,6 +146,7 @@ class Program(Part):
     turns: jax.Array  # how many it has
     softmax: "RunningMaximum"
     out: "RoundedOut"
+    logits: "Part"  # of `forward_logits`
     interpret: bool
 
     def queries(self, i):
@@ -148,27 +156,23 @@ class Program(Part):
 
     def turn(self, turns, i, step):
         """The `Turn` i of a list."""
-        problem, (block_q, block_k) = self.problem, self.tiles[:2]
         place = self.scheduler.place(turns.start + i)
-        q_start = place.q_start + self.me * block_q
-        # Only the last key tiles need a mask, and rows past T do as little as they can.
-        key_stop = self.scheduler.key_stop
-        stop = jnp.where(q_start < problem.T, key_stop(q_start + block_q), 1)
-        seen = lax.div(q_start + 1, block_k) if self.scheduler.is_causal else stop
-        unmasked = jnp.clip(jnp.minimum(seen, problem.S // block_k), 1, stop)
-        mine = q_start, place.n, place.b, unmasked, stop
-        return Turn(i, step, self.queries(i), *mine, place.stop)
+        q_start = place.q_start + self.me * self.tiles.block_q
+        ends = self.scheduler.ends(place, q_start)
+        mine = q_start, place.n, place.b, *ends
+        return Turn(i, step, self.queries(i), *mine, place.stop, place.walk)
 
 
-def forward_kernel(refs, smem, *, problem, tiles, programs, softmax, out, interpret):
+def forward_kernel(refs, smem, *, problem, tiles, programs, softmax, out, logits, interpret):
     """Writes out and lse. Every warpgroup of every program calls it.
 
     softmax: `RunningMaximum` or a class like it. out: `RoundedOut` or a class like it.
+    logits: `forward_logits.Logits` or a class like it.
     """
     index, me = lax.axis_index("program"), lax.axis_index("warpgroup")
-    scheduler = TileScheduler(problem, tiles, programs, index)
+    scheduler = logits.scheduler(refs, problem, tiles, programs, index)
     own = problem, tiles, refs, smem, me
-    own_parts = softmax(*own), out(*own)
+    own_parts = softmax(*own), out(*own), logits(*own)
     program = Program(*own, scheduler, scheduler.turns, *own_parts, interpret)
     pl.when(me < tiles.warpgroups)(lambda: compute(program))
     pl.when(me == tiles.warpgroups)(lambda: memory(program))
@@ -181,15 +185,22 @@ def memory(program):
     plgpu.set_max_registers(registers, action="decrease")
 
     def one_turn(turn, step):
-        _, n, b, stop = program.scheduler.place(turn)
+        place = program.scheduler.place(turn)
+        _, n, b, stop, _ = place
 
         def fetch(ring, ref, j):
             # An array: JAX refuses a slice past the end if it is known beforehand.
-            j = jnp.asarray(j, jnp.int32)
+            tile = place.key_tile(jnp.asarray(j, jnp.int32))
             # Grouped queries: `group` query heads read one key/value head, in place.
             kv_head = lax.div(n, program.problem.group)
-            tile = ref.at[b, pl.ds(j * block_k, block_k), kv_head]
-            ring.fetch(step + j, tile)
+            keys = ref.at[b, pl.ds(tile * block_k, block_k), kv_head]
+            if ref is not refs.v or refs.last_values is None:
+                ring.fetch(step + j, keys)
+                return
+            is_last = (tile + 1) * block_k > place.walk.key_length
+            last = refs.last_values.at[b, :, kv_head]
+            pl.when(is_last)(lambda: ring.fetch(step + j, last))
+            pl.when(~is_last)(lambda: ring.fetch(step + j, keys))
 
         fetch(smem.keys, refs.k, 0)
 
@@ -247,7 +258,7 @@ def one_turn(program, turns, i, state):
         first = prologue(program, turns, i, step)
     wait_for_keys(program, turn, 1)
     acc = program.out.zeros()
-    softmax = program.softmax.in_turn(turns, i, kept)
+    softmax = program.softmax.in_turn(turns, turn, kept)
     acc, m, l, p = key_tiles(program, turn, softmax, (acc, *first))
     l = l.sum(axis=1)
     softmax = softmax.after(l)
@@ -296,17 +307,11 @@ def prologue(program, turns, i, step):
 
 def first_softmax(program, turns, i, step, s):
     """(m, l, p) after the first key tile of turn i, from its scores."""
-    problem, (block_q, block_k) = program.problem, program.tiles[:2]
+    problem, block_q = program.problem, program.tiles.block_q
     turn = program.turn(turns, i, step)
     pl.when(i < turns.count)(lambda: program.smem.keys.release(step))
-    if problem.S < block_k:
-        s = mask(program, turn, s, 0)
-    elif program.scheduler.is_causal:
-        # The first queries do not see all of these keys. A loop takes fewer registers
-        # than a cond.
-        is_cut = jnp.int32(turn.q_start + 1 < block_k)
-        s = lax.fori_loop(0, is_cut, lambda _, s: mask(program, turn, s, 0), s)
-    m = program.softmax.first_maximum(s)  # finite, for key 0 is visible
+    s = program.logits.of_first_tile(turn, s)
+    m = program.softmax.first_maximum(s)  # finite
     l = plgpu.layout_cast(jnp.zeros((block_q, 8), jnp.float32), MATRIX)
     p, l = exponentials(problem, s, m, l)
     return m, l, narrow(p, problem.dtype)
@@ -326,9 +331,8 @@ def key_tiles(program, turn, softmax, state):
     They go without a mask as far as possible, and each by the rule that softmax has for
     this turn. Of several rules one holds; the loops of the others have no steps.
     """
-    has_masks = program.scheduler.is_causal or program.problem.S % program.tiles.block_k
     for rule, holds in softmax.rules():
-        for is_masked in (False, True) if has_masks else (False,):
+        for is_masked in (False, True) if program.logits.has_masks else (False,):
             ends = (turn.unmasked, turn.stop) if is_masked else (1, turn.unmasked)
             start, stop = ends[0], jnp.where(holds, ends[1], ends[0])
             body = functools.partial(one_key_tile, program, turn, rule, is_masked)
@@ -343,7 +347,7 @@ def one_key_tile(program, turn, rule, is_masked, j, state):
 
     def while_pv_runs(s, carried):
         keys.release(step)
-        s = mask(program, turn, s, j) if is_masked else s
+        s = program.logits.of_tile(turn, s, j, is_masked)
         # The compiler would gladly await p v first, and take the exponentials after.
         # ptxas 13.0 did not move that wait across a loop, such as this one for the
         # next keys.
@@ -359,18 +363,6 @@ def one_key_tile(program, turn, rule, is_masked, j, state):
     values.release(step - 1)
     acc, m, l = rule.rescaled(acc, m, carried)
     return acc, m, l, narrow(p, program.problem.dtype)
-
-
-def mask(program, turn, s, j):
-    """The scores of key tile j, -inf where a query does not see the key."""
-    block_q, block_k = program.tiles[:2]
-    visible = program.problem.S - j * block_k  # how many of these keys a row sees
-    if program.scheduler.is_causal:
-        rows = plgpu.broadcasted_iota(jnp.int32, (block_q,), 0, layout=ROWS)
-        seen = turn.q_start + 1 - j * block_k + anew(rows)
-        visible = lax.broadcast_in_dim(jnp.minimum(visible, seen), s.shape, [0])
-    cols = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=MATRIX)
-    return jnp.where(cols < visible, s, -jnp.inf)
 
 
 def exponentials(problem, s, m, l):
@@ -454,10 +446,11 @@ def last_product_and_next_scores(program, turns, turn, pv, store):
 def epilogue(program, turn, softmax, m, l, acc):
     """Divide, and send my rows of out and lse on their way."""
     refs, my_lse = program.refs, program.smem.lse.at[program.me]
-    out = program.out.divided(acc, l)
+    out, lse = program.out.divided(acc, l), lambda: softmax.lse(m, l)
+    out, lse = program.logits.at_the_end(turn, out, lse)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the out before has left SMEM
     copies = program.out.put(turn, out)
-    my_lse[...] = softmax.lse(m, l)
+    my_lse[...] = lse()
     plgpu.commit_smem()
     softmax.judge()
 
@@ -471,7 +464,7 @@ def epilogue(program, turn, softmax, m, l, acc):
     program.out.put_later(turn, out)
 
 
-# The two parts that can be exchanged
+# Two of the parts that can be exchanged
 
 
 @dataclass(frozen=True)
@@ -493,8 +486,8 @@ class RunningMaximum(Part):
     def kept_at_first(self):
         return self.kept
 
-    def in_turn(self, turns, i, kept):
-        """Itself, as it is in turn i of a list."""
+    def in_turn(self, turns, turn, kept):
+        """Itself, as it is in a turn of a list."""
         return self
 
     def after(self, l):

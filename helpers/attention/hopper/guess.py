@@ -85,9 +85,9 @@ class Guess(RunningMaximum):
         zeros = jnp.zeros((self.tiles.block_q,), jnp.float32)
         return plgpu.layout_cast(zeros, ROWS)
 
-    def in_turn(self, turns, i, kept):
+    def in_turn(self, turns, turn, kept):
         guesses = self.again[2 * self.me + 1] == 0
-        return dataclasses.replace(self, kept=kept, turns=turns, i=i, guesses=guesses)
+        return dataclasses.replace(self, kept=kept, turns=turns, i=turn.i, guesses=guesses)
 
     def after(self, l):
         return dataclasses.replace(self, kept=jnp.where(l > self.kept, l, self.kept))

@@ -6,6 +6,7 @@ under a causal mask. The host picks the `Deal` for a call, and a program finds i
 operations.
 """
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from helpers.attention.hopper.walks import Walk
 from helpers.attention.hopper.warpgroup import CACHED, padded_head_dim
 from helpers.attention.problem import Problem
 
@@ -23,13 +25,19 @@ from helpers.attention.problem import Problem
 class Place(NamedTuple):
     """What a program works at in a turn: queries from q_start on, in head n of batch entry b.
 
-    stop: the end of the key tiles that they see.
+    stop: the end of the key tiles that they see. walk: their way through these, or None
+    where that is from the first to the last.
     """
 
     q_start: jax.Array
     n: jax.Array
     b: jax.Array
     stop: jax.Array
+    walk: Walk | None = None
+
+    def key_tile(self, j):
+        """The number of the key tile that comes after j others."""
+        return j if self.walk is None else self.walk.at(j)
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,48 @@ class TileScheduler:
         q_start, N = i * self.q_block, self.problem.N
         q_stop = q_start + self.q_block
         return Place(q_start, lax.rem(head, N), lax.div(head, N), self.key_stop(q_stop))
+
+    def ends(self, place, q_start):
+        """The ends of the key tiles that a warpgroup's queries see whole, and of all.
+
+        Only the last key tiles need a mask, and rows past T do as little as they can.
+        """
+        problem, (block_q, block_k) = self.problem, self.tiles[:2]
+        key_stop = self.key_stop
+        stop = jnp.where(q_start < problem.T, key_stop(q_start + block_q), 1)
+        seen = lax.div(q_start + 1, block_k) if self.is_causal else stop
+        return jnp.clip(jnp.minimum(seen, problem.S // block_k), 1, stop), stop
+
+
+@dataclass(frozen=True)
+class WalkScheduler(TileScheduler):
+    """The same for queries that go walks: the longest first, in all batch entries.
+
+    walks: `walks.walks` in GMEM, (B q_tiles, 9).
+    """
+
+    walks: jax.Array
+
+    deal = property(lambda self: Deal(1, 0))
+
+    def place(self, turn):
+        index = dealt(turn, self.program, self.programs, self.count, self.deal)
+        index = jnp.minimum(index, self.count - 1)  # the turn after the last is read, too
+        B, S = self.problem.B, self.problem.S
+        # In the cache, a head takes the room of its keys in all batch entries.
+        of_all = dataclasses.replace(self.problem, B=1, T=B * S, S=B * S)
+        row, n = causal_order(index, B * self.q_tiles, of_all, together=cached_heads)
+        walk = Walk.read(self.walks, B * self.q_tiles - 1 - row)
+        return Place(walk.tile * self.q_block, n, walk.b, walk.length, walk)
+
+    def ends(self, place, q_start):
+        walk, (block_q, block_k), right = place.walk, self.tiles[:2], self.problem.band.right
+        stop, until_whole = walk.length, jnp.maximum(walk.start - walk.first + walk.whole, 1)
+        if right is not None:  # the last tiles come last, and only the last queries see these
+            seen = lax.div(q_start + block_q + right + block_k - 1, block_k) - walk.first
+            stop = jnp.clip(seen, until_whole, stop)
+        stop = jnp.where(q_start < walk.query_length, stop, 1)
+        return jnp.minimum(jnp.maximum(walk.whole, 1), stop), stop
 
 
 class Deal(NamedTuple):
@@ -151,22 +201,26 @@ def heads_together(problem):
 
     All of them with a small head_dim, where memory keeps up, and parts would cost some balance for nothing.
     """
-    every, head_dim = problem.N * problem.B, padded_head_dim(problem.H)
+    return problem.N * problem.B if padded_head_dim(problem.H) <= 64 else cached_heads(problem)
+
+
+def cached_heads(problem):
+    """How many query heads there are, at most, whose keys and values the cache holds."""
     keys = min(problem.T, problem.S)  # no query sees a later one
-    bytes_of_keys_and_values = 2 * keys * head_dim * problem.dtype.itemsize
-    return every if head_dim <= 64 else min(every, problem.group * max(1, CACHED // bytes_of_keys_and_values))
+    bytes_of_keys_and_values = 2 * keys * padded_head_dim(problem.H) * problem.dtype.itemsize
+    return min(problem.N * problem.B, problem.group * max(1, CACHED // bytes_of_keys_and_values))
 
 
-def causal_order(index, q_tiles, problem, xp=jnp):
+def causal_order(index, q_tiles, problem, xp=jnp, together=heads_together):
     """(tile of queries, head) at a place of the list of all pairs of a causal call.
 
     index: a place, or an array of places. The heads come in parts, `heads_together`.
     In the last part the longest tiles come first, in the one before it they come last,
     and so on in turns, so that the ends of two parts fit each other. xp: the NumPy to
-    compute with.
+    compute with. together: how many heads a part has, of a problem.
     """
     div, rem = (lax.div, lax.rem) if xp is jnp else (np.floor_divide, np.remainder)
-    heads, width = problem.N * problem.B, heads_together(problem)
+    heads, width = problem.N * problem.B, together(problem)
     parts = pl.cdiv(heads, width)
     part = div(index, width * q_tiles) if parts > 1 else 0
     index = index - part * width * q_tiles

@@ -1,0 +1,191 @@
+"""What few calls ask of the Hopper kernels: walks through the tiles that masks leave, what is hidden there, soft caps.
+
+Windows, an offset, lengths and segments hide whole tiles. Before a kernel starts, `walks` makes of the kinds of tiles
+(see `masking`) a list of the `Walk`s of all tiles of queries, or of keys, and the programs take them from there. The
+memory warpgroup and the compute warpgroups of a program go the same walk, each by itself.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from helpers.attention.extras import Extras
+from helpers.attention.hopper.warpgroup import COLUMNS, MATRIX, ROWS, anew
+from helpers.attention.masking import FULL, HIDDEN, NO_BAND, Band, segment_kinds, tile_kinds
+from helpers.attention.portable.tiles import LOG2_E
+
+
+class Walk(NamedTuple):
+    """The way of a tile of queries through tiles of keys, or of a tile of keys through tiles of queries.
+
+    b, tile: the batch entry and the number of the tile itself. The walk has `length` tiles, from `first` on. It begins
+    at `start` with `whole` tiles of which every pair is seen; then come those before them, and then those after them.
+    query_length, key_length: of the batch entry. mixed: a bit for those before the whole ones, 1, and one for those
+    after, 2, where segments hide some pair.
+    """
+
+    b: jax.Array
+    tile: jax.Array
+    first: jax.Array
+    start: jax.Array
+    length: jax.Array
+    whole: jax.Array
+    query_length: jax.Array
+    key_length: jax.Array
+    mixed: jax.Array
+
+    @classmethod
+    def read(cls, ref, row):
+        """That of a row of `walks`."""
+        return cls(*(ref[row, column] for column in range(len(cls._fields))))
+
+    def at(self, place):
+        """The tile at a place of the walk."""
+        rest = place - self.whole
+        tile = jnp.where(rest < self.start - self.first, rest, place) + self.first
+        return jnp.where(rest < 0, self.start + place, tile)
+
+    def is_mixed(self, tile):
+        """1 where segments may hide some pair in a tile, else 0."""
+        return jnp.where(tile < self.start, self.mixed, self.mixed >> 1) & 1
+
+
+def needs_walks(call):
+    """Whether a call hides keys in another way than causally."""
+    has_lengths = not (call.query_lengths is None and call.key_lengths is None)
+    return call.problem.band not in (NO_BAND, Band(right=0)) or has_lengths or call.hides_keys
+
+
+def walks(call, block_q, block_k, own="queries"):
+    """int32 (B tiles, 9): a `Walk` of each tile of the call's queries, or with own="keys" of its keys, longest first.
+
+    What sees nothing has a walk of one tile, for a pipeline has to have something to do.
+    """
+    problem = call.problem
+    extras = call.extras or Extras()
+    kinds = tile_kinds(dataclasses.replace(call, extras=extras), block_q, block_k)
+    xp = np if isinstance(kinds, np.ndarray) else jnp
+    of_own = lambda kinds: kinds[:, 0] if own == "queries" else kinds[:, 0].swapaxes(-1, -2)
+    kinds = of_own(kinds)
+    batch, (_, tiles, others) = problem.B, kinds.shape
+    place = xp.arange(others, dtype=np.int32)
+    least = lambda wanted: xp.where(wanted, place, others).min(axis=-1)
+    first = xp.minimum(least(kinds > HIDDEN), others - 1)
+    stop = xp.maximum(xp.where(kinds > HIDDEN, place + 1, 0).max(axis=-1), first + 1)
+    start = least(kinds == FULL)
+    ended = xp.concatenate([kinds[..., :1] < HIDDEN, (kinds[..., :-1] == FULL) & (kinds[..., 1:] < FULL)], axis=-1)
+    whole = least(ended) - start
+    start = xp.where(whole > 0, start, first)
+
+    def lengths(given, longest):
+        return longest if given is None else xp.clip(given, 0, longest)[:, None]
+
+    of_entry = lengths(call.query_lengths, problem.T), lengths(call.key_lengths, problem.S)
+    mixed = 0
+    if extras.query_segment_ids is not None:
+        of_segments = of_own(segment_kinds(extras.query_segment_ids, extras.key_segment_ids, block_q, block_k))
+        is_mixed = (kinds > HIDDEN) & (of_segments < FULL)
+        last_mixed = jnp.where(is_mixed, place, -1).max(axis=-1)
+        mixed = (least(is_mixed) < start) + 2 * (last_mixed >= start)
+    numbers = xp.arange(batch)[:, None], xp.arange(tiles)
+    columns = Walk(*numbers, first, start, stop - first, whole, *of_entry, mixed)
+    columns = xp.stack([xp.broadcast_to(column, (batch, tiles)) for column in columns], axis=-1).reshape(
+        -1, len(columns)
+    )
+    longest_first = xp.argsort(-columns[:, Walk._fields.index("length")], stable=True)
+    return jnp.asarray(columns[longest_first].astype(np.int32))
+
+
+def padded_ids(call, block_q, block_k):
+    """{name: segment numbers of all tiles} of queries and of keys, or nothing."""
+    extras = call.extras or Extras()
+    if extras.query_segment_ids is None:
+        return {}
+    whole = lambda ids, block: jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)))
+    ids = whole(extras.query_segment_ids, block_q), whole(extras.key_segment_ids, block_k)
+    return dict(zip(("query_ids", "key_ids"), ids, strict=True))
+
+
+def last_tiles(array, lengths, block):
+    """(B, block, K, H): of each batch entry the tile of `array` (B, S, K, H) where it ends, and zeros from there on."""
+    lengths = jnp.clip(lengths, 0, array.shape[1])[:, None]
+    rows = lengths // block * block + jnp.arange(block)
+    tiles = jnp.take_along_axis(array, rows[:, :, None, None], axis=1, mode="clip")
+    return jnp.where((rows < lengths)[:, :, None, None], tiles, 0)
+
+
+def without_padding(array, lengths):
+    """array (B, S, K, H) with zeros from the lengths (B,) on, whatever is there: a weight of 0 does not hide a NaN."""
+    if lengths is None:
+        return array
+    return jnp.where(jnp.arange(array.shape[1])[:, None, None] < lengths[:, None, None, None], array, 0)
+
+
+def capped(s, problem):
+    """Scaled by problem.scale, c tanh(scale s / c) for a soft cap c, and its slope 1 - tanh^2, of products s.
+
+    The slope is None where there is no cap, or none that a float32 product could reach. By 1 - 2 / (1 + e^2x), tanh x
+    has an error as of float32, and tanh.approx one of 2^-11.
+    """
+    cap, scale = problem.soft_cap, problem.scale
+    if cap is None or abs(scale) * float(jnp.finfo(jnp.float32).max) < cap:
+        return s, None
+    rest = 1 / (1 + jnp.exp2((2 * LOG2_E * scale / cap) * s))
+    return cap / scale - (2 * cap / scale) * rest, 4 * rest * (1 - rest)
+
+
+class View(NamedTuple):
+    """How rows of a tile in registers see its columns.
+
+    band: that of rows against columns; lengths: of rows and of columns; ids: refs of their segment numbers, in GMEM, of
+    this batch entry, or None.
+    """
+
+    band: Band
+    lengths: tuple
+    ids: tuple | None
+
+    @classmethod
+    def of_queries(cls, walk, problem, refs):
+        """Rows are queries, columns keys. refs: has query_ids (B, T') and key_ids (B, S'), or None in their place."""
+        ids = None if refs.query_ids is None else (refs.query_ids.at[walk.b], refs.key_ids.at[walk.b])
+        return cls(problem.band, (walk.query_length, walk.key_length), ids)
+
+    @classmethod
+    def of_keys(cls, walk, problem, refs):
+        """Rows are keys, columns queries."""
+        band, lengths, ids = cls.of_queries(walk, problem, refs)
+        return cls(Band(band.right, band.left), lengths[::-1], ids and ids[::-1])
+
+    def hidden(self, table, filler, row_start, col_start, is_mixed):
+        """The table (rows, columns) of the tile that begins at these positions, the filler where a key is not seen.
+
+        As `masking.visible`, with segments where is_mixed is 1 and not 0. It compares columns with a number for each
+        row, which takes few registers. So does a loop, compared with a cond.
+        """
+        rows = row_start + anew(plgpu.broadcasted_iota(jnp.int32, table.shape[:1], 0, layout=ROWS))
+        cols = plgpu.broadcasted_iota(jnp.int32, table.shape, 1, layout=MATRIX)
+        wide = lambda row: lax.broadcast_in_dim(row, table.shape, [0])
+        (row_length, col_length), (left, right) = self.lengths, (self.band.left, self.band.right)
+        stop = col_length if right is None else jnp.minimum(col_length, rows + right + 1)
+        seen = cols < wide(jnp.where(rows < row_length, stop - col_start, 0))
+        if left is not None:
+            seen &= cols >= wide(rows - left - col_start)
+        table = jnp.where(seen, table, filler)
+        if self.ids is None:
+            return table
+
+        def of_own_segment(_, table):
+            load = functools.partial(plgpu.load, optimized=False)
+            row_ids = load(self.ids[0].at[pl.ds(row_start, table.shape[0])], layout=ROWS)
+            col_ids = load(self.ids[1].at[pl.ds(col_start, table.shape[1])], layout=COLUMNS)
+            return jnp.where(wide(row_ids) == lax.broadcast_in_dim(col_ids, table.shape, [1]), table, filler)
+
+        return lax.fori_loop(0, is_mixed, of_own_segment, table)

@@ -1,0 +1,225 @@
+"""The Hopper kernels with lengths, windows, offsets, segments, soft caps and sinks, in the Mosaic GPU interpreter."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import (
+    AttentionCase,
+    check_forward,
+    check_gradients,
+    check_results,
+    cotangents,
+    relative_error,
+    results_of,
+)
+
+from helpers import flash_attention
+from helpers.attention.hopper import backward, forward
+from helpers.attention.hopper import backward_schedule as schedule
+from helpers.attention.hopper.walks import Walk, needs_walks, walks
+from helpers.attention.masking import visible
+from helpers.attention.problem import check_call
+from helpers.attention.reference import naive_attention, oracle_gradients
+from helpers.instruments.races import DETECTING, races
+
+FULL = pytest.mark.full
+SMALL = forward.Tiles(block_k=64, programs=2)
+CAUSAL = {"is_causal": True}
+SINKS = {"sinks": np.array([1.5, -3], np.float32)}
+
+
+def documents(*ends, length):
+    """Segment ids of documents that end there, for queries and keys."""
+    ids = np.searchsorted(np.array(ends), np.arange(length), side="right").astype(np.int32)[None]
+    return {"query_segment_ids": ids, "key_value_segment_ids": ids}
+
+
+class Padded(AttentionCase):
+    """A case whose padding holds no numbers."""
+
+    def inputs(self):
+        (query, key, value), arguments = super().inputs()
+        for b in range(self.B):
+            query[b, self.query_lengths[b] :] = np.nan
+            key[b, self.key_lengths[b] :], value[b, self.key_lengths[b] :] = np.inf, np.nan
+        return (query, key, value), arguments
+
+
+DOCUMENTS = AttentionCase(200, 200, H=64, K=2, dtype="bfloat16", arguments=CAUSAL | documents(60, 130, length=200))
+LENGTHS = Padded(150, 300, H=64, B=3, dtype="bfloat16", query_lengths=(150, 40, 0), key_lengths=(230, 70, 0))
+WINDOW = {"local_window_size": 70, "causal_offset": 100, **CAUSAL}
+
+
+def run(case, call_kernels):
+    """What kernels that must not race return for a case."""
+    arrays, arguments = case.inputs()
+    found = []
+    run = functools.partial(call_kernels, check_call(*arrays, **arguments))
+    assert races(lambda: found.extend(jax.block_until_ready(run()))) == []
+    return found
+
+
+FORWARD = {
+    "a window, an offset and sinks": (AttentionCase(150, 260, H=64, dtype="float16", arguments=WINDOW | SINKS), SMALL),
+    "lengths, with padding that is no number": (LENGTHS, SMALL._replace(guess=False)),
+    "documents, where guesses fail": (dataclasses.replace(DOCUMENTS, T=330, S=330, logits="rising", arguments=CAUSAL | documents(60, 190, length=330)), SMALL._replace(programs=1)),
+    "a soft cap": (AttentionCase(100, 150, H=64, dtype="bfloat16", logits="large", arguments={"logits_soft_cap": 5.0, **CAUSAL}), None),
+}  # fmt: skip
+MORE_FORWARD = {
+    "sinks alone": (AttentionCase(100, 150, H=64, dtype="bfloat16", arguments=SINKS), None),
+    "rows that see nothing, and sinks": (AttentionCase(150, 150, H=64, dtype="bfloat16", arguments=CAUSAL | SINKS | {"causal_offset": -70}), SMALL),
+    "numbers of segments in any order, capped": (AttentionCase(100, 100, H=128, dtype="float16", arguments={"scale": -0.3, "logits_soft_cap": 1.0, "query_segment_ids": np.arange(100, dtype=np.int32)[None] % 3, "key_value_segment_ids": np.arange(100, dtype=np.int32)[None] % 5}), None),
+    "a head of 256": (AttentionCase(100, 200, H=256, dtype="bfloat16", arguments={"local_window_size": (40, 10)}), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*FORWARD, *(pytest.param(name, marks=FULL) for name in MORE_FORWARD)])
+def test_forward(name):
+    case, tiles = (FORWARD | MORE_FORWARD)[name]
+
+    def attention(*_, **__):
+        out, lse = run(case, functools.partial(forward.forward, tiles=tiles, interpret=DETECTING))
+        return out, jnp.swapaxes(lse, 1, 2)
+
+    check_forward(attention, case)
+
+
+TILES = schedule.Tiles(64, 128, 1)
+FUSED, DELAYED, SPLIT = (TILES, None), (TILES._replace(delayed=True), None), (TILES, schedule.Tiles(128, 64, 1))
+BACKWARD = {
+    "documents": (DOCUMENTS, FUSED),
+    "lengths, with padding that is no number": (LENGTHS, SPLIT),
+    "a window and an offset": (AttentionCase(150, 260, H=64, dtype="float16", arguments=WINDOW), DELAYED),
+    "a soft cap": (AttentionCase(100, 70, H=64, dtype="bfloat16", arguments=CAUSAL | {"logits_soft_cap": 1.0}), FUSED),
+}
+MORE_BACKWARD = {
+    "documents, split": (DOCUMENTS, SPLIT),
+    "lengths, fused": (LENGTHS, FUSED),
+    "a soft cap, delayed": (AttentionCase(100, 70, H=64, dtype="bfloat16", arguments={"scale": -0.3, "logits_soft_cap": 1.0}), DELAYED),
+    "a soft cap and a window, split": (AttentionCase(100, 150, H=128, dtype="float16", arguments={"local_window_size": (50, 20), "logits_soft_cap": 1.0}), SPLIT),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*BACKWARD, *(pytest.param(name, marks=FULL) for name in MORE_BACKWARD)])
+def test_gradients(name):
+    case, tiles = (BACKWARD | MORE_BACKWARD)[name]
+
+    def gradients(case):
+        dout, dlse = cotangents(case)
+
+        def kernels(call):
+            out, lse = naive_attention(call)
+            query, dout_seen, dlse_seen = call.of_seeing_rows(lse, call.query, dout, dlse.swapaxes(1, 2))
+            seeing = dataclasses.replace(call, query=query)
+            return backward.backward(seeing, out, lse, dout_seen, dlse_seen, tiles=tiles, interpret=DETECTING)
+
+        return run(case, kernels)
+
+    check_gradients(gradients, case, mends_delta=False)
+
+
+@FULL
+@pytest.mark.parametrize(
+    "case",
+    [LENGTHS, dataclasses.replace(DOCUMENTS, common=10.0, common_to="runs")],
+    ids=["lengths", "documents with means of their own"],
+)
+def test_by_the_public_function(case):
+    """With the low bits of out."""
+    attention = functools.partial(flash_attention, implementation="hopper", return_residual=True)
+    check_results(results_of(attention, case), case)
+
+
+@FULL
+def test_sinks_have_gradients():
+    """And change those of query, key and value."""
+    case = dataclasses.replace(DOCUMENTS, arguments=DOCUMENTS.arguments | SINKS)
+    arrays, arguments = case.inputs()
+    sinks, (dout, dlse) = arguments.pop("sinks"), cotangents(case)
+
+    @jax.jit
+    def gradients(*arrays):
+        attention = lambda *arrays: flash_attention(
+            *arrays[:3], sinks=arrays[3], implementation="hopper", return_residual=True, **arguments
+        )
+        return jax.vjp(attention, *arrays)[1]((dout, dlse))
+
+    right = oracle_gradients(*arrays, dout, dlse, sinks=sinks, **arguments)
+    for mine, correct in zip(gradients(*arrays, sinks), right, strict=True):
+        assert relative_error(mine, correct) < 8e-3
+
+
+# Walks
+
+
+def seen_by(call, T, S):
+    """Which pairs of each batch entry are seen: by all masks, and by segments alone, (B, T, S)."""
+    rows, cols, extras = np.arange(T)[:, None], np.arange(S), call.extras
+    lengths = zip(
+        *([longest] * call.problem.B if given is None else given.tolist() for given, longest in
+          ((call.query_lengths, T), (call.key_lengths, S))), strict=True,
+    )  # fmt: skip
+    by_band = np.stack([visible(rows, cols, call.problem.band, *of_entry) for of_entry in lengths])
+    of_segments = np.ones_like(by_band)
+    if extras is not None:
+        of_segments = np.asarray(extras.query_segment_ids)[:, :, None] == np.asarray(extras.key_segment_ids)[:, None]
+    return by_band & of_segments, of_segments
+
+
+@pytest.mark.parametrize("own", ["queries", "keys"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        AttentionCase(300, 500, B=2, arguments={"local_window_size": (100, 50)}),
+        AttentionCase(300, 500, B=3, query_lengths=(300, 0, 70), key_lengths=(400, 500, 64), arguments=CAUSAL),
+        AttentionCase(400, 400, arguments=CAUSAL | documents(100, 128, 250, length=400)),
+        AttentionCase(300, 300, arguments=CAUSAL | {"causal_offset": -100}),
+    ],
+    ids=["window", "lengths", "documents", "offset"],
+)
+def test_a_walk_passes_what_is_seen_once(case, own):
+    """First what is seen whole, the longest walks first; a mask compares segments wherever they hide a pair."""
+    (*arrays, _), arguments = case.inputs()
+    call = check_call(*arrays, arrays[1], **arguments)
+    assert needs_walks(call)
+    block_q, block_k = 64, 128
+    seen, of_segments = seen_by(call, case.T, case.S)
+    own_block, block = (block_q, block_k) if own == "queries" else (block_k, block_q)
+    seen, of_segments = (table if own == "queries" else table.swapaxes(1, 2) for table in (seen, of_segments))
+    rows = np.asarray(walks(call, block_q, block_k, own))
+    assert len(rows) == case.B * -(-seen.shape[1] // own_block)
+    assert (np.diff(rows[:, Walk._fields.index("length")]) <= 0).all()
+    for row in rows:
+        walk = Walk(*row.tolist())
+        mine = (table[walk.b, walk.tile * own_block :][:own_block] for table in (seen, of_segments))
+        mine, alike = ([part[:, i : i + block] for i in range(0, part.shape[1], block)] for part in mine)
+        tiles = [int(walk.at(place)) for place in range(walk.length)]
+        assert len({*tiles}) == len(tiles)
+        assert {i for i, part in enumerate(mine) if part.any()} <= {*tiles}
+        assert len(tiles) == 1 or (mine[min(tiles)].any() and mine[max(tiles)].any())
+        assert all(mine[i].all() for i in tiles[: walk.whole])
+        assert all(int(walk.is_mixed(i)) for i in tiles[walk.whole :] if mine[i].any() and not alike[i].all())
+
+
+# Lowering
+
+
+@pytest.mark.parametrize(
+    ("H", "arguments"), [(64, DOCUMENTS.arguments | SINKS), (128, WINDOW | {"logits_soft_cap": 50.0})]
+)
+def test_both_passes_lower_for_cuda(H, arguments):
+    case = dataclasses.replace(DOCUMENTS, H=H, arguments=arguments)
+    arrays, arguments = case.inputs()
+    (query, key, value), (dout, dlse) = arrays, cotangents(case)
+
+    def passes(query, key, value):
+        call = check_call(query, key, value, **arguments)
+        out, lse, low = forward.forward(call, keeps_low_bits=True)
+        return backward.backward(call, out, lse, dout, dlse.swapaxes(1, 2), low)
+
+    text = jax.jit(passes).trace(query, key, value).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 2
