@@ -248,7 +248,6 @@ def yours(name, trial):
     """
     series = exercise(numbers_of_names()[name]).solution
     found, why = _usable(name, trial, series)
-    found = getattr(found, "plain", found)  # not what runs in its place on a GPU
     print(f"{name}: yours, from {FILE}." if found else f"{name}: the series' own, for {why}.")
     return found or series
 
@@ -265,6 +264,7 @@ def _usable(name, trial, series):
         return None, f"{FILE} cannot be imported: {name_of(error)}"
     if found is None:
         return None, f"{FILE} has none"
+    found = getattr(found, "plain", found)  # not what runs in its place on a GPU
     try:
         with limited(TRIAL_S):
             pairs = zip(jax.tree.leaves(trial(found)), jax.tree.leaves(trial(series)), strict=True)
