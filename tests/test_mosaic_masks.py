@@ -143,6 +143,8 @@ def test_rules_of_absolute_error():
         capped = jax.jit(words.in_words(jnp.tanh, is_exact))
         np.testing.assert_allclose(capped(X), np.tanh(np.float64(X)), atol=2e-7 if is_exact else 4.3e-7)
         np.testing.assert_array_equal(capped(ends), np.sign(ends))
+        flat = X[np.abs(X) > 3]  # what is left to 1 is the slope
+        np.testing.assert_allclose(capped(flat), np.tanh(np.float64(flat)), atol=1.3e-7)
     for function in (jnp.sin, jnp.cos):
         np.testing.assert_allclose(words.in_words(function)(100 * X), function(np.float64(100 * X)), atol=3e-5)
     i = np.arange(-9, 9)

@@ -12,6 +12,9 @@ FlashAttention-2 (arXiv 2307.08691), algorithm 1. For one tile of block_q querie
     out    = acc / l                          once, after the last tile
     lse    = ln 2 (scale_2 m + log2 l)
 
+Where logits are more than scaled products, s becomes those (`Pair.logits`), and log2 e takes the place of scale_2. A
+sink takes its share of the weights after the last tile (`beside_sink`). Tiles of keys that are hidden are not read.
+
 For a gradient, out must be as exact as float32 allows (see `backward`), but p v has p rounded, so that its weights add
 up to something else than l. With `keeps_low_bits` the product has eight columns more beside v, each a constant c, which
 rounding befalls as it befalls v, and
@@ -85,7 +88,7 @@ def forward_kernel(
     band, scale_2 = problem.band, problem.scale * LOG2_E
     # The maximum is that of the scores as they are, where scaling keeps their order.
     early, late = (None, scale_2) if scale_2 > SMALLEST_FACTOR else (scale_2, 1)
-    is_changed = changes_logits(problem, extras)  # then s becomes natural logits
+    is_changed = changes_logits(problem, extras)
     if is_changed:
         early, late = problem.scale, LOG2_E
     i, n, b = (lax.axis_index(name) for name in "inb")
