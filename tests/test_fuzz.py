@@ -15,6 +15,7 @@ import pytest
 from helpers.attention import reference
 from helpers.attention.masking import visible
 from helpers.attention.problem import check_call
+from helpers.attention.registry import TABLE
 from helpers.dev import fuzz, kinds, rounding, workers
 from helpers.dev.fuzz import Report, Trial
 
@@ -41,8 +42,7 @@ def test_every_drawn_call_is_legal(implementation):
         assert trial.implementation == implementation
         assert trial.B * trial.N * trial.T * trial.S <= fuzz.LONGEST**2, "more than the oracle should hold"
         assert not trial.page or (trial.T <= 16 and not trial.documents and set(trial.extras) <= {"sinks"})
-        if implementation == "hopper":
-            assert not trial.call.features
+        assert implementation is None or set(trial.call.features) <= {*TABLE[implementation].serves}
 
 
 def forms(trial, wanted):

@@ -250,7 +250,7 @@ TABLE = {
         serves=tuple(feature for feature in FEATURES if feature != SYMBOLS),
         needs="a CPU or an NVIDIA GPU of compute capability 8.0 (Ampere) or newer",
         runs_on=lambda device: device.platform == "cpu" or compute_capability(device) >= (8, 0),
-        limits=lambda call, return_residual: device_of(call.query).platform != "cpu" and mosaic.why_not(call) or None,
+        limits=lambda call, return_residual: mosaic.why_not(call) if device_of(call.query).platform != "cpu" else None,
         kernels=_portable,
         platform="cuda",
         interpreter=True,
