@@ -58,7 +58,6 @@ from helpers.attention.portable.tiles import (
     padded_head_dim,
     this_gpu,
 )
-from helpers.attention.scores import capped
 
 MOST_ROWS = 64  # of a tile
 FEWEST_KEYS = 256  # of a part
@@ -117,7 +116,8 @@ def decode_kernel(
         k, v = (_keys(ref, table_ref, start, cols, is_key, in_head) for ref in (k_ref, v_ref))
         s = (problem.scale * LOG2_E) * dot(q, k.T)
         if problem.soft_cap is not None:
-            s = capped(s, LOG2_E * problem.soft_cap)
+            cap = LOG2_E * problem.soft_cap
+            s = cap * jnp.tanh(s / cap)
         s = jnp.where(visible(positions[:, None], cols[None, :], problem.band, stop_position, key_length), s, -jnp.inf)
         m_new = jnp.maximum(m, s.max(axis=1))
         reference = jnp.where(m_new == -jnp.inf, 0, m_new)  # a row may have seen no key yet
