@@ -312,7 +312,7 @@ def test_a_block_mask_that_is_kept():
 @pytest.mark.parametrize(
     ("module", "old", "new"),
     [
-        (scores, "return cap * jnp.tanh(s / cap)", "return jnp.tanh(s)"),
+        (scores, "s = problem.soft_cap * jnp.tanh(s / problem.soft_cap)", "s = jnp.tanh(s)"),
         (portable_forward, "else (LOG2_E * sink, 1)", "else (LOG2_E * sink, 2)"),
         (pairs, "of_natural, s / LOG2_E", "of_natural, s"),
     ],

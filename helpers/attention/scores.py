@@ -23,13 +23,8 @@ def logits(s, problem, b, n, i, j, bias=None, score_arrays=None):
     if problem.score_mod is not None:
         s = problem.score_mod(s, b, n, i, j, *(score_arrays or ()))
     if problem.soft_cap is not None:
-        s = capped(s, problem.soft_cap)
+        s = problem.soft_cap * jnp.tanh(s / problem.soft_cap)
     return s
-
-
-def capped(s, cap):
-    """Logits under a soft cap. In base 2, where both are log2 e times as large, it is the same function."""
-    return cap * jnp.tanh(s / cap)
 
 
 def visible_by(problem, b, n, i, j, mask=None, query_ids=None, key_ids=None):

@@ -43,7 +43,6 @@ from helpers.attention.masking import key_tiles, keys_seen, share, visible
 from helpers.attention.mosaic import own_keys
 from helpers.attention.mosaic.own_keys import PARTS, WARP_ROWS, WARPS, padded_head_dim, row_of, swizzled, warp_of
 from helpers.attention.mosaic.warp import ACC, ROWS, along, as_operand, full, operand_dtype, pieces_of, split
-from helpers.attention.scores import capped
 
 LOG2_E = math.log2(math.e)
 FEWEST_KEYS = 256  # of a program
@@ -114,7 +113,8 @@ def decode_kernel(
         s = own_keys.scores(q, k, interpret=interpret) * (problem.scale * LOG2_E)
         fetch(i + splits.slots, splits.slots % 2)
         if problem.soft_cap is not None:
-            s = capped(s, LOG2_E * problem.soft_cap)
+            cap = LOG2_E * problem.soft_cap
+            s = cap * jnp.tanh(s / cap)
         s = jnp.where(visible(positions, own_cols + j * splits.block_k, problem.band, *stops), s, -jnp.inf)
         m_new = jnp.maximum(m, s.max(axis=1))
         reference = jnp.where(m_new == -jnp.inf, 0, m_new)  # a row may have seen no key yet
