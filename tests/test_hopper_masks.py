@@ -149,8 +149,9 @@ def test_sinks_have_gradients():
         return jax.vjp(attention, *arrays)[1]((dout, dlse))
 
     right = oracle_gradients(*arrays, dout, dlse, sinks=sinks, **arguments)
-    for mine, correct in zip(gradients(*arrays, sinks), right, strict=True):
-        assert relative_error(mine, correct) < 8e-3
+    bounds = 8e-3, 8e-3, 8e-3, 0.03  # that of a sink is a sum of terms that nearly cancel
+    for mine, correct, bound in zip(gradients(*arrays, sinks), right, bounds, strict=True):
+        assert relative_error(mine, correct) < bound
 
 
 # Walks
