@@ -105,7 +105,7 @@ FAULTS = [
         ("programs are persistent in a ring", "hopper_forward.forward, is_persistent=False", "hopper_forward.forward, is_persistent=True"),
         ("the low bits of out do not reach the backward pass", "*(low or [None]))", "None)"),
         ("hopper is chosen on a newer GPU", 'compute_capability(device) == (9, 0)', 'compute_capability(device) >= (9, 0)'),
-        ("portable needs a Hopper GPU", 'device.platform == "cpu" or compute_capability(device) >= (8, 0),\n        limits=lambda call, return_residual: device_of', 'device.platform == "cpu" or compute_capability(device) >= (9, 0),\n        limits=lambda call, return_residual: device_of'),
+        ("portable needs a Hopper GPU", 'device.platform == "cpu" or compute_capability(device) >= (8, 0),\n        limits=lambda call, return_residual: mosaic.why_not(call) if', 'device.platform == "cpu" or compute_capability(device) >= (9, 0),\n        limits=lambda call, return_residual: mosaic.why_not(call) if'),
         ("portable goes by Triton on a GPU", "return _plain(interpret) if interpret else _mosaic(interpret)", "return _plain(interpret)"),
         ("the plain kernels keep nothing of what rounding takes off", "return out, lse, low_bits(exact, out)", "return out, lse, 0 * low_bits(exact, out)"),
         ("the device is that of the machine, not of the arrays", "    device = device_of(call.query)\n    if", "    device = device_of(None)\n    if"),
