@@ -60,8 +60,8 @@ def _in_place(kernel, otherwise, serves, widest):
     @functools.wraps(otherwise)
     def forward(q, k, v, is_causal=False, *tiles, **named_tiles):
         device = default_device()
-        compiled = device.platform == "gpu" and not interprets() and serves(compute_capability(device))
-        if compiled and q.dtype.itemsize == 2 and q.shape[-1] <= widest:
+        is_served = device.platform == "gpu" and serves(compute_capability(device))
+        if is_served and q.dtype.itemsize == 2 and q.shape[-1] <= widest:
             return kernel(q, k, v, is_causal)
         return otherwise(q, k, v, is_causal, *tiles, **named_tiles)
 
