@@ -75,7 +75,7 @@ def backward(call, out, lse, dout, dlse, low=None, *, tiles=None, deterministic=
     16-bit types. With `deterministic` the same input gives the
     same bits each time. tiles: a pair as `backward_schedule.forms` has them. interpret: False, or InterpretGPUParams.
     Beyond inputs and outputs it allocates lse and delta in float32, a float32 dq in the fused form, and
-    padded copies where T, S or H ask for them (see _padded).
+    padded copies where T, S or H ask for them (see _padded), and in the split form of key and value with key lengths.
     """
     problem = call.problem
     at_once = max(1, GRID_LIMIT // (2 * problem.N))
