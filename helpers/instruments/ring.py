@@ -79,7 +79,7 @@ def footprint(problem, devices, which="forward"):
         "sum of dq": SUM_BYTES * query,
         "dq of a part, in float32 and rounded": (SUM_BYTES + e) * query,
         "lse, and lse and delta for the kernels": 3 * rows,
-    }
+    } | ({"the low bits of out": e * query} if e == 2 else {})
 
 
 class Span(NamedTuple):
