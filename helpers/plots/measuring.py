@@ -250,7 +250,7 @@ def memory(found, refused, gpu_bytes):
     for axes, (which, programs) in zip(panels, found.items(), strict=True):
         for name, points in programs.items():
             colour, marker, dash = LOOKS[name]
-            dash, size = ((0, (4, 3)), 5) if name == "hopper" else (dash, 8)  # it may lie on another kernel's line
+            dash, size = ((0, (4, 3)), 5) if name == "hopper" else (dash, 8)  # it may lie on the line of triton
             megabytes = np.array(list(points.values())) / 2**20
             axes.plot(list(points), megabytes, ls=dash, color=colour, marker=marker, ms=size, label=name)
             if (which, name) in refused:
