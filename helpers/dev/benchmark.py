@@ -304,7 +304,7 @@ def rungs(case):
     The functions take query, key and value; for a backward pass also out, lse (B, N, T) and dout.
     """
     causal = {"is_causal": case.is_causal}
-    steps = {("portable forward", "forward", rung.name): (ladder.attention, {"rung": rung}) for rung in ladder.RUNGS}
+    steps = {("triton forward", "forward", rung.name): (ladder.attention, {"rung": rung}) for rung in ladder.RUNGS}
     if is_hopper():
         names, forms = hopper_ladder.NAMES.items(), backward_schedule.forms(case.H).items()
         steps |= {("hopper forward", "forward", name): (_hopper_rung, {"rung": rung}) for rung, name in names}
@@ -355,7 +355,7 @@ def memory_records(note, longest=2**20):
     case_of = lambda T: Case(1, T, T, 1, 1, 64, "bfloat16", True)
     inputs = lambda T, which: inputs_of(case_of(T))[: 3 if which == "forward" else 4]
     parts, records = {}, []
-    for name, which in itertools.product(("naive", "portable", "hopper"), PASSES):
+    for name, which in itertools.product(("naive", "portable", "triton", "hopper"), PASSES):
         for T in (2**n for n in range(10, longest.bit_length(), 2)):
             attention = OF_JAX[name](case_of(T))
             program = attention if which == "forward" else both_passes(attention)

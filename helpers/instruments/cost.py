@@ -45,7 +45,7 @@ def flash_footprint(T, S, H, itemsize):
 
 
 def query_outer_bytes(T, S, H, itemsize, block_q, block_k, band=NO_BAND):
-    """Bytes moved with query tiles outside (`tiled.query_outer` and the portable forward kernel).
+    """Bytes moved with query tiles outside (`tiled.query_outer` and the plain forward kernel).
 
     q is read and out written once; k and v are read again for each query tile, as far as the band
     lets that tile see. Without a mask: itemsize (2 T H + 2 S H ceil(T / block_q)) + 4 T.

@@ -57,7 +57,7 @@ RUNGS = (
     Rung("one instruction for it", True, True, True, True, False, FIRST),
     Rung("masks on the diagonal only", True, True, True, True, True, FIRST),
     Rung("two tiles in flight", True, True, True, True, True, Tiles(64, 64, 4, 2)),
-    Rung("tuned tiles", True, True, True, True, True, None),
+    Rung("fastest tiles", True, True, True, True, True, None),
 )
 
 

@@ -262,7 +262,7 @@ def common_part(rows, title):
     figure, panels = style.subplots(1, len(dtypes), width=10, height=4.2, sharey=True, squeeze=False)
     for axes, dtype in zip(panels[0], dtypes, strict=True):
         some = sorted((row for row in rows if row["dtype"] == dtype and row["mean"]), key=lambda row: row["mean"])
-        for name in ("cudnn", "hopper", "portable", "naive"):
+        for name in ("cudnn", "hopper", "triton", "naive"):
             found = [(row["mean"], row["errors"][name]["dq"]) for row in some if name in row["errors"]]
             if found:
                 colour, marker, dash = LOOKS[name]

@@ -6,8 +6,8 @@ from helpers.plots import draw, style
 
 LOOKS = {  # colour, marker, dash
     "naive": (style.LOGITS, "o", ":"),
-    "portable": (style.QUERY, "s", "-"),
-    "triton": (style.QUERY, "x", ":"),
+    "portable": (style.QUERY, "x", ":"),
+    "triton": (style.QUERY, "s", "-"),
     "hopper": (style.OUTPUT, "D", "-"),
     "cudnn": (style.INK, "^", "-"),
     "jax_triton": (style.KEY, "v", "--"),
@@ -17,7 +17,7 @@ LOOKS = {  # colour, marker, dash
     "torch_sdpa": ("#5B1A45", "X", "--"),
     "flash_attention_3": ("#7A5C00", "h", "-."),
 }
-HATCHES = {"naive": "...", "portable": "", "hopper": "////", "cudnn": "xxxx"}
+HATCHES = {"naive": "...", "triton": "", "hopper": "////", "cudnn": "xxxx"}
 
 
 def mask_of(is_causal):
@@ -250,7 +250,7 @@ def memory(found, refused, gpu_bytes):
     for axes, (which, programs) in zip(panels, found.items(), strict=True):
         for name, points in programs.items():
             colour, marker, dash = LOOKS[name]
-            dash, size = ((0, (4, 3)), 5) if name == "hopper" else (dash, 8)  # it may lie on the portable line
+            dash, size = ((0, (4, 3)), 5) if name == "hopper" else (dash, 8)  # it may lie on the line of triton
             megabytes = np.array(list(points.values())) / 2**20
             axes.plot(list(points), megabytes, ls=dash, color=colour, marker=marker, ms=size, label=name)
             if (which, name) in refused:

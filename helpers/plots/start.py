@@ -24,7 +24,7 @@ def attention_map(weights, queries, keys=None, title="Who looks at whom"):
 # What the lines of `costs` are called, with the colour, marker and dash that these implementations have in notebook 09.
 COSTS = {
     "naive": "naive attention",
-    "portable": "flash attention, plain kernel",
+    "triton": "flash attention, plain kernel",
     "cudnn": "flash attention, NVIDIA's cuDNN",
     "hopper": "flash attention, Hopper kernel",
 }
@@ -44,7 +44,7 @@ def costs(recorded):
         needed = {r["T"]: r["bytes"] / 2**20 for r in recorded["memory"] if r | this == r}
         for axes, points in (left, times), (right, needed):
             if points:
-                size = 9 if axes is right and name == "portable" else 6  # the other kernel lies on it
+                size = 9 if axes is right and name == "triton" else 6  # the other kernel lies on it
                 line = sorted(points.items())
                 axes.plot(*zip(*line, strict=True), dash, marker=marker, ms=size, color=colour, label=label)
     refused = next(note for note in recorded["notes"] if note.startswith("memory: naive: forward at T = "))

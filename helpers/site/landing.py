@@ -8,7 +8,7 @@ from helpers.site.colab import BRANCH, GITHUB, OPENS
 CASE = {"pass": "forward", "dtype": "bfloat16", "T": 4096, "N": 16, "K": 16, "H": 128, "is_causal": True}
 BARS = {
     "naive": "naive attention",
-    "portable": "this series: portable kernel",
+    "triton": "this series: plain kernel",
     "cudnn": "cuDNN",
     "hopper": "this series: Hopper kernel",
 }
@@ -51,8 +51,8 @@ def shown(recorded):
     rate = rates(recorded)
     return (
         f"![{picture(recorded).alt}](figures/landing.png)\n\n"
-        f"Causal attention of {CASE['T']} queries and keys, head dimension {CASE['H']}, {CASE['dtype']}. The portable "
-        "kernel of [05](notebooks/05_forward_kernel.ipynb) was compiled by Triton here. The Hopper "
+        f"Causal attention of {CASE['T']} queries and keys, head dimension {CASE['H']}, {CASE['dtype']}. The plain "
+        "kernel of [05](notebooks/05_forward_kernel.ipynb) was compiled by Triton. The Hopper "
         "kernel of [10](notebooks/10_hopper_forward.ipynb) and [11](notebooks/11_hopper_forward_tuned.ipynb) is "
         f"{rate['hopper'] / rate['naive']:.1f} times as fast as naive attention and "
         f"{rate['hopper'] / rate['cudnn']:.2f} times as fast as cuDNN. FlashAttention-3 reached "

@@ -153,10 +153,10 @@ def conclusion(recorded):
         ranges = (f"{min(found):.2f} to {max(found):.2f} times as fast {which}" for which, found in ratios.items())
         won = f"{sum(ratio > 1 for ratio in every)} of {len(every)} cases"
         said.append(f"faster than {name} in {won}: they are {' and '.join(ranges)}.")
-    shares = [100 * ratio for which in PASSES for ratio in _ratios(records, which, "portable", "hopper")]
+    shares = [100 * ratio for which in PASSES for ratio in _ratios(records, which, "triton", "hopper")]
     return (
         f"On an {recorded['gpu']} in bfloat16, the Hopper kernels of this series are {said[0]} They are {said[1]} "
-        f"The portable kernels, which run on any NVIDIA GPU from Ampere on, reach {min(shares):.0f} to "
+        f"The plain kernels, compiled by Triton, reach {min(shares):.0f} to "
         f"{max(shares):.0f} per cent of the speed of the Hopper kernels."
     )
 

@@ -44,7 +44,7 @@ def forms(H):
     """{name: (tiles of the fused kernel, None) or (tiles of dkv_kernel, tiles of dq_kernel)} for a head_dim.
 
     Up to H = 128 the tiles of each form are the fastest of those tried by hand on an NVIDIA H200 (JAX
-    0.11.2), where the tuner has found better ones since; for H = 256 they merely fit.
+    0.11.2), whose table has better ones; for H = 256 they merely fit.
     """
     if H > 128:
         return {"split": (Tiles(64, 128, 1), Tiles(128, 64, 1))}
@@ -71,7 +71,7 @@ def pair(fields):
 def default_tiles(problem, deterministic=False):
     """The fastest tiles for a problem, a pair as `forms` has them, with `deterministic` of the split form.
 
-    From the tuner's table of this GPU, or `untuned_tiles`.
+    From the table of this GPU, or `untuned_tiles`.
     """
     tuned = tuned_tiles("deterministic backward" if deterministic else "backward", problem, problem.T)
     return untuned_tiles(problem, deterministic) if tuned is None else pair(tuned)

@@ -71,7 +71,7 @@ def tiles_for(call, keeps_low_bits=False):
 
 
 def default_tiles(problem):
-    """The fastest `Tiles` for a problem: from the tuner's table of this GPU, or `untuned_tiles`.
+    """The fastest `Tiles` for a problem: from the table of this GPU, or `untuned_tiles`.
 
     With fewer queries in a turn where a program would have less than four turns: one turn more or less is much
     then. Without a guess where equal logits alone could bring l above MOST.

@@ -1,9 +1,9 @@
-"""What the tuner found for the Hopper kernels, and for which calls."""
+"""Which tiles of the Hopper kernels were the fastest of those tried on this GPU, and for which calls."""
 
 from helpers.attention import tables
 from helpers.attention.hopper.warpgroup import padded_head_dim
 
-# {longest sequence of a row of the table, None for any: length at which it was tuned}
+# {longest sequence of a row of the table, None for any: length at which tiles were tried}
 LENGTHS = {2048: 1024, 8192: 4096, None: 16384}
 
 
