@@ -311,7 +311,7 @@ def hopper_forward(q, k, v, is_causal=False, interpret=False):
 
     q, k, v = in_tiles(q, computing * block_q), in_tiles(k, block_k), in_tiles(v, block_k)
     of_queries, of_keys = (
-        plgpu.SMEM((count, block, head_padded), q.dtype, transforms=warpgroup.SWIZZLED)
+        plgpu.SMEM((count, block, head_padded), q.dtype, transforms=warp.SWIZZLED)
         for count, block in ((computing, block_q), (stages, block_k))
     )
     out, lse = plgpu.kernel(
