@@ -91,7 +91,8 @@ def walks(call, block_q, block_k, own="queries"):
     mixed = 0
     if extras.query_segment_ids is not None:
         of_segments = of_own(segment_kinds(extras.query_segment_ids, extras.key_segment_ids, block_q, block_k))
-        is_mixed = (kinds > HIDDEN) & (of_segments < FULL)
+        is_visited = (place >= first[..., None]) & (place < stop[..., None])  # hidden ones, too
+        is_mixed = is_visited & (of_segments < FULL)
         last_mixed = jnp.where(is_mixed, place, -1).max(axis=-1)
         mixed = (least(is_mixed) < start) + 2 * (last_mixed >= start)
     numbers = xp.arange(batch)[:, None], xp.arange(tiles)
