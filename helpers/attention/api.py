@@ -128,9 +128,7 @@ def flash_attention(
 
     Gradients flow into query, key and value from out and from lse, and a query that sees no key passes none. The
     kernels have reverse-mode first derivatives; the reference has all. The algorithm is FlashAttention-2, arXiv
-    2307.08691.
-
-    More on precision, devices and the order of arguments stands in the docstring of the module.
+    2307.08691. More on precision, devices and the order of arguments stands in the docstring of the module.
     """
     call = check_call(
         query,
