@@ -148,4 +148,4 @@ def test_a_learner_who_solves_everything_owns_a_kernel_that_trains_and_writes(tm
     kept = {name for text in printed.values() for name in re.findall(r"Kept: `(\w+)`", text)}
     assert kept == {"forward", "key_gradients", "query_gradients", "flash_attention", "decode_attention"}
     monkeypatch.chdir(root / "workbook")
-    assert all(mine.parts().values())
+    assert {name for name, is_there in mine.parts().items() if not is_there} <= {"masks", "on a GPU"}

@@ -73,8 +73,9 @@ class Pair:
             return seen
         query_ids = key_ids = None
         if extras.query_segment_ids is not None:
-            query_ids = extras.query_segment_ids[pl.ds(self.starts[0], rows.size)][:, None]
-            key_ids = extras.key_segment_ids[pl.ds(self.starts[1], cols.size)][None, :]
+            of = lambda ref, start, size: ref[pl.ds(start, size)] if ref.shape[0] > 1 else ref[...]
+            query_ids = of(extras.query_segment_ids, self.starts[0], rows.size)[:, None]
+            key_ids = of(extras.key_segment_ids, self.starts[1], cols.size)[None, :]
         return seen & scores.visible_by(problem, *self._numbers(), self._tile(extras.mask), query_ids, key_ids)
 
     @property
