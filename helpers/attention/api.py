@@ -12,7 +12,6 @@ over programs, which write 4 (H + 1) bytes for each part of the keys, query and 
 
 Some things are better in portable than in hopper. The dq of portable is the same in each run, to the last bit. Its
 forward pass takes as long for all inputs; hopper's takes longer where logits are far above those of the first keys.
-And in portable bfloat16 values below 1e-20 keep all of their digits.
 
 Where keys and values have a large part in common, dq of cudnn in 16 bits can be off by more than itself. Here, as
 recorded on an H100, its error is at most 1.2 times naive attention's in triton and 2 times in hopper; in float16
@@ -38,10 +37,10 @@ query is, and in `jax.shard_map` each device attends to its own part. (The refer
 
 Platforms: which kernels run is settled when a program is compiled, so one trace serves a CPU and a GPU. For
 `jax.export` say disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")], for JAX does not promise
-that later versions run that. (The call of triton is "__gpu$xla.gpu.triton".) From a machine without a GPU, name the
-implementation: None is the reference there; what portable exports there runs on GPUs from Hopper on. Of these, hopper
-can be exported for "cuda" alone; and what is split under jit cannot be exported, unlike a `jax.shard_map`. Where B, T
-or S are symbols, None is the reference too, which alone serves them.
+that later versions run that. From a machine without a GPU, name the implementation: None is the reference there; what
+portable exports there runs on GPUs from Hopper on. Of these, hopper can be exported for "cuda" alone; and what is split
+under jit cannot be exported, unlike a `jax.shard_map`. Where B, T or S are symbols, None is the reference too, which
+alone serves them.
 """
 
 import functools
