@@ -68,11 +68,11 @@ def run(case, call_kernels):
 
 FORWARD = {
     "a window, an offset and sinks": (AttentionCase(150, 260, H=64, dtype="float16", arguments=WINDOW | SINKS), SMALL),
-    "lengths, with padding that is no number": (LENGTHS, SMALL._replace(guess=False)),
     "documents, where guesses fail": (dataclasses.replace(DOCUMENTS, T=330, S=330, logits="rising", arguments=CAUSAL | documents(60, 190, length=330)), SMALL._replace(programs=1)),
-    "a soft cap": (AttentionCase(100, 150, H=64, dtype="bfloat16", logits="large", arguments={"logits_soft_cap": 5.0, **CAUSAL}), None),
 }  # fmt: skip
 MORE_FORWARD = {
+    "a soft cap": (AttentionCase(100, 150, H=64, dtype="bfloat16", logits="large", arguments={"logits_soft_cap": 5.0, **CAUSAL}), None),
+    "lengths, with padding that is no number": (LENGTHS, SMALL._replace(guess=False)),
     "sinks alone": (AttentionCase(100, 150, H=64, dtype="bfloat16", arguments=SINKS), None),
     "rows that see nothing, and sinks": (AttentionCase(150, 150, H=64, dtype="bfloat16", arguments=CAUSAL | SINKS | {"causal_offset": -70}), SMALL),
     "numbers of segments in any order, capped": (AttentionCase(100, 100, H=128, dtype="float16", arguments={"scale": -0.3, "logits_soft_cap": 1.0, "query_segment_ids": np.arange(100, dtype=np.int32)[None] % 3, "key_value_segment_ids": np.arange(100, dtype=np.int32)[None] % 5}), None),
@@ -95,11 +95,11 @@ TILES = schedule.Tiles(64, 128, 1)
 FUSED, DELAYED, SPLIT = (TILES, None), (TILES._replace(delayed=True), None), (TILES, schedule.Tiles(128, 64, 1))
 BACKWARD = {
     "documents": (DOCUMENTS, FUSED),
-    "lengths, with padding that is no number": (LENGTHS, SPLIT),
     "a window and an offset": (AttentionCase(150, 260, H=64, dtype="float16", arguments=WINDOW), DELAYED),
-    "a soft cap": (AttentionCase(100, 70, H=64, dtype="bfloat16", arguments=CAUSAL | {"logits_soft_cap": 1.0}), FUSED),
 }
 MORE_BACKWARD = {
+    "a soft cap": (AttentionCase(100, 70, H=64, dtype="bfloat16", arguments=CAUSAL | {"logits_soft_cap": 1.0}), FUSED),
+    "lengths, with padding that is no number": (LENGTHS, SPLIT),
     "documents, split": (DOCUMENTS, SPLIT),
     "lengths, fused": (LENGTHS, FUSED),
     "a soft cap, delayed": (AttentionCase(100, 70, H=64, dtype="bfloat16", arguments={"scale": -0.3, "logits_soft_cap": 1.0}), DELAYED),
