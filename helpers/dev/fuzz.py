@@ -7,8 +7,9 @@ are of several `kinds`. out, lse, dq, dk and dv are each judged by themselves: a
 err three times as much as naive attention in the same dtype, or as rounding must (see `rounding`). Where naive
 attention overflows in 16 bits, it is asked in float32; where no bound can be stated, the call is unjudged. Errors,
 hangs and dead processes count as wrong. Program number i, of one call or two, is made from (seed, i) and the options
-alone, so it is the same however many processes there are. What is wrong is printed as a line that reproduces it. The
-exit status is 1 if anything was wrong, or more than 5 % unjudged.
+alone, so it is the same however many processes there are. Compiling takes most of the time, so each program is called
+`INPUTS` times, with other numbers, kinds, lengths, documents and fillings. What is wrong is printed as a line that
+reproduces it. The exit status is 1 if anything was wrong, or more than 5 % unjudged.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from helpers.dev import kinds, rounding, workers
 from helpers.dev.trial import Trial
 
 PATIENCE = 180.0  # seconds after which a call hangs
+INPUTS = 4  # of each program
 UNJUDGED = 0.05  # the largest part of calls of which nothing may be said
 LONGEST = 2000  # positions of a sequence
 SIDES = (16, 32, 64, 128, 256)  # of tiles
@@ -93,8 +95,6 @@ def draw_trial(random, implementation, longest):
     dtype = str(random.choice(["bfloat16", "float16", "float32"], p=[0.4, 0.35, 0.25]))
     scale = sometimes(0.25, round(float(random.choice([-1, 1, 1, 1]) * math.exp(random.uniform(-4, 0))), 3))
     drawn = kinds.draw(random, dtype)
-    # Where logits are large, TF32 changes them by so much that nothing can be said of the result.
-    coarse = dtype == "float32" and not {"query", "key", "logits"} & {name for name, *_ in drawn}
     trial = Trial(
         *(T, S, H, N, K, B, dtype),
         is_causal=bool(random.random() < (0.2 if S > longest else 0.6)),  # few queries would see few keys
@@ -107,7 +107,7 @@ def draw_trial(random, implementation, longest):
         kinds=drawn,
         lse_gradient=bool(random.random() < 0.4),
         way=str(random.choice(["jit", "vmap", "eager"], p=[0.8, 0.15, 0.05])),
-        precision="default" if coarse and random.random() < 0.5 else "highest",
+        precision="default" if dtype == "float32" and may_be_coarse(drawn) and random.random() < 0.5 else "highest",
         implementation=implementation,
         seed=int(random.integers(2**31)),
     )
@@ -116,6 +116,28 @@ def draw_trial(random, implementation, longest):
         plain = {"query_lengths": None, "lse_gradient": False, "way": "jit"}
         trial = replace(trial, page=page, key_lengths=lengths, **plain)
     return replace(trial, **draw_extras(trial)) if random.random() < (0.7 if page else 0.3) else trial
+
+
+def may_be_coarse(drawn):
+    """Whether TF32 leaves something to be said of a result: it changes large logits by too much."""
+    return not {"query", "key", "logits"} & {name for name, *_ in drawn}
+
+
+def again(trial, number):
+    """A trial of the same `form`, with other inputs."""
+    random = np.random.default_rng([trial.seed, 3, number])
+    drawn = (kinds.draw(random, trial.dtype) for _ in itertools.count())
+    new = {"kinds": next(one for one in drawn if trial.precision == "highest" or may_be_coarse(one))}
+    for name, longest in (("query_lengths", trial.T), ("key_lengths", trial.S)):
+        if getattr(trial, name) is not None:
+            new[name] = tuple(random.integers(0, longest + 1, trial.B).tolist())
+    unseen = str(random.choice(FILL)) if random.random() < 0.5 else None
+    return replace(trial, number=number, padding=str(random.choice(FILL)), unseen=unseen, **new)
+
+
+def with_other_inputs(trials):
+    """`INPUTS` times the trials of a program, the given ones first."""
+    return [trials, *(tuple(again(trial, number) for trial in trials) for number in range(1, INPUTS))]
 
 
 def draw_extras(trial):
@@ -145,7 +167,6 @@ class Report:
     kind: str
     text: str = ""
     distances: tuple = ()
-    seconds: float = 0.0
 
     @property
     def reproduction(self):
@@ -156,7 +177,7 @@ class Report:
     def record(self):
         """As a dictionary that JSON can hold."""
         numbers = [{name: one and one._asdict() for name, one in found.items()} for found in self.distances]
-        own = {"kind": self.kind, "text": self.text, "unjudged": self.unjudged, "seconds": self.seconds}
+        own = {"kind": self.kind, "text": self.text, "unjudged": self.unjudged}
         return own | {"trials": [asdict(trial) for trial in self.trials], "distances": numbers}
 
     @property
@@ -175,8 +196,19 @@ def run(trials, attention=flash_attention, dtype=None):
 
     With pages there are no gradients. attention: called as `flash_attention` is. dtype: what the inputs are cast to.
     """
+    forms = tuple(trial.form for trial in trials)
     if trials[0].page:
-        return [run_in_pages(trial, dtype) for trial in trials]
+        results = [paged(form)(*inputs_in_pages(trial, dtype)) for trial, form in zip(trials, forms, strict=True)]
+    else:
+        arrays, cotangents = zip(*(cast(trial.inputs(), dtype) for trial in trials), strict=True)
+        lengths = [trial.lengths for trial in trials]
+        results = compiled(forms, attention)(list(arrays), list(cotangents), lengths)
+    return jax.tree.map(np.asarray, results)
+
+
+@functools.lru_cache(maxsize=4)
+def compiled(trials, attention):
+    """(arrays, cotangents, lengths) -> results of trials, of whose inputs only the form is known."""
 
     def attend(trial, query, key, value, lengths):
         keywords = trial.arguments | {"implementation": trial.implementation, "return_residual": True}
@@ -193,19 +225,16 @@ def run(trials, attention=flash_attention, dtype=None):
         def attend_all(arrays):
             return [attend(trial, *own, more) for trial, own, more in zip(trials, arrays, lengths, strict=True)]
 
-        results, pull_back = jax.vjp(attend_all, arrays)
-        (gradients,) = pull_back(cotangents)
+        with jax.default_matmul_precision(trials[0].precision):
+            results, pull_back = jax.vjp(attend_all, arrays)
+            (gradients,) = pull_back(cotangents)
         return [(*own, *gradient) for own, gradient in zip(results, gradients, strict=True)]
 
-    arrays, cotangents = zip(*(cast(trial.inputs(), dtype) for trial in trials), strict=True)
-    lengths = [trial.lengths for trial in trials]
-    with jax.default_matmul_precision(trials[0].precision):
-        results = (program if trials[0].way == "eager" else once(program))(list(arrays), list(cotangents), lengths)
-    return jax.tree.map(np.asarray, results)
+    return program if trials[0].way == "eager" else untuned(program)
 
 
-def once(program):
-    """As `jax.jit`, for a program that runs once: what XLA would try for its products is not worth the time."""
+def untuned(program):
+    """As `jax.jit`, for a program that runs a few times: what XLA would try for its products is not worth the time."""
     return jax.jit(program, compiler_options={"xla_gpu_autotune_level": 0})
 
 
@@ -214,20 +243,25 @@ def cast(arrays, dtype):
     return jax.tree.map(lambda array: array.astype(dtype), arrays) if dtype else arrays
 
 
-def run_in_pages(trial, dtype=None):
-    """(out, lse) of a trial whose keys lie in pages."""
+def inputs_in_pages(trial, dtype):
+    """The arrays of a trial whose keys lie in pages: query, pages of keys and of values, table, lengths, sinks."""
     (query, key, value), _ = cast(trial.inputs(), dtype)
     lengths = np.array(trial.key_lengths or trial.B * (trial.S,), np.int32)
-    arguments = trial.arguments | {"implementation": trial.implementation, "sinks": trial.lengths.get("sinks")}
-    if trial.offset == trial.S - trial.T and not trial.key_lengths:
+    return query, *trial.pages(key, value), lengths, trial.lengths.get("sinks")
+
+
+@functools.lru_cache(maxsize=4)
+def paged(trial):
+    """(arrays of `inputs_in_pages`) -> (out, lse) of a trial of that form."""
+    arguments = trial.arguments | {"implementation": trial.implementation}
+    if trial.offset == trial.S - trial.T and trial.key_lengths is None:
         arguments["causal_offset"] = None  # which says the same
 
-    @once  # so that the table is not checked
     def program(*arrays):
-        return paged_attention(*arrays, return_residual=True, **arguments)
+        with jax.default_matmul_precision(trial.precision):
+            return paged_attention(*arrays[:-1], return_residual=True, sinks=arrays[-1], **arguments)
 
-    with jax.default_matmul_precision(trial.precision):
-        return jax.tree.map(np.asarray, program(query, *trial.pages(key, value), lengths))
+    return untuned(program)  # so that the table is not checked
 
 
 def run_naive(trial, dtype=None):
@@ -251,7 +285,7 @@ def judge(trial, results):
 
 
 def attempt(trials, attention=flash_attention):
-    """The `Report` of a program: "right" or "wrong". What goes wrong on the way is raised."""
+    """The `Report` of a program with one set of inputs: "right" or "wrong". What goes wrong on the way is raised."""
     distances = tuple(judge(*pair) for pair in zip(trials, run(trials, attention), strict=True))
     text = [
         f"{name} is off by {one.relative:.2g}, {one.whole:.1f} times what it may be, its worst entry {one.worst:.1f}"
@@ -259,8 +293,15 @@ def attempt(trials, attention=flash_attention):
         for name, one in found.items()
         if not good(one)
     ]
-    jax.clear_caches()  # every program is compiled once and run once
     return Report(trials, "wrong" if text else "right", "; ".join(text), distances)
+
+
+def attempt_all(trials):
+    """The reports of a program with several inputs."""
+    try:
+        return [attempt(one) for one in with_other_inputs(trials)]
+    finally:
+        compiled.cache_clear(), paged.cache_clear(), jax.clear_caches()  # nobody calls it again
 
 
 def try_calls(*calls):
@@ -274,12 +315,12 @@ def try_calls(*calls):
 
 
 def reports(pool, patience, programs):
-    """Yield the `Report` of every program, as they come from `workers.Workers` of `attempt`."""
+    """Yield the reports of every program, as they come from `workers.Workers` of `attempt_all`."""
     for outcome in pool.outcomes(programs, patience):
         if outcome.kind == "returned":
-            yield replace(outcome.value, seconds=outcome.seconds)
+            yield from outcome.value
         else:
-            yield Report(outcome.task, outcome.kind, outcome.value, seconds=outcome.seconds)
+            yield from (Report(trials, outcome.kind, outcome.value) for trials in with_other_inputs(outcome.task))
 
 
 def fuzz(programs, run_all, log=None, total=None, progress=None):
@@ -308,7 +349,7 @@ def in_time(programs, calls, minutes, clock=time.monotonic):
         if (calls is not None and made >= calls) or (minutes is not None and clock() >= began + 60 * minutes):
             return
         yield program
-        made += len(program)
+        made += INPUTS * len(program)
 
 
 def main(arguments=None):
@@ -332,7 +373,7 @@ def main(arguments=None):
     programs = (draw(options.seed, i, *chosen) for i in itertools.count())
     minutes = options.minutes or (None if options.calls else 5.0)
     processes = min(os.cpu_count(), MOST_A_GPU * len(workers.visible_gpus()) or os.cpu_count())
-    with workers.Workers(attempt, processes) as pool:
+    with workers.Workers(attempt_all, processes) as pool:
         run_all = functools.partial(reports, pool, PATIENCE)
         found = fuzz(in_time(programs, options.calls, minutes), run_all, options.log, options.calls)
     wrong = sum(report.kind != "right" for report in found)

@@ -1,7 +1,7 @@
 """One random call of the fuzzer: what it asks for, and its inputs."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +27,7 @@ class Trial:
     page: positions of a page, in which the keys lie in any order; 0 if they do not.
     offset: causal_offset. documents: in each row, 0 where nobody counts them. soft_cap as logits_soft_cap.
     extras: some of `EXTRAS`, drawn from the seed.
+    number: of the inputs, of which one compiled program gets several.
     """
 
     T: int
@@ -54,6 +55,7 @@ class Trial:
     documents: int = 0
     soft_cap: float | None = None
     extras: tuple = ()
+    number: int = 0
 
     def __str__(self):
         own = [f for f in fields(self) if f.default is not getattr(self, f.name) and f.default != getattr(self, f.name)]
@@ -79,6 +81,12 @@ class Trial:
         return named | {"causal_offset": self.offset, "logits_soft_cap": self.soft_cap} | self._functions
 
     @property
+    def form(self):
+        """The trial of number 0 without what only its arrays know: two of one form are one compiled program."""
+        lengths = {name: getattr(self, name) and () for name in ("query_lengths", "key_lengths")}
+        return replace(self, kinds=(), padding="nan", unseen=None, number=0, **lengths)
+
+    @property
     def may_be_mapped(self):
         """Whether it is the same entry by entry of the batch."""
         return not (self.extras or self.documents)
@@ -96,11 +104,12 @@ class Trial:
         """Its keyword arguments that are arrays."""
         named = {"query_seq_lengths": self.query_lengths, "key_value_seq_lengths": self.key_lengths}
         named = {name: np.array(lengths, np.int32) for name, lengths in named.items() if lengths is not None}
-        random = np.random.default_rng([self.seed, 2])
+        random = np.random.default_rng([self.seed, 2, self.number])
         if self.documents:
             ids = lambda length: np.sort(random.integers(0, self.documents, (self.B, length), np.int32), axis=1)
             named |= {"query_segment_ids": ids(self.T), "key_value_segment_ids": ids(self.S)}
-        sizes = [size if random.random() < 0.5 else 1 for size in (self.B, self.N, self.T, self.S)]
+        is_whole = np.random.default_rng([self.seed, 4]).random(4) < 0.5
+        sizes = np.where(is_whole, (self.B, self.N, self.T, self.S), 1)
         tables = {
             "bias": lambda: random.standard_normal(sizes, np.float32),
             "mask": lambda: random.random(sizes) < 0.6,
@@ -110,13 +119,13 @@ class Trial:
 
     def inputs(self):
         """(query, key, value) and (dout, dlse)."""
-        random = np.random.default_rng([self.seed, self.T, self.S, self.H])
+        random = np.random.default_rng([self.seed, self.T, self.S, self.H, self.number])
         query, dout = random.standard_normal((2, self.B, self.T, self.N, self.H))
         key, value = random.standard_normal((2, self.B, self.S, self.K, self.H))
         dlse = random.standard_normal((self.B, self.T, self.N)).astype(np.float32) * self.lse_gradient
         arrays = {"query": query, "key": key, "value": value, "dout": dout}
         problem = self.call.problem
-        arrays = kinds.apply(self.kinds, arrays, problem.scale, self.dtype, self.seed)
+        arrays = kinds.apply(self.kinds, arrays, problem.scale, self.dtype, self.seed + self.number)
         query, key, value, dout = (arrays[name] for name in ("query", "key", "value", "dout"))
         for row in range(self.B):
             T, S = (
@@ -132,7 +141,7 @@ class Trial:
 
     def pages(self, key, value):
         """Keys and values in pages, and the table: pages in any order, wrong where no key is."""
-        random = np.random.default_rng(self.seed)
+        random = np.random.default_rng([self.seed, self.number])
         each = -(-self.S // self.page)
         used, unused = self.B * each, 3
         table = random.permutation(used + unused)[:used].reshape(self.B, each).astype(np.int32)
