@@ -126,7 +126,7 @@ def _within_range(arrays, scale, dtype):
     arrays["query"] = query * min(1.0, LARGEST_LOGIT / max(np.abs(logits).max(), 1e-30))
     if dtype != "float16":
         return arrays
-    arrays = {name: array * min(1.0, LARGEST_16 / np.abs(array).max()) for name, array in arrays.items()}
+    arrays = {name: array * min(1.0, LARGEST_16 / max(np.abs(array).max(), 1e-30)) for name, array in arrays.items()}
     q, k, v, do = (np.sqrt((arrays[name] ** 2).mean()) for name in ("query", "key", "value", "dout"))
     rows = query.shape[1] * group  # that may all see one key
     of_dp = 4 * math.sqrt(query.shape[-1]) * do * v
