@@ -94,7 +94,7 @@ gpu-bench: setup ## measure the kernels on the GPU of this machine, next to cuDN
 gpu-compile: ## compile the kernels for GPUs from Ampere to Blackwell, without one, and see what they spill
 	@sh helpers/setup_environment.sh .venv-ptxas
 	@.venv-ptxas/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-ptxas/constraints.txt --editable '.[ptxas]'
-	@JAX_PLATFORMS=cpu .venv-ptxas/bin/python -m helpers.dev.ptxas
+	@JAX_PLATFORMS=cpu .venv-ptxas/bin/python -m helpers.dev.ptxas $(ARGS)
 
 tpu-compile: ## compile the kernels for TPUs with Google's compiler, without one, and see what they take
 	@sh helpers/setup_environment.sh .venv-tpu

@@ -34,7 +34,7 @@ from helpers.dev import kinds, rounding, workers
 from helpers.dev.trial import Trial
 
 PATIENCE = 180.0  # seconds after which a call hangs
-INPUTS = 4  # of each program
+INPUTS = 6  # of each program
 UNJUDGED = 0.05  # the largest part of calls of which nothing may be said
 LONGEST = 2000  # positions of a sequence
 SIDES = (16, 32, 64, 128, 256)  # of tiles
