@@ -35,6 +35,7 @@ def mma_forward(q, k, v, is_causal=False, interpret=False):
     """
     (B, T, N, H), (_, S, K, _) = q.shape, k.shape
     group, head_padded = N // K, pl.cdiv(H, 64) * 64
+    scale = 1 / (math.sqrt(H) * math.log(2))  # exp(s / sqrt(H)) = exp2(scale * s)
     block_q, block_k = 64, 64 if H <= 128 else 32
     load = functools.partial(warp.load, interpret=bool(interpret))
     product = functools.partial(warp.product, interpret=bool(interpret))
@@ -48,17 +49,18 @@ def mma_forward(q, k, v, is_causal=False, interpret=False):
 
         def one_key_tile(indices, k_smem, v_smem, state):
             m, l, acc = state
-            s = product(load([q_smem], LHS), load([k_smem.T], RHS)) / math.sqrt(H)
-            iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, s.shape)
-            rows, cols = q_start + iota(0, layout=ACC), iota(1, layout=ACC)
-            cols += indices[0] * block_k
-            seen = cols < S
-            if is_causal:
-                seen = seen & (cols <= rows)
-            s = jnp.where(seen, s, -jnp.inf)
-            m_new = jnp.maximum(m, s.max(axis=1))
-            alpha = jnp.exp(m - m_new)
-            p = jnp.exp(s - warp.along(m_new, s.shape, 0))
+            s = product(load([q_smem], LHS), load([k_smem.T], RHS))
+            if is_causal or S % block_k:
+                iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, s.shape)
+                rows, cols = q_start + iota(0, layout=ACC), iota(1, layout=ACC)
+                cols += indices[0] * block_k
+                seen = cols < S
+                if is_causal:
+                    seen = seen & (cols <= rows)
+                s = jnp.where(seen, s, -jnp.inf)
+            m_new = jnp.maximum(m, scale * s.max(axis=1))
+            alpha = jnp.exp2(m - m_new)
+            p = jnp.exp2(scale * s - warp.along(m_new, s.shape, 0))
             l = alpha * l + p.sum(axis=1)
             acc = warp.along(alpha, acc.shape, 0) * acc
             p = warp.as_operand(p, 1, q_ref.dtype, interpret=bool(interpret))
@@ -82,7 +84,7 @@ def mma_forward(q, k, v, is_causal=False, interpret=False):
         out = (acc / warp.along(l, acc.shape, 0)).astype(out_ref.dtype)
         store = functools.partial(warp.store, interpret=bool(interpret))
         store(out_ref.at[b, mine, head], out)
-        store(lse_ref.at[b, n, mine], m + jnp.log(l))
+        store(lse_ref.at[b, n, mine], (m + jnp.log2(l)) * math.log(2))
 
     def in_tiles(array, block):
         padding = (0, 0), (0, -array.shape[1] % block), (0, 0), (0, head_padded - H)
@@ -188,7 +190,7 @@ IN_BOTH = (
      "With a causal mask the tiles end with the one that the last query of the program sees."),
     ("logits are scaled by the padded head dim", "math.sqrt(H)", "math.sqrt(head_padded)",
      "The scale belongs to the H that came in: zeros behind it change no product."),
-    ("lse is the logarithm of the sum alone", "m + jnp.log(l)", "jnp.log(l)",
+    ("lse is the logarithm of the sum alone", "m + jnp.log2(l)", "jnp.log2(l)",
      "The sum was measured from m: lse = m + log l, as in notebook 05."),
 )  # fmt: skip
 
@@ -229,7 +231,8 @@ def hopper_forward(q, k, v, is_causal=False, interpret=False):
     """
     (B, T, N, H), (_, S, K, _) = q.shape, k.shape
     group, head_padded = N // K, 64 if H <= 64 else 128
-    block_q, block_k, stages, computing = 64, 128, 2, 2
+    scale = 1 / (math.sqrt(H) * math.log(2))  # exp(s / sqrt(H)) = exp2(scale * s)
+    block_q, block_k, stages, computing = 64, 128, 3, 2
     along = lambda vector, table: lax.broadcast_in_dim(vector, table.shape, [0])
     full = lambda shape, value, layout: plgpu.layout_cast(jnp.full(shape, value), layout)
     product, accumulate = (
@@ -252,16 +255,17 @@ def hopper_forward(q, k, v, is_causal=False, interpret=False):
                 m, l, acc = state
                 slot = lax.rem(j, stages)
                 plgpu.barrier_wait(loaded.at[slot])
-                s = product(q_mine, k_smem.at[slot].T) / math.sqrt(H)
-                iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, s.shape)
-                rows, cols = (iota(axis, layout=warpgroup.MATRIX) for axis in (0, 1))
-                seen = j * block_k + cols < S
-                if is_causal:
-                    seen = seen & (j * block_k + cols <= q_start + rows)
-                s = jnp.where(seen, s, -jnp.inf)
-                m_new = jnp.maximum(m, s.max(axis=1))
-                alpha = jnp.exp(m - m_new)
-                p = jnp.exp(s - along(m_new, s))
+                s = product(q_mine, k_smem.at[slot].T)
+                if is_causal or S % block_k:
+                    iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, s.shape)
+                    rows, cols = (iota(axis, layout=warpgroup.MATRIX) for axis in (0, 1))
+                    seen = j * block_k + cols < S
+                    if is_causal:
+                        seen = seen & (j * block_k + cols <= q_start + rows)
+                    s = jnp.where(seen, s, -jnp.inf)
+                m_new = jnp.maximum(m, scale * s.max(axis=1))
+                alpha = jnp.exp2(m - m_new)
+                p = jnp.exp2(scale * s - along(m_new, s))
                 l = alpha * l + p.sum(axis=1)
                 acc = along(alpha, acc) * acc
                 acc = accumulate(acc, p.astype(q_ref.dtype), v_smem.at[slot])
@@ -274,7 +278,7 @@ def hopper_forward(q, k, v, is_causal=False, interpret=False):
             q_mine[...] = (acc / along(l, acc)).astype(q_ref.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(q_mine, out_ref.at[b, mine, n])
-            lse_ref[b, n, mine] = m + jnp.log(l)
+            lse_ref[b, n, mine] = (m + jnp.log2(l)) * math.log(2)
             plgpu.wait_smem_to_gmem(0)
 
         def load():
@@ -303,10 +307,12 @@ def hopper_forward(q, k, v, is_causal=False, interpret=False):
         plgpu.SMEM((count, block, head_padded), q.dtype, transforms=warp.SWIZZLED)
         for count, block in ((computing, block_q), (stages, block_k))
     )
-    like = jax.ShapeDtypeStruct
     out, lse = plgpu.kernel(
         kernel,
-        out_type=[like(q.shape, q.dtype), like((B, N, q.shape[1]), jnp.float32)],
+        out_type=[
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((B, N, q.shape[1]), jnp.float32),
+        ],
         grid=(q.shape[1] // (computing * block_q), N, B),
         grid_names=("i", "n", "b"),
         num_threads=computing + 1,
@@ -329,7 +335,7 @@ WGMMA = Exercise(
     solution=hopper_forward, title="A Hopper kernel of your own", outputs=("how it runs", "out", "lse"),
     cases=functools.partial(
         _cases, 107,
-        ((1, 70, 300, 4, 2, 40), False, jnp.float16, (0, 0, 9), "the largest logits last"),
+        ((1, 70, 500, 4, 2, 40), False, jnp.float16, (0, 0, 9), "the largest logits last"),
         ((1, 200, 100, 3, 1, 64), True, jnp.bfloat16, (0,), ""),
         ((1, 120, 400, 2, 2, 80), True, jnp.bfloat16, (30, 0, 0), "the largest logits first, NaN in keys from 128 on"),
         ((2, 65, 140, 1, 1, 128), False, jnp.bfloat16, (-90, -80), "logits far below 0"),
