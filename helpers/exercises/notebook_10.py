@@ -173,7 +173,7 @@ SMEM = Exercise(
         ("the barriers are forgotten", (" + 8 * (warpgroups + 1)", " + 4 * 8"), ("", ""),
          "A barrier is 8 bytes of SMEM: one for each warpgroup's q, four for each slot, one more: see section 8."),
         ("each warpgroup has rings of its own", "2 * block_k", "2 * warpgroups * block_k",
-         "The compute warpgroups read the same keys and values: see the shapes in section 7."),
+         "The compute warpgroups read the same keys and values: see the shapes in section 8."),
     ),
 )  # fmt: skip
 
