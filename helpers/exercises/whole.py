@@ -63,12 +63,12 @@ def bytes_read(function, arrays):
 
 
 def first_kernel(kernel, arguments):
-    """Of the first kernel that is launched: (most bytes that a program loads, least bytes of a number that it stores)."""
+    """(most bytes that a program of the first kernel loads, least bytes of a number that it stores)."""
     arrays, launch = _launches(arguments)
     (call, *_), _ = replay(launch(kernel), *arrays, by_program=True)
     operands = call.operands.values()
-    read = zip(*([int(reads.sum()) * one.values.itemsize for reads in one.reads_by_program] for one in operands))
-    return max(map(sum, read)), min(one.values.itemsize for one in operands if one.is_output)
+    read = ([int(reads.sum()) * one.values.itemsize for reads in one.reads_by_program] for one in operands)
+    return max(map(sum, zip(*read, strict=True))), min(one.values.itemsize for one in operands if one.is_output)
 
 
 def _as_float64(found, right, dtypes):
