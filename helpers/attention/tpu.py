@@ -50,7 +50,8 @@ LARGEST_BLOCK = 512
 def product(a, b, over_a, over_b):
     """Products of a and b summed over one axis of each, in float32.
 
-    The matrix unit takes b either way round. Mosaic transposes an a that is summed over its first axis before it.
+    The matrix unit takes b either way round. Mosaic transposes an a that is summed over its first axis before it,
+    since no kernel here sets `fuse_transposed_lhs_in_matmul`.
     """
     # Those of 16-bit numbers are exact, and Mosaic refuses to be asked for more.
     precision = None if a.dtype == jnp.float32 else lax.Precision.DEFAULT

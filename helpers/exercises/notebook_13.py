@@ -152,6 +152,8 @@ MERGE = Exercise(
          "Take the largest lse of each row off first, and add it back to the logarithm: see section 6."),
         ("one maximum serves all rows", "lses.max(axis=0)", "lses.max()",
          "Every row has its own largest lse: take the maximum along the parts, see hint 1."),
+        ("a row without any key is divided by its sum, which is 0", "np.where(total == 0, 1, total)[:, None]",
+         "total[:, None]", "0 / 0 is NaN: divide by 1 there, see hint 2."),
         ("a row without any key becomes NaN", "    m = np.where(np.isneginf(m), 0, m)\n", "",
          "-inf minus -inf is NaN, and so is 0 / 0: guard both, see hint 2."),
     ),
@@ -379,7 +381,13 @@ def _run_decode(answer, *arguments):
     query, key, *_, block_k = arguments
     right = _expected_decode(*arguments)[:1]
     rows = max(16, pl.next_power_of_2(query.shape[1] // key.shape[2]))
-    return whole.results(answer, decode_attention, arguments, {"out": query.dtype}, right, (rows, block_k))
+    out, way = whole.results(answer, decode_attention, arguments, {"out": query.dtype}, right, (rows, block_k))
+    (busiest, narrowest), (share, _) = (whole.first_kernel(kernel, arguments) for kernel in (answer, decode_attention))
+    if way == whole.AS_ASKED and busiest > share:
+        way = "with more keys for a program than its part has"
+    if way == whole.AS_ASKED and narrowest < 4:
+        way = "with parts in 16 bits"
+    return out, way
 
 
 def _expected_decode(query, key, value, lengths, *_):
@@ -398,9 +406,11 @@ DECODE = Exercise(
          "Sequence b sees its first lengths[b] keys: mask the others, see section 2."),
         ("values behind the length are multiplied by a weight of zero, and zero times infinity is NaN",
          "v = jnp.where(seen[:, None] & in_head, v_ref[tile, :], 0)", "v = jnp.where(in_head, v_ref[tile, :], 0)",
-         "Whatever lies behind the length must not meet a weight: put zeros there, see section 2."),
+         "Whatever lies behind the length must not meet a weight: put zeros there, see section 6 of notebook 05."),
         ("a masked key has the logit 0 instead of minus infinity", "math.sqrt(H), -jnp.inf)", "math.sqrt(H), 0)",
-         "exp(0) is 1: mask a logit with minus infinity, see section 2."),
+         "exp(0) is 1: mask a logit with minus infinity, see section 6 of notebook 05."),
+        ("one part has all keys", "pl.cdiv(pl.cdiv(S, block_k), parts)", "pl.cdiv(S, block_k)",
+         "A part has as many tiles as any other, so that all programs read: see section 6."),
         ("every part begins with the first key", "first = pl.program_id(1) * tiles_of_a_part", "first = 0",
          "Part number j begins with tile j times the tiles of a part: see section 6."),
         ("the results of the parts are averaged", "jax.nn.softmax(lses, axis=2)", "jnp.ones_like(lses) / parts",

@@ -62,6 +62,15 @@ def bytes_read(function, arrays):
     return sum(one.bytes_read for call in calls for one in call.operands.values())
 
 
+def first_kernel(kernel, arguments):
+    """(most bytes that a program of the first kernel loads, least bytes of a number that it stores)."""
+    arrays, launch = _launches(arguments)
+    (call, *_), _ = replay(launch(kernel), *arrays, by_program=True)
+    operands = call.operands.values()
+    read = ([int(reads.sum()) * one.values.itemsize for reads in one.reads_by_program] for one in operands)
+    return max(map(sum, zip(*read, strict=True))), min(one.values.itemsize for one in operands if one.is_output)
+
+
 def _as_float64(found, right, dtypes):
     found = found if isinstance(found, tuple | list) else (found,)
     return [_rounded_alike(*each) for each in zip(found, right, dtypes.values(), strict=True)]
