@@ -86,6 +86,16 @@ def test_other_words_are_kept_where_a_cell_is_excused(tags):
     assert after.cells[0].outputs[0].text == ("took 3.5 s" if tags else "it took 3.5 s")
 
 
+@pytest.mark.parametrize(("words", "is_kept"), [("a line from 2.5 to 3e-7", True), ("two lines from 2 to 3e-6", False)])
+def test_a_picture_is_kept_unless_other_words_are_in_it(words, is_kept):
+    before, after = notebook(("x", [])), notebook(("x", []))
+    for each, alt in ((before, "a line from 2 to 3e-6"), (after, words)):
+        shown = {"data": {"image/png": ""}, "metadata": {"image/png": {"alt": alt}}}
+        each.cells[0].outputs = [nbformat.v4.new_output("display_data", **shown)]
+    keep_outputs(before, after)
+    assert (after.cells[0].outputs == before.cells[0].outputs) == is_kept
+
+
 def test_without_git_nothing_counts_as_edited(repository, monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert notebooks._git(repository, "status", "--porcelain", *notebooks.MADE_FROM) == ""

@@ -301,7 +301,7 @@ def _flash_cases():
     for (B, T, S, N, K, H), is_causal, dtype in [
         ((1, 16, 16, 2, 2, 4), False, np.float32),
         ((2, 12, 9, 4, 2, 5), True, np.float32),
-        ((2, 16, 13, 4, 2, 8), True, jnp.bfloat16),
+        ((2, 16, 13, 4, 2, 128), True, jnp.bfloat16),  # so wide that a delta of 16 bits is seen
     ]:
         shapes = ((B, T, N, H), (B, S, K, H), (B, S, K, H), (B, T, N, H))
         arrays = [(random.standard_normal(shape) + 0.5).astype(dtype) for shape in shapes]
@@ -348,6 +348,8 @@ FLASH_ATTENTION = Exercise(
          "The second argument of the backward rule is the gradient of out: see section 5."),
         ("delta is missing", "delta.swapaxes(1, 2)", "0 * delta.swapaxes(1, 2)",
          "delta = rowsum(out do) is what the softmax takes off dp: see section 2."),
+        ("delta is summed in 16 bits", ".astype(jnp.float32) * do.astype(jnp.float32)", " * do",
+         "A product of 16-bit arrays has 16 bits: convert out and do to float32 first, see the text of the exercise."),
         ("the dk and dv kernel is not told that attention is causal", "key_gradients(*needed, is_causal, *tiles)",
          "key_gradients(*needed, False, *tiles)", "Hand is_causal on to both kernels: see section 8."),
         ("the dq kernel is not told that attention is causal", "query_gradients(*needed, is_causal, *tiles)",
