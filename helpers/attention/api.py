@@ -111,8 +111,8 @@ def flash_attention(
         inputs without bias, mask or functions; a CPU with 16 cores or PJRT_NPROC=16 interprets them, for one device),
         "tpu" (kernels for Google's TPUs, compiled for v5e and v6e and run in the interpreter alone, for one device),
         "triton" (the plain kernels, compiled by Triton for an NVIDIA GPU from Ampere on: for comparison, as long as JAX
-        can do that), "cudnn" (handed to `jax.nn`, where it can serve the call), or None: hopper on such a GPU for what
-        it serves, otherwise portable on an NVIDIA GPU from Ampere on, tpu on a TPU, reference elsewhere.
+        can do that), "cudnn" (handed to `jax.nn`, where it can serve the call), or None: the first of hopper, portable,
+        tpu and reference that is compiled for the device and serves the call.
       return_residual: also return the log-sum-exp of the scaled logits.
 
     Returns:
