@@ -25,7 +25,7 @@ REASONS = (
     ("takes float16 only", "takes float16 only, and the tables of this page are in bfloat16"),
     ("not supported in the backwards", "has no backward pass of causal attention"),
     ("could not be imported", "could not be imported where the benchmark ran"),
-    ("Shared memory size limit", "with 64 keys a page asks for more shared memory than a thread block of this GPU can have"),
+    ("Shared memory size limit", "asks, with 64 keys a page, for more shared memory than a thread block can have"),
     ("too little memory on this GPU", "ran out of the memory of this GPU"),
     ("", "stopped with an error"),
 )
