@@ -355,6 +355,25 @@ def test_a_loop_over_python_numbers_is_right_too():
     assert verdict(exercise("4.3"), kernel).status == "correct"
 
 
+LOOKS_FOR_NAN = {
+    "4.2": [("jnp.where(inside, s_ref[...], -jnp.inf)", "jnp.nan_to_num(s_ref[...], nan=-jnp.inf)")],
+    "4.3": [
+        ("jnp.where(inside[None, :], p_ref[:, tile], 0)", "jnp.nan_to_num(p_ref[:, tile])"),
+        ("jnp.where(inside[:, None], v_ref[tile, :], 0)", "jnp.nan_to_num(v_ref[tile, :])"),
+    ],
+    "5.5": [
+        ("jnp.where(in_head, q_ref[...], 0)", "jnp.nan_to_num(q_ref[...])"),
+        ("jnp.where(inside, k_ref[tile, :], 0)", "jnp.nan_to_num(k_ref[tile, :])"),
+    ],
+}
+
+
+@pytest.mark.parametrize("number", LOOKS_FOR_NAN)
+def test_what_lies_past_the_end_is_not_known_by_being_nan(number):
+    judged = verdict(exercise(number), edited(exercise(number).solution, *LOOKS_FOR_NAN[number]))
+    assert judged.status == "wrong" and "mask by position" in judged.text, judged.text
+
+
 def test_a_product_of_all_keys_is_noticed_when_written_as_a_sum():
     def kernel(p_ref, v_ref, out_ref, *, S, block_k):
         out_ref[...] = (p_ref[...].astype(jnp.float32)[:, :, None] * v_ref[...]).sum(axis=1)

@@ -1,7 +1,7 @@
 """The exercises of notebook 04.
 
 Kernels are replayed, on every device: a verdict does not depend on what lies past the end of an array, where a
-replay puts NaN.
+replay puts NaN, and then a number.
 """
 
 import functools
@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from helpers.exercises.exercise import Case, Complaint, Exercise, shaped, table
+from helpers.exercises.whole import check_ends
 from helpers.instruments.products import equations
 from helpers.instruments.traffic import replay
 
@@ -89,6 +90,7 @@ def _run_softmax(kernel, s, block_q, block_s):
     spec = pl.BlockSpec((block_q, block_s), lambda i: (i, 0))
     call = _call(functools.partial(kernel, T=T, S=S), (pl.cdiv(T, block_q),), [spec], spec, (T, S))
     _, out = replay(call, s)
+    check_ends(call, [s], out)
     return out
 
 
@@ -96,7 +98,8 @@ MASKED_TAIL = Exercise(
     solution=softmax_tail_kernel, title="A masked tail", outputs=("out",),
     cases=_softmax_cases, run=_run_softmax,
     tolerance=5e-4,  # the task says so: a logit near 2000 times log2(e), or plus log l, is off by up to 1.2e-4
-    tried="ragged rows and columns, the largest logit first, all below 0, rows from −2000 to 2000, NaN past the end",
+    tried="ragged rows and columns, the largest logit first, all below 0, rows from −2000 to 2000, "
+          "NaN and 1000 past the end",
     mistakes=(
         ("what stands in the columns past S makes the rows NaN: nothing replaces it, or NaN or +∞ does, or the maximum "
          "is taken before or along axis 0", "jnp.where(inside, s_ref[...], -jnp.inf)", "s_ref[...]",
@@ -152,6 +155,7 @@ def _run_matmul(kernel, p, v, block_q, block_h, block_k):
     if keys and keys[0] < block_k:
         raise Complaint(f"one product takes {keys[0]} of {block_k} keys; load the last tile whole, and mask its tail")
     _, out = replay(call, p, v)
+    check_ends(call, [p, v], out)
     return out
 
 
@@ -171,7 +175,7 @@ ACCUMULATE = Exercise(
     solution=matmul_tail_kernel, title="Accumulate over k",
     outputs=("out",), cases=_matmul_cases, run=_run_matmul, slow=True,
     tried="S from 3 to 200, below block_k, above it and a multiple of it, unequal block sizes, float32 and float16, "
-          "NaN past the end",
+          "NaN and 1000 past the end",
     mistakes=(
         ("the output block is added to before anything was stored in it",
          ("return acc + ", "acc = jnp.zeros(out_ref.shape, jnp.float32)\n    out_ref[...] = ", "add_tile, acc"),

@@ -36,9 +36,25 @@ def watched(function, arrays, dtypes, right, blocks, ours):
         jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*arrays)
         _check_results(shapes, dtypes, right)
         calls, found = replay(function, *arrays, by_program=True)
-    if not calls:
-        raise Complaint("no `pl.pallas_call` was made: write a kernel, and launch it")
+        if not calls:
+            raise Complaint("no `pl.pallas_call` was made: write a kernel, and launch it")
+        check_ends(function, arrays, found)
     return *_as_float64(found, right, dtypes), _way(jaxpr.jaxpr, calls, arrays, blocks, ours)
+
+
+def check_ends(function, arrays, found):
+    """Replay once more, with a number past the ends of arrays. `Complaint` where that changes what was found.
+
+    A kernel may look for the NaN of a replay, and on a GPU other numbers lie there. Where it let the NaN in, the result
+    says so by itself.
+    """
+    found = [np.asarray(one, np.float64) for one in jax.tree.leaves(found)]
+    if any(np.isnan(one).any() for one in found):
+        return
+    _, other = replay(function, *arrays, past_the_end=1000.0)
+    for one, again in zip(found, jax.tree.leaves(other), strict=True):
+        if not np.allclose(one, np.asarray(again, np.float64), rtol=1e-2, atol=1e-2):
+            raise Complaint("with 1000 instead of NaN past the ends of arrays, the results change: mask by position")
 
 
 def remark(ours, cases, answer):

@@ -82,8 +82,10 @@ class KernelCall:
         return sum(operand.bytes_read + operand.bytes_written for operand in self.operands.values())
 
 
-def replay(function, *arguments, by_program=False):
+def replay(function, *arguments, by_program=False, past_the_end=np.nan):
     """Run function(*arguments) and watch its kernels; with by_program, tell the reads of their programs apart.
+
+    past_the_end: the float that stands past the end of arrays, and in memory that nobody has written.
 
     Returns (calls, result): a list with a `KernelCall` for each `pallas_call`, in the order in
     which they run, and what the function returned, computed by the replayed kernels.
@@ -91,7 +93,7 @@ def replay(function, *arguments, by_program=False):
     Raises NotImplementedError for an operation on a ref that it does not know.
     """
     jaxpr, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    interpreter = _Interpreter(by_program)
+    interpreter = _Interpreter(by_program, past_the_end)
     flat = interpreter.run(jaxpr.jaxpr, jaxpr.consts, jax.tree.leaves(arguments))
     return interpreter.calls, jax.tree.unflatten(jax.tree.structure(shape), flat)
 
@@ -103,6 +105,7 @@ class _Ref:
     flat: np.ndarray
     positions: np.ndarray
     operand: Operand | None
+    past_the_end: float
 
     def _select(self, transforms):
         positions = self.positions
@@ -134,8 +137,9 @@ class _Ref:
             self.operand.reads.reshape(-1)[positions[valid]] += 1
             self.operand.outside += int((wanted & ~valid).sum())
         result = np.empty(positions.shape, self.flat.dtype)
-        result[...] = _poison(self.flat.dtype) if other is None else np.asarray(other)
-        result[wanted] = _poison(self.flat.dtype)
+        poison = _poison(self.flat.dtype, self.past_the_end)
+        result[...] = poison if other is None else np.asarray(other)
+        result[wanted] = poison
         result[valid] = self.flat[positions[valid]]
         return jnp.asarray(result)
 
@@ -152,8 +156,9 @@ class _Ref:
 class _Interpreter:
     """Evaluates a jaxpr one equation at a time; refs are `_Ref`s."""
 
-    def __init__(self, by_program):
+    def __init__(self, by_program, past_the_end):
         self.by_program = by_program
+        self.past_the_end = past_the_end
         self.flops = 0  # of the kernel that runs
         self.calls = []
         self.program = ()
@@ -256,21 +261,21 @@ class _Interpreter:
             is_output = number >= mapping.num_inputs
             source = aliases.get(number - mapping.num_inputs) if is_output else number
             aval = block.array_aval
-            array = _poisoned(aval.shape, aval.dtype) if source is None else np.array(values[source])
+            array = self._unwritten(aval) if source is None else np.array(values[source])
             columns = [jnp.array(column, jnp.int32) for column in zip(*programs, strict=True)]
             indices = jax.vmap(jaxpr_as_fun(block.index_map_jaxpr))(*columns) if columns else [0] * array.ndim
             indices = np.array([np.broadcast_to(index, len(programs)) for index in indices], int)
             block_of = indices.reshape(array.ndim, len(programs)).T
             block_shape = tuple(map(_block_size, block.block_shape))
             operands.append(Operand(names[number], is_output, array, block_shape, block_of))
-        scratch = [_poisoned(variable.aval.shape, variable.aval.dtype) for variable in jaxpr.invars[len(operands) :]]
+        scratch = [self._unwritten(variable.aval) for variable in jaxpr.invars[len(operands) :]]
         outer = self.program, self.grid
         local = [axis for axis in range(len(grid)) if axis not in mapping.vmapped_dims]
         self.grid, self.flops = tuple(grid[axis] for axis in local), 0
         for number, program in enumerate(programs):
             self.program = tuple(program[axis] for axis in local)
-            refs = [_window(operand, number) for operand in operands]
-            refs += [_Ref(s.reshape(-1), np.arange(s.size).reshape(s.shape), None) for s in scratch]
+            refs = [_window(operand, number, self.past_the_end) for operand in operands]
+            refs += [_Ref(s.reshape(-1), np.arange(s.size).reshape(s.shape), None, self.past_the_end) for s in scratch]
             before = [operand.reads.copy() for operand in operands] if self.by_program else []
             self.run(jaxpr, (), refs)
             for operand, earlier in zip(operands, before, strict=self.by_program):
@@ -280,6 +285,10 @@ class _Interpreter:
         self.calls.append(KernelCall(params["name"] or "kernel", grid, programs, by_name, self.flops))
         return [jnp.asarray(operand.values) for operand in operands if operand.is_output]
 
+    def _unwritten(self, aval):
+        """Memory that nobody has written."""
+        return np.full(aval.shape, _poison(aval.dtype, self.past_the_end), aval.dtype)
+
 
 def _taken(positions, axis, wanted):
     """The positions at some places of an axis, and -1 for places outside."""
@@ -288,7 +297,7 @@ def _taken(positions, axis, wanted):
     return np.where(inside.reshape([-1 if a == axis else 1 for a in range(positions.ndim)]), taken, -1)
 
 
-def _window(operand, program_number):
+def _window(operand, program_number, past_the_end):
     """The block of one program as a ref."""
     shape = operand.values.shape
     positions = np.arange(math.prod(shape)).reshape(shape)
@@ -296,7 +305,7 @@ def _window(operand, program_number):
         wanted = int(index) * (size or 1) + np.arange(size or 1)
         positions = _taken(positions, axis, wanted)
     squeezed = tuple(axis for axis, size in enumerate(operand.block_shape) if size is None)
-    return _Ref(operand.values.reshape(-1), positions.squeeze(squeezed), operand)
+    return _Ref(operand.values.reshape(-1), positions.squeeze(squeezed), operand, past_the_end)
 
 
 def _block_size(size):
@@ -310,13 +319,8 @@ def _block_size(size):
     raise NotImplementedError(f"cannot replay a block whose shape holds {size!r}")
 
 
-def _poisoned(shape, dtype):
-    """Memory that nobody has written."""
-    return np.full(shape, _poison(dtype), dtype)
-
-
-def _poison(dtype):
-    """A value that nobody would take for a result: NaN, or the smallest integer."""
+def _poison(dtype, past_the_end):
+    """What stands where nobody has written: that float, or the smallest integer."""
     if jnp.issubdtype(dtype, jnp.floating):
-        return np.nan
+        return past_the_end
     return jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.integer) else False
