@@ -32,7 +32,9 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 def in_sigmoids(problem):
     """The problem as the kernel works at it: with a soft cap, `scale` is that of g, and soft_cap is one of products."""
     cap, scale = problem.soft_cap, problem.scale
-    return problem if cap is None else dataclasses.replace(problem, scale=2 * cap, soft_cap=cap / scale)
+    if cap is None or scale * float(jnp.finfo(jnp.float32).max) < cap:  # no product reaches it
+        return dataclasses.replace(problem, soft_cap=None)
+    return dataclasses.replace(problem, scale=2 * cap, soft_cap=cap / scale)
 
 
 def sigmoid(s, cap, interpret):
