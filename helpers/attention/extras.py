@@ -13,6 +13,9 @@ import numpy as np
 from helpers.attention.device import settings
 from helpers.attention.masking import BLOCK
 
+# Of arrays that are no tables, (B, N, T, S): the letters of their axes; I and J are tiles of queries, and of keys.
+AXES = {"query_segment_ids": "BT", "key_segment_ids": "BS", "sinks": "BN", "batch": "B", "heads": "BN"}
+AXES["block_mask"] = "BNIJ"
 SCORE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32)
 
 
@@ -43,17 +46,11 @@ class Extras(NamedTuple):
     def letters(self):
         """The letters of the axes of each array, as `sharding` wants them; "1" is an axis that serves all."""
 
-        def of(array, letters="BNTS"):
+        def of(array, letters):
             return "".join("1" if size == 1 else letter for size, letter in zip(array.shape, letters, strict=True))
 
-        axes = {"query_segment_ids": "BT", "key_segment_ids": "BS", "sinks": "BN", "batch": "B", "heads": "BN"}
-        axes["block_mask"] = "BNIJ"  # tiles of queries, and of keys
-        return Extras(
-            *(
-                jax.tree.map(lambda array, name=name: of(array, axes.get(name, "BNTS")), field)
-                for name, field in zip(self._fields, self, strict=True)
-            )
-        )
+        of_field = lambda name, field: jax.tree.map(lambda array: of(array, AXES.get(name, "BNTS")), field)
+        return Extras(*(of_field(name, field) for name, field in self._asdict().items()))
 
 
 # Checks; those of single numbers are in `problem`

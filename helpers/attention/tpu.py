@@ -38,7 +38,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from helpers.attention.low_bits import low_bits, with_low_bits
+from helpers.attention import online_softmax
+from helpers.attention.low_bits import delta_of, low_bits
 from helpers.attention.masking import key_tiles, query_tiles
 from helpers.attention.portable.tiles import LOG2_E
 from helpers.attention.problem import Problem
@@ -124,25 +125,18 @@ def forward_kernel(
 
     @pl.when(j < stop)
     def _():
-        m, v = m_ref[...], v_ref[...]
+        v = v_ref[...]
         s = (walk.problem.scale * LOG2_E) * product(k_ref[...], q_ref[...], 1, 1)
         s = jnp.where(walk.seen(i, j, lengths), s, -jnp.inf)
-        m_new = jnp.maximum(m, s.max(axis=0, keepdims=True))
-        reference = jnp.where(m_new == -jnp.inf, 0, m_new)  # a query may have seen no key yet
-        alpha = jnp.exp2(m - reference)
-        p = jnp.exp2(s - reference)
-        m_ref[...] = m_new
+        m_ref[...], l_ref[...], alpha, p = online_softmax.step(m_ref[...], l_ref[...], s, axis=0)
         weights = p.astype(v.dtype)
-        l_ref[...] = alpha * l_ref[...] + p.sum(axis=0, keepdims=True)
         w_ref[...] = alpha * w_ref[...] + weights.astype(jnp.float32).sum(axis=0, keepdims=True)
         acc_ref[...] = alpha * acc_ref[...] + product(v, weights, 0, 0)
 
     @pl.when(step == walk.steps - 1)
     def _():
-        empty = l_ref[...] == 0
-        l, w = (jnp.where(empty, 1, ref[...]) for ref in (l_ref, w_ref))
-        out_ref[...] = (acc_ref[...] / w).T.astype(out_ref.dtype)
-        lse_ref[...] = jnp.where(empty, -jnp.inf, (m_ref[...] + jnp.log2(l)) / LOG2_E)
+        out, lse_ref[...] = online_softmax.finish(m_ref[...], l_ref[...], acc_ref[...], w_ref[...])
+        out_ref[...] = out.T.astype(out_ref.dtype)
 
 
 def p_and_ds(q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, seen, scale):
@@ -246,9 +240,7 @@ def backward(call, out, lse, dout, dlse, low=None, *, block_q=None, block_k=None
     """
     problem = call.problem
     blocks = _blocks(problem, block_q, block_k)
-    delta = (with_low_bits(out, low) * dout.astype(jnp.float32)).sum(axis=-1).swapaxes(1, 2) - dlse
-    # A query that sees no key passes no gradient, whatever arrives at its lse of -inf.
-    delta = jnp.where(lse == -jnp.inf, 0, delta)
+    delta = delta_of(out, lse, dout, dlse, low)
     walk = Walk(problem, *blocks, key_tiles)
     q, k, v = _laid_out(call, walk)
     do = _padded(dout, call.query_lengths, walk.block_q)

@@ -12,9 +12,12 @@ and of the `TileLists` of `masking`, for the one tile that it has, of queries or
 
     tiles           (G, other tiles)  those that it sees, the full ones first
     seen, full      (G,)    how many it sees, and how many of them have nothing to hide
+
+`Masks` has both, and two lengths, (): how many queries and keys of this batch entry are real.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +25,29 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from helpers.attention import scores
-from helpers.attention.extras import Extras
-from helpers.attention.masking import visible
+from helpers.attention.extras import AXES, Extras
+from helpers.attention.masking import TileLists, for_kernel, visible
 from helpers.attention.portable.tiles import LOG2_E, whole
 from helpers.attention.problem import Problem
+
+
+class Masks(NamedTuple):
+    """What a program sees of masks and scores: refs, each of which may be None."""
+
+    query_length: jax.Array | None
+    key_length: jax.Array | None
+    extras: Extras | None
+    lists: TileLists | None
+
+    def lengths(self, problem):
+        """How many queries and keys are real: all, or as many as the refs hold, cut to the arrays."""
+        lengths = (self.query_length, problem.T), (self.key_length, problem.S)
+        return [longest if length is None else jnp.minimum(length[...], longest) for length, longest in lengths]
+
+    @property
+    def sink(self):
+        """The sink of the only head of a program, or None."""
+        return None if self.extras is None or self.extras.sinks is None else self.extras.sinks[0]
 
 
 @dataclass(frozen=True)
@@ -125,47 +147,34 @@ def _own(head, ref):
     return jnp.asarray(head if ref.shape[0] > 1 else 0, jnp.int32)  # a load takes no Python number
 
 
-def sink_of(extras):
-    """The sink of the only head of a program, or None."""
-    return None if extras is None or extras.sinks is None else extras.sinks[0]
+def masks_and_specs(call, tiles, outer="queries"):
+    """The `Masks` of a call and their specs, for programs (tile, head or key head, batch entry). outer: whose tiles."""
+    sizes = 1 if outer == "queries" else call.problem.group, tiles.block_q, tiles.block_k
+    extras, lists = for_kernel(call, tiles.block_q, tiles.block_k, outer)
+    masks = Masks(call.query_lengths, call.key_lengths, extras, lists)
+    spec = pl.BlockSpec((None,), lambda i, n, b: (b,))
+    lengths = [None if length is None else spec for length in masks[:2]]
+    return masks, Masks(*lengths, _specs(extras, *sizes), _specs(lists, *sizes))
 
 
-def specs(tree, heads, block_q, block_k):
+def _specs(tree, heads, block_q, block_k):
     """Specs of `Extras` or `TileLists` for programs (tile, head or key head, batch entry), which have `heads` heads."""
 
     def spec(array, axes):
-        """axes: a letter for each: "b", "n", "o" for the outer tile, "t", "s" or "-" for what a program has all of."""
+        """axes: a letter for each: "B", "N", "O" for the outer tile, "T", "S" or "-" for what a program has all of."""
         axes_and_sizes = list(zip(axes, array.shape, strict=True))
-        all_of = lambda axis, size: whole(size, {"t": block_q, "s": block_k}.get(axis, 1)) if size > 1 else 1
-        sizes = {"b": None, "n": min(heads, array.shape[1]) if array.ndim > 1 else None, "o": None}
+        all_of = lambda axis, size: whole(size, {"T": block_q, "S": block_k}.get(axis, 1)) if size > 1 else 1
+        sizes = {"B": None, "N": min(heads, array.shape[1]) if array.ndim > 1 else None, "O": None}
         block = tuple(sizes.get(axis, all_of(axis, size)) for axis, size in axes_and_sizes)
 
         def index(tile, n, b):
-            numbers = {"b": b, "n": n, "o": tile}
+            numbers = {"B": b, "N": n, "O": tile}
             return tuple(0 if size == 1 else numbers.get(axis, 0) for axis, size in axes_and_sizes)
 
         return pl.BlockSpec(block, index)
 
     if tree is None:
         return None
-    return type(tree)(
-        *(
-            jax.tree.map(lambda array, name=name: spec(array, AXES[name]), field)
-            for name, field in tree._asdict().items()
-        )
-    )
-
-
-AXES = {
-    "bias": "bnts",
-    "mask": "bnts",
-    "score_arrays": "bnts",
-    "query_segment_ids": "bt",
-    "key_segment_ids": "bs",
-    "sinks": "bn",
-    "heads": "bn",
-    "batch": "b",
-    "tiles": "bno-",
-    "seen": "bno",
-    "full": "bno",
-}
+    axes = {**AXES, "tiles": "BNO-", "seen": "BNO", "full": "BNO"}
+    of_field = lambda name, field: jax.tree.map(lambda array: spec(array, axes.get(name, "BNTS")), field)
+    return type(tree)(*(of_field(name, field) for name, field in tree._asdict().items()))

@@ -43,13 +43,13 @@ def select_tiles(kernel, problem, **overrides):
     return tiles
 
 
-def how_it_runs(interpret, num_warps, num_stages):
+def how_it_runs(interpret, tiles):
     """The arguments of `pl.pallas_call` that say how a kernel runs: interpreted, or compiled by Triton."""
     if interpret:
         return {"interpret": True}
     from jax.experimental.pallas import triton  # deprecated: whoever interprets does without
 
-    return {"compiler_params": triton.CompilerParams(num_warps=num_warps, num_stages=num_stages)}
+    return {"compiler_params": triton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages)}
 
 
 def dot(a, b):
@@ -87,8 +87,3 @@ def check_blocks(block_q, block_k):
     for name, block in (("block_q", block_q), ("block_k", block_k)):
         if not isinstance(block, int) or block < MIN_BLOCK or block & (block - 1):
             raise ValueError(f"{name} must be a power of two of at least {MIN_BLOCK}, got {block!r}")
-
-
-def length_of(length_ref, longest):
-    """How many positions are real: a static length, or the one that a ref holds, cut to the array."""
-    return longest if length_ref is None else jnp.minimum(length_ref[...], longest)
