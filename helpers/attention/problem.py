@@ -14,8 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from helpers.attention import masking
-from helpers.attention.extras import Extras, check_block_mask, check_function, check_score_arrays, check_table
+from helpers.attention.extras import (
+    Extras,
+    check_array,
+    check_block_mask,
+    check_function,
+    check_score_arrays,
+    check_table,
+)
 from helpers.attention.masking import Band, visible
+from helpers.attention.scores import changes_logits
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 MAX_HEAD_DIM = 256
@@ -151,8 +159,7 @@ class Call:
     @property
     def changes_logits(self):
         """Whether a logit is more than the scaled product of a query and a key."""
-        has_bias = self.extras is not None and self.extras.bias is not None
-        return has_bias or self.problem.soft_cap is not None or self.problem.score_mod is not None
+        return changes_logits(self.problem, self.extras)
 
     @property
     def hides_keys(self):
@@ -270,40 +277,41 @@ def check_call(
     )
 
 
-def _check_arrays(query, key, value):
-    """The `Problem` of three arrays, but for scale and mask, and the arrays with a batch axis."""
-    arrays = {"query": query, "key": key, "value": value}
+def _check_alike(arrays):
+    """Raise unless {name: array} of a query, keys and values fit one another, but for batch and lengths."""
+    (query_name, query), (key_name, key), (value_name, value) = arrays.items()
+    names = f"{query_name}, {key_name} and {value_name}"
     for name, array in arrays.items():
         _check_array(name, array)
-    if key.dtype != query.dtype or value.dtype != query.dtype:
-        raise TypeError(
-            "query, key and value must share one dtype, got "
-            + ", ".join(f"{name} {array.dtype}" for name, array in arrays.items())
-        )
+    if not (query.dtype == key.dtype == value.dtype):
+        got = ", ".join(f"{name} {array.dtype}" for name, array in arrays.items())
+        raise TypeError(f"{names} must share one dtype, got {got}")
     if not (query.ndim == key.ndim == value.ndim):
-        raise ValueError(
-            "query, key and value must all have a batch axis or all have none, got shapes "
-            + ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
-        )
+        got = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
+        raise ValueError(f"{names} must all have a batch axis or all have none, got shapes {got}")
     if value.shape != key.shape:
-        raise ValueError(f"value must have the shape of key, {key.shape}, got {value.shape}")
-    *query_batch, T, N, H = query.shape
-    *key_batch, S, K, key_dim = key.shape
-    if key_batch != query_batch:
-        raise ValueError(f"key must have the batch size of query, {query_batch[0]}, got shape {key.shape}")
-    if key_dim != H:
-        raise ValueError(f"key must have the head_dim of query, {H}, got shape {key.shape}")
-    if query.ndim == 3:
-        query, key, value = (jnp.asarray(array)[None] for array in arrays.values())
-    B = query.shape[0]
+        raise ValueError(f"{value_name} must have the shape of {key_name}, {key.shape}, got {value.shape}")
+    (N, H), K = query.shape[-2:], key.shape[-2]
+    if key.shape[-1] != H:
+        raise ValueError(f"{key_name} must have the head_dim of {query_name}, {H}, got shape {key.shape}")
     if N % K:
         raise ValueError(f"query heads must be a multiple of key/value heads, got {N} and {K}")
-    if any(_is_more(length, MAX_LENGTH) for length in (T, S)):
-        raise ValueError(f"query and key must have at most 2**30 - 1 positions, got {T} and {S}")
     if H > MAX_HEAD_DIM:
         raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, got {H}")
-    problem = Problem(B, T, S, N, K, H, jnp.dtype(query.dtype), 1.0, Band())
-    return problem, tuple(map(jnp.asarray, (query, key, value)))
+
+
+def _check_arrays(query, key, value):
+    """The `Problem` of three arrays, but for scale and mask, and the arrays with a batch axis."""
+    _check_alike({"query": query, "key": key, "value": value})
+    if key.shape[:-3] != query.shape[:-3]:
+        raise ValueError(f"key must have the batch size of query, {query.shape[0]}, got shape {key.shape}")
+    query, key, value = (jnp.asarray(array) for array in (query, key, value))
+    if query.ndim == 3:
+        query, key, value = query[None], key[None], value[None]
+    (B, T, N, H), (_, S, K, _) = query.shape, key.shape
+    if any(_is_more(length, MAX_LENGTH) for length in (T, S)):
+        raise ValueError(f"query and key must have at most 2**30 - 1 positions, got {T} and {S}")
+    return Problem(B, T, S, N, K, H, jnp.dtype(query.dtype), 1.0, Band()), (query, key, value)
 
 
 def check_paged_call(
@@ -340,26 +348,13 @@ def _check_pages(query, key_pages, value_pages, page_table, lengths):
     """The `Problem` of a paged call, but for scale and mask; query, both pages and the table; and the lengths."""
     arrays = {"query": query, "key_pages": key_pages, "value_pages": value_pages}
     for name, array in arrays.items():
-        _check_array(name, array)
-        if array.ndim != 4:
+        if getattr(array, "ndim", 4) != 4:
             raise ValueError(f"{name} must have four axes, got shape {array.shape}")
-    if key_pages.dtype != query.dtype or value_pages.dtype != query.dtype:
-        raise TypeError(
-            "query, key_pages and value_pages must share one dtype, got "
-            + ", ".join(f"{name} {array.dtype}" for name, array in arrays.items())
-        )
-    if value_pages.shape != key_pages.shape:
-        raise ValueError(f"value_pages must have the shape of key_pages, {key_pages.shape}, got {value_pages.shape}")
-    (B, T, N, H), (pages, page, K, key_dim) = query.shape, key_pages.shape
-    if key_dim != H:
-        raise ValueError(f"key_pages must have the head_dim of query, {H}, got shape {key_pages.shape}")
-    if N % K:
-        raise ValueError(f"query heads must be a multiple of key/value heads, got {N} and {K}")
-    if H > MAX_HEAD_DIM:
-        raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, got {H}")
+    _check_alike(arrays)
+    (B, T, N, H), (pages, page, K, _) = query.shape, key_pages.shape
     if T > FEW_QUERIES:
         raise ValueError(f"query must have at most {FEW_QUERIES} positions, got {T}")
-    _check_integers("page_table", page_table, "int32 array of shape (batch, pages of a sequence)")
+    check_array("page_table", page_table, (jnp.int32,), "an int32 array of shape (batch, pages of a sequence)")
     if page_table.ndim != 2 or page_table.shape[0] != B or not page_table.shape[1]:
         raise ValueError(f"page_table must have shape ({B}, pages of a sequence), got {page_table.shape}")
     S = page_table.shape[1] * page
@@ -385,11 +380,7 @@ def _check_causal(is_causal):
 
 
 def _check_array(name, array):
-    if not isinstance(array, jax.Array | np.ndarray):
-        raise TypeError(f"{name} must be a JAX or NumPy array, got {type(array).__name__}")
-    if array.dtype not in DTYPES:
-        allowed = ", ".join(jnp.dtype(dtype).name for dtype in DTYPES)
-        raise TypeError(f"{name} must have one of the dtypes {allowed}, got {array.dtype}")
+    check_array(name, array, DTYPES)
     if array.ndim not in (3, 4):
         raise ValueError(
             f"{name} must have shape (batch, length, heads, head_dim) or (length, heads, head_dim), got {array.shape}"
@@ -455,10 +446,7 @@ def check_sinks(sinks, N):
     """float32 (1, N), or None."""
     if sinks is None:
         return None
-    if not isinstance(sinks, jax.Array | np.ndarray):
-        raise TypeError(f"sinks must be a float32 array of shape ({N},), got {type(sinks).__name__}")
-    if sinks.dtype != jnp.float32:
-        raise TypeError(f"sinks must have dtype float32, got {sinks.dtype}")
+    check_array("sinks", sinks, (jnp.float32,), f"a float32 array of shape ({N},)")
     if sinks.shape != (N,):
         raise ValueError(f"sinks must have shape ({N},), one for each query head, got {sinks.shape}")
     return jnp.asarray(sinks)[None]
@@ -475,7 +463,7 @@ def check_segment_ids(problem, has_batch, query_ids, key_ids):
     found = []
     for name, (ids, length) in named.items():
         shape = (problem.B, length) if has_batch else (length,)
-        _check_integers(name, ids, f"int32 array of shape {shape}")
+        check_array(name, ids, (jnp.int32,), f"an int32 array of shape {shape}")
         if ids.shape != shape:
             raise ValueError(f"{name} must have shape {shape}, got {ids.shape}")
         found.append(jnp.asarray(ids).reshape(problem.B, length))
@@ -504,7 +492,7 @@ def _check_window(window):
 def check_lengths(name, lengths, batch, longest):
     if lengths is None:
         return None
-    _check_integers(name, lengths, f"int32 array of shape ({batch},)")
+    check_array(name, lengths, (jnp.int32,), f"an int32 array of shape ({batch},)")
     if lengths.shape != (batch,):
         raise ValueError(f"{name} must have shape ({batch},), got {lengths.shape}")
     # Under jit the values are not known yet; there, lengths past the end act like the full length.
@@ -513,10 +501,3 @@ def check_lengths(name, lengths, batch, longest):
         if values.min() < 0 or _is_more(int(values.max()), longest):
             raise ValueError(f"{name} must lie between 0 and {longest}, got {values.tolist()}")
     return jnp.asarray(lengths)
-
-
-def _check_integers(name, array, expected):
-    if not isinstance(array, jax.Array | np.ndarray):
-        raise TypeError(f"{name} must be an {expected}, got {type(array).__name__}")
-    if array.dtype != jnp.int32:
-        raise TypeError(f"{name} must have dtype int32, got {array.dtype}")

@@ -27,6 +27,12 @@ def logits(s, problem, b, n, i, j, bias=None, score_arrays=None):
     return s
 
 
+def changes_logits(problem, extras):
+    """Whether logits are more than scaled products. extras: `Extras`, of arrays or refs, or None."""
+    has_bias = extras is not None and extras.bias is not None
+    return has_bias or problem.soft_cap is not None or problem.score_mod is not None
+
+
 def visible_by(problem, b, n, i, j, mask=None, query_ids=None, key_ids=None):
     """Booleans that broadcast to (…, T, S): whether mask, segment ids and mask_mod let a query see a key.
 

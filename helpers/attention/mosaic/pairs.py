@@ -25,6 +25,7 @@ from helpers.attention.masking import for_kernel, visible
 from helpers.attention.mosaic.warp import ACC, COLUMNS, ROWS, along, load_rows, walk
 from helpers.attention.mosaic.words import in_words
 from helpers.attention.problem import Problem
+from helpers.attention.scores import changes_logits
 
 
 def extras_and_lists(call, block_q, block_k, outer="queries"):
@@ -66,12 +67,6 @@ def listed_walk(lists, b, head, tile, others, group=1):
         return (lax.div(entry, others), lax.rem(entry, others)) if joined else (member, entry)
 
     return order._replace(place=place)
-
-
-def changes_logits(problem, extras):
-    """Whether logits are more than scaled products."""
-    has_bias = extras is not None and extras.bias is not None
-    return has_bias or problem.soft_cap is not None or problem.score_mod is not None
 
 
 def _own(number, ref, axis):

@@ -68,6 +68,7 @@ def add_atomically(ref, index, value):
 
 def dkv_kernel(q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, masks, *gradient_refs, problem, tiles):
     """Writes dk and dv of one tile of keys; with a third gradient ref, adds to dq as well."""
+    # -- the tile of keys
     dk_ref, dv_ref, dq_ref = (*gradient_refs, None)[:3]
     block_q, block_k = tiles.block_q, tiles.block_k
     lengths = query_length, key_length = masks.lengths(problem)
@@ -76,6 +77,7 @@ def dkv_kernel(q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, masks, *gradient
     cols = k_start + jnp.arange(block_k)
     k, v = (real(ref[...], cols < key_length, problem.H) for ref in (k_ref, v_ref))
 
+    # -- a tile of queries
     def one_query_tile(head, i, is_full, gradients):
         dk, dv = gradients
         rows = i * block_q + jnp.arange(block_q)
@@ -86,6 +88,7 @@ def dkv_kernel(q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, masks, *gradient
         lse = jnp.where(is_row, lse_ref[head, tile], 0)
         delta = jnp.where(is_row, delta_ref[head, tile], 0)
 
+        # -- the products
         starts = i * block_q, k_start
         pair = Pair(problem, lengths, masks.extras, head, rows, cols, starts, is_full)
         p, ds, pull_back = p_and_ds(q, k, v, do, lse, delta, pair)
@@ -96,6 +99,7 @@ def dkv_kernel(q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, masks, *gradient
             add_atomically(dq_ref, (tile, head, slice(None)), problem.scale * dot(ds, k))
         return dk, dv
 
+    # -- the two walks
     in_band = query_tiles(k_start, k_stop, block_q, problem.band, *lengths, xp=jnp)
 
     def one_head(head, gradients):
@@ -171,7 +175,7 @@ def _dq(call, arrays, tiles, interpret):
         out_specs=q_spec,
         out_shape=jax.ShapeDtypeStruct((B, T, N, H), problem.dtype),
         name="flash_attention_dq",
-        **how_it_runs(interpret, tiles),
+        **how_it_runs(interpret, *tiles[2:]),
     )(*arrays, masks)
 
 
@@ -205,5 +209,5 @@ def _dkv(call, arrays, tiles, interpret, fused=False):
         out_shape=out_shape,
         input_output_aliases=aliases,
         name="flash_attention_fused_backward" if fused else "flash_attention_dkv",
-        **how_it_runs(interpret, tiles),
+        **how_it_runs(interpret, *tiles[2:]),
     )(*inputs)

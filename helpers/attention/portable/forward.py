@@ -38,12 +38,14 @@ from helpers.attention.portable.tiles import LOG2_E, dot, how_it_runs, padded_he
 
 
 def forward_kernel(q_ref, k_ref, v_ref, masks, out_ref, lse_ref, *, problem, tiles):
+    # -- the tile of queries
     block_q, block_k = tiles.block_q, tiles.block_k
     lengths = _, key_length = masks.lengths(problem)
     q_start = pl.program_id(0) * block_q
     rows = q_start + jnp.arange(block_q)
     q = real(q_ref[...], rows < problem.T, problem.H)
 
+    # -- a tile of keys
     def one_key_tile(j, is_full, state):
         m, l, w, acc = state
         cols = j * block_k + jnp.arange(block_k)
@@ -51,17 +53,20 @@ def forward_kernel(q_ref, k_ref, v_ref, masks, out_ref, lse_ref, *, problem, til
         k = real(k_ref[tile, :], cols < key_length, problem.H)
         v = real(v_ref[tile, :], cols < key_length, problem.H)
 
+        # -- its logits
         starts = q_start, j * block_k
         pair = Pair(problem, lengths, masks.extras, 0, rows, cols, starts, is_full)
         s = (problem.scale * LOG2_E) * dot(q, k.T)
         s, _ = pair.logits(s)
         s = pair.hidden(s, -jnp.inf)
+        # -- the step
         m, l, alpha, p = online_softmax.step(m, l, s)
         rounded = p.astype(v.dtype)
         w = alpha * w + rounded.astype(jnp.float32).sum(axis=1)
         acc = alpha[:, None] * acc + dot(rounded, v)
         return m, l, w, acc
 
+    # -- the start
     # A sink is a key without a value, seen before all others.
     sink = masks.sink
     m_start, l_start = (-jnp.inf, 0) if sink is None else (LOG2_E * sink, 1)
@@ -71,11 +76,13 @@ def forward_kernel(q_ref, k_ref, v_ref, masks, out_ref, lse_ref, *, problem, til
         jnp.full(block_q, l_start, jnp.float32),
         jnp.zeros(q.shape, jnp.float32),
     )
+    # -- the walk
     q_stop = q_start + block_q
     in_band = key_tiles(q_start, q_stop, block_k, problem.band, *lengths, xp=jnp)
     bounds = bounds_of(masks.lists, 0, in_band)
     m, l, w, acc = over_tiles(masks.lists, 0, bounds, one_key_tile, state)
 
+    # -- the end
     out, lse = online_softmax.finish(m, l, acc, w)
     if sink is not None:  # a row without keys has it to the last bit
         lse = jnp.where((l == 1) & (m == m_start), sink, lse)
@@ -96,11 +103,13 @@ def forward(call, *, dtype=None, interpret=False, **tiles):
     B, T, S, N, H = problem.B, problem.T, problem.S, problem.N, problem.H
     head_padded = padded_head_dim(H)
 
+    # -- blocks
     q_spec = pl.BlockSpec((None, tiles.block_q, None, head_padded), lambda i, n, b: (b, i, n, 0))
     # Grouped queries: `group` query heads read the same key/value head, in place.
     shared = lambda i, n, b: (b, 0, n // problem.group, 0)
     kv_spec = pl.BlockSpec((None, whole(S, tiles.block_k), None, head_padded), shared)
     lse_spec = pl.BlockSpec((None, None, tiles.block_q), lambda i, n, b: (b, n, i))
+    # -- the launch
     masks, mask_specs = masks_and_specs(call, tiles)
     return pl.pallas_call(
         functools.partial(forward_kernel, problem=problem, tiles=tiles),
@@ -112,5 +121,5 @@ def forward(call, *, dtype=None, interpret=False, **tiles):
             jax.ShapeDtypeStruct((B, N, T), jnp.float32),
         ],
         name="flash_attention_forward",
-        **how_it_runs(interpret, tiles),
+        **how_it_runs(interpret, *tiles[2:]),
     )(call.query, call.key, call.value, masks)

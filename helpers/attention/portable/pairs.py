@@ -73,7 +73,7 @@ class Pair:
 
         That is a function of the gradient of natural logits; it returns the one of natural scaled products.
         """
-        if not self._changes_logits:
+        if not scores.changes_logits(self.problem, self.extras):
             return s, lambda ds: ds
         extras = self.extras or Extras()
         bias = self._tile(extras.bias)
@@ -99,11 +99,6 @@ class Pair:
             query_ids = of(extras.query_segment_ids, self.starts[0], rows.size)[:, None]
             key_ids = of(extras.key_segment_ids, self.starts[1], cols.size)[None, :]
         return seen & scores.visible_by(problem, *self._numbers(), self._tile(extras.mask), query_ids, key_ids)
-
-    @property
-    def _changes_logits(self):
-        has_bias = self.extras is not None and self.extras.bias is not None
-        return has_bias or self.problem.soft_cap is not None or self.problem.score_mod is not None
 
     def _numbers(self):
         """b, n, i and j, as mask_mod and score_mod get them."""

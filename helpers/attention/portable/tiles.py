@@ -43,13 +43,13 @@ def select_tiles(kernel, problem, **overrides):
     return tiles
 
 
-def how_it_runs(interpret, tiles):
+def how_it_runs(interpret, num_warps, num_stages):
     """The arguments of `pl.pallas_call` that say how a kernel runs: interpreted, or compiled by Triton."""
     if interpret:
         return {"interpret": True}
     from jax.experimental.pallas import triton  # deprecated: whoever interprets does without
 
-    return {"compiler_params": triton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages)}
+    return {"compiler_params": triton.CompilerParams(num_warps=num_warps, num_stages=num_stages)}
 
 
 def dot(a, b):
