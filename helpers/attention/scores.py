@@ -17,7 +17,10 @@ from helpers.attention.extras import Extras
 
 
 def logits(s, problem, b, n, i, j, bias=None, score_arrays=None):
-    """The logits of scaled products s, float32. b, n, i, j: int32 that broadcasts to s, and so do the tables."""
+    """The logits of scaled products s, float32.
+
+    b, n, i, j: int32 that broadcasts to s, and so do the tables.
+    """
     if bias is not None:
         s = s + bias.astype(s.dtype)
     if problem.score_mod is not None:
@@ -34,7 +37,7 @@ def changes_logits(problem, extras):
 
 
 def visible_by(problem, b, n, i, j, mask=None, query_ids=None, key_ids=None):
-    """Booleans that broadcast to (…, T, S): whether mask, segment ids and mask_mod let a query see a key.
+    """Booleans that broadcast to (…, T, S): whether all of these let a query see a key.
 
     The arrays broadcast to that too; at least one of mask, both ids and mask_mod is there.
     """

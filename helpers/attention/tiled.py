@@ -145,16 +145,16 @@ def backward(memory, *, scale, block_q, block_k, band=NO_BAND):
         dp = do @ v.T
         return p, p * (dp - delta[:, None])
 
-    # -- delta, and keys outside
+    # --
     for q_start in range(0, T, block_q):
         out, do, lse, dlse = (load(name, q_start, block_q) for name in ("out", "do", "lse", "dlse"))
         memory.store("delta", q_start, np.where(lse == -np.inf, 0, (out * do).sum(axis=1) - dlse))
 
+    # -- keys outside
     for k_start in range(0, S, block_k):
         k, v = load("k", k_start, block_k), load("v", k_start, block_k)
         dk, dv = np.zeros_like(k), np.zeros_like(v)
         first, stop = query_tiles(k_start, k_start + len(k), block_q, band, T, S)
-        # --
         for q_start in range(first * block_q, stop * block_q, block_q):
             q, do, lse, delta = load_queries(q_start)
             p, ds = p_and_ds(q, k, v, do, lse, delta, q_start, k_start)
@@ -163,6 +163,7 @@ def backward(memory, *, scale, block_q, block_k, band=NO_BAND):
         memory.store("dk", k_start, dk)
         memory.store("dv", k_start, dv)
 
+    # --
     for q_start in range(0, T, block_q):
         q, do, lse, delta = load_queries(q_start)
         dq = np.zeros_like(q)

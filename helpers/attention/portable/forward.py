@@ -84,7 +84,7 @@ def forward_kernel(q_ref, k_ref, v_ref, masks, out_ref, lse_ref, *, problem, til
 
     # -- the end
     out, lse = online_softmax.finish(m, l, acc, w)
-    if sink is not None:  # a row without keys has it to the last bit
+    if sink is not None:  # the lse of a row without keys is its sink, to the last bit
         lse = jnp.where((l == 1) & (m == m_start), sink, lse)
     out_ref[...] = out.astype(out_ref.dtype)
     lse_ref[...] = lse
@@ -99,21 +99,21 @@ def forward(call, *, dtype=None, interpret=False, **tiles):
     block_q, block_k, powers of two of at least 16, and for a GPU num_warps, num_stages.
     """
     problem = call.problem
-    tiles = select_tiles("forward", problem, **tiles)
+    tiles = block_q, block_k, *_ = select_tiles("forward", problem, **tiles)
     B, T, S, N, H = problem.B, problem.T, problem.S, problem.N, problem.H
     head_padded = padded_head_dim(H)
 
     # -- blocks
-    q_spec = pl.BlockSpec((None, tiles.block_q, None, head_padded), lambda i, n, b: (b, i, n, 0))
+    q_spec = pl.BlockSpec((None, block_q, None, head_padded), lambda i, n, b: (b, i, n, 0))
     # Grouped queries: `group` query heads read the same key/value head, in place.
     shared = lambda i, n, b: (b, 0, n // problem.group, 0)
-    kv_spec = pl.BlockSpec((None, whole(S, tiles.block_k), None, head_padded), shared)
-    lse_spec = pl.BlockSpec((None, None, tiles.block_q), lambda i, n, b: (b, n, i))
+    kv_spec = pl.BlockSpec((None, whole(S, block_k), None, head_padded), shared)
+    lse_spec = pl.BlockSpec((None, None, block_q), lambda i, n, b: (b, n, i))
     # -- the launch
     masks, mask_specs = masks_and_specs(call, tiles)
     return pl.pallas_call(
         functools.partial(forward_kernel, problem=problem, tiles=tiles),
-        grid=(pl.cdiv(T, tiles.block_q), N, B),
+        grid=(pl.cdiv(T, block_q), N, B),
         in_specs=[q_spec, kv_spec, kv_spec, mask_specs],
         out_specs=[q_spec, lse_spec],
         out_shape=[

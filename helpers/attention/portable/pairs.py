@@ -69,16 +69,16 @@ class Pair:
     is_full: jax.Array | None = None
 
     def logits(self, s):
-        """The logits of scaled products (block_q, block_k), both float32 of base 2, and what takes gradients back.
-
-        That is a function of the gradient of natural logits; it returns the one of natural scaled products.
+        """The logits of scaled products, both float32 of base 2, and what takes back
+        the gradient of natural logits to that of natural scaled products.
         """
         if not scores.changes_logits(self.problem, self.extras):
             return s, lambda ds: ds
         extras = self.extras or Extras()
         bias = self._tile(extras.bias)
-        arrays = None if extras.score_arrays is None else [self._tile(ref) for ref in extras.score_arrays]
-        of_natural = lambda s: scores.logits(s, self.problem, *self._numbers(), bias, arrays)
+        arrays = list(map(self._tile, extras.score_arrays or ()))
+        others = *self._numbers(), bias, arrays
+        of_natural = lambda s: scores.logits(s, self.problem, *others)
         s, pull_back = jax.vjp(of_natural, s / LOG2_E)
         return LOG2_E * s, lambda ds: pull_back(ds)[0]
 
