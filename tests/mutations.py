@@ -422,7 +422,7 @@ FAULTS = [
         ("of a later device no key is hidden", "Piece(1, keys - 1, True)", "Piece(0, keys, True)"),
         ("gradients stay where they were added", "ring.shift(part) if step else part", "ring.shift(part) if step > 1 else part"),
         ("the last shares are of other keys", "for step in [*range(1, ring.devices), 0]:", "for step in range(ring.devices):"),
-        ("keys that only fill up are seen", "            key_length=key_length,\n            return", "            return"),
+        ("keys that only fill up are seen", '{"key_length": key_length, ', '{"key_length": None, '),
         ("lengths are those of the whole sequence", "        return (own[None] < lengths[:, None]).sum(axis=1, dtype=jnp.int32)", "        return lengths"),
         ("numbers of documents are not laid out", "lambda array: to_layout(array, layout, axis_name), sequences)", "lambda array: to_layout(array, layout, axis_name), sequences[:3]) + sequences[3:]"),
         ("numbers of documents stay while their keys travel", "coming = ring.shift(shard) if step + 1", "coming = [*ring.shift(shard[:2]), shard[2]] if step + 1"),

@@ -30,8 +30,9 @@ def with_low_bits(rounded, low):
 
 
 def delta_of(out, lse, dout, dlse, low=None):
-    """delta = rowsum(out * dout) - dlse, (B, N, T) float32, where out (B, T, N, H) has
-    these low bits.
+    """delta = rowsum(out * dout) - dlse, (B, N, T) float32.
+
+    out, dout: (B, T, N, H); lse, dlse: (B, N, T); low: the `low_bits` of out, or None.
     """
     exact = with_low_bits(out, low)
     delta = (exact * dout.astype(jnp.float32)).sum(axis=-1).swapaxes(1, 2) - dlse

@@ -3,6 +3,7 @@
 What no implementation accepts is refused here, before any kernel runs; what one of them cannot serve, in `api`.
 """
 
+import functools
 import math
 import numbers
 import operator
@@ -194,6 +195,12 @@ class Call:
     def is_padding(self):
         """Which queries lie past query_lengths, which there are: (B, 1, T)."""
         return jnp.arange(self.problem.T) >= self.query_lengths[:, None, None]
+
+    def real_lengths(self):
+        """How many queries and keys of each batch entry are real, int32 (B,) each, cut to the arrays."""
+        given = (self.query_lengths, self.problem.T), (self.key_lengths, self.problem.S)
+        whole = functools.partial(jnp.full, self.problem.B, dtype=jnp.int32)
+        return [whole(longest) if own is None else jnp.clip(own, 0, longest) for own, longest in given]
 
     @property
     def may_have_blind_rows(self):

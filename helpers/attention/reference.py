@@ -75,8 +75,7 @@ def what_counts(call):
     """
     problem = call.problem
     B, T, S = problem.B, problem.T, problem.S
-    query_lengths = jnp.full((B,), T) if call.query_lengths is None else call.query_lengths
-    key_lengths = jnp.full((B,), S) if call.key_lengths is None else call.key_lengths
+    query_lengths, key_lengths = call.real_lengths()
     of_entry = lambda lengths: lengths[:, None, None, None]
     rows = jnp.arange(T)[None, :, None, None]
     is_query = sees_some(rows, problem.band, of_entry(query_lengths), of_entry(key_lengths))
@@ -206,8 +205,7 @@ def oracle_softmax(query, key, value, arguments):
     call = check_call(query, key, value, **arguments)
     problem, extras = call.problem, call.extras or Extras()
     q, k, v = (np.asarray(array, np.float64).transpose(0, 2, 1, 3) for array in (call.query, call.key, call.value))
-    query_lengths = np.full(problem.B, problem.T) if call.query_lengths is None else np.asarray(call.query_lengths)
-    key_lengths = np.full(problem.B, problem.S) if call.key_lengths is None else np.asarray(call.key_lengths)
+    query_lengths, key_lengths = map(np.asarray, call.real_lengths())
 
     is_query = np.arange(problem.T)[None, None, :, None] < query_lengths[:, None, None, None]
     is_key = np.arange(problem.S)[None, None, :, None] < key_lengths[:, None, None, None]

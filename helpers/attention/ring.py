@@ -55,6 +55,7 @@ from helpers.attention.registry import KernelsOf, choose, kernels_by_platform
 from helpers.attention.sharding import vary_alike
 
 LAYOUTS = ("contiguous", "striped", "zigzag")
+MASKS = ("query_seq_lengths", "key_value_seq_lengths", "query_segment_ids", "key_value_segment_ids")
 # jax.jit(…, compiler_options=OVERLAPPING). Options of XLA, which may rename them.
 OVERLAPPING = {
     "xla_gpu_collective_permute_combine_threshold_bytes": 2**40,
@@ -242,17 +243,9 @@ def ring_attention_on_mesh(
         raise ValueError(f"axis_name must be an axis of the mesh, {', '.join(mesh.shape)}, got {axis_name!r}")
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
-    call = check_call(
-        query,
-        key,
-        value,
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        query_segment_ids=query_segment_ids,
-        key_value_segment_ids=key_value_segment_ids,
-    )
+    given = query_seq_lengths, key_value_seq_lengths, query_segment_ids, key_value_segment_ids
+    masks = dict(zip(MASKS, given, strict=True))
+    call = check_call(query, key, value, scale=scale, is_causal=is_causal, **masks)
     arguments = {
         "axis_name": axis_name,
         "scale": scale,
@@ -281,18 +274,9 @@ def _on_mesh(mesh, arguments, query, key, value, query_lengths, key_lengths, ext
 
     def shares(sequences, lengths):
         query, key, value, *ids = jax.tree.map(lambda array: to_layout(array, layout, axis_name), sequences)
-        out, lse = ring_attention(
-            query,
-            key,
-            value,
-            query_seq_lengths=lengths[0],
-            key_value_seq_lengths=lengths[1],
-            query_segment_ids=ids[0],
-            key_value_segment_ids=ids[1],
-            key_length=key_length,
-            return_residual=True,
-            **arguments,
-        )
+        masks = dict(zip(MASKS, (*lengths, *ids), strict=True))
+        options = arguments | masks | {"key_length": key_length, "return_residual": True}
+        out, lse = ring_attention(query, key, value, **options)
         return from_layout(out, layout, axis_name), from_layout(lse, layout, axis_name)
 
     split = P(None, axis_name)
@@ -428,8 +412,8 @@ class Ring:
         return _padded(out, 1, first, 0), _padded(lse, 2, first, 0, -jnp.inf)
 
 
-def _extras_of(query_ids, key_ids):
-    return None if key_ids is None else Extras(query_segment_ids=query_ids, key_segment_ids=key_ids)
+def _extras_of(*segment_ids):
+    return None if segment_ids[0] is None else Extras(None, None, *segment_ids)
 
 
 def _padded(array, axis, before, after, filler=0):

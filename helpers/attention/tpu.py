@@ -215,7 +215,7 @@ def forward(call, *, block_q=None, block_k=None, keeps_low_bits=False, interpret
     rows = jax.ShapeDtypeStruct((*q.shape[:2], 1, q.shape[2]), jnp.float32)
     like = [jax.ShapeDtypeStruct(q.shape, jnp.float32 if keeps_low_bits else q.dtype), rows]
     scratch = [(1, walk.block_q)] * 3 + [(q.shape[-1], walk.block_q)]
-    exact, lse = _launch(forward_kernel, walk, "qkk", "qr", like, scratch, interpret)(*_lengths(call), q, k, v)
+    exact, lse = _launch(forward_kernel, walk, "qkk", "qr", like, scratch, interpret)(*call.real_lengths(), q, k, v)
     out, lse = _given_back(exact, problem.T, problem), lse[:, :, 0, : problem.T]
     if not keeps_low_bits:
         return out, lse
@@ -236,7 +236,7 @@ def backward(call, out, lse, dout, dlse, low=None, *, block_q=None, block_k=None
     q, k, v = _laid_out(call, walk)
     do = _padded(dout, call.query_lengths, walk.block_q)
     rows = [jnp.pad(x, [(0, 0), (0, 0), (0, q.shape[2] - problem.T)])[:, :, None] for x in (lse, delta)]
-    inputs = *_lengths(call), q, k, v, do, *rows
+    inputs = *call.real_lengths(), q, k, v, do, *rows
 
     scratch = [(walk.block_q, q.shape[-1])]
     (dq,) = _launch(dq_kernel, walk, "qkkqrr", "q", [q], scratch, interpret)(*inputs)
@@ -303,15 +303,6 @@ def _blocks(problem, block_q, block_k):
         return LANES * pl.cdiv(pl.cdiv(length, pl.cdiv(length, LARGEST_BLOCK)), LANES)
 
     return block_q or block(problem.T), block_k or block(problem.S)
-
-
-def _lengths(call):
-    """How many queries and keys of each batch entry are real, int32 (B,) each, cut to the arrays."""
-    problem = call.problem
-    return [
-        jnp.full(problem.B, longest, jnp.int32) if lengths is None else jnp.clip(lengths, 0, longest)
-        for lengths, longest in ((call.query_lengths, problem.T), (call.key_lengths, problem.S))
-    ]
 
 
 def _laid_out(call, walk):
