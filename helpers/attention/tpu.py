@@ -156,7 +156,7 @@ def p_and_ds(q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, seen, scale):
 
 def dq_kernel(query_lengths, key_lengths, *refs, walk):
     """Program (b, n, i, step): one step of query tile i."""
-    *of_pair, dq_ref, sum_ref = refs
+    *of_pair, dq_ref, sum_ref = refs  # q, k, v, do, lse and delta come first
     b, i, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     lengths = query_lengths[b], key_lengths[b]
     j, stop = walk.tile(i, step, lengths)
@@ -180,7 +180,7 @@ def dkv_kernel(query_lengths, key_lengths, *refs, walk):
     """Program (b, kv, j, head, step): one step of key tile j, for one query head of
     the group that shares it.
     """
-    *of_pair, dk_ref, dv_ref, dk_sum_ref, dv_sum_ref = refs
+    *of_pair, dk_ref, dv_ref, dk_sum_ref, dv_sum_ref = refs  # as in dq_kernel
     b, j, head, step = (pl.program_id(axis) for axis in (0, 2, 3, 4))
     lengths = query_lengths[b], key_lengths[b]
     i, stop = walk.tile(j, step, lengths)
@@ -256,15 +256,16 @@ def _specs(walk, H):
     if walk.tiles_of is key_tiles:
         query = lambda b, n, i, step, *_: (b, n, i)
         # Grouped queries: `group` query heads read the same key/value head, in place.
-        key = lambda b, n, i, step, *lengths: (b, n // group, fetched(b, i, step, *lengths))
+        key = lambda b, n, i, *at: (b, n // group, fetched(b, i, *at))
     else:
         head_of = lambda kv, head: kv * group + head
         query = lambda b, kv, j, head, *at: (b, head_of(kv, head), fetched(b, j, *at))
         key = lambda b, kv, j, *_: (b, kv, j)
     row = lambda *program: (*query(*program)[:2], 0, query(*program)[2])
+    tile = lambda place: lambda *program: (*place(*program), 0)  # all of a head
     return {
-        "q": pl.BlockSpec((None, None, walk.block_q, H), lambda *program: (*query(*program), 0)),
-        "k": pl.BlockSpec((None, None, walk.block_k, H), lambda *program: (*key(*program), 0)),
+        "q": pl.BlockSpec((None, None, walk.block_q, H), tile(query)),
+        "k": pl.BlockSpec((None, None, walk.block_k, H), tile(key)),
         "r": pl.BlockSpec((None, None, 1, walk.block_q), row),
     }
 
