@@ -44,7 +44,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from helpers.attention import online_softmax
 from helpers.attention.low_bits import low_bits
 from helpers.attention.masking import NO_BAND, key_tiles
 from helpers.attention.mosaic.pairs import Pair, changes_logits, extras_and_lists, listed_walk
@@ -145,8 +144,12 @@ def forward_kernel(
     loops = order.loops(one_key_tile)
     m, l, acc, *weights = streamed([k_ref, v_ref], place, order.steps, rings, ready, loops, state)
 
-    w = weights[0].max(axis=1) / constant if weights else None  # the eight columns are the same
-    exact, lse = online_softmax.finish(late * m, l.sum(axis=1), acc, w, lambda row: along(row, acc.shape, 0))
+    l = l.sum(axis=1)
+    empty = l == 0
+    lse = jnp.where(empty, -jnp.inf, (late * m + jnp.log2(jnp.where(empty, 1, l))) / LOG2_E)
+    if weights:  # the eight columns are the same
+        l = weights[0].max(axis=1) / constant
+    exact = acc / along(jnp.where(empty, 1, l), acc.shape, 0)
     if extras is not None and extras.sinks is not None:
         share, lse = beside_sink(lse, extras.sinks[0, n])
         exact *= along(share, exact.shape, 0)
