@@ -188,13 +188,10 @@ def ring_attention(
             raise ValueError(f"{name} must have an even length on each device for layout zigzag, got {size}")
     if key_length is not None and not (isinstance(key_length, int) and 0 < key_length <= devices * problem.S):
         raise ValueError(f"key_length must be an integer from 1 to {devices * problem.S}, got {key_length!r}")
-    lengths = [
-        check_lengths(name, array, problem.B, devices * size)
-        for name, array, size in (
-            ("query_seq_lengths", query_seq_lengths, problem.T),
-            ("key_value_seq_lengths", key_value_seq_lengths, problem.S),
-        )
-    ]
+    lengths = (
+        check_lengths("query_seq_lengths", query_seq_lengths, problem.B, devices * problem.T),
+        check_lengths("key_value_seq_lengths", key_value_seq_lengths, problem.B, devices * problem.S),
+    )
     # Chosen for a call that has lengths if this one has.
     call = dataclasses.replace(call, query_lengths=lengths[0], key_lengths=lengths[1])
     chosen = choose(implementation, call)
