@@ -53,6 +53,8 @@ class Extras(NamedTuple):
         return Extras(*(of_field(name, field) for name, field in self._asdict().items()))
 
 
+NO_EXTRAS = Extras()
+
 # Checks; those of single numbers are in `problem`
 
 

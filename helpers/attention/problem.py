@@ -16,6 +16,7 @@ import numpy as np
 
 from helpers.attention import masking
 from helpers.attention.extras import (
+    NO_EXTRAS,
     Extras,
     check_array,
     check_block_mask,
@@ -90,7 +91,7 @@ class Call:
 
     query (B, T, N, H); key, value (B, S, K, H); query_lengths, key_lengths int32 (B,) or None. With a page_table, int32
     (B, pages of a sequence), key and value are (pages, page, K, H), and S is what a row of the table has room for.
-    extras: what few calls have, or None.
+    extras: what few calls have.
     """
 
     problem: Problem
@@ -100,7 +101,7 @@ class Call:
     query_lengths: jax.Array | None
     key_lengths: jax.Array | None
     page_table: jax.Array | None = None
-    extras: Extras | None = None
+    extras: Extras = NO_EXTRAS
 
     @property
     def arrays(self):
@@ -111,7 +112,7 @@ class Call:
     @property
     def features(self):
         """What the call asks for, of `FEATURES`."""
-        problem, band, extras = self.problem, self.problem.band, self.extras or Extras()
+        problem, band, extras = self.problem, self.problem.band, self.extras
         is_shifted = (band.left or 0) < 0 or (band.right or 0) < 0 or (band.left is None and bool(band.right))
         asked = (
             problem.is_symbolic,
@@ -132,7 +133,7 @@ class Call:
 
     def numbered(self):
         """The call with the numbers of its batch entries and heads, if a function wants them; before it is split."""
-        problem, extras = self.problem, self.extras or Extras()
+        problem, extras = self.problem, self.extras
         if extras.batch is not None or (problem.mask_mod is None and problem.score_mod is None):
             return self
         batch, heads = (jnp.arange(size, dtype=jnp.int32) for size in (problem.B, problem.N))
@@ -141,7 +142,7 @@ class Call:
     def prepared(self):
         """The call with these numbers and with the block mask of mask and mask_mod, if there is one of them."""
         call = self.numbered()
-        problem, extras = call.problem, call.extras or Extras()
+        problem, extras = call.problem, call.extras
         if extras.block_mask is not None or (problem.mask_mod is None and extras.mask is None):
             return call
         of_numbers = {"batch": extras.batch, "heads": extras.heads}
@@ -154,8 +155,7 @@ class Call:
 
         Its logits are products, capped or not, which the band and the lengths alone hide.
         """
-        has_bias = self.extras is not None and self.extras.bias is not None
-        return not (has_bias or self.problem.score_mod is not None or self.hides_keys)
+        return self.extras.bias is None and self.problem.score_mod is None and not self.hides_keys
 
     @property
     def changes_logits(self):
@@ -165,7 +165,7 @@ class Call:
     @property
     def hides_keys(self):
         """Whether something hides keys that the band and the lengths do not."""
-        return self.problem.mask_mod is not None or (self.extras is not None and self.extras.hides_keys)
+        return self.problem.mask_mod is not None or self.extras.hides_keys
 
     def gathered(self):
         """The call with its keys in one piece, if they lie in pages. A page that does not exist is some other one.
@@ -183,13 +183,13 @@ class Call:
         first = problem.first_position(jnp.minimum(self.key_lengths, problem.S))
         rows = first[:, None, None, None] + jnp.arange(problem.T)[:, None]
         mask = visible(rows, jnp.arange(problem.S), problem.band, MAX_LENGTH, problem.S)
-        extras = (self.extras or Extras())._replace(mask=mask)
-        return replace(call, problem=replace(problem, band=Band(), is_at_end=False), extras=extras)
+        problem = replace(problem, band=Band(), is_at_end=False)
+        return replace(call, problem=problem, extras=self.extras._replace(mask=mask))
 
     @property
     def has_sinks(self):
         """Whether each head has a logit that takes weight and gives no value."""
-        return self.extras is not None and self.extras.sinks is not None
+        return self.extras.sinks is not None
 
     @property
     def is_padding(self):
@@ -280,7 +280,7 @@ def check_call(
         *arrays,
         check_lengths("query_seq_lengths", query_seq_lengths, B, T),
         check_lengths("key_value_seq_lengths", key_value_seq_lengths, B, S),
-        extras=extras if any(array is not None for array in extras) else None,
+        extras=extras,
     )
 
 
@@ -347,8 +347,7 @@ def check_paged_call(
         is_at_end=causal_offset is None and band != Band(),
     )
     *arrays, table = arrays
-    extras = None if sinks is None else Extras(sinks=check_sinks(sinks, problem.N))
-    return Call(problem, *arrays, None, key_lengths, table, extras)
+    return Call(problem, *arrays, None, key_lengths, table, Extras(sinks=check_sinks(sinks, problem.N)))
 
 
 def _check_pages(query, key_pages, value_pages, page_table, lengths):

@@ -197,8 +197,8 @@ def ring_attention(
     chosen = choose(implementation, call)
     kernels = kernels_by_platform("reference") if chosen is naive_attention else chosen
     ring = Ring(kernels, problem, axis_name, devices, layout, key_length)
-    extras = call.extras or Extras()
-    shard, own = (call.key, call.value, extras.key_segment_ids), (*lengths, extras.query_segment_ids)
+    ids = call.extras
+    shard, own = (call.key, call.value, ids.key_segment_ids), (*lengths, ids.query_segment_ids)
     _, *arrays = vary_alike((lax.axis_index(axis_name), call.query, *shard, own))
     out, lse = _differentiable(ring)(*arrays)
     lse = jnp.swapaxes(lse, 1, 2)
@@ -250,7 +250,7 @@ def ring_attention_on_mesh(
         "layout": layout if is_causal else "contiguous",
         "implementation": implementation,
     }
-    out, lse = _on_mesh(mesh, tuple(arguments.items()), *call.arrays[:5], call.extras or Extras())
+    out, lse = _on_mesh(mesh, tuple(arguments.items()), *call.arrays[:5], call.extras)
     if query.ndim == 3:
         out, lse = out[0], lse[0]
     return (out, lse) if return_residual else out
@@ -399,7 +399,7 @@ class Ring:
             if key_lengths is not None:
                 key_lengths = jnp.minimum(key_lengths, keys)
             part = dataclasses.replace(problem, T=problem.T - first, S=keys, band=Band.of(is_causal))
-            call = part, query, key, value, query_lengths, key_lengths, None, _extras_of(query_ids, key_ids)
+            call = part, query, key, value, query_lengths, key_lengths, None, Extras(None, None, query_ids, key_ids)
             results = self.kernels.run(which, *call, *residuals)
         after = lambda array: _padded(array, 1, 0, problem.S - keys)
         if which == "backward_of_part":
@@ -407,10 +407,6 @@ class Ring:
             return _padded(dq, 1, first, 0), after(dk), after(dv)
         out, lse = results
         return _padded(out, 1, first, 0), _padded(lse, 2, first, 0, -jnp.inf)
-
-
-def _extras_of(*segment_ids):
-    return None if segment_ids[0] is None else Extras(None, None, *segment_ids)
 
 
 def _padded(array, axis, before, after, filler=0):
@@ -458,7 +454,7 @@ def _differentiable(ring):
     def backward(arrays, residuals, gradients):
         out, lse, *low = residuals
         *arrays_of_call, key_ids, (*lengths, query_ids) = arrays
-        call = Call(ring.problem, *arrays_of_call, *lengths, None, _extras_of(query_ids, key_ids))
+        call = Call(ring.problem, *arrays_of_call, *lengths, None, Extras(None, None, query_ids, key_ids))
         gradients = call.of_seeing_rows(lse, *gradients)
         return _gradients(ring, *arrays, out, lse, *gradients, *(low or [None]))
 

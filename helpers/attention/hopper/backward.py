@@ -108,7 +108,7 @@ def backward(call, out, lse, dout, dlse, low=None, *, tiles=None, deterministic=
 
 def _in_pieces(call, residuals, at_once, tiles, deterministic, interpret):
     """`backward` of some batch entries after others, for more than one grid can hold."""
-    extras, pieces = call.extras or Extras(), []
+    extras, pieces = call.extras, []
     ids = Extras(query_segment_ids=extras.query_segment_ids, key_segment_ids=extras.key_segment_ids)
     for start in range(0, call.problem.B, at_once):
         part = slice(start, start + at_once)

@@ -29,14 +29,12 @@ from helpers.attention.scores import changes_logits
 
 
 def extras_and_lists(call, block_q, block_k, outer="queries"):
-    """The `Extras` and the `TileLists` of a call for a kernel with tiles of one side, "queries" or "keys", or None.
+    """The `Extras` and the `TileLists` of a call for a kernel with tiles of one side, "queries" or "keys", or no lists.
 
     They are rounded up to whole tiles, in zeros, and masks become int8: a copy of each array, unless its lengths are
     whole tiles, it is no mask, and the tiles are of queries.
     """
     extras, lists = for_kernel(call, block_q, block_k, outer, joins_groups=outer == "keys")
-    if extras is None:
-        return None, None
     to_whole = lambda size, block: (0, -size % block if size > 1 else 0)
 
     def table(array):

@@ -36,7 +36,7 @@ class Masks(NamedTuple):
 
     query_length: jax.Array | None
     key_length: jax.Array | None
-    extras: Extras | None
+    extras: Extras
     lists: TileLists | None
 
     def lengths(self, problem):
@@ -47,21 +47,21 @@ class Masks(NamedTuple):
     @property
     def sink(self):
         """The sink of the only head of a program, or None."""
-        return None if self.extras is None or self.extras.sinks is None else self.extras.sinks[0]
+        return None if self.extras.sinks is None else self.extras.sinks[0]
 
 
 @dataclass(frozen=True)
 class Pair:
     """A tile of queries of one head and a tile of keys.
 
-    lengths: of queries and keys. extras: refs, or None. head: its number among those of the program. rows, cols:
+    lengths: of queries and keys. extras: refs. head: its number among those of the program. rows, cols:
     positions, (block_q,) and (block_k,), and starts, the first of each. is_full: whether all keys are seen, or None
     where nobody asked.
     """
 
     problem: Problem
     lengths: tuple
-    extras: Extras | None
+    extras: Extras
     head: jax.Array | int
     rows: jax.Array
     cols: jax.Array
@@ -74,7 +74,7 @@ class Pair:
         """
         if not scores.changes_logits(self.problem, self.extras):
             return s, lambda ds: ds
-        extras = self.extras or Extras()
+        extras = self.extras
         bias = self._tile(extras.bias)
         arrays = list(map(self._tile, extras.score_arrays or ()))
         others = *self._numbers(), bias, arrays
@@ -88,7 +88,7 @@ class Pair:
         return hide(table) if self.is_full is None else lax.cond(self.is_full, lambda table: table, hide, table)
 
     def _seen(self):
-        problem, extras = self.problem, self.extras or Extras()
+        problem, extras = self.problem, self.extras
         rows, cols = self.rows[:, None], self.cols[None, :]
         seen = visible(rows, cols, problem.band, *self.lengths)
         if problem.mask_mod is None and not extras.hides_keys:
