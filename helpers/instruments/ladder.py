@@ -137,7 +137,7 @@ def attention(query, key, value, *, rung, is_causal, interpret=False):
         out_specs=q_spec,
         out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
         name="ladder",
-        **how_it_runs(interpret, *tiles[2:]),
+        **how_it_runs(interpret, tiles.num_warps, tiles.num_stages),
     )(query, key, value)
 
 
