@@ -169,7 +169,7 @@ def seen_by(call, T, S):
     )  # fmt: skip
     by_band = np.stack([visible(rows, cols, call.problem.band, *of_entry) for of_entry in lengths])
     of_segments = np.ones_like(by_band)
-    if extras is not None:
+    if extras.query_segment_ids is not None:
         of_segments = np.asarray(extras.query_segment_ids)[:, :, None] == np.asarray(extras.key_segment_ids)[:, None]
     return by_band & of_segments, of_segments
 

@@ -43,7 +43,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from helpers.attention.low_bits import with_low_bits
+from helpers.attention.low_bits import delta_of
 from helpers.attention.masking import NO_BAND, Band, key_tiles, query_tiles
 from helpers.attention.mosaic.pairs import Pair, changes_logits, extras_and_lists, listed_walk
 from helpers.attention.mosaic.warp import (
@@ -229,8 +229,7 @@ def backward(call, out, lse, dout, dlse, low=None, *, mends_delta=True, tiles=No
     unless given. interpret: what interprets the kernels on a CPU.
     """
     problem = call.problem
-    delta = (with_low_bits(out, low) * dout.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - dlse
-    delta = jnp.where(lse == -jnp.inf, 0, delta)  # a row that sees no key passes no gradient
+    delta = delta_of(out, lse, dout, dlse, low)
     dq_tiles, dkv_tiles = tiles or backward_tiles(problem)
     q_shape = problem.B, problem.T, problem.N, problem.H
     k_shape = problem.B, problem.S, problem.K, problem.H

@@ -25,17 +25,16 @@ from helpers.attention.masking import for_kernel
 from helpers.attention.mosaic.warp import ACC, COLUMNS, ROWS, along, load_rows, walk
 from helpers.attention.mosaic.words import in_words
 from helpers.attention.problem import Problem
+from helpers.attention.scores import changes_logits
 
 
 def extras_and_lists(call, block_q, block_k, outer="queries"):
-    """The `Extras` and the `TileLists` of a call for a kernel with tiles of one side, "queries" or "keys", or None.
+    """The `Extras` and the `TileLists` of a call for a kernel with tiles of one side, "queries" or "keys", or no lists.
 
     They are rounded up to whole tiles, in zeros, and masks become int8: a copy of each array, unless its lengths are
     whole tiles, it is no mask, and the tiles are of queries.
     """
     extras, lists = for_kernel(call, block_q, block_k, outer, joins_groups=outer == "keys")
-    if extras is None:
-        return None, None
     to_whole = lambda size, block: (0, -size % block if size > 1 else 0)
 
     def table(array):
@@ -66,12 +65,6 @@ def listed_walk(lists, b, head, tile, others, group=1):
         return (lax.div(entry, others), lax.rem(entry, others)) if joined else (member, entry)
 
     return order._replace(place=place)
-
-
-def changes_logits(problem, extras):
-    """Whether logits are more than scaled products."""
-    has_bias = extras is not None and extras.bias is not None
-    return has_bias or problem.soft_cap is not None or problem.score_mod is not None
 
 
 def _own(number, ref, axis):
