@@ -33,8 +33,6 @@ BIND = Exercise(
         ("`moved` exponentials are taken off all 128 threads together instead of each",
          "128 * (block_k // 2 + 2 - moved)", "(128 * (block_k // 2 + 2) - moved)",
          "Each thread moves `moved` of its exponentials: see the exercise."),
-        ("moved exponentials cost no instructions", " + moved * (cost - 1)", "",
-         "What leaves one unit arrives at another: each is now `cost` instructions."),
         ("the units are taken to work one after another", "cycles[unit]", "sum(cycles.values())",
          "They work at the same time, so at best the slowest sets the pace: see the exercise."),
     ),
@@ -82,8 +80,6 @@ GUESS = Exercise(
          "The guess comes from the first tile, the sum is of the whole row: see the exercise."),
         ("only the number of keys bounds the sum", "min(len(s), most)", "len(s)",
          "No p may leave the range of float16, however many keys there are: `most` bounds l as well, see section 4."),
-        ("only `most` bounds the sum", "min(len(s), most)", "most",
-         "With the true maximum the sum is at most the number of keys: more than that is a failure, see section 4."),
     ),
 )  # fmt: skip
 

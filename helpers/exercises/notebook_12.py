@@ -47,13 +47,8 @@ OPERANDS = Exercise(
          "wgmma takes its right operand from shared memory only: see section 1."),
         ("a tile in registers serves as its own transpose", "left in held", 'left.removesuffix(".T") in computed',
          "Registers cannot be read the other way round, only shared memory can: see section 1."),
-        ("every computed tile goes through shared memory", "left in held", "False",
-         "A left operand that the warpgroup holds in the right orientation can stay where it is: see section 1."),
         ("no tile is ever stored first", '"shared memory", stored', '"shared memory", False',
          "A computed tile is in shared memory only after the warpgroup put it there: see section 1."),
-        ("a right operand need not be stored where it is held as it is needed",
-         "stored = right", "stored = right not in held and right",
-         "The right operand is read from shared memory, whatever registers hold: see section 1."),
     ),
 )  # fmt: skip
 
@@ -121,8 +116,6 @@ ADDED = Exercise(
          "Pairs on the diagonal are visited whole, and S need not be T: count the pairs, see hint 1."),
         ("a pair is visited only if its last key is seen", SEEN, "(j + 1) * block_k <= (i + 1) * block_q",
          "One visible key is enough, and the first key of a tile is seen by most: see the hints."),
-        ("a pair is visited only if its first query sees a key", SEEN, "j * block_k <= i * block_q",
-         "One query that sees a key is enough, and the last query of a tile sees furthest: see the hints."),
     ),
 )  # fmt: skip
 
@@ -171,8 +164,6 @@ CHOICE = Exercise(
     mistakes=(
         ("the two units take turns", SLOWER_UNIT, "flops[kernel] / 4096 + smem_bytes[kernel] / 128",
          "Tensor core and shared memory work at the same time, so the slower one decides: see section 4."),
-        ("only shared memory counts", SLOWER_UNIT, "smem_bytes[kernel] / 128",
-         "The tensor core does 4096 operations in a cycle, and that can be the slower side: see section 4."),
         ("the choice is made before the exposed cycles are added",
          (" + exposed", "fused, split"), ("", "fused + exposed, split"),
          "They are part of what the fused form takes: compare after adding them."),
@@ -213,8 +204,6 @@ HALVING = Exercise(
         ("the operations stay the same, though the empty rows of the last tile change",
          '"flops": steps / 2', '"flops": 1',
          "Empty rows are multiplied as well: see the case worked by hand, T=320."),
-        ("the products of a step are counted, not those of the whole walk", '"flops": steps / 2', '"flops": 1 / 2',
-         "There are more steps: see the case worked by hand."),
     ),
 )  # fmt: skip
 

@@ -18,8 +18,6 @@ OPERATIONS = Exercise(
     mistakes=(
         ("there is a thread for each query only", "T * H * S * (", "T * S * (",
          "There is a thread for each query and each dimension: see section 2."),
-        ("the sum of the values is left out", "(2 * H + 2)", "2 * H",
-         "Each thread multiplies a weight with its one element of a value, and adds it: 2 operations more."),
         ("every thread adds up all dimensions of the values", "(2 * H + 2)", "4 * H",
          "A thread owns one dimension of out: 2 operations a key, not 2 H."),
         ("only the logits are counted as needed", "4 * T", "2 * T",
@@ -147,9 +145,6 @@ PASSES = Exercise(
     mistakes=(
         ("lanes that read the same word are counted twice", DISTINCT, "words",
          "One word is read once and given to all lanes that want it: count different words."),
-        ("only neighbouring lanes share a word",
-         DISTINCT, "[word for lane, word in enumerate(words) if lane == 0 or word != words[lane - 1]]",
-         "All lanes that want a word share it, wherever they are: count different words."),
         ("all different words are counted", MOST, "len(banks)", "Words in different banks come in the same pass."),
         ("the banks that are used are counted", MOST, "len(set(banks))",
          "Many banks are good: what counts is the one bank that is asked for most words."),
