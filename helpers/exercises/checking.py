@@ -114,5 +114,4 @@ def _verdict(exercise, answer, progress):
             )
         return Verdict("wrong", text, mistake.name if mistake else None)
     plural = "s" if len(cases) > 1 else ""
-    remark = f"\n  {exercise.remark(answer)}" if exercise.remark else ""
-    return Verdict("correct", f"✓ {name}: correct on {len(cases)} case{plural}: {exercise.tried}.{remark}")
+    return Verdict("correct", f"✓ {name}: correct on {len(cases)} case{plural}: {exercise.tried}.")

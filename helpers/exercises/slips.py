@@ -63,8 +63,9 @@ def slips(source):
         yield from _changed(tree, variants, f"everywhere: {wrong}", wrong, seen)
     for pair in TAKEN_FOR_ANOTHER:
         wrong, other = "`{}` and `{}` have changed places".format(*pair), dict(zip(pair, pair[::-1], strict=True))
-        loads = {place: node for place, node in enumerate(nodes) if isinstance(node, ast.Name) and node.id in other}
-        swapped = {place: _with(node, id=other[node.id]) for place, node in loads.items() if names.issuperset(pair)}
+        reads = [(place, node) for place, node in enumerate(nodes) if getattr(node, "id", None) in pair]
+        reads = [(place, node) for place, node in reads if isinstance(node.ctx, ast.Load) and names.issuperset(pair)]
+        swapped = {place: _with(node, id=other[node.id]) for place, node in reads}
         yield from _changed(tree, swapped, wrong, wrong, seen)
 
 
