@@ -104,8 +104,6 @@ GRID = [
     for dtype in ("bfloat16", "float16")
     for H, T, is_causal in itertools.product((64, 128), (1024, 4096, 16384), (False, True))
 ]
-TUTORIAL = Case(4, 1024, 1024, 8, 8, 64, "float16", False)
-GROUPED = [Case(4, 4096, 4096, 2048 // H, 2048 // H // 8, H, "bfloat16", c) for H in (64, 128) for c in (False, True)]
 
 
 def inputs_of(case, seed=0):
@@ -117,9 +115,9 @@ def inputs_of(case, seed=0):
 def names_for(case):
     """The implementations to be timed for a case: all for those the lessons quote, the main ones for the rest."""
     names = ["portable", "triton", "hopper", "cudnn", "flash_attention_3"]
-    if case.T <= 4096 and (case.dtype == "bfloat16" or case == TUTORIAL) and case.K == case.N:
+    if case.T <= 4096 and case.dtype == "bfloat16":
         names.insert(0, "naive")
-    if case.T == 4096 and case.K == case.N:
+    if case.T == 4096:
         names += PEERS if case.dtype == "bfloat16" else ["jax_mosaic"]
     return names
 
@@ -387,9 +385,8 @@ def run(cases, note, began, progress=print, processes=0, limit=LIMIT):
     for case in cases:
         implementations = {name: OF_JAX[name] for name in names_for(case) if name in OF_JAX}
         for part, lower in parts_of_case(case, implementations, note).items():
-            # XLA tries the products of naive attention in the GPU's memory, where nobody else may be at it. And
-            # JAX 0.11.2 can't read a compiled program of tokamax that another process hands over.
-            (here if part[1].startswith(("naive", "tokamax")) else parts)[part] = lower
+            # XLA tries the products of naive attention in the GPU's memory, where nobody else may be at it.
+            (here if part[1] == "naive" else parts)[part] = lower
     compiled = compile_together(parts, note, processes)
     compiled |= compile_together(here, note, threads=1)
     progress(f"compiled after {time.perf_counter() - began:.0f} s")
@@ -486,7 +483,7 @@ def main(arguments=None):
         results.write(found, path)
         return 0
     # The shapes that lessons quote come first, so that a slow machine still has them.
-    cases = sorted([*GRID, TUTORIAL, *GROUPED], key=lambda case: (case.T != 4096 and case != TUTORIAL, case.dtype))
+    cases = sorted(GRID, key=lambda case: (case.T != 4096, case.dtype))
     show = functools.partial(print, flush=True)
     records = with_fractions(run(cases, note, began, show, COMPILERS, options.limit), top)
     long = [case for case in GRID if case.T == 4096 and case.dtype == "bfloat16"]
