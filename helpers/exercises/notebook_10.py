@@ -56,9 +56,7 @@ def _run_ring(answer, steps, stages, readers):
     names = [f"compute {index}" for index in range(readers)]
     for name, operations in zip(["memory", *names], [memory, *computing], strict=True):
         for operation in operations:
-            if not isinstance(operation, Wait | Arrive | Fetch | Read):
-                return f"{name} yields an object of type {type(operation).__name__}, which is no operation."
-            if isinstance(operation, Fetch if name != "memory" else Read | Arrive):
+            if not isinstance(operation, Wait | (Fetch if name == "memory" else Arrive | Read)):
                 return f"{name} yields {type(operation).__name__}, which is not its part: is the role looked at?"
             if not 0 <= operation.slot < stages:
                 return f"{name} uses slot {operation.slot}, but there {_are(stages, 'slot')}, counted from 0."
@@ -211,11 +209,9 @@ def _fault_of_order(operations, steps):
         if not isinstance(operation, Issue | Work):
             return "something was yielded that is not one of the four operations."
         name, digits = operation.label, operation.label.lstrip("spv")
-        if not digits.isdigit():
-            return f"{name} is ordered: tiles are numbered from 0."
+        if not digits.isdigit() or int(digits) >= steps:
+            return f"{name} is ordered, but there {_are(steps, 'tile')}, counted from 0."
         j = int(digits)
-        if not 0 <= j < steps:
-            return f"{name} is ordered, but there {_are(steps, 'tile')}."
         if isinstance(operation, Work):
             if f"s{j}" not in ready:
                 return (
@@ -298,8 +294,8 @@ def _run_balance(answer, lengths, programs):
         if not all(tile.is_integer() for tile in tiles):
             raise Complaint("expected a list of tiles, each an integer")
         parts.append(tuple(map(int, tiles)))
-    if sorted(itertools.chain(*parts)) != list(range(len(lengths))):
-        return {"tiles": tuple(parts)}
+    if (given := sorted(itertools.chain(*parts))) != list(range(len(lengths))):
+        return {"tiles": tuple(given)}
     # Which of two equal tiles it is, and which program has them, makes no difference.
     return {"work": tuple(sorted(tuple(sorted(lengths[i] for i in part)) for part in parts))}
 
@@ -307,14 +303,8 @@ def _run_balance(answer, lengths, programs):
 def _judge_balance(result, case):
     lengths, programs = case.arguments
     if "tiles" in result:
-        given = sorted(itertools.chain(*result["tiles"]))
-        missing = sorted(set(range(len(lengths))) - set(given))
-        if missing:
-            return f"tile {missing[0]} has no program."
-        strange = next((i for i in given if not 0 <= i < len(lengths)), None)
-        if strange is not None:
-            return f"there is no tile {strange}."
-        return f"tile {next(i for i in given if given.count(i) > 1)} is computed twice."
+        given = ", ".join(map(str, result["tiles"]))
+        return f"together the programs compute tiles {given}; expected are 0 to {len(lengths) - 1}, each once."
     worst = max(map(sum, result["work"]))
     ways = [[answer(program, programs, lengths) for program in range(programs)] for answer in (tiles_of, _by_least)]
     most = max(sum(lengths[i] for i in part) for parts in ways for part in parts)
