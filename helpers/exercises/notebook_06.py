@@ -36,12 +36,10 @@ def _ds_cases():
     return [
         Case("the case worked by hand", (np.array([[0.25, 0.75]]), np.array([[2.0, 6.0]]))),
         case("", 2, 3, 1),
-        case("", 5, 4, 1),
         case("", 4, 7, 3),
         case("nearly all weight on one key, ", 6, 9, 30),
         case("a large constant in dp, ", 3, 5, 1, shift=50.0),
         case("one key, ", 3, 1, 1),
-        case("", 4, 4, 1),
     ]
 
 

@@ -47,7 +47,6 @@ def _races_cases():
         [],
         [(0, 0, 5, True), (0, 0, 5, False)],
         [(0, 0, 5, False), (1, 1, 5, True)],
-        [(0, 0, 5, True), (1, 1, 5, True)],
         [(0, 0, 5, True), (1, 0, 5, False)],
         [(0, 0, 5, True), (1, 1, 5, False)],
         [(0, 0, 5, True), (1, 0, 6, False)],
@@ -55,12 +54,6 @@ def _races_cases():
         [(0, 0, 5, False), (1, 0, 5, True)],
         [(3, 1, 7, True), (40, 1, 7, True)],
         [(0, 0, 1, True), (1, 1, 1, False), (0, 1, 1, True)],
-        [(0, 0, 1, True), (1, 0, 1, False), (2, 1, 1, True)],
-        [(0, 0, 1, True), (1, 1, 1, False), (2, 2, 1, True), (5, 2, 1, False)],
-        [(0, 0, 1, True), (2, 1, 1, True), (1, 0, 1, False)],
-        [(1, 0, 5, False), (2, 1, 9, False), (0, 0, 5, True)],
-        [(0, 0, 5, True), (0, 0, 5, False), (1, 0, 5, False)],
-        [(0, 0, 5, False), (1, 0, 5, False), (0, 0, 5, True)],
         [(0, 0, 5, False), (1, 0, 5, False), (1, 0, 5, True)],
         [(0, 0, 5, True), (0, 1, 9, False), (1, 0, 5, False)],
     ]
@@ -124,15 +117,12 @@ def _passes_cases():
     words = {
         "lane after lane": lanes,
         "all lanes the same word": np.full(32, 5),
-        "every second word": 2 * lanes,
         "a column of rows of 32 words": 32 * lanes,
         "a column of rows of 33 words": 33 * lanes,
         "fragments, rows of 32 words": 32 * g + t,
         "fragments, rows of 36 words": 36 * g + t,
         "two words of one bank, each read by sixteen lanes": 32 * (lanes // 16),
-        "two words of one bank, read by turns": 32 * (lanes % 2),
         "random words": random.integers(0, 256, 32),
-        "other random words": random.integers(0, 1024, 32),
     }
     return [Case(label, (words_of_lanes,)) for label, words_of_lanes in words.items()]
 
