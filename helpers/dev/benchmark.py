@@ -104,6 +104,8 @@ GRID = [
     for dtype in ("bfloat16", "float16")
     for H, T, is_causal in itertools.product((64, 128), (1024, 4096, 16384), (False, True))
 ]
+TUTORIAL = Case(4, 1024, 1024, 8, 8, 64, "float16", False)
+GROUPED = [Case(4, 4096, 4096, 2048 // H, 2048 // H // 8, H, "bfloat16", c) for H in (64, 128) for c in (False, True)]
 
 
 def inputs_of(case, seed=0):
@@ -115,9 +117,9 @@ def inputs_of(case, seed=0):
 def names_for(case):
     """The implementations to be timed for a case: all for those the lessons quote, the main ones for the rest."""
     names = ["portable", "triton", "hopper", "cudnn", "flash_attention_3"]
-    if case.T <= 4096 and case.dtype == "bfloat16":
+    if case.T <= 4096 and (case.dtype == "bfloat16" or case == TUTORIAL) and case.K == case.N:
         names.insert(0, "naive")
-    if case.T == 4096:
+    if case.T == 4096 and case.K == case.N:
         names += PEERS if case.dtype == "bfloat16" else ["jax_mosaic"]
     return names
 
@@ -483,7 +485,7 @@ def main(arguments=None):
         results.write(found, path)
         return 0
     # The shapes that lessons quote come first, so that a slow machine still has them.
-    cases = sorted(GRID, key=lambda case: (case.T != 4096, case.dtype))
+    cases = sorted([*GRID, TUTORIAL, *GROUPED], key=lambda case: (case.T != 4096 and case != TUTORIAL, case.dtype))
     show = functools.partial(print, flush=True)
     records = with_fractions(run(cases, note, began, show, COMPILERS, options.limit), top)
     long = [case for case in GRID if case.T == 4096 and case.dtype == "bfloat16"]

@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import functools
 from collections import defaultdict
 
 COMPARISONS = {  # the other side of the border, and the other way round
@@ -173,6 +174,8 @@ def _variants(node):
             yield f"the case `{_short(test)}` is left out", _with(node, test=ast.Constant(False))
         case ast.Expr(ast.Yield()):
             yield "an operation is left out", ast.Pass()
+        case ast.Expr(ast.Call()) | ast.Assign(targets=[ast.Subscript()]):
+            yield f"`{_short(node)}` is left out", ast.Pass()
 
 
 def _without_minus(node):
@@ -196,6 +199,8 @@ def _of_operators(node):
         yield wrong, _with(node, op=other())
     if isinstance(op, ast.FloorDiv):
         yield "a quotient is not rounded", _with(node, op=ast.Div())
+        minus = functools.partial(ast.UnaryOp, ast.USub())
+        yield "a quotient is rounded up instead of down", minus(_with(node, left=minus(left)))
     if isinstance(op, ast.Add | ast.Sub | ast.Mult | ast.Div | ast.BitAnd | ast.FloorDiv):
         yield f"`{_short(right)}` is left out", left
         if not isinstance(op, ast.FloorDiv):
@@ -212,6 +217,8 @@ def _of_calls(node):
         yield f"`{name}` is left out", args[0]
     for wrong, swapped in _swaps(args) if name not in SYMMETRIC else ():
         yield wrong, _with(node, args=swapped)
+    for arg in args if name in SYMMETRIC and len(args) == 2 else ():
+        yield f"nothing but `{_short(arg)}` is asked for", arg
     for place, keyword in enumerate(keywords):
         yield f"`{_short(keyword)}` is left out", _with(node, keywords=[*keywords[:place], *keywords[place + 1 :]])
         if keyword.arg == "axis":

@@ -1,8 +1,7 @@
 """What the benchmark compares: this package's kernels, naive attention, cuDNN, and public peers that are installed.
 
-Each entry makes a function of (query, key, value), shaped (B, T, N, H), for a case, or raises
-NotImplementedError with the reason why it cannot serve it. A peer that is not installed raises
-ImportError. Nothing here is needed to use the kernels.
+Each entry makes a function of (query, key, value), shaped (B, T, N, H), for a case. A peer that is not
+installed raises ImportError. Nothing here is needed to use the kernels.
 """
 
 import functools
