@@ -94,8 +94,6 @@ UPDATE = Exercise(
          "The new exponentials must be in the new units, e^(s - m_new): see section 3."),
         ("acc is divided by l half-way", "alpha * acc + p @ v", "(alpha * acc + p @ v) / (alpha * l + p.sum())",
          "Divide once, after the last tile: see the common slip in section 4."),
-        ("m is the maximum of the tile instead of the running maximum", "max(m, s.max())", "s.max()",
-         "m_new is the larger of m and the largest logit of the tile: see section 3."),
     ),
 )  # fmt: skip
 

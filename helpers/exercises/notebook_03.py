@@ -120,9 +120,6 @@ QUERY_OUTER = Exercise(
     mistakes=(
         ("alpha multiplies the columns of acc, where it should multiply the rows", "alpha[:, None]", "alpha",
          "NumPy lines up (block_q,) with the H of (block_q, H); give alpha a second axis: alpha[:, None] * acc."),
-        ("m is the largest logit of the current tile only, not the largest so far",
-         "np.maximum(m, s.max(axis=1))", "s.max(axis=1)",
-         "If the old maximum was far larger, alpha overflows: keep the larger of the two, as in section 1."),
         ("the tiles of keys are not used: the softmax takes a whole row of logits at once",
          "    out, lse =", "    block_k = len(k)\n    out, lse =",
          "The numbers are right, but a long row fits no chip: visit block_k keys at a time, as in section 2."),
@@ -168,8 +165,6 @@ CLASSIFY = Exercise(
     run=_run_kinds, expected=functools.partial(_run_kinds, _right_kind),
     tried="every tile of seven causal problems, T < S, T = S and T > S, ragged tails, unequal blocks",
     mistakes=(
-        ("a tile counts as seen if only a query past the end would see it", "min(q_stop, T)", "q_stop",
-         "The last query that exists is min(q_stop, T) - 1: see section 5."),
         ("a tile is skipped as soon as its first query does not see it", "k_start > last_query", "k_start > q_start",
          "The last query of the tile sees the most keys: see section 5."),
         ("a tile is called full if only its last query sees every key", "k_stop - 1 <= q_start", "k_stop <= q_stop",

@@ -53,8 +53,6 @@ BOUNDS = Exercise(
     mistakes=(
         ("stop is measured from the first query of the tile instead of the last (too few tiles)",
          "min(q_stop, S)", "min(q_start + 1, S)", "The last query of the tile sees furthest: reread section 5."),
-        ("no tile is skipped on the right (too many tiles)", "min(q_stop, S)", "S",
-         "Causal queries see nothing to the right of the diagonal: reread section 5."),
         ("left = 0 is taken for no window (too many tiles)", "0 if left is None", "0 if not left",
          "With left = 0 a query sees its own key alone; only None means no limit: see the text of the exercise."),
         ("first is measured from the last query of the tile instead of the first (too few tiles)",

@@ -297,8 +297,6 @@ BOUNDS = Exercise(
          ("stop_query = T if left is None else min(k_stop + left, T)", "return k_start // block_q"),
          ("stop_query = min(k_stop, T)", "return 0 if left is None else max(k_start - left, 0) // block_q"),
          "A key is seen by the queries at and after its own position: see the picture of section 8."),
-        ("the window is ignored (too many tiles)", "T if left is None else min(k_stop + left, T)", "T",
-         "No query beyond k_stop - 1 + left sees back to these keys: see the text of the exercise."),
         ("stop is measured from the first key of the tile instead of the last (too few tiles)",
          "k_stop + left", "k_start + 1 + left",
          "The last key of the tile is seen from furthest away: see the text of the exercise."),

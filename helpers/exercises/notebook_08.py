@@ -159,8 +159,6 @@ SHIFT = Exercise(
          "The target lies to the right of the input, at one place more: see the picture of section 3."),
         ("the last target is the first input of its window, wrapped round", TARGETS, f"np.roll({INPUTS}, -1, axis=1)",
          "The last target is one token beyond the inputs, so read T + 1 tokens: see the picture of section 3."),
-        ("the windows have T tokens in all, so inputs and targets are one short", "T + 1", "T",
-         "T inputs and T targets need T + 1 tokens: see section 3."),
     ),
 )  # fmt: skip
 
