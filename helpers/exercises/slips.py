@@ -2,7 +2,6 @@
 
 import ast
 import copy
-import functools
 from collections import defaultdict
 
 COMPARISONS = {  # the other side of the border, and the other way round
@@ -199,8 +198,6 @@ def _of_operators(node):
         yield wrong, _with(node, op=other())
     if isinstance(op, ast.FloorDiv):
         yield "a quotient is not rounded", _with(node, op=ast.Div())
-        minus = functools.partial(ast.UnaryOp, ast.USub())
-        yield "a quotient is rounded up instead of down", minus(_with(node, left=minus(left)))
     if isinstance(op, ast.Add | ast.Sub | ast.Mult | ast.Div | ast.BitAnd | ast.FloorDiv):
         yield f"`{_short(right)}` is left out", left
         if not isinstance(op, ast.FloorDiv):
