@@ -85,7 +85,7 @@ FAULTS = [
         ("rows count twice in the gradient of a bias", "& (i >= new)[:, None]", ""),
         ("the gradient of a bias forgets lse", "delta = (p * dp).sum(axis=-1, keepdims=True) - dlse", "delta = (p * dp).sum(axis=-1, keepdims=True)"),
     ),
-    *_of("helpers/attention/portable/pairs.py", "test_masks test_portable test_api",
+    *_of("helpers/attention/portable/pairs.py", "test_portable test_masks",
         ("lengths past the end are not cut", "jnp.minimum(length[...], longest)", "length[...]"),
         ("all batch entries have the length of the first", "spec = pl.BlockSpec((None,), lambda i, n, b: (b,))", "spec = pl.BlockSpec((None,), lambda i, n, b: (0,))"),
         ("query lengths are those of the keys", "Masks(call.query_lengths, call.key_lengths,", "Masks(call.key_lengths, call.key_lengths,"),
