@@ -36,10 +36,11 @@ class PagePool:
         self.tables, self.lengths = {}, {}
 
     def append(self, name, tokens=1):
-        """Make room for more tokens at the end of a sequence, which is begun if it is new.
+        """Make room for more tokens at the end of a sequence, begun if it is new.
 
-        Returns [(source, target)], the pages that the caller must copy before writing: the last page of the
-        sequence, if it has room and others hold it too (copy on write). Raises OutOfPagesError.
+        Returns [(source, target)], the pages that the caller must copy before writing:
+        the last page of the sequence, if it has room and others hold it too (copy on
+        write). Raises OutOfPagesError.
         """
         if tokens < 1:
             raise ValueError(f"tokens must be at least 1, got {tokens}")

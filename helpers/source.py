@@ -1,7 +1,10 @@
-"""Show the source of a helper in a notebook, with colours, as a whole or some of its lines."""
+"""Show the source of a helper in a notebook, with colours, as a whole or by named regions."""
 
 import inspect
+import re
 import textwrap
+
+MARK = re.compile(r"\s*(?:#|//) --(?: (.+))?")  # begins a region, and ends the one before
 
 
 class Source(str):
@@ -14,27 +17,29 @@ class Source(str):
         return f"```python\n{self}\n```"
 
 
-def show(function, *parts):
-    """The source of a function or class, or the lines of its parts.
+def show(function, *regions):
+    """The source of a function or class, or regions of it by name.
 
-    A part is a pair of texts: it goes from the first line that holds the one to the next line that holds the
-    other. A single text is a part of one line. ValueError where no line holds a text.
+    A region begins below a comment `# -- name`. It ends at the next such comment, which may have no name, or with the
+    block in which it begins. These comments are not shown. ValueError where no region has a name.
     """
-    return cut(inspect.getsource(function), *parts)
+    return cut(inspect.getsource(function), *regions)
 
 
-def cut(source, *parts):
-    """What `show` makes of a source: all of it, or the lines of its parts."""
-    lines, found = source.splitlines(), []
-    for part in parts:
-        first, last = (part, part) if isinstance(part, str) else part
-        start = _line_with(first, lines, 0)
-        found.append(textwrap.dedent("\n".join(lines[start : _line_with(last, lines, start) + 1])))
-    return Source("\n\n".join(found) if parts else textwrap.dedent(source).rstrip())
+def cut(source, *regions):
+    """What `show` makes of a source: all of it, or regions."""
+    lines = source.splitlines()
+    parts = [_region(lines, name) for name in regions] or [lines]
+    shown = ["\n".join(line for line in part if not MARK.fullmatch(line)) for part in parts]
+    return Source("\n\n".join(textwrap.dedent(text).strip("\n") for text in shown))
 
 
-def _line_with(text, lines, start):
-    for number, line in enumerate(lines[start:], start):
-        if text in line:
-            return number
-    raise ValueError(f"no line from {start} on holds {text!r}")
+def _region(lines, name):
+    names = [mark and mark[1] for mark in map(MARK.fullmatch, lines)]
+    if name not in names:
+        raise ValueError(f"no region is called {name!r}")
+    start = names.index(name) + 1
+    indent = lambda line: len(line) - len(line.lstrip())
+    is_outside = lambda line: line.strip() and indent(line) < indent(lines[start - 1]) and not line.startswith("#")
+    ends = (n for n in range(start, len(lines)) if MARK.fullmatch(lines[n]) or is_outside(lines[n]))
+    return lines[start : next(ends, len(lines))]

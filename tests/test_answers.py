@@ -30,10 +30,13 @@ WHOLE = "it comes out whole in every case, or is rounded afterwards"
 ONE_LENGTH = "both arrays have one length along that axis"
 STILL_BREAKS = "another row of logits that breaks what it shall"
 NO_TIE = "the task has no ties, or leaves them open"
+ALIKE = "the task treats them alike"
+BOTH = "the one undoes what the other does"
 ROUNDED_AWAY = "rounding to whole units leaves the result as it is"
 
 EQUAL = {
     "1.1": {"-1 → 1": TWO_AXES, "k → v": ONE_LENGTH, "q → k": ONE_LENGTH},
+    "1.2": {"`T` and `S` have changed places": ALIKE},
     "1.3": {"0 → -1": "the loop begins one step earlier and ends at the same length"},
     "2.2": {"(a, b) → (b, a)": COMMUTES},
     "2.3": {
@@ -47,16 +50,20 @@ EQUAL = {
             "100.0 → 200.0",
             "200.0 → 100.0",
             "200.0 → 400.0",
+            "everywhere: a number is too large by one",
+            "everywhere: a number is too small by one",
+            "everywhere: a number is twice what it should be",
         )
     },
     "2.4": {"0.0 → 1.0": NEVER_READ, "0.0 → -1.0": NEVER_READ},
     "3.1": {
         "np.zeros → np.ones": NEVER_READ,
-        "every zeros → ones": NEVER_READ,
+        "everywhere: `ones` stands where `zeros` belongs": NEVER_READ,
         "k → v": ONE_LENGTH,
         "q → k": ONE_LENGTH,
     },
     "3.5": {
+        "`block_q` and `block_k` have changed places": ALIKE,
         "S → T": "the least of both is at the same tile",
         "cost.query_outer_bytes(T, S, H, itemsize, *pair) → cost.query_outer_bytes(T, H, S, itemsize, *pair)": (
             "S and H are factors of one product"
@@ -67,7 +74,7 @@ EQUAL = {
     },
     "4.3": {"0 → 1": "the other operand holds 0 there", "0 → -1": "the other operand holds 0 there"},
     "5.3": {"1 → 2": "minus infinity plus one is minus infinity, and 0 divided by 2 is 0"},
-    "5.1": {"0 → 1": EMPTY, "0 → -1": EMPTY},
+    "5.1": {"0 → 1": EMPTY, "0 → -1": EMPTY, "`T` and `S` have changed places": ALIKE},
     "6.3": {"np.zeros_like → np.ones_like": "dq is overwritten, head by head"},
     "6.5": {
         "(np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)) → (np.zeros_like(q), np.zeros_like(v), np.zeros_like(k))": (
@@ -76,13 +83,17 @@ EQUAL = {
         "k → v": "k and v have one shape",
         "v → k": "k and v have one shape",
     },
-    "7.2": {"every sum → mean": "a word of the docstring"},
     "7.5": {"0 → 1": EMPTY, "0 → -1": EMPTY},
-    "8.4": {"-1 → 1": TWO_AXES, "0 → -1": "an axis of length one has one entry, the last"},
+    "8.4": {
+        "-1 → 1": TWO_AXES,
+        "everywhere: a minus or a `not` is left out": TWO_AXES,
+        "0 → -1": "an axis of length one has one entry, the last",
+    },
     "9.1": {"0 → 1": "any inputs will do for the warm-up", "0 → -1": "any inputs will do for the warm-up"},
     "9.4": {
         "T // block → T / block": WHOLE,
         "tiles * (tiles + 1) // 2 → tiles * (tiles + 1) / 2": WHOLE,
+        "everywhere: a quotient is not rounded": WHOLE,
     },
     "10.2": {
         "65536 → 65537": ROUNDED_AWAY,
@@ -100,7 +111,7 @@ EQUAL = {
     "11.1": {"block_k // 2 → block_k / 2": WHOLE},
     "12.4": {"fused < split → fused <= split": NO_TIE},
     "12.5": {"block_q // 2 → block_q / 2": WHOLE},
-    "13.2": {"-1 → 1": TWO_AXES},
+    "13.2": {"-1 → 1": TWO_AXES, "everywhere: a minus or a `not` is left out": TWO_AXES},
     "13.3": {
         "0 → 1": "any reference is right where every weight is 0",
         "0 → -1": "any reference is right where every weight is 0",
@@ -110,17 +121,21 @@ EQUAL = {
     "13.5": {"memory // (page * token) → memory / (page * token)": WHOLE},
     "14.1": {change: "minus infinity less one is minus infinity" for change in ("0 → 1", "0 → -1")},
     "14.2": {"i - r → i + r": "the ring turned the other way, in which all shares come past as well"},
-    "14.3": {"np.zeros → np.ones": NEVER_READ},
+    "14.3": {"np.zeros → np.ones": NEVER_READ, "everywhere: two indices are exchanged": BOTH},
     "14.4": {"share // 2 → share / 2": WHOLE},
-    "15.1": {"jnp.zeros → jnp.ones": NEVER_READ, "every zeros → ones": NEVER_READ},
+    "14.6": {"everywhere: the two sides of an operation are exchanged": BOTH},
+    "15.1": {"jnp.zeros → jnp.ones": NEVER_READ, "everywhere: `ones` stands where `zeros` belongs": NEVER_READ},
     "15.3": {"32 // itemsize → 32 / itemsize": WHOLE},
+    "17.1": {"`T` and `S` have changed places": ALIKE},
+    "17.3": {"2 * (column // 8) → 2 * (column // 8) * (column // 8)": "it is 0 or 1, and so is its square"},
     "18.4": {
         "np.zeros → np.ones": "a start with weight 0, or overwritten",
-        "every zeros → ones": "a start with weight 0, or overwritten",
+        "everywhere: `ones` stands where `zeros` belongs": "a start with weight 0, or overwritten",
         "q → k": ONE_LENGTH,
         "0 → 1": "any reference is right where every weight is 0",
         "0 → -1": "any reference is right where every weight is 0",
     },
+    "18.5": {"everywhere: the two sides of an operation are exchanged": BOTH},
 }
 
 

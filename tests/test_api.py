@@ -3,6 +3,7 @@
 import functools
 import itertools
 import re
+import traceback
 import types
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import in_tiers
+from jax.experimental import pallas as pl
 
 from helpers import flash_attention
 from helpers.attention import device, registry
@@ -34,7 +36,7 @@ ILLEGAL = [
     # what is passed instead, the error, the words it must hold
     ({"query": [[1.0]]}, TypeError, "query must be a JAX or NumPy array, got list"),
     ({"key": None}, TypeError, "key must be a JAX or NumPy array, got NoneType"),
-    ({"query": zeros(B, T, N, H, dtype=np.float64)}, TypeError, "query must have one of the dtypes float32, bfloat16, float16, got float64"),
+    ({"query": zeros(B, T, N, H, dtype=np.float64)}, TypeError, "query must have dtype float32 or bfloat16 or float16, got float64"),
     ({"key": zeros(B, S, K, H, dtype=np.float16)}, TypeError, "must share one dtype, got query float32, key float16, value float32"),
     ({"value": zeros(B, S, K, H, dtype=np.float16)}, TypeError, "must share one dtype, got query float32, key float32, value float16"),
     ({"query": zeros(T, H)}, ValueError, "query must have shape (batch, length, heads, head_dim) or"),
@@ -113,6 +115,20 @@ def test_a_second_call_compiles_nothing(implementation, monkeypatch):
     monkeypatch.setattr("jax._src.compiler.compile_or_get_cached", lambda *a, **k: compiled.append(a))
     attention(**arrays())
     assert compiled == []
+
+
+def test_a_plain_call_takes_few_steps_to_its_kernel(monkeypatch):
+    """A query on one device, forward alone: what stands between a reader and the kernel."""
+    call, ours = pl.pallas_call, []
+
+    def pallas_call(*arguments, **options):
+        frames = traceback.walk_stack(None)
+        ours.extend(frame.f_code.co_name for frame, _ in frames if "/helpers/" in frame.f_code.co_filename)
+        return call(*arguments, **options)
+
+    monkeypatch.setattr(pl, "pallas_call", pallas_call)
+    flash_attention(**{name: array[:, :19] for name, array in arrays().items()}, implementation="portable")
+    assert "flash_attention" in ours and len(ours) <= 8, ours
 
 
 @pytest.mark.parametrize("name", ["block_q", "block_k"])

@@ -363,25 +363,3 @@ def test_a_judge_decides_and_never_raises():
     assert "cannot be judged: None: is a `return` missing?" in judged(lambda: None, even).text
     three = exercise(None, judge=lambda result, case: "expected three rows")
     assert "expected three rows, got None: is a `return` missing?" in judged(lambda: None, three).text
-
-
-def of_entries(expected, mistake, numbers=(2, 3)):
-    """An exercise whose result is a dict, with one mistake, both functions of the number of a case."""
-    cases = [Case(f"case {n}", (n,)) for n in numbers]
-    known = (("it is known", mistake, "Reread."),)
-    return dataclasses.replace(exercise(None), cases=lambda: cases, expected=expected, mistakes=known)
-
-
-def test_one_entry_of_a_dict_is_recognised_beside_others_that_nobody_knows():
-    table = lambda n, a, b: {"a": a * n, "b": b * n**2}
-    known = of_entries(lambda n: table(n, 1, 1), lambda n: table(n, 2, 1))
-    assert judged(lambda n: table(n, 1, 1), known).status == "correct"
-    assert judged(lambda n: table(n, 2, 1) | {"b": np.sqrt(n)}, known).mistake == "it is known"
-    assert judged(lambda n: {"a": np.sqrt(n), "b": n**2}, known).mistake is None
-
-
-def test_a_name_that_follows_from_an_entry_nobody_knows_tells_nothing():
-    table = lambda a, b: {"a": a, "b": b, "larger": "a" if a > b else "b"}
-    known = of_entries(lambda n: table(n, n**2), lambda n: table(n**2, n))
-    assert judged(lambda n: table(n**2, n), known).mistake == "it is known"
-    assert judged(lambda n: table(n**3 + 1, n**2), known).mistake is None

@@ -72,7 +72,7 @@ FORWARD = {
 }  # fmt: skip
 MORE_FORWARD = {
     "a soft cap": (AttentionCase(100, 150, H=64, dtype="bfloat16", logits="large", arguments={"logits_soft_cap": 5.0, **CAUSAL}), None),
-    "lengths, with padding that is no number": (LENGTHS, SMALL._replace(guess=False)),
+    "lengths, with padding that is no number, capped": (dataclasses.replace(LENGTHS, arguments={"logits_soft_cap": 1.0}), SMALL._replace(guess=False)),
     "sinks alone": (AttentionCase(100, 150, H=64, dtype="bfloat16", arguments=SINKS), None),
     "rows that see nothing, and sinks": (AttentionCase(150, 150, H=64, dtype="bfloat16", arguments=CAUSAL | SINKS | {"causal_offset": -70}), SMALL),
     "numbers of segments in any order, capped": (AttentionCase(100, 100, H=128, dtype="float16", arguments={"scale": -0.3, "logits_soft_cap": 1.0, "query_segment_ids": np.arange(100, dtype=np.int32)[None] % 3, "key_value_segment_ids": np.arange(100, dtype=np.int32)[None] % 5}), None),
@@ -169,7 +169,7 @@ def seen_by(call, T, S):
     )  # fmt: skip
     by_band = np.stack([visible(rows, cols, call.problem.band, *of_entry) for of_entry in lengths])
     of_segments = np.ones_like(by_band)
-    if extras is not None:
+    if extras.query_segment_ids is not None:
         of_segments = np.asarray(extras.query_segment_ids)[:, :, None] == np.asarray(extras.key_segment_ids)[:, None]
     return by_band & of_segments, of_segments
 

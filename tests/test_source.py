@@ -1,36 +1,74 @@
-"""Sources as the notebooks show them."""
+"""Sources as the notebooks show them: whole, or by named regions, all of which are shown."""
 
+import ast
 import inspect
 import textwrap
+from pathlib import Path
 
 import pytest
+from lessons import PATHS, ROOT, read
 
-from helpers.source import show
+from helpers.source import MARK, cut, show
+
+# They show code of their own only.
+WITHOUT_SOURCE = {"00", "04"}
 
 
 def sample():
+    # -- first
     first = 1
     if first:
+        # -- inside
         second = 2
+
+        # -- after it
+        second += 1
+    # --
     return second
 
 
-def test_a_whole_function_or_parts_of_it():
-    assert show(sample) == textwrap.dedent(inspect.getsource(sample)).rstrip()
-    assert show(sample, ("if first", "second = 2")) == "if first:\n    second = 2"
-    assert show(sample, "first = 1", "return") == "first = 1\n\nreturn second"
+def test_a_whole_function_or_regions_of_it():
+    lines = textwrap.dedent(inspect.getsource(sample)).splitlines()
+    assert show(sample) == "\n".join(line for line in lines if "# --" not in line)
+    assert show(sample, "first") == "first = 1\nif first:"
+    assert show(sample, "inside", "after it") == "second = 2\n\nsecond += 1"
 
 
-def test_a_part_ends_where_its_last_text_comes_next():
-    assert show(sample, ("second", "second")) == "second = 2"
+def test_in_cpp_a_line_for_the_preprocessor_ends_no_region():
+    assert cut("{\n    // -- loop\n#pragma unroll\n    for (;;) ;\n}", "loop") == "#pragma unroll\n    for (;;) ;"
 
 
-@pytest.mark.parametrize("part", ["third", ("first", "third"), ("return", "if first")])
-def test_lines_that_are_not_there(part):
+def test_a_region_that_is_not_there():
     """A notebook must fail when a kernel changes under it, and not show other lines."""
-    with pytest.raises(ValueError, match="no line"):
-        show(sample, part)
+    with pytest.raises(ValueError, match="no region is called 'second'"):
+        show(sample, "second")
 
 
 def test_a_notebook_shows_it_as_python():
-    assert show(sample, "first = 1")._repr_markdown_() == "```python\nfirst = 1\n```"
+    assert show(sample, "inside")._repr_markdown_() == "```python\nsecond = 2\n```"
+
+
+def shown(path):
+    """(names that a notebook gives to functions that show source, whether it has such functions)."""
+    names, shows = set(), False
+    for cell in read(path).cells:
+        if cell.cell_type == "code" and not cell.source.startswith("%"):
+            for call in (node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.Call)):
+                function = ast.unparse(call.func)
+                if function in ("show", "show_kernel", "show_source", "beside", "inspect.getsource"):
+                    shows = True
+                    arguments = call.args[function == "show_kernel" :]
+                    names |= {
+                        node.value for part in arguments for node in ast.walk(part) if isinstance(node, ast.Constant)
+                    }
+    return names, shows
+
+
+def test_lessons_show_every_region_and_each_lesson_shows_source():
+    files = [*Path(ROOT, "helpers").rglob("*.py"), *Path(ROOT, "helpers").rglob("*.cu")]
+    marks = [mark for file in files for mark in map(MARK.fullmatch, file.read_text().splitlines()) if mark]
+    regions = [mark[1] for mark in marks if mark[1]]
+    assert len(set(regions)) == len(regions), "two regions have one name"
+    by_lesson = {path.name[:2]: shown(path) for path in PATHS}
+    assert set(regions) - set().union(*(names for names, _ in by_lesson.values())) == set()
+    assert {number for number, (_, shows) in by_lesson.items() if not shows} == WITHOUT_SOURCE

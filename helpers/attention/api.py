@@ -129,27 +129,9 @@ def flash_attention(
     kernels have reverse-mode first derivatives; the reference has all. The algorithm is FlashAttention-2, arXiv
     2307.08691. More on precision, devices and the order of arguments stands in the docstring of the module.
     """
-    call = check_call(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size,
-        query_segment_ids=query_segment_ids,
-        key_value_segment_ids=key_value_segment_ids,
-        logits_soft_cap=logits_soft_cap,
-        sinks=sinks,
-        causal_offset=causal_offset,
-        mask_mod=mask_mod,
-        score_mod=score_mod,
-        score_arrays=score_arrays,
-        block_mask=block_mask,
-    )
+    of_call = locals().copy()
+    del of_call["implementation"], of_call["return_residual"]
+    call = check_call(**of_call)
     if not isinstance(return_residual, bool):
         raise TypeError(f"return_residual must be True or False, got {return_residual!r}")
     out, lse = run(choose(implementation, call, return_residual), call, return_residual)

@@ -16,7 +16,7 @@ from jax import lax
 
 from helpers.attention import scores
 from helpers.attention.extras import Extras
-from helpers.attention.low_bits import with_low_bits
+from helpers.attention.low_bits import delta_of
 from helpers.attention.masking import visible
 from helpers.attention.sharding import vary_alike
 
@@ -32,8 +32,8 @@ def gradients_of_extras(call, out, lse, dout, dlse, low=None):
     extras, is_float = call.extras, lambda array: jnp.issubdtype(array.dtype, jnp.floating)
     gradients = Extras()
     if extras.sinks is not None:
-        exact = with_low_bits(out, low)
-        gradients = gradients._replace(sinks=_of_sinks(call, exact, lse, dout, dlse))
+        delta = delta_of(out, lse, dout, dlse, low)
+        gradients = gradients._replace(sinks=_of_sinks(call, delta, lse, dlse))
     arrays = extras.score_arrays or ()
     wanted = [array for array in (extras.bias, *arrays) if array is not None and is_float(array)]
     if wanted:
@@ -43,9 +43,8 @@ def gradients_of_extras(call, out, lse, dout, dlse, low=None):
     return gradients
 
 
-def _of_sinks(call, out, lse, dout, dlse):
+def _of_sinks(call, delta, lse, dlse):
     sinks = call.extras.sinks[:, :, None]
-    delta = (out * dout.astype(jnp.float32)).sum(axis=-1).swapaxes(1, 2) - dlse
     gradient = jnp.where(lse == sinks, dlse, -jnp.exp(sinks - lse) * delta)
     if call.query_lengths is not None:
         gradient = jnp.where(call.is_padding, 0, gradient)

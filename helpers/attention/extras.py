@@ -13,6 +13,9 @@ import numpy as np
 from helpers.attention.device import settings
 from helpers.attention.masking import BLOCK
 
+# Of arrays that are no tables, (B, N, T, S): the letters of their axes; I and J are tiles of queries, and of keys.
+AXES = {"query_segment_ids": "BT", "key_segment_ids": "BS", "sinks": "BN", "batch": "B", "heads": "BN"}
+AXES["block_mask"] = "BNIJ"
 SCORE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32)
 
 
@@ -43,20 +46,25 @@ class Extras(NamedTuple):
     def letters(self):
         """The letters of the axes of each array, as `sharding` wants them; "1" is an axis that serves all."""
 
-        def of(array, letters="BNTS"):
+        def of(array, letters):
             return "".join("1" if size == 1 else letter for size, letter in zip(array.shape, letters, strict=True))
 
-        axes = {"query_segment_ids": "BT", "key_segment_ids": "BS", "sinks": "BN", "batch": "B", "heads": "BN"}
-        axes["block_mask"] = "BNIJ"  # tiles of queries, and of keys
-        return Extras(
-            *(
-                jax.tree.map(lambda array, name=name: of(array, axes.get(name, "BNTS")), field)
-                for name, field in zip(self._fields, self, strict=True)
-            )
-        )
+        of_field = lambda name, field: jax.tree.map(lambda array: of(array, AXES.get(name, "BNTS")), field)
+        return Extras(*(of_field(name, field) for name, field in self._asdict().items()))
 
+
+NO_EXTRAS = Extras()
 
 # Checks; those of single numbers are in `problem`
+
+
+def check_array(name, array, dtypes, what="a JAX or NumPy array"):
+    """Raise TypeError unless it is an array of one of the dtypes. what: it must be, in words."""
+    if not isinstance(array, jax.Array | np.ndarray):
+        raise TypeError(f"{name} must be {what}, got {type(array).__name__}")
+    if array.dtype not in dtypes:
+        allowed = " or ".join(jnp.dtype(dtype).name for dtype in dtypes)
+        raise TypeError(f"{name} must have dtype {allowed}, got {array.dtype}")
 
 
 def check_table(name, array, sizes, has_batch, dtypes):
@@ -66,11 +74,7 @@ def check_table(name, array, sizes, has_batch, dtypes):
     """
     if array is None:
         return None
-    if not isinstance(array, jax.Array | np.ndarray):
-        raise TypeError(f"{name} must be a JAX or NumPy array, got {type(array).__name__}")
-    if array.dtype not in dtypes:
-        allowed = " or ".join(jnp.dtype(dtype).name for dtype in dtypes)
-        raise TypeError(f"{name} must have dtype {allowed}, got {array.dtype}")
+    check_array(name, array, dtypes)
     shape = (1,) * (4 - array.ndim) + array.shape
     whole = tuple(sizes.values())
     fits = len(shape) == 4 and all(size == 1 or size == full for size, full in zip(shape, whole, strict=True))
@@ -86,13 +90,11 @@ def check_block_mask(block_mask, sizes, has_mask):
         return None
     if not has_mask:
         raise ValueError("block_mask tells of mask and mask_mod, and both are None")
-    if not isinstance(block_mask, jax.Array | np.ndarray):
-        raise TypeError(f"block_mask must be a JAX or NumPy array, got {type(block_mask).__name__}")
+    check_array("block_mask", block_mask, (jnp.int8,))
     tiles = tuple(-(-sizes[axis] // BLOCK) for axis in "ij")
     allowed = [(b, n, *tiles) for b in (1, sizes["b"]) for n in (1, sizes["n"])]
-    if block_mask.dtype != jnp.int8 or block_mask.shape not in allowed:
-        got = f"{block_mask.dtype} {block_mask.shape}"
-        raise ValueError(f"block_mask must be int8 (batch or 1, heads or 1, *{tiles}), got {got}")
+    if block_mask.shape not in allowed:
+        raise ValueError(f"block_mask must have shape (batch or 1, heads or 1, *{tiles}), got {block_mask.shape}")
     return jnp.asarray(block_mask)
 
 
@@ -109,11 +111,7 @@ def check_score_arrays(pairs, sizes, score_mod):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise TypeError(f"{expected}, got {type(pair).__name__} as {name}")
         array, axes = pair
-        if not isinstance(array, jax.Array | np.ndarray):
-            raise TypeError(f"{name} must have a JAX or NumPy array, got {type(array).__name__}")
-        if array.dtype not in SCORE_DTYPES:
-            allowed = ", ".join(jnp.dtype(dtype).name for dtype in SCORE_DTYPES)
-            raise TypeError(f"{name} must have one of the dtypes {allowed}, got {array.dtype}")
+        check_array(name, array, SCORE_DTYPES)
         if not isinstance(axes, str) or len(set(axes)) != len(axes) or not set(axes) <= set(sizes):
             raise ValueError(f'{name} must have axes among "b", "n", "i" and "j", each once, got {axes!r}')
         shape = tuple(sizes[axis] for axis in axes)

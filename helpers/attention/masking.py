@@ -155,7 +155,7 @@ def tile_lists(kinds):
 
 
 def for_kernel(call, block_q, block_k, outer="queries", joins_groups=False):
-    """The `Extras` and the `TileLists` that a kernel gets for a `Call`, or None. outer: whose tiles have lists.
+    """The `Extras` and the `TileLists` that a kernel gets for a `Call`, or no lists. outer: whose tiles have lists.
 
     joins_groups: where heads differ, one list for all heads that share a key/value head, (B or 1, K, tiles, other tiles
     of the first head, then those of the next).

@@ -1,4 +1,4 @@
-"""The running state of a softmax-weighted sum, in NumPy: what one pass over the keys must remember.
+"""The running state of a softmax-weighted sum: what one pass over the keys must remember.
 
 A row of logits arrives in pieces. The state keeps, for the keys seen so far,
 
@@ -8,11 +8,56 @@ A row of logits arrives in pieces. The state keeps, for the keys seen so far,
 
 so that out = acc / l and lse = m + log l at any time. Milakov and Gimelshein (arXiv 1805.02867)
 gave the recurrence for (m, l); FlashAttention (arXiv 2205.14135) carries acc along, as acc / l.
+
+`step` and `finish` serve kernels, in base 2 and with JAX, and the NumPy twins, in base e: pass
+``xp=numpy`` and its exp and log there.
 """
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
+
+from helpers.attention.portable.tiles import LOG2_E
+
+
+def step(m, l, s, along=None, *, axis=1, exp=jnp.exp2, xp=jnp):
+    """(m, l, alpha, p) of one more tile of keys: alpha is what sums so far are to be
+    multiplied with, acc among them, and p the weights of the tile.
+
+    m, l: one number a row. s: logits, -inf where masked, whose keys lie along an axis.
+    along(row): such numbers, to be broadcast to s; chosen unless given.
+    """
+    keepdims = m.ndim == s.ndim
+    along = along or (lambda row: row if keepdims else xp.expand_dims(row, axis))
+    m_new = xp.maximum(m, s.max(axis=axis, keepdims=keepdims))
+    reference = finite(m_new, xp)
+    alpha = exp(m - reference)
+    p = exp(s - along(reference))
+    l = alpha * l + p.sum(axis=axis, keepdims=keepdims)
+    return m_new, l, alpha, p
+
+
+def finite(m, xp):
+    """m, or 0 where no key was seen yet.
+
+    Any reference is right there, and -inf - (-inf) is NaN.
+    """
+    return xp.where(m == -xp.inf, 0, m)
+
+
+def finish(m, l, acc, w=None, along=None, *, log=jnp.log2, log_e=LOG2_E, xp=jnp):
+    """(out, lse): acc / l and (m + log l) / log e, 0 and -inf for a row without keys.
+
+    w: what acc is divided by, where that is not l. along: as for `step`, to acc.
+    """
+    empty = l == 0
+    l, w = (xp.where(empty, 1, total) for total in (l, l if w is None else w))
+    along = along or (lambda row: row if row.ndim == acc.ndim else row[:, None])
+    return acc / along(w), xp.where(empty, -xp.inf, (m + log(l)) / log_e)
+
+
+# The same for a tile of rows, in NumPy
 
 
 class State(NamedTuple):
@@ -34,19 +79,14 @@ def update(state, s, v):
     s: logits of the tile, shape (rows, block_k), -inf where masked.
     v: values of the tile, shape (block_k, H).
     """
-    m_new = np.maximum(state.m, s.max(axis=-1))
-    reference = _finite(m_new)
-    alpha = np.exp(state.m - reference)
-    p = np.exp(s - reference[:, None])
-    l = alpha * state.l + p.sum(axis=-1)
-    acc = alpha[:, None] * state.acc + p @ v
-    return State(m_new, l, acc)
+    m, l, alpha, p = step(state.m, state.l, s, exp=np.exp, xp=np)
+    return State(m, l, alpha[:, None] * state.acc + p @ v)
 
 
 def merge(a, b):
     """The state of two disjoint sets of keys. Associative and commutative, up to rounding."""
     m = np.maximum(a.m, b.m)
-    reference = _finite(m)
+    reference = finite(m, np)
     alpha, beta = np.exp(a.m - reference), np.exp(b.m - reference)
     return State(m, alpha * a.l + beta * b.l, alpha[:, None] * a.acc + beta[:, None] * b.acc)
 
@@ -56,15 +96,4 @@ def finalize(state):
 
     A row without keys gives 0 and -inf.
     """
-    empty = state.l == 0
-    l = np.where(empty, 1, state.l)
-    lse = np.where(empty, -np.inf, state.m + np.log(l))
-    return state.acc / l[:, None], lse
-
-
-def _finite(m):
-    """m, or 0 where no key was seen yet.
-
-    Any reference is right there, and -inf - (-inf) is NaN.
-    """
-    return np.where(m == -np.inf, 0, m)
+    return finish(*state, log=np.log, log_e=1, xp=np)

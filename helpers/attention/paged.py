@@ -57,18 +57,8 @@ def paged_attention(
     call is split over batch and heads, pages over heads only. An axis of `vmap` joins the batch, and pages without that
     axis are not copied for it.
     """
-    call = check_paged_call(
-        query,
-        key_pages,
-        value_pages,
-        page_table,
-        lengths,
-        scale=scale,
-        is_causal=is_causal,
-        local_window_size=local_window_size,
-        causal_offset=causal_offset,
-        logits_soft_cap=logits_soft_cap,
-        sinks=sinks,
-    )
+    of_call = locals().copy()
+    del of_call["implementation"], of_call["return_residual"]
+    call = check_paged_call(**of_call)
     out, lse = run(choose(implementation, call), call, return_residual)
     return (out, lse) if return_residual else out

@@ -3,6 +3,7 @@
 What no implementation accepts is refused here, before any kernel runs; what one of them cannot serve, in `api`.
 """
 
+import functools
 import math
 import numbers
 import operator
@@ -14,8 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from helpers.attention import masking
-from helpers.attention.extras import Extras, check_block_mask, check_function, check_score_arrays, check_table
+from helpers.attention.extras import (
+    NO_EXTRAS,
+    Extras,
+    check_array,
+    check_block_mask,
+    check_function,
+    check_score_arrays,
+    check_table,
+)
 from helpers.attention.masking import Band, visible
+from helpers.attention.scores import changes_logits
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 MAX_HEAD_DIM = 256
@@ -81,7 +91,7 @@ class Call:
 
     query (B, T, N, H); key, value (B, S, K, H); query_lengths, key_lengths int32 (B,) or None. With a page_table, int32
     (B, pages of a sequence), key and value are (pages, page, K, H), and S is what a row of the table has room for.
-    extras: what few calls have, or None.
+    extras: what few calls have.
     """
 
     problem: Problem
@@ -91,7 +101,7 @@ class Call:
     query_lengths: jax.Array | None
     key_lengths: jax.Array | None
     page_table: jax.Array | None = None
-    extras: Extras | None = None
+    extras: Extras = NO_EXTRAS
 
     @property
     def arrays(self):
@@ -102,7 +112,7 @@ class Call:
     @property
     def features(self):
         """What the call asks for, of `FEATURES`."""
-        problem, band, extras = self.problem, self.problem.band, self.extras or Extras()
+        problem, band, extras = self.problem, self.problem.band, self.extras
         is_shifted = (band.left or 0) < 0 or (band.right or 0) < 0 or (band.left is None and bool(band.right))
         asked = (
             problem.is_symbolic,
@@ -123,7 +133,7 @@ class Call:
 
     def numbered(self):
         """The call with the numbers of its batch entries and heads, if a function wants them; before it is split."""
-        problem, extras = self.problem, self.extras or Extras()
+        problem, extras = self.problem, self.extras
         if extras.batch is not None or (problem.mask_mod is None and problem.score_mod is None):
             return self
         batch, heads = (jnp.arange(size, dtype=jnp.int32) for size in (problem.B, problem.N))
@@ -132,7 +142,7 @@ class Call:
     def prepared(self):
         """The call with these numbers and with the block mask of mask and mask_mod, if there is one of them."""
         call = self.numbered()
-        problem, extras = call.problem, call.extras or Extras()
+        problem, extras = call.problem, call.extras
         if extras.block_mask is not None or (problem.mask_mod is None and extras.mask is None):
             return call
         of_numbers = {"batch": extras.batch, "heads": extras.heads}
@@ -145,19 +155,17 @@ class Call:
 
         Its logits are products, capped or not, which the band and the lengths alone hide.
         """
-        has_bias = self.extras is not None and self.extras.bias is not None
-        return not (has_bias or self.problem.score_mod is not None or self.hides_keys)
+        return self.extras.bias is None and self.problem.score_mod is None and not self.hides_keys
 
     @property
     def changes_logits(self):
         """Whether a logit is more than the scaled product of a query and a key."""
-        has_bias = self.extras is not None and self.extras.bias is not None
-        return has_bias or self.problem.soft_cap is not None or self.problem.score_mod is not None
+        return changes_logits(self.problem, self.extras)
 
     @property
     def hides_keys(self):
         """Whether something hides keys that the band and the lengths do not."""
-        return self.problem.mask_mod is not None or (self.extras is not None and self.extras.hides_keys)
+        return self.problem.mask_mod is not None or self.extras.hides_keys
 
     def gathered(self):
         """The call with its keys in one piece, if they lie in pages. A page that does not exist is some other one.
@@ -175,18 +183,24 @@ class Call:
         first = problem.first_position(jnp.minimum(self.key_lengths, problem.S))
         rows = first[:, None, None, None] + jnp.arange(problem.T)[:, None]
         mask = visible(rows, jnp.arange(problem.S), problem.band, MAX_LENGTH, problem.S)
-        extras = (self.extras or Extras())._replace(mask=mask)
-        return replace(call, problem=replace(problem, band=Band(), is_at_end=False), extras=extras)
+        problem = replace(problem, band=Band(), is_at_end=False)
+        return replace(call, problem=problem, extras=self.extras._replace(mask=mask))
 
     @property
     def has_sinks(self):
         """Whether each head has a logit that takes weight and gives no value."""
-        return self.extras is not None and self.extras.sinks is not None
+        return self.extras.sinks is not None
 
     @property
     def is_padding(self):
         """Which queries lie past query_lengths, which there are: (B, 1, T)."""
         return jnp.arange(self.problem.T) >= self.query_lengths[:, None, None]
+
+    def real_lengths(self):
+        """How many queries and keys of each batch entry are real, int32 (B,) each, cut to the arrays."""
+        given = (self.query_lengths, self.problem.T), (self.key_lengths, self.problem.S)
+        whole = functools.partial(jnp.full, self.problem.B, dtype=jnp.int32)
+        return [whole(longest) if own is None else jnp.clip(own, 0, longest) for own, longest in given]
 
     @property
     def may_have_blind_rows(self):
@@ -266,44 +280,45 @@ def check_call(
         *arrays,
         check_lengths("query_seq_lengths", query_seq_lengths, B, T),
         check_lengths("key_value_seq_lengths", key_value_seq_lengths, B, S),
-        extras=extras if any(array is not None for array in extras) else None,
+        extras=extras,
     )
+
+
+def _check_alike(arrays):
+    """Raise unless {name: array} of a query, keys and values fit one another, but for batch and lengths."""
+    (query_name, query), (key_name, key), (value_name, value) = arrays.items()
+    names = f"{query_name}, {key_name} and {value_name}"
+    for name, array in arrays.items():
+        _check_array(name, array)
+    if not (query.dtype == key.dtype == value.dtype):
+        got = ", ".join(f"{name} {array.dtype}" for name, array in arrays.items())
+        raise TypeError(f"{names} must share one dtype, got {got}")
+    if not (query.ndim == key.ndim == value.ndim):
+        got = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
+        raise ValueError(f"{names} must all have a batch axis or all have none, got shapes {got}")
+    if value.shape != key.shape:
+        raise ValueError(f"{value_name} must have the shape of {key_name}, {key.shape}, got {value.shape}")
+    (N, H), K = query.shape[-2:], key.shape[-2]
+    if key.shape[-1] != H:
+        raise ValueError(f"{key_name} must have the head_dim of {query_name}, {H}, got shape {key.shape}")
+    if N % K:
+        raise ValueError(f"query heads must be a multiple of key/value heads, got {N} and {K}")
+    if H > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, got {H}")
 
 
 def _check_arrays(query, key, value):
     """The `Problem` of three arrays, but for scale and mask, and the arrays with a batch axis."""
-    arrays = {"query": query, "key": key, "value": value}
-    for name, array in arrays.items():
-        _check_array(name, array)
-    if key.dtype != query.dtype or value.dtype != query.dtype:
-        raise TypeError(
-            "query, key and value must share one dtype, got "
-            + ", ".join(f"{name} {array.dtype}" for name, array in arrays.items())
-        )
-    if not (query.ndim == key.ndim == value.ndim):
-        raise ValueError(
-            "query, key and value must all have a batch axis or all have none, got shapes "
-            + ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
-        )
-    if value.shape != key.shape:
-        raise ValueError(f"value must have the shape of key, {key.shape}, got {value.shape}")
-    *query_batch, T, N, H = query.shape
-    *key_batch, S, K, key_dim = key.shape
-    if key_batch != query_batch:
-        raise ValueError(f"key must have the batch size of query, {query_batch[0]}, got shape {key.shape}")
-    if key_dim != H:
-        raise ValueError(f"key must have the head_dim of query, {H}, got shape {key.shape}")
+    _check_alike({"query": query, "key": key, "value": value})
+    if key.shape[:-3] != query.shape[:-3]:
+        raise ValueError(f"key must have the batch size of query, {query.shape[0]}, got shape {key.shape}")
+    query, key, value = (jnp.asarray(array) for array in (query, key, value))
     if query.ndim == 3:
-        query, key, value = (jnp.asarray(array)[None] for array in arrays.values())
-    B = query.shape[0]
-    if N % K:
-        raise ValueError(f"query heads must be a multiple of key/value heads, got {N} and {K}")
+        query, key, value = query[None], key[None], value[None]
+    (B, T, N, H), (_, S, K, _) = query.shape, key.shape
     if any(_is_more(length, MAX_LENGTH) for length in (T, S)):
         raise ValueError(f"query and key must have at most 2**30 - 1 positions, got {T} and {S}")
-    if H > MAX_HEAD_DIM:
-        raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, got {H}")
-    problem = Problem(B, T, S, N, K, H, jnp.dtype(query.dtype), 1.0, Band())
-    return problem, tuple(map(jnp.asarray, (query, key, value)))
+    return Problem(B, T, S, N, K, H, jnp.dtype(query.dtype), 1.0, Band()), (query, key, value)
 
 
 def check_paged_call(
@@ -332,34 +347,20 @@ def check_paged_call(
         is_at_end=causal_offset is None and band != Band(),
     )
     *arrays, table = arrays
-    extras = None if sinks is None else Extras(sinks=check_sinks(sinks, problem.N))
-    return Call(problem, *arrays, None, key_lengths, table, extras)
+    return Call(problem, *arrays, None, key_lengths, table, Extras(sinks=check_sinks(sinks, problem.N)))
 
 
 def _check_pages(query, key_pages, value_pages, page_table, lengths):
     """The `Problem` of a paged call, but for scale and mask; query, both pages and the table; and the lengths."""
     arrays = {"query": query, "key_pages": key_pages, "value_pages": value_pages}
     for name, array in arrays.items():
-        _check_array(name, array)
-        if array.ndim != 4:
+        if getattr(array, "ndim", 4) != 4:
             raise ValueError(f"{name} must have four axes, got shape {array.shape}")
-    if key_pages.dtype != query.dtype or value_pages.dtype != query.dtype:
-        raise TypeError(
-            "query, key_pages and value_pages must share one dtype, got "
-            + ", ".join(f"{name} {array.dtype}" for name, array in arrays.items())
-        )
-    if value_pages.shape != key_pages.shape:
-        raise ValueError(f"value_pages must have the shape of key_pages, {key_pages.shape}, got {value_pages.shape}")
-    (B, T, N, H), (pages, page, K, key_dim) = query.shape, key_pages.shape
-    if key_dim != H:
-        raise ValueError(f"key_pages must have the head_dim of query, {H}, got shape {key_pages.shape}")
-    if N % K:
-        raise ValueError(f"query heads must be a multiple of key/value heads, got {N} and {K}")
-    if H > MAX_HEAD_DIM:
-        raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, got {H}")
+    _check_alike(arrays)
+    (B, T, N, H), (pages, page, K, _) = query.shape, key_pages.shape
     if T > FEW_QUERIES:
         raise ValueError(f"query must have at most {FEW_QUERIES} positions, got {T}")
-    _check_integers("page_table", page_table, "int32 array of shape (batch, pages of a sequence)")
+    check_array("page_table", page_table, (jnp.int32,), "an int32 array of shape (batch, pages of a sequence)")
     if page_table.ndim != 2 or page_table.shape[0] != B or not page_table.shape[1]:
         raise ValueError(f"page_table must have shape ({B}, pages of a sequence), got {page_table.shape}")
     S = page_table.shape[1] * page
@@ -385,11 +386,7 @@ def _check_causal(is_causal):
 
 
 def _check_array(name, array):
-    if not isinstance(array, jax.Array | np.ndarray):
-        raise TypeError(f"{name} must be a JAX or NumPy array, got {type(array).__name__}")
-    if array.dtype not in DTYPES:
-        allowed = ", ".join(jnp.dtype(dtype).name for dtype in DTYPES)
-        raise TypeError(f"{name} must have one of the dtypes {allowed}, got {array.dtype}")
+    check_array(name, array, DTYPES)
     if array.ndim not in (3, 4):
         raise ValueError(
             f"{name} must have shape (batch, length, heads, head_dim) or (length, heads, head_dim), got {array.shape}"
@@ -455,10 +452,7 @@ def check_sinks(sinks, N):
     """float32 (1, N), or None."""
     if sinks is None:
         return None
-    if not isinstance(sinks, jax.Array | np.ndarray):
-        raise TypeError(f"sinks must be a float32 array of shape ({N},), got {type(sinks).__name__}")
-    if sinks.dtype != jnp.float32:
-        raise TypeError(f"sinks must have dtype float32, got {sinks.dtype}")
+    check_array("sinks", sinks, (jnp.float32,), f"a float32 array of shape ({N},)")
     if sinks.shape != (N,):
         raise ValueError(f"sinks must have shape ({N},), one for each query head, got {sinks.shape}")
     return jnp.asarray(sinks)[None]
@@ -475,7 +469,7 @@ def check_segment_ids(problem, has_batch, query_ids, key_ids):
     found = []
     for name, (ids, length) in named.items():
         shape = (problem.B, length) if has_batch else (length,)
-        _check_integers(name, ids, f"int32 array of shape {shape}")
+        check_array(name, ids, (jnp.int32,), f"an int32 array of shape {shape}")
         if ids.shape != shape:
             raise ValueError(f"{name} must have shape {shape}, got {ids.shape}")
         found.append(jnp.asarray(ids).reshape(problem.B, length))
@@ -504,7 +498,7 @@ def _check_window(window):
 def check_lengths(name, lengths, batch, longest):
     if lengths is None:
         return None
-    _check_integers(name, lengths, f"int32 array of shape ({batch},)")
+    check_array(name, lengths, (jnp.int32,), f"an int32 array of shape ({batch},)")
     if lengths.shape != (batch,):
         raise ValueError(f"{name} must have shape ({batch},), got {lengths.shape}")
     # Under jit the values are not known yet; there, lengths past the end act like the full length.
@@ -513,10 +507,3 @@ def check_lengths(name, lengths, batch, longest):
         if values.min() < 0 or _is_more(int(values.max()), longest):
             raise ValueError(f"{name} must lie between 0 and {longest}, got {values.tolist()}")
     return jnp.asarray(lengths)
-
-
-def _check_integers(name, array, expected):
-    if not isinstance(array, jax.Array | np.ndarray):
-        raise TypeError(f"{name} must be an {expected}, got {type(array).__name__}")
-    if array.dtype != jnp.int32:
-        raise TypeError(f"{name} must have dtype int32, got {array.dtype}")

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from helpers.attention import scores
-from helpers.attention.extras import Extras
 from helpers.attention.masking import sees_some, visible
 from helpers.attention.problem import Problem, check_call
 
@@ -75,8 +74,7 @@ def what_counts(call):
     """
     problem = call.problem
     B, T, S = problem.B, problem.T, problem.S
-    query_lengths = jnp.full((B,), T) if call.query_lengths is None else call.query_lengths
-    key_lengths = jnp.full((B,), S) if call.key_lengths is None else call.key_lengths
+    query_lengths, key_lengths = call.real_lengths()
     of_entry = lambda lengths: lengths[:, None, None, None]
     rows = jnp.arange(T)[None, :, None, None]
     is_query = sees_some(rows, problem.band, of_entry(query_lengths), of_entry(key_lengths))
@@ -204,10 +202,9 @@ class Softmax(NamedTuple):
 def oracle_softmax(query, key, value, arguments):
     """The `Softmax` of a call of `flash_attention`."""
     call = check_call(query, key, value, **arguments)
-    problem, extras = call.problem, call.extras or Extras()
+    problem, extras = call.problem, call.extras
     q, k, v = (np.asarray(array, np.float64).transpose(0, 2, 1, 3) for array in (call.query, call.key, call.value))
-    query_lengths = np.full(problem.B, problem.T) if call.query_lengths is None else np.asarray(call.query_lengths)
-    key_lengths = np.full(problem.B, problem.S) if call.key_lengths is None else np.asarray(call.key_lengths)
+    query_lengths, key_lengths = map(np.asarray, call.real_lengths())
 
     is_query = np.arange(problem.T)[None, None, :, None] < query_lengths[:, None, None, None]
     is_key = np.arange(problem.S)[None, None, :, None] < key_lengths[:, None, None, None]
@@ -229,7 +226,7 @@ def oracle_softmax(query, key, value, arguments):
 
 def _oracle_seen(call, query_lengths, key_lengths):
     """Which keys queries see, for (B, N, T, S)."""
-    problem, extras = call.problem, call.extras or Extras()
+    problem, extras = call.problem, call.extras
     rows, cols = np.arange(problem.T, dtype=np.int32)[:, None], np.arange(problem.S, dtype=np.int32)
     seen = visible(
         rows, cols, problem.band, *(lengths[:, None, None, None] for lengths in (query_lengths, key_lengths))
@@ -252,7 +249,7 @@ def _oracle_numbers(problem):
 
 def _oracle_logits(call, s):
     """The logits of scaled products, and how a gradient goes back; score_mod is evaluated by JAX in float64."""
-    problem, extras = call.problem, call.extras or Extras()
+    problem, extras = call.problem, call.extras
     tables = extras.score_arrays or ()
     if extras.bias is not None:
         s = s + np.asarray(extras.bias, np.float64)

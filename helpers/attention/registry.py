@@ -94,7 +94,7 @@ class KernelsOf:
             call, (out, lse, *low) = Call(problem, *arrays), residuals
             query, *clean = call.of_seeing_rows(lse, call.query, *gradients)
             found = self.run("backward", problem, query, *arrays[1:], out, lse, *clean, *(low or [None]))
-            if call.extras is None:
+            if not jax.tree.leaves(call.extras):
                 return found
             seeing = dataclasses.replace(call, query=query)
             return *found, None, None, None, gradients_of_extras(seeing, out, lse, *gradients, *low)

@@ -55,6 +55,7 @@ from helpers.attention.registry import KernelsOf, choose, kernels_by_platform
 from helpers.attention.sharding import vary_alike
 
 LAYOUTS = ("contiguous", "striped", "zigzag")
+MASKS = ("query_seq_lengths", "key_value_seq_lengths", "query_segment_ids", "key_value_segment_ids")
 # jax.jit(…, compiler_options=OVERLAPPING). Options of XLA, which may rename them.
 OVERLAPPING = {
     "xla_gpu_collective_permute_combine_threshold_bytes": 2**40,
@@ -187,20 +188,17 @@ def ring_attention(
             raise ValueError(f"{name} must have an even length on each device for layout zigzag, got {size}")
     if key_length is not None and not (isinstance(key_length, int) and 0 < key_length <= devices * problem.S):
         raise ValueError(f"key_length must be an integer from 1 to {devices * problem.S}, got {key_length!r}")
-    lengths = [
-        check_lengths(name, array, problem.B, devices * size)
-        for name, array, size in (
-            ("query_seq_lengths", query_seq_lengths, problem.T),
-            ("key_value_seq_lengths", key_value_seq_lengths, problem.S),
-        )
-    ]
+    lengths = (
+        check_lengths("query_seq_lengths", query_seq_lengths, problem.B, devices * problem.T),
+        check_lengths("key_value_seq_lengths", key_value_seq_lengths, problem.B, devices * problem.S),
+    )
     # Chosen for a call that has lengths if this one has.
     call = dataclasses.replace(call, query_lengths=lengths[0], key_lengths=lengths[1])
     chosen = choose(implementation, call)
     kernels = kernels_by_platform("reference") if chosen is naive_attention else chosen
     ring = Ring(kernels, problem, axis_name, devices, layout, key_length)
-    extras = call.extras or Extras()
-    shard, own = (call.key, call.value, extras.key_segment_ids), (*lengths, extras.query_segment_ids)
+    ids = call.extras
+    shard, own = (call.key, call.value, ids.key_segment_ids), (*lengths, ids.query_segment_ids)
     _, *arrays = vary_alike((lax.axis_index(axis_name), call.query, *shard, own))
     out, lse = _differentiable(ring)(*arrays)
     lse = jnp.swapaxes(lse, 1, 2)
@@ -242,17 +240,9 @@ def ring_attention_on_mesh(
         raise ValueError(f"axis_name must be an axis of the mesh, {', '.join(mesh.shape)}, got {axis_name!r}")
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
-    call = check_call(
-        query,
-        key,
-        value,
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        query_segment_ids=query_segment_ids,
-        key_value_segment_ids=key_value_segment_ids,
-    )
+    given = query_seq_lengths, key_value_seq_lengths, query_segment_ids, key_value_segment_ids
+    masks = dict(zip(MASKS, given, strict=True))
+    call = check_call(query, key, value, scale=scale, is_causal=is_causal, **masks)
     arguments = {
         "axis_name": axis_name,
         "scale": scale,
@@ -260,7 +250,7 @@ def ring_attention_on_mesh(
         "layout": layout if is_causal else "contiguous",
         "implementation": implementation,
     }
-    out, lse = _on_mesh(mesh, tuple(arguments.items()), *call.arrays[:5], call.extras or Extras())
+    out, lse = _on_mesh(mesh, tuple(arguments.items()), *call.arrays[:5], call.extras)
     if query.ndim == 3:
         out, lse = out[0], lse[0]
     return (out, lse) if return_residual else out
@@ -281,18 +271,9 @@ def _on_mesh(mesh, arguments, query, key, value, query_lengths, key_lengths, ext
 
     def shares(sequences, lengths):
         query, key, value, *ids = jax.tree.map(lambda array: to_layout(array, layout, axis_name), sequences)
-        out, lse = ring_attention(
-            query,
-            key,
-            value,
-            query_seq_lengths=lengths[0],
-            key_value_seq_lengths=lengths[1],
-            query_segment_ids=ids[0],
-            key_value_segment_ids=ids[1],
-            key_length=key_length,
-            return_residual=True,
-            **arguments,
-        )
+        masks = dict(zip(MASKS, (*lengths, *ids), strict=True))
+        options = arguments | masks | {"key_length": key_length, "return_residual": True}
+        out, lse = ring_attention(query, key, value, **options)
         return from_layout(out, layout, axis_name), from_layout(lse, layout, axis_name)
 
     split = P(None, axis_name)
@@ -418,7 +399,7 @@ class Ring:
             if key_lengths is not None:
                 key_lengths = jnp.minimum(key_lengths, keys)
             part = dataclasses.replace(problem, T=problem.T - first, S=keys, band=Band.of(is_causal))
-            call = part, query, key, value, query_lengths, key_lengths, None, _extras_of(query_ids, key_ids)
+            call = part, query, key, value, query_lengths, key_lengths, None, Extras(None, None, query_ids, key_ids)
             results = self.kernels.run(which, *call, *residuals)
         after = lambda array: _padded(array, 1, 0, problem.S - keys)
         if which == "backward_of_part":
@@ -426,10 +407,6 @@ class Ring:
             return _padded(dq, 1, first, 0), after(dk), after(dv)
         out, lse = results
         return _padded(out, 1, first, 0), _padded(lse, 2, first, 0, -jnp.inf)
-
-
-def _extras_of(query_ids, key_ids):
-    return None if key_ids is None else Extras(query_segment_ids=query_ids, key_segment_ids=key_ids)
 
 
 def _padded(array, axis, before, after, filler=0):
@@ -477,7 +454,7 @@ def _differentiable(ring):
     def backward(arrays, residuals, gradients):
         out, lse, *low = residuals
         *arrays_of_call, key_ids, (*lengths, query_ids) = arrays
-        call = Call(ring.problem, *arrays_of_call, *lengths, None, _extras_of(query_ids, key_ids))
+        call = Call(ring.problem, *arrays_of_call, *lengths, None, Extras(None, None, query_ids, key_ids))
         gradients = call.of_seeing_rows(lse, *gradients)
         return _gradients(ring, *arrays, out, lse, *gradients, *(low or [None]))
 

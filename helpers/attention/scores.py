@@ -13,11 +13,12 @@ The first three are `logits`, and the fourth is `visible_by`. They serve whole t
 
 import jax.numpy as jnp
 
-from helpers.attention.extras import Extras
-
 
 def logits(s, problem, b, n, i, j, bias=None, score_arrays=None):
-    """The logits of scaled products s, float32. b, n, i, j: int32 that broadcasts to s, and so do the tables."""
+    """The logits of scaled products s, float32.
+
+    b, n, i, j: int32 that broadcasts to s, and so do the tables.
+    """
     if bias is not None:
         s = s + bias.astype(s.dtype)
     if problem.score_mod is not None:
@@ -27,8 +28,13 @@ def logits(s, problem, b, n, i, j, bias=None, score_arrays=None):
     return s
 
 
+def changes_logits(problem, extras):
+    """Whether logits are more than scaled products. extras: `Extras`, of arrays or refs."""
+    return extras.bias is not None or problem.soft_cap is not None or problem.score_mod is not None
+
+
 def visible_by(problem, b, n, i, j, mask=None, query_ids=None, key_ids=None):
-    """Booleans that broadcast to (…, T, S): whether mask, segment ids and mask_mod let a query see a key.
+    """Booleans that broadcast to (…, T, S): whether all of these let a query see a key.
 
     The arrays broadcast to that too; at least one of mask, both ids and mask_mod is there.
     """
@@ -48,9 +54,8 @@ def visible_by(problem, b, n, i, j, mask=None, query_ids=None, key_ids=None):
 def whole(problem, extras, i=None):
     """(`logits`' arguments after problem, those of `visible_by`) for whole tables, (B, N, T, S), or queries i only.
 
-    extras: the `Extras` of a call, or None; with i, those of these queries.
+    extras: the `Extras` of a call; with i, those of these queries.
     """
-    extras = extras or Extras()
     b = jnp.arange(problem.B, dtype=jnp.int32) if extras.batch is None else extras.batch
     n = jnp.arange(problem.N, dtype=jnp.int32)[None] if extras.heads is None else extras.heads
     i = jnp.arange(problem.T, dtype=jnp.int32) if i is None else i

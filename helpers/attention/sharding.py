@@ -30,7 +30,7 @@ def letters(which, arrays):
     """
     *_, table, extras = arrays[:7]
     keys = "BSKH" if table is None else "PGKH"
-    call = ("BTNH", keys, keys, "B", "B", "BL", None if extras is None else extras.letters())
+    call = ("BTNH", keys, keys, "B", "B", "BL", extras.letters())
     if "backward" in which:
         return (*call, "BTNH", "BNT", "BTNH", "BNT", "BTNH"), ("BTNH", "BSKH", "BSKH")
     return call, RESULTS if which == "forward_with_low_bits" else RESULTS[:2]

@@ -135,6 +135,7 @@ def backward(memory, *, scale, block_q, block_k, band=NO_BAND):
     def load_queries(start):
         return [load(name, start, block_q) for name in ("q", "do", "lse", "delta")]
 
+    # -- p and ds of two tiles
     def p_and_ds(q, k, v, do, lse, delta, q_start, k_start):
         rows = np.arange(q_start, q_start + len(q))
         cols = np.arange(k_start, k_start + len(k))
@@ -144,10 +145,12 @@ def backward(memory, *, scale, block_q, block_k, band=NO_BAND):
         dp = do @ v.T
         return p, p * (dp - delta[:, None])
 
+    # --
     for q_start in range(0, T, block_q):
         out, do, lse, dlse = (load(name, q_start, block_q) for name in ("out", "do", "lse", "dlse"))
         memory.store("delta", q_start, np.where(lse == -np.inf, 0, (out * do).sum(axis=1) - dlse))
 
+    # -- keys outside
     for k_start in range(0, S, block_k):
         k, v = load("k", k_start, block_k), load("v", k_start, block_k)
         dk, dv = np.zeros_like(k), np.zeros_like(v)
@@ -160,6 +163,7 @@ def backward(memory, *, scale, block_q, block_k, band=NO_BAND):
         memory.store("dk", k_start, dk)
         memory.store("dv", k_start, dv)
 
+    # --
     for q_start in range(0, T, block_q):
         q, do, lse, delta = load_queries(q_start)
         dq = np.zeros_like(q)

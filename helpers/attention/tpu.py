@@ -38,7 +38,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from helpers.attention.low_bits import low_bits, with_low_bits
+from helpers.attention import online_softmax
+from helpers.attention.low_bits import delta_of, low_bits
 from helpers.attention.masking import key_tiles, query_tiles
 from helpers.attention.portable.tiles import LOG2_E
 from helpers.attention.problem import Problem
@@ -93,7 +94,7 @@ class Walk:
         return first + step, stop
 
     def fetched(self, b, outer, step, query_lengths, key_lengths):
-        """The index of the block to have in VMEM: after the last needed one still that one, so that nothing moves."""
+        """The block to have in VMEM: after the last needed one still that one."""
         tile, stop = self.tile(outer, step, (query_lengths[b], key_lengths[b]))
         return jnp.maximum(jnp.minimum(tile, stop - 1), 0)
 
@@ -112,10 +113,12 @@ def forward_kernel(
     query_lengths, key_lengths, q_ref, k_ref, v_ref, out_ref, lse_ref, m_ref, l_ref, w_ref, acc_ref, *, walk
 ):
     """Program (b, n, i, step): one step of query tile i."""
+    # -- which step
     b, i, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     lengths = query_lengths[b], key_lengths[b]
     j, stop = walk.tile(i, step, lengths)
 
+    # -- the first step
     @pl.when(step == 0)
     def _():
         m_ref[...] = jnp.full_like(m_ref, -jnp.inf)
@@ -125,25 +128,23 @@ def forward_kernel(
 
     @pl.when(j < stop)
     def _():
-        m, v = m_ref[...], v_ref[...]
+        # -- logits on their side
+        v = v_ref[...]
         s = (walk.problem.scale * LOG2_E) * product(k_ref[...], q_ref[...], 1, 1)
         s = jnp.where(walk.seen(i, j, lengths), s, -jnp.inf)
-        m_new = jnp.maximum(m, s.max(axis=0, keepdims=True))
-        reference = jnp.where(m_new == -jnp.inf, 0, m_new)  # a query may have seen no key yet
-        alpha = jnp.exp2(m - reference)
-        p = jnp.exp2(s - reference)
-        m_ref[...] = m_new
+        # -- the step in scratch
+        state = m_ref[...], l_ref[...]
+        m_ref[...], l_ref[...], alpha, p = online_softmax.step(*state, s, axis=0)
         weights = p.astype(v.dtype)
-        l_ref[...] = alpha * l_ref[...] + p.sum(axis=0, keepdims=True)
         w_ref[...] = alpha * w_ref[...] + weights.astype(jnp.float32).sum(axis=0, keepdims=True)
         acc_ref[...] = alpha * acc_ref[...] + product(v, weights, 0, 0)
 
+    # -- the last step
     @pl.when(step == walk.steps - 1)
     def _():
-        empty = l_ref[...] == 0
-        l, w = (jnp.where(empty, 1, ref[...]) for ref in (l_ref, w_ref))
-        out_ref[...] = (acc_ref[...] / w).T.astype(out_ref.dtype)
-        lse_ref[...] = jnp.where(empty, -jnp.inf, (m_ref[...] + jnp.log2(l)) / LOG2_E)
+        state = m_ref[...], l_ref[...], acc_ref[...], w_ref[...]
+        out, lse_ref[...] = online_softmax.finish(*state)
+        out_ref[...] = out.T.astype(out_ref.dtype)
 
 
 def p_and_ds(q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, seen, scale):
@@ -154,8 +155,9 @@ def p_and_ds(q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, seen, scale):
     return p, p * (dp - delta_ref[...])
 
 
-def dq_kernel(query_lengths, key_lengths, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, dq_ref, sum_ref, *, walk):
+def dq_kernel(query_lengths, key_lengths, *refs, walk):
     """Program (b, n, i, step): one step of query tile i."""
+    *of_pair, dq_ref, sum_ref = refs  # q, k, v, do, lse and delta come first
     b, i, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     lengths = query_lengths[b], key_lengths[b]
     j, stop = walk.tile(i, step, lengths)
@@ -166,8 +168,8 @@ def dq_kernel(query_lengths, key_lengths, q_ref, k_ref, v_ref, do_ref, lse_ref, 
 
     @pl.when(j < stop)
     def _():
-        seen, k = walk.seen(i, j, lengths), k_ref[...]
-        _, ds = p_and_ds(q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, seen, walk.problem.scale)
+        _, ds = p_and_ds(*of_pair, walk.seen(i, j, lengths), walk.problem.scale)
+        k = of_pair[1][...]
         sum_ref[...] += product(ds.astype(k.dtype), k, 0, 0)
 
     @pl.when(step == walk.steps - 1)
@@ -175,24 +177,12 @@ def dq_kernel(query_lengths, key_lengths, q_ref, k_ref, v_ref, do_ref, lse_ref, 
         dq_ref[...] = (walk.problem.scale * sum_ref[...]).astype(dq_ref.dtype)
 
 
-def dkv_kernel(
-    query_lengths,
-    key_lengths,
-    q_ref,
-    k_ref,
-    v_ref,
-    do_ref,
-    lse_ref,
-    delta_ref,
-    dk_ref,
-    dv_ref,
-    dk_sum_ref,
-    dv_sum_ref,
-    *,
-    walk,
-):
-    """Program (b, kv, j, head, step): one step of key tile j, for one query head of the group that shares it."""
-    b, j, head, step = pl.program_id(0), pl.program_id(2), pl.program_id(3), pl.program_id(4)
+def dkv_kernel(query_lengths, key_lengths, *refs, walk):
+    """Program (b, kv, j, head, step): one step of key tile j, for one query head of
+    the group that shares it.
+    """
+    *of_pair, dk_ref, dv_ref, dk_sum_ref, dv_sum_ref = refs  # as in dq_kernel
+    b, j, head, step = (pl.program_id(axis) for axis in (0, 2, 3, 4))
     lengths = query_lengths[b], key_lengths[b]
     i, stop = walk.tile(j, step, lengths)
 
@@ -203,8 +193,8 @@ def dkv_kernel(
 
     @pl.when(i < stop)
     def _():
-        seen, q, do = walk.seen(i, j, lengths), q_ref[...], do_ref[...]
-        p, ds = p_and_ds(q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, seen, walk.problem.scale)
+        p, ds = p_and_ds(*of_pair, walk.seen(i, j, lengths), walk.problem.scale)
+        q, do = of_pair[0][...], of_pair[3][...]
         dv_sum_ref[...] += product(p.astype(do.dtype), do, 1, 0)
         dk_sum_ref[...] += product(ds.astype(q.dtype), q, 1, 0)
 
@@ -223,15 +213,10 @@ def forward(call, *, block_q=None, block_k=None, keeps_low_bits=False, interpret
     problem = call.problem
     walk = Walk(problem, *_blocks(problem, block_q, block_k), key_tiles)
     q, k, v = _laid_out(call, walk)
-    q_spec, k_spec, row_spec = _query_outer_specs(walk, q.shape[-1])
     rows = jax.ShapeDtypeStruct((*q.shape[:2], 1, q.shape[2]), jnp.float32)
-    scratch = [(1, walk.block_q)] * 3 + [(q.shape[-1], walk.block_q)]
-    in_specs, out_specs = [q_spec, k_spec, k_spec], [q_spec, row_spec]
-    grid = problem.B, problem.N, q.shape[2] // walk.block_q, walk.steps
     like = [jax.ShapeDtypeStruct(q.shape, jnp.float32 if keeps_low_bits else q.dtype), rows]
-    exact, lse = _launch(forward_kernel, walk, grid, in_specs, out_specs, like, scratch, interpret)(
-        *_lengths(call), q, k, v
-    )
+    scratch = [(1, walk.block_q)] * 3 + [(q.shape[-1], walk.block_q)]
+    exact, lse = _launch(forward_kernel, walk, "qkk", "qr", like, scratch, interpret)(*call.real_lengths(), q, k, v)
     out, lse = _given_back(exact, problem.T, problem), lse[:, :, 0, : problem.T]
     if not keeps_low_bits:
         return out, lse
@@ -247,75 +232,67 @@ def backward(call, out, lse, dout, dlse, low=None, *, block_q=None, block_k=None
     """
     problem = call.problem
     blocks = _blocks(problem, block_q, block_k)
-    delta = (with_low_bits(out, low) * dout.astype(jnp.float32)).sum(axis=-1).swapaxes(1, 2) - dlse
-    # A query that sees no key passes no gradient, whatever arrives at its lse of -inf.
-    delta = jnp.where(lse == -jnp.inf, 0, delta)
+    delta = delta_of(out, lse, dout, dlse, low)
     walk = Walk(problem, *blocks, key_tiles)
     q, k, v = _laid_out(call, walk)
     do = _padded(dout, call.query_lengths, walk.block_q)
     rows = [jnp.pad(x, [(0, 0), (0, 0), (0, q.shape[2] - problem.T)])[:, :, None] for x in (lse, delta)]
-    inputs = *_lengths(call), q, k, v, do, *rows
+    inputs = *call.real_lengths(), q, k, v, do, *rows
 
-    q_spec, k_spec, row_spec = _query_outer_specs(walk, q.shape[-1])
-    in_specs = [q_spec, k_spec, k_spec, q_spec, row_spec, row_spec]
-    grid = problem.B, problem.N, q.shape[2] // walk.block_q, walk.steps
     scratch = [(walk.block_q, q.shape[-1])]
-    (dq,) = _launch(dq_kernel, walk, grid, in_specs, [q_spec], [q], scratch, interpret)(*inputs)
-
+    (dq,) = _launch(dq_kernel, walk, "qkkqrr", "q", [q], scratch, interpret)(*inputs)
     walk = Walk(problem, *blocks, query_tiles)
-    q_spec, k_spec, row_spec = _key_outer_specs(walk, q.shape[-1])
-    in_specs = [q_spec, k_spec, k_spec, q_spec, row_spec, row_spec]
-    grid = problem.B, problem.K, k.shape[2] // walk.block_k, problem.group, walk.steps
     scratch = [(walk.block_k, q.shape[-1])] * 2
-    dk, dv = _launch(dkv_kernel, walk, grid, in_specs, [k_spec] * 2, [k, v], scratch, interpret)(*inputs)
-    return (
-        _given_back(dq, problem.T, problem),
-        _given_back(dk, problem.S, problem),
-        _given_back(dv, problem.S, problem),
-    )
+    dk, dv = _launch(dkv_kernel, walk, "qkkqrr", "kk", [k, v], scratch, interpret)(*inputs)
+    lengths = (dq, problem.T), (dk, problem.S), (dv, problem.S)
+    return tuple(_given_back(gradient, length, problem) for gradient, length in lengths)
 
 
-def _query_outer_specs(walk, H):
-    """Specs of a tile of queries, of keys and of statistics, for programs (b, n, i, step)."""
-    group = walk.problem.group
-    return (
-        pl.BlockSpec((None, None, walk.block_q, H), lambda b, n, i, step, *_: (b, n, i, 0)),
+def _specs(walk, H):
+    """Specs of a tile of queries, of keys and of statistics, by a letter.
+
+    For programs (b, n, i, step), or (b, kv, j, head, step) where outer tiles are keys.
+    """
+    group, fetched = walk.problem.group, walk.fetched
+    if walk.tiles_of is key_tiles:
+        query = lambda b, n, i, step, *_: (b, n, i)
         # Grouped queries: `group` query heads read the same key/value head, in place.
-        pl.BlockSpec(
-            (None, None, walk.block_k, H),
-            lambda b, n, i, step, *lengths: (b, n // group, walk.fetched(b, i, step, *lengths), 0),
-        ),
-        pl.BlockSpec((None, None, 1, walk.block_q), lambda b, n, i, step, *_: (b, n, 0, i)),
-    )
+        key = lambda b, n, i, *at: (b, n // group, fetched(b, i, *at))
+    else:
+        head_of = lambda kv, head: kv * group + head
+        query = lambda b, kv, j, head, *at: (b, head_of(kv, head), fetched(b, j, *at))
+        key = lambda b, kv, j, *_: (b, kv, j)
+    row = lambda *program: (*query(*program)[:2], 0, query(*program)[2])
+    tile = lambda place: lambda *program: (*place(*program), 0)  # all of a head
+    return {
+        "q": pl.BlockSpec((None, None, walk.block_q, H), tile(query)),
+        "k": pl.BlockSpec((None, None, walk.block_k, H), tile(key)),
+        "r": pl.BlockSpec((None, None, 1, walk.block_q), row),
+    }
 
 
-def _key_outer_specs(walk, H):
-    """The same for programs (b, kv, j, head, step)."""
-    group = walk.problem.group
+def _launch(kernel, walk, reads, writes, like, scratch, interpret):
+    """The kernel over a grid of which the first three axes may go in any order.
 
-    def queries(b, kv, j, head, step, *lengths):
-        return b, kv * group + head, walk.fetched(b, j, step, *lengths)
-
-    return (
-        pl.BlockSpec((None, None, walk.block_q, H), lambda *program: (*queries(*program), 0)),
-        pl.BlockSpec((None, None, walk.block_k, H), lambda b, kv, j, *_: (b, kv, j, 0)),
-        pl.BlockSpec((None, None, 1, walk.block_q), lambda *program: (*queries(*program)[:2], 0, queries(*program)[2])),
-    )
-
-
-def _launch(kernel, walk, grid, in_specs, out_specs, like, scratch, interpret):
-    """The kernel over a grid of which the first three axes may go in any order; like: the outputs' shapes."""
+    reads, writes: letters of `_specs`. like: the outputs' shapes.
+    """
+    problem, specs = walk.problem, _specs(walk, like[0].shape[-1])
+    grid = problem.B, problem.N, pl.cdiv(problem.T, walk.block_q), walk.steps
+    if walk.tiles_of is query_tiles:
+        tiles = pl.cdiv(problem.S, walk.block_k)
+        grid = problem.B, problem.K, tiles, problem.group, walk.steps
+    semantics = ("parallel",) * 3 + ("arbitrary",) * (len(grid) - 3)
     return pl.pallas_call(
         functools.partial(kernel, walk=walk),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,  # both lengths, which the index maps read
             grid=grid,
-            in_specs=in_specs,
-            out_specs=out_specs,
+            in_specs=[specs[letter] for letter in reads],
+            out_specs=[specs[letter] for letter in writes],
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
         ),
         out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in like],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3 + ("arbitrary",) * (len(grid) - 3)),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
         interpret=interpret,
         name=f"flash_attention_tpu_{kernel.__name__.removesuffix('_kernel')}",
     )
@@ -328,15 +305,6 @@ def _blocks(problem, block_q, block_k):
         return LANES * pl.cdiv(pl.cdiv(length, pl.cdiv(length, LARGEST_BLOCK)), LANES)
 
     return block_q or block(problem.T), block_k or block(problem.S)
-
-
-def _lengths(call):
-    """How many queries and keys of each batch entry are real, int32 (B,) each, cut to the arrays."""
-    problem = call.problem
-    return [
-        jnp.full(problem.B, longest, jnp.int32) if lengths is None else jnp.clip(lengths, 0, longest)
-        for lengths, longest in ((call.query_lengths, problem.T), (call.key_lengths, problem.S))
-    ]
 
 
 def _laid_out(call, walk):

@@ -387,9 +387,8 @@ def run(cases, note, began, progress=print, processes=0, limit=LIMIT):
     for case in cases:
         implementations = {name: OF_JAX[name] for name in names_for(case) if name in OF_JAX}
         for part, lower in parts_of_case(case, implementations, note).items():
-            # XLA tries the products of naive attention in the GPU's memory, where nobody else may be at it. And
-            # JAX 0.11.2 can't read a compiled program of tokamax that another process hands over.
-            (here if part[1].startswith(("naive", "tokamax")) else parts)[part] = lower
+            # XLA tries the products of naive attention in the GPU's memory, where nobody else may be at it.
+            (here if part[1] == "naive" else parts)[part] = lower
     compiled = compile_together(parts, note, processes)
     compiled |= compile_together(here, note, threads=1)
     progress(f"compiled after {time.perf_counter() - began:.0f} s")

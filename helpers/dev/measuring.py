@@ -57,7 +57,7 @@ class Machine:
             found["cudnn"] = str(cuda_versions.cudnn_get_version())
         except Exception:
             found["cudnn"] = "unknown"
-        for name in ("torch", "triton", "tokamax"):  # of the peers
+        for name in ("torch", "triton"):  # of the peers
             if importlib.util.find_spec(name):
                 found[name] = importlib.metadata.version(name)
         here = cls(device.device_kind, found | versions, commit or commit_here(), datetime.date.today().isoformat())

@@ -9,7 +9,6 @@ query, out and dout (B, T, N, H), key and value (B, S, K, H), lse and dlse (B, N
 import ctypes
 import functools
 import hashlib
-import importlib
 import os
 import platform
 import shutil
@@ -126,7 +125,7 @@ def grid_of(kernel, problem, dtype, head):
 def problem_of(query, key, scale, is_causal, arrays):
     """A `Problem` with pointers to arrays; shapes and dtypes are checked by the callers."""
     (B, T, N, H), (_, S, K, _) = query.shape, key.shape
-    pointers = {name: x.ctypes.data if isinstance(x, np.ndarray) else x.data_ptr() for name, x in arrays.items()}
+    pointers = {name: array.ctypes.data for name, array in arrays.items()}
     scale = 1 / np.sqrt(H) if scale is None else scale
     return Problem(**pointers, B=B, T=T, S=S, N=N, K=K, H=H, scale=scale, is_causal=is_causal)
 
@@ -145,47 +144,43 @@ def launch(kernel, problem, dtype, source=None):
 
 def checked(*arrays):
     """Contiguous arrays of one dtype that the kernels have, and the name of it."""
-    dtypes = [str(array.dtype).removeprefix("torch.") for array in arrays]
+    dtypes = [str(array.dtype) for array in arrays]
     if dtypes[0] not in ELEMENTS or len(set(dtypes)) > 1:
         raise ValueError(f"arrays must all be one of {', '.join(ELEMENTS)}, got {dtypes}")
     query, key, value = arrays[:3]
     (B, _, N, H), shape = query.shape, key.shape
     if value.shape != shape or (shape[0], shape[3]) != (B, H) or N % shape[2] or head_of(H) is None:
         raise ValueError(f"shapes {query.shape}, {shape}, {value.shape}: (B, T, N, H), (B, S, K, H), H up to 256")
-    return [np.ascontiguousarray(x) if isinstance(x, np.ndarray) else x.contiguous() for x in arrays], dtypes[0]
+    return [np.ascontiguousarray(array) for array in arrays], dtypes[0]
 
 
-def _new(like, shape, dtype=None, fill=np.nan):
-    """An array beside `like`, of its dtype or of float32; NaN, so that what is not written is seen."""
-    if isinstance(like, np.ndarray):
-        return np.full(shape, fill, dtype or like.dtype)
-    torch = importlib.import_module("torch")
-    return torch.full(shape, fill, dtype=torch.float32 if dtype else like.dtype, device=like.device)
+def _unwritten(shape, dtype=np.float32):
+    """NaN, so that what is not written is seen."""
+    return np.full(shape, np.nan, dtype)
 
 
-def forward(query, key, value, *, rung="forward_rows", scale=None, is_causal=False, source=None, run=launch):
-    """(out, lse) by one of `RUNGS`. run: in place of `launch`, for tensors on a GPU."""
+def forward(query, key, value, *, rung="forward_rows", scale=None, is_causal=False, source=None):
+    """(out, lse) by one of `RUNGS`."""
     (query, key, value), dtype = checked(query, key, value)
     if rung == "forward_tensor_cores" and dtype == "float32":
         raise ValueError("forward_tensor_cores multiplies bfloat16 or float16 elements, got float32")
     B, T, N, H = query.shape
-    out, lse = _new(query, query.shape), _new(query, (B, N, T), "float32")
-    work = _new(query, (B, N, T, H + 2) if rung == "forward_keys_outer" else (1,), "float32")
+    out, lse = _unwritten(query.shape, query.dtype), _unwritten((B, N, T))
+    work = _unwritten((B, N, T, H + 2) if rung == "forward_keys_outer" else (1,))
     arrays = {"query": query, "key": key, "value": value, "out": out, "lse": lse, "work": work}
-    run(rung, problem_of(query, key, scale, is_causal, arrays), dtype, source)
+    launch(rung, problem_of(query, key, scale, is_causal, arrays), dtype, source)
     return out, lse
 
 
-def backward(query, key, value, out, lse, dout, dlse, *, scale=None, is_causal=False, source=None, run=launch):
+def backward(query, key, value, out, lse, dout, dlse, *, scale=None, is_causal=False, source=None):
     """(dq, dk, dv) by the kernels `delta` and `backward`."""
     (query, key, value, out, dout), dtype = checked(query, key, value, out, dout)
-    if isinstance(lse, np.ndarray):
-        lse, dlse = (np.ascontiguousarray(array, np.float32) for array in (lse, dlse))
-    delta, dq = _new(lse, lse.shape), _new(query, query.shape, "float32", fill=0)
-    dk, dv = _new(key, key.shape), _new(value, value.shape)
+    lse, dlse = (np.ascontiguousarray(array, np.float32) for array in (lse, dlse))
+    delta, dq = _unwritten(lse.shape), np.zeros(query.shape, np.float32)
+    dk, dv = _unwritten(key.shape, key.dtype), _unwritten(value.shape, value.dtype)
     arrays = dict(query=query, key=key, value=value, out=out, lse=lse, dout=dout, dlse=dlse)
     arrays.update(delta=delta, dq=dq, dk=dk, dv=dv)
     problem = problem_of(query, key, scale, is_causal, arrays)
-    run("delta", problem, dtype, source)
-    run("backward", problem, dtype, source)
-    return (dq.astype if isinstance(dq, np.ndarray) else dq.to)(query.dtype), dk, dv
+    launch("delta", problem, dtype, source)
+    launch("backward", problem, dtype, source)
+    return dq.astype(query.dtype), dk, dv

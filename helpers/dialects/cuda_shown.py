@@ -23,9 +23,12 @@ class CudaSource(Source):
         return f"```cpp\n{self}\n```"
 
 
-def show_source(*parts):
-    """Lines of attention.cu, as `source.show` shows those of a function."""
-    return CudaSource(cut(SOURCE.read_text(), *parts))
+def show_source(*names):
+    """Functions of attention.cu, or regions of it, as `source.show` shows those of a function."""
+    text = SOURCE.read_text()
+    functions = [re.search(rf"^\w[^\n]*\b{name}\([^;]*?{{.*?^}}$", text, re.MULTILINE | re.DOTALL) for name in names]
+    parts = [found[0] if found else cut(text, name) for found, name in zip(functions, names, strict=True)]
+    return CudaSource(cut("\n".join(parts)))
 
 
 def inputs(dtype):

@@ -123,6 +123,7 @@ def forward_kernel(
         is_causal: tl.constexpr, block_q: tl.constexpr, block_k: tl.constexpr,
         precision: tl.constexpr, interpret: tl.constexpr):  # fmt: skip
     """Program (i, n, b): out and lse of one tile of queries."""
+    # -- the head of a program
     n, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     query += b * T * N * H + n * H
     out += b * T * N * H + n * H
@@ -140,6 +141,7 @@ def forward_kernel(
     acc = tl.zeros([block_q, head_padded], tl.float32)
     scale_2 = scale * LOG2_E
 
+    # -- two loops
     full, stop = full_and_all_key_tiles(q_start, S, is_causal, block_q, block_k)
     for j in range(0, full):
         m, l, acc = one_key_tile(
@@ -150,6 +152,7 @@ def forward_kernel(
             j, m, l, acc, q, rows, key, value, scale_2, S, K, H, head_padded, is_causal,
             block_k, True, precision, interpret)  # fmt: skip
 
+    # --
     store_tile(out, acc / l[:, None], rows, T, N * H, H, head_padded, interpret)
     tl.store(lse + rows, (m + tl.log2(l)) / LOG2_E, mask=rows < T)
 
@@ -167,6 +170,7 @@ def forward_by_descriptors(
     n, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     q_head = b * T * N * H + n * H
     shared = b * S * K * H + n // (N // K) * H
+    # -- descriptors
     queries = tl.make_tensor_descriptor(
         query + q_head, [T, H], [N * H, 1], [block_q, head_padded])  # fmt: skip
     outs = tl.make_tensor_descriptor(
@@ -176,6 +180,7 @@ def forward_by_descriptors(
     values = tl.make_tensor_descriptor(
         value + shared, [S, H], [K * H, 1], [block_k, head_padded])  # fmt: skip
 
+    # --
     q_start = tl.program_id(0) * block_q
     rows = q_start + tl.arange(0, block_q)
     q = queries.load([q_start, 0])
@@ -185,12 +190,14 @@ def forward_by_descriptors(
     scale_2 = scale * LOG2_E
 
     full, stop = full_and_all_key_tiles(q_start, S, is_causal, block_q, block_k)
+    # -- a loop with descriptors
     for j in range(0, full):
         cols = j * block_k + tl.arange(0, block_k)
         k, v = keys.load([j * block_k, 0]), values.load([j * block_k, 0])
         m, l, acc = online_softmax(
             q, k, v, rows, cols, m, l, acc, scale_2, S, is_causal, False, precision,
             interpret)  # fmt: skip
+    # --
     for j in range(full, stop):
         cols = j * block_k + tl.arange(0, block_k)
         k, v = keys.load([j * block_k, 0]), values.load([j * block_k, 0])
@@ -279,6 +286,7 @@ def dkv_kernel(
     dv = tl.zeros([block_k, head_padded], tl.float32)
     scale_2 = scale * LOG2_E
 
+    # -- three kinds of tiles
     first, after_diagonal = 0, 0
     full, stop = T // block_q, (T + block_q - 1) // block_q
     if is_causal:
@@ -305,6 +313,7 @@ def dkv_kernel(
                     i, dk, dv, k, v, cols, of_query, of_do, of_lse, of_delta, scale_2, T,
                     S, N, H, head_padded, is_causal, block_q, True, precision, interpret)  # fmt: skip
 
+    # --
     store_tile(dk_out + head, scale * dk, cols, S, K * H, H, head_padded, interpret)
     store_tile(dv_out + head, dv, cols, S, K * H, H, head_padded, interpret)
 

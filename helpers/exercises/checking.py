@@ -13,12 +13,8 @@ from tqdm import tqdm
 
 from helpers.exercises import mine, record
 from helpers.exercises.comparing import complaint_about, describe, indent
-from helpers.exercises.exercise import (
-    Verdict,
-    exercise,
-    numbers_of_names,
-)
-from helpers.exercises.naming import general_slip, mistake_behind, mistake_in_an_entry, slip_behind
+from helpers.exercises.exercise import Verdict, exercise, numbers_of_names
+from helpers.exercises.naming import general_slip, mistake_behind, slip_behind
 from helpers.exercises.running import Raised, apply, name_of
 
 STATES = {"wrong": record.TRIED, "correct": record.SOLVED}
@@ -108,11 +104,8 @@ def _verdict(exercise, answer, progress):
             return Verdict("wrong", text, "an argument is changed")
         else:
             continue
-        mistake = mistake_behind(exercise, results)
-        if not mistake and (of_entry := mistake_in_an_entry(exercise, cases, results)):
-            mistake, case, complaint = of_entry  # say what is wrong with that entry: others may have other reasons
-            text = f"✗ {name}: wrong for {case.label}.\n{indent(complaint)}"
-        mistake = mistake or general_slip(exercise, cases, results) or slip_behind(exercise, results)
+        mistake = mistake_behind(exercise, results) or general_slip(exercise, cases, results)
+        mistake = mistake or slip_behind(exercise, results)
         if mistake:
             text += f"\n  This is what you get when {mistake.name}.\n  {mistake.advice}"
         if outcome.changed:
@@ -121,5 +114,4 @@ def _verdict(exercise, answer, progress):
             )
         return Verdict("wrong", text, mistake.name if mistake else None)
     plural = "s" if len(cases) > 1 else ""
-    remark = f"\n  {exercise.remark(answer)}" if exercise.remark else ""
-    return Verdict("correct", f"✓ {name}: correct on {len(cases)} case{plural}: {exercise.tried}.{remark}")
+    return Verdict("correct", f"✓ {name}: correct on {len(cases)} case{plural}: {exercise.tried}.")

@@ -83,7 +83,6 @@ class Exercise:
     in_place: where the answer runs in place of a building block, a function of `helpers.environment`, and its name,
       such as ("on_gpu", "forward").
     slow: whether one answer takes so long that `slips` are not tried.
-    remark: what is said of a right answer besides, a sentence that it makes of the answer.
     number: "2.1" for the first of notebook 02, by its place in EXERCISES. `exercises_of` fills it in.
     """
 
@@ -100,7 +99,6 @@ class Exercise:
     building_block: str = ""
     in_place: tuple = ()
     slow: bool = False
-    remark: Callable | None = None
     number: str = ""
 
     @functools.cached_property

@@ -12,53 +12,25 @@ from helpers.exercises.exercise import Mistake
 from helpers.exercises.running import Raised, apply
 
 
-def mistake_in_an_entry(exercise, cases, results):
-    """For results that are dicts of the same keys: the known mistake behind the first wrong entry that has one.
-
-    With the first case in which that entry is wrong, and how. None if no entry has one.
-    """
-    if exercise.judge or not all(isinstance(result, dict) for result in results):
-        return None
-    rights = [expected_of(exercise, case)[0] for case, _ in zip(cases, results, strict=False)]
-    if not isinstance(rights[0], dict) or any(right.keys() != rights[0].keys() for right in rights):
-        return None
-    for name in rights[0]:
-        mine = [result.get(name) for result in results]
-        wrong = [
-            (case, f"{name}: {said}")
-            for case, one, right in zip(cases, mine, rights, strict=False)
-            if (said := compare(one, right[name], exercise.tolerance))
-        ]
-        if wrong:
-            mistake = mistake_behind(exercise, mine, lambda result, name=name: result[name])
-            if mistake:
-                return mistake, *wrong[0]
-            if any(isinstance(right, str) for right in rights[0].values()):
-                return None  # a name among numbers follows from them, and may be wrong by many a mistake
-    return None
-
-
-def mistake_behind(exercise, results, part=lambda result: result):
-    """The known mistake of which this part agrees with results on every case, or None."""
+def mistake_behind(exercise, results):
+    """The known mistake that agrees with results on every case, or None."""
     if all(isinstance(result, Raised) for result in results):
         return None
-    return _first_alike(exercise, exercise.known, results, part)
+    return _first_alike(exercise, exercise.known, results)
 
 
 def slip_behind(exercise, results):
     """The same for a slip in any place of the solution: one of the `Exercise.slips`."""
-    return (
-        None
-        if any(isinstance(result, Raised) for result in results)
-        else _first_alike(exercise, exercise.slips, results)
-    )
+    if any(isinstance(result, Raised) for result in results):
+        return None
+    return _first_alike(exercise, exercise.slips, results)
 
 
-def _first_alike(exercise, mistakes, results, part=lambda result: result):
+def _first_alike(exercise, mistakes, results):
     for mistake in mistakes:
         with contextlib.suppress(Exception):  # where the mistake does not apply to results of this kind
             if all(
-                _same(result, part(_mistaken(exercise, mistake.answer, number)), 10 * exercise.tolerance)
+                _same(result, _mistaken(exercise, mistake.answer, number), 10 * exercise.tolerance)
                 for number, result in enumerate(results)
             ):
                 return mistake

@@ -54,17 +54,11 @@ ATTENTION = Exercise(
     cases=_attention_cases, expected=lambda q, k, v, is_causal: oracles.attention(q, k, v, is_causal=is_causal)[0],
     tried="T below, equal to and above S, with and without the mask, logits from about -2000 to 3000",
     mistakes=(
-        ("the logits are not scaled", " / np.sqrt(q.shape[-1])", "",
-         "Divide by the square root of H: reread section 2."),
         ("a query sees one key too many, the one after its own position", "[:, None]", "[:, None] + 1",
          "Query i sees keys j ≤ i; np.triu with k=1 begins right after the diagonal: reread section 3."),
-        ("the mask hides the past and shows the future", "<=", ">=",
-         "Rows are queries and columns are keys; the visible part is the lower left: reread section 3."),
         ("the mask is aligned with the last query and the last key",
          "np.arange(len(q))[:, None]", "np.arange(len(q))[:, None] + len(k) - len(q)",
          "Query i sees keys j ≤ i, both counted from the start, whatever T and S are: reread section 3."),
-        ("masked logits are set to 0", "-np.inf", "0.0",
-         "The exponential of 0 is 1, so a logit of 0 still gets weight: reread section 3."),
         ("the weights are masked after the softmax, so that they no longer sum to one",
          ("        s = np.where(seen, s, -np.inf)\n", "return p @ v / p.sum(axis=-1, keepdims=True)"),
          ("", "p = p / p.sum(axis=-1, keepdims=True)\n    return (np.where(seen, p, 0) if is_causal else p) @ v"),
@@ -75,9 +69,6 @@ ATTENTION = Exercise(
         ("the largest logit is not subtracted, and large exponentials overflow or vanish",
          "s - s.max(axis=-1, keepdims=True)", "s",
          "Subtract each row's maximum before the exponential: reread section 1."),
-        ("one maximum is subtracted from the whole table, and rows far below it vanish",
-         "s.max(axis=-1, keepdims=True)", "s.max()",
-         "Every row needs its own maximum, s.max(axis=-1, keepdims=True): reread section 1."),
     ),
 )  # fmt: skip
 
@@ -99,9 +90,6 @@ BILL = Exercise(
     run=functools.partial(without, cost),
     tried="T and S equal and different, elements of 1, 2 and 4 bytes",
     mistakes=(
-        ("only one of the two products is counted, or a multiplication and its addition as one operation",
-         "4 * T * S * H", "2 * T * S * H",
-         "There are two products, and each term of a sum costs two operations: reread section 4."),
         ("T is squared although there are S keys", "* S", "* T",
          "The table has T rows and S columns: reread section 4."),
         ("only the tables are multiplied by itemsize", "(tables + matrices)", "tables + matrices",
@@ -140,8 +128,6 @@ FIT = Exercise(
          "A step reads one table while it writes the next, so two are alive: reread section 6."),
         ("the tables are given elements of itemsize bytes, like q, k and v", "8 * (T", "2 * itemsize * (T",
          "The helper keeps both tables in float32, whatever the inputs are: reread section 6."),
-        ("an exact fit is refused", "<=", "<",
-         "Memory that is filled to the last byte still fits: compare with ≤."),
     ),
 )  # fmt: skip
 

@@ -104,8 +104,6 @@ MASKED_TAIL = Exercise(
         ("what stands in the columns past S makes the rows NaN: nothing replaces it, or NaN or +∞ does, or the maximum "
          "is taken before or along axis 0", "jnp.where(inside, s_ref[...], -jnp.inf)", "s_ref[...]",
          "Put −∞ into the columns past S, and then take the maximum with axis=1: see section 7."),
-        ("the columns past S get a logit of 0 instead of −∞", "-jnp.inf", "0",
-         "A logit of 0 adds e to the power of −m to the sum: see section 7."),
         ("the columns are compared with T instead of with S", "< S", "< T",
          "S counts the columns of the table, T its rows: see the text of the exercise."),
         ("the largest logit is not subtracted", " - s.max(axis=1, keepdims=True)", "",

@@ -6,7 +6,7 @@ import numpy as np
 
 from helpers.exercises import oracles
 from helpers.exercises.exercise import Case, Exercise, table
-from helpers.exercises.watched import exceeds, kept, staged, watch
+from helpers.exercises.watched import exceeds, kept, watch
 
 
 def _normal(random, *shape):
@@ -36,12 +36,10 @@ def _ds_cases():
     return [
         Case("the case worked by hand", (np.array([[0.25, 0.75]]), np.array([[2.0, 6.0]]))),
         case("", 2, 3, 1),
-        case("", 5, 4, 1),
         case("", 4, 7, 3),
         case("nearly all weight on one key, ", 6, 9, 30),
         case("a large constant in dp, ", 3, 5, 1, shift=50.0),
         case("one key, ", 3, 1, 1),
-        case("", 4, 4, 1),
     ]
 
 
@@ -128,10 +126,6 @@ PRODUCTS = Exercise(
          "A value collects from all queries that looked at it, a column of p: see section 3."),
         ("ds is not transposed in dk, and only dk is wrong", "ds[n].T", "ds[n]",
          "A key collects from all queries, a column of ds: see section 3."),
-        ("dq multiplies ds by the queries instead of the keys", "@ k[kv]", "@ q[n]",
-         "In a product q kᵀ the gradient of one factor holds the other factor: see section 3."),
-        ("the scale is missing in dq and dk: dv is right, dq and dk are too long", "scale * ", "",
-         "s = scale q kᵀ, and the factor stays when you differentiate: see section 3."),
         ("only the last query head of each group counts", "+=", "=",
          "Add instead of assigning; dk[kv] += … adds only once where an index repeats: see section 6."),
     ),
@@ -225,8 +219,7 @@ def _run_tiled(answer, q, k, v, dout, scale, block_q, block_k):
     k, of_keys = watch(k, second=True)
     run = lambda: answer(q, k, v, out, lse, dout, scale, block_q, block_k)
     if T == LONG:
-        ((result, whole), seen), by_jax = staged(lambda: kept(lambda: exceeds(10 * T * T, run), _is_table))
-        seen = seen or any(map(_is_table, by_jax))
+        (result, whole), seen = kept(lambda: exceeds(10 * T * T, run), _is_table)
     else:
         result, whole, seen = run(), False, False
     whole = whole or seen or (LONG,) in of_keys  # the logits of one query and all keys, or of one key and all queries
@@ -263,17 +256,11 @@ TILED = Exercise(
     tolerance=1e-4,  # float32 rounds an lse near 1000 to four digits behind the point
     tried="ragged tiles, uneven block sizes, T above and below S, peaked weights, logits near 1000 and -1000",
     mistakes=(
-        ("delta is missing", "(dp - delta[rows, None])", "dp",
-         "dv is right and dq and dk are wrong, so look at ds: it is p * (dp - delta), see section 2."),
-        ("the scale is missing in dq and dk", "+= scale * ", "+= ",
-         "dv is right, and dq and dk are wrong by one constant factor: s = scale q kᵀ, see section 3."),
         ("p is the softmax of one tile",
          " - lse[rows, None])\n", ")\n            p = p / p.sum(axis=1, keepdims=True)\n",
          "All three are wrong, so look at p: a tile does not know the sum of its row, but lse does, see section 7."),
         ("dk and dv are overwritten by each tile of queries instead of added to", "[cols] +=", "[cols] =",
          "Only dq is right: dk and dv are sums over all queries, so add to them, see section 8."),
-        ("the two block sizes are exchanged", "scale, block_q, block_k", "scale, block_k, block_q",
-         "The numbers are right, but block_q belongs to the queries and block_k to the keys: see section 8."),
         ("tiles of other sizes are used than block_q queries by block_k keys",
          "    delta =", "    block_q = block_k = 32\n    delta =",
          "The numbers are right, but the sizes of the tiles are arguments: see the text of the exercise."),

@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from helpers.attention import tiled
-from helpers.attention.masking import Band
 from helpers.exercises.comparing import plain
 from helpers.exercises.exercise import Case, Complaint, Exercise, table
 
@@ -28,57 +26,26 @@ def attention_layer(x, w_qkv, w_merge, N, attention):
 def _layer_cases():
     random = np.random.default_rng(81)
 
-    def case(label, x, w_qkv, w_merge, N, method):
+    def case(label, x, w_qkv, w_merge, N):
         arrays = (np.asarray(array, np.float32) for array in (x, w_qkv, w_merge, random.standard_normal(x.shape)))
-        return Case(f"{label}, {method} attention", (*arrays, N, method))
+        return Case(label, (*arrays, N))
 
     eye = np.eye(2)
     by_hand = np.array([[[0.0, 1.0], [1.0, 0.0]]]), np.hstack([eye, math.log(3) * eye, eye]), eye
     arrays = (random.standard_normal(shape) for shape in [(2, 9, 6), (6, 18), (6, 6)])
     return [
-        case("the case worked by hand", *by_hand, 2, "naive"),
-        case("B=2, T=9, N=3, H=2", *arrays, 3, "flash"),
+        case("the case worked by hand", *by_hand, 2),
+        case("B=2, T=9, N=3, H=2", *arrays, 3),
     ]
 
 
-def _attention(query, key, value, is_causal, block_k):
-    """Flash attention as in notebook 03, for jax.grad; naive where a tile holds all keys. NumPy compiles nothing."""
-    settings = dict(scale=1 / math.sqrt(query.shape[-1]), block_q=4, block_k=block_k, band=Band.of(is_causal))
-
-    def launch(run, shapes, **arrays):
-        def on_host(arrays):
-            results = tuple(np.empty(shape, np.float32) for shape in shapes)
-            for b, n in np.ndindex(query.shape[0], query.shape[2]):
-                head = {name: np.asarray(array, np.float32)[b, :, n] for name, array in arrays.items()}
-                for result, found in zip(results, run(tiled.SlowMemory(**head), **settings), strict=True):
-                    result[b, :, n] = found
-            return results
-
-        shapes_on_device = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
-        return jax.pure_callback(on_host, shapes_on_device, arrays, vmap_method="sequential")
-
-    def forward(q, k, v):
-        out, lse = launch(tiled.query_outer, (q.shape, q.shape[:-1]), q=q, k=k, v=v)
-        return out, dict(q=q, k=k, v=v, out=out, lse=lse, dlse=jnp.zeros_like(lse))
-
-    def backward(kept, do):
-        return launch(tiled.backward, [kept[name].shape for name in "qkv"], **kept, do=do)
-
-    attend = jax.custom_vjp(lambda *arrays: forward(*arrays)[0])
-    attend.defvjp(forward, backward)
-    return attend(query, key, value)
-
-
-def _run_layer(answer, x, w_qkv, w_merge, dout, N, method):
+def _run_layer(answer, x, w_qkv, w_merge, dout, N):
     def layer(probe, *arrays):
         def attention(query, key, value, *, is_causal=False):  # a fourth in order would be flash_attention's bias
             for name, array in (("query", query), ("key", key), ("value", value)):
                 if 0 in array.shape:  # rotated, with head_dim 1: half of it is nothing
                     raise Complaint(f"attention got a {name} of shape {array.shape}, which is empty; is it rotated?")
-            # Under jax.vmap the axis of the batch does not show.
-            batched = (array[None] if array.ndim == 3 else array for array in (query, key, value))
-            out = _attention(*batched, is_causal, {"naive": key.shape[-3], "flash": 2}[method])
-            return out.reshape(query.shape) + probe
+            return jax.nn.dot_product_attention(query, key, value, is_causal=is_causal) + probe
 
         out = answer(*arrays, N, attention)
         if getattr(out, "shape", None) != x.shape:
@@ -99,7 +66,7 @@ LAYER = Exercise(
     solution=attention_layer, title="Swap attention in",
     outputs=("out", "gradient of x", "gradient of w_qkv", "gradient of w_merge", "attention is used"),
     cases=_layer_cases, run=_run_layer, slow=True,
-    tried="result and gradients, with naive and with flash attention, 2 and 3 heads, one and two batch entries",
+    tried="result and gradients, 2 and 3 heads, one and two batch entries",
     mistakes=(
         ("attention is not causal", ", is_causal=True", "",
          "Pass is_causal=True: each position may look back only, see section 1."),
@@ -109,15 +76,11 @@ LAYER = Exercise(
         ("the attention that is passed in is never called, or its result is not used",
          "out = attention", "out = jax.nn.dot_product_attention",
          "Call attention(query, key, value, is_causal=True), so that flash can take its place: see section 1."),
-        ("N and H have changed places", SPLIT, "part.reshape(B, T, C // N, N)",
-         "There are N heads of H = C // N numbers: the last two axes are (N, H)."),
         ("the columns of w_qkv are read head by head instead of all of q, all of k, all of v",
          "jnp.split(x @ w_qkv, 3, axis=-1)", "jnp.split((x @ w_qkv).reshape(B, T, N, -1), 3, axis=-1)",
          "The first C columns of w_qkv make the queries of all heads: see the text of the exercise."),
         ("all heads are computed as one head of width C", SPLIT, "part.reshape(B, T, 1, C)",
          "Each of the N heads has its own softmax: split the last axis into (N, H), see section 1."),
-        ("keys and values are exchanged", "query, key, value =", "query, value, key =",
-         "The order in w_qkv is q, k, v, and attention takes them in this order: see the text of the exercise."),
         ("w_merge is left out", " @ w_merge", "",
          "The heads are joined by a last product with w_merge: see section 1."),
         ("x is added to the result", "return out", "return x + out",
@@ -196,13 +159,6 @@ SHIFT = Exercise(
          "The target lies to the right of the input, at one place more: see the picture of section 3."),
         ("the last target is the first input of its window, wrapped round", TARGETS, f"np.roll({INPUTS}, -1, axis=1)",
          "The last target is one token beyond the inputs, so read T + 1 tokens: see the picture of section 3."),
-        ("the windows have T tokens in all, so inputs and targets are one short", "T + 1", "T",
-         "T inputs and T targets need T + 1 tokens: see section 3."),
-        ("one is added to the tokens instead of to their places", TARGETS, f"{INPUTS} + 1",
-         "Shift the place in the text, then look up what stands there: see hint 2."),
-        ("the windows follow each other from the beginning of the text, and `starts` is not used",
-         "starts[:, None]", "T * np.arange(len(starts))[:, None]",
-         "Row b begins at starts[b]: see the text of the exercise."),
     ),
 )  # fmt: skip
 

@@ -56,9 +56,7 @@ def _run_ring(answer, steps, stages, readers):
     names = [f"compute {index}" for index in range(readers)]
     for name, operations in zip(["memory", *names], [memory, *computing], strict=True):
         for operation in operations:
-            if not isinstance(operation, Wait | Arrive | Fetch | Read):
-                return f"{name} yields an object of type {type(operation).__name__}, which is no operation."
-            if isinstance(operation, Fetch if name != "memory" else Read | Arrive):
+            if not isinstance(operation, Wait | (Fetch if name == "memory" else Arrive | Read)):
                 return f"{name} yields {type(operation).__name__}, which is not its part: is the role looked at?"
             if not 0 <= operation.slot < stages:
                 return f"{name} uses slot {operation.slot}, but there {_are(stages, 'slot')}, counted from 0."
@@ -96,7 +94,6 @@ def _simulated(memory, computing):
 # Parts of the solution, which the mistakes change.
 AWAIT = '            if j >= stages:\n                yield Wait("free", slot)\n'
 FETCH = '            yield Fetch("tile", slot, j, "loaded")\n'
-ARRIVE = '            yield Arrive("free", slot)\n'
 
 RING = Exercise(
     solution=ring, title="Place the barriers", outputs=("the order of operations",),
@@ -106,10 +103,6 @@ RING = Exercise(
     mistakes=(
         ("the memory warpgroup fills a slot again without waiting until it is free", AWAIT, "",
          "The second time a slot is used, its readers must be done: see section 5."),
-        ("the compute warpgroup does not wait until the tile is loaded", '            yield Wait("loaded", slot)\n', "",
-         "A copy has only been ordered when Fetch returns: see section 4."),
-        ("nobody says that a slot is free", ARRIVE, "",
-         "Every Wait needs an Arrive in somebody else's program: see section 5."),
         ("the memory warpgroup waits for each tile to arrive, or to be read, before it orders the next",
          AWAIT + FETCH, FETCH + '            yield Wait("free", slot)\n',
          "Wait before the fetch that needs the slot, not after the one that filled it: see section 5."),
@@ -117,8 +110,6 @@ RING = Exercise(
          ("j >= stages", 'yield Wait("free", slot)'),
          ("j and slot == 0", 'yield from (Wait("free", each) for each in range(stages))'),
          "Each slot can be filled as soon as it is free itself, whatever the others do: see section 5."),
-        ('the compute warpgroup waits at "free"', 'Wait("loaded"', 'Wait("free"',
-         '"free" is for whoever fills a slot; a reader waits at "loaded": see section 5.'),
     ),
 )  # fmt: skip
 
@@ -140,8 +131,6 @@ REGISTERS = Exercise(
         ("the registers that rounding left unused at the start are shared out as well",
          "(warpgroups + 1) * at_start", "65536 // 128",
          "What can be shared out is what the program started with; this request would wait for ever: see section 7."),
-        ("neither number is rounded down to a multiple of 8", " // 8 * 8", "",
-         "Registers come in steps of 8 for each thread: see section 7."),
         ("the memory warpgroup's threads are forgotten", "(warpgroups + 1)", "warpgroups",
          "At the start it has as many registers as any other: there is one warpgroup more to divide by."),
         ("`memory` is multiplied by 128, and the rest is not", "- memory", "- 128 * memory",
@@ -220,11 +209,9 @@ def _fault_of_order(operations, steps):
         if not isinstance(operation, Issue | Work):
             return "something was yielded that is not one of the four operations."
         name, digits = operation.label, operation.label.lstrip("spv")
-        if not digits.isdigit():
-            return f"{name} is ordered: tiles are numbered from 0."
+        if not digits.isdigit() or int(digits) >= steps:
+            return f"{name} is ordered, but there {_are(steps, 'tile')}, counted from 0."
         j = int(digits)
-        if not 0 <= j < steps:
-            return f"{name} is ordered, but there {_are(steps, 'tile')}."
         if isinstance(operation, Work):
             if f"s{j}" not in ready:
                 return (
@@ -307,8 +294,8 @@ def _run_balance(answer, lengths, programs):
         if not all(tile.is_integer() for tile in tiles):
             raise Complaint("expected a list of tiles, each an integer")
         parts.append(tuple(map(int, tiles)))
-    if sorted(itertools.chain(*parts)) != list(range(len(lengths))):
-        return {"tiles": tuple(parts)}
+    if (given := sorted(itertools.chain(*parts))) != list(range(len(lengths))):
+        return {"tiles": tuple(given)}
     # Which of two equal tiles it is, and which program has them, makes no difference.
     return {"work": tuple(sorted(tuple(sorted(lengths[i] for i in part)) for part in parts))}
 
@@ -316,14 +303,8 @@ def _run_balance(answer, lengths, programs):
 def _judge_balance(result, case):
     lengths, programs = case.arguments
     if "tiles" in result:
-        given = sorted(itertools.chain(*result["tiles"]))
-        missing = sorted(set(range(len(lengths))) - set(given))
-        if missing:
-            return f"tile {missing[0]} has no program."
-        strange = next((i for i in given if not 0 <= i < len(lengths)), None)
-        if strange is not None:
-            return f"there is no tile {strange}."
-        return f"tile {next(i for i in given if given.count(i) > 1)} is computed twice."
+        given = ", ".join(map(str, result["tiles"]))
+        return f"together the programs compute tiles {given}; expected are 0 to {len(lengths) - 1}, each once."
     worst = max(map(sum, result["work"]))
     ways = [[answer(program, programs, lengths) for program in range(programs)] for answer in (tiles_of, _by_least)]
     most = max(sum(lengths[i] for i in part) for parts in ways for part in parts)
@@ -332,19 +313,14 @@ def _judge_balance(result, case):
     return None
 
 
-def _by_least(program, programs, lengths, longest_first=True):
+def _by_least(program, programs, lengths):
     """Tiles go to whoever has least so far: with the longest first, another right answer."""
     loads, mine = [0] * programs, []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i] if longest_first else i):
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         place = loads.index(min(loads))
         loads[place] += lengths[i]
         mine += [i] if place == program else []
     return mine
-
-
-def _in_blocks(program, programs, lengths):
-    share = -(-len(lengths) // programs)
-    return list(range(len(lengths)))[program * share : (program + 1) * share]
 
 
 BY_LENGTH = "sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True)"
@@ -362,15 +338,8 @@ BALANCE = Exercise(
     mistakes=(
         ("tiles are dealt in the order given", (BY_LENGTH, "turn[::-1]"), (IN_ORDER, "turn"),
          "The last ones may be the longest, and nothing is left to even them out: sort them first, see section 13."),
-        ("tiles are cut into blocks of neighbours", _in_blocks,
-         "Neighbouring tiles have similar lengths, so one program gets all the long ones: see section 13."),
         ("every turn is dealt from the same end, or gives one tile to whoever has fewest", "turn[::-1]", "turn",
          "One program has the longest tile of every turn: go back and forth, or longest first to whoever has least."),
-        ("the tiles of the last, incomplete turn are dropped",
-         "len(order), programs", "len(order) // programs * programs, programs",
-         "Round the number of turns up: the last one may have fewer tiles than programs."),
-        ("tiles go to whoever has least, but in the order given", lambda *a: _by_least(*a, longest_first=False),
-         "The longest tiles must come first, while short ones are left to even things out: sort the indices."),
         ("a snake runs over tiles that are not sorted, or places in the sorted order are returned instead of tiles",
          BY_LENGTH, IN_ORDER,
          "Sort the indices by their lengths, not the lengths themselves: see the hints."),

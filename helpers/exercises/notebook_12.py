@@ -25,19 +25,12 @@ OPERANDS = Exercise(
         ("p.T do, transposed tiles", "p.T", "do", BY_KEYS),
         ("ds.T q, transposed tiles", "ds.T", "q", BY_KEYS),
         ("k q.T, transposed tiles", "k", "q.T", []),
-        ("v do.T, transposed tiles", "v", "do.T", ["s.T"]),
         ("k.T ds.T, transposed tiles", "k.T", "ds.T", BY_KEYS),
         ("ds k, tiles as they are", "ds", "k", BY_QUERIES),
-        ("p.T do, tiles as they are", "p.T", "do", BY_QUERIES),
         ("ds.T q, tiles as they are", "ds.T", "q", BY_QUERIES),
         ("do.T p, tiles as they are", "do.T", "p", BY_QUERIES),
-        ("q k.T, tiles as they are", "q", "k.T", []),
-        ("ds k, both orientations held", "ds", "k", [*BY_KEYS, "ds"]),
-        ("ds.T q, both orientations held", "ds.T", "q", ["ds", "ds.T"]),
         ("p.T ds, both computed", "p.T", "ds", BY_KEYS),
-        ("p ds.T, both computed, the left one held transposed", "p", "ds.T", BY_KEYS),
         ("p ds.T, both computed, one as it is needed", "p", "ds.T", ["p", "s.T", "ds.T"]),
-        ("k p.T, the right one computed", "k", "p.T", BY_KEYS),
     ),
     tried="kernels that own keys and kernels that own queries, with tiles transposed and as they are",
     mistakes=(
@@ -47,13 +40,8 @@ OPERANDS = Exercise(
          "wgmma takes its right operand from shared memory only: see section 1."),
         ("a tile in registers serves as its own transpose", "left in held", 'left.removesuffix(".T") in computed',
          "Registers cannot be read the other way round, only shared memory can: see section 1."),
-        ("every computed tile goes through shared memory", "left in held", "False",
-         "A left operand that the warpgroup holds in the right orientation can stay where it is: see section 1."),
         ("no tile is ever stored first", '"shared memory", stored', '"shared memory", False',
          "A computed tile is in shared memory only after the warpgroup put it there: see section 1."),
-        ("a right operand need not be stored where it is held as it is needed",
-         "stored = right", "stored = right not in held and right",
-         "The right operand is read from shared memory, whatever registers hold: see section 1."),
     ),
 )  # fmt: skip
 
@@ -121,8 +109,6 @@ ADDED = Exercise(
          "Pairs on the diagonal are visited whole, and S need not be T: count the pairs, see hint 1."),
         ("a pair is visited only if its last key is seen", SEEN, "(j + 1) * block_k <= (i + 1) * block_q",
          "One visible key is enough, and the first key of a tile is seen by most: see the hints."),
-        ("a pair is visited only if its first query sees a key", SEEN, "j * block_k <= i * block_q",
-         "One query that sees a key is enough, and the last query of a tile sees furthest: see the hints."),
     ),
 )  # fmt: skip
 
@@ -171,8 +157,6 @@ CHOICE = Exercise(
     mistakes=(
         ("the two units take turns", SLOWER_UNIT, "flops[kernel] / 4096 + smem_bytes[kernel] / 128",
          "Tensor core and shared memory work at the same time, so the slower one decides: see section 4."),
-        ("only shared memory counts", SLOWER_UNIT, "smem_bytes[kernel] / 128",
-         "The tensor core does 4096 operations in a cycle, and that can be the slower side: see section 4."),
         ("the choice is made before the exposed cycles are added",
          (" + exposed", "fused, split"), ("", "fused + exposed, split"),
          "They are part of what the fused form takes: compare after adding them."),
@@ -213,8 +197,6 @@ HALVING = Exercise(
         ("the operations stay the same, though the empty rows of the last tile change",
          '"flops": steps / 2', '"flops": 1',
          "Empty rows are multiplied as well: see the case worked by hand, T=320."),
-        ("the products of a step are counted, not those of the whole walk", '"flops": steps / 2', '"flops": 1 / 2',
-         "There are more steps: see the case worked by hand."),
     ),
 )  # fmt: skip
 

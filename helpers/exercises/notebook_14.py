@@ -19,10 +19,6 @@ def merge_shares(out_a, lse_a, out_b, lse_b):
 
 SUM, GUARDED = "    lse = np.logaddexp(lse_a, lse_b)\n", "np.where(lse == -np.inf, 0, lse)"  # in the solution
 WEIGHTS = "np.exp(lse_a - reference)", "np.exp(lse_b - reference)"
-ONE_M, FINITE = "    m = max(lse_a.max(), lse_b.max())\n", "    m = 0 if m == -np.inf else m\n"  # in place of SUM
-BY_M = "    l = np.exp(lse_a - m) + np.exp(lse_b - m)\n    lse = m + np.log(l)\n"
-SHARES = "np.exp(lse_a - m) / l", "np.exp(lse_b - m) / l"  # in place of WEIGHTS
-ROW_BY_ROW = "Every row has a level of its own, and far below the maximum exp is 0: subtract row by row, see section 2."
 
 MERGE = Exercise(
     solution=merge_shares, title="Two parts of a sum", outputs=("out", "lse"),
@@ -34,10 +30,6 @@ MERGE = Exercise(
         ("exp(lse) is computed as it is", (SUM, *WEIGHTS),
          ("    l = np.exp(lse_a) + np.exp(lse_b)\n    lse = np.log(l)\n", "np.exp(lse_a) / l", "np.exp(lse_b) / l"),
          "Near 1000 it overflows, near -1000 it is 0: subtract the merged lse first, see section 2."),
-        ("one maximum serves all rows",
-         (SUM, *WEIGHTS), (ONE_M + FINITE + BY_M + "    l = np.where(l == 0, 1, l)\n", *SHARES), ROW_BY_ROW),
-        ("one maximum serves all rows, and those far below it or without a key become NaN",
-         (SUM, *WEIGHTS), (ONE_M + BY_M, *SHARES), ROW_BY_ROW),
         ("both parts count alike", "weight_a[:, None] * out_a + weight_b[:, None] * out_b", "(out_a + out_b) / 2",
          "A part with a larger sum weighs more: exp(lse_a - lse), see section 2."),
         ("the larger lse is subtracted, and nothing is divided",
@@ -101,8 +93,6 @@ RING = Exercise(
          "Parts of different weight are merged by their lse: see section 2."),
         ("a share is overwritten before it is handed on", HELD, "0",  # that of device 0 goes through all
          "All devices send at the same time: make a new list, such as keys[-1:] + keys[:-1]."),
-        ("only the last share is left", MERGED, f"out, lse = {PART}",
-         "Each step must be merged into what the steps before found: see section 2."),
     ),
 )  # fmt: skip
 
@@ -137,7 +127,6 @@ WORK = Exercise(
         ("queries see the keys behind them", "<=", ">=", "A query at a sees the key at b if b ≤ a: see hint 1."),
         ("nothing is masked", "(keys[None, :] <= queries[:, None]).sum()", "keys.size * queries.size",
          "Count only the pairs in which the query may see the key: see section 5."),
-        ("keys are listed by their owner", HELD, "r", "Row r is step r: device i has those of i - r, see section 3."),
         ("the steps are added up", "return table", "return table.sum(axis=0)",
          "Devices wait for each other in every step, so each step has a row of its own: return (D, D)."),
     ),
@@ -169,8 +158,6 @@ ZIGZAG = Exercise(
          "Then the last device has the last piece of each half, and the most work: it is mirrored, see section 5."),
         ("pieces begin at multiples of `share`, not of half as many", "* half", "* share",
          "There are 2D pieces for D shares, so a piece is half a share: see section 5."),
-        ("the second piece runs backwards", "late * half + within", "late * half + within[::-1]",
-         "Pieces are mirrored, the positions inside them are not: they rise, see section 5."),
     ),
 )  # fmt: skip
 
@@ -215,7 +202,6 @@ GRADIENTS = Exercise(
          "They must be those over all keys: p = exp(s - lse) with the final lse, see section 6."),
         ("delta is made from the part", "    ds = ", "    delta = (p * dp).sum(axis=1)\n    ds = ",
          "delta is a sum of p * dp over all keys, not over the part: take the delta that was given, see section 6."),
-        ("delta is missing", " - delta[:, None]", "", "ds = p * (dp - delta): see section 6."),
         ("exp(s) is divided by exp(lse)", " - lse[:, None])", ") / np.exp(lse)[:, None]",
          "Both overflow or vanish: subtract before the exponential, see section 6."),
     ),

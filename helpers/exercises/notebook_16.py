@@ -43,8 +43,6 @@ def pointers(rows, b, n, T, N, H, head_padded):
     return offsets, mask
 
 
-ROW = "rows[:, None] * (N * H)"  # in the solution
-
 POINTERS = Exercise(
     solution=pointers, title="Pointers of a tile", outputs=("offsets", "mask"),
     cases=table(
@@ -54,14 +52,9 @@ POINTERS = Exercise(
     ),
     tried="whole and ragged tiles, rows in any order, heads of a power of two and others, several heads and entries",
     mistakes=(
-        ("the next row is H elements away", ROW, "rows[:, None] * H",
-         "Between two positions of one head lie all N heads: N * H elements, see section 3."),
         ("the heads lie one behind the other, each with all its positions",
-         ("n * H", ROW), ("n * T * H", "rows[:, None] * H"),
+         ("n * H", "rows[:, None] * (N * H)"), ("n * T * H", "rows[:, None] * H"),
          "The axes are (B, T, N, H), so heads of one position are neighbours: see section 3."),
-        ("rows are numbered on from the first, whatever the others are",
-         ROW, "(rows[0] + np.arange(len(rows)))[:, None] * (N * H)",
-         "rows may hold any positions in any order: take each of them, rows[:, None], see the task."),
         ("the heads of the array are taken to be padded", "* H", "* head_padded",
          "It is the tile that is padded: in the array a head has H elements, see section 3."),
         ("the padding of a head counts as inside", " & (columns < H)", " & (columns < head_padded)",
@@ -133,12 +126,8 @@ QUERY_COUNTS = Exercise(
          "The last key of the tile is seen by the fewest queries: it decides, see section 5."),
         ("the last query of a tile decides whether it is free", FREE, "last >= k_start + block_k - 1",
          "The first query sees least: it decides, see section 5."),
-        ("keys from T on are left out", FREE, "first >= min(k_start + block_k, T) - 1",
-         "A free tile sees every key of the program, those over the end included: see the task."),
         ("positions over the end are taken to see nothing", SKIPPED, "min(last, T - 1) < k_start",
          "Positions count as they stand, inside the array or not: see the task."),
-        ("the first number counts every tile that is computed", "return masked, free", "return masked + free, free",
-         "Return those with a mask and those without, each by itself."),
     ),
 )  # fmt: skip
 

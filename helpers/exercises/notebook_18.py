@@ -38,8 +38,6 @@ SEGMENTS = Exercise(
          "Padding gets a number of its own, so that no document sees it: see section 1."),
         ("padding has the number of the first document", NUMBERS, "[*range(len(lengths)), 0]",
          "Equal numbers see each other, wherever they stand: give padding a new one."),
-        ("the documents are numbered from 1", NUMBERS, "np.arange(1, len(lengths) + 2)",
-         "The first document is number 0."),
         ("each token has its position in its document", f"np.repeat({NUMBERS}, {PARTS})",
          f"np.concatenate([np.arange(length) for length in {PARTS}])",
          "Positions count within a document. A segment id is the same for all of its tokens."),
@@ -82,11 +80,6 @@ TILE = Exercise(
          ("", "cap * np.tanh(s / cap) + bias"), "The cap holds for product and bias together: see section 2."),
         ("the bias is scaled as well", "scale * (q @ k.T) + bias", "scale * (q @ k.T + bias)",
          "The scale belongs to the products alone: see section 2."),
-        ("a hidden key has the logit 0", "-np.inf", "0", "exp(0) is 1, a weight like others. exp(-inf) is 0."),
-        ("what should be seen is hidden", "np.where(seen, s, -np.inf)", "np.where(seen, -np.inf, s)",
-         "`seen` is True where a query sees a key."),
-        ("the cap is not multiplied back", "cap * np.tanh", "np.tanh",
-         "Logits shall lie between -cap and cap, not between -1 and 1: see section 2."),
     ),
 )  # fmt: skip
 
@@ -117,13 +110,9 @@ KINDS = Exercise(
     mistakes=(
         ("tiles are compared by their first numbers only", SOME, "least[:, None] == least",
          "A tile may begin in one document and end in another: two ranges must overlap, see section 3."),
-        ("one side of the overlap is not asked for", SOME, "least[:, None] <= most",
-         "Ranges may miss each other on either side: two comparisons, see section 3."),
         ("a tile counts as full as soon as its ranges are equal", EVERY,
          "(least[:, None] == least) & (most[:, None] == most)",
          "Two documents in both tiles leave pairs that do not see each other."),
-        ("only the tile of queries must lie in one document", EVERY, "some & alone[:, None]",
-         "Both tiles must lie in one document."),
         ("a tile in one document counts as full against any other", EVERY, "alone[:, None] & alone",
          "It must be the same document for both tiles."),
     ),
@@ -180,7 +169,6 @@ def _run_quietly(answer, *arguments):
 
 
 SEEN, GUARD = "(j <= i[:, None]) & (ids[j] == ids[i][:, None])", "np.where(m_new == -np.inf, 0, m_new)"
-SKIP = "            if not seen.any():\n                continue\n"
 
 PACKED = Exercise(
     solution=packed_attention, title="A loop for packed documents", outputs=("out", "visited"), cases=_packed_cases,
@@ -189,11 +177,8 @@ PACKED = Exercise(
     mistakes=(
         ("keys of other documents are seen", SEEN, "(j <= i[:, None]) & (ids[j] >= 0)",
          "This is the leak of section 1: a query sees keys of its own number only."),
-        ("later keys are seen", SEEN, "(j >= 0) & (ids[j] == ids[i][:, None])",
-         "The causal mask holds within documents too: both conditions, with `&`."),
         ("a row that sees no key in its first tile becomes NaN", GUARD, "m_new",
          "Its maximum is still -inf, and -inf minus -inf is NaN: take 0 for it then, see hint 2."),
-        ("no tile is skipped", SKIP, "", "Where nothing in a tile is seen, go on to the next: see section 3."),
         ("tiles are skipped for the causal mask alone", "not seen.any()", "first > i[-1]",
          "Tiles of other documents can be skipped as well: see section 3."),
         ("a tile is skipped unless all of it is seen", "not seen.any()", "not seen.all()",
@@ -230,9 +215,6 @@ CAP = Exercise(
         ("the cap is left out", f" * {FACTOR}", "", "That is the gradient of the capped logits: see section 4."),
         ("the capped logits are capped once more", FACTOR, "(1 - np.tanh(s / cap) ** 2)",
          "s is capped already, so s / cap is the tanh: see section 4."),
-        ("the logits are not divided by the cap", FACTOR, "(1 - s**2)",
-         "The derivative is 1 − tanh², and the tanh is s / cap."),
-        ("the square is missing", FACTOR, "(1 - s / cap)", "The derivative of tanh is 1 − tanh²: see section 4."),
         ("delta is left out", "(dp - delta[:, None])", "dp", "ds = p (dp − delta), as in notebook 06."),
     ),
 )  # fmt: skip
@@ -275,10 +257,6 @@ SINKS = Exercise(
          "The share of the keys is exp(lse) by the new sum: see section 5."),
         ("lse is left as it was", SHARE, "np.exp(lse - new)[..., None], lse",
          "The sum has grown by the sink, and lse with it: see section 5."),
-        ("out is not weighted", " * np.exp(lse - new)[..., None]", "",
-         "The sink took its share of the weights away from the keys: see section 5."),
-        ("two logarithms are added as if they were weights", NEW, "lse + sinks",
-         "Both are logarithms. Add what they are logarithms of."),
     ),
 )  # fmt: skip
 
@@ -317,9 +295,6 @@ WINDOW = Exercise(
         ("later keys are seen", BOTH, "near | (j < 4)", "j ≤ i holds for the window and for the first keys."),
         ("the first keys escape the causal mask", BOTH, "((j <= i) & near) | (j < 4)",
          "Query 0 must not see key 3: the causal condition holds for both."),
-        ("the window is one key too wide", NEAR, "i - j <= 16 * 2**n",
-         "16 keys, the query's own among them: distances 0 to 15."),
-        ("all heads have the same window", NEAR, "i - j < 16", "Head n has 16 · 2^n keys."),
     ),
 )  # fmt: skip
 
@@ -431,8 +406,6 @@ def _expected_masked(q, k, v, mask_mod, *_):
     return out, lse.swapaxes(1, 2), whole.AS_ASKED
 
 
-VISITED, SHOWN = "lax.cond(some, visit, lambda state: state, state)", "jnp.where(seen, dot"  # in the solution
-
 MASKED = Exercise(
     solution=masked_forward, title="A mask in your kernel", outputs=("out", "lse", "how it was made"),
     cases=_masked_cases, run=_run_masked, expected=_expected_masked, tolerance=1e-4, building_block="masks",
@@ -440,27 +413,19 @@ MASKED = Exercise(
     tried="six masks, by position, head and batch entry, queries that see nothing, ragged ends, unequal tiles, "
           "grouped heads, logits from -200 to 60, float32 and bfloat16; replayed",
     mistakes=(
-        ("no tile is skipped", VISITED, "visit(state)",
+        ("no tile is skipped", "lax.cond(some, visit, lambda state: state, state)", "visit(state)",
          "Load keys only where the tile has a visible pair: see section 3."),
         ("a tile is skipped unless all of it is seen", "1, 0).max()", "1, 0).min()",
          "Partial tiles must be visited, and masked: see section 3."),
-        ("queries behind the last one have tiles visited", "(rows < T)[:, None] & (cols < S)", "(cols < S)",
-         "What lies past the end sees nothing: it must not decide which tiles are visited."),
-        ("keys behind the last one are seen", "(rows < T)[:, None] & (cols < S)", "(rows < T)[:, None]",
-         "mask_mod knows nothing of S: a key must be inside and be seen."),
-        ("the mask decides which tiles are visited, and hides nothing within them", SHOWN,
+        ("the mask decides which tiles are visited, and hides nothing within them", "jnp.where(seen, dot",
          "jnp.where((cols < S)[None, :], dot",
          "In a partial tile the hidden pairs need the logit -inf: see section 2."),
         ("a query that has seen no key yet becomes NaN", "jnp.where(m_new == -jnp.inf, 0, m_new)", "m_new",
          "Its maximum is still -inf, and -inf minus -inf is NaN: take 0 for it then, see exercise 18.4."),
         ("a query that sees no key is divided by zero", "weight = jnp.where(l == 0, 1, l)", "weight = l",
          "Where nothing was seen, l is 0: divide by 1, and out is 0."),
-        ("mask_mod gets the head of the keys", "mask_mod(b, n,", "mask_mod(b, n // group,",
-         "n is a head of the queries, which may have a mask of its own in a group."),
         ("mask_mod gets queries and keys the other way round", "rows[:, None], cols[None, :]",
          "cols[None, :], rows[:, None]", "i is the query and j the key: see section 6."),
-        ("positions of queries are counted within the tile", "i * block_q + jnp.arange(block_q)",
-         "jnp.arange(block_q)", "Program i begins with query i * block_q."),
         *FORWARD.mistakes[:2],
     ),
 )  # fmt: skip

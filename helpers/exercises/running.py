@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,7 +148,7 @@ def _raised(error, answer):
         )
     if kind == "KeyboardInterrupt":
         return Raised(kind, "interrupted, for {case}.")
-    frames = _frames(error)
+    frames = list(traceback.walk_tb(error.__traceback__))  # from the outermost to the innermost
     code = code_of(answer)
     if isinstance(error, NotImplementedError) and not error.args and frames:
         last, line = frames[-1]
@@ -170,15 +171,6 @@ def _raised(error, answer):
         where = "" if frame.f_code is code else f" of `{frame.f_code.co_name}`"
         text += f"\n  In line {line}{where}" + (f": {source[:120]}" if source else ".")
     return Raised(kind, text)
-
-
-def _frames(error):
-    """(frame, line number) from the outermost to the innermost."""
-    found, trace = [], error.__traceback__
-    while trace is not None:
-        found.append((trace.tb_frame, trace.tb_lineno))
-        trace = trace.tb_next
-    return found
 
 
 def code_of(answer):

@@ -2,7 +2,7 @@
 
 import ast
 import copy
-import re
+from collections import defaultdict
 
 COMPARISONS = {  # the other side of the border, and the other way round
     ast.Lt: (ast.LtE, ast.Gt),
@@ -49,36 +49,46 @@ def slips(source):
     """(what is changed, what is wrong, source) of each slip. source defines one function.
 
     What is wrong completes the sentence "This is what you get when …", and gives no more of the solution away than
-    what is missing.
+    what is missing. A slip is made in one place, and in every place where it is possible.
     """
     tree = ast.parse(source)
-    seen, names = {ast.unparse(tree)}, {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    for place, node in enumerate(ast.walk(tree)):
+    nodes, seen = list(ast.walk(tree)), {ast.unparse(tree)}
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    everywhere = defaultdict(dict)
+    for place, node in enumerate(nodes):
         for wrong, variant in [*_variants(node), *_of_names(node, names)]:
-            changed = copy.deepcopy(tree)
-            target = list(ast.walk(changed))[place]
-            replaced = _Replace(target, variant).visit(changed)
-            text = ast.unparse(ast.fix_missing_locations(replaced))
-            if text not in seen:
-                seen.add(text)
-                yield f"{_short(node)} → {_short(variant)}", wrong, text
-    for name, other in NAMES.items():
-        text = ast.unparse(ast.parse(re.sub(rf"\b{name}\b", other, source)))
-        if text not in seen:
-            seen.add(text)
-            yield f"every {name} → {other}", f"`{other}` stands where `{name}` belongs", text
+            everywhere[wrong].setdefault(place, variant)
+            yield from _changed(tree, {place: variant}, f"{_short(node)} → {_short(variant)}", wrong, seen)
+    for wrong, variants in everywhere.items():
+        yield from _changed(tree, variants, f"everywhere: {wrong}", wrong, seen)
+    for pair in TAKEN_FOR_ANOTHER:
+        wrong, other = "`{}` and `{}` have changed places".format(*pair), dict(zip(pair, pair[::-1], strict=True))
+        reads = [(place, node) for place, node in enumerate(nodes) if getattr(node, "id", None) in pair]
+        reads = [(place, node) for place, node in reads if isinstance(node.ctx, ast.Load) and names.issuperset(pair)]
+        swapped = {place: _with(node, id=other[node.id]) for place, node in reads}
+        yield from _changed(tree, swapped, wrong, wrong, seen)
+
+
+def _changed(tree, variants, what, wrong, seen):
+    """The slip with variants in some places of the tree, if it is new. variants: {place in `ast.walk`: node}."""
+    tree = copy.deepcopy(tree)
+    of_node = {node: variants[place] for place, node in enumerate(ast.walk(tree)) if place in variants}
+    text = ast.unparse(ast.fix_missing_locations(_Replace(of_node).visit(tree)))
+    if text not in seen:
+        seen.add(text)
+        yield what, wrong, text
 
 
 class _Replace(ast.NodeTransformer):
-    def __init__(self, target, variant):
-        self.target, self.variant = target, variant
+    def __init__(self, variants):
+        self.variants = variants
 
     def visit(self, node):
-        return self.variant if node is self.target else self.generic_visit(node)
+        return self.variants[node] if node in self.variants else self.generic_visit(node)
 
 
 def _short(node):
-    text = " ".join(ast.unparse(node).split())
+    text = " ".join(ast.unparse(ast.fix_missing_locations(node)).split())
     return text if len(text) < 90 else text[:40] + " … " + text[-40:]
 
 
@@ -163,6 +173,8 @@ def _variants(node):
             yield f"the case `{_short(test)}` is left out", _with(node, test=ast.Constant(False))
         case ast.Expr(ast.Yield()):
             yield "an operation is left out", ast.Pass()
+        case ast.Expr(ast.Call()) | ast.Assign(targets=[ast.Subscript()]):
+            yield f"`{_short(node)}` is left out", ast.Pass()
 
 
 def _without_minus(node):
@@ -190,6 +202,8 @@ def _of_operators(node):
         yield f"`{_short(right)}` is left out", left
         if not isinstance(op, ast.FloorDiv):
             yield f"`{_short(left)}` is left out", right
+    for factor in (left, right) if isinstance(op, ast.Mult) else [right] * isinstance(op, ast.Div):
+        yield f"`{_short(factor)}` enters twice", _with(node, left=node, right=factor)
     if isinstance(op, ast.MatMult | ast.Sub | ast.Div | ast.FloorDiv):
         yield "the two sides of an operation are exchanged", _with(node, left=right, right=left)
 
@@ -200,6 +214,8 @@ def _of_calls(node):
         yield f"`{name}` is left out", args[0]
     for wrong, swapped in _swaps(args) if name not in SYMMETRIC else ():
         yield wrong, _with(node, args=swapped)
+    for arg in args if name in SYMMETRIC and len(args) == 2 else ():
+        yield f"nothing but `{_short(arg)}` is asked for", arg
     for place, keyword in enumerate(keywords):
         yield f"`{_short(keyword)}` is left out", _with(node, keywords=[*keywords[:place], *keywords[place + 1 :]])
         if keyword.arg == "axis":

@@ -4,7 +4,6 @@ import contextlib
 import sys
 import tracemalloc
 
-import jax
 import numpy as np
 
 from helpers.exercises.exercise import Complaint
@@ -89,30 +88,6 @@ def kept(run, unwanted):
     with _profiled(note):
         result = run()
     return result, bool(found)
-
-
-def staged(run):
-    """(what run() returns, the shapes of all arrays that it asks JAX for, those inside of one expression too).
-
-    JAX notes what it would compute, and computes nothing. So a run that asks JAX for anything ends where
-    NumPy wants a value; what came before is noted, and it runs once more for its result.
-    """
-    results, shapes = [], set()
-
-    def noted():
-        with contextlib.suppress(Exception):
-            results.append(run())
-
-    def walk(part):
-        if isinstance(part, dict | tuple | list):
-            for one in part.values() if isinstance(part, dict) else part:
-                walk(one)
-        for equation in getattr(getattr(part, "jaxpr", part), "eqns", ()):
-            shapes.update(getattr(variable.aval, "shape", ()) for variable in equation.outvars)
-            walk(equation.params)
-
-    walk(jax.make_jaxpr(noted)())
-    return results[0] if results and not shapes else run(), shapes
 
 
 def without(module, answer, *arguments):

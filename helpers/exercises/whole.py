@@ -26,20 +26,20 @@ def results(answer, ours, arguments, dtypes, right, blocks):
         return watched(launch(answer), arrays, dtypes, right, blocks, lambda: bytes_read(launch(ours), arrays))
     with jax.default_matmul_precision("highest"):
         found = jax.jit(launch(answer))(*arrays)
-    _check_results(found, dtypes, right)
-    return *_as_float64(found, right, dtypes), AS_ASKED
+    check_results(found, dtypes, right)
+    return *as_float64(found, right, dtypes), AS_ASKED
 
 
 def watched(function, arrays, dtypes, right, blocks, ours):
     """The same of function(*arrays). ours: a function that counts the bytes that our kernel reads."""
     with jax.default_matmul_precision("highest"):
         jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*arrays)
-        _check_results(shapes, dtypes, right)
+        check_results(shapes, dtypes, right)
         calls, found = replay(function, *arrays, by_program=True)
         if not calls:
             raise Complaint("no `pl.pallas_call` was made: write a kernel, and launch it")
         check_ends(function, arrays, found)
-    return *_as_float64(found, right, dtypes), _way(jaxpr.jaxpr, calls, arrays, blocks, ours)
+    return *as_float64(found, right, dtypes), _way(jaxpr.jaxpr, calls, arrays, blocks, ours)
 
 
 def check_ends(function, arrays, found):
@@ -55,14 +55,6 @@ def check_ends(function, arrays, found):
     for one, again in zip(found, jax.tree.leaves(other), strict=True):
         if not np.allclose(one, np.asarray(again, np.float64), rtol=1e-2, atol=1e-2):
             raise Complaint("with 1000 instead of NaN past the ends of arrays, the results change: mask by position")
-
-
-def remark(ours, cases, answer):
-    """Says of a right answer how many bytes its programs read in the third case."""
-    case = cases()[2]
-    arrays, launch = _launches(case.arguments)
-    yours, of_ours = (bytes_read(launch(one), arrays) for one in (answer, ours))
-    return f"For {case.label}, your programs read {yours} bytes, and ours {of_ours}."
 
 
 def _launches(arguments):
@@ -87,12 +79,14 @@ def first_kernel(kernel, arguments):
     return max(map(sum, zip(*read, strict=True))), min(one.values.itemsize for one in operands if one.is_output)
 
 
-def _as_float64(found, right, dtypes):
+def as_float64(found, right, dtypes):
+    """The results, of which one of 16 bits that rounding alone sets apart from the right one is taken for it."""
     found = found if isinstance(found, tuple | list) else (found,)
     return [_rounded_alike(*each) for each in zip(found, right, dtypes.values(), strict=True)]
 
 
-def _check_results(found, dtypes, right):
+def check_results(found, dtypes, right):
+    """A `Complaint` where results have other shapes than the right ones, or other dtypes."""
     shapes = {name: expected.shape for name, expected in zip(dtypes, right, strict=True)}
     for one, (name, dtype) in zip(shaped(found, shapes), dtypes.items(), strict=True):
         if one.dtype != dtype:

@@ -25,7 +25,7 @@ OF_A_PAIR = (
      "With exp2, both s and lse are multiplied by log2 e: see the box of section 2."),
     ("p is a softmax over this tile instead of over all keys", "jnp.exp(s - lse[:, None])", "jax.nn.softmax(s)",
      "lse is already the log-sum-exp over all keys, so p = exp(s - lse): see the equations of section 1."),
-    ("the scale is missing from the logits", "s = scale * (q @ k.T)", "s = q @ k.T",
+    ("the scale is missing from the logits", "s = scale * ", "s = ",
      "p = exp(scale q kᵀ - lse), as in the forward pass: see the equations of section 1."),
     ("s and lse are exponentiated apart, as in exp(s) / exp(lse), where both may overflow or vanish",
      "jnp.exp(s - lse[:, None])", "jnp.exp(s) / jnp.exp(lse)[:, None]",
@@ -62,7 +62,8 @@ def key_gradients(q, k, v, do, lse, delta, is_causal=False, block_q=64, block_k=
             do = jnp.where(inside, do_ref[tile, n, :], 0)
             lse = jnp.where(rows < T, lse_ref[n, tile], 0)
             delta = jnp.where(rows < T, delta_ref[n, tile], 0)
-            p = jnp.exp(scale * dot(q, k.T) - lse[:, None])
+            s = scale * dot(q, k.T)
+            p = jnp.exp(s - lse[:, None])
             if is_causal:
                 p = jnp.where(cols[None, :] <= rows[:, None], p, 0)
             dp = dot(do, v.T)
@@ -143,17 +144,6 @@ def _expected_of_kernel(names, q, k, v, do, lse, delta, is_causal, *blocks):
     return *(gradients[name] for name in names), whole.AS_ASKED
 
 
-def _of_whole(slips):
-    """The slips in a body, as edits of a whole kernel."""
-    same = {
-        "jnp.exp(s - lse[:, None])": "jnp.exp(scale * dot(q, k.T) - lse[:, None])",
-        "jax.nn.softmax(s)": "jax.nn.softmax(scale * dot(q, k.T))",
-        "s = scale * (q @ k.T)": "scale * dot(q, k.T)",
-        "s = q @ k.T": "dot(q, k.T)",
-    }
-    return tuple((when, same.get(old, old), same.get(new, new), advice) for when, old, new, advice in slips)
-
-
 TRIED = (
     "T below and above S, ragged ends, unequal tiles, grouped heads, causal and not, float32 and bfloat16, "
     "logits near 120 and -120; replayed, and run once with your own tiles"
@@ -163,20 +153,14 @@ KEY_GRADIENTS = Exercise(
     cases=_kernel_cases, run=functools.partial(_run_kernel, ("dk", "dv"), key_gradients),
     expected=functools.partial(_expected_of_kernel, ("dk", "dv")), tolerance=2e-4, tried=TRIED,
     building_block="gradients of the keys", slow=True,
-    remark=functools.partial(whole.remark, key_gradients, _kernel_cases),
     mistakes=(
         ("both sums are overwritten, so that only the last tile of queries counts", ("dk + ", "dv + "), ("", ""),
          "Add to the dk and dv that arrive: a tile of keys belongs to all queries, see the picture of section 1."),
         ("dv is right and dk is wrong, because dk is not multiplied by the scale", "scale * dot(ds", "dot(ds",
          "s = scale q kᵀ, so the scale appears once more in dk: see the equations of section 1."),
-        ("dk is right and dv is wrong, because dv is made of ds instead of p",
-         "p.astype(do.dtype).T", "ds.astype(do.dtype).T",
-         "out = p v, so dv = pᵀ do: see the equations of section 1."),
-        *_of_whole(OF_A_PAIR[:5]),
+        *OF_A_PAIR[:5],
         ("a masked weight is left as it is", "rows[:, None], p, 0)", "rows[:, None], p, p)",
          "lse knows nothing of masked keys, so exp(s - lse) may be large there: set p to 0, see section 8."),
-        ("no tile of queries is skipped", "if is_causal else 0", "if False else 0",
-         "The walk begins at the diagonal: see exercise 7.5."),
         ("rows past the end of q and do are multiplied by weights of 0",
          ("inside, q_ref[tile, n, :]", "inside, do_ref[tile, n, :]"),
          ("in_head, q_ref[tile, n, :]", "in_head, do_ref[tile, n, :]"),
@@ -213,7 +197,8 @@ def query_gradients(q, k, v, do, lse, delta, is_causal=False, block_q=64, block_
             inside = (cols < S)[:, None] & in_head
             k = jnp.where(inside, k_ref[tile, :], 0)
             v = jnp.where(inside, v_ref[tile, :], 0)
-            p = jnp.exp(scale * dot(q, k.T) - lse[:, None])
+            s = scale * dot(q, k.T)
+            p = jnp.exp(s - lse[:, None])
             seen = cols[None, :] < S
             if is_causal:
                 seen = seen & (cols[None, :] <= rows[:, None])
@@ -248,17 +233,14 @@ QUERY_GRADIENTS = Exercise(
     cases=_kernel_cases, run=functools.partial(_run_kernel, ("dq",), query_gradients),
     expected=functools.partial(_expected_of_kernel, ("dq",)), tolerance=2e-4, tried=TRIED,
     building_block="gradients of the queries", slow=True,
-    remark=functools.partial(whole.remark, query_gradients, _kernel_cases),
     mistakes=(
         ("dq is overwritten, so that only the last tile of keys counts", "dq + ", "",
          "Add to the dq that arrives: a tile of queries sees all keys, see the picture of section 1."),
         ("dq is not multiplied by the scale", "scale * dot(ds", "dot(ds",
          "s = scale q kᵀ, so the scale appears once more in dq: see the equations of section 1."),
-        *_of_whole(OF_A_PAIR[:5]),
+        *OF_A_PAIR[:5],
         ("a masked weight is left as it is", "& (cols[None, :] <= rows[:, None])", "",
          "lse knows nothing of masked keys, so exp(s - lse) may be large there: set p to 0, see section 8."),
-        ("no tile of keys is skipped", "if is_causal else S", "if False else S",
-         "The walk ends at the diagonal, as in the forward kernel: see section 8."),
         ("the key/value head is n % K", "n // group", "n % K",
          "Neighbours share a head, so it is n // (N // K): see section 9."),
         ("the block of the keys ends with the array, and the last slice is moved back into it",
@@ -352,9 +334,5 @@ FLASH_ATTENTION = Exercise(
          "A product of 16-bit arrays has 16 bits: convert out and do to float32 first, see the text of the exercise."),
         ("the dk and dv kernel is not told that attention is causal", "key_gradients(*needed, is_causal, *tiles)",
          "key_gradients(*needed, False, *tiles)", "Hand is_causal on to both kernels: see section 8."),
-        ("the dq kernel is not told that attention is causal", "query_gradients(*needed, is_causal, *tiles)",
-         "query_gradients(*needed, False, *tiles)", "Hand is_causal on to both kernels: see section 8."),
-        ("out is kept in bfloat16", "(q, k, v, out, lse)", "(q, k, v, out.astype(jnp.bfloat16), lse)",
-         "delta is made of out, and its rounding reaches dq and dk: keep out as it is, see section 12."),
     ),
 )  # fmt: skip

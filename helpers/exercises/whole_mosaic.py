@@ -16,7 +16,8 @@ from helpers.attention.hopper import warpgroup
 from helpers.attention.mosaic import warp
 from helpers.attention.mosaic.warp import ACC, LHS, RHS, ROWS
 from helpers.attention.reference import oracle
-from helpers.exercises.exercise import Case, Complaint, Exercise, shaped
+from helpers.exercises import whole
+from helpers.exercises.exercise import Case, Exercise
 from helpers.exercises.notebook_05 import FORWARD, GQA
 from helpers.exercises.running import name_of
 from helpers.instruments.races import DETECTING, patient_for, races
@@ -24,7 +25,6 @@ from helpers.instruments.races import DETECTING, patient_for, races
 AS_ASKED = "without a race, and lowered"
 AMPERE, HOPPER = ("Ampere", (8, 0)), ("Hopper", (9, 0))
 PATIENCE_S = 8  # for a warpgroup at a barrier
-OF_16_BITS = {"bfloat16": 8e-3, "float16": 1e-3}  # what rounding p and out may bring, as relative errors
 
 
 # 10.6
@@ -128,7 +128,7 @@ def _cases(seed, *rows):
 
 
 def _run(gpus, answer, q, k, v, is_causal, is_lowered):
-    """(how it runs, out, lse) of a forward kernel. An out that rounding alone sets apart from the right one is right.
+    """(how it runs, out, lse) of a forward kernel.
 
     gpus: (name, capability) of those that it is lowered for, where that is asked.
     """
@@ -150,14 +150,10 @@ def _run(gpus, answer, q, k, v, is_causal, is_lowered):
     way, *right = _expected(q, k, v, is_causal)
     if said:
         return "not without this: " + ", ".join(said), *(np.full(array.shape, np.nan) for array in right)
-    out, lse = shaped(found[0], {"out": right[0].shape, "lse": right[1].shape})
-    for name, array, dtype in (("out", out, q.dtype), ("lse", lse, jnp.dtype(jnp.float32))):
-        if array.dtype != dtype:
-            raise Complaint(f"{name}: expected dtype {dtype.name}, got {array.dtype.name}")
-    out = np.asarray(out).astype(np.float64)
-    if np.linalg.norm(out - right[0]) <= OF_16_BITS[q.dtype.name] * np.linalg.norm(right[0]):
-        out = right[0]
-    return _lowered(answer, gpus, q, k, v, is_causal) if is_lowered else way, out, np.asarray(lse)
+    dtypes = {"out": q.dtype, "lse": jnp.float32}
+    whole.check_results(found[0], dtypes, right)
+    way = _lowered(answer, gpus, q, k, v, is_causal) if is_lowered else way
+    return way, *whole.as_float64(found[0], right, dtypes)
 
 
 def _lowered(answer, gpus, *arguments):

@@ -121,28 +121,6 @@ def exercise_index_map():
     return program_blocks(replayed)
 
 
-def grid_and_refs():
-    """A kernel in one picture: arrays in memory, blocks cut from them, one program for each."""
-    figure, axes = style.subplots(width=9, height=3.3)
-    style.bare(axes)
-    for column in range(4):
-        colour, x = PROGRAM_COLOURS[column], 2.2 + 1.8 * column
-        for y in (2.5, 0.0):
-            draw.box(axes, x, y, 1.8, 0.5, colour, alpha=0.45, ec=style.INK, lw=1.2)
-            draw.label(axes, x + 0.9, y + 0.25, f"block {column}", size=9.5)
-        draw.box(axes, x + 0.2, 1.05, 1.4, 0.9, style.PAPER, ec=colour, lw=2)
-        draw.label(axes, x + 0.9, 1.72, f"program {column}", size=9.5, weight="bold")
-        draw.label(axes, x + 0.9, 1.32, "x_ref → out_ref", size=9)
-        for start, stop in ((2.48, 1.99), (1.03, 0.52)):
-            draw.arrow(axes, (x + 0.9, start), (x + 0.9, stop), size=10, lw=1.3, zorder=3)
-    for y, label in ((2.75, "array x, in memory"), (1.5, "the grid: (4,)"), (0.25, "array out, in memory")):
-        axes.text(2.0, y, label, ha="right", va="center", size=10)
-    axes.text(9.5, 2.24, "in_specs", va="center", size=9.5, color=style.INK)
-    axes.text(9.5, 0.78, "out_specs", va="center", size=9.5, color=style.INK)
-    axes.set(xlim=(-0.3, 10.5), ylim=(-0.1, 3.1))
-    return figure
-
-
 def matmul_tiles():
     """Program (1, 0) of the matmul, at step j = 2 of its loop."""
     figure, axes = style.subplots(width=9, height=3.9)
@@ -295,7 +273,6 @@ def _spoken(programs):
 
 
 FIGURES = {
-    "04-grid-and-refs.png": grid_and_refs,
     "04-exercise-index-map.png": exercise_index_map,
     "04-matmul-tiles.png": matmul_tiles,
 }

@@ -100,36 +100,6 @@ def registers(panels, limit):
     return figure
 
 
-def nobody_owns_dq():
-    """Programs that walk down columns; each adds to the same tiles of dq."""
-    figure, axes = style.subplots(width=9, height=4.4)
-    style.bare(axes)
-    rows, columns = 4, 4
-    axes.set(xlim=(-1.6, 9.6), ylim=(rows + 1.4, -1.2))
-    places = (2, 0, 3, 1)  # where each program is now: they do not march in step
-    for j in range(columns):
-        draw.label(axes, j + 0.47, -0.25, f"k{j}, v{j}", va="bottom", size=9)
-        draw.box(axes, j, rows + 0.35, 0.94, 0.6, style.KEY, alpha=0.4, ec=style.KEY)
-        draw.label(axes, j + 0.47, rows + 0.65, f"dk{j}, dv{j}", size=9)
-        draw.arrow(axes, (j + 0.47, 0.05), (j + 0.47, rows + 0.3), style.KEY, size=12, lw=1.4)
-        for i in range(rows):
-            look = {"alpha": 0.75, "ec": style.INK} if places[j] == i else {"alpha": 0.16, "ec": "none"}
-            draw.box(axes, j, i, 0.94, 0.94, style.LOGITS, **look)
-    for i in range(rows):
-        axes.text(-0.12, i + 0.47, f"q{i}, do{i}", ha="right", va="center", size=9)
-        draw.box(axes, 6.4, i, 1.2, 0.94, style.QUERY, alpha=0.4, ec=style.QUERY, hatch="xx")
-        draw.label(axes, 7.0, i + 0.47, f"dq{i}", size=9, bbox=draw.paper(1))
-    for j in range(columns):
-        draw.arrow(axes, (j + 0.97, places[j] + 0.47), (6.35, places[j] + 0.47), style.QUERY, size=12, lw=1.4)
-    draw.label(axes, 5.3, -0.25, "TMA adds", va="bottom", size=9)
-    draw.label(axes, 7.0, -0.25, "float32, in memory", va="bottom", size=9)
-    note = "Each tile receives one\npart from each program,\nin the order in which\nthey arrive."
-    axes.text(7.75, 2.0, note, va="center", size=9)
-    draw.label(axes, 2.0, rows + 1.2, "One owner for each: it sums in registers and writes once.", size=9)
-    axes.set_title("A program for each tile of keys: dk and dv have owners, dq has none")
-    return figure
-
-
 def cycles(forms):
     """Least cycles of one step by two units. forms: {title: {kernel: (FLOPs, {what: bytes})}}."""
     figure, axes = style.subplots(width=10, height=0.95 * sum(map(len, forms.values())) + 1.7)
@@ -161,6 +131,3 @@ def cycles(forms):
     axes.set_title("Grey: tensor core. Coloured: shared memory (hatched: not an operand)")
     figure.alt = f"Cycles for 64 queries and 128 keys, at the least. {' '.join(said)}"
     return figure
-
-
-FIGURES = {"12-nobody-owns-dq.png": nobody_owns_dq}

@@ -1,38 +1,9 @@
-"""Pictures of notebook 05: what one program of the forward kernel reads, keeps and writes."""
+"""Pictures of notebook 05: which tiles programs of the forward kernel read, and how exact out is."""
 
 import numpy as np
 from matplotlib.colors import ListedColormap
 
 from helpers.plots import draw, style
-
-
-def one_program():
-    """What one program holds on chip, what streams past it, and what it writes at the end."""
-    figure, axes = style.subplots(width=10, height=4.6)
-    style.bare(axes)
-    axes.set(xlim=(0, 20), ylim=(0, 9.2))
-    for x, title in ((0.3, "large memory"), (8.5, "on chip, while program i runs"), (17.1, "large memory")):
-        axes.text(x, 8.75, title, size=11, weight="bold", va="center")
-    _stack(axes, 0.4, 4, 1.5, "q", style.QUERY, highlighted=1, note="read once")
-    _stack(axes, 2.8, 5, 1.5, "k", style.KEY, highlighted=2, note="streams by")
-    _stack(axes, 5.2, 5, 1.5, "v", style.VALUE, highlighted=2, note="streams by")
-
-    draw.rounded(axes, 8.5, 0.4, 7.4, 8.0, "#EEF1F4", corner=0.25, ec=style.INK, lw=1.5)
-    draw.named(axes, 8.9, 6.6, 2.0, 1.3, style.QUERY, "q", "block_q × H")
-    draw.named(axes, 11.2, 6.6, 2.0, 1.3, style.KEY, "k tile j", "block_k × H", hatch="//")
-    draw.named(axes, 13.5, 6.6, 2.0, 1.3, style.VALUE, "v tile j", "block_k × H", hatch="\\\\")
-    draw.named(axes, 8.9, 4.2, 6.6, 1.5, style.LOGITS, "s, then p", "block_q × block_k, replaced for each j")
-    draw.named(axes, 8.9, 0.8, 1.15, 2.2, style.STATE, "m", "block_q")
-    draw.named(axes, 10.3, 0.8, 1.15, 2.2, style.STATE, "l", "block_q")
-    draw.named(axes, 11.7, 0.8, 3.8, 2.2, style.STATE, "acc", "block_q × H")
-    draw.label(axes, 12.2, 3.35, "the state: stays for the whole loop", size=9)
-    draw.label(axes, 12.2, 6.12, "while tile j is used, tile j + 1 may be on its way", size=9)
-
-    _stack(axes, 17.0, 4, 1.2, "out", style.OUTPUT, highlighted=1, note="written\nonce")
-    _stack(axes, 18.8, 4, 0.5, "lse", style.STATE, highlighted=1, note="written\nonce")
-    draw.arrow(axes, (6.9, 4.9), (8.4, 4.9), size=16, lw=1.6)
-    draw.arrow(axes, (16.0, 4.9), (16.9, 4.9), size=16, lw=1.6)
-    return figure
 
 
 def tiles_visited(panels, block_q, block_k):
@@ -118,16 +89,3 @@ def error_by_dtype(errors):
     axes.set(yscale="log", ylim=(1e-8, 1e-1), ylabel="relative error of out", title="Error against the float64 oracle")
     axes.legend(loc="upper left", ncols=len(implementations))
     return figure
-
-
-def _stack(axes, x, count, width, name, colour, highlighted, note):
-    """An array in memory as a column of tiles, one of them in full colour."""
-    height = 6.2 / count
-    for number in range(count):
-        alpha = 0.95 if number == highlighted else 0.28
-        draw.box(axes, x, 7.3 - (number + 1) * height, width, height, colour, alpha=alpha, ec="white", lw=2)
-    draw.label(axes, x + width / 2, 7.7, name, weight="bold")
-    draw.label(axes, x + width / 2, 0.95, note, va="top", size=9, linespacing=1.1)
-
-
-FIGURES = {"05-one-program.png": one_program}

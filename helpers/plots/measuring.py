@@ -12,8 +12,6 @@ LOOKS = {  # colour, marker, dash
     "cudnn": (style.INK, "^", "-"),
     "jax_triton": (style.KEY, "v", "--"),
     "jax_mosaic": (style.VALUE, "<", "--"),
-    "tokamax_triton": (style.STATE, ">", "--"),
-    "tokamax_mosaic": (style.FAINT, "P", "--"),
     "torch_sdpa": ("#5B1A45", "X", "--"),
     "flash_attention_3": ("#7A5C00", "h", "-."),
 }

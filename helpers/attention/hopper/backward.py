@@ -59,7 +59,7 @@ from helpers.attention.hopper.ptx import SWIZZLED
 from helpers.attention.hopper.ring import Ring
 from helpers.attention.hopper.walks import needs_walks, padded_ids, walks, without_padding
 from helpers.attention.hopper.warpgroup import padded_head_dim
-from helpers.attention.low_bits import with_low_bits
+from helpers.attention.low_bits import delta_of
 from helpers.attention.portable.tiles import LOG2_E
 from helpers.attention.problem import Call
 
@@ -86,7 +86,7 @@ def backward(call, out, lse, dout, dlse, low=None, *, tiles=None, deterministic=
     dkv_tiles, dq_tiles = default_tiles(problem, deterministic) if tiles is None else tiles
     if deterministic and dq_tiles is None:
         raise ValueError("the fused form is not deterministic, give tiles of the split form")
-    delta = (with_low_bits(out, low) * dout.astype(jnp.float32)).sum(axis=-1).swapaxes(1, 2) - dlse
+    delta = delta_of(out, lse, dout, dlse, low)
     head_dim = padded_head_dim(problem.H)
     key, value = call.key, call.value
     if dq_tiles is not None:  # kernels that own keys see to their end themselves
@@ -108,7 +108,7 @@ def backward(call, out, lse, dout, dlse, low=None, *, tiles=None, deterministic=
 
 def _in_pieces(call, residuals, at_once, tiles, deterministic, interpret):
     """`backward` of some batch entries after others, for more than one grid can hold."""
-    extras, pieces = call.extras or Extras(), []
+    extras, pieces = call.extras, []
     ids = Extras(query_segment_ids=extras.query_segment_ids, key_segment_ids=extras.key_segment_ids)
     for start in range(0, call.problem.B, at_once):
         part = slice(start, start + at_once)

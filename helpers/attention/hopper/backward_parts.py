@@ -104,11 +104,7 @@ class Program(NamedTuple):
 
     def hidden(self, p, q_start, k_start):
         """p (keys, queries) with zeros where the query does not see the key."""
-        if self.own_walk is None:
-            return hide(p, q_start, k_start, 0, self.problem, self.tiles)
-        view = View.of_keys(self.own_walk, self.problem, self.gmem)
-        is_mixed = self.own_walk.is_mixed(lax.div(q_start, self.tiles.block_q))
-        return view.hidden(p, 0.0, k_start, q_start, is_mixed)
+        return hidden(self, self.own_walk, p, q_start, k_start, 0)
 
 
 def wait_for_keys(program, start):
@@ -182,6 +178,19 @@ def lse_and_awaited(s, wait_n, lse_ref):
         lse = plgpu.load(lse_ref, layout=COLUMNS)
     s = awaited(s, wait_n)
     return lse if early else plgpu.load(lse_ref, layout=COLUMNS), s
+
+
+def hidden(program, walk, p, q_start, k_start, keys_axis):
+    """p with zeros where the query does not see the key. walk: that of the tile of rows, or None."""
+    problem, tiles = program.problem, program.tiles
+    if walk is None:
+        return hide(p, q_start, k_start, keys_axis, problem, tiles)
+    if keys_axis == 0:
+        view, starts, block = View.of_keys, (k_start, q_start), tiles.block_q
+    else:
+        view, starts, block = View.of_queries, (q_start, k_start), tiles.block_k
+    is_mixed = walk.is_mixed(lax.div(starts[1], block))
+    return view(walk, problem, program.gmem).hidden(p, 0.0, *starts, is_mixed)
 
 
 def hide(p, q_start, k_start, keys_axis, problem, tiles):

@@ -14,7 +14,7 @@ from helpers.attention.hopper.backward_parts import (
     Program,
     ds_of,
     exp2_of_logits,
-    hide,
+    hidden,
     load_keys_then_queries,
     lse_and_awaited,
     store_dk_and_dv,
@@ -23,7 +23,7 @@ from helpers.attention.hopper.backward_parts import (
 )
 from helpers.attention.hopper.backward_schedule import ROWS_OF_WGMMA, Tiles
 from helpers.attention.hopper.ring import Ring
-from helpers.attention.hopper.walks import View, Walk
+from helpers.attention.hopper.walks import Walk
 from helpers.attention.hopper.warpgroup import COLUMNS, ROWS, anew, awaited, issue, multiply_add
 from helpers.attention.masking import key_tiles
 from helpers.attention.problem import Problem
@@ -144,14 +144,6 @@ class DqProgram(NamedTuple):
         """The first key of tile j, of all or of the walk."""
         return (j if self.walk is None else self.walk.at(j)) * self.tiles.block_k
 
-    def hidden(self, p, q_start, k_start):
-        """p (queries, keys) with zeros where the query does not see the key."""
-        if self.walk is None:
-            return hide(p, q_start, k_start, 1, self.problem, self.tiles)
-        view = View.of_queries(self.walk, self.problem, self.gmem)
-        is_mixed = self.walk.is_mixed(lax.div(k_start, self.tiles.block_k))
-        return view.hidden(p, 0.0, q_start, k_start, is_mixed)
-
 
 def dq_kernel(gmem, scratch, problem, tiles, interpret):
     """Writes dq of block_q queries. gmem: a `Gmem`; scratch: a `DqScratch`."""
@@ -207,7 +199,7 @@ def dq_step(program, lse, delta, dq_acc, masked, j, _):
     s = awaited(s, 1)
     p, slope = exp2_of_logits(s, lse, 0, problem)
     if masked:
-        p = program.hidden(p, program.q_start + me * ROWS_OF_WGMMA, program.k_start(j))
+        p = hidden(program, program.walk, p, program.q_start + me * ROWS_OF_WGMMA, program.k_start(j), 1)
     dp = awaited(dp, 0)
     scratch.v.release(step)
     ds = ds_of(p, slope, dp, delta, 0, problem)

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from helpers.attention.device import core_count
 from helpers.attention.hopper.exact_out import ExactOut, constants_beside, with_room_for_constants
 from helpers.attention.hopper.forward_kernel import Refs, RoundedOut, RunningMaximum, Scratch, forward_kernel
-from helpers.attention.hopper.forward_logits import GuessOfWhole, Logits, MaximumOfSeen, WalkedLogits
+from helpers.attention.hopper.forward_logits import GuessOfWhole, Logits, MaximumOfSeen, WalkedLogits, in_sigmoids
 from helpers.attention.hopper.guess import HEADROOM, MOST, Guess
 from helpers.attention.hopper.ptx import SWIZZLED
 from helpers.attention.hopper.ring import Ring
@@ -120,6 +120,7 @@ def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, inter
     if not is_persistent:
         tiles = tiles._replace(programs=None)
     query, problem = _with_positive_scale(call.query, problem)
+    problem = in_sigmoids(problem)
     T, S, H, head_dim = problem.T, problem.S, problem.H, padded_head_dim(problem.H)
     # TMA cuts GMEM into rows of eight, and a tile must fit the array.
     padded_T, padded_S = (

@@ -28,7 +28,7 @@ queries, and out leaves through it.)
 
 Three parts can be exchanged. `softmax` chooses m: `RunningMaximum`, as above, or
 `guess.Guess`. `out` makes out of acc: `RoundedOut`, as above, or `exact_out.ExactOut`.
-`logits` hides keys, see `forward_logits`.
+`logits` hides keys and caps scores, see `forward_logits`.
 
 Registers of a compute warpgroup: s and p (block_q, block_k), acc (block_q, H), m
 (block_q,), and l (block_q, 8), of which a thread has what it summed itself: the sum
@@ -136,6 +136,7 @@ class Part:
     refs: Refs
     smem: Scratch
     me: jax.Array
+    interpret: bool
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,6 @@ class Program(Part):
     softmax: "RunningMaximum"
     out: "RoundedOut"
     logits: "Part"  # of `forward_logits`
-    interpret: bool
 
     def queries(self, i):
         """Where my queries of turn i of a list are in SMEM."""
@@ -171,9 +171,9 @@ def forward_kernel(refs, smem, *, problem, tiles, programs, softmax, out, logits
     """
     index, me = lax.axis_index("program"), lax.axis_index("warpgroup")
     scheduler = logits.scheduler(refs, problem, tiles, programs, index)
-    own = problem, tiles, refs, smem, me
+    own = problem, tiles, refs, smem, me, interpret
     own_parts = softmax(*own), out(*own), logits(*own)
-    program = Program(*own, scheduler, scheduler.turns, *own_parts, interpret)
+    program = Program(*own, scheduler, scheduler.turns, *own_parts)
     pl.when(me < tiles.warpgroups)(lambda: compute(program))
     pl.when(me == tiles.warpgroups)(lambda: memory(program))
 

@@ -1,9 +1,17 @@
 """Scores become logits in the Hopper forward kernel: which keys a query sees, the soft cap, and sinks.
 
 Most calls are full or causal: `Logits`. Windows, an offset, lengths and segments hide keys in `WalkedLogits`.
+
+A cap c makes of products s the logits
+
+    c tanh(scale s / c)  =  2 c g - c        g = 1 / (1 + e^(-2 scale s / c))
+
+and the softmax does not feel the constant. So the kernel goes on with g in the place of s, and with 2 c in the place
+of scale (`in_sigmoids`); lse is c less in the end. By g, tanh has an error as of float32, by tanh.approx one of 2^-11.
 """
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -14,11 +22,35 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from helpers.attention.hopper.forward_kernel import Part, RunningMaximum
 from helpers.attention.hopper.guess import Guess
 from helpers.attention.hopper.tile_scheduler import TileScheduler, WalkScheduler
-from helpers.attention.hopper.walks import View, capped
-from helpers.attention.hopper.warpgroup import MATRIX, ROWS, anew
+from helpers.attention.hopper.walks import View
+from helpers.attention.hopper.warpgroup import MATRIX, ROWS, anew, reciprocal
 from helpers.attention.portable.tiles import LOG2_E
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+def in_sigmoids(problem):
+    """The problem as the kernel works at it: with a soft cap, `scale` is that of g, and soft_cap is one of products."""
+    cap, scale = problem.soft_cap, problem.scale
+    if cap is None or scale * float(jnp.finfo(jnp.float32).max) < cap:  # no product reaches it
+        return dataclasses.replace(problem, soft_cap=None)
+    return dataclasses.replace(problem, scale=2 * cap, soft_cap=cap / scale)
+
+
+def sigmoid(s, cap, interpret):
+    """g of products s, (rows, columns).
+
+    In a cycle an SM multiplies 128 pairs of numbers, and takes 16 exponentials or reciprocals. So four columns share a
+    reciprocal, and a NaN: hidden products have to be numbers. 31: float32 holds what four of them multiply to, and a g
+    of 2^-31 is 0 beside the others.
+    """
+    d = 1 + jnp.exp2(jnp.minimum((-2 * LOG2_E / cap) * s, 31))
+    width = s.shape[1] // 4
+    d = [d[:, start : start + width] for start in range(0, s.shape[1], width)]
+    pairs = d[0] * d[1], d[2] * d[3]
+    of_all = reciprocal(pairs[0] * pairs[1], interpret)
+    of_pairs = of_all * pairs[1], of_all * pairs[0]
+    return jnp.concatenate([of_pairs[i // 2] * d[i ^ 1] for i in range(4)], axis=1)
 
 
 @dataclass(frozen=True)
@@ -40,28 +72,33 @@ class Logits(Part):
 
     def of_first_tile(self, turn, s):
         """The logits of the first key tile of a turn."""
-        return self.first_hidden(turn, capped(s, self.problem)[0])
+        return self.logits(s, functools.partial(self.first_hidden, turn))
 
     def of_tile(self, turn, s, j, is_masked):
         """The logits of key tile j of a turn."""
-        s, _ = capped(s, self.problem)
-        return self.hidden(turn, s, j) if is_masked else s
+        return self.logits(s, functools.partial(self.hidden, turn, j) if is_masked else lambda s, filler: s)
 
-    def first_hidden(self, turn, s):
+    def logits(self, s, hidden):
+        """Those of products s, from a function that hides numbers: hidden(s, filler)."""
+        if self.problem.soft_cap is not None:
+            s = sigmoid(hidden(s, 0.0), self.problem.soft_cap, self.interpret)
+        return hidden(s, -jnp.inf)
+
+    def first_hidden(self, turn, s, filler):
         """`hidden` of the first tile, where some query does not see all of its keys."""
         block_k = self.tiles.block_k
         if self.problem.S < block_k:
-            return self.hidden(turn, s, 0)
+            return self.hidden(turn, 0, s, filler)
         if self.is_causal:
-            return self.perhaps_hidden(turn, s, turn.q_start + 1 < block_k)
+            return self.perhaps_hidden(turn, s, filler, turn.q_start + 1 < block_k)
         return s
 
-    def perhaps_hidden(self, turn, s, is_cut):
+    def perhaps_hidden(self, turn, s, filler, is_cut):
         """Known when the kernel runs. A loop takes fewer registers than a cond."""
-        return lax.fori_loop(0, jnp.int32(is_cut), lambda _, s: self.hidden(turn, s, 0), s)
+        return lax.fori_loop(0, jnp.int32(is_cut), lambda _, s: self.hidden(turn, 0, s, filler), s)
 
-    def hidden(self, turn, s, j):
-        """The logits of key tile j, -inf where a query does not see the key."""
+    def hidden(self, turn, j, s, filler):
+        """Of key tile j, with the filler where a query does not see the key."""
         block_q, block_k = self.tiles[:2]
         visible = self.problem.S - j * block_k  # how many of these keys a row sees
         if self.is_causal:
@@ -69,13 +106,14 @@ class Logits(Part):
             seen = turn.q_start + 1 - j * block_k + anew(rows)
             visible = lax.broadcast_in_dim(jnp.minimum(visible, seen), s.shape, [0])
         cols = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=MATRIX)
-        return jnp.where(cols < visible, s, -jnp.inf)
+        return jnp.where(cols < visible, s, filler)
 
     def at_the_end(self, turn, out, lse):
         """out, and lse as a function, of a turn. A sink leaves the keys sigmoid(lse - sink) of the weight."""
+        of_keys = lse if self.problem.soft_cap is None else lambda: lse() - self.problem.scale / 2
         if self.refs.sinks is None:
-            return out, lse
-        sink, of_keys = self.refs.sinks[turn.n], lse()
+            return out, of_keys
+        sink, of_keys = self.refs.sinks[turn.n], of_keys()
         above = LOG2_E * (sink - jnp.maximum(of_keys, LOWEST))
         left = 1 / (1 + jnp.exp2(above))
         with_sink = jnp.maximum(of_keys, sink) + jnp.log2(1 + jnp.exp2(-jnp.abs(above))) / LOG2_E
@@ -92,12 +130,12 @@ class WalkedLogits(Logits):
     def scheduler(refs, *own):
         return WalkScheduler(*own, refs.walks)
 
-    def first_hidden(self, turn, s):
-        return self.perhaps_hidden(turn, s, turn.walk.whole == 0)
+    def first_hidden(self, turn, s, filler):
+        return self.perhaps_hidden(turn, s, filler, turn.walk.whole == 0)
 
-    def hidden(self, turn, s, j):
+    def hidden(self, turn, j, s, filler):
         view, tile = View.of_queries(turn.walk, self.problem, self.refs), turn.walk.at(j)
-        return view.hidden(s, -jnp.inf, turn.q_start, tile * self.tiles.block_k, turn.walk.is_mixed(tile))
+        return view.hidden(s, filler, turn.q_start, tile * self.tiles.block_k, turn.walk.is_mixed(tile))
 
     def at_the_end(self, turn, out, lse):
         """A row that sees nothing has out = 0, and its lse is -inf, or its sink."""

@@ -68,6 +68,7 @@ def softmax(s, m, l, *, problem, q_start, j):
         rows = q_start + plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=MATRIX)
         cols = j * BLOCK_K + plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=MATRIX)
         s = jnp.where(cols <= rows, s, -jnp.inf)
+    # -- the step of the ladder
     m_new = jnp.maximum(m, scale_2 * s.max(axis=1))
     alpha = jnp.exp2(m - m_new)
     p = jnp.exp2(scale_2 * s - columns(m_new, s.shape))
@@ -112,13 +113,16 @@ def one_warpgroup(q_ref, k_ref, v_ref, out_ref, lse_ref, q_smem, k_smem, v_smem,
     q_start = i * BLOCK_Q
     my_rows = pl.ds(q_start, BLOCK_Q)
 
+    # -- a copy through registers
     def copy(ref, smem):
         # Through registers: every thread loads its share, and stores it.
         smem[...] = plgpu.load(ref, layout=MATRIX, optimized=False)
         plgpu.commit_smem()  # the tensor core reads SMEM by another path
 
+    # --
     copy(q_ref.at[b, my_rows, n], q_smem)
 
+    # -- rung 1
     def one_key_tile(j, state):
         m, l, acc = state
         tile = pl.ds(j * BLOCK_K, BLOCK_K)
@@ -128,6 +132,7 @@ def one_warpgroup(q_ref, k_ref, v_ref, out_ref, lse_ref, q_smem, k_smem, v_smem,
         p, m, l, alpha = softmax(s, m, l, problem=problem, q_start=q_start, j=j)
         return m, l, add(acc, alpha, p, v_smem, interpret=interpret)
 
+    # --
     state = lax.fori_loop(0, key_tiles(problem, q_start + BLOCK_Q), one_key_tile, start(problem.H))
     finish(state, out_ref.at[b, my_rows, n], lse_ref.at[b, n, my_rows], q_smem, problem=problem)
 
@@ -144,16 +149,19 @@ def ring(
     my_rows = pl.ds(q_start, BLOCK_Q)
     stop = key_tiles(problem, q_start + BLOCK_Q)
 
+    # -- a copy by TMA
     def fetch(j):  # returns at once; k_loaded and v_loaded say when the tiles are there
         tile = b, pl.ds(j * BLOCK_K, BLOCK_K), kv_head
         slot = lax.rem(j, STAGES)
         plgpu.copy_gmem_to_smem(k_ref.at[tile], k_smem.at[slot], k_loaded.at[slot])
         plgpu.copy_gmem_to_smem(v_ref.at[tile], v_smem.at[slot], v_loaded.at[slot])
 
+    # --
     plgpu.copy_gmem_to_smem(q_ref.at[b, my_rows, n], q_smem.at[0], q_loaded.at[0])
     pl.loop(0, jnp.minimum(STAGES, stop))(fetch)
     plgpu.barrier_wait(q_loaded.at[0])
 
+    # -- rung 2
     def one_key_tile(j, state):
         m, l, acc = state
         slot = lax.rem(j, STAGES)
@@ -165,6 +173,7 @@ def ring(
         pl.when(j + STAGES < stop)(lambda: fetch(j + STAGES))  # into the slot now free
         return m, l, acc
 
+    # --
     state = lax.fori_loop(0, stop, one_key_tile, start(problem.H))
     finish(state, out_ref.at[b, my_rows, n], lse_ref.at[b, n, my_rows], q_smem.at[0], problem=problem)
 
@@ -182,6 +191,7 @@ def specialised(
     me = lax.axis_index("warpgroup")
     stop = key_tiles(problem, (i + 1) * warpgroups * BLOCK_Q)
 
+    # -- a compute warpgroup
     def compute():
         if warpgroups == 2:  # one of each has as many as it wants from the start
             plgpu.set_max_registers(REGISTERS[2][0], action="increase")
@@ -190,9 +200,11 @@ def specialised(
         q_mine = q_smem.at[me]
         plgpu.copy_gmem_to_smem(q_ref.at[b, my_rows, n], q_mine, q_loaded.at[me])
         plgpu.barrier_wait(q_loaded.at[me])
+        # --
         if ping_pong:
             pl.when(me == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))  # warpgroup 0 begins
 
+        # -- rung 5
         def one_key_tile(j, state):
             m, l, acc = state
             slot = lax.rem(j, STAGES)
@@ -209,6 +221,7 @@ def specialised(
             plgpu.barrier_arrive(v_free.at[slot])
             return m, l, acc
 
+        # --
         if overlap:
             rings = (k_smem, k_loaded, k_free), (v_smem, v_loaded, v_free)
             of_tile = functools.partial(softmax, problem=problem, q_start=q_start)
@@ -223,6 +236,7 @@ def specialised(
         if warpgroups == 2:
             plgpu.set_max_registers(REGISTERS[2][1], action="decrease")
 
+        # -- the memory warpgroup
         def fetch(j, reuse):
             tile = b, pl.ds(j * BLOCK_K, BLOCK_K), kv_head
             slot = lax.rem(j, STAGES)
@@ -237,6 +251,7 @@ def specialised(
         pl.loop(0, filled)(lambda j: fetch(j, reuse=False))
         pl.loop(filled, stop)(lambda j: fetch(j, reuse=True))
 
+        # --
         @pl.loop(0, filled)
         def _(slot):  # leave no barrier with an arrival that nobody saw
             plgpu.barrier_wait(k_free.at[slot])
@@ -260,6 +275,7 @@ def one_tile_late(q, keys, values, softmax, stop, *, interpret):
     p, m, l, _ = softmax(s, m, l, j=0)
     wait_for_keys(1)
 
+    # -- rung 6
     def one_key_tile(j, state):
         m, l, acc, p = state
         new, old = lax.rem(j, STAGES), lax.rem(j - 1, STAGES)
@@ -278,6 +294,7 @@ def one_tile_late(q, keys, values, softmax, stop, *, interpret):
         plgpu.barrier_arrive(v_free.at[old])
         return m, l, columns(alpha, acc.shape) * acc, p.astype(q.dtype)
 
+    # --
     m, l, acc, p = lax.fori_loop(1, stop, one_key_tile, (m, l, acc, p.astype(q.dtype)))
     last = lax.rem(stop - 1, STAGES)
     plgpu.barrier_wait(v_loaded.at[last])

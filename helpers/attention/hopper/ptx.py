@@ -1,6 +1,6 @@
-"""Products that Pallas has no word for, spelt out in PTX: sums that overwrite, and a right operand in two places.
+"""What Pallas has no word for, spelt out in PTX: sums that overwrite, a right operand in two places, reciprocals.
 
-They are wgmma.mma_async of the PTX ISA and run on a GPU only. `warpgroup` has what the interpreter does instead.
+It runs on a GPU only. `warpgroup` has what the interpreter does instead. The sums are wgmma.mma_async of the PTX ISA.
 """
 
 import functools
@@ -127,10 +127,22 @@ def wide_instructions(acc, a, values, constants):
     return _array([llvm.extractvalue(f32, sums, [i]) for i in range(count)], acc.shape)
 
 
-def _array(sums, shape):
+def plain_reciprocal(d):
+    """1 / d of an array in the layout of wgmma: what `warpgroup.reciprocal` does on a GPU."""
+
+    @plgpu.inline_mgpu(arg_types=(MATRIX,), return_type=plgpu.ShapeDtypeStruct(d.shape, jnp.float32, layout=MATRIX))
+    def instructions(_, d):
+        inverse = lambda number: llvm.inline_asm(number.type, [number], "rcp.approx.ftz.f32 $0, $1;", "=f,f")
+        numbers = [vector.extract(pair, [], [i]) for pair in d.registers.ravel() for i in range(2)]
+        return _array([inverse(number) for number in numbers], d.shape)
+
+    return instructions(d)
+
+
+def _array(numbers, shape):
     """An array in the layout of wgmma, of the numbers that a thread has of it."""
     pairs = [
-        vector.from_elements(ir.VectorType.get((2,), ir.F32Type.get()), pair) for pair in itertools.batched(sums, 2)
+        vector.from_elements(ir.VectorType.get((2,), ir.F32Type.get()), pair) for pair in itertools.batched(numbers, 2)
     ]
     layout = MATRIX.to_mgpu()
     pairs = np.array(pairs, dtype=object).reshape(layout.registers_shape(shape))

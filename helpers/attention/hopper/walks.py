@@ -64,44 +64,53 @@ def needs_walks(call):
 
 
 def walks(call, block_q, block_k, own="queries"):
-    """int32 (B tiles, 9): a `Walk` of each tile of the call's queries, or with own="keys" of its keys, longest first.
+    """int32 (B tiles, 9): a `Walk` of each tile of the call's queries, or with own="keys" of its keys.
 
-    What sees nothing has a walk of one tile, for a pipeline has to have something to do.
+    Those that see most tiles come first. What sees nothing has a walk of one, for a pipeline has to have something to
+    do. In a short call XLA's kernels for this list take a good part of the time, so there are few.
     """
     problem = call.problem
     extras = call.extras or Extras()
-    kinds = tile_kinds(dataclasses.replace(call, extras=extras), block_q, block_k)
-    xp = np if isinstance(kinds, np.ndarray) else jnp
     of_own = lambda kinds: kinds[:, 0] if own == "queries" else kinds[:, 0].swapaxes(-1, -2)
-    kinds = of_own(kinds)
+    kinds = of_own(tile_kinds(dataclasses.replace(call, extras=extras), block_q, block_k))
+    of_segments = FULL
+    if extras.query_segment_ids is not None:
+        of_segments = of_own(segment_kinds(extras.query_segment_ids, extras.key_segment_ids, block_q, block_k))
+    xp = np if isinstance(kinds, np.ndarray) else jnp
     batch, (_, tiles, others) = problem.B, kinds.shape
     place = xp.arange(others, dtype=np.int32)
-    least = lambda wanted: xp.where(wanted, place, others).min(axis=-1)
-    first = xp.minimum(least(kinds > HIDDEN), others - 1)
-    stop = xp.maximum(xp.where(kinds > HIDDEN, place + 1, 0).max(axis=-1), first + 1)
-    start = least(kinds == FULL)
-    ended = xp.concatenate([kinds[..., :1] < HIDDEN, (kinds[..., :-1] == FULL) & (kinds[..., 1:] < FULL)], axis=-1)
-    whole = least(ended) - start
+    seen, whole = kinds > HIDDEN, kinds == FULL
+    cut = seen & (of_segments < FULL)
+    ends = [xp.where(wanted, at, others) for wanted in (seen, whole, cut) for at in (place, -1 - place)]
+    ends, (unseen, whole) = _least_and_sums(ends, [-1 * seen, 1 * whole], xp)
+    (first, start, cut), (stop, stop_whole, stop_cut) = ends[::2], (-end for end in ends[1::2])
+    first = xp.minimum(first, others - 1)
+    length = xp.maximum(stop - first, 1)
+    whole = xp.where(whole == stop_whole - start, whole, xp.minimum(whole, 1))  # without a gap
     start = xp.where(whole > 0, start, first)
+    has_gaps = -unseen < length  # by segments
+    mixed = ((cut < start) | has_gaps) + 2 * ((stop_cut > start) | has_gaps)
 
     def lengths(given, longest):
         return longest if given is None else xp.clip(given, 0, longest)[:, None]
 
     of_entry = lengths(call.query_lengths, problem.T), lengths(call.key_lengths, problem.S)
-    mixed = 0
-    if extras.query_segment_ids is not None:
-        of_segments = of_own(segment_kinds(extras.query_segment_ids, extras.key_segment_ids, block_q, block_k))
-        is_visited = (place >= first[..., None]) & (place < stop[..., None])  # hidden ones, too
-        is_mixed = is_visited & (of_segments < FULL)
-        last_mixed = jnp.where(is_mixed, place, -1).max(axis=-1)
-        mixed = (least(is_mixed) < start) + 2 * (last_mixed >= start)
-    numbers = xp.arange(batch)[:, None], xp.arange(tiles)
-    columns = Walk(*numbers, first, start, stop - first, whole, *of_entry, mixed)
-    columns = xp.stack([xp.broadcast_to(column, (batch, tiles)) for column in columns], axis=-1).reshape(
-        -1, len(columns)
-    )
-    longest_first = xp.argsort(-columns[:, Walk._fields.index("length")], stable=True)
-    return jnp.asarray(columns[longest_first].astype(np.int32))
+    columns = Walk(xp.arange(batch)[:, None], xp.arange(tiles), first, start, length, whole, *of_entry, mixed)
+    in_order = xp.argsort(xp.broadcast_to(unseen, (batch, tiles)).reshape(-1), stable=True)
+    columns = xp.stack([xp.broadcast_to(column, (batch, tiles)) for column in columns], axis=-1)
+    return jnp.asarray(columns.reshape(-1, len(Walk._fields))[in_order].astype(np.int32))
+
+
+def _least_and_sums(these, those, xp):
+    """The smallest numbers of these tables (B, tiles, others) along the last axis, and the sums of those."""
+    if xp is np:
+        return [table.min(axis=-1) for table in these], [table.sum(axis=-1) for table in those]
+    how = [lax.min] * len(these) + [lax.add] * len(those)
+    tables = [table.astype(jnp.int32) for table in (*these, *those)]
+    starts = [jnp.int32(2**30 if one is lax.min else 0) for one in how]
+    merged = lambda some, more: [one(*pair) for one, *pair in zip(how, some, more, strict=True)]
+    found = lax.reduce(tables, starts, merged, (2,))
+    return found[: len(these)], found[len(these) :]
 
 
 def padded_ids(call, block_q, block_k):

@@ -31,6 +31,8 @@ Refs, laid out as in `warp` (T' and S' are whole tiles, H' a multiple of 64):
     out_ref (B, T', N H') for dq, or (B, N, T') float32 for the sums of rows of ds
     dk_ref, dv_ref (B, S', K H')
     staying: of `warp.stay`, q and do in dq_kernel, k and v in dkv_kernel; rings: of `warp.streamed`, the other two
+
+Where registers have room, they hold what stays as operands.
 """
 
 import functools
@@ -41,13 +43,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from helpers.attention.low_bits import with_low_bits
+from helpers.attention.low_bits import delta_of
 from helpers.attention.masking import NO_BAND, Band, key_tiles, query_tiles
 from helpers.attention.mosaic.pairs import Pair, changes_logits, extras_and_lists, listed_walk
 from helpers.attention.mosaic.warp import (
     COLUMNS,
     COMPILER_PARAMS,
-    LHS,
     RHS,
     ROWS,
     Tiles,
@@ -64,6 +65,7 @@ from helpers.attention.mosaic.warp import (
     product,
     real_lengths,
     ring,
+    row_bytes,
     stay,
     staying_tiles,
     store,
@@ -103,7 +105,7 @@ def dq_kernel(
     q_start = i * block_q
     rows, head = pl.ds(q_start, block_q), pl.ds(n * head_padded, head_padded)
     lengths = real_lengths(lengths_ref, b, problem)
-    (q_parts, do_parts), ready = stay([q_ref, do_ref], (b, rows, head), staying)
+    ready = stay([q_ref, do_ref], (b, rows, head), staying, in_registers=row_bytes(problem) <= 128, interpret=interpret)
     lse, delta = (load_rows(ref.at[b, n, rows], ROWS) for ref in (lse_ref, delta_ref))
 
     q_stop = q_start + block_q
@@ -118,10 +120,10 @@ def dq_kernel(
     def k_start(step):
         return order.place(step)[1] * block_k
 
-    def one_key_tile(masked, step, operands, total):
+    def one_key_tile(masked, step, staying, operands, total):
         keys, values = operands
         transposed = lambda refs: load([ref.T for ref in refs], RHS, interpret=interpret)
-        queries, gradients = (load(refs, LHS, interpret=interpret) for refs in (q_parts, do_parts))
+        queries, gradients = (load_again() for load_again in staying)
         s = product(queries, transposed(keys), interpret=interpret)
         pair = Pair(problem, extras, lengths, b, n, (q_start, k_start(step)), s.shape, query_axis=0)
         p, pull_back = weights(pair, s, along(lse, s.shape, 0), masked)
@@ -153,7 +155,9 @@ def dkv_kernel(
     k_start = j * block_k
     rows, head = pl.ds(k_start, block_k), pl.ds(kv * head_padded, head_padded)
     lengths = real_lengths(lengths_ref, b, problem)
-    (k_parts, v_parts), ready = stay([k_ref, v_ref], (b, rows, head), staying)
+    in_registers = row_bytes(problem) <= 256  # so are both sums; 16 queries at once leave room for that
+    part = 16 if in_registers else block_q
+    ready = stay([k_ref, v_ref], (b, rows, head), staying, in_registers=in_registers, interpret=interpret)
 
     k_stop = k_start + block_k
     if lists is None:
@@ -171,32 +175,43 @@ def dkv_kernel(
         member, i = order.place(step)
         return kv * problem.group + member, i * block_q
 
-    def one_query_tile(masked, step, operands, state):
-        (queries, gradients), (dk, dv) = operands, state
+    def rows_of(step, start):
+        """lse and delta of some queries. They are asked for early, for they come from far."""
+        n, q_start = head_and_start(jnp.maximum(jnp.minimum(step, order.steps - 1), 0))
+        columns = b, n, pl.ds(jnp.minimum(q_start, q_ref.shape[2] - block_q) + start, part)
+        return [load_rows(ref.at[columns], COLUMNS) for ref in (lse_ref, delta_ref)]
+
+    def one_query_tile(masked, step, staying, operands, state):
+        for start in range(0, block_q, part):
+            parts = [[ref.at[pl.ds(start, part)] for ref in refs] for refs in operands]
+            following = (step, start + part) if start + part < block_q else (step + 1, 0)
+            state = some_queries(masked, step, start, following, staying, parts, state)
+        return state
+
+    def some_queries(masked, step, start, following, staying, operands, state):
+        (queries, gradients), (lse, delta, dk, dv) = operands, state
+        load_keys, load_values = staying
         n, q_start = head_and_start(step)
         transposed = lambda refs: load([ref.T for ref in refs], RHS, interpret=interpret)
-        keys = load(k_parts, LHS, interpret=interpret)
-        columns = b, n, pl.ds(q_start, block_q)
-        lse, delta = (load_rows(ref.at[columns], COLUMNS) for ref in (lse_ref, delta_ref))
-        s = product(keys, transposed(queries), interpret=interpret)
-        pair = Pair(problem, extras, lengths, b, n, (k_start, q_start), s.shape, query_axis=1)
+        following = rows_of(*following)
+        s = product(load_keys(), transposed(queries), interpret=interpret)
+        pair = Pair(problem, extras, lengths, b, n, (k_start, q_start + start), s.shape, query_axis=1)
         p, pull_back = weights(pair, s, along(lse, s.shape, 1), masked)
         # dv first: fewer registers hold something at the same time.
         rounded = as_operand(p, pieces, k_ref.dtype, interpret=interpret)
         dv = product(rounded, load(gradients, RHS, interpret=interpret), dv, interpret=interpret)
-        values = load(v_parts, LHS, interpret=interpret)
-        dp = product(values, transposed(gradients), interpret=interpret)
+        dp = product(load_values(), transposed(gradients), interpret=interpret)
         ds = pull_back(p * (dp - along(delta, dp.shape, 1)))
         ds = as_operand(ds, pieces, k_ref.dtype, interpret=interpret)
-        return product(ds, load(queries, RHS, interpret=interpret), dk, interpret=interpret), dv
+        return *following, product(ds, load(queries, RHS, interpret=interpret), dk, interpret=interpret), dv
 
     def place(step):
         n, q_start = head_and_start(step)
         return b, pl.ds(q_start, block_q), pl.ds(n * head_padded, head_padded)
 
     zeros = full((block_k, head_padded), 0)
-    loops = order.loops(one_query_tile)
-    dk, dv = streamed([q_ref, do_ref], place, order.steps, rings, ready, loops, (zeros, zeros))
+    loops, state = order.loops(one_query_tile), (*rows_of(jnp.int32(0), 0), zeros, zeros)
+    *_, dk, dv = streamed([q_ref, do_ref], place, order.steps, rings, ready, loops, state)
     store(dk_ref.at[b, rows, head], (problem.scale * dk).astype(dk_ref.dtype), interpret=interpret)
     store(dv_ref.at[b, rows, head], dv.astype(dv_ref.dtype), interpret=interpret)
 
@@ -214,8 +229,7 @@ def backward(call, out, lse, dout, dlse, low=None, *, mends_delta=True, tiles=No
     unless given. interpret: what interprets the kernels on a CPU.
     """
     problem = call.problem
-    delta = (with_low_bits(out, low) * dout.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - dlse
-    delta = jnp.where(lse == -jnp.inf, 0, delta)  # a row that sees no key passes no gradient
+    delta = delta_of(out, lse, dout, dlse, low)
     dq_tiles, dkv_tiles = tiles or backward_tiles(problem)
     q_shape = problem.B, problem.T, problem.N, problem.H
     k_shape = problem.B, problem.S, problem.K, problem.H
@@ -267,11 +281,8 @@ def _launch(call, dout, lse, interpret, delta, kernel, grid_names, tiles, block,
 
 def backward_tiles(problem):
     """The `Tiles` of dq_kernel and of dkv_kernel for a problem."""
-    head_padded, block_q = padded_head_dim(problem.H), 128 if problem.T > 64 else 64
-    if head_padded <= 64:
-        dq, dkv = Tiles(block_q, 32, 2), Tiles(32, 128, 2)
-    elif head_padded <= 128:
-        dq, dkv = Tiles(block_q, 32, 2), Tiles(32, 64, 2)
-    else:
-        dq, dkv = Tiles(64, 32, 2), Tiles(fewest_rows(problem), 64, 2)
+    head_padded = padded_head_dim(problem.H)
+    dq = Tiles(128 if head_padded <= 128 and problem.T > 64 else 64, 32, 2)
+    block_q = 64 if head_padded <= 64 else 32 if head_padded <= 128 else fewest_rows(problem)
+    dkv = Tiles(block_q, 64, 2)
     return fitting(dq, 2 * dq.block_q, "block_k", problem), fitting(dkv, 2 * dkv.block_k, "block_q", problem)

@@ -29,7 +29,6 @@ Refs, as every program sees them; H' is H rounded up to 128 bytes:
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -38,13 +37,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from helpers.attention import online_softmax
 from helpers.attention.device import core_count, shared_memory
 from helpers.attention.masking import key_tiles, keys_seen, share, visible
 from helpers.attention.mosaic import own_keys
 from helpers.attention.mosaic.own_keys import PARTS, WARP_ROWS, WARPS, padded_head_dim, row_of, swizzled, warp_of
 from helpers.attention.mosaic.warp import ACC, ROWS, along, as_operand, full, operand_dtype, pieces_of, split
+from helpers.attention.portable.tiles import LOG2_E
 
-LOG2_E = math.log2(math.e)
 FEWEST_KEYS = 256  # of a program
 MERGED = 2**14  # numbers of parts that are merged in one step: 128 for each thread
 MOST_SLOTS = 12
@@ -116,24 +116,19 @@ def decode_kernel(
             cap = LOG2_E * problem.soft_cap
             s = cap * jnp.tanh(s / cap)
         s = jnp.where(visible(positions, own_cols + j * splits.block_k, problem.band, *stops), s, -jnp.inf)
-        m_new = jnp.maximum(m, s.max(axis=1))
-        reference = jnp.where(m_new == -jnp.inf, 0, m_new)  # a row may have seen no key yet
-        alpha = jnp.exp2(m - reference)
-        p = jnp.exp2(s - along(reference, s.shape, 0))
-        l = alpha * l + p.sum(axis=1)
+        m, l, alpha, p = online_softmax.step(m, l, s, lambda row: along(row, s.shape, 0))
         own_keys.wait(splits.slots - 1, interpret=interpret)
         v = in_pieces(plgpu.load(ring.at[lax.rem(i + 1, splits.slots)], layout=v_layout, optimized=False))
         p = [p.astype(problem.dtype)] if interpret else as_operand(p, count, dtype, interpret=False)
         acc = own_keys.add_weighted(acc * along(alpha, acc.shape, 0), p, v, v_layout, interpret=interpret)
         fetch(i + 1 + splits.slots, 1 - splits.slots % 2)
-        return m_new, l, acc
+        return m, l, acc
 
     columns = ring.shape[-1]
     state = full(shape[:1], -jnp.inf, ROWS), full(shape[:1], 0, ROWS), full((shape[0], columns), 0)
     m, l, acc = lax.fori_loop(first, stop, one_key_tile, state)
     own_keys.wait(0, interpret=interpret)
-    acc /= along(jnp.where(l == 0, 1, l), acc.shape, 0)
-    logs = m + jnp.log2(l)
+    acc, logs = online_softmax.finish(m, l, acc, along=lambda row: along(row, acc.shape, 0), log_e=1)
     if interpret:
         places = pl.ds(first_row, splits.block_r), pl.ds(WARPS * program, WARPS)
         parts_ref[b, head, *places] = own_keys.of_warps(acc, splits.block_r).swapaxes(0, 1)
@@ -168,18 +163,16 @@ def merge_kernel(parts_ref, logs_ref, sinks_ref, out_ref, lse_ref, *, problem, i
         index = b, head, row, pl.ds(i * chunk, chunk)
         logs = plgpu.load(logs_ref.at[index], layout=PARTS.reduce(1), optimized=False)
         parts = plgpu.load(parts_ref.at[index], layout=PARTS, optimized=False)
-        logs = along(logs, shape, 0)
-        m_new = jnp.maximum(m, logs.max(axis=0))
-        reference = jnp.where(m_new == -jnp.inf, 0, m_new)  # there may be no key for this row
-        alpha, weights = jnp.exp2(m - reference), jnp.exp2(logs - along(reference, shape, 1))
-        return m_new, alpha * l + weights.sum(axis=0), alpha * acc + (weights * parts).sum(axis=0)
+        own = m, l, along(logs, shape, 0), lambda row: along(row, shape, 1)
+        m, l, alpha, weights = online_softmax.step(*own, axis=0)
+        return m, l, alpha * acc + (weights * parts).sum(axis=0)
 
     has_sink = sinks_ref is not None
     sink = a_row(sinks_ref[lax.rem(b, sinks_ref.shape[0]), n] if has_sink else -jnp.inf)
     m_start = LOG2_E * sink
     state = m_start, a_row(float(has_sink)), a_row(0)
     m, l, acc = lax.fori_loop(0, count // chunk, one_chunk, state)
-    out, lse = acc / jnp.where(l == 0, 1, l), (m + jnp.log2(l)) / LOG2_E
+    out, lse = online_softmax.finish(m, l, acc)
     if has_sink:
         lse = jnp.where((l == 1) & (m == m_start), sink, lse)  # as it was given, not via base 2 and back
     out = out.astype(out_ref.dtype)

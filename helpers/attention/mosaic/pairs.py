@@ -21,21 +21,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention import scores
 from helpers.attention.extras import Extras
-from helpers.attention.masking import for_kernel, visible
+from helpers.attention.masking import for_kernel
 from helpers.attention.mosaic.warp import ACC, COLUMNS, ROWS, along, load_rows, walk
 from helpers.attention.mosaic.words import in_words
 from helpers.attention.problem import Problem
+from helpers.attention.scores import changes_logits
 
 
 def extras_and_lists(call, block_q, block_k, outer="queries"):
-    """The `Extras` and the `TileLists` of a call for a kernel with tiles of one side, "queries" or "keys", or None.
+    """The `Extras` and the `TileLists` of a call for a kernel with tiles of one side, "queries" or "keys", or no lists.
 
     They are rounded up to whole tiles, in zeros, and masks become int8: a copy of each array, unless its lengths are
     whole tiles, it is no mask, and the tiles are of queries.
     """
     extras, lists = for_kernel(call, block_q, block_k, outer, joins_groups=outer == "keys")
-    if extras is None:
-        return None, None
     to_whole = lambda size, block: (0, -size % block if size > 1 else 0)
 
     def table(array):
@@ -66,12 +65,6 @@ def listed_walk(lists, b, head, tile, others, group=1):
         return (lax.div(entry, others), lax.rem(entry, others)) if joined else (member, entry)
 
     return order._replace(place=place)
-
-
-def changes_logits(problem, extras):
-    """Whether logits are more than scaled products."""
-    has_bias = extras is not None and extras.bias is not None
-    return has_bias or problem.soft_cap is not None or problem.score_mod is not None
 
 
 def _own(number, ref, axis):
@@ -112,8 +105,7 @@ class Pair:
 
     def seen(self):
         """Booleans: which query sees which key."""
-        extras, (i, j) = self.extras or Extras(), self._positions()
-        seen = visible(i, j, self.problem.band, *self.lengths)
+        extras, seen = self.extras or Extras(), self._within_band()
         if self.problem.mask_mod is None and not extras.hides_keys:
             return seen
         mask = None if extras.mask is None else self._tile(extras.mask) != 0
@@ -130,11 +122,27 @@ class Pair:
     def _in_words(self, function):
         return in_words(function, is_exact=self.problem.dtype == jnp.float32)
 
+    def _within_band(self):
+        """As `masking.visible`, but for each query the last key that it sees is found once."""
+        (i, j), band, (query_length, key_length) = self._positions(), self.problem.band, self.lengths
+        stop = key_length if band.right is None else jnp.minimum(i + (band.right + 1), key_length)
+        stop = self._by_query(jnp.where(i < query_length, stop, 0))
+        seen = self._by_key(j) < stop
+        return seen if band.left is None else seen & (self._by_key(j) >= self._by_query(i - band.left))
+
     def _positions(self):
-        """Of queries and of keys."""
-        positions = [plgpu.broadcasted_iota(jnp.int32, self.shape, axis, layout=ACC) for axis in (0, 1)]
-        rows, columns = (start + position for start, position in zip(self.starts, positions, strict=True))
-        return (columns, rows) if self.query_axis else (rows, columns)
+        """Of queries and of keys, each a vector in registers."""
+        positions = [
+            start + plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
+            for start, size, layout in zip(self.starts, self.shape, (ROWS, COLUMNS), strict=True)
+        ]
+        return positions[::-1] if self.query_axis else positions
+
+    def _by_query(self, vector):
+        return along(vector, self.shape, self.query_axis)
+
+    def _by_key(self, vector):
+        return along(vector, self.shape, 1 - self.query_axis)
 
     def _of_logits(self):
         extras = self.extras or Extras()
@@ -147,7 +155,9 @@ class Pair:
         if function is None:
             return None, None, None, None
         batch, heads = self.extras.batch, self.extras.heads
-        return batch[_own(self.b, batch, 0)], heads[0, _own(self.n, heads, 1)], *self._positions()
+        i, j = self._positions()
+        own = batch[_own(self.b, batch, 0)], heads[0, _own(self.n, heads, 1)]
+        return *own, self._by_query(i), self._by_key(j)
 
     def _tile(self, table):
         """The tile of a table that these queries and keys meet; a number where it has neither."""

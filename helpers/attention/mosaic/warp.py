@@ -248,20 +248,28 @@ def staying_tiles(count, rows, streaming, problem):
     return *count * [tile], *([plgpu.Barrier(num_arrivals=count * shape[0])] if by_tma() else [])
 
 
-def stay(refs, place, scratch):
-    """(lists of the pieces of tiles that a program reads again and again, a function that waits for them).
+def stay(refs, place, scratch, *, in_registers=False, interpret):
+    """The `ready` of `streamed` for tiles that a program reads again and again, as left operands.
 
-    They are in shared memory, or where they are. refs: laid out arrays in GMEM. place: (b, rows, columns) of their
-    tiles. scratch: of `staying_tiles`.
+    It waits for them, and returns for each of refs a function that returns the pieces of its tile. They are in shared
+    memory, or where they are, or in registers from then on. refs: laid out arrays in GMEM. place: (b, rows, columns) of
+    their tiles. scratch: of `staying_tiles`.
     """
-    sources = [[ref.at[piece, *place] for piece in range(ref.shape[0])] for ref in refs]
-    if scratch is None:
-        return sources, lambda: None
-    tiles, loaded = scratch[: len(refs)], (*scratch[len(refs) :], None)[0]
-    targets = [[tile.at[piece] for piece in range(tile.shape[0])] for tile in tiles]
-    for source, target in zip(itertools.chain(*sources), itertools.chain(*targets), strict=True):
-        copy(source, target, loaded)
-    return targets, lambda: plgpu.wait_gmem_to_smem(0) if loaded is None else plgpu.barrier_wait(loaded)
+    parts = [[ref.at[piece, *place] for piece in range(ref.shape[0])] for ref in refs]
+    loaded = None
+    if scratch is not None:
+        sources, tiles, loaded = parts, scratch[: len(refs)], (*scratch[len(refs) :], None)[0]
+        parts = [[tile.at[piece] for piece in range(tile.shape[0])] for tile in tiles]
+        for source, target in zip(itertools.chain(*sources), itertools.chain(*parts), strict=True):
+            copy(source, target, loaded)
+
+    def ready(again=False):
+        if scratch is not None and not again:
+            plgpu.wait_gmem_to_smem(0) if loaded is None else plgpu.barrier_wait(loaded)
+        loads = [functools.partial(load, one, LHS, interpret=interpret) for one in parts]
+        return [functools.partial(list, one()) for one in loads] if in_registers else loads
+
+    return ready
 
 
 def lengths_of(call):
@@ -361,7 +369,7 @@ def streamed(refs, place, steps, scratch, ready, loops, state):
 
     refs: laid out arrays in GMEM. place(step): (b, rows, columns) of their tiles. scratch: of `ring`. ready() is called
     once, when the first tiles are on their way. loops: pairs (stop, body): from where the loop before stopped to
-    `stop`, state = body(step, tiles, state), where tiles has a list of pieces for each of refs.
+    `stop`, state = body(step, what ready returned, tiles, state), where tiles has a list of pieces for each of refs.
     """
     rings, loaded = scratch[: len(refs)], (*scratch[len(refs) :], None)[0]
     stages, pieces = rings[0].shape[:2]
@@ -385,13 +393,13 @@ def streamed(refs, place, steps, scratch, ready, loops, state):
     def one_step(body, step, state):
         arrive(step)
         slot = lax.rem(step, stages)
-        state = body(step, [[tiles.at[slot, piece] for piece in range(pieces)] for tiles in rings], state)
+        state = body(step, staying, [[tiles.at[slot, piece] for piece in range(pieces)] for tiles in rings], state)
         pl.when(step + stages < steps)(lambda: fetch(step + stages))
         return state
 
     for step in map(jnp.int32, range(stages)):
         pl.when(step < steps)(functools.partial(fetch, step))
-    ready()
+    staying = ready()
     start = jnp.int32(0)
     for stop, body in loops:
         state = lax.fori_loop(start, stop, functools.partial(one_step, body), state)

@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 
 from helpers.attention.device import settings
-from helpers.attention.extras import Extras, tile_shape
+from helpers.attention.extras import tile_shape
 
 # Of numbers and of tiles alike.
 KNOWN = """
@@ -141,7 +141,7 @@ def _evaluate(rules, jaxpr, constants, arguments):
 
 def why_not(call):
     """Why mask_mod or score_mod of a `Call` cannot be said in words of Mosaic GPU, or None."""
-    problem, arrays = call.problem, (call.extras or Extras()).score_arrays or ()
+    problem, arrays = call.problem, call.extras.score_arrays or ()
     tables = tuple((tile_shape(array.shape, 8, 8), array.dtype) for array in arrays)
     for name, function in (("mask_mod", problem.mask_mod), ("score_mod", problem.score_mod)):
         words = function and _unknown(name == "score_mod", function, tables)

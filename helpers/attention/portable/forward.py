@@ -20,8 +20,7 @@ Refs, as one program sees them (H' is head_padded: head_dim rounded up to a powe
     q_ref    (block_q, H')  this tile of queries
     k_ref    (S', H')       all keys of the head that serves this query head, in whole tiles
     v_ref    (S', H')       its values
-    query_length_ref, key_length_ref  ()  how many of this batch entry are real, or None
-    extras, lists     what few calls have, see `pairs`, or None
+    masks    lengths, and what few calls have, see `pairs.Masks`
     out_ref  (block_q, H')
     lse_ref  (block_q,)     float32
 """
@@ -32,42 +31,21 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from helpers.attention.masking import for_kernel, key_tiles
-from helpers.attention.portable.pairs import Pair, bounds_of, over_tiles, sink_of, specs
-from helpers.attention.portable.tiles import (
-    LOG2_E,
-    dot,
-    how_it_runs,
-    length_of,
-    padded_head_dim,
-    real,
-    select_tiles,
-    whole,
-)
+from helpers.attention import online_softmax
+from helpers.attention.masking import key_tiles
+from helpers.attention.portable.pairs import Pair, bounds_of, masks_and_specs, over_tiles
+from helpers.attention.portable.tiles import LOG2_E, dot, how_it_runs, padded_head_dim, real, select_tiles, whole
 
 
-def forward_kernel(
-    q_ref,
-    k_ref,
-    v_ref,
-    query_length_ref,
-    key_length_ref,
-    extras,
-    lists,
-    out_ref,
-    lse_ref,
-    *,
-    problem,
-    block_q,
-    block_k,
-):
-    query_length = length_of(query_length_ref, problem.T)
-    key_length = length_of(key_length_ref, problem.S)
-    lengths = query_length, key_length
+def forward_kernel(q_ref, k_ref, v_ref, masks, out_ref, lse_ref, *, problem, tiles):
+    # -- the tile of queries
+    block_q, block_k = tiles.block_q, tiles.block_k
+    lengths = _, key_length = masks.lengths(problem)
     q_start = pl.program_id(0) * block_q
     rows = q_start + jnp.arange(block_q)
     q = real(q_ref[...], rows < problem.T, problem.H)
 
+    # -- a tile of keys
     def one_key_tile(j, is_full, state):
         m, l, w, acc = state
         cols = j * block_k + jnp.arange(block_k)
@@ -75,23 +53,22 @@ def forward_kernel(
         k = real(k_ref[tile, :], cols < key_length, problem.H)
         v = real(v_ref[tile, :], cols < key_length, problem.H)
 
+        # -- its logits
         starts = q_start, j * block_k
-        pair = Pair(problem, lengths, extras, 0, rows, cols, starts, is_full)
+        pair = Pair(problem, lengths, masks.extras, 0, rows, cols, starts, is_full)
         s = (problem.scale * LOG2_E) * dot(q, k.T)
         s, _ = pair.logits(s)
         s = pair.hidden(s, -jnp.inf)
-        m_new = jnp.maximum(m, s.max(axis=1))
-        reference = jnp.where(m_new == -jnp.inf, 0, m_new)  # a row may have seen no key yet
-        alpha = jnp.exp2(m - reference)
-        p = jnp.exp2(s - reference[:, None])
+        # -- the step
+        m, l, alpha, p = online_softmax.step(m, l, s)
         rounded = p.astype(v.dtype)
-        l = alpha * l + p.sum(axis=1)
         w = alpha * w + rounded.astype(jnp.float32).sum(axis=1)
         acc = alpha[:, None] * acc + dot(rounded, v)
-        return m_new, l, w, acc
+        return m, l, w, acc
 
+    # -- the start
     # A sink is a key without a value, seen before all others.
-    sink = sink_of(extras)
+    sink = masks.sink
     m_start, l_start = (-jnp.inf, 0) if sink is None else (LOG2_E * sink, 1)
     state = (
         jnp.full(block_q, m_start, jnp.float32),
@@ -99,16 +76,17 @@ def forward_kernel(
         jnp.full(block_q, l_start, jnp.float32),
         jnp.zeros(q.shape, jnp.float32),
     )
+    # -- the walk
     q_stop = q_start + block_q
     in_band = key_tiles(q_start, q_stop, block_k, problem.band, *lengths, xp=jnp)
-    bounds = bounds_of(lists, 0, in_band)
-    m, l, w, acc = over_tiles(lists, 0, bounds, one_key_tile, state)
+    bounds = bounds_of(masks.lists, 0, in_band)
+    m, l, w, acc = over_tiles(masks.lists, 0, bounds, one_key_tile, state)
 
-    empty = l == 0 if sink is None else (l == 1) & (m == m_start)
-    l, w = (jnp.where(empty, 1, total) for total in (l, w))
-    nothing = -jnp.inf if sink is None else sink
-    lse = jnp.where(empty, nothing, (m + jnp.log2(l)) / LOG2_E)
-    out_ref[...] = (acc / w[:, None]).astype(out_ref.dtype)
+    # -- the end
+    out, lse = online_softmax.finish(m, l, acc, w)
+    if sink is not None:  # the lse of a row without keys is its sink, to the last bit
+        lse = jnp.where((l == 1) & (m == m_start), sink, lse)
+    out_ref[...] = out.astype(out_ref.dtype)
     lse_ref[...] = lse
 
 
@@ -121,34 +99,27 @@ def forward(call, *, dtype=None, interpret=False, **tiles):
     block_q, block_k, powers of two of at least 16, and for a GPU num_warps, num_stages.
     """
     problem = call.problem
-    block_q, block_k, num_warps, num_stages = select_tiles("forward", problem, **tiles)
+    tiles = block_q, block_k, *_ = select_tiles("forward", problem, **tiles)
     B, T, S, N, H = problem.B, problem.T, problem.S, problem.N, problem.H
     head_padded = padded_head_dim(H)
 
+    # -- blocks
     q_spec = pl.BlockSpec((None, block_q, None, head_padded), lambda i, n, b: (b, i, n, 0))
     # Grouped queries: `group` query heads read the same key/value head, in place.
     shared = lambda i, n, b: (b, 0, n // problem.group, 0)
     kv_spec = pl.BlockSpec((None, whole(S, block_k), None, head_padded), shared)
     lse_spec = pl.BlockSpec((None, None, block_q), lambda i, n, b: (b, n, i))
-    length_spec = pl.BlockSpec((None,), lambda i, n, b: (b,))
-    extras, lists = for_kernel(call, block_q, block_k)
+    # -- the launch
+    masks, mask_specs = masks_and_specs(call, tiles)
     return pl.pallas_call(
-        functools.partial(forward_kernel, problem=problem, block_q=block_q, block_k=block_k),
+        functools.partial(forward_kernel, problem=problem, tiles=tiles),
         grid=(pl.cdiv(T, block_q), N, B),
-        in_specs=[
-            q_spec,
-            kv_spec,
-            kv_spec,
-            None if call.query_lengths is None else length_spec,
-            None if call.key_lengths is None else length_spec,
-            specs(extras, 1, block_q, block_k),
-            specs(lists, 1, block_q, block_k),
-        ],
+        in_specs=[q_spec, kv_spec, kv_spec, mask_specs],
         out_specs=[q_spec, lse_spec],
         out_shape=[
             jax.ShapeDtypeStruct((B, T, N, H), dtype or problem.dtype),
             jax.ShapeDtypeStruct((B, N, T), jnp.float32),
         ],
         name="flash_attention_forward",
-        **how_it_runs(interpret, num_warps, num_stages),
-    )(call.query, call.key, call.value, call.query_lengths, call.key_lengths, extras, lists)
+        **how_it_runs(interpret, *tiles[2:]),
+    )(call.query, call.key, call.value, masks)

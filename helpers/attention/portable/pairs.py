@@ -12,9 +12,12 @@ and of the `TileLists` of `masking`, for the one tile that it has, of queries or
 
     tiles           (G, other tiles)  those that it sees, the full ones first
     seen, full      (G,)    how many it sees, and how many of them have nothing to hide
+
+`Masks` has both, and two lengths, (): how many queries and keys of this batch entry are real.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,24 +25,43 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from helpers.attention import scores
-from helpers.attention.extras import Extras
-from helpers.attention.masking import visible
+from helpers.attention.extras import AXES, Extras
+from helpers.attention.masking import TileLists, for_kernel, visible
 from helpers.attention.portable.tiles import LOG2_E, whole
 from helpers.attention.problem import Problem
+
+
+class Masks(NamedTuple):
+    """What a program sees of masks and scores: refs, each of which may be None."""
+
+    query_length: jax.Array | None
+    key_length: jax.Array | None
+    extras: Extras
+    lists: TileLists | None
+
+    def lengths(self, problem):
+        """How many queries and keys are real: all, or as many as the refs hold, cut to the arrays."""
+        lengths = (self.query_length, problem.T), (self.key_length, problem.S)
+        return [longest if length is None else jnp.minimum(length[...], longest) for length, longest in lengths]
+
+    @property
+    def sink(self):
+        """The sink of the only head of a program, or None."""
+        return None if self.extras.sinks is None else self.extras.sinks[0]
 
 
 @dataclass(frozen=True)
 class Pair:
     """A tile of queries of one head and a tile of keys.
 
-    lengths: of queries and keys. extras: refs, or None. head: its number among those of the program. rows, cols:
+    lengths: of queries and keys. extras: refs. head: its number among those of the program. rows, cols:
     positions, (block_q,) and (block_k,), and starts, the first of each. is_full: whether all keys are seen, or None
     where nobody asked.
     """
 
     problem: Problem
     lengths: tuple
-    extras: Extras | None
+    extras: Extras
     head: jax.Array | int
     rows: jax.Array
     cols: jax.Array
@@ -47,16 +69,16 @@ class Pair:
     is_full: jax.Array | None = None
 
     def logits(self, s):
-        """The logits of scaled products (block_q, block_k), both float32 of base 2, and what takes gradients back.
-
-        That is a function of the gradient of natural logits; it returns the one of natural scaled products.
+        """The logits of scaled products, both float32 of base 2, and what takes back
+        the gradient of natural logits to that of natural scaled products.
         """
-        if not self._changes_logits:
+        if not scores.changes_logits(self.problem, self.extras):
             return s, lambda ds: ds
-        extras = self.extras or Extras()
+        extras = self.extras
         bias = self._tile(extras.bias)
-        arrays = None if extras.score_arrays is None else [self._tile(ref) for ref in extras.score_arrays]
-        of_natural = lambda s: scores.logits(s, self.problem, *self._numbers(), bias, arrays)
+        arrays = list(map(self._tile, extras.score_arrays or ()))
+        others = *self._numbers(), bias, arrays
+        of_natural = lambda s: scores.logits(s, self.problem, *others)
         s, pull_back = jax.vjp(of_natural, s / LOG2_E)
         return LOG2_E * s, lambda ds: pull_back(ds)[0]
 
@@ -66,7 +88,7 @@ class Pair:
         return hide(table) if self.is_full is None else lax.cond(self.is_full, lambda table: table, hide, table)
 
     def _seen(self):
-        problem, extras = self.problem, self.extras or Extras()
+        problem, extras = self.problem, self.extras
         rows, cols = self.rows[:, None], self.cols[None, :]
         seen = visible(rows, cols, problem.band, *self.lengths)
         if problem.mask_mod is None and not extras.hides_keys:
@@ -77,11 +99,6 @@ class Pair:
             query_ids = of(extras.query_segment_ids, self.starts[0], rows.size)[:, None]
             key_ids = of(extras.key_segment_ids, self.starts[1], cols.size)[None, :]
         return seen & scores.visible_by(problem, *self._numbers(), self._tile(extras.mask), query_ids, key_ids)
-
-    @property
-    def _changes_logits(self):
-        has_bias = self.extras is not None and self.extras.bias is not None
-        return has_bias or self.problem.soft_cap is not None or self.problem.score_mod is not None
 
     def _numbers(self):
         """b, n, i and j, as mask_mod and score_mod get them."""
@@ -125,47 +142,34 @@ def _own(head, ref):
     return jnp.asarray(head if ref.shape[0] > 1 else 0, jnp.int32)  # a load takes no Python number
 
 
-def sink_of(extras):
-    """The sink of the only head of a program, or None."""
-    return None if extras is None or extras.sinks is None else extras.sinks[0]
+def masks_and_specs(call, tiles, outer="queries"):
+    """The `Masks` of a call and their specs, for programs (tile, head or key head, batch entry). outer: whose tiles."""
+    sizes = 1 if outer == "queries" else call.problem.group, tiles.block_q, tiles.block_k
+    extras, lists = for_kernel(call, tiles.block_q, tiles.block_k, outer)
+    masks = Masks(call.query_lengths, call.key_lengths, extras, lists)
+    spec = pl.BlockSpec((None,), lambda i, n, b: (b,))
+    lengths = [None if length is None else spec for length in masks[:2]]
+    return masks, Masks(*lengths, _specs(extras, *sizes), _specs(lists, *sizes))
 
 
-def specs(tree, heads, block_q, block_k):
+def _specs(tree, heads, block_q, block_k):
     """Specs of `Extras` or `TileLists` for programs (tile, head or key head, batch entry), which have `heads` heads."""
 
     def spec(array, axes):
-        """axes: a letter for each: "b", "n", "o" for the outer tile, "t", "s" or "-" for what a program has all of."""
+        """axes: a letter for each: "B", "N", "O" for the outer tile, "T", "S" or "-" for what a program has all of."""
         axes_and_sizes = list(zip(axes, array.shape, strict=True))
-        all_of = lambda axis, size: whole(size, {"t": block_q, "s": block_k}.get(axis, 1)) if size > 1 else 1
-        sizes = {"b": None, "n": min(heads, array.shape[1]) if array.ndim > 1 else None, "o": None}
+        all_of = lambda axis, size: whole(size, {"T": block_q, "S": block_k}.get(axis, 1)) if size > 1 else 1
+        sizes = {"B": None, "N": min(heads, array.shape[1]) if array.ndim > 1 else None, "O": None}
         block = tuple(sizes.get(axis, all_of(axis, size)) for axis, size in axes_and_sizes)
 
         def index(tile, n, b):
-            numbers = {"b": b, "n": n, "o": tile}
+            numbers = {"B": b, "N": n, "O": tile}
             return tuple(0 if size == 1 else numbers.get(axis, 0) for axis, size in axes_and_sizes)
 
         return pl.BlockSpec(block, index)
 
     if tree is None:
         return None
-    return type(tree)(
-        *(
-            jax.tree.map(lambda array, name=name: spec(array, AXES[name]), field)
-            for name, field in tree._asdict().items()
-        )
-    )
-
-
-AXES = {
-    "bias": "bnts",
-    "mask": "bnts",
-    "score_arrays": "bnts",
-    "query_segment_ids": "bt",
-    "key_segment_ids": "bs",
-    "sinks": "bn",
-    "heads": "bn",
-    "batch": "b",
-    "tiles": "bno-",
-    "seen": "bno",
-    "full": "bno",
-}
+    axes = {**AXES, "tiles": "BNO-", "seen": "BNO", "full": "BNO"}
+    of_field = lambda name, field: jax.tree.map(lambda array: spec(array, axes.get(name, "BNTS")), field)
+    return type(tree)(*(of_field(name, field) for name, field in tree._asdict().items()))

@@ -87,8 +87,3 @@ def check_blocks(block_q, block_k):
     for name, block in (("block_q", block_q), ("block_k", block_k)):
         if not isinstance(block, int) or block < MIN_BLOCK or block & (block - 1):
             raise ValueError(f"{name} must be a power of two of at least {MIN_BLOCK}, got {block!r}")
-
-
-def length_of(length_ref, longest):
-    """How many positions are real: a static length, or the one that a ref holds, cut to the array."""
-    return longest if length_ref is None else jnp.minimum(length_ref[...], longest)

@@ -326,6 +326,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward_tensor_cores(Probl
 #pragma unroll
             for (int part = 0; part < 4; ++part) out[column][part] *= shrink[part / 2];
 
+        // -- p v by tensor cores
 #pragma unroll
         for (int step = 0; step < TILE_K / 16; ++step) {
             unsigned weights[4];
@@ -415,6 +416,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(Problem p) {
                 ds[e] = is_seen ? weight * (dp - p.delta[stat(p, head, i)]) : 0;
             }
             __syncthreads();
+            // -- dk, dv and dq of a tile
             for (int mine = 0; mine < MINE; ++mine) {
                 int e = threadIdx.x + mine * THREADS, row = e / D, d = e % D;
                 if (row >= ROWS) continue;
