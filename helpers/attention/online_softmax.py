@@ -23,7 +23,7 @@ from helpers.attention.portable.tiles import LOG2_E
 
 def step(m, l, s, along=None, *, axis=1, exp=jnp.exp2, xp=jnp):
     """(m, l, alpha, p) of one more tile of keys: alpha is what sums so far are to be
-    multiplied with, acc among them, and p the weights of the tile.
+    multiplied with, acc among them, and p the exponentials of the tile.
 
     m, l: one number a row. s: logits, -inf where masked, whose keys lie along an axis.
     along(row): such numbers, to be broadcast to s; chosen unless given.
