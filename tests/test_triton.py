@@ -68,7 +68,7 @@ def test_logits_scales_and_groups(case):
     check(case)
 
 
-BLOCKS = list(itertools.product((16, 32, 64), (16, 32, 64)))
+BLOCKS = [(16, 64), (64, 16), (32, 32)]
 
 
 @pytest.mark.parametrize(("block_q", "block_k"), BLOCKS)
@@ -104,7 +104,7 @@ def ranges_kernel(found, S: tl.constexpr, is_causal: tl.constexpr, block_q: tl.c
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("block_q", "block_k"), BLOCKS)
-@pytest.mark.parametrize(("T", "S"), [(100, 130), (130, 60), (128, 128), (1, 1)])
+@pytest.mark.parametrize(("T", "S"), [(100, 130), (128, 128), (1, 1)])
 def test_only_partial_tiles_are_masked_and_skipped_ones_never_begun(T, S, block_q, block_k, is_causal):
     programs = -(-T // block_q)
     found = np.full((programs, 2), -1, np.int32)
