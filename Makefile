@@ -41,9 +41,9 @@ test-all: setup ## run all tests
 
 # Tests that ask little of JAX or nothing, and find the same on any.
 ANY_JAX = answers colab files mutation numbers setup workbook
-test-oldest: ## run the quick tests of helpers on the oldest JAX that is supported
+test-oldest: ## run the quick tests of helpers on the oldest JAX that is supported, each in one case
 	@sh helpers/setup_environment.sh .venv-oldest $(OLDEST_JAX)
-	@$(ON_CPU) .venv-oldest/bin/python -m pytest -n auto -m "not full" tests $(ANY_JAX:%=--ignore=tests/test_%.py) $(ARGS)
+	@$(ON_CPU) .venv-oldest/bin/python -m pytest -n auto -m "not full" --one-case tests $(ANY_JAX:%=--ignore=tests/test_%.py) $(ARGS)
 
 mutation: setup ## put faults into the code, one at a time, and see which tests notice
 	@$(ON_CPU) $(IN_VENV) -m tests.mutation $(ARGS)

@@ -105,7 +105,16 @@ def pytest_xdist_make_scheduler(config, log):
     return InSmallParts(config, log)
 
 
-# The two tiers
+# The two tiers, and one case of each test for another JAX
+
+
+def pytest_addoption(parser):
+    parser.addoption("--one-case", action="store_true", help="run each test with the first of its parameters only")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.option.one_case:
+        items[:] = {item.nodeid.partition("[")[0]: item for item in reversed(items)}.values()
 
 
 def pytest_terminal_summary(terminalreporter, config):
