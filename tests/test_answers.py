@@ -321,7 +321,7 @@ def test_whole_rows_of_logits_are_noticed_one_after_another():
     assert judged.mistake and "a whole row of logits" in judged.mistake, judged.text
 
 
-@pytest.mark.parametrize("sizes", [(128, 64), (16, 16), (4, 4), (128, 128), (3, 4), (256, 512), (1, 5)])
+@pytest.mark.parametrize("sizes", [(128, 64), (4, 4), (3, 4)])
 def test_tiles_of_sizes_of_their_own_are_refused(sizes):
     solution = exercise("3.1").solution
     judged = verdict(exercise("3.1"), lambda *a: solution(*a[:4], *sizes))

@@ -246,24 +246,17 @@ LENGTHS = {
     "key_value_seq_lengths": [None, np.array([5, 24], np.int32)],
 }
 MASKS = [{}, {"is_causal": True}, {"local_window_size": 6}, {"local_window_size": (3, 9), "is_causal": True}]
-SCALES = itertools.product(["reference", "portable"], [*zip(MASKS, [None, 0.3, None, 0.3], strict=True), (None, None)])
 
 
-def mostly_the_reference(implementation, mask_and_scale):
-    """The portable kernels share their masks with the reference, and meet the oracle in tests of their own."""
-    return implementation == "reference" or mask_and_scale == (MASKS[-1], 0.3)
-
-
-@pytest.mark.parametrize(("implementation", "mask_and_scale"), in_tiers(SCALES, mostly_the_reference), ids=str)
-def test_agreement_with_jax_nn(implementation, mask_and_scale):
+@pytest.mark.parametrize(("mask", "scale"), [*zip(MASKS, [None, 0.3, None, 0.3], strict=True), (None, None)], ids=str)
+def test_agreement_with_jax_nn(mask, scale):
     """Every argument that both functions take means the same; rows that see no key are ours alone."""
-    mask, scale = mask_and_scale
-    named, lengths = arrays(), [dict(zip(LENGTHS, each, strict=True)) for each in itertools.product(*LENGTHS.values())]
+    named, lengths = arrays(), [dict(zip(LENGTHS, each, strict=True)) for each in zip(*LENGTHS.values(), strict=True)]
     if mask is None:  # without a batch axis
         mask, named, lengths = MASKS[1], {name: array[0] for name, array in named.items()}, [{}]
     for of_call in lengths:
         arguments = {**mask, **of_call, "scale": scale, "return_residual": True}
-        results = flash_attention(**named, **arguments, implementation=implementation)
+        results = flash_attention(**named, **arguments, implementation="reference")
         sees = np.isfinite(np.asarray(results[1]))
         for mine, theirs in zip(results, jax.nn.dot_product_attention(**named, **arguments), strict=True):
             assert mine.shape == theirs.shape
@@ -303,7 +296,7 @@ def blind_and_right(name, dtype, with_lse=True, **arguments):
 
 
 def each_way_once(name, implementation):
-    return implementation == "reference" or (name == "both") == (implementation == "tpu")
+    return name == "both" or (implementation, name) == ("portable", "lengths of the keys")
 
 
 @pytest.mark.parametrize(

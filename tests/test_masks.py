@@ -376,6 +376,7 @@ def test_vmap(implementation):
         compare([result[entry] for result in together], expected)
 
 
+@pytest.mark.full
 def test_checkpoint_and_export():
     arrays, arguments = drawn(101, 20, 24, only=("sinks", "mask_mod", "score_mod"))
     attend = functools.partial(flash_attention, implementation="portable", **arguments)

@@ -328,7 +328,7 @@ def without_triton(monkeypatch):
         from jax.experimental.pallas import triton  # noqa: F401
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.full)])
 def test_the_module_of_all_solutions_is_short_and_right(dtype, without_triton, monkeypatch):
     for lesson in sorted(BLOCKS, key=lambda lesson: lesson.number == OPTIONAL):
         if lesson.number == OPTIONAL:

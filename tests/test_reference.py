@@ -74,8 +74,9 @@ def test_gradients_of_the_oracle_are_finite_differences(case):
         np.testing.assert_allclose((gradient * direction).sum(), slope, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype"), list(zip(CASES, ["float32", "bfloat16", "float16", "float32"], strict=True)), ids=str
+)
 def test_naive_attention_is_right(case, dtype):
     case = AttentionCase(**{**vars(case), "dtype": dtype})
     with jax.default_matmul_precision("highest"):

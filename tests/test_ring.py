@@ -129,7 +129,6 @@ def documents(T, S, seed=0):
     [
         pytest.param(21, 21, {"is_causal": True}, {"implementation": "portable"}, marks=pytest.mark.full),
         (24, 24, {"is_causal": True}, {"layout": "striped"}),
-        (24, 24, {"is_causal": True}, {"layout": "contiguous"}),
         (19, 30, {"key_value_seq_lengths": np.array([30, 11], np.int32)}, {}),
     ],
 )
