@@ -15,8 +15,8 @@ from xdist.scheduler import LoadScopeScheduling
 jax.config.update("jax_num_cpu_devices", 8)  # for the tests with arrays on several devices
 
 # What 08, 14, 15 and 18 would find, tests of the quick tier find as well, and for much less: `test_training`,
-# `test_ring`, `test_tpu`, `test_masks` and the mistakes in `test_exercises`. 09 and 17 read files beside the code, which
-# only the wheel of `.ci/run` can lack.
+# `test_ring`, `test_tpu`, `test_masks` and the mistakes in `test_exercises`. 09 and 17 read files beside the code,
+# which only the wheel of `.ci/run` can lack.
 NOTEBOOKS_OF_THE_FULL_TIER = ("08_training", "09_measure_it", "14_ring_attention", "15_tpu", "17_cuda", "18_any_mask")
 
 # In a kernel, after a check: the solution passes it, in a namespace of its own, so that nothing later can need it.
@@ -113,9 +113,11 @@ def pytest_addoption(parser):
     parser.addoption("--one-case", action="store_true", help="run each test with the first of its parameters only")
 
 
+@pytest.hookimpl(trylast=True)  # of those that -m leaves
 def pytest_collection_modifyitems(config, items):
     if config.option.one_case:
-        items[:] = {item.nodeid.partition("[")[0]: item for item in reversed(items)}.values()
+        first = {}
+        items[:] = [item for item in items if first.setdefault(item.nodeid.partition("[")[0], item) is item]
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -159,7 +159,7 @@ def test_every_rung(rung):
 @pytest.mark.parametrize(
     ("T", "S", "is_causal", "huge", "poisoned"),
     [
-        (128, 200, False, {199: slice(None)}, ("query", 5)),  # the same tile of queries
+        pytest.param(128, 200, False, {199: slice(None)}, ("query", 5), marks=FULL),  # the same tile of queries
         pytest.param(128, 128, True, {90: slice(None)}, ("key", 120), marks=FULL),  # only the last rows see it
         # Later turns: rows 131 and 579 fail, of either warpgroup. After row 387 each third and last turn is judged.
         (768, 66, False, {64: 131, 65: 579}, ("query", 387)),

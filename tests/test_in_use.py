@@ -124,7 +124,9 @@ def test_a_batch_that_does_not_divide_stays_whole(batch, parts):
 
 
 @on_four_devices
-@pytest.mark.parametrize("implementation", ["reference", "portable", "hopper"])
+@pytest.mark.parametrize(
+    "implementation", in_tiers(["reference", "portable", "hopper"], lambda name: name == "portable")
+)
 def test_explicit_axes(implementation):
     """The result says how it is split, in the call as it is and under jit, and nothing is gathered."""
     mesh, dtype = mesh_of(AxisType.Explicit), jnp.bfloat16 if implementation == "hopper" else jnp.float32
@@ -139,7 +141,7 @@ def test_explicit_axes(implementation):
 
 
 @on_four_devices
-@pytest.mark.parametrize("implementation", ["reference", "portable"])
+@pytest.mark.parametrize("implementation", ["portable", pytest.param("reference", marks=pytest.mark.full)])
 def test_explicit_axes_that_split_the_sequence(implementation):
     """The results are split as the query is, and each gradient as its array."""
     mesh = mesh_of(AxisType.Explicit)
@@ -156,7 +158,10 @@ def test_explicit_axes_that_split_the_sequence(implementation):
 
 
 @on_four_devices
-@pytest.mark.parametrize(("implementation", "K"), [("reference", 1), ("portable", 1), ("portable", 2), ("hopper", 1)])
+@pytest.mark.parametrize(
+    ("implementation", "K"),
+    in_tiers([("portable", 1), ("reference", 1), ("portable", 2), ("hopper", 1)], lambda *of: of == ("portable", 1)),
+)
 def test_shard_map_with_its_checks(implementation, K):
     """Also where devices share a key head: then its gradient is the sum of theirs."""
     mesh, dtype = mesh_of(AxisType.Auto), jnp.bfloat16 if implementation == "hopper" else jnp.float32

@@ -104,6 +104,7 @@ def test_delta_takes_up_what_rows_of_ds_miss():
     assert all(relative_error(*pair) < 1e-4 for pair in zip(mended, right, strict=True))
 
 
+@pytest.mark.full
 def test_padding_may_hold_anything():
     case = AttentionCase(70, 90, B=2, dtype="bfloat16", query_lengths=(70, 20), key_lengths=(90, 30))
     arrays, arguments = case.inputs()
