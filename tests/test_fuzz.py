@@ -70,12 +70,6 @@ def test_every_kind_of_call_is_drawn(implementation):
     assert any(len(trials) == 2 for trials in DRAWN[implementation]), "two calls in one program"
 
 
-@pytest.mark.parametrize("only", fuzz.ONLY)
-def test_calls_of_one_sort_can_be_asked_for(only):
-    drawn = [trial for i in range(20) for trial in fuzz.draw(1, i, "portable", only=only)]
-    assert all(trial.T <= 16 and bool(trial.page) == (only == "pages") for trial in drawn)
-
-
 def test_a_call_is_made_from_the_seed_and_its_number_and_printed_whole():
     assert fuzz.draw(3, 7) == fuzz.draw(3, 7) != fuzz.draw(4, 7) != fuzz.draw(4, 8)
     for trial in (trial for trials in DRAWN[None][:50] for trial in trials):
@@ -108,15 +102,14 @@ def pretend(monkeypatch, function, **options):
     monkeypatch.setattr(fuzz, "run", run)
 
 
-def stand_in(trials, hides=None, leaks=False, change=None):
+def stand_in(trials, hides=None, change=None):
     """What `fuzz.run` returns: the oracle's results, rounded.
 
-    hides: the mask instead of `visible`. leaks: whether dout of rows that see nothing is read. change: takes
-    {name: result} and changes one.
+    hides: the mask instead of `visible`. change: takes {name: result} and changes one.
     """
     found = []
     for trial in trials:
-        arrays, (dout, dlse) = (trial if leaks else fuzz.replace(trial, unseen=None)).inputs()
+        arrays, (dout, dlse) = fuzz.replace(trial, unseen=None).inputs()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(reference, "visible", hides or visible)
             out, lse = reference.oracle(*arrays, **trial.arguments, **trial.lengths)
@@ -175,26 +168,6 @@ def test_a_fault_is_found_in_inputs_of_several_kinds(special, monkeypatch):
         assert report.kind == ("wrong" if wrong else "right") and not report.unjudged
 
 
-def test_nothing_may_come_from_what_is_not_seen(monkeypatch):
-    """Causal, with more keys than queries: no query sees the last keys, and their gradients are zeros, exactly."""
-
-    def touch(results):
-        results["dk"][0, -1, 0, 0] = 1e-6
-
-    trial = Trial(20, 30, 8, is_causal=True)
-    for change, kind in ((None, "right"), (touch, "wrong")):
-        pretend(monkeypatch, stand_in, change=change)
-        assert fuzz.attempt((trial,)).kind == kind
-
-
-@pytest.mark.parametrize("masks", [{"query_lengths": (7,)}, {"window": (2, 2)}], ids=str)
-@pytest.mark.parametrize("unseen", fuzz.FILL[:1])
-def test_a_gradient_of_a_row_that_sees_nothing_must_not_be_read(masks, unseen, monkeypatch):
-    for leaks, kind in ((False, "right"), (True, "wrong")):
-        pretend(monkeypatch, stand_in, leaks=leaks)
-        assert fuzz.attempt((Trial(20, 8, 8, unseen=unseen, lse_gradient=True, **masks),)).kind == kind
-
-
 def test_right_answers_are_those_of_the_oracle():
     trial = Trial(20, 17, 16, N=4, K=2, B=2, scale=-0.6, query_lengths=(20, 3), key_lengths=(9, 0), lse_gradient=True)
     arrays, cotangents = trial.inputs()
@@ -236,13 +209,6 @@ def main(monkeypatch, tmp_path, *arguments, **options):
     records = [json.loads(line) for line in log.read_text().splitlines()]
     assert sum(len(record["trials"]) for record in records) in (12, 13)
     return status, records
-
-
-@pytest.mark.full
-def test_a_sound_run_ends_with_status_0(monkeypatch, tmp_path, capsys):
-    status, records = main(monkeypatch, tmp_path)
-    assert status == 0 and all(record["kind"] == "right" for record in records)
-    assert re.search(r"1[23] calls: 0 wrong, 0 unjudged", capsys.readouterr().out)
 
 
 @pytest.mark.full

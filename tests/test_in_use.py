@@ -256,18 +256,6 @@ def test_jit_for_a_cpu_on_a_machine_with_a_hopper_gpu(dtype, hopper_machine):
     check(traced.lower().compile()(*arrays), "hopper")
 
 
-@pytest.mark.full
-@on_four_devices
-def test_hopper_kernels_are_split_too(hopper_machine):
-    """As far as a CPU can tell: in the program for a GPU the partitioner is asked."""
-    arrays = split(inputs(dtype=jnp.bfloat16), mesh_of(AxisType.Auto))
-    traced = jax.jit(functools.partial(everything, attention_of(None, None))).trace(*arrays)
-    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@CustomSPMDPartitioning") == 2
-    program = traced.lower().compile()
-    assert gathers_nothing(program)
-    check(program(*arrays), "hopper")
-
-
 def forward_kernels(jaxpr, platform="cpu"):
     """How many forward kernels a jaxpr and those in it hold for a platform."""
     count = 0
@@ -305,13 +293,6 @@ def test_export_for_both_platforms():
     exported = jax.export.export(run, platforms=("cpu", "cuda"), disabled_checks=UNPROMISED)(*inputs())
     assert "mosaic_gpu_v2" in exported.mlir_module()
     check(exported.call(*inputs()), "portable")
-
-
-def test_export_for_another_platform_says_what_works():
-    run = jax.jit(attention_of("portable"))
-    said = r'compiled for tpu, for which this .* no kernels; use implementation="reference"'
-    with pytest.raises(NotImplementedError, match=said):
-        jax.export.export(run, platforms=("tpu",))(*inputs()[:3])
 
 
 SYMBOLIC = [
@@ -415,16 +396,6 @@ def test_pages_are_split_over_heads_and_queries_over_the_batch_too(implementatio
         assert [result.sharding.shard_shape(result.shape) for result in results] == [(1, 2, 2, H), (1, 2, 2)]
     if kind == AxisType.Explicit:
         assert jax.typeof(run(*arrays)[0]).sharding.spec == P("batch", None, "heads", None)
-
-
-@on_four_devices
-@pytest.mark.parametrize(("implementation", "K"), [("reference", 2), ("portable", 2), ("portable", 1)])
-def test_pages_in_shard_map(implementation, K):
-    specs = (*SPECS_OF_PAGES[:1], *[PAGES if K == 2 else P()] * 2, *SPECS_OF_PAGES[3:])
-    run = functools.partial(paged, implementation)
-    out_specs = (SPECS_OF_PAGES[0],) * 2
-    on_mesh = jax.shard_map(run, mesh=mesh_of(AxisType.Auto), in_specs=specs, out_specs=out_specs)
-    check_pages(jax.jit(on_mesh)(*paged_inputs(K)), *paged_inputs(K))
 
 
 @pytest.mark.parametrize("own_pages", [False, True])

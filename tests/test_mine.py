@@ -13,12 +13,10 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import lessons
-import nbformat
 import numpy as np
 import pytest
 from jax.experimental import pallas
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from nbclient import NotebookClient
 
 from helpers import clock, environment
 from helpers.attention.reference import oracle, oracle_gradients
@@ -154,15 +152,6 @@ def test_two_processes_at_once_lose_nothing():
     assert len(re.findall(r"^def function_\d+", text(), re.MULTILINE)) == 12
 
 
-def test_a_process_that_died_while_it_wrote_blocks_nobody_for_ever(monkeypatch, workbook):
-    lock = workbook / f".{mine.FILE}.lock"
-    lock.touch()
-    monkeypatch.setattr(mine, "PATIENCE_S", 0.1)
-    assert "another notebook" in keep("def double(x):\n    return x + x")
-    os.utime(lock, (0, 0))
-    assert "Kept" in keep("def double(x):\n    return x + x")
-
-
 def test_a_running_kernel_sees_a_new_version():
     keep("def double(x):\n    return x + x")
     module = importlib.import_module("mine")
@@ -273,33 +262,6 @@ def test_a_kernel_runs_in_place_of_another_on_a_gpu(monkeypatch):
     open(mine.FILE, "w").write(before.replace("attend = on_gpu(by_mma, attend)\n", ""))
     keep("def attend(*arguments):\n    return arguments, 1", number="0.1", name="attend")
     assert "= on_gpu" not in text(), "what the learner took out stays out"
-
-
-CELLS = """from helpers.exercises import mine
-from helpers.exercises.exercise import exercise
-from dataclasses import replace
-found = replace(exercise("2.1"), building_block="forward")
----
-def update(x):
-    return replace
----
-print(mine.keep(found, globals()))
----
-import mine
-print(mine.update(1).__name__)
----
-open("mine.py", "a").write("\\nadded = 7\\n")
----
-print(mine.added)"""
-
-
-def test_in_a_kernel(workbook):
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS.split("\n---\n")])
-    NotebookClient(notebook, resources={"metadata": {"path": str(workbook)}}).execute()
-    printed = [
-        "".join(output.text for output in cell.outputs if output.get("name") == "stdout") for cell in notebook.cells
-    ]
-    assert printed[2:] == ["  Kept: `update` is in your mine.py.\n", "replace\n", "", "7\n"]
 
 
 # A learner who solved everything

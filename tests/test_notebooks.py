@@ -84,8 +84,3 @@ def test_other_words_are_kept_where_a_cell_is_excused(tags):
         each.cells[0].outputs = [nbformat.v4.new_output("stream", name="stdout", text=text)]
     keep_outputs(before, after)
     assert after.cells[0].outputs[0].text == ("took 3.5 s" if tags else "it took 3.5 s")
-
-
-def test_without_git_nothing_counts_as_edited(repository, monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    assert notebooks._git(repository, "status", "--porcelain", *notebooks.MADE_FROM) == ""

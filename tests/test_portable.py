@@ -23,8 +23,6 @@ from attention_cases import (
     in_tiers,
     results_of,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from helpers import flash_attention
 from helpers.attention.low_bits import low_bits
@@ -149,40 +147,6 @@ def test_fused_in_16_bits_with_lengths():
     check_kernels(AttentionCase(50, 70, B=2, N=4, K=2, dtype="bfloat16", **lengths), fused=True)
 
 
-@st.composite
-def cases(draw):
-    B, K, group = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
-    T, S = draw(st.integers(1, 150)), draw(st.integers(1, 150))
-    arguments = {"is_causal": draw(st.booleans())}
-    if draw(st.booleans()):
-        arguments["local_window_size"] = (draw(st.integers(0, 160)), draw(st.integers(0, 160)))
-    lengths = {}
-    for name, longest in (("query_lengths", T), ("key_lengths", S)):
-        if draw(st.booleans()):
-            lengths[name] = tuple(draw(st.integers(0, longest)) for _ in range(B))
-    return AttentionCase(
-        T,
-        S,
-        H=draw(st.integers(1, 80)),
-        N=K * group,
-        K=K,
-        B=B,
-        dtype=draw(st.sampled_from(DTYPES)),
-        logits=draw(st.sampled_from(["plain", "large", "low", "one huge"])),
-        arguments=arguments,
-        batched=B > 1 or draw(st.booleans()),
-        seed=draw(st.integers(0, 100)),
-        **lengths,
-    )
-
-
-@pytest.mark.full
-@settings(max_examples=12, deadline=None, derandomize=True)
-@given(cases(), st.sampled_from([16, 32]), st.sampled_from([16, 32, 64]), st.booleans())
-def test_any_legal_call(case, block_q, block_k, fused):
-    check_kernels(case, fused, block_q=block_q, block_k=block_k)
-
-
 @pytest.mark.parametrize("implementation", ["portable", "reference"])
 def test_padding_may_hold_anything(implementation):
     """What lies past the lengths is never used, not even multiplied by zero."""
@@ -212,13 +176,3 @@ def test_lengths_past_the_end_under_jit():
         attention(query, key, value, lengths=np.array(lengths, np.int32)) for lengths in ([1000, -5], [50, 0])
     )
     jax.tree.map(np.testing.assert_array_equal, results, right)
-
-
-@pytest.mark.full
-def test_jit_checkpoint_and_repetition_give_the_same_bits():
-    (query, key, value), _ = AttentionCase(113, 70, 24, N=4, K=2).inputs()
-    loss = lambda *arrays: sum(jnp.sin(array).sum() for array in portable_attention(*arrays, is_causal=True))
-    run, checkpointed = (jax.grad(function, (0, 1, 2)) for function in (loss, jax.checkpoint(loss)))
-    first = run(query, key, value)
-    for other in (run, jax.jit(run), jax.jit(checkpointed)):
-        jax.tree.map(np.testing.assert_array_equal, first, other(query, key, value))

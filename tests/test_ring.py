@@ -1,22 +1,18 @@
 """Ring attention on simulated devices against the oracle, its plan against the mask, and its costs by formula."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, check_results, in_tiers, results_of
+from attention_cases import AttentionCase, check_results, results_of
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from helpers import flash_attention
-from helpers.attention import api, ring
-from helpers.attention.masking import Band
-from helpers.attention.problem import Problem
+from helpers.attention import api
 from helpers.attention.ring import LAYOUTS, plan, positions, ring_attention, ring_attention_on_mesh
-from helpers.instruments import ring as cost
 
 
 def mesh_of(devices):
@@ -71,33 +67,6 @@ def test_a_plan_brings_each_visible_pair_together_once(layout, is_causal):
                 wanted = np.tril(np.ones((T, T), int)) if is_causal else np.ones((T, T), int)
                 wanted[:, T if key_length is None else key_length :] = 0
                 assert np.array_equal(times_seen(steps, layout, devices, share), wanted)
-
-
-def test_zigzag_gives_all_devices_the_same_work_in_every_step():
-    for devices in range(1, 9):
-        of_zigzag = cost.pairs("zigzag", devices, 48 * devices, is_causal=True)
-        assert (of_zigzag == of_zigzag[:, :1]).all()
-        of_contiguous = cost.pairs("contiguous", devices, 48 * devices, is_causal=True)
-        assert (np.count_nonzero(of_contiguous, axis=0) == np.arange(1, devices + 1)).all()
-        assert of_zigzag.sum() == of_contiguous.sum() == 24 * devices * (48 * devices + 1)
-
-
-@pytest.mark.parametrize(
-    ("layout", "devices"),
-    in_tiers(itertools.product(["striped", "zigzag"], [3, 4, 8]), lambda *pair: pair == ("striped", 3)),
-)
-def test_shares_go_into_a_layout_and_back(layout, devices):
-    whole, share = np.arange(2 * devices**2)[None], 2 * devices
-
-    def there_and_back(array):
-        own = ring.to_layout(array, layout, "sequence")
-        return own, ring.from_layout(own, layout, "sequence")
-
-    split = P(None, "sequence")
-    run = jax.shard_map(there_and_back, mesh=mesh_of(devices), in_specs=split, out_specs=split)
-    own, back = jax.jit(run)(whole)
-    assert np.array_equal(back, whole)
-    assert np.array_equal(own[0], np.concatenate([positions(layout, devices, share, i) for i in range(devices)]))
 
 
 # Against the oracle
@@ -296,33 +265,3 @@ def test_checkpoint_saves_residuals_by_name():
 
 
 # What it costs
-
-
-def problem_of(T, N=2, K=2, H=16, is_causal=True):
-    return Problem(1, T, T, N, K, H, jnp.dtype("bfloat16"), 1.0, Band.of(is_causal))
-
-
-def test_bytes_that_travel():
-    problem = problem_of(64, N=4, K=2)
-    of_all_keys = 2 * 2 * 64 * 2 * 16  # key and value, 2 bytes
-    assert cost.sent_bytes(problem, 4) == of_all_keys * 3 // 4
-    assert cost.sent_bytes(problem, 4, "backward") == 3 * cost.sent_bytes(problem, 4)  # and both sums in float32
-    assert cost.sent_bytes(problem, 1) == 0
-
-
-def test_flops_of_all_devices_are_those_of_one():
-    problem = problem_of(64)
-    alone = cost.flops(cost.pairs("zigzag", 1, 64, is_causal=True), problem).sum()
-    assert alone == 4 * 16 * 2 * 64 * 65 // 2
-    for layout in LAYOUTS:
-        assert cost.flops(cost.pairs(layout, 4, 64, is_causal=True), problem).sum() == alone
-
-
-def test_who_waits():
-    """Two devices, one unit of work a step: a transfer that takes longer than a step is waited for."""
-    even = np.ones((2, 2))
-    assert cost.predicted_efficiency(even, hop=0.5) == cost.predicted_efficiency(even, hop=1) == 1
-    assert cost.predicted_efficiency(even, hop=2) == pytest.approx(2 / 3)
-    causal = cost.pairs("contiguous", 4, 4096, is_causal=True) / 1024**2
-    assert cost.predicted_efficiency(causal, hop=0) == pytest.approx(8 / 14, rel=1e-3)  # 16/2 quarters; 3 1/2 in turn
-    assert cost.predicted_efficiency(cost.pairs("zigzag", 4, 4096, is_causal=True) / 1024**2, hop=0) == 1

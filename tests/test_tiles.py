@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
 from helpers.attention import online_softmax, tiled
-from helpers.attention.masking import Band, key_tiles, query_tiles, tile_kind, visible
+from helpers.attention.masking import Band, key_tiles, query_tiles, visible
 from helpers.attention.portable import backward
 from helpers.attention.portable import forward as portable
 from helpers.attention.portable.tiles import padded_head_dim
@@ -38,15 +38,6 @@ def test_tile_ranges_hold_every_visible_key_and_no_empty_end(T, S, block_q, bloc
         first, stop = query_tiles(k_start, k_start + block_k, block_q, band, query_length, key_length)
         needed = np.flatnonzero(mask[:, k_start : k_start + block_k].any(axis=1)) // block_q
         assert (first, stop) == (needed[0], needed[-1] + 1) if len(needed) else first >= stop
-
-
-def test_kinds_of_tiles():
-    causal = Band(right=0)
-    kind = lambda rows, cols: tile_kind(rows, cols, causal, 10, 10)
-    assert kind(range(0, 4), range(4, 8)) == "skipped"
-    assert kind(range(4, 8), range(4, 8)) == "partial"
-    assert kind(range(4, 8), range(0, 4)) == "full"
-    assert kind(range(8, 12), range(0, 4)) == "partial"  # rows 10 and 11 do not exist
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -170,20 +161,6 @@ def test_what_lies_past_the_end_reaches_no_gradient():
 
 def test_the_blocks_of_a_head_are_powers_of_two_of_at_least_16():
     assert [padded_head_dim(H) for H in (1, 8, 16, 17, 64, 65, 256)] == [16, 16, 16, 32, 64, 128, 256]
-
-
-def test_replay_reads_only_the_tiles_that_the_lengths_allow():
-    query = np.ones((2, 16, 1, 16), np.float32)
-    key = np.ones((2, 64, 1, 16), np.float32)
-    lengths = np.array([16, 40], np.int32)
-
-    def attention(query, key, lengths):
-        call = check_call(query, key, key, key_value_seq_lengths=lengths)
-        return portable.forward(call, block_q=16, block_k=16, interpret=True)
-
-    (kernel,), _ = replay(attention, query, key, lengths)
-    reads = kernel.operands["k"].reads[:, :, 0, 0]
-    assert reads.sum(axis=1).tolist() == [16, 48]
 
 
 def test_replay_sees_a_tail():

@@ -184,26 +184,9 @@ def test_only_products_of_float32_follow_the_precision(dtype, precision):
     assert set(equation.params["precision"]) == {jax.lax.Precision[precision]}
 
 
-@pytest.fixture
-def on_a_device(monkeypatch):
-    def be(**device):
-        monkeypatch.setattr("helpers.attention.registry.device_of", lambda _: types.SimpleNamespace(**device))
-
-    return be
-
-
-ARRAYS, _ = AttentionCase(8, 8).inputs()
-
-
 @pytest.mark.parametrize("implementation", [None, "tpu"])
-def test_the_default_on_a_tpu(implementation, on_a_device):
-    on_a_device(platform="tpu", device_kind="TPU v5 lite")
-    chosen = registry.choose(implementation, check_call(*ARRAYS))
+def test_the_default_on_a_tpu(implementation, monkeypatch):
+    device = types.SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
+    monkeypatch.setattr("helpers.attention.registry.device_of", lambda _: device)
+    chosen = registry.choose(implementation, check_call(*AttentionCase(8, 8).inputs()[0]))
     assert chosen == registry.kernels_by_platform("tpu", interpreted=False)
-
-
-def test_a_gpu_is_refused(on_a_device):
-    on_a_device(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
-    said = r'a TPU or a CPU, this is NVIDIA H200; use implementation="portable"'
-    with pytest.raises(NotImplementedError, match=said):
-        tpu_attention(*ARRAYS)
