@@ -94,7 +94,7 @@ def test_programs_with_few_turns_get_fewer_queries_in_each(monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("configuration", ptxas.configurations(), ids=str)
+@pytest.mark.parametrize("configuration", [one for one in ptxas.configurations() if one.group == 1], ids=str)
 def test_every_configuration_lowers_for_cuda(configuration):
     assert "@mosaic_gpu_v2" in configuration.lowered().as_text()
 
