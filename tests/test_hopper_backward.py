@@ -54,7 +54,7 @@ def check(case, tiles):
 CASES = [
     (AttentionCase(150, 70, 80, K=2, dtype="bfloat16", arguments=CAUSAL), SMALL["split"]),
     (AttentionCase(130, 203, 64, dtype="float16", arguments={"scale": -0.3}), SMALL["fused"]),
-    (AttentionCase(200, 130, 64, N=1, dtype="bfloat16", arguments=CAUSAL), SMALL["fused, dq delayed"]),
+    (AttentionCase(200, 130, 64, dtype="bfloat16", arguments=CAUSAL), SMALL["fused, dq delayed"]),
     (AttentionCase(1, 7, 24, N=1, dtype="bfloat16"), SMALL["fused"]),
     (AttentionCase(70, 100, 256, N=1, dtype="bfloat16"), schedule.forms(256)["split"]),
     (AttentionCase(140, 130, 64, N=1, B=2, dtype="float16", arguments=CAUSAL), schedule.forms(64)["fused"]),
