@@ -347,16 +347,6 @@ def test_forward_mode_says_what_works(derivative):
         FORWARD_MODE[derivative](of_one, value)
 
 
-def test_the_precision_of_products_is_the_callers():
-    """Also of the gradients."""
-    types = jax.eval_shape(inputs)
-    run = functools.partial(everything, attention_of("portable"))
-    for precision, other in (("highest", "DEFAULT"), ("default", "HIGHEST")):
-        with jax.default_matmul_precision(precision):
-            text = str(jax.make_jaxpr(run)(*types))
-        assert precision.upper() in text.upper() and f"Precision.{other}" not in text
-
-
 # Pages
 
 

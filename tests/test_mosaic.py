@@ -1,6 +1,5 @@
 """The kernels by `plgpu.mma`: interpreted, against the oracle and without races; lowered for Ampere and Hopper."""
 
-import dataclasses
 import functools
 import itertools
 from unittest import mock
@@ -36,23 +35,26 @@ SMALL = Tiles(64, 32, 2)
 IS_GPU = jax.default_backend() == "gpu"
 
 
-def attention_of(case, forward=forward, backward=backward, tiles=SMALL, interpret=False):
-    """A function that returns ((out, lse), (dq, dk, dv)) of a case by the kernels of two modules."""
-    arrays, arguments = case.inputs()
-    call = check_call(*arrays, **arguments)
-    dout, dlse = cotangents(case)
-    run = {"tiles": tiles, "interpret": interpret}
+def by_kernels(arrays, arguments, interpret=False):
+    """A function that returns ((out, lse), (dq, dk, dv)) of query, key, value, dout and dlse by small tiles."""
 
     @jax.jit
     def attend(query, key, value, dout, dlse):
-        changed = dataclasses.replace(call, query=query, key=key, value=value)
-        out, lse, *low = forward.forward(changed, keeps_low_bits=call.problem.dtype.itemsize == 2, **run)
-        query, dout, dlse = changed.of_seeing_rows(lse, query, dout, dlse.swapaxes(1, 2))
-        changed = dataclasses.replace(changed, query=query)
-        pair = run | {"tiles": (tiles, Tiles(32, 64, 2))}
-        return (out, lse.swapaxes(1, 2)), backward.backward(changed, out, lse, dout, dlse, *low, **pair)
+        call = check_call(query, key, value, **arguments).prepared()
+        out, lse, *low = forward.forward(
+            call, keeps_low_bits=query.dtype.itemsize == 2, tiles=SMALL, interpret=interpret
+        )
+        query, dout, dlse = call.of_seeing_rows(lse, query, dout, dlse.swapaxes(1, 2))
+        call, tiles = check_call(query, key, value, **arguments).prepared(), (SMALL, Tiles(32, 64, 2))
+        gradients = backward.backward(call, out, lse, dout, dlse, *low, tiles=tiles, interpret=interpret)
+        return (out, lse.swapaxes(1, 2)), gradients
 
-    return functools.partial(attend, *arrays, dout, dlse)
+    return functools.partial(attend, *arrays)
+
+
+def attention_of(case, interpret=False):
+    arrays, arguments = case.inputs()
+    return by_kernels([*arrays, *cotangents(case)], arguments, interpret)
 
 
 # Against the oracle
@@ -137,9 +139,9 @@ def test_pieces_add_up(dtype):
 # Races, and faults
 
 
-def found_races(case, *modules):
+def found_races(case):
     results = []
-    found = races(lambda: results.extend(attention_of(case, *modules, interpret=DETECTING)()))
+    found = races(lambda: results.extend(attention_of(case, interpret=DETECTING)()))
     return found, results
 
 

@@ -10,31 +10,14 @@ from attention_cases import in_tiers, relative_error
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from test_masks import ALL, compare, drawn, everything, right
+from test_mosaic import IS_GPU, by_kernels
 
 from helpers import flash_attention
 from helpers.attention.mosaic import backward, forward, words
-from helpers.attention.mosaic.warp import Tiles
 from helpers.attention.problem import check_call
 
-IS_GPU = jax.default_backend() == "gpu"
 SMALL = {"B": 1, "N": 2, "K": 1}
-TILES = Tiles(64, 32, 2)
-
-
-def by_kernels(arrays, arguments, forward=forward, backward=backward):
-    """out, lse, dq, dk and dv by the kernels of two modules, with tiles that are seen whole, in part and not at all."""
-    run = {"interpret": not IS_GPU and plgpu.InterpretGPUParams()}
-
-    @jax.jit
-    def attend(query, key, value, dout, dlse):
-        call = check_call(query, key, value, **arguments).prepared()
-        out, lse, *low = forward.forward(call, keeps_low_bits=query.dtype.itemsize == 2, tiles=TILES, **run)
-        query, dout, dlse = call.of_seeing_rows(lse, query, dout, dlse.swapaxes(1, 2))
-        call = check_call(query, key, value, **arguments).prepared()
-        pair = {"tiles": (TILES, Tiles(32, 64, 2))}
-        return out, lse.swapaxes(1, 2), *backward.backward(call, out, lse, dout, dlse, *low, **pair, **run)
-
-    return attend(*arrays)
+INTERPRETED = not IS_GPU and plgpu.InterpretGPUParams()
 
 
 CASES = [
@@ -52,8 +35,8 @@ CASES = [
 def test_combinations(only, dtype, sizes):
     """Alone and together, with heads that differ and heads that do not."""
     arrays, arguments = drawn(CASES.index((only, dtype, sizes)), 70, 100, dtype=jnp.dtype(dtype), only=only, **sizes)
-    mine, expected = by_kernels(arrays, arguments), right(arrays, arguments)[:5]
-    compare(mine, expected, 2e-5 if dtype == "float32" else 4 * float(jnp.finfo(dtype).eps))
+    mine = jax.tree.leaves(by_kernels(arrays, arguments, INTERPRETED)())
+    compare(mine, right(arrays, arguments)[:5], 2e-5 if dtype == "float32" else 4 * float(jnp.finfo(dtype).eps))
 
 
 @pytest.mark.full
@@ -74,7 +57,7 @@ def test_a_function_of_padding_is_nobodys():
     table = np.linspace(1, 2, 90).astype(np.float32)
     score_mod = lambda s, b, n, i, j, table: s / table + jnp.sqrt(s * s / (70.0 - i))
     arguments = {"score_mod": score_mod, "score_arrays": ((table, "j"),)}
-    mine = by_kernels(arrays, arguments)
+    mine = jax.tree.leaves(by_kernels(arrays, arguments, INTERPRETED)())
     naive = everything(arrays, arguments, implementation="reference")
     for one, other in zip(mine, naive, strict=False):
         assert relative_error(one, other) < 1e-4

@@ -163,6 +163,20 @@ def test_the_blocks_of_a_head_are_powers_of_two_of_at_least_16():
     assert [padded_head_dim(H) for H in (1, 8, 16, 17, 64, 65, 256)] == [16, 16, 16, 32, 64, 128, 256]
 
 
+def test_replay_reads_only_the_tiles_that_the_lengths_allow():
+    query = np.ones((2, 16, 1, 16), np.float32)
+    key = np.ones((2, 64, 1, 16), np.float32)
+    lengths = np.array([16, 40], np.int32)
+
+    def attention(query, key, lengths):
+        call = check_call(query, key, key, key_value_seq_lengths=lengths)
+        return portable.forward(call, block_q=16, block_k=16, interpret=True)
+
+    (kernel,), _ = replay(attention, query, key, lengths)
+    reads = kernel.operands["k"].reads[:, :, 0, 0]
+    assert reads.sum(axis=1).tolist() == [16, 48]
+
+
 def test_replay_sees_a_tail():
     """Loads and stores that hang over the end are counted as outside."""
 
