@@ -14,10 +14,10 @@ from xdist.scheduler import LoadScopeScheduling
 
 jax.config.update("jax_num_cpu_devices", 8)  # for the tests with arrays on several devices
 
-# What 08, 14, 15 and 18 would find, tests of the quick tier find as well, and for much less: `test_training`,
-# `test_ring`, `test_tpu`, `test_masks` and the mistakes in `test_exercises`. 09 and 17 read files beside the code,
+# What these would find, tests of the quick tier find as well, and for much less: `test_training`, `test_ring`,
+# `test_masks`, those of Hopper and TPU and the mistakes in `test_exercises`. 09 and 17 read files beside the code,
 # which only the wheel of `.ci/run` can lack.
-NOTEBOOKS_OF_THE_FULL_TIER = ("08_training", "09_measure_it", "14_ring_attention", "15_tpu", "17_cuda", "18_any_mask")
+NOTEBOOKS_OF_THE_FULL_TIER = ("08", "09", "10", "12", "14", "15", "17", "18")
 
 # In a kernel, after a check: the solution passes it, in a namespace of its own, so that nothing later can need it.
 SOLVED = """
@@ -67,7 +67,7 @@ class Lesson(IPyNbFile):
 
     def collect(self):
         """One kernel serves the unsolved and the solved notebook."""
-        if self.path.stem in NOTEBOOKS_OF_THE_FULL_TIER:
+        if self.path.stem.startswith(NOTEBOOKS_OF_THE_FULL_TIER):
             self.add_marker("full")
         of_check = {f"check({lesson.answer_name})": lesson for lesson in lessons(self.path)}
         for cell in super().collect():
