@@ -168,16 +168,6 @@ def test_a_fault_is_found_in_inputs_of_several_kinds(special, monkeypatch):
         assert report.kind == ("wrong" if wrong else "right") and not report.unjudged
 
 
-def test_right_answers_are_those_of_the_oracle():
-    trial = Trial(20, 17, 16, N=4, K=2, B=2, scale=-0.6, query_lengths=(20, 3), key_lengths=(9, 0), lse_gradient=True)
-    arrays, cotangents = trial.inputs()
-    found = rounding.answers(*arrays, *cotangents, **trial.arguments, **trial.lengths)
-    right = reference.oracle(*arrays, **trial.arguments, **trial.lengths)
-    right += reference.oracle_gradients(*arrays, *cotangents, **trial.arguments, **trial.lengths)
-    for answer, one in zip(found.values(), right, strict=True):
-        np.testing.assert_allclose(answer.right, one, rtol=1e-9, atol=1e-12)
-
-
 TASKS = {
     "__import__('os').environ['CUDA_VISIBLE_DEVICES']": ("returned", "7"),
     "1 + 1": ("returned", "2"),

@@ -152,14 +152,6 @@ def problem_of(T, S, N, K, B=1, H=64, causal=True):
     return Problem(B, T, S, N, K, H, jnp.dtype(jnp.bfloat16), 1.0, Band.of(causal))
 
 
-def test_few_programs_take_all_batch_entries_together(monkeypatch):
-    """And many go batch entry by batch entry; with one SM, these are many."""
-    problem = problem_of(140, 210, N=2, K=1, B=2)
-    assert list(schedule.grid_of(problem, ("head", 2), 2)) == ["part", "tile", "batch", "head"]
-    monkeypatch.setattr(schedule, "NUM_SMS", 1)
-    assert list(schedule.grid_of(problem, ("head", 2), 2)) == ["batch", "part", "tile", "head"]
-
-
 def test_heads_that_the_cache_holds_go_together(monkeypatch):
     """A head of these has 128 x 64 positions, of 2 + 2 + 4 bytes. A section divides the heads evenly."""
     together, problem = [], problem_of(128, 200, N=6, K=6, B=3)

@@ -317,23 +317,17 @@ def test_export_with_symbolic_shapes(arguments):
 
 @pytest.mark.parametrize("implementation", ["portable", "hopper", "tpu", "cudnn"])
 def test_symbolic_shapes_are_the_references_alone(implementation):
-    t = jax.export.symbolic_shape("t")[0]
-    query = jax.ShapeDtypeStruct((1, t, 2, H), jnp.bfloat16)
+    query = jax.ShapeDtypeStruct((1, jax.export.symbolic_shape("t")[0], 2, H), jnp.bfloat16)
     attend = functools.partial(flash_attention, implementation=implementation)
-    with pytest.raises(
-        NotImplementedError,
-        match=f'{implementation} cannot serve this call: it takes no symbolic shapes; use .*="reference"',
-    ):
+    said = f'{implementation} cannot serve this call: it takes no symbolic shapes; use .*="reference"'
+    with pytest.raises(NotImplementedError, match=said):
         jax.export.export(jax.jit(attend))(query, query, query)
 
 
 FORWARD_MODE = {
     "jvp": lambda f, x: jax.jvp(f, (x,), (x,)),
-    "linearize": lambda f, x: jax.linearize(f, x)[1](x),
-    "jacfwd": lambda f, x: jax.jacfwd(f)(x),
     "hessian": lambda f, x: jax.hessian(lambda x: f(x).sum())(x),
     "jvp of grad": lambda f, x: jax.jvp(jax.grad(lambda x: f(x).sum()), (x,), (x,)),
-    "grad of grad": lambda f, x: jax.grad(lambda x: jax.grad(lambda x: f(x).sum())(x).sum())(x),
 }
 
 
@@ -341,7 +335,7 @@ FORWARD_MODE = {
 def test_forward_mode_says_what_works(derivative):
     query, key, value, *_ = inputs()
     of_one = lambda value: flash_attention(query, key, value, implementation="portable")
-    is_second = derivative in ("hessian", "jvp of grad", "grad of grad")
+    is_second = derivative in ("hessian", "jvp of grad")
     said = "first derivative only" if is_second else "reverse mode only.*forward mode"
     with pytest.raises(NotImplementedError, match=said + '.*implementation="reference"'):
         FORWARD_MODE[derivative](of_one, value)

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import lessons
 import numpy as np
 import pytest
-from jax.experimental import pallas
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers import clock, environment
@@ -281,17 +280,8 @@ def solve(lesson):
     return mine.keep(found, names)
 
 
-@pytest.fixture
-def without_triton(monkeypatch):
-    """Pallas as it will be when its Triton backend is gone."""
-    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
-    monkeypatch.delattr(pallas, "triton", raising=False)
-    with pytest.raises(ImportError):
-        from jax.experimental.pallas import triton  # noqa: F401
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.full)])
-def test_the_module_of_all_solutions_is_short_and_right(dtype, without_triton, monkeypatch):
+def test_the_module_of_all_solutions_is_short_and_right(dtype, monkeypatch):
     for lesson in sorted(BLOCKS, key=lambda lesson: lesson.number == OPTIONAL):
         if lesson.number == OPTIONAL:
             assert sum(map(bool, text().splitlines())) <= 400, "blank lines left out"

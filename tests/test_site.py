@@ -256,15 +256,3 @@ def test_a_reader_searches_unfolds_and_copies(server, chromium):
         assert solution.locator("pre").is_visible() and solution.locator("button.copybtn").count() == 1
         assert page.locator("div.cell_output button.copybtn").count() == 0, "an output is nothing to copy"
         assert complaints == []
-
-
-@marked(in_browser)
-def test_the_cheat_sheet_is_one_printed_page(server, chromium, tmp_path):
-    with opened(chromium, WIDTHS["desktop"]) as (page, *_):
-        page.goto(f"{server}/cheat_sheet.html")
-        document = page.pdf(path=tmp_path / "sheet.pdf", prefer_css_page_size=True)
-        assert re.findall(rb"/Count (\d+)", document) == [b"1"]
-        page.emulate_media(media="print")
-        page.set_viewport_size({"width": 726, "height": 1050})  # A4 within its margins
-        clipped = "[...document.querySelectorAll('#cheat-sheet :is(pre, .equation, table)')].filter(e => e.scrollWidth > e.clientWidth + 1).length"
-        assert page.evaluate(clipped) == 0, "something is cut off on paper"
