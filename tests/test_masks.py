@@ -136,6 +136,7 @@ def test_few_queries():
     compare(everything(arrays, arguments, implementation="portable"), right(arrays, arguments))
 
 
+@pytest.mark.full
 def test_16_bits_are_as_good_as_naive():
     arrays, arguments = drawn(31, 70, 90, dtype=jnp.bfloat16, only=("bias", "soft cap", "sinks", "segments"))
     expected = right(arrays, arguments)
@@ -312,7 +313,7 @@ def reference_of(arrays, arguments):
 
 
 @on_four_devices
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.full)])
 def test_split_over_devices(kind):
     """Functions get the numbers of the whole call, and gradients of what is not split are the sums of all parts."""
     arrays, arguments = drawn(97, 20, 24, only=NUMBERED)
