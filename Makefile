@@ -33,7 +33,7 @@ lab: setup ## open the series in JupyterLab, in your own copy of the notebooks
 fresh: setup ## put a fresh copy of a notebook beside yours: make fresh NOTEBOOK=05
 	@$(IN_VENV) -P helpers/workbook.py fresh "$(NOTEBOOK)"
 
-test: setup ## run the quick tier of the tests, most notebooks included
+test: setup ## run the quick tier of the tests, the first notebooks included
 	@$(ON_CPU) $(IN_VENV) -m pytest -n auto -m "not full" $(ARGS)
 
 test-all: setup ## run all tests
