@@ -33,7 +33,7 @@ lab: setup ## open the series in JupyterLab, in your own copy of the notebooks
 fresh: setup ## put a fresh copy of a notebook beside yours: make fresh NOTEBOOK=05
 	@$(IN_VENV) -P helpers/workbook.py fresh "$(NOTEBOOK)"
 
-test: setup ## run the quick tier of the tests, most notebooks included
+test: setup ## run the quick tier of the tests, the first notebooks included
 	@$(ON_CPU) $(IN_VENV) -m pytest -n auto -m "not full" $(ARGS)
 
 test-all: setup ## run all tests
@@ -41,9 +41,9 @@ test-all: setup ## run all tests
 
 # Tests that ask little of JAX or nothing, and find the same on any.
 ANY_JAX = answers colab files mutation numbers setup workbook
-test-oldest: ## run the quick tests of helpers on the oldest JAX that is supported
+test-oldest: ## run the quick tests of helpers on the oldest JAX that is supported, each in one case
 	@sh helpers/setup_environment.sh .venv-oldest $(OLDEST_JAX)
-	@$(ON_CPU) .venv-oldest/bin/python -m pytest -n auto -m "not full" tests $(ANY_JAX:%=--ignore=tests/test_%.py) $(ARGS)
+	@$(ON_CPU) .venv-oldest/bin/python -m pytest -n auto -m "not full" --one-case tests $(ANY_JAX:%=--ignore=tests/test_%.py) $(ARGS)
 
 mutation: setup ## put faults into the code, one at a time, and see which tests notice
 	@$(ON_CPU) $(IN_VENV) -m tests.mutation $(ARGS)

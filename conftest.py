@@ -14,9 +14,10 @@ from xdist.scheduler import LoadScopeScheduling
 
 jax.config.update("jax_num_cpu_devices", 8)  # for the tests with arrays on several devices
 
-# What 08 and 14 would find, tests of the quick tier find as well, and for much less: `test_training`, `test_ring` and
-# the mistakes in `test_exercises`. 09 and 17 read files beside the code, which only the wheel of `.ci/run` can lack.
-NOTEBOOKS_OF_THE_FULL_TIER = ("08_training", "09_measure_it", "14_ring_attention", "17_cuda")
+# What these would find, tests of the quick tier find as well, and for much less: `test_portable`, `test_training`,
+# `test_decode`, `test_ring`, `test_masks`, those of Hopper and TPU and the mistakes in `test_exercises`. 09 and 17 read
+# files beside the code, which only the wheel of `.ci/run` can lack.
+NOTEBOOKS_OF_THE_FULL_TIER = ("07", "08", "09", "10", "12", "13", "14", "15", "17", "18")
 
 # In a kernel, after a check: the solution passes it, in a namespace of its own, so that nothing later can need it.
 SOLVED = """
@@ -66,7 +67,7 @@ class Lesson(IPyNbFile):
 
     def collect(self):
         """One kernel serves the unsolved and the solved notebook."""
-        if self.path.stem in NOTEBOOKS_OF_THE_FULL_TIER:
+        if self.path.stem.startswith(NOTEBOOKS_OF_THE_FULL_TIER):
             self.add_marker("full")
         of_check = {f"check({lesson.answer_name})": lesson for lesson in lessons(self.path)}
         for cell in super().collect():
@@ -105,7 +106,18 @@ def pytest_xdist_make_scheduler(config, log):
     return InSmallParts(config, log)
 
 
-# The two tiers
+# The two tiers, and one case of each test for another JAX
+
+
+def pytest_addoption(parser):
+    parser.addoption("--one-case", action="store_true", help="run each test with the first of its parameters only")
+
+
+@pytest.hookimpl(trylast=True)  # of those that -m leaves
+def pytest_collection_modifyitems(config, items):
+    if config.option.one_case:
+        first = {}
+        items[:] = [item for item in items if first.setdefault(item.nodeid.partition("[")[0], item) is item]
 
 
 def pytest_terminal_summary(terminalreporter, config):

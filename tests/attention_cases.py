@@ -29,12 +29,13 @@ SHAPES = [
     (1023, 1024),
 ]
 HEAD_DIMS = [1, 24, 64, 80, 128, 256]
-# Every shape meets every head_dim; dtypes, groups and masks take turns. The first turn comes twice a
+# Every shape meets every other head_dim; dtypes, groups and masks take turns. The first turn comes twice a
 # round, so that a round has no factor in common with the number of head_dims.
 DTYPES = ["float32", "bfloat16", "float16"]
 GROUPS = [1, 2, 8]
 TURNS = list(itertools.product(DTYPES, GROUPS, [False, True]))
-GRID = list(zip(itertools.product(SHAPES, HEAD_DIMS), itertools.cycle([*TURNS, TURNS[0]])))
+PAIRS = [(SHAPES[i], H) for i in range(len(SHAPES)) for H in HEAD_DIMS[i % 2 :: 2]]
+GRID = list(zip(PAIRS, itertools.cycle([*TURNS, TURNS[0]])))
 LOGITS = list(itertools.product(DTYPES, ["large", "low", "one huge"]))
 WINDOWS_AND_SCALES = [
     {"local_window_size": (5, 3)},

@@ -1,7 +1,7 @@
 """Put one fault after another into a copy of the code, and see which tests notice.
 
     python -m tests.mutation                     every fault of `mutations`; records what was found
-    python -m tests.mutation --sample 5 --seed 3 some that were noticed, without recording; fails where one is not
+    python -m tests.mutation --sample 3 --seed 3 some that were noticed, without recording; fails where one is not
     python -m tests.mutation --only masking --jobs 2
 
 For each fault it runs the test that noticed last time, then the tests of the file in the quick tier until one
@@ -57,20 +57,24 @@ def tests_of(file):
 
 
 def runnable(test):
-    """What to run for the id of a test: a cell needs those before it."""
-    return test.partition("::")[0] if ".ipynb::" in test else test
+    """What to run for the id of a test: a cell needs those before it, and cases come and go."""
+    return test.partition("::" if ".ipynb::" in test else "[")[0]
 
 
 class Copy:
-    """A copy of the tree, in which faults can do no harm."""
+    """A copy of the tree, in which faults can do no harm. What was compiled for the tree is at hand."""
 
-    def __init__(self, folder, cache):
-        self.root, self.cache = folder, cache
+    def __init__(self, folder):
+        self.root = folder
         shutil.copytree(ROOT, folder, ignore=NOT_COPIED)
 
     def first_failure(self, tests, *selected):
         """The id of the first test that fails, or None. One that takes for ever has failed."""
-        command = [sys.executable, *"-m pytest -x -v --tb=no --no-header -o".split(), f"cache_dir={self.cache}"]
+        command = [
+            sys.executable,
+            *"-m pytest -x -v --tb=no --no-header -o".split(),
+            f"cache_dir={ROOT / '.pytest_cache'}",
+        ]
         # The path is for kernels. Byte code is not kept: Python would take it for that of a file as old and as long.
         environment = os.environ | {"PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
         options = {"cwd": self.root, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -101,12 +105,11 @@ class Copy:
             (self.root / fault.file).write_text(sound)
 
 
-def judge_all(faults, known, jobs, note=lambda found: None):
-    """{label: `Found`}, printed and noted as they are found. Tests that fail in a sound copy count for nothing."""
+def judge_all(faults, known, jobs, note=None):
+    """{label: `Found`}, printed and noted as they are found. Of what is noted, tests that fail in a sound copy count for nothing."""
     found = {}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
-        folder = Path(folder)
-        copies = [Copy(folder / str(number), folder / "cache") for number in range(jobs)]
+        copies = [Copy(Path(folder) / str(number)) for number in range(jobs)]
 
         def one(fault):
             copy, began = copies.pop(), time.monotonic()
@@ -114,19 +117,21 @@ def judge_all(faults, known, jobs, note=lambda found: None):
                 found[label(fault)] = judged = copy.judge(fault, known.get(label(fault)))
             finally:
                 copies.append(copy)
-            note(found)
+            if note:
+                note(found)
             seconds = time.monotonic() - began
             print(f"{judged.tier:9}{seconds:5.0f} s  {label(fault)}\n{judged.by or '':>17}", flush=True)
 
         list(pool.map(one, faults))
-        noticed = {runnable(it.by) for it in found.values() if it.by and "(hangs)" not in it.by}
+        noticed = {runnable(it.by) for it in found.values() if note and it.by and "(hangs)" not in it.by}
         while noticed and (unsound := copies[0].first_failure(sorted(noticed))):
             print(f"fails without a fault: {unsound}", flush=True)
             noticed.remove(runnable(unsound))
             for name, it in found.items():
                 if it.by and runnable(it.by) == runnable(unsound):
                     found[name] = Found(SURVIVED)
-    note(found)
+    if note:
+        note(found)
     return found
 
 
@@ -162,7 +167,7 @@ def main(arguments=None):
     if options.sample is not None:
         noticed = [fault for fault in faults if known.get(label(fault), Found(SURVIVED)).tier != SURVIVED]
         faults = random.Random(options.seed).sample(noticed, min(options.sample, len(noticed)))
-    note = (lambda found: None) if options.sample is not None else (lambda found: record(known | dict(found)))
+    note = None if options.sample is not None else lambda found: record(known | dict(found))
     found = judge_all(faults, known, options.jobs, note)
     survived = [name for name, it in found.items() if it.tier == SURVIVED]
     counts = {tier: sum(it.tier == tier for it in found.values()) for tier in (QUICK, FULL)}

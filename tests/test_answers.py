@@ -1,7 +1,5 @@
 """Answers that nobody wrote: solutions with a slip, which a check must reject, and right answers in other styles."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import lessons
@@ -165,13 +163,6 @@ def test_all_slips_are_rejected_but_those_that_are_equal(number, monkeypatch):
     assert set(alive) == set(EQUAL.get(number, ()))
 
 
-@pytest.mark.full
-def test_equal_slips_are_few():
-    """At least 95 of 100 must be rejected, over all exercises."""
-    tried = sum(len(list(slips(source_of(exercise(number).solution)))) for number in NUMBERS)
-    assert sum(map(len, EQUAL.values())) < 0.05 * tried
-
-
 # Right answers in other styles
 
 
@@ -203,15 +194,6 @@ def test_right_answers_in_any_style(number):
     for style, restyled in STYLES.items():
         judged = verdict(exercise(number), restyled(solution))
         assert judged.status == "correct", f"{style}: {judged.text}"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("number", ["0.1", "1.1", "2.2", "2.4", "3.1", "6.1", "6.2", "6.5", "8.3"])
-def test_right_answers_in_jax(number):
-    """Solutions without writing into arrays, with arguments of jax.numpy: float32."""
-    solution = exercise(number).solution
-    judged = verdict(exercise(number), lambda *a: solution(*converted(a, floats(jnp.asarray))))
-    assert judged.status == "correct", judged.text
 
 
 def flash_backward(weights):
@@ -275,15 +257,6 @@ def test_one_query_and_all_keys_are_no_tile():
     assert judged.mistake and "whole rows" in judged.mistake, judged.text
 
 
-@pytest.mark.parametrize(
-    "sizes", [lambda block_q, block_k: (block_q, 10**6), lambda block_q, block_k: (10**6, block_k)]
-)
-def test_a_tile_and_all_of_the_other_length_are_no_tile(sizes):
-    answer = flash_backward(WEIGHTS["a new table"])
-    judged = verdict(exercise("6.5"), lambda *a: answer(*a[:-2], *sizes(*a[-2:])))
-    assert judged.mistake and "whole rows" in judged.mistake, judged.text
-
-
 def backward_in_pairs(q, k, v, out, lse, dout, scale, block_q, block_k):
     """The slowest right way: a query and a key at a time."""
     dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
@@ -304,39 +277,13 @@ def test_loops_over_single_rows_are_in_time(answer, monkeypatch):
     assert verdict(exercise("6.5"), answer).status == "correct"
 
 
-def backward_at_once(q, k, v, out, lse, dout, scale):
-    p = jnp.exp(scale * q @ k.T - lse[:, None])
-    ds = scale * p * (dout @ v.T - (out * dout).sum(axis=1)[:, None])
-    return ds @ k, ds.T @ q, p.T @ dout
-
-
-@pytest.mark.parametrize("compiled", [lambda function: function, jax.jit], ids=["op by op", "jit"])
-def test_whole_tables_are_noticed_in_jax(compiled):
-    function = compiled(backward_at_once)
-    judged = verdict(exercise("6.5"), lambda *a: function(*map(jnp.asarray, a[:6]), a[6]))
-    assert judged.mistake and "more than a tile is held" in judged.mistake, judged.text
-
-
 def test_a_slow_answer_is_called_slow(monkeypatch):
     monkeypatch.setattr(running, "SECONDS", 0.1)
     judged = verdict(exercise("6.5"), backward_in_pairs)
     assert "many small steps are slow" in judged.text
 
 
-def test_whole_rows_of_logits_are_noticed_one_after_another():
-    def answer(q, k, v, scale, block_q, block_k):
-        out, lse = np.empty(q.shape), np.empty(len(q))
-        for i in range(len(q)):
-            s = scale * (k @ q[i])
-            p = np.exp(s - s.max())
-            out[i], lse[i] = p @ v / p.sum(), s.max() + np.log(p.sum())
-        return out, lse
-
-    judged = verdict(exercise("3.1"), answer)
-    assert judged.mistake and "a whole row of logits" in judged.mistake, judged.text
-
-
-@pytest.mark.parametrize("sizes", [(128, 64), (16, 16), (4, 4), (128, 128), (3, 4), (256, 512), (1, 5)])
+@pytest.mark.parametrize("sizes", [(128, 64), (4, 4), (3, 4)])
 def test_tiles_of_sizes_of_their_own_are_refused(sizes):
     solution = exercise("3.1").solution
     judged = verdict(exercise("3.1"), lambda *a: solution(*a[:4], *sizes))
@@ -389,29 +336,6 @@ def test_what_lies_past_the_end_is_not_known_by_being_nan(number):
     assert judged.status == "wrong" and "mask by position" in judged.text, judged.text
 
 
-def test_a_product_of_all_keys_is_noticed_when_written_as_a_sum():
-    def kernel(p_ref, v_ref, out_ref, *, S, block_k):
-        out_ref[...] = (p_ref[...].astype(jnp.float32)[:, :, None] * v_ref[...]).sum(axis=1)
-
-    assert "one product takes 4 keys at once" in verdict(exercise("4.3"), kernel).text
-
-
-def test_causal_is_passed_by_name():
-    def layer(x, w_qkv, w_merge, N, attention):  # flash_attention would take it for a bias
-        B, T, C = x.shape
-        query, key, value = (part.reshape(B, T, N, C // N) for part in jnp.split(x @ w_qkv, 3, axis=-1))
-        return attention(query, key, value, True).reshape(B, T, C) @ w_merge
-
-    assert "raised TypeError" in verdict(exercise("8.1"), layer).text
-
-
-def test_m_is_the_largest_logit_as_the_task_says():
-    """Another reference gives the same attention. The task asks for this one."""
-    change = "m_new = np.maximum(m, s.max(axis=1))", "m_new = np.maximum(m, s.max(axis=1)) + 1"
-    judged = verdict(exercise("3.3"), edited(exercise("3.3").solution, change))
-    assert judged.status == "wrong" and "m: yours" in judged.text, judged.text
-
-
 # Right results by a forbidden way
 
 
@@ -434,12 +358,3 @@ def test_attention_that_is_called_and_not_used_is_noticed():
 
 
 # What a verdict says
-
-
-@pytest.mark.parametrize("number", NUMBERS)
-def test_advice_points_to_sections_that_exist(number):
-    cells = lessons.read(next(lesson.path for lesson in lessons.ALL if lesson.number == number)).cells
-    sections = set(re.findall(r"^## (\d+) · ", "\n".join(cell.source for cell in cells), re.MULTILINE))
-    for mistake in exercise(number).known:
-        pointed = re.findall(r"sections? (\d+)(?: and (\d+))?", mistake.advice)
-        assert {section for pair in pointed for section in pair if section} <= sections, mistake.advice

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from helpers import flash_attention
 from helpers.attention import device, registry
 from helpers.attention.masking import key_tiles
+from helpers.attention.portable import forward
 from helpers.attention.problem import MAX_LENGTH, check_call
 from helpers.attention.reference import naive_attention
 
@@ -35,13 +36,10 @@ def zeros(*shape, dtype=np.float32):
 ILLEGAL = [
     # what is passed instead, the error, the words it must hold
     ({"query": [[1.0]]}, TypeError, "query must be a JAX or NumPy array, got list"),
-    ({"key": None}, TypeError, "key must be a JAX or NumPy array, got NoneType"),
     ({"query": zeros(B, T, N, H, dtype=np.float64)}, TypeError, "query must have dtype float32 or bfloat16 or float16, got float64"),
     ({"key": zeros(B, S, K, H, dtype=np.float16)}, TypeError, "must share one dtype, got query float32, key float16, value float32"),
     ({"value": zeros(B, S, K, H, dtype=np.float16)}, TypeError, "must share one dtype, got query float32, key float32, value float16"),
     ({"query": zeros(T, H)}, ValueError, "query must have shape (batch, length, heads, head_dim) or"),
-    ({"query": zeros(T, N, H)}, ValueError, "must all have a batch axis or all have none"),
-    ({"query": zeros(B, 0, N, H)}, ValueError, "query must have at least one element on every axis, got shape (2, 0, 4, 16)"),
     ({"key": zeros(B, 0, K, H), "value": zeros(B, 0, K, H)}, ValueError, "key must have at least one element"),
     ({"value": zeros(B, S + 1, K, H)}, ValueError, "value must have the shape of key, (2, 24, 2, 16), got (2, 25, 2, 16)"),
     ({"value": zeros(B, S, K, H + 1)}, ValueError, "value must have the shape of key, (2, 24, 2, 16), got (2, 24, 2, 17)"),
@@ -51,17 +49,13 @@ ILLEGAL = [
     ({"query": zeros(B, T, N, 257), "key": zeros(B, S, K, 257), "value": zeros(B, S, K, 257)}, ValueError, "head_dim must be at most 256, got 257"),
     ({"scale": True}, TypeError, "scale must be a real number or None, got True"),
     ({"scale": float("nan")}, ValueError, "scale must be at most 2.36e+38 in size, got nan"),
-    ({"scale": 10**400}, ValueError, "scale must be at most 2.36e+38 in size"),
-    ({"scale": jax.random.key(0)}, TypeError, "scale must be a real number or None"),
     ({"is_causal": 1}, TypeError, "is_causal must be True or False, got 1"),
     ({"local_window_size": -1}, ValueError, "local_window_size must not be negative, got -1"),
     ({"local_window_size": 1.5}, TypeError, "local_window_size must be None, an integer, or a (left, right) pair"),
-    ({"local_window_size": True}, TypeError, "local_window_size must be None, an integer, or a (left, right) pair"),
     ({"query_seq_lengths": [1, 2]}, TypeError, "query_seq_lengths must be an int32 array of shape (2,), got list"),
     ({"query_seq_lengths": np.array([1, 2], np.int16)}, TypeError, "query_seq_lengths must have dtype int32, got int16"),
     ({"key_value_seq_lengths": np.array([1], np.int32)}, ValueError, "key_value_seq_lengths must have shape (2,), got (1,)"),
     ({"key_value_seq_lengths": np.array([1, S + 1], np.int32)}, ValueError, "key_value_seq_lengths must lie between 0 and 24, got [1, 25]"),
-    ({"query_seq_lengths": np.array([-1, 3], np.int32)}, ValueError, "query_seq_lengths must lie between 0 and 20, got [-1, 3]"),
     ({"implementation": "rocm"}, ValueError, "implementation must be None or one of reference, portable, mosaic, hopper, tpu, triton, cudnn, got 'rocm'"),
     ({"return_residual": 1}, TypeError, "return_residual must be True or False, got 1"),
     ({"implementation": "hopper"}, NotImplementedError, 'use implementation="portable"'),
@@ -131,14 +125,10 @@ def test_a_plain_call_takes_few_steps_to_its_kernel(monkeypatch):
     assert "flash_attention" in ours and len(ours) <= 8, ours
 
 
-@pytest.mark.parametrize("name", ["block_q", "block_k"])
-@pytest.mark.parametrize("block", [0, 8, 24, 100, -16, 16.0])
-def test_illegal_block_sizes_are_refused(name, block):
-    from helpers.attention.portable import forward
-
-    call = check_call(**arrays())
-    with pytest.raises(ValueError, match=f"{name} must be a power of two of at least 16, got {block}"):
-        forward.forward(call, **{name: block}, interpret=True)
+@pytest.mark.parametrize("block", [0, 24, -16, 16.0])
+def test_illegal_block_sizes_are_refused(block):
+    with pytest.raises(ValueError, match=f"block_q must be a power of two of at least 16, got {block}"):
+        forward.forward(check_call(**arrays()), block_q=block, interpret=True)
 
 
 def test_cudnn_without_a_gpu_says_so():
@@ -262,24 +252,17 @@ LENGTHS = {
     "key_value_seq_lengths": [None, np.array([5, 24], np.int32)],
 }
 MASKS = [{}, {"is_causal": True}, {"local_window_size": 6}, {"local_window_size": (3, 9), "is_causal": True}]
-SCALES = itertools.product(["reference", "portable"], [*zip(MASKS, [None, 0.3, None, 0.3], strict=True), (None, None)])
 
 
-def mostly_the_reference(implementation, mask_and_scale):
-    """The portable kernels share their masks with the reference, and meet the oracle in tests of their own."""
-    return implementation == "reference" or mask_and_scale == (MASKS[-1], 0.3)
-
-
-@pytest.mark.parametrize(("implementation", "mask_and_scale"), in_tiers(SCALES, mostly_the_reference), ids=str)
-def test_agreement_with_jax_nn(implementation, mask_and_scale):
+@pytest.mark.parametrize(("mask", "scale"), [*zip(MASKS, [None, 0.3, None, 0.3], strict=True), (None, None)], ids=str)
+def test_agreement_with_jax_nn(mask, scale):
     """Every argument that both functions take means the same; rows that see no key are ours alone."""
-    mask, scale = mask_and_scale
-    named, lengths = arrays(), [dict(zip(LENGTHS, each, strict=True)) for each in itertools.product(*LENGTHS.values())]
+    named, lengths = arrays(), [dict(zip(LENGTHS, each, strict=True)) for each in zip(*LENGTHS.values(), strict=True)]
     if mask is None:  # without a batch axis
         mask, named, lengths = MASKS[1], {name: array[0] for name, array in named.items()}, [{}]
     for of_call in lengths:
         arguments = {**mask, **of_call, "scale": scale, "return_residual": True}
-        results = flash_attention(**named, **arguments, implementation=implementation)
+        results = flash_attention(**named, **arguments, implementation="reference")
         sees = np.isfinite(np.asarray(results[1]))
         for mine, theirs in zip(results, jax.nn.dot_product_attention(**named, **arguments), strict=True):
             assert mine.shape == theirs.shape
@@ -319,7 +302,7 @@ def blind_and_right(name, dtype, with_lse=True, **arguments):
 
 
 def each_way_once(name, implementation):
-    return implementation == "reference" or (name == "both") == (implementation == "tpu")
+    return name == "both" or (implementation, name) == ("portable", "lengths of the keys")
 
 
 @pytest.mark.parametrize(
@@ -343,16 +326,3 @@ def test_cudnn_is_kept_from_queries_that_see_no_key(name, monkeypatch):
     for results in blind:
         jax.tree.map(np.testing.assert_array_equal, results, right)
     assert all(np.isfinite(array).all() for array in jax.tree.leaves(right))
-
-
-def test_second_derivatives_of_the_reference_where_a_row_sees_nothing():
-    query, key = np.ones((1, 2, 1, 1), np.float32), np.arange(2, dtype=np.float32).reshape(1, 2, 1, 1)
-    arguments = {"query_seq_lengths": np.array([1], np.int32), "implementation": "reference"}
-
-    def slope(key, filler):
-        loss = lambda key: flash_attention(query, key, key, **arguments)[0, :, 0, 0] ** 2 @ jnp.array([1.0, filler])
-        return jax.grad(loss)(key)
-
-    second = jax.jacrev(slope)(key, np.nan)
-    np.testing.assert_array_equal(second, jax.jacrev(slope)(key, 0.0))
-    assert np.asarray(second).any()

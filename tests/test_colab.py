@@ -99,9 +99,3 @@ def test_in_colab_the_cell_installs_and_restarts_where_an_old_package_is_loaded(
     assert "interpret mode, on the CPU, whatever GPU" in said
     assert more == ["restart"] * bool(old)
     assert (f"({', '.join(old)}): the session restarts. Then run this cell again" in said) is bool(old)
-
-
-@pytest.mark.parametrize("repository", ["", "https://example.org/owner/name"])
-def test_without_an_address_on_github_there_are_no_copies(repository, tmp_path):
-    with pytest.raises(SystemExit, match=r"^Colab opens repositories on https://github.com/ only, not .*\.$"):
-        colab.main(["--repository", repository, "--folder", str(tmp_path)])

@@ -54,11 +54,11 @@ def test_shapes_and_head_dims(shape_and_head_dim, turn):
 
 CASES = [
     *[AttentionCase(37, 75, 24, dtype=dtype, arguments=CAUSAL) for dtype in ("float32", "bfloat16")],
-    *[AttentionCase(63, 203, 64, dtype=dtype, logits=logits) for dtype, logits in LOGITS],
+    *[AttentionCase(63, 203, 64, dtype=dtype, logits=logits) for dtype, logits in LOGITS[::2]],
     *[AttentionCase(63, 65, arguments={"scale": scale, "is_causal": True}) for scale in (0.0, -0.5, 1.0)],
     *[
         AttentionCase(70, 90, 24, N=2 * group, K=2, B=2, dtype=dtype, arguments={"is_causal": is_causal})
-        for dtype, group, is_causal in TURNS
+        for dtype, group, is_causal in TURNS[::5]
     ],
 ]
 
@@ -78,11 +78,8 @@ def test_every_barrier_is_listed():
 @pytest.mark.parametrize(
     ("number", "kernel"), [pytest.param(*row, marks=() if row[0] == 4 else pytest.mark.full) for row in BARRIERS]
 )
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.full), "bfloat16"])
-def test_a_missing_barrier_is_found(number, kernel, dtype):
-    if kernel == TENSOR_CORES and dtype == "float32":
-        pytest.skip("there are no tensor cores for float32 here")
-    case = AttentionCase(130, 130, 24, dtype=dtype)
+def test_a_missing_barrier_is_found(number, kernel):
+    case = AttentionCase(130, 130, 24, dtype="bfloat16")
     source = without_barrier(number)
     arrays, arguments = case.inputs()
     with pytest.raises(SharedMemoryError, match=kernel):
@@ -112,13 +109,6 @@ def test_bad_input_is_one_clear_line():
     ):
         with pytest.raises(ValueError, match=message):
             cuda_launch.forward(*arrays, arrays[1], rung=rung)
-
-
-def test_no_compiler_is_one_clear_line(monkeypatch):
-    monkeypatch.setattr(cuda_launch, "compiler", lambda: None)
-    with pytest.raises(RuntimeError, match="install one"):
-        cuda_launch.compile_source(SOURCE.read_text() + "// new", "float32", 64)
-    assert len(cuda_launch.MISSING.splitlines()) == 1
 
 
 @pytest.mark.full

@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import lessons
 import numpy as np
 import pytest
 from attention_cases import AttentionCase, check_forward
@@ -105,11 +104,6 @@ def test_a_band_in_pages(causal_offset, arguments):
     check_pages(attend, causal_offset, arguments)
 
 
-def test_the_reference_takes_a_band_in_pages():
-    attend = functools.partial(paged_attention, implementation="reference", return_residual=True)
-    check_pages(attend, *BANDS[0])
-
-
 def test_padding_in_a_page_may_hold_anything():
     query, key_pages, value_pages, table, lengths = cache(16, (20,), pages=2)
     table[0] = [1, 0]
@@ -140,9 +134,7 @@ def test_a_wrong_table_under_jit_reads_some_page(implementation):
         ({"page_table": np.zeros((2, 3), np.int64)}, "page_table must have dtype int32, got int64"),
         ({"page_table": np.zeros((1, 3), np.int32)}, r"page_table must have shape \(2, pages of a sequence\)"),
         ({"lengths": np.array([49, 3], np.int32)}, "lengths must lie between 0 and 48"),
-        ({"lengths": None}, "lengths must be an int32 array"),
         ({"query": np.zeros((2, 17, 4, 24), np.float32)}, "query must have at most 16 positions, got 17"),
-        ({"query": np.zeros((2, 1, 3, 24), np.float32)}, "query heads must be a multiple"),
         ({"query": np.zeros((2, 1, 4, 25), np.float32)}, "key_pages must have the head_dim of query"),
         ({"value_pages": np.zeros((24, 16, 2, 24), np.float16)}, "must share one dtype"),
         ({"implementation": "rocm"}, "implementation must be None or one of reference, portable"),
@@ -163,11 +155,3 @@ def test_a_derivative_is_refused_where_there_is_none():
         jax.grad(loss)(query, "portable")
     with pytest.raises(NotImplementedError, match=r'hopper cannot serve .* it takes no pages; use .*="portable"'):
         paged_attention(*cache(16, (20, 32), dtype="bfloat16"), implementation="hopper")
-
-
-@pytest.mark.parametrize("start", [3, np.int32(3), jnp.int32(0)], ids=["later", "NumPy", "traced or an array"])
-def test_the_notebook_refuses_several_tokens_where_its_masks_would_be_wrong(start):
-    scope, cells = {}, lessons.read(lessons.PATHS[13]).cells
-    exec(next(cell.source for cell in cells if cell.source.startswith("def read(")), scope)
-    with pytest.raises(ValueError, match="from position 0 only"):
-        scope["read"](None, None, np.zeros((1, 2), int), start, None)

@@ -4,7 +4,6 @@ import types
 
 import jax
 import pytest
-from jax.experimental.pallas import triton
 
 from helpers import clock, environment
 from helpers.attention import device
@@ -46,17 +45,6 @@ def test_kernels_are_interpreted_where_they_cannot_be_compiled(platform, capabil
     assert environment.interprets() is interpreted
 
 
-def test_a_kernel_runs_as_its_device_wants(on, monkeypatch):
-    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
-    on(stand_in("cpu", None))
-    assert environment.backend() == {"interpret": True}
-    on(stand_in("tpu", None))
-    assert environment.backend() == {}
-    on(stand_in("gpu", "9.0"))
-    assert environment.backend() == {"compiler_params": triton.CompilerParams(num_warps=4, num_stages=1)}
-    assert environment.backend(8, 2) == {"compiler_params": triton.CompilerParams(num_warps=8, num_stages=2)}
-
-
 def test_a_gpu_is_no_use_to_kernels_that_jax_lets_write_past_the_end(on, capsys, monkeypatch):
     on(stand_in("gpu", "9.0"))
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
@@ -71,12 +59,3 @@ def test_on_an_old_gpu_a_notebook_computes_on_the_cpu_and_says_why(on, capsys):
     said = capsys.readouterr().out.splitlines()[-1]
     assert "CPU" in said and "interpret mode" in said and "8.0 (Ampere)" in said and "Tesla T4" in said
     assert device.default_device().platform == "cpu" and environment.interprets()
-
-
-@pytest.mark.parametrize("platform, capability", [("cpu", None), ("gpu", "9.0"), ("tpu", None)])
-def test_elsewhere_jax_keeps_its_device(platform, capability, on, capsys):
-    on(stand_in(platform, capability))
-    environment.show_environment()
-    assert jax.config.jax_default_device is None
-    said = capsys.readouterr().out.splitlines()[-1]
-    assert said.startswith("Device: CPU" if platform == "cpu" else "Device: Tesla T4")

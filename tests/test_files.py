@@ -41,11 +41,6 @@ def test_conda_and_pip_install_the_same():
     assert pip == "pip" and from_pip == {"pip": ["-c constraints.txt", "-e .[test]"]}
 
 
-def test_the_plugin_that_compiles_for_a_gpu_is_of_the_pinned_jax():
-    plugins = [r for r in PROJECT["project"]["optional-dependencies"]["ptxas"] if r.startswith("jax-")]
-    assert len(plugins) == 2 and {plugin.split("==")[1] for plugin in plugins} == {CONSTRAINTS["jax"]}
-
-
 def test_the_oldest_jax_is_the_one_that_is_tested():
     (jax,) = (r for r in PROJECT["project"]["dependencies"] if requirement_name(r) == "jax")
     assert f"OLDEST_JAX = {re.search(r'>=([0-9.]+)', jax)[1]}" in (ROOT / "Makefile").read_text()
@@ -98,11 +93,6 @@ def path(request):
     return request.param
 
 
-def test_no_notebook_escapes():
-    assert [path.stem[:2] for path in PATHS] == [f"{number:02d}" for number in range(len(PATHS))]
-    assert sum(path.stat().st_size for path in PATHS) < ALL_NOTEBOOKS_BYTES
-
-
 def test_a_notebook_is_executed_and_normalised(path):
     """nbval silently skips a notebook without execution counts, so their absence must be loud."""
     notebook = lessons.read(path)
@@ -150,13 +140,6 @@ def test_a_notebook_has_the_form_of_a_lesson(path):
             assert before.cell_type == "markdown" or "exercise" in after.metadata.get("tags", []), (
                 "say what a cell will show"
             )
-
-
-def test_what_a_learner_writes_needs_nothing_of_triton():
-    """Its lowering of Pallas is deprecated. Notebook 16 is about Triton itself."""
-    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "helpers/exercises").glob("*.py")]
-    texts += [cell.source for path in PATHS if path.stem[:2] < "16" for cell in lessons.read(path).cells]
-    assert not [text for text in texts if re.search(r"\bplt\b|pallas\.triton|pallas import triton", text)]
 
 
 def test_links_and_pictures_exist(path):

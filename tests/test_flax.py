@@ -34,14 +34,6 @@ def test_masks_and_batch_axes_of_flax(batch, mask):
     np.testing.assert_allclose(out, right.reshape(query.shape), atol=3e-6)
 
 
-def test_arrays_are_promoted_as_flax_does_it():
-    query, key, value, _ = drawn(2)
-    assert attention(query, key.astype(jnp.bfloat16), value, **PASSED).dtype == jnp.float32
-    assert (
-        attention(query, key, value, **PASSED | {"dtype": jnp.bfloat16, "precision": "highest"}).dtype == jnp.bfloat16
-    )
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import io
 import json
 import re
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from helpers.attention.masking import visible
 from helpers.attention.problem import check_call
 from helpers.attention.registry import TABLE
 from helpers.dev import fuzz, kinds, rounding, workers
-from helpers.dev.fuzz import Report, Trial
+from helpers.dev.fuzz import Trial
 
 DRAWN = {name: [fuzz.draw(0, i, name) for i in range(400)] for name in (None, "portable", "hopper")}
 
@@ -45,37 +44,20 @@ def test_every_drawn_call_is_legal(implementation):
         assert implementation is None or set(trial.call.features) <= {*TABLE[implementation].serves}
 
 
-def forms(trial, wanted):
-    """The names of the arrays that have one of the forms."""
-    return {name for name, form, _ in trial.kinds if form in wanted}
-
-
 KINDS = {
     "far more keys than queries": lambda t: t.S > 50 * t.T,
-    "far more queries than keys": lambda t: t.T > 50 * t.S,
-    "few queries, very many keys": lambda t: t.T <= 16 and t.S > 5000,
     "one more than tiles of 64": lambda t: t.S % 64 == 1,
     "an odd head": lambda t: t.H % 2,
     "a group for all": lambda t: t.N > t.K == 1,
-    "a negative scale": lambda t: (t.scale or 0) < 0,
-    "a gradient into lse": lambda t: t.lse_gradient,
     "vmap": lambda t: t.way == "vmap",
     "normal numbers": lambda t: not t.kinds,
-    "a part that keys share, and one that values share": lambda t: {"key", "value"} <= forms(t, kinds.COMMON),
     **{f"a kind {kind}": lambda t, kind=kind: kind in t.kinds for kind in kinds.LOGITS},
-    "the ends of float16": lambda t: kinds.ENDS[0][0] in t.kinds or kinds.ENDS[2][0] in t.kinds,
 }
 MORE_KINDS = {  # which Hopper kernels do not serve
     "TF32": lambda t: t.dtype == "float32" and t.precision == "default",
-    "a causal window": lambda t: t.window and t.is_causal,
     "rows that see nothing, with NaN in dout": lambda t: t.query_lengths and t.unseen == "nan",
-    "infinities behind the last key": lambda t: t.key_lengths and t.padding == "-inf",
-    "pages of sequences of several lengths": lambda t: t.page and t.key_lengths and t.B > 1,
     "pages with queries at the end of a sequence": lambda t: t.page and 0 < t.offset == t.S - t.T,
-    "pages with a soft cap or sinks": lambda t: t.page and (t.soft_cap or t.extras),
     "documents": lambda t: t.documents > 1 and t.T > 100,
-    "a soft cap": lambda t: t.soft_cap,
-    "an offset": lambda t: t.offset,
     **{f"{name} besides": lambda t, name=name: name in t.extras for name in fuzz.EXTRAS},
 }
 
@@ -84,15 +66,8 @@ MORE_KINDS = {  # which Hopper kernels do not serve
 def test_every_kind_of_call_is_drawn(implementation):
     wanted = KINDS if implementation == "hopper" else KINDS | MORE_KINDS
     trials = [trial for trials in DRAWN[implementation] for trial in trials]
-    missing = [name for name, kind in wanted.items() if sum(map(bool, map(kind, trials))) < 3]
-    assert not missing
+    assert not [name for name, kind in wanted.items() if sum(map(bool, map(kind, trials))) < 3]
     assert any(len(trials) == 2 for trials in DRAWN[implementation]), "two calls in one program"
-
-
-@pytest.mark.parametrize("only", fuzz.ONLY)
-def test_calls_of_one_sort_can_be_asked_for(only):
-    drawn = [trial for i in range(20) for trial in fuzz.draw(1, i, "portable", only=only)]
-    assert all(trial.T <= 16 and bool(trial.page) == (only == "pages") for trial in drawn)
 
 
 def test_a_call_is_made_from_the_seed_and_its_number_and_printed_whole():
@@ -126,9 +101,7 @@ SMALL = Trial(9, 14, 8, N=4, K=2, B=2, implementation="reference")
 LENGTHS = {"query_lengths": (12, 0, 5), "key_lengths": (2, 9, 0)}
 SOUND = [
     (Trial(3, 100, 16, N=4, K=2, B=2, dtype="float32", key_lengths=(50, 0), page=17, implementation="reference"),),
-    (Trial(3, 100, 16, N=4, K=2, dtype="float16", page=16, implementation="portable"),),
     (SMALL, fuzz.replace(SMALL, dtype="bfloat16", kinds=(("logits", "spread", 8.0),), is_causal=True)),
-    (Trial(20, 17, 16, dtype="float16", scale=-0.6, lse_gradient=True, implementation="reference"),),
     (Trial(12, 9, 8, B=3, dtype="float32", **LENGTHS, window=(3, 2), way="vmap", implementation="reference"),),
 ]
 
@@ -150,15 +123,14 @@ def pretend(monkeypatch, function, **options):
     monkeypatch.setattr(fuzz, "run", run)
 
 
-def stand_in(trials, hides=None, leaks=False, change=None):
+def stand_in(trials, hides=None, change=None):
     """What `fuzz.run` returns: the oracle's results, rounded.
 
-    hides: the mask instead of `visible`. leaks: whether dout of rows that see nothing is read. change: takes
-    {name: result} and changes one.
+    hides: the mask instead of `visible`. change: takes {name: result} and changes one.
     """
     found = []
     for trial in trials:
-        arrays, (dout, dlse) = (trial if leaks else fuzz.replace(trial, unseen=None)).inputs()
+        arrays, (dout, dlse) = fuzz.replace(trial, unseen=None).inputs()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(reference, "visible", hides or visible)
             out, lse = reference.oracle(*arrays, **trial.arguments, **trial.lengths)
@@ -217,82 +189,6 @@ def test_a_fault_is_found_in_inputs_of_several_kinds(special, monkeypatch):
         assert report.kind == ("wrong" if wrong else "right") and not report.unjudged
 
 
-def test_nothing_may_come_from_what_is_not_seen(monkeypatch):
-    """Causal, with more keys than queries: no query sees the last keys, and their gradients are zeros, exactly."""
-
-    def touch(results):
-        results["dk"][0, -1, 0, 0] = 1e-6
-
-    trial = Trial(20, 30, 8, is_causal=True)
-    for change, kind in ((None, "right"), (touch, "wrong")):
-        pretend(monkeypatch, stand_in, change=change)
-        assert fuzz.attempt((trial,)).kind == kind
-
-
-@pytest.mark.parametrize("masks", [{"query_lengths": (7,)}, {"window": (2, 2)}, {"key_lengths": (0,)}], ids=str)
-@pytest.mark.parametrize("unseen", fuzz.FILL)
-def test_a_gradient_of_a_row_that_sees_nothing_must_not_be_read(masks, unseen, monkeypatch):
-    for leaks, kind in ((False, "right"), (True, "wrong")):
-        pretend(monkeypatch, stand_in, leaks=leaks)
-        assert fuzz.attempt((Trial(20, 8, 8, unseen=unseen, lse_gradient=True, **masks),)).kind == kind
-
-
-def kernel(trials, delta="kept"):
-    """`fuzz.run` of a kernel in NumPy, of float32 sums and what is rounded to the dtype: one head, causal or full.
-
-    delta: of an out divided by the sum of the rounded weights, which is "kept" in twice the bits of the dtype or
-    "rounded", as it is returned.
-    """
-    (trial,) = trials
-    ((q, k, v), (do, dlse)) = trial.inputs()
-    q, k, v, do = (np.asarray(array[0, :, 0], np.float32) for array in (q, k, v, do))
-    rounded = lambda x: x.astype(jnp.dtype(trial.dtype)).astype(np.float32)
-    scale = np.float32(trial.call.problem.scale)
-    s = scale * q @ k.T
-    if trial.is_causal:
-        s[np.arange(trial.T)[:, None] < np.arange(trial.S)] = -np.inf
-    largest = s.max(1, keepdims=True)
-    weights = np.exp(s - largest)
-    lse = np.log(weights.sum(1, keepdims=True)) + largest
-    out = rounded(weights) @ v / rounded(weights).sum(1, keepdims=True)
-    kept = rounded(out) + rounded(out - rounded(out)) * (delta == "kept")
-    p = np.exp(s - lse)
-    ds = p * (do @ v.T - (kept * do).sum(1, keepdims=True) + dlse[0])
-    dq, dk = scale * rounded(ds) @ k, scale * rounded(ds).T @ q
-    out, dq, dk, dv = (x[None, :, None].astype(trial.dtype) for x in (out, dq, dk, rounded(p).T @ do))
-    return [(out, lse[None], dq, dk, dv)]
-
-
-EVERY_KIND = [
-    *(tuple((name, form, 100.0) for name in ("key", "value")) for form in kinds.COMMON),
-    *((kind,) for kind in kinds.LOGITS[::3]),
-    (("query", "specks", 0.2), ("key", "channel", 10.0), ("value", "row", 30.0)),
-    *kinds.ENDS,
-]
-
-
-@pytest.mark.parametrize("special", EVERY_KIND, ids=str)
-def test_an_exact_delta_is_right_and_that_of_a_rounded_out_is_wrong(special, monkeypatch):
-    both_share = {name for name, form, _ in special if form in kinds.COMMON} == {"key", "value"}
-    for dtype in ("bfloat16", "float16") if both_share else ("float16",):
-        trial = Trial(70, 90, 32, dtype=dtype, is_causal=True, kinds=special)
-        pretend(monkeypatch, kernel)
-        assert fuzz.attempt((trial,)).kind == "right", dtype
-        if both_share:
-            pretend(monkeypatch, kernel, delta="rounded")
-            assert fuzz.attempt((trial,)).kind == "wrong", dtype
-
-
-def test_right_answers_are_those_of_the_oracle():
-    trial = Trial(20, 17, 16, N=4, K=2, B=2, scale=-0.6, query_lengths=(20, 3), key_lengths=(9, 0), lse_gradient=True)
-    arrays, cotangents = trial.inputs()
-    found = rounding.answers(*arrays, *cotangents, **trial.arguments, **trial.lengths)
-    right = reference.oracle(*arrays, **trial.arguments, **trial.lengths)
-    right += reference.oracle_gradients(*arrays, *cotangents, **trial.arguments, **trial.lengths)
-    for answer, one in zip(found.values(), right, strict=True):
-        np.testing.assert_allclose(answer.right, one, rtol=1e-9, atol=1e-12)
-
-
 TASKS = {
     "__import__('os').environ['CUDA_VISIBLE_DEVICES']": ("returned", "7"),
     "1 + 1": ("returned", "2"),
@@ -326,12 +222,6 @@ def main(monkeypatch, tmp_path, *arguments, **options):
     return status, records
 
 
-def test_a_sound_run_ends_with_status_0(monkeypatch, tmp_path, capsys):
-    status, records = main(monkeypatch, tmp_path)
-    assert status == 0 and all(record["kind"] == "right" for record in records)
-    assert re.search(r"1\d calls: 0 wrong, 0 unjudged", capsys.readouterr().out)
-
-
 @pytest.mark.full
 def test_a_run_with_a_fault_prints_a_line_that_reproduces_it(monkeypatch, tmp_path, capsys):
     hides = functools.partial(no_mask_in_a_tile, tile=8)
@@ -344,9 +234,3 @@ def test_a_run_with_a_fault_prints_a_line_that_reproduces_it(monkeypatch, tmp_pa
     pretend(monkeypatch, stand_in)
     exec(line)
     assert "WRONG" not in capsys.readouterr().out
-
-
-def test_errors_are_shown_with_a_line_that_reproduces_them():
-    report, shown = Report((SMALL,), "raised", "JaxRuntimeError: RESOURCE_EXHAUSTED"), io.StringIO()
-    assert fuzz.fuzz([(SMALL,)], lambda _: [report], progress=shown) == [report]
-    assert "RESOURCE_EXHAUSTED" in shown.getvalue() and report.reproduction in shown.getvalue()

@@ -98,12 +98,3 @@ def test_another_gpu_is_refused_by_name(name, capability, monkeypatch):
     arrays, _ = SMALL.inputs()
     with pytest.raises(NotImplementedError, match=rf"compute capability 9\.0 \(Hopper\) or a CPU, this is {name}"):
         hopper_attention(*arrays)
-
-
-@pytest.mark.parametrize("which", ["forward", "backward"])
-def test_the_tiles_of_a_problem_can_be_told(which):
-    (query, key, value), _ = SMALL.inputs()
-    from helpers.attention.problem import check_call
-
-    for name, tiles in serve.tiles_used(check_call(query, key, value).problem, which).items():
-        assert name in ("forward", "fused", "dkv", "dq") and tiles["block_q"] >= 64

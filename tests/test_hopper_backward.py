@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, check_gradients, cotangents, relative_error
+from attention_cases import AttentionCase, check_gradients, cotangents, in_tiers, relative_error
 from seeded import seeded
 
 from helpers.attention.hopper import backward as hopper
@@ -51,18 +51,17 @@ def check(case, tiles):
     check_gradients(functools.partial(gradients_of_kernels, tiles=tiles), case, mends_delta=False)
 
 
-@pytest.mark.parametrize(
-    ("case", "tiles"),
-    [
-        (AttentionCase(1, 7, 24, N=1, dtype="bfloat16"), SMALL["fused"]),
-        (AttentionCase(150, 70, 80, K=2, dtype="bfloat16", arguments=CAUSAL), SMALL["split"]),
-        (AttentionCase(70, 100, 256, N=1, dtype="bfloat16"), schedule.forms(256)["split"]),
-        (AttentionCase(130, 203, 64, B=2, dtype="float16", arguments={"scale": -0.3}), SMALL["fused"]),
-        (AttentionCase(140, 130, 64, N=1, dtype="float16", arguments=CAUSAL), schedule.forms(64)["fused"]),
-        (AttentionCase(200, 130, 128, dtype="bfloat16", arguments=CAUSAL), SMALL["fused, dq delayed"]),
-    ],
-    ids=str,
-)
+CASES = [
+    (AttentionCase(150, 70, 80, K=2, dtype="bfloat16", arguments=CAUSAL), SMALL["split"]),
+    (AttentionCase(130, 203, 64, dtype="float16", arguments={"scale": -0.3}), SMALL["fused"]),
+    (AttentionCase(200, 130, 64, dtype="bfloat16", arguments=CAUSAL), SMALL["fused, dq delayed"]),
+    (AttentionCase(1, 7, 24, N=1, dtype="bfloat16"), SMALL["fused"]),
+    (AttentionCase(70, 100, 256, N=1, dtype="bfloat16"), schedule.forms(256)["split"]),
+    (AttentionCase(140, 130, 64, N=1, B=2, dtype="float16", arguments=CAUSAL), schedule.forms(64)["fused"]),
+]
+
+
+@pytest.mark.parametrize(("case", "tiles"), in_tiers(CASES, lambda *case: case in CASES[:3]), ids=str)
 def test_gradients(case, tiles):
     """Of a size that sends every ring round, with tiles that the mask cuts, grouped heads and a padded head_dim."""
     check(case, tiles)
@@ -71,8 +70,8 @@ def test_gradients(case, tiles):
 @pytest.mark.parametrize("form", ["fused", pytest.param("split", marks=FULL)])
 @pytest.mark.parametrize(
     ("T", "logits", "arguments"),
-    [(63, "low", {}), (110, "low", CAUSAL), pytest.param(63, "large", {}, marks=FULL)],
-    ids=["low", "low, the last queries would see keys past the end", "large"],
+    [(110, "low", CAUSAL), pytest.param(63, "low", {}, marks=FULL), pytest.param(63, "large", {}, marks=FULL)],
+    ids=["low, the last queries would see keys past the end", "low", "large"],
 )
 def test_size_of_logits(T, logits, arguments, form):
     """Far from 0 as well. delta is made from a rounded out, for these calls keep no low bits of it,
@@ -97,39 +96,18 @@ def faulty(module, *changes):
 
 KERNELS = "immediate_kernel", "delayed_kernel", "dkv_kernel", "dq_kernel"
 READ = "values = [operand if isinstance(operand, jax.Array) else operand[...] for operand in operands]"
-FETCH = "plgpu.copy_gmem_to_smem(source, buffer.at[slot], self.filled.at[slot])"
-PUBLISH = "program.scratch.ds.at[slot, program.me][...] = ds"
-# {what another warpgroup or TMA writes over operands in use: (tiles, module, changes, what writes)}
-IN_USE = {
-    "ds, with one slot for two steps": (
-        (schedule.Tiles(64, 128, 2), None),  # with one stage, the ring would order the steps
-        backward_fused,
-        [("publish(program, ds, ds_slot)\n    multiply_add", "publish(program, ds, ds_slot := lax.rem(step, 1))\n    multiply_add")],
-        PUBLISH,
-    ),
+IN_USE = {  # what another warpgroup or TMA writes over operands in use: (tiles, module, changes, what writes)
     "keys, before all are done with them": (
         SMALL["fused, dq delayed"],
         backward_fused,
         [("barrier_arrive(scratch.ds_ready)  # the other", "is_done = True  # the other"), ("barrier_wait(scratch.ds_ready)\n        store", "is_done = True\n        store")],
         "k_mine[...] = (program.problem.scale * dk).astype(program.problem.dtype)",
     ),
-    "ds, which no fence shows to the products": (
-        SMALL["fused"],
-        backward_fused,
-        [(f"{PUBLISH}\n    plgpu.commit_smem()", f"{PUBLISH}\n")],
-        PUBLISH,
-    ),
     "queries, given back with do, before dk is awaited": (
         SMALL["split"],
         backward_split,
         [("plgpu.wgmma_wait(0)\n    scratch.q.release(step)", "scratch.q.release(step)\n    plgpu.wgmma_wait(0)")],
-        FETCH,
-    ),
-    "queries, given back before the dk of the step before is awaited": (
-        SMALL["fused, dq delayed"],
-        backward_fused,
-        [("dp = awaited(dp, 1)  # and so", "# and so"), ("pl.when(step > 0)(release)\n", "pl.when(step > 0)(release); dp = awaited(dp, 1)\n")],
-        FETCH,
+        "plgpu.copy_gmem_to_smem(source, buffer.at[slot], self.filled.at[slot])",
     ),
 }  # fmt: skip
 
@@ -148,9 +126,7 @@ def test_operands_written_over_are_found(fault):
     ("form", "module", "change"),
     [
         ("fused", backward_fused, ("lse_and_awaited(s, 1", "lse_and_awaited(s, 2")),
-        ("fused", backward_fused, ("awaited(dp, 0)", "awaited(dp, 1)")),
         ("fused, dq delayed", backward_fused, ("awaited(dq, 1)", "awaited(dq, 2)")),
-        ("split", backward_split, ("lse_and_awaited(s, 1,", "lse_and_awaited(s, 2,")),
         ("split", backward_split, ("awaited(dp, 0)", "awaited(dp, 1)")),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)).rpartition(".")[2],
@@ -176,14 +152,6 @@ def problem_of(T, S, N, K, B=1, H=64, causal=True):
     return Problem(B, T, S, N, K, H, jnp.dtype(jnp.bfloat16), 1.0, Band.of(causal))
 
 
-def test_few_programs_take_all_batch_entries_together(monkeypatch):
-    """And many go batch entry by batch entry; with one SM, these are many."""
-    problem = problem_of(140, 210, N=2, K=1, B=2)
-    assert list(schedule.grid_of(problem, ("head", 2), 2)) == ["part", "tile", "batch", "head"]
-    monkeypatch.setattr(schedule, "NUM_SMS", 1)
-    assert list(schedule.grid_of(problem, ("head", 2), 2)) == ["batch", "part", "tile", "head"]
-
-
 def test_heads_that_the_cache_holds_go_together(monkeypatch):
     """A head of these has 128 x 64 positions, of 2 + 2 + 4 bytes. A section divides the heads evenly."""
     together, problem = [], problem_of(128, 200, N=6, K=6, B=3)
@@ -194,13 +162,12 @@ def test_heads_that_the_cache_holds_go_together(monkeypatch):
     assert schedule.heads_together(problem_of(128, 200, N=6, K=2)) is None
 
 
+@FULL
 @pytest.mark.parametrize(
     ("case", "form"),
     [
         (AttentionCase(140, 210, 64, N=4, K=4, dtype="bfloat16", arguments=CAUSAL), "fused"),
-        pytest.param(
-            AttentionCase(140, 210, 64, N=4, K=4, B=2, dtype="float16", arguments=CAUSAL), "split", marks=FULL
-        ),
+        (AttentionCase(140, 210, 64, N=4, K=4, B=2, dtype="float16", arguments=CAUSAL), "split"),
     ],
     ids=str,
 )
@@ -344,7 +311,7 @@ def trace_for_a_gpu(problem, tiles):
                 ((4, 1), (2, 2)),
                 (True, False),
             )
-            if sum(map(str(options).count, "123")) % 3 == 0  # a third of them
+            if sum(map(str(options).count, "123")) % 9 == 0  # some of them
         ),
     ],
 )

@@ -44,35 +44,24 @@ def interpreted(forward, **options):
 
 
 QUICK = {
-    "small: one key, causal": (AttentionCase(70, 1, H=64, dtype="float16", arguments=CAUSAL), None),
-    "small: a padded head": (AttentionCase(100, 130, H=80, dtype="bfloat16", arguments=CAUSAL), None),
     "small: 256, causal": (AttentionCase(113, 130, H=256, N=1, dtype="bfloat16", arguments=CAUSAL), None),
     "small: three warpgroups, one stage, several turns": (AttentionCase(200, 150, H=64, N=3, dtype="bfloat16", arguments=CAUSAL), SMALL._replace(stages=1, warpgroups=3)),
     "small: several turns, rows of the last tile are missing": (AttentionCase(200, 130, H=64, N=4, K=2, B=2, dtype="float16"), SMALL._replace(programs=3)),
-    "small: some guesses fail, in some heads": (AttentionCase(130, 150, H=64, N=3, dtype="float16", logits="rising", arguments={"scale": 0.06}), SMALL._replace(programs=1)),
     "small: guesses fail under a mask": (AttentionCase(130, 150, H=64, N=1, dtype="bfloat16", logits="rising", arguments=CAUSAL), SMALL._replace(programs=1)),
 }  # fmt: skip
 
 CASES = {
-    "one row, one key": (AttentionCase(1, 1, H=64, dtype="bfloat16"), None),
-    "fewer keys than a TMA row": (AttentionCase(1, 7, H=64, dtype="float16"), None),
-    "one key": (AttentionCase(239, 1, H=64, dtype="bfloat16"), None),
-    "more keys than queries": (AttentionCase(63, 65, H=64, dtype="bfloat16", arguments=CAUSAL), None),
+    "small: one key, causal": (AttentionCase(70, 1, H=64, dtype="float16", arguments=CAUSAL), None),
+    "small: a padded head": (AttentionCase(100, 130, H=80, dtype="bfloat16", arguments=CAUSAL), None),
+    "small: some guesses fail, in some heads": (AttentionCase(130, 150, H=64, N=3, dtype="float16", logits="rising", arguments={"scale": 0.06}), SMALL._replace(programs=1)),
     "tails, 128": (AttentionCase(100, 130, H=128, dtype="float16"), None),
-    "no tails": (AttentionCase(128, 128, H=64, dtype="bfloat16", arguments=CAUSAL), None),
     "the ring goes round": (AttentionCase(300, 300, H=64, dtype="float16", arguments=CAUSAL), SMALL),
-    "three warpgroups": (AttentionCase(300, 400, H=64, dtype="bfloat16"), hopper.Tiles(warpgroups=3)),
     "four warpgroups": (AttentionCase(300, 300, H=64, dtype="bfloat16", arguments=CAUSAL), hopper.Tiles(block_k=64, warpgroups=4)),
-    "one program a tile": (AttentionCase(200, 200, H=64, dtype="bfloat16", arguments=CAUSAL), SMALL._replace(programs=None)),
     "large logits": (AttentionCase(130, 300, H=64, dtype="bfloat16", logits="large"), SMALL),
     "last huge": (AttentionCase(65, 300, H=64, dtype="float16", logits="last huge"), SMALL),
-    "guesses fail at once": (AttentionCase(500, 500, H=64, dtype="float16", logits="rising", arguments=CAUSAL), SMALL._replace(programs=1)),
     "one guess fails, late": (AttentionCase(500, 500, H=64, N=1, dtype="float16", logits="last huge", arguments=CAUSAL), SMALL._replace(programs=1, warpgroups=3)),
     "guesses fail without a tile ahead": (AttentionCase(300, 300, H=256, dtype="bfloat16", logits="rising", arguments=CAUSAL), hopper.Tiles(block_k=64, ahead=False)),
     "guesses fail, one program a tile": (AttentionCase(200, 300, H=128, dtype="float16", logits="large"), hopper.Tiles(programs=None)),
-    "equal logits": (AttentionCase(130, 300, H=64, dtype="float16", logits="equal"), SMALL),
-    "negative scale": (AttentionCase(65, 130, H=64, dtype="bfloat16", arguments={"scale": -0.2}), SMALL),
-    "scale of zero": (AttentionCase(65, 130, H=64, dtype="bfloat16", arguments={"scale": 0, **CAUSAL}), SMALL),
 }  # fmt: skip
 
 
@@ -149,7 +138,7 @@ def test_the_most_even_deal_is_taken(B, T, H, snake, most):
     assert ratios[0] == pytest.approx(snake, abs=0.01) and ratios[1] <= most
 
 
-@pytest.mark.parametrize("deal", [Deal(0, 0), Deal(1, 8), Deal(0, 1)], ids=str)
+@pytest.mark.parametrize("deal", [Deal(1, 8), pytest.param(Deal(0, 1), marks=FULL)], ids=str)
 def test_causal_calls_of_every_deal(deal, monkeypatch):
     """Full rounds and a last one of two programs of three, with turns that are done again."""
     monkeypatch.setattr(tile_scheduler, "deal_of", lambda *_: deal)
@@ -164,18 +153,13 @@ def test_every_rung(rung):
     check_forward(interpreted(ladder.forward, rung=rung), case)
 
 
-def test_a_rung_says_what_it_takes():
-    with pytest.raises(ValueError, match=r"rung 4 takes .* T in multiples of 128"):
-        ladder.forward(check_call(*AttentionCase(64, 128, H=64, dtype="bfloat16").inputs()[0]), rung=4)
-
-
 # Guesses
 
 
 @pytest.mark.parametrize(
     ("T", "S", "is_causal", "huge", "poisoned"),
     [
-        (128, 200, False, {199: slice(None)}, ("query", 5)),  # the same tile of queries
+        pytest.param(128, 200, False, {199: slice(None)}, ("query", 5), marks=FULL),  # the same tile of queries
         pytest.param(128, 128, True, {90: slice(None)}, ("key", 120), marks=FULL),  # only the last rows see it
         # Later turns: rows 131 and 579 fail, of either warpgroup. After row 387 each third and last turn is judged.
         (768, 66, False, {64: 131, 65: 579}, ("query", 387)),
@@ -257,9 +241,7 @@ def lower(forward, problem, **options):
         (256, 1024, True, "bfloat16"),
         *(
             pytest.param(*options, marks=FULL)
-            for options in itertools.product(
-                (24, 64, 128, 256), (1, 1024, 16384), (False, True), ("bfloat16", "float16")
-            )
+            for options in itertools.product((24, 64, 128, 256), (1, 1024, 16384), (False, True), ("bfloat16",))
         ),
     ],
 )
@@ -287,11 +269,3 @@ def test_the_registers_suffice(warpgroups):
     at_start = 65536 // (128 * (warpgroups + 1)) // 8 * 8  # of each thread
     assert warpgroups * compute + memory <= (warpgroups + 1) * at_start
     assert memory <= at_start <= compute
-
-
-def test_what_it_cannot_serve():
-    assert hopper.why_not(problem_of(8, 8, 64, "bfloat16", True)) is None
-    assert "bfloat16 and float16 only" in hopper.why_not(problem_of(8, 8, 64, "float32", True))
-    arrays = AttentionCase(8, 8, H=64, dtype="float32").inputs()[0]
-    with pytest.raises(NotImplementedError, match="bfloat16 and float16 only"):
-        hopper.forward(check_call(*arrays))

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from lessons import PATHS, ROOT
+from lessons import ROOT
 
 from helpers.dev.lesson import lay_out
 
@@ -33,19 +33,3 @@ def test_a_new_lesson_is_one_of_the_series(tmp_path):
     shutil.copy(root / "figures/roadmap-17.png", root / f"figures/roadmap-{number}.png")  # make figures draws it
     chosen = f"linear_attention or {int(number)}.1 or (Cell and not browser)"
     run("-m", "pytest", "-q", str(notebook), "tests/test_exercises.py", "tests/test_files.py", "-k", chosen)
-
-
-def test_a_module_that_is_there_is_kept(tmp_path):
-    shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks", ignore=lambda _, names: set(names) - {"lessons.toml"})
-    module = tmp_path / "helpers/exercises" / f"notebook_{len(PATHS):02d}.py"
-    module.parent.mkdir(parents=True)
-    module.write_text("mine")
-    with pytest.raises(ValueError, match=f"there is a module {module.name} of exercises already"):
-        lay_out("linear_attention", tmp_path)
-    assert module.read_text() == "mine"
-
-
-@pytest.mark.parametrize("name", ["Any Mask", "18_any", "class", ""])
-def test_a_name_that_is_no_function_is_refused(name, tmp_path):
-    with pytest.raises(ValueError, match="a lesson's name is"):
-        lay_out(name, tmp_path)

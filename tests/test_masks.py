@@ -12,19 +12,15 @@ import pytest
 from attention_cases import relative_error
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from seeded import seeded
 from test_in_use import UNPROMISED, gathers_nothing, mesh_of, on_four_devices
 
 from helpers import flash_attention
-from helpers.attention import masking, scores
-from helpers.attention.api import run
-from helpers.attention.masking import FULL, HIDDEN, PARTIAL, block_mask, tile_kinds, visible
+from helpers.attention import scores
+from helpers.attention.masking import FULL, HIDDEN, block_mask, tile_kinds, visible
 from helpers.attention.portable import backward as portable_backward
 from helpers.attention.portable import forward as portable_forward
-from helpers.attention.portable import pairs
 from helpers.attention.problem import check_call
 from helpers.attention.reference import oracle, oracle_gradients
-from helpers.attention.registry import kernels_by_platform
 from helpers.instruments.traffic import replay
 
 BOUND = 2e-5  # relative, of float32 results; a sum over all rows may cancel
@@ -119,7 +115,7 @@ DRAWS = [
     ("reference", 4, None),
     ("reference", 5, ALL),
 ]
-MORE = itertools.product(("portable", "reference"), (1, *range(6, 40)), [None])
+MORE = itertools.product(("portable", "reference"), (1, *range(6, 20)), [None])
 FULL_DRAWS = [draw for draw in MORE if draw not in DRAWS]
 
 
@@ -133,29 +129,27 @@ def test_combinations(implementation, seed, only):
     compare(everything(arrays, arguments, implementation=implementation), right(arrays, arguments))
 
 
-@pytest.mark.parametrize("only", [("offset",), pytest.param(("offset", "sinks"), marks=pytest.mark.full)])
-def test_few_queries(only):
-    """With a kernel of their own, or without."""
-    arrays, arguments = drawn(30, 3, 40, only=only)
+def test_few_queries():
+    """Which have a kernel of their own."""
+    arrays, arguments = drawn(30, 3, 40, only=("offset",))
     arguments["causal_offset"] = 30
     compare(everything(arrays, arguments, implementation="portable"), right(arrays, arguments))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.full)])
-def test_16_bits_are_as_good_as_naive(dtype):
-    arrays, arguments = drawn(31, 70, 90, dtype=jnp.dtype(dtype), only=("bias", "soft cap", "sinks", "segments"))
+@pytest.mark.full
+def test_16_bits_are_as_good_as_naive():
+    arrays, arguments = drawn(31, 70, 90, dtype=jnp.bfloat16, only=("bias", "soft cap", "sinks", "segments"))
     expected = right(arrays, arguments)
     mine, naive = (everything(arrays, arguments, implementation=name) for name in ("portable", "reference"))
     for one, other, answer in list(zip(mine, naive, expected, strict=True))[2:]:
-        bound = 2 * relative_error(other, answer) + float(jnp.finfo(dtype).eps)
+        bound = 2 * relative_error(other, answer) + float(jnp.finfo(jnp.bfloat16).eps)
         assert relative_error(one, answer) <= bound
 
 
-@pytest.mark.parametrize(("block_q", "block_k"), [(16, 64), pytest.param(128, 32, marks=pytest.mark.full)])
-def test_tiles_of_other_sizes(block_q, block_k):
-    """Smaller than those of the block mask, and larger."""
+def test_tiles_of_other_sizes():
+    """Smaller than those of the block mask."""
     arrays, arguments = drawn(40, 150, 140, only=("mask", "segments", "mask_mod", "sinks"))
-    options = {"block_q": block_q, "block_k": block_k, "interpret": True}
+    options = {"block_q": 16, "block_k": 64, "interpret": True}
 
     @jax.jit
     def run(query, key, value, dout, dlse):
@@ -190,15 +184,6 @@ def test_gradients_of_tables_come_from_some_rows_at_a_time(monkeypatch):
     monkeypatch.setattr("helpers.attention.extra_gradients.MOST_LOGITS", 2 * 4 * 26 * 7)
     arrays, arguments = drawn(42, 23, 26, only=("bias", "score_mod", "segments", "lengths"))
     compare(everything(arrays, arguments, implementation="portable"), right(arrays, arguments))
-
-
-def test_naive_kernels_stand_in_where_there_is_no_gpu():
-    def attention(query, key, value, return_residual, **arguments):
-        naive_on_a_cpu = kernels_by_platform("portable", interpreted=False)
-        return run(naive_on_a_cpu, check_call(query, key, value, **arguments), return_residual)
-
-    arrays, arguments = drawn(43, 20, 26, only=ALL)
-    compare(everything(arrays, arguments, attention), right(arrays, arguments))
 
 
 # Cost
@@ -242,36 +227,19 @@ def test_kinds_of_tiles():
         call = check_call(*arrays[:3], **arguments)
         if call.hides_keys:
             check_kinds(call, 2 ** (4 + seed % 4), 2 ** (4 + seed % 3))
-    for only, block in ((("mask",), 64), (("mask_mod",), 64), (("segments",), 16), (("segments", "offset"), 32)):
+    seen = np.zeros((1, 1, 192, 192), bool)  # of one tile all, of another a single pair
+    seen[..., :64, :64] = seen[..., 100, 100] = True
+    for only, block_q, block_k, more in (
+        (("mask_mod",), 64, 64, {}),
+        (("segments",), 16, 16, {}),
+        (("segments", "offset"), 32, 32, {}),
+        ((), 64, 64, {"mask": seen}),
+        ((), 128, 16, {"mask": seen}),
+        (("offset",), 16, 16, {"mask": np.ones((1, 1, 1, 1), bool)}),
+    ):
         arrays, arguments = drawn(91, 192, 192, only=only)
-        exact = check_kinds(check_call(*arrays[:3], **arguments), block, block)
-        assert exact == 1 or ("segments" in only and exact > 0.9)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("(q_least == q_most) & (k_least == k_most)", "(q_least == q_most)"),
-        ("some = (q_least <= k_most) & (k_least <= q_most)", "some = (q_least == k_most) & (k_least == q_most)"),
-        ("_kind(count > 0, count == rows[:, None] * cols)", "_kind(count > 1, count == rows[:, None] * cols)"),
-        ("every &= k_last <= q_start + band.right", "every &= k_start <= q_start + band.right"),
-        ("(of_tile(FULL) == FULL).all(axis=3)", "(of_tile(FULL) == FULL).any(axis=3)"),
-    ],
-)
-def test_a_wrong_kind_is_noticed(old, new, monkeypatch):
-    """A leak across a boundary, a partial tile that is skipped."""
-    faulty = seeded(masking, (old, new))
-    monkeypatch.setattr("helpers.attention.problem.masking.block_mask", faulty.block_mask)
-    with pytest.raises(AssertionError, match="a tile with something"):
-        for only in ("segments", "mask", "offset"):
-            names = (only, "mask") if only == "offset" else (only,)
-            arrays, arguments = drawn(92, 150, 190, only=names)
-            if only == "mask":
-                arguments["mask"] = np.zeros((1, 1, 150, 190), bool)
-                arguments["mask"][..., :64, :64] = arguments["mask"][..., 100, 100] = True
-            if only == "offset":
-                arguments["mask"] = np.ones((1, 1, 1, 1), bool)
-            check_kinds(check_call(*arrays[:3], **arguments), 128 if only == "mask" else 16, 16, faulty.tile_kinds)
+        exact = check_kinds(check_call(*arrays[:3], **arguments | more), block_q, block_k)
+        assert exact >= {64: 1, 128: 0}.get(block_q, 0.9)
 
 
 def test_only_what_is_seen_is_read():
@@ -289,15 +257,6 @@ def test_only_what_is_seen_is_read():
     assert not any(name.startswith("extras") and operand.reads.any() for name, operand in kernel.operands.items())
 
 
-def test_a_block_mask_of_both():
-    mask = np.random.default_rng(0).random((3, 1, 200)) < 0.01
-    mine = block_mask(130, 200, mask=mask, mask_mod=lambda b, n, i, j: i // 64 >= j // 64)
-    seen = np.broadcast_to(mask[None], (1, 3, 130, 200)) & (np.arange(130)[:, None] // 64 >= np.arange(200) // 64)
-    cut = kinds_of(seen, 64, 64)
-    np.testing.assert_array_equal(mine, cut)
-    assert mine.dtype == jnp.int8 and mine.shape == (1, 3, 3, 4) and (cut == PARTIAL).any()
-
-
 def test_a_block_mask_that_is_kept():
     """The same result, from the tiles that it names."""
     arrays, arguments = drawn(41, 100, 140, only=("mask", "mask_mod"))
@@ -308,29 +267,6 @@ def test_a_block_mask_that_is_kept():
 
 
 # Faults of the kernels
-
-
-@pytest.mark.parametrize(
-    ("module", "old", "new"),
-    [
-        (scores, "s = problem.soft_cap * jnp.tanh(s / problem.soft_cap)", "s = jnp.tanh(s)"),
-        (portable_forward, "else (LOG2_E * sink, 1)", "else (LOG2_E * sink, 2)"),
-        (pairs, "of_natural, s / LOG2_E", "of_natural, s"),
-    ],
-)
-def test_a_wrong_logit_is_noticed(module, old, new, monkeypatch):
-    """A cap that is none, a sink that counts twice, a cap of logits in another base."""
-    arrays, arguments = drawn(94, 20, 30, only=("soft cap", "sinks"))
-    faulty, run = seeded(module, (old, new)), portable_forward.forward
-    if module is scores:
-        monkeypatch.setattr(pairs.scores, "logits", faulty.logits)
-    elif module is pairs:
-        monkeypatch.setattr(portable_forward, "Pair", faulty.Pair)
-    else:
-        run = faulty.forward
-    out, lse = jax.jit(lambda *arrays: run(check_call(*arrays, **arguments), interpret=True))(*arrays[:3])
-    for mine, answer in zip((out, lse.swapaxes(1, 2)), oracle(*arrays[:3], **arguments), strict=True):
-        assert relative_error(mine, answer) > 1e-3
 
 
 # Rows that see nothing
@@ -377,7 +313,7 @@ def reference_of(arrays, arguments):
 
 
 @on_four_devices
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.full)])
 def test_split_over_devices(kind):
     """Functions get the numbers of the whole call, and gradients of what is not split are the sums of all parts."""
     arrays, arguments = drawn(97, 20, 24, only=NUMBERED)
@@ -421,30 +357,7 @@ def test_vmap(implementation):
         compare([result[entry] for result in together], expected)
 
 
-@on_four_devices
-def test_shard_map():
-    arrays, arguments = drawn(100, 20, 24, only=("sinks", "bias", "segments"))
-    specs = {"sinks": P("heads"), "bias": P(*("batch" if size == 2 else None for size in arguments["bias"].shape[:1]))}
-    specs |= {name: P("batch") for name in arguments if "ids" in name}
-    own = functools.partial(flash_attention, implementation="portable")
-    heads = P("batch", None, "heads")
-
-    def attention(query, key, value, return_residual, implementation, **arguments):
-        part = lambda *arrays, **named: own(*arrays, return_residual=True, **named)
-        names = list(arguments)
-        mapped = jax.shard_map(
-            lambda query, key, value, *others: part(query, key, value, **dict(zip(names, others, strict=True))),
-            mesh=mesh_of(AxisType.Auto),
-            in_specs=(heads,) * 3 + tuple(specs[name] for name in names),
-            out_specs=(heads, heads),
-        )
-        return mapped(query, key, value, *arguments.values())
-
-    if arguments["bias"].shape[1] == 4:
-        specs["bias"] = P(*specs["bias"], "heads")
-    compare(everything(arrays, arguments, attention, implementation=None), reference_of(arrays, arguments))
-
-
+@pytest.mark.full
 def test_checkpoint_and_export():
     arrays, arguments = drawn(101, 20, 24, only=("sinks", "mask_mod", "score_mod"))
     attend = functools.partial(flash_attention, implementation="portable", **arguments)
@@ -466,8 +379,7 @@ SHAPES = [  # of bias and of mask, and what else hides keys
 
 
 @pytest.mark.parametrize(("bias", "mask", "more"), SHAPES)
-@pytest.mark.parametrize("implementation", ["portable", "reference"])
-def test_agreement_with_jax_nn(implementation, bias, mask, more):
+def test_agreement_with_jax_nn(bias, mask, more):
     arrays, _ = drawn(102, 20, 24, only=())
     random = np.random.default_rng(0)
     arguments = dict(more)
@@ -476,7 +388,7 @@ def test_agreement_with_jax_nn(implementation, bias, mask, more):
     if mask is not None:
         arguments["mask"] = (random.random(mask) < 0.7) | (np.arange(24) == 0)
     theirs = everything(arrays, arguments, jax.nn.dot_product_attention)
-    mine = everything([*arrays[:4], 0 * arrays[4]], arguments, implementation=implementation)
+    mine = everything([*arrays[:4], 0 * arrays[4]], arguments, implementation="reference")
     for one, other in zip(mine, theirs, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
 
@@ -494,31 +406,23 @@ ILLEGAL = [
     ({"bias": zeros(20, 24, dtype=np.float64)}, TypeError, "bias must have dtype float32 or bfloat16 or float16, got float64"),
     ({"bias": zeros(3, 20, 24)}, ValueError, "bias must broadcast to (batch, heads, queries, keys), (2, 4, 20, 24), got shape (3, 20, 24)"),
     ({"mask": zeros(20, 24)}, TypeError, "mask must have dtype bool, got float32"),
-    ({"mask": zeros(1, 2, 4, 20, 24, dtype=bool)}, ValueError, "mask must broadcast to"),
     ({"query_segment_ids": IDS}, ValueError, "query_segment_ids and key_value_segment_ids go together, and key_value_segment_ids is None"),
     ({"query_segment_ids": IDS, "key_value_segment_ids": IDS}, ValueError, "key_value_segment_ids must have shape (2, 24), got (2, 20)"),
-    ({"query_segment_ids": zeros(2, 20), "key_value_segment_ids": IDS}, TypeError, "query_segment_ids must have dtype int32, got float32"),
     ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap must be above 0"),
-    ({"logits_soft_cap": "5"}, TypeError, "logits_soft_cap must be a real number or None, got '5'"),
     ({"sinks": zeros(2)}, ValueError, "sinks must have shape (4,), one for each query head, got (2,)"),
-    ({"sinks": zeros(4, dtype=np.float16)}, TypeError, "sinks must have dtype float32, got float16"),
     ({"causal_offset": 1.5, "is_causal": True}, TypeError, "causal_offset must be an integer, got 1.5"),
     ({"causal_offset": 3}, ValueError, "causal_offset shifts is_causal and local_window_size, and 3 is given without either"),
     ({"mask_mod": lambda b, n, i, j: i >= j if i > 0 else j > 0}, TypeError, "mask_mod must be a function of b, n, i, j that JAX can trace; it raises ValueError: The truth value"),
-    ({"mask_mod": lambda i, j: i >= j}, TypeError, "mask_mod must be a function of b, n, i, j that JAX can trace; it raises TypeError"),
     ({"mask_mod": lambda b, n, i, j: i - j}, TypeError, "mask_mod must return bool of a shape that broadcasts to i against j; for (2, 1) and (1, 3) it gave int32 (2, 3)"),
     ({"mask_mod": lambda b, n, i, j: jnp.arange(24)[j] > i + jnp.asarray(IDS)[0, 0]}, TypeError, "mask_mod must not hold arrays, which a kernel could not reach: give them as mask or segment ids"),
     ({"mask_mod": [1]}, TypeError, "mask_mod must be a function, by which compiled programs are told apart: it has no hash"),
-    ({"score_mod": lambda s, b, n, i, j: s[0]}, TypeError, "score_mod must return float32 of the shape of s"),
     ({"score_mod": lambda s, b, n, i, j: s, "score_arrays": ((zeros(4), "n"),)}, TypeError, "score_mod must be a function of s, b, n, i, j and score_arrays that JAX can trace"),
     ({"block_mask": zeros(1, 1, 1, 1, dtype=np.int8)}, ValueError, "block_mask tells of mask and mask_mod, and both are None"),
     ({"mask": zeros(20, 24, dtype=bool), "block_mask": zeros(1, 1, 2, 1, dtype=np.int8)}, ValueError, "block_mask must have shape (batch or 1, heads or 1, *(1, 1)), got (1, 1, 2, 1)"),
-    ({"score_arrays": ((zeros(4), "n"),)}, ValueError, "score_arrays are for score_mod, which is None"),
     ({"score_mod": steeper, "score_arrays": (zeros(4),)}, TypeError, 'score_arrays must hold pairs of an array and its axes, such as (slopes, "n"), got ndarray as score_arrays[0]'),
     ({"score_mod": steeper, "score_arrays": ((zeros(4), "h"),)}, ValueError, 'score_arrays[0] must have axes among "b", "n", "i" and "j", each once, got \'h\''),
     ({"score_mod": steeper, "score_arrays": ((zeros(4), "j"),)}, ValueError, 'score_arrays[0] must have shape (24,) for the axes "j", got (4,)'),
     ({"sinks": zeros(4), "implementation": "tpu"}, NotImplementedError, 'tpu cannot serve this call: it takes no sinks; use implementation="portable"'),
-    ({"is_causal": True, "causal_offset": 2, "implementation": "tpu"}, NotImplementedError, "it takes no causal_offset"),
     ({"mask": zeros(20, 24, dtype=bool), "implementation": "hopper", "dtype": np.float16}, NotImplementedError, "hopper cannot serve this call: it takes no mask"),
 ]  # fmt: skip
 

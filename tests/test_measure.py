@@ -11,7 +11,7 @@ from test_lowering import lower_for_cuda
 
 from helpers.attention.portable import backward, forward, tiles
 from helpers.attention.problem import check_call
-from helpers.dev import benchmark, measuring
+from helpers.dev import benchmark
 from helpers.dev.benchmark import Case
 from helpers.instruments import implementations, ladder, timing
 from helpers.instruments.simulated import SimulatedGPU
@@ -96,33 +96,6 @@ def test_a_wrong_kernel_is_reported_and_never_timed():
     assert any("backward: wrong_dv: wrong: dv has a relative error" in note for note in notes)
 
 
-def test_nan_is_wrong():
-    right = benchmark.right_answer(SMALL, benchmark.inputs_of(SMALL))
-    assert "wrong" in benchmark.complaint(SMALL, "forward", [jnp.full((1, 128, 2, 64), jnp.nan)], right)
-
-
-def test_without_a_gpu_that_serves_the_benchmark_says_so(monkeypatch, capsys):
-    if jax.default_backend() != "gpu":
-        assert benchmark.main([]) == 1
-        assert "this machine has no GPU that JAX can use" in capsys.readouterr().out
-    turing = type("Device", (), {"platform": "gpu", "compute_capability": "7.5", "device_kind": "Tesla T4"})()
-    monkeypatch.setattr("helpers.attention.device.default_device", lambda: turing)
-    monkeypatch.setattr(measuring, "default_device", lambda: turing)
-    assert "which Tesla T4 has not" in measuring.gpu_or_reason()
-
-
-def test_records_say_what_was_measured():
-    case = benchmark.GRID[0]
-    measured = benchmark.record(case, "portable", "backward", Timing(2.0, 0.01, 1.9, 9))
-    (record,) = benchmark.with_fractions([measured], {"matmul_tflops": 700.0, "copy_gbps": 4000.0})
-    flops = 2.5 * 4 * case.B * case.N * case.T * case.S * case.H
-    assert record["tflops"] == pytest.approx(flops / 1.9e-3 / 1e12)
-    assert record["of_matmul"] == pytest.approx(record["tflops"] / 700, abs=1e-4)
-    moved = 8 * case.B * case.T * case.N * case.H * 2
-    assert record["of_copy"] == pytest.approx(moved / 1.9e-3 / 4000e9, abs=1e-4)
-    assert set(record["tiles"]) == {"dkv", "dq"}
-
-
 KERNELS = [(*kernel, H) for kernel, by_head in tiles.DEFAULTS.items() for H in by_head]
 
 
@@ -153,9 +126,3 @@ def test_every_rung_of_the_ladder_is_right(rung, is_causal):
     arrays = benchmark.inputs_of(case)
     out = ladder.attention(*arrays[:3], rung=rung, is_causal=is_causal, interpret=True)
     assert benchmark.complaint(case, "forward", [out], benchmark.right_answer(case, arrays)) is None
-
-
-def test_the_ladder_changes_one_thing_at_a_time():
-    for below, above in itertools.pairwise(ladder.RUNGS):
-        changed = [f.name for f in dataclasses.fields(below) if getattr(below, f.name) != getattr(above, f.name)]
-        assert len(changed) == 2 and changed[0] == "name"

@@ -1,7 +1,7 @@
 """The kernels by `plgpu.mma`: interpreted, against the oracle and without races; lowered for Ampere and Hopper."""
 
-import dataclasses
 import functools
+import itertools
 from unittest import mock
 
 import jax
@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from seeded import seeded
 
 from helpers import flash_attention
+from helpers.attention.masking import Band, key_tiles, tile_kind
 from helpers.attention.mosaic import backward, forward, warp
 from helpers.attention.mosaic.warp import Tiles
 from helpers.attention.problem import check_call
@@ -34,23 +35,26 @@ SMALL = Tiles(64, 32, 2)
 IS_GPU = jax.default_backend() == "gpu"
 
 
-def attention_of(case, forward=forward, backward=backward, tiles=SMALL, interpret=False):
-    """A function that returns ((out, lse), (dq, dk, dv)) of a case by the kernels of two modules."""
-    arrays, arguments = case.inputs()
-    call = check_call(*arrays, **arguments)
-    dout, dlse = cotangents(case)
-    run = {"tiles": tiles, "interpret": interpret}
+def by_kernels(arrays, arguments, interpret=False):
+    """A function that returns ((out, lse), (dq, dk, dv)) of query, key, value, dout and dlse by small tiles."""
 
     @jax.jit
     def attend(query, key, value, dout, dlse):
-        changed = dataclasses.replace(call, query=query, key=key, value=value)
-        out, lse, *low = forward.forward(changed, keeps_low_bits=call.problem.dtype.itemsize == 2, **run)
-        query, dout, dlse = changed.of_seeing_rows(lse, query, dout, dlse.swapaxes(1, 2))
-        changed = dataclasses.replace(changed, query=query)
-        pair = run | {"tiles": (tiles, Tiles(32, 64, 2))}
-        return (out, lse.swapaxes(1, 2)), backward.backward(changed, out, lse, dout, dlse, *low, **pair)
+        call = check_call(query, key, value, **arguments).prepared()
+        out, lse, *low = forward.forward(
+            call, keeps_low_bits=query.dtype.itemsize == 2, tiles=SMALL, interpret=interpret
+        )
+        query, dout, dlse = call.of_seeing_rows(lse, query, dout, dlse.swapaxes(1, 2))
+        call, tiles = check_call(query, key, value, **arguments).prepared(), (SMALL, Tiles(32, 64, 2))
+        gradients = backward.backward(call, out, lse, dout, dlse, *low, tiles=tiles, interpret=interpret)
+        return (out, lse.swapaxes(1, 2)), gradients
 
-    return functools.partial(attend, *arrays, dout, dlse)
+    return functools.partial(attend, *arrays)
+
+
+def attention_of(case, interpret=False):
+    arrays, arguments = case.inputs()
+    return by_kernels([*arrays, *cotangents(case)], arguments, interpret)
 
 
 # Against the oracle
@@ -61,31 +65,26 @@ CASES = [
     AttentionCase(200, 130, 128, N=1, dtype="bfloat16", arguments={"local_window_size": (40, 3)}),
     AttentionCase(70, 130, 24, dtype="float32", arguments={"local_window_size": 17, "is_causal": True}),
     AttentionCase(130, 66, 1, N=3, dtype="float16", batched=False),
-    AttentionCase(64, 64, 256, dtype="bfloat16"),
     AttentionCase(30, 70, 256, dtype="float32", arguments=CAUSAL),  # shared memory has no room for what stays
     AttentionCase(1, 7, 64, dtype="float32", arguments=CAUSAL),
-    AttentionCase(7, 1, 80, N=8, dtype="bfloat16"),
-    AttentionCase(63, 203, 64, dtype="bfloat16", logits="large"),
     AttentionCase(63, 203, 64, dtype="float16", logits="one huge", arguments=CAUSAL),
     AttentionCase(130, 140, 16, B=1, N=1, dtype="float16", logits="rising"),  # the first maximum is too low
     AttentionCase(63, 203, 192, dtype="float32", logits="low"),
-    AttentionCase(130, 130, 16, dtype="float32", arguments={"scale": -1.0, "is_causal": True}),
     AttentionCase(130, 130, 16, dtype="bfloat16", arguments={"scale": 0.0, "local_window_size": (0, 50)}),
-    AttentionCase(130, 130, 16, dtype="float32", arguments={"scale": 1e-30, "is_causal": True}),
     AttentionCase(200, 70, B=2, query_lengths=(150, 200), arguments={"local_window_size": (4, 4)}, dtype="bfloat16"),
     AttentionCase(113, 70, 24, N=4, K=2, dtype="float16", value_size=10.0, arguments={"scale": 3.0}),
     AttentionCase(64, 300, 64, dtype="bfloat16", common=10.0, common_to="runs"),
     AttentionCase(70, 40, 16, B=1, dtype="float32", common=10.0, common_to="drift", arguments=CAUSAL),
     AttentionCase(150, 33, 64, B=1, N=4, K=1, dtype="bfloat16", arguments=CAUSAL),  # fewer tiles than stages
-    AttentionCase(300, 300, 64, N=8, dtype="float16", common=4.0, common_to="drift", arguments=CAUSAL),
 ]
 
 
-@pytest.mark.parametrize("case", in_tiers(CASES, lambda case: case in CASES[:4]), ids=str)
+@pytest.mark.parametrize("case", in_tiers(CASES, lambda case: case in CASES[:2]), ids=str)
 def test_results(case):
     check_results(results_of(mosaic, case), case)
 
 
+@pytest.mark.full
 def test_float32_by_default():
     """Two pieces of each operand: between TF32 and float32."""
     case = AttentionCase(70, 70, 16, dtype="float32", arguments=CAUSAL)
@@ -108,6 +107,7 @@ def test_delta_takes_up_what_rows_of_ds_miss():
     assert all(relative_error(*pair) < 1e-4 for pair in zip(mended, right, strict=True))
 
 
+@pytest.mark.full
 def test_padding_may_hold_anything():
     case = AttentionCase(70, 90, B=2, dtype="bfloat16", query_lengths=(70, 20), key_lengths=(90, 30))
     arrays, arguments = case.inputs()
@@ -140,9 +140,9 @@ def test_pieces_add_up(dtype):
 # Races, and faults
 
 
-def found_races(case, *modules):
+def found_races(case):
     results = []
-    found = races(lambda: results.extend(attention_of(case, *modules, interpret=DETECTING)()))
+    found = races(lambda: results.extend(attention_of(case, interpret=DETECTING)()))
     return found, results
 
 
@@ -154,76 +154,29 @@ def test_no_races():
     check_results(results, case)
 
 
-FETCH = "pl.when(step + stages < steps)(lambda: fetch(step + stages))"
-RACES = {
-    "no wait for what streams by": [("            plgpu.barrier_wait(loaded.at[lax.rem(step, stages)])\n", "")],
-    "no wait for what stays": [(" else plgpu.barrier_wait(loaded)", " else None")],
-    "a stage too few": [("        arrive(step)\n", f"        arrive(step)\n        {FETCH}\n"), (f"tiles in rings], state)\n        {FETCH}\n", "tiles in rings], state)\n")],
-}  # fmt: skip
-
-
 @pytest.mark.skipif(IS_GPU, reason="interpreted")
-@pytest.mark.parametrize("fault", in_tiers(RACES, lambda fault: fault == "a stage too few"))
-def test_a_race_is_found(fault):
-    wrong = seeded(warp, *RACES[fault])
+def test_a_race_is_found():
+    """Of a ring with a stage too few."""
+    fetch, rings = "        pl.when(step + stages < steps)(lambda: fetch(step + stages))\n", "tiles in rings], state)\n"
+    wrong = seeded(warp, ("        arrive(step)\n", f"        arrive(step)\n{fetch}"), (rings + fetch, rings))
     with mock.patch.multiple(forward, stay=wrong.stay, streamed=wrong.streamed):
         found, _ = found_races(AttentionCase(64, 130, 64, N=1, dtype="bfloat16"))
     assert found and any("copy_gmem_to_smem" in text or "barrier" in text.lower() for text in found)
 
 
-FAULTS = {
-    "the last tiles unmasked": ("minimum(last, jnp.maximum(start + band.right + 1, 0) // block)", "minimum(last, jnp.maximum(start + band.right + 2, 0) // block)"),
-    "the first tiles unmasked": ("(stop - 1 - band.left + block - 1) // block", "(stop - 1 - band.left) // block"),
-    "no tail": ("last *= (stop <= own_length).astype(jnp.int32)", "last *= 1"),
-    "a tile twice": ("first + turn - jnp.where(is_before", "first - 1 + turn - jnp.where(is_before"),
-}  # fmt: skip
+BANDS = Band(None, 0), Band(None, 6), Band(20, None), Band(20, 0), Band(5, 40)
+LENGTHS = (64, 64), (64, 50), (40, 64)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_masks_off_by_one_are_noticed(fault):
-    """Each changes which tiles of some range are masked, or done."""
-    right, wrong = warp, seeded(warp, FAULTS[fault])
-    assert tiles_and_masks(wrong) != tiles_and_masks(right) == expected_tiles()
-
-
-BANDS = [(None, 0), (None, 6), (20, None), (20, 0), (5, 40)]
-LENGTHS = [(64, 64), (64, 50), (40, 64)]
-
-
-def each_range():
-    from helpers.attention.masking import Band
-
-    for band in BANDS:
-        for lengths in LENGTHS:
-            for start in map(jnp.int32, range(0, 64, 16)):
-                yield Band(*band), lengths, start, start + 16
-
-
-def tiles_and_masks(module, block=8):
-    """[{tile: is masked}, or None where one comes twice] of the walk through each range."""
-    from helpers.attention.masking import key_tiles
-
-    found = []
-    for band, lengths, start, stop in each_range():
+def test_each_tile_comes_once_and_only_full_ones_without_a_mask(block=8):
+    for band, lengths, first_row in itertools.product(BANDS, LENGTHS, range(0, 64, 16)):
+        start, stop = jnp.int32(first_row), jnp.int32(first_row + 16)
         needed = key_tiles(start, stop, block, band, *lengths, xp=jnp)
-        whole = module.whole_tiles(needed, start, stop, block, band, *lengths)
-        order = module.walk(needed, whole)
+        order = warp.walk(needed, warp.whole_tiles(needed, start, stop, block, band, *lengths))
         done = [(int(order.place(step)[1]), step >= int(order.whole)) for step in range(int(order.steps))]
-        found.append(dict(sorted(done)) if len(dict(done)) == len(done) else None)
-    return found
-
-
-def expected_tiles(block=8):
-    from helpers.attention.masking import key_tiles, tile_kind
-
-    found = []
-    for band, lengths, start, stop in each_range():
-        tiles = range(*(int(end) for end in key_tiles(start, stop, block, band, *lengths)))
-        kinds = {
-            j: tile_kind(range(int(start), int(stop)), range(j * block, (j + 1) * block), band, *lengths) for j in tiles
-        }
-        found.append({j: kind != "full" for j, kind in kinds.items()})
-    return found
+        rows, tiles = range(first_row, first_row + 16), range(*map(int, needed))
+        kinds = [tile_kind(rows, range(j * block, (j + 1) * block), band, *lengths) for j in tiles]
+        assert sorted(done) == [(j, kind != "full") for j, kind in zip(tiles, kinds, strict=True)]
 
 
 # What an interpreter cannot see

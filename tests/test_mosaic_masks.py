@@ -1,6 +1,5 @@
 """Any mask, any score in the kernels by `plgpu.mma`: interpreted, against the oracle; lowered for Ampere and Hopper."""
 
-import contextlib
 from unittest import mock
 
 import jax
@@ -10,33 +9,15 @@ import pytest
 from attention_cases import in_tiers, relative_error
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from seeded import seeded
 from test_masks import ALL, compare, drawn, everything, right
+from test_mosaic import IS_GPU, by_kernels
 
 from helpers import flash_attention
-from helpers.attention.mosaic import backward, forward, pairs, words
-from helpers.attention.mosaic.warp import Tiles
+from helpers.attention.mosaic import backward, forward, words
 from helpers.attention.problem import check_call
 
-IS_GPU = jax.default_backend() == "gpu"
 SMALL = {"B": 1, "N": 2, "K": 1}
-TILES = Tiles(64, 32, 2)
-
-
-def by_kernels(arrays, arguments, forward=forward, backward=backward):
-    """out, lse, dq, dk and dv by the kernels of two modules, with tiles that are seen whole, in part and not at all."""
-    run = {"interpret": not IS_GPU and plgpu.InterpretGPUParams()}
-
-    @jax.jit
-    def attend(query, key, value, dout, dlse):
-        call = check_call(query, key, value, **arguments).prepared()
-        out, lse, *low = forward.forward(call, keeps_low_bits=query.dtype.itemsize == 2, tiles=TILES, **run)
-        query, dout, dlse = call.of_seeing_rows(lse, query, dout, dlse.swapaxes(1, 2))
-        call = check_call(query, key, value, **arguments).prepared()
-        pair = {"tiles": (TILES, Tiles(32, 64, 2))}
-        return out, lse.swapaxes(1, 2), *backward.backward(call, out, lse, dout, dlse, *low, **pair, **run)
-
-    return attend(*arrays)
+INTERPRETED = not IS_GPU and plgpu.InterpretGPUParams()
 
 
 CASES = [
@@ -50,14 +31,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("only", "dtype", "sizes"), in_tiers(CASES, lambda only, *_: only in (ALL, CASES[1][0])))
+@pytest.mark.parametrize(("only", "dtype", "sizes"), in_tiers(CASES, lambda only, *_: only == ALL))
 def test_combinations(only, dtype, sizes):
     """Alone and together, with heads that differ and heads that do not."""
     arrays, arguments = drawn(CASES.index((only, dtype, sizes)), 70, 100, dtype=jnp.dtype(dtype), only=only, **sizes)
-    mine, expected = by_kernels(arrays, arguments), right(arrays, arguments)[:5]
-    compare(mine, expected, 2e-5 if dtype == "float32" else 4 * float(jnp.finfo(dtype).eps))
+    mine = jax.tree.leaves(by_kernels(arrays, arguments, INTERPRETED)())
+    compare(mine, right(arrays, arguments)[:5], 2e-5 if dtype == "float32" else 4 * float(jnp.finfo(dtype).eps))
 
 
+@pytest.mark.full
 def test_gradients_of_sinks_and_arrays():
     """By the whole function; also where a query sees no key."""
     arrays, arguments = drawn(7, 20, 30, only=("sinks", "bias", "score_mod"), **SMALL)
@@ -68,49 +50,20 @@ def test_gradients_of_sinks_and_arrays():
     np.testing.assert_array_equal(mine[1][0, 3:5], np.broadcast_to(arguments["sinks"], (2, 2)))
 
 
+@pytest.mark.full
 def test_a_function_of_padding_is_nobodys():
     """One that divides by zero one position past either end, where tiles go on and a table has zeros."""
     arrays, _ = drawn(8, 70, 90, only=(), **SMALL)
     table = np.linspace(1, 2, 90).astype(np.float32)
     score_mod = lambda s, b, n, i, j, table: s / table + jnp.sqrt(s * s / (70.0 - i))
     arguments = {"score_mod": score_mod, "score_arrays": ((table, "j"),)}
-    mine = by_kernels(arrays, arguments)
+    mine = jax.tree.leaves(by_kernels(arrays, arguments, INTERPRETED)())
     naive = everything(arrays, arguments, implementation="reference")
     for one, other in zip(mine, naive, strict=False):
         assert relative_error(one, other) < 1e-4
 
 
 # Faults
-
-FAULTS = {
-    "a leak across a boundary tile": (pairs, "(zero, full)", "(zero, seen)"),
-    "a partial tile is skipped": (pairs, "walk((zero, seen)", "walk((zero, full)"),
-    "a mask of another head": (pairs, "lax.div(entry, others), lax.rem(entry, others)", "jnp.int32(0), lax.rem(entry, others)"),
-    "the sink counts twice": (forward, "where(is_blind, 1, own + other)", "where(is_blind, 1, own + 2 * other)"),
-    "a cap before the scale": (forward, "early, late = problem.scale, LOG2_E", "early, late = 1, problem.scale * LOG2_E"),
-    "a gradient of capped logits": (backward, "ds = pull_back(ds)\n", "ds = 1 * ds\n"),
-}  # fmt: skip
-
-
-@pytest.mark.skipif(IS_GPU, reason="interpreted")
-@pytest.mark.parametrize("fault", in_tiers(FAULTS, lambda fault: "tile" in fault or "twice" in fault))
-def test_a_fault_is_noticed(fault):
-    module, old, new = FAULTS[fault]
-    arrays, arguments = drawn(9, 70, 100, only=("segments", "sinks", "soft cap"), dtype=jnp.bfloat16, **SMALL)
-    if "head" in fault:
-        arguments["mask"] = np.arange(70)[:, None] < [[[[90]], [[33]]]]
-    wrong, modules = seeded(module, (old, new)), {"forward": forward, "backward": backward}
-    if module is pairs:
-        patches = [mock.patch.object(one, "listed_walk", wrong.listed_walk) for one in (forward, backward)]
-    else:
-        modules[module.__name__.rpartition(".")[2]], patches = wrong, []
-    with contextlib.ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(patch)
-        mine = by_kernels(arrays, arguments, **modules)
-    answer = right(arrays, arguments)
-    assert max(relative_error(*pair) for pair in zip(mine, answer, strict=False)) > 0.03
-
 
 # Functions in words of Mosaic GPU
 

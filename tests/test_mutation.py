@@ -9,7 +9,7 @@ from tests import mutation
 from tests.mutation import FULL, QUICK, label
 from tests.mutations import FAULTS
 
-ENOUGH = 120
+ENOUGH = 100
 
 
 def test_every_fault_fits_its_file():

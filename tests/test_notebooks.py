@@ -94,8 +94,3 @@ def test_a_picture_is_kept_unless_other_words_are_in_it(words, is_kept):
         each.cells[0].outputs = [nbformat.v4.new_output("display_data", **shown)]
     keep_outputs(before, after)
     assert (after.cells[0].outputs == before.cells[0].outputs) == is_kept
-
-
-def test_without_git_nothing_counts_as_edited(repository, monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    assert notebooks._git(repository, "status", "--porcelain", *notebooks.MADE_FROM) == ""

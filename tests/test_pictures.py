@@ -18,24 +18,9 @@ def two_lines(axes):
     axes.set(title="Time", xlabel="length $T$", ylabel="ms")
 
 
-def line_across(axes):
-    axes.plot([10, 20], [1, 3], label="kernel")
-    axes.axhline(2.5, label="the GPU")
-
-
 def bars(axes):
     axes.bar([0, 1], [3, 0.125], label="read")
     axes.set_xticks([0, 1], ["q", "k"])
-
-
-def bars_at_one_tick(axes):
-    for start, size in ((0, 64), (64, 32), (96, 32)):
-        axes.barh(0, size, left=start)
-    axes.set_yticks([0], ["registers"])
-
-
-def exponent(axes):
-    axes.set_title("units of $e^m$: $e^{s - m}$ in $m_{new}$")
 
 
 def table(axes):
@@ -46,10 +31,7 @@ def table(axes):
     ("draw", "told"),
     [
         (two_lines, "Time. ms against length T. naive: from 0.5 at 1,024 to 12.2 at 4,096."),
-        (line_across, "kernel: from 1 at 10 to 3 at 20; the GPU: 2.5."),
         (bars, "read: q 3, k 0.125."),
-        (bars_at_one_tick, "registers 64 + 32 + 32."),
-        (exponent, "units of e^m: e^(s - m) in m_new."),
         (table, "a table of 2 × 3 colours, weight from 0 to 5."),
     ],
 )

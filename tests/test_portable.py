@@ -23,8 +23,6 @@ from attention_cases import (
     in_tiers,
     results_of,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from helpers import flash_attention
 from helpers.attention.low_bits import low_bits
@@ -56,9 +54,9 @@ def check_kernels(case, fused=False, **blocks):
 
 
 def on_the_diagonal(shape_and_head_dim, turn):
-    """Each shape once, and each head_dim."""
+    """Each head_dim once."""
     shape, head_dim = shape_and_head_dim
-    return SHAPES.index(shape) % len(HEAD_DIMS) == HEAD_DIMS.index(head_dim)
+    return SHAPES.index(shape) == HEAD_DIMS.index(head_dim)
 
 
 @pytest.mark.parametrize(("shape_and_head_dim", "turn"), in_tiers(GRID, on_the_diagonal))
@@ -77,8 +75,8 @@ def test_groups_and_dtypes(dtype, group, is_causal):
 
 
 def low_or_one_each(dtype, logits):
-    """Low logits in every dtype: there a sum of small exponentials shows how it is rounded."""
-    return logits == "low" or (dtype, logits) in (("bfloat16", "large"), ("float16", "one huge"))
+    """Of low logits a sum of small exponentials shows how it is rounded."""
+    return (dtype, logits) in (("float32", "low"), ("float16", "low"), ("bfloat16", "large"))
 
 
 @pytest.mark.parametrize(("dtype", "logits"), in_tiers(LOGITS, low_or_one_each))
@@ -129,7 +127,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", in_tiers(CASES, lambda case: case in CASES[:5]), ids=str)
+@pytest.mark.parametrize("case", in_tiers(CASES, lambda case: case in CASES[1:4]), ids=str)
 def test_lengths_and_rows_that_see_nothing(case):
     check(case)
 
@@ -137,49 +135,16 @@ def test_lengths_and_rows_that_see_nothing(case):
 FORMS = list(itertools.product([(16, 64), (64, 16), (32, 32)], [False, True], [False, True]))
 
 
-@pytest.mark.parametrize(("blocks", "is_causal", "fused"), in_tiers(FORMS, lambda *form: form in FORMS[1:11:3]))
+@pytest.mark.parametrize(("blocks", "is_causal", "fused"), in_tiers(FORMS, lambda *form: form in FORMS[1:11:6]))
 def test_blocks_and_the_fused_form(blocks, is_causal, fused):
     case = AttentionCase(113, 203, 24, N=4, K=2, arguments={"is_causal": is_causal})
     check_kernels(case, fused, block_q=blocks[0], block_k=blocks[1])
 
 
+@pytest.mark.full
 def test_fused_in_16_bits_with_lengths():
     lengths = {"query_lengths": (50, 20), "key_lengths": (0, 70)}
     check_kernels(AttentionCase(50, 70, B=2, N=4, K=2, dtype="bfloat16", **lengths), fused=True)
-
-
-@st.composite
-def cases(draw):
-    B, K, group = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
-    T, S = draw(st.integers(1, 150)), draw(st.integers(1, 150))
-    arguments = {"is_causal": draw(st.booleans())}
-    if draw(st.booleans()):
-        arguments["local_window_size"] = (draw(st.integers(0, 160)), draw(st.integers(0, 160)))
-    lengths = {}
-    for name, longest in (("query_lengths", T), ("key_lengths", S)):
-        if draw(st.booleans()):
-            lengths[name] = tuple(draw(st.integers(0, longest)) for _ in range(B))
-    return AttentionCase(
-        T,
-        S,
-        H=draw(st.integers(1, 80)),
-        N=K * group,
-        K=K,
-        B=B,
-        dtype=draw(st.sampled_from(DTYPES)),
-        logits=draw(st.sampled_from(["plain", "large", "low", "one huge"])),
-        arguments=arguments,
-        batched=B > 1 or draw(st.booleans()),
-        seed=draw(st.integers(0, 100)),
-        **lengths,
-    )
-
-
-@pytest.mark.full
-@settings(max_examples=12, deadline=None, derandomize=True)
-@given(cases(), st.sampled_from([16, 32]), st.sampled_from([16, 32, 64]), st.booleans())
-def test_any_legal_call(case, block_q, block_k, fused):
-    check_kernels(case, fused, block_q=block_q, block_k=block_k)
 
 
 @pytest.mark.parametrize("implementation", ["portable", "reference"])
@@ -211,27 +176,3 @@ def test_lengths_past_the_end_under_jit():
         attention(query, key, value, lengths=np.array(lengths, np.int32)) for lengths in ([1000, -5], [50, 0])
     )
     jax.tree.map(np.testing.assert_array_equal, results, right)
-
-
-def test_agreement_with_jax_nn():
-    """Of gradients, without our oracle; jax.nn stops that of lse."""
-    (query, key, value), _ = AttentionCase(40, 50, 16, N=4, K=2, B=2).inputs()
-    dout = np.random.default_rng(0).standard_normal(query.shape).astype(np.float32)
-
-    def gradients(attention):
-        loss = lambda *arrays: (dout * attention(*arrays, is_causal=True, scale=0.3)).sum()
-        return jax.jit(jax.grad(loss, (0, 1, 2)))(query, key, value)
-
-    ours = gradients(functools.partial(flash_attention, implementation="portable"))
-    for mine, theirs in zip(ours, gradients(jax.nn.dot_product_attention), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.full
-def test_jit_checkpoint_and_repetition_give_the_same_bits():
-    (query, key, value), _ = AttentionCase(113, 70, 24, N=4, K=2).inputs()
-    loss = lambda *arrays: sum(jnp.sin(array).sum() for array in portable_attention(*arrays, is_causal=True))
-    run, checkpointed = (jax.grad(function, (0, 1, 2)) for function in (loss, jax.checkpoint(loss)))
-    first = run(query, key, value)
-    for other in (run, jax.jit(run), jax.jit(checkpointed)):
-        jax.tree.map(np.testing.assert_array_equal, first, other(query, key, value))

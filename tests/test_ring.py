@@ -1,22 +1,18 @@
 """Ring attention on simulated devices against the oracle, its plan against the mask, and its costs by formula."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, check_results, in_tiers, results_of
+from attention_cases import AttentionCase, check_results, results_of
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from helpers import flash_attention
-from helpers.attention import api, ring
-from helpers.attention.masking import Band
-from helpers.attention.problem import Problem
+from helpers.attention import api
 from helpers.attention.ring import LAYOUTS, plan, positions, ring_attention, ring_attention_on_mesh
-from helpers.instruments import ring as cost
 
 
 def mesh_of(devices):
@@ -73,33 +69,6 @@ def test_a_plan_brings_each_visible_pair_together_once(layout, is_causal):
                 assert np.array_equal(times_seen(steps, layout, devices, share), wanted)
 
 
-def test_zigzag_gives_all_devices_the_same_work_in_every_step():
-    for devices in range(1, 9):
-        of_zigzag = cost.pairs("zigzag", devices, 48 * devices, is_causal=True)
-        assert (of_zigzag == of_zigzag[:, :1]).all()
-        of_contiguous = cost.pairs("contiguous", devices, 48 * devices, is_causal=True)
-        assert (np.count_nonzero(of_contiguous, axis=0) == np.arange(1, devices + 1)).all()
-        assert of_zigzag.sum() == of_contiguous.sum() == 24 * devices * (48 * devices + 1)
-
-
-@pytest.mark.parametrize(
-    ("layout", "devices"),
-    in_tiers(itertools.product(["striped", "zigzag"], [3, 4, 8]), lambda *pair: pair == ("striped", 3)),
-)
-def test_shares_go_into_a_layout_and_back(layout, devices):
-    whole, share = np.arange(2 * devices**2)[None], 2 * devices
-
-    def there_and_back(array):
-        own = ring.to_layout(array, layout, "sequence")
-        return own, ring.from_layout(own, layout, "sequence")
-
-    split = P(None, "sequence")
-    run = jax.shard_map(there_and_back, mesh=mesh_of(devices), in_specs=split, out_specs=split)
-    own, back = jax.jit(run)(whole)
-    assert np.array_equal(back, whole)
-    assert np.array_equal(own[0], np.concatenate([positions(layout, devices, share, i) for i in range(devices)]))
-
-
 # Against the oracle
 
 CAUSAL = {"is_causal": True}
@@ -129,7 +98,6 @@ def documents(T, S, seed=0):
     [
         pytest.param(21, 21, {"is_causal": True}, {"implementation": "portable"}, marks=pytest.mark.full),
         (24, 24, {"is_causal": True}, {"layout": "striped"}),
-        (24, 24, {"is_causal": True}, {"layout": "contiguous"}),
         (19, 30, {"key_value_seq_lengths": np.array([30, 11], np.int32)}, {}),
     ],
 )
@@ -154,37 +122,28 @@ def test_a_query_that_sees_no_key_passes_nothing():
 
 
 CASES = {
-    "square": AttentionCase(T=64, S=64, H=8, N=4, K=2, arguments=CAUSAL),
     "odd": AttentionCase(T=37, S=37, H=24, N=6, K=2, B=2, arguments=CAUSAL),
     "more queries": AttentionCase(T=41, S=13, H=8, arguments=CAUSAL),
     "more keys": AttentionCase(T=13, S=41, H=8, arguments=CAUSAL),
-    "one query": AttentionCase(T=1, S=1, H=8, arguments=CAUSAL),
-    "large logits": AttentionCase(T=40, S=40, H=8, logits="large", arguments=CAUSAL),
     "rising logits": AttentionCase(T=40, S=40, H=8, logits="rising", arguments=CAUSAL),
     "lengths": AttentionCase(T=33, S=33, H=8, B=3, query_lengths=(33, 0, 9), key_lengths=(1, 20, 0), arguments=CAUSAL),
-    "no batch axis": AttentionCase(T=20, S=20, H=8, batched=False, arguments=CAUSAL),
     "full": AttentionCase(T=37, S=50, H=8, N=4, K=1),
-    "full, few keys": AttentionCase(T=30, S=3, H=8),
-    "full, lengths": AttentionCase(T=33, S=19, H=8, B=2, query_lengths=(5, 33), key_lengths=(0, 17)),
     "bfloat16": AttentionCase(T=50, S=50, H=16, N=4, K=2, dtype="bfloat16", arguments=CAUSAL),
     "float16": AttentionCase(T=50, S=41, H=16, dtype="float16"),
-    "scale": AttentionCase(T=20, S=20, H=8, arguments={"is_causal": True, "scale": 0.1}),
 }
 
 
-FEW = ("odd", "lengths", "full")  # on any number of devices
-ZIGZAG = {1: FEW[:1], 2: FEW, 3: FEW[1:], 4: CASES, 8: (*FEW[1:], "more queries", "bfloat16")}
+ZIGZAG = {1: ["odd"], 2: ["lengths"], 3: ["full"], 4: CASES, 8: ["lengths", "more queries"]}
 RUNS = [(devices, CASES[name], {}) for devices, names in ZIGZAG.items() for name in names]
-for place, devices, name in [
-    ("contiguous", 2, "odd"),
-    ("contiguous", 8, "lengths"),
-    ("striped", 8, "odd"),
-    ("striped", 3, "lengths"),
-]:
-    RUNS.append((devices, CASES[name], {"layout": place}))
-for dtype, is_causal in [("float32", True), ("bfloat16", True), ("float16", True), ("bfloat16", False)]:
-    small = AttentionCase(T=70, S=70, H=16, dtype=dtype, arguments={"is_causal": is_causal})
-    RUNS.append((2, small, {"implementation": "portable"}))
+RUNS += [(8, CASES["lengths"], {"layout": "contiguous"}), (8, CASES["odd"], {"layout": "striped"})]
+RUNS += [
+    (
+        2,
+        AttentionCase(T=70, S=70, H=16, dtype=dtype, arguments={"is_causal": is_causal}),
+        {"implementation": "portable"},
+    )
+    for dtype, is_causal in [("float32", True), ("bfloat16", False)]
+]
 
 
 @pytest.mark.full
@@ -287,14 +246,6 @@ def test_bad_arguments(options, message):
         shares(**options)
 
 
-def test_bad_meshes():
-    query = np.zeros((1, 8, 2, 8), np.float32)
-    with pytest.raises(TypeError, match=r"mesh must be a jax.sharding.Mesh, got list"):
-        ring_attention_on_mesh(query, query, query, mesh=jax.devices(), axis_name="sequence")
-    with pytest.raises(ValueError, match="axis_name must be an axis of the mesh, sequence, got 'batch'"):
-        ring_attention_on_mesh(query, query, query, mesh=mesh_of(2), axis_name="batch")
-
-
 def test_checkpoint_saves_residuals_by_name():
     """Then no kernel runs again, and no keys travel again."""
     query = jnp.ones((1, 4, 1, 8))
@@ -306,33 +257,3 @@ def test_checkpoint_saves_residuals_by_name():
 
 
 # What it costs
-
-
-def problem_of(T, N=2, K=2, H=16, is_causal=True):
-    return Problem(1, T, T, N, K, H, jnp.dtype("bfloat16"), 1.0, Band.of(is_causal))
-
-
-def test_bytes_that_travel():
-    problem = problem_of(64, N=4, K=2)
-    of_all_keys = 2 * 2 * 64 * 2 * 16  # key and value, 2 bytes
-    assert cost.sent_bytes(problem, 4) == of_all_keys * 3 // 4
-    assert cost.sent_bytes(problem, 4, "backward") == 3 * cost.sent_bytes(problem, 4)  # and both sums in float32
-    assert cost.sent_bytes(problem, 1) == 0
-
-
-def test_flops_of_all_devices_are_those_of_one():
-    problem = problem_of(64)
-    alone = cost.flops(cost.pairs("zigzag", 1, 64, is_causal=True), problem).sum()
-    assert alone == 4 * 16 * 2 * 64 * 65 // 2
-    for layout in LAYOUTS:
-        assert cost.flops(cost.pairs(layout, 4, 64, is_causal=True), problem).sum() == alone
-
-
-def test_who_waits():
-    """Two devices, one unit of work a step: a transfer that takes longer than a step is waited for."""
-    even = np.ones((2, 2))
-    assert cost.predicted_efficiency(even, hop=0.5) == cost.predicted_efficiency(even, hop=1) == 1
-    assert cost.predicted_efficiency(even, hop=2) == pytest.approx(2 / 3)
-    causal = cost.pairs("contiguous", 4, 4096, is_causal=True) / 1024**2
-    assert cost.predicted_efficiency(causal, hop=0) == pytest.approx(8 / 14, rel=1e-3)  # 16/2 quarters; 3 1/2 in turn
-    assert cost.predicted_efficiency(cost.pairs("zigzag", 4, 4096, is_causal=True) / 1024**2, hop=0) == 1

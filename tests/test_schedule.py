@@ -2,20 +2,11 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 
-from helpers.attention.hopper import forward, tile_scheduler
+from helpers.attention.hopper import forward
 from helpers.instruments.hopper_figures import problem_of
-from helpers.instruments.schedule import SNAKE, dealt, in_parts, key_tiles_of
-
-
-def test_no_work_is_lost():
-    work = np.array([5, 4, 3, 2, 1, 1, 1])
-    np.testing.assert_array_equal(dealt(work, programs=3), [5 + 2 + 1, 4 + 1, 3 + 1])
-    np.testing.assert_array_equal(dealt(work, SNAKE, 3), [5 + 1 + 1, 4 + 1, 3 + 2])
-    np.testing.assert_array_equal(dealt(work, tile_scheduler.Deal(None, 1), 3), [5 + 1 + 1, 4 + 1, 3 + 2])
-    np.testing.assert_array_equal(dealt(work, tile_scheduler.Deal(0, 1), 3), [3 + 1 + 1, 4 + 1, 5 + 2])
+from helpers.instruments.schedule import in_parts, key_tiles_of
 
 
 @pytest.mark.parametrize(("T", "H"), [(1024, 128), (1000, 128), (600, 64)])

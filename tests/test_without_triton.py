@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 WITHOUT_TRITON = """
 import importlib, pkgutil, sys
 sys.modules["jax.experimental.pallas.triton"] = None
@@ -33,5 +35,6 @@ assert "by Triton" in registry.TABLE["triton"].limits(None, False)
 """
 
 
+@pytest.mark.full
 def test_without_the_triton_lowering():
     subprocess.run([sys.executable, "-c", WITHOUT_TRITON], check=True)

@@ -3,15 +3,12 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import nbformat
 import pytest
-from lessons import PATHS
 
-from helpers import lab
 from helpers import workbook as module
-from helpers.workbook import RECORD, find, fresh, lay_out
+from helpers.workbook import RECORD, fresh, lay_out
 
 
 def notebook(*texts):
@@ -155,39 +152,6 @@ def test_without_a_record_every_copy_is_kept(folders, foreign):
     assert said.startswith("kept 00_first.ipynb with your edits")
     fresh("00", *folders)
     assert lay_out(*folders) == []
-
-
-def test_a_notebook_with_another_name(folders):
-    """Its copies stay, with answers or without, and so do other files."""
-    notebooks, workbook = folders
-    (workbook / "01_second.ipynb").write_text(notebook("my answer"))
-    (workbook / "my_notes.ipynb").write_text(notebook("notes"))
-    (notebooks / "00_first.ipynb").rename(notebooks / "02_first.ipynb")
-    (notebooks / "01_second.ipynb").rename(notebooks / "03_second.ipynb")
-    added, added_too, *kept = lay_out(*folders)
-    assert (added, added_too) == ("added 02_first.ipynb", "added 03_second.ipynb")
-    assert [line.split(",")[0] for line in kept] == ["kept 00_first.ipynb", "kept 01_second.ipynb"]
-    assert sorted(path.name for path in workbook.glob("*.ipynb")) == [
-        "00_first.ipynb", "01_second.ipynb", "02_first.ipynb", "03_second.ipynb", "my_notes.ipynb"
-    ]  # fmt: skip
-
-
-def test_every_notebook_is_found_by_its_number():
-    for path in PATHS:
-        assert find(path.stem[:2]) == find(int(path.stem[:2])) == find(f"notebooks/{path.name}") == path
-    with pytest.raises(LookupError, match="no notebook '77': say a number from 00 to "):
-        find(77)
-
-
-def test_jupyter_starts_without_a_home_that_can_be_written(monkeypatch, tmp_path):
-    """A file cannot be a folder, whoever asks; a read-only home is no bar for root."""
-    for name in lab.FOLDERS:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setenv("HOME", "/dev/null/home")
-    found = lab.folders_in_place_of_unwritable_ones()
-    assert found.keys() == lab.FOLDERS.keys()
-    assert all(Path(folder).is_dir() for folder in found.values())
 
 
 @pytest.fixture

@@ -12,11 +12,6 @@ FlashAttention-2 (arXiv 2307.08691), algorithm 1. For one tile of block_q querie
     out    = acc / l                          once, after the last tile
     lse    = ln 2 (scale_2 m + log2 l)
 
-out and lse are the same for every m, as long as nothing leaves the range of its dtype. So m is a guess, the maximum of
-the first tile, where all of the queries see that tile whole, and stays: the steps after the first need no maximum and
-rescale nothing. Where later scores are so far above it that l says so, the program does all of its steps anew, as they
-are above. (`hopper.guess` guesses, too; FlashAttention-4 also leaves an old m where it can.)
-
 Where logits are more than scaled products, s becomes those (`Pair.logits`), and log2 e takes the place of scale_2. A
 sink takes its share of the weights after the last tile (`beside_sink`). Tiles of keys that are hidden are not read.
 
@@ -79,7 +74,6 @@ from helpers.attention.mosaic.warp import (
 )
 from helpers.attention.portable.tiles import LOG2_E
 
-MOST = 2.0**15  # of l, so that no p leaves the range of float16
 SMALLEST_FACTOR = 1e-30  # so that a factor times infinity is infinity
 CONSTANT = {"bfloat16": 1 + 49 / 2**7, "float16": 1 + 395 / 2**10}  # beside v: in all of its digits, as values are
 
@@ -119,30 +113,25 @@ def forward_kernel(
     def k_start(step):
         return order.place(step)[1] * block_k
 
-    def one_key_tile(masked, rises, step, staying, operands, state):
+    def one_key_tile(masked, step, staying, operands, state):
         (keys, values), (m, l, *sums) = operands, state
-        (load_queries,) = staying
+        (load_queries,) = staying  # again in each step: registers are scarcer than time
         s = product(load_queries(), load([ref.T for ref in keys], RHS, interpret=interpret), interpret=interpret)
         if early is not None:
             s *= early
         pair = Pair(problem, extras, lengths, b, n, (q_start, k_start(step)), s.shape, query_axis=0)
         if is_changed:
             s = pair.logits(s)
-        seen = pair.seen() if masked else None
-        if rises:
-            m_new = jnp.maximum(m, (jnp.where(seen, s, -jnp.inf) if masked else s).max(axis=1))
-        else:
-            m_new = m
+        if masked:
+            s = jnp.where(pair.seen(), s, -jnp.inf)
+        m_new = jnp.maximum(m, s.max(axis=1))
         # A row may have seen no key yet.
         reference = jnp.where(m_new == -jnp.inf, 0, m_new) if masked or is_changed else m_new
+        alpha = jnp.exp2(late * (m - reference))
         p = jnp.exp2(late * s - along(late * reference, s.shape, 0))
-        if masked:
-            p = jnp.where(seen, p, 0)
-        if rises:
-            alpha = jnp.exp2(late * (m - reference))
-            l, *sums = (along(alpha, total.shape, 0) * total for total in (l, *sums))
-        l += sums_by_thread(p)
+        l = along(alpha, l.shape, 0) * l + sums_by_thread(p)
         p = as_operand(p, pieces, q_ref.dtype, interpret=interpret)
+        sums = [along(alpha, total.shape, 0) * total for total in sums]
         rights = [load(values, RHS, interpret=interpret), *beside]
         sums = [product(p, right, total, interpret=interpret) for right, total in zip(rights, sums, strict=True)]
         return m_new, l, *sums
@@ -151,29 +140,15 @@ def forward_kernel(
     state = full((block_q,), -jnp.inf, ROWS), full((block_q, 8), 0), *sums
     kv_head = pl.ds((n // problem.group) * head_padded, head_padded)
     place = lambda step: (b, pl.ds(k_start(step), block_k), kv_head)
-    again = functools.partial(ready, again=True)
-
-    def through(steps, ready, *loops):
-        """m, l and the sums. loops: (stop, masked, rises), whether tiles need a mask, and m may rise."""
-        bodies = [(stop, functools.partial(one_key_tile, *kind)) for stop, *kind in loops if order.masks or not kind[0]]
-        return streamed([k_ref, v_ref], place, steps, rings, ready, bodies, state)
-
-    first = jnp.minimum(order.whole, 1)
-    steps = first * order.steps  # a guess needs a tile that all of the queries see
-    guessed = through(steps, ready, (first, False, True), (order.whole, False, False), (steps, True, False))
-    has_failed = (guessed[0] == -jnp.inf) | (guessed[1].sum(axis=1) > MOST)
-    m, l, acc, *weights = lax.cond(
-        jnp.where(has_failed, 1.0, 0.0).max() > 0,
-        lambda: through(order.steps, again, (order.whole, False, True), (order.steps, True, True)),
-        lambda: guessed,
-    )
+    loops = order.loops(one_key_tile)
+    m, l, acc, *weights = streamed([k_ref, v_ref], place, order.steps, rings, ready, loops, state)
 
     l = l.sum(axis=1)
     empty = l == 0
     lse = jnp.where(empty, -jnp.inf, (late * m + jnp.log2(jnp.where(empty, 1, l))) / LOG2_E)
     if weights:  # the eight columns are the same
         l = weights[0].max(axis=1) / constant
-    exact = acc * along(1 / jnp.where(empty, 1, l), acc.shape, 0)
+    exact = acc / along(jnp.where(empty, 1, l), acc.shape, 0)
     if extras is not None and extras.sinks is not None:
         share, lse = beside_sink(lse, extras.sinks[0, n])
         exact *= along(share, exact.shape, 0)

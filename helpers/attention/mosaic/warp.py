@@ -263,8 +263,8 @@ def stay(refs, place, scratch, *, in_registers=False, interpret):
         for source, target in zip(itertools.chain(*sources), itertools.chain(*parts), strict=True):
             copy(source, target, loaded)
 
-    def ready(again=False):
-        if scratch is not None and not again:
+    def ready():
+        if scratch is not None:
             plgpu.wait_gmem_to_smem(0) if loaded is None else plgpu.barrier_wait(loaded)
         loads = [functools.partial(load, one, LHS, interpret=interpret) for one in parts]
         return [functools.partial(list, one()) for one in loads] if in_registers else loads
