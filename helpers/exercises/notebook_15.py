@@ -101,7 +101,7 @@ WALK = Exercise(
         ("the result is written before the last tile is in it",
          ("    m = m_ref[...]\n", "acc_ref[...] / l_ref[...]", LSE),
          ("    m, l, acc = m_ref[...], l_ref[...], acc_ref[...]\n", "acc / l", "m + jnp.log(l)"),
-         "Update m, l and acc first, then write: see section 3."),
+         "Update m, l and acc first, then write: see section 4."),
         ("m is overwritten before alpha is made of it",
          "alpha = jnp.exp(m - m_new)", "m_ref[...] = m_new\n    alpha = jnp.exp(m_ref[...] - m_new)",
          "A ref forgets: read the old m before you write the new one, or alpha is 1, see section 4."),

@@ -281,6 +281,10 @@ def _run_window(answer, b, n, i, j):
     seen = np.asarray(answer(b, n, i, j))
     if seen.dtype != bool:
         raise Complaint(f"expected booleans, got {seen.dtype}: combine conditions with & and |")
+    try:
+        jax.eval_shape(answer, b, n, i, j)
+    except Exception:
+        raise Complaint("a kernel cannot have it inside: use operators only, also on n") from None
     return np.broadcast_to(seen, (len(i), len(j))).astype(int)
 
 

@@ -51,7 +51,7 @@ def rotation(held):
 
 
 def who_works(panels, unit="the time of one share against one share"):
-    """When each device works and when keys are on their way. panels: {title: spans of `measure.ring.schedule`}."""
+    """When each device works and when keys are on their way. panels: {title: spans of `instruments.ring.schedule`}."""
     devices = 1 + max(span.device for spans in panels.values() for span in spans)
     end = max(np.nanmax([span.stop for span in spans]) for spans in panels.values())
     height = (0.34 * devices + 0.75) * len(panels) + 0.5
