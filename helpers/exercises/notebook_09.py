@@ -123,6 +123,7 @@ def _pair_cases():
         case("5 % slower, samples that differ by 1 %", 0.95, 0.01),
         case("3 % faster, on a GPU that slows down by 20 %", 1.03, 0.005, drift=0.2),
         case("10 % faster, four bad samples of new", 1.10, 0.01, outliers=4),
+        case("the same program twice", 1.0, 0.02),
         case("2 % faster, an even number of turns", 1.02, 0.01, n=8),
         Case("samples that agree to the last digit", (equal, equal.copy(), random.integers(0, 8, (2000, 8)))),
     ]
