@@ -66,7 +66,10 @@ def draw(seed, index, implementation=None, longest=LONGEST, only=None):
 
 
 def draw_trial(random, implementation, longest):
-    """A random trial, which need not be `legal`. B N T S is at most longest^2: the oracle holds it in memory."""
+    """A random trial, which need not be `legal`. The oracle holds its tables in memory.
+
+    So B N T S is at most longest^2, and B N (T + S) H four times as much.
+    """
 
     def sometimes(probability, value):
         return value if random.random() < probability else None
@@ -88,7 +91,7 @@ def draw_trial(random, implementation, longest):
         T, S = log_uniform(1, 16), log_uniform(1, 8 * longest)
         page = int(random.choice(PAGES)) if implementation in PAGED and random.random() < 0.5 else 0
     H = int(random.choice(HEAD_DIMS)) if random.random() < 0.6 else int(random.integers(1, 257))
-    most = max(1, longest**2 // (T * S))
+    most = max(1, longest**2 // max(T * S, (T + S) * H // 4))
     B = min(log_uniform(1, 8), most)
     K = min(log_uniform(1, 8), max(1, most // B))
     N = K * min(log_uniform(1, 8), max(1, most // (B * K)))
