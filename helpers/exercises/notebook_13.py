@@ -70,6 +70,11 @@ def _step_cases():
         value_cache[length:] = 50 + left_over
         label = f"N={N}, H={H}, S={S}, length={length}: {label}"
         cases.append(Case(label, (size * query, key, value, key_cache, value_cache, length)))
+    query, value = random.standard_normal((2, 2, 4))
+    key_cache, value_cache = random.uniform(1, 2, (6, 1, 1)) * query, random.standard_normal((6, 2, 4))
+    key_cache[:4] *= -1  # the last of these becomes the new key
+    label = "N=2, H=4, S=6, length=3: large logits, all of them negative"
+    cases.append(Case(label, (1e12 * query, key_cache[3].copy(), value, key_cache, value_cache, 3)))
     return cases
 
 
@@ -89,6 +94,9 @@ STEP = Exercise(
          "Only keys 0 to `length` are valid: cut the rest off, or mask it, see section 2."),
         ("attention reads the cache as it was before the new token was stored", (SEEN, COPIED), ("", SEEN + COPIED),
          "Store first, then attend: the query sees its own key, see section 2."),
+        ("what is left over is masked with a number that logits can fall below",
+         (TAKE, "    p = "), ("", "    s[:, length + 1 :] = -1e9\n    p = "),
+         "All logits may lie far below 0: cut the rest off, or mask it with -inf, see section 2."),
     ),
 )  # fmt: skip
 
