@@ -17,7 +17,7 @@ jax.config.update("jax_num_cpu_devices", 8)  # for the tests with arrays on seve
 # What these would find, tests of the quick tier find as well, and for much less: `test_portable`, `test_training`,
 # `test_decode`, `test_ring`, `test_masks`, those of Hopper and TPU and the mistakes in `test_exercises`. 09 and 17 read
 # files beside the code, which only the wheel of `.ci/run` can lack.
-NOTEBOOKS_OF_THE_FULL_TIER = ("07", "08", "09", "10", "12", "13", "14", "15", "17", "18")
+NOTEBOOKS_OF_THE_FULL_TIER = ("07", "08", "09", "10", "11", "12", "13", "14", "15", "17", "18")
 
 # In a kernel, after a check: the solution passes it, in a namespace of its own, so that nothing later can need it.
 SOLVED = """
