@@ -167,8 +167,10 @@ def for_each_query_tile(problem, tiles, kv, k_start, body, masked_body, carry):
     first, stop = query_tiles(k_start, k_start + block_k, block_q, band, problem.T, problem.S, xp=jnp)
     first = jnp.minimum(first, pl.cdiv(problem.T, block_q) - 1)
     stop = jnp.maximum(stop, first + 1)
+    # -- a guard
     if band != NO_BAND and pl.cdiv(problem.T, block_q) <= FEW_TILES:
         first = anew(first)
+    # --
     partial = band.right is not None or problem.S % block_k != 0
     all_from = first
     if band.right is not None:
