@@ -263,8 +263,8 @@ def hopper_forward(q, k, v, is_causal=False, interpret=False):
                 alpha = jnp.exp2(m - m_new)
                 p = jnp.exp2(scale * s - along(m_new, s))
                 l = alpha * l + p.sum(axis=1)
-                acc = along(alpha, acc) * acc
-                acc = accumulate(acc, p.astype(q_ref.dtype), v_smem.at[slot])
+                p = p.astype(q_ref.dtype)
+                acc = accumulate(along(alpha, acc) * acc, p, v_smem.at[slot])
                 plgpu.barrier_arrive(free.at[slot])
                 return m_new, l, acc
 
@@ -279,7 +279,6 @@ def hopper_forward(q, k, v, is_causal=False, interpret=False):
 
         def load():
             plgpu.set_max_registers(24, action="decrease")
-            filled = jnp.minimum(stages, stop)
 
             def fetch(j):
                 slot = lax.rem(j, stages)
@@ -289,26 +288,24 @@ def hopper_forward(q, k, v, is_causal=False, interpret=False):
                     plgpu.copy_gmem_to_smem(ref.at[tile], smem.at[slot], loaded.at[slot])
 
             pl.loop(0, stop)(fetch)
-            pl.loop(0, filled)(lambda slot: plgpu.barrier_wait(free.at[slot]))
+            pl.loop(0, jnp.minimum(stages, stop))(lambda slot: plgpu.barrier_wait(free.at[slot]))
 
         pl.when(me < computing)(compute)
         pl.when(me == computing)(load)
 
     def in_tiles(array, block):
-        padding = (0, 0), (0, -array.shape[1] % block), (0, 0), (0, head_padded - H)
-        return jnp.pad(array, padding)
+        tail = 0, -array.shape[1] % block
+        return jnp.pad(array, ((0, 0), tail, (0, 0), (0, head_padded - H)))
 
     q, k, v = in_tiles(q, computing * block_q), in_tiles(k, block_k), in_tiles(v, block_k)
     of_queries, of_keys = (
         plgpu.SMEM((count, block, head_padded), q.dtype, transforms=warp.SWIZZLED)
         for count, block in ((computing, block_q), (stages, block_k))
     )
+    like = jax.ShapeDtypeStruct
     out, lse = plgpu.kernel(
         kernel,
-        out_type=[
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct((B, N, q.shape[1]), jnp.float32),
-        ],
+        out_type=[like(q.shape, q.dtype), like((B, N, q.shape[1]), jnp.float32)],
         grid=(q.shape[1] // (computing * block_q), N, B),
         grid_names=("i", "n", "b"),
         num_threads=computing + 1,
