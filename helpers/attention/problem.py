@@ -47,7 +47,8 @@ class Problem:
     `jax.nn.dot_product_attention`); dtype of query, key and value; scale of the logits; band of
     visible keys (see `masking`); soft_cap, mask_mod and score_mod, each of which may be None (see
     `scores`); is_at_end, whether the queries are the last positions of their sequence, which has a
-    length then, or its first. In `jax.export`, B, T and S may be symbols.
+    length then, or its first; is_packed, whether queries and keys have one array of segment ids.
+    In `jax.export`, B, T and S may be symbols.
     """
 
     B: int
@@ -63,6 +64,7 @@ class Problem:
     mask_mod: Callable | None = None
     score_mod: Callable | None = None
     is_at_end: bool = False
+    is_packed: bool = False
 
     @property
     def group(self):
@@ -206,7 +208,14 @@ class Call:
     def may_have_blind_rows(self):
         """Whether a query may see no key. Known when traced, so that calls without such rows pay nothing for them."""
         has_lengths = not (self.query_lengths is None and self.key_lengths is None)
-        return self.problem.band_blinds_rows or has_lengths or self.hides_keys or self.changes_logits
+        hides_own = self.hides_keys and not self.hides_other_documents
+        return self.problem.band_blinds_rows or has_lengths or hides_own or self.changes_logits
+
+    @property
+    def hides_other_documents(self):
+        """Whether segments alone hide keys, and of other documents only: then a query sees at least its own key."""
+        problem = self.problem
+        return problem.is_packed and problem.T == problem.S and problem.mask_mod is None and self.extras.mask is None
 
     def of_seeing_rows(self, lse, *arrays):
         """The arrays, (B, T, N, H) or (B, N, T), with zeros for queries that see no key, as lse (B, N, T) tells.
@@ -259,6 +268,7 @@ def check_call(
         soft_cap=check_soft_cap(logits_soft_cap),
         mask_mod=mask_mod,
         score_mod=score_mod,
+        is_packed=query_segment_ids is not None and query_segment_ids is key_value_segment_ids,
     )
     B, T, S, N = problem.B, problem.T, problem.S, problem.N
     has_batch = query.ndim == 4

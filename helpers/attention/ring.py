@@ -196,6 +196,7 @@ def ring_attention(
     call = dataclasses.replace(call, query_lengths=lengths[0], key_lengths=lengths[1])
     chosen = choose(implementation, call)
     kernels = kernels_by_platform("reference") if chosen is naive_attention else chosen
+    problem = dataclasses.replace(problem, is_packed=False)  # most pieces have other documents' keys
     ring = Ring(kernels, problem, axis_name, devices, layout, key_length)
     ids = call.extras
     shard, own = (call.key, call.value, ids.key_segment_ids), (*lengths, ids.query_segment_ids)
