@@ -79,9 +79,8 @@ def reading_minutes(path):
             text, inline = re.subn(r"\$[^$\n]+\$", "", text)
             seconds += words(text) * WORD + displayed * FORMULA_ON_ITS_OWN + inline * FORMULA_IN_A_LINE
         else:
-            printed = [output.get("text") or output.get("data", {}).get("text/markdown", "") for output in cell.outputs]
-            lines = "\n".join([cell.source, *printed]).splitlines()
-            seconds += sum(bool(line.strip()) and not line.startswith("```") for line in lines) * LINE
+            printed = [line for output in cell.outputs for line in output.get("text", "").splitlines()]
+            seconds += sum(bool(line.strip()) for line in [*cell.source.splitlines(), *printed]) * LINE
             pictures = sum("image/png" in output.get("data", {}) for output in cell.outputs)
         seconds += pictures * PICTURE_SEEN
     return seconds / 60

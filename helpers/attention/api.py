@@ -14,7 +14,7 @@ Some things are better in portable than in hopper. The dq of portable is the sam
 forward pass takes as long for all inputs; hopper's takes longer where logits are far above those of the first keys.
 
 Where keys and values have a large part in common, dq of cudnn in 16 bits can be off by more than itself. Here, as
-recorded on an H100, its error is at most 1.2 times naive attention's in triton and 2 times in hopper; in float16
+recorded on an H100, its error is at most 1.2 times naive attention's in an older triton, 2 times in hopper; in float16
 after 4096 keys, with a mean of 10 and of 30 standard deviations, 2.5 and 6.4 times in hopper. With one to seven
 queries that of hopper is up to 180 times naive attention's, and up to 0.11 of dq. To come this close, the forward
 pass of all kernels, where it is differentiated, keeps 2 B T N H bytes more, the low bits of out.

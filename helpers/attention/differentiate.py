@@ -18,7 +18,7 @@ FIRST_ONLY = 'the kernels have a first derivative only; use implementation="refe
 def differentiable(
     forward, backward, forward_with_residuals=None, refusal=FIRST_ONLY
 ):  # fmt: skip
-    """attend(query, key, value, *lengths) -> (out, lse), with a derivative.
+    """attend(query, key, value, *others) -> (out, lse), with a derivative.
 
     forward(*arrays) -> (out, lse). forward_with_residuals: takes its place where the
     call is differentiated, and may return more arrays, that backward wants.

@@ -271,7 +271,7 @@ def windows_by_head(b, n, i, j):
 def _window_cases():
     i, j = np.arange(7)[:, None], np.arange(7)
     cases = [Case("all pairs of 7 tokens, head 0", (0, 0, i, j))]
-    for start, first, n in ((40, 0, 0), (40, 16, 1), (64, 32, 0), (100, 0, 2), (0, 64, 1)):
+    for start, first, n in ((40, 0, 0), (40, 16, 1), (64, 32, 0), (100, 32, 2), (0, 64, 1)):
         i, j = start + np.arange(24)[:, None], first + np.arange(32)
         cases.append(Case(f"queries from {start}, keys from {first}, head {n}", (1, n, i, j)))
     return cases

@@ -7,6 +7,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from helpers.attention import registry
 from helpers.attention.problem import check_call
@@ -20,6 +21,7 @@ LENGTHS = (1024, 4096, 16384)
 WIDTH = 2048  # N H of the recorded grid
 COLUMNS = tuple(itertools.product((64, 128), (False, True)))
 PASSES = ("forward", "backward")
+SEGMENTS = ("query_segment_ids", "key_value_segment_ids")
 # What a note of the benchmark holds, and how a reader is told. Where several fit, the first does.
 REASONS = (
     ("takes float16 only", "takes float16 only, and the tables of this page are in bfloat16"),
@@ -42,6 +44,14 @@ REQUESTS = (
     ("`local_window_size`, nothing to the right", {"local_window_size": (4, 0)}),
     ("`local_window_size`, both sides", {"local_window_size": (4, 4)}),
     ("`query_seq_lengths`, `key_value_seq_lengths`", {"lengths": True}),
+    ("`causal_offset`", {"is_causal": True, "causal_offset": 4}),
+    ("`bias`", {"bias": np.zeros((16, 16), np.float32)}),
+    ("`mask`", {"mask": np.ones((16, 16), bool)}),
+    ("`query_segment_ids`, `key_value_segment_ids`", dict.fromkeys(SEGMENTS, np.zeros((1, 16), np.int32))),
+    ("`logits_soft_cap`", {"logits_soft_cap": 30.0}),
+    ("`sinks`", {"sinks": np.zeros(2, np.float32)}),
+    ("`mask_mod`", {"mask_mod": lambda b, n, i, j: i >= j}),
+    ("`score_mod`", {"score_mod": lambda s, b, n, i, j: s}),
     ("`scale` of any sign", {"scale": -1.0}),
     ("`return_residual`", {"return_residual": True}),
 )
