@@ -79,7 +79,8 @@ def reading_minutes(path):
             text, inline = re.subn(r"\$[^$\n]+\$", "", text)
             seconds += words(text) * WORD + displayed * FORMULA_ON_ITS_OWN + inline * FORMULA_IN_A_LINE
         else:
-            printed = [line for output in cell.outputs for line in output.get("text", "").splitlines()]
+            said = [output.get("text", output.get("data", {}).get("text/markdown", "")) for output in cell.outputs]
+            printed = [line for text in said for line in text.splitlines() if not line.startswith("```")]
             seconds += sum(bool(line.strip()) for line in [*cell.source.splitlines(), *printed]) * LINE
             pictures = sum("image/png" in output.get("data", {}) for output in cell.outputs)
         seconds += pictures * PICTURE_SEEN
