@@ -120,7 +120,6 @@ EQUAL = {
     "14.1": {change: "minus infinity less one is minus infinity" for change in ("0 → 1", "0 → -1")},
     "14.2": {"i - r → i + r": "the ring turned the other way, in which all shares come past as well"},
     "14.3": {"np.zeros → np.ones": NEVER_READ, "everywhere: two indices are exchanged": BOTH},
-    "14.4": {"share // 2 → share / 2": WHOLE},
     "14.6": {"everywhere: the two sides of an operation are exchanged": BOTH},
     "15.1": {"jnp.zeros → jnp.ones": NEVER_READ, "everywhere: `ones` stands where `zeros` belongs": NEVER_READ},
     "15.3": {"32 // itemsize → 32 / itemsize": WHOLE},

@@ -61,6 +61,9 @@ def _walk(answer, q, k, v, block_q, block_k):
         for step in range(last + 1):
             keys = slice(step * block_k, (step + 1) * block_k)
             answer(step, last, q_ref, Ref("k_ref", k[keys]), Ref("v_ref", v[keys]), out_ref, lse_ref, *scratch)
+            for ref in (out_ref, lse_ref) if step < last else ():
+                if not np.isnan(ref[...]).all():
+                    raise Complaint(f"`{ref.name}` was written at step {step}: write it at the last one, {last}")
         results.append((out_ref[...], lse_ref[...]))
     return tuple(map(np.concatenate, zip(*results, strict=True)))
 
