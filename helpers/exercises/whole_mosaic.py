@@ -46,23 +46,21 @@ def mma_forward(q, k, v, is_causal=False, interpret=False):
     product = functools.partial(warp.product, interpret=bool(interpret))
 
     def kernel(q_ref, k_ref, v_ref, out_ref, lse_ref, q_smem, *loaded):
-        i, n, b = (lax.axis_index(name) for name in "inb")
-        q_start = i * block_q
+        n, i, b = (lax.axis_index(name) for name in "nib")
+        q_start = q_ref.shape[1] - (i + 1) * block_q  # the longest tiles first
         mine, head = pl.ds(q_start, block_q), pl.ds(n * head_padded, head_padded)
         warp.copy(q_ref.at[b, mine, head], q_smem, *(loaded or [None]))
         plgpu.barrier_wait(*loaded) if loaded else plgpu.wait_gmem_to_smem(0)
+        rows = plgpu.broadcasted_iota(jnp.int32, (block_q,), 0, layout=ROWS) + q_start
+        stops = jnp.minimum(rows + (1 if is_causal else S), S)
 
         def one_key_tile(indices, k_smem, v_smem, state):
             m, l, acc = state
             s = product(load([q_smem], LHS), load([k_smem.T], RHS))
             if is_causal or S % block_k:
-                iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, s.shape)
-                rows, cols = q_start + iota(0, layout=ACC), iota(1, layout=ACC)
+                cols = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=ACC)
                 cols += indices[0] * block_k
-                seen = cols < S
-                if is_causal:
-                    seen = seen & (cols <= rows)
-                s = jnp.where(seen, s, -jnp.inf)
+                s = jnp.where(cols < warp.along(stops, s.shape, 0), s, -jnp.inf)
             m_new = jnp.maximum(m, scale * s.max(axis=1))
             alpha = jnp.exp2(m - m_new)
             p = jnp.exp2(scale * s - warp.along(m_new, s.shape, 0))
@@ -104,8 +102,8 @@ def mma_forward(q, k, v, is_causal=False, interpret=False):
             jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct((B, N, q.shape[1]), jnp.float32),
         ],
-        grid=(q.shape[1] // block_q, N, B),
-        grid_names=("i", "n", "b"),
+        grid=(N, q.shape[1] // block_q, B),  # tiles of a head run side by side
+        grid_names=("n", "i", "b"),
         scratch_types=[tile_of_q, *([plgpu.Barrier()] if warp.by_tma() else [])],
         compiler_params=warp.COMPILER_PARAMS,
         interpret=interpret,
@@ -201,11 +199,12 @@ def _expected(q, k, v, is_causal, *_):
 IN_BOTH = (
     ("l is not rescaled by alpha", "alpha * l", "l", FORWARD.mistakes[1][-1]),
     *GQA.mistakes[:1],
-    ("the zeros behind the last key count as keys", "cols < S", "cols >= 0",
+    ("the zeros behind the last key count as keys", "jnp.minimum(rows + (1 if is_causal else S), S)",
+     "rows + (1 if is_causal else S)",
      "Padding is 0, and exp(0 - m) is a weight: mask what lies at S or behind."),
-    ("the causal mask is missing", "if is_causal:", "if False:",
+    ("the causal mask is missing", "(1 if is_causal else S)", "S",
      "A key after the query gets -inf: compare positions, as `mma_kernel` does."),
-    ("no tile is skipped", "if is_causal else S", "if False else S",
+    ("no tile is skipped", "min(T, S)) if is_causal else S", "min(T, S)) if False else S",
      "With a causal mask the tiles end with the one that the last query of the program sees."),
     ("logits are scaled by the padded head dim", "math.sqrt(H)", "math.sqrt(head_padded)",
      "The scale belongs to the H that came in: zeros behind it change no product."),
@@ -251,7 +250,7 @@ def hopper_forward(q, k, v, is_causal=False, interpret=False):
     (B, T, N, H), (_, S, K, _) = q.shape, k.shape
     group, head_padded = N // K, 64 if H <= 64 else 128
     scale = 1 / (math.sqrt(H) * math.log(2))  # exp(s / sqrt(H)) = exp2(scale * s)
-    block_q, block_k, stages, computing = 64, 128, 3, 2
+    block_q, block_k, stages, computing = 64, 128, 2, 2
     along = lambda vector, table: lax.broadcast_in_dim(vector, table.shape, [0])
     full = lambda shape, value, layout: plgpu.layout_cast(jnp.full(shape, value), layout)
     product, accumulate = (
@@ -259,16 +258,18 @@ def hopper_forward(q, k, v, is_causal=False, interpret=False):
     )
 
     def kernel(q_ref, k_ref, v_ref, out_ref, lse_ref, q_smem, k_smem, v_smem, ready, loaded, free):
-        i, n, b, me = (lax.axis_index(name) for name in (*"inb", "warpgroup"))
-        last = (i + 1) * computing * block_q
+        n, i, b, me = (lax.axis_index(name) for name in (*"nib", "warpgroup"))
+        last = q_ref.shape[1] - i * computing * block_q  # the longest tiles first
         stop = pl.cdiv(jnp.minimum(last, min(T, S)) if is_causal else S, block_k)
 
         def compute():
             plgpu.set_max_registers(240, action="increase")
-            q_start = (i * computing + me) * block_q
+            q_start = last - (computing - me) * block_q
             mine, q_mine = pl.ds(q_start, block_q), q_smem.at[me]
             plgpu.copy_gmem_to_smem(q_ref.at[b, mine, n], q_mine, ready.at[me])
             plgpu.barrier_wait(ready.at[me])
+            rows = plgpu.broadcasted_iota(jnp.int32, (block_q,), 0, layout=warpgroup.ROWS) + q_start
+            stops = jnp.minimum(rows + (1 if is_causal else S), S)
 
             def one_key_tile(j, state):
                 m, l, acc = state
@@ -276,12 +277,8 @@ def hopper_forward(q, k, v, is_causal=False, interpret=False):
                 plgpu.barrier_wait(loaded.at[slot])
                 s = product(q_mine, k_smem.at[slot].T)
                 if is_causal or S % block_k:
-                    iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, s.shape)
-                    rows, cols = (iota(axis, layout=warpgroup.MATRIX) for axis in (0, 1))
-                    seen = j * block_k + cols < S
-                    if is_causal:
-                        seen = seen & (j * block_k + cols <= q_start + rows)
-                    s = jnp.where(seen, s, -jnp.inf)
+                    cols = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=warpgroup.MATRIX)
+                    s = jnp.where(j * block_k + cols < along(stops, s), s, -jnp.inf)
                 m_new = jnp.maximum(m, scale * s.max(axis=1))
                 alpha = jnp.exp2(m - m_new)
                 p = jnp.exp2(scale * s - along(m_new, s))
@@ -329,8 +326,8 @@ def hopper_forward(q, k, v, is_causal=False, interpret=False):
     out, lse = plgpu.kernel(
         kernel,
         out_type=[like(q.shape, q.dtype), like((B, N, q.shape[1]), jnp.float32)],
-        grid=(q.shape[1] // (computing * block_q), N, B),
-        grid_names=("i", "n", "b"),
+        grid=(N, q.shape[1] // (computing * block_q), B),  # tiles of a head run side by side
+        grid_names=("n", "i", "b"),
         num_threads=computing + 1,
         thread_name="warpgroup",
         scratch_types=[
