@@ -36,6 +36,7 @@ class Tiles(NamedTuple):
     ahead: fetch the next queries while these are at work, and issue their first scores together with the
       last product of these. Otherwise there is SMEM for one tile of queries, and out leaves through it.
     guess: guess the maximum. It saves time in every step, and takes some for every tile of queries.
+    dynamic: see `tile_scheduler.DynamicScheduler`; for causal calls.
     """
 
     block_q: int = 64
@@ -45,6 +46,7 @@ class Tiles(NamedTuple):
     programs: int | None = NUM_SMS
     ahead: bool = True
     guess: bool = True
+    dynamic: bool = False
 
 
 def why_not(problem):
@@ -142,6 +144,8 @@ def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, inter
         )
     if call.has_sinks:
         inputs["sinks"] = call.extras.sinks[0]
+    if tiles.dynamic:
+        inputs["counter"] = jax.new_ref(jnp.zeros((1,), jnp.int32))
     out, lse, *low = _launch(problem, tiles, inputs, interpret)
     low = (jax.lax.bitcast_convert_type(array[:, :T, :, :H], jnp.int16) for array in low)
     return out[:, :T, :, :H], lse[:, :, :T], *low
@@ -206,11 +210,12 @@ def _scratch(problem, tiles, keeps_low_bits):
         keys=ring,
         values=ring,
         out=smem(*own_rows) if tiles.ahead else None,
-        lse=plgpu.SMEM((warpgroups + 1, block_q), jnp.float32),
+        lse=plgpu.SMEM((warpgroups + 1 + tiles.dynamic, block_q), jnp.float32),
         q_loaded=plgpu.Barrier(num_barriers=warpgroups),
         judged=plgpu.Barrier(num_arrivals=warpgroups),
         constants=plgpu.SMEM(constants, problem.dtype, transforms=SWIZZLED) if keeps_low_bits else None,
         constants_loaded=plgpu.Barrier() if keeps_low_bits else None,
+        drawn=plgpu.Barrier(num_barriers=stages + 1) if tiles.dynamic else None,
     )
 
 

@@ -16,10 +16,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.hopper.walks import Walk
-from helpers.attention.hopper.warpgroup import CACHED, padded_head_dim
+from helpers.attention.hopper.warpgroup import CACHED, anew, draw, padded_head_dim
 from helpers.attention.problem import Problem
+
+import os
+LATE = os.environ.get("LATE", "1") == "1"
+OPEN = 2**30  # the count of a list of turns that goes on as long as there are places
+
+
+class Turns(NamedTuple):
+    """A list of turns of a program: `count` of them, from turn `start` on."""
+
+    start: jax.Array
+    count: jax.Array
 
 
 class Place(NamedTuple):
@@ -84,9 +96,31 @@ class TileScheduler:
             return every
         return jnp.minimum(lax.div(q_stop + block_k - 1, block_k), every)
 
+    def has(self, turns, i):
+        """Whether there is a turn i of a list."""
+        return i < turns.count
+
+    def for_each(self, turns, body, state):
+        """state = body(i, state) for every turn i of a list."""
+        return lax.fori_loop(0, turns.count, body, state)
+
+    def draws_before(self, stop):
+        """The key tile before which the memory warpgroup calls `draw`, of a turn that has stop of them."""
+        return 1
+
+    def draw(self, turns, i):
+        """Find a place for turn i of a list. The memory warpgroup does."""
+
+    def await_place(self, turns, i):
+        """Until the place of turn i of a list is known."""
+
+    def index(self, turn):
+        """Where in the list of all pairs that of this program in a turn is."""
+        return dealt(turn, self.program, self.programs, self.count, self.deal)
+
     def place(self, turn):
         """The `Place` of this program in a turn."""
-        index = dealt(turn, self.program, self.programs, self.count, self.deal)
+        index = self.index(turn)
         if self.is_causal:
             i, head = causal_order(index, self.q_tiles, self.problem)
         else:
@@ -119,8 +153,7 @@ class WalkScheduler(TileScheduler):
     deal = property(lambda self: Deal(1, 0))
 
     def place(self, turn):
-        index = dealt(turn, self.program, self.programs, self.count, self.deal)
-        index = jnp.minimum(index, self.count - 1)  # the turn after the last is read, too
+        index = jnp.minimum(self.index(turn), self.count - 1)  # the turn after the last is read, too
         B, S = self.problem.B, self.problem.S
         # In the cache, a head takes the room of its keys in all batch entries.
         of_all = dataclasses.replace(self.problem, B=1, T=B * S, S=B * S)
@@ -136,6 +169,68 @@ class WalkScheduler(TileScheduler):
             stop = jnp.clip(seen, until_whole, stop)
         stop = jnp.where(q_start < walk.query_length, stop, 1)
         return jnp.minimum(jnp.maximum(walk.whole, 1), stop), stop
+
+
+@dataclass(frozen=True)
+class DynamicScheduler(TileScheduler):
+    """The same, but who is free takes the next place of the list: the first is a program's own, and then they count on.
+
+    counter: int32 (1,) in GMEM, how many places have been drawn. places: int32 in SMEM, those of this program in the
+    order of its turns. drawn: barriers that the memory warpgroup arrives at, that of turn i at i % len. It is at most as
+    many turns ahead of the others as a ring has slots, and one.
+    """
+
+    counter: jax.Array
+    rows: jax.Array
+    drawn: jax.Array
+    interpret: bool
+
+    turns = property(lambda self: anew(jnp.int32(OPEN)))
+
+    @property
+    def places(self):
+        return self.rows.at[self.rows.shape[0] - 1]
+
+    def index(self, turn):
+        return self.places[turn].astype(jnp.int32)
+
+    def has(self, turns, i):
+        return (i < turns.count) & (self.index(turns.start + i) < self.count)
+
+    def for_each(self, turns, body, state):
+        def step(state):
+            i, _, state = state
+            state = body(i, state)
+            return i + 1, self.has(turns, i + 1), state
+
+        first = jnp.int32(0), self.has(turns, 0), state
+        return lax.while_loop(lambda state: state[1], step, first)[2]
+
+    def draws_before(self, stop):
+        return jnp.maximum(stop - pl.cdiv(self.q_block, self.tiles.block_k), 1) if LATE else 1
+
+    def draw(self, turns, i):
+        turn, last = turns.start + i, self.places.shape[0] - 1
+
+        @pl.when(turns.count == OPEN)
+        def _():
+            @pl.when((turn > 0) & (turn < last))
+            def _():
+                place, in_turns = self.places.at[pl.ds(turn, 1)], turn * self.programs + self.program
+                draw(self.counter, place, self.programs, in_turns, self.interpret)
+
+            @pl.when((turn == 0) | (turn == last))
+            def _():
+                self.places[turn] = jnp.where(turn == 0, self.program, self.count).astype(jnp.float32)
+
+            plgpu.barrier_arrive(self.drawn.at[lax.rem(turn, self.drawn.shape[0])])
+
+    def await_place(self, turns, i):
+        turn = turns.start + i
+
+        @pl.when(turns.count == OPEN)
+        def _():
+            plgpu.barrier_wait(self.drawn.at[lax.rem(turn, self.drawn.shape[0])])
 
 
 class Deal(NamedTuple):
