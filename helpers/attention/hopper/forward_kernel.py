@@ -81,7 +81,7 @@ class Refs(NamedTuple):
     key_ids: jax.Array | None = None
     last_values: jax.Array | None = None
     sinks: jax.Array | None = None
-    counter: jax.Array | None = None  # of `tile_scheduler.DynamicScheduler`
+    counter: jax.Array | None = None  # of `DynamicScheduler`
 
 
 class Scratch(NamedTuple):
@@ -96,7 +96,7 @@ class Scratch(NamedTuple):
     judged: jax.Array  # a barrier: of `guess.Guess`
     constants: jax.Array | None = None  # these two: of `exact_out.ExactOut`
     constants_loaded: jax.Array | None = None
-    drawn: jax.Array | None = None  # of `tile_scheduler.DynamicScheduler`
+    places_known: jax.Array | None = None  # barriers: of `DynamicScheduler`
 
 
 class Turn(NamedTuple):
@@ -143,11 +143,6 @@ class Program(Part):
     softmax: "RunningMaximum"
     out: "RoundedOut"
     logits: "Part"  # of `forward_logits`
-
-    @property
-    def is_late(self):
-        from helpers.attention.hopper import tile_scheduler
-        return self.tiles.dynamic and tile_scheduler.LATE
 
     def queries(self, i):
         """Where my queries of turn i of a list are in SMEM."""
@@ -210,17 +205,17 @@ def memory(program):
             fetch(smem.keys, refs.k, j)
             fetch(smem.values, refs.v, j - 1)
 
-        drawn = scheduler.draws_before(stop)
-        pl.loop(1, drawn)(keys_and_values_before)
-        scheduler.draw(turns, i + 1)
-        pl.loop(drawn, stop)(keys_and_values_before)
+        taken = scheduler.taken_before(place)
+        pl.loop(1, taken)(keys_and_values_before)
+        scheduler.take(turns, i + 1)
+        pl.loop(taken, stop)(keys_and_values_before)
         fetch(smem.values, refs.v, stop - 1)
         scheduler.await_place(turns, i + 1)
         return step + stop
 
     def one_list(start, count, step):
         turns = Turns(start, count)
-        scheduler.draw(turns, 0)
+        scheduler.take(turns, 0)
         scheduler.await_place(turns, 0)
         return scheduler.for_each(turns, functools.partial(one_turn, turns), step)
 
@@ -260,15 +255,15 @@ def one_turn(program, turns, i, state):
     step, kept, *first = state
     turn = program.turn(turns, i, step)
     if program.tiles.ahead:
-        if not program.is_late:
-            program.out.await_queries()
-            load_queries(program, turns, i + 1)
+        if not program.tiles.dynamic:
+            load_next_queries(program, turns, i)
     else:
         first = prologue(program, turns, i, step)
     wait_for_keys(program, turn, 1)
     acc = program.out.zeros()
-    softmax = program.softmax.in_turn(turns, turn, kept, lambda: ~program.scheduler.has(turns, i + 1))
-    acc, m, l, p = key_tiles(program, turn, softmax, (acc, *first), turns)
+    is_last = functools.partial(program.scheduler.is_last, turns, i)
+    softmax = program.softmax.in_turn(turns, turn, kept, is_last)
+    acc, m, l, p = key_tiles(program, turns, turn, softmax, (acc, *first))
     l = l.sum(axis=1)
     softmax = softmax.after(l)
 
@@ -296,6 +291,12 @@ def load_queries(program, turns, i):
         mine = program.refs.q.at[place.b, rows, place.n]
         loaded = program.smem.q_loaded.at[me]
         plgpu.copy_gmem_to_smem(mine, program.queries(i), loaded)
+
+
+def load_next_queries(program, turns, i):
+    """The same for the turn after i, while that goes on."""
+    program.out.await_queries()
+    load_queries(program, turns, i + 1)
 
 
 def wait_for_first(program, turns, i, step):
@@ -335,21 +336,23 @@ def wait_for_keys(program, turn, j):
     pl.when(j < turn.stop)(lambda: program.smem.keys.wait(turn.step + j))
 
 
-def key_tiles(program, turn, softmax, state, turns):
+def key_tiles(program, turns, turn, softmax, state):
     """(acc, m, l, p) after all of my key tiles, from those after the first.
 
     They go without a mask as far as possible, and each by the rule that softmax has for
     this turn. Of several rules one holds; the loops of the others have no steps.
     """
-    for is_masked in (False, True) if program.logits.has_masks else (False,):
-        if is_masked and program.is_late and program.tiles.ahead:
-            program.out.await_queries()
-            load_queries(program, turns, turn.i + 1)
-        for rule, holds in softmax.rules():
-            ends = (turn.unmasked, turn.stop) if is_masked else (1, turn.unmasked)
-            start, stop = ends[0], jnp.where(holds, ends[1], ends[0])
-            body = functools.partial(one_key_tile, program, turn, rule, is_masked)
-            state = lax.fori_loop(start, stop, body, state)
+    masks = (False, True) if program.logits.has_masks else (False,)
+    loops = [(*rule, is_masked) for rule in softmax.rules() for is_masked in masks]
+    if program.tiles.dynamic:  # all without a mask, and then the place of the next turn
+        loops.sort(key=lambda loop: loop[-1])
+    for number, (rule, holds, is_masked) in enumerate(loops):
+        if program.tiles.dynamic and program.tiles.ahead and 2 * number == len(loops):
+            load_next_queries(program, turns, turn.i)
+        ends = (turn.unmasked, turn.stop) if is_masked else (1, turn.unmasked)
+        start, stop = ends[0], jnp.where(holds, ends[1], ends[0])
+        body = functools.partial(one_key_tile, program, turn, rule, is_masked)
+        state = lax.fori_loop(start, stop, body, state)
     return state
 
 

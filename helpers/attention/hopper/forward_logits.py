@@ -61,7 +61,7 @@ class Logits(Part):
     def scheduler(refs, smem, interpret, *own):
         if refs.counter is None:
             return TileScheduler(*own)
-        return DynamicScheduler(*own, refs.counter, smem.lse, smem.drawn, interpret)
+        return DynamicScheduler(*own, refs.counter, smem.lse, smem.places_known, interpret)
 
     @property
     def is_causal(self):

@@ -60,7 +60,7 @@ class Guess(RunningMaximum):
     at [2 i] the first turn, and at [2 i + 1] the one after the last, 0 if none is.
 
     kept: (block_q,), the largest l that each of my rows has had in this list.
-    guesses: whether I still guess in this turn.
+    guesses: whether I still guess in this turn. is_last(): whether it is the last.
     """
 
     kept: jax.Array | None = None
@@ -90,7 +90,8 @@ class Guess(RunningMaximum):
 
     def in_turn(self, turns, turn, kept, is_last):
         guesses = self.again[2 * self.me + 1] == 0
-        return dataclasses.replace(self, kept=kept, turns=turns, i=turn.i, is_last=is_last, guesses=guesses)
+        mine = {"i": turn.i, "is_last": is_last, "guesses": guesses}
+        return dataclasses.replace(self, kept=kept, turns=turns, **mine)
 
     def after(self, l):
         return dataclasses.replace(self, kept=jnp.where(l > self.kept, l, self.kept))
