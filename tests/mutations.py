@@ -233,6 +233,7 @@ FAULTS = [
     ),
     *_of("helpers/attention/hopper/tile_scheduler.py", "test_hopper_forward* test_schedule test_hopper*",
         ("an incomplete round is dealt backwards like a full one", "is_backward = full_round & (turn", "is_backward = (turn >= 0) & (turn"),
+        ("a place is used before it is known", "plgpu.barrier_wait(self.known.at[slot])", "pass"),
         ("one tile too many goes without a mask", "seen = lax.div(q_start + 1, block_k)", "seen = lax.div(q_start + block_q, block_k)"),
     ),
     *_of("helpers/attention/hopper/ring.py", "test_hopper_forward* test_hopper*",
