@@ -201,7 +201,7 @@ FAULTS = [
     ),
     *_of("helpers/attention/hopper/forward.py", "test_hopper_forward* test_hopper_tables test_hopper*",
         ("a negative scale keeps its queries", "return -query, dataclasses.replace(problem, scale=-problem.scale)", "return query, dataclasses.replace(problem, scale=-problem.scale)"),
-        ("long float16 sequences are guessed", "return tiles._replace(guess=tiles.guess and problem.S <= longest_guessed(problem))", "return tiles"),
+        ("long float16 sequences are guessed", "tiles._replace(guess=tiles.guess and problem.S <= longest_guessed(problem), dynamic=dynamic)", "tiles._replace(dynamic=dynamic)"),
     ),
     *_of("helpers/attention/hopper/forward_kernel.py", "test_hopper_forward* test_hopper_tables test_common_part test_hopper*",
         ("careful rows do not rescale acc", "jax.tree.map(rescaled, acc), m, l", "acc, m, l"),
