@@ -229,7 +229,7 @@ class DynamicScheduler(TileScheduler):
     def take(self, turns, i):
         turn, last = turns.start + i, self.places.shape[0] - 1
 
-        @pl.when(turns.count == OPEN)
+        @pl.when(turns.count == OPEN)  # not in turns that are done again
         def _():
             @pl.when((turn > 0) & (turn < last))
             def _():
