@@ -12,7 +12,7 @@ from attention_cases import AttentionCase, check_forward, relative_error
 from seeded import seeded
 
 from helpers.attention.hopper import forward as hopper
-from helpers.attention.hopper import forward_kernel, ladder, tile_scheduler
+from helpers.attention.hopper import forward_kernel, forward_logits, ladder, tile_scheduler
 from helpers.attention.hopper.tile_scheduler import Deal
 from helpers.attention.hopper.warpgroup import REGISTERS
 from helpers.attention.masking import Band
@@ -47,6 +47,7 @@ QUICK = {
     "small: 256, causal": (AttentionCase(113, 130, H=256, N=1, dtype="bfloat16", arguments=CAUSAL), None),
     "small: three warpgroups, one stage, several turns": (AttentionCase(200, 150, H=64, N=3, dtype="bfloat16", arguments=CAUSAL), SMALL._replace(stages=1, warpgroups=3)),
     "small: several turns, rows of the last tile are missing": (AttentionCase(200, 130, H=64, N=4, K=2, B=2, dtype="float16"), SMALL._replace(programs=3)),
+    "small: dynamic, turns are done again, and rows of the last tile are missing": (AttentionCase(310, 384, H=64, N=1, dtype="bfloat16", logits="rising", arguments=CAUSAL), SMALL._replace(dynamic=True)),
     "small: guesses fail under a mask": (AttentionCase(130, 150, H=64, N=1, dtype="bfloat16", logits="rising", arguments=CAUSAL), SMALL._replace(programs=1)),
 }  # fmt: skip
 
@@ -61,6 +62,8 @@ CASES = {
     "last huge": (AttentionCase(65, 300, H=64, dtype="float16", logits="last huge"), SMALL),
     "one guess fails, late": (AttentionCase(500, 500, H=64, N=1, dtype="float16", logits="last huge", arguments=CAUSAL), SMALL._replace(programs=1, warpgroups=3)),
     "guesses fail without a tile ahead": (AttentionCase(300, 300, H=256, dtype="bfloat16", logits="rising", arguments=CAUSAL), hopper.Tiles(block_k=64, ahead=False)),
+    "dynamic, turns of one key tile": (AttentionCase(64, 64, H=64, N=9, dtype="bfloat16", arguments=CAUSAL), SMALL._replace(dynamic=True)),
+    "dynamic, without a tile ahead": (AttentionCase(113, 130, H=256, N=3, dtype="bfloat16", arguments=CAUSAL), hopper.Tiles(block_k=64, ahead=False, programs=2, dynamic=True)),
     "guesses fail, one program a tile": (AttentionCase(200, 300, H=128, dtype="float16", logits="large"), hopper.Tiles(programs=None)),
 }  # fmt: skip
 
@@ -144,6 +147,30 @@ def test_causal_calls_of_every_deal(deal, monkeypatch):
     monkeypatch.setattr(tile_scheduler, "deal_of", lambda *_: deal)
     case = AttentionCase(180, 200, H=64, N=4, dtype="bfloat16", logits="rising", arguments=CAUSAL)
     check_forward(interpreted(hopper.forward, tiles=SMALL._replace(programs=3)), case)
+
+
+def test_which_calls_are_dynamic(monkeypatch):
+    """Causal ones that are not short, but not where registers are few."""
+    monkeypatch.setattr(hopper, "core_count", lambda _: 132)
+
+    def is_dynamic(B, T, H, is_causal=True, keeps_low_bits=False):
+        problem = Problem(B, T, T, 2048 // H, 2048 // H, H, jnp.dtype(jnp.bfloat16), 1.0, Band.of(is_causal))
+        return hopper.tiles_for(Call(problem, *[None] * 5), keeps_low_bits).dynamic
+
+    assert is_dynamic(16, 1024, 128) and is_dynamic(4, 4096, 128, keeps_low_bits=True) and is_dynamic(4, 4096, 64)
+    assert not is_dynamic(4, 4096, 128, is_causal=False) and not is_dynamic(4, 4096, 64, keeps_low_bits=True)
+    assert not is_dynamic(1, 1024, 128) and not is_dynamic(64, 4096, 128)
+
+
+def test_a_place_has_to_be_awaited(monkeypatch):
+    """A compute warpgroup that reads the place of its next turn at once may find another there."""
+    change = "plgpu.barrier_wait(self.known.at[slot])", "pass"
+    scheduler = seeded(tile_scheduler, change).DynamicScheduler
+    monkeypatch.setattr(forward_logits, "DynamicScheduler", scheduler)
+    arrays, arguments = AttentionCase(128, 128, H=64, N=2, dtype="bfloat16", arguments=CAUSAL).inputs()
+    tiles = SMALL._replace(programs=1, dynamic=True)
+    found = races(lambda: hopper.forward(check_call(*arrays, **arguments), tiles=tiles, interpret=DETECTING))
+    assert "read: return self.places[turn].astype(jnp.int32)" in found
 
 
 @pytest.mark.parametrize("rung", [5, 6, *(pytest.param(rung, marks=FULL) for rung in ladder.NAMES if rung < 5)])
@@ -248,6 +275,11 @@ def lower(forward, problem, **options):
 def test_the_defaults_lower_for_cuda(H, length, causal, dtype):
     text = lower(hopper.forward, problem_of(length, length, H, dtype, causal))
     assert text.count("@mosaic_gpu_v2") == 1
+
+
+def test_a_dynamic_scheduler_lowers_for_cuda():
+    tiles = hopper.Tiles(dynamic=True)
+    assert lower(hopper.forward, problem_of(256, 256, 128, "bfloat16", True), tiles=tiles).count("@mosaic_gpu_v2") == 1
 
 
 @FULL

@@ -108,6 +108,7 @@ def with_room_for_constants(tiles, problem):
     """The tiles, or others that leave registers for the sums of constants: tried by hand on an H100 (JAX 0.11.2)."""
     if problem.H > 128:
         return tiles._replace(programs=None)
+    tiles = tiles._replace(dynamic=tiles.dynamic and problem.H > 64)
     if tiles.warpgroups == 4 and 2048 < problem.S <= 8192:
         return tiles._replace(warpgroups=3)
     return tiles

@@ -36,6 +36,7 @@ class Tiles(NamedTuple):
     ahead: fetch the next queries while these are at work, and issue their first scores together with the
       last product of these. Otherwise there is SMEM for one tile of queries, and out leaves through it.
     guess: guess the maximum. It saves time in every step, and takes some for every tile of queries.
+    dynamic: by a `DynamicScheduler`, where a causal call has no walks and its programs have room for the places.
     """
 
     block_q: int = 64
@@ -45,6 +46,7 @@ class Tiles(NamedTuple):
     programs: int | None = NUM_SMS
     ahead: bool = True
     guess: bool = True
+    dynamic: bool = False
 
 
 def why_not(problem):
@@ -66,7 +68,7 @@ def tiles_for(call, keeps_low_bits=False):
     elif is_walked:
         tiles = Tiles(stages=4, programs=core_count(NUM_SMS), guess=1024 < problem.S <= longest_guessed(problem))
     else:
-        tiles = default_tiles(dataclasses.replace(problem, band=Band(right=0)))
+        tiles = default_tiles(dataclasses.replace(problem, band=Band(right=0)))._replace(dynamic=False)
     return with_room_for_constants(tiles, problem) if keeps_low_bits else tiles
 
 
@@ -74,14 +76,16 @@ def default_tiles(problem):
     """The fastest `Tiles` for a problem: from the table of this GPU, or `untuned_tiles`.
 
     With fewer queries in a turn where a program would have less than four turns: one turn more or less is much
-    then. Without a guess where equal logits alone could bring l above MOST.
+    then. Static where it has few, for a short call feels that XLA zeroes the counter, or more than its list has room
+    for if it is fast. Without a guess where equal logits alone could bring l above MOST.
     """
     tuned = tuned_tiles("forward", problem, problem.S)
     tiles = Tiles(**tuned["forward"]) if tuned else untuned_tiles(problem)
     turns = pl.cdiv(problem.T, tiles.block_q * tiles.warpgroups) * problem.N * problem.B / core_count(NUM_SMS)
     if turns < 4 and tiles.warpgroups > 2 and padded_head_dim(problem.H) == 64:
         tiles = tiles._replace(block_k=128, stages=4, warpgroups=2, guess=True)
-    return tiles._replace(guess=tiles.guess and problem.S <= longest_guessed(problem))
+    dynamic = tiles.dynamic and 8 <= turns <= tiles.block_q // 2
+    return tiles._replace(guess=tiles.guess and problem.S <= longest_guessed(problem), dynamic=dynamic)
 
 
 def longest_guessed(problem):
@@ -90,14 +94,17 @@ def longest_guessed(problem):
 
 
 def untuned_tiles(problem):
-    """The `Tiles` for a GPU without a table: the fastest of those tried by hand on an NVIDIA H200 (JAX 0.11.2)."""
-    programs = core_count(NUM_SMS)
+    """The `Tiles` for a GPU without a table: the fastest of those tried by hand on an NVIDIA H200 (JAX 0.11.2).
+
+    `dynamic` was tried on an H100 (JAX 0.11.2).
+    """
+    programs, is_causal, is_long = core_count(NUM_SMS), problem.band.right == 0, problem.S > 2048
     if problem.H <= 64:
-        if problem.band.right == 0:
-            return Tiles(block_k=64, stages=4, warpgroups=4, programs=programs, guess=problem.S > 2048)
+        if is_causal:
+            return Tiles(block_k=64, stages=4, warpgroups=4, programs=programs, guess=is_long, dynamic=is_long)
         return Tiles(warpgroups=3, programs=programs)
     if problem.H <= 128:
-        return Tiles(programs=programs, guess=problem.S > 2048 or problem.band.right != 0)
+        return Tiles(programs=programs, guess=is_long or not is_causal, dynamic=is_causal)
     return Tiles(block_k=64, ahead=False, programs=programs, guess=False)
 
 
@@ -119,6 +126,8 @@ def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, inter
     tiles = tiles or tiles_for(call, keeps_low_bits)
     if not is_persistent:
         tiles = tiles._replace(programs=None)
+    dynamic = tiles.dynamic and problem.band.right == 0 and tiles.programs is not None and not needs_walks(call)
+    tiles = tiles._replace(dynamic=dynamic and _count(problem, tiles) < tiles.programs * tiles.block_q)
     query, problem = _with_positive_scale(call.query, problem)
     problem = in_sigmoids(problem)
     T, S, H, head_dim = problem.T, problem.S, problem.H, padded_head_dim(problem.H)
@@ -142,6 +151,8 @@ def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, inter
         )
     if call.has_sinks:
         inputs["sinks"] = call.extras.sinks[0]
+    if tiles.dynamic:
+        inputs["counter"] = jax.new_ref(jnp.zeros((1,), jnp.int32))
     out, lse, *low = _launch(problem, tiles, inputs, interpret)
     low = (jax.lax.bitcast_convert_type(array[:, :T, :, :H], jnp.int16) for array in low)
     return out[:, :T, :, :H], lse[:, :, :T], *low
@@ -150,7 +161,7 @@ def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, inter
 def _launch(problem, tiles, inputs, interpret):
     """[out, lse] of {field of `Refs`: array}, and the low bits of out where there are constants among these."""
     keeps_low_bits, is_walked = "constants" in inputs, "walks" in inputs
-    count = pl.cdiv(problem.T, tiles.block_q * tiles.warpgroups) * problem.B * problem.N
+    count = _count(problem, tiles)
     guesses = tiles.guess and problem.S > tiles.block_k
     softmaxes = (MaximumOfSeen, GuessOfWhole) if is_walked else (RunningMaximum, Guess)
     options = {
@@ -186,6 +197,11 @@ def _launch(problem, tiles, inputs, interpret):
     )(*inputs.values())
 
 
+def _count(problem, tiles):
+    """How many tiles of queries there are, in all heads."""
+    return pl.cdiv(problem.T, tiles.block_q * tiles.warpgroups) * problem.B * problem.N
+
+
 def _scratch(problem, tiles, keeps_low_bits):
     """The types of the `Scratch` of a program."""
     block_q, block_k, stages, warpgroups = tiles[:4]
@@ -206,11 +222,12 @@ def _scratch(problem, tiles, keeps_low_bits):
         keys=ring,
         values=ring,
         out=smem(*own_rows) if tiles.ahead else None,
-        lse=plgpu.SMEM((warpgroups + 1, block_q), jnp.float32),
+        lse=plgpu.SMEM((warpgroups + 1 + tiles.dynamic, block_q), jnp.float32),
         q_loaded=plgpu.Barrier(num_barriers=warpgroups),
         judged=plgpu.Barrier(num_arrivals=warpgroups),
         constants=plgpu.SMEM(constants, problem.dtype, transforms=SWIZZLED) if keeps_low_bits else None,
         constants_loaded=plgpu.Barrier() if keeps_low_bits else None,
+        places_known=plgpu.Barrier(num_barriers=stages + 1) if tiles.dynamic else None,
     )
 
 

@@ -47,7 +47,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.hopper.ring import Ring
-from helpers.attention.hopper.tile_scheduler import TileScheduler
+from helpers.attention.hopper.tile_scheduler import TileScheduler, Turns
 from helpers.attention.hopper.walks import Walk
 from helpers.attention.hopper.warpgroup import (
     MATRIX,
@@ -81,6 +81,7 @@ class Refs(NamedTuple):
     key_ids: jax.Array | None = None
     last_values: jax.Array | None = None
     sinks: jax.Array | None = None
+    counter: jax.Array | None = None  # of `DynamicScheduler`
 
 
 class Scratch(NamedTuple):
@@ -95,13 +96,7 @@ class Scratch(NamedTuple):
     judged: jax.Array  # a barrier: of `guess.Guess`
     constants: jax.Array | None = None  # these two: of `exact_out.ExactOut`
     constants_loaded: jax.Array | None = None
-
-
-class Turns(NamedTuple):
-    """A list of turns of a program: `count` of them, from turn `start` on."""
-
-    start: jax.Array
-    count: jax.Array
+    places_known: jax.Array | None = None  # barriers: of `DynamicScheduler`
 
 
 class Turn(NamedTuple):
@@ -170,7 +165,7 @@ def forward_kernel(refs, smem, *, problem, tiles, programs, softmax, out, logits
     logits: `forward_logits.Logits` or a class like it.
     """
     index, me = lax.axis_index("program"), lax.axis_index("warpgroup")
-    scheduler = logits.scheduler(refs, problem, tiles, programs, index)
+    scheduler = logits.scheduler(refs, smem, interpret, problem, tiles, programs, index)
     own = problem, tiles, refs, smem, me, interpret
     own_parts = softmax(*own), out(*own), logits(*own)
     program = Program(*own, scheduler, scheduler.turns, *own_parts)
@@ -184,8 +179,10 @@ def memory(program):
     registers = REGISTERS[program.tiles.warpgroups][1]
     plgpu.set_max_registers(registers, action="decrease")
 
-    def one_turn(turn, step):
-        place = program.scheduler.place(turn)
+    scheduler = program.scheduler
+
+    def one_turn(turns, i, step):
+        place = scheduler.place(turns.start + i)
         _, n, b, stop, _ = place
 
         def fetch(ring, ref, j):
@@ -204,17 +201,23 @@ def memory(program):
 
         fetch(smem.keys, refs.k, 0)
 
-        @pl.loop(1, stop)
-        def _(j):
+        def keys_and_values_before(j):
             fetch(smem.keys, refs.k, j)
             fetch(smem.values, refs.v, j - 1)
 
+        taken = scheduler.taken_before(place)
+        pl.loop(1, taken)(keys_and_values_before)
+        scheduler.take(turns, i + 1)
+        pl.loop(taken, stop)(keys_and_values_before)
         fetch(smem.values, refs.v, stop - 1)
+        scheduler.await_place(turns, i + 1)
         return step + stop
 
     def one_list(start, count, step):
-        body = lambda i, step: one_turn(start + i, step)
-        return lax.fori_loop(0, count, body, step)
+        turns = Turns(start, count)
+        scheduler.take(turns, 0)
+        scheduler.await_place(turns, 0)
+        return scheduler.for_each(turns, functools.partial(one_turn, turns), step)
 
     program.softmax.for_each_list(program.turns, one_list)
     smem.keys.drain()
@@ -237,7 +240,7 @@ def compute(program):
         if program.tiles.ahead:
             state += prologue(program, turns, 0, step)
         body = functools.partial(one_turn, program, turns)
-        state = lax.fori_loop(0, count, body, state)
+        state = program.scheduler.for_each(turns, body, state)
         plgpu.wait_smem_to_gmem(0)
         return state[0]
 
@@ -252,14 +255,15 @@ def one_turn(program, turns, i, state):
     step, kept, *first = state
     turn = program.turn(turns, i, step)
     if program.tiles.ahead:
-        program.out.await_queries()
-        load_queries(program, turns, i + 1)
+        if not program.tiles.dynamic:
+            load_next_queries(program, turns, i)
     else:
         first = prologue(program, turns, i, step)
     wait_for_keys(program, turn, 1)
     acc = program.out.zeros()
-    softmax = program.softmax.in_turn(turns, turn, kept)
-    acc, m, l, p = key_tiles(program, turn, softmax, (acc, *first))
+    is_last = functools.partial(program.scheduler.is_last, turns, i)
+    softmax = program.softmax.in_turn(turns, turn, kept, is_last)
+    acc, m, l, p = key_tiles(program, turns, turn, softmax, (acc, *first))
     l = l.sum(axis=1)
     softmax = softmax.after(l)
 
@@ -278,8 +282,9 @@ def one_turn(program, turns, i, state):
 def load_queries(program, turns, i):
     """Begin to fetch my queries of turn i, if there is one."""
     me, block_q = program.me, program.tiles.block_q
+    program.scheduler.await_place(turns, i)
 
-    @pl.when(i < turns.count)
+    @pl.when(program.scheduler.has(turns, i))
     def _():
         place = program.scheduler.place(turns.start + i)
         rows = pl.ds(place.q_start + me * block_q, block_q)
@@ -288,10 +293,16 @@ def load_queries(program, turns, i):
         plgpu.copy_gmem_to_smem(mine, program.queries(i), loaded)
 
 
+def load_next_queries(program, turns, i):
+    """The same for the turn after i, while that goes on."""
+    program.out.await_queries()
+    load_queries(program, turns, i + 1)
+
+
 def wait_for_first(program, turns, i, step):
     """Until the operands of the first scores of turn i are there, if there is one."""
 
-    @pl.when(i < turns.count)
+    @pl.when(program.scheduler.has(turns, i))
     def _():
         plgpu.barrier_wait(program.smem.q_loaded.at[program.me])
         program.smem.keys.wait(step)
@@ -309,7 +320,7 @@ def first_softmax(program, turns, i, step, s):
     """(m, l, p) after the first key tile of turn i, from its scores."""
     problem, block_q = program.problem, program.tiles.block_q
     turn = program.turn(turns, i, step)
-    pl.when(i < turns.count)(lambda: program.smem.keys.release(step))
+    pl.when(program.scheduler.has(turns, i))(lambda: program.smem.keys.release(step))
     s = program.logits.of_first_tile(turn, s)
     m = program.softmax.first_maximum(s)  # finite
     l = plgpu.layout_cast(jnp.zeros((block_q, 8), jnp.float32), MATRIX)
@@ -325,18 +336,23 @@ def wait_for_keys(program, turn, j):
     pl.when(j < turn.stop)(lambda: program.smem.keys.wait(turn.step + j))
 
 
-def key_tiles(program, turn, softmax, state):
+def key_tiles(program, turns, turn, softmax, state):
     """(acc, m, l, p) after all of my key tiles, from those after the first.
 
     They go without a mask as far as possible, and each by the rule that softmax has for
     this turn. Of several rules one holds; the loops of the others have no steps.
     """
-    for rule, holds in softmax.rules():
-        for is_masked in (False, True) if program.logits.has_masks else (False,):
-            ends = (turn.unmasked, turn.stop) if is_masked else (1, turn.unmasked)
-            start, stop = ends[0], jnp.where(holds, ends[1], ends[0])
-            body = functools.partial(one_key_tile, program, turn, rule, is_masked)
-            state = lax.fori_loop(start, stop, body, state)
+    masks = (False, True) if program.logits.has_masks else (False,)
+    loops = [(*rule, is_masked) for rule in softmax.rules() for is_masked in masks]
+    if program.tiles.dynamic:  # all without a mask, and then the place of the next turn
+        loops.sort(key=lambda loop: loop[-1])
+    for number, (rule, holds, is_masked) in enumerate(loops):
+        if program.tiles.dynamic and program.tiles.ahead and 2 * number == len(loops):
+            load_next_queries(program, turns, turn.i)
+        ends = (turn.unmasked, turn.stop) if is_masked else (1, turn.unmasked)
+        start, stop = ends[0], jnp.where(holds, ends[1], ends[0])
+        body = functools.partial(one_key_tile, program, turn, rule, is_masked)
+        state = lax.fori_loop(start, stop, body, state)
     return state
 
 
@@ -486,7 +502,7 @@ class RunningMaximum(Part):
     def kept_at_first(self):
         return self.kept
 
-    def in_turn(self, turns, turn, kept):
+    def in_turn(self, turns, turn, kept, is_last):
         """Itself, as it is in a turn of a list."""
         return self
 

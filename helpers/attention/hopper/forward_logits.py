@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.hopper.forward_kernel import Part, RunningMaximum
 from helpers.attention.hopper.guess import Guess
-from helpers.attention.hopper.tile_scheduler import TileScheduler, WalkScheduler
+from helpers.attention.hopper.tile_scheduler import DynamicScheduler, TileScheduler, WalkScheduler
 from helpers.attention.hopper.walks import View
 from helpers.attention.hopper.warpgroup import MATRIX, ROWS, anew, reciprocal
 from helpers.attention.portable.tiles import LOG2_E
@@ -58,8 +58,10 @@ class Logits(Part):
     """The end of the keys hides some, and perhaps a causal mask."""
 
     @staticmethod
-    def scheduler(refs, *own):
-        return TileScheduler(*own)
+    def scheduler(refs, smem, interpret, *own):
+        if refs.counter is None:
+            return TileScheduler(*own)
+        return DynamicScheduler(*own, refs.counter, smem.lse, smem.places_known, interpret)
 
     @property
     def is_causal(self):
@@ -127,7 +129,7 @@ class WalkedLogits(Logits):
     has_masks = True
 
     @staticmethod
-    def scheduler(refs, *own):
+    def scheduler(refs, smem, interpret, *own):
         return WalkScheduler(*own, refs.walks)
 
     def first_hidden(self, turn, s, filler):
@@ -166,8 +168,8 @@ class GuessOfWhole(Guess):
     def maximum(self, s):
         return jnp.maximum(super().maximum(s), LOWEST)
 
-    def in_turn(self, turns, turn, kept):
-        return dataclasses.replace(super().in_turn(turns, turn, kept), is_whole=turn.walk.whole > 0)
+    def in_turn(self, turns, turn, *more):
+        return dataclasses.replace(super().in_turn(turns, turn, *more), is_whole=turn.walk.whole > 0)
 
     def after(self, l):
         return dataclasses.replace(self, kept=jnp.where(self.is_whole & (l > self.kept), l, self.kept))

@@ -15,6 +15,7 @@ also leaves an old m where it can, and decides that in every tile.)
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -23,7 +24,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from helpers.attention.hopper.forward_kernel import RunningMaximum, Turns, exponentials
+from helpers.attention.hopper.forward_kernel import RunningMaximum, exponentials
+from helpers.attention.hopper.tile_scheduler import Turns
 from helpers.attention.hopper.warpgroup import COLUMNS, ROWS
 from helpers.attention.portable.tiles import LOG2_E
 from helpers.attention.problem import Problem
@@ -58,12 +60,13 @@ class Guess(RunningMaximum):
     at [2 i] the first turn, and at [2 i + 1] the one after the last, 0 if none is.
 
     kept: (block_q,), the largest l that each of my rows has had in this list.
-    guesses: whether I still guess in this turn.
+    guesses: whether I still guess in this turn. is_last(): whether it is the last.
     """
 
     kept: jax.Array | None = None
     turns: Turns | None = None
     i: jax.Array | None = None
+    is_last: Callable | None = None
     guesses: jax.Array | None = None
 
     @property
@@ -85,9 +88,10 @@ class Guess(RunningMaximum):
         zeros = jnp.zeros((self.tiles.block_q,), jnp.float32)
         return plgpu.layout_cast(zeros, ROWS)
 
-    def in_turn(self, turns, turn, kept):
+    def in_turn(self, turns, turn, kept, is_last):
         guesses = self.again[2 * self.me + 1] == 0
-        return dataclasses.replace(self, kept=kept, turns=turns, i=turn.i, guesses=guesses)
+        mine = {"i": turn.i, "is_last": is_last, "guesses": guesses}
+        return dataclasses.replace(self, kept=kept, turns=turns, **mine)
 
     def after(self, l):
         return dataclasses.replace(self, kept=jnp.where(l > self.kept, l, self.kept))
@@ -112,9 +116,9 @@ class Guess(RunningMaximum):
         takes time. So it is done after the turns 0, 3, 7, 11, ... and the last, for all
         since the time before.
         """
-        (start, count), i = self.turns, self.i
+        (start, _), i = self.turns, self.i
 
-        @pl.when(self.guesses & ((i == 0) | (i % 4 == 3) | (i + 1 == count)))
+        @pl.when(self.guesses & ((i == 0) | (i % 4 == 3) | self.is_last()))
         def _():
             lse = plgpu.load(self.smem.lse.at[self.me], layout=COLUMNS)
             # Not the maximum of lse: a NaN beside it must not hide it.

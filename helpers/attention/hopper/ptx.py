@@ -1,4 +1,4 @@
-"""What Pallas has no word for, spelt out in PTX: sums that overwrite, a right operand in two places, reciprocals.
+"""What Pallas has no word for, spelt out in PTX: sums that overwrite, a right operand in two places, counting, 1 / d.
 
 It runs on a GPU only. `warpgroup` has what the interpreter does instead. The sums are wgmma.mma_async of the PTX ISA.
 """
@@ -125,6 +125,25 @@ def wide_instructions(acc, a, values, constants):
         has_side_effects=True,
     )
     return _array([llvm.extractvalue(f32, sums, [i]) for i in range(count)], acc.shape)
+
+
+def counted_up(counter, place, first):
+    """What `warpgroup.count_up` does on a GPU: a thread of the second warp, since one of the first asks for copies."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    def instructions(_, counter, place):
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            [utils.memref_ptr(counter), llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(place))],
+            "{ .reg .pred mine; .reg .b32 number; .reg .f32 place; "
+            "mov.u32 number, %tid.x; and.b32 number, number, 127; setp.eq.u32 mine, number, 32; "
+            f"@mine atom.add.u32 number, [$0], 1; add.u32 number, number, {first}; "
+            "cvt.rn.f32.u32 place, number; @mine st.shared.f32 [$1], place; }",
+            "l,r",
+            has_side_effects=True,
+        )
+
+    instructions(counter, place)
 
 
 def plain_reciprocal(d):

@@ -3,7 +3,7 @@
 The kernel is persistent: there are as many programs as SMs, and each goes through a list of (tile of queries, head)
 pairs. A place in the list of all pairs is `dealt` to a program and a turn; `causal_order` is the order of that list
 under a causal mask. The host picks the `Deal` for a call, and a program finds its own pairs by a few integer
-operations.
+operations. That is static; of a `DynamicScheduler`, a program takes the next place when it is about to need one.
 """
 
 import dataclasses
@@ -16,10 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.hopper.walks import Walk
-from helpers.attention.hopper.warpgroup import CACHED, padded_head_dim
+from helpers.attention.hopper.warpgroup import CACHED, anew, count_up, padded_head_dim
 from helpers.attention.problem import Problem
+
+OPEN = 2**30  # the count of a list of turns that ends where no place is left
+
+
+class Turns(NamedTuple):
+    """A list of turns of a program: `count` of them, from turn `start` on."""
+
+    start: jax.Array
+    count: jax.Array
 
 
 class Place(NamedTuple):
@@ -84,9 +94,35 @@ class TileScheduler:
             return every
         return jnp.minimum(lax.div(q_stop + block_k - 1, block_k), every)
 
+    def has(self, turns, i):
+        """Whether a list has a turn i. Its place must be known."""
+        return i < turns.count
+
+    def is_last(self, turns, i):
+        """Whether turn i of a list has none after it, whose place must be known."""
+        return i + 1 == turns.count
+
+    def for_each(self, turns, body, state):
+        """state = body(i, state) for each turn i of a list."""
+        return lax.fori_loop(0, turns.count, body, state)
+
+    def taken_before(self, place):
+        """Before which key tile of a place the next is taken."""
+        return 1
+
+    def take(self, turns, i):
+        """Make known the place of turn i of a list. The memory warpgroup does."""
+
+    def await_place(self, turns, i):
+        """Until the place of turn i of a list is known. All warpgroups do, once."""
+
+    def index(self, turn):
+        """The place in the list of all pairs of this program in a turn."""
+        return dealt(turn, self.program, self.programs, self.count, self.deal)
+
     def place(self, turn):
         """The `Place` of this program in a turn."""
-        index = dealt(turn, self.program, self.programs, self.count, self.deal)
+        index = self.index(turn)
         if self.is_causal:
             i, head = causal_order(index, self.q_tiles, self.problem)
         else:
@@ -119,8 +155,7 @@ class WalkScheduler(TileScheduler):
     deal = property(lambda self: Deal(1, 0))
 
     def place(self, turn):
-        index = dealt(turn, self.program, self.programs, self.count, self.deal)
-        index = jnp.minimum(index, self.count - 1)  # the turn after the last is read, too
+        index = jnp.minimum(self.index(turn), self.count - 1)  # the turn after the last is read, too
         B, S = self.problem.B, self.problem.S
         # In the cache, a head takes the room of its keys in all batch entries.
         of_all = dataclasses.replace(self.problem, B=1, T=B * S, S=B * S)
@@ -136,6 +171,86 @@ class WalkScheduler(TileScheduler):
             stop = jnp.clip(seen, until_whole, stop)
         stop = jnp.where(q_start < walk.query_length, stop, 1)
         return jnp.minimum(jnp.maximum(walk.whole, 1), stop), stop
+
+
+@dataclass(frozen=True)
+class DynamicScheduler(TileScheduler):
+    """The same for causal calls, but who is free takes the next place of the list.
+
+    counter: int32 (1,) in GMEM, how many places have been taken in this way: the first
+    is a program's own. lse: of `forward_kernel.Scratch`. Its last row has this program's
+    places, in the order of its turns. known: barriers, that of turn i at i % len. The
+    memory warpgroup arrives there, and runs ahead of the others by at most as many turns
+    as a ring has slots.
+    """
+
+    counter: jax.Array
+    lse: jax.Array
+    known: jax.Array
+    interpret: bool
+
+    @property
+    def turns(self):
+        return anew(jnp.int32(OPEN))  # an array also to what takes constants apart
+
+    @property
+    def places(self):
+        return self.lse.at[self.lse.shape[0] - 1]
+
+    def index(self, turn):
+        return self.places[turn].astype(jnp.int32)
+
+    def has(self, turns, i):
+        return (i < turns.count) & (self.index(turns.start + i) < self.count)
+
+    def is_last(self, turns, i):
+        return ~self.has(turns, i + 1)
+
+    def for_each(self, turns, body, state):
+        def step(carried):
+            i, _, state = carried
+            state = body(i, state)
+            return i + 1, self.has(turns, i + 1), state
+
+        carried = jnp.int32(0), self.has(turns, 0), state
+        return lax.while_loop(lambda carried: carried[1], step, carried)[2]
+
+    def taken_before(self, place):
+        """As late as possible: who takes a place early cannot leave it to another.
+
+        Compute warpgroups wait for it before their first masked tile, and such as have
+        no rows at once.
+        """
+        masked = pl.cdiv(self.q_block, self.tiles.block_k)
+        is_whole = place.q_start + self.q_block <= self.problem.T
+        return jnp.where(is_whole, jnp.maximum(place.stop - masked, 1), 1)
+
+    # -- take a place
+    def take(self, turns, i):
+        turn, last = turns.start + i, self.places.shape[0] - 1
+
+        @pl.when(turns.count == OPEN)  # not in turns that are done again
+        def _():
+            @pl.when((turn > 0) & (turn < last))
+            def _():
+                place = self.places.at[pl.ds(turn, 1)]
+                in_turns = turn * self.programs + self.program
+                count_up(self.counter, place, self.programs, in_turns, self.interpret)
+
+            @pl.when((turn == 0) | (turn == last))  # its own, and none: the row is full
+            def _():
+                place = jnp.where(turn == 0, self.program, self.count)
+                self.places[turn] = place.astype(jnp.float32)
+
+            plgpu.barrier_arrive(self.known.at[lax.rem(turn, self.known.shape[0])])
+
+    def await_place(self, turns, i):
+        @pl.when(turns.count == OPEN)
+        def _():
+            slot = lax.rem(turns.start + i, self.known.shape[0])
+            plgpu.barrier_wait(self.known.at[slot])
+
+    # --
 
 
 class Deal(NamedTuple):

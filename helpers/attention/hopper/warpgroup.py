@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from helpers.attention.hopper.ptx import MATRIX, overwriting_sum, plain_reciprocal, wide_sum
+from helpers.attention.hopper.ptx import MATRIX, counted_up, overwriting_sum, plain_reciprocal, wide_sum
 
 HEAD_DIMS = (64, 128, 256)  # others are padded to the next
 NUM_SMS = 132  # of an H100 SXM and an H200; on other GPUs the programs queue or leave some idle
@@ -51,6 +51,17 @@ def anew(numbers):
 def reciprocal(d, interpret):
     """1 / d, by one instruction where `/` takes five, so that a subnormal number, too, has its inverse."""
     return 1 / d if interpret else plain_reciprocal(d)
+
+
+def count_up(counter, place, first, in_turns, interpret):
+    """place = first + counter, counter += 1: int32 (1,) in GMEM, which all programs count, float32 (1,) in SMEM.
+
+    The interpreter knows no such addition, and there place = in_turns.
+    """
+    if interpret:
+        place[0] = in_turns.astype(jnp.float32)
+    else:
+        counted_up(counter, place, first)
 
 
 def read(*operands):
