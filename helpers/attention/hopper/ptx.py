@@ -1,4 +1,4 @@
-"""What Pallas has no word for, spelt out in PTX: sums that overwrite, a right operand in two places, reciprocals.
+"""What Pallas has no word for, spelt out in PTX: sums that overwrite, a right operand in two places, counters.
 
 It runs on a GPU only. `warpgroup` has what the interpreter does instead. The sums are wgmma.mma_async of the PTX ISA.
 """
@@ -6,6 +6,7 @@ It runs on a GPU only. `warpgroup` has what the interpreter does instead. The su
 import functools
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
@@ -137,6 +138,40 @@ def plain_reciprocal(d):
         return _array([inverse(number) for number in numbers], d.shape)
 
     return instructions(d)
+
+
+def by_one_thread(text, *operands):
+    """PTX that one thread of a warpgroup runs. operands, $0, $1, ...: refs, which stand for addresses, or an int32."""
+    is_number = [isinstance(one, jax.Array) for one in operands]
+
+    @plgpu.inline_mgpu(arg_types=tuple(plgpu.Layout.WG_SPLAT if one else plgpu.RefType() for one in is_number))
+    def instructions(_, *operands):
+        registers = [
+            one.registers.item() if isinstance(one, mgpu.FragmentedArray) else utils.memref_ptr(one) for one in operands
+        ]
+        constraints = ",".join("l" if str(one.type) == "!llvm.ptr" else "r" for one in registers)
+        with utils.single_thread(scope=utils.ThreadSubset.WARPGROUP):
+            llvm.inline_asm(None, registers, f"{{ {text} }}", constraints, has_side_effects=True)
+        utils.warpgroup_barrier()
+
+    instructions(*operands)
+
+
+def draw(counter, number):
+    """Put the next number of a counter, a ref of one int32 in GMEM, into one in SMEM."""
+    text = ".reg .b32 n; atom.relaxed.gpu.global.add.u32 n, [$0], 1; st.shared.b32 [$1], n;"
+    by_one_thread(text, counter, number)
+
+
+def await_count(ref, count):
+    """Until an int32 in GMEM is count. The last fence is for TMA, which comes to memory by another path."""
+    text = ".reg .pred early; .reg .b32 n; again: ld.acquire.gpu.global.b32 n, [$0]; setp.ne.b32 early, n, $1; "
+    by_one_thread(text + "@early bra again; fence.proxy.async.global;", ref, count)
+
+
+def count_on(ref):
+    """Add one to an int32 in GMEM: who awaits that sees what this warpgroup has awaited."""
+    by_one_thread("red.release.gpu.global.add.u32 [$0], 1;", ref)
 
 
 def _array(numbers, shape):
