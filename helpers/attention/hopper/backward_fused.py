@@ -27,7 +27,7 @@ from helpers.attention.hopper.backward_parts import (
     take_registers,
     wait_for_keys,
 )
-from helpers.attention.hopper.backward_schedule import ROWS_OF_WGMMA
+from helpers.attention.hopper.backward_schedule import ROWS_OF_WGMMA, place_in_turn
 from helpers.attention.hopper.ptx import MATRIX, await_count, count_on
 from helpers.attention.hopper.warpgroup import COLUMNS, anew, awaited, issue, multiply_add
 
@@ -262,18 +262,17 @@ def copy_to_dq(program, wg, head, i):
 
 
 def add_in_turn(program, head, i):
-    """What the memory warpgroup of the ordered form does with a tile of dq: it adds it after those of all keys before.
+    """What the memory warpgroup of the ordered form does with a tile of dq: adds it after those of all later keys.
 
-    Tile number n of the keys waits for a counter of this tile of dq to be n. In the interpreter it is.
+    A counter of this tile of dq shows how many tiles of keys have added. In the interpreter no one has to wait.
     """
     scratch, turn = program.scratch, program.gmem.turns.at[program.b, head, i]
     plgpu.barrier_wait(scratch.dq_ready)
     if not program.interpret:
-        await_count(turn, lax.div(program.k_start, program.tiles.block_k))
+        await_count(turn, place_in_turn(program.problem, program.tiles, i, program.k_start))
     for wg in range(program.tiles.warpgroups):
         copy_to_dq(program, wg, head, i)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.barrier_arrive(scratch.dq_free)
     plgpu.wait_smem_to_gmem(0)
+    plgpu.barrier_arrive(scratch.dq_free)
     if not program.interpret:
         count_on(turn)

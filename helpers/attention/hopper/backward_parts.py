@@ -70,7 +70,7 @@ class Scratch(NamedTuple):
     number     (1,) int32: the number that the program drew
     drawn      a barrier: it is there
     dq_ready   a barrier: all warpgroups have written their part of dq
-    dq_free    a barrier: TMA has read these
+    dq_free    a barrier: these are added
     """
 
     q: Ring
@@ -113,6 +113,8 @@ class Program(NamedTuple):
         at = drawn_place(gmem, scratch, grid, me == tiles.warpgroups, interpret) if tiles.ordered else lax.axis_index
         b = at("batch") if walk is None else walk.b
         kv, tile = kv_head_at(grid, at), at("tile") if walk is None else walk.tile
+        if tiles.ordered:
+            tile = grid["tile"] - 1 - tile
         return cls(gmem, scratch, problem, tiles, interpret, b, kv, me, tile * tiles.block_k, walk)
 
     def walk(self, body, masked_body, carry):

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from helpers.attention.device import core_count
 from helpers.attention.hopper.table import tuned_tiles
 from helpers.attention.hopper.warpgroup import CACHED, NUM_SMS, anew
-from helpers.attention.masking import NO_BAND, query_tiles
+from helpers.attention.masking import NO_BAND, key_tiles, query_tiles
 
 ROWS_OF_WGMMA = 64  # rows of a product that one warpgroup owns
 WIDEST = 128  # columns of dk and dv that the registers of a warpgroup hold beside s and dp
@@ -152,6 +152,19 @@ def place_in_line(problem, tiles):
     return place
 
 
+def place_in_turn(problem, tiles, i, k_start):
+    """How many tiles of keys add to tile i of the queries before the one that begins at k_start: those of later keys.
+
+    The last keys go first and all walk up. Under a causal mask each tile of keys begins at a tile of queries that
+    those of earlier keys reach in a later step, so that few wait.
+    """
+    block_q, block_k = tiles.block_q, tiles.block_k
+    every = pl.cdiv(problem.S, block_k)
+    _, stop = key_tiles(i * block_q, (i + 1) * block_q, block_k, problem.band, problem.T, problem.S, xp=jnp)
+    stop = jnp.where(i == pl.cdiv(problem.T, block_q) - 1, every, stop)  # keys that nobody sees have a step, too
+    return stop - 1 - lax.div(k_start, block_k)
+
+
 def for_each_walked_tile(walk, group, kv, body, masked_body, carry):
     """Run carry = body(head, i, step, carry) over the tiles of queries of a `Walk`, in all heads of a group.
 
@@ -207,7 +220,7 @@ def for_each_query_tile(problem, tiles, kv, k_start, body, masked_body, carry):
         """
         head, i = kv * group + lax.rem(n, group), lax.div(n, group)
         if tiles.ordered:
-            return head, end - 1 - i
+            return head, start + i
         up = lax.rem(lax.div(place_in_line(problem, tiles), core_count(NUM_SMS)), 2) == 1
         return head, jnp.where(up, start + i, end - 1 - i)
 
@@ -237,9 +250,6 @@ def for_each_query_tile(problem, tiles, kv, k_start, body, masked_body, carry):
         return lax.fori_loop(0, steps, one_step, (*place, *state))[2:]
 
     state = (jnp.int32(0), carry)
-    loops = [(body, all_from, stop)]
     if partial:
-        loops.insert(len(loops) if tiles.ordered else 0, (masked_body, first, all_from))
-    for one in loops:
-        state = all_heads(*one, state)
-    return state
+        state = all_heads(masked_body, first, all_from, state)
+    return all_heads(body, all_from, stop, state)
