@@ -190,8 +190,9 @@ def test_walks_of_one_sm(monkeypatch):
     check(AttentionCase(330, 400, 64, N=6, K=2, dtype="bfloat16", arguments=CAUSAL), schedule.forms(64)["fused"])
 
 
-def walk_of(problem, monkeypatch, tiles=schedule.Tiles(64, 128, 2), **place):
+def walk_of(problem, monkeypatch, tiles=None, **place):
     """[(query head, tile of queries, masked)] of the program at a place of the grid, outside of a kernel."""
+    tiles = tiles or schedule.Tiles(64, 128, 2)
     monkeypatch.setattr(schedule.lax, "axis_index", place.__getitem__)
     steps = []
 
@@ -320,7 +321,10 @@ def turns_of(*changes):
     copy.await_count, copy.count_on = noted(copy, "await_count", "turn:"), noted(copy, "count_on", "passed on")
     of_tma = {"copy_smem_to_gmem": "adds", "wait_smem_to_gmem": "waits"}
     noted_of_tma = {name: noted(plgpu, name, what) for name, what in of_tma.items()}
-    with mock.patch.multiple(plgpu, **noted_of_tma), mock.patch.object(hopper, "immediate_kernel", copy.immediate_kernel):
+    with (
+        mock.patch.multiple(plgpu, **noted_of_tma),
+        mock.patch.object(hopper, "immediate_kernel", copy.immediate_kernel),
+    ):
         hopper._fused.clear_cache()
         traced_for_a_gpu(problem_of(300, 300, 1, 1), tiles=SMALL["fused"], deterministic=True)
         hopper._fused.clear_cache()

@@ -235,14 +235,14 @@ def finish(program, own, tile, ds=None):
 
 def add_to_dq(program, own, dq, head, i):
     """Send this warpgroup's part of a tile of dq on its way, to be added there."""
-    scratch, ordered = program.scratch, program.tiles.ordered
-    if ordered:
+    scratch = program.scratch
+    if program.tiles.ordered:  # the memory warpgroup adds
         plgpu.barrier_wait(scratch.dq_free)
     else:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     scratch.dq.at[program.me][...] = dq
     plgpu.commit_smem()
-    if ordered:
+    if program.tiles.ordered:
         plgpu.barrier_arrive(scratch.dq_ready)
     else:
         copy_to_dq(program, program.me, head, i)
@@ -262,14 +262,12 @@ def copy_to_dq(program, wg, head, i):
 
 
 def add_in_turn(program, head, i):
-    """What the memory warpgroup of the ordered form does with a tile of dq: adds it after those of all later keys.
-
-    A counter of this tile of dq shows how many tiles of keys have added. In the interpreter no one has to wait.
-    """
+    """What the memory warpgroup does in the ordered form, with a whole tile of dq."""
     scratch, turn = program.scratch, program.gmem.turns.at[program.b, head, i]
     plgpu.barrier_wait(scratch.dq_ready)
-    if not program.interpret:
-        await_count(turn, place_in_turn(program.problem, program.tiles, i, program.k_start))
+    if not program.interpret:  # there, those before have ended
+        place = place_in_turn(program.problem, program.tiles, i, program.k_start)
+        await_count(turn, place)
     for wg in range(program.tiles.warpgroups):
         copy_to_dq(program, wg, head, i)
     plgpu.wait_smem_to_gmem(0)

@@ -27,7 +27,7 @@ class Tiles(NamedTuple):
     delayed          delayed_kernel, not immediate_kernel
     keeps_addresses  the compiler may make the addresses of k and v ahead of the loop, and keep them in
                      registers. Never with groups, where some would be spilled.
-    ordered          tiles of keys add to a tile of dq one after the other: `backward` sees to it
+    ordered          programs add to a tile of dq one after the other, see `place_in_turn`
 
     A compute warpgroup owns 64 rows of the kernel's own side. So block_q is 64 * warpgroups in dq_kernel,
     and block_k is in the others.
@@ -88,9 +88,9 @@ def untuned_tiles(problem, deterministic=False):
 
 def grid_of(problem, head_axis, tile_count, parts=1, together=None, ordered=False):
     """The programs, the last axis fastest. Full: the tiles of a head together, for they read the same memory.
-    Causal, or ordered: a tile of every head of a section together, longest first, so that short ones fill up the end. A section
-    has `together` heads of a batch entry, or all. Where there are few programs in all, a tile of all batch entries
-    together: no long one may start late."""
+    Causal: a tile of every head of a section together, longest first, so that short ones fill up the end. A section
+    has `together` heads of a batch entry, or all. Ordered: the same, so that tiles of a head start one by one. Where
+    there are few programs in all, a tile of all batch entries together: no long one may start late."""
     name, heads = head_axis
     if problem.band == NO_BAND and not ordered:
         return {"batch": problem.B, name: heads, "part": parts, "tile": tile_count}

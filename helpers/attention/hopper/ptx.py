@@ -141,44 +141,34 @@ def plain_reciprocal(d):
 
 
 def by_threads(which, text, *operands):
-    """PTX that some threads of a warpgroup run. operands, $0, $1, ...: refs, which stand for addresses, or an int32.
+    """PTX that some threads of a warpgroup run: `which` compares their numbers, t. operands: refs, or an int32."""
+    kinds = (plgpu.Layout.WG_SPLAT if isinstance(one, jax.Array) else plgpu.RefType() for one in operands)
 
-    which: a comparison that sets `mine` by t, the number of a thread in its warpgroup.
-    """
-    is_number = [isinstance(one, jax.Array) for one in operands]
-
-    @plgpu.inline_mgpu(arg_types=tuple(plgpu.Layout.WG_SPLAT if one else plgpu.RefType() for one in is_number))
-    def instructions(_, *operands):
-        registers = [
-            one.registers.item() if isinstance(one, mgpu.FragmentedArray) else utils.memref_ptr(one) for one in operands
-        ]
-        mine = f".reg .pred mine; .reg .b32 t; mov.u32 t, %tid.x; and.b32 t, t, 127; setp.{which}; @!mine bra others;"
-        constraints = ",".join("l" if str(one.type) == "!llvm.ptr" else "r" for one in registers)
-        llvm.inline_asm(None, registers, f"{{ {mine} {text} others: }}", constraints, has_side_effects=True)
+    @plgpu.inline_mgpu(arg_types=tuple(kinds))
+    def instructions(_, *refs):
+        value = lambda one: one.registers.item() if isinstance(one, mgpu.FragmentedArray) else utils.memref_ptr(one)
+        values = list(map(value, refs))
+        places = ",".join("l" if str(one.type) == "!llvm.ptr" else "r" for one in values)
+        mine = f".reg .pred mine; .reg .b32 t, n; mov.u32 t, %tid.x; and.b32 t, t, 127; setp.{which};"
+        llvm.inline_asm(None, values, f"{{ {mine} @!mine bra end; {text} end: }}", places, has_side_effects=True)
 
     instructions(*operands)
 
 
 def draw(counter, number):
     """Put the next number of a counter, a ref of one int32 in GMEM, into one in SMEM."""
-    text = ".reg .b32 n; atom.relaxed.gpu.global.add.u32 n, [$0], 1; st.shared.b32 [$1], n;"
+    text = "atom.relaxed.gpu.global.add.u32 n, [$0], 1; st.shared.b32 [$1], n;"
     by_threads("eq.u32 mine, t, 0", text, counter, number)
 
 
 def await_count(ref, count):
-    """Until an int32 in GMEM is count: the first warp waits, for that is who starts copies.
-
-    The last fence is for TMA, which comes to memory by another path.
-    """
-    text = ".reg .pred early; .reg .b32 n; again: ld.acquire.gpu.global.b32 n, [$0]; setp.ne.b32 early, n, $1; "
-    by_threads("lt.u32 mine, t, 32", text + "@early bra again; fence.proxy.async.global;", ref, count)
+    """The first warp, which starts copies, waits until an int32 in GMEM is count. The fence is for TMA's own path."""
+    text = "again: ld.acquire.gpu.global.b32 n, [$0]; setp.ne.b32 mine, n, $1; @mine bra again; "
+    by_threads("lt.u32 mine, t, 32", text + "fence.proxy.async.global;", ref, count)
 
 
 def count_on(ref):
-    """Add one to an int32 in GMEM: who awaits that sees what this warpgroup has awaited.
-
-    By a thread of the second warp: this takes time, and the first one has the next copy to start.
-    """
+    """Add one to an int32 in GMEM, for all to see after what was awaited; by the second warp, for it takes time."""
     by_threads("eq.u32 mine, t, 32", "red.release.gpu.global.add.u32 [$0], 1;", ref)
 
 
