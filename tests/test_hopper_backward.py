@@ -339,6 +339,17 @@ def test_a_turn_is_passed_on_after_the_addition():
     assert turns_of(("    plgpu.wait_smem_to_gmem(0)\n", "")) == {"adds adds "}
 
 
+@pytest.mark.parametrize(("T", "causal", "H"), [(64, False, 64), (2048, True, 64), (2049, True, 128), (64, False, 256)])
+def test_which_form_deterministic_chooses(T, causal, H, monkeypatch):
+    """The ordered one, but the split one in short causal calls and for wide heads."""
+    names, launch = [], hopper._launch
+    noted = lambda *args, **refs: (names.append((args[1], "turns" in refs)), launch(*args, **refs))[1]
+    monkeypatch.setattr(hopper, "_launch", noted)
+    traced_for_a_gpu(problem_of(T, 72, 1, 1, H=H, causal=causal), deterministic=True)
+    is_split = H == 256 or T == 2048
+    assert names == ([("dkv", False), ("dq", False)] if is_split else [("fused_backward", True)])
+
+
 def test_the_ordered_form_is_for_full_and_causal_calls():
     case = AttentionCase(40, 50, 64, dtype="bfloat16", key_lengths=(30,))
     arrays, arguments = case.inputs()
