@@ -87,9 +87,9 @@ def run(program, walk):
         dk, dv = pl.run_scoped(accumulate, acc, acc)
         plgpu.barrier_arrive(scratch.ds_ready)  # the other warpgroups are done with the keys of this one
         plgpu.barrier_wait(scratch.ds_ready)
+        store_dk_and_dv(program, dk, dv, start)
         if tiles.ordered:
             plgpu.barrier_wait(scratch.dq_free)
-        store_dk_and_dv(program, dk, dv, start)
 
     def load():
         if tiles.ordered:
