@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import itertools
+import math
+from collections import Counter
 from unittest import mock
 
 import jax
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import AttentionCase, check_gradients, cotangents, in_tiers, relative_error
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from seeded import seeded
 
 from helpers.attention.hopper import backward as hopper
@@ -30,25 +33,25 @@ SMALL = {
 }
 
 
-def backward_of(case, tiles):
+def backward_of(case, tiles, **options):
     """A function that runs the interpreted kernels with these tiles, from naive out and lse: (dq, dk, dv)."""
     arrays, arguments = case.inputs()
     call = check_call(*arrays, **arguments)
     out, lse = naive_attention(call)
     dout, dlse = cotangents(case)
-    run = functools.partial(hopper.backward, call, out, lse, dout, dlse.swapaxes(1, 2), tiles=tiles)
+    run = functools.partial(hopper.backward, call, out, lse, dout, dlse.swapaxes(1, 2), tiles=tiles, **options)
     return lambda: jax.block_until_ready(run(interpret=DETECTING))
 
 
-def gradients_of_kernels(case, tiles):
+def gradients_of_kernels(case, tiles, **options):
     """(dq, dk, dv) of kernels that must not race."""
     found = []
-    assert races(lambda: found.extend(backward_of(case, tiles)())) == []
+    assert races(lambda: found.extend(backward_of(case, tiles, **options)())) == []
     return found
 
 
-def check(case, tiles):
-    check_gradients(functools.partial(gradients_of_kernels, tiles=tiles), case, mends_delta=False)
+def check(case, tiles, **options):
+    check_gradients(functools.partial(gradients_of_kernels, tiles=tiles, **options), case, mends_delta=False)
 
 
 CASES = [
@@ -187,9 +190,9 @@ def test_walks_of_one_sm(monkeypatch):
     check(AttentionCase(330, 400, 64, N=6, K=2, dtype="bfloat16", arguments=CAUSAL), schedule.forms(64)["fused"])
 
 
-def walk_of(problem, monkeypatch, **place):
+def walk_of(problem, monkeypatch, tiles=None, **place):
     """[(query head, tile of queries, masked)] of the program at a place of the grid, outside of a kernel."""
-    tiles = schedule.Tiles(64, 128, 2)
+    tiles = tiles or schedule.Tiles(64, 128, 2)
     monkeypatch.setattr(schedule.lax, "axis_index", place.__getitem__)
     steps = []
 
@@ -267,11 +270,91 @@ def test_more_heads_than_a_grid_can_hold(monkeypatch):
         np.testing.assert_allclose(dv[piece], delta * value[piece].astype(float), rtol=1e-2)
 
 
-def test_the_fused_form_is_not_deterministic():
-    case = AttentionCase(40, 50, 64, dtype="bfloat16")
-    call = check_call(*case.inputs()[0])
-    with pytest.raises(ValueError, match="the fused form is not deterministic"):
-        rows = np.zeros((1, 2, 40), np.float32)
+# The ordered form
+
+ORDERED = [
+    AttentionCase(150, 270, 80, N=4, K=2, dtype="bfloat16", arguments=CAUSAL),
+    AttentionCase(130, 203, 64, dtype="float16", arguments={"scale": -0.3}),
+    AttentionCase(70, 300, 64, N=1, B=2, dtype="bfloat16", arguments=CAUSAL),
+]
+
+
+@pytest.mark.parametrize("form", ["fused", "fused, dq delayed"])
+@pytest.mark.parametrize("case", in_tiers(ORDERED, lambda case: case in ORDERED[:1]), ids=str)
+def test_ordered(case, form):
+    """Right without a race, and twice the same bits."""
+    check(case, SMALL[form], deterministic=True)
+    run = backward_of(case, SMALL[form], deterministic=True)
+    for mine, again in zip(run(), run(), strict=True):
+        np.testing.assert_array_equal(mine, again)
+
+
+@pytest.mark.parametrize("lengths", [(330, 470), (470, 330), (64, 900)])
+@pytest.mark.parametrize(("N", "K"), [(2, 2), (6, 2)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_nobody_waits_for_a_program_that_starts_later(lengths, N, K, causal, monkeypatch):
+    """Of each tile of dq, the place of a program is how many that drew before it add to it."""
+    problem, tiles = problem_of(*lengths, N, K, B=2, causal=causal), schedule.Tiles(64, 128, 2, ordered=True)
+    monkeypatch.setattr(schedule, "CACHED", problem.T * 64 * 8)
+    for num_sms in (1, 132):
+        monkeypatch.setattr(schedule, "NUM_SMS", num_sms)
+        grid, added = schedule.grid_of_keys(problem, tiles), Counter()
+        for number in range(math.prod(grid.values())):
+            place = {name: int(index) for name, index in schedule.place_in(grid, number).items()}
+            assert np.ravel_multi_index(tuple(place[name] for name in grid), tuple(grid.values())) == number
+            tile = grid["tile"] - 1 - place["tile"]
+            for head, i, _ in walk_of(problem, monkeypatch, tiles, **place | {"tile": tile}):
+                tile_of_dq = place["batch"], head + problem.group * place.get("section", 0) * grid["kv_head"], i
+                assert schedule.place_in_turn(problem, tiles, i, tile * 128) == added[tile_of_dq]
+                added[tile_of_dq] += 1
+
+
+def turns_of(*changes):
+    """What a program does in each of its turns, traced for a GPU with changes in the source."""
+    copy, done = seeded(backward_fused, *changes), []
+
+    def noted(module, name, what):
+        """The function of a module, which writes down what it does."""
+        act = getattr(module, name)
+        return lambda *args, **options: (done.append(what), act(*args, **options))[1]
+
+    copy.await_count, copy.count_on = noted(copy, "await_count", "turn:"), noted(copy, "count_on", "passed on")
+    of_tma = {"copy_smem_to_gmem": "adds", "wait_smem_to_gmem": "waits"}
+    noted_of_tma = {name: noted(plgpu, name, what) for name, what in of_tma.items()}
+    with (
+        mock.patch.multiple(plgpu, **noted_of_tma),
+        mock.patch.object(hopper, "immediate_kernel", copy.immediate_kernel),
+    ):
+        hopper._fused.clear_cache()
+        traced_for_a_gpu(problem_of(300, 300, 1, 1), tiles=SMALL["fused"], deterministic=True)
+        hopper._fused.clear_cache()
+    return {turn.partition("passed on")[0] for turn in " ".join(done).split("turn: ")[1:]}
+
+
+def test_a_turn_is_passed_on_after_the_addition():
+    release = "    if not program.interpret:\n        count_on(turn)\n"
+    early = ("    for wg in range", f"{release}    for wg in range")
+    assert turns_of() == {"adds adds waits "}
+    assert turns_of(early) == {""}
+    assert turns_of(("    plgpu.wait_smem_to_gmem(0)\n", "")) == {"adds adds "}
+
+
+@pytest.mark.parametrize(("T", "causal", "H"), [(64, False, 64), (2048, True, 64), (2049, True, 128), (64, False, 256)])
+def test_which_form_deterministic_chooses(T, causal, H, monkeypatch):
+    """The ordered one, but the split one in short causal calls and for wide heads."""
+    names, launch = [], hopper._launch
+    noted = lambda *args, **refs: (names.append((args[1], "turns" in refs)), launch(*args, **refs))[1]
+    monkeypatch.setattr(hopper, "_launch", noted)
+    traced_for_a_gpu(problem_of(T, 72, 1, 1, H=H, causal=causal), deterministic=True)
+    is_split = H == 256 or T == 2048
+    assert names == ([("dkv", False), ("dq", False)] if is_split else [("fused_backward", True)])
+
+
+def test_the_ordered_form_is_for_full_and_causal_calls():
+    case = AttentionCase(40, 50, 64, dtype="bfloat16", key_lengths=(30,))
+    arrays, arguments = case.inputs()
+    call, rows = check_call(*arrays, **arguments), np.zeros((1, 2, 40), np.float32)
+    with pytest.raises(ValueError, match="the ordered form is for full and causal calls"):
         hopper.backward(call, call.query, rows, call.query, rows, tiles=schedule.forms(64)["fused"], deterministic=True)
 
 

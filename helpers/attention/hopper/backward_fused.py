@@ -27,8 +27,8 @@ from helpers.attention.hopper.backward_parts import (
     take_registers,
     wait_for_keys,
 )
-from helpers.attention.hopper.backward_schedule import ROWS_OF_WGMMA
-from helpers.attention.hopper.ptx import MATRIX
+from helpers.attention.hopper.backward_schedule import ROWS_OF_WGMMA, place_in_turn
+from helpers.attention.hopper.ptx import MATRIX, await_count, count_on
 from helpers.attention.hopper.warpgroup import COLUMNS, anew, awaited, issue, multiply_add
 
 
@@ -77,9 +77,7 @@ def run(program, walk):
         start = program.k_start + me * ROWS_OF_WGMMA
         scratch.q.open()
         scratch.do.open()
-        width = scratch.dq.shape[-1]
-        row = me * ROWS_OF_WGMMA if tiles.block_q > ROWS_OF_WGMMA else 0
-        columns = pl.ds(me * width if width < problem.H else 0, width)
+        row, columns = part_of_dq(program, me)
 
         def accumulate(dk_acc, dv_acc):
             walk(program, Own(start, dk_acc, dv_acc, row, columns))
@@ -90,9 +88,23 @@ def run(program, walk):
         plgpu.barrier_arrive(scratch.ds_ready)  # the other warpgroups are done with the keys of this one
         plgpu.barrier_wait(scratch.ds_ready)
         store_dk_and_dv(program, dk, dv, start)
+        if tiles.ordered:
+            plgpu.barrier_wait(scratch.dq_free)
+
+    def load():
+        if tiles.ordered:
+            plgpu.barrier_arrive(scratch.dq_free)
+        load_keys_then_queries(program, functools.partial(add_in_turn, program) if tiles.ordered else None)
 
     pl.when(me < tiles.warpgroups)(compute)
-    pl.when(me == tiles.warpgroups)(lambda: load_keys_then_queries(program))
+    pl.when(me == tiles.warpgroups)(load)
+
+
+def part_of_dq(program, wg):
+    """(first row, columns) of the part of a tile of dq that a warpgroup computes."""
+    width = program.scratch.dq.shape[-1]
+    row = wg * ROWS_OF_WGMMA if program.tiles.block_q > ROWS_OF_WGMMA else 0
+    return row, pl.ds(wg * width if width < program.problem.H else 0, width)
 
 
 def walk_immediately(program, own):
@@ -223,14 +235,42 @@ def finish(program, own, tile, ds=None):
 
 def add_to_dq(program, own, dq, head, i):
     """Send this warpgroup's part of a tile of dq on its way, to be added there."""
-    mine, there = program.scratch.dq.at[program.me], program.gmem.dq
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    mine[...] = dq
+    scratch = program.scratch
+    if program.tiles.ordered:  # the memory warpgroup adds
+        plgpu.barrier_wait(scratch.dq_free)
+    else:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    scratch.dq.at[program.me][...] = dq
     plgpu.commit_smem()
-    rows = pl.ds(i * program.tiles.block_q + own.row, ROWS_OF_WGMMA)
-    part = program.b, rows, head, own.columns
+    if program.tiles.ordered:
+        plgpu.barrier_arrive(scratch.dq_ready)
+    else:
+        copy_to_dq(program, program.me, head, i)
+
+
+def copy_to_dq(program, wg, head, i):
+    """TMA adds a warpgroup's part of a tile of dq to memory."""
+    mine, there = program.scratch.dq.at[wg], program.gmem.dq
+    row, columns = part_of_dq(program, wg)
+    rows = pl.ds(i * program.tiles.block_q + row, ROWS_OF_WGMMA)
+    part = program.b, rows, head, columns
     if program.interpret:  # no addition: each tile of keys has a plane of its own
         plane = lax.div(program.k_start, program.tiles.block_k)
         plgpu.copy_smem_to_gmem(mine, there.at[plane].at[part])
     else:
         plgpu.copy_smem_to_gmem(mine, there.at[part], reduction_op="add")
+
+
+def add_in_turn(program, head, i):
+    """What the memory warpgroup does in the ordered form, with a whole tile of dq."""
+    scratch, turn = program.scratch, program.gmem.turns.at[program.b, head, i]
+    plgpu.barrier_wait(scratch.dq_ready)
+    if not program.interpret:  # there, those before have ended
+        place = place_in_turn(program.problem, program.tiles, i, program.k_start)
+        await_count(turn, place)
+    for wg in range(program.tiles.warpgroups):
+        copy_to_dq(program, wg, head, i)
+    plgpu.wait_smem_to_gmem(0)
+    plgpu.barrier_arrive(scratch.dq_free)
+    if not program.interpret:
+        count_on(turn)

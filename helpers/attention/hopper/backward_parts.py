@@ -1,5 +1,6 @@
 """What the Hopper backward kernels share: a program with its memory, how tiles come in, and pieces of a step."""
 
+import functools
 import itertools
 from typing import NamedTuple
 
@@ -14,9 +15,11 @@ from helpers.attention.hopper.backward_schedule import (
     Tiles,
     for_each_query_tile,
     for_each_walked_tile,
-    kv_head_here,
+    grid_of_keys,
+    kv_head_at,
+    place_in,
 )
-from helpers.attention.hopper.ptx import MATRIX
+from helpers.attention.hopper.ptx import MATRIX, draw
 from helpers.attention.hopper.ring import Ring
 from helpers.attention.hopper.walks import View, Walk, capped
 from helpers.attention.hopper.warpgroup import COLUMNS, REGISTERS, ROWS, anew, awaited
@@ -28,6 +31,8 @@ class Gmem(NamedTuple):
     """Refs of the arrays of a call, see `backward`; of the gradients those that a kernel writes.
 
     walks (see `walks`) of the tiles that programs own, and segment numbers, are None in calls that are full or causal.
+    In the ordered form, counter (1,) int32 counts the programs that have started, and turns (B, N, tiles) int32 those
+    that have added to a tile of dq.
     """
 
     q: jax.Array
@@ -42,6 +47,8 @@ class Gmem(NamedTuple):
     dq: jax.Array | None = None
     dk: jax.Array | None = None
     dv: jax.Array | None = None
+    counter: jax.Array | None = None
+    turns: jax.Array | None = None
 
 
 class Scratch(NamedTuple):
@@ -57,6 +64,13 @@ class Scratch(NamedTuple):
     ds         (2, warpgroups, 64, block_q): ds^T of two steps
     ds_ready   a barrier: all warpgroups have published their ds
     dq         (warpgroups, 64, H or H / warpgroups) float32: the part of dq that a warpgroup computes
+
+    In the ordered form alone
+
+    number     (1,) int32: the number that the program drew
+    drawn      a barrier: it is there
+    dq_ready   a barrier: all warpgroups have written their part of dq
+    dq_free    a barrier: these are added
     """
 
     q: Ring
@@ -68,6 +82,10 @@ class Scratch(NamedTuple):
     ds: jax.Array | None = None
     ds_ready: jax.Array | None = None
     dq: jax.Array | None = None
+    number: jax.Array | None = None
+    drawn: jax.Array | None = None
+    dq_ready: jax.Array | None = None
+    dq_free: jax.Array | None = None
 
 
 class Program(NamedTuple):
@@ -91,9 +109,12 @@ class Program(NamedTuple):
     @classmethod
     def here(cls, gmem, scratch, problem, tiles, interpret):
         walk = None if gmem.walks is None else Walk.read(gmem.walks, lax.axis_index("tile"))
-        b = lax.axis_index("batch") if walk is None else walk.b
-        kv, me = kv_head_here(problem, tiles, gmem.walks), lax.axis_index("warpgroup")
-        tile = lax.axis_index("tile") if walk is None else walk.tile
+        grid, me = grid_of_keys(problem, tiles, gmem.walks), lax.axis_index("warpgroup")
+        at = drawn_place(gmem, scratch, grid, me == tiles.warpgroups, interpret) if tiles.ordered else lax.axis_index
+        b = at("batch") if walk is None else walk.b
+        kv, tile = kv_head_at(grid, at), at("tile") if walk is None else walk.tile
+        if tiles.ordered:
+            tile = grid["tile"] - 1 - tile
         return cls(gmem, scratch, problem, tiles, interpret, b, kv, me, tile * tiles.block_k, walk)
 
     def walk(self, body, masked_body, carry):
@@ -105,6 +126,26 @@ class Program(NamedTuple):
     def hidden(self, p, q_start, k_start):
         """p (keys, queries) with zeros where the query does not see the key."""
         return hidden(self, self.own_walk, p, q_start, k_start, 0)
+
+
+def drawn_place(gmem, scratch, grid, is_memory, interpret):
+    """A function of the name of an axis of the grid: where this program is there, by a number that it draws.
+
+    A program of the ordered form waits only for programs with smaller numbers. CUDA promises no order in which thread
+    blocks start, but who drew a smaller number has started; the one with the smallest of those that run waits for
+    nobody. So nobody waits for ever, however many programs the GPU holds at a time. In the interpreter each program
+    has ended before the next one starts.
+    """
+    if interpret:
+        return lax.axis_index
+
+    @pl.when(is_memory)
+    def _():
+        draw(gmem.counter, scratch.number)
+        plgpu.barrier_arrive(scratch.drawn)
+
+    plgpu.barrier_wait(scratch.drawn)
+    return place_in(grid, scratch.number[0]).__getitem__
 
 
 def wait_for_keys(program, start):
@@ -124,8 +165,11 @@ def wait_for_keys(program, start):
         plgpu.commit_smem()
 
 
-def load_keys_then_queries(program):
-    """What the memory warpgroup of a program that owns keys does."""
+def load_keys_then_queries(program, send_dq=None):
+    """What the memory warpgroup of a program that owns keys does.
+
+    send_dq: what it does besides with each tile of dq, of a query head and number, when it has refilled the ring.
+    """
     gmem, scratch, tiles, b, kv = program.gmem, program.scratch, program.tiles, program.b, program.kv
     take_registers(tiles, memory=1)
     parts, warpgroups, _, width = scratch.k.shape
@@ -134,12 +178,18 @@ def load_keys_then_queries(program):
         plgpu.copy_gmem_to_smem(gmem.k.at[keys], scratch.k.at[part, wg], scratch.kv_loaded)
         plgpu.copy_gmem_to_smem(gmem.v.at[keys], scratch.v.at[part, wg], scratch.kv_loaded)
 
-    def one_step(head, i, step, _):
+    def one_step(head, i, step, before):
         rows = pl.ds(i * tiles.block_q, tiles.block_q)
         scratch.q.fetch(step, gmem.q.at[b, rows, head], gmem.lse.at[b, head, rows])
         scratch.do.fetch(step, gmem.do.at[b, rows, head], gmem.delta.at[b, head, rows])
+        if send_dq is not None:
+            pl.when(step >= tiles.stages)(lambda: send_dq(*before[0]))
+            return *before[1:], (head, i)
 
-    program.walk(one_step, one_step, None)
+    before = None if send_dq is None else ((jnp.int32(0), jnp.int32(0)),) * tiles.stages
+    steps, before = program.walk(one_step, one_step, before)
+    for n, tile in enumerate(before or ()):
+        pl.when(steps + n >= tiles.stages)(functools.partial(send_dq, *tile))
     scratch.q.drain()
     scratch.do.drain()
 

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from helpers.attention.device import core_count
 from helpers.attention.hopper.table import tuned_tiles
 from helpers.attention.hopper.warpgroup import CACHED, NUM_SMS, anew
-from helpers.attention.masking import NO_BAND, query_tiles
+from helpers.attention.masking import NO_BAND, key_tiles, query_tiles
 
 ROWS_OF_WGMMA = 64  # rows of a product that one warpgroup owns
 WIDEST = 128  # columns of dk and dv that the registers of a warpgroup hold beside s and dp
@@ -27,6 +27,7 @@ class Tiles(NamedTuple):
     delayed          delayed_kernel, not immediate_kernel
     keeps_addresses  the compiler may make the addresses of k and v ahead of the loop, and keep them in
                      registers. Never with groups, where some would be spilled.
+    ordered          programs add to a tile of dq one after the other, see `place_in_turn`
 
     A compute warpgroup owns 64 rows of the kernel's own side. So block_q is 64 * warpgroups in dq_kernel,
     and block_k is in the others.
@@ -38,6 +39,7 @@ class Tiles(NamedTuple):
     warpgroups: int = 2
     delayed: bool = False
     keeps_addresses: bool = False
+    ordered: bool = False
 
 
 def forms(H):
@@ -84,13 +86,13 @@ def untuned_tiles(problem, deterministic=False):
     return forms(problem.H)["fused" if problem.H <= 64 else "fused, dq delayed"]
 
 
-def grid_of(problem, head_axis, tile_count, parts=1, together=None):
+def grid_of(problem, head_axis, tile_count, parts=1, together=None, ordered=False):
     """The programs, the last axis fastest. Full: the tiles of a head together, for they read the same memory.
     Causal: a tile of every head of a section together, longest first, so that short ones fill up the end. A section
-    has `together` heads of a batch entry, or all. Where there are few programs in all, a tile of all batch entries
-    together: no long one may start late."""
+    has `together` heads of a batch entry, or all. Ordered: the same, so that tiles of a head start one by one. Where
+    there are few programs in all, a tile of all batch entries together: no long one may start late."""
     name, heads = head_axis
-    if problem.band == NO_BAND:
+    if problem.band == NO_BAND and not ordered:
         return {"batch": problem.B, name: heads, "part": parts, "tile": tile_count}
     if problem.B * parts * tile_count * heads < 4 * core_count(NUM_SMS):
         return {"part": parts, "tile": tile_count, "batch": problem.B, name: heads}
@@ -105,7 +107,7 @@ def grid_of_keys(problem, tiles, walks=None):
         together = heads_together(dataclasses.replace(problem, T=problem.B * problem.T)) or problem.K
         return {"part": parts, "section": problem.K // together, "tile": walks.shape[0], "kv_head": together}
     together = heads_together(problem)
-    return grid_of(problem, ("kv_head", problem.K), pl.cdiv(problem.S, tiles.block_k), parts, together)
+    return grid_of(problem, ("kv_head", problem.K), pl.cdiv(problem.S, tiles.block_k), parts, together, tiles.ordered)
 
 
 def grid_of_queries(problem, tiles, walks=None):
@@ -127,10 +129,18 @@ def heads_together(problem):
     return max(count for count in range(1, problem.K + 1) if problem.K % count == 0 and count <= cached)
 
 
-def kv_head_here(problem, tiles, walks=None):
-    """The key/value head of this program of that grid."""
-    grid, within = grid_of_keys(problem, tiles, walks), lax.axis_index("kv_head")
-    return lax.axis_index("section") * grid["kv_head"] + within if "section" in grid else within
+def kv_head_at(grid, at):
+    """The key/value head of the program at a place of that grid; at: a function of the name of an axis."""
+    within = at("kv_head")
+    return at("section") * grid["kv_head"] + within if "section" in grid else within
+
+
+def place_in(grid, number):
+    """{axis: index} of program `number` of a grid, the last axis fastest."""
+    place = {}
+    for name, size in reversed(grid.items()):
+        place[name], number = lax.rem(number, jnp.int32(size)), lax.div(number, jnp.int32(size))
+    return place
 
 
 def place_in_line(problem, tiles):
@@ -140,6 +150,19 @@ def place_in_line(problem, tiles):
     for name, size in others if first[0] == "batch" else (first, *others):
         place = place * size + lax.axis_index(name)
     return place
+
+
+def place_in_turn(problem, tiles, i, k_start):
+    """How many tiles of keys add to tile i of the queries before the one that begins at k_start: those of later keys.
+
+    The last keys go first and all walk up. Under a causal mask each tile of keys begins at a tile of queries that
+    those of earlier keys reach in a later step, so that few wait.
+    """
+    block_q, block_k = tiles.block_q, tiles.block_k
+    every = pl.cdiv(problem.S, block_k)
+    _, stop = key_tiles(i * block_q, (i + 1) * block_q, block_k, problem.band, problem.T, problem.S, xp=jnp)
+    stop = jnp.where(i == pl.cdiv(problem.T, block_q) - 1, every, stop)  # keys that nobody sees have a step, too
+    return stop - 1 - lax.div(k_start, block_k)
 
 
 def for_each_walked_tile(walk, group, kv, body, masked_body, carry):
@@ -195,9 +218,11 @@ def for_each_query_tile(problem, tiles, kv, k_start, body, masked_body, carry):
         that take their places walk up: each begins at its own keys, just when those
         before it come by.
         """
+        head, i = kv * group + lax.rem(n, group), lax.div(n, group)
+        if tiles.ordered:
+            return head, start + i
         up = lax.rem(lax.div(place_in_line(problem, tiles), core_count(NUM_SMS)), 2) == 1
-        i = lax.div(n, group)
-        return kv * group + lax.rem(n, group), jnp.where(up, start + i, end - 1 - i)
+        return head, jnp.where(up, start + i, end - 1 - i)
 
     def all_heads(body, start, end, state):
         """The tiles from start to end, in all heads of the group; state: (step, carry)."""
@@ -207,9 +232,9 @@ def for_each_query_tile(problem, tiles, kv, k_start, body, masked_body, carry):
             one_step = lambda n, state: (state[0] + 1, body(*place(n), *state))
             return lax.fori_loop(0, steps, one_step, state)
 
-        if group == 1:
+        if group == 1 and not tiles.ordered:
             return loop(lambda n: (kv, turned(start + n)))
-        if band != NO_BAND:
+        if band != NO_BAND or tiles.ordered:
             return loop(lambda n: tile_by_tile(n, start, end))
 
         # One head after the other. With head and tile computed from n, in fewer

@@ -1,4 +1,4 @@
-"""What Pallas has no word for, spelt out in PTX: sums that overwrite, a right operand in two places, counting, 1 / d.
+"""What Pallas has no word for, in PTX: sums that overwrite, a right operand in two places, counters, 1 / d.
 
 It runs on a GPU only. `warpgroup` has what the interpreter does instead. The sums are wgmma.mma_async of the PTX ISA.
 """
@@ -6,6 +6,7 @@ It runs on a GPU only. `warpgroup` has what the interpreter does instead. The su
 import functools
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
@@ -156,6 +157,38 @@ def plain_reciprocal(d):
         return _array([inverse(number) for number in numbers], d.shape)
 
     return instructions(d)
+
+
+def by_threads(which, text, *operands):
+    """PTX that some threads of a warpgroup run: `which` compares their numbers, t. operands: refs, or an int32."""
+    kinds = (plgpu.Layout.WG_SPLAT if isinstance(one, jax.Array) else plgpu.RefType() for one in operands)
+
+    @plgpu.inline_mgpu(arg_types=tuple(kinds))
+    def instructions(_, *refs):
+        value = lambda one: one.registers.item() if isinstance(one, mgpu.FragmentedArray) else utils.memref_ptr(one)
+        values = list(map(value, refs))
+        places = ",".join("l" if str(one.type) == "!llvm.ptr" else "r" for one in values)
+        mine = f".reg .pred mine; .reg .b32 t, n; mov.u32 t, %tid.x; and.b32 t, t, 127; setp.{which};"
+        llvm.inline_asm(None, values, f"{{ {mine} @!mine bra end; {text} end: }}", places, has_side_effects=True)
+
+    instructions(*operands)
+
+
+def draw(counter, number):
+    """Put the next number of a counter, a ref of one int32 in GMEM, into one in SMEM."""
+    text = "atom.relaxed.gpu.global.add.u32 n, [$0], 1; st.shared.b32 [$1], n;"
+    by_threads("eq.u32 mine, t, 0", text, counter, number)
+
+
+def await_count(ref, count):
+    """The first warp, which starts copies, waits until an int32 in GMEM is count. The fence is for TMA's own path."""
+    text = "again: ld.acquire.gpu.global.b32 n, [$0]; setp.ne.b32 mine, n, $1; @mine bra again; "
+    by_threads("lt.u32 mine, t, 32", text + "fence.proxy.async.global;", ref, count)
+
+
+def count_on(ref):
+    """Add one to an int32 in GMEM, for all to see after what was awaited; by the second warp, for it takes time."""
+    by_threads("eq.u32 mine, t, 32", "red.release.gpu.global.add.u32 [$0], 1;", ref)
 
 
 def _array(numbers, shape):
