@@ -246,3 +246,14 @@ def test_tiles_that_cp_async_can_share_out(H):
         streaming = forward.forward_tiles(call.problem).block_k, dq.block_k, dkv.block_q
     columns = warp.padded_head_dim(H) // 64
     assert all(rows % 32 == 0 or (rows % 16 == 0 and columns % 2 == 0) for rows in streaming)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 7, 4), (2, 16, 3)])
+def test_each_tile_of_each_head_has_one_program(shape, is_causal):
+    def place(index):
+        with mock.patch.object(jax.lax, "axis_index", lambda name: index):
+            return warp.of_program(*shape, Band.of(is_causal))
+
+    places = zip(*map(np.ravel, jax.vmap(place)(jnp.arange(np.prod(shape)))), strict=True)
+    assert sorted(places) == sorted(np.ndindex(shape))

@@ -39,7 +39,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -61,6 +60,7 @@ from helpers.attention.mosaic.warp import (
     lengths_of,
     load,
     load_rows,
+    of_program,
     padded_head_dim,
     product,
     real_lengths,
@@ -99,7 +99,7 @@ def dq_kernel(
     """Writes dq of one tile of queries to out_ref, or, where it `adds_up`, the sums of their rows of ds."""
     block_q, block_k, _ = tiles
     pieces, head_padded = q_ref.shape[0], padded_head_dim(problem.H)
-    i, n, b = (lax.axis_index(name) for name in "inb")
+    b, n, i = of_program(problem.B, problem.N, q_ref.shape[2] // block_q, problem.band)
     if problem.band.right is not None:  # the programs with the most keys come first
         i = q_ref.shape[2] // block_q - 1 - i
     q_start = i * block_q
@@ -151,7 +151,7 @@ def dkv_kernel(
 ):  # fmt: skip
     block_q, block_k, _ = tiles
     pieces, head_padded = q_ref.shape[0], padded_head_dim(problem.H)
-    j, kv, b = (lax.axis_index(name) for name in "jkb")
+    b, kv, j = of_program(problem.B, problem.K, k_ref.shape[2] // block_k, problem.band)
     k_start = j * block_k
     rows, head = pl.ds(k_start, block_k), pl.ds(kv * head_padded, head_padded)
     lengths = real_lengths(lengths_ref, b, problem)
@@ -236,18 +236,18 @@ def backward(call, out, lse, dout, dlse, low=None, *, mends_delta=True, tiles=No
     # A logit may be -inf without being hidden, and its weight must be 0.
     lse_2 = LOG2_E * (jnp.where(lse == -jnp.inf, 0, lse) if call.changes_logits else lse)
     launch = functools.partial(_launch, call, dout, lse_2, interpret)
-    of_queries = "inb", dq_tiles, dq_tiles.block_q, dq_tiles.block_k, [q_shape]
+    of_queries = "queries", dq_tiles, dq_tiles.block_q, dq_tiles.block_k, [q_shape]
     if mends_delta and problem.dtype == jnp.float32:
         (sums,) = launch(delta, functools.partial(dq_kernel, adds_up=True), *of_queries, adds_up=True)
         if call.has_sinks:
             sums -= jnp.exp(call.extras.sinks[:, :, None] - lse) * delta
         delta += jnp.where(lse == -jnp.inf, 0, sums - dlse)
     (dq,) = launch(delta, dq_kernel, *of_queries)
-    dk, dv = launch(delta, dkv_kernel, "jkb", dkv_tiles, dkv_tiles.block_k, dkv_tiles.block_q, 2 * [k_shape])
+    dk, dv = launch(delta, dkv_kernel, "keys", dkv_tiles, dkv_tiles.block_k, dkv_tiles.block_q, 2 * [k_shape])
     return dq, dk, dv
 
 
-def _launch(call, dout, lse, interpret, delta, kernel, grid_names, tiles, block, streaming, shapes, adds_up=False):
+def _launch(call, dout, lse, interpret, delta, kernel, outer, tiles, block, streaming, shapes, adds_up=False):
     """What a kernel writes: arrays of `shapes`, of which each program writes `block` rows of one head.
 
     streaming: rows of the tiles that pass by. adds_up: whether it writes one number a row, (B, heads, length) float32.
@@ -256,7 +256,7 @@ def _launch(call, dout, lse, interpret, delta, kernel, grid_names, tiles, block,
     (B, length, heads, H), head_padded = shapes[0], padded_head_dim(problem.H)
     query, do = (laid_out(array, tiles.block_q) for array in (call.query, dout))
     key, value = (laid_out(array, tiles.block_k, call.key_lengths) for array in (call.key, call.value))
-    extras, lists = extras_and_lists(call, *tiles[:2], outer="keys" if "k" in grid_names else "queries")
+    extras, lists = extras_and_lists(call, *tiles[:2], outer=outer)
     to_whole_tiles = ((0, 0), (0, 0), (0, -problem.T % tiles.block_q))
     whole_length = length + -length % block
     written = jax.ShapeDtypeStruct((B, whole_length, heads * head_padded), problem.dtype)
@@ -265,8 +265,8 @@ def _launch(call, dout, lse, interpret, delta, kernel, grid_names, tiles, block,
     results = plgpu.kernel(
         functools.partial(kernel, problem=problem, tiles=tiles, interpret=bool(interpret)),
         out_type=[written for _ in shapes],
-        grid=(whole_length // block, heads, B),
-        grid_names=tuple(grid_names),
+        grid=(B * heads * (whole_length // block),),
+        grid_names=("program",),
         scratch_types=[
             staying_tiles(2, block, 2 * tiles.stages * streaming, problem),
             ring(2, streaming, tiles.stages, problem),
@@ -280,9 +280,18 @@ def _launch(call, dout, lse, interpret, delta, kernel, grid_names, tiles, block,
 
 
 def backward_tiles(problem):
-    """The `Tiles` of dq_kernel and of dkv_kernel for a problem."""
-    head_padded = padded_head_dim(problem.H)
+    """The `Tiles` of dq_kernel and of dkv_kernel for a problem.
+
+    dkv_kernel waits for shared memory, which its right operands come from: where registers have room for the sums of
+    32 keys for each warp, a right operand serves two products. Else its tiles of queries are short, so that it wants
+    three in flight.
+    """
+    head_padded, bytes_of_row = padded_head_dim(problem.H), row_bytes(problem)
     dq = Tiles(128 if head_padded <= 128 and problem.T > 64 else 64, 32, 2)
-    block_q = 64 if head_padded <= 64 else 32 if head_padded <= 128 else fewest_rows(problem)
-    dkv = Tiles(block_q, 64, 2)
+    if bytes_of_row <= 128:
+        dkv = Tiles(64, 128 if problem.S > 64 else 64, 2)
+    elif head_padded <= 128:
+        dkv = Tiles(64, 64, 2) if head_padded <= 64 else Tiles(32, 64, 3 if bytes_of_row <= 256 else 2)
+    else:
+        dkv = Tiles(fewest_rows(problem), 64, 2)
     return fitting(dq, 2 * dq.block_q, "block_k", problem), fitting(dkv, 2 * dkv.block_k, "block_q", problem)

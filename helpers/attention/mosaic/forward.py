@@ -12,6 +12,10 @@ FlashAttention-2 (arXiv 2307.08691), algorithm 1. For one tile of block_q querie
     out    = acc / l                          once, after the last tile
     lse    = ln 2 (scale_2 m + log2 l)
 
+Every m gives the same out and lse, as long as no p leaves its range. So m rises only where a score is far above it, and
+a warp of whose rows none has a new m rescales nothing (as in FlashAttention-4), where head_dim is above 64: below, the
+question takes longer than the products.
+
 Where logits are more than scaled products, s becomes those (`Pair.logits`), and log2 e takes the place of scale_2. A
 sink takes its share of the weights after the last tile (`beside_sink`). Tiles of keys that are hidden are not read.
 
@@ -40,7 +44,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -59,9 +62,11 @@ from helpers.attention.mosaic.warp import (
     laid_out,
     lengths_of,
     load,
+    of_program,
     padded_head_dim,
     product,
     real_lengths,
+    rescaled,
     ring,
     stay,
     staying_tiles,
@@ -74,6 +79,7 @@ from helpers.attention.mosaic.warp import (
 )
 from helpers.attention.portable.tiles import LOG2_E
 
+RISE = 8  # of which p is at most two to the power
 SMALLEST_FACTOR = 1e-30  # so that a factor times infinity is infinity
 CONSTANT = {"bfloat16": 1 + 49 / 2**7, "float16": 1 + 395 / 2**10}  # beside v: in all of its digits, as values are
 
@@ -90,14 +96,14 @@ def forward_kernel(
     is_changed = changes_logits(problem, extras)
     if is_changed:
         early, late = problem.scale, LOG2_E
-    i, n, b = (lax.axis_index(name) for name in "inb")
+    b, n, i = of_program(problem.B, problem.N, out_ref.shape[1] // block_q, band)
     if band.right is not None:  # the programs with the most keys come first, so that no long one is the last
         i = out_ref.shape[1] // block_q - 1 - i
     q_start = i * block_q
     rows = pl.ds(q_start, block_q)
     head = pl.ds(n * head_padded, head_padded)
     lengths = real_lengths(lengths_ref, b, problem)
-
+    rises_rarely = head_padded > 64
     ready = stay([q_ref], (b, rows, head), staying, interpret=interpret)
     constant = CONSTANT.get(problem.dtype.name)
     beside = [] if low_ref is None else [[plgpu.layout_cast(jnp.full((block_k, 8), constant, q_ref.dtype), RHS)]]
@@ -125,13 +131,15 @@ def forward_kernel(
         if masked:
             s = jnp.where(pair.seen(), s, -jnp.inf)
         m_new = jnp.maximum(m, s.max(axis=1))
+        if rises_rarely:
+            m_new = jnp.where(late * (m_new - m) > RISE, m_new, m)
         # A row may have seen no key yet.
         reference = jnp.where(m_new == -jnp.inf, 0, m_new) if masked or is_changed else m_new
         alpha = jnp.exp2(late * (m - reference))
         p = jnp.exp2(late * s - along(late * reference, s.shape, 0))
-        l = along(alpha, l.shape, 0) * l + sums_by_thread(p)
+        l, *sums = rescaled(alpha, [l, *sums], rarely=rises_rarely, interpret=interpret)
+        l += sums_by_thread(p)
         p = as_operand(p, pieces, q_ref.dtype, interpret=interpret)
-        sums = [along(alpha, total.shape, 0) * total for total in sums]
         rights = [load(values, RHS, interpret=interpret), *beside]
         sums = [product(p, right, total, interpret=interpret) for right, total in zip(rights, sums, strict=True)]
         return m_new, l, *sums
@@ -148,7 +156,7 @@ def forward_kernel(
     lse = jnp.where(empty, -jnp.inf, (late * m + jnp.log2(jnp.where(empty, 1, l))) / LOG2_E)
     if weights:  # the eight columns are the same
         l = weights[0].max(axis=1) / constant
-    exact = acc / along(jnp.where(empty, 1, l), acc.shape, 0)
+    exact = acc * along(1 / jnp.where(empty, 1, l), acc.shape, 0)
     if extras is not None and extras.sinks is not None:
         share, lse = beside_sink(lse, extras.sinks[0, n])
         exact *= along(share, exact.shape, 0)
@@ -198,8 +206,8 @@ def forward(call, *, keeps_low_bits=False, tiles=None, interpret=False):
             jax.ShapeDtypeStruct((B, N, T), jnp.float32),
             jax.ShapeDtypeStruct(out_shape, jnp.int16) if keeps_low_bits else None,
         ],
-        grid=(T // tiles.block_q, N, B),
-        grid_names=("i", "n", "b"),
+        grid=(B * N * (T // tiles.block_q),),
+        grid_names=("program",),
         scratch_types=[
             staying_tiles(1, tiles.block_q, 2 * tiles.stages * tiles.block_k, problem),
             ring(2, tiles.block_k, tiles.stages, problem),

@@ -36,12 +36,19 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 from helpers.attention.device import shared_memory
 
 # The same for both dtypes of 16 bits.
 LHS, RHS, ACC = (layout(jnp.bfloat16) for layout in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC))
 ROWS, COLUMNS = ACC.reduce(1), ACC.reduce(0)  # one number a row, or a column
+# ACC, but with four numbers side by side where a thread of ACC has two: so GMEM is written in whole sectors.
+FOURS = mgpu.TiledLayout(
+    mgpu.fragmented_array.Tiling(((64, 16), (16, 16), (8, 16), (8, 8), (8, 4))),
+    warp_dims=(-10,), lane_dims=(-2, -3, -5), vector_dim=-1, _check_canonical=False,
+).canonicalize()  # fmt: skip
+HEADS_TOGETHER = 16
 HEAD_MULTIPLE = 64  # elements of a row of swizzled shared memory
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 OTHER_SHARED_MEMORY = 4096  # bytes of barriers, and of what reductions over warps take
@@ -185,6 +192,41 @@ def place_in_sum(place, axes):
     """Where among the registers of an array in ACC the numbers are that LHS has in the register at `place`."""
     row_tile, column_tile, _, half, row_half = place[:5]  # 16 columns of an operand are twice 8 of a sum
     return row_tile, 2 * column_tile + half, 0, 0, row_half, *[0] * (axes - 5)
+
+
+def rescaled(alpha, sums, *, rarely, interpret):
+    """sums times alpha, row by row. rarely: whether a warp first asks its threads if any of them has not 1 in alpha."""
+    if interpret or not rarely:
+        return [along(alpha, total.shape, 0) * total for total in sums]
+
+    shapes = [plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=ACC) for total in sums]
+
+    @plgpu.inline_mgpu(arg_types=(ROWS, *len(sums) * [ACC]), return_type=shapes)
+    def multiply(_, alpha, *sums):
+        numbers = [vector.extract(register, [], [0]) for register in alpha.registers.flat]
+        one = utils.c(1.0, ir.F32Type.get())
+        others = [arith.cmpf(arith.CmpFPredicate.UNE, number, one) for number in numbers]
+        boolean, vote = ir.IntegerType.get_signless(1), "vote.sync.any.pred $0, $1, 0xffffffff;"
+        has_other = llvm.inline_asm(boolean, [functools.reduce(arith.ori, others)], vote, "=b,b", has_side_effects=True)
+        registers = [register for total in sums for register in total.registers.flat]
+        choice = scf.IfOp(has_other, [register.type for register in registers], has_else=True)
+        with ir.InsertionPoint(choice.then_block):
+            scaled = [total * alpha.broadcast_in_dim(total.shape, (0,), total.layout) for total in sums]
+            scf.yield_([register for total in scaled for register in total.registers.flat])
+        with ir.InsertionPoint(choice.else_block):
+            scf.yield_(registers)
+        results = iter(choice.results)
+        return [_like(total, [next(results) for _ in total.registers.flat]) for total in sums]
+
+    return multiply(alpha, *sums)
+
+
+def _like(array, registers, layout=None):
+    """An array of Mosaic GPU with other registers."""
+    layout = layout or array.layout
+    grid = np.empty(layout.registers_shape(array.shape), dtype=object)
+    grid.flat = registers
+    return mgpu.FragmentedArray(_registers=grid, _layout=layout, _is_signed=array.is_signed)
 
 
 # Which tiles, and which pairs of them
@@ -340,6 +382,19 @@ def walk(needed, whole, group=1):
     return Walk(place, group * count, group * (count + rest), whole is not needed)
 
 
+def of_program(B, heads, tiles, band):
+    """(b, head, tile) of a program, of all that a grid in one row has.
+
+    The programs of a head come one after another, and find in L2 what they share. Where a mask makes some longer than
+    others, many heads come together, each tile of all of them before the next tile of any: the long ones first.
+    """
+    index, together = lax.axis_index("program"), jnp.int32(1 if band.right is None else HEADS_TOGETHER)
+    first = lax.div(index, together * tiles) * together
+    together, index = jnp.minimum(together, B * heads - first), index - first * tiles
+    head = first + lax.rem(index, together)
+    return lax.div(head, jnp.int32(heads)), lax.rem(head, jnp.int32(heads)), lax.div(index, together)
+
+
 # Copies
 
 
@@ -416,6 +471,23 @@ def store(ref, value, *, interpret):
 
     @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))
     def write(_, value, ref):
+        value = _in_fours(value) if layout is ACC and value.mlir_dtype.width == 16 else value
         value.store_untiled(ref, optimized=False)
 
     write(value, ref)
+
+
+def _in_fours(x):
+    """An array of 16-bit numbers in ACC as the same in FOURS: of two pairs, neighbours swap one."""
+    i32 = ir.IntegerType.get_signless(32)
+    is_odd = arith.trunci(ir.IntegerType.get_signless(1), utils.thread_idx())
+    four, two_words = ir.VectorType.get((4,), x.mlir_dtype), ir.VectorType.get((2,), i32)
+    columns = x.shape[1] // 8
+    pairs = np.reshape([utils.bitcast(one, i32) for one in x.registers.flat], (-1, columns, 2))
+    registers = []
+    for row_tile, column, half in np.ndindex(len(pairs), columns // 2, 2):
+        first, second = pairs[row_tile, 2 * column : 2 * column + 2, half]
+        other = utils.shfl_bfly(arith.select(is_odd, first, second), 1)
+        words = arith.select(is_odd, other, first), arith.select(is_odd, second, other)
+        registers.append(utils.bitcast(vector.from_elements(two_words, words), four))
+    return _like(x, registers, FOURS)
