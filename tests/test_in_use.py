@@ -140,6 +140,20 @@ def test_explicit_axes(implementation):
     assert jax.typeof(lse).sharding.spec == P("batch", None, "heads")
 
 
+def test_a_mesh_of_one_device_keeps_its_axes():
+    out, _ = attention_of("portable")(*split(inputs(), mesh_of(AxisType.Explicit, (1, 1)))[:3])
+    assert jax.typeof(out).sharding.spec == P("batch", None, "heads", None)
+
+
+@on_four_devices
+def test_arrays_that_will_move_are_not_given_the_kernels_of_where_they_are():
+    here, attend = jnp.zeros((1, 8, 1, 16)), registry.kernels_by_platform("portable", interpreted=True)
+    with jax.default_device(jax.devices()[1]):
+        assert api._forward_on_one_device(attend, check_call(here, here, here)) is None
+        stays = jax.device_put(here, jax.devices()[0])
+        assert api._forward_on_one_device(attend, check_call(stays, stays, stays)) is not None
+
+
 @on_four_devices
 @pytest.mark.parametrize("implementation", ["portable", pytest.param("reference", marks=pytest.mark.full)])
 def test_explicit_axes_that_split_the_sequence(implementation):

@@ -1,5 +1,7 @@
 """Masks, NumPy twins, the cost model and the replay: what they say of tiles and bytes agrees."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
 from helpers.attention import online_softmax, tiled
-from helpers.attention.masking import Band, key_tiles, query_tiles, visible
+from helpers.attention.masking import Band, key_tiles, query_tiles, share, visible
 from helpers.attention.portable import backward
 from helpers.attention.portable import forward as portable
 from helpers.attention.portable.tiles import padded_head_dim
@@ -38,6 +40,13 @@ def test_tile_ranges_hold_every_visible_key_and_no_empty_end(T, S, block_q, bloc
         first, stop = query_tiles(k_start, k_start + block_k, block_q, band, query_length, key_length)
         needed = np.flatnonzero(mask[:, k_start : k_start + block_k].any(axis=1)) // block_q
         assert (first, stop) == (needed[0], needed[-1] + 1) if len(needed) else first >= stop
+
+
+def test_parts_share_all_tiles_evenly():
+    for count, parts in itertools.product(range(8), range(1, 4)):
+        shares = [range(*share((2, 2 + count), part, parts)) for part in range(parts)]
+        assert [*itertools.chain(*shares)] == [*range(2, 2 + count)]
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
