@@ -169,7 +169,10 @@ FAULTS = {
     "no mask in one tile": ({"hides": no_mask_in_a_tile}, ["out", "lse", "dq", "dk", "dv"]),
     "an entry of dq has the wrong sign": ({"change": functools.partial(change_entry, "dq", -1.0)}, ["dq"]),
     "an entry of out is not a number": ({"change": functools.partial(change_entry, "out", np.nan)}, ["out"]),
-    "an entry of lse is too large by 1 in 1000": ({"change": functools.partial(change_entry, "lse", 1 + 1e-3)}, ["lse"]),
+    "an entry of lse is too large by 1 in 1000": (
+        {"change": functools.partial(change_entry, "lse", 1 + 1e-3)},
+        ["lse"],
+    ),
 }
 
 
