@@ -1,7 +1,6 @@
 """The public function: every illegal argument is refused in words, every legal one agrees with jax.nn."""
 
 import functools
-import itertools
 import re
 import traceback
 import types
@@ -10,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import in_tiers
 from jax.experimental import pallas as pl
 
 from helpers import flash_attention
@@ -94,11 +92,6 @@ def test_positions_stay_within_int32():
     problem, last = problems[0], jnp.int32(MAX_LENGTH - 63)
     tiles = key_tiles(last, last + 64, 64, problem.band, problem.T, problem.S, xp=jnp)
     assert tuple(map(int, tiles)) == (0, 2**24)
-
-
-def test_without_a_batch_axis_too_out_comes_alone():
-    query, key = zeros(20, 4, 16), zeros(24, 2, 16)
-    assert flash_attention(query, key, key, implementation="reference").shape == (20, 4, 16)
 
 
 @pytest.mark.parametrize("implementation", ["portable", "reference"])
@@ -301,13 +294,15 @@ def blind_and_right(name, dtype, with_lse=True, **arguments):
     return [everything(np.array(filler, dtype)) for filler in (np.nan, np.inf)], everything(np.zeros((), dtype))
 
 
-def each_way_once(name, implementation):
-    return name == "both" or (implementation, name) == ("portable", "lengths of the keys")
-
-
 @pytest.mark.parametrize(
     ("name", "implementation"),
-    in_tiers(itertools.product(BLIND, ["reference", "portable", "tpu"]), each_way_once),
+    [
+        ("both", "reference"),
+        ("both", "portable"),
+        ("both", "tpu"),
+        ("lengths of the keys", "portable"),
+        ("a window", "portable"),
+    ],
 )
 def test_a_query_that_sees_no_key_passes_nothing(name, implementation):
     blind, right = blind_and_right(name, np.float32, implementation=implementation)

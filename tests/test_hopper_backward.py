@@ -70,8 +70,8 @@ def test_gradients(case, tiles):
 @pytest.mark.parametrize("form", ["fused", pytest.param("split", marks=FULL)])
 @pytest.mark.parametrize(
     ("T", "logits", "arguments"),
-    [(110, "low", CAUSAL), pytest.param(63, "low", {}, marks=FULL), pytest.param(63, "large", {}, marks=FULL)],
-    ids=["low, the last queries would see keys past the end", "low", "large"],
+    [(110, "low", CAUSAL), pytest.param(63, "large", {}, marks=FULL)],
+    ids=["low, the last queries would see keys past the end", "large"],
 )
 def test_size_of_logits(T, logits, arguments, form):
     """Far from 0 as well. delta is made from a rounded out, for these calls keep no low bits of it,
@@ -302,17 +302,8 @@ def trace_for_a_gpu(problem, tiles):
     [
         (40, False, (1023, 1024), (4, 1), True),
         (128, True, (1, 7), (1, 1), False),
-        *(
-            pytest.param(*options, marks=FULL)
-            for options in itertools.product(
-                (40, 64, 80, 128, 256),
-                (False, True),
-                ((1, 7), (1023, 1024), (4096, 333)),
-                ((4, 1), (2, 2)),
-                (True, False),
-            )
-            if sum(map(str(options).count, "123")) % 9 == 0  # some of them
-        ),
+        pytest.param(256, False, (4096, 333), (2, 2), False, marks=FULL),
+        pytest.param(64, True, (1023, 1024), (4, 1), True, marks=FULL),
     ],
 )
 def test_default_tiles_lower_for_a_gpu(H, deterministic, lengths, heads, causal):

@@ -1,7 +1,6 @@
 """The Hopper forward kernel in the Mosaic GPU interpreter: right, without races, and lowered for CUDA."""
 
 import functools
-import itertools
 import os
 
 import jax
@@ -51,17 +50,14 @@ QUICK = {
 }  # fmt: skip
 
 CASES = {
-    "small: one key, causal": (AttentionCase(70, 1, H=64, dtype="float16", arguments=CAUSAL), None),
     "small: a padded head": (AttentionCase(100, 130, H=80, dtype="bfloat16", arguments=CAUSAL), None),
     "small: some guesses fail, in some heads": (AttentionCase(130, 150, H=64, N=3, dtype="float16", logits="rising", arguments={"scale": 0.06}), SMALL._replace(programs=1)),
     "tails, 128": (AttentionCase(100, 130, H=128, dtype="float16"), None),
     "the ring goes round": (AttentionCase(300, 300, H=64, dtype="float16", arguments=CAUSAL), SMALL),
     "four warpgroups": (AttentionCase(300, 300, H=64, dtype="bfloat16", arguments=CAUSAL), hopper.Tiles(block_k=64, warpgroups=4)),
-    "large logits": (AttentionCase(130, 300, H=64, dtype="bfloat16", logits="large"), SMALL),
     "last huge": (AttentionCase(65, 300, H=64, dtype="float16", logits="last huge"), SMALL),
     "one guess fails, late": (AttentionCase(500, 500, H=64, N=1, dtype="float16", logits="last huge", arguments=CAUSAL), SMALL._replace(programs=1, warpgroups=3)),
     "guesses fail without a tile ahead": (AttentionCase(300, 300, H=256, dtype="bfloat16", logits="rising", arguments=CAUSAL), hopper.Tiles(block_k=64, ahead=False)),
-    "guesses fail, one program a tile": (AttentionCase(200, 300, H=128, dtype="float16", logits="large"), hopper.Tiles(programs=None)),
 }  # fmt: skip
 
 
@@ -138,10 +134,9 @@ def test_the_most_even_deal_is_taken(B, T, H, snake, most):
     assert ratios[0] == pytest.approx(snake, abs=0.01) and ratios[1] <= most
 
 
-@pytest.mark.parametrize("deal", [Deal(1, 8), pytest.param(Deal(0, 1), marks=FULL)], ids=str)
-def test_causal_calls_of_every_deal(deal, monkeypatch):
+def test_causal_calls_that_are_dealt_backwards(monkeypatch):
     """Full rounds and a last one of two programs of three, with turns that are done again."""
-    monkeypatch.setattr(tile_scheduler, "deal_of", lambda *_: deal)
+    monkeypatch.setattr(tile_scheduler, "deal_of", lambda *_: Deal(1, 8))
     case = AttentionCase(180, 200, H=64, N=4, dtype="bfloat16", logits="rising", arguments=CAUSAL)
     check_forward(interpreted(hopper.forward, tiles=SMALL._replace(programs=3)), case)
 
@@ -240,8 +235,9 @@ def lower(forward, problem, **options):
         (128, 4096, False, "bfloat16"),
         (256, 1024, True, "bfloat16"),
         *(
-            pytest.param(*options, marks=FULL)
-            for options in itertools.product((24, 64, 128, 256), (1, 1024, 16384), (False, True), ("bfloat16",))
+            pytest.param(64, length, causal, "bfloat16", marks=FULL)
+            for length in (1, 16384)
+            for causal in (False, True)
         ),
     ],
 )
@@ -253,8 +249,7 @@ def test_the_defaults_lower_for_cuda(H, length, causal, dtype):
 @FULL
 @pytest.mark.parametrize("rung", ladder.NAMES)
 def test_the_rungs_lower_for_cuda(rung):
-    for H, causal, dtype in ((64, True, "bfloat16"), (128, False, "float16")):
-        assert "@mosaic_gpu_v2" in lower(ladder.forward, problem_of(256, 256, H, dtype, causal), rung=rung)
+    assert "@mosaic_gpu_v2" in lower(ladder.forward, problem_of(256, 256, 128, "bfloat16", rung % 2), rung=rung)
 
 
 def test_nothing_is_copied():

@@ -9,7 +9,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import relative_error
+from attention_cases import in_tiers, relative_error
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_in_use import UNPROMISED, gathers_nothing, mesh_of, on_four_devices
@@ -109,31 +109,18 @@ def compare(mine, expected, bound=BOUND):
 
 
 ALL = ("bias", "mask", "segments", "soft cap", "sinks", "offset", "lengths", "mask_mod", "score_mod")
-DRAWS = [
-    ("portable", 34, None),  # one key
-    ("portable", 3, ALL),
-    ("reference", 4, None),
-    ("reference", 5, ALL),
-]
-MORE = itertools.product(("portable", "reference"), (1, *range(6, 20)), [None])
-FULL_DRAWS = [draw for draw in MORE if draw not in DRAWS]
+DRAWS = [("portable", 34, None), ("portable", 3, ALL), ("reference", 4, None), ("reference", 5, ALL)]  # 34 has one key
+FULL_DRAWS = [(name, seed, None) for name in ("portable", "reference") for seed in (1, *range(6, 12))]
 
 
 @pytest.mark.parametrize(
-    ("implementation", "seed", "only"), [*DRAWS, *(pytest.param(*draw, marks=pytest.mark.full) for draw in FULL_DRAWS)]
+    ("implementation", "seed", "only"), in_tiers([*DRAWS, *FULL_DRAWS], lambda *draw: draw in DRAWS)
 )
 def test_combinations(implementation, seed, only):
     random = np.random.default_rng(seed)
     T, S = (int(size) for size in random.integers(1, 150, 2)) if only is None else (100, 140)
     arrays, arguments = drawn(seed, T, S, only=only)
     compare(everything(arrays, arguments, implementation=implementation), right(arrays, arguments))
-
-
-def test_few_queries():
-    """Which have a kernel of their own."""
-    arrays, arguments = drawn(30, 3, 40, only=("offset",))
-    arguments["causal_offset"] = 30
-    compare(everything(arrays, arguments, implementation="portable"), right(arrays, arguments))
 
 
 @pytest.mark.full
@@ -222,7 +209,7 @@ def check_kinds(call, block_q, block_k, kinds=tile_kinds):
 
 
 def test_kinds_of_tiles():
-    for seed in range(60, 72):
+    for seed in range(60, 66):
         arrays, arguments = drawn(seed, 150, 190, only=None)
         call = check_call(*arrays[:3], **arguments)
         if call.hides_keys:
@@ -264,9 +251,6 @@ def test_a_block_mask_that_is_kept():
     attend = jax.jit(functools.partial(flash_attention, implementation="portable", **arguments))
     np.testing.assert_array_equal(attend(*arrays[:3], block_mask=kept), attend(*arrays[:3]))
     assert not attend(*arrays[:3], block_mask=0 * kept).any()
-
-
-# Faults of the kernels
 
 
 # Rows that see nothing
@@ -402,15 +386,12 @@ def zeros(*shape, dtype=np.float32):
 
 IDS = zeros(2, 20, dtype=np.int32)
 ILLEGAL = [
-    ({"bias": 1.0}, TypeError, "bias must be a JAX or NumPy array, got float"),
     ({"bias": zeros(20, 24, dtype=np.float64)}, TypeError, "bias must have dtype float32 or bfloat16 or float16, got float64"),
     ({"bias": zeros(3, 20, 24)}, ValueError, "bias must broadcast to (batch, heads, queries, keys), (2, 4, 20, 24), got shape (3, 20, 24)"),
-    ({"mask": zeros(20, 24)}, TypeError, "mask must have dtype bool, got float32"),
     ({"query_segment_ids": IDS}, ValueError, "query_segment_ids and key_value_segment_ids go together, and key_value_segment_ids is None"),
     ({"query_segment_ids": IDS, "key_value_segment_ids": IDS}, ValueError, "key_value_segment_ids must have shape (2, 24), got (2, 20)"),
     ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap must be above 0"),
     ({"sinks": zeros(2)}, ValueError, "sinks must have shape (4,), one for each query head, got (2,)"),
-    ({"causal_offset": 1.5, "is_causal": True}, TypeError, "causal_offset must be an integer, got 1.5"),
     ({"causal_offset": 3}, ValueError, "causal_offset shifts is_causal and local_window_size, and 3 is given without either"),
     ({"mask_mod": lambda b, n, i, j: i >= j if i > 0 else j > 0}, TypeError, "mask_mod must be a function of b, n, i, j that JAX can trace; it raises ValueError: The truth value"),
     ({"mask_mod": lambda b, n, i, j: i - j}, TypeError, "mask_mod must return bool of a shape that broadcasts to i against j; for (2, 1) and (1, 3) it gave int32 (2, 3)"),
@@ -420,7 +401,6 @@ ILLEGAL = [
     ({"block_mask": zeros(1, 1, 1, 1, dtype=np.int8)}, ValueError, "block_mask tells of mask and mask_mod, and both are None"),
     ({"mask": zeros(20, 24, dtype=bool), "block_mask": zeros(1, 1, 2, 1, dtype=np.int8)}, ValueError, "block_mask must have shape (batch or 1, heads or 1, *(1, 1)), got (1, 1, 2, 1)"),
     ({"score_mod": steeper, "score_arrays": (zeros(4),)}, TypeError, 'score_arrays must hold pairs of an array and its axes, such as (slopes, "n"), got ndarray as score_arrays[0]'),
-    ({"score_mod": steeper, "score_arrays": ((zeros(4), "h"),)}, ValueError, 'score_arrays[0] must have axes among "b", "n", "i" and "j", each once, got \'h\''),
     ({"score_mod": steeper, "score_arrays": ((zeros(4), "j"),)}, ValueError, 'score_arrays[0] must have shape (24,) for the axes "j", got (4,)'),
     ({"sinks": zeros(4), "implementation": "tpu"}, NotImplementedError, 'tpu cannot serve this call: it takes no sinks; use implementation="portable"'),
     ({"mask": zeros(20, 24, dtype=bool), "implementation": "hopper", "dtype": np.float16}, NotImplementedError, "hopper cannot serve this call: it takes no mask"),

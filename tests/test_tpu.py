@@ -64,7 +64,6 @@ CASES = [
     AttentionCase(600, 300, N=1, arguments={"local_window_size": (20, 100)}),
     AttentionCase(300, 600, 64, N=1, arguments={"local_window_size": (100, 20)}),
     AttentionCase(290, 400, 136, B=2, dtype="float16", key_lengths=(0, 300)),
-    AttentionCase(300, 600, N=4, arguments={"is_causal": True}, logits="rising"),
 ]
 
 
@@ -75,10 +74,9 @@ def test_many_blocks(case):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("blocks", [(128, 384), (256, 128)])
-def test_unequal_blocks(blocks):
+def test_unequal_blocks():
     case = AttentionCase(600, 500, 24, N=2, arguments={"local_window_size": (200, 0)})
-    check_results(by_the_kernels(case, *blocks), case)
+    check_results(by_the_kernels(case, 128, 384), case)
 
 
 ONE_A_SHAPE = GRID[::3]
@@ -88,7 +86,7 @@ FULL_TIER = [
         for (shape, H), (dtype, N, c) in ONE_A_SHAPE
     ],
     *[AttentionCase(63, 203, 64, dtype=dtype, logits=logits) for dtype, logits in LOGITS[::2]],
-    *[AttentionCase(*(100, 60)[:: (-1) ** i], arguments=each) for i, each in enumerate(WINDOWS_AND_SCALES)],
+    *[AttentionCase(*(100, 60)[:: (-1) ** i], arguments=each) for i, each in enumerate(WINDOWS_AND_SCALES[::2])],
     AttentionCase(50, 70, 24, N=4, K=2, batched=False),
 ]
 
