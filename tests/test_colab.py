@@ -87,9 +87,7 @@ OLD = {"numpy": "2.0.2", "jax": "0.7.2"}
 NEW = {name: version(name) for name in ("numpy", "jax", "jaxlib")}
 
 
-@pytest.mark.parametrize(
-    "loaded, old", [({}, []), (NEW, []), (NEW | OLD, ["jax", "numpy"]), ({"numpy": "2.0.2"}, ["numpy"])]
-)
+@pytest.mark.parametrize("loaded, old", [(NEW, []), (NEW | OLD, ["jax", "numpy"])])
 def test_in_colab_the_cell_installs_and_restarts_where_an_old_package_is_loaded(loaded, old):
     (packages, series, plugins, *more), platforms, said = in_session({"google.colab": ""} | loaded)
     assert packages.startswith("install ") and '"jax>=' in packages

@@ -33,9 +33,7 @@ def on(monkeypatch):
     [
         ("cpu", None, True),
         ("gpu", "7.5", True),
-        ("gpu", "gfx942", True),
         ("gpu", "8.0", False),
-        ("gpu", "12.0", False),
         ("tpu", None, False),
     ],
 )

@@ -8,7 +8,7 @@ from helpers.instruments.simulated import SimulatedGPU
 from helpers.instruments.timing import Program, time_together
 
 
-@pytest.mark.parametrize("slower", [0.9, 1.0, 1.03])
+@pytest.mark.parametrize("slower", [1.0, 1.03])
 def test_the_benchmark_finds_the_truth_on_the_worst_gpu(slower):
     vices = dict(compile_s=1.5, launch_s=2e-5, wait_s=3e-4, cached=0.4, disturbed={8: range(40, 64)}, warming=0.15)
     gpu = SimulatedGPU(2e-3, **vices)

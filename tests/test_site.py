@@ -237,22 +237,3 @@ def test_no_page_breaks_a_rule_of_accessibility(width, scheme, server, chromium)
             page.wait_for_timeout(500)  # the theme lets a keyboard scroll what is too wide, a little later
             found = Axe().run(page, options={"runOnly": tags, "resultTypes": ["violations"]})
             assert found.violations_count == 0, f"{name}: {found.generate_report()}"
-
-
-@marked(in_browser)
-def test_a_reader_searches_unfolds_and_copies(server, chromium):
-    for words, taught in {"softmax": ("02",), "logsumexp": ("02",), "causal+softmax": ("03", "05")}.items():
-        with opened(chromium, WIDTHS["desktop"]) as (page, *_):
-            page.goto(f"{server}/search.html?q={words}")
-            for number in taught:
-                page.locator("#search-results li a", has_text=f"{number} ·").first.wait_for(timeout=20_000)
-            icon, field = (page.locator(f"main form.bd-search {part}").bounding_box() for part in ("i", "input"))
-            assert icon["x"] + icon["width"] <= field["x"], "the icon covers what is typed"
-    with opened(chromium, WIDTHS["desktop"]) as (page, complaints, _):
-        page.goto(f"{server}/notebooks/00_start_here.html")
-        solution = page.locator("details", has=page.locator("summary", has_text="Solution")).first
-        assert not solution.locator("pre").is_visible()
-        solution.locator("summary").click()
-        assert solution.locator("pre").is_visible() and solution.locator("button.copybtn").count() == 1
-        assert page.locator("div.cell_output button.copybtn").count() == 0, "an output is nothing to copy"
-        assert complaints == []

@@ -123,7 +123,6 @@ def test_states_merge_in_any_order(sizes, seed):
 
 
 REPLAYS = [
-    (50, 70, 24, 2, 1, np.float16, 16, 32, {}),
     (50, 70, 16, 4, 2, np.float32, 32, 16, {"is_causal": True}),
     (70, 50, 24, 1, 1, np.float16, 16, 16, {"is_causal": True, "local_window_size": (20, 0)}),
 ]

@@ -58,17 +58,6 @@ def test_a_wrong_order_is_named(loading, computing, message):
         simulate({"memory": memory(**loading), "compute": compute(**computing)}, BARRIERS, latency=500)
 
 
-def test_a_tile_is_not_replaced_while_somebody_may_read_it():
-    def hasty():
-        yield from [Fetch("tile", 0, 0, "loaded"), Wait("loaded"), Work("unit", 50, "p"), Fetch("tile", 0, 1, "loaded")]
-
-    def reader():
-        yield from [Wait("loaded"), Read("tile")]
-
-    with pytest.raises(OrderError, match=r"tile 1 is written into tile\[0\] while reader may still read it"):
-        simulate({"hasty": hasty(), "reader": reader()}, {"loaded": 1})
-
-
 def test_a_missed_phase_and_an_endless_program():
     def hasty():
         yield from [Arrive("turn"), Arrive("turn"), Arrive("turn")]
