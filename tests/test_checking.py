@@ -251,11 +251,7 @@ def test_results_are_judged_by_what_they_are_worth(expected, right, wrong):
 
 @pytest.mark.parametrize(
     ("expected", "mine"),
-    [
-        (1000000, 1000000.2),
-        (3, np.nextafter(3.0, 4)),
-        (np.array([1e-30, 1.0]), np.array([1e-30, 1.0001])),
-    ],
+    [(1000000, 1000000.2), (3, np.nextafter(3.0, 4)), (np.array([1e-30, 1.0]), np.array([1e-30, 1.0001]))],
 )
 def test_two_equal_numbers_are_never_shown_as_different(expected, mine):
     text = judged(lambda: mine, exercise(expected)).text

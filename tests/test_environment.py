@@ -30,12 +30,7 @@ def on(monkeypatch):
 
 @pytest.mark.parametrize(
     ("platform", "capability", "interpreted"),
-    [
-        ("cpu", None, True),
-        ("gpu", "7.5", True),
-        ("gpu", "8.0", False),
-        ("tpu", None, False),
-    ],
+    [("cpu", None, True), ("gpu", "7.5", True), ("gpu", "8.0", False), ("tpu", None, False)],
 )
 def test_kernels_are_interpreted_where_they_cannot_be_compiled(platform, capability, interpreted, on, monkeypatch):
     on(stand_in(platform, capability))

@@ -39,10 +39,7 @@ def test_vmap():
 
 @pytest.mark.parametrize(
     ("dtype", "arguments", "reason"),
-    [
-        ("float32", {}, "it takes no float32"),
-        ("bfloat16", {"mask": np.ones((20, 30), bool)}, "it takes no mask"),
-    ],
+    [("float32", {}, "it takes no float32"), ("bfloat16", {"mask": np.ones((20, 30), bool)}, "it takes no mask")],
 )
 def test_what_it_cannot_serve_is_refused(dtype, arguments, reason):
     arrays, _ = AttentionCase(20, 30, 64, dtype=dtype).inputs()

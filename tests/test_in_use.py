@@ -299,10 +299,7 @@ def test_export_for_both_platforms():
     check(exported.call(*inputs()), "portable")
 
 
-SYMBOLIC = [
-    {},
-    {"is_causal": True, "local_window_size": (3, 2), "query_seq_lengths": np.array([5, 6], np.int32)},
-]
+SYMBOLIC = [{}, {"is_causal": True, "local_window_size": (3, 2), "query_seq_lengths": np.array([5, 6], np.int32)}]
 
 
 @pytest.mark.parametrize("arguments", SYMBOLIC, ids=str)

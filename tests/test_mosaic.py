@@ -8,15 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import (
-    DTYPES,
-    AttentionCase,
-    check_results,
-    cotangents,
-    in_tiers,
-    relative_error,
-    results_of,
-)
+from attention_cases import DTYPES, AttentionCase, check_results, cotangents, in_tiers, relative_error, results_of
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from seeded import seeded

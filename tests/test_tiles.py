@@ -60,10 +60,7 @@ def test_twins_are_right_and_move_the_bytes_of_the_formula(T, S, H, block_q, blo
     # Positive and negative values may cancel; rounding is relative to what is summed.
     summed, _ = oracle(*heads[:2], np.abs(heads[2]), scale=0.5, local_window_size=window)
     seen = np.isfinite(right_lse[:, 0])
-    for twin, formula in (
-        (tiled.query_outer, cost.query_outer_bytes),
-        (tiled.key_outer, cost.key_outer_bytes),
-    ):
+    for twin, formula in ((tiled.query_outer, cost.query_outer_bytes), (tiled.key_outer, cost.key_outer_bytes)):
         memory = tiled.SlowMemory(q=q, k=k, v=v)
         out, lse = twin(memory, scale=0.5, block_q=block_q, block_k=block_k, band=band)
         # The key-outer twin rounds out to the dtype of memory at each of its visits.
