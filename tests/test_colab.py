@@ -79,10 +79,6 @@ def in_session(loaded):
     return *json.loads(result), "\n".join(said)
 
 
-def test_elsewhere_the_cell_does_nothing():
-    assert in_session({"numpy": "1.26.4"}) == ([], None, "")
-
-
 OLD = {"numpy": "2.0.2", "jax": "0.7.2"}
 NEW = {name: version(name) for name in ("numpy", "jax", "jaxlib")}
 

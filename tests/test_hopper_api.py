@@ -23,10 +23,6 @@ def test_forward_and_gradients():
     check_gradients(functools.partial(gradients_of, hopper_attention), SMALL)
 
 
-def test_without_a_batch_axis_and_in_fp16():
-    check_forward(hopper_attention, AttentionCase(20, 30, 40, dtype="float16", batched=False))
-
-
 def test_vmap():
     """Of batches of two, with keys that all share; test_in_use has the gradients, in the portable kernels."""
     (query, key, value), _ = AttentionCase(20, 30, 64, N=2, K=1, B=2, dtype="bfloat16").inputs()

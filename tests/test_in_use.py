@@ -316,7 +316,7 @@ def test_export_with_symbolic_shapes(arguments):
         np.testing.assert_allclose(mine, right, atol=1e-6)
 
 
-@pytest.mark.parametrize("implementation", ["portable", "hopper", "tpu", "cudnn"])
+@pytest.mark.parametrize("implementation", ["portable", "cudnn"])
 def test_symbolic_shapes_are_the_references_alone(implementation):
     query = jax.ShapeDtypeStruct((1, jax.export.symbolic_shape("t")[0], 2, H), jnp.bfloat16)
     attend = functools.partial(flash_attention, implementation=implementation)
@@ -328,7 +328,6 @@ def test_symbolic_shapes_are_the_references_alone(implementation):
 FORWARD_MODE = {
     "jvp": lambda f, x: jax.jvp(f, (x,), (x,)),
     "hessian": lambda f, x: jax.hessian(lambda x: f(x).sum())(x),
-    "jvp of grad": lambda f, x: jax.jvp(jax.grad(lambda x: f(x).sum()), (x,), (x,)),
 }
 
 
@@ -336,8 +335,7 @@ FORWARD_MODE = {
 def test_forward_mode_says_what_works(derivative):
     query, key, value, *_ = inputs()
     of_one = lambda value: flash_attention(query, key, value, implementation="portable")
-    is_second = derivative in ("hessian", "jvp of grad")
-    said = "first derivative only" if is_second else "reverse mode only.*forward mode"
+    said = "first derivative only" if derivative == "hessian" else "reverse mode only.*forward mode"
     with pytest.raises(NotImplementedError, match=said + '.*implementation="reference"'):
         FORWARD_MODE[derivative](of_one, value)
 

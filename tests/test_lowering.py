@@ -46,20 +46,18 @@ def test_nothing_but_the_kernel():
 
 @pytest.mark.parametrize(("H", "dtype"), in_tiers(HEADS, in_16_bits))
 def test_every_head_dim_and_dtype(H, dtype):
-    """With two of the shapes each."""
-    place = HEAD_DIMS.index(H)
-    for T, S in (SHAPES[2 * place % len(SHAPES)], SHAPES[(2 * place + 1) % len(SHAPES)]):
-        N, K = (8, 1) if T > 100 else (1, 1)
-        query, key = jax.ShapeDtypeStruct((2, T, N, H), dtype), jax.ShapeDtypeStruct((2, S, K, H), dtype)
-        lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
+    T, S = SHAPES[3 + HEAD_DIMS.index(H)]
+    N, K = (8, 1) if T > 100 else (1, 1)
+    query, key = jax.ShapeDtypeStruct((2, T, N, H), dtype), jax.ShapeDtypeStruct((2, S, K, H), dtype)
+    lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
 
-        def loss(query, key, value, lengths):
-            arguments = {"key_value_seq_lengths": lengths, "is_causal": True, "return_residual": True}
-            out, lse = flash_attention(query, key, value, implementation="portable", **arguments)
-            return out.astype(jnp.float32).sum() + lse.sum()
+    def loss(query, key, value, lengths):
+        arguments = {"key_value_seq_lengths": lengths, "is_causal": True, "return_residual": True}
+        out, lse = flash_attention(query, key, value, implementation="portable", **arguments)
+        return out.astype(jnp.float32).sum() + lse.sum()
 
-        text = lower_for_cuda(jax.grad(loss, (0, 1, 2)), query, key, key, lengths)
-        assert text.count("@mosaic_gpu_v2") >= 3  # forward, dkv, dq; in float32 delta is mended
+    text = lower_for_cuda(jax.grad(loss, (0, 1, 2)), query, key, key, lengths)
+    assert text.count("@mosaic_gpu_v2") >= 3  # forward, dkv, dq; in float32 delta is mended
 
 
 def products(jaxpr):

@@ -101,7 +101,6 @@ def test_a_warp_has_its_keys_as_a_right_operand(keys, H):
     [
         ((9, 0), 128, "bfloat16", 0),
         ((8, 0), 72, "float16", 16),
-        ((8, 6), 25, "bfloat16", 7),
         ((10, 0), 40, "float32", 0),
     ],
 )

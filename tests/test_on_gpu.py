@@ -23,7 +23,6 @@ from helpers.attention.hopper import backward, backward_schedule
 from helpers.attention.hopper import forward as hopper
 from helpers.attention.problem import check_call
 from helpers.attention.reference import oracle, oracle_gradients
-from helpers.attention.registry import TABLE
 from helpers.dev import ptxas
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="this machine has no GPU that JAX can use")
@@ -37,14 +36,6 @@ portable_attention = functools.partial(flash_attention, implementation="portable
 def test_long_sequences(T, S, H, dtype):
     case = AttentionCase(T, S, H, N=1, K=1, dtype=dtype, arguments={"is_causal": T == S})
     check_results(results_of(portable_attention, case), case)
-
-
-@pytest.mark.skipif(TABLE["triton"].limits(None, False) is not None, reason="what this JAX compiles by Triton is wrong")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_plain_kernels_by_triton(dtype):
-    case = AttentionCase(113, 203, 24, N=4, K=2, B=2, dtype=dtype, key_lengths=(203, 40), arguments={"is_causal": True})
-    attention = functools.partial(flash_attention, implementation="triton", return_residual=True)
-    check_results(results_of(attention, case), case)
 
 
 @pytest.mark.parametrize("precision", ["default", "highest"])
