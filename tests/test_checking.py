@@ -71,10 +71,8 @@ def test_a_slip_is_named_where_no_mistake_is_known():
     ("answer", "said"),
     [
         (lambda x: None, "expected 2 results (double, total), got None: is a `return` missing?"),
-        (lambda x: 2 * x, "expected 2 results (double, total), got an array of shape (1,)"),
         (lambda x: (1, 2, 3), "expected 2 results (double, total), got a tuple of 3"),
         (lambda x: (2 * x.reshape(x.shape if x.size == 1 else -1), x.sum()), "double: expected shape (2, 2), got (4,)"),
-        (lambda x: ("2", x.sum()), "double: expected an array of shape (1,), got '2'"),
         (lambda x: (2 * x, x[:1]), "total: expected a number, got an array of shape (1,)"),
         (lambda x: (np.sqrt(-x), x.sum()), "NaN"),
         (3, "expected a function, got 3"),
@@ -257,15 +255,6 @@ def test_two_equal_numbers_are_never_shown_as_different(expected, mine):
     text = judged(lambda: mine, exercise(expected)).text
     yours, wanted = re.search(r"yours(?: at \[\d+\])? (\S+), expected (\S+)", text).groups()
     assert yours != wanted and "np." not in text
-
-
-def test_float32_is_blamed_where_it_may_be_to_blame():
-    text = judged(lambda: np.array([1.0001, 2], np.float32), exercise(np.array([1.0, 2.0]))).text
-    assert "Your result is float32; if the method is right, this case needs float64." in text
-    assert "float64" not in judged(lambda: np.array([1.0001, 2]), exercise(np.array([1.0, 2.0]))).text
-    assert "float64" not in judged(lambda: np.array([1.1, 2], np.float32), exercise(np.array([1.0, 2.0]))).text
-    in_float32 = exercise(np.array([1.0, 2.0], np.float32))
-    assert "float64" not in judged(lambda: np.array([1.0001, 2], np.float32), in_float32).text
 
 
 RESULTS = [(1.0, np.array([2.0, 5.0])), (3.0, np.array([7.0, 1.0])), (4.0, np.array([0.0, -2.0]))]

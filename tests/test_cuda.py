@@ -75,9 +75,7 @@ def test_every_barrier_is_listed():
     assert len(re.findall(r"__syncthreads\(\);", SOURCE.read_text())) == len(BARRIERS)
 
 
-@pytest.mark.parametrize(
-    ("number", "kernel"), [pytest.param(*row, marks=() if row[0] == 4 else pytest.mark.full) for row in BARRIERS]
-)
+@pytest.mark.parametrize(("number", "kernel"), in_tiers(BARRIERS[::2], lambda number, _: number == 4))
 def test_a_missing_barrier_is_found(number, kernel):
     case = AttentionCase(130, 130, 24, dtype="bfloat16")
     source = without_barrier(number)

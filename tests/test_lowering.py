@@ -44,6 +44,19 @@ def test_nothing_but_the_kernel():
     assert max(math.prod(map(int, shape.split("x")[:-1])) for shape in shapes) == query.size
 
 
+def test_what_the_kernels_of_gradients_return():
+    """Out, its low bits, lse, and three gradients: memory grows with T, not with T squared."""
+    N, T, H = 2, 4096, 64
+    array = jax.ShapeDtypeStruct((1, T, N, H), jnp.bfloat16)
+    attention = functools.partial(flash_attention, implementation="portable", is_causal=True)
+    text = lower_for_cuda(lambda *arrays: jax.vjp(attention, *arrays[:3])[1](arrays[3]), *[array] * 4)
+    kernels = [line for line in text.splitlines() if "stablehlo.custom_call @mosaic_gpu" in line]
+    results = [found for line in kernels for found in re.findall(r"tensor<((?:\d+x)+)(\w+)>", line.rsplit("->", 1)[1])]
+    sizes = {"bf16": 2, "f32": 4, "i16": 2}
+    total = sum(sizes[kind] * math.prod(map(int, shape.split("x")[:-1])) for shape, kind in results)
+    assert total == N * T * (2 * 2 * H + 4 + 3 * 2 * H)
+
+
 @pytest.mark.parametrize(("H", "dtype"), in_tiers(HEADS, in_16_bits))
 def test_every_head_dim_and_dtype(H, dtype):
     T, S = SHAPES[3 + HEAD_DIMS.index(H)]

@@ -1,6 +1,7 @@
-"""The measuring tools, without a GPU: statistics on a fake clock, refusals, the tables of tiles."""
+"""The measuring tools, without a GPU: times of a simulated one, refusals, the tables of tiles."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,9 @@ from helpers.attention.portable import backward, forward, tiles
 from helpers.attention.problem import check_call
 from helpers.dev import benchmark
 from helpers.dev.benchmark import Case
-from helpers.instruments import implementations, ladder, timing
+from helpers.instruments import implementations, ladder
 from helpers.instruments.simulated import SimulatedGPU
-from helpers.instruments.timing import Program, Timing
+from helpers.instruments.timing import Program, Timing, time_together
 
 SMALL = Case(1, 128, 128, 2, 2, 64, "bfloat16", True)
 
@@ -24,25 +25,16 @@ def few_inputs(monkeypatch):
     monkeypatch.setattr(benchmark, "rotation", lambda _: 2)
 
 
-def timed(gpu, *names, inputs=((),), device_samples=lambda program: [], **options):
-    """What `time_together` finds of programs of a simulated GPU, and the calls that it made: [(name, inputs)]."""
-    calls = []
-
-    def program(name):
-        run = lambda *inputs: calls.append((name, inputs)) or gpu.run()
-        return Program(run, list(inputs), gpu.wait)
-
-    programs = {name: program(name) for name in names}
-    return timing.time_together(programs, clock=gpu.clock, device_samples=device_samples, **options), calls
-
-
-def test_a_time_is_the_device_s_not_that_of_queueing_and_a_sample_lasts_long_enough():
-    measured, _ = timed(SimulatedGPU(2e-3), "a")
-    assert measured["a"].wall_ms == pytest.approx(2.0)
-    assert measured["a"].spread == pytest.approx(0.0, abs=1e-9)
-    assert measured["a"].device_ms is None and measured["a"].samples == 9
-    _, calls = timed(SimulatedGPU(1e-5), "a", rounds=2, sample_ms=1.0)
-    assert len(calls) == 1 + 3 + 2 * 100  # the warm-up, a first estimate, and two samples of a millisecond
+@pytest.mark.parametrize("slower", [1.0, 1.03])
+def test_the_benchmark_finds_the_truth_on_the_worst_gpu(slower):
+    vices = dict(compile_s=1.5, launch_s=2e-5, wait_s=3e-4, cached=0.4, disturbed={8: range(40, 64)}, warming=0.15)
+    gpu = SimulatedGPU(2e-3, **vices)
+    programs = {
+        name: Program(functools.partial(gpu.run, program=name, slower=factor), list("abcd"), gpu.wait)
+        for name, factor in (("plain", 1.0), ("other", slower))
+    }
+    found = time_together(programs, clock=gpu.clock, device_samples=lambda program: [])
+    assert found["other"].wall_ms / found["plain"].wall_ms == pytest.approx(slower, rel=0.01)
 
 
 def fixed_times(programs):

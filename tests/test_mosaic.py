@@ -212,7 +212,6 @@ AMPERE, HOPPER = (8, 0), (9, 0)
         [
             (AMPERE, AttentionCase(100, 130, 64, N=4, K=2, dtype="bfloat16", arguments=CAUSAL)),
             (HOPPER, AttentionCase(130, 70, 64, B=2, dtype="float16", query_lengths=(9, 130), key_lengths=(70, 0))),
-            (AMPERE, AttentionCase(100, 130, 256, dtype="float32")),
             (HOPPER, AttentionCase(100, 130, 256, dtype="float32", arguments={"local_window_size": (8, 9)})),
         ],
         lambda capability, case: case.dtype != "float32",

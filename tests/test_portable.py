@@ -93,8 +93,7 @@ def test_size_of_values(dtype, value_size):
     check_forward(portable_attention, AttentionCase(20, 1000, 24, dtype=dtype, logits="equal", value_size=value_size))
 
 
-SHARP = [("bfloat16", 1.0), ("bfloat16", 8.0), ("float16", 3.0), ("float32", 3.0)]
-SHARP = [(*sharp, value_size) for sharp in SHARP for value_size in (1.0, 10.0)]
+SHARP = [("bfloat16", 1.0, 10.0), ("bfloat16", 8.0, 1.0), ("float16", 3.0, 10.0), ("float32", 3.0, 1.0)]
 
 
 @pytest.mark.parametrize(("dtype", "scale", "value_size"), in_tiers(SHARP, lambda *sharp: sharp == ("float16", 3, 10)))
@@ -120,19 +119,17 @@ def test_windows_and_scales(shape, arguments):
 
 
 CASES = [
-    AttentionCase(50, 70, B=4, key_lengths=(0, 1, 33, 70)),
     AttentionCase(50, 70, B=3, query_lengths=(0, 50, 17), key_lengths=(70, 0, 20), arguments=CAUSAL),
     AttentionCase(130, 130, B=2, dtype="float16", key_lengths=(64, 65), arguments=CAUSAL),
     AttentionCase(50, 70, 24, N=4, K=2, batched=False),
     AttentionCase(60, 60, logits="one huge", arguments=CAUSAL),  # which is hidden, and must not push others to zero
     AttentionCase(40, 60, logits="last huge", key_lengths=(50,)),
-    AttentionCase(50, 70, B=4, query_lengths=(0, 1, 33, 50)),
     AttentionCase(200, 70, B=2, query_lengths=(150, 200), arguments={"local_window_size": (4, 4)}),
     AttentionCase(64, 64, B=2, K=2, key_lengths=(0, 0), dtype="bfloat16"),
 ]
 
 
-@pytest.mark.parametrize("case", in_tiers(CASES, lambda case: case in CASES[1:4]), ids=str)
+@pytest.mark.parametrize("case", in_tiers(CASES, lambda case: case in CASES[:3]), ids=str)
 def test_lengths_and_rows_that_see_nothing(case):
     check(case)
 

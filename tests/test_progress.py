@@ -69,7 +69,6 @@ def test_outside_a_workbook_nothing_is_recorded(tmp_path, monkeypatch, capsys):
 BROKEN = {
     "empty": b"",
     "foreign": b'{"a": [1]}\n2.1 solved\n2026-11-22 14:03  99.99  solved\n2026-11-22 14:03  0.1  eaten\n',
-    "half a line": b"2026-11-22 14:03  2.1  tried\n2026-11-22 14:0",
     "long": b"x" * 3_000_000,
 }
 

@@ -136,17 +136,6 @@ def test_what_is_fetched_is_what_is_needed(band):
                 assert min(fetched) >= 0
 
 
-@pytest.mark.parametrize("band", BANDS, ids=str)
-def test_what_a_tile_sees(band):
-    """A row of bounds says the same as a question for each pair."""
-    problem = Problem(1, 600, 600, 1, 1, 128, np.dtype(np.float32), 1.0, band)
-    walk = tpu.Walk(problem, 256, 128, key_tiles)
-    for i, j, lengths in [(0, 0, (600, 600)), (0, 1, (600, 600)), (1, 2, (300, 310)), (1, 3, (600, 100))]:
-        queries, keys = 256 * i + np.arange(256), 128 * j + np.arange(128)
-        right = np.broadcast_to(visible(queries, keys[:, None], band, *lengths), (128, 256))
-        np.testing.assert_array_equal(walk.seen(i, j, jnp.array(lengths)), right)
-
-
 @pytest.mark.parametrize(("H", "dtype"), in_tiers([(24, "float16"), (256, "float32")], lambda H, _: H == 24))
 def test_lowers_for_a_tpu_without_one(H, dtype):
     """Pallas has an instruction of a TPU for each operation, and accepts the shapes of all blocks."""

@@ -154,19 +154,12 @@ def test_without_a_record_every_copy_is_kept(folders, foreign):
     assert lay_out(*folders) == []
 
 
-@pytest.fixture
-def command(folders, monkeypatch):
+def test_where_the_workbook_cannot_be_written_it_says_what_to_do(folders, monkeypatch, tmp_path):
     monkeypatch.setattr(module, "NOTEBOOKS", folders[0])
-    monkeypatch.setattr(module, "WORKBOOK", folders[1])
-    return module.main
-
-
-@pytest.mark.parametrize("arguments", [[], ["fresh", "01"]])
-def test_where_the_workbook_cannot_be_written_it_says_what_to_do(arguments, command, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(module, "WORKBOOK", tmp_path / "file" / "workbook")
     with pytest.raises(SystemExit) as stopped:
-        command(arguments)
+        module.main([])
     said = str(stopped.value)
     assert "workbook cannot be written (Not a directory)" in said and "copy the series to a folder" in said
     assert "Errno" not in said
