@@ -35,16 +35,13 @@ ILLEGAL = [
     # what is passed instead, the error, the words it must hold
     ({"query": zeros(B, T, N, H, dtype=np.float64)}, TypeError, "query must have dtype float32 or bfloat16 or float16, got float64"),
     ({"key": zeros(B, S, K, H, dtype=np.float16)}, TypeError, "must share one dtype, got query float32, key float16, value float32"),
-    ({"value": zeros(B, S, K, H, dtype=np.float16)}, TypeError, "must share one dtype, got query float32, key float32, value float16"),
     ({"query": zeros(T, H)}, ValueError, "query must have shape (batch, length, heads, head_dim) or"),
     ({"value": zeros(B, S + 1, K, H)}, ValueError, "value must have the shape of key, (2, 24, 2, 16), got (2, 25, 2, 16)"),
     ({"value": zeros(B, S, K, H + 1)}, ValueError, "value must have the shape of key, (2, 24, 2, 16), got (2, 24, 2, 17)"),
-    ({"query": zeros(B + 1, T, N, H)}, ValueError, "key must have the batch size of query, 3"),
     ({"query": zeros(B, T, N, H + 1)}, ValueError, "key must have the head_dim of query, 17"),
     ({"query": zeros(B, T, 3, H)}, ValueError, "query heads must be a multiple of key/value heads, got 3 and 2"),
     ({"query": zeros(B, T, N, 257), "key": zeros(B, S, K, 257), "value": zeros(B, S, K, 257)}, ValueError, "head_dim must be at most 256, got 257"),
     ({"scale": float("nan")}, ValueError, "scale must be at most 2.36e+38 in size, got nan"),
-    ({"is_causal": 1}, TypeError, "is_causal must be True or False, got 1"),
     ({"local_window_size": -1}, ValueError, "local_window_size must not be negative, got -1"),
     ({"query_seq_lengths": np.array([1, 2], np.int16)}, TypeError, "query_seq_lengths must have dtype int32, got int16"),
     ({"key_value_seq_lengths": np.array([1], np.int32)}, ValueError, "key_value_seq_lengths must have shape (2,), got (1,)"),
@@ -254,13 +251,8 @@ BLIND = {
     "lengths of the queries": (2, 1, {"query_seq_lengths": np.array([1, 2], np.int32)}, [[1, 0], [1, 1]]),
     "lengths of the keys": (2, 1, {"key_value_seq_lengths": np.array([1, 0], np.int32)}, [[1, 1], [0, 0]]),
     "a window": (18, 17, {"local_window_size": 0}, [[1] * 17 + [0]]),
-    "both": (
-        3,
-        3,
-        {"local_window_size": (0, 1), "key_value_seq_lengths": np.array([3, 2], np.int32)},
-        [[1, 1, 1], [1, 1, 0]],
-    ),
-}
+    "both": (3, 3, {"local_window_size": (0, 1), "key_value_seq_lengths": np.array([3, 2], np.int32)}, [[1, 1, 1], [1, 1, 0]]),
+}  # fmt: skip
 
 
 def blind_and_right(name, dtype, with_lse=True, **arguments):
@@ -281,16 +273,10 @@ def blind_and_right(name, dtype, with_lse=True, **arguments):
     return [everything(np.array(filler, dtype)) for filler in (np.nan, np.inf)], everything(np.zeros((), dtype))
 
 
-@pytest.mark.parametrize(
-    ("name", "implementation"),
-    [
-        ("both", "reference"),
-        ("both", "portable"),
-        ("both", "tpu"),
-        ("lengths of the keys", "portable"),
-        ("a window", "portable"),
-    ],
-)
+EACH_WAY = [("both", "reference"), ("both", "portable"), ("both", "tpu"), ("lengths of the keys", "portable")]
+
+
+@pytest.mark.parametrize(("name", "implementation"), [*EACH_WAY, ("a window", "portable")])
 def test_a_query_that_sees_no_key_passes_nothing(name, implementation):
     blind, right = blind_and_right(name, np.float32, implementation=implementation)
     assert all(np.isfinite(gradient).all() for gradient in right[1])

@@ -94,11 +94,9 @@ def test_changed_arguments_are_noticed():
     assert "the result is right, but your function writes into its argument `x`" in first.text
     assert "writes into its argument `x`" in judged(lambda x: (x.fill(5), 3)).text
 
-    sort = exercise(np.array([2, 1]), cases=lambda: [Case("the case", ([2, 1], {"a": 1}, (np.zeros(2),), "s"))])
-    assert judged(lambda x, d, t, s: list(x), sort).status == "correct"
-    assert "argument `x`" in judged(lambda x, d, t, s: (list(x), x.sort())[0], sort).text
-    assert "argument `d`" in judged(lambda x, d, t, s: (x, d.clear())[0], sort).text
-    assert "argument `t`" in judged(lambda x, d, t, s: (x, t[0].fill(1))[0], sort).text
+    sort = exercise(np.array([2, 1]), cases=lambda: [Case("the case", ([2, 1], {"a": 1}))])
+    assert judged(lambda x, d: list(x), sort).status == "correct"
+    assert "argument `d`" in judged(lambda x, d: (x, d.clear())[0], sort).text
 
 
 # Exceptions

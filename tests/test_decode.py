@@ -126,10 +126,7 @@ def test_a_wrong_table_under_jit_reads_some_page(implementation):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"page_table": np.array([[0, 24, 1], [0, 1, 2]], np.int32)},
-            r"page_table\[0\] must name pages from 0 to 23, got 24",
-        ),
+        ({"page_table": np.array([[0, 24, 1], [0, 1, 2]], np.int32)}, r"must name pages from 0 to 23, got 24"),
         ({"page_table": np.zeros((2, 3), np.int64)}, "page_table must have dtype int32, got int64"),
         ({"page_table": np.zeros((1, 3), np.int32)}, r"page_table must have shape \(2, pages of a sequence\)"),
         ({"lengths": np.array([49, 3], np.int32)}, "lengths must lie between 0 and 48"),

@@ -251,17 +251,15 @@ def lower(forward, problem, **options):
 def test_the_defaults_lower_for_cuda(H, length, causal, dtype):
     text = lower(hopper.forward, problem_of(length, length, H, dtype, causal))
     assert text.count("@mosaic_gpu_v2") == 1
+    assert H == 24 or not any(
+        f"stablehlo.{word}" in text for word in ("pad", "slice", "transpose")
+    )  # nothing is copied
 
 
 @FULL
 @pytest.mark.parametrize("rung", ladder.NAMES)
 def test_the_rungs_lower_for_cuda(rung):
     assert "@mosaic_gpu_v2" in lower(ladder.forward, problem_of(256, 256, 128, "bfloat16", rung % 2), rung=rung)
-
-
-def test_nothing_is_copied():
-    text = lower(hopper.forward, problem_of(1024, 1024, 128, "bfloat16", True, N=8, K=1))
-    assert "stablehlo.pad" not in text and "stablehlo.slice" not in text and "stablehlo.transpose" not in text
 
 
 @pytest.mark.parametrize("warpgroups", REGISTERS)

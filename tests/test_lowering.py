@@ -4,6 +4,8 @@ import functools
 import itertools
 import math
 import re
+import subprocess
+import sys
 import types
 import warnings
 
@@ -139,3 +141,34 @@ def test_triton_is_asked_for_by_name_and_on_a_gpu(monkeypatch):
     monkeypatch.setattr(registry, "device_of", lambda _: gpu)
     if jax.__version_info__ >= (0, 12):
         assert "__gpu$xla.gpu.triton" in lower_for_cuda(attention, array, array, array)
+
+
+# JAX as it will be without its lowering of Pallas by Triton: all modules load, and all calls but triton's run.
+WITHOUT_TRITON = """
+import importlib, pkgutil, sys
+sys.modules["jax.experimental.pallas.triton"] = None
+from jax.experimental import pallas
+vars(pallas).pop("triton", None)
+
+import helpers
+for module in pkgutil.walk_packages(helpers.__path__, "helpers."):
+    if module.name.split(".")[1] in ("attention", "exercises", "instruments", "dev"):
+        importlib.import_module(module.name)
+
+import jax, numpy as np
+from helpers import flash_attention
+
+x = np.ones((1, 20, 1, 16), "bfloat16")
+for name in (None, "reference", "portable"):
+    attend = jax.jit(jax.grad(lambda x: flash_attention(x, x, x, implementation=name).astype("float32").sum()))
+    assert np.isfinite(np.float32(attend(x))).all()
+    traced = attend.trace(x)
+    assert "triton" not in traced.lower(lowering_platforms=("cuda",)).as_text()
+from helpers.attention import registry
+assert "by Triton" in registry.TABLE["triton"].limits(None, False)
+"""
+
+
+@pytest.mark.full
+def test_without_the_triton_lowering():
+    subprocess.run([sys.executable, "-c", WITHOUT_TRITON], check=True)

@@ -67,7 +67,6 @@ def test_outside_a_workbook_nothing_is_recorded(tmp_path, monkeypatch, capsys):
 
 
 BROKEN = {
-    "empty": b"",
     "foreign": b'{"a": [1]}\n2.1 solved\n2026-11-22 14:03  99.99  solved\n2026-11-22 14:03  0.1  eaten\n',
     "long": b"x" * 3_000_000,
 }

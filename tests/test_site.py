@@ -13,10 +13,8 @@ import pytest
 from chromium import CHROMIUM, started_chromium
 from lessons import PATHS, ROOT
 
-from helpers import flash_attention
 from helpers.attention import masking
 from helpers.site import build as site_build
-from helpers.site import pages as site_pages
 from helpers.site.build import build
 
 REPOSITORY = "https://github.com/owner/name"
@@ -34,24 +32,6 @@ def test_every_link_of_the_readme_leads_to_a_page():
     assert len(targets) > 15
     for target in targets:
         assert target.startswith(("notebooks/", "figures/")) or (site_build.SOURCE / target).is_file(), target
-
-
-@pytest.mark.parametrize("name, request_", site_pages.REQUESTS)
-def test_the_table_of_implementations_holds(name, request_):
-    """What it says of the reference is tried; of the others, that they are asked as `flash_attention` asks them."""
-    options = {key: value for key, value in request_.items() if key not in ("dtype", "S", "K", "H", "lengths")}
-    random = np.random.default_rng(0)
-    shape = {"K": 2, "S": 16, "H": 64} | request_
-    query = random.standard_normal((1, 16, 2, shape["H"]), dtype=np.float32)
-    key = random.standard_normal((1, shape["S"], shape["K"], shape["H"]), dtype=np.float32)
-    if "lengths" in request_:
-        options |= dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), np.full(1, 16, np.int32))
-    assert site_pages.why_not("reference", **request_) is None
-    flash_attention(query, key, key, implementation="reference", **options)
-    row = next(line for line in site_pages.serves_table().splitlines() if line.startswith(f"| {name} |"))
-    assert row.split(" | ")[1:3] == ["✓", "✓"], "reference and portable serve every call"
-    served = site_pages.why_not("hopper", **request_) is None
-    assert served == (request_.get("dtype") != "float32")
 
 
 def test_the_tile_bounds_of_the_cheat_sheet_are_those_of_the_kernels():

@@ -4,7 +4,6 @@ import pytest
 
 from helpers.instruments.timeline import (
     Arrive,
-    Costs,
     Drain,
     Fetch,
     Issue,
@@ -12,7 +11,6 @@ from helpers.instruments.timeline import (
     Read,
     Wait,
     Work,
-    rung,
     simulate,
 )
 
@@ -84,14 +82,3 @@ def test_a_unit_does_one_thing_at_a_time_and_drain_awaits_the_oldest():
     run = simulate({"group": group()}, {})
     assert [(span.start, span.stop) for span in run.spans if span.who == "exponentials"] == [(100, 110)]
     assert run.end == 130
-
-
-@pytest.mark.parametrize("number", range(1, 7))
-def test_every_rung_runs_and_no_faster_than_its_units(number):
-    steps, costs = 12, Costs()
-    run = rung(number, steps)
-    warpgroups = sum(name.startswith("compute") for name in run.tiles)
-    assert run.end >= steps * warpgroups * max(costs.softmax, 2 * costs.product)
-    for name, tiles in run.tiles.items():
-        if name != "memory" and number > 1:
-            assert sorted(tiles) == sorted([*range(steps)] * 2)  # keys and values

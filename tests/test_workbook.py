@@ -96,14 +96,6 @@ def test_a_fresh_copy_stands_beside_the_edited_one(folders):
     assert (workbook / "00_first.ipynb").read_text() == mine
     assert lay_out(*folders) == [], "the learner has the new edition and need not be told again"
 
-    executed(workbook / "00_first_fresh.ipynb")
-    (said,) = update(folders, text="a third edition")
-    assert "make fresh NOTEBOOK=00" in said
-    assert fresh(0, *folders).startswith("00_first_fresh.ipynb ")  # nobody had edited it
-    (workbook / "00_first_fresh.ipynb").write_text(notebook("another answer"))
-    assert fresh("notebooks/00_first.ipynb", *folders).startswith("00_first_fresh_2.ipynb ")
-    assert "another answer" in (workbook / "00_first_fresh.ipynb").read_text()
-
 
 @pytest.mark.parametrize("broken", ["", "{}", notebook("half a file")[:-20]])
 def test_a_notebook_that_cannot_be_read_is_kept_aside(folders, broken):
