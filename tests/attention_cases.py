@@ -16,18 +16,7 @@ import pytest
 from helpers import flash_attention
 from helpers.attention.reference import oracle, oracle_gradients
 
-SHAPES = [
-    (1, 1),
-    (1, 7),
-    (7, 1),
-    (63, 65),
-    (100, 130),
-    (113, 203),
-    (128, 128),
-    (239, 1),
-    (799, 3),
-    (1023, 1024),
-]
+SHAPES = [(1, 1), (1, 7), (7, 1), (63, 65), (100, 130), (113, 203), (128, 128), (239, 1), (799, 3), (1023, 1024)]
 HEAD_DIMS = [1, 24, 64, 80, 128, 256]
 # Every shape meets every other head_dim; dtypes, groups and masks take turns. The first turn comes twice a
 # round, so that a round has no factor in common with the number of head_dims.

@@ -231,7 +231,7 @@ FAULTS = [
         ("out is divided by a sum of other weights than its product has", "weight = sum(self.constants) / of_constants.sum(axis=1)", "weight = 1 / l"),
         ("the next queries overwrite the low bits", "plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the low bits", "pass  # the low bits"),
     ),
-    *_of("helpers/attention/hopper/tile_scheduler.py", "test_hopper_forward* test_schedule test_hopper*",
+    *_of("helpers/attention/hopper/tile_scheduler.py", "test_hopper_forward* test_hopper*",
         ("an incomplete round is dealt backwards like a full one", "is_backward = full_round & (turn", "is_backward = (turn >= 0) & (turn"),
         ("a place is used before it is known", "plgpu.barrier_wait(self.known.at[slot])", "pass"),
         ("one tile too many goes without a mask", "seen = lax.div(q_start + 1, block_k)", "seen = lax.div(q_start + block_q, block_k)"),

@@ -1,7 +1,6 @@
 """The public function: every illegal argument is refused in words, every legal one agrees with jax.nn."""
 
 import functools
-import itertools
 import re
 import traceback
 import types
@@ -10,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import in_tiers
 from jax.experimental import pallas as pl
 
 from helpers import flash_attention
@@ -35,24 +33,16 @@ def zeros(*shape, dtype=np.float32):
 
 ILLEGAL = [
     # what is passed instead, the error, the words it must hold
-    ({"query": [[1.0]]}, TypeError, "query must be a JAX or NumPy array, got list"),
     ({"query": zeros(B, T, N, H, dtype=np.float64)}, TypeError, "query must have dtype float32 or bfloat16 or float16, got float64"),
     ({"key": zeros(B, S, K, H, dtype=np.float16)}, TypeError, "must share one dtype, got query float32, key float16, value float32"),
-    ({"value": zeros(B, S, K, H, dtype=np.float16)}, TypeError, "must share one dtype, got query float32, key float32, value float16"),
     ({"query": zeros(T, H)}, ValueError, "query must have shape (batch, length, heads, head_dim) or"),
-    ({"key": zeros(B, 0, K, H), "value": zeros(B, 0, K, H)}, ValueError, "key must have at least one element"),
     ({"value": zeros(B, S + 1, K, H)}, ValueError, "value must have the shape of key, (2, 24, 2, 16), got (2, 25, 2, 16)"),
     ({"value": zeros(B, S, K, H + 1)}, ValueError, "value must have the shape of key, (2, 24, 2, 16), got (2, 24, 2, 17)"),
-    ({"query": zeros(B + 1, T, N, H)}, ValueError, "key must have the batch size of query, 3"),
     ({"query": zeros(B, T, N, H + 1)}, ValueError, "key must have the head_dim of query, 17"),
     ({"query": zeros(B, T, 3, H)}, ValueError, "query heads must be a multiple of key/value heads, got 3 and 2"),
     ({"query": zeros(B, T, N, 257), "key": zeros(B, S, K, 257), "value": zeros(B, S, K, 257)}, ValueError, "head_dim must be at most 256, got 257"),
-    ({"scale": True}, TypeError, "scale must be a real number or None, got True"),
     ({"scale": float("nan")}, ValueError, "scale must be at most 2.36e+38 in size, got nan"),
-    ({"is_causal": 1}, TypeError, "is_causal must be True or False, got 1"),
     ({"local_window_size": -1}, ValueError, "local_window_size must not be negative, got -1"),
-    ({"local_window_size": 1.5}, TypeError, "local_window_size must be None, an integer, or a (left, right) pair"),
-    ({"query_seq_lengths": [1, 2]}, TypeError, "query_seq_lengths must be an int32 array of shape (2,), got list"),
     ({"query_seq_lengths": np.array([1, 2], np.int16)}, TypeError, "query_seq_lengths must have dtype int32, got int16"),
     ({"key_value_seq_lengths": np.array([1], np.int32)}, ValueError, "key_value_seq_lengths must have shape (2,), got (1,)"),
     ({"key_value_seq_lengths": np.array([1, S + 1], np.int32)}, ValueError, "key_value_seq_lengths must lie between 0 and 24, got [1, 25]"),
@@ -96,11 +86,6 @@ def test_positions_stay_within_int32():
     assert tuple(map(int, tiles)) == (0, 2**24)
 
 
-def test_without_a_batch_axis_too_out_comes_alone():
-    query, key = zeros(20, 4, 16), zeros(24, 2, 16)
-    assert flash_attention(query, key, key, implementation="reference").shape == (20, 4, 16)
-
-
 @pytest.mark.parametrize("implementation", ["portable", "reference"])
 def test_a_second_call_compiles_nothing(implementation, monkeypatch):
     attention = functools.partial(flash_attention, implementation=implementation)
@@ -139,17 +124,11 @@ def test_cudnn_without_a_gpu_says_so():
 
 
 HALF = np.float16
-HEADS_OF_20 = {
-    name: zeros(B, *rest, 20, dtype=HALF) for name, *rest in [("query", T, N), ("key", S, K), ("value", S, K)]
-}
 CUDNN_REFUSALS = [
     ({}, np.float32, "it takes no float32"),
-    (HEADS_OF_20, HALF, "head_dim up to 128 in multiples of 8, and this is 20"),
     ({"return_residual": True}, HALF, "rounds its lse"),
-    ({"scale": 0.0}, HALF, "a positive scale only"),
     ({"scale": -0.3}, HALF, "a positive scale only"),
     ({"query": zeros(B, 30, N, H, dtype=HALF), "local_window_size": (3, 0)}, HALF, "no more queries than keys"),
-    ({"local_window_size": 3}, HALF, "nothing to the right"),
 ]  # fmt: skip
 
 
@@ -208,9 +187,7 @@ def test_an_old_gpu_is_refused_by_name(on_a_gpu):
         ((0, 0), "bfloat16", {}, "reference"),
         ((7, 5), "bfloat16", {}, "reference"),
         ((8, 0), "bfloat16", {}, "portable"),
-        ((10, 0), "bfloat16", {}, "portable"),
         ((9, 0), "bfloat16", {"is_causal": True}, "hopper"),
-        ((9, 0), "float16", {}, "hopper"),
         ((9, 0), "float32", {}, "portable"),
         ((9, 0), "float16", {"local_window_size": 3}, "hopper"),
         ((9, 0), "float16", {"query_seq_lengths": np.array([3, 5], np.int32)}, "hopper"),
@@ -274,13 +251,8 @@ BLIND = {
     "lengths of the queries": (2, 1, {"query_seq_lengths": np.array([1, 2], np.int32)}, [[1, 0], [1, 1]]),
     "lengths of the keys": (2, 1, {"key_value_seq_lengths": np.array([1, 0], np.int32)}, [[1, 1], [0, 0]]),
     "a window": (18, 17, {"local_window_size": 0}, [[1] * 17 + [0]]),
-    "both": (
-        3,
-        3,
-        {"local_window_size": (0, 1), "key_value_seq_lengths": np.array([3, 2], np.int32)},
-        [[1, 1, 1], [1, 1, 0]],
-    ),
-}
+    "both": (3, 3, {"local_window_size": (0, 1), "key_value_seq_lengths": np.array([3, 2], np.int32)}, [[1, 1, 1], [1, 1, 0]]),
+}  # fmt: skip
 
 
 def blind_and_right(name, dtype, with_lse=True, **arguments):
@@ -317,14 +289,10 @@ def test_one_array_of_segment_ids_leaves_no_query_without_a_key():
         assert may_have_blind_rows(ids, is_causal=True, **others)
 
 
-def each_way_once(name, implementation):
-    return name == "both" or (implementation, name) == ("portable", "lengths of the keys")
+EACH_WAY = [("both", "reference"), ("both", "portable"), ("both", "tpu"), ("lengths of the keys", "portable")]
 
 
-@pytest.mark.parametrize(
-    ("name", "implementation"),
-    in_tiers(itertools.product(BLIND, ["reference", "portable", "tpu"]), each_way_once),
-)
+@pytest.mark.parametrize(("name", "implementation"), [*EACH_WAY, ("a window", "portable")])
 def test_a_query_that_sees_no_key_passes_nothing(name, implementation):
     blind, right = blind_and_right(name, np.float32, implementation=implementation)
     assert all(np.isfinite(gradient).all() for gradient in right[1])

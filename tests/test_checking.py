@@ -71,10 +71,8 @@ def test_a_slip_is_named_where_no_mistake_is_known():
     ("answer", "said"),
     [
         (lambda x: None, "expected 2 results (double, total), got None: is a `return` missing?"),
-        (lambda x: 2 * x, "expected 2 results (double, total), got an array of shape (1,)"),
         (lambda x: (1, 2, 3), "expected 2 results (double, total), got a tuple of 3"),
         (lambda x: (2 * x.reshape(x.shape if x.size == 1 else -1), x.sum()), "double: expected shape (2, 2), got (4,)"),
-        (lambda x: ("2", x.sum()), "double: expected an array of shape (1,), got '2'"),
         (lambda x: (2 * x, x[:1]), "total: expected a number, got an array of shape (1,)"),
         (lambda x: (np.sqrt(-x), x.sum()), "NaN"),
         (3, "expected a function, got 3"),
@@ -96,11 +94,9 @@ def test_changed_arguments_are_noticed():
     assert "the result is right, but your function writes into its argument `x`" in first.text
     assert "writes into its argument `x`" in judged(lambda x: (x.fill(5), 3)).text
 
-    sort = exercise(np.array([2, 1]), cases=lambda: [Case("the case", ([2, 1], {"a": 1}, (np.zeros(2),), "s"))])
-    assert judged(lambda x, d, t, s: list(x), sort).status == "correct"
-    assert "argument `x`" in judged(lambda x, d, t, s: (list(x), x.sort())[0], sort).text
-    assert "argument `d`" in judged(lambda x, d, t, s: (x, d.clear())[0], sort).text
-    assert "argument `t`" in judged(lambda x, d, t, s: (x, t[0].fill(1))[0], sort).text
+    sort = exercise(np.array([2, 1]), cases=lambda: [Case("the case", ([2, 1], {"a": 1}))])
+    assert judged(lambda x, d: list(x), sort).status == "correct"
+    assert "argument `d`" in judged(lambda x, d: (x, d.clear())[0], sort).text
 
 
 # Exceptions
@@ -156,16 +152,8 @@ def test_tracer_errors_are_translated(body, advice):
     assert advice in text and "In line" in text
 
 
-def deep(x):
-    return deep(x)
-
-
 def exits(*_):
     sys.exit(3)
-
-
-def interrupted(*_):
-    raise KeyboardInterrupt
 
 
 def unprintable(*_):
@@ -175,20 +163,19 @@ def unprintable(*_):
     raise UnprintableError
 
 
-NO_EXERCISES = ("9.9", 0.2, 99.1, "", None, -1, 10**5000, [])
 STRANGE = (
-    None, 10**5000, "x", lambda *_: (10**5000, np.zeros(2)), exits, interrupted, deep, unprintable, type,
+    None, 10**5000, lambda *_: (10**5000, np.zeros(2)), exits, unprintable, type,
     lambda *_: np.zeros(3, "M8[s]"), lambda *_: {1, 2}, lambda *_: 1j,
 )  # fmt: skip
 
 
 def test_a_number_without_an_exercise_is_said(capsys):
-    for number in NO_EXERCISES:
+    for number in ("9.9", 99.1, None, 10**5000, []):
         check(number, stub)
         assert capsys.readouterr().out.startswith("✗ There is no exercise ")
 
 
-@pytest.mark.parametrize("number", ["0.1", "1.2", "2.3", "3.5", "9.2", "9.3"])
+@pytest.mark.parametrize("number", ["0.1", "1.2", "9.3"])
 def test_check_never_raises(number, capsys):
     for answer in STRANGE:
         check(number, answer)
@@ -211,11 +198,6 @@ def test_an_endless_answer_is_stopped(monkeypatch):
     assert time.perf_counter() - began < 5
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
     assert judged(lambda x: (2 * x, x.sum())).status == "correct"
-
-
-def test_warnings_do_not_reach_the_reader(recwarn, capsys):
-    judged(lambda x: (2 * x + 0 * np.log(-x) / 0, x.sum()))
-    assert len(recwarn) == 0 and capsys.readouterr().err == ""
 
 
 def exercise(expected, **options):
@@ -245,20 +227,13 @@ def named(*results):
     ("expected", "right", "wrong"),
     [
         ("partial", "partial", "full"),
-        ("partial", np.array("partial"), "Partial"),
-        (3, 3, 4),
         (3, Fraction(9, 3), Fraction(10, 3)),
         (3, np.int8(3), np.array([3])),
         (0.5, Fraction(1, 2), Fraction(1, 3)),
-        (True, np.bool_(True), np.bool_(False)),
         (np.array([1, -np.inf]), np.array([1.0, -np.inf]), np.array([1.0, np.inf])),
-        (np.zeros(2), [0, Fraction(0)], [0, Fraction(1)]),
         (np.ones((2, 2)), [[1, 1], (1.0, np.float32(1))], [[1, 1], [1, 2]]),
-        (np.ones(2), jnp.ones(2, jnp.bfloat16), 2 * jnp.ones(2, jnp.bfloat16)),
         (np.array([0.0, 1e6]), np.array([0.0, 1e6]), np.array([200.0, 1e6])),
-        ({"a": 1, "b": 2.0}, {"b": 2.0, "a": 1}, {"a": 1}),
         ({"a": 1}, {"a": 1, "more": 5}, {"a": 2}),
-        ((1, 2), iter([1, 2]), iter([2, 1])),
         ((1.0, "x"), np.array([1.0, "x"], object), np.array([1.0, "x"])),
         ((np.ones(3), np.zeros(3)), np.stack([np.ones(3), np.zeros(3)]), np.zeros((2, 3))),
         ((np.ones(3), np.zeros(3)), [(1, 0), (1, 0), (1, 0)], [(1, 0), (1, 0), (1, 1)]),
@@ -270,33 +245,14 @@ def test_results_are_judged_by_what_they_are_worth(expected, right, wrong):
     assert judged(lambda: wrong, asked).status == "wrong"
 
 
-def test_some_nan_is_told_from_a_wrong_number():
-    half = lambda: np.array([1.0, np.nan])
-    assert "1 of 2 entries are NaN" in judged(half, exercise(np.array([1.0, 2.0]))).text
-
-
 @pytest.mark.parametrize(
     ("expected", "mine"),
-    [
-        (1.0, 1.00002),
-        (1000000, 1000000.2),
-        (3, np.nextafter(3.0, 4)),
-        (np.array([1e-30, 1.0]), np.array([1e-30, 1.0001])),
-    ],
+    [(1000000, 1000000.2), (3, np.nextafter(3.0, 4)), (np.array([1e-30, 1.0]), np.array([1e-30, 1.0001]))],
 )
 def test_two_equal_numbers_are_never_shown_as_different(expected, mine):
     text = judged(lambda: mine, exercise(expected)).text
     yours, wanted = re.search(r"yours(?: at \[\d+\])? (\S+), expected (\S+)", text).groups()
     assert yours != wanted and "np." not in text
-
-
-def test_float32_is_blamed_where_it_may_be_to_blame():
-    text = judged(lambda: np.array([1.0001, 2], np.float32), exercise(np.array([1.0, 2.0]))).text
-    assert "Your result is float32; if the method is right, this case needs float64." in text
-    assert "float64" not in judged(lambda: np.array([1.0001, 2]), exercise(np.array([1.0, 2.0]))).text
-    assert "float64" not in judged(lambda: np.array([1.1, 2], np.float32), exercise(np.array([1.0, 2.0]))).text
-    in_float32 = exercise(np.array([1.0, 2.0], np.float32))
-    assert "float64" not in judged(lambda: np.array([1.0001, 2], np.float32), in_float32).text
 
 
 RESULTS = [(1.0, np.array([2.0, 5.0])), (3.0, np.array([7.0, 1.0])), (4.0, np.array([0.0, -2.0]))]
@@ -310,10 +266,6 @@ RESULTS = [(1.0, np.array([2.0, 5.0])), (3.0, np.array([7.0, 1.0])), (4.0, np.ar
         (lambda a, b: (a, b / np.log(2)), "b is too large by log2(e) = 1.4427: it is in base two, in every case"),
         (lambda a, b: (a, b[:, None]), "b has an axis of length one too many, or too few"),
         (lambda a, b: (a, b * [1, 2]), None),
-        (
-            lambda a, b: (-a, 3 * b),
-            "a has the wrong sign, in every case and b is 3 times what it should be, in every case",
-        ),
         (lambda a, b: (a, b * [1, 1e200]), None),  # too large to be squared
     ],
 )

@@ -79,17 +79,11 @@ def in_session(loaded):
     return *json.loads(result), "\n".join(said)
 
 
-def test_elsewhere_the_cell_does_nothing():
-    assert in_session({"numpy": "1.26.4"}) == ([], None, "")
-
-
 OLD = {"numpy": "2.0.2", "jax": "0.7.2"}
 NEW = {name: version(name) for name in ("numpy", "jax", "jaxlib")}
 
 
-@pytest.mark.parametrize(
-    "loaded, old", [({}, []), (NEW, []), (NEW | OLD, ["jax", "numpy"]), ({"numpy": "2.0.2"}, ["numpy"])]
-)
+@pytest.mark.parametrize("loaded, old", [(NEW, []), (NEW | OLD, ["jax", "numpy"])])
 def test_in_colab_the_cell_installs_and_restarts_where_an_old_package_is_loaded(loaded, old):
     (packages, series, plugins, *more), platforms, said = in_session({"google.colab": ""} | loaded)
     assert packages.startswith("install ") and '"jax>=' in packages

@@ -1,5 +1,6 @@
 """What a notebook runs on, with stand-ins for devices: on a GPU that is too old for the kernels, it takes the CPU."""
 
+import time
 import types
 
 import jax
@@ -30,14 +31,7 @@ def on(monkeypatch):
 
 @pytest.mark.parametrize(
     ("platform", "capability", "interpreted"),
-    [
-        ("cpu", None, True),
-        ("gpu", "7.5", True),
-        ("gpu", "gfx942", True),
-        ("gpu", "8.0", False),
-        ("gpu", "12.0", False),
-        ("tpu", None, False),
-    ],
+    [("cpu", None, True), ("gpu", "7.5", True), ("gpu", "8.0", False), ("tpu", None, False)],
 )
 def test_kernels_are_interpreted_where_they_cannot_be_compiled(platform, capability, interpreted, on, monkeypatch):
     on(stand_in(platform, capability))
@@ -59,3 +53,35 @@ def test_on_an_old_gpu_a_notebook_computes_on_the_cpu_and_says_why(on, capsys):
     said = capsys.readouterr().out.splitlines()[-1]
     assert "CPU" in said and "interpret mode" in said and "8.0 (Ampere)" in said and "Tesla T4" in said
     assert device.default_device().platform == "cpu" and environment.interprets()
+
+
+# The line under a cell that takes long
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """What stands under a cell, one text after another."""
+    texts = []
+
+    class Handle:
+        def update(self, line):
+            texts.append(line.data)
+
+    def display(line, display_id):
+        texts.append(line.data)
+        return Handle()
+
+    monkeypatch.setattr(clock, "display", display)
+    return texts
+
+
+def test_a_slow_cell_says_for_how_long_and_then_nothing(shown):
+    one = clock.Clock(patience_s=0.05, period_s=0.05)
+    one.start(None)
+    time.sleep(0.5)
+    assert 2 < len(shown) < 11 and set(shown) <= {"still running, 0 s", "still running, 1 s"}
+    one.stop(None)
+    assert shown[-1] == ""
+    count = len(shown)
+    time.sleep(0.2)
+    assert len(shown) == count

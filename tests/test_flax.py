@@ -24,7 +24,7 @@ def drawn(*batch, dtype=np.float32):
     return normal(*batch, 9, 4, 8), normal(*batch, 9, 2, 8), normal(*batch, 9, 2, 8), normal(9, 9)
 
 
-@pytest.mark.parametrize("batch", [(), (6,), (2, 3)])
+@pytest.mark.parametrize("batch", [(), (2, 3)])
 @pytest.mark.parametrize("mask", [np.tril(np.ones((1, 9, 9), np.float32)), np.tri(9, dtype=bool)])
 def test_masks_and_batch_axes_of_flax(batch, mask):
     query, key, value, bias = drawn(*batch)
@@ -48,55 +48,31 @@ def test_what_cannot_be_honoured_is_refused(change, error, message):
         attention(*drawn(2)[:3], **PASSED | change)
 
 
-TRAINING = """
+WITH_FLAX = """
 import jax, jax.numpy as jnp, numpy as np
 from flax import nnx
 from helpers.attention.flax import attention
 
-tokens = jnp.asarray(np.random.default_rng(0).integers(1, 9, (4, 24)))
-tokens = jnp.where(jnp.arange(24) < jnp.array([24, 17, 9, 24])[:, None], tokens, 0)  # 0 is padding
+x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 24, 16), np.float32))
+real = jnp.arange(24) < jnp.array([24, 17, 9, 24])[:, None]
+mask = nnx.combine_masks(nnx.make_attention_mask(real, real), nnx.make_causal_mask(real))
 
-class Model(nnx.Module):
-    def __init__(self, rngs, **options):
-        self.embed = nnx.Embed(9, 16, rngs=rngs)
-        self.attend = nnx.MultiHeadAttention(4, 16, decode=False, rngs=rngs, **options)
-        self.out = nnx.Linear(16, 9, rngs=rngs)
+def gradients(**options):
+    attend = nnx.MultiHeadAttention(4, 16, decode=False, rngs=nnx.Rngs(0), **options)
+    loss = lambda attend, x: (jnp.sin(attend(x, mask=mask)) * real[..., None]).sum()
+    return jax.tree.leaves(nnx.grad(loss)(attend, x))
 
-    def __call__(self, tokens, is_causal):
-        real = tokens > 0
-        masks = nnx.make_attention_mask(real, real), None if is_causal else nnx.make_causal_mask(tokens)
-        x = self.embed(tokens)
-        return self.out(x + self.attend(x, mask=nnx.combine_masks(*masks), is_causal=is_causal))
-
-def losses(is_causal, **options):
-    graph, parameters = nnx.split(Model(nnx.Rngs(0), **options))
-
-    def loss(parameters):
-        logits = nnx.merge(graph, parameters)(tokens[:, :-1], is_causal)
-        of_each = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=2)[..., 0]
-        return -(of_each * (tokens[:, 1:] > 0)).sum()
-
-    found, step = [], jax.jit(jax.value_and_grad(loss))
-    for _ in range(20):
-        value, gradient = step(parameters)
-        found.append(value)
-        parameters = jax.tree.map(lambda one, slope: one - 0.01 * slope, parameters, gradient)
-    return np.array(found)
-
-for is_causal in (False, True):
-    theirs, ours = losses(is_causal), losses(is_causal, attention_fn=attention)
-    np.testing.assert_allclose(ours, theirs, rtol=1e-4)
-    assert theirs[-1] < 0.9 * theirs[0]
+jax.tree.map(lambda *pair: np.testing.assert_allclose(*pair, atol=1e-5), gradients(attention_fn=attention), gradients())
 """
 
 
 @pytest.mark.full
-def test_a_model_of_flax_trains_as_with_its_own_attention(tmp_path):
-    """With masks of float32, padding and gradients."""
+def test_a_layer_of_flax_has_the_gradients_of_its_own_attention(tmp_path):
+    """With masks of float32 and padding."""
     subprocess.run([sys.executable, "-m", "venv", tmp_path], check=True)
     python, needed = tmp_path / "bin" / "python", ("flax", f"jax=={version('jax')}")
     if subprocess.run([python, "-m", "pip", "install", "--quiet", *needed]).returncode:
         pytest.skip("Flax cannot be installed here")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    run = subprocess.run([python, "-c", TRAINING], env=environment, capture_output=True, text=True)
+    run = subprocess.run([python, "-c", WITH_FLAX], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

@@ -73,8 +73,8 @@ def test_gradients(case, tiles):
 @pytest.mark.parametrize("form", ["fused", pytest.param("split", marks=FULL)])
 @pytest.mark.parametrize(
     ("T", "logits", "arguments"),
-    [(110, "low", CAUSAL), pytest.param(63, "low", {}, marks=FULL), pytest.param(63, "large", {}, marks=FULL)],
-    ids=["low, the last queries would see keys past the end", "low", "large"],
+    [(110, "low", CAUSAL), pytest.param(63, "large", {}, marks=FULL)],
+    ids=["low, the last queries would see keys past the end", "large"],
 )
 def test_size_of_logits(T, logits, arguments, form):
     """Far from 0 as well. delta is made from a rounded out, for these calls keep no low bits of it,
@@ -166,21 +166,14 @@ def test_heads_that_the_cache_holds_go_together(monkeypatch):
 
 
 @FULL
-@pytest.mark.parametrize(
-    ("case", "form"),
-    [
-        (AttentionCase(140, 210, 64, N=4, K=4, dtype="bfloat16", arguments=CAUSAL), "fused"),
-        (AttentionCase(140, 210, 64, N=4, K=4, B=2, dtype="float16", arguments=CAUSAL), "split"),
-    ],
-    ids=str,
-)
-def test_heads_in_sections(case, form, monkeypatch):
+def test_heads_in_sections(monkeypatch):
     """Two of four heads before the next two, where one SM makes many of these programs."""
+    case, tiles = AttentionCase(140, 210, 64, N=4, K=4, dtype="bfloat16", arguments=CAUSAL), schedule.forms(64)["fused"]
     monkeypatch.setattr(schedule, "NUM_SMS", 1)
     monkeypatch.setattr(schedule, "CACHED", 2 * case.T * 64 * 8)
     arrays, arguments = case.inputs()
-    assert schedule.grid_of_keys(check_call(*arrays, **arguments).problem, schedule.forms(64)[form][0])["section"] == 2
-    check(case, schedule.forms(64)[form])
+    assert schedule.grid_of_keys(check_call(*arrays, **arguments).problem, tiles[0])["section"] == 2
+    check(case, tiles)
 
 
 @FULL
@@ -385,17 +378,8 @@ def trace_for_a_gpu(problem, tiles):
     [
         (40, False, (1023, 1024), (4, 1), True),
         (128, True, (1, 7), (1, 1), False),
-        *(
-            pytest.param(*options, marks=FULL)
-            for options in itertools.product(
-                (40, 64, 80, 128, 256),
-                (False, True),
-                ((1, 7), (1023, 1024), (4096, 333)),
-                ((4, 1), (2, 2)),
-                (True, False),
-            )
-            if sum(map(str(options).count, "123")) % 9 == 0  # some of them
-        ),
+        pytest.param(256, False, (4096, 333), (2, 2), False, marks=FULL),
+        pytest.param(64, True, (1023, 1024), (4, 1), True, marks=FULL),
     ],
 )
 def test_default_tiles_lower_for_a_gpu(H, deterministic, lengths, heads, causal):

@@ -13,7 +13,6 @@ from attention_cases import (
     check_gradients,
     check_results,
     cotangents,
-    relative_error,
     results_of,
 )
 
@@ -23,7 +22,7 @@ from helpers.attention.hopper import backward_schedule as schedule
 from helpers.attention.hopper.walks import Walk, needs_walks, walks
 from helpers.attention.masking import visible
 from helpers.attention.problem import check_call
-from helpers.attention.reference import naive_attention, oracle_gradients
+from helpers.attention.reference import naive_attention
 from helpers.instruments.races import DETECTING, races
 
 FULL = pytest.mark.full
@@ -73,7 +72,6 @@ FORWARD = {
 MORE_FORWARD = {
     "a soft cap": (AttentionCase(100, 150, H=64, dtype="bfloat16", logits="large", arguments={"logits_soft_cap": 5.0, **CAUSAL}), None),
     "lengths, with padding that is no number, capped": (dataclasses.replace(LENGTHS, arguments={"logits_soft_cap": 1.0}), SMALL._replace(guess=False)),
-    "sinks alone": (AttentionCase(100, 150, H=64, dtype="bfloat16", arguments=SINKS), None),
     "rows that see nothing, and sinks": (AttentionCase(150, 150, H=64, dtype="bfloat16", arguments=CAUSAL | SINKS | {"causal_offset": -70}), SMALL),
     "numbers of segments in any order, capped": (AttentionCase(100, 100, H=128, dtype="float16", arguments={"scale": -0.3, "logits_soft_cap": 1.0, "query_segment_ids": np.arange(100, dtype=np.int32)[None] % 3, "key_value_segment_ids": np.arange(100, dtype=np.int32)[None] % 5}), None),
     "a head of 256": (AttentionCase(100, 200, H=256, dtype="bfloat16", arguments={"local_window_size": (40, 10)}), None),
@@ -100,7 +98,6 @@ BACKWARD = {
 MORE_BACKWARD = {
     "a soft cap": (AttentionCase(100, 70, H=64, dtype="bfloat16", arguments=CAUSAL | {"logits_soft_cap": 1.0}), FUSED),
     "lengths, with padding that is no number": (LENGTHS, SPLIT),
-    "documents, split": (DOCUMENTS, SPLIT),
     "lengths, fused": (LENGTHS, FUSED),
     "a soft cap, delayed": (AttentionCase(100, 70, H=64, dtype="bfloat16", arguments={"scale": -0.3, "logits_soft_cap": 1.0}), DELAYED),
     "a soft cap and a window, split": (AttentionCase(100, 150, H=128, dtype="float16", arguments={"local_window_size": (50, 20), "logits_soft_cap": 1.0}), SPLIT),
@@ -126,35 +123,11 @@ def test_gradients(name):
 
 
 @FULL
-@pytest.mark.parametrize(
-    "case",
-    [LENGTHS, dataclasses.replace(DOCUMENTS, common=10.0, common_to="runs")],
-    ids=["lengths", "documents with means of their own"],
-)
-def test_by_the_public_function(case):
+def test_by_the_public_function():
     """With the low bits of out."""
+    case = dataclasses.replace(DOCUMENTS, common=10.0, common_to="runs")
     attention = functools.partial(flash_attention, implementation="hopper", return_residual=True)
     check_results(results_of(attention, case), case)
-
-
-@FULL
-def test_sinks_have_gradients():
-    """And change those of query, key and value."""
-    case = dataclasses.replace(DOCUMENTS, arguments=DOCUMENTS.arguments | SINKS)
-    arrays, arguments = case.inputs()
-    sinks, (dout, dlse) = arguments.pop("sinks"), cotangents(case)
-
-    @jax.jit
-    def gradients(*arrays):
-        attention = lambda *arrays: flash_attention(
-            *arrays[:3], sinks=arrays[3], implementation="hopper", return_residual=True, **arguments
-        )
-        return jax.vjp(attention, *arrays)[1]((dout, dlse))
-
-    right = oracle_gradients(*arrays, dout, dlse, sinks=sinks, **arguments)
-    bounds = 8e-3, 8e-3, 8e-3, 0.03  # that of a sink is a sum of terms that nearly cancel
-    for mine, correct, bound in zip(gradients(*arrays, sinks), right, bounds, strict=True):
-        assert relative_error(mine, correct) < bound
 
 
 # Walks
@@ -213,11 +186,9 @@ def test_a_walk_passes_what_is_seen_once(case, own):
 # Lowering
 
 
-@pytest.mark.parametrize(
-    ("H", "arguments"), [(64, DOCUMENTS.arguments | SINKS), (128, WINDOW | {"logits_soft_cap": 50.0})]
-)
-def test_both_passes_lower_for_cuda(H, arguments):
-    case = dataclasses.replace(DOCUMENTS, H=H, arguments=arguments)
+@pytest.mark.parametrize("arguments", [DOCUMENTS.arguments | SINKS, WINDOW | {"logits_soft_cap": 50.0}])
+def test_both_passes_lower_for_cuda(arguments):
+    case = dataclasses.replace(DOCUMENTS, arguments=arguments)
     arrays, arguments = case.inputs()
     (query, key, value), (dout, dlse) = arrays, cotangents(case)
 

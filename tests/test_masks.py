@@ -1,7 +1,6 @@
 """Any mask, any score: what hides keys and changes logits, against the oracle, alone and together."""
 
 import functools
-import itertools
 import re
 
 import jax
@@ -9,10 +8,10 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import relative_error
+from attention_cases import in_tiers, relative_error
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_in_use import UNPROMISED, gathers_nothing, mesh_of, on_four_devices
+from test_in_use import gathers_nothing, mesh_of, on_four_devices
 
 from helpers import flash_attention
 from helpers.attention import scores
@@ -109,41 +108,18 @@ def compare(mine, expected, bound=BOUND):
 
 
 ALL = ("bias", "mask", "segments", "soft cap", "sinks", "offset", "lengths", "mask_mod", "score_mod")
-DRAWS = [
-    ("portable", 34, None),  # one key
-    ("portable", 3, ALL),
-    ("reference", 4, None),
-    ("reference", 5, ALL),
-]
-MORE = itertools.product(("portable", "reference"), (1, *range(6, 20)), [None])
-FULL_DRAWS = [draw for draw in MORE if draw not in DRAWS]
+DRAWS = [("portable", 34, None), ("portable", 3, ALL), ("reference", 4, None), ("reference", 5, ALL)]  # 34 has one key
+FULL_DRAWS = [(name, seed, None) for name in ("portable", "reference") for seed in (1, *range(6, 12))]
 
 
 @pytest.mark.parametrize(
-    ("implementation", "seed", "only"), [*DRAWS, *(pytest.param(*draw, marks=pytest.mark.full) for draw in FULL_DRAWS)]
+    ("implementation", "seed", "only"), in_tiers([*DRAWS, *FULL_DRAWS], lambda *draw: draw in DRAWS)
 )
 def test_combinations(implementation, seed, only):
     random = np.random.default_rng(seed)
     T, S = (int(size) for size in random.integers(1, 150, 2)) if only is None else (100, 140)
     arrays, arguments = drawn(seed, T, S, only=only)
     compare(everything(arrays, arguments, implementation=implementation), right(arrays, arguments))
-
-
-def test_few_queries():
-    """Which have a kernel of their own."""
-    arrays, arguments = drawn(30, 3, 40, only=("offset",))
-    arguments["causal_offset"] = 30
-    compare(everything(arrays, arguments, implementation="portable"), right(arrays, arguments))
-
-
-@pytest.mark.full
-def test_16_bits_are_as_good_as_naive():
-    arrays, arguments = drawn(31, 70, 90, dtype=jnp.bfloat16, only=("bias", "soft cap", "sinks", "segments"))
-    expected = right(arrays, arguments)
-    mine, naive = (everything(arrays, arguments, implementation=name) for name in ("portable", "reference"))
-    for one, other, answer in list(zip(mine, naive, expected, strict=True))[2:]:
-        bound = 2 * relative_error(other, answer) + float(jnp.finfo(jnp.bfloat16).eps)
-        assert relative_error(one, answer) <= bound
 
 
 def test_tiles_of_other_sizes():
@@ -163,20 +139,6 @@ def test_tiles_of_other_sizes():
         return out, lse.swapaxes(1, 2), *gradients
 
     compare(run(*arrays), right(arrays, arguments)[:5])
-
-
-def test_documents_are_as_if_alone():
-    """Of a row of three, none sees another, in out and in all gradients."""
-    ends = [0, 37, 64, 130]
-    arrays, _ = drawn(50, 130, 130, B=1, only=())
-    ids = np.repeat([7, 3, 7], np.diff(ends))[None].astype(np.int32)
-    ids[0, ends[2] :] = 9
-    segments = {"is_causal": True, "query_segment_ids": ids, "key_value_segment_ids": ids}
-    packed = everything(arrays, segments, implementation="portable")
-    for start, stop in itertools.pairwise(ends):
-        own = [array[:, start:stop] for array in arrays]
-        alone = right(own, {"is_causal": True})
-        compare([result[:, start:stop] for result in packed], alone)
 
 
 def test_gradients_of_tables_come_from_some_rows_at_a_time(monkeypatch):
@@ -222,7 +184,7 @@ def check_kinds(call, block_q, block_k, kinds=tile_kinds):
 
 
 def test_kinds_of_tiles():
-    for seed in range(60, 72):
+    for seed in range(60, 66):
         arrays, arguments = drawn(seed, 150, 190, only=None)
         call = check_call(*arrays[:3], **arguments)
         if call.hides_keys:
@@ -266,14 +228,12 @@ def test_a_block_mask_that_is_kept():
     assert not attend(*arrays[:3], block_mask=0 * kept).any()
 
 
-# Faults of the kernels
-
-
 # Rows that see nothing
 
 
-@pytest.mark.parametrize("implementation", ["portable", "reference"])
-@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize(
+    ("implementation", "has_sinks"), [("portable", False), ("portable", True), ("reference", True)]
+)
 def test_rows_that_see_nothing(implementation, has_sinks):
     """They pass nothing, whatever arrives, but what arrives at the lse of a row that is no padding goes to its sink."""
     arrays, arguments = drawn(95, 20, 30, B=1, only=("sinks",) if has_sinks else ())
@@ -313,11 +273,10 @@ def reference_of(arrays, arguments):
 
 
 @on_four_devices
-@pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.full)])
-def test_split_over_devices(kind):
+def test_split_over_devices():
     """Functions get the numbers of the whole call, and gradients of what is not split are the sums of all parts."""
     arrays, arguments = drawn(97, 20, 24, only=NUMBERED)
-    mesh = mesh_of(kind)
+    mesh = mesh_of(AxisType.Auto)
     place = lambda array, spec: jax.device_put(array, NamedSharding(mesh, spec))
     heads = P("batch", None, "heads")
     placed = [place(array, heads) for array in arrays]
@@ -338,8 +297,7 @@ def test_nothing_is_gathered():
     assert gathers_nothing(jax.jit(attend).lower(*placed).compile())
 
 
-@pytest.mark.parametrize("implementation", ["portable", "reference"])
-def test_vmap(implementation):
+def test_vmap():
     """Over a bias of each entry, with the other arrays shared or not; the numbers are those within an entry."""
     arrays, arguments = drawn(99, 20, 24, only=NUMBERED)
     query = arrays[0]
@@ -348,33 +306,17 @@ def test_vmap(implementation):
         np.stack([arguments["bias"]] * 3) * [[[[[1]]]], [[[[2]]]], [[[[3]]]]],
     )
     biases = biases.astype(np.float32)
-    one = lambda query, bias: everything(
-        [query, *arrays[1:]], {**arguments, "bias": bias}, implementation=implementation
-    )
+    one = lambda query, bias: everything([query, *arrays[1:]], {**arguments, "bias": bias}, implementation="portable")
     together = jax.jit(jax.vmap(one))(queries, biases)
     for entry in range(3):
         expected = reference_of([queries[entry], *arrays[1:]], {**arguments, "bias": biases[entry]})
         compare([result[entry] for result in together], expected)
 
 
-@pytest.mark.full
-def test_checkpoint_and_export():
-    arrays, arguments = drawn(101, 20, 24, only=("sinks", "mask_mod", "score_mod"))
-    attend = functools.partial(flash_attention, implementation="portable", **arguments)
-    gradient = jax.jit(jax.grad(jax.checkpoint(lambda *arrays: jnp.sin(attend(*arrays)).sum()), (0, 1, 2)))
-    exported = jax.export.export(gradient, platforms=("cpu", "cuda"), disabled_checks=UNPROMISED)(*arrays[:3])
-    naive = functools.partial(flash_attention, implementation="reference", **arguments)
-    expected = jax.jit(jax.grad(lambda *arrays: jnp.sin(naive(*arrays)).sum(), (0, 1, 2)))(*arrays[:3])
-    for mine, other in zip(exported.call(*arrays[:3]), expected, strict=True):
-        np.testing.assert_allclose(mine, other, atol=1e-5)
-
-
 SHAPES = [  # of bias and of mask, and what else hides keys
     ((2, 1, 1, 24), (2, 1, 1, 24), {}),
     ((1, 4, 20, 24), (2, 1, 20, 24), {"is_causal": True}),
-    ((2, 4, 20, 24), None, {"local_window_size": (5, 3)}),
     ((1, 1, 20, 24), (1, 4, 20, 24), {"key_value_seq_lengths": np.array([24, 3], np.int32)}),
-    (None, (2, 4, 20, 24), {"is_causal": True}),
 ]
 
 
@@ -402,25 +344,19 @@ def zeros(*shape, dtype=np.float32):
 
 IDS = zeros(2, 20, dtype=np.int32)
 ILLEGAL = [
-    ({"bias": 1.0}, TypeError, "bias must be a JAX or NumPy array, got float"),
     ({"bias": zeros(20, 24, dtype=np.float64)}, TypeError, "bias must have dtype float32 or bfloat16 or float16, got float64"),
     ({"bias": zeros(3, 20, 24)}, ValueError, "bias must broadcast to (batch, heads, queries, keys), (2, 4, 20, 24), got shape (3, 20, 24)"),
-    ({"mask": zeros(20, 24)}, TypeError, "mask must have dtype bool, got float32"),
     ({"query_segment_ids": IDS}, ValueError, "query_segment_ids and key_value_segment_ids go together, and key_value_segment_ids is None"),
     ({"query_segment_ids": IDS, "key_value_segment_ids": IDS}, ValueError, "key_value_segment_ids must have shape (2, 24), got (2, 20)"),
     ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap must be above 0"),
     ({"sinks": zeros(2)}, ValueError, "sinks must have shape (4,), one for each query head, got (2,)"),
-    ({"causal_offset": 1.5, "is_causal": True}, TypeError, "causal_offset must be an integer, got 1.5"),
     ({"causal_offset": 3}, ValueError, "causal_offset shifts is_causal and local_window_size, and 3 is given without either"),
     ({"mask_mod": lambda b, n, i, j: i >= j if i > 0 else j > 0}, TypeError, "mask_mod must be a function of b, n, i, j that JAX can trace; it raises ValueError: The truth value"),
     ({"mask_mod": lambda b, n, i, j: i - j}, TypeError, "mask_mod must return bool of a shape that broadcasts to i against j; for (2, 1) and (1, 3) it gave int32 (2, 3)"),
     ({"mask_mod": lambda b, n, i, j: jnp.arange(24)[j] > i + jnp.asarray(IDS)[0, 0]}, TypeError, "mask_mod must not hold arrays, which a kernel could not reach: give them as mask or segment ids"),
-    ({"mask_mod": [1]}, TypeError, "mask_mod must be a function, by which compiled programs are told apart: it has no hash"),
     ({"score_mod": lambda s, b, n, i, j: s, "score_arrays": ((zeros(4), "n"),)}, TypeError, "score_mod must be a function of s, b, n, i, j and score_arrays that JAX can trace"),
     ({"block_mask": zeros(1, 1, 1, 1, dtype=np.int8)}, ValueError, "block_mask tells of mask and mask_mod, and both are None"),
     ({"mask": zeros(20, 24, dtype=bool), "block_mask": zeros(1, 1, 2, 1, dtype=np.int8)}, ValueError, "block_mask must have shape (batch or 1, heads or 1, *(1, 1)), got (1, 1, 2, 1)"),
-    ({"score_mod": steeper, "score_arrays": (zeros(4),)}, TypeError, 'score_arrays must hold pairs of an array and its axes, such as (slopes, "n"), got ndarray as score_arrays[0]'),
-    ({"score_mod": steeper, "score_arrays": ((zeros(4), "h"),)}, ValueError, 'score_arrays[0] must have axes among "b", "n", "i" and "j", each once, got \'h\''),
     ({"score_mod": steeper, "score_arrays": ((zeros(4), "j"),)}, ValueError, 'score_arrays[0] must have shape (24,) for the axes "j", got (4,)'),
     ({"sinks": zeros(4), "implementation": "tpu"}, NotImplementedError, 'tpu cannot serve this call: it takes no sinks; use implementation="portable"'),
     ({"mask": zeros(20, 24, dtype=bool), "implementation": "hopper", "dtype": np.float16}, NotImplementedError, "hopper cannot serve this call: it takes no mask"),

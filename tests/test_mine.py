@@ -80,13 +80,6 @@ def test_an_answer_takes_along_what_it_needs_and_nothing_else():
     assert importlib.import_module("mine").double(3) == 6
 
 
-def test_the_cell_that_was_run_last_counts_and_not_the_one_that_was_typed_last():
-    names = notebook("def double(x):\n    return x + x")
-    names["In"] += ["def double(x):\n    return oops", "def double(x: ..."]
-    mine.keep(block(), names)
-    assert "return x + x" in text()
-
-
 def test_what_is_missing_is_named_and_nothing_written():
     assert "`table`" in keep("import numpy as np\ntable = np.ones(3)\ndef double(x):\n    return table * x")
     assert "`later`" in keep("def double(x):\n    return later(x) if x < 0 else 2 * x")
@@ -107,32 +100,18 @@ def test_only_what_a_check_wrote_is_replaced():
     assert "Kept" in keep(more, "def double(x):\n    return 2 * more(x)")
     assert text() == before, "the same answer changes nothing"
     assert "a `other` that you wrote" in keep("def other(x):\n    return 0", "def double(x):\n    return other(x)")
-    assert "of exercise 2.1" in keep(
-        "def more(x):\n    return 1", "def triple(x):\n    return more(x)", number="2.2", name="triple"
-    )
     assert text() == before
     open(mine.FILE, "w").write(before.replace("2 * more(x)", "more(x) * 2"))
     edited = text()
     assert "edited" in keep("def double(x):\n    return x + x") and text() == edited
-    open(mine.FILE, "w").write("np = 1\n")
-    assert "`np` is something else" in keep("import numpy as np\ndef double(x):\n    return np.add(x, x)")
-    assert text() == "np = 1\n"
 
 
-@pytest.mark.parametrize("content", [b"def double(x:\n", b"\xff\xfe\x00", b"raise ValueError\n", b"while True: pass\n"])
+@pytest.mark.parametrize("content", [b"def double(x:\n", b"\xff\xfe\x00", b"while True: pass\n"])
 def test_a_module_that_cannot_be_imported_is_left_alone(content, monkeypatch):
     monkeypatch.setattr(mine, "SECONDS", 0.5)
     open(mine.FILE, "wb").write(content)
     assert "Not kept" in keep("def double(x):\n    return x + x")
     assert open(mine.FILE, "rb").read() == content
-
-
-def test_a_folder_that_cannot_be_written_is_said(monkeypatch):
-    def refuse(*_):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(os, "open", refuse)  # whoever runs this may be root
-    assert "this folder cannot be written" in keep("def double(x):\n    return x + x")
 
 
 def test_outside_a_workbook_nothing_is_kept(workbook):
@@ -145,6 +124,7 @@ def _write(number):
     return keep(f"def {name}(x):\n    return {number}", number=f"2.{number}", name=name)
 
 
+@pytest.mark.full
 def test_two_processes_at_once_lose_nothing():
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         assert all(said.startswith("  Kept") for said in pool.map(_write, range(12), chunksize=1))
@@ -183,10 +163,7 @@ def test_a_check_keeps_only_right_answers(capsys, monkeypatch):
 MODULES = {
     "right": ("def attention(q, k, v):\n    import numpy as np\n    w = np.exp(k @ q / len(q) ** 0.5)\n    return w @ v / w.sum()", "yours"),
     "wrong": ("def attention(q, k, v):\n    return q", "the series' own, for yours gives something else"),
-    "raises": ("def attention(q, k, v):\n    raise SystemExit", "the series' own, for yours raises SystemExit"),
     "endless": ("def attention(q, k, v):\n    while True: pass", "the series' own, for yours raises TooSlow"),
-    "slow to import": ("while True: pass", "the series' own, for mine.py cannot be imported: TooSlow"),
-    "broken": ("def attention(", "the series' own, for mine.py cannot be imported: SyntaxError"),
     "of an older edition": ("def attention_of_old(q): ...", "the series' own, for mine.py has none"),
     "none": (None, "the series' own, for exercise 0.1 has not put one into mine.py"),
 }  # fmt: skip
@@ -250,8 +227,6 @@ def test_a_kernel_runs_in_place_of_another_on_a_gpu(monkeypatch):
     capability = [8, 0]
     monkeypatch.setattr(environment, "compute_capability", lambda _: tuple(capability))
     assert module.attend(x, x, x, True, 8)[0] == "by_mma" == module.attend(x, x, x)[0]
-    assert module.attend(np.float32(x), x, x)[0] is not module.attend(x, x, x)[0]
-    assert mine._usable("attend", lambda attend: attend(x, x, x), lambda *arrays: arrays)[0] is module.attend.plain
     capability[:] = [7, 5]
     assert module.attend(x, x, x) == (x, x, x, False)
     on_hopper = environment.on_hopper(lambda *_: "by wgmma", module.attend)

@@ -8,15 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import (
-    DTYPES,
-    AttentionCase,
-    check_results,
-    cotangents,
-    in_tiers,
-    relative_error,
-    results_of,
-)
+from attention_cases import DTYPES, AttentionCase, check_results, cotangents, in_tiers, relative_error, results_of
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from seeded import seeded
@@ -26,7 +18,6 @@ from helpers.attention.masking import Band, key_tiles, tile_kind
 from helpers.attention.mosaic import backward, forward, warp
 from helpers.attention.mosaic.warp import Tiles
 from helpers.attention.problem import check_call
-from helpers.attention.reference import oracle, oracle_gradients
 from helpers.instruments.races import DETECTING, races
 
 mosaic = functools.partial(flash_attention, implementation="mosaic", return_residual=True)
@@ -67,14 +58,12 @@ CASES = [
     AttentionCase(130, 66, 1, N=3, dtype="float16", batched=False),
     AttentionCase(30, 70, 256, dtype="float32", arguments=CAUSAL),  # shared memory has no room for what stays
     AttentionCase(1, 7, 64, dtype="float32", arguments=CAUSAL),
-    AttentionCase(63, 203, 64, dtype="float16", logits="one huge", arguments=CAUSAL),
     AttentionCase(130, 140, 16, B=1, N=1, dtype="float16", logits="rising"),  # the first maximum is too low
     AttentionCase(63, 203, 192, dtype="float32", logits="low"),
     AttentionCase(130, 130, 16, dtype="bfloat16", arguments={"scale": 0.0, "local_window_size": (0, 50)}),
     AttentionCase(200, 70, B=2, query_lengths=(150, 200), arguments={"local_window_size": (4, 4)}, dtype="bfloat16"),
     AttentionCase(113, 70, 24, N=4, K=2, dtype="float16", value_size=10.0, arguments={"scale": 3.0}),
     AttentionCase(64, 300, 64, dtype="bfloat16", common=10.0, common_to="runs"),
-    AttentionCase(70, 40, 16, B=1, dtype="float32", common=10.0, common_to="drift", arguments=CAUSAL),
     AttentionCase(150, 33, 64, B=1, N=4, K=1, dtype="bfloat16", arguments=CAUSAL),  # fewer tiles than stages
 ]
 
@@ -82,17 +71,6 @@ CASES = [
 @pytest.mark.parametrize("case", in_tiers(CASES, lambda case: case in CASES[:2]), ids=str)
 def test_results(case):
     check_results(results_of(mosaic, case), case)
-
-
-@pytest.mark.full
-def test_float32_by_default():
-    """Two pieces of each operand: between TF32 and float32."""
-    case = AttentionCase(70, 70, 16, dtype="float32", arguments=CAUSAL)
-    arrays, arguments = case.inputs()
-    with jax.default_matmul_precision("default"):
-        mine = jax.tree.leaves(results_of(mosaic, case))
-    right = [*oracle(*arrays, **arguments), *oracle_gradients(*arrays, *cotangents(case), **arguments)]
-    assert all(relative_error(*pair) < 1e-4 for pair in zip(mine, right, strict=True))
 
 
 def test_delta_takes_up_what_rows_of_ds_miss():
@@ -222,7 +200,6 @@ AMPERE, HOPPER = (8, 0), (9, 0)
         [
             (AMPERE, AttentionCase(100, 130, 64, N=4, K=2, dtype="bfloat16", arguments=CAUSAL)),
             (HOPPER, AttentionCase(130, 70, 64, B=2, dtype="float16", query_lengths=(9, 130), key_lengths=(70, 0))),
-            (AMPERE, AttentionCase(100, 130, 256, dtype="float32")),
             (HOPPER, AttentionCase(100, 130, 256, dtype="float32", arguments={"local_window_size": (8, 9)})),
         ],
         lambda capability, case: case.dtype != "float32",

@@ -23,7 +23,6 @@ from helpers.attention.problem import Call, Problem, check_call, check_paged_cal
 from helpers.instruments.races import DETECTING, races
 
 INTERPRET = plgpu.InterpretGPUParams()
-MEMORIES = {(8, 0): 163, (8, 6): 99, (9, 0): 227}  # KiB of shared memory of a program
 
 
 def decoded(*arrays, slots=3, programs=2, interpret=INTERPRET, **arguments):
@@ -101,7 +100,6 @@ def test_a_warp_has_its_keys_as_a_right_operand(keys, H):
     [
         ((9, 0), 128, "bfloat16", 0),
         ((8, 0), 72, "float16", 16),
-        ((8, 6), 25, "bfloat16", 7),
         ((10, 0), 40, "float32", 0),
     ],
 )
@@ -133,10 +131,9 @@ def test_programs_fill_the_sms_and_are_not_tiny(B, S, programs, of_pages):
     assert (select(problem).programs, select(problem, in_pages=True).programs) == (programs, of_pages)
 
 
-@pytest.mark.parametrize("capability", MEMORIES)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_tiles_fit_every_gpu(capability, dtype):
-    dtype, memory = jnp.dtype(dtype), MEMORIES[capability] * 1024
+@pytest.mark.parametrize("memory", [163 * 1024, 99 * 1024, 227 * 1024])  # of a program, at 8.0, 8.6 and 9.0
+@pytest.mark.parametrize("dtype", [jnp.dtype("bfloat16"), jnp.dtype("float32")])
+def test_tiles_fit_every_gpu(memory, dtype):
     for H, rows in itertools.product((1, 64, 128, 256), (1, 16, 64, 1000)):
         splits = select_splits(Problem(1, 16, 4096, rows, 1, H, dtype, 1.0, NO_BAND), memory=memory)
         row = own_keys.padded_head_dim(H, dtype) * dtype.itemsize

@@ -63,8 +63,6 @@ def test_a_function_of_padding_is_nobodys():
         assert relative_error(one, other) < 1e-4
 
 
-# Faults
-
 # Functions in words of Mosaic GPU
 
 X = np.concatenate([np.linspace(-30, 30, 4001), np.linspace(-1, 1, 2001), [0, 1e-8, -1e-20]]).astype(np.float32)
@@ -73,11 +71,8 @@ SAID = {
     "tanh": (jnp.tanh, np.tanh, X),
     "log1p": (jnp.log1p, np.log1p, POSITIVE),
     "expm1": (jnp.expm1, np.expm1, X),
-    "floor": (jnp.floor, np.floor, X),
-    "ceil": (jnp.ceil, np.ceil, X),
     "square root of a power": (lambda x: jnp.abs(x) ** 1.5, lambda x: np.abs(x) ** 1.5, X),
     "odd power": (lambda x: jnp.power(x, jnp.float32(3)), lambda x: x**3, X),
-    "inverse square": (lambda x: (1 + jnp.abs(x)) ** -2, lambda x: (1 + np.abs(x)) ** -2, X),
     "softplus": (jax.nn.softplus, lambda x: np.logaddexp(x, 0), X),
 }
 
@@ -123,9 +118,9 @@ def many_scores(s, b, n, i, j, slopes, ints, halves):
     return smooth + kinks + waves - arrays + jax.lax.stop_gradient(s)
 
 
-@pytest.mark.parametrize("major", in_tiers([8, 9], lambda major: major == 8))
-def test_lowering_for_cuda(major):
-    """Functions of many words, with arrays of every kind of tile, by TMA and by cp.async."""
+@pytest.mark.full
+def test_lowering_for_cuda():
+    """Functions of many words, with arrays of every kind of tile, by cp.async; `test_mosaic` has TMA."""
     arrays, arguments = drawn(10, 70, 100, only=ALL, dtype=jnp.bfloat16)
     tables = (
         (np.ones((2, 70), np.float32), "bi"),
@@ -140,7 +135,7 @@ def test_lowering_for_cuda(major):
         out, lse, low = forward.forward(call, keeps_low_bits=True)
         return backward.backward(call, out, lse, arrays[3], lse, low)
 
-    with mock.patch.object(utils, "_infer_arch", lambda: (major, 0)):
+    with mock.patch.object(utils, "_infer_arch", lambda: (8, 0)):
         text = jax.jit(attend).trace(*arrays[:4]).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu") >= 3
 

@@ -23,12 +23,11 @@ from helpers.attention.hopper import backward, backward_schedule
 from helpers.attention.hopper import forward as hopper
 from helpers.attention.problem import check_call
 from helpers.attention.reference import oracle, oracle_gradients
-from helpers.attention.registry import TABLE
 from helpers.dev import ptxas
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="this machine has no GPU that JAX can use")
 
-LONG = [(4096, 4096, 128), (16384, 4000, 64), (5000, 16384, 64), (16384, 16384, 64)]
+LONG = [(4096, 4096, 128), (16384, 4000, 64), (5000, 16384, 64)]
 portable_attention = functools.partial(flash_attention, implementation="portable", return_residual=True)
 
 
@@ -37,14 +36,6 @@ portable_attention = functools.partial(flash_attention, implementation="portable
 def test_long_sequences(T, S, H, dtype):
     case = AttentionCase(T, S, H, N=1, K=1, dtype=dtype, arguments={"is_causal": T == S})
     check_results(results_of(portable_attention, case), case)
-
-
-@pytest.mark.skipif(TABLE["triton"].limits(None, False) is not None, reason="what this JAX compiles by Triton is wrong")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_plain_kernels_by_triton(dtype):
-    case = AttentionCase(113, 203, 24, N=4, K=2, B=2, dtype=dtype, key_lengths=(203, 40), arguments={"is_causal": True})
-    attention = functools.partial(flash_attention, implementation="triton", return_residual=True)
-    check_results(results_of(attention, case), case)
 
 
 @pytest.mark.parametrize("precision", ["default", "highest"])
@@ -150,9 +141,7 @@ def test_hopper_few_queries_and_many_keys(T, S, H):
 @pytest.mark.parametrize(
     "case",
     [
-        AttentionCase(100, 130, 64, N=4, K=2, B=2, dtype="bfloat16"),
         AttentionCase(130, 100, 128, N=2, K=2, dtype="float16", arguments={"is_causal": True}),
-        AttentionCase(63, 65, 24, N=2, K=1, dtype="bfloat16", arguments={"scale": 0.3}),
         AttentionCase(64, 128, 64, dtype="bfloat16", arguments={"local_window_size": (9, 0), "is_causal": True}),
         AttentionCase(50, 70, 64, B=3, dtype="float16", query_lengths=(50, 20, 0), key_lengths=(70, 33, 5)),
     ],

@@ -59,7 +59,10 @@ def on_the_diagonal(shape_and_head_dim, turn):
     return SHAPES.index(shape) == HEAD_DIMS.index(head_dim)
 
 
-@pytest.mark.parametrize(("shape_and_head_dim", "turn"), in_tiers(GRID, on_the_diagonal))
+SOME = [turn for place, turn in enumerate(GRID) if place % 2 or on_the_diagonal(*turn)]
+
+
+@pytest.mark.parametrize(("shape_and_head_dim", "turn"), in_tiers(SOME, on_the_diagonal))
 def test_shapes_and_head_dims(shape_and_head_dim, turn):
     ((T, S), H), (dtype, group, is_causal) = shape_and_head_dim, turn
     check(AttentionCase(T, S, H, N=group, dtype=dtype, arguments={"is_causal": is_causal}))
@@ -69,7 +72,7 @@ def each_causal_pair(dtype, group, is_causal):
     return is_causal and (DTYPES.index(dtype) + 1) % 3 == GROUPS.index(group)
 
 
-@pytest.mark.parametrize(("dtype", "group", "is_causal"), in_tiers(TURNS, each_causal_pair))
+@pytest.mark.parametrize(("dtype", "group", "is_causal"), in_tiers(TURNS[1::2], each_causal_pair))
 def test_groups_and_dtypes(dtype, group, is_causal):
     check(AttentionCase(50, 70, 64, N=2 * group, K=2, B=2, dtype=dtype, arguments={"is_causal": is_causal}))
 
@@ -90,8 +93,7 @@ def test_size_of_values(dtype, value_size):
     check_forward(portable_attention, AttentionCase(20, 1000, 24, dtype=dtype, logits="equal", value_size=value_size))
 
 
-SHARP = [("bfloat16", 1.0), ("bfloat16", 8.0), ("float16", 3.0), ("float32", 3.0)]
-SHARP = [(*sharp, value_size) for sharp in SHARP for value_size in (1.0, 10.0)]
+SHARP = [("bfloat16", 1.0, 10.0), ("bfloat16", 8.0, 1.0), ("float16", 3.0, 10.0), ("float32", 3.0, 1.0)]
 
 
 @pytest.mark.parametrize(("dtype", "scale", "value_size"), in_tiers(SHARP, lambda *sharp: sharp == ("float16", 3, 10)))
@@ -100,34 +102,27 @@ def test_sharp_softmax(dtype, scale, value_size):
     check(AttentionCase(113, 70, 24, N=4, K=2, dtype=dtype, value_size=value_size, arguments={"scale": scale}))
 
 
-def some_of_each_kind(shape, arguments):
-    """The masks and ranges of tiles have quick tests of their own."""
-    return WINDOWS_AND_SCALES.index(arguments) in ((0, 7) if shape == (100, 60) else (5,))
-
-
 @pytest.mark.parametrize(
-    ("shape", "arguments"),
-    in_tiers(itertools.product([(100, 60), (60, 100)], WINDOWS_AND_SCALES), some_of_each_kind),
-    ids=str,
+    "arguments", in_tiers(WINDOWS_AND_SCALES, lambda each: WINDOWS_AND_SCALES.index(each) in (0, 5, 7)), ids=str
 )
-def test_windows_and_scales(shape, arguments):
+def test_windows_and_scales(arguments):
+    """The masks and ranges of tiles have quick tests of their own."""
+    shape = (100, 60)[:: -1 if WINDOWS_AND_SCALES.index(arguments) % 2 else 1]
     check(AttentionCase(*shape, arguments=arguments))
 
 
 CASES = [
-    AttentionCase(50, 70, B=4, key_lengths=(0, 1, 33, 70)),
     AttentionCase(50, 70, B=3, query_lengths=(0, 50, 17), key_lengths=(70, 0, 20), arguments=CAUSAL),
     AttentionCase(130, 130, B=2, dtype="float16", key_lengths=(64, 65), arguments=CAUSAL),
     AttentionCase(50, 70, 24, N=4, K=2, batched=False),
     AttentionCase(60, 60, logits="one huge", arguments=CAUSAL),  # which is hidden, and must not push others to zero
     AttentionCase(40, 60, logits="last huge", key_lengths=(50,)),
-    AttentionCase(50, 70, B=4, query_lengths=(0, 1, 33, 50)),
     AttentionCase(200, 70, B=2, query_lengths=(150, 200), arguments={"local_window_size": (4, 4)}),
     AttentionCase(64, 64, B=2, K=2, key_lengths=(0, 0), dtype="bfloat16"),
 ]
 
 
-@pytest.mark.parametrize("case", in_tiers(CASES, lambda case: case in CASES[1:4]), ids=str)
+@pytest.mark.parametrize("case", in_tiers(CASES, lambda case: case in CASES[:3]), ids=str)
 def test_lengths_and_rows_that_see_nothing(case):
     check(case)
 

@@ -96,7 +96,6 @@ def documents(T, S, seed=0):
 @pytest.mark.parametrize(
     ("T", "S", "arguments", "options"),
     [
-        pytest.param(21, 21, {"is_causal": True}, {"implementation": "portable"}, marks=pytest.mark.full),
         (24, 24, {"is_causal": True}, {"layout": "striped"}),
         (19, 30, {"key_value_seq_lengths": np.array([30, 11], np.int32)}, {}),
     ],
@@ -129,20 +128,14 @@ CASES = {
     "lengths": AttentionCase(T=33, S=33, H=8, B=3, query_lengths=(33, 0, 9), key_lengths=(1, 20, 0), arguments=CAUSAL),
     "full": AttentionCase(T=37, S=50, H=8, N=4, K=1),
     "bfloat16": AttentionCase(T=50, S=50, H=16, N=4, K=2, dtype="bfloat16", arguments=CAUSAL),
-    "float16": AttentionCase(T=50, S=41, H=16, dtype="float16"),
 }
 
 
-ZIGZAG = {1: ["odd"], 2: ["lengths"], 3: ["full"], 4: CASES, 8: ["lengths", "more queries"]}
+ZIGZAG = {2: ["lengths"], 3: ["full"], 4: CASES, 8: ["more queries"]}
 RUNS = [(devices, CASES[name], {}) for devices, names in ZIGZAG.items() for name in names]
-RUNS += [(8, CASES["lengths"], {"layout": "contiguous"}), (8, CASES["odd"], {"layout": "striped"})]
 RUNS += [
-    (
-        2,
-        AttentionCase(T=70, S=70, H=16, dtype=dtype, arguments={"is_causal": is_causal}),
-        {"implementation": "portable"},
-    )
-    for dtype, is_causal in [("float32", True), ("bfloat16", False)]
+    (8, CASES["odd"], {"layout": "striped"}),
+    (2, AttentionCase(T=70, S=70, H=16, dtype="bfloat16"), {"implementation": "portable"}),
 ]
 
 
@@ -161,8 +154,7 @@ def check_gradients_of_a_loss(attend, mine, arrays, arguments):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("check_vma", [False, True])
-def test_in_a_shard_map_with_the_batch_on_another_axis(check_vma):
+def test_in_a_shard_map_with_the_batch_on_another_axis():
     """Keys without the batch's axis in their types, too: their gradient is the sum over it."""
     if jax.device_count() < 8:
         pytest.skip("this machine has fewer than 8 devices")
@@ -171,17 +163,14 @@ def test_in_a_shard_map_with_the_batch_on_another_axis(check_vma):
     arrays, arguments = case.inputs()
     specs = (P("batch", "sequence"),) * 3
     share = functools.partial(ring_attention, axis_name="sequence", layout="contiguous", is_causal=True)
-    attend = jax.shard_map(share, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=check_vma)
+    attend = jax.shard_map(share, mesh=mesh, in_specs=specs, out_specs=specs[0])
     check_gradients_of_a_loss(jax.checkpoint(attend), arrays, arrays, arguments)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("T", [16, 13])
-@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize(("T", "is_split"), [(16, True), (13, False)])
 def test_explicit_axes(T, is_split):
     """The mesh that `jax.make_mesh` makes by itself. Where the sequence goes evenly, results say that it is split."""
-    if is_split and T % 4:
-        pytest.skip("an array on explicit axes is split evenly")
     mesh_of(4)
     mesh = jax.make_mesh((4,), ("sequence",), axis_types=(AxisType.Explicit,))
     whole, arguments = AttentionCase(T=T, S=T, H=8, arguments=CAUSAL).inputs()
@@ -229,15 +218,11 @@ def shares(share=4, **options):
     ("options", "message"),
     [
         ({"layout": "spiral"}, "layout must be one of contiguous, striped, zigzag, got 'spiral'"),
-        ({"axis_name": "batch"}, "axis_name must be an axis of the jax.shard_map around the call, got 'batch'"),
         ({"is_causal": True, "keys": 6}, "as many keys as queries, got 6 and 4"),
         ({"is_causal": True, "share": 3}, "query must have an even length on each device for layout zigzag, got 3"),
         ({"key_length": 9}, "key_length must be an integer from 1 to 8, got 9"),
         ({"share": 2**29}, r"at most 2\*\*30 - 1 positions on all devices together, got 2 times 536870912 and"),
-        ({"key_length": 0}, "key_length must be an integer from 1 to 8, got 0"),
         ({"query_seq_lengths": np.array([9], np.int32)}, "query_seq_lengths must lie between 0 and 8"),
-        ({"implementation": "fastest"}, "implementation must be None or one of"),
-        ({"return_residual": 1}, "return_residual must be True or False, got 1"),
         ({"implementation": "hopper"}, r'hopper cannot serve this call.*use implementation="portable"'),
     ],
 )
@@ -254,6 +239,3 @@ def test_checkpoint_saves_residuals_by_name():
     text = lambda attend: str(jax.make_jaxpr(jax.grad(attend))(query))
     again, once, plain = map(text, (jax.checkpoint(attend), jax.checkpoint(attend, policy=policy), attend))
     assert again.count("ppermute") > once.count("ppermute") == plain.count("ppermute")
-
-
-# What it costs

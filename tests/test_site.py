@@ -8,18 +8,14 @@ import re
 import threading
 from urllib.parse import unquote, urlsplit
 
-import nbformat
 import numpy as np
 import pytest
 from chromium import CHROMIUM, started_chromium
 from lessons import PATHS, ROOT
 
-from helpers import flash_attention
 from helpers.attention import masking
 from helpers.site import build as site_build
-from helpers.site import pages as site_pages
 from helpers.site.build import build
-from helpers.site.colab import OPENS
 
 REPOSITORY = "https://github.com/owner/name"
 WIDTHS = {"phone": 360, "tablet": 768, "laptop": 1280, "desktop": 1440}
@@ -36,24 +32,6 @@ def test_every_link_of_the_readme_leads_to_a_page():
     assert len(targets) > 15
     for target in targets:
         assert target.startswith(("notebooks/", "figures/")) or (site_build.SOURCE / target).is_file(), target
-
-
-@pytest.mark.parametrize("name, request_", site_pages.REQUESTS)
-def test_the_table_of_implementations_holds(name, request_):
-    """What it says of the reference is tried; of the others, that they are asked as `flash_attention` asks them."""
-    options = {key: value for key, value in request_.items() if key not in ("dtype", "S", "K", "H", "lengths")}
-    random = np.random.default_rng(0)
-    shape = {"K": 2, "S": 16, "H": 64} | request_
-    query = random.standard_normal((1, 16, 2, shape["H"]), dtype=np.float32)
-    key = random.standard_normal((1, shape["S"], shape["K"], shape["H"]), dtype=np.float32)
-    if "lengths" in request_:
-        options |= dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), np.full(1, 16, np.int32))
-    assert site_pages.why_not("reference", **request_) is None
-    flash_attention(query, key, key, implementation="reference", **options)
-    row = next(line for line in site_pages.serves_table().splitlines() if line.startswith(f"| {name} |"))
-    assert row.split(" | ")[1:3] == ["✓", "✓"], "reference and portable serve every call"
-    served = site_pages.why_not("hopper", **request_) is None
-    assert served == (name not in ("float32", "`bias`", "`mask`", "`mask_mod`", "`score_mod`"))
 
 
 def test_the_tile_bounds_of_the_cheat_sheet_are_those_of_the_kernels():
@@ -141,13 +119,6 @@ def test_every_notebook_has_its_page(site):
         source = f"{REPOSITORY}/blob/main/notebooks/{name}.ipynb"
         buttons = [link["href"] for link in page.select(".article-header-buttons a")]
         assert any(link.startswith(source) for link in buttons), f"{name}: no link to its source"
-        for start in (f"{OPENS}owner/name/blob/colab/", "https://mybinder.org/v2/gh/owner/name/main"):
-            assert any(link.startswith(start) and f"{name}.ipynb" in link for link in buttons), f"{name}: no {start}"
-        folded = page.find_all("details", class_=False)
-        written = sum(cell.source.count("<details>") for cell in nbformat.read(PATHS[place], as_version=4).cells)
-        assert len(folded) >= written and all(part.find("summary") for part in folded)
-        for solution in (part for part in folded if part.find("summary").text == "Solution"):
-            assert solution.select_one("div.highlight-python pre span"), f"{name}: a solution without colours"
 
 
 # In a browser
@@ -237,22 +208,3 @@ def test_no_page_breaks_a_rule_of_accessibility(width, scheme, server, chromium)
             page.wait_for_timeout(500)  # the theme lets a keyboard scroll what is too wide, a little later
             found = Axe().run(page, options={"runOnly": tags, "resultTypes": ["violations"]})
             assert found.violations_count == 0, f"{name}: {found.generate_report()}"
-
-
-@marked(in_browser)
-def test_a_reader_searches_unfolds_and_copies(server, chromium):
-    for words, taught in {"softmax": ("02",), "logsumexp": ("02",), "causal+softmax": ("03", "05")}.items():
-        with opened(chromium, WIDTHS["desktop"]) as (page, *_):
-            page.goto(f"{server}/search.html?q={words}")
-            for number in taught:
-                page.locator("#search-results li a", has_text=f"{number} ·").first.wait_for(timeout=20_000)
-            icon, field = (page.locator(f"main form.bd-search {part}").bounding_box() for part in ("i", "input"))
-            assert icon["x"] + icon["width"] <= field["x"], "the icon covers what is typed"
-    with opened(chromium, WIDTHS["desktop"]) as (page, complaints, _):
-        page.goto(f"{server}/notebooks/00_start_here.html")
-        solution = page.locator("details", has=page.locator("summary", has_text="Solution")).first
-        assert not solution.locator("pre").is_visible()
-        solution.locator("summary").click()
-        assert solution.locator("pre").is_visible() and solution.locator("button.copybtn").count() == 1
-        assert page.locator("div.cell_output button.copybtn").count() == 0, "an output is nothing to copy"
-        assert complaints == []

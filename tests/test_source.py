@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from lessons import PATHS, ROOT, read
 
-from helpers.source import MARK, cut, show
+from helpers.source import MARK, show
 
 # They show code of their own only.
 WITHOUT_SOURCE = {"00", "04"}
@@ -32,20 +32,8 @@ def test_a_whole_function_or_regions_of_it():
     assert show(sample) == "\n".join(line for line in lines if "# --" not in line)
     assert show(sample, "first") == "first = 1\nif first:"
     assert show(sample, "inside", "after it") == "second = 2\n\nsecond += 1"
-
-
-def test_in_cpp_a_line_for_the_preprocessor_ends_no_region():
-    assert cut("{\n    // -- loop\n#pragma unroll\n    for (;;) ;\n}", "loop") == "#pragma unroll\n    for (;;) ;"
-
-
-def test_a_region_that_is_not_there():
-    """A notebook must fail when a kernel changes under it, and not show other lines."""
-    with pytest.raises(ValueError, match="no region is called 'second'"):
+    with pytest.raises(ValueError, match="no region is called 'second'"):  # so a notebook fails when a kernel changes
         show(sample, "second")
-
-
-def test_a_notebook_shows_it_as_python():
-    assert show(sample, "inside")._repr_markdown_() == "```python\nsecond = 2\n```"
 
 
 def shown(path):

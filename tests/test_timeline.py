@@ -4,7 +4,6 @@ import pytest
 
 from helpers.instruments.timeline import (
     Arrive,
-    Costs,
     Drain,
     Fetch,
     Issue,
@@ -12,7 +11,6 @@ from helpers.instruments.timeline import (
     Read,
     Wait,
     Work,
-    rung,
     simulate,
 )
 
@@ -58,17 +56,6 @@ def test_a_wrong_order_is_named(loading, computing, message):
         simulate({"memory": memory(**loading), "compute": compute(**computing)}, BARRIERS, latency=500)
 
 
-def test_a_tile_is_not_replaced_while_somebody_may_read_it():
-    def hasty():
-        yield from [Fetch("tile", 0, 0, "loaded"), Wait("loaded"), Work("unit", 50, "p"), Fetch("tile", 0, 1, "loaded")]
-
-    def reader():
-        yield from [Wait("loaded"), Read("tile")]
-
-    with pytest.raises(OrderError, match=r"tile 1 is written into tile\[0\] while reader may still read it"):
-        simulate({"hasty": hasty(), "reader": reader()}, {"loaded": 1})
-
-
 def test_a_missed_phase_and_an_endless_program():
     def hasty():
         yield from [Arrive("turn"), Arrive("turn"), Arrive("turn")]
@@ -95,14 +82,3 @@ def test_a_unit_does_one_thing_at_a_time_and_drain_awaits_the_oldest():
     run = simulate({"group": group()}, {})
     assert [(span.start, span.stop) for span in run.spans if span.who == "exponentials"] == [(100, 110)]
     assert run.end == 130
-
-
-@pytest.mark.parametrize("number", range(1, 7))
-def test_every_rung_runs_and_no_faster_than_its_units(number):
-    steps, costs = 12, Costs()
-    run = rung(number, steps)
-    warpgroups = sum(name.startswith("compute") for name in run.tiles)
-    assert run.end >= steps * warpgroups * max(costs.softmax, 2 * costs.product)
-    for name, tiles in run.tiles.items():
-        if name != "memory" and number > 1:
-            assert sorted(tiles) == sorted([*range(steps)] * 2)  # keys and values

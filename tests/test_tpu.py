@@ -64,7 +64,6 @@ CASES = [
     AttentionCase(600, 300, N=1, arguments={"local_window_size": (20, 100)}),
     AttentionCase(300, 600, 64, N=1, arguments={"local_window_size": (100, 20)}),
     AttentionCase(290, 400, 136, B=2, dtype="float16", key_lengths=(0, 300)),
-    AttentionCase(300, 600, N=4, arguments={"is_causal": True}, logits="rising"),
 ]
 
 
@@ -75,10 +74,9 @@ def test_many_blocks(case):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("blocks", [(128, 384), (256, 128)])
-def test_unequal_blocks(blocks):
+def test_unequal_blocks():
     case = AttentionCase(600, 500, 24, N=2, arguments={"local_window_size": (200, 0)})
-    check_results(by_the_kernels(case, *blocks), case)
+    check_results(by_the_kernels(case, 128, 384), case)
 
 
 ONE_A_SHAPE = GRID[::3]
@@ -88,7 +86,7 @@ FULL_TIER = [
         for (shape, H), (dtype, N, c) in ONE_A_SHAPE
     ],
     *[AttentionCase(63, 203, 64, dtype=dtype, logits=logits) for dtype, logits in LOGITS[::2]],
-    *[AttentionCase(*(100, 60)[:: (-1) ** i], arguments=each) for i, each in enumerate(WINDOWS_AND_SCALES)],
+    *[AttentionCase(*(100, 60)[:: (-1) ** i], arguments=each) for i, each in enumerate(WINDOWS_AND_SCALES[::2])],
     AttentionCase(50, 70, 24, N=4, K=2, batched=False),
 ]
 
@@ -138,28 +136,7 @@ def test_what_is_fetched_is_what_is_needed(band):
                 assert min(fetched) >= 0
 
 
-@pytest.mark.parametrize("band", BANDS, ids=str)
-def test_what_a_tile_sees(band):
-    """A row of bounds says the same as a question for each pair."""
-    problem = Problem(1, 600, 600, 1, 1, 128, np.dtype(np.float32), 1.0, band)
-    walk = tpu.Walk(problem, 256, 128, key_tiles)
-    for i, j, lengths in [(0, 0, (600, 600)), (0, 1, (600, 600)), (1, 2, (300, 310)), (1, 3, (600, 100))]:
-        queries, keys = 256 * i + np.arange(256), 128 * j + np.arange(128)
-        right = np.broadcast_to(visible(queries, keys[:, None], band, *lengths), (128, 256))
-        np.testing.assert_array_equal(walk.seen(i, j, jnp.array(lengths)), right)
-
-
-@pytest.mark.parametrize(("length", "block"), [(1, 128), (129, 256), (512, 512), (600, 384), (4096, 512)])
-def test_blocks_are_whole_lanes_of_about_the_same_size(length, block):
-    problem = Problem(1, length, 512, 1, 1, 64, np.dtype(np.float32), 1.0, Band())
-    assert tpu._blocks(problem, None, None) == (block, 512)
-    assert tpu._blocks(problem, 256, 128) == (256, 128)
-
-
-EACH_HEAD = [(24, "float16"), (64, "bfloat16"), (128, "bfloat16"), (256, "float32")]
-
-
-@pytest.mark.parametrize(("H", "dtype"), in_tiers(EACH_HEAD, lambda H, _: H == 24))
+@pytest.mark.parametrize(("H", "dtype"), in_tiers([(24, "float16"), (256, "float32")], lambda H, _: H == 24))
 def test_lowers_for_a_tpu_without_one(H, dtype):
     """Pallas has an instruction of a TPU for each operation, and accepts the shapes of all blocks."""
     query, key = (jax.ShapeDtypeStruct((2, length, heads, H), dtype) for length, heads in ((300, 4), (700, 2)))

@@ -1,12 +1,10 @@
 """The transformer of notebook 08 has the same gradients with flash attention as with naive; notebook 08 trains it."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from helpers import flash_attention, transformer
 
@@ -31,17 +29,6 @@ def test_a_step_has_the_loss_and_the_gradients_of_naive_attention():
     assert abs(loss - right_loss) < 1e-6 * right_loss
     errors = jax.tree.map(lambda a, b: float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)), gradients, right)
     assert max(jax.tree.leaves(errors)) < TOLERANCE
-
-
-def test_the_loss_is_the_mean_surprise_at_the_next_token():
-    parameters, batch = transformer.init(CONFIG), batch_of(B=3, T=9)
-    logits = np.asarray(transformer.predict(parameters, batch[:, :-1], naive), np.float64)
-    p = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
-    surprise = [-math.log(p[b, t, batch[b, t + 1]]) for b in range(3) for t in range(9)]
-    assert transformer.loss(parameters, batch, naive) == pytest.approx(np.mean(surprise), rel=1e-5)
-
-    parameters["embedding"] = jnp.zeros_like(parameters["embedding"])
-    assert transformer.loss(parameters, batch, naive) == pytest.approx(math.log(CONFIG.vocabulary), rel=1e-6)
 
 
 def test_a_text_may_be_read_in_pieces():
