@@ -116,7 +116,6 @@ def _built(shapes, T, H, S, block_q, block_k, whole):
 QUERY_OUTER = Exercise(
     solution=tiled_attention, title="Query tiles outside", outputs=("out", "lse", "what was built"),
     cases=_attention_cases, run=_run_in_tiles,
-    tried="T ≠ S, ragged tails, unequal blocks, largest logits first, last and in the middle, or near ±1000, scale < 0",
     mistakes=(
         ("alpha multiplies the columns of acc, where it should multiply the rows", "alpha[:, None]", "alpha",
          "NumPy lines up (block_q,) with the H of (block_q, H); give alpha a second axis: alpha[:, None] * acc."),
@@ -163,7 +162,6 @@ CLASSIFY = Exercise(
         (8, 20, 8, 4),
     ),
     run=_run_kinds, expected=functools.partial(_run_kinds, _right_kind),
-    tried="every tile of seven causal problems, T < S, T = S and T > S, ragged tails, unequal blocks",
     mistakes=(
         ("a tile is skipped as soon as its first query does not see it", "k_start > last_query", "k_start > q_start",
          "The last query of the tile sees the most keys: see section 5."),
@@ -236,7 +234,6 @@ KEY_OUTER = Exercise(
     solution=key_outer_attention, title="Key tiles outside",
     outputs=("out after the first key tile", "out", "m", "l", "bytes moved", "queries loaded at once"),
     cases=_attention_cases, run=_run_on_memory,
-    tried="out after the first key tile, out, m, l and bytes, with T ≠ S, ragged tails and logits near ±1000",
     mistakes=(
         ("out is stored without the division by l", ("(l * alpha)", "acc / l_new[:, None]"), ("alpha", "acc"),
          "Whenever out is stored it must be normalised: divide by the new l, see the equation of section 6."),
@@ -272,7 +269,6 @@ TRAFFIC_TABLE = Exercise(
         (1000, 700, 64, 2, 128, 32), (4096, 4096, 128, 2, 128, 128),
     ),
     run=functools.partial(without, cost), tolerance=1e-9,
-    tried="T ≠ S, ragged tails, unequal blocks, 2 and 4 bytes, up to T = S = 4096",
     mistakes=(
         ("query-outer reads k and v only once", " * query_tiles", "",
          "Every query tile reads all of k and v: see section 3."),
@@ -343,7 +339,6 @@ LEAST_TRAFFIC = Exercise(
         ("T=S=1000, H=32, 17 KiB, sizes close to each other", 1000, 1000, 32, 2, 17 * KIB, (40, 56, 60)),
     ),
     judge=_judge_least_traffic,
-    tried="T ≠ S, H from 2 to 128, 2 and 4 bytes, up to 228 KiB, sizes in any order; of several best any one counts",
     mistakes=(
         ("the tile of v is left out of the budget", "2 * block_k * H", "block_k * H",
          "A key tile brings its values along, so it counts twice: see the sum in section 8."),

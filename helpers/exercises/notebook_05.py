@@ -47,9 +47,7 @@ BOUNDS = Exercise(
         (8, 256, 100, 16, 16, 24), (4, 256, 100, 32, 16, 28), (2, 100, 7, 4, 8, 0), (2, 7, 7, 3, 2, 1),
         (1, 6, 6, 2, 1, None), (0, 6, 6, 2, 1, 3), (1, 50, 50, 12, 8, 3),
     ),
-    run=tile_bounds.run,
-    judge=tile_bounds.OVER_KEYS.judge,
-    tried="T below, equal to and above S, block_q below and above block_k, ragged ends, with and without a window",
+    run=tile_bounds.run, judge=tile_bounds.OVER_KEYS.judge,
     mistakes=(
         ("stop is measured from the first query of the tile instead of the last (too few tiles)",
          "min(q_stop, S)", "min(q_start + 1, S)", "The last query of the tile sees furthest: reread section 5."),
@@ -89,7 +87,6 @@ GQA = Exercise(
     solution=key_block, title="The index map of grouped queries", outputs=("blocks",),
     cases=table("B T S N K H", (1, 2, 3, 6, 2, 2), (2, 4, 3, 4, 2, 3), (2, 2, 5, 3, 1, 2), (2, 4, 2, 3, 3, 2)),
     run=_run_gqa, judge=_judge_gqa,
-    tried="6 heads on 2, 4 on 2, 3 on 1 and 3 on 3, one and two batch entries, one and two query tiles",
     mistakes=(
         ("the key/value head is n % K", "n // group", "n % K",
          "That deals the query heads out in turn; neighbours share a head: see the picture of section 7."),
@@ -131,7 +128,6 @@ def _run_finish(answer, *state):
 FINISH = Exercise(
     solution=finish, title="The end of the kernel", outputs=("out", "lse"),
     cases=_finish_cases, run=_run_finish,
-    tried="2 to 16 rows, m from far below 0 to far above, rows without a key among them",
     mistakes=(
         ("m in base 2 is added to a natural logarithm of l", "(m + jnp.log2(l)) / log2_e", "m + jnp.log(l)",
          "Both terms must have one base: see the last equation of section 8."),
@@ -161,7 +157,6 @@ BYTES = Exercise(
         "T H itemsize block_q block_k", (4, 2, 4, 2, 2), (12, 4, 2, 3, 2), (12, 3, 4, 2, 3), (30, 8, 2, 6, 5),
         (64, 32, 2, 16, 32), (128, 64, 2, 64, 16), (256, 128, 4, 32, 32), (192, 16, 2, 32, 64),
     ),
-    tried="4 to 256 queries, 2 and 4 bytes an element, block_q below, equal to and above block_k",
     mistakes=(
         ("no tile of keys is skipped", _TILES, "T // block_k",
          "Query tile i stops at the diagonal: see the picture of section 5."),
@@ -274,8 +269,6 @@ FORWARD = Exercise(
     solution=forward, title="The forward kernel, whole", outputs=("out", "lse", "how it was made"),
     cases=_forward_cases, run=_run_forward, expected=_expected_forward, tolerance=1e-4, building_block="forward",
     slow=True,
-    tried="T below and above S, ragged ends, unequal tiles, grouped heads, causal and not, float32 and bfloat16, "
-          "logits from -400 to 200; replayed, and run once with your default tiles",
     mistakes=(
         ("acc is not rescaled by alpha", "alpha[:, None] * acc", "acc",
          "What acc holds was measured from the old maximum, just like l: reread the equations of section 2."),

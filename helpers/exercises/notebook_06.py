@@ -44,10 +44,8 @@ def _ds_cases():
 
 
 DS = Exercise(
-    solution=softmax_backward, title="From dp to ds", outputs=("ds",),
-    cases=_ds_cases,
+    solution=softmax_backward, title="From dp to ds", outputs=("ds",), cases=_ds_cases,
     tolerance=1e-4,  # the large constant leaves float32 five digits
-    tried="1 to 9 keys, even and peaked weights, a large constant in dp",
     mistakes=(
         ("delta is missing: p * dp alone", "(dp - delta)", "dp",
          "Raising one logit lowers all other weights of the row; delta is that part: see section 2."),
@@ -76,9 +74,7 @@ def _delta_cases():
 
 
 DELTA = Exercise(
-    solution=row_delta, title="delta without a table", outputs=("delta",),
-    cases=_delta_cases,
-    tried="1 to 7 queries, head_dim 1 to 8, with and without a gradient into lse",
+    solution=row_delta, title="delta without a table", outputs=("delta",), cases=_delta_cases,
     mistakes=(
         ("the gradient into lse is left out", " - dlse", "",
          "ds = p * (dp - delta) must also contain p * dlse: see section 5."),
@@ -118,9 +114,7 @@ def _product_cases():
 
 
 PRODUCTS = Exercise(
-    solution=gradients, title="dq, dk and dv", outputs=("dq", "dk", "dv"),
-    cases=_product_cases,
-    tried="T equal to S and not, 1 to 6 query heads on 1 or 2 key/value heads, several scales",
+    solution=gradients, title="dq, dk and dv", outputs=("dq", "dk", "dv"), cases=_product_cases,
     mistakes=(
         ("p is not transposed in dv, and only dv is wrong", "p[n].T", "p[n]",
          "A value collects from all queries that looked at it, a column of p: see section 3."),
@@ -147,7 +141,6 @@ SAVE = Exercise(
         "T S N K H itemsize", (2, 3, 1, 1, 4, 2), (5, 7, 4, 2, 8, 4), (4096, 4096, 1, 1, 128, 2),
         (1000, 3000, 8, 2, 64, 2), (65536, 65536, 16, 4, 128, 2),
     ),
-    tried="2 to 65536 queries, grouped heads, 2 and 4 bytes for an element",
     mistakes=(
         ("out is not saved in the plan without the table", " + itemsize * N * T * H", "",
          "Without p, delta has to come from out and dout: see section 4."),
@@ -251,10 +244,8 @@ def _built(shapes, block_q, block_k, whole):
 
 TILED = Exercise(
     solution=flash_backward, title="The whole backward pass, tile by tile",
-    outputs=("dq", "dk", "dv", "what was built"),
-    cases=_tiled_cases, run=_run_tiled,
+    outputs=("dq", "dk", "dv", "what was built"), cases=_tiled_cases, run=_run_tiled,
     tolerance=1e-4,  # float32 rounds an lse near 1000 to four digits behind the point
-    tried="ragged tiles, uneven block sizes, T above and below S, peaked weights, logits near 1000 and -1000",
     mistakes=(
         ("p is the softmax of one tile",
          " - lse[rows, None])\n", ")\n            p = p / p.sum(axis=1, keepdims=True)\n",

@@ -82,7 +82,6 @@ DKV = Exercise(
     solution=one_query_tile, title="The body of the dk and dv kernel", outputs=("dk", "dv"),
     cases=functools.partial(_body_cases, 71), run=functools.partial(_run_body, ("dk", "dv")),
     tolerance=2e-4,  # float32, and base two, round logits of 120
-    tried="1 to 3 tiles of queries, 2 or 3 of keys, T above and below S, logits near 0, 120 and -120, a scale below 0",
     mistakes=(
         ("both sums are overwritten, so that only the last tile of queries counts", ("dk + ", "dv + "), ("", ""),
          "Add to the dk and dv that arrive: a tile of keys belongs to all queries, see the picture of section 1."),
@@ -110,7 +109,6 @@ DQ = Exercise(
     solution=one_key_tile, title="The body of the dq kernel", outputs=("dq",),
     cases=functools.partial(_body_cases, 72), run=functools.partial(_run_body, ("dq",)),
     tolerance=2e-4,  # float32, and base two, round logits of 120
-    tried="1 to 3 tiles of queries, 2 or 3 of keys, T above and below S, logits near 0, 120 and -120, a scale below 0",
     mistakes=(
         ("ds is transposed", "ds @", "ds.T @",
          "dq sums over the keys and has a row for each query. Only square tiles let this run: see section 1."),
@@ -210,7 +208,6 @@ WIRING = Exercise(
     outputs=("out", "out under jax.grad", "dq", "dk", "dv",
              "runs of forward for one gradient", "runs of backward for one gradient"),
     cases=_wiring_cases, run=_run_wiring, tolerance=5e-5, slow=True,
-    tried="jax.grad through your function, dq, dk and dv compared each, logits around 0, large, and far below 0",
     mistakes=(
         ("all gradients are zero: JAX knows nothing of backward, or its results are not returned",
          ("    @jax.custom_vjp\n", "    attend.defvjp(forward_rule, backward_rule)\n"), ("", ""),
@@ -251,7 +248,6 @@ FLOPS = Exercise(
         (20, 6, 4, 5, 3, False, True), (6, 28, 3, 2, 7, True, True), (64, 128, 16, 16, 32, False, True),
         (256, 128, 32, 64, 16, True, False), (128, 128, 64, 32, 16, False, True),
     ),
-    tried="both forms, with and without a causal mask, T below, equal to and above S, tiles of both proportions",
     mistakes=(
         ("two kernels are charged for the products of the fused one twice", PRODUCTS, "(5 if fused else 10)",
          "The dq kernel computes s, dp and dq, and no dk or dv: see the table of section 6."),
@@ -287,9 +283,7 @@ BOUNDS = Exercise(
         (4, 64, 128, 16, 16, None), (4, 65, 128, 16, 16, None), (4, 64, 128, 24, 16, None),  # T around k_start
         (2, 13, 20, 3, 5, 2), (1, 13, 20, 5, 3, 0), (0, 6, 6, 1, 2, 3), (2, 6, 6, 1, 2, None), (3, 50, 50, 7, 5, 11),
     ),
-    run=tile_bounds.run,
-    judge=tile_bounds.OVER_QUERIES.judge,
-    tried="T below, equal to and above S, block_q below and above block_k, ragged ends, with and without a window",
+    run=tile_bounds.run, judge=tile_bounds.OVER_QUERIES.judge,
     mistakes=(
         ("no tile is skipped above the diagonal (too many tiles)", "return k_start // block_q", "return 0",
          "Queries before k_start see none of these keys: see the picture of section 8."),
@@ -354,7 +348,6 @@ ROUNDING = Exercise(
     outputs=("numbers of out and low", "out", "out + low"),
     cases=_rounding_cases, run=_run_rounding, expected=_rounding_expected,
     tolerance=5e-6,  # at worst 2^-9 of low, which is 2^-8 of out; less over an array; float32 sums
-    tried="values with parts of 0 to 30 standard deviations in common, small and large ones, out and out + low",
     mistakes=(
         ("low is zero everywhere: the difference was taken after both of its terms had been rounded",
          OFF, "exact.astype(v.dtype) - out",

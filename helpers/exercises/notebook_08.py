@@ -66,7 +66,6 @@ LAYER = Exercise(
     solution=attention_layer, title="Swap attention in",
     outputs=("out", "gradient of x", "gradient of w_qkv", "gradient of w_merge", "attention is used"),
     cases=_layer_cases, run=_run_layer, slow=True,
-    tried="result and gradients, 2 and 3 heads, one and two batch entries",
     mistakes=(
         ("attention is not causal", ", is_causal=True", "",
          "Pass is_causal=True: each position may look back only, see section 1."),
@@ -108,7 +107,6 @@ KEPT = Exercise(
         (6, 5, 7, 3, 8, 2), (8, 96, 2, 32, 4, 2), (4, 2048, 16, 128, 2, 24), (1, 8192, 8, 64, 2, 3),
     ),
     tolerance=1e-9,
-    tried="1 to 24 layers, 2, 4 and 8 bytes an element, T from 2 to 8192",
     mistakes=(
         ("out is forgotten in flash", "4 * like_q", "3 * like_q",
          "delta is made of out and its gradient, so out is kept: see section 2."),
@@ -150,7 +148,6 @@ INPUTS, TARGETS = "windows[:, :-1]", "windows[:, 1:]"  # in the solution
 SHIFT = Exercise(
     solution=inputs_and_targets, title="The causal shift", outputs=("inputs", "targets"),
     cases=_shift_cases, run=_run_shift,
-    tried="1 to 4 windows, at both ends of the text and in the middle",
     mistakes=(
         ("there is no shift: each position has to predict the token that it is given", TARGETS, INPUTS,
          "The target is the token after the input: see the picture of section 3."),
@@ -195,10 +192,8 @@ LSE, LOSS_OF_EACH = "lse = m[:, 0] + np.log(np.exp(logits - m).sum(axis=-1))", "
 SOFTMAX = "p = np.exp(logits - m) / np.exp(logits - m).sum(axis=-1, keepdims=True)"
 
 LOSS = Exercise(
-    solution=next_token_loss, title="The loss, without overflow", outputs=("loss",),
-    cases=_loss_cases,
+    solution=next_token_loss, title="The loss, without overflow", outputs=("loss",), cases=_loss_cases,
     tolerance=1e-3,  # float32 rounds logits of a few thousand to three digits behind the point
-    tried="small logits, logits around -2000, logits hundreds apart, and rows of very different levels",
     mistakes=(
         ("the maximum is not taken off, and large exponentials overflow or all of them vanish",
          ("m[:, 0] + ", "logits - m"), ("", "logits"),

@@ -76,7 +76,6 @@ WARM_UP, WAIT = "    wait(run(*inputs[0]))\n", "        wait(result)\n"
 CLOCK = Exercise(
     solution=median_time, title="A benchmark with four faults", outputs=("time",), tolerance=1e-3,
     cases=_clock_cases, run=_measure, judge=_judge_clock,
-    tried="GPUs that compile, cache, are slow to wait for, and are used by others",
     mistakes=(
         # Without a wait, the inputs make no difference.
         ("the clock is read before the work is done", WAIT, "",
@@ -134,7 +133,6 @@ MEDIANS = "np.median((old / new)[resamples], axis=1)"
 PAIRS = Exercise(
     solution=speed_up, title="Is 0.07 % a speed-up?", outputs=("low", "high", "verdict"), tolerance=1e-6,
     cases=_pair_cases,
-    tried="real and imagined speed-ups, a slow-down, a GPU that warms up, bad samples",
     mistakes=(
         ("the pairs are torn apart: medians of old and new first, and then their ratio",
          MEDIANS, "np.median(old[resamples], axis=1) / np.median(new[resamples], axis=1)",
@@ -180,7 +178,6 @@ BOUNDS = Exercise(
         ("T ≠ S on a GPU with fast matrix units", 3, 100, 700, 6, 2, 64, 2, False, FAST),
     ),
     tolerance=1e-6,  # ten times as much tells the smallest of these times from 0
-    tried="each of the three sides binding, causal and not, T ≠ S, shared key/value heads, a single query",
     mistakes=(
         ("the bytes are halved by the mask as well", "(T * N + S * K)", f"(T * N + S * K){HALVED}",
          "Here every array is moved once, whatever the mask hides: only work on pairs is halved."),
@@ -212,7 +209,6 @@ CEILING = Exercise(
         (700.0, 4096, 128, 7, True), (810.0, 1024, 64, 5, True), (312.0, 512, 512, 7, True),
         ("one that keeps a table: it can print more than the rate", 700.0, 512, 64, 4, False),
     ),
-    tried="four, five and seven products, causal and not, from one tile to 32",
     mistakes=(
         ("the work done and the work counted are exchanged", "counted / done", "done / counted",
          "Work that is not counted lowers what can be printed: reread section 9."),
@@ -246,7 +242,6 @@ CLAIMS = Exercise(
         (420.0, "backward", 14, False, False), (420.0, "backward", 8, True, False), (480.0, "both", 14, True, True),
         (480.0, "both", 12, False, True), (150.0, "both", 4, False, False), (77.0, "backward", 10, False, True),
     ),
-    tried="both passes alone and together, products left out or counted twice, the mask halved rightly and wrongly",
     mistakes=(
         ("the correction is applied the wrong way round", "ours / theirs", "theirs / ours",
          "Who counts too many FLOPs claims too many TFLOP/s: multiply by ours over theirs."),

@@ -99,7 +99,6 @@ RING = Exercise(
     solution=ring, title="Place the barriers", outputs=("the order of operations",),
     cases=table("tiles slots readers", (1, 1, 1), (2, 1, 1), (4, 2, 1), (7, 3, 2), (2, 4, 1)),
     run=_run_ring, judge=_complaint_or_none,
-    tried="fewer tiles than slots and more, one slot, two readers; in the model, one of them as a kernel too",
     mistakes=(
         ("the memory warpgroup fills a slot again without waiting until it is free", AWAIT, "",
          "The second time a slot is used, its readers must be done: see section 5."),
@@ -126,7 +125,6 @@ REGISTERS = Exercise(
     solution=split_registers, title="Share out the registers",
     outputs=("registers at the start", "registers of a compute thread"),
     cases=table("warpgroups memory", (2, 24), (3, 24), (4, 24), (4, 40), (5, 32), (6, 24), (7, 40)),
-    tried="two to seven compute warpgroups, 24 to 40 registers for the memory warpgroup",
     mistakes=(
         ("the registers that rounding left unused at the start are shared out as well",
          "(warpgroups + 1) * at_start", "65536 // 128",
@@ -155,7 +153,6 @@ SMEM = Exercise(
         (128, 64, 64, 3, 2), (256, 64, 64, 1, 2), (64, 64, 64, 4, 4), (64, 128, 64, 2, 2), (256, 128, 64, 1, 2),
         (64, 128, 64, 4, 3), (64, 40, 240, 2, 3),
     ),
-    tried="three head dims, one to four stages, one to four warpgroups",
     mistakes=(
         ("out is forgotten, or the next tile of queries", "3 * warpgroups", "2 * warpgroups",
          "There are three tiles of that size: q, the next q, and out on its way to GMEM: see section 8."),
@@ -254,7 +251,6 @@ def _run_pipeline(answer, steps):
 PIPELINE = Exercise(
     solution=pipeline, title="Order the pipeline", outputs=("the order of operations",),
     cases=table("steps", (1,), (2,), (3,), (6,)), run=_run_pipeline, judge=_complaint_or_none,
-    tried="one to six tiles; nothing used before it is there, and no cycle wasted",
     mistakes=(
         ("no product runs while you take exponentials", "Drain(1)", "Drain(0)",
          "Order the scores, then the p v of the tile before, and await the older of the two only: see section 12."),
@@ -334,7 +330,6 @@ BALANCE = Exercise(
         ([3, 1, 2], 1), ([7, 1, 5, 3, 4], 4),
     ),
     run=_run_balance, judge=_judge_balance,
-    tried="causal tiles of one head and of three, random lengths, fewer tiles than programs",
     mistakes=(
         ("tiles are dealt in the order given", (BY_LENGTH, "turn[::-1]"), (IN_ORDER, "turn"),
          "The last ones may be the longest, and nothing is left to even them out: sort them first, see section 13."),

@@ -32,7 +32,6 @@ OPERANDS = Exercise(
         ("p.T ds, both computed", "p.T", "ds", BY_KEYS),
         ("p ds.T, both computed, one as it is needed", "p", "ds.T", ["p", "s.T", "ds.T"]),
     ),
-    tried="kernels that own keys and kernels that own queries, with tiles transposed and as they are",
     mistakes=(
         ("the right operand may lie in registers as well",
          ("stored = right", '"shared memory", stored'),
@@ -65,7 +64,6 @@ SMEM = Exercise(
         (128, 64, 2, 2, True), (64, 64, 3, 2, True), (128, 64, 1, 2, True), (64, 32, 2, 3, False),
         (128, 96, 2, 1, True),
     ),
-    tried="one to three warpgroups, one to three stages, both orders",
     mistakes=(
         ("the tile of dq has 16 bits", "dq = 4", "dq = 2",
          "A sum of many parts is kept in float32, and what TMA adds to it is float32 too: see section 3."),
@@ -100,7 +98,6 @@ ADDED = Exercise(
         (1, 512, 300, 1, 64, 64, 128, True, 1e12), (1, 128, 512, 1, 32, 64, 128, True, 1e12),
         (1, 12, 12, 3, 5, 3, 2, True, 10.0),
     ),
-    tried="full and causal, T ≠ S, a last tile of keys that is not full, several heads and batch entries",
     mistakes=(
         ("the causal mask is left out", f"not is_causal or {SEEN}", "1",
          "Pairs of tiles in which no query sees a key do not count: see the exercise."),
@@ -153,7 +150,6 @@ SLOWER_UNIT = "max(flops[kernel] / 4096, smem_bytes[kernel] / 128)"
 CHOICE = Exercise(
     solution=fused_or_split, title="Fused or split", outputs=("choice", "cycles of fused", "cycles of split"),
     cases=_choice_cases, tolerance=1e-6,
-    tried="kernels bound by the tensor core and by shared memory, with and without exposed cycles",
     mistakes=(
         ("the two units take turns", SLOWER_UNIT, "flops[kernel] / 4096 + smem_bytes[kernel] / 128",
          "Tensor core and shared memory work at the same time, so the slower one decides: see section 4."),
@@ -188,7 +184,6 @@ HALVING = Exercise(
     cases=table(
         "T block_q", (256, 128), (4096, 128), (320, 128), (1090, 128), (50, 128), (64, 128), (130, 64),
     ),
-    tried="lengths that are multiples of the tile and lengths that are not",
     mistakes=(
         ("k and v are read from shared memory as often as before", '"k and v read": steps', '"k and v read": 1',
          "The tensor core reads all of them in each step, and there are more steps: see section 4."),

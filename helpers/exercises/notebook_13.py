@@ -27,7 +27,6 @@ RUNS, KEPT = "sum(prompt + turn for turn in range(new))", "prompt + new - 1"  # 
 AGAIN = Exercise(
     solution=keys_computed, title="What is computed again", outputs=("keys",), tolerance=1e-9,
     cases=table("prompt new", ("the case worked by hand", 3, 2), (1, 1), (1, 5), (7, 1), (12, 60), (1000, 300)),
-    tried="prompts of 1 to 1000 tokens, 1 to 300 new ones",
     mistakes=(
         ("the last new token counts as well, though nothing follows it that would need its key",
          (RUNS, KEPT), ("sum(prompt + turn for turn in range(1, new + 1))", "prompt + new"),
@@ -84,7 +83,6 @@ SEEN = "    keys, values = key_cache[: length + 1], value_cache[: length + 1]\n"
 
 STEP = Exercise(
     solution=one_step, title="One step with a cache", outputs=("out", "key_cache", "value_cache"), cases=_step_cases,
-    tried="an empty cache, a half full one and the last free place, leftovers behind the valid keys, large logits",
     mistakes=(
         ("the new token does not see itself", TAKE, "[:length]",
          "Query `length` sees keys 0 to `length`, which are length + 1 of them: see section 2."),
@@ -136,7 +134,6 @@ def _merge_cases():
 MERGE = Exercise(
     solution=merge_splits, title="Merge by lse", outputs=("out", "lse"), cases=_merge_cases,
     tolerance=2e-4,  # in float32 a lse of 1000 is known to four digits behind the point
-    tried="1 to 5 parts, lse of about -1000 to 1000, parts without keys, and a row without any",
     mistakes=(
         ("the parts are averaged, whatever their lse is", "return out", "return outs.mean(axis=0)",
          "A part counts by the sum of its exponentials, which is exp(lse): see section 6."),
@@ -177,7 +174,6 @@ ENTRY, PLACE = "table[np.arange(len(table)), positions // page]", "numbers * pag
 
 PLACES = Exercise(
     solution=places, title="Where a token lies", outputs=("places",), cases=_place_cases,
-    tried="1 to 5 sequences, pages of 1 to 16 tokens, a page's last slot and the next one's first, anything behind",
     mistakes=(
         ("the page table is not used, as if the pages lay in order", ENTRY, "positions // page",
          "table[b, j] says where page j of sequence b is: see section 7."),
@@ -213,7 +209,6 @@ FIT = Exercise(
         (32, 8, 128, 2, 64 * 2**30, 1000, 8192, 16), (32, 32, 128, 2, 64 * 2**30, 4096, 4096, 256),
         (36, 8, 128, 1, 10**10, 333, 32768, 1), (80, 8, 128, 2, 50 * 10**9, 100, 131072, 64),
     ),
-    tried="1 to 80 layers, pages of 1 to 256 tokens, sequences that fill their last page and such that do not",
     mistakes=(
         ("keys are counted and values forgotten", "2 * layers", "layers",
          "A token has a key and a value in each layer: a factor 2, see section 3."),
@@ -256,7 +251,6 @@ ROOM = Exercise(
         ("one slot is left, and shared", [0], 3, [2, 1, 0, 0], [2, 3], 4),
         ("pages of one token, shared", [1, 2], 2, [0, 2, 2, 0], [3, 0], 1),
     ),
-    tried="full pages and such with room, shared and not, the first token, and pages of one token",
     mistakes=(
         ("the last page counts as shared because an earlier one is",
          "counts[table[-1]] > 1", "any(counts[number] > 1 for number in table)",
@@ -383,8 +377,6 @@ def _expected_decode(query, key, value, lengths, *_):
 DECODE = Exercise(
     solution=decode_attention, title="A kernel that decodes", outputs=("out", "how it was made"),
     building_block="decode", slow=True, cases=_decode_cases, run=_run_decode, expected=_expected_decode, tolerance=1e-4,
-    tried="1 or 2 sequences, 1 to 20 heads for a key head, 2 or 3 parts, one of them without a key, leftovers behind "
-          "the valid keys, logits from -300 to 200, float32 and bfloat16",
     mistakes=(
         ("keys behind the length of a sequence count as well", "< length\n", "< S\n",
          "Sequence b sees its first lengths[b] keys: mask the others, see section 2."),

@@ -95,7 +95,6 @@ LSE = "m_ref[...] + jnp.log(l_ref[...])"  # in the solution
 WALK = Exercise(
     solution=attend_step, title="A step of the walk", outputs=("out", "lse"),
     cases=_walk_cases, run=_walk, tolerance=1e-4,
-    tried="one to three steps, tiles of queries one after another, logits from 500 to -100000, largest first and last",
     mistakes=(
         ("scratch is set at every step", "step == 0", "True", "Then only the last tile counts: see section 2."),
         ("the result is written before the last tile is in it",
@@ -143,7 +142,6 @@ BLOCKS = Exercise(
         "T S block_q block_k", (4, 4, 2, 2), (8, 8, 2, 2), (8, 8, 4, 2), (8, 8, 2, 4), (12, 12, 6, 4), (12, 12, 4, 6),
         (24, 24, 3, 8), (4, 8, 2, 2), (8, 4, 2, 2), (512, 512, 128, 128),
     ),
-    tried="tiles of equal and of unequal sizes, more keys than queries and fewer",
     mistakes=(
         ("every block is fetched", TAKEN, "step", "Past the last block that is needed let it stay: see section 5."),
         ("the index stays one block too early", TAKEN, "min(step, max(0, last - 1))",
@@ -168,7 +166,6 @@ REGISTERS = Exercise(
         "rows columns itemsize", (20, 100, 4), (8, 128, 4), (16, 128, 2), (512, 64, 2), (512, 128, 2), (512, 1, 4),
         (1, 512, 4), (512, 512, 4), (9, 129, 4), (17, 257, 2), (33, 136, 1), (256, 80, 2),
     ),
-    tried="rows, columns and tiles, 8, 16 and 32 bits",
     mistakes=(
         ("the numbers are counted, and packed without gaps", COUNT, "-(-rows * columns * itemsize // 4096)",
          "A register holds a piece of 128 columns: rows and columns are filled up each by itself, see section 6."),
@@ -196,7 +193,6 @@ VMEM = Exercise(
         "block_q block_k H itemsize", (128, 128, 128, 2), (128, 128, 64, 2), (512, 512, 128, 2), (256, 512, 128, 2),
         (512, 128, 128, 4), (384, 256, 129, 2), (128, 640, 256, 4), (256, 128, 300, 2),
     ),
-    tried="equal and unequal blocks, head dims that fill the lanes and some that do not, 16 and 32 bits",
     mistakes=(
         ("scratch has two buffers as well", TOTAL, "2 * (streams + scratch)",
          "Scratch does not stream, so there is one of it: see section 7."),
@@ -243,7 +239,6 @@ AXES = Exercise(
         Case("both ends of an axis share a block", ((4, 2), lambda i, j: (i % 3, j))),
         Case("a row and a column share a block", ((2, 2), lambda i, j: (i * j,))),
     ],
-    tried="the kernels of this notebook, heads that share a block, blocks along a diagonal",
     mistakes=(
         ("every axis is called parallel", SHARED, "False",
          "Programs that add to one block need its sum from the step before: see section 8."),

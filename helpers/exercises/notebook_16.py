@@ -19,7 +19,6 @@ GRIDS = Exercise(
         "B T S N K block_q block_k", (1, 4, 8, 1, 1, 4, 4), (2, 100, 130, 8, 2, 64, 32), (3, 128, 64, 6, 3, 32, 64),
         (4, 1, 4096, 16, 1, 16, 128), (1, 65, 63, 2, 2, 16, 64),
     ),
-    tried="ragged lengths, grouped heads, tiles of two sizes",
     mistakes=(
         ("a ragged tile does not count as a whole one",
          ("-(-T // block_q)", "-(-S // block_k)"), ("T // block_q", "S // block_k"),
@@ -50,7 +49,6 @@ POINTERS = Exercise(
         (np.arange(8, 16), 2, 0, 13, 2, 24, 32), (np.arange(16, 32), 1, 3, 32, 4, 16, 16),
         (np.array([3, 9, 0, 6]), 1, 2, 7, 3, 3, 4),
     ),
-    tried="whole and ragged tiles, rows in any order, heads of a power of two and others, several heads and entries",
     mistakes=(
         ("the heads lie one behind the other, each with all its positions",
          ("n * H", "rows[:, None] * (N * H)"), ("n * T * H", "rows[:, None] * H"),
@@ -81,7 +79,6 @@ KEY_RANGES = Exercise(
         (15, 1, 16, 100, True), (16, 1, 16, 100, True), (64, 64, 16, 100, True), (128, 64, 16, 97, True),
         (128, 128, 64, 1000, False),
     ),
-    tried="full and causal masks, ragged lengths, tiles on and off the diagonal, queries after the last key",
     mistakes=(
         ("a tile counts as full if its last query sees all of it", "(q_start + 1) //", "(q_start + block_q) //",
          "The first query sees least: it decides, see section 4."),
@@ -120,7 +117,6 @@ QUERY_COUNTS = Exercise(
         (96, 32, 32, 90, True), (32, 16, 1, 100, True), (31, 16, 1, 100, True), (0, 16, 16, 63, False),
         (64, 16, 16, 128, False), (0, 1, 4, 3, True), (80, 16, 16, 64, False), (128, 16, 16, 40, True),
     ),
-    tried="full and causal masks, ragged lengths, keys after the last query",
     mistakes=(
         ("a tile counts as free if its first query sees the first key", FREE, "first >= k_start",
          "The last key of the tile is seen by the fewest queries: it decides, see section 5."),

@@ -14,7 +14,6 @@ def operations(T, S, H):
 OPERATIONS = Exercise(
     solution=operations, title="What does the first rung cost?", outputs=("first rung", "needed"),
     cases=table("T S H", (1, 1, 1), (2, 3, 4), (128, 128, 64), (100, 700, 128), (5, 1, 7), (4096, 4096, 64)),
-    tried="lengths that differ, head dims from 1 to 128",
     mistakes=(
         ("there is a thread for each query only", "T * H * S * (", "T * S * (",
          "There is a thread for each query and each dimension: see section 2."),
@@ -66,7 +65,6 @@ def _races_cases():
 
 RACES = Exercise(
     solution=has_race, title="Find the race", outputs=("race",), cases=_races_cases,
-    tried="reads and writes of one thread and of several, with and without a barrier, of one element and of several",
     mistakes=(
         ("elements are not told apart", "(epoch, index) == (when, where)", "epoch == when",
          "Both must touch the same index."),
@@ -93,7 +91,6 @@ HELD = Exercise(
         "row column", (0, 0), (0, 1), (1, 0), (0, 2), (8, 0), (0, 8), (8, 8), (15, 15), (3, 13), (10, 6), (7, 7),
         (12, 9),
     ),
-    tried="corners, both halves of the rows and of the columns",
     mistakes=(
         ("the registers are in the other order", "row // 8 + 2 * (column // 8)", "column // 8 + 2 * (row // 8)",
          "Register 1 is eight rows down, register 2 eight columns to the right: see section 6."),
@@ -131,7 +128,6 @@ DISTINCT, MOST = "set(map(int, words))", "max(banks.count(bank) for bank in bank
 
 PASSES = Exercise(
     solution=passes, title="How often must the warp ask?", outputs=("passes",), cases=_passes_cases,
-    tried="words side by side, columns, the same word for many lanes, fragments, random words",
     mistakes=(
         ("lanes that read the same word are counted twice", DISTINCT, "words",
          "One word is read once and given to all lanes that want it: count different words."),

@@ -31,7 +31,6 @@ SEGMENTS = Exercise(
         "lengths T", ("the case worked by hand", [2, 1], 5), ([3], 3), ([1, 1, 4], 6), ([2, 5, 3], 16), ([4], 9),
         ([7, 1, 2, 6], 20),
     ),
-    tried="1 to 4 documents, rows that are full and rows with padding",
     mistakes=(
         ("padding belongs to the last document", (NUMBERS, PARTS),
          ("np.arange(len(lengths))", "[*lengths[:-1], lengths[-1] + padding]"),
@@ -71,7 +70,6 @@ CAPPED, HIDDEN = "    s = cap * np.tanh(s / cap)\n", "    return np.where(seen, 
 
 TILE = Exercise(
     solution=tile_logits, title="The logits of a tile", outputs=("s",), cases=_tile_cases,
-    tried="tiles of 1 to 4 queries and 2 to 5 keys, small and large logits",
     mistakes=(
         ("the mask comes before the soft cap, which turns -inf into -cap", (CAPPED, HIDDEN),
          ("    s = np.where(seen, s, -np.inf)\n", "    return cap * np.tanh(s / cap)\n"),
@@ -106,7 +104,7 @@ SOME, EVERY = "(least[:, None] <= most) & (least <= most[:, None])", "some & alo
 
 KINDS = Exercise(
     solution=segment_kinds, title="Kinds of tiles from two numbers", outputs=("kinds",), cases=_kind_cases,
-    tolerance=1e-9, tried="1 to 6 documents, tiles of 2 to 5, boundaries within tiles and between them",
+    tolerance=1e-9,
     mistakes=(
         ("tiles are compared by their first numbers only", SOME, "least[:, None] == least",
          "A tile may begin in one document and end in another: two ranges must overlap, see section 3."),
@@ -173,7 +171,6 @@ SEEN, GUARD = "(j <= i[:, None]) & (ids[j] == ids[i][:, None])", "np.where(m_new
 PACKED = Exercise(
     solution=packed_attention, title="A loop for packed documents", outputs=("out", "visited"), cases=_packed_cases,
     run=_run_quietly,
-    tried="2 or 3 documents, tiles that cut them, a last tile that is shorter, large logits of both signs",
     mistakes=(
         ("keys of other documents are seen", SEEN, "(j <= i[:, None]) & (ids[j] >= 0)",
          "This is the leak of section 1: a query sees keys of its own number only."),
@@ -210,7 +207,6 @@ FACTOR = "(1 - (s / cap) ** 2)"  # in the solution
 
 CAP = Exercise(
     solution=products_gradient, title="Back through the cap", outputs=("gradient",), cases=_cap_cases,
-    tried="logits far below the cap and close to it",
     mistakes=(
         ("the cap is left out", f" * {FACTOR}", "", "That is the gradient of the capped logits: see section 4."),
         ("the capped logits are capped once more", FACTOR, "(1 - np.tanh(s / cap) ** 2)",
@@ -249,7 +245,6 @@ NEW, SHARE = "np.logaddexp(lse, sinks)", "np.exp(lse - new)[..., None], new"  # 
 SINKS = Exercise(
     solution=add_sinks, title="Add a sink afterwards", outputs=("out", "lse"), cases=_sink_cases, run=_run_quietly,
     tolerance=1e-4,
-    tried="1 to 4 heads, a query that sees no key, lse far from 0",
     mistakes=(
         ("the sum is formed outside of the logarithm, where it overflows", NEW,
          "np.log(np.exp(lse) + np.exp(sinks))", "`np.logaddexp` adds without leaving the logarithm."),
@@ -293,7 +288,6 @@ NEAR, BOTH = "i - j < 16 * 2**n", "(j <= i) & (near | (j < 4))"  # in the soluti
 WINDOW = Exercise(
     solution=windows_by_head, title="A window for each head", outputs=("seen",), cases=_window_cases, run=_run_window,
     expected=lambda *arguments: _run_window(windows_by_head, *arguments), tolerance=1e-9,
-    tried="heads 0 to 2, tiles near the diagonal and far from it",
     mistakes=(
         ("the first keys are not seen from afar", BOTH, "(j <= i) & near", "The first 4 keys stay visible for all."),
         ("later keys are seen", BOTH, "near | (j < 4)", "j ≤ i holds for the window and for the first keys."),
@@ -414,8 +408,6 @@ MASKED = Exercise(
     solution=masked_forward, title="A mask in your kernel", outputs=("out", "lse", "how it was made"),
     cases=_masked_cases, run=_run_masked, expected=_expected_masked, tolerance=1e-4, building_block="masks",
     slow=True,
-    tried="six masks, by position, head and batch entry, queries that see nothing, ragged ends, unequal tiles, "
-          "grouped heads, logits from -200 to 60, float32 and bfloat16; replayed",
     mistakes=(
         ("no tile is skipped", "lax.cond(some, visit, lambda state: state, state)", "visit(state)",
          "Load keys only where the tile has a visible pair: see section 3."),

@@ -201,8 +201,6 @@ MMA = Exercise(
     ),
     run=functools.partial(_run, (AMPERE, HOPPER)), expected=_expected, tolerance=1e-4,
     building_block="forward on a GPU", in_place=("on_gpu", "forward"), slow=True,
-    tried="T below and above S, ragged ends, head dims from 1 to 200, grouped heads, causal and not, bfloat16 and "
-          "float16, logits from -90 to 30; interpreted under the race detector, and lowered for Ampere and Hopper",
     mistakes=(
         *IN_BOTH,
         ("acc is not rescaled by alpha", "warp.along(alpha, acc.shape, 0) * acc", "acc", FORWARD.mistakes[0][-1]),
@@ -335,8 +333,6 @@ WGMMA = Exercise(
     ),
     run=functools.partial(_run, (HOPPER,)), expected=_expected, tolerance=1e-4,
     building_block="forward on a Hopper GPU", in_place=("on_hopper", "forward"), slow=True,
-    tried="T below and above S, ragged ends, head dims from 1 to 128, grouped heads, causal and not, bfloat16 and "
-          "float16, logits from -90 to 30; interpreted under the race detector, and lowered for Hopper",
     mistakes=(
         *IN_BOTH,
         ("acc is not rescaled by alpha", "along(alpha, acc) * acc", "acc", FORWARD.mistakes[0][-1]),
