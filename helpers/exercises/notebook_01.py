@@ -55,8 +55,7 @@ ATTENTION = Exercise(
     mistakes=(
         ("a query sees one key too many, the one after its own position", "[:, None]", "[:, None] + 1",
          "Query i sees keys j ≤ i; np.triu with k=1 begins right after the diagonal: reread section 3."),
-        ("the mask is aligned with the last query and the last key",
-         "np.arange(len(q))[:, None]", "np.arange(len(q))[:, None] + len(k) - len(q)",
+        ("the mask is aligned with the last query and the last key", "[:, None]", "[:, None] + len(k) - len(q)",
          "Query i sees keys j ≤ i, both counted from the start, whatever T and S are: reread section 3."),
         ("the weights are masked after the softmax, so that they no longer sum to one",
          ("        s = np.where(seen, s, -np.inf)\n", "return p @ v / p.sum(axis=-1, keepdims=True)"),
@@ -66,7 +65,7 @@ ATTENTION = Exercise(
          ("axis=-1", "p @ v / p.sum(axis=0, keepdims=True)"), ("axis=0", "p / p.sum(axis=0, keepdims=True) @ v"),
          "The weights of one query, a row, must sum to one: reread section 1."),
         ("the largest logit is not subtracted, and large exponentials overflow or vanish",
-         "s - s.max(axis=-1, keepdims=True)", "s",
+         " - s.max(axis=-1, keepdims=True)", "",
          "Subtract each row's maximum before the exponential: reread section 1."),
     ),
 )  # fmt: skip

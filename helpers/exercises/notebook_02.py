@@ -230,8 +230,7 @@ BREAK = Exercise(
         ("the row for “tile max” is so low that a reference of 0 fails as well",
          "[first, second]", "[first - 200, second - 200]",
          "What matters is the fall from one tile to a later one: let the first tile stay near 0, see section 6."),
-        ("the row for “m starts at 0” is not far enough below zero, or not in all of its logits",
-         "np.full(block_k, -200.0)", "np.full(block_k, -50.0)",
+        ("the row for “m starts at 0” is not far enough below zero, or not in all of its logits", "200.0", "50.0",
          "Let every e^s in it vanish in float32, which is sure below -104: see section 1."),
     ),
 )  # fmt: skip
@@ -259,18 +258,16 @@ MERGE_BY_LSE = Exercise(
     solution=merge_by_lse, title="Merge by lse", outputs=("out", "lse"), cases=_lse_cases,
     tolerance=2e-4,  # float32 rounds an lse near 1000 to four digits behind the point
     mistakes=(
-        ("the two outputs are averaged",
-         "np.exp(lse_a - reference), np.exp(lse_b - reference)", "np.full((2, len(lse_a)), 0.5)",
-         "A part counts by the size of its exponentials, e^lse: see section 8."),
+        ("the two outputs are averaged", "np.exp(lse_a - reference), np.exp(lse_b - reference)",
+         "np.full((2, len(lse_a)), 0.5)", "A part counts by the size of its exponentials, e^lse: see section 8."),
         ("the two outputs are added", ("w_a[:, None] * ", "w_b[:, None] * "), ("", ""),
          "Each output is already divided by its own sum; weigh it before you add: see section 8."),
         ("the weights do not add up to one", "lse)\n    w_a", "np.maximum(lse_a, lse_b))\n    w_a",
          "Subtract the lse of the whole row, not the larger of the two: see section 8."),
         ("-inf is subtracted from -inf where neither part saw a key", "np.where(lse == -np.inf, 0.0, lse)", "lse",
          "Use 0 as the reference there: see section 7."),
-        ("the weights are safe, but lse comes from e^lse itself, which overflows or vanishes",
-         ", lse\n", ", np.log(np.exp(lse_a) + np.exp(lse_b))\n",
-         "np.logaddexp works with the difference only: see hint 1."),
+        ("the weights are safe, but lse comes from e^lse itself, which overflows or vanishes", ", lse\n",
+         ", np.log(np.exp(lse_a) + np.exp(lse_b))\n", "np.logaddexp works with the difference only: see hint 1."),
     ),
 )  # fmt: skip
 

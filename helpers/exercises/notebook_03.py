@@ -2,7 +2,6 @@
 
 import functools
 import math
-import textwrap
 
 import numpy as np
 
@@ -223,13 +222,6 @@ def _run_on_memory(answer, q, k, v, scale, block_q, block_k):
     return first, out, memory.arrays["m"], memory.arrays["l"], memory.bytes_moved, memory.queries
 
 
-# Parts of the solution that the mistakes move or add.
-LOADS = textwrap.indent(
-    'k = memory.load("k", k_start, k_start + block_k)\nv = memory.load("v", k_start, k_start + block_k)\n', 8 * " "
-)
-DIVISION = 'memory.store("out", 0, memory.load("out", 0, T) / memory.load("l", 0, T)[:, None])'
-KEY_TILES, QUERY_TILES = "for k_start in range(0, S, block_k):\n", "for q_start in range(0, T, block_q):\n"
-
 KEY_OUTER = Exercise(
     solution=key_outer_attention, title="Key tiles outside",
     outputs=("out after the first key tile", "out", "m", "l", "bytes moved", "queries loaded at once"),
@@ -238,12 +230,12 @@ KEY_OUTER = Exercise(
         ("out is stored without the division by l", ("(l * alpha)", "acc / l_new[:, None]"), ("alpha", "acc"),
          "Whenever out is stored it must be normalised: divide by the new l, see the equation of section 6."),
         ("out is kept unnormalised and divided in a pass of its own at the end",
-         ("(l * alpha)", "acc / l_new[:, None]", '"l", q_start, l_new)\n'),
-         ("alpha", "acc", f'"l", q_start, l_new)\n    {DIVISION}\n'),
+         ("(l * alpha)", "acc / l_new[:, None]", "l_new)"), ("alpha", "acc",
+          'l_new)\n    memory.store("out", 0, memory.load("out", 0, T) / memory.load("l", 0, T)[:, None])'),
          "The result is right, but the task is to store a normalised out at every visit: see section 6."),
         ("the loop over query tiles is outside",
-         (KEY_TILES + LOADS + 8 * " " + QUERY_TILES),
-         (QUERY_TILES + 8 * " " + KEY_TILES + textwrap.indent(LOADS, "    ")),
+         ("    for k_start", "        k =", "        v =", "        for q_start in range(0, T, block_q):\n"),
+         ("    for q_start in range(0, T, block_q):\n        for k_start", "            k =", "            v =", ""),
          "Here each key tile meets every query tile before the next key tile comes: see the picture of section 6."),
     ),
 )  # fmt: skip
@@ -272,11 +264,10 @@ TRAFFIC_TABLE = Exercise(
     mistakes=(
         ("query-outer reads k and v only once", " * query_tiles", "",
          "Every query tile reads all of k and v: see section 3."),
-        ("statistics are counted in the element size of q instead of 4 bytes",
-         ("+ 4 * T,", "16 * T", "8 * T"), ("+ itemsize * T,", "4 * itemsize * T", "2 * itemsize * T"),
+        ("statistics are counted in the element size of q instead of 4 bytes", ("+ 4", "16", "+ 8"),
+         ("+ itemsize", "4 * itemsize", "+ 2 * itemsize"),
          "lse, m and l are float32 whatever q is: see the text of the exercise."),
-        ("key-outer reads q only once",
-         ("3 * itemsize", "filling = itemsize"), ("2 * itemsize", "filling = 2 * itemsize"),
+        ("key-outer reads q only once", ("3 * ", "filling = "), ("2 * ", "filling = 2 * "),
          "Each key tile meets every query tile, so q is read again for each: see section 6."),
     ),
 )  # fmt: skip
@@ -317,8 +308,6 @@ def _judge_least_traffic(result, case):
     return None
 
 
-MOVED = "cost.query_outer_bytes(T, S, H, itemsize, *pair)"
-
 LEAST_TRAFFIC = Exercise(
     solution=least_traffic_blocks, title="The tile that moves the fewest bytes", outputs=("block_q, block_k",),
     cases=table(
@@ -344,7 +333,8 @@ LEAST_TRAFFIC = Exercise(
          "A key tile brings its values along, so it counts twice: see the sum in section 8."),
         ("the weights p are counted with 4 bytes an entry", " + block_q * block_k)", ") + 4 * block_q * block_k",
          "In this budget all tiles have `itemsize` bytes an element: see the first sum in section 8."),
-        ("the largest tile is taken for the one with the least traffic", MOVED, "-pair[0] * pair[1]",
+        ("the largest tile is taken for the one with the least traffic",
+         "cost.query_outer_bytes(T, S, H, itemsize, *pair)", "-pair[0] * pair[1]",
          "Query-outer traffic does not depend on the product of the block sizes: see section 7."),
     ),
 )  # fmt: skip

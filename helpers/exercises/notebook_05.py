@@ -53,9 +53,8 @@ BOUNDS = Exercise(
          "min(q_stop, S)", "min(q_start + 1, S)", "The last query of the tile sees furthest: reread section 5."),
         ("left = 0 is taken for no window (too many tiles)", "0 if left is None", "0 if not left",
          "With left = 0 a query sees its own key alone; only None means no limit: see the text of the exercise."),
-        ("first is measured from the last query of the tile instead of the first (too few tiles)",
-         "q_start - left", "q_stop - 1 - left",
-         "The first query of the tile sees furthest to the left: see the text of the exercise."),
+        ("first is measured from the last query of the tile instead of the first (too few tiles)", "q_start - left",
+         "q_stop - 1 - left", "The first query of the tile sees furthest to the left: see the text of the exercise."),
     ),
 )  # fmt: skip
 
@@ -149,8 +148,6 @@ def causal_bytes(T, H, itemsize, block_q, block_k):
     return once + 2 * tiles * block_k * H * itemsize
 
 
-_TILES = "-(-(i + 1) * block_q // block_k)"
-
 BYTES = Exercise(
     solution=causal_bytes, title="The bytes of a causal kernel", outputs=("bytes",),
     cases=table(
@@ -158,9 +155,10 @@ BYTES = Exercise(
         (64, 32, 2, 16, 32), (128, 64, 2, 64, 16), (256, 128, 4, 32, 32), (192, 16, 2, 32, 64),
     ),
     mistakes=(
-        ("no tile of keys is skipped", _TILES, "T // block_k",
+        ("no tile of keys is skipped", "-(-(i + 1) * block_q // block_k)", "T // block_k",
          "Query tile i stops at the diagonal: see the picture of section 5."),
-        ("program i is charged i + 1 tiles, which holds only when block_q equals block_k", _TILES, "i + 1",
+        ("program i is charged i + 1 tiles, which holds only when block_q equals block_k",
+         "-(-(i + 1) * block_q // block_k)", "i + 1",
          "Find the last key that the program sees, then divide by block_k: see section 5."),
         ("lse is counted in the dtype of the inputs", "4 * T", "itemsize * T",
          "lse is float32 whatever the inputs are: see section 10."),

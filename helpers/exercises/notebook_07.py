@@ -201,8 +201,6 @@ def _run_wiring(answer, q, k, v, weight):
     return *results, launches.count(_forward_kernels), launches.count(_backward_kernels)
 
 
-BACKWARD, KEPT = "return backward(*residuals, dout)", "return out, (q, k, v, out, lse)"  # lines of the solution
-
 WIRING = Exercise(
     solution=differentiable, title="Wiring the gradient",
     outputs=("out", "out under jax.grad", "dq", "dk", "dv",
@@ -212,17 +210,16 @@ WIRING = Exercise(
         ("all gradients are zero: JAX knows nothing of backward, or its results are not returned",
          ("    @jax.custom_vjp\n", "    attend.defvjp(forward_rule, backward_rule)\n"), ("", ""),
          "Register both rules with defvjp, and let the backward rule return what backward gives: see section 5."),
-        ("the gradients are right, but forward runs twice", (KEPT, BACKWARD),
-         ("return out, (q, k, v)", "return backward(*residuals, *forward(*residuals), dout)"),
+        ("the gradients are right, but forward runs twice", (", out, lse)", "s, dout)\n"),
+         (")", "s, *forward(*residuals), dout)\n"),
          "The forward rule runs it once, and keeps out and lse as residuals: see section 5."),
         ("dk and dv are returned in the wrong order",
-         BACKWARD, "dq, dk, dv = backward(*residuals, dout)\n        return dq, dv, dk",
+         "return backward(*residuals, dout)", "dq, dk, dv = backward(*residuals, dout)\n        return dq, dv, dk",
          "The backward rule returns gradients in the order of the arguments, q, k, v: see section 5."),
-        ("the gradient that arrives from above is ignored and ones are used instead",
-         "*residuals, dout)", "*residuals, jnp.ones_like(dout))",
-         "The second argument of the backward rule is dout: see section 5."),
+        ("the gradient that arrives from above is ignored and ones are used instead", "s, dout)\n",
+         "s, jnp.ones_like(dout))\n", "The second argument of the backward rule is dout: see section 5."),
         ("dv is right and dq and dk are wrong, because dout is passed where out belongs",
-         BACKWARD, "q, k, v, _, lse = residuals\n        return backward(q, k, v, dout, lse, dout)",
+         "return backward(*residuals", "q, k, v, _, lse = residuals\n        return backward(q, k, v, dout, lse",
          "delta = rowsum(out do) needs the out of the forward pass, a residual: see section 5."),
     ),
 )  # fmt: skip
@@ -238,8 +235,6 @@ def product_flops(T, S, H, block_q, block_k, fused, is_causal):
     return (5 if fused else 7) * 2 * block_q * block_k * H * pairs
 
 
-PRODUCTS, VISITED = "(5 if fused else 7)", "j * block_k <= (i + 1) * block_q - 1"  # in the solution
-
 FLOPS = Exercise(
     solution=product_flops, title="Count the products", outputs=("FLOPs",),
     cases=table(
@@ -249,15 +244,15 @@ FLOPS = Exercise(
         (256, 128, 32, 64, 16, True, False), (128, 128, 64, 32, 16, False, True),
     ),
     mistakes=(
-        ("two kernels are charged for the products of the fused one twice", PRODUCTS, "(5 if fused else 10)",
+        ("two kernels are charged for the products of the fused one twice", "else 7", "else 10",
          "The dq kernel computes s, dp and dq, and no dk or dv: see the table of section 6."),
-        ("no pair of tiles is skipped under the causal mask", f"not is_causal or {VISITED}", "1",
-         "A pair in which no query sees a key is not visited: see the text of the exercise."),
-        ("the causal mask halves the count", (f"not is_causal or {VISITED}", "* pairs"),
+        ("no pair of tiles is skipped under the causal mask", "not is_causal or j * block_k <= (i + 1) * block_q - 1",
+         "1", "A pair in which no query sees a key is not visited: see the text of the exercise."),
+        ("the causal mask halves the count", ("not is_causal or j * block_k <= (i + 1) * block_q - 1", "* pairs"),
          ("1", "* pairs // (2 if is_causal else 1)"),
          "Pairs on the diagonal are computed whole, and T and S may differ: see the text of the exercise."),
         ("the last key of a tile decides whether its pair is visited, or the tiles of a row are rounded down",
-         VISITED, "(j + 1) * block_k <= (i + 1) * block_q",
+         "j * block_k <= (i + 1) * block_q - 1", "(j + 1) * block_k <= (i + 1) * block_q",
          "Of the keys in a tile the first one is seen by most queries, and one is enough: see hint 2."),
     ),
 )  # fmt: skip
@@ -291,9 +286,8 @@ BOUNDS = Exercise(
          ("stop_query = T if left is None else min(k_stop + left, T)", "return k_start // block_q"),
          ("stop_query = min(k_stop, T)", "return 0 if left is None else max(k_start - left, 0) // block_q"),
          "A key is seen by the queries at and after its own position: see the picture of section 8."),
-        ("stop is measured from the first key of the tile instead of the last (too few tiles)",
-         "k_stop + left", "k_start + 1 + left",
-         "The last key of the tile is seen from furthest away: see the text of the exercise."),
+        ("stop is measured from the first key of the tile instead of the last (too few tiles)", "k_stop + left",
+         "k_start + 1 + left", "The last key of the tile is seen from furthest away: see the text of the exercise."),
     ),
 )  # fmt: skip
 
@@ -341,8 +335,6 @@ def _run_rounding(answer, p, v):
     return numbers, np.where(np.abs(out - exact) <= 0.51 * step, nearest, out), out + low
 
 
-OFF = "exact - np.float32(out)"  # in the solution
-
 ROUNDING = Exercise(
     solution=out_and_low, title="Out, and what rounding takes off it",
     outputs=("numbers of out and low", "out", "out + low"),
@@ -350,10 +342,10 @@ ROUNDING = Exercise(
     tolerance=5e-6,  # at worst 2^-9 of low, which is 2^-8 of out; less over an array; float32 sums
     mistakes=(
         ("low is zero everywhere: the difference was taken after both of its terms had been rounded",
-         OFF, "exact.astype(v.dtype) - out",
+         "exact - np.float32(out)", "exact.astype(v.dtype) - out",
          "Keep the exact result in float32 until low has been taken off it: see the text of the exercise."),
         ("out is that of the kernels before: divided by the sum of the unrounded weights, and low is zero",
-         ("weights.sum", OFF), ("p.sum", "exact.astype(v.dtype) - out"),
+         ("weights.sum", "exact - np.float32(out)"), ("p.sum", "exact.astype(v.dtype) - out"),
          "Take low off before anything is rounded, and divide by the weights that the product took: see section 12."),
         ("the weights were rounded for the product with v, but not for their sum", "weights.sum", "p.sum",
          "A mean divides by the sum of the very weights that it used. Which are these? See section 12."),

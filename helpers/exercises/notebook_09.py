@@ -70,24 +70,21 @@ def _judge_clock(result, case):
     return f"time: yours {mine} ms, this GPU takes {1e3 * truth:.3g} ms a call"
 
 
-# What the mistakes leave out.
-WARM_UP, WAIT = "    wait(run(*inputs[0]))\n", "        wait(result)\n"
-
 CLOCK = Exercise(
     solution=median_time, title="A benchmark with four faults", outputs=("time",), tolerance=1e-3,
     cases=_clock_cases, run=_measure, judge=_judge_clock,
     mistakes=(
         # Without a wait, the inputs make no difference.
-        ("the clock is read before the work is done", WAIT, "",
+        ("the clock is read before the work is done", "        wait(result)\n", "",
          "Wait for the last result before you read the clock: reread section 1."),
-        ("the first call is timed, and compiling with it", WARM_UP, "",
+        ("the first call is timed, and compiling with it", "    wait(run(*inputs[0]))\n", "",
          "Make one call before any clock is read: reread section 2."),
         ("all calls get the same inputs, and find them in the cache", "inputs[call % len(inputs)]", "inputs[0]",
          "Take the next inputs with each call: reread section 2."),
         ("the fastest sample is taken, and with it the luckiest moment of the GPU", "np.median", "np.min",
          "A GPU can be too fast for a moment as well as too slow: take the median, see section 2."),
-        ("every call is waited for, so that the waiting is measured too", WAIT, f"    {WAIT}",
-         "Queue all calls of a sample and wait once: reread section 1."),
+        ("every call is waited for, so that the waiting is measured too", "        wait(result)",
+         "            wait(result)", "Queue all calls of a sample and wait once: reread section 1."),
     ),
 )  # fmt: skip
 
@@ -128,17 +125,16 @@ def _pair_cases():
     ]
 
 
-MEDIANS = "np.median((old / new)[resamples], axis=1)"
-
 PAIRS = Exercise(
     solution=speed_up, title="Is 0.07 % a speed-up?", outputs=("low", "high", "verdict"), tolerance=1e-6,
     cases=_pair_cases,
     mistakes=(
         ("the pairs are torn apart: medians of old and new first, and then their ratio",
-         MEDIANS, "np.median(old[resamples], axis=1) / np.median(new[resamples], axis=1)",
+         "np.median((old / new)[resamples], axis=1)",
+         "np.median(old[resamples], axis=1) / np.median(new[resamples], axis=1)",
          "What disturbs a turn disturbs both of its samples, and cancels in their ratio: reread section 4."),
-        ("the interval is that of the samples, not of their median", MEDIANS, "old / new",
-         "A median of many samples is known better than one sample: resample first, reread section 4."),
+        ("the interval is that of the samples, not of their median", "np.median((old / new)[resamples], axis=1)",
+         "old / new", "A median of many samples is known better than one sample: resample first, reread section 4."),
         ("np.percentile is given fractions", "np.quantile", "np.percentile",
          "np.percentile wants 2.5 and 97.5; np.quantile wants 0.025 and 0.975."),
     ),
@@ -163,8 +159,6 @@ TOY = {"matmul_tflops": 1e-12, "copy_gbps": 1e-9, "exp_tops": 1e-12}
 FAST = {"matmul_tflops": 5000.0, "copy_gbps": 900.0, "exp_tops": 8.0}
 
 
-HALVED = " / (2 if is_causal else 1)"
-
 BOUNDS = Exercise(
     solution=roofline_bounds, title="The roof over one problem", outputs=("bounds",),
     cases=table(
@@ -179,13 +173,12 @@ BOUNDS = Exercise(
     ),
     tolerance=1e-6,  # ten times as much tells the smallest of these times from 0
     mistakes=(
-        ("the bytes are halved by the mask as well", "(T * N + S * K)", f"(T * N + S * K){HALVED}",
+        ("the bytes are halved by the mask as well", "S * K)", "S * K) / (2 if is_causal else 1)",
          "Here every array is moved once, whatever the mask hides: only work on pairs is halved."),
-        ("the logits and the weights are counted as traffic, as in naive attention",
-         "(T * N + S * K)", "(T * N + S * K) + itemsize * 4 * B * N * T * S",
+        ("the logits and the weights are counted as traffic, as in naive attention", "S * K)",
+         "S * K) + itemsize * 4 * B * N * T * S",
          "This is the least any kernel must move: inputs once and the output once."),
-        ("there is an exponential for each multiplication of a product",
-         '"exponentials": pairs', '"exponentials": H * pairs',
+        ("there is an exponential for each multiplication of a product", ": pairs", ": H * pairs",
          "There is one for each pair of a query and a key, whatever H is: reread section 6."),
     ),
 )  # fmt: skip
@@ -214,9 +207,8 @@ CEILING = Exercise(
          "Work that is not counted lowers what can be printed: reread section 9."),
         ("a causal kernel is taken to do exactly half of the work", "tiles * (tiles + 1) // 2", "tiles**2 / 2",
          "Tiles on the diagonal are computed whole, though half of them is hidden: see the hand case."),
-        ("visible pairs are counted one by one, where the kernel computes whole tiles",
-         ("T // block", " * block**2"), ("T", ""),
-         "A tile on the diagonal costs as much as any other: count the visited tiles, see the hand case."),
+        ("visible pairs are counted one by one, where the kernel computes whole tiles", (" // block", " * block**2"),
+         ("", ""), "A tile on the diagonal costs as much as any other: count the visited tiles, see the hand case."),
         ("the benchmark is taken to count the diagonal in full as well",
          "T * T / (2 if is_causal else 1)", "(T * (T + 1) / 2 if is_causal else T * T)",
          "The benchmark counts exactly half of the table: see the exercise."),
@@ -232,8 +224,6 @@ def restated(claimed, which, counted, is_causal, halved):
     return claimed * ours / theirs
 
 
-COUNTS = '"forward": 4, "backward": 10, "both": 14'
-
 CLAIMS = Exercise(
     solution=restated, title="Other people's numbers", outputs=("TFLOP/s",),
     cases=table(
@@ -245,12 +235,11 @@ CLAIMS = Exercise(
     mistakes=(
         ("the correction is applied the wrong way round", "ours / theirs", "theirs / ours",
          "Who counts too many FLOPs claims too many TFLOP/s: multiply by ours over theirs."),
-        ("the mask is left out of the comparison",
-         (" / (2 if is_causal else 1)", " / (2 if halved else 1)"), ("", ""),
+        ("the mask is left out of the comparison", (" / (2 if is_causal else 1)", " / (2 if halved else 1)"), ("", ""),
          "Halve our count if the mask is causal, and theirs if they did: see the exercise."),
         ("the two passes together are counted like a backward pass", '"both": 14', '"both": 10',
          "Timed together they make 4 T S H and 10 T S H: see the exercise."),
-        ("a backward pass is taken for twice a forward pass", COUNTS, '"forward": 4, "backward": 8, "both": 12',
+        ("a backward pass is taken for twice a forward pass", (": 10", ": 14"), (": 8", ": 12"),
          "The backward pass makes the logits again, a fifth product: see the exercise."),
     ),
 )  # fmt: skip

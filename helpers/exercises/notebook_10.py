@@ -91,19 +91,17 @@ def _simulated(memory, computing):
     return simulate(groups, {"loaded": 1, "free": len(computing)}, latency=600)
 
 
-# Parts of the solution, which the mistakes change.
-AWAIT = '            if j >= stages:\n                yield Wait("free", slot)\n'
-FETCH = '            yield Fetch("tile", slot, j, "loaded")\n'
-
 RING = Exercise(
     solution=ring, title="Place the barriers", outputs=("the order of operations",),
     cases=table("tiles slots readers", (1, 1, 1), (2, 1, 1), (4, 2, 1), (7, 3, 2), (2, 4, 1)),
     run=_run_ring, judge=_complaint_or_none,
     mistakes=(
-        ("the memory warpgroup fills a slot again without waiting until it is free", AWAIT, "",
+        ("the memory warpgroup fills a slot again without waiting until it is free",
+         '            if j >= stages:\n                yield Wait("free", slot)\n', "",
          "The second time a slot is used, its readers must be done: see section 5."),
         ("the memory warpgroup waits for each tile to arrive, or to be read, before it orders the next",
-         AWAIT + FETCH, FETCH + '            yield Wait("free", slot)\n',
+         ('if j >= stages:\n                yield Wait("free", slot)\n            ', '"loaded")\n'),
+         ("", '"loaded")\n            yield Wait("free", slot)\n'),
          "Wait before the fetch that needs the slot, not after the one that filled it: see section 5."),
         ("the memory warpgroup waits until all slots are free before it fills them again",
          ("j >= stages", 'yield Wait("free", slot)'),
@@ -319,9 +317,6 @@ def _by_least(program, programs, lengths):
     return mine
 
 
-BY_LENGTH = "sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True)"
-IN_ORDER = "list(range(len(lengths)))"
-
 BALANCE = Exercise(
     solution=tiles_of, title="Balance a causal mask", outputs=("the tiles of each program",),
     cases=table(
@@ -331,12 +326,13 @@ BALANCE = Exercise(
     ),
     run=_run_balance, judge=_judge_balance,
     mistakes=(
-        ("tiles are dealt in the order given", (BY_LENGTH, "turn[::-1]"), (IN_ORDER, "turn"),
+        ("tiles are dealt in the order given", ("sorted", ", key=lambda i: lengths[i], reverse=True", "[::-1]"),
+         ("list", "", ""),
          "The last ones may be the longest, and nothing is left to even them out: sort them first, see section 13."),
-        ("every turn is dealt from the same end, or gives one tile to whoever has fewest", "turn[::-1]", "turn",
+        ("every turn is dealt from the same end, or gives one tile to whoever has fewest", "[::-1]", "",
          "One program has the longest tile of every turn: go back and forth, or longest first to whoever has least."),
         ("a snake runs over tiles that are not sorted, or places in the sorted order are returned instead of tiles",
-         BY_LENGTH, IN_ORDER,
+         ("sorted", ", key=lambda i: lengths[i], reverse=True"), ("list", ""),
          "Sort the indices by their lengths, not the lengths themselves: see the hints."),
     ),
 )  # fmt: skip

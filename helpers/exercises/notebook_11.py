@@ -29,9 +29,8 @@ BIND = Exercise(
     mistakes=(
         ("16 exponentials a cycle are taken for the rate of each quarter", "/ 16", "/ 64",
          "128 threads share a unit that takes 16 a cycle in all: see the exercise."),
-        ("`moved` exponentials are taken off all 128 threads together instead of each",
-         "128 * (block_k // 2 + 2 - moved)", "(128 * (block_k // 2 + 2) - moved)",
-         "Each thread moves `moved` of its exponentials: see the exercise."),
+        ("`moved` exponentials are taken off all 128 threads together instead of each", ("128", "2 - moved"),
+         ("(128", "2) - moved"), "Each thread moves `moved` of its exponentials: see the exercise."),
         ("the units are taken to work one after another", "cycles[unit]", "sum(cycles.values())",
          "They work at the same time, so at best the slowest sets the pace: see the exercise."),
     ),

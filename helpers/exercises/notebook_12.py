@@ -33,8 +33,7 @@ OPERANDS = Exercise(
         ("p ds.T, both computed, one as it is needed", "p", "ds.T", ["p", "s.T", "ds.T"]),
     ),
     mistakes=(
-        ("the right operand may lie in registers as well",
-         ("stored = right", '"shared memory", stored'),
+        ("the right operand may lie in registers as well", ("stored = right", '"shared memory", stored'),
          ("stored = right not in held and right", '"registers" if right in held else "shared memory", stored'),
          "wgmma takes its right operand from shared memory only: see section 1."),
         ("a tile in registers serves as its own transpose", "left in held", 'left.removesuffix(".T") in computed',
@@ -86,8 +85,6 @@ def reduce_add(B, T, S, N, H, block_q, block_k, is_causal, bandwidth):
     return moved, moved / bandwidth
 
 
-SEEN = "j * block_k <= (i + 1) * block_q - 1"
-
 ADDED = Exercise(
     solution=reduce_add, title="What the additions move", outputs=("bytes", "seconds"), tolerance=1e-6,
     cases=table(
@@ -99,12 +96,14 @@ ADDED = Exercise(
         (1, 12, 12, 3, 5, 3, 2, True, 10.0),
     ),
     mistakes=(
-        ("the causal mask is left out", f"not is_causal or {SEEN}", "1",
+        ("the causal mask is left out", "not is_causal or j * block_k <= (i + 1) * block_q - 1", "1",
          "Pairs of tiles in which no query sees a key do not count: see the exercise."),
         ("a causal mask halves the pairs exactly",
-         (f"not is_causal or {SEEN}", "N * pairs"), ("1", "N * pairs / (2 if is_causal else 1)"),
+         ("not is_causal or j * block_k <= (i + 1) * block_q - 1", "N * pairs"),
+         ("1", "N * pairs / (2 if is_causal else 1)"),
          "Pairs on the diagonal are visited whole, and S need not be T: count the pairs, see hint 1."),
-        ("a pair is visited only if its last key is seen", SEEN, "(j + 1) * block_k <= (i + 1) * block_q",
+        ("a pair is visited only if its last key is seen", "j * block_k <= (i + 1) * block_q - 1",
+         "(j + 1) * block_k <= (i + 1) * block_q",
          "One visible key is enough, and the first key of a tile is seen by most: see the hints."),
     ),
 )  # fmt: skip
@@ -145,17 +144,15 @@ def _choice_cases():
     ]
 
 
-SLOWER_UNIT = "max(flops[kernel] / 4096, smem_bytes[kernel] / 128)"
-
 CHOICE = Exercise(
     solution=fused_or_split, title="Fused or split", outputs=("choice", "cycles of fused", "cycles of split"),
     cases=_choice_cases, tolerance=1e-6,
     mistakes=(
-        ("the two units take turns", SLOWER_UNIT, "flops[kernel] / 4096 + smem_bytes[kernel] / 128",
+        ("the two units take turns", "max(flops[kernel] / 4096, smem_bytes[kernel] / 128)",
+         "flops[kernel] / 4096 + smem_bytes[kernel] / 128",
          "Tensor core and shared memory work at the same time, so the slower one decides: see section 4."),
-        ("the choice is made before the exposed cycles are added",
-         (" + exposed", "fused, split"), ("", "fused + exposed, split"),
-         "They are part of what the fused form takes: compare after adding them."),
+        ("the choice is made before the exposed cycles are added", (" + exposed", "fused, split"),
+         ("", "fused + exposed, split"), "They are part of what the fused form takes: compare after adding them."),
         ("the kernels of the split form run at the same time",
          'cycles("dkv") + cycles("dq")', 'max(cycles("dkv"), cycles("dq"))',
          "dkv and dq run one after the other, so their cycles add up: see section 4."),
@@ -189,9 +186,8 @@ HALVING = Exercise(
          "The tensor core reads all of them in each step, and there are more steps: see section 4."),
         ("the bytes of q and do halve, as in one step", '"q and do read": steps / 2', '"q and do read": 1 / 2',
          "A step reads half as much, and there are more steps: see hint 1."),
-        ("the operations stay the same, though the empty rows of the last tile change",
-         '"flops": steps / 2', '"flops": 1',
-         "Empty rows are multiplied as well: see the case worked by hand, T=320."),
+        ("the operations stay the same, though the empty rows of the last tile change", '"flops": steps / 2',
+         '"flops": 1', "Empty rows are multiplied as well: see the case worked by hand, T=320."),
     ),
 )  # fmt: skip
 

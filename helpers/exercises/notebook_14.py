@@ -17,22 +17,19 @@ def merge_shares(out_a, lse_a, out_b, lse_b):
     return weight_a[:, None] * out_a + weight_b[:, None] * out_b, lse
 
 
-SUM, GUARDED = "    lse = np.logaddexp(lse_a, lse_b)\n", "np.where(lse == -np.inf, 0, lse)"  # in the solution
-WEIGHTS = "np.exp(lse_a - reference)", "np.exp(lse_b - reference)"
-
 MERGE = Exercise(
     solution=merge_shares, title="Two parts of a sum", outputs=("out", "lse"),
     cases=MERGE_BY_LSE.cases, tolerance=MERGE_BY_LSE.tolerance,
     mistakes=(
-        ("-inf is subtracted from -inf in a row that sees no key in either part", GUARDED, "lse",
-         "Where both lse are -inf, subtract 0 instead: see section 2."),
-        ("exp(lse) is computed as it is", (SUM, *WEIGHTS),
-         ("    l = np.exp(lse_a) + np.exp(lse_b)\n    lse = np.log(l)\n", "np.exp(lse_a) / l", "np.exp(lse_b) / l"),
+        ("-inf is subtracted from -inf in a row that sees no key in either part", "np.where(lse == -np.inf, 0, lse)",
+         "lse", "Where both lse are -inf, subtract 0 instead: see section 2."),
+        ("exp(lse) is computed as it is",
+         ("lse = np.logaddexp(lse_a, lse_b)", "(lse_a - reference)", "(lse_b - reference)"),
+         ("l = np.exp(lse_a) + np.exp(lse_b)\n    lse = np.log(l)", "(lse_a) / l", "(lse_b) / l"),
          "Near 1000 it overflows, near -1000 it is 0: subtract the merged lse first, see section 2."),
         ("both parts count alike", "weight_a[:, None] * out_a + weight_b[:, None] * out_b", "(out_a + out_b) / 2",
          "A part with a larger sum weighs more: exp(lse_a - lse), see section 2."),
-        ("the larger lse is subtracted, and nothing is divided",
-         GUARDED, "np.where(lse == -np.inf, 0, np.maximum(lse_a, lse_b))",
+        ("the larger lse is subtracted, and nothing is divided", "0, lse)", "0, np.maximum(lse_a, lse_b))",
          "With the larger lse as reference the weights do not add up to 1: subtract the merged lse, see section 2."),
     ),
 )  # fmt: skip
@@ -77,9 +74,6 @@ def _run_ring(answer, queries, keys, values):
     return answer(queries, keys, values, attend, merge_shares)
 
 
-HELD, PART = "(i - r) % D", "attend(queries[i], keys[j], values[j])"  # in the solution
-MERGED = f"out, lse = merge(out, lse, *{PART})"
-
 RING = Exercise(
     solution=turn_the_ring, title="Turn the ring", outputs=("out of every device",),
     cases=_ring_cases, run=_run_ring, expected=lambda *shares: np.array(_run_ring(turn_the_ring, *shares)),
@@ -87,9 +81,10 @@ RING = Exercise(
         ("a step is missing: one share of the keys is never seen", "range(1, D)", "range(1, D - 1)",
          "D devices need D steps, their own keys among them: see section 3."),
         ("the values stay at home", "values[j]", "values[i]", "A value travels with its key: see section 3."),
-        ("the parts are averaged", (MERGED, "append(out)"), (f"out = out + {PART}[0]", "append(out / D)"),
+        ("the parts are averaged", ("out, lse = merge(out, lse, *", "[j]))", "append(out)"),
+         ("out = out + ", "[j])[0]", "append(out / D)"),
          "Parts of different weight are merged by their lse: see section 2."),
-        ("a share is overwritten before it is handed on", HELD, "0",  # that of device 0 goes through all
+        ("a share is overwritten before it is handed on", "(i - r) % D", "0",
          "All devices send at the same time: make a new list, such as keys[-1:] + keys[:-1]."),
     ),
 )  # fmt: skip

@@ -20,9 +20,8 @@ GRIDS = Exercise(
         (4, 1, 4096, 16, 1, 16, 128), (1, 65, 63, 2, 2, 16, 64),
     ),
     mistakes=(
-        ("a ragged tile does not count as a whole one",
-         ("-(-T // block_q)", "-(-S // block_k)"), ("T // block_q", "S // block_k"),
-         "Round up: a ragged end needs a program too, see section 2."),
+        ("a ragged tile does not count as a whole one", ("-(-T // block_q)", "-(-S // block_k)"),
+         ("T // block_q", "S // block_k"), "Round up: a ragged end needs a program too, see section 2."),
         ("a tile is added even where the last one is whole",
          ("-(-T // block_q)", "-(-S // block_k)"), ("(T // block_q + 1)", "(S // block_k + 1)"),
          "Add one only where something is left over: -(-T // block_q) does."),
@@ -84,8 +83,7 @@ KEY_RANGES = Exercise(
          "The first query sees least: it decides, see section 4."),
         ("the causal mask is left out", "if is_causal:", "if False:",
          "With is_causal, query i sees keys 0 to i: see section 4."),
-        ("the end of the keys is forgotten under a causal mask",
-         "min(stop, -(-(q_start + block_q) // block_k))", "-(-(q_start + block_q) // block_k)",
+        ("the end of the keys is forgotten under a causal mask", ("min(stop, -", "k))\n"), ("-", "k)\n"),
          "There are only S keys, whatever a query could see: they limit both numbers, see section 4."),
     ),
 )  # fmt: skip
@@ -107,8 +105,6 @@ def query_tiles(k_start, block_q, block_k, T, is_causal):
     return masked, free
 
 
-SKIPPED, FREE = "last < k_start", "first >= k_start + block_k - 1"  # in the solution
-
 QUERY_COUNTS = Exercise(
     solution=query_tiles, title="The other walk", outputs=("masked", "free"),
     cases=table(
@@ -118,11 +114,11 @@ QUERY_COUNTS = Exercise(
         (64, 16, 16, 128, False), (0, 1, 4, 3, True), (80, 16, 16, 64, False), (128, 16, 16, 40, True),
     ),
     mistakes=(
-        ("a tile counts as free if its first query sees the first key", FREE, "first >= k_start",
+        ("a tile counts as free if its first query sees the first key", " + block_k - 1", "",
          "The last key of the tile is seen by the fewest queries: it decides, see section 5."),
-        ("the last query of a tile decides whether it is free", FREE, "last >= k_start + block_k - 1",
+        ("the last query of a tile decides whether it is free", "first >=", "last >=",
          "The first query sees least: it decides, see section 5."),
-        ("positions over the end are taken to see nothing", SKIPPED, "min(last, T - 1) < k_start",
+        ("positions over the end are taken to see nothing", "last < k_start", "min(last, T - 1) < k_start",
          "Positions count as they stand, inside the array or not: see the task."),
     ),
 )  # fmt: skip

@@ -124,15 +124,14 @@ def _passes_cases():
     return [Case(label, (words_of_lanes,)) for label, words_of_lanes in words.items()]
 
 
-DISTINCT, MOST = "set(map(int, words))", "max(banks.count(bank) for bank in banks)"  # in the solution
-
 PASSES = Exercise(
     solution=passes, title="How often must the warp ask?", outputs=("passes",), cases=_passes_cases,
     mistakes=(
-        ("lanes that read the same word are counted twice", DISTINCT, "words",
+        ("lanes that read the same word are counted twice", "set(map(int, words))", "words",
          "One word is read once and given to all lanes that want it: count different words."),
-        ("all different words are counted", MOST, "len(banks)", "Words in different banks come in the same pass."),
-        ("the banks that are used are counted", MOST, "len(set(banks))",
+        ("all different words are counted", "max(banks.count(bank) for bank in banks)", "len(banks)",
+         "Words in different banks come in the same pass."),
+        ("the banks that are used are counted", "max(banks.count(bank) for bank in banks)", "len(set(banks))",
          "Many banks are good: what counts is the one bank that is asked for most words."),
     ),
 )  # fmt: skip

@@ -23,8 +23,6 @@ def segment_ids(lengths, T):
     return np.repeat(np.arange(len(lengths) + 1), [*lengths, padding])
 
 
-NUMBERS, PARTS = "np.arange(len(lengths) + 1)", "[*lengths, padding]"  # in the solution
-
 SEGMENTS = Exercise(
     solution=segment_ids, title="Whose token is it?", outputs=("ids",), tolerance=1e-9,
     cases=table(
@@ -32,13 +30,13 @@ SEGMENTS = Exercise(
         ([7, 1, 2, 6], 20),
     ),
     mistakes=(
-        ("padding belongs to the last document", (NUMBERS, PARTS),
-         ("np.arange(len(lengths))", "[*lengths[:-1], lengths[-1] + padding]"),
+        ("padding belongs to the last document", (") + 1)", "*lengths, padding"),
+         ("))", "*lengths[:-1], lengths[-1] + padding"),
          "Padding gets a number of its own, so that no document sees it: see section 1."),
-        ("padding has the number of the first document", NUMBERS, "[*range(len(lengths)), 0]",
+        ("padding has the number of the first document", "np.arange(len(lengths) + 1)", "[*range(len(lengths)), 0]",
          "Equal numbers see each other, wherever they stand: give padding a new one."),
-        ("each token has its position in its document", f"np.repeat({NUMBERS}, {PARTS})",
-         f"np.concatenate([np.arange(length) for length in {PARTS}])",
+        ("each token has its position in its document", "np.repeat(np.arange(len(lengths) + 1), [*lengths, padding])",
+         "np.concatenate([np.arange(length) for length in [*lengths, padding]])",
          "Positions count within a document. A segment id is the same for all of its tokens."),
     ),
 )  # fmt: skip
@@ -66,13 +64,12 @@ def _tile_cases():
     return cases
 
 
-CAPPED, HIDDEN = "    s = cap * np.tanh(s / cap)\n", "    return np.where(seen, s, -np.inf)\n"  # in the solution
-
 TILE = Exercise(
     solution=tile_logits, title="The logits of a tile", outputs=("s",), cases=_tile_cases,
     mistakes=(
-        ("the mask comes before the soft cap, which turns -inf into -cap", (CAPPED, HIDDEN),
-         ("    s = np.where(seen, s, -np.inf)\n", "    return cap * np.tanh(s / cap)\n"),
+        ("the mask comes before the soft cap, which turns -inf into -cap",
+         ("s = cap * np.tanh(s / cap)", "return np.where(seen, s, -np.inf)"),
+         ("s = np.where(seen, s, -np.inf)", "return cap * np.tanh(s / cap)"),
          "tanh(-inf) is -1, so a hidden key gets a weight again: mask last, see section 2."),
         ("the bias is added after the soft cap", (" + bias", "cap * np.tanh(s / cap)"),
          ("", "cap * np.tanh(s / cap) + bias"), "The cap holds for product and bias together: see section 2."),
@@ -100,18 +97,17 @@ def _kind_cases():
     return [Case(label, tuple(arguments)) for label, *arguments in rows]
 
 
-SOME, EVERY = "(least[:, None] <= most) & (least <= most[:, None])", "some & alone[:, None] & alone"
-
 KINDS = Exercise(
     solution=segment_kinds, title="Kinds of tiles from two numbers", outputs=("kinds",), cases=_kind_cases,
     tolerance=1e-9,
     mistakes=(
-        ("tiles are compared by their first numbers only", SOME, "least[:, None] == least",
+        ("tiles are compared by their first numbers only", "(least[:, None] <= most) & (least <= most[:, None])",
+         "least[:, None] == least",
          "A tile may begin in one document and end in another: two ranges must overlap, see section 3."),
-        ("a tile counts as full as soon as its ranges are equal", EVERY,
+        ("a tile counts as full as soon as its ranges are equal", "some & alone[:, None] & alone",
          "(least[:, None] == least) & (most[:, None] == most)",
          "Two documents in both tiles leave pairs that do not see each other."),
-        ("a tile in one document counts as full against any other", EVERY, "alone[:, None] & alone",
+        ("a tile in one document counts as full against any other", "some & alone", "alone",
          "It must be the same document for both tiles."),
     ),
 )  # fmt: skip
@@ -166,15 +162,13 @@ def _run_quietly(answer, *arguments):
         return answer(*arguments)
 
 
-SEEN, GUARD = "(j <= i[:, None]) & (ids[j] == ids[i][:, None])", "np.where(m_new == -np.inf, 0, m_new)"
-
 PACKED = Exercise(
     solution=packed_attention, title="A loop for packed documents", outputs=("out", "visited"), cases=_packed_cases,
     run=_run_quietly,
     mistakes=(
-        ("keys of other documents are seen", SEEN, "(j <= i[:, None]) & (ids[j] >= 0)",
+        ("keys of other documents are seen", "== ids[i][:, None]", ">= 0",
          "This is the leak of section 1: a query sees keys of its own number only."),
-        ("a row that sees no key in its first tile becomes NaN", GUARD, "m_new",
+        ("a row that sees no key in its first tile becomes NaN", "np.where(m_new == -np.inf, 0, m_new)", "m_new",
          "Its maximum is still -inf, and -inf minus -inf is NaN: take 0 for it then, see hint 2."),
         ("tiles are skipped for the causal mask alone", "not seen.any()", "first > i[-1]",
          "Tiles of other documents can be skipped as well: see section 3."),
@@ -203,13 +197,12 @@ def _cap_cases():
     return cases
 
 
-FACTOR = "(1 - (s / cap) ** 2)"  # in the solution
-
 CAP = Exercise(
     solution=products_gradient, title="Back through the cap", outputs=("gradient",), cases=_cap_cases,
     mistakes=(
-        ("the cap is left out", f" * {FACTOR}", "", "That is the gradient of the capped logits: see section 4."),
-        ("the capped logits are capped once more", FACTOR, "(1 - np.tanh(s / cap) ** 2)",
+        ("the cap is left out", " * (1 - (s / cap) ** 2)", "",
+         "That is the gradient of the capped logits: see section 4."),
+        ("the capped logits are capped once more", "(s / cap)", "np.tanh(s / cap)",
          "s is capped already, so s / cap is the tanh: see section 4."),
         ("delta is left out", "(dp - delta[:, None])", "dp", "ds = p (dp − delta), as in notebook 06."),
     ),
@@ -240,17 +233,15 @@ def _sink_cases():
     return cases
 
 
-NEW, SHARE = "np.logaddexp(lse, sinks)", "np.exp(lse - new)[..., None], new"  # in the solution
-
 SINKS = Exercise(
     solution=add_sinks, title="Add a sink afterwards", outputs=("out", "lse"), cases=_sink_cases, run=_run_quietly,
     tolerance=1e-4,
     mistakes=(
-        ("the sum is formed outside of the logarithm, where it overflows", NEW,
+        ("the sum is formed outside of the logarithm, where it overflows", "np.logaddexp(lse, sinks)",
          "np.log(np.exp(lse) + np.exp(sinks))", "`np.logaddexp` adds without leaving the logarithm."),
-        ("the keys get the share of the sink", SHARE, "np.exp(sinks - new)[..., None], new",
+        ("the keys get the share of the sink", "lse - new", "sinks - new",
          "The share of the keys is exp(lse) by the new sum: see section 5."),
-        ("lse is left as it was", SHARE, "np.exp(lse - new)[..., None], lse",
+        ("lse is left as it was", ", new\n", ", lse\n",
          "The sum has grown by the sink, and lse with it: see section 5."),
     ),
 )  # fmt: skip
@@ -283,15 +274,14 @@ def _run_window(answer, b, n, i, j):
     return np.broadcast_to(seen, (len(i), len(j))).astype(int)
 
 
-NEAR, BOTH = "i - j < 16 * 2**n", "(j <= i) & (near | (j < 4))"  # in the solution
-
 WINDOW = Exercise(
     solution=windows_by_head, title="A window for each head", outputs=("seen",), cases=_window_cases, run=_run_window,
     expected=lambda *arguments: _run_window(windows_by_head, *arguments), tolerance=1e-9,
     mistakes=(
-        ("the first keys are not seen from afar", BOTH, "(j <= i) & near", "The first 4 keys stay visible for all."),
-        ("later keys are seen", BOTH, "near | (j < 4)", "j ≤ i holds for the window and for the first keys."),
-        ("the first keys escape the causal mask", BOTH, "((j <= i) & near) | (j < 4)",
+        ("the first keys are not seen from afar", "(near | (j < 4))", "near", "The first 4 keys stay visible for all."),
+        ("later keys are seen", "(j <= i) & (near | (j < 4))", "near | (j < 4)",
+         "j ≤ i holds for the window and for the first keys."),
+        ("the first keys escape the causal mask", "(j <= i) & (near | (j < 4))", "((j <= i) & near) | (j < 4)",
          "Query 0 must not see key 3: the causal condition holds for both."),
     ),
 )  # fmt: skip
@@ -413,9 +403,8 @@ MASKED = Exercise(
          "Load keys only where the tile has a visible pair: see section 3."),
         ("a tile is skipped unless all of it is seen", "1, 0).max()", "1, 0).min()",
          "Partial tiles must be visited, and masked: see section 3."),
-        ("the mask decides which tiles are visited, and hides nothing within them", "jnp.where(seen, dot",
-         "jnp.where((cols < S)[None, :], dot",
-         "In a partial tile the hidden pairs need the logit -inf: see section 2."),
+        ("the mask decides which tiles are visited, and hides nothing within them", "(seen, dot",
+         "((cols < S)[None, :], dot", "In a partial tile the hidden pairs need the logit -inf: see section 2."),
         ("a query that has seen no key yet becomes NaN", "jnp.where(m_new == -jnp.inf, 0, m_new)", "m_new",
          "Its maximum is still -inf, and -inf minus -inf is NaN: take 0 for it then, see exercise 18.4."),
         ("a query that sees no key is divided by zero", "weight = jnp.where(l == 0, 1, l)", "weight = l",

@@ -309,19 +309,18 @@ def _expected_flash(q, k, v, do, is_causal):
     return out, *oracle_gradients(q, k, v, do, is_causal=is_causal), whole.AS_ASKED
 
 
-_RULES = "return out, (q, k, v, out, lse)"  # a line of the solution
-
 FLASH_ATTENTION = Exercise(
     solution=flash_attention, title="Flash attention, yours", outputs=("out", "dq", "dk", "dv", "how they were made"),
     cases=_flash_cases, run=_run_flash, expected=_expected_flash, tolerance=2e-4, building_block="gradients", slow=True,
     mistakes=(
-        ("the gradients are right, but forward runs twice", (_RULES, "q, k, v, out, lse = residuals"),
+        ("the gradients are right, but forward runs twice",
+         ("return out, (q, k, v, out, lse)", "q, k, v, out, lse = residuals"),
          ("return out, (q, k, v)", "q, k, v = residuals\n        out, lse = forward(q, k, v, is_causal, *tiles)"),
          "The forward rule runs it once, and keeps out and lse as residuals: see section 5."),
         ("dk and dv are returned in the wrong order", "return dq, dk, dv", "return dq, dv, dk",
          "The backward rule returns gradients in the order of the arguments, q, k, v: see section 5."),
-        ("the gradient that arrives from above is ignored and ones are used instead",
-         "residuals\n", "residuals\n        do = jnp.ones_like(do)\n",
+        ("the gradient that arrives from above is ignored and ones are used instead", "delta =",
+         "do = jnp.ones_like(do)\n        delta =",
          "The second argument of the backward rule is the gradient of out: see section 5."),
         ("delta is missing", "delta.swapaxes(1, 2)", "0 * delta.swapaxes(1, 2)",
          "delta = rowsum(out do) is what the softmax takes off dp: see section 2."),

@@ -320,8 +320,6 @@ def hopper_forward(q, k, v, is_causal=False, interpret=False):
     return out[:, :T, :, :H], lse[..., :T]
 
 
-WAITS = "pl.when(j >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))"  # in the solution
-
 WGMMA = Exercise(
     solution=hopper_forward, title="A Hopper kernel of your own", outputs=("how it runs", "out", "lse"),
     cases=functools.partial(
@@ -340,7 +338,8 @@ WGMMA = Exercise(
          "Tile j begins with key j * block_k."),
         ("a tile is read before its copy has arrived", "                plgpu.barrier_wait(loaded.at[slot])\n", "",
          "A copy has only been ordered when `copy_gmem_to_smem` returns: see section 4."),
-        ("a slot is filled again while somebody reads it", WAITS, "None",
+        ("a slot is filled again while somebody reads it",
+         "pl.when(j >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))", "None",
          "Whoever fills a slot a second time waits until its readers have said that it is free: see section 5."),
         ("nobody says that a slot is free", "                plgpu.barrier_arrive(free.at[slot])\n", "",
          "The memory warpgroup waits for ever: every wait needs an arrival, see section 5."),
