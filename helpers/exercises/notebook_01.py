@@ -87,8 +87,6 @@ BILL = Exercise(
     ),
     run=functools.partial(without, cost),
     mistakes=(
-        ("T is squared although there are S keys", "* S", "* T",
-         "The table has T rows and S columns: reread section 4."),
         ("only the tables are multiplied by itemsize", "(tables + matrices)", "tables + matrices",
          "Every array has elements of itemsize bytes: put brackets around the sum."),
         ("each table is counted once, as if what was written came back for nothing", "tables = 4", "tables = 2",

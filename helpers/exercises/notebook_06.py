@@ -51,8 +51,6 @@ DS = Exercise(
          "Raising one logit lowers all other weights of the row; delta is that part: see section 2."),
         ("only the diagonal of the Jacobian is used, p (1 - p)", "(dp - delta)", "(1 - p) * dp",
          "A softmax has a whole matrix of derivatives, a sigmoid has only a diagonal: see the slip in section 2."),
-        ("delta is the sum of dp, without the weights p", "(p * dp).sum", "dp.sum",
-         "delta is a mean weighted by p, the row sum of p * dp: see section 2."),
     ),
 )  # fmt: skip
 
@@ -76,8 +74,6 @@ def _delta_cases():
 DELTA = Exercise(
     solution=row_delta, title="delta without a table", outputs=("delta",), cases=_delta_cases,
     mistakes=(
-        ("the gradient into lse is left out", " - dlse", "",
-         "ds = p * (dp - delta) must also contain p * dlse: see section 5."),
         ("the sum runs over the queries instead of the components", "axis=1", "axis=0",
          "There is one delta for each query, so sum along axis 1: see section 4."),
         ("a (T, 1) and a (T,) array meet and make a (T, T) table", "axis=1", "axis=1, keepdims=True",
@@ -142,10 +138,6 @@ SAVE = Exercise(
         (1000, 3000, 8, 2, 64, 2), (65536, 65536, 16, 4, 128, 2),
     ),
     mistakes=(
-        ("out is not saved in the plan without the table", " + itemsize * N * T * H", "",
-         "Without p, delta has to come from out and dout: see section 4."),
-        ("lse is not saved in the plan without the table", " + 4 * N * T", "",
-         "With lse any tile of the weights can be computed again by itself: see section 7."),
         ("lse is stored in the dtype of q", "4 * N * T", "itemsize * N * T",
          "In 16 bits lse makes the gradients several times worse, so it takes 4 bytes: see section 10."),
     ),

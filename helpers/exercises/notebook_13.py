@@ -200,8 +200,6 @@ FIT = Exercise(
         (36, 8, 128, 1, 10**10, 333, 32768, 1), (80, 8, 128, 2, 50 * 10**9, 100, 131072, 64),
     ),
     mistakes=(
-        ("keys are counted and values forgotten", "2 * layers", "layers",
-         "A token has a key and a value in each layer: a factor 2, see section 3."),
         ("the number of sequences is not rounded", ("y // (l", "s // pages"), ("y / (l", "s / pages"),
          "A part of a sequence is no sequence: divide with //."),
         ("the last page of a sequence counts by its tokens, as if others could use its rest",

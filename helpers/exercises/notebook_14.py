@@ -215,9 +215,6 @@ SHARE = Exercise(
     ),
     mistakes=(
         ("only the keys travel", "2 * N", "4 * N", "Values travel too: two arrays, see section 7."),
-        ("only half of the operations is counted", "2 * N", "N", "Two products, 4 H operations a pair: see section 7."),
-        ("a share that comes out whole is given one position more", "int(-(-t // 1))", "int(t) + 1",
-         "Where both times are equal nothing is waited for: a share that comes out whole is long enough."),
     ),
 )  # fmt: skip
 

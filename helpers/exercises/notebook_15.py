@@ -139,8 +139,6 @@ BLOCKS = Exercise(
         (24, 24, 3, 8), (4, 8, 2, 2), (8, 4, 2, 2), (512, 512, 128, 128),
     ),
     mistakes=(
-        ("every block is fetched", "min(step, last)", "step",
-         "Past the last block that is needed let it stay: see section 5."),
         ("the index stays one block too early", "last)", "max(0, last - 1))",
          "The block that holds the key of the last query is needed too: see section 5."),
         ("the index goes back to 0 where nothing is needed", "min(step, last)", "step if step <= last else 0",

@@ -20,11 +20,6 @@ GRIDS = Exercise(
         (4, 1, 4096, 16, 1, 16, 128), (1, 65, 63, 2, 2, 16, 64),
     ),
     mistakes=(
-        ("a ragged tile does not count as a whole one", ("-(-T // block_q)", "-(-S // block_k)"),
-         ("T // block_q", "S // block_k"), "Round up: a ragged end needs a program too, see section 2."),
-        ("a tile is added even where the last one is whole",
-         ("-(-T // block_q)", "-(-S // block_k)"), ("(T // block_q + 1)", "(S // block_k + 1)"),
-         "Add one only where something is left over: -(-T // block_q) does."),
         ("dkv has a program for each query head", "K * B", "N * B",
          "dk and dv belong to a key head, and one program adds up its whole group: see section 5."),
     ),
@@ -81,8 +76,6 @@ KEY_RANGES = Exercise(
     mistakes=(
         ("a tile counts as full if its last query sees all of it", "(q_start + 1) //", "(q_start + block_q) //",
          "The first query sees least: it decides, see section 4."),
-        ("the causal mask is left out", "if is_causal:", "if False:",
-         "With is_causal, query i sees keys 0 to i: see section 4."),
         ("the end of the keys is forgotten under a causal mask", ("min(stop, -", "k))\n"), ("-", "k)\n"),
          "There are only S keys, whatever a query could see: they limit both numbers, see section 4."),
     ),

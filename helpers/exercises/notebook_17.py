@@ -15,12 +15,8 @@ OPERATIONS = Exercise(
     solution=operations, title="What does the first rung cost?", outputs=("first rung", "needed"),
     cases=table("T S H", (1, 1, 1), (2, 3, 4), (128, 128, 64), (100, 700, 128), (5, 1, 7), (4096, 4096, 64)),
     mistakes=(
-        ("there is a thread for each query only", "T * H * S * (", "T * S * (",
-         "There is a thread for each query and each dimension: see section 2."),
         ("every thread adds up all dimensions of the values", "(2 * H + 2)", "4 * H",
          "A thread owns one dimension of out: 2 operations a key, not 2 H."),
-        ("only the logits are counted as needed", "4 * T", "2 * T",
-         "Attention has two products, 2 T S H operations each."),
     ),
 )  # fmt: skip
 
