@@ -253,20 +253,21 @@ def _forward_cases():
     return cases
 
 
-def _run_forward(answer, *arguments):
-    dtypes = {"out": arguments[0].dtype, "lse": jnp.float32}
-    return whole.results(answer, forward, arguments, dtypes, _expected_forward(*arguments)[:2], arguments[4:])
+def run_forward(ours, mask, answer, *arguments):
+    """out, lse, and how they were made, of a kernel beside ours. mask: the name of its fourth argument."""
+    dtypes, right = {"out": arguments[0].dtype, "lse": jnp.float32}, expected_forward(mask, *arguments)[:2]
+    return whole.results(answer, ours, arguments, dtypes, right, arguments[4:])
 
 
-def _expected_forward(q, k, v, is_causal, *blocks):
-    out, lse = oracle(q, k, v, is_causal=is_causal)
+def expected_forward(mask, q, k, v, seen, *_):
+    out, lse = oracle(q, k, v, **{mask: seen})
     return out, lse.swapaxes(1, 2), whole.AS_ASKED
 
 
 FORWARD = Exercise(
     solution=forward, title="The forward kernel, whole", outputs=("out", "lse", "how it was made"),
-    cases=_forward_cases, run=_run_forward, expected=_expected_forward, tolerance=1e-4, building_block="forward",
-    slow=True,
+    cases=_forward_cases, run=functools.partial(run_forward, forward, "is_causal"),
+    expected=functools.partial(expected_forward, "is_causal"), tolerance=1e-4, building_block="forward", slow=True,
     mistakes=(
         ("acc is not rescaled by alpha", "alpha[:, None] * acc", "acc",
          "What acc holds was measured from the old maximum, just like l: reread the equations of section 2."),

@@ -1,6 +1,6 @@
 """The exercises of notebook 12: pencil and paper for the Hopper backward kernels."""
 
-from helpers.exercises.exercise import Case, Exercise, table
+from helpers.exercises.exercise import Exercise, table
 
 
 # 12.1
@@ -121,32 +121,25 @@ def fused_or_split(flops, smem_bytes, exposed):
     return "fused" if fused < split else "split", fused, split
 
 
-def _choice_cases():
-    def case(label, flops, smem_bytes, exposed):
-        tables = (dict(zip(("fused", "dkv", "dq"), values, strict=True)) for values in (flops, smem_bytes))
-        return Case(label, (*tables, exposed))
+def _each(fused, dkv, dq, unit=1):
+    return {"fused": unit * fused, "dkv": unit * dkv, "dq": unit * dq}
 
-    def by_five_products(label, fused, dkv, dq, exposed):
-        """The shared memory in KiB."""
-        unit = 2 * 64 * 128 * 128
-        return case(label, (5 * unit, 4 * unit, 3 * unit), (1024 * fused, 1024 * dkv, 1024 * dq), exposed)
 
-    by_hand = (40960, 32768, 24576), (1536, 640, 512)
-    return [
-        case("the case worked by hand", *by_hand, 0),
-        case("the case worked by hand, 3 cycles exposed", *by_hand, 3),
-        case("the case worked by hand, 20 cycles exposed", *by_hand, 20),
-        by_five_products("five and seven products, 300 cycles exposed", 368, 224, 160, 300),
-        by_five_products("the same, 900 cycles exposed", 368, 224, 160, 900),
-        case("FLOPs and bytes that are no whole number of cycles", (50000, 30000, 20001), (1000, 1200, 601), 1),
-        by_five_products("a fused kernel bound by shared memory", 640, 224, 160, 0),
-        by_five_products("a dq kernel bound by shared memory", 300, 100, 320, 0),
-    ]
-
+HAND, PRODUCTS, KIB = (_each(40960, 32768, 24576), _each(1536, 640, 512)), _each(5, 4, 3, 2 * 64 * 128 * 128), 1024
 
 CHOICE = Exercise(
     solution=fused_or_split, title="Fused or split", outputs=("choice", "cycles of fused", "cycles of split"),
-    cases=_choice_cases, tolerance=1e-6,
+    tolerance=1e-6,
+    cases=table(
+        "flops smem_bytes exposed", ("the case worked by hand", *HAND, 0),
+        ("the case worked by hand, 3 cycles exposed", *HAND, 3),
+        ("the case worked by hand, 20 cycles exposed", *HAND, 20),
+        ("five and seven products, 300 cycles exposed", PRODUCTS, _each(368, 224, 160, KIB), 300),
+        ("the same, 900 cycles exposed", PRODUCTS, _each(368, 224, 160, KIB), 900),
+        ("FLOPs and bytes that are no whole number of cycles", _each(50000, 30000, 20001), _each(1000, 1200, 601), 1),
+        ("a fused kernel bound by shared memory", PRODUCTS, _each(640, 224, 160, KIB), 0),
+        ("a dq kernel bound by shared memory", PRODUCTS, _each(300, 100, 320, KIB), 0),
+    ),
     mistakes=(
         ("the two units take turns", "max(flops[kernel] / 4096, smem_bytes[kernel] / 128)",
          "flops[kernel] / 4096 + smem_bytes[kernel] / 128",

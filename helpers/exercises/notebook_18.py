@@ -9,11 +9,9 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from helpers.attention.reference import oracle
 from helpers.environment import backend
-from helpers.exercises import whole
 from helpers.exercises.exercise import Case, Complaint, Exercise, table
-from helpers.exercises.notebook_05 import FORWARD
+from helpers.exercises.notebook_05 import FORWARD, expected_forward, run_forward
 
 
 # 18.1
@@ -377,20 +375,10 @@ def _masked_cases():
     return cases
 
 
-def _run_masked(answer, *arguments):
-    dtypes = {"out": arguments[0].dtype, "lse": jnp.float32}
-    return whole.results(answer, masked_forward, arguments, dtypes, _expected_masked(*arguments)[:2], arguments[4:])
-
-
-def _expected_masked(q, k, v, mask_mod, *_):
-    out, lse = oracle(q, k, v, mask_mod=mask_mod)
-    return out, lse.swapaxes(1, 2), whole.AS_ASKED
-
-
 MASKED = Exercise(
     solution=masked_forward, title="A mask in your kernel", outputs=("out", "lse", "how it was made"),
-    cases=_masked_cases, run=_run_masked, expected=_expected_masked, tolerance=1e-4, building_block="masks",
-    slow=True,
+    cases=_masked_cases, run=functools.partial(run_forward, masked_forward, "mask_mod"), tolerance=1e-4, slow=True,
+    expected=functools.partial(expected_forward, "mask_mod"), building_block="masks",
     mistakes=(
         ("no tile is skipped", "lax.cond(some, visit, lambda state: state, state)", "visit(state)",
          "Load keys only where the tile has a visible pair: see section 3."),
