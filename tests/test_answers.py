@@ -117,7 +117,7 @@ EQUAL = {
         "np.errstate(divide='ignore') → np.errstate()": "it only keeps a warning away",
     },
     "13.5": {"memory // (page * token) → memory / (page * token)": WHOLE},
-    "14.1": {change: "minus infinity less one is minus infinity" for change in ("0 → 1", "0 → -1")},
+    "14.1": {"0.0 → 1.0": NEVER_READ, "0.0 → -1.0": NEVER_READ},
     "14.2": {"i - r → i + r": "the ring turned the other way, in which all shares come past as well"},
     "14.3": {"np.zeros → np.ones": NEVER_READ, "everywhere: two indices are exchanged": BOTH},
     "14.4": {"share // 2 → share / 2": WHOLE},

@@ -85,12 +85,8 @@ class Case:
         return f"{self.dtype} B{self.B} T{self.T} N{self.N} K{self.K} H{self.H} {mask}"
 
     def flops(self, which):
-        return (
-            (1 if which == "forward" else 2.5)
-            * self.B
-            * self.N
-            * cost.forward_flops(self.T, self.S, self.H, self.is_causal)
-        )
+        heads = (1 if which == "forward" else 2.5) * self.B * self.N
+        return heads * cost.forward_flops(self.T, self.S, self.H, self.is_causal)
 
     def least_bytes(self, which):
         """Every input read once and every output written once."""
@@ -420,7 +416,7 @@ def decode_part(machine, top, note):
             continue
         records += [entry | {"of_copy": round(entry["gbps"] / top["copy_gbps"], 4)} for entry in found]
         print(decoding.line(case, found), flush=True)
-    header = {name: machine.header()[name] for name in ("commit", "date", "versions")}
+    header = {name: getattr(machine, name) for name in ("commit", "date", "versions")}
     return header | {"copy_gbps": top["copy_gbps"], "records": records}
 
 
@@ -493,7 +489,7 @@ def main(arguments=None):
     print(f"{time.perf_counter() - began:.0f} s, and decoding")
     found |= {"decode": decode_part(machine, top, note)}
     found |= {"memory": memory_records(note)}  # last: JAX keeps what it took, and processes that compile want some too
-    results.write(machine.header() | found | {"notes": note}, path)
+    results.write(asdict(machine) | found | {"notes": note}, path)
     return 0
 
 

@@ -8,7 +8,7 @@ import platform
 import subprocess
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import jax
 from jax.experimental import serialize_executable
@@ -63,9 +63,6 @@ class Machine:
         here = cls(device.device_kind, found | versions, commit or commit_here(), datetime.date.today().isoformat())
         print(here.gpu, *(f"{name} {version}" for name, version in here.versions.items()), sep=" · ", flush=True)
         return here
-
-    def header(self):
-        return asdict(self)
 
 
 def commit_here():

@@ -210,9 +210,8 @@ def mosaic_table(gpu):
                 # Not twice the same scale, for Mosaic does not compile the same kernel again.
                 MosaicPass(which, H, dtype).lowered(0.1 / number, sharding).compile()
                 spilled = " + ".join(str(kernel.spilled) for kernel in kernels_of(written()))
-            said = (
-                f"{spilled:>12} bytes spilled, at most {max(sizes) / KIB:5.1f} of {memory // KIB} KiB of shared memory"
-            )
+            shared = f"{max(sizes) / KIB:5.1f} of {memory // KIB} KiB of shared memory"
+            said = f"{spilled:>12} bytes spilled, at most {shared}"
         except Exception as error:
             failed += 1
             said = f"does not compile: {reason_of(error)}"

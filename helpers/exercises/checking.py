@@ -78,8 +78,7 @@ def verdict(exercise, answer, progress=iter):
 def _verdict(exercise, answer, progress):
     name = f"Exercise {exercise.number}"
     if not callable(answer):
-        text = f"✗ {name}: expected a function, got {describe(answer)}."
-        return Verdict("wrong", text)
+        return Verdict("wrong", f"✗ {name}: expected a function, got {describe(answer)}.")
     cases, outcomes = exercise.cases(), []
     for case in progress(cases):
         outcome = apply(exercise, answer, case)
@@ -109,9 +108,7 @@ def _verdict(exercise, answer, progress):
         if mistake:
             text += f"\n  This is what you get when {mistake.name}.\n  {mistake.advice}"
         if outcome.changed:
-            text += (
-                f"\n  Besides, your function writes into its argument {outcome.changed}: make a new array, or copy it."
-            )
+            text += f"\n  Besides, your function writes into its argument {outcome.changed}: copy it first."
         return Verdict("wrong", text, mistake.name if mistake else None)
     plural = "s" if len(cases) > 1 else ""
     return Verdict("correct", f"✓ {name}: correct on {len(cases)} case{plural}.")

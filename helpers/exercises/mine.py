@@ -98,9 +98,8 @@ def merged(text, gathered, number, in_place=()):
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError) as error:
-        raise NotKept(
-            f"it cannot be read as Python (line {getattr(error, 'lineno', '?')}). Mend it, and check again."
-        ) from None
+        line = getattr(error, "lineno", "?")
+        raise NotKept(f"it cannot be read as Python (line {line}). Mend it, and check again.") from None
     holders = {name: node for node in body for name in bound(node)}
     new_imports, replaced, added = [], {}, []
     for name, statement in gathered.imports.items():

@@ -22,10 +22,6 @@ from helpers.exercises.notebook_04 import blocks_of
 log2_e = math.log2(math.e)
 
 
-def _float32(*arrays):
-    return tuple(np.asarray(array, np.float32) for array in arrays)
-
-
 # 5.1
 def tile_range(i, T, S, block_q, block_k, left=None):
     """(first, stop) of the key tiles that query tile i needs. left may be None."""
@@ -107,14 +103,14 @@ def finish(m, l, acc):
 
 def _finish_cases():
     random = np.random.default_rng(52)
-    cases = [Case("the case worked by hand", _float32([1, -np.inf], [1.5, 0], [[3, 6], [0, 0]]))]
+    cases = [Case("the case worked by hand", tuple(map(np.float32, ([1, -np.inf], [1.5, 0], [[3, 6], [0, 0]]))))]
     for rows, H, shift, empty in [(4, 2, 0, [1]), (9, 5, 300, []), (16, 16, -300, [0, 7, 15])]:
         m = shift + 4 * random.standard_normal(rows)
         l = 1 + 9 * random.random(rows)
         acc = random.standard_normal((rows, H)) * l[:, None]
         m[empty], l[empty], acc[empty] = -np.inf, 0, 0
         label = f"{rows} rows, H={H}, m near {shift}, {len(empty)} of them without a key"
-        cases.append(Case(label, _float32(m, l, acc)))
+        cases.append(Case(label, tuple(map(np.float32, (m, l, acc)))))
     return cases
 
 
@@ -228,7 +224,7 @@ def forward(q, k, v, is_causal=False, block_q=64, block_k=64):
 
 def _forward_cases():
     """Arguments (q, k, v, is_causal, block_q, block_k); without block sizes, those that the answer has by itself."""
-    by_hand = _float32(np.ones((1, 1)), np.log([[1.0], [3.0], [2.0], [8.0]]), [[1], [2], [3], [4]])
+    by_hand = map(np.float32, ([[1]], np.log([[1.0], [3.0], [2.0], [8.0]]), [[1], [2], [3], [4]]))
     cases = [Case("the case worked by hand", (*(array[None, :, None] for array in by_hand), False, 1, 2))]
     random = np.random.default_rng(55)
     for (B, T, S, N, K, H), is_causal, blocks, dtype, label, push in [

@@ -78,9 +78,7 @@ def _run_ring(answer, steps, stages, readers):
             return f"{name} read the tiles {run.tiles[name]}, expected {list(range(steps))}."
     enough = _simulated(ring("memory", steps, stages), [list(ring("compute", steps, stages))] * readers).end
     if run.end > enough:
-        return (
-            f"right, but it takes {run.end:.0f} cycles where {enough:.0f} are enough: copies could run further ahead."
-        )
+        return f"right, but it takes {run.end:.0f} cycles where {enough:.0f} are enough: copies could run ahead."
     found = ring_kernel_races(memory, computing, stages) if (steps, stages, readers) == (7, 3, 2) else None
     return f"as a kernel, it makes the race detector say: {', '.join(found)}." if found else ""
 

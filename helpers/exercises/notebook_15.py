@@ -218,17 +218,17 @@ def _in_words(answer, grid, block_of):
 
 AXES = Exercise(
     solution=semantics, title="Axes in any order", outputs=("words",), run=_in_words,
-    cases=lambda: [
-        Case("the case worked by hand", ((2, 3), lambda i, j: (i, 0))),
-        Case("the forward kernel", ((2, 2, 3, 4), lambda b, n, i, step: (b, n, i, 0))),
-        Case("the dk and dv kernel", ((2, 2, 3, 2, 4), lambda b, kv, j, head, step: (b, kv, j, 0))),
-        Case("query heads on an axis, key heads in the result", ((2, 4, 3), lambda b, n, j: (b, n // 2, j))),
-        Case("each program a block of its own", ((3, 2), lambda i, j: (i, j))),
-        Case("one block for all", ((3, 2), lambda i, j: (0,))),
-        Case("blocks along a diagonal", ((3, 4), lambda i, j: (i + j,))),
-        Case("both ends of an axis share a block", ((4, 2), lambda i, j: (i % 3, j))),
-        Case("a row and a column share a block", ((2, 2), lambda i, j: (i * j,))),
-    ],
+    cases=table(
+        "grid block_of", ("the case worked by hand", (2, 3), lambda i, j: (i, 0)),
+        ("the forward kernel", (2, 2, 3, 4), lambda b, n, i, step: (b, n, i, 0)),
+        ("the dk and dv kernel", (2, 2, 3, 2, 4), lambda b, kv, j, head, step: (b, kv, j, 0)),
+        ("query heads on an axis, key heads in the result", (2, 4, 3), lambda b, n, j: (b, n // 2, j)),
+        ("each program a block of its own", (3, 2), lambda i, j: (i, j)),
+        ("one block for all", (3, 2), lambda i, j: (0,)),
+        ("blocks along a diagonal", (3, 4), lambda i, j: (i + j,)),
+        ("both ends of an axis share a block", (4, 2), lambda i, j: (i % 3, j)),
+        ("a row and a column share a block", (2, 2), lambda i, j: (i * j,)),
+    ),
     mistakes=(
         ("every axis is called parallel", "any(len(found) > 1 for found in places)", "False",
          "Programs that add to one block need its sum from the step before: see section 8."),

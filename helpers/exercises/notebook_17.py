@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from helpers.exercises.exercise import Case, Exercise, table
+from helpers.exercises.exercise import Exercise, table
 
 
 # 17.1
@@ -32,35 +32,25 @@ def has_race(touches):
     return False
 
 
-def _races_cases():
-    def tile(late=()):
-        """Eight threads write an element each and read all; those that are late write after the barrier."""
-        writes = [(thread, int(thread in late), thread, True) for thread in range(8)]
-        return writes + [(thread, 1, index, False) for thread in range(8) for index in range(8)]
-
-    few = [  # nothing, two touches, and more: a race before a barrier or after it, in any order, with others between
-        [],
-        [(0, 0, 5, True), (0, 0, 5, False)],
-        [(0, 0, 5, False), (1, 1, 5, True)],
-        [(0, 0, 5, True), (1, 0, 5, False)],
-        [(0, 0, 5, True), (1, 1, 5, False)],
-        [(0, 0, 5, True), (1, 0, 6, False)],
-        [(0, 2, 5, False), (1, 2, 5, False)],
-        [(0, 0, 5, False), (1, 0, 5, True)],
-        [(3, 1, 7, True), (40, 1, 7, True)],
-        [(0, 0, 1, True), (1, 1, 1, False), (0, 1, 1, True)],
-        [(0, 0, 5, False), (1, 0, 5, False), (1, 0, 5, True)],
-        [(0, 0, 5, True), (0, 1, 9, False), (1, 0, 5, False)],
-    ]
-    return [
-        *(Case(f"touches={touches}", (touches,)) for touches in few),
-        Case("a tile that is written and, after a barrier, read by all", (tile(),)),
-        Case("such a tile of which one element is written after the barrier", (tile(late=(5,)),)),
-    ]
+def _tile(late=()):
+    """Eight threads write an element each and read all; those that are late write after the barrier."""
+    writes = [(thread, int(thread in late), thread, True) for thread in range(8)]
+    return writes + [(thread, 1, index, False) for thread in range(8) for index in range(8)]
 
 
 RACES = Exercise(
-    solution=has_race, title="Find the race", outputs=("race",), cases=_races_cases,
+    solution=has_race, title="Find the race", outputs=("race",),
+    cases=table(  # nothing, two touches, and more: a race before a barrier or after it, in any order
+        "touches", ([],), ([(0, 0, 5, True), (0, 0, 5, False)],), ([(0, 0, 5, False), (1, 1, 5, True)],),
+        ([(0, 0, 5, True), (1, 0, 5, False)],), ([(0, 0, 5, True), (1, 1, 5, False)],),
+        ([(0, 0, 5, True), (1, 0, 6, False)],), ([(0, 2, 5, False), (1, 2, 5, False)],),
+        ([(0, 0, 5, False), (1, 0, 5, True)],), ([(3, 1, 7, True), (40, 1, 7, True)],),
+        ([(0, 0, 1, True), (1, 1, 1, False), (0, 1, 1, True)],),
+        ([(0, 0, 5, False), (1, 0, 5, False), (1, 0, 5, True)],),
+        ([(0, 0, 5, True), (0, 1, 9, False), (1, 0, 5, False)],),
+        ("a tile that is written and, after a barrier, read by all", _tile()),
+        ("such a tile of which one element is written after the barrier", _tile(late=(5,))),
+    ),
     mistakes=(
         ("elements are not told apart", "(epoch, index) == (when, where)", "epoch == when",
          "Both must touch the same index."),
@@ -104,24 +94,19 @@ def passes(words):
     return max(banks.count(bank) for bank in banks)
 
 
-def _passes_cases():
-    lanes, random = np.arange(32), np.random.default_rng(17)
-    g, t = lanes // 4, lanes % 4
-    words = {
-        "lane after lane": lanes,
-        "all lanes the same word": np.full(32, 5),
-        "a column of rows of 32 words": 32 * lanes,
-        "a column of rows of 33 words": 33 * lanes,
-        "fragments, rows of 32 words": 32 * g + t,
-        "fragments, rows of 36 words": 36 * g + t,
-        "two words of one bank, each read by sixteen lanes": 32 * (lanes // 16),
-        "random words": random.integers(0, 256, 32),
-    }
-    return [Case(label, (words_of_lanes,)) for label, words_of_lanes in words.items()]
+LANES = np.arange(32)
 
 
 PASSES = Exercise(
-    solution=passes, title="How often must the warp ask?", outputs=("passes",), cases=_passes_cases,
+    solution=passes, title="How often must the warp ask?", outputs=("passes",),
+    cases=table(
+        "words", ("lane after lane", LANES), ("all lanes the same word", np.full(32, 5)),
+        ("a column of rows of 32 words", 32 * LANES), ("a column of rows of 33 words", 33 * LANES),
+        ("fragments, rows of 32 words", 32 * (LANES // 4) + LANES % 4),
+        ("fragments, rows of 36 words", 36 * (LANES // 4) + LANES % 4),
+        ("two words of one bank, each read by sixteen lanes", 32 * (LANES // 16)),
+        ("random words", np.random.default_rng(17).integers(0, 256, 32)),
+    ),
     mistakes=(
         ("lanes that read the same word are counted twice", "set(map(int, words))", "words",
          "One word is read once and given to all lanes that want it: count different words."),

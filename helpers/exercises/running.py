@@ -146,12 +146,9 @@ def _raised(error, answer):
             lines = {number for _, _, number in code.co_lines() if number} - {code.co_firstlineno}
             if len(lines) <= 1:
                 return Raised("not attempted", "")
-            text = (
-                f"raised NotImplementedError for {{case}}.\n  Delete line {line} of your function's cell, the stub's."
-            )
-            return Raised(kind, text)
-        text = f"`{last.f_code.co_name}`, which your function calls, is not written yet."
-        return Raised(kind, text)
+            said = f"Delete line {line} of your function's cell, the stub's."
+            return Raised(kind, f"raised NotImplementedError for {{case}}.\n  {said}")
+        return Raised(kind, f"`{last.f_code.co_name}`, which your function calls, is not written yet.")
     message = _TRACED.get(kind) or _message(error)
     text = f"raised {kind} for {{case}}." + (f"\n  {message}" if message else "")
     yours = [(frame, line) for frame, line in frames if is_learners(frame.f_code, code)]

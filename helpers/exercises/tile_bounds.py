@@ -1,5 +1,6 @@
 """What exercises 5.1 and 7.5 share: the range of tiles that a loop over keys, or over queries, must visit."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,23 +9,34 @@ from helpers.attention.masking import Band, visible
 from helpers.exercises.exercise import Complaint, shaped, table
 
 
+def key_tiles_needed(i, T, S, block_q, block_k, left):
+    """The key tiles that query tile i needs, found by looking at every pair."""
+    rows, cols = np.arange(i * block_q, (i + 1) * block_q), np.arange(S)
+    seen = visible(rows[:, None], cols[None, :], Band(left=left, right=0), T, S)
+    return sorted({int(key) // block_k for key in np.flatnonzero(seen.any(axis=0))})
+
+
+def query_tiles_needed(j, T, S, block_q, block_k, left):
+    """The query tiles that key tile j needs, found by looking at every pair."""
+    rows, cols = np.arange(T), np.arange(j * block_k, (j + 1) * block_k)
+    seen = visible(rows[:, None], cols[None, :], Band(left=left, right=0), T, S)
+    return sorted({int(query) // block_q for query in np.flatnonzero(seen.any(axis=1))})
+
+
 @dataclass(frozen=True)
 class Loop:
-    """One of the two loops: over the tiles of "key"s that a tile of "query"s needs, or the other way round."""
+    """One of the two loops: over the tiles of "key"s that a tile of "query"s needs, or the other way round.
+
+    needed: a function that finds these tiles.
+    """
 
     over: str
     inside: str
+    needed: Callable
 
     def cases(self, *rows):
         """For `Exercise.cases`: (number of the outer tile, T, S, block_q, block_k, left) each."""
         return table(f"{self.inside}_tile T S block_q block_k left", *rows)
-
-    def needed(self, number, T, S, block_q, block_k, left):
-        """The tiles that tile `number` of the outer loop needs, found by looking at every pair."""
-        seen = visible(np.arange(T)[:, None], np.arange(S), Band(left=left, right=0), T, S)
-        seen, block, other = (seen, block_q, block_k) if self.over == "key" else (seen.T, block_k, block_q)
-        mine = seen[number * block : (number + 1) * block].any(axis=0)
-        return sorted({int(place) // other for place in np.flatnonzero(mine)})
 
     def judge(self, result, case):
         """A complaint about the range (first, stop), or None."""
@@ -39,7 +51,8 @@ class Loop:
         return None
 
 
-OVER_KEYS, OVER_QUERIES = Loop("key", "query"), Loop("query", "key")
+OVER_KEYS = Loop("key", "query", key_tiles_needed)
+OVER_QUERIES = Loop("query", "key", query_tiles_needed)
 
 
 def run(answer, *arguments):

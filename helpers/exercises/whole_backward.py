@@ -16,6 +16,7 @@ from helpers.exercises.comparing import describe
 from helpers.exercises.exercise import Case, Complaint, Exercise
 from helpers.exercises.notebook_05 import forward
 
+HAND = [np.float32(array).reshape(1, -1, 1, 1) for array in (1, np.log([1, 3]), [2, 6], 2)]
 # What the two bodies share, p and ds of a pair of tiles, and the slips in it
 OF_A_PAIR = (
     ("delta is missing from ds", " - delta[:, None]", "", "ds = p (dp - delta): see the equations of section 1."),
@@ -100,8 +101,7 @@ def key_gradients(q, k, v, do, lse, delta, is_causal=False, block_q=64, block_k=
 
 def _kernel_cases():
     """Arguments (q, k, v, do, lse, delta, is_causal, block_q, block_k); some without block sizes."""
-    by_hand = [np.float32(array).reshape(1, -1, 1, 1) for array in (1, np.log([1, 3]), [2, 6], 2)]
-    cases = [_kernel_case("the case worked by hand", by_hand, False, (1, 2))]
+    cases = [_kernel_case("the case worked by hand", HAND, False, (1, 2))]
     random = np.random.default_rng(57)
     for (B, T, S, N, K, H), is_causal, blocks, dtype, push in [
         ((1, 16, 32, 2, 1, 4), False, (8, 16), np.float32, 0),
@@ -273,8 +273,7 @@ def flash_attention(q, k, v, is_causal=False):
 
 
 def _flash_cases():
-    by_hand = [np.float32(array).reshape(1, -1, 1, 1) for array in (1, np.log([1, 3]), [2, 6], 2)]
-    cases = [Case("the case worked by hand", (*by_hand, False))]
+    cases = [Case("the case worked by hand", (*HAND, False))]
     random = np.random.default_rng(58)
     for (B, T, S, N, K, H), is_causal, dtype in [
         ((1, 16, 16, 2, 2, 4), False, np.float32),
