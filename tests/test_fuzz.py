@@ -236,7 +236,7 @@ def test_processes_that_hang_or_die_are_named_and_replaced():
 @contextlib.contextmanager
 def in_this_process(function, count):
     """Like `workers.Workers`."""
-    outcome = lambda task: workers.Outcome(task, "returned", function(task), 0.0)
+    outcome = lambda task: workers.Outcome(task, "returned", function(task))
     yield SimpleNamespace(outcomes=lambda tasks, patience: map(outcome, tasks))
 
 

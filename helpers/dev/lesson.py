@@ -33,8 +33,6 @@ FIRST = Exercise(
     cases=table("x", (1.0,), (2.5,), ("three numbers", np.array([1.0, -2.0, 0.5]))),
     mistakes=(
         ("x is squared", "2 * x", "x * x", "Multiply by two: see section 1."),
-        ("x is halved", "2 * x", "x / 2", "Multiply by two: see section 1."),
-        ("two is added", "2 * x", "2 + x", "Multiply by two: see section 1."),
     ),
 )  # fmt: skip
 

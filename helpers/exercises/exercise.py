@@ -162,11 +162,8 @@ def exercises_of(lesson):
 
 def exercise(number):
     """The exercise with a number such as "2.1". LookupError if there is none."""
-    lesson, _, place = str(number).strip().partition(".")
-    for found in exercises_of(f"{lesson:0>2}"):
-        if found.number == f"{lesson}.{place}":
-            return found
-    raise LookupError(number)
+    number = str(number).strip()
+    return {found.number: found for found in exercises_of(f"{number.split('.')[0]:0>2}")}[number]
 
 
 @functools.cache

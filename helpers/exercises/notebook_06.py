@@ -199,7 +199,8 @@ def _run_tiled(answer, q, k, v, dout, scale, block_q, block_k):
     k, of_keys = watch(k, second=True)
     run = lambda: answer(q, k, v, out, lse, dout, scale, block_q, block_k)
     if T == LONG:
-        (result, whole), seen = kept(lambda: exceeds(10 * T * T, run), _is_table)
+        is_table = lambda shape: math.prod(shape) >= T * T  # of all queries and keys, made by any library
+        (result, whole), seen = kept(lambda: exceeds(10 * T * T, run), is_table)
     else:
         result, whole, seen = run(), False, False
     whole = whole or seen or (LONG,) in of_keys  # the logits of one query and all keys, or of one key and all queries
@@ -208,11 +209,6 @@ def _run_tiled(answer, q, k, v, dout, scale, block_q, block_k):
     except (TypeError, ValueError):
         return result  # not three results: `expected` says so
     return dq, dk, dv, _built(shapes, block_q, block_k, whole) if T == LONG else "tiles"
-
-
-def _is_table(shape):
-    """Whether an array of the long case, made by any library, is a table of all queries and keys."""
-    return math.prod(shape) >= LONG * LONG
 
 
 def _built(shapes, block_q, block_k, whole):

@@ -295,9 +295,9 @@ def relay(steps, stages):
     return {"memory": memory(), "compute": compute()}
 
 
-def rung(number, steps=6, costs=None, warpgroups=None, stages=2):
+def rung(number, steps=6, warpgroups=None, stages=2):
     """The `Run` of one program of a rung over `steps` tiles of keys, without its beginning and end."""
-    costs = Costs() if costs is None else costs
+    costs = Costs()
     warpgroups = {1: 1, 2: 1, 3: 1, 4: 2, 5: 2, 6: 2}[number] if warpgroups is None else warpgroups
     names = [f"compute {index}" for index in range(warpgroups)]
     barriers = {"k_loaded": 1, "v_loaded": 1, "k_free": warpgroups, "v_free": warpgroups}
