@@ -88,19 +88,16 @@ def count_pairs(owned):
     return table
 
 
-def _pairs_cases():
-    layouts = {"contiguous": [(2, 2), (3, 2), (4, 5)], "striped": [(3, 4), (5, 3)], "zigzag": [(3, 4), (4, 6)]}
-    cases = [
-        Case(f"{layout}, {D} devices, {share} positions each", ([positions(layout, D, share, i) for i in range(D)],))
-        for layout, sizes in layouts.items()
-        for D, share in sizes
-    ]
-    shuffled = np.random.default_rng(14).permutation(12).reshape(3, 4)
-    return [*cases, Case("three devices, positions at random", (list(shuffled),))]
-
-
 WORK = Exercise(
-    solution=count_pairs, title="Who has work", outputs=("pairs",), cases=_pairs_cases,
+    solution=count_pairs, title="Who has work", outputs=("pairs",),
+    cases=table(
+        "owned", *(
+            (f"{layout}, {D} devices, {share} positions each", [positions(layout, D, share, i) for i in range(D)])
+            for layout, D, share in (("contiguous", 2, 2), ("contiguous", 3, 2), ("contiguous", 4, 5),
+                                     ("striped", 3, 4), ("striped", 5, 3), ("zigzag", 3, 4), ("zigzag", 4, 6))
+        ),
+        ("three devices, positions at random", list(np.random.default_rng(14).permutation(12).reshape(3, 4))),
+    ),
     mistakes=(
         ("queries see the keys behind them", "<=", ">=", "A query at a sees the key at b if b ≤ a: see hint 1."),
         ("nothing is masked", "(keys[None, :] <= queries[:, None]).sum()", "keys.size * queries.size",

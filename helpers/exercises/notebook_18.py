@@ -88,16 +88,13 @@ def segment_kinds(ids, block):
     return some.astype(int) + every
 
 
-def _kind_cases():
-    rows = [("the case worked by hand", np.array([0, 0, 0, 1, 1, 1]), 2)]
-    for lengths, block in [((4, 4, 8), 4), ((1, 1, 1, 9), 3), ((5, 11), 4), ((20,), 5), ((2, 3, 1, 6, 4, 8), 4)]:
-        rows.append((f"documents of {list(lengths)}, block={block}", segment_ids(lengths, sum(lengths)), block))
-    return [Case(label, tuple(arguments)) for label, *arguments in rows]
-
-
 KINDS = Exercise(
-    solution=segment_kinds, title="Kinds of tiles from two numbers", outputs=("kinds",), cases=_kind_cases,
-    tolerance=1e-9,
+    solution=segment_kinds, title="Kinds of tiles from two numbers", outputs=("kinds",), tolerance=1e-9,
+    cases=table(
+        "ids block", ("the case worked by hand", np.array([0, 0, 0, 1, 1, 1]), 2),
+        *((f"documents of {lengths}, block={block}", segment_ids(lengths, sum(lengths)), block) for lengths, block in
+          (([4, 4, 8], 4), ([1, 1, 1, 9], 3), ([5, 11], 4), ([20], 5), ([2, 3, 1, 6, 4, 8], 4))),
+    ),
     mistakes=(
         ("tiles are compared by their first numbers only", "(least[:, None] <= most) & (least <= most[:, None])",
          "least[:, None] == least",
@@ -241,15 +238,6 @@ def windows_by_head(b, n, i, j):
     return (j <= i) & (near | (j < 4))
 
 
-def _window_cases():
-    i, j = np.arange(7)[:, None], np.arange(7)
-    cases = [Case("all pairs of 7 tokens, head 0", (0, 0, i, j))]
-    for start, first, n in ((40, 0, 0), (40, 16, 1), (64, 32, 0), (100, 0, 2), (0, 64, 1)):
-        i, j = start + np.arange(24)[:, None], first + np.arange(32)
-        cases.append(Case(f"queries from {start}, keys from {first}, head {n}", (1, n, i, j)))
-    return cases
-
-
 def _run_window(answer, b, n, i, j):
     seen = np.asarray(answer(b, n, i, j))
     if seen.dtype != bool:
@@ -262,8 +250,12 @@ def _run_window(answer, b, n, i, j):
 
 
 WINDOW = Exercise(
-    solution=windows_by_head, title="A window for each head", outputs=("seen",), cases=_window_cases, run=_run_window,
-    tolerance=1e-9,
+    solution=windows_by_head, title="A window for each head", outputs=("seen",), run=_run_window, tolerance=1e-9,
+    cases=table(
+        "b n i j", ("all pairs of 7 tokens, head 0", 0, 0, np.arange(7)[:, None], np.arange(7)),
+        *((f"queries from {i}, keys from {j}, head {n}", 1, n, i + np.arange(24)[:, None], j + np.arange(32))
+          for i, j, n in ((40, 0, 0), (40, 16, 1), (64, 32, 0), (100, 0, 2), (0, 64, 1))),
+    ),
     mistakes=(
         ("the first keys are not seen from afar", "(near | (j < 4))", "near", "The first 4 keys stay visible for all."),
         ("the first keys escape the causal mask", "(j <= i) & (near | (j < 4))", "((j <= i) & near) | (j < 4)",

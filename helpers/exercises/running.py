@@ -37,16 +37,8 @@ class Raised:
     text: str
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What an answer did with a case. changed: name of an argument that it wrote into, or None."""
-
-    result: object
-    changed: str | None = None
-
-
 def apply(exercise, answer, case):
-    """The `Outcome` of an answer for a case."""
+    """(result of an answer for a case, name of an argument that it wrote into or None)."""
     changed = []
 
     def watched(*arguments, **options):
@@ -66,10 +58,10 @@ def apply(exercise, answer, case):
             # A deep copy, so that an answer that writes into its arguments cannot spoil the next case.
             result = plain(exercise.run(watched, *copy.deepcopy(case.arguments)))
     except Complaint as complaint:
-        return Outcome(Raised("Complaint", f"wrong for {{case}}.\n{indent(str(complaint))}"))
+        return Raised("Complaint", f"wrong for {{case}}.\n{indent(str(complaint))}"), None
     except BaseException as error:
-        return Outcome(_raised(error, answer))
-    return Outcome(result, changed[0] if changed else None)
+        return _raised(error, answer), None
+    return result, changed[0] if changed else None
 
 
 @contextlib.contextmanager

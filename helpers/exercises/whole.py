@@ -83,7 +83,7 @@ def first_kernel(kernel, arguments):
 def as_float64(found, right, dtypes):
     """The results, of which one of 16 bits that rounding alone sets apart from the right one is taken for it."""
     found = found if isinstance(found, tuple | list) else (found,)
-    return [_rounded_alike(*each) for each in zip(found, right, dtypes.values(), strict=True)]
+    return list(map(_rounded_alike, found, right, dtypes.values()))
 
 
 def check_results(found, dtypes, right):

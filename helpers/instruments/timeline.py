@@ -69,7 +69,6 @@ class Span(NamedTuple):
     what: str
     start: float
     stop: float
-    unit: str | None = None
 
 
 class OrderError(Exception):
@@ -183,7 +182,7 @@ class _Simulation:
             asked = group.time
             start, stop = self._occupy(operation.unit, asked, operation.cycles, group.name, operation.label)
             self._span(group, "wait", asked, start)
-            self._span(group, operation.label, start, stop, operation.unit)
+            self._span(group, operation.label, start, stop)
             group.time = stop
         elif isinstance(operation, Issue):
             reads = {self._read(group, place) for place in operation.reads}
@@ -250,9 +249,9 @@ class _Simulation:
         self.spans.append(Span(unit, f"{who}: {label}", start, start + cycles))
         return start, start + cycles
 
-    def _span(self, group, what, start, stop, unit=None):
+    def _span(self, group, what, start, stop):
         if stop > start:
-            self.spans.append(Span(group.name, what, start, stop, unit))
+            self.spans.append(Span(group.name, what, start, stop))
 
 
 def _place(place):
