@@ -25,29 +25,14 @@ def median_time(run, wait, clock, inputs, samples, calls):
 THREE = [("a",), ("b",), ("c",)]  # more than the cache of the simulated GPU holds
 
 
-def _clock_cases():
-    """Arguments: what the GPU is like, inputs, samples, calls."""
-    others = {5: range(24, 48), 0.7: range(60, 72)}
-    # By samples of 60 calls, the first, the middle and the last among them; a few calls more before must not matter.
-    samples_of = {0.9: (0,), 1.2: (1, 2), 0.85: (3,), 1.3: (4,), 0.8: (8,)}
-    often = {
-        factor: [call for sample in samples for call in range(1 + 60 * sample, 61 + 60 * sample)]
-        for factor, samples in samples_of.items()
-    }
-    two_calls, uneven = dict(call_s=3e-3, cached=0.3, holds=2), dict(call_s=2e-3, disturbed=often)
-    busy = dict(call_s=2e-3, compile_s=1.5, launch_s=2e-5, wait_s=1e-3, cached=0.4, disturbed=others)
-    cases = [
-        ("the case worked by hand", dict(call_s=2e-3, launch_s=5e-5), THREE, 1, 3),
-        ("a GPU that compiles for 1 s, one sample", dict(call_s=2e-3, compile_s=1.0), THREE, 1, 12),
-        ("a GPU whose calls take the host 1.5 ms to queue", dict(call_s=2e-3, launch_s=1.5e-3), THREE, 5, 60),
-        ("a GPU on which waiting costs 1 ms", dict(call_s=2e-3, wait_s=1e-3), THREE, 5, 60),
-        ("a GPU that keeps the inputs of the last call in its cache", dict(call_s=3e-3, cached=0.3), THREE, 5, 12),
-        ("a GPU that others use now and then", dict(call_s=2e-3, disturbed=others), THREE, 9, 12),
-        ("a GPU whose cache holds the inputs of two calls", two_calls, [*THREE, ("d",)], 5, 12),
-        ("a GPU too slow in three of nine samples and too fast in three", uneven, THREE, 9, 60),
-        ("a GPU with all of this", busy, THREE, 9, 60),
-    ]
-    return [Case(label, tuple(arguments)) for label, *arguments in cases]
+OTHERS = {5: range(24, 48), 0.7: range(60, 72)}
+# By samples of 60 calls, the first, the middle and the last among them; a few calls more before must not matter.
+SAMPLES = {0.9: (0,), 1.2: (1, 2), 0.85: (3,), 1.3: (4,), 0.8: (8,)}
+OFTEN = {
+    factor: [call for sample in samples for call in range(1 + 60 * sample, 61 + 60 * sample)]
+    for factor, samples in SAMPLES.items()
+}
+BUSY = dict(call_s=2e-3, compile_s=1.5, launch_s=2e-5, wait_s=1e-3, cached=0.4, disturbed=OTHERS)
 
 
 def _measure(answer, gpu, inputs, samples, calls):
@@ -71,7 +56,18 @@ def _judge_clock(result, case):
 
 CLOCK = Exercise(
     solution=median_time, title="A benchmark with four faults", outputs=("time",), tolerance=1e-3,
-    cases=_clock_cases, run=_measure, judge=_judge_clock,
+    run=_measure, judge=_judge_clock,
+    cases=table(
+        "gpu inputs samples calls", ("the case worked by hand", dict(call_s=2e-3, launch_s=5e-5), THREE, 1, 3),
+        ("a GPU that compiles for 1 s, one sample", dict(call_s=2e-3, compile_s=1.0), THREE, 1, 12),
+        ("a GPU whose calls take the host 1.5 ms to queue", dict(call_s=2e-3, launch_s=1.5e-3), THREE, 5, 60),
+        ("a GPU on which waiting costs 1 ms", dict(call_s=2e-3, wait_s=1e-3), THREE, 5, 60),
+        ("a GPU that keeps the inputs of the last call in its cache", dict(call_s=3e-3, cached=0.3), THREE, 5, 12),
+        ("a GPU that others use now and then", dict(call_s=2e-3, disturbed=OTHERS), THREE, 9, 12),
+        ("a GPU whose cache holds two calls", dict(call_s=3e-3, cached=0.3, holds=2), [*THREE, ("d",)], 5, 12),
+        ("a GPU too slow in three of nine samples, fast in three", dict(call_s=2e-3, disturbed=OFTEN), THREE, 9, 60),
+        ("a GPU with all of this", BUSY, THREE, 9, 60),
+    ),
     mistakes=(
         # Without a wait, the inputs make no difference.
         ("the clock is read before the work is done", "        wait(result)\n", "",
