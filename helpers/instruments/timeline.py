@@ -18,48 +18,16 @@ barrier is missed. "May": not the simulated times decide, but whether barriers p
 """
 
 import itertools
-from collections import defaultdict
+from collections import defaultdict, namedtuple
 from typing import NamedTuple
 
-
-class Wait(NamedTuple):
-    barrier: str
-    slot: int = 0
-
-
-class Arrive(NamedTuple):
-    barrier: str
-    slot: int = 0
-
-
-class Fetch(NamedTuple):
-    buffer: str
-    slot: int
-    tile: int
-    barrier: str
-    cycles: int = 256
-
-
-class Read(NamedTuple):
-    buffer: str
-    slot: int = 0
-
-
-class Work(NamedTuple):
-    unit: str
-    cycles: int
-    label: str
-
-
-class Issue(NamedTuple):
-    unit: str
-    cycles: int
-    label: str
-    reads: tuple = ()
-
-
-class Drain(NamedTuple):
-    count: int = 0
+Wait = namedtuple("Wait", "barrier slot", defaults=(0,))
+Arrive = namedtuple("Arrive", "barrier slot", defaults=(0,))
+Fetch = namedtuple("Fetch", "buffer slot tile barrier cycles", defaults=(256,))
+Read = namedtuple("Read", "buffer slot", defaults=(0,))
+Work = namedtuple("Work", "unit cycles label")
+Issue = namedtuple("Issue", "unit cycles label reads", defaults=((),))
+Drain = namedtuple("Drain", "count", defaults=(0,))
 
 
 class Span(NamedTuple):
