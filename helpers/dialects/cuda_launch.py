@@ -67,7 +67,7 @@ def head_of(H):
     return next((head for head in HEADS if H <= head), None)
 
 
-def compile_source(source, dtype, head, folder=None):
+def compile_source(source, dtype, head):
     """Path of a library for one type of element and one head_dim; compiled unless the cache has it."""
     cxx = compiler()
     if cxx is None:
@@ -79,7 +79,7 @@ def compile_source(source, dtype, head, folder=None):
     parts = [source, (FOLDER / "emulate.hpp").read_text(), cxx, *options, platform.platform()]
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24] + ".so"
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(folder or Path(caches, "flash_attention_cuda"))
+    folder = Path(caches, "flash_attention_cuda")
     if (folder / name).exists():
         return folder / name
     folder.mkdir(parents=True, exist_ok=True)

@@ -123,7 +123,8 @@ def _sizes(jaxpr):
     around = list(equations(jaxpr))
     kernels = [equation.params["jaxpr"] for equation in around if equation.primitive.name == "pallas_call"]
     inside = [equation for kernel in kernels for equation in equations(kernel)]
-    values_of = lambda equation: [v.aval for v in equation.outvars if not hasattr(v.aval, "inner_aval")]
+    is_value = lambda aval: hasattr(aval, "dtype") and not hasattr(aval, "inner_aval")  # and no ref
+    values_of = lambda equation: [v.aval for v in equation.outvars if is_value(v.aval)]
     largest = lambda of: max((math.prod(v.shape) for equation in of for v in values_of(equation)), default=0)
     loops = [equation for equation in inside if equation.primitive.name in ("while", "scan")]
     carried = [v for equation in loops for v in values_of(equation) if v.shape]
