@@ -1,12 +1,21 @@
 """The matrix products of Pallas kernels, read off the operations that JAX lists for them."""
 
 import math
+from dataclasses import dataclass
 
 import jax
 
 
+@dataclass(frozen=True)
+class Product:
+    """One matrix product: the shape of its result, and its FLOPs, a multiplication and an addition for each term."""
+
+    shape: tuple[int, ...]
+    flops: int
+
+
 def products(function, *arguments):
-    """{name of the kernel: [FLOPs of each product]} for every `pallas_call` in function(*arguments).
+    """{name of the kernel: [Product, ...]} for every `pallas_call` in function(*arguments).
 
     A product stands in the list once for each place in the kernel's source, in a loop or not, however
     often it runs.
@@ -15,7 +24,7 @@ def products(function, *arguments):
     for equation in equations(jax.make_jaxpr(function)(*arguments).jaxpr):
         if equation.primitive.name == "pallas_call":
             inside = equations(equation.params["jaxpr"])
-            found[equation.params["name"]] = [flops(each) for each in inside if each.primitive.name == "dot_general"]
+            found[equation.params["name"]] = [product(each) for each in inside if each.primitive.name == "dot_general"]
     return found
 
 
@@ -29,9 +38,9 @@ def equations(jaxpr):
                     yield from equations(value)
 
 
-def flops(equation):
-    """Of a dot_general, carried out once: a multiplication and an addition for each term."""
+def product(equation):
+    """The `Product` of a dot_general, carried out once."""
     left = equation.invars[0].aval.shape
     (contracted, _), _ = equation.params["dimension_numbers"]
     shape = equation.outvars[0].aval.shape
-    return 2 * math.prod(shape) * math.prod(left[axis] for axis in contracted)
+    return Product(shape, 2 * math.prod(shape) * math.prod(left[axis] for axis in contracted))

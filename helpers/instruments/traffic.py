@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend import core
 from jax.extend.core import jaxpr_as_fun
 
-from helpers.instruments.products import flops
+from helpers.instruments.products import product
 
 CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2")
 CALLS += ("custom_vmap_call", "custom_partitioning", "flash_attention_apart")
@@ -213,7 +213,7 @@ class _Interpreter:
         if any(isinstance(value, _Ref) for value in values):
             raise NotImplementedError(f"cannot replay the operation {name} on a ref")
         if name == "dot_general":
-            self.flops += flops(equation)
+            self.flops += product(equation).flops
         return equation.primitive.bind(*values, **params)
 
     def loop(self, params, values):
