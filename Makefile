@@ -55,7 +55,7 @@ lesson: setup ## lay out a new lesson with one exercise: make lesson NAME=linear
 	@$(IN_VENV) -m helpers.dev.lesson "$(NAME)"
 
 figures: setup ## draw every picture that the Markdown cells show
-	@$(IN_VENV) -m helpers.plots
+	@$(IN_VENV) -m helpers.plots.collect
 
 lint: setup ## check the style of code and notebooks
 	@$(IN_VENV) -m ruff check
@@ -68,7 +68,7 @@ site-setup:
 		--disable-pip-version-check --constraint .venv-site/constraints.txt --editable '.[site]' && touch .venv-site/with-site; }
 
 site: site-setup ## build the series as pages to read, in site/
-	@.venv-site/bin/python -m helpers.site --repository "$(REPOSITORY)" --revision "$(REVISION)"
+	@.venv-site/bin/python -m helpers.site.build --repository "$(REPOSITORY)" --revision "$(REVISION)"
 
 site-test: site-setup ## build the site and look at every page of it, in a browser where there is one
 	@$(ON_CPU) .venv-site/bin/python -m pytest tests/test_site.py -rs $(ARGS)

@@ -32,15 +32,14 @@ def _jax_is_old():
     return jax.__version_info__ < BOUNDS_BLOCKS
 
 
-def backend(num_warps=4, num_stages=1):
+def backend():
     """The keyword arguments of `pl.pallas_call` that say how a kernel runs here: interpreted, or compiled.
 
-    For a GPU Triton compiles it, as long as JAX has it: num_warps warps run a program, and its loops are pipelined in
-    num_stages stages.
+    For a GPU Triton compiles it, as long as JAX has it, for four warps and without pipelines.
     """
     if default_device().platform == "tpu":
         return {}
-    return how_it_runs(interprets(), num_warps, num_stages)
+    return how_it_runs(interprets(), num_warps=4, num_stages=1)
 
 
 def on_gpu(kernel, otherwise):

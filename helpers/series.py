@@ -76,8 +76,3 @@ def steps(path, folder=""):
         which = f"sections 1 to {part['sections']} of {lesson}" if "sections" in part else lesson
         said.append(f"{which} with exercise {' and '.join(part['exercises'])}")
     return ", then ".join(said)
-
-
-def of_track(name):
-    """The numbers of the lessons of a track."""
-    return [number for number, row in LESSONS.items() if row["track"] == name]

@@ -38,19 +38,6 @@ html_show_sourcelink = False
 html_scaled_image_link = False  # every picture is a link already
 copybutton_selector = "div.highlight:not(.output *) pre"
 
-# Words by which readers look for what a notebook teaches under another name, for the search.
-search_words = {
-    "02": "logsumexp streaming running maximum safe",
-    "03": "causal softmax mask SRAM HBM tiling",
-    "05": "causal softmax mask GQA MQA grouped query",
-    "07": "autodiff VJP gradient",
-    "10": "WGMMA TMA mbarrier warp specialization FlashAttention FA3 H100",
-    "11": "FlashAttention FA3 H100",
-    "13": "KV cache PagedAttention vLLM flash decoding",
-    "14": "context sequence parallelism sharding ppermute",
-    "15": "MXU VMEM splash",
-}
-
 # The address of the public repository, for example https://github.com/owner/name. Without it no page has a button
 # that would lead there.
 repository = os.environ.get("REPOSITORY", "").rstrip("/")

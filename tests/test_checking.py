@@ -31,7 +31,6 @@ DOUBLE = Exercise(
     title="Double it",
     outputs=("double", "total"),
     cases=lambda: [Case("the small case", (np.array([1.0]),)), Case("the large case", (RIGHT,))],
-    tried="one entry and four",
     mistakes=(
         ("it is squared", "2 * x", "x * x", "Reread section 1."),
         ("the total is of the result", ("x.sum()",), ("2 * x.sum()",), "Reread section 2."),
@@ -210,7 +209,6 @@ def exercise(expected, **options):
             "outputs": ("x",),
             "cases": lambda: [Case("the case", ())],
             "expected": lambda *_: expected,
-            "tried": "it",
             "mistakes": (),
         }
         | options

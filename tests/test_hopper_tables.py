@@ -146,5 +146,5 @@ def test_the_mosaic_kernels_fit_the_gpu_that_they_are_compiled_for(which):
     for gpu in ("8.6", "9.0"):
         _, memory = ptxas.GPUS[gpu]
         with ptxas.compiling_for(tuple(map(int, gpu.split("."))), memory) as sizes:
-            assert "mosaic_gpu_v2" in ptxas.MosaicPass(which, 128, "float32").lowered(0.1, None).as_text()
+            assert "mosaic_gpu_v2" in ptxas.lowered_by_mosaic(which, 128, "float32", 0.1).as_text()
         assert memory // 4 < max(sizes) <= memory

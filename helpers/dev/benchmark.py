@@ -36,7 +36,6 @@ from helpers.dev import decoding
 from helpers.dev.decoding import WIDEST_ERROR
 from helpers.dev.measuring import (
     COMPILERS,
-    Machine,
     Notes,
     both_passes,
     clocks,
@@ -50,6 +49,7 @@ from helpers.dev.measuring import (
     reason_of,
     right_ones,
     say_left_out,
+    this_machine,
 )
 from helpers.exercises import mine
 from helpers.instruments import cost, ladder, results
@@ -85,12 +85,8 @@ class Case:
         return f"{self.dtype} B{self.B} T{self.T} N{self.N} K{self.K} H{self.H} {mask}"
 
     def flops(self, which):
-        return (
-            (1 if which == "forward" else 2.5)
-            * self.B
-            * self.N
-            * cost.forward_flops(self.T, self.S, self.H, self.is_causal)
-        )
+        heads = (1 if which == "forward" else 2.5) * self.B * self.N
+        return heads * cost.forward_flops(self.T, self.S, self.H, self.is_causal)
 
     def least_bytes(self, which):
         """Every input read once and every output written once."""
@@ -420,7 +416,7 @@ def decode_part(machine, top, note):
             continue
         records += [entry | {"of_copy": round(entry["gbps"] / top["copy_gbps"], 4)} for entry in found]
         print(decoding.line(case, found), flush=True)
-    header = {name: machine.header()[name] for name in ("commit", "date", "versions")}
+    header = {name: machine[name] for name in ("commit", "date", "versions")}
     return header | {"copy_gbps": top["copy_gbps"], "records": records}
 
 
@@ -476,12 +472,12 @@ def main(arguments=None):
     began, note = time.perf_counter(), Notes()
     if options.mine:
         return report_mine(note)
-    machine = Machine.here(options.commit, **dict(given.split("=", 1) for given in options.versions))
+    machine = this_machine(options.commit, **dict(given.split("=", 1) for given in options.versions))
     top = ceilings()
     print(f"ceilings: matmul {top['matmul_tflops']:.0f} TFLOP/s, copy {top['copy_gbps']:.0f} GB/s", flush=True)
-    path = results.RESULTS / f"{results.slug(machine.gpu)}.json"
+    path = results.RESULTS / f"{results.slug(machine['gpu'])}.json"
     if options.decode:
-        found = results.read(machine.gpu) | {"decode": decode_part(machine, top, note)}
+        found = results.read(machine["gpu"]) | {"decode": decode_part(machine, top, note)}
         results.write(found, path)
         return 0
     # The shapes that lessons quote come first, so that a slow machine still has them.
@@ -493,7 +489,7 @@ def main(arguments=None):
     print(f"{time.perf_counter() - began:.0f} s, and decoding")
     found |= {"decode": decode_part(machine, top, note)}
     found |= {"memory": memory_records(note)}  # last: JAX keeps what it took, and processes that compile want some too
-    results.write(machine.header() | found | {"notes": note}, path)
+    results.write(machine | found | {"notes": note}, path)
     return 0
 
 

@@ -8,7 +8,6 @@ import platform
 import subprocess
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 
 import jax
 from jax.experimental import serialize_executable
@@ -35,42 +34,29 @@ def is_hopper():
     return compute_capability() == (9, 0)
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Where and when the figures were taken: the header of a record."""
+def this_machine(commit=None, **versions):
+    """The header of a record, {"gpu", "versions", "commit", "date"}: where and when figures are taken. Printed.
 
-    gpu: str
-    versions: dict
-    commit: str
-    date: str
+    commit: where git cannot say; versions: of what cannot be asked for its.
+    """
+    device = default_device()
+    found = {"python": platform.python_version(), "jax": jax.__version__}
+    found["cuda"] = getattr(device.client, "platform_version", "unknown").splitlines()[0].removeprefix("cuda ")
+    found["driver"] = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    try:
+        from jax._src.lib import cuda_versions
 
-    @classmethod
-    def here(cls, commit=None, **versions):
-        """This machine, which is printed. commit: where git cannot say; versions: of what cannot be asked for its."""
-        device = default_device()
-        found = {"python": platform.python_version(), "jax": jax.__version__}
-        found["cuda"] = getattr(device.client, "platform_version", "unknown").splitlines()[0].removeprefix("cuda ")
-        found["driver"] = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        try:
-            from jax._src.lib import cuda_versions
-
-            found["cudnn"] = str(cuda_versions.cudnn_get_version())
-        except Exception:
-            found["cudnn"] = "unknown"
-        for name in ("torch", "triton"):  # of the peers
-            if importlib.util.find_spec(name):
-                found[name] = importlib.metadata.version(name)
-        here = cls(device.device_kind, found | versions, commit or commit_here(), datetime.date.today().isoformat())
-        print(here.gpu, *(f"{name} {version}" for name, version in here.versions.items()), sep=" · ", flush=True)
-        return here
-
-    def header(self):
-        return asdict(self)
-
-
-def commit_here():
-    """The commit that is checked out, with a + where files differ from it."""
-    return _output_of("git", "describe", "--always", "--exclude=*", "--dirty=+")
+        found["cudnn"] = str(cuda_versions.cudnn_get_version())
+    except Exception:
+        found["cudnn"] = "unknown"
+    for name in ("torch", "triton"):  # of the peers
+        if importlib.util.find_spec(name):
+            found[name] = importlib.metadata.version(name)
+    found |= versions
+    print(device.device_kind, *(f"{name} {version}" for name, version in found.items()), sep=" · ", flush=True)
+    commit = commit or _output_of("git", "describe", "--always", "--exclude=*", "--dirty=+")  # + where files differ
+    today = datetime.date.today().isoformat()
+    return {"gpu": device.device_kind, "versions": found, "commit": commit, "date": today}
 
 
 def _output_of(*command):

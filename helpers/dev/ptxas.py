@@ -149,37 +149,32 @@ def kernels_of(text):
     return [Kernel(name, int(spilled), name in serialised) for name, spilled in sizes]
 
 
-@dataclass(frozen=True)
-class MosaicPass:
-    """A pass of the Mosaic kernels: "forward", "backward", "decode" or "pages"."""
+def lowered_by_mosaic(which, H, dtype, scale, sharding=None):
+    """A pass of the Mosaic kernels, "forward", "backward", "decode" or "pages", for CUDA.
 
-    which: str
-    H: int
-    dtype: str
+    It has 4096 keys, and four query heads to a key head.
+    """
+    few, S, page = which in ("decode", "pages"), 4096, 16
+    T = 8 if few else S
+    problem = Problem(1, T, S, HEADS, HEADS // 4, H, jnp.dtype(dtype), scale, Band.of(not few))
+    shaped = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+    query, key = (shaped((1, length, heads, H), dtype) for length, heads in ((T, HEADS), (S, HEADS // 4)))
+    row, lengths = shaped((1, HEADS, T), jnp.float32), shaped((1,), jnp.int32)
+    if which == "pages":
+        key = shaped((S // page, page, *key.shape[2:]), dtype)
+    table = shaped((1, S // page), jnp.int32) if which == "pages" else None
+    kernels = registry.kernels("mosaic")
 
-    def lowered(self, scale, sharding):
-        """The pass for CUDA, for 4096 keys, with four query heads to a key head."""
-        few, S, page = self.which in ("decode", "pages"), 4096, 16
-        T = 8 if few else S
-        problem = Problem(1, T, S, HEADS, HEADS // 4, self.H, jnp.dtype(self.dtype), scale, Band.of(not few))
-        shaped = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
-        query, key = (shaped((1, length, heads, self.H), self.dtype) for length, heads in ((T, HEADS), (S, HEADS // 4)))
-        row, lengths = shaped((1, HEADS, T), jnp.float32), shaped((1,), jnp.int32)
-        if self.which == "pages":
-            key = shaped((S // page, page, *key.shape[2:]), self.dtype)
-        table = shaped((1, S // page), jnp.int32) if self.which == "pages" else None
-        kernels = registry.kernels("mosaic")
+    def run(query, key, value, lengths, table, *residuals):
+        call = Call(problem, query, key, value, None, lengths, table)
+        if residuals:
+            return kernels.backward(call, *residuals, None)
+        keeps = not few and problem.dtype.itemsize == 2
+        return (kernels.forward_with_low_bits if keeps else kernels.forward)(call)
 
-        def run(query, key, value, lengths, table, *residuals):
-            call = Call(problem, query, key, value, None, lengths, table)
-            if residuals:
-                return kernels.backward(call, *residuals, None)
-            keeps = not few and problem.dtype.itemsize == 2
-            return (kernels.forward_with_low_bits if keeps else kernels.forward)(call)
-
-        residuals = (query, row, query, row) if self.which == "backward" else ()
-        arrays = query, key, key, lengths if few else None, table, *residuals
-        return jax.jit(run).trace(*arrays).lower(lowering_platforms=("cuda",))
+    residuals = (query, row, query, row) if which == "backward" else ()
+    arrays = query, key, key, lengths if few else None, table, *residuals
+    return jax.jit(run).trace(*arrays).lower(lowering_platforms=("cuda",))
 
 
 @contextmanager
@@ -210,11 +205,10 @@ def mosaic_table(gpu):
         try:
             with compiling_for(capability, memory) as sizes, standard_output() as written:
                 # Not twice the same scale, for Mosaic does not compile the same kernel again.
-                MosaicPass(which, H, dtype).lowered(0.1 / number, sharding).compile()
+                lowered_by_mosaic(which, H, dtype, 0.1 / number, sharding).compile()
                 spilled = " + ".join(str(kernel.spilled) for kernel in kernels_of(written()))
-            said = (
-                f"{spilled:>12} bytes spilled, at most {max(sizes) / KIB:5.1f} of {memory // KIB} KiB of shared memory"
-            )
+            shared = f"{max(sizes) / KIB:5.1f} of {memory // KIB} KiB of shared memory"
+            said = f"{spilled:>12} bytes spilled, at most {shared}"
         except Exception as error:
             failed += 1
             said = f"does not compile: {reason_of(error)}"

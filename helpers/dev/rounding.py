@@ -154,9 +154,8 @@ def distance(result, answer, naive):
     usual = np.where(answer.noise > 0, np.maximum(USUAL * answer.noise, of_row), 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         worst = float(np.where(off == 0, 0, off / usual).max())
-    size, *norms = (
-        float(np.linalg.norm(array)) for array in (np.nan_to_num(answer.right, neginf=0), own, answer.noise)
-    )
+    arrays = np.nan_to_num(answer.right, neginf=0), own, answer.noise
+    size, *norms = (float(np.linalg.norm(array)) for array in arrays)
     error = float(np.linalg.norm(off))
     return Distance(error and error / (max(norms) or 1e-300), worst, error / (size or 1))
 

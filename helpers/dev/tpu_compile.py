@@ -18,7 +18,6 @@ import re
 import sys
 import tempfile
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
 
@@ -43,21 +42,6 @@ UNUSUAL = {
 }
 
 
-@dataclass(frozen=True)
-class Configuration:
-    """A pass, "forward" or "backward", of square calls."""
-
-    which: str
-    H: int
-    dtype: str
-    is_causal: bool
-
-    def program(self):
-        """(function, shapes and dtypes of its arrays)."""
-        problem = Problem(B, T, T, N, N, self.H, jnp.dtype(self.dtype), 0.1, Band.of(self.is_causal))
-        return program(problem, self.which)
-
-
 def program(problem, which, with_lengths=False):
     """(function, shapes and dtypes of its arrays) of a pass."""
     query = (problem.B, problem.T, problem.N, problem.H), problem.dtype
@@ -78,12 +62,6 @@ def compile_for(chip, run, arrays, precision=None):
     arrays = [jax.ShapeDtypeStruct(*array, sharding=sharding) for array in arrays]
     with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh), jax.default_matmul_precision(precision):
         jax.jit(run).lower(*arrays).compile()
-
-
-def configurations():
-    """Every `Configuration`."""
-    choices = itertools.product(["forward", "backward"], [64, 128, 256], ["bfloat16", "float32"], [False, True])
-    return [Configuration(*one) for one in choices]
 
 
 def bytes_of_vmem(text):
@@ -128,11 +106,12 @@ def compile_all(folder):
         for path in folder.iterdir():
             path.unlink()
 
-    for chip, one in itertools.product(CHIPS, configurations()):
-        mask = "causal" if one.is_causal else "full"
-        said = f"{chip} {one.which:8} H{one.H:<3} {one.dtype:8} {mask:6}"
+    configurations = itertools.product(("forward", "backward"), (64, 128, 256), ("bfloat16", "float32"), (False, True))
+    for chip, (which, H, dtype, is_causal) in itertools.product(CHIPS, configurations):
+        problem = Problem(B, T, T, N, N, H, jnp.dtype(dtype), 0.1, Band.of(is_causal))
+        said = f"{chip} {which:8} H{H:<3} {dtype:8} {'causal' if is_causal else 'full':6}"
         with noticed(said):
-            compile_for(chip, *one.program())
+            compile_for(chip, *program(problem, which))
             kernels = kernels_of(folder)
             if not kernels:
                 raise RuntimeError("the compiler wrote no schedule")

@@ -21,14 +21,12 @@ LIFE = 200  # tasks of one process: JAX keeps every kernel that it compiled
 class Outcome(NamedTuple):
     """What became of a task.
 
-    kind: "returned", "raised", "hung" or "died". value: what the function returned, or the text of the
-    failure. seconds: what it took.
+    kind: "returned", "raised", "hung" or "died". value: what the function returned, or the text of the failure.
     """
 
     task: Any
     kind: str
     value: Any
-    seconds: float
 
     def failure(self):
         """The exception that ended the task, of the same name and with the same text."""
@@ -131,7 +129,7 @@ class _Worker:
         else:
             return None
         self.busy, self.done = False, self.done + 1
-        return Outcome(self.task, kind, value, seconds)
+        return Outcome(self.task, kind, value)
 
     def stop(self):
         if self.process is not None:

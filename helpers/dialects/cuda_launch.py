@@ -67,11 +67,7 @@ def head_of(H):
     return next((head for head in HEADS if H <= head), None)
 
 
-def cache_folder():
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flash_attention_cuda"
-
-
-def compile_source(source, dtype, head, folder=None):
+def compile_source(source, dtype, head):
     """Path of a library for one type of element and one head_dim; compiled unless the cache has it."""
     cxx = compiler()
     if cxx is None:
@@ -82,7 +78,8 @@ def compile_source(source, dtype, head, folder=None):
         options += ["-D_XOPEN_SOURCE=700", "-D_DARWIN_C_SOURCE"]
     parts = [source, (FOLDER / "emulate.hpp").read_text(), cxx, *options, platform.platform()]
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24] + ".so"
-    folder = Path(folder or cache_folder())
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(caches, "flash_attention_cuda")
     if (folder / name).exists():
         return folder / name
     folder.mkdir(parents=True, exist_ok=True)

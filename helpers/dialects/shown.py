@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,14 +25,14 @@ class Shown:
         if name in self.printers and self.launch.is_installed():
             self.printers[name]()
             return
-        record = json.loads(self.path.read_text())
+        record = results.read(f"{self.name} shown")
         if version := record["versions"].get("triton"):
             print(f"Recorded with Triton {version}; make triton installs it and runs this anew.")
         print(record["outputs"][name], end="")
 
     def gpu(self):
         """The record of a GPU."""
-        return json.loads((results.RESULTS / f"nvidia_h200_{self.name.lower()}.json").read_text())
+        return results.read(f"NVIDIA H200 {self.name}")
 
     def show_provenance(self):
         record = self.gpu()

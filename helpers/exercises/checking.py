@@ -78,27 +78,25 @@ def verdict(exercise, answer, progress=iter):
 def _verdict(exercise, answer, progress):
     name = f"Exercise {exercise.number}"
     if not callable(answer):
-        text = f"✗ {name}: expected a function, got {describe(answer)}."
-        return Verdict("wrong", text)
+        return Verdict("wrong", f"✗ {name}: expected a function, got {describe(answer)}.")
     cases, outcomes = exercise.cases(), []
     for case in progress(cases):
-        outcome = apply(exercise, answer, case)
-        outcomes.append(outcome)
-        if isinstance(outcome.result, Raised) and outcome.result.kind == "not attempted":
+        outcomes.append(apply(exercise, answer, case))
+        result, _ = outcomes[-1]
+        if isinstance(result, Raised) and result.kind == "not attempted":
             return Verdict("not attempted", f"○ {name}: not attempted yet. Your turn, in the cell above.")
-        if isinstance(outcome.result, Raised) and outcome.result.kind in ("TooSlow", "KeyboardInterrupt"):
+        if isinstance(result, Raised) and result.kind in ("TooSlow", "KeyboardInterrupt"):
             break
 
-    results = [outcome.result for outcome in outcomes]
-    for case, outcome in zip(cases, outcomes, strict=False):
-        result = outcome.result
+    results = [result for result, _ in outcomes]
+    for case, (result, changed) in zip(cases, outcomes, strict=False):
         if isinstance(result, Raised):
             text = f"✗ {name}: {result.text.replace('{case}', case.label)}"
         elif complaint := complaint_about(exercise, case, result):
             text = f"✗ {name}: wrong for {case.label}.\n{indent(complaint)}"
-        elif outcome.changed:
+        elif changed:
             text = (
-                f"✗ {name}: the result is right, but your function writes into its argument {outcome.changed}.\n"
+                f"✗ {name}: the result is right, but your function writes into its argument {changed}.\n"
                 "  It belongs to the caller, who may need it as it was: make a new array, or copy it first."
             )
             return Verdict("wrong", text, "an argument is changed")
@@ -108,10 +106,8 @@ def _verdict(exercise, answer, progress):
         mistake = mistake or slip_behind(exercise, results)
         if mistake:
             text += f"\n  This is what you get when {mistake.name}.\n  {mistake.advice}"
-        if outcome.changed:
-            text += (
-                f"\n  Besides, your function writes into its argument {outcome.changed}: make a new array, or copy it."
-            )
+        if changed:
+            text += f"\n  Besides, your function writes into its argument {changed}: copy it first."
         return Verdict("wrong", text, mistake.name if mistake else None)
     plural = "s" if len(cases) > 1 else ""
-    return Verdict("correct", f"✓ {name}: correct on {len(cases)} case{plural}: {exercise.tried}.")
+    return Verdict("correct", f"✓ {name}: correct on {len(cases)} case{plural}.")

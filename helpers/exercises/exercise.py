@@ -66,7 +66,6 @@ class Exercise:
     cases: a function without arguments that returns the cases, a small one first. It is called for
       each check, so that importing stays quick; it must be deterministic.
     outputs: names of the parts of a tuple result, in order; the name of the result otherwise.
-    tried: what the cases cover, completes "correct on N cases: …".
     mistakes: known wrong answers. Each is an edit of the solution, (when, old, new, advice), or, where an edit cannot
       say it, (when, answer, advice). old and new may be tuples of as many parts. At most twelve: those that
       teach something. What is a slip in any code has a name without being listed, see `slips`.
@@ -90,7 +89,6 @@ class Exercise:
     title: str
     cases: Callable
     outputs: tuple[str, ...]
-    tried: str
     mistakes: tuple[tuple, ...]
     expected: Callable | None = None
     run: Callable = lambda answer, *arguments: answer(*arguments)
@@ -164,11 +162,8 @@ def exercises_of(lesson):
 
 def exercise(number):
     """The exercise with a number such as "2.1". LookupError if there is none."""
-    lesson, _, place = str(number).strip().partition(".")
-    for found in exercises_of(f"{lesson:0>2}"):
-        if found.number == f"{lesson}.{place}":
-            return found
-    raise LookupError(number)
+    number = str(number).strip()
+    return {found.number: found for found in exercises_of(f"{number.split('.')[0]:0>2}")}[number]
 
 
 @functools.cache

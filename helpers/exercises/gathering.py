@@ -81,19 +81,17 @@ def bound(node):
         case ast.FunctionDef() | ast.ClassDef():
             return {node.name}
         case ast.Assign() | ast.AnnAssign():
-            return {
-                part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
-            }
+            names = (part for part in ast.walk(node) if isinstance(part, ast.Name))
+            return {name.id for name in names if isinstance(name.ctx, ast.Store)}
     return set()
 
 
 def import_of(name, node):
     """The part of an import that defines a name, as a statement of its own."""
     alias = next(alias for alias in node.names if name == (alias.asname or alias.name.split(".")[0]))
-    alone = (
-        ast.ImportFrom(node.module, [alias], node.level) if isinstance(node, ast.ImportFrom) else ast.Import([alias])
-    )
-    return ast.unparse(alone)
+    if isinstance(node, ast.ImportFrom):
+        return ast.unparse(ast.ImportFrom(node.module, [alias], node.level))
+    return ast.unparse(ast.Import([alias]))
 
 
 def first_line(node):

@@ -7,6 +7,7 @@ added is left as it is.
 
 import ast
 import contextlib
+import fcntl
 import hashlib
 import importlib
 import importlib.util
@@ -14,7 +15,6 @@ import itertools
 import os
 import re
 import sys
-import time
 import types
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -40,7 +40,6 @@ exercise replaces it, unless you have edited it here. Nothing else is ever touch
 ON_GPU = "# On a GPU a kernel runs in place of another. Without its line, it does not.\n"
 IN_PLACE = re.compile(rf"\n\n\n{ON_GPU}((?:\w+ = on_\w+\(\w+, \w+\)\n)+)")
 MARK = re.compile(r"# Exercise (\d+\.\d+), digest (\w{8})$")
-PATIENCE_S, STALE_S = 10, 60  # how long another process may write, and when it must have died
 TRIAL_S = 60
 
 
@@ -99,9 +98,8 @@ def merged(text, gathered, number, in_place=()):
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError) as error:
-        raise NotKept(
-            f"it cannot be read as Python (line {getattr(error, 'lineno', '?')}). Mend it, and check again."
-        ) from None
+        line = getattr(error, "lineno", "?")
+        raise NotKept(f"it cannot be read as Python (line {line}). Mend it, and check again.") from None
     holders = {name: node for node in body for name in bound(node)}
     new_imports, replaced, added = [], {}, []
     for name, statement in gathered.imports.items():
@@ -177,23 +175,13 @@ def _try_out(text):
 
 @contextlib.contextmanager
 def _locked(path):
-    """One process at a time."""
-    lock, began = path.with_name(f".{path.name}.lock"), time.monotonic()
-    while True:
-        try:
-            os.close(os.open(lock, os.O_CREAT | os.O_EXCL))
-            break
-        except FileExistsError:
-            with contextlib.suppress(FileNotFoundError):
-                if time.time() - lock.stat().st_mtime > STALE_S:
-                    lock.unlink()
-            if time.monotonic() - began > PATIENCE_S:
-                raise NotKept("another notebook is writing it. Check again.") from None
-            time.sleep(0.02)
+    """One process at a time: the lock is on the folder, and goes with the process that has it."""
+    folder = os.open(path.parent, os.O_RDONLY)
     try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
         yield
     finally:
-        lock.unlink(missing_ok=True)
+        os.close(folder)
 
 
 # Running

@@ -40,7 +40,7 @@ def _first_alike(exercise, mistakes, results):
 @functools.cache
 def _mistaken(exercise, answer, case_number):
     """What a wrong answer returns for a case: the same each time, so computed once."""
-    return apply(exercise, answer, exercise.cases()[case_number]).result
+    return apply(exercise, answer, exercise.cases()[case_number])[0]
 
 
 def _same(a, b, tolerance):
@@ -134,8 +134,6 @@ def _slip_of_factor(columns, agree):
         return f"{says}, in every case", "Look for a factor that is missing, or counted twice."
     if abs(offset) > 1e-3 and all(agree(m, r + offset) for m, r in columns):
         size = "large" if offset > 0 else "small"
-        return (
-            f"is too {size} by {abs(offset):.4g}, in every case",
-            "Look for a term that is missing, or counted twice.",
-        )
+        said = f"is too {size} by {abs(offset):.4g}, in every case"
+        return said, "Look for a term that is missing, or counted twice."
     return None

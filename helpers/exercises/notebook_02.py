@@ -4,7 +4,8 @@ import math
 
 import numpy as np
 
-from helpers.exercises.exercise import Case, Exercise, table
+from helpers.exercises.comparing import got
+from helpers.exercises.exercise import Case, Complaint, Exercise, table
 from helpers.exercises.oracles import even
 
 
@@ -82,9 +83,7 @@ def _update_cases():
 
 
 UPDATE = Exercise(
-    solution=update, title="The update", outputs=("m", "l", "acc"),
-    cases=_update_cases,
-    tried="tiles of 2 to 5 keys, maximum first, in the middle and last, logits near 1000 and -1000, a steep rise",
+    solution=update, title="The update", outputs=("m", "l", "acc"), cases=_update_cases,
     mistakes=(
         ("neither l nor acc is rescaled", "alpha * ", "",
          "Both are measured in units of e^m, so both change when m does: see section 3."),
@@ -140,9 +139,7 @@ def _merge_cases():
 
 
 MERGE = Exercise(
-    solution=merge, title="Merge two states", outputs=("m", "l", "acc"),
-    cases=_merge_cases,
-    tried="1 to 5 rows, either part the larger, either part empty, logits near 1000 and -1000",
+    solution=merge, title="Merge two states", outputs=("m", "l", "acc"), cases=_merge_cases,
     mistakes=(
         ("the sums are added as they are", ("alpha * ", "beta * ", "alpha[:, None] * ", "beta[:, None] * "), ("",) * 4,
          "The two parts are in different units, e^m_a and e^m_b: see section 5."),
@@ -170,26 +167,26 @@ def rows_that_break(block_k):
 
 
 def _run_break(answer, block_k):
-    """Which rows break which shortcuts: {row: {shortcut: True where it breaks}}, or a complaint.
+    """Which rows break which shortcuts: {row: {shortcut: True where it breaks}}.
 
     The pattern, and not the rows, is the result, so that a misunderstanding is recognised
     whatever numbers it comes with.
     """
     rows = answer(block_k)
     if not isinstance(rows, dict):
-        return "expected a dict of three rows" + (", got None: is a `return` missing?" if rows is None else "")
+        raise Complaint(f"expected a dict of three rows, got {got(rows)}")
     pattern = {}
     for name in SHORTCUTS:
         if name not in rows:
-            return f"the dict lacks the key {name!r}"
+            raise Complaint(f"the dict lacks the key {name!r}")
         try:
             row = np.asarray(rows[name], np.float32)
         except (TypeError, ValueError):
-            return f"{name!r}: expected a row of numbers"
+            raise Complaint(f"{name!r}: expected a row of numbers") from None
         if row.ndim != 1 or not 1 <= row.size <= 10_000:
-            return f"{name!r}: expected a row of 1 to 10000 logits, shape (S,), got shape {row.shape}"
+            raise Complaint(f"{name!r}: expected a row of 1 to 10000 logits, shape (S,), got shape {row.shape}")
         if not np.isfinite(row).all():
-            return f"{name!r}: {int((~np.isfinite(row)).sum())} of {row.size} logits are not finite in float32"
+            raise Complaint(f"{name!r}: {np.sum(~np.isfinite(row))} of {row.size} logits are not finite in float32")
         pattern[name] = {shortcut: _breaks(row, block_k, **options) for shortcut, options in SHORTCUTS.items()}
     return pattern
 
@@ -209,8 +206,6 @@ SPARED = {
 
 
 def _judge_break(result, case):
-    if isinstance(result, str):
-        return result
     for name, spared in SPARED.items():
         if not result[name][name]:
             return f'row "{name}": the shortcut "{name}" still gives the right lse for it'
@@ -220,12 +215,9 @@ def _judge_break(result, case):
     return None
 
 
-# What breaks the shortcuts in the solution: parts of it, of which the mistakes change one or the other.
-
 BREAK = Exercise(
     solution=rows_that_break, title="Break the shortcuts", outputs=("rows",),
     cases=table("block_k", (2,), (3,), (32,), (100,)), run=_run_break, judge=_judge_break,
-    tried="each row breaks its shortcut, and no other that it could spare",
     mistakes=(
         ("no row breaks any shortcut, as with numbers from N(0, 1)", ("100.0", "200.0"), ("1.0", "1.0"),
          "No reference matters until an exponential leaves the range of float32: see the picture in section 6."),
@@ -235,8 +227,7 @@ BREAK = Exercise(
         ("the row for “tile max” is so low that a reference of 0 fails as well",
          "[first, second]", "[first - 200, second - 200]",
          "What matters is the fall from one tile to a later one: let the first tile stay near 0, see section 6."),
-        ("the row for “m starts at 0” is not far enough below zero, or not in all of its logits",
-         "np.full(block_k, -200.0)", "np.full(block_k, -50.0)",
+        ("the row for “m starts at 0” is not far enough below zero, or not in all of its logits", "200.0", "50.0",
          "Let every e^s in it vanish in float32, which is sure below -104: see section 1."),
     ),
 )  # fmt: skip
@@ -261,23 +252,20 @@ def _lse_cases():
 
 
 MERGE_BY_LSE = Exercise(
-    solution=merge_by_lse, title="Merge by lse", outputs=("out", "lse"),
-    cases=_lse_cases,
+    solution=merge_by_lse, title="Merge by lse", outputs=("out", "lse"), cases=_lse_cases,
     tolerance=2e-4,  # float32 rounds an lse near 1000 to four digits behind the point
-    tried="uneven parts, logits near 1000 and -1000, parts that saw no key",
     mistakes=(
-        ("the two outputs are averaged",
-         "np.exp(lse_a - reference), np.exp(lse_b - reference)", "np.full((2, len(lse_a)), 0.5)",
-         "A part counts by the size of its exponentials, e^lse: see section 8."),
+        ("the two outputs are averaged", "np.exp(lse_a - reference), np.exp(lse_b - reference)",
+         "np.full((2, len(lse_a)), 0.5)",
+         "A part counts by the size of its exponentials, e^lse: see section 8 of notebook 02."),
         ("the two outputs are added", ("w_a[:, None] * ", "w_b[:, None] * "), ("", ""),
-         "Each output is already divided by its own sum; weigh it before you add: see section 8."),
+         "Each output is already divided by its own sum; weigh it before you add: see section 8 of notebook 02."),
         ("the weights do not add up to one", "lse)\n    w_a", "np.maximum(lse_a, lse_b))\n    w_a",
-         "Subtract the lse of the whole row, not the larger of the two: see section 8."),
+         "Subtract the lse of the whole row, not the larger of the two: see section 8 of notebook 02."),
         ("-inf is subtracted from -inf where neither part saw a key", "np.where(lse == -np.inf, 0.0, lse)", "lse",
-         "Use 0 as the reference there: see section 7."),
-        ("the weights are safe, but lse comes from e^lse itself, which overflows or vanishes",
-         ", lse\n", ", np.log(np.exp(lse_a) + np.exp(lse_b))\n",
-         "np.logaddexp works with the difference only: see hint 1."),
+         "Use 0 as the reference there: see section 7 of notebook 02."),
+        ("the weights are safe, but lse comes from e^lse itself, which overflows or vanishes", ", lse\n",
+         ", np.log(np.exp(lse_a) + np.exp(lse_b))\n", "np.logaddexp works with the difference only: see hint 1."),
     ),
 )  # fmt: skip
 

@@ -22,10 +22,6 @@ from helpers.exercises.notebook_04 import blocks_of
 log2_e = math.log2(math.e)
 
 
-def _float32(*arrays):
-    return tuple(np.asarray(array, np.float32) for array in arrays)
-
-
 # 5.1
 def tile_range(i, T, S, block_q, block_k, left=None):
     """(first, stop) of the key tiles that query tile i needs. left may be None."""
@@ -47,17 +43,14 @@ BOUNDS = Exercise(
         (8, 256, 100, 16, 16, 24), (4, 256, 100, 32, 16, 28), (2, 100, 7, 4, 8, 0), (2, 7, 7, 3, 2, 1),
         (1, 6, 6, 2, 1, None), (0, 6, 6, 2, 1, 3), (1, 50, 50, 12, 8, 3),
     ),
-    run=tile_bounds.run,
-    judge=tile_bounds.OVER_KEYS.judge,
-    tried="T below, equal to and above S, block_q below and above block_k, ragged ends, with and without a window",
+    run=tile_bounds.run, judge=tile_bounds.OVER_KEYS.judge,
     mistakes=(
         ("stop is measured from the first query of the tile instead of the last (too few tiles)",
          "min(q_stop, S)", "min(q_start + 1, S)", "The last query of the tile sees furthest: reread section 5."),
         ("left = 0 is taken for no window (too many tiles)", "0 if left is None", "0 if not left",
          "With left = 0 a query sees its own key alone; only None means no limit: see the text of the exercise."),
-        ("first is measured from the last query of the tile instead of the first (too few tiles)",
-         "q_start - left", "q_stop - 1 - left",
-         "The first query of the tile sees furthest to the left: see the text of the exercise."),
+        ("first is measured from the last query of the tile instead of the first (too few tiles)", "q_start - left",
+         "q_stop - 1 - left", "The first query of the tile sees furthest to the left: see the text of the exercise."),
     ),
 )  # fmt: skip
 
@@ -89,7 +82,6 @@ GQA = Exercise(
     solution=key_block, title="The index map of grouped queries", outputs=("blocks",),
     cases=table("B T S N K H", (1, 2, 3, 6, 2, 2), (2, 4, 3, 4, 2, 3), (2, 2, 5, 3, 1, 2), (2, 4, 2, 3, 3, 2)),
     run=_run_gqa, judge=_judge_gqa,
-    tried="6 heads on 2, 4 on 2, 3 on 1 and 3 on 3, one and two batch entries, one and two query tiles",
     mistakes=(
         ("the key/value head is n % K", "n // group", "n % K",
          "That deals the query heads out in turn; neighbours share a head: see the picture of section 7."),
@@ -111,14 +103,14 @@ def finish(m, l, acc):
 
 def _finish_cases():
     random = np.random.default_rng(52)
-    cases = [Case("the case worked by hand", _float32([1, -np.inf], [1.5, 0], [[3, 6], [0, 0]]))]
+    cases = [Case("the case worked by hand", tuple(map(np.float32, ([1, -np.inf], [1.5, 0], [[3, 6], [0, 0]]))))]
     for rows, H, shift, empty in [(4, 2, 0, [1]), (9, 5, 300, []), (16, 16, -300, [0, 7, 15])]:
         m = shift + 4 * random.standard_normal(rows)
         l = 1 + 9 * random.random(rows)
         acc = random.standard_normal((rows, H)) * l[:, None]
         m[empty], l[empty], acc[empty] = -np.inf, 0, 0
         label = f"{rows} rows, H={H}, m near {shift}, {len(empty)} of them without a key"
-        cases.append(Case(label, _float32(m, l, acc)))
+        cases.append(Case(label, tuple(map(np.float32, (m, l, acc)))))
     return cases
 
 
@@ -131,7 +123,6 @@ def _run_finish(answer, *state):
 FINISH = Exercise(
     solution=finish, title="The end of the kernel", outputs=("out", "lse"),
     cases=_finish_cases, run=_run_finish,
-    tried="2 to 16 rows, m from far below 0 to far above, rows without a key among them",
     mistakes=(
         ("m in base 2 is added to a natural logarithm of l", "(m + jnp.log2(l)) / log2_e", "m + jnp.log(l)",
          "Both terms must have one base: see the last equation of section 8."),
@@ -153,19 +144,17 @@ def causal_bytes(T, H, itemsize, block_q, block_k):
     return once + 2 * tiles * block_k * H * itemsize
 
 
-_TILES = "-(-(i + 1) * block_q // block_k)"
-
 BYTES = Exercise(
     solution=causal_bytes, title="The bytes of a causal kernel", outputs=("bytes",),
     cases=table(
         "T H itemsize block_q block_k", (4, 2, 4, 2, 2), (12, 4, 2, 3, 2), (12, 3, 4, 2, 3), (30, 8, 2, 6, 5),
         (64, 32, 2, 16, 32), (128, 64, 2, 64, 16), (256, 128, 4, 32, 32), (192, 16, 2, 32, 64),
     ),
-    tried="4 to 256 queries, 2 and 4 bytes an element, block_q below, equal to and above block_k",
     mistakes=(
-        ("no tile of keys is skipped", _TILES, "T // block_k",
+        ("no tile of keys is skipped", "-(-(i + 1) * block_q // block_k)", "T // block_k",
          "Query tile i stops at the diagonal: see the picture of section 5."),
-        ("program i is charged i + 1 tiles, which holds only when block_q equals block_k", _TILES, "i + 1",
+        ("program i is charged i + 1 tiles, which holds only when block_q equals block_k",
+         "-(-(i + 1) * block_q // block_k)", "i + 1",
          "Find the last key that the program sees, then divide by block_k: see section 5."),
         ("lse is counted in the dtype of the inputs", "4 * T", "itemsize * T",
          "lse is float32 whatever the inputs are: see section 10."),
@@ -235,7 +224,7 @@ def forward(q, k, v, is_causal=False, block_q=64, block_k=64):
 
 def _forward_cases():
     """Arguments (q, k, v, is_causal, block_q, block_k); without block sizes, those that the answer has by itself."""
-    by_hand = _float32(np.ones((1, 1)), np.log([[1.0], [3.0], [2.0], [8.0]]), [[1], [2], [3], [4]])
+    by_hand = map(np.float32, ([[1]], np.log([[1.0], [3.0], [2.0], [8.0]]), [[1], [2], [3], [4]]))
     cases = [Case("the case worked by hand", (*(array[None, :, None] for array in by_hand), False, 1, 2))]
     random = np.random.default_rng(55)
     for (B, T, S, N, K, H), is_causal, blocks, dtype, label, push in [
@@ -260,22 +249,21 @@ def _forward_cases():
     return cases
 
 
-def _run_forward(answer, *arguments):
-    dtypes = {"out": arguments[0].dtype, "lse": jnp.float32}
-    return whole.results(answer, forward, arguments, dtypes, _expected_forward(*arguments)[:2], arguments[4:])
+def run_forward(ours, mask, answer, *arguments):
+    """out, lse, and how they were made, of a kernel beside ours. mask: the name of its fourth argument."""
+    dtypes, right = {"out": arguments[0].dtype, "lse": jnp.float32}, expected_forward(mask, *arguments)[:2]
+    return whole.results(answer, ours, arguments, dtypes, right, arguments[4:])
 
 
-def _expected_forward(q, k, v, is_causal, *blocks):
-    out, lse = oracle(q, k, v, is_causal=is_causal)
+def expected_forward(mask, q, k, v, seen, *_):
+    out, lse = oracle(q, k, v, **{mask: seen})
     return out, lse.swapaxes(1, 2), whole.AS_ASKED
 
 
 FORWARD = Exercise(
     solution=forward, title="The forward kernel, whole", outputs=("out", "lse", "how it was made"),
-    cases=_forward_cases, run=_run_forward, expected=_expected_forward, tolerance=1e-4, building_block="forward",
-    slow=True,
-    tried="T below and above S, ragged ends, unequal tiles, grouped heads, causal and not, float32 and bfloat16, "
-          "logits from -400 to 200; replayed, and run once with your default tiles",
+    cases=_forward_cases, run=functools.partial(run_forward, forward, "is_causal"),
+    expected=functools.partial(expected_forward, "is_causal"), tolerance=1e-4, building_block="forward", slow=True,
     mistakes=(
         ("acc is not rescaled by alpha", "alpha[:, None] * acc", "acc",
          "What acc holds was measured from the old maximum, just like l: reread the equations of section 2."),

@@ -15,10 +15,6 @@ from helpers.exercises.notebook_06 import flash_backward
 from helpers.exercises.whole_backward import FLASH_ATTENTION, KEY_GRADIENTS, OF_A_PAIR, QUERY_GRADIENTS
 
 
-def _float32(array):
-    return np.asarray(array, np.float32)
-
-
 # 7.1
 def one_query_tile(q, k, v, do, lse, delta, scale, dk, dv):
     """The sums after one tile of queries. Returns (dk, dv).
@@ -34,7 +30,7 @@ def one_query_tile(q, k, v, do, lse, delta, scale, dk, dv):
 
 def _body_cases(seed):
     by_hand = ([[1.0]], np.log([[1.0], [3.0]]), [[2.0], [6.0]], [[2.0]])
-    cases = [Case("the case worked by hand, a key in each tile", (*map(_float32, by_hand), 1.0, 1, 1))]
+    cases = [Case("the case worked by hand, a key in each tile", (*map(np.float32, by_hand), 1.0, 1, 1))]
     random = np.random.default_rng(seed)
     for T, S, H, block_q, block_k, scale, size, push in [
         (8, 12, 3, 4, 4, 0.5, 1, 0),
@@ -51,7 +47,7 @@ def _body_cases(seed):
             k[:, 0] = np.round(push / scale + 2 * np.sign(push) * np.linspace(1, 0, S)) / 16
         about = f"all logits near {push}" if push else "logits around 0"
         label = f"T={T}, S={S}, H={H}, block_q={block_q}, block_k={block_k}, scale={scale}, {about}"
-        cases.append(Case(label, (*map(_float32, (q, k, v, do)), scale, block_q, block_k)))
+        cases.append(Case(label, (*map(np.float32, (q, k, v, do)), scale, block_q, block_k)))
     return cases
 
 
@@ -82,7 +78,6 @@ DKV = Exercise(
     solution=one_query_tile, title="The body of the dk and dv kernel", outputs=("dk", "dv"),
     cases=functools.partial(_body_cases, 71), run=functools.partial(_run_body, ("dk", "dv")),
     tolerance=2e-4,  # float32, and base two, round logits of 120
-    tried="1 to 3 tiles of queries, 2 or 3 of keys, T above and below S, logits near 0, 120 and -120, a scale below 0",
     mistakes=(
         ("both sums are overwritten, so that only the last tile of queries counts", ("dk + ", "dv + "), ("", ""),
          "Add to the dk and dv that arrive: a tile of keys belongs to all queries, see the picture of section 1."),
@@ -110,7 +105,6 @@ DQ = Exercise(
     solution=one_key_tile, title="The body of the dq kernel", outputs=("dq",),
     cases=functools.partial(_body_cases, 72), run=functools.partial(_run_body, ("dq",)),
     tolerance=2e-4,  # float32, and base two, round logits of 120
-    tried="1 to 3 tiles of queries, 2 or 3 of keys, T above and below S, logits near 0, 120 and -120, a scale below 0",
     mistakes=(
         ("ds is transposed", "ds @", "ds.T @",
          "dq sums over the keys and has a row for each query. Only square tiles let this run: see section 1."),
@@ -142,13 +136,13 @@ def differentiable(forward, backward):
 def _wiring_cases():
     # T = S throughout: were q and k of different shapes, JAX would refuse gradients in the wrong
     # order before this checker could name them.
-    cases = [Case("the case worked by hand", tuple(_float32([[number]]) for number in (1, 2, 3, 5)))]
+    cases = [Case("the case worked by hand", tuple(np.float32([[number]]) for number in (1, 2, 3, 5)))]
     random = np.random.default_rng(73)
     for T, H, size, push in [(6, 4, 1, 0), (9, 5, 4, 0), (7, 3, 2, -40)]:
         q, k, v, weight = random.standard_normal((4, T, H))
         q[:, 0] = 1
         k[:, 0] += push
-        arguments = tuple(map(_float32, (size * q, k, v, weight + 1)))
+        arguments = tuple(map(np.float32, (size * q, k, v, weight + 1)))
         cases.append(Case(f"T=S={T}, H={H}, " + ("all logits far below 0" if push else f"queries × {size}"), arguments))
     return cases
 
@@ -203,29 +197,25 @@ def _run_wiring(answer, q, k, v, weight):
     return *results, launches.count(_forward_kernels), launches.count(_backward_kernels)
 
 
-BACKWARD, KEPT = "return backward(*residuals, dout)", "return out, (q, k, v, out, lse)"  # lines of the solution
-
 WIRING = Exercise(
     solution=differentiable, title="Wiring the gradient",
     outputs=("out", "out under jax.grad", "dq", "dk", "dv",
              "runs of forward for one gradient", "runs of backward for one gradient"),
     cases=_wiring_cases, run=_run_wiring, tolerance=5e-5, slow=True,
-    tried="jax.grad through your function, dq, dk and dv compared each, logits around 0, large, and far below 0",
     mistakes=(
         ("all gradients are zero: JAX knows nothing of backward, or its results are not returned",
          ("    @jax.custom_vjp\n", "    attend.defvjp(forward_rule, backward_rule)\n"), ("", ""),
          "Register both rules with defvjp, and let the backward rule return what backward gives: see section 5."),
-        ("the gradients are right, but forward runs twice", (KEPT, BACKWARD),
-         ("return out, (q, k, v)", "return backward(*residuals, *forward(*residuals), dout)"),
+        ("the gradients are right, but forward runs twice", (", out, lse)", "s, dout)\n"),
+         (")", "s, *forward(*residuals), dout)\n"),
          "The forward rule runs it once, and keeps out and lse as residuals: see section 5."),
         ("dk and dv are returned in the wrong order",
-         BACKWARD, "dq, dk, dv = backward(*residuals, dout)\n        return dq, dv, dk",
+         "return backward(*residuals, dout)", "dq, dk, dv = backward(*residuals, dout)\n        return dq, dv, dk",
          "The backward rule returns gradients in the order of the arguments, q, k, v: see section 5."),
-        ("the gradient that arrives from above is ignored and ones are used instead",
-         "*residuals, dout)", "*residuals, jnp.ones_like(dout))",
-         "The second argument of the backward rule is dout: see section 5."),
+        ("the gradient that arrives from above is ignored and ones are used instead", "s, dout)\n",
+         "s, jnp.ones_like(dout))\n", "The second argument of the backward rule is dout: see section 5."),
         ("dv is right and dq and dk are wrong, because dout is passed where out belongs",
-         BACKWARD, "q, k, v, _, lse = residuals\n        return backward(q, k, v, dout, lse, dout)",
+         "return backward(*residuals", "q, k, v, _, lse = residuals\n        return backward(q, k, v, dout, lse",
          "delta = rowsum(out do) needs the out of the forward pass, a residual: see section 5."),
     ),
 )  # fmt: skip
@@ -241,8 +231,6 @@ def product_flops(T, S, H, block_q, block_k, fused, is_causal):
     return (5 if fused else 7) * 2 * block_q * block_k * H * pairs
 
 
-PRODUCTS, VISITED = "(5 if fused else 7)", "j * block_k <= (i + 1) * block_q - 1"  # in the solution
-
 FLOPS = Exercise(
     solution=product_flops, title="Count the products", outputs=("FLOPs",),
     cases=table(
@@ -251,17 +239,16 @@ FLOPS = Exercise(
         (20, 6, 4, 5, 3, False, True), (6, 28, 3, 2, 7, True, True), (64, 128, 16, 16, 32, False, True),
         (256, 128, 32, 64, 16, True, False), (128, 128, 64, 32, 16, False, True),
     ),
-    tried="both forms, with and without a causal mask, T below, equal to and above S, tiles of both proportions",
     mistakes=(
-        ("two kernels are charged for the products of the fused one twice", PRODUCTS, "(5 if fused else 10)",
+        ("two kernels are charged for the products of the fused one twice", "else 7", "else 10",
          "The dq kernel computes s, dp and dq, and no dk or dv: see the table of section 6."),
-        ("no pair of tiles is skipped under the causal mask", f"not is_causal or {VISITED}", "1",
-         "A pair in which no query sees a key is not visited: see the text of the exercise."),
-        ("the causal mask halves the count", (f"not is_causal or {VISITED}", "* pairs"),
+        ("no pair of tiles is skipped under the causal mask", "not is_causal or j * block_k <= (i + 1) * block_q - 1",
+         "1", "A pair in which no query sees a key is not visited: see the text of the exercise."),
+        ("the causal mask halves the count", ("not is_causal or j * block_k <= (i + 1) * block_q - 1", "* pairs"),
          ("1", "* pairs // (2 if is_causal else 1)"),
          "Pairs on the diagonal are computed whole, and T and S may differ: see the text of the exercise."),
         ("the last key of a tile decides whether its pair is visited, or the tiles of a row are rounded down",
-         VISITED, "(j + 1) * block_k <= (i + 1) * block_q",
+         "j * block_k <= (i + 1) * block_q - 1", "(j + 1) * block_k <= (i + 1) * block_q",
          "Of the keys in a tile the first one is seen by most queries, and one is enough: see hint 2."),
     ),
 )  # fmt: skip
@@ -287,9 +274,7 @@ BOUNDS = Exercise(
         (4, 64, 128, 16, 16, None), (4, 65, 128, 16, 16, None), (4, 64, 128, 24, 16, None),  # T around k_start
         (2, 13, 20, 3, 5, 2), (1, 13, 20, 5, 3, 0), (0, 6, 6, 1, 2, 3), (2, 6, 6, 1, 2, None), (3, 50, 50, 7, 5, 11),
     ),
-    run=tile_bounds.run,
-    judge=tile_bounds.OVER_QUERIES.judge,
-    tried="T below, equal to and above S, block_q below and above block_k, ragged ends, with and without a window",
+    run=tile_bounds.run, judge=tile_bounds.OVER_QUERIES.judge,
     mistakes=(
         ("no tile is skipped above the diagonal (too many tiles)", "return k_start // block_q", "return 0",
          "Queries before k_start see none of these keys: see the picture of section 8."),
@@ -297,9 +282,8 @@ BOUNDS = Exercise(
          ("stop_query = T if left is None else min(k_stop + left, T)", "return k_start // block_q"),
          ("stop_query = min(k_stop, T)", "return 0 if left is None else max(k_start - left, 0) // block_q"),
          "A key is seen by the queries at and after its own position: see the picture of section 8."),
-        ("stop is measured from the first key of the tile instead of the last (too few tiles)",
-         "k_stop + left", "k_start + 1 + left",
-         "The last key of the tile is seen from furthest away: see the text of the exercise."),
+        ("stop is measured from the first key of the tile instead of the last (too few tiles)", "k_stop + left",
+         "k_start + 1 + left", "The last key of the tile is seen from furthest away: see the text of the exercise."),
     ),
 )  # fmt: skip
 
@@ -316,7 +300,7 @@ def out_and_low(p, v):
 
 def _rounding_cases():
     by_hand = [[1, 1, 1 + 2**-8]], [[1], [1], [2]]
-    cases = [Case("the case worked by hand", (_float32(by_hand[0]), np.asarray(by_hand[1], jnp.bfloat16)))]
+    cases = [Case("the case worked by hand", (np.float32(by_hand[0]), np.asarray(by_hand[1], jnp.bfloat16)))]
     random = np.random.default_rng(77)  # far from ties, which libraries could break differently
     sizes = [(4, 8, 4, 0, 1), (8, 48, 16, 10, 1), (16, 64, 8, 30, 1e4), (16, 96, 8, 4, 0.01)]  # 1e4: beyond float16
     for T, S, H, part, unit in sizes:
@@ -324,7 +308,7 @@ def _rounding_cases():
         v = unit * (random.standard_normal((S, H)) + part * random.standard_normal(H))
         shared = f"values with a part of {part} standard deviations in common" if part else "values around 0"
         p = np.exp(s - s.max(axis=1, keepdims=True))
-        cases.append(Case(f"T={T}, S={S}, H={H}, {shared}", (_float32(p), np.asarray(v, jnp.bfloat16))))
+        cases.append(Case(f"T={T}, S={S}, H={H}, {shared}", (np.float32(p), np.asarray(v, jnp.bfloat16))))
     return cases
 
 
@@ -347,20 +331,17 @@ def _run_rounding(answer, p, v):
     return numbers, np.where(np.abs(out - exact) <= 0.51 * step, nearest, out), out + low
 
 
-OFF = "exact - np.float32(out)"  # in the solution
-
 ROUNDING = Exercise(
     solution=out_and_low, title="Out, and what rounding takes off it",
     outputs=("numbers of out and low", "out", "out + low"),
     cases=_rounding_cases, run=_run_rounding, expected=_rounding_expected,
     tolerance=5e-6,  # at worst 2^-9 of low, which is 2^-8 of out; less over an array; float32 sums
-    tried="values with parts of 0 to 30 standard deviations in common, small and large ones, out and out + low",
     mistakes=(
         ("low is zero everywhere: the difference was taken after both of its terms had been rounded",
-         OFF, "exact.astype(v.dtype) - out",
+         "exact - np.float32(out)", "exact.astype(v.dtype) - out",
          "Keep the exact result in float32 until low has been taken off it: see the text of the exercise."),
         ("out is that of the kernels before: divided by the sum of the unrounded weights, and low is zero",
-         ("weights.sum", OFF), ("p.sum", "exact.astype(v.dtype) - out"),
+         ("weights.sum", "exact - np.float32(out)"), ("p.sum", "exact.astype(v.dtype) - out"),
          "Take low off before anything is rounded, and divide by the weights that the product took: see section 13."),
         ("the weights were rounded for the product with v, but not for their sum", "weights.sum", "p.sum",
          "A mean divides by the sum of the very weights that it used. Which are these? See section 13."),

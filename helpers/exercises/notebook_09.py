@@ -23,32 +23,16 @@ def median_time(run, wait, clock, inputs, samples, calls):
 
 
 THREE = [("a",), ("b",), ("c",)]  # more than the cache of the simulated GPU holds
-PER_CENT = 3
 
 
-def _clock_cases():
-    """Arguments: what the GPU is like, inputs, samples, calls."""
-    others = {5: range(24, 48), 0.7: range(60, 72)}
-    # By samples of 60 calls, the first, the middle and the last among them; a few calls more before must not matter.
-    samples_of = {0.9: (0,), 1.2: (1, 2), 0.85: (3,), 1.3: (4,), 0.8: (8,)}
-    often = {
-        factor: [call for sample in samples for call in range(1 + 60 * sample, 61 + 60 * sample)]
-        for factor, samples in samples_of.items()
-    }
-    two_calls, uneven = dict(call_s=3e-3, cached=0.3, holds=2), dict(call_s=2e-3, disturbed=often)
-    busy = dict(call_s=2e-3, compile_s=1.5, launch_s=2e-5, wait_s=1e-3, cached=0.4, disturbed=others)
-    cases = [
-        ("the case worked by hand", dict(call_s=2e-3, launch_s=5e-5), THREE, 1, 3),
-        ("a GPU that compiles for 1 s, one sample", dict(call_s=2e-3, compile_s=1.0), THREE, 1, 12),
-        ("a GPU whose calls take the host 1.5 ms to queue", dict(call_s=2e-3, launch_s=1.5e-3), THREE, 5, 60),
-        ("a GPU on which waiting costs 1 ms", dict(call_s=2e-3, wait_s=1e-3), THREE, 5, 60),
-        ("a GPU that keeps the inputs of the last call in its cache", dict(call_s=3e-3, cached=0.3), THREE, 5, 12),
-        ("a GPU that others use now and then", dict(call_s=2e-3, disturbed=others), THREE, 9, 12),
-        ("a GPU whose cache holds the inputs of two calls", two_calls, [*THREE, ("d",)], 5, 12),
-        ("a GPU too slow in three of nine samples and too fast in three", uneven, THREE, 9, 60),
-        ("a GPU with all of this", busy, THREE, 9, 60),
-    ]
-    return [Case(label, tuple(arguments)) for label, *arguments in cases]
+OTHERS = {5: range(24, 48), 0.7: range(60, 72)}
+# By samples of 60 calls, the first, the middle and the last among them; a few calls more before must not matter.
+SAMPLES = {0.9: (0,), 1.2: (1, 2), 0.85: (3,), 1.3: (4,), 0.8: (8,)}
+OFTEN = {
+    factor: [call for sample in samples for call in range(1 + 60 * sample, 61 + 60 * sample)]
+    for factor, samples in SAMPLES.items()
+}
+BUSY = dict(call_s=2e-3, compile_s=1.5, launch_s=2e-5, wait_s=1e-3, cached=0.4, disturbed=OTHERS)
 
 
 def _measure(answer, gpu, inputs, samples, calls):
@@ -64,31 +48,38 @@ def _measure(answer, gpu, inputs, samples, calls):
 
 def _judge_clock(result, case):
     seconds, truth = float(result), case.arguments[0]["call_s"]
-    if abs(seconds / truth - 1) <= PER_CENT / 100:
+    if abs(seconds / truth - 1) <= 0.03:
         return None
     mine = f"{1e3 * seconds:.3g}" if math.isfinite(seconds) else str(seconds)
     return f"time: yours {mine} ms, this GPU takes {1e3 * truth:.3g} ms a call"
 
 
-# What the mistakes leave out.
-WARM_UP, WAIT = "    wait(run(*inputs[0]))\n", "        wait(result)\n"
-
 CLOCK = Exercise(
     solution=median_time, title="A benchmark with four faults", outputs=("time",), tolerance=1e-3,
-    cases=_clock_cases, run=_measure, judge=_judge_clock,
-    tried="GPUs that compile, cache, are slow to wait for, and are used by others",
+    run=_measure, judge=_judge_clock,
+    cases=table(
+        "gpu inputs samples calls", ("the case worked by hand", dict(call_s=2e-3, launch_s=5e-5), THREE, 1, 3),
+        ("a GPU that compiles for 1 s, one sample", dict(call_s=2e-3, compile_s=1.0), THREE, 1, 12),
+        ("a GPU whose calls take the host 1.5 ms to queue", dict(call_s=2e-3, launch_s=1.5e-3), THREE, 5, 60),
+        ("a GPU on which waiting costs 1 ms", dict(call_s=2e-3, wait_s=1e-3), THREE, 5, 60),
+        ("a GPU that keeps the inputs of the last call in its cache", dict(call_s=3e-3, cached=0.3), THREE, 5, 12),
+        ("a GPU that others use now and then", dict(call_s=2e-3, disturbed=OTHERS), THREE, 9, 12),
+        ("a GPU whose cache holds two calls", dict(call_s=3e-3, cached=0.3, holds=2), [*THREE, ("d",)], 5, 12),
+        ("a GPU too slow in three of nine samples, fast in three", dict(call_s=2e-3, disturbed=OFTEN), THREE, 9, 60),
+        ("a GPU with all of this", BUSY, THREE, 9, 60),
+    ),
     mistakes=(
         # Without a wait, the inputs make no difference.
-        ("the clock is read before the work is done", WAIT, "",
+        ("the clock is read before the work is done", "        wait(result)\n", "",
          "Wait for the last result before you read the clock: reread section 1."),
-        ("the first call is timed, and compiling with it", WARM_UP, "",
+        ("the first call is timed, and compiling with it", "    wait(run(*inputs[0]))\n", "",
          "Make one call before any clock is read: reread section 2."),
         ("all calls get the same inputs, and find them in the cache", "inputs[call % len(inputs)]", "inputs[0]",
          "Take the next inputs with each call: reread section 2."),
         ("the fastest sample is taken, and with it the luckiest moment of the GPU", "np.median", "np.min",
          "A GPU can be too fast for a moment as well as too slow: take the median, see section 2."),
-        ("every call is waited for, so that the waiting is measured too", WAIT, f"    {WAIT}",
-         "Queue all calls of a sample and wait once: reread section 1."),
+        ("every call is waited for, so that the waiting is measured too", "        wait(result)",
+         "            wait(result)", "Queue all calls of a sample and wait once: reread section 1."),
     ),
 )  # fmt: skip
 
@@ -129,18 +120,16 @@ def _pair_cases():
     ]
 
 
-MEDIANS = "np.median((old / new)[resamples], axis=1)"
-
 PAIRS = Exercise(
     solution=speed_up, title="Is 0.07 % a speed-up?", outputs=("low", "high", "verdict"), tolerance=1e-6,
     cases=_pair_cases,
-    tried="real and imagined speed-ups, a slow-down, a GPU that warms up, bad samples",
     mistakes=(
         ("the pairs are torn apart: medians of old and new first, and then their ratio",
-         MEDIANS, "np.median(old[resamples], axis=1) / np.median(new[resamples], axis=1)",
+         "np.median((old / new)[resamples], axis=1)",
+         "np.median(old[resamples], axis=1) / np.median(new[resamples], axis=1)",
          "What disturbs a turn disturbs both of its samples, and cancels in their ratio: reread section 4."),
-        ("the interval is that of the samples, not of their median", MEDIANS, "old / new",
-         "A median of many samples is known better than one sample: resample first, reread section 4."),
+        ("the interval is that of the samples, not of their median", "np.median((old / new)[resamples], axis=1)",
+         "old / new", "A median of many samples is known better than one sample: resample first, reread section 4."),
         ("np.percentile is given fractions", "np.quantile", "np.percentile",
          "np.percentile wants 2.5 and 97.5; np.quantile wants 0.025 and 0.975."),
     ),
@@ -165,8 +154,6 @@ TOY = {"matmul_tflops": 1e-12, "copy_gbps": 1e-9, "exp_tops": 1e-12}
 FAST = {"matmul_tflops": 5000.0, "copy_gbps": 900.0, "exp_tops": 8.0}
 
 
-HALVED = " / (2 if is_causal else 1)"
-
 BOUNDS = Exercise(
     solution=roofline_bounds, title="The roof over one problem", outputs=("bounds",),
     cases=table(
@@ -180,15 +167,13 @@ BOUNDS = Exercise(
         ("T ≠ S on a GPU with fast matrix units", 3, 100, 700, 6, 2, 64, 2, False, FAST),
     ),
     tolerance=1e-6,  # ten times as much tells the smallest of these times from 0
-    tried="each of the three sides binding, causal and not, T ≠ S, shared key/value heads, a single query",
     mistakes=(
-        ("the bytes are halved by the mask as well", "(T * N + S * K)", f"(T * N + S * K){HALVED}",
+        ("the bytes are halved by the mask as well", "S * K)", "S * K) / (2 if is_causal else 1)",
          "Here every array is moved once, whatever the mask hides: only work on pairs is halved."),
-        ("the logits and the weights are counted as traffic, as in naive attention",
-         "(T * N + S * K)", "(T * N + S * K) + itemsize * 4 * B * N * T * S",
+        ("the logits and the weights are counted as traffic, as in naive attention", "S * K)",
+         "S * K) + itemsize * 4 * B * N * T * S",
          "This is the least any kernel must move: inputs once and the output once."),
-        ("there is an exponential for each multiplication of a product",
-         '"exponentials": pairs', '"exponentials": H * pairs',
+        ("there is an exponential for each multiplication of a product", ": pairs", ": H * pairs",
          "There is one for each pair of a query and a key, whatever H is: reread section 6."),
     ),
 )  # fmt: skip
@@ -212,15 +197,13 @@ CEILING = Exercise(
         (700.0, 4096, 128, 7, True), (810.0, 1024, 64, 5, True), (312.0, 512, 512, 7, True),
         ("one that keeps a table: it can print more than the rate", 700.0, 512, 64, 4, False),
     ),
-    tried="four, five and seven products, causal and not, from one tile to 32",
     mistakes=(
         ("the work done and the work counted are exchanged", "counted / done", "done / counted",
          "Work that is not counted lowers what can be printed: reread section 9."),
         ("a causal kernel is taken to do exactly half of the work", "tiles * (tiles + 1) // 2", "tiles**2 / 2",
          "Tiles on the diagonal are computed whole, though half of them is hidden: see the hand case."),
-        ("visible pairs are counted one by one, where the kernel computes whole tiles",
-         ("T // block", " * block**2"), ("T", ""),
-         "A tile on the diagonal costs as much as any other: count the visited tiles, see the hand case."),
+        ("visible pairs are counted one by one, where the kernel computes whole tiles", (" // block", " * block**2"),
+         ("", ""), "A tile on the diagonal costs as much as any other: count the visited tiles, see the hand case."),
         ("the benchmark is taken to count the diagonal in full as well",
          "T * T / (2 if is_causal else 1)", "(T * (T + 1) / 2 if is_causal else T * T)",
          "The benchmark counts exactly half of the table: see the exercise."),
@@ -236,8 +219,6 @@ def restated(claimed, which, counted, is_causal, halved):
     return claimed * ours / theirs
 
 
-COUNTS = '"forward": 4, "backward": 10, "both": 14'
-
 CLAIMS = Exercise(
     solution=restated, title="Other people's numbers", outputs=("TFLOP/s",),
     cases=table(
@@ -246,16 +227,14 @@ CLAIMS = Exercise(
         (420.0, "backward", 14, False, False), (420.0, "backward", 8, True, False), (480.0, "both", 14, True, True),
         (480.0, "both", 12, False, True), (150.0, "both", 4, False, False), (77.0, "backward", 10, False, True),
     ),
-    tried="both passes alone and together, products left out or counted twice, the mask halved rightly and wrongly",
     mistakes=(
         ("the correction is applied the wrong way round", "ours / theirs", "theirs / ours",
          "Who counts too many FLOPs claims too many TFLOP/s: multiply by ours over theirs."),
-        ("the mask is left out of the comparison",
-         (" / (2 if is_causal else 1)", " / (2 if halved else 1)"), ("", ""),
+        ("the mask is left out of the comparison", (" / (2 if is_causal else 1)", " / (2 if halved else 1)"), ("", ""),
          "Halve our count if the mask is causal, and theirs if they did: see the exercise."),
         ("the two passes together are counted like a backward pass", '"both": 14', '"both": 10',
          "Timed together they make 4 T S H and 10 T S H: see the exercise."),
-        ("a backward pass is taken for twice a forward pass", COUNTS, '"forward": 4, "backward": 8, "both": 12',
+        ("a backward pass is taken for twice a forward pass", (": 10", ": 14"), (": 8", ": 12"),
          "The backward pass makes the logits again, a fifth product: see the exercise."),
     ),
 )  # fmt: skip

@@ -78,9 +78,7 @@ def _run_ring(answer, steps, stages, readers):
             return f"{name} read the tiles {run.tiles[name]}, expected {list(range(steps))}."
     enough = _simulated(ring("memory", steps, stages), [list(ring("compute", steps, stages))] * readers).end
     if run.end > enough:
-        return (
-            f"right, but it takes {run.end:.0f} cycles where {enough:.0f} are enough: copies could run further ahead."
-        )
+        return f"right, but it takes {run.end:.0f} cycles where {enough:.0f} are enough: copies could run ahead."
     found = ring_kernel_races(memory, computing, stages) if (steps, stages, readers) == (7, 3, 2) else None
     return f"as a kernel, it makes the race detector say: {', '.join(found)}." if found else ""
 
@@ -91,20 +89,17 @@ def _simulated(memory, computing):
     return simulate(groups, {"loaded": 1, "free": len(computing)}, latency=600)
 
 
-# Parts of the solution, which the mistakes change.
-AWAIT = '            if j >= stages:\n                yield Wait("free", slot)\n'
-FETCH = '            yield Fetch("tile", slot, j, "loaded")\n'
-
 RING = Exercise(
     solution=ring, title="Place the barriers", outputs=("the order of operations",),
     cases=table("tiles slots readers", (1, 1, 1), (2, 1, 1), (4, 2, 1), (7, 3, 2), (2, 4, 1)),
     run=_run_ring, judge=_complaint_or_none,
-    tried="fewer tiles than slots and more, one slot, two readers; in the model, one of them as a kernel too",
     mistakes=(
-        ("the memory warpgroup fills a slot again without waiting until it is free", AWAIT, "",
+        ("the memory warpgroup fills a slot again without waiting until it is free",
+         '            if j >= stages:\n                yield Wait("free", slot)\n', "",
          "The second time a slot is used, its readers must be done: see section 5."),
         ("the memory warpgroup waits for each tile to arrive, or to be read, before it orders the next",
-         AWAIT + FETCH, FETCH + '            yield Wait("free", slot)\n',
+         ('if j >= stages:\n                yield Wait("free", slot)\n            ', '"loaded")\n'),
+         ("", '"loaded")\n            yield Wait("free", slot)\n'),
          "Wait before the fetch that needs the slot, not after the one that filled it: see section 5."),
         ("the memory warpgroup waits until all slots are free before it fills them again",
          ("j >= stages", 'yield Wait("free", slot)'),
@@ -126,7 +121,6 @@ REGISTERS = Exercise(
     solution=split_registers, title="Share out the registers",
     outputs=("registers at the start", "registers of a compute thread"),
     cases=table("warpgroups memory", (2, 24), (3, 24), (4, 24), (4, 40), (5, 32), (6, 24), (7, 40)),
-    tried="two to seven compute warpgroups, 24 to 40 registers for the memory warpgroup",
     mistakes=(
         ("the registers that rounding left unused at the start are shared out as well",
          "(warpgroups + 1) * at_start", "65536 // 128",
@@ -155,7 +149,6 @@ SMEM = Exercise(
         (128, 64, 64, 3, 2), (256, 64, 64, 1, 2), (64, 64, 64, 4, 4), (64, 128, 64, 2, 2), (256, 128, 64, 1, 2),
         (64, 128, 64, 4, 3), (64, 40, 240, 2, 3),
     ),
-    tried="three head dims, one to four stages, one to four warpgroups",
     mistakes=(
         ("out is forgotten, or the next tile of queries", "3 * warpgroups", "2 * warpgroups",
          "There are three tiles of that size: q, the next q, and out on its way to GMEM: see section 8."),
@@ -254,7 +247,6 @@ def _run_pipeline(answer, steps):
 PIPELINE = Exercise(
     solution=pipeline, title="Order the pipeline", outputs=("the order of operations",),
     cases=table("steps", (1,), (2,), (3,), (6,)), run=_run_pipeline, judge=_complaint_or_none,
-    tried="one to six tiles; nothing used before it is there, and no cycle wasted",
     mistakes=(
         ("no product runs while you take exponentials", "Drain(1)", "Drain(0)",
          "Order the scores, then the p v of the tile before, and await the older of the two only: see section 12."),
@@ -323,9 +315,6 @@ def _by_least(program, programs, lengths):
     return mine
 
 
-BY_LENGTH = "sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True)"
-IN_ORDER = "list(range(len(lengths)))"
-
 BALANCE = Exercise(
     solution=tiles_of, title="Balance a causal mask", outputs=("the tiles of each program",),
     cases=table(
@@ -334,14 +323,14 @@ BALANCE = Exercise(
         ([3, 1, 2], 1), ([7, 1, 5, 3, 4], 4),
     ),
     run=_run_balance, judge=_judge_balance,
-    tried="causal tiles of one head and of three, random lengths, fewer tiles than programs",
     mistakes=(
-        ("tiles are dealt in the order given", (BY_LENGTH, "turn[::-1]"), (IN_ORDER, "turn"),
+        ("tiles are dealt in the order given", ("sorted", ", key=lambda i: lengths[i], reverse=True", "[::-1]"),
+         ("list", "", ""),
          "The last ones may be the longest, and nothing is left to even them out: sort them first, see section 13."),
-        ("every turn is dealt from the same end, or gives one tile to whoever has fewest", "turn[::-1]", "turn",
+        ("every turn is dealt from the same end, or gives one tile to whoever has fewest", "[::-1]", "",
          "One program has the longest tile of every turn: go back and forth, or longest first to whoever has least."),
         ("a snake runs over tiles that are not sorted, or places in the sorted order are returned instead of tiles",
-         BY_LENGTH, IN_ORDER,
+         ("sorted", ", key=lambda i: lengths[i], reverse=True"), ("list", ""),
          "Sort the indices by their lengths, not the lengths themselves: see the hints."),
     ),
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """The exercises of notebook 12: pencil and paper for the Hopper backward kernels."""
 
-from helpers.exercises.exercise import Case, Exercise, table
+from helpers.exercises.exercise import Exercise, table
 
 
 # 12.1
@@ -32,10 +32,8 @@ OPERANDS = Exercise(
         ("p.T ds, both computed", "p.T", "ds", BY_KEYS),
         ("p ds.T, both computed, one as it is needed", "p", "ds.T", ["p", "s.T", "ds.T"]),
     ),
-    tried="kernels that own keys and kernels that own queries, with tiles transposed and as they are",
     mistakes=(
-        ("the right operand may lie in registers as well",
-         ("stored = right", '"shared memory", stored'),
+        ("the right operand may lie in registers as well", ("stored = right", '"shared memory", stored'),
          ("stored = right not in held and right", '"registers" if right in held else "shared memory", stored'),
          "wgmma takes its right operand from shared memory only: see section 1."),
         ("a tile in registers serves as its own transpose", "left in held", 'left.removesuffix(".T") in computed',
@@ -65,7 +63,6 @@ SMEM = Exercise(
         (128, 64, 2, 2, True), (64, 64, 3, 2, True), (128, 64, 1, 2, True), (64, 32, 2, 3, False),
         (128, 96, 2, 1, True),
     ),
-    tried="one to three warpgroups, one to three stages, both orders",
     mistakes=(
         ("the tile of dq has 16 bits", "dq = 4", "dq = 2",
          "A sum of many parts is kept in float32, and what TMA adds to it is float32 too: see section 3."),
@@ -88,8 +85,6 @@ def reduce_add(B, T, S, N, H, block_q, block_k, is_causal, bandwidth):
     return moved, moved / bandwidth
 
 
-SEEN = "j * block_k <= (i + 1) * block_q - 1"
-
 ADDED = Exercise(
     solution=reduce_add, title="What the additions move", outputs=("bytes", "seconds"), tolerance=1e-6,
     cases=table(
@@ -100,14 +95,15 @@ ADDED = Exercise(
         (1, 512, 300, 1, 64, 64, 128, True, 1e12), (1, 128, 512, 1, 32, 64, 128, True, 1e12),
         (1, 12, 12, 3, 5, 3, 2, True, 10.0),
     ),
-    tried="full and causal, T ≠ S, a last tile of keys that is not full, several heads and batch entries",
     mistakes=(
-        ("the causal mask is left out", f"not is_causal or {SEEN}", "1",
+        ("the causal mask is left out", "not is_causal or j * block_k <= (i + 1) * block_q - 1", "1",
          "Pairs of tiles in which no query sees a key do not count: see the exercise."),
         ("a causal mask halves the pairs exactly",
-         (f"not is_causal or {SEEN}", "N * pairs"), ("1", "N * pairs / (2 if is_causal else 1)"),
+         ("not is_causal or j * block_k <= (i + 1) * block_q - 1", "N * pairs"),
+         ("1", "N * pairs / (2 if is_causal else 1)"),
          "Pairs on the diagonal are visited whole, and S need not be T: count the pairs, see hint 1."),
-        ("a pair is visited only if its last key is seen", SEEN, "(j + 1) * block_k <= (i + 1) * block_q",
+        ("a pair is visited only if its last key is seen", "j * block_k <= (i + 1) * block_q - 1",
+         "(j + 1) * block_k <= (i + 1) * block_q",
          "One visible key is enough, and the first key of a tile is seen by most: see the hints."),
     ),
 )  # fmt: skip
@@ -125,41 +121,31 @@ def fused_or_split(flops, smem_bytes, exposed):
     return "fused" if fused < split else "split", fused, split
 
 
-def _choice_cases():
-    def case(label, flops, smem_bytes, exposed):
-        tables = (dict(zip(("fused", "dkv", "dq"), values, strict=True)) for values in (flops, smem_bytes))
-        return Case(label, (*tables, exposed))
-
-    def by_five_products(label, fused, dkv, dq, exposed):
-        """The shared memory in KiB."""
-        unit = 2 * 64 * 128 * 128
-        return case(label, (5 * unit, 4 * unit, 3 * unit), (1024 * fused, 1024 * dkv, 1024 * dq), exposed)
-
-    by_hand = (40960, 32768, 24576), (1536, 640, 512)
-    return [
-        case("the case worked by hand", *by_hand, 0),
-        case("the case worked by hand, 3 cycles exposed", *by_hand, 3),
-        case("the case worked by hand, 20 cycles exposed", *by_hand, 20),
-        by_five_products("five and seven products, 300 cycles exposed", 368, 224, 160, 300),
-        by_five_products("the same, 900 cycles exposed", 368, 224, 160, 900),
-        case("FLOPs and bytes that are no whole number of cycles", (50000, 30000, 20001), (1000, 1200, 601), 1),
-        by_five_products("a fused kernel bound by shared memory", 640, 224, 160, 0),
-        by_five_products("a dq kernel bound by shared memory", 300, 100, 320, 0),
-    ]
+def _each(fused, dkv, dq, unit=1):
+    return {"fused": unit * fused, "dkv": unit * dkv, "dq": unit * dq}
 
 
-SLOWER_UNIT = "max(flops[kernel] / 4096, smem_bytes[kernel] / 128)"
+HAND, PRODUCTS, KIB = (_each(40960, 32768, 24576), _each(1536, 640, 512)), _each(5, 4, 3, 2 * 64 * 128 * 128), 1024
 
 CHOICE = Exercise(
     solution=fused_or_split, title="Fused or split", outputs=("choice", "cycles of fused", "cycles of split"),
-    cases=_choice_cases, tolerance=1e-6,
-    tried="kernels bound by the tensor core and by shared memory, with and without exposed cycles",
+    tolerance=1e-6,
+    cases=table(
+        "flops smem_bytes exposed", ("the case worked by hand", *HAND, 0),
+        ("the case worked by hand, 3 cycles exposed", *HAND, 3),
+        ("the case worked by hand, 20 cycles exposed", *HAND, 20),
+        ("five and seven products, 300 cycles exposed", PRODUCTS, _each(368, 224, 160, KIB), 300),
+        ("the same, 900 cycles exposed", PRODUCTS, _each(368, 224, 160, KIB), 900),
+        ("FLOPs and bytes that are no whole number of cycles", _each(50000, 30000, 20001), _each(1000, 1200, 601), 1),
+        ("a fused kernel bound by shared memory", PRODUCTS, _each(640, 224, 160, KIB), 0),
+        ("a dq kernel bound by shared memory", PRODUCTS, _each(300, 100, 320, KIB), 0),
+    ),
     mistakes=(
-        ("the two units take turns", SLOWER_UNIT, "flops[kernel] / 4096 + smem_bytes[kernel] / 128",
+        ("the two units take turns", "max(flops[kernel] / 4096, smem_bytes[kernel] / 128)",
+         "flops[kernel] / 4096 + smem_bytes[kernel] / 128",
          "Tensor core and shared memory work at the same time, so the slower one decides: see section 4."),
-        ("the choice is made before the exposed cycles are added",
-         (" + exposed", "fused, split"), ("", "fused + exposed, split"),
-         "They are part of what the fused form takes: compare after adding them."),
+        ("the choice is made before the exposed cycles are added", (" + exposed", "fused, split"),
+         ("", "fused + exposed, split"), "They are part of what the fused form takes: compare after adding them."),
         ("the kernels of the split form run at the same time",
          'cycles("dkv") + cycles("dq")', 'max(cycles("dkv"), cycles("dq"))',
          "dkv and dq run one after the other, so their cycles add up: see section 4."),
@@ -188,15 +174,13 @@ HALVING = Exercise(
     cases=table(
         "T block_q", (256, 128), (4096, 128), (320, 128), (1090, 128), (50, 128), (64, 128), (130, 64),
     ),
-    tried="lengths that are multiples of the tile and lengths that are not",
     mistakes=(
         ("k and v are read from shared memory as often as before", '"k and v read": steps', '"k and v read": 1',
          "The tensor core reads all of them in each step, and there are more steps: see section 4."),
         ("the bytes of q and do halve, as in one step", '"q and do read": steps / 2', '"q and do read": 1 / 2',
          "A step reads half as much, and there are more steps: see hint 1."),
-        ("the operations stay the same, though the empty rows of the last tile change",
-         '"flops": steps / 2', '"flops": 1',
-         "Empty rows are multiplied as well: see the case worked by hand, T=320."),
+        ("the operations stay the same, though the empty rows of the last tile change", '"flops": steps / 2',
+         '"flops": 1', "Empty rows are multiplied as well: see the case worked by hand, T=320."),
     ),
 )  # fmt: skip
 

@@ -22,19 +22,16 @@ def keys_computed(prompt, new):
     return {"without a cache": without, "with a cache": prompt + new - 1}
 
 
-RUNS, KEPT = "sum(prompt + turn for turn in range(new))", "prompt + new - 1"  # in the solution
-
 AGAIN = Exercise(
     solution=keys_computed, title="What is computed again", outputs=("keys",), tolerance=1e-9,
     cases=table("prompt new", ("the case worked by hand", 3, 2), (1, 1), (1, 5), (7, 1), (12, 60), (1000, 300)),
-    tried="prompts of 1 to 1000 tokens, 1 to 300 new ones",
     mistakes=(
-        ("the last new token counts as well, though nothing follows it that would need its key",
-         (RUNS, KEPT), ("sum(prompt + turn for turn in range(1, new + 1))", "prompt + new"),
-         "The last token is written and not read: see the case worked by hand."),
-        ("the prompt is run token by token without a cache", RUNS, "sum(range(prompt + new))",
+        ("the last new token counts as well, though nothing follows it that would need its key", ("(new)", "new - 1"),
+         ("(1, new + 1)", "new"), "The last token is written and not read: see the case worked by hand."),
+        ("the prompt is run token by token without a cache", "sum(prompt + turn for turn in range(new))",
+         "sum(range(prompt + new))",
          "The first run goes over the whole prompt at once, and there is no shorter one: see section 1."),
-        ("only the last run is counted", RUNS, KEPT,
+        ("only the last run is counted", "sum(prompt + turn for turn in range(new))", "prompt + new - 1",
          "Without a cache every run computes all keys again, so add up the runs: see section 1."),
     ),
 )  # fmt: skip
@@ -78,24 +75,21 @@ def _step_cases():
     return cases
 
 
-STORE, TAKE = "key_cache[length], value_cache[length] =", "[: length + 1]"  # in the solution
-COPIED = "    key_cache, value_cache = key_cache.copy(), value_cache.copy()\n"
-SEEN = "    keys, values = key_cache[: length + 1], value_cache[: length + 1]\n"
-
 STEP = Exercise(
     solution=one_step, title="One step with a cache", outputs=("out", "key_cache", "value_cache"), cases=_step_cases,
-    tried="an empty cache, a half full one and the last free place, leftovers behind the valid keys, large logits",
     mistakes=(
-        ("the new token does not see itself", TAKE, "[:length]",
+        ("the new token does not see itself", ": length + 1", ":length",
          "Query `length` sees keys 0 to `length`, which are length + 1 of them: see section 2."),
-        ("the new token is stored one place too late", STORE, "key_cache[length + 1], value_cache[length + 1] =",
+        ("the new token is stored one place too late", "[length]", "[length + 1]",
          "Places are counted from 0, so the first free one is number `length`: see section 2."),
-        ("the whole cache is attended to, with what is left over in it", TAKE, "",
+        ("the whole cache is attended to, with what is left over in it", "[: length + 1]", "",
          "Only keys 0 to `length` are valid: cut the rest off, or mask it, see section 2."),
-        ("attention reads the cache as it was before the new token was stored", (SEEN, COPIED), ("", SEEN + COPIED),
+        ("attention reads the cache as it was before the new token was stored",
+         ("    key_cache[length], value_cache[length] = key, value\n", "    return"),
+         ("", "    key_cache[length], value_cache[length] = key, value\n    return"),
          "Store first, then attend: the query sees its own key, see section 2."),
-        ("what is left over is masked with a number that logits can fall below",
-         (TAKE, "    p = "), ("", "    s[:, length + 1 :] = -1e9\n    p = "),
+        ("what is left over is masked with a number that logits can fall below", ("[: length + 1]", "    p ="),
+         ("", "    s[:, length + 1 :] = -1e9\n    p ="),
          "All logits may lie far below 0: cut the rest off, or mask it with -inf, see section 2."),
     ),
 )  # fmt: skip
@@ -136,12 +130,10 @@ def _merge_cases():
 MERGE = Exercise(
     solution=merge_splits, title="Merge by lse", outputs=("out", "lse"), cases=_merge_cases,
     tolerance=2e-4,  # in float32 a lse of 1000 is known to four digits behind the point
-    tried="1 to 5 parts, lse of about -1000 to 1000, parts without keys, and a row without any",
     mistakes=(
         ("the parts are averaged, whatever their lse is", "return out", "return outs.mean(axis=0)",
          "A part counts by the sum of its exponentials, which is exp(lse): see section 6."),
-        ("exp(lse) overflows or vanishes, because no maximum is taken off",
-         ("lses - m", "m + np.log(total)"), ("lses", "np.log(total)"),
+        ("exp(lse) overflows or vanishes, because no maximum is taken off", (" - m)", "m + "), (")", ""),
          "Take the largest lse of each row off first, and add it back to the logarithm: see section 6."),
         ("a row without any key is divided by its sum, which is 0", "np.where(total == 0, 1, total)[:, None]",
          "total[:, None]", "0 / 0 is NaN: divide by 1 there, see hint 2."),
@@ -173,18 +165,14 @@ def _place_cases():
     return cases
 
 
-ENTRY, PLACE = "table[np.arange(len(table)), positions // page]", "numbers * page + positions % page"  # in the solution
-
 PLACES = Exercise(
     solution=places, title="Where a token lies", outputs=("places",), cases=_place_cases,
-    tried="1 to 5 sequences, pages of 1 to 16 tokens, a page's last slot and the next one's first, anything behind",
     mistakes=(
-        ("the page table is not used, as if the pages lay in order", ENTRY, "positions // page",
-         "table[b, j] says where page j of sequence b is: see section 7."),
-        ("// and % are exchanged",
-         (ENTRY, PLACE), ("table[np.arange(len(table)), positions % page]", "numbers * page + positions // page"),
+        ("the page table is not used, as if the pages lay in order", "table[np.arange(len(table)), positions // page]",
+         "positions // page", "table[b, j] says where page j of sequence b is: see section 7."),
+        ("// and % are exchanged", ("// page]", "% page\n"), ("% page]", "// page\n"),
          "t // page counts whole pages, t % page is the place in the last one: see section 7."),
-        ("every sequence is looked up in every row of the table", ENTRY, "table[:, positions // page]",
+        ("every sequence is looked up in every row of the table", "np.arange(len(table))", ":",
          "table[:, j] is a whole table: with table[np.arange(B), j] each sequence has its own row, see hint 1."),
     ),
 )  # fmt: skip
@@ -203,8 +191,6 @@ def fit(layers, K, H, itemsize, memory, tokens, longest, page):
     }
 
 
-RESERVED, PAGED = "memory // (longest * token)", "pages // pages_of_a_sequence"
-
 FIT = Exercise(
     solution=fit, title="How many sequences fit", outputs=("result",), tolerance=1e-9,
     cases=table(
@@ -213,15 +199,11 @@ FIT = Exercise(
         (32, 8, 128, 2, 64 * 2**30, 1000, 8192, 16), (32, 32, 128, 2, 64 * 2**30, 4096, 4096, 256),
         (36, 8, 128, 1, 10**10, 333, 32768, 1), (80, 8, 128, 2, 50 * 10**9, 100, 131072, 64),
     ),
-    tried="1 to 80 layers, pages of 1 to 256 tokens, sequences that fill their last page and such that do not",
     mistakes=(
-        ("keys are counted and values forgotten", "2 * layers", "layers",
-         "A token has a key and a value in each layer: a factor 2, see section 3."),
-        ("the number of sequences is not rounded",
-         (RESERVED, PAGED), ("memory / (longest * token)", "pages / pages_of_a_sequence"),
+        ("the number of sequences is not rounded", ("y // (l", "s // pages"), ("y / (l", "s / pages"),
          "A part of a sequence is no sequence: divide with //."),
         ("the last page of a sequence counts by its tokens, as if others could use its rest",
-         PAGED, "memory // (tokens * token)",
+         "pages // pages_of_a_sequence", "memory // (tokens * token)",
          "A sequence holds whole pages: round tokens / page up, see section 7."),
     ),
 )  # fmt: skip
@@ -256,7 +238,6 @@ ROOM = Exercise(
         ("one slot is left, and shared", [0], 3, [2, 1, 0, 0], [2, 3], 4),
         ("pages of one token, shared", [1, 2], 2, [0, 2, 2, 0], [3, 0], 1),
     ),
-    tried="full pages and such with room, shared and not, the first token, and pages of one token",
     mistakes=(
         ("the last page counts as shared because an earlier one is",
          "counts[table[-1]] > 1", "any(counts[number] > 1 for number in table)",
@@ -383,13 +364,11 @@ def _expected_decode(query, key, value, lengths, *_):
 DECODE = Exercise(
     solution=decode_attention, title="A kernel that decodes", outputs=("out", "how it was made"),
     building_block="decode", slow=True, cases=_decode_cases, run=_run_decode, expected=_expected_decode, tolerance=1e-4,
-    tried="1 or 2 sequences, 1 to 20 heads for a key head, 2 or 3 parts, one of them without a key, leftovers behind "
-          "the valid keys, logits from -300 to 200, float32 and bfloat16",
     mistakes=(
         ("keys behind the length of a sequence count as well", "< length\n", "< S\n",
          "Sequence b sees its first lengths[b] keys: mask the others, see section 2."),
         ("values behind the length are multiplied by a weight of zero, and zero times infinity is NaN",
-         "v = jnp.where(seen[:, None] & in_head, v_ref[tile, :], 0)", "v = jnp.where(in_head, v_ref[tile, :], 0)",
+         "seen[:, None] & in_head, v_ref", "in_head, v_ref",
          "Whatever lies behind the length must not meet a weight: put zeros there, see section 6 of notebook 05."),
         ("a masked key has the logit 0 instead of minus infinity", "math.sqrt(H), -jnp.inf)", "math.sqrt(H), 0)",
          "exp(0) is 1: mask a logit with minus infinity, see section 6 of notebook 05."),

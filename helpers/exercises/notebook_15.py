@@ -93,20 +93,17 @@ def _walk_cases():
     return cases
 
 
-LSE = "m_ref[...] + jnp.log(l_ref[...])"  # in the solution
-
 WALK = Exercise(
     solution=attend_step, title="A step of the walk", outputs=("out", "lse"),
     cases=_walk_cases, run=_walk, tolerance=1e-4,
-    tried="one to three steps, tiles of queries one after another, logits from 500 to -100000, largest first and last",
     mistakes=(
         ("scratch is set at every step", "step == 0", "True", "Then only the last tile counts: see section 2."),
         ("the result is written before the last tile is in it",
-         ("    m = m_ref[...]\n", "acc_ref[...] / l_ref[...]", LSE),
-         ("    m, l, acc = m_ref[...], l_ref[...], acc_ref[...]\n", "acc / l", "m + jnp.log(l)"),
+         ("    m =", "acc_ref[...] / l_ref[...]", "m_ref[...] + jnp.log(l_ref[...])"),
+         ("    l, acc = l_ref[...], acc_ref[...]\n    m =", "acc / l", "m + jnp.log(l)"),
          "Update m, l and acc first, then write: see section 4."),
-        ("m is overwritten before alpha is made of it",
-         "alpha = jnp.exp(m - m_new)", "m_ref[...] = m_new\n    alpha = jnp.exp(m_ref[...] - m_new)",
+        ("m is overwritten before alpha is made of it", ("alpha =", "(m - m"),
+         ("m_ref[...] = m_new\n    alpha =", "(m_ref[...] - m"),
          "A ref forgets: read the old m before you write the new one, or alpha is 1, see section 4."),
     ),
 )  # fmt: skip
@@ -138,20 +135,16 @@ def _judge_blocks(table, case):
     return None if moved == least else f"{moved} blocks are fetched on the walk, and {least} would do"
 
 
-TAKEN = "min(step, last)"  # in the solution
-
 BLOCKS = Exercise(
     solution=keys_in_place, title="A block that stays", outputs=("blocks",), run=_asked, judge=_judge_blocks,
     cases=table(
         "T S block_q block_k", (4, 4, 2, 2), (8, 8, 2, 2), (8, 8, 4, 2), (8, 8, 2, 4), (12, 12, 6, 4), (12, 12, 4, 6),
         (24, 24, 3, 8), (4, 8, 2, 2), (8, 4, 2, 2), (512, 512, 128, 128),
     ),
-    tried="tiles of equal and of unequal sizes, more keys than queries and fewer",
     mistakes=(
-        ("every block is fetched", TAKEN, "step", "Past the last block that is needed let it stay: see section 5."),
-        ("the index stays one block too early", TAKEN, "min(step, max(0, last - 1))",
+        ("the index stays one block too early", "last)", "max(0, last - 1))",
          "The block that holds the key of the last query is needed too: see section 5."),
-        ("the index goes back to 0 where nothing is needed", TAKEN, "step if step <= last else 0",
+        ("the index goes back to 0 where nothing is needed", "min(step, last)", "step if step <= last else 0",
          "The next tile begins with block 0, but after the last tile of the walk nobody wants it: let it stay."),
     ),
 )  # fmt: skip
@@ -163,20 +156,19 @@ def registers(rows, columns, itemsize):
     return -(-rows // height) * -(-columns // 128)
 
 
-HEIGHT, COUNT = "32 // itemsize", "-(-rows // height) * -(-columns // 128)"  # in the solution
-
 REGISTERS = Exercise(
     solution=registers, title="Whole registers", outputs=("registers",),
     cases=table(
         "rows columns itemsize", (20, 100, 4), (8, 128, 4), (16, 128, 2), (512, 64, 2), (512, 128, 2), (512, 1, 4),
         (1, 512, 4), (512, 512, 4), (9, 129, 4), (17, 257, 2), (33, 136, 1), (256, 80, 2),
     ),
-    tried="rows, columns and tiles, 8, 16 and 32 bits",
     mistakes=(
-        ("the numbers are counted, and packed without gaps", COUNT, "-(-rows * columns * itemsize // 4096)",
+        ("the numbers are counted, and packed without gaps", "-(-rows // height) * -(-columns // 128)",
+         "-(-rows * columns * itemsize // 4096)",
          "A register holds a piece of 128 columns: rows and columns are filled up each by itself, see section 6."),
-        ("a register has 8 rows of any numbers", HEIGHT, "8", "Of 16-bit numbers it has 16 rows: see section 6."),
-        ("smaller numbers are packed along the lanes", (HEIGHT, "// 128"), ("8", "// (512 // itemsize)"),
+        ("a register has 8 rows of any numbers", "32 // itemsize", "8",
+         "Of 16-bit numbers it has 16 rows: see section 6."),
+        ("smaller numbers are packed along the lanes", ("32 // itemsize", "// 128"), ("8", "// (512 // itemsize)"),
          "There are 128 lanes whatever the numbers: they are packed along the rows, see section 6."),
     ),
 )  # fmt: skip
@@ -191,20 +183,17 @@ def vmem_bytes(block_q, block_k, H, itemsize):
     return 2 * streams + scratch
 
 
-TOTAL, ACC = "2 * streams + scratch", "4 * lanes * block_q"  # in the solution
-
 VMEM = Exercise(
     solution=vmem_bytes, title="What lies in VMEM", outputs=("bytes",),
     cases=table(
         "block_q block_k H itemsize", (128, 128, 128, 2), (128, 128, 64, 2), (512, 512, 128, 2), (256, 512, 128, 2),
         (512, 128, 128, 4), (384, 256, 129, 2), (128, 640, 256, 4), (256, 128, 300, 2),
     ),
-    tried="equal and unequal blocks, head dims that fill the lanes and some that do not, 16 and 32 bits",
     mistakes=(
-        ("scratch has two buffers as well", TOTAL, "2 * (streams + scratch)",
+        ("scratch has two buffers as well", "streams + scratch", "(streams + scratch)",
          "Scratch does not stream, so there is one of it: see section 7."),
-        ("acc has the dtype of the inputs", ACC, "itemsize * lanes * block_q", "Its sums are float32: see section 7."),
-        ("logits and rounded weights are counted", TOTAL, f"{TOTAL} + (4 + itemsize) * block_q * block_k",
+        ("acc has the dtype of the inputs", "4 * lanes", "itemsize * lanes", "Its sums are float32: see section 7."),
+        ("logits and rounded weights are counted", " + scratch", " + scratch + (4 + itemsize) * block_q * block_k",
          "They are no block and no scratch: a step makes them and uses them up, see section 7."),
     ),
 )  # fmt: skip
@@ -230,29 +219,26 @@ def _in_words(answer, grid, block_of):
     return " ".join(map(str, result))
 
 
-SHARED = "any(len(found) > 1 for found in places)"  # in the solution
-ALL, ALONG = "for program in group", "for program in group if program[axis] == sum(program)"  # where all others are 0
-
 AXES = Exercise(
     solution=semantics, title="Axes in any order", outputs=("words",), run=_in_words,
-    cases=lambda: [
-        Case("the case worked by hand", ((2, 3), lambda i, j: (i, 0))),
-        Case("the forward kernel", ((2, 2, 3, 4), lambda b, n, i, step: (b, n, i, 0))),
-        Case("the dk and dv kernel", ((2, 2, 3, 2, 4), lambda b, kv, j, head, step: (b, kv, j, 0))),
-        Case("query heads on an axis, key heads in the result", ((2, 4, 3), lambda b, n, j: (b, n // 2, j))),
-        Case("each program a block of its own", ((3, 2), lambda i, j: (i, j))),
-        Case("one block for all", ((3, 2), lambda i, j: (0,))),
-        Case("blocks along a diagonal", ((3, 4), lambda i, j: (i + j,))),
-        Case("both ends of an axis share a block", ((4, 2), lambda i, j: (i % 3, j))),
-        Case("a row and a column share a block", ((2, 2), lambda i, j: (i * j,))),
-    ],
-    tried="the kernels of this notebook, heads that share a block, blocks along a diagonal",
+    cases=table(
+        "grid block_of", ("the case worked by hand", (2, 3), lambda i, j: (i, 0)),
+        ("the forward kernel", (2, 2, 3, 4), lambda b, n, i, step: (b, n, i, 0)),
+        ("the dk and dv kernel", (2, 2, 3, 2, 4), lambda b, kv, j, head, step: (b, kv, j, 0)),
+        ("query heads on an axis, key heads in the result", (2, 4, 3), lambda b, n, j: (b, n // 2, j)),
+        ("each program a block of its own", (3, 2), lambda i, j: (i, j)),
+        ("one block for all", (3, 2), lambda i, j: (0,)),
+        ("blocks along a diagonal", (3, 4), lambda i, j: (i + j,)),
+        ("both ends of an axis share a block", (4, 2), lambda i, j: (i % 3, j)),
+        ("a row and a column share a block", (2, 2), lambda i, j: (i * j,)),
+    ),
     mistakes=(
-        ("every axis is called parallel", SHARED, "False",
+        ("every axis is called parallel", "any(len(found) > 1 for found in places)", "False",
          "Programs that add to one block need its sum from the step before: see section 8."),
-        ("only the last axis is called arbitrary", SHARED, "axis == len(grid) - 1",
+        ("only the last axis is called arbitrary", "any(len(found) > 1 for found in places)", "axis == len(grid) - 1",
          "An axis is arbitrary if programs along it share a block, wherever it stands: see section 8."),
-        ("only the first two programs of an axis are compared", ALL, f"{ALONG} and program[axis] < 2",
+        ("only the first two programs of an axis are compared", "in group}",
+         "in group if program[axis] == sum(program) < 2}",
          "Programs further on may share a block as well: compare all, see section 8."),
     ),
 )  # fmt: skip

@@ -19,14 +19,7 @@ GRIDS = Exercise(
         "B T S N K block_q block_k", (1, 4, 8, 1, 1, 4, 4), (2, 100, 130, 8, 2, 64, 32), (3, 128, 64, 6, 3, 32, 64),
         (4, 1, 4096, 16, 1, 16, 128), (1, 65, 63, 2, 2, 16, 64),
     ),
-    tried="ragged lengths, grouped heads, tiles of two sizes",
     mistakes=(
-        ("a ragged tile does not count as a whole one",
-         ("-(-T // block_q)", "-(-S // block_k)"), ("T // block_q", "S // block_k"),
-         "Round up: a ragged end needs a program too, see section 2."),
-        ("a tile is added even where the last one is whole",
-         ("-(-T // block_q)", "-(-S // block_k)"), ("(T // block_q + 1)", "(S // block_k + 1)"),
-         "Add one only where something is left over: -(-T // block_q) does."),
         ("dkv has a program for each query head", "K * B", "N * B",
          "dk and dv belong to a key head, and one program adds up its whole group: see section 5."),
     ),
@@ -50,7 +43,6 @@ POINTERS = Exercise(
         (np.arange(8, 16), 2, 0, 13, 2, 24, 32), (np.arange(16, 32), 1, 3, 32, 4, 16, 16),
         (np.array([3, 9, 0, 6]), 1, 2, 7, 3, 3, 4),
     ),
-    tried="whole and ragged tiles, rows in any order, heads of a power of two and others, several heads and entries",
     mistakes=(
         ("the heads lie one behind the other, each with all its positions",
          ("n * H", "rows[:, None] * (N * H)"), ("n * T * H", "rows[:, None] * H"),
@@ -81,14 +73,10 @@ KEY_RANGES = Exercise(
         (15, 1, 16, 100, True), (16, 1, 16, 100, True), (64, 64, 16, 100, True), (128, 64, 16, 97, True),
         (128, 128, 64, 1000, False),
     ),
-    tried="full and causal masks, ragged lengths, tiles on and off the diagonal, queries after the last key",
     mistakes=(
         ("a tile counts as full if its last query sees all of it", "(q_start + 1) //", "(q_start + block_q) //",
          "The first query sees least: it decides, see section 4."),
-        ("the causal mask is left out", "if is_causal:", "if False:",
-         "With is_causal, query i sees keys 0 to i: see section 4."),
-        ("the end of the keys is forgotten under a causal mask",
-         "min(stop, -(-(q_start + block_q) // block_k))", "-(-(q_start + block_q) // block_k)",
+        ("the end of the keys is forgotten under a causal mask", ("min(stop, -", "k))\n"), ("-", "k)\n"),
          "There are only S keys, whatever a query could see: they limit both numbers, see section 4."),
     ),
 )  # fmt: skip
@@ -110,8 +98,6 @@ def query_tiles(k_start, block_q, block_k, T, is_causal):
     return masked, free
 
 
-SKIPPED, FREE = "last < k_start", "first >= k_start + block_k - 1"  # in the solution
-
 QUERY_COUNTS = Exercise(
     solution=query_tiles, title="The other walk", outputs=("masked", "free"),
     cases=table(
@@ -120,13 +106,12 @@ QUERY_COUNTS = Exercise(
         (96, 32, 32, 90, True), (32, 16, 1, 100, True), (31, 16, 1, 100, True), (0, 16, 16, 63, False),
         (64, 16, 16, 128, False), (0, 1, 4, 3, True), (80, 16, 16, 64, False), (128, 16, 16, 40, True),
     ),
-    tried="full and causal masks, ragged lengths, keys after the last query",
     mistakes=(
-        ("a tile counts as free if its first query sees the first key", FREE, "first >= k_start",
+        ("a tile counts as free if its first query sees the first key", " + block_k - 1", "",
          "The last key of the tile is seen by the fewest queries: it decides, see section 5."),
-        ("the last query of a tile decides whether it is free", FREE, "last >= k_start + block_k - 1",
+        ("the last query of a tile decides whether it is free", "first >=", "last >=",
          "The first query sees least: it decides, see section 5."),
-        ("positions over the end are taken to see nothing", SKIPPED, "min(last, T - 1) < k_start",
+        ("positions over the end are taken to see nothing", "last < k_start", "min(last, T - 1) < k_start",
          "Positions count as they stand, inside the array or not: see the task."),
     ),
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from helpers.exercises.exercise import Case, Exercise, table
+from helpers.exercises.exercise import Exercise, table
 
 
 # 17.1
@@ -14,14 +14,9 @@ def operations(T, S, H):
 OPERATIONS = Exercise(
     solution=operations, title="What does the first rung cost?", outputs=("first rung", "needed"),
     cases=table("T S H", (1, 1, 1), (2, 3, 4), (128, 128, 64), (100, 700, 128), (5, 1, 7), (4096, 4096, 64)),
-    tried="lengths that differ, head dims from 1 to 128",
     mistakes=(
-        ("there is a thread for each query only", "T * H * S * (", "T * S * (",
-         "There is a thread for each query and each dimension: see section 2."),
         ("every thread adds up all dimensions of the values", "(2 * H + 2)", "4 * H",
          "A thread owns one dimension of out: 2 operations a key, not 2 H."),
-        ("only the logits are counted as needed", "4 * T", "2 * T",
-         "Attention has two products, 2 T S H operations each."),
     ),
 )  # fmt: skip
 
@@ -37,36 +32,25 @@ def has_race(touches):
     return False
 
 
-def _races_cases():
-    def tile(late=()):
-        """Eight threads write an element each and read all; those that are late write after the barrier."""
-        writes = [(thread, int(thread in late), thread, True) for thread in range(8)]
-        return writes + [(thread, 1, index, False) for thread in range(8) for index in range(8)]
-
-    few = [  # nothing, two touches, and more: a race before a barrier or after it, in any order, with others between
-        [],
-        [(0, 0, 5, True), (0, 0, 5, False)],
-        [(0, 0, 5, False), (1, 1, 5, True)],
-        [(0, 0, 5, True), (1, 0, 5, False)],
-        [(0, 0, 5, True), (1, 1, 5, False)],
-        [(0, 0, 5, True), (1, 0, 6, False)],
-        [(0, 2, 5, False), (1, 2, 5, False)],
-        [(0, 0, 5, False), (1, 0, 5, True)],
-        [(3, 1, 7, True), (40, 1, 7, True)],
-        [(0, 0, 1, True), (1, 1, 1, False), (0, 1, 1, True)],
-        [(0, 0, 5, False), (1, 0, 5, False), (1, 0, 5, True)],
-        [(0, 0, 5, True), (0, 1, 9, False), (1, 0, 5, False)],
-    ]
-    return [
-        *(Case(f"touches={touches}", (touches,)) for touches in few),
-        Case("a tile that is written and, after a barrier, read by all", (tile(),)),
-        Case("such a tile of which one element is written after the barrier", (tile(late=(5,)),)),
-    ]
+def _tile(late=()):
+    """Eight threads write an element each and read all; those that are late write after the barrier."""
+    writes = [(thread, int(thread in late), thread, True) for thread in range(8)]
+    return writes + [(thread, 1, index, False) for thread in range(8) for index in range(8)]
 
 
 RACES = Exercise(
-    solution=has_race, title="Find the race", outputs=("race",), cases=_races_cases,
-    tried="reads and writes of one thread and of several, with and without a barrier, of one element and of several",
+    solution=has_race, title="Find the race", outputs=("race",),
+    cases=table(  # nothing, two touches, and more: a race before a barrier or after it, in any order
+        "touches", ([],), ([(0, 0, 5, True), (0, 0, 5, False)],), ([(0, 0, 5, False), (1, 1, 5, True)],),
+        ([(0, 0, 5, True), (1, 0, 5, False)],), ([(0, 0, 5, True), (1, 1, 5, False)],),
+        ([(0, 0, 5, True), (1, 0, 6, False)],), ([(0, 2, 5, False), (1, 2, 5, False)],),
+        ([(0, 0, 5, False), (1, 0, 5, True)],), ([(3, 1, 7, True), (40, 1, 7, True)],),
+        ([(0, 0, 1, True), (1, 1, 1, False), (0, 1, 1, True)],),
+        ([(0, 0, 5, False), (1, 0, 5, False), (1, 0, 5, True)],),
+        ([(0, 0, 5, True), (0, 1, 9, False), (1, 0, 5, False)],),
+        ("a tile that is written and, after a barrier, read by all", _tile()),
+        ("such a tile of which one element is written after the barrier", _tile(late=(5,))),
+    ),
     mistakes=(
         ("elements are not told apart", "(epoch, index) == (when, where)", "epoch == when",
          "Both must touch the same index."),
@@ -93,7 +77,6 @@ HELD = Exercise(
         "row column", (0, 0), (0, 1), (1, 0), (0, 2), (8, 0), (0, 8), (8, 8), (15, 15), (3, 13), (10, 6), (7, 7),
         (12, 9),
     ),
-    tried="corners, both halves of the rows and of the columns",
     mistakes=(
         ("the registers are in the other order", "row // 8 + 2 * (column // 8)", "column // 8 + 2 * (row // 8)",
          "Register 1 is eight rows down, register 2 eight columns to the right: see section 6."),
@@ -111,32 +94,25 @@ def passes(words):
     return max(banks.count(bank) for bank in banks)
 
 
-def _passes_cases():
-    lanes, random = np.arange(32), np.random.default_rng(17)
-    g, t = lanes // 4, lanes % 4
-    words = {
-        "lane after lane": lanes,
-        "all lanes the same word": np.full(32, 5),
-        "a column of rows of 32 words": 32 * lanes,
-        "a column of rows of 33 words": 33 * lanes,
-        "fragments, rows of 32 words": 32 * g + t,
-        "fragments, rows of 36 words": 36 * g + t,
-        "two words of one bank, each read by sixteen lanes": 32 * (lanes // 16),
-        "random words": random.integers(0, 256, 32),
-    }
-    return [Case(label, (words_of_lanes,)) for label, words_of_lanes in words.items()]
+LANES = np.arange(32)
 
-
-DISTINCT, MOST = "set(map(int, words))", "max(banks.count(bank) for bank in banks)"  # in the solution
 
 PASSES = Exercise(
-    solution=passes, title="How often must the warp ask?", outputs=("passes",), cases=_passes_cases,
-    tried="words side by side, columns, the same word for many lanes, fragments, random words",
+    solution=passes, title="How often must the warp ask?", outputs=("passes",),
+    cases=table(
+        "words", ("lane after lane", LANES), ("all lanes the same word", np.full(32, 5)),
+        ("a column of rows of 32 words", 32 * LANES), ("a column of rows of 33 words", 33 * LANES),
+        ("fragments, rows of 32 words", 32 * (LANES // 4) + LANES % 4),
+        ("fragments, rows of 36 words", 36 * (LANES // 4) + LANES % 4),
+        ("two words of one bank, each read by sixteen lanes", 32 * (LANES // 16)),
+        ("random words", np.random.default_rng(17).integers(0, 256, 32)),
+    ),
     mistakes=(
-        ("lanes that read the same word are counted twice", DISTINCT, "words",
+        ("lanes that read the same word are counted twice", "set(map(int, words))", "words",
          "One word is read once and given to all lanes that want it: count different words."),
-        ("all different words are counted", MOST, "len(banks)", "Words in different banks come in the same pass."),
-        ("the banks that are used are counted", MOST, "len(set(banks))",
+        ("all different words are counted", "max(banks.count(bank) for bank in banks)", "len(banks)",
+         "Words in different banks come in the same pass."),
+        ("the banks that are used are counted", "max(banks.count(bank) for bank in banks)", "len(set(banks))",
          "Many banks are good: what counts is the one bank that is asked for most words."),
     ),
 )  # fmt: skip

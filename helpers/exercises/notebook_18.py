@@ -9,11 +9,9 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from helpers.attention.reference import oracle
 from helpers.environment import backend
-from helpers.exercises import whole
 from helpers.exercises.exercise import Case, Complaint, Exercise, table
-from helpers.exercises.notebook_05 import FORWARD
+from helpers.exercises.notebook_05 import FORWARD, expected_forward, run_forward
 
 
 # 18.1
@@ -23,23 +21,20 @@ def segment_ids(lengths, T):
     return np.repeat(np.arange(len(lengths) + 1), [*lengths, padding])
 
 
-NUMBERS, PARTS = "np.arange(len(lengths) + 1)", "[*lengths, padding]"  # in the solution
-
 SEGMENTS = Exercise(
     solution=segment_ids, title="Whose token is it?", outputs=("ids",), tolerance=1e-9,
     cases=table(
         "lengths T", ("the case worked by hand", [2, 1], 5), ([3], 3), ([1, 1, 4], 6), ([2, 5, 3], 16), ([4], 9),
         ([7, 1, 2, 6], 20),
     ),
-    tried="1 to 4 documents, rows that are full and rows with padding",
     mistakes=(
-        ("padding belongs to the last document", (NUMBERS, PARTS),
-         ("np.arange(len(lengths))", "[*lengths[:-1], lengths[-1] + padding]"),
+        ("padding belongs to the last document", (") + 1)", "*lengths, padding"),
+         ("))", "*lengths[:-1], lengths[-1] + padding"),
          "Padding gets a number of its own, so that no document sees it: see section 1."),
-        ("padding has the number of the first document", NUMBERS, "[*range(len(lengths)), 0]",
+        ("padding has the number of the first document", "np.arange(len(lengths) + 1)", "[*range(len(lengths)), 0]",
          "Equal numbers see each other, wherever they stand: give padding a new one."),
-        ("each token has its position in its document", f"np.repeat({NUMBERS}, {PARTS})",
-         f"np.concatenate([np.arange(length) for length in {PARTS}])",
+        ("each token has its position in its document", "np.repeat(np.arange(len(lengths) + 1), [*lengths, padding])",
+         "np.concatenate([np.arange(length) for length in [*lengths, padding]])",
          "Positions count within a document. A segment id is the same for all of its tokens."),
     ),
 )  # fmt: skip
@@ -67,14 +62,12 @@ def _tile_cases():
     return cases
 
 
-CAPPED, HIDDEN = "    s = cap * np.tanh(s / cap)\n", "    return np.where(seen, s, -np.inf)\n"  # in the solution
-
 TILE = Exercise(
     solution=tile_logits, title="The logits of a tile", outputs=("s",), cases=_tile_cases,
-    tried="tiles of 1 to 4 queries and 2 to 5 keys, small and large logits",
     mistakes=(
-        ("the mask comes before the soft cap, which turns -inf into -cap", (CAPPED, HIDDEN),
-         ("    s = np.where(seen, s, -np.inf)\n", "    return cap * np.tanh(s / cap)\n"),
+        ("the mask comes before the soft cap, which turns -inf into -cap",
+         ("s = cap * np.tanh(s / cap)", "return np.where(seen, s, -np.inf)"),
+         ("s = np.where(seen, s, -np.inf)", "return cap * np.tanh(s / cap)"),
          "tanh(-inf) is -1, so a hidden key gets a weight again: mask last, see section 2."),
         ("the bias is added after the soft cap", (" + bias", "cap * np.tanh(s / cap)"),
          ("", "cap * np.tanh(s / cap) + bias"), "The cap holds for product and bias together: see section 2."),
@@ -95,25 +88,21 @@ def segment_kinds(ids, block):
     return some.astype(int) + every
 
 
-def _kind_cases():
-    rows = [("the case worked by hand", np.array([0, 0, 0, 1, 1, 1]), 2)]
-    for lengths, block in [((4, 4, 8), 4), ((1, 1, 1, 9), 3), ((5, 11), 4), ((20,), 5), ((2, 3, 1, 6, 4, 8), 4)]:
-        rows.append((f"documents of {list(lengths)}, block={block}", segment_ids(lengths, sum(lengths)), block))
-    return [Case(label, tuple(arguments)) for label, *arguments in rows]
-
-
-SOME, EVERY = "(least[:, None] <= most) & (least <= most[:, None])", "some & alone[:, None] & alone"
-
 KINDS = Exercise(
-    solution=segment_kinds, title="Kinds of tiles from two numbers", outputs=("kinds",), cases=_kind_cases,
-    tolerance=1e-9, tried="1 to 6 documents, tiles of 2 to 5, boundaries within tiles and between them",
+    solution=segment_kinds, title="Kinds of tiles from two numbers", outputs=("kinds",), tolerance=1e-9,
+    cases=table(
+        "ids block", ("the case worked by hand", np.array([0, 0, 0, 1, 1, 1]), 2),
+        *((f"documents of {lengths}, block={block}", segment_ids(lengths, sum(lengths)), block) for lengths, block in
+          (([4, 4, 8], 4), ([1, 1, 1, 9], 3), ([5, 11], 4), ([20], 5), ([2, 3, 1, 6, 4, 8], 4))),
+    ),
     mistakes=(
-        ("tiles are compared by their first numbers only", SOME, "least[:, None] == least",
+        ("tiles are compared by their first numbers only", "(least[:, None] <= most) & (least <= most[:, None])",
+         "least[:, None] == least",
          "A tile may begin in one document and end in another: two ranges must overlap, see section 3."),
-        ("a tile counts as full as soon as its ranges are equal", EVERY,
+        ("a tile counts as full as soon as its ranges are equal", "some & alone[:, None] & alone",
          "(least[:, None] == least) & (most[:, None] == most)",
          "Two documents in both tiles leave pairs that do not see each other."),
-        ("a tile in one document counts as full against any other", EVERY, "alone[:, None] & alone",
+        ("a tile in one document counts as full against any other", "some & alone", "alone",
          "It must be the same document for both tiles."),
     ),
 )  # fmt: skip
@@ -163,21 +152,10 @@ def _packed_cases():
     return cases
 
 
-def _run_quietly(answer, *arguments):
-    with np.errstate(all="ignore"):  # what overflows is told by the verdict
-        return answer(*arguments)
-
-
-SEEN, GUARD = "(j <= i[:, None]) & (ids[j] == ids[i][:, None])", "np.where(m_new == -np.inf, 0, m_new)"
-
 PACKED = Exercise(
     solution=packed_attention, title="A loop for packed documents", outputs=("out", "visited"), cases=_packed_cases,
-    run=_run_quietly,
-    tried="2 or 3 documents, tiles that cut them, a last tile that is shorter, large logits of both signs",
     mistakes=(
-        ("keys of other documents are seen", SEEN, "(j <= i[:, None]) & (ids[j] >= 0)",
-         "This is the leak of section 1: a query sees keys of its own number only."),
-        ("a row that sees no key in its first tile becomes NaN", GUARD, "m_new",
+        ("a row that sees no key in its first tile becomes NaN", "np.where(m_new == -np.inf, 0, m_new)", "m_new",
          "Its maximum is still -inf, and -inf minus -inf is NaN: take 0 for it then, see hint 2."),
         ("tiles are skipped for the causal mask alone", "not seen.any()", "first > i[-1]",
          "Tiles of other documents can be skipped as well: see section 3."),
@@ -206,16 +184,11 @@ def _cap_cases():
     return cases
 
 
-FACTOR = "(1 - (s / cap) ** 2)"  # in the solution
-
 CAP = Exercise(
     solution=products_gradient, title="Back through the cap", outputs=("gradient",), cases=_cap_cases,
-    tried="logits far below the cap and close to it",
     mistakes=(
-        ("the cap is left out", f" * {FACTOR}", "", "That is the gradient of the capped logits: see section 4."),
-        ("the capped logits are capped once more", FACTOR, "(1 - np.tanh(s / cap) ** 2)",
+        ("the capped logits are capped once more", "(s / cap)", "np.tanh(s / cap)",
          "s is capped already, so s / cap is the tanh: see section 4."),
-        ("delta is left out", "(dp - delta[:, None])", "dp", "ds = p (dp − delta), as in notebook 06."),
     ),
 )  # fmt: skip
 
@@ -244,18 +217,15 @@ def _sink_cases():
     return cases
 
 
-NEW, SHARE = "np.logaddexp(lse, sinks)", "np.exp(lse - new)[..., None], new"  # in the solution
-
 SINKS = Exercise(
-    solution=add_sinks, title="Add a sink afterwards", outputs=("out", "lse"), cases=_sink_cases, run=_run_quietly,
+    solution=add_sinks, title="Add a sink afterwards", outputs=("out", "lse"), cases=_sink_cases,
     tolerance=1e-4,
-    tried="1 to 4 heads, a query that sees no key, lse far from 0",
     mistakes=(
-        ("the sum is formed outside of the logarithm, where it overflows", NEW,
+        ("the sum is formed outside of the logarithm, where it overflows", "np.logaddexp(lse, sinks)",
          "np.log(np.exp(lse) + np.exp(sinks))", "`np.logaddexp` adds without leaving the logarithm."),
-        ("the keys get the share of the sink", SHARE, "np.exp(sinks - new)[..., None], new",
+        ("the keys get the share of the sink", "lse - new", "sinks - new",
          "The share of the keys is exp(lse) by the new sum: see section 5."),
-        ("lse is left as it was", SHARE, "np.exp(lse - new)[..., None], lse",
+        ("lse is left as it was", ", new\n", ", lse\n",
          "The sum has grown by the sink, and lse with it: see section 5."),
     ),
 )  # fmt: skip
@@ -266,15 +236,6 @@ def windows_by_head(b, n, i, j):
     """Whether query i of head n sees key j: the last 16 · 2^n keys, and the first 4."""
     near = i - j < 16 * 2**n
     return (j <= i) & (near | (j < 4))
-
-
-def _window_cases():
-    i, j = np.arange(7)[:, None], np.arange(7)
-    cases = [Case("all pairs of 7 tokens, head 0", (0, 0, i, j))]
-    for start, first, n in ((40, 0, 0), (40, 16, 1), (64, 32, 0), (100, 32, 2), (0, 64, 1)):
-        i, j = start + np.arange(24)[:, None], first + np.arange(32)
-        cases.append(Case(f"queries from {start}, keys from {first}, head {n}", (1, n, i, j)))
-    return cases
 
 
 def _run_window(answer, b, n, i, j):
@@ -288,16 +249,16 @@ def _run_window(answer, b, n, i, j):
     return np.broadcast_to(seen, (len(i), len(j))).astype(int)
 
 
-NEAR, BOTH = "i - j < 16 * 2**n", "(j <= i) & (near | (j < 4))"  # in the solution
-
 WINDOW = Exercise(
-    solution=windows_by_head, title="A window for each head", outputs=("seen",), cases=_window_cases, run=_run_window,
-    expected=lambda *arguments: _run_window(windows_by_head, *arguments), tolerance=1e-9,
-    tried="heads 0 to 2, tiles near the diagonal and far from it",
+    solution=windows_by_head, title="A window for each head", outputs=("seen",), run=_run_window, tolerance=1e-9,
+    cases=table(
+        "b n i j", ("all pairs of 7 tokens, head 0", 0, 0, np.arange(7)[:, None], np.arange(7)),
+        *((f"queries from {i}, keys from {j}, head {n}", 1, n, i + np.arange(24)[:, None], j + np.arange(32))
+          for i, j, n in ((40, 0, 0), (40, 16, 1), (64, 32, 0), (100, 32, 2), (0, 64, 1))),
+    ),
     mistakes=(
-        ("the first keys are not seen from afar", BOTH, "(j <= i) & near", "The first 4 keys stay visible for all."),
-        ("later keys are seen", BOTH, "near | (j < 4)", "j ≤ i holds for the window and for the first keys."),
-        ("the first keys escape the causal mask", BOTH, "((j <= i) & near) | (j < 4)",
+        ("the first keys are not seen from afar", "(near | (j < 4))", "near", "The first 4 keys stay visible for all."),
+        ("the first keys escape the causal mask", "(j <= i) & (near | (j < 4))", "((j <= i) & near) | (j < 4)",
          "Query 0 must not see key 3: the causal condition holds for both."),
     ),
 )  # fmt: skip
@@ -400,30 +361,17 @@ def _masked_cases():
     return cases
 
 
-def _run_masked(answer, *arguments):
-    dtypes = {"out": arguments[0].dtype, "lse": jnp.float32}
-    return whole.results(answer, masked_forward, arguments, dtypes, _expected_masked(*arguments)[:2], arguments[4:])
-
-
-def _expected_masked(q, k, v, mask_mod, *_):
-    out, lse = oracle(q, k, v, mask_mod=mask_mod)
-    return out, lse.swapaxes(1, 2), whole.AS_ASKED
-
-
 MASKED = Exercise(
     solution=masked_forward, title="A mask in your kernel", outputs=("out", "lse", "how it was made"),
-    cases=_masked_cases, run=_run_masked, expected=_expected_masked, tolerance=1e-4, building_block="masks",
-    slow=True,
-    tried="six masks, by position, head and batch entry, queries that see nothing, ragged ends, unequal tiles, "
-          "grouped heads, logits from -200 to 60, float32 and bfloat16; replayed",
+    cases=_masked_cases, run=functools.partial(run_forward, masked_forward, "mask_mod"), tolerance=1e-4, slow=True,
+    expected=functools.partial(expected_forward, "mask_mod"), building_block="masks",
     mistakes=(
         ("no tile is skipped", "lax.cond(some, visit, lambda state: state, state)", "visit(state)",
          "Load keys only where the tile has a visible pair: see section 3."),
         ("a tile is skipped unless all of it is seen", "1, 0).max()", "1, 0).min()",
          "Partial tiles must be visited, and masked: see section 3."),
-        ("the mask decides which tiles are visited, and hides nothing within them", "jnp.where(seen, dot",
-         "jnp.where((cols < S)[None, :], dot",
-         "In a partial tile the hidden pairs need the logit -inf: see section 2."),
+        ("the mask decides which tiles are visited, and hides nothing within them", "(seen, dot",
+         "((cols < S)[None, :], dot", "In a partial tile the hidden pairs need the logit -inf: see section 2."),
         ("a query that has seen no key yet becomes NaN", "jnp.where(m_new == -jnp.inf, 0, m_new)", "m_new",
          "Its maximum is still -inf, and -inf minus -inf is NaN: take 0 for it then, see exercise 18.4."),
         ("a query that sees no key is divided by zero", "weight = jnp.where(l == 0, 1, l)", "weight = l",

@@ -5,6 +5,7 @@ import copy
 import functools
 import inspect
 import linecache
+import pickle
 import re
 import signal
 import sys
@@ -36,16 +37,8 @@ class Raised:
     text: str
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What an answer did with a case. changed: name of an argument that it wrote into, or None."""
-
-    result: object
-    changed: str | None = None
-
-
 def apply(exercise, answer, case):
-    """The `Outcome` of an answer for a case."""
+    """(result of an answer for a case, name of an argument that it wrote into or None)."""
     changed = []
 
     def watched(*arguments, **options):
@@ -54,7 +47,7 @@ def apply(exercise, answer, case):
             return answer(*arguments, **options)
         finally:
             for place, (old, now) in enumerate(zip(before, arguments, strict=True)):
-                if not _unchanged(old, now):
+                if old != _snapshot(now):
                     changed.append(_name_of_argument(answer, place))
 
     with contextlib.suppress(BaseException):  # for the names of its parameters
@@ -65,10 +58,10 @@ def apply(exercise, answer, case):
             # A deep copy, so that an answer that writes into its arguments cannot spoil the next case.
             result = plain(exercise.run(watched, *copy.deepcopy(case.arguments)))
     except Complaint as complaint:
-        return Outcome(Raised("Complaint", f"wrong for {{case}}.\n{indent(str(complaint))}"))
+        return Raised("Complaint", f"wrong for {{case}}.\n{indent(str(complaint))}"), None
     except BaseException as error:
-        return Outcome(_raised(error, answer))
-    return Outcome(result, changed[0] if changed else None)
+        return _raised(error, answer), None
+    return result, changed[0] if changed else None
 
 
 @contextlib.contextmanager
@@ -100,22 +93,11 @@ def limited(seconds):
 
 
 def _snapshot(value):
-    """A copy of what an answer could write into; None for anything else."""
-    if isinstance(value, np.ndarray):
-        return np.array(value)
-    if isinstance(value, list | tuple):
-        return [_snapshot(item) if isinstance(item, np.ndarray | list | tuple | dict) else item for item in value]
-    return dict(value) if isinstance(value, dict) else None
-
-
-def _unchanged(before, now):
-    if isinstance(before, np.ndarray):
-        return before.shape == now.shape and np.array_equal(before, now, equal_nan=before.dtype.kind == "f")
-    if isinstance(before, list):
-        return len(before) == len(now) and all(map(_unchanged, before, now))
-    if isinstance(before, dict):
-        return before == now
-    return before is None or before is now or isinstance(now, np.ndarray | list | tuple | dict)
+    """Bytes that tell whether an answer wrote into an argument; None where it could not, or where nothing tells."""
+    if isinstance(value, np.ndarray | list | tuple | dict):
+        with contextlib.suppress(Exception):  # of functions there are none
+            return pickle.dumps(value)
+    return None
 
 
 def _name_of_argument(answer, place):
@@ -156,12 +138,9 @@ def _raised(error, answer):
             lines = {number for _, _, number in code.co_lines() if number} - {code.co_firstlineno}
             if len(lines) <= 1:
                 return Raised("not attempted", "")
-            text = (
-                f"raised NotImplementedError for {{case}}.\n  Delete line {line} of your function's cell, the stub's."
-            )
-            return Raised(kind, text)
-        text = f"`{last.f_code.co_name}`, which your function calls, is not written yet."
-        return Raised(kind, text)
+            said = f"Delete line {line} of your function's cell, the stub's."
+            return Raised(kind, f"raised NotImplementedError for {{case}}.\n  {said}")
+        return Raised(kind, f"`{last.f_code.co_name}`, which your function calls, is not written yet.")
     message = _TRACED.get(kind) or _message(error)
     text = f"raised {kind} for {{case}}." + (f"\n  {message}" if message else "")
     yours = [(frame, line) for frame, line in frames if is_learners(frame.f_code, code)]

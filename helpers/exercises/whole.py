@@ -8,6 +8,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from helpers.exercises.exercise import Complaint, shaped
+from helpers.instruments.products import equations
 from helpers.instruments.traffic import replay
 
 AS_ASKED = "from tiles alone, each read once by a program that needs it"
@@ -82,7 +83,7 @@ def first_kernel(kernel, arguments):
 def as_float64(found, right, dtypes):
     """The results, of which one of 16 bits that rounding alone sets apart from the right one is taken for it."""
     found = found if isinstance(found, tuple | list) else (found,)
-    return [_rounded_alike(*each) for each in zip(found, right, dtypes.values(), strict=True)]
+    return list(map(_rounded_alike, found, right, dtypes.values()))
 
 
 def check_results(found, dtypes, right):
@@ -117,26 +118,14 @@ def _way(jaxpr, calls, arrays, blocks, ours):
     return AS_ASKED if enough else "with more bytes read than these tiles need"
 
 
-def _sizes(jaxpr, within=False):
+def _sizes(jaxpr):
     """(elements of the largest value in a kernel, of the largest around it, dtypes of what loops in kernels carry)."""
-    inside, around, sums = 0, 0, set()
-    for equation in jaxpr.eqns:
-        values = [v.aval for v in equation.outvars if hasattr(v.aval, "dtype") and not hasattr(v.aval, "inner_aval")]
-        sizes = [math.prod(value.shape) for value in values]
-        if equation.primitive.name in ("while", "scan") and within:
-            sums.update(v.dtype for v in values if v.shape and jnp.issubdtype(v.dtype, jnp.floating))
-        largest = max(sizes, default=0)
-        inside, around = (max(inside, largest), around) if within else (inside, max(around, largest))
-        for inner in _inner(equation.params):
-            found = _sizes(inner, within or equation.primitive.name == "pallas_call")
-            inside, around, sums = max(inside, found[0]), max(around, found[1]), sums | found[2]
-    return inside, around, sums
-
-
-def _inner(params):
-    """The jaxprs among the parameters of an equation, those of index maps left out."""
-    for value in params.values():
-        for one in value if isinstance(value, tuple | list) else (value,):
-            one = getattr(one, "jaxpr", one)
-            if hasattr(one, "eqns"):
-                yield one
+    around = list(equations(jaxpr))
+    kernels = [equation.params["jaxpr"] for equation in around if equation.primitive.name == "pallas_call"]
+    inside = [equation for kernel in kernels for equation in equations(kernel)]
+    is_value = lambda aval: hasattr(aval, "dtype") and not hasattr(aval, "inner_aval")  # and no ref
+    values_of = lambda equation: [v.aval for v in equation.outvars if is_value(v.aval)]
+    largest = lambda of: max((math.prod(v.shape) for equation in of for v in values_of(equation)), default=0)
+    loops = [equation for equation in inside if equation.primitive.name in ("while", "scan")]
+    carried = [v for equation in loops for v in values_of(equation) if v.shape]
+    return largest(inside), largest(around), {v.dtype for v in carried if jnp.issubdtype(v.dtype, jnp.floating)}

@@ -223,8 +223,6 @@ MMA = Exercise(
     ),
     run=functools.partial(_run, (AMPERE, HOPPER)), expected=_expected, tolerance=1e-4,
     building_block="forward on a GPU", in_place=("on_gpu", "forward"), slow=True,
-    tried="T below and above S, ragged ends, head dims from 1 to 200, grouped heads, causal and not, bfloat16 and "
-          "float16, logits from -90 to 30; interpreted under the race detector, and lowered for Ampere and Hopper",
     mistakes=(
         *IN_BOTH,
         ("acc is not rescaled by alpha", "warp.along(alpha, acc.shape, 0) * acc", "acc", FORWARD.mistakes[0][-1]),
@@ -342,8 +340,6 @@ def hopper_forward(q, k, v, is_causal=False, interpret=False):
     return out[:, :T, :, :H], lse[..., :T]
 
 
-WAITS = "pl.when(j >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))"  # in the solution
-
 WGMMA = Exercise(
     solution=hopper_forward, title="A Hopper kernel of your own", outputs=("how it runs", "out", "lse"),
     cases=functools.partial(
@@ -355,8 +351,6 @@ WGMMA = Exercise(
     ),
     run=functools.partial(_run, (HOPPER,)), expected=_expected, tolerance=1e-4,
     building_block="forward on a Hopper GPU", in_place=("on_hopper", "forward"), slow=True,
-    tried="T below and above S, ragged ends, head dims from 1 to 128, grouped heads, causal and not, bfloat16 and "
-          "float16, logits from -90 to 30; interpreted under the race detector, and lowered for Hopper",
     mistakes=(
         *IN_BOTH,
         ("acc is not rescaled by alpha", "along(alpha, acc) * acc", "acc", FORWARD.mistakes[0][-1]),
@@ -364,7 +358,8 @@ WGMMA = Exercise(
          "Tile j begins with key j * block_k."),
         ("a tile is read before its copy has arrived", "                plgpu.barrier_wait(loaded.at[slot])\n", "",
          "A copy has only been ordered when `copy_gmem_to_smem` returns: see section 4."),
-        ("a slot is filled again while somebody reads it", WAITS, "None",
+        ("a slot is filled again while somebody reads it",
+         "pl.when(j >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))", "None",
          "Whoever fills a slot a second time waits until its readers have said that it is free: see section 5."),
         ("nobody says that a slot is free", "                plgpu.barrier_arrive(free.at[slot])\n", "",
          "The memory warpgroup waits for ever: every wait needs an arrival, see section 5."),

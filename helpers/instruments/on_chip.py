@@ -45,19 +45,6 @@ _NAMES = {
 
 
 @dataclass(frozen=True)
-class Buffer:
-    """An array in shared memory."""
-
-    name: str
-    shape: tuple
-    itemsize: int
-
-    @property
-    def bytes(self):
-        return math.prod(self.shape) * self.itemsize
-
-
-@dataclass(frozen=True)
 class Product:
     """One product that a warpgroup issues: (m, k) times (k, n), added to an accumulator (m, n).
 
@@ -84,20 +71,20 @@ class Product:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel as it was traced. products: those of one warpgroup in one step."""
+    """A kernel as it was traced.
+
+    buffers: {array in shared memory: its bytes}. products: those of one warpgroup in one step.
+    """
 
     name: str
     tiles: Tiles
-    buffers: tuple
+    buffers: dict
     products: tuple
 
     @property
     def smem(self):
         """Bytes of shared memory, without the barriers, which are 8 bytes each."""
-        return sum(buffer.bytes for buffer in self.buffers)
-
-    def buffer(self, name):
-        return next(buffer for buffer in self.buffers if buffer.name == name)
+        return sum(self.buffers.values())
 
 
 def memory(scratch):
@@ -137,11 +124,8 @@ def watch(H, tiles, is_causal=False):
             return kernel(gmem, refs, *others)
 
         results = launch(watched, name, arrays, outputs, scratch, grid, problem, tiles, interpret, **more)
-        buffers = tuple(
-            Buffer(name, tuple(wanted.shape), jnp.dtype(wanted.dtype).itemsize)
-            for name, wanted in memory(scratch).items()
-            if not isinstance(wanted, plgpu.Barrier)
-        )
+        held = {name: wanted for name, wanted in memory(scratch).items() if not isinstance(wanted, plgpu.Barrier)}
+        buffers = {name: math.prod(one.shape) * jnp.dtype(one.dtype).itemsize for name, one in held.items()}
         # A loop body may be traced more than once.
         traces = sum(product.name == "s" for product in state["products"])
         products = state["products"][: len(state["products"]) // traces]

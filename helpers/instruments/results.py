@@ -40,35 +40,6 @@ def write(results, path):
     print(f"wrote {path.name}")
 
 
-def read(gpu="NVIDIA H200"):
-    """The recorded results of a GPU; FileNotFoundError where there are none."""
-    return _read(RESULTS / f"{slug(gpu)}.json")
-
-
-def _read(path):
-    return json.loads(path.read_text())
-
-
-def read_ring():
-    """Ring attention on several GPUs."""
-    return _read(RESULTS / "nvidia_h200_ring.json")
-
-
-def read_common_part():
-    """Errors of gradients where keys and values have a part in common."""
-    return _read(RESULTS / "nvidia_h100_80gb_hbm3_common_part.json")
-
-
-def read_mma():
-    """Forward kernels that run on every GPU from Ampere on, with B T = 16384 positions and N H = 2048 columns."""
-    return _read(RESULTS / "nvidia_h100_80gb_hbm3_mma.json")
-
-
-def read_compiled_for_tpu():
-    """What the compiler for TPUs said of kernels."""
-    return _read(RESULTS / "tpu_compile.json")
-
-
-def read_variants():
-    """What was tried and not kept."""
-    return _read(RESULTS / "nvidia_h200_variants.json")
+def read(what="NVIDIA H200"):
+    """The record of a GPU, or of an experiment such as "NVIDIA H200 ring"; FileNotFoundError if there is none."""
+    return json.loads((RESULTS / f"{slug(what)}.json").read_text())

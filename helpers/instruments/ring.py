@@ -10,18 +10,17 @@ import numpy as np
 
 from helpers.attention.ring import plan
 
-FORWARD_PRODUCTS = 2  # of 2 H operations for each pair of a query and a key
 STATISTIC_BYTES = SUM_BYTES = 4  # of lse and delta, and of sums of results and gradients: float32
 
 
-def pairs(layout, devices, T, S=None, *, is_causal):
+def pairs(layout, devices, T, *, is_causal):
     """(steps, devices) integers: how many pairs of a query and a key each device computes in each step.
 
-    T, S: multiples of what the layout wants.
+    T: a multiple of what the layout wants; there are as many keys.
     """
-    queries, keys = T // devices, (T if S is None else S) // devices
-    steps = plan(layout, devices, queries, keys, is_causal=is_causal)
-    return np.array([[_pairs(piece, queries) for piece in step] for step in steps])
+    share = T // devices
+    steps = plan(layout, devices, share, share, is_causal=is_causal)
+    return np.array([[_pairs(piece, share) for piece in step] for step in steps])
 
 
 def _pairs(piece, queries):
@@ -34,9 +33,9 @@ def _pairs(piece, queries):
     return diagonal * (diagonal + 1) // 2 + (rows - diagonal) * piece.keys
 
 
-def flops(pairs, problem, products=FORWARD_PRODUCTS):
-    """Operations of so many pairs of every head: 2 H for each of the products. Softmax is left out."""
-    return 2 * products * problem.H * problem.N * problem.B * pairs
+def flops(pairs, problem):
+    """Operations of so many pairs of every head, forward: 2 H for each of two products. Softmax is left out."""
+    return 4 * problem.H * problem.N * problem.B * pairs
 
 
 def shard_bytes(problem, devices, itemsize=None):
@@ -53,23 +52,15 @@ def sent_bytes(problem, devices, which="forward"):
     return (devices - 1) * hop
 
 
-def footprint(problem, devices, which="forward"):
-    """{what: bytes} that a device has in memory at once, at most, in a pass; the same for any D with shares as long.
+def footprint(problem, devices):
+    """{what: bytes} that a device has in memory at once, at most; the same for any D with shares as long.
 
-    which: "forward", or "both" for a program that has the forward and the backward pass, returns out and the three
-    gradients, and is at work in the second.
+    Of a program that has the forward and the backward pass, returns out and the three gradients, and is at work in the
+    second.
     """
     share, e = lambda length: problem.B * length // devices * problem.H, problem.dtype.itemsize
     query, keys = problem.N * share(problem.T), 2 * problem.K * share(problem.S)
     rows = STATISTIC_BYTES * problem.B * problem.N * (problem.T // devices)
-    if which == "forward":
-        return {
-            "query, key, value": e * (query + keys),
-            "out and lse": e * query + rows,
-            "keys and values that are here and those that come": 2 * e * keys,
-            "sums of out and lse, before and after a part is added": 2 * (SUM_BYTES * query + rows),
-            "out and lse of a part": e * query + rows,
-        }
     return {
         "query, key, value, dout": e * (2 * query + keys),
         "out, dq, dk, dv": e * (2 * query + keys),

@@ -18,48 +18,16 @@ barrier is missed. "May": not the simulated times decide, but whether barriers p
 """
 
 import itertools
-from collections import defaultdict
+from collections import defaultdict, namedtuple
 from typing import NamedTuple
 
-
-class Wait(NamedTuple):
-    barrier: str
-    slot: int = 0
-
-
-class Arrive(NamedTuple):
-    barrier: str
-    slot: int = 0
-
-
-class Fetch(NamedTuple):
-    buffer: str
-    slot: int
-    tile: int
-    barrier: str
-    cycles: int = 256
-
-
-class Read(NamedTuple):
-    buffer: str
-    slot: int = 0
-
-
-class Work(NamedTuple):
-    unit: str
-    cycles: int
-    label: str
-
-
-class Issue(NamedTuple):
-    unit: str
-    cycles: int
-    label: str
-    reads: tuple = ()
-
-
-class Drain(NamedTuple):
-    count: int = 0
+Wait = namedtuple("Wait", "barrier slot", defaults=(0,))
+Arrive = namedtuple("Arrive", "barrier slot", defaults=(0,))
+Fetch = namedtuple("Fetch", "buffer slot tile barrier cycles", defaults=(256,))
+Read = namedtuple("Read", "buffer slot", defaults=(0,))
+Work = namedtuple("Work", "unit cycles label")
+Issue = namedtuple("Issue", "unit cycles label reads", defaults=((),))
+Drain = namedtuple("Drain", "count", defaults=(0,))
 
 
 class Span(NamedTuple):
@@ -69,7 +37,6 @@ class Span(NamedTuple):
     what: str
     start: float
     stop: float
-    unit: str | None = None
 
 
 class OrderError(Exception):
@@ -183,7 +150,7 @@ class _Simulation:
             asked = group.time
             start, stop = self._occupy(operation.unit, asked, operation.cycles, group.name, operation.label)
             self._span(group, "wait", asked, start)
-            self._span(group, operation.label, start, stop, operation.unit)
+            self._span(group, operation.label, start, stop)
             group.time = stop
         elif isinstance(operation, Issue):
             reads = {self._read(group, place) for place in operation.reads}
@@ -250,9 +217,9 @@ class _Simulation:
         self.spans.append(Span(unit, f"{who}: {label}", start, start + cycles))
         return start, start + cycles
 
-    def _span(self, group, what, start, stop, unit=None):
+    def _span(self, group, what, start, stop):
         if stop > start:
-            self.spans.append(Span(group.name, what, start, stop, unit))
+            self.spans.append(Span(group.name, what, start, stop))
 
 
 def _place(place):
@@ -295,9 +262,9 @@ def relay(steps, stages):
     return {"memory": memory(), "compute": compute()}
 
 
-def rung(number, steps=6, costs=None, warpgroups=None, stages=2):
+def rung(number, steps=6, warpgroups=None, stages=2):
     """The `Run` of one program of a rung over `steps` tiles of keys, without its beginning and end."""
-    costs = Costs() if costs is None else costs
+    costs = Costs()
     warpgroups = {1: 1, 2: 1, 3: 1, 4: 2, 5: 2, 6: 2}[number] if warpgroups is None else warpgroups
     names = [f"compute {index}" for index in range(warpgroups)]
     barriers = {"k_loaded": 1, "v_loaded": 1, "k_free": warpgroups, "v_free": warpgroups}

@@ -26,7 +26,6 @@ class Timing:
     spread: distance of the quartiles of the wall times, divided by their median.
     device_ms: median of the time that the kernels of one call took by the device's own clock, without
       the gaps between them; None where no profiler could look.
-    samples: how many wall times there were.
     device_samples: what device_ms is the median of, one for each turn: the mean of the calls in it. Of programs that
       were measured together, samples with the same number are of the same turn: they are pairs.
     """
@@ -34,7 +33,6 @@ class Timing:
     wall_ms: float
     spread: float
     device_ms: float | None
-    samples: int
     device_samples: tuple[float, ...] = ()
 
 
@@ -54,7 +52,6 @@ def summary(wall_s, device_ms):
         wall_ms=1e3 * float(middle),
         spread=float((high - low) / middle),
         device_ms=float(np.median(device_ms)) if len(device_ms) else None,
-        samples=len(wall_s),
         device_samples=tuple(map(float, device_ms)),
     )
 

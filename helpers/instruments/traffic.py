@@ -57,14 +57,6 @@ class Operand:
     def bytes_written(self):
         return int(self.writes.sum()) * self.values.dtype.itemsize
 
-    def block(self, program_number):
-        """The slices of the array, cut at its end, that a program sees."""
-        slices = []
-        for size, index, length in zip(self.block_shape, self.block_of[program_number], self.values.shape, strict=True):
-            start = int(index) * (size or 1)
-            slices.append(slice(min(start, length), min(start + (size or 1), length)))
-        return tuple(slices)
-
 
 @dataclass
 class KernelCall:

@@ -30,10 +30,8 @@ def owners():
         stop = (2.47, rows + 0.45) if by_column else (columns + 0.45, 1.47)
         draw.arrow(axes, (2.47, 0.15) if by_column else (0.15, 1.47), stop, size=15)
         axes.set_title("dk and dv: one program for each column" if by_column else "dq: one program for each row")
-        walk = (
-            "down its tile of keys, and writes dk and dv" if by_column else "along its tile of queries, and writes dq"
-        )
-        draw.label(axes, columns / 2, rows + 1.85, f"It walks {walk} once.")
+        walk = "down its tile of keys, and writes dk and dv", "along its tile of queries, and writes dq"
+        draw.label(axes, columns / 2, rows + 1.85, f"It walks {walk[not by_column]} once.")
     return figure
 
 
@@ -257,7 +255,7 @@ def errors_by_mean(means, curves, title):
 
 
 def common_part(rows, title):
-    """The same as recorded, a panel for each dtype. rows: of `results.COMMON_PART`, of one call and one kind."""
+    """The same as recorded, a panel for each dtype. rows: of that record, of one call and one kind."""
     dtypes = dict.fromkeys(row["dtype"] for row in rows)
     figure, panels = style.subplots(1, len(dtypes), width=10, height=4.2, sharey=True, squeeze=False)
     for axes, dtype in zip(panels[0], dtypes, strict=True):

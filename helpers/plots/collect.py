@@ -1,8 +1,10 @@
-"""Collect the pictures of all modules of `helpers.plots` and write them to files."""
+"""Draw every picture that the Markdown cells and the README show: ``python -m helpers.plots.collect [folder]``."""
 
 import importlib
 import io
 import pkgutil
+import sys
+from pathlib import Path
 
 import helpers.plots
 from helpers.plots.style import compact_png
@@ -12,8 +14,6 @@ def figures():
     """{file name: drawing function} over all modules of `helpers.plots`."""
     found = {}
     for module_info in pkgutil.iter_modules(helpers.plots.__path__):
-        if module_info.name.startswith("_"):
-            continue
         module = importlib.import_module(f"helpers.plots.{module_info.name}")
         for name, draw in getattr(module, "FIGURES", {}).items():
             if name in found:
@@ -31,3 +31,7 @@ def draw_all(folder):
         figure.savefig(png, dpi=2 * figure.dpi)
         (folder / name).write_bytes(compact_png(png.getvalue()))
         print(folder / name)
+
+
+if __name__ == "__main__":
+    draw_all(Path(sys.argv[1] if len(sys.argv) > 1 else "figures"))

@@ -21,9 +21,8 @@ def _panel(axes):
     x, y = _flat(axes.get_xlabel()), _flat(axes.get_ylabel())
     against = _sentence(f"{y} against {x}" if x and y else x or y)
     shown = [*_lines(axes), *_bars(axes), *_images(axes)]
-    colours = (
-        [] if shown or not axes.get_legend() else [_flat(text.get_text()) for text in axes.get_legend().get_texts()]
-    )
+    legend = [] if shown or not axes.get_legend() else axes.get_legend().get_texts()
+    colours = [_flat(text.get_text()) for text in legend]
     sizes = {form(size) for _, bars in _series(axes) for _, size in bars for form in (_number, "{:.0f}".format)}
     words = dict.fromkeys(_flat(text.get_text()) for text in axes.texts)
     words = [word for word in words if word and word not in sizes]  # the size beside a bar has been told with it

@@ -34,14 +34,12 @@ def tinted(axes, x, y, width, height, colour, alpha=0.3, lw=1.6, **edge):
     box(axes, x, y, width, height, "none", ec=colour, lw=lw, **edge)
 
 
-def named(axes, x, y, width, height, colour, name, note=None, hatch=None, size=10):
-    """A tinted box with its name, a note below that, and a faint hatch."""
+def named(axes, x, y, width, height, colour, name, hatch=None, size=10):
+    """A tinted box with its name, and a faint hatch."""
     tinted(axes, x, y, width, height, colour)
     if hatch:
         box(axes, x, y, width, height, "none", ec=colour, hatch=hatch, lw=0, alpha=0.25)
-    label(axes, x + width / 2, y + height * (0.62 if note else 0.5), name, weight="bold", size=size)
-    if note:
-        label(axes, x + width / 2, y + height * 0.24, note, size=8)
+    label(axes, x + width / 2, y + height * 0.5, name, weight="bold", size=size)
 
 
 def arrow(axes, start, stop, colour=style.INK, size=14, **look):

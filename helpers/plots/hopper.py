@@ -16,16 +16,6 @@ KINDS = {  # of work, by the label's first letters: colour, hatch, name
     "v": (style.STATE, "\\\\", "copy of values"),
     "wait": (style.PAPER, None, "waits"),
 }
-ROLES = {  # of what is held, by how its name begins
-    "q": style.QUERY,
-    "k": style.KEY,
-    "v": style.VALUE,
-    "s": style.LOGITS,
-    "p": style.KEY,
-    "acc": style.OUTPUT,
-    "out": style.OUTPUT,
-    "m,": style.STATE,
-}
 EDGE = {"ec": style.INK, "lw": 0.6}
 
 
@@ -191,27 +181,21 @@ def phases(run, barriers):
     return figure
 
 
-def stacked(rows, limit, unit, title, limit_name, scale=1.0):
-    """Horizontal stacked bars against a limit. rows: {name: {part: amount}}."""
-    parts = list(dict.fromkeys(part for row in rows.values() for part in row))
-    spare = iter((style.SKIPPED, style.FAINT, style.STATE, style.KEY))
-    hatches = "//", "xx", "..", "\\\\", None, "--", "++", None
-    looks = {}
-    for part, hatch in zip(parts, hatches, strict=False):
-        colour = next((colour for start, colour in ROLES.items() if part.startswith(start)), None)
-        looks[part] = next(spare) if colour is None else colour, hatch
+def stacked(rows, limits, unit, title, limit_name):
+    """Lying bars of what a tile needs, each beside its limit. rows: {name: {part: amount}}, parts s, p and acc."""
+    parts = next(iter(rows.values()))
+    looks = dict(zip(parts, ((style.LOGITS, "//"), (style.KEY, "xx"), (style.OUTPUT, "..")), strict=True))
     figure, axes = style.subplots(width=9.5, height=0.5 * len(rows) + 1.7)
-    limits = limit if isinstance(limit, (list, tuple)) else [limit] * len(rows)
     said = []
-    for y, ((name, row), at) in enumerate(zip(rows.items(), limits, strict=True)):
+    for y, ((name, row), limit) in enumerate(zip(rows.items(), limits, strict=True)):
         left = 0.0
         for part, amount in row.items():
             colour, hatch = looks[part]
-            axes.barh(y, amount * scale, 0.68, left=left, color=colour, hatch=hatch, alpha=0.7, **EDGE)
-            left += amount * scale
-        axes.plot([at * scale] * 2, [y - 0.45, y + 0.45], color=style.INK, lw=2.2)
-        told = ", ".join(f"{part} {amount * scale:.3g}" for part, amount in row.items() if amount)
-        said.append(f"{name}: {told}; in all {left:.3g} of {at * scale:.3g}.")
+            axes.barh(y, amount, 0.68, left=left, color=colour, hatch=hatch, alpha=0.7, **EDGE)
+            left += amount
+        axes.plot([limit] * 2, [y - 0.45, y + 0.45], color=style.INK, lw=2.2)
+        told = ", ".join(f"{part} {amount:.3g}" for part, amount in row.items() if amount)
+        said.append(f"{name}: {told}; in all {left:.3g} of {limit:.3g}.")
     draw.rows(axes, rows, marks=True)
     axes.set(xlabel=f"{unit} (thick line: {limit_name})", title=title)
     draw.beside(axes, handles=draw.keys(looks, alpha=0.7, **EDGE), fontsize=8.5)

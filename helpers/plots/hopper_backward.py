@@ -54,7 +54,7 @@ def shared_memory(kernels):
     figure, axes = style.subplots(width=10, height=0.72 * len(kernels) + 1.5)
     limit, said = SMEM_LIMIT // KIB, []
     for y, (title, kernel) in enumerate(kernels.items()):
-        held = [(buffer.name.removesuffix("_smem"), buffer.bytes / KIB) for buffer in kernel.buffers]
+        held = [(name.removesuffix("_smem"), size / KIB) for name, size in kernel.buffers.items()]
         told = ", ".join(f"{name} {amount:.3g}" for name, amount in held)
         said.append(f"{title}: {told}; in all {kernel.smem / KIB:g}.")
         large = [(name, amount) for name, amount in held if name not in ("lse", "delta")]

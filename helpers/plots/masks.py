@@ -6,11 +6,7 @@ from matplotlib.patches import Patch
 from helpers.plots import draw, style
 
 KINDS = ("hidden", "partial", "full")
-LOOKS = (
-    {"fc": style.SKIPPED, "hatch": ".."},
-    {"fc": style.LOGITS, "hatch": "//"},
-    {"fc": style.STATE, "hatch": None},
-)
+LOOKS = {"fc": style.SKIPPED, "hatch": ".."}, {"fc": style.LOGITS, "hatch": "//"}, {"fc": style.STATE, "hatch": None}
 
 
 def row_by_steps(steps):

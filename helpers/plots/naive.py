@@ -112,8 +112,9 @@ def gpu_memory(lengths, measured, heads, H=128, itemsize=2):
     return figure
 
 
-def roof(gpu, points):
-    """The roof of a GPU, and computations on it: points maps a label to an intensity in FLOPs per byte."""
+def roof_of_attention(gpu=roofline.H100, T=4096, H=128, itemsize=2):
+    """Naive attention under the roof of a GPU, by formula."""
+    bytes_moved = {"naive": cost.naive_bytes(T, T, H, itemsize), "each matrix once": 4 * itemsize * T * H}
     figure, axes = style.subplots(width=9.5, height=4.3)
     low, high, ridge, top = 8, 4096, gpu.ridge, gpu.matrix_rate / 1e12
     x = np.geomspace(low, high, 300)
@@ -124,7 +125,8 @@ def roof(gpu, points):
     axes.text(ridge * 1.1, top / 1.5, "the matrix units are the limit", va="center", color=style.OUTPUT)
     axes.axvline(ridge, color=style.FAINT, lw=1, ls="--")
     axes.text(ridge / 1.05, 1400, f"ridge: {ridge:.0f}", va="center", ha="right")
-    for label, intensity in points.items():
+    for label, moved in bytes_moved.items():
+        intensity = cost.forward_flops(T, T, H) / moved
         marker, colour, size = ("o", NAIVE, 15) if label == "naive" else ("v", style.INK, 9)
         rate = roofline.attainable(gpu, intensity) / 1e12
         if intensity < ridge:
@@ -139,12 +141,6 @@ def roof(gpu, points):
     axes.set_title(f"The roof of one GPU, the {gpu.name}, by its datasheet (not measured)")
     axes.legend(loc="lower right", title="FLOPs per byte → TFLOP/s", alignment="left")
     return figure
-
-
-def roof_of_attention(gpu=roofline.H100, T=4096, H=128, itemsize=2):
-    """Naive attention under the roof of a GPU, by formula."""
-    moved = {"naive": cost.naive_bytes(T, T, H, itemsize), "each matrix once": 4 * itemsize * T * H}
-    return roof(gpu, {name: cost.forward_flops(T, T, H) / count for name, count in moved.items()})
 
 
 FIGURES = {

@@ -59,7 +59,8 @@ def _map(draw_step):
         y, first = -row * LINE, COLUMNS.get(track["name"], 0)
         name = track["name"].replace(" and ", "\nand ")
         axes.text(-0.6, y + 0.5, name, ha="right", va="center", size=11, linespacing=1.15)
-        for x, number in enumerate(series.of_track(track["name"]), start=first):
+        lessons = [number for number, row in series.LESSONS.items() if row["track"] == track["name"]]
+        for x, number in enumerate(lessons, start=first):
             draw_step(axes, x, y, number, series.LESSONS[number]["on_map"])
             place[number] = x, y
             if x > first:

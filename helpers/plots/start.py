@@ -8,14 +8,13 @@ from helpers.plots import draw, style
 from helpers.plots.measuring import LOOKS
 
 
-def attention_map(weights, queries, keys=None, title="Who looks at whom"):
-    """A (T, S) table of weights, one row for each query, labelled by words."""
-    keys = queries if keys is None else keys
-    size = 0.27 * max(len(queries), len(keys)) + 1.6
+def attention_map(weights, words, title="Who looks at whom"):
+    """A (T, T) table of weights, one row for each query, labelled by words."""
+    size = 0.27 * len(words) + 1.6
     figure, axes = style.subplots(width=size + 0.8, height=size)
     image = axes.imshow(weights, cmap=style.PROBABILITY_MAP, vmin=0, vmax=max(1e-9, float(np.max(weights))))
-    axes.set_xticks(range(len(keys)), keys, rotation=90, size=9)
-    axes.set_yticks(range(len(queries)), queries, size=9)
+    axes.set_xticks(range(len(words)), words, rotation=90, size=9)
+    axes.set_yticks(range(len(words)), words, size=9)
     axes.set(xlabel="key", ylabel="query", title=title)
     figure.colorbar(image, ax=axes, label="weight", shrink=0.7)
     return figure

@@ -1,11 +1,13 @@
-"""From the executed notebooks to a folder of pages that asks nothing of any other server."""
+"""From the executed notebooks to a folder of pages that asks nothing of any other server: `make site`."""
 
+import argparse
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import nbformat
@@ -114,3 +116,21 @@ def _add_font(pages):
     subsetter.populate(unicodes=drawn | set(map(ord, used)))
     subsetter.subset(font)
     subset.save_font(font, pages / "_static" / "mathematics.woff", options)
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m helpers.site.build", description=__doc__.splitlines()[0])
+    parser.add_argument("--target", type=Path, default=SITE, help="the folder to build in; default: site")
+    parser.add_argument("--repository", default="", help="public address of the series; without it no page leads there")
+    parser.add_argument("--revision", default="", help="branch, tag or commit that the buttons show; default: main")
+    options = parser.parse_args()
+    began = time.perf_counter()
+    try:
+        build(options.target, repository=options.repository, revision=options.revision or "main")
+    except BuildError as reason:
+        sys.exit(f"No new site: {reason}.")
+    print(f"{options.target}/index.html is ready, after {time.perf_counter() - began:.0f} s.")
+
+
+if __name__ == "__main__":
+    main()

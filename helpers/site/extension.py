@@ -1,4 +1,4 @@
-"""A Sphinx extension: equations that need no script, pictures that open large, words to find, and honest buttons.
+"""A Sphinx extension: equations that need no script, pictures that open large, and honest buttons.
 
 Equations become MathML, which browsers draw themselves; KaTeX converts them while the site is built, and one that it
 does not understand is a warning.
@@ -66,13 +66,6 @@ def depart_image(translator, node):
     type(translator).depart_image(translator, node)
 
 
-def add_search_words(app, doctree):
-    """Let the search find a notebook by the words that the configuration has for its number."""
-    number = Path(app.env.docname).name.partition("_")[0]
-    if words := app.config.search_words.get(number):
-        doctree.insert(0, nodes.meta("", name="keywords", content=", ".join(words.split())))
-
-
 def only_notebooks_have_a_source(app, pagename, templatename, context, doctree):
     """No button to show or fetch the source of a page that was put together while the site was built."""
     if not pagename.startswith("notebooks/"):
@@ -83,7 +76,5 @@ def setup(app):
     app.add_html_math_renderer("mathml", (visit_inline_math, None), (visit_math_block, None))
     app.connect("doctree-resolved", convert)
     app.add_node(nodes.image, override=True, html=(visit_image, depart_image))
-    app.add_config_value("search_words", {}, "env")
-    app.connect("doctree-read", add_search_words)
     app.connect("html-page-context", only_notebooks_have_a_source)
     return {"parallel_read_safe": True}
