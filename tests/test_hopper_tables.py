@@ -161,7 +161,7 @@ def test_what_ptxas_says_is_read():
     assert (one, two) == (Kernel("one", 0, False), Kernel("two", 401, True))
     configuration = Configuration("backward", 64, True, (FUSED, None))
     assert ptxas.complaints(configuration, [one]) == []
-    assert ptxas.complaints(configuration, [one, two]) == ["spills 401 bytes, of 40 allowed", "serialises wgmmas"]
+    assert ptxas.complaints(configuration, [one, two]) == ["spills 401 bytes, of 60 allowed", "serialises wgmmas"]
     of_groups = Configuration("backward", 64, True, (FUSED, None), group=7)
     assert ptxas.complaints(of_groups, [Kernel("one", 100, False)]) == []
     assert ptxas.complaints(of_groups, [Kernel("one", 131, False)]) == ["spills 131 bytes, of 130 allowed"]
