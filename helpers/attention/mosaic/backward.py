@@ -283,15 +283,15 @@ def backward_tiles(problem):
     """The `Tiles` of dq_kernel and of dkv_kernel for a problem.
 
     dkv_kernel waits for shared memory, which its right operands come from: where registers have room for the sums of
-    32 keys for each warp, a right operand serves two products. Else its tiles of queries are short, so that it wants
-    three in flight.
+    32 keys for each warp, a right operand serves two products. A walk through a group leaves no such room. Else its
+    tiles of queries are short, so that it wants three in flight.
     """
     head_padded, bytes_of_row = padded_head_dim(problem.H), row_bytes(problem)
     dq = Tiles(128 if head_padded <= 128 and problem.T > 64 else 64, 32, 2)
-    if bytes_of_row <= 128:
-        dkv = Tiles(64, 128 if problem.S > 64 else 64, 2)
+    if head_padded <= 64:
+        dkv = Tiles(64, 128 if bytes_of_row <= 128 and problem.group == 1 and problem.S > 64 else 64, 2)
     elif head_padded <= 128:
-        dkv = Tiles(64, 64, 2) if head_padded <= 64 else Tiles(32, 64, 3 if bytes_of_row <= 256 else 2)
+        dkv = Tiles(32, 64, 3 if bytes_of_row <= 256 else 2)
     else:
         dkv = Tiles(fewest_rows(problem), 64, 2)
     return fitting(dq, 2 * dq.block_q, "block_k", problem), fitting(dkv, 2 * dkv.block_k, "block_q", problem)
