@@ -283,13 +283,14 @@ def backward_tiles(problem):
     """The `Tiles` of dq_kernel and of dkv_kernel for a problem.
 
     dkv_kernel waits for shared memory, which its right operands come from: where registers have room for the sums of
-    32 keys for each warp, a right operand serves two products. A walk through a group leaves no such room. Else its
-    tiles of queries are short, so that it wants three in flight.
+    32 keys for each warp, a right operand serves two products. A group, a window, or a logit that is more than a
+    product leaves no such room. Where tiles of queries are short, it wants three in flight.
     """
     head_padded, bytes_of_row = padded_head_dim(problem.H), row_bytes(problem)
     dq = Tiles(128 if head_padded <= 128 and problem.T > 64 else 64, 32, 2)
     if head_padded <= 64:
-        dkv = Tiles(64, 128 if bytes_of_row <= 128 and problem.group == 1 and problem.S > 64 else 64, 2)
+        is_simple = problem.group == 1 and problem.band.left is None and not changes_logits(problem, None)
+        dkv = Tiles(64, 128 if bytes_of_row <= 128 and is_simple and problem.S > 64 else 64, 2)
     elif head_padded <= 128:
         dkv = Tiles(32, 64, 3 if bytes_of_row <= 256 else 2)
     else:
