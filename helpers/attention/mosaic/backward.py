@@ -42,6 +42,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from helpers.attention.extras import Extras
 from helpers.attention.low_bits import delta_of
 from helpers.attention.masking import NO_BAND, Band, key_tiles, query_tiles
 from helpers.attention.mosaic.pairs import Pair, changes_logits, extras_and_lists, listed_walk
@@ -289,7 +290,7 @@ def backward_tiles(problem):
     head_padded, bytes_of_row = padded_head_dim(problem.H), row_bytes(problem)
     dq = Tiles(128 if head_padded <= 128 and problem.T > 64 else 64, 32, 2)
     if head_padded <= 64:
-        is_simple = problem.group == 1 and problem.band.left is None and not changes_logits(problem, None)
+        is_simple = problem.group == 1 and problem.band.left is None and not changes_logits(problem, Extras())
         dkv = Tiles(64, 128 if bytes_of_row <= 128 and is_simple and problem.S > 64 else 64, 2)
     elif head_padded <= 128:
         dkv = Tiles(32, 64, 3 if bytes_of_row <= 256 else 2)
