@@ -42,6 +42,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from helpers.attention.extras import Extras
 from helpers.attention.low_bits import delta_of
 from helpers.attention.masking import NO_BAND, Band, key_tiles, query_tiles
 from helpers.attention.mosaic.pairs import Pair, changes_logits, extras_and_lists, listed_walk
@@ -283,15 +284,16 @@ def backward_tiles(problem):
     """The `Tiles` of dq_kernel and of dkv_kernel for a problem.
 
     dkv_kernel waits for shared memory, which its right operands come from: where registers have room for the sums of
-    32 keys for each warp, a right operand serves two products. Else its tiles of queries are short, so that it wants
-    three in flight.
+    32 keys for each warp, a right operand serves two products. A group, a window, or a logit that is more than a
+    product leaves no such room. Where tiles of queries are short, it wants three in flight.
     """
     head_padded, bytes_of_row = padded_head_dim(problem.H), row_bytes(problem)
     dq = Tiles(128 if head_padded <= 128 and problem.T > 64 else 64, 32, 2)
-    if bytes_of_row <= 128:
-        dkv = Tiles(64, 128 if problem.S > 64 else 64, 2)
+    if head_padded <= 64:
+        is_simple = problem.group == 1 and problem.band.left is None and not changes_logits(problem, Extras())
+        dkv = Tiles(64, 128 if bytes_of_row <= 128 and is_simple and problem.S > 64 else 64, 2)
     elif head_padded <= 128:
-        dkv = Tiles(64, 64, 2) if head_padded <= 64 else Tiles(32, 64, 3 if bytes_of_row <= 256 else 2)
+        dkv = Tiles(32, 64, 3 if bytes_of_row <= 256 else 2)
     else:
         dkv = Tiles(fewest_rows(problem), 64, 2)
     return fitting(dq, 2 * dq.block_q, "block_k", problem), fitting(dkv, 2 * dkv.block_k, "block_q", problem)
