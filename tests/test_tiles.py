@@ -3,6 +3,7 @@
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import relative_error
@@ -197,3 +198,13 @@ def test_replay_sees_a_tail():
     assert kernel.operands["x"].outside == kernel.operands["out"].outside_writes == 4
     assert kernel.operands["x"].block(2) == (slice(16, 20),)
     np.testing.assert_array_equal(result, 2 * x)
+
+
+def test_replay_counts_no_masked_load():
+    by_triton = pytest.importorskip("jax.experimental.pallas.triton")
+
+    def kernel(x_ref, out_ref):
+        out_ref[...] = by_triton.load(x_ref, mask=jnp.arange(8) < 3, other=0.0)
+
+    (call,), result = replay(lambda x: pl.pallas_call(kernel, out_shape=x, interpret=True)(x), np.ones(8, np.float32))
+    assert call.operands["x"].reads.tolist() == result.tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
