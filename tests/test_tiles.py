@@ -15,7 +15,7 @@ from helpers.attention import online_softmax, tiled
 from helpers.attention.masking import Band, key_tiles, query_tiles, share, visible
 from helpers.attention.portable import backward
 from helpers.attention.portable import forward as portable
-from helpers.attention.portable.tiles import padded_head_dim
+from helpers.attention.portable.tiles import cut_blocks, padded_head_dim
 from helpers.attention.problem import check_call
 from helpers.attention.reference import oracle, oracle_gradients
 from helpers.instruments import cost
@@ -166,6 +166,7 @@ def test_what_lies_past_the_end_reaches_no_gradient():
 
 def test_the_blocks_of_a_head_are_powers_of_two_of_at_least_16():
     assert [padded_head_dim(H) for H in (1, 8, 16, 17, 64, 65, 256)] == [16, 16, 16, 32, 64, 128, 256]
+    assert cut_blocks((128, 64), (5, 70)) == (16, 64)
 
 
 def test_replay_reads_only_the_tiles_that_the_lengths_allow():
