@@ -80,9 +80,9 @@ def test_some_slips_are_rejected(number, monkeypatch):
 @pytest.mark.parametrize("number", [number for number in NUMBERS if number not in WHOLE_KERNELS])
 def test_all_slips_are_rejected_but_those_that_are_equal(number, monkeypatch):
     is_kernel, equal = number in KERNELS, set(EQUAL.get(number, ()))
-    monkeypatch.setattr(running, "SECONDS", 10 if is_kernel else 0.3)
+    monkeypatch.setattr(running, "SECONDS", 10 if is_kernel else 0.5)
     tried, alive = survivors(number, EVERY_OF_KERNELS if is_kernel else 1)
-    assert tried >= 5
+    assert tried >= (1 if is_kernel else 5)
     assert set(alive) <= equal if is_kernel else set(alive) == equal
 
 

@@ -96,18 +96,6 @@ def test_fragments_are_rounded_as_numpy_rounds(dtype):
         assert np.array_equal(cuda_launch.forward(*arrays, rung=rung)[0], arrays[2])
 
 
-def test_bad_input_is_one_clear_line():
-    zeros = lambda *shape, dtype=np.float32: np.zeros(shape, dtype)
-    query = zeros(1, 4, 4, 16)
-    for arrays, rung, message in (
-        ((query, zeros(1, 4, 4, 16, dtype=np.float64)), ROWS, "must all be one of"),
-        ((zeros(1, 4, 4, 257),) * 2, ROWS, "shapes"),
-        ((query, query), TENSOR_CORES, "tensor_cores"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            cuda_launch.forward(*arrays, arrays[1], rung=rung)
-
-
 @pytest.mark.full
 @pytest.mark.skipif(cuda_compile.nvrtc() is None, reason=cuda_compile.MISSING)
 @pytest.mark.parametrize("dtype", cuda_launch.ELEMENTS)

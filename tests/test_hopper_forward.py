@@ -278,7 +278,7 @@ def lower(forward, problem, **options):
 def test_the_defaults_lower_for_cuda(H, length, causal, dtype):
     text = lower(hopper.forward, problem_of(length, length, H, dtype, causal))
     assert text.count("@mosaic_gpu_v2") == 1
-    assert H == 24 or not any(
+    assert length < 1000 or not any(
         f"stablehlo.{word}" in text for word in ("pad", "slice", "transpose")
     )  # nothing is copied
 

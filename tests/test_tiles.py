@@ -3,6 +3,7 @@
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import relative_error
@@ -14,7 +15,7 @@ from helpers.attention import online_softmax, tiled
 from helpers.attention.masking import Band, key_tiles, query_tiles, share, visible
 from helpers.attention.portable import backward
 from helpers.attention.portable import forward as portable
-from helpers.attention.portable.tiles import padded_head_dim
+from helpers.attention.portable.tiles import cut_blocks, padded_head_dim
 from helpers.attention.problem import check_call
 from helpers.attention.reference import oracle, oracle_gradients
 from helpers.instruments import cost
@@ -165,6 +166,7 @@ def test_what_lies_past_the_end_reaches_no_gradient():
 
 def test_the_blocks_of_a_head_are_powers_of_two_of_at_least_16():
     assert [padded_head_dim(H) for H in (1, 8, 16, 17, 64, 65, 256)] == [16, 16, 16, 32, 64, 128, 256]
+    assert cut_blocks((128, 64), (5, 70)) == (16, 64)
 
 
 def test_replay_reads_only_the_tiles_that_the_lengths_allow():
@@ -196,3 +198,13 @@ def test_replay_sees_a_tail():
     (kernel,), result = replay(total, x)
     assert kernel.operands["x"].outside == kernel.operands["out"].outside_writes == 4
     np.testing.assert_array_equal(result, 2 * x)
+
+
+def test_replay_counts_no_masked_load():
+    by_triton = pytest.importorskip("jax.experimental.pallas.triton")
+
+    def kernel(x_ref, out_ref):
+        out_ref[...] = by_triton.load(x_ref, mask=jnp.arange(8) < 3, other=0.0)
+
+    (call,), result = replay(lambda x: pl.pallas_call(kernel, out_shape=x, interpret=True)(x), np.ones(8, np.float32))
+    assert call.operands["x"].reads.tolist() == result.tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
