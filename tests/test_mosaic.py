@@ -62,7 +62,7 @@ CASES = [
     AttentionCase(63, 203, 192, dtype="float32", logits="low"),
     AttentionCase(130, 130, 16, dtype="bfloat16", arguments={"scale": 0.0, "local_window_size": (0, 50)}),
     AttentionCase(200, 70, B=2, query_lengths=(150, 200), arguments={"local_window_size": (4, 4)}, dtype="bfloat16"),
-    AttentionCase(113, 70, 24, N=4, K=2, dtype="float16", value_size=10.0, arguments={"scale": 3.0}),
+    AttentionCase(113, 70, 24, N=4, K=2, dtype="float16", value_size=10.0, arguments={"scale": -3.0}),
     AttentionCase(64, 300, 64, dtype="bfloat16", common=10.0, common_to="runs"),
     AttentionCase(150, 33, 64, B=1, N=4, K=1, dtype="bfloat16", arguments=CAUSAL),  # fewer tiles than stages
 ]
