@@ -110,6 +110,9 @@ def answers(query, key, value, dout, dlse=None, *, tf32=False, **arguments):
     centred = dp - delta
     ds = p * (centred + added)
     of_delta = (p**2 * (of_s + rounded) * centred**2).sum(axis=-1, keepdims=True) + float32 * added**2
+    if problem.soft_cap:  # weights at the cap are equal, and so are the errors of their rounding
+        at_cap = np.where(slope < limits.eps, p * np.abs(centred), 0).sum(axis=-1, keepdims=True)
+        of_delta += rounded * at_cap**2
     of_kept = product(p, operand * p**2, v, S) + (H * float32 + rounded**2) * out**2
     of_kept += np.where(np.abs(out) < float(limits.smallest_normal), smallest**2 / 12, 0)  # few bits are kept of those
     of_delta += (of_kept * do**2).sum(axis=-1, keepdims=True)
