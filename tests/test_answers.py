@@ -46,7 +46,7 @@ EQUAL = {
     "13.2": ("-1 → 1", "everywhere: a minus or a `not` is left out"),  # a table has two axes, and the last is number 1
     "13.3": ("0 → 1", "0 → -1", "1 → 2", "np.errstate(divide='ignore') → np.errstate()"),  # any reference is right where every weight is 0; 0 divided by 2 is 0 too; it only keeps a warning away
     "13.5": ("memory // (page * token) → memory / (page * token)",),  # it comes out whole in every case, or is rounded afterwards
-    "14.1": ("0 → 1", "0 → -1"),  # minus infinity less one is minus infinity
+    "14.1": ("0.0 → 1.0", "0.0 → -1.0"),  # whatever stands there is multiplied by 0, or overwritten
     "14.2": ("i - r → i + r",),  # the ring turned the other way, in which all shares come past as well
     "14.3": ("np.zeros → np.ones", "everywhere: two indices are exchanged"),  # whatever stands there is multiplied by 0, or overwritten; the one undoes what the other does
     "14.6": ("everywhere: the two sides of an operation are exchanged",),  # the one undoes what the other does

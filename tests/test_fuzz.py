@@ -192,7 +192,7 @@ def test_a_run_with_a_fault_prints_a_line_that_reproduces_it(monkeypatch, tmp_pa
     @contextlib.contextmanager
     def in_this_process(function, count):
         """Like `workers.Workers`."""
-        outcome = lambda task: workers.Outcome(task, "returned", function(task), 0.0)
+        outcome = lambda task: workers.Outcome(task, "returned", function(task))
         yield SimpleNamespace(outcomes=lambda tasks, patience: map(outcome, tasks))
 
     monkeypatch.setattr(workers, "Workers", in_this_process)

@@ -51,15 +51,14 @@ def mma_forward(q, k, v, is_causal=False, interpret=False):
         mine, head = pl.ds(q_start, block_q), pl.ds(n * head_padded, head_padded)
         warp.copy(q_ref.at[b, mine, head], q_smem, *(loaded or [None]))
         plgpu.barrier_wait(*loaded) if loaded else plgpu.wait_gmem_to_smem(0)
-        rows = plgpu.broadcasted_iota(jnp.int32, (block_q,), 0, layout=ROWS) + q_start
-        stops = jnp.minimum(rows + (1 if is_causal else S), S)
 
         def one_key_tile(indices, k_smem, v_smem, state):
             m, l, acc = state
             s = product(load([q_smem], LHS), load([k_smem.T], RHS))
             if is_causal or S % block_k:
+                rows = q_start + plgpu.broadcasted_iota(jnp.int32, (block_q,), 0, layout=ROWS)
+                stops = jnp.minimum(rows + (1 if is_causal else S), S) - indices[0] * block_k
                 cols = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=ACC)
-                cols += indices[0] * block_k
                 s = jnp.where(cols < warp.along(stops, s.shape, 0), s, -jnp.inf)
             m_new = jnp.maximum(m, scale * s.max(axis=1))
             alpha = jnp.exp2(m - m_new)
@@ -226,7 +225,7 @@ MMA = Exercise(
     mistakes=(
         *IN_BOTH,
         ("acc is not rescaled by alpha", "warp.along(alpha, acc.shape, 0) * acc", "acc", FORWARD.mistakes[0][-1]),
-        ("positions of keys are counted within the tile", "cols += indices[0] * block_k", "cols += 0 * block_k",
+        ("positions of keys are counted within the tile", "S) - indices[0] * block_k", "S)",
          "Step j of the pipeline begins with key j * block_k: `indices` has the step."),
         ("the last tile of keys is left out where it is not whole", "pl.cdiv(stop, block_k)", "stop // block_k",
          "Round the number of tiles up."),
@@ -266,8 +265,6 @@ def hopper_forward(q, k, v, is_causal=False, interpret=False):
             mine, q_mine = pl.ds(q_start, block_q), q_smem.at[me]
             plgpu.copy_gmem_to_smem(q_ref.at[b, mine, n], q_mine, ready.at[me])
             plgpu.barrier_wait(ready.at[me])
-            rows = plgpu.broadcasted_iota(jnp.int32, (block_q,), 0, layout=warpgroup.ROWS) + q_start
-            stops = jnp.minimum(rows + (1 if is_causal else S), S)
 
             def one_key_tile(j, state):
                 m, l, acc = state
@@ -275,8 +272,11 @@ def hopper_forward(q, k, v, is_causal=False, interpret=False):
                 plgpu.barrier_wait(loaded.at[slot])
                 s = product(q_mine, k_smem.at[slot].T)
                 if is_causal or S % block_k:
-                    cols = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=warpgroup.MATRIX)
-                    s = jnp.where(j * block_k + cols < along(stops, s), s, -jnp.inf)
+                    iota = functools.partial(plgpu.broadcasted_iota, jnp.int32)
+                    rows = q_start + iota((block_q,), 0, layout=warpgroup.ROWS)
+                    stops = jnp.minimum(rows + (1 if is_causal else S), S) - j * block_k
+                    cols = iota(s.shape, 1, layout=warpgroup.MATRIX)
+                    s = jnp.where(cols < along(stops, s), s, -jnp.inf)
                 m_new = jnp.maximum(m, scale * s.max(axis=1))
                 alpha = jnp.exp2(m - m_new)
                 p = jnp.exp2(scale * s - along(m_new, s))
@@ -354,7 +354,7 @@ WGMMA = Exercise(
     mistakes=(
         *IN_BOTH,
         ("acc is not rescaled by alpha", "along(alpha, acc) * acc", "acc", FORWARD.mistakes[0][-1]),
-        ("positions of keys are counted within the tile", "j * block_k + cols", "cols",
+        ("positions of keys are counted within the tile", "S) - j * block_k", "S)",
          "Tile j begins with key j * block_k."),
         ("a tile is read before its copy has arrived", "                plgpu.barrier_wait(loaded.at[slot])\n", "",
          "A copy has only been ordered when `copy_gmem_to_smem` returns: see section 4."),
