@@ -95,7 +95,7 @@ def flash_attention(
         Under jit their values cannot be checked; there, more than the length means all of it.
       local_window_size: (left, right), or one integer for both: query i sees keys i - left <= j <= i + right.
       query_segment_ids, key_value_segment_ids: int32 (B, T) and (B, S): a query sees keys of its own number only, as
-        where several documents share a row. One array for both saves time: then no query can be without a key.
+        where several documents share a row. One array for both saves time: then each query has a key of its own number.
       logits_soft_cap: a number c above 0: logits become c tanh(logits / c).
       sinks: float32 (N,), for each query head a logit that takes weight and gives no value, as in arXiv 2309.17453.
       causal_offset: an integer; with is_causal, query i sees keys j <= i + causal_offset, and local_window_size counts
