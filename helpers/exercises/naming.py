@@ -123,7 +123,8 @@ def _slip_of_factor(columns, agree):
     if len(set(right.tolist())) < 3:
         return None
     factor, offset = float(mine @ right / (right @ right)), float((mine - right).mean())
-    if abs(factor) > 1e-3 and all(agree(m, np.where(np.isfinite(r), factor * r, r)) for m, r in columns):
+    is_other = abs(factor) > 1e-3 and not math.isclose(factor, 1.0, rel_tol=1e-4)
+    if is_other and all(agree(m, np.where(np.isfinite(r), factor * r, r)) for m, r in columns):
         known = {
             -1.0: "has the wrong sign",
             math.log2(math.e): "is too large by log2(e) = 1.4427: it is in base two",
