@@ -76,10 +76,12 @@ def backward(call, out, lse, dout, dlse, low=None, *, tiles=None, deterministic=
 
     out (B, T, N, H), lse (B, N, T) float32 and low (int16, as out) are what `forward` returned; dout and dlse are
     the gradients of the first two. Without low, dq feels what the keys that a row sees have in common.
-    16-bit types. With `deterministic` the same input gives the
-    same bits each time. tiles: a pair as `backward_schedule.forms` has them. interpret: False, or InterpretGPUParams.
-    Beyond inputs and outputs it allocates lse and delta in float32, a float32 dq in the fused form, and
-    padded copies where T, S or H ask for them (see _padded), and in the split form of key and value with key lengths.
+    16-bit types. With `deterministic` the same input gives the same bits each time. tiles: a pair as
+    `backward_schedule.forms` has them; ValueError where they are ordered, or fused with `deterministic`, and the call
+    is not full or causal. interpret: False, or InterpretGPUParams.
+    Beyond inputs and outputs it allocates lse and delta in float32, a float32 dq in the fused form, in order an int32
+    for each of its tiles, and padded copies where T, S or H ask for them (see _padded), and in the split form of key
+    and value with key lengths.
     """
     problem = call.problem
     at_once = max(1, GRID_LIMIT // (2 * problem.N))

@@ -22,7 +22,7 @@ FEW_TILES = 4
 
 
 class Tiles(NamedTuple):
-    """How one kernel is launched: tile sizes, tiles in flight, and for the fused form two choices more.
+    """How one kernel is launched: tile sizes, tiles in flight, and for the fused form three choices more.
 
     delayed          delayed_kernel, not immediate_kernel
     keeps_addresses  the compiler may make the addresses of k and v ahead of the loop, and keep them in
@@ -89,8 +89,9 @@ def untuned_tiles(problem, deterministic=False):
 def grid_of(problem, head_axis, tile_count, parts=1, together=None, ordered=False):
     """The programs, the last axis fastest. Full: the tiles of a head together, for they read the same memory.
     Causal: a tile of every head of a section together, longest first, so that short ones fill up the end. A section
-    has `together` heads of a batch entry, or all. Ordered: the same, so that tiles of a head start one by one. Where
-    there are few programs in all, a tile of all batch entries together: no long one may start late."""
+    has `together` heads of a batch entry, or all. Ordered: the same, but the last keys first (`Program.here`), so that
+    tiles of a head start one by one. Where there are few programs in all, a tile of all batch entries together: no
+    long one may start late."""
     name, heads = head_axis
     if problem.band == NO_BAND and not ordered:
         return {"batch": problem.B, name: heads, "part": parts, "tile": tile_count}
@@ -212,11 +213,11 @@ def for_each_query_tile(problem, tiles, kv, k_start, body, masked_body, carry):
     def tile_by_tile(n, start, end):
         """(query head, tile of queries) of step n, all heads of a tile before the next.
 
-        For causal calls. Who reads a tile at the same time as others finds it in the L2
-        cache. After the tiles that the mask cuts, the programs that start first walk
-        down, side by side. They end one after the other, the shortest first, and those
-        that take their places walk up: each begins at its own keys, just when those
-        before it come by.
+        For causal calls, and in order, where all walk up. Who reads a tile at the same
+        time as others finds it in the L2 cache. After the tiles that the mask cuts, the
+        programs that start first walk down, side by side. They end one after the other,
+        the shortest first, and those that take their places walk up: each begins at its
+        own keys, just when those before it come by.
         """
         head, i = kv * group + lax.rem(n, group), lax.div(n, group)
         if tiles.ordered:

@@ -105,7 +105,10 @@ def one_product_serves(tiles, head_dim):
 
 
 def with_room_for_constants(tiles, problem):
-    """The tiles, or others that leave registers for the sums of constants: tried by hand on an H100 (JAX 0.11.2)."""
+    """The tiles, or others that leave registers for the sums of constants, static up to H = 64.
+
+    Tried by hand on an H100 (JAX 0.11.2).
+    """
     if problem.H > 128:
         return tiles._replace(programs=None)
     tiles = tiles._replace(dynamic=tiles.dynamic and problem.H > 64)

@@ -85,7 +85,7 @@ class Refs(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """What a program has in SMEM."""
+    """What a program has in SMEM. Below, lse has one row more for a `DynamicScheduler`."""
 
     q: jax.Array  # (2, warpgroups, block_q, H): these queries and the next
     keys: Ring  # of (block_k, H)

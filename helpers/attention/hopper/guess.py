@@ -56,7 +56,7 @@ class FixedMaximum:
 class Guess(RunningMaximum):
     """m is a guess, and where one fails the maximum.
 
-    The last row of the lse in SMEM says for each warpgroup i what is to be done again:
+    A row of the lse in SMEM, `again`, says for each warpgroup i what is to be done again:
     at [2 i] the first turn, and at [2 i + 1] the one after the last, 0 if none is.
 
     kept: (block_q,), the largest l that each of my rows has had in this list.

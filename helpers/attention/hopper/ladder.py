@@ -1,4 +1,4 @@
-"""Seven forward kernels for Hopper, each one step from the one before.
+"""Seven forward kernels for Hopper, each one step from one before.
 
     1 one warpgroup       ordinary copies from GMEM to SMEM, wgmma products
     2 TMA and a ring      the copy engine fetches keys and values some tiles ahead

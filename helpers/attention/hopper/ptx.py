@@ -1,6 +1,7 @@
 """What Pallas has no word for, in PTX: sums that overwrite, a right operand in two places, counters, 1 / d.
 
-It runs on a GPU only. `warpgroup` has what the interpreter does instead. The sums are wgmma.mma_async of the PTX ISA.
+It runs on a GPU only. `warpgroup` has what the interpreter does instead, if anything. The sums are wgmma.mma_async of
+the PTX ISA.
 """
 
 import functools
