@@ -145,7 +145,7 @@ FAULTS = [
         ("a page begins where the last one ended", "+ position % page) * K", "+ position) * K"),
         ("the cap comes before the scale", "s = cap * jnp.tanh(s / cap)", "s = problem.scale * cap * jnp.tanh(s / (problem.scale * cap))"),
     ),
-    *_of("helpers/attention/mosaic/own_keys.py", "test_mosaic_decode",
+    *_of("helpers/attention/mosaic/own_keys.py", "test_mosaic_decode test_decode",
         ("a copy reads past the end", "is_inside = position < stop", "is_inside = position <= stop"),
         ("the keys of a warp are permuted", "(keys, 16), (keys // WARPS, 16), (8, 8), (2,)", "(keys, 16), (16, 16), (8, 8), (2,)"),
         ("values are taken column by column", "(-1, count // 16, 2).swapaxes(0, 1)", "(-1, count // 16, 2)"),

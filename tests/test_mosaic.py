@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from seeded import seeded
 
 from helpers import flash_attention
+from helpers.attention.low_bits import with_low_bits
 from helpers.attention.masking import Band, key_tiles, tile_kind
 from helpers.attention.mosaic import backward, forward, warp
 from helpers.attention.mosaic.warp import Tiles
@@ -71,6 +72,15 @@ CASES = [
 @pytest.mark.parametrize("case", in_tiers(CASES, lambda case: case in CASES[:2]), ids=str)
 def test_results(case):
     check_results(results_of(mosaic, case), case)
+
+
+def test_the_mean_of_equal_values_is_that_value():
+    """By out and its low bits: weights that were rounded for the product are divided by their own sum."""
+    (query, key, value), arguments = AttentionCase(16, 40, 64, B=1, N=1, dtype="bfloat16").inputs()
+    call = check_call(query, key, np.full_like(value, 3), **arguments)
+    run = {"interpret": not IS_GPU and plgpu.InterpretGPUParams()}
+    out, _, low = forward.forward(call, keeps_low_bits=True, **run)
+    np.testing.assert_allclose(with_low_bits(out, low), 3, rtol=1e-6)
 
 
 def test_delta_takes_up_what_rows_of_ds_miss():
