@@ -62,8 +62,9 @@ def test_the_threads_are_those_that_jax_has_started(monkeypatch):
     for asked in ("2", "64"):
         monkeypatch.setenv("PJRT_NPROC", asked)
         assert serve.why_not_here() == found
-    monkeypatch.setattr(serve, "THREAD_NAME", "none is called so")
     monkeypatch.setattr(serve, "THREADS_ASKED_FOR", 3)
+    assert serve.why_not_here() == found
+    monkeypatch.setattr(serve, "THREAD_NAME", "none is called so")
     assert "started with 3" in serve.why_not_here()
 
 
