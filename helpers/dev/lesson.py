@@ -25,7 +25,6 @@ import numpy as np
 from helpers.exercises.exercise import Exercise, table
 
 
-# {lesson}.1
 {solution}
 
 FIRST = Exercise(

@@ -79,7 +79,7 @@ def _verdict(exercise, answer, progress):
     name = f"Exercise {exercise.number}"
     if not callable(answer):
         return Verdict("wrong", f"✗ {name}: expected a function, got {describe(answer)}.")
-    cases, outcomes = exercise.cases(), []
+    cases, outcomes = list(exercise.cases()), []
     for case in progress(cases):
         outcomes.append(apply(exercise, answer, case))
         result, _ = outcomes[-1]

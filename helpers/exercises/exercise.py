@@ -63,7 +63,7 @@ class Exercise:
 
     solution: a right answer, as the notebook shows it. Its name is the exercise's.
     title: as in the heading, "The update".
-    cases: a function without arguments that returns the cases, a small one first. It is called for
+    cases: a function without arguments that gives the cases, a small one first. It is called for
       each check, so that importing stays quick; it must be deterministic.
     outputs: names of the parts of a tuple result, in order; the name of the result otherwise.
     mistakes: known wrong answers. Each is an edit of the solution, (when, old, new, advice), or, where an edit cannot

@@ -40,7 +40,7 @@ def _first_alike(exercise, mistakes, results):
 @functools.cache
 def _mistaken(exercise, answer, case_number):
     """What a wrong answer returns for a case: the same each time, so computed once."""
-    return apply(exercise, answer, exercise.cases()[case_number])[0]
+    return apply(exercise, answer, list(exercise.cases())[case_number])[0]
 
 
 def _same(a, b, tolerance):

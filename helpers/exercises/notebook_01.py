@@ -12,7 +12,6 @@ from helpers.instruments import cost, roofline
 from helpers.instruments.cost import naive_footprint
 
 
-# 1.1
 def causal_attention(q, k, v, is_causal):
     """Attention of one head: (T, H). q: (T, H), k and v: (S, H), is_causal: bool."""
     s = q @ k.T / np.sqrt(q.shape[-1])
@@ -26,11 +25,11 @@ def causal_attention(q, k, v, is_causal):
 def _attention_cases():
     random = np.random.default_rng(11)
     by_hand = (np.array([[5.0], [1.0]]), np.log([[1.0], [3.0]]), np.array([[2.0], [6.0]]), True)
-    cases = [Case("the case worked by hand", by_hand)]
+    yield Case("the case worked by hand", by_hand)
     # Few shapes, because an answer in jax.numpy is compiled for each of them.
     for T, S, H, is_causal in [(3, 5, 2, False), (3, 5, 2, True), (6, 4, 3, True), (5, 5, 64, True)]:
         q, k, v = (random.standard_normal(shape) for shape in ((T, H), (S, H), (S, H)))
-        cases.append(Case(f"T={T}, S={S}, H={H}, {'causal' if is_causal else 'no mask'}", (q, k, v, is_causal)))
+        yield Case(f"T={T}, S={S}, H={H}, {'causal' if is_causal else 'no mask'}", (q, k, v, is_causal))
 
     # Multiples of 1/4, so that these logits are exact in float32 too.
     q, v = np.zeros((5, 64)), random.standard_normal((5, 64))
@@ -40,13 +39,10 @@ def _attention_cases():
     rising[:, 0] = [-22, 20, 0.25, 0.5, 60]
     steep = q * np.array([[1.0], [-1.0], [0.0], [0.125], [-0.125]])
     equal, values = random.standard_normal((3, 2)), math.sqrt(2) * random.standard_normal((5, 2))
-    cases += [
-        Case("every logit near -2000, causal", (q, down, v, True)),
-        Case("the largest logit, 3000, masked", (-q, rising, v, True)),
-        Case("rows of very different size", (steep, down, v, False)),
-        Case("equal keys", (equal, np.ones((5, 2)), values, True)),
-    ]
-    return cases
+    yield Case("every logit near -2000, causal", (q, down, v, True))
+    yield Case("the largest logit, 3000, masked", (-q, rising, v, True))
+    yield Case("rows of very different size", (steep, down, v, False))
+    yield Case("equal keys", (equal, np.ones((5, 2)), values, True))
 
 
 ATTENTION = Exercise(
@@ -71,7 +67,6 @@ ATTENTION = Exercise(
 )  # fmt: skip
 
 
-# 1.2
 def bill(T, S, H, itemsize):
     """What naive attention costs: {"flops": operations, "bytes": bytes moved}."""
     tables = 4 * T * S
@@ -95,7 +90,6 @@ BILL = Exercise(
 )  # fmt: skip
 
 
-# 1.3
 def longest(memory, heads, H, itemsize):
     """The largest T = S for which naive attention fits in memory bytes, or 0."""
     T = 0

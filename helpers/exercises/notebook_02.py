@@ -53,7 +53,6 @@ HAND_V = np.array([[1.0], [2.0], [3.0], [4.0]])
 LEVELS = np.array([[-1000.0], [0.0], [1000.0]])
 
 
-# 2.1
 def update(m, l, acc, s, v):
     """The new (m, l, acc). m, l: numbers, acc: (H,); s: (block_k,), v: (block_k, H)."""
     m_new = max(m, s.max())
@@ -97,7 +96,6 @@ UPDATE = Exercise(
 )  # fmt: skip
 
 
-# 2.2
 def merge(a, b):
     """The merged (m, l, acc) of a and b, with shapes (rows,), (rows,) and (rows, H)."""
     (m_a, l_a, acc_a), (m_b, l_b, acc_b) = a, b
@@ -155,7 +153,6 @@ MERGE = Exercise(
 )  # fmt: skip
 
 
-# 2.3
 def rows_that_break(block_k):
     """Rows of finite logits, one for each shortcut: a dict of arrays of shape (S,)."""
     first, second = np.zeros(block_k), np.full(block_k, -100.0)
@@ -233,7 +230,6 @@ BREAK = Exercise(
 )  # fmt: skip
 
 
-# 2.4
 def merge_by_lse(out_a, lse_a, out_b, lse_b):
     """(out, lse) of two results over disjoint keys. out: (rows, H), lse: (rows,)."""
     lse = np.logaddexp(lse_a, lse_b)

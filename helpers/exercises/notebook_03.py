@@ -56,7 +56,6 @@ def _attention_cases():
     ]
 
 
-# 3.1
 def tiled_attention(q, k, v, scale, block_q, block_k):
     """out (T, H) and lse (T,) of one head. q: (T, H), k and v: (S, H)."""
     out, lse = np.empty(q.shape), np.empty(len(q))
@@ -129,7 +128,6 @@ QUERY_OUTER = Exercise(
 )  # fmt: skip
 
 
-# 3.2
 def kind_of_tile(q_start, q_stop, k_start, k_stop, T, S):
     """The kind of a tile of causal attention: "skipped", "partial" or "full"."""
     last_query = min(q_stop, T) - 1
@@ -168,7 +166,6 @@ CLASSIFY = Exercise(
 )  # fmt: skip
 
 
-# 3.3
 def key_outer_attention(memory, scale, block_q, block_k):
     """Fill out (T, H), m and l (T,) of a memory that holds q (T, H), k and v (S, H)."""
     T, S = len(memory.arrays["q"]), len(memory.arrays["k"])
@@ -236,7 +233,6 @@ KEY_OUTER = Exercise(
 )  # fmt: skip
 
 
-# 3.4
 def traffic_table(T, S, H, itemsize, block_q, block_k):
     """Bytes moved: {"naive": …, "query-outer": …, "key-outer": …}."""
     query_tiles, key_tiles = -(-T // block_q), -(-S // block_k)
@@ -268,7 +264,6 @@ TRAFFIC_TABLE = Exercise(
 )  # fmt: skip
 
 
-# 3.5
 def least_traffic_blocks(T, S, H, itemsize, budget, sizes):
     """The (block_q, block_k) that fits in budget and moves the fewest bytes."""
     fitting = [

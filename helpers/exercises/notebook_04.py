@@ -24,7 +24,6 @@ def _call(kernel, grid, in_specs, out_spec, shape, **options):
     return pl.pallas_call(kernel, grid=grid, in_specs=in_specs, out_specs=out_spec, out_shape=out_shape, **options)
 
 
-# 4.1
 def read_block(i, j):
     """(row, column) of the block of x that program (i, j) reads, counted in blocks."""
     return j // 2, i
@@ -58,7 +57,6 @@ INDEX_MAP = Exercise(
 )  # fmt: skip
 
 
-# 4.2
 def softmax_tail_kernel(s_ref, out_ref, *, T, S):
     """Softmax along the rows of a (T, S) table; both refs may hang over its end."""
     inside = jnp.arange(s_ref.shape[1]) < S
@@ -109,7 +107,6 @@ MASKED_TAIL = Exercise(
 )  # fmt: skip
 
 
-# 4.3
 def matmul_tail_kernel(p_ref, v_ref, out_ref, *, S, block_k):
     """out = p v, summed over tiles of block_k keys; the last may be partial."""
 

@@ -22,7 +22,6 @@ from helpers.exercises.notebook_04 import blocks_of
 log2_e = math.log2(math.e)
 
 
-# 5.1
 def tile_range(i, T, S, block_q, block_k, left=None):
     """(first, stop) of the key tiles that query tile i needs. left may be None."""
     q_start, q_stop = i * block_q, min((i + 1) * block_q, T)
@@ -55,7 +54,6 @@ BOUNDS = Exercise(
 )  # fmt: skip
 
 
-# 5.2
 def key_block(i, n, b, N, K):
     """The block of k (B, S, K, H) for query tile i of query head n in batch entry b."""
     group = N // K
@@ -93,7 +91,6 @@ GQA = Exercise(
 )  # fmt: skip
 
 
-# 5.3
 def finish(m, l, acc):
     """(out, lse) of a state in base two. m, l: (block_q,), acc: (block_q, H)."""
     l = jnp.where(l == 0, 1, l)
@@ -103,15 +100,14 @@ def finish(m, l, acc):
 
 def _finish_cases():
     random = np.random.default_rng(52)
-    cases = [Case("the case worked by hand", tuple(map(np.float32, ([1, -np.inf], [1.5, 0], [[3, 6], [0, 0]]))))]
+    yield Case("the case worked by hand", tuple(map(np.float32, ([1, -np.inf], [1.5, 0], [[3, 6], [0, 0]]))))
     for rows, H, shift, empty in [(4, 2, 0, [1]), (9, 5, 300, []), (16, 16, -300, [0, 7, 15])]:
         m = shift + 4 * random.standard_normal(rows)
         l = 1 + 9 * random.random(rows)
         acc = random.standard_normal((rows, H)) * l[:, None]
         m[empty], l[empty], acc[empty] = -np.inf, 0, 0
         label = f"{rows} rows, H={H}, m near {shift}, {len(empty)} of them without a key"
-        cases.append(Case(label, tuple(map(np.float32, (m, l, acc)))))
-    return cases
+        yield Case(label, tuple(map(np.float32, (m, l, acc))))
 
 
 def _run_finish(answer, *state):
@@ -134,7 +130,6 @@ FINISH = Exercise(
 )  # fmt: skip
 
 
-# 5.4
 def causal_bytes(T, H, itemsize, block_q, block_k):
     """Bytes that a causal forward kernel moves for one head of T queries and T keys."""
     once = 2 * T * H * itemsize + 4 * T
@@ -162,7 +157,6 @@ BYTES = Exercise(
 )  # fmt: skip
 
 
-# 5.5
 def forward(q, k, v, is_causal=False, block_q=64, block_k=64):
     """out (B, T, N, H) in the dtype of q, and lse (B, N, T) float32.
 
@@ -225,7 +219,7 @@ def forward(q, k, v, is_causal=False, block_q=64, block_k=64):
 def _forward_cases():
     """Arguments (q, k, v, is_causal, block_q, block_k); without block sizes, those that the answer has by itself."""
     by_hand = map(np.float32, ([[1]], np.log([[1.0], [3.0], [2.0], [8.0]]), [[1], [2], [3], [4]]))
-    cases = [Case("the case worked by hand", (*(array[None, :, None] for array in by_hand), False, 1, 2))]
+    yield Case("the case worked by hand", (*(array[None, :, None] for array in by_hand), False, 1, 2))
     random = np.random.default_rng(55)
     for (B, T, S, N, K, H), is_causal, blocks, dtype, label, push in [
         ((1, 16, 32, 2, 1, 4), False, (8, 16), np.float32, "the largest logits last", (0, 20)),
@@ -245,8 +239,7 @@ def _forward_cases():
         sizes = dict(T=T, S=S, N=N, K=K, H=H, B=B) | dict(zip(("block_q", "block_k"), blocks, strict=False))
         said = ["causal" if is_causal else "no mask", jnp.dtype(dtype).name, *filter(None, [label])]
         label = ", ".join([f"{name}={value}" for name, value in sizes.items()] + said)
-        cases.append(Case(label, (*(array.astype(dtype) for array in (q, k, v)), is_causal, *blocks)))
-    return cases
+        yield Case(label, (*(array.astype(dtype) for array in (q, k, v)), is_causal, *blocks))
 
 
 def run_forward(ours, mask, answer, *arguments):

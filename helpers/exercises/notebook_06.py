@@ -14,7 +14,6 @@ def _normal(random, *shape):
     return random.standard_normal(shape, np.float32).astype(np.float64)
 
 
-# 6.1
 def softmax_backward(p, dp):
     """The gradient of the logits. p, dp: (T, S). Returns ds (T, S)."""
     delta = (p * dp).sum(axis=1, keepdims=True)
@@ -50,7 +49,6 @@ DS = Exercise(
 )  # fmt: skip
 
 
-# 6.2
 def row_delta(out, dout, dlse):
     """What is subtracted from dp in each row. out, dout: (T, H); dlse: (T,)."""
     return (out * dout).sum(axis=1) - dlse
@@ -58,12 +56,11 @@ def row_delta(out, dout, dlse):
 
 def _delta_cases():
     random = np.random.default_rng(62)
-    cases = [Case("the case worked by hand", (np.array([[5.0]]), np.ones((1, 1)), np.array([2.0])))]
+    yield Case("the case worked by hand", (np.array([[5.0]]), np.ones((1, 1)), np.array([2.0])))
     for T, H, into_lse in [(3, 2, 0), (3, 2, 1), (6, 8, 1), (4, 4, 1), (7, 1, 1)]:
         out, dout = _normal(random, 2, T, H)
         label = f"T={T}, H={H}, {'a' if into_lse else 'no'} gradient into lse"
-        cases.append(Case(label, (out, dout, into_lse * _normal(random, T))))
-    return cases
+        yield Case(label, (out, dout, into_lse * _normal(random, T)))
 
 
 DELTA = Exercise(
@@ -77,7 +74,6 @@ DELTA = Exercise(
 )  # fmt: skip
 
 
-# 6.3
 def gradients(p, ds, q, k, dout, scale):
     """p, ds: (N, T, S); q, dout: (N, T, H); k: (K, S, H).
 
@@ -117,7 +113,6 @@ PRODUCTS = Exercise(
 )  # fmt: skip
 
 
-# 6.4
 def residual_bytes(T, S, N, K, H, itemsize):
     """Bytes kept for the backward pass: (with the table p, without it)."""
     inputs = itemsize * (N * T * H + 2 * K * S * H)
@@ -139,7 +134,6 @@ SAVE = Exercise(
 )  # fmt: skip
 
 
-# 6.5
 def flash_backward(q, k, v, out, lse, dout, scale, block_q, block_k):
     """q, out, dout: (T, H); k, v: (S, H); lse: (T,).
 

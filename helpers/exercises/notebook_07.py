@@ -15,7 +15,6 @@ from helpers.exercises.notebook_06 import flash_backward
 from helpers.exercises.whole_backward import FLASH_ATTENTION, KEY_GRADIENTS, OF_A_PAIR, QUERY_GRADIENTS
 
 
-# 7.1
 def one_query_tile(q, k, v, do, lse, delta, scale, dk, dv):
     """The sums after one tile of queries. Returns (dk, dv).
 
@@ -30,7 +29,7 @@ def one_query_tile(q, k, v, do, lse, delta, scale, dk, dv):
 
 def _body_cases(seed):
     by_hand = ([[1.0]], np.log([[1.0], [3.0]]), [[2.0], [6.0]], [[2.0]])
-    cases = [Case("the case worked by hand, a key in each tile", (*map(np.float32, by_hand), 1.0, 1, 1))]
+    yield Case("the case worked by hand, a key in each tile", (*map(np.float32, by_hand), 1.0, 1, 1))
     random = np.random.default_rng(seed)
     for T, S, H, block_q, block_k, scale, size, push in [
         (8, 12, 3, 4, 4, 0.5, 1, 0),
@@ -47,8 +46,7 @@ def _body_cases(seed):
             k[:, 0] = np.round(push / scale + 2 * np.sign(push) * np.linspace(1, 0, S)) / 16
         about = f"all logits near {push}" if push else "logits around 0"
         label = f"T={T}, S={S}, H={H}, block_q={block_q}, block_k={block_k}, scale={scale}, {about}"
-        cases.append(Case(label, (*map(np.float32, (q, k, v, do)), scale, block_q, block_k)))
-    return cases
+        yield Case(label, (*map(np.float32, (q, k, v, do)), scale, block_q, block_k))
 
 
 def _run_body(names, answer, q, k, v, do, scale, block_q, block_k):
@@ -88,7 +86,6 @@ DKV = Exercise(
 )  # fmt: skip
 
 
-# 7.2
 def one_key_tile(q, k, v, do, lse, delta, scale, dq):
     """The sum after one tile of keys. Returns dq.
 
@@ -113,7 +110,6 @@ DQ = Exercise(
 )  # fmt: skip
 
 
-# 7.3
 def differentiable(forward, backward):
     """A differentiable attend(q, k, v) that returns out, made of two launches."""
 
@@ -136,15 +132,14 @@ def differentiable(forward, backward):
 def _wiring_cases():
     # T = S throughout: were q and k of different shapes, JAX would refuse gradients in the wrong
     # order before this checker could name them.
-    cases = [Case("the case worked by hand", tuple(np.float32([[number]]) for number in (1, 2, 3, 5)))]
+    yield Case("the case worked by hand", tuple(np.float32([[number]]) for number in (1, 2, 3, 5)))
     random = np.random.default_rng(73)
     for T, H, size, push in [(6, 4, 1, 0), (9, 5, 4, 0), (7, 3, 2, -40)]:
         q, k, v, weight = random.standard_normal((4, T, H))
         q[:, 0] = 1
         k[:, 0] += push
         arguments = tuple(map(np.float32, (size * q, k, v, weight + 1)))
-        cases.append(Case(f"T=S={T}, H={H}, " + ("all logits far below 0" if push else f"queries × {size}"), arguments))
-    return cases
+        yield Case(f"T=S={T}, H={H}, " + ("all logits far below 0" if push else f"queries × {size}"), arguments)
 
 
 def _forward_kernels(q, k, v):
@@ -221,7 +216,6 @@ WIRING = Exercise(
 )  # fmt: skip
 
 
-# 7.4
 def product_flops(T, S, H, block_q, block_k, fused, is_causal):
     """FLOPs of all matrix products in the backward pass of one head."""
     pairs = 0
@@ -254,7 +248,6 @@ FLOPS = Exercise(
 )  # fmt: skip
 
 
-# 7.5
 def query_tile_range(j, T, S, block_q, block_k, left=None):
     """(first, stop) of the query tiles that key tile j needs."""
     k_start, k_stop = j * block_k, min((j + 1) * block_k, S)
@@ -288,7 +281,6 @@ BOUNDS = Exercise(
 )  # fmt: skip
 
 
-# 7.6
 def out_and_low(p, v):
     """The output in the dtype of v, and what rounding took off it."""
     weights = np.float32(p.astype(v.dtype))
@@ -300,7 +292,7 @@ def out_and_low(p, v):
 
 def _rounding_cases():
     by_hand = [[1, 1, 1 + 2**-8]], [[1], [1], [2]]
-    cases = [Case("the case worked by hand", (np.float32(by_hand[0]), np.asarray(by_hand[1], jnp.bfloat16)))]
+    yield Case("the case worked by hand", (np.float32(by_hand[0]), np.asarray(by_hand[1], jnp.bfloat16)))
     random = np.random.default_rng(77)  # far from ties, which libraries could break differently
     sizes = [(4, 8, 4, 0, 1), (8, 48, 16, 10, 1), (16, 64, 8, 30, 1e4), (16, 96, 8, 4, 0.01)]  # 1e4: beyond float16
     for T, S, H, part, unit in sizes:
@@ -308,8 +300,7 @@ def _rounding_cases():
         v = unit * (random.standard_normal((S, H)) + part * random.standard_normal(H))
         shared = f"values with a part of {part} standard deviations in common" if part else "values around 0"
         p = np.exp(s - s.max(axis=1, keepdims=True))
-        cases.append(Case(f"T={T}, S={S}, H={H}, {shared}", (np.float32(p), np.asarray(v, jnp.bfloat16))))
-    return cases
+        yield Case(f"T={T}, S={S}, H={H}, {shared}", (np.float32(p), np.asarray(v, jnp.bfloat16)))
 
 
 def _rounding_expected(p, v):

@@ -10,7 +10,6 @@ from helpers.exercises.comparing import plain
 from helpers.exercises.exercise import Case, Complaint, Exercise, table
 
 
-# 8.1
 def attention_layer(x, w_qkv, w_merge, N, attention):
     """Causal attention with N heads. Returns (B, T, C).
 
@@ -86,7 +85,6 @@ LAYER = Exercise(
 )  # fmt: skip
 
 
-# 8.2
 def bytes_kept(B, T, N, H, itemsize, layers):
     """Bytes kept for the backward pass. Returns {"naive": bytes, "flash": bytes}."""
     like_q = itemsize * B * T * N * H
@@ -116,7 +114,6 @@ KEPT = Exercise(
 )  # fmt: skip
 
 
-# 8.3
 def inputs_and_targets(tokens, starts, T):
     """A batch for learning the next token. Returns inputs and targets, both (B, T)."""
     windows = tokens[starts[:, None] + np.arange(T + 1)]
@@ -125,11 +122,10 @@ def inputs_and_targets(tokens, starts, T):
 
 def _shift_cases():
     random = np.random.default_rng(83)
-    cases = [Case("the case worked by hand", (np.array([5, 8, 2, 7, 1]), np.array([0, 2]), 2))]
+    yield Case("the case worked by hand", (np.array([5, 8, 2, 7, 1]), np.array([0, 2]), 2))
     for length, starts, T in [(9, [3], 4), (40, [7, 0, 31], 8), (300, [12, 291, 100, 4], 8)]:
         label = f"{length} tokens, B={len(starts)}, T={T}"
-        cases.append(Case(label, (random.permutation(length), np.array(starts), T)))
-    return cases
+        yield Case(label, (random.permutation(length), np.array(starts), T))
 
 
 def _run_shift(answer, tokens, starts, T):
@@ -157,7 +153,6 @@ SHIFT = Exercise(
 )  # fmt: skip
 
 
-# 8.4
 def next_token_loss(logits, targets):
     """Mean of -log softmax at the targets. logits: (T, vocabulary), targets: (T,)."""
     m = logits.max(axis=-1, keepdims=True)
@@ -168,7 +163,7 @@ def next_token_loss(logits, targets):
 
 def _loss_cases():
     random = np.random.default_rng(84)
-    cases = [Case("the case worked by hand", (np.log([[1.0, 3.0]]), np.array([1])))]
+    yield Case("the case worked by hand", (np.log([[1.0, 3.0]]), np.array([1])))
     for T, V, spread, shift, label in [
         (3, 4, 1, 0, "small logits"),
         (6, 5, 1, -2000, "logits around -2000"),
@@ -176,13 +171,12 @@ def _loss_cases():
         (7, 7, 3, np.array([0, 3000, -3000, 0, 1500, -800, 60])[:, None], "a different level in each row"),
     ]:
         logits = np.round(8 * (spread * random.standard_normal((T, V)) + shift)) / 8  # exact in float32
-        cases.append(Case(f"T={T}, vocabulary {V}, {label}", (logits, random.integers(0, V, T))))
+        yield Case(f"T={T}, vocabulary {V}, {label}", (logits, random.integers(0, V, T)))
     spike = np.zeros((3, 6))
     spike[0, 4], spike[1, 2] = 1000, -2000
-    cases.append(Case("T=3, vocabulary 6, one logit 1000 above the others of its row", (spike, np.array([1, 0, 5]))))
+    yield Case("T=3, vocabulary 6, one logit 1000 above the others of its row", (spike, np.array([1, 0, 5])))
     for label, target in (("the target 720 below the largest", 0), ("the target 720 above the others", 1)):
-        cases.append(Case(f"T=1, vocabulary 3, {label}", (np.array([[0.0, 720, 10]]), np.array([target]))))
-    return cases
+        yield Case(f"T=1, vocabulary 3, {label}", (np.array([[0.0, 720, 10]]), np.array([target])))
 
 
 LOSS = Exercise(

@@ -8,7 +8,6 @@ from helpers.exercises.exercise import Case, Complaint, Exercise, table
 from helpers.instruments.simulated import SimulatedGPU
 
 
-# 9.1
 def median_time(run, wait, clock, inputs, samples, calls):
     """Seconds of one call of run: the median of `samples` samples of `calls` calls."""
     wait(run(*inputs[0]))
@@ -84,7 +83,6 @@ CLOCK = Exercise(
 )  # fmt: skip
 
 
-# 9.2
 def speed_up(old, new, resamples):
     """Returns (low, high, verdict) of the ratio old / new."""
     medians = np.median((old / new)[resamples], axis=1)
@@ -136,7 +134,6 @@ PAIRS = Exercise(
 )  # fmt: skip
 
 
-# 9.3
 def roofline_bounds(B, T, S, N, K, H, itemsize, is_causal, ceilings):
     """{"matrix": s, "memory": s, "exponentials": s, "binds": name}, s: seconds."""
     pairs = B * N * T * S / (2 if is_causal else 1)
@@ -179,7 +176,6 @@ BOUNDS = Exercise(
 )  # fmt: skip
 
 
-# 9.4
 def counted_ceiling(rate, T, block, products, is_causal):
     """Largest counted TFLOP/s, for `products` products in each visited tile."""
     tiles = T // block
@@ -211,7 +207,6 @@ CEILING = Exercise(
 )  # fmt: skip
 
 
-# 9.5
 def restated(claimed, which, counted, is_causal, halved):
     """TFLOP/s in our convention of a claim that was counted in another one."""
     ours = {"forward": 4, "backward": 10, "both": 14}[which] / (2 if is_causal else 1)

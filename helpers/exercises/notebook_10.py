@@ -35,7 +35,6 @@ def _complaint_or_none(result, case):
     return result or None
 
 
-# 10.1
 def ring(role, steps, stages):
     """Yield the operations of "memory" or "compute": `steps` tiles, `stages` slots."""
     for j in range(steps):
@@ -109,7 +108,6 @@ RING = Exercise(
 )  # fmt: skip
 
 
-# 10.2
 def split_registers(warpgroups, memory):
     """(registers of a thread at the start, the most of a compute thread)."""
     at_start = 65536 // (128 * (warpgroups + 1)) // 8 * 8
@@ -133,7 +131,6 @@ REGISTERS = Exercise(
 )  # fmt: skip
 
 
-# 10.3
 def smem_budget(H, block_q, block_k, stages, warpgroups):
     """(bytes of SMEM of the forward kernel, the most stages that fit)."""
     fixed = 3 * warpgroups * block_q * H * 2
@@ -160,7 +157,6 @@ SMEM = Exercise(
 )  # fmt: skip
 
 
-# 10.4
 PRODUCT, EXPONENTIALS = 256, 528
 
 
@@ -260,7 +256,6 @@ PIPELINE = Exercise(
 )  # fmt: skip
 
 
-# 10.5
 def tiles_of(program, programs, lengths):
     """Indices of the tiles that a program computes, so that no program has too many."""
     order = sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True)

@@ -5,7 +5,6 @@ import numpy as np
 from helpers.exercises.exercise import Exercise, table
 
 
-# 11.1
 def slowest_unit(H, block_k, instructions, moved, cost):
     """(name, cycles) of the unit that binds a tile of 64 queries and block_k keys."""
     cycles = {
@@ -37,7 +36,6 @@ BIND = Exercise(
 )  # fmt: skip
 
 
-# 11.2
 def guess(s, block_k, headroom, most):
     """(whether the guess fails, lse) of a row of logits s (S,)."""
     m = s[:block_k].max() + headroom * np.log(2)

@@ -3,7 +3,6 @@
 from helpers.exercises.exercise import Exercise, table
 
 
-# 12.1
 def operands(left, right, held):
     """(place of left, place of right, whether a computed tile must be stored first)."""
     computed = {name.removesuffix(".T") for name in held}
@@ -44,7 +43,6 @@ OPERANDS = Exercise(
 )  # fmt: skip
 
 
-# 12.2
 def fused_smem(H, block_q, stages, warpgroups, delayed):
     """Bytes of shared memory of the fused kernel, without barriers."""
     block_k = 64 * warpgroups
@@ -74,7 +72,6 @@ SMEM = Exercise(
 )  # fmt: skip
 
 
-# 12.3
 def reduce_add(B, T, S, N, H, block_q, block_k, is_causal, bandwidth):
     """(bytes added to dq, least seconds)."""
     pairs = 0
@@ -109,7 +106,6 @@ ADDED = Exercise(
 )  # fmt: skip
 
 
-# 12.4
 def fused_or_split(flops, smem_bytes, exposed):
     """("fused" or "split", cycles of fused, cycles of split) for one pair of tiles."""
 
@@ -153,7 +149,6 @@ CHOICE = Exercise(
 )  # fmt: skip
 
 
-# 12.5
 def halving_block_q(T, block_q):
     """{what: factor} of a walk with block_q / 2 against one with block_q."""
     before, after = -(-T // block_q), -(-T // (block_q // 2))

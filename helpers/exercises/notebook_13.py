@@ -15,7 +15,6 @@ from helpers.exercises import whole
 from helpers.exercises.exercise import Case, Exercise, table
 
 
-# 13.1
 def keys_computed(prompt, new):
     """Keys that a block computes: {"without a cache": …, "with a cache": …}."""
     without = sum(prompt + turn for turn in range(new))
@@ -37,7 +36,6 @@ AGAIN = Exercise(
 )  # fmt: skip
 
 
-# 13.2
 def one_step(query, key, value, key_cache, value_cache, length):
     """Attention of a new token. Returns out (N, H) and both caches with it stored."""
     key_cache, value_cache = key_cache.copy(), value_cache.copy()
@@ -53,7 +51,7 @@ def _step_cases():
     random = np.random.default_rng(132)
     one = lambda *values: np.array(values)[:, None, None]
     by_hand = (np.array([[1.0]]), np.array([[math.log(3)]]), np.array([[8.0]]), one(0.0, 9, 7), one(4.0, 9, 7), 1)
-    cases = [Case("the case worked by hand", by_hand)]
+    yield Case("the case worked by hand", by_hand)
     for N, H, S, length, size, label in [
         (2, 4, 6, 3, 1, "the cache half full"),
         (3, 2, 5, 0, 1, "the first token of all"),
@@ -66,13 +64,12 @@ def _step_cases():
         key_cache[length:] = (3 + left_over) * query / np.abs(query).max()  # leftovers that a query would like
         value_cache[length:] = 50 + left_over
         label = f"N={N}, H={H}, S={S}, length={length}: {label}"
-        cases.append(Case(label, (size * query, key, value, key_cache, value_cache, length)))
+        yield Case(label, (size * query, key, value, key_cache, value_cache, length))
     query, value = random.standard_normal((2, 2, 4))
     key_cache, value_cache = random.uniform(1, 2, (6, 1, 1)) * query, random.standard_normal((6, 2, 4))
     key_cache[:4] *= -1  # the last of these becomes the new key
     label = "N=2, H=4, S=6, length=3: large logits, all of them negative"
-    cases.append(Case(label, (1e12 * query, key_cache[3].copy(), value, key_cache, value_cache, 3)))
-    return cases
+    yield Case(label, (1e12 * query, key_cache[3].copy(), value, key_cache, value_cache, 3))
 
 
 STEP = Exercise(
@@ -95,7 +92,6 @@ STEP = Exercise(
 )  # fmt: skip
 
 
-# 13.3
 def merge_splits(outs, lses):
     """(out, lse) of all keys. outs: (parts, R, H), lses: (parts, R)."""
     m = lses.max(axis=0)
@@ -111,7 +107,7 @@ def merge_splits(outs, lses):
 def _merge_cases():
     random = np.random.default_rng(133)
     by_hand = np.array([[[1.0]], [[3.0]]]), np.array([[0.0], [math.log(3)]])
-    cases = [Case("the case worked by hand", by_hand)]
+    yield Case("the case worked by hand", by_hand)
     for parts, R, H, level, empty, label in [
         (2, 2, 3, 0, [], "every part sees keys"),
         (3, 3, 2, 0, [(0, 0), (1, 1)], "some parts are empty for some rows"),
@@ -123,8 +119,7 @@ def _merge_cases():
         lse = np.round(64 * lse) / 64  # exact in float32
         for place in empty:
             out[place], lse[place] = 0, -np.inf
-        cases.append(Case(f"parts={parts}, R={R}, H={H}: {label}", (out, lse)))
-    return cases
+        yield Case(f"parts={parts}, R={R}, H={H}: {label}", (out, lse))
 
 
 MERGE = Exercise(
@@ -143,7 +138,6 @@ MERGE = Exercise(
 )  # fmt: skip
 
 
-# 13.4
 def places(table, positions, page):
     """The place of each sequence's new token. table: (B, width), positions: (B,)."""
     numbers = table[np.arange(len(table)), positions // page]
@@ -152,7 +146,7 @@ def places(table, positions, page):
 
 def _place_cases():
     random = np.random.default_rng(134)
-    cases = [Case("the case worked by hand", (np.array([[7, 2], [5, -1]]), np.array([6, 1]), 4))]
+    yield Case("the case worked by hand", (np.array([[7, 2], [5, -1]]), np.array([6, 1]), 4))
     for B, width, page in ((1, 3, 5), (3, 4, 2), (3, 4, 6), (4, 6, 16), (5, 2, 1)):
         positions = random.integers(0, width * page, B)
         positions[0] = page - 1  # the last slot of a page
@@ -161,8 +155,7 @@ def _place_cases():
         for row, position in enumerate(positions):
             behind = table[row, position // page + 1 :]
             behind[:] = random.integers(B * width + 3, size=len(behind))
-        cases.append(Case(f"B={B}, pages of {page}", (table, positions, page)))
-    return cases
+        yield Case(f"B={B}, pages of {page}", (table, positions, page))
 
 
 PLACES = Exercise(
@@ -178,7 +171,6 @@ PLACES = Exercise(
 )  # fmt: skip
 
 
-# 13.5
 def fit(layers, K, H, itemsize, memory, tokens, longest, page):
     """Returns {"bytes a token": …, "reserved": …, "paged": …}, integers."""
     token = 2 * layers * K * H * itemsize
@@ -209,7 +201,6 @@ FIT = Exercise(
 )  # fmt: skip
 
 
-# 13.6
 def make_room(table, length, counts, free, page):
     """Room for token number length. Returns {"table": …, "counts": …, "copied": …}."""
     table, counts, copied = list(table), list(counts), -1
@@ -251,7 +242,6 @@ ROOM = Exercise(
 )  # fmt: skip
 
 
-# 13.7
 def decode_attention(query, key, value, lengths, parts=4, block_k=64):
     """out (B, N, H): a query for each sequence, over its first lengths[b] keys.
 
@@ -320,7 +310,7 @@ def _decode_cases():
     keys, values = np.log([1.0, 3, 2, 8, 1]), np.array([1.0, 2, 3, 4, 99])
     by_hand = (np.ones((1, 1, 1)), keys[None, :, None, None], values[None, :, None, None])
     label = "the case worked by hand, a fifth key left over behind the four"
-    cases = [Case(label, (*(array.astype(np.float32) for array in by_hand), np.array([4], np.int32), 2, 2))]
+    yield Case(label, (*(array.astype(np.float32) for array in by_hand), np.array([4], np.int32), 2, 2))
     random = np.random.default_rng(137)
     for (B, S, N, K, H), lengths, parts, block_k, dtype, push, label in [
         ((2, 32, 4, 2, 4), (32, 9), 2, 8, np.float32, 0, "a part without a key"),
@@ -337,8 +327,7 @@ def _decode_cases():
             key[b, length:], value[b, length:] = 3, np.inf  # what another sequence left behind
         about = f"B={B}, S={S}, N={N}, K={K}, H={H}, lengths={list(lengths)}, parts={parts}, block_k={block_k}: {label}"
         arrays = (array.astype(dtype) for array in (query, key, value))
-        cases.append(Case(about, (*arrays, np.array(lengths, np.int32), parts, block_k)))
-    return cases
+        yield Case(about, (*arrays, np.array(lengths, np.int32), parts, block_k))
 
 
 def _run_decode(answer, *arguments):

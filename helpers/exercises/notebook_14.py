@@ -9,7 +9,6 @@ from helpers.exercises.exercise import Case, Complaint, Exercise, table
 from helpers.exercises.notebook_02 import MERGE_BY_LSE
 
 
-# 14.1
 def merge_shares(out_a, lse_a, out_b, lse_b):
     """(out, lse) of two disjoint sets of keys together: (T, H) and (T,)."""
     lse = np.logaddexp(lse_a, lse_b)
@@ -21,7 +20,6 @@ def merge_shares(out_a, lse_a, out_b, lse_b):
 MERGE = replace(MERGE_BY_LSE, solution=merge_shares, title="Two parts of a sum")
 
 
-# 14.2
 def turn_the_ring(queries, keys, values, attend, merge):
     """The result of every device: a list of D arrays (rows, H)."""
     D = len(queries)
@@ -43,12 +41,10 @@ def _attend(query, key, value):
 
 
 def _ring_cases():
-    cases = []
     for D, T, S, H in ((1, 2, 2, 2), (2, 2, 2, 2), (3, 2, 4, 3), (4, 3, 2, 5), (5, 1, 3, 2), (8, 2, 2, 4)):
         random = np.random.default_rng([14, 2, D])
         shares = tuple(list(random.standard_normal((D, rows, H))) for rows in (T, S, S))
-        cases.append(Case(f"{D} device{'s' * (D > 1)}, {T} queries and {S} keys each, H={H}", shares))
-    return cases
+        yield Case(f"{D} device{'s' * (D > 1)}, {T} queries and {S} keys each, H={H}", shares)
 
 
 def _run_ring(answer, queries, keys, values):
@@ -76,7 +72,6 @@ RING = Exercise(
 )  # fmt: skip
 
 
-# 14.3
 def count_pairs(owned):
     """(D, D) integers: pairs in step r (row) of device i (column)."""
     D = len(owned)
@@ -108,7 +103,6 @@ WORK = Exercise(
 )  # fmt: skip
 
 
-# 14.4
 def zigzag(devices, share, device):
     """The positions of a device, rising: integers (share,)."""
     half = share // 2
@@ -136,7 +130,6 @@ ZIGZAG = Exercise(
 )  # fmt: skip
 
 
-# 14.5
 def part_gradients(q, k, v, do, lse, delta, scale):
     """(dq, dk, dv) of a share of the keys; lse and delta are of all."""
     p = np.exp(scale * q @ k.T - lse[:, None])
@@ -146,25 +139,18 @@ def part_gradients(q, k, v, do, lse, delta, scale):
 
 
 def _gradient_cases():
-    cases = []
-    for T, S, keys, H, scale, level in (
-        (2, 1, 3, 1, 1.0, 0),
-        (3, 2, 6, 2, 0.7, 0),
-        (5, 4, 8, 4, 0.5, 0),
-        (4, 6, 7, 3, 1.3, 0),
-        (4, 3, 9, 4, 0.5, 800),
-        (3, 4, 8, 2, 0.7, -800),
-        (2, 3, 3, 2, 0.9, 0),
-    ):
-        random = np.random.default_rng([14, 5, len(cases)])
+    for number, (T, S, keys, H, scale, level) in enumerate([
+        (2, 1, 3, 1, 1.0, 0), (3, 2, 6, 2, 0.7, 0), (5, 4, 8, 4, 0.5, 0), (4, 6, 7, 3, 1.3, 0), (4, 3, 9, 4, 0.5, 800),
+        (3, 4, 8, 2, 0.7, -800), (2, 3, 3, 2, 0.9, 0),
+    ]):  # fmt: skip
+        random = np.random.default_rng([14, 5, number])
         q, do = random.standard_normal((2, T, H))
         k, v = random.standard_normal((2, keys, H))
         if level:  # all logits are about that
             q[:, 0], k[:, 0] = level, 1 / scale
         out, lse = _attend(scale * q, k, v)
         label = f"T={T}, S={S} of {keys} keys, H={H}, logits near {level}"
-        cases.append(Case(label, (q, k[:S], v[:S], do, lse, (out * do).sum(axis=1), scale)))
-    return cases
+        yield Case(label, (q, k[:S], v[:S], do, lse, (out * do).sum(axis=1), scale))
 
 
 GRADIENTS = Exercise(
@@ -182,7 +168,6 @@ GRADIENTS = Exercise(
 )  # fmt: skip
 
 
-# 14.6
 def shortest_share(N, K, itemsize, flops, bandwidth):
     """The least number of positions of a share that hides a hop."""
     t = itemsize * K * flops / (2 * N * bandwidth)

@@ -9,7 +9,6 @@ from jax.experimental import pallas as pl
 from helpers.exercises.exercise import Case, Complaint, Exercise, table
 
 
-# 15.1
 def attend_step(step, last, q_ref, k_ref, v_ref, out_ref, lse_ref, m_ref, l_ref, acc_ref):
     @pl.when(step == 0)
     def _():
@@ -70,27 +69,20 @@ def _walk(answer, q, k, v, block_q, block_k):
 
 def _walk_cases():
     hand = np.array([[1.0]]), np.log([[1.0], [3.0], [2.0], [8.0]]), np.array([[1.0], [2.0], [3.0], [4.0]])
-    cases = [Case("the case worked by hand", (*hand, 1, 2))]
-    for tiles, *heights in (
-        (2, 0, 0, 0),
-        (2, 9, 0, 0),
-        (2, 0, 0, 9),
-        (2, 200, 0, -20),
-        (2, 500, 501, 499),
-        (2, -501, -499, -500),
-        (3, 0),
-    ):
-        random = np.random.default_rng([15, 1, len(cases)])
+    yield Case("the case worked by hand", (*hand, 1, 2))
+    for number, (tiles, *heights) in enumerate([
+        (2, 0, 0, 0), (2, 9, 0, 0), (2, 0, 0, 9), (2, 200, 0, -20), (2, 500, 501, 499), (2, -501, -499, -500), (3, 0),
+    ], start=1):  # fmt: skip
+        random = np.random.default_rng([15, 1, number])
         q, (k, v) = random.standard_normal((4 * tiles, 8)), random.standard_normal((2, 5 * len(heights), 8))
         q[:, 0], k[:, 0] = 1, np.repeat(heights, 5)
-        cases.append(Case(f"{tiles} tiles of queries, logits of the steps near {str(heights)[1:-1]}", (q, k, v, 4, 5)))
+        yield Case(f"{tiles} tiles of queries, logits of the steps near {str(heights)[1:-1]}", (q, k, v, 4, 5))
     q, (k, v) = random.standard_normal((4, 8)), random.standard_normal((2, 10, 8))
     q[:, 0], k[:, 0] = (1, -1, 1, -1), np.tile((0, 150, 60, 90, 30), 2)
-    cases.append(Case("1 tile of queries, 2 steps, queries and keys of very different logits", (q, k, v, 4, 5)))
+    yield Case("1 tile of queries, 2 steps, queries and keys of very different logits", (q, k, v, 4, 5))
     # Whole numbers, which float32 holds: m may begin with no finite number.
     q, k = np.eye(1, 8).repeat(4, axis=0), np.eye(1, 8) * (-1e5 + np.arange(10.0)[:, None] % 4)
-    cases.append(Case("1 tile of queries, 2 steps, logits near -100000", (q, k, v, 4, 5)))
-    return cases
+    yield Case("1 tile of queries, 2 steps, logits near -100000", (q, k, v, 4, 5))
 
 
 WALK = Exercise(
@@ -109,7 +101,6 @@ WALK = Exercise(
 )  # fmt: skip
 
 
-# 15.2
 def keys_in_place(i, step, block_q, block_k):
     last = ((i + 1) * block_q - 1) // block_k
     return min(step, last)
@@ -150,7 +141,6 @@ BLOCKS = Exercise(
 )  # fmt: skip
 
 
-# 15.3
 def registers(rows, columns, itemsize):
     height = 32 // itemsize
     return -(-rows // height) * -(-columns // 128)
@@ -174,7 +164,6 @@ REGISTERS = Exercise(
 )  # fmt: skip
 
 
-# 15.4
 def vmem_bytes(block_q, block_k, H, itemsize):
     lanes = -(-H // 128) * 128
     row = 4 * block_q
@@ -199,7 +188,6 @@ VMEM = Exercise(
 )  # fmt: skip
 
 
-# 15.5
 def semantics(grid, block_of):
     writers = {}
     for program in np.ndindex(*grid):

@@ -5,7 +5,6 @@ import numpy as np
 from helpers.exercises.exercise import Exercise, table
 
 
-# 16.1
 def programs(B, T, S, N, K, block_q, block_k):
     """(programs of the forward kernel, programs of dkv)."""
     forward = -(-T // block_q) * N * B
@@ -26,7 +25,6 @@ GRIDS = Exercise(
 )  # fmt: skip
 
 
-# 16.2
 def pointers(rows, b, n, T, N, H, head_padded):
     """(offsets, mask), both (len(rows), head_padded)."""
     columns = np.arange(head_padded)
@@ -55,7 +53,6 @@ POINTERS = Exercise(
 )  # fmt: skip
 
 
-# 16.3
 def key_ranges(q_start, block_q, block_k, S, is_causal):
     """(full, stop): where the masked tiles begin, and where the skipped ones do."""
     full, stop = S // block_k, -(-S // block_k)
@@ -82,7 +79,6 @@ KEY_RANGES = Exercise(
 )  # fmt: skip
 
 
-# 16.4
 def query_tiles(k_start, block_q, block_k, T, is_causal):
     """(masked, free): tiles of queries with a mask, and without."""
     masked = free = 0

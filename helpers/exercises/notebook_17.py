@@ -5,7 +5,6 @@ import numpy as np
 from helpers.exercises.exercise import Exercise, table
 
 
-# 17.1
 def operations(T, S, H):
     """(operations of the first rung, operations that attention needs)."""
     return T * H * S * (2 * H + 2), 4 * T * S * H
@@ -21,7 +20,6 @@ OPERATIONS = Exercise(
 )  # fmt: skip
 
 
-# 17.2
 def has_race(touches):
     """Whether two of the touches (thread, epoch, index, writes) race."""
     for thread, epoch, index, writes in touches:
@@ -64,7 +62,6 @@ RACES = Exercise(
 )  # fmt: skip
 
 
-# 17.3
 def held(row, column):
     """(lane, register, half) of an element of the first factor, 16 × 16."""
     lane = 4 * (row % 8) + column % 8 // 2
@@ -87,7 +84,6 @@ HELD = Exercise(
 )  # fmt: skip
 
 
-# 17.4
 def passes(words):
     """Passes that shared memory takes to serve a warp."""
     banks = [int(word) % 32 for word in set(map(int, words))]

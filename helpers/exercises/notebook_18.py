@@ -14,7 +14,6 @@ from helpers.exercises.exercise import Case, Complaint, Exercise, table
 from helpers.exercises.notebook_05 import FORWARD, expected_forward, run_forward
 
 
-# 18.1
 def segment_ids(lengths, T):
     """The document of each token, int (T,); padding has the number after the last."""
     padding = T - sum(lengths)
@@ -40,7 +39,6 @@ SEGMENTS = Exercise(
 )  # fmt: skip
 
 
-# 18.2
 def tile_logits(q, k, scale, bias, cap, seen):
     """Logits, bias, seen: (block_q, block_k). q: (block_q, H), k: (block_k, H)."""
     s = scale * (q @ k.T) + bias
@@ -51,15 +49,14 @@ def tile_logits(q, k, scale, bias, cap, seen):
 def _tile_cases():
     one = lambda *values: np.array([values], float)
     by_hand = (one(1), one(0, 4, 1).T, 1.0, one(1, 0, 2), 2.0, np.array([[True, True, False]]))
-    cases = [Case("the case worked by hand", by_hand)]
+    yield Case("the case worked by hand", by_hand)
     random = np.random.default_rng(182)
     for block_q, block_k, H, scale, cap, size in [(2, 3, 4, 0.5, 1.5, 1), (4, 2, 3, 0.25, 30, 40), (3, 5, 2, 2, 5, 9)]:
         q, k = size * random.standard_normal((block_q, H)), random.standard_normal((block_k, H))
         bias = random.standard_normal((block_q, block_k))
         seen = random.random((block_q, block_k)) < 0.6
         seen[0, :2] = True, False
-        cases.append(Case(f"block_q={block_q}, block_k={block_k}, H={H}, cap={cap}", (q, k, scale, bias, cap, seen)))
-    return cases
+        yield Case(f"block_q={block_q}, block_k={block_k}, H={H}, cap={cap}", (q, k, scale, bias, cap, seen))
 
 
 TILE = Exercise(
@@ -77,7 +74,6 @@ TILE = Exercise(
 )  # fmt: skip
 
 
-# 18.3
 def segment_kinds(ids, block):
     """Kinds of the tiles of a row, int (tiles, tiles): 0 hidden, 1 partial, 2 full."""
     tiles = ids.reshape(len(ids) // block, block)
@@ -108,7 +104,6 @@ KINDS = Exercise(
 )  # fmt: skip
 
 
-# 18.4
 def packed_attention(q, k, v, ids, block):
     """(out (T, H), tiles visited): causal within documents; skips hidden tiles."""
     (T, H), visited, out = q.shape, 0, np.zeros(q.shape)
@@ -134,7 +129,7 @@ def packed_attention(q, k, v, ids, block):
 def _packed_cases():
     one = lambda *values: np.array(values, float)[:, None]
     by_hand = (one(1, 1, 1, 1), np.log(one(1, 3, 1, 3)), one(4, 8, 0, 4), np.array([0, 0, 0, 1]), 2)
-    cases = [Case("the case worked by hand", by_hand)]
+    yield Case("the case worked by hand", by_hand)
     random = np.random.default_rng(184)
     for lengths, H, block, size, about in [
         ((3, 5), 2, 2, 1, ""),
@@ -148,8 +143,7 @@ def _packed_cases():
         if size < 0:
             q, k = np.abs(q), 1 + np.abs(k)
         label = f"documents of {list(lengths)}, H={H}, block={block}{about}"
-        cases.append(Case(label, (size * q, k, v, segment_ids(lengths, T), block)))
-    return cases
+        yield Case(label, (size * q, k, v, segment_ids(lengths, T), block))
 
 
 PACKED = Exercise(
@@ -165,7 +159,6 @@ PACKED = Exercise(
 )  # fmt: skip
 
 
-# 18.5
 def products_gradient(p, dp, delta, s, cap):
     """Gradient of the scaled products, (block_q, block_k). s: logits after the cap."""
     ds = p * (dp - delta[:, None])
@@ -174,14 +167,13 @@ def products_gradient(p, dp, delta, s, cap):
 
 def _cap_cases():
     one = lambda value: np.array([[value]], float)
-    cases = [Case("the case worked by hand", (one(0.5), one(5), np.array([1.0]), one(1), 2.0))]
+    yield Case("the case worked by hand", (one(0.5), one(5), np.array([1.0]), one(1), 2.0))
     random = np.random.default_rng(185)
     for block_q, block_k, cap, size in [(2, 3, 1.5, 1), (4, 2, 50.0, 60), (3, 5, 5.0, 9)]:
         s = cap * np.tanh(size * random.standard_normal((block_q, block_k)) / cap)
         dp, delta = random.standard_normal((block_q, block_k)), random.standard_normal(block_q)
         p = random.random((block_q, block_k))
-        cases.append(Case(f"block_q={block_q}, block_k={block_k}, cap={cap}", (p, dp, delta, s, cap)))
-    return cases
+        yield Case(f"block_q={block_q}, block_k={block_k}, cap={cap}", (p, dp, delta, s, cap))
 
 
 CAP = Exercise(
@@ -193,7 +185,6 @@ CAP = Exercise(
 )  # fmt: skip
 
 
-# 18.6
 def add_sinks(out, lse, sinks):
     """(out, lse) with a sink for each head. out (T, N, H), lse (T, N), sinks (N,)."""
     new = np.logaddexp(lse, sinks)
@@ -202,7 +193,7 @@ def add_sinks(out, lse, sinks):
 
 def _sink_cases():
     by_hand = (np.full((1, 1, 1), 8.0), np.array([[math.log(3)]]), np.array([0.0]))
-    cases = [Case("the case worked by hand", by_hand)]
+    yield Case("the case worked by hand", by_hand)
     random = np.random.default_rng(186)
     for T, N, H, size, about in [
         (3, 2, 4, 1, ""),
@@ -213,8 +204,7 @@ def _sink_cases():
         if "without" in about:
             out[1], lse[1] = 0, -np.inf
         level = size * np.where(np.arange(N) % 2, 1, -1)
-        cases.append(Case(f"T={T}, N={N}, H={H}{about}", (out, lse + level, sinks + level)))
-    return cases
+        yield Case(f"T={T}, N={N}, H={H}{about}", (out, lse + level, sinks + level))
 
 
 SINKS = Exercise(
@@ -231,7 +221,6 @@ SINKS = Exercise(
 )  # fmt: skip
 
 
-# 18.7
 def windows_by_head(b, n, i, j):
     """Whether query i of head n sees key j: the last 16 · 2^n keys, and the first 4."""
     near = i - j < 16 * 2**n
@@ -264,7 +253,6 @@ WINDOW = Exercise(
 )  # fmt: skip
 
 
-# 18.8
 def masked_forward(q, k, v, mask_mod, block_q=64, block_k=64):
     """out (B, T, N, H) in the dtype of q, and lse (B, N, T) float32.
 
@@ -343,7 +331,7 @@ def _masked_cases():
     """Arguments (q, k, v, mask_mod, block_q, block_k)."""
     column = lambda *numbers: np.array(numbers, np.float32).reshape(1, -1, 1, 1)
     by_hand = column(1, 1), column(0, 0, 0), column(1, 3, 5), lambda b, n, i, j: (i == 1) & (j < 2), 2, 2
-    cases = [Case("the case worked by hand", by_hand)]
+    yield Case("the case worked by hand", by_hand)
     random = np.random.default_rng(188)
     for (B, T, S, N, K, H), name, blocks, dtype, push in [
         ((1, 24, 40, 2, 1, 4), "j - i in 0 to 9", (8, 16), np.float32, 0),
@@ -357,8 +345,7 @@ def _masked_cases():
         k[..., 0] += push * np.linspace(0.8, 1, S)[None, :, None]
         sizes = dict(T=T, S=S, N=N, K=K, H=H, B=B) | dict(zip(("block_q", "block_k"), blocks, strict=True))
         said = [f"{name}={value}" for name, value in sizes.items()] + [jnp.dtype(dtype).name, name]
-        cases.append(Case(", ".join(said), (*(array.astype(dtype) for array in (q, k, v)), MASKS[name], *blocks)))
-    return cases
+        yield Case(", ".join(said), (*(array.astype(dtype) for array in (q, k, v)), MASKS[name], *blocks))
 
 
 MASKED = Exercise(

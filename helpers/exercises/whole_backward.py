@@ -36,7 +36,6 @@ OF_A_PAIR = (
 )  # fmt: skip
 
 
-# 7.7
 def key_gradients(q, k, v, do, lse, delta, is_causal=False, block_q=64, block_k=64):
     """dk and dv, both (B, S, K, H) in the dtype of k.
 
@@ -101,7 +100,7 @@ def key_gradients(q, k, v, do, lse, delta, is_causal=False, block_q=64, block_k=
 
 def _kernel_cases():
     """Arguments (q, k, v, do, lse, delta, is_causal, block_q, block_k); some without block sizes."""
-    cases = [_kernel_case("the case worked by hand", HAND, False, (1, 2))]
+    yield _kernel_case("the case worked by hand", HAND, False, (1, 2))
     random = np.random.default_rng(57)
     for (B, T, S, N, K, H), is_causal, blocks, dtype, push in [
         ((1, 16, 32, 2, 1, 4), False, (8, 16), np.float32, 0),
@@ -120,8 +119,7 @@ def _kernel_cases():
         said += [] if blocks else ["your own blocks, not replayed but run"]
         label = ", ".join([f"{name}={value}" for name, value in sizes.items()] + said)
         arrays = [array.astype(dtype) for array in (q, k, v, do + 0.5)]
-        cases.append(_kernel_case(label, arrays, is_causal, blocks))
-    return cases
+        yield _kernel_case(label, arrays, is_causal, blocks)
 
 
 def _kernel_case(label, arrays, is_causal, blocks):
@@ -168,7 +166,6 @@ KEY_GRADIENTS = Exercise(
 )  # fmt: skip
 
 
-# 7.8
 def query_gradients(q, k, v, do, lse, delta, is_causal=False, block_q=64, block_k=64):
     """dq (B, T, N, H) in the dtype of q.
 
@@ -246,7 +243,6 @@ QUERY_GRADIENTS = Exercise(
 )  # fmt: skip
 
 
-# 7.9
 def flash_attention(q, k, v, is_causal=False):
     """out (B, T, N, H), differentiable in q (B, T, N, H), k and v (B, S, K, H)."""
     tiles = (64, 64) if q.shape[-1] <= 128 else (32, 32)  # what shared memory holds
@@ -273,7 +269,7 @@ def flash_attention(q, k, v, is_causal=False):
 
 
 def _flash_cases():
-    cases = [Case("the case worked by hand", (*HAND, False))]
+    yield Case("the case worked by hand", (*HAND, False))
     random = np.random.default_rng(58)
     for (B, T, S, N, K, H), is_causal, dtype in [
         ((1, 16, 16, 2, 2, 4), False, np.float32),
@@ -283,8 +279,7 @@ def _flash_cases():
         shapes = ((B, T, N, H), (B, S, K, H), (B, S, K, H), (B, T, N, H))
         arrays = [(random.standard_normal(shape) + 0.5).astype(dtype) for shape in shapes]
         label = f"T={T}, S={S}, N={N}, K={K}, H={H}, B={B}, {'causal' if is_causal else 'no mask'}"
-        cases.append(Case(f"{label}, {jnp.dtype(dtype).name}", (*arrays, is_causal)))
-    return cases
+        yield Case(f"{label}, {jnp.dtype(dtype).name}", (*arrays, is_causal))
 
 
 def _run_flash(answer, q, k, v, do, is_causal):

@@ -40,8 +40,7 @@ def lost_updates(orders, parts):
 
     orders: [(steps, result)], steps a tuple of four names such as "A reads"; parts: what each adds.
     """
-    figure, axes = style.subplots(width=9, height=3.9)
-    style.bare(axes)
+    figure, axes = style.drawing(9, 3.9, x=(-0.5, len(orders)), y=(4.95, -0.1))
     for column, (steps, result) in enumerate(orders):
         for row, step in enumerate(steps):
             x, colour, hatch = (0.06, style.QUERY, "") if step.startswith("A") else (0.34, style.KEY, "//")
@@ -54,7 +53,6 @@ def lost_updates(orders, parts):
     draw.arrow(axes, (-0.12, 0), (-0.12, 4), size=10, lw=1, zorder=3)
     axes.text(-0.2, 2, "time", rotation=90, ha="right", va="center")
     axes.text(-0.2, 4.45, "dq", ha="right", va="center", weight="bold")
-    axes.set(xlim=(-0.5, len(orders)), ylim=(4.95, -0.1))
     axes.set_title(" and ".join(f"{name} adds {part:g}" for name, part in parts.items()))
     return figure
 
@@ -81,9 +79,7 @@ def reads_of_two_kernels(calls):
 
 def residuals():
     """A wiring diagram: what the forward kernel leaves, and which backward kernel reads it."""
-    figure, axes = style.subplots(width=10, height=4.7)
-    style.bare(axes)
-    axes.set(xlim=(0, 20), ylim=(-1.75, 7.9))
+    figure, axes = style.drawing(10, 4.7, x=(0, 20), y=(-1.75, 7.9))
     kernel = {"corner": 0.25, "ec": style.INK, "lw": 1.5}
     for y, name in zip((6.1, 5.1, 4.1), "qkv", strict=True):
         draw.named(axes, 0.2, y, 1.2, 0.85, style.ROLES[name], name)

@@ -78,9 +78,8 @@ def tail(length, tiles):
 
     tiles: {name of the way: what it loaded, shape (tiles, block)}.
     """
-    count, block = next(iter(tiles.values())).shape
-    figure, axes = style.subplots(width=9, height=0.75 * len(tiles) + 0.9)
-    style.bare(axes)
+    ways, (count, block) = len(tiles), next(iter(tiles.values())).shape
+    figure, axes = style.drawing(9, 0.75 * ways + 0.9, x=(-4.4, count * (block + 0.35)), y=(ways + 0.3, -0.5))
     said = []
     for row, (way, loaded) in enumerate(tiles.items()):
         axes.text(-0.25, row + 0.4, way, ha="right", va="center", size=10)
@@ -101,9 +100,8 @@ def tail(length, tiles):
     for number in range(count):
         draw.label(axes, number * (block + 0.35) + block / 2, -0.22, f"tile {number}", size=10)
     end = length + 0.35 * (length // block)
-    axes.plot([end, end], [-0.1, len(tiles) - 0.1], color=style.INK, lw=1.6, ls="--")
-    draw.label(axes, end + 0.08, len(tiles) + 0.05, f"end of the array ({length})", size=9)
-    axes.set(xlim=(-4.4, count * (block + 0.35)), ylim=(len(tiles) + 0.3, -0.5))
+    axes.plot([end, end], [-0.1, ways - 0.1], color=style.INK, lw=1.6, ls="--")
+    draw.label(axes, end + 0.08, ways + 0.05, f"end of the array ({length})", size=9)
     figure.alt = f"What {count} tiles of {block} hold of an array of {length} elements. {' '.join(said)}"
     return figure
 
@@ -123,8 +121,7 @@ def exercise_index_map():
 
 def matmul_tiles():
     """Program (1, 0) of the matmul, at step j = 2 of its loop."""
-    figure, axes = style.subplots(width=9, height=3.9)
-    style.bare(axes)
+    figure, axes = style.drawing(9, 3.9, x=(-0.9, 16.1), y=(5.0, -0.6))
     for name, across, down, x, width, height in (
         ("p", "S", "T", 0.0, 6.0, 3.0),
         ("v", "H", "S", 7.9, 3.0, 4.2),
@@ -155,7 +152,6 @@ def matmul_tiles():
     draw.label(axes, 3, 1.1, "j = 0, 1, 2, …", va="bottom", size=9.5)
     draw.arrow(axes, (9.75, 0.1), (9.75, 4.1), size=10, lw=1, zorder=3)
     axes.text(9.95, 2.1, "j", ha="left", va="center", size=9.5)
-    axes.set(xlim=(-0.9, 16.1), ylim=(5.0, -0.6))
     return figure
 
 

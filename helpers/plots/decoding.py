@@ -22,9 +22,7 @@ def again(steps):
 
 def split_keys():
     """One query against the keys of a sequence: one program reads them all, or several read a part each."""
-    figure, axes = style.subplots(width=10, height=3.6)
-    style.bare(axes)
-    axes.set(xlim=(0, 20), ylim=(0, 7.2))
+    figure, axes = style.drawing(10, 3.6, x=(0, 20), y=(0, 7.2))
     look = {"size": 12, "lw": 1.2}
     axes.text(0.2, 6.7, "one program for a head", weight="bold", va="center")
     _part(axes, 0.2, 5.3, 10.6, "keys 0 to S − 1", "program 0")
@@ -138,9 +136,7 @@ def bandwidth(rows, copy):
 
 def translation():
     """From the position of a token to a place in memory, by way of the page table."""
-    figure, axes = style.subplots(width=10, height=3.4)
-    style.bare(axes)
-    axes.set(xlim=(0, 20), ylim=(0, 6.8))
+    figure, axes = style.drawing(10, 3.4, x=(0, 20), y=(0, 6.8))
     table, page, tokens, followed = [7, 2, 5], 4, 10, 6
     for x, y, title in (
         (0.2, 6.4, "the sequence, as the model counts it"),

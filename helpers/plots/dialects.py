@@ -12,8 +12,7 @@ LOOKS = {"full": {"fc": style.VALUE}, "partial": {"fc": style.KEY, "hatch": "//"
 def tile_kinds(T, S, block_q, block_k):
     """Tiles of a causal table of logits that are full, partial or skipped, over whole tiles of queries."""
     rows, columns = -(-T // block_q), -(-S // block_k)
-    figure, axes = style.subplots(width=7, height=4.2)
-    style.bare(axes)
+    figure, axes = style.drawing(7, 4.2, x=(0, columns * block_k), y=(rows * block_q + 22, 0))
     counts = dict.fromkeys(LOOKS, 0)
     for i, j in np.ndindex(rows, columns):
         y, x = i * block_q, j * block_k
@@ -24,7 +23,6 @@ def tile_kinds(T, S, block_q, block_k):
     axes.plot([0, end], [0, end], color=style.INK, lw=1.2)
     axes.plot([S, S], [0, rows * block_q], color=style.OUTPUT, lw=1.2, ls="--")
     axes.text(S, rows * block_q + 4, "the last key", color=style.OUTPUT, ha="center", va="top", size=9)
-    axes.set(xlim=(0, columns * block_k), ylim=(rows * block_q + 22, 0))
     axes.set_title(f"Tiles of {block_q} queries and {block_k} keys: T = {T}, S = {S}, causal")
     handles = [Patch(label=f"{kind}: {counts[kind]}", **look) for kind, look in LOOKS.items()]
     figure.legend(handles=handles, loc="outside right upper")

@@ -57,9 +57,7 @@ def _signed_bars(axes, x, heights, bottom=0.0):
 
 def chain():
     """The forward chain and, below it, the backward chain."""
-    figure, axes = style.subplots(width=9.6, height=4.6)
-    style.bare(axes)
-    axes.set(xlim=(-0.7, 12.4), ylim=(-0.8, 6.1))
+    figure, axes = style.drawing(9.6, 4.6, x=(-0.7, 12.4), y=(-0.8, 6.1))
     for name, x in (("q", 0.4), ("k", 2.2), ("s", 4.8), ("p", 7.7), ("v", 9.3), ("out", 11.5)):
         for y, text, dash in ((4.0, name, "-"), (1.0, f"d{name}", "--")):
             draw.rounded(axes, x - 0.42, y - 0.36, 0.84, 0.72, style.PAPER, ec=style.ROLES[name], lw=2, ls=dash)
@@ -109,8 +107,7 @@ def delta_two_ways(p_dp, o_do):
 
 def which_gradient_is_wrong(errors):
     """A table of relative errors: {what was done: (error in dq, in dk, in dv)}."""
-    figure, axes = style.subplots(width=8.6, height=0.42 * len(errors) + 0.9)
-    style.bare(axes)
+    figure, axes = style.drawing(8.6, 0.42 * len(errors) + 0.9, x=(-2.6, 3.0), y=(len(errors) - 0.4, -1.1))
     for row, (label, values) in enumerate(errors.items()):
         axes.text(-0.08, row, label, ha="right", va="center", size=10)
         for column, value in enumerate(values):
@@ -121,7 +118,7 @@ def which_gradient_is_wrong(errors):
             draw.label(axes, column + 0.5, row, text, size=9, bbox=draw.paper())
     for column, name in enumerate(("dq", "dk", "dv")):
         draw.label(axes, column + 0.5, -0.75, name, size=10.5, weight="bold")
-    axes.set(xlim=(-2.6, 3.0), ylim=(len(errors) - 0.4, -1.1), title="Relative error of each gradient")
+    axes.set_title("Relative error of each gradient")
     return figure
 
 

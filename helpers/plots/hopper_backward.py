@@ -19,8 +19,8 @@ BY_QUERIES = {"s": ("q", "kᵀ", "s"), "dp": ("do", "vᵀ", "dp"), "dq": ("ds", 
 def products(kernel):
     """The products of one warpgroup in one step, each a left operand, a right operand and an accumulator."""
     names = BY_QUERIES if kernel.name == "dq" else BY_KEYS
-    figure, axes = style.subplots(width=10, height=1.12 * len(kernel.products) + 0.9)
-    style.bare(axes)
+    rows = len(kernel.products)
+    figure, axes = style.drawing(10, 1.12 * rows + 0.9, x=(0, 10), y=(rows - 0.3, -0.62))
     for y, product in enumerate(kernel.products):
         left, right, result = names[product.name]
         held = product.left == "registers"
@@ -34,7 +34,6 @@ def products(kernel):
         where = f"accumulator, {product.m * product.n // WARPGROUP} a thread"
         _tile(axes, 7.7, y, product.m, product.n, result, True, where)
         axes.text(0.1, y, f"{product.m}×{product.k}×{product.n}", va="center", size=9)
-    axes.set(xlim=(0, 10), ylim=(len(kernel.products) - 0.3, -0.62))
     axes.set_title(f"{kernel.name}: what one warpgroup multiplies in a step, first to last")
     kinds = {"in shared memory": ("#FFFFFF", None), "in registers": (style.SKIPPED, "///")}
     draw.below(figure, handles=draw.keys(kinds, ec=style.INK))

@@ -64,8 +64,7 @@ def shared_heads(block_of, query_heads, key_heads):
 
     block_of: {query head: key/value head}, as the programs of a kernel were seen to use them.
     """
-    figure, axes = style.subplots(width=8, height=2.9)
-    style.bare(axes)
+    figure, axes = style.drawing(8, 2.9, x=(-1.9, query_heads), y=(0.2, 2.75), title="Which keys each query head reads")
     spread = query_heads / key_heads
     centre = lambda head: (head + 0.5) * spread
     for n, head in sorted(block_of.items()):
@@ -76,7 +75,6 @@ def shared_heads(block_of, query_heads, key_heads):
         draw.named(axes, centre(head) - 0.6, 0.38, 1.2, 0.62, style.KEY, f"head {head}", size=9, hatch="//")
     axes.text(-0.15, 2.31, "query heads", ha="right", va="center")
     axes.text(-0.15, 0.69, "key/value heads", ha="right", va="center")
-    axes.set(xlim=(-1.9, query_heads), ylim=(0.2, 2.75), title="Which keys each query head reads")
     return figure
 
 

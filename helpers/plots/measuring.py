@@ -32,9 +32,7 @@ def _listed(figures, digits=".0f"):
 
 def queue():
     """Host and GPU side by side: calls return at once, the work is done later."""
-    figure, axes = style.subplots(width=9.5, height=2.9)
-    style.bare(axes)
-    axes.set(xlim=(-2.2, 21.5), ylim=(-0.9, 4.6))
+    figure, axes = style.drawing(9.5, 2.9, x=(-2.2, 21.5), y=(-0.9, 4.6))
     axes.text(-0.4, 3, "host", ha="right", va="center", weight="bold")
     axes.text(-0.4, 1, "GPU", ha="right", va="center", weight="bold")
     for number in range(3):

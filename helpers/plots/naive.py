@@ -29,9 +29,7 @@ def one_row(rows, tokens, query):
 
 def three_bills():
     """The chip, the memory, and where each of the three quantities is counted."""
-    figure, axes = style.subplots(width=9.5, height=3.1)
-    style.bare(axes)
-    axes.set(xlim=(0, 19), ylim=(0, 6.2))
+    figure, axes = style.drawing(9.5, 3.1, x=(0, 19), y=(0, 6.2))
     inside = "streaming multiprocessors\nwith matrix units, registers\nand shared memory"
     for x, width, colour, name, detail in (
         (0.2, 4.6, style.QUERY, "the chip", inside),

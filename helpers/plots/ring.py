@@ -17,14 +17,12 @@ def _cell(axes, x, y, number, size=9):
 
 def layouts(owners):
     """A row of positions for each layout, with the device that has it. owners: {layout: array of devices}."""
-    figure, axes = style.subplots(width=10, height=0.62 * len(owners) + 0.75)
-    style.bare(axes)
     longest = max(map(len, owners.values()))
+    figure, axes = style.drawing(10, 0.62 * len(owners) + 0.75, x=(-4.2, longest), y=(1.3 * len(owners), -0.2))
     for row, (layout, devices) in enumerate(owners.items()):
         axes.text(-0.4, 1.3 * row + 0.5, layout, ha="right", va="center", size=11)
         for position, device in enumerate(devices):
             _cell(axes, position, 1.3 * row, int(device))
-    axes.set(xlim=(-4.2, longest), ylim=(1.3 * len(owners), -0.2))
     axes.set_title("Which device has each position, from the first to the last")
     rows = (f"{layout}: {', '.join(map(str, devices))}" for layout, devices in owners.items())
     figure.alt = f"Which device has each position. {'; '.join(rows)}."
@@ -35,15 +33,14 @@ def rotation(held):
     """A row for each step, a column for each device: whose keys it has. held: (steps, devices) integers."""
     held = np.asarray(held)
     steps, devices = held.shape
-    figure, axes = style.subplots(width=1.3 + 0.95 * devices, height=0.55 * steps + 0.9)
-    style.bare(axes)
+    width, height = 1.3 + 0.95 * devices, 0.55 * steps + 0.9
+    figure, axes = style.drawing(width, height, x=(-1.2, 1.15 * devices), y=(1.15 * steps, -0.9))
     for (step, device), share in np.ndenumerate(held):
         _cell(axes, 1.15 * device, 1.15 * step, int(share), size=11)
     for device in range(devices):
         draw.label(axes, 1.15 * device + 0.5, -0.2, f"device {device}", va="bottom", size=9)
     for step in range(steps):
         axes.text(-0.2, 1.15 * step + 0.5, f"step {step}", ha="right", va="center", size=9)
-    axes.set(xlim=(-1.2, 1.15 * devices), ylim=(1.15 * steps, -0.9))
     axes.set_title("Whose keys a device has", pad=10)
     rows = (f"step {step}: {', '.join(map(str, row))}" for step, row in enumerate(held))
     figure.alt = f"Whose keys each device has. {'; '.join(rows)}."

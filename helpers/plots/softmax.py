@@ -93,8 +93,7 @@ def running_state(tokens, history, query):
 
 def hand_case():
     """The state of the hand case after each of its two tiles."""
-    figure, axes = style.subplots(width=9.5, height=3.1)
-    style.bare(axes)
+    figure, axes = style.drawing(9.5, 3.1, x=(-0.1, 10.1), y=(-0.25, 2.3))
     for x, width, name, lines in (
         (0.0, 1.55, "state before", ("m = −∞", "ℓ = 0", "acc = 0")),
         (3.1, 2.65, "after tile 1", ("m = ln 3", "ℓ = 1/3 + 1 = 4/3", "acc = 1/3·1 + 1·2 = 7/3")),
@@ -116,7 +115,6 @@ def hand_case():
         draw.arrow(axes, (middle, 0.6), (middle, 1.28), style.KEY, lw=1.8, **look)
     draw.label(axes, 8.5, 0.18, "out = acc / ℓ = 45/14\nlse = m + log ℓ = ln 14", size=10.5)
     draw.arrow(axes, (8.5, 0.72), (8.5, 0.44), style.OUTPUT, lw=1.8, **look)
-    axes.set(xlim=(-0.1, 10.1), ylim=(-0.25, 2.3))
     return figure
 
 
@@ -127,8 +125,7 @@ def merge_tree(tokens, levels):
     half as long as the one before.
     """
     leaves = len(levels[0])
-    figure, axes = style.subplots(width=8.8, height=0.85 * len(levels) + 1.0)
-    style.bare(axes)
+    figure, axes = style.drawing(8.8, 0.85 * len(levels) + 1.0, x=(-0.05, leaves + 0.05), y=(-0.75, len(levels) - 0.55))
     centre = lambda height, index: (index + 0.5) * leaves / len(levels[height])
     for height, level in enumerate(levels):
         for index, (m, l) in enumerate(level):
@@ -146,7 +143,6 @@ def merge_tree(tokens, levels):
             draw.label(axes, x, height - 0.13, f"ℓ {l:.2f}", size=9)
     for index, token in enumerate(tokens):
         draw.label(axes, centre(0, index), -0.42, token, va="top", size=10, weight="bold")
-    axes.set(xlim=(-0.05, leaves + 0.05), ylim=(-0.75, len(levels) - 0.55))
     axes.set_title("One box is one state; a dashed part is multiplied by the factor on its line")
     return figure
 

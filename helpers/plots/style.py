@@ -105,6 +105,14 @@ def subplots(rows=1, columns=1, width=8.0, height=3.5, **options):
     return figure, axes
 
 
+def drawing(width, height, *, x, y, title=""):
+    """(figure, axes) without frame and ticks, for a drawing in x and y, both (first, last), rather than for data."""
+    figure, axes = subplots(width=width, height=height)
+    bare(axes)
+    axes.set(xlim=x, ylim=y, title=title)
+    return figure, axes
+
+
 def bare(axes):
     """Take the frame, ticks and grid off axes that hold a drawing rather than data."""
     axes.set_xticks([])

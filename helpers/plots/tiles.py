@@ -23,8 +23,7 @@ def _box(axes, x, y, width, height, colour, text="", filled=True, lw=1.4, hatch=
 
 def on_chip():
     """Slow memory with its arrays cut into tiles, and the few tiles that are on chip at one moment."""
-    figure, axes = style.subplots(width=10, height=3.9)
-    style.bare(axes)
+    figure, axes = style.drawing(10, 3.9, x=(-0.05, 11.85), y=(-0.1, 5.7))
     for x, width, text in ((0, 5.4, "slow memory: large"), (6.6, 5.2, "on chip: fast and small")):
         _box(axes, x, 0, width, 5.2, style.FAINT, filled=False)
         axes.text(x + 0.15, 5.32, text, weight="bold")
@@ -54,7 +53,6 @@ def on_chip():
     ):
         draw.arrow(axes, start, end, colour, size=10, lw=1.8, zorder=3)
     draw.label(axes, 10.75, 1.62, "at the end:\nout, lse", va="top", color=style.OUTPUT, size=10)
-    axes.set(xlim=(-0.05, 11.85), ylim=(-0.1, 5.7))
     return figure
 
 
@@ -232,9 +230,7 @@ def growth(lengths, H, itemsize, block_q, block_k):
 
 def gpu(num_sms=132, shared=228, registers=256):
     """A GPU, its many SMs, and one of them enlarged. Sizes in KiB, by default those of an H200."""
-    figure, axes = style.subplots(width=10, height=4.0)
-    style.bare(axes)
-    axes.set(xlim=(0, 20), ylim=(-0.5, 8.0))
+    figure, axes = style.drawing(10, 4.0, x=(0, 20), y=(-0.5, 8.0))
     columns = 12
     axes.text(0.2, 7.65, f"the chip: {num_sms} SMs (streaming multiprocessors)", weight="bold")
     _box(axes, 0.1, 2.2, 8.4, 5.2, style.INK, filled=False)

@@ -19,9 +19,7 @@ PARTS = {
 
 def core():
     """A core with its memories: blocks stream through pairs of buffers, scratch stays, one step after another."""
-    figure, axes = style.subplots(width=10, height=4.4)
-    style.bare(axes)
-    axes.set(xlim=(0, 20), ylim=(0, 8.8))
+    figure, axes = style.drawing(10, 4.4, x=(0, 20), y=(0, 8.8))
     _frame(axes, 0.2, 4.2, "HBM", "large")
     _frame(axes, 6.4, 6.6, "VMEM", "what a step can see")
     for name, y in (("q", 5.3), ("k", 3.7), ("v", 2.1), ("out", 0.65)):
@@ -46,14 +44,13 @@ def core():
 def order(numbers):
     """When each program of a grid ran. numbers: (rows, columns), 0 for the first."""
     rows, columns = numbers.shape
-    figure, axes = style.subplots(width=1.6 + 1.1 * columns, height=0.9 + 0.75 * rows)
-    style.bare(axes)
+    figure, axes = style.drawing(1.6 + 1.1 * columns, 0.9 + 0.75 * rows, x=(-0.8, columns), y=(rows, -0.5))
     places = sorted(np.ndindex(rows, columns), key=lambda place: numbers[place])
     for i, j in places:
         draw.box(axes, j, i, 0.94, 0.9, style.STATE, alpha=0.45, ec=style.INK, lw=1)
         draw.label(axes, j + 0.47, i + 0.45, numbers[i, j], size=12)
     _around(axes, rows, columns, "i = ", "j = ", 9)
-    axes.set(xlim=(-0.8, columns), ylim=(rows, -0.5), title="When each program runs")
+    axes.set_title("When each program runs")
     said = ", ".join(f"({i}, {j})" for i, j in places)
     figure.alt = f"A grid of {rows} × {columns} programs with the numbers in which they run: {said}."
     return figure

@@ -18,9 +18,7 @@ def _seen(character):
 
 def model():
     """The whole model from left to right, with the one box that this notebook exchanges."""
-    figure, axes = style.subplots(width=10, height=3.3)
-    style.bare(axes)
-    axes.set(xlim=(0, 20), ylim=(0, 6.6))
+    figure, axes = style.drawing(10, 3.3, x=(0, 20), y=(0, 6.6))
     draw.rounded(axes, 3.5, 1.5, 12.3, 4.5, "#EEF1F4", corner=0.25, ec=style.FAINT, lw=1.2, zorder=-1)
     axes.text(3.8, 5.6, "one block; the model has several of them, one after another", va="center", size=9.5)
 
@@ -110,8 +108,7 @@ def kept(arrays, T, H):
 
 def shift(inputs, targets):
     """A stretch of text as inputs, and the same text one place to the left as targets."""
-    figure, axes = style.subplots(width=9.5, height=2.3)
-    style.bare(axes)
+    figure, axes = style.drawing(9.5, 2.3, x=(-2.2, len(inputs) + 0.1), y=(-0.1, 3.5))
     for characters, colour, y in ((inputs, style.QUERY, 2.1), (targets, style.OUTPUT, 0.0)):
         for place, character in enumerate(characters):
             draw.rounded(axes, place + 0.06, y, 0.88, 0.9, "none", corner=0.08, ec=colour, lw=1.5)
@@ -122,7 +119,6 @@ def shift(inputs, targets):
     axes.text(-0.2, 2.55, "input", ha="right", va="center", weight="bold", color=style.QUERY)
     axes.text(-0.2, 0.45, "target", ha="right", va="center", weight="bold", color=style.OUTPUT)
     axes.text(-0.2, 3.25, "position", ha="right", va="center", size=8.5)
-    axes.set(xlim=(-2.2, len(inputs) + 0.1), ylim=(-0.1, 3.5))
     return figure
 
 
