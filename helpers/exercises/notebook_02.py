@@ -84,10 +84,6 @@ def _update_cases():
 UPDATE = Exercise(
     solution=update, title="The update", outputs=("m", "l", "acc"), cases=_update_cases,
     mistakes=(
-        ("neither l nor acc is rescaled", "alpha * ", "",
-         "Both are measured in units of e^m, so both change when m does: see section 3."),
-        ("acc is not rescaled", "alpha * acc", "acc",
-         "acc is a sum of the same exponentials as l and needs the same alpha: see section 4."),
         ("p uses the old m", "s - m_new", "s - m",
          "The new exponentials must be in the new units, e^(s - m_new): see section 3."),
         ("acc is divided by l half-way", "alpha * acc + p @ v", "(alpha * acc + p @ v) / (alpha * l + p.sum())",

@@ -47,10 +47,6 @@ INDEX_MAP = Exercise(
     solution=read_block, title="The index map", outputs=("the block of each program",),
     cases=table("R C", (1, 2), (2, 3), (3, 2), (4, 5)), run=lambda answer, R, C: blocks_of(answer, (C, 2 * R), AXES),
     mistakes=(
-        ("the axes are not swapped", "j // 2, i", "i, j // 2",
-         "Program (i, j) reads from column i of x: see the picture of the exercise, and section 3."),
-        ("each program reads a block of its own instead of sharing it with its neighbour", "j // 2", "j",
-         "Programs (i, 0) and (i, 1) read the same block: see the picture of the exercise."),
         ("i is halved instead of j", "j // 2, i", "j, i // 2",
          "Neighbours in j share a block, neighbours in i do not: see the picture of the exercise."),
     ),

@@ -85,8 +85,6 @@ GQA = Exercise(
          "That deals the query heads out in turn; neighbours share a head: see the picture of section 7."),
         ("n is divided by K instead of by the size of a group", "n // group", "n // K",
          "A group has N // K query heads, and the head is n divided by that: see the start of section 7."),
-        ("the head stands on the axis of the keys", "0, n // group", "n // group, 0",
-         "The axes of k are (B, S, K, H), so the head is the third index: see the text of the exercise."),
     ),
 )  # fmt: skip
 

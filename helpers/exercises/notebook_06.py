@@ -41,8 +41,6 @@ DS = Exercise(
     solution=softmax_backward, title="From dp to ds", outputs=("ds",), cases=_ds_cases,
     tolerance=1e-4,  # the large constant leaves float32 five digits
     mistakes=(
-        ("delta is missing: p * dp alone", "(dp - delta)", "dp",
-         "Raising one logit lowers all other weights of the row; delta is that part: see section 2."),
         ("only the diagonal of the Jacobian is used, p (1 - p)", "(dp - delta)", "(1 - p) * dp",
          "A softmax has a whole matrix of derivatives, a sigmoid has only a diagonal: see the slip in section 2."),
     ),

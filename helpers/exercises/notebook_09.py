@@ -68,11 +68,6 @@ CLOCK = Exercise(
         ("a GPU with all of this", BUSY, THREE, 9, 60),
     ),
     mistakes=(
-        # Without a wait, the inputs make no difference.
-        ("the clock is read before the work is done", "        wait(result)\n", "",
-         "Wait for the last result before you read the clock: reread section 1."),
-        ("the first call is timed, and compiling with it", "    wait(run(*inputs[0]))\n", "",
-         "Make one call before any clock is read: reread section 2."),
         ("all calls get the same inputs, and find them in the cache", "inputs[call % len(inputs)]", "inputs[0]",
          "Take the next inputs with each call: reread section 2."),
         ("the fastest sample is taken, and with it the luckiest moment of the GPU", "np.median", "np.min",

@@ -123,8 +123,6 @@ REGISTERS = Exercise(
         ("the registers that rounding left unused at the start are shared out as well",
          "(warpgroups + 1) * at_start", "65536 // 128",
          "What can be shared out is what the program started with; this request would wait for ever: see section 7."),
-        ("the memory warpgroup's threads are forgotten", "(warpgroups + 1)", "warpgroups",
-         "At the start it has as many registers as any other: there is one warpgroup more to divide by."),
         ("`memory` is multiplied by 128, and the rest is not", "- memory", "- 128 * memory",
          "Count in units of one warpgroup's threads, all of it, or in registers, all of it: see the hand case."),
     ),
@@ -246,8 +244,6 @@ PIPELINE = Exercise(
     mistakes=(
         ("no product runs while you take exponentials", "Drain(1)", "Drain(0)",
          "Order the scores, then the p v of the tile before, and await the older of the two only: see section 12."),
-        ("the scores are not awaited before their softmax", "        yield Drain(1)\n", "",
-         "Two products are under way then, and Drain(1) awaits the older one: see section 12."),
         ("the scores are the only product under way, and Drain(1) lets them run",
          ("        yield product_with_v(j - 1)\n", "yield softmax(j)"),
          ("", "yield softmax(j)\n        yield product_with_v(j - 1)"),

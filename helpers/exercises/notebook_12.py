@@ -62,8 +62,6 @@ SMEM = Exercise(
         (128, 96, 2, 1, True),
     ),
     mistakes=(
-        ("the tile of dq has 16 bits", "dq = 4", "dq = 2",
-         "A sum of many parts is kept in float32, and what TMA adds to it is float32 too: see section 3."),
         ("ds has as many places as the rings", "ds = 2 * 2", "ds = stages * 2",
          "It is kept for two steps, however many slots the rings have: see section 2."),
         ("the ds of one warpgroup only is counted", "block_k * block_q", "64 * block_q",

@@ -128,8 +128,6 @@ MERGE = Exercise(
     mistakes=(
         ("the parts are averaged, whatever their lse is", "return out", "return outs.mean(axis=0)",
          "A part counts by the sum of its exponentials, which is exp(lse): see section 6."),
-        ("exp(lse) overflows or vanishes, because no maximum is taken off", (" - m)", "m + "), (")", ""),
-         "Take the largest lse of each row off first, and add it back to the logarithm: see section 6."),
         ("a row without any key is divided by its sum, which is 0", "np.where(total == 0, 1, total)[:, None]",
          "total[:, None]", "0 / 0 is NaN: divide by 1 there, see hint 2."),
         ("a row without any key becomes NaN", "    m = np.where(np.isneginf(m), 0, m)\n", "",
