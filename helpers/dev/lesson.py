@@ -30,9 +30,8 @@ from helpers.exercises.exercise import Exercise, table
 FIRST = Exercise(
     solution={name}, title="{title}", outputs=("twice x",),
     cases=table("x", (1.0,), (2.5,), ("three numbers", np.array([1.0, -2.0, 0.5]))),
-    mistakes=(
-        ("x is squared", "2 * x", "x * x", "Multiply by two: see section 1."),
-    ),
+).with_mistakes(
+    ("x is squared", "2 * x", "x * x", "Multiply by two: see section 1."),
 )  # fmt: skip
 
 EXERCISES = (FIRST,)

@@ -89,7 +89,7 @@ class Exercise:
     title: str
     cases: Callable
     outputs: tuple[str, ...]
-    mistakes: tuple[tuple, ...]
+    mistakes: tuple[tuple, ...] = ()
     expected: Callable | None = None
     run: Callable = lambda answer, *arguments: answer(*arguments)
     judge: Callable | None = None
@@ -98,6 +98,10 @@ class Exercise:
     in_place: tuple = ()
     slow: bool = False
     number: str = ""
+
+    def with_mistakes(self, *mistakes):
+        """The exercise that knows these."""
+        return replace(self, mistakes=mistakes)
 
     @functools.cached_property
     def known(self):

@@ -48,22 +48,20 @@ def _attention_cases():
 ATTENTION = Exercise(
     solution=causal_attention, title="Attention with scale and causal mask", outputs=("out",),
     cases=_attention_cases, expected=lambda q, k, v, is_causal: oracles.attention(q, k, v, is_causal=is_causal)[0],
-    mistakes=(
-        ("a query sees one key too many, the one after its own position", "[:, None]", "[:, None] + 1",
-         "Query i sees keys j ≤ i; np.triu with k=1 begins right after the diagonal: reread section 3."),
-        ("the mask is aligned with the last query and the last key", "[:, None]", "[:, None] + len(k) - len(q)",
-         "Query i sees keys j ≤ i, both counted from the start, whatever T and S are: reread section 3."),
-        ("the weights are masked after the softmax, so that they no longer sum to one",
-         ("        s = np.where(seen, s, -np.inf)\n", "return p @ v / p.sum(axis=-1, keepdims=True)"),
-         ("", "p = p / p.sum(axis=-1, keepdims=True)\n    return (np.where(seen, p, 0) if is_causal else p) @ v"),
-         "Mask the logits, before the exponentials are summed: reread section 3."),
-        ("the softmax runs over the queries instead of the keys",
-         ("axis=-1", "p @ v / p.sum(axis=0, keepdims=True)"), ("axis=0", "p / p.sum(axis=0, keepdims=True) @ v"),
-         "The weights of one query, a row, must sum to one: reread section 1."),
-        ("the largest logit is not subtracted, and large exponentials overflow or vanish",
-         " - s.max(axis=-1, keepdims=True)", "",
-         "Subtract each row's maximum before the exponential: reread section 1."),
-    ),
+).with_mistakes(
+    ("a query sees one key too many, the one after its own position", "[:, None]", "[:, None] + 1",
+     "Query i sees keys j ≤ i; np.triu with k=1 begins right after the diagonal: reread section 3."),
+    ("the mask is aligned with the last query and the last key", "[:, None]", "[:, None] + len(k) - len(q)",
+     "Query i sees keys j ≤ i, both counted from the start, whatever T and S are: reread section 3."),
+    ("the weights are masked after the softmax, so that they no longer sum to one",
+     ("        s = np.where(seen, s, -np.inf)\n", "return p @ v / p.sum(axis=-1, keepdims=True)"),
+     ("", "p = p / p.sum(axis=-1, keepdims=True)\n    return (np.where(seen, p, 0) if is_causal else p) @ v"),
+     "Mask the logits, before the exponentials are summed: reread section 3."),
+    ("the softmax runs over the queries instead of the keys",
+     ("axis=-1", "p @ v / p.sum(axis=0, keepdims=True)"), ("axis=0", "p / p.sum(axis=0, keepdims=True) @ v"),
+     "The weights of one query, a row, must sum to one: reread section 1."),
+    ("the largest logit is not subtracted, and large exponentials overflow or vanish",
+     " - s.max(axis=-1, keepdims=True)", "", "Subtract each row's maximum before the exponential: reread section 1."),
 )  # fmt: skip
 
 
@@ -81,12 +79,11 @@ BILL = Exercise(
         (4096, 4096, 128, 2),
     ),
     run=functools.partial(without, cost),
-    mistakes=(
-        ("only the tables are multiplied by itemsize", "(tables + matrices)", "tables + matrices",
-         "Every array has elements of itemsize bytes: put brackets around the sum."),
-        ("each table is counted once, as if what was written came back for nothing", "tables = 4", "tables = 2",
-         "What one step writes, the next one must read: reread section 5."),
-    ),
+).with_mistakes(
+    ("only the tables are multiplied by itemsize", "(tables + matrices)", "tables + matrices",
+     "Every array has elements of itemsize bytes: put brackets around the sum."),
+    ("each table is counted once, as if what was written came back for nothing", "tables = 4", "tables = 2",
+     "What one step writes, the next one must read: reread section 5."),
 )  # fmt: skip
 
 
@@ -107,16 +104,15 @@ FIT = Exercise(
         ("just enough for T=100 with 3 heads", 3 * naive_footprint(100, 100, 64, 2), 3, 64, 2),
         (roofline.T4.memory, 1, 64, 4), (roofline.RTX_4090.memory, 32, 128, 2), (roofline.H200.memory, 128, 256, 2),
     ),
-    mistakes=(
-        ("q, k, v and out are forgotten", " + 4 * itemsize * (T + 1) * H", "",
-         "The four small matrices must fit too: reread section 6."),
-        ("the footprint of one head is taken for that of all of them", "heads * (", "(",
-         "All heads are in memory at once: multiply by their number, see the exercise."),
-        ("one table is counted instead of two", "8 * (T", "4 * (T",
-         "A step reads one table while it writes the next, so two are alive: reread section 6."),
-        ("the tables are given elements of itemsize bytes, like q, k and v", "8 * (T", "2 * itemsize * (T",
-         "The helper keeps both tables in float32, whatever the inputs are: reread section 6."),
-    ),
+).with_mistakes(
+    ("q, k, v and out are forgotten", " + 4 * itemsize * (T + 1) * H", "",
+     "The four small matrices must fit too: reread section 6."),
+    ("the footprint of one head is taken for that of all of them", "heads * (", "(",
+     "All heads are in memory at once: multiply by their number, see the exercise."),
+    ("one table is counted instead of two", "8 * (T", "4 * (T",
+     "A step reads one table while it writes the next, so two are alive: reread section 6."),
+    ("the tables are given elements of itemsize bytes, like q, k and v", "8 * (T", "2 * itemsize * (T",
+     "The helper keeps both tables in float32, whatever the inputs are: reread section 6."),
 )  # fmt: skip
 
 

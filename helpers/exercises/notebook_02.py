@@ -83,12 +83,11 @@ def _update_cases():
 
 UPDATE = Exercise(
     solution=update, title="The update", outputs=("m", "l", "acc"), cases=_update_cases,
-    mistakes=(
-        ("p uses the old m", "s - m_new", "s - m",
-         "The new exponentials must be in the new units, e^(s - m_new): see section 3."),
-        ("acc is divided by l half-way", "alpha * acc + p @ v", "(alpha * acc + p @ v) / (alpha * l + p.sum())",
-         "Divide once, after the last tile: see the common slip in section 4."),
-    ),
+).with_mistakes(
+    ("p uses the old m", "s - m_new", "s - m",
+     "The new exponentials must be in the new units, e^(s - m_new): see section 3."),
+    ("acc is divided by l half-way", "alpha * acc + p @ v", "(alpha * acc + p @ v) / (alpha * l + p.sum())",
+     "Divide once, after the last tile: see the common slip in section 4."),
 )  # fmt: skip
 
 
@@ -134,18 +133,17 @@ def _merge_cases():
 
 MERGE = Exercise(
     solution=merge, title="Merge two states", outputs=("m", "l", "acc"), cases=_merge_cases,
-    mistakes=(
-        ("the sums are added as they are", ("alpha * ", "beta * ", "alpha[:, None] * ", "beta[:, None] * "), ("",) * 4,
-         "The two parts are in different units, e^m_a and e^m_b: see section 5."),
-        ("acc is added as it is", ("alpha[:, None] * ", "beta[:, None] * "), ("", ""),
-         "acc needs the same two factors as l: see section 5."),
-        ("only a is rescaled", ("beta * ", "beta[:, None] * "), ("", ""),
-         "Either part may hold the larger maximum, so each has its own factor: see section 5."),
-        ("the factors are inverted", ("m_a - m)", "m_b - m)"), ("m - m_a)", "m - m_b)"),
-         "The factor of a part is e^(m_part - m), which is at most 1: see section 5."),
-        ("one comparison decides for all rows", "np.maximum(m_a, m_b)", "m_a if (m_a >= m_b).all() else m_b",
-         "Which part holds the larger maximum may differ from row to row: np.maximum, see hint 1."),
-    ),
+).with_mistakes(
+    ("the sums are added as they are", ("alpha * ", "beta * ", "alpha[:, None] * ", "beta[:, None] * "), ("",) * 4,
+     "The two parts are in different units, e^m_a and e^m_b: see section 5."),
+    ("acc is added as it is", ("alpha[:, None] * ", "beta[:, None] * "), ("", ""),
+     "acc needs the same two factors as l: see section 5."),
+    ("only a is rescaled", ("beta * ", "beta[:, None] * "), ("", ""),
+     "Either part may hold the larger maximum, so each has its own factor: see section 5."),
+    ("the factors are inverted", ("m_a - m)", "m_b - m)"), ("m - m_a)", "m - m_b)"),
+     "The factor of a part is e^(m_part - m), which is at most 1: see section 5."),
+    ("one comparison decides for all rows", "np.maximum(m_a, m_b)", "m_a if (m_a >= m_b).all() else m_b",
+     "Which part holds the larger maximum may differ from row to row: np.maximum, see hint 1."),
 )  # fmt: skip
 
 
@@ -211,18 +209,17 @@ def _judge_break(result, case):
 BREAK = Exercise(
     solution=rows_that_break, title="Break the shortcuts", outputs=("rows",),
     cases=table("block_k", (2,), (3,), (32,), (100,)), run=_run_break, judge=_judge_break,
-    mistakes=(
-        ("no row breaks any shortcut, as with numbers from N(0, 1)", ("100.0", "200.0"), ("1.0", "1.0"),
-         "No reference matters until an exponential leaves the range of float32: see the picture in section 6."),
-        ("the row for “tile max” never falls from one tile to a later one, or not far enough",
-         "[first, second]", "[second, first]",
-         "Only a fall makes alpha or l exceed the largest float32; 89 between two tiles are enough: see section 6."),
-        ("the row for “tile max” is so low that a reference of 0 fails as well",
-         "[first, second]", "[first - 200, second - 200]",
-         "What matters is the fall from one tile to a later one: let the first tile stay near 0, see section 6."),
-        ("the row for “m starts at 0” is not far enough below zero, or not in all of its logits", "200.0", "50.0",
-         "Let every e^s in it vanish in float32, which is sure below -104: see section 1."),
-    ),
+).with_mistakes(
+    ("no row breaks any shortcut, as with numbers from N(0, 1)", ("100.0", "200.0"), ("1.0", "1.0"),
+     "No reference matters until an exponential leaves the range of float32: see the picture in section 6."),
+    ("the row for “tile max” never falls from one tile to a later one, or not far enough",
+     "[first, second]", "[second, first]",
+     "Only a fall makes alpha or l exceed the largest float32; 89 between two tiles are enough: see section 6."),
+    ("the row for “tile max” is so low that a reference of 0 fails as well",
+     "[first, second]", "[first - 200, second - 200]",
+     "What matters is the fall from one tile to a later one: let the first tile stay near 0, see section 6."),
+    ("the row for “m starts at 0” is not far enough below zero, or not in all of its logits", "200.0", "50.0",
+     "Let every e^s in it vanish in float32, which is sure below -104: see section 1."),
 )  # fmt: skip
 
 
@@ -246,19 +243,18 @@ def _lse_cases():
 MERGE_BY_LSE = Exercise(
     solution=merge_by_lse, title="Merge by lse", outputs=("out", "lse"), cases=_lse_cases,
     tolerance=2e-4,  # float32 rounds an lse near 1000 to four digits behind the point
-    mistakes=(
-        ("the two outputs are averaged", "np.exp(lse_a - reference), np.exp(lse_b - reference)",
-         "np.full((2, len(lse_a)), 0.5)",
-         "A part counts by the size of its exponentials, e^lse: see section 8 of notebook 02."),
-        ("the two outputs are added", ("w_a[:, None] * ", "w_b[:, None] * "), ("", ""),
-         "Each output is already divided by its own sum; weigh it before you add: see section 8 of notebook 02."),
-        ("the weights do not add up to one", "lse)\n    w_a", "np.maximum(lse_a, lse_b))\n    w_a",
-         "Subtract the lse of the whole row, not the larger of the two: see section 8 of notebook 02."),
-        ("-inf is subtracted from -inf where neither part saw a key", "np.where(lse == -np.inf, 0.0, lse)", "lse",
-         "Use 0 as the reference there: see section 7 of notebook 02."),
-        ("the weights are safe, but lse comes from e^lse itself, which overflows or vanishes", ", lse\n",
-         ", np.log(np.exp(lse_a) + np.exp(lse_b))\n", "np.logaddexp works with the difference only: see hint 1."),
-    ),
+).with_mistakes(
+    ("the two outputs are averaged", "np.exp(lse_a - reference), np.exp(lse_b - reference)",
+     "np.full((2, len(lse_a)), 0.5)",
+     "A part counts by the size of its exponentials, e^lse: see section 8 of notebook 02."),
+    ("the two outputs are added", ("w_a[:, None] * ", "w_b[:, None] * "), ("", ""),
+     "Each output is already divided by its own sum; weigh it before you add: see section 8 of notebook 02."),
+    ("the weights do not add up to one", "lse)\n    w_a", "np.maximum(lse_a, lse_b))\n    w_a",
+     "Subtract the lse of the whole row, not the larger of the two: see section 8 of notebook 02."),
+    ("-inf is subtracted from -inf where neither part saw a key", "np.where(lse == -np.inf, 0.0, lse)", "lse",
+     "Use 0 as the reference there: see section 7 of notebook 02."),
+    ("the weights are safe, but lse comes from e^lse itself, which overflows or vanishes", ", lse\n",
+     ", np.log(np.exp(lse_a) + np.exp(lse_b))\n", "np.logaddexp works with the difference only: see hint 1."),
 )  # fmt: skip
 
 EXERCISES = (UPDATE, MERGE, BREAK, MERGE_BY_LSE)

@@ -113,18 +113,17 @@ def _built(shapes, T, H, S, block_q, block_k, whole):
 QUERY_OUTER = Exercise(
     solution=tiled_attention, title="Query tiles outside", outputs=("out", "lse", "what was built"),
     cases=_attention_cases, run=_run_in_tiles,
-    mistakes=(
-        ("alpha multiplies the columns of acc, where it should multiply the rows", "alpha[:, None]", "alpha",
-         "NumPy lines up (block_q,) with the H of (block_q, H); give alpha a second axis: alpha[:, None] * acc."),
-        ("the tiles of keys are not used: the softmax takes a whole row of logits at once",
-         "    out, lse =", "    block_k = len(k)\n    out, lse =",
-         "The numbers are right, but a long row fits no chip: visit block_k keys at a time, as in section 2."),
-        ("no tiles are used: all logits are computed at once",
-         "    out, lse =", "    block_q, block_k = len(q), len(k)\n    out, lse =",
-         "The numbers are right, but the whole table fits no chip: block_q queries meet block_k keys, see section 2."),
-        ("the last, shorter key tile is left out", "len(k), block_k", "len(k) // block_k * block_k, block_k",
-         "range(0, S, block_k) reaches the tail, S // block_k tiles do not: see section 4."),
-    ),
+).with_mistakes(
+    ("alpha multiplies the columns of acc, where it should multiply the rows", "alpha[:, None]", "alpha",
+     "NumPy lines up (block_q,) with the H of (block_q, H); give alpha a second axis: alpha[:, None] * acc."),
+    ("the tiles of keys are not used: the softmax takes a whole row of logits at once",
+     "    out, lse =", "    block_k = len(k)\n    out, lse =",
+     "The numbers are right, but a long row fits no chip: visit block_k keys at a time, as in section 2."),
+    ("no tiles are used: all logits are computed at once",
+     "    out, lse =", "    block_q, block_k = len(q), len(k)\n    out, lse =",
+     "The numbers are right, but the whole table fits no chip: block_q queries meet block_k keys, see section 2."),
+    ("the last, shorter key tile is left out", "len(k), block_k", "len(k) // block_k * block_k, block_k",
+     "range(0, S, block_k) reaches the tail, S // block_k tiles do not: see section 4."),
 )  # fmt: skip
 
 
@@ -154,15 +153,14 @@ CLASSIFY = Exercise(
         (8, 20, 8, 4),
     ),
     run=_run_kinds,
-    mistakes=(
-        ("a tile is skipped as soon as its first query does not see it", "k_start > last_query", "k_start > q_start",
-         "The last query of the tile sees the most keys: see section 5."),
-        ("a tile is called full if only its last query sees every key", "k_stop - 1 <= q_start", "k_stop <= q_stop",
-         "The first query of the tile sees the fewest keys: see section 5."),
-        ("the diagonal ends at the lower right corner, as if query T - 1 stood beside key S - 1",
-         ("> last_query", "<= q_start"), ("> last_query + S - T", "<= q_start + S - T"),
-         "Query i sees the keys j ≤ i, whatever S and T are: see section 5."),
-    ),
+).with_mistakes(
+    ("a tile is skipped as soon as its first query does not see it", "k_start > last_query", "k_start > q_start",
+     "The last query of the tile sees the most keys: see section 5."),
+    ("a tile is called full if only its last query sees every key", "k_stop - 1 <= q_start", "k_stop <= q_stop",
+     "The first query of the tile sees the fewest keys: see section 5."),
+    ("the diagonal ends at the lower right corner, as if query T - 1 stood beside key S - 1",
+     ("> last_query", "<= q_start"), ("> last_query + S - T", "<= q_start + S - T"),
+     "Query i sees the keys j ≤ i, whatever S and T are: see section 5."),
 )  # fmt: skip
 
 
@@ -218,18 +216,17 @@ KEY_OUTER = Exercise(
     solution=key_outer_attention, title="Key tiles outside",
     outputs=("out after the first key tile", "out", "m", "l", "bytes moved", "queries loaded at once"),
     cases=_attention_cases, run=_run_on_memory,
-    mistakes=(
-        ("out is stored without the division by l", ("(l * alpha)", "acc / l_new[:, None]"), ("alpha", "acc"),
-         "Whenever out is stored it must be normalised: divide by the new l, see the equation of section 6."),
-        ("out is kept unnormalised and divided in a pass of its own at the end",
-         ("(l * alpha)", "acc / l_new[:, None]", "l_new)"), ("alpha", "acc",
-          'l_new)\n    memory.store("out", 0, memory.load("out", 0, T) / memory.load("l", 0, T)[:, None])'),
-         "The result is right, but the task is to store a normalised out at every visit: see section 6."),
-        ("the loop over query tiles is outside",
-         ("    for k_start", "        k =", "        v =", "        for q_start in range(0, T, block_q):\n"),
-         ("    for q_start in range(0, T, block_q):\n        for k_start", "            k =", "            v =", ""),
-         "Here each key tile meets every query tile before the next key tile comes: see the picture of section 6."),
-    ),
+).with_mistakes(
+    ("out is stored without the division by l", ("(l * alpha)", "acc / l_new[:, None]"), ("alpha", "acc"),
+     "Whenever out is stored it must be normalised: divide by the new l, see the equation of section 6."),
+    ("out is kept unnormalised and divided in a pass of its own at the end",
+     ("(l * alpha)", "acc / l_new[:, None]", "l_new)"), ("alpha", "acc",
+      'l_new)\n    memory.store("out", 0, memory.load("out", 0, T) / memory.load("l", 0, T)[:, None])'),
+     "The result is right, but the task is to store a normalised out at every visit: see section 6."),
+    ("the loop over query tiles is outside",
+     ("    for k_start", "        k =", "        v =", "        for q_start in range(0, T, block_q):\n"),
+     ("    for q_start in range(0, T, block_q):\n        for k_start", "            k =", "            v =", ""),
+     "Here each key tile meets every query tile before the next key tile comes: see the picture of section 6."),
 )  # fmt: skip
 
 
@@ -252,15 +249,14 @@ TRAFFIC_TABLE = Exercise(
         (1000, 700, 64, 2, 128, 32), (4096, 4096, 128, 2, 128, 128),
     ),
     run=functools.partial(without, cost), tolerance=1e-9,
-    mistakes=(
-        ("query-outer reads k and v only once", " * query_tiles", "",
-         "Every query tile reads all of k and v: see section 3."),
-        ("statistics are counted in the element size of q instead of 4 bytes", ("+ 4", "16", "+ 8"),
-         ("+ itemsize", "4 * itemsize", "+ 2 * itemsize"),
-         "lse, m and l are float32 whatever q is: see the text of the exercise."),
-        ("key-outer reads q only once", ("3 * ", "filling = "), ("2 * ", "filling = 2 * "),
-         "Each key tile meets every query tile, so q is read again for each: see section 6."),
-    ),
+).with_mistakes(
+    ("query-outer reads k and v only once", " * query_tiles", "",
+     "Every query tile reads all of k and v: see section 3."),
+    ("statistics are counted in the element size of q instead of 4 bytes", ("+ 4", "16", "+ 8"),
+     ("+ itemsize", "4 * itemsize", "+ 2 * itemsize"),
+     "lse, m and l are float32 whatever q is: see the text of the exercise."),
+    ("key-outer reads q only once", ("3 * ", "filling = "), ("2 * ", "filling = 2 * "),
+     "Each key tile meets every query tile, so q is read again for each: see section 6."),
 )  # fmt: skip
 
 
@@ -318,15 +314,13 @@ LEAST_TRAFFIC = Exercise(
         ("T=S=1000, H=32, 17 KiB, sizes close to each other", 1000, 1000, 32, 2, 17 * KIB, (40, 56, 60)),
     ),
     judge=_judge_least_traffic,
-    mistakes=(
-        ("the tile of v is left out of the budget", "2 * block_k * H", "block_k * H",
-         "A key tile brings its values along, so it counts twice: see the sum in section 8."),
-        ("the weights p are counted with 4 bytes an entry", " + block_q * block_k)", ") + 4 * block_q * block_k",
-         "In this budget all tiles have `itemsize` bytes an element: see the first sum in section 8."),
-        ("the largest tile is taken for the one with the least traffic",
-         "cost.query_outer_bytes(T, S, H, itemsize, *pair)", "-pair[0] * pair[1]",
-         "Query-outer traffic does not depend on the product of the block sizes: see section 7."),
-    ),
+).with_mistakes(
+    ("the tile of v is left out of the budget", "2 * block_k * H", "block_k * H",
+     "A key tile brings its values along, so it counts twice: see the sum in section 8."),
+    ("the weights p are counted with 4 bytes an entry", " + block_q * block_k)", ") + 4 * block_q * block_k",
+     "In this budget all tiles have `itemsize` bytes an element: see the first sum in section 8."),
+    ("the largest tile is taken for the one with the least traffic", "cost.query_outer_bytes(T, S, H, itemsize, *pair)",
+     "-pair[0] * pair[1]", "Query-outer traffic does not depend on the product of the block sizes: see section 7."),
 )  # fmt: skip
 
 EXERCISES = (QUERY_OUTER, CLASSIFY, KEY_OUTER, TRAFFIC_TABLE, LEAST_TRAFFIC)

@@ -46,10 +46,9 @@ AXES = "row", "column"
 INDEX_MAP = Exercise(
     solution=read_block, title="The index map", outputs=("the block of each program",),
     cases=table("R C", (1, 2), (2, 3), (3, 2), (4, 5)), run=lambda answer, R, C: blocks_of(answer, (C, 2 * R), AXES),
-    mistakes=(
-        ("i is halved instead of j", "j // 2, i", "j, i // 2",
-         "Neighbours in j share a block, neighbours in i do not: see the picture of the exercise."),
-    ),
+).with_mistakes(
+    ("i is halved instead of j", "j // 2, i", "j, i // 2",
+     "Neighbours in j share a block, neighbours in i do not: see the picture of the exercise."),
 )  # fmt: skip
 
 
@@ -91,15 +90,14 @@ MASKED_TAIL = Exercise(
     solution=softmax_tail_kernel, title="A masked tail", outputs=("out",),
     cases=_softmax_cases, run=_run_softmax,
     tolerance=5e-4,  # the task says so: a logit near 2000 times log2(e), or plus log l, is off by up to 1.2e-4
-    mistakes=(
-        ("what stands in the columns past S makes the rows NaN: nothing replaces it, or NaN or +∞ does, or the maximum "
-         "is taken before or along axis 0", "jnp.where(inside, s_ref[...], -jnp.inf)", "s_ref[...]",
-         "Put −∞ into the columns past S, and then take the maximum with axis=1: see section 7."),
-        ("the columns are compared with T instead of with S", "< S", "< T",
-         "S counts the columns of the table, T its rows: see the text of the exercise."),
-        ("the largest logit is not subtracted", " - s.max(axis=1, keepdims=True)", "",
-         "The exponential overflows for large logits: see section 4."),
-    ),
+).with_mistakes(
+    ("what stands in the columns past S makes the rows NaN: nothing replaces it, or NaN or +∞ does, or the maximum "
+     "is taken before or along axis 0", "jnp.where(inside, s_ref[...], -jnp.inf)", "s_ref[...]",
+     "Put −∞ into the columns past S, and then take the maximum with axis=1: see section 7."),
+    ("the columns are compared with T instead of with S", "< S", "< T",
+     "S counts the columns of the table, T its rows: see the text of the exercise."),
+    ("the largest logit is not subtracted", " - s.max(axis=1, keepdims=True)", "",
+     "The exponential overflows for large logits: see section 4."),
 )  # fmt: skip
 
 
@@ -162,22 +160,21 @@ def _keys_in_products(jaxpr):
 ACCUMULATE = Exercise(
     solution=matmul_tail_kernel, title="Accumulate over k",
     outputs=("out",), cases=_matmul_cases, run=_run_matmul, slow=True,
-    mistakes=(
-        ("the output block is added to before anything was stored in it",
-         ("return acc + ", "acc = jnp.zeros(out_ref.shape, jnp.float32)\n    out_ref[...] = ", "add_tile, acc"),
-         ("out_ref[...] += ", "", "add_tile, None"),
-         "An output starts with whatever is in memory; start from jnp.zeros: see section 5."),
-        ("the accumulator has 16 bits", ("(out_ref.shape, jnp.float32", "float32)\n\n"),
-         ("(out_ref.shape, p_ref.dtype", "float32).astype(acc.dtype)\n\n"),
-         "Sum in float32 whatever the inputs are: see section 5."),
-        ("the last, partial tile is left out", "pl.cdiv(S, block_k)", "S // block_k",
-         "S // block_k rounds down; pl.cdiv(S, block_k) counts the partial tile too."),
-        ("what lies past the end enters the products: p or v is left as it is, or gets NaN or an infinity",
-         "jnp.where(inside[:, None], v_ref[tile, :], 0)", "v_ref[tile, :]",
-         "A missing key must add nothing, so both operands need 0; 0 · NaN and 0 · ∞ are NaN: see section 7."),
-        ("the mask hides nothing of the last tile, in either operand", "j * block_k + jnp.arange", "jnp.arange",
-         "Compare j * block_k + jnp.arange(block_k) with S, not the places within a tile: see section 6."),
-    ),
+).with_mistakes(
+    ("the output block is added to before anything was stored in it",
+     ("return acc + ", "acc = jnp.zeros(out_ref.shape, jnp.float32)\n    out_ref[...] = ", "add_tile, acc"),
+     ("out_ref[...] += ", "", "add_tile, None"),
+     "An output starts with whatever is in memory; start from jnp.zeros: see section 5."),
+    ("the accumulator has 16 bits", ("(out_ref.shape, jnp.float32", "float32)\n\n"),
+     ("(out_ref.shape, p_ref.dtype", "float32).astype(acc.dtype)\n\n"),
+     "Sum in float32 whatever the inputs are: see section 5."),
+    ("the last, partial tile is left out", "pl.cdiv(S, block_k)", "S // block_k",
+     "S // block_k rounds down; pl.cdiv(S, block_k) counts the partial tile too."),
+    ("what lies past the end enters the products: p or v is left as it is, or gets NaN or an infinity",
+     "jnp.where(inside[:, None], v_ref[tile, :], 0)", "v_ref[tile, :]",
+     "A missing key must add nothing, so both operands need 0; 0 · NaN and 0 · ∞ are NaN: see section 7."),
+    ("the mask hides nothing of the last tile, in either operand", "j * block_k + jnp.arange", "jnp.arange",
+     "Compare j * block_k + jnp.arange(block_k) with S, not the places within a tile: see section 6."),
 )  # fmt: skip
 
 

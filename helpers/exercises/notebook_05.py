@@ -43,14 +43,13 @@ BOUNDS = Exercise(
         (1, 6, 6, 2, 1, None), (0, 6, 6, 2, 1, 3), (1, 50, 50, 12, 8, 3),
     ),
     run=tile_bounds.run, judge=tile_bounds.OVER_KEYS.judge,
-    mistakes=(
-        ("stop is measured from the first query of the tile instead of the last (too few tiles)",
-         "min(q_stop, S)", "min(q_start + 1, S)", "The last query of the tile sees furthest: reread section 5."),
-        ("left = 0 is taken for no window (too many tiles)", "0 if left is None", "0 if not left",
-         "With left = 0 a query sees its own key alone; only None means no limit: see the text of the exercise."),
-        ("first is measured from the last query of the tile instead of the first (too few tiles)", "q_start - left",
-         "q_stop - 1 - left", "The first query of the tile sees furthest to the left: see the text of the exercise."),
-    ),
+).with_mistakes(
+    ("stop is measured from the first query of the tile instead of the last (too few tiles)",
+     "min(q_stop, S)", "min(q_start + 1, S)", "The last query of the tile sees furthest: reread section 5."),
+    ("left = 0 is taken for no window (too many tiles)", "0 if left is None", "0 if not left",
+     "With left = 0 a query sees its own key alone; only None means no limit: see the text of the exercise."),
+    ("first is measured from the last query of the tile instead of the first (too few tiles)", "q_start - left",
+     "q_stop - 1 - left", "The first query of the tile sees furthest to the left: see the text of the exercise."),
 )  # fmt: skip
 
 
@@ -80,12 +79,11 @@ GQA = Exercise(
     solution=key_block, title="The index map of grouped queries", outputs=("blocks",),
     cases=table("B T S N K H", (1, 2, 3, 6, 2, 2), (2, 4, 3, 4, 2, 3), (2, 2, 5, 3, 1, 2), (2, 4, 2, 3, 3, 2)),
     run=_run_gqa, judge=_judge_gqa,
-    mistakes=(
-        ("the key/value head is n % K", "n // group", "n % K",
-         "That deals the query heads out in turn; neighbours share a head: see the picture of section 7."),
-        ("n is divided by K instead of by the size of a group", "n // group", "n // K",
-         "A group has N // K query heads, and the head is n divided by that: see the start of section 7."),
-    ),
+).with_mistakes(
+    ("the key/value head is n % K", "n // group", "n % K",
+     "That deals the query heads out in turn; neighbours share a head: see the picture of section 7."),
+    ("n is divided by K instead of by the size of a group", "n // group", "n // K",
+     "A group has N // K query heads, and the head is n divided by that: see the start of section 7."),
 )  # fmt: skip
 
 
@@ -117,14 +115,13 @@ def _run_finish(answer, *state):
 FINISH = Exercise(
     solution=finish, title="The end of the kernel", outputs=("out", "lse"),
     cases=_finish_cases, run=_run_finish,
-    mistakes=(
-        ("m in base 2 is added to a natural logarithm of l", "(m + jnp.log2(l)) / log2_e", "m + jnp.log(l)",
-         "Both terms must have one base: see the last equation of section 8."),
-        ("out is not divided by l", "acc / l[:, None]", "acc",
-         "acc is a sum of p v; the weights add up to one only after the division: see section 1."),
-        ("a row without a key is divided by zero", "    l = jnp.where(l == 0, 1, l)\n", "",
-         "Put 1 in place of an l that is 0 before you divide: see the text of the exercise."),
-    ),
+).with_mistakes(
+    ("m in base 2 is added to a natural logarithm of l", "(m + jnp.log2(l)) / log2_e", "m + jnp.log(l)",
+     "Both terms must have one base: see the last equation of section 8."),
+    ("out is not divided by l", "acc / l[:, None]", "acc",
+     "acc is a sum of p v; the weights add up to one only after the division: see section 1."),
+    ("a row without a key is divided by zero", "    l = jnp.where(l == 0, 1, l)\n", "",
+     "Put 1 in place of an l that is 0 before you divide: see the text of the exercise."),
 )  # fmt: skip
 
 
@@ -143,15 +140,14 @@ BYTES = Exercise(
         "T H itemsize block_q block_k", (4, 2, 4, 2, 2), (12, 4, 2, 3, 2), (12, 3, 4, 2, 3), (30, 8, 2, 6, 5),
         (64, 32, 2, 16, 32), (128, 64, 2, 64, 16), (256, 128, 4, 32, 32), (192, 16, 2, 32, 64),
     ),
-    mistakes=(
-        ("no tile of keys is skipped", "-(-(i + 1) * block_q // block_k)", "T // block_k",
-         "Query tile i stops at the diagonal: see the picture of section 5."),
-        ("program i is charged i + 1 tiles, which holds only when block_q equals block_k",
-         "-(-(i + 1) * block_q // block_k)", "i + 1",
-         "Find the last key that the program sees, then divide by block_k: see section 5."),
-        ("lse is counted in the dtype of the inputs", "4 * T", "itemsize * T",
-         "lse is float32 whatever the inputs are: see section 10."),
-    ),
+).with_mistakes(
+    ("no tile of keys is skipped", "-(-(i + 1) * block_q // block_k)", "T // block_k",
+     "Query tile i stops at the diagonal: see the picture of section 5."),
+    ("program i is charged i + 1 tiles, which holds only when block_q equals block_k",
+     "-(-(i + 1) * block_q // block_k)", "i + 1",
+     "Find the last key that the program sees, then divide by block_k: see section 5."),
+    ("lse is counted in the dtype of the inputs", "4 * T", "itemsize * T",
+     "lse is float32 whatever the inputs are: see section 10."),
 )  # fmt: skip
 
 
@@ -255,24 +251,23 @@ FORWARD = Exercise(
     solution=forward, title="The forward kernel, whole", outputs=("out", "lse", "how it was made"),
     cases=_forward_cases, run=functools.partial(run_forward, forward, "is_causal"),
     expected=functools.partial(expected_forward, "is_causal"), tolerance=1e-4, building_block="forward", slow=True,
-    mistakes=(
-        ("acc is not rescaled by alpha", "alpha[:, None] * acc", "acc",
-         "What acc holds was measured from the old maximum, just like l: reread the equations of section 2."),
-        ("l is not rescaled by alpha", "alpha * l", "l",
-         "What l holds was measured from the old maximum, just like acc: reread the equations of section 2."),
-        *GQA.mistakes[:2],
-        *FINISH.mistakes[1:2],
-        ("the logits are not scaled", " / math.sqrt(H)", "", "s = q kᵀ / √H: see the equations of section 1."),
-        ("the causal mask is missing", "& (cols[None, :] <= rows[:, None])", "",
-         "Skipping tiles is not enough: in those on the diagonal the keys after a query get −∞, see section 5."),
-        ("no tile is skipped", "if is_causal else S", "if False else S",
-         "The loop ends at the tile that holds the last key that the last query sees: see exercise 5.1."),
-        ("values past the end are multiplied by weights of 0", "jnp.where(inside, v_ref[tile, :], 0)", "v_ref[tile, :]",
-         "What lies there may be NaN, and 0 · NaN is NaN: replace it by 0 before the product, see section 6."),
-        ("the block of the keys ends with the array, and the last slice is moved back into it",
-         "keys_padded = pl.cdiv(S, block_k) * block_k", "keys_padded = S",
-         "Make the block a whole number of tiles long, so that it reaches past the end: see section 6."),
-    ),
+).with_mistakes(
+    ("acc is not rescaled by alpha", "alpha[:, None] * acc", "acc",
+     "What acc holds was measured from the old maximum, just like l: reread the equations of section 2."),
+    ("l is not rescaled by alpha", "alpha * l", "l",
+     "What l holds was measured from the old maximum, just like acc: reread the equations of section 2."),
+    *GQA.mistakes[:2],
+    *FINISH.mistakes[1:2],
+    ("the logits are not scaled", " / math.sqrt(H)", "", "s = q kᵀ / √H: see the equations of section 1."),
+    ("the causal mask is missing", "& (cols[None, :] <= rows[:, None])", "",
+     "Skipping tiles is not enough: in those on the diagonal the keys after a query get −∞, see section 5."),
+    ("no tile is skipped", "if is_causal else S", "if False else S",
+     "The loop ends at the tile that holds the last key that the last query sees: see exercise 5.1."),
+    ("values past the end are multiplied by weights of 0", "jnp.where(inside, v_ref[tile, :], 0)", "v_ref[tile, :]",
+     "What lies there may be NaN, and 0 · NaN is NaN: replace it by 0 before the product, see section 6."),
+    ("the block of the keys ends with the array, and the last slice is moved back into it",
+     "keys_padded = pl.cdiv(S, block_k) * block_k", "keys_padded = S",
+     "Make the block a whole number of tiles long, so that it reaches past the end: see section 6."),
 )  # fmt: skip
 
 EXERCISES = (BOUNDS, GQA, FINISH, BYTES, FORWARD)

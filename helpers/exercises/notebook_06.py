@@ -40,10 +40,9 @@ def _ds_cases():
 DS = Exercise(
     solution=softmax_backward, title="From dp to ds", outputs=("ds",), cases=_ds_cases,
     tolerance=1e-4,  # the large constant leaves float32 five digits
-    mistakes=(
-        ("only the diagonal of the Jacobian is used, p (1 - p)", "(dp - delta)", "(1 - p) * dp",
-         "A softmax has a whole matrix of derivatives, a sigmoid has only a diagonal: see the slip in section 2."),
-    ),
+).with_mistakes(
+    ("only the diagonal of the Jacobian is used, p (1 - p)", "(dp - delta)", "(1 - p) * dp",
+     "A softmax has a whole matrix of derivatives, a sigmoid has only a diagonal: see the slip in section 2."),
 )  # fmt: skip
 
 
@@ -63,12 +62,11 @@ def _delta_cases():
 
 DELTA = Exercise(
     solution=row_delta, title="delta without a table", outputs=("delta",), cases=_delta_cases,
-    mistakes=(
-        ("the sum runs over the queries instead of the components", "axis=1", "axis=0",
-         "There is one delta for each query, so sum along axis 1: see section 4."),
-        ("a (T, 1) and a (T,) array meet and make a (T, T) table", "axis=1", "axis=1, keepdims=True",
-         "dlse has shape (T,), so the row sum must have it as well: leave keepdims out."),
-    ),
+).with_mistakes(
+    ("the sum runs over the queries instead of the components", "axis=1", "axis=0",
+     "There is one delta for each query, so sum along axis 1: see section 4."),
+    ("a (T, 1) and a (T,) array meet and make a (T, T) table", "axis=1", "axis=1, keepdims=True",
+     "dlse has shape (T,), so the row sum must have it as well: leave keepdims out."),
 )  # fmt: skip
 
 
@@ -100,14 +98,13 @@ def _product_cases():
 
 PRODUCTS = Exercise(
     solution=gradients, title="dq, dk and dv", outputs=("dq", "dk", "dv"), cases=_product_cases,
-    mistakes=(
-        ("p is not transposed in dv, and only dv is wrong", "p[n].T", "p[n]",
-         "A value collects from all queries that looked at it, a column of p: see section 3."),
-        ("ds is not transposed in dk, and only dk is wrong", "ds[n].T", "ds[n]",
-         "A key collects from all queries, a column of ds: see section 3."),
-        ("only the last query head of each group counts", "+=", "=",
-         "Add instead of assigning; dk[kv] += … adds only once where an index repeats: see section 6."),
-    ),
+).with_mistakes(
+    ("p is not transposed in dv, and only dv is wrong", "p[n].T", "p[n]",
+     "A value collects from all queries that looked at it, a column of p: see section 3."),
+    ("ds is not transposed in dk, and only dk is wrong", "ds[n].T", "ds[n]",
+     "A key collects from all queries, a column of ds: see section 3."),
+    ("only the last query head of each group counts", "+=", "=",
+     "Add instead of assigning; dk[kv] += … adds only once where an index repeats: see section 6."),
 )  # fmt: skip
 
 
@@ -125,10 +122,9 @@ SAVE = Exercise(
         "T S N K H itemsize", (2, 3, 1, 1, 4, 2), (5, 7, 4, 2, 8, 4), (4096, 4096, 1, 1, 128, 2),
         (1000, 3000, 8, 2, 64, 2), (65536, 65536, 16, 4, 128, 2),
     ),
-    mistakes=(
-        ("lse is stored in the dtype of q", "4 * N * T", "itemsize * N * T",
-         "In 16 bits lse makes the gradients several times worse, so it takes 4 bytes: see section 10."),
-    ),
+).with_mistakes(
+    ("lse is stored in the dtype of q", "4 * N * T", "itemsize * N * T",
+     "In 16 bits lse makes the gradients several times worse, so it takes 4 bytes: see section 10."),
 )  # fmt: skip
 
 
@@ -221,19 +217,17 @@ TILED = Exercise(
     solution=flash_backward, title="The whole backward pass, tile by tile",
     outputs=("dq", "dk", "dv", "what was built"), cases=_tiled_cases, run=_run_tiled,
     tolerance=1e-4,  # float32 rounds an lse near 1000 to four digits behind the point
-    mistakes=(
-        ("p is the softmax of one tile",
-         " - lse[rows, None])\n", ")\n            p = p / p.sum(axis=1, keepdims=True)\n",
-         "All three are wrong, so look at p: a tile does not know the sum of its row, but lse does, see section 7."),
-        ("dk and dv are overwritten by each tile of queries instead of added to", "[cols] +=", "[cols] =",
-         "Only dq is right: dk and dv are sums over all queries, so add to them, see section 8."),
-        ("tiles of other sizes are used than block_q queries by block_k keys",
-         "    delta =", "    block_q = block_k = 32\n    delta =",
-         "The numbers are right, but the sizes of the tiles are arguments: see the text of the exercise."),
-        ("more than a tile is held at once: whole rows, whole columns, or all of the (T, S) table",
-         "    delta =", "    block_q, block_k = len(q), len(k)\n    delta =",
-         "The numbers are right, but the memory grows with the lengths: loop over tiles of both, see section 8."),
-    ),
+).with_mistakes(
+    ("p is the softmax of one tile", " - lse[rows, None])\n", ")\n            p = p / p.sum(axis=1, keepdims=True)\n",
+     "All three are wrong, so look at p: a tile does not know the sum of its row, but lse does, see section 7."),
+    ("dk and dv are overwritten by each tile of queries instead of added to", "[cols] +=", "[cols] =",
+     "Only dq is right: dk and dv are sums over all queries, so add to them, see section 8."),
+    ("tiles of other sizes are used than block_q queries by block_k keys",
+     "    delta =", "    block_q = block_k = 32\n    delta =",
+     "The numbers are right, but the sizes of the tiles are arguments: see the text of the exercise."),
+    ("more than a tile is held at once: whole rows, whole columns, or all of the (T, S) table",
+     "    delta =", "    block_q, block_k = len(q), len(k)\n    delta =",
+     "The numbers are right, but the memory grows with the lengths: loop over tiles of both, see section 8."),
 )  # fmt: skip
 
 EXERCISES = (DS, DELTA, PRODUCTS, SAVE, TILED)

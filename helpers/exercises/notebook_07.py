@@ -76,13 +76,12 @@ DKV = Exercise(
     solution=one_query_tile, title="The body of the dk and dv kernel", outputs=("dk", "dv"),
     cases=functools.partial(_body_cases, 71), run=functools.partial(_run_body, ("dk", "dv")),
     tolerance=2e-4,  # float32, and base two, round logits of 120
-    mistakes=(
-        ("both sums are overwritten, so that only the last tile of queries counts", ("dk + ", "dv + "), ("", ""),
-         "Add to the dk and dv that arrive: a tile of keys belongs to all queries, see the picture of section 1."),
-        ("neither p nor ds is transposed", ".T @ ", " @ ",
-         "dk and dv have a row for each key. Only square tiles let this run: see section 1."),
-        *OF_A_PAIR,
-    ),
+).with_mistakes(
+    ("both sums are overwritten, so that only the last tile of queries counts", ("dk + ", "dv + "), ("", ""),
+     "Add to the dk and dv that arrive: a tile of keys belongs to all queries, see the picture of section 1."),
+    ("neither p nor ds is transposed", ".T @ ", " @ ",
+     "dk and dv have a row for each key. Only square tiles let this run: see section 1."),
+    *OF_A_PAIR,
 )  # fmt: skip
 
 
@@ -102,11 +101,10 @@ DQ = Exercise(
     solution=one_key_tile, title="The body of the dq kernel", outputs=("dq",),
     cases=functools.partial(_body_cases, 72), run=functools.partial(_run_body, ("dq",)),
     tolerance=2e-4,  # float32, and base two, round logits of 120
-    mistakes=(
-        ("ds is transposed", "ds @", "ds.T @",
-         "dq sums over the keys and has a row for each query. Only square tiles let this run: see section 1."),
-        *OF_A_PAIR,
-    ),
+).with_mistakes(
+    ("ds is transposed", "ds @", "ds.T @",
+     "dq sums over the keys and has a row for each query. Only square tiles let this run: see section 1."),
+    *OF_A_PAIR,
 )  # fmt: skip
 
 
@@ -197,22 +195,21 @@ WIRING = Exercise(
     outputs=("out", "out under jax.grad", "dq", "dk", "dv",
              "runs of forward for one gradient", "runs of backward for one gradient"),
     cases=_wiring_cases, run=_run_wiring, tolerance=5e-5, slow=True,
-    mistakes=(
-        ("all gradients are zero: JAX knows nothing of backward, or its results are not returned",
-         ("    @jax.custom_vjp\n", "    attend.defvjp(forward_rule, backward_rule)\n"), ("", ""),
-         "Register both rules with defvjp, and let the backward rule return what backward gives: see section 5."),
-        ("the gradients are right, but forward runs twice", (", out, lse)", "s, dout)\n"),
-         (")", "s, *forward(*residuals), dout)\n"),
-         "The forward rule runs it once, and keeps out and lse as residuals: see section 5."),
-        ("dk and dv are returned in the wrong order",
-         "return backward(*residuals, dout)", "dq, dk, dv = backward(*residuals, dout)\n        return dq, dv, dk",
-         "The backward rule returns gradients in the order of the arguments, q, k, v: see section 5."),
-        ("the gradient that arrives from above is ignored and ones are used instead", "s, dout)\n",
-         "s, jnp.ones_like(dout))\n", "The second argument of the backward rule is dout: see section 5."),
-        ("dv is right and dq and dk are wrong, because dout is passed where out belongs",
-         "return backward(*residuals", "q, k, v, _, lse = residuals\n        return backward(q, k, v, dout, lse",
-         "delta = rowsum(out do) needs the out of the forward pass, a residual: see section 5."),
-    ),
+).with_mistakes(
+    ("all gradients are zero: JAX knows nothing of backward, or its results are not returned",
+     ("    @jax.custom_vjp\n", "    attend.defvjp(forward_rule, backward_rule)\n"), ("", ""),
+     "Register both rules with defvjp, and let the backward rule return what backward gives: see section 5."),
+    ("the gradients are right, but forward runs twice", (", out, lse)", "s, dout)\n"),
+     (")", "s, *forward(*residuals), dout)\n"),
+     "The forward rule runs it once, and keeps out and lse as residuals: see section 5."),
+    ("dk and dv are returned in the wrong order",
+     "return backward(*residuals, dout)", "dq, dk, dv = backward(*residuals, dout)\n        return dq, dv, dk",
+     "The backward rule returns gradients in the order of the arguments, q, k, v: see section 5."),
+    ("the gradient that arrives from above is ignored and ones are used instead", "s, dout)\n",
+     "s, jnp.ones_like(dout))\n", "The second argument of the backward rule is dout: see section 5."),
+    ("dv is right and dq and dk are wrong, because dout is passed where out belongs",
+     "return backward(*residuals", "q, k, v, _, lse = residuals\n        return backward(q, k, v, dout, lse",
+     "delta = rowsum(out do) needs the out of the forward pass, a residual: see section 5."),
 )  # fmt: skip
 
 
@@ -233,18 +230,17 @@ FLOPS = Exercise(
         (20, 6, 4, 5, 3, False, True), (6, 28, 3, 2, 7, True, True), (64, 128, 16, 16, 32, False, True),
         (256, 128, 32, 64, 16, True, False), (128, 128, 64, 32, 16, False, True),
     ),
-    mistakes=(
-        ("two kernels are charged for the products of the fused one twice", "else 7", "else 10",
-         "The dq kernel computes s, dp and dq, and no dk or dv: see the table of section 6."),
-        ("no pair of tiles is skipped under the causal mask", "not is_causal or j * block_k <= (i + 1) * block_q - 1",
-         "1", "A pair in which no query sees a key is not visited: see the text of the exercise."),
-        ("the causal mask halves the count", ("not is_causal or j * block_k <= (i + 1) * block_q - 1", "* pairs"),
-         ("1", "* pairs // (2 if is_causal else 1)"),
-         "Pairs on the diagonal are computed whole, and T and S may differ: see the text of the exercise."),
-        ("the last key of a tile decides whether its pair is visited, or the tiles of a row are rounded down",
-         "j * block_k <= (i + 1) * block_q - 1", "(j + 1) * block_k <= (i + 1) * block_q",
-         "Of the keys in a tile the first one is seen by most queries, and one is enough: see hint 2."),
-    ),
+).with_mistakes(
+    ("two kernels are charged for the products of the fused one twice", "else 7", "else 10",
+     "The dq kernel computes s, dp and dq, and no dk or dv: see the table of section 6."),
+    ("no pair of tiles is skipped under the causal mask", "not is_causal or j * block_k <= (i + 1) * block_q - 1",
+     "1", "A pair in which no query sees a key is not visited: see the text of the exercise."),
+    ("the causal mask halves the count", ("not is_causal or j * block_k <= (i + 1) * block_q - 1", "* pairs"),
+     ("1", "* pairs // (2 if is_causal else 1)"),
+     "Pairs on the diagonal are computed whole, and T and S may differ: see the text of the exercise."),
+    ("the last key of a tile decides whether its pair is visited, or the tiles of a row are rounded down",
+     "j * block_k <= (i + 1) * block_q - 1", "(j + 1) * block_k <= (i + 1) * block_q",
+     "Of the keys in a tile the first one is seen by most queries, and one is enough: see hint 2."),
 )  # fmt: skip
 
 
@@ -268,16 +264,15 @@ BOUNDS = Exercise(
         (2, 13, 20, 3, 5, 2), (1, 13, 20, 5, 3, 0), (0, 6, 6, 1, 2, 3), (2, 6, 6, 1, 2, None), (3, 50, 50, 7, 5, 11),
     ),
     run=tile_bounds.run, judge=tile_bounds.OVER_QUERIES.judge,
-    mistakes=(
-        ("no tile is skipped above the diagonal (too many tiles)", "return k_start // block_q", "return 0",
-         "Queries before k_start see none of these keys: see the picture of section 8."),
-        ("these are the bounds of the dq kernel: the loop ends at the diagonal where it should begin",
-         ("stop_query = T if left is None else min(k_stop + left, T)", "return k_start // block_q"),
-         ("stop_query = min(k_stop, T)", "return 0 if left is None else max(k_start - left, 0) // block_q"),
-         "A key is seen by the queries at and after its own position: see the picture of section 8."),
-        ("stop is measured from the first key of the tile instead of the last (too few tiles)", "k_stop + left",
-         "k_start + 1 + left", "The last key of the tile is seen from furthest away: see the text of the exercise."),
-    ),
+).with_mistakes(
+    ("no tile is skipped above the diagonal (too many tiles)", "return k_start // block_q", "return 0",
+     "Queries before k_start see none of these keys: see the picture of section 8."),
+    ("these are the bounds of the dq kernel: the loop ends at the diagonal where it should begin",
+     ("stop_query = T if left is None else min(k_stop + left, T)", "return k_start // block_q"),
+     ("stop_query = min(k_stop, T)", "return 0 if left is None else max(k_start - left, 0) // block_q"),
+     "A key is seen by the queries at and after its own position: see the picture of section 8."),
+    ("stop is measured from the first key of the tile instead of the last (too few tiles)", "k_stop + left",
+     "k_start + 1 + left", "The last key of the tile is seen from furthest away: see the text of the exercise."),
 )  # fmt: skip
 
 
@@ -327,19 +322,17 @@ ROUNDING = Exercise(
     outputs=("numbers of out and low", "out", "out + low"),
     cases=_rounding_cases, run=_run_rounding, expected=_rounding_expected,
     tolerance=5e-6,  # at worst 2^-9 of low, which is 2^-8 of out; less over an array; float32 sums
-    mistakes=(
-        ("low is zero everywhere: the difference was taken after both of its terms had been rounded",
-         "exact - np.float32(out)", "exact.astype(v.dtype) - out",
-         "Keep the exact result in float32 until low has been taken off it: see the text of the exercise."),
-        ("out is that of the kernels before: divided by the sum of the unrounded weights, and low is zero",
-         ("weights.sum", "exact - np.float32(out)"), ("p.sum", "exact.astype(v.dtype) - out"),
-         "Take low off before anything is rounded, and divide by the weights that the product took: see section 13."),
-        ("the weights were rounded for the product with v, but not for their sum", "weights.sum", "p.sum",
-         "A mean divides by the sum of the very weights that it used. Which are these? See section 13."),
-        ("the product with v comes out in 16 bits",
-         "weights @ np.float32(v)", "np.float32(jnp.dot(p.astype(v.dtype), v))",
-         "A product of 16-bit arrays keeps their dtype unless you say otherwise: ask for float32, see section 10."),
-    ),
+).with_mistakes(
+    ("low is zero everywhere: the difference was taken after both of its terms had been rounded",
+     "exact - np.float32(out)", "exact.astype(v.dtype) - out",
+     "Keep the exact result in float32 until low has been taken off it: see the text of the exercise."),
+    ("out is that of the kernels before: divided by the sum of the unrounded weights, and low is zero",
+     ("weights.sum", "exact - np.float32(out)"), ("p.sum", "exact.astype(v.dtype) - out"),
+     "Take low off before anything is rounded, and divide by the weights that the product took: see section 13."),
+    ("the weights were rounded for the product with v, but not for their sum", "weights.sum", "p.sum",
+     "A mean divides by the sum of the very weights that it used. Which are these? See section 13."),
+    ("the product with v comes out in 16 bits", "weights @ np.float32(v)", "np.float32(jnp.dot(p.astype(v.dtype), v))",
+     "A product of 16-bit arrays keeps their dtype unless you say otherwise: ask for float32, see section 10."),
 )  # fmt: skip
 
 EXERCISES = (DKV, DQ, WIRING, FLOPS, BOUNDS, ROUNDING, KEY_GRADIENTS, QUERY_GRADIENTS, FLASH_ATTENTION)

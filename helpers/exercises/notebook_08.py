@@ -63,25 +63,22 @@ LAYER = Exercise(
     solution=attention_layer, title="Swap attention in",
     outputs=("out", "gradient of x", "gradient of w_qkv", "gradient of w_merge", "attention is used"),
     cases=_layer_cases, run=_run_layer, slow=True,
-    mistakes=(
-        ("attention is not causal", ", is_causal=True", "",
-         "Pass is_causal=True: each position may look back only, see section 1."),
-        ("the heads and the positions are mixed up by a reshape to (B, N, T, H)", "(B, T, N, C // N)",
-         "(B, N, T, C // N).swapaxes(1, 2)",
-         "Reshape to (B, T, N, H), which moves nothing: see the text of the exercise."),
-        ("the attention that is passed in is never called, or its result is not used", " attention(",
-         " jax.nn.dot_product_attention(",
-         "Call attention(query, key, value, is_causal=True), so that flash can take its place: see section 1."),
-        ("the columns of w_qkv are read head by head instead of all of q, all of k, all of v", "x @ w_qkv",
-         "(x @ w_qkv).reshape(B, T, N, -1)",
-         "The first C columns of w_qkv make the queries of all heads: see the text of the exercise."),
-        ("all heads are computed as one head of width C", "N, C // N", "1, C",
-         "Each of the N heads has its own softmax: split the last axis into (N, H), see section 1."),
-        ("w_merge is left out", " @ w_merge", "",
-         "The heads are joined by a last product with w_merge: see section 1."),
-        ("x is added to the result", "return out", "return x + out",
-         "Return only what is to be added to x; the block adds it: see section 1."),
-    ),
+).with_mistakes(
+    ("attention is not causal", ", is_causal=True", "",
+     "Pass is_causal=True: each position may look back only, see section 1."),
+    ("the heads and the positions are mixed up by a reshape to (B, N, T, H)", "(B, T, N, C // N)",
+     "(B, N, T, C // N).swapaxes(1, 2)", "Reshape to (B, T, N, H), which moves nothing: see the text of the exercise."),
+    ("the attention that is passed in is never called, or its result is not used", " attention(",
+     " jax.nn.dot_product_attention(",
+     "Call attention(query, key, value, is_causal=True), so that flash can take its place: see section 1."),
+    ("the columns of w_qkv are read head by head instead of all of q, all of k, all of v", "x @ w_qkv",
+     "(x @ w_qkv).reshape(B, T, N, -1)",
+     "The first C columns of w_qkv make the queries of all heads: see the text of the exercise."),
+    ("all heads are computed as one head of width C", "N, C // N", "1, C",
+     "Each of the N heads has its own softmax: split the last axis into (N, H), see section 1."),
+    ("w_merge is left out", " @ w_merge", "", "The heads are joined by a last product with w_merge: see section 1."),
+    ("x is added to the result", "return out", "return x + out",
+     "Return only what is to be added to x; the block adds it: see section 1."),
 )  # fmt: skip
 
 
@@ -103,14 +100,13 @@ KEPT = Exercise(
         (6, 5, 7, 3, 8, 2), (8, 96, 2, 32, 4, 2), (4, 2048, 16, 128, 2, 24), (1, 8192, 8, 64, 2, 3),
     ),
     tolerance=1e-9,
-    mistakes=(
-        ("out is forgotten in flash", "4 * like_q", "3 * like_q",
-         "delta is made of out and its gradient, so out is kept: see section 2."),
-        ("flash is charged for a table as well", "+ lse", "+ lse + table",
-         "Flash computes the weights again, tile by tile, and keeps none: see section 2."),
-        ("the table is halved because attention is causal", "T * T", "T * T // 2",
-         "The hidden half of the table is zeros, and zeros take memory too: see section 2."),
-    ),
+).with_mistakes(
+    ("out is forgotten in flash", "4 * like_q", "3 * like_q",
+     "delta is made of out and its gradient, so out is kept: see section 2."),
+    ("flash is charged for a table as well", "+ lse", "+ lse + table",
+     "Flash computes the weights again, tile by tile, and keeps none: see section 2."),
+    ("the table is halved because attention is causal", "T * T", "T * T // 2",
+     "The hidden half of the table is zeros, and zeros take memory too: see section 2."),
 )  # fmt: skip
 
 
@@ -140,16 +136,15 @@ def _run_shift(answer, tokens, starts, T):
 SHIFT = Exercise(
     solution=inputs_and_targets, title="The causal shift", outputs=("inputs", "targets"),
     cases=_shift_cases, run=_run_shift,
-    mistakes=(
-        ("there is no shift: each position has to predict the token that it is given", "1:]", ":-1]",
-         "The target is the token after the input: see the picture of section 3."),
-        ("the shift goes the wrong way: each position has to predict the token before", "windows[:, 1:]",
-         "tokens[starts[:, None] + np.arange(T) - 1]",
-         "The target lies to the right of the input, at one place more: see the picture of section 3."),
-        ("the last target is the first input of its window, wrapped round", "windows[:, 1:]",
-         "np.roll(windows[:, :-1], -1, axis=1)",
-         "The last target is one token beyond the inputs, so read T + 1 tokens: see the picture of section 3."),
-    ),
+).with_mistakes(
+    ("there is no shift: each position has to predict the token that it is given", "1:]", ":-1]",
+     "The target is the token after the input: see the picture of section 3."),
+    ("the shift goes the wrong way: each position has to predict the token before", "windows[:, 1:]",
+     "tokens[starts[:, None] + np.arange(T) - 1]",
+     "The target lies to the right of the input, at one place more: see the picture of section 3."),
+    ("the last target is the first input of its window, wrapped round", "windows[:, 1:]",
+     "np.roll(windows[:, :-1], -1, axis=1)",
+     "The last target is one token beyond the inputs, so read T + 1 tokens: see the picture of section 3."),
 )  # fmt: skip
 
 
@@ -182,20 +177,18 @@ def _loss_cases():
 LOSS = Exercise(
     solution=next_token_loss, title="The loss, without overflow", outputs=("loss",), cases=_loss_cases,
     tolerance=1e-3,  # float32 rounds logits of a few thousand to three digits behind the point
-    mistakes=(
-        ("the maximum is not taken off, and large exponentials overflow or all of them vanish",
-         ("m[:, 0] + ", "logits - m"), ("", "logits"),
-         "Take each row's maximum off before the exponential and add it back after the logarithm: see section 4."),
-        ("the logarithm is taken of a probability that has rounded to zero",
-         ("lse = m[:, 0] + np.log(np.exp(logits - m).sum(axis=-1))", "= logits[", "(lse - right).mean()"),
-         ("p = np.exp(logits - m) / np.exp(logits - m).sum(axis=-1, keepdims=True)", "= p[", "-np.log(right).mean()"),
-         "Subtract logarithms, lse - logit, instead of taking the logarithm of a quotient: see section 4."),
-        ("the losses of all tokens are averaged, not that of the target alone",
-         "logits[np.arange(len(targets)), targets]", "logits.mean(axis=-1)",
-         "Take the logit at `targets` from each row: see hint 2."),
-        ("only the last position counts", ".mean()", "[-1]",
-         "Every position predicts its next token: take the mean over all of them, see section 3."),
-    ),
+).with_mistakes(
+    ("the maximum is not taken off, and large exponentials overflow or all of them vanish",
+     ("m[:, 0] + ", "logits - m"), ("", "logits"),
+     "Take each row's maximum off before the exponential and add it back after the logarithm: see section 4."),
+    ("the logarithm is taken of a probability that has rounded to zero",
+     ("lse = m[:, 0] + np.log(np.exp(logits - m).sum(axis=-1))", "= logits[", "(lse - right).mean()"),
+     ("p = np.exp(logits - m) / np.exp(logits - m).sum(axis=-1, keepdims=True)", "= p[", "-np.log(right).mean()"),
+     "Subtract logarithms, lse - logit, instead of taking the logarithm of a quotient: see section 4."),
+    ("the losses of all tokens are averaged, not that of the target alone", "logits[np.arange(len(targets)), targets]",
+     "logits.mean(axis=-1)", "Take the logit at `targets` from each row: see hint 2."),
+    ("only the last position counts", ".mean()", "[-1]",
+     "Every position predicts its next token: take the mean over all of them, see section 3."),
 )  # fmt: skip
 
 EXERCISES = (LAYER, KEPT, SHIFT, LOSS)

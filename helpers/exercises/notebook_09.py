@@ -67,14 +67,13 @@ CLOCK = Exercise(
         ("a GPU too slow in three of nine samples, fast in three", dict(call_s=2e-3, disturbed=OFTEN), THREE, 9, 60),
         ("a GPU with all of this", BUSY, THREE, 9, 60),
     ),
-    mistakes=(
-        ("all calls get the same inputs, and find them in the cache", "inputs[call % len(inputs)]", "inputs[0]",
-         "Take the next inputs with each call: reread section 2."),
-        ("the fastest sample is taken, and with it the luckiest moment of the GPU", "np.median", "np.min",
-         "A GPU can be too fast for a moment as well as too slow: take the median, see section 2."),
-        ("every call is waited for, so that the waiting is measured too", "        wait(result)",
-         "            wait(result)", "Queue all calls of a sample and wait once: reread section 1."),
-    ),
+).with_mistakes(
+    ("all calls get the same inputs, and find them in the cache", "inputs[call % len(inputs)]", "inputs[0]",
+     "Take the next inputs with each call: reread section 2."),
+    ("the fastest sample is taken, and with it the luckiest moment of the GPU", "np.median", "np.min",
+     "A GPU can be too fast for a moment as well as too slow: take the median, see section 2."),
+    ("every call is waited for, so that the waiting is measured too", "        wait(result)",
+     "            wait(result)", "Queue all calls of a sample and wait once: reread section 1."),
 )  # fmt: skip
 
 
@@ -116,16 +115,15 @@ def _pair_cases():
 PAIRS = Exercise(
     solution=speed_up, title="Is 0.07 % a speed-up?", outputs=("low", "high", "verdict"), tolerance=1e-6,
     cases=_pair_cases,
-    mistakes=(
-        ("the pairs are torn apart: medians of old and new first, and then their ratio",
-         "np.median((old / new)[resamples], axis=1)",
-         "np.median(old[resamples], axis=1) / np.median(new[resamples], axis=1)",
-         "What disturbs a turn disturbs both of its samples, and cancels in their ratio: reread section 4."),
-        ("the interval is that of the samples, not of their median", "np.median((old / new)[resamples], axis=1)",
-         "old / new", "A median of many samples is known better than one sample: resample first, reread section 4."),
-        ("np.percentile is given fractions", "np.quantile", "np.percentile",
-         "np.percentile wants 2.5 and 97.5; np.quantile wants 0.025 and 0.975."),
-    ),
+).with_mistakes(
+    ("the pairs are torn apart: medians of old and new first, and then their ratio",
+     "np.median((old / new)[resamples], axis=1)",
+     "np.median(old[resamples], axis=1) / np.median(new[resamples], axis=1)",
+     "What disturbs a turn disturbs both of its samples, and cancels in their ratio: reread section 4."),
+    ("the interval is that of the samples, not of their median", "np.median((old / new)[resamples], axis=1)",
+     "old / new", "A median of many samples is known better than one sample: resample first, reread section 4."),
+    ("np.percentile is given fractions", "np.quantile", "np.percentile",
+     "np.percentile wants 2.5 and 97.5; np.quantile wants 0.025 and 0.975."),
 )  # fmt: skip
 
 
@@ -159,15 +157,14 @@ BOUNDS = Exercise(
         ("T ≠ S on a GPU with fast matrix units", 3, 100, 700, 6, 2, 64, 2, False, FAST),
     ),
     tolerance=1e-6,  # ten times as much tells the smallest of these times from 0
-    mistakes=(
-        ("the bytes are halved by the mask as well", "S * K)", "S * K) / (2 if is_causal else 1)",
-         "Here every array is moved once, whatever the mask hides: only work on pairs is halved."),
-        ("the logits and the weights are counted as traffic, as in naive attention", "S * K)",
-         "S * K) + itemsize * 4 * B * N * T * S",
-         "This is the least any kernel must move: inputs once and the output once."),
-        ("there is an exponential for each multiplication of a product", ": pairs", ": H * pairs",
-         "There is one for each pair of a query and a key, whatever H is: reread section 6."),
-    ),
+).with_mistakes(
+    ("the bytes are halved by the mask as well", "S * K)", "S * K) / (2 if is_causal else 1)",
+     "Here every array is moved once, whatever the mask hides: only work on pairs is halved."),
+    ("the logits and the weights are counted as traffic, as in naive attention", "S * K)",
+     "S * K) + itemsize * 4 * B * N * T * S",
+     "This is the least any kernel must move: inputs once and the output once."),
+    ("there is an exponential for each multiplication of a product", ": pairs", ": H * pairs",
+     "There is one for each pair of a query and a key, whatever H is: reread section 6."),
 )  # fmt: skip
 
 
@@ -188,17 +185,15 @@ CEILING = Exercise(
         (700.0, 4096, 128, 7, True), (810.0, 1024, 64, 5, True), (312.0, 512, 512, 7, True),
         ("one that keeps a table: it can print more than the rate", 700.0, 512, 64, 4, False),
     ),
-    mistakes=(
-        ("the work done and the work counted are exchanged", "counted / done", "done / counted",
-         "Work that is not counted lowers what can be printed: reread section 9."),
-        ("a causal kernel is taken to do exactly half of the work", "tiles * (tiles + 1) // 2", "tiles**2 / 2",
-         "Tiles on the diagonal are computed whole, though half of them is hidden: see the hand case."),
-        ("visible pairs are counted one by one, where the kernel computes whole tiles", (" // block", " * block**2"),
-         ("", ""), "A tile on the diagonal costs as much as any other: count the visited tiles, see the hand case."),
-        ("the benchmark is taken to count the diagonal in full as well",
-         "T * T / (2 if is_causal else 1)", "(T * (T + 1) / 2 if is_causal else T * T)",
-         "The benchmark counts exactly half of the table: see the exercise."),
-    ),
+).with_mistakes(
+    ("the work done and the work counted are exchanged", "counted / done", "done / counted",
+     "Work that is not counted lowers what can be printed: reread section 9."),
+    ("a causal kernel is taken to do exactly half of the work", "tiles * (tiles + 1) // 2", "tiles**2 / 2",
+     "Tiles on the diagonal are computed whole, though half of them is hidden: see the hand case."),
+    ("visible pairs are counted one by one, where the kernel computes whole tiles", (" // block", " * block**2"),
+     ("", ""), "A tile on the diagonal costs as much as any other: count the visited tiles, see the hand case."),
+    ("the benchmark is taken to count the diagonal in full as well", "T * T / (2 if is_causal else 1)",
+     "(T * (T + 1) / 2 if is_causal else T * T)", "The benchmark counts exactly half of the table: see the exercise."),
 )  # fmt: skip
 
 
@@ -217,16 +212,15 @@ CLAIMS = Exercise(
         (420.0, "backward", 14, False, False), (420.0, "backward", 8, True, False), (480.0, "both", 14, True, True),
         (480.0, "both", 12, False, True), (150.0, "both", 4, False, False), (77.0, "backward", 10, False, True),
     ),
-    mistakes=(
-        ("the correction is applied the wrong way round", "ours / theirs", "theirs / ours",
-         "Who counts too many FLOPs claims too many TFLOP/s: multiply by ours over theirs."),
-        ("the mask is left out of the comparison", (" / (2 if is_causal else 1)", " / (2 if halved else 1)"), ("", ""),
-         "Halve our count if the mask is causal, and theirs if they did: see the exercise."),
-        ("the two passes together are counted like a backward pass", '"both": 14', '"both": 10',
-         "Timed together they make 4 T S H and 10 T S H: see the exercise."),
-        ("a backward pass is taken for twice a forward pass", (": 10", ": 14"), (": 8", ": 12"),
-         "The backward pass makes the logits again, a fifth product: see the exercise."),
-    ),
+).with_mistakes(
+    ("the correction is applied the wrong way round", "ours / theirs", "theirs / ours",
+     "Who counts too many FLOPs claims too many TFLOP/s: multiply by ours over theirs."),
+    ("the mask is left out of the comparison", (" / (2 if is_causal else 1)", " / (2 if halved else 1)"), ("", ""),
+     "Halve our count if the mask is causal, and theirs if they did: see the exercise."),
+    ("the two passes together are counted like a backward pass", '"both": 14', '"both": 10',
+     "Timed together they make 4 T S H and 10 T S H: see the exercise."),
+    ("a backward pass is taken for twice a forward pass", (": 10", ": 14"), (": 8", ": 12"),
+     "The backward pass makes the logits again, a fifth product: see the exercise."),
 )  # fmt: skip
 
 EXERCISES = (CLOCK, PAIRS, BOUNDS, CEILING, CLAIMS)

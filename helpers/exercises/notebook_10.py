@@ -92,19 +92,18 @@ RING = Exercise(
     solution=ring, title="Place the barriers", outputs=("the order of operations",),
     cases=table("tiles slots readers", (1, 1, 1), (2, 1, 1), (4, 2, 1), (7, 3, 2), (2, 4, 1)),
     run=_run_ring, judge=_complaint_or_none,
-    mistakes=(
-        ("the memory warpgroup fills a slot again without waiting until it is free",
-         '            if j >= stages:\n                yield Wait("free", slot)\n', "",
-         "The second time a slot is used, its readers must be done: see section 5."),
-        ("the memory warpgroup waits for each tile to arrive, or to be read, before it orders the next",
-         ('if j >= stages:\n                yield Wait("free", slot)\n            ', '"loaded")\n'),
-         ("", '"loaded")\n            yield Wait("free", slot)\n'),
-         "Wait before the fetch that needs the slot, not after the one that filled it: see section 5."),
-        ("the memory warpgroup waits until all slots are free before it fills them again",
-         ("j >= stages", 'yield Wait("free", slot)'),
-         ("j and slot == 0", 'yield from (Wait("free", each) for each in range(stages))'),
-         "Each slot can be filled as soon as it is free itself, whatever the others do: see section 5."),
-    ),
+).with_mistakes(
+    ("the memory warpgroup fills a slot again without waiting until it is free",
+     '            if j >= stages:\n                yield Wait("free", slot)\n', "",
+     "The second time a slot is used, its readers must be done: see section 5."),
+    ("the memory warpgroup waits for each tile to arrive, or to be read, before it orders the next",
+     ('if j >= stages:\n                yield Wait("free", slot)\n            ', '"loaded")\n'),
+     ("", '"loaded")\n            yield Wait("free", slot)\n'),
+     "Wait before the fetch that needs the slot, not after the one that filled it: see section 5."),
+    ("the memory warpgroup waits until all slots are free before it fills them again",
+     ("j >= stages", 'yield Wait("free", slot)'),
+     ("j and slot == 0", 'yield from (Wait("free", each) for each in range(stages))'),
+     "Each slot can be filled as soon as it is free itself, whatever the others do: see section 5."),
 )  # fmt: skip
 
 
@@ -119,13 +118,12 @@ REGISTERS = Exercise(
     solution=split_registers, title="Share out the registers",
     outputs=("registers at the start", "registers of a compute thread"),
     cases=table("warpgroups memory", (2, 24), (3, 24), (4, 24), (4, 40), (5, 32), (6, 24), (7, 40)),
-    mistakes=(
-        ("the registers that rounding left unused at the start are shared out as well",
-         "(warpgroups + 1) * at_start", "65536 // 128",
-         "What can be shared out is what the program started with; this request would wait for ever: see section 7."),
-        ("`memory` is multiplied by 128, and the rest is not", "- memory", "- 128 * memory",
-         "Count in units of one warpgroup's threads, all of it, or in registers, all of it: see the hand case."),
-    ),
+).with_mistakes(
+    ("the registers that rounding left unused at the start are shared out as well",
+     "(warpgroups + 1) * at_start", "65536 // 128",
+     "What can be shared out is what the program started with; this request would wait for ever: see section 7."),
+    ("`memory` is multiplied by 128, and the rest is not", "- memory", "- 128 * memory",
+     "Count in units of one warpgroup's threads, all of it, or in registers, all of it: see the hand case."),
 )  # fmt: skip
 
 
@@ -144,14 +142,13 @@ SMEM = Exercise(
         (128, 64, 64, 3, 2), (256, 64, 64, 1, 2), (64, 64, 64, 4, 4), (64, 128, 64, 2, 2), (256, 128, 64, 1, 2),
         (64, 128, 64, 4, 3), (64, 40, 240, 2, 3),
     ),
-    mistakes=(
-        ("out is forgotten, or the next tile of queries", "3 * warpgroups", "2 * warpgroups",
-         "There are three tiles of that size: q, the next q, and out on its way to GMEM: see section 8."),
-        ("the barriers are forgotten", (" + 8 * (warpgroups + 1)", " + 4 * 8"), ("", ""),
-         "A barrier is 8 bytes of SMEM: one for each warpgroup's q, four for each slot, one more: see section 8."),
-        ("each warpgroup has rings of its own", "2 * block_k", "2 * warpgroups * block_k",
-         "The compute warpgroups read the same keys and values: see the shapes in section 8."),
-    ),
+).with_mistakes(
+    ("out is forgotten, or the next tile of queries", "3 * warpgroups", "2 * warpgroups",
+     "There are three tiles of that size: q, the next q, and out on its way to GMEM: see section 8."),
+    ("the barriers are forgotten", (" + 8 * (warpgroups + 1)", " + 4 * 8"), ("", ""),
+     "A barrier is 8 bytes of SMEM: one for each warpgroup's q, four for each slot, one more: see section 8."),
+    ("each warpgroup has rings of its own", "2 * block_k", "2 * warpgroups * block_k",
+     "The compute warpgroups read the same keys and values: see the shapes in section 8."),
 )  # fmt: skip
 
 
@@ -241,14 +238,13 @@ def _run_pipeline(answer, steps):
 PIPELINE = Exercise(
     solution=pipeline, title="Order the pipeline", outputs=("the order of operations",),
     cases=table("steps", (1,), (2,), (3,), (6,)), run=_run_pipeline, judge=_complaint_or_none,
-    mistakes=(
-        ("no product runs while you take exponentials", "Drain(1)", "Drain(0)",
-         "Order the scores, then the p v of the tile before, and await the older of the two only: see section 12."),
-        ("the scores are the only product under way, and Drain(1) lets them run",
-         ("        yield product_with_v(j - 1)\n", "yield softmax(j)"),
-         ("", "yield softmax(j)\n        yield product_with_v(j - 1)"),
-         "Order the product with v of the tile before as well, and then await the older of the two: see section 12."),
-    ),
+).with_mistakes(
+    ("no product runs while you take exponentials", "Drain(1)", "Drain(0)",
+     "Order the scores, then the p v of the tile before, and await the older of the two only: see section 12."),
+    ("the scores are the only product under way, and Drain(1) lets them run",
+     ("        yield product_with_v(j - 1)\n", "yield softmax(j)"),
+     ("", "yield softmax(j)\n        yield product_with_v(j - 1)"),
+     "Order the product with v of the tile before as well, and then await the older of the two: see section 12."),
 )  # fmt: skip
 
 
@@ -314,16 +310,15 @@ BALANCE = Exercise(
         ([3, 1, 2], 1), ([7, 1, 5, 3, 4], 4),
     ),
     run=_run_balance, judge=_judge_balance,
-    mistakes=(
-        ("tiles are dealt in the order given", ("sorted", ", key=lambda i: lengths[i], reverse=True", "[::-1]"),
-         ("list", "", ""),
-         "The last ones may be the longest, and nothing is left to even them out: sort them first, see section 13."),
-        ("every turn is dealt from the same end, or gives one tile to whoever has fewest", "[::-1]", "",
-         "One program has the longest tile of every turn: go back and forth, or longest first to whoever has least."),
-        ("a snake runs over tiles that are not sorted, or places in the sorted order are returned instead of tiles",
-         ("sorted", ", key=lambda i: lengths[i], reverse=True"), ("list", ""),
-         "Sort the indices by their lengths, not the lengths themselves: see the hints."),
-    ),
+).with_mistakes(
+    ("tiles are dealt in the order given", ("sorted", ", key=lambda i: lengths[i], reverse=True", "[::-1]"),
+     ("list", "", ""),
+     "The last ones may be the longest, and nothing is left to even them out: sort them first, see section 13."),
+    ("every turn is dealt from the same end, or gives one tile to whoever has fewest", "[::-1]", "",
+     "One program has the longest tile of every turn: go back and forth, or longest first to whoever has least."),
+    ("a snake runs over tiles that are not sorted, or places in the sorted order are returned instead of tiles",
+     ("sorted", ", key=lambda i: lengths[i], reverse=True"), ("list", ""),
+     "Sort the indices by their lengths, not the lengths themselves: see the hints."),
 )  # fmt: skip
 
 EXERCISES = (RING, REGISTERS, SMEM, PIPELINE, BALANCE, MMA, WGMMA)

@@ -25,14 +25,13 @@ BIND = Exercise(
         (16, 256, 200, 0, 5), (64, 128, 560, 0, 6), (64, 128, 600, 10, 4), (64, 128, 600, 10, 6),
         (256, 128, 640, 0, 6),
     ),
-    mistakes=(
-        ("16 exponentials a cycle are taken for the rate of each quarter", "/ 16", "/ 64",
-         "128 threads share a unit that takes 16 a cycle in all: see the exercise."),
-        ("`moved` exponentials are taken off all 128 threads together instead of each", ("128", "2 - moved"),
-         ("(128", "2) - moved"), "Each thread moves `moved` of its exponentials: see the exercise."),
-        ("the units are taken to work one after another", "cycles[unit]", "sum(cycles.values())",
-         "They work at the same time, so at best the slowest sets the pace: see the exercise."),
-    ),
+).with_mistakes(
+    ("16 exponentials a cycle are taken for the rate of each quarter", "/ 16", "/ 64",
+     "128 threads share a unit that takes 16 a cycle in all: see the exercise."),
+    ("`moved` exponentials are taken off all 128 threads together instead of each", ("128", "2 - moved"),
+     ("(128", "2) - moved"), "Each thread moves `moved` of its exponentials: see the exercise."),
+    ("the units are taken to work one after another", "cycles[unit]", "sum(cycles.values())",
+     "They work at the same time, so at best the slowest sets the pace: see the exercise."),
 )  # fmt: skip
 
 
@@ -63,14 +62,13 @@ GUESS = Exercise(
         ("40 random logits, headroom 40", 9 * RANDOM.standard_normal(40), 8, 40, 32768),
         ("fewer keys than a tile", RANDOM.standard_normal(5), 16, 1, 32768),
     ),
-    mistakes=(
-        ("the maximum of the whole row is taken", "s[:block_k]", "s",
-         "That is what the guess is to save: only the first tile is looked at, see section 4."),
-        ("only the first tile is summed", "np.exp(s - m)", "np.exp(s[:block_k] - m)",
-         "The guess comes from the first tile, the sum is of the whole row: see the exercise."),
-        ("only the number of keys bounds the sum", "min(len(s), most)", "len(s)",
-         "No p may leave the range of float16, however many keys there are: `most` bounds l as well, see section 4."),
-    ),
+).with_mistakes(
+    ("the maximum of the whole row is taken", "s[:block_k]", "s",
+     "That is what the guess is to save: only the first tile is looked at, see section 4."),
+    ("only the first tile is summed", "np.exp(s - m)", "np.exp(s[:block_k] - m)",
+     "The guess comes from the first tile, the sum is of the whole row: see the exercise."),
+    ("only the number of keys bounds the sum", "min(len(s), most)", "len(s)",
+     "No p may leave the range of float16, however many keys there are: `most` bounds l as well, see section 4."),
 )  # fmt: skip
 
 EXERCISES = (BIND, GUESS)

@@ -31,15 +31,14 @@ OPERANDS = Exercise(
         ("p.T ds, both computed", "p.T", "ds", BY_KEYS),
         ("p ds.T, both computed, one as it is needed", "p", "ds.T", ["p", "s.T", "ds.T"]),
     ),
-    mistakes=(
-        ("the right operand may lie in registers as well", ("stored = right", '"shared memory", stored'),
-         ("stored = right not in held and right", '"registers" if right in held else "shared memory", stored'),
-         "wgmma takes its right operand from shared memory only: see section 1."),
-        ("a tile in registers serves as its own transpose", "left in held", 'left.removesuffix(".T") in computed',
-         "Registers cannot be read the other way round, only shared memory can: see section 1."),
-        ("no tile is ever stored first", '"shared memory", stored', '"shared memory", False',
-         "A computed tile is in shared memory only after the warpgroup put it there: see section 1."),
-    ),
+).with_mistakes(
+    ("the right operand may lie in registers as well", ("stored = right", '"shared memory", stored'),
+     ("stored = right not in held and right", '"registers" if right in held else "shared memory", stored'),
+     "wgmma takes its right operand from shared memory only: see section 1."),
+    ("a tile in registers serves as its own transpose", "left in held", 'left.removesuffix(".T") in computed',
+     "Registers cannot be read the other way round, only shared memory can: see section 1."),
+    ("no tile is ever stored first", '"shared memory", stored', '"shared memory", False',
+     "A computed tile is in shared memory only after the warpgroup put it there: see section 1."),
 )  # fmt: skip
 
 
@@ -61,12 +60,11 @@ SMEM = Exercise(
         (128, 64, 2, 2, True), (64, 64, 3, 2, True), (128, 64, 1, 2, True), (64, 32, 2, 3, False),
         (128, 96, 2, 1, True),
     ),
-    mistakes=(
-        ("ds has as many places as the rings", "ds = 2 * 2", "ds = stages * 2",
-         "It is kept for two steps, however many slots the rings have: see section 2."),
-        ("the ds of one warpgroup only is counted", "block_k * block_q", "64 * block_q",
-         "`ds` is a tile of all keys of the program, 64 for each warpgroup: see the exercise."),
-    ),
+).with_mistakes(
+    ("ds has as many places as the rings", "ds = 2 * 2", "ds = stages * 2",
+     "It is kept for two steps, however many slots the rings have: see section 2."),
+    ("the ds of one warpgroup only is counted", "block_k * block_q", "64 * block_q",
+     "`ds` is a tile of all keys of the program, 64 for each warpgroup: see the exercise."),
 )  # fmt: skip
 
 
@@ -90,17 +88,15 @@ ADDED = Exercise(
         (1, 512, 300, 1, 64, 64, 128, True, 1e12), (1, 128, 512, 1, 32, 64, 128, True, 1e12),
         (1, 12, 12, 3, 5, 3, 2, True, 10.0),
     ),
-    mistakes=(
-        ("the causal mask is left out", "not is_causal or j * block_k <= (i + 1) * block_q - 1", "1",
-         "Pairs of tiles in which no query sees a key do not count: see the exercise."),
-        ("a causal mask halves the pairs exactly",
-         ("not is_causal or j * block_k <= (i + 1) * block_q - 1", "N * pairs"),
-         ("1", "N * pairs / (2 if is_causal else 1)"),
-         "Pairs on the diagonal are visited whole, and S need not be T: count the pairs, see hint 1."),
-        ("a pair is visited only if its last key is seen", "j * block_k <= (i + 1) * block_q - 1",
-         "(j + 1) * block_k <= (i + 1) * block_q",
-         "One visible key is enough, and the first key of a tile is seen by most: see the hints."),
-    ),
+).with_mistakes(
+    ("the causal mask is left out", "not is_causal or j * block_k <= (i + 1) * block_q - 1", "1",
+     "Pairs of tiles in which no query sees a key do not count: see the exercise."),
+    ("a causal mask halves the pairs exactly", ("not is_causal or j * block_k <= (i + 1) * block_q - 1", "N * pairs"),
+     ("1", "N * pairs / (2 if is_causal else 1)"),
+     "Pairs on the diagonal are visited whole, and S need not be T: count the pairs, see hint 1."),
+    ("a pair is visited only if its last key is seen", "j * block_k <= (i + 1) * block_q - 1",
+     "(j + 1) * block_k <= (i + 1) * block_q",
+     "One visible key is enough, and the first key of a tile is seen by most: see the hints."),
 )  # fmt: skip
 
 
@@ -134,16 +130,14 @@ CHOICE = Exercise(
         ("a fused kernel bound by shared memory", PRODUCTS, _each(640, 224, 160, KIB), 0),
         ("a dq kernel bound by shared memory", PRODUCTS, _each(300, 100, 320, KIB), 0),
     ),
-    mistakes=(
-        ("the two units take turns", "max(flops[kernel] / 4096, smem_bytes[kernel] / 128)",
-         "flops[kernel] / 4096 + smem_bytes[kernel] / 128",
-         "Tensor core and shared memory work at the same time, so the slower one decides: see section 4."),
-        ("the choice is made before the exposed cycles are added", (" + exposed", "fused, split"),
-         ("", "fused + exposed, split"), "They are part of what the fused form takes: compare after adding them."),
-        ("the kernels of the split form run at the same time",
-         'cycles("dkv") + cycles("dq")', 'max(cycles("dkv"), cycles("dq"))',
-         "dkv and dq run one after the other, so their cycles add up: see section 4."),
-    ),
+).with_mistakes(
+    ("the two units take turns", "max(flops[kernel] / 4096, smem_bytes[kernel] / 128)",
+     "flops[kernel] / 4096 + smem_bytes[kernel] / 128",
+     "Tensor core and shared memory work at the same time, so the slower one decides: see section 4."),
+    ("the choice is made before the exposed cycles are added", (" + exposed", "fused, split"),
+     ("", "fused + exposed, split"), "They are part of what the fused form takes: compare after adding them."),
+    ("the kernels of the split form run at the same time", 'cycles("dkv") + cycles("dq")',
+     'max(cycles("dkv"), cycles("dq"))', "dkv and dq run one after the other, so their cycles add up: see section 4."),
 )  # fmt: skip
 
 
@@ -167,14 +161,13 @@ HALVING = Exercise(
     cases=table(
         "T block_q", (256, 128), (4096, 128), (320, 128), (1090, 128), (50, 128), (64, 128), (130, 64),
     ),
-    mistakes=(
-        ("k and v are read from shared memory as often as before", '"k and v read": steps', '"k and v read": 1',
-         "The tensor core reads all of them in each step, and there are more steps: see section 4."),
-        ("the bytes of q and do halve, as in one step", '"q and do read": steps / 2', '"q and do read": 1 / 2',
-         "A step reads half as much, and there are more steps: see hint 1."),
-        ("the operations stay the same, though the empty rows of the last tile change", '"flops": steps / 2',
-         '"flops": 1', "Empty rows are multiplied as well: see the case worked by hand, T=320."),
-    ),
+).with_mistakes(
+    ("k and v are read from shared memory as often as before", '"k and v read": steps', '"k and v read": 1',
+     "The tensor core reads all of them in each step, and there are more steps: see section 4."),
+    ("the bytes of q and do halve, as in one step", '"q and do read": steps / 2', '"q and do read": 1 / 2',
+     "A step reads half as much, and there are more steps: see hint 1."),
+    ("the operations stay the same, though the empty rows of the last tile change", '"flops": steps / 2',
+     '"flops": 1', "Empty rows are multiplied as well: see the case worked by hand, T=320."),
 )  # fmt: skip
 
 

@@ -24,15 +24,14 @@ def keys_computed(prompt, new):
 AGAIN = Exercise(
     solution=keys_computed, title="What is computed again", outputs=("keys",), tolerance=1e-9,
     cases=table("prompt new", ("the case worked by hand", 3, 2), (1, 1), (1, 5), (7, 1), (12, 60), (1000, 300)),
-    mistakes=(
-        ("the last new token counts as well, though nothing follows it that would need its key", ("(new)", "new - 1"),
-         ("(1, new + 1)", "new"), "The last token is written and not read: see the case worked by hand."),
-        ("the prompt is run token by token without a cache", "sum(prompt + turn for turn in range(new))",
-         "sum(range(prompt + new))",
-         "The first run goes over the whole prompt at once, and there is no shorter one: see section 1."),
-        ("only the last run is counted", "sum(prompt + turn for turn in range(new))", "prompt + new - 1",
-         "Without a cache every run computes all keys again, so add up the runs: see section 1."),
-    ),
+).with_mistakes(
+    ("the last new token counts as well, though nothing follows it that would need its key", ("(new)", "new - 1"),
+     ("(1, new + 1)", "new"), "The last token is written and not read: see the case worked by hand."),
+    ("the prompt is run token by token without a cache", "sum(prompt + turn for turn in range(new))",
+     "sum(range(prompt + new))",
+     "The first run goes over the whole prompt at once, and there is no shorter one: see section 1."),
+    ("only the last run is counted", "sum(prompt + turn for turn in range(new))", "prompt + new - 1",
+     "Without a cache every run computes all keys again, so add up the runs: see section 1."),
 )  # fmt: skip
 
 
@@ -74,21 +73,20 @@ def _step_cases():
 
 STEP = Exercise(
     solution=one_step, title="One step with a cache", outputs=("out", "key_cache", "value_cache"), cases=_step_cases,
-    mistakes=(
-        ("the new token does not see itself", ": length + 1", ":length",
-         "Query `length` sees keys 0 to `length`, which are length + 1 of them: see section 2."),
-        ("the new token is stored one place too late", "[length]", "[length + 1]",
-         "Places are counted from 0, so the first free one is number `length`: see section 2."),
-        ("the whole cache is attended to, with what is left over in it", "[: length + 1]", "",
-         "Only keys 0 to `length` are valid: cut the rest off, or mask it, see section 2."),
-        ("attention reads the cache as it was before the new token was stored",
-         ("    key_cache[length], value_cache[length] = key, value\n", "    return"),
-         ("", "    key_cache[length], value_cache[length] = key, value\n    return"),
-         "Store first, then attend: the query sees its own key, see section 2."),
-        ("what is left over is masked with a number that logits can fall below", ("[: length + 1]", "    p ="),
-         ("", "    s[:, length + 1 :] = -1e9\n    p ="),
-         "All logits may lie far below 0: cut the rest off, or mask it with -inf, see section 2."),
-    ),
+).with_mistakes(
+    ("the new token does not see itself", ": length + 1", ":length",
+     "Query `length` sees keys 0 to `length`, which are length + 1 of them: see section 2."),
+    ("the new token is stored one place too late", "[length]", "[length + 1]",
+     "Places are counted from 0, so the first free one is number `length`: see section 2."),
+    ("the whole cache is attended to, with what is left over in it", "[: length + 1]", "",
+     "Only keys 0 to `length` are valid: cut the rest off, or mask it, see section 2."),
+    ("attention reads the cache as it was before the new token was stored",
+     ("    key_cache[length], value_cache[length] = key, value\n", "    return"),
+     ("", "    key_cache[length], value_cache[length] = key, value\n    return"),
+     "Store first, then attend: the query sees its own key, see section 2."),
+    ("what is left over is masked with a number that logits can fall below", ("[: length + 1]", "    p ="),
+     ("", "    s[:, length + 1 :] = -1e9\n    p ="),
+     "All logits may lie far below 0: cut the rest off, or mask it with -inf, see section 2."),
 )  # fmt: skip
 
 
@@ -125,14 +123,13 @@ def _merge_cases():
 MERGE = Exercise(
     solution=merge_splits, title="Merge by lse", outputs=("out", "lse"), cases=_merge_cases,
     tolerance=2e-4,  # in float32 a lse of 1000 is known to four digits behind the point
-    mistakes=(
-        ("the parts are averaged, whatever their lse is", "return out", "return outs.mean(axis=0)",
-         "A part counts by the sum of its exponentials, which is exp(lse): see section 6."),
-        ("a row without any key is divided by its sum, which is 0", "np.where(total == 0, 1, total)[:, None]",
-         "total[:, None]", "0 / 0 is NaN: divide by 1 there, see hint 2."),
-        ("a row without any key becomes NaN", "    m = np.where(np.isneginf(m), 0, m)\n", "",
-         "-inf minus -inf is NaN, and so is 0 / 0: guard both, see hint 2."),
-    ),
+).with_mistakes(
+    ("the parts are averaged, whatever their lse is", "return out", "return outs.mean(axis=0)",
+     "A part counts by the sum of its exponentials, which is exp(lse): see section 6."),
+    ("a row without any key is divided by its sum, which is 0", "np.where(total == 0, 1, total)[:, None]",
+     "total[:, None]", "0 / 0 is NaN: divide by 1 there, see hint 2."),
+    ("a row without any key becomes NaN", "    m = np.where(np.isneginf(m), 0, m)\n", "",
+     "-inf minus -inf is NaN, and so is 0 / 0: guard both, see hint 2."),
 )  # fmt: skip
 
 
@@ -158,14 +155,13 @@ def _place_cases():
 
 PLACES = Exercise(
     solution=places, title="Where a token lies", outputs=("places",), cases=_place_cases,
-    mistakes=(
-        ("the page table is not used, as if the pages lay in order", "table[np.arange(len(table)), positions // page]",
-         "positions // page", "table[b, j] says where page j of sequence b is: see section 7."),
-        ("// and % are exchanged", ("// page]", "% page\n"), ("% page]", "// page\n"),
-         "t // page counts whole pages, t % page is the place in the last one: see section 7."),
-        ("every sequence is looked up in every row of the table", "np.arange(len(table))", ":",
-         "table[:, j] is a whole table: with table[np.arange(B), j] each sequence has its own row, see hint 1."),
-    ),
+).with_mistakes(
+    ("the page table is not used, as if the pages lay in order", "table[np.arange(len(table)), positions // page]",
+     "positions // page", "table[b, j] says where page j of sequence b is: see section 7."),
+    ("// and % are exchanged", ("// page]", "% page\n"), ("% page]", "// page\n"),
+     "t // page counts whole pages, t % page is the place in the last one: see section 7."),
+    ("every sequence is looked up in every row of the table", "np.arange(len(table))", ":",
+     "table[:, j] is a whole table: with table[np.arange(B), j] each sequence has its own row, see hint 1."),
 )  # fmt: skip
 
 
@@ -189,13 +185,12 @@ FIT = Exercise(
         (32, 8, 128, 2, 64 * 2**30, 1000, 8192, 16), (32, 32, 128, 2, 64 * 2**30, 4096, 4096, 256),
         (36, 8, 128, 1, 10**10, 333, 32768, 1), (80, 8, 128, 2, 50 * 10**9, 100, 131072, 64),
     ),
-    mistakes=(
-        ("the number of sequences is not rounded", ("y // (l", "s // pages"), ("y / (l", "s / pages"),
-         "A part of a sequence is no sequence: divide with //."),
-        ("the last page of a sequence counts by its tokens, as if others could use its rest",
-         "pages // pages_of_a_sequence", "memory // (tokens * token)",
-         "A sequence holds whole pages: round tokens / page up, see section 7."),
-    ),
+).with_mistakes(
+    ("the number of sequences is not rounded", ("y // (l", "s // pages"), ("y / (l", "s / pages"),
+     "A part of a sequence is no sequence: divide with //."),
+    ("the last page of a sequence counts by its tokens, as if others could use its rest",
+     "pages // pages_of_a_sequence", "memory // (tokens * token)",
+     "A sequence holds whole pages: round tokens / page up, see section 7."),
 )  # fmt: skip
 
 
@@ -227,16 +222,15 @@ ROOM = Exercise(
         ("one slot is left, and shared", [0], 3, [2, 1, 0, 0], [2, 3], 4),
         ("pages of one token, shared", [1, 2], 2, [0, 2, 2, 0], [3, 0], 1),
     ),
-    mistakes=(
-        ("the last page counts as shared because an earlier one is",
-         "counts[table[-1]] > 1", "any(counts[number] > 1 for number in table)",
-         "Only the last page is written into: look at its count, see section 8."),
-        ("a new page is taken one token too early", "length % page == 0", "(length + 1) % page == 0",
-         "Token number `length` opens a page where length is a multiple of page: see section 8."),
-        ("the number of the copy is returned instead of that of its source",
-         ("copied = table[-1]", "counts[copied] -"), ("copied = free[-1]", "counts[table[-1]] -"),
-         'The caller needs to know what to copy: "copied" is the source, see the text of the exercise.'),
-    ),
+).with_mistakes(
+    ("the last page counts as shared because an earlier one is",
+     "counts[table[-1]] > 1", "any(counts[number] > 1 for number in table)",
+     "Only the last page is written into: look at its count, see section 8."),
+    ("a new page is taken one token too early", "length % page == 0", "(length + 1) % page == 0",
+     "Token number `length` opens a page where length is a multiple of page: see section 8."),
+    ("the number of the copy is returned instead of that of its source",
+     ("copied = table[-1]", "counts[copied] -"), ("copied = free[-1]", "counts[table[-1]] -"),
+     'The caller needs to know what to copy: "copied" is the source, see the text of the exercise.'),
 )  # fmt: skip
 
 
@@ -351,26 +345,25 @@ def _expected_decode(query, key, value, lengths, *_):
 DECODE = Exercise(
     solution=decode_attention, title="A kernel that decodes", outputs=("out", "how it was made"),
     building_block="decode", slow=True, cases=_decode_cases, run=_run_decode, expected=_expected_decode, tolerance=1e-4,
-    mistakes=(
-        ("keys behind the length of a sequence count as well", "< length\n", "< S\n",
-         "Sequence b sees its first lengths[b] keys: mask the others, see section 2."),
-        ("values behind the length are multiplied by a weight of zero, and zero times infinity is NaN",
-         "seen[:, None] & in_head, v_ref", "in_head, v_ref",
-         "Whatever lies behind the length must not meet a weight: put zeros there, see section 6 of notebook 05."),
-        ("a masked key has the logit 0 instead of minus infinity", "math.sqrt(H), -jnp.inf)", "math.sqrt(H), 0)",
-         "exp(0) is 1: mask a logit with minus infinity, see section 6 of notebook 05."),
-        ("one part has all keys", "pl.cdiv(pl.cdiv(S, block_k), parts)", "pl.cdiv(S, block_k)",
-         "A part has as many tiles as any other, so that all programs read: see section 6."),
-        ("the results of the parts are averaged", "jax.nn.softmax(lses, axis=2)", "jnp.ones_like(lses) / parts",
-         "A part counts by its share of the sum of exponentials: see the equation of section 6."),
-        ("out of a part is not divided by its sum", "acc / jnp.where(l == 0, 1, l)[:, None]", "acc",
-         "The merge of section 6 takes results that are divided already."),
-        ("a part without a key is divided by zero", "jnp.where(l == 0, 1, l)[:, None]", "l[:, None]",
-         "Where no key was seen, l is 0 and out shall be 0: divide by 1 there, see section 6."),
-        ("tiles behind the length are read, though they count for nothing",
-         "jnp.minimum(first + tiles_of_a_part, pl.cdiv(length, block_k))", "first + tiles_of_a_part",
-         "Bytes are what a step waits for: end the loop where the sequence ends, see section 4."),
-    ),
+).with_mistakes(
+    ("keys behind the length of a sequence count as well", "< length\n", "< S\n",
+     "Sequence b sees its first lengths[b] keys: mask the others, see section 2."),
+    ("values behind the length are multiplied by a weight of zero, and zero times infinity is NaN",
+     "seen[:, None] & in_head, v_ref", "in_head, v_ref",
+     "Whatever lies behind the length must not meet a weight: put zeros there, see section 6 of notebook 05."),
+    ("a masked key has the logit 0 instead of minus infinity", "math.sqrt(H), -jnp.inf)", "math.sqrt(H), 0)",
+     "exp(0) is 1: mask a logit with minus infinity, see section 6 of notebook 05."),
+    ("one part has all keys", "pl.cdiv(pl.cdiv(S, block_k), parts)", "pl.cdiv(S, block_k)",
+     "A part has as many tiles as any other, so that all programs read: see section 6."),
+    ("the results of the parts are averaged", "jax.nn.softmax(lses, axis=2)", "jnp.ones_like(lses) / parts",
+     "A part counts by its share of the sum of exponentials: see the equation of section 6."),
+    ("out of a part is not divided by its sum", "acc / jnp.where(l == 0, 1, l)[:, None]", "acc",
+     "The merge of section 6 takes results that are divided already."),
+    ("a part without a key is divided by zero", "jnp.where(l == 0, 1, l)[:, None]", "l[:, None]",
+     "Where no key was seen, l is 0 and out shall be 0: divide by 1 there, see section 6."),
+    ("tiles behind the length are read, though they count for nothing",
+     "jnp.minimum(first + tiles_of_a_part, pl.cdiv(length, block_k))", "first + tiles_of_a_part",
+     "Bytes are what a step waits for: end the loop where the sequence ends, see section 4."),
 )  # fmt: skip
 
 EXERCISES = (AGAIN, STEP, MERGE, PLACES, FIT, ROOM, DECODE)

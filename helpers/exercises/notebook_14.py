@@ -59,16 +59,15 @@ def _run_ring(answer, queries, keys, values):
 RING = Exercise(
     solution=turn_the_ring, title="Turn the ring", outputs=("out of every device",),
     cases=_ring_cases, run=_run_ring, expected=lambda *shares: np.array(_run_ring(turn_the_ring, *shares)),
-    mistakes=(
-        ("a step is missing: one share of the keys is never seen", "range(1, D)", "range(1, D - 1)",
-         "D devices need D steps, their own keys among them: see section 3."),
-        ("the values stay at home", "values[j]", "values[i]", "A value travels with its key: see section 3."),
-        ("the parts are averaged", ("out, lse = merge(out, lse, *", "[j]))", "append(out)"),
-         ("out = out + ", "[j])[0]", "append(out / D)"),
-         "Parts of different weight are merged by their lse: see section 2."),
-        ("a share is overwritten before it is handed on", "(i - r) % D", "0",
-         "All devices send at the same time: make a new list, such as keys[-1:] + keys[:-1]."),
-    ),
+).with_mistakes(
+    ("a step is missing: one share of the keys is never seen", "range(1, D)", "range(1, D - 1)",
+     "D devices need D steps, their own keys among them: see section 3."),
+    ("the values stay at home", "values[j]", "values[i]", "A value travels with its key: see section 3."),
+    ("the parts are averaged", ("out, lse = merge(out, lse, *", "[j]))", "append(out)"),
+     ("out = out + ", "[j])[0]", "append(out / D)"),
+     "Parts of different weight are merged by their lse: see section 2."),
+    ("a share is overwritten before it is handed on", "(i - r) % D", "0",
+     "All devices send at the same time: make a new list, such as keys[-1:] + keys[:-1]."),
 )  # fmt: skip
 
 
@@ -93,13 +92,12 @@ WORK = Exercise(
         ),
         ("three devices, positions at random", list(np.random.default_rng(14).permutation(12).reshape(3, 4))),
     ),
-    mistakes=(
-        ("queries see the keys behind them", "<=", ">=", "A query at a sees the key at b if b ≤ a: see hint 1."),
-        ("nothing is masked", "(keys[None, :] <= queries[:, None]).sum()", "keys.size * queries.size",
-         "Count only the pairs in which the query may see the key: see section 5."),
-        ("the steps are added up", "return table", "return table.sum(axis=0)",
-         "Devices wait for each other in every step, so each step has a row of its own: return (D, D)."),
-    ),
+).with_mistakes(
+    ("queries see the keys behind them", "<=", ">=", "A query at a sees the key at b if b ≤ a: see hint 1."),
+    ("nothing is masked", "(keys[None, :] <= queries[:, None]).sum()", "keys.size * queries.size",
+     "Count only the pairs in which the query may see the key: see section 5."),
+    ("the steps are added up", "return table", "return table.sum(axis=0)",
+     "Devices wait for each other in every step, so each step has a row of its own: return (D, D)."),
 )  # fmt: skip
 
 
@@ -118,15 +116,14 @@ ZIGZAG = Exercise(
         *((D, share, device) for D, share in ((4, 4), (1, 6), (2, 2), (3, 8), (4, 10), (8, 4))
           for device in sorted({0, D // 2, D - 1})),
     ),
-    mistakes=(
-        ("every device has a contiguous share",
-         "np.concatenate([early * half + within, late * half + within])", "device * share + np.arange(share)",
-         "That is the contiguous layout: two pieces of half the share, see section 5."),
-        ("the second piece is the i-th of the second half", "2 * devices - 1 - device", "devices + device",
-         "Then the last device has the last piece of each half, and the most work: it is mirrored, see section 5."),
-        ("pieces begin at multiples of `share`, not of half as many", "* half", "* share",
-         "There are 2D pieces for D shares, so a piece is half a share: see section 5."),
-    ),
+).with_mistakes(
+    ("every device has a contiguous share",
+     "np.concatenate([early * half + within, late * half + within])", "device * share + np.arange(share)",
+     "That is the contiguous layout: two pieces of half the share, see section 5."),
+    ("the second piece is the i-th of the second half", "2 * devices - 1 - device", "devices + device",
+     "Then the last device has the last piece of each half, and the most work: it is mirrored, see section 5."),
+    ("pieces begin at multiples of `share`, not of half as many", "* half", "* share",
+     "There are 2D pieces for D shares, so a piece is half a share: see section 5."),
 )  # fmt: skip
 
 
@@ -156,15 +153,14 @@ def _gradient_cases():
 GRADIENTS = Exercise(
     solution=part_gradients, title="Gradients of a part", outputs=("dq", "dk", "dv"), cases=_gradient_cases,
     tolerance=1e-4,
-    mistakes=(
-        ("the weights are those of a softmax over the part",
-         "    p = ", "    lse = np.logaddexp.reduce(scale * q @ k.T, axis=1)\n    p = ",
-         "They must be those over all keys: p = exp(s - lse) with the final lse, see section 6."),
-        ("delta is made from the part", "    ds = ", "    delta = (p * dp).sum(axis=1)\n    ds = ",
-         "delta is a sum of p * dp over all keys, not over the part: take the delta that was given, see section 6."),
-        ("exp(s) is divided by exp(lse)", " - lse[:, None])", ") / np.exp(lse)[:, None]",
-         "Both overflow or vanish: subtract before the exponential, see section 6."),
-    ),
+).with_mistakes(
+    ("the weights are those of a softmax over the part",
+     "    p = ", "    lse = np.logaddexp.reduce(scale * q @ k.T, axis=1)\n    p = ",
+     "They must be those over all keys: p = exp(s - lse) with the final lse, see section 6."),
+    ("delta is made from the part", "    ds = ", "    delta = (p * dp).sum(axis=1)\n    ds = ",
+     "delta is a sum of p * dp over all keys, not over the part: take the delta that was given, see section 6."),
+    ("exp(s) is divided by exp(lse)", " - lse[:, None])", ") / np.exp(lse)[:, None]",
+     "Both overflow or vanish: subtract before the exponential, see section 6."),
 )  # fmt: skip
 
 
@@ -181,9 +177,8 @@ SHARE = Exercise(
         (8, 1, 2, 400e12, 25e9), (12, 4, 4, 60e12, 49e9), (16, 16, 1, 1.3e15, 400e9), (5, 5, 2, 123e12, 7e9),
         (1, 1, 2, 10.0, 100.0),
     ),
-    mistakes=(
-        ("only the keys travel", "2 * N", "4 * N", "Values travel too: two arrays, see section 7."),
-    ),
+).with_mistakes(
+    ("only the keys travel", "2 * N", "4 * N", "Values travel too: two arrays, see section 7."),
 )  # fmt: skip
 
 EXERCISES = (MERGE, RING, WORK, ZIGZAG, GRADIENTS, SHARE)

@@ -88,16 +88,15 @@ def _walk_cases():
 WALK = Exercise(
     solution=attend_step, title="A step of the walk", outputs=("out", "lse"),
     cases=_walk_cases, run=_walk, tolerance=1e-4,
-    mistakes=(
-        ("scratch is set at every step", "step == 0", "True", "Then only the last tile counts: see section 2."),
-        ("the result is written before the last tile is in it",
-         ("    m =", "acc_ref[...] / l_ref[...]", "m_ref[...] + jnp.log(l_ref[...])"),
-         ("    l, acc = l_ref[...], acc_ref[...]\n    m =", "acc / l", "m + jnp.log(l)"),
-         "Update m, l and acc first, then write: see section 4."),
-        ("m is overwritten before alpha is made of it", ("alpha =", "(m - m"),
-         ("m_ref[...] = m_new\n    alpha =", "(m_ref[...] - m"),
-         "A ref forgets: read the old m before you write the new one, or alpha is 1, see section 4."),
-    ),
+).with_mistakes(
+    ("scratch is set at every step", "step == 0", "True", "Then only the last tile counts: see section 2."),
+    ("the result is written before the last tile is in it",
+     ("    m =", "acc_ref[...] / l_ref[...]", "m_ref[...] + jnp.log(l_ref[...])"),
+     ("    l, acc = l_ref[...], acc_ref[...]\n    m =", "acc / l", "m + jnp.log(l)"),
+     "Update m, l and acc first, then write: see section 4."),
+    ("m is overwritten before alpha is made of it", ("alpha =", "(m - m"),
+     ("m_ref[...] = m_new\n    alpha =", "(m_ref[...] - m"),
+     "A ref forgets: read the old m before you write the new one, or alpha is 1, see section 4."),
 )  # fmt: skip
 
 
@@ -132,12 +131,11 @@ BLOCKS = Exercise(
         "T S block_q block_k", (4, 4, 2, 2), (8, 8, 2, 2), (8, 8, 4, 2), (8, 8, 2, 4), (12, 12, 6, 4), (12, 12, 4, 6),
         (24, 24, 3, 8), (4, 8, 2, 2), (8, 4, 2, 2), (512, 512, 128, 128),
     ),
-    mistakes=(
-        ("the index stays one block too early", "last)", "max(0, last - 1))",
-         "The block that holds the key of the last query is needed too: see section 5."),
-        ("the index goes back to 0 where nothing is needed", "min(step, last)", "step if step <= last else 0",
-         "The next tile begins with block 0, but after the last tile of the walk nobody wants it: let it stay."),
-    ),
+).with_mistakes(
+    ("the index stays one block too early", "last)", "max(0, last - 1))",
+     "The block that holds the key of the last query is needed too: see section 5."),
+    ("the index goes back to 0 where nothing is needed", "min(step, last)", "step if step <= last else 0",
+     "The next tile begins with block 0, but after the last tile of the walk nobody wants it: let it stay."),
 )  # fmt: skip
 
 
@@ -152,15 +150,13 @@ REGISTERS = Exercise(
         "rows columns itemsize", (20, 100, 4), (8, 128, 4), (16, 128, 2), (512, 64, 2), (512, 128, 2), (512, 1, 4),
         (1, 512, 4), (512, 512, 4), (9, 129, 4), (17, 257, 2), (33, 136, 1), (256, 80, 2),
     ),
-    mistakes=(
-        ("the numbers are counted, and packed without gaps", "-(-rows // height) * -(-columns // 128)",
-         "-(-rows * columns * itemsize // 4096)",
-         "A register holds a piece of 128 columns: rows and columns are filled up each by itself, see section 6."),
-        ("a register has 8 rows of any numbers", "32 // itemsize", "8",
-         "Of 16-bit numbers it has 16 rows: see section 6."),
-        ("smaller numbers are packed along the lanes", ("32 // itemsize", "// 128"), ("8", "// (512 // itemsize)"),
-         "There are 128 lanes whatever the numbers: they are packed along the rows, see section 6."),
-    ),
+).with_mistakes(
+    ("the numbers are counted, and packed without gaps", "-(-rows // height) * -(-columns // 128)",
+     "-(-rows * columns * itemsize // 4096)",
+     "A register holds a piece of 128 columns: rows and columns are filled up each by itself, see section 6."),
+    ("a register has 8 rows of any numbers", "32 // itemsize", "8", "Of 16-bit numbers it has 16 rows: see section 6."),
+    ("smaller numbers are packed along the lanes", ("32 // itemsize", "// 128"), ("8", "// (512 // itemsize)"),
+     "There are 128 lanes whatever the numbers: they are packed along the rows, see section 6."),
 )  # fmt: skip
 
 
@@ -178,13 +174,12 @@ VMEM = Exercise(
         "block_q block_k H itemsize", (128, 128, 128, 2), (128, 128, 64, 2), (512, 512, 128, 2), (256, 512, 128, 2),
         (512, 128, 128, 4), (384, 256, 129, 2), (128, 640, 256, 4), (256, 128, 300, 2),
     ),
-    mistakes=(
-        ("scratch has two buffers as well", "streams + scratch", "(streams + scratch)",
-         "Scratch does not stream, so there is one of it: see section 7."),
-        ("acc has the dtype of the inputs", "4 * lanes", "itemsize * lanes", "Its sums are float32: see section 7."),
-        ("logits and rounded weights are counted", " + scratch", " + scratch + (4 + itemsize) * block_q * block_k",
-         "They are no block and no scratch: a step makes them and uses them up, see section 7."),
-    ),
+).with_mistakes(
+    ("scratch has two buffers as well", "streams + scratch", "(streams + scratch)",
+     "Scratch does not stream, so there is one of it: see section 7."),
+    ("acc has the dtype of the inputs", "4 * lanes", "itemsize * lanes", "Its sums are float32: see section 7."),
+    ("logits and rounded weights are counted", " + scratch", " + scratch + (4 + itemsize) * block_q * block_k",
+     "They are no block and no scratch: a step makes them and uses them up, see section 7."),
 )  # fmt: skip
 
 
@@ -220,15 +215,14 @@ AXES = Exercise(
         ("both ends of an axis share a block", (4, 2), lambda i, j: (i % 3, j)),
         ("a row and a column share a block", (2, 2), lambda i, j: (i * j,)),
     ),
-    mistakes=(
-        ("every axis is called parallel", "any(len(found) > 1 for found in places)", "False",
-         "Programs that add to one block need its sum from the step before: see section 8."),
-        ("only the last axis is called arbitrary", "any(len(found) > 1 for found in places)", "axis == len(grid) - 1",
-         "An axis is arbitrary if programs along it share a block, wherever it stands: see section 8."),
-        ("only the first two programs of an axis are compared", "in group}",
-         "in group if program[axis] == sum(program) < 2}",
-         "Programs further on may share a block as well: compare all, see section 8."),
-    ),
+).with_mistakes(
+    ("every axis is called parallel", "any(len(found) > 1 for found in places)", "False",
+     "Programs that add to one block need its sum from the step before: see section 8."),
+    ("only the last axis is called arbitrary", "any(len(found) > 1 for found in places)", "axis == len(grid) - 1",
+     "An axis is arbitrary if programs along it share a block, wherever it stands: see section 8."),
+    ("only the first two programs of an axis are compared", "in group}",
+     "in group if program[axis] == sum(program) < 2}",
+     "Programs further on may share a block as well: compare all, see section 8."),
 )  # fmt: skip
 
 EXERCISES = (WALK, BLOCKS, REGISTERS, VMEM, AXES)

@@ -18,10 +18,9 @@ GRIDS = Exercise(
         "B T S N K block_q block_k", (1, 4, 8, 1, 1, 4, 4), (2, 100, 130, 8, 2, 64, 32), (3, 128, 64, 6, 3, 32, 64),
         (4, 1, 4096, 16, 1, 16, 128), (1, 65, 63, 2, 2, 16, 64),
     ),
-    mistakes=(
-        ("dkv has a program for each query head", "K * B", "N * B",
-         "dk and dv belong to a key head, and one program adds up its whole group: see section 5."),
-    ),
+).with_mistakes(
+    ("dkv has a program for each query head", "K * B", "N * B",
+     "dk and dv belong to a key head, and one program adds up its whole group: see section 5."),
 )  # fmt: skip
 
 
@@ -41,15 +40,14 @@ POINTERS = Exercise(
         (np.arange(8, 16), 2, 0, 13, 2, 24, 32), (np.arange(16, 32), 1, 3, 32, 4, 16, 16),
         (np.array([3, 9, 0, 6]), 1, 2, 7, 3, 3, 4),
     ),
-    mistakes=(
-        ("the heads lie one behind the other, each with all its positions",
-         ("n * H", "rows[:, None] * (N * H)"), ("n * T * H", "rows[:, None] * H"),
-         "The axes are (B, T, N, H), so heads of one position are neighbours: see section 3."),
-        ("the heads of the array are taken to be padded", "* H", "* head_padded",
-         "It is the tile that is padded: in the array a head has H elements, see section 3."),
-        ("the padding of a head counts as inside", " & (columns < H)", " & (columns < head_padded)",
-         "Columns from H on belong to the next head: they are masked, see section 3."),
-    ),
+).with_mistakes(
+    ("the heads lie one behind the other, each with all its positions",
+     ("n * H", "rows[:, None] * (N * H)"), ("n * T * H", "rows[:, None] * H"),
+     "The axes are (B, T, N, H), so heads of one position are neighbours: see section 3."),
+    ("the heads of the array are taken to be padded", "* H", "* head_padded",
+     "It is the tile that is padded: in the array a head has H elements, see section 3."),
+    ("the padding of a head counts as inside", " & (columns < H)", " & (columns < head_padded)",
+     "Columns from H on belong to the next head: they are masked, see section 3."),
 )  # fmt: skip
 
 
@@ -70,12 +68,11 @@ KEY_RANGES = Exercise(
         (15, 1, 16, 100, True), (16, 1, 16, 100, True), (64, 64, 16, 100, True), (128, 64, 16, 97, True),
         (128, 128, 64, 1000, False),
     ),
-    mistakes=(
-        ("a tile counts as full if its last query sees all of it", "(q_start + 1) //", "(q_start + block_q) //",
-         "The first query sees least: it decides, see section 4."),
-        ("the end of the keys is forgotten under a causal mask", ("min(stop, -", "k))\n"), ("-", "k)\n"),
-         "There are only S keys, whatever a query could see: they limit both numbers, see section 4."),
-    ),
+).with_mistakes(
+    ("a tile counts as full if its last query sees all of it", "(q_start + 1) //", "(q_start + block_q) //",
+     "The first query sees least: it decides, see section 4."),
+    ("the end of the keys is forgotten under a causal mask", ("min(stop, -", "k))\n"), ("-", "k)\n"),
+     "There are only S keys, whatever a query could see: they limit both numbers, see section 4."),
 )  # fmt: skip
 
 
@@ -102,14 +99,13 @@ QUERY_COUNTS = Exercise(
         (96, 32, 32, 90, True), (32, 16, 1, 100, True), (31, 16, 1, 100, True), (0, 16, 16, 63, False),
         (64, 16, 16, 128, False), (0, 1, 4, 3, True), (80, 16, 16, 64, False), (128, 16, 16, 40, True),
     ),
-    mistakes=(
-        ("a tile counts as free if its first query sees the first key", " + block_k - 1", "",
-         "The last key of the tile is seen by the fewest queries: it decides, see section 5."),
-        ("the last query of a tile decides whether it is free", "first >=", "last >=",
-         "The first query sees least: it decides, see section 5."),
-        ("positions over the end are taken to see nothing", "last < k_start", "min(last, T - 1) < k_start",
-         "Positions count as they stand, inside the array or not: see the task."),
-    ),
+).with_mistakes(
+    ("a tile counts as free if its first query sees the first key", " + block_k - 1", "",
+     "The last key of the tile is seen by the fewest queries: it decides, see section 5."),
+    ("the last query of a tile decides whether it is free", "first >=", "last >=",
+     "The first query sees least: it decides, see section 5."),
+    ("positions over the end are taken to see nothing", "last < k_start", "min(last, T - 1) < k_start",
+     "Positions count as they stand, inside the array or not: see the task."),
 )  # fmt: skip
 
 EXERCISES = (GRIDS, POINTERS, KEY_RANGES, QUERY_COUNTS)

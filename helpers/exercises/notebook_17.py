@@ -13,10 +13,9 @@ def operations(T, S, H):
 OPERATIONS = Exercise(
     solution=operations, title="What does the first rung cost?", outputs=("first rung", "needed"),
     cases=table("T S H", (1, 1, 1), (2, 3, 4), (128, 128, 64), (100, 700, 128), (5, 1, 7), (4096, 4096, 64)),
-    mistakes=(
-        ("every thread adds up all dimensions of the values", "(2 * H + 2)", "4 * H",
-         "A thread owns one dimension of out: 2 operations a key, not 2 H."),
-    ),
+).with_mistakes(
+    ("every thread adds up all dimensions of the values", "(2 * H + 2)", "4 * H",
+     "A thread owns one dimension of out: 2 operations a key, not 2 H."),
 )  # fmt: skip
 
 
@@ -49,16 +48,14 @@ RACES = Exercise(
         ("a tile that is written and, after a barrier, read by all", _tile()),
         ("such a tile of which one element is written after the barrier", _tile(late=(5,))),
     ),
-    mistakes=(
-        ("elements are not told apart", "(epoch, index) == (when, where)", "epoch == when",
-         "Both must touch the same index."),
-        ("only two writes race", ("where, _ in", "writes and same"), ("where, too in", "writes and too and same"),
-         "A read beside a write races too: it sees the old value or the new one."),
-        ("each touch is compared with earlier writes only",
-         ("for thread, epoch, index, writes in touches", "_ in touches"),
-         ("for i, (thread, epoch, index, writes) in enumerate(touches)", "_ in touches[i + 1:]"),
-         "The order of the list says nothing: threads are not in order. Look at each pair both ways."),
-    ),
+).with_mistakes(
+    ("elements are not told apart", "(epoch, index) == (when, where)", "epoch == when",
+     "Both must touch the same index."),
+    ("only two writes race", ("where, _ in", "writes and same"), ("where, too in", "writes and too and same"),
+     "A read beside a write races too: it sees the old value or the new one."),
+    ("each touch is compared with earlier writes only", ("for thread, epoch, index, writes in touches", "_ in touches"),
+     ("for i, (thread, epoch, index, writes) in enumerate(touches)", "_ in touches[i + 1:]"),
+     "The order of the list says nothing: threads are not in order. Look at each pair both ways."),
 )  # fmt: skip
 
 
@@ -74,13 +71,12 @@ HELD = Exercise(
         "row column", (0, 0), (0, 1), (1, 0), (0, 2), (8, 0), (0, 8), (8, 8), (15, 15), (3, 13), (10, 6), (7, 7),
         (12, 9),
     ),
-    mistakes=(
-        ("the registers are in the other order", "row // 8 + 2 * (column // 8)", "column // 8 + 2 * (row // 8)",
-         "Register 1 is eight rows down, register 2 eight columns to the right: see section 6."),
-        ("rows are dealt in pairs", ("row % 8", "row // 8"), ("row // 2", "row % 2"), "A lane has rows g and g + 8."),
-        ("the rows of a lane are not counted from 0 again at 8", "(row % 8)", "row",
-         "There are 32 lanes: row g + 8 belongs to the lanes of row g."),
-    ),
+).with_mistakes(
+    ("the registers are in the other order", "row // 8 + 2 * (column // 8)", "column // 8 + 2 * (row // 8)",
+     "Register 1 is eight rows down, register 2 eight columns to the right: see section 6."),
+    ("rows are dealt in pairs", ("row % 8", "row // 8"), ("row // 2", "row % 2"), "A lane has rows g and g + 8."),
+    ("the rows of a lane are not counted from 0 again at 8", "(row % 8)", "row",
+     "There are 32 lanes: row g + 8 belongs to the lanes of row g."),
 )  # fmt: skip
 
 
@@ -103,14 +99,13 @@ PASSES = Exercise(
         ("two words of one bank, each read by sixteen lanes", 32 * (LANES // 16)),
         ("random words", np.random.default_rng(17).integers(0, 256, 32)),
     ),
-    mistakes=(
-        ("lanes that read the same word are counted twice", "set(map(int, words))", "words",
-         "One word is read once and given to all lanes that want it: count different words."),
-        ("all different words are counted", "max(banks.count(bank) for bank in banks)", "len(banks)",
-         "Words in different banks come in the same pass."),
-        ("the banks that are used are counted", "max(banks.count(bank) for bank in banks)", "len(set(banks))",
-         "Many banks are good: what counts is the one bank that is asked for most words."),
-    ),
+).with_mistakes(
+    ("lanes that read the same word are counted twice", "set(map(int, words))", "words",
+     "One word is read once and given to all lanes that want it: count different words."),
+    ("all different words are counted", "max(banks.count(bank) for bank in banks)", "len(banks)",
+     "Words in different banks come in the same pass."),
+    ("the banks that are used are counted", "max(banks.count(bank) for bank in banks)", "len(set(banks))",
+     "Many banks are good: what counts is the one bank that is asked for most words."),
 )  # fmt: skip
 
 EXERCISES = (OPERATIONS, RACES, HELD, PASSES)

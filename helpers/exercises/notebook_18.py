@@ -26,16 +26,15 @@ SEGMENTS = Exercise(
         "lengths T", ("the case worked by hand", [2, 1], 5), ([3], 3), ([1, 1, 4], 6), ([2, 5, 3], 16), ([4], 9),
         ([7, 1, 2, 6], 20),
     ),
-    mistakes=(
-        ("padding belongs to the last document", (") + 1)", "*lengths, padding"),
-         ("))", "*lengths[:-1], lengths[-1] + padding"),
-         "Padding gets a number of its own, so that no document sees it: see section 1."),
-        ("padding has the number of the first document", "np.arange(len(lengths) + 1)", "[*range(len(lengths)), 0]",
-         "Equal numbers see each other, wherever they stand: give padding a new one."),
-        ("each token has its position in its document", "np.repeat(np.arange(len(lengths) + 1), [*lengths, padding])",
-         "np.concatenate([np.arange(length) for length in [*lengths, padding]])",
-         "Positions count within a document. A segment id is the same for all of its tokens."),
-    ),
+).with_mistakes(
+    ("padding belongs to the last document", (") + 1)", "*lengths, padding"),
+     ("))", "*lengths[:-1], lengths[-1] + padding"),
+     "Padding gets a number of its own, so that no document sees it: see section 1."),
+    ("padding has the number of the first document", "np.arange(len(lengths) + 1)", "[*range(len(lengths)), 0]",
+     "Equal numbers see each other, wherever they stand: give padding a new one."),
+    ("each token has its position in its document", "np.repeat(np.arange(len(lengths) + 1), [*lengths, padding])",
+     "np.concatenate([np.arange(length) for length in [*lengths, padding]])",
+     "Positions count within a document. A segment id is the same for all of its tokens."),
 )  # fmt: skip
 
 
@@ -61,16 +60,15 @@ def _tile_cases():
 
 TILE = Exercise(
     solution=tile_logits, title="The logits of a tile", outputs=("s",), cases=_tile_cases,
-    mistakes=(
-        ("the mask comes before the soft cap, which turns -inf into -cap",
-         ("s = cap * np.tanh(s / cap)", "return np.where(seen, s, -np.inf)"),
-         ("s = np.where(seen, s, -np.inf)", "return cap * np.tanh(s / cap)"),
-         "tanh(-inf) is -1, so a hidden key gets a weight again: mask last, see section 2."),
-        ("the bias is added after the soft cap", (" + bias", "cap * np.tanh(s / cap)"),
-         ("", "cap * np.tanh(s / cap) + bias"), "The cap holds for product and bias together: see section 2."),
-        ("the bias is scaled as well", "scale * (q @ k.T) + bias", "scale * (q @ k.T + bias)",
-         "The scale belongs to the products alone: see section 2."),
-    ),
+).with_mistakes(
+    ("the mask comes before the soft cap, which turns -inf into -cap",
+     ("s = cap * np.tanh(s / cap)", "return np.where(seen, s, -np.inf)"),
+     ("s = np.where(seen, s, -np.inf)", "return cap * np.tanh(s / cap)"),
+     "tanh(-inf) is -1, so a hidden key gets a weight again: mask last, see section 2."),
+    ("the bias is added after the soft cap", (" + bias", "cap * np.tanh(s / cap)"),
+     ("", "cap * np.tanh(s / cap) + bias"), "The cap holds for product and bias together: see section 2."),
+    ("the bias is scaled as well", "scale * (q @ k.T) + bias", "scale * (q @ k.T + bias)",
+     "The scale belongs to the products alone: see section 2."),
 )  # fmt: skip
 
 
@@ -91,16 +89,15 @@ KINDS = Exercise(
         *((f"documents of {lengths}, block={block}", segment_ids(lengths, sum(lengths)), block) for lengths, block in
           (([4, 4, 8], 4), ([1, 1, 1, 9], 3), ([5, 11], 4), ([20], 5), ([2, 3, 1, 6, 4, 8], 4))),
     ),
-    mistakes=(
-        ("tiles are compared by their first numbers only", "(least[:, None] <= most) & (least <= most[:, None])",
-         "least[:, None] == least",
-         "A tile may begin in one document and end in another: two ranges must overlap, see section 3."),
-        ("a tile counts as full as soon as its ranges are equal", "some & alone[:, None] & alone",
-         "(least[:, None] == least) & (most[:, None] == most)",
-         "Two documents in both tiles leave pairs that do not see each other."),
-        ("a tile in one document counts as full against any other", "some & alone", "alone",
-         "It must be the same document for both tiles."),
-    ),
+).with_mistakes(
+    ("tiles are compared by their first numbers only", "(least[:, None] <= most) & (least <= most[:, None])",
+     "least[:, None] == least",
+     "A tile may begin in one document and end in another: two ranges must overlap, see section 3."),
+    ("a tile counts as full as soon as its ranges are equal", "some & alone[:, None] & alone",
+     "(least[:, None] == least) & (most[:, None] == most)",
+     "Two documents in both tiles leave pairs that do not see each other."),
+    ("a tile in one document counts as full against any other", "some & alone", "alone",
+     "It must be the same document for both tiles."),
 )  # fmt: skip
 
 
@@ -148,14 +145,13 @@ def _packed_cases():
 
 PACKED = Exercise(
     solution=packed_attention, title="A loop for packed documents", outputs=("out", "visited"), cases=_packed_cases,
-    mistakes=(
-        ("a row that sees no key in its first tile becomes NaN", "np.where(m_new == -np.inf, 0, m_new)", "m_new",
-         "Its maximum is still -inf, and -inf minus -inf is NaN: take 0 for it then, see hint 2."),
-        ("tiles are skipped for the causal mask alone", "not seen.any()", "first > i[-1]",
-         "Tiles of other documents can be skipped as well: see section 3."),
-        ("a tile is skipped unless all of it is seen", "not seen.any()", "not seen.all()",
-         "Partial tiles must be visited, and masked: see section 3."),
-    ),
+).with_mistakes(
+    ("a row that sees no key in its first tile becomes NaN", "np.where(m_new == -np.inf, 0, m_new)", "m_new",
+     "Its maximum is still -inf, and -inf minus -inf is NaN: take 0 for it then, see hint 2."),
+    ("tiles are skipped for the causal mask alone", "not seen.any()", "first > i[-1]",
+     "Tiles of other documents can be skipped as well: see section 3."),
+    ("a tile is skipped unless all of it is seen", "not seen.any()", "not seen.all()",
+     "Partial tiles must be visited, and masked: see section 3."),
 )  # fmt: skip
 
 
@@ -178,10 +174,9 @@ def _cap_cases():
 
 CAP = Exercise(
     solution=products_gradient, title="Back through the cap", outputs=("gradient",), cases=_cap_cases,
-    mistakes=(
-        ("the capped logits are capped once more", "(s / cap)", "np.tanh(s / cap)",
-         "s is capped already, so s / cap is the tanh: see section 4."),
-    ),
+).with_mistakes(
+    ("the capped logits are capped once more", "(s / cap)", "np.tanh(s / cap)",
+     "s is capped already, so s / cap is the tanh: see section 4."),
 )  # fmt: skip
 
 
@@ -210,14 +205,12 @@ def _sink_cases():
 SINKS = Exercise(
     solution=add_sinks, title="Add a sink afterwards", outputs=("out", "lse"), cases=_sink_cases,
     tolerance=1e-4,
-    mistakes=(
-        ("the sum is formed outside of the logarithm, where it overflows", "np.logaddexp(lse, sinks)",
-         "np.log(np.exp(lse) + np.exp(sinks))", "`np.logaddexp` adds without leaving the logarithm."),
-        ("the keys get the share of the sink", "lse - new", "sinks - new",
-         "The share of the keys is exp(lse) by the new sum: see section 5."),
-        ("lse is left as it was", ", new\n", ", lse\n",
-         "The sum has grown by the sink, and lse with it: see section 5."),
-    ),
+).with_mistakes(
+    ("the sum is formed outside of the logarithm, where it overflows", "np.logaddexp(lse, sinks)",
+     "np.log(np.exp(lse) + np.exp(sinks))", "`np.logaddexp` adds without leaving the logarithm."),
+    ("the keys get the share of the sink", "lse - new", "sinks - new",
+     "The share of the keys is exp(lse) by the new sum: see section 5."),
+    ("lse is left as it was", ", new\n", ", lse\n", "The sum has grown by the sink, and lse with it: see section 5."),
 )  # fmt: skip
 
 
@@ -245,11 +238,10 @@ WINDOW = Exercise(
         *((f"queries from {i}, keys from {j}, head {n}", 1, n, i + np.arange(24)[:, None], j + np.arange(32))
           for i, j, n in ((40, 0, 0), (40, 16, 1), (64, 32, 0), (100, 32, 2), (0, 64, 1))),
     ),
-    mistakes=(
-        ("the first keys are not seen from afar", "(near | (j < 4))", "near", "The first 4 keys stay visible for all."),
-        ("the first keys escape the causal mask", "(j <= i) & (near | (j < 4))", "((j <= i) & near) | (j < 4)",
-         "Query 0 must not see key 3: the causal condition holds for both."),
-    ),
+).with_mistakes(
+    ("the first keys are not seen from afar", "(near | (j < 4))", "near", "The first 4 keys stay visible for all."),
+    ("the first keys escape the causal mask", "(j <= i) & (near | (j < 4))", "((j <= i) & near) | (j < 4)",
+     "Query 0 must not see key 3: the causal condition holds for both."),
 )  # fmt: skip
 
 
@@ -352,21 +344,20 @@ MASKED = Exercise(
     solution=masked_forward, title="A mask in your kernel", outputs=("out", "lse", "how it was made"),
     cases=_masked_cases, run=functools.partial(run_forward, masked_forward, "mask_mod"), tolerance=1e-4, slow=True,
     expected=functools.partial(expected_forward, "mask_mod"), building_block="masks",
-    mistakes=(
-        ("no tile is skipped", "lax.cond(some, visit, lambda state: state, state)", "visit(state)",
-         "Load keys only where the tile has a visible pair: see section 3."),
-        ("a tile is skipped unless all of it is seen", "1, 0).max()", "1, 0).min()",
-         "Partial tiles must be visited, and masked: see section 3."),
-        ("the mask decides which tiles are visited, and hides nothing within them", "(seen, dot",
-         "((cols < S)[None, :], dot", "In a partial tile the hidden pairs need the logit -inf: see section 2."),
-        ("a query that has seen no key yet becomes NaN", "jnp.where(m_new == -jnp.inf, 0, m_new)", "m_new",
-         "Its maximum is still -inf, and -inf minus -inf is NaN: take 0 for it then, see exercise 18.4."),
-        ("a query that sees no key is divided by zero", "weight = jnp.where(l == 0, 1, l)", "weight = l",
-         "Where nothing was seen, l is 0: divide by 1, and out is 0."),
-        ("mask_mod gets queries and keys the other way round", "rows[:, None], cols[None, :]",
-         "cols[None, :], rows[:, None]", "i is the query and j the key: see section 6."),
-        *FORWARD.mistakes[:2],
-    ),
+).with_mistakes(
+    ("no tile is skipped", "lax.cond(some, visit, lambda state: state, state)", "visit(state)",
+     "Load keys only where the tile has a visible pair: see section 3."),
+    ("a tile is skipped unless all of it is seen", "1, 0).max()", "1, 0).min()",
+     "Partial tiles must be visited, and masked: see section 3."),
+    ("the mask decides which tiles are visited, and hides nothing within them", "(seen, dot",
+     "((cols < S)[None, :], dot", "In a partial tile the hidden pairs need the logit -inf: see section 2."),
+    ("a query that has seen no key yet becomes NaN", "jnp.where(m_new == -jnp.inf, 0, m_new)", "m_new",
+     "Its maximum is still -inf, and -inf minus -inf is NaN: take 0 for it then, see exercise 18.4."),
+    ("a query that sees no key is divided by zero", "weight = jnp.where(l == 0, 1, l)", "weight = l",
+     "Where nothing was seen, l is 0: divide by 1, and out is 0."),
+    ("mask_mod gets queries and keys the other way round", "rows[:, None], cols[None, :]",
+     "cols[None, :], rows[:, None]", "i is the query and j the key: see section 6."),
+    *FORWARD.mistakes[:2],
 )  # fmt: skip
 
 EXERCISES = (SEGMENTS, TILE, KINDS, PACKED, CAP, SINKS, WINDOW, MASKED)
