@@ -26,24 +26,6 @@ class Case:
     arguments: tuple
 
 
-def table(names, *rows):
-    """A function for `cases`: a `Case` for each row of arguments, labelled by their names, such as "T=2, S=3".
-
-    names: of the arguments, with spaces between. A row that has one entry more begins with its label.
-    """
-    names = names.split()
-
-    def cases():
-        return [
-            Case(row[0], row[1:])
-            if len(row) > len(names)
-            else Case(", ".join(f"{name}={value}" for name, value in zip(names, row, strict=True)), row)
-            for row in rows
-        ]
-
-    return cases
-
-
 @dataclass(frozen=True)
 class Mistake:
     """A known wrong answer.
@@ -87,8 +69,8 @@ class Exercise:
 
     solution: Callable
     title: str
-    cases: Callable
     outputs: tuple[str, ...]
+    cases: Callable = tuple
     mistakes: tuple[tuple, ...] = ()
     expected: Callable | None = None
     run: Callable = lambda answer, *arguments: answer(*arguments)
@@ -98,6 +80,18 @@ class Exercise:
     in_place: tuple = ()
     slow: bool = False
     number: str = ""
+
+    def with_cases(self, names, *rows):
+        """The exercise with a `Case` for each row of arguments, labelled by their names, such as "T=2, S=3".
+
+        names: of the arguments, with spaces between. A row that has one entry more begins with its label.
+        """
+        names, cases = names.split(), []
+        for row in rows:
+            label, arguments = (row[0], row[1:]) if len(row) > len(names) else ("", row)
+            named = (f"{name}={value}" for name, value in zip(names, arguments, strict=True))
+            cases.append(Case(label or ", ".join(named), arguments))
+        return replace(self, cases=lambda: cases)
 
     def with_mistakes(self, *mistakes):
         """The exercise that knows these."""

@@ -6,7 +6,7 @@ import math
 import numpy as np
 
 from helpers.exercises import oracles
-from helpers.exercises.exercise import Case, Exercise, table
+from helpers.exercises.exercise import Case, Exercise
 from helpers.exercises.watched import without
 from helpers.instruments import cost, roofline
 from helpers.instruments.cost import naive_footprint
@@ -73,12 +73,10 @@ def bill(T, S, H, itemsize):
 
 
 BILL = Exercise(
-    solution=bill, title="FLOPs and bytes by hand", outputs=("the bill",),
-    cases=table(
-        "T S H itemsize", ("the case worked by hand", 2, 3, 4, 2), (1, 5, 3, 4), (6, 2, 8, 1), (1024, 384, 64, 4),
-        (4096, 4096, 128, 2),
-    ),
-    run=functools.partial(without, cost),
+    solution=bill, title="FLOPs and bytes by hand", outputs=("the bill",), run=functools.partial(without, cost),
+).with_cases(
+    "T S H itemsize", ("the case worked by hand", 2, 3, 4, 2), (1, 5, 3, 4), (6, 2, 8, 1), (1024, 384, 64, 4),
+    (4096, 4096, 128, 2),
 ).with_mistakes(
     ("only the tables are multiplied by itemsize", "(tables + matrices)", "tables + matrices",
      "Every array has elements of itemsize bytes: put brackets around the sum."),
@@ -97,13 +95,12 @@ def longest(memory, heads, H, itemsize):
 
 FIT = Exercise(
     solution=longest, title="The longest sequence that fits", outputs=("T",),
-    cases=table(
-        "memory heads H itemsize", ("the case worked by hand", 64, 1, 2, 2),
-        ("one byte less than the case worked by hand", 63, 1, 2, 2), ("less than one query needs", 10, 1, 2, 2),
-        (1000, 2, 3, 4), (21490815, 16, 64, 2),
-        ("just enough for T=100 with 3 heads", 3 * naive_footprint(100, 100, 64, 2), 3, 64, 2),
-        (roofline.T4.memory, 1, 64, 4), (roofline.RTX_4090.memory, 32, 128, 2), (roofline.H200.memory, 128, 256, 2),
-    ),
+).with_cases(
+    "memory heads H itemsize", ("the case worked by hand", 64, 1, 2, 2),
+    ("one byte less than the case worked by hand", 63, 1, 2, 2), ("less than one query needs", 10, 1, 2, 2),
+    (1000, 2, 3, 4), (21490815, 16, 64, 2),
+    ("just enough for T=100 with 3 heads", 3 * naive_footprint(100, 100, 64, 2), 3, 64, 2),
+    (roofline.T4.memory, 1, 64, 4), (roofline.RTX_4090.memory, 32, 128, 2), (roofline.H200.memory, 128, 256, 2),
 ).with_mistakes(
     ("q, k, v and out are forgotten", " + 4 * itemsize * (T + 1) * H", "",
      "The four small matrices must fit too: reread section 6."),

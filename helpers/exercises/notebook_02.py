@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from helpers.exercises.comparing import got
-from helpers.exercises.exercise import Case, Complaint, Exercise, table
+from helpers.exercises.exercise import Case, Complaint, Exercise
 from helpers.exercises.oracles import even
 
 
@@ -207,9 +207,8 @@ def _judge_break(result, case):
 
 
 BREAK = Exercise(
-    solution=rows_that_break, title="Break the shortcuts", outputs=("rows",),
-    cases=table("block_k", (2,), (3,), (32,), (100,)), run=_run_break, judge=_judge_break,
-).with_mistakes(
+    solution=rows_that_break, title="Break the shortcuts", outputs=("rows",), run=_run_break, judge=_judge_break,
+).with_cases("block_k", (2,), (3,), (32,), (100,)).with_mistakes(
     ("no row breaks any shortcut, as with numbers from N(0, 1)", ("100.0", "200.0"), ("1.0", "1.0"),
      "No reference matters until an exponential leaves the range of float32: see the picture in section 6."),
     ("the row for “tile max” never falls from one tile to a later one, or not far enough",

@@ -7,7 +7,7 @@ import numpy as np
 
 from helpers.attention.tiled import SlowMemory
 from helpers.exercises.comparing import plain
-from helpers.exercises.exercise import Case, Complaint, Exercise, table
+from helpers.exercises.exercise import Case, Complaint, Exercise
 from helpers.exercises.watched import exceeds, watch, without
 from helpers.instruments import cost
 
@@ -147,12 +147,10 @@ def _run_kinds(answer, T, S, block_q, block_k):
 
 
 CLASSIFY = Exercise(
-    solution=kind_of_tile, title="Skipped, partial or full", outputs=("kind",),
-    cases=table(
-        "T S block_q block_k", (4, 4, 2, 2), (5, 8, 4, 2), (6, 9, 3, 4), (9, 5, 2, 3), (13, 11, 4, 4), (7, 7, 1, 1),
-        (8, 20, 8, 4),
-    ),
-    run=_run_kinds,
+    solution=kind_of_tile, title="Skipped, partial or full", outputs=("kind",), run=_run_kinds,
+).with_cases(
+    "T S block_q block_k", (4, 4, 2, 2), (5, 8, 4, 2), (6, 9, 3, 4), (9, 5, 2, 3), (13, 11, 4, 4), (7, 7, 1, 1),
+    (8, 20, 8, 4),
 ).with_mistakes(
     ("a tile is skipped as soon as its first query does not see it", "k_start > last_query", "k_start > q_start",
      "The last query of the tile sees the most keys: see section 5."),
@@ -243,12 +241,11 @@ def traffic_table(T, S, H, itemsize, block_q, block_k):
 
 
 TRAFFIC_TABLE = Exercise(
-    solution=traffic_table, title="The traffic table", outputs=("bytes",),
-    cases=table(
-        "T S H itemsize block_q block_k", (2, 3, 1, 2, 1, 2), (8, 16, 4, 4, 4, 4), (10, 13, 8, 2, 4, 5),
-        (1000, 700, 64, 2, 128, 32), (4096, 4096, 128, 2, 128, 128),
-    ),
-    run=functools.partial(without, cost), tolerance=1e-9,
+    solution=traffic_table, title="The traffic table", outputs=("bytes",), run=functools.partial(without, cost),
+    tolerance=1e-9,
+).with_cases(
+    "T S H itemsize block_q block_k", (2, 3, 1, 2, 1, 2), (8, 16, 4, 4, 4, 4), (10, 13, 8, 2, 4, 5),
+    (1000, 700, 64, 2, 128, 32), (4096, 4096, 128, 2, 128, 128),
 ).with_mistakes(
     ("query-outer reads k and v only once", " * query_tiles", "",
      "Every query tile reads all of k and v: see section 3."),
@@ -296,24 +293,23 @@ def _judge_least_traffic(result, case):
 
 LEAST_TRAFFIC = Exercise(
     solution=least_traffic_blocks, title="The tile that moves the fewest bytes", outputs=("block_q, block_k",),
-    cases=table(
-        "T S H itemsize budget sizes",
-        ("the case worked by hand", 4, 4, 2, 2, 64, (2, 4)),
-        ("T=1000, S=700, H=64, 2 bytes, 164 KiB", 1000, 700, 64, 2, 164 * KIB, POWERS[2:]),
-        ("T=S=4096, H=64, 2 bytes, 164 KiB", 4096, 4096, 64, 2, 164 * KIB, POWERS[2:]),
-        ("T=S=4096, H=128, 2 bytes, 164 KiB", 4096, 4096, 128, 2, 164 * KIB, POWERS[2:]),
-        ("T=5000, S=300, H=64, 2 bytes, 228 KiB", 5000, 300, 64, 2, 228 * KIB, POWERS),
-        ("T=3000, S=9000, H=64, 4 bytes, 164 KiB", 3000, 9000, 64, 4, 164 * KIB, POWERS),
-        ("T=S=4096, H=64, 2 bytes, 164 KiB, which two pairs fill exactly", 4096, 4096, 64, 2, 164 * KIB, POWERS),
-        ("T=S=4096, H=64, 100 KiB, sizes in no order", 4096, 4096, 64, 2, 100 * KIB, (128, 16, 512, 32, 64, 256)),
-        ("T=10, below all sizes", 10, 500, 64, 2, 100 * KIB, (16, 32, 64)),
-        ("T=500, S=10, 40 KiB", 500, 10, 64, 2, 40 * KIB, (16, 32, 64, 128)),
-        ("T=96, S=500, H=64, 100 KiB", 96, 500, 64, 2, 100 * KIB, (16, 48, 64, 96)),
-        ("T=S=4096, H=64, 150,000 bytes", 4096, 4096, 64, 2, 150_000, POWERS[:-1]),
-        ("T=S=1000, H=32, 20 KiB, other sizes", 1000, 1000, 32, 2, 20 * KIB, (24, 40, 56, 88, 120)),
-        ("T=S=1000, H=32, 17 KiB, sizes close to each other", 1000, 1000, 32, 2, 17 * KIB, (40, 56, 60)),
-    ),
     judge=_judge_least_traffic,
+).with_cases(
+    "T S H itemsize budget sizes",
+    ("the case worked by hand", 4, 4, 2, 2, 64, (2, 4)),
+    ("T=1000, S=700, H=64, 2 bytes, 164 KiB", 1000, 700, 64, 2, 164 * KIB, POWERS[2:]),
+    ("T=S=4096, H=64, 2 bytes, 164 KiB", 4096, 4096, 64, 2, 164 * KIB, POWERS[2:]),
+    ("T=S=4096, H=128, 2 bytes, 164 KiB", 4096, 4096, 128, 2, 164 * KIB, POWERS[2:]),
+    ("T=5000, S=300, H=64, 2 bytes, 228 KiB", 5000, 300, 64, 2, 228 * KIB, POWERS),
+    ("T=3000, S=9000, H=64, 4 bytes, 164 KiB", 3000, 9000, 64, 4, 164 * KIB, POWERS),
+    ("T=S=4096, H=64, 2 bytes, 164 KiB, which two pairs fill exactly", 4096, 4096, 64, 2, 164 * KIB, POWERS),
+    ("T=S=4096, H=64, 100 KiB, sizes in no order", 4096, 4096, 64, 2, 100 * KIB, (128, 16, 512, 32, 64, 256)),
+    ("T=10, below all sizes", 10, 500, 64, 2, 100 * KIB, (16, 32, 64)),
+    ("T=500, S=10, 40 KiB", 500, 10, 64, 2, 40 * KIB, (16, 32, 64, 128)),
+    ("T=96, S=500, H=64, 100 KiB", 96, 500, 64, 2, 100 * KIB, (16, 48, 64, 96)),
+    ("T=S=4096, H=64, 150,000 bytes", 4096, 4096, 64, 2, 150_000, POWERS[:-1]),
+    ("T=S=1000, H=32, 20 KiB, other sizes", 1000, 1000, 32, 2, 20 * KIB, (24, 40, 56, 88, 120)),
+    ("T=S=1000, H=32, 17 KiB, sizes close to each other", 1000, 1000, 32, 2, 17 * KIB, (40, 56, 60)),
 ).with_mistakes(
     ("the tile of v is left out of the budget", "2 * block_k * H", "block_k * H",
      "A key tile brings its values along, so it counts twice: see the sum in section 8."),

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from helpers.exercises.exercise import Case, Complaint, Exercise, shaped, table
+from helpers.exercises.exercise import Case, Complaint, Exercise, shaped
 from helpers.exercises.whole import check_ends
 from helpers.instruments.products import equations
 from helpers.instruments.traffic import replay
@@ -45,8 +45,8 @@ AXES = "row", "column"
 
 INDEX_MAP = Exercise(
     solution=read_block, title="The index map", outputs=("the block of each program",),
-    cases=table("R C", (1, 2), (2, 3), (3, 2), (4, 5)), run=lambda answer, R, C: blocks_of(answer, (C, 2 * R), AXES),
-).with_mistakes(
+    run=lambda answer, R, C: blocks_of(answer, (C, 2 * R), AXES),
+).with_cases("R C", (1, 2), (2, 3), (3, 2), (4, 5)).with_mistakes(
     ("i is halved instead of j", "j // 2, i", "j, i // 2",
      "Neighbours in j share a block, neighbours in i do not: see the picture of the exercise."),
 )  # fmt: skip

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from helpers.attention.reference import oracle
 from helpers.environment import backend
 from helpers.exercises import tile_bounds, whole
-from helpers.exercises.exercise import Case, Exercise, shaped, table
+from helpers.exercises.exercise import Case, Exercise, shaped
 from helpers.exercises.notebook_04 import blocks_of
 
 log2_e = math.log2(math.e)
@@ -33,16 +33,16 @@ def tile_range(i, T, S, block_q, block_k, left=None):
 
 
 BOUNDS = Exercise(
-    solution=tile_range, title="The bounds of the loop", outputs=("(first, stop)",),
-    cases=tile_bounds.OVER_KEYS.cases(  # i, T, S, block_q, block_k, left
-        (0, 64, 64, 32, 16, None), (1, 64, 64, 32, 16, None), (1, 64, 64, 16, 32, None), (2, 48, 48, 16, 32, None),
-        (2, 40, 128, 16, 8, None), (1, 33, 48, 32, 16, None), (3, 128, 40, 32, 16, None), (3, 128, 33, 32, 16, None),
-        (3, 128, 128, 32, 16, 17), (2, 96, 96, 32, 64, 0), (4, 100, 70, 16, 16, 30), (6, 128, 40, 16, 16, 8),
-        (3, 128, 40, 16, 16, 8),  # the window has just left the keys behind
-        (8, 256, 100, 16, 16, 24), (4, 256, 100, 32, 16, 28), (2, 100, 7, 4, 8, 0), (2, 7, 7, 3, 2, 1),
-        (1, 6, 6, 2, 1, None), (0, 6, 6, 2, 1, 3), (1, 50, 50, 12, 8, 3),
-    ),
-    run=tile_bounds.run, judge=tile_bounds.OVER_KEYS.judge,
+    solution=tile_range, title="The bounds of the loop", outputs=("(first, stop)",), run=tile_bounds.run,
+    judge=tile_bounds.OVER_KEYS.judge,
+).with_cases(
+    "query_tile T S block_q block_k left",
+    (0, 64, 64, 32, 16, None), (1, 64, 64, 32, 16, None), (1, 64, 64, 16, 32, None), (2, 48, 48, 16, 32, None),
+    (2, 40, 128, 16, 8, None), (1, 33, 48, 32, 16, None), (3, 128, 40, 32, 16, None), (3, 128, 33, 32, 16, None),
+    (3, 128, 128, 32, 16, 17), (2, 96, 96, 32, 64, 0), (4, 100, 70, 16, 16, 30), (6, 128, 40, 16, 16, 8),
+    (3, 128, 40, 16, 16, 8),  # the window has just left the keys behind
+    (8, 256, 100, 16, 16, 24), (4, 256, 100, 32, 16, 28), (2, 100, 7, 4, 8, 0), (2, 7, 7, 3, 2, 1),
+    (1, 6, 6, 2, 1, None), (0, 6, 6, 2, 1, 3), (1, 50, 50, 12, 8, 3),
 ).with_mistakes(
     ("stop is measured from the first query of the tile instead of the last (too few tiles)",
      "min(q_stop, S)", "min(q_start + 1, S)", "The last query of the tile sees furthest: reread section 5."),
@@ -76,9 +76,9 @@ def _judge_gqa(result, case):
 
 
 GQA = Exercise(
-    solution=key_block, title="The index map of grouped queries", outputs=("blocks",),
-    cases=table("B T S N K H", (1, 2, 3, 6, 2, 2), (2, 4, 3, 4, 2, 3), (2, 2, 5, 3, 1, 2), (2, 4, 2, 3, 3, 2)),
-    run=_run_gqa, judge=_judge_gqa,
+    solution=key_block, title="The index map of grouped queries", outputs=("blocks",), run=_run_gqa, judge=_judge_gqa,
+).with_cases(
+    "B T S N K H", (1, 2, 3, 6, 2, 2), (2, 4, 3, 4, 2, 3), (2, 2, 5, 3, 1, 2), (2, 4, 2, 3, 3, 2),
 ).with_mistakes(
     ("the key/value head is n % K", "n // group", "n % K",
      "That deals the query heads out in turn; neighbours share a head: see the picture of section 7."),
@@ -136,10 +136,9 @@ def causal_bytes(T, H, itemsize, block_q, block_k):
 
 BYTES = Exercise(
     solution=causal_bytes, title="The bytes of a causal kernel", outputs=("bytes",),
-    cases=table(
-        "T H itemsize block_q block_k", (4, 2, 4, 2, 2), (12, 4, 2, 3, 2), (12, 3, 4, 2, 3), (30, 8, 2, 6, 5),
-        (64, 32, 2, 16, 32), (128, 64, 2, 64, 16), (256, 128, 4, 32, 32), (192, 16, 2, 32, 64),
-    ),
+).with_cases(
+    "T H itemsize block_q block_k", (4, 2, 4, 2, 2), (12, 4, 2, 3, 2), (12, 3, 4, 2, 3), (30, 8, 2, 6, 5),
+    (64, 32, 2, 16, 32), (128, 64, 2, 64, 16), (256, 128, 4, 32, 32), (192, 16, 2, 32, 64),
 ).with_mistakes(
     ("no tile of keys is skipped", "-(-(i + 1) * block_q // block_k)", "T // block_k",
      "Query tile i stops at the diagonal: see the picture of section 5."),

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from helpers.exercises import oracles
-from helpers.exercises.exercise import Case, Exercise, table
+from helpers.exercises.exercise import Case, Exercise
 from helpers.exercises.watched import exceeds, kept, watch
 
 
@@ -118,10 +118,9 @@ def residual_bytes(T, S, N, K, H, itemsize):
 
 SAVE = Exercise(
     solution=residual_bytes, title="What to save", outputs=("with the table", "without the table"),
-    cases=table(  # the last has more bytes than 32 bits can count
-        "T S N K H itemsize", (2, 3, 1, 1, 4, 2), (5, 7, 4, 2, 8, 4), (4096, 4096, 1, 1, 128, 2),
-        (1000, 3000, 8, 2, 64, 2), (65536, 65536, 16, 4, 128, 2),
-    ),
+).with_cases(  # the last has more bytes than 32 bits can count
+    "T S N K H itemsize", (2, 3, 1, 1, 4, 2), (5, 7, 4, 2, 8, 4), (4096, 4096, 1, 1, 128, 2),
+    (1000, 3000, 8, 2, 64, 2), (65536, 65536, 16, 4, 128, 2),
 ).with_mistakes(
     ("lse is stored in the dtype of q", "4 * N * T", "itemsize * N * T",
      "In 16 bits lse makes the gradients several times worse, so it takes 4 bytes: see section 10."),

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from helpers.exercises import oracles, tile_bounds
-from helpers.exercises.exercise import Case, Complaint, Exercise, shaped, table
+from helpers.exercises.exercise import Case, Complaint, Exercise, shaped
 from helpers.exercises.notebook_03 import tiled_attention
 from helpers.exercises.notebook_06 import flash_backward
 from helpers.exercises.whole_backward import FLASH_ATTENTION, KEY_GRADIENTS, OF_A_PAIR, QUERY_GRADIENTS
@@ -224,12 +224,11 @@ def product_flops(T, S, H, block_q, block_k, fused, is_causal):
 
 FLOPS = Exercise(
     solution=product_flops, title="Count the products", outputs=("FLOPs",),
-    cases=table(
-        "T S H block_q block_k fused is_causal", (4, 4, 2, 2, 2, True, False), (4, 4, 2, 2, 2, False, False),
-        (4, 4, 2, 2, 2, False, True), (12, 12, 5, 3, 2, False, True), (12, 12, 5, 2, 3, True, True),
-        (20, 6, 4, 5, 3, False, True), (6, 28, 3, 2, 7, True, True), (64, 128, 16, 16, 32, False, True),
-        (256, 128, 32, 64, 16, True, False), (128, 128, 64, 32, 16, False, True),
-    ),
+).with_cases(
+    "T S H block_q block_k fused is_causal", (4, 4, 2, 2, 2, True, False), (4, 4, 2, 2, 2, False, False),
+    (4, 4, 2, 2, 2, False, True), (12, 12, 5, 3, 2, False, True), (12, 12, 5, 2, 3, True, True),
+    (20, 6, 4, 5, 3, False, True), (6, 28, 3, 2, 7, True, True), (64, 128, 16, 16, 32, False, True),
+    (256, 128, 32, 64, 16, True, False), (128, 128, 64, 32, 16, False, True),
 ).with_mistakes(
     ("two kernels are charged for the products of the fused one twice", "else 7", "else 10",
      "The dq kernel computes s, dp and dq, and no dk or dv: see the table of section 6."),
@@ -255,15 +254,15 @@ def query_tile_range(j, T, S, block_q, block_k, left=None):
 
 BOUNDS = Exercise(
     solution=query_tile_range, title="The queries that a tile of keys needs", outputs=("(first, stop)",),
-    cases=tile_bounds.OVER_QUERIES.cases(  # j, T, S, block_q, block_k, left
-        (0, 64, 64, 16, 32, None), (1, 64, 64, 16, 32, None), (1, 64, 64, 32, 16, None), (2, 96, 96, 64, 16, None),
-        (3, 50, 128, 16, 16, None), (4, 50, 128, 16, 16, None), (1, 100, 48, 16, 32, None), (1, 64, 64, 16, 32, 8),
-        (0, 64, 64, 16, 16, 20), (1, 128, 128, 16, 32, 16), (1, 128, 128, 16, 32, 17), (1, 128, 128, 16, 32, 0),
-        (1, 64, 40, 16, 32, 4), (2, 100, 100, 16, 32, 30), (5, 70, 200, 32, 16, 12), (4, 64, 128, 16, 16, 5),
-        (4, 64, 128, 16, 16, None), (4, 65, 128, 16, 16, None), (4, 64, 128, 24, 16, None),  # T around k_start
-        (2, 13, 20, 3, 5, 2), (1, 13, 20, 5, 3, 0), (0, 6, 6, 1, 2, 3), (2, 6, 6, 1, 2, None), (3, 50, 50, 7, 5, 11),
-    ),
     run=tile_bounds.run, judge=tile_bounds.OVER_QUERIES.judge,
+).with_cases(
+    "key_tile T S block_q block_k left",
+    (0, 64, 64, 16, 32, None), (1, 64, 64, 16, 32, None), (1, 64, 64, 32, 16, None), (2, 96, 96, 64, 16, None),
+    (3, 50, 128, 16, 16, None), (4, 50, 128, 16, 16, None), (1, 100, 48, 16, 32, None), (1, 64, 64, 16, 32, 8),
+    (0, 64, 64, 16, 16, 20), (1, 128, 128, 16, 32, 16), (1, 128, 128, 16, 32, 17), (1, 128, 128, 16, 32, 0),
+    (1, 64, 40, 16, 32, 4), (2, 100, 100, 16, 32, 30), (5, 70, 200, 32, 16, 12), (4, 64, 128, 16, 16, 5),
+    (4, 64, 128, 16, 16, None), (4, 65, 128, 16, 16, None), (4, 64, 128, 24, 16, None),  # T around k_start
+    (2, 13, 20, 3, 5, 2), (1, 13, 20, 5, 3, 0), (0, 6, 6, 1, 2, 3), (2, 6, 6, 1, 2, None), (3, 50, 50, 7, 5, 11),
 ).with_mistakes(
     ("no tile is skipped above the diagonal (too many tiles)", "return k_start // block_q", "return 0",
      "Queries before k_start see none of these keys: see the picture of section 8."),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from helpers.exercises.comparing import plain
-from helpers.exercises.exercise import Case, Complaint, Exercise, table
+from helpers.exercises.exercise import Case, Complaint, Exercise
 
 
 def attention_layer(x, w_qkv, w_merge, N, attention):
@@ -94,12 +94,10 @@ def bytes_kept(B, T, N, H, itemsize, layers):
 
 
 KEPT = Exercise(
-    solution=bytes_kept, title="Read the memory difference", outputs=("bytes",),
-    cases=table(
-        "B T N H itemsize layers", ("the case worked by hand", 1, 2, 1, 2, 2, 1), (2, 3, 5, 4, 4, 7),
-        (6, 5, 7, 3, 8, 2), (8, 96, 2, 32, 4, 2), (4, 2048, 16, 128, 2, 24), (1, 8192, 8, 64, 2, 3),
-    ),
-    tolerance=1e-9,
+    solution=bytes_kept, title="Read the memory difference", outputs=("bytes",), tolerance=1e-9,
+).with_cases(
+    "B T N H itemsize layers", ("the case worked by hand", 1, 2, 1, 2, 2, 1), (2, 3, 5, 4, 4, 7),
+    (6, 5, 7, 3, 8, 2), (8, 96, 2, 32, 4, 2), (4, 2048, 16, 128, 2, 24), (1, 8192, 8, 64, 2, 3),
 ).with_mistakes(
     ("out is forgotten in flash", "4 * like_q", "3 * like_q",
      "delta is made of out and its gradient, so out is kept: see section 2."),

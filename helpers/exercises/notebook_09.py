@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from helpers.exercises.exercise import Case, Complaint, Exercise, table
+from helpers.exercises.exercise import Case, Complaint, Exercise
 from helpers.instruments.simulated import SimulatedGPU
 
 
@@ -54,19 +54,18 @@ def _judge_clock(result, case):
 
 
 CLOCK = Exercise(
-    solution=median_time, title="A benchmark with four faults", outputs=("time",), tolerance=1e-3,
-    run=_measure, judge=_judge_clock,
-    cases=table(
-        "gpu inputs samples calls", ("the case worked by hand", dict(call_s=2e-3, launch_s=5e-5), THREE, 1, 3),
-        ("a GPU that compiles for 1 s, one sample", dict(call_s=2e-3, compile_s=1.0), THREE, 1, 12),
-        ("a GPU whose calls take the host 1.5 ms to queue", dict(call_s=2e-3, launch_s=1.5e-3), THREE, 5, 60),
-        ("a GPU on which waiting costs 1 ms", dict(call_s=2e-3, wait_s=1e-3), THREE, 5, 60),
-        ("a GPU that keeps the inputs of the last call in its cache", dict(call_s=3e-3, cached=0.3), THREE, 5, 12),
-        ("a GPU that others use now and then", dict(call_s=2e-3, disturbed=OTHERS), THREE, 9, 12),
-        ("a GPU whose cache holds two calls", dict(call_s=3e-3, cached=0.3, holds=2), [*THREE, ("d",)], 5, 12),
-        ("a GPU too slow in three of nine samples, fast in three", dict(call_s=2e-3, disturbed=OFTEN), THREE, 9, 60),
-        ("a GPU with all of this", BUSY, THREE, 9, 60),
-    ),
+    solution=median_time, title="A benchmark with four faults", outputs=("time",), tolerance=1e-3, run=_measure,
+    judge=_judge_clock,
+).with_cases(
+    "gpu inputs samples calls", ("the case worked by hand", dict(call_s=2e-3, launch_s=5e-5), THREE, 1, 3),
+    ("a GPU that compiles for 1 s, one sample", dict(call_s=2e-3, compile_s=1.0), THREE, 1, 12),
+    ("a GPU whose calls take the host 1.5 ms to queue", dict(call_s=2e-3, launch_s=1.5e-3), THREE, 5, 60),
+    ("a GPU on which waiting costs 1 ms", dict(call_s=2e-3, wait_s=1e-3), THREE, 5, 60),
+    ("a GPU that keeps the inputs of the last call in its cache", dict(call_s=3e-3, cached=0.3), THREE, 5, 12),
+    ("a GPU that others use now and then", dict(call_s=2e-3, disturbed=OTHERS), THREE, 9, 12),
+    ("a GPU whose cache holds two calls", dict(call_s=3e-3, cached=0.3, holds=2), [*THREE, ("d",)], 5, 12),
+    ("a GPU too slow in three of nine samples, fast in three", dict(call_s=2e-3, disturbed=OFTEN), THREE, 9, 60),
+    ("a GPU with all of this", BUSY, THREE, 9, 60),
 ).with_mistakes(
     ("all calls get the same inputs, and find them in the cache", "inputs[call % len(inputs)]", "inputs[0]",
      "Take the next inputs with each call: reread section 2."),
@@ -146,17 +145,16 @@ FAST = {"matmul_tflops": 5000.0, "copy_gbps": 900.0, "exp_tops": 8.0}
 
 BOUNDS = Exercise(
     solution=roofline_bounds, title="The roof over one problem", outputs=("bounds",),
-    cases=table(
-        "B T S N K H itemsize is_causal ceilings", ("the case worked by hand", 1, 2, 3, 1, 1, 4, 2, False, TOY),
-        ("B=4, T=S=4096, 16 heads, H=128, 16 bit", 4, 4096, 4096, 16, 16, 128, 2, False, CEILINGS),
-        ("the same, causal", 4, 4096, 4096, 16, 16, 128, 2, True, CEILINGS),
-        ("half of an odd number of pairs", 1, 3, 3, 1, 1, 16, 2, True, CEILINGS),
-        ("H=32, 64 heads", 4, 4096, 4096, 64, 64, 32, 2, False, CEILINGS),
-        ("one query for each of 8 sequences (decoding)", 8, 1, 16384, 32, 4, 128, 2, False, CEILINGS),
-        ("8 key/value heads for 32 query heads, T=128", 2, 128, 128, 32, 8, 256, 4, True, CEILINGS),
-        ("T ≠ S on a GPU with fast matrix units", 3, 100, 700, 6, 2, 64, 2, False, FAST),
-    ),
     tolerance=1e-6,  # ten times as much tells the smallest of these times from 0
+).with_cases(
+    "B T S N K H itemsize is_causal ceilings", ("the case worked by hand", 1, 2, 3, 1, 1, 4, 2, False, TOY),
+    ("B=4, T=S=4096, 16 heads, H=128, 16 bit", 4, 4096, 4096, 16, 16, 128, 2, False, CEILINGS),
+    ("the same, causal", 4, 4096, 4096, 16, 16, 128, 2, True, CEILINGS),
+    ("half of an odd number of pairs", 1, 3, 3, 1, 1, 16, 2, True, CEILINGS),
+    ("H=32, 64 heads", 4, 4096, 4096, 64, 64, 32, 2, False, CEILINGS),
+    ("one query for each of 8 sequences (decoding)", 8, 1, 16384, 32, 4, 128, 2, False, CEILINGS),
+    ("8 key/value heads for 32 query heads, T=128", 2, 128, 128, 32, 8, 256, 4, True, CEILINGS),
+    ("T ≠ S on a GPU with fast matrix units", 3, 100, 700, 6, 2, 64, 2, False, FAST),
 ).with_mistakes(
     ("the bytes are halved by the mask as well", "S * K)", "S * K) / (2 if is_causal else 1)",
      "Here every array is moved once, whatever the mask hides: only work on pairs is halved."),
@@ -179,12 +177,11 @@ def counted_ceiling(rate, T, block, products, is_causal):
 
 CEILING = Exercise(
     solution=counted_ceiling, title="The ceiling of a split backward", outputs=("ceiling",),
-    cases=table(
-        "rate T block products is_causal", ("the case worked by hand", 700.0, 4, 2, 7, True),
-        (700.0, 4096, 128, 7, False), (700.0, 4096, 128, 5, False), (700.0, 9, 3, 7, True), (700.0, 5, 1, 5, True),
-        (700.0, 4096, 128, 7, True), (810.0, 1024, 64, 5, True), (312.0, 512, 512, 7, True),
-        ("one that keeps a table: it can print more than the rate", 700.0, 512, 64, 4, False),
-    ),
+).with_cases(
+    "rate T block products is_causal", ("the case worked by hand", 700.0, 4, 2, 7, True),
+    (700.0, 4096, 128, 7, False), (700.0, 4096, 128, 5, False), (700.0, 9, 3, 7, True), (700.0, 5, 1, 5, True),
+    (700.0, 4096, 128, 7, True), (810.0, 1024, 64, 5, True), (312.0, 512, 512, 7, True),
+    ("one that keeps a table: it can print more than the rate", 700.0, 512, 64, 4, False),
 ).with_mistakes(
     ("the work done and the work counted are exchanged", "counted / done", "done / counted",
      "Work that is not counted lowers what can be printed: reread section 9."),
@@ -206,12 +203,11 @@ def restated(claimed, which, counted, is_causal, halved):
 
 CLAIMS = Exercise(
     solution=restated, title="Other people's numbers", outputs=("TFLOP/s",),
-    cases=table(
-        "claimed which counted is_causal halved", ("the case worked by hand", 800.0, "backward", 14, True, False),
-        (600.0, "forward", 4, True, True), (300.0, "forward", 2, False, False), (300.0, "forward", 4, True, False),
-        (420.0, "backward", 14, False, False), (420.0, "backward", 8, True, False), (480.0, "both", 14, True, True),
-        (480.0, "both", 12, False, True), (150.0, "both", 4, False, False), (77.0, "backward", 10, False, True),
-    ),
+).with_cases(
+    "claimed which counted is_causal halved", ("the case worked by hand", 800.0, "backward", 14, True, False),
+    (600.0, "forward", 4, True, True), (300.0, "forward", 2, False, False), (300.0, "forward", 4, True, False),
+    (420.0, "backward", 14, False, False), (420.0, "backward", 8, True, False), (480.0, "both", 14, True, True),
+    (480.0, "both", 12, False, True), (150.0, "both", 4, False, False), (77.0, "backward", 10, False, True),
 ).with_mistakes(
     ("the correction is applied the wrong way round", "ours / theirs", "theirs / ours",
      "Who counts too many FLOPs claims too many TFLOP/s: multiply by ours over theirs."),

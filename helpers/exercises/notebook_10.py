@@ -6,7 +6,7 @@ to an end, also where real warpgroups would wait for ever.
 
 import itertools
 
-from helpers.exercises.exercise import Complaint, Exercise, table
+from helpers.exercises.exercise import Complaint, Exercise
 from helpers.exercises.whole_mosaic import MMA, WGMMA
 from helpers.instruments.races import ring_kernel_races, with_last_waits
 from helpers.instruments.timeline import Arrive, Drain, Fetch, Issue, OrderError, Read, Wait, Work, simulate
@@ -89,10 +89,9 @@ def _simulated(memory, computing):
 
 
 RING = Exercise(
-    solution=ring, title="Place the barriers", outputs=("the order of operations",),
-    cases=table("tiles slots readers", (1, 1, 1), (2, 1, 1), (4, 2, 1), (7, 3, 2), (2, 4, 1)),
-    run=_run_ring, judge=_complaint_or_none,
-).with_mistakes(
+    solution=ring, title="Place the barriers", outputs=("the order of operations",), run=_run_ring,
+    judge=_complaint_or_none,
+).with_cases("tiles slots readers", (1, 1, 1), (2, 1, 1), (4, 2, 1), (7, 3, 2), (2, 4, 1)).with_mistakes(
     ("the memory warpgroup fills a slot again without waiting until it is free",
      '            if j >= stages:\n                yield Wait("free", slot)\n', "",
      "The second time a slot is used, its readers must be done: see section 5."),
@@ -117,8 +116,7 @@ def split_registers(warpgroups, memory):
 REGISTERS = Exercise(
     solution=split_registers, title="Share out the registers",
     outputs=("registers at the start", "registers of a compute thread"),
-    cases=table("warpgroups memory", (2, 24), (3, 24), (4, 24), (4, 40), (5, 32), (6, 24), (7, 40)),
-).with_mistakes(
+).with_cases("warpgroups memory", (2, 24), (3, 24), (4, 24), (4, 40), (5, 32), (6, 24), (7, 40)).with_mistakes(
     ("the registers that rounding left unused at the start are shared out as well",
      "(warpgroups + 1) * at_start", "65536 // 128",
      "What can be shared out is what the program started with; this request would wait for ever: see section 7."),
@@ -137,11 +135,10 @@ def smem_budget(H, block_q, block_k, stages, warpgroups):
 
 SMEM = Exercise(
     solution=smem_budget, title="The budget of shared memory", outputs=("bytes", "most stages"),
-    cases=table(  # what does not grow is too much already; scratch and gaps decide; the last stage fits to the byte
-        "H block_q block_k stages warpgroups", (64, 64, 64, 1, 1), (64, 64, 128, 2, 3), (128, 64, 128, 2, 2),
-        (128, 64, 64, 3, 2), (256, 64, 64, 1, 2), (64, 64, 64, 4, 4), (64, 128, 64, 2, 2), (256, 128, 64, 1, 2),
-        (64, 128, 64, 4, 3), (64, 40, 240, 2, 3),
-    ),
+).with_cases(  # what does not grow is too much already; scratch and gaps decide; the last stage fits to the byte
+    "H block_q block_k stages warpgroups", (64, 64, 64, 1, 1), (64, 64, 128, 2, 3), (128, 64, 128, 2, 2),
+    (128, 64, 64, 3, 2), (256, 64, 64, 1, 2), (64, 64, 64, 4, 4), (64, 128, 64, 2, 2), (256, 128, 64, 1, 2),
+    (64, 128, 64, 4, 3), (64, 40, 240, 2, 3),
 ).with_mistakes(
     ("out is forgotten, or the next tile of queries", "3 * warpgroups", "2 * warpgroups",
      "There are three tiles of that size: q, the next q, and out on its way to GMEM: see section 8."),
@@ -236,9 +233,9 @@ def _run_pipeline(answer, steps):
 
 
 PIPELINE = Exercise(
-    solution=pipeline, title="Order the pipeline", outputs=("the order of operations",),
-    cases=table("steps", (1,), (2,), (3,), (6,)), run=_run_pipeline, judge=_complaint_or_none,
-).with_mistakes(
+    solution=pipeline, title="Order the pipeline", outputs=("the order of operations",), run=_run_pipeline,
+    judge=_complaint_or_none,
+).with_cases("steps", (1,), (2,), (3,), (6,)).with_mistakes(
     ("no product runs while you take exponentials", "Drain(1)", "Drain(0)",
      "Order the scores, then the p v of the tile before, and await the older of the two only: see section 12."),
     ("the scores are the only product under way, and Drain(1) lets them run",
@@ -303,13 +300,12 @@ def _by_least(program, programs, lengths):
 
 
 BALANCE = Exercise(
-    solution=tiles_of, title="Balance a causal mask", outputs=("the tiles of each program",),
-    cases=table(
-        "lengths programs", ([1, 2, 3, 4], 2), ([*range(1, 9)], 4), ("3 heads, 5 programs", 3 * [*range(1, 9)], 5),
-        ([14, 2, 9, 17, 1, 6, 19, 11, 4, 13, 8], 3), ([2, 5, 1], 4), ([1, 1, 1, 1, 1, 2, 2, 2, 2, 2], 3),
-        ([3, 1, 2], 1), ([7, 1, 5, 3, 4], 4),
-    ),
-    run=_run_balance, judge=_judge_balance,
+    solution=tiles_of, title="Balance a causal mask", outputs=("the tiles of each program",), run=_run_balance,
+    judge=_judge_balance,
+).with_cases(
+    "lengths programs", ([1, 2, 3, 4], 2), ([*range(1, 9)], 4), ("3 heads, 5 programs", 3 * [*range(1, 9)], 5),
+    ([14, 2, 9, 17, 1, 6, 19, 11, 4, 13, 8], 3), ([2, 5, 1], 4), ([1, 1, 1, 1, 1, 2, 2, 2, 2, 2], 3),
+    ([3, 1, 2], 1), ([7, 1, 5, 3, 4], 4),
 ).with_mistakes(
     ("tiles are dealt in the order given", ("sorted", ", key=lambda i: lengths[i], reverse=True", "[::-1]"),
      ("list", "", ""),

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from helpers.exercises.exercise import Exercise, table
+from helpers.exercises.exercise import Exercise
 
 
 def slowest_unit(H, block_k, instructions, moved, cost):
@@ -18,13 +18,12 @@ def slowest_unit(H, block_k, instructions, moved, cost):
 
 BIND = Exercise(
     solution=slowest_unit, title="What binds the loop", outputs=("unit", "cycles"),
-    cases=table(  # the first three are worked by hand
-        "H block_k instructions moved cost", (64, 128, 418, 0, 6), (64, 128, 418, 16, 6), (64, 128, 418, 32, 6),
-        (64, 128, 482, 16, 6), (64, 128, 482, 8, 3), (128, 128, 514, 0, 6), (128, 128, 514, 32, 6),
-        (128, 64, 280, 8, 4), (64, 64, 260, 0, 5), (32, 128, 300, 8, 3), (32, 64, 100, 4, 6), (16, 256, 500, 30, 5),
-        (16, 256, 200, 0, 5), (64, 128, 560, 0, 6), (64, 128, 600, 10, 4), (64, 128, 600, 10, 6),
-        (256, 128, 640, 0, 6),
-    ),
+).with_cases(  # the first three are worked by hand
+    "H block_k instructions moved cost", (64, 128, 418, 0, 6), (64, 128, 418, 16, 6), (64, 128, 418, 32, 6),
+    (64, 128, 482, 16, 6), (64, 128, 482, 8, 3), (128, 128, 514, 0, 6), (128, 128, 514, 32, 6),
+    (128, 64, 280, 8, 4), (64, 64, 260, 0, 5), (32, 128, 300, 8, 3), (32, 64, 100, 4, 6), (16, 256, 500, 30, 5),
+    (16, 256, 200, 0, 5), (64, 128, 560, 0, 6), (64, 128, 600, 10, 4), (64, 128, 600, 10, 6),
+    (256, 128, 640, 0, 6),
 ).with_mistakes(
     ("16 exponentials a cycle are taken for the rate of each quarter", "/ 16", "/ 64",
      "128 threads share a unit that takes 16 a cycle in all: see the exercise."),
@@ -46,22 +45,21 @@ LN, RANDOM = np.log, np.random.default_rng(112)
 
 GUESS = Exercise(
     solution=guess, title="Guess, and notice", outputs=("failed", "lse"),
-    cases=table(
-        "s block_k headroom most",
-        ("the case worked by hand", LN([1.0, 3.0, 40.0, 4.0]), 2, 1, 32768),
-        ("the case worked by hand, headroom 3", LN([1.0, 3.0, 40.0, 4.0]), 2, 3, 32768),
-        ("its logits less 900, headroom 0", LN([1.0, 3.0, 40.0, 4.0]) - 900, 2, 0, 32768),
-        ("its logits plus 900, headroom 3", LN([1.0, 3.0, 40.0, 4.0]) + 900, 2, 3, 32768),
-        ("logits ln 1, ln 3, ln 4, ln 40", LN([1.0, 3.0, 4.0, 40.0]), 2, 1, 32768),
-        ("6 keys, one 6 above the others, headroom 40", np.array([0.0, 0.0, 6.0, 0.0, 0.0, 0.0]), 2, 40, 32768),
-        ("6 keys, four 57 above the others, headroom 40", np.array([0.0, 0.0, 57.0, 57.0, 57.0, 57.0]), 2, 40, 32768),
-        ("6 keys, one 8 above the others, `most` 3", np.array([-3.0, -3.0, 5.0, -3.0, -3.0, -3.0]), 2, 0, 3),
-        ("8 equal logits, whose sum is just what is allowed", np.zeros(8), 4, 0, 32768),
-        ("8 keys in one tile, `most` 3, headroom 1", np.zeros(8), 8, 1, 3),
-        ("6 keys, the first tile 8 below the others", np.array([-8.0, -8.0, 0.0, 0.0, 0.0, 0.0]), 2, 11, 32768),
-        ("40 random logits, headroom 40", 9 * RANDOM.standard_normal(40), 8, 40, 32768),
-        ("fewer keys than a tile", RANDOM.standard_normal(5), 16, 1, 32768),
-    ),
+).with_cases(
+    "s block_k headroom most",
+    ("the case worked by hand", LN([1.0, 3.0, 40.0, 4.0]), 2, 1, 32768),
+    ("the case worked by hand, headroom 3", LN([1.0, 3.0, 40.0, 4.0]), 2, 3, 32768),
+    ("its logits less 900, headroom 0", LN([1.0, 3.0, 40.0, 4.0]) - 900, 2, 0, 32768),
+    ("its logits plus 900, headroom 3", LN([1.0, 3.0, 40.0, 4.0]) + 900, 2, 3, 32768),
+    ("logits ln 1, ln 3, ln 4, ln 40", LN([1.0, 3.0, 4.0, 40.0]), 2, 1, 32768),
+    ("6 keys, one 6 above the others, headroom 40", np.array([0.0, 0.0, 6.0, 0.0, 0.0, 0.0]), 2, 40, 32768),
+    ("6 keys, four 57 above the others, headroom 40", np.array([0.0, 0.0, 57.0, 57.0, 57.0, 57.0]), 2, 40, 32768),
+    ("6 keys, one 8 above the others, `most` 3", np.array([-3.0, -3.0, 5.0, -3.0, -3.0, -3.0]), 2, 0, 3),
+    ("8 equal logits, whose sum is just what is allowed", np.zeros(8), 4, 0, 32768),
+    ("8 keys in one tile, `most` 3, headroom 1", np.zeros(8), 8, 1, 3),
+    ("6 keys, the first tile 8 below the others", np.array([-8.0, -8.0, 0.0, 0.0, 0.0, 0.0]), 2, 11, 32768),
+    ("40 random logits, headroom 40", 9 * RANDOM.standard_normal(40), 8, 40, 32768),
+    ("fewer keys than a tile", RANDOM.standard_normal(5), 16, 1, 32768),
 ).with_mistakes(
     ("the maximum of the whole row is taken", "s[:block_k]", "s",
      "That is what the guess is to save: only the first tile is looked at, see section 4."),

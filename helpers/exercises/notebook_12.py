@@ -1,6 +1,6 @@
 """The exercises of notebook 12: pencil and paper for the Hopper backward kernels."""
 
-from helpers.exercises.exercise import Exercise, table
+from helpers.exercises.exercise import Exercise
 
 
 def operands(left, right, held):
@@ -18,19 +18,18 @@ BY_QUERIES = ["s", "p", "dp", "ds"]
 OPERANDS = Exercise(
     solution=operands, title="Registers or shared memory",
     outputs=("place of the left operand", "place of the right operand", "whether a tile must be stored first"),
-    cases=table(
-        "left right held",
-        ("ds k, transposed tiles", "ds", "k", BY_KEYS),
-        ("p.T do, transposed tiles", "p.T", "do", BY_KEYS),
-        ("ds.T q, transposed tiles", "ds.T", "q", BY_KEYS),
-        ("k q.T, transposed tiles", "k", "q.T", []),
-        ("k.T ds.T, transposed tiles", "k.T", "ds.T", BY_KEYS),
-        ("ds k, tiles as they are", "ds", "k", BY_QUERIES),
-        ("ds.T q, tiles as they are", "ds.T", "q", BY_QUERIES),
-        ("do.T p, tiles as they are", "do.T", "p", BY_QUERIES),
-        ("p.T ds, both computed", "p.T", "ds", BY_KEYS),
-        ("p ds.T, both computed, one as it is needed", "p", "ds.T", ["p", "s.T", "ds.T"]),
-    ),
+).with_cases(
+    "left right held",
+    ("ds k, transposed tiles", "ds", "k", BY_KEYS),
+    ("p.T do, transposed tiles", "p.T", "do", BY_KEYS),
+    ("ds.T q, transposed tiles", "ds.T", "q", BY_KEYS),
+    ("k q.T, transposed tiles", "k", "q.T", []),
+    ("k.T ds.T, transposed tiles", "k.T", "ds.T", BY_KEYS),
+    ("ds k, tiles as they are", "ds", "k", BY_QUERIES),
+    ("ds.T q, tiles as they are", "ds.T", "q", BY_QUERIES),
+    ("do.T p, tiles as they are", "do.T", "p", BY_QUERIES),
+    ("p.T ds, both computed", "p.T", "ds", BY_KEYS),
+    ("p ds.T, both computed, one as it is needed", "p", "ds.T", ["p", "s.T", "ds.T"]),
 ).with_mistakes(
     ("the right operand may lie in registers as well", ("stored = right", '"shared memory", stored'),
      ("stored = right not in held and right", '"registers" if right in held else "shared memory", stored'),
@@ -55,11 +54,9 @@ def fused_smem(H, block_q, stages, warpgroups, delayed):
 
 SMEM = Exercise(
     solution=fused_smem, title="A budget of shared memory", outputs=("bytes",),
-    cases=table(
-        "H block_q stages warpgroups delayed", (64, 64, 1, 1, False), (64, 128, 2, 2, False), (128, 64, 2, 2, False),
-        (128, 64, 2, 2, True), (64, 64, 3, 2, True), (128, 64, 1, 2, True), (64, 32, 2, 3, False),
-        (128, 96, 2, 1, True),
-    ),
+).with_cases(
+    "H block_q stages warpgroups delayed", (64, 64, 1, 1, False), (64, 128, 2, 2, False), (128, 64, 2, 2, False),
+    (128, 64, 2, 2, True), (64, 64, 3, 2, True), (128, 64, 1, 2, True), (64, 32, 2, 3, False), (128, 96, 2, 1, True),
 ).with_mistakes(
     ("ds has as many places as the rings", "ds = 2 * 2", "ds = stages * 2",
      "It is kept for two steps, however many slots the rings have: see section 2."),
@@ -80,14 +77,13 @@ def reduce_add(B, T, S, N, H, block_q, block_k, is_causal, bandwidth):
 
 ADDED = Exercise(
     solution=reduce_add, title="What the additions move", outputs=("bytes", "seconds"), tolerance=1e-6,
-    cases=table(
-        "B T S N H block_q block_k is_causal bandwidth", (1, 4, 4, 1, 2, 2, 2, False, 32.0),
-        (1, 4, 4, 1, 2, 2, 2, True, 32.0), (1, 512, 384, 2, 64, 128, 128, False, 1e12),
-        (2, 256, 600, 1, 64, 64, 128, False, 2e12), (2, 1024, 1024, 3, 128, 64, 128, True, 4e12),
-        (1, 768, 512, 2, 64, 128, 128, True, 4e12), (2, 512, 500, 1, 64, 128, 64, True, 4e12),
-        (1, 512, 300, 1, 64, 64, 128, True, 1e12), (1, 128, 512, 1, 32, 64, 128, True, 1e12),
-        (1, 12, 12, 3, 5, 3, 2, True, 10.0),
-    ),
+).with_cases(
+    "B T S N H block_q block_k is_causal bandwidth", (1, 4, 4, 1, 2, 2, 2, False, 32.0),
+    (1, 4, 4, 1, 2, 2, 2, True, 32.0), (1, 512, 384, 2, 64, 128, 128, False, 1e12),
+    (2, 256, 600, 1, 64, 64, 128, False, 2e12), (2, 1024, 1024, 3, 128, 64, 128, True, 4e12),
+    (1, 768, 512, 2, 64, 128, 128, True, 4e12), (2, 512, 500, 1, 64, 128, 64, True, 4e12),
+    (1, 512, 300, 1, 64, 64, 128, True, 1e12), (1, 128, 512, 1, 32, 64, 128, True, 1e12),
+    (1, 12, 12, 3, 5, 3, 2, True, 10.0),
 ).with_mistakes(
     ("the causal mask is left out", "not is_causal or j * block_k <= (i + 1) * block_q - 1", "1",
      "Pairs of tiles in which no query sees a key do not count: see the exercise."),
@@ -120,16 +116,15 @@ HAND, PRODUCTS, KIB = (_each(40960, 32768, 24576), _each(1536, 640, 512)), _each
 CHOICE = Exercise(
     solution=fused_or_split, title="Fused or split", outputs=("choice", "cycles of fused", "cycles of split"),
     tolerance=1e-6,
-    cases=table(
-        "flops smem_bytes exposed", ("the case worked by hand", *HAND, 0),
-        ("the case worked by hand, 3 cycles exposed", *HAND, 3),
-        ("the case worked by hand, 20 cycles exposed", *HAND, 20),
-        ("five and seven products, 300 cycles exposed", PRODUCTS, _each(368, 224, 160, KIB), 300),
-        ("the same, 900 cycles exposed", PRODUCTS, _each(368, 224, 160, KIB), 900),
-        ("FLOPs and bytes that are no whole number of cycles", _each(50000, 30000, 20001), _each(1000, 1200, 601), 1),
-        ("a fused kernel bound by shared memory", PRODUCTS, _each(640, 224, 160, KIB), 0),
-        ("a dq kernel bound by shared memory", PRODUCTS, _each(300, 100, 320, KIB), 0),
-    ),
+).with_cases(
+    "flops smem_bytes exposed", ("the case worked by hand", *HAND, 0),
+    ("the case worked by hand, 3 cycles exposed", *HAND, 3),
+    ("the case worked by hand, 20 cycles exposed", *HAND, 20),
+    ("five and seven products, 300 cycles exposed", PRODUCTS, _each(368, 224, 160, KIB), 300),
+    ("the same, 900 cycles exposed", PRODUCTS, _each(368, 224, 160, KIB), 900),
+    ("FLOPs and bytes that are no whole number of cycles", _each(50000, 30000, 20001), _each(1000, 1200, 601), 1),
+    ("a fused kernel bound by shared memory", PRODUCTS, _each(640, 224, 160, KIB), 0),
+    ("a dq kernel bound by shared memory", PRODUCTS, _each(300, 100, 320, KIB), 0),
 ).with_mistakes(
     ("the two units take turns", "max(flops[kernel] / 4096, smem_bytes[kernel] / 128)",
      "flops[kernel] / 4096 + smem_bytes[kernel] / 128",
@@ -158,9 +153,8 @@ def halving_block_q(T, block_q):
 
 HALVING = Exercise(
     solution=halving_block_q, title="Half as many queries in a tile", outputs=("factors",), tolerance=1e-6,
-    cases=table(
-        "T block_q", (256, 128), (4096, 128), (320, 128), (1090, 128), (50, 128), (64, 128), (130, 64),
-    ),
+).with_cases(
+    "T block_q", (256, 128), (4096, 128), (320, 128), (1090, 128), (50, 128), (64, 128), (130, 64),
 ).with_mistakes(
     ("k and v are read from shared memory as often as before", '"k and v read": steps', '"k and v read": 1',
      "The tensor core reads all of them in each step, and there are more steps: see section 4."),

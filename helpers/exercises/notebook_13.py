@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from helpers.attention.reference import oracle
 from helpers.environment import backend
 from helpers.exercises import whole
-from helpers.exercises.exercise import Case, Exercise, table
+from helpers.exercises.exercise import Case, Exercise
 
 
 def keys_computed(prompt, new):
@@ -23,7 +23,8 @@ def keys_computed(prompt, new):
 
 AGAIN = Exercise(
     solution=keys_computed, title="What is computed again", outputs=("keys",), tolerance=1e-9,
-    cases=table("prompt new", ("the case worked by hand", 3, 2), (1, 1), (1, 5), (7, 1), (12, 60), (1000, 300)),
+).with_cases(
+    "prompt new", ("the case worked by hand", 3, 2), (1, 1), (1, 5), (7, 1), (12, 60), (1000, 300),
 ).with_mistakes(
     ("the last new token counts as well, though nothing follows it that would need its key", ("(new)", "new - 1"),
      ("(1, new + 1)", "new"), "The last token is written and not read: see the case worked by hand."),
@@ -179,12 +180,11 @@ def fit(layers, K, H, itemsize, memory, tokens, longest, page):
 
 FIT = Exercise(
     solution=fit, title="How many sequences fit", outputs=("result",), tolerance=1e-9,
-    cases=table(
-        "layers K H itemsize memory tokens longest page", ("the case worked by hand", 1, 1, 2, 2, 200, 5, 10, 4),
-        (2, 3, 4, 4, 20_000, 17, 24, 16), (3, 2, 8, 2, 10_000, 33, 64, 32),
-        (32, 8, 128, 2, 64 * 2**30, 1000, 8192, 16), (32, 32, 128, 2, 64 * 2**30, 4096, 4096, 256),
-        (36, 8, 128, 1, 10**10, 333, 32768, 1), (80, 8, 128, 2, 50 * 10**9, 100, 131072, 64),
-    ),
+).with_cases(
+    "layers K H itemsize memory tokens longest page", ("the case worked by hand", 1, 1, 2, 2, 200, 5, 10, 4),
+    (2, 3, 4, 4, 20_000, 17, 24, 16), (3, 2, 8, 2, 10_000, 33, 64, 32),
+    (32, 8, 128, 2, 64 * 2**30, 1000, 8192, 16), (32, 32, 128, 2, 64 * 2**30, 4096, 4096, 256),
+    (36, 8, 128, 1, 10**10, 333, 32768, 1), (80, 8, 128, 2, 50 * 10**9, 100, 131072, 64),
 ).with_mistakes(
     ("the number of sequences is not rounded", ("y // (l", "s // pages"), ("y / (l", "s / pages"),
      "A part of a sequence is no sequence: divide with //."),
@@ -210,18 +210,17 @@ def make_room(table, length, counts, free, page):
 
 ROOM = Exercise(
     solution=make_room, title="Room for one more token", outputs=("result",), tolerance=1e-9,
-    cases=table(
-        "table length counts free page",
-        ("the case worked by hand", [3, 5], 6, [0, 0, 0, 2, 0, 2, 1], [0, 4, 2, 1], 4),
-        ("a page that is not shared has room", [1], 2, [0, 1, 0, 2], [0, 2], 4),
-        ("the last page is full", [2, 0], 8, [1, 0, 1, 0], [1, 3], 4),
-        ("the last page is full, and shared", [2, 0], 6, [2, 0, 3, 0, 0], [4, 1, 3], 3),
-        ("the first token of all", [], 0, [0, 2, 0], [2, 0], 4),
-        ("shared by three", [4, 1, 0], 9, [3, 3, 0, 0, 3], [3, 2], 4),
-        ("an earlier page is shared, the last is not", [4, 1, 0], 11, [1, 2, 0, 0, 3], [2, 3], 4),
-        ("one slot is left, and shared", [0], 3, [2, 1, 0, 0], [2, 3], 4),
-        ("pages of one token, shared", [1, 2], 2, [0, 2, 2, 0], [3, 0], 1),
-    ),
+).with_cases(
+    "table length counts free page",
+    ("the case worked by hand", [3, 5], 6, [0, 0, 0, 2, 0, 2, 1], [0, 4, 2, 1], 4),
+    ("a page that is not shared has room", [1], 2, [0, 1, 0, 2], [0, 2], 4),
+    ("the last page is full", [2, 0], 8, [1, 0, 1, 0], [1, 3], 4),
+    ("the last page is full, and shared", [2, 0], 6, [2, 0, 3, 0, 0], [4, 1, 3], 3),
+    ("the first token of all", [], 0, [0, 2, 0], [2, 0], 4),
+    ("shared by three", [4, 1, 0], 9, [3, 3, 0, 0, 3], [3, 2], 4),
+    ("an earlier page is shared, the last is not", [4, 1, 0], 11, [1, 2, 0, 0, 3], [2, 3], 4),
+    ("one slot is left, and shared", [0], 3, [2, 1, 0, 0], [2, 3], 4),
+    ("pages of one token, shared", [1, 2], 2, [0, 2, 2, 0], [3, 0], 1),
 ).with_mistakes(
     ("the last page counts as shared because an earlier one is",
      "counts[table[-1]] > 1", "any(counts[number] > 1 for number in table)",

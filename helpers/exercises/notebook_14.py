@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from helpers.attention.ring import positions
-from helpers.exercises.exercise import Case, Complaint, Exercise, table
+from helpers.exercises.exercise import Case, Complaint, Exercise
 from helpers.exercises.notebook_02 import MERGE_BY_LSE
 
 
@@ -84,14 +84,13 @@ def count_pairs(owned):
 
 WORK = Exercise(
     solution=count_pairs, title="Who has work", outputs=("pairs",),
-    cases=table(
-        "owned", *(
-            (f"{layout}, {D} devices, {share} positions each", [positions(layout, D, share, i) for i in range(D)])
-            for layout, D, share in (("contiguous", 2, 2), ("contiguous", 3, 2), ("contiguous", 4, 5),
-                                     ("striped", 3, 4), ("striped", 5, 3), ("zigzag", 3, 4), ("zigzag", 4, 6))
-        ),
-        ("three devices, positions at random", list(np.random.default_rng(14).permutation(12).reshape(3, 4))),
+).with_cases(
+    "owned", *(
+        (f"{layout}, {D} devices, {share} positions each", [positions(layout, D, share, i) for i in range(D)])
+        for layout, D, share in (("contiguous", 2, 2), ("contiguous", 3, 2), ("contiguous", 4, 5),
+                                 ("striped", 3, 4), ("striped", 5, 3), ("zigzag", 3, 4), ("zigzag", 4, 6))
     ),
+    ("three devices, positions at random", list(np.random.default_rng(14).permutation(12).reshape(3, 4))),
 ).with_mistakes(
     ("queries see the keys behind them", "<=", ">=", "A query at a sees the key at b if b ≤ a: see hint 1."),
     ("nothing is masked", "(keys[None, :] <= queries[:, None]).sum()", "keys.size * queries.size",
@@ -111,11 +110,10 @@ def zigzag(devices, share, device):
 
 ZIGZAG = Exercise(
     solution=zigzag, title="Zigzag", outputs=("positions",),
-    cases=table(
-        "devices share device",
-        *((D, share, device) for D, share in ((4, 4), (1, 6), (2, 2), (3, 8), (4, 10), (8, 4))
-          for device in sorted({0, D // 2, D - 1})),
-    ),
+).with_cases(
+    "devices share device",
+    *((D, share, device) for D, share in ((4, 4), (1, 6), (2, 2), (3, 8), (4, 10), (8, 4))
+      for device in sorted({0, D // 2, D - 1})),
 ).with_mistakes(
     ("every device has a contiguous share",
      "np.concatenate([early * half + within, late * half + within])", "device * share + np.arange(share)",
@@ -172,11 +170,10 @@ def shortest_share(N, K, itemsize, flops, bandwidth):
 
 SHARE = Exercise(
     solution=shortest_share, title="How long must a share be?", outputs=("positions",),
-    cases=table(
-        "N K itemsize flops bandwidth", (1, 1, 2, 100.0, 10.0), (16, 16, 2, 700e12, 150e9), (32, 8, 2, 700e12, 150e9),
-        (8, 1, 2, 400e12, 25e9), (12, 4, 4, 60e12, 49e9), (16, 16, 1, 1.3e15, 400e9), (5, 5, 2, 123e12, 7e9),
-        (1, 1, 2, 10.0, 100.0),
-    ),
+).with_cases(
+    "N K itemsize flops bandwidth", (1, 1, 2, 100.0, 10.0), (16, 16, 2, 700e12, 150e9), (32, 8, 2, 700e12, 150e9),
+    (8, 1, 2, 400e12, 25e9), (12, 4, 4, 60e12, 49e9), (16, 16, 1, 1.3e15, 400e9), (5, 5, 2, 123e12, 7e9),
+    (1, 1, 2, 10.0, 100.0),
 ).with_mistakes(
     ("only the keys travel", "2 * N", "4 * N", "Values travel too: two arrays, see section 7."),
 )  # fmt: skip

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from helpers.exercises.exercise import Case, Complaint, Exercise, table
+from helpers.exercises.exercise import Case, Complaint, Exercise
 
 
 def attend_step(step, last, q_ref, k_ref, v_ref, out_ref, lse_ref, m_ref, l_ref, acc_ref):
@@ -127,10 +127,9 @@ def _judge_blocks(table, case):
 
 BLOCKS = Exercise(
     solution=keys_in_place, title="A block that stays", outputs=("blocks",), run=_asked, judge=_judge_blocks,
-    cases=table(
-        "T S block_q block_k", (4, 4, 2, 2), (8, 8, 2, 2), (8, 8, 4, 2), (8, 8, 2, 4), (12, 12, 6, 4), (12, 12, 4, 6),
-        (24, 24, 3, 8), (4, 8, 2, 2), (8, 4, 2, 2), (512, 512, 128, 128),
-    ),
+).with_cases(
+    "T S block_q block_k", (4, 4, 2, 2), (8, 8, 2, 2), (8, 8, 4, 2), (8, 8, 2, 4), (12, 12, 6, 4), (12, 12, 4, 6),
+    (24, 24, 3, 8), (4, 8, 2, 2), (8, 4, 2, 2), (512, 512, 128, 128),
 ).with_mistakes(
     ("the index stays one block too early", "last)", "max(0, last - 1))",
      "The block that holds the key of the last query is needed too: see section 5."),
@@ -146,10 +145,9 @@ def registers(rows, columns, itemsize):
 
 REGISTERS = Exercise(
     solution=registers, title="Whole registers", outputs=("registers",),
-    cases=table(
-        "rows columns itemsize", (20, 100, 4), (8, 128, 4), (16, 128, 2), (512, 64, 2), (512, 128, 2), (512, 1, 4),
-        (1, 512, 4), (512, 512, 4), (9, 129, 4), (17, 257, 2), (33, 136, 1), (256, 80, 2),
-    ),
+).with_cases(
+    "rows columns itemsize", (20, 100, 4), (8, 128, 4), (16, 128, 2), (512, 64, 2), (512, 128, 2), (512, 1, 4),
+    (1, 512, 4), (512, 512, 4), (9, 129, 4), (17, 257, 2), (33, 136, 1), (256, 80, 2),
 ).with_mistakes(
     ("the numbers are counted, and packed without gaps", "-(-rows // height) * -(-columns // 128)",
      "-(-rows * columns * itemsize // 4096)",
@@ -170,10 +168,9 @@ def vmem_bytes(block_q, block_k, H, itemsize):
 
 VMEM = Exercise(
     solution=vmem_bytes, title="What lies in VMEM", outputs=("bytes",),
-    cases=table(
-        "block_q block_k H itemsize", (128, 128, 128, 2), (128, 128, 64, 2), (512, 512, 128, 2), (256, 512, 128, 2),
-        (512, 128, 128, 4), (384, 256, 129, 2), (128, 640, 256, 4), (256, 128, 300, 2),
-    ),
+).with_cases(
+    "block_q block_k H itemsize", (128, 128, 128, 2), (128, 128, 64, 2), (512, 512, 128, 2), (256, 512, 128, 2),
+    (512, 128, 128, 4), (384, 256, 129, 2), (128, 640, 256, 4), (256, 128, 300, 2),
 ).with_mistakes(
     ("scratch has two buffers as well", "streams + scratch", "(streams + scratch)",
      "Scratch does not stream, so there is one of it: see section 7."),
@@ -204,17 +201,16 @@ def _in_words(answer, grid, block_of):
 
 AXES = Exercise(
     solution=semantics, title="Axes in any order", outputs=("words",), run=_in_words,
-    cases=table(
-        "grid block_of", ("the case worked by hand", (2, 3), lambda i, j: (i, 0)),
-        ("the forward kernel", (2, 2, 3, 4), lambda b, n, i, step: (b, n, i, 0)),
-        ("the dk and dv kernel", (2, 2, 3, 2, 4), lambda b, kv, j, head, step: (b, kv, j, 0)),
-        ("query heads on an axis, key heads in the result", (2, 4, 3), lambda b, n, j: (b, n // 2, j)),
-        ("each program a block of its own", (3, 2), lambda i, j: (i, j)),
-        ("one block for all", (3, 2), lambda i, j: (0,)),
-        ("blocks along a diagonal", (3, 4), lambda i, j: (i + j,)),
-        ("both ends of an axis share a block", (4, 2), lambda i, j: (i % 3, j)),
-        ("a row and a column share a block", (2, 2), lambda i, j: (i * j,)),
-    ),
+).with_cases(
+    "grid block_of", ("the case worked by hand", (2, 3), lambda i, j: (i, 0)),
+    ("the forward kernel", (2, 2, 3, 4), lambda b, n, i, step: (b, n, i, 0)),
+    ("the dk and dv kernel", (2, 2, 3, 2, 4), lambda b, kv, j, head, step: (b, kv, j, 0)),
+    ("query heads on an axis, key heads in the result", (2, 4, 3), lambda b, n, j: (b, n // 2, j)),
+    ("each program a block of its own", (3, 2), lambda i, j: (i, j)),
+    ("one block for all", (3, 2), lambda i, j: (0,)),
+    ("blocks along a diagonal", (3, 4), lambda i, j: (i + j,)),
+    ("both ends of an axis share a block", (4, 2), lambda i, j: (i % 3, j)),
+    ("a row and a column share a block", (2, 2), lambda i, j: (i * j,)),
 ).with_mistakes(
     ("every axis is called parallel", "any(len(found) > 1 for found in places)", "False",
      "Programs that add to one block need its sum from the step before: see section 8."),

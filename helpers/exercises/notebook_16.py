@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from helpers.exercises.exercise import Exercise, table
+from helpers.exercises.exercise import Exercise
 
 
 def programs(B, T, S, N, K, block_q, block_k):
@@ -14,10 +14,9 @@ def programs(B, T, S, N, K, block_q, block_k):
 
 GRIDS = Exercise(
     solution=programs, title="Two grids", outputs=("forward", "dkv"),
-    cases=table(
-        "B T S N K block_q block_k", (1, 4, 8, 1, 1, 4, 4), (2, 100, 130, 8, 2, 64, 32), (3, 128, 64, 6, 3, 32, 64),
-        (4, 1, 4096, 16, 1, 16, 128), (1, 65, 63, 2, 2, 16, 64),
-    ),
+).with_cases(
+    "B T S N K block_q block_k", (1, 4, 8, 1, 1, 4, 4), (2, 100, 130, 8, 2, 64, 32), (3, 128, 64, 6, 3, 32, 64),
+    (4, 1, 4096, 16, 1, 16, 128), (1, 65, 63, 2, 2, 16, 64),
 ).with_mistakes(
     ("dkv has a program for each query head", "K * B", "N * B",
      "dk and dv belong to a key head, and one program adds up its whole group: see section 5."),
@@ -35,11 +34,10 @@ def pointers(rows, b, n, T, N, H, head_padded):
 
 POINTERS = Exercise(
     solution=pointers, title="Pointers of a tile", outputs=("offsets", "mask"),
-    cases=table(
-        "rows b n T N H head_padded", (np.arange(2), 0, 1, 5, 3, 2, 4), (np.arange(4, 8), 1, 2, 7, 3, 5, 8),
-        (np.arange(8, 16), 2, 0, 13, 2, 24, 32), (np.arange(16, 32), 1, 3, 32, 4, 16, 16),
-        (np.array([3, 9, 0, 6]), 1, 2, 7, 3, 3, 4),
-    ),
+).with_cases(
+    "rows b n T N H head_padded", (np.arange(2), 0, 1, 5, 3, 2, 4), (np.arange(4, 8), 1, 2, 7, 3, 5, 8),
+    (np.arange(8, 16), 2, 0, 13, 2, 24, 32), (np.arange(16, 32), 1, 3, 32, 4, 16, 16),
+    (np.array([3, 9, 0, 6]), 1, 2, 7, 3, 3, 4),
 ).with_mistakes(
     ("the heads lie one behind the other, each with all its positions",
      ("n * H", "rows[:, None] * (N * H)"), ("n * T * H", "rows[:, None] * H"),
@@ -62,12 +60,11 @@ def key_ranges(q_start, block_q, block_k, S, is_causal):
 
 KEY_RANGES = Exercise(
     solution=key_ranges, title="Tiles without a mask", outputs=("full", "stop"),
-    cases=table(
-        "q_start block_q block_k S is_causal", (4, 4, 2, 12, True), (0, 16, 16, 64, False), (0, 16, 16, 60, False),
-        (32, 16, 16, 100, True), (63, 64, 32, 200, True), (32, 32, 64, 200, True), (96, 32, 64, 90, True),
-        (15, 1, 16, 100, True), (16, 1, 16, 100, True), (64, 64, 16, 100, True), (128, 64, 16, 97, True),
-        (128, 128, 64, 1000, False),
-    ),
+).with_cases(
+    "q_start block_q block_k S is_causal", (4, 4, 2, 12, True), (0, 16, 16, 64, False), (0, 16, 16, 60, False),
+    (32, 16, 16, 100, True), (63, 64, 32, 200, True), (32, 32, 64, 200, True), (96, 32, 64, 90, True),
+    (15, 1, 16, 100, True), (16, 1, 16, 100, True), (64, 64, 16, 100, True), (128, 64, 16, 97, True),
+    (128, 128, 64, 1000, False),
 ).with_mistakes(
     ("a tile counts as full if its last query sees all of it", "(q_start + 1) //", "(q_start + block_q) //",
      "The first query sees least: it decides, see section 4."),
@@ -93,12 +90,11 @@ def query_tiles(k_start, block_q, block_k, T, is_causal):
 
 QUERY_COUNTS = Exercise(
     solution=query_tiles, title="The other walk", outputs=("masked", "free"),
-    cases=table(
-        "k_start block_q block_k T is_causal", (2, 2, 2, 8, True), (0, 16, 16, 64, False), (0, 16, 16, 70, False),
-        (32, 16, 32, 150, True), (64, 64, 16, 200, True), (64, 16, 64, 256, True), (48, 32, 16, 33, True),
-        (96, 32, 32, 90, True), (32, 16, 1, 100, True), (31, 16, 1, 100, True), (0, 16, 16, 63, False),
-        (64, 16, 16, 128, False), (0, 1, 4, 3, True), (80, 16, 16, 64, False), (128, 16, 16, 40, True),
-    ),
+).with_cases(
+    "k_start block_q block_k T is_causal", (2, 2, 2, 8, True), (0, 16, 16, 64, False), (0, 16, 16, 70, False),
+    (32, 16, 32, 150, True), (64, 64, 16, 200, True), (64, 16, 64, 256, True), (48, 32, 16, 33, True),
+    (96, 32, 32, 90, True), (32, 16, 1, 100, True), (31, 16, 1, 100, True), (0, 16, 16, 63, False),
+    (64, 16, 16, 128, False), (0, 1, 4, 3, True), (80, 16, 16, 64, False), (128, 16, 16, 40, True),
 ).with_mistakes(
     ("a tile counts as free if its first query sees the first key", " + block_k - 1", "",
      "The last key of the tile is seen by the fewest queries: it decides, see section 5."),

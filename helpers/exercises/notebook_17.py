@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from helpers.exercises.exercise import Exercise, table
+from helpers.exercises.exercise import Exercise
 
 
 def operations(T, S, H):
@@ -12,8 +12,7 @@ def operations(T, S, H):
 
 OPERATIONS = Exercise(
     solution=operations, title="What does the first rung cost?", outputs=("first rung", "needed"),
-    cases=table("T S H", (1, 1, 1), (2, 3, 4), (128, 128, 64), (100, 700, 128), (5, 1, 7), (4096, 4096, 64)),
-).with_mistakes(
+).with_cases("T S H", (1, 1, 1), (2, 3, 4), (128, 128, 64), (100, 700, 128), (5, 1, 7), (4096, 4096, 64)).with_mistakes(
     ("every thread adds up all dimensions of the values", "(2 * H + 2)", "4 * H",
      "A thread owns one dimension of out: 2 operations a key, not 2 H."),
 )  # fmt: skip
@@ -37,17 +36,16 @@ def _tile(late=()):
 
 RACES = Exercise(
     solution=has_race, title="Find the race", outputs=("race",),
-    cases=table(  # nothing, two touches, and more: a race before a barrier or after it, in any order
-        "touches", ([],), ([(0, 0, 5, True), (0, 0, 5, False)],), ([(0, 0, 5, False), (1, 1, 5, True)],),
-        ([(0, 0, 5, True), (1, 0, 5, False)],), ([(0, 0, 5, True), (1, 1, 5, False)],),
-        ([(0, 0, 5, True), (1, 0, 6, False)],), ([(0, 2, 5, False), (1, 2, 5, False)],),
-        ([(0, 0, 5, False), (1, 0, 5, True)],), ([(3, 1, 7, True), (40, 1, 7, True)],),
-        ([(0, 0, 1, True), (1, 1, 1, False), (0, 1, 1, True)],),
-        ([(0, 0, 5, False), (1, 0, 5, False), (1, 0, 5, True)],),
-        ([(0, 0, 5, True), (0, 1, 9, False), (1, 0, 5, False)],),
-        ("a tile that is written and, after a barrier, read by all", _tile()),
-        ("such a tile of which one element is written after the barrier", _tile(late=(5,))),
-    ),
+).with_cases(  # nothing, two touches, and more: a race before a barrier or after it, in any order
+    "touches", ([],), ([(0, 0, 5, True), (0, 0, 5, False)],), ([(0, 0, 5, False), (1, 1, 5, True)],),
+    ([(0, 0, 5, True), (1, 0, 5, False)],), ([(0, 0, 5, True), (1, 1, 5, False)],),
+    ([(0, 0, 5, True), (1, 0, 6, False)],), ([(0, 2, 5, False), (1, 2, 5, False)],),
+    ([(0, 0, 5, False), (1, 0, 5, True)],), ([(3, 1, 7, True), (40, 1, 7, True)],),
+    ([(0, 0, 1, True), (1, 1, 1, False), (0, 1, 1, True)],),
+    ([(0, 0, 5, False), (1, 0, 5, False), (1, 0, 5, True)],),
+    ([(0, 0, 5, True), (0, 1, 9, False), (1, 0, 5, False)],),
+    ("a tile that is written and, after a barrier, read by all", _tile()),
+    ("such a tile of which one element is written after the barrier", _tile(late=(5,))),
 ).with_mistakes(
     ("elements are not told apart", "(epoch, index) == (when, where)", "epoch == when",
      "Both must touch the same index."),
@@ -67,10 +65,8 @@ def held(row, column):
 
 HELD = Exercise(
     solution=held, title="Who holds this element?", outputs=("lane", "register", "half"),
-    cases=table(
-        "row column", (0, 0), (0, 1), (1, 0), (0, 2), (8, 0), (0, 8), (8, 8), (15, 15), (3, 13), (10, 6), (7, 7),
-        (12, 9),
-    ),
+).with_cases(
+    "row column", (0, 0), (0, 1), (1, 0), (0, 2), (8, 0), (0, 8), (8, 8), (15, 15), (3, 13), (10, 6), (7, 7), (12, 9),
 ).with_mistakes(
     ("the registers are in the other order", "row // 8 + 2 * (column // 8)", "column // 8 + 2 * (row // 8)",
      "Register 1 is eight rows down, register 2 eight columns to the right: see section 6."),
@@ -91,14 +87,13 @@ LANES = np.arange(32)
 
 PASSES = Exercise(
     solution=passes, title="How often must the warp ask?", outputs=("passes",),
-    cases=table(
-        "words", ("lane after lane", LANES), ("all lanes the same word", np.full(32, 5)),
-        ("a column of rows of 32 words", 32 * LANES), ("a column of rows of 33 words", 33 * LANES),
-        ("fragments, rows of 32 words", 32 * (LANES // 4) + LANES % 4),
-        ("fragments, rows of 36 words", 36 * (LANES // 4) + LANES % 4),
-        ("two words of one bank, each read by sixteen lanes", 32 * (LANES // 16)),
-        ("random words", np.random.default_rng(17).integers(0, 256, 32)),
-    ),
+).with_cases(
+    "words", ("lane after lane", LANES), ("all lanes the same word", np.full(32, 5)),
+    ("a column of rows of 32 words", 32 * LANES), ("a column of rows of 33 words", 33 * LANES),
+    ("fragments, rows of 32 words", 32 * (LANES // 4) + LANES % 4),
+    ("fragments, rows of 36 words", 36 * (LANES // 4) + LANES % 4),
+    ("two words of one bank, each read by sixteen lanes", 32 * (LANES // 16)),
+    ("random words", np.random.default_rng(17).integers(0, 256, 32)),
 ).with_mistakes(
     ("lanes that read the same word are counted twice", "set(map(int, words))", "words",
      "One word is read once and given to all lanes that want it: count different words."),

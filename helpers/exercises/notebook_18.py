@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from helpers.environment import backend
-from helpers.exercises.exercise import Case, Complaint, Exercise, table
+from helpers.exercises.exercise import Case, Complaint, Exercise
 from helpers.exercises.notebook_05 import FORWARD, expected_forward, run_forward
 
 
@@ -22,10 +22,9 @@ def segment_ids(lengths, T):
 
 SEGMENTS = Exercise(
     solution=segment_ids, title="Whose token is it?", outputs=("ids",), tolerance=1e-9,
-    cases=table(
-        "lengths T", ("the case worked by hand", [2, 1], 5), ([3], 3), ([1, 1, 4], 6), ([2, 5, 3], 16), ([4], 9),
-        ([7, 1, 2, 6], 20),
-    ),
+).with_cases(
+    "lengths T", ("the case worked by hand", [2, 1], 5), ([3], 3), ([1, 1, 4], 6), ([2, 5, 3], 16), ([4], 9),
+    ([7, 1, 2, 6], 20),
 ).with_mistakes(
     ("padding belongs to the last document", (") + 1)", "*lengths, padding"),
      ("))", "*lengths[:-1], lengths[-1] + padding"),
@@ -84,11 +83,10 @@ def segment_kinds(ids, block):
 
 KINDS = Exercise(
     solution=segment_kinds, title="Kinds of tiles from two numbers", outputs=("kinds",), tolerance=1e-9,
-    cases=table(
-        "ids block", ("the case worked by hand", np.array([0, 0, 0, 1, 1, 1]), 2),
-        *((f"documents of {lengths}, block={block}", segment_ids(lengths, sum(lengths)), block) for lengths, block in
-          (([4, 4, 8], 4), ([1, 1, 1, 9], 3), ([5, 11], 4), ([20], 5), ([2, 3, 1, 6, 4, 8], 4))),
-    ),
+).with_cases(
+    "ids block", ("the case worked by hand", np.array([0, 0, 0, 1, 1, 1]), 2),
+    *((f"documents of {lengths}, block={block}", segment_ids(lengths, sum(lengths)), block) for lengths, block in
+      (([4, 4, 8], 4), ([1, 1, 1, 9], 3), ([5, 11], 4), ([20], 5), ([2, 3, 1, 6, 4, 8], 4))),
 ).with_mistakes(
     ("tiles are compared by their first numbers only", "(least[:, None] <= most) & (least <= most[:, None])",
      "least[:, None] == least",
@@ -233,11 +231,10 @@ def _run_window(answer, b, n, i, j):
 
 WINDOW = Exercise(
     solution=windows_by_head, title="A window for each head", outputs=("seen",), run=_run_window, tolerance=1e-9,
-    cases=table(
-        "b n i j", ("all pairs of 7 tokens, head 0", 0, 0, np.arange(7)[:, None], np.arange(7)),
-        *((f"queries from {i}, keys from {j}, head {n}", 1, n, i + np.arange(24)[:, None], j + np.arange(32))
-          for i, j, n in ((40, 0, 0), (40, 16, 1), (64, 32, 0), (100, 32, 2), (0, 64, 1))),
-    ),
+).with_cases(
+    "b n i j", ("all pairs of 7 tokens, head 0", 0, 0, np.arange(7)[:, None], np.arange(7)),
+    *((f"queries from {i}, keys from {j}, head {n}", 1, n, i + np.arange(24)[:, None], j + np.arange(32))
+      for i, j, n in ((40, 0, 0), (40, 16, 1), (64, 32, 0), (100, 32, 2), (0, 64, 1))),
 ).with_mistakes(
     ("the first keys are not seen from afar", "(near | (j < 4))", "near", "The first 4 keys stay visible for all."),
     ("the first keys escape the causal mask", "(j <= i) & (near | (j < 4))", "((j <= i) & near) | (j < 4)",

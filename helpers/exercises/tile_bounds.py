@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from helpers.attention.masking import Band, visible
-from helpers.exercises.exercise import Complaint, shaped, table
+from helpers.exercises.exercise import Complaint, shaped
 
 
 def key_tiles_needed(i, T, S, block_q, block_k, left):
@@ -33,10 +33,6 @@ class Loop:
     over: str
     inside: str
     needed: Callable
-
-    def cases(self, *rows):
-        """For `Exercise.cases`: (number of the outer tile, T, S, block_q, block_k, left) each."""
-        return table(f"{self.inside}_tile T S block_q block_k left", *rows)
 
     def judge(self, result, case):
         """A complaint about the range (first, stop), or None."""
