@@ -27,9 +27,9 @@ from helpers.exercises.exercise import Exercise
 
 {solution}
 
-FIRST = Exercise(
-    solution={name}, title="{title}", outputs=("twice x",),
-).with_cases("x", (1.0,), (2.5,), ("three numbers", np.array([1.0, -2.0, 0.5]))).with_mistakes(
+FIRST = Exercise({name}, "{title}", outputs=("twice x",)).with_cases(
+    "x", (1.0,), (2.5,), ("three numbers", np.array([1.0, -2.0, 0.5])),
+).with_mistakes(
     ("x is squared", "2 * x", "x * x", "Multiply by two: see section 1."),
 )  # fmt: skip
 

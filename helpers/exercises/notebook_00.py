@@ -20,9 +20,7 @@ def _cases():
         yield Case(f"S={S}, H={H}", arguments)
 
 
-ATTEND = Exercise(
-    solution=attend, title="Attention for one query", outputs=("out",), cases=_cases,
-).with_mistakes(
+ATTEND = Exercise(attend, "Attention for one query", outputs=("out",), cases=_cases).with_mistakes(
     ("the weights are divided by their number instead of their sum", "p.sum()", "len(p)",
      "The weights of a query must add up to one: divide by w.sum(), see section 1."),
     ("the weights are returned, before they mix the values", "p @ v", "p",

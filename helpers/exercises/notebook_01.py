@@ -46,8 +46,8 @@ def _attention_cases():
 
 
 ATTENTION = Exercise(
-    solution=causal_attention, title="Attention with scale and causal mask", outputs=("out",),
-    cases=_attention_cases, expected=lambda q, k, v, is_causal: oracles.attention(q, k, v, is_causal=is_causal)[0],
+    causal_attention, "Attention with scale and causal mask", outputs=("out",), cases=_attention_cases,
+    expected=lambda q, k, v, is_causal: oracles.attention(q, k, v, is_causal=is_causal)[0],
 ).with_mistakes(
     ("a query sees one key too many, the one after its own position", "[:, None]", "[:, None] + 1",
      "Query i sees keys j ≤ i; np.triu with k=1 begins right after the diagonal: reread section 3."),
@@ -73,7 +73,7 @@ def bill(T, S, H, itemsize):
 
 
 BILL = Exercise(
-    solution=bill, title="FLOPs and bytes by hand", outputs=("the bill",), run=functools.partial(without, cost),
+    bill, "FLOPs and bytes by hand", outputs=("the bill",), run=functools.partial(without, cost),
 ).with_cases(
     "T S H itemsize", ("the case worked by hand", 2, 3, 4, 2), (1, 5, 3, 4), (6, 2, 8, 1), (1024, 384, 64, 4),
     (4096, 4096, 128, 2),
@@ -93,9 +93,7 @@ def longest(memory, heads, H, itemsize):
     return T
 
 
-FIT = Exercise(
-    solution=longest, title="The longest sequence that fits", outputs=("T",),
-).with_cases(
+FIT = Exercise(longest, "The longest sequence that fits", outputs=("T",)).with_cases(
     "memory heads H itemsize", ("the case worked by hand", 64, 1, 2, 2),
     ("one byte less than the case worked by hand", 63, 1, 2, 2), ("less than one query needs", 10, 1, 2, 2),
     (1000, 2, 3, 4), (21490815, 16, 64, 2),

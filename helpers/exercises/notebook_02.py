@@ -81,9 +81,7 @@ def _update_cases():
     ]
 
 
-UPDATE = Exercise(
-    solution=update, title="The update", outputs=("m", "l", "acc"), cases=_update_cases,
-).with_mistakes(
+UPDATE = Exercise(update, "The update", outputs=("m", "l", "acc"), cases=_update_cases).with_mistakes(
     ("p uses the old m", "s - m_new", "s - m",
      "The new exponentials must be in the new units, e^(s - m_new): see section 3."),
     ("acc is divided by l half-way", "alpha * acc + p @ v", "(alpha * acc + p @ v) / (alpha * l + p.sum())",
@@ -131,9 +129,7 @@ def _merge_cases():
     return [Case(label, (state_of(*a), state_of(*b))) for label, a, b in _two_parts()]
 
 
-MERGE = Exercise(
-    solution=merge, title="Merge two states", outputs=("m", "l", "acc"), cases=_merge_cases,
-).with_mistakes(
+MERGE = Exercise(merge, "Merge two states", outputs=("m", "l", "acc"), cases=_merge_cases).with_mistakes(
     ("the sums are added as they are", ("alpha * ", "beta * ", "alpha[:, None] * ", "beta[:, None] * "), ("",) * 4,
      "The two parts are in different units, e^m_a and e^m_b: see section 5."),
     ("acc is added as it is", ("alpha[:, None] * ", "beta[:, None] * "), ("", ""),
@@ -207,7 +203,7 @@ def _judge_break(result, case):
 
 
 BREAK = Exercise(
-    solution=rows_that_break, title="Break the shortcuts", outputs=("rows",), run=_run_break, judge=_judge_break,
+    rows_that_break, "Break the shortcuts", outputs=("rows",), run=_run_break, judge=_judge_break,
 ).with_cases("block_k", (2,), (3,), (32,), (100,)).with_mistakes(
     ("no row breaks any shortcut, as with numbers from N(0, 1)", ("100.0", "200.0"), ("1.0", "1.0"),
      "No reference matters until an exponential leaves the range of float32: see the picture in section 6."),
@@ -240,7 +236,7 @@ def _lse_cases():
 
 
 MERGE_BY_LSE = Exercise(
-    solution=merge_by_lse, title="Merge by lse", outputs=("out", "lse"), cases=_lse_cases,
+    merge_by_lse, "Merge by lse", outputs=("out", "lse"), cases=_lse_cases,
     tolerance=2e-4,  # float32 rounds an lse near 1000 to four digits behind the point
 ).with_mistakes(
     ("the two outputs are averaged", "np.exp(lse_a - reference), np.exp(lse_b - reference)",

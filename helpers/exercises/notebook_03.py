@@ -111,8 +111,8 @@ def _built(shapes, T, H, S, block_q, block_k, whole):
 
 
 QUERY_OUTER = Exercise(
-    solution=tiled_attention, title="Query tiles outside", outputs=("out", "lse", "what was built"),
-    cases=_attention_cases, run=_run_in_tiles,
+    tiled_attention, "Query tiles outside", outputs=("out", "lse", "what was built"), cases=_attention_cases,
+    run=_run_in_tiles,
 ).with_mistakes(
     ("alpha multiplies the columns of acc, where it should multiply the rows", "alpha[:, None]", "alpha",
      "NumPy lines up (block_q,) with the H of (block_q, H); give alpha a second axis: alpha[:, None] * acc."),
@@ -146,9 +146,7 @@ def _run_kinds(answer, T, S, block_q, block_k):
     }
 
 
-CLASSIFY = Exercise(
-    solution=kind_of_tile, title="Skipped, partial or full", outputs=("kind",), run=_run_kinds,
-).with_cases(
+CLASSIFY = Exercise(kind_of_tile, "Skipped, partial or full", outputs=("kind",), run=_run_kinds).with_cases(
     "T S block_q block_k", (4, 4, 2, 2), (5, 8, 4, 2), (6, 9, 3, 4), (9, 5, 2, 3), (13, 11, 4, 4), (7, 7, 1, 1),
     (8, 20, 8, 4),
 ).with_mistakes(
@@ -211,7 +209,7 @@ def _run_on_memory(answer, q, k, v, scale, block_q, block_k):
 
 
 KEY_OUTER = Exercise(
-    solution=key_outer_attention, title="Key tiles outside",
+    key_outer_attention, "Key tiles outside",
     outputs=("out after the first key tile", "out", "m", "l", "bytes moved", "queries loaded at once"),
     cases=_attention_cases, run=_run_on_memory,
 ).with_mistakes(
@@ -241,8 +239,7 @@ def traffic_table(T, S, H, itemsize, block_q, block_k):
 
 
 TRAFFIC_TABLE = Exercise(
-    solution=traffic_table, title="The traffic table", outputs=("bytes",), run=functools.partial(without, cost),
-    tolerance=1e-9,
+    traffic_table, "The traffic table", outputs=("bytes",), run=functools.partial(without, cost), tolerance=1e-9,
 ).with_cases(
     "T S H itemsize block_q block_k", (2, 3, 1, 2, 1, 2), (8, 16, 4, 4, 4, 4), (10, 13, 8, 2, 4, 5),
     (1000, 700, 64, 2, 128, 32), (4096, 4096, 128, 2, 128, 128),
@@ -292,7 +289,7 @@ def _judge_least_traffic(result, case):
 
 
 LEAST_TRAFFIC = Exercise(
-    solution=least_traffic_blocks, title="The tile that moves the fewest bytes", outputs=("block_q, block_k",),
+    least_traffic_blocks, "The tile that moves the fewest bytes", outputs=("block_q, block_k",),
     judge=_judge_least_traffic,
 ).with_cases(
     "T S H itemsize budget sizes",

@@ -44,7 +44,7 @@ def blocks_of(index_map, grid, axes):
 AXES = "row", "column"
 
 INDEX_MAP = Exercise(
-    solution=read_block, title="The index map", outputs=("the block of each program",),
+    read_block, "The index map", outputs=("the block of each program",),
     run=lambda answer, R, C: blocks_of(answer, (C, 2 * R), AXES),
 ).with_cases("R C", (1, 2), (2, 3), (3, 2), (4, 5)).with_mistakes(
     ("i is halved instead of j", "j // 2, i", "j, i // 2",
@@ -87,7 +87,7 @@ def _run_softmax(kernel, s, block_q, block_s):
 
 
 MASKED_TAIL = Exercise(
-    solution=softmax_tail_kernel, title="A masked tail", outputs=("out",),
+    softmax_tail_kernel, "A masked tail", outputs=("out",),
     cases=_softmax_cases, run=_run_softmax,
     tolerance=5e-4,  # the task says so: a logit near 2000 times log2(e), or plus log l, is off by up to 1.2e-4
 ).with_mistakes(
@@ -158,8 +158,7 @@ def _keys_in_products(jaxpr):
 
 
 ACCUMULATE = Exercise(
-    solution=matmul_tail_kernel, title="Accumulate over k",
-    outputs=("out",), cases=_matmul_cases, run=_run_matmul, slow=True,
+    matmul_tail_kernel, "Accumulate over k", outputs=("out",), cases=_matmul_cases, run=_run_matmul, slow=True,
 ).with_mistakes(
     ("the output block is added to before anything was stored in it",
      ("return acc + ", "acc = jnp.zeros(out_ref.shape, jnp.float32)\n    out_ref[...] = ", "add_tile, acc"),

@@ -33,7 +33,7 @@ def tile_range(i, T, S, block_q, block_k, left=None):
 
 
 BOUNDS = Exercise(
-    solution=tile_range, title="The bounds of the loop", outputs=("(first, stop)",), run=tile_bounds.run,
+    tile_range, "The bounds of the loop", outputs=("(first, stop)",), run=tile_bounds.run,
     judge=tile_bounds.OVER_KEYS.judge,
 ).with_cases(
     "query_tile T S block_q block_k left",
@@ -76,7 +76,7 @@ def _judge_gqa(result, case):
 
 
 GQA = Exercise(
-    solution=key_block, title="The index map of grouped queries", outputs=("blocks",), run=_run_gqa, judge=_judge_gqa,
+    key_block, "The index map of grouped queries", outputs=("blocks",), run=_run_gqa, judge=_judge_gqa,
 ).with_cases(
     "B T S N K H", (1, 2, 3, 6, 2, 2), (2, 4, 3, 4, 2, 3), (2, 2, 5, 3, 1, 2), (2, 4, 2, 3, 3, 2),
 ).with_mistakes(
@@ -113,8 +113,7 @@ def _run_finish(answer, *state):
 
 
 FINISH = Exercise(
-    solution=finish, title="The end of the kernel", outputs=("out", "lse"),
-    cases=_finish_cases, run=_run_finish,
+    finish, "The end of the kernel", outputs=("out", "lse"), cases=_finish_cases, run=_run_finish,
 ).with_mistakes(
     ("m in base 2 is added to a natural logarithm of l", "(m + jnp.log2(l)) / log2_e", "m + jnp.log(l)",
      "Both terms must have one base: see the last equation of section 8."),
@@ -134,9 +133,7 @@ def causal_bytes(T, H, itemsize, block_q, block_k):
     return once + 2 * tiles * block_k * H * itemsize
 
 
-BYTES = Exercise(
-    solution=causal_bytes, title="The bytes of a causal kernel", outputs=("bytes",),
-).with_cases(
+BYTES = Exercise(causal_bytes, "The bytes of a causal kernel", outputs=("bytes",)).with_cases(
     "T H itemsize block_q block_k", (4, 2, 4, 2, 2), (12, 4, 2, 3, 2), (12, 3, 4, 2, 3), (30, 8, 2, 6, 5),
     (64, 32, 2, 16, 32), (128, 64, 2, 64, 16), (256, 128, 4, 32, 32), (192, 16, 2, 32, 64),
 ).with_mistakes(
@@ -247,9 +244,9 @@ def expected_forward(mask, q, k, v, seen, *_):
 
 
 FORWARD = Exercise(
-    solution=forward, title="The forward kernel, whole", outputs=("out", "lse", "how it was made"),
-    cases=_forward_cases, run=functools.partial(run_forward, forward, "is_causal"),
-    expected=functools.partial(expected_forward, "is_causal"), tolerance=1e-4, building_block="forward", slow=True,
+    forward, "The forward kernel, whole", outputs=("out", "lse", "how it was made"), cases=_forward_cases,
+    run=functools.partial(run_forward, forward, "is_causal"), expected=functools.partial(expected_forward, "is_causal"),
+    tolerance=1e-4, building_block="forward", slow=True,
 ).with_mistakes(
     ("acc is not rescaled by alpha", "alpha[:, None] * acc", "acc",
      "What acc holds was measured from the old maximum, just like l: reread the equations of section 2."),

@@ -38,7 +38,7 @@ def _ds_cases():
 
 
 DS = Exercise(
-    solution=softmax_backward, title="From dp to ds", outputs=("ds",), cases=_ds_cases,
+    softmax_backward, "From dp to ds", outputs=("ds",), cases=_ds_cases,
     tolerance=1e-4,  # the large constant leaves float32 five digits
 ).with_mistakes(
     ("only the diagonal of the Jacobian is used, p (1 - p)", "(dp - delta)", "(1 - p) * dp",
@@ -60,9 +60,7 @@ def _delta_cases():
         yield Case(label, (out, dout, into_lse * _normal(random, T)))
 
 
-DELTA = Exercise(
-    solution=row_delta, title="delta without a table", outputs=("delta",), cases=_delta_cases,
-).with_mistakes(
+DELTA = Exercise(row_delta, "delta without a table", outputs=("delta",), cases=_delta_cases).with_mistakes(
     ("the sum runs over the queries instead of the components", "axis=1", "axis=0",
      "There is one delta for each query, so sum along axis 1: see section 4."),
     ("a (T, 1) and a (T,) array meet and make a (T, T) table", "axis=1", "axis=1, keepdims=True",
@@ -96,9 +94,7 @@ def _product_cases():
     return [case(3, 3, 2), case(3, 3, 2, 4, 2), case(2, 5, 3), case(4, 7, 4, 6, 2), case(5, 2, 8, 3, 1, scale=0.7)]
 
 
-PRODUCTS = Exercise(
-    solution=gradients, title="dq, dk and dv", outputs=("dq", "dk", "dv"), cases=_product_cases,
-).with_mistakes(
+PRODUCTS = Exercise(gradients, "dq, dk and dv", outputs=("dq", "dk", "dv"), cases=_product_cases).with_mistakes(
     ("p is not transposed in dv, and only dv is wrong", "p[n].T", "p[n]",
      "A value collects from all queries that looked at it, a column of p: see section 3."),
     ("ds is not transposed in dk, and only dk is wrong", "ds[n].T", "ds[n]",
@@ -117,7 +113,7 @@ def residual_bytes(T, S, N, K, H, itemsize):
 
 
 SAVE = Exercise(
-    solution=residual_bytes, title="What to save", outputs=("with the table", "without the table"),
+    residual_bytes, "What to save", outputs=("with the table", "without the table"),
 ).with_cases(  # the last has more bytes than 32 bits can count
     "T S N K H itemsize", (2, 3, 1, 1, 4, 2), (5, 7, 4, 2, 8, 4), (4096, 4096, 1, 1, 128, 2),
     (1000, 3000, 8, 2, 64, 2), (65536, 65536, 16, 4, 128, 2),
@@ -213,7 +209,7 @@ def _built(shapes, block_q, block_k, whole):
 
 
 TILED = Exercise(
-    solution=flash_backward, title="The whole backward pass, tile by tile",
+    flash_backward, "The whole backward pass, tile by tile",
     outputs=("dq", "dk", "dv", "what was built"), cases=_tiled_cases, run=_run_tiled,
     tolerance=1e-4,  # float32 rounds an lse near 1000 to four digits behind the point
 ).with_mistakes(

@@ -73,7 +73,7 @@ def _run_body(names, answer, q, k, v, do, scale, block_q, block_k):
 
 
 DKV = Exercise(
-    solution=one_query_tile, title="The body of the dk and dv kernel", outputs=("dk", "dv"),
+    one_query_tile, "The body of the dk and dv kernel", outputs=("dk", "dv"),
     cases=functools.partial(_body_cases, 71), run=functools.partial(_run_body, ("dk", "dv")),
     tolerance=2e-4,  # float32, and base two, round logits of 120
 ).with_mistakes(
@@ -98,7 +98,7 @@ def one_key_tile(q, k, v, do, lse, delta, scale, dq):
 
 
 DQ = Exercise(
-    solution=one_key_tile, title="The body of the dq kernel", outputs=("dq",),
+    one_key_tile, "The body of the dq kernel", outputs=("dq",),
     cases=functools.partial(_body_cases, 72), run=functools.partial(_run_body, ("dq",)),
     tolerance=2e-4,  # float32, and base two, round logits of 120
 ).with_mistakes(
@@ -191,7 +191,7 @@ def _run_wiring(answer, q, k, v, weight):
 
 
 WIRING = Exercise(
-    solution=differentiable, title="Wiring the gradient",
+    differentiable, "Wiring the gradient",
     outputs=("out", "out under jax.grad", "dq", "dk", "dv",
              "runs of forward for one gradient", "runs of backward for one gradient"),
     cases=_wiring_cases, run=_run_wiring, tolerance=5e-5, slow=True,
@@ -222,9 +222,7 @@ def product_flops(T, S, H, block_q, block_k, fused, is_causal):
     return (5 if fused else 7) * 2 * block_q * block_k * H * pairs
 
 
-FLOPS = Exercise(
-    solution=product_flops, title="Count the products", outputs=("FLOPs",),
-).with_cases(
+FLOPS = Exercise(product_flops, "Count the products", outputs=("FLOPs",)).with_cases(
     "T S H block_q block_k fused is_causal", (4, 4, 2, 2, 2, True, False), (4, 4, 2, 2, 2, False, False),
     (4, 4, 2, 2, 2, False, True), (12, 12, 5, 3, 2, False, True), (12, 12, 5, 2, 3, True, True),
     (20, 6, 4, 5, 3, False, True), (6, 28, 3, 2, 7, True, True), (64, 128, 16, 16, 32, False, True),
@@ -253,8 +251,8 @@ def query_tile_range(j, T, S, block_q, block_k, left=None):
 
 
 BOUNDS = Exercise(
-    solution=query_tile_range, title="The queries that a tile of keys needs", outputs=("(first, stop)",),
-    run=tile_bounds.run, judge=tile_bounds.OVER_QUERIES.judge,
+    query_tile_range, "The queries that a tile of keys needs", outputs=("(first, stop)",), run=tile_bounds.run,
+    judge=tile_bounds.OVER_QUERIES.judge,
 ).with_cases(
     "key_tile T S block_q block_k left",
     (0, 64, 64, 16, 32, None), (1, 64, 64, 16, 32, None), (1, 64, 64, 32, 16, None), (2, 96, 96, 64, 16, None),
@@ -317,7 +315,7 @@ def _run_rounding(answer, p, v):
 
 
 ROUNDING = Exercise(
-    solution=out_and_low, title="Out, and what rounding takes off it",
+    out_and_low, "Out, and what rounding takes off it",
     outputs=("numbers of out and low", "out", "out + low"),
     cases=_rounding_cases, run=_run_rounding, expected=_rounding_expected,
     tolerance=5e-6,  # at worst 2^-9 of low, which is 2^-8 of out; less over an array; float32 sums

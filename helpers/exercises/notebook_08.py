@@ -60,7 +60,7 @@ def _run_layer(answer, x, w_qkv, w_merge, dout, N):
 
 
 LAYER = Exercise(
-    solution=attention_layer, title="Swap attention in",
+    attention_layer, "Swap attention in",
     outputs=("out", "gradient of x", "gradient of w_qkv", "gradient of w_merge", "attention is used"),
     cases=_layer_cases, run=_run_layer, slow=True,
 ).with_mistakes(
@@ -93,9 +93,7 @@ def bytes_kept(B, T, N, H, itemsize, layers):
     }
 
 
-KEPT = Exercise(
-    solution=bytes_kept, title="Read the memory difference", outputs=("bytes",), tolerance=1e-9,
-).with_cases(
+KEPT = Exercise(bytes_kept, "Read the memory difference", outputs=("bytes",), tolerance=1e-9).with_cases(
     "B T N H itemsize layers", ("the case worked by hand", 1, 2, 1, 2, 2, 1), (2, 3, 5, 4, 4, 7),
     (6, 5, 7, 3, 8, 2), (8, 96, 2, 32, 4, 2), (4, 2048, 16, 128, 2, 24), (1, 8192, 8, 64, 2, 3),
 ).with_mistakes(
@@ -132,8 +130,7 @@ def _run_shift(answer, tokens, starts, T):
 
 
 SHIFT = Exercise(
-    solution=inputs_and_targets, title="The causal shift", outputs=("inputs", "targets"),
-    cases=_shift_cases, run=_run_shift,
+    inputs_and_targets, "The causal shift", outputs=("inputs", "targets"), cases=_shift_cases, run=_run_shift,
 ).with_mistakes(
     ("there is no shift: each position has to predict the token that it is given", "1:]", ":-1]",
      "The target is the token after the input: see the picture of section 3."),
@@ -173,7 +170,7 @@ def _loss_cases():
 
 
 LOSS = Exercise(
-    solution=next_token_loss, title="The loss, without overflow", outputs=("loss",), cases=_loss_cases,
+    next_token_loss, "The loss, without overflow", outputs=("loss",), cases=_loss_cases,
     tolerance=1e-3,  # float32 rounds logits of a few thousand to three digits behind the point
 ).with_mistakes(
     ("the maximum is not taken off, and large exponentials overflow or all of them vanish",

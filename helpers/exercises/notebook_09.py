@@ -54,8 +54,7 @@ def _judge_clock(result, case):
 
 
 CLOCK = Exercise(
-    solution=median_time, title="A benchmark with four faults", outputs=("time",), tolerance=1e-3, run=_measure,
-    judge=_judge_clock,
+    median_time, "A benchmark with four faults", outputs=("time",), tolerance=1e-3, run=_measure, judge=_judge_clock,
 ).with_cases(
     "gpu inputs samples calls", ("the case worked by hand", dict(call_s=2e-3, launch_s=5e-5), THREE, 1, 3),
     ("a GPU that compiles for 1 s, one sample", dict(call_s=2e-3, compile_s=1.0), THREE, 1, 12),
@@ -112,8 +111,7 @@ def _pair_cases():
 
 
 PAIRS = Exercise(
-    solution=speed_up, title="Is 0.07 % a speed-up?", outputs=("low", "high", "verdict"), tolerance=1e-6,
-    cases=_pair_cases,
+    speed_up, "Is 0.07 % a speed-up?", outputs=("low", "high", "verdict"), tolerance=1e-6, cases=_pair_cases,
 ).with_mistakes(
     ("the pairs are torn apart: medians of old and new first, and then their ratio",
      "np.median((old / new)[resamples], axis=1)",
@@ -144,7 +142,7 @@ FAST = {"matmul_tflops": 5000.0, "copy_gbps": 900.0, "exp_tops": 8.0}
 
 
 BOUNDS = Exercise(
-    solution=roofline_bounds, title="The roof over one problem", outputs=("bounds",),
+    roofline_bounds, "The roof over one problem", outputs=("bounds",),
     tolerance=1e-6,  # ten times as much tells the smallest of these times from 0
 ).with_cases(
     "B T S N K H itemsize is_causal ceilings", ("the case worked by hand", 1, 2, 3, 1, 1, 4, 2, False, TOY),
@@ -175,9 +173,7 @@ def counted_ceiling(rate, T, block, products, is_causal):
     return rate * counted / done
 
 
-CEILING = Exercise(
-    solution=counted_ceiling, title="The ceiling of a split backward", outputs=("ceiling",),
-).with_cases(
+CEILING = Exercise(counted_ceiling, "The ceiling of a split backward", outputs=("ceiling",)).with_cases(
     "rate T block products is_causal", ("the case worked by hand", 700.0, 4, 2, 7, True),
     (700.0, 4096, 128, 7, False), (700.0, 4096, 128, 5, False), (700.0, 9, 3, 7, True), (700.0, 5, 1, 5, True),
     (700.0, 4096, 128, 7, True), (810.0, 1024, 64, 5, True), (312.0, 512, 512, 7, True),
@@ -201,9 +197,7 @@ def restated(claimed, which, counted, is_causal, halved):
     return claimed * ours / theirs
 
 
-CLAIMS = Exercise(
-    solution=restated, title="Other people's numbers", outputs=("TFLOP/s",),
-).with_cases(
+CLAIMS = Exercise(restated, "Other people's numbers", outputs=("TFLOP/s",)).with_cases(
     "claimed which counted is_causal halved", ("the case worked by hand", 800.0, "backward", 14, True, False),
     (600.0, "forward", 4, True, True), (300.0, "forward", 2, False, False), (300.0, "forward", 4, True, False),
     (420.0, "backward", 14, False, False), (420.0, "backward", 8, True, False), (480.0, "both", 14, True, True),

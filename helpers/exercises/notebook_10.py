@@ -89,8 +89,7 @@ def _simulated(memory, computing):
 
 
 RING = Exercise(
-    solution=ring, title="Place the barriers", outputs=("the order of operations",), run=_run_ring,
-    judge=_complaint_or_none,
+    ring, "Place the barriers", outputs=("the order of operations",), run=_run_ring, judge=_complaint_or_none,
 ).with_cases("tiles slots readers", (1, 1, 1), (2, 1, 1), (4, 2, 1), (7, 3, 2), (2, 4, 1)).with_mistakes(
     ("the memory warpgroup fills a slot again without waiting until it is free",
      '            if j >= stages:\n                yield Wait("free", slot)\n', "",
@@ -114,8 +113,7 @@ def split_registers(warpgroups, memory):
 
 
 REGISTERS = Exercise(
-    solution=split_registers, title="Share out the registers",
-    outputs=("registers at the start", "registers of a compute thread"),
+    split_registers, "Share out the registers", outputs=("registers at the start", "registers of a compute thread"),
 ).with_cases("warpgroups memory", (2, 24), (3, 24), (4, 24), (4, 40), (5, 32), (6, 24), (7, 40)).with_mistakes(
     ("the registers that rounding left unused at the start are shared out as well",
      "(warpgroups + 1) * at_start", "65536 // 128",
@@ -134,7 +132,7 @@ def smem_budget(H, block_q, block_k, stages, warpgroups):
 
 
 SMEM = Exercise(
-    solution=smem_budget, title="The budget of shared memory", outputs=("bytes", "most stages"),
+    smem_budget, "The budget of shared memory", outputs=("bytes", "most stages"),
 ).with_cases(  # what does not grow is too much already; scratch and gaps decide; the last stage fits to the byte
     "H block_q block_k stages warpgroups", (64, 64, 64, 1, 1), (64, 64, 128, 2, 3), (128, 64, 128, 2, 2),
     (128, 64, 64, 3, 2), (256, 64, 64, 1, 2), (64, 64, 64, 4, 4), (64, 128, 64, 2, 2), (256, 128, 64, 1, 2),
@@ -233,8 +231,7 @@ def _run_pipeline(answer, steps):
 
 
 PIPELINE = Exercise(
-    solution=pipeline, title="Order the pipeline", outputs=("the order of operations",), run=_run_pipeline,
-    judge=_complaint_or_none,
+    pipeline, "Order the pipeline", outputs=("the order of operations",), run=_run_pipeline, judge=_complaint_or_none,
 ).with_cases("steps", (1,), (2,), (3,), (6,)).with_mistakes(
     ("no product runs while you take exponentials", "Drain(1)", "Drain(0)",
      "Order the scores, then the p v of the tile before, and await the older of the two only: see section 12."),
@@ -300,8 +297,7 @@ def _by_least(program, programs, lengths):
 
 
 BALANCE = Exercise(
-    solution=tiles_of, title="Balance a causal mask", outputs=("the tiles of each program",), run=_run_balance,
-    judge=_judge_balance,
+    tiles_of, "Balance a causal mask", outputs=("the tiles of each program",), run=_run_balance, judge=_judge_balance,
 ).with_cases(
     "lengths programs", ([1, 2, 3, 4], 2), ([*range(1, 9)], 4), ("3 heads, 5 programs", 3 * [*range(1, 9)], 5),
     ([14, 2, 9, 17, 1, 6, 19, 11, 4, 13, 8], 3), ([2, 5, 1], 4), ([1, 1, 1, 1, 1, 2, 2, 2, 2, 2], 3),

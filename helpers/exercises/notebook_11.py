@@ -17,7 +17,7 @@ def slowest_unit(H, block_k, instructions, moved, cost):
 
 
 BIND = Exercise(
-    solution=slowest_unit, title="What binds the loop", outputs=("unit", "cycles"),
+    slowest_unit, "What binds the loop", outputs=("unit", "cycles"),
 ).with_cases(  # the first three are worked by hand
     "H block_k instructions moved cost", (64, 128, 418, 0, 6), (64, 128, 418, 16, 6), (64, 128, 418, 32, 6),
     (64, 128, 482, 16, 6), (64, 128, 482, 8, 3), (128, 128, 514, 0, 6), (128, 128, 514, 32, 6),
@@ -43,9 +43,7 @@ def guess(s, block_k, headroom, most):
 
 LN, RANDOM = np.log, np.random.default_rng(112)
 
-GUESS = Exercise(
-    solution=guess, title="Guess, and notice", outputs=("failed", "lse"),
-).with_cases(
+GUESS = Exercise(guess, "Guess, and notice", outputs=("failed", "lse")).with_cases(
     "s block_k headroom most",
     ("the case worked by hand", LN([1.0, 3.0, 40.0, 4.0]), 2, 1, 32768),
     ("the case worked by hand, headroom 3", LN([1.0, 3.0, 40.0, 4.0]), 2, 3, 32768),

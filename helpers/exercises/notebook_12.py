@@ -16,7 +16,7 @@ def operands(left, right, held):
 BY_KEYS = ["s.T", "p.T", "dp.T", "ds.T"]
 BY_QUERIES = ["s", "p", "dp", "ds"]
 OPERANDS = Exercise(
-    solution=operands, title="Registers or shared memory",
+    operands, "Registers or shared memory",
     outputs=("place of the left operand", "place of the right operand", "whether a tile must be stored first"),
 ).with_cases(
     "left right held",
@@ -52,9 +52,7 @@ def fused_smem(H, block_q, stages, warpgroups, delayed):
     return streamed + keys_and_values + ds + dq
 
 
-SMEM = Exercise(
-    solution=fused_smem, title="A budget of shared memory", outputs=("bytes",),
-).with_cases(
+SMEM = Exercise(fused_smem, "A budget of shared memory", outputs=("bytes",)).with_cases(
     "H block_q stages warpgroups delayed", (64, 64, 1, 1, False), (64, 128, 2, 2, False), (128, 64, 2, 2, False),
     (128, 64, 2, 2, True), (64, 64, 3, 2, True), (128, 64, 1, 2, True), (64, 32, 2, 3, False), (128, 96, 2, 1, True),
 ).with_mistakes(
@@ -75,9 +73,7 @@ def reduce_add(B, T, S, N, H, block_q, block_k, is_causal, bandwidth):
     return moved, moved / bandwidth
 
 
-ADDED = Exercise(
-    solution=reduce_add, title="What the additions move", outputs=("bytes", "seconds"), tolerance=1e-6,
-).with_cases(
+ADDED = Exercise(reduce_add, "What the additions move", outputs=("bytes", "seconds"), tolerance=1e-6).with_cases(
     "B T S N H block_q block_k is_causal bandwidth", (1, 4, 4, 1, 2, 2, 2, False, 32.0),
     (1, 4, 4, 1, 2, 2, 2, True, 32.0), (1, 512, 384, 2, 64, 128, 128, False, 1e12),
     (2, 256, 600, 1, 64, 64, 128, False, 2e12), (2, 1024, 1024, 3, 128, 64, 128, True, 4e12),
@@ -114,8 +110,7 @@ def _each(fused, dkv, dq, unit=1):
 HAND, PRODUCTS, KIB = (_each(40960, 32768, 24576), _each(1536, 640, 512)), _each(5, 4, 3, 2 * 64 * 128 * 128), 1024
 
 CHOICE = Exercise(
-    solution=fused_or_split, title="Fused or split", outputs=("choice", "cycles of fused", "cycles of split"),
-    tolerance=1e-6,
+    fused_or_split, "Fused or split", outputs=("choice", "cycles of fused", "cycles of split"), tolerance=1e-6,
 ).with_cases(
     "flops smem_bytes exposed", ("the case worked by hand", *HAND, 0),
     ("the case worked by hand, 3 cycles exposed", *HAND, 3),
@@ -151,9 +146,7 @@ def halving_block_q(T, block_q):
     }
 
 
-HALVING = Exercise(
-    solution=halving_block_q, title="Half as many queries in a tile", outputs=("factors",), tolerance=1e-6,
-).with_cases(
+HALVING = Exercise(halving_block_q, "Half as many queries in a tile", outputs=("factors",), tolerance=1e-6).with_cases(
     "T block_q", (256, 128), (4096, 128), (320, 128), (1090, 128), (50, 128), (64, 128), (130, 64),
 ).with_mistakes(
     ("k and v are read from shared memory as often as before", '"k and v read": steps', '"k and v read": 1',

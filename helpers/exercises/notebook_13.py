@@ -21,9 +21,7 @@ def keys_computed(prompt, new):
     return {"without a cache": without, "with a cache": prompt + new - 1}
 
 
-AGAIN = Exercise(
-    solution=keys_computed, title="What is computed again", outputs=("keys",), tolerance=1e-9,
-).with_cases(
+AGAIN = Exercise(keys_computed, "What is computed again", outputs=("keys",), tolerance=1e-9).with_cases(
     "prompt new", ("the case worked by hand", 3, 2), (1, 1), (1, 5), (7, 1), (12, 60), (1000, 300),
 ).with_mistakes(
     ("the last new token counts as well, though nothing follows it that would need its key", ("(new)", "new - 1"),
@@ -73,7 +71,7 @@ def _step_cases():
 
 
 STEP = Exercise(
-    solution=one_step, title="One step with a cache", outputs=("out", "key_cache", "value_cache"), cases=_step_cases,
+    one_step, "One step with a cache", outputs=("out", "key_cache", "value_cache"), cases=_step_cases,
 ).with_mistakes(
     ("the new token does not see itself", ": length + 1", ":length",
      "Query `length` sees keys 0 to `length`, which are length + 1 of them: see section 2."),
@@ -122,7 +120,7 @@ def _merge_cases():
 
 
 MERGE = Exercise(
-    solution=merge_splits, title="Merge by lse", outputs=("out", "lse"), cases=_merge_cases,
+    merge_splits, "Merge by lse", outputs=("out", "lse"), cases=_merge_cases,
     tolerance=2e-4,  # in float32 a lse of 1000 is known to four digits behind the point
 ).with_mistakes(
     ("the parts are averaged, whatever their lse is", "return out", "return outs.mean(axis=0)",
@@ -154,9 +152,7 @@ def _place_cases():
         yield Case(f"B={B}, pages of {page}", (table, positions, page))
 
 
-PLACES = Exercise(
-    solution=places, title="Where a token lies", outputs=("places",), cases=_place_cases,
-).with_mistakes(
+PLACES = Exercise(places, "Where a token lies", outputs=("places",), cases=_place_cases).with_mistakes(
     ("the page table is not used, as if the pages lay in order", "table[np.arange(len(table)), positions // page]",
      "positions // page", "table[b, j] says where page j of sequence b is: see section 7."),
     ("// and % are exchanged", ("// page]", "% page\n"), ("% page]", "// page\n"),
@@ -178,9 +174,7 @@ def fit(layers, K, H, itemsize, memory, tokens, longest, page):
     }
 
 
-FIT = Exercise(
-    solution=fit, title="How many sequences fit", outputs=("result",), tolerance=1e-9,
-).with_cases(
+FIT = Exercise(fit, "How many sequences fit", outputs=("result",), tolerance=1e-9).with_cases(
     "layers K H itemsize memory tokens longest page", ("the case worked by hand", 1, 1, 2, 2, 200, 5, 10, 4),
     (2, 3, 4, 4, 20_000, 17, 24, 16), (3, 2, 8, 2, 10_000, 33, 64, 32),
     (32, 8, 128, 2, 64 * 2**30, 1000, 8192, 16), (32, 32, 128, 2, 64 * 2**30, 4096, 4096, 256),
@@ -208,9 +202,7 @@ def make_room(table, length, counts, free, page):
     return {"table": table, "counts": counts, "copied": copied}
 
 
-ROOM = Exercise(
-    solution=make_room, title="Room for one more token", outputs=("result",), tolerance=1e-9,
-).with_cases(
+ROOM = Exercise(make_room, "Room for one more token", outputs=("result",), tolerance=1e-9).with_cases(
     "table length counts free page",
     ("the case worked by hand", [3, 5], 6, [0, 0, 0, 2, 0, 2, 1], [0, 4, 2, 1], 4),
     ("a page that is not shared has room", [1], 2, [0, 1, 0, 2], [0, 2], 4),
@@ -342,8 +334,8 @@ def _expected_decode(query, key, value, lengths, *_):
 
 
 DECODE = Exercise(
-    solution=decode_attention, title="A kernel that decodes", outputs=("out", "how it was made"),
-    building_block="decode", slow=True, cases=_decode_cases, run=_run_decode, expected=_expected_decode, tolerance=1e-4,
+    decode_attention, "A kernel that decodes", outputs=("out", "how it was made"), building_block="decode", slow=True,
+    cases=_decode_cases, run=_run_decode, expected=_expected_decode, tolerance=1e-4,
 ).with_mistakes(
     ("keys behind the length of a sequence count as well", "< length\n", "< S\n",
      "Sequence b sees its first lengths[b] keys: mask the others, see section 2."),

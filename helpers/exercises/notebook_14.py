@@ -57,8 +57,8 @@ def _run_ring(answer, queries, keys, values):
 
 
 RING = Exercise(
-    solution=turn_the_ring, title="Turn the ring", outputs=("out of every device",),
-    cases=_ring_cases, run=_run_ring, expected=lambda *shares: np.array(_run_ring(turn_the_ring, *shares)),
+    turn_the_ring, "Turn the ring", outputs=("out of every device",), cases=_ring_cases, run=_run_ring,
+    expected=lambda *shares: np.array(_run_ring(turn_the_ring, *shares)),
 ).with_mistakes(
     ("a step is missing: one share of the keys is never seen", "range(1, D)", "range(1, D - 1)",
      "D devices need D steps, their own keys among them: see section 3."),
@@ -82,9 +82,7 @@ def count_pairs(owned):
     return table
 
 
-WORK = Exercise(
-    solution=count_pairs, title="Who has work", outputs=("pairs",),
-).with_cases(
+WORK = Exercise(count_pairs, "Who has work", outputs=("pairs",)).with_cases(
     "owned", *(
         (f"{layout}, {D} devices, {share} positions each", [positions(layout, D, share, i) for i in range(D)])
         for layout, D, share in (("contiguous", 2, 2), ("contiguous", 3, 2), ("contiguous", 4, 5),
@@ -108,9 +106,7 @@ def zigzag(devices, share, device):
     return np.concatenate([early * half + within, late * half + within])
 
 
-ZIGZAG = Exercise(
-    solution=zigzag, title="Zigzag", outputs=("positions",),
-).with_cases(
+ZIGZAG = Exercise(zigzag, "Zigzag", outputs=("positions",)).with_cases(
     "devices share device",
     *((D, share, device) for D, share in ((4, 4), (1, 6), (2, 2), (3, 8), (4, 10), (8, 4))
       for device in sorted({0, D // 2, D - 1})),
@@ -149,8 +145,7 @@ def _gradient_cases():
 
 
 GRADIENTS = Exercise(
-    solution=part_gradients, title="Gradients of a part", outputs=("dq", "dk", "dv"), cases=_gradient_cases,
-    tolerance=1e-4,
+    part_gradients, "Gradients of a part", outputs=("dq", "dk", "dv"), cases=_gradient_cases, tolerance=1e-4,
 ).with_mistakes(
     ("the weights are those of a softmax over the part",
      "    p = ", "    lse = np.logaddexp.reduce(scale * q @ k.T, axis=1)\n    p = ",
@@ -168,9 +163,7 @@ def shortest_share(N, K, itemsize, flops, bandwidth):
     return int(-(-t // 1))
 
 
-SHARE = Exercise(
-    solution=shortest_share, title="How long must a share be?", outputs=("positions",),
-).with_cases(
+SHARE = Exercise(shortest_share, "How long must a share be?", outputs=("positions",)).with_cases(
     "N K itemsize flops bandwidth", (1, 1, 2, 100.0, 10.0), (16, 16, 2, 700e12, 150e9), (32, 8, 2, 700e12, 150e9),
     (8, 1, 2, 400e12, 25e9), (12, 4, 4, 60e12, 49e9), (16, 16, 1, 1.3e15, 400e9), (5, 5, 2, 123e12, 7e9),
     (1, 1, 2, 10.0, 100.0),

@@ -86,8 +86,7 @@ def _walk_cases():
 
 
 WALK = Exercise(
-    solution=attend_step, title="A step of the walk", outputs=("out", "lse"),
-    cases=_walk_cases, run=_walk, tolerance=1e-4,
+    attend_step, "A step of the walk", outputs=("out", "lse"), cases=_walk_cases, run=_walk, tolerance=1e-4,
 ).with_mistakes(
     ("scratch is set at every step", "step == 0", "True", "Then only the last tile counts: see section 2."),
     ("the result is written before the last tile is in it",
@@ -125,9 +124,7 @@ def _judge_blocks(table, case):
     return None if moved == least else f"{moved} blocks are fetched on the walk, and {least} would do"
 
 
-BLOCKS = Exercise(
-    solution=keys_in_place, title="A block that stays", outputs=("blocks",), run=_asked, judge=_judge_blocks,
-).with_cases(
+BLOCKS = Exercise(keys_in_place, "A block that stays", outputs=("blocks",), run=_asked, judge=_judge_blocks).with_cases(
     "T S block_q block_k", (4, 4, 2, 2), (8, 8, 2, 2), (8, 8, 4, 2), (8, 8, 2, 4), (12, 12, 6, 4), (12, 12, 4, 6),
     (24, 24, 3, 8), (4, 8, 2, 2), (8, 4, 2, 2), (512, 512, 128, 128),
 ).with_mistakes(
@@ -143,9 +140,7 @@ def registers(rows, columns, itemsize):
     return -(-rows // height) * -(-columns // 128)
 
 
-REGISTERS = Exercise(
-    solution=registers, title="Whole registers", outputs=("registers",),
-).with_cases(
+REGISTERS = Exercise(registers, "Whole registers", outputs=("registers",)).with_cases(
     "rows columns itemsize", (20, 100, 4), (8, 128, 4), (16, 128, 2), (512, 64, 2), (512, 128, 2), (512, 1, 4),
     (1, 512, 4), (512, 512, 4), (9, 129, 4), (17, 257, 2), (33, 136, 1), (256, 80, 2),
 ).with_mistakes(
@@ -166,9 +161,7 @@ def vmem_bytes(block_q, block_k, H, itemsize):
     return 2 * streams + scratch
 
 
-VMEM = Exercise(
-    solution=vmem_bytes, title="What lies in VMEM", outputs=("bytes",),
-).with_cases(
+VMEM = Exercise(vmem_bytes, "What lies in VMEM", outputs=("bytes",)).with_cases(
     "block_q block_k H itemsize", (128, 128, 128, 2), (128, 128, 64, 2), (512, 512, 128, 2), (256, 512, 128, 2),
     (512, 128, 128, 4), (384, 256, 129, 2), (128, 640, 256, 4), (256, 128, 300, 2),
 ).with_mistakes(
@@ -199,9 +192,7 @@ def _in_words(answer, grid, block_of):
     return " ".join(map(str, result))
 
 
-AXES = Exercise(
-    solution=semantics, title="Axes in any order", outputs=("words",), run=_in_words,
-).with_cases(
+AXES = Exercise(semantics, "Axes in any order", outputs=("words",), run=_in_words).with_cases(
     "grid block_of", ("the case worked by hand", (2, 3), lambda i, j: (i, 0)),
     ("the forward kernel", (2, 2, 3, 4), lambda b, n, i, step: (b, n, i, 0)),
     ("the dk and dv kernel", (2, 2, 3, 2, 4), lambda b, kv, j, head, step: (b, kv, j, 0)),

@@ -12,9 +12,7 @@ def programs(B, T, S, N, K, block_q, block_k):
     return forward, dkv
 
 
-GRIDS = Exercise(
-    solution=programs, title="Two grids", outputs=("forward", "dkv"),
-).with_cases(
+GRIDS = Exercise(programs, "Two grids", outputs=("forward", "dkv")).with_cases(
     "B T S N K block_q block_k", (1, 4, 8, 1, 1, 4, 4), (2, 100, 130, 8, 2, 64, 32), (3, 128, 64, 6, 3, 32, 64),
     (4, 1, 4096, 16, 1, 16, 128), (1, 65, 63, 2, 2, 16, 64),
 ).with_mistakes(
@@ -32,9 +30,7 @@ def pointers(rows, b, n, T, N, H, head_padded):
     return offsets, mask
 
 
-POINTERS = Exercise(
-    solution=pointers, title="Pointers of a tile", outputs=("offsets", "mask"),
-).with_cases(
+POINTERS = Exercise(pointers, "Pointers of a tile", outputs=("offsets", "mask")).with_cases(
     "rows b n T N H head_padded", (np.arange(2), 0, 1, 5, 3, 2, 4), (np.arange(4, 8), 1, 2, 7, 3, 5, 8),
     (np.arange(8, 16), 2, 0, 13, 2, 24, 32), (np.arange(16, 32), 1, 3, 32, 4, 16, 16),
     (np.array([3, 9, 0, 6]), 1, 2, 7, 3, 3, 4),
@@ -58,9 +54,7 @@ def key_ranges(q_start, block_q, block_k, S, is_causal):
     return full, stop
 
 
-KEY_RANGES = Exercise(
-    solution=key_ranges, title="Tiles without a mask", outputs=("full", "stop"),
-).with_cases(
+KEY_RANGES = Exercise(key_ranges, "Tiles without a mask", outputs=("full", "stop")).with_cases(
     "q_start block_q block_k S is_causal", (4, 4, 2, 12, True), (0, 16, 16, 64, False), (0, 16, 16, 60, False),
     (32, 16, 16, 100, True), (63, 64, 32, 200, True), (32, 32, 64, 200, True), (96, 32, 64, 90, True),
     (15, 1, 16, 100, True), (16, 1, 16, 100, True), (64, 64, 16, 100, True), (128, 64, 16, 97, True),
@@ -88,9 +82,7 @@ def query_tiles(k_start, block_q, block_k, T, is_causal):
     return masked, free
 
 
-QUERY_COUNTS = Exercise(
-    solution=query_tiles, title="The other walk", outputs=("masked", "free"),
-).with_cases(
+QUERY_COUNTS = Exercise(query_tiles, "The other walk", outputs=("masked", "free")).with_cases(
     "k_start block_q block_k T is_causal", (2, 2, 2, 8, True), (0, 16, 16, 64, False), (0, 16, 16, 70, False),
     (32, 16, 32, 150, True), (64, 64, 16, 200, True), (64, 16, 64, 256, True), (48, 32, 16, 33, True),
     (96, 32, 32, 90, True), (32, 16, 1, 100, True), (31, 16, 1, 100, True), (0, 16, 16, 63, False),

@@ -11,7 +11,7 @@ def operations(T, S, H):
 
 
 OPERATIONS = Exercise(
-    solution=operations, title="What does the first rung cost?", outputs=("first rung", "needed"),
+    operations, "What does the first rung cost?", outputs=("first rung", "needed"),
 ).with_cases("T S H", (1, 1, 1), (2, 3, 4), (128, 128, 64), (100, 700, 128), (5, 1, 7), (4096, 4096, 64)).with_mistakes(
     ("every thread adds up all dimensions of the values", "(2 * H + 2)", "4 * H",
      "A thread owns one dimension of out: 2 operations a key, not 2 H."),
@@ -35,7 +35,7 @@ def _tile(late=()):
 
 
 RACES = Exercise(
-    solution=has_race, title="Find the race", outputs=("race",),
+    has_race, "Find the race", outputs=("race",),
 ).with_cases(  # nothing, two touches, and more: a race before a barrier or after it, in any order
     "touches", ([],), ([(0, 0, 5, True), (0, 0, 5, False)],), ([(0, 0, 5, False), (1, 1, 5, True)],),
     ([(0, 0, 5, True), (1, 0, 5, False)],), ([(0, 0, 5, True), (1, 1, 5, False)],),
@@ -63,9 +63,7 @@ def held(row, column):
     return lane, row // 8 + 2 * (column // 8), column % 2
 
 
-HELD = Exercise(
-    solution=held, title="Who holds this element?", outputs=("lane", "register", "half"),
-).with_cases(
+HELD = Exercise(held, "Who holds this element?", outputs=("lane", "register", "half")).with_cases(
     "row column", (0, 0), (0, 1), (1, 0), (0, 2), (8, 0), (0, 8), (8, 8), (15, 15), (3, 13), (10, 6), (7, 7), (12, 9),
 ).with_mistakes(
     ("the registers are in the other order", "row // 8 + 2 * (column // 8)", "column // 8 + 2 * (row // 8)",
@@ -85,9 +83,7 @@ def passes(words):
 LANES = np.arange(32)
 
 
-PASSES = Exercise(
-    solution=passes, title="How often must the warp ask?", outputs=("passes",),
-).with_cases(
+PASSES = Exercise(passes, "How often must the warp ask?", outputs=("passes",)).with_cases(
     "words", ("lane after lane", LANES), ("all lanes the same word", np.full(32, 5)),
     ("a column of rows of 32 words", 32 * LANES), ("a column of rows of 33 words", 33 * LANES),
     ("fragments, rows of 32 words", 32 * (LANES // 4) + LANES % 4),

@@ -20,9 +20,7 @@ def segment_ids(lengths, T):
     return np.repeat(np.arange(len(lengths) + 1), [*lengths, padding])
 
 
-SEGMENTS = Exercise(
-    solution=segment_ids, title="Whose token is it?", outputs=("ids",), tolerance=1e-9,
-).with_cases(
+SEGMENTS = Exercise(segment_ids, "Whose token is it?", outputs=("ids",), tolerance=1e-9).with_cases(
     "lengths T", ("the case worked by hand", [2, 1], 5), ([3], 3), ([1, 1, 4], 6), ([2, 5, 3], 16), ([4], 9),
     ([7, 1, 2, 6], 20),
 ).with_mistakes(
@@ -57,9 +55,7 @@ def _tile_cases():
         yield Case(f"block_q={block_q}, block_k={block_k}, H={H}, cap={cap}", (q, k, scale, bias, cap, seen))
 
 
-TILE = Exercise(
-    solution=tile_logits, title="The logits of a tile", outputs=("s",), cases=_tile_cases,
-).with_mistakes(
+TILE = Exercise(tile_logits, "The logits of a tile", outputs=("s",), cases=_tile_cases).with_mistakes(
     ("the mask comes before the soft cap, which turns -inf into -cap",
      ("s = cap * np.tanh(s / cap)", "return np.where(seen, s, -np.inf)"),
      ("s = np.where(seen, s, -np.inf)", "return cap * np.tanh(s / cap)"),
@@ -81,9 +77,7 @@ def segment_kinds(ids, block):
     return some.astype(int) + every
 
 
-KINDS = Exercise(
-    solution=segment_kinds, title="Kinds of tiles from two numbers", outputs=("kinds",), tolerance=1e-9,
-).with_cases(
+KINDS = Exercise(segment_kinds, "Kinds of tiles from two numbers", outputs=("kinds",), tolerance=1e-9).with_cases(
     "ids block", ("the case worked by hand", np.array([0, 0, 0, 1, 1, 1]), 2),
     *((f"documents of {lengths}, block={block}", segment_ids(lengths, sum(lengths)), block) for lengths, block in
       (([4, 4, 8], 4), ([1, 1, 1, 9], 3), ([5, 11], 4), ([20], 5), ([2, 3, 1, 6, 4, 8], 4))),
@@ -142,7 +136,7 @@ def _packed_cases():
 
 
 PACKED = Exercise(
-    solution=packed_attention, title="A loop for packed documents", outputs=("out", "visited"), cases=_packed_cases,
+    packed_attention, "A loop for packed documents", outputs=("out", "visited"), cases=_packed_cases,
 ).with_mistakes(
     ("a row that sees no key in its first tile becomes NaN", "np.where(m_new == -np.inf, 0, m_new)", "m_new",
      "Its maximum is still -inf, and -inf minus -inf is NaN: take 0 for it then, see hint 2."),
@@ -170,9 +164,7 @@ def _cap_cases():
         yield Case(f"block_q={block_q}, block_k={block_k}, cap={cap}", (p, dp, delta, s, cap))
 
 
-CAP = Exercise(
-    solution=products_gradient, title="Back through the cap", outputs=("gradient",), cases=_cap_cases,
-).with_mistakes(
+CAP = Exercise(products_gradient, "Back through the cap", outputs=("gradient",), cases=_cap_cases).with_mistakes(
     ("the capped logits are capped once more", "(s / cap)", "np.tanh(s / cap)",
      "s is capped already, so s / cap is the tanh: see section 4."),
 )  # fmt: skip
@@ -201,8 +193,7 @@ def _sink_cases():
 
 
 SINKS = Exercise(
-    solution=add_sinks, title="Add a sink afterwards", outputs=("out", "lse"), cases=_sink_cases,
-    tolerance=1e-4,
+    add_sinks, "Add a sink afterwards", outputs=("out", "lse"), cases=_sink_cases, tolerance=1e-4,
 ).with_mistakes(
     ("the sum is formed outside of the logarithm, where it overflows", "np.logaddexp(lse, sinks)",
      "np.log(np.exp(lse) + np.exp(sinks))", "`np.logaddexp` adds without leaving the logarithm."),
@@ -230,7 +221,7 @@ def _run_window(answer, b, n, i, j):
 
 
 WINDOW = Exercise(
-    solution=windows_by_head, title="A window for each head", outputs=("seen",), run=_run_window, tolerance=1e-9,
+    windows_by_head, "A window for each head", outputs=("seen",), run=_run_window, tolerance=1e-9,
 ).with_cases(
     "b n i j", ("all pairs of 7 tokens, head 0", 0, 0, np.arange(7)[:, None], np.arange(7)),
     *((f"queries from {i}, keys from {j}, head {n}", 1, n, i + np.arange(24)[:, None], j + np.arange(32))
@@ -338,8 +329,8 @@ def _masked_cases():
 
 
 MASKED = Exercise(
-    solution=masked_forward, title="A mask in your kernel", outputs=("out", "lse", "how it was made"),
-    cases=_masked_cases, run=functools.partial(run_forward, masked_forward, "mask_mod"), tolerance=1e-4, slow=True,
+    masked_forward, "A mask in your kernel", outputs=("out", "lse", "how it was made"), cases=_masked_cases,
+    run=functools.partial(run_forward, masked_forward, "mask_mod"), tolerance=1e-4, slow=True,
     expected=functools.partial(expected_forward, "mask_mod"), building_block="masks",
 ).with_mistakes(
     ("no tile is skipped", "lax.cond(some, visit, lambda state: state, state)", "visit(state)",

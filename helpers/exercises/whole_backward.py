@@ -143,8 +143,8 @@ def _expected_of_kernel(names, q, k, v, do, lse, delta, is_causal, *blocks):
 
 
 KEY_GRADIENTS = Exercise(
-    solution=key_gradients, title="The dk and dv kernel, whole", outputs=("dk", "dv", "how they were made"),
-    cases=_kernel_cases, run=functools.partial(_run_kernel, ("dk", "dv"), key_gradients),
+    key_gradients, "The dk and dv kernel, whole", outputs=("dk", "dv", "how they were made"), cases=_kernel_cases,
+    run=functools.partial(_run_kernel, ("dk", "dv"), key_gradients),
     expected=functools.partial(_expected_of_kernel, ("dk", "dv")), tolerance=2e-4,
     building_block="gradients of the keys", slow=True,
 ).with_mistakes(
@@ -221,10 +221,10 @@ def query_gradients(q, k, v, do, lse, delta, is_causal=False, block_q=64, block_
 
 
 QUERY_GRADIENTS = Exercise(
-    solution=query_gradients, title="The dq kernel, whole", outputs=("dq", "how it was made"),
-    cases=_kernel_cases, run=functools.partial(_run_kernel, ("dq",), query_gradients),
-    expected=functools.partial(_expected_of_kernel, ("dq",)), tolerance=2e-4,
-    building_block="gradients of the queries", slow=True,
+    query_gradients, "The dq kernel, whole", outputs=("dq", "how it was made"), cases=_kernel_cases,
+    run=functools.partial(_run_kernel, ("dq",), query_gradients),
+    expected=functools.partial(_expected_of_kernel, ("dq",)), tolerance=2e-4, building_block="gradients of the queries",
+    slow=True,
 ).with_mistakes(
     ("dq is overwritten, so that only the last tile of keys counts", "dq + ", "",
      "Add to the dq that arrives: a tile of queries sees all keys, see the picture of section 1."),
@@ -302,7 +302,7 @@ def _expected_flash(q, k, v, do, is_causal):
 
 
 FLASH_ATTENTION = Exercise(
-    solution=flash_attention, title="Flash attention, yours", outputs=("out", "dq", "dk", "dv", "how they were made"),
+    flash_attention, "Flash attention, yours", outputs=("out", "dq", "dk", "dv", "how they were made"),
     cases=_flash_cases, run=_run_flash, expected=_expected_flash, tolerance=2e-4, building_block="gradients", slow=True,
 ).with_mistakes(
     ("the gradients are right, but forward runs twice",

@@ -210,7 +210,7 @@ IN_BOTH = (
 )  # fmt: skip
 
 MMA = Exercise(
-    solution=mma_forward, title="The forward kernel by mma, whole", outputs=("how it runs", "out", "lse"),
+    mma_forward, "The forward kernel by mma, whole", outputs=("how it runs", "out", "lse"),
     cases=functools.partial(
         _cases, 106,
         ((1, 70, 150, 4, 2, 40), False, jnp.float16, (0, 0, 9), "the largest logits last"),
@@ -337,7 +337,7 @@ def hopper_forward(q, k, v, is_causal=False, interpret=False):
 
 
 WGMMA = Exercise(
-    solution=hopper_forward, title="A Hopper kernel of your own", outputs=("how it runs", "out", "lse"),
+    hopper_forward, "A Hopper kernel of your own", outputs=("how it runs", "out", "lse"),
     cases=functools.partial(
         _cases, 107,
         ((1, 70, 500, 4, 2, 40), False, jnp.float16, (0, 0, 9), "the largest logits last"),
