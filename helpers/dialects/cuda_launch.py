@@ -78,8 +78,7 @@ def compile_source(source, dtype, head):
         options += ["-D_XOPEN_SOURCE=700", "-D_DARWIN_C_SOURCE"]
     parts = [source, (FOLDER / "emulate.hpp").read_text(), cxx, *options, platform.platform()]
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24] + ".so"
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(caches, "flash_attention_cuda")
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "flash_attention_cuda")
     if (folder / name).exists():
         return folder / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -100,12 +99,7 @@ def library(source, dtype, head):
     return found
 
 
-def rows_of(dtype, head):
-    """Keys, and queries, of a tile of the backward kernel."""
-    return min(2048 // head, 32)
-
-
-def grid_of(kernel, problem, dtype, head):
+def grid_of(kernel, problem, head):
     """Thread blocks of 128 threads that a kernel needs, (x, y, z)."""
     B, T, S, N, K, H = (getattr(problem, name) for name in SIZES)
     blocks = {
@@ -114,7 +108,7 @@ def grid_of(kernel, problem, dtype, head):
         "forward_rows": -(-T // THREADS),
         "forward_tensor_cores": -(-T // 64),
         "delta": -(-T // THREADS),
-        "backward": -(-S // rows_of(dtype, head)),
+        "backward": -(-S // min(2048 // head, 32)),  # keys of a tile
     }
     return blocks[kernel], 1, B * (K if kernel == "backward" else N)
 
@@ -131,7 +125,7 @@ def launch(kernel, problem, dtype, source=None):
     """Run a kernel, one thread block after another; raise `SharedMemoryError` if its threads race."""
     head = head_of(problem.H)
     found = library(SOURCE.read_text() if source is None else source, dtype, head)
-    grid = (ctypes.c_int * 3)(*grid_of(kernel, problem, dtype, head))
+    grid = (ctypes.c_int * 3)(*grid_of(kernel, problem, head))
     run = getattr(found, f"launch_{kernel}")
     run.restype = ctypes.c_long
     faults = run(ctypes.byref(problem), grid, ctypes.c_int(THREADS))

@@ -43,8 +43,7 @@ class Shown:
         """Print and record everything. compiled: what the compiler said."""
         outputs = {name: printed(run) for name, run in self.printers.items()} | {"compiled": compiled}
         print("".join(outputs.values()), end="")
-        found = {"gpu": self.name, "versions": versions, "outputs": outputs}
-        results.write(found, self.path)
+        results.write({"gpu": self.name, "versions": versions, "outputs": outputs}, self.path)
 
 
 def printed(run):

@@ -52,8 +52,7 @@ def show_kernel(name, *regions):
     """The source of a function of `triton_kernels`, as `source.show` shows it, with or without Triton."""
     text = Path(__file__).with_name("triton_kernels.py").read_text()
     (node,) = (node for node in ast.parse(text).body if getattr(node, "name", None) == name)
-    source = "@triton.jit\n" + ast.get_source_segment(text, node)
-    return cut(source.replace("  # fmt: skip", ""), *regions)
+    return cut("@triton.jit\n" + ast.get_source_segment(text, node).replace("  # fmt: skip", ""), *regions)
 
 
 @functools.cache

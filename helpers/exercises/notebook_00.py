@@ -16,8 +16,7 @@ def _cases():
     random = np.random.default_rng(0)
     yield Case("the case worked by hand", (np.ones(1), np.log([[1.0], [3.0]]), np.array([[2.0], [6.0]])))
     for S, H in [(1, 1), (2, 3), (7, 4), (5, 64)]:
-        arguments = tuple(random.standard_normal(shape) for shape in (H, (S, H), (S, H)))
-        yield Case(f"S={S}, H={H}", arguments)
+        yield Case(f"S={S}, H={H}", tuple(random.standard_normal(shape) for shape in (H, (S, H), (S, H))))
 
 
 ATTEND = Exercise(attend, "Attention for one query", outputs=("out",), cases=_cases).with_mistakes(

@@ -125,11 +125,10 @@ def _two_parts():
     ]
 
 
-def _merge_cases():
-    return [Case(label, (state_of(*a), state_of(*b))) for label, a, b in _two_parts()]
-
-
-MERGE = Exercise(merge, "Merge two states", outputs=("m", "l", "acc"), cases=_merge_cases).with_mistakes(
+MERGE = Exercise(
+    merge, "Merge two states", outputs=("m", "l", "acc"),
+    cases=lambda: [Case(label, (state_of(*a), state_of(*b))) for label, a, b in _two_parts()],
+).with_mistakes(
     ("the sums are added as they are", ("alpha * ", "beta * ", "alpha[:, None] * ", "beta[:, None] * "), ("",) * 4,
      "The two parts are in different units, e^m_a and e^m_b: see section 5."),
     ("acc is added as it is", ("alpha[:, None] * ", "beta[:, None] * "), ("", ""),

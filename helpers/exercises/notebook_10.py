@@ -30,9 +30,8 @@ def _are(number, noun):
     return f"is 1 {noun}" if number == 1 else f"are {number} {noun}s"
 
 
-def _complaint_or_none(result, case):
-    """For exercises whose run returns "" for a right answer and a sentence for a wrong one."""
-    return result or None
+# For exercises whose run returns "" for a right answer and a sentence for a wrong one.
+_complaint_or_none = lambda result, case: result or None
 
 
 def ring(role, steps, stages):

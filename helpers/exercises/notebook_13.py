@@ -103,8 +103,7 @@ def merge_splits(outs, lses):
 
 def _merge_cases():
     random = np.random.default_rng(133)
-    by_hand = np.array([[[1.0]], [[3.0]]]), np.array([[0.0], [math.log(3)]])
-    yield Case("the case worked by hand", by_hand)
+    yield Case("the case worked by hand", (np.array([[[1.0]], [[3.0]]]), np.array([[0.0], [math.log(3)]])))
     for parts, R, H, level, empty, label in [
         (2, 2, 3, 0, [], "every part sees keys"),
         (3, 3, 2, 0, [(0, 0), (1, 1)], "some parts are empty for some rows"),

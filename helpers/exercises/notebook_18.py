@@ -177,8 +177,7 @@ def add_sinks(out, lse, sinks):
 
 
 def _sink_cases():
-    by_hand = (np.full((1, 1, 1), 8.0), np.array([[math.log(3)]]), np.array([0.0]))
-    yield Case("the case worked by hand", by_hand)
+    yield Case("the case worked by hand", (np.full((1, 1, 1), 8.0), np.array([[math.log(3)]]), np.array([0.0])))
     random = np.random.default_rng(186)
     for T, N, H, size, about in [
         (3, 2, 4, 1, ""),

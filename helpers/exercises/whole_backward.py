@@ -118,8 +118,7 @@ def _kernel_cases():
         said = ["causal" if is_causal else "no mask", jnp.dtype(dtype).name, f"logits near {push}"]
         said += [] if blocks else ["your own blocks, not replayed but run"]
         label = ", ".join([f"{name}={value}" for name, value in sizes.items()] + said)
-        arrays = [array.astype(dtype) for array in (q, k, v, do + 0.5)]
-        yield _kernel_case(label, arrays, is_causal, blocks)
+        yield _kernel_case(label, [array.astype(dtype) for array in (q, k, v, do + 0.5)], is_causal, blocks)
 
 
 def _kernel_case(label, arrays, is_causal, blocks):

@@ -112,8 +112,7 @@ def mma_forward(q, k, v, is_causal=False, interpret=False):
 def _cases(seed, *rows):
     """Arguments (q, k, v, is_causal, whether it is lowered too), the case by hand first."""
     column = lambda *numbers: np.array(numbers, jnp.bfloat16).reshape(1, -1, 1, 1)
-    by_hand = column(1, 1), column(0, 0), column(1, 3), True, True
-    yield Case("the case worked by hand", by_hand)
+    yield Case("the case worked by hand", (column(1, 1), column(0, 0), column(1, 3), True, True))
     random = np.random.default_rng(seed)
     for (B, T, S, N, K, H), is_causal, dtype, push, label in rows:
         q, k, v = (random.standard_normal((B, length, heads, H)) for length, heads in ((T, N), (S, K), (S, K)))
@@ -123,8 +122,7 @@ def _cases(seed, *rows):
         q[:, LARGEST_TILE:, :, -1], k[:, LARGEST_TILE:, :, -2] = -MARK, MARK
         said = [f"{name}={value}" for name, value in dict(T=T, S=S, N=N, K=K, H=H, B=B).items()]
         said += ["causal" if is_causal else "no mask", jnp.dtype(dtype).name, *filter(None, [label])]
-        arrays = (array.astype(dtype) for array in (q, k, v))
-        yield Case(", ".join(said), (*arrays, is_causal, H >= 128))
+        yield Case(", ".join(said), (*(array.astype(dtype) for array in (q, k, v)), is_causal, H >= 128))
 
 
 def _run(gpus, answer, q, k, v, is_causal, is_lowered):

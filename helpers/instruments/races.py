@@ -221,8 +221,7 @@ def ring_kernel_races(memory, readers, stages):
                     case timeline.Arrive(barrier, slot):
                         plgpu.barrier_arrive(barriers[barrier].at[slot])
                     case timeline.Fetch(_, slot, tile, barrier):
-                        arrived = barriers[barrier].at[slot]
-                        plgpu.copy_gmem_to_smem(x_ref.at[tile], smem.at[slot], arrived)
+                        plgpu.copy_gmem_to_smem(x_ref.at[tile], smem.at[slot], barriers[barrier].at[slot])
                     case timeline.Read(_, slot):
                         total += plgpu.load(smem.at[slot], layout=MATRIX)
                         plgpu.commit_smem()

@@ -294,8 +294,7 @@ def _window(operand, program_number, past_the_end):
     shape = operand.values.shape
     positions = np.arange(math.prod(shape)).reshape(shape)
     for axis, (size, index) in enumerate(zip(operand.block_shape, operand.block_of[program_number], strict=True)):
-        wanted = int(index) * (size or 1) + np.arange(size or 1)
-        positions = _taken(positions, axis, wanted)
+        positions = _taken(positions, axis, int(index) * (size or 1) + np.arange(size or 1))
     squeezed = tuple(axis for axis, size in enumerate(operand.block_shape) if size is None)
     return _Ref(operand.values.reshape(-1), positions.squeeze(squeezed), operand, past_the_end)
 

@@ -188,8 +188,7 @@ def faults(right, wrong, without_fault, limit):
     below.plot(difference, color=style.FAINT, marker=".", ms=5, lw=1)
     left.set(ylim=(0, None), ylabel="loss (nats for each character)", title="Each of them learns something")
     below.axhline(limit, color=style.INK, lw=1.5, ls=":")
-    box = draw.paper(1.0)
-    below.text(steps, limit * 0.2, f"limit, {limit:g}", ha="right", va="top", size=9, bbox=box)
+    below.text(steps, limit * 0.2, f"limit, {limit:g}", ha="right", va="top", size=9, bbox=draw.paper(1.0))
     below.set(yscale="log", ylim=(5e-8, 20), ylabel="|difference| from the right run")
     below.set_title("Only the run without a fault stays under the limit")
     for axes in (left, below):

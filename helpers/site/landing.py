@@ -30,8 +30,7 @@ def picture(recorded):
     figure, axes = style.subplots(width=4.8, height=3.4)
     figure.get_layout_engine().set(w_pad=0.15, h_pad=0.12)
     for row, (name, words) in enumerate(BARS.items()):
-        colour = LOOKS[name][0]
-        axes.barh(-row, rate[name], 0.42, color=colour, hatch=HATCHES[name], ec=style.PAPER)
+        axes.barh(-row, rate[name], 0.42, color=LOOKS[name][0], hatch=HATCHES[name], ec=style.PAPER)
         weight = "bold" if words.startswith("this series") else "normal"
         axes.text(0, 0.27 - row, words, va="bottom", size=12, weight=weight)
         axes.text(rate[name] + 10, -row, f"{rate[name]:.0f}", va="center", size=12, weight=weight)
