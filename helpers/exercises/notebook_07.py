@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from helpers.exercises import oracles, tile_bounds
+from helpers.exercises.comparing import got
 from helpers.exercises.exercise import Case, Complaint, Exercise, shaped
 from helpers.exercises.notebook_03 import tiled_attention
 from helpers.exercises.notebook_06 import flash_backward
@@ -173,8 +174,7 @@ def _run_wiring(answer, q, k, v, weight):
 
     attend = answer(forward, backward)
     if not callable(attend):
-        got = "None: is a `return` missing?" if attend is None else type(attend).__name__
-        raise Complaint(f"expected a function of q, k and v, got {got}")
+        raise Complaint(f"expected a function of q, k and v, got {got(attend)}")
 
     def loss(q, k, v):
         out = attend(q, k, v)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from helpers.exercises.comparing import plain
+from helpers.exercises.comparing import got, plain
 from helpers.exercises.exercise import Case, Complaint, Exercise
 
 
@@ -48,8 +48,7 @@ def _run_layer(answer, x, w_qkv, w_merge, dout, N):
 
         out = answer(*arrays, N, attention)
         if getattr(out, "shape", None) != x.shape:
-            got = "None: is a `return` missing?" if out is None else getattr(out, "shape", type(out).__name__)
-            raise Complaint(f"out: expected an array of shape {x.shape}, got {got}")
+            raise Complaint(f"out: expected an array of shape {x.shape}, got {getattr(out, 'shape', got(out))}")
         return out
 
     with jax.default_matmul_precision("highest"):

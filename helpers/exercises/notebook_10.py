@@ -6,6 +6,7 @@ to an end, also where real warpgroups would wait for ever.
 
 import itertools
 
+from helpers.exercises.comparing import got
 from helpers.exercises.exercise import Complaint, Exercise
 from helpers.exercises.whole_mosaic import MMA, WGMMA
 from helpers.instruments.races import ring_kernel_races, with_last_waits
@@ -16,10 +17,8 @@ MOST = 5000  # operations of an answer
 
 def _operations(program):
     """The operations that an answer yields, as a list."""
-    if program is None:
-        raise Complaint("your function gives no operations: is a `yield` missing?")
     if not hasattr(program, "__iter__"):
-        raise Complaint("your function returns something that is no sequence of operations: `yield` them")
+        raise Complaint("your function gives no operations: is a `yield` missing?")
     operations = list(itertools.islice(program, MOST + 1))
     if len(operations) > MOST:
         raise Complaint(f"your function is still not at the end after {MOST} operations")
@@ -257,14 +256,12 @@ def _run_balance(answer, lengths, programs):
     parts = []
     for program in range(programs):
         part = answer(program, programs, lengths)
-        if part is None:
-            raise Complaint("expected a list of tiles, got None: is a `return` missing?")
         try:
             tiles = [float(i) for i in part]
         except (TypeError, ValueError):
             tiles = [0.5]
         if not all(tile.is_integer() for tile in tiles):
-            raise Complaint("expected a list of tiles, each an integer")
+            raise Complaint(f"expected a list of tiles, each an integer, got {got(part)}")
         parts.append(tuple(map(int, tiles)))
     if (given := sorted(itertools.chain(*parts))) != list(range(len(lengths))):
         return {"tiles": tuple(given)}

@@ -48,17 +48,12 @@ def arrow(axes, start, stop, colour=style.INK, size=14, **look):
     axes.add_patch(FancyArrowPatch(start, stop, mutation_scale=size, color=colour, **look))
 
 
-def tinted_bar(axes, y, width, height, colour, left=0, alpha=0.35, hatch=None, lw=1.2):
-    """A bar that lies, in a tint of a colour, with an edge and a hatch in the colour itself."""
-    axes.barh(y, width, height, left=left, color=colour, alpha=alpha, ec="none")
-    axes.barh(y, width, height, left=left, fc="none", ec=colour, hatch=hatch, lw=lw)
-
-
-def stack(axes, y, parts, height, words=None, **look):
+def stack(axes, y, parts, height, words=None, alpha=0.35, lw=1.2):
     """Tinted bars end to end. parts: (amount, colour, hatch, what is written on it or None) each. Returns the end."""
     left = 0
     for amount, colour, hatch, text in parts:
-        tinted_bar(axes, y, amount, height, colour, left, hatch=hatch, **look)
+        axes.barh(y, amount, height, left=left, color=colour, alpha=alpha, ec="none")
+        axes.barh(y, amount, height, left=left, fc="none", ec=colour, hatch=hatch, lw=lw)
         if text:
             label(axes, left + amount / 2, y, text, **words or WORDS)
         left += amount

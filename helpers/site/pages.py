@@ -65,13 +65,14 @@ def write(stage, repository, revision):
     generated = stage / "generated"
     generated.mkdir()
     recorded = results.read()
+    versions = ", ".join(f"{name} {version}" for name, version in recorded["versions"].items())
     texts = {
         "buttons.md": landing.buttons(repository, revision),
         "shown.md": landing.shown(recorded),
         "paths.md": landing.paths(),
         "commands.md": landing.commands(repository),
         "serves.md": serves_table(),
-        "run.md": run_line(recorded),
+        "run.md": f"{recorded['gpu']}, {recorded['date']}, commit {recorded['commit']}; {versions}",
         "conclusion.md": conclusion(recorded),
         "not_measured.md": not_measured(recorded["notes"]),
     }
@@ -112,11 +113,6 @@ def why_not(implementation, dtype="bfloat16", S=16, K=2, H=64, lengths=False, re
 
 
 # The results
-
-
-def run_line(recorded):
-    versions = ", ".join(f"{name} {version}" for name, version in recorded["versions"].items())
-    return f"{recorded['gpu']}, {recorded['date']}, commit {recorded['commit']}; {versions}"
 
 
 def find(records, which, T, H, is_causal, dtype="bfloat16"):
