@@ -175,40 +175,22 @@ def forward(query, key, value, *, scale=None, is_causal=False, launch=None, prec
     return out, lse
 
 
-def delta_of(out, do, dlse, launch):
-    """delta (B, N, T), where delta = rowsum(out * do) - dlse."""
-    B, T, N, H = out.shape
-    delta = _new(out, (B, N, T), "float32")
-    constants = T, N, H, padded_head_dim(H), launch.block_q
-    _run("delta_kernel", (out, do, dlse, delta), (T, launch.block_q, N, B), launch, *constants)
-    return delta
-
-
-def dkv(query, key, value, do, lse, delta, *, scale=None, is_causal=False, launch=None, precision="tf32"):
-    """(dk, dv), each (B, S, K, H)."""
-    shapes = shapes_of(query, key, scale, is_causal)
-    launch = _launch_for(shapes, query, launch)
-    arrays = query, key, value, do, lse, delta, _new(query, tuple(key.shape)), _new(query, tuple(key.shape))
-    blocks = shapes.S, launch.block_k, shapes.K, shapes.B
-    _run_with_products("dkv_kernel", arrays, blocks, shapes, launch, precision)
-    return arrays[-2:]
-
-
-def dq(query, key, value, do, lse, delta, *, scale=None, is_causal=False, launch=None, precision="tf32"):
-    """dq (B, T, N, H)."""
-    shapes = shapes_of(query, key, scale, is_causal)
-    launch = _launch_for(shapes, query, launch)
-    arrays = query, key, value, do, lse, delta, _new(query, tuple(query.shape))
-    blocks = shapes.T, launch.block_q, shapes.N, shapes.B
-    _run_with_products("dq_kernel", arrays, blocks, shapes, launch, precision)
-    return arrays[-1]
-
-
-def backward(query, key, value, out, lse, do, dlse, *, dkv_launch=None, dq_launch=None, **options):
+def backward(
+        query, key, value, out, lse, do, dlse, *, scale=None, is_causal=False, precision="tf32",
+        dkv_launch=None, dq_launch=None):  # fmt: skip
     """(dq, dk, dv), from what `forward` returned and the gradients of it, do (B, T, N, H) and dlse (B, N, T).
 
-    options: scale, is_causal and precision, as of `forward`.
+    scale, is_causal and precision: as of `forward`.
     """
-    delta = delta_of(out, do, dlse, _launch_for(shapes_of(query, key), query, dq_launch))
+    shapes = shapes_of(query, key, scale, is_causal)
+    B, T, S, N, K, H, *_ = shapes
+    of_dkv, of_dq = (_launch_for(shapes, query, launch) for launch in (dkv_launch, dq_launch))
+    of_queries, of_keys = (T, of_dq.block_q, N, B), (S, of_dkv.block_k, K, B)
+
+    delta = _new(out, (B, N, T), "float32")  # rowsum(out * do) - dlse
+    _run("delta_kernel", (out, do, dlse, delta), of_queries, of_dq, T, N, H, padded_head_dim(H), of_dq.block_q)
+    dq, dk, dv = (_new(query, tuple(array.shape)) for array in (query, key, value))
     saved = query, key, value, do, lse, delta
-    return dq(*saved, launch=dq_launch, **options), *dkv(*saved, launch=dkv_launch, **options)
+    _run_with_products("dq_kernel", (*saved, dq), of_queries, shapes, of_dq, precision)
+    _run_with_products("dkv_kernel", (*saved, dk, dv), of_keys, shapes, of_dkv, precision)
+    return dq, dk, dv
