@@ -110,5 +110,4 @@ FIT = Exercise(longest, "The longest sequence that fits", outputs=("T",)).with_c
      "The helper keeps both tables in float32, whatever the inputs are: reread section 6."),
 )  # fmt: skip
 
-
 EXERCISES = (ATTENTION, BILL, FIT)

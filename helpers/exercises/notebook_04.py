@@ -176,5 +176,4 @@ ACCUMULATE = Exercise(
      "Compare j * block_k + jnp.arange(block_k) with S, not the places within a tile: see section 6."),
 )  # fmt: skip
 
-
 EXERCISES = (INDEX_MAP, MASKED_TAIL, ACCUMULATE)

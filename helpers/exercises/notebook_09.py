@@ -23,7 +23,6 @@ def median_time(run, wait, clock, inputs, samples, calls):
 
 THREE = [("a",), ("b",), ("c",)]  # more than the cache of the simulated GPU holds
 
-
 OTHERS = {5: range(24, 48), 0.7: range(60, 72)}
 # By samples of 60 calls, the first, the middle and the last among them; a few calls more before must not matter.
 SAMPLES = {0.9: (0,), 1.2: (1, 2), 0.85: (3,), 1.3: (4,), 0.8: (8,)}
@@ -139,7 +138,6 @@ def roofline_bounds(B, T, S, N, K, H, itemsize, is_causal, ceilings):
 CEILINGS = {"matmul_tflops": 750.0, "copy_gbps": 4200.0, "exp_tops": 3.9}
 TOY = {"matmul_tflops": 1e-12, "copy_gbps": 1e-9, "exp_tops": 1e-12}
 FAST = {"matmul_tflops": 5000.0, "copy_gbps": 900.0, "exp_tops": 8.0}
-
 
 BOUNDS = Exercise(
     roofline_bounds, "The roof over one problem", outputs=("bounds",),

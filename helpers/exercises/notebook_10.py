@@ -144,7 +144,6 @@ SMEM = Exercise(
      "The compute warpgroups read the same keys and values: see the shapes in section 8."),
 )  # fmt: skip
 
-
 PRODUCT, EXPONENTIALS = 256, 528
 
 

@@ -157,5 +157,4 @@ HALVING = Exercise(halving_block_q, "Half as many queries in a tile", outputs=("
      '"flops": 1', "Empty rows are multiplied as well: see the case worked by hand, T=320."),
 )  # fmt: skip
 
-
 EXERCISES = (OPERANDS, SMEM, ADDED, CHOICE, HALVING)

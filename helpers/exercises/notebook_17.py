@@ -82,7 +82,6 @@ def passes(words):
 
 LANES = np.arange(32)
 
-
 PASSES = Exercise(passes, "How often must the warp ask?", outputs=("passes",)).with_cases(
     "words", ("lane after lane", LANES), ("all lanes the same word", np.full(32, 5)),
     ("a column of rows of 32 words", 32 * LANES), ("a column of rows of 33 words", 33 * LANES),
