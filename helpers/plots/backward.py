@@ -45,8 +45,7 @@ def lost_updates(orders, parts):
         for row, step in enumerate(steps):
             x, colour, hatch = (0.06, style.QUERY, "") if step.startswith("A") else (0.34, style.KEY, "//")
             draw.box(axes, column + x, row, 0.56, 0.84, colour, alpha=0.35, ec=colour, hatch=hatch)
-            words = {"size": 9, "linespacing": 1.0, "bbox": draw.paper(0.8, 0.8)}
-            draw.label(axes, column + x + 0.28, row + 0.42, step.replace(" ", "\n"), **words)
+            draw.label(axes, column + x + 0.28, row + 0.42, step.replace(" ", "\n"), **draw.WORDS | {"size": 9})
         mark, colour = ("✓", style.INK) if result == sum(parts.values()) else ("✗", style.OUTPUT)
         place = column + 0.48, len(steps) + 0.45
         draw.label(axes, *place, f"{result:g} {mark}", weight="bold", size=13, color=colour)

@@ -1,12 +1,10 @@
 """Pictures of notebook 18: a row of logits step by step, kinds of tiles, the soft cap."""
 
 import numpy as np
-from matplotlib.patches import Patch
 
 from helpers.plots import draw, style
 
-KINDS = ("hidden", "partial", "full")
-LOOKS = {"fc": style.SKIPPED, "hatch": ".."}, {"fc": style.LOGITS, "hatch": "//"}, {"fc": style.STATE, "hatch": None}
+LOOKS = {"hidden": (style.SKIPPED, ".."), "partial": (style.LOGITS, "//"), "full": (style.STATE, None)}  # by kind
 
 
 def row_by_steps(steps):
@@ -37,8 +35,8 @@ def kinds_of_tiles(tables, block):
     for axes, (title, (kinds, ends)) in zip(panels[0], tables.items(), strict=True):
         rows, columns = kinds.shape
         for row, column in np.ndindex(rows, columns):
-            look = LOOKS[kinds[row, column]]
-            draw.box(axes, column, row, 1, 1, look["fc"], hatch=look["hatch"], ec=style.PAPER, lw=1)
+            colour, hatch = list(LOOKS.values())[kinds[row, column]]
+            draw.box(axes, column, row, 1, 1, colour, hatch=hatch, ec=style.PAPER, lw=1)
         for end in ends:
             axes.axhline(end / block, color=style.INK, lw=1.2, ls="--")
             axes.axvline(end / block, color=style.INK, lw=1.2, ls="--")
@@ -46,10 +44,9 @@ def kinds_of_tiles(tables, block):
         axes.set(xlim=(0, columns), ylim=(rows, 0), aspect="equal", title=title, xlabel="keys", ylabel="queries")
         axes.set_xticks(ticks, ticks * block)
         axes.set_yticks(ticks, ticks * block)
-        counts = ", ".join(f"{(kinds == kind).sum()} {name}" for kind, name in enumerate(KINDS))
+        counts = ", ".join(f"{(kinds == kind).sum()} {name}" for kind, name in enumerate(LOOKS))
         told.append(f"{title}: of {kinds.size} tiles, {counts}.")
-    handles = [Patch(**look, ec=style.PAPER, label=name) for look, name in zip(LOOKS, KINDS, strict=True)]
-    draw.below(figure, handles=handles)
+    draw.below(figure, handles=draw.keys(LOOKS, ec=style.PAPER))
     figure.alt = f"Tables of tiles, queries down and keys across, coloured by kind. {' '.join(told)}"
     return figure
 
