@@ -33,11 +33,9 @@ def _body_cases(seed):
     yield Case("the case worked by hand, a key in each tile", (*map(np.float32, by_hand), 1.0, 1, 1))
     random = np.random.default_rng(seed)
     for T, S, H, block_q, block_k, scale, size, push in [
-        (8, 12, 3, 4, 4, 0.5, 1, 0),
-        (12, 8, 3, 4, 4, 2, 1, 120),
-        (8, 12, 3, 4, 4, 1.5, 2, -120),
+        (8, 12, 3, 4, 4, 0.5, 1, 0), (12, 8, 3, 4, 4, 2, 1, 120), (8, 12, 3, 4, 4, 1.5, 2, -120),
         (12, 10, 3, 4, 5, -0.75, 2, 0),
-    ]:
+    ]:  # fmt: skip
         q, k, v, do = (random.standard_normal((length, H)) for length in (T, S, S, T))
         q, k, do = oracles.even(size * q), oracles.even(k), do + 0.5  # so that float32 holds the logits
         # The first component of q is constant, so that of k moves all logits, the first keys most. It is shared out

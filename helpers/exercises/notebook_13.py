@@ -51,11 +51,9 @@ def _step_cases():
     by_hand = (np.array([[1.0]]), np.array([[math.log(3)]]), np.array([[8.0]]), one(0.0, 9, 7), one(4.0, 9, 7), 1)
     yield Case("the case worked by hand", by_hand)
     for N, H, S, length, size, label in [
-        (2, 4, 6, 3, 1, "the cache half full"),
-        (3, 2, 5, 0, 1, "the first token of all"),
-        (2, 8, 7, 6, 1, "the last free place"),
-        (4, 16, 12, 9, 1500, "large logits"),
-    ]:
+        (2, 4, 6, 3, 1, "the cache half full"), (3, 2, 5, 0, 1, "the first token of all"),
+        (2, 8, 7, 6, 1, "the last free place"), (4, 16, 12, 9, 1500, "large logits"),
+    ]:  # fmt: skip
         query, key, value = random.standard_normal((3, N, H))
         key_cache, value_cache = random.standard_normal((2, S, N, H))
         left_over = np.arange(S - length)[:, None, None]

@@ -121,12 +121,9 @@ def _packed_cases():
     yield Case("the case worked by hand", by_hand)
     random = np.random.default_rng(184)
     for lengths, H, block, size, about in [
-        ((3, 5), 2, 2, 1, ""),
-        ((4, 4, 4), 3, 4, 1, ""),
-        ((1, 9, 3), 4, 5, 8, ""),
-        ((2, 6, 7), 2, 4, 900, ", large logits"),
-        ((5, 2), 2, 3, -900, ", all logits far below 0"),
-    ]:
+        ((3, 5), 2, 2, 1, ""), ((4, 4, 4), 3, 4, 1, ""), ((1, 9, 3), 4, 5, 8, ""),
+        ((2, 6, 7), 2, 4, 900, ", large logits"), ((5, 2), 2, 3, -900, ", all logits far below 0"),
+    ]:  # fmt: skip
         T = sum(lengths)
         q, k, v = random.standard_normal((3, T, H))
         if size < 0:
@@ -180,10 +177,8 @@ def _sink_cases():
     yield Case("the case worked by hand", (np.full((1, 1, 1), 8.0), np.array([[math.log(3)]]), np.array([0.0])))
     random = np.random.default_rng(186)
     for T, N, H, size, about in [
-        (3, 2, 4, 1, ""),
-        (4, 3, 2, 2, ", a query without a key"),
-        (2, 4, 3, 900, ", far from 0"),
-    ]:
+        (3, 2, 4, 1, ""), (4, 3, 2, 2, ", a query without a key"), (2, 4, 3, 900, ", far from 0"),
+    ]:  # fmt: skip
         out, lse, sinks = random.standard_normal((T, N, H)), random.standard_normal((T, N)), random.standard_normal(N)
         if "without" in about:
             out[1], lse[1] = 0, -np.inf

@@ -103,13 +103,10 @@ def _kernel_cases():
     yield _kernel_case("the case worked by hand", HAND, False, (1, 2))
     random = np.random.default_rng(57)
     for (B, T, S, N, K, H), is_causal, blocks, dtype, push in [
-        ((1, 16, 32, 2, 1, 4), False, (8, 16), np.float32, 0),
-        ((2, 12, 21, 4, 2, 5), True, (8, 16), np.float32, 120),
-        ((1, 37, 20, 3, 3, 16), True, (8, 16), np.float32, -120),
-        ((1, 20, 37, 6, 2, 8), True, (16, 8), np.float32, 0),
-        ((2, 20, 40, 4, 2, 8), False, (8, 16), jnp.bfloat16, 0),
-        ((2, 100, 90, 4, 2, 20), True, (), np.float32, 0),
-    ]:
+        ((1, 16, 32, 2, 1, 4), False, (8, 16), np.float32, 0), ((2, 12, 21, 4, 2, 5), True, (8, 16), np.float32, 120),
+        ((1, 37, 20, 3, 3, 16), True, (8, 16), np.float32, -120), ((1, 20, 37, 6, 2, 8), True, (16, 8), np.float32, 0),
+        ((2, 20, 40, 4, 2, 8), False, (8, 16), jnp.bfloat16, 0), ((2, 100, 90, 4, 2, 20), True, (), np.float32, 0),
+    ]:  # fmt: skip
         shapes = ((B, T, N, H), (B, S, K, H), (B, S, K, H), (B, T, N, H))
         q, k, v, do = (random.standard_normal(shape) for shape in shapes)
         q[..., 0] = 16 * math.sqrt(H)  # so that the first component of k moves all logits, and itself is small
