@@ -242,16 +242,11 @@ def merged_programs(columns):
     return MERGED // (WARPS * columns)
 
 
-def partial_bytes(problem, splits):
-    """Bytes of the parts: H' + 1 float32 numbers for each row of every tile and each warp of every program."""
-    rows = tiles_of_rows(problem, splits) * splits.block_r
-    return 4 * problem.B * problem.K * rows * WARPS * splits.programs * (padded_head_dim(problem.H, problem.dtype) + 1)
-
-
 def decode(call, *, interpret=False, **options):
     """Attention of a checked `Call` with few queries: out (B, T, N, H) in the dtype of query, lse (B, N, T) float32.
 
-    Its keys may lie in pages. Beyond its inputs and outputs it needs `partial_bytes`. options: fields of `Splits`.
+    Its keys may lie in pages. Beyond its inputs and outputs it needs H' + 1 float32 numbers for each row of every tile
+    and each warp of every program. options: fields of `Splits`.
     """
     problem, optional = call.problem, (call.page_table, call.query_lengths, call.key_lengths)
     splits = select_splits(problem, call.page_table is not None, **options)
