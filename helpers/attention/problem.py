@@ -187,11 +187,6 @@ class Call:
         return replace(call, problem=problem, extras=self.extras._replace(mask=mask))
 
     @property
-    def has_sinks(self):
-        """Whether each head has a logit that takes weight and gives no value."""
-        return self.extras.sinks is not None
-
-    @property
     def is_padding(self):
         """Which queries lie past query_lengths, which there are: (B, 1, T)."""
         return jnp.arange(self.problem.T) >= self.query_lengths[:, None, None]
@@ -224,9 +219,10 @@ class Call:
         """
         if not self.may_have_blind_rows:
             return arrays
-        is_blind = lse == (self.extras.sinks[:, :, None] if self.has_sinks else -jnp.inf)
+        sinks = self.extras.sinks
+        is_blind = lse == (-jnp.inf if sinks is None else sinks[:, :, None])
         blind = {3: is_blind, 4: jnp.swapaxes(is_blind, 1, 2)[..., None]}
-        lost = lambda array: blind[array.ndim] & (~jnp.isfinite(array) if self.has_sinks else True)
+        lost = lambda array: blind[array.ndim] & (True if sinks is None else ~jnp.isfinite(array))
         return tuple(jnp.where(lost(array), 0, array) for array in arrays)
 
 
@@ -469,8 +465,7 @@ def _check_window(window):
         raise TypeError(f"{expected}, got {window!r}") from None
     if left < 0 or right < 0:
         raise ValueError(f"local_window_size must not be negative, got {window!r}")
-    # Beyond any length the window masks nothing; the bound keeps int32 positions from overflowing.
-    return min(left, MAX_LENGTH), min(right, MAX_LENGTH)
+    return left, right
 
 
 def check_lengths(name, lengths, batch, longest):

@@ -181,18 +181,13 @@ def _naive(interpret):
     def keeping(call):
         return *naive_attention(call), jnp.zeros(call.query.shape, jnp.int16)  # backward computes out again
 
-    def backward(call, out, lse, dout, dlse, low):
-        return naive_gradients(call, out, lse, dout, dlse)
-
     def exact_forward_of_part(call):
         query, key, value = (array.astype(jnp.float32) for array in call.arrays[:3])
         problem = dataclasses.replace(call.problem, dtype=jnp.dtype(jnp.float32))
         return naive_attention(dataclasses.replace(call, problem=problem, query=query, key=key, value=value))
 
-    def backward_of_part(call, out, lse, dout, dlse, low):
-        return naive_gradients_of_part(call, with_low_bits(out, low), lse, dout, dlse)
-
-    return Kernels(naive_attention, backward, keeping, naive_attention, exact_forward_of_part, backward_of_part)
+    forwards = keeping, naive_attention, exact_forward_of_part
+    return Kernels(naive_attention, naive_gradients, *forwards, naive_gradients_of_part)
 
 
 def _why_no_triton(call, return_residual):

@@ -39,12 +39,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from helpers.attention.extras import Extras
 from helpers.attention.hopper.backward_fused import delayed_kernel, immediate_kernel
 from helpers.attention.hopper.backward_parts import Gmem, Scratch
-from helpers.attention.hopper.backward_schedule import (
-    ROWS_OF_WGMMA,
-    default_tiles,
-    grid_of_keys,
-    grid_of_queries,
-)
+from helpers.attention.hopper.backward_schedule import ROWS_OF_WGMMA, default_tiles, grid_of_keys, grid_of_queries
 from helpers.attention.hopper.backward_split import DqScratch, dkv_kernel, dq_kernel
 from helpers.attention.hopper.ptx import SWIZZLED
 from helpers.attention.hopper.ring import Ring
@@ -65,7 +60,7 @@ def backward(call, out, lse, dout, dlse, low=None, *, tiles=None, deterministic=
     """Gradients of a checked `Call`: (dq, dk, dv) with the shapes and the dtype of its arrays.
 
     The arguments are those of `portable.backward`, in 16-bit types. With `deterministic` the same input gives the same
-    bits each time. tiles: a pair as `backward_schedule.forms` has them; ValueError where they are ordered, or fused with
+    bits each time. tiles: a pair as `backward_schedule.forms` has them; ValueError if they are ordered, or fused with
     `deterministic`, and the call is not full or causal. interpret: False, or InterpretGPUParams. Beyond inputs and
     outputs it allocates lse and delta in float32, a float32 dq in the fused form, in order an int32 for each of its
     tiles, and padded copies where T, S or H ask for them, and in the split form of key and value with key lengths.

@@ -138,7 +138,7 @@ def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, inter
         inputs |= {"walks": walks(call, *blocks), **padded_ids(call, *blocks)}
     if call.key_lengths is not None:
         inputs["last_values"] = padded(last_tiles(call.value, call.key_lengths, tiles.block_k), {3: head_dim})
-    if call.has_sinks:
+    if call.extras.sinks is not None:
         inputs["sinks"] = call.extras.sinks[0]
     if tiles.dynamic:
         inputs["counter"] = jax.new_ref(jnp.zeros((1,), jnp.int32))

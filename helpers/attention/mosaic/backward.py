@@ -9,10 +9,10 @@ p = 2^(scale_2 q k^T - lse_2), with scale_2 = scale log2 e and lse_2 = lse log2 
                 heads that share the head, so that their sum stays in registers. It makes p and ds transposed, for
                 what a sum holds can be the left operand of the next product, and no right one
 
-The rows of ds add up to dlse, as exactly as delta is: an error of it comes back in dq, times what the keys have in
-common. So out has all of its float32 bits here (see `low_bits`), and is a mean by the weights as they were rounded for
-p v (see `forward`). In float32 that is not enough: the tensor core cuts off bits of dp, for all keys in the same
-direction, of which delta knows nothing. So delta takes up what the sums of the rows of ds are off by.
+The rows of ds add up to dlse, as exactly as delta is. So out has all of its float32 bits here (see `low_bits`), and is
+a mean by the weights as they were rounded for p v (see `forward`). In float32 that is not enough: the tensor core cuts
+off bits of dp, for all keys in the same direction, of which delta knows nothing. So delta takes up what the sums of the
+rows of ds are off by.
 
 Refs, laid out as in `warp` (T' and S' are whole tiles, H' a multiple of 64):
 
@@ -230,7 +230,7 @@ def backward(call, out, lse, dout, dlse, low=None, *, mends_delta=True, tiles=No
     of_queries = "queries", dq_tiles, dq_tiles.block_q, dq_tiles.block_k, [q_shape]
     if mends_delta and problem.dtype == jnp.float32:
         (sums,) = launch(delta, functools.partial(dq_kernel, adds_up=True), *of_queries, adds_up=True)
-        if call.has_sinks:
+        if call.extras.sinks is not None:
             sums -= jnp.exp(call.extras.sinks[:, :, None] - lse) * delta
         delta += jnp.where(lse == -jnp.inf, 0, sums - dlse)
     (dq,) = launch(delta, dq_kernel, *of_queries)
