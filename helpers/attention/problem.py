@@ -78,12 +78,6 @@ class Problem:
         """Whether some size is no number, but a symbol of `jax.export.symbolic_shape`."""
         return not all(isinstance(size, int) for size in (self.B, self.T, self.S))
 
-    @property
-    def band_blinds_rows(self):
-        """Whether the band leaves the first or last query without a key, or may do so, be there lengths or not."""
-        left, right = self.band.left, self.band.right
-        return (left is not None and (self.is_symbolic or self.T - left > self.S)) or (right is not None and right < 0)
-
 
 @dataclass(frozen=True)
 class Call:
@@ -200,15 +194,14 @@ class Call:
     @property
     def may_have_blind_rows(self):
         """Whether a query may see no key. Known when traced, so that calls without such rows pay nothing for them."""
+        problem, left, right = self.problem, self.problem.band.left, self.problem.band.right
+        lacks_left = left is not None and (problem.is_symbolic or problem.T - left > problem.S)
+        lacks_right = right is not None and right < 0
         has_lengths = not (self.query_lengths is None and self.key_lengths is None)
-        hides_own = self.hides_keys and not self.hides_other_documents
-        return self.problem.band_blinds_rows or has_lengths or hides_own or self.changes_logits
-
-    @property
-    def hides_other_documents(self):
-        """Whether segments alone hide keys, and of other documents only: then a query sees at least its own key."""
-        problem = self.problem
-        return problem.is_packed and problem.T == problem.S and problem.mask_mod is None and self.extras.mask is None
+        # Where segments alone hide keys, and of other documents only, a query sees at least its own key.
+        is_masked = problem.mask_mod is not None or self.extras.mask is not None
+        hides_own = self.hides_keys and (is_masked or not (problem.is_packed and problem.T == problem.S))
+        return lacks_left or lacks_right or has_lengths or hides_own or self.changes_logits
 
     def of_seeing_rows(self, lse, *arrays):
         """The arrays, (B, T, N, H) or (B, N, T), with zeros for queries that see no key, as lse (B, N, T) tells.

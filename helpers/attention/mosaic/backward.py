@@ -14,10 +14,8 @@ a mean by the weights as they were rounded for p v (see `forward`). In float32 t
 off bits of dp, for all keys in the same direction, of which delta knows nothing. So delta takes up what the sums of the
 rows of ds are off by.
 
-Refs, laid out as in `warp` (T' and S' are whole tiles, H' a multiple of 64):
+Refs are those of `forward`, do_ref like q_ref, and
 
-    q_ref, do_ref (pieces, B, T', N H')   k_ref, v_ref (pieces, B, S', K H')   lengths_ref (2, B) int32, or None
-    extras, lists     of `pairs`, or None
     lse_ref (B, N, T') lse_2, float32     delta_ref (B, N, T') float32
     out_ref (B, T', N H') for dq, or (B, N, T') float32 for the sums of rows of ds
     dk_ref, dv_ref (B, S', K H')
