@@ -199,9 +199,6 @@ def _why_no_triton(call, return_residual):
     return None
 
 
-# The table
-
-
 @dataclass(frozen=True)
 class Backend:
     """An implementation.

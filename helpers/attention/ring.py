@@ -114,9 +114,6 @@ def _piece(layout, queries, keys, is_causal, me, other):
     return Piece(0, keys // 2, False) if before else Piece(queries // 2, keys, False)
 
 
-# The functions
-
-
 def ring_attention(
     query,
     key,
@@ -333,9 +330,6 @@ def _zigzag_routes(devices, parity):
     """(from, to) of the first or second half of every contiguous share."""
     home = lambda piece: piece if piece < devices else 2 * devices - 1 - piece
     return [(device, home(2 * device + parity)) for device in range(devices)]
-
-
-# The ring
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,6 @@ def padded_head_dim(H, dtype):
     return -(-H // elements) * elements
 
 
-# Copies
-
-
 def width(H, dtype):
     """How many bytes of a row of H numbers a lane copies at once: they have to lie at a multiple of themselves."""
     size = H * jnp.dtype(dtype).itemsize
@@ -232,9 +229,6 @@ def _paired(registers):
 
 # One row of numbers for each warp
 PARTS = _tiled(-6, (-3,), -1, (WARPS, LANES), (1, LANES), (1, 1))
-
-
-# Products
 
 
 def scores(queries, keys, *, interpret):
