@@ -318,7 +318,9 @@ def lengths_of(call):
     """int32 (2, B): how many queries and keys of each batch entry are real; None where all are."""
     if call.query_lengths is None and call.key_lengths is None:
         return None
-    return jnp.stack(call.real_lengths())
+    problem = call.problem
+    pairs = (call.query_lengths, problem.T), (call.key_lengths, problem.S)
+    return jnp.stack([jnp.full(problem.B, n) if length is None else jnp.clip(length, 0, n) for length, n in pairs])
 
 
 def real_lengths(lengths_ref, b, problem):
