@@ -53,7 +53,7 @@ from helpers.dev.measuring import (
 )
 from helpers.exercises import mine
 from helpers.instruments import cost, ladder, results
-from helpers.instruments.implementations import OF_JAX, OF_TORCH, PEERS, gradient_programs, ours
+from helpers.instruments.implementations import OF_JAX, OF_TORCH, gradient_programs, ours
 from helpers.instruments.timing import Program, rotation, time_together
 from helpers.workbook import WORKBOOK
 
@@ -115,8 +115,10 @@ def names_for(case):
     names = ["portable", "triton", "hopper", "cudnn", "flash_attention_3"]
     if case.T <= 4096 and (case.dtype == "bfloat16" or case == TUTORIAL) and case.K == case.N:
         names.insert(0, "naive")
+    if case in GRID and case.dtype == "bfloat16":
+        names += ["torch_sdpa", "flash_attention_4"]
     if case.T == 4096 and case.K == case.N:
-        names += PEERS if case.dtype == "bfloat16" else ["jax_mosaic"]
+        names.append("jax_triton" if case.dtype == "bfloat16" else "jax_mosaic")
     return names
 
 

@@ -75,28 +75,48 @@ class OfTorch(NamedTuple):
         return {"forward": forward, "backward": Program(self.backward, kept, wait)}
 
 
-def torch_sdpa(case):
-    """PyTorch's FlashAttention-2."""
+def _by_autograd(attention, to_torch, to_jax):
+    """An implementation that PyTorch differentiates."""
     torch = importlib.import_module("torch")
-    attention = torch.nn.functional.scaled_dot_product_attention
-    backend = torch.nn.attention.SDPBackend.FLASH_ATTENTION
 
     def forward(*arrays):
-        with torch.no_grad(), torch.nn.attention.sdpa_kernel(backend):
-            return attention(*arrays, is_causal=case.is_causal)
+        with torch.no_grad():
+            return attention(*arrays)
 
     def residuals(*arrays):
         arrays = [array.detach().requires_grad_() for array in arrays]
-        with torch.nn.attention.sdpa_kernel(backend):
-            return arrays, attention(*arrays, is_causal=case.is_causal)
+        return arrays, attention(*arrays)
 
     def backward(kept, dout):
         arrays, out = kept
         return torch.autograd.grad(out, arrays, dout, retain_graph=True)
 
-    to_torch = lambda array: torch.from_dlpack(array).transpose(1, 2)  # it wants heads before positions
-    to_jax = lambda array: jnp.from_dlpack(array.transpose(1, 2).contiguous())
     return OfTorch(forward, residuals, backward, to_torch, to_jax, torch.cuda.synchronize)
+
+
+def torch_sdpa(case):
+    """PyTorch's FlashAttention-2."""
+    torch = importlib.import_module("torch")
+    backend = torch.nn.attention.SDPBackend.FLASH_ATTENTION
+
+    def attention(*arrays):
+        with torch.nn.attention.sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(*arrays, is_causal=case.is_causal)
+
+    to_torch = lambda array: torch.from_dlpack(array).transpose(1, 2)  # it wants heads before positions
+    return _by_autograd(attention, to_torch, lambda array: jnp.from_dlpack(array.transpose(1, 2).contiguous()))
+
+
+def flash_attention_4(case):
+    """FlashAttention-4, of the package flash-attn-4."""
+    attention = importlib.import_module("flash_attn.cute").flash_attn_func
+    torch = importlib.import_module("torch")
+
+    def first(*arrays):
+        out = attention(*arrays, causal=case.is_causal)
+        return out[0] if isinstance(out, tuple) else out  # some releases return lse, too
+
+    return _by_autograd(first, torch.from_dlpack, jnp.from_dlpack)
 
 
 @functools.cache
@@ -139,8 +159,11 @@ OF_JAX = {
     "jax_triton": jax_triton,
     "jax_mosaic": jax_mosaic,
 }
-OF_TORCH = {"torch_sdpa": torch_sdpa, "flash_attention_3": flash_attention_3}
-PEERS = ("jax_triton", "torch_sdpa")
+OF_TORCH = {
+    "torch_sdpa": torch_sdpa,
+    "flash_attention_3": flash_attention_3,
+    "flash_attention_4": flash_attention_4,
+}
 
 
 def gradient_programs(attention):

@@ -29,7 +29,7 @@ they print without one (triton_shown.json, cuda_shown.json), and what the compil
 import json
 from pathlib import Path
 
-from helpers.attention.tables import slug
+from helpers.attention.hopper.table import slug
 
 RESULTS = Path(__file__).parent / "records"
 
@@ -40,6 +40,6 @@ def write(results, path):
     print(f"wrote {path.name}")
 
 
-def read(what="NVIDIA H200"):
+def read(what="NVIDIA H100 80GB HBM3"):
     """The record of a GPU, or of an experiment such as "NVIDIA H200 ring"; FileNotFoundError if there is none."""
     return json.loads((RESULTS / f"{slug(what)}.json").read_text())

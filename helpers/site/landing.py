@@ -51,7 +51,7 @@ def shown(recorded):
     return (
         f"![{picture(recorded).alt}](figures/landing.png)\n\n"
         f"Causal attention of {CASE['T']} queries and keys, head dimension {CASE['H']}, {CASE['dtype']}. The plain "
-        "kernel of [05](notebooks/05_forward_kernel.ipynb) was compiled by Triton. The Hopper "
+        "kernel is an earlier form of that of [05](notebooks/05_forward_kernel.ipynb), compiled by Triton. The Hopper "
         "kernel of [10](notebooks/10_hopper_forward.ipynb) and [11](notebooks/11_hopper_forward_tuned.ipynb) is "
         f"{rate['hopper'] / rate['naive']:.1f} times as fast as naive attention and "
         f"{rate['hopper'] / rate['cudnn']:.2f} times as fast as cuDNN. FlashAttention-3 reached "

@@ -85,7 +85,7 @@ def descriptor(ref, axis):
 
 
 def wide_sum(acc, a, values, constants):
-    """The product that `warpgroup.wide_product` issues: acc + a @ (values and constants), in flight."""
+    """acc (64, H + 8) + a @ (values and constants), which are a `warpgroup.Beside`: in flight, for `awaited` alone."""
 
     @plgpu.inline_mgpu(
         arg_types=(MATRIX, MATRIX, plgpu.RefType(SWIZZLED), plgpu.RefType(SWIZZLED)),
@@ -129,25 +129,6 @@ def wide_instructions(acc, a, values, constants):
     return _array([llvm.extractvalue(f32, sums, [i]) for i in range(count)], acc.shape)
 
 
-def counted_up(counter, place, first):
-    """What `warpgroup.count_up` does on a GPU: a thread of the second warp, since one of the first asks for copies."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
-    def instructions(_, counter, place):
-        llvm.inline_asm(
-            ir.Type.parse("!llvm.void"),
-            [utils.memref_ptr(counter), llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(place))],
-            "{ .reg .pred mine; .reg .b32 number; .reg .f32 place; "
-            "mov.u32 number, %tid.x; and.b32 number, number, 127; setp.eq.u32 mine, number, 32; "
-            f"@mine atom.add.u32 number, [$0], 1; add.u32 number, number, {first}; "
-            "cvt.rn.f32.u32 place, number; @mine st.shared.f32 [$1], place; }",
-            "l,r",
-            has_side_effects=True,
-        )
-
-    instructions(counter, place)
-
-
 def plain_reciprocal(d):
     """1 / d of an array in the layout of wgmma: what `warpgroup.reciprocal` does on a GPU."""
 
@@ -173,6 +154,13 @@ def by_threads(which, text, *operands):
         llvm.inline_asm(None, values, f"{{ {mine} @!mine bra end; {text} end: }}", places, has_side_effects=True)
 
     instructions(*operands)
+
+
+def counted_up(counter, place, first):
+    """What `warpgroup.count_up` does on a GPU: a thread of the second warp, since one of the first asks for copies."""
+    number = f"add.u32 n, n, {first}; cvt.rn.f32.u32 number, n;"
+    text = f"{{ .reg .f32 number; atom.relaxed.gpu.global.add.u32 n, [$0], 1; {number} st.shared.f32 [$1], number; }}"
+    by_threads("eq.u32 mine, t, 32", text, counter, place)
 
 
 def draw(counter, number):
