@@ -230,7 +230,7 @@ def hopper_forward(q, k, v, is_causal=False, interpret=False):
     (B, T, N, H), (_, S, K, _) = q.shape, k.shape
     group, head_padded = N // K, 64 if H <= 64 else 128
     scale = 1 / (math.sqrt(H) * math.log(2))  # exp(s / sqrt(H)) = exp2(scale * s)
-    block_q, block_k, stages, computing = 64, 128, 2, 2
+    block_q, block_k, stages, computing = 64, 128, 2, 2  # computing * block_q = block_k
 
     def kernel(q_ref, k_ref, v_ref, out_ref, lse_ref, q_smem, k_smem, v_smem, ready, loaded, free):
         n, i, b, me = (lax.axis_index(name) for name in (*"nib", "warpgroup"))
