@@ -6,7 +6,7 @@ import lessons
 import numpy as np
 import pytest
 
-from helpers.exercises import running
+from helpers.exercises import running, whole
 from helpers.exercises.checking import verdict
 from helpers.exercises.edits import edited, source_of, written
 from helpers.exercises.exercise import exercise
@@ -233,6 +233,11 @@ def test_what_lies_past_the_end_is_not_known_by_being_nan(number):
 
 
 # Right results by a forbidden way
+
+
+def test_the_lse_of_a_query_without_keys_is_compared():
+    (lse,) = whole.as_float64([np.zeros(2)], [np.array([-np.inf, 0])], {"lse": np.float32})
+    assert np.array_equal(lse, [0, 0])
 
 
 def test_what_is_asked_for_is_not_taken_from_the_helpers():

@@ -84,7 +84,7 @@ GQA = Exercise(
     run=_run_gqa, judge=_judge_gqa,
     mistakes=(
         ("the key/value head is n % K", "n // group", "n % K",
-         "That deals the query heads out in turn; neighbours share a head: see the picture of section 7."),
+         "That deals the query heads out in turn; neighbours share a head: see section 7 of notebook 05."),
         ("n is divided by K instead of by the size of a group", "n // group", "n // K",
          "A group has N // K query heads, and the head is n divided by that: see the start of section 7."),
         ("the head stands on the axis of the keys", "0, n // group", "n // group, 0",
@@ -251,9 +251,9 @@ FORWARD = Exercise(
     expected=functools.partial(expected_forward, "is_causal"), tolerance=1e-4, building_block="forward", slow=True,
     mistakes=(
         ("acc is not rescaled by alpha", "alpha[:, None] * acc", "acc",
-         "What acc holds was measured from the old maximum, just like l: reread the equations of section 2."),
+         "What acc holds was measured from the old maximum, just like l: reread section 2 of notebook 05."),
         ("l is not rescaled by alpha", "alpha * l", "l",
-         "What l holds was measured from the old maximum, just like acc: reread the equations of section 2."),
+         "What l holds was measured from the old maximum, just like acc: reread section 2 of notebook 05."),
         *GQA.mistakes[:2],
         *FINISH.mistakes[1:2],
         ("the logits are not scaled", " / math.sqrt(H)", "", "s = q kᵀ / √H: see the equations of section 1."),

@@ -320,7 +320,7 @@ MASKS = {
     "j - i in 0 to 9": lambda b, n, i, j: (i <= j) & (j < i + 10),
     "causal documents of 12": lambda b, n, i, j: (j <= i) & (i // 12 == j // 12),
     "windows by head": windows_by_head,
-    "odd queries see nothing, the others all, in entry 1 half": lambda b, n, i, j: (
+    "odd queries see none, the others all, in entry 1 the first 16": lambda b, n, i, j: (
         (i % 2 == 0) & (j < jnp.where(b == 1, 16, 40))
     ),
     "the first 3 keys, from query 24 on all": lambda b, n, i, j: (j < 3) | (i >= 24),
@@ -337,7 +337,7 @@ def _masked_cases():
         ((1, 24, 40, 2, 1, 4), "j - i in 0 to 9", (8, 16), np.float32, 0),
         ((1, 32, 32, 4, 2, 5), "causal documents of 12", (16, 8), np.float32, 60),
         ((1, 40, 40, 2, 1, 8), "windows by head", (16, 8), np.float32, -200),
-        ((2, 17, 37, 1, 1, 3), "odd queries see nothing, the others all, in entry 1 half", (8, 16), np.float32, 0),
+        ((2, 17, 37, 1, 1, 3), "odd queries see none, the others all, in entry 1 the first 16", (8, 16), np.float32, 0),
         ((1, 20, 40, 2, 1, 8), "the first 3 keys, from query 24 on all", (16, 16), jnp.bfloat16, 0),
     ]:
         q, k, v = (random.standard_normal((B, length, heads, H)) for length, heads in ((T, N), (S, K), (S, K)))
