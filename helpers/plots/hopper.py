@@ -24,7 +24,7 @@ def processor():
     figure, axes = style.subplots(width=10, height=4.9)
     style.bare(axes)
     axes.set(xlim=(0, 20), ylim=(-0.1, 9.8))
-    note = "all of q, k, v,\nout, lse\n\n141 GB\nshared by all\nSMs"
+    note = "all of q, k, v,\nout, lse\n\n80 GB\nshared by all\nSMs"
     _box(axes, 0.1, 0.1, 3.1, 9.0, "GMEM", note, style.FAINT)
     draw.box(axes, 3.9, 0.1, 15.9, 9.0, "none", ec=style.INK, lw=1.6, ls="--")
     axes.text(3.9, 9.45, "one of 132 SMs (streaming multiprocessors), running one program", va="center", size=10)
