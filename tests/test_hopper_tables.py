@@ -9,8 +9,7 @@ from attention_cases import AttentionCase, check_forward, check_gradients
 from test_hopper_backward import gradients_of_kernels
 from test_hopper_forward import interpreted, problem_of
 
-from helpers.attention import tables
-from helpers.attention.hopper import backward_schedule, forward, serve
+from helpers.attention.hopper import backward_schedule, forward, serve, table
 from helpers.dev import ptxas
 from helpers.dev.ptxas import Configuration
 from helpers.instruments import results
@@ -44,11 +43,11 @@ def tiles_file(rows):
 @pytest.fixture
 def with_a_table(monkeypatch, tmp_path):
     """On a GPU with the table above."""
-    monkeypatch.setattr(tables, "TUNED", tmp_path)
-    monkeypatch.setattr(tables, "this_gpu", lambda: "NVIDIA Test")
+    monkeypatch.setattr(table, "TUNED", tmp_path)
+    monkeypatch.setattr(table, "this_gpu", lambda: "NVIDIA Test")
     results.write(tiles_file(TABLE), tmp_path / "nvidia_test.json")
     yield
-    tables.rows_by.cache_clear()
+    table.rows_of.cache_clear()
 
 
 def test_a_gpu_with_a_table_uses_it(with_a_table):
@@ -95,7 +94,7 @@ def test_every_configuration_lowers_for_cuda(configuration):
 @pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA H100"])
 def test_whatever_the_problem_its_tiles_are_among_them(gpu, monkeypatch):
     """So that shared memory holds them: Mosaic lowers no kernel that needs more than a Hopper GPU has."""
-    monkeypatch.setattr(tables, "this_gpu", lambda: gpu)
+    monkeypatch.setattr(table, "this_gpu", lambda: gpu)
     known = {(one.which, one.H, one.is_causal, one.tiles) for one in ptxas.configurations()}
     # A kernel that does not guess, or deals its turns before, keeps no more than one that does.
     for field in ("guess", "dynamic"):

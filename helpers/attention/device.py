@@ -52,12 +52,9 @@ def core_count(otherwise):
     return getattr(default_device(), "core_count", None) or otherwise
 
 
-def shared_memory(device=None):
-    """Bytes of shared memory that a program may have on a device, by default the default one.
-
-    Where it does not say, as many as every NVIDIA GPU from Ampere on has.
-    """
-    return getattr(device or default_device(), "shared_memory_per_block_optin", None) or LEAST_SHARED_MEMORY
+def shared_memory():
+    """Bytes of shared memory of a program on the default device; the least from Ampere on where it does not say."""
+    return getattr(default_device(), "shared_memory_per_block_optin", None) or LEAST_SHARED_MEMORY
 
 
 def by_platform(*arrays, **runs):

@@ -32,8 +32,11 @@ def gradients_of_extras(call, out, lse, dout, dlse, low=None):
     extras, is_float = call.extras, lambda array: jnp.issubdtype(array.dtype, jnp.floating)
     gradients = Extras()
     if extras.sinks is not None:
-        delta = delta_of(out, lse, dout, dlse, low)
-        gradients = gradients._replace(sinks=_of_sinks(call, delta, lse, dlse))
+        sinks = extras.sinks[:, :, None]
+        gradient = jnp.where(lse == sinks, dlse, -jnp.exp(sinks - lse) * delta_of(out, lse, dout, dlse, low))
+        if call.query_lengths is not None:
+            gradient = jnp.where(call.is_padding, 0, gradient)
+        gradients = gradients._replace(sinks=gradient.sum(axis=(0, 2))[None])
     arrays = extras.score_arrays or ()
     wanted = [array for array in (extras.bias, *arrays) if array is not None and is_float(array)]
     if wanted:
@@ -41,14 +44,6 @@ def gradients_of_extras(call, out, lse, dout, dlse, low=None):
         of = lambda array: next(found) if array is not None and is_float(array) else None
         gradients = gradients._replace(bias=of(extras.bias), score_arrays=tuple(map(of, arrays)) or None)
     return gradients
-
-
-def _of_sinks(call, delta, lse, dlse):
-    sinks = call.extras.sinks[:, :, None]
-    gradient = jnp.where(lse == sinks, dlse, -jnp.exp(sinks - lse) * delta)
-    if call.query_lengths is not None:
-        gradient = jnp.where(call.is_padding, 0, gradient)
-    return gradient.sum(axis=(0, 2))[None]
 
 
 def _of_tables(call, wanted, lse, dout, dlse):

@@ -147,13 +147,6 @@ class TileLists(NamedTuple):
     full: jax.Array
 
 
-def tile_lists(kinds):
-    """The `TileLists` of kinds (B or 1, N or 1, tiles, other tiles)."""
-    tiles = jnp.argsort(-kinds, axis=-1, stable=True).astype(jnp.int32)
-    count = lambda least: (kinds >= least).sum(axis=-1, dtype=jnp.int32)
-    return TileLists(tiles, count(PARTIAL), count(FULL))
-
-
 def for_kernel(call, block_q, block_k, outer="queries", joins_groups=False):
     """The `Extras` and the `TileLists` that a kernel gets for a `Call`, or no lists. outer: whose tiles have lists.
 
@@ -169,7 +162,9 @@ def for_kernel(call, block_q, block_k, outer="queries", joins_groups=False):
     if joins_groups and heads > 1:
         of_groups = kinds.reshape(B, call.problem.K, -1, tiles, others).swapaxes(2, 3)
         kinds = of_groups.reshape(B, call.problem.K, tiles, -1)
-    return call.extras._replace(block_mask=None), tile_lists(kinds)
+    in_order = jnp.argsort(-kinds, axis=-1, stable=True).astype(jnp.int32)
+    count = lambda least: (kinds >= least).sum(axis=-1, dtype=jnp.int32)
+    return call.extras._replace(block_mask=None), TileLists(in_order, count(PARTIAL), count(FULL))
 
 
 def block_mask(T, S, *, mask=None, mask_mod=None, batch=1, heads=1):

@@ -31,11 +31,9 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 MAX_HEAD_DIM = 256
 FEW_QUERIES = 16  # at most, of calls that the kernels for decoding serve
 LARGEST_SCALE = float(np.finfo(np.float32).max) / math.log2(math.e)
-SYMBOLS, LENGTHS, WINDOW, PAGES = "symbolic shapes", "sequence lengths", "local window", "pages"
-OFFSET, SEGMENTS, SOFT_CAP, SINKS, MASK = "causal_offset", "segment ids", "soft cap", "sinks", "mask"
 # What a call may ask for, and a backend must list.
-FEATURES = (SYMBOLS, PAGES, "float32", LENGTHS, WINDOW, OFFSET, SEGMENTS, SOFT_CAP, SINKS)
-FEATURES += ("bias", MASK, "mask_mod", "score_mod")
+FEATURES = ("symbolic shapes", "pages", "float32", "sequence lengths", "local window", "causal_offset", "segment ids")
+FEATURES += ("soft cap", "sinks", "bias", "mask", "mask_mod", "score_mod")
 MAX_LENGTH = 2**30 - 1  # so that sums of two positions stay within int32
 
 
@@ -79,12 +77,6 @@ class Problem:
     def is_symbolic(self):
         """Whether some size is no number, but a symbol of `jax.export.symbolic_shape`."""
         return not all(isinstance(size, int) for size in (self.B, self.T, self.S))
-
-    @property
-    def band_blinds_rows(self):
-        """Whether the band leaves the first or last query without a key, or may do so, be there lengths or not."""
-        left, right = self.band.left, self.band.right
-        return (left is not None and (self.is_symbolic or self.T - left > self.S)) or (right is not None and right < 0)
 
 
 @dataclass(frozen=True)
@@ -189,11 +181,6 @@ class Call:
         return replace(call, problem=problem, extras=self.extras._replace(mask=mask))
 
     @property
-    def has_sinks(self):
-        """Whether each head has a logit that takes weight and gives no value."""
-        return self.extras.sinks is not None
-
-    @property
     def is_padding(self):
         """Which queries lie past query_lengths, which there are: (B, 1, T)."""
         return jnp.arange(self.problem.T) >= self.query_lengths[:, None, None]
@@ -207,15 +194,14 @@ class Call:
     @property
     def may_have_blind_rows(self):
         """Whether a query may see no key. Known when traced, so that calls without such rows pay nothing for them."""
+        problem, left, right = self.problem, self.problem.band.left, self.problem.band.right
+        lacks_left = left is not None and (problem.is_symbolic or problem.T - left > problem.S)
+        lacks_right = right is not None and right < 0
         has_lengths = not (self.query_lengths is None and self.key_lengths is None)
-        hides_own = self.hides_keys and not self.hides_other_documents
-        return self.problem.band_blinds_rows or has_lengths or hides_own or self.changes_logits
-
-    @property
-    def hides_other_documents(self):
-        """Whether segments alone hide keys, and of other documents only: then a query sees at least its own key."""
-        problem = self.problem
-        return problem.is_packed and problem.T == problem.S and problem.mask_mod is None and self.extras.mask is None
+        # Where segments alone hide keys, and of other documents only, a query sees at least its own key.
+        is_masked = problem.mask_mod is not None or self.extras.mask is not None
+        hides_own = self.hides_keys and (is_masked or not (problem.is_packed and problem.T == problem.S))
+        return lacks_left or lacks_right or has_lengths or hides_own or self.changes_logits
 
     def of_seeing_rows(self, lse, *arrays):
         """The arrays, (B, T, N, H) or (B, N, T), with zeros for queries that see no key, as lse (B, N, T) tells.
@@ -226,9 +212,10 @@ class Call:
         """
         if not self.may_have_blind_rows:
             return arrays
-        is_blind = lse == (self.extras.sinks[:, :, None] if self.has_sinks else -jnp.inf)
+        sinks = self.extras.sinks
+        is_blind = lse == (-jnp.inf if sinks is None else sinks[:, :, None])
         blind = {3: is_blind, 4: jnp.swapaxes(is_blind, 1, 2)[..., None]}
-        lost = lambda array: blind[array.ndim] & (~jnp.isfinite(array) if self.has_sinks else True)
+        lost = lambda array: blind[array.ndim] & (True if sinks is None else ~jnp.isfinite(array))
         return tuple(jnp.where(lost(array), 0, array) for array in arrays)
 
 
@@ -254,24 +241,24 @@ def check_call(
     score_arrays=(),
     block_mask=None,
 ):
-    """Check the arguments of `flash_attention` and return them as a `Call`.
-
-    Raises TypeError for a wrong type or dtype and ValueError for a wrong shape or value. The
-    message names the argument, what it was, and what was expected.
-    """
-    problem, arrays = _check_arrays(query, key, value)
-    _check_causal(is_causal)
-    problem = replace(
-        problem,
-        scale=_check_scale(scale, problem.H),
+    """Check the arguments of `flash_attention` and return them as a `Call`."""
+    _check_alike({"query": query, "key": key, "value": value})
+    if key.shape[:-3] != query.shape[:-3]:
+        raise ValueError(f"key must have the batch size of query, {query.shape[0]}, got shape {key.shape}")
+    has_batch = query.ndim == 4
+    arrays = [jnp.asarray(array) if has_batch else jnp.asarray(array)[None] for array in (query, key, value)]
+    (B, T, N, H), (_, S, K, _) = arrays[0].shape, arrays[1].shape
+    if any(_is_more(length, MAX_LENGTH) for length in (T, S)):
+        raise ValueError(f"query and key must have at most 2**30 - 1 positions, got {T} and {S}")
+    problem = Problem(
+        *(B, T, S, N, K, H, jnp.dtype(query.dtype)),
+        scale=_check_scale(scale, H),
         band=check_band(is_causal, local_window_size, causal_offset),
         soft_cap=check_soft_cap(logits_soft_cap),
         mask_mod=mask_mod,
         score_mod=score_mod,
         is_packed=query_segment_ids is not None and query_segment_ids is key_value_segment_ids,
     )
-    B, T, S, N = problem.B, problem.T, problem.S, problem.N
-    has_batch = query.ndim == 4
     segment_ids = check_segment_ids(problem, has_batch, query_segment_ids, key_value_segment_ids)
     sizes = {"b": B, "n": N, "i": T, "j": S}
     score_arrays = check_score_arrays(score_arrays, sizes, score_mod)
@@ -299,7 +286,14 @@ def _check_alike(arrays):
     (query_name, query), (key_name, key), (value_name, value) = arrays.items()
     names = f"{query_name}, {key_name} and {value_name}"
     for name, array in arrays.items():
-        _check_array(name, array)
+        check_array(name, array, DTYPES)
+        if array.ndim not in (3, 4):
+            wanted = "(batch, length, heads, head_dim) or (length, heads, head_dim)"
+            raise ValueError(f"{name} must have shape {wanted}, got {array.shape}")
+        if 0 in array.shape:
+            raise ValueError(f"{name} must have at least one element on every axis, got shape {array.shape}")
+        if not all(isinstance(size, int) for size in array.shape[-2:]):
+            raise TypeError(f"{name} must have numbers of heads and head_dim, not symbols, got shape {array.shape}")
     if not (query.dtype == key.dtype == value.dtype):
         got = ", ".join(f"{name} {array.dtype}" for name, array in arrays.items())
         raise TypeError(f"{names} must share one dtype, got {got}")
@@ -317,20 +311,6 @@ def _check_alike(arrays):
         raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, got {H}")
 
 
-def _check_arrays(query, key, value):
-    """The `Problem` of three arrays, but for scale and mask, and the arrays with a batch axis."""
-    _check_alike({"query": query, "key": key, "value": value})
-    if key.shape[:-3] != query.shape[:-3]:
-        raise ValueError(f"key must have the batch size of query, {query.shape[0]}, got shape {key.shape}")
-    query, key, value = (jnp.asarray(array) for array in (query, key, value))
-    if query.ndim == 3:
-        query, key, value = query[None], key[None], value[None]
-    (B, T, N, H), (_, S, K, _) = query.shape, key.shape
-    if any(_is_more(length, MAX_LENGTH) for length in (T, S)):
-        raise ValueError(f"query and key must have at most 2**30 - 1 positions, got {T} and {S}")
-    return Problem(B, T, S, N, K, H, jnp.dtype(query.dtype), 1.0, Band()), (query, key, value)
-
-
 def check_paged_call(
     query,
     key_pages,
@@ -346,22 +326,6 @@ def check_paged_call(
     sinks=None,
 ):
     """Check the arguments of `paged_attention` and return them as a `Call`, as `check_call` does."""
-    problem, arrays, key_lengths = _check_pages(query, key_pages, value_pages, page_table, lengths)
-    _check_causal(is_causal)
-    band = check_band(is_causal, local_window_size, causal_offset or 0)
-    problem = replace(
-        problem,
-        scale=_check_scale(scale, problem.H),
-        band=band,
-        soft_cap=check_soft_cap(logits_soft_cap),
-        is_at_end=causal_offset is None and band != Band(),
-    )
-    *arrays, table = arrays
-    return Call(problem, *arrays, None, key_lengths, table, Extras(sinks=check_sinks(sinks, problem.N)))
-
-
-def _check_pages(query, key_pages, value_pages, page_table, lengths):
-    """The `Problem` of a paged call, but for scale and mask; query, both pages and the table; and the lengths."""
     arrays = {"query": query, "key_pages": key_pages, "value_pages": value_pages}
     for name, array in arrays.items():
         if getattr(array, "ndim", 4) != 4:
@@ -385,26 +349,16 @@ def _check_pages(query, key_pages, value_pages, page_table, lengths):
             wrong = [int(number) for number in table[row, :count] if not 0 <= number < pages]
             if wrong:
                 raise ValueError(f"page_table[{row}] must name pages from 0 to {pages - 1}, got {wrong[0]}")
-    problem = Problem(B, T, S, N, K, H, jnp.dtype(query.dtype), 1.0, Band())
-    return problem, tuple(map(jnp.asarray, (query, key_pages, value_pages, page_table))), key_lengths
-
-
-def _check_causal(is_causal):
-    _refuse_tracer("is_causal", is_causal)
-    if not isinstance(is_causal, bool | np.bool_):
-        raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
-
-
-def _check_array(name, array):
-    check_array(name, array, DTYPES)
-    if array.ndim not in (3, 4):
-        raise ValueError(
-            f"{name} must have shape (batch, length, heads, head_dim) or (length, heads, head_dim), got {array.shape}"
-        )
-    if 0 in array.shape:
-        raise ValueError(f"{name} must have at least one element on every axis, got shape {array.shape}")
-    if not all(isinstance(size, int) for size in array.shape[-2:]):
-        raise TypeError(f"{name} must have numbers of heads and head_dim, not symbols, got shape {array.shape}")
+    band = check_band(is_causal, local_window_size, causal_offset or 0)
+    problem = Problem(
+        *(B, T, S, N, K, H, jnp.dtype(query.dtype)),
+        scale=_check_scale(scale, H),
+        band=band,
+        soft_cap=check_soft_cap(logits_soft_cap),
+        is_at_end=causal_offset is None and band != Band(),
+    )
+    *arrays, table = map(jnp.asarray, (query, key_pages, value_pages, page_table))
+    return Call(problem, *arrays, None, key_lengths, table, Extras(sinks=check_sinks(sinks, N)))
 
 
 def _is_more(length, limit):
@@ -433,7 +387,10 @@ def _refuse_tracer(name, value):
 
 def check_band(is_causal, local_window_size, causal_offset):
     """The `Band` of the three arguments."""
+    _refuse_tracer("is_causal", is_causal)
     _refuse_tracer("causal_offset", causal_offset)
+    if not isinstance(is_causal, bool | np.bool_):
+        raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
     try:
         offset = operator.index(causal_offset)
     except TypeError:
@@ -501,8 +458,7 @@ def _check_window(window):
         raise TypeError(f"{expected}, got {window!r}") from None
     if left < 0 or right < 0:
         raise ValueError(f"local_window_size must not be negative, got {window!r}")
-    # Beyond any length the window masks nothing; the bound keeps int32 positions from overflowing.
-    return min(left, MAX_LENGTH), min(right, MAX_LENGTH)
+    return left, right
 
 
 def check_lengths(name, lengths, batch, longest):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from helpers.attention import scores
+from helpers.attention.low_bits import delta_of
 from helpers.attention.masking import sees_some, visible
 from helpers.attention.problem import Problem, check_call
 
@@ -43,14 +44,14 @@ def naive_attention(call):
     m = s.max(axis=-1, keepdims=True)
     if call.changes_logits:
         is_query &= (m > -jnp.inf).reshape(B, N, T).swapaxes(1, 2)[..., None]
-    if call.has_sinks:
+    if call.extras.sinks is not None:
         sinks = call.extras.sinks.reshape(-1, K, problem.group, 1, 1)
         m = jnp.maximum(m, sinks)
     m = jax.lax.stop_gradient(m)
     m = jnp.where(m == -jnp.inf, 0, m)  # a row without a key: -inf - (-inf) would be NaN
     p = jnp.exp(s - m)
     l = p.sum(axis=-1, keepdims=True)
-    if call.has_sinks:
+    if call.extras.sinks is not None:
         l += jnp.exp(sinks - m)
     empty = l == 0
     l = jnp.where(empty, 1, l)
@@ -61,7 +62,7 @@ def naive_attention(call):
     if call.may_have_blind_rows:
         out = jnp.where(is_query, out, 0)
     lse = lse.reshape(B, N, T)
-    if call.has_sinks and call.query_lengths is not None:
+    if call.extras.sinks is not None and call.query_lengths is not None:
         lse = jnp.where(call.is_padding, jax.lax.stop_gradient(lse), lse)
     return out, lse
 
@@ -95,8 +96,8 @@ def what_counts(call):
     return is_query, is_key, seen.reshape(B, *by_group, T, S)
 
 
-def naive_gradients(call, out, lse, dout, dlse):
-    """(dq, dk, dv) of `naive_attention`, whose out and lse are not needed: it is computed again."""
+def naive_gradients(call, out, lse, dout, dlse, low):
+    """(dq, dk, dv) of `naive_attention`, whose results are not needed: it is computed again."""
 
     def attention(query, key, value):
         return naive_attention(dataclasses.replace(call, query=query, key=key, value=value))
@@ -105,8 +106,8 @@ def naive_gradients(call, out, lse, dout, dlse):
     return pull_back((dout, dlse))
 
 
-def naive_gradients_of_part(call, out, lse, dout, dlse):
-    """(dq, dk, dv) of a `Call` that has some of the keys only, where out and lse are those of all of them.
+def naive_gradients_of_part(call, out, lse, dout, dlse, low):
+    """(dq, dk, dv) of a `Call` that has some of the keys only, where out, lse and low are those of all of them.
 
     The sum of dq over parts that make up the keys is dq, and dk and dv of a part are final. The equations are those
     of `oracle_gradients` with delta = rowsum(out * dout), in float32.
@@ -115,15 +116,15 @@ def naive_gradients_of_part(call, out, lse, dout, dlse):
     B, T, N, K, H = problem.B, problem.T, problem.N, problem.K, problem.H
     is_query, is_key, seen = what_counts(call)
     exact = lambda array, is_real: jnp.where(is_real, array.astype(jnp.float32), 0)
-    q, o, do = (exact(array, is_query).reshape(B, T, K, problem.group, H) for array in (call.query, out, dout))
+    q, do = (exact(array, is_query).reshape(B, T, K, problem.group, H) for array in (call.query, dout))
     k, v = (exact(array, is_key) for array in (call.key, call.value))
 
-    lse, dlse = (array.reshape(B, K, problem.group, T, 1) for array in (lse, dlse))
+    delta = delta_of(out, lse, dout, dlse, low)
+    lse, delta = (array.reshape(B, K, problem.group, T, 1) for array in (lse, delta))
     seen &= lse != -jnp.inf
     s = problem.scale * jnp.einsum("btkgh,bskh->bkgts", q, k)
     p = jnp.exp(jnp.where(seen, s, -jnp.inf) - jnp.where(lse == -jnp.inf, 0, lse))
     dp = jnp.einsum("btkgh,bskh->bkgts", do, v)
-    delta = jnp.einsum("btkgh,btkgh->bkgt", o, do)[..., None] - dlse
     ds = jnp.where(seen, p * (dp - delta), 0)
     dq = problem.scale * jnp.einsum("bkgts,bskh->btkgh", ds, k).reshape(B, T, N, H)
     dk = problem.scale * jnp.einsum("bkgts,btkgh->bskh", ds, q)

@@ -31,19 +31,7 @@ from helpers.attention.mosaic import forward as mosaic_forward
 from helpers.attention.mosaic import words as mosaic
 from helpers.attention.portable import backward as plain_backward
 from helpers.attention.portable import forward as plain_forward
-from helpers.attention.problem import (
-    FEATURES,
-    FEW_QUERIES,
-    LENGTHS,
-    OFFSET,
-    PAGES,
-    SEGMENTS,
-    SINKS,
-    SOFT_CAP,
-    SYMBOLS,
-    WINDOW,
-    Call,
-)
+from helpers.attention.problem import FEATURES, FEW_QUERIES, Call
 from helpers.attention.reference import naive_attention, naive_gradients, naive_gradients_of_part
 
 
@@ -149,10 +137,6 @@ def _plain(interpret):
     return Kernels(forward, backward, keeping, forward, exact_forward, backward)
 
 
-def _portable(interpret):
-    return _plain(interpret) if interpret else _mosaic(interpret)
-
-
 def _forward(many_queries, interpret):
     """The forward pass by many_queries(call, interpret=…), and that of few queries by kernels of its own."""
 
@@ -197,18 +181,13 @@ def _naive(interpret):
     def keeping(call):
         return *naive_attention(call), jnp.zeros(call.query.shape, jnp.int16)  # backward computes out again
 
-    def backward(call, out, lse, dout, dlse, low):
-        return naive_gradients(call, out, lse, dout, dlse)
-
     def exact_forward_of_part(call):
         query, key, value = (array.astype(jnp.float32) for array in call.arrays[:3])
         problem = dataclasses.replace(call.problem, dtype=jnp.dtype(jnp.float32))
         return naive_attention(dataclasses.replace(call, problem=problem, query=query, key=key, value=value))
 
-    def backward_of_part(call, out, lse, dout, dlse, low):
-        return naive_gradients_of_part(call, with_low_bits(out, low), lse, dout, dlse)
-
-    return Kernels(naive_attention, backward, keeping, naive_attention, exact_forward_of_part, backward_of_part)
+    forwards = keeping, naive_attention, exact_forward_of_part
+    return Kernels(naive_attention, naive_gradients, *forwards, naive_gradients_of_part)
 
 
 def _why_no_triton(call, return_residual):
@@ -218,9 +197,6 @@ def _why_no_triton(call, return_residual):
     if jax.__version_info__ < BOUNDS_BLOCKS:
         return f"what JAX {jax.__version__} compiles by Triton writes past the end of an array; it needs JAX 0.12"
     return None
-
-
-# The table
 
 
 @dataclass(frozen=True)
@@ -239,43 +215,41 @@ class Backend:
     runs_on: Callable
     limits: Callable = lambda call, return_residual: None
     kernels: Callable | None = None
-    platform: str = "default"
+    platform: str = "cuda"
     interpreter: object = False
     alone: bool = False
 
 
+FEATURES_IN_NUMBERS = tuple(feature for feature in FEATURES if feature != "symbolic shapes")
 TABLE = {
-    "reference": Backend(FEATURES, "any device", lambda device: True, kernels=_naive),
+    "reference": Backend(FEATURES, "any device", lambda device: True, kernels=_naive, platform="default"),
     "portable": Backend(
-        serves=tuple(feature for feature in FEATURES if feature != SYMBOLS),
+        serves=FEATURES_IN_NUMBERS,
         needs="a CPU or an NVIDIA GPU of compute capability 8.0 (Ampere) or newer",
         runs_on=lambda device: device.platform == "cpu" or compute_capability(device) >= (8, 0),
         limits=lambda call, return_residual: mosaic.why_not(call) if device_of(call.query).platform != "cpu" else None,
-        kernels=_portable,
-        platform="cuda",
+        kernels=lambda interpret: _plain(interpret) if interpret else _mosaic(interpret),
         interpreter=True,
     ),
     "mosaic": Backend(
-        serves=tuple(feature for feature in FEATURES if feature != SYMBOLS),
+        serves=FEATURES_IN_NUMBERS,
         needs="a CPU or an NVIDIA GPU of compute capability 8.0 (Ampere) or newer",
         runs_on=lambda device: device.platform == "cpu" or compute_capability(device) >= (8, 0),
         limits=lambda call, return_residual: mosaic.why_not(call),
         kernels=_mosaic,
-        platform="cuda",
         interpreter=plgpu.InterpretGPUParams(),
         alone=True,
     ),
     "hopper": Backend(
-        serves=(LENGTHS, WINDOW, OFFSET, SEGMENTS, SOFT_CAP, SINKS),
+        serves=("sequence lengths", "local window", "causal_offset", "segment ids", "soft cap", "sinks"),
         needs="an NVIDIA GPU of compute capability 9.0 (Hopper) or a CPU",
         runs_on=lambda device: device.platform == "cpu" or compute_capability(device) == (9, 0),
         kernels=_hopper,
-        platform="cuda",
         interpreter=plgpu.InterpretGPUParams(),
         alone=True,
     ),
     "tpu": Backend(
-        serves=("float32", LENGTHS, WINDOW),
+        serves=("float32", "sequence lengths", "local window"),
         needs="a TPU or a CPU",
         runs_on=lambda device: device.platform in ("tpu", "cpu"),
         kernels=_tpu,
@@ -284,16 +258,15 @@ TABLE = {
         alone=True,
     ),
     "triton": Backend(
-        serves=tuple(feature for feature in FEATURES if feature not in (SYMBOLS, PAGES)),
+        serves=tuple(feature for feature in FEATURES_IN_NUMBERS if feature != "pages"),
         needs="an NVIDIA GPU of compute capability 8.0 (Ampere) or newer",
         runs_on=lambda device: compute_capability(device) >= (8, 0),
         limits=_why_no_triton,
         kernels=_plain,
-        platform="cuda",
         interpreter=True,
     ),
     "cudnn": Backend(
-        serves=(LENGTHS, WINDOW),
+        serves=("sequence lengths", "local window"),
         needs="an NVIDIA GPU of compute capability 8.0 or newer",
         runs_on=lambda device: compute_capability(device) >= (8, 0),
         limits=cudnn.why_not,
@@ -333,8 +306,8 @@ def choose(implementation, call, return_residual=True):
         raise ValueError(f"implementation must be None or one of {', '.join(TABLE)}, got {implementation!r}")
     device = device_of(call.query)
     if implementation is None:
-        fits = (name for name in BY_DEFAULT if _is_compiled_for(name, device) and why_not(name, call) is None)
-        name = next(fits)
+        compiled = BY_DEFAULT if device.platform != "cpu" else ("reference",)
+        name = next(name for name in compiled if why_not(name, call) is None)
         return naive_attention if name == "reference" else kernels_by_platform(name, interpreted=False)
     if reason := why_not(implementation, call, return_residual):
         raise refusal(implementation, call, reason)
@@ -355,10 +328,6 @@ def choose(implementation, call, return_residual=True):
         raise error
     # A traced call may be on its way to a GPU: that is known when its program is lowered.
     return KernelsOf((("cpu", str(error)), ("cuda", kernels("hopper"))), splits=False)
-
-
-def _is_compiled_for(name, device):
-    return name == "reference" or (device.platform != "cpu" and TABLE[name].runs_on(device))
 
 
 def refusal(name, call, reason):

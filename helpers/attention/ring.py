@@ -24,10 +24,9 @@ A step of a device is a `Piece`: its queries from some position on, the keys up 
 mask is causal in there. Pieces have static shapes, so the kernels of one device serve, but for cuDNN's. Keys that only
 fill up the end of the sequence are cut off in the same way. `plan` lists all pieces.
 
-On GPUs, compile with OVERLAPPING: XLA then sends keys and values as one transfer beside the kernel, where by itself
-it would send the values before. NCCL's transfer occupies some of the SMs, which may be why a persistent
-forward kernel lost time beside it; here it runs one program a tile, and the backward kernels always do. What that gave
-on two GPUs is in instruments/records.
+On GPUs, compile with OVERLAPPING: XLA then sends keys and values as one transfer beside the kernel, where by itself it
+would send the values before. A persistent forward kernel lost time beside NCCL's transfer, which occupies some of the
+SMs; here it runs one program a tile. What that gave on two GPUs is in instruments/records.
 
 Several hosts: call `jax.distributed.initialize()` first, and make the mesh of all devices. Nothing else changes.
 A host that stops ends the others with an error: after `heartbeat_timeout_seconds` of that call, if not at once.
@@ -113,9 +112,6 @@ def _piece(layout, queries, keys, is_causal, me, other):
     if layout == "striped":  # of a later device each query sees one key less
         return Piece(0, keys, True) if before else Piece(1, keys - 1, True)
     return Piece(0, keys // 2, False) if before else Piece(queries // 2, keys, False)
-
-
-# The functions
 
 
 def ring_attention(
@@ -334,9 +330,6 @@ def _zigzag_routes(devices, parity):
     """(from, to) of the first or second half of every contiguous share."""
     home = lambda piece: piece if piece < devices else 2 * devices - 1 - piece
     return [(device, home(2 * device + parity)) for device in range(devices)]
-
-
-# The ring
 
 
 @dataclass(frozen=True)

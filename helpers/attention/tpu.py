@@ -226,9 +226,7 @@ def forward(call, *, block_q=None, block_k=None, keeps_low_bits=False, interpret
 def backward(call, out, lse, dout, dlse, low=None, *, block_q=None, block_k=None, interpret=False):
     """Gradients of a checked `Call`: (dq, dk, dv) with the shapes and the dtype of its arrays.
 
-    out (B, T, N, H), lse (B, N, T) float32 and low (int16, as out) are what `forward` returned; dout and dlse are the
-    gradients of the first two. Without low, dq feels what the keys that a row sees have in common. The same input
-    gives the same bits each time.
+    The arguments are those of `portable.backward`. The same input gives the same bits each time.
     """
     problem = call.problem
     blocks = _blocks(problem, block_q, block_k)

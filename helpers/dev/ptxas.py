@@ -33,10 +33,10 @@ import numpy as np
 from jax.experimental import topologies
 from jax.experimental.mosaic.gpu import core, utils
 
-from helpers.attention import registry, tables
+from helpers.attention import registry
 from helpers.attention.hopper import backward, backward_schedule, forward
 from helpers.attention.hopper.serve import fields_of
-from helpers.attention.hopper.table import LENGTHS
+from helpers.attention.hopper.table import LENGTHS, TUNED
 from helpers.attention.hopper.warpgroup import HEAD_DIMS
 from helpers.attention.masking import Band
 from helpers.attention.problem import Call, Problem
@@ -113,7 +113,7 @@ class Configuration:
 def configurations():
     """Every `Configuration` of a committed table or for a GPU without one, each of them once."""
     found = []
-    for path in sorted(tables.TUNED.glob("*.json")):
+    for path in sorted(TUNED.glob("*.json")):
         for row in json.loads(path.read_text()).get("hopper", ()):
             which, tiles = row["pass"].split()[-1], row["tiles"]
             tiles = forward.Tiles(**tiles["forward"]) if which == "forward" else backward_schedule.pair(tiles)

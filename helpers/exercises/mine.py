@@ -33,7 +33,7 @@ from helpers.workbook import replace
 FILE = "mine.py"
 HEADER = '''"""Flash attention of your own: what checks accepted, and whatever you add.
 
-A line such as "# Exercise 5.1, digest 0a1b2c3d" stands above what a check wrote. Your next right answer to that
+A line such as "# Exercise 5.5, digest 0a1b2c3d" stands above what a check wrote. Your next right answer to that
 exercise replaces it, unless you have edited it here. Nothing else is ever touched.
 """
 '''

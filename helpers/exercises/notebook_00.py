@@ -26,7 +26,7 @@ ATTEND = Exercise(
     solution=attend, title="Attention for one query", outputs=("out",), cases=_cases,
     mistakes=(
         ("the weights are divided by their number instead of their sum", "p.sum()", "len(p)",
-         "The weights of a query must add up to one: divide by w.sum(), see section 1."),
+         "The weights of a query must add up to one: divide each exponential by the sum of all, see section 1."),
         ("the weights are returned, before they mix the values", "p @ v", "p",
          "The result is the sum of w_j v_j, as long as a value: see the formula of the exercise."),
         ("each value is multiplied by its weight, but the products are not added up", "p @ v", "p[:, None] * v",

@@ -29,7 +29,7 @@ they print without one (triton_shown.json, cuda_shown.json), and what the compil
 import json
 from pathlib import Path
 
-from helpers.attention.tables import slug
+from helpers.attention.hopper.table import slug
 
 RESULTS = Path(__file__).parent / "records"
 

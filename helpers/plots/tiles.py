@@ -88,7 +88,7 @@ def film_strip(frames, T, S, block_q, block_k):
         rows_shown, keys_shown = f"{q_start}–{q_start + len(state.m) - 1}", f"{k_start}–{min(k_start + block_k, S) - 1}"
         table.set_title(f"{number + 1}: q {rows_shown}, k {keys_shown}", size=10)
         _state(values, state, largest)
-    note = "Blue: q tile. Orange: k tile. Hatched: done. Below: the state after it; acc red above zero, blue below."
+    note = "Blue: q tile. Orange: k tile. Hatched: done. Below, the new state: acc is red above zero, blue below."
     figure.suptitle(note, x=0.01, ha="left", size=10)
     return figure
 

@@ -28,7 +28,7 @@ SEGMENTS = ("query_segment_ids", "key_value_segment_ids")
 # What a note of the benchmark holds, and how a reader is told. Where several fit, the first does.
 REASONS = (
     ("not supported in the backwards", "has no backward pass of causal attention"),
-    ("past the end of arrays", "was timed on whole blocks only, for JAX's Triton lowering writes past the end of others"),
+    ("past the end of arrays", "was timed on whole blocks: compiled by Triton it writes past the end of others"),
     ("too little memory on this GPU", "ran out of the memory of this GPU"),
     ("", "stopped with an error"),
 )

@@ -1,17 +1,7 @@
 """The Hopper backward kernels: the gradients of attention by TMA, wgmma and warp specialisation.
 
-The equations are those of the portable backward (FlashAttention-2, arXiv 2307.08691, algorithm 2).
-With L = log2(e), p is computed by exp2, and delta comes from outside, of an out with all of its float32 bits:
-
-    delta  = rowsum(out * do) - dlse
-    p      = exp2(scale L q k^T - L lse)
-    dp     = do v^T
-    ds     = p * (dp - delta)
-    dv     = p^T do,   dk = scale ds^T q,   dq = scale ds k
-
-A row of ds adds up to dlse, and dq is a sum of keys with these weights. So an error of delta comes back in dq, times
-the mean of the keys that the row sees. An out that was rounded to 16 bits has such an error wherever values have a
-part in common, and so has one whose weights were rounded for the product with v but not for their sum: see `forward`.
+The equations are those of `portable.backward` (FlashAttention-2, arXiv 2307.08691, algorithm 2), with L = log2(e) and
+p = exp2(scale L q k^T - L lse). delta comes from outside, of an out with all of its float32 bits (see `exact_out`).
 
 Most kernels here (FlashAttention-3, arXiv 2407.08608) own block_k keys of one key/value head, 64 for each compute
 warpgroup, and run over the tiles of queries that see them. They compute the *transposed* tiles, s^T = k q^T and
@@ -33,9 +23,9 @@ Arrays in GMEM, the fields of `Gmem` (G is the group, N // K query heads of one 
     k, v, dk, dv    (B, S, K, H)
     lse, delta      (B, N, T') float32: L lse and delta
 
-T and S are rounded up to a multiple of 8 and H to 64, 128 or 256 (see _padded). Positions past the
-end are zeros in every tile: a query of zeros with do = delta = lse = 0 adds nothing to dk and dv,
-and a key of zeros is masked, for its p could overflow.
+T and S are rounded up to a multiple of 8 and H to 64, 128 or 256. Positions past the end are zeros in every tile: a
+query of zeros with do = delta = lse = 0 adds nothing to dk and dv, and a key of zeros is masked, for its p could
+overflow.
 """
 
 import dataclasses
@@ -49,16 +39,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from helpers.attention.extras import Extras
 from helpers.attention.hopper.backward_fused import delayed_kernel, immediate_kernel
 from helpers.attention.hopper.backward_parts import Gmem, Scratch
-from helpers.attention.hopper.backward_schedule import (
-    ROWS_OF_WGMMA,
-    default_tiles,
-    grid_of_keys,
-    grid_of_queries,
-)
+from helpers.attention.hopper.backward_schedule import ROWS_OF_WGMMA, default_tiles, grid_of_keys, grid_of_queries
 from helpers.attention.hopper.backward_split import DqScratch, dkv_kernel, dq_kernel
 from helpers.attention.hopper.ptx import SWIZZLED
 from helpers.attention.hopper.ring import Ring
-from helpers.attention.hopper.walks import needs_walks, padded_ids, walks, without_padding
+from helpers.attention.hopper.walks import needs_walks, padded, padded_ids, walks, without_padding
 from helpers.attention.hopper.warpgroup import padded_head_dim
 from helpers.attention.low_bits import delta_of
 from helpers.attention.masking import NO_BAND
@@ -74,14 +59,11 @@ SWIZZLED_32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))  # S
 def backward(call, out, lse, dout, dlse, low=None, *, tiles=None, deterministic=False, interpret=False):
     """Gradients of a checked `Call`: (dq, dk, dv) with the shapes and the dtype of its arrays.
 
-    out (B, T, N, H), lse (B, N, T) float32 and low (int16, as out) are what `forward` returned; dout and dlse are
-    the gradients of the first two. Without low, dq feels what the keys that a row sees have in common.
-    16-bit types. With `deterministic` the same input gives the same bits each time. tiles: a pair as
-    `backward_schedule.forms` has them; ValueError where they are ordered, or fused with `deterministic`, and the call
-    is not full or causal. interpret: False, or InterpretGPUParams.
-    Beyond inputs and outputs it allocates lse and delta in float32, a float32 dq in the fused form, in order an int32
-    for each of its tiles, and padded copies where T, S or H ask for them (see _padded), and in the split form of key
-    and value with key lengths.
+    The arguments are those of `portable.backward`, in 16-bit types. With `deterministic` the same input gives the same
+    bits each time. tiles: a pair as `backward_schedule.forms` has them; ValueError if they are ordered, or fused with
+    `deterministic`, and the call is not full or causal. interpret: False, or InterpretGPUParams. Beyond inputs and
+    outputs it allocates lse and delta in float32, a float32 dq in the fused form, in order an int32 for each of its
+    tiles, and padded copies where T, S or H ask for them, and in the split form of key and value with key lengths.
     """
     problem = call.problem
     at_once = max(1, GRID_LIMIT // (2 * problem.N))
@@ -100,17 +82,19 @@ def backward(call, out, lse, dout, dlse, low=None, *, tiles=None, deterministic=
     key, value = call.key, call.value
     if dq_tiles is not None:  # kernels that own keys see to their end themselves
         key, value = (without_padding(array, call.key_lengths) for array in (key, value))
+    up = lambda length, multiple: pl.cdiv(length, multiple) * multiple
+    # A swizzled copy by TMA takes whole groups of 8 positions and of 64 elements of a head.
     arrays = (
-        *(_padded(array, (1, 8), (3, head_dim)) for array in (call.query, key, value, dout)),
-        *(_padded(array, (2, 128)) for array in (LOG2_E * lse, delta)),
+        *(padded(array, {1: up(array.shape[1], 8), 3: head_dim}) for array in (call.query, key, value, dout)),
+        *(padded(array, {2: up(problem.T, 128)}) for array in (LOG2_E * lse, delta)),
     )
-    padded = dataclasses.replace(problem, H=head_dim)
+    problem_padded = dataclasses.replace(problem, H=head_dim)
     of_keys = *arrays, *_walks(call, dkv_tiles, "keys")
     if dq_tiles is None:
-        dq, dk, dv = _fused(padded, of_keys, dkv_tiles, interpret)
+        dq, dk, dv = _fused(problem_padded, of_keys, dkv_tiles, interpret)
     else:
-        dk, dv = _dkv(padded, of_keys, dkv_tiles, interpret)
-        dq = _dq(padded, (*arrays, *_walks(call, dq_tiles, "queries")), dq_tiles, interpret)
+        dk, dv = _dkv(problem_padded, of_keys, dkv_tiles, interpret)
+        dq = _dq(problem_padded, (*arrays, *_walks(call, dq_tiles, "queries")), dq_tiles, interpret)
     dk, dv = (array[:, : problem.S, :, : problem.H] for array in (dk, dv))
     return dq[:, : problem.T, :, : problem.H], dk, dv
 
@@ -133,16 +117,6 @@ def _walks(call, tiles, own):
         return ()
     blocks = tiles.block_q, tiles.block_k
     return walks(call, *blocks, own), *padded_ids(call, *blocks).values()
-
-
-def _padded(array, *axes):
-    """The array with zeros after it, so that the size of each (axis, multiple) is a multiple of that.
-
-    TMA itself fills with zeros what lies past the end, but a swizzled copy of it takes whole groups
-    of 8 positions and of 64 elements of a head.
-    """
-    after = dict((axis, -array.shape[axis] % multiple) for axis, multiple in axes)
-    return jnp.pad(array, [(0, after.get(axis, 0)) for axis in range(array.ndim)]) if any(after.values()) else array
 
 
 # A ref can be indexed in a traced function only.

@@ -24,12 +24,11 @@ from helpers.attention.hopper.backward_parts import (
     load_keys_then_queries,
     lse_and_awaited,
     store_dk_and_dv,
-    take_registers,
     wait_for_keys,
 )
 from helpers.attention.hopper.backward_schedule import ROWS_OF_WGMMA, place_in_turn
 from helpers.attention.hopper.ptx import MATRIX, await_count, count_on
-from helpers.attention.hopper.warpgroup import COLUMNS, anew, awaited, issue, multiply_add
+from helpers.attention.hopper.warpgroup import COLUMNS, anew, awaited, issue, multiply_add, take_registers
 
 
 def immediate_kernel(gmem, scratch, problem, tiles, interpret):

@@ -22,7 +22,7 @@ from helpers.attention.hopper.backward_schedule import (
 from helpers.attention.hopper.ptx import MATRIX, draw
 from helpers.attention.hopper.ring import Ring
 from helpers.attention.hopper.walks import View, Walk, capped
-from helpers.attention.hopper.warpgroup import COLUMNS, REGISTERS, ROWS, anew, awaited
+from helpers.attention.hopper.warpgroup import COLUMNS, ROWS, anew, awaited, take_registers
 from helpers.attention.portable.tiles import LOG2_E
 from helpers.attention.problem import Problem
 
@@ -207,12 +207,6 @@ def store_dk_and_dv(program, dk, dv, start, columns=slice(None)):
     plgpu.copy_smem_to_gmem(k_mine, program.gmem.dk.at[mine])
     plgpu.copy_smem_to_gmem(v_mine, program.gmem.dv.at[mine])
     plgpu.wait_smem_to_gmem(0)
-
-
-def take_registers(tiles, memory):
-    """The registers of a compute warpgroup (memory = 0), which wants more, or of the memory warpgroup (memory = 1)."""
-    action = "decrease" if memory else "increase"
-    plgpu.set_max_registers(REGISTERS[tiles.warpgroups][memory], action=action)
 
 
 def exp2_of_logits(s, lse, axis, problem):

@@ -58,14 +58,8 @@ def forms(H):
     }
 
 
-def named(tiles):
-    """{kernel: its `Tiles`} of a pair as `forms` has them: "fused" alone, or "dkv" and "dq"."""
-    first, second = tiles
-    return {"fused": first} if second is None else {"dkv": first, "dq": second}
-
-
 def pair(fields):
-    """The inverse of `named`, from {kernel: fields of its `Tiles`}."""
+    """The pair of `forms` of {kernel: fields of its `Tiles`}, the inverse of `serve.fields_of`."""
     tiles = {kernel: Tiles(**own) for kernel, own in fields.items()}
     return (tiles["fused"], None) if "fused" in tiles else (tiles["dkv"], tiles["dq"])
 

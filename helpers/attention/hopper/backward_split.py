@@ -18,13 +18,12 @@ from helpers.attention.hopper.backward_parts import (
     load_keys_then_queries,
     lse_and_awaited,
     store_dk_and_dv,
-    take_registers,
     wait_for_keys,
 )
 from helpers.attention.hopper.backward_schedule import ROWS_OF_WGMMA, Tiles
 from helpers.attention.hopper.ring import Ring
 from helpers.attention.hopper.walks import Walk
-from helpers.attention.hopper.warpgroup import COLUMNS, ROWS, anew, awaited, issue, multiply_add
+from helpers.attention.hopper.warpgroup import COLUMNS, ROWS, anew, awaited, issue, multiply_add, take_registers
 from helpers.attention.masking import key_tiles
 from helpers.attention.problem import Problem
 

@@ -1,6 +1,6 @@
 """An out as exact as float32 allows, for the Hopper forward kernel of a gradient.
 
-An error of out comes back in dq, times what the keys of a row have in common (see `backward`). Up to what rounding p to
+An error of out comes back in dq, times what the keys of a row have in common (see `low_bits`). Up to what rounding p to
 16 bits does at random, two things are in the way. The product acc + p v takes p rounded, so its weights add up to
 something else than l, the sum of p as it was. And the tensor core drops the bits of each p v that lie below those of a
 large acc, so acc is short by 1e-5 after 4096 keys. Here the product has eight columns more, of constants c_i beside v,

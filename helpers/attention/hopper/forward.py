@@ -20,7 +20,7 @@ from helpers.attention.hopper.guess import HEADROOM, MOST, Guess
 from helpers.attention.hopper.ptx import SWIZZLED
 from helpers.attention.hopper.ring import Ring
 from helpers.attention.hopper.table import tuned_tiles
-from helpers.attention.hopper.walks import last_tiles, needs_walks, padded_ids, walks
+from helpers.attention.hopper.walks import last_tiles, needs_walks, padded, padded_ids, walks
 from helpers.attention.hopper.warpgroup import NUM_SMS, padded_head_dim
 from helpers.attention.masking import NO_BAND, Band
 
@@ -47,13 +47,6 @@ class Tiles(NamedTuple):
     ahead: bool = True
     guess: bool = True
     dynamic: bool = False
-
-
-def why_not(problem):
-    """Why this kernel cannot serve a problem, or None where it can."""
-    if problem.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"it takes bfloat16 and float16 only, not {problem.dtype}"
-    return None
 
 
 def tiles_for(call, keeps_low_bits=False):
@@ -121,11 +114,9 @@ def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, inter
     tiles: a `Tiles`, or None for the fastest known. is_persistent: False gives each tile of queries a program of its
     own. A program that waits for an SM, because a transfer from another GPU occupies it, is then one of many; a
     persistent one would begin its whole share late. interpret: False, or a `plgpu.InterpretGPUParams` that says how to
-    run on a CPU. NotImplementedError where `why_not` says why.
+    run on a CPU.
     """
     problem = call.problem
-    if reason := why_not(problem):
-        raise NotImplementedError(f"the hopper kernel cannot serve this call: {reason}")
     tiles = tiles or tiles_for(call, keeps_low_bits)
     if not is_persistent:
         tiles = tiles._replace(programs=None)
@@ -139,9 +130,9 @@ def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, inter
         max(pl.cdiv(length, 8) * 8, block) for length, block in ((T, tiles.block_q), (S, tiles.block_k))
     )
     inputs = {
-        "q": _padded(query, padded_T, head_dim),
-        "k": _padded(call.key, padded_S, head_dim),
-        "v": _padded(call.value, padded_S, head_dim),
+        "q": padded(query, {1: padded_T, 3: head_dim}),
+        "k": padded(call.key, {1: padded_S, 3: head_dim}),
+        "v": padded(call.value, {1: padded_S, 3: head_dim}),
     }
     if keeps_low_bits:
         inputs["constants"] = constants_beside(problem, tiles, head_dim)
@@ -149,10 +140,8 @@ def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, inter
         blocks = tiles.block_q * tiles.warpgroups, tiles.block_k
         inputs |= {"walks": walks(call, *blocks), **padded_ids(call, *blocks)}
     if call.key_lengths is not None:
-        inputs["last_values"] = _padded(
-            last_tiles(call.value, call.key_lengths, tiles.block_k), tiles.block_k, head_dim
-        )
-    if call.has_sinks:
+        inputs["last_values"] = padded(last_tiles(call.value, call.key_lengths, tiles.block_k), {3: head_dim})
+    if call.extras.sinks is not None:
         inputs["sinks"] = call.extras.sinks[0]
     if tiles.dynamic:
         inputs["counter"] = jax.new_ref(jnp.zeros((1,), jnp.int32))
@@ -232,14 +221,6 @@ def _scratch(problem, tiles, keeps_low_bits):
         constants_loaded=plgpu.Barrier() if keeps_low_bits else None,
         places_known=plgpu.Barrier(num_barriers=stages + 1) if tiles.dynamic else None,
     )
-
-
-def _padded(array, length, head_dim):
-    """array (B, T, N, H) with zeros behind its T and H axes."""
-    _, T, _, H = array.shape
-    if (T, H) == (length, head_dim):
-        return array
-    return jnp.pad(array, ((0, 0), (0, length - T), (0, 0), (0, head_dim - H)))
 
 
 def _with_positive_scale(query, problem):

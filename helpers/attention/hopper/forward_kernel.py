@@ -49,14 +49,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from helpers.attention.hopper.ring import Ring
 from helpers.attention.hopper.tile_scheduler import TileScheduler, Turns
 from helpers.attention.hopper.walks import Walk
-from helpers.attention.hopper.warpgroup import (
-    MATRIX,
-    REGISTERS,
-    accumulate,
-    accumulate_then,
-    overlapped,
-    product,
-)
+from helpers.attention.hopper.warpgroup import MATRIX, accumulate, accumulate_then, overlapped, product, take_registers
 from helpers.attention.portable.tiles import LOG2_E
 from helpers.attention.problem import Problem
 
@@ -176,9 +169,7 @@ def forward_kernel(refs, smem, *, problem, tiles, programs, softmax, out, logits
 def memory(program):
     """The memory warpgroup: fetches keys and values in the order of their use."""
     refs, smem, block_k = program.refs, program.smem, program.tiles.block_k
-    registers = REGISTERS[program.tiles.warpgroups][1]
-    plgpu.set_max_registers(registers, action="decrease")
-
+    take_registers(program.tiles, memory=1)
     scheduler = program.scheduler
 
     def one_turn(turns, i, step):
@@ -226,8 +217,7 @@ def memory(program):
 
 def compute(program):
     """A compute warpgroup: attention of its block_q queries of every turn."""
-    registers = REGISTERS[program.tiles.warpgroups][0]
-    plgpu.set_max_registers(registers, action="increase")
+    take_registers(program.tiles, memory=0)
     program.softmax.begin(program.turns)
     program.out.begin()
     program.smem.keys.open()

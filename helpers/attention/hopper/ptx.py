@@ -85,7 +85,7 @@ def descriptor(ref, axis):
 
 
 def wide_sum(acc, a, values, constants):
-    """The product that `warpgroup.wide_product` issues: acc + a @ (values and constants), in flight."""
+    """acc (64, H + 8) + a @ (values and constants), which are a `warpgroup.Beside`: in flight, for `awaited` alone."""
 
     @plgpu.inline_mgpu(
         arg_types=(MATRIX, MATRIX, plgpu.RefType(SWIZZLED), plgpu.RefType(SWIZZLED)),

@@ -40,9 +40,10 @@ def _name_of(thread):
 
 def fields_of(tiles):
     """{kernel: {field: value}} of a `forward.Tiles`, or of a pair as `backward_schedule.forms` has them."""
-    is_forward = isinstance(tiles, forward_kernel.Tiles)
-    named = {"forward": tiles} if is_forward else backward_schedule.named(tiles)
-    return {kernel: own._asdict() for kernel, own in named.items()}
+    if isinstance(tiles, forward_kernel.Tiles):
+        return {"forward": tiles._asdict()}
+    names = ("fused",) if tiles[1] is None else ("dkv", "dq")
+    return {kernel: own._asdict() for kernel, own in zip(names, tiles, strict=False)}
 
 
 def tiles_used(problem, which):

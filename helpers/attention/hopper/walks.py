@@ -5,7 +5,6 @@ Windows, an offset, lengths and segments hide whole tiles. Before a kernel start
 memory warpgroup and the compute warpgroups of a program go the same walk, each by itself.
 """
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -16,7 +15,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from helpers.attention.extras import Extras
 from helpers.attention.hopper.warpgroup import COLUMNS, MATRIX, ROWS, anew
 from helpers.attention.masking import FULL, HIDDEN, NO_BAND, Band, segment_kinds, tile_kinds
 from helpers.attention.portable.tiles import LOG2_E
@@ -69,10 +67,9 @@ def walks(call, block_q, block_k, own="queries"):
     Those that see most tiles come first. What sees nothing has a walk of one, for a pipeline has to have something to
     do. In a short call XLA's kernels for this list take a good part of the time, so there are few.
     """
-    problem = call.problem
-    extras = call.extras or Extras()
+    problem, extras = call.problem, call.extras
     of_own = lambda kinds: kinds[:, 0] if own == "queries" else kinds[:, 0].swapaxes(-1, -2)
-    kinds = of_own(tile_kinds(dataclasses.replace(call, extras=extras), block_q, block_k))
+    kinds = of_own(tile_kinds(call, block_q, block_k))
     of_segments = FULL
     if extras.query_segment_ids is not None:
         of_segments = of_own(segment_kinds(extras.query_segment_ids, extras.key_segment_ids, block_q, block_k))
@@ -113,9 +110,15 @@ def _least_and_sums(these, those, xp):
     return found[: len(these)], found[len(these) :]
 
 
+def padded(array, sizes):
+    """The array with zeros after it, where an axis has a larger one in sizes, {axis: size}."""
+    after = {axis: size - array.shape[axis] for axis, size in sizes.items()}
+    return jnp.pad(array, [(0, after.get(axis, 0)) for axis in range(array.ndim)]) if any(after.values()) else array
+
+
 def padded_ids(call, block_q, block_k):
     """{name: segment numbers of all tiles} of queries and of keys, or nothing."""
-    extras = call.extras or Extras()
+    extras = call.extras
     if extras.query_segment_ids is None:
         return {}
     whole = lambda ids, block: jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)))

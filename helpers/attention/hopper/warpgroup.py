@@ -37,6 +37,11 @@ def padded_head_dim(H):
     return next(size for size in HEAD_DIMS if size >= H)
 
 
+def take_registers(tiles, memory):
+    """The registers of a compute warpgroup (memory = 0), which wants more, or of the memory warpgroup (memory = 1)."""
+    plgpu.set_max_registers(REGISTERS[tiles.warpgroups][memory], action="decrease" if memory else "increase")
+
+
 def anew(numbers):
     """The same number or array behind an optimization barrier.
 
@@ -156,14 +161,6 @@ def is_wide(b):
     return isinstance(b, Beside) and b.is_one_product
 
 
-def wide_product(acc, a, b, interpret):
-    """Issue acc + a @ (values and constants) as one product; returns it in flight, for `awaited` and nothing else.
-
-    acc: (64, H + 8); a: in registers; b: a `Beside` with `is_one_product`.
-    """
-    return _added(acc, a, b) if interpret else wide_sum(acc, a, *b)
-
-
 def _added(c, a, b):
     """c + a @ b in the interpreter."""
     if not isinstance(b, Beside):
@@ -197,7 +194,7 @@ def accumulate(c, a, b, *, interpret):
     if interpret:
         return _added(c, a, b)
     if is_wide(b):
-        return awaited(wide_product(c, a, b, interpret), 0)
+        return awaited(wide_sum(c, a, *b), 0)
     return pl.run_state(lambda refs: _add_products(refs, a, b) and None)(jax.tree.map(plgpu.ACC.init, c))
 
 
@@ -217,7 +214,7 @@ def accumulate_then(last, ready, following, meanwhile, *, interpret):
         read(a2, b2)
         return s
     if is_wide(b):
-        c = wide_product(c, a, b, interpret)
+        c = wide_sum(c, a, *b)
         ready()
         s = issue([(a2, b2)], 1, interpret)
         meanwhile(awaited(c, 1))
@@ -251,7 +248,7 @@ def overlapped(first, second, meanwhile, state, *, interpret):
         return c, p, state
     if is_wide(b2):
         s = issue([(a, b)], 1, interpret)
-        c = wide_product(c, a2, b2, interpret)
+        c = wide_sum(c, a2, *b2)
         p, state = meanwhile(awaited(s, 1), state)
         return awaited(c, 0), p, state
     shape = a.shape[0], b.shape[0]

@@ -1,13 +1,7 @@
 """The backward kernels by `plgpu.mma`: two, of which each writes what it owns, from Ampere to Blackwell.
 
-FlashAttention-2 (arXiv 2307.08691), algorithm 2, for one query head, base 2 in the exponent (ds of FlashAttention's
-appendix B.4, arXiv 2205.14135, with the gradient of lse added):
-
-    p      = 2^(scale_2 q k^T - lse_2)      the weights again; scale_2 = scale log2 e, lse_2 = lse log2 e
-    dp     = do v^T
-    delta  = rowsum(out * do) - dlse        before both kernels, in plain JAX
-    ds     = p * (dp - delta)
-    dv     = p^T do,   dq = scale ds k,   dk = scale ds^T q
+The equations are those of `portable.backward` (FlashAttention-2, arXiv 2307.08691, algorithm 2), in base 2:
+p = 2^(scale_2 q k^T - lse_2), with scale_2 = scale log2 e and lse_2 = lse log2 e.
 
     dq_kernel   a tile of queries; loops over the tiles of keys that it sees. Before it, in float32, another run of it
                 adds up the rows of ds
@@ -15,18 +9,13 @@ appendix B.4, arXiv 2205.14135, with the gradient of lse added):
                 heads that share the head, so that their sum stays in registers. It makes p and ds transposed, for
                 what a sum holds can be the left operand of the next product, and no right one
 
-Where logits are more than scaled products, ds goes back to those before it meets k and q. A sink is a key without a
-value, whose weight is missing in p and counts in lse.
+The rows of ds add up to dlse, as exactly as delta is. So out has all of its float32 bits here (see `low_bits`), and is
+a mean by the weights as they were rounded for p v (see `forward`). In float32 that is not enough: the tensor core cuts
+off bits of dp, for all keys in the same direction, of which delta knows nothing. So delta takes up what the sums of the
+rows of ds are off by.
 
-The rows of ds add up to dlse, as exactly as delta is: an error of it comes back in dq, times what the keys have in
-common. So out has all of its float32 bits here (see `low_bits`), and is a mean by the weights as they were rounded for
-p v (see `forward`). In float32 that is not enough: the tensor core cuts off bits of dp, for all keys in the same
-direction, of which delta knows nothing. So delta takes up what the sums of the rows of ds are off by.
+Refs are those of `forward`, do_ref like q_ref, and
 
-Refs, laid out as in `warp` (T' and S' are whole tiles, H' a multiple of 64):
-
-    q_ref, do_ref (pieces, B, T', N H')   k_ref, v_ref (pieces, B, S', K H')   lengths_ref (2, B) int32, or None
-    extras, lists     of `pairs`, or None
     lse_ref (B, N, T') lse_2, float32     delta_ref (B, N, T') float32
     out_ref (B, T', N H') for dq, or (B, N, T') float32 for the sums of rows of ds
     dk_ref, dv_ref (B, S', K H')
@@ -220,10 +209,9 @@ def dkv_kernel(
 def backward(call, out, lse, dout, dlse, low=None, *, mends_delta=True, tiles=None, interpret=False):
     """Gradients of a checked `Call`: (dq, dk, dv) with the shapes and the dtype of its arrays.
 
-    out (B, T, N, H), lse (B, N, T) float32 and low are what `forward` returned; dout and dlse are the gradients of the
-    first two. Beyond inputs and outputs it allocates lse_2 and delta, (B, N, T) in float32, and what `forward` says of
-    arrays that are not laid out yet, here with dout and the three gradients, twice where the tiles of the kernels
-    differ. The same input gives the same bits each time.
+    The arguments are those of `portable.backward`. Beyond inputs and outputs it allocates lse_2 and delta, (B, N, T) in
+    float32, and what `forward` says of arrays that are not laid out yet, here with dout and the three gradients, twice
+    where the tiles of the kernels differ. The same input gives the same bits each time.
 
     mends_delta: False where out and lse are those of more keys than the call has, as in `ring`: rows of ds add up to
     dlse over all of the keys only. tiles: two `warp.Tiles`, of dq_kernel and of dkv_kernel, chosen for the problem
@@ -240,7 +228,7 @@ def backward(call, out, lse, dout, dlse, low=None, *, mends_delta=True, tiles=No
     of_queries = "queries", dq_tiles, dq_tiles.block_q, dq_tiles.block_k, [q_shape]
     if mends_delta and problem.dtype == jnp.float32:
         (sums,) = launch(delta, functools.partial(dq_kernel, adds_up=True), *of_queries, adds_up=True)
-        if call.has_sinks:
+        if call.extras.sinks is not None:
             sums -= jnp.exp(call.extras.sinks[:, :, None] - lse) * delta
         delta += jnp.where(lse == -jnp.inf, 0, sums - dlse)
     (dq,) = launch(delta, dq_kernel, *of_queries)

@@ -242,37 +242,22 @@ def merged_programs(columns):
     return MERGED // (WARPS * columns)
 
 
-def partial_bytes(problem, splits):
-    """Bytes of the parts: H' + 1 float32 numbers for each row of every tile and each warp of every program."""
-    rows = tiles_of_rows(problem, splits) * splits.block_r
-    return 4 * problem.B * problem.K * rows * WARPS * splits.programs * (padded_head_dim(problem.H, problem.dtype) + 1)
-
-
 def decode(call, *, interpret=False, **options):
     """Attention of a checked `Call` with few queries: out (B, T, N, H) in the dtype of query, lse (B, N, T) float32.
 
-    Its keys may lie in pages. Beyond its inputs and outputs it needs `partial_bytes`. options: fields of `Splits`.
+    Its keys may lie in pages. Beyond its inputs and outputs it needs H' + 1 float32 numbers for each row of every tile
+    and each warp of every program. options: fields of `Splits`.
     """
-    problem, optional = call.problem, (call.page_table, call.query_lengths, call.key_lengths)
+    problem, of_both = call.problem, {"problem": call.problem, "interpret": bool(interpret)}
     splits = select_splits(problem, call.page_table is not None, **options)
     B, T, N, K = problem.B, problem.T, problem.N, problem.K
     columns, dtype = padded_head_dim(problem.H, problem.dtype), problem.dtype
     row_tiles, parts = tiles_of_rows(problem, splits), WARPS * splits.programs
     smem = lambda *shape: plgpu.SMEM((*shape, columns), dtype, transforms=swizzled(dtype))
 
-    def flash_attention_decode(q_ref, k_ref, v_ref, *refs):
-        refs = list(refs)
-        given = [None if array is None else refs.pop(0) for array in optional]
-        options = {"problem": problem, "splits": splits, "interpret": bool(interpret)}
-        decode_kernel(q_ref, k_ref, v_ref, *given, *refs, **options)
-
-    def flash_attention_merge(parts_ref, logs_ref, *refs):
-        refs = refs if call.has_sinks else (None, *refs)
-        merge_kernel(parts_ref, logs_ref, *refs, problem=problem, interpret=bool(interpret))
-
     # Neighbours read other heads of the same keys, which lie side by side.
     out, logs = plgpu.kernel(
-        flash_attention_decode,
+        functools.partial(decode_kernel, splits=splits, **of_both),
         out_type=[
             jax.ShapeDtypeStruct((B, K, row_tiles * splits.block_r, parts, columns), jnp.float32),
             jax.ShapeDtypeStruct((B, K, row_tiles * splits.block_r, parts), jnp.float32),
@@ -280,18 +265,20 @@ def decode(call, *, interpret=False, **options):
         scratch_types=[smem(splits.block_r), smem(splits.slots, splits.block_k)],
         grid=(B, splits.programs, K * row_tiles),
         grid_names=("batch", "program", "head"),
+        kernel_name="flash_attention_decode",
         # What shared memory needs in order, the waits for copies have. Reductions stay within a warp.
         # The approximate tanh has eleven bits, too few for a cap.
         compiler_params=plgpu.CompilerParams(
             approx_math=problem.soft_cap is None, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
         interpret=interpret or None,
-    )(call.query, call.key, call.value, *(array for array in optional if array is not None))
+    )(call.query, call.key, call.value, call.page_table, call.query_lengths, call.key_lengths)
     return plgpu.kernel(
-        flash_attention_merge,
+        functools.partial(merge_kernel, **of_both),
         out_type=[jax.ShapeDtypeStruct(call.query.shape, dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32)],
         grid=(B, T, N),
         grid_names=("batch", "query", "head"),
+        kernel_name="flash_attention_merge",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret or None,
-    )(out, logs, *([call.extras.sinks] if call.has_sinks else []))
+    )(out, logs, call.extras.sinks)

@@ -19,13 +19,8 @@ a warp of whose rows none has a new m rescales nothing (as in FlashAttention-4).
 Where logits are more than scaled products, s becomes those (`Pair.logits`), and log2 e takes the place of scale_2. A
 sink takes its share of the weights after the last tile (`beside_sink`). Tiles of keys that are hidden are not read.
 
-For a gradient, out must be as exact as float32 allows (see `backward`), but p v has p rounded, so that its weights add
-up to something else than l. With `keeps_low_bits` the product has eight columns more beside v, each a constant c, which
-rounding befalls as it befalls v, and
-
-    out    = acc c / (what became of c)
-
-is a mean by the weights as they were. What its own rounding takes off leaves as an array of its own, see `low_bits`.
+For a gradient, out must be as exact as float32 allows (see `backward`). With `keeps_low_bits` the product has eight
+columns more beside v, each a constant c, and out = acc c / (what became of c), as in `hopper.exact_out`.
 
 A program is one warpgroup, whose four warps share out the queries. It keeps acc and p in registers, where p becomes
 the left operand of the second product without a detour; k_j and v_j come through shared memory, `stages` tiles ahead.

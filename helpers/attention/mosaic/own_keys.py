@@ -41,9 +41,6 @@ def padded_head_dim(H, dtype):
     return -(-H // elements) * elements
 
 
-# Copies
-
-
 def width(H, dtype):
     """How many bytes of a row of H numbers a lane copies at once: they have to lie at a multiple of themselves."""
     size = H * jnp.dtype(dtype).itemsize
@@ -212,11 +209,9 @@ def values_layout(keys, itemsize):
     return _tiled(-10, (-3, -4), -2, *tiles) if itemsize == 2 else _tiled(-12, (-5, -6), -1, *tiles, (1, 1))
 
 
-def _right_operand(registers, shape):
-    layout = RHS.to_mgpu()
-    return mgpu.FragmentedArray(
-        _registers=registers.reshape(layout.registers_shape(shape)), _layout=layout, _is_signed=None
-    )
+def _operand(registers, shape, layout=RHS):
+    registers = registers.reshape(layout.to_mgpu().registers_shape(shape))
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
 
 
 def row_by_row(registers, count):
@@ -236,9 +231,6 @@ def _paired(registers):
 PARTS = _tiled(-6, (-3,), -1, (WARPS, LANES), (1, LANES), (1, 1))
 
 
-# Products
-
-
 def scores(queries, keys, *, interpret):
     """q @ k.T of rows (R, H) in QUERIES and each warp's own keys, a tile (4 n, H): (4 R, n) float32 in ACC.
 
@@ -246,20 +238,13 @@ def scores(queries, keys, *, interpret):
     """
     (rows, H), count = queries[0].shape, keys[0].shape[0] // WARPS
     if interpret:
-        return _by_warp(_blocks(queries[0], rows) @ jnp.swapaxes(_quarters(keys[0]), 1, 2).astype(jnp.float32))
+        blocks = jnp.broadcast_to(queries[0].astype(jnp.float32), (WARPS, rows, H))
+        return _by_warp(blocks @ jnp.swapaxes(_quarters(keys[0]), 1, 2).astype(jnp.float32))
 
     def product(_, *pieces):
         lefts, rights = pieces[: len(queries)], pieces[len(queries) :]
-        left = LHS.to_mgpu()
-        lefts = [
-            mgpu.FragmentedArray(
-                _registers=one.registers.reshape(left.registers_shape((WARPS * rows, H))),
-                _layout=left,
-                _is_signed=None,
-            )
-            for one in lefts
-        ]
-        rights = [_right_operand(one.registers, (H, count)) for one in rights]
+        lefts = [_operand(one.registers, (WARPS * rows, H), LHS) for one in lefts]
+        rights = [_operand(one.registers, (H, count)) for one in rights]
         zero = utils.c(0.0, ir.F32Type.get())
         acc = mgpu.FragmentedArray.splat(zero, (WARPS * rows, count), ACC.to_mgpu())
         return _summed(acc, lefts, rights)
@@ -282,7 +267,7 @@ def add_weighted(acc, weights, values, layout, *, interpret):
     def product(_, acc, *pieces):
         lefts, rights = pieces[: len(weights)], pieces[len(weights) :]
         registers = [one.registers if one.layout.vector_length == 2 else _paired(one.registers) for one in rights]
-        return _summed(acc, lefts, [_right_operand(row_by_row(one, count), (count, H)) for one in registers])
+        return _summed(acc, lefts, [_operand(row_by_row(one, count), (count, H)) for one in registers])
 
     layouts = (ACC,) + (LHS,) * len(weights) + (layout,) * len(values)
     result = plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=ACC)
@@ -311,7 +296,3 @@ def _by_warp(array):
     """The inverse of `of_warps`."""
     rows = array.shape[1]
     return array.reshape(WARPS, rows // WARP_ROWS, WARP_ROWS, -1).swapaxes(0, 1).reshape(WARPS * rows, -1)
-
-
-def _blocks(queries, rows):
-    return jnp.broadcast_to(queries.astype(jnp.float32), (WARPS, rows, queries.shape[1]))

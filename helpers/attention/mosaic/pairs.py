@@ -1,14 +1,8 @@
 """How the kernels by `plgpu.mma` see what few calls have: the logits of a pair of tiles, and which pairs there are.
 
-Refs of the `Extras` of a call, all of them in GMEM (an axis that serves all is 1; T' and S' are whole tiles; where rows
-of a kernel's tiles are keys, the last two axes of tables have changed places):
-
-    bias, mask, score arrays    (B, N, T', S'), a mask as int8
-    query_segment_ids, key_segment_ids  (B, T'), (B, S')
-    sinks, heads    (1, N)
-    batch           (B,)
-
-and of the `TileLists` of `masking`. A tile of a table is read as the registers of the sum hold it, from where it is.
+Refs of the `Extras` of a call and of the `TileLists` of `masking` are all in GMEM, T and S rounded up to whole tiles,
+and a mask as int8. Where rows of a kernel's tiles are keys, the last two axes of tables have changed places. A tile of
+a table is read as the registers of the sum hold it, from where it is.
 """
 
 from dataclasses import dataclass

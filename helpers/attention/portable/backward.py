@@ -22,7 +22,6 @@ Where logits are more than scaled products, ds goes back to those before it meet
 value, whose weight is missing in p and counts in lse.
 
 delta is made outside of the kernels, of an out that keeps the low bits which rounding to 16 took off (see `low_bits`).
-What delta misses is in ds of every key, with one sign, and comes back in dq times what the keys have in common.
 
 Refs, as one program sees them (H' is head_padded: head_dim rounded up to a power of two, G the query heads of
 one key/value head). In dkv_kernel and fused_kernel the queries' side has an axis for the group:
