@@ -232,7 +232,7 @@ def relative(values, title):
     axes.axvline(1, color=style.INK, lw=1.2, ls="--")
     axes.set_yticks(range(0, -len(values), -1), values)
     axes.set(xlabel="speed relative to cuDNN in the same run (dashed: as fast)", title=title)
-    draw.below(figure, axes, ncols=3)
+    draw.below(figure, axes, ncols=4)
     every = [ratio for found in values.values() for ratio in found.values()]
     axes.set_xlim(min(0.45, *every) - 0.03, max(1.25, *every) + 0.03)
     rows = " ".join(f"{case}: {_listed(found, '.2f')}." for case, found in values.items())
