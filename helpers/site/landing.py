@@ -26,7 +26,7 @@ def picture(recorded):
     The letters are large, for the picture shrinks with the screen.
     """
     rate, top = rates(recorded), recorded["ceilings"]["matmul_tflops"]
-    title = f"Forward pass of attention, {recorded['gpu']}"
+    title = f"Forward pass, {recorded['gpu']}"
     figure, axes = style.subplots(width=4.8, height=3.4)
     figure.get_layout_engine().set(w_pad=0.15, h_pad=0.12)
     for row, (name, words) in enumerate(BARS.items()):
