@@ -7,6 +7,7 @@ correct kernel, not of a plausible one.
 import functools
 import itertools
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from helpers import flash_attention
+from helpers.attention import registry
 from helpers.attention.reference import oracle, oracle_gradients
 
 SHAPES = [(1, 1), (1, 7), (7, 1), (63, 65), (100, 130), (113, 203), (128, 128), (239, 1), (799, 3), (1023, 1024)]
@@ -38,6 +40,12 @@ WINDOWS_AND_SCALES = [
 ]
 FLOAT32_TOLERANCE = 2e-6
 GRADIENT_TOLERANCE = 5e-6
+
+
+def pretend_device(monkeypatch, platform, capability="", kind="some device"):
+    """Let calls, whatever their arrays, be on a device, an NVIDIA GPU of a capability such as "9.0" for example."""
+    device = SimpleNamespace(platform=platform, compute_capability=capability, device_kind=kind)
+    monkeypatch.setattr(registry, "device_of", lambda _: device)
 
 
 def in_tiers(parameters, is_quick):

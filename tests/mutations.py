@@ -51,7 +51,7 @@ FAULTS = [
         ("the soft cap comes before score_mod", "    if problem.score_mod is not None:\n        s = problem.score_mod(s, b, n, i, j, *(score_arrays or ()))\n    if problem.soft_cap is not None:\n        s = problem.soft_cap * jnp.tanh(s / problem.soft_cap)\n", "    if problem.soft_cap is not None:\n        s = problem.soft_cap * jnp.tanh(s / problem.soft_cap)\n    if problem.score_mod is not None:\n        s = problem.score_mod(s, b, n, i, j, *(score_arrays or ()))\n"),
         ("a mask and segments are alternatives", "first = first & other", "first = first | other"),
     ),
-    *_of("helpers/attention/extras.py", "test_masks",
+    *_of("helpers/attention/extras.py", "test_masks test_api",
         ("the axes of score arrays are not put in order", "jnp.transpose(array, [axes.index(axis) for axis in inner])", "array"),
         ("a function may hold arrays", "if jaxpr.consts:", "if False:"),
     ),

@@ -5,14 +5,13 @@ The devices are four simulated ones of the CPU, see conftest. The right answers 
 
 import functools
 import re
-from types import SimpleNamespace
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import in_tiers
+from attention_cases import in_tiers, pretend_device
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -246,8 +245,7 @@ def test_settings(setting):
 
 def test_jit_for_a_cpu_on_a_machine_with_a_hopper_gpu(monkeypatch):
     """The default is decided when a program is compiled for its platform."""
-    gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
-    monkeypatch.setattr(registry, "device_of", lambda _: gpu)
+    pretend_device(monkeypatch, "gpu", "9.0")
     arrays = inputs(dtype=jnp.bfloat16)
     traced = jax.jit(functools.partial(everything, attention_of(None, None))).trace(*arrays)
     on_gpu = traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -6,17 +6,15 @@ import math
 import re
 import subprocess
 import sys
-import types
 import warnings
 
 import jax
 import jax.numpy as jnp
 import pytest
-from attention_cases import HEAD_DIMS, SHAPES, in_tiers
+from attention_cases import HEAD_DIMS, SHAPES, in_tiers, pretend_device
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from helpers import flash_attention
-from helpers.attention import registry
 
 AMPERE = AbstractDevice(device_kind="NVIDIA A100-SXM4-80GB", num_cores=108, platform="gpu")
 
@@ -119,10 +117,8 @@ WAYS = [
 )
 def test_nothing_is_compiled_by_triton_unless_it_is_asked_for(name, dtype, T, monkeypatch):
     """By default on two GPUs, and by every name but triton."""
-    capability = {"Ampere": "8.0", "Hopper": "9.0"}.get(name)
-    if capability:
-        gpu = types.SimpleNamespace(platform="gpu", device_kind=name, compute_capability=capability)
-        monkeypatch.setattr(registry, "device_of", lambda _: gpu)
+    if capability := {"Ampere": "8.0", "Hopper": "9.0"}.get(name):
+        pretend_device(monkeypatch, "gpu", capability)
     text = text_of_gradients(None if capability else name, dtype, T, is_causal=True)
     assert "triton" not in text.lower() and "mosaic_gpu" in text
 
@@ -132,13 +128,10 @@ def test_triton_is_asked_for_by_name_and_on_a_gpu(monkeypatch):
     attention = functools.partial(flash_attention, implementation="triton", logits_soft_cap=5.0)
     with pytest.raises(NotImplementedError, match="triton cannot serve this call: it needs an NVIDIA GPU"):
         jax.eval_shape(attention, array, array, array)
-    gpu = types.SimpleNamespace(platform="gpu", device_kind="Ampere", compute_capability="8.0")
-    monkeypatch.setattr(registry, "device_of", lambda _: gpu)
-    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
-    with pytest.raises(NotImplementedError, match=r"it needs JAX 0\.12"):
+    pretend_device(monkeypatch, "gpu", "8.0")
+    with monkeypatch.context() as patch, pytest.raises(NotImplementedError, match=r"it needs JAX 0\.12"):
+        patch.setattr(jax, "__version_info__", (0, 11, 2))
         jax.eval_shape(attention, array, array, array)
-    monkeypatch.undo()
-    monkeypatch.setattr(registry, "device_of", lambda _: gpu)
     if jax.__version_info__ >= (0, 12):
         assert "__gpu$xla.gpu.triton" in lower_for_cuda(attention, array, array, array)
 

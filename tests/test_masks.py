@@ -1,7 +1,6 @@
 """Any mask, any score: what hides keys and changes logits, against the oracle, alone and together."""
 
 import functools
-import re
 
 import jax
 import jax.export
@@ -160,8 +159,9 @@ def pairs_seen(call):
     ]
     rows, cols = np.arange(problem.T)[:, None], np.arange(problem.S)
     seen = visible(rows, cols, problem.band, *(length[:, None, None, None] for length in lengths))
-    _, of_visible = scores.whole(problem, call.extras)
-    seen = seen & np.asarray(scores.visible_by(problem, *of_visible))
+    if call.hides_keys:
+        _, of_visible = scores.whole(problem, call.extras)
+        seen = seen & np.asarray(scores.visible_by(problem, *of_visible))
     return np.broadcast_to(seen, (problem.B, problem.N, problem.T, problem.S))
 
 
@@ -311,65 +311,3 @@ def test_vmap():
     for entry in range(3):
         expected = reference_of([queries[entry], *arrays[1:]], {**arguments, "bias": biases[entry]})
         compare([result[entry] for result in together], expected)
-
-
-SHAPES = [  # of bias and of mask, and what else hides keys
-    ((2, 1, 1, 24), (2, 1, 1, 24), {}),
-    ((1, 4, 20, 24), (2, 1, 20, 24), {"is_causal": True}),
-    ((1, 1, 20, 24), (1, 4, 20, 24), {"key_value_seq_lengths": np.array([24, 3], np.int32)}),
-]
-
-
-@pytest.mark.parametrize(("bias", "mask", "more"), SHAPES)
-def test_agreement_with_jax_nn(bias, mask, more):
-    arrays, _ = drawn(102, 20, 24, only=())
-    random = np.random.default_rng(0)
-    arguments = dict(more)
-    if bias is not None:
-        arguments["bias"] = random.standard_normal(bias).astype(np.float32)
-    if mask is not None:
-        arguments["mask"] = (random.random(mask) < 0.7) | (np.arange(24) == 0)
-    theirs = everything(arrays, arguments, jax.nn.dot_product_attention)
-    mine = everything([*arrays[:4], 0 * arrays[4]], arguments, implementation="reference")
-    for one, other in zip(mine, theirs, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
-
-
-# Bad input
-
-
-def zeros(*shape, dtype=np.float32):
-    return np.zeros(shape, dtype)
-
-
-IDS = zeros(2, 20, dtype=np.int32)
-ILLEGAL = [
-    ({"bias": zeros(20, 24, dtype=np.float64)}, TypeError, "bias must have dtype float32 or bfloat16 or float16, got float64"),
-    ({"bias": zeros(3, 20, 24)}, ValueError, "bias must broadcast to (batch, heads, queries, keys), (2, 4, 20, 24), got shape (3, 20, 24)"),
-    ({"query_segment_ids": IDS}, ValueError, "query_segment_ids and key_value_segment_ids go together, and key_value_segment_ids is None"),
-    ({"query_segment_ids": IDS, "key_value_segment_ids": IDS}, ValueError, "key_value_segment_ids must have shape (2, 24), got (2, 20)"),
-    ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap must be above 0"),
-    ({"sinks": zeros(2)}, ValueError, "sinks must have shape (4,), one for each query head, got (2,)"),
-    ({"causal_offset": 3}, ValueError, "causal_offset shifts is_causal and local_window_size, and 3 is given without either"),
-    ({"mask_mod": lambda b, n, i, j: i >= j if i > 0 else j > 0}, TypeError, "mask_mod must be a function of b, n, i, j that JAX can trace; it raises ValueError: The truth value"),
-    ({"mask_mod": lambda b, n, i, j: i - j}, TypeError, "mask_mod must return bool of a shape that broadcasts to i against j; for (2, 1) and (1, 3) it gave int32 (2, 3)"),
-    ({"mask_mod": lambda b, n, i, j: jnp.arange(24)[j] > i + jnp.asarray(IDS)[0, 0]}, TypeError, "mask_mod must not hold arrays, which a kernel could not reach: give them as mask or segment ids"),
-    ({"score_mod": lambda s, b, n, i, j: s, "score_arrays": ((zeros(4), "n"),)}, TypeError, "score_mod must be a function of s, b, n, i, j and score_arrays that JAX can trace"),
-    ({"block_mask": zeros(1, 1, 1, 1, dtype=np.int8)}, ValueError, "block_mask tells of mask and mask_mod, and both are None"),
-    ({"mask": zeros(20, 24, dtype=bool), "block_mask": zeros(1, 1, 2, 1, dtype=np.int8)}, ValueError, "block_mask must have shape (batch or 1, heads or 1, *(1, 1)), got (1, 1, 2, 1)"),
-    ({"score_mod": steeper, "score_arrays": ((zeros(4), "j"),)}, ValueError, 'score_arrays[0] must have shape (24,) for the axes "j", got (4,)'),
-    ({"sinks": zeros(4), "implementation": "tpu"}, NotImplementedError, 'tpu cannot serve this call: it takes no sinks; use implementation="portable"'),
-    ({"mask": zeros(20, 24, dtype=bool), "implementation": "hopper", "dtype": np.float16}, NotImplementedError, "hopper cannot serve this call: it takes no mask"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("wrong", "error", "message"), ILLEGAL, ids=[message[:60] for *_, message in ILLEGAL])
-def test_illegal_arguments_are_refused(wrong, error, message, monkeypatch):
-    def no_kernel(*_, **__):
-        raise AssertionError("a kernel ran before the arguments were checked")
-
-    monkeypatch.setattr("helpers.attention.api.run", no_kernel)
-    wrong = dict(wrong)
-    arrays, _ = drawn(0, 20, 24, dtype=wrong.pop("dtype", np.float32), only=())
-    with pytest.raises(error, match=re.escape(message)):
-        flash_attention(*arrays[:3], **wrong)

@@ -168,35 +168,35 @@ def test_each_tile_comes_once_and_only_full_ones_without_a_mask(block=8):
 # What an interpreter cannot see
 
 
-def elements(layout, shape):
-    """{(warp, lane, register): first element in it} of an array in registers; JAX's rule, in numbers."""
+def registers(layout, numbers):
+    """(warp, lane, register, vector): which of the numbers each lane has of an array in a layout, in order."""
     layout = layout.to_mgpu()
-    strides = layout.tiling.tile_strides(tuple(utils.get_contiguous_strides(shape)))
-    sizes, own = layout.tiled_tiling_shape, strides[-layout.tiled_tiling_rank :]
-
-    def offset(number, dims):
-        counts = [sizes[d] if isinstance(d, int) else d.times for d in dims]
-        places = np.unravel_index(number, counts)
-        return sum(int(place) * own[d] for d, place in zip(dims, places, strict=True) if isinstance(d, int))
-
-    return {
-        (w, lane, place): offset(w, layout.warp_dims)
-        + offset(lane, layout.lane_dims)
-        + sum(np.multiply(place, strides))
-        for w in range(4)
-        for lane in range(32)
-        for place in np.ndindex(layout.registers_shape(shape))
-    }
+    for tile in layout.tiling.tiles:
+        outer = numbers.shape[: numbers.ndim - len(tile)]
+        pairs = [(size // side, side) for size, side in zip(numbers.shape[-len(tile) :], tile, strict=True)]
+        numbers = numbers.reshape(*outer, *itertools.chain(*pairs))
+        axes = range(len(outer), numbers.ndim)
+        numbers = numbers.transpose(*range(len(outer)), *axes[::2], *axes[1::2])
+    warps = [dim for dim in layout.warp_dims if isinstance(dim, int)]
+    places = [numbers.ndim + dim for dim in (*warps, *layout.lane_dims, layout.vector_dim)]
+    rest = [axis for axis in range(numbers.ndim) if axis not in places]
+    numbers = numbers.transpose(*places[:-1], *rest, places[-1])
+    numbers = numbers.reshape(4 if warps else 1, 32, -1, layout.vector_length)
+    return np.broadcast_to(numbers, (4, *numbers.shape[1:]))
 
 
 def test_a_sum_is_handed_on_as_an_operand():
     """Every register of a left operand has the numbers that the same thread has in the register of the sum."""
     shape = 128, 32
-    lefts, sums = elements(warp.LHS, shape), elements(warp.ACC, shape)
-    axes = len(next(iter(sums))[2])
-    assert {(w, lane, place): sums[w, lane, warp.place_in_sum(place, axes)] for w, lane, place in lefts} == lefts
+    lefts, sums = (registers(layout, np.arange(128 * 32).reshape(shape)) for layout in (warp.LHS, warp.ACC))
+    of_left, of_sum = (layout.to_mgpu().registers_shape(shape) for layout in (warp.LHS, warp.ACC))
+
+    def handed_on(place_in_sum):
+        return [np.ravel_multi_index(place_in_sum(place, len(of_sum)), of_sum) for place in np.ndindex(of_left)]
+
+    np.testing.assert_array_equal(sums[:, :, handed_on(warp.place_in_sum)], lefts)
     swapped = seeded(warp, ("2 * column_tile + half", "column_tile + half"))
-    assert any(sums[w, lane, swapped.place_in_sum(place, axes)] != lefts[w, lane, place] for w, lane, place in lefts)
+    assert (sums[:, :, handed_on(swapped.place_in_sum)] != lefts).any()
 
 
 AMPERE, HOPPER = (8, 0), (9, 0)

@@ -5,7 +5,6 @@ come from one program, and each is compared by itself.
 """
 
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from attention_cases import (
     check_results,
     cotangents,
     in_tiers,
+    pretend_device,
     results_of,
 )
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
@@ -135,7 +135,6 @@ def test_only_products_of_float32_follow_the_precision(dtype, precision):
 
 @pytest.mark.parametrize("implementation", [None, "tpu"])
 def test_the_default_on_a_tpu(implementation, monkeypatch):
-    device = types.SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
-    monkeypatch.setattr("helpers.attention.registry.device_of", lambda _: device)
+    pretend_device(monkeypatch, "tpu")
     chosen = registry.choose(implementation, check_call(*AttentionCase(8, 8).inputs()[0]))
     assert chosen == registry.kernels_by_platform("tpu", interpreted=False)
