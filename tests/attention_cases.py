@@ -6,7 +6,7 @@ correct kernel, not of a plausible one.
 
 import functools
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import jax
@@ -16,6 +16,7 @@ import pytest
 
 from helpers import flash_attention
 from helpers.attention import registry
+from helpers.attention.problem import check_call
 from helpers.attention.reference import oracle, oracle_gradients
 
 SHAPES = [(1, 1), (1, 7), (7, 1), (63, 65), (100, 130), (113, 203), (128, 128), (239, 1), (799, 3), (1023, 1024)]
@@ -226,6 +227,19 @@ def differentiated(attention, arguments):
     return run
 
 
+def by_kernels(arguments, forward, backward):
+    """Like `differentiated`: forward(call) -> (out, lse, *low), backward(call, out, lse, dout, dlse, *low)."""
+
+    @jax.jit
+    def run(arrays, cotangents):
+        call, (dout, dlse) = check_call(*arrays, **arguments).prepared(), cotangents
+        out, lse, *low = forward(call)
+        query, *seeing = call.of_seeing_rows(lse, call.query, dout, dlse.swapaxes(1, 2))
+        return (out, lse.swapaxes(1, 2)), backward(replace(call, query=query), out, lse, *seeing, *low)
+
+    return run
+
+
 def gradients_of(attention, case):
     """(dq, dk, dv) of attention(query, key, value, **arguments) -> (out, lse)."""
     return results_of(attention, case)[1]
@@ -293,3 +307,8 @@ def check_padding(attention, case):
         query[b, case.query_lengths[b] :] = dout[b, case.query_lengths[b] :] = dlse[b, case.query_lengths[b] :] = np.nan
         key[b, case.key_lengths[b] :], value[b, case.key_lengths[b] :] = np.nan, np.inf
     jax.tree.map(np.testing.assert_array_equal, run(arrays, gradients), clean)
+
+
+def check_attention(attention, case, **options):
+    """Assert that results and gradients of attention(query, key, value, **arguments) -> (out, lse) are right."""
+    check_results(results_of(attention, case), case, **options)

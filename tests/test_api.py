@@ -179,22 +179,23 @@ def test_cudnn_gets_the_mask_of_the_call(scale, arguments, window, is_causal, mo
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "arguments", "expected"),
+    ("device", "dtype", "arguments", "expected"),
     [
-        ("", "bfloat16", {}, "reference"),
-        ("7.5", "bfloat16", {}, "reference"),
-        ("8.0", "bfloat16", {}, "portable"),
-        ("9.0", "bfloat16", {"is_causal": True}, "hopper"),
-        ("9.0", "float32", {}, "portable"),
-        ("9.0", "float16", {"local_window_size": 3}, "hopper"),
-        ("9.0", "float16", {"query_seq_lengths": np.array([3, 5], np.int32)}, "hopper"),
-        ("9.0", "float16", {"mask_mod": lambda b, n, i, j: j <= i}, "portable"),
+        (("cpu",), "bfloat16", {}, "reference"),
+        (("rocm", "9.4"), "bfloat16", {}, "reference"),
+        (("gpu", "gfx942"), "bfloat16", {}, "reference"),  # of AMD, too
+        (("gpu", "7.5"), "bfloat16", {}, "reference"),
+        (("gpu", "8.6"), "bfloat16", {}, "portable"),
+        (("tpu",), "float32", {}, "tpu"),
+        (GPU, "bfloat16", {"is_causal": True}, "hopper"),
+        (GPU, "float32", {}, "portable"),
+        (GPU, "float16", {"local_window_size": 3}, "hopper"),
+        (GPU, "float16", {"query_seq_lengths": np.array([3, 5], np.int32)}, "hopper"),
+        (GPU, "float16", {"mask_mod": lambda b, n, i, j: j <= i}, "portable"),
     ],
 )
-def test_the_default_implementation_follows_the_device_and_the_call(
-    capability, dtype, arguments, expected, monkeypatch
-):
-    pretend_device(monkeypatch, "gpu", capability)
+def test_the_default_implementation_follows_the_device_and_the_call(device, dtype, arguments, expected, monkeypatch):
+    pretend_device(monkeypatch, *device)
     chosen = registry.choose(None, check_call(**arrays(dtype), **arguments))
     kernels = naive_attention if expected == "reference" else registry.kernels_by_platform(expected, interpreted=False)
     assert chosen == kernels
@@ -212,15 +213,6 @@ def test_the_default_follows_the_arrays_and_not_the_machine(monkeypatch):
     traced = []
     jax.make_jaxpr(lambda x: traced.append(device.device_of(x)) or x)(array)
     assert traced == [gpu]
-
-
-@pytest.mark.parametrize(
-    ("platform", "says", "capability"),
-    [("gpu", "8.6", (8, 6)), ("gpu", "gfx942", (0, 0)), ("rocm", "9.4", (0, 0)), ("cpu", None, (0, 0))],
-)
-def test_the_compute_capability_is_that_of_an_nvidia_gpu(platform, says, capability):
-    some_device = types.SimpleNamespace(platform=platform, **({"compute_capability": says} if says else {}))
-    assert device.compute_capability(some_device) == capability
 
 
 LENGTHS = {

@@ -16,7 +16,7 @@ from attention_cases import (
     in_tiers,
 )
 
-from helpers.dialects import cuda_compile, cuda_launch
+from helpers.dialects import cuda_launch
 from helpers.dialects.cuda_launch import RUNGS, SOURCE, SharedMemoryError
 from helpers.dialects.cuda_shown import without_barrier
 
@@ -99,15 +99,3 @@ def test_fragments_are_rounded_as_numpy_rounds(dtype):
     arrays = [array.astype(AttentionCase(1, 1, 64, dtype=dtype).inputs()[0][0].dtype) for array in arrays]
     for rung in RUNGS:
         assert np.array_equal(cuda_launch.forward(*arrays, rung=rung)[0], arrays[2])
-
-
-@pytest.mark.full
-@pytest.mark.skipif(cuda_compile.nvrtc() is None, reason=cuda_compile.MISSING)
-@pytest.mark.parametrize("dtype", cuda_launch.ELEMENTS)
-def test_nvidias_compiler_takes_the_same_file(dtype):
-    _, log = cuda_compile.compile_for_gpu(dtype, 64)
-    found = cuda_compile.resources(log)
-    tensor_cores = {TENSOR_CORES} - ({TENSOR_CORES} if dtype == "float32" else set())
-    assert set(found) == {ELEMENTS, KEYS_OUTER, ROWS, "delta", "backward"} | tensor_cores
-    for needed in found.values():
-        assert 0 < needed["registers"] <= 255 and needed["shared"] <= 48 * 1024  # of a block, unless it asks for more

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from attention_cases import AttentionCase
 
@@ -15,16 +14,6 @@ from helpers.attention.hopper import serve
 
 hopper_attention = functools.partial(flash_attention, implementation="hopper", return_residual=True)
 SMALL = AttentionCase(70, 90, 64, N=4, K=2, dtype="bfloat16", arguments={"is_causal": True})
-
-
-def test_vmap():
-    """Of batches of two, with keys that all share; test_in_use has the gradients, in the portable kernels."""
-    (query, key, value), _ = AttentionCase(20, 30, 64, N=2, K=1, B=2, dtype="bfloat16").inputs()
-    queries = np.stack([query, query[:, ::-1]])
-    together = jax.vmap(hopper_attention, in_axes=(0, None, None))(queries, key, value)
-    for i in range(2):
-        for mine, right in zip(together, hopper_attention(queries[i], key, value), strict=True):
-            np.testing.assert_array_equal(np.float32(mine[i]), np.float32(right))
 
 
 @pytest.fixture

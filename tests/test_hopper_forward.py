@@ -136,13 +136,6 @@ def test_the_most_even_deal_is_taken(B, T, H, snake, most):
     assert ratios[0] == pytest.approx(snake, abs=0.01) and ratios[1] <= most
 
 
-def test_causal_calls_that_are_dealt_backwards(monkeypatch):
-    """Full rounds and a last one of two programs of three, with turns that are done again."""
-    monkeypatch.setattr(tile_scheduler, "deal_of", lambda *_: Deal(1, 8))
-    case = AttentionCase(180, 200, H=64, N=4, dtype="bfloat16", logits="rising", arguments=CAUSAL)
-    check_forward(interpreted(hopper.forward, tiles=SMALL._replace(programs=3)), case)
-
-
 def test_which_calls_are_dynamic(monkeypatch):
     """Causal ones that are not short, but not where registers are few."""
     monkeypatch.setattr(hopper, "core_count", lambda _: 132)

@@ -6,7 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, check_forward, check_results, cotangents, results_of
+from attention_cases import AttentionCase, check_attention, check_forward, cotangents
 from test_hopper_backward import check as check_gradients_of_kernels
 from test_hopper_forward import interpreted
 from test_masks import pairs_seen
@@ -93,7 +93,7 @@ def test_by_the_public_function():
     """With the low bits of out."""
     case = dataclasses.replace(DOCUMENTS, common=10.0, common_to="runs")
     attention = functools.partial(flash_attention, implementation="hopper", return_residual=True)
-    check_results(results_of(attention, case), case)
+    check_attention(attention, case)
 
 
 # Walks

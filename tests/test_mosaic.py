@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import (
-    DTYPES,
     AttentionCase,
+    by_kernels,
+    check_attention,
     check_padding,
     check_results,
     cotangents,
     in_tiers,
     relative_error,
-    results_of,
 )
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -36,26 +36,20 @@ SMALL = Tiles(64, 32, 2)
 IS_GPU = jax.default_backend() == "gpu"
 
 
-def by_kernels(arrays, arguments, interpret=False):
-    """A function that returns ((out, lse), (dq, dk, dv)) of query, key, value, dout and dlse by small tiles."""
+def kernels(arguments, interpret=False):
+    """The function of arrays and cotangents by small tiles."""
 
-    @jax.jit
-    def attend(query, key, value, dout, dlse):
-        call = check_call(query, key, value, **arguments).prepared()
-        out, lse, *low = forward.forward(
-            call, keeps_low_bits=query.dtype.itemsize == 2, tiles=SMALL, interpret=interpret
-        )
-        query, dout, dlse = call.of_seeing_rows(lse, query, dout, dlse.swapaxes(1, 2))
-        call, tiles = check_call(query, key, value, **arguments).prepared(), (SMALL, Tiles(32, 64, 2))
-        gradients = backward.backward(call, out, lse, dout, dlse, *low, tiles=tiles, interpret=interpret)
-        return (out, lse.swapaxes(1, 2)), gradients
+    def small(call):
+        keeps_low_bits = call.problem.dtype.itemsize == 2
+        return forward.forward(call, keeps_low_bits=keeps_low_bits, tiles=SMALL, interpret=interpret)
 
-    return functools.partial(attend, *arrays)
+    small_backward = functools.partial(backward.backward, tiles=(SMALL, Tiles(32, 64, 2)), interpret=interpret)
+    return by_kernels(arguments, small, small_backward)
 
 
 def attention_of(case, interpret=False):
     arrays, arguments = case.inputs()
-    return by_kernels([*arrays, *cotangents(case)], arguments, interpret)
+    return functools.partial(kernels(arguments, interpret), arrays, cotangents(case))
 
 
 # Against the oracle
@@ -80,7 +74,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", in_tiers(CASES, lambda case: case in CASES[:2]), ids=str)
 def test_results(case):
-    check_results(results_of(mosaic, case), case)
+    check_attention(mosaic, case)
 
 
 def test_the_mean_of_equal_values_is_that_value():
@@ -109,18 +103,13 @@ def test_padding_may_hold_anything():
     check_padding(mosaic, AttentionCase(70, 90, B=2, dtype="bfloat16", query_lengths=(70, 20), key_lengths=(90, 30)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_pieces_add_up(dtype):
-    """To the array, or to as many bits of it as there are; numbers near the ends of float32 included."""
-    numbers = [0, 1, -1 / 3, 1 + 2**-23, 1.2345678e-5]
-    ends = [3.4028235e38, -3.4e38, 1.2345678e-20] if dtype == "float32" else []
-    x = np.float32(numbers + ends).astype(dtype)
-    count = warp.pieces_of(dtype)
-    pieces = [np.asarray(piece, np.float64) for piece in warp.split(jnp.asarray(x), count, warp.operand_dtype(dtype))]
-    assert count == (3 if dtype == "float32" else 1)
+def test_pieces_add_up():
+    """To the array; numbers near the ends of float32 included."""
+    x = np.float32([0, 1, -1 / 3, 1 + 2**-23, 1.2345678e-5, 3.4028235e38, -3.4e38, 1.2345678e-20])
+    split = warp.split(jnp.asarray(x), warp.pieces_of("float32"), warp.operand_dtype("float32"))
+    pieces = [np.asarray(piece, np.float64) for piece in split]
     np.testing.assert_array_equal(sum(pieces), np.asarray(x, np.float64))
-    if dtype == "float32":
-        assert relative_error(sum(pieces[:2]), x) < 2**-15
+    assert len(pieces) == 3 and relative_error(sum(pieces[:2]), x) < 2**-15
 
 
 # Races, and faults

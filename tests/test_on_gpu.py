@@ -9,13 +9,12 @@ import pytest
 from attention_cases import (
     GRID,
     AttentionCase,
+    check_attention,
     check_forward,
     check_gradients,
-    check_results,
     cotangents,
     gradients_of,
     relative_error,
-    results_of,
 )
 
 from helpers import flash_attention
@@ -52,7 +51,7 @@ hopper_attention = functools.partial(flash_attention, implementation="hopper", r
 @pytest.mark.parametrize("case", [case for case in GRID if case.dtype != "float32"], ids=str)
 def test_hopper_shapes_and_head_dims(case):
     case = replace(case, N=2 * case.N, K=2)
-    check_results(results_of(hopper_attention, case), case, mends_delta=False)
+    check_attention(hopper_attention, case, mends_delta=False)
 
 
 @pytest.mark.parametrize("attention", [portable_attention, pytest.param(hopper_attention, marks=on_hopper)])
@@ -62,7 +61,7 @@ def test_long_sequences(T, S, H, dtype, attention):
     is_hopper = attention is hopper_attention
     case = AttentionCase(T, S, H, N=1, K=1, dtype=dtype, arguments={"is_causal": T == S})
     if dtype != "float32" or not is_hopper:
-        check_results(results_of(attention, case), case, mends_delta=not is_hopper)
+        check_attention(attention, case, mends_delta=not is_hopper)
 
 
 @on_hopper

@@ -15,40 +15,36 @@ from attention_cases import (
     OF_WINDOWS,
     SHAPES,
     AttentionCase,
+    by_kernels,
+    check_attention,
     check_forward,
     check_padding,
     check_results,
     cotangents,
     in_tiers,
-    results_of,
 )
 
 from helpers import flash_attention
 from helpers.attention.low_bits import low_bits
 from helpers.attention.portable.backward import backward
 from helpers.attention.portable.forward import forward
-from helpers.attention.problem import check_call
 
 portable_attention = functools.partial(flash_attention, implementation="portable", return_residual=True)
 CAUSAL = {"is_causal": True}
 
 
-def check(case):
-    check_results(results_of(portable_attention, case), case)
-
-
 def check_kernels(case, fused=False, **blocks):
-    """The same of the kernels at given block sizes, and in the fused form."""
+    """The kernels at given block sizes, and in the fused form."""
     arrays, arguments = case.inputs()
     blocks["interpret"] = True
-    call = check_call(*arrays, **arguments)
-    dout, dlse = (gradient if case.batched else gradient[None] for gradient in cotangents(case))
-    exact, lse = forward(call, dtype=jnp.float32, **blocks)
-    out = exact.astype(case.dtype)
-    low = low_bits(exact, out) if case.dtype != "float32" else None
-    gradients = backward(call, out, lse, dout, dlse.swapaxes(1, 2), low, fused=fused, **blocks)
-    results = (out, lse.swapaxes(1, 2)), gradients
-    check_results(results if case.batched else jax.tree.map(lambda array: array[0], results), case)
+
+    def keeping(call):
+        exact, lse = forward(call, dtype=jnp.float32, **blocks)
+        out = exact.astype(case.dtype)
+        return out, lse, *([low_bits(exact, out)] if case.dtype != "float32" else [])
+
+    run = by_kernels(arguments, keeping, functools.partial(backward, fused=fused, **blocks))
+    check_results(run(arrays, cotangents(case)), case)
 
 
 def on_the_diagonal(case):
@@ -61,7 +57,7 @@ SOME = [case for place, case in enumerate(GRID) if place % 2 or on_the_diagonal(
 
 @pytest.mark.parametrize("case", in_tiers(SOME, on_the_diagonal), ids=str)
 def test_shapes_and_head_dims(case):
-    check(case)
+    check_attention(portable_attention, case)
 
 
 @pytest.mark.parametrize(("dtype", "value_size"), [("float32", 1e30), ("bfloat16", 1e30), ("float16", 300.0)])
@@ -91,22 +87,20 @@ QUICK += [*(OF_WINDOWS[i] for i in (0, 5, 7)), *LENGTHS[:3]]
 
 @pytest.mark.parametrize("case", in_tiers(CASES, lambda case: case in QUICK), ids=str)
 def test_agrees_with_the_oracle(case):
-    check(case)
+    check_attention(portable_attention, case)
 
 
-FORMS = list(itertools.product([(16, 64), (64, 16), (32, 32)], [False, True], [False, True]))
+FORMS = [
+    (AttentionCase(113, 203, 24, N=4, K=2, arguments={"is_causal": is_causal}), fused, blocks)
+    for blocks, is_causal, fused in itertools.product([(16, 64), (64, 16), (32, 32)], [False, True], [False, True])
+]
+LENGTHS_16 = {"dtype": "bfloat16", "query_lengths": (50, 20), "key_lengths": (0, 70)}
+FORMS += [(AttentionCase(50, 70, B=2, N=4, K=2, **LENGTHS_16), True, (None, None))]
 
 
-@pytest.mark.parametrize(("blocks", "is_causal", "fused"), in_tiers(FORMS, lambda *form: form in FORMS[1:11:6]))
-def test_blocks_and_the_fused_form(blocks, is_causal, fused):
-    case = AttentionCase(113, 203, 24, N=4, K=2, arguments={"is_causal": is_causal})
+@pytest.mark.parametrize(("case", "fused", "blocks"), in_tiers(FORMS, lambda *form: form in FORMS[1:11:6]), ids=str)
+def test_blocks_and_the_fused_form(case, fused, blocks):
     check_kernels(case, fused, block_q=blocks[0], block_k=blocks[1])
-
-
-@pytest.mark.full
-def test_fused_in_16_bits_with_lengths():
-    lengths = {"query_lengths": (50, 20), "key_lengths": (0, 70)}
-    check_kernels(AttentionCase(50, 70, B=2, N=4, K=2, dtype="bfloat16", **lengths), fused=True)
 
 
 @pytest.mark.parametrize("implementation", ["portable", "reference"])

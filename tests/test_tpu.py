@@ -15,21 +15,21 @@ from attention_cases import (
     OF_LOGITS,
     OF_WINDOWS,
     AttentionCase,
+    by_kernels,
+    check_attention,
     check_padding,
     check_results,
     cotangents,
     in_tiers,
-    pretend_device,
-    results_of,
 )
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from helpers import flash_attention
-from helpers.attention import registry, tpu
+from helpers.attention import tpu
 from helpers.attention.masking import Band, key_tiles, query_tiles, visible
-from helpers.attention.problem import Call, Problem, check_call
+from helpers.attention.problem import Problem
 
 tpu_attention = functools.partial(flash_attention, implementation="tpu", return_residual=True)
 DETECTING = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
@@ -40,18 +40,10 @@ def by_the_kernels(case, block_q=128, block_k=128):
 
     Two cores share the axes that may go in any order, and neither may read or write what the other writes.
     """
-    blocks = {"block_q": block_q, "block_k": block_k, "interpret": DETECTING}
     arrays, arguments = case.inputs()
-    dout, dlse = cotangents(case)
-    call = check_call(*arrays, **arguments)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def run(problem, *arrays):
-        call = Call(problem, *arrays)
-        out, lse = tpu.forward(call, **blocks)
-        return (out, lse.swapaxes(1, 2)), tpu.backward(call, out, lse, dout, dlse.swapaxes(1, 2), **blocks)
-
-    return run(call.problem, *call.arrays)
+    blocks = {"block_q": block_q, "block_k": block_k, "interpret": DETECTING}
+    passes = (functools.partial(one_pass, **blocks) for one_pass in (tpu.forward, tpu.backward))
+    return by_kernels(arguments, *passes)(arrays, cotangents(case))
 
 
 CASES = [
@@ -77,7 +69,7 @@ FULL_TIER = [*GRID[::3], *OF_LOGITS[::2], *OF_WINDOWS[::2], AttentionCase(50, 70
 @pytest.mark.full
 @pytest.mark.parametrize("case", FULL_TIER, ids=str)
 def test_the_function(case):
-    check_results(results_of(tpu_attention, case), case)
+    check_attention(tpu_attention, case)
 
 
 def test_padding_may_hold_anything():
@@ -131,10 +123,3 @@ def test_only_products_of_float32_follow_the_precision(dtype, precision):
     with jax.default_matmul_precision("highest"):
         (equation,) = jax.make_jaxpr(lambda a: tpu.product(a, a, 1, 1))(tile).eqns
     assert set(equation.params["precision"]) == {jax.lax.Precision[precision]}
-
-
-@pytest.mark.parametrize("implementation", [None, "tpu"])
-def test_the_default_on_a_tpu(implementation, monkeypatch):
-    pretend_device(monkeypatch, "tpu")
-    chosen = registry.choose(implementation, check_call(*AttentionCase(8, 8).inputs()[0]))
-    assert chosen == registry.kernels_by_platform("tpu", interpreted=False)
