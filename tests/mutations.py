@@ -240,7 +240,6 @@ FAULTS = [
         ("a slot is filled before it is free", "plgpu.barrier_wait(self.consumed.at[slot])\n        for source", "for source"),
     ),
     *_of("helpers/attention/hopper/backward.py", "test_hopper_backward* test_hopper_tables test_on_chip test_hopper*",
-
         ("pieces of a batch are one too large", "at_once = max(1, GRID_LIMIT // (2 * problem.N))", "at_once = max(1, GRID_LIMIT // problem.N)"),
         ("the fused form passes for deterministic", "if deterministic and dq_tiles is None:", "if deterministic and dkv_tiles is None:"),
     ),

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import pretend_device
+from attention_cases import differentiated, pretend_device
 from jax.experimental import pallas as pl
 
 from helpers import flash_attention
@@ -263,14 +263,15 @@ def blind_and_right(name, dtype, with_lse=True, **arguments):
     query, key, value, dout = (random.standard_normal(shape).astype(dtype) for shape in shapes)
     dlse = random.standard_normal((len(sees), T, 1)).astype(np.float32)
 
-    @jax.jit
-    def everything(filler):
-        fill = lambda array: jnp.where(sees.reshape(*sees.shape, *[1] * (array.ndim - 2)), array, filler)
-        attention = functools.partial(flash_attention, return_residual=with_lse, **own, **arguments)
-        results, pull_back = jax.vjp(attention, fill(query), key, value)
-        return results, pull_back((fill(dout), fill(dlse)) if with_lse else fill(dout))
+    run = differentiated(flash_attention, {"return_residual": with_lse, **own, **arguments})
 
-    return [everything(np.array(filler, dtype)) for filler in (np.nan, np.inf)], everything(np.zeros((), dtype))
+    def everything(filler):
+        fill = lambda array: np.where(
+            sees.reshape(*sees.shape, *[1] * (array.ndim - 2)), array, array.dtype.type(filler)
+        )
+        return run((fill(query), key, value), (fill(dout), fill(dlse)) if with_lse else fill(dout))
+
+    return [everything(np.nan), everything(np.inf)], everything(0)
 
 
 def test_one_array_of_segment_ids_leaves_no_query_without_a_key():

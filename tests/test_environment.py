@@ -10,16 +10,11 @@ import pytest
 from helpers import clock, environment
 
 DEVICES = [
-    # platform, compute capability, version of JAX; what is said, and the device that JAX is told to compute on
+    # platform, compute capability, version of JAX; what is said, and the device that JAX is told to compute on,
+    # none where the finished kernels can keep to their arrays
     ("cpu", None, (0, 12, 0), "CPU. Pallas kernels run in interpret mode", None),
     ("gpu", "7.5", (0, 12, 0), r"CPU.* interpret mode.* 8\.0 \(Ampere\) on, and this Tesla is none", "cpu"),
-    (
-        "gpu",
-        "9.0",
-        (0, 11, 2),
-        "Tesla.* interpret mode.*install JAX 0.12",
-        None,
-    ),  # finished kernels keep to their arrays
+    ("gpu", "9.0", (0, 11, 2), "Tesla.* interpret mode.*install JAX 0.12", None),
     ("gpu", "8.0", (0, 12, 0), "Tesla. Pallas kernels are compiled", None),
     ("tpu", None, (0, 12, 0), "Tesla. Pallas kernels are compiled", None),
 ]
@@ -29,10 +24,8 @@ DEVICES = [
 def test_kernels_are_interpreted_where_they_cannot_be_compiled(
     platform, capability, version, said, default, capsys, monkeypatch
 ):
-    found, devices = (
-        types.SimpleNamespace(platform=platform, device_kind="Tesla", compute_capability=capability),
-        jax.devices,
-    )
+    devices, found = jax.devices, types.SimpleNamespace(platform=platform, device_kind="Tesla")
+    found.compute_capability = capability
     monkeypatch.setattr(clock, "watch", lambda: None)
     monkeypatch.setattr(jax, "devices", lambda backend=None: devices(backend) if backend else [found])
     monkeypatch.setattr(jax, "__version_info__", version)

@@ -6,7 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, check_attention, check_forward, cotangents
+from attention_cases import AttentionCase, check_attention, check_forward, cotangents, in_tiers
 from test_hopper_backward import check as check_gradients_of_kernels
 from test_hopper_forward import interpreted
 from test_masks import pairs_seen
@@ -51,8 +51,6 @@ WINDOW = {"local_window_size": 70, "causal_offset": 100, **CAUSAL}
 FORWARD = {
     "a window, an offset and sinks": (AttentionCase(150, 260, H=64, dtype="float16", arguments=WINDOW | SINKS), SMALL),
     "documents, where guesses fail": (dataclasses.replace(DOCUMENTS, T=330, S=330, logits="rising", arguments=CAUSAL | documents(60, 190, length=330)), SMALL._replace(programs=1)),
-}  # fmt: skip
-MORE_FORWARD = {
     "a soft cap": (AttentionCase(100, 150, H=64, dtype="bfloat16", logits="large", arguments={"logits_soft_cap": 5.0, **CAUSAL}), None),
     "lengths, with padding that is no number, capped": (dataclasses.replace(LENGTHS, arguments={"logits_soft_cap": 1.0}), SMALL._replace(guess=False)),
     "rows that see nothing, and sinks": (AttentionCase(150, 150, H=64, dtype="bfloat16", arguments=CAUSAL | SINKS | {"causal_offset": -70}), SMALL),
@@ -61,9 +59,9 @@ MORE_FORWARD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*FORWARD, *(pytest.param(name, marks=FULL) for name in MORE_FORWARD)])
+@pytest.mark.parametrize("name", in_tiers(FORWARD, lambda name: name in [*FORWARD][:2]))
 def test_forward(name):
-    case, tiles = (FORWARD | MORE_FORWARD)[name]
+    case, tiles = FORWARD[name]
 
     check_forward(interpreted(forward.forward, tiles=tiles), case)
 
@@ -73,8 +71,6 @@ FUSED, DELAYED, SPLIT = (TILES, None), (TILES._replace(delayed=True), None), (TI
 BACKWARD = {
     "documents": (DOCUMENTS, FUSED),
     "a window and an offset": (AttentionCase(150, 260, H=64, dtype="float16", arguments=WINDOW), DELAYED),
-}
-MORE_BACKWARD = {
     "a soft cap": (AttentionCase(100, 70, H=64, dtype="bfloat16", arguments=CAUSAL | {"logits_soft_cap": 1.0}), FUSED),
     "lengths, with padding that is no number": (LENGTHS, SPLIT),
     "lengths, fused": (LENGTHS, FUSED),
@@ -83,9 +79,9 @@ MORE_BACKWARD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*BACKWARD, *(pytest.param(name, marks=FULL) for name in MORE_BACKWARD)])
+@pytest.mark.parametrize("name", in_tiers(BACKWARD, lambda name: name in [*BACKWARD][:2]))
 def test_gradients(name):
-    check_gradients_of_kernels(*(BACKWARD | MORE_BACKWARD)[name])
+    check_gradients_of_kernels(*BACKWARD[name])
 
 
 @FULL

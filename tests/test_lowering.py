@@ -11,7 +11,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
-from attention_cases import HEAD_DIMS, SHAPES, in_tiers, pretend_device
+from attention_cases import DTYPES, HEAD_DIMS, SHAPES, in_tiers, pretend_device
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from helpers import flash_attention
@@ -25,13 +25,7 @@ def lower_for_cuda(function, *arguments, **named):
         return jax.jit(function).trace(*arguments, **named).lower(lowering_platforms=("cuda",)).as_text()
 
 
-DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 HEADS = list(zip(HEAD_DIMS, itertools.cycle(DTYPES)))
-
-
-def in_16_bits(H, dtype):
-    """A head_dim that is not whole; float32 and one that is are lowered below."""
-    return H == 24 and dtype == jnp.bfloat16
 
 
 def test_nothing_but_the_kernel():
@@ -57,7 +51,7 @@ def test_what_the_kernels_of_gradients_return():
     assert total == N * T * (2 * 2 * H + 4 + 3 * 2 * H)
 
 
-@pytest.mark.parametrize(("H", "dtype"), in_tiers(HEADS, in_16_bits))
+@pytest.mark.parametrize(("H", "dtype"), in_tiers(HEADS, lambda H, dtype: (H, dtype) == (24, "bfloat16")))
 def test_every_head_dim_and_dtype(H, dtype):
     T, S = SHAPES[3 + HEAD_DIMS.index(H)]
     N, K = (8, 1) if T > 100 else (1, 1)

@@ -261,8 +261,7 @@ def test_a_bias_of_minus_infinity_hides():
 NUMBERED = ("mask_mod", "score_mod", "sinks", "bias", "segments")
 
 
-def reference_of(arrays, arguments):
-    return everything(arrays, arguments, implementation="reference")
+reference_of = functools.partial(everything, implementation="reference")
 
 
 @on_four_devices

@@ -64,6 +64,17 @@ def test_long_sequences(T, S, H, dtype, attention):
         check_attention(attention, case, mends_delta=not is_hopper)
 
 
+def forward_by(tiles_of):
+    """Attention by the forward kernel of Hopper with the tiles tiles_of(problem)."""
+
+    def attention(query, key, value, **arguments):
+        call = check_call(query, key, value, **arguments)
+        out, lse = hopper.forward(call, tiles=tiles_of(call.problem))
+        return out, np.swapaxes(lse, 1, 2)
+
+    return attention
+
+
 @on_hopper
 @pytest.mark.parametrize("configuration", ptxas.configurations(), ids=str)
 def test_hopper_configurations(configuration, monkeypatch):
@@ -72,13 +83,7 @@ def test_hopper_configurations(configuration, monkeypatch):
     N, H = 2 * configuration.group, configuration.H
     case = AttentionCase(1100, 1300, H, N=N, K=2, dtype="bfloat16", arguments=arguments)
     if configuration.which == "forward":
-        tiles = tiles._replace(programs=tiles.programs and 4)
-
-        def attention(query, key, value, **arguments):
-            out, lse = hopper.forward(check_call(query, key, value, **arguments), tiles=tiles)
-            return out, np.swapaxes(lse, 1, 2)
-
-        check_forward(attention, case)
+        check_forward(forward_by(lambda _: tiles._replace(programs=tiles.programs and 4)), case)
         return
 
     def gradients(case):
@@ -98,13 +103,7 @@ def test_hopper_guesses_that_fail(dtype, H, logits):
     """In several turns of a program: eight programs share the work."""
     for is_causal in (False, True):
         case = AttentionCase(1000, 1500, H, N=4, K=2, dtype=dtype, logits=logits, arguments={"is_causal": is_causal})
-
-        def attention(query, key, value, **arguments):
-            call = check_call(query, key, value, **arguments)
-            out, lse = hopper.forward(call, tiles=hopper.default_tiles(call.problem)._replace(programs=8, guess=True))
-            return out, np.swapaxes(lse, 1, 2)
-
-        check_forward(attention, case)
+        check_forward(forward_by(lambda problem: hopper.default_tiles(problem)._replace(programs=8, guess=True)), case)
 
 
 @on_hopper

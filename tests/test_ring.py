@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, check_attention
+from attention_cases import AttentionCase, check_attention, in_tiers
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -26,10 +26,6 @@ def attention_on(devices, **options):
     return functools.partial(
         ring_attention_on_mesh, mesh=mesh_of(devices), axis_name="sequence", return_residual=True, **options
     )
-
-
-def check_both(case, devices, **options):
-    check_attention(attention_on(devices, **options), case)
 
 
 # Who has what, and who does what
@@ -74,14 +70,6 @@ def test_a_plan_brings_each_visible_pair_together_once(layout, is_causal):
 CAUSAL = {"is_causal": True}
 
 
-def test_causal_zigzag_where_lengths_do_not_divide():
-    check_both(AttentionCase(T=21, S=21, H=8, N=4, K=2, arguments=CAUSAL), devices=3)
-
-
-def test_full_mask_with_lengths_and_rows_that_see_nothing():
-    check_both(AttentionCase(T=10, S=7, H=8, B=2, query_lengths=(10, 4), key_lengths=(0, 5)), devices=2)
-
-
 def documents(T, S, seed=0):
     """Segment ids of two rows, of which the second has queries of a document without keys."""
     random = np.random.default_rng(seed)
@@ -91,19 +79,6 @@ def documents(T, S, seed=0):
     }
     ids["query_segment_ids"][1, -3:] = 9
     return ids
-
-
-@pytest.mark.parametrize(
-    ("T", "S", "arguments", "options"),
-    [
-        (24, 24, {"is_causal": True}, {"layout": "striped"}),
-        (19, 30, {"key_value_seq_lengths": np.array([30, 11], np.int32)}, {}),
-    ],
-)
-def test_packed_documents(T, S, arguments, options):
-    """Their numbers travel with the keys, are padded and laid out as they are."""
-    case = AttentionCase(T=T, S=S, H=8, N=4, K=2, B=2, arguments=arguments | documents(T, S))
-    check_both(case, devices=3, **options)
 
 
 def test_a_query_that_sees_no_key_passes_nothing():
@@ -120,6 +95,17 @@ def test_a_query_that_sees_no_key_passes_nothing():
         np.testing.assert_array_equal(mine, right)
 
 
+def of_documents(T, S, **arguments):
+    """Numbers of documents travel with the keys, are padded and laid out as they are."""
+    return AttentionCase(T=T, S=S, H=8, N=4, K=2, B=2, arguments=arguments | documents(T, S))
+
+
+QUICK = [
+    (3, AttentionCase(T=21, S=21, H=8, N=4, K=2, arguments=CAUSAL), {}),  # lengths do not divide
+    (2, AttentionCase(T=10, S=7, H=8, B=2, query_lengths=(10, 4), key_lengths=(0, 5)), {}),
+    (3, of_documents(24, 24, is_causal=True), {"layout": "striped"}),
+    (3, of_documents(19, 30, key_value_seq_lengths=np.array([30, 11], np.int32)), {}),
+]
 ODD = AttentionCase(T=37, S=37, H=24, N=6, K=2, B=2, arguments=CAUSAL)
 LENGTHS = {"query_lengths": (33, 0, 9), "key_lengths": (1, 20, 0)}
 RUNS = [
@@ -135,10 +121,9 @@ RUNS = [
 ]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("devices", "case", "options"), RUNS, ids=str)
+@pytest.mark.parametrize(("devices", "case", "options"), [*QUICK, *in_tiers(RUNS, lambda *_: False)], ids=str)
 def test_agrees_with_the_oracle(devices, case, options):
-    check_both(case, devices, **options)
+    check_attention(attention_on(devices, **options), case)
 
 
 def check_gradients_of_a_loss(attend, mine, arrays, arguments):

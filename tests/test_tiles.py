@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import relative_error
+from attention_cases import AttentionCase, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
@@ -107,29 +107,27 @@ def test_states_merge_in_any_order(sizes, seed):
 
 
 REPLAYS = [
-    (50, 70, 16, 4, 2, np.float32, 32, 16, {"is_causal": True}),
-    (70, 50, 24, 1, 1, np.float16, 16, 16, {"is_causal": True, "local_window_size": (20, 0)}),
+    (AttentionCase(50, 70, 16, N=4, K=2, arguments={"is_causal": True}), 32),
+    (AttentionCase(70, 50, 24, N=1, dtype="float16", arguments={"is_causal": True, "local_window_size": (20, 0)}), 16),
 ]
 
 
-@pytest.mark.parametrize(("T", "S", "H", "N", "K", "dtype", "block_q", "block_k", "arguments"), REPLAYS)
-def test_the_kernel_moves_the_bytes_of_the_formula(T, S, H, N, K, dtype, block_q, block_k, arguments):
-    random = np.random.default_rng(0)
-    query, key, value = (random.standard_normal((1, *s, H)).astype(dtype) for s in ((T, N), (S, K), (S, K)))
-    problem = check_call(query, key, value, **arguments).problem
+@pytest.mark.parametrize(("case", "block_q"), REPLAYS, ids=str)
+def test_the_kernel_moves_the_bytes_of_the_formula(case, block_q):
+    arrays, arguments = case.inputs()
+    problem = check_call(*arrays, **arguments).problem
 
-    def attention(query, key, value):
-        call = check_call(query, key, value, **arguments)
-        return portable.forward(call, block_q=block_q, block_k=block_k, interpret=True)
+    def attention(*arrays):
+        return portable.forward(check_call(*arrays, **arguments), block_q=block_q, block_k=16, interpret=True)
 
-    (kernel,), (out, _) = replay(attention, query, key, value, by_program=True)
-    itemsize = np.dtype(dtype).itemsize
-    assert kernel.bytes_moved == N * cost.query_outer_bytes(T, S, H, itemsize, block_q, block_k, problem.band)
+    (kernel,), (out, _) = replay(attention, *arrays, by_program=True)
+    of_head = case.T, case.S, case.H, problem.dtype.itemsize
+    assert kernel.bytes_moved == case.N * cost.query_outer_bytes(*of_head, block_q, 16, problem.band)
     for operand in kernel.operands.values():
         assert len(operand.reads_by_program) == len(kernel.programs)
         np.testing.assert_array_equal(sum(operand.reads_by_program), operand.reads)
     assert (kernel.operands["out"].writes == 1).all() and (kernel.operands["lse"].writes == 1).all()
-    right, _ = attention(query, key, value)
+    right, _ = attention(*arrays)
     np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(right, np.float32), atol=2e-3)
 
 
