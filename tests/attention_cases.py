@@ -6,7 +6,8 @@ correct kernel, not of a plausible one.
 
 import functools
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ import numpy as np
 import pytest
 
 from helpers import flash_attention
+from helpers.attention import registry
+from helpers.attention.problem import check_call
 from helpers.attention.reference import oracle, oracle_gradients
 
 SHAPES = [(1, 1), (1, 7), (7, 1), (63, 65), (100, 130), (113, 203), (128, 128), (239, 1), (799, 3), (1023, 1024)]
@@ -24,8 +27,6 @@ DTYPES = ["float32", "bfloat16", "float16"]
 GROUPS = [1, 2, 8]
 TURNS = list(itertools.product(DTYPES, GROUPS, [False, True]))
 PAIRS = [(SHAPES[i], H) for i in range(len(SHAPES)) for H in HEAD_DIMS[i % 2 :: 2]]
-GRID = list(zip(PAIRS, itertools.cycle([*TURNS, TURNS[0]])))
-LOGITS = list(itertools.product(DTYPES, ["large", "low", "one huge"]))
 WINDOWS_AND_SCALES = [
     {"local_window_size": (5, 3)},
     {"local_window_size": 0},
@@ -40,6 +41,12 @@ WINDOWS_AND_SCALES = [
 ]
 FLOAT32_TOLERANCE = 2e-6
 GRADIENT_TOLERANCE = 5e-6
+
+
+def pretend_device(monkeypatch, platform, capability="", kind="some device"):
+    """Let calls, whatever their arrays, be on a device, an NVIDIA GPU of a capability such as "9.0" for example."""
+    device = SimpleNamespace(platform=platform, compute_capability=capability, device_kind=kind)
+    monkeypatch.setattr(registry, "device_of", lambda _: device)
 
 
 def in_tiers(parameters, is_quick):
@@ -128,6 +135,24 @@ class AttentionCase:
         return np.einsum("sp,pbkh->bskh", of_part, parts)
 
 
+GRID = [
+    AttentionCase(*shape, H, N=group, dtype=dtype, arguments={"is_causal": is_causal})
+    for (shape, H), (dtype, group, is_causal) in zip(PAIRS, itertools.cycle([*TURNS, TURNS[0]]))
+]
+OF_GROUPS = [
+    AttentionCase(50, 70, 64, N=2 * group, K=2, B=2, dtype=dtype, arguments={"is_causal": is_causal})
+    for dtype, group, is_causal in TURNS
+]
+OF_LOGITS = [
+    AttentionCase(63, 203, 64, dtype=dtype, logits=logits)
+    for dtype, logits in itertools.product(DTYPES, ["large", "low", "one huge"])
+]
+OF_WINDOWS = [
+    AttentionCase(*(100, 60)[:: (-1) ** place], arguments=arguments)
+    for place, arguments in enumerate(WINDOWS_AND_SCALES)
+]
+
+
 def relative_error(mine, right):
     """Frobenius norm of the difference over that of the right answer; NaN counts as infinite."""
     mine, right = np.asarray(mine, np.float64), np.asarray(right, np.float64)
@@ -188,13 +213,31 @@ def cotangents(case):
 def results_of(attention, case):
     """(out, lse), (dq, dk, dv) of attention(query, key, value, **arguments) -> (out, lse), by `jax.vjp`."""
     arrays, arguments = case.inputs()
+    return differentiated(attention, arguments)(arrays, cotangents(case))
 
-    @jax.jit  # one program, for nearly all of the time goes into compiling
+
+def differentiated(attention, arguments):
+    """The function of arrays and cotangents: one program, for nearly all of the time goes into compiling."""
+
+    @jax.jit
     def run(arrays, cotangents):
         results, pull_back = jax.vjp(functools.partial(attention, **arguments), *arrays)
         return results, pull_back(cotangents)
 
-    return run(arrays, cotangents(case))
+    return run
+
+
+def by_kernels(arguments, forward, backward):
+    """Like `differentiated`: forward(call) -> (out, lse, *low), backward(call, out, lse, dout, dlse, *low)."""
+
+    @jax.jit
+    def run(arrays, cotangents):
+        call, (dout, dlse) = check_call(*arrays, **arguments).prepared(), cotangents
+        out, lse, *low = forward(call)
+        query, *seeing = call.of_seeing_rows(lse, call.query, dout, dlse.swapaxes(1, 2))
+        return (out, lse.swapaxes(1, 2)), backward(replace(call, query=query), out, lse, *seeing, *low)
+
+    return run
 
 
 def gradients_of(attention, case):
@@ -251,3 +294,21 @@ def check_results(results, case, *, mends_delta=True):
     naive = functools.cache(lambda: results_of(naive_attention_of, case))
     _check_forward(results[0], case, lambda: naive()[0])
     _check_gradients(results[1], case, lambda: naive()[1], mends_delta)
+
+
+def check_padding(attention, case):
+    """Assert that what lies past the lengths of a batch is never used, not even multiplied by zero."""
+    (arrays, arguments), gradients = case.inputs(), cotangents(case)
+    run = differentiated(attention, arguments)
+    clean = run(arrays, gradients)
+    check_results(clean, case)
+    query, key, value, dout, dlse = *arrays, *gradients
+    for b in range(case.B):
+        query[b, case.query_lengths[b] :] = dout[b, case.query_lengths[b] :] = dlse[b, case.query_lengths[b] :] = np.nan
+        key[b, case.key_lengths[b] :], value[b, case.key_lengths[b] :] = np.nan, np.inf
+    jax.tree.map(np.testing.assert_array_equal, run(arrays, gradients), clean)
+
+
+def check_attention(attention, case, **options):
+    """Assert that results and gradients of attention(query, key, value, **arguments) -> (out, lse) are right."""
+    check_results(results_of(attention, case), case, **options)

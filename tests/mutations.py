@@ -51,7 +51,7 @@ FAULTS = [
         ("the soft cap comes before score_mod", "    if problem.score_mod is not None:\n        s = problem.score_mod(s, b, n, i, j, *(score_arrays or ()))\n    if problem.soft_cap is not None:\n        s = problem.soft_cap * jnp.tanh(s / problem.soft_cap)\n", "    if problem.soft_cap is not None:\n        s = problem.soft_cap * jnp.tanh(s / problem.soft_cap)\n    if problem.score_mod is not None:\n        s = problem.score_mod(s, b, n, i, j, *(score_arrays or ()))\n"),
         ("a mask and segments are alternatives", "first = first & other", "first = first | other"),
     ),
-    *_of("helpers/attention/extras.py", "test_masks",
+    *_of("helpers/attention/extras.py", "test_masks test_api",
         ("the axes of score arrays are not put in order", "jnp.transpose(array, [axes.index(axis) for axis in inner])", "array"),
         ("a function may hold arrays", "if jaxpr.consts:", "if False:"),
     ),
@@ -240,7 +240,6 @@ FAULTS = [
         ("a slot is filled before it is free", "plgpu.barrier_wait(self.consumed.at[slot])\n        for source", "for source"),
     ),
     *_of("helpers/attention/hopper/backward.py", "test_hopper_backward* test_hopper_tables test_on_chip test_hopper*",
-
         ("pieces of a batch are one too large", "at_once = max(1, GRID_LIMIT // (2 * problem.N))", "at_once = max(1, GRID_LIMIT // problem.N)"),
         ("the fused form passes for deterministic", "if deterministic and dq_tiles is None:", "if deterministic and dkv_tiles is None:"),
     ),

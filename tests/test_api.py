@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_cases import differentiated, pretend_device
 from jax.experimental import pallas as pl
 
 from helpers import flash_attention
@@ -31,6 +32,7 @@ def zeros(*shape, dtype=np.float32):
     return np.zeros(shape, dtype)
 
 
+IDS = zeros(2, 20, dtype=np.int32)
 ILLEGAL = [
     # what is passed instead, the error, the words it must hold
     ({"query": zeros(B, T, N, H, dtype=np.float64)}, TypeError, "query must have dtype float32 or bfloat16 or float16, got float64"),
@@ -49,6 +51,22 @@ ILLEGAL = [
     ({"implementation": "rocm"}, ValueError, "implementation must be None or one of reference, portable, mosaic, hopper, tpu, triton, cudnn, got 'rocm'"),
     ({"return_residual": 1}, TypeError, "return_residual must be True or False, got 1"),
     ({"implementation": "hopper"}, NotImplementedError, 'use implementation="portable"'),
+    ({"bias": zeros(20, 24, dtype=np.float64)}, TypeError, "bias must have dtype float32 or bfloat16 or float16, got float64"),
+    ({"bias": zeros(3, 20, 24)}, ValueError, "bias must broadcast to (batch, heads, queries, keys), (2, 4, 20, 24), got shape (3, 20, 24)"),
+    ({"query_segment_ids": IDS}, ValueError, "query_segment_ids and key_value_segment_ids go together, and key_value_segment_ids is None"),
+    ({"query_segment_ids": IDS, "key_value_segment_ids": IDS}, ValueError, "key_value_segment_ids must have shape (2, 24), got (2, 20)"),
+    ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap must be above 0"),
+    ({"sinks": zeros(2)}, ValueError, "sinks must have shape (4,), one for each query head, got (2,)"),
+    ({"causal_offset": 3}, ValueError, "causal_offset shifts is_causal and local_window_size, and 3 is given without either"),
+    ({"mask_mod": lambda b, n, i, j: i >= j if i > 0 else j > 0}, TypeError, "mask_mod must be a function of b, n, i, j that JAX can trace; it raises ValueError: The truth value"),
+    ({"mask_mod": lambda b, n, i, j: i - j}, TypeError, "mask_mod must return bool of a shape that broadcasts to i against j; for (2, 1) and (1, 3) it gave int32 (2, 3)"),
+    ({"mask_mod": lambda b, n, i, j: jnp.arange(24)[j] > i + jnp.asarray(IDS)[0, 0]}, TypeError, "mask_mod must not hold arrays, which a kernel could not reach: give them as mask or segment ids"),
+    ({"score_mod": lambda s, b, n, i, j: s, "score_arrays": ((zeros(4), "n"),)}, TypeError, "score_mod must be a function of s, b, n, i, j and score_arrays that JAX can trace"),
+    ({"block_mask": zeros(1, 1, 1, 1, dtype=np.int8)}, ValueError, "block_mask tells of mask and mask_mod, and both are None"),
+    ({"mask": zeros(20, 24, dtype=bool), "block_mask": zeros(1, 1, 2, 1, dtype=np.int8)}, ValueError, "block_mask must have shape (batch or 1, heads or 1, *(1, 1)), got (1, 1, 2, 1)"),
+    ({"score_mod": lambda s, b, n, i, j, slope: s + slope, "score_arrays": ((zeros(4), "j"),)}, ValueError, 'score_arrays[0] must have shape (24,) for the axes "j", got (4,)'),
+    ({"sinks": zeros(4), "implementation": "tpu"}, NotImplementedError, 'tpu cannot serve this call: it takes no sinks; use implementation="portable"'),
+    (arrays(np.float16) | {"mask": zeros(20, 24, dtype=bool), "implementation": "hopper"}, NotImplementedError, "hopper cannot serve this call: it takes no mask"),
 ]  # fmt: skip
 
 
@@ -116,39 +134,24 @@ def test_illegal_block_sizes_are_refused(block):
         forward.forward(check_call(**arrays()), block_q=block, interpret=True)
 
 
-def test_cudnn_without_a_gpu_says_so():
-    if jax.default_backend() == "gpu":
-        pytest.skip("this machine has a GPU")
-    with pytest.raises(NotImplementedError, match=r'cudnn cannot serve this call: it needs an NVIDIA GPU.*"portable"'):
-        flash_attention(**arrays(np.float16), implementation="cudnn")
-
-
-HALF = np.float16
-CUDNN_REFUSALS = [
-    ({}, np.float32, "it takes no float32"),
-    ({"return_residual": True}, HALF, "rounds its lse"),
-    ({"scale": -0.3}, HALF, "a positive scale only"),
-    ({"query": zeros(B, 30, N, H, dtype=HALF), "local_window_size": (3, 0)}, HALF, "no more queries than keys"),
+HALF, GPU = np.float16, ("gpu", "9.0")
+REFUSED = [
+    # the device, the implementation, dtype and arguments of the call, the reason
+    (("cpu",), "cudnn", HALF, {}, 'it needs an NVIDIA GPU.*"portable"'),
+    (("gpu", "7.5"), "portable", np.float32, {}, r'capability 8\.0.*this is some device; use implementation="reference"'),
+    (("gpu", "10.0"), "hopper", HALF, {}, r"capability 9\.0 \(Hopper\) or a CPU, this is some device"),
+    (GPU, "cudnn", np.float32, {}, "it takes no float32"),
+    (GPU, "cudnn", HALF, {"return_residual": True}, "rounds its lse"),
+    (GPU, "cudnn", HALF, {"scale": -0.3}, "a positive scale only"),
+    (GPU, "cudnn", HALF, {"query": zeros(B, 30, N, H, dtype=HALF), "local_window_size": (3, 0)}, "no more queries than keys"),
 ]  # fmt: skip
 
 
-@pytest.fixture
-def on_a_gpu(monkeypatch):
-    """The default device is a GPU of a compute capability."""
-
-    def be(capability, kind="some GPU"):
-        gpu = types.SimpleNamespace(platform="gpu", device_kind=kind, compute_capability=".".join(map(str, capability)))
-        monkeypatch.setattr("helpers.attention.registry.device_of", lambda _: gpu)
-        monkeypatch.setattr("helpers.attention.registry.compute_capability", lambda *_: capability)
-
-    return be
-
-
-@pytest.mark.parametrize(("arguments", "dtype", "reason"), CUDNN_REFUSALS)
-def test_cudnn_refuses_what_it_cannot_serve(arguments, dtype, reason, on_a_gpu):
-    on_a_gpu((9, 0))
-    with pytest.raises(NotImplementedError, match=reason):
-        flash_attention(**{**arrays(dtype), "implementation": "cudnn", **arguments})
+@pytest.mark.parametrize(("device", "implementation", "dtype", "arguments", "reason"), REFUSED)
+def test_what_a_device_cannot_serve_is_refused(device, implementation, dtype, arguments, reason, monkeypatch):
+    pretend_device(monkeypatch, *device)
+    with pytest.raises(NotImplementedError, match=f"{implementation} cannot serve this call.*{reason}"):
+        flash_attention(**{**arrays(dtype), **arguments}, implementation=implementation)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +163,7 @@ def test_cudnn_refuses_what_it_cannot_serve(arguments, dtype, reason, on_a_gpu):
         (0.127, {}, None, False),
     ],
 )
-def test_cudnn_gets_the_mask_of_the_call(scale, arguments, window, is_causal, on_a_gpu, monkeypatch):
+def test_cudnn_gets_the_mask_of_the_call(scale, arguments, window, is_causal, monkeypatch):
     """It takes a window with an edge to the left only, and only causal."""
     got = {}
 
@@ -168,34 +171,31 @@ def test_cudnn_gets_the_mask_of_the_call(scale, arguments, window, is_causal, on
         got.update(arguments)
         return query
 
-    on_a_gpu((9, 0))
+    pretend_device(monkeypatch, *GPU)
     monkeypatch.setattr("jax.nn.dot_product_attention", cudnn)
     flash_attention(**arrays(np.float16), implementation="cudnn", scale=scale, **arguments)
     assert got["local_window_size"] == window and got["is_causal"] is is_causal
     assert got["scale"] == scale and got["implementation"] == "cudnn"
 
 
-def test_an_old_gpu_is_refused_by_name(on_a_gpu):
-    on_a_gpu((7, 5), "Tesla T4")
-    with pytest.raises(NotImplementedError, match=r"compute capability 8\.0.*use implementation=\"reference\""):
-        flash_attention(**arrays(), implementation="portable")
-
-
 @pytest.mark.parametrize(
-    ("capability", "dtype", "arguments", "expected"),
+    ("device", "dtype", "arguments", "expected"),
     [
-        ((0, 0), "bfloat16", {}, "reference"),
-        ((7, 5), "bfloat16", {}, "reference"),
-        ((8, 0), "bfloat16", {}, "portable"),
-        ((9, 0), "bfloat16", {"is_causal": True}, "hopper"),
-        ((9, 0), "float32", {}, "portable"),
-        ((9, 0), "float16", {"local_window_size": 3}, "hopper"),
-        ((9, 0), "float16", {"query_seq_lengths": np.array([3, 5], np.int32)}, "hopper"),
-        ((9, 0), "float16", {"mask_mod": lambda b, n, i, j: j <= i}, "portable"),
+        (("cpu",), "bfloat16", {}, "reference"),
+        (("rocm", "9.4"), "bfloat16", {}, "reference"),
+        (("gpu", "gfx942"), "bfloat16", {}, "reference"),  # of AMD, too
+        (("gpu", "7.5"), "bfloat16", {}, "reference"),
+        (("gpu", "8.6"), "bfloat16", {}, "portable"),
+        (("tpu",), "float32", {}, "tpu"),
+        (GPU, "bfloat16", {"is_causal": True}, "hopper"),
+        (GPU, "float32", {}, "portable"),
+        (GPU, "float16", {"local_window_size": 3}, "hopper"),
+        (GPU, "float16", {"query_seq_lengths": np.array([3, 5], np.int32)}, "hopper"),
+        (GPU, "float16", {"mask_mod": lambda b, n, i, j: j <= i}, "portable"),
     ],
 )
-def test_the_default_implementation_follows_the_device_and_the_call(capability, dtype, arguments, expected, on_a_gpu):
-    on_a_gpu(capability)
+def test_the_default_implementation_follows_the_device_and_the_call(device, dtype, arguments, expected, monkeypatch):
+    pretend_device(monkeypatch, *device)
     chosen = registry.choose(None, check_call(**arrays(dtype), **arguments))
     kernels = naive_attention if expected == "reference" else registry.kernels_by_platform(expected, interpreted=False)
     assert chosen == kernels
@@ -215,23 +215,23 @@ def test_the_default_follows_the_arrays_and_not_the_machine(monkeypatch):
     assert traced == [gpu]
 
 
-@pytest.mark.parametrize(
-    ("platform", "says", "capability"),
-    [("gpu", "8.6", (8, 6)), ("gpu", "gfx942", (0, 0)), ("rocm", "9.4", (0, 0)), ("cpu", None, (0, 0))],
-)
-def test_the_compute_capability_is_that_of_an_nvidia_gpu(platform, says, capability):
-    some_device = types.SimpleNamespace(platform=platform, **({"compute_capability": says} if says else {}))
-    assert device.compute_capability(some_device) == capability
-
-
 LENGTHS = {
     "query_seq_lengths": [None, np.array([20, 7], np.int32)],
     "key_value_seq_lengths": [None, np.array([5, 24], np.int32)],
 }
 MASKS = [{}, {"is_causal": True}, {"local_window_size": 6}, {"local_window_size": (3, 9), "is_causal": True}]
+normal = np.random.default_rng(0).standard_normal
+MASKS += [  # some of which broadcast
+    {"bias": normal(bias, np.float32), "mask": normal(mask) < 0.5} | more
+    for bias, mask, more in (
+        ((B, 1, 1, S), (B, 1, 1, S), {}),
+        ((1, N, T, S), (B, 1, T, S), {"is_causal": True}),
+        ((1, 1, T, S), (1, N, T, S), {}),
+    )
+]
 
 
-@pytest.mark.parametrize(("mask", "scale"), [*zip(MASKS, [None, 0.3, None, 0.3], strict=True), (None, None)], ids=str)
+@pytest.mark.parametrize(("mask", "scale"), [*zip(MASKS, [None, 0.3] * 4, strict=False), (None, None)])
 def test_agreement_with_jax_nn(mask, scale):
     """Every argument that both functions take means the same; rows that see no key are ours alone."""
     named, lengths = arrays(), [dict(zip(LENGTHS, each, strict=True)) for each in zip(*LENGTHS.values(), strict=True)]
@@ -263,14 +263,15 @@ def blind_and_right(name, dtype, with_lse=True, **arguments):
     query, key, value, dout = (random.standard_normal(shape).astype(dtype) for shape in shapes)
     dlse = random.standard_normal((len(sees), T, 1)).astype(np.float32)
 
-    @jax.jit
-    def everything(filler):
-        fill = lambda array: jnp.where(sees.reshape(*sees.shape, *[1] * (array.ndim - 2)), array, filler)
-        attention = functools.partial(flash_attention, return_residual=with_lse, **own, **arguments)
-        results, pull_back = jax.vjp(attention, fill(query), key, value)
-        return results, pull_back((fill(dout), fill(dlse)) if with_lse else fill(dout))
+    run = differentiated(flash_attention, {"return_residual": with_lse, **own, **arguments})
 
-    return [everything(np.array(filler, dtype)) for filler in (np.nan, np.inf)], everything(np.zeros((), dtype))
+    def everything(filler):
+        fill = lambda array: np.where(
+            sees.reshape(*sees.shape, *[1] * (array.ndim - 2)), array, array.dtype.type(filler)
+        )
+        return run((fill(query), key, value), (fill(dout), fill(dlse)) if with_lse else fill(dout))
+
+    return [everything(np.nan), everything(np.inf)], everything(0)
 
 
 def test_one_array_of_segment_ids_leaves_no_query_without_a_key():

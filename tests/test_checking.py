@@ -5,7 +5,6 @@ import functools
 import itertools
 import re
 import signal
-import sys
 import time
 from fractions import Fraction
 
@@ -31,12 +30,7 @@ DOUBLE = Exercise(
     title="Double it",
     outputs=("double", "total"),
     cases=lambda: [Case("the small case", (np.array([1.0]),)), Case("the large case", (RIGHT,))],
-    mistakes=(
-        ("it is squared", "2 * x", "x * x", "Reread section 1."),
-        ("the total is of the result", ("x.sum()",), ("2 * x.sum()",), "Reread section 2."),
-        ("the shape is lost", ("2 * x", "return"), ("x", "x = 2 * x.ravel(); return"), "Reread section 3."),
-        ("it is not a number", lambda x: (np.nan * x, x.sum()), "Reread section 4."),
-    ),
+    mistakes=(("it is squared", "2 * x", "x * x", "Reread section 1."),),
 )
 
 
@@ -47,13 +41,6 @@ def judged(answer, exercise=DOUBLE):
 def test_the_smallest_failing_case_is_shown():
     text = judged(lambda x: (2 * x if x.size == 1 else 3 * x, x.sum())).text
     assert "wrong for the large case" in text and "double: yours at [0, 0] 3, expected 2" in text
-
-
-@pytest.mark.parametrize("mistake", DOUBLE.known, ids=lambda mistake: mistake.name)
-def test_mistakes_are_named(mistake):
-    result = judged(mistake.answer)
-    assert result.mistake == mistake.name
-    assert f"This is what you get when {mistake.name}.\n  {mistake.advice}" in result.text
 
 
 def test_a_mistake_must_agree_on_every_case():
@@ -151,35 +138,12 @@ def test_tracer_errors_are_translated(body, advice):
     assert advice in text and "In line" in text
 
 
-def exits(*_):
-    sys.exit(3)
-
-
-def unprintable(*_):
-    class UnprintableError(Exception):
-        __str__ = None
-
-    raise UnprintableError
-
-
-STRANGE = (
-    None, 10**5000, lambda *_: (10**5000, np.zeros(2)), exits, unprintable, type,
-    lambda *_: np.zeros(3, "M8[s]"), lambda *_: {1, 2}, lambda *_: 1j,
-)  # fmt: skip
-
-
 def test_a_number_without_an_exercise_is_said(capsys):
     for number in ("9.9", 99.1, None, 10**5000, []):
         check(number, stub)
         assert capsys.readouterr().out.startswith("✗ There is no exercise ")
-
-
-@pytest.mark.parametrize("number", ["0.1", "1.2", "9.3"])
-def test_check_never_raises(number, capsys):
-    for answer in STRANGE:
-        check(number, answer)
-        printed = capsys.readouterr().out
-        assert f"✗ Exercise {number}: " in printed
+    check("0.1", None)
+    assert "✗ Exercise 0.1: " in capsys.readouterr().out
 
 
 def test_an_endless_answer_is_stopped(monkeypatch):
@@ -200,19 +164,9 @@ def test_an_endless_answer_is_stopped(monkeypatch):
 
 
 def exercise(expected, **options):
-    return Exercise(
-        **{
-            "solution": None,
-            "slow": True,
-            "number": "9.8",
-            "title": "t",
-            "outputs": ("x",),
-            "cases": lambda: [Case("the case", ())],
-            "expected": lambda *_: expected,
-            "mistakes": (),
-        }
-        | options
-    )
+    """One case without arguments, and no known mistakes."""
+    of_one = {"outputs": ("x",), "cases": lambda: [Case("the case", ())], "expected": lambda *_: expected}
+    return dataclasses.replace(DOUBLE, solution=None, slow=True, mistakes=(), **of_one | options)
 
 
 def named(*results):

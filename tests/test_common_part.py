@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, check_results, cotangents, in_tiers, results_of
+from attention_cases import AttentionCase, check_attention, cotangents, in_tiers
 from test_ring import attention_on
 
 from helpers import flash_attention
@@ -43,20 +43,16 @@ CASES = [
     *[(name, AttentionCase(64, 90, **SMALL, common=30, common_to="drift")) for name in ("hopper", "tpu")],
     *[(name, AttentionCase(5, 80, 40, dtype="float16", common=30)) for name in ("hopper", "tpu", "portable")],
     *[(f"ring {name}", AttentionCase(64, 64, 16, dtype="bfloat16", common=10)) for name in ("portable", "reference")],
-    (
-        "portable",
-        AttentionCase(2, 800, 64, dtype="bfloat16", common=1.5),
-    ),  # each of many keys has a little of the error
+    # Each of many keys has a little of the error.
+    ("portable", AttentionCase(2, 800, 64, dtype="bfloat16", common=1.5)),
 ]
-
-
 QUICK = CASES[0], CASES[1], CASES[2], CASES[-1]
 
 
 @pytest.mark.parametrize(("implementation", "case"), in_tiers(CASES, lambda *case: case in QUICK), ids=str)
 def test_gradients(implementation, case):
     """Within twice naive attention's error, each by itself."""
-    check_results(results_of(attention(implementation), case), case)
+    check_attention(attention(implementation), case)
 
 
 @pytest.mark.full

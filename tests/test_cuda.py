@@ -1,12 +1,22 @@
 """The CUDA kernels against the float64 oracle, on a CPU by the system's C++ compiler."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from attention_cases import GRID, LOGITS, TURNS, AttentionCase, check_forward, check_gradients, cotangents, in_tiers
+from attention_cases import (
+    GRID,
+    OF_GROUPS,
+    OF_LOGITS,
+    AttentionCase,
+    check_forward,
+    check_gradients,
+    cotangents,
+    in_tiers,
+)
 
-from helpers.dialects import cuda_compile, cuda_launch
+from helpers.dialects import cuda_launch
 from helpers.dialects.cuda_launch import RUNGS, SOURCE, SharedMemoryError
 from helpers.dialects.cuda_shown import without_barrier
 
@@ -43,23 +53,18 @@ def check(case, rungs=RUNGS):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("shape_and_head_dim", "turn"), GRID[::3])
-def test_shapes_and_head_dims(shape_and_head_dim, turn):
-    ((T, S), H), (dtype, group, is_causal) = shape_and_head_dim, turn
-    T, S = min(T, 150), min(S, 151)  # as many tiles as matter; every thread is emulated
+@pytest.mark.parametrize("case", GRID[::3], ids=str)
+def test_shapes_and_head_dims(case):
+    case = replace(case, T=min(case.T, 150), S=min(case.S, 151))  # as many tiles as matter; every thread is emulated
     # A logit for each query, key and dimension is too much where T, S and H are large.
-    rungs = RUNGS if T * S * H * H * group < 2e8 else RUNGS[1:]
-    check(AttentionCase(T, S, H, N=group, dtype=dtype, arguments={"is_causal": is_causal}), rungs)
+    check(case, RUNGS if case.T * case.S * case.H**2 * case.N < 2e8 else RUNGS[1:])
 
 
 CASES = [
     *[AttentionCase(37, 75, 24, dtype=dtype, arguments=CAUSAL) for dtype in ("float32", "bfloat16")],
-    *[AttentionCase(63, 203, 64, dtype=dtype, logits=logits) for dtype, logits in LOGITS[::2]],
+    *OF_LOGITS[::2],
     *[AttentionCase(63, 65, arguments={"scale": scale, "is_causal": True}) for scale in (0.0, -0.5)],
-    *[
-        AttentionCase(70, 90, 24, N=2 * group, K=2, B=2, dtype=dtype, arguments={"is_causal": is_causal})
-        for dtype, group, is_causal in TURNS[::5]
-    ],
+    *OF_GROUPS[::5],
 ]
 
 
@@ -94,15 +99,3 @@ def test_fragments_are_rounded_as_numpy_rounds(dtype):
     arrays = [array.astype(AttentionCase(1, 1, 64, dtype=dtype).inputs()[0][0].dtype) for array in arrays]
     for rung in RUNGS:
         assert np.array_equal(cuda_launch.forward(*arrays, rung=rung)[0], arrays[2])
-
-
-@pytest.mark.full
-@pytest.mark.skipif(cuda_compile.nvrtc() is None, reason=cuda_compile.MISSING)
-@pytest.mark.parametrize("dtype", cuda_launch.ELEMENTS)
-def test_nvidias_compiler_takes_the_same_file(dtype):
-    _, log = cuda_compile.compile_for_gpu(dtype, 64)
-    found = cuda_compile.resources(log)
-    tensor_cores = {TENSOR_CORES} - ({TENSOR_CORES} if dtype == "float32" else set())
-    assert set(found) == {ELEMENTS, KEYS_OUTER, ROWS, "delta", "backward"} | tensor_cores
-    for needed in found.values():
-        assert 0 < needed["registers"] <= 255 and needed["shared"] <= 48 * 1024  # of a block, unless it asks for more

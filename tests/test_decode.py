@@ -17,9 +17,9 @@ decoded = functools.partial(flash_attention, implementation="portable", return_r
 CAPPED = {"scale": 0.5, "logits_soft_cap": 2.0, "sinks": np.array([2, 0, -3, 1], np.float32)}
 CASES = [
     AttentionCase(1, 100, 64, N=4, K=2, B=2),
-    AttentionCase(3, 70, 24, N=6, K=2, B=2, dtype="bfloat16", key_lengths=(70, 0), query_lengths=(2, 3)),
+    AttentionCase(3, 100, 25, N=6, K=2, B=2, key_lengths=(100, 0), query_lengths=(2, 3)),
     AttentionCase(5, 50, 128, N=2, K=1, dtype="float16", arguments={"is_causal": True}),
-    AttentionCase(16, 200, 40, N=2, K=2, dtype="float16", logits="large", arguments={"local_window_size": (1, 70)}),
+    AttentionCase(16, 200, 64, N=3, dtype="float16", logits="large", arguments={"local_window_size": (1, 70)}),
     AttentionCase(2, 70, 24, N=4, K=2, B=2, dtype="bfloat16", key_lengths=(70, 0), common=4.0, arguments=CAPPED),
     AttentionCase(9, 90, 24, N=4, K=2, arguments=CAPPED | {"local_window_size": (7, 0), "causal_offset": 60}),
 ]

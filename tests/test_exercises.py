@@ -1,6 +1,7 @@
 """Every exercise: its stub is not attempted, its known mistakes are named. (conftest.py has its solution checked.)"""
 
 import inspect
+import sys
 
 import lessons
 import numpy as np
@@ -83,14 +84,34 @@ def _read_past_the_end(*arguments):
         argument[len(argument)]
 
 
+def _exits(*_):
+    sys.exit(3)
+
+
+def _unprintable(*_):
+    class UnprintableError(Exception):
+        __str__ = None
+
+    raise UnprintableError
+
+
 STRANGE = {
     "loops too far": _read_past_the_end,
+    "exits": _exits,
+    "an error without words": _unprintable,
     "None": lambda *_: None,
     "NaN": lambda *_: float("nan"),
     "a string": lambda *_: "attention",
     "an empty array": lambda *_: np.zeros(0),
     "too few parameters": lambda: 0,
     "not a function": 3.14,
+    "no answer": None,
+    "a type": type,
+    "a large number instead": 10**5000,
+    "a large number": lambda *_: (10**5000, np.zeros(2)),
+    "dates": lambda *_: np.zeros(3, "M8[s]"),
+    "a set": lambda *_: {1, 2},
+    "a complex number": lambda *_: 1j,
 }
 
 

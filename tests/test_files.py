@@ -25,7 +25,7 @@ CONSTRAINTS = {
     for line in (ROOT / "constraints.txt").read_text().splitlines()
     if line and not line.startswith("#")
 }
-NOTEBOOK_BYTES, ALL_NOTEBOOKS_BYTES = 1_200_000, 8_500_000
+NOTEBOOK_BYTES = 1_200_000
 
 
 def requirement_name(requirement):

@@ -75,9 +75,10 @@ def test_every_kind_of_call_is_drawn(implementation):
     assert any(len(trials) == 2 for trials in drawn(implementation)), "two calls in one program"
 
 
-SMALL = Trial(9, 14, 8, N=4, K=2, B=2, implementation="reference")
 LENGTHS = {"query_lengths": (12, 0, 5), "key_lengths": (2, 9, 0)}
+ERRS_ALIKE = (("key", "all", 14.0), ("dout", "all", 65.0), ("query", "equal", 1.0), ("logits", "spread", 8.0))
 SOUND = [
+    (Trial(512, 64, 16, kinds=ERRS_ALIKE, implementation="mosaic", seed=4),),
     (Trial(3, 100, 16, N=4, K=2, B=2, dtype="float32", key_lengths=(50, 0), page=17, implementation="reference"),),
     (Trial(12, 9, 8, B=3, dtype="float32", **LENGTHS, window=(3, 2), way="vmap", implementation="reference"),),
 ]

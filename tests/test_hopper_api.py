@@ -5,7 +5,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from attention_cases import AttentionCase
 
@@ -15,16 +14,6 @@ from helpers.attention.hopper import serve
 
 hopper_attention = functools.partial(flash_attention, implementation="hopper", return_residual=True)
 SMALL = AttentionCase(70, 90, 64, N=4, K=2, dtype="bfloat16", arguments={"is_causal": True})
-
-
-def test_vmap():
-    """Of batches of two, with keys that all share; test_in_use has the gradients, in the portable kernels."""
-    (query, key, value), _ = AttentionCase(20, 30, 64, N=2, K=1, B=2, dtype="bfloat16").inputs()
-    queries = np.stack([query, query[:, ::-1]])
-    together = jax.vmap(hopper_attention, in_axes=(0, None, None))(queries, key, value)
-    for i in range(2):
-        for mine, right in zip(together, hopper_attention(queries[i], key, value), strict=True):
-            np.testing.assert_array_equal(np.float32(mine[i]), np.float32(right))
 
 
 @pytest.fixture
@@ -66,12 +55,3 @@ def test_the_threads_are_those_that_jax_has_started(monkeypatch):
     assert serve.why_not_here() == found
     monkeypatch.setattr(serve, "THREAD_NAME", "none is called so")
     assert "started with 3" in serve.why_not_here()
-
-
-def test_another_gpu_is_refused_by_name(monkeypatch):
-    other = type("Device", (), {"platform": "gpu", "device_kind": "NVIDIA B200"})()
-    monkeypatch.setattr("helpers.attention.registry.device_of", lambda _: other)
-    monkeypatch.setattr("helpers.attention.registry.compute_capability", lambda *_: (10, 0))
-    arrays, _ = SMALL.inputs()
-    with pytest.raises(NotImplementedError, match=r"compute capability 9\.0 \(Hopper\) or a CPU, this is NVIDIA B200"):
-        hopper_attention(*arrays)

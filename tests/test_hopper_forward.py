@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, check_forward, relative_error
+from attention_cases import AttentionCase, check_forward, in_tiers, relative_error
 from seeded import seeded
 
 from helpers.attention.hopper import forward as hopper
@@ -18,7 +18,6 @@ from helpers.attention.masking import Band
 from helpers.attention.problem import Call, Problem, check_call
 from helpers.attention.reference import oracle
 from helpers.instruments.races import DETECTING, races
-from helpers.instruments.schedule import in_parts, key_tiles_of
 
 # Interpreted warpgroups wait for each other in the threads of XLA's pool, which must not be fewer.
 # The pool is made with the first use of JAX, so conftest.py or the caller sets this.
@@ -43,15 +42,12 @@ def interpreted(forward, **options):
     return attention
 
 
-QUICK = {
+FORWARD = {
     "small: 256, causal": (AttentionCase(113, 130, H=256, N=1, dtype="bfloat16", arguments=CAUSAL), None),
     "small: three warpgroups, one stage, several turns": (AttentionCase(200, 150, H=64, N=3, dtype="bfloat16", arguments=CAUSAL), SMALL._replace(stages=1, warpgroups=3)),
     "small: several turns, rows of the last tile are missing": (AttentionCase(200, 130, H=64, N=4, K=2, B=2, dtype="float16"), SMALL._replace(programs=3)),
     "small: dynamic, turns are done again, and rows of the last tile are missing": (AttentionCase(310, 384, H=64, N=1, dtype="bfloat16", logits="rising", arguments=CAUSAL), SMALL._replace(dynamic=True)),
     "small: guesses fail under a mask": (AttentionCase(130, 150, H=64, N=1, dtype="bfloat16", logits="rising", arguments=CAUSAL), SMALL._replace(programs=1)),
-}  # fmt: skip
-
-CASES = {
     "small: a padded head": (AttentionCase(100, 130, H=80, dtype="bfloat16", arguments=CAUSAL), None),
     "small: some guesses fail, in some heads": (AttentionCase(130, 150, H=64, N=3, dtype="float16", logits="rising", arguments={"scale": 0.06}), SMALL._replace(programs=1)),
     "tails, 128": (AttentionCase(100, 130, H=128, dtype="float16"), None),
@@ -65,9 +61,9 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=FULL) for name in CASES)])
+@pytest.mark.parametrize("name", in_tiers(FORWARD, lambda name: name in [*FORWARD][:5]))
 def test_forward(name):
-    case, tiles = (QUICK | CASES)[name]
+    case, tiles = FORWARD[name]
     check_forward(interpreted(hopper.forward, tiles=tiles), case)
 
 
@@ -116,11 +112,7 @@ def test_every_tile_is_dealt_once(deal, count, programs):
 
 @pytest.mark.parametrize(
     ("B", "T", "H", "snake", "most"),
-    [
-        (4, 4096, 64, 1.031, 1.011),
-        (1, 2048, 64, 1.34, 1.04),
-        (4, 4096, 128, 1.011, 1.011),
-    ],
+    [(4, 4096, 64, 1.031, 1.011), (1, 2048, 64, 1.34, 1.04)],
 )
 def test_the_most_even_deal_is_taken(B, T, H, snake, most):
     """Work of the busiest program, as a multiple of the mean: at most `most`, where every other round backwards has `snake`."""
@@ -134,13 +126,6 @@ def test_the_most_even_deal_is_taken(B, T, H, snake, most):
         assert ends.sum() == work.sum()
         ratios.append(ends.max() / ends.mean())
     assert ratios[0] == pytest.approx(snake, abs=0.01) and ratios[1] <= most
-
-
-def test_causal_calls_that_are_dealt_backwards(monkeypatch):
-    """Full rounds and a last one of two programs of three, with turns that are done again."""
-    monkeypatch.setattr(tile_scheduler, "deal_of", lambda *_: Deal(1, 8))
-    case = AttentionCase(180, 200, H=64, N=4, dtype="bfloat16", logits="rising", arguments=CAUSAL)
-    check_forward(interpreted(hopper.forward, tiles=SMALL._replace(programs=3)), case)
 
 
 def test_which_calls_are_dynamic(monkeypatch):
@@ -172,14 +157,6 @@ def test_every_rung(rung):
     """With more tiles of keys than the ring has slots, also under a mask. The last is the kernel of all other tests."""
     case = AttentionCase(384, 384, H=64, N=2, K=1, dtype="bfloat16", arguments=CAUSAL if rung % 2 else {})
     check_forward(interpreted(ladder.forward, rung=rung), case)
-
-
-@pytest.mark.parametrize(("T", "H"), [(1024, 128), (600, 64)])
-def test_parts_hold_each_tile_once(T, H):
-    """What the notebooks say of schedules is what the kernel does."""
-    problem = Problem(3, T, T, 2048 // H, 2048 // H, H, jnp.dtype(jnp.bfloat16), 1.0, Band(right=0))
-    tiles = hopper.default_tiles(problem)
-    assert sorted(in_parts(problem, tiles)) == sorted(key_tiles_of(problem, tiles))
 
 
 # Guesses
@@ -262,19 +239,11 @@ def lower(forward, problem, **options):
     return jax.jit(run).trace(query, key, key).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize(
-    ("H", "length", "causal", "dtype"),
-    [
-        (24, 100, True, "float16"),
-        (128, 4096, False, "bfloat16"),
-        (256, 1024, True, "bfloat16"),
-        *(
-            pytest.param(64, length, causal, "bfloat16", marks=FULL)
-            for length in (1, 16384)
-            for causal in (False, True)
-        ),
-    ],
-)
+LOWERED = [(24, 100, True, "float16"), (128, 4096, False, "bfloat16"), (256, 1024, True, "bfloat16")]
+LOWERED += [(64, length, causal, "bfloat16") for length in (1, 16384) for causal in (False, True)]
+
+
+@pytest.mark.parametrize(("H", "length", "causal", "dtype"), in_tiers(LOWERED, lambda H, *_: H != 64))
 def test_the_defaults_lower_for_cuda(H, length, causal, dtype):
     text = lower(hopper.forward, problem_of(length, length, H, dtype, causal))
     assert text.count("@mosaic_gpu_v2") == 1

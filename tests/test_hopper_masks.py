@@ -4,26 +4,18 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import (
-    AttentionCase,
-    check_forward,
-    check_gradients,
-    check_results,
-    cotangents,
-    results_of,
-)
+from attention_cases import AttentionCase, check_attention, check_forward, cotangents, in_tiers
+from test_hopper_backward import check as check_gradients_of_kernels
+from test_hopper_forward import interpreted
+from test_masks import pairs_seen
 
 from helpers import flash_attention
 from helpers.attention.hopper import backward, forward
 from helpers.attention.hopper import backward_schedule as schedule
 from helpers.attention.hopper.walks import Walk, needs_walks, walks
-from helpers.attention.masking import visible
 from helpers.attention.problem import check_call
-from helpers.attention.reference import naive_attention
-from helpers.instruments.races import DETECTING, races
 
 FULL = pytest.mark.full
 SMALL = forward.Tiles(block_k=64, programs=2)
@@ -56,20 +48,9 @@ OUT_OF_ORDER = {"query_segment_ids": NUMBERS, "key_value_segment_ids": np.where(
 WINDOW = {"local_window_size": 70, "causal_offset": 100, **CAUSAL}
 
 
-def run(case, call_kernels):
-    """What kernels that must not race return for a case."""
-    arrays, arguments = case.inputs()
-    found = []
-    run = functools.partial(call_kernels, check_call(*arrays, **arguments))
-    assert races(lambda: found.extend(jax.block_until_ready(run()))) == []
-    return found
-
-
 FORWARD = {
     "a window, an offset and sinks": (AttentionCase(150, 260, H=64, dtype="float16", arguments=WINDOW | SINKS), SMALL),
     "documents, where guesses fail": (dataclasses.replace(DOCUMENTS, T=330, S=330, logits="rising", arguments=CAUSAL | documents(60, 190, length=330)), SMALL._replace(programs=1)),
-}  # fmt: skip
-MORE_FORWARD = {
     "a soft cap": (AttentionCase(100, 150, H=64, dtype="bfloat16", logits="large", arguments={"logits_soft_cap": 5.0, **CAUSAL}), None),
     "lengths, with padding that is no number, capped": (dataclasses.replace(LENGTHS, arguments={"logits_soft_cap": 1.0}), SMALL._replace(guess=False)),
     "rows that see nothing, and sinks": (AttentionCase(150, 150, H=64, dtype="bfloat16", arguments=CAUSAL | SINKS | {"causal_offset": -70}), SMALL),
@@ -78,15 +59,11 @@ MORE_FORWARD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*FORWARD, *(pytest.param(name, marks=FULL) for name in MORE_FORWARD)])
+@pytest.mark.parametrize("name", in_tiers(FORWARD, lambda name: name in [*FORWARD][:2]))
 def test_forward(name):
-    case, tiles = (FORWARD | MORE_FORWARD)[name]
+    case, tiles = FORWARD[name]
 
-    def attention(*_, **__):
-        out, lse = run(case, functools.partial(forward.forward, tiles=tiles, interpret=DETECTING))
-        return out, jnp.swapaxes(lse, 1, 2)
-
-    check_forward(attention, case)
+    check_forward(interpreted(forward.forward, tiles=tiles), case)
 
 
 TILES = schedule.Tiles(64, 128, 1)
@@ -94,8 +71,6 @@ FUSED, DELAYED, SPLIT = (TILES, None), (TILES._replace(delayed=True), None), (TI
 BACKWARD = {
     "documents": (DOCUMENTS, FUSED),
     "a window and an offset": (AttentionCase(150, 260, H=64, dtype="float16", arguments=WINDOW), DELAYED),
-}
-MORE_BACKWARD = {
     "a soft cap": (AttentionCase(100, 70, H=64, dtype="bfloat16", arguments=CAUSAL | {"logits_soft_cap": 1.0}), FUSED),
     "lengths, with padding that is no number": (LENGTHS, SPLIT),
     "lengths, fused": (LENGTHS, FUSED),
@@ -104,22 +79,9 @@ MORE_BACKWARD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*BACKWARD, *(pytest.param(name, marks=FULL) for name in MORE_BACKWARD)])
+@pytest.mark.parametrize("name", in_tiers(BACKWARD, lambda name: name in [*BACKWARD][:2]))
 def test_gradients(name):
-    case, tiles = (BACKWARD | MORE_BACKWARD)[name]
-
-    def gradients(case):
-        dout, dlse = cotangents(case)
-
-        def kernels(call):
-            out, lse = naive_attention(call)
-            query, dout_seen, dlse_seen = call.of_seeing_rows(lse, call.query, dout, dlse.swapaxes(1, 2))
-            seeing = dataclasses.replace(call, query=query)
-            return backward.backward(seeing, out, lse, dout_seen, dlse_seen, tiles=tiles, interpret=DETECTING)
-
-        return run(case, kernels)
-
-    check_gradients(gradients, case, mends_delta=False)
+    check_gradients_of_kernels(*BACKWARD[name])
 
 
 @FULL
@@ -127,24 +89,10 @@ def test_by_the_public_function():
     """With the low bits of out."""
     case = dataclasses.replace(DOCUMENTS, common=10.0, common_to="runs")
     attention = functools.partial(flash_attention, implementation="hopper", return_residual=True)
-    check_results(results_of(attention, case), case)
+    check_attention(attention, case)
 
 
 # Walks
-
-
-def seen_by(call, T, S):
-    """Which pairs of each batch entry are seen: by all masks, and by segments alone, (B, T, S)."""
-    rows, cols, extras = np.arange(T)[:, None], np.arange(S), call.extras
-    lengths = zip(
-        *([longest] * call.problem.B if given is None else given.tolist() for given, longest in
-          ((call.query_lengths, T), (call.key_lengths, S))), strict=True,
-    )  # fmt: skip
-    by_band = np.stack([visible(rows, cols, call.problem.band, *of_entry) for of_entry in lengths])
-    of_segments = np.ones_like(by_band)
-    if extras.query_segment_ids is not None:
-        of_segments = np.asarray(extras.query_segment_ids)[:, :, None] == np.asarray(extras.key_segment_ids)[:, None]
-    return by_band & of_segments, of_segments
 
 
 @pytest.mark.parametrize("own", ["queries", "keys"])
@@ -165,7 +113,9 @@ def test_a_walk_passes_what_is_seen_once(case, own):
     call = check_call(*arrays, arrays[1], **arguments)
     assert needs_walks(call)
     block_q, block_k = 64, 128
-    seen, of_segments = seen_by(call, case.T, case.S)
+    seen, of_segments = pairs_seen(call)[:, 0], np.ones((case.B, case.T, case.S), bool)
+    if (ids := call.extras.query_segment_ids) is not None:
+        of_segments = np.asarray(ids)[:, :, None] == np.asarray(call.extras.key_segment_ids)[:, None]
     own_block, block = (block_q, block_k) if own == "queries" else (block_k, block_q)
     seen, of_segments = (table if own == "queries" else table.swapaxes(1, 2) for table in (seen, of_segments))
     rows = np.asarray(walks(call, block_q, block_k, own))

@@ -1,17 +1,13 @@
 """The tiles of the Hopper kernels: where they come from, and every configuration of the tables on a machine without a GPU."""
 
-import functools
 import itertools
 from pathlib import Path
 
 import pytest
-from attention_cases import AttentionCase, check_forward, check_gradients
-from test_hopper_backward import gradients_of_kernels
-from test_hopper_forward import interpreted, problem_of
+from test_hopper_forward import problem_of
 
 from helpers.attention.hopper import backward_schedule, forward, serve, table
 from helpers.dev import ptxas
-from helpers.dev.ptxas import Configuration
 from helpers.instruments import results
 
 # The table
@@ -105,30 +101,6 @@ def test_whatever_the_problem_its_tiles_are_among_them(gpu, monkeypatch):
         assert ("forward", H, is_causal, forward.default_tiles(problem)) in known
         for deterministic in (False, True):
             assert ("backward", H, is_causal, backward_schedule.default_tiles(problem, deterministic)) in known
-
-
-def kernels_to_interpret():
-    """The configurations, but each kernel once: causal, where it serves both, for one head and with few programs."""
-    found = {}
-    for configuration in ptxas.configurations():
-        tiles = configuration.tiles
-        if configuration.which == "forward" and tiles.programs:
-            tiles = tiles._replace(programs=2)
-        key = configuration.which, configuration.H, tiles
-        found[key] = found.get(key, False) or configuration.is_causal
-    return [Configuration(which, H, is_causal, tiles) for (which, H, tiles), is_causal in found.items()]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("configuration", kernels_to_interpret()[::2], ids=str)
-def test_every_kernel_in_the_interpreter(configuration):
-    """Right and without races, on lengths that no tile divides and that send the rings round."""
-    which, H, is_causal, tiles = (getattr(configuration, name) for name in ("which", "H", "is_causal", "tiles"))
-    case = AttentionCase(200, 270, H, N=1, dtype="bfloat16", arguments={"is_causal": is_causal})
-    if which == "forward":
-        check_forward(interpreted(forward.forward, tiles=tiles), case)
-    else:
-        check_gradients(functools.partial(gradients_of_kernels, tiles=tiles), case, mends_delta=False)
 
 
 # What ptxas says

@@ -1,18 +1,17 @@
 """The public function where people put it: arrays on several devices, JAX's settings, other platforms, export.
 
-The devices are four simulated ones of the CPU, see conftest. The right answers are those of one device.
+The devices are four simulated ones of the CPU, see conftest.
 """
 
 import functools
 import re
-from types import SimpleNamespace
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import in_tiers
+from attention_cases import AttentionCase, check_results, cotangents, in_tiers, pretend_device
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -26,12 +25,14 @@ LENGTHS = np.array([7, 3], np.int32)
 on_four_devices = pytest.mark.skipif(jax.device_count() < 4, reason="this machine has fewer than four devices")
 
 
-def inputs(N=4, K=2, dtype=np.float32, batch=B):
-    """query, key, value, and gradients of out and lse, different in all entries."""
-    random = np.random.default_rng([N, K])
-    shapes = [(batch, T, N, H), (batch, S, K, H), (batch, S, K, H), (batch, T, N, H), (batch, T, N)]
-    arrays = [jnp.asarray(random.standard_normal(shape), dtype) for shape in shapes]
-    return *arrays[:4], arrays[4].astype(jnp.float32)
+def case_of(dtype="float32", K=2, batch=B, **more):
+    return AttentionCase(T, S, H, N=4, K=K, B=batch, dtype=jnp.dtype(dtype).name, **more)
+
+
+def inputs(*of_case, **more):
+    """query, key, value, and gradients of out and lse."""
+    case = case_of(*of_case, **more)
+    return [jnp.asarray(array) for array in (*case.inputs()[0], *cotangents(case))]
 
 
 def everything(attention, query, key, value, dout, dlse):
@@ -53,21 +54,10 @@ def attention_of(implementation, lengths=LENGTHS, **arguments):
     )
 
 
-@functools.cache
-def on_one_device(N=4, K=2):
-    """The right answers in float32, from the reference: those with lengths and those without."""
-    return [
-        jax.jit(functools.partial(everything, attention_of("reference", lengths)))(*inputs(N, K))
-        for lengths in (LENGTHS, None)
-    ]
-
-
-def check(results, implementation, N=4, K=2):
-    right = on_one_device(N, K)[implementation == "hopper"]
-    bound = 0.05 if implementation == "hopper" else 4e-6  # inputs rounded to bfloat16, or the same inputs
-    for mine, other in zip(results, right, strict=True):
-        assert mine.shape == other.shape
-        np.testing.assert_allclose(np.float32(mine), np.float32(other), atol=bound, rtol=1e-6)
+def check(results, implementation, K=2):
+    lengths = None if implementation == "hopper" else tuple(LENGTHS.tolist())
+    case = case_of(results[0].dtype, K, key_lengths=lengths, arguments={"is_causal": True})
+    check_results((results[:2], results[2:]), case)
 
 
 def split(arrays, mesh, shares_keys=False):
@@ -85,22 +75,22 @@ def mesh_of(kind, shape=(2, 2)):
 
 
 # Heads over two devices: two of the keys' heads, or one that they share. Over four: two devices share each.
-SPLITS = [("portable", (2, 2), 2), ("portable", (2, 2), 1), ("portable", (1, 4), 2)]
+SPLITS = [((2, 2), 2), ((2, 2), 1), ((1, 4), 2)]
 
 
 @on_four_devices
-@pytest.mark.parametrize(("implementation", "shape", "K"), in_tiers(SPLITS, lambda *split: split in SPLITS[1:3]))
-def test_automatic_axes_split_the_call_and_gather_nothing(implementation, shape, K):
+@pytest.mark.parametrize(("shape", "K"), in_tiers(SPLITS, lambda *split: split in SPLITS[1:3]))
+def test_automatic_axes_split_the_call_and_gather_nothing(shape, K):
     mesh = mesh_of(AxisType.Auto, shape)
     arrays = split(inputs(K=K), mesh, shares_keys=K < shape[1])
-    lowered = jax.jit(functools.partial(everything, attention_of(implementation))).lower(*arrays)
+    lowered = jax.jit(functools.partial(everything, attention_of("portable"))).lower(*arrays)
     with jax.default_matmul_precision("default"):  # the precision is that of the call, not of the compiling
         program = lowered.compile()
     text = program.as_text()
     assert gathers_nothing(program)
     assert text.count("operand_precision={highest,highest}") == text.count(" dot(") > 0
     results = program(*arrays)
-    check(results, implementation, K=K)
+    check(results, "portable", K=K)
     for result in results[:3]:
         part = result.sharding.shard_shape(result.shape)
         assert (part[0], part[2]) == (B // shape[0], 4 // shape[1])
@@ -246,8 +236,7 @@ def test_settings(setting):
 
 def test_jit_for_a_cpu_on_a_machine_with_a_hopper_gpu(monkeypatch):
     """The default is decided when a program is compiled for its platform."""
-    gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
-    monkeypatch.setattr(registry, "device_of", lambda _: gpu)
+    pretend_device(monkeypatch, "gpu", "9.0")
     arrays = inputs(dtype=jnp.bfloat16)
     traced = jax.jit(functools.partial(everything, attention_of(None, None))).trace(*arrays)
     on_gpu = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -334,12 +323,12 @@ def test_forward_mode_says_what_works(derivative):
 # Pages
 
 
-def paged_inputs(K=2, dtype=np.float32):
+def paged_inputs():
     """query, key and value pages, table and lengths of `paged_attention`."""
-    random = np.random.default_rng(K)
-    shapes = [(B, 2, 4, H), (6, 16, K, H), (6, 16, K, H)]
-    table = random.permutation(6).reshape(B, 3).astype(np.int32)
-    return *(jnp.asarray(random.standard_normal(shape), dtype) for shape in shapes), table, np.array([40, 17], np.int32)
+    random = np.random.default_rng(2)
+    shapes, table = [(B, 2, 4, H), (6, 16, 2, H), (6, 16, 2, H)], random.permutation(6).reshape(B, 3)
+    arrays = (jnp.asarray(random.standard_normal(shape), np.float32) for shape in shapes)
+    return *arrays, table.astype(np.int32), np.array([40, 17], np.int32)
 
 
 def paged(implementation, *arrays):

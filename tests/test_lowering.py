@@ -6,17 +6,15 @@ import math
 import re
 import subprocess
 import sys
-import types
 import warnings
 
 import jax
 import jax.numpy as jnp
 import pytest
-from attention_cases import HEAD_DIMS, SHAPES, in_tiers
+from attention_cases import DTYPES, HEAD_DIMS, SHAPES, in_tiers, pretend_device
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from helpers import flash_attention
-from helpers.attention import registry
 
 AMPERE = AbstractDevice(device_kind="NVIDIA A100-SXM4-80GB", num_cores=108, platform="gpu")
 
@@ -27,13 +25,7 @@ def lower_for_cuda(function, *arguments, **named):
         return jax.jit(function).trace(*arguments, **named).lower(lowering_platforms=("cuda",)).as_text()
 
 
-DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 HEADS = list(zip(HEAD_DIMS, itertools.cycle(DTYPES)))
-
-
-def in_16_bits(H, dtype):
-    """A head_dim that is not whole; float32 and one that is are lowered below."""
-    return H == 24 and dtype == jnp.bfloat16
 
 
 def test_nothing_but_the_kernel():
@@ -59,7 +51,7 @@ def test_what_the_kernels_of_gradients_return():
     assert total == N * T * (2 * 2 * H + 4 + 3 * 2 * H)
 
 
-@pytest.mark.parametrize(("H", "dtype"), in_tiers(HEADS, in_16_bits))
+@pytest.mark.parametrize(("H", "dtype"), in_tiers(HEADS, lambda H, dtype: (H, dtype) == (24, "bfloat16")))
 def test_every_head_dim_and_dtype(H, dtype):
     T, S = SHAPES[3 + HEAD_DIMS.index(H)]
     N, K = (8, 1) if T > 100 else (1, 1)
@@ -96,15 +88,6 @@ def test_16_bit_operands_stay_16_bit_in_the_products(dtype):
         assert equation.outvars[0].aval.dtype == jnp.float32
 
 
-def text_of_gradients(implementation, dtype, T, **arguments):
-    """The text of a call and its gradients for a GPU."""
-    query, key = jax.ShapeDtypeStruct((2, T, 4, 64), dtype), jax.ShapeDtypeStruct((2, 300, 2, 64), dtype)
-    attention = functools.partial(flash_attention, implementation=implementation, **arguments)
-    loss = lambda *arrays: attention(*arrays).astype(jnp.float32).sum()
-    traced = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).trace(query, key, key)
-    return traced.lower(lowering_platforms=("cuda",)).as_text()
-
-
 WAYS = [
     ("Ampere", jnp.float32, 200),
     ("Ampere", jnp.bfloat16, 3),
@@ -119,11 +102,12 @@ WAYS = [
 )
 def test_nothing_is_compiled_by_triton_unless_it_is_asked_for(name, dtype, T, monkeypatch):
     """By default on two GPUs, and by every name but triton."""
-    capability = {"Ampere": "8.0", "Hopper": "9.0"}.get(name)
-    if capability:
-        gpu = types.SimpleNamespace(platform="gpu", device_kind=name, compute_capability=capability)
-        monkeypatch.setattr(registry, "device_of", lambda _: gpu)
-    text = text_of_gradients(None if capability else name, dtype, T, is_causal=True)
+    if capability := {"Ampere": "8.0", "Hopper": "9.0"}.get(name):
+        pretend_device(monkeypatch, "gpu", capability)
+    query, key = jax.ShapeDtypeStruct((2, T, 4, 64), dtype), jax.ShapeDtypeStruct((2, 300, 2, 64), dtype)
+    attention = functools.partial(flash_attention, implementation=None if capability else name, is_causal=True)
+    loss = lambda *arrays: attention(*arrays).astype(jnp.float32).sum()
+    text = lower_for_cuda(jax.value_and_grad(loss, (0, 1, 2)), query, key, key)
     assert "triton" not in text.lower() and "mosaic_gpu" in text
 
 
@@ -132,13 +116,10 @@ def test_triton_is_asked_for_by_name_and_on_a_gpu(monkeypatch):
     attention = functools.partial(flash_attention, implementation="triton", logits_soft_cap=5.0)
     with pytest.raises(NotImplementedError, match="triton cannot serve this call: it needs an NVIDIA GPU"):
         jax.eval_shape(attention, array, array, array)
-    gpu = types.SimpleNamespace(platform="gpu", device_kind="Ampere", compute_capability="8.0")
-    monkeypatch.setattr(registry, "device_of", lambda _: gpu)
-    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
-    with pytest.raises(NotImplementedError, match=r"it needs JAX 0\.12"):
+    pretend_device(monkeypatch, "gpu", "8.0")
+    with monkeypatch.context() as patch, pytest.raises(NotImplementedError, match=r"it needs JAX 0\.12"):
+        patch.setattr(jax, "__version_info__", (0, 11, 2))
         jax.eval_shape(attention, array, array, array)
-    monkeypatch.undo()
-    monkeypatch.setattr(registry, "device_of", lambda _: gpu)
     if jax.__version_info__ >= (0, 12):
         assert "__gpu$xla.gpu.triton" in lower_for_cuda(attention, array, array, array)
 

@@ -8,7 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import DTYPES, AttentionCase, check_results, cotangents, in_tiers, relative_error, results_of
+from attention_cases import (
+    AttentionCase,
+    by_kernels,
+    check_attention,
+    check_padding,
+    check_results,
+    cotangents,
+    in_tiers,
+    relative_error,
+)
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from seeded import seeded
@@ -27,26 +36,20 @@ SMALL = Tiles(64, 32, 2)
 IS_GPU = jax.default_backend() == "gpu"
 
 
-def by_kernels(arrays, arguments, interpret=False):
-    """A function that returns ((out, lse), (dq, dk, dv)) of query, key, value, dout and dlse by small tiles."""
+def kernels(arguments, interpret=False):
+    """The function of arrays and cotangents by small tiles."""
 
-    @jax.jit
-    def attend(query, key, value, dout, dlse):
-        call = check_call(query, key, value, **arguments).prepared()
-        out, lse, *low = forward.forward(
-            call, keeps_low_bits=query.dtype.itemsize == 2, tiles=SMALL, interpret=interpret
-        )
-        query, dout, dlse = call.of_seeing_rows(lse, query, dout, dlse.swapaxes(1, 2))
-        call, tiles = check_call(query, key, value, **arguments).prepared(), (SMALL, Tiles(32, 64, 2))
-        gradients = backward.backward(call, out, lse, dout, dlse, *low, tiles=tiles, interpret=interpret)
-        return (out, lse.swapaxes(1, 2)), gradients
+    def small(call):
+        keeps_low_bits = call.problem.dtype.itemsize == 2
+        return forward.forward(call, keeps_low_bits=keeps_low_bits, tiles=SMALL, interpret=interpret)
 
-    return functools.partial(attend, *arrays)
+    small_backward = functools.partial(backward.backward, tiles=(SMALL, Tiles(32, 64, 2)), interpret=interpret)
+    return by_kernels(arguments, small, small_backward)
 
 
 def attention_of(case, interpret=False):
     arrays, arguments = case.inputs()
-    return by_kernels([*arrays, *cotangents(case)], arguments, interpret)
+    return functools.partial(kernels(arguments, interpret), arrays, cotangents(case))
 
 
 # Against the oracle
@@ -71,7 +74,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", in_tiers(CASES, lambda case: case in CASES[:2]), ids=str)
 def test_results(case):
-    check_results(results_of(mosaic, case), case)
+    check_attention(mosaic, case)
 
 
 def test_the_mean_of_equal_values_is_that_value():
@@ -97,32 +100,16 @@ def test_delta_takes_up_what_rows_of_ds_miss():
 
 @pytest.mark.full
 def test_padding_may_hold_anything():
-    case = AttentionCase(70, 90, B=2, dtype="bfloat16", query_lengths=(70, 20), key_lengths=(90, 30))
-    arrays, arguments = case.inputs()
-
-    @jax.jit
-    def everything(*arrays):
-        results, pull_back = jax.vjp(functools.partial(mosaic, **arguments), *arrays)
-        return results, pull_back(cotangents(case))
-
-    clean = everything(*arrays)
-    for array, length, filler in zip(arrays, (20, 30, 30), (np.nan, np.nan, np.inf), strict=True):
-        array[1, length:] = filler
-    jax.tree.map(np.testing.assert_array_equal, everything(*arrays), clean)
+    check_padding(mosaic, AttentionCase(70, 90, B=2, dtype="bfloat16", query_lengths=(70, 20), key_lengths=(90, 30)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_pieces_add_up(dtype):
-    """To the array, or to as many bits of it as there are; numbers near the ends of float32 included."""
-    numbers = [0, 1, -1 / 3, 1 + 2**-23, 1.2345678e-5]
-    ends = [3.4028235e38, -3.4e38, 1.2345678e-20] if dtype == "float32" else []
-    x = np.float32(numbers + ends).astype(dtype)
-    count = warp.pieces_of(dtype)
-    pieces = [np.asarray(piece, np.float64) for piece in warp.split(jnp.asarray(x), count, warp.operand_dtype(dtype))]
-    assert count == (3 if dtype == "float32" else 1)
+def test_pieces_add_up():
+    """To the array; numbers near the ends of float32 included."""
+    x = np.float32([0, 1, -1 / 3, 1 + 2**-23, 1.2345678e-5, 3.4028235e38, -3.4e38, 1.2345678e-20])
+    split = warp.split(jnp.asarray(x), warp.pieces_of("float32"), warp.operand_dtype("float32"))
+    pieces = [np.asarray(piece, np.float64) for piece in split]
     np.testing.assert_array_equal(sum(pieces), np.asarray(x, np.float64))
-    if dtype == "float32":
-        assert relative_error(sum(pieces[:2]), x) < 2**-15
+    assert len(pieces) == 3 and relative_error(sum(pieces[:2]), x) < 2**-15
 
 
 # Races, and faults
@@ -170,35 +157,35 @@ def test_each_tile_comes_once_and_only_full_ones_without_a_mask(block=8):
 # What an interpreter cannot see
 
 
-def elements(layout, shape):
-    """{(warp, lane, register): first element in it} of an array in registers; JAX's rule, in numbers."""
+def registers(layout, numbers):
+    """(warp, lane, register, vector): which of the numbers each lane has of an array in a layout, in order."""
     layout = layout.to_mgpu()
-    strides = layout.tiling.tile_strides(tuple(utils.get_contiguous_strides(shape)))
-    sizes, own = layout.tiled_tiling_shape, strides[-layout.tiled_tiling_rank :]
-
-    def offset(number, dims):
-        counts = [sizes[d] if isinstance(d, int) else d.times for d in dims]
-        places = np.unravel_index(number, counts)
-        return sum(int(place) * own[d] for d, place in zip(dims, places, strict=True) if isinstance(d, int))
-
-    return {
-        (w, lane, place): offset(w, layout.warp_dims)
-        + offset(lane, layout.lane_dims)
-        + sum(np.multiply(place, strides))
-        for w in range(4)
-        for lane in range(32)
-        for place in np.ndindex(layout.registers_shape(shape))
-    }
+    for tile in layout.tiling.tiles:
+        outer = numbers.shape[: numbers.ndim - len(tile)]
+        pairs = [(size // side, side) for size, side in zip(numbers.shape[-len(tile) :], tile, strict=True)]
+        numbers = numbers.reshape(*outer, *itertools.chain(*pairs))
+        axes = range(len(outer), numbers.ndim)
+        numbers = numbers.transpose(*range(len(outer)), *axes[::2], *axes[1::2])
+    warps = [dim for dim in layout.warp_dims if isinstance(dim, int)]
+    places = [numbers.ndim + dim for dim in (*warps, *layout.lane_dims, layout.vector_dim)]
+    rest = [axis for axis in range(numbers.ndim) if axis not in places]
+    numbers = numbers.transpose(*places[:-1], *rest, places[-1])
+    numbers = numbers.reshape(4 if warps else 1, 32, -1, layout.vector_length)
+    return np.broadcast_to(numbers, (4, *numbers.shape[1:]))
 
 
 def test_a_sum_is_handed_on_as_an_operand():
     """Every register of a left operand has the numbers that the same thread has in the register of the sum."""
     shape = 128, 32
-    lefts, sums = elements(warp.LHS, shape), elements(warp.ACC, shape)
-    axes = len(next(iter(sums))[2])
-    assert {(w, lane, place): sums[w, lane, warp.place_in_sum(place, axes)] for w, lane, place in lefts} == lefts
+    lefts, sums = (registers(layout, np.arange(128 * 32).reshape(shape)) for layout in (warp.LHS, warp.ACC))
+    of_left, of_sum = (layout.to_mgpu().registers_shape(shape) for layout in (warp.LHS, warp.ACC))
+
+    def handed_on(place_in_sum):
+        return [np.ravel_multi_index(place_in_sum(place, len(of_sum)), of_sum) for place in np.ndindex(of_left)]
+
+    np.testing.assert_array_equal(sums[:, :, handed_on(warp.place_in_sum)], lefts)
     swapped = seeded(warp, ("2 * column_tile + half", "column_tile + half"))
-    assert any(sums[w, lane, swapped.place_in_sum(place, axes)] != lefts[w, lane, place] for w, lane, place in lefts)
+    assert (sums[:, :, handed_on(swapped.place_in_sum)] != lefts).any()
 
 
 AMPERE, HOPPER = (8, 0), (9, 0)

@@ -18,19 +18,6 @@ Image(png.getvalue())
 """
 
 
-def notebook(*cells):
-    """A notebook of (source, tags)."""
-    made = [
-        nbformat.v4.new_code_cell(source, id=f"a{place}", metadata={"tags": tags} if tags else {})
-        for place, (source, tags) in enumerate(cells)
-    ]
-    return nbformat.v4.new_notebook(cells=made)
-
-
-def write(path, *cells):
-    nbformat.write(notebook(*cells), path)
-
-
 def change(path, place, source):
     found = nbformat.read(path, as_version=4)
     found.cells[place].source = source
@@ -56,8 +43,10 @@ def git(folder, *arguments):
 
 def test_an_unchanged_notebook_keeps_every_byte(repository):
     path = repository / "03_small.ipynb"
-    clock = ("import time\nprint(f'took {time.perf_counter():.9f} s')", [IGNORED])
-    write(path, clock, ("print(6 * 7)", []), (PICTURE, []), ("print('last')", []))
+    clock = "import time\nprint(f'took {time.perf_counter():.9f} s')"
+    cells = [nbformat.v4.new_code_cell(text) for text in (clock, "print(6 * 7)", PICTURE, "print('last')")]
+    cells[0].metadata["tags"] = [IGNORED]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
     execute(path)
     git(repository, "add", ".")
     git(repository, "commit", "--quiet", "--message", "x")

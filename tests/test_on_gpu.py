@@ -1,6 +1,7 @@
 """What only a GPU can show: long sequences, and cuDNN behind the same function. Skipped elsewhere."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -8,13 +9,12 @@ import pytest
 from attention_cases import (
     GRID,
     AttentionCase,
+    check_attention,
     check_forward,
     check_gradients,
-    check_results,
     cotangents,
     gradients_of,
     relative_error,
-    results_of,
 )
 
 from helpers import flash_attention
@@ -27,15 +27,7 @@ from helpers.dev import ptxas
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="this machine has no GPU that JAX can use")
 
-LONG = [(4096, 4096, 128), (16384, 4000, 64), (5000, 16384, 64)]
 portable_attention = functools.partial(flash_attention, implementation="portable", return_residual=True)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(("T", "S", "H"), LONG)
-def test_long_sequences(T, S, H, dtype):
-    case = AttentionCase(T, S, H, N=1, K=1, dtype=dtype, arguments={"is_causal": T == S})
-    check_results(results_of(portable_attention, case), case)
 
 
 @pytest.mark.parametrize("precision", ["default", "highest"])
@@ -56,19 +48,31 @@ hopper_attention = functools.partial(flash_attention, implementation="hopper", r
 
 
 @on_hopper
-@pytest.mark.parametrize(("shape_and_head_dim", "turn"), [turn for turn in GRID if turn[1][0] != "float32"])
-def test_hopper_shapes_and_head_dims(shape_and_head_dim, turn):
-    ((T, S), H), (dtype, group, is_causal) = shape_and_head_dim, turn
-    case = AttentionCase(T, S, H, N=2 * group, K=2, dtype=dtype, arguments={"is_causal": is_causal})
-    check_results(results_of(hopper_attention, case), case, mends_delta=False)
+@pytest.mark.parametrize("case", [case for case in GRID if case.dtype != "float32"], ids=str)
+def test_hopper_shapes_and_head_dims(case):
+    case = replace(case, N=2 * case.N, K=2)
+    check_attention(hopper_attention, case, mends_delta=False)
 
 
-@on_hopper
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("T", "S", "H"), LONG)
-def test_hopper_long_sequences(T, S, H, dtype):
+@pytest.mark.parametrize("attention", [portable_attention, pytest.param(hopper_attention, marks=on_hopper)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("T", "S", "H"), [(4096, 4096, 128), (16384, 4000, 64), (5000, 16384, 64)])
+def test_long_sequences(T, S, H, dtype, attention):
+    is_hopper = attention is hopper_attention
     case = AttentionCase(T, S, H, N=1, K=1, dtype=dtype, arguments={"is_causal": T == S})
-    check_results(results_of(hopper_attention, case), case, mends_delta=False)
+    if dtype != "float32" or not is_hopper:
+        check_attention(attention, case, mends_delta=not is_hopper)
+
+
+def forward_by(tiles_of):
+    """Attention by the forward kernel of Hopper with the tiles tiles_of(problem)."""
+
+    def attention(query, key, value, **arguments):
+        call = check_call(query, key, value, **arguments)
+        out, lse = hopper.forward(call, tiles=tiles_of(call.problem))
+        return out, np.swapaxes(lse, 1, 2)
+
+    return attention
 
 
 @on_hopper
@@ -79,13 +83,7 @@ def test_hopper_configurations(configuration, monkeypatch):
     N, H = 2 * configuration.group, configuration.H
     case = AttentionCase(1100, 1300, H, N=N, K=2, dtype="bfloat16", arguments=arguments)
     if configuration.which == "forward":
-        tiles = tiles._replace(programs=tiles.programs and 4)
-
-        def attention(query, key, value, **arguments):
-            out, lse = hopper.forward(check_call(query, key, value, **arguments), tiles=tiles)
-            return out, np.swapaxes(lse, 1, 2)
-
-        check_forward(attention, case)
+        check_forward(forward_by(lambda _: tiles._replace(programs=tiles.programs and 4)), case)
         return
 
     def gradients(case):
@@ -105,13 +103,7 @@ def test_hopper_guesses_that_fail(dtype, H, logits):
     """In several turns of a program: eight programs share the work."""
     for is_causal in (False, True):
         case = AttentionCase(1000, 1500, H, N=4, K=2, dtype=dtype, logits=logits, arguments={"is_causal": is_causal})
-
-        def attention(query, key, value, **arguments):
-            call = check_call(query, key, value, **arguments)
-            out, lse = hopper.forward(call, tiles=hopper.default_tiles(call.problem)._replace(programs=8, guess=True))
-            return out, np.swapaxes(lse, 1, 2)
-
-        check_forward(attention, case)
+        check_forward(forward_by(lambda problem: hopper.default_tiles(problem)._replace(programs=8, guess=True)), case)
 
 
 @on_hopper

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, check_results, results_of
+from attention_cases import AttentionCase, check_attention, in_tiers
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -26,10 +26,6 @@ def attention_on(devices, **options):
     return functools.partial(
         ring_attention_on_mesh, mesh=mesh_of(devices), axis_name="sequence", return_residual=True, **options
     )
-
-
-def check_both(case, devices, **options):
-    check_results(results_of(attention_on(devices, **options), case), case)
 
 
 # Who has what, and who does what
@@ -74,14 +70,6 @@ def test_a_plan_brings_each_visible_pair_together_once(layout, is_causal):
 CAUSAL = {"is_causal": True}
 
 
-def test_causal_zigzag_where_lengths_do_not_divide():
-    check_both(AttentionCase(T=21, S=21, H=8, N=4, K=2, arguments=CAUSAL), devices=3)
-
-
-def test_full_mask_with_lengths_and_rows_that_see_nothing():
-    check_both(AttentionCase(T=10, S=7, H=8, B=2, query_lengths=(10, 4), key_lengths=(0, 5)), devices=2)
-
-
 def documents(T, S, seed=0):
     """Segment ids of two rows, of which the second has queries of a document without keys."""
     random = np.random.default_rng(seed)
@@ -91,19 +79,6 @@ def documents(T, S, seed=0):
     }
     ids["query_segment_ids"][1, -3:] = 9
     return ids
-
-
-@pytest.mark.parametrize(
-    ("T", "S", "arguments", "options"),
-    [
-        (24, 24, {"is_causal": True}, {"layout": "striped"}),
-        (19, 30, {"key_value_seq_lengths": np.array([30, 11], np.int32)}, {}),
-    ],
-)
-def test_packed_documents(T, S, arguments, options):
-    """Their numbers travel with the keys, are padded and laid out as they are."""
-    case = AttentionCase(T=T, S=S, H=8, N=4, K=2, B=2, arguments=arguments | documents(T, S))
-    check_both(case, devices=3, **options)
 
 
 def test_a_query_that_sees_no_key_passes_nothing():
@@ -120,29 +95,35 @@ def test_a_query_that_sees_no_key_passes_nothing():
         np.testing.assert_array_equal(mine, right)
 
 
-CASES = {
-    "odd": AttentionCase(T=37, S=37, H=24, N=6, K=2, B=2, arguments=CAUSAL),
-    "more queries": AttentionCase(T=41, S=13, H=8, arguments=CAUSAL),
-    "more keys": AttentionCase(T=13, S=41, H=8, arguments=CAUSAL),
-    "rising logits": AttentionCase(T=40, S=40, H=8, logits="rising", arguments=CAUSAL),
-    "lengths": AttentionCase(T=33, S=33, H=8, B=3, query_lengths=(33, 0, 9), key_lengths=(1, 20, 0), arguments=CAUSAL),
-    "full": AttentionCase(T=37, S=50, H=8, N=4, K=1),
-    "bfloat16": AttentionCase(T=50, S=50, H=16, N=4, K=2, dtype="bfloat16", arguments=CAUSAL),
-}
+def of_documents(T, S, **arguments):
+    """Numbers of documents travel with the keys, are padded and laid out as they are."""
+    return AttentionCase(T=T, S=S, H=8, N=4, K=2, B=2, arguments=arguments | documents(T, S))
 
 
-ZIGZAG = {2: ["lengths"], 3: ["full"], 4: CASES, 8: ["more queries"]}
-RUNS = [(devices, CASES[name], {}) for devices, names in ZIGZAG.items() for name in names]
-RUNS += [
-    (8, CASES["odd"], {"layout": "striped"}),
+QUICK = [
+    (3, AttentionCase(T=21, S=21, H=8, N=4, K=2, arguments=CAUSAL), {}),  # lengths do not divide
+    (2, AttentionCase(T=10, S=7, H=8, B=2, query_lengths=(10, 4), key_lengths=(0, 5)), {}),
+    (3, of_documents(24, 24, is_causal=True), {"layout": "striped"}),
+    (3, of_documents(19, 30, key_value_seq_lengths=np.array([30, 11], np.int32)), {}),
+]
+ODD = AttentionCase(T=37, S=37, H=24, N=6, K=2, B=2, arguments=CAUSAL)
+LENGTHS = {"query_lengths": (33, 0, 9), "key_lengths": (1, 20, 0)}
+RUNS = [
+    (4, ODD, {}),
+    (8, ODD, {"layout": "striped"}),
+    (8, AttentionCase(T=41, S=13, H=8, arguments=CAUSAL), {}),
+    (4, AttentionCase(T=13, S=41, H=8, arguments=CAUSAL), {}),
+    (4, AttentionCase(T=40, S=40, H=8, logits="rising", arguments=CAUSAL), {}),
+    (2, AttentionCase(T=33, S=33, H=8, B=3, arguments=CAUSAL, **LENGTHS), {}),
+    (3, AttentionCase(T=37, S=50, H=8, N=4, K=1), {}),
+    (4, AttentionCase(T=50, S=50, H=16, N=4, K=2, dtype="bfloat16", arguments=CAUSAL), {}),
     (2, AttentionCase(T=70, S=70, H=16, dtype="bfloat16"), {"implementation": "portable"}),
 ]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("devices", "case", "options"), RUNS, ids=str)
+@pytest.mark.parametrize(("devices", "case", "options"), [*QUICK, *in_tiers(RUNS, lambda *_: False)], ids=str)
 def test_agrees_with_the_oracle(devices, case, options):
-    check_both(case, devices, **options)
+    check_attention(attention_on(devices, **options), case)
 
 
 def check_gradients_of_a_loss(attend, mine, arrays, arguments):
@@ -179,18 +160,6 @@ def test_explicit_axes(T, is_split):
     attend = functools.partial(ring_attention_on_mesh, mesh=mesh, axis_name="sequence", **arguments)
     check_gradients_of_a_loss(attend, arrays, whole, arguments)
     assert jax.typeof(attend(*arrays)).sharding.spec[1] == (None if T % 4 else "sequence")
-
-
-@pytest.mark.full
-def test_on_a_hopper_gpu_every_piece_goes_to_its_kernels():
-    """As far as a CPU can tell: they are lowered for a GPU, padding or not, and nothing is gathered."""
-    arrays = [jax.ShapeDtypeStruct((1, 4100, 2, 128), jnp.bfloat16)] * 3
-    loss = lambda *arrays: (
-        attention_on(2, implementation="hopper", is_causal=True)(*arrays)[0].astype(jnp.float32).sum()
-    )
-    text = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-    assert "mosaic_gpu" in text and "gpu.triton" not in text
-    assert "collective_permute" in text and "all_gather" not in text
 
 
 def test_a_transfer_may_occupy_sms():

@@ -1,39 +1,14 @@
 """Sources as the notebooks show them: whole, or by named regions, all of which are shown."""
 
 import ast
-import inspect
-import textwrap
 from pathlib import Path
 
-import pytest
 from lessons import PATHS, ROOT, read
 
-from helpers.source import MARK, show
+from helpers.source import MARK
 
 # They show code of their own only.
 WITHOUT_SOURCE = {"00", "04"}
-
-
-def sample():
-    # -- first
-    first = 1
-    if first:
-        # -- inside
-        second = 2
-
-        # -- after it
-        second += 1
-    # --
-    return second
-
-
-def test_a_whole_function_or_regions_of_it():
-    lines = textwrap.dedent(inspect.getsource(sample)).splitlines()
-    assert show(sample) == "\n".join(line for line in lines if "# --" not in line)
-    assert show(sample, "first") == "first = 1\nif first:"
-    assert show(sample, "inside", "after it") == "second = 2\n\nsecond += 1"
-    with pytest.raises(ValueError, match="no region is called 'second'"):  # so a notebook fails when a kernel changes
-        show(sample, "second")
 
 
 def shown(path):

@@ -6,14 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import relative_error
+from attention_cases import AttentionCase, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
 from helpers.attention import online_softmax, tiled
 from helpers.attention.masking import Band, key_tiles, query_tiles, share, visible
-from helpers.attention.portable import backward
 from helpers.attention.portable import forward as portable
 from helpers.attention.portable.tiles import cut_blocks, padded_head_dim
 from helpers.attention.problem import check_call
@@ -89,18 +88,6 @@ def test_the_twin_of_the_backward_kernels_is_right(T, S, H, block_q, block_k, ba
         np.testing.assert_allclose(mine, correct[:, 0], rtol=1e-4, atol=2e-5)
 
 
-def test_formulas_reduce_to_the_papers():
-    T, H, block = 4096, 128, 128
-    mebi = 2**20
-    assert cost.naive_bytes(T, T, H, 2) == 132 * mebi
-    assert cost.query_outer_bytes(T, T, H, 2, block, block) == 66 * mebi + 16 * 1024
-    assert (
-        cost.key_outer_bytes(T, T, H, 2, block, block) == 2 * 2 * T * H + 32 * (6 * T * H + 16 * T) + 2 * T * H + 8 * T
-    )
-    assert cost.naive_footprint(T, T, H, 2) == 132 * mebi and cost.flash_footprint(T, T, H, 2) == 4 * mebi + 16 * 1024
-    assert cost.forward_flops(T, T, H) == 4 * T * T * H == 2 * cost.forward_flops(T, T, H, is_causal=True)
-
-
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.integers(0, 10**6))
 def test_states_merge_in_any_order(sizes, seed):
@@ -120,67 +107,33 @@ def test_states_merge_in_any_order(sizes, seed):
 
 
 REPLAYS = [
-    (50, 70, 16, 4, 2, np.float32, 32, 16, {"is_causal": True}),
-    (70, 50, 24, 1, 1, np.float16, 16, 16, {"is_causal": True, "local_window_size": (20, 0)}),
+    (AttentionCase(50, 70, 16, N=4, K=2, arguments={"is_causal": True}), 32),
+    (AttentionCase(70, 50, 24, N=1, dtype="float16", arguments={"is_causal": True, "local_window_size": (20, 0)}), 16),
 ]
 
 
-@pytest.mark.parametrize(("T", "S", "H", "N", "K", "dtype", "block_q", "block_k", "arguments"), REPLAYS)
-def test_the_kernel_moves_the_bytes_of_the_formula(T, S, H, N, K, dtype, block_q, block_k, arguments):
-    random = np.random.default_rng(0)
-    query, key, value = (random.standard_normal((1, *s, H)).astype(dtype) for s in ((T, N), (S, K), (S, K)))
-    problem = check_call(query, key, value, **arguments).problem
+@pytest.mark.parametrize(("case", "block_q"), REPLAYS, ids=str)
+def test_the_kernel_moves_the_bytes_of_the_formula(case, block_q):
+    arrays, arguments = case.inputs()
+    problem = check_call(*arrays, **arguments).problem
 
-    def attention(query, key, value):
-        call = check_call(query, key, value, **arguments)
-        return portable.forward(call, block_q=block_q, block_k=block_k, interpret=True)
+    def attention(*arrays):
+        return portable.forward(check_call(*arrays, **arguments), block_q=block_q, block_k=16, interpret=True)
 
-    (kernel,), (out, _) = replay(attention, query, key, value, by_program=True)
-    itemsize = np.dtype(dtype).itemsize
-    assert kernel.bytes_moved == N * cost.query_outer_bytes(T, S, H, itemsize, block_q, block_k, problem.band)
+    (kernel,), (out, _) = replay(attention, *arrays, by_program=True)
+    of_head = case.T, case.S, case.H, problem.dtype.itemsize
+    assert kernel.bytes_moved == case.N * cost.query_outer_bytes(*of_head, block_q, 16, problem.band)
     for operand in kernel.operands.values():
         assert len(operand.reads_by_program) == len(kernel.programs)
         np.testing.assert_array_equal(sum(operand.reads_by_program), operand.reads)
     assert (kernel.operands["out"].writes == 1).all() and (kernel.operands["lse"].writes == 1).all()
-    right, _ = attention(query, key, value)
+    right, _ = attention(*arrays)
     np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(right, np.float32), atol=2e-3)
-
-
-def test_what_lies_past_the_end_reaches_no_gradient():
-    """A replay has NaN there; each gradient is written once."""
-    random = np.random.default_rng(0)
-    query, key, value = (
-        random.standard_normal((2, s, n, 24)).astype(np.float16) for s, n in ((18, 2), (20, 1), (20, 1))
-    )
-    lse, dlse = random.standard_normal((2, 2, 2, 18), np.float32)
-
-    def gradients(query, key, value):
-        call = check_call(query, key, value)
-        return backward.backward(call, query, lse, query, dlse, block_q=16, block_k=16, interpret=True)
-
-    kernels, results = replay(gradients, query, key, value)
-    written = [operand for kernel in kernels for operand in kernel.operands.values() if operand.is_output]
-    assert len(kernels) == 2 and len(written) == 3 and all((operand.writes == 1).all() for operand in written)
-    assert all(np.isfinite(gradient).all() for gradient in results)
 
 
 def test_the_blocks_of_a_head_are_powers_of_two_of_at_least_16():
     assert [padded_head_dim(H) for H in (1, 8, 16, 17, 64, 65, 256)] == [16, 16, 16, 32, 64, 128, 256]
     assert cut_blocks((128, 64), (5, 70)) == (16, 64)
-
-
-def test_replay_reads_only_the_tiles_that_the_lengths_allow():
-    query = np.ones((2, 16, 1, 16), np.float32)
-    key = np.ones((2, 64, 1, 16), np.float32)
-    lengths = np.array([16, 40], np.int32)
-
-    def attention(query, key, lengths):
-        call = check_call(query, key, key, key_value_seq_lengths=lengths)
-        return portable.forward(call, block_q=16, block_k=16, interpret=True)
-
-    (kernel,), _ = replay(attention, query, key, lengths)
-    reads = kernel.operands["k"].reads[:, :, 0, 0]
-    assert reads.sum(axis=1).tolist() == [16, 48]
 
 
 def test_replay_sees_a_tail():

@@ -5,7 +5,6 @@ come from one program, and each is compared by itself.
 """
 
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -13,22 +12,24 @@ import numpy as np
 import pytest
 from attention_cases import (
     GRID,
-    LOGITS,
-    WINDOWS_AND_SCALES,
+    OF_LOGITS,
+    OF_WINDOWS,
     AttentionCase,
+    by_kernels,
+    check_attention,
+    check_padding,
     check_results,
     cotangents,
     in_tiers,
-    results_of,
 )
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from helpers import flash_attention
-from helpers.attention import registry, tpu
+from helpers.attention import tpu
 from helpers.attention.masking import Band, key_tiles, query_tiles, visible
-from helpers.attention.problem import Call, Problem, check_call
+from helpers.attention.problem import Problem
 
 tpu_attention = functools.partial(flash_attention, implementation="tpu", return_residual=True)
 DETECTING = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
@@ -39,22 +40,10 @@ def by_the_kernels(case, block_q=128, block_k=128):
 
     Two cores share the axes that may go in any order, and neither may read or write what the other writes.
     """
-    blocks = {"block_q": block_q, "block_k": block_k, "interpret": DETECTING}
     arrays, arguments = case.inputs()
-    dout, dlse = cotangents(case)
-    call = check_call(*arrays, **arguments)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def run(problem, *arrays):
-        call = Call(problem, *arrays)
-        out, lse = tpu.forward(call, **blocks)
-        return (out, lse.swapaxes(1, 2)), tpu.backward(call, out, lse, dout, dlse.swapaxes(1, 2), **blocks)
-
-    return run(call.problem, *call.arrays)
-
-
-def check(case):
-    check_results(results_of(tpu_attention, case), case)
+    blocks = {"block_q": block_q, "block_k": block_k, "interpret": DETECTING}
+    passes = (functools.partial(one_pass, **blocks) for one_pass in (tpu.forward, tpu.backward))
+    return by_kernels(arguments, *passes)(arrays, cotangents(case))
 
 
 CASES = [
@@ -64,54 +53,29 @@ CASES = [
     AttentionCase(600, 300, N=1, arguments={"local_window_size": (20, 100)}),
     AttentionCase(300, 600, 64, N=1, arguments={"local_window_size": (100, 20)}),
     AttentionCase(290, 400, 136, B=2, dtype="float16", key_lengths=(0, 300)),
+    AttentionCase(600, 500, 24, N=2, arguments={"local_window_size": (200, 0)}),  # in unequal blocks
 ]
 
 
 @pytest.mark.parametrize("case", in_tiers(CASES, lambda case: case == CASES[0]), ids=str)
 def test_many_blocks(case):
-    check_results(by_the_kernels(case), case)
+    check_results(by_the_kernels(case, block_k=384 if case == CASES[-1] else 128), case)
     assert not interpret_pallas_call.races.races_found
 
 
-@pytest.mark.full
-def test_unequal_blocks():
-    case = AttentionCase(600, 500, 24, N=2, arguments={"local_window_size": (200, 0)})
-    check_results(by_the_kernels(case, 128, 384), case)
-
-
-ONE_A_SHAPE = GRID[::3]
-FULL_TIER = [
-    *[
-        AttentionCase(*shape, H, N=N, dtype=dtype, arguments={"is_causal": c})
-        for (shape, H), (dtype, N, c) in ONE_A_SHAPE
-    ],
-    *[AttentionCase(63, 203, 64, dtype=dtype, logits=logits) for dtype, logits in LOGITS[::2]],
-    *[AttentionCase(*(100, 60)[:: (-1) ** i], arguments=each) for i, each in enumerate(WINDOWS_AND_SCALES[::2])],
-    AttentionCase(50, 70, 24, N=4, K=2, batched=False),
-]
+FULL_TIER = [*GRID[::3], *OF_LOGITS[::2], *OF_WINDOWS[::2], AttentionCase(50, 70, 24, N=4, K=2, batched=False)]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", FULL_TIER, ids=str)
 def test_the_function(case):
-    check(case)
+    check_attention(tpu_attention, case)
 
 
 def test_padding_may_hold_anything():
-    """Not even a product with zero may see it. In float16, which becomes float32 on the way."""
-    case = AttentionCase(40, 50, 24, B=2, dtype="float16", query_lengths=(40, 20), key_lengths=(50, 30))
-    (query, key, value), arguments = case.inputs()
-    dout, dlse = cotangents(case)
-
-    @jax.jit
-    def run(arrays, cotangents):
-        results, pull_back = jax.vjp(functools.partial(tpu_attention, **arguments), *arrays)
-        return results, pull_back(cotangents)
-
-    clean = run((query, key, value), (dout, dlse))
-    check_results(clean, case)
-    query[1, 20:] = key[1, 30:] = value[1, 30:] = dout[1, 20:] = dlse[1, 20:] = np.nan
-    jax.tree.map(np.testing.assert_array_equal, run((query, key, value), (dout, dlse)), clean)
+    """In float16, which becomes float32 on the way."""
+    lengths = {"query_lengths": (40, 20), "key_lengths": (50, 30)}
+    check_padding(tpu_attention, AttentionCase(40, 50, 24, B=2, dtype="float16", **lengths))
 
 
 BANDS = [Band(), Band(None, 0), Band(30, 40), Band(100, 0), Band(0, 300), Band(None, 50), Band(50, None)]
@@ -159,11 +123,3 @@ def test_only_products_of_float32_follow_the_precision(dtype, precision):
     with jax.default_matmul_precision("highest"):
         (equation,) = jax.make_jaxpr(lambda a: tpu.product(a, a, 1, 1))(tile).eqns
     assert set(equation.params["precision"]) == {jax.lax.Precision[precision]}
-
-
-@pytest.mark.parametrize("implementation", [None, "tpu"])
-def test_the_default_on_a_tpu(implementation, monkeypatch):
-    device = types.SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
-    monkeypatch.setattr("helpers.attention.registry.device_of", lambda _: device)
-    chosen = registry.choose(implementation, check_call(*AttentionCase(8, 8).inputs()[0]))
-    assert chosen == registry.kernels_by_platform("tpu", interpreted=False)

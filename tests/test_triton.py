@@ -3,10 +3,11 @@
 import functools
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from attention_cases import GRID, LOGITS, AttentionCase, check_forward, check_gradients, cotangents
+from attention_cases import GRID, OF_LOGITS, AttentionCase, check_forward, check_gradients, cotangents
 
 from helpers.dialects import triton_launch
 from helpers.dialects.triton_launch import Launch
@@ -41,16 +42,18 @@ def check(case, launch=None):
     check_gradients(functools.partial(gradients, launch=launch), case, mends_delta=False)
 
 
-@pytest.mark.parametrize(("shape_and_head_dim", "turn"), GRID[::3])
-def test_shapes_and_head_dims(shape_and_head_dim, turn):
-    ((T, S), H), (dtype, group, is_causal) = shape_and_head_dim, turn
-    # The interpreter takes its time for every tile, whatever the size.
-    launch = Launch(256, 256) if T > 500 else None
-    check(AttentionCase(T, S, H, N=group, dtype=dtype, arguments={"is_causal": is_causal}), launch)
+def launch_of(case):
+    """The interpreter takes its time for every tile, whatever the size."""
+    return Launch(256, 256) if case.T > 500 else None
+
+
+@pytest.mark.parametrize("case", GRID[::3], ids=str)
+def test_shapes_and_head_dims(case):
+    check(case, launch_of(case))
 
 
 CASES = [
-    *[(AttentionCase(63, 203, 64, dtype=dtype, logits=logits), None) for dtype, logits in LOGITS[::2]],
+    *[(case, None) for case in OF_LOGITS[::2]],
     *[(AttentionCase(63, 65, arguments=CAUSAL | {"scale": scale}), None) for scale in (0.0, -0.5)],
     (AttentionCase(70, 130, 64, N=8, K=2, B=2, dtype="bfloat16", arguments=CAUSAL), None),
     *[(AttentionCase(100, 130, arguments=CAUSAL), Launch(*blocks)) for blocks in ((16, 64), (64, 16), (32, 32))],
@@ -63,12 +66,10 @@ def test_logits_scales_groups_and_tiles(case, launch):
     check(case, launch)
 
 
-@pytest.mark.parametrize(("shape_and_head_dim", "turn"), GRID[1::5])
-def test_descriptors(shape_and_head_dim, turn):
-    ((T, S), H), (dtype, group, is_causal) = shape_and_head_dim, turn
-    case = AttentionCase(T, S, max(H, 8), N=group, B=2, dtype=dtype, arguments={"is_causal": is_causal})
-    launch = Launch(256, 256) if T > 500 else None
-    check_forward(functools.partial(attention, launch=launch, kernel="forward_by_descriptors"), case)
+@pytest.mark.parametrize("case", GRID[1::5], ids=str)
+def test_descriptors(case):
+    case, kernel = replace(case, H=max(case.H, 8), B=2), "forward_by_descriptors"
+    check_forward(functools.partial(attention, launch=launch_of(case), kernel=kernel), case)
 
 
 def test_arrays_with_gaps_are_refused():

@@ -94,7 +94,7 @@ class Walk:
         return first + step, stop
 
     def fetched(self, b, outer, step, query_lengths, key_lengths):
-        """The block to have in VMEM: after the last needed one still that one."""
+        """The block to have in VMEM, which stays after the last one that is needed."""
         tile, stop = self.tile(outer, step, (query_lengths[b], key_lengths[b]))
         return jnp.maximum(jnp.minimum(tile, stop - 1), 0)
 

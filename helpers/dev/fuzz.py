@@ -41,7 +41,11 @@ SIDES = (16, 32, 64, 128, 256)  # of tiles
 HEAD_DIMS = (64, 80, 96, 128, 160, 256)
 PAGES = (16, 17, 32, 64, 128, 200)  # positions of a page
 PAGED = (None, "portable", "mosaic", "reference")  # implementations that serve them
-ONLY = {"few": lambda t: t.T <= FEW_QUERIES and not t.page, "pages": lambda t: t.page > 0}  # calls that may be all
+ONLY = {  # calls that may be all
+    "few": lambda t: t.T <= FEW_QUERIES and not t.page,
+    "pages": lambda t: t.page > 0,
+    "masks": lambda t: t.documents or t.extras or t.soft_cap or t.offset,
+}
 EXTRAS = ("bias", "mask", "sinks", "mask_mod", "score_mod")
 EXTRAS_OF_PAGES = ("sinks",)
 FILL = ("nan", "inf", "-inf")  # in places that must not matter
@@ -360,7 +364,7 @@ def main(arguments=None):
     parser.add_argument(
         "--implementation", choices=[name for name in TABLE if name != "cudnn"], help="by default the default"
     )
-    parser.add_argument("--only", choices=ONLY, help="calls of few queries, or of keys in pages")
+    parser.add_argument("--only", choices=ONLY, help="calls of few queries, of keys in pages, or with masks and scores")
     parser.add_argument("--minutes", type=float, help="when to stop; by default 5, or never if --calls does")
     parser.add_argument("--calls", type=int, help="stop after so many")
     parser.add_argument("--seed", type=int, default=0)

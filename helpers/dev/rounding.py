@@ -123,6 +123,9 @@ def answers(query, key, value, dout, dlse=None, *, tf32=False, **arguments):
     dq, dk, dv = problem.scale * (ds @ k), problem.scale * (turned(ds) @ q), turned(p) @ do
     of_dq = problem.scale**2 * (product(ds, of_ds, k, S) + of_delta * (bent @ k) ** 2 + of_lse * (ds @ k) ** 2)
     of_dk = problem.scale**2 * product(turned(ds), turned(of_ds + bent**2 * of_delta + of_lse * ds**2), q, T)
+    # Equal queries have equal weights, and errors of delta that add up.
+    is_alike = (q == q[..., :1, :]).all(axis=(-2, -1), keepdims=True)
+    of_dk += problem.scale**2 * is_alike * (turned(bent * np.sqrt(of_delta)) @ np.abs(q)) ** 2
     of_dv = product(turned(p), turned(of_weights), do, T)
     in_groups = lambda array: array.reshape(B, problem.K, problem.group, S, H).sum(axis=2)
     dk, dv, of_dk, of_dv = map(in_groups, (dk, dv, of_dk, of_dv))

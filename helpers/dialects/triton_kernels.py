@@ -85,7 +85,7 @@ def online_softmax(
         q, k, v, rows, cols, m, l, acc, scale_2, S: tl.constexpr,
         is_causal: tl.constexpr, masked: tl.constexpr, precision: tl.constexpr,
         interpret: tl.constexpr):  # fmt: skip
-    """One step of it: the state with one tile of keys more."""
+    """One step: the state after one more tile of keys."""
     s = scale_2 * dot(q, tl.trans(k), precision, interpret)
     if masked:
         seen = (cols < S)[None, :]

@@ -81,7 +81,7 @@ GQA = Exercise(
     "B T S N K H", (1, 2, 3, 6, 2, 2), (2, 4, 3, 4, 2, 3), (2, 2, 5, 3, 1, 2), (2, 4, 2, 3, 3, 2),
 ).with_mistakes(
     ("the key/value head is n % K", "n // group", "n % K",
-     "That deals the query heads out in turn; neighbours share a head: see the picture of section 7."),
+     "That deals the query heads out in turn; neighbours share a head: see section 7 of notebook 05."),
     ("n is divided by K instead of by the size of a group", "n // group", "n // K",
      "A group has N // K query heads, and the head is n divided by that: see the start of section 7."),
 )  # fmt: skip
@@ -148,32 +148,26 @@ BYTES = Exercise(causal_bytes, "The bytes of a causal kernel", outputs=("bytes",
 
 
 def forward(q, k, v, is_causal=False, block_q=64, block_k=64):
-    """out (B, T, N, H) in the dtype of q, and lse (B, N, T) float32.
-
-    q: (B, T, N, H); k, v: (B, S, K, H). Head n of q reads head n // (N // K) of k, v.
-    """
+    """out (B, T, N, H) and lse (B, N, T) of q (B, T, N, H) and k, v (B, S, K, H)."""
     (B, T, N, H), (_, S, K, _) = q.shape, k.shape
     group, head_padded = N // K, max(16, pl.next_power_of_2(H))
     dot = functools.partial(lax.dot, preferred_element_type=jnp.float32)
 
     def kernel(q_ref, k_ref, v_ref, out_ref, lse_ref):
         in_head = jnp.arange(head_padded) < H
+        q = jnp.where(in_head, q_ref[...], 0)
         q_start = pl.program_id(0) * block_q
         rows = q_start + jnp.arange(block_q)
-        q = jnp.where(in_head, q_ref[...], 0)
+        stop = jnp.minimum(q_start + block_q, min(T, S)) if is_causal else S
 
         def one_key_tile(j, state):
             m, l, acc = state
             tile = pl.ds(j * block_k, block_k)
             cols = j * block_k + jnp.arange(block_k)
             inside = (cols < S)[:, None] & in_head
-            k = jnp.where(inside, k_ref[tile, :], 0)
-            v = jnp.where(inside, v_ref[tile, :], 0)
-            s = dot(q, k.T) / math.sqrt(H)
-            seen = cols[None, :] < S
-            if is_causal:
-                seen = seen & (cols[None, :] <= rows[:, None])
-            s = jnp.where(seen, s, -jnp.inf)
+            k, v = (jnp.where(inside, ref[tile, :], 0) for ref in (k_ref, v_ref))
+            seen = (cols < S) & (cols <= rows[:, None]) if is_causal else cols < S
+            s = jnp.where(seen, dot(q, k.T) / math.sqrt(H), -jnp.inf)
             m_new = jnp.maximum(m, s.max(axis=1))
             alpha = jnp.exp(m - m_new)
             p = jnp.exp(s - m_new[:, None])
@@ -181,29 +175,20 @@ def forward(q, k, v, is_causal=False, block_q=64, block_k=64):
             acc = alpha[:, None] * acc + dot(p.astype(v.dtype), v)
             return m_new, l, acc
 
-        stop = jnp.minimum(q_start + block_q, min(T, S)) if is_causal else S
-        m = jnp.full(block_q, -jnp.inf)
-        l, acc = jnp.zeros(block_q), jnp.zeros((block_q, head_padded))
-        m, l, acc = lax.fori_loop(0, pl.cdiv(stop, block_k), one_key_tile, (m, l, acc))
+        state = jnp.full(block_q, -jnp.inf), jnp.zeros(block_q), jnp.zeros(q.shape)
+        m, l, acc = lax.fori_loop(0, pl.cdiv(stop, block_k), one_key_tile, state)
         out_ref[...] = (acc / l[:, None]).astype(out_ref.dtype)
         lse_ref[...] = m + jnp.log(l)
 
     keys_padded = pl.cdiv(S, block_k) * block_k
-    of_queries = lambda i, n, b: (b, i, n, 0)
-    of_group = lambda i, n, b: (b, 0, n // group, 0)
-    query_tile = pl.BlockSpec((None, block_q, None, head_padded), of_queries)
-    all_keys = pl.BlockSpec((None, keys_padded, None, head_padded), of_group)
-    lse_tile = pl.BlockSpec((None, None, block_q), lambda i, n, b: (b, n, i))
-    out = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    lse = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
-    return pl.pallas_call(
-        kernel,
-        grid=(pl.cdiv(T, block_q), N, B),
-        in_specs=[query_tile, all_keys, all_keys],
-        out_specs=[query_tile, lse_tile],
-        out_shape=[out, lse],
-        **backend(),
-    )(q, k, v)
+    block = lambda rows, place: pl.BlockSpec((None, rows, None, head_padded), place)
+    query_tile = block(block_q, lambda i, n, b: (b, i, n, 0))
+    keys = block(keys_padded, lambda i, n, b: (b, 0, n // group, 0))
+    row_tile = pl.BlockSpec((None, None, block_q), lambda i, n, b: (b, n, i))
+    specs = dict(in_specs=[query_tile, keys, keys], out_specs=[query_tile, row_tile])
+    grid = pl.cdiv(T, block_q), N, B
+    out_shape = [q, jax.ShapeDtypeStruct((B, N, T), jnp.float32)]  # out is like q
+    return pl.pallas_call(kernel, out_shape, grid=grid, **specs, **backend())(q, k, v)
 
 
 def _forward_cases():
@@ -249,17 +234,17 @@ FORWARD = Exercise(
     tolerance=1e-4, building_block="forward", slow=True,
 ).with_mistakes(
     ("acc is not rescaled by alpha", "alpha[:, None] * acc", "acc",
-     "What acc holds was measured from the old maximum, just like l: reread the equations of section 2."),
+     "What acc holds was measured from the old maximum, just like l: reread section 2 of notebook 05."),
     ("l is not rescaled by alpha", "alpha * l", "l",
-     "What l holds was measured from the old maximum, just like acc: reread the equations of section 2."),
+     "What l holds was measured from the old maximum, just like acc: reread section 2 of notebook 05."),
     *GQA.mistakes[:2],
     *FINISH.mistakes[1:2],
     ("the logits are not scaled", " / math.sqrt(H)", "", "s = q kᵀ / √H: see the equations of section 1."),
-    ("the causal mask is missing", "& (cols[None, :] <= rows[:, None])", "",
+    ("the causal mask is missing", " & (cols <= rows[:, None])", "",
      "Skipping tiles is not enough: in those on the diagonal the keys after a query get −∞, see section 5."),
     ("no tile is skipped", "if is_causal else S", "if False else S",
      "The loop ends at the tile that holds the last key that the last query sees: see exercise 5.1."),
-    ("values past the end are multiplied by weights of 0", "jnp.where(inside, v_ref[tile, :], 0)", "v_ref[tile, :]",
+    ("values past the end are multiplied by weights of 0", "(inside, ref", "(inside | (ref is v_ref), ref",
      "What lies there may be NaN, and 0 · NaN is NaN: replace it by 0 before the product, see section 6."),
     ("the block of the keys ends with the array, and the last slice is moved back into it",
      "keys_padded = pl.cdiv(S, block_k) * block_k", "keys_padded = S",

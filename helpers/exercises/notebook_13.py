@@ -223,10 +223,7 @@ ROOM = Exercise(make_room, "Room for one more token", outputs=("result",), toler
 
 
 def decode_attention(query, key, value, lengths, parts=4, block_k=64):
-    """out (B, N, H): a query for each sequence, over its first lengths[b] keys.
-
-    query: (B, N, H); key, value: (B, S, K, H); lengths: (B,) int32, at least 1.
-    """
+    """out, as query (B, N, H), over the first lengths[b] of key, value (B, S, K, H)."""
     (B, N, H), (_, S, K, _) = query.shape, key.shape
     group, head_padded = N // K, max(16, pl.next_power_of_2(H))
     rows = max(16, pl.next_power_of_2(group))
@@ -237,13 +234,15 @@ def decode_attention(query, key, value, lengths, parts=4, block_k=64):
         length = length_ref[...]
         in_head = jnp.arange(head_padded) < H
         q = jnp.where(in_head, q_ref[...], 0)
+        first = pl.program_id(1) * tiles_of_a_part
+        stop = jnp.minimum(first + tiles_of_a_part, pl.cdiv(length, block_k))
 
         def one_key_tile(j, state):
             m, l, acc = state
             tile = pl.ds(j * block_k, block_k)
             seen = j * block_k + jnp.arange(block_k) < length
-            k = jnp.where(seen[:, None] & in_head, k_ref[tile, :], 0)
-            v = jnp.where(seen[:, None] & in_head, v_ref[tile, :], 0)
+            inside = seen[:, None] & in_head
+            k, v = (jnp.where(inside, ref[tile, :], 0) for ref in (k_ref, v_ref))
             s = jnp.where(seen, dot(q, k.T) / math.sqrt(H), -jnp.inf)
             m_new = jnp.maximum(m, s.max(axis=1))
             alpha = jnp.exp(m - m_new)
@@ -252,36 +251,23 @@ def decode_attention(query, key, value, lengths, parts=4, block_k=64):
             acc = alpha[:, None] * acc + dot(p.astype(v.dtype), v)
             return m_new, l, acc
 
-        first = pl.program_id(1) * tiles_of_a_part
-        stop = jnp.minimum(first + tiles_of_a_part, pl.cdiv(length, block_k))
-        state = jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.zeros((rows, head_padded))
+        state = jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.zeros(q.shape)
         m, l, acc = lax.fori_loop(first, stop, one_key_tile, state)
         out_ref[...] = acc / jnp.where(l == 0, 1, l)[:, None]
         lse_ref[...] = m + jnp.log(l)
 
     keys_padded = parts * tiles_of_a_part * block_k
-    of_head = lambda i, j, b: (b, 0, i, 0)
-    of_part = lambda i, j, b: (b, i, j, 0, 0)
-    all_keys = pl.BlockSpec((None, keys_padded, None, head_padded), of_head)
-    outs, lses = pl.pallas_call(
-        kernel,
-        grid=(K, parts, B),
-        in_specs=[
-            pl.BlockSpec((None, None, rows, head_padded), lambda i, j, b: (b, i, 0, 0)),
-            all_keys,
-            all_keys,
-            pl.BlockSpec((None,), lambda i, j, b: (b,)),
-        ],
-        out_specs=[
-            pl.BlockSpec((None, None, None, rows, head_padded), of_part),
-            pl.BlockSpec((None, None, None, rows), lambda i, j, b: (b, i, j, 0)),
-        ],
-        out_shape=[
-            jax.ShapeDtypeStruct((B, K, parts, group, H), jnp.float32),
-            jax.ShapeDtypeStruct((B, K, parts, group), jnp.float32),
-        ],
-        **backend(),
-    )(query.reshape(B, K, group, H), key, value, lengths)
+    block = lambda sides, place: pl.BlockSpec((None, *sides, head_padded), place)
+    heads = block((None, rows), lambda h, j, b: (b, h, 0, 0))
+    keys = block((keys_padded, None), lambda h, j, b: (b, 0, h, 0))
+    length = pl.BlockSpec((None,), lambda h, j, b: (b,))
+    out_tile = block((None, None, rows), lambda h, j, b: (b, h, j, 0, 0))
+    lse_tile = pl.BlockSpec((None, None, None, rows), lambda h, j, b: (b, h, j, 0))
+    specs = dict(in_specs=[heads, keys, keys, length], out_specs=[out_tile, lse_tile])
+    outs = jax.ShapeDtypeStruct((B, K, parts, group, H), jnp.float32)
+    lses = jax.ShapeDtypeStruct((B, K, parts, group), jnp.float32)
+    run = pl.pallas_call(kernel, [outs, lses], grid=(K, parts, B), **specs, **backend())
+    outs, lses = run(query.reshape(B, K, group, H), key, value, lengths)
     weights = jax.nn.softmax(lses, axis=2)
     return (weights[..., None] * outs).sum(axis=2).reshape(B, N, H).astype(query.dtype)
 
@@ -337,7 +323,7 @@ DECODE = Exercise(
     ("keys behind the length of a sequence count as well", "< length\n", "< S\n",
      "Sequence b sees its first lengths[b] keys: mask the others, see section 2."),
     ("values behind the length are multiplied by a weight of zero, and zero times infinity is NaN",
-     "seen[:, None] & in_head, v_ref", "in_head, v_ref",
+     "(inside, ref", "(inside if ref is k_ref else in_head, ref",
      "Whatever lies behind the length must not meet a weight: put zeros there, see section 6 of notebook 05."),
     ("a masked key has the logit 0 instead of minus infinity", "math.sqrt(H), -jnp.inf)", "math.sqrt(H), 0)",
      "exp(0) is 1: mask a logit with minus infinity, see section 6 of notebook 05."),

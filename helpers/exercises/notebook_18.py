@@ -228,10 +228,7 @@ WINDOW = Exercise(
 
 
 def masked_forward(q, k, v, mask_mod, block_q=64, block_k=64):
-    """out (B, T, N, H) in the dtype of q, and lse (B, N, T) float32.
-
-    q: (B, T, N, H); k, v: (B, S, K, H). mask_mod(b, n, i, j) says who sees whom.
-    """
+    """out (B, T, N, H), lse (B, N, T); mask_mod(b, n, i, j): does i see j?"""
     (B, T, N, H), (_, S, K, _) = q.shape, k.shape
     group, head_padded = N // K, max(16, pl.next_power_of_2(H))
     dot = functools.partial(lax.dot, preferred_element_type=jnp.float32)
@@ -239,8 +236,8 @@ def masked_forward(q, k, v, mask_mod, block_q=64, block_k=64):
     def kernel(q_ref, k_ref, v_ref, out_ref, lse_ref):
         i, n, b = (pl.program_id(axis) for axis in range(3))
         in_head = jnp.arange(head_padded) < H
-        rows = i * block_q + jnp.arange(block_q)
         q = jnp.where(in_head, q_ref[...], 0)
+        rows = i * block_q + jnp.arange(block_q)
 
         def one_key_tile(j, state):
             cols = j * block_k + jnp.arange(block_k)
@@ -251,8 +248,7 @@ def masked_forward(q, k, v, mask_mod, block_q=64, block_k=64):
                 m, l, acc = state
                 tile = pl.ds(j * block_k, block_k)
                 is_key = (cols < S)[:, None] & in_head
-                k = jnp.where(is_key, k_ref[tile, :], 0)
-                v = jnp.where(is_key, v_ref[tile, :], 0)
+                k, v = (jnp.where(is_key, ref[tile, :], 0) for ref in (k_ref, v_ref))
                 s = jnp.where(seen, dot(q, k.T) / math.sqrt(H), -jnp.inf)
                 m_new = jnp.maximum(m, s.max(axis=1))
                 reference = jnp.where(m_new == -jnp.inf, 0, m_new)
@@ -265,36 +261,28 @@ def masked_forward(q, k, v, mask_mod, block_q=64, block_k=64):
             some = jnp.where(seen, 1, 0).max() == 1
             return lax.cond(some, visit, lambda state: state, state)
 
-        m = jnp.full(block_q, -jnp.inf)
-        l, acc = jnp.zeros(block_q), jnp.zeros((block_q, head_padded))
-        m, l, acc = lax.fori_loop(0, pl.cdiv(S, block_k), one_key_tile, (m, l, acc))
-        weight = jnp.where(l == 0, 1, l)
-        out_ref[...] = (acc / weight[:, None]).astype(out_ref.dtype)
-        lse_ref[...] = m + jnp.log(weight)
+        state = jnp.full(block_q, -jnp.inf), jnp.zeros(block_q), jnp.zeros(q.shape)
+        m, l, acc = lax.fori_loop(0, pl.cdiv(S, block_k), one_key_tile, state)
+        l = jnp.where(l == 0, 1, l)
+        out_ref[...] = (acc / l[:, None]).astype(out_ref.dtype)
+        lse_ref[...] = m + jnp.log(l)
 
     keys_padded = pl.cdiv(S, block_k) * block_k
-    of_queries = lambda i, n, b: (b, i, n, 0)
-    of_group = lambda i, n, b: (b, 0, n // group, 0)
-    query_tile = pl.BlockSpec((None, block_q, None, head_padded), of_queries)
-    all_keys = pl.BlockSpec((None, keys_padded, None, head_padded), of_group)
-    lse_tile = pl.BlockSpec((None, None, block_q), lambda i, n, b: (b, n, i))
-    out = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    lse = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
-    return pl.pallas_call(
-        kernel,
-        grid=(pl.cdiv(T, block_q), N, B),
-        in_specs=[query_tile, all_keys, all_keys],
-        out_specs=[query_tile, lse_tile],
-        out_shape=[out, lse],
-        **backend(),
-    )(q, k, v)
+    block = lambda rows, place: pl.BlockSpec((None, rows, None, head_padded), place)
+    query_tile = block(block_q, lambda i, n, b: (b, i, n, 0))
+    keys = block(keys_padded, lambda i, n, b: (b, 0, n // group, 0))
+    row_tile = pl.BlockSpec((None, None, block_q), lambda i, n, b: (b, n, i))
+    specs = dict(in_specs=[query_tile, keys, keys], out_specs=[query_tile, row_tile])
+    grid = pl.cdiv(T, block_q), N, B
+    out_shape = [q, jax.ShapeDtypeStruct((B, N, T), jnp.float32)]  # out is like q
+    return pl.pallas_call(kernel, out_shape, grid=grid, **specs, **backend())(q, k, v)
 
 
 MASKS = {
     "j - i in 0 to 9": lambda b, n, i, j: (i <= j) & (j < i + 10),
     "causal documents of 12": lambda b, n, i, j: (j <= i) & (i // 12 == j // 12),
     "windows by head": windows_by_head,
-    "odd queries see nothing, the others all, in entry 1 half": lambda b, n, i, j: (
+    "odd queries see none, the others all, in entry 1 the first 16": lambda b, n, i, j: (
         (i % 2 == 0) & (j < jnp.where(b == 1, 16, 40))
     ),
     "the first 3 keys, from query 24 on all": lambda b, n, i, j: (j < 3) | (i >= 24),
@@ -311,7 +299,7 @@ def _masked_cases():
         ((1, 24, 40, 2, 1, 4), "j - i in 0 to 9", (8, 16), np.float32, 0),
         ((1, 32, 32, 4, 2, 5), "causal documents of 12", (16, 8), np.float32, 60),
         ((1, 40, 40, 2, 1, 8), "windows by head", (16, 8), np.float32, -200),
-        ((2, 17, 37, 1, 1, 3), "odd queries see nothing, the others all, in entry 1 half", (8, 16), np.float32, 0),
+        ((2, 17, 37, 1, 1, 3), "odd queries see none, the others all, in entry 1 the first 16", (8, 16), np.float32, 0),
         ((1, 20, 40, 2, 1, 8), "the first 3 keys, from query 24 on all", (16, 16), jnp.bfloat16, 0),
     ]:
         q, k, v = (random.standard_normal((B, length, heads, H)) for length, heads in ((T, N), (S, K), (S, K)))
@@ -335,7 +323,7 @@ MASKED = Exercise(
      "((cols < S)[None, :], dot", "In a partial tile the hidden pairs need the logit -inf: see section 2."),
     ("a query that has seen no key yet becomes NaN", "jnp.where(m_new == -jnp.inf, 0, m_new)", "m_new",
      "Its maximum is still -inf, and -inf minus -inf is NaN: take 0 for it then, see exercise 18.4."),
-    ("a query that sees no key is divided by zero", "weight = jnp.where(l == 0, 1, l)", "weight = l",
+    ("a query that sees no key is divided by zero", "jnp.where(l == 0, 1, l)", "l",
      "Where nothing was seen, l is 0: divide by 1, and out is 0."),
     ("mask_mod gets queries and keys the other way round", "rows[:, None], cols[None, :]",
      "cols[None, :], rows[:, None]", "i is the query and j the key: see section 6."),

@@ -37,10 +37,7 @@ OF_A_PAIR = (
 
 
 def key_gradients(q, k, v, do, lse, delta, is_causal=False, block_q=64, block_k=64):
-    """dk and dv, both (B, S, K, H) in the dtype of k.
-
-    q, do: (B, T, N, H); k, v: (B, S, K, H); lse, delta: (B, N, T) float32.
-    """
+    """dk, dv (B, S, K, H) of do (B, T, N, H), by lse and delta (B, N, T), float32."""
     (B, T, N, H), (_, S, K, _) = q.shape, k.shape
     group, head_padded = N // K, max(16, pl.next_power_of_2(H))
     scale = 1 / math.sqrt(H)
@@ -48,24 +45,22 @@ def key_gradients(q, k, v, do, lse, delta, is_causal=False, block_q=64, block_k=
 
     def kernel(q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, dk_ref, dv_ref):
         in_head = jnp.arange(head_padded) < H
+        k, v = (jnp.where(in_head, ref[...], 0) for ref in (k_ref, v_ref))
         k_start = pl.program_id(0) * block_k
         cols = k_start + jnp.arange(block_k)
-        k = jnp.where(in_head, k_ref[...], 0)
-        v = jnp.where(in_head, v_ref[...], 0)
+        first = k_start // block_q if is_causal else 0
 
         def one_query_tile(n, i, gradients):
             dk, dv = gradients
             tile = pl.ds(i * block_q, block_q)
             rows = i * block_q + jnp.arange(block_q)
             inside = (rows < T)[:, None] & in_head
-            q = jnp.where(inside, q_ref[tile, n, :], 0)
-            do = jnp.where(inside, do_ref[tile, n, :], 0)
+            q, do = (jnp.where(inside, ref[tile, n, :], 0) for ref in (q_ref, do_ref))
             lse = jnp.where(rows < T, lse_ref[n, tile], 0)
             delta = jnp.where(rows < T, delta_ref[n, tile], 0)
             s = scale * dot(q, k.T)
             p = jnp.exp(s - lse[:, None])
-            if is_causal:
-                p = jnp.where(cols[None, :] <= rows[:, None], p, 0)
+            p = jnp.where(cols <= rows[:, None], p, 0) if is_causal else p
             dp = dot(do, v.T)
             ds = p * (dp - delta[:, None])
             dk = dk + scale * dot(ds.astype(q.dtype).T, q)
@@ -76,26 +71,21 @@ def key_gradients(q, k, v, do, lse, delta, is_causal=False, block_q=64, block_k=
             one_tile = functools.partial(one_query_tile, n)
             return lax.fori_loop(first, pl.cdiv(T, block_q), one_tile, gradients)
 
-        first = k_start // block_q if is_causal else 0
-        zeros = jnp.zeros((block_k, head_padded))
+        zeros = jnp.zeros(k.shape)
         dk, dv = lax.fori_loop(0, group, one_head, (zeros, zeros))
         dk_ref[...] = dk.astype(dk_ref.dtype)
         dv_ref[...] = dv.astype(dv_ref.dtype)
 
     rows_padded = pl.cdiv(T, block_q) * block_q
-    of_group = lambda j, h, b: (b, 0, h, 0)
-    all_queries = pl.BlockSpec((None, rows_padded, group, head_padded), of_group)
+    block = lambda sides, place: pl.BlockSpec((None, *sides, head_padded), place)
+    key_tile = block((block_k, None), lambda j, h, b: (b, j, h, 0))
+    all_queries = block((rows_padded, group), lambda j, h, b: (b, 0, h, 0))
     all_rows = pl.BlockSpec((None, group, rows_padded), lambda j, h, b: (b, h, 0))
-    of_keys = lambda j, h, b: (b, j, h, 0)
-    key_tile = pl.BlockSpec((None, block_k, None, head_padded), of_keys)
-    return pl.pallas_call(
-        kernel,
-        grid=(pl.cdiv(S, block_k), K, B),
-        in_specs=[all_queries, key_tile, key_tile, all_queries, all_rows, all_rows],
-        out_specs=[key_tile, key_tile],
-        out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype)] * 2,
-        **backend(),
-    )(q, k, v, do, lse, delta)
+    tiles = [all_queries, key_tile, key_tile, all_queries, all_rows, all_rows]
+    specs = dict(in_specs=tiles, out_specs=[key_tile, key_tile])
+    grid = pl.cdiv(S, block_k), K, B
+    run = pl.pallas_call(kernel, [k, v], grid=grid, **specs, **backend())
+    return run(q, k, v, do, lse, delta)  # dk is like k, dv like v
 
 
 def _kernel_cases():
@@ -149,11 +139,10 @@ KEY_GRADIENTS = Exercise(
     ("dv is right and dk is wrong, because dk is not multiplied by the scale", "scale * dot(ds", "dot(ds",
      "s = scale q kᵀ, so the scale appears once more in dk: see the equations of section 1."),
     *OF_A_PAIR[:5],
-    ("a masked weight is left as it is", "rows[:, None], p, 0)", "rows[:, None], p, p)",
+    ("a masked weight is left as it is", " if is_causal else p\n", " if False else p\n",
      "lse knows nothing of masked keys, so exp(s - lse) may be large there: set p to 0, see section 8."),
     ("rows past the end of q and do are multiplied by weights of 0",
-     ("inside, q_ref[tile, n, :]", "inside, do_ref[tile, n, :]"),
-     ("in_head, q_ref[tile, n, :]", "in_head, do_ref[tile, n, :]"),
+     "(inside, ref[tile, n, :]", "(in_head, ref[tile, n, :]",
      "What lies there may be NaN, and 0 · NaN is NaN: replace it by 0, see section 6 of notebook 05."),
     ("the block of the queries ends with the array, and the last slice is moved back into it",
      "rows_padded = pl.cdiv(T, block_q) * block_q", "rows_padded = T",
@@ -162,10 +151,7 @@ KEY_GRADIENTS = Exercise(
 
 
 def query_gradients(q, k, v, do, lse, delta, is_causal=False, block_q=64, block_k=64):
-    """dq (B, T, N, H) in the dtype of q.
-
-    q, do: (B, T, N, H); k, v: (B, S, K, H); lse, delta: (B, N, T) float32.
-    """
+    """dq (B, T, N, H) of do (B, T, N, H), by lse and delta (B, N, T), float32."""
     (B, T, N, H), (_, S, K, _) = q.shape, k.shape
     group, head_padded = N // K, max(16, pl.next_power_of_2(H))
     scale = 1 / math.sqrt(H)
@@ -173,47 +159,36 @@ def query_gradients(q, k, v, do, lse, delta, is_causal=False, block_q=64, block_
 
     def kernel(q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, dq_ref):
         in_head = jnp.arange(head_padded) < H
+        q, do = (jnp.where(in_head, ref[...], 0) for ref in (q_ref, do_ref))
+        lse, delta = lse_ref[...], delta_ref[...]
         q_start = pl.program_id(0) * block_q
         rows = q_start + jnp.arange(block_q)
-        q = jnp.where(in_head, q_ref[...], 0)
-        do = jnp.where(in_head, do_ref[...], 0)
-        lse, delta = lse_ref[...], delta_ref[...]
+        stop = jnp.minimum(q_start + block_q, min(T, S)) if is_causal else S
 
         def one_key_tile(j, dq):
             tile = pl.ds(j * block_k, block_k)
             cols = j * block_k + jnp.arange(block_k)
             inside = (cols < S)[:, None] & in_head
-            k = jnp.where(inside, k_ref[tile, :], 0)
-            v = jnp.where(inside, v_ref[tile, :], 0)
+            k, v = (jnp.where(inside, ref[tile, :], 0) for ref in (k_ref, v_ref))
             s = scale * dot(q, k.T)
-            p = jnp.exp(s - lse[:, None])
-            seen = cols[None, :] < S
-            if is_causal:
-                seen = seen & (cols[None, :] <= rows[:, None])
-            p = jnp.where(seen, p, 0)
+            seen = (cols < S) & (cols <= rows[:, None]) if is_causal else cols < S
+            p = jnp.where(seen, jnp.exp(s - lse[:, None]), 0)
             dp = dot(do, v.T)
             ds = p * (dp - delta[:, None])
             return dq + scale * dot(ds.astype(k.dtype), k)
 
-        stop = jnp.minimum(q_start + block_q, min(T, S)) if is_causal else S
-        zeros = jnp.zeros((block_q, head_padded))
-        dq = lax.fori_loop(0, pl.cdiv(stop, block_k), one_key_tile, zeros)
+        dq = lax.fori_loop(0, pl.cdiv(stop, block_k), one_key_tile, jnp.zeros(q.shape))
         dq_ref[...] = dq.astype(dq_ref.dtype)
 
     keys_padded = pl.cdiv(S, block_k) * block_k
-    of_queries = lambda i, n, b: (b, i, n, 0)
-    of_group = lambda i, n, b: (b, 0, n // group, 0)
-    query_tile = pl.BlockSpec((None, block_q, None, head_padded), of_queries)
-    all_keys = pl.BlockSpec((None, keys_padded, None, head_padded), of_group)
+    block = lambda rows, place: pl.BlockSpec((None, rows, None, head_padded), place)
+    query_tile = block(block_q, lambda i, n, b: (b, i, n, 0))
+    keys = block(keys_padded, lambda i, n, b: (b, 0, n // group, 0))
     row_tile = pl.BlockSpec((None, None, block_q), lambda i, n, b: (b, n, i))
-    return pl.pallas_call(
-        kernel,
-        grid=(pl.cdiv(T, block_q), N, B),
-        in_specs=[query_tile, all_keys, all_keys, query_tile, row_tile, row_tile],
-        out_specs=query_tile,
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        **backend(),
-    )(q, k, v, do, lse, delta)
+    tiles = [query_tile, keys, keys, query_tile, row_tile, row_tile]
+    specs = dict(grid=(pl.cdiv(T, block_q), N, B), in_specs=tiles, out_specs=query_tile)
+    run = pl.pallas_call(kernel, q, **specs, **backend())
+    return run(q, k, v, do, lse, delta)  # dq is like q
 
 
 QUERY_GRADIENTS = Exercise(
@@ -227,7 +202,7 @@ QUERY_GRADIENTS = Exercise(
     ("dq is not multiplied by the scale", "scale * dot(ds", "dot(ds",
      "s = scale q kᵀ, so the scale appears once more in dq: see the equations of section 1."),
     *OF_A_PAIR[:5],
-    ("a masked weight is left as it is", "& (cols[None, :] <= rows[:, None])", "",
+    ("a masked weight is left as it is", " & (cols <= rows[:, None])", "",
      "lse knows nothing of masked keys, so exp(s - lse) may be large there: set p to 0, see section 8."),
     ("the key/value head is n % K", "n // group", "n % K",
      "Neighbours share a head, so it is n // (N // K): see section 9."),
@@ -239,25 +214,21 @@ QUERY_GRADIENTS = Exercise(
 
 def flash_attention(q, k, v, is_causal=False):
     """out (B, T, N, H), differentiable in q (B, T, N, H), k and v (B, S, K, H)."""
-    tiles = (64, 64) if q.shape[-1] <= 128 else (32, 32)  # what shared memory holds
-
-    @jax.custom_vjp
-    def attend(q, k, v):
-        out, _ = forward(q, k, v, is_causal, *tiles)
-        return out
+    tile = 64 if q.shape[-1] <= 128 else 32  # what shared memory holds
+    options = is_causal, tile, tile
 
     def forward_rule(q, k, v):
-        out, lse = forward(q, k, v, is_causal, *tiles)
+        out, lse = forward(q, k, v, *options)
         return out, (q, k, v, out, lse)
 
     def backward_rule(residuals, do):
         q, k, v, out, lse = residuals
         delta = (out.astype(jnp.float32) * do.astype(jnp.float32)).sum(axis=3)
         needed = q, k, v, do, lse, delta.swapaxes(1, 2)
-        dk, dv = key_gradients(*needed, is_causal, *tiles)
-        dq = query_gradients(*needed, is_causal, *tiles)
-        return dq, dk, dv
+        dk, dv = key_gradients(*needed, *options)
+        return query_gradients(*needed, *options), dk, dv
 
+    attend = jax.custom_vjp(lambda q, k, v: forward_rule(q, k, v)[0])
     attend.defvjp(forward_rule, backward_rule)
     return attend(q, k, v)
 
@@ -303,9 +274,9 @@ FLASH_ATTENTION = Exercise(
 ).with_mistakes(
     ("the gradients are right, but forward runs twice",
      ("return out, (q, k, v, out, lse)", "q, k, v, out, lse = residuals"),
-     ("return out, (q, k, v)", "q, k, v = residuals\n        out, lse = forward(q, k, v, is_causal, *tiles)"),
+     ("return out, (q, k, v)", "q, k, v = residuals\n        out, lse = forward(q, k, v, *options)"),
      "The forward rule runs it once, and keeps out and lse as residuals: see section 5."),
-    ("dk and dv are returned in the wrong order", "return dq, dk, dv", "return dq, dv, dk",
+    ("dk and dv are returned in the wrong order", "*options), dk, dv", "*options), dv, dk",
      "The backward rule returns gradients in the order of the arguments, q, k, v: see section 5."),
     ("the gradient that arrives from above is ignored and ones are used instead", "delta =",
      "do = jnp.ones_like(do)\n        delta =",
@@ -314,6 +285,6 @@ FLASH_ATTENTION = Exercise(
      "delta = rowsum(out do) is what the softmax takes off dp: see section 2."),
     ("delta is summed in 16 bits", ".astype(jnp.float32) * do.astype(jnp.float32)", " * do",
      "A product of 16-bit arrays has 16 bits: convert out and do to float32 first, see the text of the exercise."),
-    ("the dk and dv kernel is not told that attention is causal", "key_gradients(*needed, is_causal, *tiles)",
-     "key_gradients(*needed, False, *tiles)", "Hand is_causal on to both kernels: see section 8."),
+    ("the dk and dv kernel is not told that attention is causal", "key_gradients(*needed, *options)",
+     "key_gradients(*needed, False, tile, tile)", "Hand is_causal on to both kernels: see section 8."),
 )  # fmt: skip

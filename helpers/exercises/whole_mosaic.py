@@ -17,7 +17,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.hopper import warpgroup
 from helpers.attention.mosaic import warp
-from helpers.attention.mosaic.warp import ACC, LHS, RHS, ROWS
 from helpers.attention.reference import oracle
 from helpers.exercises import whole
 from helpers.exercises.exercise import Case, Exercise
@@ -33,48 +32,42 @@ MARK = 1e4  # in keys from LARGEST_TILE on, and below zero in queries, where it 
 
 
 def mma_forward(q, k, v, is_causal=False, interpret=False):
-    """out (B, T, N, H) in the dtype of q, and lse (B, N, T) float32, by mma.
-
-    q: (B, T, N, H); k, v: (B, S, K, H), of 16 bits. interpret: as in `plgpu.kernel`.
-    """
+    """out (B, T, N, H), lse (B, N, T) of q (B, T, N, H), k, v (B, S, K, H), by mma."""
     (B, T, N, H), (_, S, K, _) = q.shape, k.shape
     group, head_padded = N // K, pl.cdiv(H, 64) * 64
     scale = 1 / (math.sqrt(H) * math.log(2))  # exp(s / sqrt(H)) = exp2(scale * s)
     block_q, block_k = 64, 64 if H <= 128 else 32
-    load = functools.partial(warp.load, interpret=bool(interpret))
-    product = functools.partial(warp.product, interpret=bool(interpret))
+    load = functools.partial(warp.load, interpret=interpret)
+    product = functools.partial(warp.product, interpret=interpret)
 
     def kernel(q_ref, k_ref, v_ref, out_ref, lse_ref, q_smem, *loaded):
         n, i, b = (lax.axis_index(name) for name in "nib")
         q_start = q_ref.shape[1] - (i + 1) * block_q  # the longest tiles first
+        stop = jnp.minimum(q_start + block_q, min(T, S)) if is_causal else S
         mine, head = pl.ds(q_start, block_q), pl.ds(n * head_padded, head_padded)
         warp.copy(q_ref.at[b, mine, head], q_smem, *(loaded or [None]))
         plgpu.barrier_wait(*loaded) if loaded else plgpu.wait_gmem_to_smem(0)
 
         def one_key_tile(indices, k_smem, v_smem, state):
             m, l, acc = state
-            s = product(load([q_smem], LHS), load([k_smem.T], RHS))
+            s = product(load([q_smem], warp.LHS), load([k_smem.T], warp.RHS))
             if is_causal or S % block_k:
-                rows = q_start + plgpu.broadcasted_iota(jnp.int32, (block_q,), 0, layout=ROWS)
+                rows = q_start + plgpu.broadcasted_iota(jnp.int32, (block_q,), 0, layout=warp.ROWS)
                 stops = jnp.minimum(rows + (1 if is_causal else S), S) - indices[0] * block_k
-                cols = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=ACC)
+                cols = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=warp.ACC)
                 s = jnp.where(cols < warp.along(stops, s.shape, 0), s, -jnp.inf)
             m_new = jnp.maximum(m, scale * s.max(axis=1))
             alpha = jnp.exp2(m - m_new)
             p = jnp.exp2(scale * s - warp.along(m_new, s.shape, 0))
             l = alpha * l + p.sum(axis=1)
             acc = warp.along(alpha, acc.shape, 0) * acc
-            p = warp.as_operand(p, 1, q_ref.dtype, interpret=bool(interpret))
-            return m_new, l, product(p, load([v_smem], RHS), acc)
+            p = warp.as_operand(p, 1, q_ref.dtype, interpret=interpret)
+            return m_new, l, product(p, load([v_smem], warp.RHS), acc)
 
-        stop = jnp.minimum(q_start + block_q, min(T, S)) if is_causal else S
-        tile = plgpu.BlockSpec(
-            (None, block_k, head_padded),
-            lambda j: (b, j, n // group),
-            transforms=warp.SWIZZLED,
-            oob_fill_mode=warp.IN_BOUNDS,
-        )
-        m, l = (warp.full((block_q,), start, ROWS) for start in (-jnp.inf, 0))
+        place = lambda j: (b, j, n // group)
+        options = dict(transforms=warp.SWIZZLED, oob_fill_mode=warp.IN_BOUNDS)
+        tile = plgpu.BlockSpec((None, block_k, head_padded), place, **options)
+        m, l = (warp.full((block_q,), start, warp.ROWS) for start in (-jnp.inf, 0))
         m, l, acc = plgpu.emit_pipeline(
             one_key_tile,
             grid=(pl.cdiv(stop, block_k),),
@@ -83,23 +76,16 @@ def mma_forward(q, k, v, is_causal=False, interpret=False):
             init_carry=(m, l, warp.full((block_q, head_padded), 0)),
         )(k_ref, v_ref)
         out = (acc / warp.along(l, acc.shape, 0)).astype(out_ref.dtype)
-        store = functools.partial(warp.store, interpret=bool(interpret))
-        store(out_ref.at[b, mine, head], out)
-        store(lse_ref.at[b, n, mine], (m + jnp.log2(l)) * math.log(2))
+        warp.store(out_ref.at[b, mine, head], out, interpret=interpret)
+        warp.store(lse_ref.at[b, n, mine], (m + jnp.log2(l)) * math.log(2), interpret=interpret)
 
-    def in_tiles(array, block):
-        padding = (0, 0), (0, -array.shape[1] % block), (0, 0), (0, head_padded - H)
-        array = jnp.pad(array, padding)
-        return array.reshape(*array.shape[:2], -1)
-
-    q, k, v = in_tiles(q, block_q), in_tiles(k, block_k), in_tiles(v, block_k)
+    tails = lambda x: ((0, 0), (0, -x.shape[1] % block_q), (0, 0), (0, head_padded - H))
+    q, k, v = (jnp.pad(array, tails(array)) for array in (q, k, v))
+    q, k, v = (array.reshape(*array.shape[:2], -1) for array in (q, k, v))
     tile_of_q = plgpu.SMEM((block_q, head_padded), q.dtype, transforms=warp.SWIZZLED)
     out, lse = plgpu.kernel(
         kernel,
-        out_type=[
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct((B, N, q.shape[1]), jnp.float32),
-        ],
+        out_type=[jax.typeof(q), jax.ShapeDtypeStruct((B, N, q.shape[1]), jnp.float32)],
         grid=(N, q.shape[1] // block_q, B),  # tiles of a head run side by side
         grid_names=("n", "i", "b"),
         scratch_types=[tile_of_q, *([plgpu.Barrier()] if warp.by_tma() else [])],
@@ -234,25 +220,18 @@ MMA = Exercise(
 
 
 def hopper_forward(q, k, v, is_causal=False, interpret=False):
-    """out (B, T, N, H) in the dtype of q, and lse (B, N, T) float32, by wgmma.
-
-    q: (B, T, N, H); k, v: (B, S, K, H), of 16 bits. interpret: as in `plgpu.kernel`.
-    """
+    """out (B, T, N, H), lse (B, N, T) of q (B, T, N, H), k, v (B, S, K, H): wgmma."""
     (B, T, N, H), (_, S, K, _) = q.shape, k.shape
     group, head_padded = N // K, 64 if H <= 64 else 128
     scale = 1 / (math.sqrt(H) * math.log(2))  # exp(s / sqrt(H)) = exp2(scale * s)
-    block_q, block_k, stages, computing = 64, 128, 2, 2
-    along = lambda vector, table: lax.broadcast_in_dim(vector, table.shape, [0])
-    full = lambda shape, value, layout: plgpu.layout_cast(jnp.full(shape, value), layout)
-    product, accumulate = (
-        functools.partial(function, interpret=bool(interpret)) for function in (warpgroup.product, warpgroup.accumulate)
-    )
+    block_q, block_k, stages, computing = 64, 128, 2, 2  # computing * block_q = block_k
 
     def kernel(q_ref, k_ref, v_ref, out_ref, lse_ref, q_smem, k_smem, v_smem, ready, loaded, free):
         n, i, b, me = (lax.axis_index(name) for name in (*"nib", "warpgroup"))
         last = q_ref.shape[1] - i * computing * block_q  # the longest tiles first
         stop = pl.cdiv(jnp.minimum(last, min(T, S)) if is_causal else S, block_k)
 
+        @pl.when(me < computing)
         def compute():
             plgpu.set_max_registers(240, action="increase")
             q_start = last - (computing - me) * block_q
@@ -264,34 +243,36 @@ def hopper_forward(q, k, v, is_causal=False, interpret=False):
                 m, l, acc = state
                 slot = lax.rem(j, stages)
                 plgpu.barrier_wait(loaded.at[slot])
-                s = product(q_mine, k_smem.at[slot].T)
+                s = warpgroup.product(q_mine, k_smem.at[slot].T, interpret=interpret)
                 if is_causal or S % block_k:
                     iota = functools.partial(plgpu.broadcasted_iota, jnp.int32)
                     rows = q_start + iota((block_q,), 0, layout=warpgroup.ROWS)
                     stops = jnp.minimum(rows + (1 if is_causal else S), S) - j * block_k
                     cols = iota(s.shape, 1, layout=warpgroup.MATRIX)
-                    s = jnp.where(cols < along(stops, s), s, -jnp.inf)
+                    s = jnp.where(cols < warp.along(stops, s.shape, 0), s, -jnp.inf)
                 m_new = jnp.maximum(m, scale * s.max(axis=1))
                 alpha = jnp.exp2(m - m_new)
-                p = jnp.exp2(scale * s - along(m_new, s))
+                p = jnp.exp2(scale * s - warp.along(m_new, s.shape, 0))
                 l = alpha * l + p.sum(axis=1)
-                p = p.astype(q_ref.dtype)
-                acc = accumulate(along(alpha, acc) * acc, p, v_smem.at[slot])
+                p, acc = p.astype(q_ref.dtype), warp.along(alpha, acc.shape, 0) * acc
+                acc = warpgroup.accumulate(acc, p, v_smem.at[slot], interpret=interpret)
                 plgpu.barrier_arrive(free.at[slot])
                 return m_new, l, acc
 
-            m, l = (full((block_q,), x, warpgroup.ROWS) for x in (-jnp.inf, 0.0))
-            acc = full((block_q, head_padded), 0.0, warpgroup.MATRIX)
+            m, l = (warp.full((block_q,), x, warpgroup.ROWS) for x in (-jnp.inf, 0))
+            acc = warp.full((block_q, head_padded), 0, warpgroup.MATRIX)
             m, l, acc = lax.fori_loop(0, stop, one_key_tile, (m, l, acc))
-            q_mine[...] = (acc / along(l, acc)).astype(q_ref.dtype)
+            q_mine[...] = (acc / warp.along(l, acc.shape, 0)).astype(q_ref.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(q_mine, out_ref.at[b, mine, n])
             lse_ref[b, n, mine] = (m + jnp.log2(l)) * math.log(2)
             plgpu.wait_smem_to_gmem(0)
 
+        @pl.when(me == computing)
         def load():
             plgpu.set_max_registers(24, action="decrease")
 
+            @pl.loop(0, stop)
             def fetch(j):
                 slot = lax.rem(j, stages)
                 pl.when(j >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
@@ -299,31 +280,21 @@ def hopper_forward(q, k, v, is_causal=False, interpret=False):
                 for ref, smem in ((k_ref, k_smem), (v_ref, v_smem)):
                     plgpu.copy_gmem_to_smem(ref.at[tile], smem.at[slot], loaded.at[slot])
 
-            pl.loop(0, stop)(fetch)
             pl.loop(0, jnp.minimum(stages, stop))(lambda slot: plgpu.barrier_wait(free.at[slot]))
 
-        pl.when(me < computing)(compute)
-        pl.when(me == computing)(load)
-
-    def in_tiles(array, block):
-        tail = 0, -array.shape[1] % block
-        return jnp.pad(array, ((0, 0), tail, (0, 0), (0, head_padded - H)))
-
-    q, k, v = in_tiles(q, computing * block_q), in_tiles(k, block_k), in_tiles(v, block_k)
-    of_queries, of_keys = (
-        plgpu.SMEM((count, block, head_padded), q.dtype, transforms=warp.SWIZZLED)
-        for count, block in ((computing, block_q), (stages, block_k))
-    )
-    like = jax.ShapeDtypeStruct
+    tails = lambda x: ((0, 0), (0, -x.shape[1] % block_k), (0, 0), (0, head_padded - H))
+    q, k, v = (jnp.pad(array, tails(array)) for array in (q, k, v))
+    smem = functools.partial(plgpu.SMEM, dtype=q.dtype, transforms=warp.SWIZZLED)
     out, lse = plgpu.kernel(
         kernel,
-        out_type=[like(q.shape, q.dtype), like((B, N, q.shape[1]), jnp.float32)],
+        out_type=[jax.typeof(q), jax.ShapeDtypeStruct((B, N, q.shape[1]), jnp.float32)],
         grid=(N, q.shape[1] // (computing * block_q), B),  # tiles of a head run side by side
         grid_names=("n", "i", "b"),
         num_threads=computing + 1,
         thread_name="warpgroup",
         scratch_types=[
-            *(of_queries, of_keys, of_keys),
+            smem((computing, block_q, head_padded)),
+            *2 * [smem((stages, block_k, head_padded))],
             plgpu.Barrier(num_barriers=computing),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_arrivals=computing, num_barriers=stages),
@@ -347,7 +318,7 @@ WGMMA = Exercise(
     building_block="forward on a Hopper GPU", in_place=("on_hopper", "forward"), slow=True,
 ).with_mistakes(
     *IN_BOTH,
-    ("acc is not rescaled by alpha", "along(alpha, acc) * acc", "acc", FORWARD.mistakes[0][-1]),
+    ("acc is not rescaled by alpha", "warp.along(alpha, acc.shape, 0) * acc\n", "acc\n", FORWARD.mistakes[0][-1]),
     ("positions of keys are counted within the tile", "S) - j * block_k", "S)", "Tile j begins with key j * block_k."),
     ("a tile is read before its copy has arrived", "                plgpu.barrier_wait(loaded.at[slot])\n", "",
      "A copy has only been ordered when `copy_gmem_to_smem` returns: see section 4."),

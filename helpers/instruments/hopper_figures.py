@@ -5,12 +5,15 @@ queries. A case is named "H=64 full" or "H=128 causal".
 """
 
 import dataclasses
+import itertools
 
 import jax.numpy as jnp
+import numpy as np
 
 from helpers.attention.problem import check_call
 
 POSITIONS, WIDTH = 16384, 2048
+PEERS = {"cuDNN": "cudnn", "FlashAttention-3": "flash_attention_3", "FlashAttention-4": "flash_attention_4"}
 
 
 def problem_of(H, T, is_causal):
@@ -63,3 +66,18 @@ def on_the_grid(recorded, implementation, which, dtype="bfloat16"):
         and (entry["B"] * entry["T"], entry["N"] * entry["H"]) == (POSITIONS, WIDTH)
         and entry["N"] == entry["K"]
     }
+
+
+def comparison(recorded, which):
+    """A table: the speed of the Hopper kernel on the grid by that of others, T from left to right, and the mean."""
+    mine = on_the_grid(recorded, "hopper", which)
+    others = {name: on_the_grid(recorded, implementation, which) for name, implementation in PEERS.items()}
+    others["the fastest"] = {shape: max(of[shape] for of in others.values()) for shape in mine}
+    ratios = [{shape: mine[shape] / of[shape] for shape in sorted(mine)} for of in others.values()]
+    lines = [" " * 14 + "".join(f"{name:>18}" for name in others)]
+    for (H, is_causal), shapes in itertools.groupby(ratios[0], lambda shape: shape[:2]):
+        shapes = list(shapes)
+        cells = (" ".join(f"{of[shape]:.2f}" for shape in shapes) for of in ratios)
+        lines.append(f"H={H:3} {'causal' if is_causal else 'full':8}" + "".join(f"{cell:>18}" for cell in cells))
+    means = (np.exp(np.mean(np.log(list(of.values())))) for of in ratios)
+    return "\n".join([*lines, "geometric mean" + "".join(f"{mean:18.2f}" for mean in means)])

@@ -22,7 +22,7 @@ EDGE = {"ec": style.INK, "lw": 0.6}
 def processor():
     """One SM: its memories, its units, and the warpgroups of one program."""
     figure, axes = style.drawing(10, 4.9, x=(0, 20), y=(-0.1, 9.8))
-    note = "all of q, k, v,\nout, lse\n\n141 GB\nshared by all\nSMs"
+    note = "all of q, k, v,\nout, lse\n\n80 GB\nshared by all\nSMs"
     _box(axes, 0.1, 0.1, 3.1, 9.0, "GMEM", note, style.FAINT)
     draw.box(axes, 3.9, 0.1, 15.9, 9.0, "none", ec=style.INK, lw=1.6, ls="--")
     axes.text(3.9, 9.45, "one of 132 SMs (streaming multiprocessors), running one program", va="center", size=10)

@@ -6,7 +6,7 @@ from helpers.plots import draw, style
 
 LOOKS = {  # colour, marker, dash
     "naive": (style.LOGITS, "o", ":"),
-    "portable": (style.QUERY, "x", ":"),
+    "portable": (style.QUERY, "s", "-"),
     "triton": (style.QUERY, "s", "-"),
     "hopper": (style.OUTPUT, "D", "-"),
     "cudnn": (style.INK, "^", "-"),
@@ -14,8 +14,9 @@ LOOKS = {  # colour, marker, dash
     "jax_mosaic": (style.VALUE, "<", "--"),
     "torch_sdpa": ("#5B1A45", "X", "--"),
     "flash_attention_3": ("#7A5C00", "h", "-."),
+    "flash_attention_4": ("#3D6E00", "P", "-."),
 }
-HATCHES = {"naive": "...", "triton": "", "hopper": "////", "cudnn": "xxxx"}
+HATCHES = {"naive": "...", "portable": "", "hopper": "////", "cudnn": "xxxx"}
 
 
 def mask_of(is_causal):
@@ -229,7 +230,7 @@ def relative(values, title):
     axes.axvline(1, color=style.INK, lw=1.2, ls="--")
     axes.set_yticks(range(0, -len(values), -1), values)
     axes.set(xlabel="speed relative to cuDNN in the same run (dashed: as fast)", title=title)
-    draw.below(figure, axes, ncols=3)
+    draw.below(figure, axes, ncols=4)
     every = [ratio for found in values.values() for ratio in found.values()]
     axes.set_xlim(min(0.45, *every) - 0.03, max(1.25, *every) + 0.03)
     rows = " ".join(f"{case}: {_listed(found, '.2f')}." for case, found in values.items())
@@ -246,7 +247,7 @@ def memory(found, refused, gpu_bytes):
     for axes, (which, programs) in zip(panels, found.items(), strict=True):
         for name, points in programs.items():
             colour, marker, dash = LOOKS[name]
-            dash, size = ((0, (4, 3)), 5) if name == "hopper" else (dash, 8)  # it may lie on the line of triton
+            dash, size = ((0, (4, 3)), 5) if name == "hopper" else (dash, 8)  # it may lie on the line of portable
             megabytes = np.array(list(points.values())) / 2**20
             axes.plot(list(points), megabytes, ls=dash, color=colour, marker=marker, ms=size, label=name)
             if (which, name) in refused:

@@ -23,7 +23,7 @@ def attention_map(weights, words, title="Who looks at whom"):
 # What the lines of `costs` are called, with the colour, marker and dash that these implementations have in notebook 09.
 COSTS = {
     "naive": "naive attention",
-    "triton": "flash attention, plain kernel",
+    "portable": "flash attention, portable kernel",
     "cudnn": "flash attention, NVIDIA's cuDNN",
     "hopper": "flash attention, Hopper kernel",
 }
@@ -43,7 +43,7 @@ def costs(recorded):
         needed = {r["T"]: r["bytes"] / 2**20 for r in recorded["memory"] if r | this == r}
         for axes, points in (left, times), (right, needed):
             if points:
-                size = 9 if axes is right and name == "triton" else 6  # the other kernel lies on it
+                size = 9 if axes is right and name == "portable" else 6  # the other kernel lies on it
                 line = sorted(points.items())
                 axes.plot(*zip(*line, strict=True), dash, marker=marker, ms=size, color=colour, label=label)
     refused = next(note for note in recorded["notes"] if note.startswith("memory: naive: forward at T = "))
@@ -54,7 +54,7 @@ def costs(recorded):
         axes.xaxis.set_major_formatter(lambda T, _: f"{T / 1024:.0f}k" if T >= 1024 else "")
         axes.set(yscale="log", xlabel="tokens of a sequence (1k = 1024)", ylabel=what)
         draw.plain(axes.yaxis, "{:,g}")
-    left.set(xticks=[1024, 4096, 16384], yticks=[0.2, 0.5, 1, 2, 5, 10])
+    left.set(xticks=[1024, 4096, 16384], yticks=[0.2, 0.5, 1, 2, 5, 10, 20])
     left.minorticks_off()
     right.set_xticks([1024, 4096, 16384, 65536, 2**18, 2**20])
     left.set_title(f"{recorded['gpu']}: causal forward pass")

@@ -8,7 +8,7 @@ from helpers.site.colab import BRANCH, GITHUB, OPENS
 CASE = {"pass": "forward", "dtype": "bfloat16", "T": 4096, "N": 16, "K": 16, "H": 128, "is_causal": True}
 BARS = {
     "naive": "naive attention",
-    "triton": "this series: plain kernel",
+    "portable": "this series: portable kernel",
     "cudnn": "cuDNN",
     "hopper": "this series: Hopper kernel",
 }
@@ -26,7 +26,7 @@ def picture(recorded):
     The letters are large, for the picture shrinks with the screen.
     """
     rate, top = rates(recorded), recorded["ceilings"]["matmul_tflops"]
-    title = f"Forward pass of attention, {recorded['gpu']}"
+    title = f"Forward pass, {recorded['gpu']}"
     figure, axes = style.subplots(width=4.8, height=3.4)
     figure.get_layout_engine().set(w_pad=0.15, h_pad=0.12)
     for row, (name, words) in enumerate(BARS.items()):
@@ -50,12 +50,14 @@ def shown(recorded):
     rate = rates(recorded)
     return (
         f"![{picture(recorded).alt}](figures/landing.png)\n\n"
-        f"Causal attention of {CASE['T']} queries and keys, head dimension {CASE['H']}, {CASE['dtype']}. The plain "
-        "kernel is an earlier form of that of [05](notebooks/05_forward_kernel.ipynb), compiled by Triton. The Hopper "
-        "kernel of [10](notebooks/10_hopper_forward.ipynb) and [11](notebooks/11_hopper_forward_tuned.ipynb) is "
+        f"Causal attention of {CASE['T']} queries and keys, head dimension {CASE['H']}, {CASE['dtype']}. The "
+        "portable kernel computes what that of [05](notebooks/05_forward_kernel.ipynb) does, on any NVIDIA GPU from "
+        "Ampere on. The Hopper kernel of [10](notebooks/10_hopper_forward.ipynb) and "
+        "[11](notebooks/11_hopper_forward_tuned.ipynb) is "
         f"{rate['hopper'] / rate['naive']:.1f} times as fast as naive attention and "
-        f"{rate['hopper'] / rate['cudnn']:.2f} times as fast as cuDNN. FlashAttention-3 reached "
-        f"{rate['flash_attention_3']:.0f} TFLOP/s in the same run. [All results](results.md)"
+        f"{rate['hopper'] / rate['cudnn']:.2f} times as fast as cuDNN. In the same run FlashAttention-3 "
+        f"reached {rate['flash_attention_3']:.0f} TFLOP/s and FlashAttention-4 {rate['flash_attention_4']:.0f}. "
+        "[All results](results.md)"
     )
 
 

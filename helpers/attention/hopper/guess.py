@@ -10,8 +10,8 @@ two multiplications in every tile. The guess is made from the first tile alone, 
 
 It is too low only where a later score of a row is far above all of its first tile. Then l says so: with the true
 maximum it is at most S. A warpgroup that finds l above min(S, MOST) in some row goes by `RunningMaximum` from there
-on. When a program is done with its list of turns, it does the turns again in which a guess failed. (FlashAttention-4
-also leaves an old m where it can, and decides that in every tile.)
+on. When a program is done with its list of turns, it does the turns again in which a guess failed. (On Blackwell,
+FlashAttention-4 also leaves an old m where it can, and decides that in every tile.)
 """
 
 import dataclasses

@@ -67,7 +67,6 @@ def add_atomically(ref, index, value):
 
 def dkv_kernel(q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, masks, *gradient_refs, problem, tiles):
     """Writes dk and dv of one tile of keys; with a third gradient ref, adds to dq as well."""
-    # -- the tile of keys
     dk_ref, dv_ref, dq_ref = (*gradient_refs, None)[:3]
     block_q, block_k = tiles.block_q, tiles.block_k
     lengths = query_length, key_length = masks.lengths(problem)
@@ -87,7 +86,6 @@ def dkv_kernel(q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, masks, *gradient
         lse = jnp.where(is_row, lse_ref[head, tile], 0)
         delta = jnp.where(is_row, delta_ref[head, tile], 0)
 
-        # -- the products
         starts = i * block_q, k_start
         pair = Pair(problem, lengths, masks.extras, head, rows, cols, starts, is_full)
         p, ds, pull_back = p_and_ds(q, k, v, do, lse, delta, pair)

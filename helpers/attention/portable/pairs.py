@@ -69,8 +69,8 @@ class Pair:
     is_full: jax.Array | None = None
 
     def logits(self, s):
-        """The logits of scaled products, both float32 of base 2, and what takes back
-        the gradient of natural logits to that of natural scaled products.
+        """The logits of scaled products, both float32 in base 2, and a function that
+        takes a gradient of natural logits back to the natural scaled products.
         """
         if not scores.changes_logits(self.problem, self.extras):
             return s, lambda ds: ds
