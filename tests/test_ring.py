@@ -162,6 +162,18 @@ def test_explicit_axes(T, is_split):
     assert jax.typeof(attend(*arrays)).sharding.spec[1] == (None if T % 4 else "sequence")
 
 
+@pytest.mark.full
+def test_on_a_hopper_gpu_every_piece_goes_to_its_kernels():
+    """As far as a CPU can tell: they are lowered for a GPU, padding or not, and nothing is gathered."""
+    arrays = [jax.ShapeDtypeStruct((1, 4100, 2, 128), jnp.bfloat16)] * 3
+    loss = lambda *arrays: (
+        attention_on(2, implementation="hopper", is_causal=True)(*arrays)[0].astype(jnp.float32).sum()
+    )
+    text = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text and "gpu.triton" not in text
+    assert "collective_permute" in text and "all_gather" not in text
+
+
 def test_a_transfer_may_occupy_sms():
     """On Hopper each tile of queries is a program of its own: a persistent program would begin its whole share late."""
     shares = functools.partial(ring_attention, axis_name="sequence", implementation="hopper")

@@ -134,7 +134,8 @@ def roof(points, ceilings, title):
         label = kind if face == style.PAPER else None
         axes.plot(x, y, marker, color=colour, ms=8, mfc=face, mew=2, label=label)
         close.barh(-row, y, 0.7, fc=face, ec=colour, lw=2)
-        close.text(y + 12, -row, f"{y:.0f}", va="center", size=9)
+        beside = {"fc": style.PAPER, "ec": "none", "pad": 1}  # the line may pass there
+        close.text(y + 12, -row, f"{y:.0f}", va="center", size=9, bbox=beside)
     close.axvline(rate, color=style.INK)
     close.set_yticks(range(0, -len(points), -1), points)
     close.set(xlim=(0, rate * 1.05), xlabel="TFLOP/s (line: matrix product)", title="The same, close up")
