@@ -50,6 +50,7 @@ ILLEGAL = [
     ({"key_value_seq_lengths": np.array([1, S + 1], np.int32)}, ValueError, "key_value_seq_lengths must lie between 0 and 24, got [1, 25]"),
     ({"implementation": "rocm"}, ValueError, "implementation must be None or one of reference, portable, mosaic, hopper, tpu, triton, cudnn, got 'rocm'"),
     ({"return_residual": 1}, TypeError, "return_residual must be True or False, got 1"),
+    ({"keeps_low_bits": 1}, TypeError, "keeps_low_bits must be True or False, got 1"),
     ({"implementation": "hopper"}, NotImplementedError, 'use implementation="portable"'),
     ({"bias": zeros(20, 24, dtype=np.float64)}, TypeError, "bias must have dtype float32 or bfloat16 or float16, got float64"),
     ({"bias": zeros(3, 20, 24)}, ValueError, "bias must broadcast to (batch, heads, queries, keys), (2, 4, 20, 24), got shape (3, 20, 24)"),

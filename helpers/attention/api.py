@@ -17,7 +17,8 @@ Where keys and values have a large part in common, dq of cudnn in 16 bits can be
 recorded on an H100, its error is at most 1.2 times naive attention's in an older triton, 2 times in hopper; in float16
 after 4096 keys, with a mean of 10 and of 30 standard deviations, 2.5 and 6.4 times in hopper. With one to seven
 queries that of hopper is up to 180 times naive attention's, and up to 0.11 of dq. To come this close, the forward
-pass of all kernels, where it is differentiated, keeps 2 B T N H bytes more, the low bits of out.
+pass of all kernels, where it is differentiated, keeps 2 B T N H bytes more, the low bits of out, unless it is told
+not to.
 
 Precision: on a GPU the factors of float32 products are taken as sums of two numbers in bfloat16, which leaves a
 relative error of 2^-16 (TF32, as JAX has it elsewhere and triton here, leaves 2^-11), or of three, as exact as float32,
@@ -78,6 +79,7 @@ def flash_attention(
     score_mod=None,
     score_arrays=(),
     block_mask=None,
+    keeps_low_bits=True,
     implementation=None,
     return_residual=False,
 ):
@@ -105,6 +107,8 @@ def flash_attention(
       score_arrays: pairs of an array and its axes, such as (slopes, "n") and (positions, "bi"), float or int32: what
         score_mod gets as arrays. On a GPU both functions consist of operations on single elements: others are refused.
       block_mask: of `masking.block_mask`, for calls that share mask and mask_mod; it is believed. None makes it anew.
+      keeps_low_bits: False saves a forward pass that is differentiated 2 B T N H bytes, and time. Then 16-bit gradients
+        feel what keys and values have in common, as those of cuDNN and FlashAttention do.
       implementation: "reference" (naive, the whole matrix in memory), "portable" (plain Pallas kernels, which a CPU
         interprets; on an NVIDIA GPU from Ampere on those of mosaic), "mosaic" (kernels in Pallas Mosaic GPU for such
         GPUs; a CPU interprets these very kernels, for one device), "hopper" (kernels for NVIDIA's Hopper GPUs, 16-bit

@@ -45,7 +45,8 @@ class Problem:
     `jax.nn.dot_product_attention`); dtype of query, key and value; scale of the logits; band of
     visible keys (see `masking`); soft_cap, mask_mod and score_mod, each of which may be None (see
     `scores`); is_at_end, whether the queries are the last positions of their sequence, which has a
-    length then, or its first; is_packed, whether queries and keys have one array of segment ids.
+    length then, or its first; is_packed, whether queries and keys have one array of segment ids;
+    keeps_low_bits, whether gradients in 16 bits are made of an out of more bits (see `low_bits`).
     In `jax.export`, B, T and S may be symbols.
     """
 
@@ -63,6 +64,7 @@ class Problem:
     score_mod: Callable | None = None
     is_at_end: bool = False
     is_packed: bool = False
+    keeps_low_bits: bool = True
 
     @property
     def group(self):
@@ -240,8 +242,11 @@ def check_call(
     score_mod=None,
     score_arrays=(),
     block_mask=None,
+    keeps_low_bits=True,
 ):
     """Check the arguments of `flash_attention` and return them as a `Call`."""
+    if not isinstance(keeps_low_bits, bool):
+        raise TypeError(f"keeps_low_bits must be True or False, got {keeps_low_bits!r}")
     _check_alike({"query": query, "key": key, "value": value})
     if key.shape[:-3] != query.shape[:-3]:
         raise ValueError(f"key must have the batch size of query, {query.shape[0]}, got shape {key.shape}")
@@ -258,6 +263,7 @@ def check_call(
         mask_mod=mask_mod,
         score_mod=score_mod,
         is_packed=query_segment_ids is not None and query_segment_ids is key_value_segment_ids,
+        keeps_low_bits=keeps_low_bits,
     )
     segment_ids = check_segment_ids(problem, has_batch, query_segment_ids, key_value_segment_ids)
     sizes = {"b": B, "n": N, "i": T, "j": S}

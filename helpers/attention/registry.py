@@ -87,7 +87,8 @@ class KernelsOf:
             seeing = dataclasses.replace(call, query=query)
             return *found, None, None, None, gradients_of_extras(seeing, out, lse, *gradients, *low)
 
-        attend = differentiable(forward, backward, keeping if problem.dtype.itemsize == 2 else None)
+        keeps = problem.keeps_low_bits and problem.dtype.itemsize == 2
+        attend = differentiable(forward, backward, keeping if keeps else None)
         return attend(*call.arrays)
 
     def run(self, which, problem, *arrays):
