@@ -94,9 +94,11 @@ def kernel(q_ref, k_ref, v_ref, out_ref, *, rung, scale, is_causal, tiles, inter
     full = 0 if is_causal else stop
     if is_causal and rung.mask_edges_only:
         full = q_start // block_k
-    state = lax.fori_loop(0, full, functools.partial(one_key_tile, masked=False), state)
+    unmasked = functools.partial(one_key_tile, masked=False)
+    state = lax.fori_loop(0, full, unmasked, state)
     if is_causal:
-        state = lax.fori_loop(full, stop, functools.partial(one_key_tile, masked=True), state)
+        masked = functools.partial(one_key_tile, masked=True)
+        state = lax.fori_loop(full, stop, masked, state)
     _, l, acc = state
     out_ref[...] = (acc / l[:, None]).astype(out_ref.dtype)
 
