@@ -78,7 +78,8 @@ class Notes(list):
 
 def reason_of(error):
     """One line for an exception."""
-    if "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower():
+    is_exhausted = "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
+    if is_exhausted and "shared memory" not in str(error).lower():
         return "too little memory on this GPU"
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:160] if lines else ''}"
