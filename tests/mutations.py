@@ -133,7 +133,7 @@ FAULTS = [
         ("a block of 24 is accepted", "or block & (block - 1):", "or False:"),
         ("the sum of a product is 16-bit", "return lax.dot(a, b, preferred_element_type=jnp.float32)", "return lax.dot(a, b).astype(jnp.float32)"),
     ),
-    *_of("helpers/attention/portable/forward.py", "test_portable test_tiles test_lowering",
+    *_of("helpers/attention/portable/forward.py", "test_portable test_tiles test_lowering test_common_part",
         ("values past the length are read", "v = real(v_ref[tile, :], cols < key_length, problem.H)", "v = real(v_ref[tile, :], cols < problem.S, problem.H)"),
         ("values past the end are read", "v = real(v_ref[tile, :], cols < key_length, problem.H)", "v = real(v_ref[tile, :], cols < key_length + block_k, problem.H)"),
         ("the weights of out are those before rounding", "finish(m, l, acc, w)", "finish(m, l, acc)"),
