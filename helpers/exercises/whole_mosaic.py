@@ -52,9 +52,11 @@ def mma_forward(q, k, v, is_causal=False, interpret=False):
             m, l, acc = state
             s = product(load([q_smem], warp.LHS), load([k_smem.T], warp.RHS))
             if is_causal or S % block_k:
-                rows = q_start + plgpu.broadcasted_iota(jnp.int32, (block_q,), 0, layout=warp.ROWS)
-                stops = jnp.minimum(rows + (1 if is_causal else S), S) - indices[0] * block_k
-                cols = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=warp.ACC)
+                iota = functools.partial(plgpu.broadcasted_iota, jnp.int32)
+                rows = q_start + iota((block_q,), 0, layout=warp.ROWS)
+                seen = jnp.minimum(rows + (1 if is_causal else S), S)
+                stops = seen - indices[0] * block_k
+                cols = iota(s.shape, 1, layout=warp.ACC)
                 s = jnp.where(cols < warp.along(stops, s.shape, 0), s, -jnp.inf)
             m_new = jnp.maximum(m, scale * s.max(axis=1))
             alpha = jnp.exp2(m - m_new)
@@ -77,7 +79,8 @@ def mma_forward(q, k, v, is_causal=False, interpret=False):
         )(k_ref, v_ref)
         out = (acc / warp.along(l, acc.shape, 0)).astype(out_ref.dtype)
         warp.store(out_ref.at[b, mine, head], out, interpret=interpret)
-        warp.store(lse_ref.at[b, n, mine], (m + jnp.log2(l)) * math.log(2), interpret=interpret)
+        lse = (m + jnp.log2(l)) * math.log(2)
+        warp.store(lse_ref.at[b, n, mine], lse, interpret=interpret)
 
     tails = lambda x: ((0, 0), (0, -x.shape[1] % block_q), (0, 0), (0, head_padded - H))
     q, k, v = (jnp.pad(array, tails(array)) for array in (q, k, v))
@@ -207,7 +210,7 @@ MMA = Exercise(
 ).with_mistakes(
     *IN_BOTH,
     ("acc is not rescaled by alpha", "warp.along(alpha, acc.shape, 0) * acc", "acc", FORWARD.mistakes[0][-1]),
-    ("positions of keys are counted within the tile", "S) - indices[0] * block_k", "S)",
+    ("positions of keys are counted within the tile", "seen - indices[0] * block_k", "seen",
      "Step j of the pipeline begins with key j * block_k: `indices` has the step."),
     ("the last tile of keys is left out where it is not whole", "pl.cdiv(stop, block_k)", "stop // block_k",
      "Round the number of tiles up."),
@@ -226,7 +229,8 @@ def hopper_forward(q, k, v, is_causal=False, interpret=False):
     scale = 1 / (math.sqrt(H) * math.log(2))  # exp(s / sqrt(H)) = exp2(scale * s)
     block_q, block_k, stages, computing = 64, 128, 2, 2  # computing * block_q = block_k
 
-    def kernel(q_ref, k_ref, v_ref, out_ref, lse_ref, q_smem, k_smem, v_smem, ready, loaded, free):
+    def kernel(q_ref, k_ref, v_ref, out_ref, lse_ref, *scratch):
+        q_smem, k_smem, v_smem, ready, loaded, free = scratch
         n, i, b, me = (lax.axis_index(name) for name in (*"nib", "warpgroup"))
         last = q_ref.shape[1] - i * computing * block_q  # the longest tiles first
         stop = pl.cdiv(jnp.minimum(last, min(T, S)) if is_causal else S, block_k)
@@ -280,7 +284,9 @@ def hopper_forward(q, k, v, is_causal=False, interpret=False):
                 for ref, smem in ((k_ref, k_smem), (v_ref, v_smem)):
                     plgpu.copy_gmem_to_smem(ref.at[tile], smem.at[slot], loaded.at[slot])
 
-            pl.loop(0, jnp.minimum(stages, stop))(lambda slot: plgpu.barrier_wait(free.at[slot]))
+            @pl.loop(0, jnp.minimum(stages, stop))
+            def end(slot):
+                plgpu.barrier_wait(free.at[slot])
 
     tails = lambda x: ((0, 0), (0, -x.shape[1] % block_k), (0, 0), (0, head_padded - H))
     q, k, v = (jnp.pad(array, tails(array)) for array in (q, k, v))
@@ -288,7 +294,7 @@ def hopper_forward(q, k, v, is_causal=False, interpret=False):
     out, lse = plgpu.kernel(
         kernel,
         out_type=[jax.typeof(q), jax.ShapeDtypeStruct((B, N, q.shape[1]), jnp.float32)],
-        grid=(N, q.shape[1] // (computing * block_q), B),  # tiles of a head run side by side
+        grid=(N, q.shape[1] // block_k, B),  # tiles of a head run side by side
         grid_names=("n", "i", "b"),
         num_threads=computing + 1,
         thread_name="warpgroup",
