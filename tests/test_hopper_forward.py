@@ -141,6 +141,13 @@ def test_which_calls_are_dynamic(monkeypatch):
     assert not is_dynamic(1, 1024, 128) and not is_dynamic(64, 4096, 128)
 
 
+def test_low_bits_have_left_before_the_next_queries_come():
+    arrays = (jnp.ones((1, length, 3, 64), jnp.bfloat16) for length in (256, 128, 128))
+    tiles = hopper.Tiles(programs=1, stages=2, warpgroups=2)
+    run = functools.partial(hopper.forward, check_call(*arrays), tiles=tiles, keeps_low_bits=True, interpret=DETECTING)
+    assert races(run) == []
+
+
 def test_a_place_has_to_be_awaited(monkeypatch):
     """A compute warpgroup that reads the place of its next turn at once may find another there."""
     change = "plgpu.barrier_wait(self.known.at[slot])", "pass"

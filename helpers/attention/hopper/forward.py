@@ -62,10 +62,7 @@ def tiles_for(call, keeps_low_bits=False):
         tiles = Tiles(stages=4, programs=core_count(NUM_SMS), guess=1024 < problem.S <= longest_guessed(problem))
     else:
         tiles = default_tiles(dataclasses.replace(problem, band=Band(right=0)))._replace(dynamic=False)
-    if not keeps_low_bits:
-        return tiles
-    # Where rows are short, the stores of the low bits cost what a dynamic tile scheduler gains.
-    return with_room_for_constants(tiles._replace(dynamic=tiles.dynamic and problem.H > 64), problem)
+    return with_room_for_constants(tiles, problem) if keeps_low_bits else tiles
 
 
 def default_tiles(problem):
