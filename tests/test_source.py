@@ -1,6 +1,7 @@
 """Sources as the notebooks show them: whole, or by named regions, all of which are shown."""
 
 import ast
+import re
 from pathlib import Path
 
 from lessons import PATHS, ROOT, read
@@ -35,3 +36,11 @@ def test_lessons_show_every_region_and_each_lesson_shows_source():
     by_lesson = {path.name[:2]: shown(path) for path in PATHS}
     assert set(regions) - set().union(*(names for names, _ in by_lesson.values())) == set()
     assert {number for number, (_, shows) in by_lesson.items() if not shows} == WITHOUT_SOURCE
+
+
+def test_code_fits_a_page_of_1280_pixels():
+    """So many columns do in a browser, where `make site-test` looks."""
+    for path in PATHS:
+        for cell in read(path).cells:
+            code = [cell.source] if cell.cell_type == "code" else re.findall(r"```python.*?```", cell.source, re.S)
+            assert [line for block in code for line in block.splitlines() if len(line) > 96] == [], path.name

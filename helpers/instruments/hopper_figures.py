@@ -6,9 +6,9 @@ queries. A case is named "H=64 full" or "H=128 causal".
 
 import dataclasses
 import itertools
+import statistics
 
 import jax.numpy as jnp
-import numpy as np
 
 from helpers.attention.problem import check_call
 
@@ -79,5 +79,5 @@ def comparison(recorded, which):
         shapes = list(shapes)
         cells = (" ".join(f"{of[shape]:.2f}" for shape in shapes) for of in ratios)
         lines.append(f"H={H:3} {'causal' if is_causal else 'full':8}" + "".join(f"{cell:>18}" for cell in cells))
-    means = (np.exp(np.mean(np.log(list(of.values())))) for of in ratios)
+    means = (statistics.geometric_mean(of.values()) for of in ratios)
     return "\n".join([*lines, "geometric mean" + "".join(f"{mean:18.2f}" for mean in means)])
