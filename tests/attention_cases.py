@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from helpers import flash_attention
-from helpers.attention import registry
 from helpers.attention.problem import check_call
+from helpers.attention.public import registry
 from helpers.attention.reference import oracle, oracle_gradients
 
 SHAPES = [(1, 1), (1, 7), (7, 1), (63, 65), (100, 130), (113, 203), (128, 128), (239, 1), (799, 3), (1023, 1024)]

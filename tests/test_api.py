@@ -13,10 +13,11 @@ from attention_cases import differentiated, pretend_device
 from jax.experimental import pallas as pl
 
 from helpers import flash_attention
-from helpers.attention import device, registry
+from helpers.attention import device
 from helpers.attention.masking import key_tiles
 from helpers.attention.portable import forward
 from helpers.attention.problem import MAX_LENGTH, check_call
+from helpers.attention.public import registry
 from helpers.attention.reference import naive_attention
 
 B, T, S, N, K, H = 2, 20, 24, 4, 2, 16
@@ -77,7 +78,7 @@ def test_illegal_arguments_are_refused(wrong, error, message, monkeypatch):
         raise AssertionError("a kernel ran before the arguments were checked")
 
     monkeypatch.setattr("jax.experimental.pallas.pallas_call", no_kernel)
-    monkeypatch.setattr("helpers.attention.api.run", no_kernel)
+    monkeypatch.setattr("helpers.attention.public.api.run", no_kernel)
     with pytest.raises(error, match=re.escape(message)):
         flash_attention(**{**arrays(), **wrong})
 
@@ -306,7 +307,7 @@ def test_a_query_that_sees_no_key_passes_nothing(name, implementation):
 def test_cudnn_is_kept_from_queries_that_see_no_key(name, monkeypatch):
     theirs = jax.nn.dot_product_attention
     in_xla = lambda *arrays, **arguments: theirs(*arrays, **arguments | {"implementation": "xla"})
-    monkeypatch.setattr("helpers.attention.registry.compute_capability", lambda *_: (9, 0))
+    monkeypatch.setattr("helpers.attention.public.registry.compute_capability", lambda *_: (9, 0))
     monkeypatch.setattr("jax.nn.dot_product_attention", in_xla)
     blind, right = blind_and_right(name, jnp.bfloat16, False, implementation="cudnn")
     for results in blind:

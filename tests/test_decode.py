@@ -9,7 +9,7 @@ import pytest
 from attention_cases import AttentionCase, check_forward
 
 from helpers import flash_attention
-from helpers.attention.paged import paged_attention
+from helpers.attention.public.paged import paged_attention
 from helpers.attention.reference import oracle
 
 decoded = functools.partial(flash_attention, implementation="portable", return_residual=True)

@@ -1,5 +1,8 @@
 """The files beside the code: environments agree, notebooks are as committed notebooks must be, pictures are drawn."""
 
+import ast
+import collections
+import graphlib
 import itertools
 import json
 import os
@@ -16,7 +19,7 @@ from lessons import PATHS, ROOT
 
 from helpers import series
 from helpers.dev.lesson import lay_out
-from helpers.notebooks import normalise
+from helpers.dev.notebooks import normalise
 from helpers.plots.collect import draw_all, figures
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -64,19 +67,23 @@ def test_no_file_holds_an_index_or_a_machine_path():
             assert [word for word in words if word in text] == [], path
 
 
-# What a folder of helpers may import: itself and those before it.
-FOLDERS = ("attention", "instruments", "plots", "exercises", "dialects", "site", "dev")
-
-
-def test_every_file_says_what_it_is_for_and_imports_run_one_way():
+def test_every_file_says_what_it_is_for():
     for path in (path for path in tracked_files() if path.suffix in (".py", ".cu", ".hpp", ".sh")):
         assert path.read_text(encoding="utf-8").startswith(('"""', "//", "#")), path
-    for place, folder in enumerate(FOLDERS):
-        after = re.compile(
-            rf"^ *(?:from|import) helpers(?:\.| import )(?:{'|'.join(FOLDERS[place + 1 :])})\b", re.MULTILINE
-        )
-        for path in (ROOT / "helpers" / folder).rglob("*.py"):
-            assert place + 1 == len(FOLDERS) or not after.search(path.read_text(encoding="utf-8")), path
+
+
+def test_imports_between_folders_run_one_way():
+    """Of helpers, its parts included: `TopologicalSorter` raises where they run in a circle."""
+    imports = collections.defaultdict(set)
+    for path in (ROOT / "helpers").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("helpers"):
+                names = [f"{node.module}.{name.name}" for name in node.names] + [node.module]
+                places = [ROOT / name.replace(".", "/") for name in names]
+                files = [place.with_suffix(".py") for place in places] + [place / "__init__.py" for place in places]
+                imports[path.parent] |= {file.parent for file in files if file.exists()} - {path.parent}
+    assert len(imports) > 10
+    graphlib.TopologicalSorter(imports).prepare()
 
 
 def test_an_installed_series_has_every_file_that_is_read():
@@ -219,7 +226,7 @@ def test_a_new_lesson_is_one_of_the_series(tmp_path):
         assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
 
     number = notebook.stem[:2]
-    run("-m", "helpers.notebooks", "execute", number)
+    run("-m", "helpers.dev.notebooks", "execute", number)
     shutil.copy(root / "figures/roadmap-17.png", root / f"figures/roadmap-{number}.png")  # make figures draws it
     chosen = f"linear_attention or {int(number)}.1 or (Cell and not browser)"
     run("-m", "pytest", "-q", str(notebook), "tests/test_exercises.py", "tests/test_files.py", "-k", chosen)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from lessons import ROOT
 
-from helpers.attention.flax import attention
+from helpers.attention.public.flax import attention
 from helpers.attention.reference import oracle
 
 # As nnx.MultiHeadAttention calls it.
@@ -51,7 +51,7 @@ def test_what_cannot_be_honoured_is_refused(change, error, message):
 WITH_FLAX = """
 import jax, jax.numpy as jnp, numpy as np
 from flax import nnx
-from helpers.attention.flax import attention
+from helpers.attention.public.flax import attention
 
 x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 24, 16), np.float32))
 real = jnp.arange(24) < jnp.array([24, 17, 9, 24])[:, None]

@@ -15,7 +15,7 @@ import pytest
 from helpers.attention import reference
 from helpers.attention.masking import visible
 from helpers.attention.problem import check_call
-from helpers.attention.registry import TABLE
+from helpers.attention.public.registry import TABLE
 from helpers.dev import fuzz, kinds, rounding, workers
 from helpers.dev.fuzz import Trial
 

@@ -9,8 +9,8 @@ import pytest
 from attention_cases import AttentionCase
 
 from helpers import flash_attention
-from helpers.attention import api
 from helpers.attention.hopper import serve
+from helpers.attention.public import api
 
 hopper_attention = functools.partial(flash_attention, implementation="hopper", return_residual=True)
 SMALL = AttentionCase(70, 90, 64, N=4, K=2, dtype="bfloat16", arguments={"is_causal": True})

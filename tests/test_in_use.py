@@ -16,8 +16,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from helpers import flash_attention, paged_attention
-from helpers.attention import api, registry, sharding
+from helpers.attention import sharding
 from helpers.attention.problem import check_call
+from helpers.attention.public import api, registry
 
 B, T, S, H = 2, 6, 8, 4
 LENGTHS = np.array([7, 3], np.int32)

@@ -145,7 +145,7 @@ for name in (None, "reference", "portable"):
     assert np.isfinite(np.float32(attend(x))).all()
     traced = attend.trace(x)
     assert "triton" not in traced.lower(lowering_platforms=("cuda",)).as_text()
-from helpers.attention import registry
+from helpers.attention.public import registry
 assert "by Triton" in registry.TABLE["triton"].limits(None, False)
 """
 

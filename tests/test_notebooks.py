@@ -5,8 +5,8 @@ import subprocess
 import nbformat
 import pytest
 
-from helpers import notebooks
-from helpers.notebooks import IGNORED, execute
+from helpers.dev import notebooks
+from helpers.dev.notebooks import IGNORED, execute
 
 PICTURE = """
 import io, random

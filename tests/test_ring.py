@@ -11,8 +11,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from helpers import flash_attention
-from helpers.attention import api
-from helpers.attention.ring import LAYOUTS, plan, positions, ring_attention, ring_attention_on_mesh
+from helpers.attention.public import api
+from helpers.attention.public.ring import LAYOUTS, plan, positions, ring_attention, ring_attention_on_mesh
 
 
 def mesh_of(devices):

@@ -1,1 +1,1 @@
-"""Flash attention, from the definition to the kernels. Start reading at `api.py`."""
+"""Flash attention, from the definition to the kernels. Start reading at `public/api.py`."""

@@ -13,12 +13,13 @@ gave the recurrence for (m, l); FlashAttention (arXiv 2205.14135) carries acc al
 ``xp=numpy`` and its exp and log there.
 """
 
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from helpers.attention.portable.tiles import LOG2_E
+LOG2_E = math.log2(math.e)  # what s is multiplied with, for exp(s) = exp2(LOG2_E s)
 
 
 def step(m, l, s, along=None, *, axis=1, exp=jnp.exp2, xp=jnp):

@@ -41,7 +41,7 @@ from jax.experimental.pallas import tpu as pltpu
 from helpers.attention import online_softmax
 from helpers.attention.low_bits import delta_of, low_bits
 from helpers.attention.masking import key_tiles, query_tiles
-from helpers.attention.portable.tiles import LOG2_E
+from helpers.attention.online_softmax import LOG2_E
 from helpers.attention.problem import Problem
 
 LANES = 128

@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from helpers import flash_attention, paged_attention
 from helpers.attention.problem import FEW_QUERIES
-from helpers.attention.registry import TABLE
+from helpers.attention.public.registry import TABLE
 from helpers.dev import kinds, rounding, workers
 from helpers.dev.trial import Trial
 

@@ -33,13 +33,13 @@ import numpy as np
 from jax.experimental import topologies
 from jax.experimental.mosaic.gpu import core, utils
 
-from helpers.attention import registry
 from helpers.attention.hopper import backward, backward_schedule, forward
 from helpers.attention.hopper.serve import fields_of
 from helpers.attention.hopper.table import LENGTHS, TUNED
 from helpers.attention.hopper.warpgroup import HEAD_DIMS
 from helpers.attention.masking import Band
 from helpers.attention.problem import Call, Problem
+from helpers.attention.public import registry
 from helpers.dev.measuring import reason_of
 
 # Bytes that a kernel may spill, by pass and padded head_dim: somewhat more than today's kernels do. The

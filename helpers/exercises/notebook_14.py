@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from helpers.attention.ring import positions
+from helpers.attention.public.ring import positions
 from helpers.exercises.exercise import Case, Complaint, Exercise
 from helpers.exercises.notebook_02 import MERGE_BY_LSE
 

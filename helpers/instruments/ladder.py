@@ -15,7 +15,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from helpers.attention.portable.tiles import LOG2_E, Tiles, how_it_runs
+from helpers.attention.online_softmax import LOG2_E
+from helpers.attention.portable.tiles import Tiles, how_it_runs
 from helpers.instruments.products import equations
 from helpers.instruments.traffic import replay
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from helpers.attention.ring import plan
+from helpers.attention.public.ring import plan
 
 STATISTIC_BYTES = SUM_BYTES = 4  # of lse and delta, and of sums of results and gradients: float32
 

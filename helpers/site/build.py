@@ -12,13 +12,13 @@ from pathlib import Path
 
 import nbformat
 
-from helpers.notebooks import NOTEBOOKS, ROOT
 from helpers.site import pages as computed
 from helpers.site.colab import buttons_to_copies
+from helpers.workbook import NOTEBOOKS, ROOT
 
 SITE = ROOT / "site"
 SOURCE = ROOT / "site_source"
-CODE = re.compile(r"\]\(helpers/attention/\w+\.py\)")  # in the README; on the site the functions have a page
+CODE = re.compile(r"\]\(helpers/attention/public/\w+\.py\)")  # in the README; on the site the functions have a page
 NOT_SAID = "The picture that the code above draws."
 
 

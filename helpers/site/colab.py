@@ -14,7 +14,7 @@ from pathlib import Path
 
 import nbformat
 
-from helpers.notebooks import NOTEBOOKS, ROOT
+from helpers.workbook import NOTEBOOKS, ROOT
 
 FOLDER = ROOT / "colab"
 BRANCH = "colab"

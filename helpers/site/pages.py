@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from helpers.attention import registry
 from helpers.attention.problem import check_call
+from helpers.attention.public import registry
 from helpers.instruments import results
 from helpers.plots import measuring as plots
 from helpers.site import landing

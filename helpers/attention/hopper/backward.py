@@ -47,7 +47,7 @@ from helpers.attention.hopper.walks import needs_walks, padded, padded_ids, walk
 from helpers.attention.hopper.warpgroup import padded_head_dim
 from helpers.attention.low_bits import delta_of
 from helpers.attention.masking import NO_BAND
-from helpers.attention.portable.tiles import LOG2_E
+from helpers.attention.online_softmax import LOG2_E
 from helpers.attention.problem import Call
 
 GRID_LIMIT = 65535  # programs along the axis into which Mosaic folds all but the last two of a grid

@@ -23,7 +23,7 @@ from helpers.attention.hopper.ptx import MATRIX, draw
 from helpers.attention.hopper.ring import Ring
 from helpers.attention.hopper.walks import View, Walk, capped
 from helpers.attention.hopper.warpgroup import COLUMNS, ROWS, anew, awaited, take_registers
-from helpers.attention.portable.tiles import LOG2_E
+from helpers.attention.online_softmax import LOG2_E
 from helpers.attention.problem import Problem
 
 

@@ -50,7 +50,7 @@ from helpers.attention.hopper.ring import Ring
 from helpers.attention.hopper.tile_scheduler import TileScheduler, Turns
 from helpers.attention.hopper.walks import Walk
 from helpers.attention.hopper.warpgroup import MATRIX, accumulate, accumulate_then, overlapped, product, take_registers
-from helpers.attention.portable.tiles import LOG2_E
+from helpers.attention.online_softmax import LOG2_E
 from helpers.attention.problem import Problem
 
 

@@ -24,7 +24,7 @@ from helpers.attention.hopper.guess import Guess
 from helpers.attention.hopper.tile_scheduler import DynamicScheduler, TileScheduler, WalkScheduler
 from helpers.attention.hopper.walks import View
 from helpers.attention.hopper.warpgroup import MATRIX, ROWS, anew, reciprocal
-from helpers.attention.portable.tiles import LOG2_E
+from helpers.attention.online_softmax import LOG2_E
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
 

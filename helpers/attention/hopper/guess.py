@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from helpers.attention.hopper.forward_kernel import RunningMaximum, exponentials
 from helpers.attention.hopper.tile_scheduler import Turns
 from helpers.attention.hopper.warpgroup import COLUMNS, ROWS
-from helpers.attention.portable.tiles import LOG2_E
+from helpers.attention.online_softmax import LOG2_E
 from helpers.attention.problem import Problem
 
 # How far a guess is above the maximum that it was made from, in powers of two, and what

@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from helpers.attention.hopper import forward as full
 from helpers.attention.hopper.ptx import SWIZZLED
 from helpers.attention.hopper.warpgroup import MATRIX, REGISTERS, ROWS, accumulate, overlapped, product
-from helpers.attention.portable.tiles import LOG2_E
+from helpers.attention.online_softmax import LOG2_E
 
 BLOCK_Q = 64
 BLOCK_K = 128

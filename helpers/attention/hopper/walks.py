@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.hopper.warpgroup import COLUMNS, MATRIX, ROWS, anew
 from helpers.attention.masking import FULL, HIDDEN, NO_BAND, Band, segment_kinds, tile_kinds
-from helpers.attention.portable.tiles import LOG2_E
+from helpers.attention.online_softmax import LOG2_E
 
 
 class Walk(NamedTuple):

@@ -65,7 +65,7 @@ from helpers.attention.mosaic.warp import (
     walk,
     whole_tiles,
 )
-from helpers.attention.portable.tiles import LOG2_E
+from helpers.attention.online_softmax import LOG2_E
 
 
 def weights(pair, s, lse, masked):

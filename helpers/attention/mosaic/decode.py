@@ -43,7 +43,7 @@ from helpers.attention.masking import key_tiles, keys_seen, share, visible
 from helpers.attention.mosaic import own_keys
 from helpers.attention.mosaic.own_keys import PARTS, WARP_ROWS, WARPS, padded_head_dim, row_of, swizzled, warp_of
 from helpers.attention.mosaic.warp import ACC, ROWS, along, as_operand, full, operand_dtype, pieces_of, split
-from helpers.attention.portable.tiles import LOG2_E
+from helpers.attention.online_softmax import LOG2_E
 
 FEWEST_KEYS = 256  # of a program
 MERGED = 2**14  # numbers of parts that are merged in one step: 128 for each thread

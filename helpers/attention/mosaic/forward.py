@@ -72,7 +72,7 @@ from helpers.attention.mosaic.warp import (
     walk,
     whole_tiles,
 )
-from helpers.attention.portable.tiles import LOG2_E
+from helpers.attention.online_softmax import LOG2_E
 
 RISE = 8  # of which p is at most two to the power
 SMALLEST_FACTOR = 1e-30  # so that a factor times infinity is infinity

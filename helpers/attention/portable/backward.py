@@ -42,8 +42,9 @@ from jax.experimental import pallas as pl
 
 from helpers.attention.low_bits import delta_of
 from helpers.attention.masking import key_tiles, query_tiles
+from helpers.attention.online_softmax import LOG2_E
 from helpers.attention.portable.pairs import Pair, bounds_of, masks_and_specs, over_tiles
-from helpers.attention.portable.tiles import LOG2_E, dot, how_it_runs, padded_head_dim, real, select_tiles, whole
+from helpers.attention.portable.tiles import dot, how_it_runs, padded_head_dim, real, select_tiles, whole
 
 
 def p_and_ds(q, k, v, do, lse, delta, pair):

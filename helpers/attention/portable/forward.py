@@ -33,8 +33,9 @@ from jax.experimental import pallas as pl
 
 from helpers.attention import online_softmax
 from helpers.attention.masking import key_tiles
+from helpers.attention.online_softmax import LOG2_E
 from helpers.attention.portable.pairs import Pair, bounds_of, masks_and_specs, over_tiles
-from helpers.attention.portable.tiles import LOG2_E, dot, how_it_runs, padded_head_dim, real, select_tiles, whole
+from helpers.attention.portable.tiles import dot, how_it_runs, padded_head_dim, real, select_tiles, whole
 
 
 def forward_kernel(q_ref, k_ref, v_ref, masks, out_ref, lse_ref, *, problem, tiles):

@@ -27,7 +27,8 @@ from jax.experimental import pallas as pl
 from helpers.attention import scores
 from helpers.attention.extras import AXES, Extras
 from helpers.attention.masking import TileLists, for_kernel, visible
-from helpers.attention.portable.tiles import LOG2_E, whole
+from helpers.attention.online_softmax import LOG2_E
+from helpers.attention.portable.tiles import whole
 from helpers.attention.problem import Problem
 
 

@@ -1,13 +1,11 @@
 """What the plain kernels share: the choice of tiles, what lies past the end of an array, products, how they run."""
 
-import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-LOG2_E = math.log2(math.e)
 MIN_BLOCK = 16  # the smallest side that is whole products of the tensor cores, 16 x 8 x 16 in 16 bits
 
 

@@ -29,7 +29,7 @@ once more: beside the error of the logits themselves, out has a relative error o
 logit (4e-5 near 2000), and dq, where the keys of a row have much in common, one of up to 5e-5 times it.
 
 In `jax.checkpoint` the residuals can be saved by name, so that the forward pass runs once (but not in the reference):
-`policy=jax.checkpoint_policies.save_only_these_names(*helpers.attention.api.RESIDUALS)`.
+`policy=jax.checkpoint_policies.save_only_these_names(*helpers.attention.public.api.RESIDUALS)`.
 
 Many devices: under jit a call is split over the batch and the heads as its arrays are, and no array is gathered
 for that; where there are fewer key heads than devices to split them, every device needs all of its batch's.
@@ -53,7 +53,7 @@ from helpers.attention import sharding
 from helpers.attention.device import default_device, settings
 from helpers.attention.differentiate import RESIDUALS
 from helpers.attention.problem import Call, check_call
-from helpers.attention.registry import IMPLEMENTATIONS, Kernels, KernelsOf, choose
+from helpers.attention.public.registry import IMPLEMENTATIONS, Kernels, KernelsOf, choose
 
 __all__ = ["IMPLEMENTATIONS", "RESIDUALS", "flash_attention"]
 

@@ -1,8 +1,8 @@
 """Attention over a cache whose keys and values lie in pages: PagedAttention, arXiv 2309.06180."""
 
-from helpers.attention.api import run
 from helpers.attention.problem import check_paged_call
-from helpers.attention.registry import choose
+from helpers.attention.public.api import run
+from helpers.attention.public.registry import choose
 
 
 def paged_attention(

@@ -49,8 +49,8 @@ from helpers.attention.extras import Extras
 from helpers.attention.low_bits import low_bits
 from helpers.attention.masking import Band
 from helpers.attention.problem import MAX_LENGTH, Call, Problem, check_call, check_lengths
+from helpers.attention.public.registry import KernelsOf, choose, kernels_by_platform
 from helpers.attention.reference import naive_attention
-from helpers.attention.registry import KernelsOf, choose, kernels_by_platform
 from helpers.attention.sharding import vary_alike
 
 LAYOUTS = ("contiguous", "striped", "zigzag")

@@ -6,7 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from helpers.attention.api import flash_attention
+from helpers.attention.public.api import flash_attention
 
 
 def attention(

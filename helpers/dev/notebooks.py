@@ -1,6 +1,6 @@
 """The one tool that writes the outputs of notebooks: execute them and normalise them.
 
-    python -m helpers.notebooks execute [--anew] [03 …]
+    python -m helpers.dev.notebooks execute [--anew] [03 …]
 
 Executing an unchanged notebook again changes no byte of it, as long as nothing in `helpers` and no version was edited
 since the last commit: a cell that is the same as there, after cells that are the same, keeps its outputs if it prints

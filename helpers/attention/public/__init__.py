@@ -1,0 +1,1 @@
+"""What users call, and the table of the kernels that serve a call."""
