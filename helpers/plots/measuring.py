@@ -165,6 +165,8 @@ def bounds(rows, title):
     axes.set(xlim=(0, 135), xticks=[0, 25, 50, 75, 100])
     axes.set(xlabel="least time of each side, in per cent of the longest", title=title)
     axes.legend(loc="center right")
+    in_ms = {name: {side: 1e3 * seconds for side, seconds in times.items()} for name, times in rows.items()}
+    figure.alt = f"{title}, in ms. " + " ".join(f"{name}: {_listed(times, '.3g')}." for name, times in in_ms.items())
     return figure
 
 
