@@ -79,8 +79,10 @@ def reading_minutes(path):
             text, inline = re.subn(r"\$[^$\n]+\$", "", text)
             seconds += words(text) * WORD + displayed * FORMULA_ON_ITS_OWN + inline * FORMULA_IN_A_LINE
         else:
-            printed = [line for output in cell.outputs for line in output.get("text", "").splitlines()]
-            seconds += sum(bool(line.strip()) for line in [*cell.source.splitlines(), *printed]) * LINE
+            shown = [output.get("data", {}).get("text/markdown", "") for output in cell.outputs]
+            printed = "".join([output.get("text", "") for output in cell.outputs] + shown)
+            lines = [*cell.source.splitlines(), *printed.replace("```python", "").replace("```", "").splitlines()]
+            seconds += sum(bool(line.strip()) for line in lines) * LINE
             pictures = sum("image/png" in output.get("data", {}) for output in cell.outputs)
         seconds += pictures * PICTURE_SEEN
     return seconds / 60
