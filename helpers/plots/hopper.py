@@ -179,8 +179,11 @@ def phases(run, barriers):
     return figure
 
 
-def stacked(rows, limits, unit, title, limit_name):
-    """Lying bars of what a tile needs, each beside its limit. rows: {name: {part: amount}}, parts s, p and acc."""
+def registers(rows, limits):
+    """Lying bars of the registers that a thread needs for a tile, each beside what it may have.
+
+    rows: {name: {part: registers}}, parts s, p and acc.
+    """
     parts = next(iter(rows.values()))
     looks = dict(zip(parts, ((style.LOGITS, "//"), (style.KEY, "xx"), (style.OUTPUT, "..")), strict=True))
     figure, axes = style.subplots(width=9.5, height=0.5 * len(rows) + 1.7)
@@ -195,9 +198,10 @@ def stacked(rows, limits, unit, title, limit_name):
         told = ", ".join(f"{part} {amount:.3g}" for part, amount in row.items() if amount)
         said.append(f"{name}: {told}; in all {left:.3g} of {limit:.3g}.")
     draw.rows(axes, rows, marks=True)
-    axes.set(xlabel=f"{unit} (thick line: {limit_name})", title=title)
+    title, unit, may = "what the arrays of a tile need", "registers of a compute thread", "what a thread may have"
+    axes.set(xlabel=f"{unit} (thick line: {may})", title=title)
     draw.beside(axes, handles=draw.keys(looks, alpha=0.7, **EDGE), fontsize=8.5)
-    figure.alt = f"{title}, in {unit}, of {limit_name}. {' '.join(said)}"
+    figure.alt = f"{title}, in {unit}, of {may}. {' '.join(said)}"
     return figure
 
 

@@ -68,7 +68,6 @@ def softmax(s, m, l, *, problem, q_start, j):
         rows = q_start + plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=MATRIX)
         cols = j * BLOCK_K + plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=MATRIX)
         s = jnp.where(cols <= rows, s, -jnp.inf)
-    # -- the step of the ladder
     m_new = jnp.maximum(m, scale_2 * s.max(axis=1))
     alpha = jnp.exp2(m - m_new)
     p = jnp.exp2(scale_2 * s - columns(m_new, s.shape))
@@ -122,7 +121,6 @@ def one_warpgroup(q_ref, k_ref, v_ref, out_ref, lse_ref, q_smem, k_smem, v_smem,
     # --
     copy(q_ref.at[b, my_rows, n], q_smem)
 
-    # -- rung 1
     def one_key_tile(j, state):
         m, l, acc = state
         tile = pl.ds(j * BLOCK_K, BLOCK_K)
@@ -132,7 +130,6 @@ def one_warpgroup(q_ref, k_ref, v_ref, out_ref, lse_ref, q_smem, k_smem, v_smem,
         p, m, l, alpha = softmax(s, m, l, problem=problem, q_start=q_start, j=j)
         return m, l, add(acc, alpha, p, v_smem, interpret=interpret)
 
-    # --
     state = lax.fori_loop(0, key_tiles(problem, q_start + BLOCK_Q), one_key_tile, start(problem.H))
     finish(state, out_ref.at[b, my_rows, n], lse_ref.at[b, n, my_rows], q_smem, problem=problem)
 
@@ -149,14 +146,12 @@ def ring(
     my_rows = pl.ds(q_start, BLOCK_Q)
     stop = key_tiles(problem, q_start + BLOCK_Q)
 
-    # -- a copy by TMA
     def fetch(j):  # returns at once; k_loaded and v_loaded say when the tiles are there
         tile = b, pl.ds(j * BLOCK_K, BLOCK_K), kv_head
         slot = lax.rem(j, STAGES)
         plgpu.copy_gmem_to_smem(k_ref.at[tile], k_smem.at[slot], k_loaded.at[slot])
         plgpu.copy_gmem_to_smem(v_ref.at[tile], v_smem.at[slot], v_loaded.at[slot])
 
-    # --
     plgpu.copy_gmem_to_smem(q_ref.at[b, my_rows, n], q_smem.at[0], q_loaded.at[0])
     pl.loop(0, jnp.minimum(STAGES, stop))(fetch)
     plgpu.barrier_wait(q_loaded.at[0])
@@ -191,7 +186,6 @@ def specialised(
     me = lax.axis_index("warpgroup")
     stop = key_tiles(problem, (i + 1) * warpgroups * BLOCK_Q)
 
-    # -- a compute warpgroup
     def compute():
         if warpgroups == 2:  # one of each has as many as it wants from the start
             plgpu.set_max_registers(REGISTERS[2][0], action="increase")
@@ -200,7 +194,6 @@ def specialised(
         q_mine = q_smem.at[me]
         plgpu.copy_gmem_to_smem(q_ref.at[b, my_rows, n], q_mine, q_loaded.at[me])
         plgpu.barrier_wait(q_loaded.at[me])
-        # --
         if ping_pong:
             pl.when(me == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))  # warpgroup 0 begins
 

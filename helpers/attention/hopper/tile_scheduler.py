@@ -225,7 +225,6 @@ class DynamicScheduler(TileScheduler):
         is_whole = place.q_start + self.q_block <= self.problem.T
         return jnp.where(is_whole, jnp.maximum(place.stop - masked, 1), 1)
 
-    # -- take a place
     def take(self, turns, i):
         turn, last = turns.start + i, self.places.shape[0] - 1
 
@@ -233,8 +232,9 @@ class DynamicScheduler(TileScheduler):
         def _():
             @pl.when((turn > 0) & (turn < last))
             def _():
+                # -- take a place
                 place = self.places.at[pl.ds(turn, 1)]
-                in_turns = turn * self.programs + self.program
+                in_turns = turn * self.programs + self.program  # for the interpreter
                 count_up(self.counter, place, self.programs, in_turns, self.interpret)
 
             @pl.when((turn == 0) | (turn == last))  # its own, and none: the row is full
@@ -249,8 +249,6 @@ class DynamicScheduler(TileScheduler):
         def _():
             slot = lax.rem(turns.start + i, self.known.shape[0])
             plgpu.barrier_wait(self.known.at[slot])
-
-    # --
 
 
 class Deal(NamedTuple):

@@ -134,6 +134,7 @@ def product(a, b, *, interpret):
     if interpret:
         return _dot(a, b)
 
+    # -- a product by wgmma
     def body(c_ref):
         plgpu.wgmma(c_ref, a, b)
         return c_ref[...]
