@@ -230,13 +230,17 @@ def test_what_lies_past_the_end_is_not_known_by_being_nan(number):
 
 
 MASKED_TOO_WEAKLY = {
+    "5.5": (
+        "m_new = jnp.maximum(m, s.max(axis=1))",
+        "m_new = jnp.maximum(m, (dot(q, k.T) / math.sqrt(H)).max(axis=1))",
+    ),
     "7.7": ("jnp.where(cols <= rows[:, None], p, 0)", "p * (cols <= rows[:, None])"),
     "7.8": ("else cols < S\n", "else cols >= 0\n"),
 }
 
 
 @pytest.mark.parametrize("number", MASKED_TOO_WEAKLY)
-def test_weights_that_overflow_are_noticed_where_they_are_masked(number):
+def test_exponentials_out_of_range_are_noticed_where_they_are_masked(number):
     judged = verdict(exercise(number), edited(exercise(number).solution, MASKED_TOO_WEAKLY[number]))
     assert judged.status == "wrong" and "NaN" in judged.text, judged.text
 
