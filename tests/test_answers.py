@@ -229,7 +229,35 @@ def test_what_lies_past_the_end_is_not_known_by_being_nan(number):
     assert judged.status == "wrong" and "mask by position" in judged.text, judged.text
 
 
+MASKED_TOO_WEAKLY = {
+    "5.5": (
+        "m_new = jnp.maximum(m, s.max(axis=1))",
+        "m_new = jnp.maximum(m, (dot(q, k.T) / math.sqrt(H)).max(axis=1))",
+    ),
+    "7.7": ("jnp.where(cols <= rows[:, None], p, 0)", "p * (cols <= rows[:, None])"),
+    "7.8": ("else cols < S\n", "else cols >= 0\n"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", MASKED_TOO_WEAKLY)
+def test_exponentials_out_of_range_are_noticed_where_they_are_masked(number):
+    judged = verdict(exercise(number), edited(exercise(number).solution, MASKED_TOO_WEAKLY[number]))
+    assert judged.status == "wrong" and "NaN" in judged.text, judged.text
+
+
 # Right results by a forbidden way
+
+
+@pytest.mark.parametrize("number", in_tiers(["5.5", "7.7", "7.8", "13.7"], lambda number: number == "7.8"))
+def test_a_copy_around_a_kernel_is_noticed(number):
+    solution = exercise(number).solution
+
+    def through_heads_first(*arguments):
+        copy = lambda array: array.swapaxes(1, 2).copy().swapaxes(1, 2) if getattr(array, "ndim", 0) == 4 else array
+        return solution(*map(copy, arguments))
+
+    assert "a copy of an array around the kernel" in verdict(exercise(number), through_heads_first).text
 
 
 def test_the_lse_of_a_query_without_keys_is_compared():

@@ -198,7 +198,7 @@ def _forward_cases():
     random = np.random.default_rng(55)
     for (B, T, S, N, K, H), is_causal, blocks, dtype, label, push in [
         ((1, 16, 32, 2, 1, 4), False, (8, 16), np.float32, "the largest logits last", (0, 20)),
-        ((2, 12, 21, 4, 2, 5), True, (8, 16), np.float32, "", (0,)),
+        ((2, 12, 21, 4, 2, 5), True, (8, 16), np.float32, "masked logits far above the rest", (0, 120)),
         ((1, 37, 20, 3, 3, 16), True, (16, 8), np.float32, "the largest logits first, 200 above the rest", (200, 0)),
         ((1, 20, 40, 6, 2, 3), False, (16, 8), np.float32, "large logits for some queries, far below 0 for others",
          (90, 150, 120, 100, 140)),

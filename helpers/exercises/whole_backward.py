@@ -93,16 +93,19 @@ def _kernel_cases():
     yield _kernel_case("the case worked by hand", HAND, False, (1, 2))
     random = np.random.default_rng(57)
     for (B, T, S, N, K, H), is_causal, blocks, dtype, push in [
-        ((1, 16, 32, 2, 1, 4), False, (8, 16), np.float32, 0), ((2, 12, 21, 4, 2, 5), True, (8, 16), np.float32, 120),
-        ((1, 37, 20, 3, 3, 16), True, (8, 16), np.float32, -120), ((1, 20, 37, 6, 2, 8), True, (16, 8), np.float32, 0),
+        ((1, 16, 27, 2, 1, 4), False, (8, 16), np.float32, -120),
+        ((2, 12, 21, 4, 2, 5), True, (8, 16), np.float32, 120),
+        ((1, 37, 20, 3, 3, 16), True, (8, 16), np.float32, -120),
+        ((1, 20, 37, 6, 2, 8), True, (16, 8), np.float32, (0, 0, 0, 0, 0, 0, 0, 120)),  # masked ones far above the rest
         ((2, 20, 40, 4, 2, 8), False, (8, 16), jnp.bfloat16, 0), ((2, 100, 90, 4, 2, 20), True, (), np.float32, 0),
     ]:  # fmt: skip
         shapes = ((B, T, N, H), (B, S, K, H), (B, S, K, H), (B, T, N, H))
         q, k, v, do = (random.standard_normal(shape) for shape in shapes)
         q[..., 0] = 16 * math.sqrt(H)  # so that the first component of k moves all logits, and itself is small
-        k[..., 0] = push / 16
+        k[..., 0] = np.resize(push, S)[:, None] / 16
         sizes = dict(T=T, S=S, N=N, K=K, H=H, B=B) | dict(zip(("block_q", "block_k"), blocks, strict=False))
-        said = ["causal" if is_causal else "no mask", jnp.dtype(dtype).name, f"logits near {push}"]
+        near = " and ".join(map(str, np.unique(push)))
+        said = ["causal" if is_causal else "no mask", jnp.dtype(dtype).name, f"logits near {near}"]
         said += [] if blocks else ["your own blocks, not replayed but run"]
         label = ", ".join([f"{name}={value}" for name, value in sizes.items()] + said)
         yield _kernel_case(label, [array.astype(dtype) for array in (q, k, v, do + 0.5)], is_causal, blocks)
