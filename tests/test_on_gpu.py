@@ -64,12 +64,12 @@ def test_long_sequences(T, S, H, dtype, attention):
         check_attention(attention, case, mends_delta=not is_hopper)
 
 
-def forward_by(tiles_of):
+def forward_by(tiles_of, keeps_low_bits=False):
     """Attention by the forward kernel of Hopper with the tiles tiles_of(problem)."""
 
     def attention(query, key, value, **arguments):
         call = check_call(query, key, value, **arguments)
-        out, lse = hopper.forward(call, tiles=tiles_of(call.problem))
+        out, lse, *_ = hopper.forward(call, tiles=tiles_of(call.problem), keeps_low_bits=keeps_low_bits)
         return out, np.swapaxes(lse, 1, 2)
 
     return attention
@@ -104,6 +104,15 @@ def test_hopper_guesses_that_fail(dtype, H, logits):
     for is_causal in (False, True):
         case = AttentionCase(1000, 1500, H, N=4, K=2, dtype=dtype, logits=logits, arguments={"is_causal": is_causal})
         check_forward(forward_by(lambda problem: hopper.default_tiles(problem)._replace(programs=8, guess=True)), case)
+
+
+@on_hopper
+@pytest.mark.parametrize(("warpgroups", "dynamic"), [(2, False), (2, True), (3, False), (3, True)])
+def test_constants_are_found_wherever_smem_has_them(warpgroups, dynamic):
+    """Between them and the values lies what the tiles ask for: an even or an odd number of kibibytes."""
+    tiles = hopper.Tiles(warpgroups=warpgroups, dynamic=dynamic, programs=8)
+    case = AttentionCase(1100, 1300, 64, N=4, K=2, dtype="bfloat16", arguments={"is_causal": True})
+    check_forward(forward_by(lambda _: tiles, keeps_low_bits=True), case)
 
 
 @on_hopper

@@ -108,9 +108,8 @@ def test_the_wide_product_reads_values_and_constants_beside_them():
     assert constraints.split(",") == ["=f"] * count + [*map(str, range(count))] + ["r"] * (keys // 4) + ["l"] * 2
     assert text.index("wgmma.fence") < text.index("wgmma.mma") and text.index("wgmma.commit") > text.rindex("wgmma.mma")
     one = (
-        r"add.s64 b, \$(\d+), (\d+); sub.s64 far, \$(\d+), b; and.b64 far, far, 0x3FFF; shl.b64 far, far, 16; "
-        r"or.b64 b, b, far; wgmma.mma_async.sync.aligned.m64n(\d+)k16.f32.bf16.bf16 \{([^}]*)\}, \{([^}]*)\}, "
-        r"b, 1, 1, 1, 1;"
+        r"add.s64 b, \$(\d+), (\d+); sub.s64 far, \$(\d+), b; bfi.b64 b, far, b, (\d+), (\d+); "
+        r"wgmma.mma_async.sync.aligned.m64n(\d+)k16.f32.bf16.bf16 \{([^}]*)\}, \{([^}]*)\}, b, 1, 1, 1, 1;"
     )
     instructions = re.findall(one, text)
     assert len(instructions) == keys // 16
@@ -119,14 +118,14 @@ def test_the_wide_product_reads_values_and_constants_beside_them():
     begins = 1024 // 16, (1024 + keys * 128 + 2048) // 16  # where both lie, in units of 16 bytes
     for array, begin in zip((values, constants), begins, strict=True):
         memory[begin * 8 : begin * 8 + array.size] = array.ravel()
-    stride = 1024 // 16
+    of_values, _ = (int(value) for value in re.findall(r"arith.constant (\d{16,}) : i64", "\n".join(lines)))
     total = np.zeros((64, H + 8))
-    for number, (place_of, step, far_from, columns, sums, lefts) in enumerate(instructions):
+    for number, (place_of, step, far_from, start, length, columns, sums, lefts) in enumerate(instructions):
         assert (int(place_of), int(far_from)) == (left + keys // 4, left + keys // 4 + 1)
         assert int(columns) == H + 8 and sums == ",".join(f"${i}" for i in range(count))
         assert lefts == ",".join(f"${left + 4 * number + i}" for i in range(4))
-        b = begins[0] + int(step)
-        descriptor = b | (begins[1] - b & 0x3FFF) << 16 | stride << 32 | 1 << 62
+        b, kept = begins[0] + int(step), 2 ** int(length) - 1
+        descriptor = (of_values | b) & ~(kept << int(start)) | (begins[1] - b & kept) << int(start)
         n, k = np.ogrid[: H + 8, :16]
         operand = memory[address(descriptor, 0, True, n, k) // 2 + 8 * b]
         total += a[:, 16 * number : 16 * number + 16] @ operand.T

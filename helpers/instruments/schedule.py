@@ -1,6 +1,5 @@
 """Which program of the Hopper forward kernel takes which work of a causal call, in NumPy."""
 
-import dataclasses
 import math
 
 import numpy as np
@@ -22,10 +21,3 @@ def key_tiles_of(problem, tiles):
 def dealt(work, deal=IN_TURNS, programs=NUM_SMS):
     """The sum of work of each program."""
     return tile_scheduler.work_of_programs(work, programs, deal)
-
-
-def in_parts(problem, tiles):
-    """Tiles of keys that each tile of queries sees, in the order of the kernel's tile scheduler."""
-    one_head = key_tiles_of(dataclasses.replace(problem, N=1, B=1), tiles)
-    places = np.arange(len(one_head) * problem.N * problem.B)
-    return one_head[tile_scheduler.causal_order(places, len(one_head), problem, np)[0]]

@@ -1,4 +1,4 @@
-"""Pictures of notebook 12: operands, shared memory, registers, cycles of two units, and the owners of dq."""
+"""Pictures of notebook 12: operands, shared memory, registers, and cycles of two units."""
 
 from helpers.instruments.on_chip import SMEM_LIMIT, SMEM_RATE, TENSOR_RATE, WARPGROUP
 from helpers.plots import draw, style

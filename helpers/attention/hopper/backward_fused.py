@@ -167,6 +167,7 @@ def delayed_step(program, own, masked, head, i, step, before):
     (q, lse), (do, delta) = scratch.q.at(step), scratch.do.at(step)
     ds_slot = lax.rem(step, 2)
 
+    # -- the delayed order
     scratch.q.wait(step)
     s = issue([(scratch.k.at[0, wg], q)], 1, interpret)
     finish_before(program, own, before, step)

@@ -116,8 +116,8 @@ def wide_instructions(acc, a, values, constants):
     text = ""
     for number, step in enumerate(steps):
         left = ",".join(f"${at + 4 * number + i}" for i in range(4))
-        text += f"add.s64 b, ${place}, {step}; sub.s64 far, ${constants_at}, b; and.b64 far, far, 0x3FFF; "
-        text += f"shl.b64 far, far, 16; or.b64 b, b, far; {wgmma} {{{registers}}}, {{{left}}}, b, 1, 1, 1, 1; "
+        text += f"add.s64 b, ${place}, {step}; sub.s64 far, ${constants_at}, b; bfi.b64 b, far, b, 16, 14; "
+        text += f"{wgmma} {{{registers}}}, {{{left}}}, b, 1, 1, 1, 1; "
     constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r"] * len(lefts) + ["l"] * 2
     sums = llvm.inline_asm(
         llvm.StructType.get_literal([f32] * count),
