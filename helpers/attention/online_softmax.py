@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from helpers.attention.portable.tiles import LOG2_E
 
@@ -35,6 +36,18 @@ def step(m, l, s, along=None, *, axis=1, exp=jnp.exp2, xp=jnp):
     alpha = exp(m - reference)
     p = exp(s - along(reference))
     l = alpha * l + p.sum(axis=axis, keepdims=keepdims)
+    return m_new, l, alpha, p
+
+
+def step_of_scores(m, l, s, scale):
+    """`step` of scores in registers, where scaling and subtracting is one multiply-add.
+
+    s: products of queries and keys, of which each row has seen one. scale: that of logits in base 2, as m is.
+    """
+    m_new = jnp.maximum(m, scale * s.max(axis=1))
+    alpha = jnp.exp2(m - m_new)
+    p = jnp.exp2(scale * s - lax.broadcast_in_dim(m_new, s.shape, [0]))
+    l = alpha * l + p.sum(axis=1)
     return m_new, l, alpha, p
 
 

@@ -130,16 +130,36 @@ def merged(text, gathered, number, in_place=()):
         last = max(place for place, block in replaced.items() if block)
         replaced[last], added = [*added[2:], *["", ""][: len(added)], *replaced[last]], []
     if new_imports:
-        head = itertools.takewhile(lambda node: isinstance(node, ast.Import | ast.ImportFrom | ast.Expr), body)
+        head = list(itertools.takewhile(lambda node: isinstance(node, ast.Import | ast.ImportFrom | ast.Expr), body))
         top = max((node.end_lineno for node in head), default=0)
         gap = [""] if top and isinstance(body[0], ast.Expr) and top == body[0].end_lineno else []
-        replaced[top, top] = gap + sorted(new_imports, key=lambda each: (each.startswith("from"), each))
+        longer, apart = _joined([node for node in head if _may_grow(node, text)], new_imports)
+        replaced |= {(node.lineno - 1, node.lineno): [ast.unparse(node)] for node in longer}
+        replaced[top, top] = gap + sorted(apart, key=lambda each: (each.startswith("from"), each)) if apart else []
     lines = text.removesuffix("\n").split("\n")
     for (begin, end), block in sorted(replaced.items(), reverse=True):
         lines[begin:end] = block
     text = "\n".join(lines + added) + "\n"
     in_order = sorted(set(in_place))  # by names: what is for a Hopper GPU alone comes last, and is asked first
     return text + "\n\n" + ON_GPU + "".join(in_order) if in_order else text
+
+
+def _may_grow(node, text):
+    """Whether a statement imports names from a module, and nothing else stands on its line."""
+    is_plain = isinstance(node, ast.ImportFrom) and source_of(node, text) == ast.unparse(node)
+    return is_plain and node.names[0].name != "*" and not _is_stand_in(node)
+
+
+def _joined(nodes, imports):
+    """(the nodes of a module that get names of these imports, statements for the others): one line for a module."""
+    homes, apart = {node.module: node for node in nodes}, []
+    for node in (ast.parse(statement).body[0] for statement in imports):
+        home = node if isinstance(node, ast.Import) or _is_stand_in(node) else homes.setdefault(node.module, node)
+        if home is node:
+            apart.append(node)
+        else:
+            home.names = sorted([*home.names, *node.names], key=lambda alias: alias.name)
+    return nodes, list(map(ast.unparse, apart))
 
 
 def _is_stand_in(node):

@@ -28,6 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from helpers.attention.hopper import forward as full
 from helpers.attention.hopper.ptx import SWIZZLED
 from helpers.attention.hopper.warpgroup import MATRIX, REGISTERS, ROWS, accumulate, overlapped, product
+from helpers.attention.online_softmax import step_of_scores
 from helpers.attention.portable.tiles import LOG2_E
 
 BLOCK_Q = 64
@@ -63,17 +64,12 @@ def columns(row_values, shape):
 
 def softmax(s, m, l, *, problem, q_start, j):
     """(p, m, l, alpha) from s = q k^T of key tile j, not yet scaled: with alpha, acc is rescaled."""
-    scale_2 = problem.scale * LOG2_E
     if problem.band.right == 0:
         rows = q_start + plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=MATRIX)
         cols = j * BLOCK_K + plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=MATRIX)
         s = jnp.where(cols <= rows, s, -jnp.inf)
-    # -- the step of the ladder
-    m_new = jnp.maximum(m, scale_2 * s.max(axis=1))
-    alpha = jnp.exp2(m - m_new)
-    p = jnp.exp2(scale_2 * s - columns(m_new, s.shape))
-    l = alpha * l + p.sum(axis=1)
-    return p, m_new, l, alpha
+    m, l, alpha, p = step_of_scores(m, l, s, problem.scale * LOG2_E)
+    return p, m, l, alpha
 
 
 def add(acc, alpha, p, v_smem, *, interpret):
@@ -89,10 +85,10 @@ def key_tiles(problem, q_stop):
     return problem.S // BLOCK_K
 
 
-def finish(state, out_ref, lse_ref, o_smem, *, problem):
+def finish(state, out_ref, lse_ref, o_smem):
     """Divide, and store through SMEM. out_ref (BLOCK_Q, H) and lse_ref (BLOCK_Q,) are in GMEM."""
     m, l, acc = state
-    o_smem[...] = (acc / columns(l, acc.shape)).astype(problem.dtype)
+    o_smem[...] = (acc / columns(l, acc.shape)).astype(o_smem.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(o_smem, out_ref)
     lse_ref[...] = (m + jnp.log2(l)) / LOG2_E
@@ -134,7 +130,7 @@ def one_warpgroup(q_ref, k_ref, v_ref, out_ref, lse_ref, q_smem, k_smem, v_smem,
 
     # --
     state = lax.fori_loop(0, key_tiles(problem, q_start + BLOCK_Q), one_key_tile, start(problem.H))
-    finish(state, out_ref.at[b, my_rows, n], lse_ref.at[b, n, my_rows], q_smem, problem=problem)
+    finish(state, out_ref.at[b, my_rows, n], lse_ref.at[b, n, my_rows], q_smem)
 
 
 # Rung 2
@@ -175,7 +171,7 @@ def ring(
 
     # --
     state = lax.fori_loop(0, stop, one_key_tile, start(problem.H))
-    finish(state, out_ref.at[b, my_rows, n], lse_ref.at[b, n, my_rows], q_smem.at[0], problem=problem)
+    finish(state, out_ref.at[b, my_rows, n], lse_ref.at[b, n, my_rows], q_smem.at[0])
 
 
 # Rungs 3 to 6: the same roles, with one or two compute warpgroups, with turns, with overlap
@@ -230,7 +226,7 @@ def specialised(
             state = lax.fori_loop(0, stop, one_key_tile, start(problem.H))
         if ping_pong:
             pl.when(me == 0)(lambda: plgpu.barrier_wait(turn.at[0]))  # the turn that nobody takes
-        finish(state, out_ref.at[b, my_rows, n], lse_ref.at[b, n, my_rows], q_mine, problem=problem)
+        finish(state, out_ref.at[b, my_rows, n], lse_ref.at[b, n, my_rows], q_mine)
 
     def load():
         if warpgroups == 2:
