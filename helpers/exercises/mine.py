@@ -103,10 +103,10 @@ def merged(text, gathered, number, in_place=()):
     holders = {name: node for node in body for name in bound(node)}
     new_imports, replaced, added = [], {}, []
     for name, statement in gathered.imports.items():
-        holder = holders.get(name)
+        holder, node = holders.get(name), ast.parse(statement).body[0]
         if holder is None:
-            new_imports.append(statement)
-        elif _is_stand_in(ast.parse(statement).body[0]):
+            new_imports.append(node)
+        elif _is_stand_in(node):
             continue  # the learner has one
         elif not isinstance(holder, ast.Import | ast.ImportFrom) or import_of(name, holder) != statement:
             raise NotKept(f"`{name}` is something else there than here. Rename one of them.")
@@ -133,9 +133,14 @@ def merged(text, gathered, number, in_place=()):
         head = list(itertools.takewhile(lambda node: isinstance(node, ast.Import | ast.ImportFrom | ast.Expr), body))
         top = max((node.end_lineno for node in head), default=0)
         gap = [""] if top and isinstance(body[0], ast.Expr) and top == body[0].end_lineno else []
-        longer, apart = _joined([node for node in head if _may_grow(node, text)], new_imports)
-        replaced |= {(node.lineno - 1, node.lineno): [ast.unparse(node)] for node in longer}
-        replaced[top, top] = gap + sorted(apart, key=lambda each: (each.startswith("from"), each)) if apart else []
+        homes = {node.module: node for node in head if _may_grow(node, text)}  # a line for all names of a module
+        for node in new_imports:
+            home = homes.setdefault(node if _is_stand_in(node) else getattr(node, "module", node), node)
+            if home is not node:
+                home.names += node.names
+        replaced |= {(node.lineno - 1, node.lineno): [ast.unparse(node)] for node in homes.values() if node in head}
+        apart = [ast.unparse(node) for node in homes.values() if node not in head]
+        replaced[top, top] = gap + sorted(apart, key=lambda each: (each.startswith("from"), each))
     lines = text.removesuffix("\n").split("\n")
     for (begin, end), block in sorted(replaced.items(), reverse=True):
         lines[begin:end] = block
@@ -148,18 +153,6 @@ def _may_grow(node, text):
     """Whether a statement imports names from a module, and nothing else stands on its line."""
     is_plain = isinstance(node, ast.ImportFrom) and source_of(node, text) == ast.unparse(node)
     return is_plain and node.names[0].name != "*" and not _is_stand_in(node)
-
-
-def _joined(nodes, imports):
-    """(the nodes of a module that get names of these imports, statements for the others): one line for a module."""
-    homes, apart = {node.module: node for node in nodes}, []
-    for node in (ast.parse(statement).body[0] for statement in imports):
-        home = node if isinstance(node, ast.Import) or _is_stand_in(node) else homes.setdefault(node.module, node)
-        if home is node:
-            apart.append(node)
-        else:
-            home.names = sorted([*home.names, *node.names], key=lambda alias: alias.name)
-    return nodes, list(map(ast.unparse, apart))
 
 
 def _is_stand_in(node):

@@ -308,7 +308,6 @@ def _expected_decode(query, key, value, lengths, *_):
     return out[:, 0], whole.AS_ASKED
 
 
-FINISH = "online_softmax.finish(*state, log=jnp.log, log_e=1)"
 DECODE = Exercise(
     decode_attention, "A kernel that decodes", outputs=("out", "how it was made"), building_block="decode", slow=True,
     cases=_decode_cases, run=_run_decode, expected=_expected_decode, tolerance=1e-4,
@@ -324,9 +323,8 @@ DECODE = Exercise(
      "A part has as many tiles as any other, so that all programs read: see section 6."),
     ("the results of the parts are averaged", "jax.nn.softmax(lses, axis=2)", "jnp.ones_like(lses) / parts",
      "A part counts by its share of the sum of exponentials: see the equation of section 6."),
-    ("out of a part is not divided by its sum", FINISH, "state[2], state[0] + jnp.log(state[1])",
-     "The merge of section 6 takes results that are divided already."),
-    ("a part without a key is divided by zero", FINISH, "state[2] / state[1][:, None], state[0] + jnp.log(state[1])",
+    ("a part without a key is divided by zero", "online_softmax.finish(*state, log=jnp.log, log_e=1)",
+     "state[2] / state[1][:, None], state[0] + jnp.log(state[1])",
      "Where no key was seen, l is 0 and out shall be 0: divide by 1 there, see section 6."),
     ("tiles behind the length are read, though they count for nothing",
      "jnp.minimum(first + part, pl.cdiv(length, block_k))", "first + part",

@@ -176,11 +176,7 @@ def _expected(q, k, v, is_causal, *_):
     return AS_ASKED, out, lse.swapaxes(1, 2)
 
 
-STEP = "m, l, alpha, p = online_softmax.step_of_scores(m, l, s, scale)"
-LSE = "lse is the logarithm of the sum alone", "The sum was measured from m: lse = m + log l, as in notebook 05."
 IN_BOTH = (
-    ("l is not rescaled by alpha", STEP, STEP.replace("l,", "_,", 1) + "; l = l + p.sum(axis=1)",
-     FORWARD.mistakes[1][-1]),
     *GQA.mistakes[:1],
     ("the zeros behind the last key count as keys", "jnp.minimum(rows + (1 if is_causal else S), S)",
      "rows + (1 if is_causal else S)",
@@ -206,7 +202,8 @@ MMA = Exercise(
     building_block="forward on a GPU", in_place=("on_gpu", "forward"), slow=True,
 ).with_mistakes(
     *IN_BOTH,
-    (LSE[0], "m + jnp.log2(l)", "jnp.log2(l)", LSE[1]),
+    ("lse is the logarithm of the sum alone", "m + jnp.log2(l)", "jnp.log2(l)",
+     "The sum was measured from m: lse = m + log l, as in notebook 05."),
     ("acc is not rescaled by alpha", "warp.along(alpha, acc.shape, 0) * acc", "acc", FORWARD.mistakes[0][-1]),
     ("positions of keys are counted within the tile", "seen - indices[0] * block_k", "seen",
      "Step j of the pipeline begins with key j * block_k: `indices` has the step."),
@@ -311,7 +308,6 @@ WGMMA = Exercise(
     building_block="forward on a Hopper GPU", in_place=("on_hopper", "forward"), slow=True,
 ).with_mistakes(
     *IN_BOTH,
-    (LSE[0], "ladder.finish(state", "ladder.finish((0, *state[1:])", LSE[1]),
     ("acc is not rescaled by alpha", "add(acc, alpha", "add(acc, 0 * alpha + 1", FORWARD.mistakes[0][-1]),
     ("positions of keys are counted within the tile", "S) - j * block_k", "S)", "Tile j begins with key j * block_k."),
     ("a tile is read before its copy has arrived", "                plgpu.barrier_wait(loaded.at[slot])\n", "",

@@ -51,11 +51,8 @@ NAMES = {
 
 def start(H):
     """The state before any key: m, l, acc."""
-    return (
-        plgpu.layout_cast(jnp.full((BLOCK_Q,), -jnp.inf, jnp.float32), ROWS),
-        plgpu.layout_cast(jnp.zeros((BLOCK_Q,), jnp.float32), ROWS),
-        plgpu.layout_cast(jnp.zeros((BLOCK_Q, H), jnp.float32), MATRIX),
-    )
+    full = lambda value, shape, layout: plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+    return full(-jnp.inf, (BLOCK_Q,), ROWS), full(0, (BLOCK_Q,), ROWS), full(0, (BLOCK_Q, H), MATRIX)
 
 
 def columns(row_values, shape):
@@ -63,13 +60,12 @@ def columns(row_values, shape):
 
 
 def softmax(s, m, l, *, problem, q_start, j):
-    """(p, m, l, alpha) from s = q k^T of key tile j, not yet scaled: with alpha, acc is rescaled."""
+    """(m, l, alpha, p) from s = q k^T of key tile j, not yet scaled: with alpha, acc is rescaled."""
     if problem.band.right == 0:
         rows = q_start + plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=MATRIX)
         cols = j * BLOCK_K + plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=MATRIX)
         s = jnp.where(cols <= rows, s, -jnp.inf)
-    m, l, alpha, p = step_of_scores(m, l, s, problem.scale * LOG2_E)
-    return p, m, l, alpha
+    return step_of_scores(m, l, s, problem.scale * LOG2_E)
 
 
 def add(acc, alpha, p, v_smem, *, interpret):
@@ -125,7 +121,7 @@ def one_warpgroup(q_ref, k_ref, v_ref, out_ref, lse_ref, q_smem, k_smem, v_smem,
         copy(k_ref.at[b, tile, kv_head], k_smem)
         copy(v_ref.at[b, tile, kv_head], v_smem)
         s = product(q_smem, k_smem.T, interpret=interpret)
-        p, m, l, alpha = softmax(s, m, l, problem=problem, q_start=q_start, j=j)
+        m, l, alpha, p = softmax(s, m, l, problem=problem, q_start=q_start, j=j)
         return m, l, add(acc, alpha, p, v_smem, interpret=interpret)
 
     # --
@@ -163,7 +159,7 @@ def ring(
         slot = lax.rem(j, STAGES)
         plgpu.barrier_wait(k_loaded.at[slot])
         s = product(q_smem.at[0], k_smem.at[slot].T, interpret=interpret)
-        p, m, l, alpha = softmax(s, m, l, problem=problem, q_start=q_start, j=j)
+        m, l, alpha, p = softmax(s, m, l, problem=problem, q_start=q_start, j=j)
         plgpu.barrier_wait(v_loaded.at[slot])
         acc = add(acc, alpha, p, v_smem.at[slot], interpret=interpret)
         pl.when(j + STAGES < stop)(lambda: fetch(j + STAGES))  # into the slot now free
@@ -211,7 +207,7 @@ def specialised(
             if ping_pong:
                 plgpu.barrier_arrive(turn.at[1 - me])
             plgpu.barrier_arrive(k_free.at[slot])
-            p, m, l, alpha = softmax(s, m, l, problem=problem, q_start=q_start, j=j)
+            m, l, alpha, p = softmax(s, m, l, problem=problem, q_start=q_start, j=j)
             plgpu.barrier_wait(v_loaded.at[slot])
             acc = add(acc, alpha, p, v_smem.at[slot], interpret=interpret)
             plgpu.barrier_arrive(v_free.at[slot])
@@ -268,7 +264,7 @@ def one_tile_late(q, keys, values, softmax, stop, *, interpret):
     s = product(q, k_smem.at[0].T, interpret=interpret)
     plgpu.barrier_arrive(k_free.at[0])
     m, l, acc = start(q.shape[1])
-    p, m, l, _ = softmax(s, m, l, j=0)
+    m, l, _, p = softmax(s, m, l, j=0)
     wait_for_keys(1)
 
     # -- rung 6
@@ -279,7 +275,7 @@ def one_tile_late(q, keys, values, softmax, stop, *, interpret):
         def while_pv_runs(s, state):
             plgpu.barrier_arrive(k_free.at[new])
             m, l, _ = state
-            p, *state = lax.optimization_barrier(softmax(s, m, l, j=j))
+            *state, p = lax.optimization_barrier(softmax(s, m, l, j=j))
             wait_for_keys(j + 1)
             return p, tuple(state)
 
