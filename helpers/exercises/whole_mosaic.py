@@ -35,7 +35,7 @@ MARK = 1e4  # in keys from LARGEST_TILE on, and below zero in queries, where it 
 def mma_forward(q, k, v, is_causal=False, interpret=False):
     """out (B, T, N, H), lse (B, N, T) of q (B, T, N, H), k, v (B, S, K, H), by mma."""
     (B, T, N, H), (_, S, K, _) = q.shape, k.shape
-    group, head_padded = N // K, warp.padded_head_dim(H)
+    group, head_padded = N // K, pl.cdiv(H, 64) * 64
     scale = 1 / (math.sqrt(H) * math.log(2))  # exp(s / sqrt(H)) = exp2(scale * s)
     block_q, block_k = 64, 64 if H <= 128 else 32
     load = functools.partial(warp.load, interpret=interpret)
