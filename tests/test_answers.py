@@ -246,6 +246,18 @@ def test_exponentials_out_of_range_are_noticed_where_they_are_masked(number):
     assert judged.status == "wrong" and "NaN" in judged.text, judged.text
 
 
+BY_HAND = (
+    ("m, l, alpha, p = online_softmax.step(m, l, s, exp=jnp.exp)", "was, m = m, jnp.maximum(m, s.max(axis=1)); reference = jnp.where(m == -jnp.inf, 0, m); alpha, p = jnp.exp(was - reference), jnp.exp(s - reference[:, None]); l = alpha * l + p.sum(axis=1)"),
+    ("online_softmax.finish(*state, log=jnp.log, log_e=1)", "(state[2] / jnp.where(state[1] == 0, 1, state[1])[:, None], state[0] + jnp.log(state[1]))"),
+)  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", ["13.7", "18.8"])
+def test_the_softmax_of_a_kernel_may_be_written_by_hand(number):
+    assert verdict(exercise(number), edited(exercise(number).solution, *BY_HAND)).status == "correct"
+
+
 # Right results by a forbidden way
 
 

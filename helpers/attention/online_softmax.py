@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 LOG2_E = math.log2(math.e)  # what s is multiplied with, for exp(s) = exp2(LOG2_E s)
 
@@ -36,6 +37,19 @@ def step(m, l, s, along=None, *, axis=1, exp=jnp.exp2, xp=jnp):
     alpha = exp(m - reference)
     p = exp(s - along(reference))
     l = alpha * l + p.sum(axis=axis, keepdims=keepdims)
+    return m_new, l, alpha, p
+
+
+def step_of_scores(m, l, s, scale):
+    """`step` for scores that are not scaled yet: p takes one multiply-add a score.
+
+    s: products of queries and keys, -inf where masked; each row has seen a key. scale:
+    that of the logits, times log2 e, so that m is measured in base two.
+    """
+    m_new = jnp.maximum(m, scale * s.max(axis=1))
+    alpha = jnp.exp2(m - m_new)
+    p = jnp.exp2(scale * s - lax.broadcast_in_dim(m_new, s.shape, [0]))
+    l = alpha * l + p.sum(axis=1)
     return m_new, l, alpha, p
 
 

@@ -103,10 +103,10 @@ def merged(text, gathered, number, in_place=()):
     holders = {name: node for node in body for name in bound(node)}
     new_imports, replaced, added = [], {}, []
     for name, statement in gathered.imports.items():
-        holder = holders.get(name)
+        holder, node = holders.get(name), ast.parse(statement).body[0]
         if holder is None:
-            new_imports.append(statement)
-        elif _is_stand_in(ast.parse(statement).body[0]):
+            new_imports.append(node)
+        elif _is_stand_in(node):
             continue  # the learner has one
         elif not isinstance(holder, ast.Import | ast.ImportFrom) or import_of(name, holder) != statement:
             raise NotKept(f"`{name}` is something else there than here. Rename one of them.")
@@ -130,16 +130,29 @@ def merged(text, gathered, number, in_place=()):
         last = max(place for place, block in replaced.items() if block)
         replaced[last], added = [*added[2:], *["", ""][: len(added)], *replaced[last]], []
     if new_imports:
-        head = itertools.takewhile(lambda node: isinstance(node, ast.Import | ast.ImportFrom | ast.Expr), body)
+        head = list(itertools.takewhile(lambda node: isinstance(node, ast.Import | ast.ImportFrom | ast.Expr), body))
         top = max((node.end_lineno for node in head), default=0)
         gap = [""] if top and isinstance(body[0], ast.Expr) and top == body[0].end_lineno else []
-        replaced[top, top] = gap + sorted(new_imports, key=lambda each: (each.startswith("from"), each))
+        homes = {node.module: node for node in head if _may_grow(node, text)}  # a line for all names of a module
+        for node in new_imports:
+            home = homes.setdefault(node if _is_stand_in(node) else getattr(node, "module", node), node)
+            if home is not node:
+                home.names += node.names
+        replaced |= {(node.lineno - 1, node.lineno): [ast.unparse(node)] for node in homes.values() if node in head}
+        apart = [ast.unparse(node) for node in homes.values() if node not in head]
+        replaced[top, top] = gap + sorted(apart, key=lambda each: (each.startswith("from"), each))
     lines = text.removesuffix("\n").split("\n")
     for (begin, end), block in sorted(replaced.items(), reverse=True):
         lines[begin:end] = block
     text = "\n".join(lines + added) + "\n"
     in_order = sorted(set(in_place))  # by names: what is for a Hopper GPU alone comes last, and is asked first
     return text + "\n\n" + ON_GPU + "".join(in_order) if in_order else text
+
+
+def _may_grow(node, text):
+    """Whether a statement imports names from a module, and nothing else stands on its line."""
+    is_plain = isinstance(node, ast.ImportFrom) and source_of(node, text) == ast.unparse(node)
+    return is_plain and node.names[0].name != "*" and not _is_stand_in(node)
 
 
 def _is_stand_in(node):

@@ -1,6 +1,5 @@
 """The exercises of notebook 13: a cache, one step with it, parts of it, pages, room for a token, and a kernel."""
 
-import functools
 import math
 
 import jax
@@ -9,6 +8,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from helpers.attention import online_softmax
+from helpers.attention.portable.tiles import dot, real
 from helpers.attention.reference import oracle
 from helpers.environment import backend
 from helpers.exercises import whole
@@ -227,39 +228,30 @@ def decode_attention(query, key, value, lengths, parts=4, block_k=64):
     (B, N, H), (_, S, K, _) = query.shape, key.shape
     group, head_padded = N // K, max(16, pl.next_power_of_2(H))
     rows = max(16, pl.next_power_of_2(group))
-    tiles_of_a_part = pl.cdiv(pl.cdiv(S, block_k), parts)
-    dot = functools.partial(lax.dot, preferred_element_type=jnp.float32)
+    part = pl.cdiv(pl.cdiv(S, block_k), parts)  # in tiles
 
     def kernel(q_ref, k_ref, v_ref, length_ref, out_ref, lse_ref):
         length = length_ref[...]
-        in_head = jnp.arange(head_padded) < H
-        q = jnp.where(in_head, q_ref[...], 0)
-        first = pl.program_id(1) * tiles_of_a_part
-        stop = jnp.minimum(first + tiles_of_a_part, pl.cdiv(length, block_k))
+        q = real(q_ref[...], jnp.arange(rows) < group, H)
+        first = pl.program_id(1) * part
+        stop = jnp.minimum(first + part, pl.cdiv(length, block_k))
 
         def one_key_tile(j, state):
             m, l, acc = state
             tile = pl.ds(j * block_k, block_k)
             seen = j * block_k + jnp.arange(block_k) < length
-            inside = seen[:, None] & in_head
-            k, v = (jnp.where(inside, ref[tile, :], 0) for ref in (k_ref, v_ref))
+            k, v = (real(ref[tile, :], seen, H) for ref in (k_ref, v_ref))
             s = jnp.where(seen, dot(q, k.T) / math.sqrt(H), -jnp.inf)
-            m_new = jnp.maximum(m, s.max(axis=1))
-            alpha = jnp.exp(m - m_new)
-            p = jnp.exp(s - m_new[:, None])
-            l = alpha * l + p.sum(axis=1)
-            acc = alpha[:, None] * acc + dot(p.astype(v.dtype), v)
-            return m_new, l, acc
+            m, l, alpha, p = online_softmax.step(m, l, s, exp=jnp.exp)
+            return m, l, alpha[:, None] * acc + dot(p.astype(v.dtype), v)
 
         state = jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.zeros(q.shape)
-        m, l, acc = lax.fori_loop(first, stop, one_key_tile, state)
-        out_ref[...] = acc / jnp.where(l == 0, 1, l)[:, None]
-        lse_ref[...] = m + jnp.log(l)
+        state = lax.fori_loop(first, stop, one_key_tile, state)
+        out_ref[...], lse_ref[...] = online_softmax.finish(*state, log=jnp.log, log_e=1)
 
-    keys_padded = parts * tiles_of_a_part * block_k
     block = lambda sides, place: pl.BlockSpec((None, *sides, head_padded), place)
     heads = block((None, rows), lambda h, j, b: (b, h, 0, 0))
-    keys = block((keys_padded, None), lambda h, j, b: (b, 0, h, 0))
+    keys = block((parts * part * block_k, None), lambda h, j, b: (b, 0, h, 0))
     length = pl.BlockSpec((None,), lambda h, j, b: (b,))
     out_tile = block((None, None, rows), lambda h, j, b: (b, h, j, 0, 0))
     lse_tile = pl.BlockSpec((None, None, None, rows), lambda h, j, b: (b, h, j, 0))
@@ -323,7 +315,7 @@ DECODE = Exercise(
     ("keys behind the length of a sequence count as well", "< length\n", "< S\n",
      "Sequence b sees its first lengths[b] keys: mask the others, see section 2."),
     ("values behind the length are multiplied by a weight of zero, and zero times infinity is NaN",
-     "(inside, ref", "(inside if ref is k_ref else in_head, ref",
+     "seen, H", "seen | (ref is v_ref), H",
      "Whatever lies behind the length must not meet a weight: put zeros there, see section 6 of notebook 05."),
     ("a masked key has the logit 0 instead of minus infinity", "math.sqrt(H), -jnp.inf)", "math.sqrt(H), 0)",
      "exp(0) is 1: mask a logit with minus infinity, see section 6 of notebook 05."),
@@ -331,12 +323,11 @@ DECODE = Exercise(
      "A part has as many tiles as any other, so that all programs read: see section 6."),
     ("the results of the parts are averaged", "jax.nn.softmax(lses, axis=2)", "jnp.ones_like(lses) / parts",
      "A part counts by its share of the sum of exponentials: see the equation of section 6."),
-    ("out of a part is not divided by its sum", "acc / jnp.where(l == 0, 1, l)[:, None]", "acc",
-     "The merge of section 6 takes results that are divided already."),
-    ("a part without a key is divided by zero", "jnp.where(l == 0, 1, l)[:, None]", "l[:, None]",
+    ("a part without a key is divided by zero", "online_softmax.finish(*state, log=jnp.log, log_e=1)",
+     "state[2] / state[1][:, None], state[0] + jnp.log(state[1])",
      "Where no key was seen, l is 0 and out shall be 0: divide by 1 there, see section 6."),
     ("tiles behind the length are read, though they count for nothing",
-     "jnp.minimum(first + tiles_of_a_part, pl.cdiv(length, block_k))", "first + tiles_of_a_part",
+     "jnp.minimum(first + part, pl.cdiv(length, block_k))", "first + part",
      "Bytes are what a step waits for: end the loop where the sequence ends, see section 4."),
 )  # fmt: skip
 

@@ -9,6 +9,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from helpers.attention import online_softmax
+from helpers.attention.portable.tiles import dot, real, whole
 from helpers.environment import backend
 from helpers.exercises.exercise import Case, Complaint, Exercise
 from helpers.exercises.notebook_05 import FORWARD, expected_forward, run_forward
@@ -231,13 +233,11 @@ def masked_forward(q, k, v, mask_mod, block_q=64, block_k=64):
     """out (B, T, N, H), lse (B, N, T); mask_mod(b, n, i, j): does i see j?"""
     (B, T, N, H), (_, S, K, _) = q.shape, k.shape
     group, head_padded = N // K, max(16, pl.next_power_of_2(H))
-    dot = functools.partial(lax.dot, preferred_element_type=jnp.float32)
 
     def kernel(q_ref, k_ref, v_ref, out_ref, lse_ref):
         i, n, b = (pl.program_id(axis) for axis in range(3))
-        in_head = jnp.arange(head_padded) < H
-        q = jnp.where(in_head, q_ref[...], 0)
         rows = i * block_q + jnp.arange(block_q)
+        q = real(q_ref[...], rows < T, H)
 
         def one_key_tile(j, state):
             cols = j * block_k + jnp.arange(block_k)
@@ -247,30 +247,22 @@ def masked_forward(q, k, v, mask_mod, block_q=64, block_k=64):
             def visit(state):
                 m, l, acc = state
                 tile = pl.ds(j * block_k, block_k)
-                is_key = (cols < S)[:, None] & in_head
-                k, v = (jnp.where(is_key, ref[tile, :], 0) for ref in (k_ref, v_ref))
+                k, v = (real(ref[tile, :], cols < S, H) for ref in (k_ref, v_ref))
                 s = jnp.where(seen, dot(q, k.T) / math.sqrt(H), -jnp.inf)
-                m_new = jnp.maximum(m, s.max(axis=1))
-                reference = jnp.where(m_new == -jnp.inf, 0, m_new)
-                alpha = jnp.exp(m - reference)
-                p = jnp.exp(s - reference[:, None])
-                l = alpha * l + p.sum(axis=1)
-                acc = alpha[:, None] * acc + dot(p.astype(v.dtype), v)
-                return m_new, l, acc
+                m, l, alpha, p = online_softmax.step(m, l, s, exp=jnp.exp)
+                return m, l, alpha[:, None] * acc + dot(p.astype(v.dtype), v)
 
             some = jnp.where(seen, 1, 0).max() == 1
             return lax.cond(some, visit, lambda state: state, state)
 
         state = jnp.full(block_q, -jnp.inf), jnp.zeros(block_q), jnp.zeros(q.shape)
-        m, l, acc = lax.fori_loop(0, pl.cdiv(S, block_k), one_key_tile, state)
-        l = jnp.where(l == 0, 1, l)
-        out_ref[...] = (acc / l[:, None]).astype(out_ref.dtype)
-        lse_ref[...] = m + jnp.log(l)
+        state = lax.fori_loop(0, pl.cdiv(S, block_k), one_key_tile, state)
+        out, lse_ref[...] = online_softmax.finish(*state, log=jnp.log, log_e=1)
+        out_ref[...] = out.astype(out_ref.dtype)
 
-    keys_padded = pl.cdiv(S, block_k) * block_k
     block = lambda rows, place: pl.BlockSpec((None, rows, None, head_padded), place)
     query_tile = block(block_q, lambda i, n, b: (b, i, n, 0))
-    keys = block(keys_padded, lambda i, n, b: (b, 0, n // group, 0))
+    keys = block(whole(S, block_k), lambda i, n, b: (b, 0, n // group, 0))
     row_tile = pl.BlockSpec((None, None, block_q), lambda i, n, b: (b, n, i))
     specs = dict(in_specs=[query_tile, keys, keys], out_specs=[query_tile, row_tile])
     grid = pl.cdiv(T, block_q), N, B
@@ -321,13 +313,16 @@ MASKED = Exercise(
      "Partial tiles must be visited, and masked: see section 3."),
     ("the mask decides which tiles are visited, and hides nothing within them", "(seen, dot",
      "((cols < S)[None, :], dot", "In a partial tile the hidden pairs need the logit -inf: see section 2."),
-    ("a query that has seen no key yet becomes NaN", "jnp.where(m_new == -jnp.inf, 0, m_new)", "m_new",
+    FORWARD.mistakes[0],
+    ("a query that has seen no key yet becomes NaN", "m, l, alpha, p = online_softmax.step(m, l, s, exp=jnp.exp)",
+     "m_old, m = m, jnp.maximum(m, s.max(axis=1)); alpha, p = jnp.exp(m_old - m), jnp.exp(s - m[:, None]); "
+     "l = alpha * l + p.sum(axis=1)",
      "Its maximum is still -inf, and -inf minus -inf is NaN: take 0 for it then, see exercise 18.4."),
-    ("a query that sees no key is divided by zero", "jnp.where(l == 0, 1, l)", "l",
+    ("a query that sees no key is divided by zero", "online_softmax.finish(*state, log=jnp.log, log_e=1)",
+     "(state[2] / state[1][:, None], state[0] + jnp.log(state[1]))",
      "Where nothing was seen, l is 0: divide by 1, and out is 0."),
     ("mask_mod gets queries and keys the other way round", "rows[:, None], cols[None, :]",
      "cols[None, :], rows[:, None]", "i is the query and j the key: see section 6."),
-    *FORWARD.mistakes[:2],
 )  # fmt: skip
 
 EXERCISES = (SEGMENTS, TILE, KINDS, PACKED, CAP, SINKS, WINDOW, MASKED)

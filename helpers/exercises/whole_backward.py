@@ -9,12 +9,13 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from helpers.attention.portable.tiles import dot, real, whole
 from helpers.attention.reference import oracle, oracle_gradients
 from helpers.environment import backend
-from helpers.exercises import whole
 from helpers.exercises.comparing import describe
 from helpers.exercises.exercise import Case, Complaint, Exercise
 from helpers.exercises.notebook_05 import forward
+from helpers.exercises.whole import AS_ASKED, bytes_read, results, watched
 
 HAND = [np.float32(array).reshape(1, -1, 1, 1) for array in (1, np.log([1, 3]), [2, 6], 2)]
 # What the two bodies share, p and ds of a pair of tiles, and the slips in it
@@ -41,21 +42,19 @@ def key_gradients(q, k, v, do, lse, delta, is_causal=False, block_q=64, block_k=
     (B, T, N, H), (_, S, K, _) = q.shape, k.shape
     group, head_padded = N // K, max(16, pl.next_power_of_2(H))
     scale = 1 / math.sqrt(H)
-    dot = functools.partial(lax.dot, preferred_element_type=jnp.float32)
 
     def kernel(q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, dk_ref, dv_ref):
-        in_head = jnp.arange(head_padded) < H
-        k, v = (jnp.where(in_head, ref[...], 0) for ref in (k_ref, v_ref))
         k_start = pl.program_id(0) * block_k
         cols = k_start + jnp.arange(block_k)
+        k, v = (real(ref[...], cols < S, H) for ref in (k_ref, v_ref))
         first = k_start // block_q if is_causal else 0
 
-        def one_query_tile(n, i, gradients):
+        def one_query_tile(step, gradients):
             dk, dv = gradients
+            i, n = lax.div(step, group), lax.rem(step, group)
             tile = pl.ds(i * block_q, block_q)
             rows = i * block_q + jnp.arange(block_q)
-            inside = (rows < T)[:, None] & in_head
-            q, do = (jnp.where(inside, ref[tile, n, :], 0) for ref in (q_ref, do_ref))
+            q, do = (real(ref[tile, n, :], rows < T, H) for ref in (q_ref, do_ref))
             lse = jnp.where(rows < T, lse_ref[n, tile], 0)
             delta = jnp.where(rows < T, delta_ref[n, tile], 0)
             s = scale * dot(q, k.T)
@@ -67,20 +66,15 @@ def key_gradients(q, k, v, do, lse, delta, is_causal=False, block_q=64, block_k=
             dv = dv + dot(p.astype(do.dtype).T, do)
             return dk, dv
 
-        def one_head(n, gradients):
-            one_tile = functools.partial(one_query_tile, n)
-            return lax.fori_loop(first, pl.cdiv(T, block_q), one_tile, gradients)
-
-        zeros = jnp.zeros(k.shape)
-        dk, dv = lax.fori_loop(0, group, one_head, (zeros, zeros))
+        zeros, steps = jnp.zeros(k.shape), group * pl.cdiv(T, block_q)
+        dk, dv = lax.fori_loop(group * first, steps, one_query_tile, (zeros, zeros))
         dk_ref[...] = dk.astype(dk_ref.dtype)
         dv_ref[...] = dv.astype(dv_ref.dtype)
 
-    rows_padded = pl.cdiv(T, block_q) * block_q
     block = lambda sides, place: pl.BlockSpec((None, *sides, head_padded), place)
     key_tile = block((block_k, None), lambda j, h, b: (b, j, h, 0))
-    all_queries = block((rows_padded, group), lambda j, h, b: (b, 0, h, 0))
-    all_rows = pl.BlockSpec((None, group, rows_padded), lambda j, h, b: (b, h, 0))
+    all_queries = block((whole(T, block_q), group), lambda j, h, b: (b, 0, h, 0))
+    all_rows = pl.BlockSpec((None, group, whole(T, block_q)), lambda j, h, b: (b, h, 0))
     tiles = [all_queries, key_tile, key_tile, all_queries, all_rows, all_rows]
     specs = dict(in_specs=tiles, out_specs=[key_tile, key_tile])
     grid = pl.cdiv(S, block_k), K, B
@@ -123,12 +117,12 @@ def _run_kernel(names, ours, answer, *arguments):
     """The gradients of these names, and how they were made."""
     dtypes = dict.fromkeys(names, arguments[0].dtype)
     right = _expected_of_kernel(names, *arguments)[:-1]
-    return whole.results(answer, ours, arguments, dtypes, right, arguments[7:])
+    return results(answer, ours, arguments, dtypes, right, arguments[7:])
 
 
 def _expected_of_kernel(names, q, k, v, do, lse, delta, is_causal, *blocks):
     gradients = dict(zip(("dq", "dk", "dv"), oracle_gradients(q, k, v, do, is_causal=is_causal), strict=True))
-    return *(gradients[name] for name in names), whole.AS_ASKED
+    return *(gradients[name] for name in names), AS_ASKED
 
 
 KEY_GRADIENTS = Exercise(
@@ -145,10 +139,10 @@ KEY_GRADIENTS = Exercise(
     ("a masked weight is left as it is", " if is_causal else p\n", " if False else p\n",
      "lse knows nothing of masked keys, so exp(s - lse) may be large there: set p to 0, see section 8."),
     ("rows past the end of q and do are multiplied by weights of 0",
-     "(inside, ref[tile, n, :]", "(in_head, ref[tile, n, :]",
+     "ref[tile, n, :], rows < T", "ref[tile, n, :], rows >= 0",
      "What lies there may be NaN, and 0 · NaN is NaN: replace it by 0, see section 6 of notebook 05."),
     ("the block of the queries ends with the array, and the last slice is moved back into it",
-     "rows_padded = pl.cdiv(T, block_q) * block_q", "rows_padded = T",
+     "whole(T, block_q)", "T",
      "Make it a whole number of tiles long, so that it reaches past the end: see section 6 of notebook 05."),
 )  # fmt: skip
 
@@ -158,21 +152,18 @@ def query_gradients(q, k, v, do, lse, delta, is_causal=False, block_q=64, block_
     (B, T, N, H), (_, S, K, _) = q.shape, k.shape
     group, head_padded = N // K, max(16, pl.next_power_of_2(H))
     scale = 1 / math.sqrt(H)
-    dot = functools.partial(lax.dot, preferred_element_type=jnp.float32)
 
     def kernel(q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, dq_ref):
-        in_head = jnp.arange(head_padded) < H
-        q, do = (jnp.where(in_head, ref[...], 0) for ref in (q_ref, do_ref))
-        lse, delta = lse_ref[...], delta_ref[...]
         q_start = pl.program_id(0) * block_q
         rows = q_start + jnp.arange(block_q)
+        q, do = (real(ref[...], rows < T, H) for ref in (q_ref, do_ref))
+        lse, delta = lse_ref[...], delta_ref[...]
         stop = jnp.minimum(q_start + block_q, min(T, S)) if is_causal else S
 
         def one_key_tile(j, dq):
             tile = pl.ds(j * block_k, block_k)
             cols = j * block_k + jnp.arange(block_k)
-            inside = (cols < S)[:, None] & in_head
-            k, v = (jnp.where(inside, ref[tile, :], 0) for ref in (k_ref, v_ref))
+            k, v = (real(ref[tile, :], cols < S, H) for ref in (k_ref, v_ref))
             s = scale * dot(q, k.T)
             seen = (cols < S) & (cols <= rows[:, None]) if is_causal else cols < S
             p = jnp.where(seen, jnp.exp(s - lse[:, None]), 0)
@@ -183,10 +174,9 @@ def query_gradients(q, k, v, do, lse, delta, is_causal=False, block_q=64, block_
         dq = lax.fori_loop(0, pl.cdiv(stop, block_k), one_key_tile, jnp.zeros(q.shape))
         dq_ref[...] = dq.astype(dq_ref.dtype)
 
-    keys_padded = pl.cdiv(S, block_k) * block_k
     block = lambda rows, place: pl.BlockSpec((None, rows, None, head_padded), place)
     query_tile = block(block_q, lambda i, n, b: (b, i, n, 0))
-    keys = block(keys_padded, lambda i, n, b: (b, 0, n // group, 0))
+    keys = block(whole(S, block_k), lambda i, n, b: (b, 0, n // group, 0))
     row_tile = pl.BlockSpec((None, None, block_q), lambda i, n, b: (b, n, i))
     tiles = [query_tile, keys, keys, query_tile, row_tile, row_tile]
     specs = dict(grid=(pl.cdiv(T, block_q), N, B), in_specs=tiles, out_specs=query_tile)
@@ -210,7 +200,7 @@ QUERY_GRADIENTS = Exercise(
     ("the key/value head is n % K", "n // group", "n % K",
      "Neighbours share a head, so it is n // (N // K): see section 9."),
     ("the block of the keys ends with the array, and the last slice is moved back into it",
-     "keys_padded = pl.cdiv(S, block_k) * block_k", "keys_padded = S",
+     "whole(S, block_k)", "S",
      "Make it a whole number of tiles long, so that it reaches past the end: see section 6 of notebook 05."),
 )  # fmt: skip
 
@@ -260,15 +250,15 @@ def _run_flash(answer, q, k, v, do, is_causal):
             raise Complaint(f"expected out alone, an array of shape {do.shape}, got {describe(out)}")
         return out, *pull_back(do.astype(out.dtype))
 
-    ours = lambda: whole.bytes_read(functools.partial(with_gradients, flash_attention), (q, k, v, do))
+    ours = lambda: bytes_read(functools.partial(with_gradients, flash_attention), (q, k, v, do))
     yours = functools.partial(with_gradients, answer)
     dtypes = dict.fromkeys(("out", "dq", "dk", "dv"), q.dtype)
-    return whole.watched(yours, (q, k, v, do), dtypes, right, (256, 256), ours)
+    return watched(yours, (q, k, v, do), dtypes, right, (256, 256), ours)
 
 
 def _expected_flash(q, k, v, do, is_causal):
     out, _ = oracle(q, k, v, is_causal=is_causal)
-    return out, *oracle_gradients(q, k, v, do, is_causal=is_causal), whole.AS_ASKED
+    return out, *oracle_gradients(q, k, v, do, is_causal=is_causal), AS_ASKED
 
 
 FLASH_ATTENTION = Exercise(

@@ -15,7 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from helpers.attention.hopper import warpgroup
+from helpers.attention import online_softmax
+from helpers.attention.hopper import ladder, warpgroup
 from helpers.attention.mosaic import warp
 from helpers.attention.reference import oracle
 from helpers.exercises import whole
@@ -58,13 +59,10 @@ def mma_forward(q, k, v, is_causal=False, interpret=False):
                 stops = seen - indices[0] * block_k
                 cols = iota(s.shape, 1, layout=warp.ACC)
                 s = jnp.where(cols < warp.along(stops, s.shape, 0), s, -jnp.inf)
-            m_new = jnp.maximum(m, scale * s.max(axis=1))
-            alpha = jnp.exp2(m - m_new)
-            p = jnp.exp2(scale * s - warp.along(m_new, s.shape, 0))
-            l = alpha * l + p.sum(axis=1)
+            m, l, alpha, p = online_softmax.step_of_scores(m, l, s, scale)
             acc = warp.along(alpha, acc.shape, 0) * acc
             p = warp.as_operand(p, 1, q_ref.dtype, interpret=interpret)
-            return m_new, l, product(p, load([v_smem], warp.RHS), acc)
+            return m, l, product(p, load([v_smem], warp.RHS), acc)
 
         place = lambda j: (b, j, n // group)
         options = dict(transforms=warp.SWIZZLED, oob_fill_mode=warp.IN_BOUNDS)
@@ -82,9 +80,7 @@ def mma_forward(q, k, v, is_causal=False, interpret=False):
         lse = (m + jnp.log2(l)) * math.log(2)
         warp.store(lse_ref.at[b, n, mine], lse, interpret=interpret)
 
-    tails = lambda x: ((0, 0), (0, -x.shape[1] % block_q), (0, 0), (0, head_padded - H))
-    q, k, v = (jnp.pad(array, tails(array)) for array in (q, k, v))
-    q, k, v = (array.reshape(*array.shape[:2], -1) for array in (q, k, v))
+    q, k, v = (warp.laid_out(array, block_q)[0] for array in (q, k, v))
     tile_of_q = plgpu.SMEM((block_q, head_padded), q.dtype, transforms=warp.SWIZZLED)
     out, lse = plgpu.kernel(
         kernel,
@@ -95,7 +91,7 @@ def mma_forward(q, k, v, is_causal=False, interpret=False):
         compiler_params=warp.COMPILER_PARAMS,
         interpret=interpret,
     )(q, k, v)
-    return out.reshape(B, -1, N, head_padded)[:, :T, :, :H], lse[..., :T]
+    return warp.taken_up(out, T, N, H), lse[..., :T]
 
 
 def _cases(seed, *rows):
@@ -181,7 +177,6 @@ def _expected(q, k, v, is_causal, *_):
 
 
 IN_BOTH = (
-    ("l is not rescaled by alpha", "alpha * l", "l", FORWARD.mistakes[1][-1]),
     *GQA.mistakes[:1],
     ("the zeros behind the last key count as keys", "jnp.minimum(rows + (1 if is_causal else S), S)",
      "rows + (1 if is_causal else S)",
@@ -192,8 +187,6 @@ IN_BOTH = (
      "With a causal mask the tiles end with the one that the last query of the program sees."),
     ("logits are scaled by the padded head dim", "math.sqrt(H)", "math.sqrt(head_padded)",
      "The scale belongs to the H that came in: zeros behind it change no product."),
-    ("lse is the logarithm of the sum alone", "m + jnp.log2(l)", "jnp.log2(l)",
-     "The sum was measured from m: lse = m + log l, as in notebook 05."),
 )  # fmt: skip
 
 MMA = Exercise(
@@ -209,6 +202,8 @@ MMA = Exercise(
     building_block="forward on a GPU", in_place=("on_gpu", "forward"), slow=True,
 ).with_mistakes(
     *IN_BOTH,
+    ("lse is the logarithm of the sum alone", "m + jnp.log2(l)", "jnp.log2(l)",
+     "The sum was measured from m: lse = m + log l, as in notebook 05."),
     ("acc is not rescaled by alpha", "warp.along(alpha, acc.shape, 0) * acc", "acc", FORWARD.mistakes[0][-1]),
     ("positions of keys are counted within the tile", "seen - indices[0] * block_k", "seen",
      "Step j of the pipeline begins with key j * block_k: `indices` has the step."),
@@ -254,39 +249,28 @@ def hopper_forward(q, k, v, is_causal=False, interpret=False):
                     stops = jnp.minimum(rows + (1 if is_causal else S), S) - j * block_k
                     cols = iota(s.shape, 1, layout=warpgroup.MATRIX)
                     s = jnp.where(cols < warp.along(stops, s.shape, 0), s, -jnp.inf)
-                m_new = jnp.maximum(m, scale * s.max(axis=1))
-                alpha = jnp.exp2(m - m_new)
-                p = jnp.exp2(scale * s - warp.along(m_new, s.shape, 0))
-                l = alpha * l + p.sum(axis=1)
-                p, acc = p.astype(q_ref.dtype), warp.along(alpha, acc.shape, 0) * acc
-                acc = warpgroup.accumulate(acc, p, v_smem.at[slot], interpret=interpret)
+                m, l, alpha, p = online_softmax.step_of_scores(m, l, s, scale)
+                acc = ladder.add(acc, alpha, p, v_smem.at[slot], interpret=interpret)
                 plgpu.barrier_arrive(free.at[slot])
-                return m_new, l, acc
+                return m, l, acc
 
-            m, l = (warp.full((block_q,), x, warpgroup.ROWS) for x in (-jnp.inf, 0))
-            acc = warp.full((block_q, head_padded), 0, warpgroup.MATRIX)
-            m, l, acc = lax.fori_loop(0, stop, one_key_tile, (m, l, acc))
-            q_mine[...] = (acc / warp.along(l, acc.shape, 0)).astype(q_ref.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q_mine, out_ref.at[b, mine, n])
-            lse_ref[b, n, mine] = (m + jnp.log2(l)) * math.log(2)
-            plgpu.wait_smem_to_gmem(0)
+            state = lax.fori_loop(0, stop, one_key_tile, ladder.start(head_padded))
+            ladder.finish(state, out_ref.at[b, mine, n], lse_ref.at[b, n, mine], q_mine)
 
         @pl.when(me == computing)
         def load():
             plgpu.set_max_registers(24, action="decrease")
+            wait = lambda slot: plgpu.barrier_wait(free.at[slot])
 
             @pl.loop(0, stop)
             def fetch(j):
                 slot = lax.rem(j, stages)
-                pl.when(j >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+                pl.when(j >= stages)(lambda: wait(slot))
                 tile = b, pl.ds(j * block_k, block_k), n // group
                 for ref, smem in ((k_ref, k_smem), (v_ref, v_smem)):
                     plgpu.copy_gmem_to_smem(ref.at[tile], smem.at[slot], loaded.at[slot])
 
-            @pl.loop(0, jnp.minimum(stages, stop))
-            def end(slot):
-                plgpu.barrier_wait(free.at[slot])
+            pl.loop(0, jnp.minimum(stages, stop))(wait)
 
     tails = lambda x: ((0, 0), (0, -x.shape[1] % block_k), (0, 0), (0, head_padded - H))
     q, k, v = (jnp.pad(array, tails(array)) for array in (q, k, v))
@@ -324,12 +308,12 @@ WGMMA = Exercise(
     building_block="forward on a Hopper GPU", in_place=("on_hopper", "forward"), slow=True,
 ).with_mistakes(
     *IN_BOTH,
-    ("acc is not rescaled by alpha", "warp.along(alpha, acc.shape, 0) * acc\n", "acc\n", FORWARD.mistakes[0][-1]),
+    ("acc is not rescaled by alpha", "add(acc, alpha", "add(acc, 0 * alpha + 1", FORWARD.mistakes[0][-1]),
     ("positions of keys are counted within the tile", "S) - j * block_k", "S)", "Tile j begins with key j * block_k."),
     ("a tile is read before its copy has arrived", "                plgpu.barrier_wait(loaded.at[slot])\n", "",
      "A copy has only been ordered when `copy_gmem_to_smem` returns: see section 4."),
     ("a slot is filled again while somebody reads it",
-     "pl.when(j >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))", "None",
+     "pl.when(j >= stages)(lambda: wait(slot))", "None",
      "Whoever fills a slot a second time waits until its readers have said that it is free: see section 5."),
     ("nobody says that a slot is free", "                plgpu.barrier_arrive(free.at[slot])\n", "",
      "The memory warpgroup waits for ever: every wait needs an arrival, see section 5."),

@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from helpers.attention.hopper import forward as full
 from helpers.attention.hopper.ptx import SWIZZLED
 from helpers.attention.hopper.warpgroup import MATRIX, REGISTERS, ROWS, accumulate, overlapped, product
-from helpers.attention.online_softmax import LOG2_E
+from helpers.attention.online_softmax import LOG2_E, step_of_scores
 
 BLOCK_Q = 64
 BLOCK_K = 128
@@ -50,11 +50,8 @@ NAMES = {
 
 def start(H):
     """The state before any key: m, l, acc."""
-    return (
-        plgpu.layout_cast(jnp.full((BLOCK_Q,), -jnp.inf, jnp.float32), ROWS),
-        plgpu.layout_cast(jnp.zeros((BLOCK_Q,), jnp.float32), ROWS),
-        plgpu.layout_cast(jnp.zeros((BLOCK_Q, H), jnp.float32), MATRIX),
-    )
+    full = lambda value, shape, layout: plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+    return full(-jnp.inf, (BLOCK_Q,), ROWS), full(0, (BLOCK_Q,), ROWS), full(0, (BLOCK_Q, H), MATRIX)
 
 
 def columns(row_values, shape):
@@ -62,17 +59,12 @@ def columns(row_values, shape):
 
 
 def softmax(s, m, l, *, problem, q_start, j):
-    """(p, m, l, alpha) from s = q k^T of key tile j, not yet scaled: with alpha, acc is rescaled."""
-    scale_2 = problem.scale * LOG2_E
+    """(m, l, alpha, p) from s = q k^T of key tile j, not yet scaled: with alpha, acc is rescaled."""
     if problem.band.right == 0:
         rows = q_start + plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=MATRIX)
         cols = j * BLOCK_K + plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=MATRIX)
         s = jnp.where(cols <= rows, s, -jnp.inf)
-    m_new = jnp.maximum(m, scale_2 * s.max(axis=1))
-    alpha = jnp.exp2(m - m_new)
-    p = jnp.exp2(scale_2 * s - columns(m_new, s.shape))
-    l = alpha * l + p.sum(axis=1)
-    return p, m_new, l, alpha
+    return step_of_scores(m, l, s, problem.scale * LOG2_E)
 
 
 def add(acc, alpha, p, v_smem, *, interpret):
@@ -88,10 +80,10 @@ def key_tiles(problem, q_stop):
     return problem.S // BLOCK_K
 
 
-def finish(state, out_ref, lse_ref, o_smem, *, problem):
+def finish(state, out_ref, lse_ref, o_smem):
     """Divide, and store through SMEM. out_ref (BLOCK_Q, H) and lse_ref (BLOCK_Q,) are in GMEM."""
     m, l, acc = state
-    o_smem[...] = (acc / columns(l, acc.shape)).astype(problem.dtype)
+    o_smem[...] = (acc / columns(l, acc.shape)).astype(o_smem.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(o_smem, out_ref)
     lse_ref[...] = (m + jnp.log2(l)) / LOG2_E
@@ -127,11 +119,11 @@ def one_warpgroup(q_ref, k_ref, v_ref, out_ref, lse_ref, q_smem, k_smem, v_smem,
         copy(k_ref.at[b, tile, kv_head], k_smem)
         copy(v_ref.at[b, tile, kv_head], v_smem)
         s = product(q_smem, k_smem.T, interpret=interpret)
-        p, m, l, alpha = softmax(s, m, l, problem=problem, q_start=q_start, j=j)
+        m, l, alpha, p = softmax(s, m, l, problem=problem, q_start=q_start, j=j)
         return m, l, add(acc, alpha, p, v_smem, interpret=interpret)
 
     state = lax.fori_loop(0, key_tiles(problem, q_start + BLOCK_Q), one_key_tile, start(problem.H))
-    finish(state, out_ref.at[b, my_rows, n], lse_ref.at[b, n, my_rows], q_smem, problem=problem)
+    finish(state, out_ref.at[b, my_rows, n], lse_ref.at[b, n, my_rows], q_smem)
 
 
 # Rung 2
@@ -162,7 +154,7 @@ def ring(
         slot = lax.rem(j, STAGES)
         plgpu.barrier_wait(k_loaded.at[slot])
         s = product(q_smem.at[0], k_smem.at[slot].T, interpret=interpret)
-        p, m, l, alpha = softmax(s, m, l, problem=problem, q_start=q_start, j=j)
+        m, l, alpha, p = softmax(s, m, l, problem=problem, q_start=q_start, j=j)
         plgpu.barrier_wait(v_loaded.at[slot])
         acc = add(acc, alpha, p, v_smem.at[slot], interpret=interpret)
         pl.when(j + STAGES < stop)(lambda: fetch(j + STAGES))  # into the slot now free
@@ -170,7 +162,7 @@ def ring(
 
     # --
     state = lax.fori_loop(0, stop, one_key_tile, start(problem.H))
-    finish(state, out_ref.at[b, my_rows, n], lse_ref.at[b, n, my_rows], q_smem.at[0], problem=problem)
+    finish(state, out_ref.at[b, my_rows, n], lse_ref.at[b, n, my_rows], q_smem.at[0])
 
 
 # Rungs 3 to 6: the same roles, with one or two compute warpgroups, with turns, with overlap
@@ -208,7 +200,7 @@ def specialised(
             if ping_pong:
                 plgpu.barrier_arrive(turn.at[1 - me])
             plgpu.barrier_arrive(k_free.at[slot])
-            p, m, l, alpha = softmax(s, m, l, problem=problem, q_start=q_start, j=j)
+            m, l, alpha, p = softmax(s, m, l, problem=problem, q_start=q_start, j=j)
             plgpu.barrier_wait(v_loaded.at[slot])
             acc = add(acc, alpha, p, v_smem.at[slot], interpret=interpret)
             plgpu.barrier_arrive(v_free.at[slot])
@@ -223,7 +215,7 @@ def specialised(
             state = lax.fori_loop(0, stop, one_key_tile, start(problem.H))
         if ping_pong:
             pl.when(me == 0)(lambda: plgpu.barrier_wait(turn.at[0]))  # the turn that nobody takes
-        finish(state, out_ref.at[b, my_rows, n], lse_ref.at[b, n, my_rows], q_mine, problem=problem)
+        finish(state, out_ref.at[b, my_rows, n], lse_ref.at[b, n, my_rows], q_mine)
 
     def load():
         if warpgroups == 2:
@@ -265,7 +257,7 @@ def one_tile_late(q, keys, values, softmax, stop, *, interpret):
     s = product(q, k_smem.at[0].T, interpret=interpret)
     plgpu.barrier_arrive(k_free.at[0])
     m, l, acc = start(q.shape[1])
-    p, m, l, _ = softmax(s, m, l, j=0)
+    m, l, _, p = softmax(s, m, l, j=0)
     wait_for_keys(1)
 
     # -- rung 6
@@ -276,7 +268,7 @@ def one_tile_late(q, keys, values, softmax, stop, *, interpret):
         def while_pv_runs(s, state):
             plgpu.barrier_arrive(k_free.at[new])
             m, l, _ = state
-            p, *state = lax.optimization_barrier(softmax(s, m, l, j=j))
+            *state, p = lax.optimization_barrier(softmax(s, m, l, j=j))
             wait_for_keys(j + 1)
             return p, tuple(state)
 
