@@ -51,6 +51,8 @@ WINDOW = {"local_window_size": 70, "causal_offset": 100, **CAUSAL}
 FORWARD = {
     "a window, an offset and sinks": (AttentionCase(150, 260, H=64, dtype="float16", arguments=WINDOW | SINKS), SMALL),
     "documents, where guesses fail": (dataclasses.replace(DOCUMENTS, T=330, S=330, logits="rising", arguments=CAUSAL | documents(60, 190, length=330)), SMALL._replace(programs=1)),
+    "dynamic walks, of several turns": (dataclasses.replace(DOCUMENTS, T=330, S=330, arguments=CAUSAL | documents(60, 190, length=330)), SMALL._replace(dynamic=True)),
+    "dynamic walks, lengths": (dataclasses.replace(LENGTHS, H=128), SMALL._replace(dynamic=True, guess=False)),
     "a soft cap": (AttentionCase(100, 150, H=64, dtype="bfloat16", logits="large", arguments={"logits_soft_cap": 5.0, **CAUSAL}), None),
     "lengths, with padding that is no number, capped": (dataclasses.replace(LENGTHS, arguments={"logits_soft_cap": 1.0}), SMALL._replace(guess=False)),
     "rows that see nothing, and sinks": (AttentionCase(150, 150, H=64, dtype="bfloat16", arguments=CAUSAL | SINKS | {"causal_offset": -70}), SMALL),

@@ -117,7 +117,8 @@ def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, inter
     tiles = tiles or tiles_for(call, keeps_low_bits)
     if not is_persistent:
         tiles = tiles._replace(programs=None)
-    dynamic = tiles.dynamic and problem.band.right == 0 and tiles.programs is not None and not needs_walks(call)
+    is_even = problem.band == NO_BAND and not needs_walks(call)
+    dynamic = tiles.dynamic and tiles.programs is not None and not is_even
     tiles = tiles._replace(dynamic=dynamic and _count(problem, tiles) < tiles.programs * tiles.block_q)
     query, problem = _with_positive_scale(call.query, problem)
     problem = in_sigmoids(problem)

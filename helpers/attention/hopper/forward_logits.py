@@ -21,7 +21,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.hopper.forward_kernel import Part, RunningMaximum
 from helpers.attention.hopper.guess import Guess
-from helpers.attention.hopper.tile_scheduler import DynamicScheduler, TileScheduler, WalkScheduler
+from helpers.attention.hopper.tile_scheduler import (
+    DynamicScheduler,
+    DynamicWalkScheduler,
+    TileScheduler,
+    WalkScheduler,
+)
 from helpers.attention.hopper.walks import View
 from helpers.attention.hopper.warpgroup import MATRIX, ROWS, anew, reciprocal
 from helpers.attention.portable.tiles import LOG2_E
@@ -130,7 +135,9 @@ class WalkedLogits(Logits):
 
     @staticmethod
     def scheduler(refs, smem, interpret, *own):
-        return WalkScheduler(*own, refs.walks)
+        if refs.counter is None:
+            return WalkScheduler(*own, refs.walks)
+        return DynamicWalkScheduler(*own, refs.counter, smem.lse, smem.places_known, interpret, refs.walks)
 
     def first_hidden(self, turn, s, filler):
         return self.perhaps_hidden(turn, s, filler, turn.walk.whole == 0)

@@ -253,6 +253,16 @@ class DynamicScheduler(TileScheduler):
     # --
 
 
+@dataclass(frozen=True)
+class DynamicWalkScheduler(WalkScheduler, DynamicScheduler):
+    """The same for queries that go walks, the longest first."""
+
+    def taken_before(self, place):
+        walk = place.walk
+        has_rows = place.q_start + self.q_block <= walk.query_length
+        return jnp.where(has_rows, jnp.maximum(walk.whole, 1), 1)
+
+
 class Deal(NamedTuple):
     """What a tile scheduler does besides taking turns, see `dealt`."""
 
