@@ -5,6 +5,7 @@ Windows, an offset, lengths and segments hide whole tiles. Before a kernel start
 memory warpgroup and the compute warpgroups of a program go the same walk, each by itself.
 """
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from helpers.attention.extras import Extras
 from helpers.attention.hopper.warpgroup import COLUMNS, MATRIX, ROWS, anew
 from helpers.attention.masking import FULL, HIDDEN, NO_BAND, Band, segment_kinds, tile_kinds
 from helpers.attention.portable.tiles import LOG2_E
@@ -67,12 +69,12 @@ def walks(call, block_q, block_k, own="queries"):
     Those that see most tiles come first. What sees nothing has a walk of one, for a pipeline has to have something to
     do. In a short call XLA's kernels for this list take a good part of the time, so there are few.
     """
+    if own == "keys":
+        call, block_q, block_k = mirrored(call), block_k, block_q
     problem, extras = call.problem, call.extras
-    of_own = lambda kinds: kinds[:, 0] if own == "queries" else kinds[:, 0].swapaxes(-1, -2)
-    kinds = of_own(tile_kinds(call, block_q, block_k))
-    of_segments = FULL
+    kinds, of_segments = tile_kinds(call, block_q, block_k)[:, 0], FULL
     if extras.query_segment_ids is not None:
-        of_segments = of_own(segment_kinds(extras.query_segment_ids, extras.key_segment_ids, block_q, block_k))
+        of_segments = segment_kinds(extras.query_segment_ids, extras.key_segment_ids, block_q, block_k)[:, 0]
     xp = np if isinstance(kinds, np.ndarray) else jnp
     batch, (_, tiles, others) = problem.B, kinds.shape
     place = xp.arange(others, dtype=np.int32)
@@ -92,10 +94,24 @@ def walks(call, block_q, block_k, own="queries"):
         return longest if given is None else xp.clip(given, 0, longest)[:, None]
 
     of_entry = lengths(call.query_lengths, problem.T), lengths(call.key_lengths, problem.S)
+    of_entry = of_entry if own == "queries" else of_entry[::-1]
     columns = Walk(xp.arange(batch)[:, None], xp.arange(tiles), first, start, length, whole, *of_entry, mixed)
     in_order = xp.argsort(xp.broadcast_to(unseen, (batch, tiles)).reshape(-1), stable=True)
     columns = xp.stack([xp.broadcast_to(column, (batch, tiles)) for column in columns], axis=-1)
     return jnp.asarray(columns.reshape(-1, len(Walk._fields))[in_order].astype(np.int32))
+
+
+def mirrored(call):
+    """What `walks` reads of a call, with its keys in the place of its queries."""
+    problem, extras = call.problem, call.extras
+    band = Band(problem.band.right, problem.band.left)
+    return dataclasses.replace(
+        call,
+        problem=dataclasses.replace(problem, T=problem.S, S=problem.T, band=band),
+        query_lengths=call.key_lengths,
+        key_lengths=call.query_lengths,
+        extras=Extras(query_segment_ids=extras.key_segment_ids, key_segment_ids=extras.query_segment_ids),
+    )
 
 
 def _least_and_sums(these, those, xp):
