@@ -123,8 +123,8 @@ def test_a_walk_passes_what_is_seen_once(case, own):
     rows = np.asarray(walks(call, block_q, block_k, own))
     assert len(rows) == case.B * -(-seen.shape[1] // own_block)
     assert (np.diff(rows[:, Walk._fields.index("length")]) <= 0).all()
-    for row in rows:
-        walk = Walk(*row.tolist())
+    for number in range(len(rows)):
+        walk = Walk.read(rows, number, call.problem)
         mine = (table[walk.b, walk.tile * own_block :][:own_block] for table in (seen, of_segments))
         mine, alike = ([part[:, i : i + block] for i in range(0, part.shape[1], block)] for part in mine)
         tiles = [int(walk.at(place)) for place in range(walk.length)]

@@ -143,7 +143,7 @@ class WalkedLogits(Logits):
         return self.perhaps_hidden(turn, s, filler, turn.walk.whole == 0)
 
     def hidden(self, turn, j, s, filler):
-        view, tile = View.of_queries(turn.walk, self.problem, self.refs), turn.walk.at(j)
+        view, tile = View.of_queries(turn.walk, self.problem, self.refs, self.tiles.block_k), turn.walk.at(j)
         return view.hidden(s, filler, turn.q_start, tile * self.tiles.block_k, turn.walk.is_mixed(tile))
 
     def at_the_end(self, turn, out, lse):
