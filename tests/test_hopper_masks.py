@@ -49,9 +49,9 @@ WINDOW = {"local_window_size": 70, "causal_offset": 100, **CAUSAL}
 
 
 FORWARD = {
-    "a window, an offset and sinks": (AttentionCase(150, 260, H=64, dtype="float16", arguments=WINDOW | SINKS), SMALL),
+    "a window, an offset and sinks": (AttentionCase(150, 256, H=64, dtype="float16", arguments=WINDOW | SINKS), SMALL),
     "documents, where guesses fail": (dataclasses.replace(DOCUMENTS, T=330, S=330, logits="rising", arguments=CAUSAL | documents(60, 190, length=330)), SMALL._replace(programs=1)),
-    "dynamic walks, of several turns": (dataclasses.replace(DOCUMENTS, T=330, S=330, arguments=CAUSAL | documents(60, 190, length=330)), SMALL._replace(dynamic=True)),
+    "dynamic walks, of several turns": (dataclasses.replace(DOCUMENTS, T=320, S=320, arguments=CAUSAL | documents(60, 190, length=320)), SMALL._replace(dynamic=True)),
     "dynamic walks, lengths": (dataclasses.replace(LENGTHS, H=128), SMALL._replace(dynamic=True, guess=False)),
     "a soft cap": (AttentionCase(100, 150, H=64, dtype="bfloat16", logits="large", arguments={"logits_soft_cap": 5.0, **CAUSAL}), None),
     "lengths, with padding that is no number, capped": (dataclasses.replace(LENGTHS, arguments={"logits_soft_cap": 1.0}), SMALL._replace(guess=False)),
@@ -72,7 +72,7 @@ TILES = schedule.Tiles(64, 128, 1)
 FUSED, DELAYED, SPLIT = (TILES, None), (TILES._replace(delayed=True), None), (TILES, schedule.Tiles(128, 64, 1))
 BACKWARD = {
     "documents": (DOCUMENTS, FUSED),
-    "a window and an offset": (AttentionCase(150, 260, H=64, dtype="float16", arguments=WINDOW), DELAYED),
+    "a window and an offset": (AttentionCase(150, 256, H=64, dtype="float16", arguments=WINDOW), DELAYED),
     "a soft cap": (AttentionCase(100, 70, H=64, dtype="bfloat16", arguments=CAUSAL | {"logits_soft_cap": 1.0}), FUSED),
     "lengths, with padding that is no number": (LENGTHS, SPLIT),
     "lengths, fused": (LENGTHS, FUSED),

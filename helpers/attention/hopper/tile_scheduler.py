@@ -258,6 +258,7 @@ class DynamicWalkScheduler(WalkScheduler, DynamicScheduler):
     """The same for queries that go walks, the longest first."""
 
     def taken_before(self, place):
+        """As late as there: the whole tiles of a walk come first."""
         walk = place.walk
         has_rows = place.q_start + self.q_block <= walk.query_length
         return jnp.where(has_rows, jnp.maximum(walk.whole, 1), 1)
