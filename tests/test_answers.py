@@ -274,6 +274,31 @@ def test_a_copy_around_a_kernel_is_noticed(number):
     assert "a copy of an array around the kernel" in verdict(exercise(number), through_heads_first).text
 
 
+FORBIDDEN = [
+    ("5.5", "sums of 16 bits", [("dot(p.astype(v.dtype), v)", "p.astype(v.dtype) @ v")]),
+    ("7.7", "sums of 16 bits", [("scale * dot(q, k.T)", "scale * (q @ k.T)")]),
+    ("13.7", "sums of 16 bits", [("dot(p.astype(v.dtype), v)", "p.astype(v.dtype) @ v")]),
+    ("13.7", "no run of tiles", [
+        ("first = pl.program_id(1) * part", "first, tiles = pl.program_id(1), pl.cdiv(length, block_k)"),
+        ("jnp.minimum(first + part, pl.cdiv(length, block_k))", "first + pl.cdiv(tiles - first, parts)"),
+        ("m, l, acc = state\n", "m, l, acc = state; j = first + parts * (j - first)\n"),
+    ]),
+    ("13.7", "more of a part than its out and its lse", [
+        ("out_ref, lse_ref):", "out_ref, lse_ref, l_ref):"),
+        ("out_ref[...], lse_ref[...] = online", "l_ref[...] = state[1]; out_ref[...], lse_ref[...] = online"),
+        ("[out_tile, lse_tile]", "[out_tile, lse_tile, lse_tile]"),
+        ("kernel, [outs, lses]", "kernel, [outs, lses, lses]"),
+        ("outs, lses = run", "outs, lses, _ = run"),
+    ]),
+]  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number, way, edits", FORBIDDEN)
+def test_a_kernel_of_another_kind_is_noticed(number, way, edits):
+    assert way in verdict(exercise(number), edited(exercise(number).solution, *edits)).text
+
+
 def test_the_lse_of_a_query_without_keys_is_compared():
     (lse,) = whole.as_float64([np.zeros(2)], [np.array([-np.inf, 0])], {"lse": np.float32})
     assert np.array_equal(lse, [0, 0])
