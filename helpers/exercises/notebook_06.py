@@ -5,7 +5,8 @@ import math
 import numpy as np
 
 from helpers.exercises import oracles
-from helpers.exercises.exercise import Case, Exercise
+from helpers.exercises.comparing import plain
+from helpers.exercises.exercise import Case, Complaint, Exercise
 from helpers.exercises.watched import exceeds, kept, watch
 
 
@@ -60,7 +61,18 @@ def _delta_cases():
         yield Case(label, (out, dout, into_lse * _normal(random, T)))
 
 
-DELTA = Exercise(row_delta, "delta without a table", outputs=("delta",), cases=_delta_cases).with_mistakes(
+def _run_delta(answer, out, dout, dlse):
+    """The result; a `Complaint` where NumPy made a table of all pairs of queries for it, as if for its diagonal."""
+    out, shapes = watch(out)
+    delta, (T, H) = plain(answer(out, dout, dlse)), dout.shape
+    if T != H and (T, T) in shapes and np.shape(delta) == (T,):
+        raise Complaint(f"a table of {T} × {T} numbers was made: multiply entry by entry, and sum along axis 1")
+    return delta
+
+
+DELTA = Exercise(
+    row_delta, "delta without a table", outputs=("delta",), cases=_delta_cases, run=_run_delta,
+).with_mistakes(
     ("the sum runs over the queries instead of the components", "axis=1", "axis=0",
      "There is one delta for each query, so sum along axis 1: see section 4."),
     ("a (T, 1) and a (T,) array meet and make a (T, T) table", "axis=1", "axis=1, keepdims=True",

@@ -138,7 +138,7 @@ KEY_GRADIENTS = Exercise(
     *OF_A_PAIR[:5],
     ("a masked weight is left as it is", " if is_causal else p\n", " if False else p\n",
      "lse knows nothing of masked keys, so exp(s - lse) may be large there: set p to 0, see section 8."),
-    ("rows past the end of q and do are multiplied by weights of 0",
+    ("rows past the end of q, do or lse get into the sums",
      "ref[tile, n, :], rows < T", "ref[tile, n, :], rows >= 0",
      "What lies there may be NaN, and 0 · NaN is NaN: replace it by 0, see section 6 of notebook 05."),
     ("the block of the queries ends with the array, and the last slice is moved back into it",
