@@ -110,10 +110,11 @@ def _cases(seed, *rows):
         yield Case(", ".join(said), (*(array.astype(dtype) for array in (q, k, v)), is_causal, H >= 128))
 
 
-def _run(gpus, answer, q, k, v, is_causal, is_lowered):
+def _run(gpus, product, warpgroups, answer, q, k, v, is_causal, is_lowered):
     """(how it runs, out, lse) of a forward kernel.
 
-    gpus: (name, capability) of those that it is lowered for, where that is asked.
+    gpus: (name, capability) of those that it is lowered for, where that is asked. product: the instruction that
+    multiplies there. warpgroups: how many of a program at least work where there are queries for all.
     """
     found, raised, read = [], [], defaultdict(set)
 
@@ -135,15 +136,20 @@ def _run(gpus, answer, q, k, v, is_causal, is_lowered):
         return "not without this: " + ", ".join(said), *(np.full(array.shape, np.nan) for array in right)
     dtypes = {"out": q.dtype, "lse": jnp.float32}
     whole.check_results(found[0], dtypes, right)
-    way = _lowered(answer, gpus, q, k, v, is_causal) if is_lowered else way
-    if is_causal and {"k"} in read.values():
+    way = _lowered(answer, gpus, q, k, v, is_causal, product=product) if is_lowered else way
+    if is_causal and any("k" in noted and "q" not in noted for noted in read.values()):
         way = "with tiles fetched that no query of their program sees"
+    if q.shape[1] > LARGEST_TILE and max((len(noted - {"k", "q"}) for noted in read.values()), default=0) < warpgroups:
+        way = f"with fewer than {warpgroups} warpgroups of a program at work"
     return way, *whole.as_float64(found[0], right, dtypes)
 
 
 @contextlib.contextmanager
 def _marks_noted(read):
-    """A context in which interpreted programs note in read, {program: set}, whether they read a mark of q or of k."""
+    """A context in which interpreted programs note in read, {program: set}, whether they read a mark of q or of k.
+
+    And which of their warpgroups read, by number.
+    """
     content = shared_memory.GPUSharedMemory.get_buffer_content
 
     def noted(memory, *args, logging_info=None, **options):
@@ -151,6 +157,7 @@ def _marks_noted(read):
         program = logging_info and logging_info.mesh_location  # None where outputs are taken from it
         if program and values is not None and values.dtype.itemsize == 2:
             marks = read[program.cluster_coords]
+            marks.add(program.thread_id)
             marks.update({"k"} if (values > MARK / 2).any() else (), {"q"} if (values < -MARK / 2).any() else ())
         return values, *rest
 
@@ -158,16 +165,18 @@ def _marks_noted(read):
         yield
 
 
-def _lowered(answer, gpus, *arguments):
-    """`AS_ASKED`, or a GPU for which a kernel cannot be lowered, and what is raised."""
+def _lowered(answer, gpus, *arguments, product=""):
+    """`AS_ASKED`, or a GPU for which a kernel cannot be lowered, and what is raised, or without which product."""
     *arrays, is_causal = arguments
     for name, capability in gpus:
         with mock.patch.object(utils, "_infer_arch", return_value=capability):
             try:
                 traced = jax.jit(lambda *arrays: answer(*arrays, is_causal)).trace(*arrays)
-                traced.lower(lowering_platforms=("cuda",))
+                text = traced.lower(lowering_platforms=("cuda",)).as_text()
             except Exception as error:
                 return f"not for {name}: {name_of(error)}"
+        if product not in text:
+            return f"without {product} on {name}"
     return AS_ASKED
 
 
@@ -198,7 +207,7 @@ MMA = Exercise(
         ((1, 120, 230, 2, 2, 80), True, jnp.bfloat16, (30, 0, 0), "the largest logits first"),
         ((1, 65, 70, 2, 1, 200), False, jnp.bfloat16, (-400, -350), "logits far below 0"),
     ),
-    run=functools.partial(_run, (AMPERE, HOPPER)), expected=_expected, tolerance=1e-4,
+    run=functools.partial(_run, (AMPERE, HOPPER), "mma.sync", 1), expected=_expected, tolerance=1e-4,
     building_block="forward on a GPU", in_place=("on_gpu", "forward"), slow=True,
 ).with_mistakes(
     *IN_BOTH,
@@ -304,7 +313,7 @@ WGMMA = Exercise(
         ((1, 120, 400, 2, 2, 80), True, jnp.bfloat16, (30, 0, 0), "the largest logits first"),
         ((2, 65, 140, 1, 1, 128), False, jnp.bfloat16, (-400, -350), "logits far below 0"),
     ),
-    run=functools.partial(_run, (HOPPER,)), expected=_expected, tolerance=1e-4,
+    run=functools.partial(_run, (HOPPER,), "wgmma", 3), expected=_expected, tolerance=1e-4,
     building_block="forward on a Hopper GPU", in_place=("on_hopper", "forward"), slow=True,
 ).with_mistakes(
     *IN_BOTH,
