@@ -277,7 +277,7 @@ MASKS = {
     "odd queries see none, the others all, in entry 1 the first 16": lambda b, n, i, j: (
         (i % 2 == 0) & (j < jnp.where(b == 1, 16, 40))
     ),
-    "the first 3 keys, from query 24 on all": lambda b, n, i, j: (j < 3) | (i >= 24),
+    "the first 3 keys, from query 24 and from key 40 on all": lambda b, n, i, j: (j < 3) | (i >= 24) | (j >= 40),
 }
 
 
@@ -292,8 +292,8 @@ def _masked_cases():
         ((1, 32, 32, 4, 2, 5), "causal documents of 12", (16, 8), np.float32, 60),
         ((1, 40, 40, 2, 1, 8), "windows by head", (16, 8), np.float32, -200),
         ((2, 17, 37, 1, 1, 3), "odd queries see none, the others all, in entry 1 the first 16", (8, 16), np.float32, 0),
-        ((1, 20, 40, 2, 1, 8), "the first 3 keys, from query 24 on all", (16, 16), jnp.bfloat16, 0),
-        ((1, 70, 90, 2, 1, 8), "the first 3 keys, from query 24 on all", (), np.float32, 0),
+        ((1, 20, 40, 2, 1, 8), "the first 3 keys, from query 24 and from key 40 on all", (16, 16), jnp.bfloat16, 0),
+        ((1, 70, 90, 2, 1, 8), "the first 3 keys, from query 24 and from key 40 on all", (), np.float32, 0),
     ]:
         q, k, v = (random.standard_normal((B, length, heads, H)) for length, heads in ((T, N), (S, K), (S, K)))
         q[..., 0] = math.sqrt(H)  # so that the first component of k moves the logits
