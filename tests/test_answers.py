@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from attention_cases import in_tiers
 
+from helpers.attention import online_softmax
+from helpers.attention.masking import Band, tile_kind
 from helpers.exercises import running, whole
 from helpers.exercises.checking import verdict
 from helpers.exercises.edits import edited, source_of, written
@@ -272,17 +274,61 @@ def test_a_copy_around_a_kernel_is_noticed(number):
     assert "a copy of an array around the kernel" in verdict(exercise(number), through_heads_first).text
 
 
+FORBIDDEN = [
+    ("5.5", "sums of 16 bits", [("dot(p.astype(v.dtype), v)", "p.astype(v.dtype) @ v")]),
+    ("7.7", "sums of 16 bits", [("scale * dot(q, k.T)", "scale * (q @ k.T)")]),
+    ("13.7", "sums of 16 bits", [("dot(p.astype(v.dtype), v)", "p.astype(v.dtype) @ v")]),
+    ("13.7", "no run of tiles", [
+        ("first = pl.program_id(1) * part", "first, tiles = pl.program_id(1), pl.cdiv(length, block_k)"),
+        ("jnp.minimum(first + part, pl.cdiv(length, block_k))", "first + pl.cdiv(tiles - first, parts)"),
+        ("m, l, acc = state\n", "m, l, acc = state; j = first + parts * (j - first)\n"),
+    ]),
+    ("13.7", "more of a part than its out and its lse", [
+        ("out_ref, lse_ref):", "out_ref, lse_ref, l_ref):"),
+        ("out_ref[...], lse_ref[...] = online", "l_ref[...] = state[1]; out_ref[...], lse_ref[...] = online"),
+        ("[out_tile, lse_tile]", "[out_tile, lse_tile, lse_tile]"),
+        ("kernel, [outs, lses]", "kernel, [outs, lses, lses]"),
+        ("outs, lses = run", "outs, lses, _ = run"),
+    ]),
+]  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number, way, edits", FORBIDDEN)
+def test_a_kernel_of_another_kind_is_noticed(number, way, edits):
+    assert way in verdict(exercise(number), edited(exercise(number).solution, *edits)).text
+
+
 def test_the_lse_of_a_query_without_keys_is_compared():
     (lse,) = whole.as_float64([np.zeros(2)], [np.array([-np.inf, 0])], {"lse": np.float32})
     assert np.array_equal(lse, [0, 0])
 
 
-def test_what_is_asked_for_is_not_taken_from_the_helpers():
-    def answer(T, S, H, itemsize):
-        return {"flops": 4 * T * S * H, "bytes": cost.naive_bytes(T, S, H, itemsize)}
+CAUSAL = Band(right=0)
+TAKEN = {
+    "1.2": ("naive_bytes", lambda T, S, H, size: {"flops": 4 * T * S * H, "bytes": cost.naive_bytes(T, S, H, size)}),
+    "3.1": ("init", lambda q, *_: online_softmax.finalize(online_softmax.init(*q.shape))),
+    "3.2": (
+        "tile_kind",
+        lambda i, i_stop, j, j_stop, *T_S: tile_kind(range(i, i_stop), range(j, j_stop), CAUSAL, *T_S),
+    ),
+}
 
-    judged = verdict(exercise("1.2"), answer)
-    assert judged.status == "wrong" and "`naive_bytes` of helpers.instruments.cost was called" in judged.text
+
+@pytest.mark.parametrize("number", TAKEN)
+def test_what_is_asked_for_is_not_taken_from_the_helpers(number):
+    name, answer = TAKEN[number]
+    judged = verdict(exercise(number), answer)
+    assert judged.status == "wrong" and f"`{name}` of helpers." in judged.text
+
+
+def test_a_mask_is_noticed_where_corners_are_to_be_compared():
+    def answer(q_start, q_stop, k_start, k_stop, T, S):
+        rows, cols = np.arange(q_start, q_stop)[:, None], np.arange(k_start, k_stop)
+        seen = (cols <= rows) & (rows < T) & (cols < S)
+        return "full" if seen.all() else "partial" if seen.any() else "skipped"
+
+    assert "a mask of the tile was built" in verdict(exercise("3.2"), answer).text
 
 
 def test_attention_that_is_called_and_not_used_is_noticed():

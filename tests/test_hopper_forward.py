@@ -1,6 +1,7 @@
 """The Hopper forward kernel in the Mosaic GPU interpreter: right, without races, and lowered for CUDA."""
 
 import functools
+import itertools
 import os
 
 import jax
@@ -82,14 +83,16 @@ def test_a_scale_becomes_positive(scale):
     [(1, 1, 9, 7), (13, 1, 3, 7), (13, 1, 3, 1), (12, 1, 4, 2), (12, 4, 1, 7), (6, 1, 0, 2)],
 )
 def test_the_causal_order_has_every_pair_once(heads, group, cached_heads, q_tiles, monkeypatch):
-    """And never more heads together than the cache holds, but at least those that share keys."""
+    """And never more heads together than the cache holds, but at least those that share keys; parts of one size."""
     H, S = 128, 256
     problem = Problem(1, S, S, heads, heads // group, H, jnp.dtype(jnp.bfloat16), 1.0, Band(right=0))
     monkeypatch.setattr(tile_scheduler, "CACHED", cached_heads * 2 * S * H * 2)
     tiles, order = tile_scheduler.causal_order(jnp.arange(q_tiles * heads), q_tiles, problem)
     assert len({*zip(tiles.tolist(), order.tolist(), strict=True)}) == q_tiles * heads
     assert set(tiles.tolist()) == set(range(q_tiles)) and set(order.tolist()) == set(range(heads))
-    width = min(heads, group * max(1, cached_heads))
+    width = tile_scheduler.cached_heads(problem)
+    assert width <= min(heads, group * max(1, cached_heads)) and width % group == 0
+    assert heads % width == 0 or heads == 13
     parts = [set(order[start : start + width * q_tiles].tolist()) for start in range(0, len(order), width * q_tiles)]
     assert sum(map(len, parts)) == heads
     last = tiles[-len(parts[-1]) * q_tiles :]
@@ -129,15 +132,19 @@ def test_the_most_even_deal_is_taken(B, T, H, snake, most):
 
 
 def test_which_calls_are_dynamic(monkeypatch):
-    """Causal ones that are not short, but not where registers are few."""
+    """Causal ones that are not short, and such as go walks, but not where registers are few."""
     monkeypatch.setattr(hopper, "core_count", lambda _: 132)
 
-    def is_dynamic(B, T, H, is_causal=True, keeps_low_bits=False):
-        problem = Problem(B, T, T, 2048 // H, 2048 // H, H, jnp.dtype(jnp.bfloat16), 1.0, Band.of(is_causal))
+    def is_dynamic(B, T, H, is_causal=True, keeps_low_bits=False, window=None):
+        band = Band.of(is_causal, window)
+        problem = Problem(B, T, T, 2048 // H, 2048 // H, H, jnp.dtype(jnp.bfloat16), 1.0, band)
         return hopper.tiles_for(Call(problem, *[None] * 5), keeps_low_bits).dynamic
 
     assert is_dynamic(16, 1024, 128) and is_dynamic(4, 4096, 128, keeps_low_bits=True) and is_dynamic(4, 4096, 64)
     assert not is_dynamic(4, 4096, 128, is_causal=False) and not is_dynamic(4, 4096, 64, keeps_low_bits=True)
+    for H, keeps_low_bits in itertools.product((64, 128), (False, True)):
+        assert is_dynamic(1, 16384, H, keeps_low_bits=keeps_low_bits, window=(1000, 0))
+        assert not is_dynamic(1, 2048, H, keeps_low_bits=keeps_low_bits, window=(1000, 0))
     assert not is_dynamic(1, 1024, 128) and not is_dynamic(64, 4096, 128)
 
 

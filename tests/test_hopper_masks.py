@@ -49,13 +49,15 @@ WINDOW = {"local_window_size": 70, "causal_offset": 100, **CAUSAL}
 
 
 FORWARD = {
-    "a window, an offset and sinks": (AttentionCase(150, 260, H=64, dtype="float16", arguments=WINDOW | SINKS), SMALL),
+    "a window, an offset and sinks": (AttentionCase(170, 250, H=64, dtype="float16", arguments=WINDOW | SINKS), SMALL),
     "documents, where guesses fail": (dataclasses.replace(DOCUMENTS, T=330, S=330, logits="rising", arguments=CAUSAL | documents(60, 190, length=330)), SMALL._replace(programs=1)),
+    "dynamic walks, of several turns": (dataclasses.replace(DOCUMENTS, T=320, S=320, arguments=CAUSAL | documents(60, 190, length=320)), SMALL._replace(dynamic=True)),
+    "dynamic walks, lengths": (dataclasses.replace(LENGTHS, H=128), SMALL._replace(dynamic=True, guess=False)),
     "a soft cap": (AttentionCase(100, 150, H=64, dtype="bfloat16", logits="large", arguments={"logits_soft_cap": 5.0, **CAUSAL}), None),
     "lengths, with padding that is no number, capped": (dataclasses.replace(LENGTHS, arguments={"logits_soft_cap": 1.0}), SMALL._replace(guess=False)),
     "rows that see nothing, and sinks": (AttentionCase(150, 150, H=64, dtype="bfloat16", arguments=CAUSAL | SINKS | {"causal_offset": -70}), SMALL),
     "numbers of segments in any order, capped": (AttentionCase(100, 100, H=128, dtype="float16", arguments={"scale": -0.3, "logits_soft_cap": 1.0, "query_segment_ids": np.arange(100, dtype=np.int32)[None] % 3, "key_value_segment_ids": np.arange(100, dtype=np.int32)[None] % 5}), None),
-    "a head of 256": (AttentionCase(100, 200, H=256, dtype="bfloat16", arguments={"local_window_size": (40, 10)}), None),
+    "a head of 256": (AttentionCase(100, 256, H=256, dtype="bfloat16", arguments={"local_window_size": (40, 10)}), None),
 }  # fmt: skip
 
 
@@ -70,7 +72,8 @@ TILES = schedule.Tiles(64, 128, 1)
 FUSED, DELAYED, SPLIT = (TILES, None), (TILES._replace(delayed=True), None), (TILES, schedule.Tiles(128, 64, 1))
 BACKWARD = {
     "documents": (DOCUMENTS, FUSED),
-    "a window and an offset": (AttentionCase(150, 260, H=64, dtype="float16", arguments=WINDOW), DELAYED),
+    "a window and an offset": (AttentionCase(170, 250, H=64, dtype="float16", arguments=WINDOW), DELAYED),
+    "whole tiles of keys": (AttentionCase(170, 256, H=64, dtype="bfloat16", arguments=WINDOW), DELAYED),
     "a soft cap": (AttentionCase(100, 70, H=64, dtype="bfloat16", arguments=CAUSAL | {"logits_soft_cap": 1.0}), FUSED),
     "lengths, with padding that is no number": (LENGTHS, SPLIT),
     "lengths, fused": (LENGTHS, FUSED),
@@ -121,8 +124,8 @@ def test_a_walk_passes_what_is_seen_once(case, own):
     rows = np.asarray(walks(call, block_q, block_k, own))
     assert len(rows) == case.B * -(-seen.shape[1] // own_block)
     assert (np.diff(rows[:, Walk._fields.index("length")]) <= 0).all()
-    for row in rows:
-        walk = Walk(*row.tolist())
+    for number in range(len(rows)):
+        walk = Walk.read(rows, number, call.problem)
         mine = (table[walk.b, walk.tile * own_block :][:own_block] for table in (seen, of_segments))
         mine, alike = ([part[:, i : i + block] for i in range(0, part.shape[1], block)] for part in mine)
         tiles = [int(walk.at(place)) for place in range(walk.length)]

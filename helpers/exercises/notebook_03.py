@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 
+from helpers.attention import masking, online_softmax
 from helpers.attention.tiled import SlowMemory
 from helpers.exercises.comparing import plain
 from helpers.exercises.exercise import Case, Complaint, Exercise
@@ -81,7 +82,7 @@ def _run_in_tiles(answer, q, k, v, scale, block_q, block_k):
     """What the answer returns, and how it was built as far as NumPy's arrays tell."""
     S = len(k)
     q, shapes = watch(q)
-    run = lambda: answer(q, k, v, scale, block_q, block_k)
+    run = lambda: without(online_softmax, answer, q, k, v, scale, block_q, block_k)
     result, whole = exceeds(4 * block_q * S, run) if S == LONG else (run(), False)
     result = plain(result)
     if not isinstance(result, tuple) or len(result) != 2:
@@ -138,17 +139,23 @@ def kind_of_tile(q_start, q_stop, k_start, k_stop, T, S):
 
 
 def _run_kinds(answer, T, S, block_q, block_k):
-    """The answer's word for every tile of a causal problem."""
-    return {
-        f"queries {i}–{i + block_q - 1}, keys {j}–{j + block_k - 1}": answer(i, i + block_q, j, j + block_k, T, S)
+    """The answer's word for every tile of a causal problem. Complaint where it builds the mask of a large one."""
+    run = lambda: {
+        f"queries {i}–{i + block_q - 1}, keys {j}–{j + block_k - 1}": without(
+            masking, answer, i, i + block_q, j, j + block_k, T, S
+        )
         for i in range(0, T, block_q)
         for j in range(0, S, block_k)
     }
+    result, has_mask = exceeds(block_q * block_k // 2, run) if S == LONG else (run(), False)
+    if has_mask:
+        raise Complaint("a mask of the tile was built; compare its corners instead")
+    return result
 
 
 CLASSIFY = Exercise(kind_of_tile, "Skipped, partial or full", outputs=("kind",), run=_run_kinds).with_cases(
     "T S block_q block_k", (4, 4, 2, 2), (5, 8, 4, 2), (6, 9, 3, 4), (9, 5, 2, 3), (13, 11, 4, 4), (7, 7, 1, 1),
-    (8, 20, 8, 4),
+    (8, 20, 8, 4), (900, LONG, 512, 512),
 ).with_mistakes(
     ("a tile is skipped as soon as its first query does not see it", "k_start > last_query", "k_start > q_start",
      "The last query of the tile sees the most keys: see section 5."),

@@ -294,10 +294,14 @@ def _run_decode(answer, *arguments):
     right = _expected_decode(*arguments)[:1]
     rows = max(16, pl.next_power_of_2(query.shape[1] // key.shape[2]))
     out, way = whole.results(answer, decode_attention, arguments, {"out": query.dtype}, right, (rows, block_k))
-    (busiest, narrowest), (share, _) = (whole.first_kernel(kernel, arguments) for kernel in (answer, decode_attention))
+    (busiest, outputs, runs), (share, *_) = (whole.first_kernel(each, arguments) for each in (answer, decode_attention))
     if way == whole.AS_ASKED and busiest > share:
         way = "with more keys for a program than its part has"
-    if way == whole.AS_ASKED and narrowest < 4:
+    if way == whole.AS_ASKED and not runs:
+        way = "with a part that is no run of tiles"
+    if way == whole.AS_ASKED and len(outputs) > 2:
+        way = "with more of a part than its out and its lse"
+    if way == whole.AS_ASKED and min(outputs) < 4:
         way = "with parts in 16 bits"
     return out, way
 

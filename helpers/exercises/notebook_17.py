@@ -86,7 +86,7 @@ PASSES = Exercise(passes, "How often must the warp ask?", outputs=("passes",)).w
     ("a column of rows of 32 words", 32 * LANES), ("a column of rows of 33 words", 33 * LANES),
     ("fragments, rows of 32 words", 32 * (LANES // 4) + LANES % 4),
     ("fragments, rows of 36 words", 36 * (LANES // 4) + LANES % 4),
-    ("two words of one bank, each read by sixteen lanes", 32 * (LANES // 16)),
+    ("two words of one bank, each read by sixteen lanes", 32 * (LANES % 2)),
     ("random words", np.random.default_rng(17).integers(0, 256, 32)),
 ).with_mistakes(
     ("lanes that read the same word are counted twice", "set(map(int, words))", "words",

@@ -74,12 +74,17 @@ def bytes_read(function, arrays):
 
 
 def first_kernel(kernel, arguments):
-    """(most bytes that a program of the first kernel loads, least bytes of a number that it stores)."""
+    """(most bytes that a program of the first kernel loads, bytes of a number of each output, whether keys are runs).
+
+    They are if no program leaves out a key between two that it loads: axis 1 of arrays of four axes.
+    """
     arrays, launch = _launches(arguments)
     (call, *_), _ = replay(launch(kernel), *arrays, by_program=True)
     operands = call.operands.values()
     read = ([int(reads.sum()) * one.values.itemsize for reads in one.reads_by_program] for one in operands)
-    return max(map(sum, zip(*read, strict=True))), min(one.values.itemsize for one in operands if one.is_output)
+    keys = (reads.any(axis=(0, 2, 3)) for one in operands for reads in one.reads_by_program if reads.ndim == 4)
+    runs = all((np.diff(np.flatnonzero(found)) == 1).all() for found in keys)
+    return max(map(sum, zip(*read, strict=True))), [one.values.itemsize for one in operands if one.is_output], runs
 
 
 def as_float64(found, right, dtypes):
@@ -110,7 +115,7 @@ def _way(jaxpr, calls, arrays, blocks, ours):
     if within > max(blocks) * max(*blocks, 16, pl.next_power_of_2(arrays[0].shape[-1])):
         return "with more than a tile at once in a program"
     if any(dtype.itemsize == 2 for dtype in sums):
-        return "with sums of 16 bits from tile to tile"
+        return "with sums of 16 bits"
     operands = [operand for call in calls for operand in call.operands.values()]
     if max(reads.max(initial=0) for one in operands for reads in one.reads_by_program) > 1:
         return "with elements that a program reads more than once"
@@ -137,13 +142,13 @@ def _copies(function, arrays):
 
 
 def _sizes(jaxpr):
-    """(elements of the largest value in a kernel, of the largest around it, dtypes of what loops in kernels carry)."""
+    """(elements of the largest value in a kernel, of the largest around it, dtypes of sums and products)."""
     around = list(equations(jaxpr))
     kernels = [equation.params["jaxpr"] for equation in around if equation.primitive.name == "pallas_call"]
     inside = [equation for kernel in kernels for equation in equations(kernel)]
     is_value = lambda aval: hasattr(aval, "dtype") and not hasattr(aval, "inner_aval")  # and no ref
     values_of = lambda equation: [v.aval for v in equation.outvars if is_value(v.aval)]
     largest = lambda of: max((math.prod(v.shape) for equation in of for v in values_of(equation)), default=0)
-    loops = [equation for equation in inside if equation.primitive.name in ("while", "scan")]
-    carried = [v for equation in loops for v in values_of(equation) if v.shape]
-    return largest(inside), largest(around), {v.dtype for v in carried if jnp.issubdtype(v.dtype, jnp.floating)}
+    summing = [equation for equation in inside if equation.primitive.name in ("while", "scan", "dot_general")]
+    sums = [v for equation in summing for v in values_of(equation) if v.shape]
+    return largest(inside), largest(around), {v.dtype for v in sums if jnp.issubdtype(v.dtype, jnp.floating)}

@@ -108,7 +108,7 @@ class Program(NamedTuple):
 
     @classmethod
     def here(cls, gmem, scratch, problem, tiles, interpret):
-        walk = None if gmem.walks is None else Walk.read(gmem.walks, lax.axis_index("tile"))
+        walk = None if gmem.walks is None else Walk.read(gmem.walks, lax.axis_index("tile"), problem)
         grid, me = grid_of_keys(problem, tiles, gmem.walks), lax.axis_index("warpgroup")
         at = drawn_place(gmem, scratch, grid, me == tiles.warpgroups, interpret) if tiles.ordered else lax.axis_index
         b = at("batch") if walk is None else walk.b
@@ -152,7 +152,7 @@ def wait_for_keys(program, start):
     """Until the keys and values of the program are there. A warpgroup's own, from `start` on, end in zeros."""
     scratch, walk = program.scratch, program.own_walk
     plgpu.barrier_wait(scratch.kv_loaded)
-    if walk is None:
+    if walk is None or isinstance(walk.key_length, int):  # TMA brings zeros from behind the array
         return
 
     @pl.when(start + ROWS_OF_WGMMA > walk.key_length)
@@ -234,7 +234,7 @@ def hidden(program, walk, p, q_start, k_start, keys_axis):
     else:
         view, starts, block = View.of_queries, (q_start, k_start), tiles.block_k
     is_mixed = walk.is_mixed(lax.div(starts[1], block))
-    return view(walk, problem, program.gmem).hidden(p, 0.0, *starts, is_mixed)
+    return view(walk, problem, program.gmem, tiles.block_k).hidden(p, 0.0, *starts, is_mixed)
 
 
 def hide(p, q_start, k_start, keys_axis, problem, tiles):

@@ -163,15 +163,17 @@ def place_in_turn(problem, tiles, i, k_start):
 def for_each_walked_tile(walk, group, kv, body, masked_body, carry):
     """Run carry = body(head, i, step, carry) over the tiles of queries of a `Walk`, in all heads of a group.
 
-    All heads of a tile come before the next. masked_body serves the tiles that the walk does not call whole.
+    All heads of a tile come before the next. masked_body serves the tiles that the walk does not call whole. They come
+    first: under a causal mask programs then walk up, each from its own keys.
     """
 
     def one_step(body, n, state):
         step, carry = state
         return step + 1, body(kv * group + lax.rem(n, group), walk.at(lax.div(n, group)), step, carry)
 
-    state = lax.fori_loop(0, group * walk.whole, functools.partial(one_step, body), (jnp.int32(0), carry))
-    return lax.fori_loop(group * walk.whole, group * walk.length, functools.partial(one_step, masked_body), state)
+    ends, state = (0, group * walk.whole, group * walk.length), (jnp.int32(0), carry)
+    state = lax.fori_loop(*ends[1:], functools.partial(one_step, masked_body), state)
+    return lax.fori_loop(*ends[:2], functools.partial(one_step, body), state)
 
 
 def for_each_query_tile(problem, tiles, kv, k_start, body, masked_body, carry):

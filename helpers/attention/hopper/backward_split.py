@@ -127,7 +127,7 @@ class DqProgram(NamedTuple):
 
     @classmethod
     def here(cls, gmem, scratch, problem, tiles, interpret):
-        walk = None if gmem.walks is None else Walk.read(gmem.walks, lax.axis_index("tile"))
+        walk = None if gmem.walks is None else Walk.read(gmem.walks, lax.axis_index("tile"), problem)
         b = lax.axis_index("batch") if walk is None else walk.b
         head, me = lax.axis_index("head"), lax.axis_index("warpgroup")
         block_q, block_k = tiles.warpgroups * ROWS_OF_WGMMA, tiles.block_k

@@ -14,6 +14,7 @@ is free of them. lse stays what it is. What rounding takes off this out leaves a
 from dataclasses import dataclass
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -93,10 +94,10 @@ def constants_beside(problem, tiles, head_dim):
 
     Where `one_product_serves`, (16, 64), and each row begins with CONSTANTS; else (8, 64), row i 64 times CONSTANTS[i].
     """
-    constants = jnp.array([[number] * 64 for number in CONSTANTS[problem.dtype.name]], problem.dtype)
+    constants = np.array([[number] * 64 for number in CONSTANTS[problem.dtype.name]], problem.dtype)
     if one_product_serves(tiles, head_dim):
-        constants = jnp.pad(jnp.tile(constants[:, 0], (16, 1)), ((0, 0), (0, 56)))
-    return constants
+        constants = np.pad(np.tile(constants[:, 0], (16, 1)), ((0, 0), (0, 56)))
+    return jnp.asarray(constants)
 
 
 def one_product_serves(tiles, head_dim):
@@ -105,13 +106,13 @@ def one_product_serves(tiles, head_dim):
 
 
 def with_room_for_constants(tiles, problem):
-    """The tiles, or others that leave registers for the sums of constants, static up to H = 64.
+    """The tiles, or others that leave registers for the sums of constants, static with more than two warpgroups.
 
     Tried by hand on an H100 (JAX 0.11.2).
     """
     if problem.H > 128:
         return tiles._replace(programs=None)
-    tiles = tiles._replace(dynamic=tiles.dynamic and problem.H > 64)
+    tiles = tiles._replace(dynamic=tiles.dynamic and tiles.warpgroups == 2)
     if tiles.warpgroups == 4 and 2048 < problem.S <= 8192:
         return tiles._replace(warpgroups=3)
     return tiles

@@ -36,7 +36,7 @@ class Tiles(NamedTuple):
     ahead: fetch the next queries while these are at work, and issue their first scores together with the
       last product of these. Otherwise there is SMEM for one tile of queries, and out leaves through it.
     guess: guess the maximum. It saves time in every step, and takes some for every tile of queries.
-    dynamic: by a `DynamicScheduler`, where a causal call has no walks and its programs have room for the places.
+    dynamic: by a `DynamicScheduler`, unless a call is full, where its programs have room for the places.
     """
 
     block_q: int = 64
@@ -58,8 +58,10 @@ def tiles_for(call, keeps_low_bits=False):
     elif problem.H > 64:
         full = default_tiles(dataclasses.replace(problem, band=NO_BAND))
         tiles = full._replace(guess=full.guess and not is_walked and problem.band == NO_BAND)
+        tiles = tiles._replace(dynamic=is_walked and tiles.ahead and suits_dynamic(problem, tiles))
     elif is_walked:
         tiles = Tiles(stages=4, programs=core_count(NUM_SMS), guess=1024 < problem.S <= longest_guessed(problem))
+        tiles = tiles._replace(dynamic=suits_dynamic(problem, tiles))
     else:
         tiles = default_tiles(dataclasses.replace(problem, band=Band(right=0)))._replace(dynamic=False)
     return with_room_for_constants(tiles, problem) if keeps_low_bits else tiles
@@ -69,16 +71,25 @@ def default_tiles(problem):
     """The fastest `Tiles` for a problem: from the table of this GPU, or `untuned_tiles`.
 
     With fewer queries in a turn where a program would have less than four turns: one turn more or less is much
-    then. Static where it has few, for a short call feels that XLA zeroes the counter, or more than its list has room
-    for if it is fast. Without a guess where equal logits alone could bring l above MOST.
+    then. Without a guess where equal logits alone could bring l above MOST.
     """
     tuned = tuned_tiles("forward", problem, problem.S)
     tiles = Tiles(**tuned["forward"]) if tuned else untuned_tiles(problem)
-    turns = pl.cdiv(problem.T, tiles.block_q * tiles.warpgroups) * problem.N * problem.B / core_count(NUM_SMS)
-    if turns < 4 and tiles.warpgroups > 2 and padded_head_dim(problem.H) == 64:
+    if turns_of(problem, tiles) < 4 and tiles.warpgroups > 2 and padded_head_dim(problem.H) == 64:
         tiles = tiles._replace(block_k=128, stages=4, warpgroups=2, guess=True)
-    dynamic = tiles.dynamic and 8 <= turns <= tiles.block_q // 2
+    dynamic = tiles.dynamic and suits_dynamic(problem, tiles)
     return tiles._replace(guess=tiles.guess and problem.S <= longest_guessed(problem), dynamic=dynamic)
+
+
+def turns_of(problem, tiles):
+    """How many turns a program has, in the mean."""
+    return _count(problem, tiles) / core_count(NUM_SMS)
+
+
+def suits_dynamic(problem, tiles):
+    """Whether places are worth taking: not where a program has few turns, for a short call feels that XLA zeroes the
+    counter, nor where a fast one could have more than its list has room for."""
+    return 8 <= turns_of(problem, tiles) <= tiles.block_q // 2
 
 
 def longest_guessed(problem):
@@ -117,7 +128,8 @@ def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, inter
     tiles = tiles or tiles_for(call, keeps_low_bits)
     if not is_persistent:
         tiles = tiles._replace(programs=None)
-    dynamic = tiles.dynamic and problem.band.right == 0 and tiles.programs is not None and not needs_walks(call)
+    is_even = problem.band == NO_BAND and not needs_walks(call)
+    dynamic = tiles.dynamic and tiles.programs is not None and not is_even
     tiles = tiles._replace(dynamic=dynamic and _count(problem, tiles) < tiles.programs * tiles.block_q)
     query, problem = _with_positive_scale(call.query, problem)
     problem = in_sigmoids(problem)

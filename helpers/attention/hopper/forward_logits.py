@@ -21,7 +21,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.hopper.forward_kernel import Part, RunningMaximum
 from helpers.attention.hopper.guess import Guess
-from helpers.attention.hopper.tile_scheduler import DynamicScheduler, TileScheduler, WalkScheduler
+from helpers.attention.hopper.tile_scheduler import (
+    DynamicScheduler,
+    DynamicWalkScheduler,
+    TileScheduler,
+    WalkScheduler,
+)
 from helpers.attention.hopper.walks import View
 from helpers.attention.hopper.warpgroup import MATRIX, ROWS, anew, reciprocal
 from helpers.attention.online_softmax import LOG2_E
@@ -130,13 +135,15 @@ class WalkedLogits(Logits):
 
     @staticmethod
     def scheduler(refs, smem, interpret, *own):
-        return WalkScheduler(*own, refs.walks)
+        if refs.counter is None:
+            return WalkScheduler(*own, refs.walks)
+        return DynamicWalkScheduler(*own, refs.counter, smem.lse, smem.places_known, interpret, refs.walks)
 
     def first_hidden(self, turn, s, filler):
         return self.perhaps_hidden(turn, s, filler, turn.walk.whole == 0)
 
     def hidden(self, turn, j, s, filler):
-        view, tile = View.of_queries(turn.walk, self.problem, self.refs), turn.walk.at(j)
+        view, tile = View.of_queries(turn.walk, self.problem, self.refs, self.tiles.block_k), turn.walk.at(j)
         return view.hidden(s, filler, turn.q_start, tile * self.tiles.block_k, turn.walk.is_mixed(tile))
 
     def at_the_end(self, turn, out, lse):

@@ -157,10 +157,10 @@ class WalkScheduler(TileScheduler):
     def place(self, turn):
         index = jnp.minimum(self.index(turn), self.count - 1)  # the turn after the last is read, too
         B, S = self.problem.B, self.problem.S
-        # In the cache, a head takes the room of its keys in all batch entries.
+        # In the cache, a head takes the room of its keys in all batch entries. Half of it was faster than all.
         of_all = dataclasses.replace(self.problem, B=1, T=B * S, S=B * S)
-        row, n = causal_order(index, B * self.q_tiles, of_all, together=cached_heads)
-        walk = Walk.read(self.walks, B * self.q_tiles - 1 - row)
+        row, n = causal_order(index, B * self.q_tiles, of_all, together=functools.partial(cached_heads, share=2))
+        walk = Walk.read(self.walks, B * self.q_tiles - 1 - row, self.problem)
         return Place(walk.tile * self.q_block, n, walk.b, walk.length, walk)
 
     def ends(self, place, q_start):
@@ -251,6 +251,17 @@ class DynamicScheduler(TileScheduler):
             plgpu.barrier_wait(self.known.at[slot])
 
 
+@dataclass(frozen=True)
+class DynamicWalkScheduler(WalkScheduler, DynamicScheduler):
+    """The same for queries that go walks, the longest first."""
+
+    def taken_before(self, place):
+        """As late as there: the whole tiles of a walk come first."""
+        walk = place.walk
+        has_rows = place.q_start + self.q_block <= walk.query_length
+        return jnp.where(has_rows, jnp.maximum(walk.whole, 1), 1)
+
+
 class Deal(NamedTuple):
     """What a tile scheduler does besides taking turns, see `dealt`."""
 
@@ -317,11 +328,17 @@ def heads_together(problem):
     return problem.N * problem.B if padded_head_dim(problem.H) <= 64 else cached_heads(problem)
 
 
-def cached_heads(problem):
-    """How many query heads there are, at most, whose keys and values the cache holds."""
+def cached_heads(problem, share=1):
+    """How many query heads there are, at most, whose keys and values that share of the cache, 1 / share, holds.
+
+    A divisor of all heads, unless that is less than half of these: a last part of fewer heads takes divisions by a
+    number that is not known when the kernel is compiled.
+    """
     keys = min(problem.T, problem.S)  # no query sees a later one
     bytes_of_keys_and_values = 2 * keys * padded_head_dim(problem.H) * problem.dtype.itemsize
-    return min(problem.N * problem.B, problem.group * max(1, CACHED // bytes_of_keys_and_values))
+    heads = problem.K * problem.B
+    most = min(heads, max(1, CACHED // share // bytes_of_keys_and_values))
+    return problem.group * next((count for count in range(most, most // 2, -1) if heads % count == 0), most)
 
 
 def causal_order(index, q_tiles, problem, xp=jnp, together=heads_together):

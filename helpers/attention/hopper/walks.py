@@ -5,6 +5,7 @@ Windows, an offset, lengths and segments hide whole tiles. Before a kernel start
 memory warpgroup and the compute warpgroups of a program go the same walk, each by itself.
 """
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -15,9 +16,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from helpers.attention.extras import Extras
 from helpers.attention.hopper.warpgroup import COLUMNS, MATRIX, ROWS, anew
 from helpers.attention.masking import FULL, HIDDEN, NO_BAND, Band, segment_kinds, tile_kinds
 from helpers.attention.online_softmax import LOG2_E
+from helpers.attention.problem import MAX_LENGTH
 
 
 class Walk(NamedTuple):
@@ -25,8 +28,8 @@ class Walk(NamedTuple):
 
     b, tile: the batch entry and the number of the tile itself. The walk has `length` tiles, from `first` on. It begins
     at `start` with `whole` tiles of which every pair is seen; then come those before them, and then those after them.
-    query_length, key_length: of the batch entry. mixed: a bit for those before the whole ones, 1, and one for those
-    after, 2, where segments hide some pair.
+    mixed: a bit for those before the whole ones, 1, and one for those after, 2, where segments hide some pair.
+    query_length, key_length: of the batch entry; integers where all entries are as long as the arrays.
     """
 
     b: jax.Array
@@ -35,14 +38,15 @@ class Walk(NamedTuple):
     start: jax.Array
     length: jax.Array
     whole: jax.Array
-    query_length: jax.Array
-    key_length: jax.Array
     mixed: jax.Array
+    query_length: jax.Array | int
+    key_length: jax.Array | int
 
     @classmethod
-    def read(cls, ref, row):
+    def read(cls, ref, row, problem):
         """That of a row of `walks`."""
-        return cls(*(ref[row, column] for column in range(len(cls._fields))))
+        columns = [ref[row, column] for column in range(ref.shape[1])]
+        return cls(*columns) if len(columns) == len(cls._fields) else cls(*columns, problem.T, problem.S)
 
     def at(self, place):
         """The tile at a place of the walk."""
@@ -62,17 +66,17 @@ def needs_walks(call):
 
 
 def walks(call, block_q, block_k, own="queries"):
-    """int32 (B tiles, 9): a `Walk` of each tile of the call's queries, or with own="keys" of its keys.
+    """int32 (B tiles, 9, or 7 without lengths): a `Walk` of each tile of queries, or with own="keys" of keys.
 
     Those that see most tiles come first. What sees nothing has a walk of one, for a pipeline has to have something to
     do. In a short call XLA's kernels for this list take a good part of the time, so there are few.
     """
+    if own == "keys":
+        call, block_q, block_k = mirrored(call), block_k, block_q
     problem, extras = call.problem, call.extras
-    of_own = lambda kinds: kinds[:, 0] if own == "queries" else kinds[:, 0].swapaxes(-1, -2)
-    kinds = of_own(tile_kinds(call, block_q, block_k))
-    of_segments = FULL
+    kinds, of_segments = tile_kinds(call, block_q, block_k)[:, 0], FULL
     if extras.query_segment_ids is not None:
-        of_segments = of_own(segment_kinds(extras.query_segment_ids, extras.key_segment_ids, block_q, block_k))
+        of_segments = segment_kinds(extras.query_segment_ids, extras.key_segment_ids, block_q, block_k)[:, 0]
     xp = np if isinstance(kinds, np.ndarray) else jnp
     batch, (_, tiles, others) = problem.B, kinds.shape
     place = xp.arange(others, dtype=np.int32)
@@ -88,14 +92,26 @@ def walks(call, block_q, block_k, own="queries"):
     has_gaps = -unseen < length  # by segments
     mixed = ((cut < start) | has_gaps) + 2 * ((stop_cut > start) | has_gaps)
 
-    def lengths(given, longest):
-        return longest if given is None else xp.clip(given, 0, longest)[:, None]
-
-    of_entry = lengths(call.query_lengths, problem.T), lengths(call.key_lengths, problem.S)
-    columns = Walk(xp.arange(batch)[:, None], xp.arange(tiles), first, start, length, whole, *of_entry, mixed)
+    columns = [xp.arange(batch)[:, None], xp.arange(tiles), first, start, length, whole, mixed]
+    if not (call.query_lengths is None and call.key_lengths is None):
+        lengths = [length[:, None] for length in call.real_lengths()]
+        columns += lengths if own == "queries" else lengths[::-1]
     in_order = xp.argsort(xp.broadcast_to(unseen, (batch, tiles)).reshape(-1), stable=True)
     columns = xp.stack([xp.broadcast_to(column, (batch, tiles)) for column in columns], axis=-1)
-    return jnp.asarray(columns.reshape(-1, len(Walk._fields))[in_order].astype(np.int32))
+    return jnp.asarray(columns.reshape(batch * tiles, -1)[in_order].astype(np.int32))
+
+
+def mirrored(call):
+    """What `walks` reads of a call, with its keys in the place of its queries."""
+    problem, extras = call.problem, call.extras
+    band = Band(problem.band.right, problem.band.left)
+    return dataclasses.replace(
+        call,
+        problem=dataclasses.replace(problem, T=problem.S, S=problem.T, band=band),
+        query_lengths=call.key_lengths,
+        key_lengths=call.query_lengths,
+        extras=Extras(query_segment_ids=extras.key_segment_ids, key_segment_ids=extras.query_segment_ids),
+    )
 
 
 def _least_and_sums(these, those, xp):
@@ -157,25 +173,27 @@ def capped(s, problem):
 class View(NamedTuple):
     """How rows of a tile in registers see its columns.
 
-    band: that of rows against columns; lengths: of rows and of columns; ids: refs of their segment numbers, in GMEM, of
-    this batch entry, or None.
+    band: that of rows against columns; lengths: of rows and of columns, or None where no tile has a position past the
+    end that could do harm; ids: refs of their segment numbers, in GMEM, of this batch entry, or None.
     """
 
     band: Band
-    lengths: tuple
+    lengths: tuple | None
     ids: tuple | None
 
     @classmethod
-    def of_queries(cls, walk, problem, refs):
+    def of_queries(cls, walk, problem, refs, block_k):
         """Rows are queries, columns keys. refs: has query_ids (B, T') and key_ids (B, S'), or None in their place."""
         ids = None if refs.query_ids is None else (refs.query_ids.at[walk.b], refs.key_ids.at[walk.b])
-        return cls(problem.band, (walk.query_length, walk.key_length), ids)
+        # What queries past the end make of the keys, nobody stores.
+        are_whole = isinstance(walk.key_length, int) and problem.S % block_k == 0
+        return cls(problem.band, None if are_whole else (walk.query_length, walk.key_length), ids)
 
     @classmethod
-    def of_keys(cls, walk, problem, refs):
+    def of_keys(cls, walk, problem, refs, block_k):
         """Rows are keys, columns queries."""
-        band, lengths, ids = cls.of_queries(walk, problem, refs)
-        return cls(Band(band.right, band.left), lengths[::-1], ids and ids[::-1])
+        band, lengths, ids = cls.of_queries(walk, problem, refs, block_k)
+        return cls(Band(band.right, band.left), lengths and lengths[::-1], ids and ids[::-1])
 
     def hidden(self, table, filler, row_start, col_start, is_mixed):
         """The table (rows, columns) of the tile that begins at these positions, the filler where a key is not seen.
@@ -186,12 +204,13 @@ class View(NamedTuple):
         rows = row_start + anew(plgpu.broadcasted_iota(jnp.int32, table.shape[:1], 0, layout=ROWS))
         cols = plgpu.broadcasted_iota(jnp.int32, table.shape, 1, layout=MATRIX)
         wide = lambda row: lax.broadcast_in_dim(row, table.shape, [0])
-        (row_length, col_length), (left, right) = self.lengths, (self.band.left, self.band.right)
-        stop = col_length if right is None else jnp.minimum(col_length, rows + right + 1)
-        seen = cols < wide(jnp.where(rows < row_length, stop - col_start, 0))
+        left, right = self.band.left, self.band.right
+        if right is not None or self.lengths is not None:
+            row_length, col_length = self.lengths or (MAX_LENGTH, MAX_LENGTH)
+            stop = col_length if right is None else jnp.minimum(col_length, rows + right + 1)
+            table = jnp.where(cols < wide(jnp.where(rows < row_length, stop - col_start, 0)), table, filler)
         if left is not None:
-            seen &= cols >= wide(rows - left - col_start)
-        table = jnp.where(seen, table, filler)
+            table = jnp.where(cols >= wide(rows - left - col_start), table, filler)
         if self.ids is None:
             return table
 
