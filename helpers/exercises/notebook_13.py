@@ -270,12 +270,13 @@ def _decode_cases():
     label = "the case worked by hand, a fifth key left over behind the four"
     yield Case(label, (*(array.astype(np.float32) for array in by_hand), np.array([4], np.int32), 2, 2))
     random = np.random.default_rng(137)
-    for (B, S, N, K, H), lengths, parts, block_k, dtype, push, label in [
-        ((2, 32, 4, 2, 4), (32, 9), 2, 8, np.float32, 0, "a part without a key"),
-        ((1, 37, 6, 2, 5), (37,), 3, 8, np.float32, 0, "a last part that is shorter"),
-        ((2, 16, 2, 2, 8), (1, 14), 2, 4, np.float32, 200, "large logits, the largest first"),
-        ((2, 44, 20, 1, 3), (13, 44), 2, 8, np.float32, -300, "20 heads for one key head, all logits far below 0"),
-        ((1, 40, 4, 2, 8), (33,), 2, 8, jnp.bfloat16, 0, "bfloat16"),
+    for (B, S, N, K, H), lengths, tiles, dtype, push, label in [
+        ((2, 32, 4, 2, 4), (32, 9), (2, 8), np.float32, 0, "a part without a key"),
+        ((1, 37, 6, 2, 5), (37,), (3, 8), np.float32, 0, "a last part that is shorter"),
+        ((2, 16, 2, 2, 8), (1, 14), (2, 4), np.float32, 200, "large logits, the largest first"),
+        ((2, 44, 20, 1, 3), (13, 44), (2, 8), np.float32, -300, "20 heads for one key head, all logits far below 0"),
+        ((1, 40, 4, 2, 8), (33,), (2, 8), jnp.bfloat16, 0, "bfloat16"),
+        ((2, 70, 4, 2, 8), (70, 33), (), np.float32, 0, "your default parts and tiles, not replayed but run"),
     ]:
         query = random.standard_normal((B, N, H))
         key, value = random.standard_normal((2, B, S, K, H))
@@ -283,17 +284,20 @@ def _decode_cases():
         key[..., 0] += push * np.where(np.arange(S) < 4, 1, 0.9)[:, None]
         for b, length in enumerate(lengths):
             key[b, length:], value[b, length:] = 3, np.inf  # what another sequence left behind
-        about = f"B={B}, S={S}, N={N}, K={K}, H={H}, lengths={list(lengths)}, parts={parts}, block_k={block_k}: {label}"
+        about = f"B={B}, S={S}, N={N}, K={K}, H={H}, lengths={list(lengths)}"
+        about += ", parts={}, block_k={}: ".format(*tiles) + label if tiles else f": {label}"
         arrays = (array.astype(dtype) for array in (query, key, value))
-        yield Case(about, (*arrays, np.array(lengths, np.int32), parts, block_k))
+        yield Case(about, (*arrays, np.array(lengths, np.int32), *tiles))
 
 
 def _run_decode(answer, *arguments):
     """out, and how it was made."""
-    query, key, *_, block_k = arguments
-    right = _expected_decode(*arguments)[:1]
+    query, key, _, _, *tiles = arguments
     rows = max(16, pl.next_power_of_2(query.shape[1] // key.shape[2]))
-    out, way = whole.results(answer, decode_attention, arguments, {"out": query.dtype}, right, (rows, block_k))
+    blocks, right = [rows, *tiles[1:]] if tiles else (), _expected_decode(*arguments)[:1]
+    out, way = whole.results(answer, decode_attention, arguments, {"out": query.dtype}, right, blocks)
+    if not tiles:
+        return out, way
     (busiest, outputs, runs), (share, *_) = (whole.first_kernel(each, arguments) for each in (answer, decode_attention))
     if way == whole.AS_ASKED and busiest > share:
         way = "with more keys for a program than its part has"

@@ -277,12 +277,12 @@ MASKS = {
     "odd queries see none, the others all, in entry 1 the first 16": lambda b, n, i, j: (
         (i % 2 == 0) & (j < jnp.where(b == 1, 16, 40))
     ),
-    "the first 3 keys, from query 24 on all": lambda b, n, i, j: (j < 3) | (i >= 24),
+    "the first 3 keys, from query 24 and from key 40 on all": lambda b, n, i, j: (j < 3) | (i >= 24) | (j >= 40),
 }
 
 
 def _masked_cases():
-    """Arguments (q, k, v, mask_mod, block_q, block_k)."""
+    """Arguments (q, k, v, mask_mod, block_q, block_k); without block sizes, those that the answer has by itself."""
     column = lambda *numbers: np.array(numbers, np.float32).reshape(1, -1, 1, 1)
     by_hand = column(1, 1), column(0, 0, 0), column(1, 3, 5), lambda b, n, i, j: (i == 1) & (j < 2), 2, 2
     yield Case("the case worked by hand", by_hand)
@@ -292,14 +292,16 @@ def _masked_cases():
         ((1, 32, 32, 4, 2, 5), "causal documents of 12", (16, 8), np.float32, 60),
         ((1, 40, 40, 2, 1, 8), "windows by head", (16, 8), np.float32, -200),
         ((2, 17, 37, 1, 1, 3), "odd queries see none, the others all, in entry 1 the first 16", (8, 16), np.float32, 0),
-        ((1, 20, 40, 2, 1, 8), "the first 3 keys, from query 24 on all", (16, 16), jnp.bfloat16, 0),
+        ((1, 20, 40, 2, 1, 8), "the first 3 keys, from query 24 and from key 40 on all", (16, 16), jnp.bfloat16, 0),
+        ((1, 70, 90, 2, 1, 8), "the first 3 keys, from query 24 and from key 40 on all", (), np.float32, 0),
     ]:
         q, k, v = (random.standard_normal((B, length, heads, H)) for length, heads in ((T, N), (S, K), (S, K)))
         q[..., 0] = math.sqrt(H)  # so that the first component of k moves the logits
         k[..., 0] += push * np.linspace(0.8, 1, S)[None, :, None]
-        sizes = dict(T=T, S=S, N=N, K=K, H=H, B=B) | dict(zip(("block_q", "block_k"), blocks, strict=True))
-        said = [f"{name}={value}" for name, value in sizes.items()] + [jnp.dtype(dtype).name, name]
-        yield Case(", ".join(said), (*(array.astype(dtype) for array in (q, k, v)), MASKS[name], *blocks))
+        sizes = dict(T=T, S=S, N=N, K=K, H=H, B=B) | dict(zip(("block_q", "block_k"), blocks, strict=False))
+        said = [jnp.dtype(dtype).name, name] + ["your default blocks, not replayed but run"] * (not blocks)
+        label = ", ".join([f"{name}={value}" for name, value in sizes.items()] + said)
+        yield Case(label, (*(array.astype(dtype) for array in (q, k, v)), MASKS[name], *blocks))
 
 
 MASKED = Exercise(

@@ -121,8 +121,17 @@ def _way(jaxpr, calls, arrays, blocks, ours):
         return "with elements that a program reads more than once"
     if any(one.writes.max(initial=0) > 1 for one in operands):
         return "with outputs that are written more than once"
+    if _mixes(jaxpr):
+        return "with a product of operands of two dtypes"
     enough = sum(one.bytes_read for one in operands) <= ours()
     return AS_ASKED if enough else "with more bytes read than these tiles need"
+
+
+def _mixes(jaxpr):
+    """Whether a kernel multiplies operands of two dtypes, which Triton refuses."""
+    kernels = [equation.params["jaxpr"] for equation in equations(jaxpr) if equation.primitive.name == "pallas_call"]
+    products = [one for kernel in kernels for one in equations(kernel) if one.primitive.name == "dot_general"]
+    return any(len({operand.aval.dtype for operand in product.invars}) > 1 for product in products)
 
 
 def _copies(function, arrays):
