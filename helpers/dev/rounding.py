@@ -126,6 +126,9 @@ def answers(query, key, value, dout, dlse=None, *, tf32=False, **arguments):
     # Equal queries have equal weights, and errors of delta that add up.
     is_alike = (q == q[..., :1, :]).all(axis=(-2, -1), keepdims=True)
     of_dk += problem.scale**2 * is_alike * (turned(bent * np.sqrt(of_delta)) @ np.abs(q)) ** 2
+    # What is cut off dp has its sign, and adds up over queries with a part in common.
+    cut = H / (2 * STEP) * FLOAT32 * np.abs(dp)
+    of_dk += problem.scale**2 * (turned(bent * cut) @ np.abs(q)) ** 2
     of_dv = product(turned(p), turned(of_weights), do, T)
     in_groups = lambda array: array.reshape(B, problem.K, problem.group, S, H).sum(axis=2)
     dk, dv, of_dk, of_dv = map(in_groups, (dk, dv, of_dk, of_dv))
