@@ -1,17 +1,15 @@
 """The Hopper kernels with lengths, windows, offsets, segments, soft caps and sinks, in the Mosaic GPU interpreter."""
 
 import dataclasses
-import functools
 
 import jax
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, check_attention, check_forward, cotangents, in_tiers
+from attention_cases import AttentionCase, check_forward, cotangents, in_tiers
 from test_hopper_backward import check as check_gradients_of_kernels
 from test_hopper_forward import interpreted
 from test_masks import pairs_seen
 
-from helpers import flash_attention
 from helpers.attention.hopper import backward, forward
 from helpers.attention.hopper import backward_schedule as schedule
 from helpers.attention.hopper.walks import Walk, needs_walks, walks
@@ -85,14 +83,6 @@ BACKWARD = {
 @pytest.mark.parametrize("name", in_tiers(BACKWARD, lambda name: name in [*BACKWARD][:2]))
 def test_gradients(name):
     check_gradients_of_kernels(*BACKWARD[name])
-
-
-@FULL
-def test_by_the_public_function():
-    """With the low bits of out."""
-    case = dataclasses.replace(DOCUMENTS, common=10.0, common_to="runs")
-    attention = functools.partial(flash_attention, implementation="hopper", return_residual=True)
-    check_attention(attention, case)
 
 
 # Walks
