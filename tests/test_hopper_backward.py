@@ -1,7 +1,6 @@
 """The Hopper backward kernels in the Mosaic GPU interpreter: against the oracle, with races looked for."""
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import math
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, check_gradients, cotangents, in_tiers, relative_error
+from attention_cases import AttentionCase, by_kernels, check_gradients, cotangents, in_tiers, relative_error
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from seeded import seeded
 
@@ -38,12 +37,9 @@ SMALL = {
 def backward_of(case, tiles, **options):
     """A function that runs the interpreted kernels with these tiles, from naive out and lse: (dq, dk, dv)."""
     arrays, arguments = case.inputs()
-    call, (dout, dlse) = check_call(*arrays, **arguments), cotangents(case)
-    out, lse = naive_attention(call)
-    query, *seeing = call.of_seeing_rows(lse, call.query, dout, dlse.swapaxes(1, 2))
-    call = dataclasses.replace(call, query=query)
-    run = functools.partial(hopper.backward, call, out, lse, *seeing, tiles=tiles, **options)
-    return lambda: jax.block_until_ready(run(interpret=DETECTING))
+    backward = functools.partial(hopper.backward, tiles=tiles, interpret=DETECTING, **options)
+    run = by_kernels(arguments, naive_attention, backward)
+    return lambda: jax.block_until_ready(run(arrays, cotangents(case))[1])
 
 
 def gradients_of_kernels(case, tiles, **options):
@@ -239,8 +235,7 @@ def test_more_heads_than_a_grid_can_hold(monkeypatch):
     dout, lse = cotangents(case)[0], np.zeros((5, 2, 8), np.float32)
     gradients = hopper.backward(check_call(query, key, value), query, lse, dout, lse, tiles=SMALL["fused"])
     assert sizes == [2, 2, 1]
-    for mine, right in zip(gradients, (dout, key, value), strict=True):
-        np.testing.assert_array_equal(mine, right)
+    jax.tree.map(np.testing.assert_array_equal, tuple(gradients), (dout, key, value))
 
 
 # The ordered form
@@ -258,8 +253,7 @@ def test_ordered(case, form):
     """Right without a race, and twice the same bits."""
     check(case, SMALL[form], deterministic=True)
     run = backward_of(case, SMALL[form], deterministic=True)
-    for mine, again in zip(run(), run(), strict=True):
-        np.testing.assert_array_equal(mine, again)
+    jax.tree.map(np.testing.assert_array_equal, run(), run())
 
 
 @pytest.mark.parametrize("lengths", [(330, 470), (470, 330), (64, 900)])
