@@ -61,7 +61,6 @@ FORWARD = {
 @pytest.mark.parametrize("name", in_tiers(FORWARD, lambda name: name in [*FORWARD][:2]))
 def test_forward(name):
     case, tiles = FORWARD[name]
-
     check_forward(interpreted(forward.forward, tiles=tiles), case)
 
 
