@@ -86,11 +86,8 @@ def pytest_collect_file(file_path, parent):
 
 # Which tests stay together (what `--dist loadgroup` is for; with pytest 9.2 its groups come apart)
 
-TOGETHER = (
-    ".ipynb",
-    "test_site.py",
-    "test_training.py",
-)  # these keep what the next of them needs, or would compute again
+# These keep what the next of them needs, or would compute again.
+TOGETHER = (".ipynb", "test_site.py", "test_training.py")
 
 
 class InSmallParts(LoadScopeScheduling):

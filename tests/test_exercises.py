@@ -84,10 +84,6 @@ def _read_past_the_end(*arguments):
         argument[len(argument)]
 
 
-def _exits(*_):
-    sys.exit(3)
-
-
 def _unprintable(*_):
     class UnprintableError(Exception):
         __str__ = None
@@ -97,7 +93,7 @@ def _unprintable(*_):
 
 STRANGE = {
     "loops too far": _read_past_the_end,
-    "exits": _exits,
+    "exits": lambda *_: sys.exit(3),
     "an error without words": _unprintable,
     "None": lambda *_: None,
     "NaN": lambda *_: float("nan"),

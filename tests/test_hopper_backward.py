@@ -1,7 +1,6 @@
 """The Hopper backward kernels in the Mosaic GPU interpreter: against the oracle, with races looked for."""
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import math
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, check_gradients, cotangents, in_tiers, relative_error
+from attention_cases import AttentionCase, by_kernels, check_gradients, cotangents, in_tiers, relative_error
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from seeded import seeded
 
@@ -22,6 +21,7 @@ from helpers.attention.hopper import backward_schedule as schedule
 from helpers.attention.masking import Band
 from helpers.attention.problem import Call, Problem, check_call
 from helpers.attention.reference import naive_attention, oracle_gradients
+from helpers.dev.measuring import shapes_of
 from helpers.instruments.races import DETECTING, in_use_until_awaited, races
 
 FULL = pytest.mark.full
@@ -37,12 +37,9 @@ SMALL = {
 def backward_of(case, tiles, **options):
     """A function that runs the interpreted kernels with these tiles, from naive out and lse: (dq, dk, dv)."""
     arrays, arguments = case.inputs()
-    call, (dout, dlse) = check_call(*arrays, **arguments), cotangents(case)
-    out, lse = naive_attention(call)
-    query, *seeing = call.of_seeing_rows(lse, call.query, dout, dlse.swapaxes(1, 2))
-    call = dataclasses.replace(call, query=query)
-    run = functools.partial(hopper.backward, call, out, lse, *seeing, tiles=tiles, **options)
-    return lambda: jax.block_until_ready(run(interpret=DETECTING))
+    backward = functools.partial(hopper.backward, tiles=tiles, interpret=DETECTING, **options)
+    run = by_kernels(arguments, naive_attention, backward)
+    return lambda: jax.block_until_ready(run(arrays, cotangents(case))[1])
 
 
 def gradients_of_kernels(case, tiles, **options):
@@ -127,20 +124,11 @@ def test_operands_written_over_are_found(fault):
     assert read in ("read: issue(acc, a, b)", f"read: {READ}") and found == f"write: {write}"
 
 
-@pytest.mark.parametrize(
-    ("form", "module", "change"),
-    [
-        ("fused", backward_fused, ("lse_and_awaited(s, 1", "lse_and_awaited(s, 2")),
-        ("fused, dq delayed", backward_fused, ("awaited(dq, 1)", "awaited(dq, 2)")),
-        ("split", backward_split, ("awaited(dp, 0)", "awaited(dp, 1)")),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)).rpartition(".")[2],
-)
-def test_accumulators_read_too_early_are_found(form, module, change):
-    """While the kernel is traced, for a GPU. (Of more waits some are too patient, and none of these is wrong.)"""
-    problem = problem_of(64, 64, 2, 1, causal=False)
-    with faulty(module, change), pytest.raises(RuntimeError, match="read before its products are awaited"):
-        trace_for_a_gpu(problem, schedule.forms(64)[form])
+def test_accumulators_read_too_early_are_found():
+    """While the kernel is traced, for a GPU."""
+    early = faulty(backward_split, ("awaited(dp, 0)", "awaited(dp, 1)"))
+    with early, pytest.raises(RuntimeError, match="read before its products are awaited"):
+        trace_for_a_gpu(problem_of(64, 64, 2, 1, causal=False), schedule.forms(64)["split"])
 
 
 @pytest.mark.parametrize("H", [64, 128, 256])
@@ -247,8 +235,7 @@ def test_more_heads_than_a_grid_can_hold(monkeypatch):
     dout, lse = cotangents(case)[0], np.zeros((5, 2, 8), np.float32)
     gradients = hopper.backward(check_call(query, key, value), query, lse, dout, lse, tiles=SMALL["fused"])
     assert sizes == [2, 2, 1]
-    for mine, right in zip(gradients, (dout, key, value), strict=True):
-        np.testing.assert_array_equal(mine, right)
+    jax.tree.map(np.testing.assert_array_equal, tuple(gradients), (dout, key, value))
 
 
 # The ordered form
@@ -266,8 +253,7 @@ def test_ordered(case, form):
     """Right without a race, and twice the same bits."""
     check(case, SMALL[form], deterministic=True)
     run = backward_of(case, SMALL[form], deterministic=True)
-    for mine, again in zip(run(), run(), strict=True):
-        np.testing.assert_array_equal(mine, again)
+    jax.tree.map(np.testing.assert_array_equal, run(), run())
 
 
 @pytest.mark.parametrize("lengths", [(330, 470), (470, 330), (64, 900)])
@@ -343,16 +329,10 @@ def test_the_ordered_form_is_for_full_and_causal_calls():
 
 
 def traced_for_a_gpu(problem, **options):
-    query, key = (
-        jax.ShapeDtypeStruct((problem.B, length, heads, problem.H), problem.dtype)
-        for length, heads in ((problem.T, problem.N), (problem.S, problem.K))
-    )
-    rows = jax.ShapeDtypeStruct((problem.B, problem.N, problem.T), jnp.float32)
-
     def gradients(query, key, value, *residuals):
         return hopper.backward(Call(problem, query, key, value, None, None), *residuals, **options)
 
-    return jax.jit(gradients).trace(query, key, key, query, rows, query, rows)
+    return jax.jit(gradients).trace(*shapes_of(problem, "backward"))
 
 
 def trace_for_a_gpu(problem, tiles):

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import AttentionCase, check_forward, in_tiers, relative_error
-from seeded import seeded
 
 from helpers.attention.hopper import forward as hopper
-from helpers.attention.hopper import forward_kernel, forward_logits, ladder, tile_scheduler
+from helpers.attention.hopper import ladder, tile_scheduler
 from helpers.attention.hopper.tile_scheduler import Deal
 from helpers.attention.hopper.warpgroup import REGISTERS
 from helpers.attention.masking import Band
 from helpers.attention.problem import Call, Problem, check_call
 from helpers.attention.reference import oracle
+from helpers.dev.measuring import shapes_of
 from helpers.instruments.races import DETECTING, races
 
 # Interpreted warpgroups wait for each other in the threads of XLA's pool, which must not be fewer.
@@ -155,17 +155,6 @@ def test_low_bits_have_left_before_the_next_queries_come():
     assert races(run) == []
 
 
-def test_a_place_has_to_be_awaited(monkeypatch):
-    """A compute warpgroup that reads the place of its next turn at once may find another there."""
-    change = "plgpu.barrier_wait(self.known.at[slot])", "pass"
-    scheduler = seeded(tile_scheduler, change).DynamicScheduler
-    monkeypatch.setattr(forward_logits, "DynamicScheduler", scheduler)
-    arrays, arguments = AttentionCase(128, 128, H=64, N=2, dtype="bfloat16", arguments=CAUSAL).inputs()
-    tiles = SMALL._replace(programs=1, dynamic=True)
-    found = races(lambda: hopper.forward(check_call(*arrays, **arguments), tiles=tiles, interpret=DETECTING))
-    assert "read: return self.places[turn].astype(jnp.int32)" in found
-
-
 @pytest.mark.parametrize("rung", [5, 6, *(pytest.param(rung, marks=FULL) for rung in ladder.NAMES if rung < 5)])
 def test_every_rung(rung):
     """With more tiles of keys than the ring has slots, also under a mask. The last is the kernel of all other tests."""
@@ -221,20 +210,6 @@ def test_long_float16_sequences_are_not_guessed():
     assert hopper.default_tiles(problem_of(128, 2**16, 64, "float16", False)).guess
 
 
-# Races
-
-
-def test_a_race_is_found(monkeypatch):
-    """Values are given back while p v runs. In every run: an ordinary detector missed it in 5 of 40."""
-    early, late = "        keys.release(step)\n        s =", "    values.release(step - 1)\n    acc, m, l ="
-    changes = (early, early.replace("\n", "; values.release(step - 1)\n")), (late, late.split("\n")[1])
-    monkeypatch.setattr(hopper, "forward_kernel", seeded(forward_kernel, *changes).forward_kernel)
-    arrays, _ = AttentionCase(64, 256, H=64, N=1, dtype="bfloat16").inputs()
-    read, write = sorted(races(lambda: hopper.forward(check_call(*arrays), tiles=SMALL, interpret=DETECTING)))
-    assert read.startswith("read: values = ")
-    assert write.startswith("write: plgpu.copy_gmem_to_smem(source, buffer.at[slot], self.filled.at[slot])")
-
-
 # Lowering
 
 
@@ -244,13 +219,11 @@ def problem_of(T, S, H, dtype, causal, N=2, K=1):
 
 def lower(forward, problem, **options):
     """The text of a forward for CUDA, on a machine that has none."""
-    query = jax.ShapeDtypeStruct((problem.B, problem.T, problem.N, problem.H), problem.dtype)
-    key = jax.ShapeDtypeStruct((problem.B, problem.S, problem.K, problem.H), problem.dtype)
 
     def run(query, key, value):
         return forward(Call(problem, query, key, value, None, None), **options)
 
-    return jax.jit(run).trace(query, key, key).lower(lowering_platforms=("cuda",)).as_text()
+    return jax.jit(run).trace(*shapes_of(problem, "forward")).lower(lowering_platforms=("cuda",)).as_text()
 
 
 LOWERED = [(24, 100, True, "float16"), (128, 4096, False, "bfloat16"), (256, 1024, True, "bfloat16")]

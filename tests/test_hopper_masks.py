@@ -3,21 +3,18 @@
 import dataclasses
 import functools
 
-import jax
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, check_attention, check_forward, cotangents, in_tiers
+from attention_cases import AttentionCase, by_kernels, check_forward, cotangents, in_tiers
 from test_hopper_backward import check as check_gradients_of_kernels
 from test_hopper_forward import interpreted
 from test_masks import pairs_seen
 
-from helpers import flash_attention
 from helpers.attention.hopper import backward, forward
 from helpers.attention.hopper import backward_schedule as schedule
 from helpers.attention.hopper.walks import Walk, needs_walks, walks
 from helpers.attention.problem import check_call
 
-FULL = pytest.mark.full
 SMALL = forward.Tiles(block_k=64, programs=2)
 CAUSAL = {"is_causal": True}
 SINKS = {"sinks": np.array([1.5, -3], np.float32)}
@@ -64,7 +61,6 @@ FORWARD = {
 @pytest.mark.parametrize("name", in_tiers(FORWARD, lambda name: name in [*FORWARD][:2]))
 def test_forward(name):
     case, tiles = FORWARD[name]
-
     check_forward(interpreted(forward.forward, tiles=tiles), case)
 
 
@@ -85,14 +81,6 @@ BACKWARD = {
 @pytest.mark.parametrize("name", in_tiers(BACKWARD, lambda name: name in [*BACKWARD][:2]))
 def test_gradients(name):
     check_gradients_of_kernels(*BACKWARD[name])
-
-
-@FULL
-def test_by_the_public_function():
-    """With the low bits of out."""
-    case = dataclasses.replace(DOCUMENTS, common=10.0, common_to="runs")
-    attention = functools.partial(flash_attention, implementation="hopper", return_residual=True)
-    check_attention(attention, case)
 
 
 # Walks
@@ -142,13 +130,6 @@ def test_a_walk_passes_what_is_seen_once(case, own):
 @pytest.mark.parametrize("arguments", [DOCUMENTS.arguments | SINKS, WINDOW | {"logits_soft_cap": 50.0}])
 def test_both_passes_lower_for_cuda(arguments):
     case = dataclasses.replace(DOCUMENTS, arguments=arguments)
-    arrays, arguments = case.inputs()
-    (query, key, value), (dout, dlse) = arrays, cotangents(case)
-
-    def passes(query, key, value):
-        call = check_call(query, key, value, **arguments)
-        out, lse, low = forward.forward(call, keeps_low_bits=True)
-        return backward.backward(call, out, lse, dout, dlse.swapaxes(1, 2), low)
-
-    text = jax.jit(passes).trace(query, key, value).lower(lowering_platforms=("cuda",)).as_text()
+    passes = by_kernels(arguments, functools.partial(forward.forward, keeps_low_bits=True), backward.backward)
+    text = passes.trace(case.inputs()[0], cotangents(case)).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2") == 2

@@ -31,17 +31,13 @@ TABLE = [
 ]
 
 
-def tiles_file(rows):
-    header = {"gpu": "NVIDIA Test", "versions": {}, "commit": "abc", "date": "2026-01-01"}
-    return header | {"hopper": rows}
-
-
 @pytest.fixture
 def with_a_table(monkeypatch, tmp_path):
     """On a GPU with the table above."""
     monkeypatch.setattr(table, "TUNED", tmp_path)
     monkeypatch.setattr(table, "this_gpu", lambda: "NVIDIA Test")
-    results.write(tiles_file(TABLE), tmp_path / "nvidia_test.json")
+    header = {"gpu": "NVIDIA Test", "versions": {}, "commit": "abc", "date": "2026-01-01"}
+    results.write(header | {"hopper": TABLE}, tmp_path / "nvidia_test.json")
     yield
     table.rows_of.cache_clear()
 

@@ -15,6 +15,7 @@ from attention_cases import DTYPES, HEAD_DIMS, SHAPES, in_tiers, pretend_device
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from helpers import flash_attention
+from helpers.instruments.products import equations
 
 AMPERE = AbstractDevice(device_kind="NVIDIA A100-SXM4-80GB", num_cores=108, platform="gpu")
 
@@ -69,19 +70,14 @@ def test_every_head_dim_and_dtype(H, dtype):
 
 def products(jaxpr):
     """Every dot_general of a jaxpr and of those inside it."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            yield equation
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda value: hasattr(value, "eqns")):
-            if hasattr(inner, "eqns"):
-                yield from products(inner)
+    return [each for each in equations(jaxpr, in_kernels=True) if each.primitive.name == "dot_general"]
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_16_bit_operands_stay_16_bit_in_the_products(dtype):
     query = jax.ShapeDtypeStruct((1, 64, 1, 64), dtype)
     attention = functools.partial(flash_attention, implementation="portable")
-    found = list(products(jax.make_jaxpr(attention)(query, query, query).jaxpr))
+    found = products(jax.make_jaxpr(attention)(query, query, query).jaxpr)
     assert found
     for equation in found:
         assert [variable.aval.dtype for variable in equation.invars] == [dtype, dtype]

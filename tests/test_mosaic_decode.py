@@ -13,7 +13,6 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from test_decode import BANDS, CAPPED, CASES, check_pages
 from test_lowering import lower_for_cuda
-from test_mosaic import registers
 
 from helpers.attention.extras import Extras
 from helpers.attention.masking import NO_BAND, Band
@@ -21,6 +20,7 @@ from helpers.attention.mosaic import own_keys
 from helpers.attention.mosaic.decode import decode, select_splits
 from helpers.attention.mosaic.warp import RHS
 from helpers.attention.problem import Call, Problem, check_call, check_paged_call
+from helpers.instruments.layouts import registers
 from helpers.instruments.races import DETECTING, races
 
 INTERPRET = plgpu.InterpretGPUParams()

@@ -1,12 +1,13 @@
 """Any mask, any score in the kernels by `plgpu.mma`: interpreted, against the oracle; lowered for Ampere and Hopper."""
 
+import functools
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import in_tiers, relative_error
+from attention_cases import by_kernels, in_tiers, relative_error
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from test_masks import ALL, compare, drawn, everything, right
@@ -88,8 +89,7 @@ def test_rules_of_absolute_error():
     said = words.in_words(
         lambda i: (~(i % 3 == 0), (i % 4).astype(bool), (i > 2).astype(jnp.float32), jnp.isfinite(1 / i))
     )
-    for mine, answer in zip(said(i), (i % 3 != 0, i % 4 != 0, i > 2, i != 0), strict=True):
-        np.testing.assert_array_equal(mine, answer)
+    jax.tree.map(np.testing.assert_array_equal, tuple(said(i)), (i % 3 != 0, i % 4 != 0, i > 2, i != 0))
 
 
 def many_masks(b, n, i, j):
@@ -119,13 +119,9 @@ def test_lowering_for_cuda():
     arguments |= {"mask_mod": many_masks, "score_mod": many_scores, "score_arrays": tables}
     assert words.why_not(check_call(*arrays[:3], **arguments)) is None
 
-    def attend(*arrays):
-        call = check_call(*arrays[:3], **arguments).prepared()
-        out, lse, low = forward.forward(call, keeps_low_bits=True)
-        return backward.backward(call, out, lse, arrays[3], lse, low)
-
+    attend = by_kernels(arguments, functools.partial(forward.forward, keeps_low_bits=True), backward.backward)
     with mock.patch.object(utils, "_infer_arch", lambda: (8, 0)):
-        text = jax.jit(attend).trace(*arrays[:4]).lower(lowering_platforms=("cuda",)).as_text()
+        text = attend.trace(arrays[:3], arrays[3:]).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu") >= 3
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, check_attention, in_tiers
+from attention_cases import AttentionCase, check_attention, check_padding, in_tiers
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -81,18 +81,10 @@ def documents(T, S, seed=0):
     return ids
 
 
-def test_a_query_that_sees_no_key_passes_nothing():
-    """Whatever arrives at it."""
-    (query, key, value), arguments = AttentionCase(T=4, S=4, H=8, N=1, key_lengths=(0,)).inputs()
-
-    @jax.jit
-    def gradients(filler):
-        attend = functools.partial(attention_on(2, implementation="reference"), **arguments)
-        results, pull_back = jax.vjp(attend, query, key, value)
-        return pull_back(jax.tree.map(lambda array: jnp.full_like(array, filler), results))
-
-    for mine, right in zip(gradients(np.nan), gradients(0.0), strict=True):
-        np.testing.assert_array_equal(mine, right)
+def test_padding_may_hold_anything():
+    """Nor does what arrives at a query that sees no key matter."""
+    lengths = {"query_lengths": (4, 2), "key_lengths": (3, 1)}
+    check_padding(attention_on(2, implementation="reference"), AttentionCase(T=4, S=4, H=8, N=1, B=2, **lengths))
 
 
 def of_documents(T, S, **arguments):

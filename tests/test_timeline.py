@@ -57,28 +57,15 @@ def test_a_wrong_order_is_named(loading, computing, message):
 
 
 def test_a_missed_phase_and_an_endless_program():
-    def hasty():
-        yield from [Arrive("turn"), Arrive("turn"), Arrive("turn")]
-
-    def slow():
-        yield Wait("turn")
-        yield Work("unit", 50, "p")
-        yield Wait("turn")
-
+    hasty, slow = [Arrive("turn")] * 3, [Wait("turn"), Work("unit", 50, "p"), Wait("turn")]
     with pytest.raises(OrderError, match="may complete a phase before slow"):
-        simulate({"hasty": hasty(), "slow": slow()}, {"turn": 1})
+        simulate({"hasty": hasty, "slow": slow}, {"turn": 1})
     with pytest.raises(OrderError, match="still not at the end"):
         simulate({"endless": iter(lambda: Arrive("turn"), None)}, {"turn": 1}, most=100)
 
 
 def test_a_unit_does_one_thing_at_a_time_and_drain_awaits_the_oldest():
-    def group():
-        yield Issue("tensor", 100, "s0")
-        yield Issue("tensor", 30, "pv0")
-        yield Drain(1)
-        yield Work("exponentials", 10, "p0")
-        yield Drain(0)
-
-    run = simulate({"group": group()}, {})
+    issued = Issue("tensor", 100, "s0"), Issue("tensor", 30, "pv0")
+    run = simulate({"group": [*issued, Drain(1), Work("exponentials", 10, "p0"), Drain(0)]}, {})
     assert [(span.start, span.stop) for span in run.spans if span.who == "exponentials"] == [(100, 110)]
     assert run.end == 130

@@ -17,21 +17,21 @@ import itertools
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from helpers import flash_attention
 from helpers.attention.hopper import backward as hopper_backward
 from helpers.attention.hopper import backward_schedule
 from helpers.attention.hopper import ladder as hopper_ladder
 from helpers.attention.hopper import serve as hopper
+from helpers.attention.masking import Band
 from helpers.attention.mosaic import backward as mosaic_backward
 from helpers.attention.mosaic import forward as mosaic_forward
 from helpers.attention.portable.tiles import select_tiles
-from helpers.attention.problem import check_call
+from helpers.attention.problem import Problem, check_call
 from helpers.dev import decoding
 from helpers.dev.decoding import WIDEST_ERROR
 from helpers.dev.measuring import (
@@ -265,9 +265,8 @@ def record(case, name, which, timing):
 
 def tiles_used(case, name, which):
     """Tile sizes of our own kernels, None for what chooses its own."""
-    small = np.zeros((1, 1, 1, case.H), case.dtype)
-    problem = check_call(small, small, small, is_causal=case.is_causal).problem
-    problem = replace(problem, B=case.B, T=case.T, S=case.S, N=case.N, K=case.K)
+    shape, band = (case.B, case.T, case.S, case.N, case.K, case.H), Band.of(case.is_causal)
+    problem = Problem(*shape, jnp.dtype(case.dtype), case.H**-0.5, band)
     if name == "portable":
         if which == "forward":
             return {"forward": mosaic_forward.forward_tiles(problem)._asdict()}

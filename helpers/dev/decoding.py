@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from helpers import flash_attention, paged_attention
+from helpers.attention.reference import oracle
 from helpers.dev.measuring import clocks, milliseconds, one_stage, right_ones
 from helpers.instruments.implementations import operators_of_flash_attention_3
 from helpers.instruments.timing import Program, rotation, time_together
@@ -114,23 +115,14 @@ def heads_first(arrays):
     return query, *(jnp.asarray(array.transpose(2, 0, 1, 3)) for array in pages), table, lengths
 
 
-@jax.jit
-def _right(query, key, value):
-    """Naive attention in float32: query (T, group, H), key and value (S, H)."""
-    query, key, value = (jnp.float32(array) for array in (query, key, value))
-    with jax.default_matmul_precision("highest"):
-        p = jax.nn.softmax(jnp.einsum("tgh,sh->tgs", query, key) * query.shape[-1] ** -0.5)
-        return jnp.einsum("tgs,sh->tgh", p, value)
-
-
 def complaint(case, out, arrays):
     """What is wrong with a result, by its last batch entry and first key head, or None."""
     query, key, value, *rest = arrays
     if case.page:
         key, value = (pages[rest[0][-1]].reshape(1, case.S, case.K, case.H) for pages in (key, value))
     group = case.N // case.K
-    right = _right(query[-1, :, :group], key[-1, :, 0], value[-1, :, 0])
-    error = float(jnp.linalg.norm(jnp.float32(out[-1, :, :group]) - right) / jnp.linalg.norm(right))
+    right, _ = oracle(query[-1:, :, :group], key[-1:, :, :1], value[-1:, :, :1])
+    error = np.linalg.norm(np.asarray(out[-1:, :, :group], np.float64) - right) / np.linalg.norm(right)
     return None if error <= WIDEST_ERROR * float(jnp.finfo(case.dtype).eps) else f"wrong by {error:.1e}"
 
 

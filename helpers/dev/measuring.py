@@ -10,6 +10,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import serialize_executable
 from tqdm import tqdm
 
@@ -94,6 +95,17 @@ def random_arrays(shapes, dtype, seed=0):
     """Standard normal arrays, made on the device."""
     keys = jax.random.split(jax.random.key(seed), len(shapes))
     return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def shapes_of(problem, which, sharding=None):
+    """What a pass reads: query, key and value, and for "backward" also out, lse, and the gradients of both."""
+    shaped = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+    query, key = (
+        shaped((problem.B, length, heads, problem.H), problem.dtype)
+        for length, heads in ((problem.T, problem.N), (problem.S, problem.K))
+    )
+    row = shaped((problem.B, problem.N, problem.T), jnp.float32)
+    return [query, key, key] if which == "forward" else [query, key, key, query, row, query, row]
 
 
 def both_passes(attention):

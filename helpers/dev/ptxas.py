@@ -40,7 +40,7 @@ from helpers.attention.hopper.warpgroup import HEAD_DIMS
 from helpers.attention.masking import Band
 from helpers.attention.problem import Call, Problem
 from helpers.attention.public import registry
-from helpers.dev.measuring import reason_of
+from helpers.dev.measuring import reason_of, shapes_of
 
 # Bytes that a kernel may spill, by pass and padded head_dim: somewhat more than today's kernels do. The
 # kernels for a head_dim of 256 merely fit.
@@ -97,17 +97,14 @@ class Configuration:
         band = Band.of(self.is_causal)
         N = HEADS * self.group
         problem = Problem(1, T, S, N, HEADS, self.H, jnp.dtype(jnp.bfloat16), scale, band)
-        array = jax.ShapeDtypeStruct((1, T, N, self.H), problem.dtype, sharding=sharding)
-        keys = jax.ShapeDtypeStruct((1, S, HEADS, self.H), problem.dtype, sharding=sharding)
-        row = jax.ShapeDtypeStruct((1, N, T), jnp.float32, sharding=sharding)
 
         def run(query, key, value, *residuals):
             call = Call(problem, query, key, value, None, None)
             kernels = forward.forward if self.which == "forward" else backward.backward
             return kernels(call, *residuals, tiles=self.tiles)
 
-        residuals = () if self.which == "forward" else (array, row, array, row)
-        return jax.jit(run).trace(array, keys, keys, *residuals).lower(lowering_platforms=("cuda",))
+        arrays = shapes_of(problem, self.which, sharding)
+        return jax.jit(run).trace(*arrays).lower(lowering_platforms=("cuda",))
 
 
 def configurations():
@@ -157,9 +154,9 @@ def lowered_by_mosaic(which, H, dtype, scale, sharding=None):
     few, S, page = which in ("decode", "pages"), 4096, 16
     T = 8 if few else S
     problem = Problem(1, T, S, HEADS, HEADS // 4, H, jnp.dtype(dtype), scale, Band.of(not few))
+    query, key, _, *residuals = shapes_of(problem, which if which == "backward" else "forward", sharding)
     shaped = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
-    query, key = (shaped((1, length, heads, H), dtype) for length, heads in ((T, HEADS), (S, HEADS // 4)))
-    row, lengths = shaped((1, HEADS, T), jnp.float32), shaped((1,), jnp.int32)
+    lengths = shaped((1,), jnp.int32) if few else None
     if which == "pages":
         key = shaped((S // page, page, *key.shape[2:]), dtype)
     table = shaped((1, S // page), jnp.int32) if which == "pages" else None
@@ -172,9 +169,7 @@ def lowered_by_mosaic(which, H, dtype, scale, sharding=None):
         keeps = not few and problem.dtype.itemsize == 2
         return (kernels.forward_with_low_bits if keeps else kernels.forward)(call)
 
-    residuals = (query, row, query, row) if which == "backward" else ()
-    arrays = query, key, key, lengths if few else None, table, *residuals
-    return jax.jit(run).trace(*arrays).lower(lowering_platforms=("cuda",))
+    return jax.jit(run).trace(query, key, key, lengths, table, *residuals).lower(lowering_platforms=("cuda",))
 
 
 @contextmanager

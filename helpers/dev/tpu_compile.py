@@ -29,7 +29,7 @@ from jax.experimental import topologies
 from helpers.attention import tpu
 from helpers.attention.masking import Band
 from helpers.attention.problem import Call, Problem
-from helpers.dev.measuring import reason_of
+from helpers.dev.measuring import reason_of, shapes_of
 
 CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
 B, N, T = 32, 16, 2048  # so large that of all arrays the compiler can put only rows of statistics into VMEM whole
@@ -43,23 +43,22 @@ UNUSUAL = {
 
 
 def program(problem, which, with_lengths=False):
-    """(function, shapes and dtypes of its arrays) of a pass."""
-    query = (problem.B, problem.T, problem.N, problem.H), problem.dtype
-    key = (problem.B, problem.S, problem.K, problem.H), problem.dtype
-    row, lengths = ((problem.B, problem.N, problem.T), jnp.float32), [((problem.B,), jnp.int32)] * 2 * with_lengths
+    """(function, its arrays) of a pass."""
+    lengths = [jax.ShapeDtypeStruct((problem.B,), jnp.int32)] * 2 * with_lengths
 
     def run(query, key, value, *rest):
         call = Call(problem, query, key, value, *(rest[: len(lengths)] or (None, None)))
         return tpu.forward(call) if which == "forward" else tpu.backward(call, *rest[len(lengths) :])
 
-    return run, [query, key, key, *lengths] + ([] if which == "forward" else [query, row, query, row])
+    arrays = shapes_of(problem, which)
+    return run, [*arrays[:3], *lengths, *arrays[3:]]
 
 
 def compile_for(chip, run, arrays, precision=None):
     """Compile a function for one chip."""
     device = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip]).devices[:1]
     sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(device), ("x",)), jax.sharding.PartitionSpec())
-    arrays = [jax.ShapeDtypeStruct(*array, sharding=sharding) for array in arrays]
+    arrays = [array.update(sharding=sharding) for array in arrays]
     with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh), jax.default_matmul_precision(precision):
         jax.jit(run).lower(*arrays).compile()
 

@@ -35,15 +35,11 @@ class Outcome(NamedTuple):
 
 
 class Workers:
-    """Processes that call function(task), to be used in a `with` block.
+    """So many processes that call function(task), importable by its name; to be used in a `with` block."""
 
-    function: importable by its name. count: how many processes. devices: values of CUDA_VISIBLE_DEVICES to
-    spread them over, by default the GPUs of this machine.
-    """
-
-    def __init__(self, function, count, devices=None):
+    def __init__(self, function, count):
         os.environ["OPENBLAS_NUM_THREADS"] = "1"  # which a process reads when it begins
-        devices = visible_gpus() if devices is None else devices
+        devices = visible_gpus()
         self._all = [_Worker(function, i, devices[i % len(devices)] if devices else None) for i in range(count)]
 
     def __enter__(self):

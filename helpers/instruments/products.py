@@ -28,14 +28,14 @@ def products(function, *arguments):
     return found
 
 
-def equations(jaxpr):
-    """Every operation of a jaxpr, and of the loops and functions inside it; of kernels only the call."""
+def equations(jaxpr, in_kernels=False):
+    """Every operation of a jaxpr, and of the loops and functions inside it; of kernels only the call, if not asked."""
     for equation in jaxpr.eqns:
         yield equation
-        if equation.primitive.name != "pallas_call":
+        if in_kernels or equation.primitive.name != "pallas_call":
             for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
                 if hasattr(value, "eqns"):
-                    yield from equations(value)
+                    yield from equations(value, in_kernels)
 
 
 def product(equation):

@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 from matplotlib.colors import LinearSegmentedColormap
 
+from helpers.instruments import layouts
 from helpers.plots import draw, style
 
 KINDS = {  # of work, by the label's first letters: colour, hatch, name
@@ -88,27 +89,11 @@ def owners(layout, shape=(64, 16)):
 
 
 def owners_of(layout, shape):
-    """(warp, lane) of every element of a matrix of a shape, from the tiles of a Mosaic GPU layout."""
-    tiled = layout.to_mgpu()
-    indices = np.arange(np.prod(shape)).reshape(shape)
-    for tile in tiled.tiling.tiles:  # each tile splits the last axes into (outer..., inner...)
-        lead, last = indices.shape[: indices.ndim - len(tile)], indices.shape[indices.ndim - len(tile) :]
-        split = [part for size, inner in zip(last, tile, strict=True) for part in (size // inner, inner)]
-        indices = indices.reshape(*lead, *split)
-        first = len(lead)
-        order = [*range(first), *range(first, indices.ndim, 2), *range(first + 1, indices.ndim, 2)]
-        indices = indices.transpose(order)
-    owner = {}
-    for kind, dimensions in (("warp", tiled.warp_dims), ("lane", tiled.lane_dims)):
-        found = np.zeros(indices.shape, int)
-        for dimension in dimensions:
-            axis = indices.ndim + dimension
-            along = np.arange(indices.shape[axis]).reshape([-1 if a == axis else 1 for a in range(indices.ndim)])
-            found = found * indices.shape[axis] + along
-        flat = np.empty(indices.size, int)
-        flat[indices.ravel()] = found.ravel()
-        owner[kind] = flat.reshape(shape)
-    return owner["warp"], owner["lane"]
+    """(warp, lane) of every element of a matrix of a shape, in a Mosaic GPU layout."""
+    held = layouts.registers(layout, np.arange(np.prod(shape)).reshape(shape))
+    warp, lane = np.empty((2, np.prod(shape)), int)
+    warp[held], lane[held] = np.ogrid[:4, :32, :1, :1][:2]
+    return warp.reshape(shape), lane.reshape(shape)
 
 
 TOLD = 5  # bars of a row of a timeline that its words tell
