@@ -194,7 +194,7 @@ FAULTS = [
     *_of("helpers/attention/hopper/warpgroup.py", "test_hopper_forward* test_hopper*",
         ("accumulating forgets", "return c + _dot(a, b)", "return _dot(a, b)"),
         ("more registers than there are", "3: (160, 24)", "3: (168, 24)"),
-        ("a sum is used before it is awaited", "plgpu.wgmma_wait(wait_n)\n    return anew(in_flight)", "return anew(in_flight)"),
+        ("a sum is used before it is awaited", "plgpu.wgmma_wait(wait_n)\n    return opaque(in_flight)", "return opaque(in_flight)"),
     ),
     *_of("helpers/attention/hopper/ladder.py", "test_hopper_forward* test_hopper*",
         ("a slot is freed before it is read", "acc = add(acc, alpha, p, v_smem.at[slot], interpret=interpret)\n            plgpu.barrier_arrive(v_free.at[slot])", "plgpu.barrier_arrive(v_free.at[slot])\n            acc = add(acc, alpha, p, v_smem.at[slot], interpret=interpret)"),

@@ -148,7 +148,7 @@ def test_heads_that_the_cache_holds_go_together(monkeypatch):
     """A head of these has 128 x 64 positions, of 2 + 2 + 4 bytes. A section divides the heads evenly."""
     together, problem = [], problem_of(128, 200, N=6, K=6, B=3)
     for heads in (0, 1, 3, 5, 6, 100):
-        monkeypatch.setattr(schedule, "CACHED", heads * 128 * 64 * 8)
+        monkeypatch.setattr(schedule, "L2_BUDGET", heads * 128 * 64 * 8)
         together.append(schedule.heads_together(problem))
     assert together == [1, 1, 3, 3, 6, 6]
     assert schedule.heads_together(problem_of(128, 200, N=6, K=2)) is None
@@ -159,7 +159,7 @@ def test_heads_in_sections(monkeypatch):
     """Two of four heads before the next two, where one SM makes many of these programs."""
     case, tiles = AttentionCase(140, 210, 64, N=4, K=4, dtype="bfloat16", arguments=CAUSAL), schedule.forms(64)["fused"]
     monkeypatch.setattr(schedule, "NUM_SMS", 1)
-    monkeypatch.setattr(schedule, "CACHED", 2 * case.T * 64 * 8)
+    monkeypatch.setattr(schedule, "L2_BUDGET", 2 * case.T * 64 * 8)
     arrays, arguments = case.inputs()
     assert schedule.grid_of_keys(check_call(*arrays, **arguments).problem, tiles[0])["section"] == 2
     check(case, tiles)
@@ -262,7 +262,7 @@ def test_ordered(case, form):
 def test_nobody_waits_for_a_program_that_starts_later(lengths, N, K, causal, monkeypatch):
     """Of each tile of dq, the place of a program is how many that drew before it add to it."""
     problem, tiles = problem_of(*lengths, N, K, B=2, causal=causal), schedule.Tiles(64, 128, 2, ordered=True)
-    monkeypatch.setattr(schedule, "CACHED", problem.T * 64 * 8)
+    monkeypatch.setattr(schedule, "L2_BUDGET", problem.T * 64 * 8)
     for num_sms in (1, 132):
         monkeypatch.setattr(schedule, "NUM_SMS", num_sms)
         grid, added = schedule.grid_of_keys(problem, tiles), Counter()
@@ -362,7 +362,7 @@ def test_default_tiles_lower_for_a_gpu(H, deterministic, lengths, heads, causal)
 def test_the_compiler_does_not_see_where_few_tiles_begin(T, is_hidden, monkeypatch):
     """What tests/one_turn_or_two.ptx shows on a GPU; long sequences keep the code that was measured."""
     hidden = []
-    monkeypatch.setattr(schedule, "anew", lambda number: hidden.append(number.shape) or number)
+    monkeypatch.setattr(schedule, "opaque", lambda number: hidden.append(number.shape) or number)
     problem = problem_of(T, 512, 1, 1, H=128)
     nothing = lambda *_: None
 

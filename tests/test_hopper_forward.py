@@ -86,7 +86,7 @@ def test_the_causal_order_has_every_pair_once(heads, group, cached_heads, q_tile
     """And never more heads together than the cache holds, but at least those that share keys; parts of one size."""
     H, S = 128, 256
     problem = Problem(1, S, S, heads, heads // group, H, jnp.dtype(jnp.bfloat16), 1.0, Band(right=0))
-    monkeypatch.setattr(tile_scheduler, "CACHED", cached_heads * 2 * S * H * 2)
+    monkeypatch.setattr(tile_scheduler, "L2_BUDGET", cached_heads * 2 * S * H * 2)
     tiles, order = tile_scheduler.causal_order(jnp.arange(q_tiles * heads), q_tiles, problem)
     assert len({*zip(tiles.tolist(), order.tolist(), strict=True)}) == q_tiles * heads
     assert set(tiles.tolist()) == set(range(q_tiles)) and set(order.tolist()) == set(range(heads))

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.hopper import backward, warpgroup
-from helpers.attention.hopper.warpgroup import MATRIX, anew, read
+from helpers.attention.hopper.warpgroup import MATRIX, opaque, read
 from helpers.instruments import timeline
 from helpers.instruments.overheard import overheard
 
@@ -117,9 +117,9 @@ def in_use_until_awaited():
             complain_of(acc)
         return load(acc, wait_n=wait_n)
 
-    def watched_anew(numbers):
+    def watched_opaque(numbers):
         complain_of(numbers)
-        return anew(numbers)
+        return opaque(numbers)
 
     backward._fused.clear_cache()  # what was traced before would not be traced again
     watched = {"wgmma": watched_issue, "wgmma_wait": watched_wait, "wgmma_accumulator_load": watched_load}
@@ -130,7 +130,7 @@ def in_use_until_awaited():
     with (
         mock.patch.multiple(plgpu, **watched),
         mock.patch.object(primitives, "wgmma_accumulator_load", watched_load),  # `acc[...]` calls this one
-        mock.patch.multiple(warpgroup, anew=watched_anew, **watched_sums),
+        mock.patch.multiple(warpgroup, opaque=watched_opaque, **watched_sums),
     ):
         try:
             yield

@@ -28,7 +28,7 @@ from helpers.attention.hopper.backward_parts import (
 )
 from helpers.attention.hopper.backward_schedule import ROWS_OF_WGMMA, place_in_turn
 from helpers.attention.hopper.ptx import MATRIX, await_count, count_on
-from helpers.attention.hopper.warpgroup import COLUMNS, anew, awaited, issue, multiply_add, take_registers
+from helpers.attention.hopper.warpgroup import COLUMNS, awaited, issue, multiply_add, opaque, take_registers
 
 
 def immediate_kernel(gmem, scratch, problem, tiles, interpret):
@@ -191,7 +191,7 @@ def delayed_step(program, own, masked, head, i, step, before):
 def number_in_step(program):
     """The number of the warpgroup; unless tiles.keeps_addresses, hidden from the compiler in each step: see `Tiles`."""
     keeps = program.tiles.keeps_addresses and program.problem.group == 1
-    return program.me if keeps else anew(program.me)
+    return program.me if keeps else opaque(program.me)
 
 
 def spare_of(program):

@@ -22,7 +22,7 @@ from helpers.attention.hopper.backward_schedule import (
 from helpers.attention.hopper.ptx import MATRIX, draw
 from helpers.attention.hopper.ring import Ring
 from helpers.attention.hopper.walks import View, Walk, capped
-from helpers.attention.hopper.warpgroup import COLUMNS, ROWS, anew, awaited, take_registers
+from helpers.attention.hopper.warpgroup import COLUMNS, ROWS, awaited, opaque, take_registers
 from helpers.attention.online_softmax import LOG2_E
 from helpers.attention.problem import Problem
 
@@ -244,7 +244,7 @@ def hide(p, q_start, k_start, keys_axis, problem, tiles):
     number for each row. An optimization barrier keeps that number in the step, where
     the compiler would keep a difference of positions for each entry of p.
     """
-    rows = anew(plgpu.broadcasted_iota(jnp.int32, p.shape[:1], 0, layout=ROWS))
+    rows = opaque(plgpu.broadcasted_iota(jnp.int32, p.shape[:1], 0, layout=ROWS))
     cols = plgpu.broadcasted_iota(jnp.int32, p.shape, 1, layout=MATRIX)
     wide = lambda row: lax.broadcast_in_dim(row, p.shape, [0])
     if problem.band.right is not None:

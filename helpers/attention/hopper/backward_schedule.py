@@ -10,14 +10,14 @@ from jax.experimental import pallas as pl
 
 from helpers.attention.device import core_count
 from helpers.attention.hopper.table import tuned_tiles
-from helpers.attention.hopper.warpgroup import CACHED, NUM_SMS, anew
+from helpers.attention.hopper.warpgroup import L2_BUDGET, NUM_SMS, opaque
 from helpers.attention.masking import NO_BAND, key_tiles, query_tiles
 
 ROWS_OF_WGMMA = 64  # rows of a product that one warpgroup owns
 WIDEST = 128  # columns of dk and dv that the registers of a warpgroup hold beside s and dp
 # With so few tiles of queries LLVM may see that a loop over them has one step or two, and count the steps by
 # a predicate. ptxas before CUDA 13.2 then computes `first` in each step from the predicate of that step (see
-# tests/one_turn_or_two.ptx): it got queries 64 to 127 wrong. LLVM does not see through the barrier of `anew`.
+# tests/one_turn_or_two.ptx): it got queries 64 to 127 wrong. LLVM does not see through the barrier of `opaque`.
 FEW_TILES = 4
 
 
@@ -120,7 +120,7 @@ def heads_together(problem):
     """
     if problem.group > 1:
         return None
-    cached = max(1, CACHED // (problem.T * problem.H * (2 * problem.dtype.itemsize + 4)))
+    cached = max(1, L2_BUDGET // (problem.T * problem.H * (2 * problem.dtype.itemsize + 4)))
     return max(count for count in range(1, problem.K + 1) if problem.K % count == 0 and count <= cached)
 
 
@@ -189,7 +189,7 @@ def for_each_query_tile(problem, tiles, kv, k_start, body, masked_body, carry):
     stop = jnp.maximum(stop, first + 1)
     # -- a guard
     if band != NO_BAND and pl.cdiv(problem.T, block_q) <= FEW_TILES:
-        first = anew(first)
+        first = opaque(first)
     # --
     partial = band.right is not None or problem.S % block_k != 0
     all_from = first

@@ -23,7 +23,7 @@ from helpers.attention.hopper.backward_parts import (
 from helpers.attention.hopper.backward_schedule import ROWS_OF_WGMMA, Tiles
 from helpers.attention.hopper.ring import Ring
 from helpers.attention.hopper.walks import Walk
-from helpers.attention.hopper.warpgroup import COLUMNS, ROWS, anew, awaited, issue, multiply_add, take_registers
+from helpers.attention.hopper.warpgroup import COLUMNS, ROWS, awaited, issue, multiply_add, opaque, take_registers
 from helpers.attention.masking import key_tiles
 from helpers.attention.problem import Problem
 
@@ -59,7 +59,7 @@ def dkv_kernel(gmem, scratch, problem, tiles, interpret):
 def dkv_step(program, start, columns, dk_acc, dv_acc, masked, head, i, step, _):
     """Add a tile of queries to dk_acc and dv_acc, (64, width). start: the first of the warpgroup's keys."""
     scratch, problem, tiles, interpret = program.scratch, program.problem, program.tiles, program.interpret
-    wg, (q, lse), (do, delta) = anew(program.me), scratch.q.at(step), scratch.do.at(step)
+    wg, (q, lse), (do, delta) = opaque(program.me), scratch.q.at(step), scratch.do.at(step)
     p_spare, ds_spare = (None, None) if scratch.spare is None else (scratch.spare.at[wg, 0], scratch.spare.at[wg, 1])
     parts, _, _, width = scratch.k.shape
 
@@ -73,8 +73,8 @@ def dkv_step(program, start, columns, dk_acc, dv_acc, masked, head, i, step, _):
     lse, s = lse_and_awaited(s, 1, lse)
     p, slope = exp2_of_logits(s, lse, 1, problem)
     if masked:
-        # without `anew` ptxas of CUDA 13.0 serialised the products at H = 64, before `issue` overwrote sums
-        p = program.hidden(p, anew(i * tiles.block_q), start)
+        # without `opaque` ptxas of CUDA 13.0 serialised the products at H = 64, before `issue` overwrote sums
+        p = program.hidden(p, opaque(i * tiles.block_q), start)
     multiply_add(dv_acc, p.astype(problem.dtype), do.at[:, columns], p_spare, interpret)
     dp = awaited(dp, 1)
     ds = ds_of(p, slope, dp, plgpu.load(delta, layout=COLUMNS), 1, problem)
@@ -189,7 +189,7 @@ def dq_step(program, lse, delta, dq_acc, masked, j, _):
     """Add what tile j of the keys gives to dq_acc, (64, H)."""
     scratch, problem, interpret = program.scratch, program.problem, program.interpret
     me, step = program.me, j - program.first
-    wg, (k,), (v,) = anew(me), scratch.k.at(step), scratch.v.at(step)
+    wg, (k,), (v,) = opaque(me), scratch.k.at(step), scratch.v.at(step)
 
     scratch.k.wait(step)
     s = issue([(scratch.q.at[wg], k)], 1, interpret)

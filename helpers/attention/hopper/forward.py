@@ -225,7 +225,7 @@ def _scratch(problem, tiles, keeps_low_bits):
         out=smem(*own_rows) if tiles.ahead else None,
         lse=plgpu.SMEM((warpgroups + 1 + tiles.dynamic, block_q), jnp.float32),
         q_loaded=plgpu.Barrier(num_barriers=warpgroups),
-        judged=plgpu.Barrier(num_arrivals=warpgroups),
+        guess_checked=plgpu.Barrier(num_arrivals=warpgroups),
         constants=plgpu.SMEM(constants, problem.dtype, transforms=SWIZZLED) if keeps_low_bits else None,
         constants_loaded=plgpu.Barrier() if keeps_low_bits else None,
         places_known=plgpu.Barrier(num_barriers=stages + 1) if tiles.dynamic else None,

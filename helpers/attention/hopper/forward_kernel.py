@@ -86,7 +86,7 @@ class Scratch(NamedTuple):
     out: jax.Array | None  # (warpgroups, block_q, H), on its way to GMEM
     lse: jax.Array  # (warpgroups + 1, block_q), float32; the last row: of `guess.Guess`
     q_loaded: jax.Array  # a barrier for each compute warpgroup
-    judged: jax.Array  # a barrier: of `guess.Guess`
+    guess_checked: jax.Array  # a barrier: of `guess.Guess`
     constants: jax.Array | None = None  # these two: of `exact_out.ExactOut`
     constants_loaded: jax.Array | None = None
     places_known: jax.Array | None = None  # barriers: of `DynamicScheduler`
@@ -458,7 +458,7 @@ def epilogue(program, turn, softmax, m, l, acc):
     copies = program.out.put(turn, out)
     my_lse[...] = lse()
     plgpu.commit_smem()
-    softmax.judge()
+    softmax.check_guess()
 
     @pl.when(turn.q_start < program.problem.T)
     def _():  # TMA drops rows of out past T', and refs.lse has room for them
@@ -528,7 +528,7 @@ class RunningMaximum(Part):
     def lse(self, m, l):
         return (m + jnp.log2(l)) / LOG2_E
 
-    def judge(self):
+    def check_guess(self):
         """Called when the lse of my rows are in SMEM."""
 
 

@@ -28,7 +28,7 @@ from helpers.attention.hopper.tile_scheduler import (
     WalkScheduler,
 )
 from helpers.attention.hopper.walks import View
-from helpers.attention.hopper.warpgroup import MATRIX, ROWS, anew, reciprocal
+from helpers.attention.hopper.warpgroup import MATRIX, ROWS, opaque, reciprocal
 from helpers.attention.online_softmax import LOG2_E
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -110,7 +110,7 @@ class Logits(Part):
         visible = self.problem.S - j * block_k  # how many of these keys a row sees
         if self.is_causal:
             rows = plgpu.broadcasted_iota(jnp.int32, (block_q,), 0, layout=ROWS)
-            seen = turn.q_start + 1 - j * block_k + anew(rows)
+            seen = turn.q_start + 1 - j * block_k + opaque(rows)
             visible = lax.broadcast_in_dim(jnp.minimum(visible, seen), s.shape, [0])
         cols = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=MATRIX)
         return jnp.where(cols < visible, s, filler)

@@ -78,9 +78,9 @@ class Guess(RunningMaximum):
         return self.smem.lse.at[self.tiles.warpgroups]
 
     def begin(self, turns):
-        self.do_again(turns, 0)
+        self.request_redo(turns, 0)
 
-    def do_again(self, start, stop):
+    def request_redo(self, start, stop):
         self.again[2 * self.me] = jnp.asarray(start, jnp.float32)
         self.again[2 * self.me + 1] = jnp.asarray(stop, jnp.float32)
 
@@ -109,7 +109,7 @@ class Guess(RunningMaximum):
         failed = self.kept > jnp.where(self.guesses, most, jnp.inf)
         return jnp.where(failed, jnp.inf, lse)
 
-    def judge(self):
+    def check_guess(self):
         """See if a guess of mine has failed, and note the turns that it spoils.
 
         A thread knows the sums of two rows, and all must agree: through SMEM. That
@@ -124,7 +124,7 @@ class Guess(RunningMaximum):
             # Not the maximum of lse: a NaN beside it must not hide it.
             failed = jnp.where(lse == jnp.inf, 1.0, 0.0).max() > 0
             since = jnp.where(i < 4, jnp.minimum(i, 1), i - i % 4)
-            pl.when(failed)(lambda: self.do_again(start + since, start + i + 1))
+            pl.when(failed)(lambda: self.request_redo(start + since, start + i + 1))
 
     def for_each_list(self, turns, one_list):
         """All turns, and then those that are to be done again."""
@@ -133,10 +133,10 @@ class Guess(RunningMaximum):
         def body(state):
             which, start, count, step = state
             step = one_list(start, count, step)
-            # Now all have judged their guesses. And nobody reads the stale operands
+            # Now all have checked their guesses. And nobody reads the stale operands
             # of the last scores any more.
-            pl.when(me < warpgroups)(lambda: plgpu.barrier_arrive(self.smem.judged))
-            plgpu.barrier_wait(self.smem.judged)
+            pl.when(me < warpgroups)(lambda: plgpu.barrier_arrive(self.smem.guess_checked))
+            plgpu.barrier_wait(self.smem.guess_checked)
             return *self.next_list(which), step
 
         # which: 0 for the whole list, i + 1 for what warpgroup i wants again.

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.hopper.walks import Walk
-from helpers.attention.hopper.warpgroup import CACHED, anew, count_up, padded_head_dim
+from helpers.attention.hopper.warpgroup import L2_BUDGET, count_up, opaque, padded_head_dim
 from helpers.attention.problem import Problem
 
 OPEN = 2**30  # the count of a list of turns that ends where no place is left
@@ -191,7 +191,7 @@ class DynamicScheduler(TileScheduler):
 
     @property
     def turns(self):
-        return anew(jnp.int32(OPEN))  # an array also to what takes constants apart
+        return opaque(jnp.int32(OPEN))  # an array also to what takes constants apart
 
     @property
     def places(self):
@@ -337,7 +337,7 @@ def cached_heads(problem, share=1):
     keys = min(problem.T, problem.S)  # no query sees a later one
     bytes_of_keys_and_values = 2 * keys * padded_head_dim(problem.H) * problem.dtype.itemsize
     heads = problem.K * problem.B
-    most = min(heads, max(1, CACHED // share // bytes_of_keys_and_values))
+    most = min(heads, max(1, L2_BUDGET // share // bytes_of_keys_and_values))
     return problem.group * next((count for count in range(most, most // 2, -1) if heads % count == 0), most)
 
 

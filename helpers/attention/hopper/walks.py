@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.extras import Extras
-from helpers.attention.hopper.warpgroup import COLUMNS, MATRIX, ROWS, anew
+from helpers.attention.hopper.warpgroup import COLUMNS, MATRIX, ROWS, opaque
 from helpers.attention.masking import FULL, HIDDEN, NO_BAND, Band, segment_kinds, tile_kinds
 from helpers.attention.online_softmax import LOG2_E
 from helpers.attention.problem import MAX_LENGTH
@@ -201,7 +201,7 @@ class View(NamedTuple):
         As `masking.visible`, with segments where is_mixed is 1 and not 0. It compares columns with a number for each
         row, which takes few registers. So does a loop, compared with a cond.
         """
-        rows = row_start + anew(plgpu.broadcasted_iota(jnp.int32, table.shape[:1], 0, layout=ROWS))
+        rows = row_start + opaque(plgpu.broadcasted_iota(jnp.int32, table.shape[:1], 0, layout=ROWS))
         cols = plgpu.broadcasted_iota(jnp.int32, table.shape, 1, layout=MATRIX)
         wide = lambda row: lax.broadcast_in_dim(row, table.shape, [0])
         left, right = self.band.left, self.band.right

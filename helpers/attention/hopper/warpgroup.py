@@ -24,7 +24,7 @@ from helpers.attention.hopper.ptx import MATRIX, counted_up, overwriting_sum, pl
 
 HEAD_DIMS = (64, 128, 256)  # others are padded to the next
 NUM_SMS = 132  # of an H100 SXM and an H200; on other GPUs the programs queue or leave some idle
-CACHED = 24 * 2**20  # bytes that stay in the L2 cache of a Hopper GPU, with all else that passes through it
+L2_BUDGET = 24 * 2**20  # bytes that stay in the L2 cache of a Hopper GPU, with all else that passes through it
 ROWS = MATRIX.reduce(1)  # how a warpgroup holds one number a row of a matrix
 COLUMNS = MATRIX.reduce(0)  # or a column, all of them in each of the four warps
 # Registers of a thread, (compute, memory), by the number of compute warpgroups. A program starts with
@@ -42,7 +42,7 @@ def take_registers(tiles, memory):
     plgpu.set_max_registers(REGISTERS[tiles.warpgroups][memory], action="decrease" if memory else "increase")
 
 
-def anew(numbers):
+def opaque(numbers):
     """The same number or array behind an optimization barrier.
 
     The compiler knows nothing of it before this point. What a loop makes of it in every
@@ -114,7 +114,7 @@ def issue(products, axis, interpret):
 def awaited(in_flight, wait_n):
     """What `issue` returned, when at most wait_n of the products issued after it still run."""
     plgpu.wgmma_wait(wait_n)
-    return anew(in_flight)  # the compiler sees no instruction change these registers: it might use them earlier
+    return opaque(in_flight)  # the compiler sees no instruction change these registers: it might use them earlier
 
 
 def interpreted_sum(products, axis):
