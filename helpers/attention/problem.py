@@ -222,28 +222,11 @@ class Call:
 
 
 def check_call(
-    query,
-    key,
-    value,
-    bias=None,
-    mask=None,
-    *,
-    scale=None,
-    is_causal=False,
-    query_seq_lengths=None,
-    key_value_seq_lengths=None,
-    local_window_size=None,
-    query_segment_ids=None,
-    key_value_segment_ids=None,
-    logits_soft_cap=None,
-    sinks=None,
-    causal_offset=0,
-    mask_mod=None,
-    score_mod=None,
-    score_arrays=(),
-    block_mask=None,
-    keeps_low_bits=True,
-):
+    query, key, value, bias=None, mask=None, *, scale=None, is_causal=False, query_seq_lengths=None,
+    key_value_seq_lengths=None, local_window_size=None, query_segment_ids=None, key_value_segment_ids=None,
+    logits_soft_cap=None, sinks=None, causal_offset=0, mask_mod=None, score_mod=None, score_arrays=(),
+    block_mask=None, keeps_low_bits=True
+):  # fmt: skip
     """Check the arguments of `flash_attention` and return them as a `Call`."""
     if not isinstance(keeps_low_bits, bool):
         raise TypeError(f"keeps_low_bits must be True or False, got {keeps_low_bits!r}")
@@ -318,19 +301,9 @@ def _check_alike(arrays):
 
 
 def check_paged_call(
-    query,
-    key_pages,
-    value_pages,
-    page_table,
-    lengths,
-    *,
-    scale=None,
-    is_causal=False,
-    local_window_size=None,
-    causal_offset=None,
-    logits_soft_cap=None,
-    sinks=None,
-):
+    query, key_pages, value_pages, page_table, lengths, *, scale=None, is_causal=False, local_window_size=None,
+    causal_offset=None, logits_soft_cap=None, sinks=None
+):  # fmt: skip
     """Check the arguments of `paged_attention` and return them as a `Call`, as `check_call` does."""
     arrays = {"query": query, "key_pages": key_pages, "value_pages": value_pages}
     for name, array in arrays.items():

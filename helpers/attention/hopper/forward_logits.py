@@ -21,12 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.hopper.forward_kernel import Part, RunningMaximum
 from helpers.attention.hopper.guess import Guess
-from helpers.attention.hopper.tile_scheduler import (
-    DynamicScheduler,
-    DynamicWalkScheduler,
-    TileScheduler,
-    WalkScheduler,
-)
+from helpers.attention.hopper.tile_scheduler import DynamicScheduler, DynamicWalkScheduler, TileScheduler, WalkScheduler
 from helpers.attention.hopper.walks import View
 from helpers.attention.hopper.warpgroup import MATRIX, ROWS, opaque, reciprocal
 from helpers.attention.online_softmax import LOG2_E

@@ -59,30 +59,11 @@ __all__ = ["IMPLEMENTATIONS", "RESIDUALS", "flash_attention"]
 
 
 def flash_attention(
-    query,
-    key,
-    value,
-    bias=None,
-    mask=None,
-    *,
-    scale=None,
-    is_causal=False,
-    query_seq_lengths=None,
-    key_value_seq_lengths=None,
-    local_window_size=None,
-    query_segment_ids=None,
-    key_value_segment_ids=None,
-    logits_soft_cap=None,
-    sinks=None,
-    causal_offset=0,
-    mask_mod=None,
-    score_mod=None,
-    score_arrays=(),
-    block_mask=None,
-    keeps_low_bits=True,
-    implementation=None,
-    return_residual=False,
-):
+    query, key, value, bias=None, mask=None, *, scale=None, is_causal=False, query_seq_lengths=None,
+    key_value_seq_lengths=None, local_window_size=None, query_segment_ids=None, key_value_segment_ids=None,
+    logits_soft_cap=None, sinks=None, causal_offset=0, mask_mod=None, score_mod=None, score_arrays=(),
+    block_mask=None, keeps_low_bits=True, implementation=None, return_residual=False
+):  # fmt: skip
     """Exact attention, softmax(scale query key^T) value; called like `jax.nn.dot_product_attention`.
 
     Args:

@@ -10,21 +10,9 @@ from helpers.attention.public.api import flash_attention
 
 
 def attention(
-    query,
-    key,
-    value,
-    bias=None,
-    mask=None,
-    *,
-    dropout_rng=None,
-    dropout_rate=0.0,
-    broadcast_dropout=True,
-    deterministic=False,
-    dtype=None,
-    precision=None,
-    module=None,
-    **options,
-):
+    query, key, value, bias=None, mask=None, *, dropout_rng=None, dropout_rate=0.0, broadcast_dropout=True,
+    deterministic=False, dtype=None, precision=None, module=None, **options
+):  # fmt: skip
     """softmax(query key^T / sqrt(H)) value, called as `flax.nnx.dot_product_attention` is.
 
     query: (..., T, N, H); key, value: (..., S, K, H), with any batch axes; they are promoted to dtype, or to the one

@@ -6,21 +6,9 @@ from helpers.attention.public.registry import choose
 
 
 def paged_attention(
-    query,
-    key_pages,
-    value_pages,
-    page_table,
-    lengths,
-    *,
-    scale=None,
-    is_causal=False,
-    local_window_size=None,
-    causal_offset=None,
-    logits_soft_cap=None,
-    sinks=None,
-    implementation=None,
-    return_residual=False,
-):
+    query, key_pages, value_pages, page_table, lengths, *, scale=None, is_causal=False, local_window_size=None,
+    causal_offset=None, logits_soft_cap=None, sinks=None, implementation=None, return_residual=False
+):  # fmt: skip
     """Attention of few queries over the keys and values that a page table names.
 
     It equals `flash_attention` over the gathered cache, with `lengths` as its key_value_seq_lengths:

@@ -115,22 +115,10 @@ def _piece(layout, queries, keys, is_causal, me, other):
 
 
 def ring_attention(
-    query,
-    key,
-    value,
-    *,
-    axis_name,
-    scale=None,
-    is_causal=False,
-    layout="zigzag",
-    query_seq_lengths=None,
-    key_value_seq_lengths=None,
-    query_segment_ids=None,
-    key_value_segment_ids=None,
-    key_length=None,
-    implementation=None,
-    return_residual=False,
-):
+    query, key, value, *, axis_name, scale=None, is_causal=False, layout="zigzag", query_seq_lengths=None,
+    key_value_seq_lengths=None, query_segment_ids=None, key_value_segment_ids=None, key_length=None,
+    implementation=None, return_residual=False
+):  # fmt: skip
     """Attention over a sequence that is spread over an axis of a mesh; to be called in `jax.shard_map`.
 
     Args:
@@ -205,22 +193,10 @@ def ring_attention(
 
 
 def ring_attention_on_mesh(
-    query,
-    key,
-    value,
-    *,
-    mesh,
-    axis_name,
-    scale=None,
-    is_causal=False,
-    layout="zigzag",
-    query_seq_lengths=None,
-    key_value_seq_lengths=None,
-    query_segment_ids=None,
-    key_value_segment_ids=None,
-    implementation=None,
-    return_residual=False,
-):
+    query, key, value, *, mesh, axis_name, scale=None, is_causal=False, layout="zigzag", query_seq_lengths=None,
+    key_value_seq_lengths=None, query_segment_ids=None, key_value_segment_ids=None, implementation=None,
+    return_residual=False
+):  # fmt: skip
     """`flash_attention` of whole arrays, spread over an axis of a mesh: any lengths, in their usual order.
 
     query, key, value: (B, T, N, H) and (B, S, K, H), or without B; best if they are split over the axis already.
