@@ -250,6 +250,8 @@ EDITED = [
     ("7.8", "NaN", [("else cols < S\n", "else cols >= 0\n")]),
     ("5.5", "sums of 16 bits", [("dot(p.astype(v.dtype), v)", "p.astype(v.dtype) @ v")]),
     ("5.5", "operands of two dtypes", [("dot(p.astype(v.dtype), v)", "dot(p, v)")]),
+    ("5.5", "operands that are wider", [("dot(p.astype(v.dtype), v)", "dot(p, v.astype(jnp.float32))")]),
+    ("7.8", "too narrow for a GPU", [("max(16, pl.next_power_of_2(H))", "pl.next_power_of_2(H)")]),
     ("18.8", "more bytes read", [("(seen, 1, 0)", "(mask_mod(b, n, rows[:, None], cols[None, :]), 1, 0)")]),
     ("7.7", "sums of 16 bits", [("scale * dot(q, k.T)", "scale * (q @ k.T)")]),
     ("13.7", "sums of 16 bits", [("dot(p.astype(v.dtype), v)", "p.astype(v.dtype) @ v")]),
