@@ -18,7 +18,7 @@ from lessons import PATHS, ROOT, lessons
 from playwright.sync_api import TimeoutError, expect
 
 from helpers import clock
-from helpers.workbook import OF_THE_KERNEL, lay_out
+from helpers.workbook import lay_out, of_the_kernel
 
 pytestmark = [
     pytest.mark.browser,
@@ -110,7 +110,7 @@ def _solved(path, workbook):
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.update(execution_count=None, outputs=[])
-    notebook.metadata.update(OF_THE_KERNEL)
+    notebook.metadata.update(of_the_kernel())
     nbformat.write(notebook, workbook / path.name)
     return workbook / path.name
 
