@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers import flash_attention
 from helpers.attention import reference
 from helpers.attention.masking import visible
 from helpers.attention.problem import check_call
@@ -160,32 +161,15 @@ def test_a_fault_is_found_in_inputs_of_several_kinds(special, monkeypatch):
         assert report.kind == ("wrong" if wrong else "right") and not report.unjudged
 
 
-def kernel(trials, delta="kept"):
-    """`fuzz.run` of a kernel in NumPy of float32 sums, one head and no mask: delta of an out kept in twice the bits
-    of the dtype, or "rounded" as it is returned."""
-    (trial,) = trials
-    (q, k, v), (do, _) = trial.inputs()
-    q, k, v, do = (np.asarray(array[0, :, 0], np.float32) for array in (q, k, v, do))
-    rounded = lambda x: x.astype(jnp.dtype(trial.dtype)).astype(np.float32)
-    scale = np.float32(trial.call.problem.scale)
-    s = scale * q @ k.T
-    m = s.max(1, keepdims=True)
-    w = rounded(np.exp(s - m))
-    lse = np.log(np.exp(s - m).sum(1, keepdims=True)) + m
-    out, p = w @ v / w.sum(1, keepdims=True), np.exp(s - lse)
-    kept = rounded(out) + rounded(out - rounded(out)) * (delta == "kept")
-    ds = rounded(p * (do @ v.T - (kept * do).sum(1, keepdims=True)))
-    found = (x[None, :, None].astype(trial.dtype) for x in (out, scale * ds @ k, scale * ds.T @ q, rounded(p).T @ do))
-    out, *gradients = found
-    return [(out, lse[None], *gradients)]
+ROUNDS_OUT = functools.partial(flash_attention, keeps_low_bits=False)
 
 
 @pytest.mark.parametrize("form", kinds.COMMON)
-def test_a_delta_of_a_rounded_out_is_wrong_where_keys_and_values_share_a_part(form, monkeypatch):
-    trial = Trial(70, 90, 32, kinds=tuple((name, form, 100.0) for name in ("key", "value")))
-    for delta, kind in (("kept", "right"), ("rounded", "wrong")):
-        pretend(monkeypatch, kernel, delta=delta)
-        assert fuzz.attempt((trial,)).kind == kind, delta
+def test_a_delta_of_a_rounded_out_is_wrong_where_keys_and_values_share_a_part(form):
+    of_both = tuple((name, form, 100.0) for name in ("key", "value"))
+    trial = Trial(70, 90, 32, kinds=of_both, implementation="portable")
+    for attention, kind in ((flash_attention, "right"), (ROUNDS_OUT, "wrong")):
+        assert fuzz.attempt((trial,), attention).kind == kind, attention
 
 
 @pytest.mark.full
