@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from helpers import flash_attention
+from helpers.attention.device import compute_capability
 from helpers.attention.hopper import backward as hopper_backward
 from helpers.attention.hopper import backward_schedule
 from helpers.attention.hopper import ladder as hopper_ladder
@@ -285,7 +286,7 @@ def rungs(case):
     """
     causal = {"is_causal": case.is_causal}
     steps = {("triton forward", "forward", rung.name): (ladder.attention, {"rung": rung}) for rung in ladder.RUNGS}
-    if measuring.is_hopper():
+    if compute_capability() == (9, 0):
         names, forms = hopper_ladder.NAMES.items(), backward_schedule.forms(case.H).items()
         steps |= {("hopper forward", "forward", name): (_hopper_rung, {"rung": rung}) for rung, name in names}
         steps |= {("hopper backward", "backward", name): (_hopper_form, {"tiles": tiles}) for name, tiles in forms}

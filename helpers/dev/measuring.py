@@ -31,10 +31,6 @@ def gpu_or_reason():
     return None
 
 
-def is_hopper():
-    return compute_capability() == (9, 0)
-
-
 def this_machine(commit=None, **versions):
     """The header of a record, {"gpu", "versions", "commit", "date"}: where and when figures are taken. Printed.
 
