@@ -166,11 +166,9 @@ def _read(path):
 
 
 def _unused_name(path):
-    stamp = time.strftime("%Y-%m-%d")
-    number = 1
-    while (aside := path.with_name(f"{path.stem}.broken-{stamp}-{number}{path.suffix}.txt")).exists():
-        number += 1
-    return aside
+    stem = f"{path.stem}.broken-{time.strftime('%Y-%m-%d')}"
+    names = (f"{stem}-{number}{path.suffix}.txt" for number in itertools.count(1))
+    return next(aside for aside in map(path.with_name, names) if not aside.exists())
 
 
 CANNOT_SAVE = (

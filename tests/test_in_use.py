@@ -45,14 +45,8 @@ def everything(attention, query, key, value, dout, dlse):
 def attention_of(implementation, lengths=LENGTHS, **arguments):
     if implementation == "hopper":
         lengths = None
-    return functools.partial(
-        flash_attention,
-        implementation=implementation,
-        is_causal=True,
-        key_value_seq_lengths=lengths,
-        return_residual=True,
-        **arguments,
-    )
+    arguments |= {"is_causal": True, "key_value_seq_lengths": lengths, "return_residual": True}
+    return functools.partial(flash_attention, implementation=implementation, **arguments)
 
 
 def check(results, implementation, K=2):

@@ -63,9 +63,6 @@ class Machine:
     def recorded(self):
         return self.record.read_text().splitlines() if self.record.exists() else []
 
-    def installations(self):
-        return len(self.recorded())
-
 
 @pytest.fixture
 def machine(tmp_path):
@@ -95,7 +92,7 @@ def test_a_failed_installation_is_said_and_repaired(machine):
     assert result.returncode != 0 and "did not finish" in result.stderr
     broken.unlink()
     assert machine.run(".venv").returncode == 0
-    assert machine.installations() == 2
+    assert len(machine.recorded()) == 2
 
 
 def test_uv_installs_where_it_is_and_pip_where_uv_fails(machine):
@@ -131,7 +128,7 @@ def test_a_half_made_environment_is_made_again(machine, damage):
     (machine.root,) = machine.root.parent.glob("*/helpers/..")
     for _ in range(2):
         assert machine.run(".venv").returncode == 0
-    assert machine.installations() == 2
+    assert len(machine.recorded()) == 2
 
 
 def test_a_folder_that_is_no_environment_is_left_alone(machine):
