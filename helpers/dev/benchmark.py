@@ -390,7 +390,6 @@ def run(cases, note, began, progress=print, processes=0, limit=LIMIT):
 
 
 def decode_part(machine, top, note):
-    """The part `decode` of the results."""
     records = []
     compiled = compile_together(decoding.parts(decoding.GRID), note, COMPILERS)
     for case in decoding.GRID:
@@ -406,7 +405,6 @@ def decode_part(machine, top, note):
 
 
 def line(case, records):
-    """One line of the report."""
     parts = []
     for which in ("forward", "backward"):
         figures = [f"{r['implementation']} {r['tflops']:.0f}" for r in records if r["pass"] == which]

@@ -158,5 +158,4 @@ def measure(case, note, compiled):
 
 
 def line(case, records):
-    """One line of the report."""
     return f"{case.name:55} " + ", ".join(f"{r['implementation']} {r['gbps']:.0f}" for r in records)

@@ -28,11 +28,6 @@ class Outcome(NamedTuple):
     kind: str
     value: Any
 
-    def failure(self):
-        """The exception that ended the task, of the same name and with the same text."""
-        name, _, text = self.value.partition(": ") if self.kind == "raised" else ("RuntimeError", "", self.value)
-        return type(name, (Exception,), {})(text)
-
 
 class Workers:
     """So many processes that call function(task), importable by its name; to be used in a `with` block."""
@@ -150,5 +145,5 @@ def _serve(function, pipe, number, device):
             try:
                 answer = "returned", function(task)
             except Exception as error:
-                answer = "raised", f"{type(error).__name__}: {error}"
+                answer = "raised", f"{type(error).__name__}: {str(error).strip()}"
             pipe.send(answer)
