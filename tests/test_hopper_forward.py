@@ -113,10 +113,7 @@ def test_every_tile_is_dealt_once(deal, count, programs):
     np.testing.assert_array_equal(np.sort(places[has_turn]), np.arange(count))
 
 
-@pytest.mark.parametrize(
-    ("B", "T", "H", "snake", "most"),
-    [(4, 4096, 64, 1.031, 1.011), (1, 2048, 64, 1.34, 1.04)],
-)
+@pytest.mark.parametrize(("B", "T", "H", "snake", "most"), [(4, 4096, 64, 1.031, 1.011), (1, 2048, 64, 1.34, 1.04)])
 def test_the_most_even_deal_is_taken(B, T, H, snake, most):
     """Work of the busiest program, as a multiple of the mean: at most `most`, where every other round backwards has `snake`."""
     N = 2048 // H
