@@ -66,8 +66,7 @@ def numbers(found):
 
 def main():
     if not triton_launch.is_installed():
-        print(triton_launch.MISSING)
-        return 1
+        return triton_launch.MISSING
     os.environ["TRITON_INTERPRET"] = "0"
     print("bfloat16                 H mask       tile warps registers stack KiB shared")
     for H, is_causal in itertools.product((64, 128), (False, True)):
