@@ -1,5 +1,6 @@
 """Answers that nobody wrote: solutions with a slip, which a check must reject, and right answers in other styles."""
 
+import jax
 import jax.numpy as jnp
 import lessons
 import numpy as np
@@ -89,13 +90,7 @@ def test_slips_are_rejected_but_those_that_are_equal(number, every, monkeypatch)
 
 def converted(value, convert):
     """Arguments or results with every array and string replaced."""
-    if isinstance(value, np.ndarray | str):
-        return convert(value)
-    if isinstance(value, tuple | list):
-        return type(value)(converted(item, convert) for item in value)
-    if isinstance(value, dict):
-        return {key: converted(item, convert) for key, item in value.items()}
-    return value
+    return jax.tree.map(lambda leaf: convert(leaf) if isinstance(leaf, np.ndarray | str) else leaf, value)
 
 
 def floats(convert):
