@@ -114,8 +114,7 @@ def test_every_tile_is_assigned_once(assignment, count, programs):
 
 
 @pytest.mark.parametrize(
-    ("B", "T", "H", "back_and_forth", "most"),
-    [(4, 4096, 64, 1.031, 1.011), (1, 2048, 64, 1.34, 1.04)],
+    ("B", "T", "H", "back_and_forth", "most"), [(4, 4096, 64, 1.031, 1.011), (1, 2048, 64, 1.34, 1.04)]
 )
 def test_the_most_even_assignment_is_taken(B, T, H, back_and_forth, most):
     """Work of the busiest program, as a multiple of the mean: at most `most`, where every other round backwards has `back_and_forth`."""
