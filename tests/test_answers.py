@@ -230,6 +230,8 @@ EDITED = [
     ("5.5", "operands of two dtypes", [("dot(p.astype(v.dtype), v)", "dot(p, v)")]),
     ("5.5", "operands that are wider", [("dot(p.astype(v.dtype), v)", "dot(p, v.astype(jnp.float32))")]),
     ("7.8", "too narrow for a GPU", [("max(16, pl.next_power_of_2(H))", "pl.next_power_of_2(H)")]),
+    ("18.6", "far from 0", [("np.logaddexp(lse, sinks)", "sinks + np.log1p(np.exp(lse - sinks))")]),
+    ("18.7", "cannot have it inside", [("16 * 2**n", "jnp.array([16, 32, 64, 128])[n]")]),
     ("18.8", "more bytes read", [("(seen, 1, 0)", "(mask_mod(b, n, rows[:, None], cols[None, :]), 1, 0)")]),
     ("7.7", "sums of 16 bits", [("scale * dot(q, k.T)", "scale * (q @ k.T)")]),
     ("13.7", "sums of 16 bits", [("dot(p.astype(v.dtype), v)", "p.astype(v.dtype) @ v")]),
