@@ -147,7 +147,7 @@ class TileScheduler:
 class BlockSparseScheduler(TileScheduler):
     """The same for block-sparse calls: the longest first, in all batch entries.
 
-    visible_tiles: `visible_tiles.visible_tiles` in GMEM, (B q_tiles, 9).
+    visible_tiles: `visible_tiles.visible_tiles` in GMEM, (B q_tiles, 9 or 7).
     """
 
     visible_tiles: jax.Array
