@@ -6,7 +6,7 @@ correct kernel, not of a plausible one.
 
 import functools
 import itertools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import jax
@@ -203,11 +203,14 @@ def _check_forward(results, case, naive):
 
 
 def cotangents(case):
-    """Random gradients of out and lse: dout in the dtype of the case, dlse in float32."""
+    """Random gradients of out and lse, dout in the dtype of the case, dlse in float32; NaN where the query is."""
     random = np.random.default_rng([case.seed, 7])
     (query, _, _), _ = case.inputs()
     dout = random.standard_normal(query.shape).astype(query.dtype)
-    return dout, random.standard_normal(query.shape[:-1]).astype(np.float32)
+    dlse = random.standard_normal(query.shape[:-1]).astype(np.float32)
+    is_nan = np.isnan(query.astype(np.float32)).any(axis=-1)
+    dout[is_nan] = dlse[is_nan] = np.nan
+    return dout, dlse
 
 
 def results_of(attention, case):
@@ -234,8 +237,7 @@ def by_kernels(arguments, forward, backward):
     def run(arrays, cotangents):
         call, (dout, dlse) = check_call(*arrays, **arguments).prepared(), cotangents
         out, lse, *low = forward(call)
-        query, *seeing = call.of_seeing_rows(lse, call.query, dout, dlse.swapaxes(1, 2))
-        return (out, lse.swapaxes(1, 2)), backward(replace(call, query=query), out, lse, *seeing, *low)
+        return (out, lse.swapaxes(1, 2)), backward(call, out, lse, dout, dlse.swapaxes(1, 2), *low)
 
     return run
 
