@@ -42,7 +42,7 @@ EQUAL = {
     "9.4": ("T // block → T / block", "tiles * (tiles + 1) // 2 → tiles * (tiles + 1) / 2", "everywhere: a quotient is not rounded"),  # it comes out whole in every case, or is rounded afterwards
     "10.2": ("65536 → 65537", "128 → 127", "65536 // (128 * (warpgroups + 1)) → 65536 / (128 * (warpgroups + 1))", "pool // warpgroups → pool / warpgroups"),  # rounding to whole units leaves the result as it is; it comes out whole in every case, or is rounded afterwards
     "10.3": ("232448 → 232449", "1280 → 1279"),  # rounding to whole units leaves the result as it is
-    "10.5": ("start // programs → start / programs", "start // programs % 2 == 1 and len(turn) == programs → start // programs % 2 == 1"),  # it comes out whole in every case, or is rounded afterwards; a last turn that is not full may be dealt from either end
+    "10.5": ("start // programs → start / programs", "start // programs % 2 == 1 and len(turn) == programs → start // programs % 2 == 1"),  # it comes out whole in every case, or is rounded afterwards; a last turn that is not full may begin at either end
     "11.1": ("block_k // 2 → block_k / 2",),  # it comes out whole in every case, or is rounded afterwards
     "12.4": ("fused < split → fused <= split",),  # the task has no ties, or leaves them open
     "12.5": ("block_q // 2 → block_q / 2",),  # it comes out whole in every case, or is rounded afterwards

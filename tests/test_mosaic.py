@@ -148,7 +148,7 @@ def test_each_tile_comes_once_and_only_full_ones_without_a_mask(block=8):
     for band, lengths, first_row in itertools.product(BANDS, LENGTHS, range(0, 64, 16)):
         start, stop = jnp.int32(first_row), jnp.int32(first_row + 16)
         needed = key_tiles(start, stop, block, band, *lengths, xp=jnp)
-        order = warp.walk(needed, warp.whole_tiles(needed, start, stop, block, band, *lengths))
+        order = warp.tile_order(needed, warp.whole_tiles(needed, start, stop, block, band, *lengths))
         done = [(int(order.place(step)[1]), step >= int(order.whole)) for step in range(int(order.steps))]
         rows, tiles = range(first_row, first_row + 16), range(*map(int, needed))
         kinds = [tile_kind(rows, range(j * block, (j + 1) * block), band, *lengths) for j in tiles]

@@ -88,15 +88,15 @@ def test_what_is_fetched_is_what_is_needed(band):
         problem = Problem(1, T, S, 1, 1, 128, np.dtype(np.float32), 1.0, band)
         seen = visible(np.arange(T)[:, None], np.arange(S), band, query_length, key_length)
         for tiles_of, pairs in ((key_tiles, seen), (query_tiles, seen.T)):
-            walk = tpu.Walk(problem, 128, 128, tiles_of)
+            loop = tpu.InnerLoop(problem, 128, 128, tiles_of)
             for outer in range(-(-len(pairs) // 128)):
                 part = pairs[128 * outer : 128 * (outer + 1)].any(axis=0)
                 needed = [start // 128 for start in range(0, len(part), 128) if part[start : start + 128].any()]
                 lengths = np.array([query_length]), np.array([key_length])
-                fetched = [int(walk.fetched(0, outer, step, *lengths)) for step in range(walk.steps)]
+                fetched = [int(loop.fetched(0, outer, step, *lengths)) for step in range(loop.steps)]
                 assert list(dict.fromkeys(fetched)) == (needed or fetched[:1])
-                first, stop = walk.tile(outer, 0, (query_length, key_length))
-                assert int(stop - first) <= walk.steps or not needed
+                first, stop = loop.tile(outer, 0, (query_length, key_length))
+                assert int(stop - first) <= loop.steps or not needed
                 assert min(fetched) >= 0
 
 

@@ -43,7 +43,14 @@ from helpers.attention.hopper.backward_schedule import ROWS_OF_WGMMA, default_ti
 from helpers.attention.hopper.backward_split import DqScratch, dkv_kernel, dq_kernel
 from helpers.attention.hopper.ptx import SWIZZLED
 from helpers.attention.hopper.ring import Ring
-from helpers.attention.hopper.walks import last_tiles, needs_walks, padded, padded_ids, walks, without_padding
+from helpers.attention.hopper.visible_tiles import (
+    is_block_sparse,
+    last_tiles,
+    padded,
+    padded_ids,
+    visible_tiles,
+    without_padding,
+)
 from helpers.attention.hopper.warpgroup import padded_head_dim
 from helpers.attention.low_bits import delta_of
 from helpers.attention.masking import NO_BAND
@@ -68,15 +75,15 @@ def backward(call, out, lse, dout, dlse, low=None, *, tiles=None, deterministic=
     """
     problem = call.problem
     at_once = max(1, GRID_LIMIT // (2 * problem.N))
-    if needs_walks(call):  # of tiles of at least 64 positions of all batch entries
+    if is_block_sparse(call):  # of tiles of at least 64 positions of all batch entries
         at_once = min(at_once, max(1, GRID_LIMIT // pl.cdiv(max(problem.T, problem.S), 64)))
     if problem.B > at_once:
         return _in_pieces(call, (out, lse, dout, dlse, low), at_once, tiles, deterministic, interpret)
-    in_order = not needs_walks(call) and (problem.band == NO_BAND or problem.T > LONG)
+    in_order = not is_block_sparse(call) and (problem.band == NO_BAND or problem.T > LONG)
     dkv_tiles, dq_tiles = default_tiles(problem, deterministic and not in_order) if tiles is None else tiles
     if deterministic and dq_tiles is None:
         dkv_tiles = dkv_tiles._replace(ordered=True)
-    if dkv_tiles.ordered and needs_walks(call):
+    if dkv_tiles.ordered and is_block_sparse(call):
         raise ValueError("the ordered form is for full and causal calls, give tiles of the split form")
     seeing = call.seeing_queries
     if seeing is None:
@@ -97,7 +104,7 @@ def backward(call, out, lse, dout, dlse, low=None, *, tiles=None, deterministic=
         *(padded(array, {2: up(problem.T, 128)}) for array in (LOG2_E * lse, delta)),
     )
     problem_padded = dataclasses.replace(problem, H=head_dim)
-    of_keys = Gmem(*arrays, **_walks(call, dkv_tiles, "keys"))
+    of_keys = Gmem(*arrays, **_visible_tiles(call, dkv_tiles, "keys"))
     if dq_tiles is None:
         if seeing is not None:
             last_q, last_do = (last_tiles(array, seeing, dkv_tiles.block_q) for array in (of_keys.q, of_keys.do))
@@ -105,7 +112,7 @@ def backward(call, out, lse, dout, dlse, low=None, *, tiles=None, deterministic=
         dq, dk, dv = _fused(problem_padded, of_keys, dkv_tiles, interpret)
     else:
         dk, dv = _dkv(problem_padded, of_keys, dkv_tiles, interpret)
-        dq = _dq(problem_padded, Gmem(*arrays, **_walks(call, dq_tiles, "queries")), dq_tiles, interpret)
+        dq = _dq(problem_padded, Gmem(*arrays, **_visible_tiles(call, dq_tiles, "queries")), dq_tiles, interpret)
     dk, dv = (array[:, : problem.S, :, : problem.H] for array in (dk, dv))
     return dq[:, : problem.T, :, : problem.H], dk, dv
 
@@ -122,12 +129,12 @@ def _in_pieces(call, residuals, at_once, tiles, deterministic, interpret):
     return tuple(map(jnp.concatenate, zip(*pieces, strict=True)))
 
 
-def _walks(call, tiles, own):
-    """walks, query_ids and key_ids of a `Gmem`, of a kernel that owns queries or keys: as many as the call needs."""
-    if not needs_walks(call):
+def _visible_tiles(call, tiles, own):
+    """visible_tiles, query_ids and key_ids of a `Gmem`, of a kernel that owns queries or keys: as many as the call needs."""
+    if not is_block_sparse(call):
         return {}
     blocks = tiles.block_q, tiles.block_k
-    return {"walks": walks(call, *blocks, own), **padded_ids(call, *blocks)}
+    return {"visible_tiles": visible_tiles(call, *blocks, own), **padded_ids(call, *blocks)}
 
 
 # A ref can be indexed in a traced function only.
@@ -183,7 +190,7 @@ def _dkv(problem, arrays, tiles, interpret, **added):
     """(dk, dv); with refs of dq, and in order counter and turns, by a fused kernel, which adds to that."""
     H, dtype, fused = problem.H, problem.dtype, bool(added)
     block_q, warpgroups = tiles.block_q, tiles.warpgroups
-    grid, own = grid_of_keys(problem, tiles, arrays.walks), (warpgroups, ROWS_OF_WGMMA)
+    grid, own = grid_of_keys(problem, tiles, arrays.visible_tiles), (warpgroups, ROWS_OF_WGMMA)
     parts, numbers = grid["part"], ((block_q,), jnp.float32)
     kv = plgpu.SMEM((parts, *own, H // parts), dtype, transforms=SWIZZLED)
     spare = (warpgroups, ROWS_OF_WGMMA, block_q) if fused else (warpgroups, 2, ROWS_OF_WGMMA, block_q)
@@ -226,6 +233,6 @@ def _dq(problem, arrays, tiles, interpret):
         v=_ring(tiles.stages, tiles.warpgroups, keys),
         spare=plgpu.SMEM((*own, tiles.block_k), dtype) if interpret else None,
     )
-    grid = grid_of_queries(problem, tiles, arrays.walks)
+    grid = grid_of_queries(problem, tiles, arrays.visible_tiles)
     (dq,) = _launch(dq_kernel, "dq", arrays, {"dq": arrays.q}, scratch, grid, problem, tiles, interpret)
     return dq
