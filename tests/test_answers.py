@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from attention_cases import in_tiers
 
-from helpers.attention import online_softmax
+from helpers.attention import tiled
 from helpers.attention.masking import Band, tile_kind
 from helpers.exercises import running, whole
 from helpers.exercises.checking import verdict
@@ -250,6 +250,8 @@ EDITED = [
     ("7.8", "NaN", [("else cols < S\n", "else cols >= 0\n")]),
     ("5.5", "sums of 16 bits", [("dot(p.astype(v.dtype), v)", "p.astype(v.dtype) @ v")]),
     ("5.5", "operands of two dtypes", [("dot(p.astype(v.dtype), v)", "dot(p, v)")]),
+    ("5.5", "operands that are wider", [("dot(p.astype(v.dtype), v)", "dot(p, v.astype(jnp.float32))")]),
+    ("7.8", "too narrow for a GPU", [("max(16, pl.next_power_of_2(H))", "pl.next_power_of_2(H)")]),
     ("18.8", "more bytes read", [("(seen, 1, 0)", "(mask_mod(b, n, rows[:, None], cols[None, :]), 1, 0)")]),
     ("7.7", "sums of 16 bits", [("scale * dot(q, k.T)", "scale * (q @ k.T)")]),
     ("13.7", "sums of 16 bits", [("dot(p.astype(v.dtype), v)", "p.astype(v.dtype) @ v")]),
@@ -282,7 +284,12 @@ def test_the_lse_of_a_query_without_keys_is_compared():
 CAUSAL = Band(right=0)
 TAKEN = {
     "1.2": ("naive_bytes", lambda T, S, H, size: {"flops": 4 * T * S * H, "bytes": cost.naive_bytes(T, S, H, size)}),
-    "3.1": ("init", lambda q, *_: online_softmax.finalize(online_softmax.init(*q.shape))),
+    "3.1": (
+        "init",
+        lambda q, k, v, scale, *blocks: tiled.query_outer(
+            tiled.SlowMemory(q=q, k=k, v=v), scale=scale, block_q=blocks[0], block_k=blocks[1]
+        ),
+    ),
     "3.2": (
         "tile_kind",
         lambda i, i_stop, j, j_stop, *T_S: tile_kind(range(i, i_stop), range(j, j_stop), CAUSAL, *T_S),

@@ -303,7 +303,7 @@ BALANCE = Exercise(
      "The last ones may be the longest, and nothing is left to even them out: sort them first, see section 13."),
     ("every turn begins at the same end, or gives one tile to whoever has fewest", "[::-1]", "",
      "One program has the longest tile of every turn: go back and forth, or longest first to whoever has least."),
-    ("it goes back and forth over tiles that are not sorted, or places in the sorted order are returned instead of tiles",
+    ("the tiles are not sorted, or places in the sorted order are returned instead of tiles",
      ("sorted", ", key=lambda i: lengths[i], reverse=True"), ("list", ""),
      "Sort the indices by their lengths, not the lengths themselves: see the hints."),
 )  # fmt: skip

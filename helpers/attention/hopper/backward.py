@@ -130,7 +130,7 @@ def _in_pieces(call, residuals, at_once, tiles, deterministic, interpret):
 
 
 def _visible_tiles(call, tiles, own):
-    """visible_tiles, query_ids and key_ids of a `Gmem`, of a kernel that owns queries or keys: as many as the call needs."""
+    """visible_tiles, query_ids and key_ids of a `Gmem`, of a kernel that owns queries or keys, or none of them."""
     if not is_block_sparse(call):
         return {}
     blocks = tiles.block_q, tiles.block_k

@@ -26,8 +26,8 @@ from helpers.attention.problem import MAX_LENGTH
 class VisibleTiles(NamedTuple):
     """The tiles of keys that a tile of queries visits, or of queries that a tile of keys visits, in their order.
 
-    b, tile: the batch entry and the number of the tile itself. There are `length` of them, from `first` on. The order begins
-    at `start` with `whole` tiles of which every pair is seen; then come those before them, and then those after them.
+    b, tile: the batch entry and the number of the tile itself. It visits `length` tiles, from `first` on. The order
+    begins at `start` with `whole` ones of which every pair is seen; then come those before them, then those after.
     mixed: a bit for those before the whole ones, 1, and one for those after, 2, where segments hide some pair.
     query_length, key_length: of the batch entry; integers where all entries are as long as the arrays.
     """
