@@ -60,6 +60,7 @@ from helpers.attention.problem import Call
 GRID_LIMIT = 65535  # programs along the axis into which Mosaic folds all but the last two of a grid
 # In shorter causal calls the split form is as fast as the ordered one, or faster, on an NVIDIA H100 (JAX 0.11.2).
 LONG = 2048
+NARROW = 384  # keys; in windows of fewer, at H = 128, the split form was the faster one there
 SWIZZLED_32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))  # SWIZZLED for float32
 
 
@@ -80,7 +81,8 @@ def backward(call, out, lse, dout, dlse, low=None, *, tiles=None, deterministic=
     if problem.B > at_once:
         return _in_pieces(call, (out, lse, dout, dlse, low), at_once, tiles, deterministic, interpret)
     in_order = not is_block_sparse(call) and (problem.band == NO_BAND or problem.T > LONG)
-    dkv_tiles, dq_tiles = default_tiles(problem, deterministic and not in_order) if tiles is None else tiles
+    is_split = _is_narrow(call) or (deterministic and not in_order)
+    dkv_tiles, dq_tiles = default_tiles(problem, is_split) if tiles is None else tiles
     if deterministic and dq_tiles is None:
         dkv_tiles = dkv_tiles._replace(ordered=True)
     if dkv_tiles.ordered and is_block_sparse(call):
@@ -115,6 +117,14 @@ def backward(call, out, lse, dout, dlse, low=None, *, tiles=None, deterministic=
         dq = _dq(problem_padded, Gmem(*arrays, **_visible_tiles(call, dq_tiles, "queries")), dq_tiles, interpret)
     dk, dv = (array[:, : problem.S, :, : problem.H] for array in (dk, dv))
     return dq[:, : problem.T, :, : problem.H], dk, dv
+
+
+def _is_narrow(call):
+    """Whether all that hides keys is a window in which adding to dq takes longer than to compute s and dp again."""
+    problem, band = call.problem, call.problem.band
+    has_others = call.hides_keys or not (call.query_lengths is None and call.key_lengths is None)
+    is_window = band.left is not None and band.right is not None
+    return 64 < problem.H <= 128 and is_window and band.left + band.right < NARROW and not has_others
 
 
 def _in_pieces(call, residuals, at_once, tiles, deterministic, interpret):
