@@ -27,12 +27,12 @@ def documents(*ends, length):
 
 
 class Padded(AttentionCase):
-    """A case whose padding holds no numbers, nor do queries that see no key."""
+    """A case whose padding holds no numbers."""
 
     def inputs(self):
         (query, key, value), arguments = super().inputs()
-        query[~pairs_seen(check_call(query, key, value, **arguments))[:, 0].any(axis=-1)] = np.nan
         for b in range(self.B):
+            query[b, self.query_lengths[b] :] = np.nan
             key[b, self.key_lengths[b] :], value[b, self.key_lengths[b] :] = np.inf, np.nan
         return (query, key, value), arguments
 
