@@ -73,6 +73,7 @@ BACKWARD = {
     "a soft cap": (AttentionCase(100, 70, H=64, dtype="bfloat16", arguments=CAUSAL | {"logits_soft_cap": 1.0}), FUSED),
     "lengths, with padding that is no number": (LENGTHS, SPLIT),
     "lengths, fused": (LENGTHS, FUSED),
+    "a window that ends with the keys": (Padded(150, 200, H=64, B=2, dtype="bfloat16", query_lengths=(150, 140), key_lengths=(60, 100), arguments={"local_window_size": (20, 10)}), FUSED),
     "a soft cap, delayed": (AttentionCase(100, 70, H=64, dtype="bfloat16", arguments={"scale": -0.3, "logits_soft_cap": 1.0}), DELAYED),
     "a soft cap and a window, split": (AttentionCase(100, 150, H=128, dtype="float16", arguments={"local_window_size": (50, 20), "logits_soft_cap": 1.0}), SPLIT),
 }  # fmt: skip

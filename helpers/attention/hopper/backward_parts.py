@@ -31,6 +31,8 @@ class Gmem(NamedTuple):
     """Refs of the arrays of a call, see `backward`; of the gradients those that a kernel writes.
 
     visible_tiles of the tiles that programs own, and segment numbers, are None in calls that are full or causal.
+    last_q, last_do: (B, block_q, N, H) each, in the fused kernels of calls with lengths: in place of the tile in which
+    the queries of a batch entry end, with zeros from there on.
     In the ordered form, counter (1,) int32 counts the programs that have started, and turns (B, N, tiles) int32 those
     that have added to a tile of dq.
     """
@@ -44,6 +46,8 @@ class Gmem(NamedTuple):
     visible_tiles: jax.Array | None = None
     query_ids: jax.Array | None = None
     key_ids: jax.Array | None = None
+    last_q: jax.Array | None = None
+    last_do: jax.Array | None = None
     dq: jax.Array | None = None
     dk: jax.Array | None = None
     dv: jax.Array | None = None
@@ -180,8 +184,18 @@ def load_keys_then_queries(program, send_dq=None):
 
     def one_step(head, i, step, before):
         rows = pl.ds(i * tiles.block_q, tiles.block_q)
-        scratch.q.fetch(step, gmem.q.at[b, rows, head], gmem.lse.at[b, head, rows])
-        scratch.do.fetch(step, gmem.do.at[b, rows, head], gmem.delta.at[b, head, rows])
+
+        def fetch(q, do):
+            scratch.q.fetch(step, q, gmem.lse.at[b, head, rows])
+            scratch.do.fetch(step, do, gmem.delta.at[b, head, rows])
+
+        whole = gmem.q.at[b, rows, head], gmem.do.at[b, rows, head]
+        if gmem.last_q is None:
+            fetch(*whole)
+        else:
+            is_last = (i + 1) * tiles.block_q > program.visible.query_length
+            pl.when(is_last)(lambda: fetch(gmem.last_q.at[b, :, head], gmem.last_do.at[b, :, head]))
+            pl.when(~is_last)(lambda: fetch(*whole))
         if send_dq is not None:
             pl.when(step >= tiles.stages)(lambda: send_dq(*before[0]))
             return *before[1:], (head, i)

@@ -60,7 +60,12 @@ def tiles_for(call, keeps_low_bits=False):
         tiles = full._replace(guess=full.guess and not is_sparse and problem.band == NO_BAND)
         tiles = tiles._replace(dynamic=is_sparse and tiles.ahead and suits_dynamic(problem, tiles))
     elif is_sparse:
-        tiles = Tiles(stages=4, programs=core_count(NUM_SMS), guess=1024 < problem.S <= longest_guessed(problem))
+        may_guess = problem.S <= longest_guessed(problem)
+        tiles = Tiles(stages=4, programs=core_count(NUM_SMS), guess=may_guess and problem.S > 1024)
+        wide = tiles._replace(block_k=64, warpgroups=4, guess=may_guess)
+        has_lengths_only = problem.band == NO_BAND and not (is_capped or call.hides_keys)
+        if has_lengths_only and not keeps_low_bits and problem.T >= 512 and suits_dynamic(problem, wide):
+            tiles = wide
         tiles = tiles._replace(dynamic=suits_dynamic(problem, tiles))
     else:
         tiles = default_tiles(dataclasses.replace(problem, band=Band(right=0)))._replace(dynamic=False)
