@@ -20,8 +20,8 @@ from helpers.attention.hopper import ladder, warpgroup
 from helpers.attention.mosaic import warp
 from helpers.attention.reference import oracle
 from helpers.exercises import whole
+from helpers.exercises.again import OF_A_STATE, OF_HEADS
 from helpers.exercises.exercise import Case, Exercise
-from helpers.exercises.notebook_05 import FORWARD, GQA
 from helpers.exercises.running import name_of
 from helpers.instruments.races import DETECTING, patient_for, races
 
@@ -186,7 +186,7 @@ def _expected(q, k, v, is_causal, *_):
 
 
 IN_BOTH = (
-    *GQA.mistakes[:1],
+    *OF_HEADS,
     ("the zeros behind the last key count as keys", "jnp.minimum(rows + (1 if is_causal else S), S)",
      "rows + (1 if is_causal else S)",
      "Padding is 0, and exp(0 - m) is a weight: mask what lies at S or behind."),
@@ -213,7 +213,7 @@ MMA = Exercise(
     *IN_BOTH,
     ("lse is the logarithm of the sum alone", "m + jnp.log2(l)", "jnp.log2(l)",
      "The sum was measured from m: lse = m + log l, as in notebook 05."),
-    ("acc is not rescaled by alpha", "warp.along(alpha, acc.shape, 0) * acc", "acc", FORWARD.mistakes[0][-1]),
+    ("acc is not rescaled by alpha", "warp.along(alpha, acc.shape, 0) * acc", "acc", OF_A_STATE[0][-1]),
     ("positions of keys are counted within the tile", "seen - indices[0] * block_k", "seen",
      "Step j of the pipeline begins with key j * block_k: `indices` has the step."),
     ("the last tile of keys is left out where it is not whole", "pl.cdiv(stop, block_k)", "stop // block_k",
@@ -317,7 +317,7 @@ WGMMA = Exercise(
     building_block="forward on a Hopper GPU", in_place=("on_hopper", "forward"), slow=True,
 ).with_mistakes(
     *IN_BOTH,
-    ("acc is not rescaled by alpha", "add(acc, alpha", "add(acc, 0 * alpha + 1", FORWARD.mistakes[0][-1]),
+    ("acc is not rescaled by alpha", "add(acc, alpha", "add(acc, 0 * alpha + 1", OF_A_STATE[0][-1]),
     ("positions of keys are counted within the tile", "S) - j * block_k", "S)", "Tile j begins with key j * block_k."),
     ("a tile is read before its copy has arrived", "                plgpu.barrier_wait(loaded.at[slot])\n", "",
      "A copy has only been ordered when `copy_gmem_to_smem` returns: see section 4."),
