@@ -19,7 +19,7 @@ OF_A_STATE = (  # of a loop that keeps m, l and acc
     ("the logits are divided by √H twice", "math.sqrt(H)", "H", "s = q kᵀ / √H: scale q or the product, not both."),
     ("p keeps 32 bits where the values have 16", "p.astype(v.dtype)", "p",
      "A product has operands of one dtype on a GPU: convert p to that of v, see section 9 of notebook 05."),
-    ("lse is the logarithm of the sum alone", "m + jnp.log(l)", "jnp.log(l)",
+    ("lse is the logarithm of the sum alone", "m + jnp.log", "jnp.log",
      "The sum was measured from m: lse = m + log l, see section 3 of notebook 05."),
     OF_THE_END[0],
 )  # fmt: skip
@@ -29,7 +29,7 @@ OF_HEADS = (  # of the head of k and v that a query head reads
     ("n is divided by K instead of by the size of a group", "n // group", "n // K",
      "A group has N // K query heads, and the head is n divided by that: see the start of section 7 of notebook 05."),
 )  # fmt: skip
-OF_CAUSAL_ROWS = (  # of a program that has a tile of queries; the first in any kernel
+OF_ROWS = (  # of a program that has a tile of queries; the first in any causal kernel
     ("a query does not see its own key", "cols <= rows", "cols < rows",
      "Query i sees the keys j ≤ i, its own among them: see section 5 of notebook 05."),
     ("the diagonal ends at the lower right corner, as if query T - 1 stood beside key S - 1",
@@ -40,6 +40,8 @@ OF_CAUSAL_ROWS = (  # of a program that has a tile of queries; the first in any 
      "The loop ends at the tile that holds the last key that the last query sees: see exercise 5.1."),
     ("tiles are read that only rows past the last query would see", "min(T, S)", "S",
      "The last tile of queries may reach beyond T, and the loop ends at T all the same: see exercise 5.1."),
+    ("the last tile is left out where it is not whole", "pl.cdiv(stop, block_k)", "stop // block_k",
+     "Round the number of tiles up, and mask what lies behind the end: see section 6 of notebook 05."),
 )  # fmt: skip
 BY_HAND = (  # what a kernel takes from `online_softmax`, written in it
     ("m, l, alpha, p = online_softmax.step(m, l, s, exp=jnp.exp)",

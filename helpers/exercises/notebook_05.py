@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from helpers.attention.reference import oracle
 from helpers.environment import backend
 from helpers.exercises import tile_bounds, whole
-from helpers.exercises.again import OF_A_STATE, OF_CAUSAL_ROWS, OF_HEADS, OF_THE_END
+from helpers.exercises.again import OF_A_STATE, OF_HEADS, OF_ROWS, OF_THE_END
 from helpers.exercises.exercise import Case, Exercise, shaped
 from helpers.exercises.notebook_04 import blocks_of
 
@@ -226,11 +226,9 @@ FORWARD = Exercise(
     run=functools.partial(run_forward, forward, "is_causal"), expected=functools.partial(expected_forward, "is_causal"),
     tolerance=1e-4, building_block="forward", slow=True,
 ).with_mistakes(
-    *OF_A_STATE, *OF_HEADS, *OF_CAUSAL_ROWS,
+    *OF_A_STATE, *OF_HEADS, *OF_ROWS,
     ("the causal mask is missing", " & (cols <= rows[:, None])", "",
      "Skipping tiles is not enough: in those on the diagonal the keys after a query get −∞, see section 5."),
-    ("the last tile is left out where it is not whole", "pl.cdiv(stop, block_k)", "stop // block_k",
-     "Round the number of tiles up."),
     ("values past the end are multiplied by weights of 0", "(inside, ref", "(inside | (ref is v_ref), ref",
      "What lies there may be NaN, and 0 · NaN is NaN: replace it by 0 before the product, see section 6."),
     ("the block of the keys ends with the array, and the last slice is moved back into it",
