@@ -259,7 +259,7 @@ BOUNDS = Exercise(
     (4, 64, 128, 16, 16, None), (4, 65, 128, 16, 16, None), (4, 64, 128, 24, 16, None),  # T around k_start
     (2, 13, 20, 3, 5, 2), (1, 13, 20, 5, 3, 0), (0, 6, 6, 1, 2, 3), (2, 6, 6, 1, 2, None), (3, 50, 50, 7, 5, 11),
 ).with_mistakes(
-    KEY_GRADIENTS.mistakes[11],
+    KEY_GRADIENTS.mistakes[1],
     ("these are the bounds of the dq kernel: the loop ends at the diagonal where it should begin",
      ("stop_query = T if left is None else min(k_stop + left, T)", "return k_start // block_q"),
      ("stop_query = min(k_stop, T)", "return 0 if left is None else max(k_start - left, 0) // block_q"),

@@ -13,7 +13,7 @@ from helpers.attention.portable.tiles import dot, real
 from helpers.attention.reference import oracle
 from helpers.environment import backend
 from helpers.exercises import whole
-from helpers.exercises.again import by_hand
+from helpers.exercises.again import OF_ROWS, by_hand
 from helpers.exercises.exercise import Case, Exercise
 
 
@@ -333,8 +333,7 @@ DECODE = Exercise(
     ("the results of the parts are averaged", "jax.nn.softmax(lses, axis=2)", "jnp.ones_like(lses) / parts",
      "A part counts by its share of the sum of exponentials: see the equation of section 6."),
     *by_hand(),
-    ("the last tile is left out where it is not whole", "pl.cdiv(length, block_k)", "length // block_k",
-     "Round the number of tiles up: a mask hides what lies behind the length."),
+    (OF_ROWS[-1][0], "pl.cdiv(length, block_k)", "length // block_k", OF_ROWS[-1][-1]),
     ("tiles behind the length are read, though they count for nothing",
      "jnp.minimum(first + part, pl.cdiv(length, block_k))", "first + part",
      "Bytes are what a step waits for: end the loop where the sequence ends, see section 4."),

@@ -213,7 +213,7 @@ MMA = Exercise(
     run=functools.partial(_run, (AMPERE, HOPPER), "mma.sync", 1), expected=_expected, tolerance=1e-4,
     building_block="forward on a GPU", in_place=("on_gpu", "forward"), slow=True,
 ).with_mistakes(
-    *IN_BOTH, *OF_ROWS[3:], OF_A_STATE[7],
+    *IN_BOTH, *OF_ROWS[4:], OF_A_STATE[7],
     ("acc is not rescaled by alpha", "warp.along(alpha, acc.shape, 0) * acc", "acc", OF_A_STATE[0][-1]),
     ("positions of keys are counted within the tile", "seen - indices[0] * block_k", "seen",
      "Step j of the pipeline begins with key j * block_k: `indices` has the step."),
