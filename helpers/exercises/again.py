@@ -32,7 +32,7 @@ OF_HEADS = (  # of the head of k and v that a query head reads
 OF_ROWS = (  # of a program that has a tile of queries; the first two in any causal kernel
     ("a query does not see its own key", "cols <= rows", "cols < rows",
      "Query i sees the keys j ≤ i, its own among them: see section 5 of notebook 05."),
-    ("the causal mask is turned round", "cols <= rows", "cols >= rows", "Query i sees the keys j ≤ i: see notebook 05."),
+    ("the causal mask is turned round", "cols <= rows", "cols >= rows", "Query i sees keys j ≤ i: see notebook 05."),
     ("the diagonal ends at the lower right corner, as if query T - 1 stood beside key S - 1",
      ("<= rows[:, None]", "jnp.minimum(q_start + block_q, min(T, S))"),
      ("<= rows[:, None] + S - T", "jnp.clip(q_start + block_q + S - T, 0, S)"),
