@@ -195,7 +195,7 @@ def _forward_cases():
         ((1, 37, 20, 3, 3, 16), True, (16, 8), np.float32, "the largest logits first, 200 above the rest", (200, 0)),
         ((1, 20, 40, 6, 2, 3), False, (16, 8), np.float32, "large logits for some queries, far below 0 for others",
          (90, 150, 120, 100, 140)),
-        ((2, 20, 37, 4, 2, 8), True, (16, 8), jnp.bfloat16, "", (0,)),
+        ((2, 36, 45, 4, 2, 8), True, (16, 8), jnp.bfloat16, "", (0,)),
         ((1, 24, 40, 2, 1, 8), False, (8, 16), jnp.bfloat16, "all far below 0, a part in common", (-400, -350)),
         ((2, 100, 90, 4, 2, 20), True, (), np.float32, "your default blocks, not replayed but run", (3,)),
     ]:  # fmt: skip
