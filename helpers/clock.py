@@ -5,15 +5,10 @@ import threading
 import time
 
 from IPython import get_ipython
-from IPython.display import TextDisplayObject, display
+from IPython.display import Pretty, display
 
 PATIENCE_S = 3
 OFF = "FLASH_ATTENTION_NO_CLOCK"  # set where notebooks are executed for their outputs, in which the line would stay
-
-
-class _Line(TextDisplayObject):
-    def _repr_mimebundle_(self, **_):
-        return {"text/plain": self.data}
 
 
 class Clock:
@@ -31,13 +26,13 @@ class Clock:
     def show(self, done, began):
         line = None
         while not done.wait(self.period_s if line else self.patience_s):
-            now = _Line(f"still running, {time.perf_counter() - began:.0f} s")
+            now = Pretty(f"still running, {time.perf_counter() - began:.0f} s")
             if line:
                 line.update(now)
             else:
                 line = display(now, display_id=True)
         if line:
-            line.update(_Line(""))
+            line.update(Pretty(""))
 
     def stop(self, _):
         self.done.set()

@@ -33,12 +33,9 @@ class Server(LabApp.serverapp_class):
         self.where = "" if self.port == asked else f", on port {self.port} because {asked} is in use"
 
     def start_app(self):
-        self.log.addFilter(self._is_no_address)
+        self.log.addFilter(lambda entry: f"127.0.0.1:{self.port}" not in entry.getMessage())
         super().start_app()
         print(READY.format(where=self.where, address=self.public_url), flush=True)
-
-    def _is_no_address(self, entry):
-        return f"127.0.0.1:{self.port}" not in entry.getMessage()
 
 
 LabApp.serverapp_class = Server

@@ -24,20 +24,6 @@ ROOT = Path(__file__).parents[1]
 NOTEBOOKS = ROOT / "notebooks"
 WORKBOOK = ROOT / "workbook"
 RECORD = ".editions.json"  # {name of a copy: the editions that it has been}
-# What JupyterLab writes into a notebook as soon as its kernel runs. Where it is there before, nothing is changed by
-# opening a copy, and JupyterLab does not ask to save what nobody touched.
-OF_THE_KERNEL = {
-    "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
-    "language_info": {
-        "codemirror_mode": {"name": "ipython", "version": 3},
-        "file_extension": ".py",
-        "mimetype": "text/x-python",
-        "name": "python",
-        "nbconvert_exporter": "python",
-        "pygments_lexer": "ipython3",
-        "version": sys.version.split()[0],
-    },
-}
 
 
 def lay_out(notebooks=NOTEBOOKS, workbook=WORKBOOK):
@@ -137,8 +123,21 @@ def _for_this_kernel(path):
     if path.suffix == ".md":
         return text
     notebook = json.loads(text)
-    notebook["metadata"] = notebook.get("metadata", {}) | OF_THE_KERNEL
+    notebook["metadata"] = notebook.get("metadata", {}) | of_the_kernel()
     return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+
+
+def of_the_kernel():
+    """What JupyterLab writes into a notebook as soon as its kernel runs.
+
+    Where it is there before, nothing is changed by opening a copy, and JupyterLab does not ask to save what nobody
+    touched.
+    """
+    from ipykernel import ipkernel, kernelspec  # which take their time, and most starts copy nothing
+
+    said = kernelspec.get_kernel_dict()
+    kernel = {"name": "python3", "display_name": said["display_name"], "language": said["language"]}
+    return {"kernelspec": kernel, "language_info": ipkernel.IPythonKernel.language_info}
 
 
 def _remember(workbook, name, what):
@@ -167,11 +166,9 @@ def _read(path):
 
 
 def _unused_name(path):
-    stamp = time.strftime("%Y-%m-%d")
-    number = 1
-    while (aside := path.with_name(f"{path.stem}.broken-{stamp}-{number}{path.suffix}.txt")).exists():
-        number += 1
-    return aside
+    stem = f"{path.stem}.broken-{time.strftime('%Y-%m-%d')}"
+    names = (f"{stem}-{number}{path.suffix}.txt" for number in itertools.count(1))
+    return next(aside for aside in map(path.with_name, names) if not aside.exists())
 
 
 CANNOT_SAVE = (

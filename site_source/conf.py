@@ -7,13 +7,7 @@ author = "the authors of the series"
 html_title = project
 language = "en"
 
-extensions = [
-    "myst_nb",
-    "sphinx.ext.autodoc",
-    "sphinx.ext.napoleon",
-    "sphinx_copybutton",
-    "helpers.site.extension",
-]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "helpers.site.extension"]
 exclude_patterns = ["generated/*"]
 
 nb_execution_mode = "off"

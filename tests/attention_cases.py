@@ -6,7 +6,7 @@ correct kernel, not of a plausible one.
 
 import functools
 import itertools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import jax
@@ -234,8 +234,7 @@ def by_kernels(arguments, forward, backward):
     def run(arrays, cotangents):
         call, (dout, dlse) = check_call(*arrays, **arguments).prepared(), cotangents
         out, lse, *low = forward(call)
-        query, *seeing = call.of_seeing_rows(lse, call.query, dout, dlse.swapaxes(1, 2))
-        return (out, lse.swapaxes(1, 2)), backward(replace(call, query=query), out, lse, *seeing, *low)
+        return (out, lse.swapaxes(1, 2)), backward(call, out, lse, dout, dlse.swapaxes(1, 2), *low)
 
     return run
 

@@ -94,7 +94,6 @@ def words(text):
 
 
 def exercise_minutes(path):
-    """Minutes that the exercises of a notebook say they take."""
     headings = [cell.source for cell in read(path).cells if cell.source.startswith("### Exercise")]
     return sum(int(MINUTES.search(heading)[1]) for heading in headings)
 

@@ -1,68 +1,23 @@
 """JupyterLab as a learner meets it: a notebook opens, Run All leaves no error, a solution unfolds."""
 
-import contextlib
 import json
-import os
 import re
 import shutil
-import socket
-import subprocess
-import sys
 import time
-import urllib.request
 
 import nbformat
 import pytest
-from chromium import CHROMIUM, started_chromium
+from chromium import CHROMIUM, started_chromium, started_lab
 from lessons import PATHS, ROOT, lessons
 from playwright.sync_api import TimeoutError, expect
 
-from helpers import clock
-from helpers.workbook import OF_THE_KERNEL, lay_out
+from helpers.workbook import lay_out, of_the_kernel
 
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.full,  # the price of a lesson, to find what changes with a new JupyterLab only
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),
 ]
-
-
-@contextlib.contextmanager
-def _serving(root, tmp_path):
-    """The address of a JupyterLab that shows a folder, with settings of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {
-        **{name: value for name, value in os.environ.items() if name != clock.OFF},  # as for a learner
-        "JAX_PLATFORMS": "cpu",
-        "JUPYTER_CONFIG_DIR": str(tmp_path / "config"),
-        "JUPYTER_DATA_DIR": str(tmp_path / "data"),
-        "JUPYTER_RUNTIME_DIR": str(tmp_path / "runtime"),
-    }
-    command = [sys.executable, "-m", "jupyter", "lab", "--no-browser", "--ip=127.0.0.1", f"--port={port}"]
-    # Only these tests, on loopback and for a few seconds, run without a token.
-    command += ["--ServerApp.port_retries=0", "--IdentityProvider.token=", f"--ServerApp.root_dir={root}"]
-    command += ["--allow-root"] if os.geteuid() == 0 else []
-    with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-        url = f"http://127.0.0.1:{port}"
-        try:
-            _wait_for(url + "/api/status", process, tmp_path / "log")
-            yield url
-        finally:
-            process.terminate()
-            process.wait(timeout=20)
-
-
-def _wait_for(url, process, log, seconds=60):
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            return urllib.request.urlopen(url, timeout=5)
-        except OSError:
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-2000:]
-            time.sleep(0.3)
 
 
 def _run_all(page, url, path, seconds=120):
@@ -110,7 +65,7 @@ def _solved(path, workbook):
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.update(execution_count=None, outputs=[])
-    notebook.metadata.update(OF_THE_KERNEL)
+    notebook.metadata.update(of_the_kernel())
     nbformat.write(notebook, workbook / path.name)
     return workbook / path.name
 
@@ -126,8 +81,10 @@ def test_a_learner_who_solves_05_and_13_owns_kernels(tmp_path):
     lay_out(ROOT / "notebooks", root / "workbook")
     shutil.copytree(ROOT / "figures", root / "figures")
     taken = [path for path in PATHS if path.stem[:2] in ("05", "13")]
-    with _serving(root, tmp_path) as url, started_chromium() as browser:
+    with started_lab(root, tmp_path) as said, started_chromium() as browser:
         page = browser.new_page(viewport={"width": 1400, "height": 1000})
+        page.goto(address := re.search(r"http://\S+", said)[0])  # whose token lets the next ones in
+        url = address.partition("/lab/")[0]
         printed = {
             path.stem[:2]: _printed(_run_all(page, url, _solved(path, root / "workbook"), 300)) for path in taken
         }

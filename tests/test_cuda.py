@@ -3,18 +3,10 @@
 import re
 from dataclasses import replace
 
+import attention_cases as cases
 import numpy as np
 import pytest
-from attention_cases import (
-    GRID,
-    OF_GROUPS,
-    OF_LOGITS,
-    AttentionCase,
-    check_forward,
-    check_gradients,
-    cotangents,
-    in_tiers,
-)
+from attention_cases import AttentionCase, in_tiers
 
 from helpers.dialects import cuda_launch
 from helpers.dialects.cuda_launch import RUNGS, SOURCE, SharedMemoryError
@@ -39,7 +31,7 @@ def attention(rung, source=None):
 def gradients(case, source=None):
     """(dq, dk, dv) from the residuals of the CUDA kernels themselves."""
     (query, key, value), arguments = case.inputs()
-    dout, dlse = cotangents(case)
+    dout, dlse = cases.cotangents(case)
     out, lse = cuda_launch.forward(query, key, value, **arguments)
     dlse = dlse.swapaxes(1, 2)
     return cuda_launch.backward(query, key, value, out, lse, dout, dlse, source=source, **arguments)
@@ -48,12 +40,12 @@ def gradients(case, source=None):
 def check(case, rungs=RUNGS):
     for rung in rungs:
         if rung != TENSOR_CORES or case.dtype != "float32":
-            check_forward(attention(rung), case)
-    check_gradients(gradients, case, mends_delta=False)
+            cases.check_forward(attention(rung), case)
+    cases.check_gradients(gradients, case, mends_delta=False)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", GRID[::3], ids=str)
+@pytest.mark.parametrize("case", cases.GRID[::3], ids=str)
 def test_shapes_and_head_dims(case):
     case = replace(case, T=min(case.T, 150), S=min(case.S, 151))  # as many tiles as matter; every thread is emulated
     # A logit for each query, key and dimension is too much where T, S and H are large.
@@ -62,9 +54,9 @@ def test_shapes_and_head_dims(case):
 
 CASES = [
     *[AttentionCase(37, 75, 24, dtype=dtype, arguments=CAUSAL) for dtype in ("float32", "bfloat16")],
-    *OF_LOGITS[::2],
+    *cases.OF_LOGITS[::2],
     *[AttentionCase(63, 65, arguments={"scale": scale, "is_causal": True}) for scale in (0.0, -0.5)],
-    *OF_GROUPS[::5],
+    *cases.OF_GROUPS[::5],
 ]
 
 

@@ -87,7 +87,7 @@ def test_imports_between_folders_run_one_way():
 
 
 def test_an_installed_series_has_every_file_that_is_read():
-    """Beside code, a wheel holds what package-data names; the set-up script is for a clone only.
+    """Beside code, a wheel holds what package-data names; the set-up script and `make lesson` are for a clone only.
 
     lessons.toml lies with the notebooks, and a link to it in the package, so that a wheel holds it too.
     """
@@ -95,7 +95,7 @@ def test_an_installed_series_has_every_file_that_is_read():
     data = {path for path in tracked_files() if folder in path.parents and path.suffix != ".py"}
     packaging = PROJECT["tool"]["setuptools"]
     named = {path for pattern in packaging["package-data"]["helpers"] for path in folder.glob(pattern)}
-    assert data - named == {folder / "setup_environment.sh"}
+    assert data - named == {folder / "setup_environment.sh", folder / "dev" / "new_lesson.toml"}
     assert packaging["packages"]["find"] == {"include": ["helpers*"]}  # folders without an __init__.py, too
 
 

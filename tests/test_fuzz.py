@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.lax import stop_gradient
 
-from helpers.attention import reference
-from helpers.attention.masking import visible
+from helpers import flash_attention
 from helpers.attention.problem import check_call
 from helpers.attention.public.registry import TABLE
-from helpers.dev import fuzz, kinds, rounding, workers
+from helpers.dev import fuzz, kinds, workers
 from helpers.dev.fuzz import Trial
 
 by_implementation = pytest.mark.parametrize("implementation", [None, "portable", "hopper"])
@@ -89,62 +89,40 @@ def test_a_right_result_is_right(trials):
     assert fuzz.attempt(trials).kind == "right"
 
 
-REAL_RUN = fuzz.run
+def one_of(array):
+    """Where the entry in the middle of an array is."""
+    return jnp.zeros(array.shape, bool).at[tuple(size // 2 for size in array.shape)].set(True)
 
 
-def pretend(monkeypatch, function, **options):
-    """Let `fuzz.run` be function(trials), but for naive attention, which is run."""
-
-    def run(trials, attention=None, dtype=None):
-        return REAL_RUN(trials, dtype=dtype) if trials[0].implementation == "reference" else function(trials, **options)
-
-    monkeypatch.setattr(fuzz, "run", run)
+def no_mask_in_a_tile(query, key, value, **named):
+    """The second 64 queries and keys all see each other."""
+    rows, cols = np.arange(query.shape[1])[:, None], np.arange(key.shape[1])
+    seen = (cols <= rows) | ((rows // 64 == 1) & (cols // 64 == 1))
+    return flash_attention(query, key, value, mask=seen, **named | {"is_causal": False})
 
 
-def stand_in(trials, hides=None, change=None):
-    """What `fuzz.run` returns: the oracle's results, rounded.
-
-    hides: the mask instead of `visible`. change: takes {name: result} and changes one.
-    """
-    found = []
-    for trial in trials:
-        arrays, (dout, dlse) = fuzz.replace(trial, unseen=None).inputs()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(reference, "visible", hides or visible)
-            out, lse = reference.oracle(*arrays, **trial.arguments, **trial.lengths)
-            gradients = reference.oracle_gradients(*arrays, dout, dlse, **trial.arguments, **trial.lengths)
-        out, *gradients = (array.astype(jnp.dtype(trial.dtype)) for array in (out, *gradients[:3]))
-        results = dict(zip(rounding.NAMES, (out, lse.astype(np.float32), *gradients), strict=True))
-        if change is not None:
-            change(results)
-        found.append(tuple(results.values()))
-    return found
+def another_sign(query, *others, **named):
+    return flash_attention(jnp.where(one_of(query), 2 * stop_gradient(query) - query, query), *others, **named)
 
 
-def no_mask_in_a_tile(rows, cols, *rest, tile=64):
-    """Queries and keys tile..2 tile all see each other."""
-    return visible(rows, cols, *rest) | ((rows >= tile) & (rows < 2 * tile) & (cols >= tile) & (cols < 2 * tile))
+def no_number(*arrays, **named):
+    out, lse = flash_attention(*arrays, **named)
+    return out + stop_gradient(jnp.where(one_of(out), jnp.nan, 0).astype(out.dtype)), lse
 
 
-def change_entry(name, factor, results):
-    """One entry of many, one of middling size."""
-    array = results[name]
-    order = np.argsort(np.abs(array.astype(np.float32)), axis=None)
-    at = np.unravel_index(order[array.size // 2], array.shape)
-    array[at] *= np.asarray(factor, array.dtype)
+def larger_lse(*arrays, **named):
+    out, lse = flash_attention(*arrays, **named)
+    return out, lse + stop_gradient(jnp.where(one_of(lse), 1e-3 * lse, 0))
 
 
 LARGE = Trial(150, 140, 80, N=2, dtype="float16", is_causal=True)
 COMMON = (("key", "runs", 30.0), ("value", "drift", 10.0))
 SPECIAL = (), (*COMMON, ("logits", "spread", 8.0))
 FAULTS = {
-    "no mask in one tile": ({"hides": no_mask_in_a_tile}, ["out", "lse", "dq", "dk", "dv"]),
-    "an entry of dq has the wrong sign": ({"change": functools.partial(change_entry, "dq", -1.0)}, ["dq"]),
-    "an entry of out is not a number": ({"change": functools.partial(change_entry, "out", np.nan)}, ["out"]),
-    "an entry of lse is too large by 1 in 1000": (
-        {"change": functools.partial(change_entry, "lse", 1 + 1e-3)},
-        ["lse"],
-    ),
+    "no mask in one tile": (no_mask_in_a_tile, ["out", "lse", "dq", "dk", "dv"]),
+    "an entry of dq has the wrong sign": (another_sign, ["dq"]),
+    "an entry of out is not a number": (no_number, ["out"]),
+    "an entry of lse is too large by 1 in 1000": (larger_lse, ["lse"]),
 }
 
 
@@ -153,39 +131,21 @@ def test_a_fault_is_found_in_inputs_of_several_kinds(special, monkeypatch):
     trial = fuzz.replace(LARGE, kinds=special)
     naive = fuzz.run_naive(trial)
     monkeypatch.setattr(fuzz, "run_naive", lambda trial, dtype=None: naive)
-    for fault, (options, wrong) in ({"none": ({}, [])} | FAULTS).items():
-        pretend(monkeypatch, stand_in, **options)
-        report = fuzz.attempt((trial,))
+    for fault, (attention, wrong) in ({"none": (flash_attention, [])} | FAULTS).items():
+        report = fuzz.attempt((trial,), attention)
         assert [name for name, one in report.distances[0].items() if not fuzz.good(one)] == wrong, fault
         assert report.kind == ("wrong" if wrong else "right") and not report.unjudged
 
 
-def kernel(trials, delta="kept"):
-    """`fuzz.run` of a kernel in NumPy of float32 sums, one head and no mask: delta of an out kept in twice the bits
-    of the dtype, or "rounded" as it is returned."""
-    (trial,) = trials
-    (q, k, v), (do, _) = trial.inputs()
-    q, k, v, do = (np.asarray(array[0, :, 0], np.float32) for array in (q, k, v, do))
-    rounded = lambda x: x.astype(jnp.dtype(trial.dtype)).astype(np.float32)
-    scale = np.float32(trial.call.problem.scale)
-    s = scale * q @ k.T
-    m = s.max(1, keepdims=True)
-    w = rounded(np.exp(s - m))
-    lse = np.log(np.exp(s - m).sum(1, keepdims=True)) + m
-    out, p = w @ v / w.sum(1, keepdims=True), np.exp(s - lse)
-    kept = rounded(out) + rounded(out - rounded(out)) * (delta == "kept")
-    ds = rounded(p * (do @ v.T - (kept * do).sum(1, keepdims=True)))
-    found = (x[None, :, None].astype(trial.dtype) for x in (out, scale * ds @ k, scale * ds.T @ q, rounded(p).T @ do))
-    out, *gradients = found
-    return [(out, lse[None], *gradients)]
+ROUNDS_OUT = functools.partial(flash_attention, keeps_low_bits=False)
 
 
 @pytest.mark.parametrize("form", kinds.COMMON)
-def test_a_delta_of_a_rounded_out_is_wrong_where_keys_and_values_share_a_part(form, monkeypatch):
-    trial = Trial(70, 90, 32, kinds=tuple((name, form, 100.0) for name in ("key", "value")))
-    for delta, kind in (("kept", "right"), ("rounded", "wrong")):
-        pretend(monkeypatch, kernel, delta=delta)
-        assert fuzz.attempt((trial,)).kind == kind, delta
+def test_a_delta_of_a_rounded_out_is_wrong_where_keys_and_values_share_a_part(form):
+    of_both = tuple((name, form, 100.0) for name in ("key", "value"))
+    trial = Trial(70, 90, 32, kinds=of_both, implementation="portable")
+    for attention, kind in ((flash_attention, "right"), (ROUNDS_OUT, "wrong")):
+        assert fuzz.attempt((trial,), attention).kind == kind, attention
 
 
 @pytest.mark.full
@@ -196,8 +156,15 @@ def test_a_run_with_a_fault_prints_a_line_that_reproduces_it(monkeypatch, tmp_pa
         outcome = lambda task: workers.Outcome(task, "returned", function(task))
         yield SimpleNamespace(outcomes=lambda tasks, patience: map(outcome, tasks))
 
+    run = fuzz.run
+
+    def wrong(trials, *_, dtype=None):
+        """Twice what is right, but of naive attention, with which it is compared."""
+        times = 1 if trials[0].implementation == "reference" else 2
+        return jax.tree.map(lambda array: times * array, run(trials, dtype=dtype))
+
     monkeypatch.setattr(workers, "Workers", in_this_process)
-    pretend(monkeypatch, stand_in, hides=functools.partial(no_mask_in_a_tile, tile=8))
+    monkeypatch.setattr(fuzz, "run", wrong)
     log = tmp_path / "log.jsonl"
     status = fuzz.main(["--longest", "40", "--calls", "12", "--log", str(log), "--seed", "6"])
     records = [json.loads(line) for line in log.read_text().splitlines()]
@@ -206,6 +173,6 @@ def test_a_run_with_a_fault_prints_a_line_that_reproduces_it(monkeypatch, tmp_pa
     line = re.search(r'wrong: .*\n  python -c "(.*)"', printed)[1]
     exec(line)
     assert "WRONG" in capsys.readouterr().out
-    pretend(monkeypatch, stand_in)
+    monkeypatch.setattr(fuzz, "run", run)
     exec(line)
     assert "WRONG" not in capsys.readouterr().out

@@ -12,7 +12,7 @@ from attention_cases import AttentionCase, check_forward, in_tiers, relative_err
 
 from helpers.attention.hopper import forward as hopper
 from helpers.attention.hopper import ladder, tile_scheduler
-from helpers.attention.hopper.tile_scheduler import Deal
+from helpers.attention.hopper.tile_scheduler import Assignment
 from helpers.attention.hopper.warpgroup import REGISTERS
 from helpers.attention.masking import Band
 from helpers.attention.problem import Call, Problem, check_call
@@ -99,40 +99,39 @@ def test_the_causal_order_has_every_pair_once(heads, group, cached_heads, q_tile
     assert (jnp.diff(last) <= 0).all()  # the longest tiles of the last part first
 
 
-DEALS = [Deal(backward, shift) for backward in (None, 0, 1) for shift in (0, 1, 8)]
+ASSIGNMENTS = [Assignment(backward, shift) for backward in (None, 0, 1) for shift in (0, 1, 8)]
 
 
-@pytest.mark.parametrize("deal", DEALS, ids=str)
+@pytest.mark.parametrize("assignment", ASSIGNMENTS, ids=str)
 @pytest.mark.parametrize(("count", "programs"), [(2048, 132), (100, 8), (21, 5), (3, 3), (1, 1)])
-def test_every_tile_is_dealt_once(deal, count, programs):
+def test_every_tile_is_assigned_once(assignment, count, programs):
     """To the programs that the kernel expects it from: those before the end of the last round."""
     turns, mine = np.arange(-(-count // programs))[:, None], np.arange(programs)
-    places = tile_scheduler.dealt(turns, mine, programs, count, deal, np)
-    np.testing.assert_array_equal(places, np.asarray(tile_scheduler.dealt(turns, mine, programs, count, deal)))
+    places = tile_scheduler.assigned(turns, mine, programs, count, assignment, np)
+    np.testing.assert_array_equal(places, np.asarray(tile_scheduler.assigned(turns, mine, programs, count, assignment)))
     has_turn = turns * programs + mine < count
     np.testing.assert_array_equal(np.sort(places[has_turn]), np.arange(count))
 
 
 @pytest.mark.parametrize(
-    ("B", "T", "H", "snake", "most"),
-    [(4, 4096, 64, 1.031, 1.011), (1, 2048, 64, 1.34, 1.04)],
+    ("B", "T", "H", "back_and_forth", "most"), [(4, 4096, 64, 1.031, 1.011), (1, 2048, 64, 1.34, 1.04)]
 )
-def test_the_most_even_deal_is_taken(B, T, H, snake, most):
-    """Work of the busiest program, as a multiple of the mean: at most `most`, where every other round backwards has `snake`."""
+def test_the_most_even_assignment_is_taken(B, T, H, back_and_forth, most):
+    """Work of the busiest program, as a multiple of the mean: at most `most`, where every other round backwards has `back_and_forth`."""
     N = 2048 // H
     problem = Problem(B, T, T, N, N, H, jnp.dtype(jnp.bfloat16), 1.0, Band(right=0))
     tiles = hopper.untuned_tiles(problem)
     work = tile_scheduler.work_in_order(problem, tiles)
     ratios = []
-    for deal in (Deal(1, 0), tile_scheduler.deal_of(problem, tiles, 132)):
-        ends = tile_scheduler.work_of_programs(work, 132, deal)
+    for assignment in (Assignment(1, 0), tile_scheduler.best_assignment(problem, tiles, 132)):
+        ends = tile_scheduler.work_of_programs(work, 132, assignment)
         assert ends.sum() == work.sum()
         ratios.append(ends.max() / ends.mean())
-    assert ratios[0] == pytest.approx(snake, abs=0.01) and ratios[1] <= most
+    assert ratios[0] == pytest.approx(back_and_forth, abs=0.01) and ratios[1] <= most
 
 
 def test_which_calls_are_dynamic(monkeypatch):
-    """Causal ones that are not short, and such as go walks, but not where registers are few."""
+    """Causal ones that are not short, and block-sparse ones, but not where registers are few."""
     monkeypatch.setattr(hopper, "core_count", lambda _: 132)
 
     def is_dynamic(B, T, H, is_causal=True, keeps_low_bits=False, window=None):

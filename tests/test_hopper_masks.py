@@ -12,7 +12,7 @@ from test_masks import pairs_seen
 
 from helpers.attention.hopper import backward, forward
 from helpers.attention.hopper import backward_schedule as schedule
-from helpers.attention.hopper.walks import Walk, needs_walks, walks
+from helpers.attention.hopper.visible_tiles import VisibleTiles, is_block_sparse, visible_tiles
 from helpers.attention.problem import check_call
 
 SMALL = forward.Tiles(block_k=64, programs=2)
@@ -48,8 +48,8 @@ WINDOW = {"local_window_size": 70, "causal_offset": 100, **CAUSAL}
 FORWARD = {
     "a window, an offset and sinks": (AttentionCase(170, 250, H=64, dtype="float16", arguments=WINDOW | SINKS), SMALL),
     "documents, where guesses fail": (dataclasses.replace(DOCUMENTS, T=330, S=330, logits="rising", arguments=CAUSAL | documents(60, 190, length=330)), SMALL._replace(programs=1)),
-    "dynamic walks, of several turns": (dataclasses.replace(DOCUMENTS, T=320, S=320, arguments=CAUSAL | documents(60, 190, length=320)), SMALL._replace(dynamic=True)),
-    "dynamic walks, lengths": (dataclasses.replace(LENGTHS, H=128), SMALL._replace(dynamic=True, guess=False)),
+    "dynamic documents, of several turns": (dataclasses.replace(DOCUMENTS, T=320, S=320, arguments=CAUSAL | documents(60, 190, length=320)), SMALL._replace(dynamic=True)),
+    "dynamic lengths": (dataclasses.replace(LENGTHS, H=128), SMALL._replace(dynamic=True, guess=False)),
     "a soft cap": (AttentionCase(100, 150, H=64, dtype="bfloat16", logits="large", arguments={"logits_soft_cap": 5.0, **CAUSAL}), None),
     "lengths, with padding that is no number, capped": (dataclasses.replace(LENGTHS, arguments={"logits_soft_cap": 1.0}), SMALL._replace(guess=False)),
     "rows that see nothing, and sinks": (AttentionCase(150, 150, H=64, dtype="bfloat16", arguments=CAUSAL | SINKS | {"causal_offset": -70}), SMALL),
@@ -73,6 +73,7 @@ BACKWARD = {
     "a soft cap": (AttentionCase(100, 70, H=64, dtype="bfloat16", arguments=CAUSAL | {"logits_soft_cap": 1.0}), FUSED),
     "lengths, with padding that is no number": (LENGTHS, SPLIT),
     "lengths, fused": (LENGTHS, FUSED),
+    "a window that ends with the keys": (Padded(150, 200, H=64, B=2, dtype="bfloat16", query_lengths=(150, 140), key_lengths=(60, 100), arguments={"local_window_size": (20, 10)}), FUSED),
     "a soft cap, delayed": (AttentionCase(100, 70, H=64, dtype="bfloat16", arguments={"scale": -0.3, "logits_soft_cap": 1.0}), DELAYED),
     "a soft cap and a window, split": (AttentionCase(100, 150, H=128, dtype="float16", arguments={"local_window_size": (50, 20), "logits_soft_cap": 1.0}), SPLIT),
 }  # fmt: skip
@@ -83,7 +84,7 @@ def test_gradients(name):
     check_gradients_of_kernels(*BACKWARD[name])
 
 
-# Walks
+# Visible tiles
 
 
 @pytest.mark.parametrize("own", ["queries", "keys"])
@@ -98,30 +99,30 @@ def test_gradients(name):
     ],
     ids=["window", "lengths", "documents", "offset", "numbers out of order"],
 )
-def test_a_walk_passes_what_is_seen_once(case, own):
-    """First what is seen whole, the longest walks first; a mask compares segments wherever they hide a pair."""
+def test_what_is_seen_is_listed_once(case, own):
+    """First what is seen whole, the longest lists first; a mask compares segments wherever they hide a pair."""
     (*arrays, _), arguments = case.inputs()
     call = check_call(*arrays, arrays[1], **arguments)
-    assert needs_walks(call)
+    assert is_block_sparse(call)
     block_q, block_k = 64, 128
     seen, of_segments = pairs_seen(call)[:, 0], np.ones((case.B, case.T, case.S), bool)
     if (ids := call.extras.query_segment_ids) is not None:
         of_segments = np.asarray(ids)[:, :, None] == np.asarray(call.extras.key_segment_ids)[:, None]
     own_block, block = (block_q, block_k) if own == "queries" else (block_k, block_q)
     seen, of_segments = (table if own == "queries" else table.swapaxes(1, 2) for table in (seen, of_segments))
-    rows = np.asarray(walks(call, block_q, block_k, own))
+    rows = np.asarray(visible_tiles(call, block_q, block_k, own))
     assert len(rows) == case.B * -(-seen.shape[1] // own_block)
-    assert (np.diff(rows[:, Walk._fields.index("length")]) <= 0).all()
+    assert (np.diff(rows[:, VisibleTiles._fields.index("length")]) <= 0).all()
     for number in range(len(rows)):
-        walk = Walk.read(rows, number, call.problem)
-        mine = (table[walk.b, walk.tile * own_block :][:own_block] for table in (seen, of_segments))
+        visible = VisibleTiles.read(rows, number, call.problem)
+        mine = (table[visible.b, visible.tile * own_block :][:own_block] for table in (seen, of_segments))
         mine, alike = ([part[:, i : i + block] for i in range(0, part.shape[1], block)] for part in mine)
-        tiles = [int(walk.at(place)) for place in range(walk.length)]
+        tiles = [int(visible.at(place)) for place in range(visible.length)]
         assert len({*tiles}) == len(tiles)
         assert {i for i, part in enumerate(mine) if part.any()} <= {*tiles}
         assert len(tiles) == 1 or (mine[min(tiles)].any() and mine[max(tiles)].any())
-        assert all(mine[i].all() for i in tiles[: walk.whole])
-        assert all(int(walk.is_mixed(i)) for i in tiles[walk.whole :] if not alike[i].all())
+        assert all(mine[i].all() for i in tiles[: visible.whole])
+        assert all(int(visible.is_mixed(i)) for i in tiles[visible.whole :] if not alike[i].all())
 
 
 # Lowering

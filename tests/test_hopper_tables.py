@@ -88,7 +88,7 @@ def test_whatever_the_problem_its_tiles_are_among_them(gpu, monkeypatch):
     """So that shared memory holds them: Mosaic lowers no kernel that needs more than a Hopper GPU has."""
     monkeypatch.setattr(table, "this_gpu", lambda: gpu)
     known = {(one.which, one.H, one.is_causal, one.tiles) for one in ptxas.configurations()}
-    # A kernel that does not guess, or deals its turns before, keeps no more than one that does.
+    # A kernel that does not guess, or has its turns assigned before, keeps no more than one that does.
     for field in ("guess", "dynamic"):
         known |= {(*one, tiles._replace(**{field: False})) for *one, tiles in known if isinstance(tiles, forward.Tiles)}
     lengths = itertools.product((1, 1025, 2049, 8193, 2**22), repeat=2)

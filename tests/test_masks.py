@@ -143,12 +143,9 @@ def test_gradients_of_tables_come_from_some_rows_at_a_time(monkeypatch):
 def pairs_seen(call):
     """What a `Call` lets see, (B, N, T, S) booleans, by its definition."""
     problem = call.problem
-    lengths = [
-        np.full(problem.B, longest) if lengths is None else np.asarray(lengths)
-        for lengths, longest in ((call.query_lengths, problem.T), (call.key_lengths, problem.S))
-    ]
     rows, cols = np.arange(problem.T)[:, None], np.arange(problem.S)
-    seen = visible(rows, cols, problem.band, *(length[:, None, None, None] for length in lengths))
+    lengths = (np.asarray(lengths)[:, None, None, None] for lengths in call.real_lengths())
+    seen = visible(rows, cols, problem.band, *lengths)
     if call.hides_keys:
         _, of_visible = scores.whole(problem, call.extras)
         seen = seen & np.asarray(scores.visible_by(problem, *of_visible))

@@ -4,20 +4,12 @@ import functools
 import itertools
 from unittest import mock
 
+import attention_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import (
-    AttentionCase,
-    by_kernels,
-    check_attention,
-    check_padding,
-    check_results,
-    cotangents,
-    in_tiers,
-    relative_error,
-)
+from attention_cases import AttentionCase, check_padding, in_tiers
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from seeded import seeded
@@ -45,12 +37,12 @@ def kernels(arguments, interpret=False):
         return forward.forward(call, keeps_low_bits=keeps_low_bits, tiles=SMALL, interpret=interpret)
 
     small_backward = functools.partial(backward.backward, tiles=(SMALL, Tiles(32, 64, 2)), interpret=interpret)
-    return by_kernels(arguments, small, small_backward)
+    return cases.by_kernels(arguments, small, small_backward)
 
 
 def attention_of(case, interpret=False):
     arrays, arguments = case.inputs()
-    return functools.partial(kernels(arguments, interpret), arrays, cotangents(case))
+    return functools.partial(kernels(arguments, interpret), arrays, cases.cotangents(case))
 
 
 # Against the oracle
@@ -75,7 +67,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", in_tiers(CASES, lambda case: case in CASES[:2]), ids=str)
 def test_results(case):
-    check_attention(mosaic, case)
+    cases.check_attention(mosaic, case)
 
 
 def test_the_mean_of_equal_values_is_that_value():
@@ -96,7 +88,7 @@ def test_delta_takes_up_what_rows_of_ds_miss():
     out, lse = forward.forward(call, **run)
     right = backward.backward(call, out, lse, dout, dlse, mends_delta=False, **run)
     mended = backward.backward(call, 1.01 * out, lse, dout, dlse, **run)
-    assert all(relative_error(*pair) < 1e-4 for pair in zip(mended, right, strict=True))
+    assert all(cases.relative_error(*pair) < 1e-4 for pair in zip(mended, right, strict=True))
 
 
 @pytest.mark.full
@@ -110,7 +102,7 @@ def test_pieces_add_up():
     split = warp.split(jnp.asarray(x), warp.pieces_of("float32"), warp.operand_dtype("float32"))
     pieces = [np.asarray(piece, np.float64) for piece in split]
     np.testing.assert_array_equal(sum(pieces), np.asarray(x, np.float64))
-    assert len(pieces) == 3 and relative_error(sum(pieces[:2]), x) < 2**-15
+    assert len(pieces) == 3 and cases.relative_error(sum(pieces[:2]), x) < 2**-15
 
 
 # Races, and faults
@@ -127,7 +119,7 @@ def test_no_races():
     case = AttentionCase(100, 130, 64, N=2, dtype="bfloat16", arguments=CAUSAL)
     found, results = found_races(case)
     assert found == []
-    check_results(results, case)
+    cases.check_results(results, case)
 
 
 @pytest.mark.skipif(IS_GPU, reason="interpreted")
@@ -148,7 +140,7 @@ def test_each_tile_comes_once_and_only_full_ones_without_a_mask(block=8):
     for band, lengths, first_row in itertools.product(BANDS, LENGTHS, range(0, 64, 16)):
         start, stop = jnp.int32(first_row), jnp.int32(first_row + 16)
         needed = key_tiles(start, stop, block, band, *lengths, xp=jnp)
-        order = warp.walk(needed, warp.whole_tiles(needed, start, stop, block, band, *lengths))
+        order = warp.tile_order(needed, warp.whole_tiles(needed, start, stop, block, band, *lengths))
         done = [(int(order.place(step)[1]), step >= int(order.whole)) for step in range(int(order.steps))]
         rows, tiles = range(first_row, first_row + 16), range(*map(int, needed))
         kinds = [tile_kind(rows, range(j * block, (j + 1) * block), band, *lengths) for j in tiles]

@@ -75,11 +75,7 @@ def test_a_warp_has_its_keys_as_a_right_operand(keys, H):
 
 @pytest.mark.parametrize(
     ("arch", "H", "dtype", "page"),
-    [
-        ((9, 0), 128, "bfloat16", 0),
-        ((8, 0), 72, "float16", 16),
-        ((10, 0), 40, "float32", 0),
-    ],
+    [((9, 0), 128, "bfloat16", 0), ((8, 0), 72, "float16", 16), ((10, 0), 40, "float32", 0)],
 )
 def test_lowers_for_a_gpu(arch, H, dtype, page, monkeypatch):
     monkeypatch.setattr(utils, "_infer_arch", lambda: arch)

@@ -3,19 +3,11 @@
 import functools
 from dataclasses import replace
 
+import attention_cases as cases
 import jax
 import numpy as np
 import pytest
-from attention_cases import (
-    GRID,
-    AttentionCase,
-    check_attention,
-    check_forward,
-    check_gradients,
-    cotangents,
-    gradients_of,
-    relative_error,
-)
+from attention_cases import AttentionCase, check_forward
 
 from helpers import flash_attention
 from helpers.attention.device import compute_capability
@@ -35,7 +27,7 @@ def test_a_weight_of_one_gives_no_gradient(precision):
     """A row that sees one key: dp and delta must cancel, though TF32 rounds the operands of the one and not of the other."""
     case = AttentionCase(100, 100, 64, arguments={"local_window_size": 0})
     arrays, arguments = case.inputs()
-    dout, _ = cotangents(case)
+    dout, _ = cases.cotangents(case)
     with jax.default_matmul_precision(precision):
         _, pull_back = jax.vjp(lambda *arrays: portable_attention(*arrays, **arguments)[0], *arrays)
         dq, dk, dv = pull_back(dout)
@@ -48,10 +40,10 @@ hopper_attention = functools.partial(flash_attention, implementation="hopper", r
 
 
 @on_hopper
-@pytest.mark.parametrize("case", [case for case in GRID if case.dtype != "float32"], ids=str)
+@pytest.mark.parametrize("case", [case for case in cases.GRID if case.dtype != "float32"], ids=str)
 def test_hopper_shapes_and_head_dims(case):
     case = replace(case, N=2 * case.N, K=2)
-    check_attention(hopper_attention, case, mends_delta=False)
+    cases.check_attention(hopper_attention, case, mends_delta=False)
 
 
 @pytest.mark.parametrize("attention", [portable_attention, pytest.param(hopper_attention, marks=on_hopper)])
@@ -61,7 +53,7 @@ def test_long_sequences(T, S, H, dtype, attention):
     is_hopper = attention is hopper_attention
     case = AttentionCase(T, S, H, N=1, K=1, dtype=dtype, arguments={"is_causal": T == S})
     if dtype != "float32" or not is_hopper:
-        check_attention(attention, case, mends_delta=not is_hopper)
+        cases.check_attention(attention, case, mends_delta=not is_hopper)
 
 
 def forward_by(tiles_of, keeps_low_bits=False):
@@ -88,12 +80,12 @@ def test_hopper_configurations(configuration, monkeypatch):
 
     def gradients(case):
         (query, key, value), _ = case.inputs()
-        dout, dlse = cotangents(case)
+        dout, dlse = cases.cotangents(case)
         call = check_call(query, key, value, **arguments)
         return backward.backward(call, *hopper.forward(call), dout, dlse.swapaxes(1, 2), tiles=tiles)
 
     monkeypatch.setattr(backward_schedule, "core_count", lambda _: 8)
-    check_gradients(gradients, case, mends_delta=False)
+    cases.check_gradients(gradients, case, mends_delta=False)
 
 
 @on_hopper
@@ -125,7 +117,7 @@ def test_hopper_repeats_itself():
         for a, b in zip(first, hopper_attention(*arrays), strict=True):
             np.testing.assert_array_equal(a, b)
         for a, b in zip(first_gradients, gradient(*arrays), strict=True):
-            assert relative_error(a, b) < 1e-2
+            assert cases.relative_error(a, b) < 1e-2
 
 
 @on_hopper
@@ -136,7 +128,7 @@ def test_hopper_few_queries_and_many_keys(T, S, H):
     """Loops of one step or two, which ptxas compiled wrongly: see FEW_TILES of the backward kernels."""
     for dtype in ("bfloat16", "float16"):
         case = AttentionCase(T, S, H, N=2, K=2, dtype=dtype, arguments={"is_causal": True})
-        check_gradients(functools.partial(gradients_of, hopper_attention), case, mends_delta=False)
+        cases.check_gradients(functools.partial(cases.gradients_of, hopper_attention), case, mends_delta=False)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +144,7 @@ def test_cudnn_keeps_the_contract(case):
     (query, key, value), arguments = case.inputs()
     out = flash_attention(query, key, value, implementation="cudnn", **arguments)
     right, _ = oracle(query, key, value, **arguments)
-    assert relative_error(out, right) < 4e-3 * (1 if case.dtype == "bfloat16" else 0.25)
+    assert cases.relative_error(out, right) < 4e-3 * (1 if case.dtype == "bfloat16" else 0.25)
 
 
 @pytest.mark.parametrize(("precision", "most"), [("highest", 1e-5), (None, 2e-4)])
@@ -160,8 +152,8 @@ def test_float32_has_the_precision_that_is_asked_for(precision, most):
     """Better than TF32 unless it is asked for more, of out and of every gradient."""
     case = AttentionCase(200, 300, 64, N=4, K=2)
     arrays, _ = case.inputs()
-    right = *oracle(*arrays), *oracle_gradients(*arrays, *cotangents(case))
+    right = *oracle(*arrays), *oracle_gradients(*arrays, *cases.cotangents(case))
     with jax.default_matmul_precision(precision):
-        found = *portable_attention(*arrays), *gradients_of(portable_attention, case)
+        found = *portable_attention(*arrays), *cases.gradients_of(portable_attention, case)
     for mine, other in zip(found, right, strict=True):
-        assert relative_error(mine, other) <= most
+        assert cases.relative_error(mine, other) <= most

@@ -3,26 +3,12 @@
 import functools
 import itertools
 
+import attention_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import (
-    GRID,
-    HEAD_DIMS,
-    OF_GROUPS,
-    OF_LOGITS,
-    OF_WINDOWS,
-    SHAPES,
-    AttentionCase,
-    by_kernels,
-    check_attention,
-    check_forward,
-    check_padding,
-    check_results,
-    cotangents,
-    in_tiers,
-)
+from attention_cases import AttentionCase, check_forward, in_tiers
 
 from helpers import flash_attention
 from helpers.attention.low_bits import low_bits
@@ -43,21 +29,21 @@ def check_kernels(case, fused=False, **blocks):
         out = exact.astype(case.dtype)
         return out, lse, *([low_bits(exact, out)] if case.dtype != "float32" else [])
 
-    run = by_kernels(arguments, keeping, functools.partial(backward, fused=fused, **blocks))
-    check_results(run(arrays, cotangents(case)), case)
+    run = cases.by_kernels(arguments, keeping, functools.partial(backward, fused=fused, **blocks))
+    cases.check_results(run(arrays, cases.cotangents(case)), case)
 
 
 def on_the_diagonal(case):
     """Each head_dim once."""
-    return SHAPES.index((case.T, case.S)) == HEAD_DIMS.index(case.H)
+    return cases.SHAPES.index((case.T, case.S)) == cases.HEAD_DIMS.index(case.H)
 
 
-SOME = [case for place, case in enumerate(GRID) if place % 2 or on_the_diagonal(case)]
+SOME = [case for place, case in enumerate(cases.GRID) if place % 2 or on_the_diagonal(case)]
 
 
 @pytest.mark.parametrize("case", in_tiers(SOME, on_the_diagonal), ids=str)
 def test_shapes_and_head_dims(case):
-    check_attention(portable_attention, case)
+    cases.check_attention(portable_attention, case)
 
 
 @pytest.mark.parametrize(("dtype", "value_size"), [("float32", 1e30), ("bfloat16", 1e30), ("float16", 300.0)])
@@ -79,15 +65,15 @@ LENGTHS = [
     AttentionCase(200, 70, B=2, query_lengths=(150, 200), arguments={"local_window_size": (4, 4)}),
     AttentionCase(64, 64, B=2, K=2, key_lengths=(0, 0), dtype="bfloat16"),
 ]
-CASES = [*OF_GROUPS[1::2], *OF_LOGITS, *SHARP, *OF_WINDOWS, *LENGTHS]
+CASES = [*cases.OF_GROUPS[1::2], *cases.OF_LOGITS, *SHARP, *cases.OF_WINDOWS, *LENGTHS]
 # Of low logits a sum of small exponentials shows how it is rounded.
-QUICK = [*(OF_GROUPS[i] for i in (3, 11, 13)), *(OF_LOGITS[i] for i in (1, 3, 7)), SHARP[2]]
-QUICK += [*(OF_WINDOWS[i] for i in (0, 5, 7)), *LENGTHS[:3]]
+QUICK = [*(cases.OF_GROUPS[i] for i in (3, 11, 13)), *(cases.OF_LOGITS[i] for i in (1, 3, 7)), SHARP[2]]
+QUICK += [*(cases.OF_WINDOWS[i] for i in (0, 5, 7)), *LENGTHS[:3]]
 
 
 @pytest.mark.parametrize("case", in_tiers(CASES, lambda case: case in QUICK), ids=str)
 def test_agrees_with_the_oracle(case):
-    check_attention(portable_attention, case)
+    cases.check_attention(portable_attention, case)
 
 
 FORMS = [
@@ -107,7 +93,7 @@ def test_blocks_and_the_fused_form(case, fused, blocks):
 def test_padding_may_hold_anything(implementation):
     case = AttentionCase(40, 50, B=2, query_lengths=(40, 20), key_lengths=(50, 30))
     attention = functools.partial(flash_attention, implementation=implementation, return_residual=True)
-    check_padding(attention, case)
+    cases.check_padding(attention, case)
 
 
 def test_lengths_past_the_end_under_jit():

@@ -1,17 +1,14 @@
 """The set-up commands on machines that are not as one would wish."""
 
-import os
 import re
-import shlex
 import shutil
 import socket
 import stat
 import subprocess
-import sys
-import time
 import urllib.request
 
 import pytest
+from chromium import started_lab
 from lessons import ROOT
 
 # A stand-in for Python: it knows its version, makes "environments" that hold a copy of itself, and
@@ -66,9 +63,6 @@ class Machine:
     def recorded(self):
         return self.record.read_text().splitlines() if self.record.exists() else []
 
-    def installations(self):
-        return len(self.recorded())
-
 
 @pytest.fixture
 def machine(tmp_path):
@@ -98,7 +92,7 @@ def test_a_failed_installation_is_said_and_repaired(machine):
     assert result.returncode != 0 and "did not finish" in result.stderr
     broken.unlink()
     assert machine.run(".venv").returncode == 0
-    assert machine.installations() == 2
+    assert len(machine.recorded()) == 2
 
 
 def test_uv_installs_where_it_is_and_pip_where_uv_fails(machine):
@@ -134,7 +128,7 @@ def test_a_half_made_environment_is_made_again(machine, damage):
     (machine.root,) = machine.root.parent.glob("*/helpers/..")
     for _ in range(2):
         assert machine.run(".venv").returncode == 0
-    assert machine.installations() == 2
+    assert len(machine.recorded()) == 2
 
 
 def test_a_folder_that_is_no_environment_is_left_alone(machine):
@@ -150,28 +144,14 @@ def test_a_folder_that_is_no_environment_is_left_alone(machine):
 @pytest.mark.full
 def test_make_lab_says_one_address_what_to_click_and_how_to_stop(tmp_path):
     """And nothing else, but for a port that is in use."""
-    make = ["make", "--dry-run", "--no-print-directory", "lab", "ARGS=--no-browser"]
-    quiet = {**os.environ, "MAKEFLAGS": ""}
-    lab = subprocess.run(make, cwd=ROOT, env=quiet, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
-    options = [f"--ServerApp.root_dir={tmp_path}", "--no-browser"]
-    folders = {f"JUPYTER_{name}_DIR": str(tmp_path / name) for name in ("CONFIG", "DATA", "RUNTIME")}
-    with socket.socket() as other, open(tmp_path / "said", "w") as said:
+    with socket.socket() as other:
         other.bind(("localhost", 0))
         other.listen()
         port = other.getsockname()[1]
-        command = [sys.executable, *shlex.split(lab)[1:], f"--port={port}", *options]
-        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | folders, stdout=said, stderr=said)
-        try:
-            deadline = time.monotonic() + 120
-            while "To stop" not in (text := (tmp_path / "said").read_text()):
-                assert process.poll() is None and time.monotonic() < deadline, text
-                time.sleep(0.2)
+        with started_lab(tmp_path, tmp_path, f"--port={port}") as text:
             (address,) = re.findall(r"http://\S+", text)
             assert re.fullmatch(r"http://localhost:\d+/lab/tree/workbook/00_start_here.ipynb\?token=\w{20,}", address)
             assert f"because {port} is in use" in text and "Shift+Enter" in text and "Ctrl+C here" in text
             assert "LabApp]" not in text and "ServerApp]" not in text
             assert "/login" not in urllib.request.urlopen(address).url
             assert "/login" in urllib.request.urlopen(address.partition("?")[0]).url
-        finally:
-            process.terminate()
-            process.wait(timeout=20)

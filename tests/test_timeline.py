@@ -2,17 +2,7 @@
 
 import pytest
 
-from helpers.instruments.timeline import (
-    Arrive,
-    Drain,
-    Fetch,
-    Issue,
-    OrderError,
-    Read,
-    Wait,
-    Work,
-    simulate,
-)
+from helpers.instruments.timeline import Arrive, Drain, Fetch, Issue, OrderError, Read, Wait, Work, simulate
 
 BARRIERS = {"loaded": 1, "free": 1}
 

@@ -6,22 +6,12 @@ come from one program, and each is compared by itself.
 
 import functools
 
+import attention_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import (
-    GRID,
-    OF_LOGITS,
-    OF_WINDOWS,
-    AttentionCase,
-    by_kernels,
-    check_attention,
-    check_padding,
-    check_results,
-    cotangents,
-    in_tiers,
-)
+from attention_cases import AttentionCase, in_tiers
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
@@ -43,7 +33,7 @@ def by_the_kernels(case, block_q=128, block_k=128):
     arrays, arguments = case.inputs()
     blocks = {"block_q": block_q, "block_k": block_k, "interpret": DETECTING}
     passes = (functools.partial(one_pass, **blocks) for one_pass in (tpu.forward, tpu.backward))
-    return by_kernels(arguments, *passes)(arrays, cotangents(case))
+    return cases.by_kernels(arguments, *passes)(arrays, cases.cotangents(case))
 
 
 CASES = [
@@ -59,23 +49,24 @@ CASES = [
 
 @pytest.mark.parametrize("case", in_tiers(CASES, lambda case: case == CASES[0]), ids=str)
 def test_many_blocks(case):
-    check_results(by_the_kernels(case, block_k=384 if case == CASES[-1] else 128), case)
+    cases.check_results(by_the_kernels(case, block_k=384 if case == CASES[-1] else 128), case)
     assert not interpret_pallas_call.races.races_found
 
 
-FULL_TIER = [*GRID[::3], *OF_LOGITS[::2], *OF_WINDOWS[::2], AttentionCase(50, 70, 24, N=4, K=2, batched=False)]
+FULL_TIER = [AttentionCase(50, 70, 24, N=4, K=2, batched=False)]
+FULL_TIER += [*cases.GRID[::3], *cases.OF_LOGITS[::2], *cases.OF_WINDOWS[::2]]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", FULL_TIER, ids=str)
 def test_the_function(case):
-    check_attention(tpu_attention, case)
+    cases.check_attention(tpu_attention, case)
 
 
 def test_padding_may_hold_anything():
     """In float16, which becomes float32 on the way."""
     lengths = {"query_lengths": (40, 20), "key_lengths": (50, 30)}
-    check_padding(tpu_attention, AttentionCase(40, 50, 24, B=2, dtype="float16", **lengths))
+    cases.check_padding(tpu_attention, AttentionCase(40, 50, 24, B=2, dtype="float16", **lengths))
 
 
 BANDS = [Band(), Band(None, 0), Band(30, 40), Band(100, 0), Band(0, 300), Band(None, 50), Band(50, None)]
@@ -88,15 +79,15 @@ def test_what_is_fetched_is_what_is_needed(band):
         problem = Problem(1, T, S, 1, 1, 128, np.dtype(np.float32), 1.0, band)
         seen = visible(np.arange(T)[:, None], np.arange(S), band, query_length, key_length)
         for tiles_of, pairs in ((key_tiles, seen), (query_tiles, seen.T)):
-            walk = tpu.Walk(problem, 128, 128, tiles_of)
+            loop = tpu.InnerLoop(problem, 128, 128, tiles_of)
             for outer in range(-(-len(pairs) // 128)):
                 part = pairs[128 * outer : 128 * (outer + 1)].any(axis=0)
                 needed = [start // 128 for start in range(0, len(part), 128) if part[start : start + 128].any()]
                 lengths = np.array([query_length]), np.array([key_length])
-                fetched = [int(walk.fetched(0, outer, step, *lengths)) for step in range(walk.steps)]
+                fetched = [int(loop.fetched(0, outer, step, *lengths)) for step in range(loop.steps)]
                 assert list(dict.fromkeys(fetched)) == (needed or fetched[:1])
-                first, stop = walk.tile(outer, 0, (query_length, key_length))
-                assert int(stop - first) <= walk.steps or not needed
+                first, stop = loop.tile(outer, 0, (query_length, key_length))
+                assert int(stop - first) <= loop.steps or not needed
                 assert min(fetched) >= 0
 
 

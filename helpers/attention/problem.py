@@ -205,6 +205,17 @@ class Call:
         hides_own = self.hides_keys and (is_masked or not (problem.is_packed and problem.T == problem.S))
         return lacks_left or lacks_right or has_lengths or hides_own or self.changes_logits
 
+    @property
+    def seeing_queries(self):
+        """int32 (B,), how many queries see a key, where lengths decide that and these are the first ones; or None."""
+        left, right = self.problem.band.left, self.problem.band.right
+        has_lengths = not (self.query_lengths is None and self.key_lengths is None)
+        if not has_lengths or self.hides_keys or self.extras.sinks is not None or (right is not None and right < 0):
+            return None
+        queries, keys = self.real_lengths()
+        queries = queries if left is None else jnp.clip(keys + left, 0, queries)
+        return jnp.where(keys > 0, queries, 0)
+
     def of_seeing_rows(self, lse, *arrays):
         """The arrays, (B, T, N, H) or (B, N, T), with zeros for queries that see no key, as lse (B, N, T) tells.
 

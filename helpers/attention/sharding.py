@@ -184,7 +184,6 @@ class Split:
         return (names, parts) if names and fits(parts) else (None, 1)
 
     def spec(self, letters):
-        """The PartitionSpec of an array."""
         axes = {"B": self.batch, "N": self.heads, "K": None if self.shares_keys else self.heads}
         return P(*(axes.get(letter) for letter in letters))
 

@@ -62,7 +62,7 @@ def product(a, b, over_a, over_b):
 
 
 @dataclass(frozen=True)
-class Walk:
+class InnerLoop:
     """The order of a kernel: for each outer tile, the steps over the inner tiles that it needs.
 
     tiles_of: `key_tiles` where the outer tiles are queries, `query_tiles` where they are keys.
@@ -110,13 +110,13 @@ class Walk:
 
 
 def forward_kernel(
-    query_lengths, key_lengths, q_ref, k_ref, v_ref, out_ref, lse_ref, m_ref, l_ref, w_ref, acc_ref, *, walk
+    query_lengths, key_lengths, q_ref, k_ref, v_ref, out_ref, lse_ref, m_ref, l_ref, w_ref, acc_ref, *, loop
 ):
     """Program (b, n, i, step): one step of query tile i."""
     # -- which step
     b, i, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     lengths = query_lengths[b], key_lengths[b]
-    j, stop = walk.tile(i, step, lengths)
+    j, stop = loop.tile(i, step, lengths)
 
     # -- the first step
     @pl.when(step == 0)
@@ -130,8 +130,8 @@ def forward_kernel(
     def _():
         # -- logits on their side
         v = v_ref[...]
-        s = (walk.problem.scale * LOG2_E) * product(k_ref[...], q_ref[...], 1, 1)
-        s = jnp.where(walk.seen(i, j, lengths), s, -jnp.inf)
+        s = (loop.problem.scale * LOG2_E) * product(k_ref[...], q_ref[...], 1, 1)
+        s = jnp.where(loop.seen(i, j, lengths), s, -jnp.inf)
         # -- the step in scratch
         state = m_ref[...], l_ref[...]
         m_ref[...], l_ref[...], alpha, p = online_softmax.step(*state, s, axis=0)
@@ -140,7 +140,7 @@ def forward_kernel(
         acc_ref[...] = alpha * acc_ref[...] + product(v, weights, 0, 0)
 
     # -- the last step
-    @pl.when(step == walk.steps - 1)
+    @pl.when(step == loop.steps - 1)
     def _():
         state = m_ref[...], l_ref[...], acc_ref[...], w_ref[...]
         out, lse_ref[...] = online_softmax.finish(*state)
@@ -155,12 +155,12 @@ def p_and_ds(q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, seen, scale):
     return p, p * (dp - delta_ref[...])
 
 
-def dq_kernel(query_lengths, key_lengths, *refs, walk):
+def dq_kernel(query_lengths, key_lengths, *refs, loop):
     """Program (b, n, i, step): one step of query tile i."""
     *of_pair, dq_ref, sum_ref = refs  # q, k, v, do, lse and delta come first
     b, i, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     lengths = query_lengths[b], key_lengths[b]
-    j, stop = walk.tile(i, step, lengths)
+    j, stop = loop.tile(i, step, lengths)
 
     @pl.when(step == 0)
     def _():
@@ -168,23 +168,23 @@ def dq_kernel(query_lengths, key_lengths, *refs, walk):
 
     @pl.when(j < stop)
     def _():
-        _, ds = p_and_ds(*of_pair, walk.seen(i, j, lengths), walk.problem.scale)
+        _, ds = p_and_ds(*of_pair, loop.seen(i, j, lengths), loop.problem.scale)
         k = of_pair[1][...]
         sum_ref[...] += product(ds.astype(k.dtype), k, 0, 0)
 
-    @pl.when(step == walk.steps - 1)
+    @pl.when(step == loop.steps - 1)
     def _():
-        dq_ref[...] = (walk.problem.scale * sum_ref[...]).astype(dq_ref.dtype)
+        dq_ref[...] = (loop.problem.scale * sum_ref[...]).astype(dq_ref.dtype)
 
 
-def dkv_kernel(query_lengths, key_lengths, *refs, walk):
+def dkv_kernel(query_lengths, key_lengths, *refs, loop):
     """Program (b, kv, j, head, step): one step of key tile j, for one query head of
     the group that shares it.
     """
     *of_pair, dk_ref, dv_ref, dk_sum_ref, dv_sum_ref = refs  # as in dq_kernel
     b, j, head, step = (pl.program_id(axis) for axis in (0, 2, 3, 4))
     lengths = query_lengths[b], key_lengths[b]
-    i, stop = walk.tile(j, step, lengths)
+    i, stop = loop.tile(j, step, lengths)
 
     @pl.when((head == 0) & (step == 0))
     def _():
@@ -193,14 +193,14 @@ def dkv_kernel(query_lengths, key_lengths, *refs, walk):
 
     @pl.when(i < stop)
     def _():
-        p, ds = p_and_ds(*of_pair, walk.seen(i, j, lengths), walk.problem.scale)
+        p, ds = p_and_ds(*of_pair, loop.seen(i, j, lengths), loop.problem.scale)
         q, do = of_pair[0][...], of_pair[3][...]
         dv_sum_ref[...] += product(p.astype(do.dtype), do, 1, 0)
         dk_sum_ref[...] += product(ds.astype(q.dtype), q, 1, 0)
 
-    @pl.when((head == walk.problem.group - 1) & (step == walk.steps - 1))
+    @pl.when((head == loop.problem.group - 1) & (step == loop.steps - 1))
     def _():
-        dk_ref[...] = (walk.problem.scale * dk_sum_ref[...]).astype(dk_ref.dtype)
+        dk_ref[...] = (loop.problem.scale * dk_sum_ref[...]).astype(dk_ref.dtype)
         dv_ref[...] = dv_sum_ref[...].astype(dv_ref.dtype)
 
 
@@ -211,12 +211,12 @@ def forward(call, *, block_q=None, block_k=None, keeps_low_bits=False, interpret
     given. interpret: False on a TPU, `pltpu.InterpretParams` elsewhere.
     """
     problem = call.problem
-    walk = Walk(problem, *_blocks(problem, block_q, block_k), key_tiles)
-    q, k, v = _laid_out(call, walk)
+    loop = InnerLoop(problem, *_blocks(problem, block_q, block_k), key_tiles)
+    q, k, v = _laid_out(call, loop)
     rows = jax.ShapeDtypeStruct((*q.shape[:2], 1, q.shape[2]), jnp.float32)
     like = [jax.ShapeDtypeStruct(q.shape, jnp.float32 if keeps_low_bits else q.dtype), rows]
-    scratch = [(1, walk.block_q)] * 3 + [(q.shape[-1], walk.block_q)]
-    exact, lse = _launch(forward_kernel, walk, "qkk", "qr", like, scratch, interpret)(*call.real_lengths(), q, k, v)
+    scratch = [(1, loop.block_q)] * 3 + [(q.shape[-1], loop.block_q)]
+    exact, lse = _launch(forward_kernel, loop, "qkk", "qr", like, scratch, interpret)(*call.real_lengths(), q, k, v)
     out, lse = _given_back(exact, problem.T, problem), lse[:, :, 0, : problem.T]
     if not keeps_low_bits:
         return out, lse
@@ -231,28 +231,28 @@ def backward(call, out, lse, dout, dlse, low=None, *, block_q=None, block_k=None
     problem = call.problem
     blocks = _blocks(problem, block_q, block_k)
     delta = delta_of(out, lse, dout, dlse, low)
-    walk = Walk(problem, *blocks, key_tiles)
-    q, k, v = _laid_out(call, walk)
-    do = _padded(dout, call.query_lengths, walk.block_q)
+    loop = InnerLoop(problem, *blocks, key_tiles)
+    q, k, v = _laid_out(call, loop)
+    do = _padded(dout, call.query_lengths, loop.block_q)
     rows = [jnp.pad(x, [(0, 0), (0, 0), (0, q.shape[2] - problem.T)])[:, :, None] for x in (lse, delta)]
     inputs = *call.real_lengths(), q, k, v, do, *rows
 
-    scratch = [(walk.block_q, q.shape[-1])]
-    (dq,) = _launch(dq_kernel, walk, "qkkqrr", "q", [q], scratch, interpret)(*inputs)
-    walk = Walk(problem, *blocks, query_tiles)
-    scratch = [(walk.block_k, q.shape[-1])] * 2
-    dk, dv = _launch(dkv_kernel, walk, "qkkqrr", "kk", [k, v], scratch, interpret)(*inputs)
+    scratch = [(loop.block_q, q.shape[-1])]
+    (dq,) = _launch(dq_kernel, loop, "qkkqrr", "q", [q], scratch, interpret)(*inputs)
+    loop = InnerLoop(problem, *blocks, query_tiles)
+    scratch = [(loop.block_k, q.shape[-1])] * 2
+    dk, dv = _launch(dkv_kernel, loop, "qkkqrr", "kk", [k, v], scratch, interpret)(*inputs)
     lengths = (dq, problem.T), (dk, problem.S), (dv, problem.S)
     return tuple(_given_back(gradient, length, problem) for gradient, length in lengths)
 
 
-def _specs(walk, H):
+def _specs(loop, H):
     """Specs of a tile of queries, of keys and of statistics, by a letter.
 
     For programs (b, n, i, step), or (b, kv, j, head, step) where outer tiles are keys.
     """
-    group, fetched = walk.problem.group, walk.fetched
-    if walk.tiles_of is key_tiles:
+    group, fetched = loop.problem.group, loop.fetched
+    if loop.tiles_of is key_tiles:
         query = lambda b, n, i, step, *_: (b, n, i)
         # Grouped queries: `group` query heads read the same key/value head, in place.
         key = lambda b, n, i, *at: (b, n // group, fetched(b, i, *at))
@@ -263,25 +263,25 @@ def _specs(walk, H):
     row = lambda *program: (*query(*program)[:2], 0, query(*program)[2])
     tile = lambda place: lambda *program: (*place(*program), 0)  # all of a head
     return {
-        "q": pl.BlockSpec((None, None, walk.block_q, H), tile(query)),
-        "k": pl.BlockSpec((None, None, walk.block_k, H), tile(key)),
-        "r": pl.BlockSpec((None, None, 1, walk.block_q), row),
+        "q": pl.BlockSpec((None, None, loop.block_q, H), tile(query)),
+        "k": pl.BlockSpec((None, None, loop.block_k, H), tile(key)),
+        "r": pl.BlockSpec((None, None, 1, loop.block_q), row),
     }
 
 
-def _launch(kernel, walk, reads, writes, like, scratch, interpret):
+def _launch(kernel, loop, reads, writes, like, scratch, interpret):
     """The kernel over a grid of which the first three axes may go in any order.
 
     reads, writes: letters of `_specs`. like: the outputs' shapes.
     """
-    problem, specs = walk.problem, _specs(walk, like[0].shape[-1])
-    grid = problem.B, problem.N, pl.cdiv(problem.T, walk.block_q), walk.steps
-    if walk.tiles_of is query_tiles:
-        tiles = pl.cdiv(problem.S, walk.block_k)
-        grid = problem.B, problem.K, tiles, problem.group, walk.steps
+    problem, specs = loop.problem, _specs(loop, like[0].shape[-1])
+    grid = problem.B, problem.N, pl.cdiv(problem.T, loop.block_q), loop.steps
+    if loop.tiles_of is query_tiles:
+        tiles = pl.cdiv(problem.S, loop.block_k)
+        grid = problem.B, problem.K, tiles, problem.group, loop.steps
     semantics = ("parallel",) * 3 + ("arbitrary",) * (len(grid) - 3)
     return pl.pallas_call(
-        functools.partial(kernel, walk=walk),
+        functools.partial(kernel, loop=loop),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,  # both lengths, which the index maps read
             grid=grid,
@@ -305,11 +305,11 @@ def _blocks(problem, block_q, block_k):
     return block_q or block(problem.T), block_k or block(problem.S)
 
 
-def _laid_out(call, walk):
+def _laid_out(call, loop):
     return (
-        _padded(call.query, call.query_lengths, walk.block_q),
-        _padded(call.key, call.key_lengths, walk.block_k),
-        _padded(call.value, call.key_lengths, walk.block_k),
+        _padded(call.query, call.query_lengths, loop.block_q),
+        _padded(call.key, call.key_lengths, loop.block_k),
+        _padded(call.value, call.key_lengths, loop.block_k),
     )
 
 

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from helpers import flash_attention
+from helpers.attention.device import compute_capability
 from helpers.attention.hopper import backward as hopper_backward
 from helpers.attention.hopper import backward_schedule
 from helpers.attention.hopper import ladder as hopper_ladder
@@ -32,25 +33,8 @@ from helpers.attention.mosaic import backward as mosaic_backward
 from helpers.attention.mosaic import forward as mosaic_forward
 from helpers.attention.portable.tiles import select_tiles
 from helpers.attention.problem import Problem, check_call
-from helpers.dev import decoding
-from helpers.dev.decoding import WIDEST_ERROR
-from helpers.dev.measuring import (
-    COMPILERS,
-    Notes,
-    both_passes,
-    clocks,
-    compile_together,
-    gpu_or_reason,
-    is_hopper,
-    lowered,
-    milliseconds,
-    one_stage,
-    random_arrays,
-    reason_of,
-    right_ones,
-    say_left_out,
-    this_machine,
-)
+from helpers.dev import decoding, measuring
+from helpers.dev.measuring import COMPILERS, compile_together, lowered, milliseconds, one_stage, reason_of
 from helpers.exercises import mine
 from helpers.instruments import cost, ladder, results
 from helpers.instruments.implementations import OF_JAX, OF_TORCH, gradient_programs, ours
@@ -107,7 +91,7 @@ GROUPED = [Case(4, 4096, 4096, 2048 // H, 2048 // H // 8, H, "bfloat16", c) for 
 def inputs_of(case, seed=0):
     """(query, key, value, dout)."""
     query, key = (case.B, case.T, case.N, case.H), (case.B, case.S, case.K, case.H)
-    return random_arrays([query, key, key, query], case.dtype, seed)
+    return measuring.random_arrays([query, key, key, query], case.dtype, seed)
 
 
 def names_for(case):
@@ -159,7 +143,7 @@ def complaint(case, which, found, right):
     names = ("out",) if which == "forward" else ("dq", "dk", "dv")
     errors = _errors(case.N // case.K, found, right[which])
     for name, error in zip(names, errors, strict=True):
-        if not error <= WIDEST_ERROR * float(jnp.finfo(case.dtype).eps):
+        if not error <= decoding.WIDEST_ERROR * float(jnp.finfo(case.dtype).eps):
             return f"wrong: {name} has a relative error of {error:.1e}"
     return None
 
@@ -199,7 +183,7 @@ def parts_of_case(case, implementations, note):
         try:
             make(case)
         except Exception as error:
-            say_left_out(note, error, name, case)
+            measuring.say_left_out(note, error, name, case)
         else:
             parts |= {(case, name, which): functools.partial(lower_pass, make, case, which) for which in PASSES}
     return parts
@@ -227,7 +211,7 @@ def measure_case(case, implementations, *, note, time_programs=time_together, co
             peer = make(case)
             programs = peer.programs(sets)
         except Exception as error:
-            say_left_out(note, error, name, case)
+            measuring.say_left_out(note, error, name, case)
             continue
         to_jax[name] = peer.to_jax
         for which, program in programs.items():
@@ -239,7 +223,7 @@ def measure_case(case, implementations, *, note, time_programs=time_together, co
             found = jax.tree.map(to_jax.get(name, lambda array: array), [found] if which == "forward" else [*found])
             return complaint(case, which, found, right)
 
-        programs = right_ones(of_pass, wrong, note, case, which)
+        programs = measuring.right_ones(of_pass, wrong, note, case, which)
         try:
             times = time_programs(programs) if programs else {}
         except Exception as error:
@@ -260,7 +244,7 @@ def _program_of_jax(stages, sets):
 def record(case, name, which, timing):
     """One entry of the results file, without its fractions of the ceilings."""
     figures = {"tflops": case.flops(which) / milliseconds(timing) / 1e9, "tiles": tiles_used(case, name, which)}
-    return {"implementation": name, "pass": which, **asdict(case), **clocks(timing), **figures}
+    return {"implementation": name, "pass": which, **asdict(case), **measuring.clocks(timing), **figures}
 
 
 def tiles_used(case, name, which):
@@ -282,8 +266,8 @@ def tiles_used(case, name, which):
 
 def ceilings():
     """TFLOP/s of a large bf16 matrix product, and GB/s of a large copy, reading and writing counted."""
-    a, b = random_arrays([(8192, 8192)] * 2, jnp.bfloat16)
-    (large,) = random_arrays([(1 << 29,)], jnp.bfloat16)
+    a, b = measuring.random_arrays([(8192, 8192)] * 2, jnp.bfloat16)
+    (large,) = measuring.random_arrays([(1 << 29,)], jnp.bfloat16)
     programs = {
         "matmul": Program(jax.jit(jnp.matmul), [(a, b)]),
         "by a kernel": Program(jax.jit(lambda x: -x), [(large,)]),
@@ -302,7 +286,7 @@ def rungs(case):
     """
     causal = {"is_causal": case.is_causal}
     steps = {("triton forward", "forward", rung.name): (ladder.attention, {"rung": rung}) for rung in ladder.RUNGS}
-    if is_hopper():
+    if compute_capability() == (9, 0):
         names, forms = hopper_ladder.NAMES.items(), backward_schedule.forms(case.H).items()
         steps |= {("hopper forward", "forward", name): (_hopper_rung, {"rung": rung}) for rung, name in names}
         steps |= {("hopper backward", "backward", name): (_hopper_form, {"tiles": tiles}) for name, tiles in forms}
@@ -339,7 +323,7 @@ def ladder_records(cases, note, processes=0):
         found = {part[-1]: stages for part, stages in compiled.items() if part[:-1] == about}
         makers = {name: functools.partial(Program, *stages, [inputs]) for name, stages in found.items()}
         wrong = lambda _, found: complaint(case, which, jax.tree.leaves(found), right)  # noqa: B023
-        programs = right_ones(makers, wrong, note, *about)
+        programs = measuring.right_ones(makers, wrong, note, *about)
         for name, timing in time_together(programs).items() if programs else ():
             ms = milliseconds(timing)
             rung = {"kernel": kernel, "name": name, "H": case.H, "T": case.T, "is_causal": case.is_causal}
@@ -355,7 +339,7 @@ def memory_records(note, longest=2**20):
     for name, which in itertools.product(("naive", "portable", "triton", "hopper"), PASSES):
         for T in (2**n for n in range(10, longest.bit_length(), 2)):
             attention = OF_JAX[name](case_of(T))
-            program = attention if which == "forward" else both_passes(attention)
+            program = attention if which == "forward" else measuring.both_passes(attention)
             shapes = jax.eval_shape(functools.partial(inputs, T, which))
             parts[name, which, T] = functools.partial(one_stage, program, shapes)
     # Naive attention one by one: XLA tries its products in the GPU's memory while it compiles.
@@ -406,7 +390,6 @@ def run(cases, note, began, progress=print, processes=0, limit=LIMIT):
 
 
 def decode_part(machine, top, note):
-    """The part `decode` of the results."""
     records = []
     compiled = compile_together(decoding.parts(decoding.GRID), note, COMPILERS)
     for case in decoding.GRID:
@@ -422,7 +405,6 @@ def decode_part(machine, top, note):
 
 
 def line(case, records):
-    """One line of the report."""
     parts = []
     for which in ("forward", "backward"):
         figures = [f"{r['implementation']} {r['tflops']:.0f}" for r in records if r["pass"] == which]
@@ -467,13 +449,13 @@ def main(arguments=None):
     given = "of peers that cannot be asked for theirs"
     parser.add_argument("--versions", nargs="*", default=[], metavar="PEER=VERSION", help=given)
     options = parser.parse_args(arguments)
-    if reason := gpu_or_reason():
+    if reason := measuring.gpu_or_reason():
         print(f"Nothing to measure: {reason}.")
         return 1
-    began, note = time.perf_counter(), Notes()
+    began, note = time.perf_counter(), measuring.Notes()
     if options.mine:
         return report_mine(note)
-    machine = this_machine(options.commit, **dict(given.split("=", 1) for given in options.versions))
+    machine = measuring.this_machine(options.commit, **dict(given.split("=", 1) for given in options.versions))
     top = ceilings()
     print(f"ceilings: matmul {top['matmul_tflops']:.0f} TFLOP/s, copy {top['copy_gbps']:.0f} GB/s", flush=True)
     path = results.RESULTS / f"{results.slug(machine['gpu'])}.json"

@@ -15,7 +15,7 @@ import numpy as np
 
 from helpers import flash_attention, paged_attention
 from helpers.attention.reference import oracle
-from helpers.dev.measuring import clocks, milliseconds, one_stage, right_ones
+from helpers.dev.measuring import clocks, milliseconds, one_stage, random_arrays, right_ones
 from helpers.instruments.implementations import operators_of_flash_attention_3
 from helpers.instruments.timing import Program, rotation, time_together
 
@@ -73,8 +73,8 @@ def jax_paged(case):
     return attention
 
 
-def flash_attention_3(case):
-    """FlashAttention-3's own kernel, in one piece or in pages: (attention, to_torch, to_jax, synchronise)."""
+def flash_attention_3(case, sets):
+    """FlashAttention-3's own kernel, in one piece or in pages, as a `Program` of sets of JAX's inputs."""
     operators = operators_of_flash_attention_3()
     torch = importlib.import_module("torch")
     options = {"softmax_scale": case.H**-0.5, "is_causal": True, "num_splits": 0}  # it chooses how many
@@ -83,7 +83,8 @@ def flash_attention_3(case):
     def attention(query, key, value, table=None, _=None):
         return operators.fwd(query, key, value, seqused_k=lengths, page_table=table, **options)[0]
 
-    return attention, torch.from_dlpack, jnp.from_dlpack, torch.cuda.synchronize
+    inputs = [tuple(map(torch.from_dlpack, arrays)) for arrays in sets]
+    return Program(attention, inputs, lambda _: torch.cuda.synchronize())
 
 
 CONTIGUOUS = {
@@ -93,16 +94,13 @@ CONTIGUOUS = {
     "jax_gqa_16": jax_gqa_16,
 }
 PAGED = {"paged_attention": ours, "jax_paged": jax_paged}
-OF_TORCH = {"flash_attention_3": flash_attention_3}
 
 
 def inputs_of(case, seed):
     """(query, key, value), or (query, key_pages, value_pages, table, lengths) with all pages in any order."""
-    keys = jax.random.split(jax.random.key(seed), 3)
-    query = jax.random.normal(keys[0], (case.B, case.T, case.N, case.H), case.dtype)
     pages = case.B * case.S // case.page if case.page else 0
     shape = (pages, case.page, case.K, case.H) if case.page else (case.B, case.S, case.K, case.H)
-    key, value = (jax.random.normal(one, shape, case.dtype) for one in keys[1:])
+    query, key, value = random_arrays([(case.B, case.T, case.N, case.H), shape, shape], case.dtype, seed)
     if not case.page:
         return query, key, value
     table = np.random.default_rng(seed).permutation(pages).reshape(case.B, -1).astype(np.int32)
@@ -144,18 +142,13 @@ def parts(cases):
 def measure(case, note, compiled):
     """Records of one case, without their fractions of a copy's speed. compiled: {(case, name): [program]}, of JAX."""
     sets = [inputs_of(case, seed) for seed in range(rotation(case.bytes))]
-    makers, to_jax = {}, {}
+    makers = {}
     for (one, name), stages in compiled.items():
         if one == case:
             inputs = [heads_first(arrays) for arrays in sets] if name == "jax_paged" else sets
             makers[name] = functools.partial(Program, *stages, inputs)
-
-    def of_torch(name, make):
-        attention, to_torch, to_jax[name], synchronise = make(case)
-        return Program(attention, [tuple(map(to_torch, arrays)) for arrays in sets], lambda _: synchronise())
-
-    makers |= {name: functools.partial(of_torch, name, make) for name, make in OF_TORCH.items()}
-    wrong = lambda name, out: complaint(case, to_jax[name](out) if name in to_jax else out, sets[0])
+    makers["flash_attention_3"] = functools.partial(flash_attention_3, case, sets)
+    wrong = lambda _, out: complaint(case, jnp.from_dlpack(out), sets[0])  # PyTorch's as well as JAX's
     records = []
     for name, timing in time_together(right_ones(makers, wrong, note, case)).items():
         ms = milliseconds(timing)
@@ -165,5 +158,4 @@ def measure(case, note, compiled):
 
 
 def line(case, records):
-    """One line of the report."""
     return f"{case.name:55} " + ", ".join(f"{r['implementation']} {r['gbps']:.0f}" for r in records)

@@ -330,30 +330,30 @@ def reports(pool, patience, programs):
             yield from (Report(trials, outcome.kind, outcome.value) for trials in with_other_inputs(outcome.task))
 
 
-def fuzz(programs, run_all, log=None, total=None, progress=None):
+def fuzz(programs, run_all, log=None, total=None):
     """Run programs and return their reports. run_all: an iterable of programs -> an iterator of their reports.
 
     log: a file for a line of JSON for every program.
     """
     found, wrong = [], 0
-    with tqdm(total=total, unit=" calls", file=progress, mininterval=5.0, smoothing=0.0) as bar:
+    with tqdm(total=total, unit=" calls", mininterval=5.0, smoothing=0.0) as bar:
         for report in run_all(programs):
             found.append(report)
             wrong += report.kind != "right"
             bar.update(len(report.trials))
             bar.set_postfix(wrong=wrong, refresh=False)
             if report.kind != "right":
-                bar.write(f"{report.kind}: {report.text[:500]}\n  {report.reproduction}", file=progress)
+                bar.write(f"{report.kind}: {report.text[:500]}\n  {report.reproduction}")
             if log is not None:
                 print(json.dumps(report.record()), file=log, flush=True)
     return found
 
 
-def in_time(programs, calls, minutes, clock=time.monotonic):
+def in_time(programs, calls, minutes):
     """Programs until there are so many calls, or so many minutes are over; None means without limit."""
-    began, made = clock(), 0
+    began, made = time.monotonic(), 0
     for program in programs:
-        if (calls is not None and made >= calls) or (minutes is not None and clock() >= began + 60 * minutes):
+        if (calls is not None and made >= calls) or (minutes is not None and time.monotonic() >= began + 60 * minutes):
             return
         yield program
         made += INPUTS * len(program)

@@ -31,10 +31,6 @@ def gpu_or_reason():
     return None
 
 
-def is_hopper():
-    return compute_capability() == (9, 0)
-
-
 def this_machine(commit=None, **versions):
     """The header of a record, {"gpu", "versions", "commit", "date"}: where and when figures are taken. Printed.
 
@@ -78,12 +74,12 @@ class Notes(list):
 
 
 def reason_of(error):
-    """One line for an exception."""
-    is_exhausted = "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
-    if is_exhausted and "shared memory" not in str(error).lower():
+    """One line for an exception, or for what `workers` say of one."""
+    text = error if isinstance(error, str) else f"{type(error).__name__}: {str(error).strip()}"
+    is_exhausted = "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
+    if is_exhausted and "shared memory" not in text.lower():
         return "too little memory on this GPU"
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:160] if lines else ''}"
+    return text.splitlines()[0][:180]
 
 
 def label_of(part):
@@ -154,9 +150,10 @@ def _compile_elsewhere(parts, note, processes, progress):
     with Workers(_serialized, processes) as workers:
         for outcome in progress(workers.outcomes(parts.items(), patience=120)):
             part = outcome.task[0]
+            if outcome.kind != "returned":
+                note(f"{label_of(part)}: {reason_of(outcome.value)}")
+                continue
             try:
-                if outcome.kind != "returned":
-                    raise outcome.failure()
                 load = functools.partial(serialize_executable.deserialize_and_load, execution_devices=jax.devices()[:1])
                 found[part] = [load(*stage) for stage in outcome.value]
             except Exception as error:

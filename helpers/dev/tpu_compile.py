@@ -128,8 +128,7 @@ def compile_all(folder):
 
 def main():
     if not (library := util.find_spec("libtpu")):
-        print("The compiler for TPUs is not installed here; make tpu-compile installs it, for Linux on x86-64.")
-        return 1
+        return "The compiler for TPUs is not installed here; make tpu-compile installs it, for Linux on x86-64."
     os.environ.setdefault("TPU_LIBRARY_PATH", str(Path(library.origin).with_name("libtpu.so")))
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # which asks a network what this machine is
     with tempfile.TemporaryDirectory() as folder:

@@ -14,7 +14,7 @@ from multiprocessing import connection
 from typing import Any, NamedTuple
 
 SPAWN = multiprocessing.get_context("spawn")  # a fork would share the threads of JAX
-STARTING = 120  # seconds that the imports of a process may take
+STARTING = 120  # seconds that the imports of a process may take, before its first task
 LIFE = 200  # tasks of one process: JAX keeps every kernel that it compiled
 
 
@@ -27,11 +27,6 @@ class Outcome(NamedTuple):
     task: Any
     kind: str
     value: Any
-
-    def failure(self):
-        """The exception that ended the task, of the same name and with the same text."""
-        name, _, text = self.value.partition(": ") if self.kind == "raised" else ("RuntimeError", "", self.value)
-        return type(name, (Exception,), {})(text)
 
 
 class Workers:
@@ -104,7 +99,7 @@ class _Worker:
     def _start(self):
         self.pipe, theirs = SPAWN.Pipe()
         arguments = self.function, theirs, self.number, self.device
-        self.process, self.done, self.is_ready = SPAWN.Process(target=_serve, args=arguments, daemon=True), 0, False
+        self.process, self.done = SPAWN.Process(target=_serve, args=arguments, daemon=True), 0
         self.process.start()
         theirs.close()  # so that the pipe breaks when the process dies
 
@@ -117,10 +112,7 @@ class _Worker:
             except (EOFError, ConnectionResetError):
                 self.process.join()
                 kind, value = "died", f"the process ended with exit code {self.process.exitcode}"
-            if kind == "ready":
-                self.is_ready, self.since = True, time.monotonic()
-                return None
-        elif seconds > (patience if self.is_ready else patience + STARTING):
+        elif seconds > (patience if self.done else patience + STARTING):
             kind, value = "hung", f"no answer after {seconds:.0f} s"
         else:
             return None
@@ -144,11 +136,10 @@ def _serve(function, pipe, number, device):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[(number + i) % len(cores)] for i in range(4)})
     with contextlib.suppress(EOFError, KeyboardInterrupt):
-        pipe.send(("ready", None))
         while True:
             task = pipe.recv()
             try:
                 answer = "returned", function(task)
             except Exception as error:
-                answer = "raised", f"{type(error).__name__}: {error}"
+                answer = "raised", f"{type(error).__name__}: {str(error).strip()}"
             pipe.send(answer)

@@ -41,7 +41,7 @@ def version():
     return f"{major.value}.{minor.value}"
 
 
-def compile_for_gpu(dtype, head, architecture="sm_90", source=None):
+def compile_for_gpu(dtype, head, architecture):
     """(cubin, log of ptxas) of attention.cu for one type of element and one head_dim."""
     library = nvrtc()
     if library is None:
@@ -59,7 +59,7 @@ def compile_for_gpu(dtype, head, architecture="sm_90", source=None):
         return text.value.decode()
 
     program = ctypes.c_void_p()
-    text = (SOURCE.read_text() if source is None else source).encode()
+    text = SOURCE.read_bytes()
     options = [f"--gpu-architecture={architecture}", f"-DELEMENT={ELEMENTS.index(dtype)}", f"-DHEAD={head}"]
     options = [option.encode() for option in (*options, "-std=c++17", "--ptxas-options=-v")]
     check(library.nvrtcCreateProgram(ctypes.byref(program), text, b"attention.cu", 0, None, None))

@@ -134,8 +134,7 @@ def main():
         (cuda_compile.nvrtc(), cuda_compile.MISSING),
     ):
         if not is_there:
-            print(missing)
-            return 1
+            return missing
     SHOWN.record({"nvrtc": cuda_compile.version()}, printed(lambda: cuda_compile.say(["bfloat16"], [64, 128])))
     return 0
 

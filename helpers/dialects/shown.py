@@ -31,7 +31,6 @@ class Shown:
         print(record["outputs"][name], end="")
 
     def gpu(self):
-        """The record of a GPU."""
         return results.read(f"NVIDIA H200 {self.name}")
 
     def show_provenance(self):
@@ -47,7 +46,6 @@ class Shown:
 
 
 def printed(run):
-    """What a function prints."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         run()
     return said.getvalue()

@@ -30,8 +30,8 @@ INSTRUCTIONS = {"wgmma": "wgmma.mma_async", "TMA": "cp.async.bulk.tensor"}  # as
 NAMES_IN_TRITON = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-def compiled(name, shapes, dtype, launch, capability=90, precision="tf32"):
-    """Triton's compiled form of a kernel for a compute capability (90 is Hopper's), arrays aligned to 16 bytes."""
+def compiled(name, shapes, dtype, launch):
+    """Triton's compiled form of a kernel for Hopper, compute capability 9.0, arrays aligned to 16 bytes."""
     kernel = getattr(triton_launch.kernels(interpret=False), name)
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
@@ -40,15 +40,14 @@ def compiled(name, shapes, dtype, launch, capability=90, precision="tf32"):
     signature = dict.fromkeys(kernel.arg_names, "constexpr")
     signature |= dict.fromkeys(typed, f"*{NAMES_IN_TRITON[dtype]}") | dict.fromkeys(rows, "*fp32")
     constants = {**shapes._asdict(), **launch._asdict(), "head_padded": padded_head_dim(shapes.H)}
-    constants |= {"precision": precision, "interpret": False}
+    constants |= {"precision": "tf32", "interpret": False}
     if name != "delta_kernel":
         signature["scale"] = "fp32"
     constants = {argument: constants[argument] for argument, kind in signature.items() if kind == "constexpr"}
     places = (place for place, argument in enumerate(kernel.arg_names) if argument in typed + rows)
     aligned = {(place,): [["tt.divisibility", 16]] for place in places}
     source = ASTSource(kernel, signature, constants, aligned)
-    target = GPUTarget("cuda", capability, 32)
-    return compile(source, target, {"num_warps": launch.num_warps, "num_stages": launch.num_stages})
+    return compile(source, GPUTarget("cuda", 90, 32), {"num_warps": launch.num_warps, "num_stages": launch.num_stages})
 
 
 def numbers(found):
@@ -66,8 +65,7 @@ def numbers(found):
 
 def main():
     if not triton_launch.is_installed():
-        print(triton_launch.MISSING)
-        return 1
+        return triton_launch.MISSING
     os.environ["TRITON_INTERPRET"] = "0"
     print("bfloat16                 H mask       tile warps registers stack KiB shared")
     for H, is_causal in itertools.product((64, 128), (False, True)):

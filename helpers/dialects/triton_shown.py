@@ -113,8 +113,7 @@ def show_samples():
 
 def main():
     if not triton_launch.is_installed():
-        print(triton_launch.MISSING)
-        return 1
+        return triton_launch.MISSING
     # Triton decides once whether it interprets, so a process of its own compiles.
     command = [sys.executable, "-m", "helpers.dialects.triton_compile"]
     compiled = subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -203,7 +203,7 @@ def _judge_break(result, case):
 
 BREAK = Exercise(
     rows_that_break, "Break the shortcuts", outputs=("rows",), run=_run_break, judge=_judge_break,
-).with_cases("block_k", (2,), (3,), (32,), (100,)).with_mistakes(
+).with_cases("block_k", (2,), (3,), (32,), (500,)).with_mistakes(
     ("no row breaks any shortcut, as with numbers from N(0, 1)", ("100.0", "200.0"), ("1.0", "1.0"),
      "No reference matters until an exponential leaves the range of float32: see the picture in section 6."),
     ("the row for “tile max” never falls from one tile to a later one, or not far enough",

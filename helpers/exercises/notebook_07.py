@@ -302,9 +302,9 @@ def _run_rounding(answer, p, v):
     """Whether out and low are bfloat16 numbers, out, and out + low. A tie of out may be broken either way."""
     _, nearest, exact = _rounding_expected(p, v)
     arrays = shaped(answer(p, v), dict.fromkeys(("out", "low"), exact.shape))
-    arrays = [np.asarray(array).astype(np.float64) for array in arrays]
-    out, low = arrays
-    of_16_bits = lambda array: np.array_equal(array, array.astype(v.dtype).astype(np.float64), equal_nan=True)
+    out, low = (np.asarray(array).astype(np.float64) for array in arrays)
+    fits = lambda array: np.array_equal(array, np.asarray(array, v.dtype), equal_nan=True)  # Python's numbers in a list
+    of_16_bits = lambda array: array.dtype == v.dtype if hasattr(array, "dtype") else fits(array)
     numbers = " and ".join("bfloat16" if of_16_bits(array) else "of more bits" for array in arrays)
     step = 2.0 ** (np.floor(np.log2(np.abs(exact))) - jnp.finfo(v.dtype).nmant)
     return numbers, np.where(np.abs(out - exact) <= 0.51 * step, nearest, out), out + low

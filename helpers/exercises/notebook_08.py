@@ -39,8 +39,11 @@ def _layer_cases():
 
 
 def _run_layer(answer, x, w_qkv, w_merge, dout, N):
+    calls = []
+
     def layer(probe, *arrays):
         def attention(query, key, value, *, is_causal=False):  # a fourth in order would be flash_attention's bias
+            calls.append(query.shape)
             for name, array in (("query", query), ("key", key), ("value", value)):
                 if 0 in array.shape:  # rotated, with head_dim 1: half of it is nothing
                     raise Complaint(f"attention got a {name} of shape {array.shape}, which is empty; is it rotated?")
@@ -55,12 +58,12 @@ def _run_layer(answer, x, w_qkv, w_merge, dout, N):
         # The probe is 0, and has a gradient where the result of attention is used.
         out, pull_back = jax.vjp(layer, jnp.float32(0), *map(jnp.asarray, (x, w_qkv, w_merge)))
         of_probe, *gradients = pull_back(jnp.asarray(dout))
-    return out, *gradients, bool(of_probe != 0)
+    return out, *gradients, len(calls) * int(of_probe != 0)
 
 
 LAYER = Exercise(
     attention_layer, "Swap attention in",
-    outputs=("out", "gradient of x", "gradient of w_qkv", "gradient of w_merge", "attention is used"),
+    outputs=("out", "gradient of x", "gradient of w_qkv", "gradient of w_merge", "calls of attention"),
     cases=_layer_cases, run=_run_layer, slow=True,
 ).with_mistakes(
     ("attention is not causal", ", is_causal=True", "",

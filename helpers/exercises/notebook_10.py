@@ -298,12 +298,12 @@ BALANCE = Exercise(
     ([14, 2, 9, 17, 1, 6, 19, 11, 4, 13, 8], 3), ([2, 5, 1], 4), ([1, 1, 1, 1, 1, 2, 2, 2, 2, 2], 3),
     ([3, 1, 2], 1), ([7, 1, 5, 3, 4], 4),
 ).with_mistakes(
-    ("tiles are dealt in the order given", ("sorted", ", key=lambda i: lengths[i], reverse=True", "[::-1]"),
+    ("tiles are given out in the order of the list", ("sorted", ", key=lambda i: lengths[i], reverse=True", "[::-1]"),
      ("list", "", ""),
      "The last ones may be the longest, and nothing is left to even them out: sort them first, see section 13."),
-    ("every turn is dealt from the same end, or gives one tile to whoever has fewest", "[::-1]", "",
+    ("every turn begins at the same end, or gives one tile to whoever has fewest", "[::-1]", "",
      "One program has the longest tile of every turn: go back and forth, or longest first to whoever has least."),
-    ("a snake runs over tiles that are not sorted, or places in the sorted order are returned instead of tiles",
+    ("the tiles are not sorted, or places in the sorted order are returned instead of tiles",
      ("sorted", ", key=lambda i: lengths[i], reverse=True"), ("list", ""),
      "Sort the indices by their lengths, not the lengths themselves: see the hints."),
 )  # fmt: skip

@@ -86,6 +86,8 @@ STEP = Exercise(
     ("what is left over is masked with a number that logits can fall below", ("[: length + 1]", "    p ="),
      ("", "    s[:, length + 1 :] = -1e9\n    p ="),
      "All logits may lie far below 0: cut the rest off, or mask it with -inf, see section 2."),
+    ("the largest logit is not subtracted", " - s.max(axis=-1, keepdims=True)", "",
+     "The exponential of a large logit is infinite: subtract the largest of each row first, see hint 2."),
 )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ RACES = Exercise(
     ([(0, 0, 5, True), (1, 0, 6, False)],), ([(0, 2, 5, False), (1, 2, 5, False)],),
     ([(0, 0, 5, False), (1, 0, 5, True)],), ([(3, 1, 7, True), (40, 1, 7, True)],),
     ([(0, 0, 1, True), (1, 1, 1, False), (0, 1, 1, True)],), ([(0, 0, 5, False), (1, 0, 5, False), (1, 0, 5, True)],),
-    ([(0, 0, 5, True), (0, 1, 9, False), (1, 0, 5, False)],),
+    ([(0, 0, 5, True), (0, 1, 9, False), (1, 0, 5, False)],), ([(0, 0, 5, True), (1, 0, 5, False), (0, 1, 5, True)],),
     ("a tile that is written and, after a barrier, read by all", _tile()),
     ("such a tile of which one element is written after the barrier", _tile(late=(5,))),
 ).with_mistakes(

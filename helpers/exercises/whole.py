@@ -121,17 +121,23 @@ def _way(jaxpr, calls, arrays, blocks, ours):
         return "with elements that a program reads more than once"
     if any(one.writes.max(initial=0) > 1 for one in operands):
         return "with outputs that are written more than once"
-    if _mixes(jaxpr):
+    dtypes, is_shaped = _operand_dtypes(jaxpr), arrays[0].ndim == 4
+    if any(len(of_product) > 1 for of_product in dtypes):
         return "with a product of operands of two dtypes"
+    if is_shaped and any(of_product != {arrays[0].dtype} for of_product in dtypes):
+        return "with a product of operands that are wider than the inputs"
+    multiplying = [operand for call in calls if call.flops for operand in call.operands.values()]
+    if is_shaped and any(one.values.ndim == 4 and (one.block_shape[-1] or 1) < 16 for one in multiplying):
+        return "with a block of the head that is too narrow for a GPU"
     enough = sum(one.bytes_read for one in operands) <= ours()
     return AS_ASKED if enough else "with more bytes read than these tiles need"
 
 
-def _mixes(jaxpr):
-    """Whether a kernel multiplies operands of two dtypes, which Triton refuses."""
+def _operand_dtypes(jaxpr):
+    """The dtypes of the operands, a set for each product in a kernel. Triton refuses two."""
     kernels = [equation.params["jaxpr"] for equation in equations(jaxpr) if equation.primitive.name == "pallas_call"]
     products = [one for kernel in kernels for one in equations(kernel) if one.primitive.name == "dot_general"]
-    return any(len({operand.aval.dtype for operand in product.invars}) > 1 for product in products)
+    return [{operand.aval.dtype for operand in product.invars} for product in products]
 
 
 def _copies(function, arrays):

@@ -64,11 +64,10 @@ class OfTorch(NamedTuple):
     backward: Callable
     to_torch: Callable
     to_jax: Callable
-    synchronise: Callable
 
     def programs(self, sets):
         """{pass: Program} of sets of JAX's (query, key, value, dout)."""
-        wait = lambda _: self.synchronise()
+        wait = lambda _: importlib.import_module("torch").cuda.synchronize()
         sets = [tuple(map(self.to_torch, arrays)) for arrays in sets]
         forward = Program(self.forward, [arrays[:3] for arrays in sets], wait)
         kept = [(self.residuals(*arrays[:3]), arrays[3]) for arrays in sets]
@@ -91,7 +90,7 @@ def _by_autograd(attention, to_torch, to_jax):
         arrays, out = kept
         return torch.autograd.grad(out, arrays, dout, retain_graph=True)
 
-    return OfTorch(forward, residuals, backward, to_torch, to_jax, torch.cuda.synchronize)
+    return OfTorch(forward, residuals, backward, to_torch, to_jax)
 
 
 def torch_sdpa(case):
@@ -145,7 +144,6 @@ def flash_attention_3(case):
         backward=lambda kept, dout: operators.bwd(dout, *kept, **options)[:3],
         to_torch=torch.from_dlpack,
         to_jax=jnp.from_dlpack,
-        synchronise=torch.cuda.synchronize,
     )
 
 
@@ -159,11 +157,7 @@ OF_JAX = {
     "jax_triton": jax_triton,
     "jax_mosaic": jax_mosaic,
 }
-OF_TORCH = {
-    "torch_sdpa": torch_sdpa,
-    "flash_attention_3": flash_attention_3,
-    "flash_attention_4": flash_attention_4,
-}
+OF_TORCH = {"torch_sdpa": torch_sdpa, "flash_attention_3": flash_attention_3, "flash_attention_4": flash_attention_4}
 
 
 def gradient_programs(attention):

@@ -7,8 +7,8 @@ import numpy as np
 from helpers.attention.hopper import tile_scheduler
 from helpers.attention.hopper.warpgroup import NUM_SMS
 
-IN_TURNS = tile_scheduler.Deal(backward=None, shift=0)
-SNAKE = tile_scheduler.Deal(backward=1, shift=0)  # every other full turn backwards
+ROUND_ROBIN = tile_scheduler.Assignment(backward=None, shift=0)
+BACK_AND_FORTH = tile_scheduler.Assignment(backward=1, shift=0)  # every other full turn backwards
 
 
 def key_tiles_of(problem, tiles):
@@ -18,6 +18,6 @@ def key_tiles_of(problem, tiles):
     return np.repeat([math.ceil(stop / tiles.block_k) for stop in stops], problem.N * problem.B)
 
 
-def dealt(work, deal=IN_TURNS, programs=NUM_SMS):
+def per_sm(work, assignment=ROUND_ROBIN, programs=NUM_SMS):
     """The sum of work of each program."""
-    return tile_scheduler.work_of_programs(work, programs, deal)
+    return tile_scheduler.work_of_programs(work, programs, assignment)

@@ -268,7 +268,4 @@ def _spoken(programs):
     return " and ".join(names) if len(names) <= MOST_NAMES else f"{names[0]} … {names[-1]}"
 
 
-FIGURES = {
-    "04-exercise-index-map.png": exercise_index_map,
-    "04-matmul-tiles.png": matmul_tiles,
-}
+FIGURES = {"04-exercise-index-map.png": exercise_index_map, "04-matmul-tiles.png": matmul_tiles}

@@ -12,14 +12,9 @@ from helpers.plots.style import compact_png
 
 def figures():
     """{file name: drawing function} over all modules of `helpers.plots`."""
-    found = {}
-    for module_info in pkgutil.iter_modules(helpers.plots.__path__):
-        module = importlib.import_module(f"helpers.plots.{module_info.name}")
-        for name, draw in getattr(module, "FIGURES", {}).items():
-            if name in found:
-                raise ValueError(f"two modules draw {name}")
-            found[name] = draw
-    return found
+    names = (f"helpers.plots.{module.name}" for module in pkgutil.iter_modules(helpers.plots.__path__))
+    drawn = (getattr(importlib.import_module(name), "FIGURES", {}) for name in names)
+    return {name: draw for each in drawn for name, draw in each.items()}
 
 
 def draw_all(folder):

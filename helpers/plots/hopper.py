@@ -20,7 +20,7 @@ KINDS = {  # of work, by the label's first letters: colour, hatch, name
 EDGE = {"ec": style.INK, "lw": 0.6}
 
 
-def processor():
+def sm():
     """One SM: its memories, its units, and the warpgroups of one program."""
     figure, axes = style.drawing(10, 4.9, x=(0, 20), y=(-0.1, 9.8))
     note = "all of q, k, v,\nout, lse\n\n80 GB\nshared by all\nSMs"
@@ -221,4 +221,4 @@ def references(offsets, errors):
     return figure
 
 
-FIGURES = {"10-processor.png": processor}
+FIGURES = {"10-sm.png": sm}

@@ -141,7 +141,4 @@ def roof_of_attention(gpu=roofline.H100, T=4096, H=128, itemsize=2):
     return figure
 
 
-FIGURES = {
-    "01-three-bills.png": three_bills,
-    "01-roof.png": roof_of_attention,
-}
+FIGURES = {"01-three-bills.png": three_bills, "01-roof.png": roof_of_attention}

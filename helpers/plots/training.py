@@ -136,7 +136,6 @@ def next_character(chances, shown=12):
 
 
 def schedule(rates):
-    """The learning rate of every step."""
     figure, axes = style.subplots(width=7, height=2.4)
     axes.plot(rates, color=style.INK)
     top = int(np.argmax(rates))

@@ -43,7 +43,14 @@ from helpers.attention.hopper.backward_schedule import ROWS_OF_WGMMA, default_ti
 from helpers.attention.hopper.backward_split import DqScratch, dkv_kernel, dq_kernel
 from helpers.attention.hopper.ptx import SWIZZLED
 from helpers.attention.hopper.ring import Ring
-from helpers.attention.hopper.walks import needs_walks, padded, padded_ids, walks, without_padding
+from helpers.attention.hopper.visible_tiles import (
+    is_block_sparse,
+    last_tiles,
+    padded,
+    padded_ids,
+    visible_tiles,
+    without_padding,
+)
 from helpers.attention.hopper.warpgroup import padded_head_dim
 from helpers.attention.low_bits import delta_of
 from helpers.attention.masking import NO_BAND
@@ -53,6 +60,7 @@ from helpers.attention.problem import Call
 GRID_LIMIT = 65535  # programs along the axis into which Mosaic folds all but the last two of a grid
 # In shorter causal calls the split form is as fast as the ordered one, or faster, on an NVIDIA H100 (JAX 0.11.2).
 LONG = 2048
+NARROW = 384  # keys; in windows of fewer, at H = 128, the split form was the faster one there
 SWIZZLED_32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))  # SWIZZLED for float32
 
 
@@ -63,40 +71,60 @@ def backward(call, out, lse, dout, dlse, low=None, *, tiles=None, deterministic=
     bits each time. tiles: a pair as `backward_schedule.forms` has them; ValueError if they are ordered, or fused with
     `deterministic`, and the call is not full or causal. interpret: False, or InterpretGPUParams. Beyond inputs and
     outputs it allocates lse and delta in float32, a float32 dq in the fused form, in order an int32 for each of its
-    tiles, and padded copies where T, S or H ask for them, and in the split form of key and value with key lengths.
+    tiles, and padded copies where T, S or H ask for them. With lengths, it copies in the split form query and dout, and
+    key and value with key lengths, in the fused form the tile of query and of dout in which a batch entry ends.
     """
     problem = call.problem
     at_once = max(1, GRID_LIMIT // (2 * problem.N))
-    if needs_walks(call):  # of tiles of at least 64 positions of all batch entries
+    if is_block_sparse(call):  # of tiles of at least 64 positions of all batch entries
         at_once = min(at_once, max(1, GRID_LIMIT // pl.cdiv(max(problem.T, problem.S), 64)))
     if problem.B > at_once:
         return _in_pieces(call, (out, lse, dout, dlse, low), at_once, tiles, deterministic, interpret)
-    in_order = not needs_walks(call) and (problem.band == NO_BAND or problem.T > LONG)
-    dkv_tiles, dq_tiles = default_tiles(problem, deterministic and not in_order) if tiles is None else tiles
+    in_order = not is_block_sparse(call) and (problem.band == NO_BAND or problem.T > LONG)
+    is_split = _is_narrow(call) or (deterministic and not in_order)
+    dkv_tiles, dq_tiles = default_tiles(problem, is_split) if tiles is None else tiles
     if deterministic and dq_tiles is None:
         dkv_tiles = dkv_tiles._replace(ordered=True)
-    if dkv_tiles.ordered and needs_walks(call):
+    if dkv_tiles.ordered and is_block_sparse(call):
         raise ValueError("the ordered form is for full and causal calls, give tiles of the split form")
+    seeing = call.seeing_queries
+    if seeing is None:
+        query, dout, dlse = call.of_seeing_rows(lse, call.query, dout, dlse)
+        call = dataclasses.replace(call, query=query)
+    else:
+        call = dataclasses.replace(call, query_lengths=seeing)
     delta = delta_of(out, lse, dout, dlse, low)
     head_dim = padded_head_dim(problem.H)
-    key, value = call.key, call.value
-    if dq_tiles is not None:  # kernels that own keys see to their end themselves
+    query, key, value = call.arrays[:3]
+    if dq_tiles is not None:  # kernels that own keys alone see to all ends themselves
+        query, dout = (without_padding(array, seeing) for array in (query, dout))
         key, value = (without_padding(array, call.key_lengths) for array in (key, value))
     up = lambda length, multiple: pl.cdiv(length, multiple) * multiple
     # A swizzled copy by TMA takes whole groups of 8 positions and of 64 elements of a head.
     arrays = (
-        *(padded(array, {1: up(array.shape[1], 8), 3: head_dim}) for array in (call.query, key, value, dout)),
+        *(padded(array, {1: up(array.shape[1], 8), 3: head_dim}) for array in (query, key, value, dout)),
         *(padded(array, {2: up(problem.T, 128)}) for array in (LOG2_E * lse, delta)),
     )
     problem_padded = dataclasses.replace(problem, H=head_dim)
-    of_keys = *arrays, *_walks(call, dkv_tiles, "keys")
+    of_keys = Gmem(*arrays, **_visible_tiles(call, dkv_tiles, "keys"))
     if dq_tiles is None:
+        if seeing is not None:
+            last_q, last_do = (last_tiles(array, seeing, dkv_tiles.block_q) for array in (of_keys.q, of_keys.do))
+            of_keys = of_keys._replace(last_q=last_q, last_do=last_do)
         dq, dk, dv = _fused(problem_padded, of_keys, dkv_tiles, interpret)
     else:
         dk, dv = _dkv(problem_padded, of_keys, dkv_tiles, interpret)
-        dq = _dq(problem_padded, (*arrays, *_walks(call, dq_tiles, "queries")), dq_tiles, interpret)
+        dq = _dq(problem_padded, Gmem(*arrays, **_visible_tiles(call, dq_tiles, "queries")), dq_tiles, interpret)
     dk, dv = (array[:, : problem.S, :, : problem.H] for array in (dk, dv))
     return dq[:, : problem.T, :, : problem.H], dk, dv
+
+
+def _is_narrow(call):
+    """Whether all that hides keys is a window in which adding to dq takes longer than to compute s and dp again."""
+    problem, band = call.problem, call.problem.band
+    has_others = call.hides_keys or not (call.query_lengths is None and call.key_lengths is None)
+    is_window = band.left is not None and band.right is not None
+    return 64 < problem.H <= 128 and is_window and band.left + band.right < NARROW and not has_others
 
 
 def _in_pieces(call, residuals, at_once, tiles, deterministic, interpret):
@@ -111,12 +139,12 @@ def _in_pieces(call, residuals, at_once, tiles, deterministic, interpret):
     return tuple(map(jnp.concatenate, zip(*pieces, strict=True)))
 
 
-def _walks(call, tiles, own):
-    """walks, query_ids and key_ids of a `Gmem`, of a kernel that owns queries or keys: as many as the call needs."""
-    if not needs_walks(call):
-        return ()
+def _visible_tiles(call, tiles, own):
+    """visible_tiles, query_ids and key_ids of a `Gmem`, of a kernel that owns queries or keys, or none of them."""
+    if not is_block_sparse(call):
+        return {}
     blocks = tiles.block_q, tiles.block_k
-    return walks(call, *blocks, own), *padded_ids(call, *blocks).values()
+    return {"visible_tiles": visible_tiles(call, *blocks, own), **padded_ids(call, *blocks)}
 
 
 # A ref can be indexed in a traced function only.
@@ -138,11 +166,12 @@ def _fused(problem, arrays, tiles, interpret):
 
 def _launch(kernel, name, arrays, outputs, scratch, grid, problem, tiles, interpret, **more):
     """Run a kernel, its grid, scratch and outputs, {field of `Gmem`: array}, given. more: others of these fields."""
+    inputs = {name: array for name, array in arrays._asdict().items() if array is not None}
 
     def body(*refs):
         *refs, scratch = refs
-        written = dict(zip(outputs, refs[len(arrays) :], strict=True))
-        kernel(Gmem(*refs[: len(arrays)], **written, **more), scratch, problem, tiles, bool(interpret))
+        fields = dict(zip((*inputs, *outputs), refs, strict=True))
+        kernel(Gmem(**fields, **more), scratch, problem, tiles, bool(interpret))
 
     return plgpu.kernel(
         body,
@@ -155,7 +184,7 @@ def _launch(kernel, name, arrays, outputs, scratch, grid, problem, tiles, interp
         kernel_name=f"flash_attention_{name}",
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret or None,
-    )(*arrays)
+    )(*inputs.values())
 
 
 def _ring(slots, warpgroups, *buffers):
@@ -171,7 +200,7 @@ def _dkv(problem, arrays, tiles, interpret, **added):
     """(dk, dv); with refs of dq, and in order counter and turns, by a fused kernel, which adds to that."""
     H, dtype, fused = problem.H, problem.dtype, bool(added)
     block_q, warpgroups = tiles.block_q, tiles.warpgroups
-    grid, own = grid_of_keys(problem, tiles, *arrays[6:7]), (warpgroups, ROWS_OF_WGMMA)
+    grid, own = grid_of_keys(problem, tiles, arrays.visible_tiles), (warpgroups, ROWS_OF_WGMMA)
     parts, numbers = grid["part"], ((block_q,), jnp.float32)
     kv = plgpu.SMEM((parts, *own, H // parts), dtype, transforms=SWIZZLED)
     spare = (warpgroups, ROWS_OF_WGMMA, block_q) if fused else (warpgroups, 2, ROWS_OF_WGMMA, block_q)
@@ -183,7 +212,7 @@ def _dkv(problem, arrays, tiles, interpret, **added):
         kv_loaded=plgpu.Barrier(num_arrivals=2 * parts * warpgroups),
         spare=plgpu.SMEM(spare, dtype) if interpret else None,
     )
-    outputs = {"dk": arrays[1], "dv": arrays[2]}
+    outputs = {"dk": arrays.k, "dv": arrays.v}
     if not fused:
         return _launch(dkv_kernel, "dkv", arrays, outputs, scratch, grid, problem, tiles, interpret)
     width = H if block_q > ROWS_OF_WGMMA else H // warpgroups
@@ -214,6 +243,6 @@ def _dq(problem, arrays, tiles, interpret):
         v=_ring(tiles.stages, tiles.warpgroups, keys),
         spare=plgpu.SMEM((*own, tiles.block_k), dtype) if interpret else None,
     )
-    grid = grid_of_queries(problem, tiles, *arrays[6:7])
-    (dq,) = _launch(dq_kernel, "dq", arrays, {"dq": arrays[0]}, scratch, grid, problem, tiles, interpret)
+    grid = grid_of_queries(problem, tiles, arrays.visible_tiles)
+    (dq,) = _launch(dq_kernel, "dq", arrays, {"dq": arrays.q}, scratch, grid, problem, tiles, interpret)
     return dq

@@ -36,12 +36,12 @@ def immediate_kernel(gmem, scratch, problem, tiles, interpret):
 
     gmem: a `Gmem`, whose dq is float32 and holds zeros; scratch: a `Scratch`.
     """
-    run(Program.here(gmem, scratch, problem, tiles, interpret), walk_immediately)
+    run(Program.here(gmem, scratch, problem, tiles, interpret), immediate_loop)
 
 
 def delayed_kernel(gmem, scratch, problem, tiles, interpret):
     """As immediate_kernel, but dq and dk of a tile come in the step after; scratch.q has a slot more."""
-    run(Program.here(gmem, scratch, problem, tiles, interpret), walk_delayed)
+    run(Program.here(gmem, scratch, problem, tiles, interpret), delayed_loop)
 
 
 class Own(NamedTuple):
@@ -67,8 +67,8 @@ class Published(NamedTuple):
     ds_slot: jax.Array
 
 
-def run(program, walk):
-    """The fused kernel in the order of walk(program, own), which adds up dk, dv and dq."""
+def run(program, loop):
+    """The fused kernel in the order of loop(program, own), which adds up dk, dv and dq."""
     scratch, problem, tiles, me = program.scratch, program.problem, program.tiles, program.me
 
     def compute():
@@ -79,7 +79,7 @@ def run(program, walk):
         row, columns = part_of_dq(program, me)
 
         def accumulate(dk_acc, dv_acc):
-            walk(program, Own(start, dk_acc, dv_acc, row, columns))
+            loop(program, Own(start, dk_acc, dv_acc, row, columns))
             return dk_acc[...], dv_acc[...]
 
         acc = plgpu.ACC((ROWS_OF_WGMMA, problem.H), jnp.float32)
@@ -106,12 +106,12 @@ def part_of_dq(program, wg):
     return row, pl.ds(wg * width if width < program.problem.H else 0, width)
 
 
-def walk_immediately(program, own):
+def immediate_loop(program, own):
     wait_for_keys(program, own.start)
-    program.walk(*(functools.partial(immediate_step, program, own, masked) for masked in (False, True)), None)
+    program.for_each_tile(*(functools.partial(immediate_step, program, own, masked) for masked in (False, True)), None)
 
 
-def walk_delayed(program, own):
+def delayed_loop(program, own):
     """Before the first step there is a ds of zeros, which adds nothing to dk; after the last, its dq and dk."""
     scratch, problem = program.scratch, program.problem
     shape = ROWS_OF_WGMMA, program.tiles.block_q
@@ -119,12 +119,12 @@ def walk_delayed(program, own):
         lambda: publish(program, plgpu.layout_cast(jnp.zeros(shape, problem.dtype), MATRIX), 1),
         lambda: wait_for_keys(program, own.start),
     ]
-    # What is published lets the others read these keys: of a walk, they are complete before.
-    for act in begin if program.own_walk is None else begin[::-1]:
+    # What is published lets the others read these keys: with `visible`, they are complete before.
+    for act in begin if program.visible is None else begin[::-1]:
         act()
     nothing = Published(program.kv * problem.group, jnp.int32(0), jnp.int32(0), jnp.int32(1))
     steps = (functools.partial(delayed_step, program, own, masked) for masked in (False, True))
-    step, last = program.walk(*steps, nothing)
+    step, last = program.for_each_tile(*steps, nothing)
     finish_before(program, own, last, step)
     plgpu.wgmma_wait(0)
     plgpu.barrier_arrive(scratch.q.consumed.at[last.q_slot])

@@ -14,14 +14,14 @@ from helpers.attention.hopper.backward_schedule import (
     ROWS_OF_WGMMA,
     Tiles,
     for_each_query_tile,
-    for_each_walked_tile,
+    for_each_visible_tile,
     grid_of_keys,
     kv_head_at,
     place_in,
 )
 from helpers.attention.hopper.ptx import MATRIX, draw
 from helpers.attention.hopper.ring import Ring
-from helpers.attention.hopper.walks import View, Walk, capped
+from helpers.attention.hopper.visible_tiles import View, VisibleTiles, capped
 from helpers.attention.hopper.warpgroup import COLUMNS, ROWS, awaited, opaque, take_registers
 from helpers.attention.online_softmax import LOG2_E
 from helpers.attention.problem import Problem
@@ -30,7 +30,9 @@ from helpers.attention.problem import Problem
 class Gmem(NamedTuple):
     """Refs of the arrays of a call, see `backward`; of the gradients those that a kernel writes.
 
-    walks (see `walks`) of the tiles that programs own, and segment numbers, are None in calls that are full or causal.
+    visible_tiles of the tiles that programs own, and segment numbers, are None in calls that are full or causal.
+    last_q, last_do: (B, block_q, N, H) each, in the fused kernels of calls with lengths: in place of the tile in which
+    the queries of a batch entry end, with zeros from there on.
     In the ordered form, counter (1,) int32 counts the programs that have started, and turns (B, N, tiles) int32 those
     that have added to a tile of dq.
     """
@@ -41,9 +43,11 @@ class Gmem(NamedTuple):
     do: jax.Array
     lse: jax.Array
     delta: jax.Array
-    walks: jax.Array | None = None
+    visible_tiles: jax.Array | None = None
     query_ids: jax.Array | None = None
     key_ids: jax.Array | None = None
+    last_q: jax.Array | None = None
+    last_do: jax.Array | None = None
     dq: jax.Array | None = None
     dk: jax.Array | None = None
     dv: jax.Array | None = None
@@ -92,7 +96,7 @@ class Program(NamedTuple):
     """A program that owns block_k keys of one key/value head, 64 for each compute warpgroup, as a warpgroup sees it.
 
     b, kv, k_start: its batch entry, key/value head and first key; me: the number of the warpgroup.
-    own_walk: the `Walk` of its keys, or None where the call is full or causal.
+    visible: the `VisibleTiles` of its keys, or None where the call is full or causal.
     """
 
     gmem: Gmem
@@ -104,28 +108,28 @@ class Program(NamedTuple):
     kv: jax.Array
     me: jax.Array
     k_start: jax.Array
-    own_walk: Walk | None = None
+    visible: VisibleTiles | None = None
 
     @classmethod
     def here(cls, gmem, scratch, problem, tiles, interpret):
-        walk = None if gmem.walks is None else Walk.read(gmem.walks, lax.axis_index("tile"), problem)
-        grid, me = grid_of_keys(problem, tiles, gmem.walks), lax.axis_index("warpgroup")
+        visible = VisibleTiles.read(gmem.visible_tiles, lax.axis_index("tile"), problem)
+        grid, me = grid_of_keys(problem, tiles, gmem.visible_tiles), lax.axis_index("warpgroup")
         at = drawn_place(gmem, scratch, grid, me == tiles.warpgroups, interpret) if tiles.ordered else lax.axis_index
-        b = at("batch") if walk is None else walk.b
-        kv, tile = kv_head_at(grid, at), at("tile") if walk is None else walk.tile
+        b = at("batch") if visible is None else visible.b
+        kv, tile = kv_head_at(grid, at), at("tile") if visible is None else visible.tile
         if tiles.ordered:
             tile = grid["tile"] - 1 - tile
-        return cls(gmem, scratch, problem, tiles, interpret, b, kv, me, tile * tiles.block_k, walk)
+        return cls(gmem, scratch, problem, tiles, interpret, b, kv, me, tile * tiles.block_k, visible)
 
-    def walk(self, body, masked_body, carry):
-        """`for_each_query_tile` of this program, or `for_each_walked_tile`."""
-        if self.own_walk is not None:
-            return for_each_walked_tile(self.own_walk, self.problem.group, self.kv, body, masked_body, carry)
+    def for_each_tile(self, body, masked_body, carry):
+        """`for_each_query_tile` of this program, or `for_each_visible_tile`."""
+        if self.visible is not None:
+            return for_each_visible_tile(self.visible, self.problem.group, self.kv, body, masked_body, carry)
         return for_each_query_tile(self.problem, self.tiles, self.kv, self.k_start, body, masked_body, carry)
 
     def hidden(self, p, q_start, k_start):
         """p (keys, queries) with zeros where the query does not see the key."""
-        return hidden(self, self.own_walk, p, q_start, k_start, 0)
+        return hidden(self, self.visible, p, q_start, k_start, 0)
 
 
 def drawn_place(gmem, scratch, grid, is_memory, interpret):
@@ -150,18 +154,18 @@ def drawn_place(gmem, scratch, grid, is_memory, interpret):
 
 def wait_for_keys(program, start):
     """Until the keys and values of the program are there. A warpgroup's own, from `start` on, end in zeros."""
-    scratch, walk = program.scratch, program.own_walk
+    scratch, visible = program.scratch, program.visible
     plgpu.barrier_wait(scratch.kv_loaded)
-    if walk is None or isinstance(walk.key_length, int):  # TMA brings zeros from behind the array
+    if visible is None or isinstance(visible.key_length, int):  # TMA brings zeros from behind the array
         return
 
-    @pl.when(start + ROWS_OF_WGMMA > walk.key_length)
+    @pl.when(start + ROWS_OF_WGMMA > visible.key_length)
     def _():
         for part, array in itertools.product(range(scratch.k.shape[0]), (scratch.k, scratch.v)):
             own = array.at[part, program.me]
             rows = start + plgpu.broadcasted_iota(jnp.int32, own.shape, 0, layout=MATRIX)
             numbers = plgpu.load(own, layout=MATRIX).astype(jnp.float32)
-            own[...] = jnp.where(rows < walk.key_length, numbers, 0).astype(array.dtype)
+            own[...] = jnp.where(rows < visible.key_length, numbers, 0).astype(array.dtype)
         plgpu.commit_smem()
 
 
@@ -180,14 +184,24 @@ def load_keys_then_queries(program, send_dq=None):
 
     def one_step(head, i, step, before):
         rows = pl.ds(i * tiles.block_q, tiles.block_q)
-        scratch.q.fetch(step, gmem.q.at[b, rows, head], gmem.lse.at[b, head, rows])
-        scratch.do.fetch(step, gmem.do.at[b, rows, head], gmem.delta.at[b, head, rows])
+
+        def fetch(q, do):
+            scratch.q.fetch(step, q, gmem.lse.at[b, head, rows])
+            scratch.do.fetch(step, do, gmem.delta.at[b, head, rows])
+
+        whole = gmem.q.at[b, rows, head], gmem.do.at[b, rows, head]
+        if gmem.last_q is None:
+            fetch(*whole)
+        else:
+            is_last = (i + 1) * tiles.block_q > program.visible.query_length
+            pl.when(is_last)(lambda: fetch(gmem.last_q.at[b, :, head], gmem.last_do.at[b, :, head]))
+            pl.when(~is_last)(lambda: fetch(*whole))
         if send_dq is not None:
             pl.when(step >= tiles.stages)(lambda: send_dq(*before[0]))
             return *before[1:], (head, i)
 
     before = None if send_dq is None else ((jnp.int32(0), jnp.int32(0)),) * tiles.stages
-    steps, before = program.walk(one_step, one_step, before)
+    steps, before = program.for_each_tile(one_step, one_step, before)
     for n, tile in enumerate(before or ()):
         pl.when(steps + n >= tiles.stages)(functools.partial(send_dq, *tile))
     scratch.q.drain()
@@ -224,17 +238,17 @@ def lse_and_awaited(s, wait_n, lse_ref):
     return lse if early else plgpu.load(lse_ref, layout=COLUMNS), s
 
 
-def hidden(program, walk, p, q_start, k_start, keys_axis):
-    """p with zeros where the query does not see the key. walk: that of the tile of rows, or None."""
+def hidden(program, visible, p, q_start, k_start, keys_axis):
+    """p with zeros where the query does not see the key. visible: those of the tile of rows, or None."""
     problem, tiles = program.problem, program.tiles
-    if walk is None:
+    if visible is None:
         return hide(p, q_start, k_start, keys_axis, problem, tiles)
     if keys_axis == 0:
         view, starts, block = View.of_keys, (k_start, q_start), tiles.block_q
     else:
         view, starts, block = View.of_queries, (q_start, k_start), tiles.block_k
-    is_mixed = walk.is_mixed(lax.div(starts[1], block))
-    return view(walk, problem, program.gmem, tiles.block_k).hidden(p, 0.0, *starts, is_mixed)
+    is_mixed = visible.is_mixed(lax.div(starts[1], block))
+    return view(visible, problem, program.gmem, tiles.block_k).hidden(p, 0.0, *starts, is_mixed)
 
 
 def hide(p, q_start, k_start, keys_axis, problem, tiles):

@@ -1,4 +1,4 @@
-"""Which program of the Hopper backward kernels does what, and when: tiles, grids, and walks over the queries."""
+"""Which program of the Hopper backward kernels does what, and when: tiles, grids, and loops over the queries."""
 
 import dataclasses
 import functools
@@ -95,27 +95,27 @@ def grid_of(problem, head_axis, tile_count, parts=1, together=None, ordered=Fals
     return {"batch": problem.B, "part": parts, **sections, "tile": tile_count, name: together or heads}
 
 
-def grid_of_keys(problem, tiles, walks=None):
-    """The programs of the kernels that own keys. With walks, the tiles of all batch entries, longest first."""
+def grid_of_keys(problem, tiles, visible_tiles=None):
+    """The programs of the kernels that own keys. With visible_tiles, the tiles of all batch entries, longest first."""
     parts = pl.cdiv(problem.H, WIDEST)
-    if walks is not None:
+    if visible_tiles is not None:
         together = heads_together(dataclasses.replace(problem, T=problem.B * problem.T)) or problem.K
-        return {"part": parts, "section": problem.K // together, "tile": walks.shape[0], "kv_head": together}
+        return {"part": parts, "section": problem.K // together, "tile": visible_tiles.shape[0], "kv_head": together}
     together = heads_together(problem)
     return grid_of(problem, ("kv_head", problem.K), pl.cdiv(problem.S, tiles.block_k), parts, together, tiles.ordered)
 
 
-def grid_of_queries(problem, tiles, walks=None):
+def grid_of_queries(problem, tiles, visible_tiles=None):
     """The programs of dq_kernel."""
-    if walks is not None:
-        return {"tile": walks.shape[0], "head": problem.N}
+    if visible_tiles is not None:
+        return {"tile": visible_tiles.shape[0], "head": problem.N}
     return grid_of(problem, ("head", problem.N), pl.cdiv(problem.T, tiles.block_q))
 
 
 def heads_together(problem):
     """How many heads the programs of a causal call work at before the next: a divisor of all, or None for all.
 
-    As many as the cache holds q, do and the float32 dq of. All in calls with groups: there the walks see to the
+    As many as the cache holds q, do and the float32 dq of. All in calls with groups: there the loops see to the
     cache (`tile_by_tile`).
     """
     if problem.group > 1:
@@ -160,18 +160,18 @@ def place_in_turn(problem, tiles, i, k_start):
     return stop - 1 - lax.div(k_start, block_k)
 
 
-def for_each_walked_tile(walk, group, kv, body, masked_body, carry):
-    """Run carry = body(head, i, step, carry) over the tiles of queries of a `Walk`, in all heads of a group.
+def for_each_visible_tile(visible, group, kv, body, masked_body, carry):
+    """Run carry = body(head, i, step, carry) over the tiles of queries of a `VisibleTiles`, in all heads of a group.
 
-    All heads of a tile come before the next. masked_body serves the tiles that the walk does not call whole. They come
+    All heads of a tile come before the next. masked_body serves the tiles that are not `whole`. They come
     first: under a causal mask programs then walk up, each from its own keys.
     """
 
     def one_step(body, n, state):
         step, carry = state
-        return step + 1, body(kv * group + lax.rem(n, group), walk.at(lax.div(n, group)), step, carry)
+        return step + 1, body(kv * group + lax.rem(n, group), visible.at(lax.div(n, group)), step, carry)
 
-    ends, state = (0, group * walk.whole, group * walk.length), (jnp.int32(0), carry)
+    ends, state = (0, group * visible.whole, group * visible.length), (jnp.int32(0), carry)
     state = lax.fori_loop(*ends[1:], functools.partial(one_step, masked_body), state)
     return lax.fori_loop(*ends[:2], functools.partial(one_step, body), state)
 
@@ -199,7 +199,7 @@ def for_each_query_tile(problem, tiles, kv, k_start, body, masked_body, carry):
     if problem.S % block_k:
         all_from = jnp.where(k_start + block_k > problem.S, stop, all_from)
 
-    def turned(i):
+    def staggered(i):
         """Without a mask, programs start at different tiles of queries.
 
         So they do not add to one tile of dq at once.
@@ -230,7 +230,7 @@ def for_each_query_tile(problem, tiles, kv, k_start, body, masked_body, carry):
             return lax.fori_loop(0, steps, one_step, state)
 
         if group == 1 and not tiles.ordered:
-            return loop(lambda n: (kv, turned(start + n)))
+            return loop(lambda n: (kv, staggered(start + n)))
         if band != NO_BAND or tiles.ordered:
             return loop(lambda n: tile_by_tile(n, start, end))
 
@@ -241,7 +241,7 @@ def for_each_query_tile(problem, tiles, kv, k_start, body, masked_body, carry):
             g, i, *state = state
             last = i + 1 == end
             place = jnp.where(last, g + 1, g), jnp.where(last, start, i + 1)
-            return *place, state[0] + 1, body(kv * group + g, turned(i), *state)
+            return *place, state[0] + 1, body(kv * group + g, staggered(i), *state)
 
         place = jnp.int32(0), jnp.asarray(start, jnp.int32)
         return lax.fori_loop(0, steps, one_step, (*place, *state))[2:]

@@ -22,7 +22,7 @@ from helpers.attention.hopper.backward_parts import (
 )
 from helpers.attention.hopper.backward_schedule import ROWS_OF_WGMMA, Tiles
 from helpers.attention.hopper.ring import Ring
-from helpers.attention.hopper.walks import Walk
+from helpers.attention.hopper.visible_tiles import VisibleTiles
 from helpers.attention.hopper.warpgroup import COLUMNS, ROWS, awaited, issue, multiply_add, opaque, take_registers
 from helpers.attention.masking import key_tiles
 from helpers.attention.problem import Problem
@@ -46,7 +46,7 @@ def dkv_kernel(gmem, scratch, problem, tiles, interpret):
 
         def accumulate(dk_acc, dv_acc):
             one_step = functools.partial(dkv_step, program, start, columns, dk_acc, dv_acc)
-            program.walk(*(functools.partial(one_step, masked) for masked in (False, True)), None)
+            program.for_each_tile(*(functools.partial(one_step, masked) for masked in (False, True)), None)
             return dk_acc[...], dv_acc[...]
 
         acc = plgpu.ACC((ROWS_OF_WGMMA, width), jnp.float32)
@@ -109,7 +109,7 @@ class DqProgram(NamedTuple):
     """A program that owns block_q queries from q_start on, 64 for each compute warpgroup, as a warpgroup sees it.
 
     b, head: their batch entry and query head; me: the number of the warpgroup.
-    first, stop: the tiles of keys that the queries see; with a `walk`, places in that.
+    first, stop: the tiles of keys that the queries see; with `visible`, places in that.
     """
 
     gmem: Gmem
@@ -123,33 +123,33 @@ class DqProgram(NamedTuple):
     q_start: jax.Array
     first: jax.Array
     stop: jax.Array
-    walk: Walk | None = None
+    visible: VisibleTiles | None = None
 
     @classmethod
     def here(cls, gmem, scratch, problem, tiles, interpret):
-        walk = None if gmem.walks is None else Walk.read(gmem.walks, lax.axis_index("tile"), problem)
-        b = lax.axis_index("batch") if walk is None else walk.b
+        visible = VisibleTiles.read(gmem.visible_tiles, lax.axis_index("tile"), problem)
+        b = lax.axis_index("batch") if visible is None else visible.b
         head, me = lax.axis_index("head"), lax.axis_index("warpgroup")
         block_q, block_k = tiles.warpgroups * ROWS_OF_WGMMA, tiles.block_k
-        if walk is not None:
-            place = b, head, me, walk.tile * block_q, jnp.int32(0), walk.length
-            return cls(gmem, scratch, problem, tiles, interpret, *place, walk)
+        if visible is not None:
+            place = b, head, me, visible.tile * block_q, jnp.int32(0), visible.length
+            return cls(gmem, scratch, problem, tiles, interpret, *place, visible)
         # Under a causal mask the last queries see the most keys: they go first.
         q_start = (pl.cdiv(problem.T, block_q) - 1 - lax.axis_index("tile")) * block_q
         seen = key_tiles(q_start, q_start + block_q, block_k, problem.band, problem.T, problem.S, xp=jnp)
         return cls(gmem, scratch, problem, tiles, interpret, b, head, me, q_start, *seen)
 
     def k_start(self, j):
-        """The first key of tile j, of all or of the walk."""
-        return (j if self.walk is None else self.walk.at(j)) * self.tiles.block_k
+        """The first key of tile j, of all or of those that are visible."""
+        return (j if self.visible is None else self.visible.at(j)) * self.tiles.block_k
 
 
 def dq_kernel(gmem, scratch, problem, tiles, interpret):
     """Writes dq of block_q queries. gmem: a `Gmem`; scratch: a `DqScratch`."""
     program = DqProgram.here(gmem, scratch, problem, tiles, interpret)
     all_until = problem.S // tiles.block_k  # so many tiles of keys have none that some query does not see
-    if program.walk is not None:
-        all_until = program.walk.whole
+    if program.visible is not None:
+        all_until = program.visible.whole
     elif problem.band.right is not None:
         all_until = jnp.minimum(all_until, lax.div(program.q_start + 1 + problem.band.right, tiles.block_k))
     pl.when(program.me < tiles.warpgroups)(lambda: compute_dq(program, all_until))
@@ -172,7 +172,7 @@ def compute_dq(program, all_until):
         loop = lambda start, end, masked: lax.fori_loop(start, end, functools.partial(one_step, masked), None)
         middle = jnp.clip(all_until, first, stop)
         loop(first, middle, False)
-        if problem.band.right is not None or problem.S % tiles.block_k or program.walk is not None:
+        if problem.band.right is not None or problem.S % tiles.block_k or program.visible is not None:
             loop(middle, stop, True)
         return dq_acc[...]
 
@@ -198,7 +198,7 @@ def dq_step(program, lse, delta, dq_acc, masked, j, _):
     s = awaited(s, 1)
     p, slope = exp2_of_logits(s, lse, 0, problem)
     if masked:
-        p = hidden(program, program.walk, p, program.q_start + me * ROWS_OF_WGMMA, program.k_start(j), 1)
+        p = hidden(program, program.visible, p, program.q_start + me * ROWS_OF_WGMMA, program.k_start(j), 1)
     dp = awaited(dp, 0)
     scratch.v.release(step)
     ds = ds_of(p, slope, dp, delta, 0, problem)

@@ -15,12 +15,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from helpers.attention.device import core_count
 from helpers.attention.hopper.exact_out import ExactOut, constants_beside, with_room_for_constants
 from helpers.attention.hopper.forward_kernel import Refs, RoundedOut, RunningMaximum, Scratch, forward_kernel
-from helpers.attention.hopper.forward_logits import GuessOfWhole, Logits, MaximumOfSeen, WalkedLogits, in_sigmoids
+from helpers.attention.hopper.forward_logits import BlockSparseLogits, GuessOfWhole, Logits, MaximumOfSeen, in_sigmoids
 from helpers.attention.hopper.guess import HEADROOM, MOST, Guess
 from helpers.attention.hopper.ptx import SWIZZLED
 from helpers.attention.hopper.ring import Ring
 from helpers.attention.hopper.table import tuned_tiles
-from helpers.attention.hopper.walks import last_tiles, needs_walks, padded, padded_ids, walks
+from helpers.attention.hopper.visible_tiles import is_block_sparse, last_tiles, padded, padded_ids, visible_tiles
 from helpers.attention.hopper.warpgroup import NUM_SMS, padded_head_dim
 from helpers.attention.masking import NO_BAND, Band
 
@@ -50,17 +50,22 @@ class Tiles(NamedTuple):
 
 
 def tiles_for(call, keeps_low_bits=False):
-    """The `Tiles` for a call: `default_tiles`, where it has no walks and no soft cap. Those were tried on an H100."""
+    """The `Tiles` for a call: `default_tiles`, tried on an H100, where it is not block-sparse and has no soft cap."""
     problem = call.problem
-    is_walked, is_capped = needs_walks(call), problem.soft_cap is not None
-    if not (is_walked or is_capped):
+    is_sparse, is_capped = is_block_sparse(call), problem.soft_cap is not None
+    if not (is_sparse or is_capped):
         tiles = default_tiles(problem)
     elif problem.H > 64:
         full = default_tiles(dataclasses.replace(problem, band=NO_BAND))
-        tiles = full._replace(guess=full.guess and not is_walked and problem.band == NO_BAND)
-        tiles = tiles._replace(dynamic=is_walked and tiles.ahead and suits_dynamic(problem, tiles))
-    elif is_walked:
-        tiles = Tiles(stages=4, programs=core_count(NUM_SMS), guess=1024 < problem.S <= longest_guessed(problem))
+        tiles = full._replace(guess=full.guess and not is_sparse and problem.band == NO_BAND)
+        tiles = tiles._replace(dynamic=is_sparse and tiles.ahead and suits_dynamic(problem, tiles))
+    elif is_sparse:
+        may_guess = problem.S <= longest_guessed(problem)
+        tiles = Tiles(stages=4, programs=core_count(NUM_SMS), guess=may_guess and problem.S > 1024)
+        wide = tiles._replace(block_k=64, warpgroups=4, guess=may_guess)
+        has_lengths_only = problem.band == NO_BAND and not (is_capped or call.hides_keys)
+        if has_lengths_only and not keeps_low_bits and problem.T >= 512 and suits_dynamic(problem, wide):
+            tiles = wide
         tiles = tiles._replace(dynamic=suits_dynamic(problem, tiles))
     else:
         tiles = default_tiles(dataclasses.replace(problem, band=Band(right=0)))._replace(dynamic=False)
@@ -118,7 +123,7 @@ def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, inter
     Returns out (B, T, N, H) in the dtype of query and lse (B, N, T) in float32; with keeps_low_bits also those of
     out, int16 and of its shape. Where T and S are multiples of eight and of at least one tile, H is one of HEAD_DIMS
     and the scale is positive, the arrays are not copied, and lse only where T is no multiple of block_q. With key
-    lengths the tile of values in which a batch entry ends is copied, and a walk takes 36 bytes a tile of queries.
+    lengths the tile of values in which a batch entry ends is copied; the `VisibleTiles` are 36 bytes a tile of queries.
     tiles: a `Tiles`, or None for the fastest known. is_persistent: False gives each tile of queries a program of its
     own. A program that waits for an SM, because a transfer from another GPU occupies it, is then one of many; a
     persistent one would begin its whole share late. interpret: False, or a `plgpu.InterpretGPUParams` that says how to
@@ -128,7 +133,7 @@ def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, inter
     tiles = tiles or tiles_for(call, keeps_low_bits)
     if not is_persistent:
         tiles = tiles._replace(programs=None)
-    is_even = problem.band == NO_BAND and not needs_walks(call)
+    is_even = problem.band == NO_BAND and not is_block_sparse(call)
     dynamic = tiles.dynamic and tiles.programs is not None and not is_even
     tiles = tiles._replace(dynamic=dynamic and _count(problem, tiles) < tiles.programs * tiles.block_q)
     query, problem = _with_positive_scale(call.query, problem)
@@ -145,9 +150,9 @@ def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, inter
     }
     if keeps_low_bits:
         inputs["constants"] = constants_beside(problem, tiles, head_dim)
-    if needs_walks(call):
+    if is_block_sparse(call):
         blocks = tiles.block_q * tiles.warpgroups, tiles.block_k
-        inputs |= {"walks": walks(call, *blocks), **padded_ids(call, *blocks)}
+        inputs |= {"visible_tiles": visible_tiles(call, *blocks), **padded_ids(call, *blocks)}
     if call.key_lengths is not None:
         inputs["last_values"] = padded(last_tiles(call.value, call.key_lengths, tiles.block_k), {3: head_dim})
     if call.extras.sinks is not None:
@@ -161,17 +166,17 @@ def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, inter
 
 def _launch(problem, tiles, inputs, interpret):
     """[out, lse] of {field of `Refs`: array}, and the low bits of out where there are constants among these."""
-    keeps_low_bits, is_walked = "constants" in inputs, "walks" in inputs
+    keeps_low_bits, is_sparse = "constants" in inputs, "visible_tiles" in inputs
     count = _count(problem, tiles)
     guesses = tiles.guess and problem.S > tiles.block_k
-    softmaxes = (MaximumOfSeen, GuessOfWhole) if is_walked else (RunningMaximum, Guess)
+    softmaxes = (MaximumOfSeen, GuessOfWhole) if is_sparse else (RunningMaximum, Guess)
     options = {
         "problem": problem,
         "tiles": tiles,
         "programs": count if tiles.programs is None else min(tiles.programs, count),
         "softmax": softmaxes[guesses],
         "out": ExactOut if keeps_low_bits else RoundedOut,
-        "logits": WalkedLogits if is_walked else Logits,
+        "logits": BlockSparseLogits if is_sparse else Logits,
         "interpret": bool(interpret),
     }
     rows = pl.cdiv(problem.T, tiles.block_q) * tiles.block_q

@@ -48,7 +48,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.hopper.ring import Ring
 from helpers.attention.hopper.tile_scheduler import TileScheduler, Turns
-from helpers.attention.hopper.walks import Walk
+from helpers.attention.hopper.visible_tiles import VisibleTiles
 from helpers.attention.hopper.warpgroup import MATRIX, accumulate, accumulate_then, overlapped, product, take_registers
 from helpers.attention.online_softmax import LOG2_E
 from helpers.attention.problem import Problem
@@ -69,7 +69,7 @@ class Refs(NamedTuple):
     lse: jax.Array  # (B, N, T''), float32
     constants: jax.Array | None = None
     low: jax.Array | None = None
-    walks: jax.Array | None = None
+    visible_tiles: jax.Array | None = None
     query_ids: jax.Array | None = None
     key_ids: jax.Array | None = None
     last_values: jax.Array | None = None
@@ -104,7 +104,7 @@ class Turn(NamedTuple):
     unmasked: jax.Array  # the end of my key tiles that need no mask
     stop: jax.Array  # and of all of mine
     stop_all: jax.Array  # and of those that some warpgroup of the program needs
-    walk: Walk | None  # where they are not the first ones
+    visible: VisibleTiles | None  # where they are not the first ones
 
     @property
     def next_step(self):
@@ -148,7 +148,7 @@ class Program(Part):
         q_start = place.q_start + self.me * self.tiles.block_q
         ends = self.scheduler.ends(place, q_start)
         mine = q_start, place.n, place.b, *ends
-        return Turn(i, step, self.queries(i), *mine, place.stop, place.walk)
+        return Turn(i, step, self.queries(i), *mine, place.stop, place.visible)
 
 
 def forward_kernel(refs, smem, *, problem, tiles, programs, softmax, out, logits, interpret):
@@ -185,7 +185,7 @@ def memory(program):
             if ref is not refs.v or refs.last_values is None:
                 ring.fetch(step + j, keys)
                 return
-            is_last = (tile + 1) * block_k > place.walk.key_length
+            is_last = (tile + 1) * block_k > place.visible.key_length
             last = refs.last_values.at[b, :, kv_head]
             pl.when(is_last)(lambda: ring.fetch(step + j, last))
             pl.when(~is_last)(lambda: ring.fetch(step + j, keys))

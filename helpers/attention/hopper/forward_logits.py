@@ -1,6 +1,6 @@
 """Scores become logits in the Hopper forward kernel: which keys a query sees, the soft cap, and sinks.
 
-Most calls are full or causal: `Logits`. Windows, an offset, lengths and segments hide keys in `WalkedLogits`.
+Most calls are full or causal: `Logits`. Windows, an offset, lengths and segments hide keys in `BlockSparseLogits`.
 
 A cap c makes of products s the logits
 
@@ -21,8 +21,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.hopper.forward_kernel import Part, RunningMaximum
 from helpers.attention.hopper.guess import Guess
-from helpers.attention.hopper.tile_scheduler import DynamicScheduler, DynamicWalkScheduler, TileScheduler, WalkScheduler
-from helpers.attention.hopper.walks import View
+from helpers.attention.hopper.tile_scheduler import (
+    BlockSparseScheduler,
+    DynamicBlockSparseScheduler,
+    DynamicScheduler,
+    TileScheduler,
+)
+from helpers.attention.hopper.visible_tiles import View
 from helpers.attention.hopper.warpgroup import MATRIX, ROWS, opaque, reciprocal
 from helpers.attention.online_softmax import LOG2_E
 
@@ -123,23 +128,25 @@ class Logits(Part):
 
 
 @dataclass(frozen=True)
-class WalkedLogits(Logits):
-    """Queries go walks through the key tiles that they see, and are hidden from others there by a `View`."""
+class BlockSparseLogits(Logits):
+    """Queries go through the `VisibleTiles` of keys, and are hidden from others there by a `View`."""
 
     has_masks = True
 
     @staticmethod
     def scheduler(refs, smem, interpret, *own):
         if refs.counter is None:
-            return WalkScheduler(*own, refs.walks)
-        return DynamicWalkScheduler(*own, refs.counter, smem.lse, smem.places_known, interpret, refs.walks)
+            return BlockSparseScheduler(*own, refs.visible_tiles)
+        return DynamicBlockSparseScheduler(
+            *own, refs.counter, smem.lse, smem.places_known, interpret, refs.visible_tiles
+        )
 
     def first_hidden(self, turn, s, filler):
-        return self.perhaps_hidden(turn, s, filler, turn.walk.whole == 0)
+        return self.perhaps_hidden(turn, s, filler, turn.visible.whole == 0)
 
     def hidden(self, turn, j, s, filler):
-        view, tile = View.of_queries(turn.walk, self.problem, self.refs, self.tiles.block_k), turn.walk.at(j)
-        return view.hidden(s, filler, turn.q_start, tile * self.tiles.block_k, turn.walk.is_mixed(tile))
+        view, tile = View.of_queries(turn.visible, self.problem, self.refs, self.tiles.block_k), turn.visible.at(j)
+        return view.hidden(s, filler, turn.q_start, tile * self.tiles.block_k, turn.visible.is_mixed(tile))
 
     def at_the_end(self, turn, out, lse):
         """A row that sees nothing has out = 0, and its lse is -inf, or its sink."""
@@ -171,7 +178,7 @@ class GuessOfWhole(Guess):
         return jnp.maximum(super().maximum(s), LOWEST)
 
     def in_turn(self, turns, turn, *more):
-        return dataclasses.replace(super().in_turn(turns, turn, *more), is_whole=turn.walk.whole > 0)
+        return dataclasses.replace(super().in_turn(turns, turn, *more), is_whole=turn.visible.whole > 0)
 
     def after(self, l):
         return dataclasses.replace(self, kept=jnp.where(self.is_whole & (l > self.kept), l, self.kept))

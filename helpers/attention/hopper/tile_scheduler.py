@@ -1,8 +1,8 @@
 """The tile scheduler of the Hopper forward kernel: which program works at which tile of queries, and when.
 
 The kernel is persistent: there are as many programs as SMs, and each goes through a list of (tile of queries, head)
-pairs. A place in the list of all pairs is `dealt` to a program and a turn; `causal_order` is the order of that list
-under a causal mask. The host picks the `Deal` for a call, and a program finds its own pairs by a few integer
+pairs. A place in the list of all pairs is `assigned` to a program and a turn; `causal_order` is the order of that list
+under a causal mask. The host picks the `Assignment` for a call, and a program finds its own pairs by a few integer
 operations. That is static; of a `DynamicScheduler`, a program takes the next place when it is about to need one.
 """
 
@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from helpers.attention.hopper.walks import Walk
+from helpers.attention.hopper.visible_tiles import VisibleTiles
 from helpers.attention.hopper.warpgroup import L2_BUDGET, count_up, opaque, padded_head_dim
 from helpers.attention.problem import Problem
 
@@ -35,19 +35,19 @@ class Turns(NamedTuple):
 class Place(NamedTuple):
     """What a program works at in a turn: queries from q_start on, in head n of batch entry b.
 
-    stop: the end of the key tiles that they see. walk: their way through these, or None
-    where that is from the first to the last.
+    stop: the end of the key tiles that they see. visible: which of these they visit, or
+    None where that is from the first to the last.
     """
 
     q_start: jax.Array
     n: jax.Array
     b: jax.Array
     stop: jax.Array
-    walk: Walk | None = None
+    visible: VisibleTiles | None = None
 
     def key_tile(self, j):
         """The number of the key tile that comes after j others."""
-        return j if self.walk is None else self.walk.at(j)
+        return j if self.visible is None else self.visible.at(j)
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class TileScheduler:
         return pl.cdiv(self.count - self.program, self.programs)
 
     @functools.cached_property
-    def deal(self):
-        return deal_of(self.problem, self.tiles, self.programs)
+    def assignment(self):
+        return best_assignment(self.problem, self.tiles, self.programs)
 
     def key_stop(self, q_stop):
         """The end of the key tiles that queries before q_stop see."""
@@ -118,7 +118,7 @@ class TileScheduler:
 
     def index(self, turn):
         """The place in the list of all pairs of this program in a turn."""
-        return dealt(turn, self.program, self.programs, self.count, self.deal)
+        return assigned(turn, self.program, self.programs, self.count, self.assignment)
 
     def place(self, turn):
         """The `Place` of this program in a turn."""
@@ -144,15 +144,15 @@ class TileScheduler:
 
 
 @dataclass(frozen=True)
-class WalkScheduler(TileScheduler):
-    """The same for queries that go walks: the longest first, in all batch entries.
+class BlockSparseScheduler(TileScheduler):
+    """The same for block-sparse calls: the longest first, in all batch entries.
 
-    walks: `walks.walks` in GMEM, (B q_tiles, 9).
+    visible_tiles: `visible_tiles.visible_tiles` in GMEM, (B q_tiles, 9 or 7).
     """
 
-    walks: jax.Array
+    visible_tiles: jax.Array
 
-    deal = property(lambda self: Deal(1, 0))
+    assignment = property(lambda self: Assignment(1, 0))
 
     def place(self, turn):
         index = jnp.minimum(self.index(turn), self.count - 1)  # the turn after the last is read, too
@@ -160,17 +160,17 @@ class WalkScheduler(TileScheduler):
         # In the cache, a head takes the room of its keys in all batch entries. Half of it was faster than all.
         of_all = dataclasses.replace(self.problem, B=1, T=B * S, S=B * S)
         row, n = causal_order(index, B * self.q_tiles, of_all, together=functools.partial(cached_heads, share=2))
-        walk = Walk.read(self.walks, B * self.q_tiles - 1 - row, self.problem)
-        return Place(walk.tile * self.q_block, n, walk.b, walk.length, walk)
+        visible = VisibleTiles.read(self.visible_tiles, B * self.q_tiles - 1 - row, self.problem)
+        return Place(visible.tile * self.q_block, n, visible.b, visible.length, visible)
 
     def ends(self, place, q_start):
-        walk, (block_q, block_k), right = place.walk, self.tiles[:2], self.problem.band.right
-        stop, until_whole = walk.length, jnp.maximum(walk.start - walk.first + walk.whole, 1)
+        visible, (block_q, block_k), right = place.visible, self.tiles[:2], self.problem.band.right
+        stop, until_whole = visible.length, jnp.maximum(visible.start - visible.first + visible.whole, 1)
         if right is not None:  # the last tiles come last, and only the last queries see these
-            seen = lax.div(q_start + block_q + right + block_k - 1, block_k) - walk.first
+            seen = lax.div(q_start + block_q + right + block_k - 1, block_k) - visible.first
             stop = jnp.clip(seen, until_whole, stop)
-        stop = jnp.where(q_start < walk.query_length, stop, 1)
-        return jnp.minimum(jnp.maximum(walk.whole, 1), stop), stop
+        stop = jnp.where(q_start < visible.query_length, stop, 1)
+        return jnp.minimum(jnp.maximum(visible.whole, 1), stop), stop
 
 
 @dataclass(frozen=True)
@@ -252,24 +252,24 @@ class DynamicScheduler(TileScheduler):
 
 
 @dataclass(frozen=True)
-class DynamicWalkScheduler(WalkScheduler, DynamicScheduler):
-    """The same for queries that go walks, the longest first."""
+class DynamicBlockSparseScheduler(BlockSparseScheduler, DynamicScheduler):
+    """The same for block-sparse calls, the longest first."""
 
     def taken_before(self, place):
-        """As late as there: the whole tiles of a walk come first."""
-        walk = place.walk
-        has_rows = place.q_start + self.q_block <= walk.query_length
-        return jnp.where(has_rows, jnp.maximum(walk.whole, 1), 1)
+        """As late as there: the whole tiles come first."""
+        visible = place.visible
+        has_rows = place.q_start + self.q_block <= visible.query_length
+        return jnp.where(has_rows, jnp.maximum(visible.whole, 1), 1)
 
 
-class Deal(NamedTuple):
-    """What a tile scheduler does besides taking turns, see `dealt`."""
+class Assignment(NamedTuple):
+    """What a tile scheduler does besides taking turns, see `assigned`."""
 
     backward: int | None
     shift: int
 
 
-def dealt(turn, program, programs, count, deal, xp=jnp):
+def assigned(turn, program, programs, count, assignment, xp=jnp):
     """The tile scheduler: which of `count` tiles of queries is a program's in a turn.
 
     It returns a place in their list. The programs take turns, but in a full round each
@@ -281,28 +281,28 @@ def dealt(turn, program, programs, count, deal, xp=jnp):
     place = program
     index = turn * programs + place
     full_round = (turn + 1) * programs <= count
-    if deal.shift:
-        place = rem(program + deal.shift * turn, programs)
+    if assignment.shift:
+        place = rem(program + assignment.shift * turn, programs)
         index = xp.where(full_round, turn * programs + place, index)
-    if deal.backward is not None:
+    if assignment.backward is not None:
         # These two lines exchanged, some causal calls once took 3 % longer on an H200.
-        is_backward = full_round & (turn % 2 == deal.backward)
+        is_backward = full_round & (turn % 2 == assignment.backward)
         backwards = turn * programs + (programs - 1 - place)
         index = xp.where(is_backward, backwards, index)
     return index
 
 
-def deal_of(problem, tiles, programs):
-    """The `Deal` for a problem whose work `programs` share.
+def best_assignment(problem, tiles, programs):
+    """The `Assignment` for a problem whose work `programs` share.
 
     Full calls: the last tile of a head may have few rows, and turn by turn another program gets it. Causal: of six
     schedules the one by which the busiest program has least to do.
     """
     if problem.band.right != 0:
-        return Deal(None, 1)
+        return Assignment(None, 1)
     work = work_in_order(problem, tiles)
-    choices = [Deal(backward, shift) for shift in (0, 8, programs // 3) for backward in (1, 0)]
-    return min(choices, key=lambda deal: work_of_programs(work, programs, deal).max())
+    choices = [Assignment(backward, shift) for shift in (0, 8, programs // 3) for backward in (1, 0)]
+    return min(choices, key=lambda assignment: work_of_programs(work, programs, assignment).max())
 
 
 def work_in_order(problem, tiles):
@@ -313,10 +313,10 @@ def work_in_order(problem, tiles):
     return np.minimum(((i + 1) * rows - 1) // tiles.block_k + 1, every) + 2
 
 
-def work_of_programs(work, programs, deal):
+def work_of_programs(work, programs, assignment):
     """The sum of work that a tile scheduler gives each program."""
     turns = np.arange(pl.cdiv(len(work), programs))[:, None]
-    places = dealt(turns, np.arange(programs), programs, len(work), deal, np)
+    places = assigned(turns, np.arange(programs), programs, len(work), assignment, np)
     return np.where(places < len(work), work[np.minimum(places, len(work) - 1)], 0).sum(axis=0)
 
 

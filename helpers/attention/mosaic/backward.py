@@ -34,7 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from helpers.attention.extras import Extras
 from helpers.attention.low_bits import delta_of
 from helpers.attention.masking import NO_BAND, Band, key_tiles, query_tiles
-from helpers.attention.mosaic.pairs import Pair, changes_logits, extras_and_lists, listed_walk
+from helpers.attention.mosaic.pairs import Pair, changes_logits, extras_and_lists, listed_order
 from helpers.attention.mosaic.warp import (
     COLUMNS,
     COMPILER_PARAMS,
@@ -62,7 +62,7 @@ from helpers.attention.mosaic.warp import (
     streamed,
     sums_by_thread,
     taken_up,
-    walk,
+    tile_order,
     whole_tiles,
 )
 from helpers.attention.online_softmax import LOG2_E
@@ -103,9 +103,9 @@ def dq_kernel(
         needed = whole = key_tiles(q_start, q_stop, block_k, problem.band, *lengths, xp=jnp)
         if problem.band != NO_BAND or lengths_ref is not None or problem.S % block_k:
             whole = whole_tiles(needed, q_start, q_stop, block_k, problem.band, *lengths)
-        order = walk(needed, whole)
+        order = tile_order(needed, whole)
     else:
-        order = listed_walk(lists, b, n, i, others=k_ref.shape[2] // block_k)
+        order = listed_order(lists, b, n, i, others=k_ref.shape[2] // block_k)
 
     def k_start(step):
         return order.place(step)[1] * block_k
@@ -157,9 +157,9 @@ def dkv_kernel(
         if problem.band != NO_BAND or lengths_ref is not None or has_tail:
             mirrored = Band(problem.band.right, problem.band.left)
             whole = whole_tiles(needed, k_start, k_stop, block_q, mirrored, *reversed(lengths))
-        order = walk(needed, whole, problem.group)
+        order = tile_order(needed, whole, problem.group)
     else:
-        order = listed_walk(lists, b, kv, j, q_ref.shape[2] // block_q, problem.group)
+        order = listed_order(lists, b, kv, j, q_ref.shape[2] // block_q, problem.group)
 
     def head_and_start(step):
         member, i = order.place(step)

@@ -44,7 +44,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.low_bits import low_bits
 from helpers.attention.masking import NO_BAND, key_tiles
-from helpers.attention.mosaic.pairs import Pair, changes_logits, extras_and_lists, listed_walk
+from helpers.attention.mosaic.pairs import Pair, changes_logits, extras_and_lists, listed_order
 from helpers.attention.mosaic.warp import (
     COMPILER_PARAMS,
     RHS,
@@ -69,7 +69,7 @@ from helpers.attention.mosaic.warp import (
     streamed,
     sums_by_thread,
     taken_up,
-    walk,
+    tile_order,
     whole_tiles,
 )
 from helpers.attention.online_softmax import LOG2_E
@@ -107,9 +107,9 @@ def forward_kernel(
         needed = whole = key_tiles(q_start, q_start + block_q, block_k, band, *lengths, xp=jnp)
         if band != NO_BAND or lengths_ref is not None or problem.S % block_k:
             whole = whole_tiles(needed, q_start, q_start + block_q, block_k, band, *lengths)
-        order = walk(needed, whole)
+        order = tile_order(needed, whole)
     else:
-        order = listed_walk(lists, b, n, i, others=k_ref.shape[2] // block_k)
+        order = listed_order(lists, b, n, i, others=k_ref.shape[2] // block_k)
 
     def k_start(step):
         return order.place(step)[1] * block_k

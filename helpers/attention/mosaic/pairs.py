@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from helpers.attention import scores
 from helpers.attention.extras import Extras
 from helpers.attention.masking import for_kernel
-from helpers.attention.mosaic.warp import ACC, COLUMNS, ROWS, along, load_rows, walk
+from helpers.attention.mosaic.warp import ACC, COLUMNS, ROWS, along, load_rows, tile_order
 from helpers.attention.mosaic.words import in_words
 from helpers.attention.problem import Problem
 from helpers.attention.scores import changes_logits
@@ -45,13 +45,13 @@ def extras_and_lists(call, block_q, block_k, outer="queries"):
     return extras._replace(**changed), lists
 
 
-def listed_walk(lists, b, head, tile, others, group=1):
-    """The `Walk` through the tiles in the list of one tile. others: how many tiles the other side has."""
+def listed_order(lists, b, head, tile, others, group=1):
+    """The `TileOrder` through the tiles in the list of one tile. others: how many tiles the other side has."""
     of_tile = _own(b, lists.seen, 0), _own(head, lists.seen, 1), tile
     seen, full = (lax.max(counts[of_tile], 0) for counts in (lists.seen, lists.full))
     joined = lists.tiles.shape[3] > others  # a list of all heads of the group
     zero = jnp.int32(0)
-    order = walk((zero, seen), (zero, full), 1 if joined else group)
+    order = tile_order((zero, seen), (zero, full), 1 if joined else group)
 
     def place(step):
         member, turn = order.place(step)

@@ -342,7 +342,7 @@ def whole_tiles(needed, start, stop, block, band, own_length, other_length):
     return first, jnp.clip(last, first, needed[1])
 
 
-class Walk(NamedTuple):
+class TileOrder(NamedTuple):
     """The order in which a program sees tiles: first those that need no mask, of all members of a group, then the rest.
 
     place(step): (member, tile). whole, steps: how many steps need no mask, and how many there are. masks: whether any
@@ -360,8 +360,8 @@ class Walk(NamedTuple):
         return loops if self.masks else loops[:1]
 
 
-def walk(needed, whole, group=1):
-    """The `Walk` through tiles of the range `needed`, of which those of the range `whole` need no mask."""
+def tile_order(needed, whole, group=1):
+    """The `TileOrder` through tiles of the range `needed`, of which those of the range `whole` need no mask."""
     (first, stop), (whole_first, whole_stop) = needed, whole
     # Where LLVM sees that a loop has one step or two, it counts them by a predicate, and ptxas before CUDA 13.2 then
     # takes that of a step for that of another (see `helpers.dev.ptxas`). It does not see through a barrier.
@@ -379,7 +379,7 @@ def walk(needed, whole, group=1):
         is_before = turn - count < whole_first - first
         return member, jnp.where(turn < count, whole_first + turn, first + turn - jnp.where(is_before, count, 0))
 
-    return Walk(place, group * count, group * (count + rest), whole is not needed)
+    return TileOrder(place, group * count, group * (count + rest), whole is not needed)
 
 
 def of_program(B, heads, tiles, band):

@@ -8,7 +8,8 @@ float score_arrays too; those of bias and score_arrays are made beside the kerne
 never all of them at a time, and summed in the same order each time.
 
 Up to 16 queries, as when text is generated, portable and hopper share one forward pass on a GPU: the keys are split
-over programs, which write 4 (H + 1) bytes for each part of the keys, query and head, to be merged (`mosaic.decode`).
+over programs, which write 4 (H + 1) bytes, H in whole 128 bytes, for each part of the keys, query and head, to be
+merged (`mosaic.decode`).
 
 Some things are better in portable than in hopper. The dq of portable is the same in each run, to the last bit. Its
 forward pass takes as long for all inputs; hopper's takes longer where logits are far above those of the first keys.
@@ -103,8 +104,8 @@ def flash_attention(
     Returns:
       out, with the shape and dtype of query; with return_residual, (out, lse), where lse is a natural logarithm,
       float32, of shape (B, T, N) or (T, N). Sums are float32 whatever the dtype, so logits and `S * max|value|` must
-      stay within the range of float32. A query that sees no key gets out = 0 and lse = -inf (at which
-      `jax.debug_infs` stops where lse is asked for).
+      stay within the range of float32. A query that sees no key gets out = 0 and lse = -inf, or its
+      sink (at -inf `jax.debug_infs` stops, where lse is asked for).
 
     Raises:
       TypeError, ValueError: an argument is not as described; the message names it.

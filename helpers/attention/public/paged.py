@@ -33,7 +33,7 @@ def paged_attention(
 
     Returns:
       out, with the shape and dtype of query; with return_residual, (out, lse), lse float32 (B, T, N). A query of a
-      sequence without tokens gets out = 0 and lse = -inf.
+      sequence without tokens gets out = 0 and lse = -inf, or its sink.
 
     Raises:
       TypeError, ValueError: an argument is not as described; the message names it. Under jit the values of table and

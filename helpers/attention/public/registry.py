@@ -80,10 +80,10 @@ class KernelsOf:
 
         def backward(arrays, residuals, gradients):
             call, (out, lse, *low) = Call(problem, *arrays), residuals
-            query, *clean = call.of_seeing_rows(lse, call.query, *gradients)
-            found = self.run("backward", problem, query, *arrays[1:], out, lse, *clean, *(low or [None]))
+            found = self.run("backward", problem, *arrays, out, lse, *gradients, *(low or [None]))
             if not jax.tree.leaves(call.extras):
                 return found
+            (query,) = call.of_seeing_rows(lse, call.query)
             seeing = dataclasses.replace(call, query=query)
             return *found, None, None, None, gradients_of_extras(seeing, out, lse, *gradients, *low)
 
@@ -123,6 +123,16 @@ def _exact(forward):
     return exact_forward
 
 
+def _of_seeing_rows(backward):
+    """A backward pass in which a query that sees no key passes nothing, from one that would pass its NaN."""
+
+    def of_seeing_rows(call, out, lse, dout, dlse, low=None):
+        query, dout, dlse = call.of_seeing_rows(lse, call.query, dout, dlse)
+        return backward(dataclasses.replace(call, query=query), out, lse, dout, dlse, low)
+
+    return of_seeing_rows
+
+
 def _plain(interpret):
     def forward(call, dtype=None):
         return plain_forward.forward(call.gathered(), dtype=dtype, interpret=interpret)
@@ -135,7 +145,7 @@ def _plain(interpret):
         return out, lse, low_bits(exact, out)
 
     backward = functools.partial(plain_backward.backward, interpret=interpret)
-    return Kernels(forward, backward, keeping, forward, exact_forward, backward)
+    return Kernels(forward, _of_seeing_rows(backward), keeping, forward, exact_forward, backward)
 
 
 def _forward(many_queries, interpret):
@@ -159,7 +169,7 @@ def _mosaic(interpret):
         return (many_queries if call.problem.dtype == jnp.float32 else _exact(keeping))(call)
 
     of_part = functools.partial(backward, mends_delta=False)
-    return Kernels(forward, backward, keeping, forward, exact_forward_of_part, of_part)
+    return Kernels(forward, _of_seeing_rows(backward), keeping, forward, exact_forward_of_part, of_part)
 
 
 def _hopper(interpret):
@@ -175,7 +185,7 @@ def _tpu(interpret):
     forward = functools.partial(tpu.forward, interpret=interpret)
     keeping = functools.partial(forward, keeps_low_bits=True)
     backward = functools.partial(tpu.backward, interpret=interpret)
-    return Kernels(forward, backward, keeping, forward, _exact(keeping), backward)
+    return Kernels(forward, _of_seeing_rows(backward), keeping, forward, _exact(keeping), backward)
 
 
 def _naive(interpret):
@@ -188,7 +198,7 @@ def _naive(interpret):
         return naive_attention(dataclasses.replace(call, problem=problem, query=query, key=key, value=value))
 
     forwards = keeping, naive_attention, exact_forward_of_part
-    return Kernels(naive_attention, naive_gradients, *forwards, naive_gradients_of_part)
+    return Kernels(naive_attention, _of_seeing_rows(naive_gradients), *forwards, naive_gradients_of_part)
 
 
 def _why_no_triton(call, return_residual):

@@ -216,14 +216,9 @@ def ring_attention_on_mesh(
     given = query_seq_lengths, key_value_seq_lengths, query_segment_ids, key_value_segment_ids
     masks = dict(zip(MASKS, given, strict=True))
     call = check_call(query, key, value, scale=scale, is_causal=is_causal, **masks)
-    arguments = {
-        "axis_name": axis_name,
-        "scale": scale,
-        "is_causal": is_causal,
-        "layout": layout if is_causal else "contiguous",
-        "implementation": implementation,
-    }
-    out, lse = _on_mesh(mesh, tuple(arguments.items()), *call.arrays[:5], call.extras)
+    layout = layout if is_causal else "contiguous"
+    arguments = axis_name, scale, is_causal, layout, implementation
+    out, lse = _on_mesh(mesh, arguments, *call.arrays[:5], call.extras)
     if query.ndim == 3:
         out, lse = out[0], lse[0]
     return (out, lse) if return_residual else out
@@ -231,8 +226,8 @@ def ring_attention_on_mesh(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _on_mesh(mesh, arguments, query, key, value, query_lengths, key_lengths, extras):
-    arguments = dict(arguments)
-    axis_name, layout, is_causal = (arguments[name] for name in ("axis_name", "layout", "is_causal"))
+    names = "axis_name", "scale", "is_causal", "layout", "implementation"
+    axis_name, _, is_causal, layout, _ = arguments
     devices = mesh.shape[axis_name]
     T, S = query.shape[1], key.shape[1]
     multiple = {"contiguous": devices, "striped": devices**2, "zigzag": 2 * devices}[layout]
@@ -245,7 +240,7 @@ def _on_mesh(mesh, arguments, query, key, value, query_lengths, key_lengths, ext
     def shares(sequences, lengths):
         query, key, value, *ids = jax.tree.map(lambda array: to_layout(array, layout, axis_name), sequences)
         masks = dict(zip(MASKS, (*lengths, *ids), strict=True))
-        options = arguments | masks | {"key_length": key_length, "return_residual": True}
+        options = dict(zip(names, arguments, strict=True)) | masks | {"key_length": key_length, "return_residual": True}
         out, lse = ring_attention(query, key, value, **options)
         return from_layout(out, layout, axis_name), from_layout(lse, layout, axis_name)
 

@@ -1,8 +1,8 @@
-"""What few calls ask of the Hopper kernels: walks through the tiles that masks leave, what is hidden there, soft caps.
+"""What few calls ask of the Hopper kernels: the tiles that masks leave, what is hidden there, soft caps.
 
-Windows, an offset, lengths and segments hide whole tiles. Before a kernel starts, `walks` makes of the kinds of tiles
-(see `masking`) a list of the `Walk`s of all tiles of queries, or of keys, and the programs take them from there. The
-memory warpgroup and the compute warpgroups of a program go the same walk, each by itself.
+Windows, an offset, lengths and segments hide whole tiles. Before a kernel starts, `visible_tiles` makes of the kinds
+of tiles (see `masking`) a list of the `VisibleTiles` of all tiles of queries, or of keys, and the programs take them
+from there. The memory warpgroup and the compute warpgroups of a program go through the same tiles, each by itself.
 """
 
 import dataclasses
@@ -23,11 +23,11 @@ from helpers.attention.online_softmax import LOG2_E
 from helpers.attention.problem import MAX_LENGTH
 
 
-class Walk(NamedTuple):
-    """The way of a tile of queries through tiles of keys, or of a tile of keys through tiles of queries.
+class VisibleTiles(NamedTuple):
+    """The tiles of keys that a tile of queries visits, or of queries that a tile of keys visits, in their order.
 
-    b, tile: the batch entry and the number of the tile itself. The walk has `length` tiles, from `first` on. It begins
-    at `start` with `whole` tiles of which every pair is seen; then come those before them, and then those after them.
+    b, tile: the batch entry and the number of the tile itself. It visits `length` tiles, from `first` on. The order
+    begins at `start` with `whole` ones of which every pair is seen; then come those before them, then those after.
     mixed: a bit for those before the whole ones, 1, and one for those after, 2, where segments hide some pair.
     query_length, key_length: of the batch entry; integers where all entries are as long as the arrays.
     """
@@ -44,12 +44,14 @@ class Walk(NamedTuple):
 
     @classmethod
     def read(cls, ref, row, problem):
-        """That of a row of `walks`."""
+        """Those of a row of `visible_tiles`, or None of None."""
+        if ref is None:
+            return None
         columns = [ref[row, column] for column in range(ref.shape[1])]
         return cls(*columns) if len(columns) == len(cls._fields) else cls(*columns, problem.T, problem.S)
 
     def at(self, place):
-        """The tile at a place of the walk."""
+        """The tile at a place of their order."""
         rest = place - self.whole
         tile = jnp.where(rest < self.start - self.first, rest, place) + self.first
         return jnp.where(rest < 0, self.start + place, tile)
@@ -59,16 +61,16 @@ class Walk(NamedTuple):
         return jnp.where(tile < self.start, self.mixed, self.mixed >> 1) & 1
 
 
-def needs_walks(call):
+def is_block_sparse(call):
     """Whether a call hides keys in another way than causally."""
     has_lengths = not (call.query_lengths is None and call.key_lengths is None)
     return call.problem.band not in (NO_BAND, Band(right=0)) or has_lengths or call.hides_keys
 
 
-def walks(call, block_q, block_k, own="queries"):
-    """int32 (B tiles, 9, or 7 without lengths): a `Walk` of each tile of queries, or with own="keys" of keys.
+def visible_tiles(call, block_q, block_k, own="queries"):
+    """int32 (B tiles, 9, or 7 without lengths): a `VisibleTiles` of each tile of queries, or with own="keys" of keys.
 
-    Those that see most tiles come first. What sees nothing has a walk of one, for a pipeline has to have something to
+    Those that see most tiles come first. What sees nothing has a list of one, for a pipeline has to have something to
     do. In a short call XLA's kernels for this list take a good part of the time, so there are few.
     """
     if own == "keys":
@@ -102,7 +104,7 @@ def walks(call, block_q, block_k, own="queries"):
 
 
 def mirrored(call):
-    """What `walks` reads of a call, with its keys in the place of its queries."""
+    """What `visible_tiles` reads of a call, with its keys in the place of its queries."""
     problem, extras = call.problem, call.extras
     band = Band(problem.band.right, problem.band.left)
     return dataclasses.replace(
@@ -182,17 +184,17 @@ class View(NamedTuple):
     ids: tuple | None
 
     @classmethod
-    def of_queries(cls, walk, problem, refs, block_k):
+    def of_queries(cls, visible, problem, refs, block_k):
         """Rows are queries, columns keys. refs: has query_ids (B, T') and key_ids (B, S'), or None in their place."""
-        ids = None if refs.query_ids is None else (refs.query_ids.at[walk.b], refs.key_ids.at[walk.b])
+        ids = None if refs.query_ids is None else (refs.query_ids.at[visible.b], refs.key_ids.at[visible.b])
         # What queries past the end make of the keys, nobody stores.
-        are_whole = isinstance(walk.key_length, int) and problem.S % block_k == 0
-        return cls(problem.band, None if are_whole else (walk.query_length, walk.key_length), ids)
+        are_whole = isinstance(visible.key_length, int) and problem.S % block_k == 0
+        return cls(problem.band, None if are_whole else (visible.query_length, visible.key_length), ids)
 
     @classmethod
-    def of_keys(cls, walk, problem, refs, block_k):
+    def of_keys(cls, visible, problem, refs, block_k):
         """Rows are keys, columns queries."""
-        band, lengths, ids = cls.of_queries(walk, problem, refs, block_k)
+        band, lengths, ids = cls.of_queries(visible, problem, refs, block_k)
         return cls(Band(band.right, band.left), lengths and lengths[::-1], ids and ids[::-1])
 
     def hidden(self, table, filler, row_start, col_start, is_mixed):
