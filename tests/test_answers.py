@@ -10,6 +10,7 @@ from attention_cases import in_tiers
 from helpers.attention import tiled
 from helpers.attention.masking import Band, tile_kind
 from helpers.exercises import running, whole
+from helpers.exercises.again import BY_HAND
 from helpers.exercises.checking import verdict
 from helpers.exercises.edits import edited, source_of, written
 from helpers.exercises.exercise import exercise
@@ -186,12 +187,6 @@ def test_a_softmax_may_round_its_logits():
         out_ref[...] = jnp.exp2(s - (m + jnp.log2(jnp.exp2(s - m).sum(axis=1, keepdims=True))))
 
     assert verdict(exercise("4.2"), kernel).status == "correct"
-
-
-BY_HAND = (
-    ("m, l, alpha, p = online_softmax.step(m, l, s, exp=jnp.exp)", "was, m = m, jnp.maximum(m, s.max(axis=1)); reference = jnp.where(m == -jnp.inf, 0, m); alpha, p = jnp.exp(was - reference), jnp.exp(s - reference[:, None]); l = alpha * l + p.sum(axis=1)"),
-    ("online_softmax.finish(*state, log=jnp.log, log_e=1)", "(state[2] / jnp.where(state[1] == 0, 1, state[1])[:, None], state[0] + jnp.log(state[1]))"),
-)  # fmt: skip
 
 
 @pytest.mark.full

@@ -49,8 +49,8 @@ class Exercise:
     cases: a function without arguments that gives the cases, a small one first; or see `with_cases`. It is called for
       each check, so that importing stays quick; it must be deterministic.
     mistakes: known wrong answers, see `with_mistakes`. Each is an edit of the solution, (when, old, new, advice), or,
-      where an edit cannot say it, (when, answer, advice). old and new may be tuples of as many parts. At most twelve:
-      those that teach something. What is a slip in any code has a name without being listed, see `slips`.
+      where an edit cannot say it, (when, answer, advice). old and new may be tuples of as many parts. At most twelve,
+      twenty of a whole kernel: those that teach something. A slip of any code has a name without that, see `slips`.
     expected: the right result for the arguments of a case: an array or number, a string, a tuple
       of those, or a dict of those. A float64 result may make a verdict say that float32 is too little.
       By default the solution's.

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from helpers.exercises.comparing import as_numbers, close, compare, expected_of, parts_of, values_of
+from helpers.exercises.comparing import as_numbers, close, compare, complaint_about, expected_of, parts_of, values_of
 from helpers.exercises.exercise import Mistake
 from helpers.exercises.running import Raised, apply
 
@@ -20,10 +20,12 @@ def mistake_behind(exercise, results):
 
 
 def slip_behind(exercise, results):
-    """The same for a slip in any place of the solution: one of the `Exercise.slips`."""
+    """The same for a slip in any place of the solution: one of the `Exercise.slips`. NaN alone can come of many."""
     if any(isinstance(result, Raised) for result in results):
         return None
-    return _first_alike(exercise, exercise.slips, results)
+    slip = _first_alike(exercise, exercise.slips, results)
+    said = map(functools.partial(complaint_about, exercise), exercise.cases(), results) if slip else ()
+    return slip if any("NaN" not in complaint for complaint in said if complaint) else None
 
 
 def _first_alike(exercise, mistakes, results):

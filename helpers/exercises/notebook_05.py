@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from helpers.attention.reference import oracle
 from helpers.environment import backend
 from helpers.exercises import tile_bounds, whole
+from helpers.exercises.again import OF_A_STATE, OF_HEADS, OF_ROWS, OF_THE_END
 from helpers.exercises.exercise import Case, Exercise, shaped
 from helpers.exercises.notebook_04 import blocks_of
 
@@ -79,12 +80,7 @@ GQA = Exercise(
     key_block, "The index map of grouped queries", outputs=("blocks",), run=_run_gqa, judge=_judge_gqa,
 ).with_cases(
     "B T S N K H", (1, 2, 3, 6, 2, 2), (2, 4, 3, 4, 2, 3), (2, 2, 5, 3, 1, 2), (2, 4, 2, 3, 3, 2),
-).with_mistakes(
-    ("the key/value head is n % K", "n // group", "n % K",
-     "That deals the query heads out in turn; neighbours share a head: see section 7 of notebook 05."),
-    ("n is divided by K instead of by the size of a group", "n // group", "n // K",
-     "A group has N // K query heads, and the head is n divided by that: see the start of section 7."),
-)  # fmt: skip
+).with_mistakes(*OF_HEADS)  # fmt: skip
 
 
 def finish(m, l, acc):
@@ -117,10 +113,7 @@ FINISH = Exercise(
 ).with_mistakes(
     ("m in base 2 is added to a natural logarithm of l", "(m + jnp.log2(l)) / log2_e", "m + jnp.log(l)",
      "Both terms must have one base: see the last equation of section 8."),
-    ("out is not divided by l", "acc / l[:, None]", "acc",
-     "acc is a sum of p v; the weights add up to one only after the division: see section 1."),
-    ("a row without a key is divided by zero", "    l = jnp.where(l == 0, 1, l)\n", "",
-     "Put 1 in place of an l that is 0 before you divide: see the text of the exercise."),
+    *OF_THE_END,
 )  # fmt: skip
 
 
@@ -202,7 +195,7 @@ def _forward_cases():
         ((1, 37, 20, 3, 3, 16), True, (16, 8), np.float32, "the largest logits first, 200 above the rest", (200, 0)),
         ((1, 20, 40, 6, 2, 3), False, (16, 8), np.float32, "large logits for some queries, far below 0 for others",
          (90, 150, 120, 100, 140)),
-        ((2, 20, 37, 4, 2, 8), True, (16, 8), jnp.bfloat16, "", (0,)),
+        ((2, 36, 45, 4, 2, 8), True, (16, 8), jnp.bfloat16, "", (0,)),
         ((1, 24, 40, 2, 1, 8), False, (8, 16), jnp.bfloat16, "all far below 0, a part in common", (-400, -350)),
         ((2, 100, 90, 4, 2, 20), True, (), np.float32, "your default blocks, not replayed but run", (3,)),
     ]:  # fmt: skip
@@ -233,17 +226,9 @@ FORWARD = Exercise(
     run=functools.partial(run_forward, forward, "is_causal"), expected=functools.partial(expected_forward, "is_causal"),
     tolerance=1e-4, building_block="forward", slow=True,
 ).with_mistakes(
-    ("acc is not rescaled by alpha", "alpha[:, None] * acc", "acc",
-     "What acc holds was measured from the old maximum, just like l: reread section 2 of notebook 05."),
-    ("l is not rescaled by alpha", "alpha * l", "l",
-     "What l holds was measured from the old maximum, just like acc: reread section 2 of notebook 05."),
-    *GQA.mistakes[:2],
-    *FINISH.mistakes[1:2],
-    ("the logits are not scaled", " / math.sqrt(H)", "", "s = q kᵀ / √H: see the equations of section 1."),
+    *OF_A_STATE, *OF_HEADS, *OF_ROWS,
     ("the causal mask is missing", " & (cols <= rows[:, None])", "",
      "Skipping tiles is not enough: in those on the diagonal the keys after a query get −∞, see section 5."),
-    ("no tile is skipped", "if is_causal else S", "if False else S",
-     "The loop ends at the tile that holds the last key that the last query sees: see exercise 5.1."),
     ("values past the end are multiplied by weights of 0", "(inside, ref", "(inside | (ref is v_ref), ref",
      "What lies there may be NaN, and 0 · NaN is NaN: replace it by 0 before the product, see section 6."),
     ("the block of the keys ends with the array, and the last slice is moved back into it",

@@ -76,8 +76,7 @@ DKV = Exercise(
     cases=functools.partial(_body_cases, 71), run=functools.partial(_run_body, ("dk", "dv")),
     tolerance=2e-4,  # float32, and base two, round logits of 120
 ).with_mistakes(
-    ("both sums are overwritten, so that only the last tile of queries counts", ("dk + ", "dv + "), ("", ""),
-     "Add to the dk and dv that arrive: a tile of keys belongs to all queries, see the picture of section 1."),
+    KEY_GRADIENTS.mistakes[0],
     ("neither p nor ds is transposed", ".T @ ", " @ ",
      "dk and dv have a row for each key. Only square tiles let this run: see section 1."),
     *OF_A_PAIR,
@@ -260,8 +259,7 @@ BOUNDS = Exercise(
     (4, 64, 128, 16, 16, None), (4, 65, 128, 16, 16, None), (4, 64, 128, 24, 16, None),  # T around k_start
     (2, 13, 20, 3, 5, 2), (1, 13, 20, 5, 3, 0), (0, 6, 6, 1, 2, 3), (2, 6, 6, 1, 2, None), (3, 50, 50, 7, 5, 11),
 ).with_mistakes(
-    ("no tile is skipped above the diagonal (too many tiles)", "return k_start // block_q", "return 0",
-     "Queries before k_start see none of these keys: see the picture of section 8."),
+    KEY_GRADIENTS.mistakes[1],
     ("these are the bounds of the dq kernel: the loop ends at the diagonal where it should begin",
      ("stop_query = T if left is None else min(k_stop + left, T)", "return k_start // block_q"),
      ("stop_query = min(k_stop, T)", "return 0 if left is None else max(k_start - left, 0) // block_q"),

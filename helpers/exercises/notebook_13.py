@@ -13,6 +13,7 @@ from helpers.attention.portable.tiles import dot, real
 from helpers.attention.reference import oracle
 from helpers.environment import backend
 from helpers.exercises import whole
+from helpers.exercises.again import OF_ROWS, by_hand
 from helpers.exercises.exercise import Case, Exercise
 
 
@@ -333,9 +334,8 @@ DECODE = Exercise(
      "A part has as many tiles as any other, so that all programs read: see section 6."),
     ("the results of the parts are averaged", "jax.nn.softmax(lses, axis=2)", "jnp.ones_like(lses) / parts",
      "A part counts by its share of the sum of exponentials: see the equation of section 6."),
-    ("a part without a key is divided by zero", "online_softmax.finish(*state, log=jnp.log, log_e=1)",
-     "state[2] / state[1][:, None], state[0] + jnp.log(state[1])",
-     "Where no key was seen, l is 0 and out shall be 0: divide by 1 there, see section 6."),
+    *by_hand(),
+    (OF_ROWS[-1][0], "pl.cdiv(length, block_k)", "length // block_k", OF_ROWS[-1][-1]),
     ("tiles behind the length are read, though they count for nothing",
      "jnp.minimum(first + part, pl.cdiv(length, block_k))", "first + part",
      "Bytes are what a step waits for: end the loop where the sequence ends, see section 4."),

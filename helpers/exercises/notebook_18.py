@@ -13,8 +13,10 @@ from helpers.attention import online_softmax
 from helpers.attention.extras import check_function
 from helpers.attention.portable.tiles import dot, real, whole
 from helpers.environment import backend
+from helpers.exercises.again import OF_HEADS, by_hand
 from helpers.exercises.exercise import Case, Complaint, Exercise
-from helpers.exercises.notebook_05 import FORWARD, expected_forward, run_forward
+from helpers.exercises.notebook_04 import ACCUMULATE
+from helpers.exercises.notebook_05 import expected_forward, run_forward
 
 
 def segment_ids(lengths, T):
@@ -316,14 +318,10 @@ MASKED = Exercise(
      "Partial tiles must be visited, and masked: see section 3."),
     ("the mask decides which tiles are visited, and hides nothing within them", "(seen, dot",
      "((cols < S)[None, :], dot", "In a partial tile the hidden pairs need the logit -inf: see section 2."),
-    FORWARD.mistakes[0],
-    ("a query that has seen no key yet becomes NaN", "m, l, alpha, p = online_softmax.step(m, l, s, exp=jnp.exp)",
-     "m_old, m = m, jnp.maximum(m, s.max(axis=1)); alpha, p = jnp.exp(m_old - m), jnp.exp(s - m[:, None]); "
-     "l = alpha * l + p.sum(axis=1)",
-     "Its maximum is still -inf, and -inf minus -inf is NaN: take 0 for it then, see exercise 18.4."),
-    ("a query that sees no key is divided by zero", "online_softmax.finish(*state, log=jnp.log, log_e=1)",
-     "(state[2] / state[1][:, None], state[0] + jnp.log(state[1]))",
-     "Where nothing was seen, l is 0: divide by 1, and out is 0."),
+    *by_hand((
+        "a query that has seen no key yet becomes NaN", "jnp.where(m_new == -jnp.inf, 0, m_new)", "m_new",
+        "Its maximum is still -inf, and -inf minus -inf is NaN: take 0 for it then, see exercise 18.4.")),
+    *OF_HEADS, ACCUMULATE.mistakes[2],
     ("mask_mod gets queries and keys the other way round", "rows[:, None], cols[None, :]",
      "cols[None, :], rows[:, None]", "i is the query and j the key: see section 6."),
 )  # fmt: skip

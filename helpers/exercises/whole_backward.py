@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from helpers.attention.portable.tiles import dot, real, whole
 from helpers.attention.reference import oracle, oracle_gradients
 from helpers.environment import backend
+from helpers.exercises.again import OF_HEADS, OF_ROWS
 from helpers.exercises.comparing import describe
 from helpers.exercises.exercise import Case, Complaint, Exercise
 from helpers.exercises.notebook_05 import forward
@@ -32,6 +33,8 @@ OF_A_PAIR = (
     ("s and lse are exponentiated apart, as in exp(s) / exp(lse), where both may overflow or vanish",
      "jnp.exp(s - lse[:, None])", "jnp.exp(s) / jnp.exp(lse)[:, None]",
      "Subtract before you exponentiate, p = exp(s - lse): see the equations of section 1."),
+    ("the scale enters the logits twice", "s = scale * ", "s = scale * scale * ", "Scale q or the product, not both."),
+    ("p is missing from ds", "ds = p * ", "ds = ", "ds = p (dp - delta): see the equations of section 1."),
     ("lse and delta are taken by key instead of by query", "[:, None]", "[None, :]",
      "Both have an entry for each query, so they need a second axis, lse[:, None]: see section 2."),
 )  # fmt: skip
@@ -133,9 +136,16 @@ KEY_GRADIENTS = Exercise(
 ).with_mistakes(
     ("both sums are overwritten, so that only the last tile of queries counts", ("dk + ", "dv + "), ("", ""),
      "Add to the dk and dv that arrive: a tile of keys belongs to all queries, see the picture of section 1."),
+    ("no tile is skipped above the diagonal (too many tiles)", "k_start // block_q", "0",
+     "Queries before k_start see none of these keys: see the picture of section 8."),
     ("dv is right and dk is wrong, because dk is not multiplied by the scale", "scale * dot(ds", "dot(ds",
      "s = scale q kᵀ, so the scale appears once more in dk: see the equations of section 1."),
-    *OF_A_PAIR[:5],
+    *OF_A_PAIR[:-1],
+    ("dv is a sum over ds instead of p", "dot(p.astype(do.dtype).T, do)", "dot(ds.astype(do.dtype).T, do)",
+     "out = p v, so dv = pᵀ do, and ds is for dq and dk: see the equations of section 1."),
+    ("lse and delta are those of the first head of the group", "_ref[n, tile]", "_ref[0, tile]",
+     "Each query head has its own: step by step they change with q and do, see section 9."),
+    *OF_ROWS[:2],
     ("a masked weight is left as it is", " if is_causal else p\n", " if False else p\n",
      "lse knows nothing of masked keys, so exp(s - lse) may be large there: set p to 0, see section 8."),
     ("rows past the end of q, do or lse get into the sums",
@@ -194,11 +204,10 @@ QUERY_GRADIENTS = Exercise(
      "Add to the dq that arrives: a tile of queries sees all keys, see the picture of section 1."),
     ("dq is not multiplied by the scale", "scale * dot(ds", "dot(ds",
      "s = scale q kᵀ, so the scale appears once more in dq: see the equations of section 1."),
-    *OF_A_PAIR[:5],
+    *OF_A_PAIR[:-1],
     ("a masked weight is left as it is", " & (cols <= rows[:, None])", "",
      "lse knows nothing of masked keys, so exp(s - lse) may be large there: set p to 0, see section 8."),
-    ("the key/value head is n % K", "n // group", "n % K",
-     "Neighbours share a head, so it is n // (N // K): see section 9."),
+    *OF_HEADS, *OF_ROWS,
     ("the block of the keys ends with the array, and the last slice is moved back into it",
      "whole(S, block_k)", "S",
      "Make it a whole number of tiles long, so that it reaches past the end: see section 6 of notebook 05."),
@@ -281,6 +290,10 @@ FLASH_ATTENTION = Exercise(
      "delta = rowsum(out do) is what the softmax takes off dp: see section 2."),
     ("delta is summed in 16 bits", ".astype(jnp.float32) * do.astype(jnp.float32)", " * do",
      "A product of 16-bit arrays has 16 bits: convert out and do to float32 first, see the text of the exercise."),
-    ("the dk and dv kernel is not told that attention is causal", "key_gradients(*needed, *options)",
-     "key_gradients(*needed, False, tile, tile)", "Hand is_causal on to both kernels: see section 8."),
+    *((f"the {name} kernel is not told that attention is causal", f"{kernel}(*needed, *options)",
+       f"{kernel}(*needed, False, tile, tile)", "Hand is_causal on to both kernels: see section 8.")
+      for name, kernel in (("dk and dv", "key_gradients"), ("dq", "query_gradients"))),
+    ("delta is made of do alone", "(out.astype", "(do.astype", "delta = rowsum(out do): see section 2."),
+    ("lse and delta are handed on in the wrong order", "lse, delta.swapaxes(1, 2)", "delta.swapaxes(1, 2), lse",
+     "The arguments of your two kernels end in lse, delta: see the text of exercise 7.7."),
 )  # fmt: skip

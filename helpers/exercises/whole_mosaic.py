@@ -20,8 +20,8 @@ from helpers.attention.hopper import ladder, warpgroup
 from helpers.attention.mosaic import warp
 from helpers.attention.reference import oracle
 from helpers.exercises import whole
+from helpers.exercises.again import OF_A_STATE, OF_HEADS, OF_ROWS
 from helpers.exercises.exercise import Case, Exercise
-from helpers.exercises.notebook_05 import FORWARD, GQA
 from helpers.exercises.running import name_of
 from helpers.instruments.races import DETECTING, patient_for, races
 
@@ -29,7 +29,7 @@ AS_ASKED = "without a race, and lowered"
 AMPERE, HOPPER = ("Ampere", (8, 0)), ("Hopper", (9, 0))
 PATIENCE_S = 8  # for a warpgroup at a barrier
 LARGEST_TILE = 128
-MARK = 1e4  # in keys from LARGEST_TILE on, and below zero in queries, where it meets zeros and changes no logit
+MARK = 1e4  # in keys from LARGEST_TILE or T on, and below zero in queries, where it meets zeros and changes no logit
 
 
 def mma_forward(q, k, v, is_causal=False, interpret=False):
@@ -104,7 +104,7 @@ def _cases(seed, *rows):
         q[..., 0] = math.sqrt(H)  # so that the first component of k moves the logits
         k[..., 0] += np.repeat(push, -(-S // len(push)))[None, :S, None]
         q[..., -2:], k[..., -2:] = 0, 0
-        q[:, LARGEST_TILE:, :, -1], k[:, LARGEST_TILE:, :, -2] = -MARK, MARK
+        q[:, LARGEST_TILE:, :, -1], k[:, min(T, LARGEST_TILE) :, :, -2] = -MARK, MARK
         said = [f"{name}={value}" for name, value in dict(T=T, S=S, N=N, K=K, H=H, B=B).items()]
         said += ["causal" if is_causal else "no mask", jnp.dtype(dtype).name, *filter(None, [label])]
         yield Case(", ".join(said), (*(array.astype(dtype) for array in (q, k, v)), is_causal, H >= 128))
@@ -146,7 +146,7 @@ def _run(gpus, product, warpgroups, answer, q, k, v, is_causal, is_lowered):
 
 @contextlib.contextmanager
 def _marks_noted(read):
-    """A context in which interpreted programs note in read, {program: set}, whether they read a mark of q or of k.
+    """A context in which interpreted programs note in read, {program: set}, marks of q and tiles that begin with k's.
 
     And which of their warpgroups read, by number.
     """
@@ -158,7 +158,8 @@ def _marks_noted(read):
         if program and values is not None and values.dtype.itemsize == 2:
             marks = read[program.cluster_coords]
             marks.add(program.thread_id)
-            marks.update({"k"} if (values > MARK / 2).any() else (), {"q"} if (values < -MARK / 2).any() else ())
+            first_row = values[(0,) * (values.ndim - 1)]
+            marks.update({"k"} if (first_row > MARK / 2).any() else (), {"q"} if (values < -MARK / 2).any() else ())
         return values, *rest
 
     with mock.patch.object(shared_memory.GPUSharedMemory, "get_buffer_content", noted):
@@ -186,7 +187,7 @@ def _expected(q, k, v, is_causal, *_):
 
 
 IN_BOTH = (
-    *GQA.mistakes[:1],
+    *OF_HEADS,
     ("the zeros behind the last key count as keys", "jnp.minimum(rows + (1 if is_causal else S), S)",
      "rows + (1 if is_causal else S)",
      "Padding is 0, and exp(0 - m) is a weight: mask what lies at S or behind."),
@@ -194,6 +195,7 @@ IN_BOTH = (
      "A key after the query gets -inf: compare positions, as `mma_kernel` does."),
     ("no tile is skipped", "min(T, S)) if is_causal else S", "min(T, S)) if False else S",
      "With a causal mask the tiles end with the one that the last query of the program sees."),
+    (OF_A_STATE[3][0], "math.sqrt(H) * math.log(2)", "math.sqrt(H)", OF_A_STATE[3][-1]),
     ("logits are scaled by the padded head dim", "math.sqrt(H)", "math.sqrt(head_padded)",
      "The scale belongs to the H that came in: zeros behind it change no product."),
 )  # fmt: skip
@@ -204,20 +206,17 @@ MMA = Exercise(
         _cases, 106,
         ((1, 70, 150, 4, 2, 40), False, jnp.float16, (0, 0, 9), "the largest logits last"),
         ((2, 200, 150, 3, 1, 64), True, jnp.bfloat16, (0,), ""),
-        ((1, 120, 230, 2, 2, 80), True, jnp.bfloat16, (30, 0, 0), "the largest logits first"),
+        ((1, 126, 230, 2, 2, 80), True, jnp.bfloat16, (30, 0, 0), "the largest logits first"),
         ((1, 65, 70, 2, 1, 200), False, jnp.bfloat16, (-400, -350), "logits far below 0"),
+        ((1, 30, 70, 1, 1, 200), True, jnp.bfloat16, (0,), ""),
     ),
     run=functools.partial(_run, (AMPERE, HOPPER), "mma.sync", 1), expected=_expected, tolerance=1e-4,
     building_block="forward on a GPU", in_place=("on_gpu", "forward"), slow=True,
 ).with_mistakes(
-    *IN_BOTH,
-    ("lse is the logarithm of the sum alone", "m + jnp.log2(l)", "jnp.log2(l)",
-     "The sum was measured from m: lse = m + log l, as in notebook 05."),
-    ("acc is not rescaled by alpha", "warp.along(alpha, acc.shape, 0) * acc", "acc", FORWARD.mistakes[0][-1]),
+    *IN_BOTH, *OF_ROWS[4:], OF_A_STATE[7],
+    ("acc is not rescaled by alpha", "warp.along(alpha, acc.shape, 0) * acc", "acc", OF_A_STATE[0][-1]),
     ("positions of keys are counted within the tile", "seen - indices[0] * block_k", "seen",
      "Step j of the pipeline begins with key j * block_k: `indices` has the step."),
-    ("the last tile of keys is left out where it is not whole", "pl.cdiv(stop, block_k)", "stop // block_k",
-     "Round the number of tiles up."),
     ("q is read before its copy has arrived",
      "        plgpu.barrier_wait(*loaded) if loaded else plgpu.wait_gmem_to_smem(0)\n", "",
      "A copy has only been asked for when `copy` returns: wait as `mma_kernel` does."),
@@ -310,14 +309,14 @@ WGMMA = Exercise(
         _cases, 107,
         ((1, 70, 500, 4, 2, 40), False, jnp.float16, (0, 0, 9), "the largest logits last"),
         ((1, 200, 150, 3, 1, 64), True, jnp.bfloat16, (0,), ""),
-        ((1, 120, 400, 2, 2, 80), True, jnp.bfloat16, (30, 0, 0), "the largest logits first"),
+        ((1, 126, 400, 2, 2, 80), True, jnp.bfloat16, (30, 0, 0), "the largest logits first"),
         ((2, 65, 140, 1, 1, 128), False, jnp.bfloat16, (-400, -350), "logits far below 0"),
     ),
     run=functools.partial(_run, (HOPPER,), "wgmma", 3), expected=_expected, tolerance=1e-4,
     building_block="forward on a Hopper GPU", in_place=("on_hopper", "forward"), slow=True,
 ).with_mistakes(
     *IN_BOTH,
-    ("acc is not rescaled by alpha", "add(acc, alpha", "add(acc, 0 * alpha + 1", FORWARD.mistakes[0][-1]),
+    ("acc is not rescaled by alpha", "add(acc, alpha", "add(acc, 0 * alpha + 1", OF_A_STATE[0][-1]),
     ("positions of keys are counted within the tile", "S) - j * block_k", "S)", "Tile j begins with key j * block_k."),
     ("a tile is read before its copy has arrived", "                plgpu.barrier_wait(loaded.at[slot])\n", "",
      "A copy has only been ordered when `copy_gmem_to_smem` returns: see section 4."),
