@@ -221,13 +221,13 @@ MMA = Exercise(
      "Step j of the pipeline begins with key j * block_k: `indices` has the step."),
     ("the last tile of keys is left out where it is not whole", "pl.cdiv(stop, block_k)", "stop // block_k",
      "Round the number of tiles up."),
-    ("a tile of keys goes past the end of its array", "64, 64 if H <= 128 else 32", "64, 128",
-     "Copies before Hopper bring whatever lies there: give laid_out the keys of a tile for k and v."),
     ("q is read before its copy has arrived",
      "        plgpu.barrier_wait(*loaded) if loaded else plgpu.wait_gmem_to_smem(0)\n", "",
      "A copy has only been asked for when `copy` returns: wait as `mma_kernel` does."),
     ("the barrier of q is there on every GPU", "*([plgpu.Barrier()] if warp.by_tma() else [])", "plgpu.Barrier()",
      "Before Hopper there is no TMA that would arrive at it: give one only where `warp.by_tma()` says so."),
+    ("a tile of keys goes past the end of its array", "64, 64 if H <= 128 else 32", "64, 128",
+     "Copies before Hopper bring whatever lies there: give laid_out the keys of a tile for k and v."),
 )  # fmt: skip
 
 
