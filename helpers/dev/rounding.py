@@ -113,10 +113,11 @@ def answers(query, key, value, dout, dlse=None, *, tf32=False, **arguments):
     if problem.soft_cap:  # weights at the cap are equal, and so are the errors of their rounding
         at_cap = np.where(slope < limits.eps, p * np.abs(centred), 0).sum(axis=-1, keepdims=True)
         of_delta += rounded * at_cap**2
-    of_kept = product(p, operand * p**2, v, S) + (H * float32 + rounded**2) * out**2
+    cut_sums = (keys / (2 * STEP)) ** 2 * float32  # what a tensor core leaves of a sum over keys, its relative variance
+    of_kept = product(p, operand * p**2, v, S) + (cut_sums + H * float32 + rounded**2) * out**2
     of_kept += np.where(np.abs(out) < float(limits.smallest_normal), smallest**2 / 12, 0)  # few bits are kept of those
     of_delta += (of_kept * do**2).sum(axis=-1, keepdims=True)
-    of_delta += (4 * operand + (keys / (2 * STEP)) ** 2 * float32) * delta**2
+    of_delta += (4 * operand + cut_sums) * delta**2
     # What is too small for the dtype may count as 0: the weight of which ds is a multiple, and ds of scaled products.
     of_ds = p**2 * of_dp + (of_s + rounded) * ds**2 + least * (centred + added) ** 2
     of_ds, ds, bent = slope**2 * of_ds + of_slope * ds**2 + least, slope * ds, slope * p
