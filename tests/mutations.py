@@ -81,7 +81,7 @@ FAULTS = [
         ("the device is that of the machine, not of the arrays", "    device = device_of(call.query)\n    if", "    device = device_of(None)\n    if"),
         ("a query that sees no key passes what arrives", "call.of_seeing_rows(lse, call.query, dout, dlse)", "call.query, dout, dlse"),
         ("too few threads are found when a program is lowered for a GPU", "    if not isinstance(call.query, jax.core.Tracer):\n        raise error", "    raise error"),
-        ("a feature that is not listed is served", "if feature not in backend.serves", "if backend.serves and feature not in backend.serves"),
+        ("only the first feature of a call has to be listed", "for feature in call.features if feature", "for feature in call.features[:1] if feature"),
     ),
     *_of("helpers/attention/device.py", "test_api test_hopper_api test_measure",
         ("settings of the caller reach the kernels", "with jax.enable_x64(False), jax.disable_jit(False):", "with jax.disable_jit(False):"),
