@@ -126,8 +126,8 @@ def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, inter
     lengths the tile of values in which a batch entry ends is copied; the `VisibleTiles` are 36 bytes a tile of queries.
     tiles: a `Tiles`, or None for the fastest known. is_persistent: False gives each tile of queries a program of its
     own. A program that waits for an SM, because a transfer from another GPU occupies it, is then one of many; a
-    persistent one would begin its whole share late. interpret: False, or a `plgpu.InterpretGPUParams` that says how to
-    run on a CPU.
+    persistent one with a static list would begin all of it late. interpret: False, or a `plgpu.InterpretGPUParams` that
+    says how to run on a CPU.
     """
     problem = call.problem
     tiles = tiles or tiles_for(call, keeps_low_bits)

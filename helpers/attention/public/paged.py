@@ -27,8 +27,8 @@ def paged_attention(
         queries are the last of each sequence, so that the last one sees all of it.
       implementation: "reference" (gathers the cache), "portable" (on an NVIDIA GPU from Ampere on a Mosaic kernel that
         reads it in place; on a CPU it is gathered for the plain kernel), "mosaic" (that kernel, interpreted on a CPU),
-        or None: portable on such a GPU, reference elsewhere. With a
-        window it reads the pages in which some query sees a key.
+        or None: portable on such a GPU, reference elsewhere. With a window that kernel reads whole
+        tiles of 64 keys in which some query sees one. What a window hides must be finite, too.
       return_residual: also return the log-sum-exp of the scaled logits.
 
     Returns:
