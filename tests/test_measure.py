@@ -14,7 +14,7 @@ from helpers.dev import benchmark
 from helpers.dev.benchmark import Case
 from helpers.instruments import implementations, ladder
 from helpers.instruments.simulated import SimulatedGPU
-from helpers.instruments.timing import Program, Timing, time_together
+from helpers.instruments.timing import Timed, Timing, time_together
 
 SMALL = Case(1, 128, 128, 2, 2, 64, "bfloat16", True)
 
@@ -30,7 +30,7 @@ def test_the_benchmark_finds_the_truth_on_the_worst_gpu(slower):
     vices = dict(compile_s=1.5, launch_s=2e-5, wait_s=3e-4, cached=0.4, disturbed={8: range(40, 64)}, warming=0.15)
     gpu = SimulatedGPU(2e-3, **vices)
     programs = {
-        name: Program(functools.partial(gpu.run, program=name, slower=factor), list("abcd"), gpu.wait)
+        name: Timed(functools.partial(gpu.run, program=name, slower=factor), list("abcd"), gpu.wait)
         for name, factor in (("plain", 1.0), ("other", slower))
     }
     found = time_together(programs, clock=gpu.clock, device_samples=lambda program: [])

@@ -38,7 +38,7 @@ from helpers.dev.measuring import COMPILERS, compile_together, lowered, millisec
 from helpers.exercises import mine
 from helpers.instruments import cost, ladder, results
 from helpers.instruments.implementations import OF_JAX, OF_TORCH, gradient_programs, ours
-from helpers.instruments.timing import Program, rotation, time_together
+from helpers.instruments.timing import Timed, rotation, time_together
 from helpers.workbook import WORKBOOK
 
 TOKENS, WIDTH = 16384, 2048
@@ -236,9 +236,9 @@ def measure_case(case, implementations, *, note, time_programs=time_together, co
 def _program_of_jax(stages, sets):
     """A pass as compiled: forward of one stage, or backward of what keeps the residuals and what reads them."""
     if len(stages) == 1:
-        return Program(*stages, [tuple(arrays[:3]) for arrays in sets])
+        return Timed(*stages, [tuple(arrays[:3]) for arrays in sets])
     residuals, backward = stages
-    return Program(backward, [(residuals(*arrays[:3]), arrays[3]) for arrays in sets])
+    return Timed(backward, [(residuals(*arrays[:3]), arrays[3]) for arrays in sets])
 
 
 def record(case, name, which, timing):
@@ -269,9 +269,9 @@ def ceilings():
     a, b = measuring.random_arrays([(8192, 8192)] * 2, jnp.bfloat16)
     (large,) = measuring.random_arrays([(1 << 29,)], jnp.bfloat16)
     programs = {
-        "matmul": Program(jax.jit(jnp.matmul), [(a, b)]),
-        "by a kernel": Program(jax.jit(lambda x: -x), [(large,)]),
-        "by the driver": Program(jax.jit(jnp.copy), [(large,)]),
+        "matmul": Timed(jax.jit(jnp.matmul), [(a, b)]),
+        "by a kernel": Timed(jax.jit(lambda x: -x), [(large,)]),
+        "by the driver": Timed(jax.jit(jnp.copy), [(large,)]),
     }
     times = time_together(programs, sample_ms=30.0)
     ms = {name: milliseconds(timing) for name, timing in times.items()}
@@ -321,7 +321,7 @@ def ladder_records(cases, note, processes=0):
         inputs = inputs_of_passes(case)[which]
         right = right_answer(case, inputs_of(case))
         found = {part[-1]: stages for part, stages in compiled.items() if part[:-1] == about}
-        makers = {name: functools.partial(Program, *stages, [inputs]) for name, stages in found.items()}
+        makers = {name: functools.partial(Timed, *stages, [inputs]) for name, stages in found.items()}
         wrong = lambda _, found: complaint(case, which, jax.tree.leaves(found), right)  # noqa: B023
         programs = measuring.right_ones(makers, wrong, note, *about)
         for name, timing in time_together(programs).items() if programs else ():

@@ -17,7 +17,7 @@ from helpers import flash_attention, paged_attention
 from helpers.attention.reference import oracle
 from helpers.dev.measuring import clocks, milliseconds, one_stage, random_arrays, right_ones
 from helpers.instruments.implementations import operators_of_flash_attention_3
-from helpers.instruments.timing import Program, rotation, time_together
+from helpers.instruments.timing import Timed, rotation, time_together
 
 WIDEST_ERROR = 1.0  # of a 16-bit result, in units of eps of its dtype; naive 16-bit attention has about a third
 
@@ -74,7 +74,7 @@ def jax_paged(case):
 
 
 def flash_attention_3(case, sets):
-    """FlashAttention-3's own kernel, in one piece or in pages, as a `Program` of sets of JAX's inputs."""
+    """FlashAttention-3's own kernel, in one piece or in pages, as a `Timed` of sets of JAX's inputs."""
     operators = operators_of_flash_attention_3()
     torch = importlib.import_module("torch")
     options = {"softmax_scale": case.H**-0.5, "is_causal": True, "num_splits": 0}  # it chooses how many
@@ -84,7 +84,7 @@ def flash_attention_3(case, sets):
         return operators.fwd(query, key, value, seqused_k=lengths, page_table=table, **options)[0]
 
     inputs = [tuple(map(torch.from_dlpack, arrays)) for arrays in sets]
-    return Program(attention, inputs, lambda _: torch.cuda.synchronize())
+    return Timed(attention, inputs, lambda _: torch.cuda.synchronize())
 
 
 CONTIGUOUS = {
@@ -146,7 +146,7 @@ def measure(case, note, compiled):
     for (one, name), stages in compiled.items():
         if one == case:
             inputs = [heads_first(arrays) for arrays in sets] if name == "jax_paged" else sets
-            makers[name] = functools.partial(Program, *stages, inputs)
+            makers[name] = functools.partial(Timed, *stages, inputs)
     makers["flash_attention_3"] = functools.partial(flash_attention_3, case, sets)
     wrong = lambda _, out: complaint(case, jnp.from_dlpack(out), sets[0])  # PyTorch's as well as JAX's
     records = []

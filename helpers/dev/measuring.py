@@ -177,9 +177,9 @@ def say_left_out(note, error, name, *about):
 
 
 def right_ones(makers, complaint, note, *about):
-    """{name: Program} of those whose result is right; the others are noted, and never timed.
+    """{name: Timed} of those whose result is right; the others are noted, and never timed.
 
-    makers: {name: function that returns a `timing.Program`}. complaint(name, result): what is wrong, or None.
+    makers: {name: function that returns a `timing.Timed`}. complaint(name, result): what is wrong, or None.
     """
     ready = {}
     for name, make in makers.items():

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from helpers import flash_attention
-from helpers.instruments.timing import Program
+from helpers.instruments.timing import Timed
 
 
 def ours(implementation):
@@ -66,12 +66,12 @@ class OfTorch(NamedTuple):
     to_jax: Callable
 
     def programs(self, sets):
-        """{pass: Program} of sets of JAX's (query, key, value, dout)."""
+        """{pass: Timed} of sets of JAX's (query, key, value, dout)."""
         wait = lambda _: importlib.import_module("torch").cuda.synchronize()
         sets = [tuple(map(self.to_torch, arrays)) for arrays in sets]
-        forward = Program(self.forward, [arrays[:3] for arrays in sets], wait)
+        forward = Timed(self.forward, [arrays[:3] for arrays in sets], wait)
         kept = [(self.residuals(*arrays[:3]), arrays[3]) for arrays in sets]
-        return {"forward": forward, "backward": Program(self.backward, kept, wait)}
+        return {"forward": forward, "backward": Timed(self.backward, kept, wait)}
 
 
 def _by_autograd(attention, to_torch, to_jax):

@@ -37,7 +37,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Program:
+class Timed:
     """Something to time: run(*inputs) queues work and returns arrays; inputs are taken in rotation."""
 
     run: Callable[..., Any]
@@ -57,10 +57,10 @@ def summary(wall_s, device_ms):
 
 
 def time_together(programs, *, rounds=9, sample_ms=10.0, clock=time.perf_counter, device_samples=None):
-    """Measure programs in turns. programs: {name: Program}. Returns {name: Timing}.
+    """Measure programs in turns. programs: {name: Timed}. Returns {name: Timing}.
 
     rounds: samples of each program. sample_ms: about how long one sample lasts.
-    clock: seconds. device_samples: function of a Program that returns the milliseconds of some calls; by
+    clock: seconds. device_samples: function of a Timed that returns the milliseconds of some calls; by
     default the profiler of `kernel_times`.
     """
     device_samples = kernel_times if device_samples is None else device_samples

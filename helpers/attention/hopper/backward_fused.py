@@ -125,7 +125,7 @@ def delayed_loop(program, own):
     nothing = Published(program.kv * problem.group, jnp.int32(0), jnp.int32(0), jnp.int32(1))
     steps = (functools.partial(delayed_step, program, own, masked) for masked in (False, True))
     step, last = program.for_each_tile(*steps, nothing)
-    finish_before(program, own, last, step)
+    dk_and_dq_before(program, own, last, step)
     plgpu.wgmma_wait(0)
     plgpu.barrier_arrive(scratch.q.consumed.at[last.q_slot])
 
@@ -150,7 +150,7 @@ def immediate_step(program, own, masked, head, i, step, _):
     ds = ds_of(p, slope, dp, plgpu.load(delta, layout=COLUMNS), 1, problem)
     publish(program, ds, ds_slot)
     multiply_add(own.dv, p_16, do, spare_of(program), interpret)
-    dq = finish(program, own, Published(head, i, scratch.q.slot(step), ds_slot), ds)
+    dq = dk_and_dq(program, own, Published(head, i, scratch.q.slot(step), ds_slot), ds)
     add_to_dq(program, own, dq, head, i)
     plgpu.wgmma_wait(0)
     scratch.do.release(step)
@@ -170,7 +170,7 @@ def delayed_step(program, own, masked, head, i, step, before):
     # -- the delayed order
     scratch.q.wait(step)
     s = issue([(scratch.k.at[0, wg], q)], 1, interpret)
-    finish_before(program, own, before, step)
+    dk_and_dq_before(program, own, before, step)
     scratch.do.wait(step)
     dp = issue([(scratch.v.at[0, wg], do)], 1, interpret)
     lse, s = lse_and_awaited(s, 2, lse)
@@ -205,13 +205,13 @@ def publish(program, ds, slot):
     plgpu.barrier_arrive(program.scratch.ds_ready)
 
 
-def finish_before(program, own, before, step):
-    """`finish` of the tile before. In step 0 there is none, but a ds of zeros for dk."""
-    dq = finish(program, own, before)
+def dk_and_dq_before(program, own, before, step):
+    """`dk_and_dq` of the tile before. In step 0 there is none, but a ds of zeros for dk."""
+    dq = dk_and_dq(program, own, before)
     pl.when(step > 0)(lambda: add_to_dq(program, own, dq, before.head, before.i))
 
 
-def finish(program, own, tile, ds=None):
+def dk_and_dq(program, own, tile, ds=None):
     """This warpgroup's part of ds k of a `Published` tile; that of dk is issued only.
 
     ds: what it published itself, where it still has that in registers.

@@ -253,7 +253,7 @@ def one_turn(program, turns, i, state):
     acc = program.out.zeros()
     is_last = functools.partial(program.scheduler.is_last, turns, i)
     softmax = program.softmax.in_turn(turns, turn, kept, is_last)
-    acc, m, l, p = key_tiles(program, turns, turn, softmax, (acc, *first))
+    acc, m, l, p = over_key_tiles(program, turns, turn, softmax, (acc, *first))
     l = l.sum(axis=1)
     softmax = softmax.after(l)
 
@@ -326,7 +326,7 @@ def wait_for_keys(program, turn, j):
     pl.when(j < turn.stop)(lambda: program.smem.keys.wait(turn.step + j))
 
 
-def key_tiles(program, turns, turn, softmax, state):
+def over_key_tiles(program, turns, turn, softmax, state):
     """(acc, m, l, p) after all of my key tiles, from those after the first.
 
     They go without a mask as far as possible, and each by the rule that softmax has for

@@ -73,7 +73,7 @@ def add(acc, alpha, p, v_smem, *, interpret):
     return accumulate(acc, p.astype(v_smem.dtype), v_smem, interpret=interpret)
 
 
-def key_tiles(problem, q_stop):
+def key_stop(problem, q_stop):
     """How many key tiles the queries before q_stop see."""
     if problem.band.right == 0:
         return jnp.minimum(lax.div(q_stop + BLOCK_K - 1, BLOCK_K), problem.S // BLOCK_K)
@@ -122,7 +122,7 @@ def one_warpgroup(q_ref, k_ref, v_ref, out_ref, lse_ref, q_smem, k_smem, v_smem,
         m, l, alpha, p = softmax(s, m, l, problem=problem, q_start=q_start, j=j)
         return m, l, add(acc, alpha, p, v_smem, interpret=interpret)
 
-    state = lax.fori_loop(0, key_tiles(problem, q_start + BLOCK_Q), one_key_tile, start(problem.H))
+    state = lax.fori_loop(0, key_stop(problem, q_start + BLOCK_Q), one_key_tile, start(problem.H))
     finish(state, out_ref.at[b, my_rows, n], lse_ref.at[b, n, my_rows], q_smem)
 
 
@@ -136,7 +136,7 @@ def ring(
     kv_head = lax.div(n, problem.group)
     q_start = i * BLOCK_Q
     my_rows = pl.ds(q_start, BLOCK_Q)
-    stop = key_tiles(problem, q_start + BLOCK_Q)
+    stop = key_stop(problem, q_start + BLOCK_Q)
 
     def fetch(j):  # returns at once; k_loaded and v_loaded say when the tiles are there
         tile = b, pl.ds(j * BLOCK_K, BLOCK_K), kv_head
@@ -176,7 +176,7 @@ def specialised(
     b, n, i = here()
     kv_head = lax.div(n, problem.group)
     me = lax.axis_index("warpgroup")
-    stop = key_tiles(problem, (i + 1) * warpgroups * BLOCK_Q)
+    stop = key_stop(problem, (i + 1) * warpgroups * BLOCK_Q)
 
     def compute():
         if warpgroups == 2:  # one of each has as many as it wants from the start

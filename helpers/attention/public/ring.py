@@ -181,7 +181,7 @@ def ring_attention(
     chosen = choose(implementation, call)
     kernels = kernels_by_platform("reference") if chosen is naive_attention else chosen
     problem = dataclasses.replace(problem, is_packed=False)  # most pieces have other documents' keys
-    ring = Ring(kernels, problem, axis_name, devices, layout, key_length)
+    ring = DeviceRing(kernels, problem, axis_name, devices, layout, key_length)
     ids = call.extras
     shard, own = (call.key, call.value, ids.key_segment_ids), (*lengths, ids.query_segment_ids)
     _, *arrays = vary_alike((lax.axis_index(axis_name), call.query, *shard, own))
@@ -304,7 +304,7 @@ def _zigzag_routes(devices, parity):
 
 
 @dataclass(frozen=True)
-class Ring:
+class DeviceRing:
     """The static part of a call: `kernels` for pieces, and the `problem` of one device's queries and keys."""
 
     kernels: KernelsOf
