@@ -4,8 +4,8 @@ The arguments combine in this order (see `scores`): s = scale q k + bias, then s
 -inf wherever one of the masks hides a key, and exp(sink) in the sum of the softmax. lse counts the sink, and where
 a query sees no key, it is the sink. mask_mod and score_mod are traced with int32 numbers that broadcast, and
 float32 logits; define them once, since each new function is compiled anew. Gradients flow into bias, sinks and
-float score_arrays too; those of bias and score_arrays are made beside the kernels, from all logits once more, but
-never all of them at a time, and summed in the same order each time.
+float score_arrays too; those of bias and score_arrays are made beside the kernels, from all logits once more, some
+rows at a time, and summed in the same order each time.
 
 Up to 16 queries, as when text is generated, portable and hopper share one forward pass on a GPU, unless a call has a
 bias, a mask, segment ids or functions, or a gradient keeps its low bits: the keys are split over programs, which write
