@@ -211,8 +211,8 @@ def backward(call, out, lse, dout, dlse, low=None, *, mends_delta=True, tiles=No
 
     The arguments are those of `portable.backward`. Beyond inputs and outputs it allocates lse_2, delta and, for float32
     calls, what mends it, (B, N, T) in float32, and what `forward` says of arrays that are not laid out yet, here with
-    dout and the three gradients, twice where the tiles of the kernels differ. The same input gives the same bits each
-    time.
+    dout and the three gradients, and of key as of value, twice where the tiles of the kernels differ. The same input
+    gives the same bits each time.
 
     mends_delta: False where out and lse are those of more keys than the call has, as in `ring`: rows of ds add up to
     dlse over all of the keys only. tiles: two `warp.Tiles`, of dq_kernel and of dkv_kernel, chosen for the problem
