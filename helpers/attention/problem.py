@@ -1,6 +1,6 @@
 """What one call of attention asks for: shapes, dtype, scale and mask, checked once.
 
-What no implementation accepts is refused here, before any kernel runs; what one of them cannot serve, in `api`.
+What no implementation accepts is refused here, before any kernel runs; what one of them cannot serve, in `registry`.
 """
 
 import functools
