@@ -5,7 +5,7 @@ do) is large where values have a part in common, and an error of delta comes bac
 common. So the forward pass of a gradient keeps another 16 bits: how many float32 numbers there are from the rounded
 out to the exact one,
 
-    low = bits(exact) - bits(float32(rounded))        at most 2^15 in size for bfloat16, 2^12 for float16
+    low = bits(exact) - bits(float32(rounded))        at most 2^15 in size for bfloat16, 2^12 for float16 above 2^-14
 
 where bits are read as integers, which for numbers of one sign are in the order of the numbers.
 """
