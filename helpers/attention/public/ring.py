@@ -202,7 +202,8 @@ def ring_attention_on_mesh(
     query, key, value: (B, T, N, H) and (B, S, K, H), or without B; best if they are split over the axis already.
     mesh: a `jax.sharding.Mesh`; axis_name: one of its axes. The other arguments are those of `ring_attention`, with
     segment ids of the whole sequence.
-    Returns out, or (out, lse), with the sequence split over the axis as far as that goes evenly.
+    Returns out, or (out, lse), with the sequence split over the axis; where queries are padded, as XLA chooses, and
+    whole on explicit axes.
 
     Positions go from their usual order into the layout, and results back, by one exchange each of what they weigh. A
     model that keeps all its arrays in the layout saves that, see `positions`.
