@@ -21,7 +21,10 @@ def low_bits(exact, rounded):
 
 
 def with_low_bits(rounded, low):
-    """The float32 array whose `low_bits` these are; where low is None, `rounded` in float32."""
+    """The float32 array whose `low_bits` these are; where low is None, `rounded` in float32.
+
+    Of float16 numbers below 2^-17 the bits do not fit; there it is about as far off as `rounded`.
+    """
     rounded = rounded.astype(jnp.float32)
     if low is None:
         return rounded

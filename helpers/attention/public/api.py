@@ -55,7 +55,7 @@ import jax.numpy as jnp
 from helpers.attention import sharding
 from helpers.attention.device import default_device, settings
 from helpers.attention.differentiate import RESIDUALS
-from helpers.attention.problem import Call, check_call
+from helpers.attention.problem import Call, check_call, check_flag
 from helpers.attention.public.registry import IMPLEMENTATIONS, Kernels, KernelsOf, choose
 
 __all__ = ["IMPLEMENTATIONS", "RESIDUALS", "flash_attention"]
@@ -120,8 +120,7 @@ def flash_attention(
     of_call = locals().copy()
     del of_call["implementation"], of_call["return_residual"]
     call = check_call(**of_call)
-    if not isinstance(return_residual, bool):
-        raise TypeError(f"return_residual must be True or False, got {return_residual!r}")
+    check_flag("return_residual", return_residual)
     out, lse = run(choose(implementation, call, return_residual), call, return_residual)
     if query.ndim == 3:
         out, lse = out[0], None if lse is None else lse[0]
