@@ -46,9 +46,9 @@ def neighbours(number):
 
 
 def lessons_table(folder=""):
-    rows = ["| notebook | what it builds | minutes: reading + exercises |", "|---|---|---|"]
+    rows = ["| notebook | what it builds | minutes |", "|---|---|---|"]
     for number, row in LESSONS.items():
-        rows.append(f"| {link(number, folder)} | {row['build']} | {row['reading']} + {row['exercises']} |")
+        rows.append(f"| {link(number, folder)} | {row['build']} | {row['reading'] + row['exercises']} |")
     return "\n".join(rows)
 
 
@@ -69,7 +69,7 @@ def steps(path, folder=""):
     """What to do on a path, in words, with links where there is a folder."""
     named = lambda number: f"[{number}]({folder}{LESSONS[number]['file']}.ipynb)" if folder else number
     if "parts" not in path:
-        return f"{named('00')} to {named(path['last'])} in order, with all exercises"
+        return f"{named('00')} to {named(path['last'])}, with all exercises"
     said = []
     for part in path["parts"]:
         lesson = named(part["lesson"])

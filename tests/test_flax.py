@@ -26,8 +26,10 @@ def drawn(*batch, dtype=np.float32):
 
 @pytest.mark.parametrize("batch", [(), (2, 3)])
 @pytest.mark.parametrize("mask", [np.tril(np.ones((1, 9, 9), np.float32)), np.tri(9, dtype=bool)])
-def test_masks_and_batch_axes_of_flax(batch, mask):
+@pytest.mark.parametrize("rows", [0, slice(None)])
+def test_masks_and_batch_axes_of_flax(batch, mask, rows):
     query, key, value, bias = drawn(*batch)
+    bias = bias[rows]
     out = attention(query, key, value, bias, jnp.array(mask), **PASSED)
     flat = [array.reshape(-1, *array.shape[-3:]) for array in (query, key, value)]
     right, _ = oracle(*flat, bias=bias, is_causal=True)

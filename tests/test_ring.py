@@ -204,6 +204,12 @@ def test_bad_arguments(options, message):
         shares(**options)
 
 
+def test_the_mesh_refuses_what_is_no_flag():
+    array = jnp.ones((1, 4, 1, 8))
+    with pytest.raises(TypeError, match="return_residual must be True or False, got 1"):
+        ring_attention_on_mesh(array, array, array, mesh=mesh_of(2), axis_name="sequence", return_residual=1)
+
+
 def test_checkpoint_saves_residuals_by_name():
     """Then no kernel runs again, and no keys travel again."""
     query = jnp.ones((1, 4, 1, 8))

@@ -5,7 +5,7 @@ do) is large where values have a part in common, and an error of delta comes bac
 common. So the forward pass of a gradient keeps another 16 bits: how many float32 numbers there are from the rounded
 out to the exact one,
 
-    low = bits(exact) - bits(float32(rounded))        at most 2^15 in size for bfloat16, 2^12 for float16
+    low = bits(exact) - bits(float32(rounded))        at most 2^15 in size for bfloat16, 2^12 for float16 from 2^-14 on
 
 where bits are read as integers, which for numbers of one sign are in the order of the numbers.
 """
@@ -21,7 +21,10 @@ def low_bits(exact, rounded):
 
 
 def with_low_bits(rounded, low):
-    """The float32 array whose `low_bits` these are; where low is None, `rounded` in float32."""
+    """The float32 array whose `low_bits` these are; where low is None, `rounded` in float32.
+
+    Of float16 numbers below 2^-17 the bits do not fit; there it is about as far off as `rounded`.
+    """
     rounded = rounded.astype(jnp.float32)
     if low is None:
         return rounded

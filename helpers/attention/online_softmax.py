@@ -44,7 +44,7 @@ def step_of_scores(m, l, s, scale):
     """`step` for scores that are not scaled yet: p takes one multiply-add a score.
 
     s: products of queries and keys, -inf where masked; each row has seen a key. scale:
-    that of the logits, times log2 e, so that m is measured in base two.
+    that of the logits, above 0, times log2 e, so that m is measured in base two.
     """
     m_new = jnp.maximum(m, scale * s.max(axis=1))
     alpha = jnp.exp2(m - m_new)

@@ -1,6 +1,6 @@
 """What one call of attention asks for: shapes, dtype, scale and mask, checked once.
 
-What no implementation accepts is refused here, before any kernel runs; what one of them cannot serve, in `api`.
+What no implementation accepts is refused here, before any kernel runs; what one of them cannot serve, in `registry`.
 """
 
 import functools
@@ -232,6 +232,12 @@ class Call:
         return tuple(jnp.where(lost(array), 0, array) for array in arrays)
 
 
+def check_flag(name, value):
+    """TypeError, unless the value of an argument is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
 def check_call(
     query, key, value, bias=None, mask=None, *, scale=None, is_causal=False, query_seq_lengths=None,
     key_value_seq_lengths=None, local_window_size=None, query_segment_ids=None, key_value_segment_ids=None,
@@ -239,8 +245,7 @@ def check_call(
     block_mask=None, keeps_low_bits=True
 ):  # fmt: skip
     """Check the arguments of `flash_attention` and return them as a `Call`."""
-    if not isinstance(keeps_low_bits, bool):
-        raise TypeError(f"keeps_low_bits must be True or False, got {keeps_low_bits!r}")
+    check_flag("keeps_low_bits", keeps_low_bits)
     _check_alike({"query": query, "key": key, "value": value})
     if key.shape[:-3] != query.shape[:-3]:
         raise ValueError(f"key must have the batch size of query, {query.shape[0]}, got shape {key.shape}")

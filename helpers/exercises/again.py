@@ -20,7 +20,7 @@ OF_A_STATE = (  # of a loop that keeps m, l and acc
     ("p keeps 32 bits where the values have 16", "p.astype(v.dtype)", "p",
      "A product has operands of one dtype on a GPU: convert p to that of v, see section 9 of notebook 05."),
     ("lse is the logarithm of the sum alone", "m + jnp.log", "jnp.log",
-     "The sum was measured from m: lse = m + log l, see section 3 of notebook 05."),
+     "The sum was measured from m: lse = m + log l, see section 1 of notebook 05."),
     OF_THE_END[0],
 )  # fmt: skip
 OF_HEADS = (  # of the head of k and v that a query head reads

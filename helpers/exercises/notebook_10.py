@@ -131,7 +131,7 @@ def smem_budget(H, block_q, block_k, stages, warpgroups):
 
 SMEM = Exercise(
     smem_budget, "The budget of shared memory", outputs=("bytes", "most stages"),
-).with_cases(  # what does not grow is too much already; scratch and gaps decide; the last stage fits to the byte
+).with_cases(  # what does not grow is too much already; the gaps decide; the last stage fits to the byte
     "H block_q block_k stages warpgroups", (64, 64, 64, 1, 1), (64, 64, 128, 2, 3), (128, 64, 128, 2, 2),
     (128, 64, 64, 3, 2), (256, 64, 64, 1, 2), (64, 64, 64, 4, 4), (64, 128, 64, 2, 2), (256, 128, 64, 1, 2),
     (64, 128, 64, 4, 3), (64, 40, 240, 2, 3),

@@ -1,4 +1,4 @@
-"""Judges whole kernels, those of 05 and 07: replays what an answer launches, and says how it went about it."""
+"""Judges whole kernels, of 05, 07, 13 and 18: replays what an answer launches, and says how it went about it."""
 
 import math
 

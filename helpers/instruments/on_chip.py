@@ -176,7 +176,7 @@ def watch(H, tiles, is_causal=False):
 def forward_smem(tiles, H):
     """{array: bytes} of the shared memory that the forward kernel asks for, H being 64, 128 or 256.
 
-    Beside it the compiler keeps scratch for reductions, and begins each array at a multiple of 1024 bytes.
+    Beside it there are gaps, for arrays begin at multiples of 1024 bytes, and what a dynamic scheduler has.
     """
     q = 2 * tiles.warpgroups * tiles.block_q * H
     ring = 2 * tiles.stages * tiles.block_k * H

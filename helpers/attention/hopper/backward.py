@@ -74,6 +74,8 @@ def backward(call, out, lse, dout, dlse, low=None, *, tiles=None, deterministic=
     outputs it allocates lse and delta in float32, a float32 dq in the fused form, in order an int32 for each of its
     tiles, and padded copies where T, S or H ask for them. With lengths, it copies in the split form query and dout, and
     key and value with key lengths, in the fused form the tile of query and of dout in which a batch entry ends.
+    Where else a query may see no key, and with lengths and sinks, it copies query and dout. `VisibleTiles`: 28 or 36
+    bytes for each tile of a kernel's own.
     """
     problem = call.problem
     at_once = max(1, GRID_LIMIT // (2 * problem.N))

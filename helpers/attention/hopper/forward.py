@@ -124,9 +124,9 @@ def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, inter
     Returns out (B, T, N, H) in the dtype of query and lse (B, N, T) in float32; with keeps_low_bits also those of
     out, int16 and of its shape. Where T and S are multiples of eight and of at least one tile, H is one of HEAD_DIMS
     and the scale is positive, the arrays are not copied, and lse only where T is no multiple of block_q. With key
-    lengths the tile of values in which a batch entry ends is copied; the `VisibleTiles` are 36 bytes a tile of queries.
-    tiles: a `Tiles`, or None for the fastest known. is_persistent: False gives each tile of queries a program of its
-    own. A program that waits for an SM, because a transfer from another GPU occupies it, is then one of many; a
+    lengths the tile of values in which a batch entry ends is copied; the `VisibleTiles` are 28 or 36 bytes a tile of
+    queries. tiles: a `Tiles`, or None for the fastest known. is_persistent: False gives each tile of queries a program
+    of its own. A program that waits for an SM, because a transfer from another GPU occupies it, is then one of many; a
     persistent one with a static list would begin all of it late. interpret: False, or a `plgpu.InterpretGPUParams` that
     says how to run on a CPU.
     """

@@ -209,9 +209,10 @@ def dkv_kernel(
 def backward(call, out, lse, dout, dlse, low=None, *, mends_delta=True, tiles=None, interpret=False):
     """Gradients of a checked `Call`: (dq, dk, dv) with the shapes and the dtype of its arrays.
 
-    The arguments are those of `portable.backward`. Beyond inputs and outputs it allocates lse_2 and delta, (B, N, T) in
-    float32, and what `forward` says of arrays that are not laid out yet, here with dout and the three gradients, twice
-    where the tiles of the kernels differ. The same input gives the same bits each time.
+    The arguments are those of `portable.backward`. Beyond inputs and outputs it allocates lse_2, delta and, for float32
+    calls, what mends it, (B, N, T) in float32, and what `forward` says of arrays that are not laid out yet, here with
+    dout and the three gradients, and of key as of value, twice where the tiles of the kernels differ. The same input
+    gives the same bits each time.
 
     mends_delta: False where out and lse are those of more keys than the call has, as in `ring`: rows of ds add up to
     dlse over all of the keys only. tiles: two `warp.Tiles`, of dq_kernel and of dkv_kernel, chosen for the problem
@@ -272,8 +273,8 @@ def backward_tiles(problem):
     """The `Tiles` of dq_kernel and of dkv_kernel for a problem.
 
     dkv_kernel waits for shared memory, which its right operands come from: where registers have room for the sums of
-    32 keys for each warp, a right operand serves two products. A group, a window, or a logit that is more than a
-    product leaves no such room. Where tiles of queries are short, it wants three in flight.
+    32 keys for each warp, a right operand serves two products. A group, a window, a soft cap or a score_mod leaves no
+    such room. Where tiles of queries are short, it wants three in flight.
     """
     head_padded, bytes_of_row = padded_head_dim(problem.H), row_bytes(problem)
     dq = Tiles(128 if head_padded <= 128 and problem.T > 64 else 64, 32, 2)

@@ -138,9 +138,9 @@ def backward(call, out, lse, dout, dlse, low=None, *, fused=False, interpret=Fal
     """Gradients of a checked `Call`: (dq, dk, dv) with the shapes and the dtype of its arrays.
 
     out (B, T, N, H), lse (B, N, T) float32 and low, the `low_bits` of out, are what the forward pass returned; dout
-    and dlse are the gradients of the first two. Beyond inputs and outputs it allocates delta (B, N, T) in float32,
-    and with `fused` a float32 dq whose sides are rounded up to whole blocks. Without `fused` the same input gives the
-    same bits each time.
+    and dlse are the gradients of the first two. Beyond inputs and outputs it allocates what `forward` does, delta and
+    where logits are changed lse, (B, N, T) in float32, and with `fused` a float32 dq whose sides are rounded up to
+    whole blocks. Without `fused` the same input gives the same bits each time.
 
     interpret and tiles: as for `forward`.
     """

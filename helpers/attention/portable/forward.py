@@ -95,9 +95,9 @@ def forward(call, *, dtype=None, interpret=False, **tiles):
     """Attention of a checked `Call` by the kernel above.
 
     Returns out (B, T, N, H) in the dtype of query, or `dtype`, and lse (B, N, T) in float32. Beyond its inputs
-    and outputs it allocates nothing. interpret: run the kernel's operations one by one on any device, for learning
-    and testing; otherwise Triton compiles it for an NVIDIA GPU. tiles: fields of `Tiles`, each chosen unless given:
-    block_q, block_k, powers of two of at least 16, and for a GPU num_warps, num_stages.
+    and outputs it allocates at most what `masks_and_specs` makes. interpret: run the kernel's operations one by one on
+    any device, for learning and testing; otherwise Triton compiles it for an NVIDIA GPU. tiles: fields of `Tiles`, each
+    chosen unless given: block_q, block_k, powers of two of at least 16, and for a GPU num_warps, num_stages.
     """
     problem = call.problem
     tiles = block_q, block_k, *_ = select_tiles("forward", problem, **tiles)

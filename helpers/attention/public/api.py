@@ -4,15 +4,16 @@ The arguments combine in this order (see `scores`): s = scale q k + bias, then s
 -inf wherever one of the masks hides a key, and exp(sink) in the sum of the softmax. lse counts the sink, and where
 a query sees no key, it is the sink. mask_mod and score_mod are traced with int32 numbers that broadcast, and
 float32 logits; define them once, since each new function is compiled anew. Gradients flow into bias, sinks and
-float score_arrays too; those of bias and score_arrays are made beside the kernels, from all logits once more, but
-never all of them at a time, and summed in the same order each time.
+float score_arrays too; those of bias and score_arrays are made beside the kernels, from all logits once more, some
+rows at a time, and summed in the same order each time.
 
-Up to 16 queries, as when text is generated, portable and hopper share one forward pass on a GPU: the keys are split
-over programs, which write 4 (H + 1) bytes, H in whole 128 bytes, for each part of the keys, query and head, to be
-merged (`mosaic.decode`).
+Up to 16 queries, as when text is generated, portable and hopper share one forward pass on a GPU, unless a call has a
+bias, a mask, segment ids or functions, or a gradient keeps its low bits: the keys are split over programs, which write
+4 (H + 1) bytes, H in whole 128 bytes, for each part of the keys, query and head, to be merged (`mosaic.decode`).
 
-Some things are better in portable than in hopper. The dq of portable is the same in each run, to the last bit. Its
-forward pass takes as long for all inputs; hopper's takes longer where logits are far above those of the first keys.
+Some things are better in portable than in hopper. The dq of portable is the same in each run, to the last bit. Up to
+H = 64 its forward pass does the same for all inputs; for wider heads, and in hopper, it does more where logits are far
+above those of the first keys.
 
 Where keys and values have a large part in common, dq of cudnn in 16 bits can be off by more than itself. Here, as
 recorded on an H100, its error is at most 1.2 times naive attention's in an older triton, 2 times in hopper; in float16
@@ -24,10 +25,11 @@ not to.
 Precision: on a GPU the factors of float32 products are taken as sums of two numbers in bfloat16, which leaves a
 relative error of 2^-16 (TF32, as JAX has it elsewhere and triton here, leaves 2^-11), or of three, as exact as float32,
 where `jax.default_matmul_precision("highest")` is set around the call or the jit that traces it. Where it is not, dq
-and dk of a row that sees one key only are not quite the zero that they should be: what is left is the rounding of
-dout value^T. The kernels multiply logits by log2 e before the largest is subtracted, which rounds float32 logits
-once more: beside the error of the logits themselves, out has a relative error of up to 5e-8 times the largest
-logit (4e-5 near 2000), and dq, where the keys of a row have much in common, one of up to 5e-5 times it.
+and dk of a row that sees one key only are not quite the zero that they should be in triton and in `ring_attention`:
+what is left is the rounding of dout value^T. The kernels multiply logits by log2 e before the largest is subtracted,
+which rounds float32 logits once more: beside the error of the logits themselves, out has a relative error of up to
+5e-8 times the largest logit (4e-5 near 2000), and dq, where the keys of a row have much in common, one of up to 5e-5
+times it.
 
 In `jax.checkpoint` the residuals can be saved by name, so that the forward pass runs once (but not in the reference):
 `policy=jax.checkpoint_policies.save_only_these_names(*helpers.attention.public.api.RESIDUALS)`.
@@ -53,7 +55,7 @@ import jax.numpy as jnp
 from helpers.attention import sharding
 from helpers.attention.device import default_device, settings
 from helpers.attention.differentiate import RESIDUALS
-from helpers.attention.problem import Call, check_call
+from helpers.attention.problem import Call, check_call, check_flag
 from helpers.attention.public.registry import IMPLEMENTATIONS, Kernels, KernelsOf, choose
 
 __all__ = ["IMPLEMENTATIONS", "RESIDUALS", "flash_attention"]
@@ -118,8 +120,7 @@ def flash_attention(
     of_call = locals().copy()
     del of_call["implementation"], of_call["return_residual"]
     call = check_call(**of_call)
-    if not isinstance(return_residual, bool):
-        raise TypeError(f"return_residual must be True or False, got {return_residual!r}")
+    check_flag("return_residual", return_residual)
     out, lse = run(choose(implementation, call, return_residual), call, return_residual)
     if query.ndim == 3:
         out, lse = out[0], None if lse is None else lse[0]

@@ -34,7 +34,7 @@ def attention(
     def flat(array):
         if array is None or len(batch) < 2:
             return array
-        array = array[None] if array.ndim == 2 else array
+        array = array.reshape((1,) * (3 - array.ndim) + array.shape)
         return jnp.broadcast_to(array, (*batch, *array.shape[-3:])).reshape(math.prod(batch), *array.shape[-3:])
 
     dtype = jnp.result_type(query, key, value) if dtype is None else dtype

@@ -1,6 +1,6 @@
 """Attention over a cache whose keys and values lie in pages: PagedAttention, arXiv 2309.06180."""
 
-from helpers.attention.problem import check_paged_call
+from helpers.attention.problem import check_flag, check_paged_call
 from helpers.attention.public.api import run
 from helpers.attention.public.registry import choose
 
@@ -48,5 +48,6 @@ def paged_attention(
     of_call = locals().copy()
     del of_call["implementation"], of_call["return_residual"]
     call = check_paged_call(**of_call)
+    check_flag("return_residual", return_residual)
     out, lse = run(choose(implementation, call), call, return_residual)
     return (out, lse) if return_residual else out

@@ -48,7 +48,7 @@ from helpers.attention.differentiate import differentiable
 from helpers.attention.extras import Extras
 from helpers.attention.low_bits import low_bits
 from helpers.attention.masking import Band
-from helpers.attention.problem import MAX_LENGTH, Call, Problem, check_call, check_lengths
+from helpers.attention.problem import MAX_LENGTH, Call, Problem, check_call, check_flag, check_lengths
 from helpers.attention.public.registry import KernelsOf, choose, kernels_by_platform
 from helpers.attention.reference import naive_attention
 from helpers.attention.sharding import vary_alike
@@ -150,8 +150,7 @@ def ring_attention(
         devices = lax.axis_size(axis_name)
     except NameError:
         raise ValueError(f"axis_name must be an axis of the jax.shard_map around the call, got {axis_name!r}") from None
-    if not isinstance(return_residual, bool):
-        raise TypeError(f"return_residual must be True or False, got {return_residual!r}")
+    check_flag("return_residual", return_residual)
     ids = {"query_segment_ids": query_segment_ids, "key_value_segment_ids": key_value_segment_ids}
     call = check_call(query, key, value, scale=scale, is_causal=is_causal, **ids)
     problem = call.problem
@@ -202,7 +201,8 @@ def ring_attention_on_mesh(
     query, key, value: (B, T, N, H) and (B, S, K, H), or without B; best if they are split over the axis already.
     mesh: a `jax.sharding.Mesh`; axis_name: one of its axes. The other arguments are those of `ring_attention`, with
     segment ids of the whole sequence.
-    Returns out, or (out, lse), with the sequence split over the axis as far as that goes evenly.
+    Returns out, or (out, lse), with the sequence split over the axis; where queries are padded, as XLA chooses, and
+    whole on explicit axes.
 
     Positions go from their usual order into the layout, and results back, by one exchange each of what they weigh. A
     model that keeps all its arrays in the layout saves that, see `positions`.
@@ -213,6 +213,7 @@ def ring_attention_on_mesh(
         raise ValueError(f"axis_name must be an axis of the mesh, {', '.join(mesh.shape)}, got {axis_name!r}")
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    check_flag("return_residual", return_residual)
     given = query_seq_lengths, key_value_seq_lengths, query_segment_ids, key_value_segment_ids
     masks = dict(zip(MASKS, given, strict=True))
     call = check_call(query, key, value, scale=scale, is_causal=is_causal, **masks)
