@@ -10,8 +10,8 @@
       diagonal only; persistent, a program for each SM, with a tile scheduler that balances their work
 
 All compute out and lse, with the names of `forward_kernel.py`. Rungs 1 to 6 guess nothing and are for learning:
-head_dim 64 or 128, 16-bit, T a multiple of 64 times the compute warpgroups, S a multiple of BLOCK_K. One
-program serves BLOCK_Q queries for each compute warpgroup, of one head:
+full or causal, head_dim 64 or 128, 16-bit, T a multiple of 64 times the compute warpgroups, S a multiple of BLOCK_K.
+One program serves BLOCK_Q queries for each compute warpgroup, of one head:
 
     q_smem  (warpgroups, BLOCK_Q, H)    k_smem, v_smem  (STAGES, BLOCK_K, H)    rung 1: no first axis
     s, p    (BLOCK_Q, BLOCK_K)  m, l  (BLOCK_Q,)  acc  (BLOCK_Q, H)   in registers, float32
