@@ -11,7 +11,6 @@ pixels of a picture do not tell. `--anew` keeps nothing, and nothing is kept of 
 import argparse
 import base64
 import os
-import re
 import subprocess
 import sys
 import time
@@ -102,11 +101,11 @@ def keep_outputs(before, notebook):
 
 
 def _texts(outputs):
-    """What outputs are and say, and the words that are in a picture, without its numbers."""
+    """What outputs are and say, in pictures by their alternative texts."""
     said = (output.get("data", {"text/plain": output.get("text")}) for output in outputs)
     texts = [{kind: text for kind, text in each.items() if kind != "image/png"} for each in said]
     shown = (output.get("metadata", {}).get("image/png", {}).get("alt", "") for output in outputs)
-    return [(text, re.sub(r"[-−+]?\d[\d.,e+−-]*", "", alt)) for text, alt in zip(texts, shown, strict=True)]
+    return list(zip(texts, shown, strict=True))
 
 
 def _git(folder, *arguments):
