@@ -19,7 +19,7 @@ One more warpgroup, the memory warpgroup, computes nothing: it keeps a ring of `
 
 Arrays in GMEM, the fields of `Gmem` (G is the group, N // K query heads of one key/value head; T' is T rounded up):
 
-    q, do, dq       (B, T, N, H); dq is float32 in the fused form
+    q, do, dq       (B, T, N, H); dq is float32 in the fused form, and (B, N, H, T) if swapped
     k, v, dk, dv    (B, S, K, H)
     lse, delta      (B, N, T') float32: L lse and delta
 
@@ -155,7 +155,9 @@ def _visible_tiles(call, tiles, own):
 def _fused(problem, arrays, tiles, interpret):
     # The interpreter knows no addition: there each tile of keys has a plane of its own.
     planes = (pl.cdiv(problem.S, tiles.block_k),) if interpret else ()
-    dq_ref = jax.new_ref(jnp.zeros((*planes, *arrays[0].shape), jnp.float32))
+    B, T, N, H = arrays.q.shape
+    shape = (B, N, H, pl.cdiv(T, ROWS_OF_WGMMA) * ROWS_OF_WGMMA) if tiles.swapped else (B, T, N, H)
+    dq_ref = jax.new_ref(jnp.zeros((*planes, *shape), jnp.float32))
     added = {"dq": dq_ref}
     if tiles.ordered:
         counts = (1,), (problem.B, problem.N, pl.cdiv(problem.T, tiles.block_q))
@@ -164,6 +166,8 @@ def _fused(problem, arrays, tiles, interpret):
     dq = jax.freeze(dq_ref)
     if interpret:
         dq = dq.sum(axis=0)
+    if tiles.swapped:
+        dq = jnp.moveaxis(dq, 3, 1)
     return (problem.scale * dq).astype(problem.dtype), dk, dv
 
 

@@ -224,8 +224,10 @@ def dk_and_dq(program, own, tile, ds=None):
         ds_of_wg = scratch.ds.at[tile.ds_slot, wg, :, rows]
         return ds_of_wg, scratch.k.at[0, wg, :, own.columns]
 
-    warpgroups = range(program.tiles.warpgroups)
-    dq = issue([ds_and_k(wg) for wg in warpgroups], 0, interpret)
+    products = [ds_and_k(wg) for wg in range(program.tiles.warpgroups)]
+    if program.tiles.swapped:  # dq^T = k^T ds^T
+        products = [(k, ds_of_wg) for ds_of_wg, k in products]
+    dq = issue(products, 0, interpret)
     if ds is None or interpret:
         ds = scratch.ds.at[tile.ds_slot, program.me]
     q = scratch.q.buffers[0].at[tile.q_slot]
@@ -253,7 +255,7 @@ def copy_to_dq(program, wg, head, i):
     mine, there = program.scratch.dq.at[wg], program.gmem.dq
     row, columns = part_of_dq(program, wg)
     rows = pl.ds(i * program.tiles.block_q + row, ROWS_OF_WGMMA)
-    part = program.b, rows, head, columns
+    part = (program.b, head, columns, rows) if program.tiles.swapped else (program.b, rows, head, columns)
     if program.interpret:  # no addition: each tile of keys has a plane of its own
         plane = lax.div(program.k_start, program.tiles.block_k)
         plgpu.copy_smem_to_gmem(mine, there.at[plane].at[part])
