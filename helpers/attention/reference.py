@@ -135,8 +135,8 @@ def naive_gradients_of_part(call, out, lse, dout, dlse, low):
 def oracle(query, key, value, **arguments):
     """Attention in NumPy float64: the answer that every other implementation is compared with.
 
-    Takes the arrays and keyword arguments of `flash_attention` and returns (out, lse) as float64
-    arrays of shapes (B, T, N, H) and (B, T, N), or without B.
+    Takes the arrays and keyword arguments of `flash_attention`, but for implementation and return_residual, and
+    returns (out, lse) as float64 arrays of shapes (B, T, N, H) and (B, T, N), or without B.
     """
     found = oracle_softmax(query, key, value, arguments)
     out = (found.p @ found.v).transpose(0, 2, 1, 3)
