@@ -188,7 +188,7 @@ def forward_smem(tiles, H):
 def programs_on_an_sm(rung, problem, registers):
     """(programs of a rung of the forward ladder that fit on one Hopper SM, compute warpgroups of each).
 
-    registers: of a thread, as the compiler says. Shared memory is that of the tiles, and 1 KiB for each program.
+    registers: of a thread, as the compiler says. Shared memory is that of the tiles, and what is beside them.
     """
     if rung == 7:
         tiles = forward.default_tiles(problem)

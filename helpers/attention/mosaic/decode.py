@@ -220,8 +220,8 @@ def select_splits(problem, in_pages=False, memory=None, **overrides):
     """The `Splits` of a problem. memory: bytes of shared memory of a program, by default of the GPU that computes.
 
     One program with a long ring is enough for an SM, unless there are more heads than SMs, or pages to be looked for:
-    then two share it, if their rings fit. There are programs enough for all SMs, as long as each has `FEWEST_KEYS`
-    keys. overrides: fields of Splits to be taken as given.
+    then two share it, if their rings fit. There are as many programs for each head as the SMs have room for, as long as
+    each has `FEWEST_KEYS` keys. overrides: fields of Splits to be taken as given.
     """
     memory = memory or shared_memory()
     H, itemsize = padded_head_dim(problem.H, problem.dtype), problem.dtype.itemsize
