@@ -81,7 +81,7 @@ def flash_attention(
       query_segment_ids, key_value_segment_ids: int32 (B, T) and (B, S): a query sees keys of its own number only, as
         where several documents share a row. One array for both saves time: then each query has a key of its own number.
       logits_soft_cap: a number c above 0: logits become c tanh(logits / c).
-      sinks: float32 (N,), for each query head a logit that takes weight and gives no value, as in arXiv 2309.17453.
+      sinks: float32 (N,), for each query head a logit that takes weight and gives no value, as in OpenAI's gpt-oss.
       causal_offset: an integer; with is_causal, query i sees keys j <= i + causal_offset, and local_window_size counts
         from i + causal_offset. S - T lets the last query see the last key.
       mask_mod: a function (b, n, i, j) -> booleans that says whether in batch entry b query i of head n sees key j.
