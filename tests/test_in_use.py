@@ -262,13 +262,9 @@ def test_checkpoint_saves_residuals_by_name():
         np.testing.assert_allclose(mine, other, atol=1e-6)
 
 
-# JAX keeps an exported program for later versions of itself, and does not promise that for kernels.
-UNPROMISED = [jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
-
-
 def test_export_for_both_platforms():
     run = jax.jit(functools.partial(everything, attention_of("portable")))
-    exported = jax.export.export(run, platforms=("cpu", "cuda"), disabled_checks=UNPROMISED)(*inputs())
+    exported = jax.export.export(run, platforms=("cpu", "cuda"))(*inputs())
     assert "mosaic_gpu_v2" in exported.mlir_module()
     check(exported.call(*inputs()), "portable")
 
@@ -373,7 +369,7 @@ def test_vmap_of_pages(own_pages):
 
 def test_pages_are_exported_for_cuda_from_a_cpu():
     run = jax.jit(functools.partial(paged, "portable"))
-    export = lambda *platforms: jax.export.export(run, platforms=platforms, disabled_checks=UNPROMISED)(*paged_inputs())
+    export = lambda *platforms: jax.export.export(run, platforms=platforms)(*paged_inputs())
     both, cuda = export("cpu", "cuda"), export("cuda")
     assert all("mosaic_gpu_v2" in exported.mlir_module() for exported in (both, cuda))
     assert "stablehlo.while" not in cuda.mlir_module()  # of the interpreter

@@ -8,11 +8,11 @@ from helpers.attention.reference import what_counts
 
 
 def why_not(call, return_residual):
-    """Why cuDNN cannot keep the contract of `flash_attention`, or None where it can."""
+    """Why cuDNN cannot keep the contract of `flash_attention` on every GPU, or None where it can."""
     problem = call.problem
     right = problem.band.right
     if problem.H % 8 or problem.H > 128:
-        return f"it takes head_dim up to 128 in multiples of 8, and this is {problem.H}"
+        return f"it takes head_dim in multiples of 8, on every GPU up to 128, and this is {problem.H}"
     if (right is not None and right != 0) or (problem.band.left is not None and right is None):
         return "it takes a local window only with nothing to the right"
     if problem.band.left is not None and problem.T > problem.S:

@@ -6,8 +6,8 @@ With delta = rowsum(out * do) - dlse and ds as in `portable.backward`, the gradi
     dbias, darrays   = ds, back through the soft cap and score_mod, summed where an array serves all
 
 The second is made from some rows of tables of logits at a time, all keys of all heads, in the order of queries: the
-same input gives the same bits each time. It needs memory for `MOST_LOGITS` logits a few times, and for each array the
-sum in float32.
+same input gives the same bits each time. It needs memory for `MOST_LOGITS` logits a few times, or for those of one
+query of each head if there are more, and for each array the sum in float32.
 """
 
 import jax

@@ -7,7 +7,7 @@ out to the exact one,
 
     low = bits(exact) - bits(float32(rounded))        at most 2^15 in size for bfloat16, 2^12 for float16 from 2^-14 on
 
-where bits are read as integers, which for numbers of one sign are in the order of the numbers.
+where bits are read as integers, which for numbers of one sign are in the order of their sizes.
 """
 
 import jax.numpy as jnp

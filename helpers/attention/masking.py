@@ -173,7 +173,7 @@ def block_mask(T, S, *, mask=None, mask_mod=None, batch=1, heads=1):
     Returns int8 (B or 1, N or 1, ceil(T / 64), ceil(S / 64)): 0 where a tile is hidden, 1 where it is seen in part and
     2 where it is seen whole. mask: booleans that broadcast to (B, N, T, S). mask_mod: a function (b, n, i, j) ->
     booleans, as for `flash_attention`; batch, heads: for how many it is asked, or the int32 arrays (B,) and (1, N) of
-    their numbers. On a CPU XLA stores a number for each of the T S pairs meanwhile.
+    their numbers. On a CPU XLA stores a number for each pair meanwhile, (B or 1) (N or 1) T S of them.
     """
     seen = jnp.ones((1, 1, 1, 1), bool) if mask is None else mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
     if mask_mod is not None:

@@ -8,7 +8,8 @@ For batch entry b, head n, query i and key j, of which a caller may give any:
     s = -inf                                        unless band, lengths, mask, segments and mask_mod all let i see j
     l = sum over j of exp(s) + exp(sink)            a sink takes weight and gives no value; it is not capped or hidden
 
-The first three are `logits`, and the fourth is `visible_by`. They serve whole tables and the tiles of a kernel.
+The first three are `logits`, and the fourth, but for band and lengths, is `visible_by`. They serve whole tables and the
+tiles of a kernel.
 """
 
 import jax.numpy as jnp

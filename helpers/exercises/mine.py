@@ -2,7 +2,7 @@
 
 It lies where the notebooks lie. Above what a check wrote stands a line with the number of the exercise and a digest of
 what follows. As long as the digest fits, the next right answer to that exercise replaces it; what the learner edited or
-added is left as it is.
+added is left as it is, but that an import may gain names.
 """
 
 import ast
@@ -34,7 +34,7 @@ FILE = "mine.py"
 HEADER = '''"""Flash attention of your own: what checks accepted, and whatever you add.
 
 A line such as "# Exercise 5.5, digest 0a1b2c3d" stands above what a check wrote. Your next right answer to that
-exercise replaces it, unless you have edited it here. Nothing else is ever touched.
+exercise replaces it, unless you have edited it here. Of all else, only an import may gain names.
 """
 '''
 ON_GPU = "# On a GPU a kernel runs in place of another. Without its line, it does not.\n"

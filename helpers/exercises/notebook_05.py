@@ -1,7 +1,7 @@
 """The exercises of notebook 05.
 
-Kernels are replayed here on every device: the small cases need tiles that a GPU rejects, a wrong
-index must do no harm, and a verdict must not depend on the hardware.
+Kernels are replayed here on every device, but for the case without block sizes: the small cases need
+tiles that a GPU rejects, a wrong index must do no harm, and a verdict must not depend on the hardware.
 """
 
 import functools

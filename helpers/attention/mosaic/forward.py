@@ -14,7 +14,7 @@ FlashAttention-2 (arXiv 2307.08691), algorithm 1. For one tile of block_q querie
 
 Every m gives the same out and lse, as long as no p leaves its range. So m rises only where a score is far above it, and
 a warp of whose rows none has a new m rescales nothing (as in FlashAttention-4). That is where head_dim is above 64: at
-64 the question took longer than the products (records/NOTES.md).
+64 the question costs more than it saves (records/NOTES.md).
 
 Where logits are more than scaled products, s becomes those (`Pair.logits`), and log2 e takes the place of scale_2. A
 sink takes its share of the weights after the last tile (`beside_sink`). Tiles of keys that are hidden are not read.

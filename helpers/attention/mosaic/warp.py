@@ -324,7 +324,7 @@ def lengths_of(call):
 
 
 def real_lengths(lengths_ref, b, problem):
-    """How many queries and keys of batch entry b are real. Padding to whole tiles counts as real queries."""
+    """How many queries and keys of batch entry b are real."""
     return (problem.T, problem.S) if lengths_ref is None else (lengths_ref[0, b], lengths_ref[1, b])
 
 

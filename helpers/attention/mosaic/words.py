@@ -140,13 +140,13 @@ def _evaluate(rules, jaxpr, constants, arguments):
 
 
 def why_not(call):
-    """Why mask_mod or score_mod of a `Call` cannot be said in words of Mosaic GPU, or None."""
+    """Why mask_mod or score_mod of a `Call` cannot be said in the words that are known here, or None."""
     problem, arrays = call.problem, call.extras.score_arrays or ()
     tables = tuple((tile_shape(array.shape, 8, 8), array.dtype) for array in arrays)
     for name, function in (("mask_mod", problem.mask_mod), ("score_mod", problem.score_mod)):
         words = function and _unknown(name == "score_mod", function, tables)
         if words:
-            return f"Mosaic GPU has no word for {' and '.join(words)}, which {name} uses"
+            return f"its kernels have no word for {' and '.join(words)}, which {name} uses"
     return None
 
 

@@ -1,4 +1,4 @@
-"""The plain forward kernel: one program for each tile of queries, in Pallas that any device understands.
+"""The plain forward kernel: one program for each tile of queries, in Pallas that any device interprets.
 
 FlashAttention-2 (arXiv 2307.08691), algorithm 1. For one tile of block_q queries, over tiles j of
 block_k keys, with everything base 2 (scale_2 = scale log2 e, so that exp2 does the work of exp):

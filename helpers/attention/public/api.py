@@ -28,7 +28,7 @@ where `jax.default_matmul_precision("highest")` is set around the call or the ji
 and dk of a row that sees one key only are not quite the zero that they should be in triton and in `ring_attention`:
 what is left is the rounding of dout value^T. The kernels multiply logits by log2 e before the largest is subtracted,
 which rounds float32 logits once more: beside the error of the logits themselves, out has a relative error of up to
-5e-8 times the largest logit (4e-5 near 2000), and dq, where the keys of a row have much in common, one of up to 5e-5
+5e-8 times the largest logit (5e-5 near 2000), and dq, where the keys of a row have much in common, one of up to 5e-5
 times it.
 
 In `jax.checkpoint` the residuals can be saved by name, so that the forward pass runs once (but not in the reference):
@@ -39,12 +39,10 @@ for that; where there are fewer key heads than devices to split them, every devi
 Sequences are gathered; `ring_attention` leaves them split. On a mesh with explicit axes the result is split as
 query is, and in `jax.shard_map` each device attends to its own part. (The reference's split is XLA's choice.)
 
-Platforms: which kernels run is settled when a program is compiled, so one trace serves a CPU and a GPU. For
-`jax.export` say disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")], for JAX does not promise
-that later versions run that. From a machine without a GPU, name the implementation: None is the reference there; what
-portable exports there runs on GPUs from Hopper on. Of these, hopper can be exported for "cuda" alone; and what is split
-under jit cannot be exported, unlike a `jax.shard_map`. Where B, T or S are symbols, None is the reference too, which
-alone serves them.
+Platforms: which kernels run is settled when a program is compiled, so one trace serves a CPU and a GPU, in `jax.export`
+too. From a machine without a GPU, name the implementation there: None is the reference; what portable exports runs on
+GPUs from Hopper on. Of these, hopper can be exported for "cuda" alone; and what is split under jit cannot be exported,
+unlike a `jax.shard_map`. Where B, T or S are symbols, None is the reference too, which alone serves them.
 """
 
 import functools
@@ -83,13 +81,13 @@ def flash_attention(
       query_segment_ids, key_value_segment_ids: int32 (B, T) and (B, S): a query sees keys of its own number only, as
         where several documents share a row. One array for both saves time: then each query has a key of its own number.
       logits_soft_cap: a number c above 0: logits become c tanh(logits / c).
-      sinks: float32 (N,), for each query head a logit that takes weight and gives no value, as in arXiv 2309.17453.
+      sinks: float32 (N,), for each query head a logit that takes weight and gives no value, as in OpenAI's gpt-oss.
       causal_offset: an integer; with is_causal, query i sees keys j <= i + causal_offset, and local_window_size counts
         from i + causal_offset. S - T lets the last query see the last key.
       mask_mod: a function (b, n, i, j) -> booleans that says whether in batch entry b query i of head n sees key j.
       score_mod: a function of s, b, n, i, j and score_arrays that gives new logits for scaled logits s.
       score_arrays: pairs of an array and its axes, such as (slopes, "n") and (positions, "bi"), float or int32: what
-        score_mod gets as arrays. On a GPU both functions consist of operations on single elements: others are refused.
+        score_mod gets as arrays. On a GPU the kernels know most operations on single elements, and no others.
       block_mask: of `masking.block_mask`, for calls that share mask and mask_mod; it is believed. None makes it anew.
       keeps_low_bits: False saves a forward pass that is differentiated 2 B T N H bytes, and time. Then 16-bit gradients
         feel what keys and values have in common, as those of cuDNN and FlashAttention do.
