@@ -1,12 +1,14 @@
 """Hopper backward passes in the interpreter, compared with float64."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.hopper import backward as hopper
 from helpers.attention.problem import check_call
 from helpers.attention.reference import naive_attention, oracle_gradients
+from helpers.instruments.races import DETECTING
 
 
 def random_call(random, T, S, N, K, H, **mask):
@@ -18,10 +20,11 @@ def random_call(random, T, S, N, K, H, **mask):
     return call, (out, lse, dout, jnp.zeros_like(lse)), oracle_gradients(query, key, value, dout, **mask)
 
 
-def errors(problem, tiles, **options):
-    """{"dq": relative error, "dk": ..., "dv": ...} of a `random_call`; options are those of `InterpretGPUParams`."""
+def errors(problem, tiles, detect_races=False):
+    """{"dq": relative error, "dk": ..., "dv": ...} of a `random_call`; detect_races: for `races`."""
     call, residuals, expected = problem
-    found = hopper.backward(call, *residuals, tiles=tiles, interpret=plgpu.InterpretGPUParams(**options))
+    interpret = dataclasses.replace(DETECTING, detect_races=detect_races)
+    found = hopper.backward(call, *residuals, tiles=tiles, interpret=interpret)
     return {
         name: float(np.linalg.norm(np.float64(mine) - right) / np.linalg.norm(right))
         for name, mine, right in zip(("dq", "dk", "dv"), found, expected, strict=True)
