@@ -129,7 +129,8 @@ def in_words(function, is_exact=False):
         shapes = [jax.ShapeDtypeStruct(one.shape, jnp.int32) if isinstance(one, Late) else one for one in leaves]
         traced, result = jax.make_jaxpr(function, return_shape=True)(*jax.tree.unflatten(tree, shapes))
         jaxpr, is_used = dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
-        used = [one.make() if isinstance(one, Late) else one for one, is_read in zip(leaves, is_used) if is_read]
+        read = [one for one, is_read in zip(leaves, is_used, strict=True) if is_read]
+        used = [one.make() if isinstance(one, Late) else one for one in read]
         results = _evaluate(rules, jaxpr, traced.consts, used)
         return jax.tree.unflatten(jax.tree.structure(result), results)
 
