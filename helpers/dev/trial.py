@@ -93,11 +93,10 @@ class Trial:
 
     @property
     def _functions(self):
-        slopes = np.float32(2.0 ** -np.arange(1, self.N + 1))
-        alibi = {"score_mod": minus_distance, "score_arrays": ((slopes, "n"),)}
-        return ({"mask_mod": stripes} if "mask_mod" in self.extras else {}) | (
-            alibi if "score_mod" in self.extras else {}
-        )
+        alibi = {"score_arrays": ((np.float32(2.0 ** -np.arange(1, self.N + 1)), "n"),)}
+        scores = {"score_mod": minus_distance, **alibi}, {"score_mod": steeper}, {"score_mod": later}
+        drawn = {"mask_mod": {"mask_mod": (stripes, some_queries)[self.seed % 2]}, "score_mod": scores[self.seed % 3]}
+        return {name: value for extra in self.extras for name, value in drawn.get(extra, {}).items()}
 
     @property
     def lengths(self):
@@ -160,6 +159,18 @@ class Trial:
 def stripes(b, n, i, j):
     """Of tiles of 48 keys, for each 64 queries two of three, and in the second batch entry on, the first keys."""
     return ((i // 64 + j // 48 + n) % 3 != 0) | (j < 8 * b)
+
+
+def some_queries(b, n, i, j):
+    return i % 3 != n % 3
+
+
+def steeper(s, b, n, i, j):
+    return 1.25 * s
+
+
+def later(s, b, n, i, j):
+    return s + 0.01 * i
 
 
 def minus_distance(s, b, n, i, j, slopes):

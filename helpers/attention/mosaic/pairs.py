@@ -17,7 +17,7 @@ from helpers.attention import scores
 from helpers.attention.extras import Extras
 from helpers.attention.masking import for_kernel
 from helpers.attention.mosaic.warp import ACC, COLUMNS, ROWS, along, load_rows, tile_order
-from helpers.attention.mosaic.words import in_words
+from helpers.attention.mosaic.words import Late, in_words
 from helpers.attention.problem import Problem
 from helpers.attention.scores import changes_logits
 
@@ -118,19 +118,17 @@ class Pair:
 
     def _within_band(self):
         """As `masking.visible`, but for each query the last key that it sees is found once."""
-        (i, j), band, (query_length, key_length) = self._positions(), self.problem.band, self.lengths
+        i, j = (self._positions(axis) for axis in (self.query_axis, 1 - self.query_axis))
+        band, (query_length, key_length) = self.problem.band, self.lengths
         stop = key_length if band.right is None else jnp.minimum(i + (band.right + 1), key_length)
         stop = self._by_query(jnp.where(i < query_length, stop, 0))
         seen = self._by_key(j) < stop
         return seen if band.left is None else seen & (self._by_key(j) >= self._by_query(i - band.left))
 
-    def _positions(self):
-        """Of queries and of keys, each a vector in registers."""
-        positions = [
-            start + plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
-            for start, size, layout in zip(self.starts, self.shape, (ROWS, COLUMNS), strict=True)
-        ]
-        return positions[::-1] if self.query_axis else positions
+    def _positions(self, axis):
+        """A vector in registers."""
+        layout = (ROWS, COLUMNS)[axis]
+        return self.starts[axis] + plgpu.broadcasted_iota(jnp.int32, (self.shape[axis],), 0, layout=layout)
 
     def _by_query(self, vector):
         return along(vector, self.shape, self.query_axis)
@@ -149,9 +147,11 @@ class Pair:
         if function is None:
             return None, None, None, None
         batch, heads = self.extras.batch, self.extras.heads
-        i, j = self._positions()
         own = batch[_own(self.b, batch, 0)], heads[0, _own(self.n, heads, 1)]
-        return *own, self._by_query(i), self._by_key(j)
+        wide = lambda axis: Late(
+            self.shape, lambda: plgpu.layout_cast(along(self._positions(axis), self.shape, axis), ACC)
+        )
+        return *own, wide(self.query_axis), wide(1 - self.query_axis)
 
     def _tile(self, table):
         """The tile of a table that these queries and keys meet; a number where it has neither."""

@@ -8,11 +8,14 @@ dictionary, before anything is compiled.
 
 import functools
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from helpers.attention.device import settings
 from helpers.attention.extras import tile_shape
@@ -106,14 +109,30 @@ RULES = {
 }
 
 
+@dataclass(frozen=True)
+class Late:
+    """An argument that is made where a function needs it. Mosaic GPU finds no layout for what nobody reads."""
+
+    shape: tuple
+    make: Callable
+
+
 def in_words(function, is_exact=False):
-    """The function in words of Mosaic GPU, its arguments and results any trees. is_exact: as exact as float32."""
+    """The function in words of Mosaic GPU, its arguments and results any trees. is_exact: as exact as float32.
+
+    Arguments may be `Late` int32 arrays, and what leads to no result is left out.
+    """
     rules = {**RULES, "tanh": _fine_tanh} if is_exact else RULES
 
     def spelled(*arguments):
-        jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-        results = _evaluate(rules, jaxpr.jaxpr, jaxpr.consts, jax.tree.leaves(arguments))
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+        leaves, tree = jax.tree.flatten(arguments)
+        shapes = [jax.ShapeDtypeStruct(one.shape, jnp.int32) if isinstance(one, Late) else one for one in leaves]
+        traced, result = jax.make_jaxpr(function, return_shape=True)(*jax.tree.unflatten(tree, shapes))
+        jaxpr, is_used = dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
+        read = [one for one, is_read in zip(leaves, is_used, strict=True) if is_read]
+        used = [one.make() if isinstance(one, Late) else one for one in read]
+        results = _evaluate(rules, jaxpr, traced.consts, used)
+        return jax.tree.unflatten(jax.tree.structure(result), results)
 
     return spelled
 
