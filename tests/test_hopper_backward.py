@@ -66,6 +66,7 @@ CASES = [
     (AttentionCase(1, 7, 24, N=1, dtype="bfloat16"), SMALL["fused"]),
     (AttentionCase(70, 100, 256, N=1, dtype="bfloat16"), schedule.forms(256)["split"]),
     (AttentionCase(140, 130, 64, N=1, B=2, dtype="float16", arguments=CAUSAL), schedule.forms(64)["fused"]),
+    (AttentionCase(140, 70, 100, K=1, dtype="bfloat16", arguments=CAUSAL), schedule.forms(128)["fused, dq swapped"]),
 ]
 
 
