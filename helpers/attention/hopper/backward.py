@@ -19,7 +19,7 @@ One more warpgroup, the memory warpgroup, computes nothing: it keeps a ring of `
 
 Arrays in GMEM, the fields of `Gmem` (G is the group, N // K query heads of one key/value head; T' is T rounded up):
 
-    q, do, dq       (B, T, N, H); dq is float32 in the fused form, and (B, N, H, T) if swapped
+    q, do, dq       (B, T, N, H); dq is float32 in the fused form, if swapped (B, N, H, whole 64s)
     k, v, dk, dv    (B, S, K, H)
     lse, delta      (B, N, T') float32: L lse and delta
 
