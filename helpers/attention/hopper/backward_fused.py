@@ -222,12 +222,12 @@ def dk_and_dq(program, own, tile, ds=None):
     def ds_and_k(wg):
         rows = pl.ds(own.row, ROWS_OF_WGMMA)
         ds_of_wg = scratch.ds.at[tile.ds_slot, wg, :, rows]
-        return ds_of_wg, scratch.k.at[0, wg, :, own.columns]
+        k_of_wg = scratch.k.at[0, wg, :, own.columns]
+        # swapped: dq^T = k^T ds^T
+        return (k_of_wg, ds_of_wg) if program.tiles.swapped else (ds_of_wg, k_of_wg)
 
-    products = [ds_and_k(wg) for wg in range(program.tiles.warpgroups)]
-    if program.tiles.swapped:  # dq^T = k^T ds^T
-        products = [(k, ds_of_wg) for ds_of_wg, k in products]
-    dq = issue(products, 0, interpret)
+    warpgroups = range(program.tiles.warpgroups)
+    dq = issue([ds_and_k(wg) for wg in warpgroups], 0, interpret)
     if ds is None or interpret:
         ds = scratch.ds.at[tile.ds_slot, program.me]
     q = scratch.q.buffers[0].at[tile.q_slot]
