@@ -68,14 +68,14 @@ def test_forward(name):
     check_forward(interpreted(hopper.forward, tiles=tiles), case)
 
 
-@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@pytest.mark.parametrize("scale", [-0.3, 0.0, -1e-39])
 def test_a_scale_becomes_positive(scale):
-    """With the same logits."""
+    """With the same logits, and never so small that float32 has but subnormal numbers for it."""
     query = jnp.arange(6.0).reshape(1, 1, 1, 6)
     call = check_call(query.astype(jnp.bfloat16), *[jnp.ones((1, 1, 1, 6), jnp.bfloat16)] * 2, scale=scale)
     mine, problem = hopper._with_positive_scale(call.query, call.problem)
-    assert problem.scale > 0
-    np.testing.assert_allclose(problem.scale * mine.astype(jnp.float32), scale * query, rtol=1e-6)
+    assert problem.scale > 1e-37
+    np.testing.assert_allclose(problem.scale * mine.astype(jnp.float32), scale * query, rtol=1e-6, atol=1e-37)
 
 
 @pytest.mark.parametrize(

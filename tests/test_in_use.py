@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from helpers import flash_attention, paged_attention
 from helpers.attention import sharding
-from helpers.attention.problem import check_call
+from helpers.attention.problem import FEW_QUERIES, check_call
 from helpers.attention.public import api, registry
 from helpers.instruments.products import equations
 
@@ -190,6 +190,20 @@ def test_an_axis_of_vmap_joins_the_batch():
         alone = everything(right, query[i], key, value[i], dout[i], np.where(sees, dlse[i], 0))
         for mine, other in zip(together, alone, strict=True):
             np.testing.assert_allclose(mine[i], other, atol=4e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["portable", "mosaic", "hopper"])
+def test_vmap_over_sinks(implementation):
+    """In calls of more queries than those of decoding, with the gradient of each entry's own."""
+    array, sinks = np.ones((1, FEW_QUERIES + 1, 2, 8), np.float16), np.array([[0, 1], [5, 2]], np.float32)
+
+    def lse(sinks):
+        return flash_attention(array, array, array, sinks=sinks, implementation=implementation, return_residual=True)[1]
+
+    found, gradients = jax.vmap(jax.value_and_grad(lambda sinks: lse(sinks)[0, 0].sum()))(sinks)
+    weights = np.exp(sinks), (FEW_QUERIES + 1) * np.exp(np.sqrt(8))
+    np.testing.assert_allclose(found, np.log(sum(weights)).sum(axis=1), rtol=1e-5)
+    np.testing.assert_allclose(gradients, weights[0] / sum(weights), rtol=1e-3)
 
 
 @pytest.mark.parametrize("implementation", ["portable", "hopper"])

@@ -372,7 +372,7 @@ def _check_scale(scale, head_dim):
     # The kernels multiply with scale * log2 e in float32, so that product must be finite there.
     if not abs(scale) <= LARGEST_SCALE:
         raise ValueError(f"scale must be at most {LARGEST_SCALE:.3g} in size, got {scale!r}")
-    return float(scale)
+    return float(scale) if abs(scale) >= np.finfo(np.float32).tiny else 0.0  # to a GPU a subnormal number is 0
 
 
 def _refuse_tracer(name, value):
@@ -399,14 +399,14 @@ def check_band(is_causal, local_window_size, causal_offset):
 
 
 def check_soft_cap(cap):
-    """A float above 0, or None."""
+    """A float, or None: one by which float32 logits can be divided, and the quotients multiplied."""
     _refuse_tracer("logits_soft_cap", cap)
     if cap is None:
         return None
     if isinstance(cap, bool | np.bool_) or not isinstance(cap, numbers.Real):
         raise TypeError(f"logits_soft_cap must be a real number or None, got {cap!r}")
-    if not 0 < cap <= LARGEST_SCALE:
-        raise ValueError(f"logits_soft_cap must be above 0 and at most {LARGEST_SCALE:.3g}, got {cap!r}")
+    if not 1e-30 <= cap <= 1e30:
+        raise ValueError(f"logits_soft_cap must be between 1e-30 and 1e30, got {cap!r}")
     return float(cap)
 
 

@@ -157,7 +157,7 @@ def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, inter
     if call.key_lengths is not None:
         inputs["last_values"] = padded(last_tiles(call.value, call.key_lengths, tiles.block_k), {3: head_dim})
     if call.extras.sinks is not None:
-        inputs["sinks"] = call.extras.sinks[0]
+        inputs["sinks"] = call.extras.sinks
     if tiles.dynamic:
         inputs["counter"] = jax.new_ref(jnp.zeros((1,), jnp.int32))
     out, lse, *low = _launch(problem, tiles, inputs, interpret)
