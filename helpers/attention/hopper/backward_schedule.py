@@ -170,14 +170,13 @@ def for_each_visible_tile(visible, group, kv, body, masked_body, carry):
     first: under a causal mask programs then walk up, each from its own keys.
     """
 
-    def one_step(body, tile_at, n, state):
+    def one_step(body, n, state):
         step, carry = state
-        return step + 1, body(kv * group + lax.rem(n, group), tile_at(lax.div(n, group)), step, carry)
+        return step + 1, body(kv * group + lax.rem(n, group), visible.at(lax.div(n, group)), step, carry)
 
     ends, state = (0, group * visible.whole, group * visible.length), (jnp.int32(0), carry)
-    state = lax.fori_loop(*ends[1:], functools.partial(one_step, masked_body, visible.at), state)
-    # `at` without its cases, which the busiest loop has no registers for
-    return lax.fori_loop(*ends[:2], functools.partial(one_step, body, lambda place: visible.start + place), state)
+    state = lax.fori_loop(*ends[1:], functools.partial(one_step, masked_body), state)
+    return lax.fori_loop(*ends[:2], functools.partial(one_step, body), state)
 
 
 def for_each_query_tile(problem, tiles, kv, k_start, body, masked_body, carry):
