@@ -121,6 +121,20 @@ WEIGHTS = {
 }
 
 
+ROWS = "np.take({0}, range({1}_start, min({1}_start + block_{1}, len({0}))), axis=0)"
+CUT = "    q_, k_, v_ = (np.split(a, range(n, len(a), n)) for a, n in ((q, block_q), (k, block_k), (v, block_k)))\n    out, lse ="
+QUERY_OUTER = {
+    "np.take": [("q[rows] @", ROWS.format("q", "q") + " @"), ("k[cols]", ROWS.format("k", "k")), ("v[cols]", ROWS.format("v", "k"))],
+    "key by key": [("(q[rows] @ k[cols].T)", "np.array([q[rows] @ k[j] for j in range(len(k))[cols]]).T"), ("p @ v[cols]", "sum(np.outer(p[:, j], v[k_start + j]) for j in range(p.shape[1]))")],
+    "cut before": [("    out, lse =", CUT), ("q[rows]", "q_[q_start // block_q]"), ("k[cols]", "k_[k_start // block_k]"), ("v[cols]", "v_[k_start // block_k]")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("style", QUERY_OUTER)
+def test_query_tiles_outside_in_any_style(style):
+    assert verdict(exercise("3.1"), edited(exercise("3.1").solution, *QUERY_OUTER[style])).status == "correct"
+
+
 @pytest.mark.parametrize("style", WEIGHTS)
 def test_tiles_are_known_in_any_style(style):
     answer = edited(exercise("6.5").solution, (P, WEIGHTS[style]))
@@ -210,6 +224,14 @@ def test_a_copy_around_a_kernel_is_noticed(number):
 
 
 EDITED = [
+    ("3.1", "one key at a time", [("len(k), block_k", "len(k)"), ("k_start + block_k", "k_start + 1")]),
+    ("3.1", "tiles of float32 numbers", [("np.empty(q.shape)", "np.empty(q.shape, np.float32)")]),
+    ("3.1", "for one tile of keys after the other", [
+        ("for q_start in range(0, len(q), block_q):\n", "states = {}\n    for j, i in np.ndindex(-(-len(k) // block_k), -(-len(q) // block_q)):\n        k_start, q_start = j * block_k, i * block_q\n"),
+        ("np.full(size, -np.inf), np.zeros(size), np.zeros((size, q.shape[1]))", "states.get(i) or (np.full(size, -np.inf), np.zeros(size), np.zeros((size, q.shape[1])))"),
+        ("for k_start in range(0, len(k), block_k):", "for _ in range(1):"),
+        ("m = m_new\n", "m = m_new; states[i] = m, l, acc\n"),
+    ]),
     ("3.2", "a mask of the tile was built", [("last_query = min(q_stop, T) - 1\n", "rows, cols = np.arange(q_start, q_stop)[:, None], np.arange(k_start, k_stop)\n    seen = (cols <= rows) & (rows < T) & (cols < S)\n    return 'full' if seen.all() else 'partial' if seen.any() else 'skipped'\n")]),
     ("8.1", "its result is not used", [("out = attention(", "attention(query, key, value)\n    out = jax.nn.dot_product_attention(")]),
     ("4.2", "mask by position", [("jnp.where(inside, s_ref[...], -jnp.inf)", "jnp.nan_to_num(s_ref[...], nan=-jnp.inf)")]),
@@ -246,7 +268,7 @@ EDITED = [
 
 
 @pytest.mark.parametrize(
-    ("number", "said", "edits"), in_tiers(EDITED, lambda number, *_: number in ("3.2", "4.2", "4.3", "8.1"))
+    ("number", "said", "edits"), in_tiers(EDITED, lambda number, *_: number in ("3.1", "3.2", "4.2", "4.3", "8.1"))
 )
 def test_what_is_not_as_asked_for_is_named(number, said, edits):
     judged = verdict(exercise(number), edited(exercise(number).solution, *edits))
