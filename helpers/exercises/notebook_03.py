@@ -91,8 +91,7 @@ def _run_in_tiles(answer, q, k, v, scale, block_q, block_k):
     if not isinstance(result, tuple) or len(result) != 2:
         raise Complaint("expected two results, (out, lse)" + (", got None" if result is None else ""))
     others = [part.dtype.name for part in result if getattr(part, "dtype", q.dtype) != q.dtype]
-    built = _built(shapes, reads, *q.shape, S, block_q, block_k, whole)
-    return *result, f"{built} of {others[0]} numbers" if others else built
+    return *result, f"{others[0]} numbers" if others else _built(shapes, reads, *q.shape, S, block_q, block_k, whole)
 
 
 def _built(shapes, reads, T, H, S, block_q, block_k, whole):
@@ -116,10 +115,9 @@ def _built(shapes, reads, T, H, S, block_q, block_k, whole):
     if H == 5:
         runs, key_tiles = lambda parts: len([*itertools.groupby(parts)]), -(-S // block_k)
         # Keys of a tile may be read one by one, but then its values are read behind all of them.
-        if runs(name for name, _, rows in reads if name != "q" and rows == 1) > 2 * T * key_tiles:
+        if runs(name for name, _, n in reads if name != "q" and n == 1) > 2 * T * key_tiles:
             return "one key at a time"
-        query_tiles = (row // block_q for name, row, rows in reads if name == "q" and rows <= block_q)
-        if runs(query_tiles) >= T / block_q * key_tiles:
+        if runs(row // block_q for name, row, n in reads if name == "q" and n <= block_q) >= T / block_q * key_tiles:
             return "all tiles of queries for one tile of keys after the other"
     return "tiles"
 
@@ -266,6 +264,7 @@ TRAFFIC_TABLE = Exercise(
 ).with_mistakes(
     ("query-outer reads k and v only once", " * query_tiles", "",
      "Every query tile reads all of k and v: see section 3."),
+    ("naive moves a table three times", "4 * T * S", "3 * T * S", "Each is written and read: see section 7."),
     ("statistics are counted in the element size of q instead of 4 bytes", ("+ 4", "16", "+ 8"),
      ("+ itemsize", "4 * itemsize", "+ 2 * itemsize"),
      "lse, m and l are float32 whatever q is: see the text of the exercise."),

@@ -30,8 +30,7 @@ class _Second(_Watched):
     __array_priority__ = 1
 
     def __array_finalize__(self, source):
-        is_part = self.base is not None and self.base.base is not None  # the watched array is itself a view
-        super().__array_finalize__(source, not is_part)
+        super().__array_finalize__(source, self.base is None or self.base.base is None)  # a part's base is a view
 
 
 def watch(array, second=False, reads=None, name=""):
@@ -48,7 +47,7 @@ def watch(array, second=False, reads=None, name=""):
         if 0 <= row < len(array):
             reads.append((name, row, made.size * len(array) // array.size))
 
-    view.note = note if reads is not None else None
+    view.note = None if reads is None else note
     return view, view.shapes
 
 
@@ -98,8 +97,8 @@ def kept(run, unwanted):
     return result, bool(found)
 
 
-def without(module, answer, *arguments):
-    """What an answer returns. Complaint where it, or a helper that it calls, calls a function of the module."""
+def without(module, answer, *arguments, said=None):
+    """What an answer returns. Complaint, about `said`, where it calls a function of the module, or a helper does."""
     names = []
 
     def note(frame, event, _):
@@ -109,5 +108,5 @@ def without(module, answer, *arguments):
     with _profiled(note):
         result = answer(*arguments)
     if names:
-        raise Complaint(f"`{names[0]}` of {module.__name__} was called; here the formulas are yours to write.")
+        raise Complaint(f"{said or f'`{names[0]}` of {module.__name__}'} was called; here you write the formulas.")
     return result
