@@ -116,6 +116,7 @@ def test_progress_says_what_comes_next_on_each_path(workbook, capsys):
     elsewhere = said(capsys, e0_1="solved", e2_1="tried", e5_2="tried")
     assert next_on("the course", elsewhere) == "5.2", "where you are, not where you skipped"
     assert next_on("two hours", elsewhere) == "2.1"
+    assert next_on("everything", said(capsys, e10_6="solved")) == "10.1", "as the notebook has them"
     last = lessons.ALL[-1].number.replace(".", "_")
     skipped = said(capsys, e0_1="solved", **{f"e{last}": "solved"})
     assert next_on("everything", skipped) == "1.1", "what was skipped comes at the end"

@@ -4,7 +4,7 @@ OF_THE_END = (
     ("out is not divided by l", "acc / l[:, None]", "acc",
      "acc is a sum of p v; the weights add up to one only after the division: see section 1 of notebook 05."),
     ("a row without a key is divided by zero", "jnp.where(l == 0, 1, l)", "l",
-     "Where no key was seen, l is 0 and out shall be 0: divide by 1 there, as in exercise 5.3."),
+     "Where no key was seen, l is 0 and out shall be 0: divide by 1 there, see section 7 of notebook 02."),
 )  # fmt: skip
 OF_A_STATE = (  # of a loop that keeps m, l and acc
     ("acc is not rescaled by alpha", "alpha[:, None] * acc", "acc",

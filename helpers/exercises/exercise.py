@@ -107,7 +107,8 @@ class Exercise:
         """What may be wrong in any code, in each place of the solution, as a tuple of `Mistake`."""
         if self.slow or "while " in source_of(self.solution):  # which may then never end
             return ()
-        found = slips(source_of(self.solution))
+        # "`2` is left out" says little to a learner who left out something else.
+        found = (slip for slip in slips(source_of(self.solution)) if not slip[1][1].isdigit())
         return tuple(Mistake(wrong, written(self.solution, text), OF_A_SLIP) for _, wrong, text in found)
 
     def _mistake(self, name, what, *rest):
@@ -150,12 +151,13 @@ def shaped(values, shapes):
 
 @functools.cache
 def exercises_of(lesson):
-    """The exercises of a notebook such as "02", in the order of their numbers. LookupError where there is none."""
+    """The exercises of a notebook such as "02", in the order that it has them in. LookupError where there is none."""
     try:
         module = importlib.import_module(f"helpers.exercises.notebook_{lesson}")
     except ModuleNotFoundError as error:
         raise LookupError(lesson) from error
-    return tuple(replace(found, number=f"{int(lesson)}.{place}") for place, found in enumerate(module.EXERCISES, 1))
+    order = getattr(module, "ORDER", range(1, len(module.EXERCISES) + 1))
+    return tuple(replace(module.EXERCISES[place - 1], number=f"{int(lesson)}.{place}") for place in order)
 
 
 def exercise(number):

@@ -1,6 +1,7 @@
 """The exercises of notebook 03."""
 
 import functools
+import itertools
 import math
 
 import numpy as np
@@ -80,18 +81,21 @@ def tiled_attention(q, k, v, scale, block_q, block_k):
 
 def _run_in_tiles(answer, q, k, v, scale, block_q, block_k):
     """What the answer returns, and how it was built as far as NumPy's arrays tell."""
-    S = len(k)
-    q, shapes = watch(q)
+    S, reads = len(k), []
+    q, shapes = watch(q, reads=reads if S < LONG else None, name="q")
+    if S < LONG:
+        k, v = (watch(array, True, reads, name)[0] for name, array in (("k", k), ("v", v)))
     run = lambda: without(online_softmax, answer, q, k, v, scale, block_q, block_k)
     result, whole = exceeds(4 * block_q * S, run) if S == LONG else (run(), False)
     result = plain(result)
     if not isinstance(result, tuple) or len(result) != 2:
         raise Complaint("expected two results, (out, lse)" + (", got None" if result is None else ""))
-    return *result, _built(shapes, *q.shape, S, block_q, block_k, whole)
+    others = [part.dtype.name for part in result if getattr(part, "dtype", q.dtype) != q.dtype]
+    return *result, f"{others[0]} numbers" if others else _built(shapes, reads, *q.shape, S, block_q, block_k, whole)
 
 
-def _built(shapes, T, H, S, block_q, block_k, whole):
-    """What the shapes of the arrays made of q tell of the tiles; where there are none, they tell nothing."""
+def _built(shapes, reads, T, H, S, block_q, block_k, whole):
+    """What the shapes of the arrays made of q, and the parts read, tell of the tiles; where there are none, nothing."""
     either_way = lambda rows, columns: {(rows, columns), (columns, rows)} & shapes
     if S == LONG:
         # Nothing but logits is made of q and as long as the keys: those of all queries, or of one at a time.
@@ -108,6 +112,13 @@ def _built(shapes, T, H, S, block_q, block_k, whole):
     # H is the length of nothing else there. Where queries come one by one, theirs may be a tile of products with keys.
     if H == 5 and (block_k, H) in shapes and not {(block_q, H), (H,)} & shapes:
         return "tiles of block_k queries"
+    if H == 5:
+        runs, key_tiles = lambda parts: len([*itertools.groupby(parts)]), -(-S // block_k)
+        # Keys of a tile may be read one by one, but then its values are read behind all of them.
+        if runs(name for name, _, n in reads if name != "q" and n == 1) > 2 * T * key_tiles:
+            return "one key at a time"
+        if runs(row // block_q for name, row, n in reads if name == "q" and n <= block_q) >= T / block_q * key_tiles:
+            return "all tiles of queries for one tile of keys after the other"
     return "tiles"
 
 
@@ -253,6 +264,7 @@ TRAFFIC_TABLE = Exercise(
 ).with_mistakes(
     ("query-outer reads k and v only once", " * query_tiles", "",
      "Every query tile reads all of k and v: see section 3."),
+    ("naive moves a table three times", "4 * T * S", "3 * T * S", "Each is written and read: see section 7."),
     ("statistics are counted in the element size of q instead of 4 bytes", ("+ 4", "16", "+ 8"),
      ("+ itemsize", "4 * itemsize", "+ 2 * itemsize"),
      "lse, m and l are float32 whatever q is: see the text of the exercise."),

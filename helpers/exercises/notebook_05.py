@@ -19,6 +19,8 @@ from helpers.exercises import tile_bounds, whole
 from helpers.exercises.again import OF_A_STATE, OF_HEADS, OF_ROWS, OF_THE_END
 from helpers.exercises.exercise import Case, Exercise, shaped
 from helpers.exercises.notebook_04 import blocks_of
+from helpers.exercises.watched import without
+from helpers.instruments import cost
 
 log2_e = math.log2(math.e)
 
@@ -126,7 +128,9 @@ def causal_bytes(T, H, itemsize, block_q, block_k):
     return once + 2 * tiles * block_k * H * itemsize
 
 
-BYTES = Exercise(causal_bytes, "The bytes of a causal kernel", outputs=("bytes",)).with_cases(
+BYTES = Exercise(
+    causal_bytes, "The bytes of a causal kernel", outputs=("bytes",), run=functools.partial(without, cost),
+).with_cases(
     "T H itemsize block_q block_k", (4, 2, 4, 2, 2), (12, 4, 2, 3, 2), (12, 3, 4, 2, 3), (30, 8, 2, 6, 5),
     (64, 32, 2, 16, 32), (128, 64, 2, 64, 16), (256, 128, 4, 32, 32), (192, 16, 2, 32, 64),
 ).with_mistakes(
@@ -137,6 +141,8 @@ BYTES = Exercise(causal_bytes, "The bytes of a causal kernel", outputs=("bytes",
      "Find the last key that the program sees, then divide by block_k: see section 5."),
     ("lse is counted in the dtype of the inputs", "4 * T", "itemsize * T",
      "lse is float32 whatever the inputs are: see section 10."),
+    ("the bytes of v are left out, or those of k", "2 * tiles", "tiles", "Each tile of keys has its values beside it."),
+    ("out is left out, or q", "2 * T * H", "T * H", "q is read and out is written, each once: see the hand case."),
 )  # fmt: skip
 
 

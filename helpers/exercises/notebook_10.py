@@ -138,6 +138,8 @@ SMEM = Exercise(
 ).with_mistakes(
     ("out is forgotten, or the next tile of queries", "3 * warpgroups", "2 * warpgroups",
      "There are three tiles of that size: q, the next q, and out on its way to GMEM: see section 8."),
+    ("the last row of lse is forgotten", "4 * (warpgroups + 1)", "4 * warpgroups", "See the table of section 8."),
+    ("the gaps are forgotten", " - 1280", "", "They take 1280 bytes, of those that a program has: see the exercise."),
     ("the barriers are forgotten", (" + 8 * (warpgroups + 1)", " + 4 * 8"), ("", ""),
      "A barrier is 8 bytes of SMEM: one for each warpgroup's q, four for each slot, one more: see section 8."),
     ("each warpgroup has rings of its own", "2 * block_k", "2 * warpgroups * block_k",
@@ -309,3 +311,4 @@ BALANCE = Exercise(
 )  # fmt: skip
 
 EXERCISES = (RING, REGISTERS, SMEM, PIPELINE, BALANCE, MMA, WGMMA)
+ORDER = (6, 1, 2, 3, 4, 5, 7)  # in which the notebook shows them

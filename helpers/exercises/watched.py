@@ -11,15 +11,17 @@ from helpers.exercises.running import is_learners
 
 
 class _Watched(np.ndarray):
-    """An array that notes the shape of every array made from it."""
+    """An array that notes the shape of every array made from it, and shows each to `note`."""
 
     __array_priority__ = 2
-    shapes = None
+    shapes = note = None
 
-    def __array_finalize__(self, source):
-        self.shapes = getattr(source, "shapes", None)
-        if self.shapes is not None:
+    def __array_finalize__(self, source, is_noted=True):
+        self.shapes, self.note = getattr(source, "shapes", None), getattr(source, "note", None)
+        if self.shapes is not None and is_noted:
             self.shapes.add(self.shape)
+        if self.note is not None:
+            self.note(self)
 
 
 class _Second(_Watched):
@@ -28,19 +30,24 @@ class _Second(_Watched):
     __array_priority__ = 1
 
     def __array_finalize__(self, source):
-        is_part = self.base is not None and self.base.base is not None  # the watched array is itself a view
-        self.shapes = getattr(source, "shapes", None)
-        if self.shapes is not None and not is_part:
-            self.shapes.add(self.shape)
+        super().__array_finalize__(source, self.base is None or self.base.base is None)  # a part's base is a view
 
 
-def watch(array, second=False):
+def watch(array, second=False, reads=None, name=""):
     """A view of a NumPy array, and a set that will hold the shape of every array that NumPy makes from it.
 
     second: leave to another watched array what is made from both, and do not count slices of the array as made.
+    reads: a list that gets (name, first row, rows) of each part of the array, copies of parts left out.
     """
     view = array.view(_Second if second else _Watched)
     view.shapes = set()
+
+    def note(made):
+        row = (made.__array_interface__["data"][0] - array.__array_interface__["data"][0]) // array.strides[0]
+        if 0 <= row < len(array):
+            reads.append((name, row, made.size * len(array) // array.size))
+
+    view.note = None if reads is None else note
     return view, view.shapes
 
 
@@ -90,8 +97,8 @@ def kept(run, unwanted):
     return result, bool(found)
 
 
-def without(module, answer, *arguments):
-    """What an answer returns. Complaint where it, or a helper that it calls, calls a function of the module."""
+def without(module, answer, *arguments, said=None):
+    """What an answer returns. Complaint, about `said`, where it calls a function of the module, or a helper does."""
     names = []
 
     def note(frame, event, _):
@@ -101,5 +108,5 @@ def without(module, answer, *arguments):
     with _profiled(note):
         result = answer(*arguments)
     if names:
-        raise Complaint(f"`{names[0]}` of {module.__name__} was called; here the formulas are yours to write.")
+        raise Complaint(f"{said or f'`{names[0]}` of {module.__name__}'} was called; here you write the formulas.")
     return result
