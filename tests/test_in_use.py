@@ -224,6 +224,7 @@ def test_vmap_over_an_axis_of_no_entries_gives_none(implementation):
 
 SETTINGS = {
     "strict promotion": lambda: jax.numpy_dtype_promotion("strict"),
+    "rank promotion": lambda: jax.numpy_rank_promotion("raise"),
     "x64": lambda: jax.enable_x64(True),
     "debug_nans": lambda: jax.debug_nans(True),
     "debug_infs": lambda: jax.debug_infs(True),
@@ -234,12 +235,20 @@ SETTINGS = {
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_settings(setting):
-    """The call as it is and its gradients, with a row that sees no key where no lse is asked for."""
+    """The call as it is and its gradients, with a row that sees no key where no lse is asked for.
+
+    Of hopper the kernel that a jit lowers in this setting, and what stands beside kernels.
+    """
     arrays, lengths = [jnp.asarray(array) for array in inputs()], jnp.asarray(LENGTHS)
-    blind = jnp.array([0, 3], jnp.int32)
+    blind, bias, halves = jnp.array([0, 3], jnp.int32), jnp.zeros((T, S)), jnp.ones((B, 20, 1, 16), jnp.float16)
+    hopper = functools.partial(flash_attention, key_value_seq_lengths=lengths, implementation="hopper")
+    of_bias = lambda bias: flash_attention(*arrays[:3], bias, implementation="portable").sum()
     with SETTINGS[setting]():
         results = everything(attention_of("portable", lengths), *arrays)
         out = flash_attention(*arrays[:3], key_value_seq_lengths=blind, implementation="portable")
+        if "promotion" in setting or setting == "x64":
+            assert jax.grad(of_bias)(bias).shape == bias.shape
+            np.testing.assert_array_equal(jax.jit(hopper)(halves, halves, halves), halves)
     check(results, "portable")
     assert not np.asarray(out)[0].any() and np.isfinite(out).all()
 

@@ -20,7 +20,8 @@ LEAST_SHARED_MEMORY = 99 * 1024  # bytes of a program, at capability 8.6, 8.9 an
 @contextlib.contextmanager
 def settings():
     """JAX's settings in which kernels are traced and run, whatever the caller's."""
-    with jax.enable_x64(False), jax.disable_jit(False):
+    promotion = jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard")
+    with jax.enable_x64(False), jax.disable_jit(False), promotion[0], promotion[1]:
         yield
 
 
@@ -108,7 +109,8 @@ def _lower_apart(context, *arrays, call_jaxpr, platform, refusal):
     if platform != "default":
         module = module.replace(platforms=(platform,))
     inner = context.replace(module_context=module, avals_in=call_jaxpr.in_avals)
-    results = mlir.lower_fun(jaxpr_as_fun(call_jaxpr), multiple_results=True)(inner, *arrays)
+    with settings():  # in which Pallas's interpreter traces what it makes of a kernel
+        results = mlir.lower_fun(jaxpr_as_fun(call_jaxpr), multiple_results=True)(inner, *arrays)
     if inner.tokens_out is not None:  # of the Mosaic interpreter's side effects
         context.set_tokens_out(inner.tokens_out)
     return results

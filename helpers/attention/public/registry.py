@@ -78,6 +78,7 @@ class KernelsOf:
             words = 'paged_attention has no derivative in its kernel; use implementation="reference"'
             return without_derivative(forward, words)(*call.arrays)
 
+        @settings()  # JAX traces it when it pulls back
         def backward(arrays, residuals, gradients):
             call, (out, lse, *low) = Call(problem, *arrays), residuals
             found = self.run("backward", problem, *arrays, out, lse, *gradients, *(low or [None]))
