@@ -45,6 +45,7 @@ ILLEGAL = [
     ({"query": zeros(B, T, 3, H)}, ValueError, "query heads must be a multiple of key/value heads, got 3 and 2"),
     ({"query": zeros(B, T, N, 257), "key": zeros(B, S, K, 257), "value": zeros(B, S, K, 257)}, ValueError, "head_dim must be at most 256, got 257"),
     ({"scale": float("nan")}, ValueError, "scale must be at most 2.36e+38 in size, got nan"),
+    ({"scale": np.float16("inf")}, ValueError, "scale must be at most 2.36e+38 in size, got inf"),
     ({"local_window_size": -1}, ValueError, "local_window_size must not be negative, got -1"),
     ({"query_seq_lengths": np.array([1, 2], np.int16)}, TypeError, "query_seq_lengths must have dtype int32, got int16"),
     ({"key_value_seq_lengths": np.array([1], np.int32)}, ValueError, "key_value_seq_lengths must have shape (2,), got (1,)"),

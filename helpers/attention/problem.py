@@ -344,7 +344,7 @@ def check_paged_call(
             wrong = [int(number) for number in table[row, :count] if not 0 <= number < pages]
             if wrong:
                 raise ValueError(f"page_table[{row}] must name pages from 0 to {pages - 1}, got {wrong[0]}")
-    band = check_band(is_causal, local_window_size, causal_offset or 0)
+    band = check_band(is_causal, local_window_size, 0 if causal_offset is None else causal_offset)
     problem = Problem(
         *(B, T, S, N, K, H, jnp.dtype(query.dtype)),
         scale=_check_scale(scale, H),
@@ -369,10 +369,11 @@ def _check_scale(scale, head_dim):
         scale = scale.item()
     if isinstance(scale, bool | np.bool_) or not isinstance(scale, numbers.Real):
         raise TypeError(f"scale must be a real number or None, got {scale!r}")
+    scale = float(scale)
     # The kernels multiply with scale * log2 e in float32, so that product must be finite there.
     if not abs(scale) <= LARGEST_SCALE:
         raise ValueError(f"scale must be at most {LARGEST_SCALE:.3g} in size, got {scale!r}")
-    return float(scale) if abs(scale) >= np.finfo(np.float32).tiny else 0.0  # to a GPU a subnormal number is 0
+    return scale if abs(scale) >= np.finfo(np.float32).tiny else 0.0  # to a GPU a subnormal number is 0
 
 
 def _refuse_tracer(name, value):
@@ -405,7 +406,7 @@ def check_soft_cap(cap):
         return None
     if isinstance(cap, bool | np.bool_) or not isinstance(cap, numbers.Real):
         raise TypeError(f"logits_soft_cap must be a real number or None, got {cap!r}")
-    if not 1e-30 <= cap <= 1e30:
+    if not 1e-30 <= float(cap) <= 1e30:
         raise ValueError(f"logits_soft_cap must be between 1e-30 and 1e30, got {cap!r}")
     return float(cap)
 
