@@ -228,8 +228,8 @@ def growth(lengths, H, itemsize, block_q, block_k):
     return figure
 
 
-def gpu(num_sms=132, shared=228, registers=256):
-    """A GPU, its many SMs, and one of them enlarged. Sizes in KiB, by default those of an H200."""
+def gpu(num_sms=132, shared=227, registers=256):
+    """A GPU, its many SMs, and one of them enlarged. Sizes in KiB, by default what a program may use of an H200."""
     figure, axes = style.drawing(10, 4.0, x=(0, 20), y=(-0.5, 8.0))
     columns = 12
     axes.text(0.2, 7.65, f"the chip: {num_sms} SMs (streaming multiprocessors)", weight="bold")

@@ -50,8 +50,8 @@ NAMES = {
 
 def start(H):
     """The state before any key: m, l, acc."""
-    full = lambda value, shape, layout: plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-    return full(-jnp.inf, (BLOCK_Q,), ROWS), full(0, (BLOCK_Q,), ROWS), full(0, (BLOCK_Q, H), MATRIX)
+    filled = lambda value, shape, layout: plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+    return filled(-jnp.inf, (BLOCK_Q,), ROWS), filled(0, (BLOCK_Q,), ROWS), filled(0, (BLOCK_Q, H), MATRIX)
 
 
 def columns(row_values, shape):
