@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 
+from helpers import paged_attention
 from helpers.paging import OutOfPagesError, PagePool
 
 
