@@ -141,7 +141,7 @@ def test_a_notebook_has_the_form_of_a_lesson(path):
     code = [cell for cell in cells if cell.cell_type == "code"]
     assert code[0].source.endswith("show_environment()")
     stays = number in ("10", "11", "12", "14", "15")  # on the CPU, as 00 says; 16 and 17 run nothing of JAX
-    assert ('os.environ["JAX_PLATFORMS"] = "cpu"' in code[0].source) == stays
+    assert ('"JAX_PLATFORMS"' in code[0].source) == stays
     assert cells[-1].source.startswith("## What you can do now")
     place = PATHS.index(path)
     for neighbour in {*PATHS[max(0, place - 1) : place], *PATHS[place + 1 : place + 2]}:

@@ -316,7 +316,7 @@ LEAST_TRAFFIC = Exercise(
     ("T=1000, S=700, H=64, 2 bytes, 163 KiB", 1000, 700, 64, 2, 163 * KIB, POWERS[2:]),
     ("T=S=4096, H=64, 2 bytes, 163 KiB", 4096, 4096, 64, 2, 163 * KIB, POWERS[2:]),
     ("T=S=4096, H=128, 2 bytes, 163 KiB", 4096, 4096, 128, 2, 163 * KIB, POWERS[2:]),
-    ("T=5000, S=300, H=64, 2 bytes, 227 KiB", 5000, 300, 64, 2, 227 * KIB, POWERS),
+    ("T=5000, S=300, H=96, 2 bytes, 227 KiB", 5000, 300, 96, 2, 227 * KIB, POWERS),
     ("T=3000, S=9000, H=64, 4 bytes, 163 KiB", 3000, 9000, 64, 4, 163 * KIB, POWERS),
     ("T=S=4096, H=64, 2 bytes, 164 KiB, which two pairs fill exactly", 4096, 4096, 64, 2, 164 * KIB, POWERS),
     ("T=S=4096, H=64, 100 KiB, sizes in no order", 4096, 4096, 64, 2, 100 * KIB, (128, 16, 512, 32, 64, 256)),

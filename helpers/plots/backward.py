@@ -139,7 +139,8 @@ def orders_of_addition(values, exact):
     steps = (found.astype(np.float64) - exact) / float(np.spacing(np.float32(abs(exact))))
     axes.bar(steps, counts, 0.6, color=style.QUERY, alpha=0.45, ec=style.QUERY, lw=1.2)
     for x, count in zip(steps, counts, strict=True):
-        axes.text(x, count, f"{count}", ha="center", va="bottom", size=9, bbox=draw.paper(0.5))
+        above = {"xytext": (0, 2), "textcoords": "offset points", "ha": "center", "bbox": draw.paper(0)}
+        axes.annotate(f"{count}", (x, count), va="bottom", size=9, **above)
     axes.axvline(0, color=style.INK, lw=1.2, ls="--")
     axes.text(0.04, 0.97, "exact", transform=axes.get_xaxis_transform(), ha="left", va="top", size=9)
     axes.set(ylim=(0, counts.max() * 1.2))
