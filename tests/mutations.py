@@ -84,7 +84,7 @@ FAULTS = [
         ("only the first feature of a call has to be listed", "for feature in call.features if feature", "for feature in call.features[:1] if feature"),
     ),
     *_of("helpers/attention/device.py", "test_api test_hopper_api test_measure",
-        ("settings of the caller reach the kernels", "with jax.enable_x64(False), jax.", "with jax."),
+        ("settings of the caller reach the kernels", "        jax.enable_x64(False),\n", ""),
         ("an array on the CPU is thought to be on the GPU", "if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):", "if isinstance(array, jax.core.Tracer):"),
     ),
     *_of("helpers/attention/online_softmax.py", "test_tiles test_portable",

@@ -20,8 +20,12 @@ LEAST_SHARED_MEMORY = 99 * 1024  # bytes of a program, at capability 8.6, 8.9 an
 @contextlib.contextmanager
 def settings():
     """JAX's settings in which kernels are traced and run, whatever the caller's."""
-    promotion = jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard")
-    with jax.enable_x64(False), jax.disable_jit(False), promotion[0], promotion[1]:
+    with (
+        jax.enable_x64(False),
+        jax.disable_jit(False),
+        jax.numpy_rank_promotion("allow"),
+        jax.numpy_dtype_promotion("standard"),
+    ):
         yield
 
 

@@ -23,7 +23,7 @@ class Extras(NamedTuple):
     """Arrays, each of which may be None. An axis of a table may be 1 in place of its size, and then serves all.
 
     bias: a table (B, N, T, S) of a float dtype; mask: a table of booleans. query_segment_ids int32 (B, T),
-    key_segment_ids int32 (B, S). sinks: float32 (1, N). score_arrays: a tuple of tables, float or int32.
+    key_segment_ids int32 (B, S). sinks: float32 (1 or B, N). score_arrays: a tuple of tables, float or int32.
     Kernels want more, see `Call.prepared`: batch int32 (B,) and heads int32 (1, N), the numbers by which mask_mod and
     score_mod know a part of a call; and the `masking.block_mask` of mask and mask_mod.
     """
@@ -37,6 +37,11 @@ class Extras(NamedTuple):
     batch: jax.Array | None = None
     heads: jax.Array | None = None
     block_mask: jax.Array | None = None
+
+    @staticmethod
+    def sink_of(sinks, b, n):
+        """That of a head in a batch entry, as a kernel reads it."""
+        return sinks[0 if sinks.shape[0] == 1 else b, n]
 
     @property
     def hides_keys(self):

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from helpers.attention.extras import Extras
 from helpers.attention.hopper.forward_kernel import Part, RunningMaximum
 from helpers.attention.hopper.guess import Guess
 from helpers.attention.hopper.tile_scheduler import (
@@ -120,8 +121,7 @@ class Logits(Part):
         of_keys = lse if self.problem.soft_cap is None else lambda: lse() - self.problem.scale / 2
         if self.refs.sinks is None:
             return out, of_keys
-        sinks = self.refs.sinks
-        sink, of_keys = sinks[0 if sinks.shape[0] == 1 else turn.b, turn.n], of_keys()
+        sink, of_keys = Extras.sink_of(self.refs.sinks, turn.b, turn.n), of_keys()
         above = LOG2_E * (sink - jnp.maximum(of_keys, LOWEST))
         left = 1 / (1 + jnp.exp2(above))
         with_sink = jnp.maximum(of_keys, sink) + jnp.log2(1 + jnp.exp2(-jnp.abs(above))) / LOG2_E

@@ -39,6 +39,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention import online_softmax
 from helpers.attention.device import core_count, shared_memory
+from helpers.attention.extras import Extras
 from helpers.attention.masking import key_tiles, keys_seen, share, visible
 from helpers.attention.mosaic import own_keys
 from helpers.attention.mosaic.own_keys import PARTS, WARP_ROWS, WARPS, padded_head_dim, row_of, swizzled, warp_of
@@ -168,7 +169,7 @@ def merge_kernel(parts_ref, logs_ref, sinks_ref, out_ref, lse_ref, *, problem, i
         return m, l, alpha * acc + (weights * parts).sum(axis=0)
 
     has_sink = sinks_ref is not None
-    sink = a_row(sinks_ref[lax.rem(b, sinks_ref.shape[0]), n] if has_sink else -jnp.inf)
+    sink = a_row(Extras.sink_of(sinks_ref, b, n) if has_sink else -jnp.inf)
     m_start = LOG2_E * sink
     state = m_start, a_row(float(has_sink)), a_row(0)
     m, l, acc = lax.fori_loop(0, count // chunk, one_chunk, state)

@@ -153,7 +153,7 @@ def forward_kernel(
         l = weights[0].max(axis=1) / constant
     exact = acc * along(1 / jnp.where(empty, 1, l), acc.shape, 0)
     if extras is not None and extras.sinks is not None:
-        share, lse = beside_sink(lse, extras.sinks[0 if extras.sinks.shape[0] == 1 else b, n])
+        share, lse = beside_sink(lse, extras.sink_of(extras.sinks, b, n))
         exact *= along(share, exact.shape, 0)
     out = exact.astype(out_ref.dtype)
     store(out_ref.at[b, rows, head], out, interpret=interpret)
