@@ -227,6 +227,8 @@ BLIND = [("portable", False), ("portable", True), ("reference", True), ("mosaic"
 def test_rows_that_see_nothing(implementation, has_sinks):
     """They pass nothing, whatever arrives, but what arrives at the lse of a row that is no padding goes to its sink."""
     arrays, arguments = drawn(95, 20, 30, B=1, only=("sinks",) if has_sinks else ())
+    if has_sinks:
+        arguments["sinks"][1] = -np.inf
     query, key, value, dout, dlse = arrays
     mask = np.ones((20, 1), bool)
     mask[3:5] = False
@@ -240,6 +242,19 @@ def test_rows_that_see_nothing(implementation, has_sinks):
     lse = np.asarray(mine[1])[0, ~sees]
     np.testing.assert_array_equal(lse, np.broadcast_to(arguments.get("sinks", -np.inf), lse.shape))
     compare(mine, expected)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "portable", "mosaic"])
+def test_what_a_bias_has_in_padding_passes_nothing(implementation):
+    """NaN where no query sees a key, with a soft cap, whose slope would be NaN there."""
+    arrays, arguments = drawn(98, 20, 30, B=1, only=("bias", "soft cap"))
+    bias = np.broadcast_to(arguments["bias"], (1, 4, 20, 30)).copy()
+    lengths = {"query_seq_lengths": np.array([13], np.int32), "key_value_seq_lengths": np.array([22], np.int32)}
+    expected = right(arrays, arguments | lengths | {"bias": bias})
+    bias[:, :, 13:] = bias[..., 22:] = np.nan
+    arguments |= lengths | {"bias": bias}
+    compare(right(arrays, arguments), expected, bound=0)
+    compare(everything(arrays, arguments, implementation=implementation), expected)
 
 
 def test_a_bias_of_minus_infinity_hides():

@@ -108,7 +108,7 @@ def _ds_of_rows(call, tables, start, new, of_rows, lse, dout, dlse):
         given = iter(tables)
         own = lambda array: next(given) if array is not None and jnp.issubdtype(array.dtype, jnp.floating) else array
         bias, arrays = own(part.bias), tuple(map(own, part.score_arrays or ()))
-        return scores.logits(problem.scale * s, problem, *of_logits[:4], bias, arrays)
+        return scores.logits(problem.scale * s, problem, *of_logits[:4], bias, arrays, seen)
 
     s, pull_back = jax.vjp(logits, *tables)
     lse, dlse = (of_rows(array, 2)[..., None] for array in (lse, dlse))

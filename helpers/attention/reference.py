@@ -38,7 +38,8 @@ def naive_attention(call):
     s = problem.scale * jnp.einsum("btkgh,bskh->bkgts", query, key, preferred_element_type=jnp.float32)
     if call.changes_logits:
         of_logits, _ = scores.whole(problem, call.extras)
-        s = scores.logits(s.reshape(B, N, T, problem.S), problem, *of_logits).reshape(s.shape)
+        s = scores.logits(s.reshape(B, N, T, problem.S), problem, *of_logits, seen.reshape(B, -1, T, problem.S))
+        s = s.reshape(B, K, problem.group, T, problem.S)
     s = jnp.where(seen, s, -jnp.inf)
 
     m = s.max(axis=-1, keepdims=True)
@@ -56,7 +57,7 @@ def naive_attention(call):
     empty = l == 0
     l = jnp.where(empty, 1, l)
     out = jnp.einsum("bkgts,bskh->btkgh", (p / l).astype(value.dtype), value, preferred_element_type=jnp.float32)
-    lse = jnp.where(empty, -jnp.inf, m + jnp.log(l))
+    lse = jnp.where(empty, -jnp.inf if call.extras.sinks is None else sinks, m + jnp.log(l))
     out = out.astype(problem.dtype).reshape(B, T, N, H)
     # What is put in place is there already, but no gradient that arrives there goes on.
     if call.may_have_blind_rows:
@@ -211,8 +212,9 @@ def oracle_softmax(query, key, value, arguments):
     is_key = np.arange(problem.S)[None, None, :, None] < key_lengths[:, None, None, None]
     q = np.where(is_query, q, 0)
     k, v = (np.repeat(np.where(is_key, array, 0), problem.group, axis=1) for array in (k, v))
-    s, pull_back = _oracle_logits(call, problem.scale * (q @ k.swapaxes(-1, -2)))
-    s = np.where(_oracle_seen(call, query_lengths, key_lengths), s, -np.inf)
+    seen = _oracle_seen(call, query_lengths, key_lengths)
+    s, pull_back = _oracle_logits(call, problem.scale * (q @ k.swapaxes(-1, -2)), seen)
+    s = np.where(seen, s, -np.inf)
     sink = np.full((1, 1, 1, 1), -np.inf) if extras.sinks is None else np.asarray(extras.sinks, np.float64)
     sink = sink.reshape(1, -1, 1, 1)
     m = np.maximum(s.max(axis=-1, keepdims=True), sink)
@@ -222,7 +224,8 @@ def oracle_softmax(query, key, value, arguments):
     empty = l == 0
     l = np.where(empty, 1, l)
     lse = np.where(empty, -np.inf, m + np.log(l))
-    return Softmax(q, k, v, s, p / l, lse[..., 0], np.exp(sink - m) / l, problem, is_query, pull_back)
+    weight_of_sink = np.where(empty, 1, np.exp(sink - m) / l)
+    return Softmax(q, k, v, s, p / l, lse[..., 0], weight_of_sink, problem, is_query, pull_back)
 
 
 def _oracle_seen(call, query_lengths, key_lengths):
@@ -248,12 +251,12 @@ def _oracle_numbers(problem):
     return [np.arange(size, dtype=np.int32).reshape([-1] + [1] * (3 - axis)) for axis, size in enumerate(sizes)]
 
 
-def _oracle_logits(call, s):
+def _oracle_logits(call, s, seen):
     """The logits of scaled products, and how a gradient goes back; score_mod is evaluated by JAX in float64."""
     problem, extras = call.problem, call.extras
     tables = extras.score_arrays or ()
     if extras.bias is not None:
-        s = s + np.asarray(extras.bias, np.float64)
+        s = s + np.where(seen, np.asarray(extras.bias, np.float64), 0)
     slope = 1
     if problem.score_mod is not None:
         with jax.enable_x64(True):

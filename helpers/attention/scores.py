@@ -15,13 +15,14 @@ tiles of a kernel.
 import jax.numpy as jnp
 
 
-def logits(s, problem, b, n, i, j, bias=None, score_arrays=None):
+def logits(s, problem, b, n, i, j, bias=None, score_arrays=None, seen=True):
     """The logits of scaled products s, float32.
 
-    b, n, i, j: int32 that broadcasts to s, and so do the tables.
+    b, n, i, j: int32 that broadcasts to s, and so do the tables. seen: booleans, where the
+    bias is added; what is NaN elsewhere reaches no derivative.
     """
     if bias is not None:
-        s = s + bias.astype(s.dtype)
+        s = s + (bias if seen is True else jnp.where(seen, bias, 0)).astype(s.dtype)
     if problem.score_mod is not None:
         s = problem.score_mod(s, b, n, i, j, *(score_arrays or ()))
     if problem.soft_cap is not None:

@@ -16,6 +16,7 @@ and of the `TileLists` of `masking`, for the one tile that it has, of queries or
 `Masks` has both, and two lengths, (): how many queries and keys of this batch entry are real.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -81,7 +82,9 @@ class Pair:
         others = *self._numbers(), bias, arrays
         of_natural = lambda s: scores.logits(s, self.problem, *others)
         s, pull_back = jax.vjp(of_natural, s / LOG2_E)
-        return LOG2_E * s, lambda ds: pull_back(ds)[0]
+        # A bias may be NaN where it is hidden, and so is the slope there.
+        hide = (lambda ds: ds) if bias is None else functools.partial(self.hidden, filler=0)
+        return LOG2_E * s, lambda ds: hide(pull_back(ds)[0])
 
     def hidden(self, table, filler):
         """The table (block_q, block_k) with the filler where a query does not see a key."""
