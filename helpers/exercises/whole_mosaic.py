@@ -85,7 +85,7 @@ def mma_forward(q, k, v, is_causal=False, interpret=False):
     out, lse = plgpu.kernel(
         kernel,
         out_type=[jax.typeof(q), jax.ShapeDtypeStruct((B, N, q.shape[1]), jnp.float32)],
-        grid=(N, q.shape[1] // block_q, B),  # tiles of a head run side by side
+        grid=(N, q.shape[1] // block_q, B),  # tiles of B heads run side by side
         grid_names=("n", "i", "b"),
         scratch_types=[tile_of_q, *([plgpu.Barrier()] if warp.by_tma() else [])],
         compiler_params=warp.COMPILER_PARAMS,
@@ -291,7 +291,7 @@ def hopper_forward(q, k, v, is_causal=False, interpret=False):
     out, lse = plgpu.kernel(
         kernel,
         out_type=[jax.typeof(q), jax.ShapeDtypeStruct((B, N, q.shape[1]), jnp.float32)],
-        grid=(N, q.shape[1] // block_k, B),  # tiles of a head run side by side
+        grid=(N, q.shape[1] // block_k, B),  # tiles of B heads run side by side
         grid_names=("n", "i", "b"),
         num_threads=computing + 1,
         thread_name="warpgroup",
