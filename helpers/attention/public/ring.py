@@ -131,7 +131,7 @@ def ring_attention(
       layout: which positions a device has, one of LAYOUTS, see `positions`. Without a causal mask, lengths
         or key_length every layout gives the same.
       key_length: a Python integer, where the last keys of the sequence are padding: how many are not. Unlike
-        key_value_seq_lengths it keeps the choice of kernels.
+        key_value_seq_lengths it is static: no kernel is given a length.
       implementation: as in `flash_attention`, but for "cudnn". return_residual: also return lse.
 
     Returns:
