@@ -75,8 +75,8 @@ def flash_attention(
       mask: booleans that broadcast to (B, N, T, S): query i sees key j only where it is True.
       scale: a Python number; None means 1 / sqrt(H).
       is_causal: query i sees keys j <= i, counted from the start of both.
-      query_seq_lengths, key_value_seq_lengths: int32 (B,); positions from there on are padding and may hold anything, but
-        score_arrays numbers. Under jit their values cannot be checked; there, more than the length means all of it.
+      query_seq_lengths, key_value_seq_lengths: int32 (B,); positions from there on are padding and may hold anything,
+        score_arrays any number. Under jit their values cannot be checked; there, more than the length means all of it.
       local_window_size: (left, right), or one integer for both: query i sees keys i - left <= j <= i + right.
       query_segment_ids, key_value_segment_ids: int32 (B, T) and (B, S): a query sees keys of its own number only, as
         where several documents share a row. One array for both saves time: then each query has a key of its own number.
