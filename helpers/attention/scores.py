@@ -19,7 +19,7 @@ def logits(s, problem, b, n, i, j, bias=None, score_arrays=None, seen=True):
     """The logits of scaled products s, float32.
 
     b, n, i, j: int32 that broadcasts to s, and so do the tables. seen: booleans, where the
-    bias is added; what is NaN elsewhere reaches no derivative.
+    bias is added; its NaN elsewhere reaches no derivative.
     """
     if bias is not None:
         s = s + (bias if seen is True else jnp.where(seen, bias, 0)).astype(s.dtype)

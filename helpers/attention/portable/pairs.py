@@ -82,7 +82,7 @@ class Pair:
         others = *self._numbers(), bias, arrays
         of_natural = lambda s: scores.logits(s, self.problem, *others)
         s, pull_back = jax.vjp(of_natural, s / LOG2_E)
-        # A bias may be NaN where it is hidden, and so is the slope there.
+        # A bias may be NaN where it is hidden, and then a cap's slope is, too.
         hide = (lambda ds: ds) if bias is None else functools.partial(self.hidden, filler=0)
         return LOG2_E * s, lambda ds: hide(pull_back(ds)[0])
 
