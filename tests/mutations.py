@@ -65,7 +65,7 @@ FAULTS = [
         ("all batch entries have the length of the first", "spec = pl.BlockSpec((None,), lambda i, n, b: (b,))", "spec = pl.BlockSpec((None,), lambda i, n, b: (0,))"),
         ("query lengths are those of the keys", "Masks(call.query_lengths, call.key_lengths,", "Masks(call.key_lengths, call.key_lengths,"),
         ("a tile is full for one more", "return one_tile(tile, at < full, state)", "return one_tile(tile, at <= full, state)"),
-        ("the gradient of a capped logit is that of the logit", "lambda ds: hide(pull_back(ds)[0])", "lambda ds: hide(ds)"),
+        ("the gradient of a capped logit is that of the logit", "lambda ds: self.hidden(pull_back(ds)[0], 0)", "lambda ds: self.hidden(ds, 0)"),
     ),
     *_of("helpers/attention/cudnn.py", "test_api",
         ("cudnn passes what arrives at a query that sees no key", "jnp.where(is_query, out, 0) if call.may_have_blind_rows else out, None", "out, None"),

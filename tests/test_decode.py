@@ -132,6 +132,7 @@ def test_a_wrong_table_under_jit_reads_some_page(implementation):
         ({"lengths": np.array([49, 3], np.int32)}, "lengths must lie between 0 and 48"),
         ({"query": np.zeros((2, 17, 4, 24), np.float32)}, "query must have at most 16 positions, got 17"),
         ({"value_pages": np.zeros((24, 16, 2, 24), np.float16)}, "must share one dtype"),
+        ({"is_causal": True, "causal_offset": ""}, "causal_offset must be an integer, got ''"),
         ({"return_residual": 1}, "return_residual must be True or False, got 1"),
     ],
 )

@@ -194,11 +194,13 @@ def test_an_axis_of_vmap_joins_the_batch():
 
 @pytest.mark.parametrize("implementation", ["portable", "mosaic", "hopper"])
 def test_vmap_over_sinks(implementation):
-    """In calls of more queries than those of decoding, with the gradient of each entry's own."""
+    """In calls of more queries than those of decoding, with the gradient of each entry's own. They share segments."""
     array, sinks = np.ones((1, FEW_QUERIES + 1, 2, 8), np.float16), np.array([[0, 1], [5, 2]], np.float32)
+    ids = np.zeros(array.shape[:2], np.int32)
 
     def lse(sinks):
-        return flash_attention(array, array, array, sinks=sinks, implementation=implementation, return_residual=True)[1]
+        options = {"implementation": implementation, "return_residual": True, "query_segment_ids": ids}
+        return flash_attention(array, array, array, sinks=sinks, key_value_segment_ids=ids, **options)[1]
 
     found, gradients = jax.vmap(jax.value_and_grad(lambda sinks: lse(sinks)[0, 0].sum()))(sinks)
     weights = np.exp(sinks), (FEW_QUERIES + 1) * np.exp(np.sqrt(8))

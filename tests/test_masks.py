@@ -215,6 +215,8 @@ def test_a_block_mask_that_is_kept():
     attend = jax.jit(functools.partial(flash_attention, implementation="portable", **arguments))
     np.testing.assert_array_equal(attend(*arrays[:3], block_mask=kept), attend(*arrays[:3]))
     assert not attend(*arrays[:3], block_mask=0 * kept).any()
+    with pytest.raises(TypeError, match="mask must have booleans, got float32"):
+        block_mask(4, 4, mask=np.zeros((4, 4), np.float32))
 
 
 # Rows that see nothing
@@ -225,15 +227,17 @@ BLIND = [("portable", False), ("portable", True), ("reference", True), ("mosaic"
 
 @pytest.mark.parametrize(("implementation", "has_sinks"), in_tiers(BLIND, lambda name, _: name != "mosaic"))
 def test_rows_that_see_nothing(implementation, has_sinks):
-    """They pass nothing, whatever arrives, but what arrives at the lse of a row that is no padding goes to its sink."""
-    arrays, arguments = drawn(95, 20, 30, B=1, only=("sinks",) if has_sinks else ())
-    if has_sinks:
-        arguments["sinks"][1] = -np.inf
+    """They pass nothing, whatever arrives and a bias has there, but what arrives at the lse of a row that is no padding
+    goes to its sink."""
+    arrays, arguments = drawn(95, 20, 30, B=1, only=("bias", "soft cap", "sinks") if has_sinks else ())
     query, key, value, dout, dlse = arrays
     mask = np.ones((20, 1), bool)
     mask[3:5] = False
     arguments |= {"mask": mask, "query_seq_lengths": np.array([18], np.int32)}
     sees = mask[:, 0] & (np.arange(20) < 18)
+    if has_sinks:
+        arguments["sinks"][1] = -np.inf
+        arguments["bias"] = np.where(sees[:, None], arguments["bias"], np.nan)
     expected = right(arrays, arguments)
     dlse = np.where((np.arange(20) >= 18)[:, None] | ((not has_sinks) & ~sees[:, None]), np.nan, dlse)
     query, dout = (np.where(sees[:, None, None], array, np.nan) for array in (query, dout))
@@ -244,17 +248,11 @@ def test_rows_that_see_nothing(implementation, has_sinks):
     compare(mine, expected)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "portable", "mosaic"])
-def test_what_a_bias_has_in_padding_passes_nothing(implementation):
-    """NaN where no query sees a key, with a soft cap, whose slope would be NaN there."""
-    arrays, arguments = drawn(98, 20, 30, B=1, only=("bias", "soft cap"))
-    bias = np.broadcast_to(arguments["bias"], (1, 4, 20, 30)).copy()
-    lengths = {"query_seq_lengths": np.array([13], np.int32), "key_value_seq_lengths": np.array([22], np.int32)}
-    expected = right(arrays, arguments | lengths | {"bias": bias})
-    bias[:, :, 13:] = bias[..., 22:] = np.nan
-    arguments |= lengths | {"bias": bias}
-    compare(right(arrays, arguments), expected, bound=0)
-    compare(everything(arrays, arguments, implementation=implementation), expected)
+def test_a_sink_with_nearly_all_the_weight():
+    """lse is the sink there, as of a query that sees no key; but keys are seen, and pass a gradient."""
+    arrays, arguments = drawn(99, 4, 5, only=("sinks",))
+    arrays[4], arguments["sinks"] = 0 * arrays[4], arguments["sinks"] + 20
+    compare(everything(arrays, arguments, implementation="portable"), right(arrays, arguments))
 
 
 def test_a_bias_of_minus_infinity_hides():
@@ -274,6 +272,18 @@ NUMBERED = ("mask_mod", "score_mod", "sinks", "bias", "segments")
 
 
 reference_of = functools.partial(everything, implementation="reference")
+
+
+@on_four_devices
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_vmap_over_what_is_split(kind):
+    """Tables with one entry within vmap have a batch around it, split as that of query is."""
+    random = np.random.default_rng(0)
+    arrays = [random.standard_normal(shape).astype(np.float32) for shape in ((4, 5, 2, 8), (4, 2, 5, 5), (4, 2))]
+    attend = lambda x, bias, sinks: flash_attention(x, x, x, bias=bias, sinks=sinks, implementation="portable").sum()
+    run = jax.jit(jax.vmap(jax.value_and_grad(attend, (0, 1, 2))))
+    placed = [jax.device_put(array, NamedSharding(mesh_of(kind), P("batch"))) for array in arrays]
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), run(*placed), run(*arrays))
 
 
 @on_four_devices

@@ -5,7 +5,6 @@ import copy
 import numpy as np
 import pytest
 
-from helpers import paged_attention
 from helpers.paging import OutOfPagesError, PagePool
 
 
@@ -79,10 +78,3 @@ def test_wrong_arguments_are_refused():
     with pytest.raises(IndexError, match="'a' has 3 tokens"):
         pool.place("a", np.array([0, 3]))
     assert pool.tables == {"a": [0]} and pool.counts == [1, 0, 0, 0]
-
-
-@pytest.mark.parametrize("offset", ["", 0.0])
-def test_the_offset_of_pages_is_an_integer(offset):
-    array, numbers = np.ones((1, 4, 1, 8), np.float32), np.zeros((1, 1), np.int32)
-    with pytest.raises(TypeError, match="causal_offset must be an integer"):
-        paged_attention(array, array, array, numbers, np.array([4], np.int32), is_causal=True, causal_offset=offset)

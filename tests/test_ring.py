@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, check_attention, check_padding, in_tiers
+from attention_cases import AttentionCase, check_attention, check_padding, in_tiers, relative_error
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from helpers import flash_attention
 from helpers.attention.public import api
 from helpers.attention.public.ring import LAYOUTS, plan, positions, ring_attention, ring_attention_on_mesh
+from helpers.attention.reference import oracle_gradients
 
 
 def mesh_of(devices):
@@ -118,6 +119,20 @@ def test_agrees_with_the_oracle(devices, case, options):
     check_attention(attention_on(devices, **options), case)
 
 
+def test_what_merging_and_blind_queries_leave():
+    """Shares of parts add up to one, or dq would feel what keys have in common; and NaN of a query stays where it is."""
+    random = np.random.default_rng(0)
+    query, key, value, dout = random.standard_normal((4, 1, 32, 2, 8)).astype(np.float32)
+    key, value = key + 100, value + 100
+    zeros = np.zeros((1, 32), np.int32)
+    ids = {"query_segment_ids": zeros + (np.arange(32) > 29), "key_value_segment_ids": zeros}
+    right = oracle_gradients(query, key, value, dout, **ids)
+    query[:, 30:] = np.nan
+    attend = lambda *arrays: attention_on(4, implementation="portable")(*arrays, **ids)[0]
+    for mine, other in zip(jax.vjp(attend, query, key, value)[1](dout), right, strict=True):
+        assert relative_error(mine, other) < 5e-3
+
+
 def check_gradients_of_a_loss(attend, mine, arrays, arguments):
     loss = lambda attend, *arrays: jnp.sin(attend(*arrays)).sum()
     gradients = lambda attend: jax.jit(jax.grad(functools.partial(loss, attend), (0, 1, 2)))
@@ -194,6 +209,7 @@ def shares(share=4, **options):
         ({"is_causal": True, "keys": 6}, "as many keys as queries, got 6 and 4"),
         ({"is_causal": True, "share": 3}, "query must have an even length on each device for layout zigzag, got 3"),
         ({"key_length": 9}, "key_length must be an integer from 1 to 8, got 9"),
+        ({"key_length": True}, "key_length must be an integer from 1 to 8, got True"),
         ({"share": 2**29}, r"at most 2\*\*30 - 1 positions on all devices together, got 2 times 536870912 and"),
         ({"query_seq_lengths": np.array([9], np.int32)}, "query_seq_lengths must lie between 0 and 8"),
         ({"implementation": "hopper"}, r'hopper cannot serve this call.*use implementation="portable"'),

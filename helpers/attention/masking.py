@@ -175,6 +175,8 @@ def block_mask(T, S, *, mask=None, mask_mod=None, batch=1, heads=1):
     booleans, as for `flash_attention`; batch, heads: for how many it is asked, or the int32 arrays (B,) and (1, N) of
     their numbers. On a CPU XLA stores a number for each pair meanwhile, (B or 1) (N or 1) T S of them.
     """
+    if mask is not None and mask.dtype != bool:
+        raise TypeError(f"mask must have booleans, got {mask.dtype}")
     seen = jnp.ones((1, 1, 1, 1), bool) if mask is None else mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
     if mask_mod is not None:
         b = jnp.arange(batch, dtype=jnp.int32) if isinstance(batch, int) else batch

@@ -388,7 +388,7 @@ def check_band(is_causal, local_window_size, causal_offset):
     if not isinstance(is_causal, bool | np.bool_):
         raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
     try:
-        offset = operator.index(causal_offset)
+        offset = operator.index(None if isinstance(causal_offset, bool) else causal_offset)
     except TypeError:
         raise TypeError(f"causal_offset must be an integer, got {causal_offset!r}") from None
     if offset and not is_causal and local_window_size is None:

@@ -32,10 +32,7 @@ def _layer_cases():
     eye = np.eye(2)
     by_hand = np.array([[[0.0, 1.0], [1.0, 0.0]]]), np.hstack([eye, math.log(3) * eye, eye]), eye
     arrays = (random.standard_normal(shape) for shape in [(2, 9, 6), (6, 18), (6, 6)])
-    return [
-        case("the case worked by hand", *by_hand, 2),
-        case("B=2, T=9, N=3, H=2", *arrays, 3),
-    ]
+    return [case("the case worked by hand", *by_hand, 2), case("B=2, T=9, N=3, H=2", *arrays, 3)]
 
 
 def _run_layer(answer, x, w_qkv, w_merge, dout, N):

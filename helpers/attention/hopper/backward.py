@@ -132,11 +132,12 @@ def _is_narrow(call):
 
 def _in_pieces(call, residuals, at_once, tiles, deterministic, interpret):
     """`backward` of some batch entries after others, for more than one grid can hold."""
-    extras, pieces = call.extras, []
-    ids = Extras(query_segment_ids=extras.query_segment_ids, key_segment_ids=extras.key_segment_ids)
+    own, pieces = call.extras, []
+    own = Extras(query_segment_ids=own.query_segment_ids, key_segment_ids=own.key_segment_ids, sinks=own.sinks)
+    own = jax.tree.map(lambda array: jnp.broadcast_to(array, (call.problem.B, *array.shape[1:])), own)
     for start in range(0, call.problem.B, at_once):
         part = slice(start, start + at_once)
-        arrays, others = jax.tree.map(lambda array, part=part: array[part], ((*call.arrays[:6], ids), residuals))
+        arrays, others = jax.tree.map(lambda array, part=part: array[part], ((*call.arrays[:6], own), residuals))
         piece = Call(dataclasses.replace(call.problem, B=len(arrays[0])), *arrays)
         pieces.append(backward(piece, *others, tiles=tiles, deterministic=deterministic, interpret=interpret))
     return tuple(map(jnp.concatenate, zip(*pieces, strict=True)))

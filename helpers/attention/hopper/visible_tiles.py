@@ -139,7 +139,8 @@ def padded_ids(call, block_q, block_k):
     extras = call.extras
     if extras.query_segment_ids is None:
         return {}
-    whole = lambda ids, block: jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)))
+    of_each = lambda ids: jnp.broadcast_to(ids, (call.problem.B, ids.shape[1]))  # in vmap, all may share them
+    whole = lambda ids, block: jnp.pad(of_each(ids), ((0, 0), (0, -ids.shape[1] % block)))
     ids = whole(extras.query_segment_ids, block_q), whole(extras.key_segment_ids, block_k)
     return dict(zip(("query_ids", "key_ids"), ids, strict=True))
 

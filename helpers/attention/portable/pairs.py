@@ -16,7 +16,6 @@ and of the `TileLists` of `masking`, for the one tile that it has, of queries or
 `Masks` has both, and two lengths, (): how many queries and keys of this batch entry are real.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -76,15 +75,11 @@ class Pair:
         """
         if not scores.changes_logits(self.problem, self.extras):
             return s, lambda ds: ds
-        extras = self.extras
-        bias = self._tile(extras.bias)
-        arrays = list(map(self._tile, extras.score_arrays or ()))
-        others = *self._numbers(), bias, arrays
+        others = *self._numbers(), self._tile(self.extras.bias), list(map(self._tile, self.extras.score_arrays or ()))
         of_natural = lambda s: scores.logits(s, self.problem, *others)
         s, pull_back = jax.vjp(of_natural, s / LOG2_E)
-        # A bias may be NaN where it is hidden, and then a cap's slope is, too.
-        hide = (lambda ds: ds) if bias is None else functools.partial(self.hidden, filler=0)
-        return LOG2_E * s, lambda ds: hide(pull_back(ds)[0])
+        # Where it is hidden, a bias may be NaN, and then a cap's slope is, too.
+        return LOG2_E * s, lambda ds: self.hidden(pull_back(ds)[0], 0)
 
     def hidden(self, table, filler):
         """The table (block_q, block_k) with the filler where a query does not see a key."""

@@ -18,7 +18,7 @@ def attention(
     query: (..., T, N, H); key, value: (..., S, K, H), with any batch axes; they are promoted to dtype, or to the one
     that they have in common. bias, mask: broadcast to (..., N, T, S); a key is seen where mask is not 0, be it of
     booleans or, as `nnx.make_causal_mask` and `nnx.make_attention_mask` make it, of float32. options: others of
-    `flash_attention`, such as is_causal, which needs no mask, or by `functools.partial` implementation.
+    `flash_attention` but return_residual: is_causal, which needs no mask, or by `functools.partial` implementation.
 
     Returns out (..., T, N, H). A query that sees no key gets zeros, where Flax gives the mean of all values.
 

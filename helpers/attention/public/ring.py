@@ -169,7 +169,7 @@ def ring_attention(
     for name, size in (("query", problem.T), ("key", problem.S)):
         if layout == "zigzag" and size % 2 and (is_causal or key_length is not None):
             raise ValueError(f"{name} must have an even length on each device for layout zigzag, got {size}")
-    if key_length is not None and not (isinstance(key_length, int) and 0 < key_length <= devices * problem.S):
+    if key_length is not None and not (type(key_length) is int and 0 < key_length <= devices * problem.S):
         raise ValueError(f"key_length must be an integer from 1 to {devices * problem.S}, got {key_length!r}")
     lengths = (
         check_lengths("query_seq_lengths", query_seq_lengths, problem.B, devices * problem.T),
@@ -218,7 +218,7 @@ def ring_attention_on_mesh(
     masks = dict(zip(MASKS, given, strict=True))
     call = check_call(query, key, value, scale=scale, is_causal=is_causal, **masks)
     layout = layout if is_causal else "contiguous"
-    arguments = axis_name, scale, is_causal, layout, implementation
+    arguments = axis_name, call.problem.scale, is_causal, layout, implementation
     out, lse = _on_mesh(mesh, arguments, *call.arrays[:5], call.extras)
     if query.ndim == 3:
         out, lse = out[0], lse[0]
@@ -384,10 +384,13 @@ def _padded(array, axis, before, after, filler=0):
 
 def _merge(out, lse, out_of_part, lse_of_part):
     """out (B, T, N, H) and lse (B, N, T), float32, of two disjoint sets of keys together."""
-    both = jnp.logaddexp(lse, lse_of_part)
-    reference = jnp.where(both == -jnp.inf, 0, both)  # a row may have seen no key yet
-    weight = lambda lse: jnp.swapaxes(jnp.exp(lse - reference), 1, 2)[..., None]
-    return weight(lse) * out.astype(jnp.float32) + weight(lse_of_part) * out_of_part.astype(jnp.float32), both
+    largest = jnp.maximum(lse, lse_of_part)
+    largest = jnp.where(largest == -jnp.inf, 0, largest)  # a row may have seen no key yet
+    own, other = jnp.exp(lse - largest), jnp.exp(lse_of_part - largest)
+    # By their own sum, not by exp(lse) of a rounded lse: what shares lack of one comes back in dq, see `low_bits`.
+    share = lambda weight: jnp.swapaxes(weight / jnp.maximum(own + other, 1), 1, 2)[..., None]
+    out = share(own) * out.astype(jnp.float32) + share(other) * out_of_part.astype(jnp.float32)
+    return out, largest + jnp.log(own + other)
 
 
 def _around(ring, which, query, *key_side):
@@ -421,8 +424,8 @@ def _differentiable(ring):
         out, lse, *low = residuals
         *arrays_of_call, key_ids, (*lengths, query_ids) = arrays
         call = Call(ring.problem, *arrays_of_call, *lengths, None, Extras(None, None, query_ids, key_ids))
-        gradients = call.of_seeing_rows(lse, *gradients)
-        return _gradients(ring, *arrays, out, lse, *gradients, *(low or [None]))
+        query, *gradients = call.of_seeing_rows(lse, call.query, *gradients)
+        return _gradients(ring, query, *arrays[1:], out, lse, *gradients, *(low or [None]))
 
     words = 'ring_attention has a first derivative only; flash_attention with implementation="reference" has all'
     return differentiable(forward, backward, forward_with_residuals, words)
