@@ -27,8 +27,8 @@ relative error of 2^-16 (TF32, as JAX has it elsewhere and triton here, leaves 2
 where `jax.default_matmul_precision("highest")` is set around the call or the jit that traces it. Where it is not, dq
 and dk of a row that sees one key only are not quite the zero that they should be in triton and in `ring_attention`:
 what is left is the rounding of dout value^T. The kernels multiply logits by log2 e before the largest is subtracted,
-which rounds float32 logits once more, by up to 6e-8 of each: near 2000 that was 5e-5 of out, and with keys near 8000
-in common .12 of dq.
+which rounds float32 logits once more, by up to 6e-8 of each: near 2000 that was 5e-5 of out, and where keys have much
+in common, dq can be off by more than itself then.
 
 In `jax.checkpoint` the residuals can be saved by name, so that the forward pass runs once (but not in the reference):
 `policy=jax.checkpoint_policies.save_only_these_names(*helpers.attention.public.api.RESIDUALS)`.
@@ -40,8 +40,8 @@ query is, and in `jax.shard_map` each device attends to its own part. (The refer
 
 Platforms: which kernels run is settled when a program is compiled, so one trace serves a CPU and a GPU, in `jax.export`
 too. From a machine without a GPU, name the implementation there: None is the reference; what portable exports runs on
-GPUs from Hopper on. Of these, hopper can be exported for "cuda" alone; and what is split under jit cannot be exported,
-unlike a `jax.shard_map`. Where B, T or S are symbols, None is the reference too, which alone serves them.
+GPUs from Hopper on. Calls of hopper and of mosaic can be exported for "cuda" alone; and what is split under jit
+cannot be exported, unlike a `jax.shard_map`. Where B, T or S are symbols, None is the reference too, which alone serves them.
 """
 
 import functools
@@ -75,8 +75,8 @@ def flash_attention(
       scale: a Python number; None means 1 / sqrt(H).
       is_causal: query i sees keys j <= i, counted from the start of both.
       query_seq_lengths, key_value_seq_lengths: int32 (B,); positions from there on are padding and may hold anything,
-        score_arrays what gives score_mod finite derivatives. Under jit their values cannot be checked; there, more
-        than the length means all of it.
+        score_arrays what gives score_mod numbers and finite derivatives. Under jit their values cannot be checked;
+        there, more than the length means all of it.
       local_window_size: (left, right), or one integer for both: query i sees keys i - left <= j <= i + right.
       query_segment_ids, key_value_segment_ids: int32 (B, T) and (B, S): a query sees keys of its own number only, as
         where several documents share a row. One array for both saves time: then each query has a key of its own number.
@@ -103,10 +103,10 @@ def flash_attention(
 
     Returns:
       out, with the shape and dtype of query; with return_residual, (out, lse), where lse is a natural logarithm,
-      float32, of shape (B, T, N) or (T, N). Sums are float32 whatever the dtype, so `S * max|value|`,
+      float32, of shape (B, T, N) or (T, N). Sums are float32 whatever the dtype, so `2**15 * S * max|value|`,
       query key^T, and logits and sinks times log2 e must stay within the range of float32; for gradients in float16,
       gradients of lse, and of out times a value, within that of float16. A query that sees no key gets out = 0 and
-      lse = -inf, or its sink (at -inf `jax.debug_infs` stops, where lse or a kernel's gradient is asked for).
+      lse = -inf, or its sink (at -inf `jax.debug_infs` may stop, where lse or a gradient is asked for).
 
     Raises:
       TypeError, ValueError: an argument is not as described; the message names it.

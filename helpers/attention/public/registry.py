@@ -217,7 +217,7 @@ class Backend:
 
     serves: the features that it has beyond 16-bit calls in which all queries see all keys, or causally. needs, runs_on:
     the devices that it runs on, in words and as a function of a device. limits(call, return_residual): why it cannot
-    serve a call for another reason, or None. kernels(interpret): its `Kernels`, None where JAX differentiates it.
+    serve a call for another reason, or None. kernels(interpret): its `Kernels`, None for cudnn.
     platform: where these are compiled. interpreter: what interprets them on a CPU. alone: whether that interpreter
     knows one device only, and has side effects that JAX does not let into `checkpoint`, even where they are not used.
     """
