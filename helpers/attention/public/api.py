@@ -41,7 +41,8 @@ query is, and in `jax.shard_map` each device attends to its own part. (The refer
 Platforms: which kernels run is settled when a program is compiled, so one trace serves a CPU and a GPU, in `jax.export`
 too. From a machine without a GPU, name the implementation there: None is the reference; what portable exports runs on
 GPUs from Hopper on. Calls of hopper and of mosaic can be exported for "cuda" alone; and what is split under jit
-cannot be exported, unlike a `jax.shard_map`. Where B, T or S are symbols, None is the reference too, which alone serves them.
+cannot be exported, unlike a `jax.shard_map`. Symbols for B, T or S are served by the reference alone, and then
+None is that.
 """
 
 import functools
