@@ -40,9 +40,9 @@ query is, and in `jax.shard_map` each device attends to its own part. (The refer
 
 Platforms: which kernels run is settled when a program is compiled, so one trace serves a CPU and a GPU, in `jax.export`
 too. From a machine without a GPU, name the implementation there: None is the reference; what portable exports runs on
-GPUs from Hopper on. Calls of hopper and of mosaic can be exported for "cuda" alone; and what is split under jit
-cannot be exported, unlike a `jax.shard_map`. Symbols for B, T or S are served by the reference alone, and then
-None is that.
+GPUs from Hopper on. Calls of hopper and of mosaic outside a mesh can be exported for "cuda" alone there; and kernels
+that jit splits over automatic axes cannot be exported. Symbols for B, T or S are served by the reference alone, and
+then None is that.
 """
 
 import functools
@@ -107,7 +107,7 @@ def flash_attention(
       float32, of shape (B, T, N) or (T, N). Sums are float32 whatever the dtype, so `2**15 * S * max|value|`,
       query key^T, and logits and sinks times log2 e must stay within the range of float32; for gradients in float16,
       gradients of lse, and of out times a value, within that of float16. A query that sees no key gets out = 0 and
-      lse = -inf, or its sink (at -inf `jax.debug_infs` may stop, where lse or a gradient is asked for).
+      lse = -inf, or its sink (at -inf `jax.debug_infs` may stop).
 
     Raises:
       TypeError, ValueError: an argument is not as described; the message names it.
