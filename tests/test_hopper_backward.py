@@ -208,6 +208,13 @@ def test_a_causal_loop_through_a_group_goes_down_and_the_next_up(monkeypatch):
     assert loop(kv_head=0, tile=1) == cut(3, 2) + whole(4)
 
 
+def test_places_are_counted_in_each_batch_entry(monkeypatch):
+    """Where batch entries come one by one; there are three programs in each here."""
+    monkeypatch.setattr(schedule, "NUM_SMS", 1)
+    loop = functools.partial(loop_of, problem_of(320, 320, N=2, K=1, B=2), monkeypatch, part=0, kv_head=0)
+    assert loop(batch=0, tile=0) == loop(batch=1, tile=0) and loop(batch=0, tile=1) == loop(batch=1, tile=1)
+
+
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_loop_passes_each_tile_once(causal, group, monkeypatch):

@@ -250,8 +250,8 @@ def test_rows_that_see_nothing(implementation, has_sinks):
 
 def test_a_sink_with_nearly_all_the_weight():
     """lse is the sink there, as of a query that sees no key; but keys are seen, and pass a gradient."""
-    arrays, arguments = drawn(99, 4, 5, only=("sinks",))
-    arrays[4], arguments["sinks"] = 0 * arrays[4], arguments["sinks"] + 20
+    (*arrays, dlse), arguments = drawn(99, 4, 5, only=("sinks",))
+    arrays, arguments = [*arrays, 0 * dlse], {"sinks": arguments["sinks"] + 20}
     compare(everything(arrays, arguments, implementation="portable"), right(arrays, arguments))
 
 
@@ -278,8 +278,8 @@ reference_of = functools.partial(everything, implementation="reference")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_vmap_over_what_is_split(kind):
     """Tables with one entry within vmap have a batch around it, split as that of query is."""
-    random = np.random.default_rng(0)
-    arrays = [random.standard_normal(shape).astype(np.float32) for shape in ((4, 5, 2, 8), (4, 2, 5, 5), (4, 2))]
+    normal = lambda *shape: np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    arrays = normal(4, 5, 2, 8), normal(4, 2, 5, 5), normal(4, 2)
     attend = lambda x, bias, sinks: flash_attention(x, x, x, bias=bias, sinks=sinks, implementation="portable").sum()
     run = jax.jit(jax.vmap(jax.value_and_grad(attend, (0, 1, 2))))
     placed = [jax.device_put(array, NamedSharding(mesh_of(kind), P("batch"))) for array in arrays]

@@ -121,8 +121,7 @@ def test_agrees_with_the_oracle(devices, case, options):
 
 def test_what_merging_and_blind_queries_leave():
     """Shares of parts add up to one, or dq would feel what keys have in common; and NaN of a query stays where it is."""
-    random = np.random.default_rng(0)
-    query, key, value, dout = random.standard_normal((4, 1, 32, 2, 8)).astype(np.float32)
+    query, key, value, dout = np.random.default_rng(0).standard_normal((4, 1, 32, 2, 8)).astype(np.float32)
     key, value = key + 100, value + 100
     zeros = np.zeros((1, 32), np.int32)
     ids = {"query_segment_ids": zeros + (np.arange(32) > 29), "key_value_segment_ids": zeros}

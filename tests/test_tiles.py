@@ -1,5 +1,7 @@
 """Masks, NumPy twins, the cost model and the replay: what they say of tiles and bytes agrees."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +12,9 @@ from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
 from helpers.attention import online_softmax, tiled
-from helpers.attention.masking import Band, key_tiles, query_tiles, visible
+from helpers.attention.masking import Band, key_tiles, query_tiles, share, visible
 from helpers.attention.portable import forward as portable
+from helpers.attention.portable.tiles import cut_blocks, padded_head_dim
 from helpers.attention.problem import check_call
 from helpers.attention.reference import oracle, oracle_gradients
 from helpers.instruments import cost
@@ -36,6 +39,13 @@ def test_tile_ranges_hold_every_visible_key_and_no_empty_end(T, S, block_q, bloc
         first, stop = query_tiles(k_start, k_start + block_k, block_q, band, query_length, key_length)
         needed = np.flatnonzero(mask[:, k_start : k_start + block_k].any(axis=1)) // block_q
         assert (first, stop) == (needed[0], needed[-1] + 1) if len(needed) else first >= stop
+
+
+def test_parts_share_all_tiles_evenly():
+    for count, parts in itertools.product(range(8), range(1, 4)):
+        shares = [range(*share((2, 2 + count), part, parts)) for part in range(parts)]
+        assert [*itertools.chain(*shares)] == [*range(2, 2 + count)]
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -119,6 +129,11 @@ def test_the_kernel_moves_the_bytes_of_the_formula(case, block_q):
     assert (kernel.operands["out"].writes == 1).all() and (kernel.operands["lse"].writes == 1).all()
     right, _ = attention(*arrays)
     np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(right, np.float32), atol=2e-3)
+
+
+def test_the_blocks_of_a_head_are_powers_of_two_of_at_least_16():
+    assert [padded_head_dim(H) for H in (1, 8, 16, 17, 64, 65, 256)] == [16, 16, 16, 32, 64, 128, 256]
+    assert cut_blocks((128, 64), (5, 70)) == (16, 64)
 
 
 def test_replay_sees_a_tail():

@@ -19,8 +19,7 @@ Where keys and values have a large part in common, dq of cudnn in 16 bits can be
 recorded on an H100, its error is at most 1.2 times naive attention's in an older triton, 2 times in hopper; in float16
 after 4096 keys, with a mean of 10 and of 30 standard deviations, 2.5 and 6.4 times in hopper. With one to seven
 queries that of hopper is up to 180 times naive attention's, and up to 0.11 of dq. To come this close, the forward
-pass of all kernels, where it is differentiated, keeps 2 B T N H bytes more, the low bits of out, unless it is told
-not to.
+pass of all kernels, where it is differentiated, keeps 2 B T N H bytes more, the low bits of out, unless told not to.
 
 Precision: on a GPU the factors of float32 products are taken as sums of two numbers in bfloat16, which leaves a
 relative error of 2^-16 (TF32, as JAX has it elsewhere and triton here, leaves 2^-11), or of three, as exact as float32,
@@ -41,8 +40,7 @@ query is, and in `jax.shard_map` each device attends to its own part. (The refer
 Platforms: which kernels run is settled when a program is compiled, so one trace serves a CPU and a GPU, in `jax.export`
 too. From a machine without a GPU, name the implementation there: None is the reference; what portable exports runs on
 GPUs from Hopper on. Calls of hopper and of mosaic outside a mesh can be exported for "cuda" alone there; and kernels
-that jit splits over automatic axes cannot be exported. Symbols for B, T or S are served by the reference alone, and
-then None is that.
+that jit splits over automatic axes cannot be exported. Symbols for B, T or S: the reference alone, also by None.
 """
 
 import functools
