@@ -43,11 +43,12 @@ def test_masks_and_batch_axes_of_flax(batch, mask, rows):
         ({"module": object()}, NotImplementedError, "sow_weights must be False"),
         ({"precision": "coarse"}, ValueError, "coarse"),
         ({"input_positions": np.arange(9)}, TypeError, "input_positions"),
+        ({"query": drawn(3, 2)[0]}, ValueError, "the batch axes of query"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(change, error, message):
     with pytest.raises(error, match=message):
-        attention(*drawn(2)[:3], **PASSED | change)
+        attention(**dict(zip(("query", "key", "value"), drawn(2), strict=False)) | PASSED | change)
 
 
 WITH_FLAX = """

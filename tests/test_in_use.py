@@ -314,6 +314,9 @@ def test_symbolic_shapes_are_the_references_alone(implementation):
     said = f'{implementation} cannot serve this call: it takes no symbolic shapes; use .*="reference"'
     with pytest.raises(NotImplementedError, match=said):
         jax.export.export(jax.jit(attend))(query, query, query)
+    if implementation == "portable":
+        with pytest.raises(NotImplementedError, match="vmap over an axis of symbolic size"):
+            jax.export.export(jax.jit(jax.vmap(attend, 1)))(query, query, query)
 
 
 FORWARD_MODE = {

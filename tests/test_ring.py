@@ -155,11 +155,13 @@ def test_in_a_shard_map_with_the_batch_on_another_axis():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("T", "is_split"), [(16, True), (13, False)])
-def test_explicit_axes(T, is_split):
-    """The mesh that `jax.make_mesh` makes by itself. Where the sequence goes evenly, results say that it is split."""
+@pytest.mark.parametrize(
+    ("T", "is_split", "own"), [(16, True, "Explicit"), (13, False, "Explicit"), (13, False, "Auto")]
+)
+def test_explicit_axes(T, is_split, own):
+    """Axes that `jax.make_mesh` makes by itself. Where the sequence goes evenly, results say that it is split."""
     mesh_of(4)
-    mesh = jax.make_mesh((4,), ("sequence",), axis_types=(AxisType.Explicit,))
+    mesh = jax.make_mesh((1, 4), ("batch", "sequence"), axis_types=(AxisType.Explicit, AxisType[own]))
     whole, arguments = AttentionCase(T=T, S=T, H=8, arguments=CAUSAL).inputs()
     place = jax.sharding.NamedSharding(mesh, P(None, "sequence"))
     arrays = [jax.device_put(array, place) if is_split else array for array in whole]

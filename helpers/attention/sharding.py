@@ -92,6 +92,8 @@ def one_device_at_a_time(run, inputs, outputs, splits=True):
                 return tuple(result[None][:0] for result in results), (True,) * len(outputs)
 
             joined = dataclasses.replace(problem, B=size * problem.B)
+            if joined.is_symbolic:
+                raise NotImplementedError('vmap over an axis of symbolic size needs implementation="reference"')
             arrays = join_all(size, problem.B, is_batched, *arrays)
             own = *inputs[:6], arrays[6].letters(), *inputs[7:]  # an axis of 1 may have become the batch
             results = one_device_at_a_time(run, own, outputs, splits)(joined, *arrays)

@@ -112,7 +112,7 @@ class Program(NamedTuple):
 
     @classmethod
     def here(cls, gmem, scratch, problem, tiles, interpret):
-        visible = VisibleTiles.read(gmem.visible_tiles, lax.axis_index("tile"), problem)
+        visible = VisibleTiles.read(gmem.visible_tiles, lax.axis_index("tile"), problem, not interpret)
         grid, me = grid_of_keys(problem, tiles, gmem.visible_tiles), lax.axis_index("warpgroup")
         at = drawn_place(gmem, scratch, grid, me == tiles.warpgroups, interpret) if tiles.ordered else lax.axis_index
         b = at("batch") if visible is None else visible.b

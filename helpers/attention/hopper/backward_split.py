@@ -127,7 +127,7 @@ class DqProgram(NamedTuple):
 
     @classmethod
     def here(cls, gmem, scratch, problem, tiles, interpret):
-        visible = VisibleTiles.read(gmem.visible_tiles, lax.axis_index("tile"), problem)
+        visible = VisibleTiles.read(gmem.visible_tiles, lax.axis_index("tile"), problem, not interpret)
         b = lax.axis_index("batch") if visible is None else visible.b
         head, me = lax.axis_index("head"), lax.axis_index("warpgroup")
         block_q, block_k = tiles.warpgroups * ROWS_OF_WGMMA, tiles.block_k

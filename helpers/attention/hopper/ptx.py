@@ -1,4 +1,4 @@
-"""What Pallas has no word for, in PTX: sums that overwrite, a right operand in two places, counters, 1 / d.
+"""What Pallas has no word for, in PTX: sums that overwrite, right operands in two places, counters, early loads, 1 / d.
 
 It runs on a GPU only. `warpgroup` has what the interpreter does instead, if anything. The sums are wgmma.mma_async of
 the PTX ISA.
@@ -139,6 +139,22 @@ def plain_reciprocal(d):
         return _array([inverse(number) for number in numbers], d.shape)
 
     return instructions(d)
+
+
+def constants_of(ref):
+    """The numbers of a ref (count,) of int32 in GMEM that nothing writes while the kernel runs.
+
+    Such a load waits for no barrier: ptxas moves it ahead of those with which a kernel begins.
+    """
+    number = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=(number,) * ref.shape[0])
+    def instructions(_, row):
+        i32, place = ir.IntegerType.get_signless(32), utils.memref_ptr(row)
+        load = lambda i: llvm.inline_asm(i32, [place], f"ld.global.nc.b32 $0, [$1 + {4 * i}];", "=r,l")
+        return tuple(mgpu.FragmentedArray.splat(load(i), (), is_signed=True) for i in range(ref.shape[0]))
+
+    return instructions(ref)
 
 
 def by_threads(which, text, *operands):

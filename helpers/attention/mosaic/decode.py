@@ -137,13 +137,13 @@ def decode_kernel(
         return
 
     def place_of_log(i, b, head, first_row, program):
-        _, K, R, parts = logs_ref.shape
+        _, K, R, _ = logs_ref.shape
         row = first_row + row_of(i)
-        return ((b * K + head) * R + row) * parts + program * WARPS + warp_of(i), row < problem.T * problem.group
+        return (b * K + head) * R + row, program * WARPS + warp_of(i), row < problem.T * problem.group
 
     def place_of_part(i, column, *scalars):
-        place, is_row = place_of_log(i, *scalars)
-        return place * parts_ref.shape[-1] + column, is_row
+        row, part, is_row = place_of_log(i, *scalars)
+        return row * logs_ref.shape[-1] + part, column, is_row
 
     own_keys.store(parts_ref, acc, ACC, place_of_part, b, head, first_row, program)
     own_keys.store(logs_ref, logs, ROWS, place_of_log, b, head, first_row, program)
@@ -182,10 +182,10 @@ def merge_kernel(parts_ref, logs_ref, sinks_ref, out_ref, lse_ref, *, problem, i
         return
 
     def place_of_out(column, b, t, n):
-        return ((b * problem.T + t) * problem.N + n) * problem.H + column, column < problem.H
+        return (b * problem.T + t) * problem.N + n, column, column < problem.H
 
     def place_of_lse(column, b, t, n):
-        return (b * problem.N + n) * problem.T + t, column < 1
+        return b * problem.N + n, column + t, column < 1
 
     own_keys.store(out_ref, out, PARTS.reduce(0), place_of_out, b, t, n)
     own_keys.store(lse_ref, lse, PARTS.reduce(0), place_of_lse, b, t, n)

@@ -109,8 +109,9 @@ def wait(in_flight, *, interpret, for_others=False):
 def store(ref, value, layout, place, *scalars):
     """On a GPU, write an array in registers of a layout to a ref in GMEM.
 
-    place(*index, *scalars) -> (where in the ref the element of an index belongs, whether to write it).
+    place(*index, *scalars) -> (number of a row of the ref, number in the row, whether to write the element there).
     """
+    width = ref.shape[-1]
 
     @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(), *[SCALAR] * len(scalars)))
     def write(_, value, ref, *scalars):
@@ -119,8 +120,8 @@ def store(ref, value, layout, place, *scalars):
         for register, index in zip(value.registers.flat, value.layout.thread_idxs(value.shape), strict=True):
             *index, last = (_number(arith.index_cast(ir.IntegerType.get_signless(32), one)) for one in index)
             for i in range(value.layout.vector_length):
-                offset, is_real = place(*index, last + i, *map(_unsigned, scalars))
-                address = begin + _wide(offset) * (bits.width // 8)
+                row, column, is_real = place(*index, last + i, *map(_unsigned, scalars))
+                address = begin + (_wide(row) * width + _wide(column)) * (bits.width // 8)
                 element = utils.bitcast(vector.extract(register, [], [i]), bits)
                 _instruction(f"@$2 st.global.b{bits.width} [$0], $1;", address, element, is_real)
 

@@ -30,6 +30,8 @@ def attention(
     if module is not None:
         raise NotImplementedError("sow_weights must be False: no table of weights is made")
     batch = query.shape[:-3]
+    if not batch == key.shape[:-3] == value.shape[:-3]:
+        raise ValueError(f"key and value must have the batch axes of query, {batch}, got {key.shape}, {value.shape}")
 
     def flat(array):
         if array is None or len(batch) < 2:

@@ -246,8 +246,8 @@ def _on_mesh(mesh, arguments, query, key, value, query_lengths, key_lengths, ext
         return from_layout(out, layout, axis_name), from_layout(lse, layout, axis_name)
 
     split = P(None, axis_name)
-    # On a mesh with explicit axes arrays must come as they are to be split, and be whole to be cut unevenly.
-    explicit = jax.sharding.AxisType.Explicit in mesh.axis_types
+    # On a mesh with explicit axes arrays must come split along these, and be whole to be cut unevenly.
+    explicit = mesh.explicit_axes
     place = lambda array, spec: jax.sharding.reshard(array, NamedSharding(mesh, spec)) if explicit else array
     whole = lambda array: None if array is None else place(array, P())
 
@@ -255,7 +255,7 @@ def _on_mesh(mesh, arguments, query, key, value, query_lengths, key_lengths, ext
         """Cut or padded to a length, and split."""
         if array.shape[1] != length:
             array = _padded(whole(array)[:, :length], 1, 0, max(0, length - array.shape[1]))
-        return place(array, split)
+        return place(array, split if axis_name in explicit else P())
 
     sequences = (query, padded_T), (key, padded_S), (value, padded_S)
     sequences += (extras.query_segment_ids, padded_T), (extras.key_segment_ids, padded_S)
