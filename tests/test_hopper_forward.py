@@ -113,6 +113,23 @@ def test_every_tile_is_assigned_once(assignment, count, programs):
     np.testing.assert_array_equal(np.sort(places[has_turn]), np.arange(count))
 
 
+@pytest.mark.parametrize(
+    ("B", "T", "H", "back_and_forth", "most"), [(4, 4096, 64, 1.031, 1.011), (1, 2048, 64, 1.34, 1.04)]
+)
+def test_the_most_even_assignment_is_taken(B, T, H, back_and_forth, most):
+    """Work of the busiest program, as a multiple of the mean: at most `most`, where every other round backwards has `back_and_forth`."""
+    N = 2048 // H
+    problem = Problem(B, T, T, N, N, H, jnp.dtype(jnp.bfloat16), 1.0, Band(right=0))
+    tiles = hopper.untuned_tiles(problem)
+    work = tile_scheduler.work_in_order(problem, tiles)
+    ratios = []
+    for assignment in (Assignment(1, 0), tile_scheduler.best_assignment(problem, tiles, 132)):
+        ends = tile_scheduler.work_of_programs(work, 132, assignment)
+        assert ends.sum() == work.sum()
+        ratios.append(ends.max() / ends.mean())
+    assert ratios[0] == pytest.approx(back_and_forth, abs=0.01) and ratios[1] <= most
+
+
 def test_which_calls_are_dynamic(monkeypatch):
     """Causal ones that are not short, and block-sparse ones, but not where registers are few."""
     monkeypatch.setattr(hopper, "core_count", lambda _: 132)

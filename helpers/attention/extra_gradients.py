@@ -33,7 +33,8 @@ def gradients_of_extras(call, out, lse, dout, dlse, low=None):
     gradients = Extras()
     if extras.sinks is not None:
         sinks = extras.sinks[:, :, None]
-        delta = delta_of(out, lse, *call.of_seeing_rows(lse, dout), dlse, low)  # blind: -dlse, or 0 at -inf
+        # Of a query that sees no key it is -dlse, or 0 where its lse is -inf.
+        delta = delta_of(out, lse, *call.of_seeing_rows(lse, dout), dlse, low)
         gradient = jnp.where(lse == -jnp.inf, dlse, -jnp.exp(sinks - lse) * delta)
         if call.query_lengths is not None:
             gradient = jnp.where(call.is_padding, 0, gradient)

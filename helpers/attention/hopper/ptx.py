@@ -141,7 +141,7 @@ def plain_reciprocal(d):
     return instructions(d)
 
 
-def constants_of(ref):
+def loaded_early(ref):
     """The numbers of a ref (count,) of int32 in GMEM that nothing writes while the kernel runs.
 
     Such a load waits for no barrier: ptxas moves it ahead of those with which a kernel begins.

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.extras import Extras
-from helpers.attention.hopper.ptx import constants_of
+from helpers.attention.hopper.ptx import loaded_early
 from helpers.attention.hopper.warpgroup import COLUMNS, MATRIX, ROWS, opaque
 from helpers.attention.masking import FULL, HIDDEN, NO_BAND, Band, segment_kinds, tile_kinds
 from helpers.attention.online_softmax import LOG2_E
@@ -48,7 +48,7 @@ class VisibleTiles(NamedTuple):
         """Those of a row of `visible_tiles`, or None of None. early: before the kernel's first barrier, on a GPU."""
         if ref is None:
             return None
-        columns = constants_of(ref.at[row]) if early else [ref[row, column] for column in range(ref.shape[1])]
+        columns = loaded_early(ref.at[row]) if early else [ref[row, column] for column in range(ref.shape[1])]
         return cls(*columns) if len(columns) == len(cls._fields) else cls(*columns, problem.T, problem.S)
 
     def at(self, place):
