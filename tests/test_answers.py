@@ -160,8 +160,7 @@ def backward_in_pairs(q, k, v, out, lse, dout, scale, block_q, block_k):
     return dq, dk, dv
 
 
-def test_loops_over_single_rows_are_in_time(monkeypatch):
-    monkeypatch.setattr(running, "SECONDS", 8)  # of 10 that learners have
+def test_loops_over_single_rows_are_in_time():
     assert verdict(exercise("6.5"), backward_in_pairs).status == "correct"
 
 
