@@ -1,6 +1,6 @@
 """Put one fault after another into a copy of the code, and see which tests notice.
 
-    python -m tests.mutation                     every fault of `mutations`; records what was found
+    python -m tests.mutation                     every fault of mutations.toml; records what was found
     python -m tests.mutation --sample 3 --seed 3 some that were noticed, without recording; fails where one is not
     python -m tests.mutation --only masking --jobs 2
 
@@ -19,12 +19,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 from helpers.exercises.edits import changed
-from tests.mutations import FAULTS, TESTS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_name("mutation_results.json")
@@ -34,6 +34,19 @@ NOT_COPIED = shutil.ignore_patterns(
 )
 QUICK, FULL, SURVIVED = "quick", "full", "survived"
 POWER = {QUICK: 0.90, FULL: 0.97}  # of the faults, what the quick tier finds, and what both do
+
+
+class Fault(NamedTuple):
+    """`name` is wrong in a file, its path from the root, with `new` in the place of `old`."""
+
+    file: str
+    name: str
+    old: str
+    new: str
+
+
+GROUPS = tomllib.loads(Path(__file__).with_name("mutations.toml").read_text())  # {file: its tests and faults}
+FAULTS = [Fault(file, *fault) for file, group in GROUPS.items() for fault in group["faults"]]
 
 
 class Found(NamedTuple):
@@ -50,7 +63,7 @@ def label(fault):
 def tests_of(file):
     """Paths of the tests and notebooks of a file, in the order in which they should be tried."""
     found = []
-    for name in TESTS[file]:
+    for name in GROUPS[file]["tests"].split():
         folder, suffix = (ROOT / "tests", ".py") if name.startswith("test_") else (ROOT / "notebooks", ".ipynb")
         found += sorted(str(path.relative_to(ROOT)) for path in folder.glob(name + suffix))
     return list(dict.fromkeys(found))
@@ -70,11 +83,8 @@ class Copy:
 
     def first_failure(self, tests, *selected):
         """The id of the first test that fails, or None. One that takes for ever has failed."""
-        command = [
-            sys.executable,
-            *"-m pytest -x -v --tb=no --no-header -o".split(),
-            f"cache_dir={ROOT / '.pytest_cache'}",
-        ]
+        cached = "-o", f"cache_dir={ROOT / '.pytest_cache'}"
+        command = [sys.executable, *"-m pytest -x -v --tb=no --no-header".split(), *cached]
         # The path is for kernels. Byte code is not kept: Python would take it for that of a file as old and as long.
         environment = os.environ | {"PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
         options = {"cwd": self.root, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}

@@ -67,10 +67,8 @@ def survivors(number, every=1):
     """(how many slips were tried, those that the check takes for right)."""
     found = exercise(number)
     tried = list(slips(source_of(found.solution)))[::every]
-    alive = [
-        change for change, _, source in tried if verdict(found, written(found.solution, source)).status == "correct"
-    ]
-    return len(tried), alive
+    passes = lambda source: verdict(found, written(found.solution, source)).status == "correct"
+    return len(tried), [change for change, _, source in tried if passes(source)]
 
 
 SLIPS = [(number, EVERY) for number in NUMBERS if number not in KERNELS]
@@ -266,17 +264,9 @@ TAKEN = {
     "5.4": ("query_outer_bytes", lambda T, H, *rest: cost.query_outer_bytes(T, T, H, *rest, CAUSAL)),
     "7.1": ("jax.grad", lambda q, k, v, do, *_: jax.grad(lambda k, v: (do * (q @ k.T @ v)).sum(), (0, 1))(k, v)),
     "1.2": ("naive_bytes", lambda T, S, H, size: {"flops": 4 * T * S * H, "bytes": cost.naive_bytes(T, S, H, size)}),
-    "3.1": (
-        "init",
-        lambda q, k, v, scale, *blocks: tiled.query_outer(
-            tiled.SlowMemory(q=q, k=k, v=v), scale=scale, block_q=blocks[0], block_k=blocks[1]
-        ),
-    ),
-    "3.2": (
-        "tile_kind",
-        lambda i, i_stop, j, j_stop, *T_S: tile_kind(range(i, i_stop), range(j, j_stop), CAUSAL, *T_S),
-    ),
-}
+    "3.1": ("init", lambda q, k, v, scale, *blocks: tiled.query_outer(tiled.SlowMemory(q=q, k=k, v=v), scale=scale, block_q=blocks[0], block_k=blocks[1])),
+    "3.2": ("tile_kind", lambda i, i_stop, j, j_stop, *T_S: tile_kind(range(i, i_stop), range(j, j_stop), CAUSAL, *T_S)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("number", TAKEN)

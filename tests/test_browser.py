@@ -85,9 +85,8 @@ def test_a_learner_who_solves_05_and_13_owns_kernels(tmp_path):
         page = browser.new_page(viewport={"width": 1400, "height": 1000})
         page.goto(address := re.search(r"http://\S+", said)[0])  # whose token lets the next ones in
         url = address.partition("/lab/")[0]
-        printed = {
-            path.stem[:2]: _printed(_run_all(page, url, _solved(path, root / "workbook"), 300)) for path in taken
-        }
+        run = lambda path: _printed(_run_all(page, url, _solved(path, root / "workbook"), 300))
+        printed = {path.stem[:2]: run(path) for path in taken}
         solution = page.locator("details", has=page.locator("summary", has_text="Solution")).first
         for _ in range(60):  # cells are drawn as they come into view
             if solution.count():

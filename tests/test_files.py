@@ -149,10 +149,9 @@ def test_a_notebook_has_the_form_of_a_lesson(path):
     lengths = sorted(len(cell.source.splitlines()) for cell in code)
     assert lengths[len(lengths) // 2] <= 10 and lengths[-1] <= 45
     for before, after in itertools.pairwise(cells):
-        if after.cell_type == "code" and "check" not in after.metadata.get("tags", []):
-            assert before.cell_type == "markdown" or "exercise" in after.metadata.get("tags", []), (
-                "say what a cell will show"
-            )
+        tags = after.metadata.get("tags", [])
+        if after.cell_type == "code" and "check" not in tags:
+            assert before.cell_type == "markdown" or "exercise" in tags, "say what a cell will show"
 
 
 def test_links_and_pictures_exist(path):
@@ -222,10 +221,8 @@ def test_a_new_lesson_is_one_of_the_series(tmp_path):
         lay_out("linear_attention", root)
 
     def run(*command):
-        here = os.environ | {"PYTHONPATH": str(root)}  # for the kernels
-        done = subprocess.run(
-            [sys.executable, *command], cwd=root, env=here, capture_output=True, text=True, check=False
-        )
+        here = {"cwd": root, "env": os.environ | {"PYTHONPATH": str(root)}}  # the path is for the kernels
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, **here)
         assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
 
     number = notebook.stem[:2]

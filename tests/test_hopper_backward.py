@@ -186,9 +186,8 @@ def loop_of(problem, monkeypatch, tiles=None, **place):
 
     bodies = (functools.partial(note, masked) for masked in (False, True))
     with jax.disable_jit():  # then a loop is one of Python
-        count, _ = schedule.for_each_query_tile(
-            problem, tiles, place["kv_head"], place["tile"] * tiles.block_k, *bodies, None
-        )
+        k_start = place["tile"] * tiles.block_k
+        count, _ = schedule.for_each_query_tile(problem, tiles, place["kv_head"], k_start, *bodies, None)
     assert count == len(steps)
     return steps
 
@@ -343,9 +342,7 @@ def test_the_ordered_form_is_for_full_and_causal_calls():
 
 
 def traced_for_a_gpu(problem, **options):
-    def gradients(query, key, value, *residuals):
-        return hopper.backward(Call(problem, query, key, value, None, None), *residuals, **options)
-
+    gradients = lambda q, k, v, *residuals: hopper.backward(Call(problem, q, k, v, None, None), *residuals, **options)
     return jax.jit(gradients).trace(*shapes_of(problem, "backward"))
 
 
@@ -377,13 +374,7 @@ def test_the_compiler_does_not_see_where_few_tiles_begin(T, is_hidden, monkeypat
     """What tests/one_turn_or_two.ptx shows on a GPU; long sequences keep the code that was measured."""
     hidden = []
     monkeypatch.setattr(schedule, "opaque", lambda number: hidden.append(number.shape) or number)
-    problem = problem_of(T, 512, 1, 1, H=128)
-    nothing = lambda *_: None
-
-    def steps(k_start):
-        return schedule.for_each_query_tile(
-            problem, schedule.forms(128)["fused"][0], 0, k_start, nothing, nothing, None
-        )
-
+    problem, tiles, nothing = problem_of(T, 512, 1, 1, H=128), schedule.forms(128)["fused"][0], lambda *_: None
+    steps = lambda k_start: schedule.for_each_query_tile(problem, tiles, 0, k_start, nothing, nothing, None)
     jax.eval_shape(steps, jax.ShapeDtypeStruct((), jnp.int32))
     assert hidden == [()] * is_hidden

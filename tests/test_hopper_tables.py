@@ -52,11 +52,8 @@ def test_a_gpu_with_a_table_uses_it(with_a_table):
     assert serve.tiles_used(problem(2048), "backward") == {"fused": FUSED._asdict()}
     for other in (problem(1000, H=256), problem(1000, causal=False), problem(1000)):
         assert forward.default_tiles(other) == forward.untuned_tiles(other)._replace(dynamic=False)
-    for deterministic in (False, True):
-        other = problem(10000)
-        assert backward_schedule.default_tiles(other, deterministic) == backward_schedule.untuned_tiles(
-            other, deterministic
-        )
+    for call in ((problem(10000), deterministic) for deterministic in (False, True)):
+        assert backward_schedule.default_tiles(*call) == backward_schedule.untuned_tiles(*call)
 
 
 def test_programs_with_few_turns_get_fewer_queries_in_each(monkeypatch):

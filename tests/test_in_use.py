@@ -386,10 +386,8 @@ def test_vmap_of_pages(own_pages):
     query, key_pages, value_pages, table, lengths = paged_inputs()
     tables = np.stack([table, table[::-1], table + 3])  # numbers from 6 on mean the last page
     values = jnp.stack([value_pages, -value_pages, 2 * value_pages]) if own_pages else value_pages
-    run = jax.vmap(
-        lambda query, values, table: paged("portable", query, key_pages, values, table, lengths),
-        (None, 0 if own_pages else None, 0),
-    )
+    attend = lambda query, values, table: paged("portable", query, key_pages, values, table, lengths)
+    run = jax.vmap(attend, (None, 0 if own_pages else None, 0))
     together = jax.jit(run)(query, values, tables)
     for i in range(3):
         value = values[i] if own_pages else values

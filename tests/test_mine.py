@@ -277,11 +277,8 @@ def test_the_module_of_all_solutions_is_short_and_right(dtype, monkeypatch):
     if dtype == jnp.bfloat16:  # the gradients of 07 are to be right with the forward kernel of a GPU, too
         interpreted = functools.partial(module.mma_forward, interpret=plgpu.InterpretGPUParams())
         monkeypatch.setattr(module, "forward", lambda q, k, v, is_causal, *_: interpreted(q, k, v, is_causal))
-    for (B, T, S, N, K, H), is_causal in [
-        ((2, 70, 90, 4, 2, 20), False),
-        ((1, 130, 65, 2, 2, 64), True),
-        ((1, 40, 100, 4, 1, 16), True),
-    ]:
+    calls = ((2, 70, 90, 4, 2, 20), False), ((1, 130, 65, 2, 2, 64), True), ((1, 40, 100, 4, 1, 16), True)
+    for (B, T, S, N, K, H), is_causal in calls:
         shapes = (B, T, N, H), (B, S, K, H), (B, S, K, H), (B, T, N, H)
         *arrays, dout = (jnp.asarray(draw(shape), dtype) for shape in shapes)
         out, pull_back = jax.vjp(functools.partial(module.flash_attention, is_causal=is_causal), *arrays)

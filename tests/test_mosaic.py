@@ -27,6 +27,7 @@ mosaic = functools.partial(flash_attention, implementation="mosaic", return_resi
 CAUSAL = {"is_causal": True}
 SMALL = Tiles(64, 32, 2)
 IS_GPU = jax.default_backend() == "gpu"
+INTERPRETED = not IS_GPU and plgpu.InterpretGPUParams()
 
 
 def kernels(arguments, interpret=False):
@@ -74,8 +75,7 @@ def test_the_mean_of_equal_values_is_that_value():
     """By out and its low bits: weights that were rounded for the product are divided by their own sum."""
     (query, key, value), arguments = AttentionCase(16, 40, 64, B=1, N=1, dtype="bfloat16").inputs()
     call = check_call(query, key, np.full_like(value, 3), **arguments)
-    run = {"interpret": not IS_GPU and plgpu.InterpretGPUParams()}
-    out, _, low = forward.forward(call, keeps_low_bits=True, **run)
+    out, _, low = forward.forward(call, keeps_low_bits=True, interpret=INTERPRETED)
     np.testing.assert_allclose(with_low_bits(out, low), 3, rtol=1e-6)
 
 
@@ -84,10 +84,9 @@ def test_delta_takes_up_what_rows_of_ds_miss():
     arrays, arguments = AttentionCase(16, 16, 16, B=1, N=1, dtype="float32", arguments=CAUSAL).inputs()
     call = check_call(*arrays, **arguments)
     dout, dlse = np.ones_like(arrays[0]), np.zeros((1, 1, 16), np.float32)
-    run = {"interpret": not IS_GPU and plgpu.InterpretGPUParams()}
-    out, lse = forward.forward(call, **run)
-    right = backward.backward(call, out, lse, dout, dlse, mends_delta=False, **run)
-    mended = backward.backward(call, 1.01 * out, lse, dout, dlse, **run)
+    out, lse = forward.forward(call, interpret=INTERPRETED)
+    right = backward.backward(call, out, lse, dout, dlse, mends_delta=False, interpret=INTERPRETED)
+    mended = backward.backward(call, 1.01 * out, lse, dout, dlse, interpret=INTERPRETED)
     assert all(cases.relative_error(*pair) < 1e-4 for pair in zip(mended, right, strict=True))
 
 
@@ -165,20 +164,14 @@ def test_a_sum_is_handed_on_as_an_operand():
 
 
 AMPERE, HOPPER = (8, 0), (9, 0)
+LOWERED = [
+    (AMPERE, AttentionCase(100, 130, 64, N=4, K=2, dtype="bfloat16", arguments=CAUSAL)),
+    (HOPPER, AttentionCase(130, 70, 64, B=2, dtype="float16", query_lengths=(9, 130), key_lengths=(70, 0))),
+    (HOPPER, AttentionCase(100, 130, 256, dtype="float32", arguments={"local_window_size": (8, 9)})),
+]
 
 
-@pytest.mark.parametrize(
-    ("capability", "case"),
-    in_tiers(
-        [
-            (AMPERE, AttentionCase(100, 130, 64, N=4, K=2, dtype="bfloat16", arguments=CAUSAL)),
-            (HOPPER, AttentionCase(130, 70, 64, B=2, dtype="float16", query_lengths=(9, 130), key_lengths=(70, 0))),
-            (HOPPER, AttentionCase(100, 130, 256, dtype="float32", arguments={"local_window_size": (8, 9)})),
-        ],
-        lambda capability, case: case.dtype != "float32",
-    ),
-    ids=str,
-)
+@pytest.mark.parametrize(("capability", "case"), in_tiers(LOWERED, lambda _, case: case.dtype != "float32"), ids=str)
 def test_lowering_for_cuda(capability, case):
     """By TMA and by cp.async, with nothing of Triton."""
     with mock.patch.object(utils, "_infer_arch", lambda: capability):

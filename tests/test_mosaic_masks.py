@@ -9,18 +9,14 @@ import numpy as np
 import pytest
 from attention_cases import by_kernels, in_tiers, relative_error
 from jax.experimental.mosaic.gpu import utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from test_masks import ALL, compare, drawn, everything, right
-from test_mosaic import IS_GPU, kernels
+from test_mosaic import INTERPRETED, kernels
 
 from helpers import flash_attention
 from helpers.attention.mosaic import backward, forward, words
 from helpers.attention.problem import check_call
 
 SMALL = {"B": 1, "N": 2, "K": 1}
-INTERPRETED = not IS_GPU and plgpu.InterpretGPUParams()
-
-
 CASES = [
     (ALL, "float32", {"B": 1}),
     (("mask", "sinks", "offset"), "bfloat16", {"B": 2, "N": 2, "K": 2}),

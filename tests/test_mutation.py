@@ -6,8 +6,7 @@ import pytest
 
 from helpers.exercises.edits import changed
 from tests import mutation
-from tests.mutation import FULL, QUICK, label
-from tests.mutations import FAULTS
+from tests.mutation import FAULTS, FULL, QUICK, label
 
 ENOUGH = 100
 

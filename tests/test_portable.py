@@ -99,8 +99,6 @@ def test_padding_may_hold_anything(implementation):
 def test_lengths_past_the_end_under_jit():
     """Under jit the values of lengths cannot be checked; too long means all, negative means none."""
     (query, key, value), _ = AttentionCase(40, 50, B=2).inputs()
-    attention = jax.jit(lambda *arrays, lengths: portable_attention(*arrays, key_value_seq_lengths=lengths))
-    results, right = (
-        attention(query, key, value, lengths=np.array(lengths, np.int32)) for lengths in ([1000, -5], [50, 0])
-    )
+    attention = jax.jit(lambda lengths: portable_attention(query, key, value, key_value_seq_lengths=lengths))
+    results, right = (attention(np.array(lengths, np.int32)) for lengths in ([1000, -5], [50, 0]))
     jax.tree.map(np.testing.assert_array_equal, results, right)

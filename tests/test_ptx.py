@@ -26,12 +26,10 @@ def written(shapes, axis):
         func.FuncOp.from_py_func(*refs)(lambda *operands: wgmma_instructions(operands, axis, shape) and None)
         lines = str(place.block.owner).splitlines()
     (line,) = (line for line in lines if "wgmma" in line)
-    constants = {
-        name: int(value) for name, value in re.findall(r"(%\S+) = arith.constant (\d+) : i64", "\n".join(lines))
-    }
+    constants = dict(re.findall(r"(%\S+) = arith.constant (\d+) : i64", "\n".join(lines)))
     made = dict(re.findall(r"(%\S+) = llvm.or %\S+, (%\S+) ", "\n".join(lines)))
     text, operands = re.search(r'"(\{.*\})".*? (%[^:]*) :', line).groups()
-    return text, [constants[made[name]] for name in operands.split(", ")]
+    return text, [int(constants[made[name]]) for name in operands.split(", ")]
 
 
 def address(descriptor, step, transposed, mn, k):
@@ -50,10 +48,7 @@ def test_the_instructions_compute_the_sum_of_the_products(axis, H):
     shapes = [(64, H), (128, H)] * 2 if axis == 1 else [(64, 64), (64, H)] * 2
     arrays = [rng.normal(size=shape) for shape in shapes]
     text, descriptors = written(shapes, axis)
-    memory = [
-        array.reshape(rows // 8, 8, columns // 64, 64).swapaxes(1, 2).ravel()
-        for array, (rows, columns) in zip(arrays, shapes, strict=True)
-    ]
+    memory = [array.reshape(len(array) // 8, 8, -1, 64).swapaxes(1, 2).ravel() for array in arrays]
     columns = shapes[1][1 - axis]
     total, count = np.full((64, columns), np.nan), columns // 2
     assert text.index("wgmma.fence") < text.index("wgmma.mma") and text.index("wgmma.commit") > text.rindex("wgmma.mma")

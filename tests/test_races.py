@@ -62,9 +62,7 @@ def races_of_two(first, second, *scratch):
 
 
 def test_a_race_that_cannot_be_read_is_no_empty_list(monkeypatch):
-    def store(number):
-        return lambda _, smem: smem.__setitem__(..., jnp.full(128, number))
-
+    store = lambda number: lambda _, smem: smem.__setitem__(..., jnp.full(128, number))
     monkeypatch.setattr(module, "_ACCESS", re.compile("a form of another version"))
     with pytest.raises(RuntimeError, match="a race was found"):
         races_of_two(store(1.0), store(0.0), plgpu.SMEM((128,), jnp.float32))

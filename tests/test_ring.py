@@ -24,9 +24,8 @@ def mesh_of(devices):
 
 
 def attention_on(devices, **options):
-    return functools.partial(
-        ring_attention_on_mesh, mesh=mesh_of(devices), axis_name="sequence", return_residual=True, **options
-    )
+    options |= {"mesh": mesh_of(devices), "axis_name": "sequence", "return_residual": True}
+    return functools.partial(ring_attention_on_mesh, **options)
 
 
 # Who has what, and who does what
@@ -174,9 +173,8 @@ def test_explicit_axes(T, is_split, own):
 def test_on_a_hopper_gpu_every_piece_goes_to_its_kernels():
     """As far as a CPU can tell: they are lowered for a GPU, padding or not, and nothing is gathered."""
     arrays = [jax.ShapeDtypeStruct((1, 4100, 2, 128), jnp.bfloat16)] * 3
-    loss = lambda *arrays: (
-        attention_on(2, implementation="hopper", is_causal=True)(*arrays)[0].astype(jnp.float32).sum()
-    )
+    attend = attention_on(2, implementation="hopper", is_causal=True)
+    loss = lambda *arrays: attend(*arrays)[0].astype(jnp.float32).sum()
     text = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text and "gpu.triton" not in text
     assert "collective_permute" in text and "all_gather" not in text

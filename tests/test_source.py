@@ -22,9 +22,8 @@ def shown(path):
                 if function in ("show", "show_kernel", "show_source", "beside", "inspect.getsource"):
                     shows = True
                     arguments = call.args[function == "show_kernel" :]
-                    names |= {
-                        node.value for part in arguments for node in ast.walk(part) if isinstance(node, ast.Constant)
-                    }
+                    nodes = (node for part in arguments for node in ast.walk(part))
+                    names |= {node.value for node in nodes if isinstance(node, ast.Constant)}
     return names, shows
 
 

@@ -79,7 +79,6 @@ def test_arrays_with_gaps_are_refused():
 
 
 def test_kernels_compile_for_a_gpu_without_one():
-    said = subprocess.run(
-        [sys.executable, "-m", "helpers.dialects.triton_compile"], capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-m", "helpers.dialects.triton_compile"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "All compile" in said.stdout

@@ -75,9 +75,8 @@ def test_a_fresh_copy_stands_beside_the_edited_one(folders):
     mine = notebook("my answer")
     (workbook / "00_first.ipynb").write_text(mine)
     update(folders)
-    assert (
-        fresh("00", *folders) == "00_first_fresh.ipynb in the workbook is a fresh copy; 00_first.ipynb keeps your edits"
-    )
+    said = fresh("00", *folders)
+    assert said == "00_first_fresh.ipynb in the workbook is a fresh copy; 00_first.ipynb keeps your edits"
     assert is_copy(workbook / "00_first_fresh.ipynb", notebooks / "00_first.ipynb")
     assert (workbook / "00_first.ipynb").read_text() == mine
     assert lay_out(*folders) == [], "the learner has the new edition and need not be told again"

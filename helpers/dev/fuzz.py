@@ -361,9 +361,8 @@ def in_time(programs, calls, minutes):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m helpers.dev.fuzz", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--implementation", choices=[name for name in TABLE if name != "cudnn"], help="by default the default"
-    )
+    names = [name for name in TABLE if name != "cudnn"]
+    parser.add_argument("--implementation", choices=names, help="by default the default")
     parser.add_argument("--only", choices=ONLY, help="calls of few queries, of keys in pages, or with masks and scores")
     parser.add_argument("--minutes", type=float, help="when to stop; by default 5, or never if --calls does")
     parser.add_argument("--calls", type=int, help="stop after so many")

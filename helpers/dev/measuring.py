@@ -96,10 +96,8 @@ def random_arrays(shapes, dtype, seed=0):
 def shapes_of(problem, which, sharding=None):
     """What a pass reads: query, key and value, and for "backward" also out, lse, and the gradients of both."""
     shaped = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
-    query, key = (
-        shaped((problem.B, length, heads, problem.H), problem.dtype)
-        for length, heads in ((problem.T, problem.N), (problem.S, problem.K))
-    )
+    query = shaped((problem.B, problem.T, problem.N, problem.H), problem.dtype)
+    key = shaped((problem.B, problem.S, problem.K, problem.H), problem.dtype)
     row = shaped((problem.B, problem.N, problem.T), jnp.float32)
     return [query, key, key] if which == "forward" else [query, key, key, query, row, query, row]
 

@@ -36,14 +36,8 @@ def execute(path, anew=False):
     notebook = nbformat.read(path, as_version=4)
     committed = _git(path.parent, "show", f"HEAD:./{path.name}")
     os.environ |= {"JAX_PLATFORMS": "cpu", "OPENBLAS_NUM_THREADS": "1", clock.OFF: "1"}
-    NotebookClient(
-        notebook,
-        timeout=CELL_TIMEOUT_S,
-        kernel_name="python3",
-        record_timing=False,
-        coalesce_streams=True,
-        resources={"metadata": {"path": str(path.parent)}},
-    ).execute()
+    options = {"timeout": CELL_TIMEOUT_S, "kernel_name": "python3", "record_timing": False, "coalesce_streams": True}
+    NotebookClient(notebook, resources={"metadata": {"path": str(path.parent)}}, **options).execute()
     number = path.stem.split("_")[0]
     normalise(notebook, number)
     if committed and not anew and not _git(ROOT, "status", "--porcelain", *MADE_FROM):
@@ -59,12 +53,8 @@ def normalise(notebook, number):
 
     What lessons.toml knows is written into its cells.
     """
-    notebook.metadata = nbformat.from_dict(
-        {
-            "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-            "language_info": {"name": "python"},
-        }
-    )
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    notebook.metadata = nbformat.from_dict({"kernelspec": kernel, "language_info": {"name": "python"}})
     notebook.nbformat_minor = 5
     count = 0
     for index, cell in enumerate(notebook.cells):

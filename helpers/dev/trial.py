@@ -69,10 +69,9 @@ class Trial:
         shape = self.B, self.T, self.S, self.N, self.K, self.H
         functions = functions.get("mask_mod"), functions.get("score_mod")
         problem = Problem(*shape, jnp.dtype(self.dtype), scale, band, self.soft_cap, *functions)
-        arrays = [
-            self.lengths.get(name) for name in ("bias", "mask", "query_segment_ids", "key_value_segment_ids", "sinks")
-        ]
-        return Call(problem, None, None, None, self.query_lengths, self.key_lengths, extras=Extras(*arrays))
+        names = "bias", "mask", "query_segment_ids", "key_value_segment_ids", "sinks"
+        extras = Extras(*map(self.lengths.get, names))
+        return Call(problem, None, None, None, self.query_lengths, self.key_lengths, extras=extras)
 
     @property
     def arguments(self):
@@ -127,10 +126,8 @@ class Trial:
         arrays = kinds.apply(self.kinds, arrays, problem.scale, self.dtype, self.seed + self.number)
         query, key, value, dout = (arrays[name] for name in ("query", "key", "value", "dout"))
         for row in range(self.B):
-            T, S = (
-                longest if lengths is None else lengths[row]
-                for longest, lengths in ((self.T, self.query_lengths), (self.S, self.key_lengths))
-            )
+            T = self.T if self.query_lengths is None else self.query_lengths[row]
+            S = self.S if self.key_lengths is None else self.key_lengths[row]
             query[row, T:] = key[row, S:] = value[row, S:] = float(self.padding)
             if self.unseen:
                 seen = visible(np.arange(self.T)[:, None], np.arange(self.S), problem.band, T, S).any(axis=1)

@@ -39,12 +39,8 @@ class SharedMemoryError(RuntimeError):
 class Problem(ctypes.Structure):
     """`struct Problem` of attention.cu."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ARRAYS),
-        *((name, ctypes.c_int) for name in SIZES),
-        ("scale", ctypes.c_float),
-        ("is_causal", ctypes.c_int),
-    ]
+    _fields_ = [(name, ctypes.c_void_p) for name in ARRAYS] + [(name, ctypes.c_int) for name in SIZES]
+    _fields_ += [("scale", ctypes.c_float), ("is_causal", ctypes.c_int)]
 
 
 def compiler():

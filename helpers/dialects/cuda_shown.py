@@ -129,12 +129,10 @@ def show_times():
 
 
 def main():
-    for is_there, missing in (
-        (cuda_launch.is_installed(), cuda_launch.MISSING),
-        (cuda_compile.nvrtc(), cuda_compile.MISSING),
-    ):
-        if not is_there:
-            return missing
+    if not cuda_launch.is_installed():
+        return cuda_launch.MISSING
+    if cuda_compile.nvrtc() is None:
+        return cuda_compile.MISSING
     SHOWN.record({"nvrtc": cuda_compile.version()}, printed(lambda: cuda_compile.say(["bfloat16"], [64, 128])))
     return 0
 

@@ -54,13 +54,10 @@ def show_correct():
     record = SHOWN.gpu()
     rows = record["correct"]
     print(f"{sum(row['right'] for row in rows)} of {record['cases']} cases agree with the float64 oracle")
+    # Where every query sees a single key, dq and dk are 0 but for rounding, and a relative error says nothing.
+    rows = [row for row in rows if row["S"] > 1 and not (row["T"] == 1 and row["is_causal"])]
     for dtype in ("float32", "float16", "bfloat16"):
-        # Where every query sees a single key, dq and dk are 0 but for rounding, and a relative error says nothing.
-        of_dtype = [
-            row["against_torch"]
-            for row in rows
-            if row["dtype"] == dtype and row["S"] > 1 and not (row["T"] == 1 and row["is_causal"])
-        ]
+        of_dtype = [row["against_torch"] for row in rows if row["dtype"] == dtype]
         worst = {name: max(row[name] for row in of_dtype) for name in ("out", "dq", "dk", "dv")}
         print(f"{dtype:8} farthest from PyTorch: " + ", ".join(f"{name} {error:.1e}" for name, error in worst.items()))
 
@@ -68,10 +65,8 @@ def show_correct():
 def show_second_oracle():
     """`flash_attention` and PyTorch against the oracle and against each other."""
     for row in SHOWN.gpu()["second"]:
-        print(
-            f"T={row['T']} S={row['S']} H={row['H']} N={row['N']} K={row['K']} {row['dtype']}, "
-            f"{'causal' if row['is_causal'] else 'full'}"
-        )
+        sizes = " ".join(f"{name}={row[name]}" for name in "TSHNK")
+        print(f"{sizes} {row['dtype']}, {'causal' if row['is_causal'] else 'full'}")
         for who, said in (("ours", "ours"), ("torch", "PyTorch"), ("ours_and_torch", "apart")):
             print(f"  {said:8}" + "  ".join(f"{name} {error:.1e}" for name, error in row[who].items()))
 

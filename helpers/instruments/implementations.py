@@ -138,13 +138,9 @@ def flash_attention_3(case):
         out, lse, *_ = operators.fwd(*arrays, **options)
         return *arrays, out, lse
 
-    return OfTorch(
-        forward=lambda *arrays: operators.fwd(*arrays, **options)[0],
-        residuals=residuals,
-        backward=lambda kept, dout: operators.bwd(dout, *kept, **options)[:3],
-        to_torch=torch.from_dlpack,
-        to_jax=jnp.from_dlpack,
-    )
+    forward = lambda *arrays: operators.fwd(*arrays, **options)[0]
+    backward = lambda kept, dout: operators.bwd(dout, *kept, **options)[:3]
+    return OfTorch(forward, residuals, backward, torch.from_dlpack, jnp.from_dlpack)
 
 
 # In the order of the report.
@@ -166,6 +162,5 @@ def gradient_programs(attention):
     residuals(query, key, value) returns what the function keeps between the passes, and
     backward(kept, dout) makes the three gradients of it.
     """
-
     residuals = lambda query, key, value: jax.vjp(attention, query, key, value)[1]
     return residuals, lambda pull_back, dout: pull_back(dout)

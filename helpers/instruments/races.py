@@ -123,10 +123,8 @@ def in_use_until_awaited():
 
     backward._fused.clear_cache()  # what was traced before would not be traced again
     watched = {"wgmma": watched_issue, "wgmma_wait": watched_wait, "wgmma_accumulator_load": watched_load}
-    watched_sums = {
-        name: functools.partial(watched_sum, getattr(warpgroup, name))
-        for name in ("interpreted_sum", "overwriting_sum")
-    }
+    sums = "interpreted_sum", "overwriting_sum"
+    watched_sums = {name: functools.partial(watched_sum, getattr(warpgroup, name)) for name in sums}
     with (
         mock.patch.multiple(plgpu, **watched),
         mock.patch.object(primitives, "wgmma_accumulator_load", watched_load),  # `acc[...]` calls this one

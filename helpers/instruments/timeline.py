@@ -129,14 +129,12 @@ class _Simulation:
             self._arrive(group.time, operation, set(group.known))
         elif isinstance(operation, Fetch):
             slot, event = self.slots[operation.buffer, operation.slot], next(self.events)
-            where = _place((operation.buffer, operation.slot))
+            written = f"tile {operation.tile} is written into {_place((operation.buffer, operation.slot))}"
             late = [who for read, who in slot.reads.items() if read not in group.known]
             if late:
-                raise OrderError(f"tile {operation.tile} is written into {where} while {late[0]} may still read it")
+                raise OrderError(f"{written} while {late[0]} may still read it")
             if slot.fetch is not None and slot.fetch not in group.known:
-                raise OrderError(
-                    f"tile {operation.tile} is written into {where}, where tile {slot.tile} may still arrive"
-                )
+                raise OrderError(f"{written}, where tile {slot.tile} may still arrive")
             slot.tile, slot.fetch, slot.reads = operation.tile, event, {}
             label = f"{operation.buffer}{operation.tile}"
             _, stop = self._occupy("copy", group.time, operation.cycles, group.name, label)
@@ -270,15 +268,13 @@ def rung(number, steps=6, warpgroups=None, stages=2):
     barriers = {"k_loaded": 1, "v_loaded": 1, "k_free": warpgroups, "v_free": warpgroups}
     barriers |= {f"turn {index}": 1 for index in range(warpgroups)}
     make = {1: _copying, 2: _fetching}.get(number, _computing if number < 6 else _overlapping)
-    groups = {
-        name: make(index, warpgroups, steps, stages, costs, ping_pong=number == 5) for index, name in enumerate(names)
-    }
+    groups = {name: make(index, steps, stages, costs, ping_pong=number == 5) for index, name in enumerate(names)}
     if number >= 3:
         groups["memory"] = _memory(steps, stages, costs, late=number == 6)
     return simulate(groups, barriers, latency=costs.latency)
 
 
-def _copying(me, warpgroups, steps, stages, costs, ping_pong):
+def _copying(me, steps, stages, costs, ping_pong):
     for j in range(steps):
         for name in "kv":
             yield Work("threads", costs.copy + costs.latency, f"copy {name}{j}")  # no copy engine here
@@ -292,7 +288,7 @@ def _fetch(j, stages, costs):
     yield Fetch("v", j % stages, j, "v_loaded", costs.copy)
 
 
-def _fetching(me, warpgroups, steps, stages, costs, ping_pong):
+def _fetching(me, steps, stages, costs, ping_pong):
     for j in range(min(stages, steps)):
         yield from _fetch(j, stages, costs)
     for j in range(steps):
@@ -316,7 +312,7 @@ def _memory(steps, stages, costs, late):
             yield Fetch(name, j % stages, j, f"{name}_loaded", costs.copy)
 
 
-def _computing(me, warpgroups, steps, stages, costs, ping_pong):
+def _computing(me, steps, stages, costs, ping_pong):
     if ping_pong and me == 1:
         yield Arrive("turn 0")
     for j in range(steps):
@@ -333,7 +329,7 @@ def _computing(me, warpgroups, steps, stages, costs, ping_pong):
         yield Arrive("v_free", j % stages)
 
 
-def _overlapping(me, warpgroups, steps, stages, costs, ping_pong):
+def _overlapping(me, steps, stages, costs, ping_pong):
     yield Wait("k_loaded", 0)
     yield from _product("s0", [Read("k", 0)], costs)
     yield Arrive("k_free", 0)

@@ -104,10 +104,8 @@ def timelines(runs, until=None, units=()):
     until = max(run.end for run in runs.values()) if until is None else until
     rows = {}
     for title, run in runs.items():
-        busy = {span.who for span in run.spans}
-        rows[title] = [
-            name for name in (*run.tiles, *units) if name != "memory" and (name in run.tiles or name in busy)
-        ]
+        shown = {*run.tiles, *(span.who for span in run.spans)} - {"memory"}
+        rows[title] = [name for name in (*run.tiles, *units) if name in shown]
     heights = [len(names) for names in rows.values()]
     height = 0.45 * sum(heights) + 0.75 * len(runs) + 0.5
     options = {"height_ratios": heights, "squeeze": False, "sharex": True}

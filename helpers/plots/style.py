@@ -98,9 +98,8 @@ def subplots(rows=1, columns=1, width=8.0, height=3.5, **options):
 
     The figure is detached from pyplot: return it from a cell to show it once.
     """
-    figure, axes = plt.subplots(
-        rows, columns, figsize=(width, height), layout="constrained", FigureClass=Picture, **options
-    )
+    options |= {"figsize": (width, height), "layout": "constrained", "FigureClass": Picture}
+    figure, axes = plt.subplots(rows, columns, **options)
     plt.close(figure)
     return figure, axes
 

@@ -20,9 +20,8 @@ def progress():
     print("your mine.py:", "  ".join(f"{part} {'✓' if is_there else '·'}" for part, is_there in mine.parts().items()))
     if not record.in_a_workbook():
         print("Nothing is recorded here, only in your own copy, which `make lab` opens.")
-    states = {
-        number: tuple(done.get(exercise.number, "open") for exercise in each) for number, each in exercises.items()
-    }
+    state = lambda exercise: done.get(exercise.number, "open")
+    states = {number: tuple(map(state, each)) for number, each in exercises.items()}
     return roadmap.progress(states, following=upcoming and f"{int(upcoming.split('.')[0]):02d}")
 
 

@@ -76,13 +76,10 @@ def for_colab(notebook, repository, revision):
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             cell.source = TARGET.sub(address, cell.source)
-    source = CELL.format(
-        packages=" ".join(f'"{package}"' for package in packages()),
-        names=[re.match(r"[\w-]+", package)[0] for package in packages()],
-        plugins=PLUGINS,
-        repository=repository,
-        revision=revision,
-    ).rstrip()
+    installed = " ".join(f'"{package}"' for package in packages())
+    names = [re.match(r"[\w-]+", package)[0] for package in packages()]
+    options = {"plugins": PLUGINS, "repository": repository, "revision": revision}
+    source = CELL.format(packages=installed, names=names, **options).rstrip()
     first = next(place for place, cell in enumerate(notebook.cells) if cell.cell_type == "code")
     notebook.cells.insert(first, nbformat.v4.new_code_cell(source, id="colab"))
     return notebook
