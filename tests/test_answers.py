@@ -264,9 +264,17 @@ TAKEN = {
     "5.4": ("query_outer_bytes", lambda T, H, *rest: cost.query_outer_bytes(T, T, H, *rest, CAUSAL)),
     "7.1": ("jax.grad", lambda q, k, v, do, *_: jax.grad(lambda k, v: (do * (q @ k.T @ v)).sum(), (0, 1))(k, v)),
     "1.2": ("naive_bytes", lambda T, S, H, size: {"flops": 4 * T * S * H, "bytes": cost.naive_bytes(T, S, H, size)}),
-    "3.1": ("init", lambda q, k, v, scale, *blocks: tiled.query_outer(tiled.SlowMemory(q=q, k=k, v=v), scale=scale, block_q=blocks[0], block_k=blocks[1])),
-    "3.2": ("tile_kind", lambda i, i_stop, j, j_stop, *T_S: tile_kind(range(i, i_stop), range(j, j_stop), CAUSAL, *T_S)),
-}  # fmt: skip
+    "3.1": (
+        "init",
+        lambda q, k, v, scale, *blocks: tiled.query_outer(
+            tiled.SlowMemory(q=q, k=k, v=v), scale=scale, block_q=blocks[0], block_k=blocks[1]
+        ),
+    ),
+    "3.2": (
+        "tile_kind",
+        lambda i, i_stop, j, j_stop, *T_S: tile_kind(range(i, i_stop), range(j, j_stop), CAUSAL, *T_S),
+    ),
+}
 
 
 @pytest.mark.parametrize("number", TAKEN)
