@@ -10,12 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, check_attention, in_tiers
+from attention_cases import AttentionCase, check_attention, cotangents, in_tiers, relative_error
 from test_hopper_masks import DOCUMENTS
 from test_ring import attention_on
 
 from helpers import flash_attention
+from helpers.attention.common_part import common_part
+from helpers.attention.extras import Extras
 from helpers.attention.low_bits import low_bits, with_low_bits
+from helpers.attention.problem import check_call
+from helpers.attention.public import registry
 from helpers.attention.reference import oracle_gradients
 
 IMPLEMENTATIONS = ("reference", "portable", "hopper", "tpu")
@@ -62,6 +66,45 @@ QUICK = CASES[0], CASES[1], CASES[2], CASES[-1]
 def test_gradients(implementation, case):
     """Within twice naive attention's error, each by itself."""
     check_attention(attention(implementation), case)
+
+
+def test_the_common_part_is_of_the_real_keys_of_a_segment():
+    """Also where padding holds NaN, and where one segment's numbers are NaN; a small mean is none."""
+    random = np.random.default_rng(0)
+    key = random.standard_normal((2, 90, 1, 3)) + [30, 2, -30]
+    ids = np.repeat(np.array([[1, 66], [1, 1]], np.int32), [50, 40], axis=1)  # 66 and 2 leave the same rest
+    key[0, 50:] += [0, 0, 100]
+    key[:, 70:] = np.nan
+    query = jnp.zeros((2, 4, 1, 3), jnp.float16)
+    lengths = np.array([70, 70], np.int32)
+    call = check_call(query, jnp.asarray(key, jnp.float16), jnp.asarray(key, jnp.float16), key_value_seq_lengths=lengths)
+    c = common_part(call)
+    assert c.shape == (2, 1, 1, 3) and not c[0, 0, 0, 2] and not c[..., 1].any()
+    np.testing.assert_allclose(c[1, 0, 0], [30, 0, -30], atol=1)
+    segments = Extras(query_segment_ids=jnp.asarray(ids[:, :4]), key_segment_ids=jnp.asarray(ids))
+    c = common_part(replace(call, extras=segments))
+    np.testing.assert_allclose(c[0, [1, 2], 0], [[30, 0, -30], [30, 0, 70]], atol=1)
+    key[0, 60] = np.nan
+    c = common_part(replace(call, key=jnp.asarray(key, jnp.float16), extras=segments))
+    assert np.isfinite(c).all()
+
+
+def test_some_of_the_keys_are_not_taken_for_all():
+    """As in a ring: rows of ds of a part add up to anything, and parts of dq to dq."""
+    case = AttentionCase(7, 128, 64, N=1, K=1, dtype="bfloat16", common=10)
+    (query, key, value), _ = case.inputs()
+    dout, dlse = cotangents(case)
+    kernels = registry.kernels("hopper", interpreted=True)
+    arguments = [jnp.asarray(array) for array in (query, key, value)]
+    whole = check_call(*arguments)
+    exact, lse = registry.kernels("reference").exact_forward_of_part(whole)
+    out = exact.astype(query.dtype)
+    dq = 0
+    for half in (slice(0, 64), slice(64, 128)):
+        part = check_call(query, key[:, half], value[:, half])
+        dq += kernels.backward_of_part(part, out, lse, dout, dlse.swapaxes(1, 2), low_bits(exact, out))[0].astype(jnp.float32)
+    (right, _, _) = oracle_gradients(query, key, value, dout, dlse)
+    assert relative_error(dq, right) < 0.01
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -36,6 +36,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from helpers.attention.common_part import mended
 from helpers.attention.extras import Extras
 from helpers.attention.hopper.backward_fused import delayed_kernel, immediate_kernel
 from helpers.attention.hopper.backward_parts import Gmem, Scratch
@@ -65,13 +66,16 @@ NARROW = 384
 SWIZZLED_32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))  # SWIZZLED for float32
 
 
-def backward(call, out, lse, dout, dlse, low=None, *, tiles=None, deterministic=False, interpret=False):
+def backward(
+    call, out, lse, dout, dlse, low=None, *, tiles=None, deterministic=False, has_all_keys=True, interpret=False
+):
     """Gradients of a checked `Call`: (dq, dk, dv) with the shapes and the dtype of its arrays.
 
     The arguments are those of `portable.backward`, in 16-bit types. With `deterministic` the same input gives the same
     bits each time. tiles: a pair as `backward_schedule.forms` has them; ValueError if they are ordered, or fused with
-    `deterministic`, and the call is not full or causal. interpret: False, or InterpretGPUParams. Beyond inputs and
-    outputs it allocates lse and delta in float32, a float32 dq in the fused form, in order an int32 for each of its
+    `deterministic`, and the call is not full or causal. has_all_keys: False where out and lse are those of more keys
+    than the call has, as in `ring`. interpret: False, or InterpretGPUParams. Beyond inputs and outputs it allocates lse
+    and delta in float32, as much for the sums of rows of ds where it `adds_up_rows`, a float32 dq in the fused form, in order an int32 for each of its
     tiles, and padded copies where T, S or H ask for them. With lengths, it copies in the split form query and dout, and
     key and value with key lengths, in the fused form the tile of query and of dout in which a batch entry ends.
     Where else a query may see no key, and with lengths and sinks, it copies query and dout. `VisibleTiles`: 28 or 36
@@ -82,7 +86,8 @@ def backward(call, out, lse, dout, dlse, low=None, *, tiles=None, deterministic=
     if is_block_sparse(call):  # of tiles of at least 64 positions of all batch entries
         at_once = min(at_once, max(1, GRID_LIMIT // pl.cdiv(max(problem.T, problem.S), 64)))
     if problem.B > at_once:
-        return _in_pieces(call, (out, lse, dout, dlse, low), at_once, tiles, deterministic, interpret)
+        own = {"tiles": tiles, "deterministic": deterministic, "has_all_keys": has_all_keys, "interpret": interpret}
+        return _in_pieces(call, (out, lse, dout, dlse, low), at_once, own)
     in_order = not is_block_sparse(call) and (problem.band == NO_BAND or problem.T > LONG)
     is_split = _is_narrow(call) or (deterministic and not in_order)
     dkv_tiles, dq_tiles = default_tiles(problem, is_split) if tiles is None else tiles
@@ -97,6 +102,7 @@ def backward(call, out, lse, dout, dlse, low=None, *, tiles=None, deterministic=
     else:
         call = dataclasses.replace(call, query_lengths=seeing)
     delta = delta_of(out, lse, dout, dlse, low)
+    adds_up = low is not None and has_all_keys and adds_up_rows(call) and not dkv_tiles.swapped
     head_dim = padded_head_dim(problem.H)
     query, key, value = call.arrays[:3]
     if dq_tiles is not None:  # kernels that own keys alone see to all ends themselves
@@ -114,12 +120,31 @@ def backward(call, out, lse, dout, dlse, low=None, *, tiles=None, deterministic=
         if seeing is not None:
             last_q, last_do = (last_tiles(array, seeing, dkv_tiles.block_q) for array in (of_keys.q, of_keys.do))
             of_keys = of_keys._replace(last_q=last_q, last_do=last_do)
-        dq, dk, dv = _fused(problem_padded, of_keys, dkv_tiles, interpret)
+        if adds_up:
+            eighths = jnp.zeros((16, head_dim), problem.dtype).at[:, :8].set(1 / 8)
+            of_keys = of_keys._replace(eighths=eighths)
+        dq, dk, dv, *sums = _fused(problem_padded, of_keys, dkv_tiles, interpret)
     else:
         dk, dv = _dkv(problem_padded, of_keys, dkv_tiles, interpret)
-        dq = _dq(problem_padded, Gmem(*arrays, **_visible_tiles(call, dq_tiles, "queries")), dq_tiles, interpret)
+        of_queries = Gmem(*arrays, **_visible_tiles(call, dq_tiles, "queries"))
+        dq, *sums = _dq(problem_padded, of_queries, dq_tiles, adds_up, interpret)
     dk, dv = (array[:, : problem.S, :, : problem.H] for array in (dk, dv))
-    return dq[:, : problem.T, :, : problem.H], dk, dv
+    dq = dq[:, : problem.T, :, : problem.H]
+    if adds_up:
+        excess = jnp.where(lse == -jnp.inf, 0, sums[0][:, :, : problem.T] - dlse)
+        dq = mended(dq.astype(jnp.float32), excess, call)
+    return dq.astype(problem.dtype), dk, dv
+
+
+def adds_up_rows(call):
+    """Whether the sums of rows of ds are wanted, which take 4 to 9 % more time: see `common_part`.
+
+    In float16 the sum over many keys is several times less exact than its rounding, and for a few queries naive
+    attention is. What a sink takes of such a sum is known no better than delta, and a soft cap leaves none.
+    """
+    problem = call.problem
+    needs_it = problem.dtype == jnp.float16 or problem.T < ROWS_OF_WGMMA
+    return needs_it and call.extras.sinks is None and problem.soft_cap is None
 
 
 def _is_narrow(call):
@@ -130,8 +155,8 @@ def _is_narrow(call):
     return 64 < problem.H <= 128 and is_window and band.left + band.right < NARROW and not has_others
 
 
-def _in_pieces(call, residuals, at_once, tiles, deterministic, interpret):
-    """`backward` of some batch entries after others, for more than one grid can hold."""
+def _in_pieces(call, residuals, at_once, options):
+    """`backward` of some batch entries after others, for more than one grid can hold. options: by keyword."""
     own, pieces = call.extras, []
     own = Extras(query_segment_ids=own.query_segment_ids, key_segment_ids=own.key_segment_ids, sinks=own.sinks)
     own = jax.tree.map(lambda array: jnp.broadcast_to(array, (call.problem.B, *array.shape[1:])), own)
@@ -139,7 +164,7 @@ def _in_pieces(call, residuals, at_once, tiles, deterministic, interpret):
         part = slice(start, start + at_once)
         arrays, others = jax.tree.map(lambda array, part=part: array[part], ((*call.arrays[:6], own), residuals))
         piece = Call(dataclasses.replace(call.problem, B=len(arrays[0])), *arrays)
-        pieces.append(backward(piece, *others, tiles=tiles, deterministic=deterministic, interpret=interpret))
+        pieces.append(backward(piece, *others, **options))
     return tuple(map(jnp.concatenate, zip(*pieces, strict=True)))
 
 
@@ -154,22 +179,25 @@ def _visible_tiles(call, tiles, own):
 # A ref can be indexed in a traced function only.
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))
 def _fused(problem, arrays, tiles, interpret):
+    """[dq in float32, dk, dv], and where there are `eighths` the sums of rows of ds."""
     # The interpreter knows no addition: there each tile of keys has a plane of its own.
     planes = (pl.cdiv(problem.S, tiles.block_k),) if interpret else ()
     B, T, N, H = arrays.q.shape
     shape = (B, N, H, pl.cdiv(T, ROWS_OF_WGMMA) * ROWS_OF_WGMMA) if tiles.swapped else (B, T, N, H)
     dq_ref = jax.new_ref(jnp.zeros((*planes, *shape), jnp.float32))
     added = {"dq": dq_ref}
+    if arrays.eighths is not None:
+        added["sums"] = jax.new_ref(jnp.zeros((*planes, *arrays.lse.shape), jnp.float32))
     if tiles.ordered:
         counts = (1,), (problem.B, problem.N, pl.cdiv(problem.T, tiles.block_q))
         added |= zip(("counter", "turns"), (jax.new_ref(jnp.zeros(shape, jnp.int32)) for shape in counts), strict=True)
     dk, dv = _dkv(problem, arrays, tiles, interpret, **added)
-    dq = jax.freeze(dq_ref)
+    dq, *sums = (jax.freeze(added[name]) for name in ("dq", "sums") if name in added)
     if interpret:
-        dq = dq.sum(axis=0)
+        dq, *sums = (array.sum(axis=0) for array in (dq, *sums))
     if tiles.swapped:
         dq = jnp.moveaxis(dq, 3, 1)
-    return (problem.scale * dq).astype(problem.dtype), dk, dv
+    return [problem.scale * dq, dk, dv, *sums]
 
 
 def _launch(kernel, name, arrays, outputs, scratch, grid, problem, tiles, interpret, **more):
@@ -183,7 +211,7 @@ def _launch(kernel, name, arrays, outputs, scratch, grid, problem, tiles, interp
 
     return plgpu.kernel(
         body,
-        out_type=[jax.ShapeDtypeStruct(array.shape, problem.dtype) for array in outputs.values()],
+        out_type=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in outputs.values()],
         scratch_types=[scratch],
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
@@ -217,7 +245,7 @@ def _dkv(problem, arrays, tiles, interpret, **added):
         do=_ring(tiles.stages, warpgroups, ((block_q, H), dtype), numbers),
         k=kv,
         v=kv,
-        kv_loaded=plgpu.Barrier(num_arrivals=2 * parts * warpgroups),
+        kv_loaded=plgpu.Barrier(num_arrivals=2 * parts * warpgroups + (arrays.eighths is not None)),
         spare=plgpu.SMEM(spare, dtype) if interpret else None,
     )
     outputs = {"dk": arrays.k, "dv": arrays.v}
@@ -229,6 +257,9 @@ def _dkv(problem, arrays, tiles, interpret, **added):
         ds_ready=plgpu.Barrier(num_arrivals=warpgroups),
         dq=plgpu.SMEM((*own, width), jnp.float32, transforms=SWIZZLED_32),
     )
+    if arrays.eighths is not None:
+        eighths = plgpu.SMEM(arrays.eighths.shape, dtype, transforms=SWIZZLED)
+        scratch = scratch._replace(eighths=eighths, sums=plgpu.SMEM(own, jnp.float32))
     if tiles.ordered:
         ready, other = plgpu.Barrier(num_arrivals=warpgroups), plgpu.Barrier(num_arrivals=1)
         number = plgpu.SMEM((1,), jnp.int32)
@@ -237,7 +268,8 @@ def _dkv(problem, arrays, tiles, interpret, **added):
     return _launch(kernel, "fused_backward", arrays, outputs, scratch, grid, problem, tiles, interpret, **added)
 
 
-def _dq(problem, arrays, tiles, interpret):
+def _dq(problem, arrays, tiles, adds_up, interpret):
+    """[dq], and with adds_up the sums of rows of ds."""
     H, dtype = problem.H, problem.dtype
     own, keys = (tiles.warpgroups, ROWS_OF_WGMMA), ((tiles.block_k, H), dtype)
     matrix, numbers = plgpu.SMEM((*own, H), dtype, transforms=SWIZZLED), plgpu.SMEM(own, jnp.float32)
@@ -252,5 +284,5 @@ def _dq(problem, arrays, tiles, interpret):
         spare=plgpu.SMEM((*own, tiles.block_k), dtype) if interpret else None,
     )
     grid = grid_of_queries(problem, tiles, arrays.visible_tiles)
-    (dq,) = _launch(dq_kernel, "dq", arrays, {"dq": arrays.q}, scratch, grid, problem, tiles, interpret)
-    return dq
+    outputs = {"dq": arrays.q} | ({"sums": arrays.lse} if adds_up else {})
+    return _launch(dq_kernel, "dq", arrays, outputs, scratch, grid, problem, tiles, interpret)

@@ -33,6 +33,8 @@ class Gmem(NamedTuple):
     visible_tiles of the tiles that programs own, and segment numbers, are None in calls that are full or causal.
     last_q, last_do: (B, block_q, N, H) each, in the fused kernels of calls with lengths: in place of the tile in which
     the queries of a batch entry end, with zeros from there on.
+    Where rows of ds are added up, see `common_part`: sums (B, N, T') float32, and in the fused form eighths (16, H), in
+    each row eight times 1/8 and zeros.
     In the ordered form, counter (1,) int32 counts the programs that have started, and turns (B, N, tiles) int32 those
     that have added to a tile of dq.
     """
@@ -48,6 +50,8 @@ class Gmem(NamedTuple):
     key_ids: jax.Array | None = None
     last_q: jax.Array | None = None
     last_do: jax.Array | None = None
+    eighths: jax.Array | None = None
+    sums: jax.Array | None = None
     dq: jax.Array | None = None
     dk: jax.Array | None = None
     dv: jax.Array | None = None
@@ -68,6 +72,7 @@ class Scratch(NamedTuple):
     ds         (2, warpgroups, 64, block_q): ds^T of two steps
     ds_ready   a barrier: all warpgroups have published their ds
     dq         (warpgroups, 64, H or H / warpgroups) float32: the part of dq that a warpgroup computes
+    eighths    (16, H), or None; and sums (warpgroups, 64) float32: what these rows of ds add up to
 
     In the ordered form alone
 
@@ -86,6 +91,8 @@ class Scratch(NamedTuple):
     ds: jax.Array | None = None
     ds_ready: jax.Array | None = None
     dq: jax.Array | None = None
+    eighths: jax.Array | None = None
+    sums: jax.Array | None = None
     number: jax.Array | None = None
     drawn: jax.Array | None = None
     dq_ready: jax.Array | None = None
@@ -181,6 +188,8 @@ def load_keys_then_queries(program, send_dq=None):
         keys = b, pl.ds(program.k_start + wg * ROWS_OF_WGMMA, ROWS_OF_WGMMA), kv, pl.ds(part * width, width)
         plgpu.copy_gmem_to_smem(gmem.k.at[keys], scratch.k.at[part, wg], scratch.kv_loaded)
         plgpu.copy_gmem_to_smem(gmem.v.at[keys], scratch.v.at[part, wg], scratch.kv_loaded)
+    if scratch.eighths is not None:
+        plgpu.copy_gmem_to_smem(gmem.eighths, scratch.eighths, scratch.kv_loaded)
 
     def one_step(head, i, step, before):
         rows = pl.ds(i * tiles.block_q, tiles.block_q)

@@ -169,24 +169,29 @@ def compute_dq(program, all_until):
 
     def accumulate(dq_acc):
         one_step = functools.partial(dq_step, program, lse, delta, dq_acc)
-        loop = lambda start, end, masked: lax.fori_loop(start, end, functools.partial(one_step, masked), None)
+        loop = lambda start, end, masked, sums: lax.fori_loop(start, end, functools.partial(one_step, masked), sums)
         middle = jnp.clip(all_until, first, stop)
-        loop(first, middle, False)
+        sums = None if gmem.sums is None else plgpu.layout_cast(jnp.zeros(ROWS_OF_WGMMA, jnp.float32), ROWS)
+        sums = loop(first, middle, False, sums)
         if problem.band.right is not None or problem.S % tiles.block_k or program.visible is not None:
-            loop(middle, stop, True)
-        return dq_acc[...]
+            sums = loop(middle, stop, True, sums)
+        return dq_acc[...], sums
 
-    dq = pl.run_scoped(accumulate, plgpu.ACC((ROWS_OF_WGMMA, problem.H), jnp.float32))
-    q_mine = scratch.q.at[me]
+    dq, sums = pl.run_scoped(accumulate, plgpu.ACC((ROWS_OF_WGMMA, problem.H), jnp.float32))
+    q_mine, sums_mine = scratch.q.at[me], scratch.delta.at[me]
     q_mine[...] = (problem.scale * dq).astype(problem.dtype)
+    if sums is not None:
+        sums_mine[...] = sums
     plgpu.commit_smem()
     rows = pl.ds(program.q_start + me * ROWS_OF_WGMMA, ROWS_OF_WGMMA)
     plgpu.copy_smem_to_gmem(q_mine, gmem.dq.at[program.b, rows, program.head])
+    if sums is not None:
+        plgpu.copy_smem_to_gmem(sums_mine, gmem.sums.at[program.b, program.head, rows])
     plgpu.wait_smem_to_gmem(0)
 
 
-def dq_step(program, lse, delta, dq_acc, masked, j, _):
-    """Add what tile j of the keys gives to dq_acc, (64, H)."""
+def dq_step(program, lse, delta, dq_acc, masked, j, sums):
+    """Add what tile j of the keys gives to dq_acc, (64, H), and return the sums of rows of ds with its own, or None."""
     scratch, problem, interpret = program.scratch, program.problem, program.interpret
     me, step = program.me, j - program.first
     wg, (k,), (v,) = opaque(me), scratch.k.at(step), scratch.v.at(step)
@@ -203,8 +208,11 @@ def dq_step(program, lse, delta, dq_acc, masked, j, _):
     scratch.v.release(step)
     ds = ds_of(p, slope, dp, delta, 0, problem)
     multiply_add(dq_acc, ds, k, None if scratch.spare is None else scratch.spare.at[me], interpret)
+    if sums is not None:
+        sums += ds.astype(jnp.float32).sum(axis=1)
     plgpu.wgmma_wait(0)
     scratch.k.release(step)
+    return sums
 
 
 def load_queries_then_keys(program):

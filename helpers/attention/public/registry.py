@@ -179,7 +179,8 @@ def _hopper(interpret):
     keeping = functools.partial(hopper_forward.forward, keeps_low_bits=True, interpret=interpret)
     exact_of_part = _exact(functools.partial(keeping, is_persistent=False))
     backward = functools.partial(hopper_backward.backward, interpret=interpret)
-    return Kernels(forward, backward, keeping, of_part, exact_of_part, backward)
+    backward_of_part = functools.partial(backward, has_all_keys=False)
+    return Kernels(forward, backward, keeping, of_part, exact_of_part, backward_of_part)
 
 
 def _tpu(interpret):
