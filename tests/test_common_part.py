@@ -71,13 +71,15 @@ def test_gradients(implementation, case):
 def test_the_common_part_is_of_the_real_keys_of_a_segment():
     """Also where padding holds NaN, and where one segment's numbers are NaN; a small mean is none."""
     random = np.random.default_rng(0)
-    key = random.standard_normal((2, 90, 1, 3)) + [30, 2, -30]
+    key = random.normal([30, 2, -30], size=(2, 90, 1, 3))
     ids = np.repeat(np.array([[1, 66], [1, 1]], np.int32), [50, 40], axis=1)  # 66 and 2 leave the same rest
     key[0, 50:] += [0, 0, 100]
     key[:, 70:] = np.nan
     query = jnp.zeros((2, 4, 1, 3), jnp.float16)
     lengths = np.array([70, 70], np.int32)
-    call = check_call(query, jnp.asarray(key, jnp.float16), jnp.asarray(key, jnp.float16), key_value_seq_lengths=lengths)
+    call = check_call(
+        query, jnp.asarray(key, jnp.float16), jnp.asarray(key, jnp.float16), key_value_seq_lengths=lengths
+    )
     c = common_part(call)
     assert c.shape == (2, 1, 1, 3) and not c[0, 0, 0, 2] and not c[..., 1].any()
     np.testing.assert_allclose(c[1, 0, 0], [30, 0, -30], atol=1)
@@ -102,7 +104,9 @@ def test_some_of_the_keys_are_not_taken_for_all():
     dq = 0
     for half in (slice(0, 64), slice(64, 128)):
         part = check_call(query, key[:, half], value[:, half])
-        dq += kernels.backward_of_part(part, out, lse, dout, dlse.swapaxes(1, 2), low_bits(exact, out))[0].astype(jnp.float32)
+        dq += kernels.backward_of_part(part, out, lse, dout, dlse.swapaxes(1, 2), low_bits(exact, out))[0].astype(
+            jnp.float32
+        )
     (right, _, _) = oracle_gradients(query, key, value, dout, dlse)
     assert relative_error(dq, right) < 0.01
 

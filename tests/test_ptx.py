@@ -82,7 +82,9 @@ def test_the_instructions_compute_the_sum_of_the_products(axis, H):
 def test_columns_beside_the_right_operands(H):
     """Eight columns more: of 16 rows, as wide as those of which the right operands are a half."""
     text, descriptors = written([(64, 64), (64, H)] * 2 + [(16, H)], axis=0, beside=1)
-    far = r"add.s64 b, \$(\d+), (\d+); setp.ne.b32 adds, \d, 0; sub.s64 far, \$(\d+), b; bfi.b64 b, far, b, 16, 14; wgmma"
+    far = (
+        r"add.s64 b, \$(\d+), (\d+); setp.ne.b32 adds, \d, 0; sub.s64 far, \$(\d+), b; bfi.b64 b, far, b, 16, 14; wgmma"
+    )
     count = (H + 8) // 2
     found = re.findall(far, text)
     assert len(found) == text.count("wgmma.mma_async") == 8 and f"m64n{H + 8}k16" in text

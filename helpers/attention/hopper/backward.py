@@ -2,6 +2,7 @@
 
 The equations are those of `portable.backward` (FlashAttention-2, arXiv 2307.08691, algorithm 2), with L = log2(e) and
 p = exp2(scale L q k^T - L lse). delta comes from outside, of an out with all of its float32 bits (see `exact_out`).
+Where that is not enough, rows of ds are added up, too: see `common_part` and `adds_up_rows`.
 
 Most kernels here (FlashAttention-3, arXiv 2407.08608) own block_k keys of one key/value head, 64 for each compute
 warpgroup, and run over the tiles of queries that see them. They compute the *transposed* tiles, s^T = k q^T and
@@ -75,11 +76,11 @@ def backward(
     bits each time. tiles: a pair as `backward_schedule.forms` has them; ValueError if they are ordered, or fused with
     `deterministic`, and the call is not full or causal. has_all_keys: False where out and lse are those of more keys
     than the call has, as in `ring`. interpret: False, or InterpretGPUParams. Beyond inputs and outputs it allocates lse
-    and delta in float32, as much for the sums of rows of ds where it `adds_up_rows`, a float32 dq in the fused form, in order an int32 for each of its
-    tiles, and padded copies where T, S or H ask for them. With lengths, it copies in the split form query and dout, and
-    key and value with key lengths, in the fused form the tile of query and of dout in which a batch entry ends.
-    Where else a query may see no key, and with lengths and sinks, it copies query and dout. `VisibleTiles`: 28 or 36
-    bytes for each tile of a kernel's own.
+    and delta in float32, as much as delta where it `adds_up_rows`, a float32 dq in the fused form, in order an int32
+    for each of its tiles, and padded copies where T, S or H ask for them. With lengths, it copies in the split form
+    query and dout, and key and value with key lengths, in the fused form the tile of query and of dout in which a batch
+    entry ends. Where else a query may see no key, and with lengths and sinks, it copies query and dout. `VisibleTiles`:
+    28 or 36 bytes for each tile of a kernel's own.
     """
     problem = call.problem
     at_once = max(1, GRID_LIMIT // (2 * problem.N))
@@ -137,10 +138,10 @@ def backward(
 
 
 def adds_up_rows(call):
-    """Whether the sums of rows of ds are wanted, which take 4 to 9 % more time: see `common_part`.
+    """Whether the sums of rows of ds are wanted, for which the fused form takes 4 to 9 % longer: see `common_part`.
 
-    In float16 the sum over many keys is several times less exact than its rounding, and for a few queries naive
-    attention is. What a sink takes of such a sum is known no better than delta, and a soft cap leaves none.
+    In float16, after thousands of keys, they are further off 0 than rounding makes them; and for a few queries naive
+    attention is exact. What a sink takes of such a sum is known no better than delta, and a soft cap leaves none.
     """
     problem = call.problem
     needs_it = problem.dtype == jnp.float16 or problem.T < ROWS_OF_WGMMA

@@ -62,7 +62,8 @@ def wgmma_instructions(operands, axis, shape, beside=None):
     sums = llvm.inline_asm(
         llvm.StructType.get_literal([f32] * count),
         descriptors,
-        f"{{ .reg .pred adds; .reg .b64 a, b, far; wgmma.fence.sync.aligned; {text} wgmma.commit_group.sync.aligned; }}",
+        "{ .reg .pred adds; .reg .b64 a, b, far; "
+        f"wgmma.fence.sync.aligned; {text} wgmma.commit_group.sync.aligned; }}",
         ",".join(["=f"] * count + ["l"] * len(descriptors)),
         has_side_effects=True,
     )
