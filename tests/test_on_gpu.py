@@ -46,6 +46,22 @@ def test_hopper_shapes_and_head_dims(case):
     cases.check_attention(hopper_attention, case, mends_delta=False)
 
 
+@on_hopper
+@pytest.mark.parametrize(
+    ("T", "H", "dtype"),
+    [(1, 128, "bfloat16"), (7, 64, "bfloat16"), (1000, 64, "float16"), (1000, 128, "float16"), (100, 256, "float16")],
+)
+def test_rows_of_ds_are_added_up_once(T, H, dtype):
+    """At H = 128 two warpgroups have the same rows. The interpreter, which adds nothing in memory, cannot tell."""
+    case = AttentionCase(T, 4096, H, dtype=dtype, common=30)
+    arrays, _ = case.inputs()
+    dout, _ = cases.cotangents(case)
+    _, pull_back = jax.vjp(lambda *arrays: hopper_attention(*arrays)[0], *arrays)
+    right = oracle_gradients(*arrays, dout)
+    for mine, one in zip(pull_back(dout), right, strict=True):
+        assert cases.relative_error(mine, one) < float(jax.numpy.finfo(dtype).eps)
+
+
 @pytest.mark.parametrize("attention", [portable_attention, pytest.param(hopper_attention, marks=on_hopper)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(("T", "S", "H"), [(4096, 4096, 128), (16384, 4000, 64), (5000, 16384, 64)])

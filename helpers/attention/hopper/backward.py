@@ -140,8 +140,9 @@ def backward(
 def adds_up_rows(call):
     """Whether the sums of rows of ds are wanted, for which the fused form takes 4 to 9 % longer: see `common_part`.
 
-    In float16, after thousands of keys, they are further off 0 than rounding makes them; and for a few queries naive
-    attention is exact. What a sink takes of such a sum is known no better than delta, and a soft cap leaves none.
+    In float16, after thousands of keys, they are further off 0 than rounding makes them; and naive attention of one
+    query is more exact than rounding lets a kernel be. What a sink takes of such a sum is known no better than delta,
+    and a soft cap leaves none.
     """
     problem = call.problem
     needs_it = problem.dtype == jnp.float16 or problem.T < ROWS_OF_WGMMA
