@@ -16,7 +16,6 @@ from test_ring import attention_on
 
 from helpers import flash_attention
 from helpers.attention.common_part import common_part
-from helpers.attention.extras import Extras
 from helpers.attention.low_bits import low_bits, with_low_bits
 from helpers.attention.problem import check_call
 from helpers.attention.public import registry
@@ -68,27 +67,18 @@ def test_gradients(implementation, case):
     check_attention(attention(implementation), case)
 
 
-def test_the_common_part_is_of_the_real_keys_of_a_segment():
-    """Also where padding holds NaN, and where one segment's numbers are NaN; a small mean is none."""
-    random = np.random.default_rng(0)
-    key = random.normal([30, 2, -30], size=(2, 90, 1, 3))
-    ids = np.repeat(np.array([[1, 66], [1, 1]], np.int32), [50, 40], axis=1)  # 66 and 2 leave the same rest
-    key[0, 50:] += [0, 0, 100]
-    key[:, 70:] = np.nan
-    query = jnp.zeros((2, 4, 1, 3), jnp.float16)
-    lengths = np.array([70, 70], np.int32)
-    call = check_call(
-        query, jnp.asarray(key, jnp.float16), jnp.asarray(key, jnp.float16), key_value_seq_lengths=lengths
-    )
-    c = common_part(call)
-    assert c.shape == (2, 1, 1, 3) and not c[0, 0, 0, 2] and not c[..., 1].any()
-    np.testing.assert_allclose(c[1, 0, 0], [30, 0, -30], atol=1)
-    segments = Extras(query_segment_ids=jnp.asarray(ids[:, :4]), key_segment_ids=jnp.asarray(ids))
-    c = common_part(replace(call, extras=segments))
-    np.testing.assert_allclose(c[0, [1, 2], 0], [[30, 0, -30], [30, 0, 70]], atol=1)
-    key[0, 60] = np.nan
-    c = common_part(replace(call, key=jnp.asarray(key, jnp.float16), extras=segments))
-    assert np.isfinite(c).all()
+def test_what_keys_have_in_common_is_no_further_from_any_than_0():
+    """Of the real ones: padding may hold NaN. Where keys differ in sign, or one is NaN, they have nothing in common."""
+    key = np.random.default_rng(0).normal([30, 2, -30, -30], size=(3, 90, 1, 4)).astype(np.float16)
+    key[0, 7] = [-1e-3, 1, -2, 6e4]  # no part of the others
+    key[0, 80:], key[1, 50], key[2] = np.nan, [np.nan, 1, -np.inf, -1], np.nan
+    lengths = np.array([80, 90, 0], np.int32)
+    c = common_part(check_call(key[:, :4], key, key, key_value_seq_lengths=lengths))
+    np.testing.assert_allclose(c[0, 0, 0], [0, 0, -4, 0], atol=1e-2)
+    np.testing.assert_allclose(c[1, 0, 0], [0, 0, 2 * key[1, :, 0, 2].max(), -2], atol=1e-2)
+    assert not c[2].any()
+    spread = common_part(check_call(key[:1, :4], key[:1, 8:80], key[:1, 8:80]))[0, 0, 0]
+    np.testing.assert_allclose(spread, [30, 0, -30, -30], atol=1)
 
 
 def test_some_of_the_keys_are_not_taken_for_all():

@@ -10,48 +10,28 @@ the difference comes times what all k_j have in common. So the Hopper kernels al
 
     dq_i = scale (sum_j ds_ij k_j - (sum_j ds_ij - dlse_i) c)
 
-is still exact for exact ds, whatever c is, and feels of the keys k_j - c only. c is a mean of keys: of each segment by
-itself, for a row sees none of another.
+is still exact for exact ds, whatever c is, and feels of the keys k_j - c only.
 """
 
-import jax
 import jax.numpy as jnp
-import numpy as np
-
-SEGMENTS = 64  # those whose numbers leave the same rest by it share one c
-SAMPLES, SAMPLES_OF_SEGMENTS = 32, 512  # keys that stand for all
-LARGE = 4  # standard deviations: a smaller mean does little harm, and rows that see few of the keys may have another
 
 
 def common_part(call):
-    """c, float32 (B, 1, K, H), or with segments (B, SEGMENTS, K, H): 0 in a channel whose mean is not `LARGE`."""
-    key, ids = call.key, call.extras.key_segment_ids
-    B, S = key.shape[:2]
-    count = min(S, SAMPLES if ids is None else SAMPLES_OF_SEGMENTS)
-    lengths = call.real_lengths()[1][:, None]
-    place = np.arange(count)
-    places = jnp.broadcast_to(lengths // count * place + lengths % count * place // count, (B, count))
-    groups = jnp.zeros_like(places)
-    if ids is not None:
-        groups = _group(jnp.take_along_axis(jnp.broadcast_to(ids, (B, S)), places, axis=1))
-    is_of = (groups[..., None] == jnp.arange(1 if ids is None else SEGMENTS)) & (lengths > 0)[..., None]
-    some = jnp.take_along_axis(key, places[..., None, None], axis=1).astype(jnp.float32)
-    some = jnp.where((lengths > 0)[..., None, None], some, 0)
-    counts = is_of.sum(axis=1)[..., None, None]
-    means = jnp.einsum("bsg,bskh->bgkh", is_of.astype(jnp.float32), some, precision="highest") / jnp.maximum(counts, 1)
-    squares = (some**2).sum(axis=1) - (counts * means**2).sum(axis=1)
-    variance = squares / jnp.maximum(counts.sum(axis=1) - (counts > 0).sum(axis=1), 1)
-    return jnp.where(means**2 > LARGE**2 * variance[:, None], means, 0)  # 0 for NaN, too
+    """c, float32 (B, 1, K, H): in the middle of the keys of a batch entry, but no further from any of them than 0 is.
 
-
-def _group(ids):
-    return ids & (SEGMENTS - 1)
+    For a row may see any of the keys. So c lies between 0 and twice the smallest, and is 0 where they differ in sign.
+    """
+    is_real = (jnp.arange(call.problem.S) < call.real_lengths()[1][:, None])[..., None, None]
+    key = call.key.astype(jnp.float32)
+    least = jnp.where(is_real, key, jnp.inf).min(axis=1, keepdims=True)
+    most = jnp.where(is_real, key, -jnp.inf).max(axis=1, keepdims=True)
+    middle = least / 2 + most / 2
+    c = jnp.where(least > 0, jnp.minimum(middle, 2 * least), jnp.where(most < 0, jnp.maximum(middle, 2 * most), 0))
+    return jnp.where(jnp.isfinite(c), c, 0)
 
 
 def mended(dq, excess, call):
     """dq, float32 (B, T, N, H), without what keys have in common times the excess (B, N, T) of rows of ds."""
-    problem, ids, c = call.problem, call.extras.query_segment_ids, common_part(call)
-    if ids is not None:
-        ids = jnp.broadcast_to(ids, (problem.B, problem.T))
-        c = jax.vmap(lambda table, ids: table[_group(ids)])(c, ids)
-    return dq - problem.scale * excess.swapaxes(1, 2)[..., None] * jnp.repeat(c, problem.group, axis=2)
+    c = jnp.repeat(common_part(call), call.problem.group, axis=2)
+    too_much = call.problem.scale * (excess.swapaxes(1, 2)[..., None] * c)
+    return jnp.where(c == 0, dq, dq - too_much)  # an infinite excess, too, is none without c

@@ -76,11 +76,11 @@ def backward(
     bits each time. tiles: a pair as `backward_schedule.forms` has them; ValueError if they are ordered, or fused with
     `deterministic`, and the call is not full or causal. has_all_keys: False where out and lse are those of more keys
     than the call has, as in `ring`. interpret: False, or InterpretGPUParams. Beyond inputs and outputs it allocates lse
-    and delta in float32, as much as delta where it `adds_up_rows`, a float32 dq in the fused form, in order an int32
-    for each of its tiles, and padded copies where T, S or H ask for them. With lengths, it copies in the split form
-    query and dout, and key and value with key lengths, in the fused form the tile of query and of dout in which a batch
-    entry ends. Where else a query may see no key, and with lengths and sinks, it copies query and dout. `VisibleTiles`:
-    28 or 36 bytes for each tile of a kernel's own.
+    and delta in float32, where it `adds_up_rows` as much as delta and 4 B K H bytes, a float32 dq in the fused form, in
+    order an int32 for each of its tiles, and padded copies where T, S or H ask for them. With lengths, it copies in the
+    split form query and dout, and key and value with key lengths, in the fused form the tile of query and of dout in
+    which a batch entry ends. Where else a query may see no key, and with lengths and sinks, it copies query and dout.
+    `VisibleTiles`: 28 or 36 bytes for each tile of a kernel's own.
     """
     problem = call.problem
     at_once = max(1, GRID_LIMIT // (2 * problem.N))
@@ -103,7 +103,7 @@ def backward(
     else:
         call = dataclasses.replace(call, query_lengths=seeing)
     delta = delta_of(out, lse, dout, dlse, low)
-    adds_up = low is not None and has_all_keys and adds_up_rows(call) and not dkv_tiles.swapped
+    adds_up = low is not None and has_all_keys and adds_up_rows(call, dkv_tiles, dq_tiles)
     head_dim = padded_head_dim(problem.H)
     query, key, value = call.arrays[:3]
     if dq_tiles is not None:  # kernels that own keys alone see to all ends themselves
@@ -137,16 +137,24 @@ def backward(
     return dq.astype(problem.dtype), dk, dv
 
 
-def adds_up_rows(call):
+def adds_up_rows(call, dkv_tiles, dq_tiles):
     """Whether the sums of rows of ds are wanted, for which the fused form takes 4 to 9 % longer: see `common_part`.
 
     In float16, after thousands of keys, they are further off 0 than rounding makes them; and naive attention of one
     query is more exact than rounding lets a kernel be. What a sink takes of such a sum is known no better than delta,
-    and a soft cap leaves none.
+    a soft cap leaves none, and the keys of a row with a segment number are not those of all rows. Eight columns beside
+    those of keys need 64 of these, as they lie in memory.
     """
-    problem = call.problem
+    problem, extras = call.problem, call.extras
     needs_it = problem.dtype == jnp.float16 or problem.T < ROWS_OF_WGMMA
-    return needs_it and call.extras.sinks is None and problem.soft_cap is None
+    is_known = extras.sinks is None and extras.query_segment_ids is None and problem.soft_cap is None
+    width = columns_of_dq(dkv_tiles, padded_head_dim(problem.H))
+    return needs_it and is_known and (dq_tiles is not None or (width >= 64 and not dkv_tiles.swapped))
+
+
+def columns_of_dq(tiles, head_dim):
+    """How many columns of a tile of dq a warpgroup of a fused kernel computes."""
+    return head_dim if tiles.block_q > ROWS_OF_WGMMA else head_dim // tiles.warpgroups
 
 
 def _is_narrow(call):
@@ -253,11 +261,10 @@ def _dkv(problem, arrays, tiles, interpret, **added):
     outputs = {"dk": arrays.k, "dv": arrays.v}
     if not fused:
         return _launch(dkv_kernel, "dkv", arrays, outputs, scratch, grid, problem, tiles, interpret)
-    width = H if block_q > ROWS_OF_WGMMA else H // warpgroups
     scratch = scratch._replace(
         ds=plgpu.SMEM((2, *own, block_q), dtype, transforms=SWIZZLED),
         ds_ready=plgpu.Barrier(num_arrivals=warpgroups),
-        dq=plgpu.SMEM((*own, width), jnp.float32, transforms=SWIZZLED_32),
+        dq=plgpu.SMEM((*own, columns_of_dq(tiles, H)), jnp.float32, transforms=SWIZZLED_32),
     )
     if arrays.eighths is not None:
         eighths = plgpu.SMEM(arrays.eighths.shape, dtype, transforms=SWIZZLED)
