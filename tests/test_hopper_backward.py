@@ -273,7 +273,7 @@ ADDED_UP = {  # (case, tiles, the weight of dlse, which makes dq so large that i
 
 @pytest.mark.parametrize("name", in_tiers(ADDED_UP, lambda name: name in ("fused", "few queries")))
 def test_keys_with_a_part_in_common(name):
-    """dq is as exact as 16 bits are, and there is no race. By deltas of the same out alone it is .005 to .03 off."""
+    """dq is as exact as 16 bits are, and there is no race."""
     case, tiles, weight = ADDED_UP[name]
     arrays, arguments = case.inputs()
     dout, dlse = cotangents(case)

@@ -59,7 +59,7 @@ def test_rows_of_ds_are_added_up_once(T, H, dtype):
     _, pull_back = jax.vjp(lambda *arrays: hopper_attention(*arrays)[0], *arrays)
     right = oracle_gradients(*arrays, dout)
     for mine, one in zip(pull_back(dout), right, strict=True):
-        assert cases.relative_error(mine, one) < float(jax.numpy.finfo(dtype).eps)
+        assert cases.relative_error(mine, one) < 2 * float(jax.numpy.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("attention", [portable_attention, pytest.param(hopper_attention, marks=on_hopper)])
