@@ -106,13 +106,11 @@ def one_product_serves(tiles, head_dim):
 
 
 def with_room_for_constants(tiles, problem):
-    """The tiles, or others that leave registers for the sums of constants, static with more than two warpgroups.
-
-    Tried by hand on an H100 (JAX 0.11.2).
-    """
+    """The tiles, or others that leave registers for the sums of constants: tried by hand on an H100 (JAX 0.11.2)."""
     if problem.H > 128:
         return tiles._replace(programs=None)
-    tiles = tiles._replace(dynamic=tiles.dynamic and tiles.warpgroups == 2)
-    if tiles.warpgroups == 4 and 2048 < problem.S <= 8192:
-        return tiles._replace(warpgroups=3)
-    return tiles
+    if tiles.warpgroups < 4 or problem.S <= 2048:
+        return tiles
+    if tiles.dynamic and problem.S > 4096:
+        return tiles._replace(block_k=128, stages=2, warpgroups=3)
+    return tiles._replace(warpgroups=3) if problem.S <= 8192 else tiles
