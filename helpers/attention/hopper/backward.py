@@ -151,7 +151,7 @@ def adds_up_rows(call, dkv_tiles, dq_tiles):
     needs_it = problem.dtype == jnp.float16 or problem.T < ROWS_OF_WGMMA
     is_known = extras.sinks is None and extras.query_segment_ids is None and problem.soft_cap is None
     width = columns_of_dq(dkv_tiles, padded_head_dim(problem.H))
-    return needs_it and is_known and (dq_tiles is not None or (width >= 64 and not dkv_tiles.swapped))
+    return needs_it and is_known and (dq_tiles is not None or (width == 64 and not dkv_tiles.swapped))
 
 
 def columns_of_dq(tiles, head_dim):

@@ -208,11 +208,9 @@ def dq_step(program, lse, delta, dq_acc, masked, j, sums):
     scratch.v.release(step)
     ds = ds_of(p, slope, dp, delta, 0, problem)
     multiply_add(dq_acc, ds, k, None if scratch.spare is None else scratch.spare.at[me], interpret)
-    if sums is not None:
-        sums += ds.astype(jnp.float32).sum(axis=1)
-    plgpu.wgmma_wait(0)
+    plgpu.wgmma_wait(0)  # until then, nobody may read the registers of ds
     scratch.k.release(step)
-    return sums
+    return None if sums is None else sums + ds.astype(jnp.float32).sum(axis=1)
 
 
 def load_queries_then_keys(program):
