@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from attention_cases import in_tiers
 
+from helpers import paging
 from helpers.attention import online_softmax, tiled
 from helpers.attention.masking import Band, key_tiles, tile_kind
+from helpers.attention.public import ring
 from helpers.exercises import running, whole
 from helpers.exercises.again import BY_HAND
 from helpers.exercises.checking import verdict
@@ -216,6 +218,9 @@ EDITED = [
         ("jnp.where(inside[None, :], p_ref[:, tile], 0)", "jnp.nan_to_num(p_ref[:, tile])"),
         ("jnp.where(inside[:, None], v_ref[tile, :], 0)", "jnp.nan_to_num(v_ref[tile, :])"),
     ]),
+    ("6.2", "a table of 400", [("(out * dout).sum(axis=1)", "np.einsum('ih,jh->ij', out, dout).diagonal()")]),
+    ("6.5", "more than a tile", [("    delta =", "    q, k, v, lse = map(np.asarray, (q, k, v, lse))\n    block_k = len(k)\n    delta =")]),
+    ("14.2", "hardly called", [("    results = []", "    return [_attend(q, np.concatenate(keys), np.concatenate(values))[0] for q in queries]\n    results = []")]),
     # Masked too late, where an exponential is out of range.
     ("5.5", "NaN", [("m_new = jnp.maximum(m, s.max(axis=1))", "m_new = jnp.maximum(m, (dot(q, k.T) / math.sqrt(H)).max(axis=1))")]),
     ("7.7", "NaN", [("jnp.where(cols <= rows[:, None], p, 0)", "p * (cols <= rows[:, None])")]),
@@ -245,11 +250,19 @@ EDITED = [
 
 
 @pytest.mark.parametrize(
-    ("number", "said", "edits"), in_tiers(EDITED, lambda number, *_: number in ("3.1", "3.2", "4.2", "4.3", "8.1"))
+    ("number", "said", "edits"),
+    in_tiers(EDITED, lambda number, *_: number in ("3.1", "3.2", "4.2", "4.3", "6.2", "8.1", "14.2")),
 )
 def test_what_is_not_as_asked_for_is_named(number, said, edits):
     judged = verdict(exercise(number), edited(exercise(number).solution, *edits))
     assert said in judged.text, judged.text
+
+
+def test_right_numbers_of_another_dtype_are_no_slip():
+    judged = verdict(
+        exercise("14.3"), edited(exercise("14.3").solution, ("return table", "return table.astype(float)"))
+    )
+    assert judged.status == "wrong" and judged.mistake is None, judged.text
 
 
 def test_the_lse_of_a_query_without_keys_is_compared():
@@ -263,6 +276,9 @@ TAKEN = {
     "5.1": ("key_tiles", lambda i, T, S, q, k, left: key_tiles(i * q, (i + 1) * q, k, Band(left, 0), T, S)),
     "5.4": ("query_outer_bytes", lambda T, H, *rest: cost.query_outer_bytes(T, T, H, *rest, CAUSAL)),
     "7.1": ("jax.grad", lambda q, k, v, do, *_: jax.grad(lambda k, v: (do * (q @ k.T @ v)).sum(), (0, 1))(k, v)),
+    "6.5": ("jax.grad", lambda q, k, v, out, lse, do, *_: jax.vjp(lambda *a: a[0] @ a[1].T @ a[2], q, k, v)[1](do)),
+    "13.6": ("__init__", lambda *_: paging.PagePool(8, 4)),
+    "14.4": ("positions", lambda *of_device: ring.positions("zigzag", *of_device)),
     "1.2": ("naive_bytes", lambda T, S, H, size: {"flops": 4 * T * S * H, "bytes": cost.naive_bytes(T, S, H, size)}),
     "3.1": (
         "init",

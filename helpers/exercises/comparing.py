@@ -114,7 +114,7 @@ def _first_difference(exercise, names, parts, expected):
     for name, mine, right in zip(names, parts, values_of(expected), strict=True):
         complaint = compare(mine, right, exercise.tolerance)
         if complaint:
-            return f"{name}: {complaint}"
+            return f"{name}: {complaint if len(names) == 1 else complaint.removesuffix(': is a `return` missing?')}"
     return None
 
 

@@ -169,7 +169,8 @@ def _run_wiring(answer, q, k, v, weight):
         return launch(_forward_kernels, [q.shape, q.shape[:1]], q, k, v)
 
     def backward(q, k, v, out, lse, dout):
-        shapes = dict.fromkeys(("q", "k", "v", "out", "lse", "dout"), weight.shape) | {"lse": weight.shape[:1]}
+        given = {name: weight.shape[: 1 if name == "lse" else 2] for name in ("q", "k", "v", "out", "lse", "dout")}
+        shapes = {f"the {name} given to backward": shape for name, shape in given.items()}
         return launch(_backward_kernels, [weight.shape] * 3, *shaped((q, k, v, out, lse, dout), shapes))
 
     attend = answer(forward, backward)
@@ -179,7 +180,8 @@ def _run_wiring(answer, q, k, v, weight):
     def loss(q, k, v):
         out = attend(q, k, v)
         if not hasattr(out, "shape") or out.shape != q.shape:
-            raise Complaint(f"the function that you return must give out alone, of shape {q.shape}")
+            alone = f"the function that you return must give out alone, of shape {q.shape}"
+            raise Complaint(f"{alone}, and its forward rule (out, residuals)")
         return (weight * out).sum(), out
 
     arrays = tuple(map(jnp.asarray, (q, k, v)))
@@ -308,7 +310,7 @@ def _run_rounding(answer, p, v):
     out, low = (np.asarray(array).astype(np.float64) for array in arrays)
     fits = lambda array: np.array_equal(array, np.asarray(array, v.dtype), equal_nan=True)  # Python's numbers in a list
     of_16_bits = lambda array: array.dtype == v.dtype if hasattr(array, "dtype") else fits(array)
-    numbers = " and ".join("bfloat16" if of_16_bits(array) else "of more bits" for array in arrays)
+    numbers = " and ".join("bfloat16" if of_16_bits(array) else "of another dtype" for array in arrays)
     step = 2.0 ** (np.floor(np.log2(np.abs(exact))) - jnp.finfo(v.dtype).nmant)
     return numbers, np.where(np.abs(out - exact) <= 0.51 * step, nearest, out), out + low
 

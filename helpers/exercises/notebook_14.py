@@ -1,12 +1,14 @@
 """The exercises of notebook 14: merge parts, turn the ring, who has work and what, gradients of a part, hidden hops."""
 
+import functools
 from dataclasses import replace
 
 import numpy as np
 
-from helpers.attention.public.ring import positions
+from helpers.attention.public import ring
 from helpers.exercises.exercise import Case, Complaint, Exercise
 from helpers.exercises.notebook_02 import MERGE_BY_LSE
+from helpers.exercises.watched import without
 
 
 def merge_shares(out_a, lse_a, out_b, lse_b):
@@ -48,12 +50,18 @@ def _ring_cases():
 
 
 def _run_ring(answer, queries, keys, values):
+    calls = []
+
     def attend(query, key, value):
         if not len(key) == len(value) == len(keys[0]):
             raise Complaint(f"`attend` was given {len(key)} keys and {len(value)} values: it takes one share of each")
+        calls.append(len(key))
         return _attend(*map(np.asarray, (query, key, value)))
 
-    return answer(queries, keys, values, attend, merge_shares)
+    results = answer(queries, keys, values, attend, merge_shares)
+    if len(calls) < len(queries):
+        raise Complaint("`attend` was hardly called: through it alone a device sees keys, one share at a time")
+    return results
 
 
 RING = Exercise(
@@ -84,7 +92,7 @@ def count_pairs(owned):
 
 WORK = Exercise(count_pairs, "Who has work", outputs=("pairs",)).with_cases(
     "owned", *(
-        (f"{layout}, {D} devices, {share} positions each", [positions(layout, D, share, i) for i in range(D)])
+        (f"{layout}, {D} devices, {share} positions each", [ring.positions(layout, D, share, i) for i in range(D)])
         for layout, D, share in (("contiguous", 2, 2), ("contiguous", 3, 2), ("contiguous", 4, 5),
                                  ("striped", 3, 4), ("striped", 5, 3), ("zigzag", 3, 4), ("zigzag", 4, 6))
     ),
@@ -106,7 +114,7 @@ def zigzag(devices, share, device):
     return np.concatenate([early * half + within, late * half + within])
 
 
-ZIGZAG = Exercise(zigzag, "Zigzag", outputs=("positions",)).with_cases(
+ZIGZAG = Exercise(zigzag, "Zigzag", outputs=("positions",), run=functools.partial(without, ring)).with_cases(
     "devices share device",
     *((D, share, device) for D, share in ((4, 4), (1, 6), (2, 2), (3, 8), (4, 10), (8, 4))
       for device in sorted({0, D // 2, D - 1})),
