@@ -73,7 +73,7 @@ def exceeds(limit, run):
 def _profiled(note):
     """Within, Python tells note(frame, event, _) of every call and return."""
     before = sys.getprofile()
-    sys.setprofile(lambda *seen: (before and before(*seen), note(*seen)))
+    sys.setprofile(note if before is None else lambda *seen: (before(*seen), note(*seen)))
     try:
         yield
     finally:
