@@ -185,7 +185,7 @@ def _tiled_cases():
     ]
 
 
-LONG = 150  # enough for whole tables to show in the memory that an answer takes, and soon done by loops over pairs
+LONG = 110  # enough for whole tables to show in the memory that an answer takes, and soon done by loops over pairs
 
 
 def _run_tiled(answer, q, k, v, dout, scale, block_q, block_k):
