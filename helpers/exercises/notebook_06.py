@@ -3,13 +3,12 @@
 import math
 
 import numpy as np
-from jax._src.interpreters import ad
 
 from helpers.attention import tiled
 from helpers.exercises import oracles
 from helpers.exercises.comparing import plain
 from helpers.exercises.exercise import Case, Complaint, Exercise, shaped
-from helpers.exercises.watched import exceeds, kept, watch, without
+from helpers.exercises.watched import by_formulas, exceeds, kept, watch, without
 
 
 def _normal(random, *shape):
@@ -201,8 +200,7 @@ def _run_tiled(answer, q, k, v, dout, scale, block_q, block_k):
         is_table = lambda shape: math.prod(shape) >= T * T or (len(shape) == 2 and max(shape) >= T and min(shape) > 3)
         (result, whole), seen = kept(lambda: exceeds(10 * T * T, run), is_table)
     else:
-        of_formulas = lambda: without(ad, run, said="`jax.grad`, or its like,")
-        result, whole, seen = without(tiled, of_formulas), False, False
+        result, whole, seen = without(tiled, by_formulas, run), False, False
     whole = whole or seen or (LONG,) in of_keys  # the logits of one query and all keys, or of one key and all queries
     dq, dk, dv = shaped(result, {"dq": q.shape, "dk": k.shape, "dv": v.shape})
     return dq, dk, dv, _built(shapes, block_q, block_k, whole) if T == LONG else "tiles"

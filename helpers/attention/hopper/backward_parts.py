@@ -122,7 +122,7 @@ class Program(NamedTuple):
         visible = VisibleTiles.read(gmem.visible_tiles, lax.axis_index("tile"), problem, not interpret)
         grid, me = grid_of_keys(problem, tiles, gmem.visible_tiles), lax.axis_index("warpgroup")
         at = drawn_place(gmem, scratch, grid, me == tiles.warpgroups, interpret) if tiles.ordered else lax.axis_index
-        # From the last batch entry to the first: what is added to dq last is in the cache when XLA begins to round it.
+        # From the last batch entry to the first: the cache may still have what XLA begins to round.
         b = problem.B - 1 - at("batch") if visible is None else visible.b
         kv, tile = kv_head_at(grid, at), at("tile") if visible is None else visible.tile
         if tiles.ordered:
