@@ -253,11 +253,11 @@ def test_more_heads_than_a_grid_can_hold(monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, tuple(gradients), (dout, key, value))
 
 
-# Rows of ds, added up
+# Keys with a part in common
 
 WIDE = AttentionCase(40, 100, 256, N=1, dtype="float16", common=30)
 OF_64 = schedule.forms(64)["fused"]
-ADDED_UP = {  # (case, tiles, the weight of dlse, which makes dq so large that it hides an error)
+COMMON = {  # (case, tiles, the weight of dlse, which makes dq so large that it hides an error)
     "fused": (AttentionCase(130, 150, 64, dtype="float16", common=30), OF_64, 1),
     "delayed": (
         AttentionCase(70, 140, 128, N=1, B=2, dtype="float16", common=30, key_lengths=(140, 33)),
@@ -271,10 +271,10 @@ ADDED_UP = {  # (case, tiles, the weight of dlse, which makes dq so large that i
 }
 
 
-@pytest.mark.parametrize("name", in_tiers(ADDED_UP, lambda name: name in ("fused", "few queries")))
+@pytest.mark.parametrize("name", in_tiers(COMMON, lambda name: name in ("fused", "few queries")))
 def test_keys_with_a_part_in_common(name):
     """dq is as exact as 16 bits are, and there is no race."""
-    case, tiles, weight = ADDED_UP[name]
+    case, tiles, weight = COMMON[name]
     arrays, arguments = case.inputs()
     dout, dlse = cotangents(case)
     found, gradients = [], (dout, weight * dlse)

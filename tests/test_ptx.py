@@ -12,11 +12,8 @@ from jaxlib.mlir.dialects import func
 from helpers.attention.hopper.ptx import MATRIX, wgmma_instructions, wide_instructions
 
 
-def written(shapes, axis, beside=0):
-    """(text, descriptors) of wgmma_instructions for operands of these shapes, each a swizzled array of its own.
-
-    beside: how many of the last are the columns beside others.
-    """
+def written(shapes, axis):
+    """(text, descriptors) of wgmma_instructions for operands of these shapes, each a swizzled array of its own."""
     context = make_ir_context()
     context.allow_unregistered_dialects = True
     with context, ir.Location.unknown(), ir.InsertionPoint(ir.Module.create().body) as place:
@@ -25,11 +22,8 @@ def written(shapes, axis, beside=0):
             ir.MemRefType.get((rows // 8, columns // 64, 8, 64), ir.BF16Type.get(), memory_space=smem)
             for rows, columns in shapes
         ]
-        rows, columns = (size[1 - axis] for size in shapes[:2])
-        shape, count = (rows, columns + 8 * beside), len(shapes) - beside
-        func.FuncOp.from_py_func(*refs)(
-            lambda *operands: wgmma_instructions(operands[:count], axis, shape, *operands[count:]) and None
-        )
+        shape = tuple(size[1 - axis] for size in shapes[:2])
+        func.FuncOp.from_py_func(*refs)(lambda *operands: wgmma_instructions(operands, axis, shape) and None)
         lines = str(place.block.owner).splitlines()
     (line,) = (line for line in lines if "wgmma" in line)
     constants = dict(re.findall(r"(%\S+) = arith.constant (\d+) : i64", "\n".join(lines)))
@@ -76,21 +70,6 @@ def test_the_instructions_compute_the_sum_of_the_products(axis, H):
     pairs = zip(arrays[::2], arrays[1::2], strict=True)
     right = sum(a @ b.T if axis == 1 else a.T @ b for a, b in pairs)
     np.testing.assert_allclose(total, right, rtol=1e-12, atol=1e-12)
-
-
-def test_columns_beside_the_right_operands():
-    """Eight columns more, of 16 rows."""
-    text, descriptors = written([(64, 64)] * 4 + [(16, 64)], axis=0, beside=1)
-    far = (
-        r"add.s64 b, \$(\d+), (\d+); setp.ne.b32 adds, \d, 0; sub.s64 far, \$(\d+), b; bfi.b64 b, far, b, 16, 14; wgmma"
-    )
-    count = (64 + 8) // 2
-    found = re.findall(far, text)
-    assert len(found) == text.count("wgmma.mma_async") == 8 and "m64n72k16" in text
-    for b, _, beside in found:
-        assert (int(b) - count) % 2 and int(beside) == count + 4
-        # The same distance from a tile of 8 rows to the next.
-        assert descriptors[int(b) - count] >> 32 == descriptors[-1] >> 32 and len(descriptors) == 5
 
 
 def test_the_wide_product_reads_values_and_constants_beside_them():

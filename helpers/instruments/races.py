@@ -92,11 +92,10 @@ def in_use_until_awaited():
         issue(acc, a, b)
         in_flight.append((acc, a, b))
 
-    def watched_sum(of, products, axis, beside=None):
+    def watched_sum(of, products, axis):
         before = len(in_flight)
-        total = of(products, axis, beside)
-        operands = [*itertools.chain.from_iterable(products), *([] if beside is None else [beside])]
-        in_flight[before:] = [(total, *operands)]  # to a wait, it is one
+        total = of(products, axis)
+        in_flight[before:] = [(total, *itertools.chain.from_iterable(products))]  # to a wait, it is one
         return total
 
     def finish_all_but(n):

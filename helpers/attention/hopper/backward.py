@@ -2,7 +2,7 @@
 
 The equations are those of `portable.backward` (FlashAttention-2, arXiv 2307.08691, algorithm 2), with L = log2(e) and
 p = exp2(scale L q k^T - L lse). delta comes from outside, of an out with all of its float32 bits (see `exact_out`).
-Where that is not enough, rows of ds are added up, too: see `common_part` and `adds_up_rows`.
+And `common_part` takes off the keys what they have in common.
 
 Most kernels here (FlashAttention-3, arXiv 2407.08608) own block_k keys of one key/value head, 64 for each compute
 warpgroup, and run over the tiles of queries that see them. They compute the *transposed* tiles, s^T = k q^T and
@@ -37,12 +37,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from helpers.attention.common_part import mended
 from helpers.attention.extras import Extras
 from helpers.attention.hopper.backward_fused import delayed_kernel, immediate_kernel
 from helpers.attention.hopper.backward_parts import Gmem, Scratch
 from helpers.attention.hopper.backward_schedule import ROWS_OF_WGMMA, default_tiles, grid_of_keys, grid_of_queries
 from helpers.attention.hopper.backward_split import DqScratch, dkv_kernel, dq_kernel
+from helpers.attention.hopper.common_part import common_part
 from helpers.attention.hopper.ptx import SWIZZLED
 from helpers.attention.hopper.ring import Ring
 from helpers.attention.hopper.visible_tiles import (
@@ -76,8 +76,9 @@ def backward(
     bits each time. tiles: a pair as `backward_schedule.forms` has them; ValueError if they are ordered, or fused with
     `deterministic`, and the call is not full or causal. has_all_keys: False where out and lse are those of more keys
     than the call has, as in `ring`. interpret: False, or InterpretGPUParams. Beyond inputs and outputs it allocates lse
-    and delta in float32, where it `adds_up_rows` as much as delta and 4 B K H bytes, a float32 dq in the fused form, in
-    order an int32 for each of its tiles, and padded copies where T, S or H ask for them. With lengths, it copies in the
+    and delta in float32, with `common_part` lse once more and 2 B K (H + 8) bytes and, in the split form, key, a
+    float32 dq in the fused form, in order an int32 for each of its tiles, and padded copies where T, S or H ask for
+    them. With lengths, it copies in the
     split form query and dout, and key and value with key lengths, in the fused form the tile of query and of dout in
     which a batch entry ends. Where else a query may see no key, and with lengths and sinks, it copies query and dout.
     `VisibleTiles`: 28 or 36 bytes for each tile of a kernel's own.
@@ -102,8 +103,8 @@ def backward(
         call = dataclasses.replace(call, query=query)
     else:
         call = dataclasses.replace(call, query_lengths=seeing)
+    dlse = jnp.where(lse == -jnp.inf, 0, dlse)
     delta = delta_of(out, lse, dout, dlse, low)
-    adds_up = low is not None and has_all_keys and adds_up_rows(call, dkv_tiles, dq_tiles)
     head_dim = padded_head_dim(problem.H)
     query, key, value = call.arrays[:3]
     if dq_tiles is not None:  # kernels that own keys alone see to all ends themselves
@@ -113,45 +114,40 @@ def backward(
     # A swizzled copy by TMA takes whole groups of 8 positions and of 64 elements of a head.
     arrays = (
         *(padded(array, {1: up(array.shape[1], 8), 3: head_dim}) for array in (query, key, value, dout)),
-        *(padded(array, {2: up(problem.T, 128)}) for array in (LOG2_E * lse, delta)),
     )
-    problem_padded = dataclasses.replace(problem, H=head_dim)
+    lse, delta = (padded(array, {2: up(problem.T, 128)}) for array in (lse, delta))
+    problem_padded, c, zeros = dataclasses.replace(problem, H=head_dim), None, None
+    if dq_tiles is None:
+        # The interpreter knows no addition to memory: there each tile of keys has a plane of its own.
+        planes = (pl.cdiv(problem.S, dkv_tiles.block_k),) if interpret else ()
+        in_whole = problem.B, problem.N, head_dim, up(problem.T, ROWS_OF_WGMMA)
+        zeros = *planes, *(in_whole if dkv_tiles.swapped else arrays[0].shape)
+    # What a sink takes of the sum of a row of ds is known no better than delta, and a soft cap leaves no sum.
+    if low is not None and has_all_keys and call.extras.sinks is None and problem.soft_cap is None:
+        q, k, *others = arrays
+        c, lse, zeros = common_part(problem_padded, q, k, lse, call.key_lengths, zeros, interpret)
+        if dq_tiles is not None:
+            arrays = q, k - c[:, None, :, :head_dim], *others
+    else:
+        lse, zeros = LOG2_E * lse, None if zeros is None else jnp.zeros(zeros, jnp.float32)
+    arrays = *arrays, lse, delta
     of_keys = Gmem(*arrays, **_visible_tiles(call, dkv_tiles, "keys"))
     if dq_tiles is None:
         if seeing is not None:
             last_q, last_do = (last_tiles(array, seeing, dkv_tiles.block_q) for array in (of_keys.q, of_keys.do))
             of_keys = of_keys._replace(last_q=last_q, last_do=last_do)
-        if adds_up:
-            eighths = jnp.zeros((16, head_dim), problem.dtype).at[:, :8].set(1 / 8)
-            of_keys = of_keys._replace(eighths=eighths)
-        dq, dk, dv, *sums = _fused(problem_padded, of_keys, dkv_tiles, interpret)
+        dq, dk, dv = _fused(problem_padded, of_keys._replace(c=c), zeros, dkv_tiles, interpret)
     else:
         dk, dv = _dkv(problem_padded, of_keys, dkv_tiles, interpret)
         of_queries = Gmem(*arrays, **_visible_tiles(call, dq_tiles, "queries"))
-        dq, *sums = _dq(problem_padded, of_queries, dq_tiles, adds_up, interpret)
+        dq = _dq(problem_padded, of_queries, dq_tiles, interpret)
     dk, dv = (array[:, : problem.S, :, : problem.H] for array in (dk, dv))
     dq = dq[:, : problem.T, :, : problem.H]
-    if adds_up:
-        excess = jnp.where(lse == -jnp.inf, 0, sums[0][:, :, : problem.T] - dlse)
-        dq = mended(dq.astype(jnp.float32), excess, call)
+    if c is not None:
+        c = jnp.repeat(c[:, None, :, : problem.H], problem.group, axis=2)
+        of_lse = dlse.swapaxes(1, 2)[..., None]
+        dq = jnp.where((of_lse != 0) & (jnp.abs(of_lse) < jnp.inf), dq + problem.scale * of_lse * c, dq)
     return dq.astype(problem.dtype), dk, dv
-
-
-def adds_up_rows(call, dkv_tiles, dq_tiles):
-    """Whether the sums of rows of ds are wanted: see `common_part`.
-
-    In float16 the fused form takes 5 to 8 % longer for them, and `mended` reads all keys once more.
-
-    In float16, after thousands of keys, they are further off 0 than rounding makes them; and naive attention of one
-    query is more exact than rounding lets a kernel be. What a sink takes of such a sum is known no better than delta,
-    a soft cap leaves none, and the keys of a row with a segment number are not those of all rows. Eight columns beside
-    those of keys need 64 of these, as they lie in memory.
-    """
-    problem, extras = call.problem, call.extras
-    needs_it = problem.dtype == jnp.float16 or problem.T < ROWS_OF_WGMMA
-    is_known = extras.sinks is None and extras.query_segment_ids is None and problem.soft_cap is None
-    width = columns_of_dq(dkv_tiles, padded_head_dim(problem.H))
-    return needs_it and is_known and (dq_tiles is not None or (width == 64 and not dkv_tiles.swapped))
 
 
 def columns_of_dq(tiles, head_dim):
@@ -189,27 +185,21 @@ def _visible_tiles(call, tiles, own):
 
 
 # A ref can be indexed in a traced function only.
-@functools.partial(jax.jit, static_argnums=(0, 2, 3))
-def _fused(problem, arrays, tiles, interpret):
-    """[dq in float32, dk, dv], and where there are `eighths` the sums of rows of ds."""
-    # The interpreter knows no addition: there each tile of keys has a plane of its own.
-    planes = (pl.cdiv(problem.S, tiles.block_k),) if interpret else ()
-    B, T, N, H = arrays.q.shape
-    shape = (B, N, H, pl.cdiv(T, ROWS_OF_WGMMA) * ROWS_OF_WGMMA) if tiles.swapped else (B, T, N, H)
-    dq_ref = jax.new_ref(jnp.zeros((*planes, *shape), jnp.float32))
+@functools.partial(jax.jit, static_argnums=(0, 3, 4))
+def _fused(problem, arrays, zeros, tiles, interpret):
+    """(dq in float32, dk, dv). zeros: for dq, in the interpreter as many as there are tiles of keys."""
+    dq_ref = jax.new_ref(zeros)
     added = {"dq": dq_ref}
-    if arrays.eighths is not None:
-        added["sums"] = jax.new_ref(jnp.zeros((*planes, *arrays.lse.shape), jnp.float32))
     if tiles.ordered:
         counts = (1,), (problem.B, problem.N, pl.cdiv(problem.T, tiles.block_q))
         added |= zip(("counter", "turns"), (jax.new_ref(jnp.zeros(shape, jnp.int32)) for shape in counts), strict=True)
     dk, dv = _dkv(problem, arrays, tiles, interpret, **added)
-    dq, *sums = (jax.freeze(added[name]) for name in ("dq", "sums") if name in added)
+    dq = jax.freeze(dq_ref)
     if interpret:
-        dq, *sums = (array.sum(axis=0) for array in (dq, *sums))
+        dq = dq.sum(axis=0)
     if tiles.swapped:
         dq = jnp.moveaxis(dq, 3, 1)
-    return [problem.scale * dq, dk, dv, *sums]
+    return problem.scale * dq, dk, dv
 
 
 def _launch(kernel, name, arrays, outputs, scratch, grid, problem, tiles, interpret, **more):
@@ -257,7 +247,7 @@ def _dkv(problem, arrays, tiles, interpret, **added):
         do=_ring(tiles.stages, warpgroups, ((block_q, H), dtype), numbers),
         k=kv,
         v=kv,
-        kv_loaded=plgpu.Barrier(num_arrivals=2 * parts * warpgroups + (arrays.eighths is not None)),
+        kv_loaded=plgpu.Barrier(num_arrivals=2 * parts * warpgroups),
         spare=plgpu.SMEM(spare, dtype) if interpret else None,
     )
     outputs = {"dk": arrays.k, "dv": arrays.v}
@@ -268,9 +258,12 @@ def _dkv(problem, arrays, tiles, interpret, **added):
         ds_ready=plgpu.Barrier(num_arrivals=warpgroups),
         dq=plgpu.SMEM((*own, columns_of_dq(tiles, H)), jnp.float32, transforms=SWIZZLED_32),
     )
-    if arrays.eighths is not None:
-        eighths = plgpu.SMEM(arrays.eighths.shape, dtype, transforms=SWIZZLED)
-        scratch = scratch._replace(eighths=eighths, sums=plgpu.SMEM(own, jnp.float32))
+    if arrays.c is not None:
+        scratch = scratch._replace(
+            kv_loaded=plgpu.Barrier(num_arrivals=warpgroups + 1),
+            c=plgpu.SMEM((H + 8,), dtype),
+            k_loaded=plgpu.Barrier(num_arrivals=warpgroups + 1),
+        )
     if tiles.ordered:
         ready, other = plgpu.Barrier(num_arrivals=warpgroups), plgpu.Barrier(num_arrivals=1)
         number = plgpu.SMEM((1,), jnp.int32)
@@ -279,8 +272,7 @@ def _dkv(problem, arrays, tiles, interpret, **added):
     return _launch(kernel, "fused_backward", arrays, outputs, scratch, grid, problem, tiles, interpret, **added)
 
 
-def _dq(problem, arrays, tiles, adds_up, interpret):
-    """[dq], and with adds_up the sums of rows of ds."""
+def _dq(problem, arrays, tiles, interpret):
     H, dtype = problem.H, problem.dtype
     own, keys = (tiles.warpgroups, ROWS_OF_WGMMA), ((tiles.block_k, H), dtype)
     matrix, numbers = plgpu.SMEM((*own, H), dtype, transforms=SWIZZLED), plgpu.SMEM(own, jnp.float32)
@@ -295,5 +287,5 @@ def _dq(problem, arrays, tiles, adds_up, interpret):
         spare=plgpu.SMEM((*own, tiles.block_k), dtype) if interpret else None,
     )
     grid = grid_of_queries(problem, tiles, arrays.visible_tiles)
-    outputs = {"dq": arrays.q} | ({"sums": arrays.lse} if adds_up else {})
-    return _launch(dq_kernel, "dq", arrays, outputs, scratch, grid, problem, tiles, interpret)
+    (dq,) = _launch(dq_kernel, "dq", arrays, {"dq": arrays.q}, scratch, grid, problem, tiles, interpret)
+    return dq

@@ -212,7 +212,7 @@ def dk_and_dq_before(program, own, before, step):
 
 
 def dk_and_dq(program, own, tile, ds=None):
-    """This warpgroup's part of ds k of a `Published` tile, and of sums of ds beside it; that of dk is issued only.
+    """This warpgroup's part of ds k of a `Published` tile; that of dk is issued only.
 
     ds: what it published itself, where it still has that in registers.
     """
@@ -227,7 +227,7 @@ def dk_and_dq(program, own, tile, ds=None):
         return (k_of_wg, ds_of_wg) if program.tiles.swapped else (ds_of_wg, k_of_wg)
 
     warpgroups = range(program.tiles.warpgroups)
-    dq = issue([ds_and_k(wg) for wg in warpgroups], 0, interpret, scratch.eighths)
+    dq = issue([ds_and_k(wg) for wg in warpgroups], 0, interpret)
     if ds is None or interpret:
         ds = scratch.ds.at[tile.ds_slot, program.me]
     q = scratch.q.buffers[0].at[tile.q_slot]
@@ -242,10 +242,6 @@ def add_to_dq(program, own, dq, head, i):
         plgpu.barrier_wait(scratch.dq_free)
     else:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    if scratch.sums is not None:
-        width = scratch.dq.shape[-1]
-        scratch.sums.at[program.me][...] = dq[:, width:].sum(axis=1)
-        dq = dq[:, :width]
     scratch.dq.at[program.me][...] = dq
     plgpu.commit_smem()
     if program.tiles.ordered:
@@ -255,23 +251,17 @@ def add_to_dq(program, own, dq, head, i):
 
 
 def copy_to_dq(program, wg, head, i):
-    """TMA adds a warpgroup's part of a tile of dq to memory, and the sums of its rows of ds."""
+    """TMA adds a warpgroup's part of a tile of dq to memory."""
     row, columns = part_of_dq(program, wg)
     rows = pl.ds(i * program.tiles.block_q + row, ROWS_OF_WGMMA)
     part = (program.b, head, columns, rows) if program.tiles.swapped else (program.b, rows, head, columns)
 
-    def add(mine, there, part):
-        if program.interpret:  # no addition: each tile of keys has a plane of its own
-            plane = lax.div(program.k_start, program.tiles.block_k)
-            plgpu.copy_smem_to_gmem(mine, there.at[plane].at[part])
-        else:
-            plgpu.copy_smem_to_gmem(mine, there.at[part], reduction_op="add")
-
-    add(program.scratch.dq.at[wg], program.gmem.dq, part)
-    if program.scratch.sums is not None:
-        is_first = wg == 0 if program.tiles.block_q == ROWS_OF_WGMMA else True  # of those with the same rows
-        add_sums = lambda: add(program.scratch.sums.at[wg], program.gmem.sums, (program.b, head, rows))
-        pl.when(is_first)(add_sums)
+    mine = program.scratch.dq.at[wg]
+    if program.interpret:  # no addition: each tile of keys has a plane of its own
+        plane = lax.div(program.k_start, program.tiles.block_k)
+        plgpu.copy_smem_to_gmem(mine, program.gmem.dq.at[plane].at[part])
+    else:
+        plgpu.copy_smem_to_gmem(mine, program.gmem.dq.at[part], reduction_op="add")
 
 
 def add_in_turn(program, head, i):

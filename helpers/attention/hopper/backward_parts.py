@@ -33,8 +33,7 @@ class Gmem(NamedTuple):
     visible_tiles of the tiles that programs own, and segment numbers, are None in calls that are full or causal.
     last_q, last_do: (B, block_q, N, H) each, in the fused kernels of calls with lengths: in place of the tile in which
     the queries of a batch entry end, with zeros from there on.
-    Where rows of ds are added up, see `common_part`: sums (B, N, T') float32, and in the fused form eighths (16, H), in
-    each row eight times 1/8 and zeros.
+    c: (B, K, H + 8), or None, see `common_part`: in the fused kernels c is taken off the keys, as it has been off lse.
     In the ordered form, counter (1,) int32 counts the programs that have started, and turns (B, N, tiles) int32 those
     that have added to a tile of dq.
     """
@@ -50,8 +49,7 @@ class Gmem(NamedTuple):
     key_ids: jax.Array | None = None
     last_q: jax.Array | None = None
     last_do: jax.Array | None = None
-    eighths: jax.Array | None = None
-    sums: jax.Array | None = None
+    c: jax.Array | None = None
     dq: jax.Array | None = None
     dk: jax.Array | None = None
     dv: jax.Array | None = None
@@ -64,7 +62,7 @@ class Scratch(NamedTuple):
 
     q, do      rings of tiles of queries, (slots, block_q, H) with lse or delta (slots, block_q) in float32
     k, v       (parts, warpgroups, 64, H / parts): 64 keys for each compute warpgroup
-    kv_loaded  a barrier: k and v are there
+    kv_loaded  a barrier: k and v are there, and what the keys have in common is taken off
     spare      (warpgroups, 64, block_q), in dkv_kernel (warpgroups, 2, 64, block_q); see multiply_add
 
     In the fused kernels alone
@@ -72,7 +70,8 @@ class Scratch(NamedTuple):
     ds         (2, warpgroups, 64, block_q): ds^T of two steps
     ds_ready   a barrier: all warpgroups have published their ds
     dq         (warpgroups, 64, H or H / warpgroups) float32: the part of dq that a warpgroup computes
-    eighths    (16, H), or None; and sums (warpgroups, 64) float32: what these rows of ds add up to
+    c          (H + 8,), or None: that of `Gmem`
+    k_loaded   a barrier: k and c are there
 
     In the ordered form alone
 
@@ -91,8 +90,8 @@ class Scratch(NamedTuple):
     ds: jax.Array | None = None
     ds_ready: jax.Array | None = None
     dq: jax.Array | None = None
-    eighths: jax.Array | None = None
-    sums: jax.Array | None = None
+    c: jax.Array | None = None
+    k_loaded: jax.Array | None = None
     number: jax.Array | None = None
     drawn: jax.Array | None = None
     dq_ready: jax.Array | None = None
@@ -185,12 +184,13 @@ def load_keys_then_queries(program, send_dq=None):
     gmem, scratch, tiles, b, kv = program.gmem, program.scratch, program.tiles, program.b, program.kv
     take_registers(tiles, memory=1)
     parts, warpgroups, _, width = scratch.k.shape
+    k_loaded = scratch.kv_loaded if scratch.c is None else scratch.k_loaded
     for part, wg in itertools.product(range(parts), range(warpgroups)):
         keys = b, pl.ds(program.k_start + wg * ROWS_OF_WGMMA, ROWS_OF_WGMMA), kv, pl.ds(part * width, width)
-        plgpu.copy_gmem_to_smem(gmem.k.at[keys], scratch.k.at[part, wg], scratch.kv_loaded)
+        plgpu.copy_gmem_to_smem(gmem.k.at[keys], scratch.k.at[part, wg], k_loaded)
         plgpu.copy_gmem_to_smem(gmem.v.at[keys], scratch.v.at[part, wg], scratch.kv_loaded)
-    if scratch.eighths is not None:
-        plgpu.copy_gmem_to_smem(gmem.eighths, scratch.eighths, scratch.kv_loaded)
+    if scratch.c is not None:
+        plgpu.copy_gmem_to_smem(gmem.c.at[b, kv], scratch.c, k_loaded)
 
     def one_step(head, i, step, before):
         rows = pl.ds(i * tiles.block_q, tiles.block_q)
@@ -206,6 +206,8 @@ def load_keys_then_queries(program, send_dq=None):
             is_last = (i + 1) * tiles.block_q > program.visible.query_length
             pl.when(is_last)(lambda: fetch(gmem.last_q.at[b, :, head], gmem.last_do.at[b, :, head]))
             pl.when(~is_last)(lambda: fetch(*whole))
+        if scratch.c is not None:
+            pl.when(step == 0)(lambda: take_off_common_part(scratch))
         if send_dq is not None:
             pl.when(step >= tiles.stages)(lambda: send_dq(*before[0]))
             return *before[1:], (head, i)
@@ -216,6 +218,22 @@ def load_keys_then_queries(program, send_dq=None):
         pl.when(steps + n >= tiles.stages)(functools.partial(send_dq, *tile))
     scratch.q.drain()
     scratch.do.drain()
+
+
+def take_off_common_part(scratch):
+    """What the memory warpgroup does with the keys, as soon as they are there. Behind c stands whether it is not 0."""
+    plgpu.barrier_wait(scratch.k_loaded)
+    _, warpgroups, _, H = scratch.k.shape
+
+    @pl.when(scratch.c[H].astype(jnp.float32) > 0)
+    def _():
+        for wg, first in itertools.product(range(warpgroups), range(0, H, 64)):
+            columns = pl.ds(first, 64)
+            k, c = scratch.k.at[0, wg, :, columns], plgpu.load(scratch.c.at[columns], layout=COLUMNS)
+            k[...] = plgpu.load(k, layout=MATRIX) - lax.broadcast_in_dim(c, k.shape, [1])
+        plgpu.commit_smem()
+
+    plgpu.barrier_arrive(scratch.kv_loaded)
 
 
 def store_dk_and_dv(program, dk, dv, start, columns=slice(None)):

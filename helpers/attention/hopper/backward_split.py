@@ -169,29 +169,24 @@ def compute_dq(program, all_until):
 
     def accumulate(dq_acc):
         one_step = functools.partial(dq_step, program, lse, delta, dq_acc)
-        loop = lambda start, end, masked, sums: lax.fori_loop(start, end, functools.partial(one_step, masked), sums)
+        loop = lambda start, end, masked: lax.fori_loop(start, end, functools.partial(one_step, masked), None)
         middle = jnp.clip(all_until, first, stop)
-        sums = None if gmem.sums is None else plgpu.layout_cast(jnp.zeros(ROWS_OF_WGMMA, jnp.float32), ROWS)
-        sums = loop(first, middle, False, sums)
+        loop(first, middle, False)
         if problem.band.right is not None or problem.S % tiles.block_k or program.visible is not None:
-            sums = loop(middle, stop, True, sums)
-        return dq_acc[...], sums
+            loop(middle, stop, True)
+        return dq_acc[...]
 
-    dq, sums = pl.run_scoped(accumulate, plgpu.ACC((ROWS_OF_WGMMA, problem.H), jnp.float32))
-    q_mine, sums_mine = scratch.q.at[me], scratch.delta.at[me]
+    dq = pl.run_scoped(accumulate, plgpu.ACC((ROWS_OF_WGMMA, problem.H), jnp.float32))
+    q_mine = scratch.q.at[me]
     q_mine[...] = (problem.scale * dq).astype(problem.dtype)
-    if sums is not None:
-        sums_mine[...] = sums
     plgpu.commit_smem()
     rows = pl.ds(program.q_start + me * ROWS_OF_WGMMA, ROWS_OF_WGMMA)
     plgpu.copy_smem_to_gmem(q_mine, gmem.dq.at[program.b, rows, program.head])
-    if sums is not None:
-        plgpu.copy_smem_to_gmem(sums_mine, gmem.sums.at[program.b, program.head, rows])
     plgpu.wait_smem_to_gmem(0)
 
 
-def dq_step(program, lse, delta, dq_acc, masked, j, sums):
-    """Add what tile j of the keys gives to dq_acc, (64, H), and return the sums of rows of ds with its own, or None."""
+def dq_step(program, lse, delta, dq_acc, masked, j, _):
+    """Add what tile j of the keys gives to dq_acc, (64, H)."""
     scratch, problem, interpret = program.scratch, program.problem, program.interpret
     me, step = program.me, j - program.first
     wg, (k,), (v,) = opaque(me), scratch.k.at(step), scratch.v.at(step)
@@ -210,7 +205,6 @@ def dq_step(program, lse, delta, dq_acc, masked, j, sums):
     multiply_add(dq_acc, ds, k, None if scratch.spare is None else scratch.spare.at[me], interpret)
     plgpu.wgmma_wait(0)  # until then, nobody may read the registers of ds
     scratch.k.release(step)
-    return None if sums is None else sums + ds.astype(jnp.float32).sum(axis=1)
 
 
 def load_queries_then_keys(program):

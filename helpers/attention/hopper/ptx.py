@@ -20,49 +20,44 @@ MATRIX = plgpu.Layout.WGMMA  # how a warpgroup holds a (rows, columns) array in 
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # how wgmma wants 16-bit SMEM
 
 
-def overwriting_sum(products, axis, beside):
+def overwriting_sum(products, axis):
     """What `issue` does on a GPU: Pallas has no word for a product that overwrites."""
-    rows, columns = (ref.shape[1 - axis] for ref in products[0])
-    shape, beside = (rows, columns + (0 if beside is None else 8)), () if beside is None else (beside,)
+    shape = tuple(ref.shape[1 - axis] for ref in products[0])
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(SWIZZLED),) * (2 * len(products) + len(beside)),
+        arg_types=(plgpu.RefType(SWIZZLED),) * (2 * len(products)),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=MATRIX),
     )
     def instructions(_, *operands):
-        return wgmma_instructions(operands[: 2 * len(products)], axis, shape, *operands[2 * len(products) :])
+        return wgmma_instructions(operands, axis, shape)
 
-    return instructions(*itertools.chain.from_iterable(products), *beside)
+    return instructions(*itertools.chain.from_iterable(products))
 
 
-def wgmma_instructions(operands, axis, shape, beside=None):
+def wgmma_instructions(operands, axis, shape):
     """The registers of a sum of products, a and b of each among operands, by one block of PTX.
 
     PTX ISA, wgmma.mma_async: each instruction contracts 16. Its operand scale-d says if it adds to what the
-    registers hold, and is false in the first. beside: 8 columns beside each b, as in `wide_instructions`.
+    registers hold, and is false in the first.
     """
     count = shape[1] // 2  # of the registers of a thread; $0, $1, ... name them, and the descriptors after them
     registers = ",".join(f"${i}" for i in range(count))
     dtype = ir.MemRefType(operands[0].type).element_type
     wgmma = f"wgmma.mma_async.sync.aligned.m64n{shape[1]}k16.f32.{dtype}.{dtype}"
     descriptors, steps_of = zip(*(descriptor(operand, axis) for operand in operands), strict=True)
-    far = ""
-    if beside is not None:
-        descriptors += (descriptor(beside, axis)[0],)
-        far = f"sub.s64 far, ${count + len(operands)}, b; bfi.b64 b, far, b, 16, 14; "
     places = [
         (pair, *steps) for pair in range(0, len(operands), 2) for steps in zip(*steps_of[pair : pair + 2], strict=True)
     ]
     text = " ".join(
         f"add.s64 a, ${count + pair}, {a}; add.s64 b, ${count + pair + 1}, {b}; setp.ne.b32 adds, {number > 0:d}, 0; "
-        f"{far}{wgmma} {{{registers}}}, a, b, adds, 1, 1, {1 - axis}, {1 - axis};"
+        f"{wgmma} {{{registers}}}, a, b, adds, 1, 1, {1 - axis}, {1 - axis};"
         for number, (pair, a, b) in enumerate(places)
     )
     f32 = ir.F32Type.get()
     sums = llvm.inline_asm(
         llvm.StructType.get_literal([f32] * count),
         descriptors,
-        "{ .reg .pred adds; .reg .b64 a, b, far; "
+        "{ .reg .pred adds; .reg .b64 a, b; "
         f"wgmma.fence.sync.aligned; {text} wgmma.commit_group.sync.aligned; }}",
         ",".join(["=f"] * count + ["l"] * len(descriptors)),
         has_side_effects=True,

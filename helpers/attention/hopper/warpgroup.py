@@ -99,17 +99,16 @@ def multiply_add(acc, a, b, spare, interpret):
         read(a, b)
 
 
-def issue(products, axis, interpret, beside=None):
+def issue(products, axis, interpret):
     """Issue the sum of `products` on the tensor core; returns it in flight, for `awaited` and nothing else.
 
     products: pairs (a, b) of refs in SMEM, SWIZZLED, contracted along `axis` of both: each adds a @ b.T with
-    axis 1 and a.T @ b with axis 0. To a wait, the sum is one product. beside: with axis 0, a ref of 16 rows, as wide
-    as those that the b are columns of; its first 8 columns serve every 16 rows of b as 8 columns more.
+    axis 1 and a.T @ b with axis 0. To a wait, the sum is one product.
 
     `plgpu.wgmma` adds to what the registers of its sum hold, so somebody has to put zeros there first, in every
     step. Here the first instruction overwrites what they hold.
     """
-    return (interpreted_sum if interpret else overwriting_sum)(products, axis, beside)
+    return (interpreted_sum if interpret else overwriting_sum)(products, axis)
 
 
 def awaited(in_flight, wait_n):
@@ -118,7 +117,7 @@ def awaited(in_flight, wait_n):
     return opaque(in_flight)  # the compiler sees no instruction change these registers: it might use them earlier
 
 
-def interpreted_sum(products, axis, beside=None):
+def interpreted_sum(products, axis):
     """What `issue` does in the interpreter."""
     rows, columns = (ref.shape[1 - axis] for ref in products[0])
 
@@ -127,11 +126,7 @@ def interpreted_sum(products, axis, beside=None):
             multiply_add(acc, *((a, b.T) if axis == 1 else (a.T, b)), None, interpret=True)
         return plgpu.wgmma_accumulator_load(acc, wait_n=None)
 
-    total = pl.run_scoped(body, plgpu.ACC((rows, columns), jnp.float32))
-    if beside is None:
-        return total
-    more = sum(_dot(a.T, jnp.tile(beside[...][:, :8], (a.shape[0] // 16, 1))) for a, _ in products)
-    return jnp.concatenate([total, more], axis=1)
+    return pl.run_scoped(body, plgpu.ACC((rows, columns), jnp.float32))
 
 
 def product(a, b, *, interpret):
