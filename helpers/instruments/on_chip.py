@@ -142,10 +142,10 @@ def watch(H, tiles, is_causal=False):
         note(a, b, *a.shape, b.shape[1])
         return multiply_add(acc, a, b, spare, interpret)
 
-    def watched_issue(products, axis, interpret, beside=None):
+    def watched_issue(products, axis, interpret):
         for a, b in products:
             note(a, b, a.shape[1 - axis], a.shape[axis], b.shape[1 - axis])
-        return issue(products, axis, interpret, beside)
+        return issue(products, axis, interpret)
 
     def watched_loop(*arguments):
         state["inside"] = True

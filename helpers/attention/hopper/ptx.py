@@ -57,8 +57,7 @@ def wgmma_instructions(operands, axis, shape):
     sums = llvm.inline_asm(
         llvm.StructType.get_literal([f32] * count),
         descriptors,
-        "{ .reg .pred adds; .reg .b64 a, b; "
-        f"wgmma.fence.sync.aligned; {text} wgmma.commit_group.sync.aligned; }}",
+        f"{{ .reg .pred adds; .reg .b64 a, b; wgmma.fence.sync.aligned; {text} wgmma.commit_group.sync.aligned; }}",
         ",".join(["=f"] * count + ["l"] * len(descriptors)),
         has_side_effects=True,
     )
