@@ -76,12 +76,11 @@ def backward(
     bits each time. tiles: a pair as `backward_schedule.forms` has them; ValueError if they are ordered, or fused with
     `deterministic`, and the call is not full or causal. has_all_keys: False where out and lse are those of more keys
     than the call has, as in `ring`. interpret: False, or InterpretGPUParams. Beyond inputs and outputs it allocates lse
-    and delta in float32, with `common_part` lse once more and 2 B K (H + 8) bytes and, in the split form, key, a
-    float32 dq in the fused form, in order an int32 for each of its tiles, and padded copies where T, S or H ask for
-    them. With lengths, it copies in the
-    split form query and dout, and key and value with key lengths, in the fused form the tile of query and of dout in
-    which a batch entry ends. Where else a query may see no key, and with lengths and sinks, it copies query and dout.
-    `VisibleTiles`: 28 or 36 bytes for each tile of a kernel's own.
+    and delta in float32, with `common_part` 2 B K (H + 8) bytes and in the split form a copy of key, a float32 dq in
+    the fused form, in order an int32 for each of its tiles, and padded copies where T, S or H ask for them. With
+    lengths, it copies in the split form query and dout, and key and value with key lengths, in the fused form the tile
+    of query and of dout in which a batch entry ends. Where else a query may see no key, and with lengths and sinks, it
+    copies query and dout. `VisibleTiles`: 28 or 36 bytes for each tile of a kernel's own.
     """
     problem = call.problem
     at_once = max(1, GRID_LIMIT // (2 * problem.N))
@@ -114,20 +113,20 @@ def backward(
     # A swizzled copy by TMA takes whole groups of 8 positions and of 64 elements of a head.
     arrays = (*(padded(array, {1: up(array.shape[1], 8), 3: head_dim}) for array in (query, key, value, dout)),)
     lse, delta = (padded(array, {2: up(problem.T, 128)}) for array in (lse, delta))
-    problem_padded, c, zeros = dataclasses.replace(problem, H=head_dim), None, None
-    if dq_tiles is None:
-        # The interpreter knows no addition to memory: there each tile of keys has a plane of its own.
-        planes = (pl.cdiv(problem.S, dkv_tiles.block_k),) if interpret else ()
-        in_whole = problem.B, problem.N, head_dim, up(problem.T, ROWS_OF_WGMMA)
-        zeros = *planes, *(in_whole if dkv_tiles.swapped else arrays[0].shape)
+    problem_padded, c = dataclasses.replace(problem, H=head_dim), None
+    in_whole = problem.B, problem.N, head_dim, up(problem.T, ROWS_OF_WGMMA)
+    # The interpreter knows no addition to memory: there each tile of keys has a plane of its own.
+    planes = (pl.cdiv(problem.S, dkv_tiles.block_k),) if interpret else ()
+    zeros = *planes, *(in_whole if dkv_tiles.swapped else arrays[0].shape)
     # What a sink takes of the sum of a row of ds is known no better than delta, and a soft cap leaves no sum.
     if low is not None and has_all_keys and call.extras.sinks is None and problem.soft_cap is None:
         q, k, *others = arrays
-        c, lse, zeros = common_part(problem_padded, q, k, lse, call.key_lengths, zeros, interpret)
+        shape = zeros if dq_tiles is None else (1, head_dim)
+        c, lse, zeros = common_part(problem_padded, q, k, lse, call.key_lengths, shape, interpret)
         if dq_tiles is not None:
             arrays = q, k - c[:, None, :, :head_dim], *others
     else:
-        lse, zeros = LOG2_E * lse, None if zeros is None else jnp.zeros(zeros, jnp.float32)
+        lse, zeros = LOG2_E * lse, jnp.zeros(zeros, jnp.float32)
     arrays = *arrays, lse, delta
     of_keys = Gmem(*arrays, **_visible_tiles(call, dkv_tiles, "keys"))
     if dq_tiles is None:
@@ -144,13 +143,8 @@ def backward(
     if c is not None:
         c = jnp.repeat(c[:, None, :, : problem.H], problem.group, axis=2)
         of_lse = dlse.swapaxes(1, 2)[..., None]
-        dq = jnp.where((of_lse != 0) & (jnp.abs(of_lse) < jnp.inf), dq + problem.scale * of_lse * c, dq)
+        dq = jnp.where((of_lse != 0) & (jnp.abs(of_lse) < jnp.inf), dq + problem.scale * (of_lse * c), dq)
     return dq.astype(problem.dtype), dk, dv
-
-
-def columns_of_dq(tiles, head_dim):
-    """How many columns of a tile of dq a warpgroup of a fused kernel computes."""
-    return head_dim if tiles.block_q > ROWS_OF_WGMMA else head_dim // tiles.warpgroups
 
 
 def _is_narrow(call):
@@ -251,10 +245,11 @@ def _dkv(problem, arrays, tiles, interpret, **added):
     outputs = {"dk": arrays.k, "dv": arrays.v}
     if not fused:
         return _launch(dkv_kernel, "dkv", arrays, outputs, scratch, grid, problem, tiles, interpret)
+    columns = H if tiles.block_q > ROWS_OF_WGMMA else H // warpgroups  # of a tile of dq that a warpgroup computes
     scratch = scratch._replace(
         ds=plgpu.SMEM((2, *own, block_q), dtype, transforms=SWIZZLED),
         ds_ready=plgpu.Barrier(num_arrivals=warpgroups),
-        dq=plgpu.SMEM((*own, columns_of_dq(tiles, H)), jnp.float32, transforms=SWIZZLED_32),
+        dq=plgpu.SMEM((*own, columns), jnp.float32, transforms=SWIZZLED_32),
     )
     if arrays.c is not None:
         scratch = scratch._replace(

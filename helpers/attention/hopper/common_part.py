@@ -38,21 +38,6 @@ HEIGHT = 64  # positions of a tile
 SLOTS = 4
 
 
-class Refs(NamedTuple):
-    """Arrays of `backward.Gmem`, and key_lengths (B,) or None.
-
-    lse: L lse, and after the kernel L lse - scale L q c. c: (B, K, H + 8), in the dtype of keys; behind c itself, 0 if
-    nothing has to be taken off, else 1. zeros: (rows, H) float32, or None.
-    """
-
-    q: jax.Array
-    k: jax.Array
-    key_lengths: jax.Array | None
-    lse: jax.Array
-    c: jax.Array
-    zeros: jax.Array | None
-
-
 class Scratch(NamedTuple):
     """ring: tiles (HEIGHT, WIDTH) of keys, then of queries; c (H + 8,). In float32: lse (queries,), zeros (HEIGHT, H).
 
@@ -62,66 +47,70 @@ class Scratch(NamedTuple):
     ring: Ring
     lse: jax.Array
     c: jax.Array
-    zeros: jax.Array | None
+    zeros: jax.Array
     loaded: jax.Array
 
 
 # A ref can be indexed in a traced function only.
 @functools.partial(jax.jit, static_argnums=(0, 5, 6))
-def common_part(problem, q, k, lse, key_lengths, zeros, interpret):
-    """(c, L lse without it, zeros), see `Refs`. q (B, T, N, H), k (B, S, K, H), lse (B, N, T'), T' in whole 128s.
+def common_part(problem, q, k, lse, key_lengths, shape, interpret):
+    """(c, L lse - scale L q c, zeros). q (B, T, N, H), k (B, S, K, H), lse (B, N, T'), T' in whole 128s.
 
-    zeros: the shape of an array of zeros in float32, rows of H in all, or None.
+    c: (B, K, H + 8), in the dtype of keys; behind c itself, 0 if nothing has to be taken off, else 1. zeros: float32,
+    of this shape, in all of some rows of H. key_lengths: (B,), or None.
     """
     (B, N, rows), H = lse.shape, q.shape[3]
     queries = 128 * max(count for count in range(1, 9) if rows // 128 % count == 0)
     lse_ref = jax.new_ref(LOG2_E * lse)
-    inputs = (q, k) if key_lengths is None else (q, k, key_lengths)
-    outputs = [jax.ShapeDtypeStruct((B, problem.K, H + 8), k.dtype)]
-    if zeros is not None:
-        outputs.append(jax.ShapeDtypeStruct((math.prod(zeros) // H, H), jnp.float32))
 
-    def body(*refs):
-        *refs, scratch = refs
-        lengths = None if key_lengths is None else refs.pop(2)
-        q, k, c, *zeros = refs
-        kernel(Refs(q, k, lengths, lse_ref, c, *(zeros or [None])), scratch, problem)
+    def body(q, k, *refs):
+        *lengths, c, zeros, scratch = refs
+        kernel(q, k, lengths, lse_ref, c, zeros, scratch, problem)
 
     barriers = plgpu.Barrier(num_arrivals=1, num_barriers=SLOTS)
-    tiles = (plgpu.SMEM((SLOTS, HEIGHT, WIDTH), q.dtype, transforms=SWIZZLED),)
     scratch = Scratch(
-        ring=Ring(tiles, barriers, barriers),
+        ring=Ring((plgpu.SMEM((SLOTS, HEIGHT, WIDTH), q.dtype, transforms=SWIZZLED),), barriers, barriers),
         lse=plgpu.SMEM((queries,), jnp.float32),
         c=plgpu.SMEM((H + 8,), k.dtype),
-        zeros=None if zeros is None else plgpu.SMEM((HEIGHT, H), jnp.float32),
+        zeros=plgpu.SMEM((HEIGHT, H), jnp.float32),
         loaded=plgpu.Barrier(num_arrivals=queries // 128),
     )
-    c, *zero = plgpu.kernel(
+    c, zeros = plgpu.kernel(
         body,
-        out_type=outputs,
+        out_type=[
+            jax.ShapeDtypeStruct((B, problem.K, H + 8), k.dtype),
+            jax.ShapeDtypeStruct((math.prod(shape) // H, H), jnp.float32),
+        ],
         scratch_types=[scratch],
         grid=(B, N, rows // queries),
         grid_names=("batch", "head", "part"),
         kernel_name="flash_attention_common_part",
         interpret=interpret,
-    )(*inputs)
-    return c, jax.freeze(lse_ref), zero[0].reshape(zeros) if zero else None
+    )(q, k, *([] if key_lengths is None else [key_lengths]))
+    return c, jax.freeze(lse_ref), zeros.reshape(shape)
 
 
-def kernel(refs, scratch, problem):
+def kernel(q_ref, k_ref, lengths, lse_ref, c_ref, zeros_ref, scratch, problem):
     """Writes c of a head of keys and some of the zeros, and takes c off lse of some queries of a query head."""
-    b, n, part = (lax.axis_index(axis) for axis in ("batch", "head", "part"))
-    kv, H = lax.div(n, problem.group), refs.q.shape[3]
-    length = problem.S if refs.key_lengths is None else refs.key_lengths[b]
-    ring, widths = scratch.ring, H // WIDTH
-    keys_at = lambda w, j: refs.k.at[b, pl.ds(j * HEIGHT, HEIGHT), kv, pl.ds(w * WIDTH, WIDTH)]
+    place = b, n, part = tuple(lax.axis_index(axis) for axis in ("batch", "head", "part"))
+    kv, H = lax.div(n, problem.group), q_ref.shape[3]
+    length = lengths[0][b] if lengths else problem.S
+    ring, widths, parts = scratch.ring, H // WIDTH, lse_ref.shape[2] // scratch.lse.shape[0]
+    keys_at = lambda w, j: k_ref.at[b, pl.ds(j * HEIGHT, HEIGHT), kv, pl.ds(w * WIDTH, WIDTH)]
+    columns = [pl.ds(w * WIDTH, WIDTH) for w in range(widths)]
     ring.open()
     for w in range(widths):
         ring.fetch(w, keys_at(w, jnp.int32(0)))
-    if refs.zeros is not None:
-        parts = refs.lse.shape[2] // scratch.lse.shape[0]
-        share = pl.cdiv(refs.zeros.shape[0], problem.B * problem.N * parts * HEIGHT) * HEIGHT
-        write_zeros(refs.zeros, scratch.zeros, ((b * problem.N + n) * parts + part) * share, share)
+    scratch.zeros[...] = jnp.zeros(scratch.zeros.shape, jnp.float32)
+    plgpu.commit_smem()
+    count = pl.cdiv(zeros_ref.shape[0], problem.B * problem.N * parts * HEIGHT)
+
+    def write_zeros(i, _):
+        row = (((b * problem.N + n) * parts + part) * count + i) * HEIGHT
+        copy = lambda: plgpu.copy_smem_to_gmem(scratch.zeros, zeros_ref.at[pl.ds(row, HEIGHT)])
+        pl.when(row < zeros_ref.shape[0])(copy)
+
+    lax.fori_loop(0, count, write_zeros, None)
     largest = jnp.float32(0)
     for w in range(widths):
         ring.wait(w)
@@ -129,65 +118,48 @@ def kernel(refs, scratch, problem):
         plgpu.commit_smem()  # read before TMA writes there
         ring.release(w)
         largest = jnp.maximum(largest, jnp.abs(c).max())
-    first_program = (lax.rem(n, problem.group) == 0) & (part == 0)
+        scratch.c.at[columns[w]][...] = plgpu.layout_cast(jnp.zeros(WIDTH, problem.dtype), COLUMNS)
 
     @pl.when(largest > 0)
     def _():
         seen, tiles = functools.partial(extremes, length), pl.cdiv(problem.S, HEIGHT)
         for w in range(widths):
             ends = scan(ring, widths + w * tiles, tiles, functools.partial(keys_at, w), seen, nothing())
-            scratch.c.at[pl.ds(w * WIDTH, WIDTH)][...] = middle(*ends, problem.dtype).astype(problem.dtype)
-        take_off(refs, scratch, problem, (b, n, part), widths * (1 + tiles))
+            scratch.c.at[columns[w]][...] = middle(*ends, problem.dtype).astype(problem.dtype)
+        take_off(q_ref, lse_ref, scratch, problem, place, widths * (1 + tiles))
 
-    @pl.when((largest == 0) & first_program)
-    def _():
-        for w in range(widths):
-            nought = plgpu.layout_cast(jnp.zeros(WIDTH, problem.dtype), COLUMNS)
-            scratch.c.at[pl.ds(w * WIDTH, WIDTH)][...] = nought
-
-    @pl.when(first_program)
+    @pl.when((lax.rem(n, problem.group) == 0) & (part == 0))
     def _():
         for i in range(8):
             scratch.c[H + i] = jnp.where(largest > 0, 1.0, 0.0).astype(problem.dtype)
         plgpu.commit_smem()
-        for place in (*(pl.ds(w * WIDTH, WIDTH) for w in range(widths)), pl.ds(H, 8)):
-            plgpu.copy_smem_to_gmem(scratch.c.at[place], refs.c.at[b, kv, place])
+        for columns_of_c in (*columns, pl.ds(H, 8)):
+            plgpu.copy_smem_to_gmem(scratch.c.at[columns_of_c], c_ref.at[b, kv, columns_of_c])
 
     ring.drain()
     plgpu.wait_smem_to_gmem(0)
 
 
-def write_zeros(zeros, tile, start, count):
-    """`count` rows of zeros, by TMA: they leave while the program goes on."""
-    tile[...] = jnp.zeros(tile.shape, jnp.float32)
-    plgpu.commit_smem()
-
-    def one(i, _):
-        row = start + i * HEIGHT
-        pl.when(row < zeros.shape[0])(lambda: plgpu.copy_smem_to_gmem(tile, zeros.at[pl.ds(row, HEIGHT)]))
-
-    lax.fori_loop(0, count // HEIGHT, one, None)
-
-
-def take_off(refs, scratch, problem, place, step):
+def take_off(q_ref, lse_ref, scratch, problem, place, step):
     """lse of the queries of a program, without scale L q c. step: the next of the ring."""
-    (b, n, part), count, widths = place, scratch.lse.shape[0], refs.q.shape[3] // WIDTH
+    (b, n, part), count, widths = place, scratch.lse.shape[0], q_ref.shape[3] // WIDTH
     start = part * count
-    rows_at = lambda i: refs.lse.at[b, n, pl.ds(start + i, 128)]
+    small, large = (problem.scale, 1.0) if abs(problem.scale) <= 1 else (1.0, problem.scale)  # no part overflows
+    rows_at = lambda i: lse_ref.at[b, n, pl.ds(start + i, 128)]
     for i in range(0, count, 128):
         plgpu.copy_gmem_to_smem(rows_at(i), scratch.lse.at[pl.ds(i, 128)], scratch.loaded)
     plgpu.barrier_wait(scratch.loaded)
 
     def queries_at(i):
         rows, columns = start + lax.div(i, widths) * HEIGHT, lax.rem(i, widths) * WIDTH
-        return refs.q.at[b, pl.ds(rows, HEIGHT), n, pl.ds(columns, WIDTH)]
+        return q_ref.at[b, pl.ds(rows, HEIGHT), n, pl.ds(columns, WIDTH)]
 
     def shift(tile, i, _):
         lse = scratch.lse.at[pl.ds(lax.div(i, widths) * HEIGHT, HEIGHT)]
         c = plgpu.load(scratch.c.at[pl.ds(lax.rem(i, widths) * WIDTH, WIDTH)], layout=COLUMNS).astype(jnp.float32)
         q = plgpu.load(tile, layout=MATRIX).astype(jnp.float32)
-        by = (problem.scale * LOG2_E) * (q * lax.broadcast_in_dim(c, q.shape, [1])).sum(axis=1)
-        # Only what stands behind the end of the queries, or overflows without c too, is not finite.
+        by = (LOG2_E * large) * ((small * q) * lax.broadcast_in_dim(c, q.shape, [1])).sum(axis=1)
+        # Only behind the end of the queries, or where logits overflow, it is not finite.
         lse[...] = plgpu.load(lse, layout=ROWS) - jnp.where(jnp.abs(by) < jnp.inf, by, 0)
 
     scan(scratch.ring, step, widths * (count // HEIGHT), queries_at, shift, None)
@@ -237,5 +209,5 @@ def middle(largest, largest_negated, dtype):
     bits = lax.bitcast_convert_type(size, jnp.int32) & 0x7F800000
     distance = lax.bitcast_convert_type(bits, jnp.float32) * float(jnp.finfo(dtype).eps)
     c = (c / distance).astype(jnp.int32).astype(jnp.float32) * distance
-    is_normal = (size >= float(jnp.finfo(dtype).tiny)) & (size < jnp.inf)
-    return jnp.where(is_normal, c, 0)
+    # Smaller ones may be subnormal, and products with larger ones overflow.
+    return jnp.where((size >= max(2.0**-60, float(jnp.finfo(dtype).tiny))) & (size <= 2.0**60), c, 0)
