@@ -194,21 +194,6 @@ def loop_of(problem, monkeypatch, tiles=None, **place):
     return steps
 
 
-def test_a_causal_loop_through_a_group_goes_down_and_the_next_up(monkeypatch):
-    """The mask cuts the tiles 2 and 3 of the second program; with one SM, it goes up."""
-    monkeypatch.setattr(schedule, "NUM_SMS", 1)
-    loop = functools.partial(loop_of, problem_of(320, 320, N=4, K=2), monkeypatch, part=0, batch=0)
-    cut = lambda *tiles: [(head, i, True) for i in tiles for head in (0, 1)]
-    whole = lambda *tiles: [(head, i, False) for i in tiles for head in (0, 1)]
-    assert loop(kv_head=0, tile=0) == cut(1, 0) + whole(4, 3, 2)
-    of_other_heads = [(head - 2, i, masked) for head, i, masked in loop(kv_head=1, tile=0)]
-    assert of_other_heads == cut(0, 1) + whole(2, 3, 4)
-    monkeypatch.setattr(schedule, "NUM_SMS", 2)
-    assert loop(kv_head=0, tile=1) == cut(2, 3) + whole(4)
-    monkeypatch.setattr(schedule, "NUM_SMS", 132)
-    assert loop(kv_head=0, tile=1) == cut(3, 2) + whole(4)
-
-
 def test_places_are_counted_in_each_batch_entry(monkeypatch):
     """Where batch entries come one by one; there are three programs in each here."""
     monkeypatch.setattr(schedule, "NUM_SMS", 1)
@@ -256,14 +241,10 @@ def test_more_heads_than_a_grid_can_hold(monkeypatch):
 # Keys with a part in common
 
 WIDE = AttentionCase(40, 100, 256, N=1, dtype="float16", common=30)
-OF_64 = schedule.forms(64)["fused"]
+OF_64, DELAYED = schedule.forms(64)["fused"], schedule.forms(128)["fused, dq delayed"]
 COMMON = {  # (case, tiles, the weight of dlse, which makes dq so large that it hides an error)
     "fused": (AttentionCase(130, 150, 64, dtype="float16", common=30), OF_64, 1),
-    "delayed": (
-        AttentionCase(70, 140, 128, N=1, B=2, dtype="float16", common=30, key_lengths=(140, 33)),
-        schedule.forms(128)["fused, dq delayed"],
-        0,
-    ),
+    "delayed": (AttentionCase(70, 140, 128, N=1, B=2, dtype="float16", common=30, key_lengths=(140, 33)), DELAYED, 0),
     "ordered": (AttentionCase(130, 203, 64, N=1, dtype="float16", common=30), OF_64, 0),
     "split": (WIDE, schedule.forms(256)["split"], 0),
     "split, dlse": (dataclasses.replace(WIDE, arguments=CAUSAL, T=100), schedule.forms(256)["split"], 1),

@@ -1,7 +1,6 @@
 """The Hopper forward kernel in the Mosaic GPU interpreter: right, without races, and lowered for CUDA."""
 
 import functools
-import itertools
 import os
 
 import jax
@@ -128,23 +127,6 @@ def test_the_most_even_assignment_is_taken(B, T, H, back_and_forth, most):
         assert ends.sum() == work.sum()
         ratios.append(ends.max() / ends.mean())
     assert ratios[0] == pytest.approx(back_and_forth, abs=0.01) and ratios[1] <= most
-
-
-def test_which_calls_are_dynamic(monkeypatch):
-    """Causal ones that are not short, and block-sparse ones, but not where registers are few."""
-    monkeypatch.setattr(hopper, "core_count", lambda _: 132)
-
-    def is_dynamic(B, T, H, is_causal=True, keeps_low_bits=False, window=None):
-        band = Band.of(is_causal, window)
-        problem = Problem(B, T, T, 2048 // H, 2048 // H, H, jnp.dtype(jnp.bfloat16), 1.0, band)
-        return hopper.tiles_for(Call(problem, *[None] * 5), keeps_low_bits).dynamic
-
-    assert is_dynamic(16, 1024, 128) and is_dynamic(4, 4096, 128, keeps_low_bits=True) and is_dynamic(4, 4096, 64)
-    assert not is_dynamic(4, 4096, 128, is_causal=False) and is_dynamic(4, 4096, 64, keeps_low_bits=True)
-    for H, keeps_low_bits in itertools.product((64, 128), (False, True)):
-        assert is_dynamic(1, 16384, H, keeps_low_bits=keeps_low_bits, window=(1000, 0))
-        assert not is_dynamic(1, 2048, H, keeps_low_bits=keeps_low_bits, window=(1000, 0))
-    assert not is_dynamic(1, 1024, 128) and not is_dynamic(64, 4096, 128)
 
 
 def test_low_bits_have_left_before_the_next_queries_come():

@@ -56,21 +56,6 @@ def test_a_gpu_with_a_table_uses_it(with_a_table):
         assert backward_schedule.default_tiles(*call) == backward_schedule.untuned_tiles(*call)
 
 
-def test_programs_with_few_turns_get_fewer_queries_in_each(monkeypatch):
-    """On 132 SMs: twelve tiles of 192 queries a head, or eight of 256, in two batch entries of N heads."""
-    monkeypatch.setattr(forward, "core_count", lambda _: 132)
-    monkeypatch.setattr(forward, "tuned_tiles", lambda *_: None)
-    two = forward.Tiles(block_q=64, block_k=128, stages=4, warpgroups=2)
-    for causal, few, many in ((False, 43, 44), (True, 65, 66)):
-        of = lambda N, causal=causal: problem_of(1024, 1024, 64, "bfloat16", causal, N=N, K=N)
-        assert forward.default_tiles(of(few)) == two
-        assert forward.default_tiles(of(many)) == forward.untuned_tiles(of(many)) != two
-    three = {"forward": forward.Tiles(block_k=64, warpgroups=3)._asdict()}
-    monkeypatch.setattr(forward, "tuned_tiles", lambda *_: three)
-    of_128 = problem_of(1024, 1024, 128, "bfloat16", True)  # for which four stages would not fit
-    assert forward.default_tiles(of_128).warpgroups == 3
-
-
 # Every configuration
 
 

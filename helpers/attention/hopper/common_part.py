@@ -39,10 +39,7 @@ SLOTS = 4
 
 
 class Scratch(NamedTuple):
-    """ring: tiles (HEIGHT, WIDTH) of keys, then of queries; c (H + 8,). In float32: lse (queries,), zeros (HEIGHT, H).
-
-    loaded: a barrier, lse is there.
-    """
+    """ring: tiles of keys, then of queries; c (H + 8,); in float32 lse (queries,), for which there is `loaded`, zeros."""
 
     ring: Ring
     lse: jax.Array
@@ -111,10 +108,10 @@ def kernel(q_ref, k_ref, lengths, lse_ref, c_ref, zeros_ref, scratch, problem):
         pl.when(row < zeros_ref.shape[0])(copy)
 
     lax.fori_loop(0, count, write_zeros, None)
-    largest = jnp.float32(0)
+    largest, lowest = jnp.float32(0), plgpu.layout_cast(jnp.full((HEIGHT, WIDTH), -jnp.inf, jnp.float32), MATRIX)
     for w in range(widths):
         ring.wait(w)
-        c = middle(*extremes(length, ring.at(w)[0], 0, nothing()), problem.dtype)
+        c = middle(*extremes(length, ring.at(w)[0], 0, (lowest, lowest)), problem.dtype)
         plgpu.commit_smem()  # read before TMA writes there
         ring.release(w)
         largest = jnp.maximum(largest, jnp.abs(c).max())
@@ -124,7 +121,8 @@ def kernel(q_ref, k_ref, lengths, lse_ref, c_ref, zeros_ref, scratch, problem):
     def _():
         seen, tiles = functools.partial(extremes, length), pl.cdiv(problem.S, HEIGHT)
         for w in range(widths):
-            ends = scan(ring, widths + w * tiles, tiles, functools.partial(keys_at, w), seen, nothing())
+            step, source = widths + w * tiles, functools.partial(keys_at, w)
+            ends = scan(ring, step, tiles, source, seen, (lowest, lowest))
             scratch.c.at[columns[w]][...] = middle(*ends, problem.dtype).astype(problem.dtype)
         take_off(q_ref, lse_ref, scratch, problem, place, widths * (1 + tiles))
 
@@ -182,12 +180,6 @@ def scan(ring, first, count, source, body, carry):
         return carry
 
     return lax.fori_loop(0, count, one, carry)
-
-
-def nothing():
-    """`extremes` of no keys."""
-    lowest = plgpu.layout_cast(jnp.full((HEIGHT, WIDTH), -jnp.inf, jnp.float32), MATRIX)
-    return lowest, lowest
 
 
 def extremes(length, tile, j, ends):

@@ -321,10 +321,7 @@ def forward(call, *, rung, interpret=False):
     threads = {} if rung < 3 else {"num_threads": warpgroups + 1, "thread_name": "warpgroup"}
     return plgpu.kernel(
         lambda *refs: body(*refs, **options),
-        out_type=[
-            jax.ShapeDtypeStruct((B, T, N, H), problem.dtype),
-            jax.ShapeDtypeStruct((B, N, T), jnp.float32),
-        ],
+        out_type=[jax.ShapeDtypeStruct((B, T, N, H), problem.dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32)],
         scratch_types=scratch,
         grid=(N, T // (warpgroups * BLOCK_Q), B),
         grid_names=("n", "i", "b"),
