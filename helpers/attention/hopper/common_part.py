@@ -39,7 +39,7 @@ SLOTS = 4
 
 
 class Scratch(NamedTuple):
-    """ring: tiles of keys, then of queries; c (H + 8,); in float32 lse (queries,), for which there is `loaded`, zeros."""
+    """ring: tiles of keys, then of queries; c (H + 8,); in float32 lse (queries,), when it is `loaded`, and zeros."""
 
     ring: Ring
     lse: jax.Array
