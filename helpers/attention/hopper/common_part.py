@@ -9,7 +9,7 @@ for exact rows of ds add up to dlse. A kernel has ds rounded to 16 bits, and mad
 rounded p. Its rows add up to something else, and dq is off by the difference times what the keys have in common: c at
 most, and without c all of it.
 
-Here k - c is exact, and no larger than k, so that no row is worse off, whichever keys it sees. c lies in the middle of
+Here k - c is exact, and no larger than k, whichever keys a row sees: what is new is only how q c is rounded. c lies in the middle of
 the keys, or at twice the smallest if that is nearer to 0, and is 0 in channels in which keys differ in sign. And it is
 a multiple of the distance of two neighbouring numbers near the largest key: k - c is then one of neighbours near k.
 
@@ -39,7 +39,7 @@ SLOTS = 4
 
 
 class Scratch(NamedTuple):
-    """ring: tiles of keys, then of queries; c (H + 8,); in float32 lse (queries,), when it is `loaded`, and zeros."""
+    """ring: tiles of keys, then of queries; c (H + 8,); in float32 lse (queries,), there when `loaded`, and zeros."""
 
     ring: Ring
     lse: jax.Array
