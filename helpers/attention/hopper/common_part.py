@@ -9,9 +9,9 @@ for exact rows of ds add up to dlse. A kernel has ds rounded to 16 bits, and mad
 rounded p. Its rows add up to something else, and dq is off by the difference times what the keys have in common: c at
 most, and without c all of it.
 
-Here k - c is exact, and no larger than k, whichever keys a row sees: what is new is only how q c is rounded. c lies in the middle of
-the keys, or at twice the smallest if that is nearer to 0, and is 0 in channels in which keys differ in sign. And it is
-a multiple of the distance of two neighbouring numbers near the largest key: k - c is then one of neighbours near k.
+Here k - c is exact, and no larger than k, whichever keys a row sees; only q c is rounded. c lies in the middle of the
+keys, or at twice the smallest if that is nearer to 0, and is 0 in channels in which keys differ in sign. And it is a
+multiple of the distance of two neighbouring numbers near the largest key: k - c is then one of neighbours near k.
 
 Where keys differ in sign in each channel, their first tile nearly always says so. Only where it does not, the kernel
 reads all keys of the head, and the queries. Meanwhile TMA writes the zeros that a fused kernel adds dq to, which takes
