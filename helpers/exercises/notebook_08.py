@@ -86,7 +86,10 @@ def bytes_kept(B, T, N, H, itemsize, layers):
     like_q = itemsize * B * T * N * H
     table = itemsize * B * N * T * T
     lse = 4 * B * N * T
-    return {"naive": layers * (3 * like_q + table), "flash": layers * (4 * like_q + lse)}
+    return {
+        "naive": layers * (3 * like_q + table),
+        "flash": layers * (4 * like_q + lse),
+    }
 
 
 KEPT = Exercise(bytes_kept, "Read the memory difference", outputs=("bytes",), tolerance=1e-9).with_cases(

@@ -171,7 +171,11 @@ def fit(layers, K, H, itemsize, memory, tokens, longest, page):
     token = 2 * layers * K * H * itemsize
     pages = memory // (page * token)
     pages_of_a_sequence = -(-tokens // page)
-    return {"bytes a token": token, "reserved": memory // (longest * token), "paged": pages // pages_of_a_sequence}
+    return {
+        "bytes a token": token,
+        "reserved": memory // (longest * token),
+        "paged": pages // pages_of_a_sequence,
+    }
 
 
 FIT = Exercise(fit, "How many sequences fit", outputs=("result",), tolerance=1e-9).with_cases(

@@ -33,8 +33,7 @@ from helpers.attention.hopper.ring import Ring
 from helpers.attention.hopper.warpgroup import COLUMNS, MATRIX, ROWS
 from helpers.attention.online_softmax import LOG2_E
 
-WIDTH = 64  # channels at a time
-HEIGHT = 64  # positions of a tile
+WIDTH = HEIGHT = 64  # channels and positions of a tile
 SLOTS = 4
 
 
@@ -184,11 +183,9 @@ def scan(ring, first, count, source, body, carry):
 
 def extremes(length, tile, j, ends):
     """(largest key, largest of -key) of each place of a tile, with those so far: those before `length` count."""
-    rows = j * HEIGHT + plgpu.broadcasted_iota(jnp.int32, tile.shape, 0, layout=MATRIX)
+    real = j * HEIGHT + plgpu.broadcasted_iota(jnp.int32, tile.shape, 0, layout=MATRIX) < length
     key = plgpu.load(tile, layout=MATRIX).astype(jnp.float32)
-    return tuple(
-        jnp.maximum(end, jnp.where(rows < length, one, -jnp.inf)) for end, one in zip(ends, (key, -key), strict=True)
-    )
+    return tuple(jnp.maximum(end, jnp.where(real, one, -jnp.inf)) for end, one in zip(ends, (key, -key), strict=True))
 
 
 def middle(largest, largest_negated, dtype):
@@ -197,8 +194,7 @@ def middle(largest, largest_negated, dtype):
     half = least / 2 + most / 2
     c = jnp.where(least > 0, jnp.minimum(half, 2 * least), jnp.where(most < 0, jnp.maximum(half, 2 * most), 0))
     size = jnp.maximum(jnp.abs(least), jnp.abs(most))
-    # As far apart as its neighbours are: a power of 2.
-    bits = lax.bitcast_convert_type(size, jnp.int32) & 0x7F800000
+    bits = lax.bitcast_convert_type(size, jnp.int32) & 0x7F800000  # of a power of 2
     distance = lax.bitcast_convert_type(bits, jnp.float32) * float(jnp.finfo(dtype).eps)
     c = (c / distance).astype(jnp.int32).astype(jnp.float32) * distance
     # Smaller ones may be subnormal, and products with larger ones overflow.

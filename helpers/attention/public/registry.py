@@ -179,12 +179,11 @@ def _hopper(interpret):
     keeping = functools.partial(hopper_forward.forward, keeps_low_bits=True, interpret=interpret)
     exact_of_part = _exact(functools.partial(keeping, is_persistent=False))
     many_queries = functools.partial(hopper_backward.backward, interpret=interpret)
-    one_query = _of_seeing_rows(naive_gradients)
 
     def backward(call, *residuals):
         # With ds rounded to 16 bits, those of one query would be several times less exact than naive attention's.
-        keeps_low_bits = residuals[-1] is not None
-        return (one_query if call.problem.T == 1 and keeps_low_bits else many_queries)(call, *residuals)
+        is_one_query = call.problem.T == 1 and residuals[-1] is not None  # and low bits are wanted
+        return (_of_seeing_rows(naive_gradients) if is_one_query else many_queries)(call, *residuals)
 
     backward_of_part = functools.partial(many_queries, has_all_keys=False)
     return Kernels(forward, backward, keeping, of_part, exact_of_part, backward_of_part)
