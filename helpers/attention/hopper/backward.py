@@ -111,7 +111,7 @@ def backward(
         key, value = (without_padding(array, call.key_lengths) for array in (key, value))
     up = lambda length, multiple: pl.cdiv(length, multiple) * multiple
     # A swizzled copy by TMA takes whole groups of 8 positions and of 64 elements of a head.
-    arrays = (*(padded(array, {1: up(array.shape[1], 8), 3: head_dim}) for array in (query, key, value, dout)),)
+    arrays = [padded(array, {1: up(array.shape[1], 8), 3: head_dim}) for array in (query, key, value, dout)]
     lse, delta = (padded(array, {2: up(problem.T, 128)}) for array in (lse, delta))
     problem_padded, c = dataclasses.replace(problem, H=head_dim), None
     in_whole = problem.B, problem.N, head_dim, up(problem.T, ROWS_OF_WGMMA)
