@@ -82,20 +82,12 @@ def test_a_scale_becomes_positive(scale):
     [(1, 1, 9, 7), (13, 1, 3, 7), (13, 1, 3, 1), (12, 1, 4, 2), (12, 4, 1, 7), (6, 1, 0, 2)],
 )
 def test_the_causal_order_has_every_pair_once(heads, group, cached_heads, q_tiles, monkeypatch):
-    """And never more heads together than the cache holds, but at least those that share keys; parts of one size."""
     H, S = 128, 256
     problem = Problem(1, S, S, heads, heads // group, H, jnp.dtype(jnp.bfloat16), 1.0, Band(right=0))
     monkeypatch.setattr(tile_scheduler, "L2_BUDGET", cached_heads * 2 * S * H * 2)
     tiles, order = tile_scheduler.causal_order(jnp.arange(q_tiles * heads), q_tiles, problem)
     assert len({*zip(tiles.tolist(), order.tolist(), strict=True)}) == q_tiles * heads
     assert set(tiles.tolist()) == set(range(q_tiles)) and set(order.tolist()) == set(range(heads))
-    width = tile_scheduler.cached_heads(problem)
-    assert width <= min(heads, group * max(1, cached_heads)) and width % group == 0
-    assert heads % width == 0 or heads == 13
-    parts = [set(order[start : start + width * q_tiles].tolist()) for start in range(0, len(order), width * q_tiles)]
-    assert sum(map(len, parts)) == heads
-    last = tiles[-len(parts[-1]) * q_tiles :]
-    assert (jnp.diff(last) <= 0).all()  # the longest tiles of the last part first
 
 
 ASSIGNMENTS = [Assignment(backward, shift) for backward in (None, 0, 1) for shift in (0, 1, 8)]
@@ -110,23 +102,6 @@ def test_every_tile_is_assigned_once(assignment, count, programs):
     np.testing.assert_array_equal(places, np.asarray(tile_scheduler.assigned(turns, mine, programs, count, assignment)))
     has_turn = turns * programs + mine < count
     np.testing.assert_array_equal(np.sort(places[has_turn]), np.arange(count))
-
-
-@pytest.mark.parametrize(
-    ("B", "T", "H", "back_and_forth", "most"), [(4, 4096, 64, 1.031, 1.011), (1, 2048, 64, 1.34, 1.04)]
-)
-def test_the_most_even_assignment_is_taken(B, T, H, back_and_forth, most):
-    """Work of the busiest program, as a multiple of the mean: at most `most`, where every other round backwards has `back_and_forth`."""
-    N = 2048 // H
-    problem = Problem(B, T, T, N, N, H, jnp.dtype(jnp.bfloat16), 1.0, Band(right=0))
-    tiles = hopper.untuned_tiles(problem)
-    work = tile_scheduler.work_in_order(problem, tiles)
-    ratios = []
-    for assignment in (Assignment(1, 0), tile_scheduler.best_assignment(problem, tiles, 132)):
-        ends = tile_scheduler.work_of_programs(work, 132, assignment)
-        assert ends.sum() == work.sum()
-        ratios.append(ends.max() / ends.mean())
-    assert ratios[0] == pytest.approx(back_and_forth, abs=0.01) and ratios[1] <= most
 
 
 def test_low_bits_have_left_before_the_next_queries_come():

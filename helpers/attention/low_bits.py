@@ -35,9 +35,10 @@ def with_low_bits(rounded, low):
 def delta_of(out, lse, dout, dlse, low=None):
     """delta = rowsum(out * dout) - dlse, (B, N, T) float32.
 
-    out, dout: (B, T, N, H); lse, dlse: (B, N, T); low: the `low_bits` of out, or None.
+    out, dout: (B, T, N, H); lse, dlse: (B, N, T), lse None where each row sees a key; low: the `low_bits` of out or
+    None.
     """
     exact = with_low_bits(out, low)
     delta = (exact * dout.astype(jnp.float32)).sum(axis=-1).swapaxes(1, 2) - dlse
     # A row that sees no key passes no gradient, whatever arrives at its lse of -inf.
-    return jnp.where(lse == -jnp.inf, 0, delta)
+    return delta if lse is None else jnp.where(lse == -jnp.inf, 0, delta)

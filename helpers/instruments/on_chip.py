@@ -99,7 +99,7 @@ def memory(scratch):
 def watch(H, tiles, is_causal=False):
     """{name: `Kernel`} of a backward pass with head dim H of at most 128: "fused", or "dkv" and "dq".
 
-    tiles: one of `backward_schedule.forms(H)` that is not swapped, or others of the same kind.
+    tiles: one of `backward_schedule.forms(H)`, or others of the same kind.
     """
     found, state = {}, {"refs": {}, "inside": False, "products": []}
     launch, loop = hopper._launch, backward_parts.for_each_query_tile

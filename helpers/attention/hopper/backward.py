@@ -20,7 +20,7 @@ One more warpgroup, the memory warpgroup, computes nothing: it keeps a ring of `
 
 Arrays in GMEM, the fields of `Gmem` (G is the group, N // K query heads of one key/value head; T' is T rounded up):
 
-    q, do, dq       (B, T, N, H); dq is float32 in the fused form, if swapped (B, N, H, whole 64s)
+    q, do, dq       (B, T, N, H); dq is float32 in the fused form
     k, v, dk, dv    (B, S, K, H)
     lse, delta      (B, N, T') float32: L lse and delta
 
@@ -42,7 +42,7 @@ from helpers.attention.hopper.backward_fused import delayed_kernel, immediate_ke
 from helpers.attention.hopper.backward_parts import Gmem, Scratch
 from helpers.attention.hopper.backward_schedule import ROWS_OF_WGMMA, default_tiles, grid_of_keys, grid_of_queries
 from helpers.attention.hopper.backward_split import DqScratch, dkv_kernel, dq_kernel
-from helpers.attention.hopper.common_part import common_part
+from helpers.attention.hopper.common_part import common_part, given_back
 from helpers.attention.hopper.ptx import SWIZZLED
 from helpers.attention.hopper.ring import Ring
 from helpers.attention.hopper.visible_tiles import (
@@ -103,7 +103,7 @@ def backward(
     else:
         call = dataclasses.replace(call, query_lengths=seeing)
     dlse = jnp.where(lse == -jnp.inf, 0, dlse)
-    delta = delta_of(out, lse, dout, dlse, low)
+    delta = delta_of(out, lse if call.may_have_blind_rows else None, dout, dlse, low)
     head_dim = padded_head_dim(problem.H)
     query, key, value = call.arrays[:3]
     if dq_tiles is not None:  # kernels that own keys alone see to all ends themselves
@@ -114,10 +114,9 @@ def backward(
     arrays = [padded(array, {1: up(array.shape[1], 8), 3: head_dim}) for array in (query, key, value, dout)]
     lse, delta = (padded(array, {2: up(problem.T, 128)}) for array in (lse, delta))
     problem_padded, c = dataclasses.replace(problem, H=head_dim), None
-    in_whole = problem.B, problem.N, head_dim, up(problem.T, ROWS_OF_WGMMA)
     # The interpreter knows no addition to memory: there each tile of keys has a plane of its own.
     planes = (pl.cdiv(problem.S, dkv_tiles.block_k),) if interpret else ()
-    zeros = *planes, *(in_whole if dkv_tiles.swapped else arrays[0].shape)
+    zeros = *planes, *arrays[0].shape
     # What a sink takes of the sum of a row of ds is known no better than delta, and a soft cap leaves no sum.
     if low is not None and has_all_keys and call.extras.sinks is None and problem.soft_cap is None:
         q, k, *others = arrays
@@ -142,8 +141,7 @@ def backward(
     dq = dq[:, : problem.T, :, : problem.H]
     if c is not None:
         c = jnp.repeat(c[:, None, :, : problem.H], problem.group, axis=2)
-        of_lse = dlse.swapaxes(1, 2)[..., None]
-        dq = jnp.where((of_lse != 0) & (jnp.abs(of_lse) < jnp.inf), dq + problem.scale * (of_lse * c), dq)
+        dq = given_back(dq, dlse, c, problem.scale)
     return dq.astype(problem.dtype), dk, dv
 
 
@@ -189,8 +187,6 @@ def _fused(problem, arrays, zeros, tiles, interpret):
     dq = jax.freeze(dq_ref)
     if interpret:
         dq = dq.sum(axis=0)
-    if tiles.swapped:
-        dq = jnp.moveaxis(dq, 3, 1)
     return problem.scale * dq, dk, dv
 
 

@@ -221,10 +221,7 @@ def dk_and_dq(program, own, tile, ds=None):
 
     def ds_and_k(wg):
         rows = pl.ds(own.row, ROWS_OF_WGMMA)
-        ds_of_wg = scratch.ds.at[tile.ds_slot, wg, :, rows]
-        k_of_wg = scratch.k.at[0, wg, :, own.columns]
-        # swapped: dq^T = k^T ds^T
-        return (k_of_wg, ds_of_wg) if program.tiles.swapped else (ds_of_wg, k_of_wg)
+        return scratch.ds.at[tile.ds_slot, wg, :, rows], scratch.k.at[0, wg, :, own.columns]
 
     warpgroups = range(program.tiles.warpgroups)
     dq = issue([ds_and_k(wg) for wg in warpgroups], 0, interpret)
@@ -254,8 +251,7 @@ def copy_to_dq(program, wg, head, i):
     """TMA adds a warpgroup's part of a tile of dq to memory."""
     row, columns = part_of_dq(program, wg)
     rows = pl.ds(i * program.tiles.block_q + row, ROWS_OF_WGMMA)
-    part = (program.b, head, columns, rows) if program.tiles.swapped else (program.b, rows, head, columns)
-
+    part = program.b, rows, head, columns
     mine = program.scratch.dq.at[wg]
     if program.interpret:  # no addition: each tile of keys has a plane of its own
         plane = lax.div(program.k_start, program.tiles.block_k)

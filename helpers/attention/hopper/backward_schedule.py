@@ -22,13 +22,12 @@ FEW_TILES = 4
 
 
 class Tiles(NamedTuple):
-    """How one kernel is launched: tile sizes, tiles in flight, and for the fused form four choices more.
+    """How one kernel is launched: tile sizes, tiles in flight, and for the fused form three choices more.
 
     delayed          delayed_kernel, not immediate_kernel
     keeps_addresses  the compiler may make the addresses of k and v ahead of the loop, and keep them in
                      registers. Never with groups, where some would be spilled.
     ordered          programs add to a tile of dq one after the other, see `place_in_turn`
-    swapped          dq is computed and added up transposed, as k^T ds^T: parts of 64 columns and 64 queries
 
     A compute warpgroup owns 64 rows of the kernel's own side. So block_q is 64 * warpgroups in dq_kernel,
     and block_k is in the others.
@@ -41,7 +40,6 @@ class Tiles(NamedTuple):
     delayed: bool = False
     keeps_addresses: bool = False
     ordered: bool = False
-    swapped: bool = False
 
 
 def forms(H):
@@ -57,7 +55,6 @@ def forms(H):
         "split": (own, Tiles(128, 128, 2)),
         "fused": (own, None),
         "fused, dq delayed": (own._replace(delayed=True), None),
-        "fused, dq swapped": (own._replace(swapped=True), None),
     }
 
 

@@ -15,7 +15,7 @@ multiple of the distance of two neighbouring numbers near the largest key: k - c
 
 Where keys differ in sign in each channel, their first tile nearly always says so. Only where it does not, the kernel
 reads all keys of the head, and the queries. Meanwhile TMA writes the zeros that a fused kernel adds dq to, which takes
-longer.
+longer. For one query and for a ring, `taken_off` does the same by XLA.
 """
 
 import functools
@@ -47,8 +47,6 @@ class Scratch(NamedTuple):
     loaded: jax.Array
 
 
-# A ref can be indexed in a traced function only.
-@functools.partial(jax.jit, static_argnums=(0, 5, 6))
 def common_part(problem, q, k, lse, key_lengths, shape, interpret):
     """(c, L lse - scale L q c, zeros). q (B, T, N, H), k (B, S, K, H), lse (B, N, T'), T' in whole 128s.
 
@@ -57,11 +55,10 @@ def common_part(problem, q, k, lse, key_lengths, shape, interpret):
     """
     (B, N, rows), H = lse.shape, q.shape[3]
     queries = 128 * max(count for count in range(1, 9) if rows // 128 % count == 0)
-    lse_ref = jax.new_ref(LOG2_E * lse)
 
-    def body(q, k, *refs):
-        *lengths, c, zeros, scratch = refs
-        kernel(q, k, lengths, lse_ref, c, zeros, scratch, problem)
+    def body(q, k, lse, *refs):
+        *lengths, c, log2_sums, zeros, scratch = refs
+        kernel(q, k, lse, lengths, c, log2_sums, zeros, scratch, problem)
 
     barriers = plgpu.Barrier(num_arrivals=1, num_barriers=SLOTS)
     scratch = Scratch(
@@ -71,10 +68,11 @@ def common_part(problem, q, k, lse, key_lengths, shape, interpret):
         zeros=plgpu.SMEM((HEIGHT, H), jnp.float32),
         loaded=plgpu.Barrier(num_arrivals=queries // 128),
     )
-    c, zeros = plgpu.kernel(
+    c, log2_sums, zeros = plgpu.kernel(
         body,
         out_type=[
             jax.ShapeDtypeStruct((B, problem.K, H + 8), k.dtype),
+            jax.ShapeDtypeStruct(lse.shape, jnp.float32),
             jax.ShapeDtypeStruct((math.prod(shape) // H, H), jnp.float32),
         ],
         scratch_types=[scratch],
@@ -82,31 +80,62 @@ def common_part(problem, q, k, lse, key_lengths, shape, interpret):
         grid_names=("batch", "head", "part"),
         kernel_name="flash_attention_common_part",
         interpret=interpret,
-    )(q, k, *([] if key_lengths is None else [key_lengths]))
-    return c, jax.freeze(lse_ref), zeros.reshape(shape)
+    )(q, k, lse, *([] if key_lengths is None else [key_lengths]))
+    return c, log2_sums, zeros.reshape(shape)
 
 
-def kernel(q_ref, k_ref, lengths, lse_ref, c_ref, zeros_ref, scratch, problem):
-    """Writes c of a head of keys and some of the zeros, and takes c off lse of some queries of a query head."""
+def taken_off(problem, query, key, lse, is_key, axis_name=None):
+    """(k - c, lse - scale q c, c) by XLA, c in float32 (B, 1, N, H), of the keys that is_key says, (B, S, 1, 1).
+
+    axis_name: the keys are all those of the devices along this axis of the mesh.
+    """
+    keys = key.astype(jnp.float32)
+    ends = [jnp.where(is_key, one, -jnp.inf).max(axis=1, keepdims=True) for one in (keys, -keys)]
+    c = middle(*(ends if axis_name is None else lax.pmax(ends, axis_name)), key.dtype, axis=1)[:, None]
+    of_heads = jnp.repeat(c, problem.group, axis=2)
+    small, large = factors(problem.scale)
+    by = large * ((small * query.astype(jnp.float32)) * of_heads).sum(axis=3).swapaxes(1, 2)
+    return key - c.astype(key.dtype), lse - jnp.where(jnp.abs(by) < jnp.inf, by, 0), of_heads
+
+
+def factors(scale):
+    """Two numbers whose product it is: one for q, the other for q c. No part of a product overflows then."""
+    return (scale, 1.0) if abs(scale) <= 1 else (1.0, scale)
+
+
+def given_back(dq, dlse, c, scale):
+    """dq (B, T, N, H) with scale dlse c. c: (B, 1, N, H)."""
+    dlse = dlse.swapaxes(1, 2)[..., None]
+    return jnp.where((dlse != 0) & (jnp.abs(dlse) < jnp.inf), dq + scale * (dlse * c), dq)
+
+
+def kernel(q_ref, k_ref, lse_ref, lengths, c_ref, log2_sums_ref, zeros_ref, scratch, problem):
+    """Writes c of a head of keys, L lse without scale L q c of some queries of a query head, and some of the zeros."""
     place = b, n, part = tuple(lax.axis_index(axis) for axis in ("batch", "head", "part"))
     kv, H = lax.div(n, problem.group), q_ref.shape[3]
     length = lengths[0][b] if lengths else problem.S
-    ring, widths, parts = scratch.ring, H // WIDTH, lse_ref.shape[2] // scratch.lse.shape[0]
+    ring, widths, count = scratch.ring, H // WIDTH, scratch.lse.shape[0]
+    parts, blocks = lse_ref.shape[2] // count, [pl.ds(i, 128) for i in range(0, count, 128)]
+    queries = lambda block: (b, n, pl.ds(part * count + block.start, 128))
     keys_at = lambda w, j: k_ref.at[b, pl.ds(j * HEIGHT, HEIGHT), kv, pl.ds(w * WIDTH, WIDTH)]
     columns = [pl.ds(w * WIDTH, WIDTH) for w in range(widths)]
     ring.open()
     for w in range(widths):
         ring.fetch(w, keys_at(w, jnp.int32(0)))
+    for block in blocks:
+        plgpu.copy_gmem_to_smem(lse_ref.at[queries(block)], scratch.lse.at[block], scratch.loaded)
     scratch.zeros[...] = jnp.zeros(scratch.zeros.shape, jnp.float32)
     plgpu.commit_smem()
-    count = pl.cdiv(zeros_ref.shape[0], problem.B * problem.N * parts * HEIGHT)
+    own = pl.cdiv(zeros_ref.shape[0], problem.B * problem.N * parts * HEIGHT)
 
     def write_zeros(i, _):
-        row = (((b * problem.N + n) * parts + part) * count + i) * HEIGHT
+        row = (((b * problem.N + n) * parts + part) * own + i) * HEIGHT
         copy = lambda: plgpu.copy_smem_to_gmem(scratch.zeros, zeros_ref.at[pl.ds(row, HEIGHT)])
         pl.when(row < zeros_ref.shape[0])(copy)
 
-    lax.fori_loop(0, count, write_zeros, None)
+    lax.fori_loop(0, own, write_zeros, None)
+    plgpu.barrier_wait(scratch.loaded)
+    scratch.lse[...] = LOG2_E * scratch.lse[...]
     largest, lowest = jnp.float32(0), plgpu.layout_cast(jnp.full((HEIGHT, WIDTH), -jnp.inf, jnp.float32), MATRIX)
     for w in range(widths):
         ring.wait(w)
@@ -123,7 +152,7 @@ def kernel(q_ref, k_ref, lengths, lse_ref, c_ref, zeros_ref, scratch, problem):
             step, source = widths + w * tiles, functools.partial(keys_at, w)
             ends = scan(ring, step, tiles, source, seen, (lowest, lowest))
             scratch.c.at[columns[w]][...] = middle(*ends, problem.dtype).astype(problem.dtype)
-        take_off(q_ref, lse_ref, scratch, problem, place, widths * (1 + tiles))
+        take_off(q_ref, scratch, problem, place, widths * (1 + tiles))
 
     @pl.when((lax.rem(n, problem.group) == 0) & (part == 0))
     def _():
@@ -133,19 +162,18 @@ def kernel(q_ref, k_ref, lengths, lse_ref, c_ref, zeros_ref, scratch, problem):
         for columns_of_c in (*columns, pl.ds(H, 8)):
             plgpu.copy_smem_to_gmem(scratch.c.at[columns_of_c], c_ref.at[b, kv, columns_of_c])
 
+    plgpu.commit_smem()
+    for block in blocks:
+        plgpu.copy_smem_to_gmem(scratch.lse.at[block], log2_sums_ref.at[queries(block)])
     ring.drain()
     plgpu.wait_smem_to_gmem(0)
 
 
-def take_off(q_ref, lse_ref, scratch, problem, place, step):
+def take_off(q_ref, scratch, problem, place, step):
     """lse of the queries of a program, without scale L q c. step: the next of the ring."""
     (b, n, part), count, widths = place, scratch.lse.shape[0], q_ref.shape[3] // WIDTH
     start = part * count
-    small, large = (problem.scale, 1.0) if abs(problem.scale) <= 1 else (1.0, problem.scale)  # no part overflows
-    rows_at = lambda i: lse_ref.at[b, n, pl.ds(start + i, 128)]
-    for i in range(0, count, 128):
-        plgpu.copy_gmem_to_smem(rows_at(i), scratch.lse.at[pl.ds(i, 128)], scratch.loaded)
-    plgpu.barrier_wait(scratch.loaded)
+    small, large = factors(problem.scale)
 
     def queries_at(i):
         rows, columns = start + lax.div(i, widths) * HEIGHT, lax.rem(i, widths) * WIDTH
@@ -160,9 +188,6 @@ def take_off(q_ref, lse_ref, scratch, problem, place, step):
         lse[...] = plgpu.load(lse, layout=ROWS) - jnp.where(jnp.abs(by) < jnp.inf, by, 0)
 
     scan(scratch.ring, step, widths * (count // HEIGHT), queries_at, shift, None)
-    plgpu.commit_smem()
-    for i in range(0, count, 128):
-        plgpu.copy_smem_to_gmem(scratch.lse.at[pl.ds(i, 128)], rows_at(i))
 
 
 def scan(ring, first, count, source, body, carry):
@@ -188,9 +213,9 @@ def extremes(length, tile, j, ends):
     return tuple(jnp.maximum(end, jnp.where(real, one, -jnp.inf)) for end, one in zip(ends, (key, -key), strict=True))
 
 
-def middle(largest, largest_negated, dtype):
-    """c (WIDTH,) of `extremes`."""
-    most, least = largest.max(axis=0), -largest_negated.max(axis=0)
+def middle(largest, largest_negated, dtype, axis=0):
+    """c in float32, from what `extremes` has along an axis."""
+    most, least = largest.max(axis=axis), -largest_negated.max(axis=axis)
     half = least / 2 + most / 2
     c = jnp.where(least > 0, jnp.minimum(half, 2 * least), jnp.where(most < 0, jnp.maximum(half, 2 * most), 0))
     size = jnp.maximum(jnp.abs(least), jnp.abs(most))

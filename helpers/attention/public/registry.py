@@ -24,6 +24,7 @@ from helpers.attention.extra_gradients import gradients_of_extras
 from helpers.attention.hopper import backward as hopper_backward
 from helpers.attention.hopper import forward as hopper_forward
 from helpers.attention.hopper import serve as hopper
+from helpers.attention.hopper.common_part import given_back, taken_off
 from helpers.attention.low_bits import low_bits, with_low_bits
 from helpers.attention.mosaic import backward as mosaic_backward
 from helpers.attention.mosaic import decode as mosaic_decode
@@ -32,7 +33,7 @@ from helpers.attention.mosaic import words as mosaic
 from helpers.attention.portable import backward as plain_backward
 from helpers.attention.portable import forward as plain_forward
 from helpers.attention.problem import FEATURES, FEW_QUERIES, Call
-from helpers.attention.reference import naive_attention, naive_gradients, naive_gradients_of_part
+from helpers.attention.reference import naive_attention, naive_gradients, naive_gradients_of_part, what_counts
 
 
 class Kernels(NamedTuple):
@@ -173,6 +174,15 @@ def _mosaic(interpret):
     return Kernels(forward, _of_seeing_rows(backward), keeping, forward, exact_forward_of_part, of_part)
 
 
+def _of_one_query(call, out, lse, dout, dlse, low):
+    """The gradients of naive attention, in which no ds is rounded, without what keys have in common."""
+    if call.extras.sinks is not None or call.problem.soft_cap is not None:
+        return naive_gradients(call, out, lse, dout, dlse, low)
+    key, _, c = taken_off(call.problem, call.query, call.key, lse, what_counts(call)[1])
+    dq, *others = naive_gradients(dataclasses.replace(call, key=key), out, lse, dout, dlse, low)
+    return given_back(dq.astype(jnp.float32), dlse, c, call.problem.scale).astype(dq.dtype), *others
+
+
 def _hopper(interpret):
     forward = _forward(hopper_forward.forward, interpret)
     of_part = _forward(functools.partial(hopper_forward.forward, is_persistent=False), interpret)
@@ -183,7 +193,7 @@ def _hopper(interpret):
     def backward(call, *residuals):
         # With ds rounded to 16 bits, those of one query would be several times less exact than naive attention's.
         is_one_query = call.problem.T == 1 and residuals[-1] is not None  # and low bits are wanted
-        return (_of_seeing_rows(naive_gradients) if is_one_query else many_queries)(call, *residuals)
+        return (_of_seeing_rows(_of_one_query) if is_one_query else many_queries)(call, *residuals)
 
     backward_of_part = functools.partial(many_queries, has_all_keys=False)
     return Kernels(forward, backward, keeping, of_part, exact_of_part, backward_of_part)

@@ -46,6 +46,7 @@ from jax.sharding import PartitionSpec as P
 
 from helpers.attention.differentiate import differentiable
 from helpers.attention.extras import Extras
+from helpers.attention.hopper.common_part import given_back, taken_off
 from helpers.attention.low_bits import low_bits
 from helpers.attention.masking import Band
 from helpers.attention.problem import MAX_LENGTH, Call, Problem, check_call, check_flag, check_lengths
@@ -142,7 +143,7 @@ def ring_attention(
       TypeError, ValueError, NotImplementedError: as `flash_attention`; the message names the argument.
 
     A device needs memory for its share of all arrays, for two more shares of keys and values, and in the backward
-    pass for two of dk and dv in float32, besides the parts it adds up: as much for any D.
+    pass for two of dk and dv in float32, and in 16 bits one of keys, besides the parts it adds up: as much for any D.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
@@ -338,6 +339,13 @@ class DeviceRing:
         kind = jnp.asarray([kinds.index(piece) for piece in pieces])[me]
         return lax.switch(kind, branches, queries, query_ids, *shard, *lengths)
 
+    def is_key(self, key_lengths):
+        """Which of this device's own keys are no padding, (B or 1, S, 1, 1)."""
+        at = positions(self.layout, self.devices, self.problem.S, lax.axis_index(self.axis_name), xp=jnp)
+        end = self.devices * self.problem.S if self.key_length is None else self.key_length
+        ends = jnp.array([end]) if key_lengths is None else jnp.minimum(key_lengths, end)
+        return (at < ends[:, None])[:, :, None, None]
+
     def _lengths_of(self, query_lengths, key_lengths, me, other):
         """How many of the queries of me and of the keys of the other come before the lengths of the sequence."""
 
@@ -431,12 +439,15 @@ def _differentiable(ring):
     return differentiable(forward, backward, forward_with_residuals, words)
 
 
-def _gradients(ring, query, key, value, key_ids, own, *residuals):
+def _gradients(ring, query, key, value, key_ids, own, out, lse, dout, dlse, low):
+    if low is not None:  # what the keys of all devices have in common is taken off them, see `common_part`
+        is_key = ring.is_key(own[1])
+        key, lse, c = taken_off(ring.problem, query, key, lse, is_key, ring.axis_name)
+    queries = query, out, lse, dout, dlse, low
     at_home = [key, value, key_ids]
     dq = jnp.zeros_like(query, jnp.float32)
     coming = ring.shift(at_home)
     travelling = None  # dk and dv of the shard that is here, summed over devices before
-    queries = (query, *residuals)
     for step in [*range(1, ring.devices), 0]:
         shard, dq = lax.optimization_barrier((coming if step else at_home, dq))
         if 0 < step < ring.devices - 1:
@@ -447,4 +458,6 @@ def _gradients(ring, query, key, value, key_ids, own, *residuals):
         if travelling is not None:
             part = [a + b for a, b in zip(travelling, part, strict=True)]
         travelling = ring.shift(part) if step else part
+    if low is not None:
+        dq = given_back(dq, dlse, c, ring.problem.scale)
     return tuple(array.astype(query.dtype) for array in (dq, *travelling))
