@@ -9,9 +9,10 @@ for exact rows of ds add up to dlse. A kernel has ds rounded to 16 bits, and mad
 rounded p. Its rows add up to something else, and dq is off by the difference times what the keys have in common: c at
 most, and without c all of it.
 
-Here k - c is exact, and no larger than k, whichever keys a row sees; only q c is rounded. c lies in the middle of the
-keys, or at twice the smallest if that is nearer to 0, and is 0 in channels in which keys differ in sign. And it is a
-multiple of the distance of two neighbouring numbers near the largest key: k - c is then one of neighbours near k.
+Here k - c is exact, and no larger than k, whichever keys a row sees; only scale q c is rounded, and p is off by as
+much. c lies in the middle of the keys, or at twice the smallest if that is nearer to 0, and is 0 in channels in which
+keys differ in sign. And it is a multiple of the distance of two neighbouring numbers near the largest key: k - c is
+then one of neighbours near k.
 
 Where keys differ in sign in each channel, their first tile nearly always says so. Only where it does not, the kernel
 reads all keys of the head, and the queries. Meanwhile TMA writes the zeros that a fused kernel adds dq to, which takes
@@ -35,6 +36,7 @@ from helpers.attention.online_softmax import LOG2_E
 
 WIDTH = HEIGHT = 64  # channels and positions of a tile
 SLOTS = 4
+FAR = 2.0**10  # float32 rounds such a number by up to 2^-14, and p with it: less than 16 bits show
 
 
 class Scratch(NamedTuple):
@@ -87,26 +89,30 @@ def common_part(problem, q, k, lse, key_lengths, shape, interpret):
 def taken_off(problem, query, key, lse, is_key, axis_name=None):
     """(k - c, lse - scale q c, c) by XLA, c in float32 (B, 1, N, H), of the keys that is_key says, (B, S, 1, 1).
 
-    axis_name: the keys are all those of the devices along this axis of the mesh.
+    axis_name: the keys are all those of the devices along this axis of the mesh. c is 0 in heads in which some
+    |scale q c| is above FAR.
     """
-    keys = key.astype(jnp.float32)
+    everywhere = lambda most: most if axis_name is None else lax.pmax(most, axis_name)
+    keys, (small, large) = key.astype(jnp.float32), factors(problem.scale)
     ends = [jnp.where(is_key, one, -jnp.inf).max(axis=1, keepdims=True) for one in (keys, -keys)]
-    c = middle(*(ends if axis_name is None else lax.pmax(ends, axis_name)), key.dtype, axis=1)[:, None]
-    of_heads = jnp.repeat(c, problem.group, axis=2)
-    small, large = factors(problem.scale)
-    by = large * ((small * query.astype(jnp.float32)) * of_heads).sum(axis=3).swapaxes(1, 2)
-    return key - c.astype(key.dtype), lse - jnp.where(jnp.abs(by) < jnp.inf, by, 0), of_heads
+    c = middle(*everywhere(ends), key.dtype, axis=1)[:, None]
+    of_heads = lambda array: jnp.repeat(array, problem.group, axis=2)
+    by = large * ((small * query.astype(jnp.float32)) * of_heads(c)).sum(axis=3, keepdims=True)
+    far = jnp.where(by != by, 0, jnp.abs(by)).max(axis=1).reshape(-1, 1, problem.K, problem.group).max(axis=3)
+    is_near = (everywhere(far) <= FAR)[..., None]
+    c, by = jnp.where(is_near, c, 0), jnp.where((by == by) & of_heads(is_near), by, 0)
+    return key - c.astype(key.dtype), lse - by[..., 0].swapaxes(1, 2), of_heads(c)
 
 
 def factors(scale):
-    """Two numbers whose product it is: one for q, the other for q c. No part of a product overflows then."""
+    """Two numbers whose product it is, for x and then for x c. So no part of a product overflows that does not."""
     return (scale, 1.0) if abs(scale) <= 1 else (1.0, scale)
 
 
 def given_back(dq, dlse, c, scale):
     """dq (B, T, N, H) with scale dlse c. c: (B, 1, N, H)."""
-    dlse = dlse.swapaxes(1, 2)[..., None]
-    return jnp.where((dlse != 0) & (jnp.abs(dlse) < jnp.inf), dq + scale * (dlse * c), dq)
+    (small, large), dlse = factors(scale), dlse.swapaxes(1, 2)[..., None]
+    return jnp.where((dlse != 0) & (jnp.abs(dlse) < jnp.inf), dq + large * ((small * dlse) * c), dq)
 
 
 def kernel(q_ref, k_ref, lse_ref, lengths, c_ref, log2_sums_ref, zeros_ref, scratch, problem):

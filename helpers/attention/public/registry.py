@@ -24,7 +24,7 @@ from helpers.attention.extra_gradients import gradients_of_extras
 from helpers.attention.hopper import backward as hopper_backward
 from helpers.attention.hopper import forward as hopper_forward
 from helpers.attention.hopper import serve as hopper
-from helpers.attention.hopper.common_part import given_back, taken_off
+from helpers.attention.hopper.common_part import taken_off
 from helpers.attention.low_bits import low_bits, with_low_bits
 from helpers.attention.mosaic import backward as mosaic_backward
 from helpers.attention.mosaic import decode as mosaic_decode
@@ -175,12 +175,12 @@ def _mosaic(interpret):
 
 
 def _of_one_query(call, out, lse, dout, dlse, low):
-    """The gradients of naive attention, in which no ds is rounded, without what keys have in common."""
-    if call.extras.sinks is not None or call.problem.soft_cap is not None:
-        return naive_gradients(call, out, lse, dout, dlse, low)
-    key, _, c = taken_off(call.problem, call.query, call.key, lse, what_counts(call)[1])
-    dq, *others = naive_gradients(dataclasses.replace(call, key=key), out, lse, dout, dlse, low)
-    return given_back(dq.astype(jnp.float32), dlse, c, call.problem.scale).astype(dq.dtype), *others
+    """The gradients of naive attention, in which no ds is rounded; where rows of ds add up to 0, of keys without c."""
+    if call.extras.sinks is None and call.problem.soft_cap is None:
+        key, *_ = taken_off(call.problem, call.query, call.key, lse, what_counts(call)[1])
+        is_zero = (dlse == 0).all(axis=(1, 2))[:, None, None, None]
+        call = dataclasses.replace(call, key=jnp.where(is_zero, key, call.key))
+    return naive_gradients(call, out, lse, dout, dlse, low)
 
 
 def _hopper(interpret):
