@@ -221,7 +221,8 @@ def dk_and_dq(program, own, tile, ds=None):
 
     def ds_and_k(wg):
         rows = pl.ds(own.row, ROWS_OF_WGMMA)
-        return scratch.ds.at[tile.ds_slot, wg, :, rows], scratch.k.at[0, wg, :, own.columns]
+        ds_of_wg = scratch.ds.at[tile.ds_slot, wg, :, rows]
+        return ds_of_wg, scratch.k.at[0, wg, :, own.columns]
 
     warpgroups = range(program.tiles.warpgroups)
     dq = issue([ds_and_k(wg) for wg in warpgroups], 0, interpret)
