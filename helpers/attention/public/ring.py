@@ -440,7 +440,7 @@ def _differentiable(ring):
 
 
 def _gradients(ring, query, key, value, key_ids, own, out, lse, dout, dlse, low):
-    if low is not None:  # what the keys of all devices have in common is taken off them, see `common_part`
+    if low is not None:  # what all keys have in common goes, see `common_part`
         is_key = ring.is_key(own[1])
         key, lse, c = taken_off(ring.problem, query, key, lse, is_key, ring.axis_name)
     queries = query, out, lse, dout, dlse, low
