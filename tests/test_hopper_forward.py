@@ -82,9 +82,8 @@ def test_a_scale_becomes_positive(scale):
     [(1, 1, 9, 7), (13, 1, 3, 7), (13, 1, 3, 1), (12, 1, 4, 2), (12, 4, 1, 7), (6, 1, 0, 2)],
 )
 def test_the_causal_order_has_every_pair_once(heads, group, cached_heads, q_tiles, monkeypatch):
-    H, S = 128, 256
-    problem = Problem(1, S, S, heads, heads // group, H, jnp.dtype(jnp.bfloat16), 1.0, Band(right=0))
-    monkeypatch.setattr(tile_scheduler, "L2_BUDGET", cached_heads * 2 * S * H * 2)
+    problem = Problem(1, 256, 256, heads, heads // group, 128, jnp.dtype(jnp.bfloat16), 1.0, Band(right=0))
+    monkeypatch.setattr(tile_scheduler, "L2_BUDGET", cached_heads * 2 * 256 * 128 * 2)
     tiles, order = tile_scheduler.causal_order(jnp.arange(q_tiles * heads), q_tiles, problem)
     assert len({*zip(tiles.tolist(), order.tolist(), strict=True)}) == q_tiles * heads
     assert set(tiles.tolist()) == set(range(q_tiles)) and set(order.tolist()) == set(range(heads))

@@ -105,7 +105,7 @@ def taken_off(problem, query, key, lse, is_key, axis_name=None):
 
 
 def factors(scale):
-    """Two numbers whose product it is, for x and then for x c. So no part of a product overflows that does not."""
+    """Two factors of scale, one for x and one for x c. No part of scale x c then overflows, unless all of it does."""
     return (scale, 1.0) if abs(scale) <= 1 else (1.0, scale)
 
 
@@ -176,7 +176,7 @@ def kernel(q_ref, k_ref, lse_ref, lengths, c_ref, log2_sums_ref, zeros_ref, scra
 
 
 def take_off(q_ref, scratch, problem, place, step):
-    """lse of the queries of a program, without scale L q c. step: the next of the ring."""
+    """Takes scale L q c off L lse of the queries of a program. step: the next of the ring."""
     (b, n, part), count, widths = place, scratch.lse.shape[0], q_ref.shape[3] // WIDTH
     start = part * count
     small, large = factors(problem.scale)
