@@ -18,6 +18,7 @@ from helpers.attention.online_softmax import LOG2_E
 from helpers.attention.problem import check_call
 from helpers.attention.public import registry
 from helpers.attention.reference import oracle_gradients
+from helpers.instruments.products import equations
 
 IMPLEMENTATIONS = ("reference", "portable", "hopper", "tpu")
 
@@ -118,6 +119,20 @@ def test_some_of_the_keys_are_not_taken_for_all():
         )
     (right, _, _) = oracle_gradients(query, key, value, dout, dlse)
     assert relative_error(dq, right) < 0.01
+
+
+@pytest.mark.parametrize("name", ["portable", "tpu", "ring reference"])
+def test_xla_does_not_see_a_conversion_and_the_way_back(name):
+    """XLA for GPUs takes both away, and with them all that `low_bits` has."""
+    array = jnp.ones((1, 64, 1, 64), jnp.bfloat16)
+    if name.startswith("ring"):
+        forward = lambda *arrays: jax.vjp(attention(name), *arrays)
+    else:
+        forward = lambda *arrays: registry.kernels(name, True).forward_with_low_bits(check_call(*arrays))
+    found = list(equations(jax.make_jaxpr(forward)(array, array, array).jaxpr))
+    conversions = [one for one in found if one.primitive.name == "convert_element_type"]
+    to_16_bits = {id(one.outvars[0]) for one in conversions if one.invars[0].aval.dtype == jnp.float32}
+    assert to_16_bits and not any(id(one.invars[0]) in to_16_bits for one in conversions)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

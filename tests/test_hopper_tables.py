@@ -1,6 +1,5 @@
 """The tiles of the Hopper kernels: where they come from, and every configuration of the tables on a machine without a GPU."""
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -63,22 +62,6 @@ def test_a_gpu_with_a_table_uses_it(with_a_table):
 @pytest.mark.parametrize("configuration", [one for one in ptxas.configurations() if one.group == 1], ids=str)
 def test_every_configuration_lowers_for_cuda(configuration):
     assert "@mosaic_gpu_v2" in configuration.lowered().as_text()
-
-
-@pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA H100"])
-def test_whatever_the_problem_its_tiles_are_among_them(gpu, monkeypatch):
-    """So that shared memory holds them: Mosaic lowers no kernel that needs more than a Hopper GPU has."""
-    monkeypatch.setattr(table, "this_gpu", lambda: gpu)
-    known = {(one.which, one.H, one.is_causal, one.tiles) for one in ptxas.configurations()}
-    # A kernel that does not guess, or has its turns assigned before, keeps no more than one that does.
-    for field in ("guess", "dynamic"):
-        known |= {(*one, tiles._replace(**{field: False})) for *one, tiles in known if isinstance(tiles, forward.Tiles)}
-    lengths = itertools.product((1, 1025, 2049, 8193, 2**22), repeat=2)
-    for (T, S), H, is_causal, N in itertools.product(lengths, (64, 128, 256), (False, True), (1, 64)):
-        problem = problem_of(T, S, H, "float16", is_causal, N=N, K=N)
-        assert ("forward", H, is_causal, forward.default_tiles(problem)) in known
-        for deterministic in (False, True):
-            assert ("backward", H, is_causal, backward_schedule.default_tiles(problem, deterministic)) in known
 
 
 # What ptxas says

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -95,16 +94,6 @@ def test_lowers_for_a_gpu(arch, H, dtype, page, monkeypatch):
     assert "stablehlo.copy" not in text and "stablehlo.pad" not in text  # nothing is copied for a token
 
 
-@pytest.mark.parametrize(
-    ("B", "S", "programs", "of_pages"), [(1, 100, 1, 1), (1, 8192, 16, 32), (8, 8192, 2, 4), (32, 8192, 1, 1)]
-)
-def test_programs_fill_the_sms_and_are_not_tiny(B, S, programs, of_pages):
-    problem = Problem(B, 1, S, 32, 8, 128, jnp.dtype("bfloat16"), 1.0, NO_BAND)
-    select = functools.partial(select_splits, memory=227 * 1024)
-    assert select(replace(problem, band=Band.of(is_causal=True))).programs == 1
-    assert (select(problem).programs, select(problem, in_pages=True).programs) == (programs, of_pages)
-
-
 @pytest.mark.parametrize("memory", [163 * 1024, 99 * 1024, 227 * 1024])  # of a program, at 8.0, 8.6 and 9.0
 @pytest.mark.parametrize("dtype", [jnp.dtype("bfloat16"), jnp.dtype("float32")])
 def test_tiles_fit_every_gpu(memory, dtype):
@@ -112,13 +101,3 @@ def test_tiles_fit_every_gpu(memory, dtype):
         splits = select_splits(Problem(1, 16, 4096, rows, 1, H, dtype, 1.0, NO_BAND), memory=memory)
         row = own_keys.padded_head_dim(H, dtype) * dtype.itemsize
         assert (splits.block_r + splits.slots * splits.block_k) * row + 1024 <= memory
-
-
-def test_the_memory_of_the_parts_is_the_formula():
-    case = AttentionCase(2, 100, 32, N=4, K=2, B=3)
-    call = check_call(*case.inputs()[0])
-    run = lambda *arrays: decode(Call(call.problem, *arrays), programs=3)
-    kernels = [eqn for eqn in jax.make_jaxpr(run)(*call.arrays).eqns if len(eqn.outvars) == 2]
-    parts = sum(variable.aval.size * variable.aval.dtype.itemsize for variable in kernels[0].outvars)
-    rows, warps, columns = 16, 4 * 3, 32  # of a tile, of three programs, of a head
-    assert parts == 4 * 3 * 2 * rows * warps * (columns + 1)

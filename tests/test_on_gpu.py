@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from attention_cases import AttentionCase, check_forward
+from test_ring import attention_on
 
 from helpers import flash_attention
 from helpers.attention.device import compute_capability
@@ -67,6 +68,18 @@ def test_keys_with_a_part_in_common(T, H, dtype):
     right = oracle_gradients(*arrays, dout)
     for mine, one in zip(pull_back(dout), right, strict=True):
         assert cases.relative_error(mine, one) < 2 * float(jax.numpy.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("implementation", ["portable", pytest.param("hopper", marks=on_hopper)])
+def test_a_ring_keeps_low_bits_from_one_program_to_another(implementation):
+    """In one program XLA may leave out the rounding between the passes."""
+    case = AttentionCase(512, 512, 64, dtype="bfloat16", common=10)
+    arrays, _ = case.inputs()
+    dout, _ = cases.cotangents(case)
+    attention = attention_on(jax.device_count(), implementation=implementation, layout="contiguous", is_causal=True)
+    _, pull_back = jax.jit(lambda *arrays: jax.vjp(lambda *arrays: attention(*arrays)[0], *arrays))(*arrays)
+    dq, _, _ = jax.jit(lambda pull_back, dout: pull_back(dout))(pull_back, dout)
+    assert cases.relative_error(dq, oracle_gradients(*arrays, dout, is_causal=True)[0]) < 0.01
 
 
 @pytest.mark.parametrize("attention", [portable_attention, pytest.param(hopper_attention, marks=on_hopper)])

@@ -20,6 +20,13 @@ def low_bits(exact, rounded):
     return jnp.minimum(bits - start, 2**15 - 1).astype(jnp.int16)  # 2^15 itself, a tie, is one float32 number less
 
 
+def rounded_with_low_bits(exact, dtype):
+    """(float32 `exact` in 16 bits, its `low_bits`), outside of kernels."""
+    # XLA for GPUs would take away a conversion and the way back, and so the difference, unless something is between.
+    rounded = lax.optimization_barrier(exact.astype(dtype))
+    return rounded, low_bits(exact, rounded)
+
+
 def with_low_bits(rounded, low):
     """The float32 array whose `low_bits` these are; where low is None, `rounded` in float32.
 

@@ -39,7 +39,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from helpers.attention import online_softmax
-from helpers.attention.low_bits import delta_of, low_bits
+from helpers.attention.low_bits import delta_of, rounded_with_low_bits
 from helpers.attention.masking import key_tiles, query_tiles
 from helpers.attention.online_softmax import LOG2_E
 from helpers.attention.problem import Problem
@@ -217,10 +217,11 @@ def forward(call, *, block_q=None, block_k=None, keeps_low_bits=False, interpret
     like = [jax.ShapeDtypeStruct(q.shape, jnp.float32 if keeps_low_bits else q.dtype), rows]
     scratch = [(1, loop.block_q)] * 3 + [(q.shape[-1], loop.block_q)]
     exact, lse = _launch(forward_kernel, loop, "qkk", "qr", like, scratch, interpret)(*call.real_lengths(), q, k, v)
-    out, lse = _given_back(exact, problem.T, problem), lse[:, :, 0, : problem.T]
+    lse = lse[:, :, 0, : problem.T]
     if not keeps_low_bits:
-        return out, lse
-    return out, lse, low_bits(_given_back(exact, problem.T, problem, jnp.float32), out)
+        return _given_back(exact, problem.T, problem), lse
+    out, low = rounded_with_low_bits(_given_back(exact, problem.T, problem, jnp.float32), problem.dtype)
+    return out, lse, low
 
 
 def backward(call, out, lse, dout, dlse, low=None, *, block_q=None, block_k=None, interpret=False):

@@ -25,7 +25,7 @@ from helpers.attention.hopper import backward as hopper_backward
 from helpers.attention.hopper import forward as hopper_forward
 from helpers.attention.hopper import serve as hopper
 from helpers.attention.hopper.common_part import taken_off
-from helpers.attention.low_bits import low_bits, with_low_bits
+from helpers.attention.low_bits import rounded_with_low_bits, with_low_bits
 from helpers.attention.mosaic import backward as mosaic_backward
 from helpers.attention.mosaic import decode as mosaic_decode
 from helpers.attention.mosaic import forward as mosaic_forward
@@ -143,8 +143,8 @@ def _plain(interpret):
 
     def keeping(call):
         exact, lse = exact_forward(call)
-        out = exact.astype(call.problem.dtype)
-        return out, lse, low_bits(exact, out)
+        out, low = rounded_with_low_bits(exact, call.problem.dtype)
+        return out, lse, low
 
     backward = functools.partial(plain_backward.backward, interpret=interpret)
     return Kernels(forward, _of_seeing_rows(backward), keeping, forward, exact_forward, backward)

@@ -47,7 +47,7 @@ from jax.sharding import PartitionSpec as P
 from helpers.attention.differentiate import differentiable
 from helpers.attention.extras import Extras
 from helpers.attention.hopper.common_part import given_back, taken_off
-from helpers.attention.low_bits import low_bits
+from helpers.attention.low_bits import rounded_with_low_bits
 from helpers.attention.masking import Band
 from helpers.attention.problem import MAX_LENGTH, Call, Problem, check_call, check_flag, check_lengths
 from helpers.attention.public.registry import KernelsOf, choose, kernels_by_platform
@@ -425,8 +425,8 @@ def _differentiable(ring):
 
     def forward_with_residuals(query, *key_side):
         exact, lse = _around(ring, "exact_forward_of_part", query, *key_side)
-        out = exact.astype(query.dtype)
-        return (out, lse, low_bits(exact, out)) if query.dtype.itemsize == 2 else (out, lse)
+        out, *low = [exact] if query.dtype.itemsize > 2 else rounded_with_low_bits(exact, query.dtype)
+        return out, lse, *low
 
     def backward(arrays, residuals, gradients):
         out, lse, *low = residuals
