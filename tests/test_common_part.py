@@ -94,7 +94,16 @@ def test_what_is_taken_off_the_keys(dtype):
     qc = np.einsum("btnh,bh->bnt", query[:, :60].astype(np.float64), c[:, 0, :64])
     np.testing.assert_allclose(shifted[:, :, :60], -problem.scale * LOG2_E * qc, rtol=1e-5, atol=1e-3)
     assert np.all(np.isfinite(shifted))
-    arguments = query, key, lse[:, :, :70], np.arange(90)[:, None, None] < lengths[:, None, None, None]
+    lse[0, 1, 69], lse[1, 0, 3] = -300, -np.inf  # large, and that of a query without a key
+    fewer, of_large, _ = common_part(problem, *arrays, (1, 3, 70, 2, 64), registry.TABLE["hopper"].interpreter)
+    assert not np.any(fewer[0, :, :64]) and np.array_equal(fewer[1:], c[1:].astype(dtype))
+    np.testing.assert_array_equal(of_large[0], np.float32(LOG2_E) * lse[0])
+    arguments = (
+        query,
+        key,
+        np.zeros((3, 2, 70), np.float32),
+        np.arange(90)[:, None, None] < lengths[:, None, None, None],
+    )
     _, moved, same = taken_off(replace(problem, scale=1e-4), *arguments)
     np.testing.assert_array_equal(same[:, 0, 0], c[:, 0, :64])
     np.testing.assert_allclose(moved[:, :, :60], -1e-4 * qc, rtol=1e-5, atol=1e-6)
