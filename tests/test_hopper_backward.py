@@ -352,23 +352,6 @@ def trace_for_a_gpu(problem, tiles):
         traced_for_a_gpu(problem, tiles=tiles)
 
 
-@pytest.mark.parametrize(
-    ("H", "deterministic", "lengths", "heads", "causal"),
-    [
-        (40, False, (1023, 1024), (4, 1), True),
-        (128, True, (1, 7), (1, 1), False),
-        pytest.param(256, False, (4096, 333), (2, 2), False, marks=FULL),
-        pytest.param(64, True, (1023, 1024), (4, 1), True, marks=FULL),
-    ],
-)
-def test_default_tiles_lower_for_a_gpu(H, deterministic, lengths, heads, causal):
-    """Shared memory, layouts and copies fit, whatever the lengths and the grouping of heads."""
-    case = AttentionCase(*lengths, H, *heads, B=2, dtype="bfloat16" if H % 64 else "float16")
-    problem = check_call(*case.inputs()[0], is_causal=causal).problem
-    lowered = traced_for_a_gpu(problem, deterministic=deterministic).lower(lowering_platforms=("cuda",))
-    assert "mosaic_gpu" in lowered.as_text()
-
-
 @pytest.mark.parametrize(("T", "is_hidden"), [(128, True), (257, False)])
 def test_the_compiler_does_not_see_where_few_tiles_begin(T, is_hidden, monkeypatch):
     """What tests/one_turn_or_two.ptx shows on a GPU; long sequences keep the code that was measured."""

@@ -5,11 +5,10 @@ import re
 import numpy as np
 import pytest
 from jax._src.interpreters.mlir import make_ir_context
-from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func
 
-from helpers.attention.hopper.ptx import MATRIX, wgmma_instructions, wide_instructions
+from helpers.attention.hopper.ptx import wgmma_instructions
 
 
 def written(shapes, axis):
@@ -69,60 +68,4 @@ def test_the_instructions_compute_the_sum_of_the_products(axis, H):
         total = (total if int(adds) else 0) + tiles[0] @ tiles[1].T
     pairs = zip(arrays[::2], arrays[1::2], strict=True)
     right = sum(a @ b.T if axis == 1 else a.T @ b for a, b in pairs)
-    np.testing.assert_allclose(total, right, rtol=1e-12, atol=1e-12)
-
-
-def test_the_wide_product_reads_values_and_constants_beside_them():
-    """What the PTX of one product adds to acc, from operands in memory as far apart as it asks for."""
-    rng = np.random.default_rng(0)
-    keys, H = 128, 64
-    context = make_ir_context()
-    context.allow_unregistered_dialects = True
-    layout = MATRIX.to_mgpu()
-
-    def array_of(values, shape):
-        registers = np.array(values, dtype=object).reshape(layout.registers_shape(shape))
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
-
-    with context, ir.Location.unknown(), ir.InsertionPoint(ir.Module.create().body) as place:
-        smem = ir.Attribute.parse("#gpu.address_space<workgroup>")
-        pair_32, pair_16 = ir.VectorType.get((2,), ir.F32Type.get()), ir.VectorType.get((2,), ir.BF16Type.get())
-        refs = [ir.MemRefType.get((rows // 8, 1, 8, 64), ir.BF16Type.get(), memory_space=smem) for rows in (keys, 16)]
-        counts = (H + 8) // 8 * 2, keys // 8 * 2
-
-        def build(values, constants, *pairs):
-            acc, a = array_of(pairs[: counts[0]], (64, H + 8)), array_of(pairs[counts[0] :], (64, keys))
-            wide_instructions(acc, a, values, constants)
-
-        func.FuncOp.from_py_func(*refs, *[pair_32] * counts[0], *[pair_16] * counts[1])(build)
-        lines = str(place.block.owner).splitlines()
-    (line,) = (line for line in lines if "wgmma" in line)
-    text, constraints = re.search(r'"(\{.*\})", "([^"]*)"', line).groups()
-    count = (H + 8) // 2
-    left = 2 * count  # the registers of a, after acc as output and as input
-    assert constraints.split(",") == ["=f"] * count + [*map(str, range(count))] + ["r"] * (keys // 4) + ["l"] * 2
-    assert text.index("wgmma.fence") < text.index("wgmma.mma") and text.index("wgmma.commit") > text.rindex("wgmma.mma")
-    one = (
-        r"add.s64 b, \$(\d+), (\d+); sub.s64 far, \$(\d+), b; bfi.b64 b, far, b, (\d+), (\d+); "
-        r"wgmma.mma_async.sync.aligned.m64n(\d+)k16.f32.bf16.bf16 \{([^}]*)\}, \{([^}]*)\}, b, 1, 1, 1, 1;"
-    )
-    instructions = re.findall(one, text)
-    assert len(instructions) == keys // 16
-    a, values, constants = rng.normal(size=(64, keys)), rng.normal(size=(keys, H)), rng.normal(size=(16, 64))
-    memory = np.full(2 * 1024 * 16, np.nan)
-    begins = 1024 // 16, (1024 + keys * 128 + 2048) // 16  # where both lie, in units of 16 bytes
-    for array, begin in zip((values, constants), begins, strict=True):
-        memory[begin * 8 : begin * 8 + array.size] = array.ravel()
-    of_values, _ = (int(value) for value in re.findall(r"arith.constant (\d{16,}) : i64", "\n".join(lines)))
-    total = np.zeros((64, H + 8))
-    for number, (place_of, step, far_from, start, length, columns, sums, lefts) in enumerate(instructions):
-        assert (int(place_of), int(far_from)) == (left + keys // 4, left + keys // 4 + 1)
-        assert int(columns) == H + 8 and sums == ",".join(f"${i}" for i in range(count))
-        assert lefts == ",".join(f"${left + 4 * number + i}" for i in range(4))
-        b, kept = begins[0] + int(step), 2 ** int(length) - 1
-        descriptor = (of_values | b) & ~(kept << int(start)) | (begins[1] - b & kept) << int(start)
-        n, k = np.ogrid[: H + 8, :16]
-        operand = memory[address(descriptor, 0, True, n, k) // 2 + 8 * b]
-        total += a[:, 16 * number : 16 * number + 16] @ operand.T
-    right = a @ np.concatenate([values, np.tile(constants[:, :8], (keys // 16, 1))], axis=1)
     np.testing.assert_allclose(total, right, rtol=1e-12, atol=1e-12)

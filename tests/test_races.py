@@ -11,24 +11,23 @@ from jax import lax
 from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from test_timeline import compute, memory
 
+from helpers.exercises.notebook_10 import ring
 from helpers.instruments import races as module
 from helpers.instruments.races import DETECTING, races, ring_kernel_races
+from helpers.instruments.timeline import Wait
 
 
 @pytest.mark.parametrize(("steps", "stages", "readers"), [(1, 1, 1), (5, 2, 1), (7, 3, 2)])
 def test_a_right_ring_has_no_races(steps, stages, readers):
-    assert ring_kernel_races(memory(steps, stages), [compute(steps, stages) for _ in range(readers)], stages) == []
+    memory, *computing = (list(ring(role, steps, stages)) for role in ["memory"] + readers * ["compute"])
+    assert ring_kernel_races(memory, computing, stages) == []
 
 
-@pytest.mark.parametrize(
-    ("loading", "computing", "words"),
-    [({"wait": False}, {}, "copy_gmem_to_smem"), ({}, {"wait": False}, "read: "), ({}, {"early": True}, "read: ")],
-)
-def test_a_race_is_named(loading, computing, words):
-    steps = 4 if computing.get("wait", True) else 2  # or loaded may complete a phase that nobody has seen
-    found = ring_kernel_races(memory(steps, 2, **loading), [compute(steps, 2, **computing)], 2)
+@pytest.mark.parametrize(("role", "steps", "words"), [("memory", 4, "copy_gmem_to_smem"), ("compute", 2, "read: ")])
+def test_a_race_is_named(role, steps, words):
+    wrong = lambda name: [one for one in ring(name, steps, 2) if name != role or type(one) is not Wait]
+    found = ring_kernel_races(wrong("memory"), [wrong("compute")], 2)
     assert len(found) == 2 and words in found[0] and "write: " in found[1]
 
 

@@ -16,7 +16,7 @@ OF_A_STATE = (  # of a loop that keeps m, l and acc
     ("exp2 stands where exp belongs", "jnp.exp", "jnp.exp2",
      "With exp2, logits are multiplied by log2 e, and lse is divided by it: see section 8 of notebook 05."),
     ("the logits are not scaled", " / math.sqrt(H)", "", "s = q kᵀ / √H: see section 1 of notebook 05."),
-    ("the logits are divided by √H twice", "math.sqrt(H)", "H", "s = q kᵀ / √H: scale q or the product, not both."),
+    ("the logits are divided by √H twice", "math.sqrt(H)", "H", "s = q kᵀ / √H: scale the product, once."),
     ("p keeps 32 bits where the values have 16", "p.astype(v.dtype)", "p",
      "A product has operands of one dtype on a GPU: convert p to that of v, see section 9 of notebook 05."),
     ("lse is the logarithm of the sum alone", "m + jnp.log", "jnp.log",

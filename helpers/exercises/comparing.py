@@ -128,7 +128,7 @@ def compare(mine, right, tolerance):
         return f"expected {describe(right)}, got {got(mine)}"
     if array.shape != right.shape:
         if right.shape == ():
-            return f"expected a number, got {got(mine)}"
+            return f"expected {'True or False' if right.dtype.kind == 'b' else 'a number'}, got {got(mine)}"
         return f"expected shape {right.shape}, got {array.shape if array.shape else got(array)}"
     if np.iscomplexobj(array):
         return f"expected real numbers, got dtype {array.dtype}"
@@ -204,7 +204,7 @@ def describe(value):
         if isinstance(value, int | float):
             return _number(value)
         if value is None or isinstance(value, str):
-            return repr(value)[:80]
+            return repr(value)[:300]
         if isinstance(value, tuple | list | dict):
             return f"a {type(value).__name__} of {len(value)}"
         if isinstance(value, np.ndarray):

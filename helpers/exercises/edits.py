@@ -4,7 +4,7 @@ import functools
 import inspect
 import textwrap
 
-EDITED = "an edited solution"  # in place of a file's name, so that a check takes it for a learner's code
+EDITED = "/an edited solution"  # in place of a file's name, so that a check takes it for a learner's code
 
 
 def changed(text, *changes, once=False):

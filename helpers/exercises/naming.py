@@ -49,9 +49,9 @@ def _mistaken(exercise, answer, case_number):
 
 
 def _same(a, b, tolerance):
-    """Whether two results are equal; whoever raises in the same case counts as doing the same, a complaint apart."""
+    """Whether two results are equal; errors of one kind in the same case count as equal."""
     if isinstance(a, Raised) or isinstance(b, Raised):
-        return isinstance(a, Raised) and isinstance(b, Raised) and (a.kind == "Complaint") == (b.kind == "Complaint")
+        return isinstance(a, Raised) and isinstance(b, Raised) and a.kind == b.kind
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_same(a[key], b[key], tolerance) for key in a)
     if isinstance(a, str) or isinstance(b, str) or a is None or b is None:

@@ -60,6 +60,8 @@ ATTENTION = Exercise(
     ("the softmax runs over the queries instead of the keys",
      ("axis=-1", "p @ v / p.sum(axis=0, keepdims=True)"), ("axis=0", "p / p.sum(axis=0, keepdims=True) @ v"),
      "The weights of one query, a row, must sum to one: reread section 1."),
+    *((f"the scale is made of the number of {rows} instead of H", "q.shape[-1]", f"len({rows[0]})",
+       "H is the length of one of them: reread section 1.") for rows in ("queries", "keys")),
     ("the largest logit is not subtracted, and large exponentials overflow or vanish",
      " - s.max(axis=-1, keepdims=True)", "", "Subtract each row's maximum before the exponential: reread section 1."),
 )  # fmt: skip

@@ -119,6 +119,7 @@ def _two_parts():
         case("4 keys and nothing", 3, 4, 0, 2),
         case("larger logits in a", 5, 2, 7, 3, shift_a=4.0),
         case("larger logits in b", 5, 7, 2, 3, shift_b=4.0),
+        case("one part far above the other", 3, 3, 2, 2, LEVELS, -LEVELS),
         case("logits near 1000", 2, 3, 4, 5, 1000.0, 1000.0, 3.0),
         case("logits near -1000", 2, 3, 4, 5, -1000.0, -1000.0, 3.0),
         case("rows near -1000, 0 and 1000", 3, 3, 2, 2, LEVELS, LEVELS, 3.0),
@@ -208,6 +209,8 @@ BREAK = Exercise(
 ).with_cases("block_k", (2,), (3,), (32,), (500,)).with_mistakes(
     ("no row breaks any shortcut, as with numbers from N(0, 1)", ("100.0", "200.0"), ("1.0", "1.0"),
      "No reference matters until an exponential leaves the range of float32: see the picture in section 6."),
+    ("the row for “no max” is not far enough above zero", 'max": np.full(block_k, 100', 'max": np.full(block_k, 50',
+     "The sum of its e^s must exceed the largest float32: a logit of 89 or more does it, see section 1."),
     ("the row for “tile max” never falls from one tile to a later one, or not far enough",
      "[first, second]", "[second, first]",
      "Only a fall makes alpha or l exceed the largest float32; 89 between two tiles are enough: see section 6."),
@@ -232,6 +235,7 @@ def _lse_cases():
     v = np.arange(12.0).reshape(4, 3)
     none, some = np.full((3, 2), -np.inf), np.array([[2.0, 1.0], [-np.inf, -np.inf], [0.25, 3.0]])
     more = [("neither saw a key, rows=3, H=3", (none, v[:2]), (none, v[2:]))]
+    more += [("neither saw a key in row 1 alone, rows=3, H=3", (some[::-1], v[:2]), (some, v[2:]))]
     more += [("only b saw keys, none of them in row 1, rows=3, H=3", (none, v[:2]), (some, v[2:]))]
     return [Case(label, (*_out_and_lse(*a), *_out_and_lse(*b))) for label, a, b in [*_two_parts(), *more]]
 

@@ -10,7 +10,7 @@ from helpers.attention import masking, online_softmax
 from helpers.attention.tiled import SlowMemory
 from helpers.exercises.comparing import plain
 from helpers.exercises.exercise import Case, Complaint, Exercise
-from helpers.exercises.watched import exceeds, watch, without
+from helpers.exercises.watched import exceeds, kept, watch, without
 from helpers.instruments import cost
 
 KIB = 1024
@@ -54,7 +54,7 @@ def _attention_cases():
         case(7, ", the last logit 2000 above the others", *small, 0.5, peak=9, gap=2000.0),
         case(8, ", logits near 1000 and -1000, by query", *small, 0.25, shift=1000.0, mixed=True),
         case(9, ", more queries than keys", 11, 6, 4, 2, 4, 0.5),
-        case(10, "", 128, LONG, 1, 128, 64, 1.0),
+        case(10, "", 128, LONG, 1, 128, 32, 1.0),
     ]
 
 
@@ -86,12 +86,17 @@ def _run_in_tiles(answer, q, k, v, scale, block_q, block_k):
     if S < LONG:
         k, v = (watch(array, True, reads, name)[0] for name, array in (("k", k), ("v", v)))
     run = lambda: without(online_softmax, answer, q, k, v, scale, block_q, block_k)
-    result, whole = exceeds(4 * block_q * S, run) if S == LONG else (run(), False)
+    whole = seen = False
+    if S == LONG:
+        (result, whole), seen = kept(lambda: exceeds(6 * block_q * S, run), lambda shape: {S, len(q)} <= set(shape))
+    else:
+        result = run()
     result = plain(result)
     if not isinstance(result, tuple) or len(result) != 2:
         raise Complaint("expected two results, (out, lse)" + (", got None" if result is None else ""))
     others = [part.dtype.name for part in result if getattr(part, "dtype", q.dtype) != q.dtype]
-    return *result, f"{others[0]} numbers" if others else _built(shapes, reads, *q.shape, S, block_q, block_k, whole)
+    built = _built(shapes, reads, *q.shape, S, block_q, block_k, whole or seen)
+    return *result, f"{others[0]} numbers" if others else built
 
 
 def _built(shapes, reads, T, H, S, block_q, block_k, whole):
@@ -99,12 +104,14 @@ def _built(shapes, reads, T, H, S, block_q, block_k, whole):
     either_way = lambda rows, columns: {(rows, columns), (columns, rows)} & shapes
     if S == LONG:
         # Nothing but logits is made of q and as long as the keys: those of all queries, or of one at a time.
-        if whole or any(S in shape for shape in shapes):
+        if any(S in shape for shape in shapes):
             return f"whole rows of {S} logits"
         tables = {shape for shape in shapes if len(shape) == 2 and min(shape) > 1}
         keys = {max(shape) for shape in shapes if math.prod(shape) == max(shape, default=1) not in (1, T)}
         if not either_way(block_q, block_k) if tables else keys and block_k not in keys:
             return "tiles of other sizes"
+    if whole or (H == 5 and any(S in shape for shape in shapes)):
+        return f"whole rows of {S} logits"
     if T > block_q and S > block_k and either_way(T, S):
         return "all logits at once"
     if T > block_q and H != block_k and either_way(T, block_k):
@@ -115,7 +122,8 @@ def _built(shapes, reads, T, H, S, block_q, block_k, whole):
     if H == 5:
         runs, key_tiles = lambda parts: len([*itertools.groupby(parts)]), -(-S // block_k)
         # Keys of a tile may be read one by one, but then its values are read behind all of them.
-        if runs(name for name, _, n in reads if name != "q" and n == 1) > 2 * T * key_tiles:
+        made = any(block_k in shape for shape in shapes)
+        if not made and runs(name for name, _, n in reads if name != "q" and n == 1) > 2 * T * key_tiles:
             return "one key at a time"
         if runs(row // block_q for name, row, n in reads if name == "q" and n <= block_q) >= T / block_q * key_tiles:
             return "all tiles of queries for one tile of keys after the other"
@@ -134,6 +142,8 @@ QUERY_OUTER = Exercise(
     ("no tiles are used: all logits are computed at once",
      "    out, lse =", "    block_q, block_k = len(q), len(k)\n    out, lse =",
      "The numbers are right, but the whole table fits no chip: block_q queries meet block_k keys, see section 2."),
+    ("the tiles are not block_q queries by block_k keys", "    out, lse =", "    block_k = 2 * block_k\n    out, lse =",
+     "The numbers are right, but the sizes are arguments: cut block_q queries and block_k keys."),
     ("the last, shorter key tile is left out", "len(k), block_k", "len(k) // block_k * block_k, block_k",
      "range(0, S, block_k) reaches the tail, S // block_k tiles do not: see section 4."),
 )  # fmt: skip
@@ -172,6 +182,10 @@ CLASSIFY = Exercise(kind_of_tile, "Skipped, partial or full", outputs=("kind",),
      "The last query of the tile sees the most keys: see section 5."),
     ("a tile is called full if only its last query sees every key", "k_stop - 1 <= q_start", "k_stop <= q_stop",
      "The first query of the tile sees the fewest keys: see section 5."),
+    ("a tile that sticks out past S is called full", " and k_stop <= S", "",
+     "Positions past S count as not visible: see the text of the exercise."),
+    ("a tile that sticks out past T is called full", " and q_stop <= T", "",
+     "Positions past T count as not visible: see the text of the exercise."),
     ("the diagonal ends at the lower right corner, as if query T - 1 stood beside key S - 1",
      ("> last_query", "<= q_start"), ("> last_query + S - T", "<= q_start + S - T"),
      "Query i sees the keys j ≤ i, whatever S and T are: see section 5."),
@@ -202,15 +216,21 @@ def key_outer_attention(memory, scale, block_q, block_k):
 class _WatchedMemory(SlowMemory):
     """Keeps a copy of out at the moment when the second key tile is first asked for. queries: most of q in one load."""
 
-    snapshot, queries = None, 0
+    snapshot, queries, stored = None, 0, 0
 
     def load(self, name, start, stop):
-        if name == "k" and start > 0 and self.snapshot is None:
+        if name == "k" and self.stored and self.snapshot is None:
             self.snapshot = self.arrays["out"].copy()
         rows = super().load(name, start, stop)
-        if name == "q":
+        if name in ("q", "m", "l", "out"):
             self.queries = max(self.queries, len(rows))
         return rows
+
+    def store(self, name, start, rows):
+        super().store(name, start, rows)
+        self.stored += len(rows) * (name == "out")
+        if self.snapshot is None and self.stored >= len(self.arrays["q"]):
+            self.snapshot = self.arrays["out"].copy()
 
 
 def _run_on_memory(answer, q, k, v, scale, block_q, block_k):
@@ -325,6 +345,7 @@ LEAST_TRAFFIC = Exercise(
     ("T=96, S=500, H=64, 100 KiB", 96, 500, 64, 2, 100 * KIB, (16, 48, 64, 96)),
     ("T=S=4096, H=64, 150,000 bytes", 4096, 4096, 64, 2, 150_000, POWERS[:-1]),
     ("T=S=1000, H=32, 20 KiB, other sizes", 1000, 1000, 32, 2, 20 * KIB, (24, 40, 56, 88, 120)),
+    ("T=S=1000, H=32, 14 KiB, other sizes", 1000, 1000, 32, 2, 14 * KIB, (24, 40, 56, 88, 120)),
     ("T=S=1000, H=32, 17 KiB, sizes close to each other", 1000, 1000, 32, 2, 17 * KIB, (40, 56, 60)),
 ).with_mistakes(
     ("the tile of v is left out of the budget", "2 * block_k * H", "block_k * H",

@@ -47,6 +47,7 @@ INDEX_MAP = Exercise(
     read_block, "The index map", outputs=("the block of each program",),
     run=lambda answer, R, C: blocks_of(answer, (C, 2 * R), AXES),
 ).with_cases("R C", (1, 2), (2, 3), (3, 2), (4, 5)).with_mistakes(
+    ("j is not halved", "j // 2, i", "j, i", "Neighbours in j share a block of x: see the picture of the exercise."),
     ("i is halved instead of j", "j // 2, i", "j, i // 2",
      "Neighbours in j share a block, neighbours in i do not: see the picture of the exercise."),
 )  # fmt: skip
@@ -58,6 +59,11 @@ def softmax_tail_kernel(s_ref, out_ref, *, T, S):
     s = jnp.where(inside, s_ref[...], -jnp.inf)
     p = jnp.exp(s - s.max(axis=1, keepdims=True))
     out_ref[...] = p / p.sum(axis=1, keepdims=True)
+
+
+def _written(launched):
+    if not all(operand.writes.all() for operand in launched.operands.values() if operand.is_output):
+        raise Complaint("a part of out was never written: store with out_ref[...] = ..., in every program")
 
 
 def _softmax_cases():
@@ -81,7 +87,8 @@ def _run_softmax(kernel, s, block_q, block_s):
     T, S = s.shape
     spec = pl.BlockSpec((block_q, block_s), lambda i: (i, 0))
     call = _call(functools.partial(kernel, T=T, S=S), (pl.cdiv(T, block_q),), [spec], spec, (T, S))
-    _, out = replay(call, s)
+    (launched,), out = replay(call, s)
+    _written(launched)
     check_ends(call, [s], out)
     return out
 
@@ -140,18 +147,26 @@ def _run_matmul(kernel, p, v, block_q, block_h, block_k):
         raise Complaint(f"one product takes {keys[-1]} keys at once; load and add one tile of block_k keys at a time")
     if keys and keys[0] < block_k:
         raise Complaint(f"one product takes {keys[0]} of {block_k} keys; load the last tile whole, and mask its tail")
-    _, out = replay(call, p, v)
+    if not keys:
+        raise Complaint("no product of tiles was found: multiply block_k keys at a time")
+    (launched,), out = replay(call, p, v)
+    _written(launched)
+    if any(operand.past_block for operand in launched.operands.values()):
+        raise Complaint("a slice reaches past the last tile: count the tiles with pl.cdiv(S, block_k)")
     check_ends(call, [p, v], out)
     return out
 
 
 def _keys_in_products(jaxpr):
     """The length of the sum in each matrix product of a jaxpr, also of one written as a multiplication and a sum."""
+    multiplied = set()
     for equation in equations(jaxpr):
+        if equation.primitive.name == "mul":
+            multiplied.update(map(id, equation.outvars))
         kind, options = equation.primitive.name, equation.params
         if kind == "pallas_call":
             yield from _keys_in_products(options["jaxpr"])
-        elif kind in ("dot_general", "reduce_sum"):
+        elif kind == "dot_general" or (kind == "reduce_sum" and id(equation.invars[0]) in multiplied):
             summed = options["axes"] if kind == "reduce_sum" else options["dimension_numbers"][0][0]
             if summed:
                 yield math.prod(equation.invars[0].aval.shape[axis] for axis in summed)
@@ -174,6 +189,8 @@ ACCUMULATE = Exercise(
      "A missing key must add nothing, so both operands need 0; 0 · NaN and 0 · ∞ are NaN: see section 7."),
     ("the mask hides nothing of the last tile, in either operand", "j * block_k + jnp.arange", "jnp.arange",
      "Compare j * block_k + jnp.arange(block_k) with S, not the places within a tile: see section 6."),
+    ("a product is returned in the dtype of the inputs", ", preferred_element_type=jnp.float32", "",
+     "Ask for preferred_element_type=jnp.float32: see section 5."),
 )  # fmt: skip
 
 EXERCISES = (INDEX_MAP, MASKED_TAIL, ACCUMULATE)

@@ -51,6 +51,8 @@ BOUNDS = Exercise(
      "min(q_stop, S)", "min(q_start + 1, S)", "The last query of the tile sees furthest: reread section 5."),
     ("left = 0 is taken for no window (too many tiles)", "0 if left is None", "0 if not left",
      "With left = 0 a query sees its own key alone; only None means no limit: see the text of the exercise."),
+    ("whether a window has left the keys behind is not asked, or asked in tiles", "first_key >= stop_key",
+     "first_key // block_k >= -(-stop_key // block_k)", "Ask it in keys, before you divide."),
     ("first is measured from the last query of the tile instead of the first (too few tiles)", "q_start - left",
      "q_stop - 1 - left", "The first query of the tile sees furthest to the left: see the text of the exercise."),
 )  # fmt: skip
@@ -82,7 +84,9 @@ GQA = Exercise(
     key_block, "The index map of grouped queries", outputs=("blocks",), run=_run_gqa, judge=_judge_gqa,
 ).with_cases(
     "B T S N K H", (1, 2, 3, 6, 2, 2), (2, 4, 3, 4, 2, 3), (2, 2, 5, 3, 1, 2), (2, 4, 2, 3, 3, 2),
-).with_mistakes(*OF_HEADS)  # fmt: skip
+).with_mistakes(
+    *OF_HEADS, ("n is not divided", "n // group", "n", "N // K query heads share a key head: see section 7."),
+)  # fmt: skip
 
 
 def finish(m, l, acc):
@@ -202,6 +206,7 @@ def _forward_cases():
         ((1, 20, 40, 6, 2, 3), False, (16, 8), np.float32, "large logits for some queries, far below 0 for others",
          (90, 150, 120, 100, 140)),
         ((2, 36, 45, 4, 2, 8), True, (16, 8), jnp.bfloat16, "", (0,)),
+        ((1, 5, 3, 2, 2, 20), True, (8, 16), np.float32, "shorter than a tile", (3,)),
         ((1, 24, 40, 2, 1, 8), False, (8, 16), jnp.bfloat16, "all far below 0, a part in common", (-400, -350)),
         ((2, 100, 90, 4, 2, 20), True, (), np.float32, "your default blocks, not replayed but run", (3,)),
     ]:  # fmt: skip

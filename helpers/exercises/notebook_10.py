@@ -96,6 +96,8 @@ RING = Exercise(
      ('if j >= stages:\n                yield Wait("free", slot)\n            ', '"loaded")\n'),
      ("", '"loaded")\n            yield Wait("free", slot)\n'),
      "Wait before the fetch that needs the slot, not after the one that filled it: see section 5."),
+    ("a slot is given back before it is read", 'Read("tile", slot)\n            yield Arrive("free", slot)',
+     'Arrive("free", slot)\n            yield Read("tile", slot)', "Arrive when you have read: see section 5."),
     ("the memory warpgroup waits until all slots are free before it fills them again",
      ("j >= stages", 'yield Wait("free", slot)'),
      ("j and slot == 0", 'yield from (Wait("free", each) for each in range(stages))'),
@@ -134,7 +136,7 @@ SMEM = Exercise(
 ).with_cases(  # what does not grow is too much already; the gaps decide; the last stage fits to the byte
     "H block_q block_k stages warpgroups", (64, 64, 64, 1, 1), (64, 64, 128, 2, 3), (128, 64, 128, 2, 2),
     (128, 64, 64, 3, 2), (256, 64, 64, 1, 2), (64, 64, 64, 4, 4), (64, 128, 64, 2, 2), (256, 128, 64, 1, 2),
-    (64, 128, 64, 4, 3), (64, 40, 240, 2, 3),
+    (64, 128, 64, 4, 3), (64, 40, 240, 2, 3), (128, 64, 128, 4, 2),
 ).with_mistakes(
     ("out is forgotten, or the next tile of queries", "3 * warpgroups", "2 * warpgroups",
      "There are three tiles of that size: q, the next q, and out on its way to GMEM: see section 8."),
@@ -196,6 +198,8 @@ def _fault_of_order(operations, steps):
                     f"softmax {j} reads the scores of tile {j} before their product has surely ended; "
                     f"the products so far, in order: {', '.join(ordered)}."
                 )
+            if j in softmaxed:
+                return f"softmax {j} is computed a second time."
             softmaxed.add(j)
             continue
         if name == f"s{j}":

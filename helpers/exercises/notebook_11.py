@@ -56,6 +56,8 @@ GUESS = Exercise(guess, "Guess, and notice", outputs=("failed", "lse")).with_cas
     ("8 keys in one tile, `most` 3, headroom 1", np.zeros(8), 8, 1, 3),
     ("6 keys, the first tile 8 below the others", np.array([-8.0, -8.0, 0.0, 0.0, 0.0, 0.0]), 2, 11, 32768),
     ("40 random logits, headroom 40", 9 * RANDOM.standard_normal(40), 8, 40, 32768),
+    ("logits ln 1, ln 3, ln 4, ln 40", LN([1.0, 3.0, 4.0, 40.0]), 2, 1, 32768),
+    ("5 keys in tiles of two, headroom 0", LN([1.0, 1.0, 1.0, 1.0, 1.5]), 2, 0, 32768),
     ("fewer keys than a tile", RANDOM.standard_normal(5), 16, 1, 32768),
 ).with_mistakes(
     ("the maximum of the whole row is taken", "s[:block_k]", "s",

@@ -29,6 +29,7 @@ OPERANDS = Exercise(
     ("ds.T q, tiles as they are", "ds.T", "q", BY_QUERIES),
     ("do.T p, tiles as they are", "do.T", "p", BY_QUERIES),
     ("p.T ds, both computed", "p.T", "ds", BY_KEYS),
+    ("ds.T q, ds brought by TMA", "ds.T", "q", ["s", "p"]),
     ("p ds.T, both computed, one as it is needed", "p", "ds.T", ["p", "s.T", "ds.T"]),
 ).with_mistakes(
     ("the right operand may lie in registers as well", ("stored = right", '"shared memory", stored'),

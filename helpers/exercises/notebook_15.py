@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
@@ -46,8 +47,10 @@ class Ref:
             raise Complaint(f"`{self.name}` takes an array of shape {there} there, yours has {value.shape}")
         self._array[index] = value
 
-    def __array__(self, dtype=None, copy=None):
-        raise TypeError(f"{self.name} is a ref: read it with {self.name}[...]")
+    def __array__(self, *_, **__):
+        raise TypeError(f"`{self.name}` is a ref: read it with {self.name}[...]")
+
+    __jax_array__ = __array__
 
 
 def _walk(answer, q, k, v, block_q, block_k):
@@ -59,11 +62,14 @@ def _walk(answer, q, k, v, block_q, block_k):
         q_ref, out_ref, lse_ref = Ref("q_ref", q[start : start + block_q]), begun("out_ref", H), begun("lse_ref", 1)
         for step in range(last + 1):
             keys = slice(step * block_k, (step + 1) * block_k)
-            answer(step, last, q_ref, Ref("k_ref", k[keys]), Ref("v_ref", v[keys]), out_ref, lse_ref, *scratch)
+            with jax.disable_jit():  # so that pl.when takes an array for its condition
+                answer(step, last, q_ref, Ref("k_ref", k[keys]), Ref("v_ref", v[keys]), out_ref, lse_ref, *scratch)
             for ref in (out_ref, lse_ref) if step < last else ():
                 if not np.isnan(ref[...]).all():
                     raise Complaint(f"`{ref.name}` was written at step {step}: write it at the last one, {last}")
         results.append((out_ref[...], lse_ref[...]))
+    if all(np.isnan(ref[...]).all() for ref in scratch):
+        raise Complaint("nothing was put into m_ref, l_ref and acc_ref: what a step leaves for the next stands there")
     return tuple(map(np.concatenate, zip(*results, strict=True)))
 
 
@@ -88,7 +94,8 @@ def _walk_cases():
 WALK = Exercise(
     attend_step, "A step of the walk", outputs=("out", "lse"), cases=_walk_cases, run=_walk, tolerance=1e-4,
 ).with_mistakes(
-    ("scratch is set at every step", "step == 0", "True", "Then only the last tile counts: see section 2."),
+    ("scratch is set at every step, or the new m not written back", "step == 0", "True",
+     "Then only the last tile counts: see section 2."),
     ("the result is written before the last tile is in it",
      ("    m =", "acc_ref[...] / l_ref[...]", "m_ref[...] + jnp.log(l_ref[...])"),
      ("    l, acc = l_ref[...], acc_ref[...]\n    m =", "acc / l", "m + jnp.log(l)"),
@@ -108,7 +115,7 @@ def _asked(answer, T, S, block_q, block_k):
     """The index of the key block for each program, in the order of the walk: (tiles of queries, steps)."""
     table = np.array([[answer(i, j, block_q, block_k) for j in range(S // block_k)] for i in range(T // block_q)])
     if table.ndim > 2 or table.dtype.kind not in "iuf" or (table % 1 != 0).any():
-        raise Complaint("an index map names one block, by a whole number")
+        raise Complaint("an index map names one block, by a whole number: return that alone")
     return table.astype(int)
 
 
@@ -165,6 +172,9 @@ VMEM = Exercise(vmem_bytes, "What lies in VMEM", outputs=("bytes",)).with_cases(
     "block_q block_k H itemsize", (128, 128, 128, 2), (128, 128, 64, 2), (512, 512, 128, 2), (256, 512, 128, 2),
     (512, 128, 128, 4), (384, 256, 129, 2), (128, 640, 256, 4), (256, 128, 300, 2),
 ).with_mistakes(
+    ("a block has one buffer", "2 * streams", "streams",
+     "The next block comes while this one is used, so each has two buffers: see section 5."),
+    ("heads are not filled up to whole lanes", "-(-H // 128) * 128", "H", "A row takes whole lanes: see section 7."),
     ("scratch has two buffers as well", "streams + scratch", "(streams + scratch)",
      "Scratch does not stream, so there is one of it: see section 7."),
     ("acc has the dtype of the inputs", "4 * lanes", "itemsize * lanes", "Its sums are float32: see section 7."),
@@ -202,6 +212,8 @@ AXES = Exercise(semantics, "Axes in any order", outputs=("words",), run=_in_word
     ("blocks along a diagonal", (3, 4), lambda i, j: (i + j,)),
     ("both ends of an axis share a block", (4, 2), lambda i, j: (i % 3, j)),
     ("a row and a column share a block", (2, 2), lambda i, j: (i * j,)),
+    ("one block along each axis", (3, 2), lambda i, j: (0, 0) if i == 0 else (1, j)),
+    ("an axis of one program", (1, 3), lambda b, i: (b, i)),
 ).with_mistakes(
     ("every axis is called parallel", "any(len(found) > 1 for found in places)", "False",
      "Programs that add to one block need its sum from the step before: see section 8."),

@@ -43,6 +43,8 @@ RACES = Exercise(
     ([(0, 0, 5, False), (1, 0, 5, True)],), ([(3, 1, 7, True), (40, 1, 7, True)],),
     ([(0, 0, 1, True), (1, 1, 1, False), (0, 1, 1, True)],), ([(0, 0, 5, False), (1, 0, 5, False), (1, 0, 5, True)],),
     ([(0, 0, 5, True), (0, 1, 9, False), (1, 0, 5, False)],), ([(0, 0, 5, True), (1, 0, 5, False), (0, 1, 5, True)],),
+    ([(0, 0, 5, False), (1, 0, 5, False), (0, 0, 5, True)],), ([(0, 0, 5, False), (1, 0, 5, False), (0, 0, 6, True)],),
+    ([(0, 0, 5, True), (0, 0, 5, False), (1, 0, 5, False)],), ([(3, 1, 7, True), (4, 1, 7, True)],),
     ("a tile that is written and, after a barrier, read by all", _tile()),
     ("such a tile of which one element is written after the barrier", _tile(late=(5,))),
 ).with_mistakes(
@@ -68,6 +70,8 @@ HELD = Exercise(held, "Who holds this element?", outputs=("lane", "register", "h
     ("the registers are in the other order", "row // 8 + 2 * (column // 8)", "column // 8 + 2 * (row // 8)",
      "Register 1 is eight rows down, register 2 eight columns to the right: see section 6."),
     ("rows are dealt in pairs", ("row % 8", "row // 8"), ("row // 2", "row % 2"), "A lane has rows g and g + 8."),
+    ("the columns of a lane are not counted from 0 again at 8", "column % 8 // 2", "column // 2",
+     "A lane has columns 2 t, 2 t + 1, and the same two 8 further right: see section 6."),
     ("the rows of a lane are not counted from 0 again at 8", "(row % 8)", "row",
      "There are 32 lanes: row g + 8 belongs to the lanes of row g."),
 )  # fmt: skip

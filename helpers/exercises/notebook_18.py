@@ -135,6 +135,8 @@ def _packed_cases():
             q, k = np.abs(q), 1 + np.abs(k)
         label = f"documents of {list(lengths)}, H={H}, block={block}{about}"
         yield Case(label, (size * q, k, v, segment_ids(lengths, T), block))
+    far = np.ones((7, 1)), -1e5 + np.arange(7.0)[:, None] % 4, v[:7, :1], segment_ids((5, 2), 7), 3
+    yield Case("documents of [5, 2], H=1, block=3, logits near -100000", far)
 
 
 PACKED = Exercise(
@@ -224,8 +226,9 @@ WINDOW = Exercise(
 ).with_cases(
     "b n i j", ("all pairs of 7 tokens, head 0", 0, 0, np.arange(7)[:, None], np.arange(7)),
     *((f"queries from {i}, keys from {j}, head {n}", 1, n, i + np.arange(24)[:, None], j + np.arange(32))
-      for i, j, n in ((40, 0, 0), (40, 16, 1), (64, 32, 0), (100, 32, 2), (0, 64, 1))),
+      for i, j, n in ((40, 0, 0), (40, 16, 1), (64, 32, 0), (100, 32, 2), (0, 64, 1), (200, 60, 3))),
 ).with_mistakes(
+    ("all heads have the window of head 0", "2**n", "1", "The window doubles from head to head."),
     ("the first keys are not seen from afar", "(near | (j < 4))", "near", "The first 4 keys stay visible for all."),
     ("the first keys escape the causal mask", "(j <= i) & (near | (j < 4))", "((j <= i) & near) | (j < 4)",
      "Query 0 must not see key 3: the causal condition holds for both."),

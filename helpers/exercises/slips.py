@@ -172,7 +172,7 @@ def _variants(node):
             yield f"it is not asked whether `{_short(test)}`", always
             yield f"the case `{_short(test)}` is left out", _with(node, test=ast.Constant(False))
         case ast.Expr(ast.Yield()):
-            yield "an operation is left out", ast.Pass()
+            yield "an operation is left out, or is in another place", ast.Pass()
         case ast.Expr(ast.Call()) | ast.Assign(targets=[ast.Subscript()]):
             yield f"`{_short(node)}` is left out", ast.Pass()
 

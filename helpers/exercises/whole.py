@@ -119,6 +119,8 @@ def _way(jaxpr, calls, arrays, blocks, ours):
     operands = [operand for call in calls for operand in call.operands.values()]
     if max(reads.max(initial=0) for one in operands for reads in one.reads_by_program) > 1:
         return "with elements that a program reads more than once"
+    if any(one.past_block for one in operands):
+        return "with slices past the end of a block"
     if any(one.writes.max(initial=0) > 1 for one in operands):
         return "with outputs that are written more than once"
     dtypes, is_shaped = _operand_dtypes(jaxpr), arrays[0].ndim == 4
@@ -137,6 +139,7 @@ def _operand_dtypes(jaxpr):
     """The dtypes of the operands, a set for each product in a kernel. Triton refuses two."""
     kernels = [equation.params["jaxpr"] for equation in equations(jaxpr) if equation.primitive.name == "pallas_call"]
     products = [one for kernel in kernels for one in equations(kernel) if one.primitive.name == "dot_general"]
+    products = [one for one in products if one.params["dimension_numbers"][0][0]]
     return [{operand.aval.dtype for operand in product.invars} for product in products]
 
 

@@ -43,6 +43,7 @@ class Operand:
     writes: np.ndarray = field(init=False)
     reads_by_program: list[np.ndarray] = field(default_factory=list)
     outside: int = 0
+    past_block: int = 0
     outside_writes: int = 0
 
     def __post_init__(self):
@@ -113,7 +114,7 @@ class _Ref:
                     squeezed.append(axis)
                 else:
                     raise NotImplementedError("cannot replay a ref indexed by an array")
-                positions = _taken(positions, axis, wanted)
+                positions = _taken(positions, axis, wanted, -2)
             positions = positions.squeeze(tuple(squeezed))
         return positions
 
@@ -128,6 +129,7 @@ class _Ref:
         if self.operand:
             self.operand.reads.reshape(-1)[positions[valid]] += 1
             self.operand.outside += int((wanted & ~valid).sum())
+            self.operand.past_block += int((wanted & (positions == -2)).sum())
         result = np.empty(positions.shape, self.flat.dtype)
         poison = _poison(self.flat.dtype, self.past_the_end)
         result[...] = poison if other is None else np.asarray(other)
@@ -282,11 +284,11 @@ class _Interpreter:
         return np.full(aval.shape, _poison(aval.dtype, self.past_the_end), aval.dtype)
 
 
-def _taken(positions, axis, wanted):
+def _taken(positions, axis, wanted, past=-1):
     """The positions at some places of an axis, and -1 for places outside."""
     inside = (wanted >= 0) & (wanted < positions.shape[axis])
     taken = positions.take(np.where(inside, wanted, 0), axis)
-    return np.where(inside.reshape([-1 if a == axis else 1 for a in range(positions.ndim)]), taken, -1)
+    return np.where(inside.reshape([-1 if a == axis else 1 for a in range(positions.ndim)]), taken, past)
 
 
 def _window(operand, program_number, past_the_end):
