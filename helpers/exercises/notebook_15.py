@@ -95,7 +95,7 @@ WALK = Exercise(
     attend_step, "A step of the walk", outputs=("out", "lse"), cases=_walk_cases, run=_walk, tolerance=1e-4,
 ).with_mistakes(
     ("scratch is set at every step, or the new m not written back", "step == 0", "True",
-     "Then only the last tile counts: see section 2."),
+     "Set it at step 0 alone, and write m, l and acc back in each: see section 2."),
     ("the result is written before the last tile is in it",
      ("    m =", "acc_ref[...] / l_ref[...]", "m_ref[...] + jnp.log(l_ref[...])"),
      ("    l, acc = l_ref[...], acc_ref[...]\n    m =", "acc / l", "m + jnp.log(l)"),

@@ -285,7 +285,7 @@ class _Interpreter:
 
 
 def _taken(positions, axis, wanted, past=-1):
-    """The positions at some places of an axis, and -1 for places outside."""
+    """The positions at some places of an axis, and for places outside -1, or -2 if a kernel asked for them."""
     inside = (wanted >= 0) & (wanted < positions.shape[axis])
     taken = positions.take(np.where(inside, wanted, 0), axis)
     return np.where(inside.reshape([-1 if a == axis else 1 for a in range(positions.ndim)]), taken, past)
