@@ -214,7 +214,7 @@ def key_outer_attention(memory, scale, block_q, block_k):
 
 
 class _WatchedMemory(SlowMemory):
-    """Keeps a copy of out at the moment when the second key tile is first asked for. queries: most of q in one load."""
+    """Keeps a copy of out as the first key tile left it. queries: most rows of q, m, l or out in one load."""
 
     snapshot, queries, stored = None, 0, 0
 

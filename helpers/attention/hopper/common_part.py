@@ -13,8 +13,8 @@ Here k - c is exact, and no larger than k, whichever keys a row sees. c lies in 
 smallest if that is nearer to 0, and is 0 in channels in which keys differ in sign. And it is a multiple of the distance
 of two neighbouring numbers near the largest key: k - c is then one of neighbours near k.
 
-But a tensor core cuts bits off the sums q k that lse is made of, and scale q c has them. p is off by the difference: by
-2^-10 where logits are 2^10 (one NVIDIA H200). So c is 0 in heads in which some |lse| is above FAR.
+But a tensor core cuts bits off the sums q k that lse is made of, and scale q c has them. p is off by the difference,
+which grows with the logits: near 2^10, dv was off by 2^-10. So c is 0 in heads in which some |lse| is above FAR.
 
 Where keys differ in sign in each channel, their first tile nearly always says so. Only where it does not, the kernel
 reads all keys of the head, and the queries. Meanwhile TMA writes the zeros that a fused kernel adds dq to, which takes
@@ -38,7 +38,7 @@ from helpers.attention.online_softmax import LOG2_E
 
 WIDTH = HEIGHT = 64  # channels and positions of a tile
 SLOTS = 4
-FAR = 2.0**8  # where p is off by 2^-12
+FAR = 2.0**8
 
 
 class Scratch(NamedTuple):
