@@ -73,7 +73,9 @@ class ExactOut(RoundedOut):
 
     def put_low(self, turn, out):
         """In SMEM, where the queries were: nobody needs them any more."""
-        low = low_bits(out, out.astype(self.problem.dtype))
+        # Without a barrier the compiler rounds one number at a time, by the unit that takes exponentials.
+        rounded = lax.optimization_barrier(out.astype(self.problem.dtype))
+        low = low_bits(out, rounded)
         turn.q[...] = lax.bitcast_convert_type(low, self.problem.dtype)
 
     def put_later(self, turn, out):
@@ -101,8 +103,8 @@ def constants_beside(problem, tiles, head_dim):
 
 
 def one_product_serves(tiles, head_dim):
-    """Whether p is multiplied with values and constants at once, see `warpgroup.Beside`: not with short tiles."""
-    return head_dim == 64 and tiles.block_k >= 128
+    """Whether p is multiplied with values and constants at once, see `warpgroup.Beside`: with long tiles, or many."""
+    return head_dim == 64 and (tiles.block_k >= 128 or tiles.warpgroups == 4)
 
 
 def with_room_for_constants(tiles, problem):
