@@ -135,10 +135,11 @@ def test_hopper_guesses_that_fail(dtype, H, logits):
 
 
 @on_hopper
-@pytest.mark.parametrize(("warpgroups", "dynamic"), [(2, False), (2, True), (3, False), (3, True)])
-def test_constants_are_found_wherever_smem_has_them(warpgroups, dynamic):
+@pytest.mark.parametrize(("warpgroups", "block_k"), [(2, 128), (3, 128), (4, 64)])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_constants_are_found_wherever_smem_has_them(warpgroups, block_k, dynamic):
     """Between them and the values lies what the tiles ask for: an even or an odd number of kibibytes."""
-    tiles = hopper.Tiles(warpgroups=warpgroups, dynamic=dynamic, programs=8)
+    tiles = hopper.Tiles(block_k=block_k, warpgroups=warpgroups, dynamic=dynamic, programs=8)
     case = AttentionCase(1100, 1300, 64, N=4, K=2, dtype="bfloat16", arguments={"is_causal": True})
     check_forward(forward_by(lambda _: tiles, keeps_low_bits=True), case)
 

@@ -75,8 +75,7 @@ class ExactOut(RoundedOut):
         """In SMEM, where the queries were: nobody needs them any more."""
         # Without a barrier the compiler rounds one number at a time, by the unit that takes exponentials.
         rounded = lax.optimization_barrier(out.astype(self.problem.dtype))
-        low = low_bits(out, rounded)
-        turn.q[...] = lax.bitcast_convert_type(low, self.problem.dtype)
+        turn.q[...] = lax.bitcast_convert_type(low_bits(out, rounded), self.problem.dtype)
 
     def put_later(self, turn, out):
         if self.tiles.ahead:
