@@ -102,7 +102,7 @@ def constants_beside(problem, tiles, head_dim):
 
 
 def one_product_serves(tiles, head_dim):
-    """Whether p is multiplied with values and constants at once, see `warpgroup.Beside`: with long tiles, or many."""
+    """Whether p is multiplied with values and constants at once, see `Beside`: not in short tiles of 3 warpgroups."""
     return head_dim == 64 and (tiles.block_k >= 128 or tiles.warpgroups == 4)
 
 
