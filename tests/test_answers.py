@@ -30,7 +30,7 @@ EQUAL = {
     "1.2": ("`T` and `S` have changed places",),  # the task treats them alike
     "1.3": ("0 → -1",),  # the loop begins one step earlier and ends at the same length
     "2.2": ("(a, b) → (b, a)",),  # the two parts are treated alike
-    "2.3": ("np.zeros → np.ones", "100.0 → 101.0", "100.0 → 99.0", "200.0 → 201.0", "200.0 → 199.0", "100.0 → 200.0", "200.0 → 100.0", "200.0 → 400.0", "everywhere: a number is too large by one", "everywhere: a number is too small by one", "everywhere: a number is twice what it should be"),  # another row of logits that breaks what it shall
+    "2.3": ("np.zeros → np.ones", "100.0 → 101.0", "100.0 → 99.0", "200.0 → 201.0", "200.0 → 199.0", "100.0 → 200.0", "200.0 → 100.0", "200.0 → 400.0", "everywhere: a number is off by one", "everywhere: a number is twice what it should be"),  # another row of logits that breaks what it shall
     "2.4": ("0.0 → 1.0", "0.0 → -1.0"),  # whatever stands there is multiplied by 0, or overwritten
     "3.1": ("np.zeros → np.ones", "everywhere: `ones` stands where `zeros` belongs", "k → v", "q → k"),  # whatever stands there is multiplied by 0, or overwritten; both arrays have one length along that axis
     "3.5": ("`block_q` and `block_k` have changed places", "S → T", "cost.query_outer_bytes(T, S, H, itemsize, *pair) → cost.query_outer_bytes(T, H, S, itemsize, *pair)", "cost.query_outer_bytes(T, S, H, itemsize, *pair) → cost.query_outer_bytes(T, S, itemsize, H, *pair)"),  # the task treats them alike; the least of both is at the same tile; S and H are factors of one product; H and itemsize are factors of every product

@@ -41,7 +41,7 @@ def check(case, rungs=RUNGS):
     for rung in rungs:
         if rung != TENSOR_CORES or case.dtype != "float32":
             cases.check_forward(attention(rung), case)
-    cases.check_gradients(gradients, case, mends_delta=False)
+    cases.check_gradients(gradients, case)
 
 
 @pytest.mark.full

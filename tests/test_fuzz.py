@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import itertools
-import json
 import re
 from types import SimpleNamespace
 
@@ -149,7 +148,7 @@ def test_a_delta_of_a_rounded_out_is_wrong_where_keys_and_values_share_a_part(fo
 
 
 @pytest.mark.full
-def test_a_run_with_a_fault_prints_a_line_that_reproduces_it(monkeypatch, tmp_path, capsys):
+def test_a_run_with_a_fault_prints_a_line_that_reproduces_it(monkeypatch, capsys):
     @contextlib.contextmanager
     def in_this_process(function, count):
         """Like `workers.Workers`."""
@@ -165,11 +164,9 @@ def test_a_run_with_a_fault_prints_a_line_that_reproduces_it(monkeypatch, tmp_pa
 
     monkeypatch.setattr(workers, "Workers", in_this_process)
     monkeypatch.setattr(fuzz, "run", wrong)
-    log = tmp_path / "log.jsonl"
-    status = fuzz.main(["--longest", "40", "--calls", "12", "--log", str(log), "--seed", "6"])
-    records = [json.loads(line) for line in log.read_text().splitlines()]
+    status = fuzz.main(["--longest", "40", "--calls", "12", "--seed", "6"])
     printed = capsys.readouterr().out
-    assert status == 1 and any(record["kind"] == "wrong" for record in records)
+    assert status == 1
     line = re.search(r'wrong: .*\n  python -c "(.*)"', printed)[1]
     exec(line)
     assert "WRONG" in capsys.readouterr().out

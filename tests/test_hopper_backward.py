@@ -60,7 +60,7 @@ def gradients_of_kernels(case, tiles, **options):
 
 
 def check(case, tiles, **options):
-    check_gradients(functools.partial(gradients_of_kernels, tiles=tiles, **options), case, mends_delta=False)
+    check_gradients(functools.partial(gradients_of_kernels, tiles=tiles, **options), case)
 
 
 CASES = [

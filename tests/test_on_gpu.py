@@ -121,7 +121,7 @@ def test_hopper_configurations(configuration, monkeypatch):
         return backward.backward(call, *hopper.forward(call), dout, dlse.swapaxes(1, 2), tiles=tiles)
 
     monkeypatch.setattr(backward_schedule, "core_count", lambda _: 8)
-    cases.check_gradients(gradients, case, mends_delta=False)
+    cases.check_gradients(gradients, case)
 
 
 @on_hopper
@@ -165,7 +165,7 @@ def test_hopper_few_queries_and_many_keys(T, S, H):
     """Loops of one step or two, which ptxas compiled wrongly: see FEW_TILES of the backward kernels."""
     for dtype in ("bfloat16", "float16"):
         case = AttentionCase(T, S, H, N=2, K=2, dtype=dtype, arguments={"is_causal": True})
-        cases.check_gradients(functools.partial(cases.gradients_of, hopper_attention), case, mends_delta=False)
+        cases.check_gradients(functools.partial(cases.gradients_of, hopper_attention), case)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from helpers import flash_attention
-from helpers.attention.public import api
 from helpers.attention.public.ring import LAYOUTS, plan, positions, ring_attention, ring_attention_on_mesh
 from helpers.attention.reference import oracle_gradients
 
@@ -29,14 +28,6 @@ def attention_on(devices, **options):
 
 
 # Who has what, and who does what
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_gives_every_position_to_one_device_in_rising_order(layout):
-    for devices in range(1, 9):
-        owned = [positions(layout, devices, 2 * devices, device) for device in range(devices)]
-        assert sorted(np.concatenate(owned)) == list(range(2 * devices * devices))
-        assert all((np.diff(own) > 0).all() for own in owned)
 
 
 def times_seen(steps, layout, devices, share):
@@ -223,13 +214,3 @@ def test_the_mesh_refuses_what_is_no_flag():
     array = jnp.ones((1, 4, 1, 8))
     with pytest.raises(TypeError, match="return_residual must be True or False, got 1"):
         ring_attention_on_mesh(array, array, array, mesh=mesh_of(2), axis_name="sequence", return_residual=1)
-
-
-def test_checkpoint_saves_residuals_by_name():
-    """Then no kernel runs again, and no keys travel again."""
-    query = jnp.ones((1, 4, 1, 8))
-    attend = lambda query: attention_on(2)(query, query, query)[0].sum()
-    policy = jax.checkpoint_policies.save_only_these_names(*api.RESIDUALS)
-    text = lambda attend: str(jax.make_jaxpr(jax.grad(attend))(query))
-    again, once, plain = map(text, (jax.checkpoint(attend), jax.checkpoint(attend, policy=policy), attend))
-    assert again.count("ppermute") > once.count("ppermute") == plain.count("ppermute")

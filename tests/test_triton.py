@@ -39,7 +39,7 @@ def gradients(case, launch):
 def check(case, launch=None):
     """The kernels with their own tiles, or with these."""
     check_forward(functools.partial(attention, launch=launch), case)
-    check_gradients(functools.partial(gradients, launch=launch), case, mends_delta=False)
+    check_gradients(functools.partial(gradients, launch=launch), case)
 
 
 def launch_of(case):

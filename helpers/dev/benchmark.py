@@ -443,7 +443,6 @@ def report_mine(note):
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m helpers.dev.benchmark", description=__doc__.splitlines()[0])
     parser.add_argument("--mine", action="store_true", help="only the kernel of workbook/mine.py, without recording")
-    parser.add_argument("--decode", action="store_true", help="measure decoding alone, and keep the rest")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds after which no case begins")
     parser.add_argument("--commit", help="what to record as the commit, where git cannot say")
     given = "of peers that cannot be asked for theirs"
@@ -459,10 +458,6 @@ def main(arguments=None):
     top = ceilings()
     print(f"ceilings: matmul {top['matmul_tflops']:.0f} TFLOP/s, copy {top['copy_gbps']:.0f} GB/s", flush=True)
     path = results.RESULTS / f"{results.slug(machine['gpu'])}.json"
-    if options.decode:
-        found = results.read(machine["gpu"]) | {"decode": decode_part(machine, top, note)}
-        results.write(found, path)
-        return 0
     # The shapes that lessons quote come first, so that a slow machine still has them.
     cases = sorted([*GRID, TUTORIAL, *GROUPED], key=lambda case: (case.T != 4096 and case != TUTORIAL, case.dtype))
     show = functools.partial(print, flush=True)

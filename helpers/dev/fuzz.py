@@ -16,12 +16,11 @@ import argparse
 import contextlib
 import functools
 import itertools
-import json
 import math
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -181,12 +180,6 @@ class Report:
         calls = ", ".join(map(str, self.trials))
         return f'python -c "from helpers.dev.fuzz import try_calls; try_calls({calls})"'
 
-    def record(self):
-        """As a dictionary that JSON can hold."""
-        numbers = [{name: one and one._asdict() for name, one in found.items()} for found in self.distances]
-        own = {"kind": self.kind, "text": self.text, "unjudged": self.unjudged}
-        return own | {"trials": [asdict(trial) for trial in self.trials], "distances": numbers}
-
     @property
     def unjudged(self):
         """The number of calls with a result of which nothing is said."""
@@ -330,11 +323,8 @@ def reports(pool, patience, programs):
             yield from (Report(trials, outcome.kind, outcome.value) for trials in with_other_inputs(outcome.task))
 
 
-def fuzz(programs, run_all, log=None, total=None):
-    """Run programs and return their reports. run_all: an iterable of programs -> an iterator of their reports.
-
-    log: a file for a line of JSON for every program.
-    """
+def fuzz(programs, run_all, total=None):
+    """Run programs and return their reports. run_all: an iterable of programs -> an iterator of their reports."""
     found, wrong = [], 0
     with tqdm(total=total, unit=" calls", mininterval=5.0, smoothing=0.0) as bar:
         for report in run_all(programs):
@@ -344,8 +334,6 @@ def fuzz(programs, run_all, log=None, total=None):
             bar.set_postfix(wrong=wrong, refresh=False)
             if report.kind != "right":
                 bar.write(f"{report.kind}: {report.text[:500]}\n  {report.reproduction}")
-            if log is not None:
-                print(json.dumps(report.record()), file=log, flush=True)
     return found
 
 
@@ -368,7 +356,6 @@ def main(arguments=None):
     parser.add_argument("--calls", type=int, help="stop after so many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--longest", type=int, default=LONGEST, help="most positions of a sequence")
-    parser.add_argument("--log", type=argparse.FileType("w"), help="a file for a line of JSON for every program")
     options = parser.parse_args(arguments)
     if options.only == "pages" and options.implementation not in PAGED:
         parser.error(f"{options.implementation} has no kernels for pages")
@@ -381,7 +368,7 @@ def main(arguments=None):
     processes = min(os.cpu_count(), MOST_A_GPU * len(workers.visible_gpus()) or os.cpu_count())
     with workers.Workers(attempt_all, processes) as pool:
         run_all = functools.partial(reports, pool, PATIENCE)
-        found = fuzz(in_time(programs, options.calls, minutes), run_all, options.log, options.calls)
+        found = fuzz(in_time(programs, options.calls, minutes), run_all, options.calls)
     wrong = sum(report.kind != "right" for report in found)
     calls, unjudged = sum(len(report.trials) for report in found), sum(report.unjudged for report in found)
     print(f"{calls} calls: {wrong} wrong, {unjudged} unjudged (at most {UNJUDGED:.0%}).")

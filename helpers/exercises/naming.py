@@ -76,9 +76,10 @@ def general_slip(exercise, cases, results):
     for case, result in zip(cases, results, strict=False):
         expected, names_here = expected_of(exercise, case)
         parts = parts_of(result, names_here, expected)
-        if parts is None or names not in (None, names_here):
+        told = tuple(map(repr, names_here)) if isinstance(expected, dict) else names_here
+        if parts is None or names not in (None, told):
             return None
-        names = names_here
+        names = told
         table.append((parts, values_of(expected)))
     agree = lambda mine, right: compare(mine, right, 10 * exercise.tolerance) is None
     places = range(len(names))
@@ -92,6 +93,8 @@ def general_slip(exercise, cases, results):
             told = [place for place in places if order[place] != place or not isinstance(table[0][1][place], str)]
             yours = ", ".join(str(names[order[place]]) for place in told)
             asked = ", ".join(str(names[place]) for place in told)
+            if isinstance(expected, dict):
+                return Mistake(f"the values of {asked} are those of {yours}", None, "Look which value has which name.")
             return Mistake(f"the results come as {yours}", None, f"The order asked for is {asked}.")
     found = []
     for place in places:
@@ -137,7 +140,8 @@ def _slip_of_factor(columns, agree):
         }
         says = next((says for value, says in known.items() if math.isclose(factor, value, rel_tol=1e-4)), None)
         says = says or f"is {factor:.4g} times what it should be"
-        return f"{says}, in every case", "Look for a factor that is missing, or counted twice."
+        advice = "Look for a factor that is missing, or counted twice."
+        return f"{says}, in every case", "Look what is subtracted from what." if factor < 0 else advice
     if abs(offset) > 1e-3 and all(agree(m, r + offset) for m, r in columns):
         size = "large" if offset > 0 else "small"
         said = f"is too {size} by {abs(offset):.4g}, in every case"

@@ -107,13 +107,17 @@ def _product_cases():
     return [case(3, 3, 2), case(3, 3, 2, 4, 2), case(2, 5, 3), case(4, 7, 4, 6, 2), case(5, 2, 8, 3, 1, scale=0.7)]
 
 
-PRODUCTS = Exercise(gradients, "dq, dk and dv", outputs=("dq", "dk", "dv"), cases=_product_cases).with_mistakes(
+PRODUCTS = Exercise(
+    gradients, "dq, dk and dv", outputs=("dq", "dk", "dv"), cases=_product_cases, run=by_formulas,
+).with_mistakes(
     ("p is not transposed in dv, and only dv is wrong", "p[n].T", "p[n]",
      "A value collects from all queries that looked at it, a column of p: see section 3."),
     ("ds is not transposed in dk, and only dk is wrong", "ds[n].T", "ds[n]",
      "A key collects from all queries, a column of ds: see section 3."),
     ("only the last query head of each group counts", "+=", "=",
      "Add instead of assigning; dk[kv] += … adds only once where an index repeats: see section 6."),
+    ("the query heads take turns at the key heads", "n // group", "n % len(k)",
+     "Neighbours share a key head, n // group: see section 6."),
 )  # fmt: skip
 
 
@@ -197,7 +201,7 @@ def _run_tiled(answer, q, k, v, dout, scale, block_q, block_k):
     if T == LONG:
         run()  # what JAX compiles is not watched
         # Of all queries and keys, or of a tile of the one and all of the other, made by any library.
-        is_table = lambda shape: math.prod(shape) >= T * T or (len(shape) == 2 and max(shape) >= T and min(shape) > 3)
+        is_table = lambda shape: math.prod(shape) >= T * T or (len(shape) == 2 and max(shape) >= T and min(shape) > 10)
         (result, whole), seen = kept(lambda: exceeds(10 * T * T, run), is_table)
     else:
         result, whole, seen = without(tiled, by_formulas, run), False, False
@@ -229,6 +233,8 @@ TILED = Exercise(
      "All three are wrong, so look at p: a tile does not know the sum of its row, but lse does, see section 7."),
     ("dk and dv are overwritten by each tile of queries instead of added to", "[cols] +=", "[cols] =",
      "Only dq is right: dk and dv are sums over all queries, so add to them, see section 8."),
+    ("dq and dk are not multiplied by the scale", ("= scale * ds @", "= scale * ds.T"), ("= ds @", "= ds.T"),
+     "s = scale q kᵀ, so the scale appears once more in both: see section 3."),
     ("tiles of other sizes are used than block_q queries by block_k keys",
      "    delta =", "    block_q = block_k = 32\n    delta =",
      "The numbers are right, but the sizes of the tiles are arguments: see the text of the exercise."),

@@ -188,7 +188,13 @@ def _run_wiring(answer, q, k, v, weight):
     launches.clear()
     gradients, out = jax.grad(loss, (0, 1, 2), has_aux=True)(*arrays)
     results = [np.asarray(array) for array in (alone, out, *gradients)]
-    return *results, launches.count(_forward_kernels), launches.count(_backward_kernels)
+    counts = launches.count(_forward_kernels), launches.count(_backward_kernels)
+    _, pull_back = jax.vjp(loss, *arrays)
+    jax.vjp(loss, *(2 * array for array in arrays))
+    again = pull_back((jnp.float32(1), jnp.zeros_like(out)))
+    if not all(map(functools.partial(np.allclose, rtol=1e-3, atol=1e-3), again, gradients)):
+        raise Complaint("after a call on other arrays, the gradients of this one change: is all they need a residual?")
+    return *results, *counts
 
 
 WIRING = Exercise(
@@ -239,6 +245,8 @@ FLOPS = Exercise(product_flops, "Count the products", outputs=("FLOPs",)).with_c
     ("the last key of a tile decides whether its pair is visited, or the tiles of a row are rounded down",
      "j * block_k <= (i + 1) * block_q - 1", "(j + 1) * block_k <= (i + 1) * block_q",
      "Of the keys in a tile the first one is seen by most queries, and one is enough: see hint 2."),
+    ("the numbers of two tiles are compared", "j * block_k <= (i + 1) * block_q - 1", "j <= i",
+     "Compare positions: tiles of queries and of keys may differ in size, see the text of the exercise."),
 )  # fmt: skip
 
 

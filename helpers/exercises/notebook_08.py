@@ -41,6 +41,8 @@ def _run_layer(answer, x, w_qkv, w_merge, dout, N):
     def layer(probe, *arrays):
         def attention(query, key, value, *, is_causal=False):  # a fourth in order would be flash_attention's bias
             calls.append(query.shape)
+            if query.ndim != 4:
+                raise Complaint(f"attention got a query of shape {query.shape}; it is called once, with (B, T, N, H)")
             for name, array in (("query", query), ("key", key), ("value", value)):
                 if 0 in array.shape:  # rotated, with head_dim 1: half of it is nothing
                     raise Complaint(f"attention got a {name} of shape {array.shape}, which is empty; is it rotated?")
@@ -60,13 +62,16 @@ def _run_layer(answer, x, w_qkv, w_merge, dout, N):
 
 LAYER = Exercise(
     attention_layer, "Swap attention in",
-    outputs=("out", "gradient of x", "gradient of w_qkv", "gradient of w_merge", "calls of attention"),
+    outputs=("out", "gradient of x", "gradient of w_qkv", "gradient of w_merge", "results of attention used"),
     cases=_layer_cases, run=_run_layer, slow=True,
 ).with_mistakes(
     ("attention is not causal", ", is_causal=True", "",
      "Pass is_causal=True: each position may look back only, see section 1."),
     ("the heads and the positions are mixed up by a reshape to (B, N, T, H)", "(B, T, N, C // N)",
      "(B, N, T, C // N).swapaxes(1, 2)", "Reshape to (B, T, N, H), which moves nothing: see the text of the exercise."),
+    ("the heads come before the positions", ("C // N) ", "out.reshape("),
+     ("C // N).swapaxes(1, 2) ", "out.swapaxes(1, 2).reshape("),
+     "attention takes (B, T, N, H), and moves the axes itself if it wants: see the text of the exercise."),
     ("the attention that is passed in is never called, or its result is not used", " attention(",
      " jax.nn.dot_product_attention(",
      "Call attention(query, key, value, is_causal=True), so that flash can take its place: see section 1."),
@@ -179,6 +184,10 @@ LOSS = Exercise(
      ("lse = m[:, 0] + np.log(np.exp(logits - m).sum(axis=-1))", "= logits[", "(lse - right).mean()"),
      ("p = np.exp(logits - m) / np.exp(logits - m).sum(axis=-1, keepdims=True)", "= p[", "-np.log(right).mean()"),
      "Subtract logarithms, lse - logit, instead of taking the logarithm of a quotient: see section 4."),
+    ("the exponential of a large logit is infinite, and one infinity by another NaN",
+     ("lse = m[:, 0] + np.log(np.exp(logits - m).sum(axis=-1))", "= logits[", "(lse - right).mean()"),
+     ("p = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)", "= p[", "-np.log(right).mean()"),
+     "Take each row's maximum off, and subtract logarithms instead of dividing: see section 4."),
     ("the losses of all tokens are averaged, not that of the target alone", "logits[np.arange(len(targets)), targets]",
      "logits.mean(axis=-1)", "Take the logit at `targets` from each row: see hint 2."),
     ("only the last position counts", ".mean()", "[-1]",

@@ -16,7 +16,7 @@ from helpers.attention.reference import oracle
 from helpers.environment import backend
 from helpers.exercises import whole
 from helpers.exercises.again import OF_ROWS, by_hand
-from helpers.exercises.exercise import Case, Exercise
+from helpers.exercises.exercise import Case, Complaint, Exercise
 from helpers.exercises.watched import without
 
 
@@ -29,8 +29,10 @@ def keys_computed(prompt, new):
 AGAIN = Exercise(keys_computed, "What is computed again", outputs=("keys",), tolerance=1e-9).with_cases(
     "prompt new", ("the case worked by hand", 3, 2), (1, 1), (1, 5), (7, 1), (12, 60), (1000, 300),
 ).with_mistakes(
-    ("the last new token counts as well, though nothing follows it that would need its key", ("(new)", "new - 1"),
-     ("(1, new + 1)", "new"), "The last token is written and not read: see the case worked by hand."),
+    ("each turn counts the token that it is about to choose", ("(new)", "new - 1"), ("(1, new + 1)", "new"),
+     "A token is read in the turn after the one that chooses it: see the case worked by hand."),
+    ("the last new token is run through the model as well", ("(new)", " - 1}"), ("(new + 1)", "}"),
+     "The last token is written and not read: see the case worked by hand."),
     ("the prompt is run token by token without a cache", "sum(prompt + turn for turn in range(new))",
      "sum(range(prompt + new))",
      "The first run goes over the whole prompt at once, and there is no shorter one: see section 1."),
@@ -125,12 +127,13 @@ def _merge_cases():
 
 MERGE = Exercise(
     merge_splits, "Merge by lse", outputs=("out", "lse"), cases=_merge_cases,
+    run=functools.partial(without, online_softmax),
     tolerance=2e-4,  # in float32 a lse of 1000 is known to four digits behind the point
 ).with_mistakes(
     ("the parts are averaged, whatever their lse is", "return out", "return outs.mean(axis=0)",
      "A part counts by the sum of its exponentials, which is exp(lse): see section 6."),
-    ("a row without any key is divided by its sum, which is 0", "np.where(total == 0, 1, total)[:, None]",
-     "total[:, None]", "0 / 0 is NaN: divide by 1 there, see hint 2."),
+    ("the out of a row without any key becomes NaN", "np.where(total == 0, 1, total)[:, None]", "total[:, None]",
+     "0 / 0 is NaN, and so is -inf minus -inf: guard what you have of these, see hint 2."),
     ("a row without any key becomes NaN", "    m = np.where(np.isneginf(m), 0, m)\n", "",
      "-inf minus -inf is NaN, and so is 0 / 0: guard both, see hint 2."),
 )  # fmt: skip
@@ -156,7 +159,9 @@ def _place_cases():
         yield Case(f"B={B}, pages of {page}", (table, positions, page))
 
 
-PLACES = Exercise(places, "Where a token lies", outputs=("places",), cases=_place_cases).with_mistakes(
+PLACES = Exercise(
+    places, "Where a token lies", outputs=("places",), cases=_place_cases, run=functools.partial(without, paging),
+).with_mistakes(
     ("the page table is not used, as if the pages lay in order", "table[np.arange(len(table)), positions // page]",
      "positions // page", "table[b, j] says where page j of sequence b is: see section 7."),
     ("// and % are exchanged", ("// page]", "% page\n"), ("% page]", "// page\n"),
@@ -208,8 +213,15 @@ def make_room(table, length, counts, free, page):
     return {"table": table, "counts": counts, "copied": copied}
 
 
+def _run_room(answer, table, length, counts, free, page):
+    result = without(paging, answer, table, length, counts, free, page)
+    if isinstance(result, dict) and (result.get("table") is table or result.get("counts") is counts):
+        raise Complaint("a list of the result is the caller's own, which the caller may change: return new ones")
+    return result
+
+
 ROOM = Exercise(
-    make_room, "Room for one more token", outputs=("result",), run=functools.partial(without, paging), tolerance=1e-9,
+    make_room, "Room for one more token", outputs=("result",), run=_run_room, tolerance=1e-9,
 ).with_cases(
     "table length counts free page",
     ("the case worked by hand", [3, 5], 6, [0, 0, 0, 2, 0, 2, 1], [0, 4, 2, 1], 4),

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from helpers.attention.public import ring
+from helpers.exercises.comparing import plain
 from helpers.exercises.exercise import Case, Complaint, Exercise
 from helpers.exercises.notebook_02 import MERGE_BY_LSE
 from helpers.exercises.watched import without
@@ -54,11 +55,12 @@ def _run_ring(answer, queries, keys, values):
 
     def attend(query, key, value):
         if not len(key) == len(value) == len(keys[0]):
-            raise Complaint(f"`attend` was given {len(key)} keys and {len(value)} values: it takes one share of each")
+            got = f"arrays of length {len(key)} and {len(value)}"
+            raise Complaint(f"`attend` was given {got} as keys and values, and a share has {len(keys[0])}")
         calls.append(len(key))
-        return _attend(*map(np.asarray, (query, key, value)))
+        return _attend(np.asarray(query) / 2, *map(np.asarray, (key, value)))  # of this check alone
 
-    results = answer(queries, keys, values, attend, merge_shares)
+    results = plain(answer(queries, keys, values, attend, merge_shares))
     if len(calls) < len(queries):
         raise Complaint("`attend` was hardly called: through it alone a device sees keys, one share at a time")
     return results
@@ -76,6 +78,9 @@ RING = Exercise(
      "Parts of different weight are merged by their lse: see section 2."),
     ("a share is overwritten before it is handed on", "(i - r) % D", "0",
      "All devices send at the same time: make a new list, such as keys[-1:] + keys[:-1]."),
+    ("a device counts its own share twice", "range(1, D)", "range(D)",
+     "D devices need D steps, their own keys among them: see section 3."),
+    ("nothing travels", "(i - r) % D", "i", "Hand keys and values on after each step: see section 3."),
 )  # fmt: skip
 
 
@@ -103,6 +108,8 @@ WORK = Exercise(count_pairs, "Who has work", outputs=("pairs",)).with_cases(
      "Count only the pairs in which the query may see the key: see section 5."),
     ("the steps are added up", "return table", "return table.sum(axis=0)",
      "Devices wait for each other in every step, so each step has a row of its own: return (D, D)."),
+    ("every step is masked like the first", "owned[(i - r) % D]", "owned[i]",
+     "Compare with the positions of the keys that visit, those of device i - r: see hint 2."),
 )  # fmt: skip
 
 
@@ -162,6 +169,12 @@ GRADIENTS = Exercise(
      "delta is a sum of p * dp over all keys, not over the part: take the delta that was given, see section 6."),
     ("exp(s) is divided by exp(lse)", " - lse[:, None])", ") / np.exp(lse)[:, None]",
      "Both overflow or vanish: subtract before the exponential, see section 6."),
+    ("dq and dk lack the factor scale", ("scale * ds @ k", "scale * ds.T @ q"), ("ds @ k", "ds.T @ q"),
+     "The logits are scale times q kᵀ, and so are their slopes: see section 6."),
+    ("p and delta are both made from the part, as if there were no other keys", ("    p = ", "    ds = "),
+     ("    lse = np.logaddexp.reduce(scale * q @ k.T, axis=1)\n    p = ",
+      "    delta = (p * dp).sum(axis=1)\n    ds = "),
+     "Take the lse and the delta that were given, those over all keys: see section 6."),
 )  # fmt: skip
 
 
@@ -177,6 +190,8 @@ SHARE = Exercise(shortest_share, "How long must a share be?", outputs=("position
     (1, 1, 2, 10.0, 100.0),
 ).with_mistakes(
     ("only the keys travel", "2 * N", "4 * N", "Values travel too: two arrays, see section 7."),
+    ("work is half of what it is, or a hop twice", "2 * N", "N",
+     "Two products of 2H operations a pair, all pairs: see section 7."),
 )  # fmt: skip
 
 EXERCISES = (MERGE, RING, WORK, ZIGZAG, GRADIENTS, SHARE)

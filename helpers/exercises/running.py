@@ -187,6 +187,7 @@ def _message(error):
     line = re.sub(r" at 0x[0-9a-f]+", "", line)
     line = re.sub(r"(\S*/)?helpers/exercises/\S+", "the check", line)
     line = re.sub(r"apply\.<locals>\.watched", "your function", line)
+    line = re.sub(r"\w+\.<locals>\.", "", line)
     return line[:200]
 
 

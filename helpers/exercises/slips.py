@@ -137,8 +137,8 @@ def _variants(node):
             yield "a unit is ten times too large", ast.Constant(10 * node.value)
             yield "a unit is ten times too small", ast.Constant(node.value / 10)
         case ast.Constant(value=int() | float()):
-            yield "a number is too large by one", ast.Constant(node.value + 1)
-            yield "a number is too small by one", ast.Constant(node.value - 1)
+            yield "a number is off by one", ast.Constant(node.value + 1)
+            yield "a number is off by one", ast.Constant(node.value - 1)
             if abs(node.value) > 1:
                 yield "a number is twice what it should be", ast.Constant(2 * node.value)
                 yield "a number is half of what it should be", ast.Constant(node.value // 2)

@@ -123,13 +123,14 @@ def _way(jaxpr, calls, arrays, blocks, ours):
         return "with slices past the end of a block"
     if any(one.writes.max(initial=0) > 1 for one in operands):
         return "with outputs that are written more than once"
-    dtypes, is_shaped = _operand_dtypes(jaxpr), arrays[0].ndim == 4
+    dtypes, is_shaped = _operand_dtypes(jaxpr), any(array.ndim == 4 for array in arrays)
     if any(len(of_product) > 1 for of_product in dtypes):
         return "with a product of operands of two dtypes"
     if is_shaped and any(of_product != {arrays[0].dtype} for of_product in dtypes):
         return "with a product of operands that are wider than the inputs"
     multiplying = [operand for call in calls if call.flops for operand in call.operands.values()]
-    if is_shaped and any(one.values.ndim == 4 and (one.block_shape[-1] or 1) < 16 for one in multiplying):
+    of_heads = [one for one in multiplying if one.values.ndim == 4 and one.values.shape[-1] == arrays[0].shape[-1]]
+    if is_shaped and any((one.block_shape[-1] or 1) < 16 for one in of_heads):
         return "with a block of the head that is too narrow for a GPU"
     enough = sum(one.bytes_read for one in operands) <= ours()
     return AS_ASKED if enough else "with more bytes read than these tiles need"

@@ -154,6 +154,8 @@ KEY_GRADIENTS = Exercise(
     ("the block of the queries ends with the array, and the last slice is moved back into it",
      "whole(T, block_q)", "T",
      "Make it a whole number of tiles long, so that it reaches past the end: see section 6 of notebook 05."),
+    ("columns past H, or rows past the end, get into the products", "real(ref[tile, n, :], rows < T, H)",
+     "ref[tile, n, :]", "What lies there may be NaN: replace it by 0 with `real`, see section 6 of notebook 05."),
 )  # fmt: skip
 
 
@@ -208,9 +210,8 @@ QUERY_GRADIENTS = Exercise(
     ("a masked weight is left as it is", " & (cols <= rows[:, None])", "",
      "lse knows nothing of masked keys, so exp(s - lse) may be large there: set p to 0, see section 8."),
     *OF_HEADS, *OF_ROWS,
-    ("the block of the keys ends with the array, and the last slice is moved back into it",
-     "whole(S, block_k)", "S",
-     "Make it a whole number of tiles long, so that it reaches past the end: see section 6 of notebook 05."),
+    ("columns past H, or keys past the end, get into the products", "real(ref[tile, :], cols < S, H)",
+     "ref[tile, :]", "What lies there may be NaN: replace it by 0 with `real`, see section 6 of notebook 05."),
 )  # fmt: skip
 
 
@@ -293,6 +294,7 @@ FLASH_ATTENTION = Exercise(
     *((f"the {name} kernel is not told that attention is causal", f"{kernel}(*needed, *options)",
        f"{kernel}(*needed, False, tile, tile)", "Hand is_causal on to both kernels: see section 8.")
       for name, kernel in (("dk and dv", "key_gradients"), ("dq", "query_gradients"))),
+    ("delta is handed on as (B, T, N)", "delta.swapaxes(1, 2)", "delta", "The kernels take it as (B, N, T), like lse."),
     ("delta is made of do alone", "(out.astype", "(do.astype", "delta = rowsum(out do): see section 2."),
     ("lse and delta are handed on in the wrong order", "lse, delta.swapaxes(1, 2)", "delta.swapaxes(1, 2), lse",
      "The arguments of your two kernels end in lse, delta: see the text of exercise 7.7."),

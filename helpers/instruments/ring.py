@@ -70,7 +70,7 @@ def footprint(problem, devices):
         "sum of dq": SUM_BYTES * query,
         "dq of a part, in float32 and rounded": (SUM_BYTES + e) * query,
         "lse, and lse and delta for the kernels": 3 * rows,
-    } | ({"the low bits of out": e * query} if e == 2 else {})
+    } | ({"the low bits of out": e * query, "keys without their common part": e * keys // 2} if e == 2 else {})
 
 
 class Span(NamedTuple):

@@ -120,16 +120,15 @@ def _add_font(pages):
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m helpers.site.build", description=__doc__.splitlines()[0])
-    parser.add_argument("--target", type=Path, default=SITE, help="the folder to build in; default: site")
     parser.add_argument("--repository", default="", help="public address of the series; without it no page leads there")
     parser.add_argument("--revision", default="", help="branch, tag or commit that the buttons show; default: main")
     options = parser.parse_args()
     began = time.perf_counter()
     try:
-        build(options.target, repository=options.repository, revision=options.revision or "main")
+        build(repository=options.repository, revision=options.revision or "main")
     except BuildError as reason:
         sys.exit(f"No new site: {reason}.")
-    print(f"{options.target}/index.html is ready, after {time.perf_counter() - began:.0f} s.")
+    print(f"{SITE}/index.html is ready, after {time.perf_counter() - began:.0f} s.")
 
 
 if __name__ == "__main__":
