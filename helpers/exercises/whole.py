@@ -131,7 +131,7 @@ def _way(jaxpr, calls, arrays, blocks, ours):
     multiplying = [operand for call in calls if call.flops for operand in call.operands.values()]
     of_heads = [one for one in multiplying if one.values.ndim == 4 and one.values.shape[-1] == arrays[0].shape[-1]]
     if is_shaped and any((one.block_shape[-1] or 1) < 16 for one in of_heads):
-        return "with a block of the head that is too narrow for a GPU"
+        return "with a block that is too narrow for a GPU"
     enough = sum(one.bytes_read for one in operands) <= ours()
     return AS_ASKED if enough else "with more bytes read than these tiles need"
 
