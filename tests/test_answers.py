@@ -220,6 +220,11 @@ EDITED = [
     ]),
     ("6.2", "a table of 400", [("(out * dout).sum(axis=1)", "np.einsum('ih,jh->ij', out, dout).diagonal()")]),
     ("6.5", "more than a tile", [("    delta =", "    q, k, v, lse = map(np.asarray, (q, k, v, lse))\n    block_k = len(k)\n    delta =")]),
+    ("13.6", "the caller's own", [("table, counts, copied = list(table), list(counts), -1", "copied = -1\n    if length % page and counts[table[-1]] == 1:\n        return {'table': table, 'counts': counts, 'copied': -1}\n    table, counts = list(table), list(counts)")]),
+    ("7.3", "all they need a residual", [("    @jax.custom_vjp", "    kept = {}\n\n    @jax.custom_vjp"), ("        return out, (q, k, v, out, lse)", "        kept[0] = lse\n        return out, (q, k, v, out)"), ("(*residuals, dout)", "(*residuals, kept[0], dout)")]),
+    ("8.1", "it is called once", [("attention(query, key, value, is_causal=True)", "jax.vmap(lambda *qkv: attention(*qkv, is_causal=True))(query, key, value)")]),
+    ("13.7", "too narrow for a GPU", [("max(16, pl.next_power_of_2(H))", "pl.next_power_of_2(H)")]),
+    ("14.2", "wrong for", [("    results = []", "    for q, k, v in zip(queries, keys, values): attend(q, k, v)\n    return [_attend(q, np.concatenate(keys), np.concatenate(values))[0] for q in queries]\n    results = []")]),
     ("14.2", "hardly called", [("    results = []", "    return [_attend(q, np.concatenate(keys), np.concatenate(values))[0] for q in queries]\n    results = []")]),
     # Masked too late, where an exponential is out of range.
     ("5.5", "NaN", [("m_new = jnp.maximum(m, s.max(axis=1))", "m_new = jnp.maximum(m, (dot(q, k.T) / math.sqrt(H)).max(axis=1))")]),

@@ -94,7 +94,7 @@ def general_slip(exercise, cases, results):
             yours = ", ".join(str(names[order[place]]) for place in told)
             asked = ", ".join(str(names[place]) for place in told)
             if isinstance(expected, dict):
-                return Mistake(f"the values of {asked} are those of {yours}", None, "Look which value has which name.")
+                return Mistake(f"the values of {asked} are those of {yours}", None, "See which value has which name.")
             return Mistake(f"the results come as {yours}", None, f"The order asked for is {asked}.")
     found = []
     for place in places:
@@ -141,7 +141,7 @@ def _slip_of_factor(columns, agree):
         says = next((says for value, says in known.items() if math.isclose(factor, value, rel_tol=1e-4)), None)
         says = says or f"is {factor:.4g} times what it should be"
         advice = "Look for a factor that is missing, or counted twice."
-        return f"{says}, in every case", "Look what is subtracted from what." if factor < 0 else advice
+        return f"{says}, in every case", "Look at which term is subtracted from which." if factor < 0 else advice
     if abs(offset) > 1e-3 and all(agree(m, r + offset) for m, r in columns):
         size = "large" if offset > 0 else "small"
         said = f"is too {size} by {abs(offset):.4g}, in every case"

@@ -107,9 +107,7 @@ def _product_cases():
     return [case(3, 3, 2), case(3, 3, 2, 4, 2), case(2, 5, 3), case(4, 7, 4, 6, 2), case(5, 2, 8, 3, 1, scale=0.7)]
 
 
-PRODUCTS = Exercise(
-    gradients, "dq, dk and dv", outputs=("dq", "dk", "dv"), cases=_product_cases, run=by_formulas,
-).with_mistakes(
+PRODUCTS = Exercise(gradients, "dq, dk and dv", ("dq", "dk", "dv"), _product_cases, run=by_formulas).with_mistakes(
     ("p is not transposed in dv, and only dv is wrong", "p[n].T", "p[n]",
      "A value collects from all queries that looked at it, a column of p: see section 3."),
     ("ds is not transposed in dk, and only dk is wrong", "ds[n].T", "ds[n]",

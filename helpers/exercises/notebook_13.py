@@ -220,9 +220,7 @@ def _run_room(answer, table, length, counts, free, page):
     return result
 
 
-ROOM = Exercise(
-    make_room, "Room for one more token", outputs=("result",), run=_run_room, tolerance=1e-9,
-).with_cases(
+ROOM = Exercise(make_room, "Room for one more token", ("result",), run=_run_room, tolerance=1e-9).with_cases(
     "table length counts free page",
     ("the case worked by hand", [3, 5], 6, [0, 0, 0, 2, 0, 2, 1], [0, 4, 2, 1], 4),
     ("a page that is not shared has room", [1], 2, [0, 1, 0, 2], [0, 2], 4),

@@ -55,10 +55,9 @@ def _run_ring(answer, queries, keys, values):
 
     def attend(query, key, value):
         if not len(key) == len(value) == len(keys[0]):
-            got = f"arrays of length {len(key)} and {len(value)}"
-            raise Complaint(f"`attend` was given {got} as keys and values, and a share has {len(keys[0])}")
+            raise Complaint(f"keys and values of length {len(key)} and {len(value)}; a share has {len(keys[0])}")
         calls.append(len(key))
-        return _attend(np.asarray(query) / 2, *map(np.asarray, (key, value)))  # of this check alone
+        return _attend(np.asarray(query) / 2, *map(np.asarray, (key, value)))  # halved: no attention but this
 
     results = plain(answer(queries, keys, values, attend, merge_shares))
     if len(calls) < len(queries):
