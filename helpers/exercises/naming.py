@@ -76,10 +76,10 @@ def general_slip(exercise, cases, results):
     for case, result in zip(cases, results, strict=False):
         expected, names_here = expected_of(exercise, case)
         parts = parts_of(result, names_here, expected)
-        told = tuple(map(repr, names_here)) if isinstance(expected, dict) else names_here
-        if parts is None or names not in (None, told):
+        shown = tuple(map(repr, names_here)) if isinstance(expected, dict) else names_here
+        if parts is None or names not in (None, shown):
             return None
-        names = told
+        names = shown
         table.append((parts, values_of(expected)))
     agree = lambda mine, right: compare(mine, right, 10 * exercise.tolerance) is None
     places = range(len(names))
