@@ -1,6 +1,7 @@
 """`implementation="hopper"`: what it serves, what it refuses, and that it works under JAX's transformations."""
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -37,8 +38,10 @@ def test_a_cpu_with_too_few_threads_is_refused(few_threads, monkeypatch):
         hopper_attention(*arrays)
 
 
-def test_lowering_for_a_gpu_needs_no_threads(few_threads):
-    types = jax.eval_shape(lambda: tuple(map(jnp.asarray, SMALL.inputs()[0])))
+@pytest.mark.parametrize("H", [24, 192])
+def test_lowering_for_a_gpu_needs_no_threads(few_threads, H):
+    """What stands for a CPU returns arrays of the same shapes, low bits too."""
+    types = jax.eval_shape(lambda: tuple(map(jnp.asarray, replace(SMALL, H=H).inputs()[0])))
     traced = jax.jit(jax.grad(lambda *arrays: hopper_attention(*arrays)[0].sum())).trace(*types)
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 

@@ -120,7 +120,7 @@ IN_USE = {  # what another warpgroup or TMA writes over operands in use: (tiles,
         SMALL["split"],
         backward_split,
         [("plgpu.wgmma_wait(0)\n    scratch.q.release(step)", "scratch.q.release(step)\n    plgpu.wgmma_wait(0)")],
-        "plgpu.copy_gmem_to_smem(source, buffer.at[slot], self.filled.at[slot])",
+        "plgpu.copy_gmem_to_smem(columns, part, self.filled.at[slot])",
     ),
 }  # fmt: skip
 

@@ -103,8 +103,9 @@ def test_every_tile_is_assigned_once(assignment, count, programs):
     np.testing.assert_array_equal(np.sort(places[has_turn]), np.arange(count))
 
 
-def test_low_bits_have_left_before_the_next_queries_come():
-    arrays = (jnp.ones((1, length, 3, 64), jnp.bfloat16) for length in (256, 128, 128))
+def test_out_has_left_before_the_next_queries_come():
+    """Where constants beside the values leave it no place of its own."""
+    arrays = (jnp.ones((1, length, 3, 128), jnp.bfloat16) for length in (256, 128, 128))
     tiles = hopper.Tiles(programs=1, stages=2, warpgroups=2)
     run = functools.partial(hopper.forward, check_call(*arrays), tiles=tiles, keeps_low_bits=True, interpret=DETECTING)
     assert races(run) == []

@@ -20,8 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.hopper.forward_kernel import RoundedOut
-from helpers.attention.hopper.warpgroup import Beside
 from helpers.attention.low_bits import low_bits
+from helpers.attention.mosaic.warp import store
 
 # The constants beside v: eight of [1, 2), in which all endings of three bits occur, as they do among values.
 CONSTANTS = {"bfloat16": [1 + 17 * i / 2**7 for i in range(8)], "float16": [1 + 145 * i / 2**10 for i in range(8)]}
@@ -31,85 +31,55 @@ CONSTANTS = {"bfloat16": [1 + 17 * i / 2**7 for i in range(8)], "float16": [1 + 
 class ExactOut(RoundedOut):
     """out by way of constants beside the values, and its low bits.
 
-    The constants in GMEM and SMEM are as a `Beside` wants them, see `constants_beside`. The low bits leave from where
-    the queries were.
+    Values are in SMEM as (H / 64 + 1, keys, 64), and the constants are the first columns of the last part.
     """
 
     @property
     def constants(self):
         return CONSTANTS[self.problem.dtype.name]
 
-    @property
-    def is_wide(self):
-        return one_product_serves(self.tiles, self.smem.q.shape[-1])
-
     def begin(self):
-        refs, smem = self.refs, self.smem
-        pl.when(self.me == 0)(lambda: plgpu.copy_gmem_to_smem(refs.constants, smem.constants, smem.constants_loaded))
+        smem, (values,) = self.smem, self.smem.values.buffers
+
+        @pl.when(self.me == 0)
+        def _():
+            for slot in range(values.shape[0]):
+                part = values.at[slot, values.shape[1] - 1]
+                plgpu.copy_gmem_to_smem(self.refs.constants, part, smem.constants_loaded)
+
         plgpu.barrier_wait(smem.constants_loaded)
 
-    def beside(self, v):
-        return Beside(v, self.smem.constants if self.is_wide else self.smem.constants.T)
-
     def zeros(self):
-        head_dim, more = self.smem.q.shape[-1], len(self.constants)
-        return self.zeros_of(head_dim + more) if self.is_wide else (self.zeros_of(head_dim), self.zeros_of(more))
-
-    def await_queries(self):
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the low bits of the turn before have left
+        return super().zeros(len(self.constants))
 
     def divided(self, acc, l):
         head_dim = self.smem.q.shape[-1]
-        acc, of_constants = (acc[:, :head_dim], acc[:, head_dim:]) if self.is_wide else acc
-        weight = sum(self.constants) / of_constants.sum(axis=1)
-        return acc * lax.broadcast_in_dim(weight, acc.shape, [0])
+        weight = sum(self.constants) / acc[:, head_dim:].sum(axis=1)
+        return acc[:, :head_dim] * lax.broadcast_in_dim(weight, (acc.shape[0], head_dim), [0])
 
-    def put(self, turn, out):
-        copies = super().put(turn, out)
-        if not self.tiles.ahead:  # out is where the low bits go
-            return copies
-        self.put_low(turn, out)
-        return [*copies, (turn.q, self.refs.low)]
-
-    def put_low(self, turn, out):
-        """In SMEM, where the queries were: nobody needs them any more."""
+    def put_more(self, turn, out):
+        """The low bits, from registers: in SMEM is no room for them."""
         # Without a barrier the compiler rounds one number at a time, by the unit that takes exponentials.
-        rounded = lax.optimization_barrier(out.astype(self.problem.dtype))
-        turn.q[...] = lax.bitcast_convert_type(low_bits(out, rounded), self.problem.dtype)
-
-    def put_later(self, turn, out):
-        if self.tiles.ahead:
-            return
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self.put_low(turn, out)
-        plgpu.commit_smem()
+        low = low_bits(out, lax.optimization_barrier(out.astype(self.problem.dtype)))
 
         @pl.when(turn.q_start < self.problem.T)
         def _():
-            rows = pl.ds(turn.q_start, self.tiles.block_q)
-            plgpu.copy_smem_to_gmem(turn.q, self.refs.low.at[turn.b, rows, turn.n])
+            rows = pl.ds(turn.q_start, self.tiles.block_q)  # refs.low has room for rows past T
+            store(self.refs.low.at[turn.b, rows, turn.n], low, interpret=self.interpret)
 
 
-def constants_beside(problem, tiles, head_dim):
-    """The array of constants that `ExactOut` reads.
-
-    Where `one_product_serves`, (16, 64), and each row begins with CONSTANTS; else (8, 64), row i 64 times CONSTANTS[i].
-    """
-    constants = np.array([[number] * 64 for number in CONSTANTS[problem.dtype.name]], problem.dtype)
-    if one_product_serves(tiles, head_dim):
-        constants = np.pad(np.tile(constants[:, 0], (16, 1)), ((0, 0), (0, 56)))
-    return jnp.asarray(constants)
-
-
-def one_product_serves(tiles, head_dim):
-    """Whether p is multiplied with values and constants at once, see `Beside`: not in short tiles of 3 warpgroups."""
-    return head_dim == 64 and (tiles.block_k >= 128 or tiles.warpgroups == 4)
+def constants_beside(problem, tiles):
+    """The array of constants that `ExactOut` reads: (block_k, 64), and each row begins with CONSTANTS."""
+    constants = np.tile(CONSTANTS[problem.dtype.name], (tiles.block_k, 1))
+    return jnp.asarray(np.pad(constants, ((0, 0), (0, 56))), problem.dtype)
 
 
 def with_room_for_constants(tiles, problem):
-    """The tiles, or others that leave registers for the sums of constants: tried by hand on an H100 (JAX 0.11.2)."""
+    """The tiles, or others that leave registers for the sums of constants, and SMEM: tried on an H100 (JAX 0.11.2)."""
     if problem.H > 128:
         return tiles._replace(programs=None)
+    if problem.H <= 64 and tiles.block_k >= 128:
+        tiles = tiles._replace(stages=min(tiles.stages, 3))
     if tiles.warpgroups < 4 or problem.S <= 2048:
         return tiles
     if tiles.dynamic and problem.S > 4096:

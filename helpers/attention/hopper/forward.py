@@ -121,9 +121,9 @@ def untuned_tiles(problem):
 def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, interpret=False):
     """Attention of a checked `Call` by the Hopper kernel.
 
-    Returns out (B, T, N, H) in the dtype of query and lse (B, N, T) in float32; with keeps_low_bits also those of
-    out, int16 and of its shape. Where T and S are multiples of eight and of at least one tile, H is one of HEAD_DIMS
-    and the scale is positive, the arrays are not copied, and lse only where T is no multiple of block_q. With key
+    Returns out (B, T, N, H) in the dtype of query and lse (B, N, T) in float32; with keeps_low_bits also those of out,
+    see `low_bits`. Where T and S are multiples of eight and of at least one tile, H is one of HEAD_DIMS and the scale
+    is positive, the arrays are not copied, and lse and the low bits only where T is no multiple of block_q. With key
     lengths the tile of values in which a batch entry ends is copied; the `VisibleTiles` are 28 or 36 bytes a tile of
     queries. tiles: a `Tiles`, or None for the fastest known. is_persistent: False gives each tile of queries a program
     of its own. A program that waits for an SM, because a transfer from another GPU occupies it, is then one of many; a
@@ -150,7 +150,7 @@ def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, inter
         "v": padded(call.value, {1: padded_S, 3: head_dim}),
     }
     if keeps_low_bits:
-        inputs["constants"] = constants_beside(problem, tiles, head_dim)
+        inputs["constants"] = constants_beside(problem, tiles)
     if is_block_sparse(call):
         blocks = tiles.block_q * tiles.warpgroups, tiles.block_k
         inputs |= {"visible_tiles": visible_tiles(call, *blocks), **padded_ids(call, *blocks)}
@@ -161,8 +161,7 @@ def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, inter
     if tiles.dynamic:
         inputs["counter"] = jax.new_ref(jnp.zeros((1,), jnp.int32))
     out, lse, *low = _launch(problem, tiles, inputs, interpret)
-    low = (jax.lax.bitcast_convert_type(array[:, :T, :, :H], jnp.int16) for array in low)
-    return out[:, :T, :, :H], lse[:, :, :T], *low
+    return out[:, :T, :, :H], lse[:, :, :T], *(array[:, :T, :, :H] for array in low)
 
 
 def _launch(problem, tiles, inputs, interpret):
@@ -184,7 +183,7 @@ def _launch(problem, tiles, inputs, interpret):
     out_type = jax.ShapeDtypeStruct(inputs["q"].shape, problem.dtype)
     outputs = {"out": out_type, "lse": jax.ShapeDtypeStruct((problem.B, problem.N, rows), jnp.float32)}
     if keeps_low_bits:
-        outputs["low"] = out_type
+        outputs["low"] = jax.ShapeDtypeStruct((problem.B, rows, *out_type.shape[2:]), jnp.int16)
 
     def body(*refs):
         *refs, smem = refs
@@ -223,17 +222,21 @@ def _scratch(problem, tiles, keeps_low_bits):
         filled=plgpu.Barrier(num_barriers=stages),
         consumed=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
     )
-    constants = jax.eval_shape(lambda: constants_beside(problem, tiles, head_dim)).shape
+    values = ring
+    if keeps_low_bits:
+        parts = plgpu.SMEM((stages, head_dim // 64 + 1, block_k, 64), problem.dtype, transforms=SWIZZLED)
+        filled = plgpu.Barrier(num_arrivals=head_dim // 64, num_barriers=stages)
+        values = ring._replace(buffers=(parts,), filled=filled)
+    has_room = tiles.ahead and (head_dim == 64 or not keeps_low_bits)
     return Scratch(
         q=smem(2, *own_rows) if tiles.ahead else smem(*own_rows),
         keys=ring,
-        values=ring,
-        out=smem(*own_rows) if tiles.ahead else None,
+        values=values,
+        out=smem(*own_rows) if has_room else None,
         lse=plgpu.SMEM((warpgroups + 1 + tiles.dynamic, block_q), jnp.float32),
         q_loaded=plgpu.Barrier(num_barriers=warpgroups),
         guess_checked=plgpu.Barrier(num_arrivals=warpgroups),
-        constants=plgpu.SMEM(constants, problem.dtype, transforms=SWIZZLED) if keeps_low_bits else None,
-        constants_loaded=plgpu.Barrier() if keeps_low_bits else None,
+        constants_loaded=plgpu.Barrier(num_arrivals=stages) if keeps_low_bits else None,
         places_known=plgpu.Barrier(num_barriers=stages + 1) if tiles.dynamic else None,
     )
 

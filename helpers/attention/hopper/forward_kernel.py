@@ -87,8 +87,7 @@ class Scratch(NamedTuple):
     lse: jax.Array  # (warpgroups + 1, block_q), float32; the last row: of `guess.Guess`
     q_loaded: jax.Array  # a barrier for each compute warpgroup
     guess_checked: jax.Array  # a barrier: of `guess.Guess`
-    constants: jax.Array | None = None  # these two: of `exact_out.ExactOut`
-    constants_loaded: jax.Array | None = None
+    constants_loaded: jax.Array | None = None  # a barrier: of `exact_out.ExactOut`
     places_known: jax.Array | None = None  # barriers: of `DynamicScheduler`
 
 
@@ -259,7 +258,7 @@ def one_turn(program, turns, i, state):
 
     last, next_step = step + turn.stop - 1, turn.next_step
     program.smem.values.wait(last)
-    pv = acc, p, program.out.beside(*program.smem.values.at(last))
+    pv = acc, p, *program.smem.values.at(last)
     store = functools.partial(epilogue, program, turn, softmax, m, l)
     finish = last_product_and_next_scores if program.tiles.ahead else last_product
     next_first = finish(program, turns, turn, pv, store)
@@ -285,7 +284,8 @@ def load_queries(program, turns, i):
 
 def load_next_queries(program, turns, i):
     """The same for the turn after i, while that goes on."""
-    program.out.await_queries()
+    if program.smem.out is None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # where they go was an out
     load_queries(program, turns, i + 1)
 
 
@@ -363,7 +363,7 @@ def one_key_tile(program, turn, rule, is_masked, j, state):
 
     qk = turn.q, *keys.at(step)
     values.wait(step - 1)
-    pv = acc, p, program.out.beside(*values.at(step - 1))
+    pv = acc, p, *values.at(step - 1)
     carried, interpret = rule.carried(m, l), program.interpret
     acc, p, carried = overlapped(qk, pv, while_pv_runs, carried, interpret=interpret)
     values.release(step - 1)
@@ -455,7 +455,8 @@ def epilogue(program, turn, softmax, m, l, acc):
     out, lse = program.out.divided(acc, l), lambda: softmax.lse(m, l)
     out, lse = program.logits.at_the_end(turn, out, lse)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the out before has left SMEM
-    copies = program.out.put(turn, out)
+    my_out = program.out.place(turn)
+    my_out[...] = out.astype(program.problem.dtype)
     my_lse[...] = lse()
     plgpu.commit_smem()
     softmax.check_guess()
@@ -463,11 +464,10 @@ def epilogue(program, turn, softmax, m, l, acc):
     @pl.when(turn.q_start < program.problem.T)
     def _():  # TMA drops rows of out past T', and refs.lse has room for them
         rows = pl.ds(turn.q_start, program.tiles.block_q)
-        for source, target in copies:
-            plgpu.copy_smem_to_gmem(source, target.at[turn.b, rows, turn.n])
+        plgpu.copy_smem_to_gmem(my_out, refs.out.at[turn.b, rows, turn.n])
         plgpu.copy_smem_to_gmem(my_lse, refs.lse.at[turn.b, turn.n, rows])
 
-    program.out.put_later(turn, out)
+    program.out.put_more(turn, out)
 
 
 # Two of the parts that can be exchanged
@@ -522,8 +522,7 @@ class RunningMaximum(Part):
 
     def rescaled(self, acc, m, carried):
         m, l, alpha = carried
-        rescaled = lambda acc: acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
-        return jax.tree.map(rescaled, acc), m, l
+        return acc * lax.broadcast_in_dim(alpha, acc.shape, [0]), m, l
 
     def lse(self, m, l):
         return (m + jnp.log2(l)) / LOG2_E
@@ -536,37 +535,21 @@ class RunningMaximum(Part):
 class RoundedOut(Part):
     """out = acc / l, rounded to 16 bits."""
 
-    @property
-    def mine(self):
+    def place(self, turn):
         """Where my rows of out are on their way to GMEM."""
-        return (self.smem.out if self.tiles.ahead else self.smem.q).at[self.me]
+        return turn.q if self.smem.out is None else self.smem.out.at[self.me]
 
     def begin(self):
         """A compute warpgroup calls this first."""
 
-    def beside(self, v):
-        """What p is multiplied with, for a tile of values."""
-        return v
-
-    def zeros(self):
-        """acc before any product."""
-        return self.zeros_of(self.smem.q.shape[-1])
-
-    def zeros_of(self, width):
-        zeros = jnp.zeros((self.tiles.block_q, width), jnp.float32)
-        return plgpu.layout_cast(zeros, MATRIX)
-
-    def await_queries(self):
-        """Until the next queries may be loaded."""
+    def zeros(self, more=0):
+        """acc before any product, with some columns more than out has."""
+        shape = self.tiles.block_q, self.smem.q.shape[-1] + more
+        return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), MATRIX)
 
     def divided(self, acc, l):
         """out in float32."""
         return acc * lax.broadcast_in_dim(1 / l, acc.shape, [0])
 
-    def put(self, turn, out):
-        """Round out into SMEM. Returns [(ref in SMEM, array in GMEM)] of what leaves."""
-        self.mine[...] = out.astype(self.problem.dtype)
-        return [(self.mine, self.refs.out)]
-
-    def put_later(self, turn, out):
-        """What cannot go before out has left."""
+    def put_more(self, turn, out):
+        """Called when the rounded out is on its way."""

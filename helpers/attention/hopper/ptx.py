@@ -64,11 +64,11 @@ def wgmma_instructions(operands, axis, shape):
     return _array([llvm.extractvalue(f32, sums, [i]) for i in range(count)], shape)
 
 
-def descriptor(ref, axis):
+def descriptor(ref, axis, leading=None):
     """(the descriptor of a SWIZZLED operand, what to add to it for each 16 of the contracted axis).
 
     PTX ISA, "matrix descriptor" of wgmma: where the operand begins, and how far apart its tiles of 8 x 64
-    are across and down, each in units of 16 bytes, and which swizzle.
+    are across and down, each in units of 16 bytes, and which swizzle. leading: that across, if ref has one tile.
     """
     kind = ir.MemRefType(ref.type)
     rows_of_tiles, tiles_in_a_row, *_ = kind.shape
@@ -77,52 +77,49 @@ def descriptor(ref, axis):
     if axis == 1:  # 16 columns are a quarter of a tile's row of 128 bytes
         leading, steps = 0, [tile * across + 2 * quarter for tile in range(tiles_in_a_row) for quarter in range(4)]
     else:  # 16 rows are two tiles
-        leading, steps = across, [2 * pair * down for pair in range(rows_of_tiles // 2)]
+        leading, steps = leading or across, [2 * pair * down for pair in range(rows_of_tiles // 2)]
     i64 = ir.IntegerType.get_signless(64)
     number = functools.partial(arith.constant, i64)
     begins = llvm.lshr(llvm.and_(llvm.ptrtoint(i64, utils.memref_ptr(ref)), number(0x3FFFF)), number(4))
     return llvm.or_(begins, number(leading << 16 | down << 32 | swizzle_128 << 62)), steps
 
 
-def wide_sum(acc, a, values, constants):
-    """acc (64, H + 8) + a @ (values and constants), which are a `warpgroup.Beside`: in flight, for `awaited` alone."""
+def wide_sum(acc, a, values):
+    """acc (64, columns) + a @ the first columns of values, (parts, keys, 64): in flight, for `awaited` alone."""
 
     @plgpu.inline_mgpu(
-        arg_types=(MATRIX, MATRIX, plgpu.RefType(SWIZZLED), plgpu.RefType(SWIZZLED)),
+        arg_types=(MATRIX, MATRIX, plgpu.RefType(SWIZZLED)),
         return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=MATRIX),
     )
     def instructions(_, *operands):
         return wide_instructions(*operands)
 
-    return instructions(acc, a, values, constants)
+    return instructions(acc, a, values)
 
 
-def wide_instructions(acc, a, values, constants):
-    """The registers of acc + a @ (values and constants), by one block of PTX.
-
-    A descriptor says how far the next 64 columns of an operand are from the first: here that leads to the constants,
-    whose 16 rows serve every 16 keys.
-    """
+def wide_instructions(acc, a, values):
+    """The registers of acc + a @ values, by one block of PTX. An instruction has up to 256 columns."""
     f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
-    (begins, steps), (ends, _) = descriptor(values, 0), descriptor(constants, 0)
-    columns = acc.shape[1]
+    kind, columns = ir.MemRefType(values.type), acc.shape[1]
+    apart = kind.get_strides_and_offset()[0][0] // 8
+    begins, steps = descriptor(utils.memref_slice(values, 0), 0, apart)
     sums = [vector.extract(pair, [], [i]) for pair in acc.registers.ravel() for i in range(2)]
     lefts = [utils.bitcast(pair, i32) for pair in a.registers.ravel()]  # four for each 16 keys, as wgmma wants them
-    count, dtype = len(sums), ir.MemRefType(values.type).element_type
-    registers = ",".join(f"${i}" for i in range(count))
+    count, dtype = len(sums), kind.element_type
     at = 2 * count  # outputs, and the same as inputs
-    place, constants_at = at + len(lefts), at + len(lefts) + 1
-    wgmma = f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{dtype}.{dtype}"
     text = ""
-    for number, step in enumerate(steps):
+    for (number, step), start in itertools.product(enumerate(steps), (0,) if columns <= 256 else (0, 128)):
+        stop = columns if columns <= 256 or start else 128
+        registers = ",".join(f"${i}" for i in range(start // 2, stop // 2))
         left = ",".join(f"${at + 4 * number + i}" for i in range(4))
-        text += f"add.s64 b, ${place}, {step}; sub.s64 far, ${constants_at}, b; bfi.b64 b, far, b, 16, 14; "
-        text += f"{wgmma} {{{registers}}}, {{{left}}}, b, 1, 1, 1, 1; "
-    constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r"] * len(lefts) + ["l"] * 2
+        text += f"add.s64 b, ${at + len(lefts)}, {step + start // 64 * apart}; "
+        text += f"wgmma.mma_async.sync.aligned.m64n{stop - start}k16.f32.{dtype}.{dtype} "
+        text += f"{{{registers}}}, {{{left}}}, b, 1, 1, 1, 1; "
+    constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r"] * len(lefts) + ["l"]
     sums = llvm.inline_asm(
         llvm.StructType.get_literal([f32] * count),
-        [*sums, *lefts, begins, ends],
-        f"{{ .reg .b64 b, far; wgmma.fence.sync.aligned; {text}wgmma.commit_group.sync.aligned; }}",
+        [*sums, *lefts, begins],
+        f"{{ .reg .b64 b; wgmma.fence.sync.aligned; {text}wgmma.commit_group.sync.aligned; }}",
         ",".join(constraints),
         has_side_effects=True,
     )

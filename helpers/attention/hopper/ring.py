@@ -4,14 +4,16 @@ from typing import NamedTuple
 
 import jax
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 class Ring(NamedTuple):
     """Slots for one tile after another: tile number `step` is in slot step % slots.
 
-    buffers: refs in SMEM, (slots, ...) each, of what a slot holds: keys, or queries and their lse.
-    filled: a barrier for each slot, which the copies arrive at: an arrival for each buffer.
+    buffers: refs in SMEM, (slots, ...) each, of what a slot holds: keys, or queries and their lse. A matrix may lie
+    there 64 columns after another, (slots, columns / 64 and more, rows, 64).
+    filled: a barrier for each slot, which the copies arrive at: an arrival for each buffer, or for each 64 columns.
     consumed: a barrier for each slot, which the warpgroups arrive at that have read it: an arrival for each.
 
     A slot goes free, filled, free. Each compute warpgroup calls `open` once, and then for every tile `wait`,
@@ -40,7 +42,12 @@ class Ring(NamedTuple):
         slot = self.slot(step)
         plgpu.barrier_wait(self.consumed.at[slot])
         for source, buffer in zip(sources, self.buffers, strict=True):
-            plgpu.copy_gmem_to_smem(source, buffer.at[slot], self.filled.at[slot])
+            parts = [(source, buffer.at[slot])]
+            if buffer.ndim == 4:
+                starts = range(0, source.shape[1], 64)
+                parts = [(source.at[:, pl.ds(start, 64)], buffer.at[slot, start // 64]) for start in starts]
+            for columns, part in parts:
+                plgpu.copy_gmem_to_smem(columns, part, self.filled.at[slot])
 
     def wait(self, step):
         """Until a tile is there."""

@@ -11,9 +11,6 @@ Operands: a is a ref in SMEM or an array in registers, b is a ref in SMEM, an ac
 float32 array in registers in the layout WGMMA. All products are 16-bit with a float32 sum.
 """
 
-import functools
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -142,61 +139,26 @@ def product(a, b, *, interpret):
     return pl.run_scoped(body, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
 
 
-class Beside(NamedTuple):
-    """A right operand of (keys, H) and columns of constants beside it: the product has len(CONSTANTS) columns more.
-
-    values: a ref (keys, H). constants: where `is_one_product`, a ref (16, 64) whose rows begin with the constants;
-    else a ref (64, 8), each row the constants. The first needs H = 64, and no time of its own; the others take 16
-    cycles for each 16 keys, for no wgmma takes less.
-    """
-
-    values: jax.Array
-    constants: jax.Array
-
-    @property
-    def is_one_product(self):
-        return self.constants.shape[0] == 16
-
-
-def is_wide(b):
-    return isinstance(b, Beside) and b.is_one_product
+def _is_wide(b):
+    """Whether a right operand has constants beside values: (parts, keys, 64), see `exact_out`."""
+    return len(b.shape) == 3
 
 
 def _added(c, a, b):
     """c + a @ b in the interpreter."""
-    if not isinstance(b, Beside):
+    if not _is_wide(b):
         return c + _dot(a, b)
-    values, constants = read(*b)
-    constants = jnp.tile(constants[:, :8], (a.shape[1] // len(constants), 1))
-    products = [lax.dot(a, right, preferred_element_type=jnp.float32) for right in (values, constants)]
-    if b.is_one_product:
-        return c + jnp.concatenate(products, axis=1)
-    return tuple(map(jnp.add, c, products))
-
-
-def _add_products(refs, a, b):
-    """Issue refs += a @ b, ACC refs, for accumulators as `accumulate` has them; returns the number of products."""
-    if not isinstance(b, Beside):
-        plgpu.wgmma(refs, a, b)
-        return 1
-    of_values, of_constants = refs
-    plgpu.wgmma(of_values, a, b.values)
-    starts = range(0, a.shape[1], 64)
-    for start in starts:
-        plgpu.wgmma(of_constants, a if len(starts) == 1 else a[:, start : start + 64], b.constants)
-    return 1 + len(starts)
+    a, b = read(a, b)
+    return c + lax.dot(a, jnp.concatenate(list(b), axis=1)[:, : c.shape[1]], preferred_element_type=jnp.float32)
 
 
 def accumulate(c, a, b, *, interpret):
-    """c + a @ b.
-
-    With a `Beside`, c has its columns too: (64, H + 8) where it is one product, else a pair, (64, H) and (64, 8).
-    """
+    """c + a @ b. A wide b has as many columns as c, or more."""
     if interpret:
         return _added(c, a, b)
-    if is_wide(b):
-        return awaited(wide_sum(c, a, *b), 0)
-    return pl.run_state(lambda refs: _add_products(refs, a, b) and None)(jax.tree.map(plgpu.ACC.init, c))
+    if _is_wide(b):
+        return awaited(wide_sum(c, a, b), 0)
+    return pl.run_state(lambda c_ref: plgpu.wgmma(c_ref, a, b))(plgpu.ACC.init(c))
 
 
 def accumulate_then(last, ready, following, meanwhile, *, interpret):
@@ -214,22 +176,22 @@ def accumulate_then(last, ready, following, meanwhile, *, interpret):
         meanwhile(c)
         read(a2, b2)
         return s
-    if is_wide(b):
-        c = wide_sum(c, a, *b)
+    if _is_wide(b):
+        c = wide_sum(c, a, b)
         ready()
         s = issue([(a2, b2)], 1, interpret)
         meanwhile(awaited(c, 1))
         return awaited(s, 0)
 
     def body(refs):
-        c_refs, s_ref = refs
-        _add_products(c_refs, a, b)
+        c_ref, s_ref = refs
+        plgpu.wgmma(c_ref, a, b)
         ready()
         plgpu.wgmma(s_ref, a2, b2.T)
-        meanwhile(jax.tree.map(functools.partial(plgpu.wgmma_accumulator_load, wait_n=1), c_refs))
+        meanwhile(plgpu.wgmma_accumulator_load(c_ref, wait_n=1))
 
     s = plgpu.layout_cast(jnp.zeros((a2.shape[0], b2.shape[0]), jnp.float32), MATRIX)
-    return pl.run_state(body)((jax.tree.map(plgpu.ACC.init, c), plgpu.ACC.init(s)))[1]
+    return pl.run_state(body)((plgpu.ACC.init(c), plgpu.ACC.init(s)))[1]
 
 
 def overlapped(first, second, meanwhile, state, *, interpret):
@@ -245,23 +207,23 @@ def overlapped(first, second, meanwhile, state, *, interpret):
     if interpret:
         s, c = _dot(a, b.T), _added(c, a2, b2)
         p, state = meanwhile(s, state)
-        read(a2, *(b2 if isinstance(b2, Beside) else (b2,)))
+        read(a2, b2)
         return c, p, state
-    if is_wide(b2):
+    if _is_wide(b2):
         s = issue([(a, b)], 1, interpret)
-        c = wide_sum(c, a2, *b2)
+        c = wide_sum(c, a2, b2)
         p, state = meanwhile(awaited(s, 1), state)
         return awaited(c, 0), p, state
     shape = a.shape[0], b.shape[0]
     leaves, tree = jax.tree.flatten(state)
 
     def body(refs):
-        c_refs, p_ref, *state_refs = refs
+        c_ref, p_ref, *state_refs = refs
 
         def with_first(s_ref):
             plgpu.wgmma(s_ref, a, b.T)
-            later = _add_products(c_refs, a2, b2)
-            s = plgpu.wgmma_accumulator_load(s_ref, wait_n=later)  # the oldest of them
+            plgpu.wgmma(c_ref, a2, b2)
+            s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)  # the older of them
             p, new = meanwhile(s, jax.tree.unflatten(tree, [ref[...] for ref in state_refs]))
             values = p, *jax.tree.leaves(new)
             for ref, value in zip((p_ref, *state_refs), values, strict=True):
@@ -271,5 +233,5 @@ def overlapped(first, second, meanwhile, state, *, interpret):
 
     # run_state awaits the second product, and is how values leave its body; p starts as anything.
     p = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), MATRIX)
-    c, p, *leaves = pl.run_state(body)((jax.tree.map(plgpu.ACC.init, c), p, *leaves))
+    c, p, *leaves = pl.run_state(body)((plgpu.ACC.init(c), p, *leaves))
     return c, p, jax.tree.unflatten(tree, leaves)
