@@ -135,12 +135,18 @@ def test_hopper_guesses_that_fail(dtype, H, logits):
 
 
 @on_hopper
-@pytest.mark.parametrize(("H", "warpgroups", "block_k"), [(64, 4, 64), (64, 3, 128), (128, 2, 128), (256, 2, 64)])
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_constants_beside_values(H, warpgroups, block_k, dynamic):
+@pytest.mark.parametrize(
+    ("H", "tiles"),
+    [
+        (64, hopper.Tiles(block_k=64, warpgroups=4, programs=8)),
+        (64, hopper.Tiles(warpgroups=3, programs=8, dynamic=True)),
+        (128, hopper.Tiles(programs=8)),
+        (128, hopper.Tiles(programs=8, dynamic=True)),
+        (256, hopper.Tiles(block_k=64, programs=None, ahead=False, guess=False)),
+    ],
+)
+def test_constants_beside_values(H, tiles):
     """Of 72 or 136 columns in one instruction, of 264 in two: no interpreter reads them by a descriptor."""
-    small = {"programs": 8, "dynamic": dynamic} if H < 256 else {"programs": None, "ahead": False, "guess": False}
-    tiles = hopper.Tiles(block_k=block_k, warpgroups=warpgroups, **small)
     case = AttentionCase(1100, 1300, H, N=4, K=2, dtype="bfloat16", arguments={"is_causal": True})
     check_forward(forward_by(lambda _: tiles, keeps_low_bits=True), case)
 

@@ -58,7 +58,7 @@ class ExactOut(RoundedOut):
         return acc[:, :head_dim] * lax.broadcast_in_dim(weight, (acc.shape[0], head_dim), [0])
 
     def put_more(self, turn, out):
-        """The low bits, from registers: in SMEM is no room for them."""
+        """The low bits, from registers: at H = 128 SMEM has no room for them."""
         # Without a barrier the compiler rounds one number at a time, by the unit that takes exponentials.
         low = low_bits(out, lax.optimization_barrier(out.astype(self.problem.dtype)))
 
@@ -78,7 +78,7 @@ def with_room_for_constants(tiles, problem):
     """The tiles, or others that leave registers for the sums of constants, and SMEM: tried on an H100 (JAX 0.11.2)."""
     if problem.H > 128:
         return tiles._replace(programs=None)
-    if problem.H <= 64 and tiles.block_k >= 128:
+    if problem.H <= 64 and tiles.block_k >= 128:  # constants are as large as values
         tiles = tiles._replace(stages=min(tiles.stages, 3))
     if tiles.warpgroups < 4 or problem.S <= 2048:
         return tiles

@@ -451,11 +451,11 @@ def last_product_and_next_scores(program, turns, turn, pv, store):
 
 def epilogue(program, turn, softmax, m, l, acc):
     """Divide, and send my rows of out and lse on their way."""
-    refs, my_lse = program.refs, program.smem.lse.at[program.me]
+    refs, smem, me = program.refs, program.smem, program.me
+    my_lse, my_out = smem.lse.at[me], turn.q if smem.out is None else smem.out.at[me]
     out, lse = program.out.divided(acc, l), lambda: softmax.lse(m, l)
     out, lse = program.logits.at_the_end(turn, out, lse)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the out before has left SMEM
-    my_out = program.out.place(turn)
     my_out[...] = out.astype(program.problem.dtype)
     my_lse[...] = lse()
     plgpu.commit_smem()
@@ -534,10 +534,6 @@ class RunningMaximum(Part):
 @dataclass(frozen=True)
 class RoundedOut(Part):
     """out = acc / l, rounded to 16 bits."""
-
-    def place(self, turn):
-        """Where my rows of out are on their way to GMEM."""
-        return turn.q if self.smem.out is None else self.smem.out.at[self.me]
 
     def begin(self):
         """A compute warpgroup calls this first."""

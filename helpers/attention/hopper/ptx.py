@@ -108,8 +108,8 @@ def wide_instructions(acc, a, values):
     count, dtype = len(sums), kind.element_type
     at = 2 * count  # outputs, and the same as inputs
     text = ""
-    for (number, step), start in itertools.product(enumerate(steps), (0,) if columns <= 256 else (0, 128)):
-        stop = columns if columns <= 256 or start else 128
+    parts = itertools.pairwise((0, columns) if columns <= 256 else (0, 128, columns))
+    for (number, step), (start, stop) in itertools.product(enumerate(steps), parts):
         registers = ",".join(f"${i}" for i in range(start // 2, stop // 2))
         left = ",".join(f"${at + 4 * number + i}" for i in range(4))
         text += f"add.s64 b, ${at + len(lefts)}, {step + start // 64 * apart}; "
