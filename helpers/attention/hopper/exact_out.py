@@ -21,7 +21,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.hopper.forward_kernel import RoundedOut
 from helpers.attention.low_bits import low_bits
-from helpers.attention.mosaic.warp import store
 
 # The constants beside v: eight of [1, 2), in which all endings of three bits occur, as they do among values.
 CONSTANTS = {"bfloat16": [1 + 17 * i / 2**7 for i in range(8)], "float16": [1 + 145 * i / 2**10 for i in range(8)]}
@@ -57,15 +56,28 @@ class ExactOut(RoundedOut):
         weight = sum(self.constants) / acc[:, head_dim:].sum(axis=1)
         return acc[:, :head_dim] * lax.broadcast_in_dim(weight, (acc.shape[0], head_dim), [0])
 
-    def put_more(self, turn, out):
-        """The low bits, from registers: at H = 128 SMEM has no room for them."""
+    def low_bits(self, out):
+        """Those of out, in the dtype of the places that SMEM has for an out."""
         # Without a barrier the compiler rounds one number at a time, by the unit that takes exponentials.
         low = low_bits(out, lax.optimization_barrier(out.astype(self.problem.dtype)))
+        return lax.bitcast_convert_type(low, self.problem.dtype)
+
+    def put_beside(self, out):
+        if self.smem.out is not None:
+            self.smem.out.at[1, self.me][...] = self.low_bits(out)
+
+    def put_more(self, turn, out):
+        """The low bits. From H = 128 on SMEM has room for them only where out was, when it has left."""
+        place = turn.q if self.smem.out is None else self.smem.out.at[1, self.me]
+        if self.smem.out is None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            place[...] = self.low_bits(out)
+            plgpu.commit_smem()
 
         @pl.when(turn.q_start < self.problem.T)
         def _():
-            rows = pl.ds(turn.q_start, self.tiles.block_q)  # refs.low has room for rows past T
-            store(self.refs.low.at[turn.b, rows, turn.n], low, interpret=self.interpret)
+            rows = pl.ds(turn.q_start, self.tiles.block_q)
+            plgpu.copy_smem_to_gmem(place, self.refs.low.at[turn.b, rows, turn.n])
 
 
 def constants_beside(problem, tiles):

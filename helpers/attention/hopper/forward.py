@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -123,12 +124,12 @@ def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, inter
 
     Returns out (B, T, N, H) in the dtype of query and lse (B, N, T) in float32; with keeps_low_bits also those of out,
     see `low_bits`. Where T and S are multiples of eight and of at least one tile, H is one of HEAD_DIMS and the scale
-    is positive, the arrays are not copied, and lse and the low bits only where T is no multiple of block_q. With key
-    lengths the tile of values in which a batch entry ends is copied; the `VisibleTiles` are 28 or 36 bytes a tile of
-    queries. tiles: a `Tiles`, or None for the fastest known. is_persistent: False gives each tile of queries a program
-    of its own. A program that waits for an SM, because a transfer from another GPU occupies it, is then one of many; a
-    persistent one with a static list would begin all of it late. interpret: False, or a `plgpu.InterpretGPUParams` that
-    says how to run on a CPU.
+    is positive, the arrays are not copied, and lse only where T is no multiple of block_q. With key lengths the tile of
+    values in which a batch entry ends is copied; the `VisibleTiles` are 28 or 36 bytes a tile of queries. tiles: a
+    `Tiles`, or None for the fastest known. is_persistent: False gives each tile of queries a program of its own. A
+    program that waits for an SM, because a transfer from another GPU occupies it, is then one of many; a persistent one
+    with a static list would begin all of it late. interpret: False, or a `plgpu.InterpretGPUParams` that says how to
+    run on a CPU.
     """
     problem = call.problem
     tiles = tiles or tiles_for(call, keeps_low_bits)
@@ -161,7 +162,8 @@ def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, inter
     if tiles.dynamic:
         inputs["counter"] = jax.new_ref(jnp.zeros((1,), jnp.int32))
     out, lse, *low = _launch(problem, tiles, inputs, interpret)
-    return out[:, :T, :, :H], lse[:, :, :T], *(array[:, :T, :, :H] for array in low)
+    low = (lax.bitcast_convert_type(array[:, :T, :, :H], jnp.int16) for array in low)
+    return out[:, :T, :, :H], lse[:, :, :T], *low
 
 
 def _launch(problem, tiles, inputs, interpret):
@@ -183,7 +185,7 @@ def _launch(problem, tiles, inputs, interpret):
     out_type = jax.ShapeDtypeStruct(inputs["q"].shape, problem.dtype)
     outputs = {"out": out_type, "lse": jax.ShapeDtypeStruct((problem.B, problem.N, rows), jnp.float32)}
     if keeps_low_bits:
-        outputs["low"] = jax.ShapeDtypeStruct((problem.B, rows, *out_type.shape[2:]), jnp.int16)
+        outputs["low"] = out_type
 
     def body(*refs):
         *refs, smem = refs
@@ -232,7 +234,7 @@ def _scratch(problem, tiles, keeps_low_bits):
         q=smem(2, *own_rows) if tiles.ahead else smem(*own_rows),
         keys=ring,
         values=values,
-        out=smem(*own_rows) if has_room else None,
+        out=smem(1 + keeps_low_bits, *own_rows) if has_room else None,
         lse=plgpu.SMEM((warpgroups + 1 + tiles.dynamic, block_q), jnp.float32),
         q_loaded=plgpu.Barrier(num_barriers=warpgroups),
         guess_checked=plgpu.Barrier(num_arrivals=warpgroups),

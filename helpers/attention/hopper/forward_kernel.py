@@ -83,7 +83,7 @@ class Scratch(NamedTuple):
     q: jax.Array  # (2, warpgroups, block_q, H): these queries and the next
     keys: Ring  # of (block_k, H)
     values: Ring
-    out: jax.Array | None  # (warpgroups, block_q, H), on its way to GMEM
+    out: jax.Array | None  # (1 or 2, warpgroups, block_q, H): out on its way to GMEM, and low
     lse: jax.Array  # (warpgroups + 1, block_q), float32; the last row: of `guess.Guess`
     q_loaded: jax.Array  # a barrier for each compute warpgroup
     guess_checked: jax.Array  # a barrier: of `guess.Guess`
@@ -452,12 +452,13 @@ def last_product_and_next_scores(program, turns, turn, pv, store):
 def epilogue(program, turn, softmax, m, l, acc):
     """Divide, and send my rows of out and lse on their way."""
     refs, smem, me = program.refs, program.smem, program.me
-    my_lse, my_out = smem.lse.at[me], turn.q if smem.out is None else smem.out.at[me]
+    my_lse, my_out = smem.lse.at[me], turn.q if smem.out is None else smem.out.at[0, me]
     out, lse = program.out.divided(acc, l), lambda: softmax.lse(m, l)
     out, lse = program.logits.at_the_end(turn, out, lse)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the out before has left SMEM
     my_out[...] = out.astype(program.problem.dtype)
     my_lse[...] = lse()
+    program.out.put_beside(out)
     plgpu.commit_smem()
     softmax.check_guess()
 
@@ -547,5 +548,8 @@ class RoundedOut(Part):
         """out in float32."""
         return acc * lax.broadcast_in_dim(1 / l, acc.shape, [0])
 
+    def put_beside(self, out):
+        """Called when the rounded out is in SMEM."""
+
     def put_more(self, turn, out):
-        """Called when the rounded out is on its way."""
+        """Called when it is on its way to GMEM."""
