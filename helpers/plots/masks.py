@@ -23,6 +23,8 @@ def row_by_steps(steps):
         span = (-0.6, len(values) - 0.4)
         axes.set(title=name, xlabel="key", xlim=span, ylim=(0, 1) if is_last else (-0.4, 5))
         axes.set_xticks(places, [*range(4), "sink"][: len(values)])
+        if number == 0 or is_last:
+            axes.set_ylabel("weight" if is_last else "logit")
     told = "; ".join(f"{name}: {', '.join(f'{value:.2f}' for value in values)}" for name, values in steps.items())
     figure.alt = f"Bars of one row of logits after each step, and of the weights at the end. {told}."
     return figure
