@@ -103,10 +103,11 @@ def test_every_tile_is_assigned_once(assignment, count, programs):
     np.testing.assert_array_equal(np.sort(places[has_turn]), np.arange(count))
 
 
-def test_out_has_left_before_the_next_queries_come():
-    """Where constants beside the values leave it no place of its own."""
-    arrays = (jnp.ones((1, length, 3, 128), jnp.bfloat16) for length in (256, 128, 128))
-    tiles = hopper.Tiles(programs=1, stages=2, warpgroups=2)
+@pytest.mark.parametrize(("H", "options"), [(128, {}), (256, {"block_k": 64, "ahead": False, "guess": False})], ids=str)
+def test_out_and_low_bits_have_left_before_the_next_queries_come(H, options):
+    """Where constants beside the values leave them no place of their own."""
+    arrays = (jnp.ones((1, length, 3, H), jnp.bfloat16) for length in (256, 128, 128))
+    tiles = hopper.Tiles(programs=1, stages=2, warpgroups=2, **options)
     run = functools.partial(hopper.forward, check_call(*arrays), tiles=tiles, keeps_low_bits=True, interpret=DETECTING)
     assert races(run) == []
 
