@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, check_attention, cotangents, in_tiers, relative_error
+from attention_cases import AttentionCase, check_attention, cotangents, differentiated, in_tiers, relative_error
 from test_hopper_masks import DOCUMENTS
 from test_ring import attention_on
 
@@ -55,7 +55,6 @@ CASES = [
     # Where a query sees one key, dp and delta cancel: what is left of ds is the gradient of lse.
     *[(name, AttentionCase(3, 1, **SMALL | {"arguments": {}}, common=30)) for name in ("hopper", "tpu")],
     ("hopper", replace(DOCUMENTS, common=10.0, common_to="runs")),
-    ("hopper", AttentionCase(1, 300, 64, dtype="bfloat16", common=2)),  # naive attention rounds no ds
     # Each of many keys has a little of the error.
     ("portable", AttentionCase(2, 800, 64, dtype="bfloat16", common=1.5)),
 ]
@@ -66,6 +65,18 @@ QUICK = *CASES[:3], CASES[11], CASES[-1]
 def test_gradients(implementation, case):
     """Within twice naive attention's error, each by itself."""
     check_attention(attention(implementation), case)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
+def test_one_query(implementation):
+    """No ds is rounded: gradients are as exact as 16 bits let them be, whatever keys and values have in common."""
+    case = AttentionCase(1, 300, 64, N=4, K=2, dtype="bfloat16", key_lengths=(200,), common=10)
+    arrays, arguments = case.inputs()
+    dout, dlse = cotangents(case)
+    gradients = differentiated(attention(implementation), arguments)
+    for given in ((dout, dlse), (dout, 0 * dlse)):
+        right = oracle_gradients(*map(np.asarray, (*arrays, *given)), **arguments)
+        assert max(map(relative_error, gradients(arrays, given)[1], right)) < 2.0**-8
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -18,7 +18,7 @@ which grows with the logits: near 2^10, dv was off by 2^-10. So c is 0 in heads 
 
 Where keys differ in sign in each channel, their first tile nearly always says so. Only where it does not, the kernel
 reads all keys of the head, and the queries. Meanwhile TMA writes the zeros that a fused kernel adds dq to, which takes
-longer. For one query and for a ring, `taken_off` does the same by XLA.
+longer. For a ring, `taken_off` does the same by XLA.
 """
 
 import functools

@@ -20,8 +20,8 @@ recorded on an H100, its error is at most 1.2 times naive attention's in an olde
 at most 0.006 of dq. To come this close, the forward pass of all kernels, where it is differentiated, keeps 2 B T N H
 bytes more, the low bits of out, unless told not to. And hopper takes off the keys what they have in common in channels
 in which all have one sign, as `ring_attention` does with any kernels: see `hopper.common_part`. It does not with sinks,
-with a soft cap, or where logits are beyond 256 or so. One query's gradients are naive attention's in hopper, of such
-keys, but with keeps_low_bits=False.
+with a soft cap, or where logits are beyond 256 or so. One query's gradients are those of naive attention in float32,
+but with keeps_low_bits=False.
 
 Precision: on a GPU the factors of float32 products are taken as sums of two numbers in bfloat16, which leaves a
 relative error of 2^-16 (TF32, as JAX has it elsewhere and triton here, leaves 2^-11), or of three, as exact as float32,

@@ -24,7 +24,6 @@ from helpers.attention.extra_gradients import gradients_of_extras
 from helpers.attention.hopper import backward as hopper_backward
 from helpers.attention.hopper import forward as hopper_forward
 from helpers.attention.hopper import serve as hopper
-from helpers.attention.hopper.common_part import taken_off
 from helpers.attention.low_bits import rounded_with_low_bits, with_low_bits
 from helpers.attention.mosaic import backward as mosaic_backward
 from helpers.attention.mosaic import decode as mosaic_decode
@@ -33,7 +32,7 @@ from helpers.attention.mosaic import words as mosaic
 from helpers.attention.portable import backward as plain_backward
 from helpers.attention.portable import forward as plain_forward
 from helpers.attention.problem import FEATURES, FEW_QUERIES, Call
-from helpers.attention.reference import naive_attention, naive_gradients, naive_gradients_of_part, what_counts
+from helpers.attention.reference import naive_attention, naive_gradients, naive_gradients_of_part
 
 
 class Kernels(NamedTuple):
@@ -135,6 +134,32 @@ def _of_seeing_rows(backward):
     return of_seeing_rows
 
 
+def _in_float32(call):
+    problem = dataclasses.replace(call.problem, dtype=jnp.dtype(jnp.float32))
+    query, key, value = (array.astype(jnp.float32) for array in call.arrays[:3])
+    return dataclasses.replace(call, problem=problem, query=query, key=key, value=value)
+
+
+def _of_one_query(call, out, lse, dout, dlse, low):
+    """The gradients of naive attention in float32."""
+    with jax.default_matmul_precision("highest"):
+        gradients = naive_gradients(_in_float32(call), out, lse, dout.astype(jnp.float32), dlse, low)
+    return tuple(gradient.astype(call.problem.dtype) for gradient in gradients)
+
+
+def _backward(many_queries):
+    """A backward pass by many_queries, and that of one query by XLA, which would round no ds of it on a GPU.
+
+    Not where no low bits are wanted.
+    """
+
+    def backward(call, *residuals):
+        is_one_query = call.problem.T == 1 and residuals[-1] is not None
+        return (_of_seeing_rows(_of_one_query) if is_one_query else many_queries)(call, *residuals)
+
+    return backward
+
+
 def _plain(interpret):
     def forward(call, dtype=None):
         return plain_forward.forward(call.gathered(), dtype=dtype, interpret=interpret)
@@ -147,7 +172,7 @@ def _plain(interpret):
         return out, lse, low
 
     backward = functools.partial(plain_backward.backward, interpret=interpret)
-    return Kernels(forward, _of_seeing_rows(backward), keeping, forward, exact_forward, backward)
+    return Kernels(forward, _backward(_of_seeing_rows(backward)), keeping, forward, exact_forward, backward)
 
 
 def _forward(many_queries, interpret):
@@ -171,16 +196,7 @@ def _mosaic(interpret):
         return (many_queries if call.problem.dtype == jnp.float32 else _exact(keeping))(call)
 
     of_part = functools.partial(backward, mends_delta=False)
-    return Kernels(forward, _of_seeing_rows(backward), keeping, forward, exact_forward_of_part, of_part)
-
-
-def _of_one_query(call, out, lse, dout, dlse, low):
-    """The gradients of naive attention, in which no ds is rounded; where rows of ds add up to 0, of keys without c."""
-    if call.extras.sinks is None and call.problem.soft_cap is None:
-        key, *_ = taken_off(call.problem, call.query, call.key, lse, what_counts(call)[1])
-        is_zero = (dlse == 0).all(axis=(1, 2))[:, None, None, None]
-        call = dataclasses.replace(call, key=jnp.where(is_zero, key, call.key))
-    return naive_gradients(call, out, lse, dout, dlse, low)
+    return Kernels(forward, _backward(_of_seeing_rows(backward)), keeping, forward, exact_forward_of_part, of_part)
 
 
 def _hopper(interpret):
@@ -188,22 +204,16 @@ def _hopper(interpret):
     of_part = _forward(functools.partial(hopper_forward.forward, is_persistent=False), interpret)
     keeping = functools.partial(hopper_forward.forward, keeps_low_bits=True, interpret=interpret)
     exact_of_part = _exact(functools.partial(keeping, is_persistent=False))
-    many_queries = functools.partial(hopper_backward.backward, interpret=interpret)
-
-    def backward(call, *residuals):
-        # With ds rounded to 16 bits, those of one query would be several times less exact than naive attention's.
-        is_one_query = call.problem.T == 1 and residuals[-1] is not None  # and low bits are wanted
-        return (_of_seeing_rows(_of_one_query) if is_one_query else many_queries)(call, *residuals)
-
-    backward_of_part = functools.partial(many_queries, has_all_keys=False)
-    return Kernels(forward, backward, keeping, of_part, exact_of_part, backward_of_part)
+    backward = functools.partial(hopper_backward.backward, interpret=interpret)
+    backward_of_part = functools.partial(backward, has_all_keys=False)
+    return Kernels(forward, _backward(backward), keeping, of_part, exact_of_part, backward_of_part)
 
 
 def _tpu(interpret):
     forward = functools.partial(tpu.forward, interpret=interpret)
     keeping = functools.partial(forward, keeps_low_bits=True)
     backward = functools.partial(tpu.backward, interpret=interpret)
-    return Kernels(forward, _of_seeing_rows(backward), keeping, forward, _exact(keeping), backward)
+    return Kernels(forward, _backward(_of_seeing_rows(backward)), keeping, forward, _exact(keeping), backward)
 
 
 def _naive(interpret):
@@ -211,9 +221,7 @@ def _naive(interpret):
         return *naive_attention(call), jnp.zeros(call.query.shape, jnp.int16)  # backward computes out again
 
     def exact_forward_of_part(call):
-        query, key, value = (array.astype(jnp.float32) for array in call.arrays[:3])
-        problem = dataclasses.replace(call.problem, dtype=jnp.dtype(jnp.float32))
-        return naive_attention(dataclasses.replace(call, problem=problem, query=query, key=key, value=value))
+        return naive_attention(_in_float32(call))
 
     forwards = keeping, naive_attention, exact_forward_of_part
     return Kernels(naive_attention, _of_seeing_rows(naive_gradients), *forwards, naive_gradients_of_part)
