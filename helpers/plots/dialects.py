@@ -23,7 +23,7 @@ def tile_kinds(T, S, block_q, block_k):
     axes.plot([0, end], [0, end], color=style.INK, lw=1.2)
     axes.plot([S, S], [0, rows * block_q], color=style.OUTPUT, lw=1.2, ls="--")
     axes.text(S, rows * block_q + 4, "the last key", color=style.OUTPUT, ha="center", va="top", size=9)
-    axes.set_title(f"Tiles of {block_q} queries (down) and {block_k} keys (across): T = {T}, S = {S}, causal")
+    axes.set_title(f"Causal tiles of {block_q} queries (down) and {block_k} keys (across)")
     handles = [Patch(label=f"{kind}: {counts[kind]}", **look) for kind, look in LOOKS.items()]
     figure.legend(handles=handles, loc="outside right upper")
     told = ", ".join(f"{count} {kind}" for kind, count in counts.items())
