@@ -112,7 +112,7 @@ class Configuration:
 
 
 def forwards(H, is_causal, S, tiles):
-    """The `Configuration` of a forward pass with these tiles, and that of a gradient of S keys."""
+    """The `Configuration` of a forward pass with these tiles, and that which keeps low bits, of S keys."""
     problem = Problem(1, S, S, 1, 1, H, jnp.dtype(jnp.bfloat16), 1.0, Band.of(is_causal))
     exact = forward.with_room_for_constants(tiles, problem)
     return [

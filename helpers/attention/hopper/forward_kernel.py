@@ -285,7 +285,7 @@ def load_queries(program, turns, i):
 def load_next_queries(program, turns, i):
     """The same for the turn after i, while that goes on."""
     if program.smem.out is None:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # where they go was an out
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # where they go was an out, or low bits
     load_queries(program, turns, i + 1)
 
 
@@ -552,4 +552,4 @@ class RoundedOut(Part):
         """Called when the rounded out is in SMEM."""
 
     def put_more(self, turn, out):
-        """Called when it is on its way to GMEM."""
+        """Called when the rounded out is on its way to GMEM."""
