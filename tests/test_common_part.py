@@ -115,10 +115,15 @@ def test_what_is_taken_off_the_keys(dtype):
         np.zeros((3, 2, 70), np.float32),
         np.arange(90)[:, None, None] < lengths[:, None, None, None],
     )
-    _, moved, same = taken_off(replace(problem, scale=1e-4), *arguments)
+
+    def on_one_device(problem):
+        run = jax.vmap(lambda *arrays: taken_off(problem, *arrays, "device"), axis_name="device")
+        return [array[0] for array in run(*(array[None] for array in arguments))]
+
+    _, moved, same = on_one_device(replace(problem, scale=1e-4))
     np.testing.assert_array_equal(same[:, 0, 0], c[:, 0, :64])
     np.testing.assert_allclose(moved[:, :, :60], -1e-4 * qc, rtol=1e-5, atol=1e-6)
-    assert not np.any(taken_off(problem, *arguments)[2])  # logits would lose thousands
+    assert not np.any(on_one_device(problem)[2])  # logits would lose thousands
 
 
 def test_some_of_the_keys_are_not_taken_for_all():

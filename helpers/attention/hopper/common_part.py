@@ -88,13 +88,13 @@ def common_part(problem, q, k, lse, key_lengths, shape, interpret):
     return c, log2_sums, zeros.reshape(shape)
 
 
-def taken_off(problem, query, key, lse, is_key, axis_name=None):
+def taken_off(problem, query, key, lse, is_key, axis_name):
     """(k - c, lse - scale q c, c) by XLA, c in float32 (B, 1, N, H), of the keys that is_key says, (B, S, 1, 1).
 
-    axis_name: the keys are all those of the devices along this axis of the mesh. c is 0 in heads in which some
-    |scale q c| is above FAR.
+    The keys are all those of the devices along axis_name of the mesh. c is 0 in heads in which some |scale q c| is
+    above FAR.
     """
-    everywhere = lambda most: most if axis_name is None else lax.pmax(most, axis_name)
+    everywhere = functools.partial(lax.pmax, axis_name=axis_name)
     keys, (small, large) = key.astype(jnp.float32), factors(problem.scale)
     ends = [jnp.where(is_key, one, -jnp.inf).max(axis=1, keepdims=True) for one in (keys, -keys)]
     c = middle(*everywhere(ends), key.dtype, axis=1)[:, None]
