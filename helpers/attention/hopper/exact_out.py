@@ -63,13 +63,13 @@ class ExactOut(RoundedOut):
         return lax.bitcast_convert_type(low, self.problem.dtype)
 
     def put_beside(self, out):
-        if self.smem.out is not None:
-            self.smem.out.at[1, self.me][...] = self.low_bits(out)
+        if self.smem.low is not None:
+            self.smem.low.at[self.me][...] = self.low_bits(out)
 
     def put_more(self, turn, out):
         """The low bits. From H = 128 on SMEM has room for them only where out was, when it has left."""
-        place = turn.q if self.smem.out is None else self.smem.out.at[1, self.me]
-        if self.smem.out is None:
+        place = turn.q if self.smem.low is None else self.smem.low.at[self.me]
+        if self.smem.low is None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             place[...] = self.low_bits(out)
             plgpu.commit_smem()

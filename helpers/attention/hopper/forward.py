@@ -162,7 +162,7 @@ def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, inter
     if tiles.dynamic:
         inputs["counter"] = jax.new_ref(jnp.zeros((1,), jnp.int32))
     out, lse, *low = _launch(problem, tiles, inputs, interpret)
-    low = (lax.bitcast_convert_type(array[:, :T, :, :H], jnp.int16) for array in low)
+    low = [lax.bitcast_convert_type(array, jnp.int16)[:, :T, :, :H] for array in low]
     return out[:, :T, :, :H], lse[:, :, :T], *low
 
 
@@ -234,7 +234,8 @@ def _scratch(problem, tiles, keeps_low_bits):
         q=smem(2, *own_rows) if tiles.ahead else smem(*own_rows),
         keys=ring,
         values=values,
-        out=smem(1 + keeps_low_bits, *own_rows) if has_room else None,
+        out=smem(*own_rows) if has_room else None,
+        low=smem(*own_rows) if has_room and keeps_low_bits else None,
         lse=plgpu.SMEM((warpgroups + 1 + tiles.dynamic, block_q), jnp.float32),
         q_loaded=plgpu.Barrier(num_barriers=warpgroups),
         guess_checked=plgpu.Barrier(num_arrivals=warpgroups),

@@ -24,7 +24,7 @@ The program goes through the turns that its tile scheduler gives it. It fetches 
 q while it works at this one, and issues the first scores of the next to the tensor core
 together with the last product of this one: between two tiles of queries, too, the
 tensor core has something to do. (Without `ahead` there is shared memory for one tile of
-queries, and out leaves through it.)
+queries, and out leaves through it. So it does where constants take its room.)
 
 Three parts can be exchanged. `softmax` chooses m: `RunningMaximum`, as above, or
 `guess.Guess`. `out` makes out of acc: `RoundedOut`, as above, or `exact_out.ExactOut`.
@@ -83,10 +83,11 @@ class Scratch(NamedTuple):
     q: jax.Array  # (2, warpgroups, block_q, H): these queries and the next
     keys: Ring  # of (block_k, H)
     values: Ring
-    out: jax.Array | None  # (1 or 2, warpgroups, block_q, H): out on its way to GMEM, and low
+    out: jax.Array | None  # (warpgroups, block_q, H), on its way to GMEM
     lse: jax.Array  # (warpgroups + 1, block_q), float32; the last row: of `guess.Guess`
     q_loaded: jax.Array  # a barrier for each compute warpgroup
     guess_checked: jax.Array  # a barrier: of `guess.Guess`
+    low: jax.Array | None = None  # as out, of `exact_out.ExactOut`
     constants_loaded: jax.Array | None = None  # a barrier: of `exact_out.ExactOut`
     places_known: jax.Array | None = None  # barriers: of `DynamicScheduler`
 
@@ -452,7 +453,7 @@ def last_product_and_next_scores(program, turns, turn, pv, store):
 def epilogue(program, turn, softmax, m, l, acc):
     """Divide, and send my rows of out and lse on their way."""
     refs, smem, me = program.refs, program.smem, program.me
-    my_lse, my_out = smem.lse.at[me], turn.q if smem.out is None else smem.out.at[0, me]
+    my_lse, my_out = smem.lse.at[me], turn.q if smem.out is None else smem.out.at[me]
     out, lse = program.out.divided(acc, l), lambda: softmax.lse(m, l)
     out, lse = program.logits.at_the_end(turn, out, lse)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the out before has left SMEM
