@@ -51,7 +51,7 @@ class Tiles(NamedTuple):
 
 
 def tiles_for(call, keeps_low_bits=False):
-    """The `Tiles` for a call: `default_tiles`; block-sparse and capped ones have others, tried on an H100."""
+    """The `Tiles` for a call: `default_tiles`; block-sparse and capped ones have others, tried on an H100, an H200."""
     problem = call.problem
     is_sparse, is_capped = is_block_sparse(call), problem.soft_cap is not None
     if not (is_sparse or is_capped):
@@ -60,6 +60,9 @@ def tiles_for(call, keeps_low_bits=False):
         full = default_tiles(dataclasses.replace(problem, band=NO_BAND))
         tiles = full._replace(guess=full.guess and not is_sparse and problem.band == NO_BAND)
         tiles = tiles._replace(dynamic=is_sparse and tiles.ahead and suits_dynamic(problem, tiles))
+        # With a third warpgroup, more of the exponentials of a soft cap are beside products. With low bits it spills.
+        if problem.H <= 128 and problem.S > 2048 and not (is_sparse or keeps_low_bits):
+            tiles = full._replace(block_k=64, warpgroups=3)
     elif is_sparse:
         may_guess = problem.S <= longest_guessed(problem)
         tiles = Tiles(stages=4, programs=core_count(NUM_SMS), guess=may_guess and problem.S > 1024)
