@@ -400,14 +400,14 @@ def check_band(is_causal, local_window_size, causal_offset):
 
 
 def check_soft_cap(cap):
-    """A float, or None: one by which float32 logits can be divided, and the quotients multiplied."""
+    """A float, or None: one by which float32 logits can be divided, small enough for a tanh of 21 bits."""
     _refuse_tracer("logits_soft_cap", cap)
     if cap is None:
         return None
     if isinstance(cap, bool | np.bool_) or not isinstance(cap, numbers.Real):
         raise TypeError(f"logits_soft_cap must be a real number or None, got {cap!r}")
-    if not 1e-30 <= float(cap) <= 1e30:
-        raise ValueError(f"logits_soft_cap must be between 1e-30 and 1e30, got {cap!r}")
+    if not 1e-30 <= float(cap) <= 1e4:
+        raise ValueError(f"logits_soft_cap must be between 1e-30 and 10000, got {cap!r}")
     return float(cap)
 
 

@@ -61,7 +61,7 @@ def tiles_for(call, keeps_low_bits=False):
         tiles = full._replace(guess=full.guess and not is_sparse and problem.band == NO_BAND)
         tiles = tiles._replace(dynamic=is_sparse and tiles.ahead and suits_dynamic(problem, tiles))
         # With a third warpgroup, more of the exponentials of a soft cap are beside products. With low bits it spills.
-        if problem.H <= 128 and problem.S > 2048 and not (is_sparse or keeps_low_bits):
+        if problem.H <= 128 and min(problem.T, problem.S) >= 2048 and not (is_sparse or keeps_low_bits):
             tiles = full._replace(block_k=64, warpgroups=3)
     elif is_sparse:
         may_guess = problem.S <= longest_guessed(problem)

@@ -6,12 +6,14 @@ A cap c makes of products s the logits
 
     c tanh(scale s / c)  =  2 c g - c        g = 1 / (1 + e^(-2 scale s / c))
 
-and the softmax does not feel the constant. So the kernel goes on with g in the place of s, and with 2 c in the place
-of scale (`in_sigmoids`); lse is c less in the end. By g, tanh has an error as of float32, by tanh.approx one of 2^-11.
+and the softmax does not feel the constant. So the kernel goes on with 2 c log2(e) g in the place of s, and with 1 in
+the place of scale_2 (`in_sigmoids`); lse is c less in the end. Where m is known before, a multiply-add makes of them
+what exp2 takes. By g, tanh has an error as of float32, by tanh.approx one of 2^-11.
 """
 
 import dataclasses
 import functools
+import math
 from dataclasses import dataclass
 
 import jax
@@ -36,25 +38,27 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 def in_sigmoids(problem):
-    """The problem as the kernel works at it: with a soft cap, `scale` is that of g, and soft_cap is one of products."""
+    """The problem as the kernel works at it: with a soft cap, scores have base two, and soft_cap is (c, c / scale)."""
     cap, scale = problem.soft_cap, problem.scale
     if cap is None or scale * float(jnp.finfo(jnp.float32).max) < cap:  # no product reaches it
         return dataclasses.replace(problem, soft_cap=None)
-    return dataclasses.replace(problem, scale=2 * cap, soft_cap=cap / scale)
+    return dataclasses.replace(problem, scale=1 / LOG2_E, soft_cap=(cap, cap / scale))
 
 
-def sigmoid(s, cap, interpret):
-    """g of products s, (rows, columns).
+def sigmoid(s, cap, cap_of_products, interpret):
+    """2 c log2(e) g of products s, (rows, columns).
 
     In a cycle an SM multiplies 128 pairs of numbers, and takes 16 exponentials or reciprocals. So four columns share a
     reciprocal, and a NaN: hidden products have to be numbers. 31: float32 holds what four of them multiply to, and a g
-    of 2^-31 is 0 beside the others.
+    of 2^-31 is 0 beside the others. Where it can, 1 + e^x is divided by 2 c log2(e) as it is made.
     """
-    d = 1 + jnp.exp2(jnp.minimum((-2 * LOG2_E / cap) * s, 31))
+    most = 2 * LOG2_E * cap
+    part = min(1 / most, 1.0)
+    d = part + jnp.exp2(jnp.minimum((-2 * LOG2_E / cap_of_products) * s + math.log2(part), 31))
     width = s.shape[1] // 4
     d = [d[:, start : start + width] for start in range(0, s.shape[1], width)]
     pairs = d[0] * d[1], d[2] * d[3]
-    of_all = reciprocal(pairs[0] * pairs[1], interpret)
+    of_all = (most * part) * reciprocal(pairs[0] * pairs[1], interpret)
     of_pairs = of_all * pairs[1], of_all * pairs[0]
     return jnp.concatenate([of_pairs[i // 2] * d[i ^ 1] for i in range(4)], axis=1)
 
@@ -89,7 +93,7 @@ class Logits(Part):
     def logits(self, s, hidden):
         """Those of products s, from a function that hides numbers: hidden(s, filler)."""
         if self.problem.soft_cap is not None:
-            s = sigmoid(hidden(s, 0.0), self.problem.soft_cap, self.interpret)
+            s = sigmoid(hidden(s, 0.0), *self.problem.soft_cap, self.interpret)
         return hidden(s, -jnp.inf)
 
     def first_hidden(self, turn, s, filler):
@@ -118,7 +122,7 @@ class Logits(Part):
 
     def at_the_end(self, turn, out, lse):
         """out, and lse as a function, of a turn. A sink leaves the keys sigmoid(lse - sink) of the weight."""
-        of_keys = lse if self.problem.soft_cap is None else lambda: lse() - self.problem.scale / 2
+        of_keys = lse if self.problem.soft_cap is None else lambda: lse() - self.problem.soft_cap[0]
         if self.refs.sinks is None:
             return out, of_keys
         sink, of_keys = Extras.sink_of(self.refs.sinks, turn.b, turn.n), of_keys()
