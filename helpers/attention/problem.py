@@ -406,8 +406,8 @@ def check_soft_cap(cap):
         return None
     if isinstance(cap, bool | np.bool_) or not isinstance(cap, numbers.Real):
         raise TypeError(f"logits_soft_cap must be a real number or None, got {cap!r}")
-    if not 1e-30 <= float(cap) <= 1e4:
-        raise ValueError(f"logits_soft_cap must be between 1e-30 and 10000, got {cap!r}")
+    if not 1e-30 <= float(cap) <= 1000:
+        raise ValueError(f"logits_soft_cap must be between 1e-30 and 1000, got {cap!r}")
     return float(cap)
 
 
