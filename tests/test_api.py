@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import differentiated, pretend_device
+from jax import lax
 from jax.experimental import pallas as pl
 
 from helpers import flash_attention
@@ -60,10 +61,13 @@ ILLEGAL = [
     ({"query_segment_ids": IDS, "key_value_segment_ids": IDS}, ValueError, "key_value_segment_ids must have shape (2, 24), got (2, 20)"),
     ({"logits_soft_cap": 1e-31}, ValueError, "logits_soft_cap must be between 1e-30 and 1000, got 1e-31"),
     ({"logits_soft_cap": 2000}, ValueError, "logits_soft_cap must be between 1e-30 and 1000, got 2000"),
+    ({"logits_soft_cap": 1e-9, "scale": 1e22}, ValueError, "scale / logits_soft_cap must be between 1e-30 and 1e30 in size, got 1e+22 / 1e-09"),
     ({"sinks": zeros(2)}, ValueError, "sinks must have shape (4,), one for each query head, got (2,)"),
     ({"causal_offset": 3}, ValueError, "causal_offset shifts is_causal and local_window_size, and 3 is given without either"),
     ({"causal_offset": True, "is_causal": True}, TypeError, "causal_offset must be an integer, got True"),
     ({"mask_mod": lambda b, n, i, j: i >= j if i > 0 else j > 0}, TypeError, "mask_mod must be a function of b, n, i, j that JAX can trace; it raises ValueError: The truth value"),
+    ({"mask_mod": lambda b, n, i, j: lax.cond(n > 0, lambda: i >= j, lambda: i <= j)}, TypeError, "mask_mod must be a function of b, n, i, j that JAX can trace; it raises TypeError: Pred must be a scalar"),
+    ({"score_mod": lambda s, b, n, i, j: s - s.max(axis=-1, keepdims=True), "implementation": "portable"}, NotImplementedError, 'portable cannot serve this call: its kernels know one tile at a time, beyond which reduce_max looks, in score_mod; use implementation="reference"'),
     ({"mask_mod": lambda b, n, i, j: i - j}, TypeError, "mask_mod must return bool of a shape that broadcasts to i against j; for (2, 1) and (1, 3) it gave int32 (2, 3)"),
     ({"mask_mod": lambda b, n, i, j: jnp.arange(24)[j] > i + jnp.asarray(IDS)[0, 0]}, TypeError, "mask_mod must not hold arrays, which a kernel could not reach: give them as mask or segment ids"),
     ({"score_mod": lambda s, b, n, i, j: s, "score_arrays": ((zeros(4), "n"),)}, TypeError, "score_mod must be a function of s, b, n, i, j and score_arrays that JAX can trace"),

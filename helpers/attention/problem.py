@@ -254,11 +254,12 @@ def check_call(
     (B, T, N, H), (_, S, K, _) = arrays[0].shape, arrays[1].shape
     if any(_is_more(length, MAX_LENGTH) for length in (T, S)):
         raise ValueError(f"query and key must have at most 2**30 - 1 positions, got {T} and {S}")
+    scale = _check_scale(scale, H)
     problem = Problem(
         *(B, T, S, N, K, H, jnp.dtype(query.dtype)),
-        scale=_check_scale(scale, H),
+        scale=scale,
         band=check_band(is_causal, local_window_size, causal_offset),
-        soft_cap=check_soft_cap(logits_soft_cap),
+        soft_cap=check_soft_cap(logits_soft_cap, scale),
         mask_mod=mask_mod,
         score_mod=score_mod,
         is_packed=query_segment_ids is not None and query_segment_ids is key_value_segment_ids,
@@ -345,11 +346,12 @@ def check_paged_call(
             if wrong:
                 raise ValueError(f"page_table[{row}] must name pages from 0 to {pages - 1}, got {wrong[0]}")
     band = check_band(is_causal, local_window_size, 0 if causal_offset is None else causal_offset)
+    scale = _check_scale(scale, H)
     problem = Problem(
         *(B, T, S, N, K, H, jnp.dtype(query.dtype)),
-        scale=_check_scale(scale, H),
+        scale=scale,
         band=band,
-        soft_cap=check_soft_cap(logits_soft_cap),
+        soft_cap=check_soft_cap(logits_soft_cap, scale),
         is_at_end=causal_offset is None and band != Band(),
     )
     *arrays, table = map(jnp.asarray, (query, key_pages, value_pages, page_table))
@@ -399,8 +401,11 @@ def check_band(is_causal, local_window_size, causal_offset):
     return Band(bounded(band.left), bounded(band.right))
 
 
-def check_soft_cap(cap):
-    """A float, or None: one by which float32 logits can be divided, small enough for a tanh of 21 bits."""
+def check_soft_cap(cap, scale):
+    """A float, or None: one by which float32 logits can be divided, small enough for a tanh of 21 bits.
+
+    At 1000 a logit is off by 5e-4 at most. scale: that of the call, which a kernel divides by the cap.
+    """
     _refuse_tracer("logits_soft_cap", cap)
     if cap is None:
         return None
@@ -408,6 +413,8 @@ def check_soft_cap(cap):
         raise TypeError(f"logits_soft_cap must be a real number or None, got {cap!r}")
     if not 1e-30 <= float(cap) <= 1000:
         raise ValueError(f"logits_soft_cap must be between 1e-30 and 1000, got {cap!r}")
+    if scale != 0 and not 1e-30 <= abs(scale) / float(cap) <= 1e30:
+        raise ValueError(f"scale / logits_soft_cap must be between 1e-30 and 1e30 in size, got {scale!r} / {cap!r}")
     return float(cap)
 
 

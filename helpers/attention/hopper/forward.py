@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from helpers.attention.device import core_count
 from helpers.attention.hopper.exact_out import ExactOut, constants_beside, with_room_for_constants
 from helpers.attention.hopper.forward_kernel import Refs, RoundedOut, RunningMaximum, Scratch, forward_kernel
-from helpers.attention.hopper.forward_logits import BlockSparseLogits, GuessOfWhole, Logits, MaximumOfSeen, in_sigmoids
+from helpers.attention.hopper.forward_logits import BlockSparseLogits, GuessOfWhole, Logits, MaximumOfSeen, in_base_two
 from helpers.attention.hopper.guess import HEADROOM, MOST, Guess
 from helpers.attention.hopper.ptx import SWIZZLED
 from helpers.attention.hopper.ring import Ring
@@ -51,7 +51,7 @@ class Tiles(NamedTuple):
 
 
 def tiles_for(call, keeps_low_bits=False):
-    """The `Tiles` for a call: `default_tiles`; block-sparse and capped ones have others, tried on an H100, an H200."""
+    """The `Tiles` for a call: `default_tiles`; those of block-sparse and capped calls were tried by hand."""
     problem = call.problem
     is_sparse, is_capped = is_block_sparse(call), problem.soft_cap is not None
     if not (is_sparse or is_capped):
@@ -60,7 +60,8 @@ def tiles_for(call, keeps_low_bits=False):
         full = default_tiles(dataclasses.replace(problem, band=NO_BAND))
         tiles = full._replace(guess=full.guess and not is_sparse and problem.band == NO_BAND)
         tiles = tiles._replace(dynamic=is_sparse and tiles.ahead and suits_dynamic(problem, tiles))
-        # With a third warpgroup, more of the exponentials of a soft cap are beside products. With low bits it spills.
+        # While two warpgroups take the many exponentials of a soft cap, a third one multiplies. With low bits
+        # registers do not suffice.
         if problem.H <= 128 and min(problem.T, problem.S) >= 2048 and not (is_sparse or keeps_low_bits):
             tiles = full._replace(block_k=64, warpgroups=3)
     elif is_sparse:
@@ -142,7 +143,7 @@ def forward(call, *, tiles=None, is_persistent=True, keeps_low_bits=False, inter
     dynamic = tiles.dynamic and tiles.programs is not None and not is_even
     tiles = tiles._replace(dynamic=dynamic and _count(problem, tiles) < tiles.programs * tiles.block_q)
     query, problem = _with_positive_scale(call.query, problem)
-    problem = in_sigmoids(problem)
+    problem = in_base_two(problem)
     T, S, H, head_dim = problem.T, problem.S, problem.H, padded_head_dim(problem.H)
     # TMA cuts GMEM into rows of eight, and a tile must fit the array.
     padded_T, padded_S = (

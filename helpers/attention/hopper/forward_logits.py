@@ -6,14 +6,14 @@ A cap c makes of products s the logits
 
     c tanh(scale s / c)  =  2 c g - c        g = 1 / (1 + e^(-2 scale s / c))
 
-and the softmax does not feel the constant. So the kernel goes on with 2 c log2(e) g in the place of s, and with 1 in
-the place of scale_2 (`in_sigmoids`); lse is c less in the end. Where m is known before, a multiply-add makes of them
-what exp2 takes. By g, tanh has an error as of float32, by tanh.approx one of 2^-11.
+and the softmax does not feel the constant. So the kernel goes on with 2 c log2(e) g in the place of s. These are logits
+in base two, which no factor scales (`in_base_two`), and lse is c less in the end. A `Guess` knows m beforehand, and
+then the last product of g and the subtraction of m are one instruction. By g, tanh is off by 2^-21 at most, by
+tanh.approx by 2^-11.
 """
 
 import dataclasses
 import functools
-import math
 from dataclasses import dataclass
 
 import jax
@@ -37,28 +37,25 @@ from helpers.attention.online_softmax import LOG2_E
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
-def in_sigmoids(problem):
-    """The problem as the kernel works at it: with a soft cap, scores have base two, and soft_cap is (c, c / scale)."""
-    cap, scale = problem.soft_cap, problem.scale
-    if cap is None or scale * float(jnp.finfo(jnp.float32).max) < cap:  # no product reaches it
-        return dataclasses.replace(problem, soft_cap=None)
-    return dataclasses.replace(problem, scale=1 / LOG2_E, soft_cap=(cap, cap / scale))
+def in_base_two(problem):
+    """The problem as the kernel works at it: with a soft cap c, scale_2 is 1, and soft_cap is (c, c / scale)."""
+    if problem.soft_cap is None:
+        return problem
+    return dataclasses.replace(problem, scale=1 / LOG2_E, soft_cap=(problem.soft_cap, problem.soft_cap / problem.scale))
 
 
-def sigmoid(s, cap, cap_of_products, interpret):
+def capped(s, cap, cap_of_products, interpret):
     """2 c log2(e) g of products s, (rows, columns).
 
     In a cycle an SM multiplies 128 pairs of numbers, and takes 16 exponentials or reciprocals. So four columns share a
     reciprocal, and a NaN: hidden products have to be numbers. 31: float32 holds what four of them multiply to, and a g
-    of 2^-31 is 0 beside the others. Where it can, 1 + e^x is divided by 2 c log2(e) as it is made.
+    of 2^-31 is 0 beside the others.
     """
-    most = 2 * LOG2_E * cap
-    part = min(1 / most, 1.0)
-    d = part + jnp.exp2(jnp.minimum((-2 * LOG2_E / cap_of_products) * s + math.log2(part), 31))
+    d = 1 + jnp.exp2(jnp.minimum((-2 * LOG2_E / cap_of_products) * s, 31))
     width = s.shape[1] // 4
     d = [d[:, start : start + width] for start in range(0, s.shape[1], width)]
     pairs = d[0] * d[1], d[2] * d[3]
-    of_all = (most * part) * reciprocal(pairs[0] * pairs[1], interpret)
+    of_all = (2 * LOG2_E * cap) * reciprocal(pairs[0] * pairs[1], interpret)
     of_pairs = of_all * pairs[1], of_all * pairs[0]
     return jnp.concatenate([of_pairs[i // 2] * d[i ^ 1] for i in range(4)], axis=1)
 
@@ -93,7 +90,7 @@ class Logits(Part):
     def logits(self, s, hidden):
         """Those of products s, from a function that hides numbers: hidden(s, filler)."""
         if self.problem.soft_cap is not None:
-            s = sigmoid(hidden(s, 0.0), *self.problem.soft_cap, self.interpret)
+            s = capped(hidden(s, 0.0), *self.problem.soft_cap, self.interpret)
         return hidden(s, -jnp.inf)
 
     def first_hidden(self, turn, s, filler):
