@@ -143,29 +143,42 @@ def check_function(name, function, tables=None):
 
 @functools.lru_cache(maxsize=256)
 def _check_traced(name, function, tables):
-    """With two queries and three keys of one head, as a kernel has tiles of them."""
+    """With two queries and three keys, of one head, as a kernel has tiles of them, and of 2 x 2, as the reference has.
+
+    tables: (shape, dtype) of each.
+    """
     of = jax.ShapeDtypeStruct
     number, i, j = of((), jnp.int32), of((2, 1), jnp.int32), of((1, 3), jnp.int32)
-    logits = [of((2, 3), jnp.float32)] if name == "score_mod" else []
     tiles = [of(tile_shape(shape, 2, 3), dtype) for shape, dtype in tables]
+    _check_one_trace(name, function, (number, number, i, j), (2, 3), tiles)
+    b, n, j = of((2, 1, 1, 1), jnp.int32), of((1, 2, 1, 1), jnp.int32), of((3,), jnp.int32)
+    whole = [of(tuple(np.minimum(shape, (2, 2, 2, 3)).tolist()), dtype) for shape, dtype in tables]
+    _check_one_trace(name, function, (b, n, i, j), (2, 2, 2, 3), whole)
+
+
+def _check_one_trace(name, function, places, full, tables):
+    """full: the shape of the logits."""
+    of = jax.ShapeDtypeStruct
+    logits = [of(full, jnp.float32)] if name == "score_mod" else []
     try:
         with settings():
-            jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*logits, number, number, i, j, *tiles)
+            jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*logits, *places, *tables)
     except Exception as error:
         raise TypeError(
-            f"{name} must be a function of {'s, ' if logits else ''}b, n, i, j{' and score_arrays' if tiles else ''} "
+            f"{name} must be a function of {'s, ' if logits else ''}b, n, i, j{' and score_arrays' if tables else ''} "
             f"that JAX can trace; it raises {type(error).__name__}: {error}"
         ) from error
     if jaxpr.consts:
         arrays = "score_arrays" if logits else "mask or segment ids"
         raise TypeError(f"{name} must not hold arrays, which a kernel could not reach: give them as {arrays}")
     dtype, shape = (jnp.float32, "the shape of s") if logits else (jnp.bool_, "a shape that broadcasts to i against j")
-    fits = isinstance(result, of) and result.dtype == dtype and len(result.shape) <= 2
+    fits = isinstance(result, of) and result.dtype == dtype and len(result.shape) <= len(full)
     if fits:
-        fits = all(size in (1, full) for size, full in zip(result.shape[::-1], (3, 2), strict=False))
-    if not fits or (logits and result.shape != (2, 3)):
+        fits = all(size in (1, most) for size, most in zip(result.shape[::-1], full[::-1], strict=False))
+    if not fits or (logits and result.shape != full):
         got = f"{result.dtype} {result.shape}" if isinstance(result, of) else f"{type(result).__name__}"
-        raise TypeError(f"{name} must return {jnp.dtype(dtype).name} of {shape}; for (2, 1) and (1, 3) it gave {got}")
+        given = f"{places[2].shape} and {places[3].shape}"
+        raise TypeError(f"{name} must return {jnp.dtype(dtype).name} of {shape}; for {given} it gave {got}")
 
 
 def tile_shape(shape, rows, cols):

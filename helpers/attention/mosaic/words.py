@@ -8,13 +8,14 @@ dictionary, before anything is compiled.
 
 import functools
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from helpers.attention.device import settings
@@ -26,6 +27,11 @@ KNOWN = """
     one_minus_square or rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sqrt square
     sub xor
 """.split()
+CALLS = "jit closed_call core_call custom_jvp_call custom_vjp_call checkpoint remat2".split()  # no loops
+# What makes of one element another one.
+BEYOND = re.compile(
+    "arg|concat|conv_|cum|dot|dynamic|gather|iota|pad|random|reduce_(?!p)|rev|scatter|slice|sort|split|top|trans"
+)
 TWO_PI = 6.28125, 2 * math.pi - 6.28125  # the first with few digits, so that a multiple of it is exact
 
 
@@ -138,7 +144,9 @@ def in_words(function, is_exact=False):
 
 
 def _inner(equation):
-    """The program inside an equation, (jaxpr, its constants), or None."""
+    """The program that an equation calls once, (jaxpr, its constants), or None."""
+    if equation.primitive.name not in CALLS:
+        return None
     found = next((equation.params[name] for name in ("jaxpr", "call_jaxpr") if name in equation.params), None)
     return (found.jaxpr, found.consts) if isinstance(found, ClosedJaxpr) else found and (found, ())
 
@@ -160,33 +168,44 @@ def _evaluate(rules, jaxpr, constants, arguments):
 
 def why_not(call):
     """Why mask_mod or score_mod of a `Call` cannot be said in the words that are known here, or None."""
+    found = _first_with(call, lambda own, back: {*own, *back} - {*KNOWN, *RULES, *CALLS})
+    return found and "its kernels have no word for {}, which {} uses".format(*found)
+
+
+def why_not_by_tiles(call):
+    """Why mask_mod or score_mod of a `Call` cannot be told tile by tile, or None."""
+    found = _first_with(call, lambda own, back: set(filter(BEYOND.match, own)))
+    return found and "its kernels know one tile at a time, beyond which {} looks, in {}".format(*found)
+
+
+def _first_with(call, chosen):
+    """(primitives, the name of the function) of a `Call` that has some that are chosen(its own, its derivative's)."""
     problem, arrays = call.problem, call.extras.score_arrays or ()
     tables = tuple((tile_shape(array.shape, 8, 8), array.dtype) for array in arrays)
     for name, function in (("mask_mod", problem.mask_mod), ("score_mod", problem.score_mod)):
-        words = function and _unknown(name == "score_mod", function, tables)
+        words = chosen(*_primitives(name == "score_mod", function, tables)) if function else ()
         if words:
-            return f"its kernels have no word for {' and '.join(words)}, which {name} uses"
+            return " and ".join(sorted(words)), name
     return None
 
 
 @functools.lru_cache(maxsize=256)
-def _unknown(is_score, function, tables):
-    """Names of primitives of a function, or of its derivative, that are in no dictionary."""
+def _primitives(is_score, function, tables):
+    """Names of the primitives of a function, and of its derivative by logits."""
     tile = lambda dtype: jax.ShapeDtypeStruct((8, 8), dtype)
     number = jax.ShapeDtypeStruct((), jnp.int32)
     places = number, number, tile(jnp.int32), tile(jnp.int32)
     tables = [jax.ShapeDtypeStruct(shape and (8, 8), dtype) for shape, dtype in tables]
     back = lambda s, *others: jax.vjp(lambda s: function(s, *others), s)[1](s)
+    arguments = *[tile(jnp.float32)][:is_score], *places, *(tables if is_score else ())
     with settings():
-        jaxpr = jax.make_jaxpr(back if is_score else function)(
-            *[tile(jnp.float32)][:is_score], *places, *(tables if is_score else ())
-        )
-    return list(dict.fromkeys(_unknown_words(jaxpr.jaxpr)))
+        own = tuple(_names(jax.make_jaxpr(function)(*arguments).jaxpr))
+        has_derivative = is_score and "while" not in own
+        return own, tuple(_names(jax.make_jaxpr(back)(*arguments).jaxpr)) if has_derivative else ()
 
 
-def _unknown_words(jaxpr):
+def _names(jaxpr):
     for equation in jaxpr.eqns:
-        if inner := _inner(equation):
-            yield from _unknown_words(inner[0])
-        elif equation.primitive.name not in RULES and equation.primitive.name not in KNOWN:
-            yield equation.primitive.name
+        yield equation.primitive.name
+        for inner in jaxprs_in_params(equation.params):
+            yield from _names(inner)

@@ -31,7 +31,8 @@ what is left is the rounding of dout value^T. The kernels multiply logits by log
 which rounds float32 logits once more, by up to 6e-8 of each: near 2000 that was 5e-5 of out, and where keys have much
 in common, dq can be off by more than itself then.
 
-In `jax.checkpoint` the residuals can be saved by name, so that the forward pass runs once (but not in the reference):
+In `jax.checkpoint` the residuals can be saved by name, so that the forward pass runs once (but not in the reference;
+and JAX lets no kernel of mosaic, hopper or tpu into `jax.checkpoint` where a CPU interprets it):
 `policy=jax.checkpoint_policies.save_only_these_names(*helpers.attention.public.api.RESIDUALS)`.
 
 Many devices: under jit a call is split over the batch and the heads as its arrays are, and no array is gathered
@@ -71,7 +72,8 @@ def flash_attention(
       query: (B, T, N, H) or (T, N, H); float32, bfloat16 or float16. H is at most 256.
       key, value: (B, S, K, H) or (S, K, H), same dtype. N is a multiple of K: each key/value head
         serves N // K query heads (MHA, GQA, MQA).
-      bias: added to the scaled logits; float32, bfloat16 or float16, broadcasts to (B, N, T, S).
+      bias: added to the scaled logits; float32, bfloat16 or float16, broadcasts to (B, N, T, S). Hide keys by
+        mask instead: where a bias of -1e6 or less hides all keys of a query, float32 has no digits for its gradients.
       mask: booleans that broadcast to (B, N, T, S): query i sees key j only where it is True.
       scale: a Python number; None means 1 / sqrt(H).
       is_causal: query i sees keys j <= i, counted from the start of both.
@@ -98,8 +100,9 @@ def flash_attention(
         inputs without bias, mask or functions; a CPU with 16 cores or PJRT_NPROC=16 interprets them, for one device),
         "tpu" (kernels for Google's TPUs, compiled for v5e and v6e and run in the interpreter alone, for one device),
         "triton" (the plain kernels, compiled by Triton for an NVIDIA GPU from Ampere on: for comparison, as long as JAX
-        can do that), "cudnn" (handed to `jax.nn`, where it can serve the call), or None: the first of hopper, portable,
-        tpu and reference that is compiled for the device and serves the call.
+        can do that), "cudnn" (handed to `jax.nn`, where it can serve the call; its gradients feel what keys have in
+        common), or None: the first of hopper, portable, tpu and reference that is compiled for the device and serves
+        the call.
       return_residual: also return the log-sum-exp of the scaled logits.
 
     Returns:
@@ -113,8 +116,8 @@ def flash_attention(
       TypeError, ValueError: an argument is not as described; the message names it.
       NotImplementedError: the chosen implementation cannot serve this call, or has no such derivative; it says why.
 
-    Gradients flow into query, key and value from out and from lse, and a query that sees no key passes none. The
-    kernels have reverse-mode first derivatives; the reference has all. The algorithm is FlashAttention-2, arXiv
+    Gradients flow into query, key and value from out and from lse, and a query that sees no key passes none to them.
+    The kernels have reverse-mode first derivatives; the reference has all. The algorithm is FlashAttention-2, arXiv
     2307.08691. More on precision, devices and the order of arguments stands in the docstring of the module.
     """
     of_call = locals().copy()

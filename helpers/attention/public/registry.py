@@ -227,13 +227,18 @@ def _naive(interpret):
     return Kernels(naive_attention, _of_seeing_rows(naive_gradients), *forwards, naive_gradients_of_part)
 
 
+def _why_no_portable(call, return_residual):
+    """Why the kernels for the device of a call cannot have its functions inside, or None."""
+    return (mosaic.why_not_by_tiles if device_of(call.query).platform == "cpu" else mosaic.why_not)(call)
+
+
 def _why_no_triton(call, return_residual):
-    """Why this JAX cannot compile the plain kernels by Triton, or None."""
+    """Why this JAX cannot compile the plain kernels for a call by Triton, or None."""
     if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
         return "JAX compiles nothing by Triton any more"
     if jax.__version_info__ < BOUNDS_BLOCKS:
         return f"what JAX {jax.__version__} compiles by Triton writes past the end of an array; it needs JAX 0.12"
-    return None
+    return mosaic.why_not_by_tiles(call)
 
 
 @dataclass(frozen=True)
@@ -264,7 +269,7 @@ TABLE = {
         serves=FEATURES_IN_NUMBERS,
         needs="a CPU or an NVIDIA GPU of compute capability 8.0 (Ampere) or newer",
         runs_on=lambda device: device.platform == "cpu" or compute_capability(device) >= (8, 0),
-        limits=lambda call, return_residual: mosaic.why_not(call) if device_of(call.query).platform != "cpu" else None,
+        limits=_why_no_portable,
         kernels=lambda interpret: _plain(interpret) if interpret else _mosaic(interpret),
         interpreter=True,
     ),
