@@ -9,7 +9,8 @@ attention overflows in 16 bits, it is asked in float32; where no bound can be st
 hangs and dead processes count as wrong. Program number i, of one call or two, is made from (seed, i) and the options
 alone, so it is the same however many processes there are. Compiling takes most of the time, so each program is called
 `INPUTS` times, with other numbers, kinds, lengths, documents and fillings. What is wrong is printed as a line that
-reproduces it. The exit status is 1 if anything was wrong, or more than 5 % unjudged.
+reproduces it. Another seed makes other calls, so that runs at one commit can be added up. The exit status is 1 if
+anything was wrong, or more than 5 % unjudged.
 """
 
 import argparse
@@ -366,12 +367,15 @@ def main(arguments=None):
     programs = (draw(options.seed, i, *chosen) for i in itertools.count())
     minutes = options.minutes or (None if options.calls else 5.0)
     processes = min(os.cpu_count(), MOST_A_GPU * len(workers.visible_gpus()) or os.cpu_count())
+    start = time.monotonic()
     with workers.Workers(attempt_all, processes) as pool:
         run_all = functools.partial(reports, pool, PATIENCE)
         found = fuzz(in_time(programs, options.calls, minutes), run_all, options.calls)
     wrong = sum(report.kind != "right" for report in found)
     calls, unjudged = sum(len(report.trials) for report in found), sum(report.unjudged for report in found)
-    print(f"{calls} calls: {wrong} wrong, {unjudged} unjudged (at most {UNJUDGED:.0%}).")
+    rate = 60 * calls / (time.monotonic() - start)
+    print(f"{calls} calls of seed {options.seed}: {wrong} wrong, {unjudged} unjudged (at most {UNJUDGED:.0%}).")
+    print(f"{rate:.0f} calls a minute.")
     return int(wrong > 0 or unjudged > UNJUDGED * calls or not calls)
 
 

@@ -122,7 +122,7 @@ class Trial:
         key, value = random.standard_normal((2, self.B, self.S, self.K, self.H))
         dlse = random.standard_normal((self.B, self.T, self.N)).astype(np.float32) * self.lse_gradient
         arrays = {"query": query, "key": key, "value": value, "dout": dout}
-        problem = self.call.problem
+        problem, named = self.call.problem, self.lengths
         arrays = kinds.apply(self.kinds, arrays, problem.scale, self.dtype, self.seed + self.number)
         query, key, value, dout = (arrays[name] for name in ("query", "key", "value", "dout"))
         for row in range(self.B):
@@ -130,10 +130,23 @@ class Trial:
             S = self.S if self.key_lengths is None else self.key_lengths[row]
             query[row, T:] = key[row, S:] = value[row, S:] = float(self.padding)
             if self.unseen:
-                seen = visible(np.arange(self.T)[:, None], np.arange(self.S), problem.band, T, S).any(axis=1)
-                dout[row, ~seen] = dlse[row, ~seen] = float(self.unseen)
+                unseen = ~self._seen(row, T, S, named).any(axis=2).T
+                dout[row, unseen] = dlse[row, unseen] = float(self.unseen)
         query, key, value, dout = (array.astype(jnp.dtype(self.dtype)) for array in (query, key, value, dout))
         return (query, key, value), (dout, dlse)
+
+    def _seen(self, row, query_length, key_length, named):
+        """Booleans (N, T, S): which keys the queries of each head see. named: `lengths`."""
+        n, i, j = np.ogrid[: self.N, : self.T, : self.S]
+        seen = visible(i, j, self.call.problem.band, query_length, key_length)
+        if self.documents:
+            queries, keys = (named[name][row] for name in ("query_segment_ids", "key_value_segment_ids"))
+            seen = seen & (queries[:, None] == keys)
+        if "mask" in named:
+            seen = seen & named["mask"][min(row, len(named["mask"]) - 1)]
+        if mask_mod := self._functions.get("mask_mod"):
+            seen = seen & mask_mod(row, n, i, j)
+        return np.broadcast_to(seen, (self.N, self.T, self.S))
 
     def pages(self, key, value):
         """Keys and values in pages, and the table: pages in any order, wrong where no key is."""
