@@ -264,6 +264,20 @@ def test_a_bias_of_minus_infinity_hides():
     compare(mine[:5], right(arrays, {"mask": mask}))
 
 
+@pytest.mark.parametrize("implementation", ["portable", "mosaic"])
+def test_a_bias_that_hides_the_first_keys_or_all(implementation):
+    """-1e10 loses what is added to it. A query whose keys it hides all gets no gradient here, and passes none."""
+    (query, key, value, dout, dlse), _ = drawn(97, 3, 70, N=1, K=1, B=1, only=())
+    bias = np.where(np.arange(70) < 66, -1e10, 0) * np.ones((3, 1), np.float32)
+    bias[2] = -1e10
+    dout[:, 2], dlse[:, 2] = 0, 0
+    arrays = [query, key, value, dout, dlse]
+    mine = everything(arrays, {"bias": bias.astype(np.float32)}, implementation=implementation)
+    expected = right(arrays, {"mask": (bias == 0) | (np.arange(3)[:, None] == 2)})
+    compare([result[:, :2] for result in mine[:2]], [result[:, :2] for result in expected[:2]])
+    compare(mine[2:5], expected[2:5])
+
+
 # Where people put it
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import by_kernels, in_tiers, relative_error
+from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from test_masks import ALL, compare, drawn, everything, right
 from test_mosaic import INTERPRETED, kernels
@@ -142,6 +143,15 @@ def test_functions_that_do_not_read_all_positions_lower(functions):
     [
         ("cumsum, which mask_mod", {"mask_mod": lambda b, n, i, j: jnp.cumsum(i, axis=1) > j}),
         ("erf.*, which score_mod", {"score_mod": lambda s, b, n, i, j: s * jax.scipy.special.erf(s)}),
+        ("scan, which mask_mod", {"mask_mod": lambda b, n, i, j: lax.fori_loop(0, 3, lambda _, i: i + 1, i) > j}),
+        (
+            "while, which score_mod",
+            {
+                "score_mod": lambda s, b, n, i, j: lax.while_loop(
+                    lambda x: x[0] < 3, lambda x: (x[0] + 1, x[1]), (0, s)
+                )[1]
+            },
+        ),
     ],
 )
 def test_words_that_are_lacking_are_named(words, arguments):

@@ -16,7 +16,7 @@ rows of ds are off by.
 
 Refs are those of `forward`, do_ref like q_ref, and
 
-    lse_ref (B, N, T') lse_2, float32     delta_ref (B, N, T') float32
+    lse_ref (B, N, T') lse_2, or lse where logits are more than scaled products    delta_ref (B, N, T'), both float32
     out_ref (B, T', N H') for dq, or (B, N, T') float32 for the sums of rows of ds
     dk_ref, dv_ref (B, S', K H')
     staying: of `warp.stay`, q and do in dq_kernel, k and v in dkv_kernel; rings: of `warp.streamed`, the other two
@@ -69,12 +69,12 @@ from helpers.attention.online_softmax import LOG2_E
 
 
 def weights(pair, s, lse, masked):
-    """p of a `Pair` from its products s, and what takes ds back to the scaled products. lse: lse_2 for each of s."""
-    factor, pull_back = pair.problem.scale * LOG2_E, lambda ds: ds
+    """p of a `Pair` from its products s, and what takes ds back to the scaled products. lse: `of_weights` of each."""
     if pair.changes_logits:
         s, pull_back = pair.logits_and_derivative(pair.problem.scale * s)
-        factor = LOG2_E
-    p = jnp.exp2(factor * s - lse)
+        p = jnp.exp2(LOG2_E * (s - lse))
+    else:
+        p, pull_back = jnp.exp2((pair.problem.scale * LOG2_E) * s - lse), lambda ds: ds
     if not masked:
         return p, pull_back
     seen = pair.seen()
@@ -224,8 +224,8 @@ def backward(call, out, lse, dout, dlse, low=None, *, mends_delta=True, tiles=No
     q_shape = problem.B, problem.T, problem.N, problem.H
     k_shape = problem.B, problem.S, problem.K, problem.H
     # A logit may be -inf without being hidden, and its weight must be 0.
-    lse_2 = LOG2_E * (jnp.where(lse == -jnp.inf, 0, lse) if call.changes_logits else lse)
-    launch = functools.partial(_launch, call, dout, lse_2, interpret)
+    of_weights = jnp.where(lse == -jnp.inf, 0, lse) if call.changes_logits else LOG2_E * lse
+    launch = functools.partial(_launch, call, dout, of_weights, interpret)
     of_queries = "queries", dq_tiles, dq_tiles.block_q, dq_tiles.block_k, [q_shape]
     if mends_delta and problem.dtype == jnp.float32:
         (sums,) = launch(delta, functools.partial(dq_kernel, adds_up=True), *of_queries, adds_up=True)

@@ -16,8 +16,9 @@ Every m gives the same out and lse, as long as no p leaves its range. So m rises
 a warp of whose rows none has a new m rescales nothing (as in FlashAttention-4). That is where head_dim is above 64: at
 64 the question costs more than it saves (records/NOTES.md).
 
-Where logits are more than scaled products, s becomes those (`Pair.logits`), and log2 e takes the place of scale_2. A
-sink takes its share of the weights after the last tile (`beside_sink`). Tiles of keys that are hidden are not read.
+Where logits are more than scaled products, s becomes those (`Pair.logits`), log2 e takes the place of scale_2, and p
+is 2^(log2 e (s - m')). A sink takes its share of the weights after the last tile (`beside_sink`). Tiles of keys that
+are hidden are not read.
 
 For a gradient, out must be as exact as float32 allows (see `backward`). With `keeps_low_bits` the product has eight
 columns more beside v, each a constant c, and out = acc c / (what became of c), as in `hopper.exact_out`.
@@ -131,7 +132,10 @@ def forward_kernel(
         # A row may have seen no key yet.
         reference = jnp.where(m_new == -jnp.inf, 0, m_new) if masked or is_changed else m_new
         alpha = jnp.exp2(late * (m - reference))
-        p = jnp.exp2(late * s - along(late * reference, s.shape, 0))
+        if is_changed:  # a logit may be -1e10, of which a product rounds off hundreds
+            p = jnp.exp2(late * (s - along(reference, s.shape, 0)))
+        else:
+            p = jnp.exp2(late * s - along(late * reference, s.shape, 0))
         l, *sums = rescaled(alpha, [l, *sums], rarely=rises_rarely, interpret=interpret)
         l += sums_by_thread(p)
         p = as_operand(p, pieces, q_ref.dtype, interpret=interpret)
@@ -148,7 +152,8 @@ def forward_kernel(
 
     l = l.sum(axis=1)
     empty = l == 0
-    lse = jnp.where(empty, -jnp.inf, (late * m + jnp.log2(jnp.where(empty, 1, l))) / LOG2_E)
+    # Of large logits, too, about the largest one or more, so that no weight of the backward pass overflows.
+    lse = jnp.where(empty, -jnp.inf, late / LOG2_E * m + jnp.log2(jnp.where(empty, 1, l)) / LOG2_E)
     if weights:  # the eight columns are the same
         l = weights[0].max(axis=1) / constant
     exact = acc * along(1 / jnp.where(empty, 1, l), acc.shape, 0)

@@ -54,7 +54,8 @@ def p_and_ds(q, k, v, do, lse, delta, pair):
     """
     s = (pair.problem.scale * LOG2_E) * dot(q, k.T)
     s, pull_back = pair.logits(s)
-    p = pair.hidden(jnp.exp2(s - (LOG2_E * lse)[:, None]), 0)
+    # At most 1, also where a large lse has lost digits.
+    p = pair.hidden(jnp.exp2(jnp.minimum(s - (LOG2_E * lse)[:, None], 0)), 0)
     dp = dot(do, v.T)
     return p, p * (dp - delta[:, None]), pull_back
 
