@@ -162,7 +162,7 @@ def test_a_guess_costs_lse_no_precision():
 def test_long_float16_sequences_are_not_guessed():
     """Their sum may exceed what float16 holds without any large score."""
     problem = problem_of(128, 2**17, 64, "float16", False)
-    assert hopper.untuned_tiles(problem).guess and not hopper.default_tiles(problem).guess
+    assert hopper.tiles_of_many_turns(problem).guess and not hopper.default_tiles(problem).guess
     assert hopper.default_tiles(problem_of(128, 2**17, 64, "bfloat16", False)).guess
     assert hopper.default_tiles(problem_of(128, 2**16, 64, "float16", False)).guess
 

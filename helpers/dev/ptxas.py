@@ -15,7 +15,6 @@ import argparse
 import functools
 import importlib.util
 import itertools
-import json
 import os
 import re
 import subprocess
@@ -35,7 +34,6 @@ from jax.experimental.mosaic.gpu import core, utils
 
 from helpers.attention.hopper import backward, backward_schedule, forward
 from helpers.attention.hopper.serve import fields_of
-from helpers.attention.hopper.table import LENGTHS, TUNED
 from helpers.attention.hopper.warpgroup import HEAD_DIMS
 from helpers.attention.masking import Band
 from helpers.attention.problem import Call, Problem
@@ -122,21 +120,14 @@ def forwards(H, is_causal, S, tiles):
 
 
 def configurations():
-    """Every `Configuration` of a committed table or for a GPU without one, each of them once."""
+    """Every `Configuration` that the Hopper kernels may have, each of them once."""
     found = []
-    for path in sorted(TUNED.glob("*.json")):
-        for row in json.loads(path.read_text()).get("hopper", ()):
-            which, tiles, call = row["pass"].split()[-1], row["tiles"], (row["head_padded"], row["is_causal"])
-            if which == "forward":
-                found += forwards(*call, LENGTHS[row["up_to"]], forward.Tiles(**tiles["forward"]))
-            else:
-                found.append(Configuration(which, *call, backward_schedule.pair(tiles)))
-    for H, is_causal, T in itertools.product(HEAD_DIMS, (False, True), LENGTHS.values()):
+    for H, is_causal, T in itertools.product(HEAD_DIMS, (False, True), (1024, 4096, 16384)):
         problem = Problem(1, T, T, 1, 1, H, jnp.dtype(jnp.bfloat16), 1.0, Band.of(is_causal))
-        for tiles in (forward.untuned_tiles(problem), forward.default_tiles(problem)):  # of many turns, and of few
+        for tiles in (forward.tiles_of_many_turns(problem), forward.default_tiles(problem)):
             found += forwards(H, is_causal, T, tiles)
         for deterministic in (False, True):
-            tiles = backward_schedule.untuned_tiles(problem, deterministic)
+            tiles = backward_schedule.default_tiles(problem, deterministic)
             found.append(Configuration("backward", H, is_causal, tiles))
     fused = [one for one in found if one.which == "backward" and one.tiles[1] is None]
     found += [replace(one, tiles=(one.tiles[0]._replace(ordered=True), None)) for one in fused]

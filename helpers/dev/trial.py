@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from helpers.attention.extras import Extras
-from helpers.attention.masking import Band, visible
+from helpers.attention.masking import Band
 from helpers.attention.problem import Call, Problem
+from helpers.attention.reference import what_counts
 from helpers.dev import kinds
 
 
@@ -71,7 +72,8 @@ class Trial:
         problem = Problem(*shape, jnp.dtype(self.dtype), scale, band, self.soft_cap, *functions)
         names = "bias", "mask", "query_segment_ids", "key_value_segment_ids", "sinks"
         extras = Extras(*map(self.lengths.get, names))
-        return Call(problem, None, None, None, self.query_lengths, self.key_lengths, extras=extras)
+        lengths = map(self.lengths.get, ("query_seq_lengths", "key_value_seq_lengths"))
+        return Call(problem, None, None, None, *lengths, extras=extras)
 
     @property
     def arguments(self):
@@ -122,31 +124,18 @@ class Trial:
         key, value = random.standard_normal((2, self.B, self.S, self.K, self.H))
         dlse = random.standard_normal((self.B, self.T, self.N)).astype(np.float32) * self.lse_gradient
         arrays = {"query": query, "key": key, "value": value, "dout": dout}
-        problem, named = self.call.problem, self.lengths
-        arrays = kinds.apply(self.kinds, arrays, problem.scale, self.dtype, self.seed + self.number)
+        arrays = kinds.apply(self.kinds, arrays, self.call.problem.scale, self.dtype, self.seed + self.number)
         query, key, value, dout = (arrays[name] for name in ("query", "key", "value", "dout"))
         for row in range(self.B):
             T = self.T if self.query_lengths is None else self.query_lengths[row]
             S = self.S if self.key_lengths is None else self.key_lengths[row]
             query[row, T:] = key[row, S:] = value[row, S:] = float(self.padding)
-            if self.unseen:
-                unseen = ~self._seen(row, T, S, named).any(axis=2).T
-                dout[row, unseen] = dlse[row, unseen] = float(self.unseen)
+        if self.unseen:
+            sees_some, *_ = what_counts(self.call)
+            unseen = ~np.broadcast_to(sees_some, (*dlse.shape, 1))[..., 0]
+            dout[unseen] = dlse[unseen] = float(self.unseen)
         query, key, value, dout = (array.astype(jnp.dtype(self.dtype)) for array in (query, key, value, dout))
         return (query, key, value), (dout, dlse)
-
-    def _seen(self, row, query_length, key_length, named):
-        """Booleans (N, T, S): which keys the queries of each head see. named: `lengths`."""
-        n, i, j = np.ogrid[: self.N, : self.T, : self.S]
-        seen = visible(i, j, self.call.problem.band, query_length, key_length)
-        if self.documents:
-            queries, keys = (named[name][row] for name in ("query_segment_ids", "key_value_segment_ids"))
-            seen = seen & (queries[:, None] == keys)
-        if "mask" in named:
-            seen = seen & named["mask"][min(row, len(named["mask"]) - 1)]
-        if mask_mod := self._functions.get("mask_mod"):
-            seen = seen & mask_mod(row, n, i, j)
-        return np.broadcast_to(seen, (self.N, self.T, self.S))
 
     def pages(self, key, value):
         """Keys and values in pages, and the table: pages in any order, wrong where no key is."""

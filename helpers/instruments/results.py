@@ -15,9 +15,6 @@
                gbps: of keys and values read once, of_copy: that as a fraction
     notes      what could not be measured, and why
 
-The table of tiles stands beside the kernels, in attention/tuned/<gpu>.json: `hopper` is the fastest for each pass of
-the Hopper kernels.
-
 Other records are of one experiment each, and what they hold says what it is: ring attention on several GPUs
 (<gpu>_ring.json), gradients where keys and values have a part in common (<gpu>_common_part.json), forward kernels
 that run on every GPU from Ampere on (<gpu>_mma.json), what was tried on the way to a kernel and not kept
@@ -27,11 +24,15 @@ they print without one (triton_shown.json, cuda_shown.json), and what the compil
 """
 
 import json
+import re
 from pathlib import Path
 
-from helpers.attention.hopper.table import slug
-
 RESULTS = Path(__file__).parent / "records"
+
+
+def slug(gpu):
+    """The name of a GPU as the name of a file."""
+    return re.sub(r"[^a-z0-9]+", "_", gpu.lower()).strip("_")
 
 
 def write(results, path):

@@ -9,7 +9,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from helpers.attention.device import core_count
-from helpers.attention.hopper.table import tuned_tiles
 from helpers.attention.hopper.warpgroup import L2_BUDGET, NUM_SMS, opaque
 from helpers.attention.masking import NO_BAND, key_tiles, query_tiles
 
@@ -46,7 +45,7 @@ def forms(H):
     """{name: (tiles of the fused kernel, None) or (tiles of dkv_kernel, tiles of dq_kernel)} for a head_dim.
 
     Up to H = 128 the tiles of each form are the fastest of those tried by hand on an NVIDIA H200 (JAX
-    0.11.2), whose table has better ones; for H = 256 they merely fit.
+    0.11.2); for H = 256 they merely fit.
     """
     if H > 128:
         return {"split": (Tiles(64, 128, 1), Tiles(128, 64, 1))}
@@ -58,26 +57,14 @@ def forms(H):
     }
 
 
-def pair(fields):
-    """The pair of `forms` of {kernel: fields of its `Tiles`}, the inverse of `serve.fields_of`."""
-    tiles = {kernel: Tiles(**own) for kernel, own in fields.items()}
-    return (tiles["fused"], None) if "fused" in tiles else (tiles["dkv"], tiles["dq"])
-
-
 def default_tiles(problem, deterministic=False):
-    """The fastest tiles for a problem, a pair as `forms` has them, with `deterministic` of the split form.
-
-    From the table of this GPU, or `untuned_tiles`.
-    """
-    tuned = tuned_tiles("deterministic backward" if deterministic else "backward", problem, problem.T)
-    return untuned_tiles(problem, deterministic) if tuned is None else pair(tuned)
-
-
-def untuned_tiles(problem, deterministic=False):
-    """The one of `forms` for a problem on a GPU without a table; with `deterministic`, the split form."""
+    """The one of `forms` for a problem; with `deterministic`, the split form. Which keep addresses, was tried, too."""
     if deterministic or problem.H > 128:
         return forms(problem.H)["split"]
-    return forms(problem.H)["fused" if problem.H <= 64 else "fused, dq delayed"]
+    tiles, _ = forms(problem.H)["fused" if problem.H <= 64 else "fused, dq delayed"]
+    if problem.band.right == 0:
+        return tiles._replace(keeps_addresses=problem.T <= (8192 if problem.H <= 64 else 2048)), None
+    return tiles._replace(keeps_addresses=problem.H > 64 and problem.T > 8192), None
 
 
 def grid_of(problem, head_axis, tile_count, parts=1, together=None, ordered=False):

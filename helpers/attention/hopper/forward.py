@@ -20,7 +20,6 @@ from helpers.attention.hopper.forward_logits import BlockSparseLogits, GuessOfWh
 from helpers.attention.hopper.guess import HEADROOM, MOST, Guess
 from helpers.attention.hopper.ptx import SWIZZLED
 from helpers.attention.hopper.ring import Ring
-from helpers.attention.hopper.table import tuned_tiles
 from helpers.attention.hopper.visible_tiles import is_block_sparse, last_tiles, padded, padded_ids, visible_tiles
 from helpers.attention.hopper.warpgroup import NUM_SMS, padded_head_dim
 from helpers.attention.masking import NO_BAND, Band
@@ -79,13 +78,12 @@ def tiles_for(call, keeps_low_bits=False):
 
 
 def default_tiles(problem):
-    """The fastest `Tiles` for a problem: from the table of this GPU, or `untuned_tiles`.
+    """`tiles_of_many_turns`, and what suits a problem besides.
 
     With fewer queries in a turn where a program would have less than four turns: one turn more or less is much
     then. Without a guess where equal logits alone could bring l above MOST.
     """
-    tuned = tuned_tiles("forward", problem, problem.S)
-    tiles = Tiles(**tuned["forward"]) if tuned else untuned_tiles(problem)
+    tiles = tiles_of_many_turns(problem)
     if turns_of(problem, tiles) < 4 and tiles.warpgroups > 2 and padded_head_dim(problem.H) == 64:
         tiles = tiles._replace(block_k=128, stages=4, warpgroups=2, guess=True)
     dynamic = tiles.dynamic and suits_dynamic(problem, tiles)
@@ -108,11 +106,8 @@ def longest_guessed(problem):
     return MOST * 2 ** HEADROOM.get(problem.dtype.name, 0)
 
 
-def untuned_tiles(problem):
-    """The `Tiles` for a GPU without a table: the fastest of those tried by hand on an NVIDIA H200 (JAX 0.11.2).
-
-    `dynamic` was tried on an H100 (JAX 0.11.2).
-    """
+def tiles_of_many_turns(problem):
+    """The fastest `Tiles` of those that were tried on an NVIDIA H200 and on an H100 (JAX 0.11.2)."""
     programs, is_causal, is_long = core_count(NUM_SMS), problem.band.right == 0, problem.S > 2048
     if problem.H <= 64:
         if is_causal:
@@ -120,6 +115,8 @@ def untuned_tiles(problem):
         return Tiles(warpgroups=3, programs=programs)
     if problem.H <= 128:
         return Tiles(programs=programs, guess=is_long or not is_causal, dynamic=is_causal)
+    if problem.S > (8192 if is_causal else 2048):
+        programs = None
     return Tiles(block_k=64, ahead=False, programs=programs, guess=False)
 
 
