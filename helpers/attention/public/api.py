@@ -85,6 +85,7 @@ def flash_attention(
         where several documents share a row. One array for both saves time: then each query has a key of its own number.
       logits_soft_cap: a number c between 1e-30 and 1000: logits become c tanh(logits / c).
       sinks: float32 (N,), for each query head a logit that takes weight and gives no value, as in OpenAI's gpt-oss.
+        lse counts it, and lse + log1p(-exp(sinks - lse)) does not.
       causal_offset: an integer; with is_causal, query i sees keys j <= i + causal_offset, and local_window_size counts
         from i + causal_offset. S - T lets the last query see the last key.
       mask_mod: a function (b, n, i, j) -> booleans that says whether in batch entry b query i of head n sees key j.
