@@ -30,7 +30,7 @@ KNOWN = """
 CALLS = "jit closed_call core_call custom_jvp_call custom_vjp_call checkpoint remat2".split()  # no loops
 # What makes of one element another one.
 BEYOND = re.compile(
-    "arg|concat|conv_|cum|dot|dynamic|gather|iota|pad|random|reduce_(?!p)|rev|scatter|slice|sort|split|top|trans"
+    "arg|concat|conv_|cum|dot|dynamic|gather|iota|pad|random|reduce_(?!precision)|rev|scatter|slice|sort|split|top|trans"
 )
 TWO_PI = 6.28125, 2 * math.pi - 6.28125  # the first with few digits, so that a multiple of it is exact
 
