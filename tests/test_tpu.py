@@ -43,6 +43,8 @@ CASES = [
     AttentionCase(600, 300, N=1, arguments={"local_window_size": (20, 100)}),
     AttentionCase(300, 600, 64, N=1, arguments={"local_window_size": (100, 20)}),
     AttentionCase(290, 400, 136, B=2, dtype="float16", key_lengths=(0, 300)),
+    AttentionCase(150, 400, 24, N=1, arguments={"is_causal": True, "causal_offset": 250}),
+    AttentionCase(300, 150, 24, N=1, arguments={"is_causal": True, "causal_offset": -140}),
     AttentionCase(600, 500, 24, N=2, arguments={"local_window_size": (200, 0)}),  # in unequal blocks
 ]
 

@@ -291,7 +291,7 @@ TABLE = {
         alone=True,
     ),
     "tpu": Backend(
-        serves=("float32", "sequence lengths", "local window"),
+        serves=("float32", "sequence lengths", "local window", "causal_offset"),
         needs="a TPU or a CPU",
         runs_on=lambda device: device.platform in ("tpu", "cpu"),
         kernels=_tpu,
