@@ -58,7 +58,10 @@ def forms(H):
 
 
 def default_tiles(problem, deterministic=False):
-    """The one of `forms` for a problem; with `deterministic`, the split form. Which keep addresses, was tried, too."""
+    """The one of `forms` for a problem; with `deterministic`, the split form.
+
+    When keeping addresses pays was tried at T = 1024, 4096 and 16384 on the same GPU.
+    """
     if deterministic or problem.H > 128:
         return forms(problem.H)["split"]
     tiles, _ = forms(problem.H)["fused" if problem.H <= 64 else "fused, dq delayed"]

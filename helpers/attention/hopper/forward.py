@@ -59,8 +59,8 @@ def tiles_for(call, keeps_low_bits=False):
         full = default_tiles(dataclasses.replace(problem, band=NO_BAND))
         tiles = full._replace(guess=full.guess and not is_sparse and problem.band == NO_BAND)
         tiles = tiles._replace(dynamic=is_sparse and tiles.ahead and suits_dynamic(problem, tiles))
-        # While two warpgroups take the many exponentials of a soft cap, a third one multiplies. With low bits
-        # registers do not suffice.
+        # While two warpgroups take the many exponentials of a soft cap, a third one multiplies. With low bits it
+        # would have too few registers.
         if problem.H <= 128 and min(problem.T, problem.S) >= 2048 and not (is_sparse or keeps_low_bits):
             tiles = full._replace(block_k=64, warpgroups=3)
     elif is_sparse:

@@ -24,7 +24,7 @@ The program goes through the turns that its tile scheduler gives it. It fetches 
 q while it works at this one, and issues the first scores of the next to the tensor core
 together with the last product of this one: between two tiles of queries, too, the
 tensor core has something to do. (Without `ahead` there is shared memory for one tile of
-queries, and out leaves through it. So it does where constants take its room.)
+queries, and out leaves through it; with `exact_out`, too, from H = 128 on.)
 
 Three parts can be exchanged. `softmax` chooses m: `RunningMaximum`, as above, or
 `guess.Guess`. `out` makes out of acc: `RoundedOut`, as above, or `exact_out.ExactOut`.
@@ -87,7 +87,7 @@ class Scratch(NamedTuple):
     lse: jax.Array  # (warpgroups + 1, block_q), float32; the last row: of `guess.Guess`
     q_loaded: jax.Array  # a barrier for each compute warpgroup
     guess_checked: jax.Array  # a barrier: of `guess.Guess`
-    low: jax.Array | None = None  # as out, of `exact_out.ExactOut`
+    low: jax.Array | None = None  # as out: its low bits, by `exact_out.ExactOut`
     constants_loaded: jax.Array | None = None  # a barrier: of `exact_out.ExactOut`
     places_known: jax.Array | None = None  # barriers: of `DynamicScheduler`
 
