@@ -145,12 +145,8 @@ def test_functions_that_do_not_read_all_positions_lower(functions):
         ("erf.*, which score_mod", {"score_mod": lambda s, b, n, i, j: s * jax.scipy.special.erf(s)}),
         ("scan, which mask_mod", {"mask_mod": lambda b, n, i, j: lax.fori_loop(0, 3, lambda _, i: i + 1, i) > j}),
         (
-            "while, which score_mod",
-            {
-                "score_mod": lambda s, b, n, i, j: lax.while_loop(
-                    lambda x: x[0] < 3, lambda x: (x[0] + 1, x[1]), (0, s)
-                )[1]
-            },
+            "reduce_or and while, which score_mod",
+            {"score_mod": lambda s, *_: lax.while_loop(lambda s: (s > 9).any(), jnp.sin, s)},
         ),
     ],
 )

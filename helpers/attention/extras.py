@@ -143,7 +143,7 @@ def check_function(name, function, tables=None):
 
 @functools.lru_cache(maxsize=256)
 def _check_traced(name, function, tables):
-    """With two queries and three keys, of one head, as a kernel has tiles of them, and of 2 x 2, as the reference has.
+    """With two queries and three keys: of one head, as in a kernel, and of two heads of two batch entries.
 
     tables: (shape, dtype) of each.
     """
@@ -157,7 +157,7 @@ def _check_traced(name, function, tables):
 
 
 def _check_one_trace(name, function, places, full, tables):
-    """full: the shape of the logits."""
+    """places: b, n, i and j. full: the shape of the logits."""
     of = jax.ShapeDtypeStruct
     logits = [of(full, jnp.float32)] if name == "score_mod" else []
     try:

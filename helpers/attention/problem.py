@@ -404,15 +404,15 @@ def check_band(is_causal, local_window_size, causal_offset):
 def check_soft_cap(cap, scale):
     """A float, or None: one by which float32 logits can be divided, small enough for a tanh of 21 bits.
 
-    At 1000 a logit is off by 5e-4 at most. scale: that of the call, which a kernel divides by the cap.
+    At 200 a logit is off by 1e-4 at most. scale: that of the call, which a kernel divides by the cap.
     """
     _refuse_tracer("logits_soft_cap", cap)
     if cap is None:
         return None
     if isinstance(cap, bool | np.bool_) or not isinstance(cap, numbers.Real):
         raise TypeError(f"logits_soft_cap must be a real number or None, got {cap!r}")
-    if not 1e-30 <= float(cap) <= 1000:
-        raise ValueError(f"logits_soft_cap must be between 1e-30 and 1000, got {cap!r}")
+    if not 1e-30 <= float(cap) <= 200:
+        raise ValueError(f"logits_soft_cap must be between 1e-30 and 200, got {cap!r}")
     if scale != 0 and not 1e-30 <= abs(scale) / float(cap) <= 1e30:
         raise ValueError(f"scale / logits_soft_cap must be between 1e-30 and 1e30 in size, got {scale!r} / {cap!r}")
     return float(cap)

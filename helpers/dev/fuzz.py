@@ -157,7 +157,7 @@ def draw_extras(trial):
     return {
         "offset": offset if is_shifted else 0,
         "documents": int(random.integers(1, 9)) if random.random() < 0.5 and not trial.page else 0,
-        "soft_cap": float(random.choice([1.0, 5.0, 50.0])) if random.random() < 0.3 else None,
+        "soft_cap": float(random.choice([1.0, 5.0, 50.0, 200.0])) if random.random() < 0.3 else None,
         "extras": tuple(name for name in (EXTRAS_OF_PAGES if trial.page else EXTRAS) if random.random() < 0.3),
         "way": "jit" if trial.way == "vmap" else trial.way,
     }

@@ -44,7 +44,7 @@ def in_base_two(problem):
     return dataclasses.replace(problem, scale=1 / LOG2_E, soft_cap=(problem.soft_cap, problem.soft_cap / problem.scale))
 
 
-def capped(s, cap, cap_of_products, interpret):
+def capped_in_base_two(s, cap, cap_of_products, interpret):
     """2 c log2(e) g of products s, (rows, columns).
 
     In a cycle an SM multiplies 128 pairs of numbers, and takes 16 exponentials or reciprocals. So four columns share a
@@ -90,7 +90,7 @@ class Logits(Part):
     def logits(self, s, hidden):
         """Those of products s, from a function that hides numbers: hidden(s, filler)."""
         if self.problem.soft_cap is not None:
-            s = capped(hidden(s, 0.0), *self.problem.soft_cap, self.interpret)
+            s = capped_in_base_two(hidden(s, 0.0), *self.problem.soft_cap, self.interpret)
         return hidden(s, -jnp.inf)
 
     def first_hidden(self, turn, s, filler):

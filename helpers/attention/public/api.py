@@ -83,7 +83,7 @@ def flash_attention(
       local_window_size: (left, right), or one integer for both: query i sees keys i - left <= j <= i + right.
       query_segment_ids, key_value_segment_ids: int32 (B, T) and (B, S): a query sees keys of its own number only, as
         where several documents share a row. One array for both saves time: then each query has a key of its own number.
-      logits_soft_cap: a number c between 1e-30 and 1000: logits become c tanh(logits / c).
+      logits_soft_cap: a number c between 1e-30 and 200: logits become c tanh(logits / c).
       sinks: float32 (N,), for each query head a logit that takes weight and gives no value, as in OpenAI's gpt-oss.
         lse counts it, and lse + log1p(-exp(sinks - lse)) does not.
       causal_offset: an integer; with is_causal, query i sees keys j <= i + causal_offset, and local_window_size counts
