@@ -12,12 +12,14 @@ where the arguments are traced.
 """
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,7 @@ def tile_kind(rows, cols, band, query_length, key_length):
 
 HIDDEN, PARTIAL, FULL = range(3)
 BLOCK = 64  # queries, and keys, of a tile of a block mask
+MOST_PAIRS = 2**24  # of which something is stored at a time
 
 
 class TileLists(NamedTuple):
@@ -173,20 +176,36 @@ def block_mask(T, S, *, mask=None, mask_mod=None, batch=1, heads=1):
     Returns int8 (B or 1, N or 1, ceil(T / 64), ceil(S / 64)): 0 where a tile is hidden, 1 where it is seen in part and
     2 where it is seen whole. mask: booleans that broadcast to (B, N, T, S). mask_mod: a function (b, n, i, j) ->
     booleans, as for `flash_attention`; batch, heads: for how many it is asked, or the int32 arrays (B,) and (1, N) of
-    their numbers. On a CPU XLA stores a number for each pair meanwhile, (B or 1) (N or 1) T S of them.
+    their numbers. Meanwhile it stores of `MOST_PAIRS` pairs at most whether they are seen, or of those of 64 queries.
     """
     if mask is not None and mask.dtype != bool:
         raise TypeError(f"mask must have booleans, got {mask.dtype}")
-    seen = jnp.ones((1, 1, 1, 1), bool) if mask is None else mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+    mask = jnp.ones((1, 1, 1, 1), bool) if mask is None else jnp.asarray(mask)
+    mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+    place = ()
     if mask_mod is not None:
         b = jnp.arange(batch, dtype=jnp.int32) if isinstance(batch, int) else batch
         n = jnp.arange(heads, dtype=jnp.int32)[None] if isinstance(heads, int) else heads
-        i, j = (jnp.arange(length, dtype=jnp.int32) for length in (T, S))
-        seen = seen & mask_mod(b[:, None, None, None], n[:, :, None, None], i[:, None], j)
-    seen = jnp.broadcast_to(seen, (*seen.shape[:2], T, S))
-    padded = jnp.pad(seen, ((0, 0), (0, 0), (0, -T % BLOCK), (0, -S % BLOCK)))
-    tiles = padded.reshape(*seen.shape[:2], -(-T // BLOCK), BLOCK, -(-S // BLOCK), BLOCK)
-    count = tiles.sum(axis=(3, 5), dtype=jnp.int32)
+        place = b[:, None, None, None], n[:, :, None, None]
+    most = math.prod(jnp.broadcast_shapes(*(array.shape[:2] for array in (mask, *place)))) * S
+    q_tiles, k_tiles = -(-T // BLOCK), -(-S // BLOCK)
+    of_part = min(q_tiles, max(1, MOST_PAIRS // (BLOCK * most)))
+    parts = -(-q_tiles // of_part)
+
+    def count(start):
+        """How many pairs of some rows of tiles are seen."""
+        i = start + jnp.arange(of_part * BLOCK, dtype=jnp.int32)[:, None]
+        seen = mask[:, :, jnp.minimum(i[:, 0], mask.shape[2] - 1)] & (i < T)
+        if mask_mod is not None:
+            seen = seen & mask_mod(*place, i, jnp.arange(S, dtype=jnp.int32))
+        whole = jnp.broadcast_to(seen, (*seen.shape[:3], S))
+        padded = jnp.pad(whole, ((0, 0), (0, 0), (0, 0), (0, -S % BLOCK)))
+        tiles = padded.reshape(*seen.shape[:2], of_part, BLOCK, k_tiles, BLOCK)
+        return tiles.sum(axis=(3, 5), dtype=jnp.int32)
+
+    starts = of_part * BLOCK * jnp.arange(parts, dtype=jnp.int32)
+    counts = lax.map(count, starts) if parts > 1 else count(0)[None]
+    count = jnp.moveaxis(counts, 0, 2).reshape(*counts.shape[1:3], -1, k_tiles)[:, :, :q_tiles]
     rows, cols = (np.diff(np.minimum(np.arange(0, length + BLOCK, BLOCK), length)) for length in (T, S))
     return _kind(count > 0, count == rows[:, None] * cols)
 

@@ -35,16 +35,20 @@ def naive_attention(call):
     key = jnp.where(is_key, call.key, 0)
     value = jnp.where(is_key, call.value, 0)
 
-    s = problem.scale * jnp.einsum("btkgh,bskh->bkgts", query, key, preferred_element_type=jnp.float32)
-    if call.changes_logits:
-        of_logits, _ = scores.whole(problem, call.extras)
-        s = scores.logits(s.reshape(B, N, T, problem.S), problem, *of_logits, seen.reshape(B, -1, T, problem.S))
-        s = s.reshape(B, K, problem.group, T, problem.S)
-    s = jnp.where(seen, s, -jnp.inf)
+    def logits(query):
+        s = problem.scale * jnp.einsum("btkgh,bskh->bkgts", query, key, preferred_element_type=jnp.float32)
+        if call.changes_logits:
+            of_logits, _ = scores.whole(problem, call.extras)
+            s = scores.logits(s.reshape(B, N, T, problem.S), problem, *of_logits, seen.reshape(B, -1, T, problem.S))
+            s = s.reshape(B, K, problem.group, T, problem.S)
+        return jnp.where(seen, s, -jnp.inf)
 
+    s = logits(query)
     m = s.max(axis=-1, keepdims=True)
     if call.changes_logits:
-        is_query &= (m > -jnp.inf).reshape(B, N, T).swapaxes(1, 2)[..., None]
+        is_query &= (m != -jnp.inf).reshape(B, N, T).swapaxes(1, 2)[..., None]
+    if problem.score_mod is not None:  # it may hide all keys of a query, whose NaN must not reach them
+        s = jnp.where(m == -jnp.inf, -jnp.inf, logits(jnp.where(is_query.reshape(B, T, K, -1, 1), query, 0)))
     if call.extras.sinks is not None:
         sinks = call.extras.sinks.reshape(-1, K, problem.group, 1, 1)
         m = jnp.maximum(m, sinks)
