@@ -49,7 +49,7 @@ mutation: setup ## put faults into the code, one at a time, and see which tests 
 	@$(ON_CPU) $(IN_VENV) -m tests.mutation $(ARGS)
 
 notebooks: setup ## execute all notebooks, or some, and write them back: make notebooks NOTEBOOK="03 05"
-	@$(IN_VENV) -m helpers.dev.notebooks execute $(NOTEBOOK) $(ARGS)
+	@$(IN_VENV) -m helpers.dev.notebooks $(NOTEBOOK) $(ARGS)
 
 lesson: setup ## lay out a new lesson with one exercise: make lesson NAME=linear_attention
 	@$(IN_VENV) -m helpers.dev.lesson "$(NAME)"

@@ -29,9 +29,7 @@ from helpers.exercises.edits import changed
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_name("mutation_results.json")
 HANGS = 600  # seconds after which tests hang
-NOT_COPIED = shutil.ignore_patterns(
-    ".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "workbook", "*.egg-info"
-)
+NOT_COPIED = shutil.ignore_patterns(*".git .venv* .*_cache .hypothesis __pycache__ workbook *.egg-info".split())
 QUICK, FULL, SURVIVED = "quick", "full", "survived"
 POWER = {QUICK: 0.90, FULL: 0.97}  # of the faults, what the quick tier finds, and what both do
 

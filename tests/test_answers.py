@@ -1,5 +1,8 @@
 """Answers that nobody wrote: solutions with a slip, which a check must reject, and right answers in other styles."""
 
+import tomllib
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import lessons
@@ -25,44 +28,7 @@ KERNELS = {"4.1", "4.2", "4.3", "5.2", "5.3", "7.1", "7.2", "7.3", "8.1", "10.1"
 EVERY, EVERY_OF_KERNELS = 40, 5  # of how many slips the quick tests try one, and of kernels all tests
 
 # Slips that change nothing, and why.
-EQUAL = {
-    "1.1": ("-1 → 1", "k → v", "q → k"),  # a table has two axes, and the last is number 1; both arrays have one length along that axis
-    "1.2": ("`T` and `S` have changed places",),  # the task treats them alike
-    "1.3": ("0 → -1",),  # the loop begins one step earlier and ends at the same length
-    "2.2": ("(a, b) → (b, a)",),  # the two parts are treated alike
-    "2.3": ("np.zeros → np.ones", "100.0 → 101.0", "100.0 → 99.0", "200.0 → 201.0", "200.0 → 199.0", "100.0 → 200.0", "200.0 → 100.0", "200.0 → 400.0", "everywhere: a number is off by one", "everywhere: a number is twice what it should be"),  # another row of logits that breaks what it shall
-    "2.4": ("0.0 → 1.0", "0.0 → -1.0"),  # whatever stands there is multiplied by 0, or overwritten
-    "3.1": ("np.zeros → np.ones", "everywhere: `ones` stands where `zeros` belongs", "k → v", "q → k"),  # whatever stands there is multiplied by 0, or overwritten; both arrays have one length along that axis
-    "3.5": ("`block_q` and `block_k` have changed places", "S → T", "cost.query_outer_bytes(T, S, H, itemsize, *pair) → cost.query_outer_bytes(T, H, S, itemsize, *pair)", "cost.query_outer_bytes(T, S, H, itemsize, *pair) → cost.query_outer_bytes(T, S, itemsize, H, *pair)"),  # the task treats them alike; the least of both is at the same tile; S and H are factors of one product; H and itemsize are factors of every product
-    "4.3": ("0 → 1", "0 → -1"),  # the other operand holds 0 there
-    "5.3": ("1 → 2",),  # minus infinity plus one is minus infinity, and 0 divided by 2 is 0
-    "5.1": ("0 → 1", "0 → -1", "`T` and `S` have changed places"),  # the range is empty as before; the task treats them alike
-    "6.3": ("np.zeros_like → np.ones_like",),  # dq is overwritten, head by head
-    "6.5": ("(np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)) → (np.zeros_like(q), np.zeros_like(v), np.zeros_like(k))", "k → v", "v → k"),  # k and v have one shape
-    "7.5": ("0 → 1", "0 → -1"),  # the range is empty as before
-    "8.4": ("-1 → 1", "everywhere: a minus or a `not` is left out", "0 → -1"),  # a table has two axes, and the last is number 1; an axis of length one has one entry, the last
-    "9.1": ("0 → 1", "0 → -1"),  # any inputs will do for the warm-up
-    "9.4": ("T // block → T / block", "tiles * (tiles + 1) // 2 → tiles * (tiles + 1) / 2", "everywhere: a quotient is not rounded"),  # it comes out whole in every case, or is rounded afterwards
-    "10.2": ("65536 → 65537", "128 → 127", "65536 // (128 * (warpgroups + 1)) → 65536 / (128 * (warpgroups + 1))", "pool // warpgroups → pool / warpgroups"),  # rounding to whole units leaves the result as it is; it comes out whole in every case, or is rounded afterwards
-    "10.3": ("232448 → 232449", "1280 → 1279"),  # rounding to whole units leaves the result as it is
-    "10.5": ("start // programs → start / programs", "start // programs % 2 == 1 and len(turn) == programs → start // programs % 2 == 1"),  # it comes out whole in every case, or is rounded afterwards; a last turn that is not full may begin at either end
-    "11.1": ("block_k // 2 → block_k / 2",),  # it comes out whole in every case, or is rounded afterwards
-    "12.4": ("fused < split → fused <= split",),  # the task has no ties, or leaves them open
-    "12.5": ("block_q // 2 → block_q / 2",),  # it comes out whole in every case, or is rounded afterwards
-    "13.2": ("-1 → 1", "everywhere: a minus or a `not` is left out"),  # a table has two axes, and the last is number 1
-    "13.3": ("0 → 1", "0 → -1", "1 → 2", "np.errstate(divide='ignore') → np.errstate()"),  # any reference is right where every weight is 0; 0 divided by 2 is 0 too; it only keeps a warning away
-    "13.5": ("memory // (page * token) → memory / (page * token)",),  # it comes out whole in every case, or is rounded afterwards
-    "14.1": ("0.0 → 1.0", "0.0 → -1.0"),  # whatever stands there is multiplied by 0, or overwritten
-    "14.2": ("i - r → i + r",),  # the ring turned the other way, in which all shares come past as well
-    "14.3": ("np.zeros → np.ones", "everywhere: two indices are exchanged"),  # whatever stands there is multiplied by 0, or overwritten; the one undoes what the other does
-    "14.6": ("everywhere: the two sides of an operation are exchanged",),  # the one undoes what the other does
-    "15.1": ("jnp.zeros → jnp.ones", "everywhere: `ones` stands where `zeros` belongs"),  # whatever stands there is multiplied by 0, or overwritten
-    "15.3": ("32 // itemsize → 32 / itemsize",),  # it comes out whole in every case, or is rounded afterwards
-    "17.1": ("`T` and `S` have changed places",),  # the task treats them alike
-    "17.3": ("2 * (column // 8) → 2 * (column // 8) * (column // 8)",),  # it is 0 or 1, and so is its square
-    "18.4": ("np.zeros → np.ones", "everywhere: `ones` stands where `zeros` belongs", "q → k", "0 → 1", "0 → -1"),  # a start with weight 0, or overwritten; both arrays have one length along that axis; any reference is right where every weight is 0
-    "18.5": ("everywhere: the two sides of an operation are exchanged",),  # the one undoes what the other does
-}  # fmt: skip
+EQUAL = tomllib.loads(Path(__file__).with_name("equal_slips.toml").read_text())
 
 
 def survivors(number, every=1):

@@ -74,7 +74,7 @@ ILLEGAL = [
     ({"block_mask": zeros(1, 1, 1, 1, dtype=np.int8)}, ValueError, "block_mask tells of mask and mask_mod, and both are None"),
     ({"mask": zeros(20, 24, dtype=bool), "block_mask": zeros(1, 1, 2, 1, dtype=np.int8)}, ValueError, "block_mask must have shape (batch or 1, heads or 1, *(1, 1)), got (1, 1, 2, 1)"),
     ({"score_mod": lambda s, b, n, i, j, slope: s + slope, "score_arrays": ((zeros(4), "j"),)}, ValueError, 'score_arrays[0] must have shape (24,) for the axes "j", got (4,)'),
-    ({"sinks": zeros(4), "implementation": "tpu"}, NotImplementedError, 'tpu cannot serve this call: it takes no sinks; use implementation="portable"'),
+    (arrays(np.float16) | {"sinks": zeros(4), "implementation": "cudnn"}, NotImplementedError, 'cudnn cannot serve this call: it takes no sinks; use implementation="portable"'),
     (arrays(np.float16) | {"mask": zeros(20, 24, dtype=bool), "implementation": "hopper"}, NotImplementedError, "hopper cannot serve this call: it takes no mask"),
 ]  # fmt: skip
 
@@ -275,9 +275,8 @@ def blind_and_right(name, dtype, with_lse=True, **arguments):
     run = differentiated(flash_attention, {"return_residual": with_lse, **own, **arguments})
 
     def everything(filler):
-        fill = lambda array: np.where(
-            sees.reshape(*sees.shape, *[1] * (array.ndim - 2)), array, array.dtype.type(filler)
-        )
+        where = lambda array: sees.reshape(*sees.shape, *[1] * (array.ndim - 2))
+        fill = lambda array: np.where(where(array), array, array.dtype.type(filler))
         return run((fill(query), key, value), (fill(dout), fill(dlse)) if with_lse else fill(dout))
 
     return [everything(np.nan), everything(np.inf)], everything(0)

@@ -36,9 +36,8 @@ def test_the_notebook_shows_a_complete_exercise(lesson):
 @pytest.mark.parametrize("path", lessons.PATHS, ids=lambda path: path.stem)
 def test_a_module_holds_exactly_the_exercises_of_its_notebook(path):
     # Not always in the order of their numbers: these stay when a lesson moves, for the sake of workbooks.
-    assert [(found.number, found.solution.__name__) for found in exercises_of(path.stem[:2])] == [
-        (lesson.number, lesson.answer_name) for lesson in lessons.lessons(path)
-    ]
+    expected = [(lesson.number, lesson.answer_name) for lesson in lessons.lessons(path)]
+    assert [(found.number, found.solution.__name__) for found in exercises_of(path.stem[:2])] == expected
 
 
 def test_an_exercise_is_found_by_the_name_of_its_function():
@@ -80,11 +79,6 @@ def test_known_mistakes_are_rejected_under_their_own_names(number, each_answer_r
         assert mistake.advice in judged.text
 
 
-def _read_past_the_end(*arguments):
-    for argument in arguments:
-        argument[len(argument)]
-
-
 def _unprintable(*_):
     class UnprintableError(Exception):
         __str__ = None
@@ -93,7 +87,7 @@ def _unprintable(*_):
 
 
 STRANGE = {
-    "loops too far": _read_past_the_end,
+    "loops too far": lambda *arguments: [argument[len(argument)] for argument in arguments],
     "exits": lambda *_: sys.exit(3),
     "an error without words": _unprintable,
     "None": lambda *_: None,

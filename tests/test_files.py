@@ -226,7 +226,7 @@ def test_a_new_lesson_is_one_of_the_series(tmp_path):
         assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
 
     number = notebook.stem[:2]
-    run("-m", "helpers.dev.notebooks", "execute", number)
+    run("-m", "helpers.dev.notebooks", number)
     shutil.copy(root / "figures/roadmap-17.png", root / f"figures/roadmap-{number}.png")  # make figures draws it
     chosen = f"linear_attention or {int(number)}.1 or (Cell and not browser)"
     run("-m", "pytest", "-q", str(notebook), "tests/test_exercises.py", "tests/test_files.py", "-k", chosen)

@@ -108,7 +108,7 @@ def compare(mine, expected, bound=BOUND):
 
 ALL = ("bias", "mask", "segments", "soft cap", "sinks", "offset", "lengths", "mask_mod", "score_mod")
 DRAWS = [("portable", 34, None), ("portable", 3, ALL), ("reference", 4, None), ("reference", 5, ALL)]  # 34 has one key
-FULL_DRAWS = [(name, seed, None) for name in ("portable", "reference") for seed in (1, *range(6, 12))]
+FULL_DRAWS = [(name, seed, None) for name in ("portable", "reference", "tpu") for seed in (1, *range(6, 12))]
 
 
 @pytest.mark.parametrize(

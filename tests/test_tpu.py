@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_masks
 from attention_cases import AttentionCase, in_tiers
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
@@ -55,6 +56,17 @@ def test_many_blocks(case):
     assert not interpret_pallas_call.races.races_found
 
 
+def test_masks_and_scores_of_many_blocks():
+    """Each head has a list of tiles of its own, in the order of both kernels."""
+    arrays, arguments = test_masks.drawn(8, 300, 390, N=3, K=1, only=test_masks.ALL)
+    arguments["mask_mod"] = lambda b, n, i, j: (i // 128 + j // 128) % 3 != n
+    options = {"block_q": 128, "block_k": 128, "interpret": DETECTING}
+    passes = (functools.partial(one_pass, **options) for one_pass in (tpu.forward, tpu.backward))
+    mine = jax.tree.leaves(cases.by_kernels(arguments, *passes)(arrays[:3], arrays[3:]))
+    test_masks.compare(mine, test_masks.right(arrays, arguments)[:5])
+    assert not interpret_pallas_call.races.races_found
+
+
 FULL_TIER = [AttentionCase(50, 70, 24, N=4, K=2, batched=False)]
 FULL_TIER += [*cases.GRID[::3], *cases.OF_LOGITS[::2], *cases.OF_WINDOWS[::2]]
 
@@ -85,11 +97,11 @@ def test_what_is_fetched_is_what_is_needed(band):
             for outer in range(-(-len(pairs) // 128)):
                 part = pairs[128 * outer : 128 * (outer + 1)].any(axis=0)
                 needed = [start // 128 for start in range(0, len(part), 128) if part[start : start + 128].any()]
-                lengths = np.array([query_length]), np.array([key_length])
-                fetched = [int(loop.fetched(0, outer, step, *lengths)) for step in range(loop.steps)]
+                scalars = tpu.Scalars(np.array([query_length]), np.array([key_length]))
+                steps = [loop.tile(0, 0, outer, step, scalars) for step in range(loop.steps)]
+                fetched = [int(tile) for tile, _ in steps]
                 assert list(dict.fromkeys(fetched)) == (needed or fetched[:1])
-                first, stop = loop.tile(outer, 0, (query_length, key_length))
-                assert int(stop - first) <= loop.steps or not needed
+                assert [tile for tile, (_, is_needed) in zip(fetched, steps, strict=True) if is_needed] == needed
                 assert min(fetched) >= 0
 
 

@@ -188,24 +188,20 @@ def block_mask(T, S, *, mask=None, mask_mod=None, batch=1, heads=1):
         n = jnp.arange(heads, dtype=jnp.int32)[None] if isinstance(heads, int) else heads
         place = b[:, None, None, None], n[:, :, None, None]
     most = math.prod(jnp.broadcast_shapes(*(array.shape[:2] for array in (mask, *place)))) * S
-    q_tiles, k_tiles = -(-T // BLOCK), -(-S // BLOCK)
-    of_part = min(q_tiles, max(1, MOST_PAIRS // (BLOCK * most)))
-    parts = -(-q_tiles // of_part)
 
     def count(start):
-        """How many pairs of some rows of tiles are seen."""
-        i = start + jnp.arange(of_part * BLOCK, dtype=jnp.int32)[:, None]
-        seen = mask[:, :, jnp.minimum(i[:, 0], mask.shape[2] - 1)] & (i < T)
+        """How many pairs of a row of tiles are seen, (B or 1, N or 1, tiles of keys)."""
+        i = start + jnp.arange(BLOCK, dtype=jnp.int32)
+        seen = mask[:, :, jnp.minimum(i, mask.shape[2] - 1)] & (i < T)[:, None]
         if mask_mod is not None:
-            seen = seen & mask_mod(*place, i, jnp.arange(S, dtype=jnp.int32))
-        whole = jnp.broadcast_to(seen, (*seen.shape[:3], S))
-        padded = jnp.pad(whole, ((0, 0), (0, 0), (0, 0), (0, -S % BLOCK)))
-        tiles = padded.reshape(*seen.shape[:2], of_part, BLOCK, k_tiles, BLOCK)
-        return tiles.sum(axis=(3, 5), dtype=jnp.int32)
+            seen = seen & mask_mod(*place, i[:, None], jnp.arange(S, dtype=jnp.int32))
+        padded = jnp.pad(jnp.broadcast_to(seen, (*seen.shape[:3], S)), (*[(0, 0)] * 3, (0, -S % BLOCK)))
+        return padded.reshape(*seen.shape[:2], BLOCK, -1, BLOCK).sum(axis=(2, 4), dtype=jnp.int32)
 
-    starts = of_part * BLOCK * jnp.arange(parts, dtype=jnp.int32)
-    counts = lax.map(count, starts) if parts > 1 else count(0)[None]
-    count = jnp.moveaxis(counts, 0, 2).reshape(*counts.shape[1:3], -1, k_tiles)[:, :, :q_tiles]
+    starts, at_once = jnp.arange(0, T, BLOCK, dtype=jnp.int32), max(1, MOST_PAIRS // (BLOCK * most))
+    is_small = len(starts) <= at_once
+    counts = jax.vmap(count)(starts) if is_small else lax.map(count, starts, batch_size=at_once)
+    count = jnp.moveaxis(counts, 0, 2)
     rows, cols = (np.diff(np.minimum(np.arange(0, length + BLOCK, BLOCK), length)) for length in (T, S))
     return _kind(count > 0, count == rows[:, None] * cols)
 

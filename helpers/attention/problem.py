@@ -119,11 +119,8 @@ class Call:
             is_shifted,
             extras.query_segment_ids is not None,
             problem.soft_cap is not None,
-            extras.sinks is not None,
-            extras.bias is not None,
-            extras.mask is not None,
-            problem.mask_mod is not None,
-            problem.score_mod is not None,
+            *(getattr(extras, name) is not None for name in ("sinks", "bias", "mask")),
+            *(getattr(problem, name) is not None for name in ("mask_mod", "score_mod")),
         )
         return [feature for feature, is_asked in zip(FEATURES, asked, strict=True) if is_asked]
 

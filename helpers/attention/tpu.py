@@ -23,13 +23,17 @@ and on the way back, of lse and delta = rowsum(out * do) - dlse (FlashAttention-
     dq_i   = scale sum over j of ds^T k_j
     dv_j   = sum over i of p do_i,   dk_j = scale sum over i of ds q_i
 
+Where logits are more than scaled products, ds goes back to those before it meets k and q.
+
 Arrays are laid out (B, heads, length, H'), where H' is head_dim in whole rows of 128 lanes and lengths are whole
-blocks; rows of statistics are (B, N, 1, length). What is added is zero, and in the arrays what lies past a length.
+blocks; rows of statistics are (B, N, 1, length), and tables on their side too, (B, N, S, T). What is added is zero, and
+in the arrays what lies past a length.
 """
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,9 +42,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from helpers.attention import online_softmax
+from helpers.attention import online_softmax, scores
+from helpers.attention.extras import Extras
 from helpers.attention.low_bits import delta_of, rounded_with_low_bits
-from helpers.attention.masking import key_tiles, query_tiles
+from helpers.attention.masking import TileLists, for_kernel, key_tiles, query_tiles
 from helpers.attention.online_softmax import LOG2_E
 from helpers.attention.problem import Problem
 
@@ -59,6 +64,20 @@ def product(a, b, over_a, over_b):
     return lax.dot_general(
         a, b, (((over_a,), (over_b,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
     )
+
+
+class Scalars(NamedTuple):
+    """Single numbers, int32, which index maps read: arrays, or refs in a memory of their own.
+
+    query_lengths, key_lengths: how many are real, (B,). lists: of tiles, where something hides more keys than these and
+    the band. batch (B,), heads (1, N): the numbers of batch entries and heads, for functions.
+    """
+
+    query_lengths: jax.Array
+    key_lengths: jax.Array
+    lists: TileLists | None = None
+    batch: jax.Array | None = None
+    heads: jax.Array | None = None
 
 
 @dataclass(frozen=True)
@@ -87,51 +106,108 @@ class InnerLoop:
         first, stop = self.tiles_of(starts, starts + block, inner, problem.band, problem.T, problem.S)
         return max(1, int((stop - first).max()))
 
-    def tile(self, outer, step, lengths):
-        """The inner tile of a step, and the first one that is not needed."""
-        block, inner = self.sizes
-        first, stop = self.tiles_of(outer * block, (outer + 1) * block, inner, self.problem.band, *lengths, xp=jnp)
-        return first + step, stop
+    def tile(self, b, n, outer, step, scalars):
+        """The inner tile of a step, and whether it is needed.
 
-    def fetched(self, b, outer, step, query_lengths, key_lengths):
-        """The block to have in VMEM, which stays after the last one that is needed."""
-        tile, stop = self.tile(outer, step, (query_lengths[b], key_lengths[b]))
-        return jnp.maximum(jnp.minimum(tile, stop - 1), 0)
+        After the last one that is needed it stays that one.
+        """
+        if scalars.lists is None:
+            block, inner = self.sizes
+            ends = outer * block, (outer + 1) * block
+            lengths = scalars.query_lengths[b], scalars.key_lengths[b]
+            first, stop = self.tiles_of(*ends, inner, self.problem.band, *lengths, xp=jnp)
+            return jnp.maximum(jnp.minimum(first + step, stop - 1), 0), first + step < stop
+        tiles, seen, _ = scalars.lists
+        place = _own(b, seen, 0), _own(n, seen, 1), outer
+        last = jnp.maximum(seen[place] - 1, 0)
+        return tiles[(*place, jnp.minimum(step, last))], step < seen[place]
 
-    def seen(self, i, j, lengths):
-        """Which keys of tile j the queries of tile i see: (block_k, block_q)."""
-        queries = i * self.block_q + lax.broadcasted_iota(jnp.int32, (1, self.block_q), 1)
-        keys = lax.broadcasted_iota(jnp.int32, (self.block_k, self.block_q), 0)
+
+def _own(number, array, axis):
+    """Where along an axis an array has what belongs to a batch entry or head: 0 where it has the same for all."""
+    return number if array.shape[axis] > 1 else 0
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A tile of keys and a tile of queries: tables (block_k, block_q).
+
+    place: b, n and the numbers i and j of the tiles. extras: refs of the tiles of tables.
+    """
+
+    loop: InnerLoop
+    place: tuple
+    scalars: Scalars
+    extras: Extras
+
+    @property
+    def changes_logits(self):
+        return scores.changes_logits(self.loop.problem, self.extras)
+
+    def logits(self, s):
+        """The logits of scaled products, both in base 2, and a function that takes a gradient of natural logits back to
+        the natural scaled products."""
+        problem, extras = self.loop.problem, self.extras
+        if not self.changes_logits:
+            return s, lambda ds: ds
+        bias, arrays = jax.tree.map(lambda ref: ref[...], (extras.bias, extras.score_arrays))
+        of_natural = lambda s: scores.logits(s, problem, *self._numbers(), bias, arrays)
+        s, pull_back = jax.vjp(of_natural, s / LOG2_E)
+        return LOG2_E * s, lambda ds: jnp.where(self.seen(), pull_back(ds)[0], 0)
+
+    def seen(self):
+        """Which keys the queries see."""
+        (b, _, _, j), problem, extras = self.place, self.loop.problem, self.extras
+        lengths = self.scalars.query_lengths[b], self.scalars.key_lengths[b]
+        _, _, queries, _ = self._numbers()
         # What one query sees is a range of tiles of one key: a row of bounds, so little is left to do for each pair.
-        first, stop = key_tiles(queries, queries + 1, 1, self.problem.band, *lengths, xp=jnp)
-        start = j * self.block_k
+        first, stop = key_tiles(queries, queries + 1, 1, problem.band, *lengths, xp=jnp)
+        keys = lax.broadcasted_iota(jnp.int32, (self.loop.block_k, self.loop.block_q), 0)
+        start = j * self.loop.block_k
         seen = keys < stop - start
-        return seen if self.problem.band.left is None else seen & (keys >= first - start)
+        if problem.band.left is not None:
+            seen &= keys >= first - start
+        if problem.mask_mod is None and not extras.hides_keys:
+            return seen
+        mask = None if extras.mask is None else extras.mask[...] != 0
+        ids = jax.tree.map(lambda ref: ref[...], (extras.query_segment_ids, extras.key_segment_ids))
+        return seen & scores.visible_by(problem, *self._numbers(), mask, *ids)
+
+    def _numbers(self):
+        """b, n, i and j, as mask_mod and score_mod get them."""
+        (b, n, i, j), (*_, batch, heads) = self.place, self.scalars
+        queries = i * self.loop.block_q + lax.broadcasted_iota(jnp.int32, (1, self.loop.block_q), 1)
+        keys = j * self.loop.block_k + lax.broadcasted_iota(jnp.int32, (self.loop.block_k, 1), 0)
+        own = (b, n) if batch is None else (batch[_own(b, batch, 0)], heads[0, n])
+        return *own, queries, keys
 
 
-def forward_kernel(
-    query_lengths, key_lengths, q_ref, k_ref, v_ref, out_ref, lse_ref, m_ref, l_ref, w_ref, acc_ref, *, loop
-):
+def forward_kernel(scalars, q_ref, k_ref, v_ref, extras, out_ref, lse_ref, m_ref, l_ref, w_ref, acc_ref, *, loop):
     """Program (b, n, i, step): one step of query tile i."""
     # -- which step
-    b, i, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-    lengths = query_lengths[b], key_lengths[b]
-    j, stop = loop.tile(i, step, lengths)
+    b, n, i, step = (pl.program_id(axis) for axis in range(4))
+    j, is_needed = loop.tile(b, n, i, step, scalars)
 
     # -- the first step
+    sink = None if extras.sinks is None else extras.sinks[...]
+
     @pl.when(step == 0)
     def _():
-        m_ref[...] = jnp.full_like(m_ref, -jnp.inf)
-        l_ref[...] = jnp.zeros_like(l_ref)
-        w_ref[...] = jnp.zeros_like(w_ref)
+        # A sink is a key without a value, seen before all others.
+        m_start, l_start = (-jnp.inf, 0) if sink is None else (LOG2_E * sink, 1)
+        m_ref[...] = jnp.broadcast_to(m_start, m_ref.shape)
+        l_ref[...] = jnp.full_like(l_ref, l_start)
+        w_ref[...] = jnp.full_like(w_ref, l_start)
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
-    @pl.when(j < stop)
+    @pl.when(is_needed)
     def _():
         # -- logits on their side
         v = v_ref[...]
+        pair = Pair(loop, (b, n, i, j), scalars, extras)
         s = (loop.problem.scale * LOG2_E) * product(k_ref[...], q_ref[...], 1, 1)
-        s = jnp.where(loop.seen(i, j, lengths), s, -jnp.inf)
+        s, _ = pair.logits(s)
+        s = jnp.where(pair.seen(), s, -jnp.inf)
         # -- the step in scratch
         state = m_ref[...], l_ref[...]
         m_ref[...], l_ref[...], alpha, p = online_softmax.step(*state, s, axis=0)
@@ -143,32 +219,38 @@ def forward_kernel(
     @pl.when(step == loop.steps - 1)
     def _():
         state = m_ref[...], l_ref[...], acc_ref[...], w_ref[...]
-        out, lse_ref[...] = online_softmax.finish(*state)
+        out, lse = online_softmax.finish(*state)
+        if sink is not None:  # the lse of a row without keys is its sink, to the last bit
+            lse = jnp.where((state[1] == 1) & (state[0] == LOG2_E * sink), sink, lse)
         out_ref[...] = out.T.astype(out_ref.dtype)
+        lse_ref[...] = lse
 
 
-def p_and_ds(q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, seen, scale):
-    """Weights of a pair of tiles, gradient of its logits: (block_k, block_q) float32."""
-    s = (scale * LOG2_E) * product(k_ref[...], q_ref[...], 1, 1)
-    p = jnp.where(seen, jnp.exp2(s - LOG2_E * lse_ref[...]), 0)
+def p_and_ds(q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, pair):
+    """Weights of a pair of tiles, gradient of its scaled products: (block_k, block_q) float32."""
+    s = (pair.loop.problem.scale * LOG2_E) * product(k_ref[...], q_ref[...], 1, 1)
+    s, pull_back = pair.logits(s)
+    log2_p = s - LOG2_E * lse_ref[...]
+    if pair.changes_logits:
+        log2_p = jnp.minimum(log2_p, 0)  # also where a large lse has lost digits
+    p = jnp.where(pair.seen(), jnp.exp2(log2_p), 0)
     dp = product(v_ref[...], do_ref[...], 1, 1)
-    return p, p * (dp - delta_ref[...])
+    return p, pull_back(p * (dp - delta_ref[...]))
 
 
-def dq_kernel(query_lengths, key_lengths, *refs, loop):
+def dq_kernel(scalars, *refs, loop):
     """Program (b, n, i, step): one step of query tile i."""
-    *of_pair, dq_ref, sum_ref = refs  # q, k, v, do, lse and delta come first
-    b, i, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-    lengths = query_lengths[b], key_lengths[b]
-    j, stop = loop.tile(i, step, lengths)
+    *of_pair, extras, dq_ref, sum_ref = refs  # q, k, v, do, lse and delta come first
+    b, n, i, step = (pl.program_id(axis) for axis in range(4))
+    j, is_needed = loop.tile(b, n, i, step, scalars)
 
     @pl.when(step == 0)
     def _():
         sum_ref[...] = jnp.zeros_like(sum_ref)
 
-    @pl.when(j < stop)
+    @pl.when(is_needed)
     def _():
-        _, ds = p_and_ds(*of_pair, loop.seen(i, j, lengths), loop.problem.scale)
+        _, ds = p_and_ds(*of_pair, Pair(loop, (b, n, i, j), scalars, extras))
         k = of_pair[1][...]
         sum_ref[...] += product(ds.astype(k.dtype), k, 0, 0)
 
@@ -177,23 +259,23 @@ def dq_kernel(query_lengths, key_lengths, *refs, loop):
         dq_ref[...] = (loop.problem.scale * sum_ref[...]).astype(dq_ref.dtype)
 
 
-def dkv_kernel(query_lengths, key_lengths, *refs, loop):
+def dkv_kernel(scalars, *refs, loop):
     """Program (b, kv, j, head, step): one step of key tile j, for one query head of
     the group that shares it.
     """
-    *of_pair, dk_ref, dv_ref, dk_sum_ref, dv_sum_ref = refs  # as in dq_kernel
-    b, j, head, step = (pl.program_id(axis) for axis in (0, 2, 3, 4))
-    lengths = query_lengths[b], key_lengths[b]
-    i, stop = loop.tile(j, step, lengths)
+    *of_pair, extras, dk_ref, dv_ref, dk_sum_ref, dv_sum_ref = refs  # as in dq_kernel
+    b, kv, j, head, step = (pl.program_id(axis) for axis in range(5))
+    n = kv * loop.problem.group + head
+    i, is_needed = loop.tile(b, n, j, step, scalars)
 
     @pl.when((head == 0) & (step == 0))
     def _():
         dk_sum_ref[...] = jnp.zeros_like(dk_sum_ref)
         dv_sum_ref[...] = jnp.zeros_like(dv_sum_ref)
 
-    @pl.when(i < stop)
+    @pl.when(is_needed)
     def _():
-        p, ds = p_and_ds(*of_pair, loop.seen(i, j, lengths), loop.problem.scale)
+        p, ds = p_and_ds(*of_pair, Pair(loop, (b, n, i, j), scalars, extras))
         q, do = of_pair[0][...], of_pair[3][...]
         dv_sum_ref[...] += product(p.astype(do.dtype), do, 1, 0)
         dk_sum_ref[...] += product(ds.astype(q.dtype), q, 1, 0)
@@ -216,7 +298,7 @@ def forward(call, *, block_q=None, block_k=None, keeps_low_bits=False, interpret
     rows = jax.ShapeDtypeStruct((*q.shape[:2], 1, q.shape[2]), jnp.float32)
     like = [jax.ShapeDtypeStruct(q.shape, jnp.float32 if keeps_low_bits else q.dtype), rows]
     scratch = [(1, loop.block_q)] * 3 + [(q.shape[-1], loop.block_q)]
-    exact, lse = _launch(forward_kernel, loop, "qkk", "qr", like, scratch, interpret)(*call.real_lengths(), q, k, v)
+    exact, lse = _launch(forward_kernel, call, loop, "qkk", "qr", like, scratch, interpret)(q, k, v)
     lse = lse[:, :, 0, : problem.T]
     if not keeps_low_bits:
         return _given_back(exact, problem.T, problem), lse
@@ -235,58 +317,69 @@ def backward(call, out, lse, dout, dlse, low=None, *, block_q=None, block_k=None
     loop = InnerLoop(problem, *blocks, key_tiles)
     q, k, v = _laid_out(call, loop)
     do = _padded(dout, call.query_lengths, loop.block_q)
+    if call.changes_logits:
+        lse = jnp.where(lse == -jnp.inf, 0, lse)  # a logit may be -inf without being hidden, and its weight must be 0
     rows = [jnp.pad(x, [(0, 0), (0, 0), (0, q.shape[2] - problem.T)])[:, :, None] for x in (lse, delta)]
-    inputs = *call.real_lengths(), q, k, v, do, *rows
-
+    inputs = q, k, v, do, *rows
     scratch = [(loop.block_q, q.shape[-1])]
-    (dq,) = _launch(dq_kernel, loop, "qkkqrr", "q", [q], scratch, interpret)(*inputs)
+    (dq,) = _launch(dq_kernel, call, loop, "qkkqrr", "q", [q], scratch, interpret)(*inputs)
     loop = InnerLoop(problem, *blocks, query_tiles)
     scratch = [(loop.block_k, q.shape[-1])] * 2
-    dk, dv = _launch(dkv_kernel, loop, "qkkqrr", "kk", [k, v], scratch, interpret)(*inputs)
+    dk, dv = _launch(dkv_kernel, call, loop, "qkkqrr", "kk", [k, v], scratch, interpret)(*inputs)
     lengths = (dq, problem.T), (dk, problem.S), (dv, problem.S)
     return tuple(_given_back(gradient, length, problem) for gradient, length in lengths)
 
 
 def _specs(loop, H):
-    """Specs of a tile of queries, of keys and of statistics, by a letter.
+    """Specs of a tile of queries, keys and statistics, by a letter, and of a table, which
+    a function makes.
 
     For programs (b, n, i, step), or (b, kv, j, head, step) where outer tiles are keys.
     """
-    group, fetched = loop.problem.group, loop.fetched
-    if loop.tiles_of is key_tiles:
-        query = lambda b, n, i, step, *_: (b, n, i)
-        # Grouped queries: `group` query heads read the same key/value head, in place.
-        key = lambda b, n, i, *at: (b, n // group, fetched(b, i, *at))
-    else:
-        head_of = lambda kv, head: kv * group + head
-        query = lambda b, kv, j, head, *at: (b, head_of(kv, head), fetched(b, j, *at))
-        key = lambda b, kv, j, *_: (b, kv, j)
-    row = lambda *program: (*query(*program)[:2], 0, query(*program)[2])
-    tile = lambda place: lambda *program: (*place(*program), 0)  # all of a head
+    group = loop.problem.group
+
+    def place(b, heads, outer, *rest):
+        """b, n, i and j of a program."""
+        *head, step, scalars = rest
+        n = heads * group + head[0] if head else heads
+        inner, _ = loop.tile(b, n, outer, step, scalars)
+        return (b, n, inner, outer) if head else (b, n, outer, inner)
+
+    def spec(*block, at):
+        return pl.BlockSpec((None, None, *block), lambda *program: at(*place(*program)))
+
+    def of_table(array):
+        own = lambda *numbers: tuple(_own(number, array, axis) for axis, number in enumerate(numbers))
+        blocks = zip(array.shape[2:], (loop.block_k, loop.block_q), strict=True)
+        block = (min(size, block) for size, block in blocks)
+        return spec(*block, at=lambda b, n, i, j: own(b, n, j, i))
+
     return {
-        "q": pl.BlockSpec((None, None, loop.block_q, H), tile(query)),
-        "k": pl.BlockSpec((None, None, loop.block_k, H), tile(key)),
-        "r": pl.BlockSpec((None, None, 1, loop.block_q), row),
-    }
+        "q": spec(loop.block_q, H, at=lambda b, n, i, j: (b, n, i, 0)),
+        # Grouped queries: `group` query heads read the same key/value head, in place.
+        "k": spec(loop.block_k, H, at=lambda b, n, i, j: (b, n // group, j, 0)),
+        "r": spec(1, loop.block_q, at=lambda b, n, i, j: (b, n, 0, i)),
+    }, of_table
 
 
-def _launch(kernel, loop, reads, writes, like, scratch, interpret):
-    """The kernel over a grid of which the first three axes may go in any order.
+def _launch(kernel, call, loop, reads, writes, like, scratch, interpret):
+    """The kernel, as a function of arrays, over a grid of which the first three axes may go in any order.
 
     reads, writes: letters of `_specs`. like: the outputs' shapes.
     """
-    problem, specs = loop.problem, _specs(loop, like[0].shape[-1])
+    problem, (specs, of_table) = loop.problem, _specs(loop, like[0].shape[-1])
+    scalars, extras = _masks(call, loop)
     grid = problem.B, problem.N, pl.cdiv(problem.T, loop.block_q), loop.steps
     if loop.tiles_of is query_tiles:
         tiles = pl.cdiv(problem.S, loop.block_k)
         grid = problem.B, problem.K, tiles, problem.group, loop.steps
     semantics = ("parallel",) * 3 + ("arbitrary",) * (len(grid) - 3)
-    return pl.pallas_call(
+    run = pl.pallas_call(
         functools.partial(kernel, loop=loop),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,  # both lengths, which the index maps read
+            num_scalar_prefetch=1,  # the `Scalars`, which the index maps read
             grid=grid,
-            in_specs=[specs[letter] for letter in reads],
+            in_specs=[*(specs[letter] for letter in reads), jax.tree.map(of_table, extras)],
             out_specs=[specs[letter] for letter in writes],
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
         ),
@@ -295,6 +388,7 @@ def _launch(kernel, loop, reads, writes, like, scratch, interpret):
         interpret=interpret,
         name=f"flash_attention_tpu_{kernel.__name__.removesuffix('_kernel')}",
     )
+    return lambda *arrays: run(scalars, *arrays, extras)
 
 
 def _blocks(problem, block_q, block_k):
@@ -312,6 +406,22 @@ def _laid_out(call, loop):
         _padded(call.key, call.key_lengths, loop.block_k),
         _padded(call.value, call.key_lengths, loop.block_k),
     )
+
+
+def _masks(call, loop):
+    """The `Scalars` of a call, and its `Extras` as tables on their side: a copy of each array."""
+    extras, lists = for_kernel(call, loop.block_q, loop.block_k, "queries" if loop.tiles_of is key_tiles else "keys")
+
+    def table(array):
+        array = array.astype({"bool": "int8", "float16": "float32"}.get(array.dtype.name, array.dtype)).swapaxes(2, 3)
+        blocks = zip(array.shape[2:], (loop.block_k, loop.block_q), strict=True)
+        return jnp.pad(array, [(0, 0), (0, 0), *((0, -size % block if size > 1 else 0) for size, block in blocks)])
+
+    with_axes = {"query_segment_ids": (1, 3), "key_segment_ids": (1, 2), "sinks": (2, 3)}
+    given = {name: getattr(extras, name) for name in with_axes if getattr(extras, name) is not None}
+    as_tables = {name: jnp.expand_dims(array, with_axes[name]) for name, array in given.items()}
+    tables = extras._replace(batch=None, heads=None, **as_tables)
+    return Scalars(*call.real_lengths(), lists, extras.batch, extras.heads), jax.tree.map(table, tables)
 
 
 def _padded(array, lengths, block):

@@ -27,17 +27,12 @@ from helpers.attention.device import compute_capability
 from helpers.attention.hopper import backward as hopper_backward
 from helpers.attention.hopper import backward_schedule
 from helpers.attention.hopper import ladder as hopper_ladder
-from helpers.attention.hopper import serve as hopper
-from helpers.attention.masking import Band
-from helpers.attention.mosaic import backward as mosaic_backward
-from helpers.attention.mosaic import forward as mosaic_forward
-from helpers.attention.portable.tiles import select_tiles
-from helpers.attention.problem import Problem, check_call
+from helpers.attention.problem import check_call
 from helpers.dev import decoding, measuring
 from helpers.dev.measuring import COMPILERS, compile_together, lowered, milliseconds, one_stage, reason_of
 from helpers.exercises import mine
 from helpers.instruments import cost, ladder, results
-from helpers.instruments.implementations import OF_JAX, OF_TORCH, gradient_programs, ours
+from helpers.instruments.implementations import OF_JAX, OF_TORCH, ours
 from helpers.instruments.timing import Timed, rotation, time_together
 from helpers.workbook import WORKBOOK
 
@@ -153,16 +148,15 @@ def two_stages(attention, query, key, value, dout):
 
     The residuals are a list, which another process can hand over, and not the function that JAX keeps them in.
     """
-    residuals, backward = gradient_programs(attention)
     tree = None
 
     def kept(*arrays):
         nonlocal tree
-        leaves, tree = jax.tree.flatten(residuals(*arrays))
+        leaves, tree = jax.tree.flatten(jax.vjp(attention, *arrays)[1])
         return leaves
 
     first = lowered(kept, query, key, value)
-    return [first, lowered(lambda leaves, dout: backward(jax.tree.unflatten(tree, leaves), dout), first.out_info, dout)]
+    return [first, lowered(lambda leaves, dout: jax.tree.unflatten(tree, leaves)(dout), first.out_info, dout)]
 
 
 def lower_pass(make, case, which):
@@ -243,25 +237,8 @@ def _program_of_jax(stages, sets):
 
 def record(case, name, which, timing):
     """One entry of the results file, without its fractions of the ceilings."""
-    figures = {"tflops": case.flops(which) / milliseconds(timing) / 1e9, "tiles": tiles_used(case, name, which)}
-    return {"implementation": name, "pass": which, **asdict(case), **measuring.clocks(timing), **figures}
-
-
-def tiles_used(case, name, which):
-    """Tile sizes of our own kernels, None for what chooses its own."""
-    shape, band = (case.B, case.T, case.S, case.N, case.K, case.H), Band.of(case.is_causal)
-    problem = Problem(*shape, jnp.dtype(case.dtype), case.H**-0.5, band)
-    if name == "portable":
-        if which == "forward":
-            return {"forward": mosaic_forward.forward_tiles(problem)._asdict()}
-        dq, dkv = mosaic_backward.backward_tiles(problem)
-        return {"dq": dq._asdict(), "dkv": dkv._asdict()}
-    if name == "triton":
-        kernels = ("forward",) if which == "forward" else ("dkv", "dq")
-        return {kernel: select_tiles(kernel, problem)._asdict() for kernel in kernels}
-    if name == "hopper":
-        return hopper.tiles_used(problem, which)
-    return None
+    about = {"implementation": name, "pass": which, **asdict(case), **measuring.clocks(timing)}
+    return about | {"tflops": case.flops(which) / milliseconds(timing) / 1e9}
 
 
 def ceilings():
@@ -339,7 +316,8 @@ def memory_records(note, longest=2**20):
     for name, which in itertools.product(("naive", "portable", "triton", "hopper"), PASSES):
         for T in (2**n for n in range(10, longest.bit_length(), 2)):
             attention = OF_JAX[name](case_of(T))
-            program = attention if which == "forward" else measuring.both_passes(attention)
+            gradients = lambda *arrays, of=attention: jax.vjp(of, *arrays[:3])[1](arrays[3])
+            program = attention if which == "forward" else gradients
             shapes = jax.eval_shape(functools.partial(inputs, T, which))
             parts[name, which, T] = functools.partial(one_stage, program, shapes)
     # Naive attention one by one: XLA tries its products in the GPU's memory while it compiles.
@@ -433,7 +411,8 @@ def report_mine(note):
         print(f"Nothing to measure: workbook/mine.py has no flash_attention ({reason_of(error)}).")
         return 1
     yours = {"mine": lambda case: functools.partial(attention, is_causal=case.is_causal)}
-    beside = {name: OF_JAX[name] for name in ("naive", "portable", "hopper", "cudnn")} | {"mosaic": ours("mosaic")}
+    beside = {name: OF_JAX[name] for name in ("naive", "portable", "hopper", "cudnn")}
+    beside |= {"mosaic": functools.partial(ours, "mosaic")}
     for H, is_causal in itertools.product((64, 128), (False, True)):
         case = Case.of_grid(4096, H, "bfloat16", is_causal)
         print(line(case, measure_case(case, yours | beside, note=note)), flush=True)

@@ -102,11 +102,6 @@ def shapes_of(problem, which, sharding=None):
     return [query, key, key] if which == "forward" else [query, key, key, query, row, query, row]
 
 
-def both_passes(attention):
-    """A function of (query, key, value, dout) that returns the three gradients."""
-    return lambda query, key, value, dout: jax.vjp(attention, query, key, value)[1](dout)
-
-
 def lowered(function, *inputs):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

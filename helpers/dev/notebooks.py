@@ -1,6 +1,6 @@
 """The one tool that writes the outputs of notebooks: execute them and normalise them.
 
-    python -m helpers.dev.notebooks execute [--anew] [03 …]
+    python -m helpers.dev.notebooks [--anew] [03 …]
 
 Executing an unchanged notebook again changes no byte of it, as long as nothing in `helpers` and no version was edited
 since the last commit: a cell that is the same as there, after cells that are the same, keeps its outputs if it prints
@@ -108,10 +108,8 @@ def _git(folder, *arguments):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    executing = commands.add_parser("execute", help="run notebooks and write them back, normalised")
-    executing.add_argument("notebooks", nargs="*", help="numbers, names or paths; default: all")
-    executing.add_argument("--anew", action="store_true", help="keep no old output")
+    parser.add_argument("notebooks", nargs="*", help="numbers, names or paths; default: all")
+    parser.add_argument("--anew", action="store_true", help="keep no old output")
     options = parser.parse_args(arguments)
     try:
         paths = [Path(name) if Path(name).is_file() else find(name, NOTEBOOKS) for name in options.notebooks]

@@ -3,8 +3,7 @@
     python -m helpers.dev.ptxas        (make gpu-compile)
 
 The Mosaic kernels are compiled for a GPU of each compute capability; a table says what they spill, and what they take
-of shared memory. Then come the configurations of the Hopper kernels for an H200: those of the committed table, and
-those for GPUs without a table.
+of shared memory. Then come the configurations of the Hopper kernels for an H200.
 XLA needs a description of a GPU and no GPU; Mosaic hands the kernels to ptxas, which says how many
 bytes of registers each one spills to memory and whether it had to serialise wgmmas, which were meant
 to run beside other work. The former has a limit, the latter is not allowed. Nor is code that ptxas

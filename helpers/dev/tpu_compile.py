@@ -39,6 +39,10 @@ UNUSUAL = {
     "window, 4 queries a key": Problem(2, 600, 1000, 8, 2, 80, jnp.dtype(jnp.bfloat16), 0.1, Band(128, 64)),
     "one query, one key, H1": Problem(2, 1, 1, 2, 1, 1, jnp.dtype(jnp.float32), 0.1, Band()),
     "float16, few keys, offset": Problem(1, 4096, 100, 4, 4, 256, jnp.dtype(jnp.float16), -0.1, Band(None, -20)),
+    "soft cap, functions": Problem(
+        *(2, 600, 1000, 4, 2, 64, jnp.dtype(jnp.bfloat16), 0.1, Band(None, 0), 30.0),
+        *(lambda b, n, i, j: (i + j) // 300 != n, lambda s, b, n, i, j: s + b - abs(i - j) / 64),
+    ),
 }
 
 

@@ -45,8 +45,6 @@ class Problem(ctypes.Structure):
 
 def compiler():
     """The path of the system's C++ compiler, or None where the kernels cannot be run."""
-    if platform.system() not in ("Linux", "Darwin"):
-        return None
     # A Mac without the developer tools has a c++ too, which compiles nothing.
     if platform.system() == "Darwin" and subprocess.run(["xcode-select", "-p"], capture_output=True).returncode:
         return None

@@ -25,23 +25,11 @@ OPERATORS = {
 }
 ALONE = {"sqrt", "exp", "log", "log2"}  # functions of one number
 SYMMETRIC = {"max", "min", "maximum", "minimum", "logaddexp"}
-NAMES = {
-    "max": "min",
-    "min": "max",
-    "maximum": "minimum",
-    "logaddexp": "maximum",
-    "log": "log2",
-    "log2": "log",
-    "exp": "exp2",
-    "median": "mean",
-    "mean": "sum",
-    "sum": "mean",
-    "zeros": "ones",
-    "zeros_like": "ones_like",
-    "float32": "float16",
-    "sqrt": "square",
-    "True": "False",
-}
+SWAPPED = (
+    "max min, min max, maximum minimum, logaddexp maximum, log log2, log2 log, exp exp2, median mean, mean sum, "
+    "sum mean, zeros ones, zeros_like ones_like, float32 float16, sqrt square, True False"
+)
+NAMES = dict(pair.split() for pair in SWAPPED.split(", "))  # {what is written: what stands in its place}
 TAKEN_FOR_ANOTHER = ("T", "S"), ("N", "K"), ("q", "k"), ("k", "v"), ("block_q", "block_k")
 
 

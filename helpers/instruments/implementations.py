@@ -10,18 +10,13 @@ import os
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from helpers import flash_attention
 from helpers.instruments.timing import Timed
 
 
-def ours(implementation):
-    return functools.partial(_ours, implementation)  # no closure: it goes to other processes
-
-
-def _ours(implementation, case):
+def ours(implementation, case):
     return functools.partial(flash_attention, is_causal=case.is_causal, implementation=implementation)
 
 
@@ -144,23 +139,7 @@ def flash_attention_3(case):
 
 
 # In the order of the report.
-OF_JAX = {
-    "naive": ours("reference"),
-    "portable": ours("portable"),
-    "triton": ours("triton"),
-    "hopper": ours("hopper"),
-    "cudnn": ours("cudnn"),
-    "jax_triton": jax_triton,
-    "jax_mosaic": jax_mosaic,
-}
+OF_JAX = {"naive": "reference"} | {name: name for name in ("portable", "triton", "hopper", "cudnn")}
+OF_JAX = {name: functools.partial(ours, of) for name, of in OF_JAX.items()}  # no closures: they go to other processes
+OF_JAX |= {"jax_triton": jax_triton, "jax_mosaic": jax_mosaic}
 OF_TORCH = {"torch_sdpa": torch_sdpa, "flash_attention_3": flash_attention_3, "flash_attention_4": flash_attention_4}
-
-
-def gradient_programs(attention):
-    """(residuals, backward): the backward pass of a JAX function by itself.
-
-    residuals(query, key, value) returns what the function keeps between the passes, and
-    backward(kept, dout) makes the three gradients of it.
-    """
-    residuals = lambda query, key, value: jax.vjp(attention, query, key, value)[1]
-    return residuals, lambda pull_back, dout: pull_back(dout)

@@ -39,27 +39,15 @@ ROLES = {  # of arrays
 
 PROBABILITY_MAP = LinearSegmentedColormap.from_list("probability", [PAPER, LOGITS, "#5B1A45"])
 
-plt.rcParams.update(
-    {
-        "figure.dpi": 100,
-        "figure.facecolor": PAPER,
-        "axes.facecolor": PAPER,
-        "axes.edgecolor": FAINT,
-        "axes.labelcolor": INK,
-        "axes.titlesize": 11,
-        "axes.titlelocation": "left",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": False,
-        "font.size": 10,
-        "text.color": INK,
-        "xtick.color": INK,
-        "ytick.color": INK,
-        "legend.frameon": False,
-        "lines.linewidth": 2,
-        "savefig.facecolor": PAPER,
-    }
-)
+plt.rc("figure", dpi=100, facecolor=PAPER)
+plt.rc("savefig", facecolor=PAPER)
+plt.rc("axes", facecolor=PAPER, edgecolor=FAINT, labelcolor=INK, titlesize=11, titlelocation="left", grid=False)
+plt.rc("axes.spines", top=False, right=False)
+plt.rc("font", size=10)
+plt.rc("text", color=INK)
+plt.rc(("xtick", "ytick"), color=INK)
+plt.rc("legend", frameon=False)
+plt.rc("lines", linewidth=2)
 
 
 class Picture(Figure):

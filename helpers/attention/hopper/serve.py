@@ -3,7 +3,6 @@
 import os
 from pathlib import Path
 
-from helpers.attention.hopper import backward_schedule
 from helpers.attention.hopper import forward as forward_kernel
 
 THREADS_ASKED_FOR = int(os.environ.get("PJRT_NPROC") or os.cpu_count())
@@ -44,9 +43,3 @@ def fields_of(tiles):
         return {"forward": tiles._asdict()}
     names = ("fused",) if tiles[1] is None else ("dkv", "dq")
     return {kernel: own._asdict() for kernel, own in zip(names, tiles, strict=False)}
-
-
-def tiles_used(problem, which):
-    """The tiles of a pass ("forward" or "backward") for a problem, as nested dictionaries."""
-    kernels = forward_kernel if which == "forward" else backward_schedule
-    return fields_of(kernels.default_tiles(problem))

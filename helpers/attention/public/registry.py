@@ -291,9 +291,10 @@ TABLE = {
         alone=True,
     ),
     "tpu": Backend(
-        serves=("float32", "sequence lengths", "local window", "causal_offset"),
+        serves=tuple(feature for feature in FEATURES_IN_NUMBERS if feature != "pages"),
         needs="a TPU or a CPU",
         runs_on=lambda device: device.platform in ("tpu", "cpu"),
+        limits=lambda call, return_residual: mosaic.why_not_by_tiles(call),
         kernels=_tpu,
         platform="tpu",
         interpreter=pltpu.InterpretParams(),
