@@ -60,6 +60,12 @@ class Extras(NamedTuple):
 
 NO_EXTRAS = Extras()
 
+
+def own_index(number, array, axis):
+    """Where along an axis an array has what belongs to a batch entry or head: 0 where it has the same for all."""
+    return number if array.shape[axis] > 1 else jnp.int32(0)
+
+
 # Checks; those of single numbers are in `problem`
 
 

@@ -201,9 +201,9 @@ def block_mask(T, S, *, mask=None, mask_mod=None, batch=1, heads=1):
     starts, at_once = jnp.arange(0, T, BLOCK, dtype=jnp.int32), max(1, MOST_PAIRS // (BLOCK * most))
     is_small = len(starts) <= at_once
     counts = jax.vmap(count)(starts) if is_small else lax.map(count, starts, batch_size=at_once)
-    count = jnp.moveaxis(counts, 0, 2)
+    counts = jnp.moveaxis(counts, 0, 2)
     rows, cols = (np.diff(np.minimum(np.arange(0, length + BLOCK, BLOCK), length)) for length in (T, S))
-    return _kind(count > 0, count == rows[:, None] * cols)
+    return _kind(counts > 0, counts == rows[:, None] * cols)
 
 
 def tile_kinds(call, block_q, block_k):

@@ -43,7 +43,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from helpers.attention import online_softmax, scores
-from helpers.attention.extras import Extras
+from helpers.attention.extras import Extras, own_index
 from helpers.attention.low_bits import delta_of, rounded_with_low_bits
 from helpers.attention.masking import TileLists, for_kernel, key_tiles, query_tiles
 from helpers.attention.online_softmax import LOG2_E
@@ -118,14 +118,9 @@ class InnerLoop:
             first, stop = self.tiles_of(*ends, inner, self.problem.band, *lengths, xp=jnp)
             return jnp.maximum(jnp.minimum(first + step, stop - 1), 0), first + step < stop
         tiles, seen, _ = scalars.lists
-        place = _own(b, seen, 0), _own(n, seen, 1), outer
+        place = own_index(b, seen, 0), own_index(n, seen, 1), outer
         last = jnp.maximum(seen[place] - 1, 0)
         return tiles[(*place, jnp.minimum(step, last))], step < seen[place]
-
-
-def _own(number, array, axis):
-    """Where along an axis an array has what belongs to a batch entry or head: 0 where it has the same for all."""
-    return number if array.shape[axis] > 1 else 0
 
 
 @dataclass(frozen=True)
@@ -178,7 +173,7 @@ class Pair:
         (b, n, i, j), (*_, batch, heads) = self.place, self.scalars
         queries = i * self.loop.block_q + lax.broadcasted_iota(jnp.int32, (1, self.loop.block_q), 1)
         keys = j * self.loop.block_k + lax.broadcasted_iota(jnp.int32, (self.loop.block_k, 1), 0)
-        own = (b, n) if batch is None else (batch[_own(b, batch, 0)], heads[0, n])
+        own = (b, n) if batch is None else (batch[own_index(b, batch, 0)], heads[0, n])
         return *own, queries, keys
 
 
@@ -349,7 +344,7 @@ def _specs(loop, H):
         return pl.BlockSpec((None, None, *block), lambda *program: at(*place(*program)))
 
     def of_table(array):
-        own = lambda *numbers: tuple(_own(number, array, axis) for axis, number in enumerate(numbers))
+        own = lambda *numbers: tuple(own_index(number, array, axis) for axis, number in enumerate(numbers))
         blocks = zip(array.shape[2:], (loop.block_k, loop.block_q), strict=True)
         block = (min(size, block) for size, block in blocks)
         return spec(*block, at=lambda b, n, i, j: own(b, n, j, i))

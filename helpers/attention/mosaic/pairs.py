@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention import scores
-from helpers.attention.extras import Extras
+from helpers.attention.extras import Extras, own_index
 from helpers.attention.masking import for_kernel
 from helpers.attention.mosaic.warp import ACC, COLUMNS, ROWS, along, load_rows, tile_order
 from helpers.attention.mosaic.words import Late, in_words
@@ -47,7 +47,7 @@ def extras_and_lists(call, block_q, block_k, outer="queries"):
 
 def listed_order(lists, b, head, tile, others, group=1):
     """The `TileOrder` through the tiles in the list of one tile. others: how many tiles the other side has."""
-    of_tile = _own(b, lists.seen, 0), _own(head, lists.seen, 1), tile
+    of_tile = own_index(b, lists.seen, 0), own_index(head, lists.seen, 1), tile
     seen, full = (lax.max(counts[of_tile], 0) for counts in (lists.seen, lists.full))
     joined = lists.tiles.shape[3] > others  # a list of all heads of the group
     zero = jnp.int32(0)
@@ -59,11 +59,6 @@ def listed_order(lists, b, head, tile, others, group=1):
         return (lax.div(entry, others), lax.rem(entry, others)) if joined else (member, entry)
 
     return order._replace(place=place)
-
-
-def _own(number, ref, axis):
-    """Where along an axis a ref has what belongs to a batch entry or head: 0 where it has the same for all."""
-    return number if ref.shape[axis] > 1 else jnp.int32(0)
 
 
 @dataclass(frozen=True)
@@ -104,7 +99,7 @@ class Pair:
             return seen
         mask = None if extras.mask is None else self._tile(extras.mask) != 0
         ids = [
-            None if ref is None else self._along(ref.at[_own(self.b, ref, 0)], axis)
+            None if ref is None else self._along(ref.at[own_index(self.b, ref, 0)], axis)
             for ref, axis in (
                 (extras.query_segment_ids, self.query_axis),
                 (extras.key_segment_ids, 1 - self.query_axis),
@@ -147,7 +142,7 @@ class Pair:
         if function is None:
             return None, None, None, None
         batch, heads = self.extras.batch, self.extras.heads
-        own = batch[_own(self.b, batch, 0)], heads[0, _own(self.n, heads, 1)]
+        own = batch[own_index(self.b, batch, 0)], heads[0, own_index(self.n, heads, 1)]
         wide = lambda axis: Late(
             self.shape, lambda: plgpu.layout_cast(along(self._positions(axis), self.shape, axis), ACC)
         )
@@ -155,7 +150,7 @@ class Pair:
 
     def _tile(self, table):
         """The tile of a table that these queries and keys meet; a number where it has neither."""
-        table = table.at[_own(self.b, table, 0), _own(self.n, table, 1)]
+        table = table.at[own_index(self.b, table, 0), own_index(self.n, table, 1)]
         rows, columns = (pl.ds(start, size) for start, size in zip(self.starts, self.shape, strict=True))
         if table.shape[0] == 1 and table.shape[1] == 1:
             return table[0, 0]
