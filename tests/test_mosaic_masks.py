@@ -128,11 +128,15 @@ def test_lowering_for_cuda():
         {"score_mod": lambda s, b, n, i, j: 20 * jnp.tanh(s / 20)},
         {"score_mod": lambda s, b, n, i, j: (i * j, s + 0.1 * i)[1]},
         {"mask_mod": lambda b, n, i, j: i % 3 > 0},
+        {
+            "mask_mod": lambda b, n, i, j: jnp.where(n > 1, 0 * i <= j, j > 5),
+            "score_mod": lambda s, b, n, i, j: s * jnp.where(n > 1, 2.0, 3.0),
+        },
     ],
-    ids=["no position", "queries alone", "a mask of queries"],
+    ids=["no position", "queries alone", "a mask of queries", "queries times 0, by head"],
 )
-def test_functions_that_do_not_read_all_positions_lower(functions):
-    """A position that nobody reads has no layout, and Mosaic GPU looks for one for minutes."""
+def test_functions_that_do_not_need_all_positions_lower(functions):
+    """A position that nobody reads has no layout, and Mosaic GPU looks for one for minutes. It selects tiles by tiles."""
     arrays, _ = drawn(10, 70, 100, only=(), dtype=jnp.bfloat16)
     attend = by_kernels(functions, forward.forward, backward.backward)
     assert attend.trace(arrays[:3], arrays[3:]).lower(lowering_platforms=("cuda",))

@@ -6,7 +6,7 @@ With delta = rowsum(out * do) - dlse and ds as in `portable.backward`, the gradi
     dbias, darrays   = ds, back through the soft cap and score_mod, summed where an array serves all
 
 The second is made from some rows of tables of logits at a time, all keys of all heads, in the order of queries: the
-same input gives the same bits each time. It needs memory for `MOST_PAIRS` logits a few times, or for those of one
+same input gives the same bits each time. It needs memory for `MOST_LOGITS` logits a few times, or for those of one
 query of each head if there are more, and for each array the sum in float32.
 """
 
@@ -17,8 +17,10 @@ from jax import lax
 from helpers.attention import scores
 from helpers.attention.extras import Extras
 from helpers.attention.low_bits import delta_of
-from helpers.attention.masking import MOST_PAIRS, visible
+from helpers.attention.masking import visible
 from helpers.attention.sharding import vary_alike
+
+MOST_LOGITS = 2**24
 
 
 def gradients_of_extras(call, out, lse, dout, dlse, low=None):
@@ -49,7 +51,7 @@ def gradients_of_extras(call, out, lse, dout, dlse, low=None):
 def _of_tables(call, wanted, lse, dout, dlse):
     """Gradients of the tables `wanted`, those of bias and the score arrays that are float, in that order."""
     problem = call.problem
-    rows = max(1, min(problem.T, MOST_PAIRS // (problem.B * problem.N * problem.S)))
+    rows = max(1, min(problem.T, MOST_LOGITS // (problem.B * problem.N * problem.S)))
 
     def add(step, sums):
         # The last rows begin where the others end, or before; what was there already is masked.

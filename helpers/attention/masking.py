@@ -135,7 +135,7 @@ def tile_kind(rows, cols, band, query_length, key_length):
 
 HIDDEN, PARTIAL, FULL = range(3)
 BLOCK = 64  # queries, and keys, of a tile of a block mask
-MOST_PAIRS = 2**24  # of which something is stored at a time
+MOST_PAIRS = 2**26  # that `block_mask` looks at together
 
 
 class TileLists(NamedTuple):
@@ -176,7 +176,7 @@ def block_mask(T, S, *, mask=None, mask_mod=None, batch=1, heads=1):
     Returns int8 (B or 1, N or 1, ceil(T / 64), ceil(S / 64)): 0 where a tile is hidden, 1 where it is seen in part and
     2 where it is seen whole. mask: booleans that broadcast to (B, N, T, S). mask_mod: a function (b, n, i, j) ->
     booleans, as for `flash_attention`; batch, heads: for how many it is asked, or the int32 arrays (B,) and (1, N) of
-    their numbers. Meanwhile it stores of `MOST_PAIRS` pairs at most whether they are seen, or of those of 64 queries.
+    their numbers. Meanwhile it stores a byte of each of `MOST_PAIRS` pairs at most, or of those of 64 queries.
     """
     if mask is not None and mask.dtype != bool:
         raise TypeError(f"mask must have booleans, got {mask.dtype}")
@@ -196,7 +196,8 @@ def block_mask(T, S, *, mask=None, mask_mod=None, batch=1, heads=1):
         if mask_mod is not None:
             seen = seen & mask_mod(*place, i[:, None], jnp.arange(S, dtype=jnp.int32))
         padded = jnp.pad(jnp.broadcast_to(seen, (*seen.shape[:3], S)), (*[(0, 0)] * 3, (0, -S % BLOCK)))
-        return padded.reshape(*seen.shape[:2], BLOCK, -1, BLOCK).sum(axis=(2, 4), dtype=jnp.int32)
+        in_rows = padded.reshape(*seen.shape[:2], BLOCK, -1, BLOCK).sum(axis=4, dtype=jnp.int8)
+        return in_rows.sum(axis=2, dtype=jnp.int32)
 
     starts, at_once = jnp.arange(0, T, BLOCK, dtype=jnp.int32), max(1, MOST_PAIRS // (BLOCK * most))
     is_small = len(starts) <= at_once

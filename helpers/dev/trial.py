@@ -160,9 +160,9 @@ def stripes(b, n, i, j):
     return ((i // 64 + j // 48 + n) % 3 != 0) | (j < 8 * b)
 
 
-# The next three do not read every position.
+# The next three do not read every position, or read it in vain.
 def some_queries(b, n, i, j):
-    return i % 3 != n % 3
+    return jnp.where(n % 2 == 0, i % 3 != 0, 0 * j <= i)
 
 
 def steeper(s, b, n, i, j):

@@ -143,9 +143,9 @@ class Pair:
             return None, None, None, None
         batch, heads = self.extras.batch, self.extras.heads
         own = batch[own_index(self.b, batch, 0)], heads[0, own_index(self.n, heads, 1)]
-        wide = lambda axis: Late(
-            self.shape, lambda: plgpu.layout_cast(along(self._positions(axis), self.shape, axis), ACC)
-        )
+        # The barrier makes them read: the compiler sees that 0 * i is 0, and then has no layout for i.
+        positions = lambda axis: along(lax.optimization_barrier(self._positions(axis)), self.shape, axis)
+        wide = lambda axis: Late(self.shape, lambda: plgpu.layout_cast(positions(axis), ACC))
         return *own, wide(self.query_axis), wide(1 - self.query_axis)
 
     def _tile(self, table):

@@ -24,7 +24,7 @@ from helpers.attention.extras import tile_shape
 # Of numbers and of tiles alike.
 KNOWN = """
     abs add and bitcast_convert_type broadcast_in_dim clamp div eq exp exp2 ge gt le log logistic lt max min mul ne neg
-    one_minus_square or rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sqrt square
+    one_minus_square or rem round rsqrt shift_left shift_right_arithmetic shift_right_logical sign sqrt square
     sub xor
 """.split()
 CALLS = "jit closed_call core_call custom_jvp_call custom_vjp_call checkpoint remat2".split()  # no loops
@@ -109,6 +109,7 @@ RULES = {
     "log1p": _log1p,
     "not": lambda x: x ^ (True if x.dtype == jnp.bool_ else -1),
     "pow": _pow,
+    "select_n": lambda which, *cases: lax.select_n(jnp.broadcast_to(which, jnp.shape(cases[0])), *cases),
     "sin": _of_angle(lax.sin_p),
     "stop_gradient": lambda x: x,
     "tanh": _tanh,
