@@ -187,21 +187,24 @@ def block_mask(T, S, *, mask=None, mask_mod=None, batch=1, heads=1):
         b = jnp.arange(batch, dtype=jnp.int32) if isinstance(batch, int) else batch
         n = jnp.arange(heads, dtype=jnp.int32)[None] if isinstance(heads, int) else heads
         place = b[:, None, None, None], n[:, :, None, None]
-    most = math.prod(jnp.broadcast_shapes(*(array.shape[:2] for array in (mask, *place)))) * S
 
-    def count(start):
-        """How many pairs of a row of tiles are seen, (B or 1, N or 1, tiles of keys)."""
+    def seen(start):
+        """Whether the pairs of 64 queries are seen, (B or 1, N or 1, 64, S)."""
         i = start + jnp.arange(BLOCK, dtype=jnp.int32)
         seen = mask[:, :, jnp.minimum(i, mask.shape[2] - 1)] & (i < T)[:, None]
         if mask_mod is not None:
             seen = seen & mask_mod(*place, i[:, None], jnp.arange(S, dtype=jnp.int32))
-        padded = jnp.pad(jnp.broadcast_to(seen, (*seen.shape[:3], S)), (*[(0, 0)] * 3, (0, -S % BLOCK)))
-        in_rows = padded.reshape(*seen.shape[:2], BLOCK, -1, BLOCK).sum(axis=4, dtype=jnp.int8)
+        return jnp.broadcast_to(seen, (*seen.shape[:3], S))
+
+    def count(start):
+        """How many of them are, (B or 1, N or 1, tiles of keys)."""
+        padded = jnp.pad(seen(start), (*[(0, 0)] * 3, (0, -S % BLOCK)))
+        in_rows = padded.reshape(*padded.shape[:3], -1, BLOCK).sum(axis=4, dtype=jnp.int8)
         return in_rows.sum(axis=2, dtype=jnp.int32)
 
-    starts, at_once = jnp.arange(0, T, BLOCK, dtype=jnp.int32), max(1, MOST_PAIRS // (BLOCK * most))
-    is_small = len(starts) <= at_once
-    counts = jax.vmap(count)(starts) if is_small else lax.map(count, starts, batch_size=at_once)
+    starts = jnp.arange(0, T, BLOCK, dtype=jnp.int32)
+    at_once = max(1, MOST_PAIRS // math.prod(jax.eval_shape(seen, starts[0]).shape))
+    counts = jax.vmap(count)(starts) if len(starts) <= at_once else lax.map(count, starts, batch_size=at_once)
     counts = jnp.moveaxis(counts, 0, 2)
     rows, cols = (np.diff(np.minimum(np.arange(0, length + BLOCK, BLOCK), length)) for length in (T, S))
     return _kind(counts > 0, counts == rows[:, None] * cols)

@@ -429,12 +429,12 @@ def streamed(refs, place, steps, scratch, ready, loops, state):
     rings, loaded = scratch[: len(refs)], (*scratch[len(refs) :], None)[0]
     stages, pieces = rings[0].shape[:2]
 
-    def fetch(step):
+    def fetch(step, at):
         slot = lax.rem(step, stages)
         barrier = None if loaded is None else loaded.at[slot]
         for ref, tiles in zip(refs, rings, strict=True):
             for piece in range(pieces):
-                copy(ref.at[piece, *place(step)], tiles.at[slot, piece], barrier)
+                copy(ref.at[piece, *at], tiles.at[slot, piece], barrier)
 
     def arrive(step):
         if loaded is not None:
@@ -446,14 +446,15 @@ def streamed(refs, place, steps, scratch, ready, loops, state):
         pl.when(step + stages > steps)(lambda: plgpu.wait_gmem_to_smem(0))
 
     def one_step(body, step, state):
+        following = place(jnp.minimum(step + stages, steps - 1))  # it may have to be read
         arrive(step)
         slot = lax.rem(step, stages)
         state = body(step, staying, [[tiles.at[slot, piece] for piece in range(pieces)] for tiles in rings], state)
-        pl.when(step + stages < steps)(lambda: fetch(step + stages))
+        pl.when(step + stages < steps)(lambda: fetch(step + stages, following))
         return state
 
     for step in map(jnp.int32, range(stages)):
-        pl.when(step < steps)(functools.partial(fetch, step))
+        pl.when(step < steps)(lambda step=step: fetch(step, place(step)))
     staying = ready()
     start = jnp.int32(0)
     for stop, body in loops:
