@@ -16,7 +16,7 @@ from seeded import seeded
 
 from helpers import flash_attention
 from helpers.attention.low_bits import with_low_bits
-from helpers.attention.masking import Band, key_tiles, tile_kind
+from helpers.attention.masking import Band, key_tiles, tile_kind, whole_tiles
 from helpers.attention.mosaic import backward, forward, warp
 from helpers.attention.mosaic.warp import Tiles
 from helpers.attention.problem import check_call
@@ -124,7 +124,8 @@ def test_no_races():
 @pytest.mark.skipif(IS_GPU, reason="interpreted")
 def test_a_race_is_found():
     """Of a ring with a stage too few."""
-    fetch, rings = "        pl.when(step + stages < steps)(lambda: fetch(step + stages))\n", "tiles in rings], state)\n"
+    fetch = "        pl.when(step + stages < steps)(lambda: fetch(step + stages, following))\n"
+    rings = "tiles in rings], state)\n"
     wrong = seeded(warp, ("        arrive(step)\n", f"        arrive(step)\n{fetch}"), (rings + fetch, rings))
     with mock.patch.multiple(forward, stay=wrong.stay, streamed=wrong.streamed):
         found, _ = found_races(AttentionCase(64, 130, 64, N=1, dtype="bfloat16"))
@@ -139,7 +140,7 @@ def test_each_tile_comes_once_and_only_full_ones_without_a_mask(block=8):
     for band, lengths, first_row in itertools.product(BANDS, LENGTHS, range(0, 64, 16)):
         start, stop = jnp.int32(first_row), jnp.int32(first_row + 16)
         needed = key_tiles(start, stop, block, band, *lengths, xp=jnp)
-        order = warp.tile_order(needed, warp.whole_tiles(needed, start, stop, block, band, *lengths))
+        order = warp.tile_order(needed, whole_tiles(needed, start, stop, block, band, *lengths))
         done = [(int(order.place(step)[1]), step >= int(order.whole)) for step in range(int(order.steps))]
         rows, tiles = range(first_row, first_row + 16), range(*map(int, needed))
         kinds = [tile_kind(rows, range(j * block, (j + 1) * block), band, *lengths) for j in tiles]

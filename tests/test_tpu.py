@@ -88,21 +88,27 @@ BANDS = [Band(), Band(None, 0), Band(30, 40), Band(100, 0), Band(0, 300), Band(N
 
 @pytest.mark.parametrize("band", BANDS, ids=str)
 def test_what_is_fetched_is_what_is_needed(band):
-    """An index that stays fetches nothing. So an outer tile fetches as many inner tiles as hold a visible pair."""
+    """An index that stays fetches nothing. So an outer tile fetches as many inner tiles as hold a visible pair.
+
+    Those of which all pairs are seen need no mask.
+    """
     for T, S, query_length, key_length in [(640, 640, 640, 640), (300, 900, 300, 900), (900, 300, 700, 200)]:
         problem = Problem(1, T, S, 1, 1, 128, np.dtype(np.float32), 1.0, band)
         seen = visible(np.arange(T)[:, None], np.arange(S), band, query_length, key_length)
+        places = lambda tile: slice(128 * tile, 128 * (tile + 1))
         for tiles_of, pairs in ((key_tiles, seen), (query_tiles, seen.T)):
             loop = tpu.InnerLoop(problem, 128, 128, tiles_of)
             for outer in range(-(-len(pairs) // 128)):
-                part = pairs[128 * outer : 128 * (outer + 1)].any(axis=0)
-                needed = [start // 128 for start in range(0, len(part), 128) if part[start : start + 128].any()]
+                part = pairs[places(outer)].any(axis=0)
+                needed = [tile for tile in range(-(-len(part) // 128)) if part[places(tile)].any()]
                 scalars = tpu.Scalars(np.array([query_length]), np.array([key_length]))
                 steps = [loop.tile(0, 0, outer, step, scalars) for step in range(loop.steps)]
-                fetched = [int(tile) for tile, _ in steps]
+                fetched = [int(tile) for tile, *_ in steps]
                 assert list(dict.fromkeys(fetched)) == (needed or fetched[:1])
-                assert [tile for tile, (_, is_needed) in zip(fetched, steps, strict=True) if is_needed] == needed
+                assert [tile for tile, (_, is_needed, _) in zip(fetched, steps, strict=True) if is_needed] == needed
                 assert min(fetched) >= 0
+                full = [int(tile) for tile, is_needed, is_full in steps if is_needed and is_full]
+                assert full == [tile for tile in needed if pairs[places(outer), places(tile)].sum() == 128**2]
 
 
 @pytest.mark.parametrize(("H", "dtype"), in_tiers([(24, "float16"), (256, "float32")], lambda H, _: H == 24))

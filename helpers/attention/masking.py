@@ -43,6 +43,11 @@ class Band:
             right = 0 if right is None else min(right, 0)
         return cls(None if left is None else left - offset, None if right is None else right + offset)
 
+    @property
+    def mirrored(self):
+        """How far a key is seen."""
+        return Band(self.right, self.left)
+
 
 NO_BAND = Band()  # every query sees every key
 
@@ -104,8 +109,21 @@ def query_tiles(k_start, k_stop, block_q, band, query_length, key_length, xp=np)
 
     The mirror image of `key_tiles`, for kernels whose outer loop runs over keys.
     """
-    mirrored = Band(left=band.right, right=band.left)
-    return key_tiles(k_start, k_stop, block_q, mirrored, key_length, query_length, xp)
+    return key_tiles(k_start, k_stop, block_q, band.mirrored, key_length, query_length, xp)
+
+
+def whole_tiles(needed, start, stop, block, band, own_length, other_length):
+    """The range, within the range `needed`, of the tiles that positions start..stop-1 all see whole.
+
+    The positions are queries and the tiles keys, as in `key_tiles`; mirror the band for the other way round.
+    """
+    first, last = needed[0], other_length // block
+    if band.left is not None:
+        first = jnp.minimum(jnp.maximum(first, (stop - 1 - band.left + block - 1) // block), needed[1])
+    if band.right is not None:
+        last = jnp.minimum(last, jnp.maximum(start + band.right + 1, 0) // block)
+    last *= (stop <= own_length).astype(jnp.int32)
+    return first, jnp.clip(last, first, needed[1])
 
 
 def share(tiles, part, parts, xp=np):

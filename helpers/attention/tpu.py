@@ -45,7 +45,7 @@ from jax.experimental.pallas import tpu as pltpu
 from helpers.attention import online_softmax, scores
 from helpers.attention.extras import Extras, own_index
 from helpers.attention.low_bits import delta_of, rounded_with_low_bits
-from helpers.attention.masking import TileLists, for_kernel, key_tiles, query_tiles
+from helpers.attention.masking import TileLists, for_kernel, key_tiles, query_tiles, whole_tiles
 from helpers.attention.online_softmax import LOG2_E
 from helpers.attention.problem import Problem
 
@@ -107,33 +107,39 @@ class InnerLoop:
         return max(1, int((stop - first).max()))
 
     def tile(self, b, n, outer, step, scalars):
-        """The inner tile of a step, and whether it is needed.
+        """The inner tile of a step, whether it is needed, and whether it needs no mask.
 
         After the last one that is needed it stays that one.
         """
         if scalars.lists is None:
             block, inner = self.sizes
             ends = outer * block, (outer + 1) * block
-            lengths = scalars.query_lengths[b], scalars.key_lengths[b]
-            first, stop = self.tiles_of(*ends, inner, self.problem.band, *lengths, xp=jnp)
-            return jnp.maximum(jnp.minimum(first + step, stop - 1), 0), first + step < stop
-        tiles, seen, _ = scalars.lists
+            band, lengths = self.problem.band, (scalars.query_lengths[b], scalars.key_lengths[b])
+            needed = first, stop = self.tiles_of(*ends, inner, band, *lengths, xp=jnp)
+            if self.tiles_of is query_tiles:
+                band, lengths = band.mirrored, lengths[::-1]
+            whole_first, whole_stop = whole_tiles(needed, *ends, inner, band, *lengths)
+            tile = jnp.maximum(jnp.minimum(first + step, stop - 1), 0)
+            return tile, first + step < stop, (whole_first <= tile) & (tile < whole_stop)
+        tiles, seen, full = scalars.lists
         place = own_index(b, seen, 0), own_index(n, seen, 1), outer
         last = jnp.maximum(seen[place] - 1, 0)
-        return tiles[(*place, jnp.minimum(step, last))], step < seen[place]
+        return tiles[(*place, jnp.minimum(step, last))], step < seen[place], step < full[place]
 
 
 @dataclass(frozen=True)
 class Pair:
     """A tile of keys and a tile of queries: tables (block_k, block_q).
 
-    place: b, n and the numbers i and j of the tiles. extras: refs of the tiles of tables.
+    place: b, n and the numbers i and j of the tiles. extras: refs of the tiles of tables. is_masked: whether some key
+    may be hidden from a query.
     """
 
     loop: InnerLoop
     place: tuple
     scalars: Scalars
     extras: Extras
+    is_masked: bool
 
     @property
     def changes_logits(self):
@@ -148,10 +154,13 @@ class Pair:
         bias, arrays = jax.tree.map(lambda ref: ref[...], (extras.bias, extras.score_arrays))
         of_natural = lambda s: scores.logits(s, problem, *self._numbers(), bias, arrays)
         s, pull_back = jax.vjp(of_natural, s / LOG2_E)
-        return LOG2_E * s, lambda ds: jnp.where(self.seen(), pull_back(ds)[0], 0)
+        return LOG2_E * s, lambda ds: self.hidden(pull_back(ds)[0], 0)
 
-    def seen(self):
-        """Which keys the queries see."""
+    def hidden(self, table, filler):
+        """The table with the filler where a query does not see a key."""
+        return jnp.where(self._seen(), table, filler) if self.is_masked else table
+
+    def _seen(self):
         (b, _, _, j), problem, extras = self.place, self.loop.problem, self.extras
         lengths = self.scalars.query_lengths[b], self.scalars.key_lengths[b]
         _, _, queries, _ = self._numbers()
@@ -177,11 +186,23 @@ class Pair:
         return *own, queries, keys
 
 
+def for_pair(loop, b, n, outer, step, scalars, extras):
+    """A decorator that runs body(pair) if a step is needed. The body has two forms: one for tiles that need no mask."""
+    inner, is_needed, is_full = loop.tile(b, n, outer, step, scalars)
+    place = (b, n, outer, inner) if loop.tiles_of is key_tiles else (b, n, inner, outer)
+
+    def run(body):
+        for is_masked, holds in ((False, is_full), (True, ~is_full)):
+            pair = Pair(loop, place, scalars, extras, is_masked)
+            pl.when(is_needed & holds)(functools.partial(body, pair))
+
+    return run
+
+
 def forward_kernel(scalars, q_ref, k_ref, v_ref, extras, out_ref, lse_ref, m_ref, l_ref, w_ref, acc_ref, *, loop):
     """Program (b, n, i, step): one step of query tile i."""
     # -- which step
     b, n, i, step = (pl.program_id(axis) for axis in range(4))
-    j, is_needed = loop.tile(b, n, i, step, scalars)
 
     # -- the first step
     sink = None if extras.sinks is None else extras.sinks[...]
@@ -195,14 +216,13 @@ def forward_kernel(scalars, q_ref, k_ref, v_ref, extras, out_ref, lse_ref, m_ref
         w_ref[...] = jnp.full_like(w_ref, l_start)
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
-    @pl.when(is_needed)
-    def _():
+    @for_pair(loop, b, n, i, step, scalars, extras)
+    def _(pair):
         # -- logits on their side
         v = v_ref[...]
-        pair = Pair(loop, (b, n, i, j), scalars, extras)
         s = (loop.problem.scale * LOG2_E) * product(k_ref[...], q_ref[...], 1, 1)
         s, _ = pair.logits(s)
-        s = jnp.where(pair.seen(), s, -jnp.inf)
+        s = pair.hidden(s, -jnp.inf)
         # -- the step in scratch
         state = m_ref[...], l_ref[...]
         m_ref[...], l_ref[...], alpha, p = online_softmax.step(*state, s, axis=0)
@@ -228,7 +248,7 @@ def p_and_ds(q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, pair):
     log2_p = s - LOG2_E * lse_ref[...]
     if pair.changes_logits:
         log2_p = jnp.minimum(log2_p, 0)  # also where a large lse has lost digits
-    p = jnp.where(pair.seen(), jnp.exp2(log2_p), 0)
+    p = pair.hidden(jnp.exp2(log2_p), 0)
     dp = product(v_ref[...], do_ref[...], 1, 1)
     return p, pull_back(p * (dp - delta_ref[...]))
 
@@ -237,15 +257,14 @@ def dq_kernel(scalars, *refs, loop):
     """Program (b, n, i, step): one step of query tile i."""
     *of_pair, extras, dq_ref, sum_ref = refs  # q, k, v, do, lse and delta come first
     b, n, i, step = (pl.program_id(axis) for axis in range(4))
-    j, is_needed = loop.tile(b, n, i, step, scalars)
 
     @pl.when(step == 0)
     def _():
         sum_ref[...] = jnp.zeros_like(sum_ref)
 
-    @pl.when(is_needed)
-    def _():
-        _, ds = p_and_ds(*of_pair, Pair(loop, (b, n, i, j), scalars, extras))
+    @for_pair(loop, b, n, i, step, scalars, extras)
+    def _(pair):
+        _, ds = p_and_ds(*of_pair, pair)
         k = of_pair[1][...]
         sum_ref[...] += product(ds.astype(k.dtype), k, 0, 0)
 
@@ -261,16 +280,15 @@ def dkv_kernel(scalars, *refs, loop):
     *of_pair, extras, dk_ref, dv_ref, dk_sum_ref, dv_sum_ref = refs  # as in dq_kernel
     b, kv, j, head, step = (pl.program_id(axis) for axis in range(5))
     n = kv * loop.problem.group + head
-    i, is_needed = loop.tile(b, n, j, step, scalars)
 
     @pl.when((head == 0) & (step == 0))
     def _():
         dk_sum_ref[...] = jnp.zeros_like(dk_sum_ref)
         dv_sum_ref[...] = jnp.zeros_like(dv_sum_ref)
 
-    @pl.when(is_needed)
-    def _():
-        p, ds = p_and_ds(*of_pair, Pair(loop, (b, n, i, j), scalars, extras))
+    @for_pair(loop, b, n, j, step, scalars, extras)
+    def _(pair):
+        p, ds = p_and_ds(*of_pair, pair)
         q, do = of_pair[0][...], of_pair[3][...]
         dv_sum_ref[...] += product(p.astype(do.dtype), do, 1, 0)
         dk_sum_ref[...] += product(ds.astype(q.dtype), q, 1, 0)
@@ -337,7 +355,7 @@ def _specs(loop, H):
         """b, n, i and j of a program."""
         *head, step, scalars = rest
         n = heads * group + head[0] if head else heads
-        inner, _ = loop.tile(b, n, outer, step, scalars)
+        inner, *_ = loop.tile(b, n, outer, step, scalars)
         return (b, n, inner, outer) if head else (b, n, outer, inner)
 
     def spec(*block, at):

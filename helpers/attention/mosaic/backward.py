@@ -33,7 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.extras import Extras
 from helpers.attention.low_bits import delta_of
-from helpers.attention.masking import NO_BAND, Band, key_tiles, query_tiles
+from helpers.attention.masking import NO_BAND, key_tiles, query_tiles, whole_tiles
 from helpers.attention.mosaic.pairs import Pair, changes_logits, extras_and_lists, listed_order
 from helpers.attention.mosaic.warp import (
     COLUMNS,
@@ -63,7 +63,6 @@ from helpers.attention.mosaic.warp import (
     sums_by_thread,
     taken_up,
     tile_order,
-    whole_tiles,
 )
 from helpers.attention.online_softmax import LOG2_E
 
@@ -155,8 +154,7 @@ def dkv_kernel(
         # What a function makes of queries that are padding may be no number.
         has_tail = problem.T % block_q and changes_logits(problem, extras)
         if problem.band != NO_BAND or lengths_ref is not None or has_tail:
-            mirrored = Band(problem.band.right, problem.band.left)
-            whole = whole_tiles(needed, k_start, k_stop, block_q, mirrored, *reversed(lengths))
+            whole = whole_tiles(needed, k_start, k_stop, block_q, problem.band.mirrored, *reversed(lengths))
         order = tile_order(needed, whole, problem.group)
     else:
         order = listed_order(lists, b, kv, j, q_ref.shape[2] // block_q, problem.group)

@@ -44,7 +44,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.low_bits import low_bits
-from helpers.attention.masking import NO_BAND, key_tiles
+from helpers.attention.masking import NO_BAND, key_tiles, whole_tiles
 from helpers.attention.mosaic.pairs import Pair, changes_logits, extras_and_lists, listed_order
 from helpers.attention.mosaic.warp import (
     COMPILER_PARAMS,
@@ -71,7 +71,6 @@ from helpers.attention.mosaic.warp import (
     sums_by_thread,
     taken_up,
     tile_order,
-    whole_tiles,
 )
 from helpers.attention.online_softmax import LOG2_E
 

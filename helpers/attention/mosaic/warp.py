@@ -328,20 +328,6 @@ def real_lengths(lengths_ref, b, problem):
     return (problem.T, problem.S) if lengths_ref is None else (lengths_ref[0, b], lengths_ref[1, b])
 
 
-def whole_tiles(needed, start, stop, block, band, own_length, other_length):
-    """The range, within the range `needed`, of tiles of which all of the positions start..stop-1 see all.
-
-    The positions are queries and the tiles keys, as in `masking.key_tiles`; mirror the band for the other way round.
-    """
-    first, last = needed[0], other_length // block
-    if band.left is not None:
-        first = jnp.minimum(jnp.maximum(first, (stop - 1 - band.left + block - 1) // block), needed[1])
-    if band.right is not None:
-        last = jnp.minimum(last, jnp.maximum(start + band.right + 1, 0) // block)
-    last *= (stop <= own_length).astype(jnp.int32)
-    return first, jnp.clip(last, first, needed[1])
-
-
 class TileOrder(NamedTuple):
     """The order in which a program sees tiles: first those that need no mask, of all members of a group, then the rest.
 
