@@ -35,6 +35,7 @@ USUAL = 2.0  # largest error among many entries, in units of their noise
 FLOAT32 = 2.0**-23  # of a sum in float32 whose last bit is cut, not rounded
 TF32 = 2.0**-10
 STEP = 16  # terms that a tensor core adds at once; where all of them have one sign, so have the errors of their sums
+TANH = 2.0**-21  # of which a 16-bit kernel knows a tanh
 HEADROOM = 64  # powers of two by which a 16-bit kernel may move the logits of a row; lse shows the rounding
 
 
@@ -99,6 +100,7 @@ def answers(query, key, value, dout, dlse=None, *, tf32=False, **arguments):
     of_slope = bend * of_s
     of_s *= slope**2
     of_s += operand * s**2 + 16 * float32 * (s**2 + (logits - s) ** 2 + lse**2 + 1)  # by powers of two
+    of_s += 0 if is_float32 else (TANH * (problem.soft_cap or 0)) ** 2 / 12
     of_lse = (p * of_s).sum(axis=-1, keepdims=True) + S * float32
     of_weights = p**2 * (of_s + of_lse + rounded) + least
     out = p @ v
