@@ -88,10 +88,7 @@ BANDS = [Band(), Band(None, 0), Band(30, 40), Band(100, 0), Band(0, 300), Band(N
 
 @pytest.mark.parametrize("band", BANDS, ids=str)
 def test_what_is_fetched_is_what_is_needed(band):
-    """An index that stays fetches nothing. So an outer tile fetches as many inner tiles as hold a visible pair.
-
-    Those of which all pairs are seen need no mask.
-    """
+    """An index that stays fetches nothing. So an outer tile fetches as many inner ones as hold a visible pair."""
     for T, S, query_length, key_length in [(640, 640, 640, 640), (300, 900, 300, 900), (900, 300, 700, 200)]:
         problem = Problem(1, T, S, 1, 1, 128, np.dtype(np.float32), 1.0, band)
         seen = visible(np.arange(T)[:, None], np.arange(S), band, query_length, key_length)

@@ -107,14 +107,14 @@ class InnerLoop:
         return max(1, int((stop - first).max()))
 
     def tile(self, b, n, outer, step, scalars):
-        """The inner tile of a step, whether it is needed, and whether it needs no mask.
-
-        After the last one that is needed it stays that one.
+        """The inner tile of a step, if it is needed, and if it needs no mask. After the
+        last one that is needed it stays that one.
         """
         if scalars.lists is None:
             block, inner = self.sizes
             ends = outer * block, (outer + 1) * block
-            band, lengths = self.problem.band, (scalars.query_lengths[b], scalars.key_lengths[b])
+            band = self.problem.band
+            lengths = scalars.query_lengths[b], scalars.key_lengths[b]
             needed = first, stop = self.tiles_of(*ends, inner, band, *lengths, xp=jnp)
             if self.tiles_of is query_tiles:
                 band, lengths = band.mirrored, lengths[::-1]
@@ -124,7 +124,8 @@ class InnerLoop:
         tiles, seen, full = scalars.lists
         place = own_index(b, seen, 0), own_index(n, seen, 1), outer
         last = jnp.maximum(seen[place] - 1, 0)
-        return tiles[(*place, jnp.minimum(step, last))], step < seen[place], step < full[place]
+        tile = tiles[(*place, jnp.minimum(step, last))]
+        return tile, step < seen[place], step < full[place]
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,9 @@ class Pair:
 
 
 def for_pair(loop, b, n, outer, step, scalars, extras):
-    """A decorator that runs body(pair) if a step is needed. The body has two forms: one for tiles that need no mask."""
+    """A decorator: runs body(pair) if a step is needed, without a mask if its tile needs
+    none. So a kernel holds two forms of its step.
+    """
     inner, is_needed, is_full = loop.tile(b, n, outer, step, scalars)
     place = (b, n, outer, inner) if loop.tiles_of is key_tiles else (b, n, inner, outer)
 

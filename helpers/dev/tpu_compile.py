@@ -3,13 +3,12 @@
     python -m helpers.dev.tpu_compile        (make tpu-compile)
 
 The compiler, libtpu, needs a description of a chip and no chip. It packs instructions into bundles, of which a core
-issues one a cycle unless it waits for memory, and writes its schedule to files. Three numbers of a kernel are read
+issues one a cycle unless it waits for memory, and writes its schedule to files. Two numbers of a kernel are read
 there. They are the compiler's, and nothing here ran on a TPU:
 
     vmem      bytes of VMEM that the kernel takes, with two buffers for each block that streams by
     bundles   from the first product of matrices to the last: a step, nearly. Kernels with equal tiles have equal
               products, so the fewer the better; where a kernel has several forms of a step, all of them are in it
-    spills    stores of registers to VMEM for lack of registers
 """
 
 import itertools
@@ -33,7 +32,6 @@ from helpers.dev.measuring import reason_of, shapes_of
 
 CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
 B, N, T = 32, 16, 2048  # so large that of all arrays the compiler can put only rows of statistics into VMEM whole
-UNITS = ("MATMUL", "VSTORE:SPILL")
 # Calls with everything that a configuration does not have, and lengths; to see that they compile.
 UNUSUAL = {
     "window, 4 queries a key": Problem(2, 600, 1000, 8, 2, 80, jnp.dtype(jnp.bfloat16), 0.1, Band(128, 64)),
@@ -41,10 +39,7 @@ UNUSUAL = {
     "float16, few keys, offset": Problem(1, 4096, 100, 4, 4, 256, jnp.dtype(jnp.float16), -0.1, Band(None, -20)),
     "soft cap, functions": Problem(
         *(2, 600, 1000, 4, 2, 64, jnp.dtype(jnp.bfloat16), 0.1, Band(None, 0), 30.0),
-        *(
-            lambda b, n, i, j: jnp.where(n == 0, i == i, (i + j) // 300 != n),
-            lambda s, b, n, i, j: jnp.where(b == 0, s, s - abs(i - j) / 64),
-        ),
+        *(lambda b, n, i, j: jnp.where(n > 0, i // 300 != n, i == i), lambda s, b, n, i, j: s + b - abs(i - j) / 64),
     ),
 }
 
@@ -76,12 +71,11 @@ def bytes_of_vmem(text):
 
 
 def schedule(text):
-    """(bundles from the first product to the last, spills) of the compiler's table of units in use, a bundle a row."""
+    """How many bundles from the first product to the last, by the compiler's table of units in use, a bundle a row."""
     head, _, rows = text.partition("== UTILIZATION:\n")
     names = [name.strip() for name in head.splitlines()[1].split(",")]
-    products, spills = ([int(row.split()[names.index(unit)]) for row in rows.splitlines()] for unit in UNITS)
-    at = np.flatnonzero(products)
-    return int(at[-1] - at[0] + 1), sum(spills)
+    at = np.flatnonzero([int(row.split()[names.index("MATMUL")]) for row in rows.splitlines()])
+    return int(at[-1] - at[0] + 1)
 
 
 def kernels_of(folder):
@@ -94,7 +88,7 @@ def kernels_of(folder):
             if kernel[2] == "original":
                 numbers["vmem"] = bytes_of_vmem(path.read_text())
             else:
-                numbers["bundles"], numbers["spills"] = schedule(path.read_text())
+                numbers["bundles"] = schedule(path.read_text())
     return found
 
 
@@ -122,8 +116,8 @@ def compile_all(folder):
             if not kernels:
                 raise RuntimeError("the compiler wrote no schedule")
             for name, numbers in kernels.items():
-                more = f"{numbers['bundles']:5} bundles, {numbers['spills']:5} spills"
-                print(f"{said} {name:32.32} {numbers['vmem'] / 2**20:5.2f} MiB of VMEM, {more}", flush=True)
+                more = f"{numbers['vmem'] / 2**20:5.2f} MiB of VMEM, {numbers['bundles']:5} bundles"
+                print(f"{said} {name:32.32} {more}", flush=True)
     choices = itertools.product(CHIPS, UNUSUAL.items(), ("forward", "backward"), ("default", "highest"))
     for chip, (name, problem), which, precision in choices:
         said = f"{chip} {which:8} {name}, {precision} precision:"

@@ -1,11 +1,10 @@
-"""Pictures of notebook 15: a core and its memories, the walk over a grid, registers, VMEM, and what a compiler says."""
+"""Pictures of notebook 15: a core and its memories, the walk over a grid, registers, and VMEM."""
 
 import numpy as np
 from matplotlib.patches import Patch, Rectangle
 
 from helpers.plots import draw, style
 
-LOOKS = {"ours": (style.OUTPUT, ""), "JAX's flash": (style.SKIPPED, "//"), "JAX's splash": (style.STATE, "..")}
 PARTS = {
     "q": (style.QUERY, ""),
     "k": (style.KEY, ""),
@@ -134,24 +133,6 @@ def vmem(chips):
     axes.set(xlabel="KiB", title=title)
     draw.below(figure, handles=draw.keys(PARTS, ec=style.PAPER))
     figure.alt = f"{title}, in KiB. {'. '.join(said)}."
-    return figure
-
-
-def bundles(chips):
-    """Bundles of a step by kernel. chips: {chip: {kernel: {implementation: bundles}}}, implementations as in LOOKS."""
-    figure, all_axes = style.subplots(1, len(chips), width=10, height=3.6, sharey=True)
-    said = []
-    for axes, (chip, kernels) in zip(all_axes, chips.items(), strict=True):
-        rows = {name: [found[name] for found in kernels.values()] for name in LOOKS}
-        draw.grouped_bars(axes, kernels, rows, LOOKS.values(), 0.27, 0.25 / 0.27)
-        for bars in axes.containers:
-            axes.bar_label(bars, fontsize=7.5)
-        axes.set_title(f"Compiled for {chip}: bundles of a step")
-        for kernel, found in kernels.items():
-            said.append(f"{chip}, {kernel}: {', '.join(f'{name} {count}' for name, count in found.items())}")
-    all_axes[0].set_ylabel("bundles")
-    draw.below(figure, all_axes[0])
-    figure.alt = f"Bundles of a step. {'; '.join(said)}."
     return figure
 
 
