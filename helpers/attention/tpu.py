@@ -188,8 +188,8 @@ class Pair:
 
 
 def for_pair(loop, b, n, outer, step, scalars, extras):
-    """A decorator: runs body(pair) if a step is needed, without a mask if its tile needs
-    none. So a kernel holds two forms of its step.
+    """A decorator: runs body(pair) if a step is needed, without a mask if its tile is
+    seen whole. So a kernel holds two forms of its step.
     """
     inner, is_needed, is_full = loop.tile(b, n, outer, step, scalars)
     place = (b, n, outer, inner) if loop.tiles_of is key_tiles else (b, n, inner, outer)
