@@ -18,8 +18,9 @@ gives a delta whose error is large in ds, has one sign along a row, and meets th
 that were rounded may enter delta if their sum divides it: then dp - delta is what they err by, not dp. And an out
 of twice the bits is as good as float32.
 A float32 product on the tensor cores (TF32) reads 11 significant bits of each operand and cuts the rest, so its
-errors have a sign too. Where the right answer is 0 because nothing is seen, no error is allowed. A row of one
-visible key has dq = 0 as well, as a difference dp - delta of equal numbers: there it is allowed what float32 leaves.
+errors have a sign too. Where the right answer is 0 because nothing is seen, no error is allowed. A row of one visible
+key has dq = 0 as well, as a difference dp - delta of equal numbers: there it is allowed what float32 leaves. One noise
+is avoidable: 16-bit kernels know the tanh of a soft cap to `TANH`.
 """
 
 from typing import NamedTuple
@@ -35,7 +36,7 @@ USUAL = 2.0  # largest error among many entries, in units of their noise
 FLOAT32 = 2.0**-23  # of a sum in float32 whose last bit is cut, not rounded
 TF32 = 2.0**-10
 STEP = 16  # terms that a tensor core adds at once; where all of them have one sign, so have the errors of their sums
-TANH = 2.0**-21  # of which a 16-bit kernel knows a tanh
+TANH = 2.0**-21  # to which a 16-bit kernel knows a tanh
 HEADROOM = 64  # powers of two by which a 16-bit kernel may move the logits of a row; lse shows the rounding
 
 
