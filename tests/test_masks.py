@@ -226,23 +226,24 @@ def test_a_block_mask_that_is_kept(monkeypatch):
 # Rows that see nothing
 
 
-BLIND = [("portable", False), ("portable", True), ("reference", False), ("reference", True), ("mosaic", True)]
+BLIND = [(name, kind) for name in ("portable", "reference", "mosaic") for kind in ("scores", "sinks", "masks")]
 
 
-@pytest.mark.parametrize(("implementation", "has_sinks"), in_tiers(BLIND, lambda name, _: name != "mosaic"))
-def test_rows_that_see_nothing(implementation, has_sinks):
+@pytest.mark.parametrize(("implementation", "kind"), in_tiers(BLIND, lambda name, kind: (name == "mosaic") == (kind == "masks")))
+def test_rows_that_see_nothing(implementation, kind):
     """They pass nothing, whatever arrives and a bias has there, but what arrives at the lse of a row that is no padding
     goes to its sink."""
+    has_sinks = kind == "sinks"
     arrays, arguments = drawn(95, 20, 30, B=1, only=("bias", "soft cap", "sinks") if has_sinks else ())
     query, key, value, dout, dlse = arrays
     mask = np.ones((20, 1), bool)
     mask[3:5] = False
     arguments |= {"mask": mask, "query_seq_lengths": np.array([18], np.int32)}
     sees = mask[:, 0] & (np.arange(20) < 18)
-    if not has_sinks:
+    if kind == "scores":
         arguments["score_mod"] = lambda s, b, n, i, j: jnp.where(i == 5, -jnp.inf, s)
         sees[5] = False
-    else:
+    elif has_sinks:
         arguments["sinks"][1] = -np.inf
         arguments["bias"] = np.where(sees[:, None], arguments["bias"], np.nan)
     expected = right(arrays, arguments)

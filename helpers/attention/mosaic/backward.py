@@ -163,23 +163,33 @@ def dkv_kernel(
         member, i = order.place(step)
         return kv * problem.group + member, i * block_q
 
-    def rows_of(step, start):
-        """lse and delta of some queries. They are asked for early, for they come from far."""
+    def within(step):
+        """head_and_start of a step, or of the last one where there is no such step."""
         n, q_start = head_and_start(jnp.maximum(jnp.minimum(step, order.steps - 1), 0))
-        columns = b, n, pl.ds(jnp.minimum(q_start, q_ref.shape[2] - block_q) + start, part)
+        return n, jnp.minimum(q_start, q_ref.shape[2] - block_q)
+
+    # What comes from far is asked for early: lists a step ahead, and lse and delta a part ahead.
+    listed = (lambda step: None) if lists is None else within
+
+    def rows_of(step, start, found):
+        """lse and delta of some queries. found: what `listed` found for the step."""
+        n, q_start = found or within(step)
+        columns = b, n, pl.ds(q_start + start, part)
         return [load_rows(ref.at[columns], COLUMNS) for ref in (lse_ref, delta_ref)]
 
     def one_query_tile(masked, step, staying, operands, state):
+        found, *state = state
+        next_found = listed(step + 1)
         for start in range(0, block_q, part):
             parts = [[ref.at[pl.ds(start, part)] for ref in refs] for refs in operands]
-            following = (step, start + part) if start + part < block_q else (step + 1, 0)
-            state = some_queries(masked, step, start, following, staying, parts, state)
-        return state
+            following = (step, start + part, found) if start + part < block_q else (step + 1, 0, next_found)
+            state = some_queries(masked, found or head_and_start(step), start, following, staying, parts, state)
+        return next_found, *state
 
-    def some_queries(masked, step, start, following, staying, operands, state):
+    def some_queries(masked, place, start, following, staying, operands, state):
         (queries, gradients), (lse, delta, dk, dv) = operands, state
         load_keys, load_values = staying
-        n, q_start = head_and_start(step)
+        n, q_start = place
         transposed = lambda refs: load([ref.T for ref in refs], RHS, interpret=interpret)
         following = rows_of(*following)
         s = product(load_keys(), transposed(queries), interpret=interpret)
@@ -198,7 +208,8 @@ def dkv_kernel(
         return b, pl.ds(q_start, block_q), pl.ds(n * head_padded, head_padded)
 
     zeros = full((block_k, head_padded), 0)
-    loops, state = order.loops(one_query_tile), (*rows_of(jnp.int32(0), 0), zeros, zeros)
+    first = listed(jnp.int32(0))
+    loops, state = order.loops(one_query_tile), (first, *rows_of(jnp.int32(0), 0, first), zeros, zeros)
     *_, dk, dv = streamed([q_ref, do_ref], place, order.steps, rings, ready, loops, state)
     store(dk_ref.at[b, rows, head], (problem.scale * dk).astype(dk_ref.dtype), interpret=interpret)
     store(dv_ref.at[b, rows, head], dv.astype(dv_ref.dtype), interpret=interpret)
