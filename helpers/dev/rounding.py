@@ -127,13 +127,13 @@ def answers(query, key, value, dout, dlse=None, *, tf32=False, **arguments):
     dq, dk, dv = problem.scale * (ds @ k), problem.scale * (turned(ds) @ q), turned(p) @ do
     of_dq = problem.scale**2 * (product(ds, of_ds, k, S) + of_delta * (bent @ k) ** 2 + of_lse * (ds @ k) ** 2)
     of_dk = problem.scale**2 * product(turned(ds), turned(of_ds + bent**2 * of_delta + of_lse * ds**2), q, T)
-    # Equal queries have equal weights, and errors of delta that add up.
+    # Equal queries have equal weights, and errors of delta, and of weights that are too small, that add up.
     is_alike = (q == q[..., :1, :]).all(axis=(-2, -1), keepdims=True)
     of_dk += problem.scale**2 * is_alike * (turned(bent * np.sqrt(of_delta)) @ np.abs(q)) ** 2
     # What is cut off dp has its sign, and adds up over queries with a part in common.
     cut = H / (2 * STEP) * FLOAT32 * np.abs(dp)
     of_dk += problem.scale**2 * (turned(bent * cut) @ np.abs(q)) ** 2
-    of_dv = product(turned(p), turned(of_weights), do, T)
+    of_dv = product(turned(p), turned(of_weights), do, T) + is_alike * (turned(np.sqrt(least)) @ np.abs(do)) ** 2
     in_groups = lambda array: array.reshape(B, problem.K, problem.group, S, H).sum(axis=2)
     dk, dv, of_dk, of_dv = map(in_groups, (dk, dv, of_dk, of_dv))
     of_lse += float32 * (H / STEP * lse) ** 2 + (0 if is_float32 else HEADROOM**2 * float32)
