@@ -33,8 +33,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.extras import Extras
 from helpers.attention.low_bits import delta_of
-from helpers.attention.masking import NO_BAND, key_tiles, query_tiles, whole_tiles
-from helpers.attention.mosaic.pairs import Pair, changes_logits, extras_and_lists, listed_order
+from helpers.attention.masking import NO_BAND, query_tiles, whole_tiles
+from helpers.attention.mosaic.pairs import Pair, changes_logits, extras_and_lists, listed_order, order_of_keys
 from helpers.attention.mosaic.warp import (
     COLUMNS,
     COMPILER_PARAMS,
@@ -96,15 +96,7 @@ def dq_kernel(
     lengths = real_lengths(lengths_ref, b, problem)
     ready = stay([q_ref, do_ref], (b, rows, head), staying, in_registers=row_bytes(problem) <= 128, interpret=interpret)
     lse, delta = (load_rows(ref.at[b, n, rows], ROWS) for ref in (lse_ref, delta_ref))
-
-    q_stop = q_start + block_q
-    if lists is None:
-        needed = whole = key_tiles(q_start, q_stop, block_k, problem.band, *lengths, xp=jnp)
-        if problem.band != NO_BAND or lengths_ref is not None or problem.S % block_k:
-            whole = whole_tiles(needed, q_start, q_stop, block_k, problem.band, *lengths)
-        order = tile_order(needed, whole)
-    else:
-        order = listed_order(lists, b, n, i, others=k_ref.shape[2] // block_k)
+    order = order_of_keys(problem, lists, lengths, b, n, i, tiles, k_ref.shape[2])
 
     def k_start(step):
         return order.place(step)[1] * block_k

@@ -44,8 +44,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.low_bits import low_bits
-from helpers.attention.masking import NO_BAND, key_tiles, whole_tiles
-from helpers.attention.mosaic.pairs import Pair, changes_logits, extras_and_lists, listed_order
+from helpers.attention.mosaic.pairs import Pair, changes_logits, extras_and_lists, order_of_keys
 from helpers.attention.mosaic.warp import (
     COMPILER_PARAMS,
     RHS,
@@ -70,7 +69,6 @@ from helpers.attention.mosaic.warp import (
     streamed,
     sums_by_thread,
     taken_up,
-    tile_order,
 )
 from helpers.attention.online_softmax import LOG2_E
 
@@ -102,14 +100,7 @@ def forward_kernel(
     ready = stay([q_ref], (b, rows, head), staying, interpret=interpret)
     constant = CONSTANT.get(problem.dtype.name)
     beside = [] if low_ref is None else [[plgpu.layout_cast(jnp.full((block_k, 8), constant, q_ref.dtype), RHS)]]
-
-    if lists is None:
-        needed = whole = key_tiles(q_start, q_start + block_q, block_k, band, *lengths, xp=jnp)
-        if band != NO_BAND or lengths_ref is not None or problem.S % block_k:
-            whole = whole_tiles(needed, q_start, q_start + block_q, block_k, band, *lengths)
-        order = tile_order(needed, whole)
-    else:
-        order = listed_order(lists, b, n, i, others=k_ref.shape[2] // block_k)
+    order = order_of_keys(problem, lists, lengths, b, n, i, tiles, k_ref.shape[2])
 
     def k_start(step):
         return order.place(step)[1] * block_k

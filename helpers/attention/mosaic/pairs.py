@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention import scores
 from helpers.attention.extras import Extras, own_index
-from helpers.attention.masking import for_kernel
+from helpers.attention.masking import NO_BAND, for_kernel, key_tiles, whole_tiles
 from helpers.attention.mosaic.warp import ACC, COLUMNS, ROWS, along, load_rows, tile_order
 from helpers.attention.mosaic.words import Late, in_words
 from helpers.attention.problem import Problem
@@ -59,6 +59,18 @@ def listed_order(lists, b, head, tile, others, group=1):
         return (lax.div(entry, others), lax.rem(entry, others)) if joined else (member, entry)
 
     return order._replace(place=place)
+
+
+def order_of_keys(problem, lists, lengths, b, n, i, tiles, length):
+    """The `TileOrder` through the tiles of keys that tile i of queries sees. length: of all keys, in whole tiles."""
+    block_q, block_k, _ = tiles
+    if lists is not None:
+        return listed_order(lists, b, n, i, others=length // block_k)
+    queries = i * block_q, i * block_q + block_q
+    needed = whole = key_tiles(*queries, block_k, problem.band, *lengths, xp=jnp)
+    if problem.band != NO_BAND or not isinstance(lengths[0], int) or problem.S % block_k:
+        whole = whole_tiles(needed, *queries, block_k, problem.band, *lengths)
+    return tile_order(needed, whole)
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from helpers.attention.low_bits import delta_of
-from helpers.attention.masking import key_tiles, query_tiles
+from helpers.attention.masking import key_tiles, query_tiles, whole_tiles
 from helpers.attention.online_softmax import LOG2_E
-from helpers.attention.portable.pairs import Pair, bounds_of, masks_and_specs, over_tiles
+from helpers.attention.portable.pairs import Pair, masks_and_specs, over_tiles
 from helpers.attention.portable.tiles import dot, how_it_runs, padded_head_dim, real, select_tiles, whole
 
 
@@ -99,12 +99,13 @@ def dkv_kernel(q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, masks, *gradient
         return dk, dv
 
     # -- the two walks
-    in_band = query_tiles(k_start, k_stop, block_q, problem.band, *lengths, xp=jnp)
+    needed = query_tiles(k_start, k_stop, block_q, problem.band, *lengths, xp=jnp)
+    mirrored = problem.band.mirrored
+    whole = whole_tiles(needed, k_start, k_stop, block_q, mirrored, *reversed(lengths))
 
     def one_head(head, gradients):
         one_tile = functools.partial(one_query_tile, head)
-        bounds = bounds_of(masks.lists, head, in_band)
-        return over_tiles(masks.lists, head, bounds, one_tile, gradients)
+        return over_tiles(masks.lists, head, needed, whole, one_tile, gradients)
 
     zeros = jnp.zeros(k.shape, jnp.float32)
     dk, dv = lax.fori_loop(0, problem.group, one_head, (zeros, zeros))
@@ -129,9 +130,9 @@ def dq_kernel(q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, masks, dq_ref, *,
         _, ds, pull_back = p_and_ds(q, k, v, do, lse, delta, pair)
         return dq + dot(pull_back(ds).astype(k.dtype), k)
 
-    in_band = key_tiles(q_start, q_start + block_q, block_k, problem.band, *lengths, xp=jnp)
-    bounds = bounds_of(masks.lists, 0, in_band)
-    dq = over_tiles(masks.lists, 0, bounds, one_key_tile, jnp.zeros(q.shape, jnp.float32))
+    needed = key_tiles(q_start, q_start + block_q, block_k, problem.band, *lengths, xp=jnp)
+    whole = whole_tiles(needed, q_start, q_start + block_q, block_k, problem.band, *lengths)
+    dq = over_tiles(masks.lists, 0, needed, whole, one_key_tile, jnp.zeros(q.shape, jnp.float32))
     dq_ref[...] = (problem.scale * dq).astype(dq_ref.dtype)
 
 

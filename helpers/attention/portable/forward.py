@@ -32,9 +32,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from helpers.attention import online_softmax
-from helpers.attention.masking import key_tiles
+from helpers.attention.masking import key_tiles, whole_tiles
 from helpers.attention.online_softmax import LOG2_E
-from helpers.attention.portable.pairs import Pair, bounds_of, masks_and_specs, over_tiles
+from helpers.attention.portable.pairs import Pair, masks_and_specs, over_tiles
 from helpers.attention.portable.tiles import dot, how_it_runs, padded_head_dim, real, select_tiles, whole
 
 
@@ -79,9 +79,9 @@ def forward_kernel(q_ref, k_ref, v_ref, masks, out_ref, lse_ref, *, problem, til
     )
     # -- the walk
     q_stop = q_start + block_q
-    in_band = key_tiles(q_start, q_stop, block_k, problem.band, *lengths, xp=jnp)
-    bounds = bounds_of(masks.lists, 0, in_band)
-    m, l, w, acc = over_tiles(masks.lists, 0, bounds, one_key_tile, state)
+    needed = key_tiles(q_start, q_stop, block_k, problem.band, *lengths, xp=jnp)
+    whole = whole_tiles(needed, q_start, q_stop, block_k, problem.band, *lengths)
+    m, l, w, acc = over_tiles(masks.lists, 0, needed, whole, one_key_tile, state)
 
     # -- the end
     out, lse = online_softmax.finish(m, l, acc, w)

@@ -56,8 +56,7 @@ class Pair:
     """A tile of queries of one head and a tile of keys.
 
     lengths: of queries and keys. extras: refs. head: its number among those of the program. rows, cols:
-    positions, (block_q,) and (block_k,), and starts, the first of each. is_full: whether all keys are seen, or None
-    where nobody asked.
+    positions, (block_q,) and (block_k,), and starts, the first of each. is_full: whether all queries see all keys.
     """
 
     problem: Problem
@@ -67,7 +66,7 @@ class Pair:
     rows: jax.Array
     cols: jax.Array
     starts: tuple
-    is_full: jax.Array | None = None
+    is_full: jax.Array
 
     def logits(self, s):
         """The logits of scaled products, both float32 in base 2, and a function that
@@ -84,7 +83,7 @@ class Pair:
     def hidden(self, table, filler):
         """The table (block_q, block_k) with the filler where a query does not see a key."""
         hide = lambda table: jnp.where(self._seen(), table, filler)
-        return hide(table) if self.is_full is None else lax.cond(self.is_full, lambda table: table, hide, table)
+        return lax.cond(self.is_full, lambda table: table, hide, table)
 
     def _seen(self):
         problem, extras = self.problem, self.extras
@@ -120,20 +119,18 @@ class Pair:
         return jnp.where(is_pair, ref[head, rows, cols], jnp.zeros((), ref.dtype))
 
 
-def bounds_of(lists, head, in_band):
-    """Where a walk over tiles begins and ends: in the band, or in the list of a head where there are lists."""
-    return in_band if lists is None else (0, lists.seen[_own(head, lists.seen)])
-
-
-def over_tiles(lists, head, bounds, one_tile, state):
-    """The state after one_tile(tile, is_full, state) for all tiles within bounds, see `bounds_of`."""
+def over_tiles(lists, head, needed, whole, one_tile, state):
+    """The state after one_tile(tile, is_full, state) for the tiles in the list of a head, or in the range `needed`, of
+    which those in the range `whole` are seen whole."""
 
     def of_list(at, state):
         tile, full = lists.tiles[_own(head, lists.tiles), at], lists.full[_own(head, lists.full)]
         return one_tile(tile, at < full, state)
 
-    in_band = lambda tile, state: one_tile(tile, None, state)
-    return lax.fori_loop(*bounds, in_band if lists is None else of_list, state)
+    of_range = lambda tile, state: one_tile(tile, (whole[0] <= tile) & (tile < whole[1]), state)
+    if lists is None:
+        return lax.fori_loop(*needed, of_range, state)
+    return lax.fori_loop(0, lists.seen[_own(head, lists.seen)], of_list, state)
 
 
 def _own(head, ref):
