@@ -153,7 +153,7 @@ def tile_kind(rows, cols, band, query_length, key_length):
 
 HIDDEN, PARTIAL, FULL = range(3)
 BLOCK = 64  # queries, and keys, of a tile of a block mask
-MOST_PAIRS = 2**28  # that `block_mask` looks at together
+MOST_PAIRS = 2**26  # that `block_mask` looks at together
 
 
 class TileLists(NamedTuple):
@@ -194,7 +194,7 @@ def block_mask(T, S, *, mask=None, mask_mod=None, batch=1, heads=1):
     Returns int8 (B or 1, N or 1, ceil(T / 64), ceil(S / 64)): 0 where a tile is hidden, 1 where it is seen in part and
     2 where it is seen whole. mask: booleans that broadcast to (B, N, T, S). mask_mod: a function (b, n, i, j) ->
     booleans, as for `flash_attention`; batch, heads: for how many it is asked, or the int32 arrays (B,) and (1, N) of
-    their numbers. Meanwhile it stores half a byte of each of `MOST_PAIRS` pairs at most, or of those of 64 queries.
+    their numbers. Meanwhile it stores at most 5 bytes of each of `MOST_PAIRS` pairs, or of those of 64 queries.
     """
     if mask is not None and mask.dtype != bool:
         raise TypeError(f"mask must have booleans, got {mask.dtype}")

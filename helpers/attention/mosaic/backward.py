@@ -160,7 +160,7 @@ def dkv_kernel(
         n, q_start = head_and_start(jnp.maximum(jnp.minimum(step, order.steps - 1), 0))
         return n, jnp.minimum(q_start, q_ref.shape[2] - block_q)
 
-    # What comes from far is asked for early: lists a step ahead, and lse and delta a part ahead.
+    # From far, so asked for early: lists a step ahead, lse and delta a part ahead. The rest would only hold registers.
     listed = (lambda step: None) if lists is None else within
 
     def rows_of(step, start, found):
