@@ -5,7 +5,7 @@ import functools
 
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, by_kernels, check_forward, cotangents, in_tiers
+from attention_cases import AttentionCase, by_kernels, check_forward, cotangents, in_tiers, oracle, relative_error
 from test_hopper_backward import check as check_gradients_of_kernels
 from test_hopper_forward import interpreted
 from test_masks import pairs_seen
@@ -62,6 +62,13 @@ FORWARD = {
 def test_forward(name):
     case, tiles = FORWARD[name]
     check_forward(interpreted(forward.forward, tiles=tiles), case)
+
+
+def test_a_soft_cap_costs_lse_no_digits():
+    case = AttentionCase(64, 256, H=64, dtype="bfloat16", arguments={"logits_soft_cap": 200.0})
+    arrays, arguments = case.inputs()
+    _, lse = interpreted(forward.forward, tiles=SMALL)(*arrays, **arguments)
+    assert relative_error(lse, oracle(*arrays, **arguments)[1]) < 6e-7
 
 
 TILES = schedule.Tiles(64, 128, 1)

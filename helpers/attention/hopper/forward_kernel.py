@@ -454,8 +454,8 @@ def epilogue(program, turn, softmax, m, l, acc):
     """Divide, and send my rows of out and lse on their way."""
     refs, smem, me = program.refs, program.smem, program.me
     my_lse, my_out = smem.lse.at[me], turn.q if smem.out is None else smem.out.at[me]
-    out, lse = program.out.divided(acc, l), lambda: softmax.lse(m, l)
-    out, lse = program.logits.at_the_end(turn, out, lse)
+    lse = functools.partial(softmax.lse, m, l, program.logits.constant)
+    out, lse = program.logits.at_the_end(turn, program.out.divided(acc, l), lse)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the out before has left SMEM
     my_out[...] = out.astype(program.problem.dtype)
     my_lse[...] = lse()
@@ -526,8 +526,9 @@ class RunningMaximum(Part):
         m, l, alpha = carried
         return acc * lax.broadcast_in_dim(alpha, acc.shape, [0]), m, l
 
-    def lse(self, m, l):
-        return (m + jnp.log2(l)) / LOG2_E
+    def lse(self, m, l, constant):
+        """lse of my rows. constant: comes off m first, where it costs no digits."""
+        return (m - constant + jnp.log2(l)) / LOG2_E
 
     def check_guess(self):
         """Called when the lse of my rows are in SMEM."""

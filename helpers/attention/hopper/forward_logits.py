@@ -7,8 +7,8 @@ A cap c makes of products s the logits
     c tanh(scale s / c)  =  2 c g - c        g = 1 / (1 + e^(-2 scale s / c))
 
 and the softmax does not feel the constant. So the kernel goes on with 2 c log2(e) g in the place of s. These are logits
-in base two, which no factor scales (`in_base_two`), and lse is c less in the end. A `Guess` knows m beforehand, and
-then the last product of g and the subtraction of m are one instruction. By g, tanh is off by 2^-21 at most, by
+in base two, which no factor scales (`in_base_two`), and m is c log2(e) less in the end. A `Guess` knows m beforehand,
+and then the last product of g and the subtraction of m are one instruction. By g, tanh is off by 2^-21 at most, by
 tanh.approx by 2^-11.
 """
 
@@ -117,12 +117,16 @@ class Logits(Part):
         cols = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=MATRIX)
         return jnp.where(cols < visible, s, filler)
 
+    @property
+    def constant(self):
+        """How far the logits are above the caller's, in base two."""
+        return 0.0 if self.problem.soft_cap is None else LOG2_E * self.problem.soft_cap[0]
+
     def at_the_end(self, turn, out, lse):
         """out, and lse as a function, of a turn. A sink leaves the keys sigmoid(lse - sink) of the weight."""
-        of_keys = lse if self.problem.soft_cap is None else lambda: lse() - self.problem.soft_cap[0]
         if self.refs.sinks is None:
-            return out, of_keys
-        sink, of_keys = Extras.sink_of(self.refs.sinks, turn.b, turn.n), of_keys()
+            return out, lse
+        sink, of_keys = Extras.sink_of(self.refs.sinks, turn.b, turn.n), lse()
         above = LOG2_E * (sink - jnp.maximum(of_keys, LOWEST))
         left = 1 / (1 + jnp.exp2(above))
         with_sink = jnp.maximum(of_keys, sink) + jnp.log2(1 + jnp.exp2(-jnp.abs(above))) / LOG2_E

@@ -27,7 +27,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from helpers.attention.hopper.forward_kernel import RunningMaximum, exponentials
 from helpers.attention.hopper.tile_scheduler import Turns
 from helpers.attention.hopper.warpgroup import COLUMNS, ROWS
-from helpers.attention.online_softmax import LOG2_E
 from helpers.attention.problem import Problem
 
 # How far a guess is above the maximum that it was made from, in powers of two, and what
@@ -102,9 +101,9 @@ class Guess(RunningMaximum):
     def rules(self):
         return [(FixedMaximum(self.problem), self.guesses), (self, ~self.guesses)]
 
-    def lse(self, m, l):
+    def lse(self, m, l, constant):
         """lse of my rows, inf in those whose guess has failed, now or before."""
-        lse = (m - self.headroom + jnp.log2(l * 2.0**self.headroom)) / LOG2_E
+        lse = super().lse(m - self.headroom, l * 2.0**self.headroom, constant)
         most = jnp.float32(min(self.problem.S, MOST))
         failed = self.kept > jnp.where(self.guesses, most, jnp.inf)
         return jnp.where(failed, jnp.inf, lse)

@@ -17,6 +17,7 @@ rows of ds are off by.
 Refs are those of `forward`, do_ref like q_ref, and
 
     lse_ref (B, N, T') lse_2, or lse where logits are more than scaled products    delta_ref (B, N, T'), both float32
+    blind_ref (1,), int32, or None: whether some query sees no key, which then is in tiles with a mask only
     out_ref (B, T', N H') for dq, or (B, N, T') float32 for the sums of rows of ds
     dk_ref, dv_ref (B, S', K H')
     staying: of `warp.stay`, q and do in dq_kernel, k and v in dkv_kernel; rings: of `warp.streamed`, the other two
@@ -24,7 +25,9 @@ Refs are those of `forward`, do_ref like q_ref, and
 Where registers have room, they hold what stays as operands.
 """
 
+import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -82,8 +85,8 @@ def weights(pair, s, lse, masked):
 
 
 def dq_kernel(
-    q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, lengths_ref, extras, lists, out_ref, staying, rings, *,
-    problem, tiles, interpret, adds_up=False,
+    q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, blind_ref, lengths_ref, extras, lists, out_ref, staying, rings,
+    *, problem, tiles, interpret, adds_up=False,
 ):  # fmt: skip
     """Writes dq of one tile of queries to out_ref, or, where it `adds_up`, the sums of their rows of ds."""
     block_q, block_k, _ = tiles
@@ -123,12 +126,32 @@ def dq_kernel(
     if adds_up:
         store(out_ref.at[b, n, rows], total.sum(axis=1), interpret=interpret)
     else:
-        store(out_ref.at[b, rows, head], (problem.scale * total).astype(out_ref.dtype), interpret=interpret)
+        total = problem.scale * total
+        if blind_ref is not None:
+            total = jnp.where(along(lse, total.shape, 0) == -jnp.inf, 0, total)
+        store(out_ref.at[b, rows, head], total.astype(out_ref.dtype), interpret=interpret)
+
+
+def clear_blind(operands, lse_ref, interpret):
+    """Write zeros over queries in shared memory that see no key: a NaN would survive the weight of zero that they have.
+
+    operands: the tiles of `streamed`. lse_ref: of these queries, in GMEM.
+    """
+    is_blind = load_rows(lse_ref, RHS.reduce(1)) == -jnp.inf
+
+    @pl.when(jnp.where(is_blind, 1.0, 0.0).max() > 0)
+    def _():
+        for start in range(0, lse_ref.shape[0], 16):  # at a time, for registers are scarce
+            rows, cleared = pl.ds(start, 16), is_blind[start : start + 16]
+            for ref in itertools.chain(*operands):
+                (piece,) = load([ref.at[rows]], RHS, interpret=interpret)
+                ref[rows] = jnp.where(along(cleared, piece.shape, 0), 0, piece)
+        plgpu.commit_smem()
 
 
 def dkv_kernel(
-    q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, lengths_ref, extras, lists, dk_ref, dv_ref, staying, rings, *,
-    problem, tiles, interpret,
+    q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, blind_ref, lengths_ref, extras, lists, dk_ref, dv_ref, staying,
+    rings, *, problem, tiles, interpret,
 ):  # fmt: skip
     block_q, block_k, _ = tiles
     pieces, head_padded = q_ref.shape[0], padded_head_dim(problem.H)
@@ -172,6 +195,10 @@ def dkv_kernel(
     def one_query_tile(masked, step, staying, operands, state):
         found, *state = state
         next_found = listed(step + 1)
+        if masked and blind_ref is not None:
+            n, q_start = found or head_and_start(step)
+            of_tile = lse_ref.at[b, n, pl.ds(q_start, block_q)]
+            pl.when(blind_ref[0] > 0)(lambda: clear_blind(operands, of_tile, interpret))
         for start in range(0, block_q, part):
             parts = [[ref.at[pl.ds(start, part)] for ref in refs] for refs in operands]
             following = (step, start + part, found) if start + part < block_q else (step + 1, 0, next_found)
@@ -220,13 +247,19 @@ def backward(call, out, lse, dout, dlse, low=None, *, mends_delta=True, tiles=No
     unless given. interpret: what interprets the kernels on a CPU.
     """
     problem = call.problem
+    blind = None
+    if call.may_have_blind_rows and not call.changes_logits and call.extras.sinks is None:
+        blind = (lse == -jnp.inf).any()[None].astype(jnp.int32)
+    else:  # not masks alone hide keys: so a query may see none in a tile without a mask, too
+        query, dout, dlse = call.of_seeing_rows(lse, call.query, dout, dlse)
+        call = dataclasses.replace(call, query=query)
     delta = delta_of(out, lse, dout, dlse, low)
     dq_tiles, dkv_tiles = tiles or backward_tiles(problem)
     q_shape = problem.B, problem.T, problem.N, problem.H
     k_shape = problem.B, problem.S, problem.K, problem.H
     # A logit may be -inf without being hidden, and its weight must be 0.
     of_weights = jnp.where(lse == -jnp.inf, 0, lse) if call.changes_logits else LOG2_E * lse
-    launch = functools.partial(_launch, call, dout, of_weights, interpret)
+    launch = functools.partial(_launch, call, dout, of_weights, blind, interpret)
     of_queries = "queries", dq_tiles, dq_tiles.block_q, dq_tiles.block_k, [q_shape]
     if mends_delta and problem.dtype == jnp.float32:
         (sums,) = launch(delta, functools.partial(dq_kernel, adds_up=True), *of_queries, adds_up=True)
@@ -238,7 +271,7 @@ def backward(call, out, lse, dout, dlse, low=None, *, mends_delta=True, tiles=No
     return dq, dk, dv
 
 
-def _launch(call, dout, lse, interpret, delta, kernel, outer, tiles, block, streaming, shapes, adds_up=False):
+def _launch(call, dout, lse, blind, interpret, delta, kernel, outer, tiles, block, streaming, shapes, adds_up=False):
     """What a kernel writes: arrays of `shapes`, of which each program writes `block` rows of one head.
 
     streaming: rows of the tiles that pass by. adds_up: whether it writes one number a row, (B, heads, length) float32.
@@ -248,7 +281,7 @@ def _launch(call, dout, lse, interpret, delta, kernel, outer, tiles, block, stre
     query, do = (laid_out(array, tiles.block_q) for array in (call.query, dout))
     key, value = (laid_out(array, tiles.block_k, call.key_lengths) for array in (call.key, call.value))
     extras, lists = extras_and_lists(call, *tiles[:2], outer=outer)
-    to_whole_tiles = ((0, 0), (0, 0), (0, -problem.T % tiles.block_q))
+    rows = [jnp.pad(array, ((0, 0), (0, 0), (0, -problem.T % tiles.block_q))) for array in (lse, delta)]
     whole_length = length + -length % block
     written = jax.ShapeDtypeStruct((B, whole_length, heads * head_padded), problem.dtype)
     if adds_up:
@@ -264,7 +297,7 @@ def _launch(call, dout, lse, interpret, delta, kernel, outer, tiles, block, stre
         ],
         compiler_params=COMPILER_PARAMS,
         interpret=interpret,
-    )(query, key, value, do, *(jnp.pad(rows, to_whole_tiles) for rows in (lse, delta)), lengths_of(call), extras, lists)
+    )(query, key, value, do, *rows, blind, lengths_of(call), extras, lists)
     if adds_up:
         return [sums[:, :, :length] for sums in results]
     return [taken_up(gradient, length, heads, H) for gradient in results]

@@ -141,7 +141,7 @@ def sums_by_thread(x):
 
 
 def load_rows(ref, layout):
-    """A vector in GMEM, as registers of ROWS or COLUMNS. cp.async has no copy for so little."""
+    """A vector in GMEM, as registers of a layout. cp.async has no copy for so little."""
     return plgpu.load(ref, layout=layout, optimized=False)
 
 

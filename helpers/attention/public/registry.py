@@ -196,7 +196,7 @@ def _mosaic(interpret):
         return (many_queries if call.problem.dtype == jnp.float32 else _exact(keeping))(call)
 
     of_part = functools.partial(backward, mends_delta=False)
-    return Kernels(forward, _backward(_of_seeing_rows(backward)), keeping, forward, exact_forward_of_part, of_part)
+    return Kernels(forward, _backward(backward), keeping, forward, exact_forward_of_part, of_part)
 
 
 def _hopper(interpret):
