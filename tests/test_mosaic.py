@@ -127,7 +127,7 @@ def test_a_race_is_found():
     fetch = "        pl.when(step + stages < steps)(lambda: fetch(step + stages, following))\n"
     rings = "tiles in rings], state)\n"
     wrong = seeded(warp, ("        arrive(step)\n", f"        arrive(step)\n{fetch}"), (rings + fetch, rings))
-    with mock.patch.multiple(forward, stay=wrong.stay, streamed=wrong.streamed):
+    with mock.patch.multiple(warp, stay=wrong.stay, streamed=wrong.streamed):
         found, _ = found_races(AttentionCase(64, 130, 64, N=1, dtype="bfloat16"))
     assert found and any("copy_gmem_to_smem" in text or "barrier" in text.lower() for text in found)
 
@@ -166,7 +166,7 @@ def test_a_sum_is_handed_on_as_an_operand():
 
 AMPERE, HOPPER = (8, 0), (9, 0)
 LOWERED = [
-    (AMPERE, AttentionCase(100, 130, 64, N=4, K=2, dtype="bfloat16", arguments=CAUSAL)),
+    (AMPERE, AttentionCase(100, 130, 64, N=4, K=2, dtype="bfloat16", query_lengths=(9,), arguments=CAUSAL)),
     (HOPPER, AttentionCase(130, 70, 64, B=2, dtype="float16", query_lengths=(9, 130), key_lengths=(70, 0))),
     (HOPPER, AttentionCase(100, 130, 256, dtype="float32", arguments={"local_window_size": (8, 9)})),
 ]

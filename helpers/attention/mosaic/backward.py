@@ -17,7 +17,7 @@ rows of ds are off by.
 Refs are those of `forward`, do_ref like q_ref, and
 
     lse_ref (B, N, T') lse_2, or lse where logits are more than scaled products    delta_ref (B, N, T'), both float32
-    blind_ref (1,), int32, or None: whether some query sees no key, which then is in tiles with a mask only
+    blind_ref (1,), int32: whether some query sees no key; None where such queries hold zeros, or there are none
     out_ref (B, T', N H') for dq, or (B, N, T') float32 for the sums of rows of ds
     dk_ref, dv_ref (B, S', K H')
     staying: of `warp.stay`, q and do in dq_kernel, k and v in dkv_kernel; rings: of `warp.streamed`, the other two
@@ -37,36 +37,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from helpers.attention.extras import Extras
 from helpers.attention.low_bits import delta_of
 from helpers.attention.masking import NO_BAND, query_tiles, whole_tiles
+from helpers.attention.mosaic import warp
 from helpers.attention.mosaic.pairs import Pair, changes_logits, extras_and_lists, listed_order, order_of_keys
-from helpers.attention.mosaic.warp import (
-    COLUMNS,
-    COMPILER_PARAMS,
-    RHS,
-    ROWS,
-    Tiles,
-    along,
-    as_operand,
-    fewest_rows,
-    fitting,
-    full,
-    laid_out,
-    lengths_of,
-    load,
-    load_rows,
-    of_program,
-    padded_head_dim,
-    product,
-    real_lengths,
-    ring,
-    row_bytes,
-    stay,
-    staying_tiles,
-    store,
-    streamed,
-    sums_by_thread,
-    taken_up,
-    tile_order,
-)
 from helpers.attention.online_softmax import LOG2_E
 
 
@@ -90,15 +62,16 @@ def dq_kernel(
 ):  # fmt: skip
     """Writes dq of one tile of queries to out_ref, or, where it `adds_up`, the sums of their rows of ds."""
     block_q, block_k, _ = tiles
-    pieces, head_padded = q_ref.shape[0], padded_head_dim(problem.H)
-    b, n, i = of_program(problem.B, problem.N, q_ref.shape[2] // block_q, problem.band)
+    pieces, head_padded = q_ref.shape[0], warp.padded_head_dim(problem.H)
+    b, n, i = warp.of_program(problem.B, problem.N, q_ref.shape[2] // block_q, problem.band)
     if problem.band.right is not None:  # the programs with the most keys come first
         i = q_ref.shape[2] // block_q - 1 - i
     q_start = i * block_q
     rows, head = pl.ds(q_start, block_q), pl.ds(n * head_padded, head_padded)
-    lengths = real_lengths(lengths_ref, b, problem)
-    ready = stay([q_ref, do_ref], (b, rows, head), staying, in_registers=row_bytes(problem) <= 128, interpret=interpret)
-    lse, delta = (load_rows(ref.at[b, n, rows], ROWS) for ref in (lse_ref, delta_ref))
+    lengths = warp.real_lengths(lengths_ref, b, problem)
+    in_registers = warp.row_bytes(problem) <= 128
+    ready = warp.stay([q_ref, do_ref], (b, rows, head), staying, in_registers=in_registers, interpret=interpret)
+    lse, delta = (warp.load_rows(ref.at[b, n, rows], warp.ROWS) for ref in (lse_ref, delta_ref))
     order = order_of_keys(problem, lists, lengths, b, n, i, tiles, k_ref.shape[2])
 
     def k_start(step):
@@ -106,46 +79,46 @@ def dq_kernel(
 
     def one_key_tile(masked, step, staying, operands, total):
         keys, values = operands
-        transposed = lambda refs: load([ref.T for ref in refs], RHS, interpret=interpret)
+        transposed = lambda refs: warp.load([ref.T for ref in refs], warp.RHS, interpret=interpret)
         queries, gradients = (load_again() for load_again in staying)
-        s = product(queries, transposed(keys), interpret=interpret)
+        s = warp.product(queries, transposed(keys), interpret=interpret)
         pair = Pair(problem, extras, lengths, b, n, (q_start, k_start(step)), s.shape, query_axis=0)
-        p, pull_back = weights(pair, s, along(lse, s.shape, 0), masked)
-        dp = product(gradients, transposed(values), interpret=interpret)
-        ds = p * (dp - along(delta, dp.shape, 0))
+        p, pull_back = weights(pair, s, warp.along(lse, s.shape, 0), masked)
+        dp = warp.product(gradients, transposed(values), interpret=interpret)
+        ds = p * (dp - warp.along(delta, dp.shape, 0))
         if adds_up:
-            return total + sums_by_thread(ds)
+            return total + warp.sums_by_thread(ds)
         ds = pull_back(ds)
-        ds = as_operand(ds, pieces, q_ref.dtype, interpret=interpret)
-        return product(ds, load(keys, RHS, interpret=interpret), total, interpret=interpret)
+        ds = warp.as_operand(ds, pieces, q_ref.dtype, interpret=interpret)
+        return warp.product(ds, warp.load(keys, warp.RHS, interpret=interpret), total, interpret=interpret)
 
     kv_head = pl.ds((n // problem.group) * head_padded, head_padded)
     place = lambda step: (b, pl.ds(k_start(step), block_k), kv_head)
-    zeros = full((block_q, 8 if adds_up else head_padded), 0)
-    total = streamed([k_ref, v_ref], place, order.steps, rings, ready, order.loops(one_key_tile), zeros)
+    zeros = warp.full((block_q, 8 if adds_up else head_padded), 0)
+    total = warp.streamed([k_ref, v_ref], place, order.steps, rings, ready, order.loops(one_key_tile), zeros)
     if adds_up:
-        store(out_ref.at[b, n, rows], total.sum(axis=1), interpret=interpret)
+        warp.store(out_ref.at[b, n, rows], total.sum(axis=1), interpret=interpret)
     else:
         total = problem.scale * total
         if blind_ref is not None:
-            total = jnp.where(along(lse, total.shape, 0) == -jnp.inf, 0, total)
-        store(out_ref.at[b, rows, head], total.astype(out_ref.dtype), interpret=interpret)
+            total = jnp.where(warp.along(lse, total.shape, 0) == -jnp.inf, 0, total)
+        warp.store(out_ref.at[b, rows, head], total.astype(out_ref.dtype), interpret=interpret)
 
 
 def clear_blind(operands, lse_ref, interpret):
     """Write zeros over queries in shared memory that see no key: a NaN would survive the weight of zero that they have.
 
-    operands: the tiles of `streamed`. lse_ref: of these queries, in GMEM.
+    operands: the tiles of `warp.streamed`. lse_ref: of these queries, in GMEM.
     """
-    is_blind = load_rows(lse_ref, RHS.reduce(1)) == -jnp.inf
+    is_blind = warp.load_rows(lse_ref, warp.RHS.reduce(1)) == -jnp.inf
 
     @pl.when(jnp.where(is_blind, 1.0, 0.0).max() > 0)
     def _():
         for start in range(0, lse_ref.shape[0], 16):  # at a time, for registers are scarce
             rows, cleared = pl.ds(start, 16), is_blind[start : start + 16]
             for ref in itertools.chain(*operands):
-                (piece,) = load([ref.at[rows]], RHS, interpret=interpret)
-                ref[rows] = jnp.where(along(cleared, piece.shape, 0), 0, piece)
+                (piece,) = warp.load([ref.at[rows]], warp.RHS, interpret=interpret)
+                ref[rows] = jnp.where(warp.along(cleared, piece.shape, 0), 0, piece)
         plgpu.commit_smem()
 
 
@@ -154,14 +127,14 @@ def dkv_kernel(
     rings, *, problem, tiles, interpret,
 ):  # fmt: skip
     block_q, block_k, _ = tiles
-    pieces, head_padded = q_ref.shape[0], padded_head_dim(problem.H)
-    b, kv, j = of_program(problem.B, problem.K, k_ref.shape[2] // block_k, problem.band)
+    pieces, head_padded = q_ref.shape[0], warp.padded_head_dim(problem.H)
+    b, kv, j = warp.of_program(problem.B, problem.K, k_ref.shape[2] // block_k, problem.band)
     k_start = j * block_k
     rows, head = pl.ds(k_start, block_k), pl.ds(kv * head_padded, head_padded)
-    lengths = real_lengths(lengths_ref, b, problem)
-    in_registers = row_bytes(problem) <= 256  # so are both sums; 16 queries at once leave room for that
+    lengths = warp.real_lengths(lengths_ref, b, problem)
+    in_registers = warp.row_bytes(problem) <= 256  # so are both sums; 16 queries at once leave room for that
     part = 16 if in_registers else block_q
-    ready = stay([k_ref, v_ref], (b, rows, head), staying, in_registers=in_registers, interpret=interpret)
+    ready = warp.stay([k_ref, v_ref], (b, rows, head), staying, in_registers=in_registers, interpret=interpret)
 
     k_stop = k_start + block_k
     if lists is None:
@@ -170,7 +143,7 @@ def dkv_kernel(
         has_tail = problem.T % block_q and changes_logits(problem, extras)
         if problem.band != NO_BAND or lengths_ref is not None or has_tail:
             whole = whole_tiles(needed, k_start, k_stop, block_q, problem.band.mirrored, *reversed(lengths))
-        order = tile_order(needed, whole, problem.group)
+        order = warp.tile_order(needed, whole, problem.group)
     else:
         order = listed_order(lists, b, kv, j, q_ref.shape[2] // block_q, problem.group)
 
@@ -190,7 +163,7 @@ def dkv_kernel(
         """lse and delta of some queries. found: what `listed` found for the step."""
         n, q_start = found or within(step)
         columns = b, n, pl.ds(q_start + start, part)
-        return [load_rows(ref.at[columns], COLUMNS) for ref in (lse_ref, delta_ref)]
+        return [warp.load_rows(ref.at[columns], warp.COLUMNS) for ref in (lse_ref, delta_ref)]
 
     def one_query_tile(masked, step, staying, operands, state):
         found, *state = state
@@ -209,29 +182,30 @@ def dkv_kernel(
         (queries, gradients), (lse, delta, dk, dv) = operands, state
         load_keys, load_values = staying
         n, q_start = place
-        transposed = lambda refs: load([ref.T for ref in refs], RHS, interpret=interpret)
+        transposed = lambda refs: warp.load([ref.T for ref in refs], warp.RHS, interpret=interpret)
         following = rows_of(*following)
-        s = product(load_keys(), transposed(queries), interpret=interpret)
+        s = warp.product(load_keys(), transposed(queries), interpret=interpret)
         pair = Pair(problem, extras, lengths, b, n, (k_start, q_start + start), s.shape, query_axis=1)
-        p, pull_back = weights(pair, s, along(lse, s.shape, 1), masked)
+        p, pull_back = weights(pair, s, warp.along(lse, s.shape, 1), masked)
         # dv first: fewer registers hold something at the same time.
-        rounded = as_operand(p, pieces, k_ref.dtype, interpret=interpret)
-        dv = product(rounded, load(gradients, RHS, interpret=interpret), dv, interpret=interpret)
-        dp = product(load_values(), transposed(gradients), interpret=interpret)
-        ds = pull_back(p * (dp - along(delta, dp.shape, 1)))
-        ds = as_operand(ds, pieces, k_ref.dtype, interpret=interpret)
-        return *following, product(ds, load(queries, RHS, interpret=interpret), dk, interpret=interpret), dv
+        rounded = warp.as_operand(p, pieces, k_ref.dtype, interpret=interpret)
+        dv = warp.product(rounded, warp.load(gradients, warp.RHS, interpret=interpret), dv, interpret=interpret)
+        dp = warp.product(load_values(), transposed(gradients), interpret=interpret)
+        ds = pull_back(p * (dp - warp.along(delta, dp.shape, 1)))
+        ds = warp.as_operand(ds, pieces, k_ref.dtype, interpret=interpret)
+        dk = warp.product(ds, warp.load(queries, warp.RHS, interpret=interpret), dk, interpret=interpret)
+        return *following, dk, dv
 
     def place(step):
         n, q_start = head_and_start(step)
         return b, pl.ds(q_start, block_q), pl.ds(n * head_padded, head_padded)
 
-    zeros = full((block_k, head_padded), 0)
+    zeros = warp.full((block_k, head_padded), 0)
     first = listed(jnp.int32(0))
     loops, state = order.loops(one_query_tile), (first, *rows_of(jnp.int32(0), 0, first), zeros, zeros)
-    *_, dk, dv = streamed([q_ref, do_ref], place, order.steps, rings, ready, loops, state)
-    store(dk_ref.at[b, rows, head], (problem.scale * dk).astype(dk_ref.dtype), interpret=interpret)
-    store(dv_ref.at[b, rows, head], dv.astype(dv_ref.dtype), interpret=interpret)
+    *_, dk, dv = warp.streamed([q_ref, do_ref], place, order.steps, rings, ready, loops, state)
+    warp.store(dk_ref.at[b, rows, head], (problem.scale * dk).astype(dk_ref.dtype), interpret=interpret)
+    warp.store(dv_ref.at[b, rows, head], dv.astype(dv_ref.dtype), interpret=interpret)
 
 
 def backward(call, out, lse, dout, dlse, low=None, *, mends_delta=True, tiles=None, interpret=False):
@@ -248,9 +222,10 @@ def backward(call, out, lse, dout, dlse, low=None, *, mends_delta=True, tiles=No
     """
     problem = call.problem
     blind = None
-    if call.may_have_blind_rows and not call.changes_logits and call.extras.sinks is None:
+    # Where masks alone hide keys, tiles without a mask have no such query. GPUs before Hopper have no store from RHS.
+    if warp.by_tma() and call.may_have_blind_rows and not call.changes_logits and call.extras.sinks is None:
         blind = (lse == -jnp.inf).any()[None].astype(jnp.int32)
-    else:  # not masks alone hide keys: so a query may see none in a tile without a mask, too
+    else:
         query, dout, dlse = call.of_seeing_rows(lse, call.query, dout, dlse)
         call = dataclasses.replace(call, query=query)
     delta = delta_of(out, lse, dout, dlse, low)
@@ -277,9 +252,9 @@ def _launch(call, dout, lse, blind, interpret, delta, kernel, outer, tiles, bloc
     streaming: rows of the tiles that pass by. adds_up: whether it writes one number a row, (B, heads, length) float32.
     """
     problem = call.problem
-    (B, length, heads, H), head_padded = shapes[0], padded_head_dim(problem.H)
-    query, do = (laid_out(array, tiles.block_q) for array in (call.query, dout))
-    key, value = (laid_out(array, tiles.block_k, call.key_lengths) for array in (call.key, call.value))
+    (B, length, heads, H), head_padded = shapes[0], warp.padded_head_dim(problem.H)
+    query, do = (warp.laid_out(array, tiles.block_q) for array in (call.query, dout))
+    key, value = (warp.laid_out(array, tiles.block_k, call.key_lengths) for array in (call.key, call.value))
     extras, lists = extras_and_lists(call, *tiles[:2], outer=outer)
     rows = [jnp.pad(array, ((0, 0), (0, 0), (0, -problem.T % tiles.block_q))) for array in (lse, delta)]
     whole_length = length + -length % block
@@ -292,15 +267,15 @@ def _launch(call, dout, lse, blind, interpret, delta, kernel, outer, tiles, bloc
         grid=(B * heads * (whole_length // block),),
         grid_names=("program",),
         scratch_types=[
-            staying_tiles(2, block, 2 * tiles.stages * streaming, problem),
-            ring(2, streaming, tiles.stages, problem),
+            warp.staying_tiles(2, block, 2 * tiles.stages * streaming, problem),
+            warp.ring(2, streaming, tiles.stages, problem),
         ],
-        compiler_params=COMPILER_PARAMS,
+        compiler_params=warp.COMPILER_PARAMS,
         interpret=interpret,
-    )(query, key, value, do, *rows, blind, lengths_of(call), extras, lists)
+    )(query, key, value, do, *rows, blind, warp.lengths_of(call), extras, lists)
     if adds_up:
         return [sums[:, :, :length] for sums in results]
-    return [taken_up(gradient, length, heads, H) for gradient in results]
+    return [warp.taken_up(gradient, length, heads, H) for gradient in results]
 
 
 def backward_tiles(problem):
@@ -310,13 +285,13 @@ def backward_tiles(problem):
     32 keys for each warp, a right operand serves two products. A group, a window, a soft cap or a score_mod leaves no
     such room. Where tiles of queries are short, it wants three in flight.
     """
-    head_padded, bytes_of_row = padded_head_dim(problem.H), row_bytes(problem)
-    dq = Tiles(128 if head_padded <= 128 and problem.T > 64 else 64, 32, 2)
+    head_padded, bytes_of_row = warp.padded_head_dim(problem.H), warp.row_bytes(problem)
+    dq = warp.Tiles(128 if head_padded <= 128 and problem.T > 64 else 64, 32, 2)
     if head_padded <= 64:
         is_simple = problem.group == 1 and problem.band.left is None and not changes_logits(problem, Extras())
-        dkv = Tiles(64, 128 if bytes_of_row <= 128 and is_simple and problem.S > 64 else 64, 2)
+        dkv = warp.Tiles(64, 128 if bytes_of_row <= 128 and is_simple and problem.S > 64 else 64, 2)
     elif head_padded <= 128:
-        dkv = Tiles(32, 64, 3 if bytes_of_row <= 256 else 2)
+        dkv = warp.Tiles(32, 64, 3 if bytes_of_row <= 256 else 2)
     else:
-        dkv = Tiles(fewest_rows(problem), 64, 2)
-    return fitting(dq, 2 * dq.block_q, "block_k", problem), fitting(dkv, 2 * dkv.block_k, "block_q", problem)
+        dkv = warp.Tiles(warp.fewest_rows(problem), 64, 2)
+    return warp.fitting(dq, 2 * dq.block_q, "block_k", problem), warp.fitting(dkv, 2 * dkv.block_k, "block_q", problem)

@@ -44,32 +44,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from helpers.attention.low_bits import low_bits
+from helpers.attention.mosaic import warp
 from helpers.attention.mosaic.pairs import Pair, changes_logits, extras_and_lists, order_of_keys
-from helpers.attention.mosaic.warp import (
-    COMPILER_PARAMS,
-    RHS,
-    ROWS,
-    Tiles,
-    along,
-    as_operand,
-    fitting,
-    full,
-    laid_out,
-    lengths_of,
-    load,
-    of_program,
-    padded_head_dim,
-    product,
-    real_lengths,
-    rescaled,
-    ring,
-    stay,
-    staying_tiles,
-    store,
-    streamed,
-    sums_by_thread,
-    taken_up,
-)
 from helpers.attention.online_softmax import LOG2_E
 
 RISE = 8  # of which p is at most two to the power
@@ -82,24 +58,24 @@ def forward_kernel(
     problem, tiles, interpret,
 ):  # fmt: skip
     block_q, block_k, _ = tiles
-    pieces, head_padded = q_ref.shape[0], padded_head_dim(problem.H)
+    pieces, head_padded = q_ref.shape[0], warp.padded_head_dim(problem.H)
     band, scale_2 = problem.band, problem.scale * LOG2_E
     # The maximum is that of the scores as they are, where scaling keeps their order.
     early, late = (None, scale_2) if scale_2 > SMALLEST_FACTOR else (scale_2, 1)
     is_changed = changes_logits(problem, extras)
     if is_changed:
         early, late = problem.scale, LOG2_E
-    b, n, i = of_program(problem.B, problem.N, out_ref.shape[1] // block_q, band)
+    b, n, i = warp.of_program(problem.B, problem.N, out_ref.shape[1] // block_q, band)
     if band.right is not None:  # the programs with the most keys come first, so that no long one is the last
         i = out_ref.shape[1] // block_q - 1 - i
     q_start = i * block_q
     rows = pl.ds(q_start, block_q)
     head = pl.ds(n * head_padded, head_padded)
-    lengths = real_lengths(lengths_ref, b, problem)
+    lengths = warp.real_lengths(lengths_ref, b, problem)
     rises_rarely = head_padded > 64
-    ready = stay([q_ref], (b, rows, head), staying, interpret=interpret)
+    ready = warp.stay([q_ref], (b, rows, head), staying, interpret=interpret)
     constant = CONSTANT.get(problem.dtype.name)
-    beside = [] if low_ref is None else [[plgpu.layout_cast(jnp.full((block_k, 8), constant, q_ref.dtype), RHS)]]
+    beside = [] if low_ref is None else [[plgpu.layout_cast(jnp.full((block_k, 8), constant, q_ref.dtype), warp.RHS)]]
     order = order_of_keys(problem, lists, lengths, b, n, i, tiles, k_ref.shape[2])
 
     def k_start(step):
@@ -108,7 +84,8 @@ def forward_kernel(
     def one_key_tile(masked, step, staying, operands, state):
         (keys, values), (m, l, *sums) = operands, state
         (load_queries,) = staying  # again in each step: registers are scarcer than time
-        s = product(load_queries(), load([ref.T for ref in keys], RHS, interpret=interpret), interpret=interpret)
+        queries, transposed = load_queries(), warp.load([ref.T for ref in keys], warp.RHS, interpret=interpret)
+        s = warp.product(queries, transposed, interpret=interpret)
         if early is not None:
             s *= early
         pair = Pair(problem, extras, lengths, b, n, (q_start, k_start(step)), s.shape, query_axis=0)
@@ -122,23 +99,23 @@ def forward_kernel(
         # A row may have seen no key yet.
         reference = jnp.where(m_new == -jnp.inf, 0, m_new) if masked or is_changed else m_new
         alpha = jnp.exp2(late * (m - reference))
-        if is_changed:  # a logit may be -1e10, of which a product rounds off hundreds
-            p = jnp.exp2(late * (s - along(reference, s.shape, 0)))
+        if is_changed:  # a logit may be -1e10, of which a warp.product rounds off hundreds
+            p = jnp.exp2(late * (s - warp.along(reference, s.shape, 0)))
         else:
-            p = jnp.exp2(late * s - along(late * reference, s.shape, 0))
-        l, *sums = rescaled(alpha, [l, *sums], rarely=rises_rarely, interpret=interpret)
-        l += sums_by_thread(p)
-        p = as_operand(p, pieces, q_ref.dtype, interpret=interpret)
-        rights = [load(values, RHS, interpret=interpret), *beside]
-        sums = [product(p, right, total, interpret=interpret) for right, total in zip(rights, sums, strict=True)]
+            p = jnp.exp2(late * s - warp.along(late * reference, s.shape, 0))
+        l, *sums = warp.rescaled(alpha, [l, *sums], rarely=rises_rarely, interpret=interpret)
+        l += warp.sums_by_thread(p)
+        p = warp.as_operand(p, pieces, q_ref.dtype, interpret=interpret)
+        rights = [warp.load(values, warp.RHS, interpret=interpret), *beside]
+        sums = [warp.product(p, right, total, interpret=interpret) for right, total in zip(rights, sums, strict=True)]
         return m_new, l, *sums
 
-    sums = [full((block_q, columns), 0) for columns in (head_padded, *len(beside) * [8])]
-    state = full((block_q,), -jnp.inf, ROWS), full((block_q, 8), 0), *sums
+    sums = [warp.full((block_q, columns), 0) for columns in (head_padded, *len(beside) * [8])]
+    state = warp.full((block_q,), -jnp.inf, warp.ROWS), warp.full((block_q, 8), 0), *sums
     kv_head = pl.ds((n // problem.group) * head_padded, head_padded)
     place = lambda step: (b, pl.ds(k_start(step), block_k), kv_head)
     loops = order.loops(one_key_tile)
-    m, l, acc, *weights = streamed([k_ref, v_ref], place, order.steps, rings, ready, loops, state)
+    m, l, acc, *weights = warp.streamed([k_ref, v_ref], place, order.steps, rings, ready, loops, state)
 
     l = l.sum(axis=1)
     empty = l == 0
@@ -146,15 +123,15 @@ def forward_kernel(
     lse = jnp.where(empty, -jnp.inf, late / LOG2_E * m + jnp.log2(jnp.where(empty, 1, l)) / LOG2_E)
     if weights:  # the eight columns are the same
         l = weights[0].max(axis=1) / constant
-    exact = acc * along(1 / jnp.where(empty, 1, l), acc.shape, 0)
+    exact = acc * warp.along(1 / jnp.where(empty, 1, l), acc.shape, 0)
     if extras is not None and extras.sinks is not None:
         share, lse = beside_sink(lse, extras.sink_of(extras.sinks, b, n))
-        exact *= along(share, exact.shape, 0)
+        exact *= warp.along(share, exact.shape, 0)
     out = exact.astype(out_ref.dtype)
-    store(out_ref.at[b, rows, head], out, interpret=interpret)
-    store(lse_ref.at[b, n, rows], lse, interpret=interpret)
+    warp.store(out_ref.at[b, rows, head], out, interpret=interpret)
+    warp.store(lse_ref.at[b, n, rows], lse, interpret=interpret)
     if low_ref is not None:
-        store(low_ref.at[b, rows, head], low_bits(exact, out), interpret=interpret)
+        warp.store(low_ref.at[b, rows, head], low_bits(exact, out), interpret=interpret)
 
 
 def beside_sink(lse, sink):
@@ -183,11 +160,11 @@ def forward(call, *, keeps_low_bits=False, tiles=None, interpret=False):
     """
     problem = call.problem
     tiles = tiles or forward_tiles(problem)
-    query = laid_out(call.query, tiles.block_q)
-    key, value = laid_out(call.key, tiles.block_k), laid_out(call.value, tiles.block_k, call.key_lengths)
+    query = warp.laid_out(call.query, tiles.block_q)
+    key, value = warp.laid_out(call.key, tiles.block_k), warp.laid_out(call.value, tiles.block_k, call.key_lengths)
     extras, lists = extras_and_lists(call, tiles.block_q, tiles.block_k)
     _, B, T, _ = query.shape
-    N, head_padded = problem.N, padded_head_dim(problem.H)
+    N, head_padded = problem.N, warp.padded_head_dim(problem.H)
     out_shape = B, T, N * head_padded
     out, lse, low = plgpu.kernel(
         functools.partial(forward_kernel, problem=problem, tiles=tiles, interpret=bool(interpret)),
@@ -199,18 +176,18 @@ def forward(call, *, keeps_low_bits=False, tiles=None, interpret=False):
         grid=(B * N * (T // tiles.block_q),),
         grid_names=("program",),
         scratch_types=[
-            staying_tiles(1, tiles.block_q, 2 * tiles.stages * tiles.block_k, problem),
-            ring(2, tiles.block_k, tiles.stages, problem),
+            warp.staying_tiles(1, tiles.block_q, 2 * tiles.stages * tiles.block_k, problem),
+            warp.ring(2, tiles.block_k, tiles.stages, problem),
         ],
-        compiler_params=COMPILER_PARAMS,
+        compiler_params=warp.COMPILER_PARAMS,
         interpret=interpret,
-    )(query, key, value, lengths_of(call), extras, lists)
-    results = taken_up(out, problem.T, N, problem.H), lse[:, :, : problem.T]
-    return (*results, taken_up(low, problem.T, N, problem.H)) if keeps_low_bits else results
+    )(query, key, value, warp.lengths_of(call), extras, lists)
+    results = warp.taken_up(out, problem.T, N, problem.H), lse[:, :, : problem.T]
+    return (*results, warp.taken_up(low, problem.T, N, problem.H)) if keeps_low_bits else results
 
 
 def forward_tiles(problem):
     """The `Tiles` of a problem: 32 queries for each warp, where registers have room for their sum, or 16."""
-    head_padded = padded_head_dim(problem.H)
+    head_padded = warp.padded_head_dim(problem.H)
     block_q = 128 if head_padded <= 128 and problem.T > 64 else 64
-    return fitting(Tiles(block_q, 64 if head_padded <= 64 else 32, 2), block_q, "block_k", problem)
+    return warp.fitting(warp.Tiles(block_q, 64 if head_padded <= 64 else 32, 2), block_q, "block_k", problem)
