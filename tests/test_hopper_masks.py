@@ -64,11 +64,12 @@ def test_forward(name):
     check_forward(interpreted(forward.forward, tiles=tiles), case)
 
 
-def test_a_soft_cap_costs_lse_no_digits():
-    case = AttentionCase(64, 256, H=64, dtype="bfloat16", arguments={"logits_soft_cap": 200.0})
+@pytest.mark.parametrize(("logits", "most"), [("plain", 6e-7), ("equal", 3e-8)])
+def test_a_soft_cap_costs_lse_no_digits(logits, most):
+    case = AttentionCase(64, 256, H=64, dtype="bfloat16", logits=logits, arguments={"logits_soft_cap": 200.0})
     arrays, arguments = case.inputs()
     _, lse = interpreted(forward.forward, tiles=SMALL)(*arrays, **arguments)
-    assert relative_error(lse, oracle(*arrays, **arguments)[1]) < 6e-7
+    assert relative_error(lse, oracle(*arrays, **arguments)[1]) < most
 
 
 TILES = schedule.Tiles(64, 128, 1)

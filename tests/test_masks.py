@@ -235,13 +235,13 @@ QUICK = [case for case in BLIND if ("mosaic" in case) == ("masks" in case)]
 def test_rows_that_see_nothing(implementation, kind):
     """They pass nothing, whatever arrives and a bias has there, but what arrives at the lse of a row that is no padding
     goes to its sink."""
-    has_sinks = kind == "sinks"
-    arrays, arguments = drawn(95, 20, 30, B=1, only=("bias", "soft cap", "sinks") if has_sinks else ())
+    has_sinks, T = kind == "sinks", 150 if kind == "masks" else 20
+    arrays, arguments = drawn(95, T, 30, B=1, only=("bias", "soft cap", "sinks") if has_sinks else ())
     query, key, value, dout, dlse = arrays
-    mask = np.ones((20, 1), bool)
-    mask[3:5] = False
-    arguments |= {"mask": mask, "query_seq_lengths": np.array([18], np.int32)}
-    sees = mask[:, 0] & (np.arange(20) < 18)
+    mask = np.ones((T, 1), bool)
+    mask[[3, 4, T // 2]] = False
+    arguments |= {"mask": mask, "query_seq_lengths": np.array([T - 2], np.int32)}
+    sees = mask[:, 0] & (np.arange(T) < T - 2)
     if kind == "scores":
         arguments["score_mod"] = lambda s, b, n, i, j: jnp.where(i == 5, -jnp.inf, s)
         sees[5] = False
@@ -249,7 +249,7 @@ def test_rows_that_see_nothing(implementation, kind):
         arguments["sinks"][1] = -np.inf
         arguments["bias"] = np.where(sees[:, None], arguments["bias"], np.nan)
     expected = right(arrays, arguments)
-    dlse = np.where((np.arange(20) >= 18)[:, None] | ((not has_sinks) & ~sees[:, None]), np.nan, dlse)
+    dlse = np.where((np.arange(T) >= T - 2)[:, None] | ((not has_sinks) & ~sees[:, None]), np.nan, dlse)
     query, dout = (np.where(sees[:, None, None], array, np.nan) for array in (query, dout))
     mine = everything([query, key, value, dout, dlse], arguments, implementation=implementation)
     assert not np.asarray(mine[0])[0, ~sees].any()

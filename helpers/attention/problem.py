@@ -129,9 +129,8 @@ class Call:
         problem, extras = self.problem, self.extras
         if extras.batch is not None or (problem.mask_mod is None and problem.score_mod is None):
             return self
-        batch = jnp.arange(problem.B, dtype=jnp.int32)
-        heads = jnp.asarray(np.arange(problem.N, dtype=np.int32)[None])  # a constant: XLA would launch a kernel for it
-        return replace(self, extras=extras._replace(batch=batch, heads=heads))
+        batch, heads = (jnp.arange(size, dtype=jnp.int32) for size in (problem.B, problem.N))
+        return replace(self, extras=extras._replace(batch=batch, heads=heads[None]))
 
     def prepared(self):
         """The call with these numbers and with the block mask of mask and mask_mod, if there is one of them."""

@@ -25,7 +25,6 @@ Refs are those of `forward`, do_ref like q_ref, and
 Where registers have room, they hold what stays as operands.
 """
 
-import dataclasses
 import functools
 import itertools
 
@@ -208,26 +207,29 @@ def dkv_kernel(
     warp.store(dv_ref.at[b, rows, head], dv.astype(dv_ref.dtype), interpret=interpret)
 
 
+def clears_blind(call):
+    """Whether the kernels see to queries that see no key: those that masks alone blind are in tiles with a mask only.
+
+    GPUs before Hopper have no store from RHS.
+    """
+    return warp.by_tma() and call.may_have_blind_rows and not call.changes_logits and call.extras.sinks is None
+
+
 def backward(call, out, lse, dout, dlse, low=None, *, mends_delta=True, tiles=None, interpret=False):
     """Gradients of a checked `Call`: (dq, dk, dv) with the shapes and the dtype of its arrays.
 
-    The arguments are those of `portable.backward`. Beyond inputs and outputs it allocates lse_2, delta and, for float32
-    calls, what mends it, (B, N, T) in float32, and what `forward` says of arrays that are not laid out yet, here with
-    dout and the three gradients, and of key as of value, twice where the tiles of the kernels differ. The same input
-    gives the same bits each time.
+    The arguments are those of `portable.backward`. Unless `clears_blind`, queries that see no key hold zeros, and so
+    does dout there. Beyond inputs and outputs it allocates lse_2, delta and, for float32 calls, what mends it,
+    (B, N, T) in float32, and what `forward` says of arrays that are not laid out yet, here with dout and the three
+    gradients, and of key as of value, twice where the tiles of the kernels differ. The same input gives the same bits
+    each time.
 
     mends_delta: False where out and lse are those of more keys than the call has, as in `ring`: rows of ds add up to
     dlse over all of the keys only. tiles: two `warp.Tiles`, of dq_kernel and of dkv_kernel, chosen for the problem
     unless given. interpret: what interprets the kernels on a CPU.
     """
     problem = call.problem
-    blind = None
-    # Where masks alone hide keys, tiles without a mask have no such query. GPUs before Hopper have no store from RHS.
-    if warp.by_tma() and call.may_have_blind_rows and not call.changes_logits and call.extras.sinks is None:
-        blind = (lse == -jnp.inf).any()[None].astype(jnp.int32)
-    else:
-        query, dout, dlse = call.of_seeing_rows(lse, call.query, dout, dlse)
-        call = dataclasses.replace(call, query=query)
+    blind = (lse == -jnp.inf).any()[None].astype(jnp.int32) if clears_blind(call) else None
     delta = delta_of(out, lse, dout, dlse, low)
     dq_tiles, dkv_tiles = tiles or backward_tiles(problem)
     q_shape = problem.B, problem.T, problem.N, problem.H

@@ -192,11 +192,15 @@ def _mosaic(interpret):
     keeping = functools.partial(many_queries, keeps_low_bits=True)
     backward = functools.partial(mosaic_backward.backward, interpret=interpret)
 
+    def of_all(call, *residuals):
+        clears = mosaic_backward.clears_blind(call)
+        return (backward if clears else _of_seeing_rows(backward))(call, *residuals)
+
     def exact_forward_of_part(call):
         return (many_queries if call.problem.dtype == jnp.float32 else _exact(keeping))(call)
 
     of_part = functools.partial(backward, mends_delta=False)
-    return Kernels(forward, _backward(backward), keeping, forward, exact_forward_of_part, of_part)
+    return Kernels(forward, _backward(of_all), keeping, forward, exact_forward_of_part, of_part)
 
 
 def _hopper(interpret):
